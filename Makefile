@@ -1,0 +1,103 @@
+# Every command of ampfast; `make` lists them. Each makes what it needs first.
+#
+#   PYTHON=python3.12   the interpreter that .venv is made from (default: the first of python3,
+#                       python3.14 ... python3.10 that will do)
+#   VENV=.venv312       another place for the environment
+#   PYTHON=... VENV=    (VENV empty) uses that interpreter as it is, without an environment: it must
+#                       have torch, setuptools and what the command runs (for `make test` pytest and
+#                       numpy). Nothing is downloaded or installed; the extension is built in place.
+#   ARGS=...            passed on: make test ARGS="-k patch", make bench ARGS=--help
+
+VENV ?= .venv
+
+# 3.14 is the newest Python that the pinned torch has builds for.
+ifndef PYTHON
+PYTHON := $(shell for python in python3 python3.14 python3.13 python3.12 python3.11 python3.10; do \
+	$$python -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 14))' \
+	2>/dev/null && echo $$python && exit; done; echo python3)
+endif
+
+ifneq ($(VENV),)
+RUN := $(VENV)/bin/python
+READY := $(VENV)/.installed
+else
+RUN := $(PYTHON)
+READY := python
+endif
+
+CSRC := $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
+CLANG_FORMAT := $(RUN) -c 'from clang_format import clang_format; clang_format()'
+
+# Says in one line what is missing, before anything is downloaded or compiled.
+define require_python_and_compiler
+@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null || { \
+	echo "ampfast needs Python 3.10 or newer: install one or say PYTHON=path" \
+	"($(PYTHON) --version: $$($(PYTHON) --version 2>&1 | head -n 1))" >&2; exit 1; }
+@$(PYTHON) -Bc 'import setup; setup.require_toolchain()'
+endef
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: FORCE bench build check clean demo distclean format help python test
+
+help:  ## show this list
+	@sed -n 's/^\([a-z]*\):.*## /  make \1: /p' $(MAKEFILE_LIST)
+
+demo: build/built  ## train a small net with torch's scaler and with ours, and compare
+	$(RUN) -m ampfast demo $(ARGS)
+
+test: build/built  ## run the tests
+	$(RUN) -m pytest $(ARGS)
+
+bench: build/built  ## measure against torch
+	$(RUN) -m benchmarks $(ARGS)
+
+check: | $(READY)  ## lint, formatting and types; edits nothing
+	$(RUN) -m ruff check .
+	$(RUN) -m ruff format --check .
+	$(RUN) -m mypy
+	$(CLANG_FORMAT) --dry-run -Werror $(CSRC)
+
+format: | $(READY)  ## put every file into the form that check wants
+	$(RUN) -m ruff check --fix-only .
+	$(RUN) -m ruff format .
+	$(CLANG_FORMAT) -i $(CSRC)
+
+build: build/built  ## build the extension in place
+
+clean:  ## remove what was built
+	rm -rf build dist *.egg-info ampfast/_C.*.so .mypy_cache .pytest_cache .ruff_cache
+	find . -path './.venv*' -prune -o -name __pycache__ -prune -exec rm -rf {} +
+
+distclean: clean  ## remove .venv too
+	rm -rf .venv
+
+python:
+	$(require_python_and_compiler)
+
+$(VENV)/pyvenv.cfg:
+	$(require_python_and_compiler)
+	$(PYTHON) -m venv $(VENV) || { rm -f $@; \
+		echo "$(PYTHON) cannot make an environment: install its venv module (apt install python3-venv)" \
+		>&2; exit 1; }
+
+$(VENV)/.torch: requirements/torch.txt $(VENV)/pyvenv.cfg
+	$(RUN) -m pip install -r $<
+	@touch $@
+
+$(VENV)/.installed: requirements/dev.txt $(VENV)/.torch
+	$(RUN) -m pip install -r $< -r requirements/torch.txt
+	@touch $@
+
+# Changes only when an extension built earlier no longer fits: another torch, Python or compiler.
+build/key: FORCE | $(READY)
+	@mkdir -p build
+	@$(RUN) -Bc 'import setup; print(setup.build_key())' > $@.new
+	@if cmp -s $@.new $@ && ls ampfast/_C.*.so >/dev/null 2>&1; then rm $@.new; \
+		else rm -rf build/temp*; mv $@.new $@; fi
+
+# The stamp bears the time of the start, so that an edit made while it was building is not lost.
+build/built: build/key $(CSRC) setup.py pyproject.toml
+	@touch $@.new
+	MAKEFLAGS= $(RUN) setup.py --quiet build_ext --inplace --force
+	@mv $@.new $@

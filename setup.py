@@ -1,0 +1,194 @@
+"""Builds the extension `ampfast._C`; all else about the package stands in pyproject.toml."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+from importlib import metadata
+from pathlib import Path
+
+OLDEST_TORCH = (2, 11)
+# What the CUDA kernels are compiled for unless TORCH_CUDA_ARCH_LIST says otherwise; an nvcc that is
+# too old or too new for one of them leaves it out.
+CUDA_ARCHITECTURES = ("7.5", "8.0", "8.6", "8.9", "9.0", "10.0", "12.0")
+# Whatever else than the sources decides what a build gives.
+BUILD_VARIABLES = (
+    *("AMPFAST_CUDA", "CUDA_HOME", "CUDA_PATH", "TORCH_CUDA_ARCH_LIST"),
+    *("CC", "CXX", "CFLAGS", "CXXFLAGS", "CPPFLAGS", "LDFLAGS"),
+)
+
+
+def installed_torch() -> metadata.Distribution:
+    """Returns the torch of this interpreter, without importing it; exits if there is none."""
+    wanted = "torch>={}.{}".format(*OLDEST_TORCH)
+    advice = f"run `{sys.executable} -m pip install '{wanted}'` first"
+    try:
+        torch = metadata.distribution("torch")
+    except metadata.PackageNotFoundError:
+        raise SystemExit(f"ampfast is built against torch, which is missing: {advice}") from None
+    if tuple(int(part) for part in torch.version.split(".")[:2]) < OLDEST_TORCH:
+        raise SystemExit(f"ampfast needs {wanted}, this is torch {torch.version}: {advice}")
+    return torch
+
+
+def require_toolchain() -> None:
+    """Exits with one line that says what to install if C++ cannot be compiled here."""
+    if sys.platform == "win32":
+        return  # setuptools finds MSVC by itself, off the PATH
+    # torch's build compiles with $CXX, or else c++.
+    compiler = os.environ.get("CXX", "c++").split()
+    if not compiler or shutil.which(compiler[0]) is None:
+        raise SystemExit(
+            f"no C++ compiler: `{' '.join(compiler)}` was not found; install one "
+            "(apt install g++ | dnf install gcc-c++ | xcode-select --install) or set CXX"
+        )
+    headers = sysconfig.get_path("include")
+    if not Path(headers, "Python.h").exists():
+        raise SystemExit(
+            f"no Python headers: {headers}/Python.h is missing; install them "
+            "(apt install python3-dev | dnf install python3-devel)"
+        )
+
+
+def build_key() -> str:
+    """Returns a text that differs whenever an extension built here before must be built again."""
+    torch = installed_torch()
+    where = str(torch.locate_file("torch"))
+    parts = [sys.version, platform.machine(), torch.version, where]
+    parts += [f"{name}={os.environ.get(name)}" for name in BUILD_VARIABLES]
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()
+
+
+def wants_cuda(
+    override: str | None, sources: list[str], torch_cuda: str | None, nvcc: str | None
+) -> bool:
+    """Decides whether the CUDA kernels are built; no GPU is asked for.
+
+    Args:
+        override: The value of AMPFAST_CUDA: "0" never, "1" always, None or "" if it can be.
+        sources: The CUDA sources of this version.
+        torch_cuda: The CUDA version that torch is built with, or None.
+        nvcc: The path of the CUDA compiler, or None.
+
+    Raises:
+        SystemExit: If `override` is "1" and cannot be followed, or is something else.
+    """
+    if override not in (None, "", "0", "1"):
+        raise SystemExit(f"AMPFAST_CUDA must be 0 or 1 or not set, got {override!r}")
+    if override == "0":
+        return False
+    if not sources:
+        why_not = "this version of ampfast has no CUDA sources"
+    elif torch_cuda is None:
+        why_not = "the installed torch is built without CUDA"
+    elif nvcc is None:
+        why_not = "nvcc was not found: set CUDA_HOME or put it on the PATH"
+    else:
+        return True
+    if override == "1":
+        raise SystemExit(f"AMPFAST_CUDA=1, but {why_not}")
+    return False
+
+
+def find_nvcc() -> str | None:
+    """Returns the path of nvcc inside its toolkit; the one on the PATH may be a wrapper script."""
+    home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
+    if not home and (on_path := shutil.which("nvcc")):
+        dry_run = [on_path, "--dryrun", "-x", "cu", "-c", os.devnull, "-o", os.devnull]
+        said = subprocess.run(dry_run, capture_output=True, text=True).stderr
+        top = re.search(r"^#\$ TOP=(.+)$", said, re.MULTILINE)
+        home = top[1].strip() if top else os.path.join(os.path.dirname(on_path), os.pardir)
+    home = os.path.realpath(home or "/usr/local/cuda")
+    return shutil.which("nvcc", path=os.path.join(home, "bin"))
+
+
+def cuda_architectures(nvcc: str) -> str:
+    """Returns a TORCH_CUDA_ARCH_LIST of what `nvcc` can compile for, with PTX for newer cards."""
+    known = subprocess.run(
+        [nvcc, "--list-gpu-code"], check=True, capture_output=True, text=True
+    ).stdout.split()
+    chosen = [arch for arch in CUDA_ARCHITECTURES if "sm_" + arch.replace(".", "") in known]
+    return ";".join(chosen) + "+PTX"
+
+
+def compile_flags(include_dirs: list[str]) -> tuple[list[str], list[str]]:
+    """Returns the C++ compiler's and the linker's flags; the C++ standard is left to torch."""
+    if sys.platform == "win32":
+        return ["/O2", "/fp:strict", "/openmp"], []
+    # Results must be torch's bit for bit: no fast-math, no fused multiply-add; and one binary must
+    # run everywhere: no -march=native.
+    compiling = ["-O3", "-ffp-contract=off", "-fno-math-errno", "-fvisibility=hidden", "-g0"]
+    compiling += ["-Wall", "-Wextra"]
+    # The same folders again as system folders, so that only our own warnings show.
+    for folder in include_dirs:
+        compiling += ["-isystem", folder]
+    # at::parallel_for is a header that is serial without OpenMP. libgomp resolves to torch's own
+    # copy, which is loaded first and has the same name.
+    openmp = ["-fopenmp"] if sys.platform == "linux" else []
+    return compiling + openmp, openmp
+
+
+def found(*patterns: str) -> list[str]:
+    """Returns the files under csrc that match, as setuptools wants them: relative, with slashes."""
+    root = Path(__file__).parent
+    files = (file for pattern in patterns for file in root.glob(f"csrc/{pattern}"))
+    return sorted(file.relative_to(root).as_posix() for file in files)
+
+
+def main() -> None:
+    """Runs setuptools with the extension."""
+    installed_torch()
+    # torch looks for ninja on the PATH only, where that of a virtual environment that is not
+    # activated is not.
+    os.environ["PATH"] = os.pathsep.join([sysconfig.get_path("scripts"), os.environ["PATH"]])
+
+    from setuptools import setup
+    from torch.version import cuda as torch_cuda
+
+    cuda_sources = found("cuda/*.cu")
+    nvcc = find_nvcc() if cuda_sources and torch_cuda else None
+    with_cuda = wants_cuda(os.environ.get("AMPFAST_CUDA"), cuda_sources, torch_cuda, nvcc)
+    if with_cuda and nvcc:
+        # torch reads the first when it is imported, and left without the second it would ask the
+        # GPU of this machine.
+        os.environ["CUDA_HOME"] = str(Path(nvcc).parent.parent)
+        os.environ.setdefault("TORCH_CUDA_ARCH_LIST", cuda_architectures(nvcc))
+
+    from torch.utils import cpp_extension
+
+    class BuildExtension(cpp_extension.BuildExtension):
+        """torch's build, with one line instead of a traceback where there is no compiler."""
+
+        def run(self) -> None:
+            require_toolchain()
+            super().run()
+
+    compiling, linking = compile_flags(
+        [*cpp_extension.include_paths(), sysconfig.get_path("include")]
+    )
+    extension = cpp_extension.CUDAExtension if with_cuda else cpp_extension.CppExtension
+    setup(
+        # Here because setuptools before 77 refuses a plain name in pyproject.toml.
+        license="BSD-3-Clause",
+        ext_modules=[
+            extension(
+                "ampfast._C",
+                found("*.cpp", "cpu/*.cpp") + (cuda_sources if with_cuda else []),
+                depends=found("**/*.h", "**/*.cuh"),
+                define_macros=[("AMPFAST_WITH_CUDA", "1")] if with_cuda else [],
+                extra_compile_args={"cxx": compiling, "nvcc": ["-O3", "--fmad=false"]},
+                extra_link_args=linking,
+            )
+        ],
+        cmdclass={"build_ext": BuildExtension},
+    )
+
+
+if __name__ == "__main__":
+    main()
