@@ -1,0 +1,30 @@
+// The loops over one block for each instruction set in this binary, chosen at run time.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+namespace ampfast::cpu {
+
+// Indexes the loops; the order is that of kLoops in loops.h.
+enum class Dtype { kFloat32, kFloat64, kFloat16, kBFloat16 };
+
+struct Loops {
+  // The largest magnitude, as bits.
+  int64_t (*peak_bits)(const void* data, int64_t numel);
+  // Multiplies in place and returns the largest magnitude that was there before, as bits.
+  int64_t (*unscale)(void* data, int64_t numel, float inv_scale);
+  // The sum of squares of the unscaled values.
+  double (*squares)(const void* data, int64_t numel, float inv_scale);
+};
+
+const Loops& loops_for(Dtype dtype);
+
+// "avx2" or "baseline": what runs, what could, and a switch for tests. An unknown name throws
+// std::invalid_argument.
+std::string capability();
+std::vector<std::string> capabilities();
+void set_capability(const std::string& name);
+
+}  // namespace ampfast::cpu

@@ -1,0 +1,201 @@
+// CPU kernels over a whole gradient list: shares chunks among threads, decides on the largest
+// value.
+#include "multi_tensor.h"
+
+#include <ATen/Parallel.h>
+
+#include <algorithm>
+#include <atomic>
+
+#include "half.h"
+#include "instruction_set.h"
+
+namespace ampfast::cpu {
+
+namespace {
+
+// What a chunk costs besides its elements, in elements; balances many tiny tensors.
+constexpr int64_t kChunkCost = 128;
+
+// Less work than this, in elements, is not worth a second thread.
+constexpr int64_t kGrain = 32 * 1024;
+
+Dtype dtype_of(at::ScalarType type) {
+  switch (type) {
+    case at::kFloat:
+      return Dtype::kFloat32;
+    case at::kDouble:
+      return Dtype::kFloat64;
+    case at::kHalf:
+      return Dtype::kFloat16;
+    case at::kBFloat16:
+      return Dtype::kBFloat16;
+    default:
+      TORCH_CHECK(false, "ampfast has no CPU kernel for ", type);
+  }
+}
+
+struct Position {
+  size_t span;
+  int64_t chunk;
+};
+
+int64_t weight(const Span& span) { return span.numel + chunk_count(span.numel) * kChunkCost; }
+
+// Where each task of `count` starts, so that all have about the same work.
+std::vector<Position> shares(const DtypeList& list, int64_t total, int64_t count) {
+  std::vector<Position> starts;
+  int64_t before = 0;
+  for (size_t i = 0; i < list.spans.size(); ++i) {
+    const int64_t after = before + weight(list.spans[i]);
+    while (static_cast<int64_t>(starts.size()) < count) {
+      const int64_t target = total / count * static_cast<int64_t>(starts.size());
+      if (target >= after) {
+        break;
+      }
+      starts.push_back({i, (target - before) / (kChunk + kChunkCost)});
+    }
+    before = after;
+  }
+  return starts;
+}
+
+// torch takes tensors one after another. Where they share memory the order shows, and threads would
+// race.
+bool shares_memory(const DtypeList& list) {
+  const auto by_address = [](const Span& a, const Span& b) { return a.address < b.address; };
+  std::vector<Span> sorted;
+  const std::vector<Span>* spans = &list.spans;
+  if (!std::is_sorted(spans->begin(), spans->end(), by_address)) {
+    sorted = list.spans;
+    std::sort(sorted.begin(), sorted.end(), by_address);
+    spans = &sorted;
+  }
+  const auto overlaps = [&list](const Span& a, const Span& b) {
+    return a.address + a.numel * list.element_size() > b.address;
+  };
+  return std::adjacent_find(spans->begin(), spans->end(), overlaps) != spans->end();
+}
+
+// Calls `body(address, numel, chunk)` for every chunk, from several threads if that pays.
+template <class Body>
+void for_each_chunk(const DtypeList& list, bool writes, const Body& body) {
+  int64_t total = 0;
+  for (const Span& span : list.spans) {
+    total += weight(span);
+  }
+  int64_t tasks = std::min<int64_t>(at::get_num_threads(), total / kGrain);
+  if (at::in_parallel_region() || tasks < 2 || (writes && shares_memory(list))) {
+    tasks = 1;
+  }
+  const std::vector<Position> starts = shares(list, total, tasks);
+  const int64_t size = list.element_size();
+  at::parallel_for(0, tasks, 1, [&](int64_t first, int64_t last) {
+    const Position end = last < tasks ? starts[last] : Position{list.spans.size(), 0};
+    Position at = starts[first];
+    for (; at.span < list.spans.size() && at.span <= end.span; ++at.span, at.chunk = 0) {
+      const Span& span = list.spans[at.span];
+      const int64_t stop = at.span < end.span ? chunk_count(span.numel) : end.chunk;
+      for (; at.chunk < stop; ++at.chunk) {
+        const int64_t offset = at.chunk * kChunk;
+        body(span.address + offset * size, std::min(kChunk, span.numel - offset),
+             span.first_chunk + at.chunk);
+      }
+    }
+  });
+}
+
+// The largest of what the threads found. Rarely written: most chunks do not raise it.
+class Peak {
+ public:
+  void raise(int64_t bits) {
+    int64_t seen = bits_.load(std::memory_order_relaxed);
+    while (seen < bits && !bits_.compare_exchange_weak(seen, bits, std::memory_order_relaxed)) {
+    }
+  }
+  int64_t bits() const { return bits_.load(std::memory_order_relaxed); }
+
+ private:
+  std::atomic<int64_t> bits_{0};
+};
+
+double double_of(int64_t bits) {
+  double value;
+  std::memcpy(&value, &bits, sizeof(value));
+  return value;
+}
+
+template <class T>
+float used_peak16(T value, Use use, float factor) {
+  const float used = used_value(widen(value), use, factor);
+  return use == Use::kMultiply ? widen(narrow(used, T{})) : used;
+}
+
+// What the magnitude `bits` becomes: rounded to its dtype where that is written, as fused
+// optimizers see it otherwise. Rounding is monotone, so the largest magnitude tells of all.
+double used_peak(Dtype dtype, int64_t bits, Use use, float factor) {
+  switch (dtype) {
+    case Dtype::kFloat64:
+      return used_value(double_of(bits), use, factor);
+    case Dtype::kFloat32:
+      return used_value(float_of(static_cast<uint32_t>(bits)), use, factor);
+    case Dtype::kFloat16:
+      return used_peak16(Half{static_cast<uint16_t>(bits)}, use, factor);
+    default:
+      return used_peak16(BFloat16{static_cast<uint16_t>(bits)}, use, factor);
+  }
+}
+
+}  // namespace
+
+bool check(const GradList& grads, Use use, float factor) {
+  bool found = false;
+  for (const DtypeList& list : grads.lists()) {
+    const Dtype dtype = dtype_of(list.dtype);
+    const Loops& loops = loops_for(dtype);
+    Peak peak;
+    for_each_chunk(list, false, [&](const char* address, int64_t numel, int64_t) {
+      peak.raise(loops.peak_bits(address, numel));
+    });
+    found |= !std::isfinite(used_peak(dtype, peak.bits(), use, factor));
+  }
+  return found;
+}
+
+bool unscale(const GradList& grads, float inv_scale) {
+  bool found = false;
+  for (const DtypeList& list : grads.lists()) {
+    const Dtype dtype = dtype_of(list.dtype);
+    const Loops& loops = loops_for(dtype);
+    Peak peak;
+    for_each_chunk(list, true, [&](char* address, int64_t numel, int64_t) {
+      peak.raise(loops.unscale(address, numel, inv_scale));
+    });
+    found |= !std::isfinite(used_peak(dtype, peak.bits(), Use::kMultiply, inv_scale));
+  }
+  return found;
+}
+
+Norms norms(const GradList& grads, float inv_scale) {
+  Norms total{0, 0};
+  for (const DtypeList& list : grads.lists()) {
+    const Dtype dtype = dtype_of(list.dtype);
+    const Loops& loops = loops_for(dtype);
+    Peak peak;
+    std::vector<double> partial(list.chunks);
+    for_each_chunk(list, false, [&](const char* address, int64_t numel, int64_t chunk) {
+      peak.raise(loops.peak_bits(address, numel));
+      partial[chunk] = loops.squares(address, numel, inv_scale);
+    });
+    for (const double squares : partial) {
+      total.sum_of_squares += squares;
+    }
+    const double largest = std::fabs(used_peak(dtype, peak.bits(), Use::kMultiply, inv_scale));
+    if (!(largest <= total.absolute_maximum)) {  // a NaN wins
+      total.absolute_maximum = largest;
+    }
+  }
+  return total;
+}
+
+}  // namespace ampfast::cpu

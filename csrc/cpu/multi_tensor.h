@@ -1,0 +1,24 @@
+// CPU kernels over a whole gradient list.
+#pragma once
+
+#include "../element.h"
+#include "../grad_list.h"
+
+namespace ampfast::cpu {
+
+// Tells whether a value of the list is not finite, as `use` and `factor` will use it. Reads only.
+bool check(const GradList& grads, Use use, float factor);
+
+// Multiplies in place and tells whether a value that was written is not finite.
+bool unscale(const GradList& grads, float inv_scale);
+
+struct Norms {
+  double sum_of_squares;
+  double absolute_maximum;
+};
+
+// Of the unscaled values. The sum is in float64, over chunks in order: the same bits every run,
+// however many threads there are.
+Norms norms(const GradList& grads, float inv_scale);
+
+}  // namespace ampfast::cpu

@@ -1,0 +1,77 @@
+// The arithmetic of one gradient element and of one scale update, shared by the CPU and CUDA
+// kernels.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+#if defined(__CUDACC__) || defined(__HIPCC__)
+#define AMPFAST_ELEMENT __host__ __device__ inline
+#else
+#define AMPFAST_ELEMENT inline
+#endif
+
+namespace ampfast {
+
+// The factor by which gradients are unscaled: the reciprocal in float64, rounded to float32.
+AMPFAST_ELEMENT float inverse_scale(float scale) {
+  return static_cast<float>(1.0 / static_cast<double>(scale));
+}
+
+// What decides whether a step is skipped: the factor, and what the optimizer does with it.
+enum class Use {
+  kNothing,   // the gradient is taken as it is
+  kMultiply,  // the gradient is multiplied: what unscaling writes
+  kDivide,    // the gradient is divided: what fused optimizers do with their grad_scale
+};
+
+// `Opmath` is float for 16- and 32-bit gradients and double for 64-bit ones.
+template <class Opmath>
+AMPFAST_ELEMENT Opmath used_value(Opmath value, Use use, float factor) {
+  switch (use) {
+    case Use::kMultiply:
+      return value * static_cast<Opmath>(factor);
+    case Use::kDivide:
+      return value / static_cast<Opmath>(factor);
+    default:
+      return value;
+  }
+}
+
+// Bits of the magnitude: as integers they are ordered as the magnitudes are, with NaN above
+// infinity.
+AMPFAST_ELEMENT int16_t magnitude16(uint16_t bits) { return static_cast<int16_t>(bits & 0x7fff); }
+
+AMPFAST_ELEMENT int32_t magnitude(float value) {
+  int32_t bits;
+  std::memcpy(&bits, &value, sizeof(bits));
+  return bits & 0x7fffffff;
+}
+
+AMPFAST_ELEMENT int64_t magnitude(double value) {
+  int64_t bits;
+  std::memcpy(&bits, &value, sizeof(bits));
+  return bits & 0x7fffffffffffffff;
+}
+
+struct ScaleState {
+  float scale;
+  int32_t growth_tracker;
+};
+
+// torch's `_amp_update_scale_`, except that a tracker beyond a lowered interval grows too.
+AMPFAST_ELEMENT ScaleState next_scale(ScaleState now, bool found_inf, double growth_factor,
+                                      double backoff_factor, int64_t growth_interval) {
+  if (found_inf) {
+    return {static_cast<float>(now.scale * backoff_factor), 0};
+  }
+  const int64_t successful = static_cast<int64_t>(now.growth_tracker) + 1;
+  if (growth_interval < 1 || successful < growth_interval) {
+    return {now.scale, static_cast<int32_t>(successful)};
+  }
+  const float grown = static_cast<float>(now.scale * growth_factor);
+  return {std::isfinite(grown) ? grown : now.scale, 0};
+}
+
+}  // namespace ampfast

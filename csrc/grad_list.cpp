@@ -1,0 +1,89 @@
+#include "grad_list.h"
+
+#include <c10/core/impl/TorchDispatchModeTLS.h>
+#include <torch/csrc/autograd/python_variable.h>
+
+#include <utility>
+
+namespace ampfast {
+
+namespace {
+
+// A plain tensor has the keys of its backend and of what every tensor has, and no others: no
+// conjugate, no negative, no functorch wrapper, no Python subclass, no sparse or quantized layout.
+bool has_only_dense_keys(const at::Tensor& tensor) {
+  constexpr c10::DispatchKeySet common =
+      c10::autograd_dispatch_keyset_with_ADInplaceOrView | c10::autocast_dispatch_keyset;
+  const c10::DispatchKeySet keys = tensor.key_set() - common;
+  const c10::DispatchKeySet dense(c10::DispatchKey::Dense);
+  return keys == (dense | (keys & c10::backend_bitset_mask));
+}
+
+// A subclass may do without a dispatch key of its own; then only its Python type tells.
+bool has_plain_type(const at::Tensor& tensor) {
+  PyObject* object = tensor.unsafeGetTensorImpl()->pyobj_slot()->load_pyobj();
+  return object == nullptr || THPVariable_CheckExact(object);
+}
+
+bool has_known_dtype(const at::Tensor& tensor) {
+  const at::ScalarType type = tensor.scalar_type();
+  return type == at::kFloat || type == at::kHalf || type == at::kBFloat16 || type == at::kDouble;
+}
+
+}  // namespace
+
+bool is_observed() { return c10::impl::TorchDispatchModeTLS::any_modes_set(); }
+
+bool is_plain(const at::Tensor& tensor, uint64_t devices) {
+  return (devices & device_bit(tensor.device().type())) != 0 && has_only_dense_keys(tensor) &&
+         has_plain_type(tensor) && !tensor.is_inference() && tensor.is_non_overlapping_and_dense();
+}
+
+bool is_regular(const at::Tensor& tensor, uint64_t devices) {
+  return has_known_dtype(tensor) && is_plain(tensor, devices);
+}
+
+DtypeList& GradList::list_of(at::ScalarType dtype) {
+  for (DtypeList& list : lists_) {
+    if (list.dtype == dtype) {
+      return list;
+    }
+  }
+  lists_.push_back({dtype, {}, 0});
+  return lists_.back();
+}
+
+void GradList::add(at::Tensor added, bool writes) {
+  tensors_.push_back(std::move(added));
+  const at::Tensor& tensor = tensors_.back();
+  const int64_t numel = tensor.numel();
+  if (numel == 0) {
+    return;
+  }
+  DtypeList& list = list_of(tensor.scalar_type());
+  const size_t end = (tensor.storage_offset() + numel) * list.element_size();
+  const size_t there = tensor.storage().nbytes();
+  TORCH_CHECK(end <= there, "the storage of a gradient was freed or resized: ", there,
+              " bytes are left of ", end);
+  void* address = writes ? tensor.mutable_data_ptr() : const_cast<void*>(tensor.const_data_ptr());
+  list.spans.push_back({static_cast<char*>(address), numel, list.chunks});
+  list.chunks += chunk_count(numel);
+}
+
+int64_t GradList::chunks() const {
+  int64_t chunks = 0;
+  for (const DtypeList& list : lists_) {
+    chunks += list.chunks;
+  }
+  return chunks;
+}
+
+int64_t GradList::table_bytes() const {
+  size_t bytes = tensors_.size() * sizeof(at::Tensor);
+  for (const DtypeList& list : lists_) {
+    bytes += list.spans.size() * sizeof(Span);
+  }
+  return static_cast<int64_t>(bytes);
+}
+
+}  // namespace ampfast

@@ -1,0 +1,66 @@
+// The gradients of one device as a flat table of (address, length) per dtype, and the walk over an
+// optimizer's parameters that fills it.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <vector>
+
+namespace ampfast {
+
+// The unit of work, in elements.
+constexpr int64_t kChunk = 16 * 1024;
+
+constexpr int64_t chunk_count(int64_t numel) { return (numel + kChunk - 1) / kChunk; }
+
+struct Span {
+  char* address;
+  int64_t numel;
+  int64_t first_chunk;
+};
+
+struct DtypeList {
+  at::ScalarType dtype;
+  std::vector<Span> spans;
+  int64_t chunks = 0;
+
+  int64_t element_size() const { return static_cast<int64_t>(c10::elementSize(dtype)); }
+};
+
+// Holds references to the gradients, so it lives for one pass only.
+class GradList {
+ public:
+  explicit GradList(at::Device device) : device_(device) {}
+
+  // `tensor` must be one that `is_regular` takes. With `writes`, its data may be written.
+  void add(at::Tensor tensor, bool writes);
+
+  at::Device device() const { return device_; }
+  const std::vector<DtypeList>& lists() const { return lists_; }
+  int64_t chunks() const;
+  int64_t table_bytes() const;
+
+ private:
+  DtypeList& list_of(at::ScalarType dtype);
+
+  at::Device device_;
+  std::vector<DtypeList> lists_;
+  std::vector<at::Tensor> tensors_;
+};
+
+// Tells whether `tensor` is nothing but dense memory without overlap, on a device whose type is in
+// the bit set `devices`.
+bool is_plain(const at::Tensor& tensor, uint64_t devices);
+
+// Tells whether the kernels can take `tensor`: plain, of a dtype that they know. Everything else
+// takes torch's own op.
+bool is_regular(const at::Tensor& tensor, uint64_t devices);
+
+// Tells whether a dispatch mode watches this thread's ops: then all gradients take torch's own op,
+// so that it sees them.
+bool is_observed();
+
+// The bit of a device type in the sets above.
+constexpr uint64_t device_bit(at::DeviceType type) { return uint64_t{1} << static_cast<int>(type); }
+
+}  // namespace ampfast

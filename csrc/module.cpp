@@ -1,0 +1,158 @@
+// The Python face of the compiled core: bindings only, no arithmetic.
+#include <torch/extension.h>
+#include <torch/version.h>
+
+#include <map>
+#include <optional>
+
+#include "cpu/instruction_set.h"
+#include "cpu/multi_tensor.h"
+#include "scale_update.h"
+#include "walk.h"
+
+namespace ampfast {
+namespace {
+
+// Below this many chunks a kernel is over sooner than another thread could take the interpreter.
+constexpr int64_t kChunksWorthReleasing = 8;
+
+template <class Kernel>
+bool run(const GradList& grads, const Kernel& kernel) {
+  if (grads.chunks() < kChunksWorthReleasing) {
+    return kernel();
+  }
+  const py::gil_scoped_release release;
+  return kernel();
+}
+
+float read_scalar(const at::Tensor& tensor, const char* name) {
+  TORCH_CHECK(is_cpu_scalar(tensor, at::kFloat), name,
+              " must be a float32 CPU tensor with one element, got ", tensor.scalar_type(),
+              " of shape ", tensor.sizes(), " on ", tensor.device());
+  return *tensor.const_data_ptr<float>();
+}
+
+// A flag that the caller gave accumulates, a new one is assigned.
+at::Tensor write_flag(std::optional<at::Tensor> found_inf, bool found, ScaleUpdate* update) {
+  if (!found_inf) {
+    found_inf = at::empty({}, at::kFloat);
+    *found_inf->mutable_data_ptr<float>() = found ? 1 : 0;
+  } else if (found) {
+    *found_inf->mutable_data_ptr<float>() = 1;
+  }
+  if (update != nullptr) {
+    update->apply(*found_inf->const_data_ptr<float>() != 0);
+    update->bump_version();
+  }
+  return *found_inf;
+}
+
+at::Tensor unscale_(const GradList& grads, const at::Tensor& factor, bool is_scale,
+                    std::optional<at::Tensor> found_inf, ScaleUpdate* update) {
+  if (found_inf) {
+    read_scalar(*found_inf, "found_inf");
+  }
+  const float value = read_scalar(factor, is_scale ? "scale" : "inv_scale");
+  const float inv_scale = is_scale ? inverse_scale(value) : value;
+  const bool found = run(grads, [&] { return cpu::unscale(grads, inv_scale); });
+  return write_flag(std::move(found_inf), found, update);
+}
+
+at::Tensor check_(const GradList& grads, const std::optional<at::Tensor>& grad_scale,
+                  std::optional<at::Tensor> found_inf, ScaleUpdate* update) {
+  if (found_inf) {
+    read_scalar(*found_inf, "found_inf");
+  }
+  const Use use = grad_scale ? Use::kDivide : Use::kNothing;
+  const float factor = grad_scale ? read_scalar(*grad_scale, "grad_scale") : 1;
+  const bool found = run(grads, [&] { return cpu::check(grads, use, factor); });
+  return write_flag(std::move(found_inf), found, update);
+}
+
+// None where the kernels do not know the tensors exactly; then torch's own op decides.
+std::optional<ScaleUpdate> scale_update(at::Tensor scale, at::Tensor growth_tracker,
+                                        std::vector<at::Tensor> found_infs, double growth_factor,
+                                        double backoff_factor, int64_t growth_interval) {
+  bool known = is_cpu_scalar(scale, at::kFloat) && is_cpu_scalar(growth_tracker, at::kInt);
+  for (const at::Tensor& flag : found_infs) {
+    known = known && is_cpu_scalar(flag, at::kFloat);
+  }
+  if (!known) {
+    return std::nullopt;
+  }
+  return ScaleUpdate(std::move(scale), std::move(growth_tracker), std::move(found_infs),
+                     growth_factor, backoff_factor, growth_interval);
+}
+
+std::map<std::string, std::string> build_info() {
+  return {
+      {"torch", TORCH_VERSION},
+#if defined(__VERSION__)
+      {"compiler", __VERSION__},
+#else
+      {"compiler", "unknown"},
+#endif
+#if defined(_OPENMP)
+      {"openmp", "yes"},
+#else
+      {"openmp", "no"},
+#endif
+  };
+}
+
+}  // namespace
+
+PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
+  m.attr("CHUNK") = kChunk;
+  m.attr("CPU") = device_bit(at::kCPU);
+  m.def("build_info", &build_info);
+  m.def("cpu_capability", &cpu::capability);
+  m.def("cpu_capabilities", &cpu::capabilities);
+  m.def("set_cpu_capability", &cpu::set_capability);
+
+  py::class_<GradList>(m, "GradList")
+      .def(py::init([](const py::sequence& tensors) {
+        std::optional<GradList> list = regular_list(tensors, at::kCPU);
+        TORCH_CHECK_VALUE(list, "every tensor must be a regular one on the CPU");
+        return *std::move(list);
+      }))
+      .def_static("of", &regular_list, py::arg("tensors"), py::arg("device"))
+      .def_property_readonly("device", [](const GradList& list) { return py::cast(list.device()); })
+      .def_property_readonly("chunks", &GradList::chunks)
+      .def_property_readonly("table_bytes", &GradList::table_bytes)
+      .def("norms", [](const GradList& list, float inv_scale) {
+        const py::gil_scoped_release release;
+        const cpu::Norms norms = cpu::norms(list, inv_scale);
+        return std::pair(norms.sum_of_squares, norms.absolute_maximum);
+      });
+
+  m.def("is_cpu_scalar",
+        [](const at::Tensor& tensor) { return is_cpu_scalar(tensor, at::kFloat); });
+  py::class_<ScaleUpdate>(m, "ScaleUpdate")
+      .def_static("of", &scale_update, py::arg("scale"), py::arg("growth_tracker"),
+                  py::arg("found_infs"), py::arg("growth_factor"), py::arg("backoff_factor"),
+                  py::arg("growth_interval"))
+      .def("apply", [](ScaleUpdate& update) { update.apply(false); })
+      .def("undo", &ScaleUpdate::undo)
+      .def("bump_version", &ScaleUpdate::bump_version)
+      .def_property_readonly("applied", &ScaleUpdate::applied);
+
+  m.def(
+      "walk",
+      [](const py::object& param_groups, bool allow_fp16, bool writes, uint64_t devices) {
+        Walk walk = walk_gradients(param_groups, allow_fp16, writes, devices);
+        py::object refused = py::none();
+        if (walk.refused) {
+          refused = py::make_tuple(walk.refused->group, walk.refused->index, walk.refused->param);
+        }
+        return py::make_tuple(py::cast(std::move(walk.lists)), py::cast(std::move(walk.set_aside)),
+                              refused);
+      },
+      py::arg("param_groups"), py::arg("allow_fp16"), py::arg("writes"), py::arg("devices"));
+  m.def("unscale_", &unscale_, py::arg("grads"), py::arg("factor"), py::arg("is_scale"),
+        py::arg("found_inf") = std::nullopt, py::arg("update") = nullptr);
+  m.def("check_", &check_, py::arg("grads"), py::arg("grad_scale") = std::nullopt,
+        py::arg("found_inf") = std::nullopt, py::arg("update") = nullptr);
+}
+
+}  // namespace ampfast

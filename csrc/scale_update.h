@@ -1,0 +1,47 @@
+// The scale update on the CPU, alone or behind the check that decides it.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <vector>
+
+#include "element.h"
+
+namespace ampfast {
+
+// Tells whether `tensor` is what the kernels read and write as a scalar: plain, on the CPU, of
+// `dtype`, with one element.
+bool is_cpu_scalar(const at::Tensor& tensor, at::ScalarType dtype);
+
+// Writes the next scale and growth tracker in place. All tensors are CPU scalars: `scale` and
+// `found_infs` float32, `growth_tracker` int32.
+class ScaleUpdate {
+ public:
+  ScaleUpdate(at::Tensor scale, at::Tensor growth_tracker, std::vector<at::Tensor> found_infs,
+              double growth_factor, double backoff_factor, int64_t growth_interval);
+
+  // `found_inf` is one more flag than those of the constructor.
+  void apply(bool found_inf);
+
+  // Restores what `apply` replaced.
+  void undo();
+
+  // Tells autograd that the scale was written, as torch's op does.
+  void bump_version() const;
+
+  bool applied() const { return applied_; }
+
+ private:
+  void write(ScaleState state);
+
+  at::Tensor scale_;
+  at::Tensor growth_tracker_;
+  std::vector<at::Tensor> found_infs_;
+  double growth_factor_;
+  double backoff_factor_;
+  int64_t growth_interval_;
+  ScaleState before_{};
+  bool applied_ = false;
+};
+
+}  // namespace ampfast

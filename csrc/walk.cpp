@@ -1,0 +1,94 @@
+#include "walk.h"
+
+#include <torch/csrc/Exceptions.h>
+#include <torch/csrc/autograd/python_variable.h>
+
+#include <utility>
+
+namespace ampfast {
+
+namespace {
+
+// Python's own attribute for subclasses, which may define it anew.
+at::Tensor gradient_of(const py::handle& param) {
+  if (THPVariable_CheckExact(param.ptr())) {
+    return THPVariable_Unpack(param.ptr()).grad();
+  }
+  const py::object grad = param.attr("grad");
+  return grad.is_none() ? at::Tensor() : THPVariable_Unpack(grad.ptr());
+}
+
+GradList& list_on(std::vector<GradList>& lists, at::Device device) {
+  for (GradList& list : lists) {
+    if (list.device() == device) {
+      return list;
+    }
+  }
+  return lists.emplace_back(device);
+}
+
+}  // namespace
+
+Walk walk_gradients(const py::handle& param_groups, bool allow_fp16, bool writes,
+                    uint64_t devices) {
+  // Turns a warning of `.grad` on a non-leaf tensor into a Python warning.
+  torch::PyWarningHandler warnings;
+  Walk walk;
+  std::vector<at::Tensor> regular;
+  if (is_observed()) {
+    devices = 0;
+  }
+  int64_t group_index = 0;
+  for (const py::handle group : param_groups) {
+    int64_t index = 0;
+    for (const py::handle param : py::reinterpret_borrow<py::object>(group)["params"]) {
+      if (!THPVariable_Check(param.ptr())) {
+        walk.refused = Place{group_index, index, py::reinterpret_borrow<py::object>(param)};
+        return walk;
+      }
+      at::Tensor grad = gradient_of(param);
+      if (grad.defined()) {
+        if (!allow_fp16 && grad.scalar_type() == at::kHalf) {
+          walk.refused = Place{group_index, index, py::reinterpret_borrow<py::object>(param)};
+          return walk;
+        }
+        if (is_regular(grad, devices)) {
+          regular.push_back(std::move(grad));
+        } else {
+          walk.set_aside.push_back(py::reinterpret_borrow<py::object>(param));
+        }
+      }
+      ++index;
+    }
+    ++group_index;
+  }
+  for (at::Tensor& grad : regular) {
+    const at::Device device = grad.device();
+    list_on(walk.lists, device).add(std::move(grad), writes);
+  }
+  return walk;
+}
+
+std::optional<GradList> regular_list(const py::sequence& tensors, at::Device device) {
+  if (is_observed()) {
+    return std::nullopt;
+  }
+  std::vector<at::Tensor> regular;
+  for (const py::handle item : tensors) {
+    if (!THPVariable_CheckExact(item.ptr())) {
+      return std::nullopt;
+    }
+    const at::Tensor& tensor = THPVariable_Unpack(item.ptr());
+    if (tensor.device() != device || !is_regular(tensor, device_bit(device.type()))) {
+      return std::nullopt;
+    }
+    regular.push_back(tensor);
+  }
+  GradList list(device);
+  for (at::Tensor& tensor : regular) {
+    list.add(std::move(tensor), true);
+  }
+  return list;
+}
+
+}  // namespace ampfast

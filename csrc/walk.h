@@ -1,0 +1,37 @@
+// The walk over an optimizer's parameters that reads their gradients.
+#pragma once
+
+#include <torch/csrc/utils/pybind.h>
+
+#include <optional>
+#include <vector>
+
+#include "grad_list.h"
+
+namespace ampfast {
+
+namespace py = pybind11;
+
+// A parameter, by its place in the optimizer.
+struct Place {
+  int64_t group;
+  int64_t index;
+  py::object param;
+};
+
+struct Walk {
+  std::vector<GradList> lists;        // one per device
+  std::vector<py::object> set_aside;  // parameters whose gradient takes torch's own op
+  std::optional<Place> refused;       // the first that torch refuses; the walk ends there
+};
+
+// Reads `.grad` of every parameter in `param_groups`, in order. A parameter that is not a tensor is
+// refused, and, without `allow_fp16`, one whose gradient is float16. With `writes` the gradients
+// are about to be written. `devices` is the set of device types with kernels.
+Walk walk_gradients(const py::handle& param_groups, bool allow_fp16, bool writes, uint64_t devices);
+
+// The list of `tensors`, about to be written; nothing if one of them is not a regular tensor on
+// `device`.
+std::optional<GradList> regular_list(const py::sequence& tensors, at::Device device);
+
+}  // namespace ampfast
