@@ -1,0 +1,83 @@
+"""torch's own ops over lists of tensors: the oracle, and what irregular gradients take."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+__all__ = ["check_", "unscale_", "update_scale_"]
+
+
+@torch.no_grad()
+def unscale_(grads: list[Tensor], inv_scale: Tensor, found_inf: Tensor) -> None:
+    """Multiplies `grads` in place and sets `found_inf` if a value was not finite or became so.
+
+    Args:
+        grads: Tensors of one device, of any dtypes and layouts that torch's op takes.
+        inv_scale: One-element float32 on that device.
+        found_inf: One-element float32 on that device.
+
+    Raises:
+        RuntimeError: What torch's op raises, for instance for a tensor whose elements overlap.
+    """
+    for same_dtype in _by_dtype(grads):
+        torch._amp_foreach_non_finite_check_and_unscale_(same_dtype, found_inf, inv_scale)
+    # torch's op looks at the values before it multiplies them, so the product may have overflowed.
+    check_(grads, found_inf)
+
+
+@torch.no_grad()
+def check_(grads: list[Tensor], found_inf: Tensor, grad_scale: Tensor | None = None) -> None:
+    """Sets `found_inf` if a value is not finite, or would not be once divided by `grad_scale`.
+
+    torch's op writes what it reads, so it refuses here what it refuses when it unscales.
+    """
+    one = torch.ones((), dtype=torch.float32, device=found_inf.device)
+    for same_dtype in _by_dtype(grads):
+        torch._amp_foreach_non_finite_check_and_unscale_(same_dtype, found_inf, one)
+    if grad_scale is None:
+        return
+    for grad in grads:
+        # Only plain tensors: what a subclass does to a norm is its own affair.
+        if type(grad) is Tensor and grad.numel():
+            peak = torch.linalg.vector_norm(grad.detach(), torch.inf)
+            # As fused optimizers divide: 16-bit gradients in float32.
+            wide = torch.promote_types(grad.dtype, torch.float32)
+            quotient = peak.to(wide) / grad_scale.to(wide)
+            found_inf.masked_fill_(~quotient.isfinite(), 1.0)
+
+
+def update_scale_(
+    current_scale: Tensor,
+    growth_tracker: Tensor,
+    found_inf: Tensor,
+    growth_factor: float,
+    backoff_factor: float,
+    growth_interval: int,
+) -> None:
+    """torch's `_amp_update_scale_`, except that a tracker beyond a lowered interval grows too."""
+    lowered = growth_tracker
+    if isinstance(growth_interval, int) and growth_interval >= 1:
+        lowered = growth_tracker.clamp(max=growth_interval - 1)
+    torch._amp_update_scale_(
+        current_scale, lowered, found_inf, growth_factor, backoff_factor, growth_interval
+    )
+    if lowered is not growth_tracker:
+        growth_tracker.data.copy_(lowered)
+
+
+def _by_dtype(grads: list[Tensor]) -> Iterator[list[Tensor]]:
+    """Yields what torch's op takes at once, first what it will refuse: then nothing is written."""
+    groups: dict[tuple[bool, torch.dtype], list[Tensor]] = {}
+    for grad in grads:
+        groups.setdefault((not _is_refused(grad), grad.dtype), []).append(grad)
+    for key in sorted(groups, key=lambda key: key[0]):
+        yield groups[key]
+
+
+def _is_refused(grad: Tensor) -> bool:
+    if not grad.is_floating_point() or grad.layout is not torch.strided:
+        return True
+    return type(grad) is Tensor and torch._debug_has_internal_overlap(grad) == 1

@@ -1,0 +1,76 @@
+"""The compiled core: kernels over a gradient list, and the scale update."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+try:
+    from ampfast import _C
+    from ampfast._C import GradList, ScaleUpdate
+except ImportError as error:
+    raise ImportError(
+        f"ampfast's compiled core cannot be loaded ({error}); build it against the torch that is "
+        "installed: `pip install --no-build-isolation .`, or `make build` in a checkout"
+    ) from error
+
+__all__ = [
+    "DEVICES",
+    "GradList",
+    "ScaleUpdate",
+    "build_info",
+    "check_",
+    "cpu_capability",
+    "is_scalar",
+    "list_of",
+    "unscale_",
+    "walk",
+]
+
+build_info = _C.build_info
+cpu_capability = _C.cpu_capability
+walk = _C.walk
+# The list of tensors on a device, or None if one of them is irregular or something else.
+list_of = _C.GradList.of
+# Whether a tensor is what the kernels read as a factor and write as a flag.
+is_scalar = _C.is_cpu_scalar
+
+# The device types with kernels, as a bit set.
+DEVICES: int = _C.CPU
+
+
+def unscale_(
+    grads: GradList,
+    factor: Tensor,
+    *,
+    is_scale: bool,
+    found_inf: Tensor | None = None,
+    update: ScaleUpdate | None = None,
+) -> Tensor:
+    """Multiplies gradients in place by an inverse scale and looks for values that are not finite.
+
+    Args:
+        grads: The gradients of one device.
+        factor: One-element float32 on that device: the inverse scale, or the scale itself.
+        is_scale: Whether `factor` is the scale; its float64 reciprocal, rounded, is then taken.
+        found_inf: One-element float32 that is set to 1 if a written value is not finite. Without
+            it a new 0-dim tensor is made that is 0 or 1.
+        update: A scale update to apply behind the check, in the same pass.
+
+    Returns:
+        `found_inf`, or the new tensor.
+    """
+    return _C.unscale_(grads, factor, is_scale, found_inf, update)
+
+
+def check_(
+    grads: GradList,
+    grad_scale: Tensor | None = None,
+    *,
+    found_inf: Tensor | None = None,
+    update: ScaleUpdate | None = None,
+) -> Tensor:
+    """Looks for values that are not finite once divided by `grad_scale`; reads only.
+
+    Arguments and result are those of `unscale_`; without `grad_scale` the values themselves count.
+    """
+    return _C.check_(grads, grad_scale, found_inf, update)

@@ -1,0 +1,261 @@
+"""The scaler's kernels for loops that own their state, as custom ops that torch.compile takes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ampfast import backends, gradients
+from ampfast.backends import aten, native
+
+__all__ = ["check_", "unscale_", "unscale_and_update_", "update_scale_"]
+
+
+def unscale_(grads: list[Tensor], found_inf: Tensor, inv_scale: Tensor) -> None:
+    """Multiplies gradients in place and sets `found_inf` if a value written is not finite.
+
+    Args:
+        grads: Tensors of any shapes and layouts on one device, of several dtypes if need be.
+        found_inf: One-element float32 on that device; left as it is if all is finite.
+        inv_scale: One-element float32 on that device.
+
+    Raises:
+        TypeError: If `grads` is not a list or tuple of tensors.
+        RuntimeError: If devices, dtypes or shapes are others, or torch refuses a tensor.
+
+    Source: torch's `_amp_foreach_non_finite_check_and_unscale_`.
+    """
+    _require_scalars(found_inf=found_inf, inv_scale=inv_scale)
+    regular = _regular(grads, found_inf, inv_scale)
+    if regular is not None:
+        native.unscale_(regular, inv_scale, is_scale=False, found_inf=found_inf)
+    else:
+        torch.ops.ampfast.unscale_(_checked(grads, found_inf), found_inf, inv_scale)
+
+
+def check_(grads: list[Tensor], found_inf: Tensor) -> None:
+    """Sets `found_inf` if a value is not finite; reads the gradients only.
+
+    Args:
+        grads: As for `unscale_`.
+        found_inf: As for `unscale_`.
+
+    Raises:
+        As `unscale_`.
+    """
+    _require_scalars(found_inf=found_inf)
+    regular = _regular(grads, found_inf)
+    if regular is not None:
+        native.check_(regular, found_inf=found_inf)
+        torch.autograd.graph.increment_version(found_inf)
+    else:
+        torch.ops.ampfast.check_(_checked(grads, found_inf), found_inf)
+
+
+def update_scale_(
+    current_scale: Tensor,
+    growth_tracker: Tensor,
+    found_inf: Tensor,
+    growth_factor: float,
+    backoff_factor: float,
+    growth_interval: int,
+) -> Tensor:
+    """Writes the next scale and growth tracker in place.
+
+    Args:
+        current_scale: One-element float32.
+        growth_tracker: One-element int32 on the same device: iterations since the last change.
+        found_inf: One-element float32 on the same device; anything but 0 counts.
+        growth_factor: Factor after `growth_interval` iterations, unless the product overflows.
+        backoff_factor: Factor if something was found.
+        growth_interval: In iterations; below 1 the scale never grows.
+
+    Returns:
+        `current_scale`.
+
+    Raises:
+        RuntimeError: If devices, dtypes or shapes are others.
+
+    Source: torch's `_amp_update_scale_`; a tracker beyond the interval grows too.
+    """
+    state = (current_scale, growth_tracker)
+    factors: tuple[Any, ...] = (growth_factor, backoff_factor, growth_interval)
+    _require_state(*state, found_inf, *factors)
+    torch.ops.ampfast.update_scale_(*state, found_inf, *factors)
+    return current_scale
+
+
+def unscale_and_update_(
+    grads: list[Tensor],
+    found_inf: Tensor,
+    current_scale: Tensor,
+    growth_tracker: Tensor,
+    growth_factor: float,
+    backoff_factor: float,
+    growth_interval: int,
+) -> Tensor:
+    """`unscale_` by the reciprocal of the scale, then `update_scale_`, in one pass.
+
+    Args:
+        grads: As for `unscale_`; none at all only updates.
+        found_inf: As for `unscale_`; what it holds already counts for the update.
+        current_scale: As for `update_scale_`.
+        growth_tracker: As for `update_scale_`.
+        growth_factor: As for `update_scale_`.
+        backoff_factor: As for `update_scale_`.
+        growth_interval: As for `update_scale_`.
+
+    Returns:
+        `current_scale`.
+
+    Raises:
+        As the two.
+    """
+    state = (current_scale, growth_tracker)
+    factors: tuple[Any, ...] = (growth_factor, backoff_factor, growth_interval)
+    _require_state(*state, found_inf, *factors)
+    regular = _regular(grads, found_inf, current_scale)
+    update = native.ScaleUpdate.of(*state, [], *factors) if regular is not None else None
+    if regular is not None and update is not None:
+        native.unscale_(regular, current_scale, is_scale=True, found_inf=found_inf, update=update)
+    else:
+        checked = _checked(grads, found_inf)
+        torch.ops.ampfast.unscale_and_update_(checked, found_inf, *state, *factors)
+    return current_scale
+
+
+@torch.library.custom_op("ampfast::unscale_", mutates_args=("grads", "found_inf"))
+def _unscale_op(grads: list[Tensor], found_inf: Tensor, inv_scale: Tensor) -> None:
+    _unscale(grads, found_inf, inv_scale)
+
+
+@torch.library.custom_op("ampfast::check_", mutates_args=("found_inf",))
+def _check_op(grads: list[Tensor], found_inf: Tensor) -> None:
+    listed = _listed(grads, found_inf)
+    for tensors in listed.set_aside.values():
+        aten.check_(tensors, found_inf)
+    for regular in listed.lists:
+        native.check_(regular, found_inf=found_inf)
+
+
+@torch.library.custom_op("ampfast::update_scale_", mutates_args=("current_scale", "growth_tracker"))
+def _update_scale_op(
+    current_scale: Tensor,
+    growth_tracker: Tensor,
+    found_inf: Tensor,
+    growth_factor: float,
+    backoff_factor: float,
+    growth_interval: int,
+) -> None:
+    state = (current_scale, growth_tracker)
+    factors: tuple[Any, ...] = (growth_factor, backoff_factor, growth_interval)
+    update = native.ScaleUpdate.of(*state, [found_inf], *factors)
+    if update is not None:
+        update.apply()
+    else:
+        aten.update_scale_(*state, found_inf, *factors)
+
+
+@torch.library.custom_op(
+    "ampfast::unscale_and_update_",
+    mutates_args=("grads", "found_inf", "current_scale", "growth_tracker"),
+)
+def _unscale_and_update_op(
+    grads: list[Tensor],
+    found_inf: Tensor,
+    current_scale: Tensor,
+    growth_tracker: Tensor,
+    growth_factor: float,
+    backoff_factor: float,
+    growth_interval: int,
+) -> None:
+    _unscale(grads, found_inf, gradients.inverse(current_scale))
+    _update_scale_op(
+        current_scale, growth_tracker, found_inf, growth_factor, backoff_factor, growth_interval
+    )
+
+
+for _op in (_unscale_op, _check_op, _update_scale_op, _unscale_and_update_op):
+    _op.register_fake(lambda *args: None)
+
+
+def _unscale(grads: list[Tensor], found_inf: Tensor, inv_scale: Tensor) -> None:
+    listed = _listed(grads, found_inf)
+    for tensors in listed.set_aside.values():
+        aten.unscale_(tensors, inv_scale, found_inf)
+    for regular in listed.lists:
+        native.unscale_(regular, inv_scale, is_scale=False, found_inf=found_inf)
+
+
+def _listed(grads: list[Tensor], found_inf: Tensor) -> gradients.Gradients:
+    device = found_inf.device
+    if backends.default_for(device) == "aten":
+        return gradients.Gradients([], {device: grads})
+    return gradients.of_list(grads, device)
+
+
+def _regular(
+    grads: list[Tensor], found_inf: Tensor, factor: Tensor | None = None
+) -> native.GradList | None:
+    """What the kernels take at once, or None for the op: it takes all and can be compiled.
+
+    Converting a list for an op takes longer than the kernel for a thousand small tensors.
+    """
+    if torch.compiler.is_compiling() or backends.default_for(found_inf.device) == "aten":
+        return None
+    if not native.is_scalar(found_inf) or not (factor is None or native.is_scalar(factor)):
+        return None
+    return native.list_of(grads, found_inf.device) if isinstance(grads, (list, tuple)) else None
+
+
+def _checked(grads: list[Tensor], found_inf: Tensor) -> list[Tensor]:
+    if not isinstance(grads, (list, tuple)):
+        raise TypeError(f"grads must be a list of tensors, got {type(grads).__name__}")
+    for index, grad in enumerate(grads):
+        if not isinstance(grad, Tensor):
+            raise TypeError(f"grads[{index}] must be a tensor, got {type(grad).__name__}")
+        if grad.device != found_inf.device:
+            raise RuntimeError(
+                f"grads must be on the device of found_inf, {found_inf.device}, "
+                f"got grads[{index}] on {grad.device}"
+            )
+    return list(grads)
+
+
+def _require_state(
+    current_scale: Tensor,
+    growth_tracker: Tensor,
+    found_inf: Tensor,
+    growth_factor: float,
+    backoff_factor: float,
+    growth_interval: int,
+) -> None:
+    _require_scalars(
+        int32=("growth_tracker",),
+        current_scale=current_scale,
+        growth_tracker=growth_tracker,
+        found_inf=found_inf,
+    )
+    for name, factor in (("growth_factor", growth_factor), ("backoff_factor", backoff_factor)):
+        if not isinstance(factor, (int, float)):
+            raise TypeError(f"{name} must be a float, got {type(factor).__name__}")
+    if not isinstance(growth_interval, (int, torch.SymInt)) or isinstance(growth_interval, bool):
+        raise TypeError(f"growth_interval must be an int, got {type(growth_interval).__name__}")
+
+
+def _require_scalars(int32: tuple[str, ...] = (), **named: Tensor) -> None:
+    """Checks one-element tensors, float32 if not said otherwise, on the device of the first."""
+    for name, tensor in named.items():
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"{name} must be a tensor, got {type(tensor).__name__}")
+    first = next(iter(named))
+    device = named[first].device
+    for name, tensor in named.items():
+        dtype = torch.int32 if name in int32 else torch.float32
+        if tensor.dtype is not dtype or tensor.numel() != 1 or tensor.device != device:
+            raise RuntimeError(
+                f"{name} must be a one-element {dtype} tensor on the device of {first}, {device}, "
+                f"got {tensor.dtype} of shape {tuple(tensor.shape)} on {tensor.device}"
+            )

@@ -1,0 +1,503 @@
+"""The drop-in gradient scaler: torch's state machine over ampfast's kernels."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from numbers import Number
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.amp.grad_scaler import GradScaler as TorchGradScaler
+from torch.amp.grad_scaler import OptState, _refresh_per_optimizer_state
+from torch.cuda.amp.common import amp_definitely_not_available
+
+from ampfast import backends, gradients
+from ampfast.backends import aten, native
+from ampfast.last_checks import LastChecks
+from ampfast.notes import add_note
+from ampfast.optimizers import lacks_momentum, no_inf_checks, takes_grad_scaler
+
+__all__ = ["GradScaler", "OptState"]
+
+
+class GradScaler(TorchGradScaler):
+    """A `torch.amp.GradScaler` that reads the gradients once and never corrupts a model.
+
+    One iteration, for gradients g, scale s and optimizer o::
+
+        scale(loss)   s * loss, so that small float16 gradients do not vanish
+        unscale_(o)   g <- g * (1 / s); found_inf <- 1 if a value written is not finite, else 0
+        step(o)       unscale_(o) unless done; o.step() unless found_inf. An optimizer that takes
+                      `grad_scale` and `found_inf` (torch's fused ones) divides by itself: its
+                      gradients are only read, and found_inf <- max|g| / grad_scale is not finite
+        update()      if any found_inf: s <- s * backoff_factor; else, every growth_interval
+                      iterations in a row: s <- s * growth_factor, unless that overflows
+
+    Everything observable is torch's bit for bit, except what the README lists under "Differences
+    from torch.amp.GradScaler". Source of the contract: torch/amp/grad_scaler.py.
+
+    Args:
+        device: Device type, as for torch; with "cuda" and no CUDA the scaler disables itself.
+        init_scale: Initial scale.
+        growth_factor: Factor of growth, above 1.
+        backoff_factor: Factor after an overflow, below 1.
+        growth_interval: Iterations without overflow before the scale grows; below 1: never.
+        enabled: If False, every method is a no-op and `step` calls the optimizer's.
+        backend: "triton", "cuda", "cpu" or "aten" for the devices that it serves; None for
+            `AMPFAST_BACKEND`, else the best there is.
+        allow_fp16: Whether float16 gradients may be unscaled; torch always refuses.
+
+    Raises:
+        AssertionError: If a factor is on the wrong side of 1.
+        TypeError: If `device` is a number or a keyword has the wrong type.
+        ValueError: If `backend` is unknown.
+        RuntimeError: If `backend` cannot run here.
+    """
+
+    # On the class for instances that torch pickled or whose __init__ was not called.
+    _backend: str | None = None
+    _devices: int | None = None
+    _allow_fp16 = False
+    _warned_of_zero = False
+    _last_checks: LastChecks | None = None
+
+    def __init__(
+        self,
+        device: str = "cuda",
+        init_scale: float = 2.0**16,
+        growth_factor: float = 2.0,
+        backoff_factor: float = 0.5,
+        growth_interval: int = 2000,
+        enabled: bool = True,
+        *,
+        backend: str | None = None,
+        allow_fp16: bool = False,
+    ) -> None:
+        if isinstance(device, Number):
+            raise TypeError(
+                f"device must be a device type such as 'cuda', got the number {device!r}; write "
+                f"init_scale={device!r}, or use ampfast.patch(), under which "
+                "torch.cuda.amp.GradScaler takes it first"
+            )
+        if not isinstance(allow_fp16, bool):
+            raise TypeError(f"allow_fp16 must be a bool, got {type(allow_fp16).__name__}")
+        if backend is not None and not isinstance(backend, str):
+            raise TypeError(f"backend must be a string or None, got {type(backend).__name__}")
+        devices = backends.device_set(backend) if enabled else None
+        # torch would do so too, but its warning would point here instead of at the caller.
+        if enabled and device == "cuda" and amp_definitely_not_available():
+            warnings.warn(
+                "torch.cuda.amp.GradScaler is enabled, but CUDA is not available.  Disabling.",
+                stacklevel=2,
+            )
+            enabled = False
+        super().__init__(
+            device, init_scale, growth_factor, backoff_factor, growth_interval, enabled
+        )
+        self._backend = backend
+        self._devices = devices
+        self._allow_fp16 = allow_fp16
+
+    def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
+        """Unscales the optimizer's gradients in place and checks them; no host sync.
+
+        Args:
+            optimizer: Any object with `param_groups`.
+
+        Raises:
+            AssertionError: If nothing was scaled yet.
+            RuntimeError: If called twice, or after `step`, since the last `update`.
+            ValueError: If a gradient is float16 and `allow_fp16` is not set; its note says which.
+        """
+        if self._enabled:
+            self._unscale(optimizer, "unscale_", None)
+
+    def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
+        """Unscales unless that is done, then calls the optimizer's step if all is finite.
+
+        Args:
+            optimizer: Any object with `param_groups` and `step`.
+            *args: Passed on.
+            **kwargs: Passed on; a closure is refused.
+
+        Returns:
+            What `optimizer.step` returned, or None if the step was skipped.
+
+        Raises:
+            AssertionError: If nothing was scaled yet, or no gradient was found.
+            RuntimeError: If called twice since the last `update`, or with a closure.
+            ValueError: As `unscale_`.
+        """
+        return self._step(optimizer, args, kwargs, None)
+
+    def update(self, new_scale: float | Tensor | None = None) -> None:
+        """Updates the scale from what the iteration's checks found, or sets it; no host sync.
+
+        Args:
+            new_scale: A float or a one-element tensor on the scaler's device type; None for the
+                automatic update.
+
+        Raises:
+            AssertionError: If nothing was scaled or checked since the last update, or `new_scale`
+                is not as described.
+        """
+        if not self._enabled:
+            return
+        if new_scale is not None:
+            super().update(new_scale)
+        else:
+            scale, growth_tracker = self._check_scale_growth_tracker("update")
+            flags = self._flags_besides(None, scale.device)
+            if not flags:
+                raise add_note(
+                    AssertionError("No inf checks were recorded prior to update."),
+                    "Neither step() nor unscale_() found a gradient since the last update().",
+                )
+            update = self._scale_update(scale, growth_tracker, flags)
+            if update is not None:
+                update.apply()
+                update.bump_version()
+            else:
+                self._update_with_torch(scale, growth_tracker, flags)
+        self._end_iteration()
+
+    def step_and_update(self, *optimizers: torch.optim.Optimizer) -> list[float | None]:
+        """`step` for each optimizer, then `update`, which rides in the last check where it can.
+
+        Nobody can look in between: while the last optimizer steps, `get_scale()` is the next scale
+        already. If it raises, the scale is as if `update` had not been called.
+
+        Args:
+            *optimizers: As for `step`.
+
+        Returns:
+            What `step` returned for each.
+
+        Raises:
+            As `step` and `update`.
+        """
+        *first, last = optimizers or (None,)
+        if last is None or not self._enabled or self._overrides(_HOOKS):
+            results = [self.step(optimizer) for optimizer in optimizers]
+            self.update()
+            return results
+        results = [self.step(optimizer) for optimizer in first]
+        scale, growth_tracker = self._check_scale_growth_tracker("step")
+        flags = self._flags_besides(last, scale.device)
+        update = self._scale_update(scale, growth_tracker, flags)
+        try:
+            results.append(self._step(last, (), {}, update))
+        except BaseException:
+            if update is not None and update.applied:
+                update.undo()
+            raise
+        if update is not None and update.applied:
+            self._end_iteration()
+        else:
+            self.update()
+        return results
+
+    def found_inf(self, optimizer: torch.optim.Optimizer) -> Tensor:
+        """Returns whether the optimizer's last check found infinities or NaN; no host sync.
+
+        Args:
+            optimizer: One that was given to `step` or `unscale_`.
+
+        Returns:
+            A new 0-dim float32 tensor, 0 or 1, on the device of the scale; 0 if disabled.
+
+        Raises:
+            LookupError: If this optimizer was never checked.
+        """
+        if not self._enabled:
+            return torch.zeros(())
+        flags = None if self._last_checks is None else self._last_checks.get(optimizer)
+        if flags is None:
+            raise LookupError(
+                f"this optimizer ({type(optimizer).__name__}) was never checked: "
+                "call step() or unscale_() first"
+            )
+        scale = self._get_scale_async()
+        device = torch.device("cpu") if scale is None else scale.device
+        return gradients.any_found(flags.values(), device)
+
+    def step_skipped(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Returns whether the optimizer's last step was skipped, with one host sync.
+
+        After `unscale_` alone it tells whether the step will be. Right for fused optimizers too.
+
+        Args:
+            optimizer: As for `found_inf`.
+
+        Raises:
+            LookupError: If this optimizer was never checked.
+        """
+        return bool(self.found_inf(optimizer).item())
+
+    def get_scale(self) -> float:
+        """Returns the scale, with one host sync, or 1.0 if disabled; warns once that 0 stays 0."""
+        scale = super().get_scale()
+        if scale == 0.0 and not self._warned_of_zero:
+            self._warned_of_zero = True
+            warnings.warn(
+                "The scale is 0 and cannot recover: every step will be skipped. Set it with "
+                "update(new_scale), and look for NaN in the model or its input.",
+                stacklevel=_callers_level(),
+            )
+        return scale
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = super().__getstate__()
+        # Of this process: weak references, and what its backends can.
+        for name in ("_last_checks", "_devices"):
+            state.pop(name, None)
+        return state
+
+    def _unscale_grads_(
+        self,
+        optimizer: torch.optim.Optimizer,
+        inv_scale: Tensor,
+        found_inf: Tensor,
+        allow_fp16: bool,
+    ) -> dict[torch.device, Tensor]:
+        grads = self._collect(optimizer, allow_fp16=allow_fp16, writes=True)
+        return gradients.unscale_(grads, inv_scale, is_scale=False, found_inf=found_inf)
+
+    def _check_inf_per_device(self, optimizer: torch.optim.Optimizer) -> dict[Any, Tensor]:
+        scale, _ = self._check_scale_growth_tracker("_check_inf_per_device")
+        if self._overrides(_UNSCALE):
+            one = torch.full((), 1.0, dtype=torch.float32, device=scale.device)
+            zero = torch.full((), 0.0, dtype=torch.float32, device=scale.device)
+            flags = self._unscale_grads_(optimizer, one, zero, True)
+        else:
+            grads = self._collect(optimizer, allow_fp16=True, writes=False)
+            flags = gradients.check_(grads)
+        self._per_optimizer_states[id(optimizer)]["found_inf_per_device"] = flags
+        return flags
+
+    def _unscale(
+        self, optimizer: torch.optim.Optimizer, caller: str, update: native.ScaleUpdate | None
+    ) -> None:
+        scale, _ = self._check_scale_growth_tracker(caller)
+        state = self._per_optimizer_states[id(optimizer)]
+        if state["stage"] is OptState.UNSCALED:
+            raise RuntimeError(
+                "unscale_() has already been called on this optimizer since the last update()."
+            )
+        if state["stage"] is OptState.STEPPED:
+            raise RuntimeError("unscale_() is being called after step().")
+        if self._overrides(_UNSCALE):
+            inv_scale = gradients.inverse(scale)
+            found_inf = torch.full((), 0.0, dtype=torch.float32, device=scale.device)
+            flags = self._unscale_grads_(optimizer, inv_scale, found_inf, self._allow_fp16)
+        else:
+            grads = self._collect(optimizer, allow_fp16=self._allow_fp16, writes=True)
+            is_scale = scale.dtype is torch.float32
+            factor = scale if is_scale else gradients.inverse(scale)
+            flags = gradients.unscale_(grads, factor, is_scale=is_scale, update=update)
+        state["found_inf_per_device"] = flags
+        state["stage"] = OptState.UNSCALED
+        if flags:
+            self._record(optimizer, flags)
+
+    def _step(
+        self,
+        optimizer: torch.optim.Optimizer,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        update: native.ScaleUpdate | None,
+    ) -> float | None:
+        if not self._enabled:
+            return optimizer.step(*args, **kwargs)
+        if "closure" in kwargs:
+            raise RuntimeError("Closure use is not currently supported if GradScaler is enabled.")
+        self._check_scale_growth_tracker("step")
+        state = self._per_optimizer_states[id(optimizer)]
+        if state["stage"] is OptState.STEPPED:
+            raise RuntimeError("step() has already been called since the last update().")
+
+        if getattr(optimizer, "_step_supports_amp_scaling", False):
+            if takes_grad_scaler(optimizer.step):
+                result = self._legacy_step(optimizer, args, kwargs)
+            else:
+                result = self._fused_step(optimizer, state, args, kwargs, update)
+        else:
+            if state["stage"] is OptState.READY:
+                if update is None:
+                    self.unscale_(optimizer)
+                else:
+                    self._unscale(optimizer, "unscale_", update)
+            if not state["found_inf_per_device"]:
+                raise no_inf_checks(optimizer)
+            result = self._maybe_opt_step(optimizer, state, *args, **kwargs)
+        state["stage"] = OptState.STEPPED
+        self._record(optimizer, state["found_inf_per_device"])
+        return result
+
+    def _legacy_step(
+        self,
+        optimizer: torch.optim.Optimizer,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> float | None:
+        warnings.warn(
+            "GradScaler is going to stop passing itself as a keyword argument to the passed "
+            "optimizer. In the near future GradScaler registers `grad_scale: Tensor` and "
+            "`found_inf: Tensor` to the passed optimizer and let the optimizer use them directly.",
+            FutureWarning,
+            stacklevel=_callers_level(),
+        )
+        return optimizer.step(*args, **{**kwargs, "grad_scaler": self})
+
+    def _fused_step(
+        self,
+        optimizer: torch.optim.Optimizer,
+        state: dict[str, Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        update: native.ScaleUpdate | None,
+    ) -> float | None:
+        overridden = self._overrides(_CHECK)
+        unscaled = state["stage"] is OptState.UNSCALED
+        if not unscaled:
+            if overridden:
+                self._check_inf_per_device(optimizer)
+            else:
+                self._check_scale_growth_tracker("_check_inf_per_device")
+        scale = self._get_scale_async()
+        if scale is None:
+            raise AssertionError("_get_scale_async returned None")
+        if unscaled:
+            grad_scale = getattr(optimizer, "grad_scale", None)
+        else:
+            grad_scale = scale * getattr(optimizer, "grad_scale", 1)
+        if isinstance(grad_scale, Tensor) and not overridden:
+            self._check_quotients(optimizer, state, grad_scale, update)
+        flags = list(state["found_inf_per_device"].values())
+        optimizer.grad_scale = grad_scale  # type: ignore[attr-defined]
+        # Nothing checked is 0, as torch's sum over nothing.
+        found_inf = gradients.any_found(flags, scale.device) if flags else 0
+        optimizer.found_inf = found_inf  # type: ignore[attr-defined]
+        try:
+            if flags and lacks_momentum(optimizer) and found_inf.item():  # type: ignore[union-attr]
+                return None
+            return optimizer.step(*args, **kwargs)
+        finally:
+            for name in ("grad_scale", "found_inf"):
+                with suppress(AttributeError):
+                    delattr(optimizer, name)
+
+    def _check_quotients(
+        self,
+        optimizer: torch.optim.Optimizer,
+        state: dict[str, Any],
+        grad_scale: Tensor,
+        update: native.ScaleUpdate | None,
+    ) -> None:
+        """Checks what an optimizer that divides by `grad_scale` will work with."""
+        grads = self._collect(optimizer, allow_fp16=True, writes=False)
+        flags = gradients.check_(grads, grad_scale.detach().float(), update=update)
+        if state["stage"] is OptState.UNSCALED:
+            # What unscale_ found counts too; in new tensors, for its own may have been handed out.
+            for device, flag in state["found_inf_per_device"].items():
+                both = [flag, flags[device]] if device in flags else [flag]
+                flags[device] = gradients.any_found(both, flag.device)
+        state["found_inf_per_device"] = flags
+
+    def _collect(
+        self, optimizer: torch.optim.Optimizer, *, allow_fp16: bool, writes: bool
+    ) -> gradients.Gradients:
+        if self._devices is None:
+            self._devices = backends.device_set(self._backend)
+        return gradients.collect(
+            optimizer.param_groups,
+            allow_fp16=allow_fp16,
+            writes=writes,
+            devices=self._devices,
+        )
+
+    def _flags_besides(self, optimizer: object, device: torch.device) -> list[Tensor]:
+        """The found_inf tensors of this iteration, without those of one optimizer."""
+        return [
+            flag.to(device, non_blocking=True)
+            for key, state in self._per_optimizer_states.items()
+            for flag in state["found_inf_per_device"].values()
+            if key != id(optimizer)
+        ]
+
+    def _scale_update(
+        self, scale: Tensor, growth_tracker: Tensor, flags: list[Tensor]
+    ) -> native.ScaleUpdate | None:
+        """The update as the core does it, or None where torch's own op must."""
+        if isinstance(self._growth_interval, bool):
+            return None
+        try:
+            return native.ScaleUpdate.of(
+                scale,
+                growth_tracker,
+                flags,
+                self._growth_factor,
+                self._backoff_factor,
+                self._growth_interval,
+            )
+        except TypeError:
+            return None
+
+    def _update_with_torch(
+        self, scale: Tensor, growth_tracker: Tensor, flags: Iterable[Tensor]
+    ) -> None:
+        first, *others = flags
+        # Out of place: a flag that was handed out stays as it is.
+        combined = sum(others, start=first)
+        aten.update_scale_(
+            scale,
+            growth_tracker,
+            combined,
+            self._growth_factor,
+            self._backoff_factor,
+            self._growth_interval,
+        )
+
+    def _end_iteration(self) -> None:
+        self._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
+        if self._last_checks is not None:
+            self._last_checks.end_iteration()
+
+    def _record(self, optimizer: object, flags: dict[Any, Tensor]) -> None:
+        if self._last_checks is None:
+            self._last_checks = LastChecks()
+        self._last_checks.record(optimizer, flags)
+
+    def _overrides(self, hooks: dict[str, Callable[..., Any]]) -> bool:
+        """Whether a subclass or this instance replaced one of `hooks`."""
+        kind, own = type(self), self.__dict__
+        return any(getattr(kind, name) is not hook or name in own for name, hook in hooks.items())
+
+
+def _original(*names: str) -> dict[str, Callable[..., Any]]:
+    return {name: getattr(GradScaler, name) for name in names}
+
+
+# As they are here: what replaces one of them later, on the class too, decides.
+_UNSCALE = _original("_unscale_grads_")
+_CHECK = _original("_unscale_grads_", "_check_inf_per_device")
+_HOOKS = _original(
+    *("_unscale_grads_", "_check_inf_per_device", "_maybe_opt_step", "unscale_", "step", "update"),
+    *("_check_scale_growth_tracker", "_get_scale_async", "_found_inf_per_device"),
+)
+
+
+def _callers_level() -> int:
+    """The stacklevel of the first frame outside torch's and this scaler's module."""
+    level, frame = 1, sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__name__") in _SCALER_MODULES:
+        level, frame = level + 1, frame.f_back
+    return level
+
+
+_SCALER_MODULES = (__name__, TorchGradScaler.__module__)

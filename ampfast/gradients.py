@@ -1,0 +1,198 @@
+"""From an optimizer's gradients to the kernels, and around them for what is irregular."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ampfast.backends import aten, native
+from ampfast.notes import add_note
+
+__all__ = ["Gradients", "any_found", "check_", "collect", "of_list", "unscale_"]
+
+
+@dataclass(frozen=True)
+class Gradients:
+    """The gradients of one pass.
+
+    Attributes:
+        lists: What the kernels take, one list per device.
+        set_aside: What takes torch's own op, by device: sparse, overlapping, subclasses, complex,
+            or on a device without kernels.
+    """
+
+    lists: list[native.GradList]
+    set_aside: dict[torch.device, list[Tensor]]
+
+
+def collect(
+    param_groups: Iterable[dict], *, allow_fp16: bool, writes: bool, devices: int
+) -> Gradients:
+    """Reads the gradients of an optimizer's parameters, in order.
+
+    Args:
+        param_groups: Its `param_groups`.
+        allow_fp16: Whether float16 gradients are accepted.
+        writes: Whether the gradients are about to be written.
+        devices: The device types with kernels, as `backends.device_set` gives them.
+
+    Raises:
+        AssertionError: If a parameter is not a tensor.
+        ValueError: If a gradient is float16 and `allow_fp16` is false.
+    """
+    lists, params, refused = native.walk(param_groups, allow_fp16, writes, devices)
+    if refused is not None:
+        raise _refusal(*refused)
+    set_aside: dict[torch.device, list[Tensor]] = {}
+    if params:
+        with torch.no_grad():
+            for param in params:
+                values = _values_of(param)
+                set_aside.setdefault(values.device, []).append(values)
+    return Gradients(lists, set_aside)
+
+
+def of_list(tensors: list[Tensor], device: torch.device) -> Gradients:
+    """Returns what a caller listed, all on one device that the kernels know."""
+    regular: list[Tensor] = []
+    irregular: list[Tensor] = []
+    for tensor in tensors:
+        known = native.list_of([tensor], device) is not None
+        (regular if known else irregular).append(tensor)
+    grads = native.list_of(regular, device) if regular else None
+    return Gradients([grads] if grads else [], {device: irregular} if irregular else {})
+
+
+def unscale_(
+    gradients: Gradients,
+    factor: Tensor,
+    *,
+    is_scale: bool,
+    found_inf: Tensor | None = None,
+    update: native.ScaleUpdate | None = None,
+) -> dict[torch.device, Tensor]:
+    """Unscales in place; returns a new found_inf for each device that has a gradient.
+
+    Args:
+        gradients: What to unscale.
+        factor: One-element float32: the inverse scale or, with `is_scale`, the scale.
+        is_scale: Which of the two `factor` is.
+        found_inf: What the new flags start from, zero by default.
+        update: Applied behind the check, if all gradients are in one list.
+    """
+    flags: dict[torch.device, Tensor] = {}
+    factors = _Copies(factor)
+    # First what torch may refuse: then nothing else has been written.
+    for device, tensors in gradients.set_aside.items():
+        flags[device] = _new_flag(found_inf, device)
+        inv_scale = factors.on(device)
+        aten.unscale_(tensors, inverse(inv_scale) if is_scale else inv_scale, flags[device])
+    for grads in gradients.lists:
+        device = grads.device
+        if found_inf is not None and device not in flags:
+            flags[device] = _new_flag(found_inf, device)
+        flags[device] = native.unscale_(
+            grads,
+            factors.on(device),
+            is_scale=is_scale,
+            found_inf=flags.get(device),
+            update=_rides(gradients, update),
+        )
+    return flags
+
+
+def check_(
+    gradients: Gradients,
+    grad_scale: Tensor | None = None,
+    *,
+    update: native.ScaleUpdate | None = None,
+) -> dict[torch.device, Tensor]:
+    """Reads only; returns a new found_inf for each device that has a gradient.
+
+    Args:
+        gradients: What to check.
+        grad_scale: One-element float32 by which the gradients will be divided, or None.
+        update: Applied behind the check, if all gradients are in one list.
+    """
+    flags: dict[torch.device, Tensor] = {}
+    factors = None if grad_scale is None else _Copies(grad_scale)
+    for device, tensors in gradients.set_aside.items():
+        flags[device] = _new_flag(None, device)
+        aten.check_(tensors, flags[device], None if factors is None else factors.on(device))
+    for grads in gradients.lists:
+        device = grads.device
+        flags[device] = native.check_(
+            grads,
+            None if factors is None else factors.on(device),
+            found_inf=flags.get(device),
+            update=_rides(gradients, update),
+        )
+    return flags
+
+
+def any_found(flags: Iterable[Tensor], device: torch.device) -> Tensor:
+    """Returns one new 0-dim float32 flag on `device`: 1 if any of `flags` is not 0, else 0."""
+    found = torch.zeros((), dtype=torch.float32, device=device)
+    for flag in flags:
+        found.masked_fill_(flag.to(device, non_blocking=True).reshape(()) != 0, 1.0)
+    return found
+
+
+def inverse(scale: Tensor) -> Tensor:
+    """Returns the factor that unscales, as float32: the float64 reciprocal where there is one."""
+    if scale.device.type == "mps":
+        return scale.reciprocal()
+    return scale.double().reciprocal().float()
+
+
+class _Copies:
+    """One scalar on every device that asks for it."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._copies = {tensor.device: tensor}
+        self._tensor = tensor
+
+    def on(self, device: torch.device) -> Tensor:
+        if device not in self._copies:
+            self._copies[device] = self._tensor.to(device, non_blocking=True)
+        return self._copies[device]
+
+
+def _rides(gradients: Gradients, update: native.ScaleUpdate | None) -> native.ScaleUpdate | None:
+    alone = len(gradients.lists) == 1 and not gradients.set_aside
+    return update if alone else None
+
+
+def _new_flag(found_inf: Tensor | None, device: torch.device) -> Tensor:
+    if found_inf is None:
+        return torch.zeros((), dtype=torch.float32, device=device)
+    return found_inf.to(device, non_blocking=True, copy=True)
+
+
+def _values_of(param: Tensor) -> Tensor:
+    """What torch's op takes of an irregular gradient: of a sparse one its values."""
+    grad = param.grad
+    if grad is None:
+        raise RuntimeError("a gradient was removed while the gradients were collected")
+    if not grad.is_sparse:
+        return grad
+    if grad.dtype is torch.float16:
+        # Duplicates add up, which overflows easily in float16: the sums must be checked.
+        param.grad = grad = grad.coalesce()
+    return grad._values()
+
+
+def _refusal(group: int, index: int, param: object) -> Exception:
+    place = f"parameter {index} of group {group}"
+    if not isinstance(param, Tensor):
+        found = f"expected param to be torch.Tensor, got {type(param).__name__}"
+        return add_note(AssertionError(found), f"It is {place}.")
+    note = (
+        f"The gradient is that of {place}, of shape {tuple(param.shape)} and dtype {param.dtype}. "
+        "Keep the parameters in float32 and let autocast choose float16, or say "
+        "GradScaler(allow_fp16=True) to unscale float16 gradients all the same."
+    )
+    return add_note(ValueError("Attempting to unscale FP16 gradients."), note)

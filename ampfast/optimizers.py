@@ -1,0 +1,60 @@
+"""What the scaler must know of an optimizer before it steps."""
+
+from __future__ import annotations
+
+import inspect
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ampfast.notes import add_note
+
+__all__ = ["lacks_momentum", "no_inf_checks", "takes_grad_scaler"]
+
+# Reading a signature takes longer than checking a thousand small gradients.
+_signatures: weakref.WeakKeyDictionary[Callable[..., Any], bool] = weakref.WeakKeyDictionary()
+
+
+def takes_grad_scaler(step: Callable[..., Any]) -> bool:
+    """Whether an optimizer's step has the keyword of torch's older contract."""
+    function = getattr(step, "__func__", None)
+    if function is None:
+        return "grad_scaler" in inspect.signature(step).parameters
+    known = _signatures.get(function)
+    if known is None:
+        known = _signatures[function] = "grad_scaler" in inspect.signature(step).parameters
+    return known
+
+
+def lacks_momentum(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether this is a fused SGD that would leave a new momentum buffer unwritten if skipped.
+
+    Its kernel writes the buffer only when it runs, and the next step takes it as initialised.
+    """
+    if not isinstance(optimizer, torch.optim.SGD):
+        return False
+    state = optimizer.state
+    return any(
+        param.grad is not None and state.get(param, {}).get("momentum_buffer") is None
+        for group in optimizer.param_groups
+        if group.get("fused") and group["momentum"] != 0
+        for param in group["params"]
+    )
+
+
+def no_inf_checks(optimizer: torch.optim.Optimizer) -> AssertionError:
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    if not params:
+        why = "The optimizer has no parameters."
+    elif all(param.grad is None for param in params):
+        frozen = sum(not param.requires_grad for param in params)
+        why = (
+            f"None of the optimizer's {len(params)} parameters has a gradient ({frozen} of them do "
+            "not require one): backward() was not called, zero_grad() ran in between, or the "
+            "loss does not depend on them."
+        )
+    else:
+        why = "The gradients came after unscale_(), or an override of it recorded no check."
+    return add_note(AssertionError("No inf checks were recorded for this optimizer."), why)
