@@ -1,0 +1,53 @@
+"""Torch's own gradient scaler classes and the names that they have."""
+
+from __future__ import annotations
+
+import sys
+from types import ModuleType
+from typing import Any
+
+import torch
+
+# In a dict, which patch() does not look into, for names in this module would be replaced.
+TORCH = {
+    "amp": torch.amp.GradScaler,
+    "cuda": torch.cuda.amp.GradScaler,
+    "cpu": torch.cpu.amp.GradScaler,
+}
+
+NAMES = {
+    "torch.GradScaler": "amp",
+    "torch.amp.GradScaler": "amp",
+    "torch.amp.grad_scaler.GradScaler": "amp",
+    "torch.distributed.fsdp.sharded_grad_scaler.GradScaler": "amp",
+    "torch.cuda.amp.GradScaler": "cuda",
+    "torch.cuda.amp.grad_scaler.GradScaler": "cuda",
+    "torch.cpu.amp.GradScaler": "cpu",
+    "torch.cpu.amp.grad_scaler.GradScaler": "cpu",
+}
+
+
+# Read so that no metaclass has a say.
+_mro = vars(type)["__mro__"].__get__
+
+
+def meaning(name: str) -> Any:
+    """What "module.name" means now, looked up as a program does."""
+    module, _, attribute = name.rpartition(".")
+    return getattr(sys.modules[module], attribute)
+
+
+def is_patched() -> bool:
+    """Whether torch's name means ampfast's class."""
+    return torch.amp.GradScaler is not TORCH["amp"]
+
+
+def snapshot() -> dict[str, Any]:
+    """Every name of every module for a gradient scaler class, torch's, ours or anyone's."""
+    return {
+        f"{name}.{attribute}": value
+        for name, module in sys.modules.copy().items()
+        if type(module) is ModuleType
+        for attribute, value in vars(module).copy().items()
+        if issubclass(type(value), type) and TORCH["amp"] in _mro(value)
+    }

@@ -1,0 +1,355 @@
+"""The classes behind torch's names while patched: what they make and what they are equal to."""
+
+from __future__ import annotations
+
+import abc
+import copy
+import copyreg
+import functools
+import inspect
+import pickle
+import warnings
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from originals import TORCH
+from torch.distributed.checkpoint.stateful import Stateful
+
+import ampfast
+
+KINDS = list(TORCH)
+LEGACY = ["cuda", "cpu"]
+
+
+def named(kind: str) -> Any:
+    """The class that torch's name for this kind means now."""
+    module = torch.amp if kind == "amp" else getattr(torch, kind).amp
+    return module.GradScaler
+
+
+def make(kind: str, init_scale: float = 8.0, *args: Any, **kwargs: Any) -> Any:
+    """A scaler from torch's name for this kind, without the warnings that belong to it."""
+    device = ("cpu",) if kind == "amp" else ()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return named(kind)(*device, init_scale, *args, **kwargs)
+
+
+def step(scaler: Any, gradient: float) -> list[float]:
+    """One training step on a parameter of ones; where the parameter ended."""
+    param = torch.nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([param], lr=1.0)
+    scaler.scale((param * gradient).sum()).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    return param.tolist()
+
+
+def warned(function: Callable[[], object]) -> list[tuple[Any, ...]]:
+    """The warnings that a call gives, with the lines they point at."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        function()
+    return [(w.category, str(w.message), w.filename, w.lineno) for w in caught]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_a_name_makes(kind: str) -> None:
+    ampfast.patch()
+    scaler = make(kind)
+    assert type(scaler) is named(kind)
+    assert isinstance(scaler, ampfast.GradScaler)
+    assert isinstance(scaler, TORCH[kind])
+    assert type(scaler).__qualname__ == type(scaler).__name__ == "GradScaler"
+    assert type(scaler).__module__.startswith("ampfast.")
+
+
+def test_it_works_as_torchs() -> None:
+    theirs = TORCH["amp"]("cpu", init_scale=8.0, growth_interval=2)
+    ampfast.patch()
+    ours = torch.amp.GradScaler(device="cpu", init_scale=8.0, growth_interval=2)
+    for gradient in (1.0, 2.0, torch.inf, 3.0):
+        assert step(ours, gradient) == step(theirs, gradient)
+        assert ours.state_dict() == theirs.state_dict()
+    assert ours.get_scale() == 8.0
+
+
+def test_our_methods_are_not_overridden() -> None:
+    """The scaler may look whether a subclass overrides a hook; a stand-in never does."""
+    ampfast.patch()
+    for kind in KINDS:
+        for name in vars(ampfast.GradScaler).keys() - {"__init__", "__module__", "__doc__"}:
+            assert getattr(named(kind), name) is getattr(ampfast.GradScaler, name), name
+
+
+def test_old_instances_and_classes_pass_isinstance() -> None:
+    old = {kind: make(kind) for kind in KINDS}
+    derived = {kind: type(f"Mine{kind}", (TORCH[kind],), {}) for kind in KINDS}
+    old_derived = {kind: object.__new__(cls) for kind, cls in derived.items()}
+    ampfast.patch()
+    for kind in KINDS:
+        for scaler in (old[kind], old_derived[kind], make(kind)):
+            assert isinstance(scaler, torch.amp.GradScaler)
+            assert isinstance(scaler, torch.GradScaler | None)
+            assert issubclass(type(scaler), torch.amp.GradScaler)
+        assert isinstance(old[kind], named(kind))
+        assert isinstance(old_derived[kind], named(kind))
+        assert issubclass(derived[kind], named(kind))
+
+
+def test_isinstance_stays_false_where_it_was() -> None:
+    old = {kind: make(kind) for kind in KINDS}
+    ampfast.patch()
+    new = {kind: make(kind) for kind in KINDS}
+    mine = type("Mine", (torch.amp.GradScaler,), {})
+    for scalers in (old, new):
+        for kind in LEGACY:
+            assert not isinstance(scalers["amp"], named(kind))
+        assert not isinstance(scalers["cuda"], torch.cpu.amp.GradScaler)
+        assert not isinstance(scalers["cpu"], torch.cuda.amp.GradScaler)
+        assert not any(isinstance(scaler, mine) for scaler in scalers.values())
+    assert not any(isinstance(scaler, ampfast.GradScaler) for scaler in old.values())
+    assert not isinstance(torch.ones(1), torch.amp.GradScaler)
+    assert not issubclass(torch.amp.GradScaler, mine)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_isinstance_outlives_the_patch(kind: str) -> None:
+    with ampfast.patch():
+        scaler = make(kind)
+        assert isinstance(scaler, TORCH[kind])
+    assert isinstance(scaler, named(kind))
+    assert step(make("amp"), 1.0) == [0.0, 0.0]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_signatures_begin_with_torchs(kind: str) -> None:
+    theirs = list(inspect.signature(TORCH[kind]).parameters.values())
+    ampfast.patch()
+    for callee in (named(kind), named(kind).__init__):
+        ours = [p for p in inspect.signature(callee).parameters.values() if p.name != "self"]
+        both = zip(ours, theirs, strict=False)
+        assert [(a.name, a.default, a.kind) for a, _ in both] == [
+            (b.name, b.default, b.kind) for b in theirs
+        ]
+        extra = {p.kind for p in ours[len(theirs) :]}
+        assert extra <= {inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.VAR_KEYWORD}
+
+
+def test_device_by_keyword() -> None:
+    ampfast.patch()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        scaler = getattr(torch, "amp").GradScaler(device="cuda")  # noqa: B009
+    assert isinstance(scaler, ampfast.GradScaler)
+    assert scaler._device == "cuda"
+
+
+@pytest.mark.parametrize("kind", LEGACY)
+def test_init_scale_is_first(kind: str) -> None:
+    def settings() -> list[object]:
+        scaler = make(kind, 4.0, 3.0, 0.25, 7, False)
+        by_name = make(kind, 4.0, growth_factor=3.0, backoff_factor=0.25, growth_interval=7)
+        by_place = make(kind, 4.0, 3.0, 0.25, 7)
+        assert by_place.state_dict() == by_name.state_dict()
+        return [scaler._device, scaler.is_enabled(), by_name._device, by_name.state_dict()]
+
+    theirs = settings()
+    ampfast.patch()
+    assert settings() == theirs
+
+
+@pytest.mark.parametrize("kind", LEGACY)
+def test_wrong_arguments_of_the_deprecated_names(kind: str) -> None:
+    ampfast.patch()
+    for wrong in ({"nonsense": 1}, {"device": "cpu"}):
+        with pytest.raises(TypeError, match=next(iter(wrong))):
+            make(kind, **wrong)
+    with pytest.raises(TypeError, match="positional"):
+        named(kind).__init__.__wrapped__(make(kind), 4.0, 2.0, 0.5, 7, True, None)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_our_keywords(kind: str) -> None:
+    ampfast.patch()
+    assert isinstance(make(kind, backend="aten", allow_fp16=True), ampfast.GradScaler)
+    with pytest.raises(TypeError, match="allow_fp16"):
+        make(kind, allow_fp16="yes")
+    with pytest.raises(ValueError, match="nonsense"):
+        make(kind, backend="nonsense")
+
+
+@pytest.mark.parametrize("kind", LEGACY)
+def test_the_deprecation_is_torchs(kind: str) -> None:
+    class Old(TORCH[kind]):
+        def __init__(self) -> None:
+            super().__init__(enabled=False)
+
+    def direct() -> None:
+        named(kind)(enabled=False)
+
+    theirs, text = warned(direct), named(kind).__init__.__deprecated__
+    derived = warned(Old)
+    assert [w[0] for w in theirs] == [FutureWarning]
+    assert theirs[0][2] == __file__
+    ampfast.patch()
+    assert warned(direct) == theirs
+    assert named(kind).__init__.__deprecated__ == text == theirs[0][1]
+
+    class New(named(kind)):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__(enabled=False)
+
+    ours = warned(New)
+    assert [w[:3] for w in ours] == [w[:3] for w in derived]
+    assert ours[0][3] == New.__init__.__code__.co_firstlineno + 1
+
+
+def test_the_current_name_does_not_warn() -> None:
+    ampfast.patch()
+    assert warned(lambda: torch.amp.GradScaler("cpu")) == []
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_subclassing_a_patched_name(kind: str) -> None:
+    before = type("Before", (TORCH[kind],), {"before": True})
+    with ampfast.patch():
+        base = named(kind)
+
+        class Mine(base):  # type: ignore[misc, valid-type]
+            def __init__(self, *args: Any) -> None:
+                super().__init__(*args)
+                self.steps = 0
+
+            def step(self, *args: Any, **kwargs: Any) -> Any:
+                self.steps += 1
+                return super().step(*args, **kwargs)
+
+        class Mixed(Mine, before):  # type: ignore[misc, valid-type]
+            pass
+
+        device = ("cpu",) if kind == "amp" else ()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            mine, mixed = Mine(*device, 8.0), Mixed(*device, 8.0)
+        assert mixed.before
+        for scaler in (mine, mixed):
+            assert isinstance(scaler, ampfast.GradScaler)
+            assert isinstance(scaler, base)
+            assert isinstance(scaler, Mine)
+    for scaler in (mine, mixed):
+        assert isinstance(scaler, named(kind))
+        if scaler.is_enabled():
+            assert scaler.get_scale() == 8.0
+        assert step(scaler, 1.0) == [0.0, 0.0]
+        assert scaler.steps == 1
+
+
+def test_subclassing_with_other_metaclasses() -> None:
+    ampfast.patch()
+
+    class Checkpointed(torch.amp.GradScaler, Stateful):
+        pass
+
+    class Abstract(torch.amp.GradScaler, abc.ABC):
+        @abc.abstractmethod
+        def name(self) -> str: ...
+
+    assert isinstance(Checkpointed("cpu"), Stateful)
+    assert isinstance(Checkpointed("cpu"), ampfast.GradScaler)
+    with pytest.raises(TypeError, match="abstract"):
+        Abstract("cpu")
+
+
+def test_dispatch_by_type() -> None:
+    old = make("amp")
+    ampfast.patch()
+
+    @functools.singledispatch
+    def kind(scaler: object) -> str:
+        return "other"
+
+    kind.register(torch.amp.GradScaler, lambda scaler: "amp")
+    kind.register(torch.cuda.amp.GradScaler, lambda scaler: "cuda")
+    assert kind(make("amp")) == kind(old) == "amp"
+    assert kind(make("cuda")) == "cuda"
+    assert kind(1) == "other"
+
+
+@pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
+@pytest.mark.parametrize("kind", KINDS)
+class TestPickle:
+    """Whole scalers, which are pickled by the name of their class."""
+
+    def test_torchs_loads_as_ours(self, kind: str, protocol: int) -> None:
+        old = make(kind)
+        step(old, torch.inf)
+        data = pickle.dumps(old, protocol)
+        ampfast.patch()
+        new = pickle.loads(data)
+        assert type(new) is named(kind)
+        assert new.state_dict() == old.state_dict()
+        assert step(new, 1.0) == step(old, 1.0) == [0.0, 0.0]
+        assert new.state_dict() == old.state_dict()
+        assert pickle.loads(pickle.dumps(new, protocol)).state_dict() == new.state_dict()
+
+    def test_ours_loads_patched_or_not(self, kind: str, protocol: int) -> None:
+        with ampfast.patch():
+            new = make(kind)
+            step(new, torch.inf)
+            data = pickle.dumps(new, protocol)
+            assert type(pickle.loads(data)) is type(new)
+        for scaler in (
+            pickle.loads(data),
+            pickle.loads(pickle.dumps(new, protocol)),
+            copy.deepcopy(new),
+        ):
+            assert type(scaler) is type(new)
+            assert scaler.state_dict() == new.state_dict()
+            assert step(scaler, 1.0) == [0.0, 0.0]
+
+    def test_an_old_instance_stays_torchs(self, kind: str, protocol: int) -> None:
+        old = make(kind)
+        step(old, torch.inf)
+        expected = vars(pickle.loads(pickle.dumps(old, protocol)))
+        with ampfast.patch():
+            data = pickle.dumps(old, protocol)
+            copies = [pickle.loads(data), copy.deepcopy(old), copy.copy(old)]
+        for scaler in (*copies, pickle.loads(data)):
+            assert type(scaler) is TORCH[kind]
+            assert vars(scaler) == expected
+        assert pickle.dumps(old, protocol) != data
+
+    def test_the_class_itself(self, kind: str, protocol: int) -> None:
+        ampfast.patch()
+        assert pickle.loads(pickle.dumps(named(kind), protocol)) is named(kind)
+
+
+def test_a_subclass_is_pickled_by_its_own_name(module: Callable[..., ModuleType]) -> None:
+    code = "import torch\nclass {}(torch.amp.GradScaler): pass"
+    user = module("user", code.format("Before"))
+    before = user.Before("cpu", 4.0)
+    with ampfast.patch():
+        late = module("late", code.format("After"))
+        after = late.After("cpu", 4.0)
+        data = [pickle.dumps(scaler) for scaler in (before, after)]
+        assert [type(pickle.loads(d)) for d in data] == [user.Before, late.After]
+    assert [type(pickle.loads(d)) for d in data] == [user.Before, late.After]
+
+
+def test_a_reducer_of_someone_else_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    def theirs(scaler: object) -> tuple[Any, ...]:
+        return str, ("theirs",)
+
+    before = dict(copyreg.dispatch_table)
+    with ampfast.patch():
+        pass
+    assert copyreg.dispatch_table == before
+    old = make("amp")
+    monkeypatch.setitem(copyreg.dispatch_table, TORCH["amp"], theirs)
+    with ampfast.patch():
+        assert pickle.loads(pickle.dumps(old)) == "theirs"
+    assert copyreg.dispatch_table[TORCH["amp"]] is theirs
