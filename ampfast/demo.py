@@ -1,0 +1,423 @@
+"""Trains one network with torch's scaler and with ampfast's, and compares the runs bit for bit."""
+
+import copy
+import importlib
+import math
+import os
+import statistics
+import struct
+import sys
+import textwrap
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import ampfast
+from ampfast import backends
+
+BATCH = 64
+TEST_SAMPLES = 360
+# The gradients of this network bear a scale of about 2^18 in float16: the first steps overflow, and
+# the scale, doubled after every 20 good steps, meets that limit again and again. The factor 3 makes
+# every unscaling round, so that a wrong last bit of the inverse scale shows in the losses.
+INIT_SCALE = 3 * 2.0**22
+GROWTH_INTERVAL = 20
+
+TIMING = (
+    "Scaler time: scale(), step() and update() less the optimizer's own step, by perf_counter_ns, "
+    "the median over all steps; on a GPU the clock is read when the GPU is idle. The runs take "
+    "turns at each step, so that one machine in one state times them all."
+)
+
+# Line and mark of each run in the picture: each narrower and darker than the one before, so that
+# curves that coincide are all seen, in grey as well.
+_STYLES: tuple[tuple[dict[str, Any], dict[str, Any]], ...] = (
+    (
+        {"color": "#9ecae1", "linewidth": 6},
+        {"color": "#3182bd", "marker": "o", "markersize": 11, "fillstyle": "none"},
+    ),
+    (
+        {"color": "#e6740b", "linewidth": 2.4},
+        {"color": "#b30000", "marker": "x", "markersize": 7, "markeredgewidth": 1.8},
+    ),
+    (
+        {"color": "black", "linewidth": 0.9, "linestyle": (0, (3, 2))},
+        {"color": "black", "marker": ".", "markersize": 4},
+    ),
+)
+
+_PACKAGES = {"sklearn": "scikit-learn", "matplotlib": "matplotlib", "tqdm": "tqdm"}
+
+
+class _DemoError(Exception):
+    """The demo cannot start or finish; the message is one line for the user."""
+
+
+class Run:
+    """One training run: a copy of the network, optimizer and scaler, and a record of each step."""
+
+    def __init__(
+        self,
+        label: str,
+        model: nn.Module,
+        scaler: torch.amp.GradScaler,
+        device: torch.device,
+        *,
+        fused_update: bool = False,
+    ) -> None:
+        self.label = label
+        self.model = copy.deepcopy(model).to(device)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=2e-3)
+        self.scaler: Any = scaler
+        self.losses: list[float] = []
+        # The scale of each step, and last the one that a further step would use.
+        self.scales: list[float] = [scaler.get_scale()]
+        self.skipped: list[bool] = []
+        self.scaler_ns: list[int] = []
+        self._device = device
+        self._fused_update = fused_update
+        self._optimizer_ns: int | None = None
+        self.optimizer.step = self._timed(self.optimizer.step)  # type: ignore[method-assign]
+
+    def train_step(self, inputs: Tensor, targets: Tensor) -> None:
+        """Trains on one batch; records loss, scale, whether it was skipped, the scaler's time."""
+        with torch.autocast(self._device.type, torch.float16):
+            loss = nn.functional.cross_entropy(self.model(inputs), targets)
+        self.losses.append(loss.item())
+        self.optimizer.zero_grad()
+        self._optimizer_ns = None
+
+        start = self._now()
+        scaled = self.scaler.scale(loss)
+        spent = self._now() - start
+
+        scaled.backward()
+
+        start = self._now()
+        if self._fused_update:
+            self.scaler.step_and_update(self.optimizer)
+        else:
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+        spent += self._now() - start
+
+        # A scaler that skips the step of an optimizer never calls it.
+        self.skipped.append(self._optimizer_ns is None)
+        self.scaler_ns.append(spent - (self._optimizer_ns or 0))
+        self.scales.append(self.scaler.get_scale())
+
+    def accuracy(self, inputs: Tensor, targets: Tensor) -> float:
+        """Share of the inputs that the network puts in their class."""
+        self.model.eval()
+        with torch.no_grad(), torch.autocast(self._device.type, torch.float16):
+            return (self.model(inputs).argmax(1) == targets).double().mean().item()
+
+    def growths(self) -> int:
+        """How often the scale grew."""
+        return sum(after > before for before, after in pairwise(self.scales))
+
+    def scaler_us(self) -> float:
+        """Median time that the scaler took in a step, in microseconds."""
+        return statistics.median(self.scaler_ns) / 1000
+
+    def _timed(self, step: Callable[..., Any]) -> Callable[..., Any]:
+        def timed_step(*args: Any, **kwargs: Any) -> Any:
+            start = self._now()
+            result = step(*args, **kwargs)
+            self._optimizer_ns = self._now() - start
+            return result
+
+        return timed_step
+
+    def _now(self) -> int:
+        """Nanoseconds, read when the device has done all it was given."""
+        if self._device.type != "cpu":
+            torch.accelerator.synchronize(self._device)
+        return time.perf_counter_ns()
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """All finished runs of one demo, torch's first, and what was trained."""
+
+    runs: list[Run]
+    accuracies: list[float]
+    setting: str
+
+    @property
+    def equal(self) -> bool:
+        """Whether every run is the same as torch's, bit for bit."""
+        return all(set(compare(run, self.runs[0]).values()) == {"yes"} for run in self.runs)
+
+    def verdict(self) -> str:
+        """Whether the runs are equal, and where they differ if not."""
+        if self.equal:
+            return "All runs are equal bit for bit: every loss, every scale, the final parameters."
+        sentences = []
+        for run in self.runs:
+            answers = compare(run, self.runs[0]).items()
+            found = [f"{what} ({no[4:]})" for what, no in answers if no != "yes"]
+            if found:
+                sentences.append(f"{run.label} has other {', '.join(found)}.")
+        return " ".join(["The runs DIFFER:", *sentences])
+
+    def caption(self) -> str:
+        """What was compared and what came out, in a few sentences."""
+        accuracies = " / ".join(f"{accuracy:.1%}" for accuracy in self.accuracies)
+        skips = " / ".join(str(sum(run.skipped)) for run in self.runs)
+        return (
+            f"{self.verdict()} Test accuracy {accuracies}, skipped steps {skips}, in the order of "
+            f"the legend. A step whose gradients overflow is skipped and halves the scale; "
+            f"{GROWTH_INTERVAL} good steps in a row double it. Trained: {self.setting}."
+        )
+
+    def table(self) -> str:
+        """The comparison as aligned text, and below it how the time was taken."""
+        reference, *others = self.runs
+        steps = len(reference.losses)
+        rows = [
+            ["", *(run.label for run in self.runs)],
+            ["test accuracy", *(f"{accuracy:.2%}" for accuracy in self.accuracies)],
+            ["skipped steps", *(f"{sum(run.skipped)} of {steps}" for run in self.runs)],
+            ["times the scale grew", *(str(run.growths()) for run in self.runs)],
+        ]
+        answers = [compare(run, reference) for run in others]
+        for what in answers[0]:
+            rows.append([f"{what} equal bit for bit", "-", *(answer[what] for answer in answers)])
+        rows.append(
+            ["scaler microseconds per step", *(f"{run.scaler_us():.1f}" for run in self.runs)]
+        )
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines = [
+            "  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])])
+            for row in rows
+        ]
+        lines.insert(1, "  ".join("-" * width for width in widths))
+        return "\n".join(
+            [_wrap(self.setting), "", *lines, "", _wrap(TIMING), "", _wrap(self.verdict())]
+        )
+
+
+def compare(run: Run, reference: Run) -> dict[str, str]:
+    """Compares two runs bit for bit.
+
+    Returns:
+        For each thing compared "yes" if it is equal, else "no, " and since when not.
+    """
+    parameters_equal = all(
+        torch.equal(ours.detach().view(torch.int32), theirs.detach().view(torch.int32))
+        for ours, theirs in zip(run.model.parameters(), reference.model.parameters(), strict=True)
+    )
+    return {
+        "losses": _first_difference(run.losses, reference.losses),
+        "scale traces": _first_difference(run.scales, reference.scales),
+        "skipped steps": _first_difference(run.skipped, reference.skipped),
+        "final parameters": "yes" if parameters_equal else "no, at the end",
+    }
+
+
+def _first_difference(values: Sequence[float], reference: Sequence[float]) -> str:
+    for step, (value, expected) in enumerate(zip(values, reference, strict=True), start=1):
+        # The bytes, since == takes -0.0 for 0.0 and no NaN for itself.
+        if struct.pack("d", value) != struct.pack("d", expected):
+            return f"no, from step {step}"
+    return "yes"
+
+
+def run(steps: int, device: str | None, seed: int, output: Path) -> int:
+    """Runs the demo: trains, prints the table, draws the picture.
+
+    Args:
+        steps: training steps of each run, at least 1.
+        device: a torch device such as "cpu" or "cuda:0"; None takes CUDA where there is one, else
+            the CPU.
+        seed: decides the initial parameters, the split of the data and the batches.
+        output: path of the PNG.
+
+    Returns:
+        The exit code: 0 if the runs are equal, 1 if they differ, 2 if the demo could not be run.
+    """
+    try:
+        _require_packages()
+        _require_writable(output)
+        outcome = _train(steps, _choose_device(device), seed)
+        print(outcome.table())
+        _draw(outcome, output)
+    except _DemoError as error:
+        print(f"ampfast demo: {error}", file=sys.stderr)
+        return 2
+    print(f"picture: {output}")
+    return 0 if outcome.equal else 1
+
+
+def _require_packages() -> None:
+    missing = []
+    for module, package in _PACKAGES.items():
+        try:
+            importlib.import_module(module)
+        except ImportError:
+            missing.append(package)
+    if missing:
+        names = ", ".join(missing)
+        raise _DemoError(f"cannot import {names}; run: pip install {' '.join(missing)}")
+
+
+def _require_writable(path: Path) -> None:
+    is_new = not os.path.lexists(path)
+    try:
+        path.open("ab").close()
+        if is_new:
+            path.unlink()
+    except OSError as error:
+        raise _DemoError(f"cannot write {path}: {error.strerror}") from error
+
+
+def _choose_device(name: str | None) -> torch.device:
+    if name is None:
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(name)
+        torch.zeros((), device=device).item()
+    # Which one a missing device raises depends on the device and on the build of torch.
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        reason = str(error).splitlines()[0]
+        raise _DemoError(f"device {name!r} cannot be used: {reason}") from error
+    if not torch.amp.is_autocast_available(device.type):
+        raise _DemoError(f"device {name!r} cannot be used: torch has no autocast for it")
+    try:
+        backends.default_for(device)
+    except (ValueError, RuntimeError) as error:
+        raise _DemoError(str(error)) from error
+    return device
+
+
+def _network() -> nn.Module:
+    # Strides in place of pooling, whose backward pass adds in no fixed order on some devices.
+    return nn.Sequential(
+        nn.Conv2d(1, 16, 3, padding=1, bias=False),
+        nn.BatchNorm2d(16),
+        nn.ReLU(),
+        nn.Conv2d(16, 32, 3, padding=1, stride=2, bias=False),
+        nn.BatchNorm2d(32),
+        nn.ReLU(),
+        nn.Flatten(),
+        nn.Linear(32 * 4 * 4, 64),
+        nn.ReLU(),
+        nn.Linear(64, 10),
+    )
+
+
+def _train(steps: int, device: torch.device, seed: int) -> Outcome:
+    from sklearn.datasets import load_digits
+    from tqdm import tqdm
+
+    digits = load_digits()
+    generator = torch.Generator().manual_seed(seed)
+    shuffle = torch.randperm(len(digits.target), generator=generator)
+    images = torch.tensor(digits.images, dtype=torch.float32)[shuffle].unsqueeze(1).to(device) / 16
+    labels = torch.tensor(digits.target)[shuffle].to(device)
+    test, train = slice(TEST_SAMPLES), slice(TEST_SAMPLES, None)
+    batches = _batches(steps, len(labels[train]), generator)
+
+    with _deterministic(seed):
+        model = _network()
+        scaler: dict[str, Any] = {"init_scale": INIT_SCALE, "growth_interval": GROWTH_INTERVAL}
+        theirs = torch.amp.GradScaler(device.type, **scaler)
+        ours, fused = (ampfast.GradScaler(device.type, **scaler) for _ in range(2))
+        runs = [
+            Run("torch.amp.GradScaler", model, theirs, device),
+            Run("ampfast.GradScaler", model, ours, device),
+            Run("ampfast step_and_update", model, fused, device, fused_update=True),
+        ]
+        for step, batch in enumerate(tqdm(batches, desc=f"training {len(runs)} runs", unit="step")):
+            inputs, targets = images[train][batch.to(device)], labels[train][batch.to(device)]
+            # The runs take turns, in another order each step: what else the machine does meets
+            # all of them alike.
+            first = step % len(runs)
+            for one in runs[first:] + runs[:first]:
+                one.train_step(inputs, targets)
+        accuracies = [one.accuracy(images[test], labels[test]) for one in runs]
+    setting = (
+        f"{steps} steps of {BATCH} handwritten digits on {device}, conv net of "
+        f"{len(list(model.parameters()))} parameter tensors, float16 autocast, AdamW, seed "
+        f"{seed}; start scale {INIT_SCALE / 2**22:.0f} x 2^22, growth interval {GROWTH_INTERVAL}; "
+        f"torch {torch.__version__}, ampfast {ampfast.__version__} with backend "
+        f"{backends.default_for(device)}"
+    )
+    return Outcome(runs, accuracies, setting)
+
+
+def _batches(steps: int, samples: int, generator: torch.Generator) -> list[Tensor]:
+    """Indices of each step's batch: epoch after epoch, each in a new order."""
+    epochs = math.ceil(steps * BATCH / samples)
+    order = torch.cat([torch.randperm(samples, generator=generator) for _ in range(epochs)])
+    return list(order.split(BATCH)[:steps])
+
+
+@contextmanager
+def _deterministic(seed: int) -> Iterator[None]:
+    """Takes chance out of torch, and gives its settings back."""
+    enabled = torch.are_deterministic_algorithms_enabled()
+    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    # A property of the module, which type checkers do not see.
+    memory: Any = torch.utils.deterministic
+    fill = memory.fill_uninitialized_memory
+    threads = torch.get_num_threads()
+    # cuBLAS reads it when it is first used, and torch refuses to call it deterministic without.
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+    # Filling every new tensor would be counted as the scalers' time.
+    memory.fill_uninitialized_memory = False
+    # The network is too small to gain from more, and on a busy machine threads wait for each other.
+    torch.set_num_threads(1)
+    torch.manual_seed(seed)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(enabled, warn_only=warn_only)
+        memory.fill_uninitialized_memory = fill
+        torch.set_num_threads(threads)
+
+
+def _draw(outcome: Outcome, path: Path) -> None:
+    """Writes the picture: loss above, scale below, and in words what was compared."""
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
+
+    steps = range(1, len(outcome.runs[0].losses) + 1)
+    figure = Figure(figsize=(9, 8), dpi=150, layout="constrained")
+    loss_axes, scale_axes = figure.subplots(2, 1, sharex=True)
+    for run, (line, mark) in zip(outcome.runs, _STYLES, strict=True):
+        loss_axes.plot(steps, run.losses, label=run.label, **line)
+        scale_axes.step(steps, run.scales[:-1], where="mid", **line)
+        skipped = [step for step, was in zip(steps, run.skipped, strict=True) if was]
+        scales = [run.scales[step - 1] for step in skipped]
+        label = f"step skipped by {run.label}"
+        scale_axes.plot(skipped, scales, label=label, linestyle="", zorder=3, **mark)
+    loss_axes.set_yscale("log")
+    loss_axes.set_ylabel("training loss (cross-entropy, nats)")
+    scale_axes.set_yscale("log", base=2)
+    scale_axes.set_ylabel("loss scale (factor, no unit)")
+    scale_axes.set_xlabel("training step")
+    scale_axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    for axes in (loss_axes, scale_axes):
+        axes.grid(color="0.9")
+        axes.legend()
+    same = "equal bit for bit" if outcome.equal else "the runs DIFFER"
+    figure.suptitle(f"The same training under torch's and ampfast's GradScaler: {same}")
+    figure.supxlabel(_wrap(outcome.caption()), x=0.02, ha="left", fontsize=9)
+    try:
+        figure.savefig(path, format="png")
+    except OSError as error:
+        raise _DemoError(f"cannot write {path}: {error.strerror}") from error
+
+
+def _wrap(text: str) -> str:
+    return textwrap.fill(text, width=118)

@@ -1,0 +1,180 @@
+"""What is installed here, what the backends can do with it, and which one each device gets."""
+
+import importlib.metadata
+import json
+import os
+import platform
+from dataclasses import asdict
+from typing import Any
+
+import torch
+
+import ampfast
+from ampfast import backends
+from ampfast.backends import native
+
+SCHEMA = 1
+
+
+def run(*, as_json: bool) -> int:
+    """Prints what :func:`collect` finds, as text or as JSON, and returns the exit code 0."""
+    facts = collect()
+    print(json.dumps(facts, indent=2) if as_json else describe(facts))
+    return 0
+
+
+def collect() -> dict[str, Any]:
+    """Gathers what ``python -m ampfast info --json`` prints.
+
+    Returns:
+        A dict of plain values. Keys are only added while ``schema`` stays the same.
+
+        - ``schema`` (int): the version of this structure.
+        - ``versions``: ``ampfast``, ``python``, ``platform``, ``torch``; ``cuda`` and ``hip`` that
+          torch was built for and ``triton``, each None where there is none.
+        - ``extension``: what the compiled core says of its build (``torch``, ``compiler``,
+          ``openmp``) and the instruction set it runs with (``cpu_capability``).
+        - ``devices``: for the CPU and each GPU ``device`` ("cpu", "cuda:0"), ``name``,
+          ``threads`` (None for a GPU), ``memory_bytes`` (None for the CPU), ``capability`` (the
+          instruction set that torch uses, or the compute capability), ``backend`` (what gradients
+          on it get, None where that is an error) and ``error`` (None or that error).
+        - ``backends``: for each ``name``, ``available``, ``reason`` ("" where available) and
+          ``device_types`` (empty for all).
+        - ``AMPFAST_BACKEND``: the environment variable, None where it is not set.
+    """
+    return {
+        "schema": SCHEMA,
+        "versions": {
+            "ampfast": ampfast.__version__,
+            "python": platform.python_version(),
+            "platform": platform.platform(),
+            "torch": str(torch.__version__),
+            "cuda": torch.version.cuda,
+            "hip": torch.version.hip,
+            "triton": _triton_version(),
+        },
+        "extension": {**native.build_info(), "cpu_capability": native.cpu_capability()},
+        "devices": _devices(),
+        "backends": [_backend(report) for report in backends.report()],
+        "AMPFAST_BACKEND": os.environ.get("AMPFAST_BACKEND"),
+    }
+
+
+def describe(facts: dict[str, Any]) -> str:
+    """Formats what :func:`collect` returned as text, one fact a line."""
+    versions = facts["versions"]
+    extension = facts["extension"]
+    built = [
+        ("built for torch", extension["torch"]),
+        ("compiler", extension["compiler"]),
+        ("OpenMP", extension["openmp"]),
+        ("instruction set", extension["cpu_capability"]),
+    ]
+    sections = [
+        (
+            "Versions",
+            [(name, version or "none") for name, version in versions.items()],
+        ),
+        ("Compiled core", built),
+        ("Devices", [_device_line(device) for device in facts["devices"]]),
+        ("Backends", [_backend_line(backend) for backend in facts["backends"]]),
+    ]
+    if facts["AMPFAST_BACKEND"]:
+        sections.append(("Environment", [("AMPFAST_BACKEND", facts["AMPFAST_BACKEND"])]))
+    width = max(len(name) for _, lines in sections for name, _ in lines)
+    return "\n\n".join(
+        "\n".join([title, *(f"  {name.ljust(width)}  {text}" for name, text in lines)])
+        for title, lines in sections
+    )
+
+
+def _device_line(device: dict[str, Any]) -> tuple[str, str]:
+    details = [device["name"]]
+    if device["device"] == "cpu":
+        details += [f"{device['threads']} threads", f"{device['capability']} in torch"]
+    if device["memory_bytes"] is not None:
+        details.append(f"{device['memory_bytes'] / 2**30:.1f} GiB")
+    if device["device"] != "cpu" and device["capability"] is not None:
+        details.append(f"compute capability {device['capability']}")
+    gets = f"no backend: {device['error']}" if device["error"] else f"backend {device['backend']}"
+    return device["device"], f"{', '.join(details)} -> {gets}"
+
+
+def _backend_line(backend: dict[str, Any]) -> tuple[str, str]:
+    if not backend["available"]:
+        return backend["name"], f"not available: {backend['reason']}"
+    return backend["name"], f"available, for {', '.join(backend['device_types']) or 'every device'}"
+
+
+def _backend(report: backends.BackendReport) -> dict[str, Any]:
+    return {**asdict(report), "device_types": list(report.device_types)}
+
+
+def _devices() -> list[dict[str, Any]]:
+    devices = [
+        _device(
+            torch.device("cpu"),
+            name=_cpu_name(),
+            threads=torch.get_num_threads(),
+            capability=torch.backends.cpu.get_cpu_capability(),
+        )
+    ]
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is None:
+        return devices
+    # Not every kind of accelerator describes its devices.
+    describe = getattr(torch.get_device_module(accelerator), "get_device_properties", None)
+    for index in range(torch.accelerator.device_count()):
+        device = torch.device(accelerator.type, index)
+        properties = describe(device) if describe else None
+        major, minor = getattr(properties, "major", None), getattr(properties, "minor", None)
+        devices.append(
+            _device(
+                device,
+                name=getattr(properties, "name", accelerator.type),
+                memory_bytes=getattr(properties, "total_memory", None),
+                capability=None if major is None else f"{major}.{minor}",
+            )
+        )
+    return devices
+
+
+def _device(
+    device: torch.device,
+    *,
+    name: str,
+    threads: int | None = None,
+    memory_bytes: int | None = None,
+    capability: str | None = None,
+) -> dict[str, Any]:
+    backend = error = None
+    # The environment may ask for a backend that does not exist or cannot run here.
+    try:
+        backend = backends.default_for(device)
+    except (ValueError, RuntimeError) as problem:
+        error = str(problem)
+    return {
+        "device": str(device),
+        "name": name,
+        "threads": threads,
+        "memory_bytes": memory_bytes,
+        "capability": capability,
+        "backend": backend,
+        "error": error,
+    }
+
+
+def _cpu_name() -> str:
+    # platform.processor() is empty on many Linux systems, and /proc/cpuinfo has no name on arm64.
+    try:
+        with open("/proc/cpuinfo") as lines:
+            names = [line.partition(":")[2] for line in lines if line.startswith("model name")]
+    except OSError:
+        names = []
+    return names[0].strip() if names else platform.processor() or platform.machine()
+
+
+def _triton_version() -> str | None:
+    # By distribution, whose name depends on the platform: only its backend may import triton.
+    distributions = importlib.metadata.packages_distributions().get("triton", [])
+    return importlib.metadata.version(distributions[0]) if distributions else None

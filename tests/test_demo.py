@@ -1,0 +1,358 @@
+"""The demo: equal runs, runs that differ, and every reason for which it does not start."""
+
+import re
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import dataclass
+from io import StringIO
+from pathlib import Path
+
+import pytest
+import torch
+
+import ampfast
+from ampfast import __main__ as command_line
+from ampfast import demo
+
+pytest.importorskip("sklearn", reason="the demo needs scikit-learn")
+pytest.importorskip("tqdm", reason="the demo needs tqdm")
+image = pytest.importorskip("matplotlib.image", reason="the demo needs matplotlib")
+colors = pytest.importorskip("matplotlib.colors", reason="the demo needs matplotlib")
+
+STEPS = 16
+LABELS = ["torch.amp.GradScaler", "ampfast.GradScaler", "ampfast step_and_update"]
+COMPARED = ["losses", "scale traces", "skipped steps", "final parameters"]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _short_interval() -> Iterator[None]:
+    """Lets the scale grow within a few steps."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(demo, "GROWTH_INTERVAL", 4)
+        yield
+
+
+@pytest.fixture
+def no_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fails the test if the demo begins to train."""
+
+    def train(*_: object) -> None:
+        pytest.fail("the demo began to train")
+
+    monkeypatch.setattr(demo, "_train", train)
+
+
+def table_of(text: str) -> dict[str, list[str]]:
+    """The demo's table: the cells of each row by the row's name."""
+    rows = [re.split(r" {2,}", line.strip()) for line in text.splitlines()]
+    return {row[0]: row[1:] for row in rows if len(row) == 4} | {
+        "header": next(row for row in rows if row == LABELS)
+    }
+
+
+def run(path: Path, steps: int = STEPS, seed: int = 0) -> int:
+    """The demo on the CPU."""
+    return demo.run(steps, "cpu", seed, path)
+
+
+@dataclass(frozen=True)
+class Finished:
+    """One whole run of the demo."""
+
+    code: int
+    output: str
+    errors: str
+    picture: Path
+
+
+@pytest.fixture(scope="module")
+def finished(_short_interval: None, tmp_path_factory: pytest.TempPathFactory) -> Finished:
+    """A short demo as a user sees it."""
+    path = tmp_path_factory.mktemp("demo") / "picture.png"
+    with redirect_stdout(StringIO()) as output, redirect_stderr(StringIO()) as errors:
+        code = run(path)
+    return Finished(code, output.getvalue(), errors.getvalue(), path)
+
+
+def test_equal_runs(finished: Finished) -> None:
+    assert finished.code == 0
+    table = table_of(finished.output)
+    assert len(set(table["test accuracy"])) == 1
+    assert len(set(table["skipped steps"])) == 1
+    skipped, steps = re.fullmatch(r"(\d+) of (\d+)", table["skipped steps"][0]).groups()
+    assert int(steps) == STEPS
+    # Otherwise the comparison has not seen the scaler at work.
+    assert int(skipped) > 2
+    assert int(table["times the scale grew"][0]) > 1
+    for what in COMPARED:
+        assert table[f"{what} equal bit for bit"] == ["-", "yes", "yes"]
+    assert all(float(cell) > 0 for cell in table["scaler microseconds per step"])
+    assert "All runs are equal bit for bit" in finished.output
+    assert "less the optimizer's own step" in finished.output
+    assert str(finished.picture) in finished.output
+    assert f"{STEPS}/{STEPS}" in finished.errors
+
+
+def test_columns_are_aligned(finished: Finished) -> None:
+    lines = finished.output.splitlines()
+    header = next(index for index, line in enumerate(lines) if LABELS[0] in line)
+    table = lines[header : lines.index("", header)]
+    assert len(table) == 10
+    assert {len(line) for line in table} == {len(table[0])}
+
+
+def test_picture_shows_every_run_in_both_panels(finished: Finished) -> None:
+    pixels = image.imread(finished.picture)[..., :3]
+    height, width, _ = pixels.shape
+    assert height > 800
+    assert width > 800
+    for panel in (pixels[: height // 2], pixels[height // 2 :]):
+        for line, _ in demo._STYLES:
+            color = torch.tensor(colors.to_rgb(line["color"]))
+            distance = (torch.tensor(panel) - color).abs().amax(-1)
+            assert (distance < 0.02).sum() > 100, line["color"]
+
+
+def test_nothing_is_left_to_chance() -> None:
+    first, second, other = (demo._train(6, torch.device("cpu"), seed) for seed in (3, 3, 4))
+    assert first.runs[0].losses == second.runs[0].losses
+    assert first.accuracies == second.accuracies
+    assert first.runs[0].losses != other.runs[0].losses
+
+
+def test_settings_of_torch_are_given_back(tmp_path: Path) -> None:
+    def settings() -> tuple[object, ...]:
+        return (
+            torch.are_deterministic_algorithms_enabled(),
+            torch.is_deterministic_algorithms_warn_only_enabled(),
+            torch.utils.deterministic.fill_uninitialized_memory,
+            torch.get_num_threads(),
+        )
+
+    before = settings()
+    run(tmp_path / "picture.png", steps=1)
+    assert settings() == before
+
+
+class WrongBackoff(ampfast.GradScaler):
+    """Backs off too far."""
+
+    def __init__(self, *args, **kwargs) -> None:
+        super().__init__(*args, backoff_factor=0.25, **kwargs)
+
+
+class InverseOneBitOff(ampfast.GradScaler):
+    """Unscales with the neighbour of the inverse scale."""
+
+    def _unscale_grads_(self, optimizer, inv_scale, found_inf, allow_fp16):
+        inv_scale = torch.nextafter(inv_scale, torch.zeros_like(inv_scale))
+        return super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
+
+
+class NeverSkips(ampfast.GradScaler):
+    """Steps although the gradients overflowed."""
+
+    def _maybe_opt_step(self, optimizer, optimizer_state, *args, **kwargs):
+        return optimizer.step(*args, **kwargs)
+
+
+class LastBitWrong(ampfast.GradScaler):
+    """Changes the last bit of one parameter in the last step, which no loss shows any more."""
+
+    calls = 0
+
+    def update(self, new_scale=None) -> None:
+        super().update(new_scale)
+        self.calls += 1
+
+    def step(self, optimizer, *args, **kwargs):
+        result = super().step(optimizer, *args, **kwargs)
+        if self.calls == STEPS - 1:
+            bits = optimizer.param_groups[0]["params"][0].detach().view(torch.int32)
+            bits.view(-1)[0] ^= 1
+        return result
+
+
+class WrongFusedUpdate(ampfast.GradScaler):
+    """Only step_and_update is wrong: it forgets to update."""
+
+    def step_and_update(self, *optimizers):
+        results = [self.step(optimizer) for optimizer in optimizers]
+        self.update(self.get_scale())
+        return results
+
+
+@pytest.mark.parametrize(
+    ("scaler", "column", "wrong", "right"),
+    [
+        (WrongBackoff, 1, COMPARED, []),
+        (InverseOneBitOff, 1, ["losses", "final parameters"], ["scale traces", "skipped steps"]),
+        (NeverSkips, 1, COMPARED[:1] + COMPARED[2:], []),
+        (LastBitWrong, 1, ["final parameters"], ["losses", "scale traces", "skipped steps"]),
+        (WrongFusedUpdate, 2, COMPARED, []),
+    ],
+    ids=lambda value: getattr(value, "__name__", None),
+)
+def test_runs_that_differ(
+    scaler: type,
+    column: int,
+    wrong: list[str],
+    right: list[str],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(ampfast, "GradScaler", scaler)
+    path = tmp_path / "picture.png"
+    assert run(path) == 1
+    output = capsys.readouterr().out
+    table = table_of(output)
+    for what in wrong:
+        assert table[f"{what} equal bit for bit"][column].startswith("no")
+    for what in right:
+        assert table[f"{what} equal bit for bit"][column] == "yes"
+    if scaler is WrongFusedUpdate:
+        assert all(table[f"{what} equal bit for bit"][1] == "yes" for what in COMPARED)
+    if scaler is WrongBackoff:
+        assert table["scale traces equal bit for bit"][column] == "no, from step 2"
+    verdict = " ".join(output[output.index("The runs DIFFER: ") :].split())
+    assert f"{LABELS[column]} has other {wrong[0]}" in verdict
+    assert image.imread(path).size > 0
+
+
+def test_bits_are_compared_and_not_values() -> None:
+    nan = float("nan")
+    assert demo._first_difference([1.0, nan], [1.0, nan]) == "yes"
+    assert demo._first_difference([1.0, 0.0], [1.0, -0.0]) == "no, from step 2"
+
+
+class Slow(torch.amp.GradScaler):
+    """Spends 20 ms of its own in each of its calls."""
+
+    def scale(self, outputs):
+        time.sleep(0.02)
+        return super().scale(outputs)
+
+    def step(self, optimizer, *args, **kwargs):
+        time.sleep(0.02)
+        return super().step(optimizer, *args, **kwargs)
+
+    def update(self, new_scale=None) -> None:
+        time.sleep(0.02)
+        super().update(new_scale)
+
+
+def test_scaler_time_has_all_of_the_scaler_and_nothing_else(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def slow_step(self: object, closure: None = None) -> None:
+        time.sleep(0.1)
+
+    monkeypatch.setattr(torch.optim.AdamW, "step", slow_step)
+    model = torch.nn.Linear(4, 2)
+    inputs, targets = torch.zeros(3, 4), torch.zeros(3, dtype=torch.int64)
+    device = torch.device("cpu")
+    quick = demo.Run("quick", model, torch.amp.GradScaler("cpu"), device)
+    slow = demo.Run("slow", model, Slow("cpu"), device)
+    for _ in range(3):
+        quick.train_step(inputs, targets)
+        slow.train_step(inputs, targets)
+    # Sleeps never end early; the rest of a call may take long on a busy machine.
+    assert slow.scaler_us() >= 60_000
+    assert quick.scaler_us() < 100_000
+    assert slow.skipped == quick.skipped == [False] * 3
+
+
+@pytest.mark.usefixtures("no_training")
+@pytest.mark.parametrize(
+    ("module", "package"),
+    [("sklearn", "scikit-learn"), ("matplotlib", "matplotlib"), ("tqdm", "tqdm")],
+)
+def test_missing_package(
+    module: str,
+    package: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, module, None)
+    assert run(tmp_path / "picture.png") == 2
+    output, errors = capsys.readouterr()
+    assert output == ""
+    assert errors == f"ampfast demo: cannot import {package}; run: pip install {package}\n"
+
+
+@pytest.mark.usefixtures("no_training")
+def test_output_that_cannot_be_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for path in (tmp_path, tmp_path / "missing" / "picture.png"):
+        assert run(path) == 2
+        errors = capsys.readouterr().err
+        assert errors.startswith(f"ampfast demo: cannot write {path}: ")
+        assert errors.count("\n") == 1
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs the device /dev/full")
+def test_disk_that_is_full(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(Path("/dev/full"), steps=1) == 2
+    assert "ampfast demo: cannot write /dev/full: " in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("no_training")
+@pytest.mark.parametrize("device", ["cuda:99", "nonsense", "meta"])
+def test_device_that_cannot_be_used(
+    device: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "picture.png"
+    assert demo.run(STEPS, device, 0, path) == 2
+    errors = capsys.readouterr().err
+    assert errors.startswith(f"ampfast demo: device '{device}' cannot be used: ")
+    assert errors.count("\n") == 1
+    assert not path.exists()
+
+
+@pytest.mark.usefixtures("no_training")
+def test_backend_that_does_not_exist(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AMPFAST_BACKEND", "nonsense")
+    assert run(tmp_path / "picture.png") == 2
+    errors = capsys.readouterr().err
+    assert errors.startswith("ampfast demo: AMPFAST_BACKEND must be one of ")
+    assert errors.count("\n") == 1
+
+
+@pytest.mark.usefixtures("no_training")
+def test_an_older_picture_survives_a_refusal(tmp_path: Path) -> None:
+    path = tmp_path / "picture.png"
+    path.write_bytes(b"older")
+    assert demo.run(STEPS, "nonsense", 0, path) == 2
+    assert path.read_bytes() == b"older"
+
+
+def test_command_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+    monkeypatch.setattr(demo, "run", lambda *arguments: calls.append(arguments) or 1)
+    assert command_line.main(["demo"]) == 1
+    arguments = ["--steps", "7", "--device", "cuda:1", "--seed", "5", "--output", "a/b.png"]
+    assert command_line.main(["demo", *arguments]) == 1
+    assert calls == [
+        (300, None, 0, Path("ampfast-demo.png")),
+        (7, "cuda:1", 5, Path("a/b.png")),
+    ]
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--steps", "0"], ["--steps", "many"], ["--seed", "-1"], ["--seed", str(2**64)]]
+)
+def test_command_line_refuses(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as refused:
+        command_line.main(["demo", *arguments])
+    assert refused.value.code == 2
+    assert arguments[0] in capsys.readouterr().err
+
+
+def test_default_device_is_the_best_there_is() -> None:
+    expected = "cuda" if torch.cuda.is_available() else "cpu"
+    assert demo._choose_device(None) == torch.device(expected)

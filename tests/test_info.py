@@ -1,0 +1,178 @@
+"""What python -m ampfast says of itself and of the machine."""
+
+import json
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import ampfast
+from ampfast import __main__ as command_line
+from ampfast import backends, info
+
+NAMES = ["triton", "cuda", "cpu", "aten"]
+KINDS = {
+    "schema": int,
+    "versions": dict,
+    "extension": dict,
+    "devices": list,
+    "backends": list,
+    "AMPFAST_BACKEND": str | None,
+}
+
+
+def test_structure(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("AMPFAST_BACKEND", raising=False)
+    facts = info.collect()
+    assert facts.keys() == KINDS.keys()
+    for key, kind in KINDS.items():
+        assert isinstance(facts[key], kind), key
+    assert facts["schema"] == info.SCHEMA
+    assert list(facts["versions"]) == [
+        "ampfast",
+        "python",
+        "platform",
+        "torch",
+        "cuda",
+        "hip",
+        "triton",
+    ]
+    assert facts["versions"]["torch"] == torch.__version__
+    assert facts["AMPFAST_BACKEND"] is None
+    for device in facts["devices"]:
+        assert list(device) == [
+            "device",
+            "name",
+            "threads",
+            "memory_bytes",
+            "capability",
+            "backend",
+            "error",
+        ]
+    # Every key that this structure promises is written where it is read.
+    documented = info.collect.__doc__
+    nested = [*facts["versions"], *facts["extension"], *facts["devices"][0], *facts["backends"][0]]
+    assert [key for key in [*facts, *nested] if f"``{key}``" not in documented] == []
+
+
+def test_cpu_comes_first_and_its_backend_is_the_default() -> None:
+    cpu = info.collect()["devices"][0]
+    assert cpu["device"] == "cpu"
+    assert cpu["threads"] == torch.get_num_threads()
+    assert cpu["backend"] == backends.default_for(torch.device("cpu"))
+    assert cpu["error"] is None
+    assert cpu["name"]
+
+
+def test_backends_are_those_of_the_report() -> None:
+    found = info.collect()["backends"]
+    assert sorted(backend["name"] for backend in found) == sorted(NAMES)
+    for backend, report in zip(found, backends.report(), strict=True):
+        assert backend["name"] == report.name
+        assert backend["available"] is report.available
+        assert backend["reason"] == report.reason
+        assert bool(backend["reason"]) is not backend["available"]
+
+
+def test_text_has_every_fact() -> None:
+    facts = info.collect()
+    text = info.describe(facts)
+    for version in facts["versions"].values():
+        assert (version or "none") in text
+    below = text[text.index("Backends") :].splitlines()
+    for backend in facts["backends"]:
+        line = next(line for line in below if line.split()[:1] == [backend["name"]])
+        assert (": " + backend["reason"] in line) is not backend["available"]
+    for device in facts["devices"]:
+        assert device["name"] in text
+        assert f"backend {device['backend']}" in text
+    assert not any(line.endswith(" ") for line in text.splitlines())
+
+
+@pytest.mark.parametrize("kind", ["unknown", "unavailable"])
+def test_backend_of_the_environment_that_cannot_run(
+    kind: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name = "nonsense"
+    if kind == "unavailable":
+        unavailable = [report.name for report in backends.report() if not report.available]
+        if not unavailable:
+            pytest.skip("every backend is available here")
+        name = unavailable[0]
+    monkeypatch.setenv("AMPFAST_BACKEND", name)
+    facts = info.collect()
+    assert facts["AMPFAST_BACKEND"] == name
+    cpu = facts["devices"][0]
+    assert cpu["backend"] is None
+    assert name in cpu["error"]
+    assert command_line.main(["info"]) == 0
+    output = capsys.readouterr().out
+    assert f"no backend: {cpu['error']}" in output
+
+
+def test_backend_of_the_environment_that_can_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AMPFAST_BACKEND", "aten")
+    assert info.collect()["devices"][0]["backend"] == "aten"
+
+
+def test_core_says_how_it_was_built() -> None:
+    facts = info.collect()
+    assert sorted(facts["extension"]) == ["compiler", "cpu_capability", "openmp", "torch"]
+    # The build metadata of torch's version, as in 2.13.0+cpu, is not known to its headers.
+    assert torch.__version__.startswith(facts["extension"]["torch"].partition("+")[0])
+    for value in facts["extension"].values():
+        assert value
+        assert value in info.describe(facts)
+
+
+@pytest.mark.parametrize("described", [True, False], ids=["described", "not described"])
+def test_accelerators_are_listed(described: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    properties = SimpleNamespace(name="Some Card", total_memory=3 * 2**30, major=9, minor=0)
+    module = SimpleNamespace()
+    if described:
+        module.get_device_properties = lambda device: properties
+    monkeypatch.setattr(
+        torch.accelerator, "current_accelerator", lambda check_available: torch.device("cuda")
+    )
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
+    monkeypatch.setattr(torch, "get_device_module", lambda device: module)
+    monkeypatch.setattr(backends, "default_for", lambda device: f"for {device}")
+    facts = info.collect()
+    assert [device["device"] for device in facts["devices"]] == ["cpu", "cuda:0", "cuda:1"]
+    card = facts["devices"][2]
+    assert card["backend"] == "for cuda:1"
+    assert card["memory_bytes"] == (3 * 2**30 if described else None)
+    assert card["capability"] == ("9.0" if described else None)
+    assert card["name"] == ("Some Card" if described else "cuda")
+    line = next(line for line in info.describe(facts).splitlines() if "cuda:1" in line)
+    assert ("3.0 GiB, compute capability 9.0" in line) is described
+
+
+def test_json_from_the_shell() -> None:
+    command = [sys.executable, "-m", "ampfast", "info", "--json"]
+    finished = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert finished.returncode == 0, finished.stderr
+    assert json.loads(finished.stdout).keys() == KINDS.keys()
+    assert finished.stderr == ""
+
+
+def test_json_is_what_was_collected(capsys: pytest.CaptureFixture[str]) -> None:
+    assert command_line.main(["info", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == info.collect()
+
+
+def test_without_a_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert command_line.main([]) == 2
+    output = capsys.readouterr().out
+    assert "usage: python -m ampfast" in output
+    assert "demo" in output
+    assert "info" in output
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        command_line.main(["--version"])
+    assert ended.value.code == 0
+    assert capsys.readouterr().out == f"ampfast {ampfast.__version__}\n"
