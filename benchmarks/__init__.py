@@ -1,0 +1,1 @@
+"""Measurements of ampfast against torch: `python -m benchmarks`, both sides in one run."""

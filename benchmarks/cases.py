@@ -1,0 +1,90 @@
+"""The gradient lists that are measured: synthetic extremes and shapes of real models."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class GradCase:
+    """A named list of gradient shapes, in the order in which an optimizer would hold them."""
+
+    name: str
+    shapes: tuple[Shape, ...]
+
+    @property
+    def elements(self) -> int:
+        return sum(math.prod(shape) for shape in self.shapes)
+
+    def list_bytes(self, dtype: torch.dtype) -> int:
+        return self.elements * dtype.itemsize
+
+
+def _linear(outputs: int, inputs: int) -> list[Shape]:
+    return [(outputs, inputs), (outputs,)]
+
+
+def _norm(width: int) -> list[Shape]:
+    return [(width,), (width,)]
+
+
+def _bert(layers: int, width: int, vocabulary: int = 30522, positions: int = 512) -> list[Shape]:
+    """The encoder of Devlin et al. 2018: embeddings, post-norm layers, pooler."""
+    attention = 4 * _linear(width, width) + _norm(width)
+    mlp = _linear(4 * width, width) + _linear(width, 4 * width) + _norm(width)
+    embeddings: list[Shape] = [(vocabulary, width), (positions, width), (2, width)]
+    return embeddings + _norm(width) + layers * (attention + mlp) + _linear(width, width)
+
+
+def _resnet50() -> list[Shape]:
+    """He et al. 2015: a stem, four stages of bottleneck blocks, one classifier of 1,000 classes."""
+    shapes: list[Shape] = [(64, 3, 7, 7), *_norm(64)]
+    inputs = 64
+    for blocks, width in ((3, 64), (4, 128), (6, 256), (3, 512)):
+        outputs = 4 * width
+        for block in range(blocks):
+            shapes += [(width, inputs, 1, 1), *_norm(width)]
+            shapes += [(width, width, 3, 3), *_norm(width)]
+            shapes += [(outputs, width, 1, 1), *_norm(outputs)]
+            if block == 0:
+                shapes += [(outputs, inputs, 1, 1), *_norm(outputs)]
+            inputs = outputs
+    return shapes + _linear(1000, inputs)
+
+
+CASES: dict[str, GradCase] = {
+    name: GradCase(name, tuple(shapes))
+    for name, shapes in {
+        "1000x1k": 1000 * [(1024,)],
+        "10000x256": 10000 * [(256,)],
+        "resnet50": _resnet50(),
+        "bert_base": _bert(layers=12, width=768),
+        "bert_large": _bert(layers=24, width=1024),
+        "one_16m": [(1 << 24,)],
+        "one_64m": [(1 << 26,)],
+    }.items()
+}
+
+
+def make_gradients(
+    case: GradCase,
+    dtype: torch.dtype,
+    device: torch.device,
+    fill: Callable[[Tensor], object] = lambda gradient: gradient.uniform_(0.5, 2.0),
+) -> list[Tensor]:
+    """One separately allocated tensor for each shape, as autograd would leave them.
+
+    The values lie in [0.5, 2], so that halving and doubling them is exact in every dtype and they
+    can be unscaled any number of times without drifting towards zero or infinity.
+    """
+    gradients = [torch.empty(shape, dtype=dtype, device=device) for shape in case.shapes]
+    for gradient in gradients:
+        fill(gradient)
+    return gradients

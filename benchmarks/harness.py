@@ -1,0 +1,154 @@
+"""Timing that compares: contenders are found equal, then take turns within each round."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from .results import Goal, Row, Spread
+
+MIN_ROUNDS = 6
+MAX_ROUNDS = 400
+COMPARED_AT_ONCE = 1 << 22
+
+
+@dataclass(frozen=True)
+class Contender:
+    """One way to do something.
+
+    `call` gets the running number of the call, so that it can alternate; `prepare` gets it before
+    each call and is not timed.
+    """
+
+    path: str
+    provider: str
+    call: Callable[[int], object]
+    prepare: Callable[[int], object] | None = None
+
+
+@dataclass
+class Measured:
+    """What a job hands back."""
+
+    rows: list[Row] = field(default_factory=list)
+    goals: list[Goal] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Job:
+    """A part of a run, small enough that a progress bar moves at its end."""
+
+    label: str
+    run: Callable[[], Measured]
+
+
+@dataclass(frozen=True)
+class Effort:
+    """How long to measure: seconds for all rounds of a comparison, and for a sample in a round."""
+
+    quick: bool
+    comparison_s: float
+    sample_s: float = 0.004
+
+
+QUICK = Effort(quick=True, comparison_s=0.4)
+FULL = Effort(quick=False, comparison_s=3.0)
+
+
+class Samples:
+    """Seconds per call of each contender, one sample a round, so that rounds can be paired."""
+
+    def __init__(self, seconds: dict[tuple[str, str], list[float]]) -> None:
+        self._seconds = seconds
+
+    def spread(self, path: str, provider: str) -> Spread:
+        return Spread.of(self._seconds[path, provider])
+
+    def ratio(self, numerator: tuple[str, str], denominator: tuple[str, str]) -> Spread:
+        """The spread over rounds of one contender's time over another's."""
+        pairs = zip(self._seconds[numerator], self._seconds[denominator], strict=True)
+        return Spread.of([a / b for a, b in pairs])
+
+
+def time_on_host(contender: Contender, calls: range) -> float:
+    """Mean seconds for one of these calls but the first, without what `prepare` takes.
+
+    The first call pays for what the contender before it left behind, such as a cache full of lines
+    that are still to be written (measured: 9% between identical contenders, one after a copy).
+    """
+    total = 0.0
+    for number in calls:
+        if contender.prepare is not None:
+            contender.prepare(number)
+        start = time.perf_counter()
+        contender.call(number)
+        if number != calls.start:
+            total += time.perf_counter() - start
+    return total / (len(calls) - 1)
+
+
+def interleave(
+    contenders: Sequence[Contender],
+    effort: Effort,
+    cycle: int = 2,
+    timer: Callable[[Contender, range], float] = time_on_host,
+) -> Samples:
+    """Times the contenders in turn, until the time for the comparison is used up.
+
+    Every other round goes backwards (A B B A ...), so that no place in the order is an advantage.
+
+    Args:
+        contenders: What to compare; told apart by (path, provider).
+        effort: How long to measure.
+        cycle: Calls, at least 2, after which a contender has undone what it did; a sample is a
+            multiple of it.
+        timer: Gives the mean seconds of a range of calls.
+    """
+    calls = []
+    for contender in contenders:
+        timer(contender, range(cycle))
+        seconds = cycle * timer(contender, range(cycle))
+        calls.append(range(cycle * max(1, round(effort.sample_s / max(seconds, 1e-9)))))
+
+    seconds_of: dict[tuple[str, str], list[float]] = {(c.path, c.provider): [] for c in contenders}
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        deadline = time.perf_counter() + effort.comparison_s
+        for done in range(MAX_ROUNDS):
+            if done >= MIN_ROUNDS and time.perf_counter() > deadline:
+                break
+            turns = list(zip(contenders, calls, strict=True))
+            for contender, numbers in reversed(turns) if done % 2 else turns:
+                key = (contender.path, contender.provider)
+                seconds_of[key].append(timer(contender, numbers))
+    finally:
+        if collecting:
+            gc.enable()
+    return Samples(seconds_of)
+
+
+def assert_same(ours: Sequence[Tensor], theirs: Sequence[Tensor], what: str) -> None:
+    """Raises AssertionError unless both lists hold the same values; all NaNs count as equal."""
+    for index, (our, their) in enumerate(zip(ours, theirs, strict=True)):
+        # By pieces, because comparing NaNs needs several times the memory of what is compared.
+        pieces = zip(
+            our.reshape(-1).split(COMPARED_AT_ONCE),
+            their.reshape(-1).split(COMPARED_AT_ONCE),
+            strict=True,
+        )
+        for our_piece, their_piece in pieces:
+            if not torch.equal(our_piece, their_piece):
+                torch.testing.assert_close(
+                    our_piece,
+                    their_piece,
+                    rtol=0,
+                    atol=0,
+                    equal_nan=True,
+                    msg=lambda text, index=index: f"{what}, tensor {index}: {text}",
+                )

@@ -1,0 +1,182 @@
+"""What a run yields: one row for each thing timed, one verdict for each goal, and their files."""
+
+from __future__ import annotations
+
+import csv
+import json
+import statistics
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Three quantiles of a series of samples, in the unit of the samples."""
+
+    p20: float
+    p50: float
+    p80: float
+
+    @classmethod
+    def of(cls, samples: Sequence[float]) -> Spread:
+        fifths = statistics.quantiles(samples, n=5, method="inclusive")
+        return cls(fifths[0], statistics.median(samples), fifths[3])
+
+
+@dataclass(frozen=True)
+class Row:
+    """One measurement; what was not measured is None, never an estimate.
+
+    `ms_*` is device time, which on a CPU is the wall time of the call; `host_us_p50` is the time
+    until the call returns. `list_bytes` is the size of the gradients, `bytes` what the path must
+    move to do its work, `gb_s` that over `ms_p50`. `vs_torch` is torch's time over this one's, the
+    median over rounds in which both ran. `extra_bytes` is memory that the call needed on top of the
+    gradients: the rise of the resident set, and in `allocated_bytes` the peak of what it asked of
+    torch's allocator. `table_bytes` describes `chunks` pieces of gradient. `lists` lists of the
+    kind were taken in turn: with 1 a list that fits is found in the cache, with more it never is.
+    """
+
+    subject: str
+    case: str
+    dtype: str
+    path: str
+    provider: str
+    ms_p20: float | None = None
+    ms_p50: float | None = None
+    ms_p80: float | None = None
+    host_us_p50: float | None = None
+    lists: int | None = None
+    list_bytes: int | None = None
+    bytes: int | None = None
+    gb_s: float | None = None
+    copy_gb_s: float | None = None
+    launches: int | None = None
+    syncs: int | None = None
+    vs_torch: float | None = None
+    extra_bytes: int | None = None
+    allocated_bytes: int | None = None
+    table_bytes: int | None = None
+    chunks: int | None = None
+
+    @property
+    def list_name(self) -> str:
+        """The list, and whether it was kept out of the cache."""
+        return self.case if (self.lists or 1) == 1 else f"{self.case}, cold"
+
+    @property
+    def percent_of_copy(self) -> float | None:
+        """Bytes a second as a part of what a copy reached in the same rounds."""
+        if self.gb_s is None or self.copy_gb_s is None:
+            return None
+        return 100 * self.gb_s / self.copy_gb_s
+
+
+@dataclass(frozen=True)
+class Goal:
+    """A promise and what was measured for it.
+
+    `sense` is "<=", "<" or ">=". With `spread_counts`, which is for goals of the form "not slower",
+    the goal is also met if the better end of the spread (20% of the rounds) reaches the limit.
+    """
+
+    name: str
+    case: str
+    dtype: str
+    sense: str
+    limit: float
+    ratio: float
+    ratio_p20: float | None = None
+    ratio_p80: float | None = None
+    spread_counts: bool = False
+
+    @classmethod
+    def of_spread(
+        cls,
+        name: str,
+        case: str,
+        dtype: str,
+        sense: str,
+        limit: float,
+        ratio: Spread,
+        spread_counts: bool = False,
+    ) -> Goal:
+        return cls(
+            name,
+            case,
+            dtype,
+            sense,
+            limit,
+            ratio.p50,
+            ratio.p20,
+            ratio.p80,
+            spread_counts,
+        )
+
+    def _reached_by(self, value: float) -> bool:
+        if self.sense == ">=":
+            return value >= self.limit
+        return value < self.limit if self.sense == "<" else value <= self.limit
+
+    @property
+    def verdict(self) -> str:
+        if self._reached_by(self.ratio):
+            return "met"
+        best = self.ratio_p80 if self.sense == ">=" else self.ratio_p20
+        if self.spread_counts and best is not None and self._reached_by(best):
+            return "met within spread"
+        return "not met"
+
+    @property
+    def met(self) -> bool:
+        return self.verdict != "not met"
+
+    def as_json(self) -> dict[str, Any]:
+        return {**asdict(self), "met": self.met, "verdict": self.verdict}
+
+
+@dataclass
+class Results:
+    """Everything that a run measured; `complete` turns false where a part was left out."""
+
+    machine: dict[str, Any]
+    torch: str
+    triton: str | None
+    ampfast: str
+    commit: str | None
+    date: str
+    complete: bool = True
+    rows: list[Row] = field(default_factory=list)
+    goals: list[Goal] = field(default_factory=list)
+
+    def write_json(self, path: Path) -> None:
+        content = {**asdict(self), "goals": [goal.as_json() for goal in self.goals]}
+        path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+
+    def write_csv(self, path: Path) -> None:
+        with path.open("w", newline="", encoding="utf-8") as file:
+            table = csv.DictWriter(file, [column.name for column in fields(Row)])
+            table.writeheader()
+            table.writerows(asdict(row) for row in self.rows)
+
+    @classmethod
+    def read_json(cls, path: Path) -> Results:
+        """Reads what `write_json` wrote.
+
+        Raises:
+            ValueError: If the file is not such a result.
+        """
+        try:
+            content = json.loads(path.read_text(encoding="utf-8"))
+            known = {column.name for column in fields(Goal)}
+            content["rows"] = [Row(**row) for row in content["rows"]]
+            content["goals"] = [
+                Goal(**{name: value for name, value in goal.items() if name in known})
+                for goal in content["goals"]
+            ]
+            return cls(**content)
+        except (KeyError, TypeError, AttributeError, ValueError) as error:
+            raise ValueError(
+                f"{path} is not a result of `python -m benchmarks`: {error}"
+            ) from error
