@@ -1,0 +1,467 @@
+"""A small world of scalers and optimizers on which random programs of operations are run."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import io
+import math
+import pickle
+from collections import defaultdict
+from typing import Any, NamedTuple
+
+import torch
+from rigs import Bare, Rig, RigPlan
+from support import make_gradient, plant
+
+OptState = torch.amp.grad_scaler.OptState
+CPU = torch.device("cpu")
+
+
+class Op(NamedTuple):
+    """One line of a program: the name of a `World` method and its arguments."""
+
+    name: str
+    arguments: tuple[Any, ...]
+
+    def __str__(self) -> str:
+        return f"{self.name}({', '.join(map(repr, self.arguments))})"
+
+
+class Plan(NamedTuple):
+    """What a program starts from."""
+
+    scaler: dict[str, Any]
+    rigs: tuple[RigPlan, ...]
+
+
+class Pair(NamedTuple):
+    """A tuple that cannot be rebuilt from one iterable, which `scale` is known to refuse."""
+
+    first: torch.Tensor
+    second: torch.Tensor
+
+
+class World:
+    """Two scalers and some rigs; every public method is an operation of a program.
+
+    The same operations on two worlds of different scaler types must leave them equal. Operations
+    that would enter what ampfast does differently on purpose step aside, and say why.
+    """
+
+    def __init__(self, scaler_type: type[torch.amp.GradScaler], plan: Plan, **more: Any) -> None:
+        self.scalers = [scaler_type("cpu", **plan.scaler, **more) for _ in range(2)]
+        self.rigs = [Rig(rig) for rig in plan.rigs]
+        self.saved: dict[str, Any] = {}
+
+    def observe(self) -> dict[str, Any]:
+        numbers = {id(rig.optimizer): i for i, rig in enumerate(self.rigs)}
+        scalers = [
+            {
+                "scale": s._scale,
+                "scale_version": None if s._scale is None else s._scale._version,
+                "tracker": s._growth_tracker,
+                "init": [s._init_scale, s._init_growth_tracker],
+                "state_dict": s.state_dict(),
+                "enabled": s.is_enabled(),
+                "get": [s.get_scale(), s._get_growth_tracker()],
+                "records_type": type(s._per_optimizer_states),
+                "records": [
+                    {
+                        "rig": numbers.get(key, "none"),
+                        "keys": sorted(record),
+                        "stage": record["stage"],
+                        "flags": {str(d): f for d, f in record["found_inf_per_device"].items()},
+                    }
+                    for key, record in s._per_optimizer_states.items()
+                ],
+            }
+            for s in self.scalers
+        ]
+        return {"scalers": scalers, "rigs": [rig.observe() for rig in self.rigs]}
+
+    def run(self, op: Op) -> Any:
+        """Runs one operation."""
+        self._keep_interval_above_tracker()
+        return getattr(self, op.name)(*op.arguments)
+
+    def _current_scale(self, s: int) -> float:
+        scaler = self.scalers[s]
+        return scaler._init_scale if scaler._scale is None else scaler._scale.item()
+
+    def _keep_interval_above_tracker(self) -> None:
+        # Differs on purpose: an interval lowered below the tracker still grows in ampfast.
+        for scaler in self.scalers:
+            tracker = scaler._init_growth_tracker
+            if scaler._growth_tracker is not None:
+                tracker = max(tracker, scaler._growth_tracker.item())
+            if 0 < scaler._growth_interval <= tracker:
+                scaler._growth_interval = tracker + 1
+
+    def _tame(self, s: int, r: int) -> None:
+        # Differs on purpose: ampfast skips a step whose unscaled gradients overflow.
+        scale = self._current_scale(s)
+        for p in self.rigs[r].params:
+            if p.grad is None:
+                continue
+            values = p.grad.detach()
+            values = values._values() if values.is_sparse else values
+            top = values.abs().nan_to_num(0.0, 0.0, 0.0).max().item() if values.numel() else 0.0
+            limit = 2.0**14 if values.dtype == torch.float16 else 2.0**100
+            # An update may have moved the scale by then, hence the wide margin on both sides.
+            if max(top, top / scale) > limit and not scale >= 1.0:
+                p.grad = None
+
+    def _drop_own_scale(self, s: int, r: int) -> None:
+        # Differs on purpose: what came into the gradients after unscale_ is noticed by ampfast
+        # when the optimizer divides by a scale of its own.
+        rig, scaler = self.rigs[r], self.scalers[s]
+        record = scaler._per_optimizer_states.get(id(rig.optimizer))
+        if record is None or record["stage"] is not OptState.UNSCALED:
+            return
+        found = any(record["found_inf_per_device"].values())
+        finite = all(
+            torch.isfinite(p.grad._values() if p.grad.is_sparse else p.grad).all()
+            for p in rig.params
+            if p.grad is not None
+        )
+        if not record["found_inf_per_device"] or not (found or finite):
+            rig.forget_attributes()
+
+    # Losses and gradients
+
+    def scale(self, s: int, form: str, seed: int) -> Any:
+        x = make_gradient("contiguous", seed=seed)
+        y = make_gradient("transposed", torch.bfloat16, seed).requires_grad_()
+        half = make_gradient("scalar", torch.float16, seed)
+        outputs = {
+            "tensor": lambda: x,
+            "graph": lambda: y,
+            "half": lambda: half,
+            "list": lambda: [x, y],
+            "tuple": lambda: (x, half),
+            "nested": lambda: [x, (y, [half, x]), ()],
+            "generator": lambda: (t for t in (x, y)),
+            "generator_in_list": lambda: [(t for t in (x, y))],
+            "dict_values": lambda: {"a": x, "b": y}.values(),
+            "empty": list,
+            "named": lambda: Pair(x, y),
+            "number": lambda: 3.0,
+            "number_in_list": lambda: [x, 3],
+            "none": lambda: None,
+        }[form]()
+        result = self.scalers[s].scale(outputs)
+
+        def read(value: Any) -> Any:
+            if isinstance(value, torch.Tensor) or value is None:
+                return value
+            if isinstance(value, (list, tuple)):
+                return type(value)(map(read, value))
+            if hasattr(value, "__iter__"):
+                return [type(value).__name__, *map(read, value)]
+            return value
+
+        return read(result)
+
+    def backward(self, s: int, r: int, bad: str, where: str, seed: int) -> None:
+        rig = self.rigs[r]
+        total = torch.zeros(())
+        limit = self._current_scale(s)
+        for i, (p, layout) in enumerate(zip(rig.params, rig.layouts, strict=True)):
+            if p.dtype == torch.float16:
+                limit = min(limit, 8.0)
+            factor = make_gradient(layout, seed=seed + i)
+            if bad != "none" and i == seed % len(rig.params):
+                # A huge factor is finite, and overflows once multiplied by the scale.
+                value = {"inf": math.inf, "-inf": -math.inf, "nan": math.nan, "huge": 3e38}[bad]
+                factor = plant(factor.clone(), where, value)
+            total = total + (p.float() * factor).sum()
+        loss = self.scalers[s].scale(total)
+        if loss.requires_grad:
+            loss.backward()
+
+    def grads(self, s: int, r: int, bad: str, where: str, seed: int) -> None:
+        rig = self.rigs[r]
+        scale = min(self._current_scale(s), 2.0**60)
+        for i, (p, layout) in enumerate(zip(rig.params, rig.layouts, strict=True)):
+            grad = make_gradient(layout, p.dtype, seed + i)
+            grad.mul_(min(scale, 64.0) if p.dtype == torch.float16 else scale)
+            if bad != "none" and i == seed % len(rig.params):
+                huge = torch.finfo(p.dtype).max * min(scale, 1.0) / 4
+                value = {"inf": math.inf, "-inf": -math.inf, "nan": math.nan, "huge": huge}[bad]
+                plant(grad, where, value)
+            p.grad = grad
+
+    def sparse_grads(self, r: int, coalesced: bool, bad: str, seed: int) -> None:
+        if self.rigs[r].plan.kind.startswith("fused"):
+            return  # they raise inside step, after which torch leaves its attributes behind
+        value = {"none": 1.0, "inf": math.inf, "-inf": -math.inf, "nan": math.nan, "huge": 3e4}[bad]
+        for i, p in enumerate(self.rigs[r].params):
+            if p.dim() == 2 and p.numel():
+                rows = [0, 2, 2] if p.shape[0] > 2 else [0, 0, 0]
+                values = make_gradient("contiguous", torch.float32, seed + i).flatten()
+                values = values.repeat(8)[: 3 * p.shape[1]].view(3, -1).clone()
+                values[1:] *= value
+                p.grad = torch.sparse_coo_tensor([rows], values.to(p.dtype), p.shape)
+                if coalesced:
+                    p.grad = p.grad.coalesce()
+
+    def zero_grad(self, r: int, set_to_none: bool) -> None:
+        for p in self.rigs[r].params:
+            if set_to_none:
+                p.grad = None
+            elif p.grad is not None:
+                p.grad.zero_()
+
+    def drop_grad(self, r: int, i: int) -> None:
+        params = self.rigs[r].params
+        params[i % len(params)].grad = None
+
+    def replace_grad(self, r: int, i: int) -> None:
+        params = self.rigs[r].params
+        p = params[i % len(params)]
+        if p.grad is not None:
+            p.grad = p.grad.clone()
+
+    def share_grad(self, r: int) -> None:
+        params = self.rigs[r].params
+        params[-1].grad = params[0].grad
+
+    def refused_grad(self, s: int, r: int, call: str) -> Any:
+        rig = self.rigs[r]
+        p = next((p for p in rig.params if p.dim() and p.numel()), None)
+        if p is None:
+            return None
+        # A refused list may be written in part by torch, so it has this one gradient only.
+        self.zero_grad(r, True)
+        p.grad = torch.ones((), dtype=p.dtype).expand(p.shape)
+        try:
+            return getattr(self.scalers[s], call)(rig.optimizer)
+        except Exception:
+            rig.forget_attributes()
+            raise
+        finally:
+            p.grad = None
+
+    # The scaler's own methods
+
+    def unscale_(self, s: int, r: int) -> None:
+        self._tame(s, r)
+        return self.scalers[s].unscale_(self.rigs[r].optimizer)
+
+    def step(self, s: int, r: int, form: str) -> Any:
+        self._tame(s, r)
+        self._drop_own_scale(s, r)
+        try:
+            return self._step(self.scalers[s], self.rigs[r].optimizer, form)
+        except Exception:
+            self.rigs[r].forget_attributes()
+            raise
+
+    def _step(self, scaler: torch.amp.GradScaler, optimizer: Any, form: str) -> Any:
+        if form == "none":
+            return scaler.step(optimizer, None)
+        if form == "closure":
+            return scaler.step(optimizer, lambda: torch.tensor(1.5))
+        if form == "closure_keyword":
+            return scaler.step(optimizer, closure=lambda: 1.0)
+        if form == "unknown_keyword":
+            return scaler.step(optimizer, speed=1)
+        return scaler.step(optimizer)
+
+    def step_and_update(self, s: int, rigs: tuple[int, ...]) -> list[Any]:
+        scaler = self.scalers[s]
+        for r in rigs:
+            self._tame(s, r)
+            self._drop_own_scale(s, r)
+        optimizers = [self.rigs[r].optimizer for r in rigs]
+        try:
+            if hasattr(scaler, "step_and_update"):
+                return scaler.step_and_update(*optimizers)
+            results = [scaler.step(optimizer) for optimizer in optimizers]
+            scaler.update()
+            return results
+        except Exception:
+            for r in rigs:
+                self.rigs[r].forget_attributes()
+            raise
+
+    def update(self, s: int) -> None:
+        return self.scalers[s].update()
+
+    def update_to(self, s: int, form: str, value: float) -> None:
+        new = {
+            "float": lambda: value,
+            "tensor": lambda: torch.tensor(value),
+            "one_element": lambda: torch.full((1,), value),
+            "double": lambda: torch.tensor(value, dtype=torch.float64),
+            "int": lambda: 3,
+            "int_tensor": lambda: torch.tensor(3),
+            "two_elements": lambda: torch.ones(2),
+            "requires_grad": lambda: torch.tensor(value, requires_grad=True),
+            "other_device": lambda: torch.tensor(value, device="meta"),
+            "text": lambda: "2",
+        }[form]()
+        return self.scalers[s].update(new)
+
+    def factors(self, s: int, growth: float, backoff: float) -> list[float]:
+        scaler = self.scalers[s]
+        scaler.set_growth_factor(growth)
+        scaler.set_backoff_factor(backoff)
+        return [scaler.get_growth_factor(), scaler.get_backoff_factor()]
+
+    def interval(self, s: int, interval: int) -> int:
+        self.scalers[s].set_growth_interval(interval)
+        return self.scalers[s].get_growth_interval()
+
+    def check(self, s: int, r: int) -> dict[str, torch.Tensor]:
+        flags = self.scalers[s]._check_inf_per_device(self.rigs[r].optimizer)
+        return {str(device): flag for device, flag in flags.items()}
+
+    def found(self, s: int, r: int) -> dict[str, torch.Tensor]:
+        flags = self.scalers[s]._found_inf_per_device(self.rigs[r].optimizer)
+        return {str(device): flag for device, flag in flags.items()}
+
+    def start(self, s: int, device: Any) -> None:
+        return self.scalers[s]._lazy_init_scale_growth_tracker(device)
+
+    # What other projects do behind its back
+
+    def write_scale(self, s: int, how: str, value: float) -> None:
+        scaler = self.scalers[s]
+        if scaler._scale is None:
+            scaler._init_scale = value
+        elif how == "fill":
+            scaler._scale.fill_(value)
+        elif how == "data":
+            scaler._scale.data.fill_(value)
+        elif how == "numpy":
+            scaler._scale.numpy()[...] = value
+        else:
+            scaler._scale = torch.tensor(value)
+
+    def write_tracker(self, s: int, how: str, value: int) -> None:
+        scaler = self.scalers[s]
+        if scaler._growth_tracker is None:
+            scaler._init_growth_tracker = value
+        elif how == "fill":
+            scaler._growth_tracker.fill_(value)
+        else:
+            scaler._growth_tracker = torch.tensor(value, dtype=torch.int32)
+
+    def share_scale(self) -> None:
+        first, second = self.scalers
+        second._scale, second._growth_tracker = first._scale, first._growth_tracker
+
+    def enable(self, s: int, enabled: bool) -> None:
+        self.scalers[s]._enabled = enabled
+
+    def records(self, s: int, r: int, how: str) -> None:
+        records, key = self.scalers[s]._per_optimizer_states, id(self.rigs[r].optimizer)
+        refresh = torch.amp.grad_scaler._refresh_per_optimizer_state
+        if how == "pop":
+            records.pop(key, None)
+        elif how == "clear":
+            records.clear()
+        elif how == "reset":
+            records[key] = refresh()
+        elif how == "new":
+            self.scalers[s]._per_optimizer_states = defaultdict(refresh)
+        elif how == "unscaled":
+            flags = {CPU: torch.tensor(1.0)}
+            records[key] = {"stage": OptState.UNSCALED, "found_inf_per_device": flags}
+        elif how == "stage":
+            records[key]["stage"] = OptState.READY
+
+    def reduce(self, s: int, r: int, value: float) -> None:
+        flags = self.scalers[s]._found_inf_per_device(self.rigs[r].optimizer)
+        for flag in flags.values():
+            # Differs on purpose: torch's fused kernels take 2 for "no overflow".
+            flag.add_(value if not self.rigs[r].reads_scale else float(value > 0 and not flag))
+
+    # Checkpoints
+
+    def save(self, s: int) -> dict[str, Any]:
+        self.saved = self.scalers[s].state_dict()
+        return self.saved
+
+    def load(self, s: int, form: str) -> None:
+        state = dict(self.saved)
+        if form == "partial":
+            state.pop("growth_interval", None)
+        elif form == "extra":
+            state["more"] = 1
+        elif form == "torch" and state:
+            other = torch.amp.GradScaler("cpu")
+            other.load_state_dict(state)
+            state = other.state_dict()
+        return self.scalers[s].load_state_dict(state)
+
+    def pickled(self, s: int) -> None:
+        stream = io.BytesIO()
+        pickle.dump(self.scalers[s], stream)
+        stream.seek(0)
+        self.scalers[s] = pickle.load(stream)
+
+    def copied(self, s: int) -> None:
+        self.scalers[s] = copy.deepcopy(self.scalers[s])
+
+    # The optimizer's side
+
+    def grad_scale(self, r: int, value: float) -> None:
+        if self.rigs[r].reads_scale:
+            self.rigs[r].optimizer.grad_scale = torch.tensor(value)
+
+    def groups(self, r: int, how: str) -> None:
+        rig = self.rigs[r]
+        if rig.plan.kind == "bare":
+            rig.optimizer._params = rig.optimizer._params[1:] + rig.optimizer._params[:1]
+            return
+        groups = rig.optimizer.param_groups
+        if how == "fresh":
+            rig.optimizer.param_groups = [dict(g, params=list(g["params"])) for g in groups]
+        elif how == "reversed":
+            for group in groups:
+                group["params"] = group["params"][::-1]
+        elif how == "split" and len(groups[0]["params"]) > 1:
+            moved = groups[0]["params"].pop()
+            rig.optimizer.add_param_group({"params": [moved]})
+        elif how == "drop" and len(groups) > 1:
+            groups.pop()
+        elif how == "add":
+            extra = torch.nn.Parameter(torch.full((5,), 0.75))
+            rig.params.append(extra)
+            rig.layouts.append("short")
+            rig.optimizer.add_param_group({"params": [extra]})
+
+    def reborn(self, r: int) -> None:
+        rig = self.rigs[r]
+        for scaler in self.scalers:
+            # Whether the new object gets the old one's id is chance, so no record may be left.
+            scaler._per_optimizer_states.pop(id(rig.optimizer), None)
+        del rig.optimizer
+        if rig.plan.kind != "bare":
+            gc.collect()
+        rig.build()
+
+    def half_grad(self, s: int, r: int, call: str) -> Any:
+        rig = self.rigs[r]
+        p = torch.nn.Parameter(torch.ones(3, dtype=torch.float16))
+        p.grad = torch.ones(3, dtype=torch.float16)
+        stranger = Bare([*rig.params, p])
+        try:
+            return getattr(self.scalers[s], call)(stranger)
+        finally:
+            self.scalers[s]._per_optimizer_states.pop(id(stranger), None)
+
+    def stranger(self, s: int, what: str, call: str) -> Any:
+        optimizer: Any = {
+            "no_groups": object(),
+            "not_a_tensor": Bare(["text"]),
+            "none": None,
+            "empty": Bare([]),
+        }[what]
+        try:
+            return getattr(self.scalers[s], call)(optimizer)
+        finally:
+            self.scalers[s]._per_optimizer_states.pop(id(optimizer), None)

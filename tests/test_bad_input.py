@@ -1,0 +1,195 @@
+"""Bad input to the constructor and the scaler's methods: what is raised, and that it names it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from support import assert_same, parameter_with, side
+
+from ampfast import GradScaler
+
+
+def started(**arguments: Any) -> GradScaler:
+    scaler = GradScaler("cpu", init_scale=8.0, **arguments)
+    scaler.scale(torch.ones(()))
+    return scaler
+
+
+def notes(error: BaseException) -> str:
+    """The exception's notes as one text; Python 3.10 has none."""
+    return "\n".join(getattr(error, "__notes__", []))
+
+
+# Constructor
+
+
+@pytest.mark.parametrize("number", [65536, 2.0**16, np.float32(8.0), np.int64(8), float("inf")])
+def test_a_number_first_says_what_to_write(number: Any) -> None:
+    with pytest.raises(TypeError) as caught:
+        GradScaler(number)
+    text = str(caught.value)
+    assert "init_scale=" in text and "patch()" in text and str(number) in text
+
+
+def test_a_number_by_name_is_refused_alike() -> None:
+    with pytest.raises(TypeError, match="init_scale="):
+        GradScaler(device=1024.0)
+
+
+@pytest.mark.parametrize("value", [3, 1.5, True, ["cpu"], b"cpu", torch.float32], ids=repr)
+def test_a_backend_that_is_no_text(value: Any) -> None:
+    with pytest.raises(TypeError, match="backend") as caught:
+        GradScaler("cpu", backend=value)
+    assert type(value).__name__ in str(caught.value) or repr(value) in str(caught.value)
+
+
+@pytest.mark.parametrize("value", ["", "CPU", "gpu", "aten "])
+def test_an_unknown_backend(value: str) -> None:
+    with pytest.raises(ValueError, match="backend") as caught:
+        GradScaler("cpu", backend=value)
+    assert repr(value) in str(caught.value)
+    for name in ("triton", "cuda", "cpu", "aten"):
+        assert name in str(caught.value)
+
+
+def test_a_backend_that_cannot_run_says_why() -> None:
+    from ampfast import backends
+
+    reports = [r for r in backends.report() if not r.available]
+    if not reports:
+        pytest.skip("every backend can run here")
+    for report in reports:
+        with pytest.raises(RuntimeError) as caught:
+            GradScaler("cpu", backend=report.name)
+        assert report.name in str(caught.value) and report.reason in str(caught.value)
+
+
+@pytest.mark.parametrize("value", [None, 0, 1, "yes", torch.tensor(True)], ids=repr)
+def test_allow_fp16_that_is_no_bool(value: Any) -> None:
+    with pytest.raises(TypeError, match="allow_fp16") as caught:
+        GradScaler("cpu", allow_fp16=value)
+    assert type(value).__name__ in str(caught.value) or repr(value) in str(caught.value)
+
+
+def test_our_keywords_have_no_position() -> None:
+    with pytest.raises(TypeError, match="positional"):
+        GradScaler("cpu", 8.0, 2.0, 0.5, 10, True, "cpu")
+
+
+@pytest.mark.parametrize("name", ["cpu", "aten"])
+def test_named_backends_agree(name: str) -> None:
+    results = []
+    for backend in (None, name):
+        one = side(GradScaler, "adam", init_scale=64.0, growth_interval=2, backend=backend)
+        for seed, bad in enumerate([None, float("inf"), None, None]):
+            one.train(seed, bad)
+        results.append(one.observe())
+    assert_same(*results)
+
+
+# Notes
+
+
+@pytest.mark.parametrize("call", ["unscale_", "step"])
+def test_the_error_for_half_gradients_names_the_parameter(call: str) -> None:
+    groups = [
+        {"params": [parameter_with(torch.full((3,), 8.0)), torch.nn.Parameter(torch.ones(1))]},
+        {
+            "params": [
+                parameter_with(torch.full((2,), 8.0)),
+                torch.nn.Parameter(torch.ones(9, dtype=torch.float16)),
+                parameter_with(torch.ones(4, 7, dtype=torch.float16)),
+                parameter_with(torch.ones(5, dtype=torch.float16)),
+            ]
+        },
+    ]
+    scaler, optimizer = started(), torch.optim.SGD(groups, lr=0.1)
+    with pytest.raises(ValueError) as caught:
+        getattr(scaler, call)(optimizer)
+    assert str(caught.value) == "Attempting to unscale FP16 gradients."
+    note = notes(caught.value)
+    if not hasattr(caught.value, "add_note"):
+        pytest.skip("exceptions have notes from Python 3.11 on")
+    # The first such gradient: group 1, index 2.
+    assert "group 1" in note and "2" in note.replace("group 1", "")
+    assert "(4, 7)" in note.replace("[", "(").replace("]", ")")
+    assert "float16" in note
+    assert_same(groups[0]["params"][0].grad, torch.full((3,), 8.0))
+    assert_same(groups[1]["params"][0].grad, torch.full((2,), 8.0))
+
+
+def _no_parameters() -> Any:
+    return type("Empty", (), {"param_groups": [], "step": lambda self: None})()
+
+
+def _no_gradients() -> Any:
+    return torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=0.1)
+
+
+@pytest.mark.parametrize("make", [_no_parameters, _no_gradients], ids=lambda make: make.__name__)
+@pytest.mark.parametrize("unscaled", [False, True])
+def test_no_inf_checks_says_why(make: Any, unscaled: bool) -> None:
+    scaler, optimizer = started(), make()
+    if unscaled:
+        scaler.unscale_(optimizer)
+    with pytest.raises(AssertionError) as caught:
+        scaler.step(optimizer)
+    assert str(caught.value) == "No inf checks were recorded for this optimizer."
+    if not hasattr(caught.value, "add_note"):
+        pytest.skip("exceptions have notes from Python 3.11 on")
+    assert "grad" in notes(caught.value) or "parameter" in notes(caught.value)
+
+
+# Nothing is modified before an error
+
+
+def _non_tensor() -> Any:
+    return [{"params": [parameter_with(torch.full((3,), 8.0)), "text"]}]
+
+
+def _half() -> Any:
+    half = parameter_with(torch.ones(2, dtype=torch.float16))
+    return [{"params": [parameter_with(torch.full((3,), 8.0))]}, {"params": [half]}]
+
+
+def _no_params() -> Any:
+    return [{"params": [parameter_with(torch.full((3,), 8.0))]}, {"lr": 1.0}]
+
+
+@pytest.mark.parametrize("make", [_non_tensor, _half, _no_params], ids=lambda make: make.__name__)
+@pytest.mark.parametrize("call", ["unscale_", "step"])
+@pytest.mark.parametrize("backend", ["cpu", "aten"])
+def test_nothing_is_modified_before_the_error(make: Any, call: str, backend: str) -> None:
+    class Optimizer:
+        param_groups = make()
+
+        def step(self) -> None:
+            raise RuntimeError("step was reached")
+
+    scaler, optimizer = started(backend=backend), Optimizer()
+    with pytest.raises((AssertionError, ValueError, KeyError)):
+        getattr(scaler, call)(optimizer)
+    assert_same(optimizer.param_groups[0]["params"][0].grad, torch.full((3,), 8.0))
+    assert not scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
+    assert scaler.state_dict()["scale"] == 8.0
+
+
+# Questions about an optimizer
+
+
+@pytest.mark.parametrize("question", ["found_inf", "step_skipped"])
+def test_an_optimizer_that_was_never_checked(question: str) -> None:
+    scaler = started()
+    with pytest.raises(LookupError):
+        getattr(scaler, question)(_no_gradients())
+    # Asking must leave no record, or update would count it.
+    assert not scaler._per_optimizer_states
+
+
+@pytest.mark.parametrize("question", ["found_inf", "step_skipped"])
+def test_asking_with_no_optimizer(question: str) -> None:
+    with pytest.raises((LookupError, TypeError)):
+        getattr(started(), question)(None)

@@ -1,0 +1,151 @@
+"""The first step of fused SGD with momentum, and that no other fused step reads on the host."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from one_step import Setup, floats, setup
+from support import FUSED, TorchScaler, parameter_with
+
+from ampfast import GradScaler
+
+pytest_plugins = ["verdicts"]
+OptState = torch.amp.grad_scaler.OptState
+
+
+@pytest.fixture
+def poisoned() -> Iterator[None]:
+    """Fills memory that nobody has written with NaN, so that reading it always shows."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def fused_sgd(**options: Any) -> Callable[..., torch.optim.SGD]:
+    return lambda params: torch.optim.SGD(params, lr=0.5, fused=True, **options)
+
+
+MOMENTA = [
+    {"momentum": 0.9},
+    {"momentum": 0.9, "nesterov": True},
+    {"momentum": 0.5, "dampening": 0.1, "weight_decay": 0.1},
+    {"momentum": 0.9, "maximize": True},
+]
+
+
+@pytest.mark.parametrize("explicit", [False, True])
+@pytest.mark.parametrize("options", MOMENTA, ids=str)
+@pytest.mark.usefixtures("poisoned")
+def test_fused_sgd_overflows_on_its_first_step(
+    options: dict[str, Any], explicit: bool, torch_fails: Any
+) -> None:
+    def run(scaler_type: type, make: Callable[..., Any]) -> Setup:
+        result = setup(scaler_type, make, [floats(1.0, 2.0), floats(3.0)], 4.0)
+        schedule = torch.optim.lr_scheduler.ExponentialLR(result.optimizer, 0.5)
+        for step in range(6):
+            for p in result.parameters:
+                p.grad = torch.full_like(p, 4.0 * step if step else 0.0)
+            if step in (0, 1, 3):
+                result.parameters[1].grad.fill_(math.inf)
+            if explicit:
+                result.scaler.unscale_(result.optimizer)
+            result.step()
+            result.scaler.update()
+            with warnings.catch_warnings():
+                # It says that no step was taken yet, which is so.
+                warnings.simplefilter("ignore", UserWarning)
+                schedule.step()
+        return result
+
+    ours = run(GradScaler, fused_sgd(**options))
+    plain = run(TorchScaler, lambda p: torch.optim.SGD(p, lr=0.5, foreach=False, **options))
+    torch.testing.assert_close(ours.values(), plain.values(), rtol=1e-6, atol=1e-6)
+    assert ours.scaler.get_scale() == plain.scaler.get_scale()
+    theirs = run(TorchScaler, fused_sgd(**options))
+    torch_fails("fused SGD with momentum, overflow on the first step", not theirs.finite())
+
+
+def host_reads(call: Callable[[], Any]) -> int:
+    """How often a call brings a value of a tensor to the host, outside of torch's own kernels."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        call()
+    items = [event for event in profile.events() if event.name == "aten::item"]
+    # On the CPU, torch's fused kernels read their own step counters in this way.
+    return sum(not (e.cpu_parent and "_fused_" in e.cpu_parent.name) for e in items)
+
+
+def test_host_reads_are_counted() -> None:
+    for scaler_type in (GradScaler, TorchScaler):
+        run = setup(scaler_type, "fused_sgd", [floats(1.0)])
+        assert host_reads(run.scaler.get_scale) == 1
+
+
+@pytest.mark.usefixtures("poisoned")
+def test_only_groups_with_momentum_and_no_buffer_are_held_back() -> None:
+    def make(params: list[Any]) -> torch.optim.Optimizer:
+        groups = [{"params": params[:1], "momentum": 0.0}, {"params": params[1:]}]
+        return torch.optim.SGD(groups, lr=0.5, momentum=0.9, fused=True)
+
+    run = setup(GradScaler, make, [floats(math.inf), floats(1.0)])
+    assert run.step() is None
+    assert not run.calls, "the step must not be called at all"
+    assert run.scaler._per_optimizer_states[id(run.optimizer)]["stage"] is OptState.STEPPED
+    assert not any("momentum_buffer" in s for s in run.optimizer.state.values())
+    run.scaler.update()
+    assert run.scaler.get_scale() == 2.0**15
+
+    # A group with momentum in which nothing has a gradient has nothing to lack.
+    run.parameters[1].grad = None
+    assert host_reads(run.step) == 0
+    assert len(run.calls) == 1
+    run.scaler.update()
+
+    run.parameters[0].grad, run.parameters[1].grad = floats(1.0), floats(2.0)
+    run.step()
+    run.scaler.update()
+    assert len(run.calls) == 2
+    assert run.finite()
+    # From now on nothing is missing and nothing is read.
+    run.parameters[1].grad.fill_(math.inf)
+    assert host_reads(run.step) == 0
+    assert len(run.calls) == 3
+    assert run.finite()
+
+
+def test_fused_sgd_that_lacks_one_buffer() -> None:
+    run = setup(GradScaler, fused_sgd(momentum=0.9), [floats(1.0), floats(1.0)])
+    run.parameters[1].grad = None
+    run.step()
+    run.scaler.update()
+    run.parameters[1].grad = floats(math.nan)
+    run.step()
+    run.scaler.update()
+    assert len(run.calls) == 1
+    assert run.finite()
+    # A group that joins later, as fine-tuning schedules do, is guarded in the same way.
+    run.parameters[1].grad = None
+    late = parameter_with(floats(math.inf))
+    run.optimizer.add_param_group({"params": [late]})
+    run.step()
+    run.scaler.update()
+    assert len(run.calls) == 1
+    late.grad = floats(0.0)
+    run.step()
+    assert len(run.calls) == 2
+    assert late.item() == 1.0
+
+
+@pytest.mark.parametrize("bad", [1.0, math.inf])
+@pytest.mark.parametrize("optimizer", FUSED)
+def test_other_fused_optimizers_never_read_on_the_host(optimizer: str, bad: float) -> None:
+    run = setup(GradScaler, optimizer, [floats(1.0), floats(bad)])
+    for _ in range(3):
+        assert host_reads(run.step) == 0
+        assert host_reads(run.scaler.update) == 0
+    assert len(run.calls) == 3
+    assert run.untouched() == (bad == math.inf)

@@ -1,0 +1,294 @@
+"""Random programs of scaler operations, run on torch's scaler and on ours in lockstep."""
+
+from __future__ import annotations
+
+import gc
+import os
+import random
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from programs import Op, Plan, World
+from rigs import KINDS, RigPlan
+from support import FUSED, WRITABLE_LAYOUTS, TorchScaler, difference, outcome
+
+from ampfast import GradScaler
+
+# AMPFAST_FUZZ sets the number of programs; AMPFAST_FUZZ_FROM the first seed.
+PROGRAMS = int(os.environ.get("AMPFAST_FUZZ", "300"))
+FIRST = int(os.environ.get("AMPFAST_FUZZ_FROM", "0"))
+LENGTH = 40
+BATCH = 25
+
+BAD = ["none"] * 6 + ["inf", "-inf", "nan", "huge"]
+WHERE = ["first", "middle", "last"]
+SCALES = [2.0**16, 2.0**-10, 1000.3, 3.0, 1.0, 2.0**30]
+INTERVALS = [1, 1, 2, 3, 2000, 0, -1]
+BETWEEN = ["reduce", "records", "groups", "write_scale", "write_scale", "replace_grad"]
+OUTPUTS = ["tensor", "graph", "half", "list", "tuple", "nested", "generator", "named", "empty"]
+OUTPUTS += ["generator_in_list", "dict_values", "number", "number_in_list", "none"]
+NEW_SCALES = ["float", "tensor", "one_element", "double", "int", "int_tensor", "two_elements"]
+NEW_SCALES += ["requires_grad", "other_device", "text"]
+DTYPES: list[tuple[torch.dtype, ...]] = [
+    (torch.float32,),
+    (torch.float32,),
+    (torch.float64,),
+    (torch.bfloat16,),
+    (torch.float32, torch.bfloat16, torch.float64),
+]
+
+
+def draw_plan(rng: random.Random) -> Plan:
+    """Draws scaler arguments and one to three optimizers."""
+    rigs = []
+    for _ in range(rng.choice([1, 1, 2, 3])):
+        kind = rng.choice(list(KINDS))
+        dtypes = rng.choice(DTYPES)
+        if kind in ("fused_adam", "fused_sgd", "legacy", "reader") and rng.random() < 0.2:
+            dtypes = (torch.float16,)
+        # torch's fused kernels walk plain memory: an overlapping gradient is read past its end.
+        choice = [x for x in WRITABLE_LAYOUTS if kind not in FUSED or x != "overlapping"]
+        layouts = tuple(rng.choices(choice, k=rng.randint(1, 4)))
+        rigs.append(RigPlan(kind, dtypes, layouts, rng.random() < 0.5))
+    arguments = {
+        "init_scale": rng.choice(SCALES),
+        "growth_factor": rng.choice([2.0, 1.1, 1.7]),
+        "backoff_factor": rng.choice([0.5, 0.5, 0.9, 1 / 3]),
+        "growth_interval": rng.choice(INTERVALS),
+    }
+    return Plan(arguments, tuple(rigs))
+
+
+def _seed(rng: random.Random) -> int:
+    return rng.randrange(1000)
+
+
+Draw = Callable[[random.Random], tuple[Any, ...]]
+# Weight and arguments of every operation; `s` is a scaler's index and `r` a rig's.
+OPERATIONS: dict[str, tuple[int, str, Draw]] = {
+    "scale": (
+        4,
+        "s",
+        lambda g: (
+            g.choice(OUTPUTS),
+            _seed(g),
+        ),
+    ),
+    "backward": (10, "sr", lambda g: (g.choice(BAD), g.choice(WHERE), _seed(g))),
+    "grads": (16, "sr", lambda g: (g.choice(BAD), g.choice(WHERE), _seed(g))),
+    "sparse_grads": (4, "r", lambda g: (g.random() < 0.5, g.choice(BAD), _seed(g))),
+    "zero_grad": (3, "r", lambda g: (g.random() < 0.5,)),
+    "drop_grad": (2, "r", lambda g: (g.randrange(4),)),
+    "replace_grad": (2, "r", lambda g: (g.randrange(4),)),
+    "share_grad": (2, "r", lambda g: ()),
+    "refused_grad": (1, "sr", lambda g: (g.choice(["unscale_", "step", "_check_inf_per_device"]),)),
+    "unscale_": (10, "sr", lambda g: ()),
+    "step": (
+        22,
+        "sr",
+        lambda g: (
+            g.choice(["plain"] * 8 + ["none", "closure", "closure_keyword", "unknown_keyword"]),
+        ),
+    ),
+    "update": (22, "s", lambda g: ()),
+    "update_to": (
+        3,
+        "s",
+        lambda g: (
+            g.choice(NEW_SCALES),
+            g.choice(SCALES),
+        ),
+    ),
+    "factors": (1, "s", lambda g: (g.choice([2.0, 1.1, 4.0, 0.5]), g.choice([0.5, 0.3, 1.0]))),
+    "interval": (2, "s", lambda g: (g.choice(INTERVALS),)),
+    "check": (2, "sr", lambda g: ()),
+    "found": (2, "sr", lambda g: ()),
+    "start": (1, "s", lambda g: (g.choice(["cpu", torch.device("cpu")]),)),
+    "write_scale": (
+        3,
+        "s",
+        lambda g: (g.choice(["fill", "data", "numpy", "rebind"]), g.choice(SCALES)),
+    ),
+    "write_tracker": (2, "s", lambda g: (g.choice(["fill", "rebind"]), g.randrange(3))),
+    "share_scale": (1, "", lambda g: ()),
+    "enable": (1, "s", lambda g: (g.random() < 0.8,)),
+    "records": (
+        4,
+        "sr",
+        lambda g: (g.choice(["pop", "clear", "reset", "new", "unscaled", "stage"]),),
+    ),
+    "reduce": (3, "sr", lambda g: (g.choice([0.0, 1.0, 2.0, 0.5]),)),
+    "save": (2, "s", lambda g: ()),
+    "load": (2, "s", lambda g: (g.choice(["whole", "whole", "torch", "partial", "extra"]),)),
+    "pickled": (1, "s", lambda g: ()),
+    "copied": (1, "s", lambda g: ()),
+    "grad_scale": (2, "r", lambda g: (g.choice([2.0, 0.5, 1.0]),)),
+    "groups": (3, "r", lambda g: (g.choice(["fresh", "reversed", "split", "drop", "add"]),)),
+    "reborn": (1, "r", lambda g: ()),
+    "half_grad": (1, "s r", lambda g: (g.choice(["unscale_", "step", "_check_inf_per_device"]),)),
+    "stranger": (
+        1,
+        "s",
+        lambda g: (
+            g.choice(["no_groups", "not_a_tensor", "none", "empty"]),
+            g.choice(["unscale_", "step", "_check_inf_per_device"]),
+        ),
+    ),
+}
+
+
+def draw_operation(name: str, rng: random.Random, rigs: int) -> Op:
+    """Draws the arguments of one operation."""
+    _, subjects, draw = OPERATIONS[name]
+    arguments: list[Any] = []
+    if "s" in subjects:
+        arguments.append(int(rng.random() < 0.15))
+    if "r" in subjects:
+        arguments.append(rng.randrange(rigs))
+    return Op(name, (*arguments, *draw(rng)))
+
+
+def draw_step(rng: random.Random, rigs: int) -> list[Op]:
+    """Draws a whole training step, which single operations seldom make up by themselves."""
+    s = int(rng.random() < 0.1)
+    program, stepped = [], []
+    for r in sorted(rng.sample(range(rigs), rng.randint(1, rigs))):
+        source = rng.choice(["grads", "grads", "backward"])
+        program.append(Op(source, (s, r, rng.choice(BAD), rng.choice(WHERE), _seed(rng))))
+        if rng.random() < 0.4:
+            program.append(Op("unscale_", (s, r)))
+        if rng.random() < 0.3:
+            program.append(draw_operation(rng.choice(BETWEEN), rng, rigs))
+        stepped.append(r)
+        program.append(Op("step", (s, r, "plain")))
+    if rng.random() < 0.3:
+        program = [op for op in program if op.name != "step"]
+        return [*program, Op("step_and_update", (s, tuple(stepped)))]
+    return [*program, Op("update", (s,))]
+
+
+def draw_program(seed: int) -> tuple[Plan, list[Op]]:
+    """Draws a plan and `LENGTH` operations from one seed."""
+    rng = random.Random(seed)
+    plan = draw_plan(rng)
+    rigs = len(plan.rigs)
+    names = list(OPERATIONS)
+    weights = [OPERATIONS[name][0] for name in names]
+    # One program in eight starts without any scaled loss, to meet the errors that tell so.
+    program = [Op("scale", (s, "tensor", 0)) for s in range(2)] if rng.random() < 7 / 8 else []
+    while len(program) < LENGTH:
+        if rng.random() < 0.15:
+            program += draw_step(rng, rigs)
+        else:
+            program.append(draw_operation(rng.choices(names, weights)[0], rng, rigs))
+    return plan, program[:LENGTH]
+
+
+def passes_through(base: type[TorchScaler], hook: str) -> type[TorchScaler]:
+    """A subclass whose hook does nothing but call the original."""
+
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return getattr(base, hook)(self, *args, **kwargs)
+
+    name = f"{base.__module__}_{hook}".replace(".", "_")
+    # A name of this module, so that instances can be pickled.
+    globals()[name] = type(name, (base,), {hook: method, "__module__": __name__})
+    return globals()[name]
+
+
+HOOKS = ["_unscale_grads_", "_check_inf_per_device", "_maybe_opt_step", "_get_scale_async"]
+HOOKS += ["unscale_", "step", "update"]
+Sides = tuple[type[TorchScaler], type[TorchScaler], dict[str, Any]]
+# What runs: our class, torch's class, and keywords that ours alone gets. An overridden hook and a
+# named backend take other ways through our code, and none of them may show.
+VARIANTS: dict[str, Sides] = {
+    "plain": (GradScaler, TorchScaler, {}),
+    "aten": (GradScaler, TorchScaler, {"backend": "aten"}),
+    **{
+        hook: (passes_through(GradScaler, hook), passes_through(TorchScaler, hook), {})
+        for hook in HOOKS
+    },
+}
+
+
+def variant_of(seed: int) -> str:
+    """The plain class for two programs out of three, the other variants in turn."""
+    others = [name for name in VARIANTS if name != "plain"]
+    return others[seed // 3 % len(others)] if seed % 3 == 0 else "plain"
+
+
+def first_difference(
+    plan: Plan, program: list[Op], sides: Sides = VARIANTS["plain"], *, watch: bool = True
+) -> str | None:
+    """Runs a program on both classes and describes the first difference.
+
+    Without `watch` the worlds are compared at the end alone, so that what reads the state between
+    operations cannot hide a write that comes late.
+    """
+    ours, theirs, more = sides
+    our_world, their_world = World(ours, plan, **more), World(theirs, plan)
+    for number, op in enumerate(program):
+        told = [outcome(partial(world.run, op)) for world in (our_world, their_world)]
+        if op.name == "step_and_update":
+            # torch's side is two calls on other lines.
+            for side in told:
+                side.warned = [(*warning[:2], "", 0) for warning in side.warned]
+        found = difference(told[0].told(), told[1].told(), "outcome")
+        if found is None and (watch or number == len(program) - 1):
+            found = difference(our_world.observe(), their_world.observe(), "world")
+        if found is not None:
+            return f"after {number} {op}: {found}"
+    return None
+
+
+def shrink(program: list[Op], fails: Callable[[list[Op]], bool]) -> list[Op]:
+    """Drops operations, in ever smaller runs, as long as the program still fails."""
+    size = len(program) // 2
+    while size:
+        start = 0
+        while start < len(program):
+            shorter = program[:start] + program[start + size :]
+            if shorter and fails(shorter):
+                program = shorter
+            else:
+                start += size
+        size //= 2
+    return program
+
+
+def explain(seed: int, found: str, watch: bool) -> str:
+    """Shrinks a failing program and lists it."""
+    plan, program = draw_program(seed)
+    sides = VARIANTS[variant_of(seed)]
+
+    def fails(shorter: list[Op]) -> bool:
+        return first_difference(plan, shorter, sides, watch=watch) is not None
+
+    short = shrink(program, fails)
+    lines = [f"seed {seed}: {first_difference(plan, short, sides, watch=watch) or found}"]
+    lines += [f"variant {variant_of(seed)}, scaler {plan.scaler}"]
+    lines += [f"rig {i} {rig}" for i, rig in enumerate(plan.rigs)]
+    return "\n".join([*lines, *(f"  {i} {op}" for i, op in enumerate(short))])
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _short_collections() -> Iterator[None]:
+    """Keeps torch's own objects out of the collections that programs ask for."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+@pytest.mark.parametrize("start", range(FIRST, FIRST + PROGRAMS, BATCH))
+def test_random_programs_agree(start: int) -> None:
+    """Every operation leaves both worlds equal bit for bit."""
+    for seed in range(start, min(start + BATCH, FIRST + PROGRAMS)):
+        plan, program = draw_program(seed)
+        watch = seed % 4 != 0
+        found = first_difference(plan, program, VARIANTS[variant_of(seed)], watch=watch)
+        if found is not None:
+            pytest.fail(explain(seed, found, watch), pytrace=False)

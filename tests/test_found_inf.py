@@ -1,0 +1,232 @@
+"""`found_inf` and `step_skipped`: the answer for every optimizer, and no trace of dead ones."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import math
+import pickle
+import types
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from support import FUSED, OPTIMIZERS, TorchScaler, assert_same, parameter_with
+
+from ampfast import GradScaler
+
+
+def started(**arguments: Any) -> GradScaler:
+    scaler = GradScaler("cpu", **arguments)
+    scaler.scale(torch.ones(()))
+    return scaler
+
+
+def optimizer_of(kind: str, value: float = 1.0) -> torch.optim.Optimizer:
+    return OPTIMIZERS[kind]([parameter_with(torch.tensor([1.0, value]))])
+
+
+def plant(optimizer: Any, value: float) -> None:
+    optimizer.param_groups[0]["params"][0].grad = torch.tensor([2.0, value])
+
+
+def assert_unknown(scaler: GradScaler, optimizer: Any) -> None:
+    for ask in (scaler.found_inf, scaler.step_skipped):
+        with pytest.raises(LookupError, match="never checked"):
+            ask(optimizer)
+
+
+@pytest.mark.parametrize("explicit", [False, True])
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_tells_about_the_last_step(kind: str, explicit: bool) -> None:
+    scaler, optimizer = started(), optimizer_of(kind)
+    assert_unknown(scaler, optimizer)
+    for value in (1.0, math.inf, 2.0, math.nan, -math.inf, 3.0):
+        plant(optimizer, value)
+        if explicit:
+            scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        bad = not math.isfinite(value)
+        for _ in range(2):
+            assert_same(scaler.found_inf(optimizer), torch.tensor(float(bad)))
+            assert scaler.step_skipped(optimizer) is bad
+            scaler.update()
+            plant(optimizer, 1.0)
+            scaler.step(optimizer)
+            bad = False
+        scaler.update()
+
+
+@pytest.mark.parametrize("kind", ["sgd", *FUSED])
+def test_an_answer_once_given_is_never_rewritten(kind: str) -> None:
+    scaler, optimizer = started(), optimizer_of(kind, math.inf)
+    answers = []
+    for value in (math.inf, 1.0, math.nan, 2.0):
+        plant(optimizer, value)
+        scaler.step(optimizer)
+        answers.append(scaler.found_inf(optimizer))
+        scaler.update()
+    assert [a.item() for a in answers] == [1.0, 0.0, 1.0, 0.0]
+    assert len({a.data_ptr() for a in answers}) == 4
+    assert all(a._version == 0 or not a._is_view() for a in answers)
+
+
+def test_writing_to_the_answer_changes_nothing() -> None:
+    scaler, optimizer = started(), optimizer_of("sgd", 1.0)
+    twin_scaler, twin = TorchScaler("cpu"), optimizer_of("sgd", 1.0)
+    twin_scaler.scale(torch.ones(()))
+    scaler.step(optimizer)
+    scaler.found_inf(optimizer).fill_(1.0)
+    twin_scaler.step(twin)
+    scaler.update()
+    twin_scaler.update()
+    assert_same(scaler.state_dict(), twin_scaler.state_dict())
+
+
+def test_several_optimizers_and_scalers_are_told_apart() -> None:
+    first, second = started(), started()
+    good, bad = optimizer_of("sgd"), optimizer_of("fused_adam", math.nan)
+    first.step(good)
+    first.step(bad)
+    first.update()
+    assert (first.step_skipped(good), first.step_skipped(bad)) == (False, True)
+    assert_unknown(second, good)
+    # A step of one leaves the answer about the other as it was.
+    first.step(good)
+    first.update()
+    assert first.step_skipped(bad)
+
+
+@pytest.mark.parametrize("kind", ["sgd", "fused_adam"])
+def test_flags_changed_by_the_user_are_what_counts(kind: str) -> None:
+    for before, after in ((math.inf, 0.0), (1.0, 1.0), (1.0, 3.0), (1.0, math.nan)):
+        scaler, optimizer = started(), optimizer_of(kind, before)
+        scaler.unscale_(optimizer)
+        for flag in scaler._found_inf_per_device(optimizer).values():
+            flag.fill_(after)
+        scaler.step(optimizer)
+        assert scaler.found_inf(optimizer).item() == float(after != 0)
+        assert scaler.step_skipped(optimizer) is (after != 0)
+
+
+def test_disabled_scaler() -> None:
+    scaler, optimizer = GradScaler("cpu", enabled=False), optimizer_of("sgd", math.inf)
+    scaler.step(optimizer)
+    assert_same(scaler.found_inf(optimizer), torch.tensor(0.0))
+    assert scaler.step_skipped(optimizer) is False
+
+
+class Unhashable:
+    """Equal to everything and without a hash, as a dataclass may be."""
+
+    def __init__(self, value: float) -> None:
+        self.param_groups = [{"params": [parameter_with(torch.tensor([value]))]}]
+
+    def __eq__(self, other: object) -> bool:
+        return True
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def step(self) -> None:
+        pass
+
+
+def namespace(value: float) -> types.SimpleNamespace:
+    groups = [{"params": [parameter_with(torch.tensor([value]))]}]
+    return types.SimpleNamespace(param_groups=groups, step=lambda: None)
+
+
+@pytest.mark.parametrize("make", [Unhashable, namespace])
+def test_objects_that_are_no_optimizers(make: Any) -> None:
+    scaler = started()
+    good, bad, other = make(1.0), make(math.inf), make(1.0)
+    for _ in range(3):
+        scaler.step(good)
+        scaler.step(bad)
+        assert (scaler.step_skipped(good), scaler.step_skipped(bad)) == (False, True)
+        assert_unknown(scaler, other)
+        scaler.update()
+        assert (scaler.found_inf(good).item(), scaler.found_inf(bad).item()) == (0.0, 1.0)
+
+
+@pytest.mark.parametrize("make", [Unhashable, namespace, lambda value: optimizer_of("sgd", value)])
+def test_ids_that_come_back_say_nothing(make: Any) -> None:
+    scaler = started()
+    seen: set[int] = set()
+    for _ in range(200):
+        optimizer = make(math.inf)
+        assert_unknown(scaler, optimizer)
+        seen.add(id(optimizer))
+        scaler.step(optimizer)
+        assert scaler.step_skipped(optimizer)
+        scaler.update()
+        del optimizer
+        if make is not namespace:
+            gc.collect(0)
+    if make is not namespace:
+        assert len(seen) < 200, "no id came back, so this proves nothing"
+
+
+@pytest.mark.parametrize("update", [True, False])
+@pytest.mark.parametrize("kind", ["sgd", "fused_adam"])
+def test_optimizers_and_gradients_are_not_kept_alive(kind: str, update: bool) -> None:
+    scaler, optimizer = started(), optimizer_of(kind)
+    scaler.step(optimizer)
+    assert not scaler.step_skipped(optimizer)
+    if update:
+        scaler.update()
+    parameter = optimizer.param_groups[0]["params"][0]
+    dying = [weakref.ref(x) for x in (optimizer, parameter, parameter.grad)]
+    del optimizer, parameter
+    gc.collect()
+    assert [ref() for ref in dying] == [None] * 3
+
+
+def test_records_of_the_dead_do_not_pile_up() -> None:
+    scaler = started()
+
+    def objects_after(times: int) -> int:
+        for _ in range(times):
+            scaler.step(optimizer_of("sgd"))
+            scaler.update()
+        gc.collect()
+        return len(gc.get_objects())
+
+    objects_after(3)
+    assert objects_after(100) - objects_after(1) < 50
+
+
+def test_records_follow_no_copy() -> None:
+    """A pickled or copied scaler works on and knows nothing of optimizers it never saw."""
+    scaler, optimizer = started(), optimizer_of("sgd", math.inf)
+    scaler.step(optimizer)
+    scaler.update()
+    for twin in (copy.deepcopy(scaler), pickle.loads(pickle.dumps(scaler))):
+        assert twin.get_scale() == scaler.get_scale()
+        assert_unknown(twin, optimizer_of("sgd"))
+        twin.scale(torch.ones(()))
+        fresh = optimizer_of("sgd")
+        twin.step(fresh)
+        assert twin.step_skipped(fresh) is False
+    assert scaler.step_skipped(optimizer)
+
+
+@pytest.mark.parametrize("kind", ["sgd", "fused_adam"])
+def test_a_step_that_raised_was_checked(kind: str) -> None:
+    def broken(*args: Any, **kwargs: Any) -> None:
+        raise MemoryError("no room")
+
+    scaler, optimizer = started(), optimizer_of(kind)
+    optimizer.step = broken
+    with pytest.raises(MemoryError):
+        scaler.step(optimizer)
+    assert scaler.found_inf(optimizer).item() == 0.0
+
+
+def test_a_step_that_failed_its_checks_leaves_the_answer() -> None:
+    scaler, optimizer = started(), optimizer_of("sgd", math.inf)
+    scaler.step(optimizer)
+    with pytest.raises(RuntimeError, match=r"step\(\) has already been called"):
+        scaler.step(optimizer)
+    assert scaler.step_skipped(optimizer)

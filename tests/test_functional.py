@@ -1,0 +1,473 @@
+"""The functional ops: parity with torch's, custom-op behaviour, and bad input named and refused."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from support import FLOATS, WRITABLE_LAYOUTS, assert_same, make_gradient
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.testing._internal.two_tensor import TwoTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ampfast import functional
+
+OPS = torch.ops.ampfast
+INT32_MAX = 2**31 - 1
+
+
+def f32(value: float, device: str = "cpu") -> torch.Tensor:
+    return torch.tensor(value, dtype=torch.float32, device=device)
+
+
+def i32(value: int) -> torch.Tensor:
+    return torch.tensor(value, dtype=torch.int32)
+
+
+def torch_unscale_(grads: list[torch.Tensor], found: torch.Tensor, inverse: torch.Tensor) -> None:
+    torch._amp_foreach_non_finite_check_and_unscale_(grads, found, inverse)
+
+
+def gradients(layout: str = "contiguous", count: int = 2) -> list[torch.Tensor]:
+    return [make_gradient(layout, dtype, seed) for dtype in FLOATS for seed in range(count)]
+
+
+@pytest.mark.parametrize("inverse", [0.5, 1.0, 1 / 3])
+@pytest.mark.parametrize("layout", WRITABLE_LAYOUTS)
+@pytest.mark.parametrize("bad", [None, math.inf, math.nan])
+def test_unscale_as_torch(layout: str, inverse: float, bad: float | None) -> None:
+    ours, theirs = gradients(layout), gradients(layout)
+    for grads in (ours, theirs):
+        if bad is not None and grads[3].numel():
+            grads[3][(0,) * grads[3].dim()] = bad
+    found, torch_found = f32(0), f32(0)
+    assert functional.unscale_(ours, found, f32(inverse)) is None
+    torch_unscale_(theirs, torch_found, f32(inverse))
+    assert_same(ours, theirs, "gradients")
+    assert_same(found, torch_found, "found_inf")
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (1, 1)])
+def test_flags_of_one_element_may_have_dimensions(shape: tuple[int, ...]) -> None:
+    grads, found = [torch.tensor([2.0, math.inf])], torch.zeros(shape)
+    functional.unscale_(grads, found, torch.full(shape, 0.5))
+    functional.check_(grads, found)
+    assert found.shape == shape
+    assert found.item() == 1.0
+    scale = functional.update_scale_(
+        torch.full(shape, 4.0), torch.zeros(shape, dtype=torch.int32), found, 2.0, 0.5, 3
+    )
+    assert_same(scale, torch.full(shape, 2.0))
+
+
+def test_lists_and_tuples_are_taken_and_empty_ones_do_nothing() -> None:
+    for kind in (list, tuple):
+        found = f32(0)
+        functional.unscale_(kind(), found, f32(math.nan))
+        functional.check_(kind(), found)
+        assert found.item() == 0.0
+        gradient = torch.tensor([4.0])
+        functional.unscale_(kind([gradient]), found, f32(0.5))
+        assert gradient.item() == 2.0
+
+
+def test_check_leaves_gradients_alone() -> None:
+    for layout in WRITABLE_LAYOUTS:
+        grads, twins = gradients(layout), gradients(layout)
+        functional.check_(grads, found := f32(0))
+        assert_same(grads, twins)
+        assert found.item() == 0.0
+
+
+SCALES = (1.0, 3.0, 65536.0, 0.0, 1e-45, 2.0**127, 3e38, math.inf, math.nan)
+FACTORS = ((2.0, 0.5), (1.1, 0.9), (1.0000000001, 0.0), (1e30, 1e-30))
+UPDATES = [
+    (scale, tracker, found, *factors, interval)
+    for scale in SCALES
+    for tracker in (0, 1, 4)
+    for found in (0.0, -0.0, 1.0, 2.0, 0.5, math.nan)
+    for factors in FACTORS
+    for interval in (1, 2, 5, 6, 0, -1, 2**40)
+    # A tracker beyond the interval is where ours differs on purpose.
+    if not 0 < interval < tracker + 1
+] + [(3.0, INT32_MAX, found, 2.0, 0.5, 0) for found in (0.0, 1.0)]
+
+
+def test_update_scale_as_torch() -> None:
+    for scale, tracker, found, *rest in UPDATES:
+        ours = (f32(scale), i32(tracker), f32(found))
+        theirs = (f32(scale), i32(tracker), f32(found))
+        assert functional.update_scale_(*ours, *rest) is ours[0]
+        torch._amp_update_scale_(*theirs, *rest)
+        assert_same(ours, theirs, f"update_scale_{(scale, tracker, found, *rest)}")
+
+
+@pytest.mark.parametrize("layout", [*WRITABLE_LAYOUTS, None])
+def test_unscale_and_update_is_both(layout: str | None) -> None:
+    # All of them for one layout, a share that meets every scale for the others.
+    for scale, tracker, found, *rest in UPDATES[:: 1 if layout == "odd_offset" else 401]:
+        ours, theirs = ([make_gradient(layout, torch.float32)] if layout else [] for _ in range(2))
+        state = (f32(found), f32(scale), i32(tracker))
+        torch_state = (f32(found), f32(scale), i32(tracker))
+        assert functional.unscale_and_update_(ours, *state, *rest) is state[1]
+
+        inverse = torch_state[1].double().reciprocal().float()
+        torch_unscale_(theirs, torch_state[0], inverse)
+        if any(not g.isfinite().all() for g in theirs):
+            torch_state[0].fill_(1)  # torch does not look at what it wrote, ours does
+        torch._amp_update_scale_(torch_state[1], torch_state[2], torch_state[0], *rest)
+        where = f"unscale_and_update_{(scale, tracker, found, *rest)}"
+        assert_same(ours, theirs, where)
+        assert_same(state, torch_state, where)
+
+
+def test_unscale_and_update_sees_bad_gradients() -> None:
+    for grads in ([torch.tensor([1.0, math.inf])], [torch.ones(3), torch.tensor(math.nan)]):
+        state = (f32(0), f32(8.0), i32(1))
+        functional.unscale_and_update_(grads, *state, 2.0, 0.5, 2)
+        assert [t.item() for t in state] == [1.0, 4.0, 0]
+    state = (f32(0), f32(8.0), i32(1))
+    functional.unscale_and_update_([gradient := torch.ones(3)], *state, 2.0, 0.5, 2)
+    assert [t.item() for t in state] == [0.0, 16.0, 0]
+    # The scale that is divided by is the one before the update.
+    assert gradient.tolist() == [0.125] * 3
+
+
+def test_a_loop_of_the_fused_op_follows_torch() -> None:
+    ours, theirs = (f32(2.0**16), i32(0)), (f32(2.0**16), i32(0))
+    generator = torch.Generator().manual_seed(1)
+    for step in range(60):
+        grads = [torch.randn(9, generator=generator) for _ in range(4)]
+        if step % 7 == 3:
+            grads[step % 4][step % 9] = math.inf
+        twins = [g.clone() for g in grads]
+        functional.unscale_and_update_(grads, found := f32(0), *ours, 1.1, 0.7, 4)
+        torch_unscale_(twins, torch_found := f32(0), theirs[0].double().reciprocal().float())
+        torch._amp_update_scale_(*theirs, torch_found, 1.1, 0.7, 4)
+        assert_same((grads, found, ours), (twins, torch_found, theirs), f"step {step}")
+
+
+def op_cases(dtype: torch.dtype) -> dict[str, tuple[Any, tuple[Any, ...]]]:
+    grads = [torch.randn(4, 3).to(dtype), torch.randn(5).to(dtype)]
+    state = (f32(8.0), i32(1))
+    return {
+        "unscale_": (OPS.unscale_.default, (grads, f32(0), f32(0.5))),
+        "check_": (OPS.check_.default, (grads, f32(0))),
+        "update_scale_": (OPS.update_scale_.default, (*state, f32(0), 2.0, 0.5, 3)),
+        "unscale_and_update_": (
+            OPS.unscale_and_update_.default,
+            (grads, f32(0), *state, 2.0, 0.5, 3),
+        ),
+    }
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("name", ["unscale_", "check_", "update_scale_", "unscale_and_update_"])
+def test_opcheck(name: str, dtype: torch.dtype) -> None:
+    op, arguments = op_cases(dtype)[name]
+    torch.library.opcheck(op, arguments)
+
+
+@pytest.mark.parametrize("name", ["unscale_", "check_", "unscale_and_update_"])
+def test_opcheck_of_an_empty_list(name: str) -> None:
+    op, (_, *rest) = op_cases(torch.float32)[name]
+    torch.library.opcheck(op, ([], *rest))
+
+
+def whole_step(
+    grads: list[torch.Tensor], found: torch.Tensor, scale: torch.Tensor, tracker: torch.Tensor
+) -> tuple[Any, ...]:
+    """Every op once, between other work that depends on what they write."""
+    scaled = [g * scale.to(g.dtype) for g in grads]
+    functional.check_(scaled, found)
+    functional.unscale_(scaled, found, scale.reciprocal())
+    result = [g + found.to(g.dtype) for g in scaled]
+    updated = functional.update_scale_(scale, tracker, found, 2.0, 0.5, 2)
+    functional.unscale_and_update_(scaled, found, scale, tracker, 2.0, 0.5, 2)
+    return result, scaled, updated * 3
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
+def test_compiled_whole(backend: str) -> None:
+    torch._dynamo.reset()
+    compiled = torch.compile(whole_step, fullgraph=True, backend=backend)
+    for bad in (1.0, math.inf):
+        arguments, twins = (
+            ([torch.arange(1, 6.0), torch.tensor([[bad, 2.0]])], f32(0), f32(4.0), i32(1))
+            for _ in range(2)
+        )
+        assert_same(compiled(*arguments), whole_step(*twins), "results")
+        assert_same(arguments, twins, "arguments")
+        assert arguments[1].item() == float(bad == math.inf)
+
+
+class Recorder(TorchDispatchMode):
+    """Writes down the name of every op that is dispatched."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def test_dispatch_modes_see_one_op_per_call() -> None:
+    for name, (_, arguments) in op_cases(torch.float32).items():
+        with Recorder() as recorder:
+            getattr(functional, name)(*arguments)
+        assert recorder.names == [f"ampfast.{name}.default"]
+
+
+def test_fake_tensors() -> None:
+    with FakeTensorMode() as mode:
+        for dtype in FLOATS:
+            for name, (_, arguments) in op_cases(dtype).items():
+                result = getattr(functional, name)(*arguments)
+                if name.endswith(("unscale_", "check_")):
+                    assert result is None
+                else:
+                    assert result.fake_mode is mode
+                    assert (result.dtype, result.shape) == (torch.float32, ())
+
+
+def test_meta_tensors_are_accepted_as_in_torch() -> None:
+    grads = [torch.ones(3, device="meta"), torch.ones((), dtype=torch.float16, device="meta")]
+    torch_unscale_(grads, f32(0, "meta"), f32(1, "meta"))
+    functional.unscale_(grads, f32(0, "meta"), f32(1, "meta"))
+    functional.check_(grads, f32(0, "meta"))
+
+
+@pytest.mark.parametrize("layout", WRITABLE_LAYOUTS)
+def test_version_counters(layout: str) -> None:
+    grads, found, inverse = gradients(layout), f32(0), f32(0.5)
+    before = [g._version for g in grads]
+    functional.check_(grads, found)
+    assert [g._version for g in grads] == before, "check_ only reads"
+    functional.unscale_(grads, found, inverse)
+    assert inverse._version == 0
+    scale, tracker, found = f32(4.0), i32(0), f32(0)
+    functional.update_scale_(scale, tracker, found, 2.0, 0.5, 1)
+    assert found._version == 0
+    assert scale._version > 0
+    functional.unscale_and_update_(grads, found, scale, tracker, 2.0, 0.5, 1)
+    assert scale._version > 1
+
+
+def test_autograd_notices_what_it_notices_with_torch() -> None:
+    # torch's update bumps the version of the scale, its unscaling none of the gradients.
+    for call in (torch._amp_update_scale_, functional.update_scale_):
+        scale = f32(2.0)
+        product = torch.ones(3, requires_grad=True) * scale
+        call(scale, i32(0), f32(1), 2.0, 0.5, 1)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            product.sum().backward()
+    for call in (torch_unscale_, functional.unscale_):
+        gradient, leaf = torch.full((2,), 4.0), torch.ones(2, requires_grad=True)
+        product = leaf * gradient
+        call([gradient], f32(0), f32(0.5))
+        product.sum().backward()
+        assert leaf.grad.tolist() == [2.0, 2.0]
+
+
+@pytest.mark.parametrize("grad_mode", [True, False])
+def test_leaves_that_require_grad_are_accepted_as_in_torch(grad_mode: bool) -> None:
+    with torch.set_grad_enabled(grad_mode):
+        for call in (torch_unscale_, functional.unscale_):
+            leaf = torch.full((3,), 4.0, requires_grad=True)
+            call([leaf], f32(0), f32(0.5))
+            assert leaf.tolist() == [2.0] * 3
+            assert leaf.is_leaf
+
+
+def test_inference_tensors_are_accepted_as_in_torch() -> None:
+    for call in (torch_unscale_, functional.unscale_):
+        with torch.inference_mode():
+            gradient = torch.full((3,), 4.0)
+            call([gradient], f32(0), f32(0.5))
+        call([gradient], f32(0), f32(0.5))
+        assert gradient.tolist() == [1.0] * 3
+    functional.check_([gradient], found := f32(0))
+    assert found.item() == 0.0
+
+
+def test_tensor_subclasses_reach_their_own_dispatch() -> None:
+    first, second = torch.ones(3), torch.full((3,), 2.0)
+    functional.unscale_([TwoTensor(first, second)], found := f32(0), f32(0.5))
+    assert (first.tolist(), second.tolist(), found.item()) == ([0.5] * 3, [1.0] * 3, 0.0)
+    second[1] = math.inf
+    functional.check_([torch.ones(2), TwoTensor(first, second)], found)
+    assert found.item() == 1.0
+
+
+def test_a_list_with_a_subclass_is_handed_over_whole_as_in_torch() -> None:
+    sides = []
+    for call in (torch_unscale_, functional.unscale_):
+        inner, plain = torch.ones(3), torch.full((2,), 8.0)
+        call([TwoTensor(inner, inner.clone()), plain], found := f32(0), f32(0.5))
+        sides.append((inner, plain, found))
+    assert_same(*sides)
+
+
+Arguments = dict[str, Any]
+
+
+def good(name: str) -> Arguments:
+    grads = {"grads": [torch.full((3,), 4.0), torch.full((2,), 6.0).double()]}
+    found = {"found_inf": f32(0)}
+    state = {"current_scale": f32(8.0), "growth_tracker": i32(1)}
+    rule = {"growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 2}
+    return {
+        "unscale_": {**grads, **found, "inv_scale": f32(0.5)},
+        "check_": {**grads, **found},
+        "update_scale_": {**state, **found, **rule},
+        "unscale_and_update_": {**grads, **found, **state, **rule},
+    }[name]
+
+
+def contents(arguments: Arguments) -> list[Any]:
+    tensors = [
+        t
+        for value in arguments.values()
+        for t in (value if isinstance(value, (list, tuple)) else [value])
+        if isinstance(t, torch.Tensor) and t.device.type == "cpu" and t.layout is torch.strided
+    ]
+    return [t.clone() for t in tensors]
+
+
+def refused(name: str, error: Any, **changes: Any) -> str:
+    """Calls an op with some arguments replaced, demands `error` and that nothing was written."""
+    arguments = {**good(name), **changes}
+    before = contents(arguments)
+    with pytest.raises(error) as raised:
+        getattr(functional, name)(*arguments.values())
+    assert_same(contents(arguments), before, "arguments after the error")
+    return str(raised.value)
+
+
+TENSOR_ARGUMENTS = [
+    (name, argument)
+    for name in ("unscale_", "check_", "update_scale_", "unscale_and_update_")
+    for argument in ("found_inf", "inv_scale", "current_scale", "growth_tracker")
+    if argument in good(name)
+]
+GRADIENT_OPS = ("unscale_", "check_", "unscale_and_update_")
+
+
+@pytest.mark.parametrize(("name", "argument"), TENSOR_ARGUMENTS)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.int64, torch.bool], ids=str)
+def test_wrong_dtype(name: str, argument: str, dtype: torch.dtype) -> None:
+    text = refused(name, RuntimeError, **{argument: torch.ones((), dtype=dtype)})
+    assert argument in text
+    got = {"float64": "double", "float16": "half", "int64": "long", "bool": "bool"}
+    short = str(dtype).removeprefix("torch.")
+    assert short in text.lower() or got[short] in text.lower(), text
+
+
+@pytest.mark.parametrize(("name", "argument"), TENSOR_ARGUMENTS)
+@pytest.mark.parametrize("shape", [(2,), (0,), (3, 1)])
+def test_wrong_shape(name: str, argument: str, shape: tuple[int, ...]) -> None:
+    dtype = torch.int32 if argument == "growth_tracker" else torch.float32
+    text = refused(name, RuntimeError, **{argument: torch.ones(shape, dtype=dtype)})
+    assert argument in text
+    assert str(shape) in text or str(list(shape)) in text, text
+
+
+@pytest.mark.parametrize(("name", "argument"), TENSOR_ARGUMENTS)
+def test_wrong_device(name: str, argument: str) -> None:
+    dtype = torch.int32 if argument == "growth_tracker" else torch.float32
+    wrong = torch.ones((), dtype=dtype, device="meta")
+    text = refused(name, (RuntimeError, ValueError), **{argument: wrong})
+    assert argument in text
+    assert "meta" in text
+
+
+@pytest.mark.parametrize(("name", "argument"), TENSOR_ARGUMENTS)
+@pytest.mark.parametrize("value", [1.0, None, "1"])
+def test_not_a_tensor(name: str, argument: str, value: Any) -> None:
+    text = refused(name, TypeError, **{argument: value})
+    assert argument in text
+    assert type(value).__name__ in text
+
+
+@pytest.mark.parametrize("name", GRADIENT_OPS)
+@pytest.mark.parametrize("shape", [(3,), (2, 3)])
+def test_a_tensor_is_not_a_list(name: str, shape: tuple[int, ...]) -> None:
+    text = refused(name, TypeError, grads=torch.ones(shape))
+    assert "grads" in text
+    assert "Tensor" in text
+
+
+@pytest.mark.parametrize("name", GRADIENT_OPS)
+@pytest.mark.parametrize("wrong", [None, 3.0, "grad", [torch.ones(1)]])
+def test_list_of_other_things(name: str, wrong: Any) -> None:
+    text = refused(name, TypeError, grads=[torch.full((3,), 4.0), wrong])
+    assert "grads" in text
+    assert type(wrong).__name__ in text
+
+
+@pytest.mark.parametrize("name", GRADIENT_OPS)
+@pytest.mark.parametrize("grads", [None, 3.0])
+def test_no_list_at_all(name: str, grads: Any) -> None:
+    text = refused(name, TypeError, grads=grads)
+    assert "grads" in text
+    assert type(grads).__name__ in text
+
+
+@pytest.mark.parametrize("name", GRADIENT_OPS)
+@pytest.mark.parametrize("order", [1, -1])
+def test_gradients_on_several_devices(name: str, order: int) -> None:
+    grads = [torch.full((3,), 4.0), torch.ones(3, device="meta")][::order]
+    text = refused(name, (RuntimeError, ValueError), grads=grads)
+    assert "grads" in text
+    assert "meta" in text
+    assert "cpu" in text
+
+
+@pytest.mark.parametrize("name", GRADIENT_OPS)
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        torch.ones(3, dtype=torch.int32),
+        torch.ones(3, dtype=torch.bool),
+        torch.ones(3, dtype=torch.complex64),
+        torch.ones(3).to_sparse(),
+    ],
+    ids=["int32", "bool", "complex64", "sparse"],
+)
+def test_gradients_torch_has_no_kernel_for(name: str, wrong: torch.Tensor) -> None:
+    with pytest.raises(NotImplementedError):
+        torch_unscale_([wrong.clone()], f32(0), f32(0.5))
+    refused(name, NotImplementedError, grads=[torch.full((3,), 4.0), wrong])
+
+
+@pytest.mark.parametrize("name", GRADIENT_OPS)
+def test_expanded_gradients_are_refused_before_anything_is_written(name: str) -> None:
+    text = refused(name, RuntimeError, grads=[torch.full((3,), 4.0), torch.ones(1).expand(3)])
+    assert "more than one element of the written-to tensor" in text
+
+
+@pytest.mark.parametrize("name", ["update_scale_", "unscale_and_update_"])
+@pytest.mark.parametrize(
+    ("argument", "value"),
+    [("growth_interval", 1.5), ("growth_interval", "2"), ("growth_factor", "2")],
+)
+def test_wrong_numbers(name: str, argument: str, value: Any) -> None:
+    text = refused(name, TypeError, **{argument: value})
+    assert argument in text
+    assert type(value).__name__ in text
+
+
+def test_ops_refuse_by_themselves() -> None:
+    """Whoever calls the registered op is told the same as through the module."""
+    call: Callable[..., Any] = OPS.unscale_
+    grads = [torch.full((3,), 4.0)]
+    with pytest.raises(RuntimeError, match="found_inf"):
+        call(grads, torch.zeros((), dtype=torch.float64), f32(0.5))
+    with pytest.raises(RuntimeError, match="inv_scale"):
+        call(grads, f32(0), torch.ones(2))
+    assert grads[0].tolist() == [4.0] * 3

@@ -1,0 +1,394 @@
+"""The walk over an optimizer's parameters: what it reads, keeps, allocates and accepts."""
+
+from __future__ import annotations
+
+import gc
+import math
+import random
+import subprocess
+import sys
+import textwrap
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pytest
+import torch
+from support import TorchScaler, assert_same, parameter_with
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from ampfast import _C, GradScaler
+
+
+class Groups:
+    """An "optimizer" whose groups are made anew at every access by a function."""
+
+    def __init__(self, make: Callable[[], list[dict[str, Any]]]) -> None:
+        self.make = make
+        self.steps = 0
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        return self.make()
+
+    def step(self) -> None:
+        self.steps += 1
+
+
+def started(scaler_type: type = GradScaler, scale: float = 3.0) -> Any:
+    scaler = scaler_type("cpu", init_scale=scale)
+    scaler.scale(torch.ones(()))
+    return scaler
+
+
+def grads_of(count: int, seed: int = 0) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(i % 5, generator=generator) for i in range(count)]
+
+
+CONTAINERS: dict[str, Callable[[list[Any]], Iterable[Any]]] = {
+    "list": list,
+    "tuple": tuple,
+    "generator": lambda params: (p for p in params),
+    "dict values": lambda params: dict(enumerate(params)).values(),
+    "iterator": iter,
+    "parameter list": torch.nn.ParameterList,
+    "module parameters": lambda params: torch.nn.ParameterList(params).parameters(),
+}
+
+
+@pytest.mark.parametrize("container", CONTAINERS)
+def test_params_may_be_any_iterable(container: str) -> None:
+    sides = []
+    for scaler_type in (GradScaler, TorchScaler):
+        params = [parameter_with(g) for g in grads_of(9)]
+        groups = Groups(
+            lambda params=params: [
+                {"params": CONTAINERS[container](params[:4])},
+                {"params": CONTAINERS[container](params[4:])},
+            ]
+        )
+        scaler = started(scaler_type)
+        for _ in range(3):
+            scaler.unscale_(groups)
+            scaler.step(groups)
+            scaler.update()
+        sides.append(([p.grad for p in params], groups.steps))
+    assert_same(*sides)
+
+
+def test_groups_that_can_be_walked_only_once() -> None:
+    sides = []
+    for scaler_type in (GradScaler, TorchScaler):
+        params = [parameter_with(g) for g in grads_of(6)]
+
+        class Once:
+            param_groups = [{"params": iter(params)}]  # noqa: RUF012
+
+        scaler = started(scaler_type)
+        scaler.unscale_(Once)
+        sides.append([p.grad for p in params])
+    assert_same(*sides)
+
+
+class Counted(torch.nn.Parameter):
+    """Counts how often its gradient is read."""
+
+    reads = 0
+
+    @property
+    def grad(self) -> torch.Tensor | None:
+        type(self).reads += 1
+        return self.hidden
+
+    @grad.setter
+    def grad(self, value: torch.Tensor | None) -> None:
+        self.hidden = value
+
+
+def counted(value: float) -> Counted:
+    parameter = Counted(torch.ones(2))
+    parameter.grad = torch.tensor([1.0, value])
+    return parameter
+
+
+def test_gradients_of_subclasses_are_read_through_their_property() -> None:
+    for value in (2.0, math.inf):
+        sides = []
+        for scaler_type in (GradScaler, TorchScaler):
+            params = [counted(value), parameter_with(torch.ones(3)), counted(1.0)]
+            # What the property hides is not what the tensor itself holds.
+            torch.Tensor.grad.__set__(params[0], torch.full((2,), 7.0))
+            groups = Groups(lambda params=params: [{"params": params}])
+            scaler = started(scaler_type)
+            Counted.reads = 0
+            scaler.unscale_(groups)
+            if scaler_type is GradScaler:
+                assert Counted.reads == 2, "once for each parameter of this class"
+            scaler.step(groups)
+            sides.append(([p.hidden for p in (params[0], params[2])], params[1].grad, groups.steps))
+            assert torch.Tensor.grad.__get__(params[0]).tolist() == [7.0, 7.0]
+        assert_same(*sides)
+
+
+def test_a_subclass_property_that_raises_is_heard() -> None:
+    class Broken(torch.nn.Parameter):
+        @property
+        def grad(self) -> torch.Tensor:
+            raise ZeroDivisionError("no gradient today")
+
+    good = parameter_with(torch.ones(2))
+    for scaler_type in (GradScaler, TorchScaler):
+        with pytest.raises(ZeroDivisionError, match="no gradient today"):
+            started(scaler_type).unscale_(
+                Groups(lambda: [{"params": [good, Broken(torch.ones(1))]}])
+            )
+    assert good.grad.tolist() == [1.0, 1.0]
+
+
+def test_a_subclass_property_that_gives_no_tensor() -> None:
+    # Apart, as misuse of this kind may end the process.
+    script = """
+        import torch, ampfast
+        class Odd(torch.nn.Parameter):
+            grad = [1.0]
+        class Groups:
+            param_groups = [{"params": [Odd(torch.ones(1))]}]
+        for scaler_type in (torch.amp.GradScaler, ampfast.GradScaler):
+            scaler = scaler_type("cpu")
+            scaler.scale(torch.ones(()))
+            try:
+                scaler.unscale_(Groups)
+            except (AttributeError, TypeError) as error:
+                print("list" in str(error))
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, timeout=120
+    )
+    assert (done.returncode, done.stdout.split()) == (0, ["True", "True"]), done.stderr
+
+
+def test_memory_that_was_freed_is_not_touched() -> None:
+    good, freed = parameter_with(torch.ones(2)), parameter_with(torch.ones(1000))
+    freed.grad.untyped_storage().resize_(0)
+    with pytest.raises(RuntimeError, match="storage"):
+        started().unscale_(Groups(lambda: [{"params": [good, freed]}]))
+    assert good.grad.tolist() == [1.0, 1.0]
+
+
+def test_a_graph_that_saved_a_gradient_can_still_run_as_in_torch() -> None:
+    sides = []
+    for scaler_type in (GradScaler, TorchScaler):
+        saved, leaf = torch.ones(3), torch.ones(3, requires_grad=True)
+        product = (leaf * saved).sum()
+        params = [parameter_with(saved)]
+        started(scaler_type).unscale_(Groups(lambda params=params: [{"params": params}]))
+        product.backward()
+        sides.append((leaf.grad, saved, saved._version))
+    assert_same(*sides)
+
+
+@pytest.mark.parametrize("wrong", [None, 3, "weight", [torch.ones(1)]])
+def test_params_that_are_no_tensors(wrong: Any) -> None:
+    texts = []
+    for scaler_type in (GradScaler, TorchScaler):
+        good = parameter_with(torch.ones(2))
+        with pytest.raises(AssertionError) as raised:
+            started(scaler_type).unscale_(Groups(lambda g=good: [{"params": [g, wrong]}]))
+        assert good.grad.tolist() == [1.0, 1.0]
+        texts.append(str(raised.value))
+    assert_same(*texts)
+
+
+def test_plain_tensors_are_parameters_too() -> None:
+    sides = []
+    for scaler_type in (GradScaler, TorchScaler):
+        tensor = torch.ones(3, requires_grad=True)
+        tensor.grad = torch.tensor([1.0, 2.0, 3.0])
+        started(scaler_type).unscale_(Groups(lambda t=tensor: [{"params": [t, torch.ones(2)]}]))
+        sides.append(tensor.grad)
+    assert_same(*sides)
+
+
+def test_one_gradient_of_several_parameters_is_unscaled_for_each() -> None:
+    for count in (2, 5):
+        sides = []
+        for scaler_type in (GradScaler, TorchScaler):
+            shared = torch.tensor([1.0, 10.0])
+            params = [parameter_with(shared) for _ in range(count)]
+            started(scaler_type).unscale_(Groups(lambda p=params: [{"params": p}]))
+            sides.append(shared)
+        assert_same(*sides)
+
+
+def test_nothing_is_kept_after_the_call() -> None:
+    scaler = started()
+    params = [parameter_with(torch.ones(n + 1)) for n in range(20)]
+    groups = Groups(lambda: [{"params": params}])
+    counts = [(sys.getrefcount(p), sys.getrefcount(p.grad)) for p in params]
+    for _ in range(3):
+        scaler.unscale_(groups)
+        assert [(sys.getrefcount(p), sys.getrefcount(p.grad)) for p in params] == counts
+        scaler.step(groups)
+        scaler.update()
+    # Neither the Python object, nor the tensor, nor its memory lives on.
+    objects = [weakref.ref(p.grad) for p in params]
+    storages = [StorageWeakRef(p.grad.untyped_storage()) for p in params]
+    for p in params:
+        p.grad = None
+    gc.collect()
+    assert not any(ref() is not None for ref in objects)
+    assert all(ref.expired() for ref in storages)
+    dying = [weakref.ref(p) for p in params]
+    params.clear()
+    del p
+    gc.collect()
+    assert not any(ref() is not None for ref in dying)
+
+
+def test_nothing_is_kept_after_an_error() -> None:
+    half = parameter_with(torch.ones(2, dtype=torch.float16))
+    params = [parameter_with(torch.ones(3)), half]
+    storages = [StorageWeakRef(p.grad.untyped_storage()) for p in params]
+    with pytest.raises(ValueError, match="FP16"):
+        started().unscale_(Groups(lambda: [{"params": params}]))
+    for p in params:
+        p.grad = None
+    assert all(ref.expired() for ref in storages)
+
+
+def random_gradient(rng: random.Random) -> torch.Tensor:
+    dtype = rng.choice([torch.float32, torch.float32, torch.float64, torch.bfloat16])
+    shape = rng.choice([(3,), (17,), (4, 5), (0,), (), (1000,)])
+    generator = torch.Generator().manual_seed(rng.randrange(2**31))
+    gradient = torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
+    if gradient.dim() == 2 and rng.random() < 0.5:
+        gradient = gradient.t()
+    if gradient.numel() and rng.random() < 0.01:
+        gradient[(0,) * gradient.dim()] = rng.choice([math.inf, math.nan])
+    return gradient
+
+
+def random_life(scaler_type: type, seed: int) -> list[Any]:
+    """Replaces, frees, reallocates and moves gradients between steps and records everything."""
+    rng = random.Random(seed)
+    scaler = scaler_type("cpu", init_scale=3.0, growth_interval=2, growth_factor=1.3)
+    scaler.scale(torch.ones(()))
+    params = [torch.nn.Parameter(torch.ones(1)) for _ in range(8)]
+    made = [params[:3], params[3:]]
+    groups = Groups(lambda: [{"params": list(group)} for group in made])
+    history: list[Any] = []
+    for _ in range(40):
+        for index in range(len(params)):
+            what = rng.random()
+            if what < 0.25:
+                # The allocator likes to hand the same address out again, for another dtype too.
+                params[index].grad = None
+            if what < 0.6:
+                gradient = random_gradient(rng)
+                fresh = torch.nn.Parameter(torch.ones_like(gradient))
+                fresh.grad = gradient
+                for group in made:
+                    group[:] = [fresh if p is params[index] else p for p in group]
+                params[index] = fresh
+            elif params[index].grad is not None and what < 0.8:
+                params[index].grad.mul_(1.5)
+        if rng.random() < 0.2:
+            made.reverse()
+        if rng.random() < 0.2:
+            moved = made[0].pop() if len(made[0]) > 1 else made[1].pop()
+            made[rng.randrange(2)].insert(0, moved)
+        if all(p.grad is None for p in params):
+            continue
+        scaler.unscale_(groups)
+        scaler.step(groups)
+        scaler.update()
+        history.append([None if p.grad is None else p.grad.clone() for p in params])
+        history.append((groups.steps, scaler.state_dict()))
+    return history
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_gradients_replaced_freed_and_reallocated(seed: int) -> None:
+    assert_same(random_life(GradScaler, seed), random_life(TorchScaler, seed))
+
+
+def test_groups_added_and_swapped() -> None:
+    sides = []
+    for scaler_type in (GradScaler, TorchScaler):
+        scaler = started(scaler_type)
+        params = [parameter_with(g) for g in grads_of(10)]
+        optimizer = torch.optim.SGD(params[:4], lr=0.5)
+        for step in range(4):
+            if step == 1:
+                optimizer.add_param_group({"params": params[4:7], "lr": 0.1})
+            if step == 2:
+                optimizer.param_groups = [{**optimizer.param_groups[1], "params": params[6:]}]
+            for index, p in enumerate(params):
+                p.grad = grads_of(10, seed=step)[index]
+            scaler.unscale_(optimizer)
+            scaler.step(optimizer)
+            scaler.update()
+        sides.append([(p.detach(), p.grad) for p in params])
+    assert_same(*sides)
+
+
+@pytest.mark.parametrize("kind", ["unscale_", "check"])
+def test_no_memory_in_proportion_to_the_gradients(kind: str) -> None:
+    script = """
+        import resource, torch, ampfast
+        parameter = torch.nn.Parameter(torch.empty(0))
+        warm = torch.nn.Parameter(torch.ones(9))
+        warm.grad = torch.ones(9)
+        class Groups:
+            param_groups = [{"params": [warm]}]
+        scaler = ampfast.GradScaler("cpu")
+        scaler.scale(torch.ones(()))
+        def run():
+            scaler.unscale_(Groups) if KIND == "unscale_" else scaler._check_inf_per_device(Groups)
+            scaler._per_optimizer_states.clear()
+        run()
+        big = torch.nn.Parameter(torch.zeros(2 ** 24))
+        big.grad = torch.ones(2 ** 24)
+        Groups.param_groups = [{"params": [big]}]
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        run()
+        print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+    """
+    source = f"KIND = {kind!r}\n" + textwrap.dedent(script)
+    done = subprocess.run(
+        [sys.executable, "-c", source], capture_output=True, text=True, check=True, timeout=120
+    )
+    grown = int(done.stdout.split()[-1])
+    if sys.platform == "darwin":
+        grown //= 1024
+    assert grown < 4096, f"the peak rose by {grown} KiB for a gradient of 65,536 KiB"
+
+
+def test_no_tensor_is_made_for_the_gradients() -> None:
+    params = [parameter_with(torch.ones(50_000)) for _ in range(10)]
+    scaler = started()
+    groups = Groups(lambda: [{"params": params}])
+    with torch.profiler.profile(profile_memory=True) as profile:
+        scaler.unscale_(groups)
+    allocated = sum(max(0, event.self_cpu_memory_usage) for event in profile.key_averages())
+    assert allocated < 1024
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        [4] * 1000,
+        [_C.CHUNK * 40],
+        [_C.CHUNK + 1] * 50,
+        [1] * 10_000,
+        [3, _C.CHUNK * 3, 0, 7] * 10,
+    ],
+    ids=["small", "one large", "around a chunk", "tiny", "mixed"],
+)
+def test_the_table_is_small(sizes: list[int]) -> None:
+    grads = [torch.zeros(n) for n in sizes]
+    table = _C.GradList(grads)
+    assert table.chunks >= sum(math.ceil(n / _C.CHUNK) for n in sizes)
+    assert table.chunks <= sum(math.ceil(n / _C.CHUNK) + 1 for n in sizes)
+    assert 0 < table.table_bytes < 64 * table.chunks

@@ -1,0 +1,312 @@
+"""Subclasses, instances and optimizers that override a method, as projects around torch do."""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from support import TorchScaler, agree, side
+
+Scaler = type[TorchScaler]
+CPU = torch.device("cpu")
+HOOKS = [
+    "_unscale_grads_",
+    "_maybe_opt_step",
+    "_check_inf_per_device",
+    "_found_inf_per_device",
+    "_check_scale_growth_tracker",
+    "_lazy_init_scale_growth_tracker",
+    "_get_scale_async",
+    "_get_growth_tracker",
+    "get_scale",
+    "scale",
+    "unscale_",
+    "step",
+    "update",
+]
+
+
+def replaced(scaler_type: Scaler, where: str, name: str, make: Callable[[Any], Any]) -> Scaler:
+    """A scaler type whose method `name` is ``make(original)``, on the class or each instance."""
+    if where == "class":
+        return type("Scaler", (scaler_type,), {name: make(getattr(scaler_type, name))})
+
+    class Scaler(scaler_type):  # type: ignore[misc, valid-type]
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            setattr(self, name, types.MethodType(make(getattr(scaler_type, name)), self))
+
+    return Scaler
+
+
+def run(scaler_type: Scaler, optimizer: str, **arguments: Any) -> Any:
+    """Five steps, one of which overflows and two of which unscale first."""
+    one = side(scaler_type, optimizer, init_scale=1024.0, growth_interval=2, **arguments)
+    for seed, bad in enumerate([None, None, float("inf"), None, None]):
+        one.optimizer.zero_grad()
+        one.scaler.scale(one.loss(seed)).backward()
+        if bad is not None:
+            next(one.model.parameters()).grad.view(-1)[3] = bad
+        if seed % 2:
+            one.scaler.unscale_(one.optimizer)
+        one.scaler.step(one.optimizer)
+        one.scaler.update()
+    return one.observe()
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adam", "fused_adam"])
+@pytest.mark.parametrize("where", ["class", "instance"])
+@pytest.mark.parametrize("hook", HOOKS)
+def test_a_hook_is_called_as_often_as_torch_calls_it(hook: str, where: str, optimizer: str) -> None:
+    def use(scaler_type: Scaler) -> Any:
+        calls: list[Any] = []
+
+        def make(original: Any) -> Any:
+            @functools.wraps(original)
+            def recording(self: Any, *args: Any, **kwargs: Any) -> Any:
+                shown = [a if isinstance(a, (bool, str)) else type(a).__name__ for a in args]
+                tensors = [a.detach().clone() for a in args if isinstance(a, torch.Tensor)]
+                # A loss is named by its bits already; the rest shows inv_scale and found_inf.
+                calls.append([shown, sorted(kwargs), tensors])
+                return original(self, *args, **kwargs)
+
+            return recording
+
+        return [run(replaced(scaler_type, where, hook, make), optimizer), calls]
+
+    _, calls = agree(use).value
+    if hook not in ("_found_inf_per_device", "_get_growth_tracker", "get_scale"):
+        unused = {"_check_inf_per_device"} if optimizer != "fused_adam" else {"_maybe_opt_step"}
+        assert calls or hook in unused
+
+
+def _flags_of(value: float) -> Callable[[Any], Any]:
+    def make(original: Any) -> Any:
+        def flags(self: Any, *args: Any, **kwargs: Any) -> dict[torch.device, torch.Tensor]:
+            original(self, *args, **kwargs)
+            return {CPU: torch.full((), value)}
+
+        return flags
+
+    return make
+
+
+def _reduced(original: Any) -> Any:
+    # What FSDP's and hivemind's scalers do: agree on the flags right after the check.
+    def flags(self: Any, *args: Any, **kwargs: Any) -> dict[torch.device, torch.Tensor]:
+        found = original(self, *args, **kwargs)
+        for flag in found.values():
+            flag.fill_(1.0)
+        return found
+
+    return flags
+
+
+def _keyed_by_text(original: Any) -> Any:
+    def flags(self: Any, *args: Any, **kwargs: Any) -> dict[Any, torch.Tensor]:
+        return {str(device): flag for device, flag in original(self, *args, **kwargs).items()}
+
+    return flags
+
+
+def _nothing(original: Any) -> Any:
+    return lambda self, *args, **kwargs: {}
+
+
+def _allows_half(original: Any) -> Any:
+    # torch.distributed.fsdp and several research codes pass True to accept fp16 gradients.
+    def flags(self: Any, optimizer: Any, inv_scale: Any, found_inf: Any, allow: bool) -> Any:
+        return original(self, optimizer, inv_scale, found_inf, True)
+
+    return flags
+
+
+def _by_hand(original: Any) -> Any:
+    def flags(self: Any, optimizer: Any, inv_scale: Any, found_inf: Any, allow: bool) -> Any:
+        for group in optimizer.param_groups:
+            for p in group["params"]:
+                if not torch.isfinite(p.grad).all():
+                    found_inf.fill_(1.0)
+                p.grad.mul_(inv_scale)
+        return {found_inf.device: found_inf}
+
+    return flags
+
+
+def _always_steps(original: Any) -> Any:
+    def step(self: Any, optimizer: Any, state: Any, *args: Any, **kwargs: Any) -> Any:
+        return optimizer.step(*args, **kwargs)
+
+    return step
+
+
+def _never_steps(original: Any) -> Any:
+    return lambda self, optimizer, state, *args, **kwargs: None
+
+
+def _quarter(original: Any) -> Any:
+    def scale(self: Any) -> torch.Tensor | None:
+        value = original(self)
+        return None if value is None else value * 4
+
+    return scale
+
+
+def _no_growth(original: Any) -> Any:
+    def update(self: Any, new_scale: Any = None) -> None:
+        before = self.get_scale()
+        original(self, new_scale)
+        if self.get_scale() > before:
+            self._scale.fill_(before)
+
+    return update
+
+
+def _half_start(original: Any) -> Any:
+    def start(self: Any, dev: Any) -> None:
+        original(self, dev)
+        self._scale.mul_(0.5)
+        self._growth_tracker.fill_(1)
+
+    return start
+
+
+def _own_unscale(original: Any) -> Any:
+    # Unscales by itself and fills the record by hand, with no call of the original.
+    def unscale_(self: Any, optimizer: Any) -> None:
+        state = self._per_optimizer_states[id(optimizer)]
+        for group in optimizer.param_groups:
+            for p in group["params"]:
+                p.grad.div_(self._scale)
+        finite = all(
+            torch.isfinite(p.grad).all() for g in optimizer.param_groups for p in g["params"]
+        )
+        state["found_inf_per_device"] = {CPU: torch.tensor(0.0 if finite else 1.0)}
+        state["stage"] = torch.amp.grad_scaler.OptState.UNSCALED
+
+    return unscale_
+
+
+def _raises(original: Any) -> Any:
+    def hook(self: Any, *args: Any, **kwargs: Any) -> Any:
+        raise ArithmeticError("the hook was reached")
+
+    return hook
+
+
+BEHAVIOURS: dict[str, tuple[str, Callable[[Any], Any]]] = {
+    "flags always 1": ("_unscale_grads_", _flags_of(1.0)),
+    "flags always 0": ("_unscale_grads_", _flags_of(0.0)),
+    "flags reduced": ("_unscale_grads_", _reduced),
+    "flags keyed by text": ("_unscale_grads_", _keyed_by_text),
+    "no flags": ("_unscale_grads_", _nothing),
+    "fp16 allowed": ("_unscale_grads_", _allows_half),
+    "unscaled by hand": ("_unscale_grads_", _by_hand),
+    "always steps": ("_maybe_opt_step", _always_steps),
+    "never steps": ("_maybe_opt_step", _never_steps),
+    "another scale": ("_get_scale_async", _quarter),
+    "update undone": ("update", _no_growth),
+    "another start": ("_lazy_init_scale_growth_tracker", _half_start),
+    "unscale_ of its own": ("unscale_", _own_unscale),
+    **{f"{hook} raises": (hook, _raises) for hook in HOOKS},
+}
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "fused_adamw"])
+@pytest.mark.parametrize("where", ["class", "instance"])
+@pytest.mark.parametrize("behaviour", BEHAVIOURS)
+def test_what_a_hook_does_counts(behaviour: str, where: str, optimizer: str) -> None:
+    hook, make = BEHAVIOURS[behaviour]
+
+    def use(scaler_type: Scaler) -> Any:
+        return run(replaced(scaler_type, where, hook, make), optimizer)
+
+    agree(use)
+
+
+@pytest.mark.parametrize("value", [0.0, 1.0])
+@pytest.mark.parametrize("optimizer", ["sgd", "fused_adam"])
+def test_check_replaced_for_optimizers_that_read_the_scale(optimizer: str, value: float) -> None:
+    def make(original: Any) -> Any:
+        def check(self: Any, optimizer: Any) -> Any:
+            flags = {CPU: torch.full((), value)}
+            self._per_optimizer_states[id(optimizer)]["found_inf_per_device"] = flags
+            return flags
+
+        return check
+
+    def use(scaler_type: Scaler) -> Any:
+        return run(replaced(scaler_type, "class", "_check_inf_per_device", make), optimizer)
+
+    agree(use)
+
+
+@pytest.mark.parametrize("attribute", ["_scale", "_growth_tracker", "_per_optimizer_states"])
+def test_attributes_may_become_properties(attribute: str) -> None:
+    """A subclass may keep these somewhere else, as wrappers around several scalers do."""
+
+    def use(scaler_type: Scaler) -> Any:
+        store: dict[str, Any] = {}
+        place = property(
+            lambda self: store[attribute], lambda self, value: store.update({attribute: value})
+        )
+        return run(type("Scaler", (scaler_type,), {attribute: place}), "adam")
+
+    agree(use)
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "momentum", "adam"])
+def test_a_skipped_step_never_calls_the_optimizer(optimizer: str) -> None:
+    """Lightning, Accelerate and schedulers wrap `step` on the instance to see whether it ran."""
+
+    def use(scaler_type: Scaler) -> Any:
+        one = side(scaler_type, optimizer, init_scale=64.0)
+        calls, inner = [], one.optimizer.step
+
+        def step(*args: Any, **kwargs: Any) -> Any:
+            calls.append((args, sorted(kwargs)))
+            inner(*args, **kwargs)
+            return "ran"
+
+        one.optimizer.step = step
+        returned = [one.train(seed, bad) for seed, bad in enumerate([None, float("nan"), None])]
+        return [returned, calls, one.observe()]
+
+    returned, calls, _ = agree(use).value
+    assert returned == ["ran", None, "ran"] and len(calls) == 2
+
+
+def test_arguments_and_results_pass_through_step() -> None:
+    class Optimizer(torch.optim.SGD):
+        def step(self, closure: Any = None, factor: float = 1.0) -> list[Any]:
+            super().step()
+            return [closure() if closure else None, factor]
+
+    def use(scaler_type: Scaler) -> Any:
+        one = side(scaler_type, lambda params: Optimizer(params, lr=0.1), init_scale=8.0)
+        results = []
+        for arguments, keywords in [((), {}), ((None,), {}), ((lambda: 7,), {"factor": 2.0})]:
+            one.scaler.scale(one.loss(0)).backward()
+            results.append(one.scaler.step(one.optimizer, *arguments, **keywords))
+            one.scaler.update()
+        return [results, one.observe()]
+
+    assert agree(use).value[0] == [[None, 1.0], [None, 1.0], [7, 2.0]]
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "fused_adam"])
+def test_a_subclass_may_set_the_attributes_by_itself(optimizer: str) -> None:
+    """Some wrap another scaler, and fill in what torch's constructor would without calling it."""
+
+    def use(scaler_type: Scaler) -> Any:
+        class Filled(scaler_type):  # type: ignore[misc, valid-type]
+            def __init__(self, *args: Any, **kwargs: Any) -> None:
+                self.__dict__.update(vars(TorchScaler(*args, **kwargs)))
+
+        return run(Filled, optimizer)
+
+    agree(use)

@@ -1,0 +1,498 @@
+"""The CPU kernels against torch's op, over instruction sets, layouts, sizes, values and threads."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from support import BITS, FLOATS, LAYOUTS, WRITABLE_LAYOUTS, assert_same, make_gradient, threads
+
+from ampfast import _C, functional
+
+CHUNK = _C.CHUNK
+CAPABILITIES = tuple(_C.cpu_capabilities())
+CHUNK_SIZES = (CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK + 3)
+INVERSES = (0.5, 2.0**-16, 1 / 3, 3.0, 2.0**10, 2.0**-30, 1.0, 0.0, math.inf, math.nan, -0.75)
+# Relative tolerances of the norms. The sum is of the products before they are rounded to a 16-bit
+# dtype; these squares are exact or rounded once in float64, and blocks are added to blocks, so some
+# tens of roundings are more than enough. The maximum is a value that is written, hence exact.
+NORM_TOLERANCE = {"sum_of_squares": 64 * 2.0**-53, "absolute_maximum": 0.0}
+
+
+@pytest.fixture(params=CAPABILITIES)
+def capability(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Runs a test once with every instruction set that this machine and binary share."""
+    before = _C.cpu_capability()
+    _C.set_cpu_capability(request.param)
+    yield request.param
+    _C.set_cpu_capability(before)
+
+
+def flag(value: float = 0.0) -> torch.Tensor:
+    return torch.tensor(value, dtype=torch.float32)
+
+
+def torch_unscale_(grads: list[torch.Tensor], inverse: float) -> torch.Tensor:
+    found_inf = flag()
+    torch._amp_foreach_non_finite_check_and_unscale_(grads, found_inf, flag(inverse))
+    return found_inf
+
+
+def storage(tensor: torch.Tensor) -> torch.Tensor:
+    """The whole memory a tensor looks at, so that a write outside of it is seen."""
+    return torch.empty(0, dtype=tensor.dtype).set_(tensor.untyped_storage())
+
+
+def non_finite(grads: list[torch.Tensor]) -> float:
+    return float(any(not g.isfinite().all() for g in grads))
+
+
+def exact_bits(tensor: torch.Tensor) -> torch.Tensor:
+    return storage(tensor).view(BITS[tensor.dtype]).clone()
+
+
+def random_bits(count: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    width = 8 * dtype.itemsize
+    low, high = -(2 ** (width - 1)), 2 ** (width - 1) - 1
+    return torch.randint(low, high, (count,), dtype=BITS[dtype], generator=generator).view(dtype)
+
+
+def check_parity(make: Callable[[], list[torch.Tensor]], inverse: float) -> None:
+    """Unscales and checks twins of the same gradients here and in torch and compares all memory."""
+    ours, theirs = make(), make()
+    raw = non_finite(ours)
+    before = [exact_bits(g) for g in ours]
+    found = flag()
+    functional.check_(ours, found)
+    assert found.item() == raw
+    for gradient, bits in zip(ours, before, strict=True):
+        assert torch.equal(exact_bits(gradient), bits), "check_ wrote to a gradient"
+
+    functional.unscale_(ours, found := flag(), flag(inverse))
+    torch_found = torch_unscale_(theirs, inverse)
+    for i, (a, b) in enumerate(zip(ours, theirs, strict=True)):
+        assert_same(storage(a), storage(b), f"storage of gradient {i}")
+    # Ours is decided on what was written, so it is set wherever torch's is, and on overflow too.
+    assert found.item() == non_finite(theirs)
+    assert found.item() >= torch_found.item()
+
+
+def test_every_named_capability_can_be_chosen() -> None:
+    assert CAPABILITIES
+    assert len(set(CAPABILITIES)) == len(CAPABILITIES)
+    before = _C.cpu_capability()
+    assert before in CAPABILITIES
+    with pytest.raises(ValueError, match="pentium"):
+        _C.set_cpu_capability("pentium")
+    assert _C.cpu_capability() == before
+
+
+@pytest.mark.parametrize("inverse", [0.5, 1.0, 1 / 3])
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("layout", WRITABLE_LAYOUTS)
+def test_layouts(capability: str, layout: str, dtype: torch.dtype, inverse: float) -> None:
+    check_parity(lambda: [make_gradient(layout, dtype, seed) for seed in range(3)], inverse)
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
+def test_bad_value_in_each_layout(capability: str, dtype: torch.dtype, bad: float) -> None:
+    for layout in WRITABLE_LAYOUTS:
+        count = make_gradient(layout, dtype).numel()
+        for index in {0, count // 2, count - 1} if count else set():
+
+            def make(layout: str = layout, index: int = index) -> list[torch.Tensor]:
+                gradient = make_gradient(layout, dtype)
+                place = torch.unravel_index(torch.tensor(index), gradient.shape)
+                gradient[tuple(int(i) for i in place)] = bad
+                return [make_gradient("contiguous", dtype, 5), gradient]
+
+            check_parity(make, 0.25)
+
+
+def test_flipped_gradient_is_a_copy(capability: str) -> None:
+    check_parity(lambda: [make_gradient("permuted").flip(0, 2)], 1 / 3)
+
+
+@pytest.mark.parametrize("position", [0, 1, 2])
+def test_expanded_is_refused_as_in_torch(capability: str, position: int) -> None:
+    grads = [make_gradient("contiguous", seed=1), make_gradient("contiguous", seed=2)]
+    grads.insert(position, make_gradient("expanded"))
+    before = [exact_bits(g) for g in grads]
+    with pytest.raises(RuntimeError) as theirs:
+        torch_unscale_([make_gradient("expanded")], 0.5)
+    for call in (
+        lambda: functional.unscale_(grads, flag(), flag(0.5)),
+        lambda: functional.check_(grads, flag()),
+    ):
+        with pytest.raises(RuntimeError) as ours:
+            call()
+        assert str(ours.value).splitlines()[0] == str(theirs.value).splitlines()[0]
+    assert all(torch.equal(exact_bits(g), b) for g, b in zip(grads, before, strict=True))
+
+
+STRIDES = [
+    # A dimension of one element may have any stride, and so may any dimension of an empty tensor.
+    ((1, 5), (0, 1)),
+    ((5, 1), (1, 0)),
+    ((1, 1), (7, 9)),
+    ((3, 1, 2), (2, 0, 1)),
+    ((0, 5), (1, 0)),
+    ((5, 0), (0, 0)),
+    # Rows that touch, rows with gaps, and rows that share an element.
+    ((2, 2), (2, 1)),
+    ((2, 2), (3, 1)),
+    ((3, 2), (1, 1)),
+    ((2, 3, 2), (1, 2, 1)),
+    # Each row is one element, in whole or in part.
+    ((2, 3), (0, 1)),
+    ((2, 3), (1, 0)),
+    ((2, 1, 3), (0, 0, 1)),
+]
+
+
+@pytest.mark.parametrize(("shape", "stride"), STRIDES, ids=str)
+def test_strides_are_judged_as_in_torch(
+    capability: str, shape: tuple[int, ...], stride: tuple[int, ...]
+) -> None:
+    def make() -> list[torch.Tensor]:
+        return [torch.arange(1.0, 20.0).as_strided(shape, stride, 2)]
+
+    try:
+        torch_unscale_(make(), 1 / 3)
+    except RuntimeError:
+        for call in (functional.check_, lambda g, f: functional.unscale_(g, f, flag(1 / 3))):
+            grads = make()
+            with pytest.raises(RuntimeError, match="more than one element of the written-to"):
+                call(grads, flag())
+            assert_same(storage(grads[0]), torch.arange(1.0, 20.0))
+    else:
+        check_parity(make, 1 / 3)
+
+
+def test_every_layout_was_tried() -> None:
+    assert set(LAYOUTS) - set(WRITABLE_LAYOUTS) == {"expanded"}
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("inverse", [1 / 3, 1.0])
+def test_small_sizes_at_every_offset(capability: str, dtype: torch.dtype, inverse: float) -> None:
+    def make() -> list[torch.Tensor]:
+        # Each has memory of its own on both sides, so neighbours that are written show.
+        return [
+            make_gradient("every_other", dtype, n).new_empty(n + 32).fill_(1 + n / 8)[o : o + n]
+            for n in range(71)
+            for o in range(16)
+        ]
+
+    check_parity(make, inverse)
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_bad_value_at_every_position(capability: str, dtype: torch.dtype) -> None:
+    bad = (math.inf, -math.inf, math.nan)
+    inverse = flag(0.5)
+    for count in (1, 2, 7, 8, 9, 15, 16, 17, 31, 33, 63, 64, 65, 70):
+        for position in range(count):
+            for write in (False, True):
+                gradient = torch.ones(count + 1, dtype=dtype)[1:]
+                gradient[position] = bad[position % 3]
+                found = flag()
+                if write:
+                    functional.unscale_([gradient], found, inverse)
+                else:
+                    functional.check_([gradient], found)
+                assert found.item() == 1.0, (count, position, write)
+    for count in range(71):
+        found = flag()
+        functional.unscale_([torch.ones(count, dtype=dtype)], found, inverse)
+        functional.check_([torch.ones(count, dtype=dtype)], found)
+        assert found.item() == 0.0, count
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("size", CHUNK_SIZES)
+def test_sizes_around_the_chunk(capability: str, dtype: torch.dtype, size: int) -> None:
+    for offset in (0, 1, 7):
+        values = random_bits(size + 16, dtype, size + offset)
+        values[~values.isfinite()] = 1.5
+        # Halving never overflows, so the flag comes from the planted value alone.
+        check_parity(lambda v=values, o=offset: [v.clone()[o : o + size]], 0.5)
+    for position in {0, size // 2, size - 1, min(CHUNK - 1, size - 1), min(CHUNK, size - 1)}:
+        for bad in (math.inf, math.nan):
+
+            def make(position: int = position, bad: float = bad) -> list[torch.Tensor]:
+                gradient = torch.ones(size, dtype=dtype)
+                gradient[position] = bad
+                return [torch.ones(3, dtype=dtype), gradient, torch.ones(5, dtype=dtype)]
+
+            check_parity(make, 2.0)
+
+
+@pytest.mark.parametrize("inverse", INVERSES)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_all_16_bit_values(capability: str, dtype: torch.dtype, inverse: float) -> None:
+    every = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(dtype)
+    check_parity(lambda: [every.clone()], inverse)
+    # A strided view takes the path for what is not contiguous.
+    check_parity(lambda: [every.clone().reshape(256, 256).t()], inverse)
+    written = every.clone()
+    torch_unscale_([written], inverse)
+    harmless = every[written.isfinite()]
+    check_parity(lambda: [harmless.clone()], inverse)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_each_non_finite_16_bit_value_is_found(capability: str, dtype: torch.dtype) -> None:
+    every = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(dtype)
+    for value in every[~every.isfinite()]:
+        gradient = torch.full((5,), 2.0, dtype=dtype)
+        gradient[2] = value
+        functional.check_([gradient], found := flag())
+        assert found.item() == 1.0, value
+    functional.check_([every[every.isfinite()]], found := flag())
+    assert found.item() == 0.0
+
+
+@pytest.mark.parametrize("inverse", INVERSES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_random_bit_patterns(capability: str, dtype: torch.dtype, inverse: float) -> None:
+    check_parity(lambda: [random_bits(200_000, dtype, 3)], inverse)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_a_million_random_bit_patterns(capability: str, dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(17)
+    inverse = torch.rand((), generator=generator).item()
+    check_parity(lambda: [random_bits(1_000_000, dtype, 11)], inverse)
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_subnormals_and_signs_of_zero(capability: str, dtype: torch.dtype) -> None:
+    patterns = torch.arange(-2048, 2048, dtype=torch.int64)
+    tiny = patterns.abs().to(BITS[dtype]).view(dtype).copysign(patterns)
+    normal = torch.full_like(tiny, torch.finfo(dtype).tiny).copysign(patterns)
+    for inverse in (0.5, 0.25, 1 / 3, 1.0, 3.0, 2.0**-20, 0.0, -1.0, 2.0**-149):
+        check_parity(lambda: [tiny.clone(), normal.clone(), -normal], inverse)
+    zeros = torch.tensor([0.0, -0.0] * 9, dtype=dtype)
+    functional.unscale_([zeros], found := flag(), flag(0.5))
+    assert zeros.signbit().tolist() == [False, True] * 9
+    assert found.item() == 0.0
+
+
+def last_finite(dtype: torch.dtype, inverse: float) -> int:
+    """The bit pattern of the largest value that torch's op still unscales to a finite one."""
+    top = torch.tensor(torch.finfo(dtype).max, dtype=dtype).view(BITS[dtype]).item()
+    low, high = 0, int(top) + 1
+    while high - low > 1:
+        middle = (low + high) // 2
+        value = torch.tensor([middle], dtype=BITS[dtype]).view(dtype)
+        torch_unscale_([value], inverse)
+        low, high = (middle, high) if value.isfinite().all() else (low, middle)
+    return low
+
+
+@pytest.mark.parametrize("inverse", [1.0000001, 1.5, 2.0, 3.0, 1000.1, 2.0**40, 2.0**127])
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_overflow_on_unscaling_to_the_ulp(
+    capability: str, dtype: torch.dtype, inverse: float
+) -> None:
+    edge = last_finite(dtype, inverse)
+    # Where even the smallest value overflows, zero is the edge.
+    for pattern, expected in ((max(edge - 1, 0), 0), (edge, 0), (edge + 1, 1), (edge + 2, 1)):
+        value = torch.tensor([pattern], dtype=BITS[dtype]).view(dtype)
+        for sign in (1, -1):
+            for count, position in ((1, 0), (40, 0), (40, 39), (67, 30)):
+                gradient = torch.zeros(count, dtype=dtype)
+                gradient[position] = value.item() * sign
+                twin = gradient.clone()
+                functional.unscale_([gradient], found := flag(), flag(inverse))
+                torch_found = torch_unscale_([twin], inverse)
+                assert_same(gradient, twin)
+                if not gradient.isfinite().all() or pattern <= edge:
+                    assert found.item() == expected, (pattern, sign, count, position)
+                assert torch_found.item() == float(not value.isfinite().all())
+
+
+@pytest.mark.parametrize("bad_dtype", FLOATS, ids=str)
+def test_lists_of_every_dtype(capability: str, bad_dtype: torch.dtype) -> None:
+    def make(bad: float) -> list[torch.Tensor]:
+        grads = [torch.ones(9, dtype=dtype) for dtype in (*FLOATS, *reversed(FLOATS))]
+        grads[FLOATS.index(bad_dtype)][4] = bad
+        return grads
+
+    for bad in (1.0, math.nan, torch.finfo(bad_dtype).max):
+        check_parity(lambda bad=bad: make(bad), 3.0)
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("inverse", [math.inf, -math.inf, math.nan])
+def test_inverse_that_is_not_finite(capability: str, dtype: torch.dtype, inverse: float) -> None:
+    for values in ([0.0], [-0.0, 0.0], [1.0], [2.0, 0.0], [], [[], []]):
+        check_parity(lambda values=values: [torch.tensor(values, dtype=dtype)], inverse)
+
+
+def test_found_inf_is_accumulated_never_reset(capability: str) -> None:
+    for start in (0.0, 1.0, 2.0, 0.5):
+        for bad in (1.0, math.inf):
+            for call in (
+                lambda g, f: functional.unscale_(g, f, flag(0.5)),
+                functional.check_,
+                lambda g, f: torch._amp_foreach_non_finite_check_and_unscale_(g, f, flag(0.5)),
+            ):
+                call([torch.tensor([1.0, bad])], found := flag(start))
+                assert found.item() == (1.0 if bad == math.inf else start)
+
+
+def test_ten_thousand_tiny_tensors(capability: str) -> None:
+    generator = torch.Generator().manual_seed(5)
+    sizes = torch.randint(0, 8, (10_000,), generator=generator).tolist()
+    values = torch.randn(7, generator=generator)
+    check_parity(lambda: [values[:n] * (i + 1) for i, n in enumerate(sizes)], 1 / 3)
+    grads = [values[:n].clone() for n in sizes]
+    last = max(i for i, n in enumerate(sizes) if n)
+    grads[last][-1] = math.nan
+    functional.check_(grads, found := flag())
+    assert found.item() == 1.0
+
+
+def mixed_list() -> list[torch.Tensor]:
+    """Tensors that are split over threads, share threads, and hold every dtype."""
+    sizes = (5, 3 * CHUNK + 1, 0, CHUNK, 17, 2 * CHUNK - 3, 1)
+    return [
+        torch.randn(n + 3, generator=torch.Generator().manual_seed(i)).to(dtype)[3:]
+        for i, (n, dtype) in enumerate((n, dtype) for n in sizes for dtype in FLOATS)
+    ]
+
+
+@pytest.mark.parametrize("count", [1, 2, 4])
+def test_thread_counts_write_the_same_bits(capability: str, count: int) -> None:
+    with threads(count):
+        check_parity(mixed_list, 1 / 3)
+        grads = mixed_list()
+        grads[5][-1] = math.inf
+        functional.check_(grads, found := flag())
+        assert found.item() == 1.0
+
+
+@pytest.mark.parametrize("count", [1, 2, 4])
+@pytest.mark.parametrize("size", [3, CHUNK + 1, 8 * CHUNK + 5])
+def test_same_tensor_twice_is_multiplied_twice(capability: str, size: int, count: int) -> None:
+    def twice() -> list[torch.Tensor]:
+        gradient = torch.randn(size, generator=torch.Generator().manual_seed(2))
+        between = torch.ones(2 * CHUNK)
+        return [gradient, between, gradient, between.clone(), gradient.view(-1)]
+
+    with threads(count):
+        for _ in range(3):
+            check_parity(twice, 1 / 3)
+
+
+@pytest.mark.parametrize("count", [1, 4])
+@pytest.mark.parametrize("size", [100, 6 * CHUNK])
+def test_partly_overlapping_tensors(capability: str, size: int, count: int) -> None:
+    def overlapping() -> list[torch.Tensor]:
+        base = torch.randn(2 * size, generator=torch.Generator().manual_seed(3))
+        return [base[:size], base[size // 2 : size + size // 2], base[1::2], base[size - 1 :]]
+
+    with threads(count):
+        check_parity(overlapping, 1 / 3)
+
+
+def test_second_pass_over_a_shared_tensor_can_overflow(capability: str) -> None:
+    # One multiplication by 2^60 stays finite, the second does not.
+    gradient = torch.full((9,), 2.0**10)
+    functional.unscale_([gradient, gradient], found := flag(), flag(2.0**60))
+    assert gradient.isinf().all()
+    assert found.item() == 1.0
+
+
+def reference_norms(tensors: list[torch.Tensor], inverse: float) -> tuple[float, float]:
+    """In plain Python: an exactly rounded sum, and the maximum of what torch's op writes."""
+    squares, maximum = [0.0], 0.0
+    for tensor in tensors:
+        wide = tensor if tensor.dtype is torch.float64 else tensor.float()
+        squares += (wide * flag(inverse).to(wide.dtype)).double().square().tolist()
+        written = tensor.clone()
+        torch_unscale_([written], inverse)
+        maximum = max([maximum, *written.double().abs().tolist()])
+    return math.fsum(squares), maximum
+
+
+def norms(tensors: list[torch.Tensor], inverse: float) -> tuple[float, float]:
+    return tuple(_C.GradList(tensors).norms(inverse))
+
+
+@pytest.mark.parametrize("inverse", [1.0, 2.0**-16, 1 / 3, 3.0])
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_norms(capability: str, dtype: torch.dtype, inverse: float) -> None:
+    for sizes in ((1,), (0,), (3, 0, 70), (CHUNK + 1, 5), (2 * CHUNK + 3,)):
+        grads = [torch.randn(n + 1).to(dtype)[1:] for n in sizes]
+        before = [exact_bits(g) for g in grads]
+        squares, maximum = norms(grads, inverse)
+        want_squares, want_maximum = reference_norms(grads, inverse)
+        for name, got, want in (
+            ("sum_of_squares", squares, want_squares),
+            ("absolute_maximum", maximum, want_maximum),
+        ):
+            assert abs(got - want) <= NORM_TOLERANCE[name] * want, name
+        assert all(torch.equal(exact_bits(g), b) for g, b in zip(grads, before, strict=True))
+
+
+def test_norms_of_large_and_small_values(capability: str) -> None:
+    # float32 squares would overflow and underflow here.
+    assert norms([torch.full((4,), 1e30)], 1.0)[0] == pytest.approx(4e60, rel=1e-6)
+    assert norms([torch.full((4,), 1e-30)], 1.0)[0] == pytest.approx(4e-60, rel=1e-6)
+    assert norms([], 1.0) == (0.0, 0.0)
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("position", [0, 35, 69, CHUNK])
+def test_norms_keep_what_is_not_finite(capability: str, dtype: torch.dtype, position: int) -> None:
+    for bad in (math.inf, -math.inf, math.nan):
+        gradient = torch.ones(CHUNK + 9, dtype=dtype)
+        gradient[position] = bad
+        squares, maximum = norms([torch.ones(3, dtype=dtype), gradient], 0.5)
+        for value in (squares, maximum):
+            assert math.isnan(value) if math.isnan(bad) else value == math.inf
+        # NaN wins over infinity wherever the two stand.
+        gradient[position + 3] = -bad
+        gradient[-1] = math.nan
+        assert all(math.isnan(v) for v in norms([gradient], 0.5))
+
+
+def test_norms_are_the_same_with_any_thread_count(capability: str) -> None:
+    grads = mixed_list()
+    results = []
+    for count in (1, 2, 4, 3, 1):
+        with threads(count):
+            results.append(norms(grads, 1 / 3))
+    assert len(set(results)) == 1
+
+
+def available_gibibytes() -> float:
+    with open("/proc/meminfo") as lines:
+        fields = dict(line.split(":") for line in lines)
+    return int(fields["MemAvailable"].split()[0]) / 2**20
+
+
+@pytest.mark.slow
+def test_more_elements_than_int32_counts() -> None:
+    try:
+        free = available_gibibytes()
+    except OSError:
+        pytest.skip("free memory cannot be read on this system")
+    if free < 12:
+        pytest.skip(f"needs 12 GiB of free memory, {free:.1f} GiB are free")
+    gradient = torch.ones(2**31 + 17, dtype=torch.bfloat16)
+    functional.unscale_([gradient], found := flag(), flag(0.5))
+    assert found.item() == 0.0
+    for block in gradient.split(2**28):
+        assert bool((block == 0.5).all())
+    gradient[-1] = math.inf
+    functional.check_([gradient], found)
+    assert found.item() == 1.0
+    assert norms([gradient[:-1]], 2.0) == (float(2**31 + 16), 1.0)

@@ -1,0 +1,237 @@
+"""The build's decisions, what the source distribution holds, and the Makefile's one-line errors."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+from email.message import Message
+from email.parser import Parser
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+SOURCES = ["csrc/cuda/kernels.cu"]
+
+
+@pytest.fixture(scope="module")
+def build() -> ModuleType:
+    """setup.py as a module; imported so, it builds nothing."""
+    spec = importlib.util.spec_from_file_location("ampfast_setup", ROOT / "setup.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize(
+    ("override", "sources", "torch_cuda", "nvcc", "expected"),
+    [
+        (None, SOURCES, "13.0", "/cuda/bin/nvcc", True),
+        ("", SOURCES, "13.0", "/cuda/bin/nvcc", True),
+        ("1", SOURCES, "13.0", "/cuda/bin/nvcc", True),
+        ("0", SOURCES, "13.0", "/cuda/bin/nvcc", False),
+        (None, [], "13.0", "/cuda/bin/nvcc", False),
+        (None, SOURCES, None, "/cuda/bin/nvcc", False),
+        (None, SOURCES, "13.0", None, False),
+        ("0", [], None, None, False),
+    ],
+)
+def test_cuda_is_built_where_it_can_be(build, override, sources, torch_cuda, nvcc, expected):
+    assert build.wants_cuda(override, sources, torch_cuda, nvcc) is expected
+
+
+@pytest.mark.parametrize(
+    ("sources", "torch_cuda", "nvcc", "reason"),
+    [
+        ([], "13.0", "/cuda/bin/nvcc", "no CUDA sources"),
+        (SOURCES, None, "/cuda/bin/nvcc", "torch is built without CUDA"),
+        (SOURCES, "13.0", None, "nvcc was not found"),
+    ],
+)
+def test_asking_for_cuda_without_the_means_says_why(build, sources, torch_cuda, nvcc, reason):
+    with pytest.raises(SystemExit, match=f"AMPFAST_CUDA=1, but .*{reason}"):
+        build.wants_cuda("1", sources, torch_cuda, nvcc)
+
+
+@pytest.mark.parametrize("override", ["2", "yes", "true", " 1"])
+def test_other_values_of_the_override_are_refused(build, override):
+    with pytest.raises(SystemExit, match=re.escape(repr(override))):
+        build.wants_cuda(override, SOURCES, "13.0", "/cuda/bin/nvcc")
+
+
+def script(path: Path, text: str) -> Path:
+    """Writes an executable shell script."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(0o755)
+    return path
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="the stand-in for nvcc is a shell script")
+def test_architectures_are_those_that_nvcc_knows(build, tmp_path):
+    nvcc = script(tmp_path / "nvcc", "echo sm_75; echo sm_80; echo sm_90; echo sm_999")
+    assert build.cuda_architectures(str(nvcc)) == "7.5;8.0;9.0+PTX"
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="the stand-in for nvcc is a shell script")
+def test_nvcc_is_found_behind_a_wrapper_and_by_its_variable(build, tmp_path, monkeypatch):
+    real = script(tmp_path / "toolkit/bin/nvcc", "exit 0")
+    says_where = f"echo '#$ TOP={tmp_path}/toolkit/bin/..' >&2"
+    wrapper = script(tmp_path / "elsewhere/bin/nvcc", says_where)
+    monkeypatch.setenv("PATH", str(wrapper.parent))
+    monkeypatch.delenv("CUDA_HOME", raising=False)
+    monkeypatch.delenv("CUDA_PATH", raising=False)
+    assert build.find_nvcc() == str(real.resolve())
+
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path / "elsewhere"))
+    assert build.find_nvcc() == str(wrapper.resolve())
+
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path / "nowhere"))
+    assert build.find_nvcc() is None
+
+
+def test_a_build_is_keyed_on_what_it_depends_on(build, monkeypatch):
+    before = build.build_key()
+    assert build.build_key() == before
+    monkeypatch.setenv("CXXFLAGS", "-DSOMETHING")
+    assert build.build_key() != before
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="the flags of GCC and Clang")
+def test_flags_keep_the_arithmetic(build):
+    compiling, _ = build.compile_flags(["/include"])
+    assert "-ffp-contract=off" in compiling
+    assert not [flag for flag in compiling if "fast" in flag or flag.startswith("-march")]
+
+
+@pytest.fixture(scope="module")
+def sdist(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+    """The files of the source distribution, made from a copy so that the tree stays clean."""
+    pytest.importorskip("setuptools")
+    if not (ROOT / "setup.py").exists() or not (ROOT / "csrc").exists():
+        pytest.skip("not a source tree")
+    folder = tmp_path_factory.mktemp("sdist")
+    unwanted = shutil.ignore_patterns(".*", "build", "dist", "*.egg-info", "__pycache__", "*.so")
+    shutil.copytree(ROOT, folder / "tree", ignore=unwanted)
+    subprocess.run(
+        [sys.executable, "setup.py", "--quiet", "sdist", "--formats=gztar", "--dist-dir", ".."],
+        cwd=folder / "tree",
+        check=True,
+        capture_output=True,
+    )
+    (archive,) = folder.glob("*.tar.gz")
+    with tarfile.open(archive) as tar:
+        files = {member.name: tar.extractfile(member) for member in tar if member.isfile()}
+        return {name.partition("/")[2]: file.read() for name, file in files.items() if file}
+
+
+@pytest.fixture(scope="module")
+def package_info(sdist: dict[str, bytes]) -> Message:
+    """The metadata that an installer reads."""
+    return Parser().parsestr(sdist["PKG-INFO"].decode())
+
+
+def test_sdist_holds_all_that_a_build_and_a_test_run_need(sdist):
+    folders = ["ampfast", "csrc", "tests", "requirements"]
+    suffixes = {".py", ".pyi", ".cpp", ".h", ".cu", ".cuh", ".txt", ".typed"}
+    wanted = {
+        file.relative_to(ROOT).as_posix()
+        for folder in folders
+        for file in (ROOT / folder).rglob("*")
+        if file.suffix in suffixes or file.name == "py.typed"
+    }
+    wanted |= {"setup.py", "pyproject.toml", "README.md", "LICENSE", "Makefile"}
+    assert "csrc/module.cpp" in wanted
+    assert wanted - sdist.keys() == set()
+
+
+def test_sdist_holds_nothing_that_was_built(sdist):
+    built = (".so", ".pyd", ".pyc", ".o")
+    assert [name for name in sdist if name.endswith(built) or name.startswith("build/")] == []
+
+
+def test_metadata_asks_for_torch_alone(package_info):
+    required = package_info.get_all("Requires-Dist", [])
+    assert [line for line in required if "extra ==" not in line] == ["torch>=2.11"]
+    assert package_info["Requires-Python"] == ">=3.10"
+    assert package_info["License"] == "BSD-3-Clause"
+    assert {"demo", "dev", "triton"} <= set(package_info.get_all("Provides-Extra", []))
+
+
+def test_version_stands_in_one_place(package_info):
+    import ampfast
+    from ampfast._version import __version__
+
+    assert ampfast.__version__ == __version__ == package_info["Version"]
+
+
+def make(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    """Runs make as a user would, whatever make runs this test."""
+    variables = ("MAKEFLAGS", "MAKELEVEL", "MFLAGS", "PYTHON", "PYTHONPATH", "VENV", "CXX")
+    environment = {name: value for name, value in os.environ.items() if name not in variables}
+    return subprocess.run(
+        ["make", "--no-print-directory", *arguments],
+        cwd=cwd,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    """A folder with the files that the Makefile reads before it builds."""
+    if shutil.which("make") is None:
+        pytest.skip("needs make")
+    for name in ("Makefile", "setup.py", "pyproject.toml"):
+        shutil.copy(ROOT / name, tmp_path)
+    shutil.copytree(ROOT / "requirements", tmp_path / "requirements")
+    (tmp_path / "csrc").mkdir()
+    return tmp_path
+
+
+def complaint(result: subprocess.CompletedProcess[str]) -> str:
+    """The only line that make printed, besides its own last one."""
+    assert result.returncode != 0
+    lines = [line for line in result.stderr.splitlines() if not line.startswith("make: ***")]
+    assert len(lines) == 1, result.stderr
+    return lines[0]
+
+
+@pytest.mark.parametrize("venv", ["VENV=", "VENV=environment"])
+def test_make_says_that_python_is_too_old(checkout, venv):
+    old = script(checkout / "old", 'case "$1" in --version) echo Python 3.8.18;; *) exit 1;; esac')
+    result = make("test", f"PYTHON={old}", venv, cwd=checkout)
+    assert "Python 3.10 or newer" in complaint(result)
+    assert "3.8.18" in complaint(result)
+    assert not (checkout / "environment").exists()
+
+
+@pytest.mark.parametrize("venv", ["VENV=", "VENV=environment"])
+def test_make_says_that_there_is_no_compiler(checkout, venv):
+    result = make("demo", f"PYTHON={sys.executable}", venv, "CXX=no-such-c++", cwd=checkout)
+    assert "`no-such-c++` was not found; install one" in complaint(result)
+    assert not (checkout / "environment").exists()
+
+
+def test_make_says_that_torch_is_missing(checkout):
+    bare = script(checkout / "bare", f'exec {sys.executable} -S "$@"')
+    result = make("test", f"PYTHON={bare}", "VENV=", cwd=checkout)
+    assert re.search(
+        r"torch, which is missing: run .*pip install 'torch>=2\.11'", complaint(result)
+    )
+
+
+def test_make_alone_lists_every_command(checkout):
+    result = make(cwd=checkout)
+    assert result.returncode == 0, result.stderr
+    for command in ("bench", "build", "check", "clean", "demo", "distclean", "format", "test"):
+        assert f"make {command}: " in result.stdout

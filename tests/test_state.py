@@ -1,0 +1,303 @@
+"""Checkpoints, pickles, copies and disabled scalers, quirks included."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from support import TorchScaler, agree, assert_same, paired, side
+
+from ampfast import GradScaler
+
+Scaler = type[TorchScaler]
+KEYS = ["scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker"]
+FIVE = dict(zip(KEYS, [24.0, 3.0, 0.25, 5, 2], strict=True))
+INF = float("inf")
+
+
+def started(scaler_type: Scaler, **arguments: Any) -> TorchScaler:
+    scaler = scaler_type("cpu", **{"init_scale": 8.0, **arguments})
+    scaler.scale(torch.ones(()))
+    return scaler
+
+
+def everything(scaler: TorchScaler) -> list[Any]:
+    """All that a state can change."""
+    names = ["_init_scale", "_init_growth_tracker", "_scale", "_growth_tracker"]
+    return [scaler.state_dict(), [getattr(scaler, name) for name in names]]
+
+
+# state_dict and load_state_dict
+
+
+def test_state_dict_has_torchs_five_keys() -> None:
+    def use(scaler_type: Scaler) -> Any:
+        return [scaler_type("cpu").state_dict(), started(scaler_type).state_dict()]
+
+    assert list(agree(use).value[0]) == KEYS
+
+
+@pytest.mark.parametrize("start", ["before", "after", "both", "never"])
+def test_load_before_and_after_the_start(start: str) -> None:
+    def use(scaler_type: Scaler) -> Any:
+        scaler = scaler_type("cpu")
+        if start in ("before", "both"):
+            scaler.scale(torch.ones(()))
+        scaler.load_state_dict(FIVE)
+        if start in ("after", "both"):
+            scaler.scale(torch.ones(()))
+        return everything(scaler)
+
+    assert agree(use).value[0] == FIVE
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        *({"without": key} for key in KEYS),
+        {"scale": None},
+        {"scale": "8"},
+        {"scale": torch.tensor(6.0)},
+        {"scale": 7},
+        {"scale": INF},
+        {"growth_factor": 0.5},
+        {"growth_interval": 0},
+        {"growth_interval": None},
+        {"_growth_tracker": 2.7},
+        {"_growth_tracker": None},
+        {"more": 1},
+        {"ampfast": {"unknown": 1}},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("begun", [False, True])
+def test_odd_states(change: dict[str, Any], begun: bool) -> None:
+    def use(scaler_type: Scaler) -> Any:
+        scaler = started(scaler_type) if begun else scaler_type("cpu")
+        state = {**FIVE, **change}
+        state.pop(state.pop("without", None), None)
+        told = "loaded"
+        try:
+            scaler.load_state_dict(state)
+        except Exception as error:
+            told = f"{type(error).__name__}: {error}"
+        # What was read before the fault stays, as it does in torch.
+        return [told, everything(scaler)]
+
+    agree(use)
+
+
+def test_an_empty_state() -> None:
+    def use(scaler_type: Scaler) -> Any:
+        scaler_type("cpu", enabled=False).load_state_dict({})
+        scaler_type("cpu").load_state_dict({})
+
+    assert isinstance(agree(use).error, RuntimeError)
+
+
+def test_loading_writes_in_place() -> None:
+    def use(scaler_type: Scaler) -> Any:
+        scaler = started(scaler_type)
+        scale, tracker = scaler._scale, scaler._growth_tracker
+        scaler.load_state_dict(FIVE)
+        return [scaler._scale is scale, scaler._growth_tracker is tracker, scale, tracker]
+
+    assert agree(use).value[:2] == [True, True]
+
+
+@pytest.mark.parametrize(("source", "target"), [(0, 1), (1, 0), (1, 1)], ids=str)
+@pytest.mark.parametrize("optimizer", ["momentum", "fused_adam"])
+def test_a_resumed_run_goes_on_as_if_never_stopped(
+    source: int, target: int, optimizer: str
+) -> None:
+    types = [TorchScaler, GradScaler]
+    bad = [None, INF, None, None, None, float("nan"), None, None]
+    whole = side(TorchScaler, optimizer, init_scale=64.0, growth_interval=3)
+    first = side(types[source], optimizer, init_scale=64.0, growth_interval=3)
+    for seed in range(4):
+        whole.train(seed, bad[seed])
+        first.train(seed, bad[seed])
+    stream = io.BytesIO()
+    parts = {"model": first.model, "optimizer": first.optimizer, "scaler": first.scaler}
+    torch.save({name: part.state_dict() for name, part in parts.items()}, stream)
+    stream.seek(0)
+    saved = torch.load(stream, weights_only=True)
+    second = side(types[target], optimizer, seed=9)
+    second.model.load_state_dict(saved["model"])
+    second.optimizer.load_state_dict(saved["optimizer"])
+    second.scaler.load_state_dict(saved["scaler"])
+    second.losses = first.losses
+    for seed in range(4, 8):
+        whole.train(seed, bad[seed])
+        second.train(seed, bad[seed])
+    assert_same(second.observe(), whole.observe())
+
+
+# Pickle and copies
+
+
+def through_pickle(scaler: TorchScaler) -> TorchScaler:
+    return pickle.loads(pickle.dumps(scaler))
+
+
+def through_torch_save(scaler: TorchScaler) -> TorchScaler:
+    stream = io.BytesIO()
+    torch.save(scaler, stream)
+    stream.seek(0)
+    return torch.load(stream, weights_only=False)
+
+
+WAYS = [through_pickle, through_torch_save, copy.deepcopy, copy.copy]
+
+
+@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
+@pytest.mark.parametrize("steps", [0, 3])
+def test_copies_continue(way: Any, steps: int) -> None:
+    def use(scaler_type: Scaler) -> Any:
+        one = side(scaler_type, "momentum", init_scale=64.0, growth_interval=2)
+        for seed in range(steps):
+            one.train(seed, INF if seed == 1 else None)
+        other = way(one.scaler)
+        fresh = everything(other)
+        same_type = type(other) is type(one.scaler)
+        one.scaler = other
+        for seed in range(3):
+            one.train(seed, INF if seed == 1 else None)
+        return [same_type, fresh, one.observe()]
+
+    assert agree(use).value[0] is True
+
+
+@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
+@pytest.mark.parametrize("call", ["unscale_", "step"])
+def test_no_copy_in_the_middle_of_an_iteration(way: Any, call: str) -> None:
+    def use(scaler_type: Scaler) -> Any:
+        one = side(scaler_type, init_scale=8.0)
+        one.scaler.scale(one.loss(0)).backward()
+        getattr(one.scaler, call)(one.optimizer)
+        way(one.scaler)
+
+    assert isinstance(agree(use).error, AssertionError)
+
+
+def test_getstate_holds_what_torchs_holds() -> None:
+    def use(scaler_type: Scaler) -> Any:
+        one = side(scaler_type, init_scale=64.0, growth_interval=9)
+        for seed in range(3):
+            one.train(seed)
+        state = one.scaler.__getstate__()
+        names = vars(TorchScaler("cpu"))
+        return {name: state[name] for name in names}
+
+    agree(use)
+
+
+def test_a_torch_pickle_loads() -> None:
+    """What a torch scaler pickled fills a scaler of ours, which lacks nothing afterwards."""
+    ours, theirs = paired("adam", init_scale=64.0, growth_interval=2)
+    theirs.train(0)
+    ours.train(0)
+    loaded = GradScaler.__new__(GradScaler)
+    loaded.__setstate__(theirs.scaler.__getstate__())
+    ours.scaler = loaded
+    theirs.scaler = copy.deepcopy(theirs.scaler)
+    for seed, bad in enumerate([None, INF, None]):
+        ours.train(seed, bad)
+        theirs.train(seed, bad)
+    assert_same(ours.observe(), theirs.observe())
+    assert not loaded.step_skipped(ours.optimizer)
+
+
+def test_our_pickle_fills_a_torch_scaler() -> None:
+    ours, theirs = paired("adam", init_scale=64.0, growth_interval=2)
+    ours.train(0)
+    theirs.train(0)
+    loaded = TorchScaler.__new__(TorchScaler)
+    loaded.__setstate__(ours.scaler.__getstate__())
+    ours.scaler = loaded
+    for seed, bad in enumerate([None, INF, None]):
+        ours.train(seed, bad)
+        theirs.train(seed, bad)
+    assert_same(ours.observe(), theirs.observe())
+
+
+def test_a_disabled_scaler_pickles() -> None:
+    def use(scaler_type: Scaler) -> Any:
+        other = through_pickle(scaler_type("cpu", enabled=False))
+        return [other.is_enabled(), other.get_scale(), other.state_dict()]
+
+    agree(use)
+
+
+# Disabled
+
+
+def _disabled(scaler_type: Scaler) -> TorchScaler:
+    return scaler_type("cpu", enabled=False)
+
+
+DISABLED = {
+    "scale": lambda s, o: [s.scale(x) is x for x in (torch.ones(2), [torch.ones(1)], 3, None)],
+    "unscale_": lambda s, o: s.unscale_(o),
+    "unscale_ anything": lambda s, o: s.unscale_(None),
+    "step": lambda s, o: s.step(o),
+    "step with closure": lambda s, o: s.step(o, lambda: 3.5),
+    "step with closure keyword": lambda s, o: s.step(o, closure=lambda: 2.5),
+    "step twice": lambda s, o: [s.step(o), s.step(o)],
+    "update": lambda s, o: s.update(),
+    "update with anything": lambda s, o: s.update("x"),
+    "get_scale": lambda s, o: s.get_scale(),
+    "is_enabled": lambda s, o: s.is_enabled(),
+    "tracker": lambda s, o: s._get_growth_tracker(),
+    "state_dict": lambda s, o: s.state_dict(),
+    "load": lambda s, o: s.load_state_dict(FIVE),
+    "growth factor": lambda s, o: s.get_growth_factor(),
+    "backoff factor": lambda s, o: s.get_backoff_factor(),
+    "growth interval": lambda s, o: s.get_growth_interval(),
+    "set factors": lambda s, o: [s.set_growth_factor(3.0), s.get_growth_factor()],
+    "attributes": lambda s, o: [
+        hasattr(s, n) for n in ("_scale", "_init_scale", "_growth_tracker")
+    ],
+    "records": lambda s, o: s._per_optimizer_states,
+    "check": lambda s, o: s._check_inf_per_device(o),
+    "deepcopy": lambda s, o: copy.deepcopy(s).is_enabled(),
+}
+
+
+@pytest.mark.parametrize("call", DISABLED.values(), ids=DISABLED)
+def test_disabled(call: Any) -> None:
+    def use(scaler_type: Scaler) -> Any:
+        one = side(scaler_type, enabled=False)
+        one.loss(0).backward()
+        result = call(one.scaler, one.optimizer)
+        return [result, one.observe()]
+
+    agree(use)
+
+
+def test_disabled_questions_have_an_answer() -> None:
+    one = side(GradScaler, enabled=False)
+    one.train(0)
+    assert_same(one.scaler.found_inf(one.optimizer), torch.zeros(()))
+    assert one.scaler.step_skipped(one.optimizer) is False
+
+
+def test_enabled_later() -> None:
+    def off_and_on(scaler_type: Scaler) -> Any:
+        one = side(scaler_type, "adam", init_scale=64.0, growth_interval=2)
+        for seed in range(6):
+            one.scaler._enabled = seed % 3 != 1
+            one.train(seed, INF if seed == 3 else None)
+        return one.observe()
+
+    def on_without_state(scaler_type: Scaler) -> Any:
+        scaler = _disabled(scaler_type)
+        scaler._enabled = True
+        return scaler.scale(torch.ones(()))
+
+    assert agree(off_and_on).error is None
+    assert isinstance(agree(on_without_state).error, AttributeError)

@@ -1,0 +1,343 @@
+"""`step_and_update` against `step` for each optimizer and then `update`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from support import FUSED, OPTIMIZERS, TorchScaler, assert_same, assert_sides_same, outcome, side
+
+from ampfast import GradScaler
+
+GROUPS = [
+    ("sgd",),
+    ("fused_adam",),
+    ("momentum", "adam"),
+    ("fused_sgd", "fused_adamw", "fused_adagrad"),
+    ("adam", "fused_adam"),
+    ("fused_sgd", "sgd", "momentum"),
+]
+# In which optimizers a bad gradient is planted, step by step.
+PATTERNS = [(), (0,), (), (-1,), (0, -1), (), (), ()]
+
+
+class Trial:
+    """Several small models that share one scaler."""
+
+    def __init__(self, scaler_type: type, kinds: tuple[str, ...], **arguments: Any) -> None:
+        defaults = {"init_scale": 2.0**10, "growth_interval": 2, "growth_factor": 1.7}
+        self.sides = [
+            side(scaler_type, kind, seed, **{**defaults, **arguments})
+            for seed, kind in enumerate(kinds)
+        ]
+        self.scaler: Any = self.sides[0].scaler
+        for each in self.sides:
+            each.scaler = self.scaler
+
+    @property
+    def optimizers(self) -> list[torch.optim.Optimizer]:
+        return [each.optimizer for each in self.sides]
+
+    def backward(self, seed: int, bad: tuple[int, ...] = (), value: float = math.inf) -> None:
+        for each in self.sides:
+            each.optimizer.zero_grad()
+            self.scaler.scale(each.loss(seed)).backward()
+        for index in bad:
+            next(self.sides[index].model.parameters()).grad.view(-1)[3] = value
+
+    def apart(self) -> list[Any]:
+        results = [self.scaler.step(optimizer) for optimizer in self.optimizers]
+        self.scaler.update()
+        return results
+
+    def at_once(self) -> list[Any]:
+        return self.scaler.step_and_update(*self.optimizers)
+
+    def same_as(self, other: Trial) -> None:
+        for ours, theirs in zip(self.sides, other.sides, strict=True):
+            assert_sides_same(ours, theirs)
+
+
+def trials(kinds: tuple[str, ...], **arguments: Any) -> tuple[Trial, Trial]:
+    return Trial(GradScaler, kinds, **arguments), Trial(TorchScaler, kinds, **arguments)
+
+
+@pytest.mark.parametrize("value", [math.inf, math.nan])
+@pytest.mark.parametrize("explicit", [(), (0,), (-1,), (0, -1)])
+@pytest.mark.parametrize("kinds", GROUPS, ids="+".join)
+def test_equals_step_then_update(
+    kinds: tuple[str, ...], explicit: tuple[int, ...], value: float
+) -> None:
+    ours, theirs = trials(kinds)
+    for seed, bad in enumerate(PATTERNS):
+        for trial in (ours, theirs):
+            trial.backward(seed, bad, value)
+            for index in {i % len(kinds) for i in explicit}:
+                trial.scaler.unscale_(trial.optimizers[index])
+        results = ours.at_once()
+        assert type(results) is list
+        assert results == theirs.apart()
+        ours.same_as(theirs)
+        for index, optimizer in enumerate(ours.optimizers):
+            hit = index in {i % len(kinds) for i in bad}
+            assert ours.scaler.step_skipped(optimizer) is hit
+            assert ours.scaler.found_inf(optimizer).item() == float(hit)
+
+
+def test_state_can_be_mixed_with_the_calls_apart() -> None:
+    ours, theirs = trials(("adam", "fused_sgd"))
+    for seed in range(9):
+        for trial in (ours, theirs):
+            trial.backward(seed, (seed % 2,) if seed % 3 == 1 else ())
+        (ours.at_once if seed % 2 else ours.apart)()
+        theirs.apart()
+        ours.same_as(theirs)
+
+
+IRREGULAR: dict[str, Callable[[], torch.Tensor]] = {
+    "sparse": lambda: torch.sparse_coo_tensor([[0, 2, 2]], [1.0, 2.0, 3.0], (4,)),
+    "complex": lambda: torch.tensor([1 + 2j, 3.0]),
+    "overlapping": lambda: torch.arange(6.0).as_strided((3, 3), (1, 1)),
+    "expanded": lambda: torch.ones(1).expand(4),
+    "float64": lambda: torch.ones(4, dtype=torch.float64),
+    "bfloat16": lambda: torch.ones(4, dtype=torch.bfloat16),
+    "empty": lambda: torch.empty(0),
+    "integer": lambda: torch.ones(2, dtype=torch.int32),
+    "float16": lambda: torch.ones(2, dtype=torch.float16),
+}
+
+
+class Stub:
+    """An optimizer that only counts; its gradients may be anything."""
+
+    def __init__(self, grads: list[torch.Tensor]) -> None:
+        self.params = []
+        for gradient in grads:
+            floating = gradient.is_floating_point() or gradient.is_complex()
+            shape, dtype = gradient.shape, gradient.dtype
+            param = torch.zeros(shape, dtype=dtype, requires_grad=floating)
+            param.grad = gradient
+            self.params.append(param)
+        self.steps = 0
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        return [{"params": list(self.params)}]
+
+    def step(self, *args: Any) -> int:
+        self.steps += 1
+        return self.steps
+
+
+@pytest.mark.parametrize("last", [True, False])
+@pytest.mark.parametrize("bad", [False, True])
+@pytest.mark.parametrize("kind", IRREGULAR)
+def test_irregular_gradients(kind: str, bad: bool, last: bool) -> None:
+    told = []
+    for scaler_type in (GradScaler, TorchScaler):
+        scaler = scaler_type("cpu", init_scale=4.0, growth_interval=1)
+        scaler.scale(torch.ones(()))
+        regular = torch.tensor([1.0, math.inf if bad else 2.0])
+        stubs = [Stub([regular]), Stub([torch.ones(3), IRREGULAR[kind](), torch.ones(2)])]
+        order = stubs if last else stubs[::-1]
+
+        def run(s: Any = scaler, order: Any = order) -> list[Any]:
+            if isinstance(s, GradScaler):
+                return s.step_and_update(*order)
+            results = [s.step(stub) for stub in order]
+            s.update()
+            return results
+
+        result = outcome(run)
+        grads = [[p.grad for p in stub.params] for stub in stubs] if not result.error else None
+        told.append((result.told()[:2], scaler._scale, scaler._growth_tracker, grads))
+    assert_same(*told)
+
+
+def raises_in_step(trial: Trial, index: int) -> None:
+    def step(*args: Any, **kwargs: Any) -> None:
+        raise MemoryError("no room")
+
+    trial.optimizers[index].step = step
+
+
+@pytest.mark.parametrize("index", [0, 1])
+@pytest.mark.parametrize("kinds", [("sgd", "adam"), ("fused_sgd", "fused_adam")], ids="+".join)
+def test_a_step_that_raises_leaves_the_scale_alone(kinds: tuple[str, ...], index: int) -> None:
+    ours, theirs = trials(kinds, growth_interval=1)
+    for trial in (ours, theirs):
+        trial.backward(0)
+        raises_in_step(trial, index)
+    before = [t.clone() for t in (ours.scaler._scale, ours.scaler._growth_tracker)]
+    for call in (ours.at_once, theirs.apart):
+        with pytest.raises(MemoryError, match="no room"):
+            call()
+    assert_same([ours.scaler._scale, ours.scaler._growth_tracker], before)
+    for optimizer in ours.optimizers + theirs.optimizers:
+        # The stand-in of this test stays out of what is compared, and so does what torch's
+        # scaler leaves behind on a fused optimizer.
+        for name in ("step", "grad_scale", "found_inf"):
+            optimizer.__dict__.pop(name, None)
+    ours.same_as(theirs)
+    # The loop that catches the error goes on with update().
+    for trial in (ours, theirs):
+        trial.scaler.update()
+    ours.same_as(theirs)
+
+
+def no_gradients(trial: Trial) -> None:
+    trial.scaler.scale(torch.ones(()))
+
+
+def stepped(trial: Trial) -> None:
+    trial.backward(0)
+    trial.scaler.step(trial.optimizers[0])
+
+
+def unscaled(trial: Trial) -> None:
+    trial.backward(0, (0,))
+    trial.scaler.unscale_(trial.optimizers[0])
+
+
+@pytest.mark.parametrize("prepare", [no_gradients, stepped, unscaled, lambda trial: None])
+@pytest.mark.parametrize("kinds", [("sgd",), ("fused_adam",), ("fused_adam", "sgd")], ids="+".join)
+def test_errors_and_states_are_those_of_the_calls_apart(
+    kinds: tuple[str, ...], prepare: Callable[[Trial], None]
+) -> None:
+    ours, theirs = trials(kinds)
+    prepare(ours)
+    prepare(theirs)
+    ours_told, theirs_told = outcome(ours.at_once), outcome(theirs.apart)
+    assert_same(ours_told.told()[:2], theirs_told.told()[:2])
+    ours.same_as(theirs)
+
+
+def test_the_same_optimizer_twice_is_an_error_as_apart() -> None:
+    trial = Trial(GradScaler, ("sgd",))
+    trial.backward(0)
+    with pytest.raises(RuntimeError, match=r"step\(\) has already been called"):
+        trial.scaler.step_and_update(*trial.optimizers * 2)
+
+
+def test_without_optimizers_it_is_update() -> None:
+    ours, theirs = trials(("sgd",))
+    for trial in (ours, theirs):
+        trial.backward(0, (0,))
+        trial.scaler.step(trial.optimizers[0])
+    assert ours.scaler.step_and_update() == []
+    theirs.scaler.update()
+    ours.same_as(theirs)
+    with pytest.raises(AssertionError, match="No inf checks were recorded prior to update"):
+        ours.scaler.step_and_update()
+
+
+def test_an_optimizer_stepped_before_counts_too() -> None:
+    ours, theirs = trials(("sgd", "fused_adam"))
+    for trial in (ours, theirs):
+        trial.backward(0, (0,))
+        trial.scaler.step(trial.optimizers[0])
+    ours.scaler.step_and_update(ours.optimizers[1])
+    theirs.scaler.step(theirs.optimizers[1])
+    theirs.scaler.update()
+    ours.same_as(theirs)
+    assert ours.scaler.get_scale() == 2.0**9
+
+
+def test_disabled() -> None:
+    trial = Trial(GradScaler, ("sgd", "fused_adam"), enabled=False)
+    trial.backward(0)
+    before = [p.clone() for each in trial.sides for p in each.model.parameters()]
+    assert trial.at_once() == [None, None]
+    after = [p for each in trial.sides for p in each.model.parameters()]
+    assert not any(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+
+
+def test_returns_what_each_step_returned() -> None:
+    scaler = GradScaler("cpu")
+    scaler.scale(torch.ones(()))
+    stubs = [Stub([torch.ones(1)]) for _ in range(3)]
+    stubs[1].params[0].grad.fill_(math.nan)
+    stubs[2].steps = 4
+    assert scaler.step_and_update(*stubs) == [1, None, 5]
+
+
+HOOKS = (
+    "_unscale_grads_",
+    "_maybe_opt_step",
+    "unscale_",
+    "step",
+    "update",
+    "_check_inf_per_device",
+)
+
+
+@pytest.mark.parametrize("hook", HOOKS)
+@pytest.mark.parametrize("kinds", [("sgd",), ("fused_adam",)], ids="+".join)
+def test_overridden_hooks_run_as_often_as_apart(kinds: tuple[str, ...], hook: str) -> None:
+    def overriding(base: type, seen: list[str]) -> type:
+        def override(self: Any, *args: Any, **kwargs: Any) -> Any:
+            seen.append(hook)
+            return getattr(base, hook)(self, *args, **kwargs)
+
+        return type("GradScaler", (base,), {hook: override})
+
+    counts: list[list[str]] = [[], []]
+    ours = Trial(overriding(GradScaler, counts[0]), kinds)
+    theirs = Trial(overriding(TorchScaler, counts[1]), kinds)
+    for seed, bad in enumerate(PATTERNS):
+        for trial in (ours, theirs):
+            trial.backward(seed, bad)
+        ours.at_once()
+        theirs.apart()
+        ours.same_as(theirs)
+    assert counts[0] == counts[1]
+
+
+def test_hooks_on_the_instance_are_honoured() -> None:
+    trial = Trial(GradScaler, ("sgd",))
+    seen = []
+    real = trial.scaler.update
+    trial.scaler.update = lambda *args: (seen.append(args), real(*args))[1]
+    trial.backward(0)
+    trial.at_once()
+    assert seen == [()]
+
+
+@pytest.mark.parametrize("own", [None, 2.0])
+@pytest.mark.parametrize("kind", FUSED)
+def test_a_bad_gradient_that_was_mended_after_unscale_still_counts(
+    kind: str, own: float | None
+) -> None:
+    trials = [Trial(GradScaler, (kind,)) for _ in range(2)]
+    for trial in trials:
+        trial.backward(0, (0,))
+        trial.scaler.unscale_(trial.optimizers[0])
+        for param in trial.sides[0].model.parameters():
+            param.grad.nan_to_num_(0.0, 0.0, 0.0)
+        if own is not None:
+            trial.optimizers[0].grad_scale = torch.tensor(own)
+    trials[0].at_once()
+    trials[1].apart()
+    trials[0].same_as(trials[1])
+    assert trials[0].scaler.get_scale() == 2.0**9
+
+
+def test_scale_written_by_others_between_steps_is_used() -> None:
+    ours, theirs = trials(("sgd", "fused_sgd"))
+    for seed in range(4):
+        for trial in (ours, theirs):
+            # Neither way bumps the version of the tensor.
+            trial.scaler.scale(torch.ones(()))
+            trial.scaler._scale.data.fill_(2.0 ** (5 + seed))
+            trial.scaler._growth_tracker.detach().numpy()[...] = 1
+            trial.backward(seed)
+        ours.at_once()
+        theirs.apart()
+        ours.same_as(theirs)
+
+
+def test_every_kind_of_optimizer_was_tried() -> None:
+    assert {kind for kinds in GROUPS for kind in kinds} == set(OPTIMIZERS)

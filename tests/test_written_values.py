@@ -1,0 +1,360 @@
+"""What the scaler writes, and what it hands to optimizers, against torch in the same test."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from support import (
+    FUSED,
+    OPTIMIZERS,
+    TorchScaler,
+    agree,
+    assert_sides_same,
+    outcome,
+    paired,
+    parameter_with,
+    plant,
+    side,
+    threads,
+)
+
+from ampfast import GradScaler
+
+Scaler = type[TorchScaler]
+
+
+def started(scaler_type: Scaler, scale: float = 8.0, **arguments: Any) -> TorchScaler:
+    """A scaler whose tensors exist."""
+    scaler = scaler_type("cpu", init_scale=scale, **arguments)
+    scaler.scale(torch.ones(()))
+    return scaler
+
+
+def sgd_with(*gradients: torch.Tensor) -> torch.optim.SGD:
+    """An optimizer whose parameters hold these gradients."""
+    return torch.optim.SGD([parameter_with(g) for g in gradients], lr=0.5)
+
+
+# What is written
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_gradients_are_written_in_place(name: str) -> None:
+    def use(scaler_type: Scaler) -> Any:
+        one = side(scaler_type, name, init_scale=8.0)
+        one.scaler.scale(one.loss(0)).backward()
+        before = [(p.grad, p.grad.data_ptr()) for p in one.model.parameters()]
+        one.scaler.unscale_(one.optimizer)
+        after = [p.grad for p in one.model.parameters()]
+        return [
+            [a is b and a.data_ptr() == at for (b, at), a in zip(before, after, strict=True)],
+            [g._version for g in after],
+            after,
+        ]
+
+    assert all(agree(use).value[0])
+
+
+def test_version_counters_move_as_torchs_do() -> None:
+    def use(scaler_type: Scaler) -> Any:
+        scaler, gradient = started(scaler_type), torch.ones(3)
+        optimizer, seen = sgd_with(gradient), []
+        for call in (scaler.unscale_, scaler.step, lambda _: scaler.update()):
+            call(optimizer)
+            seen.append(
+                [gradient._version, scaler._scale._version, scaler._growth_tracker._version]
+            )
+        scaler.update(4.0)
+        scaler.update(torch.tensor(2.0))
+        scaler.load_state_dict(scaler.state_dict())
+        return [*seen, scaler._scale._version, scaler._growth_tracker._version]
+
+    agree(use)
+
+
+def test_update_between_scale_and_backward_is_detected() -> None:
+    def use(scaler_type: Scaler) -> None:
+        one = side(scaler_type, init_scale=8.0)
+        one.train(0)
+        pending = one.scaler.scale(one.loss(1))
+        one.scaler.unscale_(one.optimizer)
+        one.scaler.update()
+        pending.backward()
+
+    error = agree(use).error
+    assert error is not None and "modified by an inplace operation" in str(error)
+
+
+def test_unscale_after_create_graph() -> None:
+    def use(scaler_type: Scaler) -> Any:
+        one = side(scaler_type, init_scale=8.0)
+        scaled = one.scaler.scale(one.loss(1))
+        scaled.backward(create_graph=True)
+        parameters = list(one.model.parameters())
+        one.scaler.unscale_(one.optimizer)
+        penalty = sum(p.grad.square().sum() for p in parameters)
+        # Whether autograd lets the second backward pass is torch's to say; ours must say the same.
+        more = torch.autograd.grad(penalty, parameters)
+        return [list(more), [p.grad.detach() for p in parameters]]
+
+    agree(use)
+
+
+def test_flags_are_tensors_of_their_own() -> None:
+    def use(scaler_type: Scaler) -> Any:
+        scaler = started(scaler_type)
+        optimizers = [sgd_with(torch.ones(3)), sgd_with(torch.tensor([float("inf")]))]
+        for optimizer in optimizers:
+            scaler.step(optimizer)
+        flags = [scaler._found_inf_per_device(o)[torch.device("cpu")] for o in optimizers]
+        return [flags, [f._is_view() for f in flags], [type(f) for f in flags]]
+
+    agree(use)
+
+
+def test_a_flag_handed_out_is_never_written_again() -> None:
+    scaler, gradient = started(GradScaler), torch.tensor([float("inf")])
+    optimizer = sgd_with(gradient)
+    scaler.unscale_(optimizer)
+    [kept] = scaler._found_inf_per_device(optimizer).values()
+    address = kept.data_ptr()
+    scaler.update()
+    for _ in range(3):
+        gradient.fill_(1.0)
+        scaler.step(optimizer)
+        scaler.update()
+    assert kept.item() == 1.0 and kept.data_ptr() == address
+
+
+def test_sparse_half_gradients_are_coalesced_by_the_check() -> None:
+    def use(scaler_type: Scaler) -> Any:
+        values = torch.full((2, 2), 40000.0, dtype=torch.float16)
+        gradient = torch.sparse_coo_tensor([[1, 1]], values, (3, 2))
+        parameter = torch.nn.Parameter(torch.ones(3, 2, dtype=torch.float16))
+        parameter.grad = gradient
+        optimizer = torch.optim.SGD([parameter], lr=0.1)
+        flags = list(started(scaler_type)._check_inf_per_device(optimizer).values())
+        return [flags, parameter.grad, parameter.grad is gradient]
+
+    # The sum of the two rows is what overflows.
+    assert agree(use).value[0][0].item() == 1.0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("coalesced", [True, False])
+def test_sparse_gradients_use_their_values(dtype: torch.dtype, coalesced: bool) -> None:
+    def use(scaler_type: Scaler) -> Any:
+        gradient = torch.sparse_coo_tensor([[1, 1]], torch.full((2, 2), 3.0, dtype=dtype), (3, 2))
+        parameter = torch.nn.Parameter(torch.ones(3, 2, dtype=dtype))
+        parameter.grad = gradient.coalesce() if coalesced else gradient
+        optimizer = torch.optim.SGD([parameter], lr=0.1)
+        started(scaler_type).step(optimizer)
+        return [parameter.grad, parameter.detach()]
+
+    agree(use)
+
+
+# Updating
+
+# Subnormal scales, but none that becomes 0, of which ampfast warns.
+UPDATES = [
+    (scale, growth, backoff, interval, tracker, flag)
+    for scale in (3.0, 65536.0, 3.0e38, 1e-44, -5.0)
+    for growth, backoff in ((1.1, 1 / 3), (2.0, 0.5))
+    for interval, tracker in ((1, 0), (3, 1), (3, 2), (0, 5), (-4, 0))
+    for flag in (0.0, 1.0, 3.0, float("nan"))
+]
+
+
+def test_update_arithmetic() -> None:
+    def use(scaler_type: Scaler) -> Any:
+        results = []
+        for scale, growth, backoff, interval, tracker, flag in UPDATES:
+            scaler, optimizer = started(scaler_type, scale), object()
+            scaler.set_growth_factor(growth)
+            scaler.set_backoff_factor(backoff)
+            scaler.set_growth_interval(interval)
+            scaler._growth_tracker.fill_(tracker)
+            record = scaler._per_optimizer_states[id(optimizer)]
+            record["found_inf_per_device"] = {torch.device("cpu"): torch.tensor(flag)}
+            scaler.update()
+            results.append([scaler._scale, scaler._growth_tracker, scaler.get_scale()])
+        return results
+
+    agree(use)
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        ("_growth_factor", None),
+        ("_growth_factor", "2"),
+        ("_growth_factor", 3),
+        ("_growth_factor", torch.tensor(3.0)),
+        ("_backoff_factor", float("inf")),
+        ("_growth_interval", 2.0),
+        ("_growth_interval", None),
+        ("_growth_interval", True),
+        ("_growth_interval", 2**40),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("flag", [0.0, 1.0])
+def test_update_with_odd_settings(setting: tuple[str, Any], flag: float) -> None:
+    def use(scaler_type: Scaler) -> Any:
+        scaler, optimizer = started(scaler_type, growth_interval=1), sgd_with(torch.tensor([flag]))
+        plant(optimizer.param_groups[0]["params"][0].grad, "first", float("inf") if flag else 1.0)
+        setattr(scaler, *setting)
+        scaler.step(optimizer)
+        try:
+            scaler.update()
+        except (TypeError, RuntimeError, ValueError) as error:
+            # The text is the dispatcher's, which lists the arguments of the op in use.
+            return [type(error).__name__, scaler._scale, scaler._growth_tracker]
+        return [scaler._scale, scaler._growth_tracker]
+
+    agree(use)
+
+
+def test_get_scale_right_after_update() -> None:
+    def use(scaler_type: Scaler) -> Any:
+        scaler, optimizer = started(scaler_type, growth_interval=1), sgd_with(torch.ones(2))
+        seen = []
+        for _ in range(4):
+            scaler.step(optimizer)
+            scaler.update()
+            seen.append([scaler.get_scale(), scaler._get_growth_tracker()])
+        return seen
+
+    assert agree(use).value[-1] == [128.0, 0]
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (1, 1)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_scale_rebound_to_other_tensors(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    def use(scaler_type: Scaler) -> Any:
+        scaler, optimizer = started(scaler_type, growth_interval=1), sgd_with(torch.ones(2))
+        scaler._scale = torch.full(shape, 3.0, dtype=dtype)
+        seen: list[Any] = []
+        for call in (lambda: scaler.step(optimizer), scaler.update):
+            try:
+                call()
+            except (RuntimeError, TypeError) as error:
+                seen.append(type(error).__name__)
+        return [*seen, scaler._scale, optimizer.param_groups[0]["params"][0].detach()]
+
+    agree(use)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_two_scalers_share_their_tensors(name: str) -> None:
+    def use(scaler_type: Scaler) -> Any:
+        first, second = (side(scaler_type, name, init_scale=64.0) for _ in range(2))
+        first.train(0)
+        second.scaler._scale = first.scaler._scale
+        second.scaler._growth_tracker = first.scaler._growth_tracker
+        for seed, bad in enumerate([None, float("inf"), None, float("nan")]):
+            first.train(seed, bad)
+            second.train(seed + 50)
+        return [first.observe(), second.observe()]
+
+    agree(use)
+
+
+# Optimizers that read the scale themselves
+
+
+@pytest.mark.parametrize("own", [None, 0.5, 4.0])
+@pytest.mark.parametrize("unscaled", [False, True])
+@pytest.mark.parametrize("bad", [None, float("inf")])
+def test_attributes_handed_to_the_optimizer(
+    own: float | None, unscaled: bool, bad: float | None
+) -> None:
+    class Reader(torch.optim.SGD):
+        _step_supports_amp_scaling = True
+
+        def step(self, closure: Any = None) -> list[Any]:
+            return [self.grad_scale, self.found_inf]
+
+    def use(scaler_type: Scaler) -> Any:
+        scaler, gradient = started(scaler_type), plant(torch.ones(3), "last", bad or 1.0)
+        optimizer = Reader([parameter_with(gradient)], lr=0.1)
+        if own is not None:
+            optimizer.grad_scale = torch.tensor(own)
+        if unscaled:
+            scaler.unscale_(optimizer)
+        seen = scaler.step(optimizer)
+        left = [hasattr(optimizer, name) for name in ("grad_scale", "found_inf")]
+        return [seen, left, gradient]
+
+    agree(use)
+
+
+@pytest.mark.parametrize("name", FUSED)
+def test_fused_training(name: str) -> None:
+    # The first step does not overflow: what torch's fused SGD does then has a test of its own.
+    ours, theirs = paired(name, init_scale=2.0**10, growth_interval=2)
+    for seed, bad in enumerate([None, None, float("inf"), None, float("nan"), None]):
+        assert ours.train(seed, bad) == theirs.train(seed, bad)
+        assert_sides_same(ours, theirs)
+
+
+class Legacy(torch.optim.SGD):
+    """Asks the scaler for its flags and its scale."""
+
+    _step_supports_amp_scaling = True
+
+    def step(self, closure: Any = None, *, grad_scaler: Any = None) -> Any:
+        flags = grad_scaler._check_inf_per_device(self)
+        return [list(flags.values()), grad_scaler._get_scale_async(), grad_scaler.get_scale()]
+
+
+def test_legacy_optimizers_get_the_scaler_and_a_warning_at_the_users_line() -> None:
+    def use(scaler_type: Scaler) -> Any:
+        scaler, optimizer = started(scaler_type), Legacy([parameter_with(torch.ones(2))], lr=0.1)
+        seen = scaler.step(optimizer)
+        scaler.update()
+        return [seen, scaler.state_dict(), hasattr(optimizer, "grad_scale")]
+
+    told = agree(use)
+    [(category, _, filename, _)] = told.warned
+    assert category is FutureWarning and filename == __file__
+
+
+class Overriding(GradScaler):
+    """Takes the way through `step` and `update`."""
+
+    def update(self, new_scale: Any = None) -> None:
+        super().update(new_scale)
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+@pytest.mark.parametrize("scaler_type", [GradScaler, Overriding])
+def test_step_and_update_warns_at_the_users_line(scaler_type: Scaler, count: int) -> None:
+    scaler = started(scaler_type)
+    optimizers = [Legacy([parameter_with(torch.ones(2))], lr=0.1) for _ in range(count)]
+    told = outcome(lambda: scaler.step_and_update(*optimizers))
+    assert told.error is None
+    assert [(w[0], w[2]) for w in told.warned] == [(FutureWarning, __file__)] * count
+
+
+# Gradients that share memory
+
+
+@pytest.mark.parametrize("offset", [0, 1, 1000, 65536], ids=lambda offset: f"offset {offset}")
+@pytest.mark.parametrize("size", [100, 70_003, 2_000_003])
+def test_gradients_that_overlap_each_other(size: int, offset: int) -> None:
+    """Each is unscaled once, so what they share is unscaled twice, whatever the threads."""
+
+    def use(scaler_type: Scaler) -> Any:
+        with threads(2):
+            scaler = started(scaler_type, 3.0)
+            memory = torch.linspace(1.0, 2.0, size + offset)
+            first, second = memory[:size], memory[offset:]
+            optimizer = sgd_with(first, second)
+            scaler.unscale_(optimizer)
+        return memory
+
+    agree(use)
