@@ -401,8 +401,11 @@ class GradScaler(TorchGradScaler):
     ) -> None:
         """Checks what an optimizer that divides by `grad_scale` will work with."""
         grads = self._collect(optimizer, allow_fp16=True, writes=False)
-        flags = gradients.check_(grads, grad_scale.detach().float(), update=update)
-        if state["stage"] is OptState.UNSCALED:
+        unscaled = state["stage"] is OptState.UNSCALED
+        flags = gradients.check_(
+            grads, grad_scale.detach().float(), update=None if unscaled else update
+        )
+        if unscaled:
             # What unscale_ found counts too; in new tensors, for its own may have been handed out.
             for device, flag in state["found_inf_per_device"].items():
                 both = [flag, flags[device]] if device in flags else [flag]
