@@ -479,7 +479,10 @@ class GradScaler(TorchGradScaler):
     def _overrides(self, hooks: dict[str, Callable[..., Any]]) -> bool:
         """Whether a subclass or this instance replaced one of `hooks`."""
         kind, own = type(self), self.__dict__
-        return any(getattr(kind, name) is not hook or name in own for name, hook in hooks.items())
+        for name, hook in hooks.items():
+            if getattr(kind, name) is not hook or name in own:
+                return True
+        return False
 
 
 def _original(*names: str) -> dict[str, Callable[..., Any]]:

@@ -161,9 +161,7 @@ def run_with(value: str | None) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.mark.parametrize(
-    ("value", "name"), [(None, "cpu"), ("", "cpu"), ("cpu", "cpu"), ("aten", "aten")]
-)
+@pytest.mark.parametrize(("value", "name"), [(None, "cpu"), ("", "cpu"), ("aten", "aten")])
 def test_environment_sets_the_default(value: str | None, name: str) -> None:
     done = run_with(value)
     assert done.returncode == 0, done.stderr

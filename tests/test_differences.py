@@ -10,7 +10,17 @@ from typing import Any
 import pytest
 import torch
 from one_step import F32_MAX, TINY, both, flags, floats, setup
-from support import BITS, FUSED, TorchScaler, assert_same, outcome
+from support import (
+    BITS,
+    FUSED,
+    LAYOUTS,
+    TorchScaler,
+    assert_same,
+    make_gradient,
+    outcome,
+    parameter_with,
+    plant,
+)
 
 from ampfast import GradScaler
 
@@ -141,7 +151,8 @@ def test_float16_gradients_when_allowed(optimizer: str, torch_fails: Any) -> Non
 
 def test_allow_fp16_covers_sparse_gradients() -> None:
     indices = torch.tensor([[1, 1, 3]])
-    sparse = torch.sparse_coo_tensor(indices, floats(2, 4, 8, dtype=torch.float16), (5,))
+    values = floats(2, 4, 8, dtype=torch.float16)
+    sparse = torch.sparse_coo_tensor(indices, values, (5,), check_invariants=True)
     ours = setup(GradScaler, "sgd", [sparse], 2.0, allow_fp16=True)
     ours.scaler.unscale_(ours.optimizer)
     assert_same(ours.parameters[0].grad.to_dense(), floats(0, 3, 0, 4, 0, dtype=torch.float16))
@@ -183,6 +194,36 @@ def test_check_inf_per_device_keeps_its_raw_meaning(scale: float, value: float) 
         assert found is run.scaler._found_inf_per_device(run.optimizer)
         results.append((found, run.parameters[0].grad, run.scaler._scale))
     assert_same(*results)
+
+
+@pytest.mark.parametrize("bad", [None, math.inf, math.nan])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_check_inf_per_device_reads_every_layout(layout: str, bad: float | None) -> None:
+    told = []
+    for scaler_type in (GradScaler, TorchScaler):
+        gradients = [torch.ones(3), make_gradient(layout), torch.ones(2, dtype=torch.float16)]
+        if bad is not None and layout != "expanded":
+            plant(gradients[1], "last", bad)
+        run = setup(scaler_type, "fused_adam", [torch.ones(1)])
+        run.parameters[:] = [parameter_with(g) for g in gradients]
+        run.optimizer.param_groups = [{"params": run.parameters}]
+        result = outcome(lambda run=run: run.scaler._check_inf_per_device(run.optimizer))
+        told.append((result.told()[:2], gradients))
+    assert_same(*told)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+def test_duplicates_of_sparse_float16_gradients_are_added_up_first(dtype: torch.dtype) -> None:
+    # Each value is finite, their sum is not in float16.
+    sparse = torch.sparse_coo_tensor(
+        [[1, 1]], floats(6e4, 6e4, dtype=dtype), (3,), check_invariants=True
+    )
+    results = []
+    for run in both("sgd", [sparse]):
+        run.scaler._check_inf_per_device(run.optimizer)
+        results.append((flags(run), run.parameters[0].grad))
+    assert_same(*results)
+    assert results[0][0] == [float(dtype is torch.float16)]
 
 
 class OwnFlags(GradScaler):

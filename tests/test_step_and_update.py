@@ -98,7 +98,9 @@ def test_state_can_be_mixed_with_the_calls_apart() -> None:
 
 
 IRREGULAR: dict[str, Callable[[], torch.Tensor]] = {
-    "sparse": lambda: torch.sparse_coo_tensor([[0, 2, 2]], [1.0, 2.0, 3.0], (4,)),
+    "sparse": lambda: torch.sparse_coo_tensor(
+        [[0, 2, 2]], [1.0, 2.0, 3.0], (4,), check_invariants=True
+    ),
     "complex": lambda: torch.tensor([1 + 2j, 3.0]),
     "overlapping": lambda: torch.arange(6.0).as_strided((3, 3), (1, 1)),
     "expanded": lambda: torch.ones(1).expand(4),

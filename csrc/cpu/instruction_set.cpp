@@ -1,7 +1,6 @@
 // Compiles the loops once per instruction set and picks the best that the machine has.
 #include "instruction_set.h"
 
-#include <algorithm>
 #include <atomic>
 #include <stdexcept>
 #include <type_traits>

@@ -2,12 +2,18 @@
 // and under the matching target, so there is no include guard. AMPFAST_F16C tells whether the
 // conversions of float16 may use that extension.
 
+// Not std::max: a copy of it compiled for one instruction set could end up in the code of another.
+template <class T>
+T larger(T a, T b) {
+  return a < b ? b : a;
+}
+
 template <class T>
 int64_t peak_bits(const void* data, int64_t numel) {
   const T* values = static_cast<const T*>(data);
   decltype(magnitude(*values)) peak = 0;
   for (int64_t i = 0; i < numel; ++i) {
-    peak = std::max(peak, magnitude(values[i]));
+    peak = larger(peak, magnitude(values[i]));
   }
   return peak;
 }
@@ -17,7 +23,7 @@ inline int64_t peak_bits16(const void* data, int64_t numel) {
   const uint16_t* values = static_cast<const uint16_t*>(data);
   int16_t peak = 0;
   for (int64_t i = 0; i < numel; ++i) {
-    peak = std::max(peak, magnitude16(values[i]));
+    peak = larger(peak, magnitude16(values[i]));
   }
   return peak;
 }
@@ -28,7 +34,7 @@ int64_t unscale(void* data, int64_t numel, float inv_scale) {
   const T factor = inv_scale;
   decltype(magnitude(*values)) peak = 0;
   for (int64_t i = 0; i < numel; ++i) {
-    peak = std::max(peak, magnitude(values[i]));
+    peak = larger(peak, magnitude(values[i]));
     values[i] = values[i] * factor;
   }
   return peak;
@@ -54,12 +60,12 @@ int64_t unscale16(void* data, int64_t numel, float inv_scale) {
     int16_t lanes[8];
     _mm_storeu_si128(reinterpret_cast<__m128i*>(lanes), peaks);
     for (const int16_t lane : lanes) {
-      peak = std::max(peak, lane);
+      peak = larger(peak, lane);
     }
   }
 #endif
   for (; i < numel; ++i) {
-    peak = std::max(peak, magnitude16(values[i].bits));
+    peak = larger(peak, magnitude16(values[i].bits));
     values[i] = narrow(widen(values[i]) * inv_scale, T{});
   }
   return peak;
