@@ -115,7 +115,7 @@ class GradScaler(TorchGradScaler):
             ValueError: If a gradient is float16 and `allow_fp16` is not set; its note says which.
         """
         if self._enabled:
-            self._unscale(optimizer, "unscale_", None)
+            self._unscale(optimizer, None)
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
         """Unscales unless that is done, then calls the optimizer's step if all is finite.
@@ -280,10 +280,8 @@ class GradScaler(TorchGradScaler):
         self._per_optimizer_states[id(optimizer)]["found_inf_per_device"] = flags
         return flags
 
-    def _unscale(
-        self, optimizer: torch.optim.Optimizer, caller: str, update: native.ScaleUpdate | None
-    ) -> None:
-        scale, _ = self._check_scale_growth_tracker(caller)
+    def _unscale(self, optimizer: torch.optim.Optimizer, update: native.ScaleUpdate | None) -> None:
+        scale, _ = self._check_scale_growth_tracker("unscale_")
         state = self._per_optimizer_states[id(optimizer)]
         if state["stage"] is OptState.UNSCALED:
             raise RuntimeError(
@@ -331,7 +329,7 @@ class GradScaler(TorchGradScaler):
                 if update is None:
                     self.unscale_(optimizer)
                 else:
-                    self._unscale(optimizer, "unscale_", update)
+                    self._unscale(optimizer, update)
             if not state["found_inf_per_device"]:
                 raise no_inf_checks(optimizer)
             result = self._maybe_opt_step(optimizer, state, *args, **kwargs)
@@ -379,9 +377,9 @@ class GradScaler(TorchGradScaler):
         if isinstance(grad_scale, Tensor) and not overridden:
             self._check_quotients(optimizer, state, grad_scale, update)
         flags = list(state["found_inf_per_device"].values())
-        optimizer.grad_scale = grad_scale  # type: ignore[attr-defined]
         # Nothing checked is 0, as torch's sum over nothing.
         found_inf = gradients.any_found(flags, scale.device) if flags else 0
+        optimizer.grad_scale = grad_scale  # type: ignore[attr-defined]
         optimizer.found_inf = found_inf  # type: ignore[attr-defined]
         try:
             if flags and lacks_momentum(optimizer) and found_inf.item():  # type: ignore[union-attr]
@@ -427,7 +425,7 @@ class GradScaler(TorchGradScaler):
     def _flags_besides(self, optimizer: object, device: torch.device) -> list[Tensor]:
         """The found_inf tensors of this iteration, without those of one optimizer."""
         return [
-            flag.to(device, non_blocking=True)
+            gradients.moved(flag, device)
             for key, state in self._per_optimizer_states.items()
             for flag in state["found_inf_per_device"].values()
             if key != id(optimizer)

@@ -11,7 +11,7 @@ from torch import Tensor
 from ampfast.backends import aten, native
 from ampfast.notes import add_note
 
-__all__ = ["Gradients", "any_found", "check_", "collect", "of_list", "unscale_"]
+__all__ = ["Gradients", "any_found", "check_", "collect", "inverse", "moved", "of_list", "unscale_"]
 
 
 @dataclass(frozen=True)
@@ -137,8 +137,13 @@ def any_found(flags: Iterable[Tensor], device: torch.device) -> Tensor:
     """Returns one new 0-dim float32 flag on `device`: 1 if any of `flags` is not 0, else 0."""
     found = torch.zeros((), dtype=torch.float32, device=device)
     for flag in flags:
-        found.masked_fill_(flag.to(device, non_blocking=True).reshape(()) != 0, 1.0)
+        found.masked_fill_(moved(flag, device).reshape(()) != 0, 1.0)
     return found
+
+
+def moved(tensor: Tensor, device: torch.device, copy: bool = False) -> Tensor:
+    """Returns a scalar on `device`; without waiting, except where the CPU will read it."""
+    return tensor.to(device, non_blocking=device.type != "cpu", copy=copy)
 
 
 def inverse(scale: Tensor) -> Tensor:
@@ -157,7 +162,7 @@ class _Copies:
 
     def on(self, device: torch.device) -> Tensor:
         if device not in self._copies:
-            self._copies[device] = self._tensor.to(device, non_blocking=True)
+            self._copies[device] = moved(self._tensor, device)
         return self._copies[device]
 
 
@@ -169,7 +174,7 @@ def _rides(gradients: Gradients, update: native.ScaleUpdate | None) -> native.Sc
 def _new_flag(found_inf: Tensor | None, device: torch.device) -> Tensor:
     if found_inf is None:
         return torch.zeros((), dtype=torch.float32, device=device)
-    return found_inf.to(device, non_blocking=True, copy=True)
+    return moved(found_inf, device, copy=True)
 
 
 def _values_of(param: Tensor) -> Tensor:
