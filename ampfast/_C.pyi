@@ -44,7 +44,7 @@ class ScaleUpdate:
 
 def walk(
     param_groups: Iterable[dict], allow_fp16: bool, writes: bool, devices: int
-) -> tuple[list[GradList], list[Tensor], tuple[int, int, object] | None]: ...
+) -> tuple[list[GradList], list[tuple[Tensor, Tensor]], tuple[int, int, object] | None]: ...
 def unscale_(
     grads: GradList,
     factor: Tensor,

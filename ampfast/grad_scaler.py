@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from numbers import Number
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -23,6 +23,14 @@ from ampfast.notes import add_note
 from ampfast.optimizers import lacks_momentum, no_inf_checks, takes_grad_scaler
 
 __all__ = ["GradScaler", "OptState"]
+
+
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+def _not_compiled(method: Method) -> Method:
+    """Keeps torch.compile out of a method and of what it calls."""
+    return cast(Method, torch._disable_dynamo(method, recursive=True))
 
 
 class GradScaler(TorchGradScaler):
@@ -86,8 +94,7 @@ class GradScaler(TorchGradScaler):
             )
         if not isinstance(allow_fp16, bool):
             raise TypeError(f"allow_fp16 must be a bool, got {type(allow_fp16).__name__}")
-        if backend is not None and not isinstance(backend, str):
-            raise TypeError(f"backend must be a string or None, got {type(backend).__name__}")
+        backends.require_known(backend)
         devices = backends.device_set(backend) if enabled else None
         # torch would do so too, but its warning would point here instead of at the caller.
         if enabled and device == "cuda" and amp_definitely_not_available():
@@ -103,6 +110,8 @@ class GradScaler(TorchGradScaler):
         self._devices = devices
         self._allow_fp16 = allow_fp16
 
+    # A compiler that traces the state machine around a kernel loses what is written to its dicts.
+    @_not_compiled
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
         """Unscales the optimizer's gradients in place and checks them; no host sync.
 
@@ -117,6 +126,7 @@ class GradScaler(TorchGradScaler):
         if self._enabled:
             self._unscale(optimizer, None)
 
+    @_not_compiled
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
         """Unscales unless that is done, then calls the optimizer's step if all is finite.
 
@@ -135,6 +145,7 @@ class GradScaler(TorchGradScaler):
         """
         return self._step(optimizer, args, kwargs, None)
 
+    @_not_compiled
     def update(self, new_scale: float | Tensor | None = None) -> None:
         """Updates the scale from what the iteration's checks found, or sets it; no host sync.
 
@@ -166,11 +177,13 @@ class GradScaler(TorchGradScaler):
                 self._update_with_torch(scale, growth_tracker, flags)
         self._end_iteration()
 
+    @_not_compiled
     def step_and_update(self, *optimizers: torch.optim.Optimizer) -> list[float | None]:
         """`step` for each optimizer, then `update`, which rides in the last check where it can.
 
         Nobody can look in between: while the last optimizer steps, `get_scale()` is the next scale
-        already. If it raises, the scale is as if `update` had not been called.
+        already, and what its `step` writes to the scaler comes too late for the update. If it
+        raises, the scale is as if `update` had not been called.
 
         Args:
             *optimizers: As for `step`.
@@ -215,7 +228,7 @@ class GradScaler(TorchGradScaler):
             LookupError: If this optimizer was never checked.
         """
         if not self._enabled:
-            return torch.zeros(())
+            return torch.zeros((), dtype=torch.float32, device="cpu")
         flags = None if self._last_checks is None else self._last_checks.get(optimizer)
         if flags is None:
             raise LookupError(
@@ -379,6 +392,7 @@ class GradScaler(TorchGradScaler):
         flags = list(state["found_inf_per_device"].values())
         # Nothing checked is 0, as torch's sum over nothing.
         found_inf = gradients.any_found(flags, scale.device) if flags else 0
+        self._record(optimizer, state["found_inf_per_device"])
         optimizer.grad_scale = grad_scale  # type: ignore[attr-defined]
         optimizer.found_inf = found_inf  # type: ignore[attr-defined]
         try:
@@ -435,7 +449,10 @@ class GradScaler(TorchGradScaler):
         self, scale: Tensor, growth_tracker: Tensor, flags: list[Tensor]
     ) -> native.ScaleUpdate | None:
         """The update as the core does it, or None where torch's own op must."""
-        if isinstance(self._growth_interval, bool):
+        factors = (self._growth_factor, self._backoff_factor)
+        if type(self._growth_interval) is not int or not all(
+            isinstance(factor, (int, float)) for factor in factors
+        ):
             return None
         try:
             return native.ScaleUpdate.of(
@@ -499,9 +516,13 @@ _HOOKS = _original(
 def _callers_level() -> int:
     """The stacklevel of the first frame outside torch's and this scaler's module."""
     level, frame = 1, sys._getframe(1)
-    while frame.f_back is not None and frame.f_globals.get("__name__") in _SCALER_MODULES:
+    while frame.f_back is not None and _is_inside(frame.f_globals.get("__name__", "")):
         level, frame = level + 1, frame.f_back
     return level
 
 
-_SCALER_MODULES = (__name__, TorchGradScaler.__module__)
+def _is_inside(module: str) -> bool:
+    return module in _SCALER_MODULES or module.startswith("torch._dynamo.")
+
+
+_SCALER_MODULES = (__name__, TorchGradScaler.__module__, "torch._compile")

@@ -43,14 +43,14 @@ def collect(
         AssertionError: If a parameter is not a tensor.
         ValueError: If a gradient is float16 and `allow_fp16` is false.
     """
-    lists, params, refused = native.walk(param_groups, allow_fp16, writes, devices)
+    lists, irregular, refused = native.walk(param_groups, allow_fp16, writes, devices)
     if refused is not None:
         raise _refusal(*refused)
     set_aside: dict[torch.device, list[Tensor]] = {}
-    if params:
+    if irregular:
         with torch.no_grad():
-            for param in params:
-                values = _values_of(param)
+            for param, grad in irregular:
+                values = _values_of(param, grad)
                 set_aside.setdefault(values.device, []).append(values)
     return Gradients(lists, set_aside)
 
@@ -177,11 +177,8 @@ def _new_flag(found_inf: Tensor | None, device: torch.device) -> Tensor:
     return moved(found_inf, device, copy=True)
 
 
-def _values_of(param: Tensor) -> Tensor:
+def _values_of(param: Tensor, grad: Tensor) -> Tensor:
     """What torch's op takes of an irregular gradient: of a sparse one its values."""
-    grad = param.grad
-    if grad is None:
-        raise RuntimeError("a gradient was removed while the gradients were collected")
     if not grad.is_sparse:
         return grad
     if grad.dtype is torch.float16:

@@ -22,6 +22,10 @@ class LastChecks:
         self._held: set[int] = set()
         self._expiring: set[int] = set()
 
+    def __reduce__(self) -> tuple[type[LastChecks], tuple[()]]:
+        # Weak references are of this process: a copy starts empty.
+        return LastChecks, ()
+
     def record(self, optimizer: object, flags: Flags) -> None:
         """Remembers `flags`, the found_inf tensors by device, of the optimizer's last check."""
         key = id(optimizer)

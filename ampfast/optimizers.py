@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import weakref
 from collections.abc import Callable
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -14,13 +15,13 @@ from ampfast.notes import add_note
 __all__ = ["lacks_momentum", "no_inf_checks", "takes_grad_scaler"]
 
 # Reading a signature takes longer than checking a thousand small gradients.
-_signatures: weakref.WeakKeyDictionary[Callable[..., Any], bool] = weakref.WeakKeyDictionary()
+_signatures: weakref.WeakKeyDictionary[FunctionType, bool] = weakref.WeakKeyDictionary()
 
 
 def takes_grad_scaler(step: Callable[..., Any]) -> bool:
     """Whether an optimizer's step has the keyword of torch's older contract."""
     function = getattr(step, "__func__", None)
-    if function is None:
+    if not isinstance(function, FunctionType):
         return "grad_scaler" in inspect.signature(step).parameters
     known = _signatures.get(function)
     if known is None:

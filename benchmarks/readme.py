@@ -156,6 +156,6 @@ def _value(
 
 def _table(header: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
     if not lines:
-        lines = [(*header[:1], *[NOT_MEASURED] * (len(header) - 1))]
+        lines = [[NOT_MEASURED] * len(header)]
     rule = ["---"] * len(header)
     return "\n".join("| " + " | ".join(line) + " |" for line in (header, rule, *lines))

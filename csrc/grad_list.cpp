@@ -1,5 +1,6 @@
 #include "grad_list.h"
 
+#include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/core/impl/TorchDispatchModeTLS.h>
 #include <torch/csrc/autograd/python_variable.h>
 
@@ -32,15 +33,18 @@ bool has_known_dtype(const at::Tensor& tensor) {
 
 }  // namespace
 
-bool is_observed() { return c10::impl::TorchDispatchModeTLS::any_modes_set(); }
+bool is_observed() {
+  return c10::impl::TorchDispatchModeTLS::any_modes_set() ||
+         c10::impl::tls_is_dispatch_key_included(c10::DispatchKey::FuncTorchDynamicLayerFrontMode);
+}
 
 bool is_plain(const at::Tensor& tensor, uint64_t devices) {
   return (devices & device_bit(tensor.device().type())) != 0 && has_only_dense_keys(tensor) &&
-         has_plain_type(tensor) && !tensor.is_inference() && tensor.is_non_overlapping_and_dense();
+         has_plain_type(tensor) && tensor.is_non_overlapping_and_dense();
 }
 
 bool is_regular(const at::Tensor& tensor, uint64_t devices) {
-  return has_known_dtype(tensor) && is_plain(tensor, devices);
+  return has_known_dtype(tensor) && !tensor.is_inference() && is_plain(tensor, devices);
 }
 
 DtypeList& GradList::list_of(at::ScalarType dtype) {

@@ -56,8 +56,8 @@ bool is_plain(const at::Tensor& tensor, uint64_t devices);
 // takes torch's own op.
 bool is_regular(const at::Tensor& tensor, uint64_t devices);
 
-// Tells whether a dispatch mode watches this thread's ops: then all gradients take torch's own op,
-// so that it sees them.
+// Tells whether a dispatch mode or a function transform watches this thread's ops: then all
+// gradients take torch's own op, so that it sees them.
 bool is_observed();
 
 // The bit of a device type in the sets above.

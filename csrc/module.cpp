@@ -26,9 +26,9 @@ bool run(const GradList& grads, const Kernel& kernel) {
 }
 
 float read_scalar(const at::Tensor& tensor, const char* name) {
-  TORCH_CHECK(is_cpu_scalar(tensor, at::kFloat), name,
-              " must be a float32 CPU tensor with one element, got ", tensor.scalar_type(),
-              " of shape ", tensor.sizes(), " on ", tensor.device());
+  TORCH_CHECK(tensor.numel() == 1, name, " must be a 1-element tensor.");
+  TORCH_CHECK(tensor.scalar_type() == at::kFloat, name, " must be a float tensor.");
+  TORCH_CHECK(tensor.is_cpu(), name, " must be a CPU tensor.");
   return *tensor.const_data_ptr<float>();
 }
 
@@ -52,7 +52,7 @@ at::Tensor unscale_(const GradList& grads, const at::Tensor& factor, bool is_sca
   if (found_inf) {
     read_scalar(*found_inf, "found_inf");
   }
-  const float value = read_scalar(factor, is_scale ? "scale" : "inv_scale");
+  const float value = read_scalar(factor, "inv_scale");
   const float inv_scale = is_scale ? inverse_scale(value) : value;
   const bool found = run(grads, [&] { return cpu::unscale(grads, inv_scale); });
   return write_flag(std::move(found_inf), found, update);
@@ -73,7 +73,8 @@ at::Tensor check_(const GradList& grads, const std::optional<at::Tensor>& grad_s
 std::optional<ScaleUpdate> scale_update(at::Tensor scale, at::Tensor growth_tracker,
                                         std::vector<at::Tensor> found_infs, double growth_factor,
                                         double backoff_factor, int64_t growth_interval) {
-  bool known = is_cpu_scalar(scale, at::kFloat) && is_cpu_scalar(growth_tracker, at::kInt);
+  bool known = is_cpu_scalar(scale, at::kFloat) && is_cpu_scalar(growth_tracker, at::kInt) &&
+               !scale.is_inference() && !scale.requires_grad();
   for (const at::Tensor& flag : found_infs) {
     known = known && is_cpu_scalar(flag, at::kFloat);
   }

@@ -15,7 +15,14 @@ at::Tensor gradient_of(const py::handle& param) {
     return THPVariable_Unpack(param.ptr()).grad();
   }
   const py::object grad = param.attr("grad");
-  return grad.is_none() ? at::Tensor() : THPVariable_Unpack(grad.ptr());
+  if (grad.is_none()) {
+    return at::Tensor();
+  }
+  if (!THPVariable_Check(grad.ptr())) {
+    py::getattr(grad, "dtype");  // raises as reading it in Python does
+    throw py::type_error("a gradient must be a tensor");
+  }
+  return THPVariable_Unpack(grad.ptr());
 }
 
 GradList& list_on(std::vector<GradList>& lists, at::Device device) {
@@ -27,40 +34,51 @@ GradList& list_on(std::vector<GradList>& lists, at::Device device) {
   return lists.emplace_back(device);
 }
 
+void walk_group(const py::handle& params, int64_t group, bool allow_fp16, uint64_t devices,
+                Walk& walk, std::vector<at::Tensor>& regular) {
+  int64_t index = 0;
+  for (const py::handle item : params) {
+    const py::object param = py::reinterpret_borrow<py::object>(item);
+    const bool is_tensor = THPVariable_Check(param.ptr());
+    at::Tensor grad = is_tensor ? gradient_of(param) : at::Tensor();
+    if (!is_tensor || (grad.defined() && !allow_fp16 && grad.scalar_type() == at::kHalf)) {
+      walk.refused = Place{group, index, param};
+      return;
+    }
+    if (grad.defined()) {
+      if (is_regular(grad, devices)) {
+        regular.push_back(std::move(grad));
+      } else {
+        walk.set_aside.emplace_back(param, std::move(grad));
+      }
+    }
+    ++index;
+  }
+}
+
 }  // namespace
 
 Walk walk_gradients(const py::handle& param_groups, bool allow_fp16, bool writes,
                     uint64_t devices) {
-  // Turns a warning of `.grad` on a non-leaf tensor into a Python warning.
-  torch::PyWarningHandler warnings;
   Walk walk;
   std::vector<at::Tensor> regular;
   if (is_observed()) {
     devices = 0;
   }
-  int64_t group_index = 0;
-  for (const py::handle group : param_groups) {
+  // Turns a warning of `.grad` on a non-leaf tensor into a Python warning.
+  torch::PyWarningHandler warnings;
+  try {
     int64_t index = 0;
-    for (const py::handle param : py::reinterpret_borrow<py::object>(group)["params"]) {
-      if (!THPVariable_Check(param.ptr())) {
-        walk.refused = Place{group_index, index, py::reinterpret_borrow<py::object>(param)};
+    for (const py::handle group : param_groups) {
+      const py::object params = py::reinterpret_borrow<py::object>(group)["params"];
+      walk_group(params, index++, allow_fp16, devices, walk, regular);
+      if (walk.refused) {
         return walk;
       }
-      at::Tensor grad = gradient_of(param);
-      if (grad.defined()) {
-        if (!allow_fp16 && grad.scalar_type() == at::kHalf) {
-          walk.refused = Place{group_index, index, py::reinterpret_borrow<py::object>(param)};
-          return walk;
-        }
-        if (is_regular(grad, devices)) {
-          regular.push_back(std::move(grad));
-        } else {
-          walk.set_aside.push_back(py::reinterpret_borrow<py::object>(param));
-        }
-      }
-      ++index;
     }
-    ++group_index;
+  } catch (...) {
+    warnings.set_in_exception();
+    throw;
   }
   for (at::Tensor& grad : regular) {
     const at::Device device = grad.device();

@@ -4,6 +4,7 @@
 #include <torch/csrc/utils/pybind.h>
 
 #include <optional>
+#include <utility>
 #include <vector>
 
 #include "grad_list.h"
@@ -20,9 +21,11 @@ struct Place {
 };
 
 struct Walk {
-  std::vector<GradList> lists;        // one per device
-  std::vector<py::object> set_aside;  // parameters whose gradient takes torch's own op
-  std::optional<Place> refused;       // the first that torch refuses; the walk ends there
+  std::vector<GradList> lists;  // one per device
+  // Pairs of a parameter and its gradient, which takes torch's own op.
+  std::vector<std::pair<py::object, at::Tensor>> set_aside;
+  // The first that torch refuses; the walk ends there.
+  std::optional<Place> refused;
 };
 
 // Reads `.grad` of every parameter in `param_groups`, in order. A parameter that is not a tensor is

@@ -8,13 +8,22 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from support import OPTIMIZERS, TorchScaler, parameter_with
+from support import FUSED, OPTIMIZERS, TorchScaler, parameter_with
 
 from ampfast import GradScaler
 
 F32_MAX = torch.finfo(torch.float32).max
 # An inverse of this scale or of a smaller one is infinite in float32.
 TINY = 2.0**-128
+
+
+def _takes_grad_scale(kind: str) -> bool:
+    parameter = torch.nn.Parameter(torch.ones(1))
+    return getattr(OPTIMIZERS[kind]([parameter]), "_step_supports_amp_scaling", False)
+
+
+# To a scaler, the fused Adagrad of torch 2.11 is a plain optimizer.
+TAKE_GRAD_SCALE = tuple(kind for kind in FUSED if _takes_grad_scale(kind))
 
 
 @dataclass

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 from rigs import Bare, Rig, RigPlan
+from stepping_aside import current_scale, drop_own_scale, keep_interval_above_tracker, tame
 from support import make_gradient, plant
 
 OptState = torch.amp.grad_scaler.OptState
@@ -82,51 +83,8 @@ class World:
 
     def run(self, op: Op) -> Any:
         """Runs one operation."""
-        self._keep_interval_above_tracker()
+        keep_interval_above_tracker(self.scalers)
         return getattr(self, op.name)(*op.arguments)
-
-    def _current_scale(self, s: int) -> float:
-        scaler = self.scalers[s]
-        return scaler._init_scale if scaler._scale is None else scaler._scale.item()
-
-    def _keep_interval_above_tracker(self) -> None:
-        # Differs on purpose: an interval lowered below the tracker still grows in ampfast.
-        for scaler in self.scalers:
-            tracker = scaler._init_growth_tracker
-            if scaler._growth_tracker is not None:
-                tracker = max(tracker, scaler._growth_tracker.item())
-            if 0 < scaler._growth_interval <= tracker:
-                scaler._growth_interval = tracker + 1
-
-    def _tame(self, s: int, r: int) -> None:
-        # Differs on purpose: ampfast skips a step whose unscaled gradients overflow.
-        scale = self._current_scale(s)
-        for p in self.rigs[r].params:
-            if p.grad is None:
-                continue
-            values = p.grad.detach()
-            values = values._values() if values.is_sparse else values
-            top = values.abs().nan_to_num(0.0, 0.0, 0.0).max().item() if values.numel() else 0.0
-            limit = 2.0**14 if values.dtype == torch.float16 else 2.0**100
-            # An update may have moved the scale by then, hence the wide margin on both sides.
-            if max(top, top / scale) > limit and not scale >= 1.0:
-                p.grad = None
-
-    def _drop_own_scale(self, s: int, r: int) -> None:
-        # Differs on purpose: what came into the gradients after unscale_ is noticed by ampfast
-        # when the optimizer divides by a scale of its own.
-        rig, scaler = self.rigs[r], self.scalers[s]
-        record = scaler._per_optimizer_states.get(id(rig.optimizer))
-        if record is None or record["stage"] is not OptState.UNSCALED:
-            return
-        found = any(record["found_inf_per_device"].values())
-        finite = all(
-            torch.isfinite(p.grad._values() if p.grad.is_sparse else p.grad).all()
-            for p in rig.params
-            if p.grad is not None
-        )
-        if not record["found_inf_per_device"] or not (found or finite):
-            rig.forget_attributes()
 
     # Losses and gradients
 
@@ -166,7 +124,7 @@ class World:
     def backward(self, s: int, r: int, bad: str, where: str, seed: int) -> None:
         rig = self.rigs[r]
         total = torch.zeros(())
-        limit = self._current_scale(s)
+        limit = current_scale(self.scalers[s])
         for i, (p, layout) in enumerate(zip(rig.params, rig.layouts, strict=True)):
             if p.dtype == torch.float16:
                 limit = min(limit, 8.0)
@@ -182,7 +140,7 @@ class World:
 
     def grads(self, s: int, r: int, bad: str, where: str, seed: int) -> None:
         rig = self.rigs[r]
-        scale = min(self._current_scale(s), 2.0**60)
+        scale = min(current_scale(self.scalers[s]), 2.0**60)
         for i, (p, layout) in enumerate(zip(rig.params, rig.layouts, strict=True)):
             grad = make_gradient(layout, p.dtype, seed + i)
             grad.mul_(min(scale, 64.0) if p.dtype == torch.float16 else scale)
@@ -246,12 +204,12 @@ class World:
     # The scaler's own methods
 
     def unscale_(self, s: int, r: int) -> None:
-        self._tame(s, r)
+        tame(self.scalers[s], self.rigs[r])
         return self.scalers[s].unscale_(self.rigs[r].optimizer)
 
     def step(self, s: int, r: int, form: str) -> Any:
-        self._tame(s, r)
-        self._drop_own_scale(s, r)
+        tame(self.scalers[s], self.rigs[r])
+        drop_own_scale(self.scalers[s], self.rigs[r])
         try:
             return self._step(self.scalers[s], self.rigs[r].optimizer, form)
         except Exception:
@@ -272,8 +230,8 @@ class World:
     def step_and_update(self, s: int, rigs: tuple[int, ...]) -> list[Any]:
         scaler = self.scalers[s]
         for r in rigs:
-            self._tame(s, r)
-            self._drop_own_scale(s, r)
+            tame(self.scalers[s], self.rigs[r])
+            drop_own_scale(self.scalers[s], self.rigs[r])
         optimizers = [self.rigs[r].optimizer for r in rigs]
         try:
             if hasattr(scaler, "step_and_update"):

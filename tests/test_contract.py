@@ -119,7 +119,9 @@ def test_without_cuda_warns_at_the_users_line_and_is_disabled() -> None:
         assert category is UserWarning and filename == __file__
 
 
-@pytest.mark.parametrize("device", ["cpu", torch.device("cpu"), torch.device("cpu", 0), "cpu:0"])
+@pytest.mark.parametrize(
+    "device", ["cpu", torch.device("cpu"), torch.device("cpu", 0), "cpu:0", "cuda:0"]
+)
 def test_device_forms(device: Any) -> None:
     def use(scaler_type: Scaler) -> Any:
         scaler = scaler_type(device, init_scale=4.0)

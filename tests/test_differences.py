@@ -9,10 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from one_step import F32_MAX, TINY, both, flags, floats, setup
+from one_step import F32_MAX, TAKE_GRAD_SCALE, TINY, both, flags, floats, setup
 from support import (
     BITS,
-    FUSED,
     LAYOUTS,
     TorchScaler,
     assert_same,
@@ -244,7 +243,7 @@ class OwnFlags(GradScaler):
 
 
 @pytest.mark.parametrize("verdict", [0.0, 1.0])
-@pytest.mark.parametrize("optimizer", ["sgd", *FUSED])
+@pytest.mark.parametrize("optimizer", ["sgd", *TAKE_GRAD_SCALE])
 def test_flags_of_an_overridden_hook_decide(optimizer: str, verdict: float) -> None:
     for scale, value in ((2.0**16, 1.0), (2.0**16, math.inf), (TINY, 1.0), (0.0, 1.0)):
         run = setup(OwnFlags, optimizer, [floats(value)], scale)

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from one_step import Setup, floats, setup
-from support import FUSED, TorchScaler, parameter_with
+from one_step import TAKE_GRAD_SCALE, Setup, floats, setup
+from support import TorchScaler, parameter_with
 
 from ampfast import GradScaler
 
@@ -141,7 +141,7 @@ def test_fused_sgd_that_lacks_one_buffer() -> None:
 
 
 @pytest.mark.parametrize("bad", [1.0, math.inf])
-@pytest.mark.parametrize("optimizer", FUSED)
+@pytest.mark.parametrize("optimizer", TAKE_GRAD_SCALE)
 def test_other_fused_optimizers_never_read_on_the_host(optimizer: str, bad: float) -> None:
     run = setup(GradScaler, optimizer, [floats(1.0), floats(bad)])
     for _ in range(3):

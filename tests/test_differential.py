@@ -13,7 +13,7 @@ import pytest
 import torch
 from programs import Op, Plan, World
 from rigs import KINDS, RigPlan
-from support import FUSED, WRITABLE_LAYOUTS, TorchScaler, difference, outcome
+from support import FUSED, WRITABLE_LAYOUTS, TorchScaler, difference, outcome, threads
 
 from ampfast import GradScaler
 
@@ -287,8 +287,10 @@ def _short_collections() -> Iterator[None]:
 def test_random_programs_agree(start: int) -> None:
     """Every operation leaves both worlds equal bit for bit."""
     for seed in range(start, min(start + BATCH, FIRST + PROGRAMS)):
-        plan, program = draw_program(seed)
-        watch = seed % 4 != 0
-        found = first_difference(plan, program, VARIANTS[variant_of(seed)], watch=watch)
-        if found is not None:
-            pytest.fail(explain(seed, found, watch), pytrace=False)
+        # The tensors are small: a second thread adds mostly waiting, so few programs have it.
+        with threads(2 if seed % 20 == 0 else 1):
+            plan, program = draw_program(seed)
+            watch = seed % 4 != 0
+            found = first_difference(plan, program, VARIANTS[variant_of(seed)], watch=watch)
+            if found is not None:
+                pytest.fail(explain(seed, found, watch), pytrace=False)

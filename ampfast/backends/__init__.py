@@ -10,7 +10,7 @@ import torch
 
 from ampfast.backends import native
 
-__all__ = ["NAMES", "BackendReport", "default_for", "device_set", "report"]
+__all__ = ["NAMES", "BackendReport", "default_for", "device_set", "report", "require_known"]
 
 NAMES = ("triton", "cuda", "cpu", "aten")
 
@@ -72,15 +72,21 @@ def device_set(name: str | None = None) -> int:
     """
     if name is None:
         return _device_set("AMPFAST_BACKEND", os.environ.get("AMPFAST_BACKEND") or "cpu")
-    if not isinstance(name, str):
-        raise TypeError(f"backend must be a string or None, got {type(name).__name__}")
+    require_known(name)
     return _device_set("backend", name)
+
+
+def require_known(name: str | None, source: str = "backend") -> None:
+    """Raises the TypeError or ValueError of `device_set` unless `name` is None or in `NAMES`."""
+    if name is not None and not isinstance(name, str):
+        raise TypeError(f"{source} must be a string or None, got {type(name).__name__}")
+    if name is not None and name not in NAMES:
+        raise ValueError(f"{source} must be one of {', '.join(NAMES)}, got {name!r}")
 
 
 @cache
 def _device_set(source: str, name: str) -> int:
-    if name not in NAMES:
-        raise ValueError(f"{source} must be one of {', '.join(NAMES)}, got {name!r}")
+    require_known(name, source)
     entry = next(entry for entry in report() if entry.name == name)
     if not entry.available:
         raise RuntimeError(f"{source} {name!r} cannot run here: {entry.reason}")

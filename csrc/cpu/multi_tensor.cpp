@@ -7,6 +7,10 @@
 #include <algorithm>
 #include <atomic>
 
+#ifndef _WIN32
+#include <pthread.h>
+#endif
+
 #include "half.h"
 #include "instruction_set.h"
 
@@ -15,10 +19,10 @@ namespace ampfast::cpu {
 namespace {
 
 // What a chunk costs besides its elements, in elements; balances many tiny tensors.
-constexpr int64_t kChunkCost = 128;
+constexpr int64_t kChunkCost = 64;
 
 // Less work than this, in elements, is not worth a second thread.
-constexpr int64_t kGrain = 32 * 1024;
+constexpr int64_t kGrain = 64 * 1024;
 
 Dtype dtype_of(at::ScalarType type) {
   switch (type) {
@@ -60,6 +64,17 @@ std::vector<Position> shares(const DtypeList& list, int64_t total, int64_t count
   return starts;
 }
 
+// In a forked child the threads of OpenMP are gone, and waiting for them would not end.
+bool is_forked() {
+#ifdef _WIN32
+  return false;
+#else
+  static std::atomic<bool> forked{false};
+  static const int registered = pthread_atfork(nullptr, nullptr, [] { forked = true; });
+  return registered == 0 && forked;
+#endif
+}
+
 // torch takes tensors one after another. Where they share memory the order shows, and threads would
 // race.
 bool shares_memory(const DtypeList& list) {
@@ -85,7 +100,7 @@ void for_each_chunk(const DtypeList& list, bool writes, const Body& body) {
     total += weight(span);
   }
   int64_t tasks = std::min<int64_t>(at::get_num_threads(), total / kGrain);
-  if (at::in_parallel_region() || tasks < 2 || (writes && shares_memory(list))) {
+  if (at::in_parallel_region() || is_forked() || tasks < 2 || (writes && shares_memory(list))) {
     tasks = 1;
   }
   const std::vector<Position> starts = shares(list, total, tasks);
@@ -163,6 +178,9 @@ bool check(const GradList& grads, Use use, float factor) {
 }
 
 bool unscale(const GradList& grads, float inv_scale) {
+  if (inv_scale == 1) {
+    return check(grads, Use::kNothing, 1);  // as torch: not even a subnormal is flushed
+  }
   bool found = false;
   for (const DtypeList& list : grads.lists()) {
     const Dtype dtype = dtype_of(list.dtype);

@@ -1,0 +1,318 @@
+"""Objects that torch takes by duck typing: groups, parameters, gradients, optimizers and modes."""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections import UserDict
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from support import TorchScaler, agree, outcome, parameter_with
+
+Scaler = type[TorchScaler]
+CPU = torch.device("cpu")
+
+
+def started(scaler_type: Scaler) -> TorchScaler:
+    scaler = scaler_type("cpu", init_scale=3.0)
+    scaler.scale(torch.ones(()))
+    return scaler
+
+
+def six(*shape: int) -> torch.nn.Parameter:
+    """A parameter whose gradient is 6 everywhere, so that unscaling leaves 2."""
+    return parameter_with(torch.full(shape, 6.0))
+
+
+# What holds the parameters
+
+
+class Groups(list):
+    """Iterates over something else than it holds."""
+
+    def __init__(self, shown: list[Any]) -> None:
+        super().__init__()
+        self.shown = shown
+
+    def __iter__(self) -> Any:
+        return iter(self.shown)
+
+
+class Lazy(dict):
+    """Makes its entry on demand."""
+
+    def __init__(self, params: list[Any]) -> None:
+        super().__init__()
+        self.made = params
+
+    def __missing__(self, key: str) -> list[Any]:
+        return self.made
+
+
+class Indexed:
+    """A group with nothing but item access."""
+
+    def __init__(self, params: list[Any]) -> None:
+        self.params = params
+
+    def __getitem__(self, key: str) -> list[Any]:
+        return self.params
+
+
+GROUPS: dict[str, Callable[[torch.nn.Parameter], Any]] = {
+    "tuple of params": lambda p: [{"params": (p,)}],
+    "generator of params": lambda p: [{"params": (x for x in [p])}],
+    "set of params": lambda p: [{"params": {p}}],
+    "dict of params": lambda p: [{"params": {p: 1}}],
+    "ParameterList": lambda p: [{"params": torch.nn.ParameterList([p])}],
+    "list that iterates otherwise": lambda p: [{"params": Groups([p])}],
+    "tuple of groups": lambda p: ({"params": [p]},),
+    "generator of groups": lambda p: (g for g in [{"params": [p]}]),
+    "groups that iterate otherwise": lambda p: Groups([{"params": [p]}]),
+    "UserDict": lambda p: [UserDict(params=[p])],
+    "made on demand": lambda p: [Lazy([p])],
+    "item access only": lambda p: [Indexed([p])],
+    "None": lambda p: [{"params": None}],
+    "names": lambda p: [{"params": {"weight": p}}],
+    "pairs": lambda p: [{"params": [("weight", p)]}],
+}
+
+
+@pytest.mark.parametrize("make", GROUPS.values(), ids=GROUPS)
+def test_groups(make: Callable[[torch.nn.Parameter], Any]) -> None:
+    def use(scaler_type: Scaler) -> Any:
+        scaler, p = started(scaler_type), six(3)
+        optimizer = types.SimpleNamespace(param_groups=make(p))
+        scaler.unscale_(optimizer)
+        return [p.grad, list(scaler._found_inf_per_device(optimizer).values())]
+
+    agree(use)
+
+
+# Parameters and gradients
+
+
+class Elsewhere(torch.nn.Parameter):
+    """Keeps its gradient in a place of its own."""
+
+    @property
+    def grad(self) -> torch.Tensor:
+        return self.kept
+
+    @grad.setter
+    def grad(self, value: torch.Tensor) -> None:
+        self.kept = value
+
+
+class Plain(torch.Tensor):
+    """A subclass that changes nothing."""
+
+
+def _elsewhere() -> Any:
+    p = Elsewhere(torch.ones(3))
+    p.grad = torch.full((3,), 6.0)
+    return p
+
+
+def _subclass() -> Any:
+    p = torch.ones(3).as_subclass(Plain).requires_grad_()
+    p.grad = torch.full((3,), 6.0).as_subclass(Plain)
+    return p
+
+
+def _not_a_leaf() -> Any:
+    p = torch.ones(3, requires_grad=True) * 2
+    p.retain_grad()
+    (p * 6).sum().backward()
+    return p
+
+
+def _rows() -> Any:
+    p = torch.nn.Parameter(torch.eye(3).to_sparse_csr())
+    p.grad = (torch.eye(3) * 6).to_sparse_csr()
+    return p
+
+
+def _float8() -> Any:
+    p = torch.nn.Parameter(torch.ones(3).to(torch.float8_e4m3fn))
+    p.grad = torch.ones(3).to(torch.float8_e4m3fn)
+    return p
+
+
+def _negated() -> Any:
+    p = torch.nn.Parameter(torch.ones(4))
+    p.grad = torch.complex(torch.ones(4), torch.tensor([1.0, -2.0, 3.0, 0.0])).conj().imag
+    assert p.grad.is_neg()
+    return p
+
+
+def _inference() -> Any:
+    with torch.inference_mode():
+        gradient = torch.full((3,), 6.0)
+    return parameter_with(gradient)
+
+
+def _with_a_graph() -> Any:
+    p = torch.nn.Parameter(torch.ones(3))
+    (p**3).sum().backward(create_graph=True)
+    return p
+
+
+PARAMETERS = [
+    _elsewhere,
+    _subclass,
+    _not_a_leaf,
+    _rows,
+    _float8,
+    _negated,
+    _inference,
+    _with_a_graph,
+]
+
+
+@pytest.mark.parametrize("make", PARAMETERS, ids=lambda make: make.__name__)
+@pytest.mark.parametrize("call", ["unscale_", "_check_inf_per_device"])
+@pytest.mark.filterwarnings("ignore:Sparse CSR", "ignore:Using backward")
+def test_parameters(make: Callable[[], Any], call: str) -> None:
+    def use(scaler_type: Scaler) -> Any:
+        scaler, regular, odd = started(scaler_type), six(2), make()
+        optimizer = types.SimpleNamespace(param_groups=[{"params": [regular, odd]}])
+        getattr(scaler, call)(optimizer)
+        gradient = odd.grad.values() if odd.grad.layout is torch.sparse_csr else odd.grad
+        gradient = gradient.detach().clone().resolve_neg().as_subclass(torch.Tensor)
+        flags = list(scaler._found_inf_per_device(optimizer).values())
+        return [flags, regular.grad, gradient]
+
+    def quiet(scaler_type: Scaler) -> Any:
+        # C++ warnings about the odd tensors themselves point into whichever module touched them.
+        result = outcome(functools.partial(use, scaler_type))
+        if result.error is not None:
+            raise result.error
+        return result.value
+
+    agree(quiet)
+
+
+def test_a_gradient_whose_access_raises() -> None:
+    class Raising(torch.nn.Parameter):
+        @property
+        def grad(self) -> Any:
+            raise ArithmeticError("no gradient here")
+
+    def use(scaler_type: Scaler) -> None:
+        p = Raising(torch.ones(3))
+        started(scaler_type).unscale_(types.SimpleNamespace(param_groups=[{"params": [p]}]))
+
+    assert isinstance(agree(use).error, ArithmeticError)
+
+
+# Optimizers
+
+
+class Slots:
+    __slots__ = ("param_groups",)
+
+    def step(self) -> int:
+        return 5
+
+
+class Uncomparable:
+    """Neither hashed nor compared, so it can be no key."""
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __eq__(self, other: object) -> bool:
+        raise RuntimeError("these are not to be compared")
+
+    def step(self) -> int:
+        return 5
+
+
+class UncomparableReader(Uncomparable):
+    _step_supports_amp_scaling = True
+
+    def step(self) -> Any:
+        return [self.grad_scale, self.found_inf]
+
+
+class Growing:
+    """Adds a group while it steps."""
+
+    def step(self) -> int:
+        self.param_groups.append({"params": [six(2)]})
+        return len(self.param_groups)
+
+
+class PartialStep:
+    _step_supports_amp_scaling = True
+    step = functools.partial(len, [1, 2, 3])
+
+
+class BuiltinStep:
+    _step_supports_amp_scaling = True
+    step = dict
+
+
+class NoCallable:
+    _step_supports_amp_scaling = True
+    step = 3
+
+
+class Keywords:
+    """Takes any keyword, which is not to be taken for the old contract."""
+
+    _step_supports_amp_scaling = True
+
+    def step(self, **keywords: Any) -> list[str]:
+        return sorted(keywords)
+
+
+UNUSUAL = [Slots, Uncomparable, UncomparableReader, Growing, PartialStep, BuiltinStep]
+UNUSUAL += [NoCallable, Keywords]
+
+
+@pytest.mark.parametrize("kind", UNUSUAL, ids=lambda kind: kind.__name__)
+def test_optimizers(kind: type) -> None:
+    def use(scaler_type: Scaler) -> Any:
+        scaler, optimizer, p = started(scaler_type), kind(), six(3)
+        optimizer.param_groups = [{"params": [p]}]
+        seen = []
+        for _ in range(3):
+            seen.append(scaler.step(optimizer))
+            scaler.update()
+        return [seen, p.grad, scaler.state_dict()]
+
+    agree(use)
+
+
+def test_a_step_that_raises_may_be_taken_again() -> None:
+    def use(scaler_type: Scaler) -> Any:
+        scaler, p, calls = started(scaler_type), six(3), []
+
+        def step() -> str:
+            calls.append(1)
+            if len(calls) == 1:
+                raise ArithmeticError("the first call fails")
+            return "stepped"
+
+        optimizer = types.SimpleNamespace(param_groups=[{"params": [p]}], step=step)
+        with pytest.raises(ArithmeticError):
+            scaler.step(optimizer)
+        stage = scaler._per_optimizer_states[id(optimizer)]["stage"]
+        return [stage, scaler.step(optimizer), p.grad]
+
+    # Already unscaled, so the second call does not do it again.
+    assert agree(use).value[2].tolist() == [2.0, 2.0, 2.0]
+
+
+def test_an_update_inside_step() -> None:
+    def use(scaler_type: Scaler) -> Any:
+        scaler, p = started(scaler_type), six(3)
+        optimizer = types.SimpleNamespace(param_groups=[{"params": [p]}], step=scaler.update)
+        scaler.step(optimizer)
+        return [len(scaler._per_optimizer_states), scaler.state_dict(), p.grad]
+
+    agree(use)
