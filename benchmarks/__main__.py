@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -174,4 +175,6 @@ def _positive(text: str) -> int:
 
 
 if __name__ == "__main__":
+    # Being told to end keeps what was measured, as Ctrl-C does.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     sys.exit(main())

@@ -53,8 +53,9 @@ DtypeList& GradList::list_of(at::ScalarType dtype) {
       return list;
     }
   }
-  lists_.push_back({dtype, {}, 0});
-  return lists_.back();
+  DtypeList& list = lists_.emplace_back(DtypeList{dtype, {}, 0});
+  list.spans.reserve(tensors_.capacity());
+  return list;
 }
 
 void GradList::add(at::Tensor added, bool writes) {

@@ -30,7 +30,9 @@ struct DtypeList {
 // Holds references to the gradients, so it lives for one pass only.
 class GradList {
  public:
-  explicit GradList(at::Device device) : device_(device) {}
+  explicit GradList(at::Device device, size_t expected = 0) : device_(device) {
+    tensors_.reserve(expected);
+  }
 
   // `tensor` must be one that `is_regular` takes. With `writes`, its data may be written.
   void add(at::Tensor tensor, bool writes);

@@ -110,6 +110,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("cpu_capability", &cpu::capability);
   m.def("cpu_capabilities", &cpu::capabilities);
   m.def("set_cpu_capability", &cpu::set_capability);
+  m.def("set_grain", &cpu::set_grain);
 
   py::class_<GradList>(m, "GradList")
       .def(py::init([](const py::sequence& tensors) {

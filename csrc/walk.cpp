@@ -25,13 +25,13 @@ at::Tensor gradient_of(const py::handle& param) {
   return THPVariable_Unpack(grad.ptr());
 }
 
-GradList& list_on(std::vector<GradList>& lists, at::Device device) {
+GradList& list_on(std::vector<GradList>& lists, at::Device device, size_t expected) {
   for (GradList& list : lists) {
     if (list.device() == device) {
       return list;
     }
   }
-  return lists.emplace_back(device);
+  return lists.emplace_back(device, expected);
 }
 
 void walk_group(const py::handle& params, int64_t group, bool allow_fp16, uint64_t devices,
@@ -82,7 +82,7 @@ Walk walk_gradients(const py::handle& param_groups, bool allow_fp16, bool writes
   }
   for (at::Tensor& grad : regular) {
     const at::Device device = grad.device();
-    list_on(walk.lists, device).add(std::move(grad), writes);
+    list_on(walk.lists, device, regular.size()).add(std::move(grad), writes);
   }
   return walk;
 }
@@ -92,6 +92,7 @@ std::optional<GradList> regular_list(const py::sequence& tensors, at::Device dev
     return std::nullopt;
   }
   std::vector<at::Tensor> regular;
+  regular.reserve(tensors.size());
   for (const py::handle item : tensors) {
     if (!THPVariable_CheckExact(item.ptr())) {
       return std::nullopt;
@@ -102,7 +103,7 @@ std::optional<GradList> regular_list(const py::sequence& tensors, at::Device dev
     }
     regular.push_back(tensor);
   }
-  GradList list(device);
+  GradList list(device, regular.size());
   for (at::Tensor& tensor : regular) {
     list.add(std::move(tensor), true);
   }

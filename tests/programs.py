@@ -188,8 +188,9 @@ class World:
     def refused_grad(self, s: int, r: int, call: str) -> Any:
         rig = self.rigs[r]
         p = next((p for p in rig.params if p.dim() and p.numel()), None)
-        if p is None:
-            return None
+        record = self.scalers[s]._per_optimizer_states.get(id(rig.optimizer))
+        if p is None or (rig.reads_scale and record and record["stage"] is OptState.UNSCALED):
+            return None  # unchecked, it would reach a fused kernel, which reads past its end
         # A refused list may be written in part by torch, so it has this one gradient only.
         self.zero_grad(r, True)
         p.grad = torch.ones((), dtype=p.dtype).expand(p.shape)
@@ -369,6 +370,10 @@ class World:
     def grad_scale(self, r: int, value: float) -> None:
         if self.rigs[r].reads_scale:
             self.rigs[r].optimizer.grad_scale = torch.tensor(value)
+
+    def fail_next(self, r: int) -> None:
+        # Those whose steps are counted fail before anything is written.
+        self.rigs[r].fails = True
 
     def groups(self, r: int, how: str) -> None:
         rig = self.rigs[r]

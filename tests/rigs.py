@@ -99,6 +99,7 @@ class Rig:
 
     def build(self) -> None:
         self.calls = 0
+        self.fails = False
         self.optimizer = KINDS[self.plan.kind](self.params)
         if self.plan.counted:
             inner = self.optimizer.step
@@ -106,6 +107,9 @@ class Rig:
             @functools.wraps(inner)
             def step(*args: Any, **kwargs: Any) -> Any:
                 self.calls += 1
+                if self.fails:
+                    self.fails = False
+                    raise ArithmeticError("this step was told to fail")
                 return inner(*args, **kwargs)
 
             self.optimizer.step = step

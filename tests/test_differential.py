@@ -27,7 +27,7 @@ BAD = ["none"] * 6 + ["inf", "-inf", "nan", "huge"]
 WHERE = ["first", "middle", "last"]
 SCALES = [2.0**16, 2.0**-10, 1000.3, 3.0, 1.0, 2.0**30]
 INTERVALS = [1, 1, 2, 3, 2000, 0, -1]
-BETWEEN = ["reduce", "records", "groups", "write_scale", "write_scale", "replace_grad"]
+BETWEEN = ["reduce", "records", "groups", "write_scale", "write_scale", "replace_grad", "fail_next"]
 OUTPUTS = ["tensor", "graph", "half", "list", "tuple", "nested", "generator", "named", "empty"]
 OUTPUTS += ["generator_in_list", "dict_values", "number", "number_in_list", "none"]
 NEW_SCALES = ["float", "tensor", "one_element", "double", "int", "int_tensor", "two_elements"]
@@ -126,6 +126,7 @@ OPERATIONS: dict[str, tuple[int, str, Draw]] = {
     "pickled": (1, "s", lambda g: ()),
     "copied": (1, "s", lambda g: ()),
     "grad_scale": (2, "r", lambda g: (g.choice([2.0, 0.5, 1.0]),)),
+    "fail_next": (2, "r", lambda g: ()),
     "groups": (3, "r", lambda g: (g.choice(["fresh", "reversed", "split", "drop", "add"]),)),
     "reborn": (1, "r", lambda g: ()),
     "half_grad": (1, "s r", lambda g: (g.choice(["unscale_", "step", "_check_inf_per_device"]),)),

@@ -11,6 +11,8 @@ import pytest
 import torch
 from support import TorchScaler, agree, side
 
+from ampfast import GradScaler
+
 Scaler = type[TorchScaler]
 CPU = torch.device("cpu")
 HOOKS = [
@@ -226,6 +228,31 @@ def test_what_a_hook_does_counts(behaviour: str, where: str, optimizer: str) -> 
         return run(replaced(scaler_type, where, hook, make), optimizer)
 
     agree(use)
+
+
+def stepped_at_once(scaler_type: Scaler, optimizer: str) -> Any:
+    """Three iterations whose end is one call of ours, and two of torch's."""
+    one = side(scaler_type, optimizer, init_scale=1024.0, growth_interval=2)
+    for seed, bad in enumerate([1.0, float("inf"), 1.0]):
+        one.optimizer.zero_grad()
+        one.scaler.scale(one.loss(seed)).backward()
+        next(one.model.parameters()).grad.view(-1)[3] *= bad
+        if isinstance(one.scaler, GradScaler):
+            one.scaler.step_and_update(one.optimizer)
+        else:
+            one.scaler.step(one.optimizer)
+            one.scaler.update()
+    return one.observe()
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "fused_adamw"])
+@pytest.mark.parametrize("where", ["class", "instance"])
+@pytest.mark.parametrize("behaviour", BEHAVIOURS)
+def test_what_a_hook_does_counts_in_step_and_update(
+    behaviour: str, where: str, optimizer: str
+) -> None:
+    hook, make = BEHAVIOURS[behaviour]
+    agree(lambda kind: stepped_at_once(replaced(kind, where, hook, make), optimizer))
 
 
 @pytest.mark.parametrize("value", [0.0, 1.0])

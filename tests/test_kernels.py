@@ -21,6 +21,14 @@ INVERSES = (0.5, 2.0**-16, 1 / 3, 3.0, 2.0**10, 2.0**-30, 1.0, 0.0, math.inf, ma
 NORM_TOLERANCE = {"sum_of_squares": 64 * 2.0**-53, "absolute_maximum": 0.0}
 
 
+@pytest.fixture(autouse=True)
+def small_grain() -> Iterator[None]:
+    """Lists of a test's size go through several threads too."""
+    before = _C.set_grain(8 * 1024)
+    yield
+    _C.set_grain(before)
+
+
 @pytest.fixture(params=CAPABILITIES)
 def capability(request: pytest.FixtureRequest) -> Iterator[str]:
     """Runs a test once with every instruction set that this machine and binary share."""

@@ -21,8 +21,10 @@ namespace {
 // What a chunk costs besides its elements, in elements; balances many tiny tensors.
 constexpr int64_t kChunkCost = 64;
 
-// Less work than this, in elements, is not worth a second thread.
-constexpr int64_t kGrain = 64 * 1024;
+// The least work for a thread, in elements. Where every core is busy, as in training with data
+// loaders, waking a thread can take a time slice, which is longer than a small list takes
+// altogether.
+std::atomic<int64_t> grain{1024 * 1024};
 
 Dtype dtype_of(at::ScalarType type) {
   switch (type) {
@@ -99,7 +101,7 @@ void for_each_chunk(const DtypeList& list, bool writes, const Body& body) {
   for (const Span& span : list.spans) {
     total += weight(span);
   }
-  int64_t tasks = std::min<int64_t>(at::get_num_threads(), total / kGrain);
+  int64_t tasks = std::min<int64_t>(at::get_num_threads(), total / grain);
   if (at::in_parallel_region() || is_forked() || tasks < 2 || (writes && shares_memory(list))) {
     tasks = 1;
   }
@@ -162,6 +164,8 @@ double used_peak(Dtype dtype, int64_t bits, Use use, float factor) {
 }
 
 }  // namespace
+
+int64_t set_grain(int64_t elements) { return grain.exchange(elements); }
 
 bool check(const GradList& grads, Use use, float factor) {
   bool found = false;
