@@ -120,6 +120,7 @@ def unscale_and_update_(
     update = native.ScaleUpdate.of(*state, [], *factors) if regular is not None else None
     if regular is not None and update is not None:
         native.unscale_(regular, current_scale, is_scale=True, found_inf=found_inf, update=update)
+        update.bump_version()
     else:
         checked = _checked(grads, found_inf)
         torch.ops.ampfast.unscale_and_update_(checked, found_inf, *state, *factors)

@@ -210,6 +210,7 @@ class GradScaler(TorchGradScaler):
                 update.undo()
             raise
         if update is not None and update.applied:
+            update.bump_version()
             self._end_iteration()
         else:
             self.update()

@@ -42,7 +42,6 @@ at::Tensor write_flag(std::optional<at::Tensor> found_inf, bool found, ScaleUpda
   }
   if (update != nullptr) {
     update->apply(*found_inf->const_data_ptr<float>() != 0);
-    update->bump_version();
   }
   return *found_inf;
 }

@@ -188,9 +188,14 @@ class World:
     def refused_grad(self, s: int, r: int, call: str) -> Any:
         rig = self.rigs[r]
         p = next((p for p in rig.params if p.dim() and p.numel()), None)
+        if p is None:
+            return None
         record = self.scalers[s]._per_optimizer_states.get(id(rig.optimizer))
-        if p is None or (rig.reads_scale and record and record["stage"] is OptState.UNSCALED):
-            return None  # unchecked, it would reach a fused kernel, which reads past its end
+        checked = self.scalers[s].is_enabled() and not (
+            record and record["stage"] is OptState.UNSCALED
+        )
+        if rig.reads_scale and not checked:
+            return None  # it would reach a fused kernel, which reads past its end
         # A refused list may be written in part by torch, so it has this one gradient only.
         self.zero_grad(r, True)
         p.grad = torch.ones((), dtype=p.dtype).expand(p.shape)
