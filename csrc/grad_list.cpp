@@ -4,8 +4,6 @@
 #include <c10/core/impl/TorchDispatchModeTLS.h>
 #include <torch/csrc/autograd/python_variable.h>
 
-#include <utility>
-
 namespace ampfast {
 
 namespace {
@@ -54,13 +52,11 @@ DtypeList& GradList::list_of(at::ScalarType dtype) {
     }
   }
   DtypeList& list = lists_.emplace_back(DtypeList{dtype, {}, 0});
-  list.spans.reserve(tensors_.capacity());
+  list.spans.reserve(expected_);
   return list;
 }
 
-void GradList::add(at::Tensor added, bool writes) {
-  tensors_.push_back(std::move(added));
-  const at::Tensor& tensor = tensors_.back();
+void GradList::add(const at::Tensor& tensor, bool writes) {
   const int64_t numel = tensor.numel();
   if (numel == 0) {
     return;
@@ -84,11 +80,11 @@ int64_t GradList::chunks() const {
 }
 
 int64_t GradList::table_bytes() const {
-  size_t bytes = tensors_.size() * sizeof(at::Tensor);
+  size_t spans = 0;
   for (const DtypeList& list : lists_) {
-    bytes += list.spans.size() * sizeof(Span);
+    spans += list.spans.size();
   }
-  return static_cast<int64_t>(bytes);
+  return static_cast<int64_t>(spans * (sizeof(Span) + sizeof(at::Tensor)));
 }
 
 }  // namespace ampfast

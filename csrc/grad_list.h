@@ -4,6 +4,8 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <memory>
+#include <utility>
 #include <vector>
 
 namespace ampfast {
@@ -27,15 +29,16 @@ struct DtypeList {
   int64_t element_size() const { return static_cast<int64_t>(c10::elementSize(dtype)); }
 };
 
-// Holds references to the gradients, so it lives for one pass only.
+// Keeps the gradients alive, so it lives for one pass only.
 class GradList {
  public:
-  explicit GradList(at::Device device, size_t expected = 0) : device_(device) {
-    tensors_.reserve(expected);
-  }
+  // `owner` holds references to all tensors that are added. One for all of them, since counting
+  // references one by one takes as long as all the rest.
+  GradList(at::Device device, std::shared_ptr<const void> owner, size_t expected)
+      : device_(device), owner_(std::move(owner)), expected_(expected) {}
 
   // `tensor` must be one that `is_regular` takes. With `writes`, its data may be written.
-  void add(at::Tensor tensor, bool writes);
+  void add(const at::Tensor& tensor, bool writes);
 
   at::Device device() const { return device_; }
   const std::vector<DtypeList>& lists() const { return lists_; }
@@ -46,8 +49,9 @@ class GradList {
   DtypeList& list_of(at::ScalarType dtype);
 
   at::Device device_;
+  std::shared_ptr<const void> owner_;
+  size_t expected_;
   std::vector<DtypeList> lists_;
-  std::vector<at::Tensor> tensors_;
 };
 
 // Tells whether `tensor` is nothing but dense memory without overlap, on a device whose type is in

@@ -3,6 +3,7 @@
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/autograd/python_variable.h>
 
+#include <memory>
 #include <utility>
 
 namespace ampfast {
@@ -25,18 +26,22 @@ at::Tensor gradient_of(const py::handle& param) {
   return THPVariable_Unpack(grad.ptr());
 }
 
-GradList& list_on(std::vector<GradList>& lists, at::Device device, size_t expected) {
+using Tensors = std::vector<at::Tensor>;
+
+GradList& list_on(std::vector<GradList>& lists, at::Device device,
+                  const std::shared_ptr<const Tensors>& owner) {
   for (GradList& list : lists) {
     if (list.device() == device) {
       return list;
     }
   }
-  return lists.emplace_back(device, expected);
+  return lists.emplace_back(device, owner, owner->size());
 }
 
 void walk_group(const py::handle& params, int64_t group, bool allow_fp16, uint64_t devices,
-                Walk& walk, std::vector<at::Tensor>& regular) {
+                Walk& walk, Tensors& regular) {
   int64_t index = 0;
+  regular.reserve(regular.size() + py::len_hint(params));
   for (const py::handle item : params) {
     const py::object param = py::reinterpret_borrow<py::object>(item);
     const bool is_tensor = THPVariable_Check(param.ptr());
@@ -61,7 +66,7 @@ void walk_group(const py::handle& params, int64_t group, bool allow_fp16, uint64
 Walk walk_gradients(const py::handle& param_groups, bool allow_fp16, bool writes,
                     uint64_t devices) {
   Walk walk;
-  std::vector<at::Tensor> regular;
+  const auto regular = std::make_shared<Tensors>();
   if (is_observed()) {
     devices = 0;
   }
@@ -71,7 +76,7 @@ Walk walk_gradients(const py::handle& param_groups, bool allow_fp16, bool writes
     int64_t index = 0;
     for (const py::handle group : param_groups) {
       const py::object params = py::reinterpret_borrow<py::object>(group)["params"];
-      walk_group(params, index++, allow_fp16, devices, walk, regular);
+      walk_group(params, index++, allow_fp16, devices, walk, *regular);
       if (walk.refused) {
         return walk;
       }
@@ -80,9 +85,8 @@ Walk walk_gradients(const py::handle& param_groups, bool allow_fp16, bool writes
     warnings.set_in_exception();
     throw;
   }
-  for (at::Tensor& grad : regular) {
-    const at::Device device = grad.device();
-    list_on(walk.lists, device, regular.size()).add(std::move(grad), writes);
+  for (const at::Tensor& grad : *regular) {
+    list_on(walk.lists, grad.device(), regular).add(grad, writes);
   }
   return walk;
 }
@@ -91,21 +95,22 @@ std::optional<GradList> regular_list(const py::sequence& tensors, at::Device dev
   if (is_observed()) {
     return std::nullopt;
   }
-  std::vector<at::Tensor> regular;
-  regular.reserve(tensors.size());
-  for (const py::handle item : tensors) {
-    if (!THPVariable_CheckExact(item.ptr())) {
+  // References to Python's objects: taking one from C++ to a tensor that only Python holds is slow.
+  const auto owner = std::make_shared<const py::tuple>(tensors);
+  const size_t count = owner->size();
+  GradList list(device, owner, count);
+  for (size_t i = 0; i < count; ++i) {
+    PyObject* item = PyTuple_GET_ITEM(owner->ptr(), i);
+    if (!THPVariable_CheckExact(item)) {
       return std::nullopt;
     }
-    const at::Tensor& tensor = THPVariable_Unpack(item.ptr());
+    const at::Tensor& tensor = THPVariable_Unpack(item);
     if (tensor.device() != device || !is_regular(tensor, device_bit(device.type()))) {
       return std::nullopt;
     }
-    regular.push_back(tensor);
   }
-  GradList list(device, regular.size());
-  for (at::Tensor& tensor : regular) {
-    list.add(std::move(tensor), true);
+  for (size_t i = 0; i < count; ++i) {
+    list.add(THPVariable_Unpack(PyTuple_GET_ITEM(owner->ptr(), i)), true);
   }
   return list;
 }

@@ -24,7 +24,7 @@ NORM_TOLERANCE = {"sum_of_squares": 64 * 2.0**-53, "absolute_maximum": 0.0}
 @pytest.fixture(autouse=True)
 def small_grain() -> Iterator[None]:
     """Lists of a test's size go through several threads too."""
-    before = _C.set_grain(8 * 1024)
+    before = _C.set_grain(32 * 1024)
     yield
     _C.set_grain(before)
 

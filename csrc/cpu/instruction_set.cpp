@@ -27,11 +27,11 @@ namespace baseline {
 #pragma GCC push_options
 #pragma GCC target("avx2,f16c")
 #endif
-#define AMPFAST_F16C
+#define AMPFAST_AVX2
 namespace avx2 {
 #include "loops.h"
 }  // namespace avx2
-#undef AMPFAST_F16C
+#undef AMPFAST_AVX2
 #if defined(__clang__)
 #pragma clang attribute pop
 #else

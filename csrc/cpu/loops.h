@@ -1,6 +1,6 @@
 // The loops over one contiguous block; included once per instruction set, in a namespace of its own
-// and under the matching target, so there is no include guard. AMPFAST_F16C tells whether the
-// conversions of float16 may use that extension.
+// and under the matching target, so there is no include guard. AMPFAST_AVX2 tells whether AVX2
+// and F16C are that target.
 
 // Not std::max: a copy of it compiled for one instruction set could end up in the code of another.
 template <class T>
@@ -8,24 +8,38 @@ T larger(T a, T b) {
   return a < b ? b : a;
 }
 
-template <class T>
-int64_t peak_bits(const void* data, int64_t numel) {
-  const T* values = static_cast<const T*>(data);
-  decltype(magnitude(*values)) peak = 0;
-  for (int64_t i = 0; i < numel; ++i) {
-    peak = larger(peak, magnitude(values[i]));
+// Several lanes, since every maximum waits for the one before it.
+template <class T, class Magnitude>
+int64_t largest_magnitude(const T* values, int64_t numel, Magnitude magnitude_of) {
+  using Bits = decltype(magnitude_of(*values));
+  constexpr int kLanes = 128 / sizeof(T);
+  Bits lanes[kLanes] = {};
+  int64_t i = 0;
+  for (; i + kLanes <= numel; i += kLanes) {
+    for (int lane = 0; lane < kLanes; ++lane) {
+      lanes[lane] = larger(lanes[lane], magnitude_of(values[i + lane]));
+    }
+  }
+  Bits peak = 0;
+  for (; i < numel; ++i) {
+    peak = larger(peak, magnitude_of(values[i]));
+  }
+  for (const Bits lane : lanes) {
+    peak = larger(peak, lane);
   }
   return peak;
 }
 
+template <class T>
+int64_t peak_bits(const void* data, int64_t numel) {
+  return largest_magnitude(static_cast<const T*>(data), numel,
+                           [](T value) { return magnitude(value); });
+}
+
 // For 16-bit types: integers of that width, twice as many to a register as their floats.
 inline int64_t peak_bits16(const void* data, int64_t numel) {
-  const uint16_t* values = static_cast<const uint16_t*>(data);
-  int16_t peak = 0;
-  for (int64_t i = 0; i < numel; ++i) {
-    peak = larger(peak, magnitude16(values[i]));
-  }
-  return peak;
+  return largest_magnitude(static_cast<const uint16_t*>(data), numel,
+                           [](uint16_t bits) { return magnitude16(bits); });
 }
 
 template <class T>
@@ -40,28 +54,60 @@ int64_t unscale(void* data, int64_t numel, float inv_scale) {
   return peak;
 }
 
+#ifdef AMPFAST_AVX2
+
+// Multiplies 16 elements.
+inline void multiply16(Half* values, __m256 factor) {
+  for (int i = 0; i < 16; i += 8) {
+    __m128i* place = reinterpret_cast<__m128i*>(values + i);
+    const __m256 product = _mm256_mul_ps(_mm256_cvtph_ps(_mm_loadu_si128(place)), factor);
+    _mm_storeu_si128(place, _mm256_cvtps_ph(product, _MM_FROUND_TO_NEAREST_INT));
+  }
+}
+
+// The upper half of each float's bits is the result.
+inline __m256i rounded_to_bfloat16(__m256 value) {
+  const __m256i bits = _mm256_castps_si256(value);
+  const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
+  const __m256i rounded =
+      _mm256_add_epi32(bits, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff)));
+  const __m256 is_nan = _mm256_cmp_ps(value, value, _CMP_UNORD_Q);
+  return _mm256_blendv_epi8(rounded, _mm256_set1_epi32(0x7fc00000), _mm256_castps_si256(is_nan));
+}
+
+// Elements of even and of odd index stay in their place: nothing has to be packed.
+inline void multiply16(BFloat16* values, __m256 factor) {
+  __m256i* place = reinterpret_cast<__m256i*>(values);
+  const __m256i bits = _mm256_loadu_si256(place);
+  const __m256i upper = _mm256_set1_epi32(static_cast<int>(0xffff0000));
+  const __m256 even = _mm256_castsi256_ps(_mm256_slli_epi32(bits, 16));
+  const __m256 odd = _mm256_castsi256_ps(_mm256_and_si256(bits, upper));
+  const __m256i even_product = rounded_to_bfloat16(_mm256_mul_ps(even, factor));
+  const __m256i odd_product = rounded_to_bfloat16(_mm256_mul_ps(odd, factor));
+  _mm256_storeu_si256(
+      place, _mm256_blend_epi16(_mm256_srli_epi32(even_product, 16), odd_product, 0xaa));
+}
+
+#endif
+
 template <class T>
 int64_t unscale16(void* data, int64_t numel, float inv_scale) {
   T* values = static_cast<T*>(data);
   int16_t peak = 0;
   int64_t i = 0;
-#ifdef AMPFAST_F16C
-  if constexpr (std::is_same_v<T, Half>) {
-    const __m256 factor = _mm256_set1_ps(inv_scale);
-    const __m128i mask = _mm_set1_epi16(0x7fff);
-    __m128i peaks = _mm_setzero_si128();
-    for (; i + 8 <= numel; i += 8) {
-      __m128i* place = reinterpret_cast<__m128i*>(values + i);
-      const __m128i bits = _mm_loadu_si128(place);
-      peaks = _mm_max_epi16(peaks, _mm_and_si128(bits, mask));
-      const __m256 product = _mm256_mul_ps(_mm256_cvtph_ps(bits), factor);
-      _mm_storeu_si128(place, _mm256_cvtps_ph(product, _MM_FROUND_TO_NEAREST_INT));
-    }
-    int16_t lanes[8];
-    _mm_storeu_si128(reinterpret_cast<__m128i*>(lanes), peaks);
-    for (const int16_t lane : lanes) {
-      peak = larger(peak, lane);
-    }
+#ifdef AMPFAST_AVX2
+  const __m256 factor = _mm256_set1_ps(inv_scale);
+  const __m256i mask = _mm256_set1_epi16(0x7fff);
+  __m256i peaks = _mm256_setzero_si256();
+  for (; i + 16 <= numel; i += 16) {
+    const __m256i bits = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(values + i));
+    peaks = _mm256_max_epi16(peaks, _mm256_and_si256(bits, mask));
+    multiply16(values + i, factor);
+  }
+  int16_t lanes[16];
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(lanes), peaks);
+  for (const int16_t lane : lanes) {
+    peak = larger(peak, lane);
   }
 #endif
   for (; i < numel; ++i) {

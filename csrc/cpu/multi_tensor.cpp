@@ -21,10 +21,10 @@ namespace {
 // What a chunk costs besides its elements, in elements; balances many tiny tensors.
 constexpr int64_t kChunkCost = 64;
 
-// The least work for a thread, in elements. Where every core is busy, as in training with data
+// The least work for a thread, in bytes. Where every core is busy, as in training with data
 // loaders, waking a thread can take a time slice, which is longer than a small list takes
 // altogether.
-std::atomic<int64_t> grain{1024 * 1024};
+std::atomic<int64_t> grain{3 * 1024 * 1024};
 
 Dtype dtype_of(at::ScalarType type) {
   switch (type) {
@@ -97,16 +97,16 @@ bool shares_memory(const DtypeList& list) {
 // Calls `body(address, numel, chunk)` for every chunk, from several threads if that pays.
 template <class Body>
 void for_each_chunk(const DtypeList& list, bool writes, const Body& body) {
+  const int64_t size = list.element_size();
   int64_t total = 0;
   for (const Span& span : list.spans) {
     total += weight(span);
   }
-  int64_t tasks = std::min<int64_t>(at::get_num_threads(), total / grain);
+  int64_t tasks = std::min<int64_t>(at::get_num_threads(), total * size / grain);
   if (at::in_parallel_region() || is_forked() || tasks < 2 || (writes && shares_memory(list))) {
     tasks = 1;
   }
   const std::vector<Position> starts = shares(list, total, tasks);
-  const int64_t size = list.element_size();
   at::parallel_for(0, tasks, 1, [&](int64_t first, int64_t last) {
     const Position end = last < tasks ? starts[last] : Position{list.spans.size(), 0};
     Position at = starts[first];
@@ -165,7 +165,7 @@ double used_peak(Dtype dtype, int64_t bits, Use use, float factor) {
 
 }  // namespace
 
-int64_t set_grain(int64_t elements) { return grain.exchange(elements); }
+int64_t set_grain(int64_t bytes) { return grain.exchange(bytes); }
 
 bool check(const GradList& grads, Use use, float factor) {
   bool found = false;

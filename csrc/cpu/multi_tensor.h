@@ -21,7 +21,7 @@ struct Norms {
 // however many threads there are.
 Norms norms(const GradList& grads, float inv_scale);
 
-// Sets the least work for a thread, in elements, and returns what it was: a switch for tests.
-int64_t set_grain(int64_t elements);
+// Sets the least work for a thread, in bytes, and returns what it was: a switch for tests.
+int64_t set_grain(int64_t bytes);
 
 }  // namespace ampfast::cpu
