@@ -192,8 +192,15 @@ class GradScaler(TorchGradScaler):
             What `step` returned for each.
 
         Raises:
-            As `step` and `update`.
+            TypeError: If a list or tuple is given in place of an optimizer.
+            Else as `step` and `update`.
         """
+        for optimizer in optimizers:
+            if isinstance(optimizer, (list, tuple)):
+                raise TypeError(
+                    "step_and_update takes optimizers one by one, as in step_and_update(a, b), "
+                    f"got a {type(optimizer).__name__}"
+                )
         *first, last = optimizers or (None,)
         if last is None or not self._enabled or self._overrides(_HOOKS):
             results = [self.step(optimizer) for optimizer in optimizers]
@@ -298,8 +305,11 @@ class GradScaler(TorchGradScaler):
         scale, _ = self._check_scale_growth_tracker("unscale_")
         state = self._per_optimizer_states[id(optimizer)]
         if state["stage"] is OptState.UNSCALED:
-            raise RuntimeError(
-                "unscale_() has already been called on this optimizer since the last update()."
+            raise add_note(
+                RuntimeError(
+                    "unscale_() has already been called on this optimizer since the last update()."
+                ),
+                _ONCE,
             )
         if state["stage"] is OptState.STEPPED:
             raise RuntimeError("unscale_() is being called after step().")
@@ -331,7 +341,9 @@ class GradScaler(TorchGradScaler):
         self._check_scale_growth_tracker("step")
         state = self._per_optimizer_states[id(optimizer)]
         if state["stage"] is OptState.STEPPED:
-            raise RuntimeError("step() has already been called since the last update().")
+            raise add_note(
+                RuntimeError("step() has already been called since the last update()."), _ONCE
+            )
 
         if getattr(optimizer, "_step_supports_amp_scaling", False):
             if takes_grad_scaler(optimizer.step):
@@ -512,6 +524,9 @@ _HOOKS = _original(
     *("_unscale_grads_", "_check_inf_per_device", "_maybe_opt_step", "unscale_", "step", "update"),
     *("_check_scale_growth_tracker", "_get_scale_async", "_found_inf_per_device"),
 )
+
+
+_ONCE = "An iteration ends with update(), after the steps of all optimizers: is the call missing?"
 
 
 def _callers_level() -> int:

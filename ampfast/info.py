@@ -68,7 +68,7 @@ def describe(facts: dict[str, Any]) -> str:
         ("built for torch", extension["torch"]),
         ("compiler", extension["compiler"]),
         ("OpenMP", extension["openmp"]),
-        ("instruction set", extension["cpu_capability"]),
+        ("CPU kernels for", extension["cpu_capability"]),
     ]
     sections = [
         (

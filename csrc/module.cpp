@@ -87,8 +87,12 @@ std::optional<ScaleUpdate> scale_update(at::Tensor scale, at::Tensor growth_trac
 std::map<std::string, std::string> build_info() {
   return {
       {"torch", TORCH_VERSION},
-#if defined(__VERSION__)
-      {"compiler", __VERSION__},
+#if defined(__clang__)
+      {"compiler", __VERSION__},  // begins with its name
+#elif defined(__GNUC__)
+      {"compiler", "GCC " __VERSION__},
+#elif defined(_MSC_VER)
+      {"compiler", "MSVC " + std::to_string(_MSC_VER)},
 #else
       {"compiler", "unknown"},
 #endif

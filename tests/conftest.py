@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 
 import ampfast
+from ampfast import _C
 
 
 def pytest_report_header() -> str:
@@ -18,3 +21,20 @@ def pytest_report_header() -> str:
 def _fixed_seed() -> None:
     """Every test starts from one seed, alone or in the whole run."""
     torch.manual_seed(20240607)
+
+
+@pytest.fixture
+def small_grain() -> Iterator[None]:
+    """Lists of a test's size go through several threads too."""
+    before = _C.set_grain(32 * 1024)
+    yield
+    _C.set_grain(before)
+
+
+@pytest.fixture(params=_C.cpu_capabilities())
+def capability(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Runs a test once with every instruction set that this machine and binary share."""
+    before = _C.cpu_capability()
+    _C.set_cpu_capability(request.param)
+    yield request.param
+    _C.set_cpu_capability(before)

@@ -14,6 +14,7 @@ import torch
 from ampfast import GradScaler
 
 TorchScaler = torch.amp.GradScaler
+Scaler = type[TorchScaler]
 
 BITS = {
     torch.float64: torch.int64,
@@ -150,6 +151,23 @@ def parameter_with(gradient: torch.Tensor, fill: float = 1.0) -> torch.nn.Parame
     parameter = torch.nn.Parameter(dense)
     parameter.grad = gradient
     return parameter
+
+
+def six(*shape: int) -> torch.nn.Parameter:
+    """A parameter whose gradient is 6 everywhere, so that a scale of 3 leaves 2."""
+    return parameter_with(torch.full(shape, 6.0))
+
+
+def sgd_with(*gradients: torch.Tensor) -> torch.optim.SGD:
+    """An optimizer whose parameters hold these gradients."""
+    return torch.optim.SGD([parameter_with(g) for g in gradients], lr=0.5)
+
+
+def started(scaler_type: Scaler, scale: float = 8.0, **arguments: Any) -> TorchScaler:
+    """A scaler whose tensors exist."""
+    scaler = scaler_type("cpu", init_scale=scale, **arguments)
+    scaler.scale(torch.ones(()))
+    return scaler
 
 
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {

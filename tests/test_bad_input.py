@@ -177,6 +177,24 @@ def test_nothing_is_modified_before_the_error(make: Any, call: str, backend: str
     assert scaler.state_dict()["scale"] == 8.0
 
 
+@pytest.mark.parametrize("kind", [list, tuple])
+def test_a_list_of_optimizers_says_to_unpack_it(kind: type) -> None:
+    scaler, optimizer = started(), _no_gradients()
+    with pytest.raises(TypeError, match=f"one by one.* got a {kind.__name__}"):
+        scaler.step_and_update(kind([optimizer]))
+    assert not scaler._per_optimizer_states
+
+
+@pytest.mark.parametrize("call", ["unscale_", "step"])
+def test_a_forgotten_update_is_named(call: str) -> None:
+    scaler = started()
+    optimizer = torch.optim.SGD([parameter_with(torch.full((3,), 8.0))], lr=0.5)
+    getattr(scaler, call)(optimizer)
+    with pytest.raises(RuntimeError, match="has already been called") as caught:
+        getattr(scaler, call)(optimizer)
+    assert "update()" in notes(caught.value)
+
+
 # Questions about an optimizer
 
 

@@ -10,31 +10,21 @@ from typing import Any
 import pytest
 import torch
 from support import (
+    Scaler,
     Side,
     TorchScaler,
     agree,
     assert_same,
     make_gradient,
     parameter_with,
+    sgd_with,
     side,
+    started,
 )
 
 from ampfast import GradScaler
 
-Scaler = type[TorchScaler]
 OptState = torch.amp.grad_scaler.OptState
-
-
-def started(scaler_type: Scaler, scale: float = 8.0, **arguments: Any) -> TorchScaler:
-    """A scaler whose tensors exist."""
-    scaler = scaler_type("cpu", init_scale=scale, **arguments)
-    scaler.scale(torch.ones(()))
-    return scaler
-
-
-def sgd_with(*gradients: torch.Tensor) -> torch.optim.SGD:
-    """An optimizer whose parameters hold these gradients."""
-    return torch.optim.SGD([parameter_with(g) for g in gradients], lr=0.5)
 
 
 # Constructor

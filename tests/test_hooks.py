@@ -9,11 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from support import TorchScaler, agree, side
+from support import Scaler, TorchScaler, agree, side
 
 from ampfast import GradScaler
 
-Scaler = type[TorchScaler]
 CPU = torch.device("cpu")
 HOOKS = [
     "_unscale_grads_",

@@ -1,17 +1,28 @@
-"""The CPU kernels against torch's op, over instruction sets, layouts, sizes, values and threads."""
+"""The CPU kernels against torch's op, over instruction sets, layouts, sizes, and values."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
 
 import pytest
 import torch
-from support import BITS, FLOATS, LAYOUTS, WRITABLE_LAYOUTS, assert_same, make_gradient, threads
+from kernel_parity import (
+    CHUNK,
+    available_gibibytes,
+    check_parity,
+    exact_bits,
+    flag,
+    last_finite,
+    norms,
+    random_bits,
+    reference_norms,
+    storage,
+    torch_unscale_,
+)
+from support import BITS, FLOATS, LAYOUTS, WRITABLE_LAYOUTS, assert_same, make_gradient
 
 from ampfast import _C, functional
 
-CHUNK = _C.CHUNK
 CAPABILITIES = tuple(_C.cpu_capabilities())
 CHUNK_SIZES = (CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK + 3)
 INVERSES = (0.5, 2.0**-16, 1 / 3, 3.0, 2.0**10, 2.0**-30, 1.0, 0.0, math.inf, math.nan, -0.75)
@@ -19,73 +30,6 @@ INVERSES = (0.5, 2.0**-16, 1 / 3, 3.0, 2.0**10, 2.0**-30, 1.0, 0.0, math.inf, ma
 # dtype; these squares are exact or rounded once in float64, and blocks are added to blocks, so some
 # tens of roundings are more than enough. The maximum is a value that is written, hence exact.
 NORM_TOLERANCE = {"sum_of_squares": 64 * 2.0**-53, "absolute_maximum": 0.0}
-
-
-@pytest.fixture(autouse=True)
-def small_grain() -> Iterator[None]:
-    """Lists of a test's size go through several threads too."""
-    before = _C.set_grain(32 * 1024)
-    yield
-    _C.set_grain(before)
-
-
-@pytest.fixture(params=CAPABILITIES)
-def capability(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Runs a test once with every instruction set that this machine and binary share."""
-    before = _C.cpu_capability()
-    _C.set_cpu_capability(request.param)
-    yield request.param
-    _C.set_cpu_capability(before)
-
-
-def flag(value: float = 0.0) -> torch.Tensor:
-    return torch.tensor(value, dtype=torch.float32)
-
-
-def torch_unscale_(grads: list[torch.Tensor], inverse: float) -> torch.Tensor:
-    found_inf = flag()
-    torch._amp_foreach_non_finite_check_and_unscale_(grads, found_inf, flag(inverse))
-    return found_inf
-
-
-def storage(tensor: torch.Tensor) -> torch.Tensor:
-    """The whole memory a tensor looks at, so that a write outside of it is seen."""
-    return torch.empty(0, dtype=tensor.dtype).set_(tensor.untyped_storage())
-
-
-def non_finite(grads: list[torch.Tensor]) -> float:
-    return float(any(not g.isfinite().all() for g in grads))
-
-
-def exact_bits(tensor: torch.Tensor) -> torch.Tensor:
-    return storage(tensor).view(BITS[tensor.dtype]).clone()
-
-
-def random_bits(count: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    width = 8 * dtype.itemsize
-    low, high = -(2 ** (width - 1)), 2 ** (width - 1) - 1
-    return torch.randint(low, high, (count,), dtype=BITS[dtype], generator=generator).view(dtype)
-
-
-def check_parity(make: Callable[[], list[torch.Tensor]], inverse: float) -> None:
-    """Unscales and checks twins of the same gradients here and in torch and compares all memory."""
-    ours, theirs = make(), make()
-    raw = non_finite(ours)
-    before = [exact_bits(g) for g in ours]
-    found = flag()
-    functional.check_(ours, found)
-    assert found.item() == raw
-    for gradient, bits in zip(ours, before, strict=True):
-        assert torch.equal(exact_bits(gradient), bits), "check_ wrote to a gradient"
-
-    functional.unscale_(ours, found := flag(), flag(inverse))
-    torch_found = torch_unscale_(theirs, inverse)
-    for i, (a, b) in enumerate(zip(ours, theirs, strict=True)):
-        assert_same(storage(a), storage(b), f"storage of gradient {i}")
-    # Ours is decided on what was written, so it is set wherever torch's is, and on overflow too.
-    assert found.item() == non_finite(theirs)
-    assert found.item() >= torch_found.item()
 
 
 def test_every_named_capability_can_be_chosen() -> None:
@@ -291,18 +235,6 @@ def test_subnormals_and_signs_of_zero(capability: str, dtype: torch.dtype) -> No
     assert found.item() == 0.0
 
 
-def last_finite(dtype: torch.dtype, inverse: float) -> int:
-    """The bit pattern of the largest value that torch's op still unscales to a finite one."""
-    top = torch.tensor(torch.finfo(dtype).max, dtype=dtype).view(BITS[dtype]).item()
-    low, high = 0, int(top) + 1
-    while high - low > 1:
-        middle = (low + high) // 2
-        value = torch.tensor([middle], dtype=BITS[dtype]).view(dtype)
-        torch_unscale_([value], inverse)
-        low, high = (middle, high) if value.isfinite().all() else (low, middle)
-    return low
-
-
 @pytest.mark.parametrize("inverse", [1.0000001, 1.5, 2.0, 3.0, 1000.1, 2.0**40, 2.0**127])
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_overflow_on_unscaling_to_the_ulp(
@@ -355,85 +287,6 @@ def test_found_inf_is_accumulated_never_reset(capability: str) -> None:
                 assert found.item() == (1.0 if bad == math.inf else start)
 
 
-def test_ten_thousand_tiny_tensors(capability: str) -> None:
-    generator = torch.Generator().manual_seed(5)
-    sizes = torch.randint(0, 8, (10_000,), generator=generator).tolist()
-    values = torch.randn(7, generator=generator)
-    check_parity(lambda: [values[:n] * (i + 1) for i, n in enumerate(sizes)], 1 / 3)
-    grads = [values[:n].clone() for n in sizes]
-    last = max(i for i, n in enumerate(sizes) if n)
-    grads[last][-1] = math.nan
-    functional.check_(grads, found := flag())
-    assert found.item() == 1.0
-
-
-def mixed_list() -> list[torch.Tensor]:
-    """Tensors that are split over threads, share threads, and hold every dtype."""
-    sizes = (5, 3 * CHUNK + 1, 0, CHUNK, 17, 2 * CHUNK - 3, 1)
-    return [
-        torch.randn(n + 3, generator=torch.Generator().manual_seed(i)).to(dtype)[3:]
-        for i, (n, dtype) in enumerate((n, dtype) for n in sizes for dtype in FLOATS)
-    ]
-
-
-@pytest.mark.parametrize("count", [1, 2, 4])
-def test_thread_counts_write_the_same_bits(capability: str, count: int) -> None:
-    with threads(count):
-        check_parity(mixed_list, 1 / 3)
-        grads = mixed_list()
-        grads[5][-1] = math.inf
-        functional.check_(grads, found := flag())
-        assert found.item() == 1.0
-
-
-@pytest.mark.parametrize("count", [1, 2, 4])
-@pytest.mark.parametrize("size", [3, CHUNK + 1, 8 * CHUNK + 5])
-def test_same_tensor_twice_is_multiplied_twice(capability: str, size: int, count: int) -> None:
-    def twice() -> list[torch.Tensor]:
-        gradient = torch.randn(size, generator=torch.Generator().manual_seed(2))
-        between = torch.ones(2 * CHUNK)
-        return [gradient, between, gradient, between.clone(), gradient.view(-1)]
-
-    with threads(count):
-        for _ in range(3):
-            check_parity(twice, 1 / 3)
-
-
-@pytest.mark.parametrize("count", [1, 4])
-@pytest.mark.parametrize("size", [100, 6 * CHUNK])
-def test_partly_overlapping_tensors(capability: str, size: int, count: int) -> None:
-    def overlapping() -> list[torch.Tensor]:
-        base = torch.randn(2 * size, generator=torch.Generator().manual_seed(3))
-        return [base[:size], base[size // 2 : size + size // 2], base[1::2], base[size - 1 :]]
-
-    with threads(count):
-        check_parity(overlapping, 1 / 3)
-
-
-def test_second_pass_over_a_shared_tensor_can_overflow(capability: str) -> None:
-    # One multiplication by 2^60 stays finite, the second does not.
-    gradient = torch.full((9,), 2.0**10)
-    functional.unscale_([gradient, gradient], found := flag(), flag(2.0**60))
-    assert gradient.isinf().all()
-    assert found.item() == 1.0
-
-
-def reference_norms(tensors: list[torch.Tensor], inverse: float) -> tuple[float, float]:
-    """In plain Python: an exactly rounded sum, and the maximum of what torch's op writes."""
-    squares, maximum = [0.0], 0.0
-    for tensor in tensors:
-        wide = tensor if tensor.dtype is torch.float64 else tensor.float()
-        squares += (wide * flag(inverse).to(wide.dtype)).double().square().tolist()
-        written = tensor.clone()
-        torch_unscale_([written], inverse)
-        maximum = max([maximum, *written.double().abs().tolist()])
-    return math.fsum(squares), maximum
-
-
-def norms(tensors: list[torch.Tensor], inverse: float) -> tuple[float, float]:
-    return tuple(_C.GradList(tensors).norms(inverse))
-
-
 @pytest.mark.parametrize("inverse", [1.0, 2.0**-16, 1 / 3, 3.0])
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_norms(capability: str, dtype: torch.dtype, inverse: float) -> None:
@@ -470,21 +323,6 @@ def test_norms_keep_what_is_not_finite(capability: str, dtype: torch.dtype, posi
         gradient[position + 3] = -bad
         gradient[-1] = math.nan
         assert all(math.isnan(v) for v in norms([gradient], 0.5))
-
-
-def test_norms_are_the_same_with_any_thread_count(capability: str) -> None:
-    grads = mixed_list()
-    results = []
-    for count in (1, 2, 4, 3, 1):
-        with threads(count):
-            results.append(norms(grads, 1 / 3))
-    assert len(set(results)) == 1
-
-
-def available_gibibytes() -> float:
-    with open("/proc/meminfo") as lines:
-        fields = dict(line.split(":") for line in lines)
-    return int(fields["MemAvailable"].split()[0]) / 2**20
 
 
 @pytest.mark.slow

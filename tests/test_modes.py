@@ -7,23 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from support import TorchScaler, agree, outcome, parameter_with
+from support import Scaler, agree, outcome, parameter_with, six, started
 
 from ampfast import GradScaler
 
-Scaler = type[TorchScaler]
 CPU = torch.device("cpu")
-
-
-def started(scaler_type: Scaler) -> TorchScaler:
-    scaler = scaler_type("cpu", init_scale=3.0)
-    scaler.scale(torch.ones(()))
-    return scaler
-
-
-def six(*shape: int) -> torch.nn.Parameter:
-    """A parameter whose gradient is 6 everywhere, so that unscaling leaves 2."""
-    return parameter_with(torch.full(shape, 6.0))
 
 
 # Records written by hand
@@ -43,7 +31,7 @@ RECORDS: dict[str, dict[Any, Any]] = {
 @pytest.mark.parametrize("flags", RECORDS.values(), ids=RECORDS)
 def test_flags_written_by_hand(flags: dict[Any, Any]) -> None:
     def use(scaler_type: Scaler) -> Any:
-        scaler, p, seen = started(scaler_type), six(3), []
+        scaler, p, seen = started(scaler_type, 3.0), six(3), []
         optimizer = types.SimpleNamespace(param_groups=[{"params": [p]}], step=lambda: "stepped")
         scaler.unscale_(optimizer)
         for call in (lambda: scaler.step(optimizer), scaler.update):
@@ -64,7 +52,7 @@ def test_flags_written_by_hand(flags: dict[Any, Any]) -> None:
 def test_inside_inference_mode(fused: bool) -> None:
     def use(scaler_type: Scaler) -> Any:
         with torch.inference_mode():
-            scaler, p = started(scaler_type), six(3)
+            scaler, p = started(scaler_type, 3.0), six(3)
             optimizer = torch.optim.Adam([p], lr=0.1, fused=fused)
             for _ in range(2):
                 scaler.step(optimizer)
@@ -81,7 +69,7 @@ def test_on_fake_tensors(call: str) -> None:
 
     def use(scaler_type: Scaler) -> Any:
         with FakeTensorMode():
-            scaler, p = started(scaler_type), six(3)
+            scaler, p = started(scaler_type, 3.0), six(3)
             optimizer = torch.optim.Adam([p], lr=0.1, fused=True)
             getattr(scaler, call)(optimizer)
             flags = scaler._found_inf_per_device(optimizer)
@@ -96,7 +84,7 @@ def test_under_another_default_dtype() -> None:
     def use(scaler_type: Scaler) -> Any:
         torch.set_default_dtype(torch.float64)
         try:
-            scaler, p = started(scaler_type), parameter_with(torch.full((3,), 6.0))
+            scaler, p = started(scaler_type, 3.0), parameter_with(torch.full((3,), 6.0))
             scaler.step(torch.optim.SGD([p], lr=0.1))
             flags = [
                 list(r["found_inf_per_device"].values())
@@ -112,11 +100,35 @@ def test_under_another_default_dtype() -> None:
 
 def test_under_another_default_device() -> None:
     def use(scaler_type: Scaler) -> Any:
-        scaler, p = started(scaler_type), six(3)
+        scaler, p = started(scaler_type, 3.0), six(3)
         with torch.device("meta"):
             scaler.unscale_(torch.optim.SGD([p], lr=0.1))
             scaler.update()
         return [p.grad, scaler._scale, scaler.get_scale()]
+
+    agree(use)
+
+
+@pytest.mark.parametrize("transform", ["grad", "vmap"])
+def test_inside_a_function_transform(transform: str) -> None:
+    """There a plain gradient may be wrapped, and torch's op sees to that."""
+
+    def use(scaler_type: Scaler) -> Any:
+        scaler, captured = started(scaler_type, 3.0), six(3)
+        wrapped = torch.ones(2, 3)
+        kinds = []
+
+        def unscale(values: torch.Tensor) -> torch.Tensor:
+            inner = torch.nn.Parameter(torch.zeros(3))
+            inner.grad = (values * 6).detach()
+            optimizer = types.SimpleNamespace(param_groups=[{"params": [captured, inner]}])
+            scaler._per_optimizer_states.clear()
+            scaler.unscale_(optimizer)
+            kinds.append(type(inner.grad).__name__)
+            return (values * inner.grad).sum()
+
+        told = outcome(lambda: getattr(torch.func, transform)(unscale)(wrapped))
+        return [kinds, told.value, type(told.error).__name__, captured.grad]
 
     agree(use)
 
@@ -135,5 +147,5 @@ def test_subclasses_are_left_to_torchs_own_op() -> None:
 
     p = torch.ones(3).as_subclass(Watching).requires_grad_()
     p.grad = torch.full((3,), 6.0).as_subclass(Watching)
-    started(GradScaler).unscale_(types.SimpleNamespace(param_groups=[{"params": [p]}]))
+    started(GradScaler, 3.0).unscale_(types.SimpleNamespace(param_groups=[{"params": [p]}]))
     assert "_amp_foreach_non_finite_check_and_unscale_" in seen

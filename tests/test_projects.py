@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from support import OPTIMIZERS, TorchScaler, agree, side, small_model
+from support import OPTIMIZERS, Scaler, agree, side, small_model
 
-Scaler = type[TorchScaler]
 OptState = torch.amp.grad_scaler.OptState
 INF = float("inf")
 

@@ -9,20 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from support import TorchScaler, agree, assert_same, paired, side
+from support import Scaler, TorchScaler, agree, assert_same, paired, side, started
 
 from ampfast import GradScaler
 
-Scaler = type[TorchScaler]
 KEYS = ["scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker"]
 FIVE = dict(zip(KEYS, [24.0, 3.0, 0.25, 5, 2], strict=True))
 INF = float("inf")
-
-
-def started(scaler_type: Scaler, **arguments: Any) -> TorchScaler:
-    scaler = scaler_type("cpu", **{"init_scale": 8.0, **arguments})
-    scaler.scale(torch.ones(()))
-    return scaler
 
 
 def everything(scaler: TorchScaler) -> list[Any]:

@@ -9,12 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support import Side, TorchScaler, parameter_with, plant, side, threads
+from support import Scaler, Side, TorchScaler, parameter_with, plant, side, threads
 from test_differential import draw_program, first_difference
 
 from ampfast import GradScaler
 
-Scaler = type[TorchScaler]
 OptState = torch.amp.grad_scaler.OptState
 INF = math.inf
 

@@ -10,21 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-from support import TorchScaler, agree, outcome, parameter_with
+from support import Scaler, agree, outcome, parameter_with, six, started
 
-Scaler = type[TorchScaler]
 CPU = torch.device("cpu")
-
-
-def started(scaler_type: Scaler) -> TorchScaler:
-    scaler = scaler_type("cpu", init_scale=3.0)
-    scaler.scale(torch.ones(()))
-    return scaler
-
-
-def six(*shape: int) -> torch.nn.Parameter:
-    """A parameter whose gradient is 6 everywhere, so that unscaling leaves 2."""
-    return parameter_with(torch.full(shape, 6.0))
 
 
 # What holds the parameters
@@ -84,7 +72,7 @@ GROUPS: dict[str, Callable[[torch.nn.Parameter], Any]] = {
 @pytest.mark.parametrize("make", GROUPS.values(), ids=GROUPS)
 def test_groups(make: Callable[[torch.nn.Parameter], Any]) -> None:
     def use(scaler_type: Scaler) -> Any:
-        scaler, p = started(scaler_type), six(3)
+        scaler, p = started(scaler_type, 3.0), six(3)
         optimizer = types.SimpleNamespace(param_groups=make(p))
         scaler.unscale_(optimizer)
         return [p.grad, list(scaler._found_inf_per_device(optimizer).values())]
@@ -178,7 +166,7 @@ PARAMETERS = [
 @pytest.mark.filterwarnings("ignore:Sparse CSR", "ignore:Using backward")
 def test_parameters(make: Callable[[], Any], call: str) -> None:
     def use(scaler_type: Scaler) -> Any:
-        scaler, regular, odd = started(scaler_type), six(2), make()
+        scaler, regular, odd = started(scaler_type, 3.0), six(2), make()
         optimizer = types.SimpleNamespace(param_groups=[{"params": [regular, odd]}])
         getattr(scaler, call)(optimizer)
         gradient = odd.grad.values() if odd.grad.layout is torch.sparse_csr else odd.grad
@@ -204,7 +192,7 @@ def test_a_gradient_whose_access_raises() -> None:
 
     def use(scaler_type: Scaler) -> None:
         p = Raising(torch.ones(3))
-        started(scaler_type).unscale_(types.SimpleNamespace(param_groups=[{"params": [p]}]))
+        started(scaler_type, 3.0).unscale_(types.SimpleNamespace(param_groups=[{"params": [p]}]))
 
     assert isinstance(agree(use).error, ArithmeticError)
 
@@ -277,7 +265,7 @@ UNUSUAL += [NoCallable, Keywords]
 @pytest.mark.parametrize("kind", UNUSUAL, ids=lambda kind: kind.__name__)
 def test_optimizers(kind: type) -> None:
     def use(scaler_type: Scaler) -> Any:
-        scaler, optimizer, p = started(scaler_type), kind(), six(3)
+        scaler, optimizer, p = started(scaler_type, 3.0), kind(), six(3)
         optimizer.param_groups = [{"params": [p]}]
         seen = []
         for _ in range(3):
@@ -290,7 +278,7 @@ def test_optimizers(kind: type) -> None:
 
 def test_a_step_that_raises_may_be_taken_again() -> None:
     def use(scaler_type: Scaler) -> Any:
-        scaler, p, calls = started(scaler_type), six(3), []
+        scaler, p, calls = started(scaler_type, 3.0), six(3), []
 
         def step() -> str:
             calls.append(1)
@@ -310,7 +298,7 @@ def test_a_step_that_raises_may_be_taken_again() -> None:
 
 def test_an_update_inside_step() -> None:
     def use(scaler_type: Scaler) -> Any:
-        scaler, p = started(scaler_type), six(3)
+        scaler, p = started(scaler_type, 3.0), six(3)
         optimizer = types.SimpleNamespace(param_groups=[{"params": [p]}], step=scaler.update)
         scaler.step(optimizer)
         return [len(scaler._per_optimizer_states), scaler.state_dict(), p.grad]

@@ -9,33 +9,20 @@ import torch
 from support import (
     FUSED,
     OPTIMIZERS,
-    TorchScaler,
+    Scaler,
     agree,
     assert_sides_same,
     outcome,
     paired,
     parameter_with,
     plant,
+    sgd_with,
     side,
+    started,
     threads,
 )
 
 from ampfast import GradScaler
-
-Scaler = type[TorchScaler]
-
-
-def started(scaler_type: Scaler, scale: float = 8.0, **arguments: Any) -> TorchScaler:
-    """A scaler whose tensors exist."""
-    scaler = scaler_type("cpu", init_scale=scale, **arguments)
-    scaler.scale(torch.ones(()))
-    return scaler
-
-
-def sgd_with(*gradients: torch.Tensor) -> torch.optim.SGD:
-    """An optimizer whose parameters hold these gradients."""
-    return torch.optim.SGD([parameter_with(g) for g in gradients], lr=0.5)
-
 
 # What is written
 

@@ -1,0 +1,106 @@
+"""How the kernels' results are compared with torch's op, over lists of gradients."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+from support import BITS, FLOATS, assert_same
+
+from ampfast import _C, functional
+
+CHUNK = _C.CHUNK
+
+
+def flag(value: float = 0.0) -> torch.Tensor:
+    return torch.tensor(value, dtype=torch.float32)
+
+
+def torch_unscale_(grads: list[torch.Tensor], inverse: float) -> torch.Tensor:
+    found_inf = flag()
+    torch._amp_foreach_non_finite_check_and_unscale_(grads, found_inf, flag(inverse))
+    return found_inf
+
+
+def storage(tensor: torch.Tensor) -> torch.Tensor:
+    """The whole memory a tensor looks at, so that a write outside of it is seen."""
+    return torch.empty(0, dtype=tensor.dtype).set_(tensor.untyped_storage())
+
+
+def non_finite(grads: list[torch.Tensor]) -> float:
+    return float(any(not g.isfinite().all() for g in grads))
+
+
+def exact_bits(tensor: torch.Tensor) -> torch.Tensor:
+    return storage(tensor).view(BITS[tensor.dtype]).clone()
+
+
+def random_bits(count: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    width = 8 * dtype.itemsize
+    low, high = -(2 ** (width - 1)), 2 ** (width - 1) - 1
+    return torch.randint(low, high, (count,), dtype=BITS[dtype], generator=generator).view(dtype)
+
+
+def check_parity(make: Callable[[], list[torch.Tensor]], inverse: float) -> None:
+    """Unscales and checks twins of the same gradients here and in torch and compares all memory."""
+    ours, theirs = make(), make()
+    raw = non_finite(ours)
+    before = [exact_bits(g) for g in ours]
+    found = flag()
+    functional.check_(ours, found)
+    assert found.item() == raw
+    for gradient, bits in zip(ours, before, strict=True):
+        assert torch.equal(exact_bits(gradient), bits), "check_ wrote to a gradient"
+
+    functional.unscale_(ours, found := flag(), flag(inverse))
+    torch_found = torch_unscale_(theirs, inverse)
+    for i, (a, b) in enumerate(zip(ours, theirs, strict=True)):
+        assert_same(storage(a), storage(b), f"storage of gradient {i}")
+    # Ours is decided on what was written, so it is set wherever torch's is, and on overflow too.
+    assert found.item() == non_finite(theirs)
+    assert found.item() >= torch_found.item()
+
+
+def last_finite(dtype: torch.dtype, inverse: float) -> int:
+    """The bit pattern of the largest value that torch's op still unscales to a finite one."""
+    top = torch.tensor(torch.finfo(dtype).max, dtype=dtype).view(BITS[dtype]).item()
+    low, high = 0, int(top) + 1
+    while high - low > 1:
+        middle = (low + high) // 2
+        value = torch.tensor([middle], dtype=BITS[dtype]).view(dtype)
+        torch_unscale_([value], inverse)
+        low, high = (middle, high) if value.isfinite().all() else (low, middle)
+    return low
+
+
+def mixed_list() -> list[torch.Tensor]:
+    """Tensors that are split over threads, share threads, and hold every dtype."""
+    sizes = (5, 3 * CHUNK + 1, 0, CHUNK, 17, 2 * CHUNK - 3, 1)
+    return [
+        torch.randn(n + 3, generator=torch.Generator().manual_seed(i)).to(dtype)[3:]
+        for i, (n, dtype) in enumerate((n, dtype) for n in sizes for dtype in FLOATS)
+    ]
+
+
+def reference_norms(tensors: list[torch.Tensor], inverse: float) -> tuple[float, float]:
+    """In plain Python: an exactly rounded sum, and the maximum of what torch's op writes."""
+    squares, maximum = [0.0], 0.0
+    for tensor in tensors:
+        wide = tensor if tensor.dtype is torch.float64 else tensor.float()
+        squares += (wide * flag(inverse).to(wide.dtype)).double().square().tolist()
+        written = tensor.clone()
+        torch_unscale_([written], inverse)
+        maximum = max([maximum, *written.double().abs().tolist()])
+    return math.fsum(squares), maximum
+
+
+def norms(tensors: list[torch.Tensor], inverse: float) -> tuple[float, float]:
+    return tuple(_C.GradList(tensors).norms(inverse))
+
+
+def available_gibibytes() -> float:
+    with open("/proc/meminfo") as lines:
+        fields = dict(line.split(":") for line in lines)
+    return int(fields["MemAvailable"].split()[0]) / 2**20

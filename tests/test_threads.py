@@ -1,0 +1,104 @@
+"""The CPU kernels with several threads: shares of the work, shared memory, forks."""
+
+from __future__ import annotations
+
+import math
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from kernel_parity import CHUNK, check_parity, flag, mixed_list, norms
+from support import threads
+
+from ampfast import functional
+
+pytestmark = pytest.mark.usefixtures("small_grain")
+
+
+def test_ten_thousand_tiny_tensors(capability: str) -> None:
+    generator = torch.Generator().manual_seed(5)
+    sizes = torch.randint(0, 8, (10_000,), generator=generator).tolist()
+    values = torch.randn(7, generator=generator)
+    check_parity(lambda: [values[:n] * (i + 1) for i, n in enumerate(sizes)], 1 / 3)
+    grads = [values[:n].clone() for n in sizes]
+    last = max(i for i, n in enumerate(sizes) if n)
+    grads[last][-1] = math.nan
+    functional.check_(grads, found := flag())
+    assert found.item() == 1.0
+
+
+@pytest.mark.parametrize("count", [1, 2, 4])
+def test_thread_counts_write_the_same_bits(capability: str, count: int) -> None:
+    with threads(count):
+        check_parity(mixed_list, 1 / 3)
+        grads = mixed_list()
+        grads[5][-1] = math.inf
+        functional.check_(grads, found := flag())
+        assert found.item() == 1.0
+
+
+@pytest.mark.parametrize("count", [1, 2, 4])
+@pytest.mark.parametrize("size", [3, CHUNK + 1, 8 * CHUNK + 5])
+def test_same_tensor_twice_is_multiplied_twice(capability: str, size: int, count: int) -> None:
+    def twice() -> list[torch.Tensor]:
+        gradient = torch.randn(size, generator=torch.Generator().manual_seed(2))
+        between = torch.ones(2 * CHUNK)
+        return [gradient, between, gradient, between.clone(), gradient.view(-1)]
+
+    with threads(count):
+        for _ in range(3):
+            check_parity(twice, 1 / 3)
+
+
+@pytest.mark.parametrize("count", [1, 4])
+@pytest.mark.parametrize("size", [100, 6 * CHUNK])
+def test_partly_overlapping_tensors(capability: str, size: int, count: int) -> None:
+    def overlapping() -> list[torch.Tensor]:
+        base = torch.randn(2 * size, generator=torch.Generator().manual_seed(3))
+        return [base[:size], base[size // 2 : size + size // 2], base[1::2], base[size - 1 :]]
+
+    with threads(count):
+        check_parity(overlapping, 1 / 3)
+
+
+def test_second_pass_over_a_shared_tensor_can_overflow(capability: str) -> None:
+    # One multiplication by 2^60 stays finite, the second does not.
+    gradient = torch.full((9,), 2.0**10)
+    functional.unscale_([gradient, gradient], found := flag(), flag(2.0**60))
+    assert gradient.isinf().all()
+    assert found.item() == 1.0
+
+
+def test_norms_are_the_same_with_any_thread_count(capability: str) -> None:
+    grads = mixed_list()
+    results = []
+    for count in (1, 2, 4, 3, 1):
+        with threads(count):
+            results.append(norms(grads, 1 / 3))
+    assert len(set(results)) == 1
+
+
+FORK = """
+import os, torch
+from ampfast import _C, functional
+torch.set_num_threads(2)
+_C.set_grain(32 * 1024)
+grads = [torch.ones(200_000)]
+def flag():
+    found_inf = torch.zeros(())
+    functional.check_(grads, found_inf)
+    return found_inf.item()
+assert flag() == 0
+child = os.fork()
+if child == 0:
+    grads[0][-1] = float("inf")
+    os._exit(0 if flag() == 1 else 1)
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system cannot fork")
+def test_a_forked_child_does_not_wait_for_threads_that_it_lacks() -> None:
+    subprocess.run([sys.executable, "-c", FORK], check=True, timeout=120)
