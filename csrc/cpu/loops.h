@@ -69,8 +69,7 @@ inline void multiply16(Half* values, __m256 factor) {
 inline __m256i rounded_to_bfloat16(__m256 value) {
   const __m256i bits = _mm256_castps_si256(value);
   const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
-  const __m256i rounded =
-      _mm256_add_epi32(bits, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff)));
+  const __m256i rounded = _mm256_add_epi32(bits, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff)));
   const __m256 is_nan = _mm256_cmp_ps(value, value, _CMP_UNORD_Q);
   return _mm256_blendv_epi8(rounded, _mm256_set1_epi32(0x7fc00000), _mm256_castps_si256(is_nan));
 }
@@ -84,8 +83,8 @@ inline void multiply16(BFloat16* values, __m256 factor) {
   const __m256 odd = _mm256_castsi256_ps(_mm256_and_si256(bits, upper));
   const __m256i even_product = rounded_to_bfloat16(_mm256_mul_ps(even, factor));
   const __m256i odd_product = rounded_to_bfloat16(_mm256_mul_ps(odd, factor));
-  _mm256_storeu_si256(
-      place, _mm256_blend_epi16(_mm256_srli_epi32(even_product, 16), odd_product, 0xaa));
+  _mm256_storeu_si256(place,
+                      _mm256_blend_epi16(_mm256_srli_epi32(even_product, 16), odd_product, 0xaa));
 }
 
 #endif
