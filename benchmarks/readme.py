@@ -58,7 +58,8 @@ def _heading(path: Path, results: Results) -> str:
     return (
         f"Measured on {machine['cpu']} ({machine['cores']} cores, threads: {machine['threads']}) "
         f"with torch {results.torch}, commit {results.commit or 'unknown'}, {results.date[:10]}. "
-        f"Medians, both sides in one run; all of it: [`{shown.name}`]({shown.as_posix()})."
+        f"Medians, both sides in one run; all of it: [`{shown.name}`]({shown.as_posix()}). "
+        "A cold list is one of many that take turns, so that none is found in the cache."
         + ("" if machine.get("gpu") else f" On GPUs: {NOT_MEASURED}.")
         + ("" if results.complete else " The run was not complete.")
     )
