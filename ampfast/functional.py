@@ -206,7 +206,9 @@ def _regular(
     """
     if torch.compiler.is_compiling() or backends.default_for(found_inf.device) == "aten":
         return None
-    if not native.is_scalar(found_inf) or not (factor is None or native.is_scalar(factor)):
+    if not native.is_scalar(found_inf, torch.float32) or not (
+        factor is None or native.is_scalar(factor, torch.float32)
+    ):
         return None
     return native.list_of(grads, found_inf.device) if isinstance(grads, (list, tuple)) else None
 

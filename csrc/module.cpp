@@ -1,5 +1,7 @@
 // The Python face of the compiled core: bindings only, no arithmetic.
 #include <torch/extension.h>
+#include <torch/csrc/Dtype.h>
+#include <torch/csrc/DynamicTypes.h>
 #include <torch/version.h>
 
 #include <map>
@@ -7,6 +9,7 @@
 
 #include "cpu/instruction_set.h"
 #include "cpu/multi_tensor.h"
+#include "device_table.h"
 #include "scale_update.h"
 #include "walk.h"
 
@@ -72,10 +75,11 @@ at::Tensor check_(const GradList& grads, const std::optional<at::Tensor>& grad_s
 std::optional<ScaleUpdate> scale_update(at::Tensor scale, at::Tensor growth_tracker,
                                         std::vector<at::Tensor> found_infs, double growth_factor,
                                         double backoff_factor, int64_t growth_interval) {
-  bool known = is_cpu_scalar(scale, at::kFloat) && is_cpu_scalar(growth_tracker, at::kInt) &&
+  const uint64_t cpu = device_bit(at::kCPU);
+  bool known = is_scalar(scale, at::kFloat, cpu) && is_scalar(growth_tracker, at::kInt, cpu) &&
                !scale.is_inference() && !scale.requires_grad();
   for (const at::Tensor& flag : found_infs) {
-    known = known && is_cpu_scalar(flag, at::kFloat);
+    known = known && is_scalar(flag, at::kFloat, cpu);
   }
   if (!known) {
     return std::nullopt;
@@ -109,6 +113,8 @@ std::map<std::string, std::string> build_info() {
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.attr("CHUNK") = kChunk;
   m.attr("CPU") = device_bit(at::kCPU);
+  m.attr("CUDA") = device_bit(at::kCUDA);
+  m.attr("WINDOW_BYTES") = kWindowBytes;
   m.def("build_info", &build_info);
   m.def("cpu_capability", &cpu::capability);
   m.def("cpu_capabilities", &cpu::capabilities);
@@ -131,8 +137,33 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
         return std::pair(norms.sum_of_squares, norms.absolute_maximum);
       });
 
-  m.def("is_cpu_scalar",
-        [](const at::Tensor& tensor) { return is_cpu_scalar(tensor, at::kFloat); });
+  py::class_<Segment>(m, "Segment")
+      .def_property_readonly(
+          "dtype",
+          [](const Segment& segment) {
+            PyObject* dtype = reinterpret_cast<PyObject*>(torch::getTHPDtype(segment.dtype));
+            return py::reinterpret_borrow<py::object>(dtype);
+          })
+      .def_readonly("word", &Segment::word)
+      .def_readonly("tensors", &Segment::tensors)
+      .def_readonly("windows", &Segment::windows)
+      .def_readonly("programs", &Segment::programs);
+  py::class_<DeviceTable, std::shared_ptr<DeviceTable>>(m, "DeviceTable")
+      .def_static("of",
+                  [](const GradList& grads, int64_t max_programs, bool capturing) {
+                    return std::const_pointer_cast<DeviceTable>(
+                        table_of(grads, max_programs, capturing));
+                  },
+                  py::arg("grads"), py::arg("max_programs"), py::arg("capturing"))
+      .def_property_readonly("buffer", &DeviceTable::buffer)
+      .def_property_readonly("segments", &DeviceTable::segments);
+  m.def("uploads", [] { return std::pair(uploads().count, uploads().bytes); });
+  m.def("clear_tables", &clear_tables);
+
+  m.def("is_scalar", [](const at::Tensor& tensor, const py::object& dtype) {
+    return is_scalar(tensor, reinterpret_cast<THPDtype*>(dtype.ptr())->scalar_type,
+                     device_bit(at::kCPU) | device_bit(at::kCUDA));
+  });
   py::class_<ScaleUpdate>(m, "ScaleUpdate")
       .def_static("of", &scale_update, py::arg("scale"), py::arg("growth_tracker"),
                   py::arg("found_infs"), py::arg("growth_factor"), py::arg("backoff_factor"),

@@ -6,9 +6,9 @@
 
 namespace ampfast {
 
-bool is_cpu_scalar(const at::Tensor& tensor, at::ScalarType dtype) {
-  return tensor.numel() == 1 && tensor.scalar_type() == dtype &&
-         is_plain(tensor, device_bit(at::kCPU)) && !is_observed();
+bool is_scalar(const at::Tensor& tensor, at::ScalarType dtype, uint64_t devices) {
+  return tensor.numel() == 1 && tensor.scalar_type() == dtype && is_plain(tensor, devices) &&
+         !is_observed();
 }
 
 ScaleUpdate::ScaleUpdate(at::Tensor scale, at::Tensor growth_tracker,

@@ -6,7 +6,7 @@ from torch import Tensor
 
 try:
     from ampfast import _C
-    from ampfast._C import GradList, ScaleUpdate
+    from ampfast._C import DeviceTable, GradList, ScaleUpdate, Segment
 except ImportError as error:
     raise ImportError(
         f"ampfast's compiled core cannot be loaded ({error}); build it against the torch that is "
@@ -15,8 +15,11 @@ except ImportError as error:
 
 __all__ = [
     "DEVICES",
+    "WINDOW_BYTES",
+    "DeviceTable",
     "GradList",
     "ScaleUpdate",
+    "Segment",
     "build_info",
     "check_",
     "cpu_capability",
@@ -31,8 +34,9 @@ cpu_capability = _C.cpu_capability
 walk = _C.walk
 # The list of tensors on a device, or None if one of them is irregular or something else.
 list_of = _C.GradList.of
-# Whether a tensor is what the kernels read as a factor and write as a flag.
-is_scalar = _C.is_cpu_scalar
+# Whether a tensor is what kernels read and write as a scalar: plain, of a dtype, one element.
+is_scalar = _C.is_scalar
+WINDOW_BYTES: int = _C.WINDOW_BYTES
 
 # The device types with kernels, as a bit set.
 DEVICES: int = _C.CPU

@@ -1,0 +1,246 @@
+"""What kernels over a table on a device are asked to do, and the host side that they share."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from ampfast.backends.native import DeviceTable, GradList, Segment, is_scalar
+
+__all__ = ["DeviceKernels", "Epilogue", "Factors", "Launcher", "Pass", "ScaleUpdate", "Use"]
+
+# What the kernel that updates the scale takes at once.
+MOST_FLAGS = 4
+
+
+class Use(IntEnum):
+    """What the optimizer will do with a factor; decides whether a value is finite."""
+
+    RAW = 0
+    INVERSE = 1
+    SCALE = 2
+    DIVIDE = 3
+
+
+class Epilogue(IntEnum):
+    """What the last program of a launch does."""
+
+    NOTHING = 0
+    FINISH = 1
+    UPDATE = 2
+
+
+@dataclass(frozen=True)
+class Factors:
+    """How the scale is updated."""
+
+    growth_factor: float = 1.0
+    backoff_factor: float = 1.0
+    growth_interval: int = 0
+
+
+class Launcher(Protocol):
+    """One kind of kernels: the launches alone."""
+
+    def max_programs(self, device: torch.device) -> int: ...
+
+    def on(self, device: torch.device) -> AbstractContextManager[object]: ...
+
+    def is_capturing(self) -> bool: ...
+
+    def multi_tensor(self, work: Pass, segment: Segment, epilogue: Epilogue) -> None: ...
+
+    def update_scale(
+        self, scale: Tensor, growth_tracker: Tensor, found_infs: list[Tensor], factors: Factors
+    ) -> None: ...
+
+
+class ScaleUpdate:
+    """An update of the scale on its device, alone or behind the check that decides it."""
+
+    def __init__(
+        self,
+        launcher: Launcher,
+        scale: Tensor,
+        growth_tracker: Tensor,
+        found_infs: Sequence[Tensor],
+        factors: Factors,
+    ) -> None:
+        self.scale = scale
+        self.growth_tracker = growth_tracker
+        self.factors = factors
+        self.applied = False
+        self._launcher = launcher
+        self._found_infs = found_infs
+        self._header: Tensor | None = None
+
+    @property
+    def device(self) -> torch.device:
+        return self.scale.device
+
+    @property
+    def other(self) -> Tensor | None:
+        """One flag for those of the optimizers that were checked before."""
+        if len(self._found_infs) < 2:
+            return next(iter(self._found_infs), None)
+        return torch.stack([flag.reshape(()) for flag in self._found_infs]).ne(0).any().float()
+
+    def apply(self) -> None:
+        """Launches the update alone."""
+        flags = self._found_infs
+        with self._launcher.on(self.device):
+            self._launcher.update_scale(
+                self.scale,
+                self.growth_tracker,
+                list(flags) if len(flags) <= MOST_FLAGS else [self.other],  # type: ignore[list-item]
+                self.factors,
+            )
+        self.applied = True
+
+    def rode(self, table: DeviceTable) -> None:
+        """Notes that a pass over `table` applied the update."""
+        self._header = table.buffer
+        self.applied = True
+
+    def undo(self) -> None:
+        """Restores what the pass replaced, from what it left in the header of its table."""
+        if self._header is not None:
+            self.scale.data.copy_(self._header[2:3].view(torch.float32)[0])
+            self.growth_tracker.data.copy_(self._header[3:4].view(torch.int32)[0])
+
+    def bump_version(self) -> None:
+        """Tells autograd that the scale was written, as torch's op does."""
+        torch.autograd.graph.increment_version(self.scale)
+
+
+@dataclass(frozen=True)
+class Pass:
+    """One pass over a table.
+
+    Attributes:
+        table: The gradients.
+        write: Whether they are unscaled in place, else only read.
+        use: What the factor is.
+        factor: One-element float32, or None.
+        coefficient: One-element float32 that multiplies what unscaling would write, or None.
+        found_inf: 0-dim float32 that is set.
+        accumulate: Whether a found_inf of 1 stays, else it is assigned.
+        norms: float64 of shape (2,) that gets the sum of squares and the largest magnitude of
+            the values times the factor, or None.
+        flags: float32, one for each tensor of the table, 1 where a value is not finite; never
+            reset. Or None.
+        update: Applied behind the check, or None.
+    """
+
+    table: DeviceTable
+    write: bool
+    use: Use
+    factor: Tensor | None
+    found_inf: Tensor
+    accumulate: bool
+    coefficient: Tensor | None = None
+    norms: Tensor | None = None
+    flags: Tensor | None = None
+    update: ScaleUpdate | None = None
+
+
+class DeviceKernels:
+    """The calls of `backends.native` for gradients in a table on their device."""
+
+    def __init__(self, launcher: Launcher) -> None:
+        self._launcher = launcher
+
+    def unscale_(
+        self,
+        grads: GradList,
+        factor: Tensor,
+        *,
+        is_scale: bool,
+        found_inf: Tensor | None = None,
+        update: ScaleUpdate | None = None,
+        coefficient: Tensor | None = None,
+        norms: Tensor | None = None,
+        flags: Tensor | None = None,
+    ) -> Tensor:
+        """As `native.unscale_`; the last three are those of `Pass`."""
+        use = Use.SCALE if is_scale else Use.INVERSE
+        return self._run(grads, True, use, factor, found_inf, update, coefficient, norms, flags)
+
+    def check_(
+        self,
+        grads: GradList,
+        grad_scale: Tensor | None = None,
+        *,
+        found_inf: Tensor | None = None,
+        update: ScaleUpdate | None = None,
+        flags: Tensor | None = None,
+    ) -> Tensor:
+        """As `native.check_`; `flags` are those of `Pass`."""
+        use = Use.RAW if grad_scale is None else Use.DIVIDE
+        return self._run(grads, False, use, grad_scale, found_inf, update, None, None, flags)
+
+    def norms(self, grads: GradList, factor: Tensor, *, is_scale: bool, norms: Tensor) -> Tensor:
+        """Checks as `unscale_` does and takes the norms, reading only; returns a new flag."""
+        use = Use.SCALE if is_scale else Use.INVERSE
+        return self._run(grads, False, use, factor, None, None, None, norms, None)
+
+    def scale_update(
+        self,
+        scale: Tensor,
+        growth_tracker: Tensor,
+        found_infs: Sequence[Tensor],
+        factors: Factors,
+    ) -> ScaleUpdate | None:
+        """Returns an update to apply, or None where the kernels do not know the tensors exactly."""
+        if not is_scalar(scale, torch.float32) or not is_scalar(growth_tracker, torch.int32):
+            return None
+        if scale.is_inference() or scale.requires_grad or growth_tracker.device != scale.device:
+            return None
+        for flag in found_infs:
+            if not is_scalar(flag, torch.float32) or flag.device != scale.device:
+                return None
+        return ScaleUpdate(self._launcher, scale, growth_tracker, found_infs, factors)
+
+    def _run(
+        self,
+        grads: GradList,
+        write: bool,
+        use: Use,
+        factor: Tensor | None,
+        found_inf: Tensor | None,
+        update: ScaleUpdate | None,
+        coefficient: Tensor | None,
+        norms: Tensor | None,
+        flags: Tensor | None,
+    ) -> Tensor:
+        launcher, device = self._launcher, grads.device
+        with launcher.on(device):
+            if grads.chunks == 0:
+                if norms is not None:
+                    norms.zero_()
+                if update is not None:
+                    update.apply()
+                return torch.zeros((), device=device) if found_inf is None else found_inf
+            programs = launcher.max_programs(device)
+            table = DeviceTable.of(grads, programs, launcher.is_capturing())
+            accumulate = found_inf is not None
+            if found_inf is None:
+                found_inf = torch.empty((), dtype=torch.float32, device=device)
+            work = Pass(
+                *(table, write, use, factor, found_inf, accumulate),
+                *(coefficient, norms, flags, update),
+            )
+            *first, last = table.segments
+            for segment in first:
+                launcher.multi_tensor(work, segment, Epilogue.NOTHING)
+            final = Epilogue.FINISH if update is None else Epilogue.UPDATE
+            launcher.multi_tensor(work, last, final)
+            if update is not None:
+                update.rode(table)
+        return found_inf

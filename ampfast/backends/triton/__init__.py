@@ -1,0 +1,1 @@
+"""Kernels written in Triton; importing this package imports triton."""

@@ -1,0 +1,134 @@
+"""Launches of the Triton kernels: grids, compile-time switches, devices."""
+
+from __future__ import annotations
+
+import contextlib
+from functools import cache
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ampfast.backends.native import WINDOW_BYTES, Segment
+from ampfast.backends.passes import Epilogue, Factors, Pass
+from ampfast.backends.triton import kernels
+
+__all__ = ["INTERPRETED", "is_capturing", "max_programs", "multi_tensor", "on", "update_scale"]
+
+# Whether the kernels run on CPU tensors, as TRITON_INTERPRET=1 has it.
+INTERPRETED = not isinstance(kernels.multi_tensor, triton.JITFunction)
+
+# By occupancy: 128 threads of at most 64 registers.
+PROGRAMS_PER_SM = 8
+# So few that a list of a test's size takes several programs with several windows each.
+INTERPRETED_PROGRAMS = 3
+
+_DTYPES = {
+    torch.float32: tl.float32,
+    torch.float64: tl.float64,
+    torch.float16: tl.float16,
+    torch.bfloat16: tl.bfloat16,
+}
+
+# What was launched before and is hence compiled.
+_launched: set[tuple[object, ...]] = set()
+
+
+@cache
+def _threads(device: torch.device) -> int:
+    """Threads of a program: four warps."""
+    return 4 * (getattr(torch.cuda.get_device_properties(device), "warp_size", 32))
+
+
+@cache
+def max_programs(device: torch.device) -> int:
+    """Returns how many programs are resident at once: the most that a launch gets."""
+    if INTERPRETED:
+        return INTERPRETED_PROGRAMS
+    return PROGRAMS_PER_SM * torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def on(device: torch.device) -> contextlib.AbstractContextManager[object]:
+    """Makes a device current for what is launched inside."""
+    if INTERPRETED or device.index == torch.cuda.current_device():
+        return contextlib.nullcontext()
+    return torch.cuda.device(device)
+
+
+def is_capturing() -> bool:
+    """Whether the current stream is being captured into a CUDA graph."""
+    return not INTERPRETED and torch.cuda.is_current_stream_capturing()
+
+
+def multi_tensor(work: Pass, segment: Segment, epilogue: Epilogue) -> None:
+    """Launches one pass over the gradients of one dtype."""
+    threads = 128 if INTERPRETED else _threads(work.table.buffer.device)
+    update = work.update if epilogue is Epilogue.UPDATE else None
+    factors = Factors() if update is None else update.factors
+    switches = {
+        "DTYPE": _DTYPES[segment.dtype],
+        "WRITE": work.write,
+        "FACTOR": int(work.use),
+        "NORM": work.norms is not None,
+        "EPILOGUE": int(epilogue),
+        "ACCUMULATE": work.accumulate,
+        "LOADS": WINDOW_BYTES // (16 * threads),
+        "THREADS": threads,
+        "SOFT": INTERPRETED,
+    }
+    optional = (
+        work.coefficient,
+        work.norms,
+        work.flags,
+        None if update is None else update.other,
+    )
+    variant = (work.table.buffer.device, *switches.values(), *(o is None for o in optional))
+    _require_compiled(variant)
+    kernels.multi_tensor[(segment.programs,)](
+        work.table.buffer,
+        segment.word,
+        work.factor,
+        work.coefficient,
+        work.found_inf,
+        work.norms,
+        work.flags,
+        None if update is None else update.scale,
+        None if update is None else update.growth_tracker,
+        None if update is None else update.other,
+        factors.growth_factor,
+        factors.backoff_factor,
+        factors.growth_interval,
+        **switches,
+        num_warps=4,
+        enable_fp_fusion=False,
+    )
+    _launched.add(variant)
+
+
+def update_scale(
+    scale: Tensor, growth_tracker: Tensor, found_infs: list[Tensor], factors: Factors
+) -> None:
+    """Launches the update of the scale; there are one to four flags."""
+    variant = (scale.device, "update_scale")
+    _require_compiled(variant)
+    flags = [*found_infs, *(found_infs[:1] * (4 - len(found_infs)))]
+    kernels.update_scale[(1,)](
+        scale,
+        growth_tracker,
+        *flags,
+        factors.growth_factor,
+        factors.backoff_factor,
+        factors.growth_interval,
+        num_warps=1,
+        enable_fp_fusion=False,
+    )
+    _launched.add(variant)
+
+
+def _require_compiled(variant: tuple[object, ...]) -> None:
+    if variant not in _launched and is_capturing():
+        raise RuntimeError(
+            "a CUDA graph cannot capture this: its kernel is not compiled yet; run one iteration "
+            "without capturing first"
+        )

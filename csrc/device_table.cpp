@@ -1,0 +1,207 @@
+#include "device_table.h"
+
+#include <ATen/ops/empty.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+
+#include <algorithm>
+#include <cstring>
+#include <deque>
+
+namespace ampfast {
+
+namespace {
+
+// Some optimizers and streams, each with a table of its own.
+constexpr size_t kMostTables = 32;
+
+// What is kept ready for captured tables, in which nothing can be allocated: at least this, and room
+// for several of the largest table so far.
+constexpr int64_t kLeastReserve = int64_t{1} << 17;
+constexpr int64_t kTablesInReserve = 4;
+
+Uploads& counted() {
+  static Uploads uploads{0, 0};
+  return uploads;
+}
+
+// None of these are ever destroyed: at the end of the process the device may be gone before them.
+using Tables = std::deque<std::shared_ptr<DeviceTable>>;
+
+Tables& recent() {
+  static Tables& tables = *new Tables;
+  return tables;
+}
+
+Tables& captured_tables() {
+  static Tables& tables = *new Tables;
+  return tables;
+}
+
+at::Tensor empty_words(int64_t words, at::TensorOptions options) {
+  return at::empty({words}, options.dtype(at::kLong));
+}
+
+// Pinned memory for captured tables. What was taken from it is never given back: a graph may be
+// replayed at any time.
+class Reserve {
+ public:
+  void ensure(int64_t words) {
+    const int64_t wanted = std::max(kLeastReserve, kTablesInReserve * words);
+    if (!memory_.defined() || memory_.numel() - used_ < wanted) {
+      memory_ = empty_words(2 * wanted, at::TensorOptions().pinned_memory(true));
+      used_ = 0;
+    }
+  }
+
+  at::Tensor take(int64_t words) {
+    TORCH_CHECK(memory_.defined() && memory_.numel() - used_ >= words,
+                "a CUDA graph cannot capture this: the memory for its gradient list must exist "
+                "before; run one iteration without capturing first");
+    used_ += words;
+    return memory_.narrow(0, used_ - words, words);
+  }
+
+ private:
+  at::Tensor memory_;
+  int64_t used_ = 0;
+};
+
+Reserve& reserve() {
+  static Reserve& reserve = *new Reserve;
+  return reserve;
+}
+
+int64_t address_of(const Span& span) {
+  return static_cast<int64_t>(reinterpret_cast<uintptr_t>(span.address));
+}
+
+int64_t window_count(const Span& span, int64_t element_size) {
+  const int64_t bytes = address_of(span) % kAddressAlignment + span.numel * element_size;
+  return (bytes + kWindowBytes - 1) / kWindowBytes;
+}
+
+}  // namespace
+
+DeviceTable::DeviceTable(const GradList& grads, int64_t max_programs, c10::StreamId stream)
+    : device_(grads.device()),
+      max_programs_(max_programs),
+      stream_(stream),
+      words_(kHeaderWords) {
+  for (const DtypeList& list : grads.lists()) {
+    add(list);
+  }
+  words_[kPartials] = static_cast<int64_t>(words_.size());
+}
+
+void DeviceTable::add(const DtypeList& list) {
+  const int64_t count = static_cast<int64_t>(list.spans.size());
+  const int64_t size = list.element_size();
+  int64_t windows = 0;
+  for (const Span& span : list.spans) {
+    windows += window_count(span, size);
+  }
+  const int64_t programs = std::min(windows, max_programs_);
+  const int64_t word = static_cast<int64_t>(words_.size());
+  const int64_t first_tensor =
+      segments_.empty() ? 0 : words_[segments_.back().word + kFirstTensor] + segments_.back().tensors;
+  words_.resize(word + kSegmentWords + 2 * (count + 1) + 2 * programs);
+
+  int64_t* segment = words_.data() + word;
+  segment[kTensors] = count;
+  segment[kWindows] = windows;
+  segment[kSegmentPrograms] = programs;
+  segment[kFirstProgram] = words_[kPrograms];
+  segment[kFirstTensor] = first_tensor;
+  int64_t* addresses = segment + kSegmentWords;
+  int64_t* lengths = addresses + count + 1;
+  int64_t* starts = lengths + count + 1;
+  int64_t before = 0;
+  int64_t program = 0;
+  for (int64_t i = 0; i < count; ++i) {
+    const Span& span = list.spans[i];
+    addresses[i] = address_of(span);
+    lengths[i] = span.numel;
+    const int64_t after = before + window_count(span, size);
+    for (; program < programs && program * windows / programs < after; ++program) {
+      starts[2 * program] = i;
+      starts[2 * program + 1] = program * windows / programs - before;
+    }
+    before = after;
+  }
+  words_[kPrograms] += programs;
+  segments_.push_back({list.dtype, word, count, windows, programs});
+}
+
+bool DeviceTable::holds(const GradList& grads, int64_t max_programs,
+                        c10::StreamId stream) const {
+  if (grads.device() != device_ || max_programs != max_programs_ || stream != stream_ ||
+      grads.lists().size() != segments_.size()) {
+    return false;
+  }
+  for (size_t i = 0; i < segments_.size(); ++i) {
+    const DtypeList& list = grads.lists()[i];
+    const Segment& segment = segments_[i];
+    if (list.dtype != segment.dtype || static_cast<int64_t>(list.spans.size()) != segment.tensors) {
+      return false;
+    }
+    const int64_t* address = words_.data() + segment.word + kSegmentWords;
+    const int64_t* length = address + segment.tensors + 1;
+    for (const Span& span : list.spans) {
+      if (address_of(span) != *address++ || span.numel != *length++) {
+        return false;
+      }
+    }
+  }
+  return true;
+}
+
+void DeviceTable::upload(bool captured) {
+  const int64_t words = static_cast<int64_t>(words_.size());
+  const bool is_cpu = device_.is_cpu();
+  at::Tensor source;
+  if (captured) {
+    source = reserve().take(words);
+  } else {
+    if (!is_cpu) {
+      reserve().ensure(words);
+    }
+    // torch's allocator does not hand pinned memory out again before the copy from it is over.
+    source = empty_words(words, at::TensorOptions().pinned_memory(!is_cpu));
+  }
+  const size_t bytes = words_.size() * sizeof(int64_t);
+  std::memcpy(source.mutable_data_ptr(), words_.data(), bytes);
+  buffer_ = empty_words(words + words_[kPrograms], at::TensorOptions().device(device_));
+  buffer_.narrow(0, 0, words).copy_(source, /*non_blocking=*/true);
+  counted().count += 1;
+  counted().bytes += static_cast<int64_t>(bytes);
+}
+
+std::shared_ptr<const DeviceTable> table_of(const GradList& grads, int64_t max_programs,
+                                            bool capturing) {
+  const c10::impl::VirtualGuardImpl guard(grads.device().type());
+  const c10::StreamId stream = guard.getStream(grads.device()).id();
+  if (!capturing) {
+    Tables& tables = recent();
+    const auto known = std::find_if(tables.begin(), tables.end(), [&](const auto& table) {
+      return table->holds(grads, max_programs, stream);
+    });
+    if (known != tables.end()) {
+      std::rotate(tables.begin(), known, known + 1);
+      return tables.front();
+    }
+  }
+  auto table = std::make_shared<DeviceTable>(grads, max_programs, stream);
+  table->upload(capturing);
+  Tables& tables = capturing ? captured_tables() : recent();
+  tables.push_front(table);
+  if (!capturing && tables.size() > kMostTables) {
+    tables.pop_back();
+  }
+  return table;
+}
+
+Uploads uploads() { return counted(); }
+
+void clear_tables() { recent().clear(); }
+
+}  // namespace ampfast

@@ -1,0 +1,67 @@
+// Gradient lists as tables in the memory of their device, kept for as long as nothing in them
+// changes.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <memory>
+#include <vector>
+
+#include "grad_list.h"
+#include "table_layout.h"
+
+namespace ampfast {
+
+struct Segment {
+  at::ScalarType dtype;
+  int64_t word;
+  int64_t tensors;
+  int64_t windows;
+  int64_t programs;
+};
+
+// One table, for launches on the stream on which it was uploaded.
+class DeviceTable {
+ public:
+  // A captured table is uploaded again by every replay of the graph.
+  DeviceTable(const GradList& grads, int64_t max_programs, c10::StreamId stream);
+
+  // Copies the table to its device, on the current stream.
+  void upload(bool captured);
+
+  // Tells whether this is the table of `grads`, without making it.
+  bool holds(const GradList& grads, int64_t max_programs, c10::StreamId stream) const;
+
+  const at::Tensor& buffer() const { return buffer_; }
+  const std::vector<Segment>& segments() const { return segments_; }
+
+ private:
+  void add(const DtypeList& list);
+
+  at::Device device_;
+  int64_t max_programs_;
+  c10::StreamId stream_;
+  std::vector<Segment> segments_;
+  std::vector<int64_t> words_;
+  at::Tensor buffer_;
+};
+
+// What was copied to devices so far, by this process.
+struct Uploads {
+  int64_t count;
+  int64_t bytes;
+};
+
+// The table of `grads` for the current stream: one that is there already, if it has the same
+// addresses, lengths and dtypes, else a new one. While the stream is `capturing` it is always new
+// and lives on, since a replay copies it again. `max_programs` bounds the grid of a launch. Python's
+// lock must be held.
+std::shared_ptr<const DeviceTable> table_of(const GradList& grads, int64_t max_programs,
+                                            bool capturing);
+
+Uploads uploads();
+
+// Forgets the tables that are not captured.
+void clear_tables();
+
+}  // namespace ampfast
