@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -30,7 +28,8 @@ def unscale_(grads: list[Tensor], found_inf: Tensor, inv_scale: Tensor) -> None:
     _require_scalars(found_inf=found_inf, inv_scale=inv_scale)
     regular = _regular(grads, found_inf, inv_scale)
     if regular is not None:
-        native.unscale_(regular, inv_scale, is_scale=False, found_inf=found_inf)
+        kernels, listed = regular
+        kernels.unscale_(listed, inv_scale, is_scale=False, found_inf=found_inf)
     else:
         torch.ops.ampfast.unscale_(_checked(grads, found_inf), found_inf, inv_scale)
 
@@ -48,7 +47,8 @@ def check_(grads: list[Tensor], found_inf: Tensor) -> None:
     _require_scalars(found_inf=found_inf)
     regular = _regular(grads, found_inf)
     if regular is not None:
-        native.check_(regular, found_inf=found_inf)
+        kernels, listed = regular
+        kernels.check_(listed, found_inf=found_inf)
         torch.autograd.graph.increment_version(found_inf)
     else:
         torch.ops.ampfast.check_(_checked(grads, found_inf), found_inf)
@@ -81,8 +81,8 @@ def update_scale_(
     Source: torch's `_amp_update_scale_`; a tracker beyond the interval grows too.
     """
     state = (current_scale, growth_tracker)
-    factors: tuple[Any, ...] = (growth_factor, backoff_factor, growth_interval)
-    _require_state(*state, found_inf, *factors)
+    factors = native.Factors(growth_factor, backoff_factor, growth_interval)
+    _require_state(*state, found_inf, factors)
     torch.ops.ampfast.update_scale_(*state, found_inf, *factors)
     return current_scale
 
@@ -114,12 +114,13 @@ def unscale_and_update_(
         As the two.
     """
     state = (current_scale, growth_tracker)
-    factors: tuple[Any, ...] = (growth_factor, backoff_factor, growth_interval)
-    _require_state(*state, found_inf, *factors)
+    factors = native.Factors(growth_factor, backoff_factor, growth_interval)
+    _require_state(*state, found_inf, factors)
     regular = _regular(grads, found_inf, current_scale)
-    update = native.ScaleUpdate.of(*state, [], *factors) if regular is not None else None
+    update = regular[0].scale_update(*state, [], factors) if regular is not None else None
     if regular is not None and update is not None:
-        native.unscale_(regular, current_scale, is_scale=True, found_inf=found_inf, update=update)
+        kernels, listed = regular
+        kernels.unscale_(listed, current_scale, is_scale=True, found_inf=found_inf, update=update)
         update.bump_version()
     else:
         checked = _checked(grads, found_inf)
@@ -134,11 +135,12 @@ def _unscale_op(grads: list[Tensor], found_inf: Tensor, inv_scale: Tensor) -> No
 
 @torch.library.custom_op("ampfast::check_", mutates_args=("found_inf",))
 def _check_op(grads: list[Tensor], found_inf: Tensor) -> None:
-    listed = _listed(grads, found_inf)
+    kernels, listed = _listed(grads, found_inf)
     for tensors in listed.set_aside.values():
         aten.check_(tensors, found_inf)
-    for regular in listed.lists:
-        native.check_(regular, found_inf=found_inf)
+    if kernels is not None:
+        for regular in listed.lists:
+            kernels.check_(regular, found_inf=found_inf)
 
 
 @torch.library.custom_op("ampfast::update_scale_", mutates_args=("current_scale", "growth_tracker"))
@@ -151,12 +153,13 @@ def _update_scale_op(
     growth_interval: int,
 ) -> None:
     state = (current_scale, growth_tracker)
-    factors: tuple[Any, ...] = (growth_factor, backoff_factor, growth_interval)
-    update = native.ScaleUpdate.of(*state, [found_inf], *factors)
+    factors = native.Factors(growth_factor, backoff_factor, growth_interval)
+    kernels = backends.choose().kernels_for(current_scale.device)
+    update = None if kernels is None else kernels.scale_update(*state, [found_inf], factors)
     if update is not None:
         update.apply()
     else:
-        aten.update_scale_(*state, found_inf, *factors)
+        aten.update_scale_(*state, found_inf, growth_factor, backoff_factor, growth_interval)
 
 
 @torch.library.custom_op(
@@ -183,34 +186,40 @@ for _op in (_unscale_op, _check_op, _update_scale_op, _unscale_and_update_op):
 
 
 def _unscale(grads: list[Tensor], found_inf: Tensor, inv_scale: Tensor) -> None:
-    listed = _listed(grads, found_inf)
+    kernels, listed = _listed(grads, found_inf)
     for tensors in listed.set_aside.values():
         aten.unscale_(tensors, inv_scale, found_inf)
-    for regular in listed.lists:
-        native.unscale_(regular, inv_scale, is_scale=False, found_inf=found_inf)
+    if kernels is not None:
+        for regular in listed.lists:
+            kernels.unscale_(regular, inv_scale, is_scale=False, found_inf=found_inf)
 
 
-def _listed(grads: list[Tensor], found_inf: Tensor) -> gradients.Gradients:
+def _listed(
+    grads: list[Tensor], found_inf: Tensor
+) -> tuple[backends.Kernels | None, gradients.Gradients]:
     device = found_inf.device
-    if backends.default_for(device) == "aten":
-        return gradients.Gradients([], {device: grads})
-    return gradients.of_list(grads, device)
+    kernels = backends.choose().kernels_for(device)
+    if kernels is None:
+        return None, gradients.Gradients([], {device: grads})
+    return kernels, gradients.of_list(grads, device)
 
 
 def _regular(
     grads: list[Tensor], found_inf: Tensor, factor: Tensor | None = None
-) -> native.GradList | None:
+) -> tuple[backends.Kernels, native.GradList] | None:
     """What the kernels take at once, or None for the op: it takes all and can be compiled.
 
     Converting a list for an op takes longer than the kernel for a thousand small tensors.
     """
-    if torch.compiler.is_compiling() or backends.default_for(found_inf.device) == "aten":
+    if torch.compiler.is_compiling() or not isinstance(grads, (list, tuple)):
         return None
-    if not native.is_scalar(found_inf, torch.float32) or not (
-        factor is None or native.is_scalar(factor, torch.float32)
-    ):
+    kernels = backends.choose().kernels_for(found_inf.device)
+    if kernels is None or not native.is_scalar(found_inf, torch.float32):
         return None
-    return native.list_of(grads, found_inf.device) if isinstance(grads, (list, tuple)) else None
+    if factor is not None and not native.is_scalar(factor, torch.float32):
+        return None
+    listed = native.list_of(grads, found_inf.device)
+    return None if listed is None else (kernels, listed)
 
 
 def _checked(grads: list[Tensor], found_inf: Tensor) -> list[Tensor]:
@@ -228,12 +237,7 @@ def _checked(grads: list[Tensor], found_inf: Tensor) -> list[Tensor]:
 
 
 def _require_state(
-    current_scale: Tensor,
-    growth_tracker: Tensor,
-    found_inf: Tensor,
-    growth_factor: float,
-    backoff_factor: float,
-    growth_interval: int,
+    current_scale: Tensor, growth_tracker: Tensor, found_inf: Tensor, factors: native.Factors
 ) -> None:
     _require_scalars(
         int32=("growth_tracker",),
@@ -241,11 +245,13 @@ def _require_state(
         growth_tracker=growth_tracker,
         found_inf=found_inf,
     )
-    for name, factor in (("growth_factor", growth_factor), ("backoff_factor", backoff_factor)):
+    for name in ("growth_factor", "backoff_factor"):
+        factor = getattr(factors, name)
         if not isinstance(factor, (int, float)):
             raise TypeError(f"{name} must be a float, got {type(factor).__name__}")
-    if not isinstance(growth_interval, (int, torch.SymInt)) or isinstance(growth_interval, bool):
-        raise TypeError(f"growth_interval must be an int, got {type(growth_interval).__name__}")
+    interval = factors.growth_interval
+    if not isinstance(interval, (int, torch.SymInt)) or isinstance(interval, bool):
+        raise TypeError(f"growth_interval must be an int, got {type(interval).__name__}")
 
 
 def _require_scalars(int32: tuple[str, ...] = (), **named: Tensor) -> None:

@@ -69,7 +69,7 @@ class GradScaler(TorchGradScaler):
 
     # On the class for instances that torch pickled or whose __init__ was not called.
     _backend: str | None = None
-    _devices: int | None = None
+    _choice: backends.Choice | None = None
     _allow_fp16 = False
     _warned_of_zero = False
     _last_checks: LastChecks | None = None
@@ -94,8 +94,11 @@ class GradScaler(TorchGradScaler):
             )
         if not isinstance(allow_fp16, bool):
             raise TypeError(f"allow_fp16 must be a bool, got {type(allow_fp16).__name__}")
-        backends.require_known(backend)
-        devices = backends.device_set(backend) if enabled else None
+        if enabled:
+            choice = backends.choose(backend)
+        else:
+            backends.require_known(backend)
+            choice = None
         # torch would do so too, but its warning would point here instead of at the caller.
         if enabled and device == "cuda" and amp_definitely_not_available():
             warnings.warn(
@@ -107,7 +110,7 @@ class GradScaler(TorchGradScaler):
             device, init_scale, growth_factor, backoff_factor, growth_interval, enabled
         )
         self._backend = backend
-        self._devices = devices
+        self._choice = choice
         self._allow_fp16 = allow_fp16
 
     # A compiler that traces the state machine around a kernel loses what is written to its dicts.
@@ -275,7 +278,7 @@ class GradScaler(TorchGradScaler):
     def __getstate__(self) -> dict[str, Any]:
         state = super().__getstate__()
         # Of this process: weak references, and what its backends can.
-        for name in ("_last_checks", "_devices"):
+        for name in ("_last_checks", "_choice"):
             state.pop(name, None)
         return state
 
@@ -287,7 +290,9 @@ class GradScaler(TorchGradScaler):
         allow_fp16: bool,
     ) -> dict[torch.device, Tensor]:
         grads = self._collect(optimizer, allow_fp16=allow_fp16, writes=True)
-        return gradients.unscale_(grads, inv_scale, is_scale=False, found_inf=found_inf)
+        return gradients.unscale_(
+            grads, inv_scale, choice=self._kernels(), is_scale=False, found_inf=found_inf
+        )
 
     def _check_inf_per_device(self, optimizer: torch.optim.Optimizer) -> dict[Any, Tensor]:
         scale, _ = self._check_scale_growth_tracker("_check_inf_per_device")
@@ -297,11 +302,11 @@ class GradScaler(TorchGradScaler):
             flags = self._unscale_grads_(optimizer, one, zero, True)
         else:
             grads = self._collect(optimizer, allow_fp16=True, writes=False)
-            flags = gradients.check_(grads)
+            flags = gradients.check_(grads, choice=self._kernels())
         self._per_optimizer_states[id(optimizer)]["found_inf_per_device"] = flags
         return flags
 
-    def _unscale(self, optimizer: torch.optim.Optimizer, update: native.ScaleUpdate | None) -> None:
+    def _unscale(self, optimizer: torch.optim.Optimizer, update: backends.Update | None) -> None:
         scale, _ = self._check_scale_growth_tracker("unscale_")
         state = self._per_optimizer_states[id(optimizer)]
         if state["stage"] is OptState.UNSCALED:
@@ -321,7 +326,9 @@ class GradScaler(TorchGradScaler):
             grads = self._collect(optimizer, allow_fp16=self._allow_fp16, writes=True)
             is_scale = scale.dtype is torch.float32
             factor = scale if is_scale else gradients.inverse(scale)
-            flags = gradients.unscale_(grads, factor, is_scale=is_scale, update=update)
+            flags = gradients.unscale_(
+                grads, factor, choice=self._kernels(), is_scale=is_scale, update=update
+            )
         state["found_inf_per_device"] = flags
         state["stage"] = OptState.UNSCALED
         if flags:
@@ -332,7 +339,7 @@ class GradScaler(TorchGradScaler):
         optimizer: torch.optim.Optimizer,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-        update: native.ScaleUpdate | None,
+        update: backends.Update | None,
     ) -> float | None:
         if not self._enabled:
             return optimizer.step(*args, **kwargs)
@@ -384,7 +391,7 @@ class GradScaler(TorchGradScaler):
         state: dict[str, Any],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-        update: native.ScaleUpdate | None,
+        update: backends.Update | None,
     ) -> float | None:
         overridden = self._overrides(_CHECK)
         unscaled = state["stage"] is OptState.UNSCALED
@@ -422,13 +429,16 @@ class GradScaler(TorchGradScaler):
         optimizer: torch.optim.Optimizer,
         state: dict[str, Any],
         grad_scale: Tensor,
-        update: native.ScaleUpdate | None,
+        update: backends.Update | None,
     ) -> None:
         """Checks what an optimizer that divides by `grad_scale` will work with."""
         grads = self._collect(optimizer, allow_fp16=True, writes=False)
         unscaled = state["stage"] is OptState.UNSCALED
         flags = gradients.check_(
-            grads, grad_scale.detach().float(), update=None if unscaled else update
+            grads,
+            grad_scale.detach().float(),
+            choice=self._kernels(),
+            update=None if unscaled else update,
         )
         if unscaled:
             # What unscale_ found counts too; in new tensors, for its own may have been handed out.
@@ -440,14 +450,17 @@ class GradScaler(TorchGradScaler):
     def _collect(
         self, optimizer: torch.optim.Optimizer, *, allow_fp16: bool, writes: bool
     ) -> gradients.Gradients:
-        if self._devices is None:
-            self._devices = backends.device_set(self._backend)
         return gradients.collect(
             optimizer.param_groups,
             allow_fp16=allow_fp16,
             writes=writes,
-            devices=self._devices,
+            devices=self._kernels().devices,
         )
+
+    def _kernels(self) -> backends.Choice:
+        if self._choice is None:
+            self._choice = backends.choose(self._backend)
+        return self._choice
 
     def _flags_besides(self, optimizer: object, device: torch.device) -> list[Tensor]:
         """The found_inf tensors of this iteration, without those of one optimizer."""
@@ -460,24 +473,15 @@ class GradScaler(TorchGradScaler):
 
     def _scale_update(
         self, scale: Tensor, growth_tracker: Tensor, flags: list[Tensor]
-    ) -> native.ScaleUpdate | None:
-        """The update as the core does it, or None where torch's own op must."""
-        factors = (self._growth_factor, self._backoff_factor)
-        if type(self._growth_interval) is not int or not all(
-            isinstance(factor, (int, float)) for factor in factors
-        ):
+    ) -> backends.Update | None:
+        """The update as the kernels do it, or None where torch's own op must."""
+        kernels = self._kernels().kernels_for(scale.device)
+        factors = native.Factors(self._growth_factor, self._backoff_factor, self._growth_interval)
+        if kernels is None or type(factors.growth_interval) is not int:
             return None
-        try:
-            return native.ScaleUpdate.of(
-                scale,
-                growth_tracker,
-                flags,
-                self._growth_factor,
-                self._backoff_factor,
-                self._growth_interval,
-            )
-        except TypeError:
+        if not all(isinstance(factor, (int, float)) for factor in factors):
             return None
+        return kernels.scale_update(scale, growth_tracker, flags, factors)
 
     def _update_with_torch(
         self, scale: Tensor, growth_tracker: Tensor, flags: Iterable[Tensor]

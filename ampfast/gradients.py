@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ampfast.backends import aten, native
+from ampfast.backends import Choice, Kernels, Update, aten, native
 from ampfast.notes import add_note
 
 __all__ = ["Gradients", "any_found", "check_", "collect", "inverse", "moved", "of_list", "unscale_"]
@@ -37,7 +37,7 @@ def collect(
         param_groups: Its `param_groups`.
         allow_fp16: Whether float16 gradients are accepted.
         writes: Whether the gradients are about to be written.
-        devices: The device types with kernels, as `backends.device_set` gives them.
+        devices: The device types with kernels, as `backends.Choice.devices` gives them.
 
     Raises:
         AssertionError: If a parameter is not a tensor.
@@ -70,15 +70,17 @@ def unscale_(
     gradients: Gradients,
     factor: Tensor,
     *,
+    choice: Choice,
     is_scale: bool,
     found_inf: Tensor | None = None,
-    update: native.ScaleUpdate | None = None,
+    update: Update | None = None,
 ) -> dict[torch.device, Tensor]:
     """Unscales in place; returns a new found_inf for each device that has a gradient.
 
     Args:
         gradients: What to unscale.
         factor: One-element float32: the inverse scale or, with `is_scale`, the scale.
+        choice: The kernels.
         is_scale: Which of the two `factor` is.
         found_inf: What the new flags start from, zero by default.
         update: Applied behind the check, if all gradients are in one list.
@@ -94,7 +96,7 @@ def unscale_(
         device = grads.device
         if found_inf is not None and device not in flags:
             flags[device] = _new_flag(found_inf, device)
-        flags[device] = native.unscale_(
+        flags[device] = _kernels(choice, device).unscale_(
             grads,
             factors.on(device),
             is_scale=is_scale,
@@ -108,13 +110,15 @@ def check_(
     gradients: Gradients,
     grad_scale: Tensor | None = None,
     *,
-    update: native.ScaleUpdate | None = None,
+    choice: Choice,
+    update: Update | None = None,
 ) -> dict[torch.device, Tensor]:
     """Reads only; returns a new found_inf for each device that has a gradient.
 
     Args:
         gradients: What to check.
         grad_scale: One-element float32 by which the gradients will be divided, or None.
+        choice: The kernels.
         update: Applied behind the check, if all gradients are in one list.
     """
     flags: dict[torch.device, Tensor] = {}
@@ -124,7 +128,7 @@ def check_(
         aten.check_(tensors, flags[device], None if factors is None else factors.on(device))
     for grads in gradients.lists:
         device = grads.device
-        flags[device] = native.check_(
+        flags[device] = _kernels(choice, device).check_(
             grads,
             None if factors is None else factors.on(device),
             found_inf=flags.get(device),
@@ -166,9 +170,17 @@ class _Copies:
         return self._copies[device]
 
 
-def _rides(gradients: Gradients, update: native.ScaleUpdate | None) -> native.ScaleUpdate | None:
-    alone = len(gradients.lists) == 1 and not gradients.set_aside
-    return update if alone else None
+def _kernels(choice: Choice, device: torch.device) -> Kernels:
+    kernels = choice.kernels_for(device)
+    if kernels is None:
+        raise RuntimeError(f"no backend has kernels for gradients on {device}")
+    return kernels
+
+
+def _rides(gradients: Gradients, update: Update | None) -> Update | None:
+    if update is None or len(gradients.lists) != 1 or gradients.set_aside:
+        return None
+    return update if gradients.lists[0].device == update.device else None
 
 
 def _new_flag(found_inf: Tensor | None, device: torch.device) -> Tensor:

@@ -14,8 +14,8 @@ namespace {
 // Some optimizers and streams, each with a table of its own.
 constexpr size_t kMostTables = 32;
 
-// What is kept ready for captured tables, in which nothing can be allocated: at least this, and room
-// for several of the largest table so far.
+// What is kept ready for captured tables, in which nothing can be allocated: at least this, and
+// room for several of the largest table so far.
 constexpr int64_t kLeastReserve = int64_t{1} << 17;
 constexpr int64_t kTablesInReserve = 4;
 
@@ -83,10 +83,7 @@ int64_t window_count(const Span& span, int64_t element_size) {
 }  // namespace
 
 DeviceTable::DeviceTable(const GradList& grads, int64_t max_programs, c10::StreamId stream)
-    : device_(grads.device()),
-      max_programs_(max_programs),
-      stream_(stream),
-      words_(kHeaderWords) {
+    : device_(grads.device()), max_programs_(max_programs), stream_(stream), words_(kHeaderWords) {
   for (const DtypeList& list : grads.lists()) {
     add(list);
   }
@@ -103,7 +100,8 @@ void DeviceTable::add(const DtypeList& list) {
   const int64_t programs = std::min(windows, max_programs_);
   const int64_t word = static_cast<int64_t>(words_.size());
   const int64_t first_tensor =
-      segments_.empty() ? 0 : words_[segments_.back().word + kFirstTensor] + segments_.back().tensors;
+      segments_.empty() ? 0
+                        : words_[segments_.back().word + kFirstTensor] + segments_.back().tensors;
   words_.resize(word + kSegmentWords + 2 * (count + 1) + 2 * programs);
 
   int64_t* segment = words_.data() + word;
@@ -132,8 +130,7 @@ void DeviceTable::add(const DtypeList& list) {
   segments_.push_back({list.dtype, word, count, windows, programs});
 }
 
-bool DeviceTable::holds(const GradList& grads, int64_t max_programs,
-                        c10::StreamId stream) const {
+bool DeviceTable::holds(const GradList& grads, int64_t max_programs, c10::StreamId stream) const {
   if (grads.device() != device_ || max_programs != max_programs_ || stream != stream_ ||
       grads.lists().size() != segments_.size()) {
     return false;

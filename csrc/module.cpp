@@ -1,7 +1,7 @@
 // The Python face of the compiled core: bindings only, no arithmetic.
-#include <torch/extension.h>
 #include <torch/csrc/Dtype.h>
 #include <torch/csrc/DynamicTypes.h>
+#include <torch/extension.h>
 #include <torch/version.h>
 
 #include <map>
@@ -138,23 +138,23 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       });
 
   py::class_<Segment>(m, "Segment")
-      .def_property_readonly(
-          "dtype",
-          [](const Segment& segment) {
-            PyObject* dtype = reinterpret_cast<PyObject*>(torch::getTHPDtype(segment.dtype));
-            return py::reinterpret_borrow<py::object>(dtype);
-          })
+      .def_property_readonly("dtype",
+                             [](const Segment& segment) {
+                               PyObject* dtype =
+                                   reinterpret_cast<PyObject*>(torch::getTHPDtype(segment.dtype));
+                               return py::reinterpret_borrow<py::object>(dtype);
+                             })
       .def_readonly("word", &Segment::word)
       .def_readonly("tensors", &Segment::tensors)
       .def_readonly("windows", &Segment::windows)
       .def_readonly("programs", &Segment::programs);
   py::class_<DeviceTable, std::shared_ptr<DeviceTable>>(m, "DeviceTable")
-      .def_static("of",
-                  [](const GradList& grads, int64_t max_programs, bool capturing) {
-                    return std::const_pointer_cast<DeviceTable>(
-                        table_of(grads, max_programs, capturing));
-                  },
-                  py::arg("grads"), py::arg("max_programs"), py::arg("capturing"))
+      .def_static(
+          "of",
+          [](const GradList& grads, int64_t max_programs, bool capturing) {
+            return std::const_pointer_cast<DeviceTable>(table_of(grads, max_programs, capturing));
+          },
+          py::arg("grads"), py::arg("max_programs"), py::arg("capturing"))
       .def_property_readonly("buffer", &DeviceTable::buffer)
       .def_property_readonly("segments", &DeviceTable::segments);
   m.def("uploads", [] { return std::pair(uploads().count, uploads().bytes); });
@@ -171,7 +171,9 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def("apply", [](ScaleUpdate& update) { update.apply(false); })
       .def("undo", &ScaleUpdate::undo)
       .def("bump_version", &ScaleUpdate::bump_version)
-      .def_property_readonly("applied", &ScaleUpdate::applied);
+      .def_property_readonly("applied", &ScaleUpdate::applied)
+      .def_property_readonly("device",
+                             [](const ScaleUpdate&) { return py::cast(at::Device(at::kCPU)); });
 
   m.def(
       "walk",

@@ -9,8 +9,8 @@
 
 namespace ampfast {
 
-// Tells whether `tensor` is what the kernels read and write as a scalar: plain, of `dtype`, with one
-// element, on a device whose type is in the bit set `devices`.
+// Tells whether `tensor` is what the kernels read and write as a scalar: plain, of `dtype`, with
+// one element, on a device whose type is in the bit set `devices`.
 bool is_scalar(const at::Tensor& tensor, at::ScalarType dtype, uint64_t devices);
 
 // Writes the next scale and growth tracker in place. All tensors are CPU scalars: `scale` and

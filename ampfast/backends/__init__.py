@@ -2,17 +2,86 @@
 
 from __future__ import annotations
 
+import importlib
 import os
+import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
+from types import ModuleType
+from typing import Any, Protocol, cast
 
 import torch
+from torch import Tensor
 
 from ampfast.backends import native
+from ampfast.backends.passes import DeviceKernels
 
-__all__ = ["NAMES", "BackendReport", "default_for", "device_set", "report", "require_known"]
+__all__ = [
+    "NAMES",
+    "BackendReport",
+    "Choice",
+    "Kernels",
+    "Update",
+    "choose",
+    "default_for",
+    "report",
+    "require_known",
+]
 
 NAMES = ("triton", "cuda", "cpu", "aten")
+
+# In order of preference.
+_GPU_NAMES = ("triton", "cuda")
+_LAUNCHERS = {"triton": "ampfast.backends.triton.launch", "cuda": "ampfast.backends.cuda"}
+_LEAST_CAPABILITY = (7, 5)
+
+
+class Update(Protocol):
+    """An update of the scale, to be applied alone or behind the check that decides it."""
+
+    @property
+    def applied(self) -> bool: ...
+
+    @property
+    def device(self) -> torch.device: ...
+
+    def apply(self) -> None: ...
+
+    def undo(self) -> None: ...
+
+    def bump_version(self) -> None: ...
+
+
+class Kernels(Protocol):
+    """What a backend offers; `backends.native` says what each call does."""
+
+    def unscale_(
+        self,
+        grads: native.GradList,
+        factor: Tensor,
+        *,
+        is_scale: bool,
+        found_inf: Tensor | None = None,
+        update: Any = None,
+    ) -> Tensor: ...
+
+    def check_(
+        self,
+        grads: native.GradList,
+        grad_scale: Tensor | None = None,
+        *,
+        found_inf: Tensor | None = None,
+        update: Any = None,
+    ) -> Tensor: ...
+
+    def scale_update(
+        self,
+        scale: Tensor,
+        growth_tracker: Tensor,
+        found_infs: Sequence[Tensor],
+        factors: native.Factors,
+    ) -> Update | None: ...
 
 
 @dataclass(frozen=True)
@@ -32,15 +101,52 @@ class BackendReport:
     device_types: tuple[str, ...]
 
 
+class Choice:
+    """The kernels for gradients on each type of device, where one backend was asked for or none.
+
+    A named backend decides for the devices that it serves; the others keep their default, so that
+    gradients in mixed places work. "aten" serves all.
+    """
+
+    def __init__(self, name: str | None) -> None:
+        self._name = name
+
+    @property
+    def devices(self) -> int:
+        """The device types whose gradients go through kernels, as a bit set for the core."""
+        if self._name == "aten":
+            return 0
+        # Gradients on a GPU exist only once CUDA is initialised, which is not for us to do.
+        on_gpu = torch.cuda.is_initialized() and self._on_gpu() != "aten"
+        return native.CPU | native.CUDA if on_gpu else native.CPU
+
+    def name_for(self, device: torch.device) -> str:
+        """Returns the name of the backend for `device`; "aten" where no kernel knows it."""
+        if self._name == "aten":
+            return "aten"
+        if device.type == "cpu":
+            interpreted = self._name == "triton" and _is_interpreted()
+            return "triton" if interpreted else "cpu"
+        return self._on_gpu() if device.type == "cuda" else "aten"
+
+    def kernels_for(self, device: torch.device) -> Kernels | None:
+        """Returns the kernels for `device`, or None where torch's own ops must do."""
+        name = self.name_for(device)
+        if name == "cpu":
+            return cast(Kernels, native)
+        return None if name == "aten" else _kernels(name)
+
+    def _on_gpu(self) -> str:
+        if self._name in _GPU_NAMES and not (self._name == "triton" and _is_interpreted()):
+            if reason := _why_not(self._name) or _why_it_fails(self._name):
+                raise RuntimeError(f"backend {self._name!r} cannot run here: {reason}")
+            return self._name
+        return _default_on_gpu()
+
+
 def report() -> list[BackendReport]:
     """Returns a report on every backend, in the order of `NAMES`."""
-    without_kernels = "this version of ampfast has no GPU kernels"
-    return [
-        BackendReport("triton", False, without_kernels, ("cuda",)),
-        BackendReport("cuda", False, without_kernels, ("cuda",)),
-        BackendReport("cpu", True, "", ("cpu",)),
-        BackendReport("aten", True, "", ()),
-    ]
+    return [_report(name) for name in NAMES]
 
 
 def default_for(device: torch.device) -> str:
@@ -53,14 +159,11 @@ def default_for(device: torch.device) -> str:
         ValueError: If `AMPFAST_BACKEND` names no backend.
         RuntimeError: If it names one that cannot run here.
     """
-    return "cpu" if device.type == "cpu" and device_set() else "aten"
+    return choose().name_for(device)
 
 
-def device_set(name: str | None = None) -> int:
-    """Returns the device types whose gradients go through kernels, as a bit set for the core.
-
-    A named backend decides for the devices that it serves; the others keep their default, so that
-    gradients in mixed places work. "aten" serves all.
+def choose(name: str | None = None) -> Choice:
+    """Returns the kernels to use; does not touch a GPU.
 
     Args:
         name: A backend, or None for `AMPFAST_BACKEND` and else the default.
@@ -71,13 +174,13 @@ def device_set(name: str | None = None) -> int:
         RuntimeError: If that backend cannot run here.
     """
     if name is None:
-        return _device_set("AMPFAST_BACKEND", os.environ.get("AMPFAST_BACKEND") or "cpu")
-    require_known(name)
-    return _device_set("backend", name)
+        return _choice("AMPFAST_BACKEND", os.environ.get("AMPFAST_BACKEND") or None)
+    require_known(name)  # first: what is no string may not be hashable either
+    return _choice("backend", name)
 
 
 def require_known(name: str | None, source: str = "backend") -> None:
-    """Raises the TypeError or ValueError of `device_set` unless `name` is None or in `NAMES`."""
+    """Raises the TypeError or ValueError of `choose` unless `name` is None or in `NAMES`."""
     if name is not None and not isinstance(name, str):
         raise TypeError(f"{source} must be a string or None, got {type(name).__name__}")
     if name is not None and name not in NAMES:
@@ -85,9 +188,84 @@ def require_known(name: str | None, source: str = "backend") -> None:
 
 
 @cache
-def _device_set(source: str, name: str) -> int:
+def _choice(source: str, name: str | None) -> Choice:
     require_known(name, source)
-    entry = next(entry for entry in report() if entry.name == name)
-    if not entry.available:
-        raise RuntimeError(f"{source} {name!r} cannot run here: {entry.reason}")
-    return 0 if name == "aten" else native.DEVICES
+    if name in _GPU_NAMES and (reason := _why_not(name)):
+        raise RuntimeError(f"{source} {name!r} cannot run here: {reason}")
+    return Choice(name)
+
+
+def _report(name: str) -> BackendReport:
+    if name not in _GPU_NAMES:
+        return BackendReport(name, True, "", ("cpu",) if name == "cpu" else ())
+    reason = _why_not(name) or _why_it_fails(name)
+    interpreted = name == "triton" and not reason and _is_interpreted()
+    return BackendReport(name, not reason, reason, ("cpu",) if interpreted else ("cuda",))
+
+
+@cache
+def _launcher(name: str) -> ModuleType:
+    return importlib.import_module(_LAUNCHERS[name])
+
+
+@cache
+def _kernels(name: str) -> Kernels:
+    return DeviceKernels(cast(Any, _launcher(name)))
+
+
+def _is_interpreted() -> bool:
+    return bool(_launcher("triton").INTERPRETED)
+
+
+@cache
+def _why_not(name: str) -> str:
+    """Why a GPU backend cannot run, as far as it can be told without a launch."""
+    try:
+        launcher = _launcher(name)
+    except ImportError as error:
+        return str(error)
+    if name == "triton" and launcher.INTERPRETED:
+        return ""
+    if not torch.cuda.is_available():
+        return "torch sees no GPU"
+    if torch.version.hip is None:
+        for index in range(torch.cuda.device_count()):
+            capability = torch.cuda.get_device_capability(index)
+            if capability < _LEAST_CAPABILITY:
+                least = ".".join(map(str, _LEAST_CAPABILITY))
+                return f"device {index} has compute capability below {least}"
+    return ""
+
+
+@cache
+def _why_it_fails(name: str) -> str:
+    """Tries the kernels on one gradient: whether they compile shows only then."""
+    device = torch.device("cpu" if name == "triton" and _is_interpreted() else "cuda")
+    if device.type == "cuda":
+        device = torch.device("cuda", torch.cuda.current_device())
+    try:
+        gradient = torch.full((3,), 8.0, device=device)
+        scale = torch.full((), 4.0, device=device)
+        grads = native.list_of([gradient], device)
+        if grads is None:
+            return "tensors are not plain ones here"
+        found_inf = _kernels(name).unscale_(grads, scale, is_scale=True)
+        if gradient.tolist() != [2.0, 2.0, 2.0] or found_inf.item() != 0.0:
+            return f"its kernel unscaled 8 by 4 to {gradient.tolist()}"
+    except Exception as error:  # a compiler fails in many ways
+        return f"its kernel does not run: {type(error).__name__}: {error}".splitlines()[0]
+    return ""
+
+
+@cache
+def _default_on_gpu() -> str:
+    for name in _GPU_NAMES:
+        if _why_not(name):
+            continue
+        if name == "triton" and _is_interpreted():
+            continue
+        reason = _why_it_fails(name)
+        if not reason:
+            return name
+        warnings.warn(f"ampfast does without its backend {name!r}: {reason}", stacklevel=2)
+    return "aten"

@@ -1,6 +1,9 @@
-"""The compiled core: kernels over a gradient list, and the scale update."""
+"""The compiled core: kernels over a gradient list on the CPU, and the scale update."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -14,9 +17,11 @@ except ImportError as error:
     ) from error
 
 __all__ = [
-    "DEVICES",
+    "CPU",
+    "CUDA",
     "WINDOW_BYTES",
     "DeviceTable",
+    "Factors",
     "GradList",
     "ScaleUpdate",
     "Segment",
@@ -25,6 +30,7 @@ __all__ = [
     "cpu_capability",
     "is_scalar",
     "list_of",
+    "scale_update",
     "unscale_",
     "walk",
 ]
@@ -38,8 +44,17 @@ list_of = _C.GradList.of
 is_scalar = _C.is_scalar
 WINDOW_BYTES: int = _C.WINDOW_BYTES
 
-# The device types with kernels, as a bit set.
-DEVICES: int = _C.CPU
+# The device types that kernels may serve, as bits.
+CPU: int = _C.CPU
+CUDA: int = _C.CUDA
+
+
+class Factors(NamedTuple):
+    """How the scale is updated; `functional.update_scale_` says what each does."""
+
+    growth_factor: float
+    backoff_factor: float
+    growth_interval: int
 
 
 def unscale_(
@@ -78,3 +93,23 @@ def check_(
     Arguments and result are those of `unscale_`; without `grad_scale` the values themselves count.
     """
     return _C.check_(grads, grad_scale, found_inf, update)
+
+
+def scale_update(
+    scale: Tensor, growth_tracker: Tensor, found_infs: Sequence[Tensor], factors: Factors
+) -> ScaleUpdate | None:
+    """Returns an update to apply, alone or behind a check.
+
+    Args:
+        scale: One-element float32.
+        growth_tracker: One-element int32 on the same device.
+        found_infs: One-element float32 flags on that device, besides that of the check.
+        factors: How the scale is updated.
+
+    Returns:
+        None where the kernels do not know the tensors exactly; then torch's own op must do.
+    """
+    try:
+        return _C.ScaleUpdate.of(scale, growth_tracker, found_infs, *factors)
+    except TypeError:
+        return None

@@ -11,9 +11,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from ampfast.backends.native import DeviceTable, GradList, Segment, is_scalar
+from ampfast.backends.native import DeviceTable, Factors, GradList, Segment, is_scalar
 
-__all__ = ["DeviceKernels", "Epilogue", "Factors", "Launcher", "Pass", "ScaleUpdate", "Use"]
+__all__ = ["DeviceKernels", "Epilogue", "Launcher", "Pass", "ScaleUpdate", "Use"]
 
 # What the kernel that updates the scale takes at once.
 MOST_FLAGS = 4
@@ -34,15 +34,6 @@ class Epilogue(IntEnum):
     NOTHING = 0
     FINISH = 1
     UPDATE = 2
-
-
-@dataclass(frozen=True)
-class Factors:
-    """How the scale is updated."""
-
-    growth_factor: float = 1.0
-    backoff_factor: float = 1.0
-    growth_interval: int = 0
 
 
 class Launcher(Protocol):

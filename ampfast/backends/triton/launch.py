@@ -10,8 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ampfast.backends.native import WINDOW_BYTES, Segment
-from ampfast.backends.passes import Epilogue, Factors, Pass
+from ampfast.backends.native import WINDOW_BYTES, Factors, Segment
+from ampfast.backends.passes import Epilogue, Pass
 from ampfast.backends.triton import kernels
 
 __all__ = ["INTERPRETED", "is_capturing", "max_programs", "multi_tensor", "on", "update_scale"]
@@ -30,6 +30,8 @@ _DTYPES = {
     torch.float16: tl.float16,
     torch.bfloat16: tl.bfloat16,
 }
+
+NO_FACTORS = Factors(1.0, 1.0, 0)
 
 # What was launched before and is hence compiled.
 _launched: set[tuple[object, ...]] = set()
@@ -65,7 +67,7 @@ def multi_tensor(work: Pass, segment: Segment, epilogue: Epilogue) -> None:
     """Launches one pass over the gradients of one dtype."""
     threads = 128 if INTERPRETED else _threads(work.table.buffer.device)
     update = work.update if epilogue is Epilogue.UPDATE else None
-    factors = Factors() if update is None else update.factors
+    factors = NO_FACTORS if update is None else update.factors
     switches = {
         "DTYPE": _DTYPES[segment.dtype],
         "WRITE": work.write,

@@ -1,0 +1,513 @@
+// CUDA kernels over a table of gradients. Every program walks over windows that follow one another,
+// and the last one to finish decides, sums up and updates the scale.
+#include "multi_tensor.h"
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_runtime.h>
+
+#include <cstring>
+
+#include "../element.h"
+
+namespace ampfast::cuda {
+
+namespace {
+
+constexpr int kThreads = 128;
+// As many as sm_75 has threads for, and it leaves 64 registers to a thread.
+constexpr int kProgramsPerSm = 8;
+constexpr int kWarp = 32;
+constexpr int kVectorBytes = 16;
+constexpr int kVectors = kWindowBytes / (kThreads * kVectorBytes);
+constexpr int64_t kInfinity = 0x7ff0000000000000;  // as float64 bits
+
+template <class To, class From>
+AMPFAST_ELEMENT To bits_as(From value) {
+  static_assert(sizeof(To) == sizeof(From), "bits_as keeps the size");
+  To result;
+  std::memcpy(&result, &value, sizeof(result));
+  return result;
+}
+
+template <class T>
+AMPFAST_ELEMENT T larger(T a, T b) {
+  return a < b ? b : a;
+}
+
+// How gradients of one dtype are read: in words of one or two elements.
+
+struct Float32 {
+  using Opmath = float;
+  using Element = uint32_t;
+  using Word = uint32_t;
+  using Peak = int32_t;
+  static constexpr int kPerWord = 1;
+  AMPFAST_ELEMENT static void widen(Word word, float* values) { values[0] = bits_as<float>(word); }
+  AMPFAST_ELEMENT static Word narrow(const float* values) { return bits_as<Word>(values[0]); }
+  AMPFAST_ELEMENT static Peak peak(Word word) { return magnitude(bits_as<float>(word)); }
+};
+
+struct Float64 {
+  using Opmath = double;
+  using Element = uint64_t;
+  using Word = uint64_t;
+  using Peak = int64_t;
+  static constexpr int kPerWord = 1;
+  AMPFAST_ELEMENT static void widen(Word word, double* values) {
+    values[0] = bits_as<double>(word);
+  }
+  AMPFAST_ELEMENT static Word narrow(const double* values) { return bits_as<Word>(values[0]); }
+  AMPFAST_ELEMENT static Peak peak(Word word) { return magnitude(bits_as<double>(word)); }
+};
+
+struct Pair16 {
+  using Opmath = float;
+  using Element = uint16_t;
+  using Word = uint32_t;
+  using Peak = int32_t;
+  static constexpr int kPerWord = 2;
+  AMPFAST_ELEMENT static Peak peak(Word word) {
+    return larger<Peak>(magnitude16(static_cast<uint16_t>(word)),
+                        magnitude16(static_cast<uint16_t>(word >> 16)));
+  }
+};
+
+// By intrinsics, since torch compiles extensions without the operators of these types.
+struct Float16 : Pair16 {
+  AMPFAST_ELEMENT static void widen(Word word, float* values) {
+    const float2 pair = __half22float2(bits_as<__half2>(word));
+    values[0] = pair.x;
+    values[1] = pair.y;
+  }
+  AMPFAST_ELEMENT static Word narrow(const float* values) {
+    return bits_as<Word>(__floats2half2_rn(values[0], values[1]));
+  }
+};
+
+struct BFloat16 : Pair16 {
+  AMPFAST_ELEMENT static void widen(Word word, float* values) {
+    const float2 pair = __bfloat1622float2(bits_as<__nv_bfloat162>(word));
+    values[0] = pair.x;
+    values[1] = pair.y;
+  }
+  AMPFAST_ELEMENT static Word narrow(const float* values) {
+    return bits_as<Word>(__floats2bfloat162_rn(values[0], values[1]));
+  }
+};
+
+// Returns what is written for the first `kCount` elements of a word, and adds their squares to
+// `squares`. Other elements are 0, which an infinite factor would turn into NaN.
+template <class Format, bool kNorm, bool kCoefficient, int kCount = Format::kPerWord>
+AMPFAST_ELEMENT typename Format::Word unscaled(typename Format::Word word,
+                                               typename Format::Opmath inverse,
+                                               typename Format::Opmath coefficient,
+                                               typename Format::Opmath& squares) {
+  typename Format::Opmath values[Format::kPerWord];
+  Format::widen(word, values);
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) {
+    values[i] = values[i] * inverse;
+    if (kNorm) {
+      squares += values[i] * values[i];
+    }
+  }
+  if (kCoefficient) {
+    // Rounded twice, as by an unscaling and then a multiplication.
+    Format::widen(Format::narrow(values), values);
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      values[i] = values[i] * coefficient;
+    }
+  }
+  return Format::narrow(values);
+}
+
+// What the largest magnitude becomes: rounded to its dtype where that is written, as fused
+// optimizers see it otherwise. Rounding is monotone, so the largest magnitude tells of all.
+template <class Format>
+AMPFAST_ELEMENT typename Format::Opmath used_peak(typename Format::Peak peak, Factor factor_use,
+                                                  float factor) {
+  const Use use = factor_use == kRaw      ? Use::kNothing
+                  : factor_use == kDivide ? Use::kDivide
+                                          : Use::kMultiply;
+  typename Format::Opmath values[Format::kPerWord] = {};
+  Format::widen(static_cast<typename Format::Word>(peak), values);
+  values[0] = used_value(values[0], use, factor);
+  if (use == Use::kMultiply) {
+    Format::widen(Format::narrow(values), values);
+  }
+  return values[0];
+}
+
+// A tensor of the table.
+struct Span {
+  int64_t address;
+  int64_t bytes;
+
+  AMPFAST_ELEMENT int64_t head() const { return address % kAddressAlignment; }
+  AMPFAST_ELEMENT int64_t windows() const {
+    return (head() + bytes + kWindowBytes - 1) / kWindowBytes;
+  }
+};
+
+// What a thread gathers.
+template <class Format, bool kWrite, bool kNorm, bool kCoefficient>
+struct Gatherer {
+  using Opmath = typename Format::Opmath;
+  using Element = typename Format::Element;
+  using Word = typename Format::Word;
+
+  Opmath inverse;
+  Opmath coefficient;
+  typename Format::Peak peak = 0;
+  double squares = 0;
+
+  template <int kCount>
+  __device__ Word take(Word word, Opmath& window_squares) {
+    peak = larger(peak, Format::peak(word));
+    return unscaled<Format, kNorm, kCoefficient, kCount>(word, inverse, coefficient,
+                                                         window_squares);
+  }
+
+  // Takes this thread's part of the window at `base`, whose elements are the bytes from `begin` up
+  // to `end`: vectors, and where a tensor begins or ends amid one, the elements there one by one.
+  template <bool kWhole>
+  __device__ void window(char* base, int begin, int end) {
+    // The table holds plain numbers; without this they would be accessed as generic addresses.
+    __builtin_assume(__isGlobal(base));
+    constexpr int kWords = kVectorBytes / sizeof(Word);
+    const int thread = static_cast<int>(threadIdx.x);
+    const auto offset = [thread](int i) { return (i * kThreads + thread) * kVectorBytes; };
+    const auto holds = [begin, end](int place, int size) {
+      return kWhole || (begin <= place && place + size <= end);
+    };
+
+    // Loads cannot move above stores, so all come first.
+    Word words[kVectors][kWords];
+#pragma unroll
+    for (int i = 0; i < kVectors; ++i) {
+      if (holds(offset(i), kVectorBytes)) {
+        const uint4 vector = *reinterpret_cast<const uint4*>(base + offset(i));
+        std::memcpy(words[i], &vector, sizeof(vector));
+      }
+    }
+    Element* edge = kWhole ? nullptr : edge_element(base, begin, end, thread);
+    const Word edge_word = edge != nullptr ? *edge : 0;
+
+    Opmath window_squares = 0;
+#pragma unroll
+    for (int i = 0; i < kVectors; ++i) {
+      if (holds(offset(i), kVectorBytes)) {
+#pragma unroll
+        for (int k = 0; k < kWords; ++k) {
+          words[i][k] = take<Format::kPerWord>(words[i][k], window_squares);
+        }
+        if (kWrite) {
+          uint4 vector;
+          std::memcpy(&vector, words[i], sizeof(vector));
+          *reinterpret_cast<uint4*>(base + offset(i)) = vector;
+        }
+      }
+    }
+    if (edge != nullptr) {
+      const Word taken = take<1>(edge_word, window_squares);
+      if (kWrite) {
+        *edge = static_cast<Element>(taken);
+      }
+    }
+    squares += window_squares;
+  }
+
+  // The element outside of whole vectors that this thread takes, or null. The first threads share
+  // the first vector of a tensor, those behind them its last.
+  __device__ static Element* edge_element(char* base, int begin, int end, int thread) {
+    constexpr int kElements = kVectorBytes / sizeof(Element);
+    const int last = end / kVectorBytes * kVectorBytes;
+    const bool is_first = thread < kElements;
+    // A tensor within one vector has one edge.
+    const bool is_partial = is_first ? begin > 0 : last != end && (begin <= 0 || last > 0);
+    const int place = (is_first ? 0 : last) + thread % kElements * static_cast<int>(sizeof(Element));
+    const bool is_mine = thread < 2 * kElements && is_partial && begin <= place && place < end;
+    return is_mine ? reinterpret_cast<Element*>(base + place) : nullptr;
+  }
+};
+
+struct Max {
+  template <class T>
+  __device__ T operator()(T a, T b) const {
+    return larger(a, b);
+  }
+};
+
+struct Sum {
+  template <class T>
+  __device__ T operator()(T a, T b) const {
+    return a + b;
+  }
+};
+
+// Combines the values of all threads, always in the same order.
+template <class T, class Combine>
+__device__ T reduced(T value, Combine combine) {
+  __shared__ T of_warps[kThreads / kWarp];
+#pragma unroll
+  for (int distance = kWarp / 2; distance > 0; distance /= 2) {
+    value = combine(value, __shfl_xor_sync(0xffffffff, value, distance));
+  }
+  if (threadIdx.x % kWarp == 0) {
+    of_warps[threadIdx.x / kWarp] = value;
+  }
+  __syncthreads();
+  value = of_warps[0];
+#pragma unroll
+  for (int i = 1; i < kThreads / kWarp; ++i) {
+    value = combine(value, of_warps[i]);
+  }
+  __syncthreads();  // the next reduction writes there again
+  return value;
+}
+
+__device__ ScaleState update(float* scale, int32_t* growth_tracker, bool found_inf,
+                             double growth_factor, double backoff_factor, int64_t growth_interval) {
+  const ScaleState before{*scale, *growth_tracker};
+  const ScaleState next =
+      next_scale(before, found_inf, growth_factor, backoff_factor, growth_interval);
+  *scale = next.scale;
+  *growth_tracker = next.growth_tracker;
+  return before;
+}
+
+// What the last program does, with all its threads. Other programs' results are read from where
+// all multiprocessors see them.
+__device__ void finish(const Launch& launch) {
+  int64_t* header = launch.table;
+  double squares = 0;
+  if (launch.norms != nullptr) {
+    const auto* partials = reinterpret_cast<const double*>(header + header[kPartials]);
+    const int64_t count = header[kPrograms];
+    for (int64_t i = threadIdx.x; i < count; i += kThreads) {
+      squares += __ldcg(partials + i);
+    }
+    squares = reduced(squares, Sum{});
+  }
+  if (threadIdx.x != 0) {
+    return;
+  }
+  const int64_t peak = __ldcg(header + kPeak);
+  if (launch.norms != nullptr) {
+    launch.norms[0] = squares;
+    launch.norms[1] = bits_as<double>(peak);
+  }
+  const bool found = peak >= kInfinity;
+  float flag = found ? 1.0f : 0.0f;
+  if (launch.accumulate && !found) {
+    flag = *launch.found_inf;
+  } else {
+    *launch.found_inf = flag;
+  }
+  if (launch.scale != nullptr) {
+    const bool skips =
+        flag != 0 || (launch.other_found_inf != nullptr && *launch.other_found_inf != 0);
+    const ScaleState before =
+        update(launch.scale, launch.growth_tracker, skips, launch.growth_factor,
+               launch.backoff_factor, launch.growth_interval);
+    header[kScaleBefore] = bits_as<uint32_t>(before.scale);
+    header[kTrackerBefore] = before.growth_tracker;
+  }
+  header[kPeak] = 0;
+}
+
+template <class Format, bool kWrite, bool kNorm, bool kCoefficient>
+__global__ void __launch_bounds__(kThreads, kProgramsPerSm) pass(const Launch launch) {
+  using Gatherer = Gatherer<Format, kWrite, kNorm, kCoefficient>;
+  __shared__ float shared_factor;
+  __shared__ bool is_last;
+  // Loaded first, to be there when the way through the table is known.
+  float factor = launch.factor_use == kRaw ? 1.0f : *launch.factor;
+
+  const int64_t* segment = launch.table + launch.segment;
+  const int64_t tensors = segment[kTensors];
+  const int64_t* addresses = segment + kSegmentWords;
+  const int64_t* lengths = addresses + tensors + 1;
+  const int64_t* start = lengths + tensors + 1 + 2 * static_cast<int64_t>(blockIdx.x);
+  const auto span = [addresses, lengths](int64_t tensor) {
+    constexpr int64_t kSize = sizeof(typename Format::Element);
+    return Span{addresses[tensor], lengths[tensor] * kSize};
+  };
+  int64_t tensor = start[0];
+  int64_t window = start[1];
+  // Where the next program starts, this one ends.
+  const bool is_end = blockIdx.x + 1 == gridDim.x;
+  const int64_t end_tensor = is_end ? tensors : start[2];
+  const int64_t end_window = is_end ? 0 : start[3];
+  Span now = span(tensor);
+
+  // One division in float64 a program: many cards are slow at it.
+  if (threadIdx.x == 0) {
+    shared_factor = launch.factor_use == kScale ? inverse_scale(factor) : factor;
+  }
+  __syncthreads();
+  factor = shared_factor;
+
+  Gatherer gatherer{factor, kCoefficient ? *launch.coefficient : 1.0f};
+  typename Format::Peak peak = 0;
+  while (true) {
+    const bool is_end_tensor = tensor == end_tensor;
+    // Needed when this tensor is done, and by then it is there. Behind the last one is padding.
+    const Span next = span(is_end_tensor ? tensor : tensor + 1);
+    const int64_t end = is_end_tensor ? end_window : now.windows();
+    const bool is_touched = window < end;
+    char* base = reinterpret_cast<char*>(now.address - now.head()) + window * kWindowBytes;
+    int64_t bytes_begin = now.head() - window * kWindowBytes;
+    int64_t bytes_end = bytes_begin + now.bytes;
+    for (; window < end; ++window) {
+      if (bytes_begin <= 0 && bytes_end >= kWindowBytes) {
+        gatherer.template window<true>(base, 0, kWindowBytes);
+      } else {
+        gatherer.template window<false>(base, static_cast<int>(larger<int64_t>(bytes_begin, 0)),
+                                        static_cast<int>(bytes_end < kWindowBytes ? bytes_end
+                                                                                  : kWindowBytes));
+      }
+      base += kWindowBytes;
+      bytes_begin -= kWindowBytes;
+      bytes_end -= kWindowBytes;
+    }
+    if (launch.flags != nullptr && is_touched) {
+      const auto used = used_peak<Format>(gatherer.peak, launch.factor_use, factor);
+      if (!std::isfinite(used)) {
+        launch.flags[segment[kFirstTensor] + tensor] = 1.0f;
+      }
+    }
+    peak = larger(peak, gatherer.peak);
+    gatherer.peak = 0;
+    if (is_end_tensor) {
+      break;
+    }
+    now = next;
+    ++tensor;
+    window = 0;
+  }
+
+  peak = reduced(peak, Max{});
+  const double squares = kNorm ? reduced(gatherer.squares, Sum{}) : 0;
+  int64_t* header = launch.table;
+  if (threadIdx.x == 0) {
+    if (kNorm) {
+      auto* partials = reinterpret_cast<double*>(header + header[kPartials]);
+      partials[segment[kFirstProgram] + blockIdx.x] = squares;
+    }
+    const double used = used_peak<Format>(peak, launch.factor_use, factor);
+    atomicMax(reinterpret_cast<unsigned long long*>(header + kPeak),
+              static_cast<unsigned long long>(magnitude(used)));
+    is_last = false;
+    if (launch.epilogue) {
+      // This thread alone has written what the last program reads. The count starts anew by itself.
+      __threadfence();
+      auto* finished = reinterpret_cast<unsigned int*>(header + kFinished);
+      is_last = atomicInc(finished, gridDim.x - 1) == gridDim.x - 1;
+    }
+  }
+  __syncthreads();
+  if (is_last) {
+    __threadfence();
+    finish(launch);
+  }
+}
+
+__global__ void update_alone(const Update arguments) {
+  bool found_inf = false;
+  for (const float* flag : arguments.found_infs) {
+    found_inf |= *flag != 0;
+  }
+  update(arguments.scale, arguments.growth_tracker, found_inf, arguments.growth_factor,
+         arguments.backoff_factor, arguments.growth_interval);
+}
+
+using Kernel = void (*)(Launch);
+
+template <class Format>
+Kernel kernel_of(bool writes, bool norm, bool coefficient) {
+  if (!writes) {
+    return norm ? pass<Format, false, true, false> : pass<Format, false, false, false>;
+  }
+  if (norm) {
+    return coefficient ? pass<Format, true, true, true> : pass<Format, true, true, false>;
+  }
+  return coefficient ? pass<Format, true, false, true> : pass<Format, true, false, false>;
+}
+
+Kernel kernel_of(const Launch& launch) {
+  const bool norm = launch.norms != nullptr;
+  const bool coefficient = launch.coefficient != nullptr;
+  switch (launch.dtype) {
+    case Dtype::kFloat32:
+      return kernel_of<Float32>(launch.write, norm, coefficient);
+    case Dtype::kFloat64:
+      return kernel_of<Float64>(launch.write, norm, coefficient);
+    case Dtype::kFloat16:
+      return kernel_of<Float16>(launch.write, norm, coefficient);
+    case Dtype::kBFloat16:
+      return kernel_of<BFloat16>(launch.write, norm, coefficient);
+  }
+  return nullptr;
+}
+
+// Why no kernel does what is asked, or null.
+const char* refusal(const Launch& launch) {
+  constexpr int64_t kLargestGrid = 0x7fffffff;
+  if (launch.programs < 1 || launch.programs > kLargestGrid) {
+    return "a launch needs from 1 to 2^31 - 1 programs";
+  }
+  if (launch.factor_use != kRaw && launch.factor == nullptr) {
+    return "a launch that uses a factor needs one";
+  }
+  if (launch.write && (launch.factor_use == kRaw || launch.factor_use == kDivide)) {
+    return "gradients are written multiplied by a factor, not as they are or divided";
+  }
+  if (launch.norms != nullptr && launch.factor_use == kDivide) {
+    return "norms are of values multiplied by a factor, not divided";
+  }
+  if (launch.coefficient != nullptr && !launch.write) {
+    return "a coefficient is for gradients that are written";
+  }
+  if (launch.epilogue && launch.found_inf == nullptr) {
+    return "an epilogue needs a flag to write";
+  }
+  if (launch.epilogue && (launch.scale == nullptr) != (launch.growth_tracker == nullptr)) {
+    return "an update needs both a scale and a growth tracker";
+  }
+  return nullptr;
+}
+
+const char* text_of(cudaError_t error) {
+  return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
+}
+
+}  // namespace
+
+const char* launch(const Launch& launch) {
+  if (const char* why_not = refusal(launch)) {
+    return why_not;
+  }
+  const Kernel kernel = kernel_of(launch);
+  if (kernel == nullptr) {
+    return "there is no kernel for this dtype";
+  }
+  kernel<<<static_cast<unsigned int>(launch.programs), kThreads, 0,
+           static_cast<cudaStream_t>(launch.stream)>>>(launch);
+  return text_of(cudaGetLastError());
+}
+
+const char* update_scale(const Update& update) {
+  update_alone<<<1, 1, 0, static_cast<cudaStream_t>(update.stream)>>>(update);
+  return text_of(cudaGetLastError());
+}
+
+int64_t max_programs(int device, const char** error) {
+  int multiprocessors = 0;
+  *error = text_of(cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device));
+  return static_cast<int64_t>(multiprocessors) * kProgramsPerSm;
+}
+
+}  // namespace ampfast::cuda
