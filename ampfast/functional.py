@@ -121,7 +121,10 @@ def unscale_and_update_(
     if regular is not None and update is not None:
         kernels, listed = regular
         kernels.unscale_(listed, current_scale, is_scale=True, found_inf=found_inf, update=update)
-        update.bump_version()
+        if update.applied:
+            update.bump_version()
+        else:
+            torch.ops.ampfast.update_scale_(*state, found_inf, *factors)
     else:
         checked = _checked(grads, found_inf)
         torch.ops.ampfast.unscale_and_update_(checked, found_inf, *state, *factors)

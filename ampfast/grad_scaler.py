@@ -18,6 +18,7 @@ from torch.cuda.amp.common import amp_definitely_not_available
 
 from ampfast import backends, gradients
 from ampfast.backends import aten, native
+from ampfast.capture import refuse_capture
 from ampfast.last_checks import LastChecks
 from ampfast.notes import add_note
 from ampfast.optimizers import lacks_momentum, no_inf_checks, takes_grad_scaler
@@ -306,6 +307,36 @@ class GradScaler(TorchGradScaler):
         self._per_optimizer_states[id(optimizer)]["found_inf_per_device"] = flags
         return flags
 
+    def _maybe_opt_step(
+        self,
+        optimizer: torch.optim.Optimizer,
+        optimizer_state: dict[str, Any],
+        *args: Any,
+        **kwargs: Any,
+    ) -> float | None:
+        flags = optimizer_state["found_inf_per_device"]
+        on_gpu = [flag for flag in flags.values() if isinstance(flag, Tensor) and flag.is_cuda]
+        if on_gpu:
+            refuse_capture(
+                "a step that the host may skip",
+                "take an optimizer with fused=True, which decides on the device",
+            )
+        if len(on_gpu) > 1:
+            # In one place, so that the host waits once.
+            place = on_gpu[0].device
+            total = sum(gradients.moved(flag, place) for flag in on_gpu)
+            others = {key: flag for key, flag in flags.items() if not flag.is_cuda}
+            optimizer_state = {
+                **optimizer_state,
+                "found_inf_per_device": {**others, place: total},
+            }
+        return super()._maybe_opt_step(optimizer, optimizer_state, *args, **kwargs)
+
+    def _lazy_init_scale_growth_tracker(self, dev: torch.device) -> None:
+        if str(dev) != "cpu":
+            refuse_capture("the creation of the scale, which every replay would reset", _WARM_UP)
+        super()._lazy_init_scale_growth_tracker(dev)
+
     def _unscale(self, optimizer: torch.optim.Optimizer, update: backends.Update | None) -> None:
         scale, _ = self._check_scale_growth_tracker("unscale_")
         state = self._per_optimizer_states[id(optimizer)]
@@ -407,17 +438,27 @@ class GradScaler(TorchGradScaler):
             grad_scale = getattr(optimizer, "grad_scale", None)
         else:
             grad_scale = scale * getattr(optimizer, "grad_scale", 1)
+        checked = False
         if isinstance(grad_scale, Tensor) and not overridden:
             self._check_quotients(optimizer, state, grad_scale, update)
+            checked = True
         flags = list(state["found_inf_per_device"].values())
-        # Nothing checked is 0, as torch's sum over nothing.
-        found_inf = gradients.any_found(flags, scale.device) if flags else 0
+        if checked and len(flags) == 1 and flags[0].device == scale.device:
+            found_inf = flags[0]  # exactly 0 or 1, and new
+        else:
+            # Nothing checked is 0, as torch's sum over nothing.
+            found_inf = gradients.any_found(flags, scale.device) if flags else 0
         self._record(optimizer, state["found_inf_per_device"])
         optimizer.grad_scale = grad_scale  # type: ignore[attr-defined]
         optimizer.found_inf = found_inf  # type: ignore[attr-defined]
         try:
-            if flags and lacks_momentum(optimizer) and found_inf.item():  # type: ignore[union-attr]
-                return None
+            if flags and lacks_momentum(optimizer):
+                refuse_capture(
+                    "the first step of a fused SGD with momentum, which may have to be skipped",
+                    _WARM_UP,
+                )
+                if found_inf.item():
+                    return None
             return optimizer.step(*args, **kwargs)
         finally:
             for name in ("grad_scale", "found_inf"):
@@ -530,6 +571,7 @@ _HOOKS = _original(
 )
 
 
+_WARM_UP = "run one iteration without capturing first"
 _ONCE = "An iteration ends with update(), after the steps of all optimizers: is the call missing?"
 
 

@@ -80,18 +80,15 @@ class ScaleUpdate:
         """One flag for those of the optimizers that were checked before."""
         if len(self._found_infs) < 2:
             return next(iter(self._found_infs), None)
-        return torch.stack([flag.reshape(()) for flag in self._found_infs]).ne(0).any().float()
+        return _any_found(self._found_infs)
 
     def apply(self) -> None:
         """Launches the update alone."""
-        flags = self._found_infs
+        flags = list(self._found_infs)
+        if len(flags) > MOST_FLAGS:
+            flags = [_any_found(flags)]
         with self._launcher.on(self.device):
-            self._launcher.update_scale(
-                self.scale,
-                self.growth_tracker,
-                list(flags) if len(flags) <= MOST_FLAGS else [self.other],  # type: ignore[list-item]
-                self.factors,
-            )
+            self._launcher.update_scale(self.scale, self.growth_tracker, flags, self.factors)
         self.applied = True
 
     def rode(self, table: DeviceTable) -> None:
@@ -108,6 +105,10 @@ class ScaleUpdate:
     def bump_version(self) -> None:
         """Tells autograd that the scale was written, as torch's op does."""
         torch.autograd.graph.increment_version(self.scale)
+
+
+def _any_found(flags: Sequence[Tensor]) -> Tensor:
+    return torch.stack([flag.reshape(()) for flag in flags]).ne(0).any().float()
 
 
 @dataclass(frozen=True)
@@ -210,17 +211,20 @@ class DeviceKernels:
         norms: Tensor | None,
         flags: Tensor | None,
     ) -> Tensor:
-        launcher, device = self._launcher, grads.device
+        device = grads.device
+        for name, scalar in (("factor", factor), ("found_inf", found_inf)):
+            if scalar is not None:
+                _require_scalar(name, scalar, device)
+        accumulate = found_inf is not None
+        if grads.chunks == 0:
+            if norms is not None:
+                norms.zero_()
+            # Nothing is launched in which an update could ride: its caller sees to it.
+            return torch.zeros((), device=device) if found_inf is None else found_inf
+        launcher = self._launcher
         with launcher.on(device):
-            if grads.chunks == 0:
-                if norms is not None:
-                    norms.zero_()
-                if update is not None:
-                    update.apply()
-                return torch.zeros((), device=device) if found_inf is None else found_inf
             programs = launcher.max_programs(device)
             table = DeviceTable.of(grads, programs, launcher.is_capturing())
-            accumulate = found_inf is not None
             if found_inf is None:
                 found_inf = torch.empty((), dtype=torch.float32, device=device)
             work = Pass(
@@ -232,6 +236,14 @@ class DeviceKernels:
                 launcher.multi_tensor(work, segment, Epilogue.NOTHING)
             final = Epilogue.FINISH if update is None else Epilogue.UPDATE
             launcher.multi_tensor(work, last, final)
-            if update is not None:
-                update.rode(table)
+        if update is not None:
+            update.rode(table)
         return found_inf
+
+
+def _require_scalar(name: str, tensor: Tensor, device: torch.device) -> None:
+    if not is_scalar(tensor, torch.float32) or tensor.device != device:
+        raise RuntimeError(
+            f"{name} must be a one-element float32 tensor on {device}, got {tensor.dtype} of "
+            f"shape {tuple(tensor.shape)} on {tensor.device}"
+        )

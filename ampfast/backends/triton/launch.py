@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import threading
+from collections.abc import Iterator
 from functools import cache
 
 import torch
@@ -18,6 +20,8 @@ __all__ = ["INTERPRETED", "is_capturing", "max_programs", "multi_tensor", "on", 
 
 # Whether the kernels run on CPU tensors, as TRITON_INTERPRET=1 has it.
 INTERPRETED = not isinstance(kernels.multi_tensor, triton.JITFunction)
+
+_interpreter_lock = threading.Lock()
 
 # By occupancy: 128 threads of at most 64 registers.
 PROGRAMS_PER_SM = 8
@@ -53,9 +57,20 @@ def max_programs(device: torch.device) -> int:
 
 def on(device: torch.device) -> contextlib.AbstractContextManager[object]:
     """Makes a device current for what is launched inside."""
-    if INTERPRETED or device.index == torch.cuda.current_device():
+    if INTERPRETED:
+        return _interpreter()
+    if device.index == torch.cuda.current_device():
         return contextlib.nullcontext()
     return torch.cuda.device(device)
+
+
+@contextlib.contextmanager
+def _interpreter() -> Iterator[None]:
+    """One thread at a time, since all share its state; silent where a GPU would be."""
+    import numpy as np
+
+    with _interpreter_lock, np.errstate(all="ignore"):
+        yield
 
 
 def is_capturing() -> bool:

@@ -1,0 +1,11 @@
+"""What cannot be part of a CUDA graph, said before the capture is broken."""
+
+import torch
+
+__all__ = ["refuse_capture"]
+
+
+def refuse_capture(what: str, remedy: str) -> None:
+    """Raises RuntimeError, naming `what` and its `remedy`, if the current stream is captured."""
+    if torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(f"a CUDA graph cannot capture {what}: {remedy}")
