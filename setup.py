@@ -179,7 +179,7 @@ def main() -> None:
         ext_modules=[
             extension(
                 "ampfast._C",
-                found("*.cpp", "cpu/*.cpp") + (cuda_sources if with_cuda else []),
+                found("*.cpp", "cpu/*.cpp", *(["cuda/*.cpp", "cuda/*.cu"] if with_cuda else [])),
                 depends=found("**/*.h", "**/*.cuh"),
                 define_macros=[("AMPFAST_WITH_CUDA", "1")] if with_cuda else [],
                 extra_compile_args={"cxx": compiling, "nvcc": ["-O3", "--fmad=false"]},

@@ -31,6 +31,35 @@ class GradList:
     def table_bytes(self) -> int: ...
     def norms(self, inv_scale: float) -> tuple[float, float]: ...
 
+# Only where WITH_CUDA.
+WITH_CUDA: bool
+
+def cuda_max_programs(device: int) -> int: ...
+def cuda_multi_tensor(
+    table: DeviceTable,
+    segment: Segment,
+    *,
+    write: bool,
+    use: int,
+    factor: Tensor | None,
+    coefficient: Tensor | None,
+    norms: Tensor | None,
+    flags: Tensor | None,
+    epilogue: bool,
+    found_inf: Tensor,
+    accumulate: bool,
+    scale: Tensor | None,
+    growth_tracker: Tensor | None,
+    other_found_inf: Tensor | None,
+    factors: tuple[float, float, int],
+) -> None: ...
+def cuda_update_scale(
+    scale: Tensor,
+    growth_tracker: Tensor,
+    found_infs: Sequence[Tensor],
+    factors: tuple[float, float, int],
+) -> None: ...
+
 class Segment:
     dtype: torch.dtype
     word: int

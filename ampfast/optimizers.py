@@ -45,11 +45,21 @@ def lacks_momentum(optimizer: torch.optim.Optimizer) -> bool:
     )
 
 
+def _has_gradient(param: torch.Tensor) -> bool:
+    # Reading the gradient of a tensor that keeps none warns.
+    return (param.is_leaf or param.retains_grad) and param.grad is not None
+
+
 def no_inf_checks(optimizer: torch.optim.Optimizer) -> AssertionError:
-    params = [param for group in optimizer.param_groups for param in group["params"]]
+    params = [
+        param
+        for group in optimizer.param_groups
+        for param in group["params"]
+        if isinstance(param, torch.Tensor)
+    ]
     if not params:
         why = "The optimizer has no parameters."
-    elif all(param.grad is None for param in params):
+    elif not any(_has_gradient(param) for param in params):
         frozen = sum(not param.requires_grad for param in params)
         why = (
             f"None of the optimizer's {len(params)} parameters has a gradient ({frozen} of them do "

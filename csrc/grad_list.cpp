@@ -51,9 +51,7 @@ DtypeList& GradList::list_of(at::ScalarType dtype) {
       return list;
     }
   }
-  DtypeList& list = lists_.emplace_back(DtypeList{dtype, {}, 0});
-  list.spans.reserve(expected_);
-  return list;
+  return lists_.emplace_back(DtypeList{dtype, {}, 0});
 }
 
 void GradList::add(const at::Tensor& tensor, bool writes) {
@@ -80,11 +78,11 @@ int64_t GradList::chunks() const {
 }
 
 int64_t GradList::table_bytes() const {
-  size_t spans = 0;
+  size_t bytes = 0;
   for (const DtypeList& list : lists_) {
-    spans += list.spans.size();
+    bytes += list.spans.capacity() * sizeof(Span) + list.spans.size() * sizeof(at::Tensor);
   }
-  return static_cast<int64_t>(spans * (sizeof(Span) + sizeof(at::Tensor)));
+  return static_cast<int64_t>(bytes);
 }
 
 }  // namespace ampfast

@@ -34,8 +34,8 @@ class GradList {
  public:
   // `owner` holds references to all tensors that are added. One for all of them, since counting
   // references one by one takes as long as all the rest.
-  GradList(at::Device device, std::shared_ptr<const void> owner, size_t expected)
-      : device_(device), owner_(std::move(owner)), expected_(expected) {}
+  GradList(at::Device device, std::shared_ptr<const void> owner)
+      : device_(device), owner_(std::move(owner)) {}
 
   // `tensor` must be one that `is_regular` takes. With `writes`, its data may be written.
   void add(const at::Tensor& tensor, bool writes);
@@ -50,7 +50,6 @@ class GradList {
 
   at::Device device_;
   std::shared_ptr<const void> owner_;
-  size_t expected_;
   std::vector<DtypeList> lists_;
 };
 

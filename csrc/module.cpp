@@ -13,6 +13,10 @@
 #include "scale_update.h"
 #include "walk.h"
 
+#if defined(AMPFAST_WITH_CUDA)
+#include "cuda/bindings.h"
+#endif
+
 namespace ampfast {
 namespace {
 
@@ -111,6 +115,12 @@ std::map<std::string, std::string> build_info() {
 }  // namespace
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
+#if defined(AMPFAST_WITH_CUDA)
+  m.attr("WITH_CUDA") = true;
+  cuda::bind(m);
+#else
+  m.attr("WITH_CUDA") = false;
+#endif
   m.attr("CHUNK") = kChunk;
   m.attr("CPU") = device_bit(at::kCPU);
   m.attr("CUDA") = device_bit(at::kCUDA);

@@ -35,13 +35,12 @@ GradList& list_on(std::vector<GradList>& lists, at::Device device,
       return list;
     }
   }
-  return lists.emplace_back(device, owner, owner->size());
+  return lists.emplace_back(device, owner);
 }
 
 void walk_group(const py::handle& params, int64_t group, bool allow_fp16, uint64_t devices,
                 Walk& walk, Tensors& regular) {
   int64_t index = 0;
-  regular.reserve(regular.size() + py::len_hint(params));
   for (const py::handle item : params) {
     const py::object param = py::reinterpret_borrow<py::object>(item);
     const bool is_tensor = THPVariable_Check(param.ptr());
@@ -96,9 +95,15 @@ std::optional<GradList> regular_list(const py::sequence& tensors, at::Device dev
     return std::nullopt;
   }
   // References to Python's objects: taking one from C++ to a tensor that only Python holds is slow.
-  const auto owner = std::make_shared<const py::tuple>(tensors);
+  // A list's own items, as torch reads them, whatever a subclass iterates over.
+  PyObject* items =
+      PyList_Check(tensors.ptr()) ? PyList_AsTuple(tensors.ptr()) : PySequence_Tuple(tensors.ptr());
+  if (items == nullptr) {
+    throw py::error_already_set();
+  }
+  const auto owner = std::make_shared<const py::tuple>(py::reinterpret_steal<py::tuple>(items));
   const size_t count = owner->size();
-  GradList list(device, owner, count);
+  GradList list(device, owner);
   for (size_t i = 0; i < count; ++i) {
     PyObject* item = PyTuple_GET_ITEM(owner->ptr(), i);
     if (!THPVariable_CheckExact(item)) {

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import types
+import warnings
 from typing import Any
 
 import numpy as np
@@ -193,6 +195,18 @@ def test_a_forgotten_update_is_named(call: str) -> None:
     with pytest.raises(RuntimeError, match="has already been called") as caught:
         getattr(scaler, call)(optimizer)
     assert "update()" in notes(caught.value)
+
+
+def test_the_note_on_missing_checks_survives_what_is_no_tensor() -> None:
+    scaler = started()
+    groups = [{"params": []}]
+    optimizer = types.SimpleNamespace(param_groups=groups, step=lambda: None)
+    scaler.unscale_(optimizer)
+    groups[0]["params"] = [5, torch.ones(2, requires_grad=True) * 2]
+    with warnings.catch_warnings(), pytest.raises(AssertionError, match="No inf checks") as caught:
+        warnings.simplefilter("error")
+        scaler.step(optimizer)
+    assert "None of the optimizer's 1 parameters" in notes(caught.value)
 
 
 # Questions about an optimizer

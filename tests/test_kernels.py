@@ -325,6 +325,12 @@ def test_norms_keep_what_is_not_finite(capability: str, dtype: torch.dtype, posi
         assert all(math.isnan(v) for v in norms([gradient], 0.5))
 
 
+@pytest.mark.parametrize("order", [1, -1])
+def test_norms_keep_a_nan_of_another_dtype(capability: str, order: int) -> None:
+    grads = [torch.tensor([math.nan]), torch.ones(2, dtype=torch.float64), torch.ones(2)]
+    assert all(math.isnan(norm) for norm in norms(grads[::order], 1.0))
+
+
 @pytest.mark.slow
 def test_more_elements_than_int32_counts() -> None:
     try:

@@ -13,10 +13,13 @@ from torch import Tensor
 
 from ampfast.backends.native import DeviceTable, Factors, GradList, Segment, is_scalar
 
-__all__ = ["DeviceKernels", "Epilogue", "Launcher", "Pass", "ScaleUpdate", "Use"]
+__all__ = ["NO_FACTORS", "DeviceKernels", "Epilogue", "Launcher", "Pass", "ScaleUpdate", "Use"]
 
 # What the kernel that updates the scale takes at once.
 MOST_FLAGS = 4
+
+# For launches that update nothing.
+NO_FACTORS = Factors(1.0, 1.0, 0)
 
 
 class Use(IntEnum):

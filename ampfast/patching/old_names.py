@@ -38,6 +38,8 @@ def stand_in(torch_class: Any, device: str, module: str) -> type[amp.GradScaler]
             enabled: bool = True,
             **ours: Any,
         ) -> None:
+            if "device" in ours:
+                raise TypeError("GradScaler.__init__() got an unexpected keyword argument 'device'")
             super().__init__(
                 device,
                 init_scale=init_scale,
@@ -50,4 +52,7 @@ def stand_in(torch_class: Any, device: str, module: str) -> type[amp.GradScaler]
 
     # By which pickle finds it, and checkpoints are looked up.
     GradScaler.__module__, GradScaler.__qualname__ = module, "GradScaler"
+    # By which Python calls it in an error.
+    signature = GradScaler.__init__.__wrapped__  # type: ignore[attr-defined]
+    signature.__qualname__ = "GradScaler.__init__"
     return GradScaler

@@ -67,15 +67,10 @@ std::vector<Position> shares(const DtypeList& list, int64_t total, int64_t count
 }
 
 // In a forked child the threads of OpenMP are gone, and waiting for them would not end.
-bool is_forked() {
-#ifdef _WIN32
-  return false;
-#else
-  static std::atomic<bool> forked{false};
-  static const int registered = pthread_atfork(nullptr, nullptr, [] { forked = true; });
-  return registered == 0 && forked;
+std::atomic<bool> forked{false};
+#ifndef _WIN32
+[[maybe_unused]] const int registered = pthread_atfork(nullptr, nullptr, [] { forked = true; });
 #endif
-}
 
 // torch takes tensors one after another. Where they share memory the order shows, and threads would
 // race.
@@ -103,7 +98,7 @@ void for_each_chunk(const DtypeList& list, bool writes, const Body& body) {
     total += weight(span);
   }
   int64_t tasks = std::min<int64_t>(at::get_num_threads(), total * size / grain);
-  if (at::in_parallel_region() || is_forked() || tasks < 2 || (writes && shares_memory(list))) {
+  if (at::in_parallel_region() || forked || tasks < 2 || (writes && shares_memory(list))) {
     tasks = 1;
   }
   const std::vector<Position> starts = shares(list, total, tasks);
@@ -213,7 +208,8 @@ Norms norms(const GradList& grads, float inv_scale) {
       total.sum_of_squares += squares;
     }
     const double largest = std::fabs(used_peak(dtype, peak.bits(), Use::kMultiply, inv_scale));
-    if (!(largest <= total.absolute_maximum)) {  // a NaN wins
+    // A NaN wins, and stays.
+    if (!std::isnan(total.absolute_maximum) && !(largest <= total.absolute_maximum)) {
       total.absolute_maximum = largest;
     }
   }

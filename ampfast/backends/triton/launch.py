@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ampfast.backends.native import WINDOW_BYTES, Factors, Segment
-from ampfast.backends.passes import Epilogue, Pass
+from ampfast.backends.passes import NO_FACTORS, Epilogue, Pass
 from ampfast.backends.triton import kernels
 
 __all__ = ["INTERPRETED", "is_capturing", "max_programs", "multi_tensor", "on", "update_scale"]
@@ -34,8 +34,6 @@ _DTYPES = {
     torch.float16: tl.float16,
     torch.bfloat16: tl.bfloat16,
 }
-
-NO_FACTORS = Factors(1.0, 1.0, 0)
 
 # What was launched before and is hence compiled.
 _launched: set[tuple[object, ...]] = set()

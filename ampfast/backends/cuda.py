@@ -1,0 +1,63 @@
+"""Launches of the CUDA kernels in the compiled core."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from ampfast import _C
+from ampfast.backends.native import Factors, Segment
+from ampfast.backends.passes import NO_FACTORS, Epilogue, Pass
+
+__all__ = ["is_capturing", "max_programs", "multi_tensor", "on", "update_scale"]
+
+if not _C.WITH_CUDA:
+    raise ImportError("the compiled core was built without its CUDA kernels")
+
+
+@cache
+def max_programs(device: torch.device) -> int:
+    """Returns how many programs are resident at once: the most that a launch gets."""
+    return _C.cuda_max_programs(device.index)
+
+
+def on(device: torch.device) -> AbstractContextManager[object]:
+    """The core makes the device of a table current by itself."""
+    return nullcontext()
+
+
+def is_capturing() -> bool:
+    """Whether the current stream is being captured into a CUDA graph."""
+    return torch.cuda.is_current_stream_capturing()
+
+
+def multi_tensor(work: Pass, segment: Segment, epilogue: Epilogue) -> None:
+    """Launches one pass over the gradients of one dtype."""
+    update = work.update if epilogue is Epilogue.UPDATE else None
+    _C.cuda_multi_tensor(
+        work.table,
+        segment,
+        write=work.write,
+        use=int(work.use),
+        factor=work.factor,
+        coefficient=work.coefficient,
+        norms=work.norms,
+        flags=work.flags,
+        epilogue=epilogue is not Epilogue.NOTHING,
+        found_inf=work.found_inf,
+        accumulate=work.accumulate,
+        scale=None if update is None else update.scale,
+        growth_tracker=None if update is None else update.growth_tracker,
+        other_found_inf=None if update is None else update.other,
+        factors=NO_FACTORS if update is None else update.factors,
+    )
+
+
+def update_scale(
+    scale: Tensor, growth_tracker: Tensor, found_infs: list[Tensor], factors: Factors
+) -> None:
+    """Launches the update of the scale; there are one to four flags."""
+    _C.cuda_update_scale(scale, growth_tracker, found_infs, factors)

@@ -1,0 +1,112 @@
+#include "bindings.h"
+
+#include <c10/cuda/CUDAGuard.h>
+#include <c10/cuda/CUDAStream.h>
+
+#include <optional>
+#include <tuple>
+
+#include "../device_table.h"
+#include "multi_tensor.h"
+
+namespace ampfast::cuda {
+
+namespace {
+
+namespace py = pybind11;
+
+using OptionalTensor = std::optional<at::Tensor>;
+using Factors = std::tuple<double, double, int64_t>;
+
+template <class T>
+T* data(const OptionalTensor& tensor) {
+  return tensor ? static_cast<T*>(tensor->data_ptr()) : nullptr;
+}
+
+Dtype dtype_of(at::ScalarType type) {
+  switch (type) {
+    case at::kFloat:
+      return Dtype::kFloat32;
+    case at::kDouble:
+      return Dtype::kFloat64;
+    case at::kHalf:
+      return Dtype::kFloat16;
+    case at::kBFloat16:
+      return Dtype::kBFloat16;
+    default:
+      TORCH_CHECK(false, "ampfast has no CUDA kernel for ", type);
+  }
+}
+
+void require(const char* error) { TORCH_CHECK(error == nullptr, "ampfast: ", error); }
+
+void* current_stream(at::Device device) {
+  return c10::cuda::getCurrentCUDAStream(device.index()).stream();
+}
+
+void launch_multi_tensor(const DeviceTable& table, const Segment& segment, bool write, int use,
+                         const OptionalTensor& factor, const OptionalTensor& coefficient,
+                         const OptionalTensor& norms, const OptionalTensor& flags, bool epilogue,
+                         const at::Tensor& found_inf, bool accumulate, const OptionalTensor& scale,
+                         const OptionalTensor& growth_tracker,
+                         const OptionalTensor& other_found_inf, const Factors& factors) {
+  const at::Device device = table.buffer().device();
+  const c10::cuda::CUDAGuard guard(device);
+  Launch pass;
+  pass.dtype = dtype_of(segment.dtype);
+  pass.table = static_cast<int64_t*>(table.buffer().data_ptr());
+  pass.segment = segment.word;
+  pass.programs = segment.programs;
+  pass.write = write;
+  pass.factor_use = static_cast<Factor>(use);
+  pass.factor = data<float>(factor);
+  pass.coefficient = data<float>(coefficient);
+  pass.norms = data<double>(norms);
+  pass.flags = data<float>(flags);
+  pass.epilogue = epilogue;
+  pass.found_inf = static_cast<float*>(found_inf.data_ptr());
+  pass.accumulate = accumulate;
+  pass.scale = data<float>(scale);
+  pass.growth_tracker = data<int32_t>(growth_tracker);
+  pass.other_found_inf = data<float>(other_found_inf);
+  std::tie(pass.growth_factor, pass.backoff_factor, pass.growth_interval) = factors;
+  pass.stream = current_stream(device);
+  require(launch(pass));
+}
+
+void launch_update_scale(const at::Tensor& scale, const at::Tensor& growth_tracker,
+                         const std::vector<at::Tensor>& found_infs, const Factors& factors) {
+  const c10::cuda::CUDAGuard guard(scale.device());
+  Update update;
+  update.scale = static_cast<float*>(scale.data_ptr());
+  update.growth_tracker = static_cast<int32_t*>(growth_tracker.data_ptr());
+  TORCH_CHECK(!found_infs.empty() && found_infs.size() <= std::size(update.found_infs),
+              "one to four flags at once, got ", found_infs.size());
+  for (size_t i = 0; i < std::size(update.found_infs); ++i) {
+    const at::Tensor& flag = found_infs[i < found_infs.size() ? i : 0];
+    update.found_infs[i] = static_cast<const float*>(flag.data_ptr());
+  }
+  std::tie(update.growth_factor, update.backoff_factor, update.growth_interval) = factors;
+  update.stream = current_stream(scale.device());
+  require(update_scale(update));
+}
+
+}  // namespace
+
+void bind(py::module_& m) {
+  m.def("cuda_max_programs", [](int device) {
+    const char* error = nullptr;
+    const int64_t programs = max_programs(device, &error);
+    require(error);
+    return programs;
+  });
+  m.def("cuda_multi_tensor", &launch_multi_tensor, py::arg("table"), py::arg("segment"),
+        py::kw_only(), py::arg("write"), py::arg("use"), py::arg("factor"), py::arg("coefficient"),
+        py::arg("norms"), py::arg("flags"), py::arg("epilogue"), py::arg("found_inf"),
+        py::arg("accumulate"), py::arg("scale"), py::arg("growth_tracker"),
+        py::arg("other_found_inf"), py::arg("factors"));
+  m.def("cuda_update_scale", &launch_update_scale, py::arg("scale"), py::arg("growth_tracker"),
+        py::arg("found_infs"), py::arg("factors"));
+}
+
+}  // namespace ampfast::cuda
