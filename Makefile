@@ -38,10 +38,12 @@ endef
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: FORCE bench build check clean demo distclean format help python test
+.PHONY: FORCE bench build build-cuda check clean demo distclean format gpu help python test \
+	test-triton36
 
 help:  ## show this list
-	@sed -n 's/^\([a-z]*\):.*## /  make \1: /p' $(MAKEFILE_LIST)
+	@sed -n 's/^\([a-z0-9-]*\):.*## /  make \1: /p' $(MAKEFILE_LIST)
+	@sed -n '/^# /!d; s/^#   /  /p' $(MAKEFILE_LIST)
 
 demo: build/built  ## train a small net with torch's scaler and with ours, and compare
 	$(RUN) -m ampfast demo $(ARGS)
@@ -65,19 +67,37 @@ format: | $(READY)  ## put every file into the form that check wants
 
 build: build/built  ## build the extension in place
 
+test-triton36: build/built .venv-triton36/.installed  ## test the kernels under the oldest Triton
+	.venv-triton36/bin/python -m pytest tests/triton $(ARGS)
+
+.venv-triton36/.installed: requirements/torch.txt requirements/triton36.txt
+	$(RUN) -m venv .venv-triton36
+	.venv-triton36/bin/python -m pip install -r requirements/torch.txt
+	.venv-triton36/bin/python -m pip install -r requirements/triton36.txt
+	@touch $@
+
+build-cuda: .venv-cuda/.installed  ## build against a CUDA build of torch (several GB), in .venv-cuda
+	AMPFAST_CUDA=1 $(MAKE) build VENV= PYTHON=.venv-cuda/bin/python
+
+.venv-cuda/.installed: requirements/cuda.txt requirements/dev.txt
+	$(PYTHON) -m venv .venv-cuda
+	.venv-cuda/bin/python -m pip install -r requirements/cuda.txt
+	.venv-cuda/bin/python -m pip install -r requirements/dev.txt -r requirements/cuda.txt
+	@touch $@
+
 clean:  ## remove what was built
-	rm -rf build dist *.egg-info ampfast/_C.*.so .mypy_cache .pytest_cache .ruff_cache
+	rm -rf build dist *.egg-info ampfast/_C.*.so .mypy_cache .pytest_cache .ruff_cache ampfast-demo.png
 	find . -path './.venv*' -prune -o -name __pycache__ -prune -exec rm -rf {} +
 
-distclean: clean  ## remove .venv too
-	rm -rf .venv
+distclean: clean  ## remove the environments too
+	rm -rf .venv .venv-triton36 .venv-cuda
 
 python:
 	$(require_python_and_compiler)
 
 $(VENV)/pyvenv.cfg:
 	$(require_python_and_compiler)
-	$(PYTHON) -m venv $(VENV) || { rm -f $@; \
+	@$(PYTHON) -m venv $(VENV) || { rm -f $@; \
 		echo "$(PYTHON) cannot make an environment: install its venv module (apt install python3-venv)" \
 		>&2; exit 1; }
 
@@ -99,5 +119,7 @@ build/key: FORCE | $(READY)
 # The stamp bears the time of the start, so that an edit made while it was building is not lost.
 build/built: build/key $(CSRC) setup.py pyproject.toml
 	@touch $@.new
-	MAKEFLAGS= $(RUN) setup.py --quiet build_ext --inplace --force
+	@echo "building the extension, which takes a minute or two; what it says goes to build/log"
+	@MAKEFLAGS= $(RUN) setup.py --quiet build_ext --inplace --force > build/log 2>&1 || \
+		{ cat build/log; exit 1; }
 	@mv $@.new $@

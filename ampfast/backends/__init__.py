@@ -110,6 +110,11 @@ class Choice:
 
     def __init__(self, name: str | None) -> None:
         self._name = name
+        if name == "aten":
+            self._on_cpu = "aten"
+        else:
+            self._on_cpu = "triton" if name == "triton" and _is_interpreted() else "cpu"
+        self._cpu_kernels = _kernels(self._on_cpu)
 
     @property
     def devices(self) -> int:
@@ -122,19 +127,15 @@ class Choice:
 
     def name_for(self, device: torch.device) -> str:
         """Returns the name of the backend for `device`; "aten" where no kernel knows it."""
-        if self._name == "aten":
-            return "aten"
         if device.type == "cpu":
-            interpreted = self._name == "triton" and _is_interpreted()
-            return "triton" if interpreted else "cpu"
-        return self._on_gpu() if device.type == "cuda" else "aten"
+            return self._on_cpu
+        return "aten" if device.type != "cuda" or self._name == "aten" else self._on_gpu()
 
     def kernels_for(self, device: torch.device) -> Kernels | None:
         """Returns the kernels for `device`, or None where torch's own ops must do."""
-        name = self.name_for(device)
-        if name == "cpu":
-            return cast(Kernels, native)
-        return None if name == "aten" else _kernels(name)
+        if device.type == "cpu":
+            return self._cpu_kernels
+        return _kernels(self.name_for(device))
 
     def _on_gpu(self) -> str:
         if self._name in _GPU_NAMES and not (self._name == "triton" and _is_interpreted()):
@@ -209,7 +210,11 @@ def _launcher(name: str) -> ModuleType:
 
 
 @cache
-def _kernels(name: str) -> Kernels:
+def _kernels(name: str) -> Kernels | None:
+    if name == "aten":
+        return None
+    if name == "cpu":
+        return cast(Kernels, native)
     return DeviceKernels(cast(Any, _launcher(name)))
 
 
@@ -249,7 +254,7 @@ def _why_it_fails(name: str) -> str:
         grads = native.list_of([gradient], device)
         if grads is None:
             return "tensors are not plain ones here"
-        found_inf = _kernels(name).unscale_(grads, scale, is_scale=True)
+        found_inf = DeviceKernels(cast(Any, _launcher(name))).unscale_(grads, scale, is_scale=True)
         if gradient.tolist() != [2.0, 2.0, 2.0] or found_inf.item() != 0.0:
             return f"its kernel unscaled 8 by 4 to {gradient.tolist()}"
     except Exception as error:  # a compiler fails in many ways

@@ -13,7 +13,8 @@ try:
 except ImportError as error:
     raise ImportError(
         f"ampfast's compiled core cannot be loaded ({error}); build it against the torch that is "
-        "installed: `pip install --no-build-isolation .`, or `make build` in a checkout"
+        "installed: `make build` in a checkout, or `pip install --no-build-isolation .` and start "
+        "Python outside of the checkout, whose own folder hides what was installed"
     ) from error
 
 __all__ = [
