@@ -1,0 +1,127 @@
+"""A launcher for CPU tensors that does with torch what kernels do, and counts what they would."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from ampfast import _C
+from ampfast.backends.native import Factors, Segment
+from ampfast.backends.passes import Epilogue, Pass, Use
+
+HEADER = 8
+_INFINITE = 0x7FF0000000000000
+
+
+@dataclass
+class ReferenceLauncher:
+    """Counts launches, and the bytes of gradients that they read and write."""
+
+    programs: int = 3
+    launches: list[str] = field(default_factory=list)
+    read: int = 0
+    written: int = 0
+    capturing: bool = False
+
+    def max_programs(self, device: torch.device) -> int:
+        return self.programs
+
+    def on(self, device: torch.device) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    def is_capturing(self) -> bool:
+        return self.capturing
+
+    def multi_tensor(self, work: Pass, segment: Segment, epilogue: Epilogue) -> None:
+        self.launches.append("unscale" if work.write else "check")
+        words = work.table.buffer
+        used_peak = torch.tensor(0.0, dtype=torch.float64)
+        factor = torch.tensor(1.0) if work.factor is None else work.factor.reshape(())
+        if work.use is Use.SCALE:
+            factor = factor.double().reciprocal().float()
+        covered = windows_of(words, segment)
+        for gradient in tensors_of(words, segment):
+            self.read += gradient.nbytes
+            wide = gradient.to(torch.promote_types(gradient.dtype, torch.float32))
+            if work.use is Use.DIVIDE:
+                used = wide / factor.to(wide.dtype)
+            elif work.use is Use.RAW:
+                used = wide
+            else:
+                used = (wide * factor.to(wide.dtype)).to(gradient.dtype)
+            if work.write:
+                gradient.copy_(used)
+                self.written += gradient.nbytes
+            peak = used.double().abs().max()
+            used_peak = torch.maximum(used_peak, peak)  # a NaN wins
+        assert covered == list(range(segment.windows)), "programs must share the windows"
+        bits = used_peak.view(torch.int64) & 0x7FFFFFFFFFFFFFFF
+        words[1] = torch.maximum(words[1], bits)
+        if epilogue is Epilogue.NOTHING:
+            return
+        found = bool(words[1] >= _INFINITE)
+        if found or not work.accumulate:
+            work.found_inf.fill_(float(found))
+        if epilogue is Epilogue.UPDATE:
+            update = work.update
+            words[2:3].view(torch.float32)[0] = update.scale.item()
+            words[3] = update.growth_tracker.item()
+            flags = [work.found_inf] if update.other is None else [work.found_inf, update.other]
+            self._update(update.scale, update.growth_tracker, flags, update.factors)
+        words[:2] = 0
+
+    def update_scale(
+        self, scale: Tensor, growth_tracker: Tensor, found_infs: list[Tensor], factors: Factors
+    ) -> None:
+        self.launches.append("update")
+        assert 1 <= len(found_infs) <= 4
+        self._update(scale, growth_tracker, found_infs, factors)
+
+    def _update(
+        self, scale: Tensor, growth_tracker: Tensor, flags: list[Tensor], factors: Factors
+    ) -> None:
+        found = torch.tensor(float(any(flag.item() != 0 for flag in flags)))
+        tracker = growth_tracker.clone()
+        if factors.growth_interval >= 1:
+            tracker.clamp_(max=factors.growth_interval - 1)
+        torch._amp_update_scale_(scale.data, tracker, found, *factors)
+        growth_tracker.data.copy_(tracker)
+
+
+def tensors_of(words: Tensor, segment: Segment) -> Iterator[Tensor]:
+    """The gradients of a segment, by the addresses and lengths in its table."""
+    addresses = words[segment.word + HEADER :][: segment.tensors].tolist()
+    lengths = words[segment.word + HEADER + segment.tensors + 1 :][: segment.tensors].tolist()
+    for address, length in zip(addresses, lengths, strict=True):
+        memory = (ctypes.c_char * (length * segment.dtype.itemsize)).from_address(address)
+        yield torch.frombuffer(memory, dtype=segment.dtype)
+
+
+def windows_of(words: Tensor, segment: Segment) -> list[int]:
+    """The windows that the programs of a launch take, by their starts, numbered over the list."""
+    first = segment.word + HEADER
+    addresses = words[first:][: segment.tensors].tolist()
+    lengths = words[first + segment.tensors + 1 :][: segment.tensors].tolist()
+    starts = words[first + 2 * (segment.tensors + 1) :][: 2 * segment.programs].tolist()
+    counts = [
+        math.ceil((address % 16 + length * segment.dtype.itemsize) / _C.WINDOW_BYTES)
+        for address, length in zip(addresses, lengths, strict=True)
+    ]
+    taken = []
+    for program in range(segment.programs):
+        share = (program + 1) * segment.windows // segment.programs
+        share -= program * segment.windows // segment.programs
+        tensor, window = starts[2 * program : 2 * program + 2]
+        for _ in range(share):
+            assert window < counts[tensor], "a start beyond its tensor"
+            taken.append(sum(counts[:tensor]) + window)
+            window += 1
+            if window == counts[tensor]:
+                tensor, window = tensor + 1, 0
+    return taken
