@@ -1,7 +1,5 @@
 // CUDA kernels over a table of gradients. Every program walks over windows that follow one another,
 // and the last one to finish decides, sums up and updates the scale.
-#include "multi_tensor.h"
-
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
@@ -9,6 +7,7 @@
 #include <cstring>
 
 #include "../element.h"
+#include "multi_tensor.h"
 
 namespace ampfast::cuda {
 
@@ -18,6 +17,7 @@ constexpr int kThreads = 128;
 // As many as sm_75 has threads for, and it leaves 64 registers to a thread.
 constexpr int kProgramsPerSm = 8;
 constexpr int kWarp = 32;
+constexpr unsigned int kAllLanes = 0xffffffff;
 constexpr int kVectorBytes = 16;
 constexpr int kVectors = kWindowBytes / (kThreads * kVectorBytes);
 constexpr int64_t kInfinity = 0x7ff0000000000000;  // as float64 bits
@@ -127,13 +127,13 @@ AMPFAST_ELEMENT typename Format::Word unscaled(typename Format::Word word,
 // optimizers see it otherwise. Rounding is monotone, so the largest magnitude tells of all.
 template <class Format>
 AMPFAST_ELEMENT typename Format::Opmath used_peak(typename Format::Peak peak, Factor factor_use,
-                                                  float factor) {
+                                                  typename Format::Opmath factor) {
   const Use use = factor_use == kRaw      ? Use::kNothing
                   : factor_use == kDivide ? Use::kDivide
                                           : Use::kMultiply;
   typename Format::Opmath values[Format::kPerWord] = {};
   Format::widen(static_cast<typename Format::Word>(peak), values);
-  values[0] = used_value(values[0], use, factor);
+  values[0] = used_value(values[0], use, static_cast<float>(factor));
   if (use == Use::kMultiply) {
     Format::widen(Format::narrow(values), values);
   }
@@ -145,9 +145,10 @@ struct Span {
   int64_t address;
   int64_t bytes;
 
-  AMPFAST_ELEMENT int64_t head() const { return address % kAddressAlignment; }
-  AMPFAST_ELEMENT int64_t windows() const {
-    return (head() + bytes + kWindowBytes - 1) / kWindowBytes;
+  AMPFAST_ELEMENT int head() const { return static_cast<int>(address & (kAddressAlignment - 1)); }
+  AMPFAST_ELEMENT int windows() const {
+    return static_cast<int>(static_cast<uint64_t>(head() + bytes + kWindowBytes - 1) /
+                            kWindowBytes);
   }
 };
 
@@ -158,7 +159,7 @@ struct Gatherer {
   using Element = typename Format::Element;
   using Word = typename Format::Word;
 
-  Opmath inverse;
+  Opmath factor;
   Opmath coefficient;
   typename Format::Peak peak = 0;
   double squares = 0;
@@ -166,8 +167,7 @@ struct Gatherer {
   template <int kCount>
   __device__ Word take(Word word, Opmath& window_squares) {
     peak = larger(peak, Format::peak(word));
-    return unscaled<Format, kNorm, kCoefficient, kCount>(word, inverse, coefficient,
-                                                         window_squares);
+    return unscaled<Format, kNorm, kCoefficient, kCount>(word, factor, coefficient, window_squares);
   }
 
   // Takes this thread's part of the window at `base`, whose elements are the bytes from `begin` up
@@ -178,58 +178,67 @@ struct Gatherer {
     __builtin_assume(__isGlobal(base));
     constexpr int kWords = kVectorBytes / sizeof(Word);
     const int thread = static_cast<int>(threadIdx.x);
-    const auto offset = [thread](int i) { return (i * kThreads + thread) * kVectorBytes; };
-    const auto holds = [begin, end](int place, int size) {
-      return kWhole || (begin <= place && place + size <= end);
+    const int place = thread * kVectorBytes;
+    constexpr int kStride = kThreads * kVectorBytes;
+    // Whether vector `i` of this thread is within. The beginning is in the window's first vector.
+    const auto is_within = [begin, end, place](int i) {
+      const bool is_begun = i > 0 || begin == 0 || place > 0;
+      return kWhole || (is_begun && place <= end - kVectorBytes - i * kStride);
     };
 
     // Loads cannot move above stores, so all come first.
-    Word words[kVectors][kWords];
+    uint4 vectors[kVectors] = {};
 #pragma unroll
     for (int i = 0; i < kVectors; ++i) {
-      if (holds(offset(i), kVectorBytes)) {
-        const uint4 vector = *reinterpret_cast<const uint4*>(base + offset(i));
-        std::memcpy(words[i], &vector, sizeof(vector));
+      if (is_within(i)) {
+        vectors[i] = *reinterpret_cast<const uint4*>(base + place + i * kStride);
       }
     }
-    Element* edge = kWhole ? nullptr : edge_element(base, begin, end, thread);
-    const Word edge_word = edge != nullptr ? *edge : 0;
+    const int edge = kWhole ? kNoEdge : edge_place(begin, end, thread);
+    Word edge_word = 0;
+    if (edge != kNoEdge) {
+      edge_word = *reinterpret_cast<const Element*>(base + edge);
+    }
 
     Opmath window_squares = 0;
 #pragma unroll
     for (int i = 0; i < kVectors; ++i) {
-      if (holds(offset(i), kVectorBytes)) {
+      if (is_within(i)) {
+        Word words[kWords];
+        std::memcpy(words, &vectors[i], kVectorBytes);
 #pragma unroll
         for (int k = 0; k < kWords; ++k) {
-          words[i][k] = take<Format::kPerWord>(words[i][k], window_squares);
+          words[k] = take<Format::kPerWord>(words[k], window_squares);
         }
         if (kWrite) {
-          uint4 vector;
-          std::memcpy(&vector, words[i], sizeof(vector));
-          *reinterpret_cast<uint4*>(base + offset(i)) = vector;
+          std::memcpy(&vectors[i], words, kVectorBytes);
+          *reinterpret_cast<uint4*>(base + place + i * kStride) = vectors[i];
         }
       }
     }
-    if (edge != nullptr) {
-      const Word taken = take<1>(edge_word, window_squares);
+    if (edge != kNoEdge) {
+      edge_word = take<1>(edge_word, window_squares);
       if (kWrite) {
-        *edge = static_cast<Element>(taken);
+        *reinterpret_cast<Element*>(base + edge) = static_cast<Element>(edge_word);
       }
     }
     squares += window_squares;
   }
 
-  // The element outside of whole vectors that this thread takes, or null. The first threads share
-  // the first vector of a tensor, those behind them its last.
-  __device__ static Element* edge_element(char* base, int begin, int end, int thread) {
-    constexpr int kElements = kVectorBytes / sizeof(Element);
+  static constexpr int kNoEdge = -1;
+
+  // Where the element outside of whole vectors is that this thread takes. The first threads share
+  // the vector in which a tensor begins, those behind them the one in which it ends.
+  AMPFAST_ELEMENT static int edge_place(int begin, int end, int thread) {
+    constexpr int kSize = sizeof(Element);
+    constexpr int kElements = kVectorBytes / kSize;
     const int last = end / kVectorBytes * kVectorBytes;
     const bool is_first = thread < kElements;
-    // A tensor within one vector has one edge.
-    const bool is_partial = is_first ? begin > 0 : last != end && (begin <= 0 || last > 0);
-    const int place = (is_first ? 0 : last) + thread % kElements * static_cast<int>(sizeof(Element));
-    const bool is_mine = thread < 2 * kElements && is_partial && begin <= place && place < end;
-    return is_mine ? reinterpret_cast<Element*>(base + place) : nullptr;
+    // A tensor that begins and ends in one vector has one edge.
+    const bool has_edge = is_first ? begin > 0 : last != end && (begin == 0 || last > 0);
+    const int place = (is_first ? 0 : last) + thread % kElements * kSize;
+    const bool is_inside = begin <= place && place < end;
+    return thread < 2 * kElements && has_edge && is_inside ? place : kNoEdge;
   }
 };
 
@@ -253,7 +262,7 @@ __device__ T reduced(T value, Combine combine) {
   __shared__ T of_warps[kThreads / kWarp];
 #pragma unroll
   for (int distance = kWarp / 2; distance > 0; distance /= 2) {
-    value = combine(value, __shfl_xor_sync(0xffffffff, value, distance));
+    value = combine(value, __shfl_xor_sync(kAllLanes, value, distance));
   }
   if (threadIdx.x % kWarp == 0) {
     of_warps[threadIdx.x / kWarp] = value;
@@ -318,10 +327,13 @@ __device__ void finish(const Launch& launch) {
   header[kPeak] = 0;
 }
 
+__device__ void raise_peak(int64_t* header, double used) {
+  atomicMax(reinterpret_cast<unsigned long long*>(header + kPeak),
+            static_cast<unsigned long long>(magnitude(used)));
+}
+
 template <class Format, bool kWrite, bool kNorm, bool kCoefficient>
 __global__ void __launch_bounds__(kThreads, kProgramsPerSm) pass(const Launch launch) {
-  using Gatherer = Gatherer<Format, kWrite, kNorm, kCoefficient>;
-  __shared__ float shared_factor;
   __shared__ bool is_last;
   // Loaded first, to be there when the way through the table is known.
   float factor = launch.factor_use == kRaw ? 1.0f : *launch.factor;
@@ -329,67 +341,69 @@ __global__ void __launch_bounds__(kThreads, kProgramsPerSm) pass(const Launch la
   const int64_t* segment = launch.table + launch.segment;
   const int64_t tensors = segment[kTensors];
   const int64_t* addresses = segment + kSegmentWords;
-  const int64_t* lengths = addresses + tensors + 1;
-  const int64_t* start = lengths + tensors + 1 + 2 * static_cast<int64_t>(blockIdx.x);
-  const auto span = [addresses, lengths](int64_t tensor) {
+  const int64_t* start = addresses + 2 * (tensors + 1 + static_cast<int64_t>(blockIdx.x));
+  // Threads of an even number load addresses and the others lengths. Were all to load the same, the
+  // compiler would want it in a register for all, and wait for it.
+  const int64_t* fields = addresses + threadIdx.x % 2 * (tensors + 1);
+  const auto span = [](int64_t field) {
     constexpr int64_t kSize = sizeof(typename Format::Element);
-    return Span{addresses[tensor], lengths[tensor] * kSize};
+    return Span{__shfl_sync(kAllLanes, field, 0), __shfl_sync(kAllLanes, field, 1) * kSize};
   };
-  int64_t tensor = start[0];
-  int64_t window = start[1];
+  // A card has memory for less than 2^31 windows, so for as many tensors.
+  int tensor = static_cast<int>(start[0]);
+  int window = static_cast<int>(start[1]);
   // Where the next program starts, this one ends.
   const bool is_end = blockIdx.x + 1 == gridDim.x;
-  const int64_t end_tensor = is_end ? tensors : start[2];
-  const int64_t end_window = is_end ? 0 : start[3];
-  Span now = span(tensor);
+  const int end_tensor = static_cast<int>(is_end ? tensors : start[2]);
+  const int end_window = static_cast<int>(is_end ? 0 : start[3]);
+  int64_t field = fields[tensor];
 
-  // One division in float64 a program: many cards are slow at it.
-  if (threadIdx.x == 0) {
-    shared_factor = launch.factor_use == kScale ? inverse_scale(factor) : factor;
+  if (launch.factor_use == kScale) {
+    factor = inverse_scale(factor);
   }
-  __syncthreads();
-  factor = shared_factor;
 
-  Gatherer gatherer{factor, kCoefficient ? *launch.coefficient : 1.0f};
-  typename Format::Peak peak = 0;
+  Gatherer<Format, kWrite, kNorm, kCoefficient> gatherer{factor,
+                                                         kCoefficient ? *launch.coefficient : 1.0f};
   while (true) {
     const bool is_end_tensor = tensor == end_tensor;
+    const Span now = span(field);
     // Needed when this tensor is done, and by then it is there. Behind the last one is padding.
-    const Span next = span(is_end_tensor ? tensor : tensor + 1);
-    const int64_t end = is_end_tensor ? end_window : now.windows();
+    field = fields[is_end_tensor ? tensor : tensor + 1];
+    const int end = is_end_tensor ? end_window : now.windows();
     const bool is_touched = window < end;
-    char* base = reinterpret_cast<char*>(now.address - now.head()) + window * kWindowBytes;
-    int64_t bytes_begin = now.head() - window * kWindowBytes;
-    int64_t bytes_end = bytes_begin + now.bytes;
-    for (; window < end; ++window) {
-      if (bytes_begin <= 0 && bytes_end >= kWindowBytes) {
+    const int64_t skipped = window * kWindowBytes;
+    char* base = reinterpret_cast<char*>(now.address - now.head() + skipped);
+    // The bytes of the window, which ends before `bytes` where it is not the tensor's last.
+    int begin = window == 0 ? now.head() : 0;
+    int64_t bytes = now.head() + now.bytes - skipped;
+    for (int left = end - window; left > 0; --left) {
+      if (begin == 0 && bytes >= kWindowBytes) {
         gatherer.template window<true>(base, 0, kWindowBytes);
       } else {
-        gatherer.template window<false>(base, static_cast<int>(larger<int64_t>(bytes_begin, 0)),
-                                        static_cast<int>(bytes_end < kWindowBytes ? bytes_end
-                                                                                  : kWindowBytes));
+        gatherer.template window<false>(
+            base, begin, static_cast<int>(bytes < kWindowBytes ? bytes : kWindowBytes));
       }
       base += kWindowBytes;
-      bytes_begin -= kWindowBytes;
-      bytes_end -= kWindowBytes;
+      begin = 0;
+      bytes -= kWindowBytes;
     }
     if (launch.flags != nullptr && is_touched) {
-      const auto used = used_peak<Format>(gatherer.peak, launch.factor_use, factor);
+      const auto used = used_peak<Format>(gatherer.peak, launch.factor_use, gatherer.factor);
       if (!std::isfinite(used)) {
         launch.flags[segment[kFirstTensor] + tensor] = 1.0f;
+        // So that the next tensor is judged by itself; a peak that passes may stay.
+        raise_peak(launch.table, used);
+        gatherer.peak = 0;
       }
     }
-    peak = larger(peak, gatherer.peak);
-    gatherer.peak = 0;
     if (is_end_tensor) {
       break;
     }
-    now = next;
     ++tensor;
     window = 0;
   }
 
-  peak = reduced(peak, Max{});
+  const auto peak = reduced(gatherer.peak, Max{});
   const double squares = kNorm ? reduced(gatherer.squares, Sum{}) : 0;
   int64_t* header = launch.table;
   if (threadIdx.x == 0) {
@@ -397,12 +411,11 @@ __global__ void __launch_bounds__(kThreads, kProgramsPerSm) pass(const Launch la
       auto* partials = reinterpret_cast<double*>(header + header[kPartials]);
       partials[segment[kFirstProgram] + blockIdx.x] = squares;
     }
-    const double used = used_peak<Format>(peak, launch.factor_use, factor);
-    atomicMax(reinterpret_cast<unsigned long long*>(header + kPeak),
-              static_cast<unsigned long long>(magnitude(used)));
+    raise_peak(header, used_peak<Format>(peak, launch.factor_use, gatherer.factor));
     is_last = false;
     if (launch.epilogue) {
-      // This thread alone has written what the last program reads. The count starts anew by itself.
+      // Covers what other threads wrote too, which the barriers of `reduced` put before it. The
+      // count starts anew by itself.
       __threadfence();
       auto* finished = reinterpret_cast<unsigned int*>(header + kFinished);
       is_last = atomicInc(finished, gridDim.x - 1) == gridDim.x - 1;
@@ -432,7 +445,7 @@ Kernel kernel_of(bool writes, bool norm, bool coefficient) {
     return norm ? pass<Format, false, true, false> : pass<Format, false, false, false>;
   }
   if (norm) {
-    return coefficient ? pass<Format, true, true, true> : pass<Format, true, true, false>;
+    return pass<Format, true, true, false>;
   }
   return coefficient ? pass<Format, true, false, true> : pass<Format, true, false, false>;
 }
@@ -471,6 +484,9 @@ const char* refusal(const Launch& launch) {
   if (launch.coefficient != nullptr && !launch.write) {
     return "a coefficient is for gradients that are written";
   }
+  if (launch.coefficient != nullptr && launch.norms != nullptr) {
+    return "norms come from the pass before the one with a coefficient";
+  }
   if (launch.epilogue && launch.found_inf == nullptr) {
     return "an epilogue needs a flag to write";
   }
@@ -506,7 +522,8 @@ const char* update_scale(const Update& update) {
 
 int64_t max_programs(int device, const char** error) {
   int multiprocessors = 0;
-  *error = text_of(cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device));
+  *error =
+      text_of(cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device));
   return static_cast<int64_t>(multiprocessors) * kProgramsPerSm;
 }
 

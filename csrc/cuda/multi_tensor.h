@@ -28,7 +28,7 @@ struct Launch {
   bool write = false;    // else the gradients are only read
   Factor factor_use = kRaw;
   const float* factor = nullptr;       // null with kRaw alone
-  const float* coefficient = nullptr;  // multiplies what is written; null: nothing does
+  const float* coefficient = nullptr;  // multiplies what is written, without norms; null: nothing
   // The sum of squares and the largest magnitude of the used values of all segments; null: no sum.
   // Given for all segments, written by the one with the epilogue.
   double* norms = nullptr;
@@ -67,8 +67,8 @@ struct Update {
 // Queues the update. Returns null, or why it failed.
 const char* update_scale(const Update& update);
 
-// How many programs run at once on a device: the largest grid worth launching. Sets `error` to null,
-// or to why the device could not tell.
+// How many programs run at once on a device: the largest grid worth launching. Sets `error` to
+// null, or to why the device could not tell.
 int64_t max_programs(int device, const char** error);
 
 }  // namespace ampfast::cuda

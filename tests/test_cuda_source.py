@@ -1,0 +1,206 @@
+"""What nvcc makes of the CUDA kernels for every architecture, read without a GPU."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+SOURCE = ROOT / "csrc" / "cuda" / "multi_tensor.cu"
+NVCC = shutil.which("nvcc")
+# As setup.py and torch's build have them: without the operators of 16-bit types.
+FLAGS = ["-O3", "--fmad=false", "-std=c++17", "-D__CUDA_NO_HALF_OPERATORS__"]
+FLAGS += ["-D__CUDA_NO_HALF_CONVERSIONS__", "-D__CUDA_NO_HALF2_OPERATORS__"]
+FLAGS += ["-D__CUDA_NO_BFLOAT16_CONVERSIONS__"]
+FORMATS = ("Float32", "Float64", "Float16", "BFloat16")
+# Eight programs of 128 threads share the 65,536 registers of a multiprocessor.
+REGISTERS = 64
+READ_AHEAD = 4
+SM = "90"
+
+pytestmark = pytest.mark.skipif(NVCC is None, reason="nvcc is not on the PATH")
+
+
+class Variant(NamedTuple):
+    """The compile-time switches of a kernel over a table."""
+
+    format: str
+    write: bool
+    norm: bool
+    coefficient: bool
+
+
+MODES = [
+    (False, False, False),
+    (False, True, False),
+    (True, False, False),
+    (True, True, False),
+    (True, False, True),
+]
+VARIANTS = [Variant(name, *mode) for name in FORMATS for mode in MODES]
+
+
+def variant_of(symbol: str) -> Variant | None:
+    """The switches in a mangled name, or None for a kernel without them."""
+    found = re.search(r"4pass.*?\d(B?Float\d\d)ELb([01])ELb([01])ELb([01])E", symbol)
+    return found and Variant(found[1], *(switch == "1" for switch in found.groups()[1:]))
+
+
+class Usage(NamedTuple):
+    """What `ptxas -v` says of one kernel for one architecture."""
+
+    architecture: str
+    symbol: str
+    stack: int
+    spilled: int
+    registers: int
+
+
+class Build(NamedTuple):
+    """What one run of nvcc left behind."""
+
+    architectures: list[str]
+    log: str
+    folder: Path
+
+    def usages(self) -> Iterator[Usage]:
+        pattern = (
+            r"Compiling entry function '(\w+)' for 'sm_(\d+)'\n.*\n"
+            r"\s*(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads\n"
+            r".*Used (\d+) registers"
+        )
+        for symbol, architecture, stack, stores, loads, registers in re.findall(pattern, self.log):
+            spilled = int(stores) + int(loads)
+            yield Usage(architecture, symbol, int(stack), spilled, int(registers))
+
+    def ptx(self, architecture: str) -> str:
+        return next(self.folder.glob(f"*compute_{architecture}.ptx")).read_text()
+
+
+def by_variant(text: str, start: str) -> dict[Variant, str]:
+    """Splits a listing at lines that match `start` and name a kernel."""
+    parts = re.split(start, text, flags=re.MULTILINE)
+    named = zip(parts[1::2], parts[2::2], strict=True)
+    return {variant: body for name, body in named if (variant := variant_of(name)) is not None}
+
+
+def project_architectures() -> list[str]:
+    """Those of setup.py that this nvcc knows, as digits."""
+    spec = importlib.util.spec_from_file_location("ampfast_setup", ROOT / "setup.py")
+    assert spec is not None and spec.loader is not None
+    setup = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(setup)
+    return re.sub(r"[.]|\+PTX", "", setup.cuda_architectures(NVCC)).split(";")
+
+
+@pytest.fixture(scope="module")
+def build(tmp_path_factory: pytest.TempPathFactory) -> Build:
+    """The kernels, compiled for all architectures in one run that keeps PTX and machine code."""
+    folder = tmp_path_factory.mktemp("cuda")
+    architectures = project_architectures()
+    targets = [f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in architectures]
+    output = ["--keep", "--keep-dir", str(folder), "-o", str(folder / "all.fatbin")]
+    how = ["-fatbin", "-Xptxas", "-v", "--threads", "2"]
+    done = subprocess.run(
+        [str(NVCC), *FLAGS, *targets, *how, *output, str(SOURCE)],
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    return Build(architectures, done.stderr, folder)
+
+
+@pytest.fixture(scope="module")
+def sass(build: Build) -> dict[Variant, str]:
+    """The machine code of each variant for one architecture."""
+    beside = Path(str(NVCC)).resolve().parent / "cuobjdump"
+    tool = shutil.which("cuobjdump") or shutil.which(beside) or packaged_cuobjdump()
+    if tool is None:
+        pytest.skip("cuobjdump is neither on the PATH nor in the toolkit or Triton")
+    cubin = next(build.folder.glob(f"*_{SM}.cubin"))
+    listing = subprocess.run([tool, "-sass", cubin], capture_output=True, text=True, check=True)
+    return by_variant(listing.stdout, r"^\s*Function : (\w+)$")
+
+
+def packaged_cuobjdump() -> str | None:
+    """The cuobjdump that comes with Triton."""
+    triton = importlib.util.find_spec("triton")
+    if triton is None or triton.origin is None:
+        return None
+    return shutil.which(Path(triton.origin).parent / "backends" / "nvidia" / "bin" / "cuobjdump")
+
+
+def test_compiles_without_a_warning(build):
+    assert "warning" not in build.log.lower(), build.log
+
+
+def test_every_variant_is_there_for_every_architecture(build):
+    compiled = [
+        (usage.architecture, variant)
+        for usage in build.usages()
+        if (variant := variant_of(usage.symbol)) is not None
+    ]
+    expected = [(architecture, v) for architecture in build.architectures for v in VARIANTS]
+    assert sorted(compiled) == sorted(expected)
+
+
+def test_nothing_is_kept_in_memory_for_want_of_registers(build):
+    usages = list(build.usages())
+    assert usages
+    assert [usage for usage in usages if usage.stack or usage.spilled] == []
+    assert [usage for usage in usages if usage.registers > REGISTERS] == []
+
+
+def test_arithmetic_is_exact_in_ptx(build):
+    for architecture in build.architectures:
+        ptx = build.ptx(architecture)
+        # Contraction would round once where torch rounds twice; a product or sum without `.rn` may
+        # still be contracted behind PTX.
+        for inexact in (r"\bfma\.", r"\.ftz", r"\.approx", r"\bdiv\.full"):
+            assert re.findall(rf"^.*{inexact}.*$", ptx, re.MULTILINE) == [], architecture
+        assert re.findall(r"\b(?:mul|add|sub)\.(?:f|bf)\d\w*\s.*$", ptx, re.MULTILINE) == []
+        assert len(re.findall(r"\bmul\.rn\.f32\b", ptx)) > 100, "the pattern above sees products"
+
+
+def test_whole_windows_are_vectors_in_ptx(build):
+    for architecture in build.architectures:
+        kernels = by_variant(build.ptx(architecture), r"\.entry (\w+)\(")
+        assert sorted(kernels) == sorted(VARIANTS)
+        for variant, body in kernels.items():
+            # Once for whole windows, once for those where a tensor begins or ends.
+            loads = re.findall(r"\bld\.global\.v(?:4\.[buf]32|2\.[buf]64)", body)
+            stores = re.findall(r"\bst\.global\.v(?:4\.[buf]32|2\.[buf]64)", body)
+            assert len(loads) >= 2 * READ_AHEAD, (architecture, variant)
+            assert len(stores) == (2 * READ_AHEAD if variant.write else 0), (architecture, variant)
+            generic = re.findall(r"\b(?:ld|st)\.(?:v\d\.)?[busf]\d+\b.*$", body, re.MULTILINE)
+            assert generic == [], (architecture, variant)
+
+
+def test_last_program_is_fenced(build):
+    for variant, body in by_variant(build.ptx(SM), r"\.entry (\w+)\(").items():
+        # Publish, count, wait, look.
+        order = r"fence\.(?:sc|acq_rel)|membar\.gl|atom\.\S*inc\.u32|bar(?:rier)?\.(?:cta\.)?sync"
+        steps = [step.split(".")[0] for step in re.findall(order, body)]
+        steps = ["fence" if step == "membar" else step[:3] for step in steps]
+        at = steps.index("ato")
+        assert steps[at - 1] == "fence", (variant, steps)
+        assert steps[at + 1 : at + 3] == ["bar", "fence"], (variant, steps)
+        assert "ld.global.cg" in body, variant
+
+
+@pytest.mark.parametrize("variant", VARIANTS, ids=lambda v: "-".join(map(str, v)))
+def test_machine_code_of_whole_windows(sass, variant):
+    memory = re.findall(r"^\s*/\*\w+\*/\s+(@!?\w+ )?\s*(LDG|STG)\.E\.128\b", sass[variant], re.M)
+    # Those without a predicate are the whole windows', and all loads come before any store.
+    whole = [kind for predicate, kind in memory if not predicate]
+    loads = "".join("L" if kind == "LDG" else "S" for kind in whole)
+    assert "L" * READ_AHEAD in loads, loads
+    assert ("S" * READ_AHEAD in loads) == variant.write, loads
+    assert re.findall(r"\b(?:LDL|STL|LD\.E|ST\.E)\b.*", sass[variant]) == []
