@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ampfast.backends import native
 from ampfast.backends.passes import DeviceKernels
+from ampfast.capture import refuse_capture
 
 __all__ = [
     "NAMES",
@@ -248,6 +249,7 @@ def _why_it_fails(name: str) -> str:
     device = torch.device("cpu" if name == "triton" and _is_interpreted() else "cuda")
     if device.type == "cuda":
         device = torch.device("cuda", torch.cuda.current_device())
+        refuse_capture("the first launch", "run one iteration without capturing first")
     try:
         gradient = torch.full((3,), 8.0, device=device)
         scale = torch.full((), 4.0, device=device)

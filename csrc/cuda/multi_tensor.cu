@@ -1,12 +1,10 @@
 // CUDA kernels over a table of gradients. Every program walks over windows that follow one another,
 // and the last one to finish decides, sums up and updates the scale.
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
 #include <cuda_runtime.h>
 
 #include <cstring>
 
-#include "../element.h"
+#include "formats.cuh"
 #include "multi_tensor.h"
 
 namespace ampfast::cuda {
@@ -21,124 +19,6 @@ constexpr unsigned int kAllLanes = 0xffffffff;
 constexpr int kVectorBytes = 16;
 constexpr int kVectors = kWindowBytes / (kThreads * kVectorBytes);
 constexpr int64_t kInfinity = 0x7ff0000000000000;  // as float64 bits
-
-template <class To, class From>
-AMPFAST_ELEMENT To bits_as(From value) {
-  static_assert(sizeof(To) == sizeof(From), "bits_as keeps the size");
-  To result;
-  std::memcpy(&result, &value, sizeof(result));
-  return result;
-}
-
-template <class T>
-AMPFAST_ELEMENT T larger(T a, T b) {
-  return a < b ? b : a;
-}
-
-// How gradients of one dtype are read: in words of one or two elements.
-
-struct Float32 {
-  using Opmath = float;
-  using Element = uint32_t;
-  using Word = uint32_t;
-  using Peak = int32_t;
-  static constexpr int kPerWord = 1;
-  AMPFAST_ELEMENT static void widen(Word word, float* values) { values[0] = bits_as<float>(word); }
-  AMPFAST_ELEMENT static Word narrow(const float* values) { return bits_as<Word>(values[0]); }
-  AMPFAST_ELEMENT static Peak peak(Word word) { return magnitude(bits_as<float>(word)); }
-};
-
-struct Float64 {
-  using Opmath = double;
-  using Element = uint64_t;
-  using Word = uint64_t;
-  using Peak = int64_t;
-  static constexpr int kPerWord = 1;
-  AMPFAST_ELEMENT static void widen(Word word, double* values) {
-    values[0] = bits_as<double>(word);
-  }
-  AMPFAST_ELEMENT static Word narrow(const double* values) { return bits_as<Word>(values[0]); }
-  AMPFAST_ELEMENT static Peak peak(Word word) { return magnitude(bits_as<double>(word)); }
-};
-
-struct Pair16 {
-  using Opmath = float;
-  using Element = uint16_t;
-  using Word = uint32_t;
-  using Peak = int32_t;
-  static constexpr int kPerWord = 2;
-  AMPFAST_ELEMENT static Peak peak(Word word) {
-    return larger<Peak>(magnitude16(static_cast<uint16_t>(word)),
-                        magnitude16(static_cast<uint16_t>(word >> 16)));
-  }
-};
-
-// By intrinsics, since torch compiles extensions without the operators of these types.
-struct Float16 : Pair16 {
-  AMPFAST_ELEMENT static void widen(Word word, float* values) {
-    const float2 pair = __half22float2(bits_as<__half2>(word));
-    values[0] = pair.x;
-    values[1] = pair.y;
-  }
-  AMPFAST_ELEMENT static Word narrow(const float* values) {
-    return bits_as<Word>(__floats2half2_rn(values[0], values[1]));
-  }
-};
-
-struct BFloat16 : Pair16 {
-  AMPFAST_ELEMENT static void widen(Word word, float* values) {
-    const float2 pair = __bfloat1622float2(bits_as<__nv_bfloat162>(word));
-    values[0] = pair.x;
-    values[1] = pair.y;
-  }
-  AMPFAST_ELEMENT static Word narrow(const float* values) {
-    return bits_as<Word>(__floats2bfloat162_rn(values[0], values[1]));
-  }
-};
-
-// Returns what is written for the first `kCount` elements of a word, and adds their squares to
-// `squares`. Other elements are 0, which an infinite factor would turn into NaN.
-template <class Format, bool kNorm, bool kCoefficient, int kCount = Format::kPerWord>
-AMPFAST_ELEMENT typename Format::Word unscaled(typename Format::Word word,
-                                               typename Format::Opmath inverse,
-                                               typename Format::Opmath coefficient,
-                                               typename Format::Opmath& squares) {
-  typename Format::Opmath values[Format::kPerWord];
-  Format::widen(word, values);
-#pragma unroll
-  for (int i = 0; i < kCount; ++i) {
-    values[i] = values[i] * inverse;
-    if (kNorm) {
-      squares += values[i] * values[i];
-    }
-  }
-  if (kCoefficient) {
-    // Rounded twice, as by an unscaling and then a multiplication.
-    Format::widen(Format::narrow(values), values);
-#pragma unroll
-    for (int i = 0; i < kCount; ++i) {
-      values[i] = values[i] * coefficient;
-    }
-  }
-  return Format::narrow(values);
-}
-
-// What the largest magnitude becomes: rounded to its dtype where that is written, as fused
-// optimizers see it otherwise. Rounding is monotone, so the largest magnitude tells of all.
-template <class Format>
-AMPFAST_ELEMENT typename Format::Opmath used_peak(typename Format::Peak peak, Factor factor_use,
-                                                  typename Format::Opmath factor) {
-  const Use use = factor_use == kRaw      ? Use::kNothing
-                  : factor_use == kDivide ? Use::kDivide
-                                          : Use::kMultiply;
-  typename Format::Opmath values[Format::kPerWord] = {};
-  Format::widen(static_cast<typename Format::Word>(peak), values);
-  values[0] = used_value(values[0], use, static_cast<float>(factor));
-  if (use == Use::kMultiply) {
-    Format::widen(Format::narrow(values), values);
-  }
-  return values[0];
-}
 
 // A tensor of the table.
 struct Span {

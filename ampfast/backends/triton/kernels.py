@@ -150,7 +150,7 @@ def _sum_of_partials(table_ptr):
 )
 def multi_tensor(
     table_ptr,
-    segment,
+    segment: tl.int64,
     factor_ptr,
     coefficient_ptr,
     found_inf_ptr,
