@@ -54,6 +54,9 @@ test: build/built  ## run the tests
 bench: build/built  ## measure against torch
 	$(RUN) -m benchmarks $(ARGS)
 
+gpu: build/built  ## on a machine with a GPU: all tests, compute-sanitizer, benchmarks
+	$(RUN) -m tests.gpu $(ARGS)
+
 check: | $(READY)  ## lint, formatting and types; edits nothing
 	$(RUN) -m ruff check .
 	$(RUN) -m ruff format --check .

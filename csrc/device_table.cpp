@@ -157,11 +157,8 @@ void DeviceTable::upload(bool captured) {
   const bool is_cpu = device_.is_cpu();
   at::Tensor source;
   if (captured) {
-    source = reserve().take(words);
+    source = captured_source_ = reserve().take(words);
   } else {
-    if (!is_cpu) {
-      reserve().ensure(words);
-    }
     // torch's allocator does not hand pinned memory out again before the copy from it is over.
     source = empty_words(words, at::TensorOptions().pinned_memory(!is_cpu));
   }
@@ -184,17 +181,27 @@ std::shared_ptr<const DeviceTable> table_of(const GradList& grads, int64_t max_p
     });
     if (known != tables.end()) {
       std::rotate(tables.begin(), known, known + 1);
+      tables.front()->prepare_capture();
       return tables.front();
     }
   }
   auto table = std::make_shared<DeviceTable>(grads, max_programs, stream);
   table->upload(capturing);
+  if (!capturing) {
+    table->prepare_capture();
+  }
   Tables& tables = capturing ? captured_tables() : recent();
   tables.push_front(table);
   if (!capturing && tables.size() > kMostTables) {
     tables.pop_back();
   }
   return table;
+}
+
+void DeviceTable::prepare_capture() const {
+  if (!device_.is_cpu()) {
+    reserve().ensure(static_cast<int64_t>(words_.size()));
+  }
 }
 
 Uploads uploads() { return counted(); }

@@ -29,6 +29,9 @@ class DeviceTable {
   // Copies the table to its device, on the current stream.
   void upload(bool captured);
 
+  // Makes sure that this table, and others like it, could be captured from now on.
+  void prepare_capture() const;
+
   // Tells whether this is the table of `grads`, without making it.
   bool holds(const GradList& grads, int64_t max_programs, c10::StreamId stream) const;
 
@@ -44,6 +47,7 @@ class DeviceTable {
   std::vector<Segment> segments_;
   std::vector<int64_t> words_;
   at::Tensor buffer_;
+  at::Tensor captured_source_;  // what a replay copies again
 };
 
 // What was copied to devices so far, by this process.
