@@ -24,15 +24,11 @@ Uploads& counted() {
   return uploads;
 }
 
-// None of these are ever destroyed: at the end of the process the device may be gone before them.
+// Neither this nor the reserve is ever destroyed: at the end of the process the device may be gone
+// before them.
 using Tables = std::deque<std::shared_ptr<DeviceTable>>;
 
 Tables& recent() {
-  static Tables& tables = *new Tables;
-  return tables;
-}
-
-Tables& captured_tables() {
   static Tables& tables = *new Tables;
   return tables;
 }
@@ -48,6 +44,9 @@ class Reserve {
   void ensure(int64_t words) {
     const int64_t wanted = std::max(kLeastReserve, kTablesInReserve * words);
     if (!memory_.defined() || memory_.numel() - used_ < wanted) {
+      if (used_ > 0) {
+        spent_.push_back(memory_);
+      }
       memory_ = empty_words(2 * wanted, at::TensorOptions().pinned_memory(true));
       used_ = 0;
     }
@@ -62,6 +61,7 @@ class Reserve {
   }
 
  private:
+  std::vector<at::Tensor> spent_;
   at::Tensor memory_;
   int64_t used_ = 0;
 };
@@ -157,7 +157,7 @@ void DeviceTable::upload(bool captured) {
   const bool is_cpu = device_.is_cpu();
   at::Tensor source;
   if (captured) {
-    source = captured_source_ = reserve().take(words);
+    source = reserve().take(words);
   } else {
     // torch's allocator does not hand pinned memory out again before the copy from it is over.
     source = empty_words(words, at::TensorOptions().pinned_memory(!is_cpu));
@@ -189,11 +189,11 @@ std::shared_ptr<const DeviceTable> table_of(const GradList& grads, int64_t max_p
   table->upload(capturing);
   if (!capturing) {
     table->prepare_capture();
-  }
-  Tables& tables = capturing ? captured_tables() : recent();
-  tables.push_front(table);
-  if (!capturing && tables.size() > kMostTables) {
-    tables.pop_back();
+    Tables& tables = recent();
+    tables.push_front(table);
+    if (tables.size() > kMostTables) {
+      tables.pop_back();
+    }
   }
   return table;
 }

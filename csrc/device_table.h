@@ -23,7 +23,6 @@ struct Segment {
 // One table, for launches on the stream on which it was uploaded.
 class DeviceTable {
  public:
-  // A captured table is uploaded again by every replay of the graph.
   DeviceTable(const GradList& grads, int64_t max_programs, c10::StreamId stream);
 
   // Copies the table to its device, on the current stream.
@@ -47,7 +46,6 @@ class DeviceTable {
   std::vector<Segment> segments_;
   std::vector<int64_t> words_;
   at::Tensor buffer_;
-  at::Tensor captured_source_;  // what a replay copies again
 };
 
 // What was copied to devices so far, by this process.
@@ -57,9 +55,9 @@ struct Uploads {
 };
 
 // The table of `grads` for the current stream: one that is there already, if it has the same
-// addresses, lengths and dtypes, else a new one. While the stream is `capturing` it is always new
-// and lives on, since a replay copies it again. `max_programs` bounds the grid of a launch.
-// Python's lock must be held.
+// addresses, lengths and dtypes, else a new one. While the stream is `capturing` it is always new,
+// and what it is copied from lives on, since every replay copies it again. `max_programs` bounds
+// the grid of a launch. Python's lock must be held.
 std::shared_ptr<const DeviceTable> table_of(const GradList& grads, int64_t max_programs,
                                             bool capturing);
 
