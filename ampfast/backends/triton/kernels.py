@@ -37,8 +37,10 @@ def _bits(value):
     """Magnitudes as integers, which are ordered as they are, with NaN above infinity."""
     if value.dtype == tl.float64:
         return value.to(tl.int64, bitcast=True) & 0x7FFFFFFFFFFFFFFF
-    else:
+    elif value.dtype == tl.float32:
         return value.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    else:
+        return value.to(tl.int16, bitcast=True).to(tl.int32) & 0x7FFF
 
 
 @triton.jit
@@ -94,12 +96,120 @@ def _written(value, coefficient_ptr, DTYPE: tl.constexpr, SOFT: tl.constexpr):
 
 
 @triton.jit
+def _load(base, lane, low, high, WHOLE: tl.constexpr):
+    if WHOLE:
+        return tl.load(base + lane)
+    else:
+        return tl.load(base + lane, mask=(lane >= low) & (lane < high), other=0.0)
+
+
+@triton.jit
+def _take(
+    values,
+    base,
+    lane,
+    low,
+    high,
+    factor,
+    coefficient_ptr,
+    peak,
+    squares,
+    WRITE: tl.constexpr,
+    FACTOR: tl.constexpr,
+    NORM: tl.constexpr,
+    WHOLE: tl.constexpr,
+    THREADS: tl.constexpr,
+    SOFT: tl.constexpr,
+):
+    """Takes one vector of each thread; returns the peak and the squares with it.
+
+    What is reduced is reduced inside each thread: threads exchange nothing here.
+    """
+    DTYPE: tl.constexpr = values.dtype
+    VEC: tl.constexpr = values.shape[0] // THREADS
+    peak = tl.maximum(peak, tl.max(tl.reshape(_bits(values), [THREADS, VEC]), axis=1))
+    if WRITE or NORM:
+        used = _times(_widen(values, SOFT), factor, FACTOR)
+        if WRITE:
+            written = _written(used, coefficient_ptr, DTYPE, SOFT)
+            if WHOLE:
+                tl.store(base + lane, written)
+            else:
+                tl.store(base + lane, written, mask=(lane >= low) & (lane < high))
+        if NORM:
+            if not WHOLE:
+                used = tl.where((lane >= low) & (lane < high), used, 0.0)
+            squares += tl.sum(tl.reshape(used * used, [THREADS, VEC]), axis=1)
+    return peak, squares
+
+
+@triton.jit
+def _window(
+    base,
+    low,
+    high,
+    factor,
+    coefficient_ptr,
+    WRITE: tl.constexpr,
+    FACTOR: tl.constexpr,
+    NORM: tl.constexpr,
+    WHOLE: tl.constexpr,
+    DTYPE: tl.constexpr,
+    LOADS: tl.constexpr,
+    THREADS: tl.constexpr,
+    SOFT: tl.constexpr,
+):
+    """Takes a window; returns each thread's peak and, in the type of calculation, its squares."""
+    PART: tl.constexpr = THREADS * 16 // (DTYPE.primitive_bitwidth // 8)
+    lane = tl.arange(0, PART)
+    peak = tl.zeros([THREADS], dtype=tl.int64 if DTYPE == tl.float64 else tl.int32)
+    squares = tl.zeros([THREADS], dtype=tl.float64 if DTYPE == tl.float64 else tl.float32)
+    if WHOLE:
+        # All loads first: they cannot move above a store.
+        a = _load(base, lane, low, high, WHOLE)
+        b = _load(base, lane + PART, low, high, WHOLE)
+        if LOADS == 4:
+            c = _load(base, lane + 2 * PART, low, high, WHOLE)
+            d = _load(base, lane + 3 * PART, low, high, WHOLE)
+        peak, squares = _take(
+            *(a, base, lane, low, high, factor, coefficient_ptr, peak, squares),
+            *(WRITE, FACTOR, NORM, WHOLE, THREADS, SOFT),
+        )
+        peak, squares = _take(
+            *(b, base, lane + PART, low, high, factor, coefficient_ptr, peak, squares),
+            *(WRITE, FACTOR, NORM, WHOLE, THREADS, SOFT),
+        )
+        if LOADS == 4:
+            peak, squares = _take(
+                *(c, base, lane + 2 * PART, low, high, factor, coefficient_ptr, peak, squares),
+                *(WRITE, FACTOR, NORM, WHOLE, THREADS, SOFT),
+            )
+            peak, squares = _take(
+                *(d, base, lane + 3 * PART, low, high, factor, coefficient_ptr, peak, squares),
+                *(WRITE, FACTOR, NORM, WHOLE, THREADS, SOFT),
+            )
+    else:
+        # One by one, and only where there is something: a load here is of single elements, each in
+        # a register of its own.
+        for part in tl.static_range(LOADS):
+            if part * PART < high:
+                values = _load(base, lane + part * PART, low, high, WHOLE)
+                peak, squares = _take(
+                    *(values, base, lane + part * PART, low, high, factor, coefficient_ptr),
+                    *(peak, squares, WRITE, FACTOR, NORM, WHOLE, THREADS, SOFT),
+                )
+    return peak, squares
+
+
+@triton.jit
 def _used_bits(peak, factor, FACTOR: tl.constexpr, DTYPE: tl.constexpr, SOFT: tl.constexpr):
     """The float64 bits of the magnitude that the peak, given as bits, has once it is used."""
     if DTYPE == tl.float64:
         value = peak.to(tl.float64, bitcast=True)
-    else:
+    elif DTYPE == tl.float32:
         value = peak.to(tl.float32, bitcast=True)
+    else:
+        value = _widen(peak.to(tl.int16).to(DTYPE, bitcast=True), SOFT)
     if FACTOR == DIVIDE:
         if DTYPE == tl.float64:
             value = value / factor.to(tl.float64)
@@ -180,10 +290,7 @@ def multi_tensor(
     for each tensor. SOFT is for the interpreter, which converts bfloat16 wrongly.
     """
     SIZE: tl.constexpr = DTYPE.primitive_bitwidth // 8
-    VEC: tl.constexpr = 16 // SIZE
-    WINDOW: tl.constexpr = LOADS * THREADS * VEC
-    PEAK: tl.constexpr = tl.int64 if DTYPE == tl.float64 else tl.int32
-    SUM: tl.constexpr = tl.float64 if DTYPE == tl.float64 else tl.float32
+    WINDOW: tl.constexpr = LOADS * THREADS * 16 // SIZE
 
     program = tl.program_id(0).to(tl.int64)
     segment_ptr = table_ptr + segment
@@ -200,8 +307,7 @@ def multi_tensor(
     length = tl.load(lengths_ptr + tensor)
     factor = _factor(factor_ptr, FACTOR)
 
-    lane = tl.arange(0, WINDOW)
-    peak = tl.zeros([THREADS], dtype=PEAK)
+    peak = tl.zeros([THREADS], dtype=tl.int64 if DTYPE == tl.float64 else tl.int32)
     squares = tl.zeros([THREADS], dtype=tl.float64)
     while left > 0:
         # Ahead of need: for many small tensors this is what a program waits for.
@@ -212,27 +318,19 @@ def multi_tensor(
         low = (address & (_ALIGNMENT - 1)) // SIZE - window * WINDOW
         high = low + length
         if (low <= 0) & (high >= WINDOW):
-            values = _widen(tl.load(base + lane), SOFT)
-            used = _times(values, factor, FACTOR)
-            if WRITE:
-                tl.store(base + lane, _written(used, coefficient_ptr, DTYPE, SOFT))
-        else:
-            inside = (lane >= tl.maximum(low, 0).to(tl.int32)) & (
-                lane < tl.minimum(high, WINDOW).to(tl.int32)
+            window_peak, window_squares = _window(
+                *(base, 0, WINDOW, factor, coefficient_ptr),
+                *(WRITE, FACTOR, NORM, True, DTYPE, LOADS, THREADS, SOFT),
             )
-            values = _widen(tl.load(base + lane, mask=inside, other=0.0), SOFT)
-            used = _times(values, factor, FACTOR)
-            if WRITE:
-                tl.store(base + lane, _written(used, coefficient_ptr, DTYPE, SOFT), mask=inside)
-            if NORM:
-                used = tl.where(inside, used, 0.0)
-        # Inside each thread first: the loop exchanges nothing between threads.
-        bits = tl.reshape(_bits(values), [LOADS, THREADS, VEC])
-        window_peak = tl.max(tl.max(bits, axis=2), axis=0)
+        else:
+            window_peak, window_squares = _window(
+                *(base, tl.maximum(low, 0).to(tl.int32), tl.minimum(high, WINDOW).to(tl.int32)),
+                *(factor, coefficient_ptr),
+                *(WRITE, FACTOR, NORM, False, DTYPE, LOADS, THREADS, SOFT),
+            )
         peak = tl.maximum(peak, window_peak)
         if NORM:
-            products = tl.reshape((used * used).to(SUM), [LOADS, THREADS, VEC])
-            squares += tl.sum(tl.sum(products, axis=2), axis=0).to(tl.float64)
+            squares += window_squares.to(tl.float64)
         if flags_ptr is not None:
             largest = _used_bits(tl.max(window_peak, axis=0), factor, FACTOR, DTYPE, SOFT)
             flag_ptr = flags_ptr + tl.load(segment_ptr + _FIRST_TENSOR) + tensor
