@@ -55,7 +55,7 @@ bench: build/built  ## measure against torch
 	$(RUN) -m benchmarks $(ARGS)
 
 gpu: build/built  ## on a machine with a GPU: all tests, compute-sanitizer, benchmarks
-	$(RUN) -m tests.gpu $(ARGS)
+	$(RUN) tests/gpu $(ARGS)
 
 check: | $(READY)  ## lint, formatting and types; edits nothing
 	$(RUN) -m ruff check .

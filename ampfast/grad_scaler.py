@@ -262,10 +262,13 @@ class GradScaler(TorchGradScaler):
         Raises:
             LookupError: If this optimizer was never checked.
         """
+        refuse_capture("a question that the host asks", "ask after the replay")
         return bool(self.found_inf(optimizer).item())
 
     def get_scale(self) -> float:
         """Returns the scale, with one host sync, or 1.0 if disabled; warns once that 0 stays 0."""
+        if self._enabled:
+            refuse_capture("a scale that the host reads", "read it after the replay")
         scale = super().get_scale()
         if scale == 0.0 and not self._warned_of_zero:
             self._warned_of_zero = True

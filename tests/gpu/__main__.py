@@ -1,0 +1,144 @@
+"""The proof on a GPU: `python tests/gpu` checks the build, tests, sanitizes and measures."""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
+sys.path.insert(0, str(HERE))
+
+from runner import Part, Run, stopped_by_signals  # noqa: E402
+
+# Of the whole run; a machine may be lent for ten minutes.
+SECONDS = 550
+PYTEST_SUMMARY = r"\d+ (passed|failed|skipped|error|deselected).* in [\d.]+s|no tests ran"
+FACTS = """
+import json, torch
+name = torch.cuda.get_device_name() if torch.cuda.is_available() else None
+print(json.dumps([name, torch.__version__]))
+"""
+
+
+def stages(results: Path, copy: Path) -> list[list[Part]]:
+    """All parts: those of one stage run side by side.
+
+    A process for each file of GPU tests: a kernel that reads where it must not makes everything
+    after it in its process fail.
+    """
+    pytest = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--durations=5"]
+    files = sorted(path.relative_to(ROOT).as_posix() for path in HERE.glob("test_*.py"))
+    modes = [sys.executable, "tests/gpu/modes.py"]
+    sanitizer = [compute_sanitizer(), "--target-processes", "application-only"]
+    sanitizer += ["--report-api-errors", "no", "--error-exitcode", "9", "--print-limit", "20"]
+    unavailable = "Device not supported|is not installed"
+    bench = [sys.executable, "-m", "benchmarks", "--only", "kernels,steps", "--limit", "240"]
+    before = results.stat().st_mtime_ns if results.exists() else 0
+
+    def keep_results() -> None:
+        # Not those of an earlier run of this day.
+        if results.exists() and results.stat().st_mtime_ns > before:
+            shutil.copy(results, copy)
+
+    return [
+        [Part("build", [[sys.executable, "tests/gpu/built.py"]], 90)],
+        [
+            Part("gpu", [[*pytest, file] for file in files], 280, summary=PYTEST_SUMMARY),
+            Part(
+                "suite",
+                [[*pytest, "-q", "-m", "not gpu", "--ignore=tests/gpu", "tests"]],
+                240,
+                summary=PYTEST_SUMMARY,
+            ),
+        ],
+        [
+            Part(
+                "memcheck",
+                [modes, [*sanitizer, "--tool", "memcheck", *modes]],
+                100,
+                {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"},
+                summary="ERROR SUMMARY|wrong",
+                unavailable=unavailable,
+            ),
+            Part(
+                "racecheck",
+                [[*sanitizer, "--tool", "racecheck", *modes]],
+                80,
+                summary="RACECHECK SUMMARY|ERROR SUMMARY",
+                unavailable=unavailable,
+            ),
+        ],
+        [Part("bench", [[*bench, "--json", str(results)]], 280, after=keep_results)],
+    ]
+
+
+def compute_sanitizer() -> str:
+    """The tool on the PATH, or beside the compiler."""
+    homes = [os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), "/usr/local/cuda"]
+    compiler = shutil.which("nvcc")
+    if compiler is not None:
+        homes.append(str(Path(compiler).resolve().parents[1]))
+    folders = [f"{home}/bin" for home in homes if home]
+    folders += [f"{home}/compute-sanitizer" for home in homes if home]
+    path = os.pathsep.join([os.environ.get("PATH", ""), *folders])
+    return shutil.which("compute-sanitizer", path=path) or "compute-sanitizer"
+
+
+def facts() -> tuple[str | None, str]:
+    """The GPU's name, or None, and torch's version; from a process that lets go of the device."""
+    said = subprocess.run(
+        [sys.executable, "-c", FACTS], check=True, capture_output=True, text=True
+    ).stdout
+    name, version = json.loads(said.splitlines()[-1])
+    return name, version
+
+
+def results_name(gpu: str, torch_version: str, date: datetime.date) -> str:
+    """As in `h100-80gb-hbm3-torch2.11.0-2026-01-31.json`."""
+    short = re.sub(r"[^a-z0-9]+", "-", gpu.lower().removeprefix("nvidia")).strip("-")
+    return f"{short}-torch{torch_version.split('+')[0]}-{date.isoformat()}.json"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the parts that are asked for and returns 0 if none failed."""
+    names = [part.name for stage in stages(Path("none"), Path("none")) for part in stage]
+    parser = argparse.ArgumentParser(prog="python tests/gpu", description=__doc__)
+    parser.add_argument("--parts", default=",".join(names), help="comma-separated: %(default)s")
+    default = os.environ.get("OUT") or str(ROOT / "build" / "gpu")
+    parser.add_argument("--out", type=Path, default=Path(default), help="folder for the logs")
+    parser.add_argument("--seconds", type=float, default=SECONDS, help="limit of the whole run")
+    options = parser.parse_args(arguments)
+    wanted = options.parts.split(",")
+    if unknown := [name for name in wanted if name not in names]:
+        parser.error(f"{', '.join(unknown)}: not among {', '.join(names)}")
+
+    gpu, torch_version = facts()
+    if gpu is None:
+        print(f"this needs a GPU, and torch {torch_version} sees none", file=sys.stderr)
+        return 1
+    out = options.out.resolve()
+    today = datetime.datetime.now(datetime.timezone.utc).date()
+    name = results_name(gpu, torch_version, today)
+    results = ROOT / "benchmarks" / "results" / name
+    chosen = [
+        [part for part in stage if part.name in wanted] for stage in stages(results, out / name)
+    ]
+    print(f"{gpu}, torch {torch_version}; logs in {out}", flush=True)
+    run = Run(chosen, out, ROOT, options.seconds)
+    with stopped_by_signals(run):
+        code = run.run()
+    print(f"\n{run.verdict()}", flush=True)
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,43 @@
+"""Checks that what is built in place fits this machine: `python tests/gpu/built.py`."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
+import torch  # noqa: E402
+
+from ampfast import _C, backends  # noqa: E402
+from ampfast.__main__ import main as ampfast_main  # noqa: E402
+
+SOURCES = ("*.cpp", "*.h", "cpu/*.cpp", "cpu/*.h", "cuda/*.cpp", "cuda/*.cu", "cuda/*.h")
+
+
+def complaints() -> list[str]:
+    """What is wrong with the build, in words."""
+    found = []
+    extension = Path(_C.__file__)
+    if extension.parent != ROOT / "ampfast":
+        found.append(f"the extension is not the one that is built in place: {extension}")
+    newest = max(f.stat().st_mtime for pattern in SOURCES for f in (ROOT / "csrc").glob(pattern))
+    if extension.stat().st_mtime < newest:
+        found.append("a source is newer than the extension: run `make build`")
+    if _C.build_info()["torch"] != torch.__version__.split("+")[0]:
+        built_for = _C.build_info()["torch"]
+        found.append(f"built for torch {built_for}, this is {torch.__version__}")
+    for report in backends.report():
+        if not report.available:
+            found.append(f"backend {report.name} cannot run: {report.reason}")
+    return found
+
+
+if __name__ == "__main__":
+    ampfast_main(["info"])
+    wrong = complaints()
+    for complaint in wrong:
+        print(f"WRONG {complaint}")
+    print(f"{len(wrong)} wrong" if wrong else "built in place, and every backend runs")
+    sys.exit(1 if wrong else 0)

@@ -1,0 +1,116 @@
+"""Runs every mode of every kernel once over small lists: what compute-sanitizer watches.
+
+`python tests/gpu/modes.py [backend...]`
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+TESTS = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(TESTS.parent), str(TESTS), str(TESTS / "gpu")]
+
+import torch  # noqa: E402
+from gpu_support import BACKENDS, flag, gpu, grads_of, kernels_of, why_not  # noqa: E402
+from support import FLOATS  # noqa: E402
+
+from ampfast.backends.native import WINDOW_BYTES, Factors  # noqa: E402
+
+FACTORS = Factors(2.0, 0.5, 1)
+
+
+def gradients(dtypes: Sequence[torch.dtype], device: torch.device) -> list[torch.Tensor]:
+    """Of 8 everywhere, in allocations of their own, whose ends are those of the tensors."""
+    grads = []
+    for dtype in dtypes:
+        one = WINDOW_BYTES // dtype.itemsize
+        for count, offset in ((1, 0), (5, 1), (one, 0), (one + 3, 1), (2 * one + 1, 0)):
+            memory = torch.full((count + offset,), 8.0, dtype=dtype, device=device)
+            grads.append(memory[offset:])
+    return grads
+
+
+def modes(kernels: Any, device: torch.device) -> list[tuple[str, Callable[..., Any], float]]:
+    """Each mode's name, its call on a list, and what then stands in the gradients."""
+    scale = flag(4.0, device)
+
+    def unscale(**more: Any) -> Callable[..., Any]:
+        return lambda grads: kernels.unscale_(grads, scale, is_scale=True, **more)
+
+    def norms() -> torch.Tensor:
+        return torch.zeros(2, dtype=torch.float64, device=device)
+
+    def flags() -> torch.Tensor:
+        return torch.zeros(1_000, device=device)
+
+    def update(others: int) -> Any:
+        state = (flag(4.0, device), torch.zeros((), dtype=torch.int32, device=device))
+        return kernels.scale_update(*state, [flag(0.0, device)] * others, FACTORS)
+
+    return [
+        ("check", kernels.check_, 8.0),
+        ("check of quotients", lambda g: kernels.check_(g, scale), 8.0),
+        ("check, accumulated", lambda g: kernels.check_(g, found_inf=flag(0.0, device)), 8.0),
+        ("check with flags", lambda g: kernels.check_(g, flags=flags()), 8.0),
+        ("check and update", lambda g: kernels.check_(g, scale, update=update(1)), 8.0),
+        ("norms", lambda g: kernels.norms(g, scale, is_scale=True, norms=norms()), 8.0),
+        ("unscale", unscale(), 2.0),
+        ("unscale by the inverse", lambda g: kernels.unscale_(g, scale, is_scale=False), 32.0),
+        ("unscale, accumulated", unscale(found_inf=flag(0.0, device)), 2.0),
+        ("unscale with norms", unscale(norms=norms()), 2.0),
+        ("unscale with flags", unscale(flags=flags()), 2.0),
+        ("unscale with a coefficient", unscale(coefficient=flag(0.5, device)), 1.0),
+        ("unscale and update", unscale(update=update(0)), 2.0),
+        ("all at once", unscale(norms=norms(), flags=flags(), update=update(2)), 2.0),
+    ]
+
+
+def run(backend: str, device: torch.device) -> int:
+    """Returns how many launches gave something wrong."""
+    kernels = kernels_of(backend, device)
+    wrong = 0
+    lists = [[dtype] for dtype in FLOATS] + [list(FLOATS)]
+    for dtypes, (name, call, expected) in itertools.product(lists, modes(kernels, device)):
+        for bad in (False, True):
+            tensors = gradients(dtypes, device)
+            if bad:
+                tensors[-1][-1] = torch.inf
+                expected_last = torch.inf
+            else:
+                expected_last = expected
+            found = call(grads_of(tensors)).item()
+            accumulated = "accumulated" in name and not bad and found == 1.0
+            values = torch.cat([t[:-1].double() for t in tensors if t.numel() > 1])
+            right = bool((values == expected).all()) and tensors[-1][-1].item() == expected_last
+            if not right or (found != float(bad) and not accumulated):
+                wrong += 1
+                print(f"WRONG {backend}: {name}, {dtypes}, bad {bad}: found {found}")
+    kernels.scale_update(
+        flag(4.0, device),
+        torch.zeros((), dtype=torch.int32, device=device),
+        [flag(0.0, device) for _ in range(6)],
+        FACTORS,
+    ).apply()
+    return wrong
+
+
+def main(names: Sequence[str]) -> int:
+    wrong = 0
+    for backend in names or BACKENDS:
+        if reason := why_not(backend):
+            print(f"WRONG {backend}: {reason}")
+            wrong += 1
+            continue
+        wrong += run(backend, gpu())
+        torch.cuda.synchronize()
+        print(f"{backend}: every mode ran")
+    print(f"{wrong} wrong")
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

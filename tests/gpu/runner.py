@@ -1,0 +1,232 @@
+"""Runs parts of a proof, each a process with a time limit and a log, and sums up."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+# How long a part may take to write down what it has, once it is told to end.
+GRACE_SECONDS = 10.0
+# What a shell says of a command that is not there.
+MISSING = 127
+WIDTH = 100
+MOST_LINES = 15
+
+
+@dataclass(frozen=True)
+class Part:
+    """One part.
+
+    Attributes:
+        name: What `--parts` and the log call it.
+        commands: Run one after another, all of them, whatever those before gave.
+        seconds: The time limit of all of them together.
+        environment: Added to that of this process.
+        summary: A pattern; the last line of each command in which it is found is shown.
+        details: A pattern; lines in which it is found are shown below the verdict.
+        unavailable: A pattern; found in a line, it says why this machine cannot run the part.
+        after: Called when the part has ended, however it did.
+    """
+
+    name: str
+    commands: Sequence[Sequence[str]]
+    seconds: float
+    environment: dict[str, str] = field(default_factory=dict)
+    summary: str = ""
+    details: str = r"^(FAILED|ERROR|WRONG)\b|\bExit: "
+    unavailable: str = ""
+    after: Callable[[], None] | None = None
+
+
+@dataclass
+class Outcome:
+    """What became of a part: "ok", "failed", "cut off", "unavailable" or "not run"."""
+
+    part: Part
+    verdict: str = "not run"
+    seconds: float = 0.0
+    line: str = ""
+    details: list[str] = field(default_factory=list)
+
+
+class Run:
+    """Parts in stages; those of a stage run side by side.
+
+    Args:
+        stages: The parts.
+        out: The folder of the logs and of `verdict.txt`, which is always up to date.
+        root: Where the commands run.
+        seconds: The limit of the whole run, which shortens those of the last parts.
+    """
+
+    def __init__(
+        self, stages: Sequence[Sequence[Part]], out: Path, root: Path, seconds: float
+    ) -> None:
+        self.outcomes = [Outcome(part) for stage in stages for part in stage]
+        self._stages = stages
+        self._out = out
+        self._root = root
+        self._end = time.monotonic() + seconds
+        self._stopped = threading.Event()
+        self._lock = threading.Lock()
+
+    def stop(self) -> None:
+        """Makes the parts that run end, and those that do not run not start."""
+        self._stopped.set()
+
+    def run(self) -> int:
+        """Runs everything and returns 0 if no part failed, else 1."""
+        self._out.mkdir(parents=True, exist_ok=True)
+        self._write()
+        for stage in self._stages:
+            of_stage = [o for o in self.outcomes if o.part in stage]
+            workers = [threading.Thread(target=self._run_part, args=(o,)) for o in of_stage]
+            for worker in workers:
+                worker.start()
+            for worker in workers:
+                # In slices, so that signals are handled.
+                while worker.is_alive():
+                    worker.join(0.1)
+        return 0 if all(o.verdict in ("ok", "unavailable") for o in self.outcomes) else 1
+
+    def verdict(self) -> str:
+        """The table: part, verdict, seconds, what it says of itself; then details."""
+        width = max((len(o.part.name) for o in self.outcomes), default=0)
+        lines = []
+        for outcome in self.outcomes:
+            line = f"{outcome.part.name:<{width}}  {outcome.verdict:<11}  {outcome.seconds:6.1f} s"
+            lines.append(f"{line}  {outcome.line[:WIDTH]}".rstrip())
+        for outcome in self.outcomes:
+            if not outcome.details:
+                continue
+            lines += ["", f"{outcome.part.name}:"]
+            lines += [f"  {line[: 2 * WIDTH]}" for line in outcome.details[:MOST_LINES]]
+            if len(outcome.details) > MOST_LINES:
+                lines.append(f"  and {len(outcome.details) - MOST_LINES} more: see its log")
+        return "\n".join(lines)
+
+    def _run_part(self, outcome: Outcome) -> None:
+        part = outcome.part
+        begin = time.monotonic()
+        end = min(begin + part.seconds, self._end)
+        path = self._out / f"{part.name}.log"
+        codes: list[int | None] = []
+        summaries = []
+        try:
+            with open(path, "wb") as log:
+                for command in part.commands:
+                    if self._stopped.is_set() or time.monotonic() >= end:
+                        codes += [None] if codes else []
+                        break
+                    start = log.tell()
+                    codes.append(self._run_command(part, command, log.fileno(), end))
+                    log.seek(0, os.SEEK_END)
+                    summaries.append(_last_line(path, start, part.summary))
+            text = path.read_text(errors="replace")
+            outcome.line = combined(summaries)
+            lines = text.splitlines()
+            outcome.details = [line for line in lines if re.search(part.details, line)]
+            why_not = part.unavailable and re.search(f"(?m)^.*({part.unavailable}).*$", text)
+            if None in codes:
+                outcome.verdict = "cut off"
+            elif not codes:
+                outcome.verdict = "not run"
+            elif why_not and codes[-1] and not any(codes[:-1]):
+                outcome.verdict, outcome.line = "unavailable", why_not[0].strip()
+            else:
+                outcome.verdict = "failed" if any(codes) else "ok"
+        except OSError as error:
+            outcome.verdict, outcome.line = "failed", str(error)
+        finally:
+            outcome.seconds = time.monotonic() - begin
+            if part.after is not None:
+                part.after()
+            self._write()
+        print(f"{part.name}: {outcome.verdict}, {outcome.seconds:.0f} s", flush=True)
+
+    def _run_command(self, part: Part, command: Sequence[str], log: int, end: float) -> int | None:
+        """Returns the exit code, or None if the command had to be ended."""
+        try:
+            process = subprocess.Popen(
+                command,
+                cwd=self._root,
+                env={**os.environ, "PYTHONUNBUFFERED": "1", **part.environment},
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        except FileNotFoundError:
+            os.write(log, f"{command[0]} is not installed\n".encode())
+            return MISSING
+        try:
+            while not self._stopped.is_set() and time.monotonic() < end:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    return process.wait(0.1)
+            return None
+        finally:
+            _end(process)
+
+    def _write(self) -> None:
+        with self._lock:
+            partial = self._out / "verdict.txt.new"
+            partial.write_text(self.verdict() + "\n")
+            partial.replace(self._out / "verdict.txt")
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """Ends a process and all that it started."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, number)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(GRACE_SECONDS)
+    # What the process left running has had its chance.
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, signal.SIGKILL)
+
+
+def _last_line(path: Path, start: int, pattern: str) -> str:
+    """The last line from a byte on that has `pattern`, or else that is not empty."""
+    with open(path, "rb") as log:
+        log.seek(start)
+        lines = [line.strip() for line in log.read().decode(errors="replace").splitlines()]
+    found = [line for line in lines if line and re.search(pattern, line)]
+    found = found or [line for line in lines if line]
+    return re.sub(r"^=+ | =+$", "", found[-1]) if found else ""
+
+
+def combined(summaries: Sequence[str]) -> str:
+    """One line for several: counts such as "3 passed" are added up, other lines joined."""
+    if len(summaries) < 2:
+        return "".join(summaries)
+    counts: dict[str, int] = {}
+    for summary in summaries:
+        found = re.findall(r"(\d+) (\w+)", summary.rpartition(" in ")[0])
+        if not found:
+            return "; ".join(filter(None, summaries))
+        for count, what in found:
+            counts[what] = counts.get(what, 0) + int(count)
+    return ", ".join(f"{count} {what}" for what, count in counts.items())
+
+
+@contextlib.contextmanager
+def stopped_by_signals(run: Run) -> Iterator[None]:
+    """While inside, SIGTERM and Ctrl-C stop the run, which then still sums up."""
+    before = {
+        number: signal.signal(number, lambda *_: run.stop())
+        for number in (signal.SIGTERM, signal.SIGINT)
+    }
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

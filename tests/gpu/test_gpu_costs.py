@@ -1,0 +1,247 @@
+"""What a step costs on a GPU: launches, copies, host syncs, uploads of tables and allocations."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from gpu_support import Quiet, QuietFused, flag, grads_of, kernels_of, no_syncs
+from support import FLOATS, OPTIMIZERS, make_gradient
+from tracing import Counts, counted, why_profiler_is_blind
+
+from ampfast import _C, GradScaler
+from ampfast.backends.native import Factors
+
+pytestmark = pytest.mark.gpu
+
+FUSED = ("fused_sgd", "fused_adam", "fused_adamw")
+
+
+@pytest.fixture
+def profiler() -> None:
+    if reason := _why_blind():
+        pytest.skip(reason)
+
+
+_why_blind = cache(why_profiler_is_blind)
+
+
+class Loop:
+    """A scaler, a loss and parameters whose gradients stay where they are."""
+
+    def __init__(self, backend: str, device: torch.device, make: Callable[..., Any]) -> None:
+        self.scaler = GradScaler(backend=backend)
+        self.loss = torch.ones((), device=device)
+        self.scaler.scale(self.loss)
+        self.params = [torch.nn.Parameter(torch.ones(n, device=device)) for n in (5, 70_003, 4096)]
+        for p in self.params:
+            p.grad = torch.full_like(p, 64.0)
+        self.optimizer = make(self.params)
+        for _ in range(3):
+            self.iteration()
+            self.iteration_together()
+
+    def iteration(self) -> None:
+        self.scaler.scale(self.loss)
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+
+    def iteration_together(self) -> None:
+        self.scaler.scale(self.loss)
+        self.scaler.step_and_update(self.optimizer)
+
+
+def assert_counts(counts: Counts, kernels: int, syncs: int) -> None:
+    assert len(counts.kernels) == kernels, counts
+    assert len(counts.syncs) == syncs, counts
+    # What the host waits for is copied to it; nothing else is copied.
+    assert len(counts.copies) == syncs, counts
+
+
+@pytest.mark.usefixtures("profiler")
+def test_plain_step_takes_three_kernels_and_one_sync(backend: str, device: torch.device) -> None:
+    loop = Loop(backend, device, Quiet)
+    assert_counts(counted(loop.iteration), kernels=3, syncs=1)
+    assert_counts(counted(loop.iteration_together), kernels=2, syncs=1)
+
+
+@pytest.mark.usefixtures("profiler")
+def test_fused_step_takes_at_most_five_kernels_and_no_sync(
+    backend: str, device: torch.device
+) -> None:
+    loop = Loop(backend, device, QuietFused)
+    apart = counted(loop.iteration)
+    assert len(apart.kernels) <= 5, apart
+    assert not apart.syncs and not apart.copies, apart
+    together = counted(loop.iteration_together)
+    assert len(together.kernels) == len(apart.kernels) - 1, together
+    assert not together.syncs and not together.copies, together
+
+
+@pytest.mark.usefixtures("profiler")
+@pytest.mark.parametrize("kind", FUSED)
+def test_torch_fused_optimizers_never_wait(backend: str, device: torch.device, kind: str) -> None:
+    loop = Loop(backend, device, OPTIMIZERS[kind])
+    for run in (loop.iteration, loop.iteration_together):
+        counts = counted(run)
+        assert not counts.syncs and not counts.copies, counts
+
+
+@pytest.mark.usefixtures("profiler")
+def test_one_launch_for_any_number_of_tensors_of_a_dtype(
+    backend: str, device: torch.device
+) -> None:
+    kernels = kernels_of(backend, device)
+    for count in (1, 111, 10_000):
+        grads = [torch.ones(3, device=device) for _ in range(count)]
+        found = flag(0.0, device)
+        kernels.check_(grads_of(grads), found_inf=found)
+        assert_counts(
+            counted(lambda g=grads, f=found: kernels.check_(grads_of(g), found_inf=f)), 1, 0
+        )
+    mixed = [make_gradient("long", dtype).to(device) for dtype in FLOATS]
+    inverse = flag(0.5, device)
+    kernels.unscale_(grads_of(mixed), inverse, is_scale=False)
+    counts = counted(lambda: kernels.unscale_(grads_of(mixed), inverse, is_scale=False))
+    assert_counts(counts, kernels=len(FLOATS), syncs=0)
+
+
+@pytest.mark.usefixtures("profiler")
+def test_a_new_table_is_one_copy_without_waiting(backend: str, device: torch.device) -> None:
+    kernels = kernels_of(backend, device)
+    first = [torch.ones(300, device=device) for _ in range(50)]
+    second = [torch.ones(301, device=device) for _ in range(50)]
+    kernels.check_(grads_of(first))
+    counts = counted(lambda: kernels.check_(grads_of(second)))
+    assert len(counts.kernels) == 1 and len(counts.copies) == 1, counts
+    assert "HtoD" in counts.copies[0] and "Pinned" in counts.copies[0], counts
+    assert not counts.syncs, counts
+
+
+@pytest.mark.parametrize("kind", [*FUSED, "quiet"])
+def test_nothing_waits_for_the_device(backend: str, device: torch.device, kind: str) -> None:
+    loop = Loop(backend, device, OPTIMIZERS.get(kind, QuietFused))
+    with no_syncs():
+        for step in range(6):
+            if step > 2:  # at other addresses
+                for p in loop.params:
+                    p.grad = torch.full_like(p, 64.0)
+            loop.iteration()
+            loop.iteration_together()
+
+
+@pytest.mark.parametrize(
+    "make",
+    [Quiet, QuietFused, OPTIMIZERS["fused_adam"]],
+    ids=["plain", "reads_scale", "fused_adam"],
+)
+def test_nothing_is_uploaded_while_nothing_changes(
+    backend: str, device: torch.device, make: Callable[..., Any]
+) -> None:
+    loop = Loop(backend, device, make)
+    before = _C.uploads()
+    for _ in range(10):
+        loop.iteration()
+        loop.iteration_together()
+    assert _C.uploads() == before
+    kept = loop.params[0].grad  # else the new one may come to stand where it stood
+    loop.params[0].grad = torch.full((5,), 64.0, device=device)
+    loop.iteration()
+    assert kept.data_ptr() != loop.params[0].grad.data_ptr()
+    assert _C.uploads()[0] == before[0] + 1
+    loop.iteration()
+    assert _C.uploads()[0] == before[0] + 1
+
+
+def allocations(call: Callable[[], object], device: torch.device) -> int:
+    name = "allocation.all.allocated"
+    before = torch.cuda.memory_stats(device)[name]
+    call()
+    return torch.cuda.memory_stats(device)[name] - before
+
+
+@pytest.mark.parametrize(("make", "most"), [(Quiet, 1), (QuietFused, 2)])
+def test_only_the_flag_is_allocated(
+    backend: str, device: torch.device, make: Callable[..., Any], most: int
+) -> None:
+    loop = Loop(backend, device, make)
+
+    def apart() -> None:
+        loop.scaler.step(loop.optimizer)
+        loop.scaler.update()
+
+    def together() -> None:
+        loop.scaler.step_and_update(loop.optimizer)
+
+    # A fused optimizer is also handed a grad_scale of its own.
+    for run in (apart, together):
+        assert [allocations(run, device) for _ in range(5)] == [most] * 5
+
+
+def test_gradients_of_fused_optimizers_are_only_read(backend: str, device: torch.device) -> None:
+    loop = Loop(backend, device, QuietFused)
+    for p in loop.params:
+        p.grad = torch.randn_like(p)
+    before = [p.grad.clone() for p in loop.params]
+    loop.iteration()
+    loop.iteration_together()
+    for p, kept in zip(loop.params, before, strict=True):
+        assert torch.equal(p.grad, kept)
+
+
+def test_many_launches_find_every_infinity(backend: str, device: torch.device) -> None:
+    """100,000 epilogues, in each an infinity in a program drawn at random, or none."""
+    launches, chunk = 100_000, 2_000
+    programs = 8 * torch.cuda.get_device_properties(device).multi_processor_count
+    elements = programs * _C.WINDOW_BYTES // 2
+    found, expected, state = epilogues(
+        kernels_of(backend, device), device, elements, launches, chunk, Factors(2.0, 0.5, 3)
+    )
+    assert found == 0, f"{found} of {launches} flags are wrong"
+    assert state == expected
+
+
+def epilogues(
+    kernels: Any,
+    device: torch.device,
+    elements: int,
+    launches: int,
+    chunk: int,
+    factors: Factors,
+) -> tuple[int, tuple[float, int], tuple[float, int]]:
+    """Launches checks that also update a scale, and compares the flags on the device.
+
+    Returns how many were wrong, the scale and tracker as torch's op has them, and ours.
+    """
+    generator = torch.Generator().manual_seed(11)
+    grad = torch.zeros(elements, dtype=torch.float16, device=device)
+    places = torch.randint(0, elements, (launches + 1,), generator=generator)
+    # Two in a row are never the same, as the first is cleaned when the second is planted.
+    same = places[1:] == places[:-1]
+    places[1:][same] = (places[1:][same] + 1) % elements
+    bad = torch.rand(launches, generator=generator) < 1 / 6
+    kinds = torch.tensor([torch.inf, -torch.inf, torch.nan], dtype=torch.float16)
+    what = kinds[torch.randint(0, 3, (launches,), generator=generator)].where(bad, torch.zeros(()))
+    pairs = torch.stack([places[:-1], places[1:]], 1).to(device)
+    values = torch.stack([torch.zeros_like(what), what], 1).to(device, torch.float16)
+    truth = bad.float().to(device)
+    states = [
+        (flag(1024.0, device), torch.zeros((), dtype=torch.int32, device=device)) for _ in range(2)
+    ]
+    wrong = torch.zeros((), dtype=torch.int64, device=device)
+    grads = grads_of([grad])
+    for begin in range(0, launches, chunk):
+        found = []
+        where, put = pairs[begin : begin + chunk].unbind(), values[begin : begin + chunk].unbind()
+        for index, value in zip(where, put, strict=True):
+            grad.scatter_(0, index, value)
+            update = kernels.scale_update(*states[0], [], factors)
+            found.append(kernels.check_(grads, update=update))
+        for one in truth[begin : begin + chunk].unbind():
+            torch._amp_update_scale_(*states[1], one, *factors)
+        wrong += (torch.stack(found) != truth[begin : begin + chunk]).sum()
+    ours, theirs = ((scale.item(), tracker.item()) for scale, tracker in states)
+    return int(wrong), theirs, ours

@@ -1,0 +1,366 @@
+"""CUDA graphs and torch.compile: what is captured, replayed, refused and compiled."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from gpu_support import flag, grads_of, kernels_of
+from support import TorchScaler, assert_same
+
+from ampfast import _C, GradScaler
+
+pytestmark = pytest.mark.gpu
+
+SHAPE = (37, 129)
+OPTIMIZERS: dict[str, Callable[..., Any]] = {
+    "sgd": lambda params: torch.optim.SGD(params, lr=0.25),
+    "fused_sgd": lambda params: torch.optim.SGD(params, lr=0.25, momentum=0.5, fused=True),
+    "fused_adam": lambda params: torch.optim.Adam(params, lr=0.1, fused=True, capturable=True),
+    "fused_adamw": lambda params: torch.optim.AdamW(params, lr=0.1, fused=True, capturable=True),
+}
+CAPTURABLE = ("fused_sgd", "fused_adam", "fused_adamw")
+# More finite iterations in a row than the interval, and more than one overflow.
+BAD_AT = (4, 5, 9)
+ITERATIONS = 14
+SETTINGS: dict[str, Any] = {"init_scale": 2.0**10, "growth_interval": 2}
+
+
+class Training:
+    """A net of elementwise operations, so that captured and eager gradients have the same bits."""
+
+    def __init__(self, scaler: Any, kind: str, device: torch.device) -> None:
+        generator = torch.Generator(device).manual_seed(4)
+        self.scaler = scaler
+        self.weight, self.bias = (
+            torch.nn.Parameter(torch.randn(SHAPE, generator=generator, device=device))
+            for _ in range(2)
+        )
+        self.params = [self.weight, self.bias]
+        self.optimizer = OPTIMIZERS[kind](self.params)
+        self.input = torch.zeros(SHAPE, device=device)
+
+    def feed(self, iteration: int) -> None:
+        """Sets the input in place; some make gradients overflow."""
+        generator = torch.Generator(self.input.device).manual_seed(iteration)
+        drawn = torch.randn(SHAPE, generator=generator, device=self.input.device)
+        if iteration in BAD_AT:
+            drawn[3, 5] = torch.inf
+        self.input.copy_(drawn)
+
+    def backward(self) -> None:
+        loss = ((self.input * self.weight + self.bias).square() / 64).sum()
+        self.scaler.scale(loss).backward()
+
+    def step(self, together: bool = False) -> None:
+        if together and hasattr(self.scaler, "step_and_update"):
+            self.scaler.step_and_update(self.optimizer)
+        else:
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+
+    def iterate(self, iteration: int, together: bool = False) -> None:
+        self.feed(iteration)
+        self.optimizer.zero_grad()
+        self.backward()
+        self.step(together)
+
+    def observe(self) -> list[Any]:
+        scaler = self.scaler
+        return [
+            [p.detach() for p in self.params],
+            self.optimizer.state_dict()["state"],
+            scaler.get_scale(),
+            scaler._get_growth_tracker(),
+        ]
+
+
+def trainings(backend: str, kind: str, device: torch.device) -> tuple[Training, Training]:
+    """Ours, to be captured, and torch's, which runs eagerly; both have had three iterations."""
+    ours = Training(GradScaler(backend=backend, **SETTINGS), kind, device)
+    theirs = Training(TorchScaler(**SETTINGS), kind, device)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for iteration in range(3):
+            # Whatever will be captured is compiled before.
+            ours.iterate(iteration, together=iteration == 1)
+    torch.cuda.current_stream().wait_stream(stream)
+    for iteration in range(3):
+        theirs.iterate(iteration)
+    assert_same(ours.observe(), theirs.observe(), "before the capture")
+    return ours, theirs
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_backward_is_captured_and_the_scale_changes_in_place(
+    backend: str, device: torch.device, kind: str
+) -> None:
+    ours, theirs = trainings(backend, kind, device)
+    ours.optimizer.zero_grad()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        ours.backward()
+    for iteration in range(3, ITERATIONS):
+        ours.feed(iteration)
+        graph.replay()
+        ours.step(together=iteration % 2 == 0)
+        theirs.iterate(iteration)
+        assert_same(ours.observe(), theirs.observe(), f"iteration {iteration}")
+
+
+@pytest.mark.parametrize("together", [False, True])
+@pytest.mark.parametrize("kind", CAPTURABLE)
+def test_step_and_update_are_captured(
+    backend: str, device: torch.device, kind: str, together: bool
+) -> None:
+    ours, theirs = trainings(backend, kind, device)
+    before = copy.deepcopy(ours.observe())
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        ours.step(together)
+    assert_same(ours.observe(), before, "a capture runs nothing")
+    for iteration in range(3, ITERATIONS):
+        # Eagerly, into the gradients whose addresses were captured.
+        ours.feed(iteration)
+        ours.optimizer.zero_grad(set_to_none=False)
+        ours.backward()
+        graph.replay()
+        theirs.iterate(iteration)
+        assert_same(ours.observe(), theirs.observe(), f"iteration {iteration}")
+
+
+@pytest.mark.parametrize("together", [False, True])
+@pytest.mark.parametrize("kind", CAPTURABLE)
+def test_a_whole_iteration_is_captured(
+    backend: str, device: torch.device, kind: str, together: bool
+) -> None:
+    ours, theirs = trainings(backend, kind, device)
+    ours.optimizer.zero_grad()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        ours.backward()
+        ours.step(together)
+    for iteration in range(3, ITERATIONS):
+        ours.feed(iteration)
+        graph.replay()
+        theirs.iterate(iteration)
+        assert_same(ours.observe(), theirs.observe(), f"iteration {iteration}")
+
+
+@pytest.mark.parametrize("together", [False, True])
+def test_eager_steps_between_the_replays(
+    backend: str, device: torch.device, together: bool
+) -> None:
+    """With the graph's scaler and other gradients, so that tables come and go."""
+    ours, theirs = trainings(backend, "fused_adam", device)
+    ours.optimizer.zero_grad()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        ours.backward()
+        ours.step(together)
+    for iteration in range(3, ITERATIONS):
+        for side in (ours, theirs):
+            optimizers = []  # alive until the update, for the scalers know them by id
+            for count in range(3):
+                p = torch.nn.Parameter(torch.zeros(1_000 * count + iteration, device=device))
+                p.grad = torch.full_like(p, 8.0) * side.scaler._scale
+                optimizers.append(torch.optim.SGD([p], lr=1.0))
+                side.scaler.step(optimizers[-1])
+                assert bool((p == -8.0).all())
+            side.scaler.update()
+        for size in range(40):  # more than the tables that are kept
+            kernels_of(backend, device).check_(grads_of([torch.ones(size + 1, device=device)]))
+        _C.clear_tables()
+        ours.feed(iteration)
+        torch.cuda._sleep(1_000_000)
+        graph.replay()
+        theirs.iterate(iteration)
+        assert_same(ours.observe(), theirs.observe(), f"iteration {iteration}")
+    # And eagerly again.
+    for iteration in range(3):
+        for side in (ours, theirs):
+            side.iterate(iteration, together)
+        assert_same(ours.observe(), theirs.observe(), f"after the graph, {iteration}")
+
+
+def test_two_graphs_of_one_scaler(backend: str, device: torch.device) -> None:
+    ours, theirs = trainings(backend, "fused_sgd", device)
+    graphs = []
+    for together in (False, True):
+        ours.optimizer.zero_grad()
+        graphs.append(torch.cuda.CUDAGraph())
+        with torch.cuda.graph(graphs[-1]):
+            ours.backward()
+            ours.step(together)
+    for iteration in range(3, ITERATIONS):
+        ours.feed(iteration)
+        graphs[iteration % 2].replay()
+        theirs.iterate(iteration)
+        assert_same(ours.observe(), theirs.observe(), f"iteration {iteration}")
+
+
+def test_a_captured_list_is_uploaded_by_every_replay(backend: str, device: torch.device) -> None:
+    kernels = kernels_of(backend, device)
+    grads = [torch.full((n,), 8.0, device=device) for n in (5, 70_003)]
+    inverse = flag(0.5, device)
+    kernels.check_(grads_of(grads))
+    kernels.unscale_(grads_of(grads), inverse, is_scale=False)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = kernels.unscale_(grads_of(grads), inverse, is_scale=False)
+    for replay in range(5):
+        # Pinned memory is reused at once when it is free, and that of the graph never is.
+        for _ in range(50):
+            kernels.check_(grads_of([torch.ones(replay + 1, device=device) for _ in range(20)]))
+            _C.clear_tables()
+        graph.replay()
+        assert found.item() == 0.0
+        assert all(bool((g == 4.0 / 2 ** (replay + 1)).all()) for g in grads)
+    grads[1][-1] = torch.inf
+    graph.replay()
+    assert found.item() == 1.0
+
+
+def refused(call: Callable[[], object], remedy: str, device: torch.device) -> None:
+    """Captures around a call that is refused: the capture goes on, ends, and can be replayed."""
+    counter = torch.zeros((), device=device)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    stream = torch.cuda.current_stream()
+    try:
+        with torch.cuda.graph(graph):
+            counter.add_(1)
+            with pytest.raises(RuntimeError, match=remedy):
+                call()
+            counter.add_(1)
+    finally:
+        # A capture that was broken leaves its own.
+        torch.cuda.set_stream(stream)
+    for _ in range(3):
+        graph.replay()
+    assert counter.item() == 6.0
+
+
+WITHOUT_CAPTURE = "cannot capture .*: run one iteration without capturing first"
+
+
+def test_refused_the_creation_of_the_scale(backend: str, device: torch.device) -> None:
+    scaler = GradScaler(backend=backend)
+    loss = torch.ones((), device=device)
+    refused(lambda: scaler.scale(loss), WITHOUT_CAPTURE, device)
+    assert scaler._scale is None
+    scaler.scale(loss)
+    assert scaler.get_scale() == 2.0**16
+
+
+@pytest.mark.parametrize("together", [False, True])
+def test_refused_a_plain_step(backend: str, device: torch.device, together: bool) -> None:
+    ours, _ = trainings(backend, "sgd", device)
+    scale = ours.scaler.get_scale()
+    refused(lambda: ours.step(together), "cannot capture a step .*fused=True", device)
+    assert ours.scaler.get_scale() == scale
+
+
+def test_refused_the_first_step_with_momentum(backend: str, device: torch.device) -> None:
+    ours, _ = trainings(backend, "fused_adam", device)
+    optimizer = OPTIMIZERS["fused_sgd"](ours.params)
+    refused(lambda: ours.scaler.step(optimizer), WITHOUT_CAPTURE, device)
+    assert not hasattr(optimizer, "grad_scale") and not hasattr(optimizer, "found_inf")
+
+
+def test_refused_a_kernel_that_is_not_compiled(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launch = pytest.importorskip("ampfast.backends.triton.launch")
+    kernels = kernels_of("triton", device)
+    grad = torch.full((5,), 3.0, device=device)
+    kernels.check_(grads_of([grad]))
+    monkeypatch.setattr(launch, "_launched", set())
+    refused(lambda: kernels.check_(grads_of([grad])), "cannot capture.*one iteration", device)
+    assert kernels.check_(grads_of([grad])).item() == 0.0
+
+
+def graph_breaks(scaler: Any, kind: str, device: torch.device) -> tuple[int, int]:
+    """How often a compiled iteration breaks, and into how many graphs."""
+    from torch._dynamo.utils import counters
+
+    torch._dynamo.reset()
+    counters.clear()
+    training = Training(scaler, kind, device)
+
+    def iteration() -> None:
+        training.optimizer.zero_grad()
+        training.backward()
+        training.scaler.step(training.optimizer)
+        training.scaler.update()
+
+    compiled = torch.compile(iteration, backend="eager")
+    for i in range(3):
+        training.feed(i)
+        compiled()
+    assert training.params[0].isfinite().all()
+    broken = sum(counters["graph_break"].values()), counters["stats"]["unique_graphs"]
+    torch._dynamo.reset()
+    return broken
+
+
+@pytest.mark.parametrize("kind", ["sgd", "fused_adam"])
+def test_compiled_steps_break_no_more_often(backend: str, device: torch.device, kind: str) -> None:
+    theirs = graph_breaks(TorchScaler(device.type, **SETTINGS), kind, device)
+    ours = graph_breaks(GradScaler(device.type, backend=backend, **SETTINGS), kind, device)
+    assert ours[0] <= theirs[0] and ours[1] <= theirs[1], (ours, theirs)
+
+
+def test_a_compiled_iteration_gives_the_same(backend: str, device: torch.device) -> None:
+    """The forward pass compiled by itself, and all of it."""
+    sides = []
+    for compiles in (False, True):
+        training = Training(
+            GradScaler(device.type, backend=backend, **SETTINGS), "fused_sgd", device
+        )
+        run = torch.compile(training.iterate, backend="eager") if compiles else training.iterate
+        for iteration in range(8):
+            run(iteration)
+        sides.append(training.observe())
+    torch._dynamo.reset()
+    assert_same(*sides)
+
+
+def test_the_memory_of_captured_lists_is_never_given_back(
+    backend: str, device: torch.device
+) -> None:
+    """Many large lists in graphs, and then eager ones of the same size."""
+    kernels = kernels_of(backend, device)
+    inverse = flag(0.5, device)
+    captured = []
+    for _ in range(24):
+        memory = torch.full((20_000,), 8.0, device=device)
+        grads = grads_of(list(memory.split(2)))
+        kernels.unscale_(grads, inverse, is_scale=False)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            kernels.unscale_(grads, inverse, is_scale=False)
+        captured.append((graph, memory, grads))
+    decoy = torch.full((200_000,), 8.0, device=device)
+    for tensors in (2_000, 10_000, 40_000, 100_000):
+        for _ in range(4):
+            kernels.check_(grads_of(list(decoy[: 2 * tensors].split(2))))
+            _C.clear_tables()
+    for graph, _, _ in captured:
+        graph.replay()
+    torch.cuda.synchronize()
+    for number, (_, memory, _) in enumerate(captured):
+        assert bool((memory == 2.0).all()), f"graph {number}"
+    assert bool((decoy == 8.0).all())
+
+
+# Last, for a capture that it breaks cannot be repaired in this process.
+@pytest.mark.parametrize("read", ["get_scale", "step_skipped", "state_dict"])
+def test_refused_what_the_host_reads(backend: str, device: torch.device, read: str) -> None:
+    ours, _ = trainings(backend, "fused_adam", device)
+    arguments = (ours.optimizer,) if read == "step_skipped" else ()
+    refused(lambda: getattr(ours.scaler, read)(*arguments), "cannot capture", device)

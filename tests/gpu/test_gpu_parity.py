@@ -1,0 +1,308 @@
+"""Kernels on a GPU against torch's op, bit for bit: sizes, addresses, dtypes and values."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+import torch
+from batches import KINDS, every_offset_batch, random_batch, run_batch, window
+from gpu_support import flag, grads_of, inverse_of, kernels_of, require_memory
+from support import BITS, FLOATS, assert_same, difference, make_gradient
+
+from ampfast import functional
+from ampfast.backends.native import Factors
+
+pytestmark = pytest.mark.gpu
+
+LISTS = 10_000
+LISTS_PER_BATCH = 100
+# Multiplied or divided by; the reciprocals of some are infinite, zero, subnormal or inexact.
+FACTORS = (1 / 3, 2.0**-16, 3.0, 2.0**10, -0.75, 1.0, 65537.0, 2.0**-128, 1e-3, 3e38, 0.0)
+WORSE = (math.inf, math.nan)
+HALVES = (torch.float16, torch.bfloat16)
+TINY = 2.0**-128
+
+
+def test_ten_thousand_random_lists(backend: str, device: torch.device) -> None:
+    kernels = kernels_of(backend, device)
+    for seed in range(LISTS // LISTS_PER_BATCH):
+        chance = random.Random(f"batch {seed}")
+        run_batch(
+            kernels,
+            random_batch(seed, LISTS_PER_BATCH),
+            device,
+            # Lists of any bits are bad nearly always, so they are few.
+            kind=KINDS[2] if seed % 10 == 9 else KINDS[seed % 2],
+            factor=chance.choice(WORSE if seed % 25 == 24 else FACTORS),
+            is_scale=chance.random() < 0.5,
+            seed=seed,
+        )
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_sizes_around_the_window_at_every_offset(
+    backend: str, device: torch.device, dtype: torch.dtype
+) -> None:
+    batch = every_offset_batch(dtype)
+    run_batch(
+        kernels_of(backend, device),
+        batch,
+        device,
+        kind="normal",
+        factor=1 / 3,
+        is_scale=False,
+        seed=1,
+    )
+
+
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+@pytest.mark.parametrize("factor", [*FACTORS, *WORSE])
+def test_all_values_of_16_bits(
+    backend: str, device: torch.device, dtype: torch.dtype, factor: float
+) -> None:
+    kernels = kernels_of(backend, device)
+    every = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(dtype)
+    for is_scale in (False, True):
+        inverse = inverse_of(factor) if is_scale else factor
+        expected = every.clone()
+        torch._amp_foreach_non_finite_check_and_unscale_(
+            [expected], torch.zeros(()), torch.tensor(inverse)
+        )
+        ours = every.to(device)
+        # Each value alone, too, so that each is judged by itself.
+        judged = torch.zeros(2**16, device=device)
+        alone = every.to(device)
+        kernels.unscale_(grads_of([ours]), flag(factor, device), is_scale=is_scale)
+        kernels.unscale_(
+            grads_of(list(alone.split(1))), flag(factor, device), is_scale=is_scale, flags=judged
+        )
+        assert_same(ours.cpu(), expected, "all at once")
+        assert_same(alone.cpu(), expected, "each alone")
+        assert torch.equal(judged.cpu(), (~expected.isfinite()).float())
+        if dtype is torch.float16:
+            theirs = every.to(device)
+            torch._amp_foreach_non_finite_check_and_unscale_(
+                [theirs], flag(0.0, device), flag(inverse, device)
+            )
+            assert_same(ours, theirs, "torch on the device")
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_a_coefficient_multiplies_what_unscaling_writes(
+    backend: str, device: torch.device, dtype: torch.dtype
+) -> None:
+    kernels = kernels_of(backend, device)
+    grads = [make_gradient("long", dtype, seed).to(device) for seed in range(3)]
+    grads.append(make_gradient("short", dtype).to(device))
+    expected = []
+    for grad in grads:
+        wide = grad if dtype is torch.float64 else grad.float()
+        unscaled = (wide * flag(1 / 3, device).to(wide.dtype)).to(dtype).to(wide.dtype)
+        expected.append((unscaled * flag(0.7, device).to(wide.dtype)).to(dtype))
+    found = kernels.unscale_(
+        grads_of(grads), flag(1 / 3, device), is_scale=False, coefficient=flag(0.7, device)
+    )
+    assert found.item() == 0.0
+    assert_same(grads, expected, "gradients")
+
+
+@pytest.mark.parametrize("writes", [False, True])
+def test_norms_are_right_and_the_same_every_time(
+    backend: str, device: torch.device, writes: bool
+) -> None:
+    kernels = kernels_of(backend, device)
+    drawn = [
+        make_gradient("long", dtype, seed).to(device) for seed in range(40) for dtype in FLOATS
+    ]
+    inverse = flag(1 / 3, device)
+    wide = [(g if g.dtype is torch.float64 else g.float()) for g in drawn]
+    squares = sum((w * inverse.to(w.dtype)).double().square().sum() for w in wide)
+    written = [(w * inverse.to(w.dtype)).to(g.dtype) for w, g in zip(wide, drawn, strict=True)]
+    largest = max(w.abs().max().double().item() for w in written)
+    results = []
+    for _ in range(20):
+        grads = [g.clone() for g in drawn]
+        # Poisoned, for the last program must assign them.
+        norms = torch.full((2,), math.nan, dtype=torch.float64, device=device)
+        if writes:
+            found = kernels.unscale_(grads_of(grads), inverse, is_scale=False, norms=norms)
+            assert_same(grads, written, "gradients")
+        else:
+            found = kernels.norms(grads_of(grads), inverse, is_scale=False, norms=norms)
+            assert_same(grads, drawn, "gradients")
+        assert found.item() == 0.0
+        results.append(norms.tolist())
+    assert all(result == results[0] for result in results), "other bits in another run"
+    assert results[0][1] == largest
+    # float32 sums of a window's few hundred squares a thread, then float64.
+    assert math.isclose(results[0][0], float(squares), rel_tol=1e-5)
+
+
+def test_norms_keep_a_nan(backend: str, device: torch.device) -> None:
+    kernels = kernels_of(backend, device)
+    grads = [make_gradient("long", dtype).to(device) for dtype in FLOATS]
+    grads[1][12_345] = math.nan
+    norms = torch.zeros(2, dtype=torch.float64, device=device)
+    found = kernels.norms(grads_of(grads), flag(1.0, device), is_scale=True, norms=norms)
+    assert found.item() == 1.0
+    assert norms.isnan().all()
+
+
+def test_flags_tell_the_tensors_apart(backend: str, device: torch.device) -> None:
+    kernels = kernels_of(backend, device)
+    sizes = [1, 4096, 5000, 3, 20_000, 8192, 2]
+    for seed in range(30):
+        chance = random.Random(seed)
+        grads = [torch.ones(size, dtype=dtype, device=device) for dtype in FLOATS for size in sizes]
+        expected = torch.zeros(len(grads))
+        for i, grad in enumerate(grads):
+            if chance.random() < 0.3:
+                grad[chance.randrange(grad.numel())] = chance.choice((math.inf, math.nan))
+                expected[i] = 1.0
+        flags = torch.zeros(len(grads), device=device)
+        found = kernels.check_(grads_of(grads), flags=flags)
+        assert torch.equal(flags.cpu(), expected), seed
+        assert found.item() == float(expected.any())
+
+
+def test_found_inf_is_accumulated_as_torch_does(backend: str, device: torch.device) -> None:
+    kernels = kernels_of(backend, device)
+    good, bad = torch.ones(5, device=device), torch.full((5,), math.inf, device=device)
+    for before, grad, after in ((0, good, 0), (1, good, 1), (0, bad, 1), (1, bad, 1), (2, good, 2)):
+        found = flag(before, device)
+        kernels.unscale_(grads_of([grad.clone()]), flag(1, device), is_scale=False, found_inf=found)
+        assert found.item() == after
+        found = flag(before, device)
+        assert kernels.check_(grads_of([grad]), found_inf=found) is found
+        assert found.item() == after
+
+
+@pytest.mark.parametrize("backoff", [0.5, 0.3])
+@pytest.mark.parametrize("growth", [2.0, 1.1])
+def test_the_scale_is_updated_as_torch_does(
+    backend: str, device: torch.device, growth: float, backoff: float
+) -> None:
+    kernels = kernels_of(backend, device)
+    grad = torch.ones(5, device=device)
+    for interval in (0, 1, 2, 7):
+        for start in (3.0, 65536.0, 3e38, 1e-38, TINY, 0.0, math.inf, math.nan):
+            states = [
+                (flag(start, device), torch.zeros((), dtype=torch.int32, device=device))
+                for _ in range(3)
+            ]
+            for step in range(9):
+                found = flag(float(step in (3, 7)), device)
+                factors = Factors(growth, backoff, interval)
+                torch._amp_update_scale_(*states[0], found, *factors)
+                kernels.scale_update(*states[1], [found], factors).apply()
+                # The same behind a check, which finds nothing by itself.
+                update = kernels.scale_update(*states[2], [found], factors)
+                kernels.check_(grads_of([grad]), update=update)
+                assert update.applied
+                for state in states[1:]:
+                    assert_same(state, states[0], f"interval {interval}, start {start}, {step}")
+
+
+def test_more_flags_than_the_kernel_takes(backend: str, device: torch.device) -> None:
+    kernels = kernels_of(backend, device)
+    for count in (1, 2, 4, 5, 9):
+        for bad in (None, *range(count)):
+            flags = [flag(float(i == bad), device) for i in range(count)]
+            for rides in (False, True):
+                scale = flag(8.0, device)
+                tracker = torch.full((), 3, dtype=torch.int32, device=device)
+                update = kernels.scale_update(scale, tracker, flags, Factors(2.0, 0.5, 100))
+                if rides:
+                    kernels.check_(grads_of([torch.ones(3, device=device)]), update=update)
+                else:
+                    update.apply()
+                expected = (8.0, 4) if bad is None else (4.0, 0)
+                assert (scale.item(), tracker.item()) == expected, (count, bad, rides)
+
+
+def test_functional_ops_take_the_backend(
+    backend: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AMPFAST_BACKEND", backend)
+    for bad in (None, math.inf):
+        ours = [make_gradient("long", d, i).to(device) for i, d in enumerate(FLOATS)]
+        if bad:
+            ours[2][-1] = bad
+        theirs = [g.cpu() for g in ours]
+        state = (flag(3.0, device), torch.zeros((), dtype=torch.int32, device=device))
+        found = flag(0.0, device)
+        functional.check_(ours, found)
+        assert found.item() == float(bad is not None)
+        functional.unscale_and_update_(ours, found, *state, 2.0, 0.5, 1)
+        for grad in theirs:
+            torch._amp_foreach_non_finite_check_and_unscale_(
+                [grad], torch.zeros(()), torch.tensor(inverse_of(3.0))
+            )
+        assert_same([g.cpu() for g in ours], theirs, "gradients")
+        assert state[0].item() == (1.5 if bad else 6.0)
+        functional.update_scale_(*state, found, 2.0, 0.5, 1)
+        assert state[0].item() == (0.75 if bad else 12.0)
+
+
+def test_layouts_are_walked_over_as_memory(backend: str, device: torch.device) -> None:
+    kernels = kernels_of(backend, device)
+    for layout in ("transposed", "channels_last", "permuted", "odd_offset", "scalar"):
+        for dtype in FLOATS:
+            ours = make_gradient(layout, dtype).to(device)
+            theirs = make_gradient(layout, dtype)
+            kernels.unscale_(grads_of([ours]), flag(3.0, device), is_scale=True)
+            torch._amp_foreach_non_finite_check_and_unscale_(
+                [theirs], torch.zeros(()), torch.tensor(inverse_of(3.0))
+            )
+            found = difference(ours.cpu(), theirs, f"{layout}, {dtype}")
+            assert found is None, found
+
+
+def test_more_elements_than_32_bits_count(backend: str, device: torch.device) -> None:
+    if reason := require_memory(7):
+        pytest.skip(reason)
+    kernels = kernels_of(backend, device)
+    piece, count = 2**26, 2**31 + 12_345
+    pattern = make_gradient("long", torch.float16)[:65_536].to(device).repeat(piece // 65_536)
+    grad = torch.empty(count, dtype=torch.float16, device=device)
+    for begin in range(0, count, piece):
+        part = grad[begin : begin + piece]
+        part.copy_(pattern[: part.numel()])
+    expected = (pattern.float() * flag(1 / 3, device)).half()
+    assert kernels.check_(grads_of([grad])).item() == 0.0
+    found = kernels.unscale_(grads_of([grad]), flag(1 / 3, device), is_scale=False)
+    assert found.item() == 0.0
+    for begin in range(0, count, piece):
+        part = grad[begin : begin + piece].view(torch.int16)
+        assert torch.equal(part, expected[: part.numel()].view(torch.int16)), f"from {begin}"
+    for place in (-1, 2**31, 2**31 - 1, count - 4096):
+        kept = grad[place].clone()
+        grad[place] = math.inf
+        assert kernels.check_(grads_of([grad])).item() == 1.0, place
+        grad[place] = kept
+    assert kernels.check_(grads_of([grad])).item() == 0.0
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_ten_thousand_tensors(backend: str, device: torch.device, dtype: torch.dtype) -> None:
+    kernels = kernels_of(backend, device)
+    chance = random.Random(5)
+    sizes = [chance.randint(1, 700) for _ in range(10_000)]
+    sizes[77] = 3 * window(dtype) + 1
+    memory = torch.randn(sum(sizes), device=device).to(dtype)
+    expected = memory.cpu()
+    torch._amp_foreach_non_finite_check_and_unscale_(
+        [expected], torch.zeros(()), torch.tensor(1 / 3)
+    )
+    grads = list(memory.split(sizes))
+    found = kernels.unscale_(grads_of(grads), flag(1 / 3, device), is_scale=False)
+    assert found.item() == 0.0
+    assert torch.equal(memory.cpu().view(BITS[dtype]), expected.view(BITS[dtype]))
+    for bad in (0, 77, 5_000, 9_999):
+        kept = grads[bad].clone()
+        grads[bad][-1] = math.nan
+        assert kernels.check_(grads_of(grads)).item() == 1.0, bad
+        grads[bad].copy_(kept)
+    assert kernels.check_(grads_of(grads)).item() == 0.0

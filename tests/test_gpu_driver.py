@@ -1,0 +1,332 @@
+"""The driver of the proof on a GPU, with parts that pass, fail, hang and are cut off."""
+
+from __future__ import annotations
+
+import datetime
+import importlib.util
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+FOLDER = ROOT / "tests" / "gpu"
+
+pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="ends groups of processes")
+
+
+def loaded(name: str) -> ModuleType:
+    """A file of the driver as a module; imported so, it runs nothing."""
+    spec = importlib.util.spec_from_file_location(f"gpu_{name.strip('_')}", FOLDER / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def runner(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    module = loaded("runner")
+    monkeypatch.setattr(module, "GRACE_SECONDS", 0.5)
+    return module
+
+
+@pytest.fixture
+def driver(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(FOLDER))
+    return loaded("__main__")
+
+
+def python(code: str) -> list[str]:
+    return [sys.executable, "-c", code]
+
+
+def run(runner: ModuleType, out: Path, *stages: list[Any], seconds: float = 60) -> tuple[int, Any]:
+    """Returns the exit code and the outcomes by name."""
+    it = runner.Run(stages, out, ROOT, seconds)
+    code = it.run()
+    assert (out / "verdict.txt").read_text() == it.verdict() + "\n"
+    return code, {outcome.part.name: outcome for outcome in it.outcomes}
+
+
+def test_all_parts_run_whatever_fails(runner: ModuleType, tmp_path: Path) -> None:
+    code, outcomes = run(
+        runner,
+        tmp_path / "out",
+        [runner.Part("first", [python("print('FAILED one'); exit(3)"), python("print(5)")], 30)],
+        [
+            runner.Part("second", [python("print('all well')")], 30),
+            runner.Part("third", [["no-such-command-here"]], 30),
+        ],
+    )
+    assert code == 1
+    assert {name: o.verdict for name, o in outcomes.items()} == {
+        "first": "failed",
+        "second": "ok",
+        "third": "failed",
+    }
+    assert outcomes["first"].details == ["FAILED one"]
+    assert outcomes["first"].line == "FAILED one; 5"
+    assert outcomes["second"].line == "all well"
+    assert outcomes["third"].line == "no-such-command-here is not installed"
+    assert (tmp_path / "out" / "first.log").read_text() == "FAILED one\n5\n"
+    verdict = (tmp_path / "out" / "verdict.txt").read_text().splitlines()
+    assert [line.split()[0] for line in verdict[:3]] == ["first", "second", "third"]
+    assert verdict[-1] == "  FAILED one"
+
+
+def test_success_is_zero(runner: ModuleType, tmp_path: Path) -> None:
+    parts = [runner.Part(name, [python("pass")], 30) for name in "ab"]
+    code, outcomes = run(runner, tmp_path, parts)
+    assert code == 0
+    assert all(o.verdict == "ok" and o.line == "" for o in outcomes.values())
+
+
+def test_parts_of_a_stage_run_side_by_side(runner: ModuleType, tmp_path: Path) -> None:
+    files = [tmp_path / name for name in "ab"]
+    code = """
+import pathlib, sys, time
+mine, other = map(pathlib.Path, sys.argv[1:])
+mine.touch()
+while not other.exists():
+    time.sleep(0.01)
+"""
+    parts = [
+        runner.Part(a.name, [[*python(code), str(a), str(b)]], 20) for a, b in (files, files[::-1])
+    ]
+    assert run(runner, tmp_path / "out", parts)[0] == 0
+
+
+def test_a_part_that_hangs_is_cut_off_with_its_children(runner: ModuleType, tmp_path: Path) -> None:
+    code = """
+import signal, subprocess, sys, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+print("child", child.pid, flush=True)
+time.sleep(60)
+"""
+    begin = time.monotonic()
+    ended = []
+    hangs = runner.Part(
+        "hangs", [python(code), python("print(1)")], 2, after=lambda: ended.append(1)
+    )
+    code, outcomes = run(runner, tmp_path, [hangs], [runner.Part("next", [python("pass")], 30)])
+    assert code == 1
+    assert time.monotonic() - begin < 20
+    assert outcomes["hangs"].verdict == "cut off"
+    assert outcomes["next"].verdict == "ok"
+    assert ended == [1]
+    assert not is_alive(int(outcomes["hangs"].line.split()[1]))
+
+
+def is_alive(pid: int) -> bool:
+    """Whether a process runs; what only waits to be collected does not."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    return state != "Z"
+
+
+def test_a_part_that_is_told_to_end_may_write_what_it_has(
+    runner: ModuleType, tmp_path: Path
+) -> None:
+    code = """
+import signal, time
+def end(*_):
+    print("kept", flush=True)
+    raise SystemExit(0)
+signal.signal(signal.SIGTERM, end)
+print("ready", flush=True)
+time.sleep(60)
+"""
+    runner.GRACE_SECONDS = 10
+    _, outcomes = run(runner, tmp_path, [runner.Part("slow", [python(code)], 2)])
+    assert outcomes["slow"].verdict == "cut off"
+    assert outcomes["slow"].line == "kept"
+    assert outcomes["slow"].seconds < 8
+
+
+def test_the_whole_run_has_a_limit(runner: ModuleType, tmp_path: Path) -> None:
+    sleeps = [[runner.Part(name, [python("import time; time.sleep(60)")], 60)] for name in "abc"]
+    code, outcomes = run(runner, tmp_path, *sleeps, seconds=1)
+    assert code == 1
+    assert [o.verdict for o in outcomes.values()] == ["cut off", "not run", "not run"]
+
+
+def test_what_a_machine_cannot_run_is_no_failure(runner: ModuleType, tmp_path: Path) -> None:
+    def part(name: str, *commands: list[str]) -> Any:
+        return runner.Part(name, commands, 30, unavailable="not supported|is not installed")
+
+    refuses = python("print('x'); print('Error: Device not supported here'); exit(1)")
+    code, outcomes = run(runner, tmp_path / "a", [part("no", refuses), part("none", ["no-tool"])])
+    assert code == 0
+    assert [o.verdict for o in outcomes.values()] == ["unavailable", "unavailable"]
+    assert outcomes["no"].line == "Error: Device not supported here"
+    # Only if it is for that reason alone.
+    code, outcomes = run(runner, tmp_path / "b", [part("other", python("exit(1)"), refuses)])
+    assert code == 1 and outcomes["other"].verdict == "failed"
+    code, outcomes = run(runner, tmp_path / "c", [part("fine", python("print('not supported')"))])
+    assert code == 0 and outcomes["fine"].verdict == "ok"
+
+
+def test_counts_are_added_up(runner: ModuleType) -> None:
+    first = "3 passed, 1 skipped in 2.00s"
+    assert runner.combined([]) == ""
+    assert runner.combined([first]) == first
+    assert runner.combined([first, "1 failed, 4 passed in 1.00s (0:01:00)"]) == (
+        "7 passed, 1 skipped, 1 failed"
+    )
+    assert runner.combined(["2 wrong", "ERROR SUMMARY: 0 errors"]) == (
+        "2 wrong; ERROR SUMMARY: 0 errors"
+    )
+
+
+def test_being_cut_off_leaves_a_verdict(tmp_path: Path) -> None:
+    script = tmp_path / "driver.py"
+    script.write_text(f"""
+import sys
+sys.path.insert(0, {str(FOLDER)!r})
+from pathlib import Path
+from runner import Part, Run, stopped_by_signals
+quick = [sys.executable, "-c", "print('quick')"]
+slow = [sys.executable, "-c", "import time; print('begun'); time.sleep(60)"]
+parts = [[Part("quick", [quick], 30)], [Part("slow", [slow], 60)], [Part("never", [quick], 30)]]
+run = Run(parts, Path({str(tmp_path / "out")!r}), Path("."), 60)
+with stopped_by_signals(run):
+    code = run.run()
+print(run.verdict())
+sys.exit(code)
+""")
+    process = subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, text=True)
+    log = tmp_path / "out" / "slow.log"
+    begin = time.monotonic()
+    while not (log.exists() and "begun" in log.read_text()):
+        assert time.monotonic() - begin < 30 and process.poll() is None
+        time.sleep(0.05)
+    process.send_signal(signal.SIGTERM)
+    said, _ = process.communicate(timeout=30)
+    assert process.returncode == 1
+    table = (tmp_path / "out" / "verdict.txt").read_text()
+    assert said.endswith(table)
+    verdicts = [" ".join(line.split()[:3]) for line in table.splitlines()]
+    assert verdicts[0].startswith("quick ok")
+    assert verdicts[1] == "slow cut off"
+    assert verdicts[2] == "never not run"
+
+
+def test_results_are_named_after_card_torch_and_day(driver: ModuleType) -> None:
+    day = datetime.date(2026, 1, 31)
+    name = driver.results_name("NVIDIA H100 80GB HBM3", "2.11.0+cu130", day)
+    assert name == "h100-80gb-hbm3-torch2.11.0-2026-01-31.json"
+    assert driver.results_name("NVIDIA H200", "2.11.0", day) == "h200-torch2.11.0-2026-01-31.json"
+
+
+def test_parts_of_the_real_run(driver: ModuleType, tmp_path: Path) -> None:
+    results, copy = tmp_path / "a.json", tmp_path / "out" / "a.json"
+    copy.parent.mkdir()
+    parts = [part for stage in driver.stages(results, copy) for part in stage]
+    assert len({part.name for part in parts}) == len(parts)
+    for part in parts:
+        for command in part.commands:
+            for word in command[1:]:
+                assert not word.endswith(".py") or (ROOT / word).is_file(), word
+    # A log for each, the verdict and the results: no more than what such a machine gives back.
+    assert len(parts) + 2 <= 8
+    [bench] = [part for part in parts if part.name == "bench"]
+    bench.after()
+    assert not copy.exists()
+    results.write_text("{}")
+    bench.after()
+    assert copy.read_text() == "{}"
+
+
+def test_unknown_parts_are_refused(driver: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as refused:
+        driver.main(["--parts", "gpu,fast"])
+    assert refused.value.code == 2
+    assert "fast: not among build, gpu, suite" in capsys.readouterr().err
+
+
+def test_without_a_gpu_it_says_so(tmp_path: Path) -> None:
+    hidden = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(
+        [sys.executable, str(FOLDER), "--out", str(tmp_path / "out")],
+        capture_output=True,
+        text=True,
+        env=hidden,
+    )
+    assert done.returncode == 1
+    assert "needs a GPU" in done.stderr
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_trace_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(FOLDER))
+    tracing = loaded("tracing")
+
+    def event(kind: str, name: str, begin: float, **more: Any) -> dict[str, Any]:
+        return {"ph": "X", "cat": kind, "name": name, "ts": begin, "dur": 1.0, **more}
+
+    counts = tracing.counts_in(
+        [
+            {"ph": "M", "name": "process_name"},
+            event("cuda_runtime", "cudaDeviceSynchronize", 1.0),
+            event("user_annotation", tracing.MARK, 10.0, dur=20.0),
+            event("gpu_user_annotation", tracing.MARK, 12.0),
+            event("cuda_runtime", "cudaLaunchKernel", 11.0),
+            event("cuda_driver", "cuLaunchKernelEx", 13.0),
+            event("kernel", "second", 40.0),
+            event("kernel", "first", 14.0),
+            event("cuda_runtime", "cudaStreamIsCapturing", 15.0),
+            event("cuda_runtime", "cudaStreamSynchronize", 16.0),
+            event("gpu_memcpy", "Memcpy DtoH (Device -> Pinned)", 17.0),
+            event("gpu_memset", "Memset (Device)", 18.0),
+            event("cuda_runtime", "cudaDeviceSynchronize", 50.0),
+        ]
+    )
+    assert counts.kernels == ["first", "second"]
+    assert counts.copies == ["Memcpy DtoH (Device -> Pinned)", "Memset (Device)"]
+    assert counts.syncs == ["cudaStreamSynchronize"]
+
+
+@pytest.mark.parametrize("kind", ["normal", "wide", "bits"])
+def test_batches_find_what_is_wrong(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    """The fuzz of the GPU tests, with the CPU's kernels: right ones pass, wrong ones do not."""
+    import torch
+
+    from ampfast.backends import native
+
+    monkeypatch.syspath_prepend(str(FOLDER))
+    import batches
+
+    device = torch.device("cpu")
+    arguments: dict[str, Any] = {"kind": kind, "is_scale": False, "seed": 3, "factor": 1 / 3}
+    for seed in range(10):
+        arguments["seed"] = seed
+        batches.run_batch(native, batches.random_batch(seed, 20), device, **arguments)
+
+    class Wrong:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def check_(self, grads: Any, scale: Any = None) -> torch.Tensor:
+            found = native.check_(grads, scale)
+            return 1 - found if self.name == "flag" else found
+
+        def unscale_(self, grads: Any, factor: Any, *, is_scale: bool) -> torch.Tensor:
+            if self.name == "value":
+                factor = factor * (1 + 1e-6)
+            found = native.unscale_(grads, factor, is_scale=is_scale)
+            return torch.zeros(()) if self.name == "found_inf" else found
+
+    for name in ("flag", "value", "found_inf"):
+        with pytest.raises(AssertionError):
+            batches.run_batch(Wrong(name), batches.random_batch(5, 40), device, **arguments)
