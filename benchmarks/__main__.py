@@ -1,34 +1,31 @@
-"""Command line: measure, or turn a result file into the README's performance section."""
+"""Command line: measure, or turn a result file into the README's performance section or a plot."""
 
 from __future__ import annotations
 
 import argparse
 import signal
 import sys
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
-from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TextColumn,
-    TimeElapsedColumn,
-)
 
-from . import host_time, kernels, memory, readme, report
+from . import host_time, kernels, memory, plot, readme, report, steps, terminal
 from .cases import CASES
-from .harness import FULL, QUICK, Job
-from .machine import new_results
+from .device_time import CudaQueue
+from .harness import FULL, GPU_FULL, GPU_QUICK, QUICK, Effort, Job
+from .machine import default_device, new_results
 from .results import Results
+from .rows import dtype_name
+from .terminal import Terminal
 
-SUBJECTS = ("host", "kernels", "memory")
+SUBJECTS = ("host", "kernels", "steps", "memory")
 INTERRUPTED = 130
-PAGE_WIDTH = 120
 # Load average of the last minute from which something else takes a noticeable part of a core.
 BUSY = 0.5
+# After so many seconds on a GPU no further part of a run is started.
+GPU_LIMIT_S = {False: 330.0, True: 105.0}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -36,14 +33,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     if arguments[:1] == ["readme"]:
         return _readme(arguments[1:])
+    if arguments[:1] == ["plot"]:
+        return _plot(arguments[1:])
     return _bench(arguments)
 
 
 def _bench(arguments: Sequence[str]) -> int:
+    started = time.monotonic()
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks",
         description="Measures ampfast against torch, after comparing their results.",
-        epilog="`python -m benchmarks readme FILE` prints a result file as Markdown.",
+        epilog="`python -m benchmarks readme FILE` prints a result file as Markdown, "
+        "`python -m benchmarks plot FILE PICTURE` draws it.",
     )
     parser.add_argument("--quick", action="store_true", help="fewer lists, shorter comparisons")
     parser.add_argument(
@@ -57,82 +58,171 @@ def _bench(arguments: Sequence[str]) -> int:
         "--cases",
         type=_names_among(tuple(CASES)),
         metavar="LISTS",
-        help=f"gradient lists for the kernels, comma-separated: {','.join(CASES)}",
+        help=f"gradient lists for kernels and steps, comma-separated: {','.join(CASES)}",
+    )
+    dtypes = {dtype_name(dtype): dtype for dtype in kernels.DTYPES}
+    parser.add_argument(
+        "--dtypes",
+        type=_names_among(tuple(dtypes)),
+        metavar="DTYPES",
+        help=f"their dtypes, comma-separated: {','.join(dtypes)}",
+    )
+    parser.add_argument(
+        "--device", type=_device, help="cpu or cuda (default: the GPU of a machine that has one)"
     )
     parser.add_argument("--threads", type=_positive, metavar="N", help="threads of torch and ours")
+    parser.add_argument(
+        "--limit", type=_positive, metavar="SECONDS", help="start no further part after that"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write rows and goals there")
     parser.add_argument("--csv", type=Path, metavar="FILE", help="write rows there")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the kernels there")
     options = parser.parse_args(arguments)
-    for path in (options.json, options.csv):
+    for path in (options.json, options.csv, options.plot):
         if path is not None and not path.parent.is_dir():
             parser.error(f"{path.parent} is not a directory")
+    if options.plot is not None and not plot.is_possible():
+        parser.error(plot.MISSING)
 
     if options.threads is not None:
         torch.set_num_threads(options.threads)
-    effort = QUICK if options.quick else FULL
-    jobs_of = {
-        "host": lambda: host_time.jobs(effort),
-        "kernels": lambda: kernels.jobs(effort, options.cases),
-        "memory": lambda: memory.jobs(effort),
-    }
-    console = Console(width=None if sys.stdout.isatty() else PAGE_WIDTH)
-    results = new_results()
+    device = options.device or default_device()
+    on_gpu = device.type == "cuda"
+    shown = terminal.make()
+    results = new_results(device)
+    # Until the last job is done: who is cut off leaves a file that says so.
+    results.complete = False
     if (results.machine["load"] or 0) > BUSY:
-        console.print(f"the load is {results.machine['load']:.1f}: other processes disturb timings")
-    exit_code = _run(
-        [(subject, job) for subject in options.only for job in jobs_of[subject]()],
-        results,
-        console,
-    )
-    report.show(results, console)
-    if options.json is not None:
-        results.write_json(options.json)
-    if options.csv is not None:
-        results.write_csv(options.csv)
+        shown.line(f"the load is {results.machine['load']:.1f}: other processes disturb timings")
+    limit = options.limit or (GPU_LIMIT_S[options.quick] if on_gpu else None)
+    deadline = None if limit is None else started + limit
+    chosen = tuple(dtypes[name] for name in options.dtypes) if options.dtypes else None
+    exit_code = INTERRUPTED
+    try:
+        jobs = _jobs(options.only, device, _effort(options.quick, on_gpu), options.cases, chosen)
+        exit_code = _run(jobs, results, shown, options.json, deadline)
+    except KeyboardInterrupt:
+        shown.line("stopped; what was measured so far follows")
+    finally:
+        _write(results, options.json, options.csv)
+    report.show(results, shown.table)
+    for note in results.notes:
+        shown.line(note)
+    if options.plot is not None:
+        exit_code = max(exit_code, _draw(results, options.plot))
     return exit_code
 
 
-def _run(jobs: Sequence[tuple[str, Job]], results: Results, console: Console) -> int:
-    """Runs the jobs into `results`; what was measured before a failure or Ctrl-C stays there."""
-    failed = False
-    columns = (
-        TextColumn("{task.description:<40}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-    )
-    with Progress(*columns, console=console, transient=True) as progress:
-        task = progress.add_task("", total=len(jobs))
-        for subject, job in jobs:
-            name = f"{subject}: {job.label}"
-            progress.update(task, description=name)
-            try:
-                measured = job.run()
-            except KeyboardInterrupt:
-                results.complete = False
-                console.print(f"stopped at {name}; what was measured so far follows")
-                return INTERRUPTED
-            except MemoryError as error:
-                # A smaller machine measures less, which is no failure of what is measured.
-                results.complete = False
-                console.print(f"skipped {name}: {error}", markup=False)
-            except (AssertionError, RuntimeError) as error:
-                results.complete = False
-                failed = True
-                console.print(f"FAILED {name}: {error}", markup=False)
-            else:
-                results.rows += measured.rows
-                results.goals += measured.goals
-            progress.advance(task)
+def _effort(quick: bool, on_gpu: bool) -> Effort:
+    if on_gpu:
+        return GPU_QUICK if quick else GPU_FULL
+    return QUICK if quick else FULL
+
+
+def _jobs(
+    subjects: Sequence[str],
+    device: torch.device,
+    effort: Effort,
+    cases: tuple[str, ...] | None,
+    dtypes: tuple[torch.dtype, ...] | None,
+) -> list[tuple[str, Job]]:
+    on_gpu = device.type == "cuda"
+    queue = CudaQueue(device) if on_gpu else None
+    lists = kernels.chosen(effort, device, cases, dtypes)
+    jobs_of: dict[str, Callable[[], list[Job]]] = {
+        "host": lambda: host_time.jobs(effort, device, queue),
+        "kernels": lambda: kernels.jobs(lists, device, effort, queue),
+        "steps": lambda: steps.jobs(lists, device, effort, queue),
+        # What a process holds besides the gradients is a question for the CPU.
+        "memory": lambda: [] if on_gpu else memory.jobs(effort),
+    }
+    return [(f"{subject}: {job.label}", job) for subject in subjects for job in jobs_of[subject]()]
+
+
+def _run(
+    jobs: Sequence[tuple[str, Job]],
+    results: Results,
+    shown: Terminal,
+    json_file: Path | None,
+    deadline: float | None,
+) -> int:
+    """Runs the jobs into `results`; what was measured before a failure or Ctrl-C stays there.
+
+    The file is written after each job, so that nothing is lost with a process that is killed.
+    """
+    failed = left_out = False
+    for name, job in shown.progress(jobs):
+        if deadline is not None and time.monotonic() > deadline:
+            left_out = True
+            _note(results, shown, f"left out {name}: the time is up")
+            continue
+        try:
+            measured = job.run()
+        except KeyboardInterrupt:
+            _note(results, shown, f"stopped at {name}; what was measured so far follows")
+            return INTERRUPTED
+        except (MemoryError, torch.OutOfMemoryError) as error:
+            # A smaller machine measures less, which is no failure of what is measured.
+            left_out = True
+            _note(results, shown, f"skipped {name}: {error}")
+        except (AssertionError, RuntimeError) as error:
+            failed = True
+            _note(results, shown, f"FAILED {name}: {error}")
+        else:
+            results.rows += measured.rows
+            results.goals += measured.goals
+            results.notes += [note for note in measured.notes if note not in results.notes]
+        if json_file is not None:
+            results.write_json(json_file)
+    results.complete = not (failed or left_out)
     return 1 if failed else 0
+
+
+def _note(results: Results, shown: Terminal, text: str) -> None:
+    results.notes.append(text)
+    shown.line(text)
+
+
+def _write(results: Results, json_file: Path | None, csv_file: Path | None) -> None:
+    if json_file is not None:
+        results.write_json(json_file)
+    if csv_file is not None:
+        results.write_csv(csv_file)
+
+
+def _draw(results: Results, path: Path) -> int:
+    try:
+        plot.draw(results, path)
+    except (OSError, ValueError) as error:
+        print(error, file=sys.stderr)
+        return 1
+    return 0
+
+
+def _plot(arguments: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks plot",
+        description="Draws bytes per second by list from a result file, beside a copy's.",
+    )
+    parser.add_argument("file", type=Path, help="what --json wrote")
+    parser.add_argument("picture", type=Path, help="where to draw; its ending says the format")
+    options = parser.parse_args(arguments)
+    if not plot.is_possible():
+        parser.error(plot.MISSING)
+    try:
+        results = Results.read_json(options.file)
+    except (OSError, ValueError) as error:
+        print(error, file=sys.stderr)
+        return 1
+    return _draw(results, options.picture)
 
 
 def _readme(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks readme",
-        description="Prints a result file as the Markdown of the README's performance section.",
+        description="Prints result files as the Markdown of the README's performance section.",
     )
-    parser.add_argument("file", type=Path, help="what --json wrote")
+    parser.add_argument("files", type=Path, nargs="+", metavar="file", help="what --json wrote")
     parser.add_argument(
         "--write",
         type=Path,
@@ -141,7 +231,7 @@ def _readme(arguments: Sequence[str]) -> int:
     )
     options = parser.parse_args(arguments)
     try:
-        section = readme.markdown(options.file)
+        section = readme.markdown(*options.files)
         if options.write is None:
             print(section, end="")
         else:
@@ -165,6 +255,16 @@ def _names_among(known: tuple[str, ...]) -> Callable[[str], tuple[str, ...]]:
         return tuple(name for name in known if name in given)
 
     return names
+
+
+def _device(text: str) -> torch.device:
+    if text == "cpu":
+        return torch.device("cpu")
+    if text != "cuda":
+        raise argparse.ArgumentTypeError(f"must be cpu or cuda, got {text!r}")
+    if not torch.cuda.is_available():
+        raise argparse.ArgumentTypeError("torch sees no GPU")
+    return default_device()
 
 
 def _positive(text: str) -> int:

@@ -36,11 +36,19 @@ def _norm(width: int) -> list[Shape]:
 
 
 def _bert(layers: int, width: int, vocabulary: int = 30522, positions: int = 512) -> list[Shape]:
-    """The encoder of Devlin et al. 2018: embeddings, post-norm layers, pooler."""
+    """The encoder of Devlin et al. 2018: embeddings, post-norm layers, pooler; no heads."""
     attention = 4 * _linear(width, width) + _norm(width)
     mlp = _linear(4 * width, width) + _linear(width, 4 * width) + _norm(width)
     embeddings: list[Shape] = [(vocabulary, width), (positions, width), (2, width)]
     return embeddings + _norm(width) + layers * (attention + mlp) + _linear(width, width)
+
+
+def _gpt2(layers: int, width: int, vocabulary: int = 50257, positions: int = 1024) -> list[Shape]:
+    """Radford et al. 2019: pre-norm layers; the output shares the weight of the embedding."""
+    attention = [(width, 3 * width), (3 * width,), (width, width), (width,)]
+    mlp = [(width, 4 * width), (4 * width,), (4 * width, width), (width,)]
+    layer = _norm(width) + attention + _norm(width) + mlp
+    return [(vocabulary, width), (positions, width), *(layers * layer), *_norm(width)]
 
 
 def _resnet50() -> list[Shape]:
@@ -67,8 +75,11 @@ CASES: dict[str, GradCase] = {
         "resnet50": _resnet50(),
         "bert_base": _bert(layers=12, width=768),
         "bert_large": _bert(layers=24, width=1024),
+        "gpt2_124m": _gpt2(layers=12, width=768),
+        "gpt2_xl": _gpt2(layers=48, width=1600),
         "one_16m": [(1 << 24,)],
         "one_64m": [(1 << 26,)],
+        "one_512m": [(1 << 29,)],
     }.items()
 }
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -15,6 +16,7 @@ from .results import Goal, Row, Spread
 MIN_ROUNDS = 6
 MAX_ROUNDS = 400
 COMPARED_AT_ONCE = 1 << 22
+SMALL = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -22,21 +24,29 @@ class Contender:
     """One way to do something.
 
     `call` gets the running number of the call, so that it can alternate; `prepare` gets it before
-    each call and is not timed.
+    each call and is not timed, nor is `around`, which is entered for each sample. `waits` says that
+    the call waits for its device, so that no other call can be queued behind it.
     """
 
     path: str
     provider: str
     call: Callable[[int], object]
     prepare: Callable[[int], object] | None = None
+    around: Callable[[], AbstractContextManager[object]] = nullcontext
+    waits: bool = False
+
+    @property
+    def key(self) -> tuple[str, str]:
+        return self.path, self.provider
 
 
 @dataclass
 class Measured:
-    """What a job hands back."""
+    """What a job hands back; `notes` say what it left out, and why."""
 
     rows: list[Row] = field(default_factory=list)
     goals: list[Goal] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -58,6 +68,9 @@ class Effort:
 
 QUICK = Effort(quick=True, comparison_s=0.4)
 FULL = Effort(quick=False, comparison_s=3.0)
+# On a GPU one sample holds hundreds of calls, and there are more contenders.
+GPU_QUICK = Effort(quick=True, comparison_s=0.3, sample_s=0.002)
+GPU_FULL = Effort(quick=False, comparison_s=1.0, sample_s=0.002)
 
 
 class Samples:
@@ -65,6 +78,9 @@ class Samples:
 
     def __init__(self, seconds: dict[tuple[str, str], list[float]]) -> None:
         self._seconds = seconds
+
+    def __contains__(self, key: tuple[str, str]) -> bool:
+        return key in self._seconds
 
     def spread(self, path: str, provider: str) -> Spread:
         return Spread.of(self._seconds[path, provider])
@@ -111,11 +127,12 @@ def interleave(
     """
     calls = []
     for contender in contenders:
-        timer(contender, range(cycle))
-        seconds = cycle * timer(contender, range(cycle))
+        with contender.around():
+            timer(contender, range(cycle))
+            seconds = cycle * timer(contender, range(cycle))
         calls.append(range(cycle * max(1, round(effort.sample_s / max(seconds, 1e-9)))))
 
-    seconds_of: dict[tuple[str, str], list[float]] = {(c.path, c.provider): [] for c in contenders}
+    seconds_of: dict[tuple[str, str], list[float]] = {c.key: [] for c in contenders}
     collecting = gc.isenabled()
     gc.disable()
     try:
@@ -125,8 +142,8 @@ def interleave(
                 break
             turns = list(zip(contenders, calls, strict=True))
             for contender, numbers in reversed(turns) if done % 2 else turns:
-                key = (contender.path, contender.provider)
-                seconds_of[key].append(timer(contender, numbers))
+                with contender.around():
+                    seconds_of[contender.key].append(timer(contender, numbers))
     finally:
         if collecting:
             gc.enable()
@@ -135,20 +152,37 @@ def interleave(
 
 def assert_same(ours: Sequence[Tensor], theirs: Sequence[Tensor], what: str) -> None:
     """Raises AssertionError unless both lists hold the same values; all NaNs count as equal."""
+    small: dict[torch.dtype, list[tuple[int, Tensor, Tensor]]] = {}
     for index, (our, their) in enumerate(zip(ours, theirs, strict=True)):
-        # By pieces, because comparing NaNs needs several times the memory of what is compared.
-        pieces = zip(
-            our.reshape(-1).split(COMPARED_AT_ONCE),
-            their.reshape(-1).split(COMPARED_AT_ONCE),
-            strict=True,
-        )
-        for our_piece, their_piece in pieces:
-            if not torch.equal(our_piece, their_piece):
-                torch.testing.assert_close(
-                    our_piece,
-                    their_piece,
-                    rtol=0,
-                    atol=0,
-                    equal_nan=True,
-                    msg=lambda text, index=index: f"{what}, tensor {index}: {text}",
-                )
+        # Thousands of small tensors are compared together: on a GPU each comparison is a wait.
+        if our.numel() == their.numel() <= SMALL and our.dtype == their.dtype:
+            small.setdefault(our.dtype, []).append((index, our, their))
+        else:
+            _assert_equal(our, their, f"{what}, tensor {index}")
+    for together in small.values():
+        flat = [torch.cat([pair[side].reshape(-1) for pair in together]) for side in (1, 2)]
+        try:
+            _assert_equal(*flat, what)
+        except AssertionError:
+            for index, our, their in together:
+                _assert_equal(our, their, f"{what}, tensor {index}")
+            raise
+
+
+def _assert_equal(our: Tensor, their: Tensor, what: str) -> None:
+    # By pieces, because comparing NaNs needs several times the memory of what is compared.
+    pieces = zip(
+        our.reshape(-1).split(COMPARED_AT_ONCE),
+        their.reshape(-1).split(COMPARED_AT_ONCE),
+        strict=True,
+    )
+    for our_piece, their_piece in pieces:
+        if not torch.equal(our_piece, their_piece):
+            torch.testing.assert_close(
+                our_piece,
+                their_piece,
+                rtol=0,
+                atol=0,
+                equal_nan=True,
+                msg=lambda text: f"{what}: {text}",
+            )

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 import ampfast
 
+from .device_time import Queue, host_timer
 from .harness import Contender, Effort, Job, Measured, assert_same, interleave
 from .results import Goal, Row
 
@@ -104,13 +105,12 @@ class Subject:
         return [*gradients, self.scaler._scale, self.scaler._growth_tracker]
 
 
-def jobs(effort: Effort) -> list[Job]:
-    """One job for each number of parameters and kind of step."""
-    device = torch.device("cpu")
+def jobs(effort: Effort, device: torch.device, queue: Queue | None) -> list[Job]:
+    """One job for each number of parameters and kind of step; `queue` is that of a GPU."""
     return [
         Job(
             f"{parameters} parameters, {paths[0]}",
-            functools.partial(measure, parameters, paths, device, effort),
+            functools.partial(measure, parameters, paths, device, effort, queue),
         )
         for parameters in GOALS
         for paths in (
@@ -122,9 +122,13 @@ def jobs(effort: Effort) -> list[Job]:
 
 
 def measure(
-    parameters: int, paths: tuple[str, ...], device: torch.device, effort: Effort
+    parameters: int,
+    paths: tuple[str, ...],
+    device: torch.device,
+    effort: Effort,
+    queue: Queue | None = None,
 ) -> Measured:
-    """Times ampfast's paths against torch's first one.
+    """Times ampfast's paths against torch's first one; on a GPU until the calls return.
 
     Raises:
         AssertionError: If gradients, scale or growth tracker are not torch's.
@@ -140,31 +144,37 @@ def measure(
         for path in provider_paths:
             subject = Subject.make(scaler_class, optimizer_class, parameters, device)
             contenders.append(Contender(path, provider, subject.caller(path), subject.set_scale))
-    samples = interleave(contenders, effort)
+    if queue is None:
+        samples = interleave(contenders, effort)
+    else:
+        samples = interleave(contenders, effort, timer=host_timer(queue))
 
     measured = Measured()
     list_bytes = parameters * ELEMENTS * torch.float32.itemsize
     for contender in contenders:
-        key = (contender.path, contender.provider)
+        key = contender.key
         seconds = samples.spread(*key)
-        measured.rows.append(
-            Row(
-                subject="host",
-                case=f"{parameters}x{ELEMENTS}",
-                dtype="float32",
-                path=contender.path,
-                provider=contender.provider,
-                ms_p20=seconds.p20 * 1e3,
-                ms_p50=seconds.p50 * 1e3,
-                ms_p80=seconds.p80 * 1e3,
-                host_us_p50=seconds.p50 * 1e6,
-                list_bytes=list_bytes,
-                vs_torch=None
-                if contender.provider == "torch"
-                else samples.ratio((paths[0], "torch"), key).p50,
-            )
+        row = Row(
+            subject="host",
+            case=f"{parameters}x{ELEMENTS}",
+            dtype="float32",
+            path=contender.path,
+            provider=contender.provider,
+            host_us_p20=seconds.p20 * 1e6,
+            host_us_p50=seconds.p50 * 1e6,
+            host_us_p80=seconds.p80 * 1e6,
+            list_bytes=list_bytes,
+            vs_torch=None
+            if contender.provider == "torch"
+            else samples.ratio((paths[0], "torch"), key).p50,
         )
-    if paths[0] == UNSCALE:
+        if queue is None:
+            # On a CPU the call does the work itself.
+            milliseconds = {f"ms_p{q}": getattr(seconds, f"p{q}") * 1e3 for q in (20, 50, 80)}
+            row = replace(row, **milliseconds)
+        measured.rows.append(row)
+    # Set for the kernels of a CPU.
+    if paths[0] == UNSCALE and queue is None:
         ratio = samples.ratio((UNSCALE, backend), (UNSCALE, "torch"))
         measured.goals.append(
             Goal.of_spread(

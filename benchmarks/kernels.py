@@ -1,218 +1,273 @@
-"""Unscaling and checking gradient lists: ours against torch's op and against a copy."""
+"""Checking and unscaling gradient lists: ours against torch's op and against a copy."""
 
 from __future__ import annotations
 
 import functools
 import itertools
 import math
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from ampfast import backends, functional
-
+from . import counts, goals, providers
 from .cases import CASES, GradCase, make_gradients
-from .harness import Contender, Effort, Job, Measured, Samples, assert_same, interleave
-from .machine import available_bytes, cache_bytes
-from .results import Goal, Row
+from .device_time import GRAPH_BELOW_BYTES, EventTimer, GraphTimer, Queue, host_timer
+from .harness import Contender, Effort, Job, Measured, interleave
+from .kernel_parity import assert_parity
+from .machine import cache_bytes, require_memory, tensors_per_launch
+from .providers import COPY, HALF_COPY, NORM, Calls, Scalars, moved_bytes
+from .results import Row
+from .rows import Timed, dtype_name
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-FULL_CASES = ("1000x1k", "10000x256", "resnet50", "bert_base", "one_64m")
-QUICK_CASES = ("1000x1k", "10000x256", "resnet50", "one_16m")
+GPU_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 QUICK_DTYPES = (torch.float32, torch.float16)
+CPU_CASES = ("1000x1k", "10000x256", "resnet50", "bert_base", "one_64m")
+CPU_QUICK_CASES = ("1000x1k", "10000x256", "resnet50", "one_16m")
+GPU_CASES = (
+    *("1000x1k", "10000x256", "resnet50", "bert_large"),
+    *("gpt2_124m", "gpt2_xl", "one_512m"),
+)
+GPU_QUICK_CASES = ("1000x1k", "10000x256", "bert_large", "gpt2_124m")
 
 MAX_LISTS = 64
+# Gradients, and both ends of a copy; or three lists that are compared.
+MEMORY_OF_LISTS = 3.5
+# Tensors up to this are looked at together.
+SMALL = 1 << 16
 
-# torch's time over ours for `unscale_`; a single huge tensor and a real model must not get slower.
-SPEEDUP_GOALS = {"1000x1k": 2.5, "bert_base": 1.0, "bert_large": 1.0, "one_64m": 1.0}
+
+def chosen(
+    effort: Effort,
+    device: torch.device,
+    cases: tuple[str, ...] | None = None,
+    dtypes: tuple[torch.dtype, ...] | None = None,
+) -> list[tuple[GradCase, torch.dtype]]:
+    """The lists to measure on a device: what was asked for, else what there is time for."""
+    if device.type == "cuda":
+        usual, all_dtypes = (GPU_QUICK_CASES if effort.quick else GPU_CASES), GPU_DTYPES
+    else:
+        usual, all_dtypes = (CPU_QUICK_CASES if effort.quick else CPU_CASES), DTYPES
+    dtypes = dtypes or (QUICK_DTYPES if effort.quick else all_dtypes)
+    return [(CASES[name], dtype) for name in cases or usual for dtype in dtypes]
 
 
-def jobs(effort: Effort, cases: tuple[str, ...] | None = None) -> list[Job]:
-    """One job for each list and dtype."""
-    names = cases or (QUICK_CASES if effort.quick else FULL_CASES)
-    dtypes = QUICK_DTYPES if effort.quick else DTYPES
-    device = torch.device("cpu")
+def jobs(
+    lists: Sequence[tuple[GradCase, torch.dtype]],
+    device: torch.device,
+    effort: Effort,
+    queue: Queue | None,
+) -> list[Job]:
+    """One job for each list; `queue` is that of a GPU."""
     return [
         Job(
-            f"{name} {_name(dtype)}",
-            functools.partial(measure, CASES[name], dtype, device, effort),
+            f"{case.name} {dtype_name(dtype)}",
+            functools.partial(measure, case, dtype, device, effort, queue),
         )
-        for name in names
-        for dtype in dtypes
+        for case, dtype in lists
     ]
 
 
-def measure(case: GradCase, dtype: torch.dtype, device: torch.device, effort: Effort) -> Measured:
-    """Times torch's op, `unscale_`, `check_` and a copy over one list.
-
-    Raises:
-        AssertionError: If ampfast's results are not torch's, or the gradients drifted while timed.
-        MemoryError: If the lists would not fit.
-    """
-    # A list alone, as it is found right after it was written; and enough lists in turn that a small
-    # one has always left the cache.
-    list_bytes = case.list_bytes(dtype)
-    rotation = min(MAX_LISTS, max(1, math.ceil(2 * cache_bytes() / list_bytes)))
-    needed = int(3.5 * rotation * list_bytes)
-    available = available_bytes()
-    if available is not None and available < needed:
-        raise MemoryError(f"needs {needed >> 20} MiB, {available >> 20} MiB are available")
-
-    assert_parity(case, dtype, device)
-    backend = backends.default_for(device)
-    measured = Measured()
-    for lists in sorted({1, rotation}):
-        samples = _time(case, dtype, device, backend, lists, effort)
-        rows = _rows(case, dtype, backend, samples, lists)
-        measured.rows += rows
-        measured.goals += _goals(case, rows[0].list_name, dtype, backend, samples)
-    return measured
-
-
-def assert_parity(case: GradCase, dtype: torch.dtype, device: torch.device) -> None:
-    """Compares gradients and flags with torch's, for finite gradients and for some that are not."""
-    theirs = make_gradients(case, dtype, device)
-    ours = [gradient.clone() for gradient in theirs]
-    inv_scale = torch.tensor(1 / 3, device=device)
-    for finite in (True, False):
-        if not finite:
-            for gradients in (theirs, ours):
-                gradients[len(gradients) // 2].view(-1)[-1] = math.inf
-                gradients[-1].view(-1)[0] = math.nan
-        their_flag, our_flag, checked = (torch.zeros((), device=device) for _ in range(3))
-        functional.check_(ours, checked)
-        torch._amp_foreach_non_finite_check_and_unscale_(theirs, their_flag, inv_scale)
-        functional.unscale_(ours, our_flag, inv_scale)
-        what = f"{case.name} {_name(dtype)}, {'all' if finite else 'not all'} finite"
-        expected = torch.full((), float(not finite), device=device)
-        assert_same([their_flag, our_flag, checked], 3 * [expected], f"found_inf of {what}")
-        assert_same(ours, theirs, f"gradients of {what}")
-
-
-def _time(
+def measure(
     case: GradCase,
     dtype: torch.dtype,
     device: torch.device,
-    backend: str,
-    lists: int,
     effort: Effort,
-) -> Samples:
-    gradients = [make_gradients(case, dtype, device) for _ in range(lists)]
-    sources = [torch.ones(case.elements, dtype=dtype, device=device) for _ in range(lists)]
-    targets = [torch.zeros(case.elements, dtype=dtype, device=device) for _ in range(lists)]
-    # Halved in one turn and doubled in the next: the values never drift, and an inverse scale of 1,
-    # for which no multiplication is needed, does not occur.
-    inverses = [torch.tensor(value, device=device) for value in (0.5, 2.0)]
-    found_inf = torch.zeros((), device=device)
-    torch_unscale_ = torch._amp_foreach_non_finite_check_and_unscale_
+    queue: Queue | None = None,
+) -> Measured:
+    """Times every provider's paths and a copy over one list.
 
-    def inverse(call: int) -> Tensor:
-        return inverses[call // lists % 2]
-
-    samples = interleave(
-        [
-            Contender(
-                "unscale",
-                "torch",
-                lambda call: torch_unscale_(gradients[call % lists], found_inf, inverse(call)),
-            ),
-            Contender(
-                "unscale",
-                backend,
-                lambda call: functional.unscale_(gradients[call % lists], found_inf, inverse(call)),
-            ),
-            Contender(
-                "check",
-                backend,
-                lambda call: functional.check_(gradients[call % lists], found_inf),
-            ),
-            Contender(
-                "copy",
-                "torch",
-                lambda call: targets[call % lists].copy_(sources[call % lists]),
-            ),
-        ],
-        effort,
-        cycle=2 * lists,
-    )
-    steady = all(
-        bool(((gradient >= 0.5) & (gradient <= 2.0)).all())
-        for gradient in itertools.chain.from_iterable(gradients)
-    )
-    if found_inf.item() or not steady:
-        raise AssertionError(f"{case.name} {_name(dtype)}: the gradients drifted while timed")
-    return samples
-
-
-def moved_bytes(path: str, list_bytes: int) -> int:
-    """What a path has to move: a check reads the list; unscaling and a copy also write as much."""
-    return list_bytes if path == "check" else 2 * list_bytes
-
-
-def _rows(
-    case: GradCase, dtype: torch.dtype, backend: str, samples: Samples, lists: int
-) -> list[Row]:
-    list_bytes = case.list_bytes(dtype)
-    copy_gb_s = moved_bytes("copy", list_bytes) / samples.spread("copy", "torch").p50 / 1e9
-    rows = []
-    for path, provider in (
-        ("unscale", "torch"),
-        ("unscale", backend),
-        ("check", backend),
-        ("copy", "torch"),
-    ):
-        seconds = samples.spread(path, provider)
-        moved = moved_bytes(path, list_bytes)
-        # torch has no check that does not write, so both of ours are compared with its one op.
-        ours = provider != "torch"
-        vs_torch = samples.ratio(("unscale", "torch"), (path, provider)).p50 if ours else None
-        rows.append(
-            Row(
-                subject="kernels",
-                case=case.name,
-                dtype=_name(dtype),
-                path=path,
-                provider=provider,
-                ms_p20=seconds.p20 * 1e3,
-                ms_p50=seconds.p50 * 1e3,
-                ms_p80=seconds.p80 * 1e3,
-                lists=lists,
-                list_bytes=list_bytes,
-                bytes=moved,
-                gb_s=moved / seconds.p50 / 1e9,
-                copy_gb_s=copy_gb_s,
-                vs_torch=vs_torch,
-            )
+    Raises:
+        AssertionError: If a result is not torch's, or the gradients drifted while timed.
+        MemoryError: If the lists would not fit.
+    """
+    rotation = lists_beyond_cache(case.list_bytes(dtype), device)
+    require_memory(int(MEMORY_OF_LISTS * rotation * case.list_bytes(dtype)), device)
+    names, notes = providers.available(device)
+    measured = Measured(notes=notes)
+    takes = providers.torch_takes(dtype, device)
+    if not takes:
+        measured.notes.append(
+            f"torch: not measured with {dtype_name(dtype)}, its op has no kernel for it on a "
+            f"{device.type} device; results were compared with those of its op on the CPU"
         )
-    return rows
+    for name in names:
+        assert_parity(case, dtype, device, name)
+        if providers.device_kernels(name, device) is None:
+            measured.notes.append(f"{NORM}: not measured, backend {name!r} has no such call")
 
-
-def _goals(
-    case: GradCase, list_name: str, dtype: torch.dtype, backend: str, samples: Samples
-) -> list[Goal]:
-    place = (list_name, _name(dtype))
-    goals = []
-    # A list that is not in the cache takes the time of its way from memory, with torch too: float32
-    # is as fast as a copy there, so "faster" is asked of a list alone.
-    limit = SPEEDUP_GOALS.get(case.name)
-    if limit is not None and (limit == 1.0 or list_name == case.name):
-        ratio = samples.ratio(("unscale", "torch"), ("unscale", backend))
-        goals.append(
-            Goal.of_spread(
-                "unscale_, times as fast as torch",
-                *place,
-                ">=",
-                limit,
-                ratio,
-                limit == 1.0,
+    scalars = Scalars.make(device)
+    ours = [providers.public_calls(name, device, scalars) for name in names]
+    torchs = [providers.torch_calls(scalars)] if takes else []
+    if takes and not any(NORM in calls.paths for calls in ours):
+        del torchs[0].paths[NORM]
+    public = torchs + ours
+    if queue is None:
+        # A list alone, as it is found right after it was written; and enough lists in turn that a
+        # small one has always left the cache.
+        for lists in sorted({1, rotation}):
+            gradients = Lists(case, dtype, device, lists)
+            contenders = gradients.contenders(public) + gradients.copies()
+            timed = Timed(
+                *("kernels", case, dtype, lists, contenders),
+                interleave(contenders, effort, cycle=2 * lists),
+                "wall",
             )
-        )
-    ratio = samples.ratio(("check", backend), ("unscale", backend))
-    goals.append(
-        Goal.of_spread("check_, time over that of unscale_", *place, "<=", 1.0, ratio, True)
+            gradients.assert_steady(scalars.found_inf)
+            _add(measured, timed, names, None)
+        return measured
+
+    alone = Lists(case, dtype, device, 1)
+    calls = alone.contenders(public)
+    counted = counts.of_contenders(calls, queue)
+    host = interleave(calls, replace(effort, sample_s=0.0), timer=host_timer(queue))
+    alone.assert_steady(scalars.found_inf)
+    del alone, calls
+
+    gradients = Lists(case, dtype, device, rotation)
+    launched = torchs + [providers.launches(name, device, scalars) for name in names]
+    contenders = gradients.contenders(launched) + gradients.copies()
+    cycle = 2 * rotation
+    timer = _device_timer(
+        *(contenders, case.list_bytes(dtype), cycle, queue),
+        *(counts.launches(counted), measured.notes),
     )
-    return goals
+    samples = interleave(contenders, effort, cycle=cycle, timer=timer)
+    gradients.assert_steady(scalars.found_inf)
+    timed = Timed(
+        *("kernels", case, dtype, rotation, contenders, samples, timer.name),
+        host=host,
+        counts=counted,
+    )
+    few = tensors_per_launch(torch.__version__, torch.version.cuda)
+    _add(measured, timed, names, few)
+    return measured
 
 
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+def lists_beyond_cache(list_bytes: int, device: torch.device, most: int = MAX_LISTS) -> int:
+    """How many lists have to take turns so that none is found in the cache."""
+    return min(most, max(1, math.ceil(2 * cache_bytes(device) / list_bytes)))
+
+
+class Lists:
+    """Gradient lists that take turns, and as much memory for a copy."""
+
+    def __init__(
+        self, case: GradCase, dtype: torch.dtype, device: torch.device, lists: int
+    ) -> None:
+        self._what = f"{case.name} {dtype_name(dtype)}"
+        self._case, self._dtype, self._device = case, dtype, device
+        self.lists = [make_gradients(case, dtype, device) for _ in range(lists)]
+
+    def contenders(self, calls: Sequence[Calls]) -> list[Contender]:
+        """One for each path and provider; a call takes the list whose turn it is."""
+        prepared = {
+            provider.provider: [provider.prepare(gradients) for gradients in self.lists]
+            for provider in calls
+        }
+        return [
+            Contender(
+                path,
+                provider.provider,
+                self._in_turn(provider.paths[path], prepared[provider.provider]),
+                around=functools.partial(_backend_of, provider.provider),
+            )
+            for path in providers.PATHS
+            for provider in calls
+            if path in provider.paths
+        ]
+
+    def copies(self) -> list[Contender]:
+        """A copy that moves as many bytes as unscaling, and one that moves as many as a check."""
+        elements = self._case.elements
+        ends = [
+            tuple(
+                torch.full((elements,), value, dtype=self._dtype, device=self._device)
+                for value in (0.0, 1.0)
+            )
+            for _ in self.lists
+        ]
+        half = max(1, elements // 2)
+        halves = [(target[:half], source[:half]) for target, source in ends]
+
+        def copy(ends: tuple[Tensor, Tensor], turn: int) -> None:
+            ends[0].copy_(ends[1])
+
+        return [
+            Contender(COPY, "torch", self._in_turn(copy, ends)),
+            Contender(HALF_COPY, "torch", self._in_turn(copy, halves)),
+        ]
+
+    def assert_steady(self, found_inf: Tensor | None = None) -> None:
+        """Raises AssertionError if a value has left [0.5, 2] or a flag was set."""
+        tensors = list(itertools.chain.from_iterable(self.lists))
+        found = found_inf is not None and found_inf.item()
+        if found or not all(map(_is_steady, _pieces(tensors))):
+            raise AssertionError(f"{self._what}: the gradients drifted while timed")
+
+    def _in_turn(
+        self, call: Callable[[object, int], object], prepared: Sequence[object]
+    ) -> Callable[[int], object]:
+        lists = len(prepared)
+        return lambda number: call(prepared[number % lists], number // lists % 2)
+
+
+def _backend_of(provider: str) -> AbstractContextManager[object]:
+    return nullcontext() if provider == "torch" else providers.default_backend(provider)
+
+
+def _is_steady(piece: Tensor) -> bool:
+    low, high = torch.aminmax(piece)
+    return bool(low >= 0.5) and bool(high <= 2.0)
+
+
+def _pieces(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """The same values in fewer tensors: to look at each by itself would take seconds."""
+    small = [tensor.reshape(-1) for tensor in tensors if tensor.numel() < SMALL]
+    large = [tensor for tensor in tensors if tensor.numel() >= SMALL]
+    return large + ([torch.cat(small)] if any(tensor.numel() for tensor in small) else [])
+
+
+def _device_timer(
+    contenders: Sequence[Contender],
+    list_bytes: int,
+    cycle: int,
+    queue: Queue,
+    launches: dict[tuple[str, str], int | None],
+    notes: list[str],
+) -> GraphTimer | EventTimer:
+    """The timer that suits the size; for all of the contenders the same."""
+    if list_bytes < GRAPH_BELOW_BYTES:
+        try:
+            return GraphTimer(queue, contenders, cycle)
+        except RuntimeError as error:
+            notes.append(f"timed by events, since a graph could not be captured: {error}")
+    return EventTimer(queue, launches)
+
+
+def _add(
+    measured: Measured, timed: Timed, names: Sequence[str], tensors_in_launch: int | None
+) -> None:
+    rows = [with_bandwidth(row) for row in timed.rows()]
+    by_path = {row.path: row.gb_s for row in rows if row.provider == "torch"}
+    for row in rows:
+        moved_alike = COPY if row.bytes == 2 * row.list_bytes else HALF_COPY
+        measured.rows.append(replace(row, copy_gb_s=by_path[moved_alike]))
+    place = goals.Place(
+        timed.case.name,
+        rows[0].list_name,
+        dtype_name(timed.dtype),
+        timed.case.list_bytes(timed.dtype),
+        tensors_in_launch,
+    )
+    for name in names:
+        measured.goals += goals.of_kernels(place, name, timed.samples)
+
+
+def with_bandwidth(row: Row) -> Row:
+    """The row with the bytes of its path, and with them over its time."""
+    moved = moved_bytes(row.path, row.list_bytes)
+    return replace(row, bytes=moved, gb_s=moved / row.ms_p50 / 1e6)

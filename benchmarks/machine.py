@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import datetime
+import gc
 import importlib.metadata
 import os
 import platform
+import re
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,7 @@ from .results import Results
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 DEFAULT_CACHE_BYTES = 32 << 20
+DEFAULT_GPU_CACHE_BYTES = 64 << 20
 
 
 def cores() -> int:
@@ -27,8 +30,21 @@ def cores() -> int:
     return os.cpu_count() or 1
 
 
-def cache_bytes() -> int:
-    """The last-level cache of the first core, or a usual size where it cannot be read."""
+def default_device() -> torch.device:
+    """The current GPU, or the CPU of a machine without one."""
+    if torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+def cache_bytes(device: torch.device) -> int:
+    """The cache before the memory of a GPU, or the last-level cache of the CPU's first core.
+
+    A usual size where it cannot be read.
+    """
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        return getattr(properties, "L2_cache_size", 0) or DEFAULT_GPU_CACHE_BYTES
     sizes = []
     for file in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size"):
         text = file.read_text().strip()
@@ -37,8 +53,13 @@ def cache_bytes() -> int:
     return max(sizes, default=DEFAULT_CACHE_BYTES)
 
 
-def available_bytes() -> int | None:
+def available_bytes(device: torch.device) -> int | None:
     """Memory that can be allocated without swapping, or None where it cannot be read."""
+    if device.type == "cuda":
+        # What an earlier part of the run left behind is free too.
+        gc.collect()
+        torch.cuda.empty_cache()
+        return torch.cuda.mem_get_info(device)[0]
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
     except OSError:
@@ -47,31 +68,81 @@ def available_bytes() -> int | None:
     return found[0] if found else None
 
 
-def describe() -> dict[str, Any]:
+def require_memory(needed: int, device: torch.device) -> None:
+    """Raises MemoryError unless so many bytes are available."""
+    available = available_bytes(device)
+    if available is not None and available < needed:
+        raise MemoryError(f"needs {needed >> 20} MiB, {available >> 20} MiB are available")
+
+
+def tensors_per_launch(torch_version: str, cuda: str | None) -> int:
+    """How many tensors torch's op takes in one launch on a GPU.
+
+    What fits into 4 KB of arguments: that is 110. From torch 2.12 on, built with CUDA 13, it takes
+    32 KB.
+
+    Args:
+        torch_version: `torch.__version__`.
+        cuda: `torch.version.cuda`; None for a build without CUDA, such as one with ROCm.
+    """
+    large = cuda is not None and _numbers(cuda) >= (13,) and _numbers(torch_version) >= (2, 12)
+    return 770 if large else 110
+
+
+def describe(device: torch.device) -> dict[str, Any]:
     """The facts about this machine that timings depend on; `load` is what else was running."""
     return {
+        **(_gpu(device) if device.type == "cuda" else {}),
         "cpu": _cpu_name(),
         "arch": platform.machine(),
         "os": platform.system(),
         "cores": cores(),
         "threads": torch.get_num_threads(),
-        "cache_bytes": cache_bytes(),
+        "cache_bytes": cache_bytes(torch.device("cpu")),
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
         "python": platform.python_version(),
         "load": os.getloadavg()[0] if hasattr(os, "getloadavg") else None,
     }
 
 
-def new_results() -> Results:
+def new_results(device: torch.device) -> Results:
     """Results without rows, dated now."""
     return Results(
-        machine=describe(),
+        machine=describe(device),
         torch=torch.__version__,
         triton=_triton_version(),
         ampfast=ampfast.__version__,
         commit=_commit(),
         date=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
     )
+
+
+def _gpu(device: torch.device) -> dict[str, Any]:
+    properties = torch.cuda.get_device_properties(device)
+    return {
+        "gpu": properties.name,
+        "gpu_memory_bytes": properties.total_memory,
+        "gpu_cache_bytes": cache_bytes(device),
+        "gpu_processors": properties.multi_processor_count,
+        "gpu_capability": f"{properties.major}.{properties.minor}",
+        "driver": _driver(),
+        "cuda": torch.version.cuda,
+        "hip": torch.version.hip,
+        "tensors_per_launch": tensors_per_launch(torch.__version__, torch.version.cuda),
+    }
+
+
+def _driver() -> str | None:
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=20)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip().partition("\n")[0] or None
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(int(number) for number in re.findall(r"\d+", version)[:2])
 
 
 def _cpu_name() -> str:

@@ -18,7 +18,7 @@ from ampfast.backends import native
 
 from .cases import CASES, make_gradients
 from .harness import Effort, Job, Measured
-from .machine import REPOSITORY, available_bytes
+from .machine import REPOSITORY, require_memory
 from .results import Goal, Row
 
 FULL_CASES = ("one_64m", "bert_base", "10000x256")
@@ -64,9 +64,7 @@ def measure(name: str, path: str, provider: str) -> Measured:
         RuntimeError: If the process failed.
     """
     needed = 2 * CASES[name].list_bytes(torch.float32) + (512 << 20)
-    available = available_bytes()
-    if available is not None and available < needed:
-        raise MemoryError(f"needs {needed >> 20} MiB, {available >> 20} MiB are available")
+    require_memory(needed, torch.device("cpu"))
     command = [sys.executable, "-m", "benchmarks.memory", name, path, provider]
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
     if done.returncode:

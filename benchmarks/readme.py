@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
+from . import steps
 from .machine import REPOSITORY
 from .results import Results, Row
 
@@ -13,16 +14,20 @@ END = "<!-- bench:end -->"
 NOT_MEASURED = "not measured"
 
 
-def markdown(path: Path) -> str:
-    """The section for a result file, ending in a newline.
+def markdown(*paths: Path) -> str:
+    """The section for result files, ending in a newline.
 
     Raises:
-        ValueError: If the file is not a result.
+        ValueError: If a file is not a result.
     """
-    results = Results.read_json(path)
-    parts = [_heading(path, results)]
-    for make in (_host, _kernels, _memory):
-        parts.append(make(results.rows))
+    all_results = [(path, Results.read_json(path)) for path in paths]
+    on_gpu = any(results.machine.get("gpu") for _, results in all_results)
+    parts = []
+    for path, results in all_results:
+        parts.append(_heading(path, results, on_gpu))
+        for make in (_host, _kernels, _steps, _memory):
+            if table := make(results):
+                parts.append(table)
     return "\n\n".join(parts) + "\n"
 
 
@@ -50,26 +55,35 @@ def _split(readme: Path) -> tuple[str, str, str]:
     return before, section, after
 
 
-def _heading(path: Path, results: Results) -> str:
+def _heading(path: Path, results: Results, on_gpu: bool) -> str:
+    """What was measured where; `on_gpu` tells whether any of the files is from a GPU."""
     machine = results.machine
     shown = path.resolve()
     if shown.is_relative_to(REPOSITORY):
         shown = shown.relative_to(REPOSITORY)
+    place = f"{machine['cpu']} ({machine['cores']} cores, threads: {machine['threads']})"
+    versions = f"torch {results.torch}"
+    if machine.get("gpu"):
+        place = f"{machine['gpu']} (driver {machine.get('driver') or 'unknown'}), {place}"
+        versions += (
+            f" ({machine['tensors_per_launch']} tensors a launch), "
+            f"triton {results.triton or 'not installed'}"
+        )
     return (
-        f"Measured on {machine['cpu']} ({machine['cores']} cores, threads: {machine['threads']}) "
-        f"with torch {results.torch}, commit {results.commit or 'unknown'}, {results.date[:10]}. "
+        f"Measured on {place} "
+        f"with {versions}, commit {results.commit or 'unknown'}, {results.date[:10]}. "
         f"Medians, both sides in one run; all of it: [`{shown.name}`]({shown.as_posix()}). "
         "A cold list is one of many that take turns, so that none is found in the cache."
-        + ("" if machine.get("gpu") else f" On GPUs: {NOT_MEASURED}.")
+        + ("" if on_gpu else f" On GPUs: {NOT_MEASURED}.")
         + ("" if results.complete else " The run was not complete.")
     )
 
 
-def _host(rows: Sequence[Row]) -> str:
+def _host(results: Results) -> str:
     """One line for each path of ours, beside the torch calls that it replaces."""
     lines = []
     torch_row = None
-    for row in _of("host", rows):
+    for row in _of("host", results.rows):
         if row.provider == "torch":
             torch_row = row
             continue
@@ -85,41 +99,87 @@ def _host(rows: Sequence[Row]) -> str:
     return _table(("parameters", "host time of", "torch, us", "ampfast, us", "faster"), lines)
 
 
-def _kernels(rows: Sequence[Row]) -> str:
-    """One line for each list and dtype."""
-    places = dict.fromkeys((row.list_name, row.dtype) for row in _of("kernels", rows))
+def _kernels(results: Results) -> str:
+    """One line for each list, dtype and, on a GPU, backend."""
+    rows = _of("kernels", results.rows)
+    places = dict.fromkeys(
+        (row.list_name, row.dtype, row.provider) for row in rows if row.provider != "torch"
+    )
+    on_gpu = bool(results.machine.get("gpu"))
     lines = []
-    for place in places:
-        here = [row for row in _of("kernels", rows) if (row.list_name, row.dtype) == place]
-        ours = {row.path: row for row in here if row.provider != "torch"}
+    for name, dtype, backend in places:
+        here = [row for row in rows if (row.list_name, row.dtype) == (name, dtype)]
+        ours = {row.path: row for row in here if row.provider == backend}
         theirs = {row.path: row for row in here if row.provider == "torch"}
         lines.append(
             (
-                *place,
+                *(name, dtype, *((backend,) if on_gpu else ())),
                 _value(theirs.get("unscale"), lambda row: row.ms_p50, ".3f"),
                 _value(ours.get("unscale"), lambda row: row.ms_p50, ".3f"),
                 _value(ours.get("unscale"), lambda row: row.vs_torch, ".2f", "x"),
                 _value(ours.get("unscale"), lambda row: row.percent_of_copy, ".0f", "%"),
                 _value(ours.get("check"), lambda row: row.ms_p50, ".3f"),
                 _value(ours.get("check"), lambda row: row.vs_torch, ".2f", "x"),
+                *(
+                    (_value(ours.get("check"), lambda row: row.percent_of_copy, ".0f", "%"),)
+                    if on_gpu
+                    else ()
+                ),
             )
         )
     return _table(
         (
-            "gradients",
-            "dtype",
-            "torch, ms",
-            "`unscale_`, ms",
-            "faster",
-            "of a copy",
-            "`check_`, ms",
-            "faster",
+            *("gradients", "dtype", *(("backend",) if on_gpu else ())),
+            *("torch, ms", "`unscale_`, ms", "faster", "of a copy", "`check_`, ms", "faster"),
+            *(("of a copy",) if on_gpu else ()),
         ),
         lines,
     )
 
 
-def _memory(rows: Sequence[Row]) -> str:
+def _steps(results: Results) -> str:
+    """Whole steps on a GPU; a CPU's are in the first table. Nothing if none were measured."""
+    rows = _of("steps", results.rows)
+    if not rows or not results.machine.get("gpu"):
+        return ""
+    lines = []
+    for row in rows:
+        if row.provider == "torch":
+            continue
+        replaced = steps.REPLACES.get(row.path, row.path)
+        theirs = next(
+            (
+                other
+                for other in rows
+                if (other.list_name, other.dtype, other.path, other.provider)
+                == (row.list_name, row.dtype, replaced, "torch")
+            ),
+            None,
+        )
+        lines.append(
+            (
+                *(row.list_name, row.dtype, row.provider, row.path),
+                *(_value(r, lambda row: row.host_us_p50, ".1f") for r in (theirs, row)),
+                _value(row, lambda row: row.host_vs_torch, ".1f", "x"),
+                *(_value(r, lambda row: row.ms_p50, ".3f") for r in (theirs, row)),
+                *(_value(r, lambda row: row.launches, "d") for r in (theirs, row)),
+                *(_value(r, lambda row: row.syncs, "d") for r in (theirs, row)),
+            )
+        )
+    return _table(
+        (
+            *("gradients", "dtype", "backend", "step"),
+            *("torch, host us", "ampfast", "faster"),
+            *("torch, ms", "ampfast", "torch, kernels", "ampfast", "torch, syncs", "ampfast"),
+        ),
+        lines,
+    )
+
+
+def _memory(results: Results) -> str:
+    """What calls need besides the gradients; nothing on a GPU, where it is not measured."""
+    if results.machine.get("gpu"):
+        return ""
     lines = [
         (
             row.case,
@@ -128,7 +188,7 @@ def _memory(rows: Sequence[Row]) -> str:
             _value(row, lambda row: row.extra_bytes, ",.0f"),
             _value(row, lambda row: row.allocated_bytes, ",.0f"),
         )
-        for row in _of("memory", rows)
+        for row in _of("memory", results.rows)
         if row.path != "table"
     ]
     header = (

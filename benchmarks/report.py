@@ -1,109 +1,151 @@
-"""The tables that a run prints: one for each subject, then the goals."""
+"""The tables that a run prints: one for each subject, then the goals and what is missing."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-from rich.console import Console
-from rich.table import Table
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 from .results import Goal, Results, Row
 
 COLOURS = {"met": "green", "met within spread": "yellow", "not met": "red"}
 
 
-def show(results: Results, console: Console) -> None:
-    """Prints everything that was measured."""
+@dataclass
+class Table:
+    """Names to the left, numbers to the right; `sections` are the lines behind which a rule is."""
+
+    title: str
+    names: tuple[str, ...]
+    numbers: tuple[str, ...]
+    lines: list[tuple[str, ...]] = field(default_factory=list)
+    sections: set[int] = field(default_factory=set)
+
+    def add(self, *cells: str) -> None:
+        self.lines.append(cells)
+
+    def add_section(self) -> None:
+        self.sections.add(len(self.lines))
+
+    def plain(self) -> str:
+        """The table as text."""
+        header = self.names + self.numbers
+        widths = [max(map(len, column)) for column in zip(header, *self.lines, strict=True)]
+
+        def line(cells: Sequence[str]) -> str:
+            padded = [
+                cell.ljust(width) if index < len(self.names) else cell.rjust(width)
+                for index, (cell, width) in enumerate(zip(cells, widths, strict=True))
+            ]
+            return "  ".join(padded).rstrip()
+
+        text = [self.title, line(header), "  ".join("-" * width for width in widths)]
+        for number, cells in enumerate(self.lines, 1):
+            text.append(line(cells))
+            if number in self.sections and number < len(self.lines):
+                text.append("")
+        return "\n".join(text)
+
+
+def show(results: Results, show_table: Callable[[Table], object]) -> None:
+    """Hands over the tables of all that was measured."""
     for title, subject, make in (
         ("Host time of the scaler, whole calls", "host", host_table),
         ("Kernels over gradient lists", "kernels", kernel_table),
+        ("Whole steps of the scaler, scale(loss) to update()", "steps", step_table),
         ("Memory on top of the gradients", "memory", memory_table),
     ):
         rows = [row for row in results.rows if row.subject == subject]
         if rows:
-            console.print(make(title, rows))
+            show_table(make(title, rows))
     if results.goals:
-        console.print(goal_table(results.goals))
+        show_table(goal_table(results.goals))
 
 
 def host_table(title: str, rows: Sequence[Row]) -> Table:
-    table = _table(title, ("parameters", "path", "provider"), ("us p20", "p50", "p80", "x torch"))
+    table = Table(title, ("parameters", "path", "provider"), ("us p20", "p50", "p80", "x torch"))
     for row in rows:
-        times = [_number(value, 1e3) for value in (row.ms_p20, row.ms_p50, row.ms_p80)]
-        table.add_row(row.case, row.path, row.provider, *times, _number(row.vs_torch))
+        times = (row.host_us_p20, row.host_us_p50, row.host_us_p80)
+        table.add(row.case, row.path, row.provider, *map(number, times), number(row.vs_torch))
     return table
 
 
 def kernel_table(title: str, rows: Sequence[Row]) -> Table:
+    """Device time and bandwidth; what was only measured on a GPU has columns only there."""
+    on_gpu = any(row.host_us_p50 is not None for row in rows)
     columns = ("ms p20", "p50", "p80", "x torch", "GB/s", "% of copy")
-    table = _table(title, ("list", "dtype", "path", "provider"), columns)
+    more = ("host us", "kernels", "syncs", "timed by") if on_gpu else ()
+    table = Table(title, ("list", "dtype", "path", "provider"), columns + more)
     for row in rows:
-        times = [_number(value) for value in (row.ms_p20, row.ms_p50, row.ms_p80)]
-        what = (row.list_name, row.dtype, row.path, row.provider)
-        table.add_row(
-            *what,
-            *times,
-            _number(row.vs_torch),
-            _number(row.gb_s),
-            _number(row.percent_of_copy),
+        table.add(
+            *(row.list_name, row.dtype, row.path, row.provider),
+            *map(number, (row.ms_p20, row.ms_p50, row.ms_p80)),
+            *map(number, (row.vs_torch, row.gb_s, row.percent_of_copy)),
+            *(_on_gpu(row) if on_gpu else ()),
         )
-        if row.path == "copy":
+        if row.path == "copy of half":
             table.add_section()
+    return table
+
+
+def step_table(title: str, rows: Sequence[Row]) -> Table:
+    on_gpu = any(row.host_us_p50 is not None for row in rows)
+    more = ("host us", "kernels", "syncs", "timed by", "x torch on the host") if on_gpu else ()
+    columns = ("ms p20", "p50", "p80", "x torch")
+    table = Table(title, ("list", "dtype", "path", "provider"), columns + more)
+    place = None
+    for row in rows:
+        if place not in (None, (row.list_name, row.dtype)):
+            table.add_section()
+        place = (row.list_name, row.dtype)
+        table.add(
+            *(*place, row.path, row.provider),
+            *map(number, (row.ms_p20, row.ms_p50, row.ms_p80, row.vs_torch)),
+            *((*_on_gpu(row), number(row.host_vs_torch)) if on_gpu else ()),
+        )
     return table
 
 
 def memory_table(title: str, rows: Sequence[Row]) -> Table:
     columns = ("list MiB", "process KiB", "allocator KiB", "table bytes", "chunks")
-    table = _table(title, ("list", "path", "provider"), columns)
+    table = Table(title, ("list", "path", "provider"), columns)
     for row in rows:
-        table.add_row(
-            row.case,
-            row.path,
-            row.provider,
-            _number(row.list_bytes, 1 / (1 << 20)),
-            _number(row.extra_bytes, 1 / (1 << 10)),
-            _number(row.allocated_bytes, 1 / (1 << 10)),
-            _number(row.table_bytes),
-            _number(row.chunks),
+        table.add(
+            *(row.case, row.path, row.provider),
+            number(row.list_bytes, 1 / (1 << 20)),
+            number(row.extra_bytes, 1 / (1 << 10)),
+            number(row.allocated_bytes, 1 / (1 << 10)),
+            number(row.table_bytes),
+            number(row.chunks),
         )
     return table
 
 
 def goal_table(goals: Sequence[Goal]) -> Table:
-    table = _table(
-        "Goals",
-        ("goal", "list", "dtype"),
-        ("limit", "measured", "p20 to p80", "verdict"),
+    table = Table(
+        "Goals", ("goal", "list", "dtype"), ("limit", "measured", "p20 to p80", "verdict")
     )
     for goal in goals:
         spread = "-"
         if goal.ratio_p20 is not None and goal.ratio_p80 is not None:
             spread = f"{goal.ratio_p20:.3g} to {goal.ratio_p80:.3g}"
-        table.add_row(
-            goal.name,
-            goal.case,
-            goal.dtype,
-            f"{goal.sense} {goal.limit:g}",
-            f"{goal.ratio:.3g}",
-            spread,
-            f"[{COLOURS[goal.verdict]}]{goal.verdict}[/]",
+        table.add(
+            *(goal.name, goal.case, goal.dtype),
+            *(f"{goal.sense} {goal.limit:g}", f"{goal.ratio:.3g}", spread, goal.verdict),
         )
     return table
 
 
-def _table(title: str, names: Sequence[str], numbers: Sequence[str]) -> Table:
-    table = Table(title=title, title_justify="left")
-    for name in names:
-        table.add_column(name)
-    for name in numbers:
-        table.add_column(name, justify="right")
-    return table
-
-
-def _number(value: float | None, factor: float = 1.0) -> str:
+def number(value: float | None, factor: float = 1.0) -> str:
     """Three significant digits without an exponent, or a dash for what was not measured."""
     if value is None:
         return "-"
     value *= factor
+    if 0 < abs(value) < 0.1:
+        return f"{value:.4f}"
     digits = 0 if abs(value) >= 100 else 1 if abs(value) >= 10 else 2
     return f"{value:,.{digits}f}"
+
+
+def _on_gpu(row: Row) -> tuple[str, ...]:
+    counts = ("-" if count is None else str(count) for count in (row.launches, row.syncs))
+    return number(row.host_us_p50), *counts, row.timer or "-"

@@ -32,13 +32,19 @@ class Spread:
 class Row:
     """One measurement; what was not measured is None, never an estimate.
 
-    `ms_*` is device time, which on a CPU is the wall time of the call; `host_us_p50` is the time
-    until the call returns. `list_bytes` is the size of the gradients, `bytes` what the path must
-    move to do its work, `gb_s` that over `ms_p50`. `vs_torch` is torch's time over this one's, the
-    median over rounds in which both ran. `extra_bytes` is memory that the call needed on top of the
-    gradients: the rise of the resident set, and in `allocated_bytes` the peak of what it asked of
-    torch's allocator. `table_bytes` describes `chunks` pieces of gradient. `lists` lists of the
-    kind were taken in turn: with 1 a list that fits is found in the cache, with more it never is.
+    `ms_*` is device time, which on a CPU is the wall time of the call; `timer` says how it was
+    taken: "wall"; "graph", replayed from a CUDA graph; "events", queued behind one another;
+    "waits", where the call waits for the device, so that the wait is in it. `host_us_*` is the
+    time until the call returns, on a GPU from an empty queue. `launches`, `copies` and `syncs`
+    are what one call did on a GPU: kernels, copies and fills of memory, waits of the host.
+    `list_bytes` is the size of the gradients, `bytes` what the path must move to do its work
+    (`providers.moved_bytes`), `gb_s` that over `ms_p50`, `copy_gb_s` that of a copy that moves as
+    much. `vs_torch` is torch's time over this one's, the median over rounds in which both ran,
+    and `host_vs_torch` the same of host time. `extra_bytes` is memory that the call needed on top
+    of the gradients: the rise of the resident set, and in `allocated_bytes` the peak of what it
+    asked of torch's allocator. `table_bytes` describes `chunks` pieces of gradient. `lists` lists
+    of the kind were taken in turn: with 1 a list that fits is found in the cache, with more it
+    never is.
     """
 
     subject: str
@@ -49,15 +55,20 @@ class Row:
     ms_p20: float | None = None
     ms_p50: float | None = None
     ms_p80: float | None = None
+    host_us_p20: float | None = None
     host_us_p50: float | None = None
+    host_us_p80: float | None = None
+    timer: str | None = None
     lists: int | None = None
     list_bytes: int | None = None
     bytes: int | None = None
     gb_s: float | None = None
     copy_gb_s: float | None = None
     launches: int | None = None
+    copies: int | None = None
     syncs: int | None = None
     vs_torch: float | None = None
+    host_vs_torch: float | None = None
     extra_bytes: int | None = None
     allocated_bytes: int | None = None
     table_bytes: int | None = None
@@ -143,7 +154,11 @@ class Goal:
 
 @dataclass
 class Results:
-    """Everything that a run measured; `complete` turns false where a part was left out."""
+    """Everything that a run measured.
+
+    `complete` turns false where a part was cut off, failed or did not fit; `notes` say what is
+    missing, and why.
+    """
 
     machine: dict[str, Any]
     torch: str
@@ -154,10 +169,14 @@ class Results:
     complete: bool = True
     rows: list[Row] = field(default_factory=list)
     goals: list[Goal] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
 
     def write_json(self, path: Path) -> None:
+        """Writes all at once, so that who is cut off while writing leaves the file as it was."""
         content = {**asdict(self), "goals": [goal.as_json() for goal in self.goals]}
-        path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+        unfinished = path.with_name(f"{path.name}.part")
+        unfinished.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+        unfinished.replace(path)
 
     def write_csv(self, path: Path) -> None:
         with path.open("w", newline="", encoding="utf-8") as file:

@@ -1,0 +1,194 @@
+"""Timing on a device whose work is queued: by its own clock, and the host's part apart."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+
+from .harness import Contender
+
+# Lists below this are replayed from a graph: queued one by one they would be timed with the host.
+GRAPH_BELOW_BYTES = 512 << 20
+
+# How long the device is kept busy while calls are queued behind it. Doubled until it suffices.
+FIRST_HOLD_S = 200e-6
+LONGEST_HOLD_S = 0.2
+# A queue takes some 1,000 launches; a host that finds it full is no longer ahead.
+MOST_QUEUED = 800
+USUAL_STRETCH = 8
+# At least as fast as any device's clock, so that it is never held for less than is asked.
+CYCLES_PER_SECOND = 2.5e9
+
+
+class Queue(Protocol):
+    """What the timers need of a device."""
+
+    def synchronize(self) -> None:
+        """Waits until all that was queued is done."""
+
+    def stamp(self) -> Any:
+        """Queues the taking of a time, and returns it as something to be read later."""
+
+    def passed(self, stamp: Any) -> bool:
+        """Tells whether the device has come to a stamp."""
+
+    def seconds(self, start: Any, end: Any) -> float:
+        """The device's time between two stamps, after `synchronize`."""
+
+    def hold(self, seconds: float) -> None:
+        """Queues something that keeps the device busy."""
+
+    def capture(self, body: Callable[[], object]) -> Callable[[], object]:
+        """Runs `body` to warm it up, and returns what repeats its work without the host's part."""
+
+
+class CudaQueue:
+    """The current stream of a GPU."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._side = torch.cuda.Stream(device)
+
+    def synchronize(self) -> None:
+        torch.cuda.synchronize(self._device)
+
+    def stamp(self) -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def passed(self, stamp: torch.cuda.Event) -> bool:
+        return stamp.query()
+
+    def seconds(self, start: torch.cuda.Event, end: torch.cuda.Event) -> float:
+        return start.elapsed_time(end) / 1e3
+
+    def hold(self, seconds: float) -> None:
+        torch.cuda._sleep(int(seconds * CYCLES_PER_SECOND))
+
+    def capture(self, body: Callable[[], object]) -> Callable[[], object]:
+        # On the stream of the capture, so that nothing is compiled or allocated during it.
+        self.synchronize()
+        with torch.cuda.stream(self._side):
+            body()
+        self.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=self._side):
+            body()
+        self.synchronize()
+        return graph.replay
+
+
+class GraphTimer:
+    """Mean device seconds of a call, from graphs that each hold one cycle of a contender's calls.
+
+    Args:
+        queue: Where the calls go.
+        contenders: Which to capture: none may wait for the device.
+        cycle: Calls in a graph.
+    """
+
+    name = "graph"
+
+    def __init__(self, queue: Queue, contenders: Sequence[Contender], cycle: int) -> None:
+        self._queue = queue
+        self._cycle = cycle
+        self._replays = {
+            contender.key: queue.capture(lambda call=contender.call: _cycle(call, cycle))
+            for contender in contenders
+        }
+
+    def __call__(self, contender: Contender, calls: range) -> float:
+        """Times whole cycles; `calls` is a multiple of them."""
+        replay = self._replays[contender.key]
+        times = len(calls) // self._cycle
+        # As in `harness.time_on_host`, what the contender before left behind is not timed.
+        replay()
+        start = self._queue.stamp()
+        for _ in range(times):
+            replay()
+        end = self._queue.stamp()
+        self._queue.synchronize()
+        return self._queue.seconds(start, end) / (times * self._cycle)
+
+
+class EventTimer:
+    """Mean device seconds of a call, from stamps around calls that were all queued beforehand.
+
+    The device is kept busy until the last of them is queued, so the host is not timed. Calls that
+    wait for the device cannot be queued: around these it is the time that passes on the device, the
+    wait included.
+
+    Args:
+        queue: Where the calls go.
+        launches: Kernels of a call by contender, as far as they are known.
+    """
+
+    name = "events"
+
+    def __init__(self, queue: Queue, launches: dict[tuple[str, str], int | None]) -> None:
+        self._queue = queue
+        self._launches = launches
+        self._holds: dict[tuple[str, str], float] = {}
+
+    def __call__(self, contender: Contender, calls: range) -> float:
+        self._queue.synchronize()
+        if contender.waits:
+            contender.call(calls[0])
+            return self._between_stamps(contender, calls[1:]) / (len(calls) - 1)
+        most = stretch(self._launches.get(contender.key))
+        parts = [calls[first : first + most] for first in range(0, len(calls), most)]
+        return sum(self._held(contender, part) for part in parts) / len(calls)
+
+    def _held(self, contender: Contender, calls: range) -> float:
+        hold = self._holds.get(contender.key, FIRST_HOLD_S)
+        while True:
+            self._queue.hold(hold)
+            start = self._queue.stamp()
+            for number in calls:
+                contender.call(number)
+            late = self._queue.passed(start)
+            end = self._queue.stamp()
+            self._queue.synchronize()
+            if not late or hold >= LONGEST_HOLD_S:
+                return self._queue.seconds(start, end)
+            hold = self._holds[contender.key] = 2 * hold
+
+    def _between_stamps(self, contender: Contender, calls: range) -> float:
+        start = self._queue.stamp()
+        for number in calls:
+            contender.call(number)
+        end = self._queue.stamp()
+        self._queue.synchronize()
+        return self._queue.seconds(start, end)
+
+
+def host_timer(queue: Queue) -> Callable[[Contender, range], float]:
+    """Returns a timer of the host's part: until the call returns, with nothing queued before it."""
+
+    def seconds_of(contender: Contender, calls: range) -> float:
+        total = 0.0
+        for number in calls:
+            if contender.prepare is not None:
+                contender.prepare(number)
+            queue.synchronize()
+            start = time.perf_counter()
+            contender.call(number)
+            total += time.perf_counter() - start
+        queue.synchronize()
+        return total / len(calls)
+
+    return seconds_of
+
+
+def stretch(launches: int | None) -> int:
+    """How many calls can be queued before the first of them begins."""
+    return USUAL_STRETCH if launches is None else max(1, MOST_QUEUED // max(1, launches))
+
+
+def _cycle(call: Callable[[int], object], cycle: int) -> None:
+    for number in range(cycle):
+        call(number)

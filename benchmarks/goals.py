@@ -1,0 +1,123 @@
+"""What is promised about kernels and whole steps, and which promises a measurement can judge."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .harness import Samples
+from .providers import CHECK, COPY, HALF_COPY, UNSCALE, UPDATE
+from .results import Goal
+
+# On a CPU: torch's time over ours for `unscale_`; a huge tensor and a real model must not get
+# slower.
+CPU_SPEEDUPS = {"1000x1k": 2.5, "bert_base": 1.0, "bert_large": 1.0, "one_64m": 1.0}
+
+# On a GPU, from so many bytes on: the part of a copy's bandwidth that is reached.
+PARTS_OF_COPY = ((1_000_000_000, 0.90), (256_000_000, 0.85))
+# Against a torch that passes so few tensors in a launch: its device time over ours, and over ours
+# with the update of the scale in the same launch.
+FEW_TENSORS = 110
+GPU_SPEEDUPS = {"1000x1k": 5.0, "10000x256": 8.0}
+GPU_SPEEDUPS_WITH_UPDATE = {"1000x1k": 4.0}
+# Likewise the host time of a whole step.
+GPU_HOST_SPEEDUP = 5.0
+# What is left of torch's device time for a step whose optimizer unscales by itself.
+FUSED_SHARE = 0.5
+
+STEP = "full step"
+FUSED_STEP = "full step, fused"
+
+
+@dataclass(frozen=True)
+class Place:
+    """What was measured.
+
+    `tensors_per_launch` is torch's on a GPU; None on a CPU, for which other promises hold.
+    """
+
+    case: str
+    list_name: str
+    dtype: str
+    list_bytes: int
+    tensors_per_launch: int | None
+
+    def goal(
+        self,
+        name: str,
+        sense: str,
+        limit: float,
+        samples: Samples,
+        over: tuple[tuple[str, str], tuple[str, str]],
+        spread_counts: bool = False,
+    ) -> list[Goal]:
+        """The goal for a ratio of two contenders' times; none where one of them was not timed."""
+        if not all(key in samples for key in over):
+            return []
+        ratio = samples.ratio(*over)
+        return [
+            Goal.of_spread(
+                name, self.list_name, self.dtype, sense, limit, ratio, spread_counts=spread_counts
+            )
+        ]
+
+
+def of_kernels(place: Place, provider: str, samples: Samples) -> list[Goal]:
+    """The goals for the paths over one list."""
+    if place.tensors_per_launch is None:
+        return _on_cpu(place, provider, samples)
+    goals = []
+    part = part_of_copy(place.list_bytes)
+    for path, copy in ((CHECK, HALF_COPY), (UNSCALE, COPY)):
+        ours, theirs = (path, provider), (path, "torch")
+        if part is not None:
+            name = f"{provider}: {path}, part of a copy's bandwidth"
+            goals += place.goal(name, ">=", part, samples, ((copy, "torch"), ours))
+        name = f"{provider}: {path}, times as fast as torch"
+        goals += place.goal(name, ">=", 1.0, samples, (theirs, ours), spread_counts=True)
+        speedup = _speedup(GPU_SPEEDUPS, place)
+        if speedup is not None:
+            goals += place.goal(f"{name}'s many launches", ">=", speedup, samples, (theirs, ours))
+    speedup = _speedup(GPU_SPEEDUPS_WITH_UPDATE, place)
+    if speedup is not None:
+        name = f"{provider}: {UPDATE}, times as fast as torch's {UNSCALE} alone"
+        over = ((UNSCALE, "torch"), (UPDATE, provider))
+        goals += place.goal(name, ">=", speedup, samples, over)
+    return goals
+
+
+def of_steps(place: Place, provider: str, samples: Samples, host: Samples | None) -> list[Goal]:
+    """The goals for whole steps; none on a CPU, where the subject "host" has them."""
+    if place.tensors_per_launch is None:
+        return []
+    name = f"{provider}: {FUSED_STEP}, device time over torch's"
+    over = ((FUSED_STEP, provider), (FUSED_STEP, "torch"))
+    goals = place.goal(name, "<=", FUSED_SHARE, samples, over)
+    if host is not None and _speedup(GPU_SPEEDUPS, place) is not None:
+        for path in (STEP, FUSED_STEP):
+            name = f"{provider}: {path}, torch's host time over ours"
+            over = ((path, "torch"), (path, provider))
+            goals += place.goal(name, ">=", GPU_HOST_SPEEDUP, host, over)
+    return goals
+
+
+def part_of_copy(list_bytes: int) -> float | None:
+    """The part of a copy's bandwidth that a list of this size must reach, if any."""
+    return next((part for least, part in PARTS_OF_COPY if list_bytes >= least), None)
+
+
+def _speedup(speedups: dict[str, float], place: Place) -> float | None:
+    return speedups.get(place.case) if place.tensors_per_launch == FEW_TENSORS else None
+
+
+def _on_cpu(place: Place, provider: str, samples: Samples) -> list[Goal]:
+    goals = []
+    # A list that is not in the cache takes the time of its way from memory, with torch too: float32
+    # is as fast as a copy there, so "faster" is asked of a list alone.
+    limit = CPU_SPEEDUPS.get(place.case)
+    if limit is not None and (limit == 1.0 or place.list_name == place.case):
+        over = ((UNSCALE, "torch"), (UNSCALE, provider))
+        name = "unscale_, times as fast as torch"
+        goals += place.goal(name, ">=", limit, samples, over, spread_counts=limit == 1.0)
+    over = ((CHECK, provider), (UNSCALE, provider))
+    name = "check_, time over that of unscale_"
+    return goals + place.goal(name, "<=", 1.0, samples, over, spread_counts=True)

@@ -1,0 +1,253 @@
+"""The paths over one list of gradients, as each provider offers them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ampfast import backends, functional
+from ampfast.backends import native
+from ampfast.backends.passes import DeviceKernels, Epilogue, Pass, Use
+
+CHECK = "check"
+UNSCALE = "unscale"
+NORM = "unscale+norm"
+UPDATE = "unscale+update"
+COPY = "copy"
+# Reads and writes together as many bytes as a check reads.
+HALF_COPY = "copy of half"
+PATHS = (CHECK, UNSCALE, NORM, UPDATE)
+
+# Never grows: the scale stays what it was while a path is timed.
+FACTORS = native.Factors(2.0, 0.5, 2**31 - 1)
+
+Gradients = list[Tensor]
+
+
+def moved_bytes(path: str, list_bytes: int) -> int:
+    """What a path has to move to do its work, for a list of N elements of b bytes, b*N in all.
+
+    A check reads the list, b*N. Unscaling also writes as much, 2*b*N, and can take the norm and
+    update the scale on the way; so can a copy. That is the least: a provider that takes several
+    passes moves more, and its bytes per second are what it achieves of the work.
+    """
+    return list_bytes if path in (CHECK, HALF_COPY) else 2 * list_bytes
+
+
+@dataclass(frozen=True)
+class Scalars:
+    """What stands beside the gradients; a pair is taken in turn, so that values do not drift.
+
+    Halved in one turn and doubled in the next, an inverse scale of 1, for which no multiplication
+    is needed, does not occur.
+    """
+
+    found_inf: Tensor
+    one: Tensor
+    inverses: tuple[Tensor, Tensor]
+    scales: tuple[Tensor, Tensor]
+    trackers: tuple[Tensor, Tensor]
+    norms: Tensor
+
+    @classmethod
+    def make(cls, device: torch.device, inverse: float = 0.5) -> Scalars:
+        def pair(first: float, second: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+            values = [torch.full((), v, dtype=dtype, device=device) for v in (first, second)]
+            return values[0], values[1]
+
+        return cls(
+            found_inf=torch.zeros((), device=device),
+            one=torch.ones((), device=device),
+            inverses=pair(inverse, 1 / inverse, torch.float32),
+            scales=pair(1 / inverse, inverse, torch.float32),
+            trackers=pair(0, 0, torch.int32),
+            norms=torch.zeros(2, dtype=torch.float64, device=device),
+        )
+
+
+@dataclass(frozen=True)
+class Calls:
+    """One provider's calls: of what `prepare` made of a list, and the turn, 0 or 1."""
+
+    provider: str
+    prepare: Callable[[Gradients], Any]
+    paths: dict[str, Callable[[Any, int], object]]
+
+
+def available(device: torch.device) -> tuple[list[str], list[str]]:
+    """Returns ampfast's backends for a device, the default first, and why others are left out."""
+    if device.type == "cpu":
+        return [backends.default_for(device)], []
+    names, reasons = [], []
+    for report in backends.report():
+        if device.type in report.device_types:
+            if report.available:
+                names.append(report.name)
+            else:
+                reasons.append(f"{report.name}: not measured, {report.reason}")
+    return names, reasons
+
+
+@contextmanager
+def default_backend(name: str) -> Iterator[None]:
+    """Makes the functional calls take a backend."""
+    before = os.environ.get("AMPFAST_BACKEND")
+    os.environ["AMPFAST_BACKEND"] = name
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["AMPFAST_BACKEND"]
+        else:
+            os.environ["AMPFAST_BACKEND"] = before
+
+
+def torch_takes(dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether torch's op knows a dtype there; up to 2.14 it has no bfloat16 on GPUs."""
+    scalars = Scalars.make(device)
+    try:
+        _torch_unscale_([torch.ones(1, dtype=dtype, device=device)], scalars.found_inf, scalars.one)
+    except RuntimeError:
+        return False
+    return True
+
+
+def torch_calls(scalars: Scalars) -> Calls:
+    """torch's op and what else its users call.
+
+    Its check, in the scaler too, is the same op with an inverse scale of 1, which writes as well.
+    """
+    s = scalars
+
+    def unscale(gradients: Gradients, turn: int) -> None:
+        _torch_unscale_(gradients, s.found_inf, s.inverses[turn])
+
+    def check(gradients: Gradients, turn: int) -> None:
+        _torch_unscale_(gradients, s.found_inf, s.one)
+
+    def unscale_and_norm(gradients: Gradients, turn: int) -> Tensor:
+        unscale(gradients, turn)
+        return torch.nn.utils.get_total_norm(gradients, foreach=True)
+
+    def unscale_and_update(gradients: Gradients, turn: int) -> None:
+        # Given the inverse, which the scaler takes three kernels to compute.
+        unscale(gradients, turn)
+        torch._amp_update_scale_(s.scales[turn], s.trackers[turn], s.found_inf, *FACTORS)
+
+    return Calls(
+        "torch",
+        lambda gradients: gradients,
+        {CHECK: check, UNSCALE: unscale, NORM: unscale_and_norm, UPDATE: unscale_and_update},
+    )
+
+
+def public_calls(name: str, device: torch.device, scalars: Scalars) -> Calls:
+    """ampfast's functional calls, for use within `default_backend(name)`.
+
+    The norm is no part of them yet, so it is the backend's own call, where it has one.
+    """
+    s = scalars
+
+    def check(gradients: Gradients, turn: int) -> None:
+        functional.check_(gradients, s.found_inf)
+
+    def unscale(gradients: Gradients, turn: int) -> None:
+        functional.unscale_(gradients, s.found_inf, s.inverses[turn])
+
+    def unscale_and_update(gradients: Gradients, turn: int) -> None:
+        functional.unscale_and_update_(
+            gradients, s.found_inf, s.scales[turn], s.trackers[turn], *FACTORS
+        )
+
+    paths = {CHECK: check, UNSCALE: unscale, UPDATE: unscale_and_update}
+    kernels = device_kernels(name, device)
+    if kernels is not None:
+
+        def unscale_and_norm(gradients: Gradients, turn: int) -> None:
+            listed = _listed(gradients, device)
+            kernels.unscale_(
+                listed, s.inverses[turn], is_scale=False, found_inf=s.found_inf, norms=s.norms
+            )
+
+        paths[NORM] = unscale_and_norm
+    return Calls(name, lambda gradients: gradients, _in_order(paths))
+
+
+def launches(name: str, device: torch.device, scalars: Scalars) -> Calls:
+    """What the device does in steady state: the launches alone, of tables that are there already.
+
+    A graph holds these, because of a whole call it would also hold the upload of the table, which
+    a call does only when an address has changed.
+
+    Raises:
+        RuntimeError: If the backend has no kernels over tables.
+    """
+    s = scalars
+    kernels = device_kernels(name, device)
+    if kernels is None:
+        raise RuntimeError(f"backend {name!r} launches nothing on {device}")
+    launcher = kernels._launcher
+    updates = [
+        kernels.scale_update(scale, tracker, [], FACTORS)
+        for scale, tracker in zip(s.scales, s.trackers, strict=True)
+    ]
+
+    def table(gradients: Gradients) -> native.DeviceTable:
+        listed = _listed(gradients, device)
+        return native.DeviceTable.of(listed, launcher.max_programs(device), False)
+
+    def launch(
+        table: native.DeviceTable,
+        write: bool,
+        use: Use,
+        factor: Tensor | None,
+        norms: Tensor | None = None,
+        update: Any = None,
+    ) -> None:
+        # As `DeviceKernels` does it; a list of one dtype is one segment.
+        (segment,) = table.segments
+        work = Pass(table, write, use, factor, s.found_inf, True, None, norms, None, update)
+        with launcher.on(device):
+            launcher.multi_tensor(work, segment, Epilogue.UPDATE if update else Epilogue.FINISH)
+
+    return Calls(
+        name,
+        table,
+        {
+            CHECK: lambda table, turn: launch(table, False, Use.RAW, None),
+            UNSCALE: lambda table, turn: launch(table, True, Use.INVERSE, s.inverses[turn]),
+            NORM: lambda table, turn: launch(
+                table, True, Use.INVERSE, s.inverses[turn], norms=s.norms
+            ),
+            UPDATE: lambda table, turn: launch(
+                table, True, Use.SCALE, s.scales[turn], update=updates[turn]
+            ),
+        },
+    )
+
+
+def device_kernels(name: str, device: torch.device) -> DeviceKernels | None:
+    """The kernels of a backend over tables on a device, or None if it works otherwise."""
+    kernels = backends.choose(name).kernels_for(device)
+    return kernels if isinstance(kernels, DeviceKernels) else None
+
+
+def _in_order(paths: dict[str, Any]) -> dict[str, Any]:
+    return {path: paths[path] for path in PATHS if path in paths}
+
+
+def _listed(gradients: Gradients, device: torch.device) -> native.GradList:
+    listed = native.list_of(gradients, device)
+    if listed is None:
+        raise RuntimeError("the gradients are not plain tensors on one device")
+    return listed
+
+
+def _torch_unscale_(gradients: Gradients, found_inf: Tensor, inverse: Tensor) -> None:
+    torch._amp_foreach_non_finite_check_and_unscale_(gradients, found_inf, inverse)

@@ -1,0 +1,104 @@
+"""A device whose queue is the host and whose launches are torch's ops, and small things to time."""
+
+from __future__ import annotations
+
+import ctypes
+import time
+from contextlib import nullcontext
+
+import torch
+
+from ampfast.backends.passes import DeviceKernels, Epilogue, Use
+from benchmarks.cases import GradCase
+from benchmarks.harness import Effort
+
+CPU = torch.device("cpu")
+BRIEF = Effort(quick=True, comparison_s=0.01, sample_s=0.0001)
+SMALL = GradCase("small", ((3, 5), (7,), (), (0,), (1025,)))
+
+SEGMENT_WORDS = 8
+
+
+class HostQueue:
+    """A device that is done as soon as it is asked; says what was asked of it."""
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+
+    def synchronize(self) -> None:
+        self.asked.append("synchronize")
+
+    def stamp(self) -> float:
+        self.asked.append("stamp")
+        return time.perf_counter()
+
+    def passed(self, stamp: float) -> bool:
+        return False
+
+    def seconds(self, start: float, end: float) -> float:
+        return end - start
+
+    def hold(self, seconds: float) -> None:
+        self.asked.append(f"hold {seconds * 1e6:.0f} us")
+
+    def capture(self, body):
+        self.asked.append("capture")
+        body()
+        return body
+
+
+class TableLauncher:
+    """Reads tables as kernels do, and does with torch's ops what they would."""
+
+    def max_programs(self, device: torch.device) -> int:
+        return 3
+
+    def on(self, device: torch.device) -> nullcontext[None]:
+        return nullcontext()
+
+    def is_capturing(self) -> bool:
+        return False
+
+    def multi_tensor(self, work, segment, epilogue: Epilogue) -> None:
+        tensors = tensors_of(work.table, segment)
+        if work.use is Use.RAW:
+            inverse = torch.ones(())
+        elif work.use is Use.SCALE:
+            inverse = work.factor.double().reciprocal().float()
+        else:
+            inverse = work.factor
+        targets = tensors if work.write else [tensor.clone() for tensor in tensors]
+        torch._amp_foreach_non_finite_check_and_unscale_(targets, work.found_inf, inverse)
+        if work.norms is not None:
+            norms = [torch.linalg.vector_norm(t, dtype=torch.float64) for t in targets]
+            work.norms[0] = sum(norm.square() for norm in norms)
+            work.norms[1] = max(tensor.abs().max().double() for tensor in targets)
+        if epilogue is Epilogue.UPDATE:
+            update = work.update
+            torch._amp_update_scale_(
+                update.scale, update.growth_tracker, work.found_inf, *update.factors
+            )
+
+    def update_scale(self, scale, growth_tracker, found_infs, factors) -> None:
+        raise NotImplementedError("no path that is measured launches this alone")
+
+
+def tensors_of(table, segment) -> list[torch.Tensor]:
+    """The memory behind the addresses of a table."""
+    words = table.buffer.tolist()
+    first = segment.word + SEGMENT_WORDS
+    addresses = words[first : first + segment.tensors]
+    lengths = words[first + segment.tensors + 1 :][: segment.tensors]
+    return [
+        torch.frombuffer(
+            (ctypes.c_char * (length * segment.dtype.itemsize)).from_address(address),
+            dtype=segment.dtype,
+        )
+        for address, length in zip(addresses, lengths, strict=True)
+        if length
+    ]
+
+
+def kernels_over_tables(name: str, device: torch.device) -> DeviceKernels:
+    """Stands in for `providers.device_kernels`."""
+    return DeviceKernels(TableLauncher())

@@ -1,0 +1,201 @@
+"""The command line keeps what was measured whatever happens, with rich and without."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+
+from benchmarks import __main__ as command
+from benchmarks import machine, plot, readme, terminal
+from benchmarks.harness import Job, Measured
+from benchmarks.results import Results, Row
+
+
+def _job(result):
+    def run():
+        if isinstance(result, BaseException):
+            raise result
+        return Measured([Row("host", result, "float32", "path", "torch")], notes=["a note"])
+
+    return Job("a job", run)
+
+
+@pytest.fixture(params=["rich", "plain"])
+def printed(request, monkeypatch):
+    """Runs a test with rich and without."""
+    if request.param == "plain":
+        monkeypatch.setattr(terminal, "Console", None)
+    elif terminal.Console is None:
+        pytest.skip("the tables are drawn by rich")
+
+
+@pytest.mark.usefixtures("printed")
+@pytest.mark.parametrize(
+    ("middle", "kept", "complete", "exit_code"),
+    [
+        ("second", ["first", "second", "third"], True, 0),
+        (KeyboardInterrupt(), ["first"], False, 130),
+        (AssertionError("not torch's [bits]"), ["first", "third"], False, 1),
+        (MemoryError("too large"), ["first", "third"], False, 0),
+        (torch.OutOfMemoryError("CUDA out of memory"), ["first", "third"], False, 0),
+    ],
+    ids=["all", "Ctrl-C", "wrong", "no memory", "no GPU memory"],
+)
+def test_what_was_measured_is_kept_whatever_happens(
+    monkeypatch, tmp_path, capsys, middle, kept, complete, exit_code
+):
+    jobs = [_job("first"), _job(middle), _job("third")]
+    monkeypatch.setattr(command.host_time, "jobs", lambda *arguments: jobs)
+    path = tmp_path / "results.json"
+    arguments = ["--only", "host", "--device", "cpu", "--json", str(path)]
+    assert command.main([*arguments, "--csv", str(tmp_path / "results.csv")]) == exit_code
+    results = Results.read_json(path)
+    assert [row.case for row in results.rows] == kept
+    assert results.complete is complete
+    assert (tmp_path / "results.csv").read_text().count("\n") == 1 + len(kept)
+    printed = capsys.readouterr().out
+    for case in kept:
+        assert case in printed
+    if isinstance(middle, Exception):
+        assert str(middle) in printed
+        assert any(str(middle) in note for note in results.notes)
+    assert results.notes.count("a note") == 1
+
+
+def test_the_file_is_there_after_each_job_and_says_that_more_is_to_come(monkeypatch, tmp_path):
+    path = tmp_path / "results.json"
+    seen = []
+
+    def look():
+        seen.append(Results.read_json(path))
+        return Measured()
+
+    jobs = [_job("first"), Job("looks", look)]
+    monkeypatch.setattr(command.host_time, "jobs", lambda *arguments: jobs)
+    assert command.main(["--only", "host", "--device", "cpu", "--json", str(path)]) == 0
+    assert [row.case for row in seen[0].rows] == ["first"]
+    assert not seen[0].complete
+    assert Results.read_json(path).complete
+
+
+def test_no_job_is_started_when_the_time_is_up(monkeypatch, tmp_path):
+    now = [0.0]
+    monkeypatch.setattr(command.time, "monotonic", lambda: now[0])
+
+    def slow():
+        now[0] += 60
+        return Measured([Row("host", "slow", "float32", "path", "torch")])
+
+    jobs = [Job("slow", slow), Job("slow", slow), _job("late")]
+    monkeypatch.setattr(command.host_time, "jobs", lambda *arguments: jobs)
+    path = tmp_path / "results.json"
+    arguments = ["--only", "host", "--device", "cpu", "--limit", "100", "--json", str(path)]
+    assert command.main(arguments) == 0
+    results = Results.read_json(path)
+    assert [row.case for row in results.rows] == ["slow", "slow"]
+    assert not results.complete
+    assert results.notes == ["left out host: a job: the time is up"]
+
+
+@pytest.mark.skipif(not hasattr(os, "posix_spawn"), reason="sends a POSIX signal")
+def test_a_run_that_is_told_to_end_writes_what_it_has(tmp_path):
+    path = tmp_path / "results.json"
+    process = subprocess.Popen(
+        [
+            *(sys.executable, "-m", "benchmarks", "--only", "host", "--device", "cpu"),
+            *("--json", str(path)),
+        ],
+        cwd=machine.REPOSITORY,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    deadline = time.monotonic() + 60
+    while not path.exists() and process.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.1)
+    process.send_signal(signal.SIGTERM)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == command.INTERRUPTED, errors
+    results = Results.read_json(path)
+    assert results.rows
+    assert not results.complete
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--only", "host,gpu"], "'gpu' is not among host, kernels, steps, memory"),
+        (["--cases", "1000x2k"], "'1000x2k' is not among"),
+        (["--dtypes", "float8"], "'float8' is not among"),
+        (["--threads", "0"], "must be at least 1"),
+        (["--device", "mps"], "must be cpu or cuda"),
+        (["--json", "missing/directory/file"], "is not a directory"),
+        (["--plot", "missing/directory/file"], "is not a directory"),
+    ],
+)
+def test_wrong_arguments_are_refused_before_anything_is_measured(capsys, arguments, message):
+    with pytest.raises(SystemExit) as stopped:
+        command.main(arguments)
+    assert stopped.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_gpu_that_is_not_there_is_refused(monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(SystemExit):
+        command.main(["--device", "cuda"])
+    assert "torch sees no GPU" in capsys.readouterr().err
+    assert machine.default_device() == torch.device("cpu")
+
+
+@pytest.mark.parametrize("arguments", [["--plot", "a.png"], ["plot", "a.json", "a.png"]])
+def test_a_plot_without_matplotlib_is_refused_in_one_line(monkeypatch, capsys, arguments):
+    monkeypatch.setattr(plot, "is_possible", lambda: False)
+    with pytest.raises(SystemExit) as stopped:
+        command.main(arguments)
+    assert stopped.value.code == 2
+    assert capsys.readouterr().err.splitlines()[-1].endswith(plot.MISSING)
+
+
+def test_a_file_of_another_kind_is_not_drawn(tmp_path, capsys):
+    pytest.importorskip("matplotlib", reason="pictures are drawn by matplotlib")
+    path = tmp_path / "other.json"
+    path.write_text("{}")
+    assert command.main(["plot", str(path), str(tmp_path / "picture.png")]) == 1
+    assert "other.json is not a result" in capsys.readouterr().err
+
+
+def test_one_list_is_measured_drawn_and_put_on_a_page(tmp_path, capsys):
+    """The whole command, on the smallest list."""
+    pytest.importorskip("matplotlib", reason="pictures are drawn by matplotlib")
+    files = {name: tmp_path / f"r.{name}" for name in ("json", "csv", "png")}
+    code = command.main(
+        [
+            *("--quick", "--device", "cpu", "--only", "kernels,steps"),
+            *("--cases", "1000x1k", "--dtypes", "float32"),
+            *("--json", str(files["json"]), "--csv", str(files["csv"])),
+            *("--plot", str(files["png"])),
+        ]
+    )
+    assert code == 0
+    content = json.loads(files["json"].read_text())
+    assert content["complete"] is True
+    assert {row["path"] for row in content["rows"]} >= {"check", "unscale", "full step", "copy"}
+    assert files["png"].stat().st_size > 10_000
+    assert "unscale+norm: not measured" in capsys.readouterr().out
+
+    page = tmp_path / "README.md"
+    page.write_text(f"{readme.START}{readme.END}")
+    assert command.main(["readme", str(files["json"])]) == 0
+    assert capsys.readouterr().out == readme.markdown(files["json"])
+    assert command.main(["readme", str(files["json"]), "--write", str(page)]) == 0
+    assert readme.section_of(page) == readme.markdown(files["json"])
+    assert command.main(["readme", str(tmp_path / "missing.json")]) == 1
+    assert "missing.json" in capsys.readouterr().err

@@ -1,0 +1,332 @@
+"""Kernels and whole steps: compared before they are timed, on a CPU and as on a GPU."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from simulated import BRIEF, CPU, SMALL, HostQueue, TableLauncher, kernels_over_tables
+
+import ampfast
+from benchmarks import counts, host_time, kernels, machine, providers, steps
+from benchmarks.cases import CASES
+from benchmarks.counts import Counts
+from benchmarks.harness import FULL
+
+CACHE_BYTES = 1 << 13
+TORCH_OP = torch._amp_foreach_non_finite_check_and_unscale_
+
+
+@pytest.fixture
+def small_cache(monkeypatch):
+    """With a small cache few lists are enough to overflow it."""
+    monkeypatch.setattr(kernels, "cache_bytes", lambda device: CACHE_BYTES)
+
+
+@pytest.fixture
+def tables(monkeypatch, small_cache):
+    """Kernels over tables stand in for a GPU's, as if they were the backend "cpu"."""
+    monkeypatch.setattr(providers, "device_kernels", kernels_over_tables)
+
+
+@pytest.mark.usefixtures("small_cache")
+@pytest.mark.parametrize("dtype", kernels.DTYPES, ids=str)
+def test_kernels_yield_a_row_for_each_contender(dtype):
+    measured = kernels.measure(SMALL, dtype, CPU, BRIEF)
+    paths = [*("check", "check", "unscale", "unscale", "unscale+update", "unscale+update")]
+    paths += ["copy", "copy of half"]
+    assert [row.path for row in measured.rows] == paths + paths
+    assert len({row.provider for row in measured.rows}) == 2
+    list_bytes = SMALL.elements * dtype.itemsize
+    # By itself, and so many in turn that they overflow the cache.
+    rotation = math.ceil(2 * CACHE_BYTES / list_bytes)
+    assert [row.lists for row in measured.rows] == 8 * [1] + 8 * [rotation]
+    moved = [factor * list_bytes for factor in (1, 1, 2, 2, 2, 2, 2, 1)]
+    assert [row.bytes for row in measured.rows] == moved + moved
+    for row in measured.rows:
+        assert row.ms_p20 <= row.ms_p50 <= row.ms_p80
+        assert row.gb_s == pytest.approx(row.bytes / row.ms_p50 / 1e6)
+        assert row.timer == "wall"
+        # Not measured on a CPU.
+        assert row.launches is row.copies is row.syncs is row.host_us_p50 is None
+    for row in measured.rows[6:8]:
+        assert row.percent_of_copy == pytest.approx(100)
+    # A check is compared with the copy that moves as much as it reads.
+    assert measured.rows[1].copy_gb_s == measured.rows[7].gb_s
+    assert measured.rows[3].copy_gb_s == measured.rows[6].gb_s
+    assert [goal.case for goal in measured.goals] == ["small", "small, cold"]
+    assert measured.notes == ["unscale+norm: not measured, backend 'cpu' has no such call"]
+
+
+@pytest.mark.usefixtures("tables")
+@pytest.mark.parametrize("by_graph", [True, False])
+def test_a_gpu_has_host_times_and_counts_beside_its_device_times(monkeypatch, by_graph):
+    monkeypatch.setattr(kernels, "GRAPH_BELOW_BYTES", (1 << 30) if by_graph else 0)
+    monkeypatch.setattr(
+        counts,
+        "of_contenders",
+        lambda contenders, queue: {c.key: Counts(3, 2, 1) for c in contenders},
+    )
+    queue = HostQueue()
+    measured = kernels.measure(SMALL, torch.float32, CPU, BRIEF, queue)
+    paths = [path for path in providers.PATHS for _ in range(2)] + ["copy", "copy of half"]
+    assert [row.path for row in measured.rows] == paths
+    assert [row.provider for row in measured.rows] == 4 * ["torch", "cpu"] + 2 * ["torch"]
+    assert ("capture" in queue.asked) is by_graph
+    for row in measured.rows:
+        assert row.timer == ("graph" if by_graph else "events")
+        assert row.lists > 1
+        if "copy" in row.path:
+            assert row.launches is row.host_us_p50 is None
+        else:
+            assert (row.launches, row.copies, row.syncs) == (3, 2, 1)
+            assert row.host_us_p20 <= row.host_us_p50 <= row.host_us_p80
+        assert (row.vs_torch is None) is (row.provider == "torch")
+        assert (row.host_vs_torch is None) is (row.provider == "torch")
+    assert {goal.name for goal in measured.goals} == {
+        "cpu: check, times as fast as torch",
+        "cpu: unscale, times as fast as torch",
+    }
+    assert measured.notes == []
+
+
+@pytest.mark.usefixtures("tables")
+def test_where_no_graph_can_be_captured_all_are_timed_by_events():
+    class NoGraphs(HostQueue):
+        def capture(self, body):
+            raise RuntimeError("operation not permitted")
+
+    measured = kernels.measure(SMALL, torch.float16, CPU, BRIEF, NoGraphs())
+    assert {row.timer for row in measured.rows} == {"events"}
+    (note,) = measured.notes
+    assert "operation not permitted" in note
+
+
+@pytest.mark.usefixtures("tables")
+def test_a_dtype_that_torch_does_not_know_is_measured_without_torch(monkeypatch):
+    monkeypatch.setattr(providers, "torch_takes", lambda dtype, device: False)
+    measured = kernels.measure(SMALL, torch.bfloat16, CPU, BRIEF, HostQueue())
+    rows = {(row.path, row.provider): row for row in measured.rows}
+    assert ("unscale", "torch") not in rows
+    assert rows["unscale", "cpu"].vs_torch is None
+    assert rows["unscale", "cpu"].percent_of_copy > 0
+    assert measured.goals == []
+    assert "torch: not measured with bfloat16" in measured.notes[0]
+    whole = steps.measure(SMALL, torch.bfloat16, CPU, BRIEF, HostQueue())
+    assert {row.provider for row in whole.rows} == {"cpu"}
+
+
+def _wrong_launches(wrong):
+    class Wrong(TableLauncher):
+        def multi_tensor(self, work, segment, epilogue):
+            if wrong == "writes nothing" and work.write:
+                return
+            super().multi_tensor(work, segment, epilogue)
+            if wrong == "leaves norms" and work.norms is not None:
+                work.norms.fill_(math.nan)
+            if wrong == "largest off" and work.norms is not None:
+                work.norms[1] *= 1.01
+            if wrong == "sum off" and work.norms is not None:
+                work.norms[0] *= 1.0001
+            if wrong == "finds" and not work.write:
+                work.found_inf.fill_(1)
+            if wrong == "no update" and work.update is not None:
+                work.update.growth_tracker.zero_()
+
+    return Wrong()
+
+
+@pytest.mark.usefixtures("small_cache")
+@pytest.mark.parametrize(
+    "wrong",
+    ["writes nothing", "leaves norms", "largest off", "sum off", "finds", "no update"],
+)
+def test_wrong_launches_are_not_timed(monkeypatch, wrong):
+    found = kernels_over_tables("cpu", CPU)
+    monkeypatch.setattr(found, "_launcher", _wrong_launches(wrong))
+    monkeypatch.setattr(providers, "device_kernels", lambda name, device: found)
+    monkeypatch.setattr(kernels, "interleave", lambda *arguments: pytest.fail("was timed"))
+    with pytest.raises(AssertionError, match=r"small float32|norms of cpu"):
+        kernels.measure(SMALL, torch.float32, CPU, BRIEF, HostQueue())
+
+
+def _does_nothing(gradients, found_inf, inv_scale):
+    pass
+
+
+def _never_finds(gradients, found_inf, inv_scale):
+    torch._foreach_mul_(gradients, inv_scale)
+
+
+def _one_ulp_off(gradients, found_inf, inv_scale):
+    TORCH_OP(gradients, found_inf, torch.nextafter(inv_scale, inv_scale + 1))
+
+
+@pytest.mark.parametrize("wrong", [_does_nothing, _never_finds, _one_ulp_off])
+def test_a_wrong_unscale_is_not_timed(monkeypatch, wrong):
+    monkeypatch.setattr(providers.functional, "unscale_", wrong)
+    with pytest.raises(AssertionError, match="small float32"):
+        kernels.measure(SMALL, torch.float32, CPU, BRIEF)
+
+
+def test_a_check_that_writes_is_not_timed(monkeypatch):
+    def halves(gradients, found_inf):
+        TORCH_OP(gradients, found_inf, torch.tensor(0.5))
+
+    monkeypatch.setattr(providers.functional, "check_", halves)
+    with pytest.raises(AssertionError, match="small float32"):
+        kernels.measure(SMALL, torch.float32, CPU, BRIEF)
+
+
+@pytest.mark.usefixtures("small_cache")
+def test_gradients_that_drift_are_not_reported(monkeypatch):
+    def halves_when_timed(gradients, found_inf, inv_scale):
+        TORCH_OP(gradients, found_inf, torch.clamp(inv_scale, max=0.5))
+
+    # Equal to torch in the parity test, whose inverse scale is smaller.
+    monkeypatch.setattr(providers.functional, "unscale_", halves_when_timed)
+    with pytest.raises(AssertionError, match="drifted"):
+        kernels.measure(SMALL, torch.float32, CPU, BRIEF)
+
+
+@pytest.mark.parametrize("dtype", kernels.DTYPES, ids=str)
+def test_a_value_that_drifted_is_seen_wherever_it_is(dtype):
+    case = CASES["one_16m"] if dtype is torch.float16 else SMALL
+    gradients = kernels.Lists(case, dtype, CPU, 2)
+    gradients.assert_steady(torch.zeros(()))
+    with pytest.raises(AssertionError, match="drifted"):
+        gradients.assert_steady(torch.ones(()))
+    for value in (0.25, 4.0, math.nan):
+        gradients.lists[1][-1].view(-1)[-1] = value
+        with pytest.raises(AssertionError, match="drifted"):
+            gradients.assert_steady()
+
+
+@pytest.mark.parametrize("subject", [kernels, steps], ids=["kernels", "steps"])
+def test_lists_that_do_not_fit_are_refused_before_they_are_made(monkeypatch, subject):
+    monkeypatch.setattr(machine, "available_bytes", lambda device: 1 << 20)
+    monkeypatch.setattr(kernels, "make_gradients", lambda *arguments: pytest.fail("was made"))
+    monkeypatch.setattr(steps, "make_gradients", lambda *arguments: pytest.fail("was made"))
+    with pytest.raises(MemoryError, match="1 MiB are available"):
+        subject.measure(CASES["one_64m"], torch.float32, CPU, BRIEF)
+
+
+def test_each_device_has_lists_of_its_own_and_a_choice_replaces_them():
+    gpu = torch.device("cuda", 0)
+    full = dict.fromkeys(case.name for case, _ in kernels.chosen(FULL, gpu))
+    assert tuple(full) == kernels.GPU_CASES
+    dtypes = {dtype for _, dtype in kernels.chosen(FULL, gpu)}
+    assert dtypes == {torch.float32, torch.float16, torch.bfloat16}
+    assert torch.float64 in {dtype for _, dtype in kernels.chosen(FULL, CPU)}
+    chosen = kernels.chosen(BRIEF, gpu, ("gpt2_xl",), (torch.bfloat16,))
+    assert chosen == [(CASES["gpt2_xl"], torch.bfloat16)]
+
+
+@pytest.mark.parametrize("path", providers.PATHS)
+def test_the_bytes_of_a_path_are_what_it_must_move(path):
+    # b*N for what only reads, 2*b*N for what also writes.
+    assert providers.moved_bytes(path, 1000) == (1000 if path == "check" else 2000)
+    assert providers.moved_bytes(providers.COPY, 1000) == 2000
+    assert providers.moved_bytes(providers.HALF_COPY, 1000) == 1000
+
+
+def test_the_default_backend_is_put_back(monkeypatch):
+    monkeypatch.setenv("AMPFAST_BACKEND", "aten")
+    with providers.default_backend("cpu"):
+        assert ampfast.backends.default_for(CPU) == "cpu"
+    assert ampfast.backends.default_for(CPU) == "aten"
+    monkeypatch.delenv("AMPFAST_BACKEND")
+    with providers.default_backend("aten"):
+        assert ampfast.backends.default_for(CPU) == "aten"
+    assert ampfast.backends.default_for(CPU) == "cpu"
+
+
+def test_backends_that_cannot_run_are_left_out_with_their_reason(monkeypatch):
+    report = ampfast.backends.BackendReport
+    monkeypatch.setattr(
+        providers.backends,
+        "report",
+        lambda: [
+            report("triton", True, "", ("cuda",)),
+            report("cuda", False, "built without it", ("cuda",)),
+            report("cpu", True, "", ("cpu",)),
+            report("aten", True, "", ()),
+        ],
+    )
+    names, reasons = providers.available(torch.device("cuda", 0))
+    assert names == ["triton"]
+    assert reasons == ["cuda: not measured, built without it"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("queue", [None, HostQueue()], ids=["on a CPU", "as on a GPU"])
+def test_whole_steps_are_compared_with_the_steps_that_they_replace(small_cache, dtype, queue):
+    measured = steps.measure(SMALL, dtype, CPU, BRIEF, queue)
+    plain = ["full step", "full step", "step_and_update"]
+    fused = ["full step, fused", "full step, fused", "step_and_update, fused"]
+    # torch does not unscale float16 gradients.
+    expected = fused if dtype is torch.float16 else plain + fused
+    assert sorted(row.path for row in measured.rows) == sorted(expected)
+    for row in measured.rows:
+        assert row.subject == "steps"
+        assert (row.vs_torch is None) is (row.provider == "torch")
+        assert (row.host_us_p50 is None) is (queue is None)
+        waits = queue is not None and not row.path.endswith("fused")
+        assert row.timer == ("wall" if queue is None else "waits" if waits else "events")
+        assert row.lists == 1 if queue is None else 1 < row.lists <= steps.MOST_LISTS
+    goals = [] if queue is None else ["cpu: full step, fused, device time over torch's"]
+    assert [goal.name for goal in measured.goals] == goals
+
+
+def test_a_step_that_forgets_to_update_is_not_timed(monkeypatch):
+    monkeypatch.setattr(ampfast.GradScaler, "update", lambda self: self._end_iteration())
+    monkeypatch.setattr(steps, "interleave", lambda *arguments: pytest.fail("was timed"))
+    with pytest.raises(AssertionError, match="full step by cpu, small float32"):
+        steps.measure(SMALL, torch.float32, CPU, BRIEF)
+
+
+def test_the_parameters_of_a_timed_optimizer_need_no_memory_of_their_own():
+    gradients = [torch.ones(1 << 10, 3), torch.ones(())]
+    optimizer = steps.optimizer_over(gradients, fused=True)
+    for parameter, gradient in zip(optimizer.param_groups[0]["params"], gradients, strict=True):
+        assert parameter.grad is gradient
+        assert parameter.is_leaf
+        assert parameter.untyped_storage().nbytes() == 4
+
+
+@pytest.mark.parametrize(
+    "paths",
+    [
+        (host_time.UNSCALE,),
+        (host_time.STEP, "step_and_update"),
+        (host_time.FUSED, "step_and_update, fused"),
+    ],
+    ids=lambda paths: paths[0],
+)
+@pytest.mark.parametrize("queue", [None, HostQueue()], ids=["on a CPU", "as on a GPU"])
+def test_host_time_compares_each_path_with_the_calls_it_replaces(paths, queue):
+    measured = host_time.measure(10, paths, CPU, BRIEF, queue)
+    assert [row.path for row in measured.rows] == [paths[0], *paths]
+    assert measured.rows[0].provider == "torch"
+    assert measured.rows[0].vs_torch is None
+    for row in measured.rows:
+        assert row.host_us_p20 <= row.host_us_p50 <= row.host_us_p80
+        # On a GPU the call returns before the work is done.
+        assert row.ms_p50 == (None if queue else pytest.approx(row.host_us_p50 / 1e3))
+    for row in measured.rows[1:]:
+        assert row.provider == ampfast.backends.default_for(CPU)
+        assert row.vs_torch > 0
+    limits = [1.0] if len(paths) == 1 and queue is None else []
+    assert [goal.limit for goal in measured.goals] == limits
+
+
+def test_a_scaler_that_unscales_twice_is_not_timed(monkeypatch):
+    class Twice(torch.amp.GradScaler):
+        def _unscale_grads_(self, optimizer, inv_scale, found_inf, allow_fp16):
+            super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
+            return super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
+
+    monkeypatch.setattr(ampfast, "GradScaler", Twice)
+    with pytest.raises(AssertionError, match="over 10 parameters, without an infinity"):
+        host_time.measure(10, (host_time.UNSCALE,), CPU, BRIEF)

@@ -1,0 +1,40 @@
+"""Memory is that of one call, in a process of its own."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import torch
+
+from benchmarks import machine, memory
+
+
+def test_memory_sees_a_copy_and_only_a_copy():
+    # So large that the memory of a copy comes from the system and goes back to it.
+    gradients = [torch.ones(1 << 24) for _ in range(2)]
+    largest = gradients[0].nbytes
+    nothing = memory.usage_of_call(lambda gradients: gradients[0].mul_(2), gradients)
+    assert nothing.list_bytes == 2 * largest
+    assert nothing.allocated_bytes < 4096
+    # One copy at a time is alive, so the peak is the size of one.
+    copies = memory.usage_of_call(
+        lambda gradients: [(g + 1)[0].item() for g in gradients], gradients
+    )
+    assert largest <= copies.allocated_bytes < 2 * largest
+    if memory.CLEAR_REFS.exists():
+        assert nothing.extra_bytes < largest / 2 < copies.extra_bytes
+
+
+def test_the_table_is_measured_per_chunk():
+    measured = memory.measure_table("1000x1k")
+    assert measured.rows[0].chunks >= 1000
+    assert measured.goals[0].ratio == measured.rows[0].table_bytes / measured.rows[0].chunks > 0
+
+
+def test_memory_is_measured_in_a_process_of_its_own():
+    command = [sys.executable, "-m", "benchmarks.memory", "1000x1k", "check", "ampfast"]
+    done = subprocess.run(command, cwd=machine.REPOSITORY, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["list_bytes"] == 4096 * 1000
