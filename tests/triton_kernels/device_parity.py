@@ -1,0 +1,139 @@
+"""How interpreted kernels are compared with torch's op; skips what imports it elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+from kernel_parity import exact_bits, flag, storage
+from support import BITS, FLOATS, assert_same
+
+from ampfast.backends import native
+from ampfast.backends.passes import DeviceKernels
+
+try:
+    from ampfast.backends.triton import launch
+except ModuleNotFoundError as error:
+    pytest.skip(f"Triton is missing: {error}", allow_module_level=True)
+if not launch.INTERPRETED:
+    pytest.skip("interprets kernels: needs TRITON_INTERPRET=1", allow_module_level=True)
+
+KERNELS = DeviceKernels(launch)
+CPU = torch.device("cpu")
+# More than a window's alignment on both sides of a tensor.
+GUARD = 32
+VECTOR_BYTES = 16
+
+Make = Callable[[], list[torch.Tensor]]
+
+
+def grads_of(tensors: Sequence[torch.Tensor]) -> native.GradList:
+    grads = native.list_of(list(tensors), CPU)
+    assert grads is not None
+    return grads
+
+
+def window(dtype: torch.dtype) -> int:
+    """Elements of a window."""
+    return native.WINDOW_BYTES // dtype.itemsize
+
+
+def guarded(values: torch.Tensor, offset: int = 0) -> torch.Tensor:
+    """Copies values between bands that show reads, as they are infinite, and writes alike.
+
+    The copy begins `offset` elements behind an address that is aligned to 16 bytes.
+    """
+    memory = torch.full((GUARD + offset + values.numel() + GUARD,), 7.5, dtype=values.dtype)
+    memory[::2] = torch.inf
+    assert memory.data_ptr() % VECTOR_BYTES == 0
+    copy = memory[GUARD + offset : GUARD + offset + values.numel()]
+    copy.copy_(values)
+    if values.numel():
+        assert copy.data_ptr() % VECTOR_BYTES == offset * values.itemsize % VECTOR_BYTES
+    return copy
+
+
+def normal(count: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(count, generator=generator, dtype=torch.float64).to(dtype)
+
+
+def every_16_bit_value(dtype: torch.dtype) -> torch.Tensor:
+    return torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(dtype)
+
+
+def mixed() -> list[torch.Tensor]:
+    """All dtypes, at several offsets, with sizes of no window, a part of one, one, and several."""
+    return [
+        guarded(normal(count, dtype, seed), seed % (VECTOR_BYTES // dtype.itemsize))
+        for seed, (count, dtype) in enumerate(
+            (count, dtype)
+            for dtype in FLOATS
+            for count in (5, 0, 2 * window(dtype) + 3, 1, window(dtype))
+        )
+    ]
+
+
+def inverse_of(scale: float) -> float:
+    return flag(scale).double().reciprocal().float().item()
+
+
+def torch_unscaled(make: Make, inverse: float) -> tuple[list[torch.Tensor], float]:
+    """What torch's op writes, and whether a written value is not finite."""
+    grads = make()
+    for dtype in FLOATS:
+        same = [g for g in grads if g.dtype == dtype]
+        torch._amp_foreach_non_finite_check_and_unscale_(same, flag(), flag(inverse))
+    return grads, found_in(grads)
+
+
+def found_in(grads: Sequence[torch.Tensor]) -> float:
+    return float(any(not g.isfinite().all() for g in grads))
+
+
+def quotients(grads: Sequence[torch.Tensor], divisor: float) -> list[torch.Tensor]:
+    """As optimizers divide that unscale by themselves: 16-bit gradients in float32."""
+    wide = [g if g.dtype == torch.float64 else g.float() for g in grads]
+    return [g / flag(divisor).to(g.dtype) for g in wide]
+
+
+def assert_same_memory(ours: Sequence[torch.Tensor], theirs: Sequence[torch.Tensor]) -> None:
+    """Compares what stands in the tensors and around them."""
+    for i, (a, b) in enumerate(zip(ours, theirs, strict=True)):
+        assert_same(storage(a), storage(b), f"memory of gradient {i}, {a.dtype}")
+
+
+def check_reads(make: Make, divisors: Sequence[float] = (), *, raw: bool = True) -> None:
+    """Checks gradients, and the quotients by each divisor; nothing may be written."""
+    grads = make()
+    before = [exact_bits(g) for g in grads]
+    table = grads_of(grads)
+    if raw:
+        assert KERNELS.check_(table).item() == found_in(grads)
+    for divisor in divisors:
+        found = KERNELS.check_(table, flag(divisor)).item()
+        assert found == found_in(quotients(grads, divisor)), divisor
+    for gradient, bits in zip(grads, before, strict=True):
+        assert torch.equal(exact_bits(gradient), bits), "a check wrote"
+
+
+def check_unscales(make: Make, factor: float, *, is_scale: bool = False) -> None:
+    """Unscales twins of the same gradients here and in torch and compares all memory."""
+    theirs, expected = torch_unscaled(make, inverse_of(factor) if is_scale else factor)
+    ours = make()
+    found = KERNELS.unscale_(grads_of(ours), flag(factor), is_scale=is_scale)
+    assert found.shape == () and found.dtype == torch.float32
+    assert_same_memory(ours, theirs)
+    assert found.item() == expected
+
+
+def largest_unscalable(dtype: torch.dtype, inverse: float) -> int:
+    """The bits of the largest value that torch's op still unscales to a finite one."""
+    low, high = 0, int(torch.tensor([torch.finfo(dtype).max], dtype=dtype).view(BITS[dtype])) + 1
+    while high - low > 1:
+        middle = (low + high) // 2
+        value = torch.tensor([middle], dtype=BITS[dtype]).view(dtype)
+        _, overflows = torch_unscaled(lambda value=value: [value], inverse)
+        low, high = (low, middle) if overflows else (middle, high)
+    return low

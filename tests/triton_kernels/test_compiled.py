@@ -1,0 +1,201 @@
+"""The code of every variant of the Triton kernels, read without a GPU."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+from support import FLOATS
+from variants import (
+    CUDA,
+    HIP,
+    TARGETS,
+    Variant,
+    compiled,
+    compiled_update,
+    kernels,
+    main_modes,
+    recorded,
+    usage,
+    variants,
+)
+
+from ampfast.backends.passes import Epilogue, Use
+
+# What eight programs of 128 threads leave each thread of a multiprocessor.
+REGISTERS = 64
+SIXTEEN_BIT = (torch.float16, torch.bfloat16)
+
+VECTOR_LOAD = r"ld\.global(?:\.\w+)*\.(?:v4\.[bf]32|v2\.[bf]64)\b"
+VECTOR_STORE = r"st\.global(?:\.\w+)*\.(?:v4\.[bf]32|v2\.[bf]64)\b"
+FINISHED = r"\batom\.global\.gpu\.acq_rel\.add\.u64\b"
+
+CASES = [
+    *(("sm_90", v) for dtype in FLOATS for v in variants(dtype)),
+    *((t, v) for t in CUDA if t != "sm_90" for dtype in FLOATS for v in main_modes(dtype)),
+]
+HIP_CASES = [(t, v) for t in HIP for dtype in FLOATS for v in main_modes(dtype)]
+
+cuda_cases = pytest.mark.parametrize(("target", "variant"), CASES, ids=str)
+hip_cases = pytest.mark.parametrize(("target", "variant"), HIP_CASES, ids=str)
+
+
+def most_registers(target: str, variant: Variant) -> int:
+    """What leaves room for eight programs, or for the four to six that do elsewhere."""
+    if target in ("sm_75", "sm_80"):
+        if variant.dtype in SIXTEEN_BIT:
+            return 128
+        return 80 if variant.norm else REGISTERS
+    is_plain = not (variant.norm or variant.flags or variant.coefficient)
+    return REGISTERS if is_plain or not variant.write else 84
+
+
+def ptx(target: str, variant: Variant) -> str:
+    return compiled(variant, target).asm["ptx"]
+
+
+def stores_beside_gradients(variant: Variant) -> int:
+    """Partial sum, flag of a tensor; then found_inf, norms, reset; then scale, tracker, copies."""
+    count = variant.norm + variant.flags
+    if variant.epilogue is not Epilogue.NOTHING:
+        count += 1 + 2 * variant.norm + 2
+    if variant.epilogue is Epilogue.UPDATE:
+        count += 4
+    return count
+
+
+@cuda_cases
+def test_vectors(target: str, variant: Variant) -> None:
+    code = ptx(target, variant)
+    loads = recorded(variant, TARGETS[target])[1]["LOADS"]
+    assert loads == 4
+    loaded = [m.start() for m in re.finditer(VECTOR_LOAD, code)]
+    stored = [m.start() for m in re.finditer(VECTOR_STORE, code)]
+    assert len(loaded) == loads
+    assert len(stored) == (loads if variant.write else 0)
+    assert not stored or max(loaded) < min(stored), "a load waits for a store"
+
+
+@cuda_cases
+def test_reads_do_not_write(target: str, variant: Variant) -> None:
+    stores = len(re.findall(r"\bst\.global\b", ptx(target, variant)))
+    beside = stores_beside_gradients(variant)
+    assert stores > beside if variant.write else stores == beside
+
+
+@cuda_cases
+def test_arithmetic(target: str, variant: Variant) -> None:
+    code = ptx(target, variant)
+    for refused in (r"\.ftz\b", r"\.approx\b", r"\bdiv\.full\b", r"\bfma\b", r"\bmad\.\w+\.f\d\d"):
+        assert not re.search(refused, code), refused
+    wide = "f64" if variant.dtype == torch.float64 else "f32"
+    if variant.use is Use.DIVIDE:
+        assert f"div.rn.{wide}" in code
+    if variant.use is Use.SCALE:
+        assert re.search(r"(div|rcp)\.rn\.f64", code)
+        assert "cvt.rn.f32.f64" in code
+    if variant.dtype == torch.float16 and variant.use in (Use.INVERSE, Use.SCALE):
+        assert re.search(r"\bcvt\.rn\.f16(x2)?\.f32\b", code)
+    if variant.dtype == torch.bfloat16 and variant.use in (Use.INVERSE, Use.SCALE):
+        found = bool(re.search(r"\bcvt\.rn\.bf16(x2)?\.f32\b", code))
+        assert found == (target != "sm_75")  # which has no instruction for it
+
+
+@cuda_cases
+def test_last_program(target: str, variant: Variant) -> None:
+    code = ptx(target, variant)
+    if variant.epilogue is Epilogue.NOTHING:
+        assert not re.search(r"\batom\S*\.add\b", code)
+        return
+    [finished] = re.finditer(FINISHED, code)
+    before, behind = code[: finished.start()], code[finished.end() :]
+    stores = [m.start() for m in re.finditer(r"\bst\.global\b|\b(?:atom|red)\S*\.max\b", before)]
+    assert before.rfind("bar.sync") > max(stores), "no barrier before the count"
+    # Ours, whatever barriers Triton adds for reasons of its own.
+    counted = [
+        line
+        for line in compiled(variant, target).asm["ttir"].splitlines()
+        if re.search(r"barrier|tt\.store|tt\.atomic_rmw", line)
+    ]
+    [place] = [i for i, line in enumerate(counted) if "acq_rel" in line]
+    assert "barrier" in counted[place - 1] and "barrier" in counted[place + 1]
+    first_access = re.search(r"\b(ld|st|atom)\.global\b", behind)
+    assert first_access is not None
+    assert "bar.sync" in behind[: first_access.start()], "no barrier behind the count"
+    # Past the first-level cache.
+    assert ("ld.global.cg.b64" in behind) == variant.norm
+    # All has been read when the scratch is reset, and when the scale is replaced.
+    assert "barrier" in counted[-3]
+    assert variant.epilogue is not Epilogue.UPDATE or "barrier" in counted[-6]
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_factors_are_float64(dtype: torch.dtype) -> None:
+    update = Variant(dtype, True, Use.SCALE, epilogue=Epilogue.UPDATE)
+    assert len(re.findall(r"\.param \.f64", ptx("sm_90", update))) == 2
+    assert ".param .f32" not in ptx("sm_90", update)
+    assert re.search(r"\bmul\.(rn\.)?f64\b", ptx("sm_90", update))
+
+
+@pytest.mark.parametrize("name", ["multi_tensor", "update_scale"])
+def test_arguments_are_not_specialized(name: str) -> None:
+    parameters = {p.name: p for p in getattr(kernels, name).params}
+    for factor in ("growth_factor", "backoff_factor"):
+        assert parameters[factor].annotation_type == "fp64"
+    assert parameters["growth_interval"].annotation_type == "i64"
+    # Else a count of 1, or an address that is not aligned, would compile in mid-training.
+    specialized = {p.name for p in parameters.values() if not p.is_constexpr}
+    specialized -= {p.name for p in parameters.values() if p.do_not_specialize}
+    assert specialized == ({"table_ptr"} if name == "multi_tensor" else set())
+
+
+@cuda_cases
+def test_registers(target: str, variant: Variant) -> None:
+    used = usage(compiled(variant, target))
+    assert (used.stack, used.local) == (0, 0)
+    assert used.registers <= most_registers(target, variant)
+
+
+@pytest.mark.parametrize("target", CUDA)
+def test_update_alone(target: str) -> None:
+    kernel = compiled_update(target)
+    used = usage(kernel)
+    assert (used.stack, used.local) == (0, 0)
+    code = kernel.asm["ptx"]
+    assert len(re.findall(r"\.param \.f64", code)) == 2
+    assert len(re.findall(r"\bld\.global\b", code)) == 6
+    assert len(re.findall(r"\bst\.global\b", code)) == 2
+    last_load = max(m.start() for m in re.finditer(r"\bld\.global\b", code))
+    first_store = code.index("st.global")
+    assert "bar." in code[last_load:first_store], "stores before all threads have read"
+    for refused in (".ftz", ".approx", "div.full", "fma."):
+        assert refused not in code
+
+
+@hip_cases
+def test_amd(target: str, variant: Variant) -> None:
+    code = compiled(variant, target).asm["amdgcn"]
+    wide = r"(dwordx4|b128)\b"
+    loads = recorded(variant, TARGETS[target])[1]["LOADS"]
+    assert loads == (4 if target == "gfx1100" else 2)
+    assert len(re.findall(rf"\b(global|buffer)_load_{wide}", code)) >= loads
+    stores = len(re.findall(rf"\b(global|buffer)_store_{wide}", code))
+    if variant.write:
+        assert stores >= loads
+    else:
+        every = len(re.findall(r"\b(global|buffer|flat)_store_", code))
+        assert every <= stores_beside_gradients(variant)
+    assert re.findall(r"\.amdhsa_private_segment_fixed_size (\d+)", code) == ["0"]
+    assert not re.search(r"\bscratch_(load|store)", code)
+    finished = re.search(r"\bglobal_atomic_add_(x2|u64)\b", code)
+    assert finished is not None
+    assert "s_barrier" in code[: finished.start()]
+    if variant.use is Use.DIVIDE:
+        assert re.search(r"\bv_div_fixup_f(32|64)\b", code)
+
+
+@pytest.mark.parametrize("target", HIP)
+def test_update_alone_on_amd(target: str) -> None:
+    code = compiled_update(target).asm["amdgcn"]
+    assert re.findall(r"\.amdhsa_private_segment_fixed_size (\d+)", code) == ["0"]

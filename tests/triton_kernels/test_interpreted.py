@@ -1,0 +1,280 @@
+"""The interpreted Triton kernels against torch's op: sizes, addresses, layouts and values."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from device_parity import (
+    CPU,
+    KERNELS,
+    VECTOR_BYTES,
+    assert_same_memory,
+    check_reads,
+    check_unscales,
+    every_16_bit_value,
+    found_in,
+    grads_of,
+    guarded,
+    largest_unscalable,
+    launch,
+    mixed,
+    normal,
+    torch_unscaled,
+    window,
+)
+from kernel_parity import exact_bits, flag, random_bits
+from support import BITS, FLOATS, LAYOUTS, make_gradient
+
+from ampfast.backends import native
+
+pytestmark = pytest.mark.usefixtures("watched")
+
+FACTORS = (1 / 3, 2.0**-16, 3.0, 2.0**10, -0.75, 0.0, math.inf, math.nan, 1.0)
+# The reciprocals of the last four are not finite, zero, subnormal and inexact.
+SCALES = (3.0, 2.0**16, 1e-3, 2.0**-128, 0.0, math.inf, math.nan, 3e38, 65537.0)
+IRREGULAR = ("every_other", "overlapping", "expanded")
+
+
+def offsets(dtype: torch.dtype) -> range:
+    return range(VECTOR_BYTES // dtype.itemsize)
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_small_sizes_at_every_offset(dtype: torch.dtype) -> None:
+    def make() -> list[torch.Tensor]:
+        return [guarded(normal(n, dtype, n), o) for n in range(1, 10) for o in offsets(dtype)]
+
+    check_unscales(make, 1 / 3)
+    check_reads(make, [3.0])
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("beyond", ["-1", "0", "+1", "2x+3"])
+def test_sizes_around_the_window_at_every_offset(dtype: torch.dtype, beyond: str) -> None:
+    one = window(dtype)
+    size = {"-1": one - 1, "0": one, "+1": one + 1, "2x+3": 2 * one + 3}[beyond]
+
+    def make() -> list[torch.Tensor]:
+        return [guarded(normal(size, dtype, o), o) for o in offsets(dtype)]
+
+    check_unscales(make, 1 / 3)
+    check_unscales(make, 3.0, is_scale=True)
+    check_reads(make, [3.0])
+    # Alone, so that it is a program's first and last tensor and window.
+    for offset in (0, 1):
+        check_unscales(lambda offset=offset: [guarded(normal(size, dtype), offset)], 1 / 3)
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
+def test_bad_value_at_the_edges(dtype: torch.dtype, bad: float) -> None:
+    one = window(dtype)
+    for size, offset in ((3, 1), (one + 2, 1), (2 * one + 3, 0)):
+        places = {0, 1, size // 2, size - 2, size - 1, one - 1 - offset, one - offset}
+        for place in sorted(p for p in places if 0 <= p < size):
+
+            def make(size: int = size, offset: int = offset, place: int = place) -> list:
+                gradient = guarded(normal(size, dtype), offset)
+                gradient[place] = bad
+                return [guarded(normal(5, dtype)), gradient, guarded(normal(3, dtype))]
+
+            check_unscales(make, 0.25)
+            check_reads(make, [4.0])
+
+
+@pytest.mark.parametrize("programs", [1, 2, 3, 5, 64, 10_000])
+def test_grid_sizes(programs: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "max_programs", lambda device: programs)
+    check_unscales(mixed, 1 / 3)
+    check_unscales(mixed, 3.0, is_scale=True)
+    check_reads(mixed, [3.0])
+    total = sum(1 for g in mixed() if g.numel())
+    for bad in range(total):
+
+        def make(bad: int = bad) -> list[torch.Tensor]:
+            grads = mixed()
+            [g for g in grads if g.numel()][bad][-1] = math.nan
+            return grads
+
+        check_reads(make)
+
+
+def test_the_grid_follows_the_windows(monkeypatch: pytest.MonkeyPatch) -> None:
+    grads = [normal(n, torch.float32) for n in (2049, 1, 4096)]
+    assert all(g.data_ptr() % VECTOR_BYTES == 0 for g in grads)
+    for limit, programs in ((1, 1), (3, 3), (5, 5), (1000, 5)):
+        table = native.DeviceTable.of(grads_of(grads), limit, False)
+        [segment] = table.segments
+        assert (segment.windows, segment.programs) == (5, programs)
+
+
+@pytest.mark.parametrize("factor", FACTORS)
+def test_mixed_dtypes(factor: float) -> None:
+    check_unscales(mixed, factor)
+    check_unscales(lambda: mixed()[::-1], factor)
+    check_reads(mixed, [factor])
+
+
+@pytest.mark.parametrize("scale", SCALES)
+def test_inverse_is_taken_of_the_scale(scale: float) -> None:
+    check_unscales(mixed, scale, is_scale=True)
+    check_reads(mixed, [scale], raw=False)
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_inverse_of_random_scales(dtype: torch.dtype) -> None:
+    scales = torch.rand(10, generator=torch.Generator().manual_seed(4)) * 1e5
+    for scale in scales.tolist():
+        check_unscales(lambda: [guarded(normal(9, dtype))], scale, is_scale=True)
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_layouts(layout: str, dtype: torch.dtype) -> None:
+    if layout in IRREGULAR:
+        assert native.list_of([make_gradient(layout, dtype)], CPU) is None
+        return
+    check_unscales(lambda: [make_gradient(layout, dtype, seed) for seed in range(2)], 1 / 3)
+    check_reads(lambda: [make_gradient(layout, dtype, seed) for seed in range(2)])
+
+
+def test_nothing_is_launched_for_no_elements(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "multi_tensor", lambda *_: pytest.fail("launched"))
+    norms = torch.full((2,), math.nan, dtype=torch.float64)
+    for grads in ([], [torch.ones(0), torch.ones(3, 0, dtype=torch.float16)]):
+        assert KERNELS.check_(grads_of(grads)).item() == 0.0
+        assert KERNELS.unscale_(grads_of(grads), flag(0.5), is_scale=False).item() == 0.0
+        given = flag(1.0)
+        assert KERNELS.check_(grads_of(grads), found_inf=given) is given
+        assert given.item() == 1.0
+        KERNELS.norms(grads_of(grads), flag(2.0), is_scale=True, norms=norms)
+        assert norms.tolist() == [0.0, 0.0]
+
+
+@pytest.mark.parametrize("factor", FACTORS)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_all_16_bit_values(dtype: torch.dtype, factor: float) -> None:
+    every = every_16_bit_value(dtype)
+    check_unscales(lambda: [guarded(every, 1)], factor)
+    check_reads(lambda: [guarded(every, 1)], [factor])
+    # Among those without a bad result, so that the flag must stay 0.
+    written, _ = torch_unscaled(lambda: [every.clone()], factor)
+    harmless = every[written[0].isfinite()]
+    if harmless.numel():
+        check_unscales(lambda: [guarded(harmless, 1)], factor)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_each_16_bit_value_is_judged(dtype: torch.dtype) -> None:
+    every = every_16_bit_value(dtype)
+    # A tensor with a flag of its own for each value at the ends of the exponents.
+    bits = every.view(torch.int16).int() & 0x7FFF
+    edge = torch.tensor(torch.finfo(dtype).max, dtype=dtype).view(torch.int16).int()
+    chosen = every[(bits - edge).abs() <= 40].view(-1, 1)
+    flags = torch.zeros(len(chosen))
+    assert KERNELS.check_(grads_of(list(chosen.unbind())), flags=flags).item() == 1.0
+    assert torch.equal(flags != 0, ~chosen.flatten().isfinite())
+    assert 0 < flags.sum() < len(flags)
+    check_reads(lambda: [every[every.isfinite()].clone()])
+
+
+@pytest.mark.parametrize("factor", FACTORS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_random_bit_patterns(dtype: torch.dtype, factor: float) -> None:
+    values = random_bits(20_000, dtype, 3)
+    check_unscales(lambda: [guarded(values, 1)], factor)
+    check_reads(lambda: [guarded(values, 1)], [factor])
+    written, _ = torch_unscaled(lambda: [values.clone()], factor)
+    harmless = values[written[0].isfinite()]
+    if harmless.numel():
+        check_unscales(lambda: [guarded(harmless, 1)], factor)
+        check_reads(lambda: [guarded(harmless, 1)], [factor])
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_subnormals_and_signs_of_zero(dtype: torch.dtype) -> None:
+    patterns = torch.arange(-1024, 1024, dtype=torch.int64)
+    smallest = (patterns % 2**11 + torch.tensor([0, -(2**63)])[:, None]).flatten()
+    if dtype != torch.float64:
+        sign = -(2 ** (8 * dtype.itemsize - 1))
+        smallest = (patterns % 2**11 + torch.tensor([0, sign])[:, None]).flatten()
+    values = smallest.to(BITS[dtype]).view(dtype)
+    assert values.signbit().any() and (values == 0).sum() == 2
+    for factor in (1.0, 0.5, 1 / 3, -0.75, 3.0, 0.0):
+        check_unscales(lambda: [guarded(values)], factor)
+    check_reads(lambda: [guarded(values)], [3.0])
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("inverse", [1.5, 3.0, 2.0**10, 2.0**100])
+def test_overflow_to_the_last_bit(dtype: torch.dtype, inverse: float) -> None:
+    last = largest_unscalable(dtype, inverse)
+    for bits, expected in ((last, 0.0), (last + 1, 1.0)):
+        value = torch.tensor([bits], dtype=BITS[dtype]).view(dtype)
+        assert found_in([value]) == 0.0
+        for signed in (value, -value):
+
+            def make(signed: torch.Tensor = signed) -> list[torch.Tensor]:
+                return [guarded(torch.cat([torch.zeros(3, dtype=dtype), signed]), 1)]
+
+            _, overflows = torch_unscaled(make, inverse)
+            assert overflows == expected
+            check_unscales(make, inverse)
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("divisor", [2 / 3, 1 / 3, 2.0**-100, 0.0])
+def test_quotients_are_not_rounded_to_16_bit(dtype: torch.dtype, divisor: float) -> None:
+    largest = torch.tensor([0.25, -torch.finfo(dtype).max], dtype=dtype)
+    check_reads(lambda: [guarded(largest)], [divisor])
+    check_reads(lambda: [guarded(torch.zeros(3, dtype=dtype))], [divisor, math.inf])
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("coefficient", [0.5, 1 / 3, 0.9999, 1.0, 0.0])
+def test_coefficient_multiplies_what_unscaling_writes(
+    dtype: torch.dtype, coefficient: float
+) -> None:
+    def make() -> list[torch.Tensor]:
+        values = random_bits(6000, dtype, 8)
+        if dtype.itemsize == 2:
+            values = every_16_bit_value(dtype)
+        return [guarded(values[values.isfinite()], 1), guarded(normal(window(dtype), dtype))]
+
+    for inverse in (1 / 3, 0.01):
+        theirs, expected = torch_unscaled(make, inverse)
+        for gradient in theirs:
+            wide = gradient if dtype == torch.float64 else gradient.float()
+            gradient.copy_((wide * flag(coefficient).to(wide.dtype)).to(dtype))
+        ours = make()
+        found = KERNELS.unscale_(
+            grads_of(ours), flag(inverse), is_scale=False, coefficient=flag(coefficient)
+        )
+        assert_same_memory(ours, theirs)
+        assert found.item() == expected
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_coefficient_does_not_decide(dtype: torch.dtype) -> None:
+    for coefficient, bad, expected in (
+        *((0.0, math.inf, 1.0), (0.5, math.nan, 1.0)),
+        *((math.inf, 2.0, 0.0), (math.nan, 2.0, 0.0)),
+    ):
+        grads = grads_of([torch.tensor([1.0, bad], dtype=dtype)])
+        found = KERNELS.unscale_(grads, flag(1.0), is_scale=False, coefficient=flag(coefficient))
+        assert found.item() == expected
+
+
+def test_the_same_table_serves_again() -> None:
+    grads = mixed()
+    for _ in range(3):
+        theirs, expected = torch_unscaled(lambda: [guarded(g) for g in grads], 0.5)
+        assert KERNELS.unscale_(grads_of(grads), flag(0.5), is_scale=False).item() == expected
+        for ours, wanted in zip(grads, theirs, strict=True):
+            assert torch.equal(exact_bits(ours.clone()), exact_bits(wanted.clone()))
+    grads[0][0] = math.inf
+    assert KERNELS.check_(grads_of(grads)).item() == 1.0
+    grads[0][0] = 1.0
+    assert KERNELS.check_(grads_of(grads)).item() == 0.0

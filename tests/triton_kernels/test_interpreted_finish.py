@@ -1,0 +1,385 @@
+"""What the last interpreted program does: flags, norms and the scale update, and that alone."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import pytest
+import torch
+from device_parity import (
+    KERNELS,
+    assert_same_memory,
+    found_in,
+    grads_of,
+    guarded,
+    launch,
+    mixed,
+    normal,
+    torch_unscaled,
+    window,
+)
+from kernel_parity import exact_bits, flag, random_bits, reference_norms
+from support import FLOATS, assert_same
+
+from ampfast.backends.native import Factors
+
+pytestmark = pytest.mark.usefixtures("watched")
+
+# Relative tolerances of the sum of squares. Its terms are positive, so each rounding counts once:
+# a thread adds the squares of a window in the type in which is calculated, 32 of them rounded
+# themselves in float32 or 8 in float64; then all is float64, some hundred additions at most.
+SQUARES_TOLERANCE = {
+    torch.float64: 256 * 2.0**-53,
+    torch.float32: 17 * 2.0**-24,
+    torch.float16: 33 * 2.0**-24,
+    torch.bfloat16: 33 * 2.0**-24,
+}
+NO_FLAG = ()
+
+Case = tuple[float, int, Factors]
+# Scale, tracker and factors.
+CASES: dict[str, Case] = {
+    "counts": (3.0, 3, Factors(1.1, 0.3, 5)),
+    # In float32, 1.1 * 3 and 0.3 * 3 differ from what float64 rounds to.
+    "grows": (3.0, 4, Factors(1.1, 0.3, 5)),
+    "defaults": (65536.0, 1999, Factors(2.0, 0.5, 2000)),
+    "cannot grow": (3e38, 0, Factors(2.0, 0.5, 1)),
+    "underflows": (2.0**-149, 0, Factors(0.25, 0.25, 1)),
+    "interval 0": (3.0, 7, Factors(1.1, 0.3, 0)),
+    "negative interval": (3.0, 7, Factors(1.1, 0.3, -1)),
+    "long interval": (3.0, 2**31 - 2, Factors(1.1, 0.3, 2**31 + 5)),
+    "negative tracker": (3.0, -4, Factors(1.1, 0.3, 1)),
+    "infinite scale": (math.inf, 0, Factors(2.0, 0.5, 1)),
+    "NaN scale": (math.nan, 0, Factors(2.0, 0.5, 1)),
+    "zero scale": (0.0, 0, Factors(2.0, 0.5, 1)),
+}
+
+
+def state(case: str) -> tuple[torch.Tensor, torch.Tensor, Factors]:
+    scale, tracker, factors = CASES[case]
+    return flag(scale), torch.tensor(tracker, dtype=torch.int32), factors
+
+
+def torch_updated(case: str, found: float) -> tuple[torch.Tensor, torch.Tensor]:
+    scale, tracker, factors = state(case)
+    torch._amp_update_scale_(scale, tracker, flag(found), *factors)
+    return scale, tracker
+
+
+def flag_values() -> tuple[float, ...]:
+    return (1.0, 2.0, 0.5, -1.0, math.inf, math.nan)
+
+
+# Found
+
+
+@pytest.mark.parametrize("given", [0.0, 1.0, 2.0, math.nan])
+@pytest.mark.parametrize("bad", [False, True])
+def test_a_given_flag_accumulates(given: float, bad: bool) -> None:
+    def make() -> list[torch.Tensor]:
+        grads = mixed()
+        grads[-1][3] = math.nan if bad else 1.0
+        return grads
+
+    for call in (
+        lambda found: KERNELS.check_(grads_of(make()), found_inf=found),
+        lambda found: KERNELS.check_(grads_of(make()), flag(2.0), found_inf=found),
+        lambda found: KERNELS.unscale_(grads_of(make()), flag(2.0), is_scale=True, found_inf=found),
+    ):
+        memory = torch.tensor([7.5, given, 7.5])
+        found = memory[1:2]
+        assert call(found) is found
+        assert_same(memory, torch.tensor([7.5, 1.0 if bad else given, 7.5]))
+
+
+@pytest.mark.parametrize("bad_dtype", FLOATS, ids=str)
+def test_every_segment_counts(bad_dtype: torch.dtype) -> None:
+    grads = mixed()
+    next(g for g in grads if g.dtype == bad_dtype)[1] = math.inf
+    for _ in range(2):
+        assert KERNELS.check_(grads_of(grads)).item() == 1.0
+    clean = mixed()
+    assert KERNELS.check_(grads_of(clean)).item() == 0.0
+
+
+@pytest.mark.parametrize("programs", [1, 3, 100])
+def test_flags_tell_of_each_tensor(programs: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "max_programs", lambda device: programs)
+    for bad in (2, 5, 8, 10, 13):
+
+        def make(bad: int = bad) -> list[torch.Tensor]:
+            grads = [g for g in mixed() if g.numel()]
+            for index in {bad, 0}:
+                grads[index % len(grads)][-1] = math.nan if index else -math.inf
+            # 16-bit values that overflow when they are written, but not in float32.
+            grads[9] *= 60000.0 / grads[9].abs().max()
+            return grads
+
+        for inverse, divisor in ((2.0, 0.5), (0.5, 2.0)):
+            written, _ = torch_unscaled(make, inverse)
+            expected = [found_in([g]) for g in written]
+            count = len(expected)
+            memory = torch.full((count + 4,), -3.0)
+            flags = memory[2:-2]
+            found = KERNELS.unscale_(grads_of(make()), flag(inverse), is_scale=False, flags=flags)
+            # Never reset: what is there stays.
+            want = [1.0 if e else -3.0 for e in expected]
+            assert memory.tolist() == [-3.0, -3.0, *want, -3.0, -3.0]
+            assert found.item() == 1.0
+
+            raw = torch.zeros(count)
+            KERNELS.check_(grads_of(make()), flags=raw)
+            assert raw.tolist() == [found_in([g]) for g in make()]
+            divided = torch.zeros(count)
+            KERNELS.check_(grads_of(make()), flag(divisor), flags=divided)
+            wide = [g if g.dtype == torch.float64 else g.float() for g in make()]
+            assert divided.tolist() == [found_in([g / divisor]) for g in wide]
+
+
+# Norms
+
+
+@pytest.mark.parametrize("is_scale", [False, True])
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_norms(dtype: torch.dtype, is_scale: bool) -> None:
+    def make() -> list[torch.Tensor]:
+        sizes = (window(dtype) + 1, 1, 5, 2 * window(dtype) + 3, window(dtype))
+        return [guarded(normal(n, dtype, n), n % 2) for n in sizes]
+
+    factor, inverse = (3.0, 1 / 3) if is_scale else (1 / 3, 1 / 3)
+    squares, largest = reference_norms(make(), inverse)
+    seen = []
+    for write in (False, True, False):
+        grads, norms = make(), torch.empty(2, dtype=torch.float64)
+        before = [exact_bits(g) for g in grads]
+        if write:
+            found = KERNELS.unscale_(grads_of(grads), flag(factor), is_scale=is_scale, norms=norms)
+            assert_same_memory(grads, torch_unscaled(make, inverse)[0])
+        else:
+            found = KERNELS.norms(grads_of(grads), flag(factor), is_scale=is_scale, norms=norms)
+            assert all(torch.equal(exact_bits(g), b) for g, b in zip(grads, before, strict=True))
+        assert found.item() == 0.0
+        assert norms[0].item() == pytest.approx(squares, rel=SQUARES_TOLERANCE[dtype], abs=0)
+        assert norms[1].item() == largest
+        seen.append(norms)
+    assert torch.equal(seen[0], seen[1]) and torch.equal(seen[0], seen[2])
+
+
+@pytest.mark.parametrize("programs", [1, 2, 3, 200])
+def test_norms_of_all_dtypes(programs: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "max_programs", lambda device: programs)
+
+    def make() -> list[torch.Tensor]:
+        # More than the 128 partial sums that are added at once.
+        return [*mixed(), *(normal(2, torch.float32, n) for n in range(140))]
+
+    squares, largest = reference_norms([g for g in make() if g.numel()], 0.1)
+    twice = []
+    for _ in range(2):
+        norms = torch.empty(2, dtype=torch.float64)
+        KERNELS.norms(grads_of(make()), flag(0.1), is_scale=False, norms=norms)
+        assert norms[0].item() == pytest.approx(squares, rel=33 * 2.0**-24, abs=0)
+        assert norms[1].item() == largest
+        twice.append(norms)
+    assert torch.equal(*twice)
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
+def test_norms_of_bad_values(dtype: torch.dtype, bad: float) -> None:
+    for place in (0, 700, -1):
+        gradient = normal(window(dtype) + 9, dtype)
+        gradient[place] = bad
+        norms = torch.empty(2, dtype=torch.float64)
+        found = KERNELS.norms(grads_of([gradient]), flag(0.5), is_scale=False, norms=norms)
+        assert found.item() == 1.0
+        assert_same(norms, torch.full((2,), abs(bad), dtype=torch.float64))
+
+
+def test_squares_are_of_what_is_not_yet_rounded_to_16_bit() -> None:
+    value = torch.tensor([3.0], dtype=torch.bfloat16)
+    norms = torch.empty(2, dtype=torch.float64)
+    KERNELS.unscale_(grads_of([value]), flag(1 / 3 + 0.001), is_scale=False, norms=norms)
+    product = flag(3.0) * flag(1 / 3 + 0.001)
+    assert norms.tolist() == [(product * product).item(), value.item()]
+    assert norms[1].item() != product.item()
+
+
+def test_what_lies_outside_of_a_tensor_is_not_in_its_norms() -> None:
+    # Times an infinite inverse, the zeros that stand for it would be NaN.
+    norms = torch.empty(2, dtype=torch.float64)
+    KERNELS.norms(grads_of([guarded(torch.ones(3), 1)]), flag(0.0), is_scale=True, norms=norms)
+    assert norms.tolist() == [math.inf, math.inf]
+
+
+# The update behind a pass
+
+
+@pytest.mark.parametrize("bad", [False, True])
+@pytest.mark.parametrize("case", CASES)
+def test_fused_update(case: str, bad: bool) -> None:
+    def make() -> list[torch.Tensor]:
+        grads = mixed()
+        if bad:
+            grads[2][1] = math.inf
+        return grads
+
+    for mode in ("check", "divide", "unscale"):
+        scale, tracker, factors = state(case)
+        update = KERNELS.scale_update(scale, tracker, NO_FLAG, factors)
+        assert update is not None and not update.applied
+        if mode == "unscale":
+            # The scale that is replaced is the factor of the very same pass.
+            inverse = state(case)[0].double().reciprocal().float().item()
+            theirs, expected = torch_unscaled(make, inverse)
+            ours = make()
+            found = KERNELS.unscale_(grads_of(ours), scale, is_scale=True, update=update)
+            assert_same_memory(ours, theirs)
+        else:
+            expected = float(bad)
+            divisor = flag(2.0) if mode == "divide" else None
+            found = KERNELS.check_(grads_of(make()), divisor, update=update)
+        assert update.applied
+        assert found.item() == expected
+        theirs_scale, theirs_tracker = torch_updated(case, expected)
+        assert_same([scale, tracker], [theirs_scale, theirs_tracker])
+        update.undo()
+        assert_same([scale, tracker], list(state(case)[:2]))
+
+
+@pytest.mark.parametrize("programs", [1, 2, 1000])
+@pytest.mark.parametrize("bad", [False, True])
+def test_fused_update_on_grids(programs: int, bad: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "max_programs", lambda device: programs)
+    for grads in (mixed(), [normal(9001, torch.float32)]):
+        if bad:
+            grads[0][0] = math.nan
+        for case in ("grows", "counts"):
+            scale, tracker, factors = state(case)
+            update = KERNELS.scale_update(scale, tracker, NO_FLAG, factors)
+            KERNELS.check_(grads_of(grads), update=update)
+            assert_same([scale, tracker], list(torch_updated(case, float(bad))))
+
+
+@pytest.mark.parametrize("given", [None, 0.0, -0.0, 1.0, math.nan])
+@pytest.mark.parametrize("other", [0.0, -0.0, 0.5, 1.0, 2.0, math.nan])
+def test_fused_update_heeds_other_flags(other: float, given: float | None) -> None:
+    for others in ([other], [0.0, other], [0.0] * 6 + [other]):
+        scale, tracker, factors = state("grows")
+        update = KERNELS.scale_update(scale, tracker, [flag(o) for o in others], factors)
+        found_inf = None if given is None else flag(given)
+        found = KERNELS.check_(grads_of([torch.ones(3)]), found_inf=found_inf, update=update)
+        assert_same(found, flag(given or 0.0) if given is None else flag(given))
+        skipped = float(other != 0 or (given is not None and given != 0))
+        assert_same([scale, tracker], list(torch_updated("grows", skipped)))
+
+
+def test_fused_update_where_a_bad_value_meets_a_given_flag() -> None:
+    scale, tracker, factors = state("grows")
+    update = KERNELS.scale_update(scale, tracker, NO_FLAG, factors)
+    KERNELS.check_(grads_of([torch.tensor([math.inf])]), found_inf=flag(0.0), update=update)
+    assert_same([scale, tracker], list(torch_updated("grows", 1.0)))
+
+
+def test_norms_and_flags_ride_with_the_update() -> None:
+    grads = [g for g in mixed() if g.numel()]
+    grads[4][2] = math.nan
+    scale, tracker, factors = state("defaults")
+    update = KERNELS.scale_update(scale, tracker, NO_FLAG, factors)
+    norms, flags = torch.empty(2, dtype=torch.float64), torch.zeros(len(grads))
+    KERNELS.unscale_(
+        *(grads_of(grads), scale),
+        is_scale=True,
+        update=update,
+        coefficient=flag(0.5),
+        norms=norms,
+        flags=flags,
+    )
+    assert norms.isnan().all()
+    assert flags.nonzero().flatten().tolist() == [4]
+    assert_same([scale, tracker], list(torch_updated("defaults", 1.0)))
+
+
+def test_an_empty_list_leaves_the_update_to_its_caller() -> None:
+    scale, tracker, factors = state("grows")
+    update = KERNELS.scale_update(scale, tracker, NO_FLAG, factors)
+    assert KERNELS.check_(grads_of([]), update=update).item() == 0.0
+    assert not update.applied
+    update.undo()
+    assert_same([scale, tracker], list(state("grows")[:2]))
+
+
+# The update alone
+
+
+def updated(case: str, flags: Sequence[float]) -> list[torch.Tensor]:
+    scale, tracker, factors = state(case)
+    update = KERNELS.scale_update(scale, tracker, [flag(f) for f in flags], factors)
+    assert update is not None
+    update.apply()
+    assert update.applied
+    return [scale, tracker]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_update_alone(case: str) -> None:
+    for found in (0.0, 1.0):
+        assert_same(updated(case, [found]), list(torch_updated(case, found)))
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 4, 5, 9])
+def test_any_flag_counts(count: int) -> None:
+    assert_same(updated("grows", [0.0] * count), list(torch_updated("grows", 0.0)))
+    assert_same(updated("grows", [-0.0] * count), list(torch_updated("grows", 0.0)))
+    for place in range(count):
+        for value in flag_values():
+            flags = [0.0] * count
+            flags[place] = value
+            assert_same(updated("grows", flags), list(torch_updated("grows", 1.0)))
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_lowered_interval_still_grows(fused: bool) -> None:
+    # torch compares for equality, so its tracker would never meet the interval again.
+    for interval, tracker_before in ((5, 5), (5, 1000), (1, 2**31 - 2)):
+        scale, tracker = flag(3.0), torch.tensor(tracker_before, dtype=torch.int32)
+        factors = Factors(1.1, 0.3, interval)
+        flags = NO_FLAG if fused else [flag()]
+        update = KERNELS.scale_update(scale, tracker, flags, factors)
+        if fused:
+            KERNELS.check_(grads_of([torch.ones(1)]), update=update)
+        else:
+            update.apply()
+        assert scale.item() == torch.tensor(3.0 * 1.1, dtype=torch.float64).float().item()
+        assert tracker.item() == 0
+
+
+def test_random_updates() -> None:
+    scales = random_bits(60, torch.float32, 5).tolist()
+    factors = torch.rand(60, generator=torch.Generator().manual_seed(6), dtype=torch.float64)
+    for scale_before, factor in zip(scales, factors.tolist(), strict=True):
+        for found in (0.0, 1.0):
+            arguments = (1.0 + factor, factor, 1)
+            ours, theirs = flag(scale_before), flag(scale_before)
+            tracker = torch.zeros((), dtype=torch.int32)
+            KERNELS.scale_update(ours, tracker.clone(), [flag(found)], Factors(*arguments)).apply()
+            torch._amp_update_scale_(theirs, tracker, flag(found), *arguments)
+            assert_same(ours, theirs, f"{scale_before} {factor}")
+
+
+@pytest.mark.parametrize(
+    ("scale", "tracker", "flags"),
+    [
+        (torch.ones(2), torch.zeros((), dtype=torch.int32), []),
+        (torch.ones((), dtype=torch.float64), torch.zeros((), dtype=torch.int32), []),
+        (torch.ones(()), torch.zeros((), dtype=torch.int64), []),
+        (torch.ones(()), torch.zeros((), dtype=torch.int32), [torch.zeros(2)]),
+        (torch.ones(()), torch.zeros((), dtype=torch.int32), [torch.zeros((), dtype=torch.half)]),
+        (torch.ones((), requires_grad=True), torch.zeros((), dtype=torch.int32), []),
+    ],
+)
+def test_what_the_kernels_do_not_know_is_refused(
+    scale: torch.Tensor, tracker: torch.Tensor, flags: list[torch.Tensor]
+) -> None:
+    assert KERNELS.scale_update(scale, tracker, flags, Factors(2.0, 0.5, 1)) is None

@@ -1,0 +1,230 @@
+"""All kernels that a GPU can be asked for, compiled without one; skips what imports it elsewhere.
+
+What a variant is comes from the launches themselves: they are recorded instead of run.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import tempfile
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support import FLOATS
+
+from ampfast.backends import native
+from ampfast.backends.passes import Epilogue, Pass, ScaleUpdate, Use
+
+try:
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from ampfast.backends.triton import kernels, launch
+except ModuleNotFoundError as error:
+    pytest.skip(f"Triton is missing: {error}", allow_module_level=True)
+if launch.INTERPRETED:
+    pytest.skip("compiles kernels: needs TRITON_INTERPRET unset", allow_module_level=True)
+
+TARGETS = {
+    **{f"sm_{sm}": GPUTarget("cuda", sm, 32) for sm in (75, 80, 90, 100, 120)},
+    **{name: GPUTarget("hip", name, 64) for name in ("gfx90a", "gfx942")},
+    "gfx1100": GPUTarget("hip", "gfx1100", 32),
+}
+CUDA = tuple(name for name, target in TARGETS.items() if target.backend == "cuda")
+HIP = tuple(name for name, target in TARGETS.items() if target.backend == "hip")
+
+_POINTERS = {
+    torch.int64: "*i64",
+    torch.int32: "*i32",
+    torch.float32: "*fp32",
+    torch.float64: "*fp64",
+}
+
+
+@dataclass(frozen=True)
+class Variant:
+    """What decides which code a launch gets."""
+
+    dtype: torch.dtype
+    write: bool
+    use: Use
+    norm: bool = False
+    coefficient: bool = False
+    flags: bool = False
+    epilogue: Epilogue = Epilogue.FINISH
+    accumulate: bool = False
+    other: bool = False
+
+    def __str__(self) -> str:
+        """Reads like a sentence about the launch."""
+        words = [str(self.dtype).removeprefix("torch."), "unscale" if self.write else "check"]
+        words += [self.use.name.lower()]
+        words += [n for n in ("norm", "coefficient", "flags") if getattr(self, n)]
+        words += [self.epilogue.name.lower()]
+        words += [n for n in ("accumulate", "other") if getattr(self, n)]
+        return " ".join(words)
+
+
+def modes(dtype: torch.dtype) -> list[Variant]:
+    """What `DeviceKernels` asks for, without what the last program does."""
+    reads = [Variant(dtype, False, use) for use in (Use.RAW, Use.DIVIDE)]
+    norms = [Variant(dtype, False, use, norm=True) for use in (Use.INVERSE, Use.SCALE)]
+    writes = [Variant(dtype, True, use) for use in (Use.INVERSE, Use.SCALE)]
+    scale = writes[1]
+    return [
+        *reads,
+        *(replace(r, flags=True) for r in reads),
+        *norms,
+        *writes,
+        replace(scale, norm=True),
+        replace(scale, coefficient=True),
+        replace(scale, flags=True),
+        replace(scale, norm=True, coefficient=True, flags=True),
+    ]
+
+
+def main_modes(dtype: torch.dtype) -> list[Variant]:
+    """The four whose arithmetic differs most."""
+    return [
+        Variant(dtype, False, Use.RAW),
+        Variant(dtype, False, Use.DIVIDE, epilogue=Epilogue.UPDATE),
+        Variant(dtype, True, Use.SCALE),
+        Variant(dtype, True, Use.INVERSE, norm=True, coefficient=True, flags=True),
+    ]
+
+
+def variants(dtype: torch.dtype) -> list[Variant]:
+    """Every mode with all that its last program may do; for one dtype in every combination."""
+    found = []
+    for mode in modes(dtype):
+        found += [replace(mode, epilogue=Epilogue.NOTHING), mode]
+        if mode.norm and not mode.write:
+            continue  # returns a flag of its own and takes no update
+        update = replace(mode, epilogue=Epilogue.UPDATE)
+        found.append(replace(update, accumulate=True, other=True))
+        if dtype == torch.float32:
+            found += [replace(mode, accumulate=True), update]
+            found += [replace(update, accumulate=True), replace(update, other=True)]
+    return found
+
+
+class _Recorded(Exception):  # noqa: N818: no error
+    """Carries the arguments of a launch."""
+
+
+class _Recorder:
+    def __getitem__(self, grid: Any) -> Any:
+        def record(*args: Any, **switches: Any) -> None:
+            raise _Recorded(args, switches)
+
+        return record
+
+
+def recorded(variant: Variant, target: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments with which `launch` would launch a variant on a device like `target`."""
+    one = torch.ones(())
+    grads = native.list_of([torch.ones(3, dtype=variant.dtype)], torch.device("cpu"))
+    assert grads is not None
+    table = native.DeviceTable.of(grads, 1, False)
+    tracker = torch.zeros((), dtype=torch.int32)
+    flags = [one] if variant.other else []
+    work = Pass(
+        table,
+        variant.write,
+        variant.use,
+        None if variant.use is Use.RAW else one,
+        one,
+        variant.accumulate,
+        one if variant.coefficient else None,
+        torch.ones(2, dtype=torch.float64) if variant.norm else None,
+        one if variant.flags else None,
+        ScaleUpdate(launch, one, tracker, flags, native.Factors(2.0, 0.5, 2000)),
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(launch, "_threads", lambda device: 4 * target.warp_size)
+        patch.setattr(launch, "is_capturing", lambda: False)
+        patch.setattr(kernels, "multi_tensor", _Recorder())
+        with pytest.raises(_Recorded) as launched:
+            launch.multi_tensor(work, table.segments[0], variant.epilogue)
+    return launched.value.args
+
+
+def recorded_update() -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """As `recorded`, for the update alone."""
+    one, tracker = torch.ones(()), torch.zeros((), dtype=torch.int32)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(launch, "is_capturing", lambda: False)
+        patch.setattr(kernels, "update_scale", _Recorder())
+        with pytest.raises(_Recorded) as launched:
+            launch.update_scale(one, tracker, [one], native.Factors(2.0, 0.5, 2000))
+    return launched.value.args
+
+
+def source_of(function: Any, args: tuple[Any, ...], switches: dict[str, Any]) -> Any:
+    """What Triton compiles for these arguments, as its own launch specializes them."""
+    names = function.arg_names
+    constants = {name: value for name, value in switches.items() if name in names}
+    signature, attributes = {}, {}
+    given = {**dict(zip(names, args, strict=False)), **constants}
+    for index, parameter in enumerate(function.params):
+        value = given[parameter.name]
+        if parameter.is_constexpr or value is None:
+            constants[parameter.name] = value
+            signature[parameter.name] = "constexpr"
+        elif isinstance(value, torch.Tensor):
+            signature[parameter.name] = _POINTERS[value.dtype]
+            if not parameter.do_not_specialize:
+                attributes[(index,)] = [["tt.divisibility", 16]]
+        elif isinstance(value, float):
+            signature[parameter.name] = parameter.annotation_type or "fp32"
+        else:
+            signature[parameter.name] = parameter.annotation_type or "i32"
+    keys = {(names.index(name),): value for name, value in constants.items()}
+    return ASTSource(function, signature, keys, attributes)
+
+
+def _compiled(function: Any, args: Any, switches: dict[str, Any], target: Any) -> Any:
+    source = source_of(function, args, switches)
+    options = {name: v for name, v in switches.items() if name not in function.arg_names}
+    return triton.compile(source, target=target, options=options)
+
+
+@cache
+def compiled(variant: Variant, target_name: str) -> Any:
+    """Compiles a variant; the result has the texts of all stages."""
+    target = TARGETS[target_name]
+    return _compiled(kernels.multi_tensor, *recorded(variant, target), target)
+
+
+@cache
+def compiled_update(target_name: str) -> Any:
+    return _compiled(kernels.update_scale, *recorded_update(), TARGETS[target_name])
+
+
+@dataclass(frozen=True)
+class Usage:
+    """What ptxas gave a kernel, a thread."""
+
+    registers: int
+    stack: int
+    local: int
+
+
+def usage(kernel: Any) -> Usage:
+    """Reads the resources of a cubin by the tool that comes with Triton."""
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    with tempfile.TemporaryDirectory() as folder:
+        path = os.path.join(folder, "kernel.cubin")
+        Path(path).write_bytes(kernel.asm["cubin"])
+        shown = subprocess.run(
+            [tool, "-res-usage", path], capture_output=True, text=True, check=True
+        ).stdout
+    numbers = dict(re.findall(r"\b(REG|STACK|LOCAL):(\d+)", shown))
+    return Usage(int(numbers["REG"]), int(numbers["STACK"]), int(numbers["LOCAL"]))
