@@ -27,7 +27,9 @@ def test_each_block_runs_by_itself(block: str) -> None:
 
 def test_the_make_commands_exist() -> None:
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
-    named = set(re.findall(r"make ([a-z0-9-]*[a-z0-9])", README + (ROOT / "CONTRIBUTING.md").read_text()))
+    named = set(
+        re.findall(r"make ([a-z0-9-]*[a-z0-9])", README + (ROOT / "CONTRIBUTING.md").read_text())
+    )
     assert named
     assert {name for name in named if not re.search(rf"^{name}:", makefile, re.MULTILINE)} == set()
 

@@ -258,7 +258,8 @@ def _why_it_fails(name: str) -> str:
             return "tensors are not plain ones here"
         found_inf = DeviceKernels(cast(Any, _launcher(name))).unscale_(grads, scale, is_scale=True)
         if gradient.tolist() != [2.0, 2.0, 2.0] or found_inf.item() != 0.0:
-            return f"its kernel unscaled 8 by 4 to {gradient.tolist()}"
+            seen = f"{gradient.tolist()} with found_inf {found_inf.item()}"
+            return f"its kernel unscaled 8 by 4 to {seen}"
     except Exception as error:  # a compiler fails in many ways
         return f"its kernel does not run: {type(error).__name__}: {error}".splitlines()[0]
     return ""

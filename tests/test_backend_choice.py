@@ -1,0 +1,152 @@
+"""The choice among backends on machines that this one is not: GPUs, kernels that fail."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from reference_launcher import ReferenceLauncher
+
+from ampfast import GradScaler, backends
+from ampfast.backends import native
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
+CACHED = ("_choice", "_launcher", "_kernels", "_why_not", "_why_it_fails", "_default_on_gpu")
+
+
+@pytest.fixture(autouse=True)
+def forgotten(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Nothing that was found out about this machine counts, before and after."""
+    monkeypatch.delenv("AMPFAST_BACKEND", raising=False)
+    cached = [getattr(backends, name) for name in CACHED]
+    for function in cached:
+        function.cache_clear()
+    yield
+    monkeypatch.undo()
+    for function in cached:
+        function.cache_clear()
+
+
+def machine(
+    monkeypatch: pytest.MonkeyPatch, missing: dict[str, str], failing: dict[str, str]
+) -> None:
+    """A machine with a GPU, on which backends are missing or fail for these reasons."""
+    monkeypatch.setattr(backends, "_is_interpreted", lambda: False)
+    monkeypatch.setattr(backends, "_why_not", lambda name: missing.get(name, ""))
+    monkeypatch.setattr(backends, "_why_it_fails", lambda name: failing.get(name, ""))
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+
+
+@pytest.mark.parametrize(
+    ("missing", "failing", "chosen"),
+    [
+        ((), (), "triton"),
+        (("triton",), (), "cuda"),
+        ((), ("triton",), "cuda"),
+        (("triton", "cuda"), (), "aten"),
+        (("cuda",), ("triton",), "aten"),
+        ((), ("triton", "cuda"), "aten"),
+    ],
+)
+def test_default_on_a_gpu(
+    monkeypatch: pytest.MonkeyPatch,
+    missing: tuple[str, ...],
+    failing: tuple[str, ...],
+    chosen: str,
+) -> None:
+    machine(monkeypatch, dict.fromkeys(missing, "not there"), dict.fromkeys(failing, "no compiler"))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(3):
+            assert backends.default_for(GPU) == chosen
+    # What fails is said, once; what is not there is nobody's surprise.
+    assert [str(w.message) for w in caught] == [
+        f"ampfast does without its backend {name!r}: no compiler" for name in failing
+    ]
+    both = native.CPU | native.CUDA
+    assert backends.choose().devices == (native.CPU if chosen == "aten" else both)
+    assert backends.default_for(CPU) == "cpu"
+
+
+@pytest.mark.parametrize("name", ["triton", "cuda"])
+def test_a_named_backend_never_falls_back(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    machine(monkeypatch, {}, {name: "no compiler"})
+    scaler = GradScaler("cpu", backend=name)  # touches no GPU
+    parameter = torch.nn.Parameter(torch.zeros(3))
+    parameter.grad = torch.ones(3)
+    scaler.scale(torch.ones(()))
+    with pytest.raises(RuntimeError, match=f"{name}.* cannot run here: no compiler"):
+        scaler.unscale_(torch.optim.SGD([parameter], lr=0.1))
+    assert parameter.grad.tolist() == [1.0] * 3
+
+
+@pytest.mark.parametrize("name", ["triton", "cuda"])
+@pytest.mark.parametrize("source", ["backend", "AMPFAST_BACKEND"])
+def test_a_missing_backend_is_refused_at_once(
+    monkeypatch: pytest.MonkeyPatch, name: str, source: str
+) -> None:
+    machine(monkeypatch, {name: "not there"}, {})
+    arguments = {"backend": name} if source == "backend" else {}
+    if not arguments:
+        monkeypatch.setenv(source, name)
+    with pytest.raises(RuntimeError, match=f"{source} '{name}' cannot run here: not there"):
+        GradScaler("cpu", **arguments)
+
+
+def test_a_named_backend_leaves_other_devices_theirs(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine(monkeypatch, {}, {})
+    assert backends.choose("cuda").name_for(GPU) == "cuda"
+    assert backends.choose("cuda").name_for(CPU) == "cpu"
+    assert backends.choose("cpu").name_for(GPU) == "triton"
+    assert backends.choose("aten").name_for(GPU) == "aten"
+    assert backends.choose("aten").devices == 0
+    assert backends.choose().name_for(torch.device("meta")) == "aten"
+
+
+def test_cuda_is_not_initialised_for_a_choice(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine(monkeypatch, {}, {})
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
+    monkeypatch.setattr(backends, "_default_on_gpu", lambda: pytest.fail("asked for a GPU"))
+    assert backends.choose().devices == native.CPU
+
+
+# The trial
+
+
+class Interpreted(ReferenceLauncher):
+    INTERPRETED = True
+
+
+class Wrong(Interpreted):
+    def multi_tensor(self, work: Any, segment: Any, epilogue: Any) -> None:
+        super().multi_tensor(work, segment, epilogue)
+        work.found_inf.fill_(1.0)
+
+
+class Broken(Interpreted):
+    def multi_tensor(self, work: Any, segment: Any, epilogue: Any) -> None:
+        raise ValueError("cannot be compiled\nand much more")
+
+
+@pytest.mark.parametrize(
+    ("launcher", "reason"),
+    [
+        (Interpreted(), ""),
+        (Wrong(), "its kernel unscaled 8 by 4 to "),
+        (Broken(), "its kernel does not run: ValueError: cannot be compiled"),
+    ],
+    ids=["works", "wrong", "broken"],
+)
+def test_kernels_are_tried(
+    monkeypatch: pytest.MonkeyPatch, launcher: Interpreted, reason: str
+) -> None:
+    monkeypatch.setattr(backends, "_launcher", lambda name: launcher)
+    [triton] = [entry for entry in backends.report() if entry.name == "triton"]
+    assert triton.available == (reason == "")
+    assert triton.reason.startswith(reason) and "\n" not in triton.reason
+    if triton.available:
+        assert triton.device_types == ("cpu",), "an interpreter has no GPU"
+        assert backends.choose("triton").name_for(CPU) == "triton"
