@@ -16,7 +16,6 @@ from typing import Any
 
 import pytest
 import torch
-from support import FLOATS
 
 from ampfast.backends import native
 from ampfast.backends.passes import Epilogue, Pass, ScaleUpdate, Use
@@ -115,7 +114,7 @@ def variants(dtype: torch.dtype) -> list[Variant]:
     return found
 
 
-class _Recorded(Exception):  # noqa: N818: no error
+class _Recorded(Exception):  # noqa: N818
     """Carries the arguments of a launch."""
 
 
