@@ -7,6 +7,7 @@ import importlib.util
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -20,22 +21,44 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-def run(*arguments: str, **environment: str) -> None:
-    """Runs pytest with kernels interpreted, and fails with what it said."""
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments],
-        cwd=TESTS.parent,
-        env={**os.environ, "TRITON_INTERPRET": "1", **environment},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+class Process:
+    """A pytest of its own in which kernels are interpreted."""
+
+    def __init__(self, log: Path, *arguments: str, **environment: str) -> None:
+        self._log = log
+        with open(log, "wb") as stream:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments],
+                cwd=TESTS.parent,
+                env={**os.environ, "TRITON_INTERPRET": "1", **environment},
+                stdout=stream,
+                stderr=subprocess.STDOUT,
+            )
+
+    def check(self) -> None:
+        """Fails with what it said, unless its tests passed."""
+        code = self._process.wait()
+        assert code == 0, self._log.read_text(errors="replace")
+
+    def end(self) -> None:
+        self._process.kill()
+        self._process.wait()
 
 
-def test_the_kernels_interpreted() -> None:
-    run(str(TESTS / "triton_kernels"))
+@pytest.fixture(scope="module")
+def kernels(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Process]:
+    """Those of the kernels, which take longest: beside all the others."""
+    process = Process(tmp_path_factory.mktemp("kernels") / "log", str(TESTS / "triton_kernels"))
+    yield process
+    process.end()
 
 
 @pytest.mark.parametrize("subject", OVER_THEM)
-def test_the_scaler_over_interpreted_kernels(subject: str) -> None:
-    run(str(TESTS / f"test_{subject}.py"), AMPFAST_BACKEND="triton")
+def test_the_scaler_over_interpreted_kernels(
+    kernels: Process, subject: str, tmp_path: Path
+) -> None:
+    Process(tmp_path / "log", str(TESTS / f"test_{subject}.py"), AMPFAST_BACKEND="triton").check()
+
+
+def test_the_kernels_interpreted(kernels: Process) -> None:
+    kernels.check()
