@@ -71,8 +71,11 @@ format: | $(READY)  ## put every file into the form that check wants
 build: build/built  ## build the extension in place
 
 test-triton36: build/built .venv-triton36/.installed  ## test the kernels under the oldest Triton
-	TRITON_INTERPRET=1 .venv-triton36/bin/python -m pytest tests/triton_kernels $(ARGS)
-	.venv-triton36/bin/python -m pytest tests/triton_kernels $(ARGS)
+	@TRITON_INTERPRET=1 .venv-triton36/bin/python -m pytest tests/triton_kernels $(ARGS) \
+		> build/triton36.log 2>&1 & interpreted=$$!; \
+	.venv-triton36/bin/python -m pytest tests/triton_kernels $(ARGS); compiled=$$?; \
+	wait $$interpreted; interpreted=$$?; cat build/triton36.log; \
+	[ $$compiled = 0 ] && [ $$interpreted = 0 ]
 
 .venv-triton36/.installed: requirements/torch.txt requirements/triton36.txt
 	$(RUN) -m venv .venv-triton36

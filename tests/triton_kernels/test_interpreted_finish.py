@@ -106,7 +106,7 @@ def test_every_segment_counts(bad_dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("programs", [1, 3, 100])
 def test_flags_tell_of_each_tensor(programs: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "max_programs", lambda device: programs)
-    for bad in (2, 5, 8, 10, 13):
+    for bad in (2, 8, 13):
 
         def make(bad: int = bad) -> list[torch.Tensor]:
             grads = [g for g in mixed() if g.numel()]
