@@ -320,10 +320,7 @@ class GradScaler(TorchGradScaler):
         flags = optimizer_state["found_inf_per_device"]
         on_gpu = [flag for flag in flags.values() if isinstance(flag, Tensor) and flag.is_cuda]
         if on_gpu:
-            refuse_capture(
-                "a step that the host may skip",
-                "take an optimizer with fused=True, which decides on the device",
-            )
+            refuse_capture(*_HOST_DECIDES)
         if len(on_gpu) > 1:
             # In one place, so that the host waits once.
             place = on_gpu[0].device
@@ -379,7 +376,7 @@ class GradScaler(TorchGradScaler):
             return optimizer.step(*args, **kwargs)
         if "closure" in kwargs:
             raise RuntimeError("Closure use is not currently supported if GradScaler is enabled.")
-        self._check_scale_growth_tracker("step")
+        scale, _ = self._check_scale_growth_tracker("step")
         state = self._per_optimizer_states[id(optimizer)]
         if state["stage"] is OptState.STEPPED:
             raise add_note(
@@ -393,6 +390,9 @@ class GradScaler(TorchGradScaler):
                 result = self._fused_step(optimizer, state, args, kwargs, update)
         else:
             if state["stage"] is OptState.READY:
+                if scale.is_cuda and not self._overrides(_MAYBE_STEP):
+                    # Here, or the gradients would count as unscaled.
+                    refuse_capture(*_HOST_DECIDES)
                 if update is None:
                     self.unscale_(optimizer)
                 else:
@@ -567,6 +567,7 @@ def _original(*names: str) -> dict[str, Callable[..., Any]]:
 
 # As they are here: what replaces one of them later, on the class too, decides.
 _UNSCALE = _original("_unscale_grads_")
+_MAYBE_STEP = _original("_maybe_opt_step")
 _CHECK = _original("_unscale_grads_", "_check_inf_per_device")
 _HOOKS = _original(
     *("_unscale_grads_", "_check_inf_per_device", "_maybe_opt_step", "unscale_", "step", "update"),
@@ -574,6 +575,10 @@ _HOOKS = _original(
 )
 
 
+_HOST_DECIDES = (
+    "a step that the host may skip",
+    "take an optimizer with fused=True, which decides on the device",
+)
 _WARM_UP = "run one iteration without capturing first"
 _ONCE = "An iteration ends with update(), after the steps of all optimizers: is the call missing?"
 

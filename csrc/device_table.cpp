@@ -17,7 +17,7 @@ constexpr size_t kMostTables = 32;
 // What is kept ready for captured tables, in which nothing can be allocated: at least this, and
 // room for several of the largest table so far.
 constexpr int64_t kLeastReserve = int64_t{1} << 17;
-constexpr int64_t kTablesInReserve = 4;
+constexpr int64_t kTablesInReserve = 16;
 
 Uploads& counted() {
   static Uploads uploads{0, 0};
@@ -54,8 +54,9 @@ class Reserve {
 
   at::Tensor take(int64_t words) {
     TORCH_CHECK(memory_.defined() && memory_.numel() - used_ >= words,
-                "a CUDA graph cannot capture this: the memory for its gradient list must exist "
-                "before; run one iteration without capturing first");
+                "a CUDA graph cannot capture this: the memory for its gradient lists must exist "
+                "before; run one iteration without capturing first, and capture fewer steps in "
+                "one graph if that is not enough");
     used_ += words;
     return memory_.narrow(0, used_ - words, words);
   }

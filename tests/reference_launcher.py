@@ -86,7 +86,8 @@ class ReferenceLauncher:
     def _update(
         self, scale: Tensor, growth_tracker: Tensor, flags: list[Tensor], factors: Factors
     ) -> None:
-        found = torch.tensor(float(any(flag.item() != 0 for flag in flags)))
+        any_found = any(flag.item() != 0 for flag in flags)
+        found = torch.tensor(float(any_found), dtype=torch.float32)
         tracker = growth_tracker.clone()
         if factors.growth_interval >= 1:
             tracker.clamp_(max=factors.growth_interval - 1)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from reference_launcher import ReferenceLauncher
+from torch.utils.flop_counter import FlopCounterMode
 
 from ampfast import GradScaler, backends
 from ampfast.backends import native
@@ -118,6 +119,25 @@ def test_cuda_is_not_initialised_for_a_choice(monkeypatch: pytest.MonkeyPatch) -
 
 class Interpreted(ReferenceLauncher):
     INTERPRETED = True
+
+
+@pytest.mark.parametrize("around", ["inference", "dtype", "mode"])
+def test_the_trial_does_not_depend_on_the_caller(
+    monkeypatch: pytest.MonkeyPatch, around: str
+) -> None:
+    monkeypatch.setattr(backends, "_launcher", lambda name: Interpreted())
+    if around == "inference":
+        with torch.inference_mode():
+            assert backends._why_it_fails("triton") == ""
+    elif around == "mode":
+        with FlopCounterMode(display=False):
+            assert backends._why_it_fails("triton") == ""
+    else:
+        torch.set_default_dtype(torch.float64)
+        try:
+            assert backends._why_it_fails("triton") == ""
+        finally:
+            torch.set_default_dtype(torch.float32)
 
 
 class Wrong(Interpreted):

@@ -120,6 +120,56 @@ def test_the_update_rides_in_the_last_of_two_checks(
     assert scaler.get_scale() == (8.0 if bad is None else 2.0)
 
 
+def test_an_update_that_heeds_many_flags_is_a_launch_of_its_own(
+    launcher: ReferenceLauncher,
+) -> None:
+    scaler = GradScaler("cpu", init_scale=4.0, growth_interval=1)
+    scaler.scale(torch.ones(()))
+    optimizers = []
+    for i in range(3):
+        parameter = torch.nn.Parameter(torch.zeros(3))
+        parameter.grad = torch.full((3,), math.inf if i == 0 else 1.0)
+        optimizers.append(torch.optim.SGD([parameter], lr=1.0))
+    scaler.step_and_update(*optimizers)
+    assert launcher.launches == ["unscale"] * 3 + ["update"]
+    assert scaler.get_scale() == 2.0
+
+
+def test_a_launch_that_fails_leaves_no_flag_behind(
+    launcher: ReferenceLauncher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    grads = [torch.full((3,), math.inf), torch.ones(3, dtype=torch.float16)]
+    plain = launcher.multi_tensor
+
+    def fails(work: Any, segment: Any, epilogue: Any) -> None:
+        if segment.dtype is torch.float16:
+            raise RuntimeError("no compiler")
+        plain(work, segment, epilogue)
+
+    with monkeypatch.context() as broken:
+        broken.setattr(launcher, "multi_tensor", fails)
+        with pytest.raises(RuntimeError, match="no compiler"):
+            functional.check_(grads, torch.zeros(()))
+    grads[0].fill_(1.0)
+    functional.check_(grads, found := torch.zeros(()))
+    assert found.item() == 0.0
+
+
+def test_empty_gradients_get_a_float32_flag(launcher: ReferenceLauncher) -> None:
+    parameter = torch.nn.Parameter(torch.zeros(0))
+    parameter.grad = torch.zeros(0)
+    optimizer = torch.optim.SGD([parameter], lr=1.0)
+    scaler = GradScaler("cpu", init_scale=4.0, growth_interval=1)
+    scaler.scale(torch.ones(()))
+    torch.set_default_dtype(torch.float64)
+    try:
+        scaler.step_and_update(optimizer)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert scaler.found_inf(optimizer).dtype == torch.float32
+    assert scaler.get_scale() == 8.0
+
+
 def test_a_raising_step_takes_the_update_back(launcher: ReferenceLauncher) -> None:
     run = warmed("sgd", launcher, init_scale=3.0, growth_interval=100)
     state = run.scaler.state_dict()

@@ -109,6 +109,15 @@ def test_under_another_default_device() -> None:
     agree(use)
 
 
+def test_scaling_compiles_whole_on_a_machine_with_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There the first scaling would ask whether a graph is captured, which cannot be compiled."""
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: 1 / 0)
+    scaler = GradScaler("cpu", init_scale=3.0)
+    compiled = torch.compile(lambda loss: scaler.scale(loss), fullgraph=True, backend="eager")
+    assert compiled(torch.ones(())).item() == 3.0
+
+
 @pytest.mark.parametrize("transform", ["grad", "vmap"])
 def test_inside_a_function_transform(transform: str) -> None:
     """There a plain gradient may be wrapped, and torch's op sees to that."""

@@ -25,8 +25,10 @@ def max_programs(device: torch.device) -> int:
 
 
 def on(device: torch.device) -> AbstractContextManager[object]:
-    """The core makes the device of a table current by itself."""
-    return nullcontext()
+    """Makes a device current, whose stream may be captured."""
+    if device.index == torch.cuda.current_device():
+        return nullcontext()
+    return torch.cuda.device(device)
 
 
 def is_capturing() -> bool:

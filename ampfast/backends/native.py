@@ -28,6 +28,7 @@ __all__ = [
     "Segment",
     "build_info",
     "check_",
+    "clear_tables",
     "cpu_capability",
     "is_scalar",
     "list_of",
@@ -37,6 +38,7 @@ __all__ = [
 ]
 
 build_info = _C.build_info
+clear_tables = _C.clear_tables
 cpu_capability = _C.cpu_capability
 walk = _C.walk
 # The list of tensors on a device, or None if one of them is irregular or something else.

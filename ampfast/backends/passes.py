@@ -11,7 +11,14 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from ampfast.backends.native import DeviceTable, Factors, GradList, Segment, is_scalar
+from ampfast.backends.native import (
+    DeviceTable,
+    Factors,
+    GradList,
+    Segment,
+    clear_tables,
+    is_scalar,
+)
 
 __all__ = ["NO_FACTORS", "DeviceKernels", "Epilogue", "Launcher", "Pass", "ScaleUpdate", "Use"]
 
@@ -80,10 +87,13 @@ class ScaleUpdate:
 
     @property
     def other(self) -> Tensor | None:
-        """One flag for those of the optimizers that were checked before."""
-        if len(self._found_infs) < 2:
-            return next(iter(self._found_infs), None)
-        return _any_found(self._found_infs)
+        """The flag of another optimizer that was checked before, if there was one."""
+        return next(iter(self._found_infs), None)
+
+    @property
+    def rides(self) -> bool:
+        """Whether it can be applied behind a check, which heeds one more flag at the most."""
+        return len(self._found_infs) <= 1
 
     def apply(self) -> None:
         """Launches the update alone."""
@@ -215,6 +225,8 @@ class DeviceKernels:
         flags: Tensor | None,
     ) -> Tensor:
         device = grads.device
+        if update is not None and not update.rides:
+            update = None  # its caller sees to it
         for name, scalar in (("factor", factor), ("found_inf", found_inf)):
             if scalar is not None:
                 _require_scalar(name, scalar, device)
@@ -223,7 +235,11 @@ class DeviceKernels:
             if norms is not None:
                 norms.zero_()
             # Nothing is launched in which an update could ride: its caller sees to it.
-            return torch.zeros((), device=device) if found_inf is None else found_inf
+            return (
+                torch.zeros((), dtype=torch.float32, device=device)
+                if found_inf is None
+                else found_inf
+            )
         launcher = self._launcher
         with launcher.on(device):
             programs = launcher.max_programs(device)
@@ -235,10 +251,15 @@ class DeviceKernels:
                 *(coefficient, norms, flags, update),
             )
             *first, last = table.segments
-            for segment in first:
-                launcher.multi_tensor(work, segment, Epilogue.NOTHING)
-            final = Epilogue.FINISH if update is None else Epilogue.UPDATE
-            launcher.multi_tensor(work, last, final)
+            try:
+                for segment in first:
+                    launcher.multi_tensor(work, segment, Epilogue.NOTHING)
+                final = Epilogue.FINISH if update is None else Epilogue.UPDATE
+                launcher.multi_tensor(work, last, final)
+            except BaseException:
+                # Launches between the first and the last leave something in it.
+                clear_tables()
+                raise
         if update is not None:
             update.rode(table)
         return found_inf

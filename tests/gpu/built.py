@@ -13,7 +13,16 @@ import torch  # noqa: E402
 from ampfast import _C, backends  # noqa: E402
 from ampfast.__main__ import main as ampfast_main  # noqa: E402
 
-SOURCES = ("*.cpp", "*.h", "cpu/*.cpp", "cpu/*.h", "cuda/*.cpp", "cuda/*.cu", "cuda/*.h")
+SOURCES = (
+    "*.cpp",
+    "*.h",
+    "cpu/*.cpp",
+    "cpu/*.h",
+    "cuda/*.cpp",
+    "cuda/*.cu",
+    "cuda/*.h",
+    "cuda/*.cuh",
+)
 
 
 def complaints() -> list[str]:

@@ -92,12 +92,8 @@ def multi_tensor(work: Pass, segment: Segment, epilogue: Epilogue) -> None:
         "THREADS": threads,
         "SOFT": INTERPRETED,
     }
-    optional = (
-        work.coefficient,
-        work.norms,
-        work.flags,
-        None if update is None else update.other,
-    )
+    other = None if update is None else update.other
+    optional = (work.coefficient, work.norms, work.flags, other)
     variant = (work.table.buffer.device, *switches.values(), *(o is None for o in optional))
     _require_compiled(variant)
     kernels.multi_tensor[(segment.programs,)](
@@ -110,7 +106,7 @@ def multi_tensor(work: Pass, segment: Segment, epilogue: Epilogue) -> None:
         work.flags,
         None if update is None else update.scale,
         None if update is None else update.growth_tracker,
-        None if update is None else update.other,
+        other,
         factors.growth_factor,
         factors.backoff_factor,
         factors.growth_interval,
