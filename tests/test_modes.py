@@ -10,6 +10,7 @@ import torch
 from support import Scaler, agree, outcome, parameter_with, six, started
 
 from ampfast import GradScaler
+from ampfast.capture import refuse_capture
 
 CPU = torch.device("cpu")
 
@@ -109,13 +110,18 @@ def test_under_another_default_device() -> None:
     agree(use)
 
 
-def test_scaling_compiles_whole_on_a_machine_with_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """There the first scaling would ask whether a graph is captured, which cannot be compiled."""
+def test_what_a_graph_refuses_does_not_break_what_is_compiled(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: 1 / 0)
-    scaler = GradScaler("cpu", init_scale=3.0)
-    compiled = torch.compile(lambda loss: scaler.scale(loss), fullgraph=True, backend="eager")
-    assert compiled(torch.ones(())).item() == 3.0
+
+    def double(value: torch.Tensor) -> torch.Tensor:
+        refuse_capture("this", "do that")
+        return value * 2
+
+    compiled = torch.compile(double, fullgraph=True, backend="eager")
+    assert compiled(torch.ones(())).item() == 2.0
 
 
 @pytest.mark.parametrize("transform", ["grad", "vmap"])
