@@ -263,6 +263,10 @@ def test_refused_a_plain_step(backend: str, device: torch.device, together: bool
     scale = ours.scaler.get_scale()
     refused(lambda: ours.step(together), "cannot capture a step .*fused=True", device)
     assert ours.scaler.get_scale() == scale
+    # Else the next step would take the gradients as they are, scaled.
+    state = ours.scaler._per_optimizer_states[id(ours.optimizer)]
+    assert state["stage"] is torch.amp.grad_scaler.OptState.READY
+    assert not state["found_inf_per_device"]
 
 
 def test_refused_the_first_step_with_momentum(backend: str, device: torch.device) -> None:
