@@ -264,15 +264,26 @@ def test_fused_update_on_grids(programs: int, bad: bool, monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize("given", [None, 0.0, -0.0, 1.0, math.nan])
 @pytest.mark.parametrize("other", [0.0, -0.0, 0.5, 1.0, 2.0, math.nan])
-def test_fused_update_heeds_other_flags(other: float, given: float | None) -> None:
-    for others in ([other], [0.0, other], [0.0] * 6 + [other]):
-        scale, tracker, factors = state("grows")
-        update = KERNELS.scale_update(scale, tracker, [flag(o) for o in others], factors)
-        found_inf = None if given is None else flag(given)
-        found = KERNELS.check_(grads_of([torch.ones(3)]), found_inf=found_inf, update=update)
-        assert_same(found, flag(given or 0.0) if given is None else flag(given))
-        skipped = float(other != 0 or (given is not None and given != 0))
-        assert_same([scale, tracker], list(torch_updated("grows", skipped)))
+def test_fused_update_heeds_another_flag(other: float, given: float | None) -> None:
+    scale, tracker, factors = state("grows")
+    update = KERNELS.scale_update(scale, tracker, [flag(other)], factors)
+    found_inf = None if given is None else flag(given)
+    found = KERNELS.check_(grads_of([torch.ones(3)]), found_inf=found_inf, update=update)
+    assert_same(found, flag(given or 0.0) if given is None else flag(given))
+    skipped = float(other != 0 or (given is not None and given != 0))
+    assert_same([scale, tracker], list(torch_updated("grows", skipped)))
+
+
+@pytest.mark.parametrize("others", [2, 7])
+def test_an_update_with_more_flags_is_left_to_its_caller(others: int) -> None:
+    scale, tracker, factors = state("grows")
+    before = [scale.clone(), tracker.clone()]
+    update = KERNELS.scale_update(scale, tracker, [flag(0.0)] * others, factors)
+    KERNELS.check_(grads_of([torch.ones(3)]), update=update)
+    assert not update.applied
+    assert_same([scale, tracker], before)
+    update.apply()
+    assert_same([scale, tracker], list(torch_updated("grows", 0.0)))
 
 
 def test_fused_update_where_a_bad_value_meets_a_given_flag() -> None:
