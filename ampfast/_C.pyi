@@ -31,8 +31,9 @@ class GradList:
     def table_bytes(self) -> int: ...
     def norms(self, inv_scale: float) -> tuple[float, float]: ...
 
-# Only where WITH_CUDA.
 WITH_CUDA: bool
+
+# Only in a build that has the CUDA kernels:
 
 def cuda_max_programs(device: int) -> int: ...
 def cuda_multi_tensor(

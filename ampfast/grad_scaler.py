@@ -249,7 +249,7 @@ class GradScaler(TorchGradScaler):
             )
         scale = self._get_scale_async()
         device = torch.device("cpu") if scale is None else scale.device
-        return gradients.any_found(flags.values(), device)
+        return aten.any_found(flags.values(), device)
 
     def step_skipped(self, optimizer: torch.optim.Optimizer) -> bool:
         """Returns whether the optimizer's last step was skipped, with one host sync.
@@ -324,7 +324,7 @@ class GradScaler(TorchGradScaler):
         if len(on_gpu) > 1:
             # In one place, so that the host waits once.
             place = on_gpu[0].device
-            total = sum(gradients.moved(flag, place) for flag in on_gpu)
+            total = sum(aten.moved(flag, place) for flag in on_gpu)
             others = {key: flag for key, flag in flags.items() if not flag.is_cuda}
             optimizer_state = {
                 **optimizer_state,
@@ -334,7 +334,7 @@ class GradScaler(TorchGradScaler):
 
     def _lazy_init_scale_growth_tracker(self, dev: torch.device) -> None:
         if str(dev) != "cpu":
-            refuse_capture("the creation of the scale, which every replay would reset", _WARM_UP)
+            refuse_capture("the creation of the scale, which every replay would reset")
         super()._lazy_init_scale_growth_tracker(dev)
 
     def _unscale(self, optimizer: torch.optim.Optimizer, update: backends.Update | None) -> None:
@@ -450,15 +450,14 @@ class GradScaler(TorchGradScaler):
             found_inf = flags[0]  # exactly 0 or 1, and new
         else:
             # Nothing checked is 0, as torch's sum over nothing.
-            found_inf = gradients.any_found(flags, scale.device) if flags else 0
+            found_inf = aten.any_found(flags, scale.device) if flags else 0
         self._record(optimizer, state["found_inf_per_device"])
         optimizer.grad_scale = grad_scale  # type: ignore[attr-defined]
         optimizer.found_inf = found_inf  # type: ignore[attr-defined]
         try:
             if flags and lacks_momentum(optimizer):
                 refuse_capture(
-                    "the first step of a fused SGD with momentum, which may have to be skipped",
-                    _WARM_UP,
+                    "the first step of a fused SGD with momentum, which may have to be skipped"
                 )
                 if found_inf.item():
                     return None
@@ -488,7 +487,7 @@ class GradScaler(TorchGradScaler):
             # What unscale_ found counts too; in new tensors, for its own may have been handed out.
             for device, flag in state["found_inf_per_device"].items():
                 both = [flag, flags[device]] if device in flags else [flag]
-                flags[device] = gradients.any_found(both, flag.device)
+                flags[device] = aten.any_found(both, flag.device)
         state["found_inf_per_device"] = flags
 
     def _collect(
@@ -509,7 +508,7 @@ class GradScaler(TorchGradScaler):
     def _flags_besides(self, optimizer: object, device: torch.device) -> list[Tensor]:
         """The found_inf tensors of this iteration, without those of one optimizer."""
         return [
-            gradients.moved(flag, device)
+            aten.moved(flag, device)
             for key, state in self._per_optimizer_states.items()
             for flag in state["found_inf_per_device"].values()
             if key != id(optimizer)
@@ -579,7 +578,6 @@ _HOST_DECIDES = (
     "a step that the host may skip",
     "take an optimizer with fused=True, which decides on the device",
 )
-_WARM_UP = "run one iteration without capturing first"
 _ONCE = "An iteration ends with update(), after the steps of all optimizers: is the call missing?"
 
 

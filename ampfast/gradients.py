@@ -11,7 +11,7 @@ from torch import Tensor
 from ampfast.backends import Choice, Kernels, Update, aten, native
 from ampfast.notes import add_note
 
-__all__ = ["Gradients", "any_found", "check_", "collect", "inverse", "moved", "of_list", "unscale_"]
+__all__ = ["Gradients", "check_", "collect", "inverse", "of_list", "unscale_"]
 
 
 @dataclass(frozen=True)
@@ -137,19 +137,6 @@ def check_(
     return flags
 
 
-def any_found(flags: Iterable[Tensor], device: torch.device) -> Tensor:
-    """Returns one new 0-dim float32 flag on `device`: 1 if any of `flags` is not 0, else 0."""
-    found = torch.zeros((), dtype=torch.float32, device=device)
-    for flag in flags:
-        found.masked_fill_(moved(flag, device).reshape(()) != 0, 1.0)
-    return found
-
-
-def moved(tensor: Tensor, device: torch.device, copy: bool = False) -> Tensor:
-    """Returns a scalar on `device`; without waiting, except where the CPU will read it."""
-    return tensor.to(device, non_blocking=device.type != "cpu", copy=copy)
-
-
 def inverse(scale: Tensor) -> Tensor:
     """Returns the factor that unscales, as float32: the float64 reciprocal where there is one."""
     if scale.device.type == "mps":
@@ -166,7 +153,7 @@ class _Copies:
 
     def on(self, device: torch.device) -> Tensor:
         if device not in self._copies:
-            self._copies[device] = moved(self._tensor, device)
+            self._copies[device] = aten.moved(self._tensor, device)
         return self._copies[device]
 
 
@@ -186,7 +173,7 @@ def _rides(gradients: Gradients, update: Update | None) -> Update | None:
 def _new_flag(found_inf: Tensor | None, device: torch.device) -> Tensor:
     if found_inf is None:
         return torch.zeros((), dtype=torch.float32, device=device)
-    return moved(found_inf, device, copy=True)
+    return aten.moved(found_inf, device, copy=True)
 
 
 def _values_of(param: Tensor, grad: Tensor) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import signal
 import sys
 import time
@@ -14,7 +15,7 @@ import torch
 from . import host_time, kernels, memory, plot, readme, report, steps, terminal
 from .cases import CASES
 from .device_time import CudaQueue
-from .harness import FULL, GPU_FULL, GPU_QUICK, QUICK, Effort, Job
+from .harness import FULL, GPU_FULL, GPU_QUICK, QUICK, Effort, Job, Measured
 from .machine import default_device, new_results
 from .results import Results
 from .rows import dtype_name
@@ -129,10 +130,20 @@ def _jobs(
     on_gpu = device.type == "cuda"
     queue = CudaQueue(device) if on_gpu else None
     lists = kernels.chosen(effort, device, cases, dtypes)
+
+    def for_each_list(measure: Callable[..., Measured]) -> list[Job]:
+        return [
+            Job(
+                f"{case.name} {dtype_name(dtype)}",
+                functools.partial(measure, case, dtype, device, effort, queue),
+            )
+            for case, dtype in lists
+        ]
+
     jobs_of: dict[str, Callable[[], list[Job]]] = {
         "host": lambda: host_time.jobs(effort, device, queue),
-        "kernels": lambda: kernels.jobs(lists, device, effort, queue),
-        "steps": lambda: steps.jobs(lists, device, effort, queue),
+        "kernels": lambda: for_each_list(kernels.measure),
+        "steps": lambda: for_each_list(steps.measure),
         # What a process holds besides the gradients is a question for the CPU.
         "memory": lambda: [] if on_gpu else memory.jobs(effort),
     }

@@ -15,7 +15,7 @@ from torch import Tensor
 from . import counts, goals, providers
 from .cases import CASES, GradCase, make_gradients
 from .device_time import GRAPH_BELOW_BYTES, EventTimer, GraphTimer, Queue, host_timer
-from .harness import Contender, Effort, Job, Measured, interleave
+from .harness import Contender, Effort, Measured, interleave
 from .kernel_parity import assert_parity
 from .machine import cache_bytes, require_memory, tensors_per_launch
 from .providers import COPY, HALF_COPY, NORM, Calls, Scalars, moved_bytes
@@ -53,22 +53,6 @@ def chosen(
         usual, all_dtypes = (CPU_QUICK_CASES if effort.quick else CPU_CASES), DTYPES
     dtypes = dtypes or (QUICK_DTYPES if effort.quick else all_dtypes)
     return [(CASES[name], dtype) for name in cases or usual for dtype in dtypes]
-
-
-def jobs(
-    lists: Sequence[tuple[GradCase, torch.dtype]],
-    device: torch.device,
-    effort: Effort,
-    queue: Queue | None,
-) -> list[Job]:
-    """One job for each list; `queue` is that of a GPU."""
-    return [
-        Job(
-            f"{case.name} {dtype_name(dtype)}",
-            functools.partial(measure, case, dtype, device, effort, queue),
-        )
-        for case, dtype in lists
-    ]
 
 
 def measure(

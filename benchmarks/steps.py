@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -16,7 +15,7 @@ from . import counts, goals, providers
 from .cases import GradCase, make_gradients
 from .device_time import EventTimer, Queue, host_timer
 from .goals import FUSED_STEP, STEP
-from .harness import Contender, Effort, Job, Measured, assert_same, interleave
+from .harness import Contender, Effort, Measured, assert_same, interleave
 from .host_time import NoFusedOptimizer, NoOptimizer
 from .kernels import MEMORY_OF_LISTS, Lists, lists_beyond_cache
 from .machine import require_memory, tensors_per_launch
@@ -32,22 +31,6 @@ FUSED = (FUSED_STEP, FUSED_STEP_AND_UPDATE)
 MOST_LISTS = 8
 # The tracker never comes there, so the scale stays what it is.
 NEVER = 2**31 - 1
-
-
-def jobs(
-    lists: Sequence[tuple[GradCase, torch.dtype]],
-    device: torch.device,
-    effort: Effort,
-    queue: Queue | None,
-) -> list[Job]:
-    """One job for each list; `queue` is that of a GPU."""
-    return [
-        Job(
-            f"{case.name} {dtype_name(dtype)}",
-            functools.partial(measure, case, dtype, device, effort, queue),
-        )
-        for case, dtype in lists
-    ]
 
 
 def measure(

@@ -244,7 +244,7 @@ def _why_it_fails(name: str) -> str:
     device = torch.device("cpu")
     if not (name == "triton" and _is_interpreted()):
         device = torch.device("cuda", torch.cuda.current_device())
-        refuse_capture("the first launch", "run one iteration without capturing first")
+        refuse_capture("the first launch")
         capability = torch.cuda.get_device_capability(device)
         if torch.version.hip is None and capability < _LEAST_CAPABILITY:
             least = ".".join(map(str, _LEAST_CAPABILITY))

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import Tensor
 
-__all__ = ["check_", "unscale_", "update_scale_"]
+__all__ = ["any_found", "check_", "moved", "unscale_", "update_scale_"]
 
 
 @torch.no_grad()
@@ -66,6 +66,19 @@ def update_scale_(
     )
     if lowered is not growth_tracker:
         growth_tracker.data.copy_(lowered)
+
+
+def any_found(flags: Iterable[Tensor], device: torch.device) -> Tensor:
+    """Returns one new 0-dim float32 flag on `device`: 1 if any of `flags` is not 0, else 0."""
+    found = torch.zeros((), dtype=torch.float32, device=device)
+    for flag in flags:
+        found.masked_fill_(moved(flag, device).reshape(()) != 0, 1.0)
+    return found
+
+
+def moved(tensor: Tensor, device: torch.device, copy: bool = False) -> Tensor:
+    """Returns a scalar on `device`; without waiting, except where the CPU will read it."""
+    return tensor.to(device, non_blocking=device.type != "cpu", copy=copy)
 
 
 def _by_dtype(grads: list[Tensor]) -> Iterator[list[Tensor]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 
 import torch
@@ -11,6 +10,8 @@ from torch import Tensor
 from ampfast import _C
 from ampfast.backends.native import Factors, Segment
 from ampfast.backends.passes import NO_FACTORS, Epilogue, Pass
+from ampfast.backends.passes import on_gpu as on
+from ampfast.capture import is_capturing
 
 __all__ = ["is_capturing", "max_programs", "multi_tensor", "on", "update_scale"]
 
@@ -22,18 +23,6 @@ if not _C.WITH_CUDA:
 def max_programs(device: torch.device) -> int:
     """Returns how many programs are resident at once: the most that a launch gets."""
     return _C.cuda_max_programs(device.index)
-
-
-def on(device: torch.device) -> AbstractContextManager[object]:
-    """Makes a device current, whose stream may be captured."""
-    if device.index == torch.cuda.current_device():
-        return nullcontext()
-    return torch.cuda.device(device)
-
-
-def is_capturing() -> bool:
-    """Whether the current stream is being captured into a CUDA graph."""
-    return torch.cuda.is_current_stream_capturing()
 
 
 def multi_tensor(work: Pass, segment: Segment, epilogue: Epilogue) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Protocol
@@ -11,6 +11,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from ampfast.backends import aten
 from ampfast.backends.native import (
     DeviceTable,
     Factors,
@@ -20,7 +21,16 @@ from ampfast.backends.native import (
     is_scalar,
 )
 
-__all__ = ["NO_FACTORS", "DeviceKernels", "Epilogue", "Launcher", "Pass", "ScaleUpdate", "Use"]
+__all__ = [
+    "NO_FACTORS",
+    "DeviceKernels",
+    "Epilogue",
+    "Launcher",
+    "Pass",
+    "ScaleUpdate",
+    "Use",
+    "on_gpu",
+]
 
 # What the kernel that updates the scale takes at once.
 MOST_FLAGS = 4
@@ -99,7 +109,7 @@ class ScaleUpdate:
         """Launches the update alone."""
         flags = list(self._found_infs)
         if len(flags) > MOST_FLAGS:
-            flags = [_any_found(flags)]
+            flags = [aten.any_found(flags, self.device)]
         with self._launcher.on(self.device):
             self._launcher.update_scale(self.scale, self.growth_tracker, flags, self.factors)
         self.applied = True
@@ -120,8 +130,11 @@ class ScaleUpdate:
         torch.autograd.graph.increment_version(self.scale)
 
 
-def _any_found(flags: Sequence[Tensor]) -> Tensor:
-    return torch.stack([flag.reshape(()) for flag in flags]).ne(0).any().float()
+def on_gpu(device: torch.device) -> AbstractContextManager[object]:
+    """Makes a GPU current, and with it its current stream."""
+    if device.index == torch.cuda.current_device():
+        return nullcontext()
+    return torch.cuda.device(device)
 
 
 @dataclass(frozen=True)

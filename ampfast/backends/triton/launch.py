@@ -12,8 +12,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ampfast import capture
 from ampfast.backends.native import WINDOW_BYTES, Factors, Segment
-from ampfast.backends.passes import NO_FACTORS, Epilogue, Pass
+from ampfast.backends.passes import NO_FACTORS, Epilogue, Pass, on_gpu
 from ampfast.backends.triton import kernels
 
 __all__ = ["INTERPRETED", "is_capturing", "max_programs", "multi_tensor", "on", "update_scale"]
@@ -55,11 +56,7 @@ def max_programs(device: torch.device) -> int:
 
 def on(device: torch.device) -> contextlib.AbstractContextManager[object]:
     """Makes a device current for what is launched inside."""
-    if INTERPRETED:
-        return _interpreter()
-    if device.index == torch.cuda.current_device():
-        return contextlib.nullcontext()
-    return torch.cuda.device(device)
+    return _interpreter() if INTERPRETED else on_gpu(device)
 
 
 @contextlib.contextmanager
@@ -73,7 +70,7 @@ def _interpreter() -> Iterator[None]:
 
 def is_capturing() -> bool:
     """Whether the current stream is being captured into a CUDA graph."""
-    return not INTERPRETED and torch.cuda.is_current_stream_capturing()
+    return not INTERPRETED and capture.is_capturing()
 
 
 def multi_tensor(work: Pass, segment: Segment, epilogue: Epilogue) -> None:
@@ -138,8 +135,6 @@ def update_scale(
 
 
 def _require_compiled(variant: tuple[object, ...]) -> None:
-    if variant not in _launched and is_capturing():
-        raise RuntimeError(
-            "a CUDA graph cannot capture this: its kernel is not compiled yet; run one iteration "
-            "without capturing first"
-        )
+    if variant not in _launched:
+        remedy = f"its kernel is not compiled yet; {capture.WARM_UP}"
+        capture.refuse_capture("this", remedy)
