@@ -11,6 +11,7 @@ CUDA: int
 WINDOW_BYTES: int
 
 def build_info() -> dict[str, str]: ...
+def state_layout() -> dict[str, int]: ...
 def cpu_capability() -> str: ...
 def cpu_capabilities() -> list[str]: ...
 def set_cpu_capability(name: str) -> None: ...
@@ -51,6 +52,7 @@ def cuda_multi_tensor(
     accumulate: bool,
     scale: Tensor | None,
     growth_tracker: Tensor | None,
+    state: Tensor | None,
     other_found_inf: Tensor | None,
     factors: tuple[float, float, int],
 ) -> None: ...
@@ -59,6 +61,8 @@ def cuda_update_scale(
     growth_tracker: Tensor,
     found_infs: Sequence[Tensor],
     factors: tuple[float, float, int],
+    state: Tensor | None,
+    norm: Tensor | None,
 ) -> None: ...
 
 class Segment:
@@ -85,6 +89,8 @@ class ScaleUpdate:
         growth_factor: float,
         backoff_factor: float,
         growth_interval: int,
+        state: Tensor | None = ...,
+        norm: Tensor | None = ...,
     ) -> ScaleUpdate | None: ...
     @property
     def applied(self) -> bool: ...

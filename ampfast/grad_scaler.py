@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import sys
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from numbers import Number
 from typing import Any, TypeVar, cast
@@ -20,8 +19,10 @@ from ampfast import backends, gradients
 from ampfast.backends import aten, native
 from ampfast.capture import refuse_capture
 from ampfast.last_checks import LastChecks
-from ampfast.notes import add_note
+from ampfast.notes import add_note, warn_caller
 from ampfast.optimizers import lacks_momentum, no_inf_checks, takes_grad_scaler
+from ampfast.report import History, ScalerStats
+from ampfast.scale_state import ScalePolicy, ScaleState
 
 __all__ = ["GradScaler", "OptState"]
 
@@ -60,11 +61,21 @@ class GradScaler(TorchGradScaler):
         backend: "triton", "cuda", "cpu" or "aten" for the devices that it serves; None for
             `AMPFAST_BACKEND`, else the best there is.
         allow_fp16: Whether float16 gradients may be unscaled; torch always refuses.
+        min_scale: What the scale never goes below when it backs off. It and `max_scale` hold for
+            what the scaler does, not for a scale that is set.
+        max_scale: What the scale never goes above when it grows.
+        on_min_scale: "ignore", "warn" or "raise" FloatingPointError, from `update` and `stats`,
+            when a step is skipped with the scale at its minimum. On a GPU nothing waits for that
+            knowledge, so that it may come one step late.
+        hysteresis: The scale backs off from this overflow on, as in Megatron-LM.
+        hysteresis_refill: When the overflows are counted from 0 again: when the scale's "growth" is
+            due, as in Megatron-LM, or after a "finite_step", as in apex.
+        dynamic: If False, the scale stays: `growth_interval` is 0 and `backoff_factor` 1.
 
     Raises:
         AssertionError: If a factor is on the wrong side of 1.
         TypeError: If `device` is a number or a keyword has the wrong type.
-        ValueError: If `backend` is unknown.
+        ValueError: If `backend` is unknown, or the scale's limits or hysteresis make no sense.
         RuntimeError: If `backend` cannot run here.
     """
 
@@ -74,6 +85,10 @@ class GradScaler(TorchGradScaler):
     _allow_fp16 = False
     _warned_of_zero = False
     _last_checks: LastChecks | None = None
+    _scale_state: ScaleState | None = None
+    _dynamic = True
+    # By the ids of optimizers, which live as long as the iteration.
+    _norms: dict[frozenset[int], tuple[Tensor, float]] | None = None
 
     def __init__(
         self,
@@ -86,6 +101,12 @@ class GradScaler(TorchGradScaler):
         *,
         backend: str | None = None,
         allow_fp16: bool = False,
+        min_scale: float | None = None,
+        max_scale: float | None = None,
+        on_min_scale: str = "ignore",
+        hysteresis: int = 1,
+        hysteresis_refill: str = "growth",
+        dynamic: bool = True,
     ) -> None:
         if isinstance(device, Number):
             raise TypeError(
@@ -93,8 +114,17 @@ class GradScaler(TorchGradScaler):
                 f"init_scale={device!r}, or use ampfast.patch(), under which "
                 "torch.cuda.amp.GradScaler takes it first"
             )
-        if not isinstance(allow_fp16, bool):
-            raise TypeError(f"allow_fp16 must be a bool, got {type(allow_fp16).__name__}")
+        for name, value in (("allow_fp16", allow_fp16), ("dynamic", dynamic)):
+            if not isinstance(value, bool):
+                raise TypeError(f"{name} must be a bool, got {type(value).__name__}")
+        policy = ScalePolicy(min_scale, max_scale, hysteresis, hysteresis_refill)
+        state = ScaleState(policy, on_min_scale)
+        policy.require_within(init_scale)
+        if not dynamic and not policy.is_torchs:
+            raise ValueError(
+                "a scale with dynamic=False never changes: it takes no min_scale, max_scale or "
+                "hysteresis"
+            )
         if enabled:
             choice = backends.choose(backend)
         else:
@@ -113,6 +143,10 @@ class GradScaler(TorchGradScaler):
         self._backend = backend
         self._choice = choice
         self._allow_fp16 = allow_fp16
+        self._scale_state = state
+        self._dynamic = dynamic
+        if enabled and not dynamic:
+            self._growth_interval, self._backoff_factor = 0, 1.0
 
     # A compiler that traces the state machine around a kernel loses what is written to its dicts.
     @_not_compiled
@@ -180,6 +214,8 @@ class GradScaler(TorchGradScaler):
             else:
                 self._update_with_torch(scale, growth_tracker, flags)
         self._end_iteration()
+        if new_scale is None:
+            self._kept().heed_minimum()
 
     @_not_compiled
     def step_and_update(self, *optimizers: torch.optim.Optimizer) -> list[float | None]:
@@ -223,6 +259,7 @@ class GradScaler(TorchGradScaler):
         if update is not None and update.applied:
             update.bump_version()
             self._end_iteration()
+            self._kept().heed_minimum()
         else:
             self.update()
         return results
@@ -272,17 +309,68 @@ class GradScaler(TorchGradScaler):
         scale = super().get_scale()
         if scale == 0.0 and not self._warned_of_zero:
             self._warned_of_zero = True
-            warnings.warn(
+            warn_caller(
                 "The scale is 0 and cannot recover: every step will be skipped. Set it with "
-                "update(new_scale), and look for NaN in the model or its input.",
-                stacklevel=_callers_level(),
+                "update(new_scale), and look for NaN in the model or its input."
             )
         return scale
+
+    def stats(self) -> ScalerStats:
+        """Returns the counts of steps since the scaler was made, with one host sync.
+
+        Raises:
+            FloatingPointError: As `update`, with `on_min_scale="raise"`.
+        """
+        if not self._enabled:
+            return ScalerStats(0, 0, 0, 0, 0, 1.0, 0)
+        if self._scale is None or self._growth_tracker is None:
+            scale = torch.tensor(self.get_scale(), dtype=torch.float32, device="cpu")
+            tracker = torch.tensor(self._init_growth_tracker, dtype=torch.int32, device="cpu")
+        else:
+            scale, tracker = self._scale, self._growth_tracker
+            refuse_capture("counts that the host reads", "read them after the replay")
+        return self._kept().stats(scale, tracker)
+
+    def history(self) -> History:
+        """Returns the last 1,024 steps, with one host sync."""
+        refuse_capture("a history that the host reads", "read it after the replay")
+        return self._kept().history()
+
+    def state_dict(self) -> dict[str, Any]:
+        """As torch's; with limits of the scale or hysteresis, one more entry, "ampfast"."""
+        state = super().state_dict()
+        kept = self._kept()
+        if self._enabled and not kept.policy.is_torchs:
+            state["ampfast"] = kept.policy.state_dict(kept.hysteresis_tracker())
+        return state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As torch's, which checkpoints of torch's scaler may come from.
+
+        Raises:
+            RuntimeError: If the checkpoint is of a disabled scaler.
+            ValueError: If it is of a scaler with other limits or hysteresis, or of a scale that
+                changes where this one is static. Nothing is loaded then.
+        """
+        kept = self._kept()
+        tracker = kept.policy.hysteresis
+        if self._enabled:
+            if not self._dynamic and not _is_static(state_dict):
+                raise ValueError(
+                    "this scaler was made with dynamic=False, but the checkpoint's scale changes: "
+                    f"growth_interval {state_dict.get('growth_interval')}, backoff_factor "
+                    f"{state_dict.get('backoff_factor')}"
+                )
+            if "ampfast" in state_dict:
+                tracker = kept.policy.tracker_of(state_dict["ampfast"])
+        super().load_state_dict(state_dict)
+        if self._enabled:
+            kept.set_hysteresis_tracker(tracker)
 
     def __getstate__(self) -> dict[str, Any]:
         state = super().__getstate__()
         # Of this process: weak references, and what its backends can.
-        for name in ("_last_checks", "_choice"):
+        for name in ("_last_checks", "_choice", "_norms"):
             state.pop(name, None)
         return state
 
@@ -336,6 +424,8 @@ class GradScaler(TorchGradScaler):
         if str(dev) != "cpu":
             refuse_capture("the creation of the scale, which every replay would reset")
         super()._lazy_init_scale_growth_tracker(dev)
+        if self._scale is not None:
+            self._kept().on(self._scale.device)
 
     def _unscale(self, optimizer: torch.optim.Optimizer, update: backends.Update | None) -> None:
         scale, _ = self._check_scale_growth_tracker("unscale_")
@@ -410,12 +500,11 @@ class GradScaler(TorchGradScaler):
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> float | None:
-        warnings.warn(
+        warn_caller(
             "GradScaler is going to stop passing itself as a keyword argument to the passed "
             "optimizer. In the near future GradScaler registers `grad_scale: Tensor` and "
             "`found_inf: Tensor` to the passed optimizer and let the optimizer use them directly.",
             FutureWarning,
-            stacklevel=_callers_level(),
         )
         return optimizer.step(*args, **{**kwargs, "grad_scaler": self})
 
@@ -524,25 +613,52 @@ class GradScaler(TorchGradScaler):
             return None
         if not all(isinstance(factor, (int, float)) for factor in factors):
             return None
-        return kernels.scale_update(scale, growth_tracker, flags, factors)
+        kept = self._kept().on(scale.device)
+        norm = self._norm_of_iteration(scale.device)
+        return kernels.scale_update(scale, growth_tracker, flags, factors, kept, norm)
 
     def _update_with_torch(
         self, scale: Tensor, growth_tracker: Tensor, flags: Iterable[Tensor]
     ) -> None:
         first, *others = flags
-        # Out of place: a flag that was handed out stays as it is.
-        combined = sum(others, start=first)
         aten.update_scale_(
             scale,
             growth_tracker,
-            combined,
+            # Out of place: a flag that was handed out stays as it is.
+            sum(others, start=first),
             self._growth_factor,
             self._backoff_factor,
             self._growth_interval,
+            self._kept().on(scale.device),
+            self._norm_of_iteration(scale.device),
         )
+
+    def _note_norm(self, optimizers: Sequence[object], norm: Tensor, norm_type: float) -> None:
+        """Remembers the norm of these optimizers' gradients for the history of this iteration."""
+        names = frozenset(map(id, optimizers))
+        before = {} if self._norms is None else self._norms
+        kept = {others: entry for others, entry in before.items() if not names & others}
+        self._norms = {**kept, names: (norm, norm_type)}
+
+    def _norm_of_iteration(self, device: torch.device) -> Tensor | None:
+        """The norm of all gradients whose norm was taken, if all norms are of one type."""
+        norms = list((self._norms or {}).values())
+        norm_type = norms[0][1] if norms else 0.0
+        if not norms or any(other != norm_type for _, other in norms):
+            return None
+        parts = [aten.moved(norm.detach(), device).float().reshape(()) for norm, _ in norms]
+        if len(parts) == 1:
+            return parts[0]
+        return torch.linalg.vector_norm(torch.stack(parts), norm_type)
+
+    def _kept(self) -> ScaleState:
+        if self._scale_state is None:
+            self._scale_state = ScaleState(ScalePolicy())
+        return self._scale_state
 
     def _end_iteration(self) -> None:
         self._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
+        self._norms = None
         if self._last_checks is not None:
             self._last_checks.end_iteration()
 
@@ -558,6 +674,11 @@ class GradScaler(TorchGradScaler):
             if getattr(kind, name) is not hook or name in own:
                 return True
         return False
+
+
+def _is_static(state_dict: dict[str, Any]) -> bool:
+    interval, factor = (state_dict.get(name) for name in ("growth_interval", "backoff_factor"))
+    return not state_dict or (interval == 0 and factor == 1.0)
 
 
 def _original(*names: str) -> dict[str, Callable[..., Any]]:
@@ -579,18 +700,3 @@ _HOST_DECIDES = (
     "take an optimizer with fused=True, which decides on the device",
 )
 _ONCE = "An iteration ends with update(), after the steps of all optimizers: is the call missing?"
-
-
-def _callers_level() -> int:
-    """The stacklevel of the first frame outside torch's and this scaler's module."""
-    level, frame = 1, sys._getframe(1)
-    while frame.f_back is not None and _is_inside(frame.f_globals.get("__name__", "")):
-        level, frame = level + 1, frame.f_back
-    return level
-
-
-def _is_inside(module: str) -> bool:
-    return module in _SCALER_MODULES or module.startswith("torch._dynamo.")
-
-
-_SCALER_MODULES = (__name__, TorchGradScaler.__module__, "torch._compile")

@@ -1,8 +1,10 @@
-"""Notes on exceptions: what ampfast adds to errors whose text is torch's."""
+"""What ampfast says beside torch's own texts: notes on errors, warnings at the caller's line."""
 
+import sys
+import warnings
 from typing import TypeVar
 
-__all__ = ["add_note"]
+__all__ = ["add_note", "warn_caller"]
 
 AnyError = TypeVar("AnyError", bound=BaseException)
 
@@ -14,3 +16,21 @@ def add_note(error: AnyError, note: str) -> AnyError:
     else:
         error.__notes__ = [*getattr(error, "__notes__", []), note]
     return error
+
+
+def warn_caller(message: str, category: type[Warning] = UserWarning) -> None:
+    """Warns at the first line outside of the scaler, torch's included."""
+    level, frame = 2, sys._getframe(1)
+    while frame.f_back is not None and _is_inside(frame.f_globals.get("__name__", "")):
+        level, frame = level + 1, frame.f_back
+    warnings.warn(message, category, stacklevel=level)
+
+
+def _is_inside(module: str) -> bool:
+    return module in _SCALER_MODULES or module.startswith("torch._dynamo.")
+
+
+_SCALER_MODULES = (
+    *("ampfast.grad_scaler", "ampfast.scale_state", "ampfast.clipping", "ampfast.tracking"),
+    *("torch.amp.grad_scaler", "torch._compile"),
+)

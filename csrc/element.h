@@ -55,19 +55,25 @@ AMPFAST_ELEMENT int64_t magnitude(double value) {
   return bits & 0x7fffffffffffffff;
 }
 
-struct ScaleState {
+struct ScaleAndTracker {
   float scale;
   int32_t growth_tracker;
 };
 
+// Whether one more step without overflow completes the interval after which the scale grows.
+AMPFAST_ELEMENT bool ends_interval(int32_t growth_tracker, int64_t growth_interval) {
+  return growth_interval >= 1 && static_cast<int64_t>(growth_tracker) + 1 >= growth_interval;
+}
+
 // torch's `_amp_update_scale_`, except that a tracker beyond a lowered interval grows too.
-AMPFAST_ELEMENT ScaleState next_scale(ScaleState now, bool found_inf, double growth_factor,
-                                      double backoff_factor, int64_t growth_interval) {
+AMPFAST_ELEMENT ScaleAndTracker next_scale(ScaleAndTracker now, bool found_inf,
+                                           double growth_factor, double backoff_factor,
+                                           int64_t growth_interval) {
   if (found_inf) {
     return {static_cast<float>(now.scale * backoff_factor), 0};
   }
-  const int64_t successful = static_cast<int64_t>(now.growth_tracker) + 1;
-  if (growth_interval < 1 || successful < growth_interval) {
+  if (!ends_interval(now.growth_tracker, growth_interval)) {
+    const int64_t successful = static_cast<int64_t>(now.growth_tracker) + 1;
     return {now.scale, static_cast<int32_t>(successful)};
   }
   const float grown = static_cast<float>(now.scale * growth_factor);

@@ -75,21 +75,59 @@ at::Tensor check_(const GradList& grads, const std::optional<at::Tensor>& grad_s
   return write_flag(std::move(found_inf), found, update);
 }
 
+bool is_state(const at::Tensor& tensor) {
+  return tensor.scalar_type() == at::kLong && tensor.numel() == kStateWords &&
+         is_plain(tensor, device_bit(at::kCPU)) && !is_observed();
+}
+
 // None where the kernels do not know the tensors exactly; then torch's own op decides.
 std::optional<ScaleUpdate> scale_update(at::Tensor scale, at::Tensor growth_tracker,
                                         std::vector<at::Tensor> found_infs, double growth_factor,
-                                        double backoff_factor, int64_t growth_interval) {
+                                        double backoff_factor, int64_t growth_interval,
+                                        std::optional<at::Tensor> state,
+                                        std::optional<at::Tensor> norm) {
   const uint64_t cpu = device_bit(at::kCPU);
   bool known = is_scalar(scale, at::kFloat, cpu) && is_scalar(growth_tracker, at::kInt, cpu) &&
                !scale.is_inference() && !scale.requires_grad();
   for (const at::Tensor& flag : found_infs) {
     known = known && is_scalar(flag, at::kFloat, cpu);
   }
+  known = known && (!state || is_state(*state)) && (!norm || is_scalar(*norm, at::kFloat, cpu));
   if (!known) {
     return std::nullopt;
   }
   return ScaleUpdate(std::move(scale), std::move(growth_tracker), std::move(found_infs),
-                     growth_factor, backoff_factor, growth_interval);
+                     std::move(state), std::move(norm), growth_factor, backoff_factor,
+                     growth_interval);
+}
+
+// Where things stand in a scaler's state, by name.
+std::map<std::string, int64_t> state_layout() {
+  return {
+      {"STEPS", kSteps},
+      {"SKIPPED", kSkipped},
+      {"GROWTHS", kGrowths},
+      {"BACKOFFS", kBackoffs},
+      {"CONSECUTIVE_SKIPS", kConsecutiveSkips},
+      {"SKIPS_AT_MINIMUM", kSkipsAtMinimum},
+      {"TOLERATED", kTolerated},
+      {"LAST_SKIPPED", kLastSkipped},
+      {"COUNTERS", kCounters},
+      {"BEFORE", kBefore},
+      {"SCALE_BEFORE", kScaleBefore},
+      {"TRACKER_BEFORE", kTrackerBefore},
+      {"MIN_SCALE", kMinScale},
+      {"MAX_SCALE", kMaxScale},
+      {"MOST_TOLERATED", kMostTolerated},
+      {"REFILLS_ON_FINITE_STEPS", kRefillsOnFiniteSteps},
+      {"RING", kRing},
+      {"RING_STEPS", kRingSteps},
+      {"RING_SCALE", kRingScale},
+      {"RING_STATUS", kRingStatus},
+      {"RING_NORM", kRingNorm},
+      {"RING_WORDS", kRingWords},
+      {"STATE_WORDS", kStateWords},
+  };
 }
 
 std::map<std::string, std::string> build_info() {
@@ -126,6 +164,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.attr("CUDA") = device_bit(at::kCUDA);
   m.attr("WINDOW_BYTES") = kWindowBytes;
   m.def("build_info", &build_info);
+  m.def("state_layout", &state_layout);
   m.def("cpu_capability", &cpu::capability);
   m.def("cpu_capabilities", &cpu::capabilities);
   m.def("set_cpu_capability", &cpu::set_capability);
@@ -177,7 +216,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   py::class_<ScaleUpdate>(m, "ScaleUpdate")
       .def_static("of", &scale_update, py::arg("scale"), py::arg("growth_tracker"),
                   py::arg("found_infs"), py::arg("growth_factor"), py::arg("backoff_factor"),
-                  py::arg("growth_interval"))
+                  py::arg("growth_interval"), py::arg("state") = std::nullopt,
+                  py::arg("norm") = std::nullopt)
       .def("apply", [](ScaleUpdate& update) { update.apply(false); })
       .def("undo", &ScaleUpdate::undo)
       .def("bump_version", &ScaleUpdate::bump_version)

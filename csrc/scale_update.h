@@ -3,9 +3,10 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <optional>
 #include <vector>
 
-#include "element.h"
+#include "scale_state.h"
 
 namespace ampfast {
 
@@ -13,17 +14,19 @@ namespace ampfast {
 // one element, on a device whose type is in the bit set `devices`.
 bool is_scalar(const at::Tensor& tensor, at::ScalarType dtype, uint64_t devices);
 
-// Writes the next scale and growth tracker in place. All tensors are CPU scalars: `scale` and
-// `found_infs` float32, `growth_tracker` int32.
+// Writes the next scale and growth tracker in place. All tensors are on the CPU: `scale`,
+// `found_infs` and `norm` float32 scalars, `growth_tracker` an int32 one, `state` as
+// scale_state.h lays it out; the last two may be missing.
 class ScaleUpdate {
  public:
   ScaleUpdate(at::Tensor scale, at::Tensor growth_tracker, std::vector<at::Tensor> found_infs,
-              double growth_factor, double backoff_factor, int64_t growth_interval);
+              std::optional<at::Tensor> state, std::optional<at::Tensor> norm, double growth_factor,
+              double backoff_factor, int64_t growth_interval);
 
   // `found_inf` is one more flag than those of the constructor.
   void apply(bool found_inf);
 
-  // Restores what `apply` replaced.
+  // Restores what `apply` replaced; needs a state.
   void undo();
 
   // Tells autograd that the scale was written, as torch's op does.
@@ -32,15 +35,16 @@ class ScaleUpdate {
   bool applied() const { return applied_; }
 
  private:
-  void write(ScaleState state);
+  Update update() const;
 
   at::Tensor scale_;
   at::Tensor growth_tracker_;
   std::vector<at::Tensor> found_infs_;
+  std::optional<at::Tensor> state_;
+  std::optional<at::Tensor> norm_;
   double growth_factor_;
   double backoff_factor_;
   int64_t growth_interval_;
-  ScaleState before_{};
   bool applied_ = false;
 };
 

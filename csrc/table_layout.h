@@ -13,12 +13,10 @@ constexpr int64_t kAddressAlignment = 16;
 
 // The table begins with this; the first two are zero between launches.
 enum HeaderWord : int64_t {
-  kFinished,       // how many programs are done
-  kPeak,           // float64 bits of the largest magnitude that the optimizer would use
-  kScaleBefore,    // float32 bits and
-  kTrackerBefore,  // int32, of before the last update in the same pass
-  kPartials,       // the word at which the programs' sums of squares begin
-  kPrograms,       // of all segments
+  kFinished,  // how many programs are done
+  kPeak,      // float64 bits of the largest magnitude that the optimizer would use
+  kPartials,  // the word at which the programs' sums of squares begin
+  kPrograms,  // of all segments
   kHeaderWords = 8,
 };
 

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from ampfast import _C
-from ampfast.backends.native import Factors, Segment
-from ampfast.backends.passes import Epilogue, Pass, Use
+from ampfast.backends import aten
+from ampfast.backends.native import Segment
+from ampfast.backends.passes import Epilogue, Pass, ScaleUpdate, Use
 
 HEADER = 8
 _INFINITE = 0x7FF0000000000000
@@ -70,29 +71,20 @@ class ReferenceLauncher:
             work.found_inf.fill_(float(found))
         if epilogue is Epilogue.UPDATE:
             update = work.update
-            words[2:3].view(torch.float32)[0] = update.scale.item()
-            words[3] = update.growth_tracker.item()
             flags = [work.found_inf] if update.other is None else [work.found_inf, update.other]
-            self._update(update.scale, update.growth_tracker, flags, update.factors)
+            self._update(update, flags)
         words[:2] = 0
 
-    def update_scale(
-        self, scale: Tensor, growth_tracker: Tensor, found_infs: list[Tensor], factors: Factors
-    ) -> None:
+    def update_scale(self, update: ScaleUpdate, found_infs: list[Tensor]) -> None:
         self.launches.append("update")
         assert 1 <= len(found_infs) <= 4
-        self._update(scale, growth_tracker, found_infs, factors)
+        self._update(update, found_infs)
 
-    def _update(
-        self, scale: Tensor, growth_tracker: Tensor, flags: list[Tensor], factors: Factors
-    ) -> None:
+    def _update(self, update: ScaleUpdate, flags: list[Tensor]) -> None:
         any_found = any(flag.item() != 0 for flag in flags)
         found = torch.tensor(float(any_found), dtype=torch.float32)
-        tracker = growth_tracker.clone()
-        if factors.growth_interval >= 1:
-            tracker.clamp_(max=factors.growth_interval - 1)
-        torch._amp_update_scale_(scale.data, tracker, found, *factors)
-        growth_tracker.data.copy_(tracker)
+        state = (update.scale.data, update.growth_tracker.data)
+        aten.update_scale_(*state, found, *update.factors, update.state, update.norm)
 
 
 def tensors_of(words: Tensor, segment: Segment) -> Iterator[Tensor]:

@@ -83,6 +83,8 @@ class Kernels(Protocol):
         growth_tracker: Tensor,
         found_infs: Sequence[Tensor],
         factors: native.Factors,
+        state: Tensor | None = None,
+        norm: Tensor | None = None,
     ) -> Update | None: ...
 
 

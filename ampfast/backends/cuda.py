@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from ampfast import _C
-from ampfast.backends.native import Factors, Segment
-from ampfast.backends.passes import NO_FACTORS, Epilogue, Pass
+from ampfast.backends.native import Segment
+from ampfast.backends.passes import NO_FACTORS, Epilogue, Pass, ScaleUpdate
 from ampfast.backends.passes import on_gpu as on
 from ampfast.capture import is_capturing
 
@@ -42,13 +42,14 @@ def multi_tensor(work: Pass, segment: Segment, epilogue: Epilogue) -> None:
         accumulate=work.accumulate,
         scale=None if update is None else update.scale,
         growth_tracker=None if update is None else update.growth_tracker,
+        state=None if update is None else update.state,
         other_found_inf=None if update is None else update.other,
         factors=NO_FACTORS if update is None else update.factors,
     )
 
 
-def update_scale(
-    scale: Tensor, growth_tracker: Tensor, found_infs: list[Tensor], factors: Factors
-) -> None:
+def update_scale(update: ScaleUpdate, found_infs: list[Tensor]) -> None:
     """Launches the update of the scale; there are one to four flags."""
-    _C.cuda_update_scale(scale, growth_tracker, found_infs, factors)
+    _C.cuda_update_scale(
+        update.scale, update.growth_tracker, found_infs, update.factors, update.state, update.norm
+    )

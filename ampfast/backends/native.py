@@ -99,7 +99,12 @@ def check_(
 
 
 def scale_update(
-    scale: Tensor, growth_tracker: Tensor, found_infs: Sequence[Tensor], factors: Factors
+    scale: Tensor,
+    growth_tracker: Tensor,
+    found_infs: Sequence[Tensor],
+    factors: Factors,
+    state: Tensor | None = None,
+    norm: Tensor | None = None,
 ) -> ScaleUpdate | None:
     """Returns an update to apply, alone or behind a check.
 
@@ -108,11 +113,14 @@ def scale_update(
         growth_tracker: One-element int32 on the same device.
         found_infs: One-element float32 flags on that device, besides that of the check.
         factors: How the scale is updated.
+        state: What is kept of every step, and the policy: int64 words on that device, laid out as
+            `backends.state_layout` says. Without it the policy is torch's.
+        norm: One-element float32, the norm of the gradients for the state.
 
     Returns:
         None where the kernels do not know the tensors exactly; then torch's own op must do.
     """
     try:
-        return _C.ScaleUpdate.of(scale, growth_tracker, found_infs, *factors)
+        return _C.ScaleUpdate.of(scale, growth_tracker, found_infs, *factors, state, norm)
     except TypeError:
         return None

@@ -67,9 +67,7 @@ class Launcher(Protocol):
 
     def multi_tensor(self, work: Pass, segment: Segment, epilogue: Epilogue) -> None: ...
 
-    def update_scale(
-        self, scale: Tensor, growth_tracker: Tensor, found_infs: list[Tensor], factors: Factors
-    ) -> None: ...
+    def update_scale(self, update: ScaleUpdate, found_infs: list[Tensor]) -> None: ...
 
 
 class ScaleUpdate:
@@ -82,14 +80,17 @@ class ScaleUpdate:
         growth_tracker: Tensor,
         found_infs: Sequence[Tensor],
         factors: Factors,
+        state: Tensor | None,
+        norm: Tensor | None,
     ) -> None:
         self.scale = scale
         self.growth_tracker = growth_tracker
         self.factors = factors
+        self.state = state
+        self.norm = norm
         self.applied = False
         self._launcher = launcher
         self._found_infs = found_infs
-        self._header: Tensor | None = None
 
     @property
     def device(self) -> torch.device:
@@ -102,8 +103,8 @@ class ScaleUpdate:
 
     @property
     def rides(self) -> bool:
-        """Whether it can be applied behind a check, which heeds one more flag at the most."""
-        return len(self._found_infs) <= 1
+        """Whether it can be applied behind a check, which heeds one more flag and no norm."""
+        return len(self._found_infs) <= 1 and self.norm is None
 
     def apply(self) -> None:
         """Launches the update alone."""
@@ -111,19 +112,15 @@ class ScaleUpdate:
         if len(flags) > MOST_FLAGS:
             flags = [aten.any_found(flags, self.device)]
         with self._launcher.on(self.device):
-            self._launcher.update_scale(self.scale, self.growth_tracker, flags, self.factors)
-        self.applied = True
-
-    def rode(self, table: DeviceTable) -> None:
-        """Notes that a pass over `table` applied the update."""
-        self._header = table.buffer
+            self._launcher.update_scale(self, flags)
         self.applied = True
 
     def undo(self) -> None:
-        """Restores what the pass replaced, from what it left in the header of its table."""
-        if self._header is not None:
-            self.scale.data.copy_(self._header[2:3].view(torch.float32)[0])
-            self.growth_tracker.data.copy_(self._header[3:4].view(torch.int32)[0])
+        """Restores what the update replaced; needs a state, which remembers it."""
+        if self.state is None:
+            raise RuntimeError("an update without a state cannot be undone")
+        if self.applied:
+            aten.undo_update_(self.state, self.scale, self.growth_tracker)
 
     def bump_version(self) -> None:
         """Tells autograd that the scale was written, as torch's op does."""
@@ -214,6 +211,8 @@ class DeviceKernels:
         growth_tracker: Tensor,
         found_infs: Sequence[Tensor],
         factors: Factors,
+        state: Tensor | None = None,
+        norm: Tensor | None = None,
     ) -> ScaleUpdate | None:
         """Returns an update to apply, or None where the kernels do not know the tensors exactly."""
         if not is_scalar(scale, torch.float32) or not is_scalar(growth_tracker, torch.int32):
@@ -223,7 +222,9 @@ class DeviceKernels:
         for flag in found_infs:
             if not is_scalar(flag, torch.float32) or flag.device != scale.device:
                 return None
-        return ScaleUpdate(self._launcher, scale, growth_tracker, found_infs, factors)
+        if norm is not None and not is_scalar(norm, torch.float32):
+            return None
+        return ScaleUpdate(self._launcher, scale, growth_tracker, found_infs, factors, state, norm)
 
     def _run(
         self,
@@ -274,7 +275,7 @@ class DeviceKernels:
                 clear_tables()
                 raise
         if update is not None:
-            update.rode(table)
+            update.applied = True
         return found_inf
 
 

@@ -44,11 +44,22 @@ void* current_stream(at::Device device) {
   return c10::cuda::getCurrentCUDAStream(device.index()).stream();
 }
 
+Update update_of(const OptionalTensor& scale, const OptionalTensor& growth_tracker,
+                 const OptionalTensor& state, const OptionalTensor& norm, const Factors& factors) {
+  Update update;
+  update.scale = data<float>(scale);
+  update.growth_tracker = data<int32_t>(growth_tracker);
+  update.state = data<int64_t>(state);
+  update.norm = data<float>(norm);
+  std::tie(update.growth_factor, update.backoff_factor, update.growth_interval) = factors;
+  return update;
+}
+
 void launch_multi_tensor(const DeviceTable& table, const Segment& segment, bool write, int use,
                          const OptionalTensor& factor, const OptionalTensor& coefficient,
                          const OptionalTensor& norms, const OptionalTensor& flags, bool epilogue,
                          const at::Tensor& found_inf, bool accumulate, const OptionalTensor& scale,
-                         const OptionalTensor& growth_tracker,
+                         const OptionalTensor& growth_tracker, const OptionalTensor& state,
                          const OptionalTensor& other_found_inf, const Factors& factors) {
   const at::Device device = table.buffer().device();
   const c10::cuda::CUDAGuard guard(device);
@@ -66,29 +77,24 @@ void launch_multi_tensor(const DeviceTable& table, const Segment& segment, bool 
   pass.epilogue = epilogue;
   pass.found_inf = static_cast<float*>(found_inf.data_ptr());
   pass.accumulate = accumulate;
-  pass.scale = data<float>(scale);
-  pass.growth_tracker = data<int32_t>(growth_tracker);
+  pass.update = update_of(scale, growth_tracker, state, std::nullopt, factors);
   pass.other_found_inf = data<float>(other_found_inf);
-  std::tie(pass.growth_factor, pass.backoff_factor, pass.growth_interval) = factors;
   pass.stream = current_stream(device);
   require(launch(pass));
 }
 
 void launch_update_scale(const at::Tensor& scale, const at::Tensor& growth_tracker,
-                         const std::vector<at::Tensor>& found_infs, const Factors& factors) {
+                         const std::vector<at::Tensor>& found_infs, const Factors& factors,
+                         const OptionalTensor& state, const OptionalTensor& norm) {
   const c10::cuda::CUDAGuard guard(scale.device());
-  Update update;
-  update.scale = static_cast<float*>(scale.data_ptr());
-  update.growth_tracker = static_cast<int32_t*>(growth_tracker.data_ptr());
-  TORCH_CHECK(!found_infs.empty() && found_infs.size() <= std::size(update.found_infs),
+  Flags flags;
+  TORCH_CHECK(!found_infs.empty() && found_infs.size() <= std::size(flags.found_infs),
               "one to four flags at once, got ", found_infs.size());
-  for (size_t i = 0; i < std::size(update.found_infs); ++i) {
-    const at::Tensor& flag = found_infs[i < found_infs.size() ? i : 0];
-    update.found_infs[i] = static_cast<const float*>(flag.data_ptr());
+  for (size_t i = 0; i < std::size(flags.found_infs); ++i) {
+    flags.found_infs[i] = data<const float>(found_infs[i < found_infs.size() ? i : 0]);
   }
-  std::tie(update.growth_factor, update.backoff_factor, update.growth_interval) = factors;
-  update.stream = current_stream(scale.device());
-  require(update_scale(update));
+  const Update update = update_of(scale, growth_tracker, state, norm, factors);
+  require(update_scale(update, flags, current_stream(scale.device())));
 }
 
 }  // namespace
@@ -103,10 +109,10 @@ void bind(py::module_& m) {
   m.def("cuda_multi_tensor", &launch_multi_tensor, py::arg("table"), py::arg("segment"),
         py::kw_only(), py::arg("write"), py::arg("use"), py::arg("factor"), py::arg("coefficient"),
         py::arg("norms"), py::arg("flags"), py::arg("epilogue"), py::arg("found_inf"),
-        py::arg("accumulate"), py::arg("scale"), py::arg("growth_tracker"),
+        py::arg("accumulate"), py::arg("scale"), py::arg("growth_tracker"), py::arg("state"),
         py::arg("other_found_inf"), py::arg("factors"));
   m.def("cuda_update_scale", &launch_update_scale, py::arg("scale"), py::arg("growth_tracker"),
-        py::arg("found_infs"), py::arg("factors"));
+        py::arg("found_infs"), py::arg("factors"), py::arg("state"), py::arg("norm"));
 }
 
 }  // namespace ampfast::cuda

@@ -157,16 +157,6 @@ __device__ T reduced(T value, Combine combine) {
   return value;
 }
 
-__device__ ScaleState update(float* scale, int32_t* growth_tracker, bool found_inf,
-                             double growth_factor, double backoff_factor, int64_t growth_interval) {
-  const ScaleState before{*scale, *growth_tracker};
-  const ScaleState next =
-      next_scale(before, found_inf, growth_factor, backoff_factor, growth_interval);
-  *scale = next.scale;
-  *growth_tracker = next.growth_tracker;
-  return before;
-}
-
 // What the last program does, with all its threads. Other programs' results are read from where
 // all multiprocessors see them.
 __device__ void finish(const Launch& launch) {
@@ -195,14 +185,9 @@ __device__ void finish(const Launch& launch) {
   } else {
     *launch.found_inf = flag;
   }
-  if (launch.scale != nullptr) {
-    const bool skips =
-        flag != 0 || (launch.other_found_inf != nullptr && *launch.other_found_inf != 0);
-    const ScaleState before =
-        update(launch.scale, launch.growth_tracker, skips, launch.growth_factor,
-               launch.backoff_factor, launch.growth_interval);
-    header[kScaleBefore] = bits_as<uint32_t>(before.scale);
-    header[kTrackerBefore] = before.growth_tracker;
+  if (launch.update.scale != nullptr) {
+    const bool other = launch.other_found_inf != nullptr && *launch.other_found_inf != 0;
+    apply(launch.update, flag != 0 || other);
   }
   header[kPeak] = 0;
 }
@@ -308,13 +293,12 @@ __global__ void __launch_bounds__(kThreads, kProgramsPerSm) pass(const Launch la
   }
 }
 
-__global__ void update_alone(const Update arguments) {
+__global__ void update_alone(const Update update, const Flags flags) {
   bool found_inf = false;
-  for (const float* flag : arguments.found_infs) {
+  for (const float* flag : flags.found_infs) {
     found_inf |= *flag != 0;
   }
-  update(arguments.scale, arguments.growth_tracker, found_inf, arguments.growth_factor,
-         arguments.backoff_factor, arguments.growth_interval);
+  apply(update, found_inf);
 }
 
 using Kernel = void (*)(Launch);
@@ -370,7 +354,8 @@ const char* refusal(const Launch& launch) {
   if (launch.epilogue && launch.found_inf == nullptr) {
     return "an epilogue needs a flag to write";
   }
-  if (launch.epilogue && (launch.scale == nullptr) != (launch.growth_tracker == nullptr)) {
+  const Update& update = launch.update;
+  if (launch.epilogue && (update.scale == nullptr) != (update.growth_tracker == nullptr)) {
     return "an update needs both a scale and a growth tracker";
   }
   return nullptr;
@@ -395,8 +380,8 @@ const char* launch(const Launch& launch) {
   return text_of(cudaGetLastError());
 }
 
-const char* update_scale(const Update& update) {
-  update_alone<<<1, 1, 0, static_cast<cudaStream_t>(update.stream)>>>(update);
+const char* update_scale(const Update& update, const Flags& flags, void* stream) {
+  update_alone<<<1, 1, 0, static_cast<cudaStream_t>(stream)>>>(update, flags);
   return text_of(cudaGetLastError());
 }
 

@@ -4,6 +4,7 @@
 
 #include <cstdint>
 
+#include "../scale_state.h"
 #include "../table_layout.h"
 
 namespace ampfast::cuda {
@@ -39,13 +40,8 @@ struct Launch {
   bool epilogue = false;
   float* found_inf = nullptr;
   bool accumulate = false;  // leaves a flag that is set already, else 0 or 1 is written
-  // The scale and tracker to update; null: no update.
-  float* scale = nullptr;
-  int32_t* growth_tracker = nullptr;
+  Update update;            // without a scale: none
   const float* other_found_inf = nullptr;  // one more flag that the update heeds; null: none
-  double growth_factor = 1;
-  double backoff_factor = 1;
-  int64_t growth_interval = 0;
 
   void* stream = nullptr;  // a cudaStream_t of the current device
 };
@@ -53,19 +49,12 @@ struct Launch {
 // Queues the pass. Returns null, or why it was refused or failed.
 const char* launch(const Launch& launch);
 
-// A scale update by itself.
-struct Update {
-  float* scale = nullptr;
-  int32_t* growth_tracker = nullptr;
-  const float* found_infs[4] = {};  // repeated where there are fewer; any that is not 0 counts
-  double growth_factor = 1;
-  double backoff_factor = 1;
-  int64_t growth_interval = 0;
-  void* stream = nullptr;
+// Queues an update of the scale by itself, on a cudaStream_t of the current device. Of the flags,
+// repeated where there are fewer, any that is not 0 counts. Returns null, or why it failed.
+struct Flags {
+  const float* found_infs[4];
 };
-
-// Queues the update. Returns null, or why it failed.
-const char* update_scale(const Update& update);
+const char* update_scale(const Update& update, const Flags& flags, void* stream);
 
 // How many programs run at once on a device: the largest grid worth launching. Sets `error` to
 // null, or to why the device could not tell.

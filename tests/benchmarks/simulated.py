@@ -79,7 +79,7 @@ class TableLauncher:
                 update.scale, update.growth_tracker, work.found_inf, *update.factors
             )
 
-    def update_scale(self, scale, growth_tracker, found_infs, factors) -> None:
+    def update_scale(self, update, found_infs) -> None:
         raise NotImplementedError("no path that is measured launches this alone")
 
 

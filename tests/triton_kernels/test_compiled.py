@@ -21,6 +21,7 @@ from variants import (
     variants,
 )
 
+from ampfast.backends import state_layout as layout
 from ampfast.backends.passes import Epilogue, Use
 
 # What eight programs of 128 threads leave each thread of a multiprocessor.
@@ -55,13 +56,17 @@ def ptx(target: str, variant: Variant) -> str:
     return compiled(variant, target).asm["ptx"]
 
 
+# What was before, the counters, a step of the ring, scale and tracker.
+STORES_OF_UPDATE = layout.COUNTERS + 2 + layout.COUNTERS + layout.RING_WORDS + 2
+
+
 def stores_beside_gradients(variant: Variant) -> int:
-    """Partial sum, flag of a tensor; then found_inf, norms, reset; then scale, tracker, copies."""
+    """Partial sum, flag of a tensor; then found_inf, norms, reset; then what an update writes."""
     count = variant.norm + variant.flags
     if variant.epilogue is not Epilogue.NOTHING:
         count += 1 + 2 * variant.norm + 2
     if variant.epilogue is Epilogue.UPDATE:
-        count += 4
+        count += STORES_OF_UPDATE
     return count
 
 
@@ -164,8 +169,9 @@ def test_update_alone(target: str) -> None:
     assert (used.stack, used.local) == (0, 0)
     code = kernel.asm["ptx"]
     assert len(re.findall(r"\.param \.f64", code)) == 2
-    assert len(re.findall(r"\bld\.global\b", code)) == 6
-    assert len(re.findall(r"\bst\.global\b", code)) == 2
+    # Scale, tracker, norm, four flags, the counters and four words of policy.
+    assert len(re.findall(r"\bld\.global\b", code)) == 7 + layout.COUNTERS + 4
+    assert len(re.findall(r"\bst\.global\b", code)) == STORES_OF_UPDATE
     last_load = max(m.start() for m in re.finditer(r"\bld\.global\b", code))
     first_store = code.index("st.global")
     assert "bar." in code[last_load:first_store], "stores before all threads have read"

@@ -22,6 +22,7 @@ from device_parity import (
 from kernel_parity import exact_bits, flag, random_bits, reference_norms
 from support import FLOATS, assert_same
 
+from ampfast.backends import state_layout as layout
 from ampfast.backends.native import Factors
 
 pytestmark = pytest.mark.usefixtures("watched")
@@ -227,7 +228,8 @@ def test_fused_update(case: str, bad: bool) -> None:
 
     for mode in ("check", "divide", "unscale"):
         scale, tracker, factors = state(case)
-        update = KERNELS.scale_update(scale, tracker, NO_FLAG, factors)
+        kept = torch.zeros(layout.STATE_WORDS, dtype=torch.int64)
+        update = KERNELS.scale_update(scale, tracker, NO_FLAG, factors, kept)
         assert update is not None and not update.applied
         if mode == "unscale":
             # The scale that is replaced is the factor of the very same pass.
@@ -244,8 +246,10 @@ def test_fused_update(case: str, bad: bool) -> None:
         assert found.item() == expected
         theirs_scale, theirs_tracker = torch_updated(case, expected)
         assert_same([scale, tracker], [theirs_scale, theirs_tracker])
+        assert kept[layout.STEPS] == 1
         update.undo()
         assert_same([scale, tracker], list(state(case)[:2]))
+        assert kept[: layout.COUNTERS].eq(0).all()
 
 
 @pytest.mark.parametrize("programs", [1, 2, 1000])
@@ -317,7 +321,8 @@ def test_an_empty_list_leaves_the_update_to_its_caller() -> None:
     update = KERNELS.scale_update(scale, tracker, NO_FLAG, factors)
     assert KERNELS.check_(grads_of([]), update=update).item() == 0.0
     assert not update.applied
-    update.undo()
+    with pytest.raises(RuntimeError, match="cannot be undone"):
+        update.undo()
     assert_same([scale, tracker], list(state("grows")[:2]))
 
 

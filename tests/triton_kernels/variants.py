@@ -18,6 +18,7 @@ import pytest
 import torch
 
 from ampfast.backends import native
+from ampfast.backends import state_layout as layout
 from ampfast.backends.passes import Epilogue, Pass, ScaleUpdate, Use
 
 try:
@@ -38,6 +39,8 @@ TARGETS = {
 }
 CUDA = tuple(name for name, target in TARGETS.items() if target.backend == "cuda")
 HIP = tuple(name for name, target in TARGETS.items() if target.backend == "hip")
+
+STATE = torch.zeros(layout.STATE_WORDS, dtype=torch.int64)
 
 _POINTERS = {
     torch.int64: "*i64",
@@ -144,7 +147,7 @@ def recorded(variant: Variant, target: Any) -> tuple[tuple[Any, ...], dict[str, 
         one if variant.coefficient else None,
         torch.ones(2, dtype=torch.float64) if variant.norm else None,
         one if variant.flags else None,
-        ScaleUpdate(launch, one, tracker, flags, native.Factors(2.0, 0.5, 2000)),
+        ScaleUpdate(launch, one, tracker, flags, native.Factors(2.0, 0.5, 2000), STATE, None),
     )
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(launch, "_threads", lambda device: 4 * target.warp_size)
@@ -162,7 +165,10 @@ def recorded_update() -> tuple[tuple[Any, ...], dict[str, Any]]:
         patch.setattr(launch, "is_capturing", lambda: False)
         patch.setattr(kernels, "update_scale", _Recorder())
         with pytest.raises(_Recorded) as launched:
-            launch.update_scale(one, tracker, [one], native.Factors(2.0, 0.5, 2000))
+            factors = native.Factors(2.0, 0.5, 2000)
+            launch.update_scale(
+                ScaleUpdate(launch, one, tracker, [one], factors, STATE, one), [one]
+            )
     return launched.value.args
 
 

@@ -17,10 +17,8 @@ UPDATE = tl.constexpr(2)  # and the scale
 # Words of a table, as csrc/table_layout.h names them.
 _FINISHED = tl.constexpr(0)
 _PEAK = tl.constexpr(1)
-_SCALE_BEFORE = tl.constexpr(2)
-_TRACKER_BEFORE = tl.constexpr(3)
-_PARTIALS = tl.constexpr(4)
-_PROGRAMS = tl.constexpr(5)
+_PARTIALS = tl.constexpr(2)
+_PROGRAMS = tl.constexpr(3)
 _TENSORS = tl.constexpr(0)
 _WINDOWS = tl.constexpr(1)
 _SEGMENT_PROGRAMS = tl.constexpr(2)
@@ -28,6 +26,29 @@ _FIRST_PROGRAM = tl.constexpr(3)
 _FIRST_TENSOR = tl.constexpr(4)
 _SEGMENT_WORDS = tl.constexpr(8)
 _ALIGNMENT = tl.constexpr(16)
+
+# Words of a scaler's state, as csrc/scale_state.h names them.
+STEPS = tl.constexpr(0)
+SKIPPED = tl.constexpr(1)
+GROWTHS = tl.constexpr(2)
+BACKOFFS = tl.constexpr(3)
+CONSECUTIVE_SKIPS = tl.constexpr(4)
+SKIPS_AT_MINIMUM = tl.constexpr(5)
+TOLERATED = tl.constexpr(6)
+LAST_SKIPPED = tl.constexpr(7)
+BEFORE = tl.constexpr(8)
+SCALE_BEFORE = tl.constexpr(16)
+TRACKER_BEFORE = tl.constexpr(17)
+MIN_SCALE = tl.constexpr(18)
+MAX_SCALE = tl.constexpr(19)
+MOST_TOLERATED = tl.constexpr(20)
+REFILLS_ON_FINITE_STEPS = tl.constexpr(21)
+RING = tl.constexpr(32)
+RING_STEPS = tl.constexpr(1024)
+RING_SCALE = tl.constexpr(0)
+RING_STATUS = tl.constexpr(1)
+RING_NORM = tl.constexpr(2)
+RING_WORDS = tl.constexpr(3)
 
 _INFINITY = tl.constexpr(0x7FF0000000000000)
 
@@ -221,16 +242,92 @@ def _used_bits(peak, factor, FACTOR: tl.constexpr, DTYPE: tl.constexpr, SOFT: tl
 
 
 @triton.jit
-def _next_scale(scale, tracker, found, growth_factor, backoff_factor, growth_interval):
-    """torch's update, except that a tracker beyond a lowered interval grows too."""
-    wide = scale.to(tl.float64)
+def _word(value):
+    """A float32 as it stands in a state."""
+    return value.to(tl.uint32, bitcast=True).to(tl.int64)
+
+
+@triton.jit
+def _float_at(ptr):
+    return tl.load(ptr).to(tl.int32).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _update(
+    scale_ptr,
+    growth_tracker_ptr,
+    state_ptr,
+    norm_ptr,
+    found,
+    growth_factor,
+    backoff_factor,
+    growth_interval,
+):
+    """Writes the next scale and growth tracker, and into `state_ptr`, if given, what is kept.
+
+    torch's update, except that a tracker beyond a lowered interval grows too; then the policy of
+    the state. `csrc/scale_state.h` does the same.
+    """
+    before = tl.load(scale_ptr)
+    tracker_before = tl.load(growth_tracker_ptr)
+    wide = before.to(tl.float64)
     grown = (wide * growth_factor).to(tl.float32)
-    grown = tl.where(_bits(grown) < 0x7F800000, grown, scale)
-    successful = tracker.to(tl.int64) + 1
-    grows = (growth_interval >= 1) & (successful >= growth_interval)
-    scale = tl.where(found, (wide * backoff_factor).to(tl.float32), tl.where(grows, grown, scale))
+    grown = tl.where(_bits(grown) < 0x7F800000, grown, before)
+    successful = tracker_before.to(tl.int64) + 1
+    grows = (growth_interval >= 1) & (successful >= growth_interval) & (found == 0)
+    scale = tl.where(found, (wide * backoff_factor).to(tl.float32), tl.where(grows, grown, before))
     tracker = tl.where(found | grows, 0, successful).to(tl.int32)
-    return scale, tracker
+    if state_ptr is not None:
+        one = found.to(tl.int64)
+        steps = tl.load(state_ptr + STEPS)
+        skipped = tl.load(state_ptr + SKIPPED)
+        growths = tl.load(state_ptr + GROWTHS)
+        backoffs = tl.load(state_ptr + BACKOFFS)
+        consecutive = tl.load(state_ptr + CONSECUTIVE_SKIPS)
+        at_minimum = tl.load(state_ptr + SKIPS_AT_MINIMUM)
+        tolerated = tl.load(state_ptr + TOLERATED)
+        last_skipped = tl.load(state_ptr + LAST_SKIPPED)
+        min_scale = _float_at(state_ptr + MIN_SCALE)
+        max_scale = _float_at(state_ptr + MAX_SCALE)
+        most_tolerated = tl.load(state_ptr + MOST_TOLERATED)
+        refills = grows | (tl.load(state_ptr + REFILLS_ON_FINITE_STEPS) != 0)
+        now_tolerated = tl.where(found, tolerated + 1, tl.where(refills, 0, tolerated))
+        scale = tl.where(found & (now_tolerated <= most_tolerated), before, scale)
+        changes = scale != before
+        scale = tl.where(changes & (max_scale > 0) & (scale > max_scale), max_scale, scale)
+        scale = tl.where(changes & (min_scale > 0) & (scale < min_scale), min_scale, scale)
+        is_stuck = found & (min_scale > 0) & (before <= min_scale)
+        entry_ptr = state_ptr + RING + steps % RING_STEPS * RING_WORDS
+        status = one
+        norm = one * 0
+        if norm_ptr is not None:
+            status += 2
+            norm = _word(tl.load(norm_ptr))
+        tl.debug_barrier()
+        tl.store(state_ptr + BEFORE + STEPS, steps)
+        tl.store(state_ptr + BEFORE + SKIPPED, skipped)
+        tl.store(state_ptr + BEFORE + GROWTHS, growths)
+        tl.store(state_ptr + BEFORE + BACKOFFS, backoffs)
+        tl.store(state_ptr + BEFORE + CONSECUTIVE_SKIPS, consecutive)
+        tl.store(state_ptr + BEFORE + SKIPS_AT_MINIMUM, at_minimum)
+        tl.store(state_ptr + BEFORE + TOLERATED, tolerated)
+        tl.store(state_ptr + BEFORE + LAST_SKIPPED, last_skipped)
+        tl.store(state_ptr + SCALE_BEFORE, _word(before))
+        tl.store(state_ptr + TRACKER_BEFORE, tracker_before.to(tl.int64))
+        tl.store(entry_ptr + RING_SCALE, _word(before))
+        tl.store(entry_ptr + RING_STATUS, status)
+        tl.store(entry_ptr + RING_NORM, norm)
+        tl.store(state_ptr + STEPS, steps + 1)
+        tl.store(state_ptr + SKIPPED, skipped + one)
+        tl.store(state_ptr + GROWTHS, growths + (scale > before).to(tl.int64))
+        tl.store(state_ptr + BACKOFFS, backoffs + (scale < before).to(tl.int64))
+        tl.store(state_ptr + CONSECUTIVE_SKIPS, tl.where(found, consecutive + 1, 0))
+        tl.store(state_ptr + SKIPS_AT_MINIMUM, tl.where(is_stuck, at_minimum + 1, 0))
+        tl.store(state_ptr + TOLERATED, now_tolerated)
+        tl.store(state_ptr + LAST_SKIPPED, tl.where(found, steps + 1, last_skipped))
+    tl.debug_barrier()
+    tl.store(scale_ptr, scale)
+    tl.store(growth_tracker_ptr, tracker)
 
 
 @triton.jit
@@ -254,7 +351,7 @@ def _sum_of_partials(table_ptr):
 @triton.jit(
     do_not_specialize=[
         *("segment", "factor_ptr", "coefficient_ptr", "found_inf_ptr", "norms_ptr", "flags_ptr"),
-        *("scale_ptr", "growth_tracker_ptr", "other_found_inf_ptr"),
+        *("scale_ptr", "growth_tracker_ptr", "state_ptr", "other_found_inf_ptr"),
         *("growth_factor", "backoff_factor", "growth_interval"),
     ]
 )
@@ -268,6 +365,7 @@ def multi_tensor(
     flags_ptr,
     scale_ptr,
     growth_tracker_ptr,
+    state_ptr,
     other_found_inf_ptr,
     growth_factor: tl.float64,
     backoff_factor: tl.float64,
@@ -367,16 +465,10 @@ def multi_tensor(
             if EPILOGUE == UPDATE:
                 if other_found_inf_ptr is not None:
                     any_found |= tl.load(other_found_inf_ptr) != 0.0
-                scale = tl.load(scale_ptr)
-                tracker = tl.load(growth_tracker_ptr)
-                tl.store(table_ptr + _SCALE_BEFORE, scale.to(tl.int32, bitcast=True).to(tl.int64))
-                tl.store(table_ptr + _TRACKER_BEFORE, tracker.to(tl.int64))
-                scale, tracker = _next_scale(
-                    scale, tracker, any_found, growth_factor, backoff_factor, growth_interval
+                _update(
+                    *(scale_ptr, growth_tracker_ptr, state_ptr, None, any_found),
+                    *(growth_factor, backoff_factor, growth_interval),
                 )
-                tl.debug_barrier()
-                tl.store(scale_ptr, scale)
-                tl.store(growth_tracker_ptr, tracker)
             tl.debug_barrier()
             tl.store(table_ptr + _FINISHED, tl.zeros([], dtype=tl.int64))
             tl.store(table_ptr + _PEAK, tl.zeros([], dtype=tl.int64))
@@ -384,14 +476,16 @@ def multi_tensor(
 
 @triton.jit(
     do_not_specialize=[
-        *("scale_ptr", "growth_tracker_ptr", "found_inf_a_ptr", "found_inf_b_ptr"),
-        *("found_inf_c_ptr", "found_inf_d_ptr"),
+        *("scale_ptr", "growth_tracker_ptr", "state_ptr", "norm_ptr"),
+        *("found_inf_a_ptr", "found_inf_b_ptr", "found_inf_c_ptr", "found_inf_d_ptr"),
         *("growth_factor", "backoff_factor", "growth_interval"),
     ]
 )
 def update_scale(
     scale_ptr,
     growth_tracker_ptr,
+    state_ptr,
+    norm_ptr,
     found_inf_a_ptr,
     found_inf_b_ptr,
     found_inf_c_ptr,
@@ -400,17 +494,10 @@ def update_scale(
     backoff_factor: tl.float64,
     growth_interval: tl.int64,
 ):
-    """Writes the next scale and growth tracker; any of the flags counts. One program."""
+    """Updates the scale by itself; any of the flags counts. One program."""
     found = (tl.load(found_inf_a_ptr) != 0.0) | (tl.load(found_inf_b_ptr) != 0.0)
     found |= (tl.load(found_inf_c_ptr) != 0.0) | (tl.load(found_inf_d_ptr) != 0.0)
-    scale, tracker = _next_scale(
-        tl.load(scale_ptr),
-        tl.load(growth_tracker_ptr),
-        found,
-        growth_factor,
-        backoff_factor,
-        growth_interval,
+    _update(
+        *(scale_ptr, growth_tracker_ptr, state_ptr, norm_ptr, found),
+        *(growth_factor, backoff_factor, growth_interval),
     )
-    tl.debug_barrier()
-    tl.store(scale_ptr, scale)
-    tl.store(growth_tracker_ptr, tracker)

@@ -13,8 +13,8 @@ import triton.language as tl
 from torch import Tensor
 
 from ampfast import capture
-from ampfast.backends.native import WINDOW_BYTES, Factors, Segment
-from ampfast.backends.passes import NO_FACTORS, Epilogue, Pass, on_gpu
+from ampfast.backends.native import WINDOW_BYTES, Segment
+from ampfast.backends.passes import NO_FACTORS, Epilogue, Pass, ScaleUpdate, on_gpu
 from ampfast.backends.triton import kernels
 
 __all__ = ["INTERPRETED", "is_capturing", "max_programs", "multi_tensor", "on", "update_scale"]
@@ -89,8 +89,9 @@ def multi_tensor(work: Pass, segment: Segment, epilogue: Epilogue) -> None:
         "THREADS": threads,
         "SOFT": INTERPRETED,
     }
+    state = None if update is None else update.state
     other = None if update is None else update.other
-    optional = (work.coefficient, work.norms, work.flags, other)
+    optional = (work.coefficient, work.norms, work.flags, state, other)
     variant = (work.table.buffer.device, *switches.values(), *(o is None for o in optional))
     _require_compiled(variant)
     kernels.multi_tensor[(segment.programs,)](
@@ -103,6 +104,7 @@ def multi_tensor(work: Pass, segment: Segment, epilogue: Epilogue) -> None:
         work.flags,
         None if update is None else update.scale,
         None if update is None else update.growth_tracker,
+        state,
         other,
         factors.growth_factor,
         factors.backoff_factor,
@@ -114,20 +116,20 @@ def multi_tensor(work: Pass, segment: Segment, epilogue: Epilogue) -> None:
     _launched.add(variant)
 
 
-def update_scale(
-    scale: Tensor, growth_tracker: Tensor, found_infs: list[Tensor], factors: Factors
-) -> None:
+def update_scale(update: ScaleUpdate, found_infs: list[Tensor]) -> None:
     """Launches the update of the scale; there are one to four flags."""
-    variant = (scale.device, "update_scale")
+    optional = (update.state, update.norm)
+    variant = (update.device, "update_scale", *(o is None for o in optional))
     _require_compiled(variant)
     flags = [*found_infs, *(found_infs[:1] * (4 - len(found_infs)))]
     kernels.update_scale[(1,)](
-        scale,
-        growth_tracker,
+        update.scale,
+        update.growth_tracker,
+        *optional,
         *flags,
-        factors.growth_factor,
-        factors.backoff_factor,
-        factors.growth_interval,
+        update.factors.growth_factor,
+        update.factors.backoff_factor,
+        update.factors.growth_interval,
         num_warps=1,
         enable_fp_fusion=False,
     )

@@ -1,0 +1,30 @@
+"""Where things stand in a scaler's state, as csrc/scale_state.h names and explains them."""
+
+from __future__ import annotations
+
+STEPS = 0
+SKIPPED = 1
+GROWTHS = 2
+BACKOFFS = 3
+CONSECUTIVE_SKIPS = 4
+SKIPS_AT_MINIMUM = 5
+TOLERATED = 6
+LAST_SKIPPED = 7
+COUNTERS = 8
+
+BEFORE = 8
+SCALE_BEFORE = 16
+TRACKER_BEFORE = 17
+
+MIN_SCALE = 18
+MAX_SCALE = 19
+MOST_TOLERATED = 20
+REFILLS_ON_FINITE_STEPS = 21
+
+RING = 32
+RING_STEPS = 1024
+RING_SCALE = 0
+RING_STATUS = 1
+RING_NORM = 2
+RING_WORDS = 3
+STATE_WORDS = RING + RING_STEPS * RING_WORDS

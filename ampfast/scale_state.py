@@ -1,0 +1,257 @@
+"""What a scaler keeps on the device of its scale besides the scale: policy, counters, history."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ampfast.backends import aten
+from ampfast.backends import state_layout as layout
+from ampfast.capture import is_capturing, refuse_capture
+from ampfast.notes import warn_caller
+from ampfast.report import History, ScalerStats, empty_history
+
+__all__ = ["ScalePolicy", "ScaleState"]
+
+_ON_MIN_SCALE = ("ignore", "warn", "raise")
+_REFILLS = ("growth", "finite_step")
+
+
+@dataclass(frozen=True)
+class ScalePolicy:
+    """How a scale differs from torch's; `GradScaler` says what each field means."""
+
+    min_scale: float | None = None
+    max_scale: float | None = None
+    hysteresis: int = 1
+    hysteresis_refill: str = "growth"
+
+    def __post_init__(self) -> None:
+        for name in ("min_scale", "max_scale"):
+            value = getattr(self, name)
+            if value is None:
+                continue
+            if isinstance(value, bool) or not isinstance(value, (int, float)):
+                raise TypeError(f"{name} must be a number or None, got {type(value).__name__}")
+            if not 0 < _float32(value) < math.inf:
+                raise ValueError(f"{name} must be above 0 and finite in float32, got {value}")
+        least, most = self.min_scale, self.max_scale
+        if least is not None and most is not None and least > most:
+            raise ValueError(f"min_scale must not be above max_scale, got {least} and {most}")
+        if isinstance(self.hysteresis, bool) or not isinstance(self.hysteresis, int):
+            raise TypeError(f"hysteresis must be an int, got {type(self.hysteresis).__name__}")
+        if self.hysteresis < 1:
+            raise ValueError(f"hysteresis must be at least 1, got {self.hysteresis}")
+        if self.hysteresis_refill not in _REFILLS:
+            raise ValueError(
+                f"hysteresis_refill must be one of {', '.join(_REFILLS)}, "
+                f"got {self.hysteresis_refill!r}"
+            )
+
+    @property
+    def is_torchs(self) -> bool:
+        """Whether it changes nothing."""
+        return self == ScalePolicy()
+
+    def require_within(self, init_scale: float) -> None:
+        """Raises ValueError unless a scale can start there."""
+        too_low = self.min_scale is not None and init_scale < self.min_scale
+        if too_low or (self.max_scale is not None and init_scale > self.max_scale):
+            raise ValueError(
+                f"init_scale must be from min_scale to max_scale, got {init_scale} with "
+                f"min_scale={self.min_scale} and max_scale={self.max_scale}"
+            )
+
+    def state_dict(self, hysteresis_tracker: int) -> dict[str, Any]:
+        """Returns what a checkpoint keeps; the tracker is as Megatron-LM's: it counts down."""
+        return {**asdict(self), "hysteresis_tracker": hysteresis_tracker}
+
+    def tracker_of(self, saved: object) -> int:
+        """Returns the hysteresis tracker of a checkpoint, which must have this policy.
+
+        Raises:
+            ValueError: If it has not, or is damaged.
+        """
+        names = list(self.state_dict(0))
+        if not isinstance(saved, dict) or set(saved) != set(names):
+            raise ValueError(
+                f"the checkpoint's 'ampfast' entry must be a dict of {', '.join(names)}, "
+                f"got {saved!r}"
+            )
+        differences = [
+            f"{name} {saved[name]!r} there, {value!r} here"
+            for name, value in asdict(self).items()
+            if saved[name] != value
+        ]
+        if differences:
+            raise ValueError(
+                f"the checkpoint is of a scaler with another policy ({'; '.join(differences)}): "
+                "make the scaler with the checkpoint's, or delete its entry 'ampfast' to keep "
+                "this scaler's"
+            )
+        tracker = saved["hysteresis_tracker"]
+        if isinstance(tracker, bool) or not isinstance(tracker, int) or tracker > self.hysteresis:
+            raise ValueError(
+                f"the checkpoint's hysteresis_tracker must be an int of at most "
+                f"{self.hysteresis}, got {tracker!r}"
+            )
+        return tracker
+
+
+class ScaleState:
+    """Counters, history and policy, in one int64 tensor that every update writes.
+
+    Attributes:
+        policy: How the scale differs from torch's.
+        words: As `backends.state_layout` says; None until there is a device.
+    """
+
+    def __init__(self, policy: ScalePolicy, on_min_scale: str = "ignore") -> None:
+        if on_min_scale not in _ON_MIN_SCALE:
+            raise ValueError(
+                f"on_min_scale must be one of {', '.join(_ON_MIN_SCALE)}, got {on_min_scale!r}"
+            )
+        if on_min_scale != "ignore" and policy.min_scale is None:
+            raise ValueError(f"on_min_scale={on_min_scale!r} needs a min_scale")
+        self.policy = policy
+        self.words: Tensor | None = None
+        self._tolerated = 0
+        self._watch = None if on_min_scale == "ignore" else _MinimumWatch(on_min_scale == "raise")
+
+    def on(self, device: torch.device) -> Tensor:
+        """Returns the words on `device`, where they are made or moved to if need be."""
+        if self.words is None or self.words.device != device:
+            if device.type != "cpu":
+                refuse_capture("the creation of the scaler's state, which every replay would reset")
+            with torch.inference_mode(False):
+                words = self._new_words() if self.words is None else self.words
+                self.words = words.to(device)
+        return self.words
+
+    def stats(self, scale: Tensor, growth_tracker: Tensor) -> ScalerStats:
+        """Reads the counters with one host sync."""
+        words = self.on(scale.device)
+        now = [aten.word_of(scale.detach().reshape(1)), growth_tracker.detach().reshape(1).long()]
+        *counters, scale_word, tracker = torch.cat([words[: layout.COUNTERS], *now]).tolist()
+        if self._watch is not None:
+            self._watch.report(counters, self.policy)
+        return ScalerStats(
+            steps=counters[layout.STEPS],
+            skipped=counters[layout.SKIPPED],
+            growths=counters[layout.GROWTHS],
+            backoffs=counters[layout.BACKOFFS],
+            consecutive_skips=counters[layout.CONSECUTIVE_SKIPS],
+            scale=aten.float_of(torch.tensor(scale_word)).item(),
+            growth_tracker=tracker,
+        )
+
+    def history(self) -> History:
+        """Reads the ring with one host sync."""
+        if self.words is None:
+            return empty_history()
+        words = self.words.cpu()
+        end = int(words[layout.STEPS])
+        step = torch.arange(max(0, end - layout.RING_STEPS), end)
+        ring = words[layout.RING :].view(layout.RING_STEPS, layout.RING_WORDS)
+        entries = ring[step % layout.RING_STEPS]
+        status = entries[:, layout.RING_STATUS]
+        has_norm = status & 2 != 0
+        norm = aten.float_of(entries[:, layout.RING_NORM])
+        return History(
+            step=step,
+            scale=aten.float_of(entries[:, layout.RING_SCALE]),
+            skipped=status & 1 != 0,
+            grad_norm=norm.masked_fill(~has_norm, math.nan),
+            has_norm=has_norm,
+        )
+
+    def hysteresis_tracker(self) -> int:
+        """Returns how many overflows are left before the scale backs off, with a host sync."""
+        if self.words is not None:
+            return self.policy.hysteresis - int(self.words[layout.TOLERATED])
+        return self.policy.hysteresis - self._tolerated
+
+    def set_hysteresis_tracker(self, tracker: int) -> None:
+        self._tolerated = self.policy.hysteresis - tracker
+        if self.words is not None:
+            self.words[layout.TOLERATED] = self._tolerated
+
+    def heed_minimum(self) -> None:
+        """Warns or raises if steps are skipped with a scale that cannot get smaller; no host sync.
+
+        On a GPU it knows of the last update whose outcome has arrived.
+        """
+        if self._watch is not None and self.words is not None and not is_capturing():
+            counters = self._watch.arrived(self.words[: layout.COUNTERS])
+            if counters is not None:
+                self._watch.report(counters, self.policy)
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = self.__dict__.copy()
+        if self.words is not None:
+            state["words"] = self.words.cpu()
+        return state
+
+    def _new_words(self) -> Tensor:
+        words = torch.zeros(layout.STATE_WORDS, dtype=torch.int64, device="cpu")
+        limits = {layout.MIN_SCALE: self.policy.min_scale, layout.MAX_SCALE: self.policy.max_scale}
+        for word, limit in limits.items():
+            if limit is not None:
+                words[word] = aten.word_of(torch.tensor(limit, dtype=torch.float32, device="cpu"))
+        words[layout.MOST_TOLERATED] = self.policy.hysteresis - 1
+        words[layout.REFILLS_ON_FINITE_STEPS] = int(self.policy.hysteresis_refill == "finite_step")
+        words[layout.TOLERATED] = self._tolerated
+        return words
+
+
+class _MinimumWatch:
+    """Brings the counters to the host without waiting for them, and says what they mean."""
+
+    def __init__(self, raises: bool) -> None:
+        self._raises = raises
+        self._told = 0
+        self._on_its_way: tuple[Tensor, torch.cuda.Event] | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_on_its_way": None}
+
+    def arrived(self, counters: Tensor) -> list[int] | None:
+        """Returns the newest counters that are on the host already, and sends for the next."""
+        if not counters.is_cuda:
+            return counters.tolist()
+        seen = None
+        if self._on_its_way is not None and self._on_its_way[1].query():
+            seen = self._on_its_way[0].tolist()
+            self._on_its_way = None
+        if self._on_its_way is None:
+            buffer = torch.empty(counters.shape, dtype=counters.dtype, pin_memory=True)
+            with torch.cuda.device(counters.device):
+                buffer.copy_(counters, non_blocking=True)
+                event = torch.cuda.Event()
+                event.record()
+            self._on_its_way = (buffer, event)
+        return seen
+
+    def report(self, counters: list[int], policy: ScalePolicy) -> None:
+        if counters[layout.SKIPS_AT_MINIMUM] == 0:
+            self._told = 0
+            return
+        skips = counters[layout.CONSECUTIVE_SKIPS]
+        text = (
+            f"The scale is at its minimum, {policy.min_scale}, and {skips} "
+            f"{'step was' if skips == 1 else 'steps in a row were'} skipped: the gradients are "
+            "not finite for another reason than the scale. Look for NaN in the model or its input."
+        )
+        if self._raises:
+            raise FloatingPointError(text)
+        if skips >= 2 * self._told:
+            self._told = skips
+            warn_caller(text)
+
+
+def _float32(value: float) -> float:
+    return torch.tensor(value, dtype=torch.float32, device="cpu").item()

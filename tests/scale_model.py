@@ -1,0 +1,121 @@
+"""The scale with every policy, in plain Python: the oracle of all kernels."""
+
+from __future__ import annotations
+
+import math
+import random
+from dataclasses import dataclass, field
+
+import torch
+
+from ampfast.backends import state_layout as layout
+from ampfast.backends.native import Factors
+from ampfast.scale_state import ScalePolicy, ScaleState
+
+
+def float32(value: float) -> float:
+    return torch.tensor(value, dtype=torch.float64).float().item()
+
+
+@dataclass
+class ScaleModel:
+    """One scale, its counters and its history."""
+
+    scale: float
+    tracker: int
+    factors: Factors
+    policy: ScalePolicy
+    steps: int = 0
+    skipped: int = 0
+    growths: int = 0
+    backoffs: int = 0
+    consecutive_skips: int = 0
+    skips_at_minimum: int = 0
+    tolerated: int = 0
+    last_skipped: int = 0
+    history: list[tuple[float, bool, float | None]] = field(default_factory=list)
+
+    def update(self, found: bool, norm: float | None = None) -> None:
+        growth, backoff, interval = self.factors
+        before, policy = self.scale, self.policy
+        self.history.append((before, found, norm))
+        self.steps += 1
+        after = before
+        if found:
+            self.tracker = 0
+            self.tolerated += 1
+            if self.tolerated >= policy.hysteresis:
+                after = float32(before * backoff)
+        else:
+            self.tracker += 1
+            if policy.hysteresis_refill == "finite_step":
+                self.tolerated = 0
+            if 1 <= interval <= self.tracker:
+                self.tracker = 0
+                self.tolerated = 0
+                grown = float32(before * growth)
+                after = grown if math.isfinite(grown) else before
+        if after != before:
+            if policy.max_scale is not None:
+                after = min(after, float32(policy.max_scale))
+            if policy.min_scale is not None:
+                after = max(after, float32(policy.min_scale))
+        self.skipped += found
+        self.growths += after > before
+        self.backoffs += after < before
+        self.consecutive_skips = self.consecutive_skips + 1 if found else 0
+        stuck = found and policy.min_scale is not None and before <= float32(policy.min_scale)
+        self.skips_at_minimum = self.skips_at_minimum + 1 if stuck else 0
+        if found:
+            self.last_skipped = self.steps
+        self.scale = after
+
+    def counters(self) -> list[int]:
+        return [
+            *(self.steps, self.skipped, self.growths, self.backoffs, self.consecutive_skips),
+            *(self.skips_at_minimum, self.tolerated, self.last_skipped),
+        ]
+
+
+POLICIES = {
+    "torch's": ScalePolicy(),
+    "limits": ScalePolicy(min_scale=0.3, max_scale=40.0),
+    "minimum": ScalePolicy(min_scale=1.1),
+    "maximum": ScalePolicy(max_scale=7.7),
+    "hysteresis": ScalePolicy(hysteresis=3),
+    "hysteresis refilled": ScalePolicy(hysteresis=2, hysteresis_refill="finite_step"),
+    "all": ScalePolicy(0.5, 30.0, 2, "growth"),
+}
+FACTORS = Factors(1.9, 0.3, 3)
+
+
+def random_steps(count: int, seed: int) -> list[tuple[bool, float | None]]:
+    """Steps that overflow often enough to meet both limits, with a norm now and then."""
+    chance = random.Random(seed)
+    steps = []
+    while len(steps) < count:
+        overflows = chance.random() < 0.4
+        for _ in range(chance.randint(1, 12)):
+            found = overflows and chance.random() < 0.9
+            norm = chance.choice([None, math.inf, math.nan, chance.random()])
+            steps.append((found, norm if norm is None else float32(norm)))
+    return steps[:count]
+
+
+def assert_state(words: torch.Tensor, model: ScaleModel) -> None:
+    """Compares counters and ring with those of the model."""
+    words = words.cpu()
+    assert words[: layout.COUNTERS].tolist() == model.counters()
+    kept = ScaleState(model.policy)
+    kept.words = words
+    history = kept.history()
+    expected = model.history[-layout.RING_STEPS :]
+    assert history.step.tolist() == list(range(model.steps - len(expected), model.steps))
+    told = zip(
+        history.scale.tolist(), history.skipped.tolist(), history.grad_norm.tolist(), strict=True
+    )
+    norms = [math.nan if norm is None else norm for _, _, norm in expected]
+    assert repr(list(told)) == repr(
+        [(scale, found, norm) for (scale, found, _), norm in zip(expected, norms, strict=True)]
+    )
+    assert history.has_norm.tolist() == [norm is not None for _, _, norm in expected]

@@ -1,0 +1,402 @@
+"""Scale policies, counters and history, by the CPU kernel and by torch's ops, against a model."""
+
+from __future__ import annotations
+
+import copy
+import io
+import math
+import pickle
+import re
+import warnings
+
+import pytest
+import torch
+from scale_model import FACTORS, POLICIES, ScaleModel, assert_state, random_steps
+
+import ampfast
+from ampfast import _C, GradScaler
+from ampfast.backends import aten, native, state_layout
+from ampfast.scale_state import ScalePolicy, ScaleState
+
+
+def test_the_layout_is_that_of_the_kernels() -> None:
+    for name, word in _C.state_layout().items():
+        assert getattr(state_layout, name) == word, name
+
+
+def test_the_layout_has_no_overlap() -> None:
+    words = [state_layout.SCALE_BEFORE, state_layout.TRACKER_BEFORE, state_layout.MIN_SCALE]
+    words += [state_layout.MAX_SCALE, state_layout.MOST_TOLERATED]
+    words += [state_layout.REFILLS_ON_FINITE_STEPS]
+    assert len(set(words)) == 6
+    assert min(words) >= state_layout.BEFORE + state_layout.COUNTERS
+    assert max(words) < state_layout.RING
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("backend", ["cpu", "aten"])
+def test_random_steps(backend: str, policy: str) -> None:
+    model = ScaleModel(3.0, 1, FACTORS, POLICIES[policy])
+    words = ScaleState(model.policy).on(torch.device("cpu"))
+    scale = torch.tensor(model.scale)
+    tracker = torch.tensor(model.tracker, dtype=torch.int32)
+    for found, norm in random_steps(1100, seed=len(policy)):
+        flag = torch.tensor(float(found))
+        given = None if norm is None else torch.tensor(norm)
+        if backend == "cpu":
+            update = native.scale_update(scale, tracker, [flag], FACTORS, words, given)
+            update.apply()
+        else:
+            aten.update_scale_(scale, tracker, flag, *FACTORS, words, given)
+        model.update(found, norm)
+        assert (scale.item(), tracker.item()) == (model.scale, model.tracker)
+    assert model.growths and model.backoffs
+    assert_state(words, model)
+
+
+@pytest.mark.parametrize("found", [False, True])
+@pytest.mark.parametrize("by", ["cpu", "aten"])
+def test_undo(found: bool, by: str) -> None:
+    words = ScaleState(ScalePolicy(min_scale=1.0, hysteresis=2)).on(torch.device("cpu"))
+    scale, tracker = torch.tensor(3.0), torch.tensor(2, dtype=torch.int32)
+    for _ in range(2):
+        update = native.scale_update(scale, tracker, [torch.tensor(1.0)], FACTORS, words)
+        update.apply()
+    before = words[: state_layout.COUNTERS].clone(), scale.clone(), tracker.clone()
+    update = native.scale_update(scale, tracker, [torch.tensor(float(found))], FACTORS, words)
+    update.apply()
+    if by == "cpu":
+        update.undo()
+    else:
+        aten.undo_update_(words, scale, tracker)
+    assert words[: state_layout.COUNTERS].equal(before[0])
+    assert (scale, tracker) == before[1:]
+
+
+def test_an_update_without_a_state_cannot_be_undone() -> None:
+    scale, tracker = torch.tensor(3.0), torch.tensor(2, dtype=torch.int32)
+    update = native.scale_update(scale, tracker, [torch.tensor(1.0)], FACTORS)
+    update.apply()
+    with pytest.raises(RuntimeError, match="cannot be undone"):
+        update.undo()
+
+
+# The scaler
+
+
+class Loop:
+    """A scaler with one parameter, whose gradient is what a step says."""
+
+    def __init__(self, fused: bool = False, **arguments) -> None:
+        self.param = torch.nn.Parameter(torch.zeros(3))
+        self.optimizer = torch.optim.Adam([self.param], lr=0.1, fused=fused)
+        arguments = {"init_scale": 8.0, "growth_interval": 3, **arguments}
+        self.scaler = GradScaler("cpu", **arguments)
+        self.scaler.scale(torch.zeros(()))
+
+    def step(self, value: float = 1.0, riding: bool = False) -> None:
+        self.param.grad = torch.full((3,), value)
+        if riding:
+            self.scaler.step_and_update(self.optimizer)
+        else:
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("riding", [False, True])
+@pytest.mark.parametrize("backend", ["cpu", "aten"])
+def test_the_scaler_follows_the_model(backend: str, riding: bool, fused: bool) -> None:
+    policy = POLICIES["all"]
+    loop = Loop(fused, backend=backend, min_scale=0.5, max_scale=30.0, hysteresis=2)
+    model = ScaleModel(8.0, 0, native.Factors(2.0, 0.5, 3), policy)
+    for found, _ in random_steps(120, seed=4):
+        loop.step(math.inf if found else 1.0, riding)
+        model.update(found)
+        assert loop.scaler.get_scale() == model.scale
+    stats = loop.scaler.stats()
+    assert stats.scale == model.scale and stats.growth_tracker == model.tracker
+    assert [stats.steps, stats.skipped, stats.growths, stats.backoffs] == model.counters()[:4]
+    assert stats.consecutive_skips == model.consecutive_skips
+    assert_state(loop.scaler._scale_state.words, model)
+
+
+def test_history() -> None:
+    loop = Loop(growth_interval=2)
+    assert len(loop.scaler.history()) == 0
+    for value in (1.0, 1.0, math.nan, 1.0):
+        loop.step(value)
+    history = loop.scaler.history()
+    assert len(history) == 4
+    assert history.step.tolist() == [0, 1, 2, 3]
+    assert history.scale.tolist() == [8.0, 8.0, 16.0, 8.0]
+    assert history.skipped.tolist() == [False, False, True, False]
+    assert history.grad_norm.isnan().all() and not history.has_norm.any()
+
+
+def test_norms_of_an_iteration() -> None:
+    a, b, c = object(), object(), object()
+    loop = Loop()
+    for notes, expected in [
+        ([([a], 3.0, 2.0)], 3.0),
+        ([([a], 3.0, 2.0), ([b], 4.0, 2.0)], 5.0),
+        ([([a], 3.0, math.inf), ([b], 4.0, math.inf)], 4.0),
+        ([([a], 9.0, 2.0), ([a, b], 4.0, 2.0)], 4.0),  # the later one is of the same gradients
+        ([([a, b], 9.0, 2.0), ([b], 3.0, 2.0), ([c], 4.0, 2.0)], 5.0),
+        ([([a], 3.0, 2.0), ([b], 4.0, math.inf)], None),
+        ([([a], math.inf, 2.0)], math.inf),
+        ([], None),
+    ]:
+        for optimizers, norm, norm_type in notes:
+            loop.scaler._note_norm(optimizers, torch.tensor(norm, dtype=torch.float64), norm_type)
+        loop.step(riding=len(notes) == 1)
+        history = loop.scaler.history()
+        assert history.has_norm[-1].item() == (expected is not None)
+        if expected is not None:
+            assert history.grad_norm[-1].item() == expected
+
+
+def test_stats_before_anything_happened() -> None:
+    scaler = GradScaler("cpu", init_scale=4.0)
+    assert scaler.stats() == ampfast.report.ScalerStats(0, 0, 0, 0, 0, 4.0, 0)
+    disabled = GradScaler("cpu", enabled=False)
+    assert disabled.stats() == ampfast.report.ScalerStats(0, 0, 0, 0, 0, 1.0, 0)
+    assert len(disabled.history()) == 0
+
+
+def test_a_scale_that_is_set_counts_as_no_step() -> None:
+    loop = Loop(min_scale=4.0, on_min_scale="raise")
+    loop.scaler.update(2.0)
+    assert loop.scaler.get_scale() == 2.0
+    assert loop.scaler.stats().steps == 0
+
+
+def test_a_step_that_raises_is_not_counted() -> None:
+    loop = Loop()
+    loop.step()
+    before = loop.scaler.stats()
+    loop.optimizer.step = lambda: 1 / 0
+    with pytest.raises(ZeroDivisionError):
+        loop.step(riding=True)
+    assert loop.scaler.stats() == before
+    assert len(loop.scaler.history()) == 1
+
+
+# The minimum
+
+
+def test_raises_at_the_minimum() -> None:
+    loop = Loop(init_scale=2.0, min_scale=1.0, on_min_scale="raise")
+    loop.step(math.inf)
+    assert loop.scaler.get_scale() == 1.0
+    with pytest.raises(FloatingPointError, match=r"minimum, 1\.0, and 2 steps in a row were"):
+        loop.step(math.inf)
+    # The iteration is over all the same, and the next one may go well.
+    loop.step(1.0)
+    assert loop.scaler.stats().consecutive_skips == 0
+    with pytest.raises(FloatingPointError, match="1 step was skipped"):
+        loop.step(math.inf, riding=True)
+    with pytest.raises(FloatingPointError, match="1 step was skipped"):
+        loop.scaler.stats()
+
+
+def test_warns_at_the_minimum_each_time_the_streak_doubles() -> None:
+    loop = Loop(init_scale=1.0, min_scale=1.0, on_min_scale="warn")
+    told = []
+    for _ in range(9):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            loop.step(math.inf)
+        assert all(warning.filename == __file__ for warning in caught)
+        told += [re.search(r"(\d+) steps? ", str(w.message)).group(1) for w in caught]
+    assert told == ["1", "2", "4", "8"]
+    loop.step(1.0)
+    with pytest.warns(UserWarning, match="1 step was skipped"):
+        loop.step(math.inf)
+
+
+@pytest.mark.parametrize("on_min_scale", ["ignore", "warn"])
+def test_says_nothing_above_the_minimum(on_min_scale: str) -> None:
+    loop = Loop(min_scale=1.0, on_min_scale=on_min_scale)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(3 if on_min_scale == "warn" else 9):
+            loop.step(math.inf)
+    assert loop.scaler.get_scale() == 1.0
+
+
+def test_the_default_reaches_zero_as_torchs() -> None:
+    ours, theirs = Loop(init_scale=1e-44), torch.amp.GradScaler("cpu", init_scale=1e-44)
+    theirs.scale(torch.zeros(()))
+    for _ in range(4):
+        loop_flag = torch.tensor(1.0)
+        theirs._per_optimizer_states[0]["found_inf_per_device"] = {"cpu": loop_flag}
+        theirs.update()
+        ours.step(math.inf)
+        assert ours.scaler._scale.item() == theirs._scale.item()
+
+
+# A static scale
+
+
+def test_a_static_scale() -> None:
+    loop = Loop(dynamic=False, growth_interval=1)
+    for value in (1.0, math.inf, 1.0, math.nan):
+        loop.step(value)
+        assert loop.scaler.get_scale() == 8.0
+    stats = loop.scaler.stats()
+    assert (stats.steps, stats.skipped, stats.growths, stats.backoffs) == (4, 2, 0, 0)
+    state = loop.scaler.state_dict()
+    assert (state["growth_interval"], state["backoff_factor"]) == (0, 1.0)
+    assert len(state) == 5
+
+    theirs = torch.amp.GradScaler("cpu")
+    theirs.load_state_dict(state)
+    assert theirs.state_dict() == state
+    ours = GradScaler("cpu")
+    ours.load_state_dict(state)
+    assert ours.state_dict() == state
+
+
+# Checkpoints and copies
+
+
+POLICY = {"min_scale": 0.25, "max_scale": 64.0, "hysteresis": 3}
+
+
+def test_checkpoints_keep_the_policy() -> None:
+    loop = Loop(**POLICY)
+    assert set(loop.scaler.state_dict()) - set(torch.amp.GradScaler("cpu").state_dict()) == {
+        "ampfast"
+    }
+    loop.step(math.inf)
+    saved = loop.scaler.state_dict()
+    assert saved["ampfast"] == {
+        **POLICY,
+        "hysteresis_refill": "growth",
+        "hysteresis_tracker": 2,
+    }
+    buffer = io.BytesIO()
+    torch.save(saved, buffer)
+    buffer.seek(0)
+    saved = torch.load(buffer, weights_only=True)
+    for started in (False, True):
+        resumed = Loop(**POLICY)
+        if not started:
+            resumed.scaler = GradScaler("cpu", init_scale=1.0, **POLICY)
+        resumed.scaler.load_state_dict(saved)
+        assert resumed.scaler.state_dict() == saved
+        resumed.scaler.scale(torch.zeros(()))
+        for _ in range(2):
+            resumed.step(math.inf)
+        assert resumed.scaler.get_scale() == 4.0  # at the third overflow in all
+    torch.amp.GradScaler("cpu").load_state_dict(saved)
+
+
+def test_torchs_checkpoints_refill_the_hysteresis() -> None:
+    loop = Loop(**POLICY)
+    loop.step(math.inf)
+    loop.scaler.load_state_dict(torch.amp.GradScaler("cpu", init_scale=16.0).state_dict())
+    assert loop.scaler.state_dict()["ampfast"]["hysteresis_tracker"] == 3
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"min_scale": 0.5}, r"another policy \(min_scale 0\.5 there, 0\.25 here\)"),
+        ({"hysteresis_refill": "finite_step"}, "hysteresis_refill 'finite_step' there"),
+        ({"hysteresis_tracker": 4}, "must be an int of at most 3, got 4"),
+        ({"hysteresis_tracker": "2"}, "got '2'"),
+        ({"another": 1}, "must be a dict of min_scale, max_scale"),
+        (None, "must be a dict of .* got None"),
+    ],
+)
+def test_checkpoints_of_another_policy(change: dict | None, message: str) -> None:
+    loop = Loop(**POLICY)
+    loop.step(math.inf)
+    before = loop.scaler.state_dict()
+    entry = None if change is None else {**before["ampfast"], **change}
+    with pytest.raises(ValueError, match=message):
+        loop.scaler.load_state_dict({**before, "scale": 1.0, "ampfast": entry})
+    assert loop.scaler.state_dict() == before
+
+
+def test_a_policys_checkpoint_is_not_for_a_scaler_without() -> None:
+    saved = Loop(**POLICY).scaler.state_dict()
+    scaler = GradScaler("cpu")
+    with pytest.raises(ValueError, match="hysteresis 3 there, 1 here"):
+        scaler.load_state_dict(saved)
+    assert scaler.get_scale() == 65536.0
+    del saved["ampfast"]
+    scaler.load_state_dict(saved)
+    assert scaler.get_scale() == 8.0
+
+
+def test_a_dynamic_checkpoint_is_not_for_a_static_scaler() -> None:
+    scaler = GradScaler("cpu", dynamic=False, init_scale=4.0)
+    with pytest.raises(ValueError, match="dynamic=False, but the checkpoint's scale changes"):
+        scaler.load_state_dict(torch.amp.GradScaler("cpu").state_dict())
+    assert scaler.get_scale() == 4.0
+    scaler.load_state_dict({**scaler.state_dict(), "scale": 2.0})
+    assert scaler.get_scale() == 2.0
+
+
+@pytest.mark.parametrize("how", ["pickle", "deepcopy"])
+def test_counters_survive_copies(how: str) -> None:
+    loop = Loop(**POLICY, on_min_scale="warn")
+    for value in (1.0, math.inf, 1.0):
+        loop.step(value)
+    copied = copy.deepcopy(loop.scaler)
+    if how == "pickle":
+        copied = pickle.loads(pickle.dumps(loop.scaler))
+    assert copied.stats() == loop.scaler.stats()
+    assert copied.history().scale.tolist() == [8.0, 8.0, 8.0]
+    other = Loop()
+    other.scaler = copied
+    copied.scale(torch.zeros(()))
+    other.step()
+    assert copied.stats().steps == 4 and loop.scaler.stats().steps == 3
+
+
+def test_torchs_pickle_has_counters_from_zero() -> None:
+    loop = Loop()
+    scaler = GradScaler.__new__(GradScaler)
+    scaler.__setstate__(torch.amp.GradScaler("cpu", init_scale=2.0).__getstate__())
+    loop.scaler = scaler
+    scaler.scale(torch.zeros(()))
+    loop.step()
+    assert scaler.stats().steps == 1
+
+
+# Bad input
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"min_scale": 2.0, "max_scale": 1.0}, ValueError, "must not be above max_scale, got 2.0"),
+        ({"min_scale": 0.0}, ValueError, "min_scale must be above 0 and finite"),
+        ({"min_scale": -1.0}, ValueError, "min_scale must be above 0"),
+        ({"min_scale": 1e-50}, ValueError, "min_scale must be above 0"),
+        ({"max_scale": math.inf}, ValueError, "max_scale must be above 0 and finite"),
+        ({"max_scale": 1e39}, ValueError, "max_scale must be above 0 and finite"),
+        ({"max_scale": math.nan}, ValueError, "max_scale must be above 0 and finite"),
+        ({"max_scale": "1"}, TypeError, "max_scale must be a number or None, got str"),
+        ({"min_scale": True}, TypeError, "min_scale must be a number or None, got bool"),
+        ({"min_scale": 2.0**17}, ValueError, "init_scale must be from min_scale to max_scale"),
+        ({"max_scale": 1.0}, ValueError, "init_scale must be from min_scale to max_scale"),
+        ({"hysteresis": 0}, ValueError, "hysteresis must be at least 1, got 0"),
+        ({"hysteresis": 1.5}, TypeError, "hysteresis must be an int, got float"),
+        ({"hysteresis": True}, TypeError, "hysteresis must be an int, got bool"),
+        ({"hysteresis_refill": "never"}, ValueError, "must be one of growth, finite_step"),
+        ({"on_min_scale": "shout"}, ValueError, "must be one of ignore, warn, raise, got 'shout'"),
+        ({"on_min_scale": "warn"}, ValueError, "on_min_scale='warn' needs a min_scale"),
+        ({"dynamic": None}, TypeError, "dynamic must be a bool, got NoneType"),
+        ({"dynamic": False, "min_scale": 1.0}, ValueError, "dynamic=False never changes"),
+        ({"dynamic": False, "hysteresis": 2}, ValueError, "dynamic=False never changes"),
+    ],
+)
+@pytest.mark.parametrize("enabled", [False, True])
+def test_bad_arguments(arguments: dict, error: type, message: str, enabled: bool) -> None:
+    with pytest.raises(error, match=message):
+        GradScaler("cpu", enabled=enabled, **arguments)

@@ -1,0 +1,59 @@
+"""Scale policies, counters and history by the interpreted kernels, against a model."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from device_parity import KERNELS, grads_of
+from scale_model import FACTORS, POLICIES, ScaleModel, assert_state, random_steps
+
+from ampfast.backends import state_layout
+from ampfast.backends.triton import kernels
+from ampfast.scale_state import ScaleState
+
+pytestmark = pytest.mark.usefixtures("watched")
+
+
+def test_the_layout_is_that_of_the_other_kernels() -> None:
+    words = {name for name in vars(state_layout) if name.isupper()}
+    same = words & set(vars(kernels))
+    assert len(same) == len(words) - 2  # its length and that of the counters
+    for name in same:
+        assert getattr(kernels, name).value == getattr(state_layout, name), name
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_random_steps(policy: str) -> None:
+    model = ScaleModel(3.0, 1, FACTORS, POLICIES[policy])
+    words = ScaleState(model.policy).on(torch.device("cpu"))
+    # Near the end of the ring, which is then written from its beginning.
+    ahead = state_layout.RING_STEPS - 20
+    words[state_layout.STEPS] = model.steps = ahead
+    model.history = [(0.0, False, None)] * ahead
+    words[state_layout.RING :][: ahead * state_layout.RING_WORDS] = 0
+    scale = torch.tensor(model.scale)
+    tracker = torch.tensor(model.tracker, dtype=torch.int32)
+    for turn, (found, norm) in enumerate(random_steps(80, seed=len(policy))):
+        riding = turn % 2 == 0
+        norm = None if riding else norm
+        given = None if norm is None else torch.tensor(norm)
+        flags = [] if riding else [torch.tensor(float(found))]
+        update = KERNELS.scale_update(scale, tracker, flags, FACTORS, words, given)
+        if riding:
+            KERNELS.check_(grads_of([torch.full((3,), math.nan if found else 1.0)]), update=update)
+        else:
+            update.apply()
+        assert update.applied
+        model.update(found, norm)
+        assert (scale.item(), tracker.item()) == (model.scale, model.tracker)
+    assert_state(words, model)
+
+
+def test_an_update_with_a_norm_does_not_ride() -> None:
+    words = ScaleState(POLICIES["torch's"]).on(torch.device("cpu"))
+    scale, tracker = torch.tensor(4.0), torch.tensor(0, dtype=torch.int32)
+    update = KERNELS.scale_update(scale, tracker, [], FACTORS, words, torch.tensor(1.0))
+    KERNELS.check_(grads_of([torch.ones(3)]), update=update)
+    assert not update.applied
