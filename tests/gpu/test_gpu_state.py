@@ -1,0 +1,150 @@
+"""Scale policies, counters and history on a device, against the model."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from gpu_support import flag, grads_of, kernels_of
+from scale_model import FACTORS, POLICIES, ScaleModel, assert_state, random_steps
+from support import assert_same
+
+from ampfast import GradScaler
+from ampfast.backends import aten
+from ampfast.scale_state import ScaleState
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_random_steps(backend: str, device: torch.device, policy: str) -> None:
+    kernels = kernels_of(backend, device)
+    model = ScaleModel(3.0, 1, FACTORS, POLICIES[policy])
+    words = ScaleState(model.policy).on(device)
+    scale, tracker = flag(model.scale, device), torch.full((), 1, dtype=torch.int32, device=device)
+    finite = grads_of([torch.ones(3, device=device)])
+    infinite = grads_of([torch.full((3,), math.inf, device=device)])
+    for turn, (found, norm) in enumerate(random_steps(1100, seed=len(policy))):
+        riding = turn % 2 == 0
+        norm = None if riding else norm
+        given = None if norm is None else flag(norm, device)
+        flags = [] if riding else [flag(float(found), device)]
+        update = kernels.scale_update(scale, tracker, flags, FACTORS, words, given)
+        if riding:
+            kernels.check_(infinite if found else finite, update=update)
+        else:
+            update.apply()
+        model.update(found, norm)
+    assert (scale.item(), tracker.item()) == (model.scale, model.tracker)
+    assert_state(words, model)
+
+
+@pytest.mark.parametrize("found", [False, True])
+def test_torchs_ops_write_the_same_words(backend: str, device: torch.device, found: bool) -> None:
+    states = []
+    for use_torch in (False, True):
+        words = ScaleState(POLICIES["all"]).on(device)
+        scale = flag(3.0, device)
+        tracker = torch.zeros((), dtype=torch.int32, device=device)
+        flags, norm = [flag(float(found), device)], flag(0.5, device)
+        for _ in range(5):
+            if use_torch:
+                aten.update_scale_(scale, tracker, flags[0], *FACTORS, words, norm)
+            else:
+                kernels = kernels_of(backend, device)
+                kernels.scale_update(scale, tracker, flags, FACTORS, words, norm).apply()
+        states.append([words, scale, tracker])
+    assert_same(*states)
+
+
+class Loop:
+    """A fused optimizer whose gradient is what a step says, without a host sync."""
+
+    def __init__(self, backend: str, device: torch.device, **arguments: Any) -> None:
+        self.param = torch.nn.Parameter(torch.zeros(3, device=device))
+        self.param.grad = torch.ones(3, device=device)
+        self.optimizer = torch.optim.Adam([self.param], fused=True, capturable=True)
+        self.scaler = GradScaler(backend=backend, **arguments)
+        self.scaler.scale(torch.zeros((), device=device))
+
+    def step(self, value: float, together: bool = False) -> None:
+        self.param.grad.fill_(value)
+        self.run(together)
+
+    def run(self, together: bool) -> None:
+        if together:
+            self.scaler.step_and_update(self.optimizer)
+        else:
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+
+
+@pytest.mark.parametrize("together", [False, True])
+def test_counters_of_a_captured_step(backend: str, device: torch.device, together: bool) -> None:
+    loop = Loop(backend, device, init_scale=8.0, growth_interval=3, min_scale=0.5, hysteresis=2)
+    model = ScaleModel(8.0, 0, FACTORS._replace(growth_factor=2.0, backoff_factor=0.5), POLICY)
+    for _ in range(2):
+        loop.step(1.0, together)
+        model.update(False)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        loop.run(together)
+    for found, _ in random_steps(60, seed=8):
+        loop.param.grad.fill_(math.inf if found else 1.0)
+        graph.replay()
+        model.update(found)
+    assert loop.scaler.get_scale() == model.scale
+    assert_state(loop.scaler._scale_state.words, model)
+    assert loop.scaler.stats().skipped == model.skipped
+
+
+POLICY = POLICIES["hysteresis"].__class__(min_scale=0.5, hysteresis=2)
+
+
+@pytest.mark.parametrize("together", [False, True])
+def test_the_minimum_is_heeded_without_waiting(
+    backend: str, device: torch.device, together: bool
+) -> None:
+    loop = Loop(backend, device, init_scale=1.0, min_scale=1.0, on_min_scale="raise")
+    loop.step(1.0, together)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        # Whose outcome is on its way after the update, and there before the next.
+        loop.step(math.inf, together)
+        torch.cuda.set_sync_debug_mode("default")
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error")
+        with pytest.raises(FloatingPointError, match="1 step was skipped"):
+            loop.step(math.inf, together)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    with pytest.raises(FloatingPointError, match="2 steps in a row were skipped"):
+        loop.scaler.stats()
+
+
+def test_reading_is_refused_under_capture(backend: str, device: torch.device) -> None:
+    loop = Loop(backend, device)
+    loop.step(1.0)
+    told = []
+    with torch.cuda.graph(torch.cuda.CUDAGraph()):
+        loop.param.grad.fill_(2.0)
+        for read in (loop.scaler.stats, loop.scaler.history):
+            with pytest.raises(RuntimeError, match="after the replay") as error:
+                read()
+            told.append(error)
+    assert len(told) == 2
+    assert loop.scaler.stats().steps == 1
+
+
+def test_one_sync_for_statistics_and_history(backend: str, device: torch.device) -> None:
+    loop = Loop(backend, device)
+    loop.step(1.0)
+    for read in (loop.scaler.stats, loop.scaler.history):
+        with torch.profiler.profile() as profile:
+            read()
+        waits = [e for e in profile.events() if "Synchronize" in e.name and "cuda" in e.name]
+        # The profiler itself waits once at its end.
+        assert len([e for e in waits if e.name == "cudaStreamSynchronize"]) == 1

@@ -1,0 +1,97 @@
+"""Logs and pictures of what a scaler tells."""
+
+from __future__ import annotations
+
+import math
+import sys
+
+import pytest
+import torch
+
+from ampfast import GradScaler, report
+from ampfast.report import History, ScalerStats
+
+STATS = ScalerStats(10, 2, 1, 2, 0, 4.0, 3)
+
+
+class Writer:
+    def __init__(self) -> None:
+        self.written: list[tuple[str, float, int]] = []
+
+    def add_scalar(self, tag: str, scalar_value: float, global_step: int) -> None:
+        self.written.append((tag, scalar_value, global_step))
+
+
+def history(norms: bool = True) -> History:
+    count = 40
+    skipped = torch.zeros(count, dtype=torch.bool)
+    skipped[[7, 8, 30]] = True
+    has_norm = torch.arange(count) % 2 == 0 if norms else torch.zeros(count, dtype=torch.bool)
+    norm = torch.rand(count, generator=torch.Generator().manual_seed(1))
+    norm[8] = math.inf
+    return History(
+        step=torch.arange(100, 100 + count),
+        scale=2.0 ** (16 - skipped.cumsum(0)),
+        skipped=skipped,
+        grad_norm=norm.masked_fill(~has_norm, math.nan),
+        has_norm=has_norm,
+    )
+
+
+def test_log() -> None:
+    writer = Writer()
+    report.log(writer, 7, STATS)
+    assert writer.written == [
+        ("scaler/steps", 10, 7),
+        ("scaler/skipped", 2, 7),
+        ("scaler/growths", 1, 7),
+        ("scaler/backoffs", 2, 7),
+        ("scaler/consecutive_skips", 0, 7),
+        ("scaler/scale", 4.0, 7),
+        ("scaler/growth_tracker", 3, 7),
+    ]
+    writer.written.clear()
+    report.log(writer, 8, STATS, prefix="amp/")
+    assert writer.written[0] == ("amp/steps", 10, 8)
+
+
+def test_log_of_what_it_does_not_know() -> None:
+    with pytest.raises(TypeError, match="writer must have add_scalar"):
+        report.log(object(), 1, STATS)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"what scaler\.stats\(\) returns, got GradScaler"):
+        report.log(Writer(), 1, GradScaler("cpu"))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("norms", [False, True])
+def test_plot(tmp_path, norms: bool) -> None:
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "scale.png"
+    figure = report.plot(history(norms), path)
+    assert path.read_bytes().startswith(b"\x89PNG")
+    scale, *others = figure.axes
+    assert len(others) == norms
+    line, skipped = scale.get_lines()
+    assert line.get_xdata()[0] == 100 and line.get_ydata()[-1] == 2.0**13
+    assert skipped.get_xdata().tolist() == [107, 108, 130]
+    assert "skipped: 3 of 40" in scale.get_legend().get_texts()[1].get_text()
+    if norms:
+        (line,) = others[0].get_lines()
+        assert 108 not in line.get_xdata()  # not finite
+        assert len(line.get_xdata()) == 19
+
+
+def test_plot_of_nothing() -> None:
+    pytest.importorskip("matplotlib")
+    figure = report.plot(GradScaler("cpu").history())
+    assert len(figure.axes) == 1
+
+
+def test_plot_of_what_it_does_not_know() -> None:
+    with pytest.raises(TypeError, match=r"what scaler\.history\(\) returns, got ScalerStats"):
+        report.plot(STATS)  # type: ignore[arg-type]
+
+
+def test_plot_without_matplotlib(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(ImportError, match="pip install matplotlib"):
+        report.plot(history())
