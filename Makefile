@@ -8,6 +8,10 @@
 #                       numpy). Nothing is downloaded or installed; the extension is built in place.
 #   ARGS=...            passed on: make test ARGS="-k patch", make bench ARGS=--help
 
+ifneq ($(filter gpu,$(MAKECMDGOALS)),)
+# A machine with a GPU has its own builds of everything.
+VENV ?=
+endif
 VENV ?= .venv
 
 # 3.14 is the newest Python that the pinned torch has builds for.
@@ -54,7 +58,7 @@ test: build/built  ## run the tests
 bench: build/built  ## measure against torch
 	$(RUN) -m benchmarks $(ARGS)
 
-gpu: build/built  ## on a machine with a GPU: all tests, compute-sanitizer, benchmarks
+gpu: build/built  ## with the PYTHON of a GPU machine as it is: all tests, sanitizer, benchmarks
 	$(RUN) tests/gpu $(ARGS)
 
 check: | $(READY)  ## lint, formatting and types; edits nothing

@@ -81,10 +81,32 @@ int64_t window_count(const Span& span, int64_t element_size) {
   return (bytes + kWindowBytes - 1) / kWindowBytes;
 }
 
+// Differs, almost surely, where the lists do; what is kept is told apart by it, since comparing
+// whole lists that differ at their ends takes long.
+uint64_t fingerprint_of(const GradList& grads) {
+  constexpr uint64_t kOdd = 0x9e3779b97f4a7c15;
+  uint64_t mixed = grads.lists().size();
+  const auto mix = [&mixed](uint64_t value) {
+    mixed = (mixed ^ value) * kOdd;
+    mixed ^= mixed >> 32;
+  };
+  for (const DtypeList& list : grads.lists()) {
+    mix(static_cast<uint64_t>(list.dtype));
+    for (const Span& span : list.spans) {
+      mix(static_cast<uint64_t>(address_of(span)) + static_cast<uint64_t>(span.numel) * kOdd);
+    }
+  }
+  return mixed;
+}
+
 }  // namespace
 
 DeviceTable::DeviceTable(const GradList& grads, int64_t max_programs, c10::StreamId stream)
-    : device_(grads.device()), max_programs_(max_programs), stream_(stream), words_(kHeaderWords) {
+    : fingerprint_(fingerprint_of(grads)),
+      device_(grads.device()),
+      max_programs_(max_programs),
+      stream_(stream),
+      words_(kHeaderWords) {
   for (const DtypeList& list : grads.lists()) {
     add(list);
   }
@@ -177,8 +199,9 @@ std::shared_ptr<const DeviceTable> table_of(const GradList& grads, int64_t max_p
   const c10::StreamId stream = guard.getStream(grads.device()).id();
   if (!capturing) {
     Tables& tables = recent();
+    const uint64_t wanted = fingerprint_of(grads);
     const auto known = std::find_if(tables.begin(), tables.end(), [&](const auto& table) {
-      return table->holds(grads, max_programs, stream);
+      return table->fingerprint() == wanted && table->holds(grads, max_programs, stream);
     });
     if (known != tables.end()) {
       std::rotate(tables.begin(), known, known + 1);

@@ -34,12 +34,14 @@ class DeviceTable {
   // Tells whether this is the table of `grads`, without making it.
   bool holds(const GradList& grads, int64_t max_programs, c10::StreamId stream) const;
 
+  uint64_t fingerprint() const { return fingerprint_; }
   const at::Tensor& buffer() const { return buffer_; }
   const std::vector<Segment>& segments() const { return segments_; }
 
  private:
   void add(const DtypeList& list);
 
+  uint64_t fingerprint_;
   at::Device device_;
   int64_t max_programs_;
   c10::StreamId stream_;

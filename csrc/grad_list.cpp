@@ -24,6 +24,11 @@ bool has_plain_type(const at::Tensor& tensor) {
   return object == nullptr || THPVariable_CheckExact(object);
 }
 
+// Memory that was not torch's may begin anywhere.
+bool is_aligned(const at::Tensor& tensor) {
+  return reinterpret_cast<uintptr_t>(tensor.const_data_ptr()) % tensor.element_size() == 0;
+}
+
 bool has_known_dtype(const at::Tensor& tensor) {
   const at::ScalarType type = tensor.scalar_type();
   return type == at::kFloat || type == at::kHalf || type == at::kBFloat16 || type == at::kDouble;
@@ -42,7 +47,8 @@ bool is_plain(const at::Tensor& tensor, uint64_t devices) {
 }
 
 bool is_regular(const at::Tensor& tensor, uint64_t devices) {
-  return has_known_dtype(tensor) && !tensor.is_inference() && is_plain(tensor, devices);
+  return has_known_dtype(tensor) && !tensor.is_inference() && is_plain(tensor, devices) &&
+         is_aligned(tensor);
 }
 
 DtypeList& GradList::list_of(at::ScalarType dtype) {

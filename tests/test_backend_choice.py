@@ -63,13 +63,51 @@ def test_default_on_a_gpu(
         warnings.simplefilter("always")
         for _ in range(3):
             assert backends.default_for(GPU) == chosen
-    # What fails is said, once; what is not there is nobody's surprise.
+    reasons = {**dict.fromkeys(missing, "not there"), **dict.fromkeys(failing, "no compiler")}
     assert [str(w.message) for w in caught] == [
-        f"ampfast does without its backend {name!r}: no compiler" for name in failing
+        f"ampfast does without its backend {name!r}: {reasons[name]}"
+        for name in ("triton", "cuda")
+        if name in reasons
     ]
     both = native.CPU | native.CUDA
     assert backends.choose().devices == (native.CPU if chosen == "aten" else both)
     assert backends.default_for(CPU) == "cpu"
+
+
+def test_no_gpu_is_nobodys_surprise(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine(monkeypatch, dict.fromkeys(("triton", "cuda"), backends._NO_GPU), {})
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert backends.default_for(GPU) == "aten"
+
+
+@pytest.mark.parametrize("name", [None, "triton"])
+def test_interpreted_kernels_are_for_cpu_tensors(
+    monkeypatch: pytest.MonkeyPatch, name: str | None
+) -> None:
+    machine(monkeypatch, {}, {})
+    monkeypatch.setattr(backends, "_is_interpreted", lambda: True)
+    with pytest.warns(UserWarning, match="'triton': TRITON_INTERPRET is set"):
+        assert backends.choose(name).name_for(GPU) == "cuda"
+    assert backends.choose(name).name_for(CPU) == ("triton" if name else "cpu")
+
+
+def test_an_old_card_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backends, "_is_interpreted", lambda: False)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 0))
+    reason = backends._why_it_fails("cuda")
+    assert reason == "cuda:0 has compute capability below 7.5"
+
+
+def test_what_is_missing_has_a_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(name: str) -> None:
+        raise ImportError(f"no {name}")
+
+    monkeypatch.setattr(backends, "_launcher", missing)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert backends._why_not("triton") == "no triton; pip install 'triton>=3.6'"
+    assert backends._why_not("cuda").startswith("no cuda; install ampfast again where nvcc")
 
 
 @pytest.mark.parametrize("name", ["triton", "cuda"])

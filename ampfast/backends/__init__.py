@@ -37,6 +37,11 @@ NAMES = ("triton", "cuda", "cpu", "aten")
 _GPU_NAMES = ("triton", "cuda")
 _LAUNCHERS = {"triton": "ampfast.backends.triton.launch", "cuda": "ampfast.backends.cuda"}
 _LEAST_CAPABILITY = (7, 5)
+_NO_GPU = "torch sees no GPU"
+_REMEDIES = {
+    "triton": "pip install 'triton>=3.6'",
+    "cuda": "install ampfast again where nvcc and a CUDA build of torch are",
+}
 
 
 class Update(Protocol):
@@ -109,7 +114,8 @@ class Choice:
     """The kernels for gradients on each type of device, where one backend was asked for or none.
 
     A named backend decides for the devices that it serves; the others keep their default, so that
-    gradients in mixed places work. "aten" serves all.
+    gradients in mixed places work. "aten" serves all. Under TRITON_INTERPRET=1 "triton" serves CPU
+    tensors, and those on a GPU take the next backend.
     """
 
     def __init__(self, name: str | None) -> None:
@@ -229,15 +235,15 @@ def _is_interpreted() -> bool:
 @cache
 def _why_not(name: str) -> str:
     """Why a GPU backend cannot run, as far as it can be told without a launch."""
+    has_gpu = torch.cuda.is_available()
+    if name == "cuda" and not has_gpu:
+        return _NO_GPU
     try:
         launcher = _launcher(name)
     except ImportError as error:
-        return str(error)
-    if name == "triton" and launcher.INTERPRETED:
-        return ""
-    if not torch.cuda.is_available():
-        return "torch sees no GPU"
-    return ""
+        return f"{error}; {_REMEDIES[name]}"
+    is_interpreted = name == "triton" and launcher.INTERPRETED
+    return "" if has_gpu or is_interpreted else _NO_GPU
 
 
 @cache
@@ -282,12 +288,12 @@ def _try_out(name: str, device: torch.device) -> str:
 @cache
 def _default_on_gpu() -> str:
     for name in _GPU_NAMES:
-        if _why_not(name):
-            continue
-        if name == "triton" and _is_interpreted():
-            continue
-        reason = _why_it_fails(name)
+        reason = _why_not(name)
+        if not reason and name == "triton" and _is_interpreted():
+            reason = "TRITON_INTERPRET is set, and interpreted kernels are for CPU tensors"
+        reason = reason or _why_it_fails(name)
         if not reason:
             return name
-        warnings.warn(f"ampfast does without its backend {name!r}: {reason}", stacklevel=2)
+        if reason != _NO_GPU:
+            warnings.warn(f"ampfast does without its backend {name!r}: {reason}", stacklevel=2)
     return "aten"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -34,6 +35,8 @@ __all__ = [
 
 # What the kernel that updates the scale takes at once.
 MOST_FLAGS = 4
+
+_one_pass = threading.Lock()
 
 # For launches that update nothing.
 NO_FACTORS = Factors(1.0, 1.0, 0)
@@ -265,15 +268,17 @@ class DeviceKernels:
                 *(coefficient, norms, flags, update),
             )
             *first, last = table.segments
-            try:
-                for segment in first:
-                    launcher.multi_tensor(work, segment, Epilogue.NOTHING)
-                final = Epilogue.FINISH if update is None else Epilogue.UPDATE
-                launcher.multi_tensor(work, last, final)
-            except BaseException:
-                # Launches between the first and the last leave something in it.
-                clear_tables()
-                raise
+            # Another thread's pass over the same table must not come between.
+            with _one_pass:
+                try:
+                    for segment in first:
+                        launcher.multi_tensor(work, segment, Epilogue.NOTHING)
+                    final = Epilogue.FINISH if update is None else Epilogue.UPDATE
+                    launcher.multi_tensor(work, last, final)
+                except BaseException:
+                    # Launches between the first and the last leave something in it.
+                    clear_tables()
+                    raise
         if update is not None:
             update.applied = True
         return found_inf

@@ -18,7 +18,9 @@ import torch  # noqa: E402
 from gpu_support import BACKENDS, flag, gpu, grads_of, kernels_of, why_not  # noqa: E402
 from support import FLOATS  # noqa: E402
 
+from ampfast.backends import native  # noqa: E402
 from ampfast.backends.native import WINDOW_BYTES, Factors  # noqa: E402
+from ampfast.scale_state import ScalePolicy, ScaleState  # noqa: E402
 
 FACTORS = Factors(2.0, 0.5, 1)
 
@@ -38,8 +40,16 @@ def modes(kernels: Any, device: torch.device) -> list[tuple[str, Callable[..., A
     """Each mode's name, its call on a list, and what then stands in the gradients."""
     scale = flag(4.0, device)
 
-    def unscale(**more: Any) -> Callable[..., Any]:
-        return lambda grads: kernels.unscale_(grads, scale, is_scale=True, **more)
+    def unscale(**more: Callable[[], Any]) -> Callable[..., Any]:
+        def call(grads: native.GradList) -> torch.Tensor:
+            # Anew for each launch, which may write them.
+            arguments = {name: make() for name, make in more.items()}
+            return kernels.unscale_(grads, scale, is_scale=True, **arguments)
+
+        return call
+
+    def zero() -> torch.Tensor:
+        return flag(0.0, device)
 
     def norms() -> torch.Tensor:
         return torch.zeros(2, dtype=torch.float64, device=device)
@@ -47,25 +57,26 @@ def modes(kernels: Any, device: torch.device) -> list[tuple[str, Callable[..., A
     def flags() -> torch.Tensor:
         return torch.zeros(1_000, device=device)
 
-    def update(others: int) -> Any:
+    def update(others: int = 0) -> Any:
         state = (flag(4.0, device), torch.zeros((), dtype=torch.int32, device=device))
-        return kernels.scale_update(*state, [flag(0.0, device)] * others, FACTORS)
+        words = ScaleState(ScalePolicy()).on(device)
+        return kernels.scale_update(*state, [zero()] * others, FACTORS, words)
 
     return [
         ("check", kernels.check_, 8.0),
         ("check of quotients", lambda g: kernels.check_(g, scale), 8.0),
-        ("check, accumulated", lambda g: kernels.check_(g, found_inf=flag(0.0, device)), 8.0),
+        ("check, accumulated", lambda g: kernels.check_(g, found_inf=zero()), 8.0),
         ("check with flags", lambda g: kernels.check_(g, flags=flags()), 8.0),
         ("check and update", lambda g: kernels.check_(g, scale, update=update(1)), 8.0),
         ("norms", lambda g: kernels.norms(g, scale, is_scale=True, norms=norms()), 8.0),
         ("unscale", unscale(), 2.0),
         ("unscale by the inverse", lambda g: kernels.unscale_(g, scale, is_scale=False), 32.0),
-        ("unscale, accumulated", unscale(found_inf=flag(0.0, device)), 2.0),
-        ("unscale with norms", unscale(norms=norms()), 2.0),
-        ("unscale with flags", unscale(flags=flags()), 2.0),
-        ("unscale with a coefficient", unscale(coefficient=flag(0.5, device)), 1.0),
-        ("unscale and update", unscale(update=update(0)), 2.0),
-        ("all at once", unscale(norms=norms(), flags=flags(), update=update(2)), 2.0),
+        ("unscale, accumulated", unscale(found_inf=zero), 2.0),
+        ("unscale with norms", unscale(norms=norms), 2.0),
+        ("unscale with flags", unscale(flags=flags), 2.0),
+        ("unscale with a coefficient", unscale(coefficient=lambda: flag(0.5, device)), 1.0),
+        ("unscale and update", unscale(update=update), 2.0),
+        ("all at once", unscale(norms=norms, flags=flags, update=lambda: update(1)), 2.0),
     ]
 
 

@@ -8,7 +8,15 @@ import random
 import pytest
 import torch
 from batches import KINDS, every_offset_batch, random_batch, run_batch, window
-from gpu_support import flag, grads_of, inverse_of, kernels_of, require_memory
+from gpu_support import (
+    BACKENDS,
+    flag,
+    grads_of,
+    inverse_of,
+    kernels_of,
+    require_memory,
+    why_not,
+)
 from support import BITS, FLOATS, assert_same, difference, make_gradient
 
 from ampfast import functional
@@ -216,10 +224,41 @@ def test_more_flags_than_the_kernel_takes(backend: str, device: torch.device) ->
                 update = kernels.scale_update(scale, tracker, flags, Factors(2.0, 0.5, 100))
                 if rides:
                     kernels.check_(grads_of([torch.ones(3, device=device)]), update=update)
-                else:
+                    assert update.applied == (count == 1)
+                if not update.applied:
                     update.apply()
                 expected = (8.0, 4) if bad is None else (4.0, 0)
                 assert (scale.item(), tracker.item()) == expected, (count, bad, rides)
+
+
+@pytest.mark.parametrize("given", [None, 0.0, 1.0, math.nan])
+@pytest.mark.parametrize("other", [0.0, 1.0, 2.0])
+def test_an_update_behind_finite_gradients_heeds_other_flags(
+    backend: str, device: torch.device, given: float | None, other: float
+) -> None:
+    scale, tracker = flag(8.0, device), torch.zeros((), dtype=torch.int32, device=device)
+    kernels = kernels_of(backend, device)
+    update = kernels.scale_update(scale, tracker, [flag(other, device)], Factors(2.0, 0.5, 1))
+    found_inf = None if given is None else flag(given, device)
+    found = kernels.check_(
+        grads_of([torch.ones(3, device=device)]), found_inf=found_inf, update=update
+    )
+    assert_same(found, flag(given or 0.0, device))
+    assert scale.item() == (4.0 if other or given else 16.0)
+
+
+def test_both_kinds_of_kernels_have_the_same_bits(device: torch.device) -> None:
+    for backend in BACKENDS:
+        if reason := why_not(backend):
+            pytest.skip(reason)
+    for seed in range(20):
+        lists = [[make_gradient("long", d, seed).to(device) for d in FLOATS] for _ in range(2)]
+        factor = flag(inverse_of(3.0 + seed), device)
+        found = [
+            kernels_of(backend, device).unscale_(grads_of(grads), factor, is_scale=False)
+            for backend, grads in zip(BACKENDS, lists, strict=True)
+        ]
+        assert_same([lists[0], found[0]], [lists[1], found[1]])
 
 
 def test_functional_ops_take_the_backend(

@@ -1,0 +1,130 @@
+"""The host side of device kernels: locks, alignment, captures, the current device."""
+
+from __future__ import annotations
+
+import re
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from reference_launcher import ReferenceLauncher
+
+from ampfast import _C, capture
+from ampfast.backends import native, passes
+from ampfast.backends.native import Factors
+from ampfast.backends.passes import DeviceKernels, Epilogue
+
+CPU = torch.device("cpu")
+ROOT = Path(__file__).parent.parent
+
+
+def grads_of(tensors: list[torch.Tensor]) -> native.GradList:
+    grads = native.list_of(tensors, CPU)
+    assert grads is not None
+    return grads
+
+
+@pytest.fixture(autouse=True)
+def _no_tables() -> None:
+    _C.clear_tables()
+
+
+def test_another_thread_does_not_come_between_two_launches() -> None:
+    """Both passes are over one table, whose scratch the first launch has written."""
+    grads = [torch.tensor([torch.inf]), torch.ones(2, dtype=torch.float64)]
+    between, found = threading.Event(), {}
+
+    class Interrupted(ReferenceLauncher):
+        def multi_tensor(self, work: Any, segment: Any, epilogue: Epilogue) -> None:
+            super().multi_tensor(work, segment, epilogue)
+            if epilogue is Epilogue.NOTHING and threading.current_thread().name == "first":
+                between.set()
+                second.join(0.2)
+
+    kernels = DeviceKernels(Interrupted())
+
+    def check() -> None:
+        found[threading.current_thread().name] = kernels.check_(grads_of(grads)).item()
+
+    def check_later() -> None:
+        assert between.wait(10)
+        check()
+
+    first = threading.Thread(target=check, name="first")
+    second = threading.Thread(target=check_later, name="second")
+    for thread in (second, first):
+        thread.start()
+    for thread in (first, second):
+        thread.join()
+    assert found == {"first": 1.0, "second": 1.0}
+
+
+def test_elements_off_their_own_alignment_are_irregular() -> None:
+    memory = bytearray(64)
+    for dtype in (torch.float32, torch.float64, torch.float16, torch.bfloat16):
+        for offset in range(1, dtype.itemsize):
+            odd = torch.frombuffer(memory, dtype=dtype, count=3, offset=offset)
+            assert native.list_of([odd], CPU) is None
+        even = torch.frombuffer(memory, dtype=dtype, count=3, offset=dtype.itemsize)
+        assert native.list_of([even], CPU) is not None
+
+
+def test_lists_that_differ_at_their_end_are_told_apart() -> None:
+    kernels = DeviceKernels(ReferenceLauncher())
+    common = [torch.ones(2) for _ in range(20)]
+    last = [torch.ones(3) for _ in range(20)]
+    before = _C.uploads()[0]
+    for _ in range(2):
+        for tensor in last:
+            kernels.check_(grads_of([*common, tensor]))
+    assert _C.uploads()[0] - before == len(last)
+
+
+def test_a_table_has_room_for_the_partial_sums() -> None:
+    tensors = [torch.ones(5_000), torch.ones(7_000, dtype=torch.float64)]
+    for programs in (1, 2, 3, 1000):
+        _C.clear_tables()
+        table = native.DeviceTable.of(grads_of(tensors), programs, False)
+        launched = sum(segment.programs for segment in table.segments)
+        assert table.buffer[3] == launched
+        assert table.buffer.numel() == table.buffer[2] + launched
+
+
+def test_an_update_bumps_the_version_of_the_scale() -> None:
+    scale, tracker = torch.tensor(2.0), torch.tensor(0, dtype=torch.int32)
+    kernels = DeviceKernels(ReferenceLauncher())
+    update = kernels.scale_update(scale, tracker, [torch.tensor(0.0)], Factors(2.0, 0.5, 1))
+    before = scale._version
+    update.bump_version()
+    assert scale._version == before + 1
+
+
+def test_the_device_of_a_launch_is_current(monkeypatch: pytest.MonkeyPatch) -> None:
+    switched: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: switched.append(device))
+    passes.on_gpu(torch.device("cuda", 1))
+    assert switched == []
+    passes.on_gpu(torch.device("cuda", 0))
+    assert switched == [torch.device("cuda", 0)]
+
+
+def test_what_is_not_compiled_is_not_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    launch = pytest.importorskip("ampfast.backends.triton.launch")
+    monkeypatch.setattr(capture, "is_capturing", lambda: True)
+    monkeypatch.setattr(launch, "_launched", {("known",)})
+    launch._require_compiled(("known",))
+    with pytest.raises(RuntimeError, match="not compiled yet; run one iteration without"):
+        launch._require_compiled(("unknown",))
+
+
+def test_both_kinds_of_kernels_have_the_same_grid() -> None:
+    launch = pytest.importorskip("ampfast.backends.triton.launch")
+    source = (ROOT / "csrc/cuda/multi_tensor.cu").read_text()
+    per_sm = re.search(r"kProgramsPerSm = (\d+);", source)
+    threads = re.search(r"kThreads = (\d+);", source)
+    assert int(per_sm[1]) == launch.PROGRAMS_PER_SM
+    # What that many programs leave a thread of a multiprocessor's 65,536 registers.
+    assert launch.PROGRAMS_PER_SM * int(threads[1]) * 64 == 65_536
