@@ -125,13 +125,17 @@ class EventTimer:
     Args:
         queue: Where the calls go.
         launches: Kernels of a call by contender, as far as they are known.
+        cycle: After so many calls everything is as before; what has to be repeated is whole cycles.
     """
 
     name = "events"
 
-    def __init__(self, queue: Queue, launches: dict[tuple[str, str], int | None]) -> None:
+    def __init__(
+        self, queue: Queue, launches: dict[tuple[str, str], int | None], cycle: int = 1
+    ) -> None:
         self._queue = queue
         self._launches = launches
+        self._cycle = cycle
         self._holds: dict[tuple[str, str], float] = {}
 
     def __call__(self, contender: Contender, calls: range) -> float:
@@ -140,6 +144,7 @@ class EventTimer:
             contender.call(calls[0])
             return self._between_stamps(contender, calls[1:]) / (len(calls) - 1)
         most = stretch(self._launches.get(contender.key))
+        most = max(self._cycle, most // self._cycle * self._cycle)
         parts = [calls[first : first + most] for first in range(0, len(calls), most)]
         return sum(self._held(contender, part) for part in parts) / len(calls)
 

@@ -229,7 +229,7 @@ def _device_timer(
             return GraphTimer(queue, contenders, cycle)
         except RuntimeError as error:
             notes.append(f"timed by events, since a graph could not be captured: {error}")
-    return EventTimer(queue, launches)
+    return EventTimer(queue, launches, cycle)
 
 
 def _add(

@@ -92,7 +92,7 @@ def measure(
     if queue is None:
         name, samples = "wall", interleave(in_turn, effort, cycle=2 * lists)
     else:
-        timer = EventTimer(queue, counts.launches(counted))
+        timer = EventTimer(queue, counts.launches(counted), 2 * lists)
         name, samples = timer.name, interleave(in_turn, effort, cycle=2 * lists, timer=timer)
     gradients.assert_steady()
 

@@ -130,6 +130,14 @@ def test_calls_are_queued_behind_a_device_that_is_kept_busy(clock):
     assert queue.asked == ["synchronize", *part, *part, *part]
 
 
+def test_what_is_timed_again_is_whole_cycles():
+    parts = []
+    timer = EventTimer(HostQueue(), {("p", "a"): 300}, cycle=4)
+    timer._held = lambda contender, calls: parts.append(calls) or 1.0
+    timer(Contender("p", "a", lambda number: None), range(12))
+    assert parts == [range(0, 4), range(4, 8), range(8, 12)]
+
+
 def test_the_device_is_held_longer_if_it_got_ahead_of_the_host(clock):
     class Late(HostQueue):
         held = 0.0
