@@ -135,7 +135,7 @@ def test_what_is_timed_again_is_whole_cycles():
     timer = EventTimer(HostQueue(), {("p", "a"): 300}, cycle=4)
     timer._held = lambda contender, calls: parts.append(calls) or 1.0
     timer(Contender("p", "a", lambda number: None), range(12))
-    assert parts == [range(0, 4), range(4, 8), range(8, 12)]
+    assert parts == [range(4), range(4, 8), range(8, 12)]
 
 
 def test_the_device_is_held_longer_if_it_got_ahead_of_the_host(clock):
