@@ -4,6 +4,7 @@ from ampfast import backends, functional, report
 from ampfast._version import __version__
 from ampfast.grad_scaler import GradScaler
 from ampfast.patching import Patch, patch, unpatch
+from ampfast.sync_free import sync_free_
 
 __all__ = [
     "GradScaler",
@@ -13,5 +14,6 @@ __all__ = [
     "functional",
     "patch",
     "report",
+    "sync_free_",
     "unpatch",
 ]

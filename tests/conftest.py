@@ -38,3 +38,11 @@ def capability(request: pytest.FixtureRequest) -> Iterator[str]:
     _C.set_cpu_capability(request.param)
     yield request.param
     _C.set_cpu_capability(before)
+
+
+@pytest.fixture
+def poisoned() -> Iterator[None]:
+    """Fills memory that nobody has written with NaN, so that reading it always shows."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)

@@ -82,3 +82,12 @@ def both(*arguments: Any, **keywords: Any) -> tuple[Setup, Setup]:
 
 def flags(run: Setup) -> list[float]:
     return [t.item() for t in run.scaler._found_inf_per_device(run.optimizer).values()]
+
+
+def host_reads(call: Callable[[], Any]) -> int:
+    """How often a call brings a value of a tensor to the host, outside of torch's own kernels."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        call()
+    items = [event for event in profile.events() if event.name == "aten::item"]
+    # On the CPU, torch's fused kernels read their own step counters in this way.
+    return sum(not (e.cpu_parent and "_fused_" in e.cpu_parent.name) for e in items)

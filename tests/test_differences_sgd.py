@@ -4,26 +4,18 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from one_step import TAKE_GRAD_SCALE, Setup, floats, setup
+from one_step import TAKE_GRAD_SCALE, Setup, floats, host_reads, setup
 from support import TorchScaler, parameter_with
 
 from ampfast import GradScaler
 
 pytest_plugins = ["verdicts"]
 OptState = torch.amp.grad_scaler.OptState
-
-
-@pytest.fixture
-def poisoned() -> Iterator[None]:
-    """Fills memory that nobody has written with NaN, so that reading it always shows."""
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 def fused_sgd(**options: Any) -> Callable[..., torch.optim.SGD]:
@@ -68,15 +60,6 @@ def test_fused_sgd_overflows_on_its_first_step(
     assert ours.scaler.get_scale() == plain.scaler.get_scale()
     theirs = run(TorchScaler, fused_sgd(**options))
     torch_fails("fused SGD with momentum, overflow on the first step", not theirs.finite())
-
-
-def host_reads(call: Callable[[], Any]) -> int:
-    """How often a call brings a value of a tensor to the host, outside of torch's own kernels."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-        call()
-    items = [event for event in profile.events() if event.name == "aten::item"]
-    # On the CPU, torch's fused kernels read their own step counters in this way.
-    return sum(not (e.cpu_parent and "_fused_" in e.cpu_parent.name) for e in items)
 
 
 def test_host_reads_are_counted() -> None:

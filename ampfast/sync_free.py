@@ -1,0 +1,205 @@
+"""Turns on the fused implementation of torch's own optimizers, so that a step needs no sync."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from ampfast.capture import refuse_capture
+
+__all__ = ["sync_free_"]
+
+AnyOptimizer = TypeVar("AnyOptimizer", bound=torch.optim.Optimizer)
+
+_KINDS = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
+_NAMES = "torch.optim.Adam, AdamW, SGD and Adagrad"
+_FUSED = {"fused": True, "foreach": False}
+# What a constructor sets besides the groups, each torch for the optimizers that it does it for.
+_MARKS = ("_step_supports_amp_scaling", "_need_device_dtype_check_for_fused")
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+# The state that kernels walk over together with the parameter.
+_READ_BESIDE = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "sum")
+_ATTRIBUTES: dict[str, Callable[[Tensor], object]] = {
+    "layout": lambda tensor: tensor.layout,
+    "dtype": lambda tensor: tensor.dtype,
+    "device": lambda tensor: tensor.device,
+    "shape": lambda tensor: tuple(tensor.shape),
+    "order in memory": lambda tensor: tensor.stride(),
+}
+
+
+def sync_free_(optimizer: AnyOptimizer) -> AnyOptimizer:
+    """Turns on the fused implementation of an optimizer in place and keeps its state.
+
+    From then on a `GradScaler` hands `grad_scale` and `found_inf` to `step`, which waits for
+    nothing and skips on the device. The optimizer is as if made with `fused=True` and loaded with
+    its state: momenta and sums stay the same tensors, step counters become float32 on the device
+    of their parameter. Groups added later are fused too, and so is what `load_state_dict` loads,
+    whatever it was saved from. Calling it again changes nothing.
+
+    What torch's fused optimizers cannot do, this one cannot either: a copy or an unpickled one is
+    stepped by a scaler as a plain one until it is given to `sync_free_` too, sparse gradients are
+    refused by `step`, and so is, by SGD with momentum, a first gradient that comes later than
+    others of its group.
+
+    Source: torch.optim's constructors and `Optimizer.load_state_dict`.
+
+    Args:
+        optimizer: A `torch.optim.Adam`, `AdamW`, `SGD` or `Adagrad`, not of a subclass.
+
+    Returns:
+        The optimizer.
+
+    Raises:
+        TypeError: If it is of another class.
+        ValueError: If a group is differentiable, if torch's fused implementation does not take
+            the device or dtype of a parameter, if a parameter, its gradient and its state
+            differ in dtype, device or strides or leave gaps in memory, or if a hyperparameter is a
+            tensor on a device where it could not be read without a sync.
+        RuntimeError: While a CUDA graph is captured.
+
+    Whatever is raised, nothing was changed.
+    """
+    kind = type(optimizer)
+    if kind not in _KINDS:
+        raise TypeError(_wrong_type(optimizer))
+    refuse_capture("what sync_free_ does to step counters", "call it before")
+    # Counters that were made in inference mode could not be written outside of it.
+    with torch.inference_mode(False), torch.no_grad():
+        for index, group in enumerate(optimizer.param_groups):
+            _check_group(optimizer, index, group)
+        example = _made_fused(kind, torch.zeros(1, device="cpu"))
+        counters = list(_counters(optimizer))
+    for state, counter in counters:
+        state["step"] = counter
+    for group in optimizer.param_groups:
+        group.update(_FUSED)
+    optimizer.defaults.update(_FUSED)
+    for mark in _MARKS:
+        if hasattr(example, mark):
+            setattr(optimizer, mark, getattr(example, mark))
+    if _stay_fused not in optimizer._optimizer_load_state_dict_pre_hooks.values():
+        optimizer.register_load_state_dict_pre_hook(_stay_fused)
+    return optimizer
+
+
+def _made_fused(kind: type[torch.optim.Optimizer], param: Tensor) -> torch.optim.Optimizer:
+    return kind([param], fused=True)  # type: ignore[call-arg]
+
+
+def _wrong_type(optimizer: object) -> str:
+    kind = type(optimizer)
+    name = f"{kind.__module__}.{kind.__qualname__}"
+    if isinstance(optimizer, _KINDS):
+        remedy = "what a subclass does is not known: pass fused=True where it is made"
+    elif isinstance(optimizer, torch.optim.Optimizer):
+        remedy = "use one of those, or keep it: GradScaler steps it with one host sync"
+    else:
+        remedy = "if it wraps one of those, pass that one"
+    return f"sync_free_ takes {_NAMES}, got {name}; {remedy}"
+
+
+def _stay_fused(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+    """Loads a state dict as if a fused optimizer had saved it; torch then moves its counters."""
+    saved = state_dict["param_groups"]
+    for index, group in enumerate(saved):
+        _refuse_differentiable(group, f"group {index} of the state dict")
+    return {**state_dict, "param_groups": [{**group, **_FUSED} for group in saved]}
+
+
+def _refuse_differentiable(group: dict[str, Any], where: str) -> None:
+    if group.get("differentiable"):
+        raise ValueError(
+            f"{where} has differentiable=True, which torch's fused implementation does not support"
+        )
+
+
+def _check_group(optimizer: torch.optim.Optimizer, index: int, group: dict[str, Any]) -> None:
+    _refuse_differentiable(group, f"group {index}")
+    tried = set()
+    for number, param in enumerate(group["params"]):
+        state = optimizer.state.get(param)
+        # What never steps may be anything, such as the frozen integers of a quantised model.
+        if not state and not param.requires_grad and param.grad is None:
+            continue
+        where = f"parameter {number} of group {index}"
+        if "param_names" in group:
+            where += f" ({group['param_names'][number]})"
+        if (param.device, param.dtype) not in tried:
+            tried.add((param.device, param.dtype))
+            _check_hyperparameters(group, index, param.device)
+            _try_step(type(optimizer), group, param, where)
+        beside = {f"the {key!r}": (state or {}).get(key) for key in _READ_BESIDE}
+        _check_memory(param, {"the gradient": param.grad, **beside}, where)
+
+
+def _check_hyperparameters(group: dict[str, Any], index: int, device: torch.device) -> None:
+    for key, value in group.items():
+        for one in value if isinstance(value, tuple) else (value,):
+            if not isinstance(one, Tensor) or one.device.type == "cpu":
+                continue
+            # Only the learning rate is read by the kernel.
+            if key != "lr" or one.device != device:
+                raise ValueError(
+                    f"{key!r} of group {index} is a tensor on {one.device}, which a step on "
+                    f"{device} cannot read without a sync: make it a number or a CPU tensor"
+                )
+
+
+def _try_step(
+    kind: type[torch.optim.Optimizer], group: dict[str, Any], param: Tensor, where: str
+) -> None:
+    """Steps one element like those of `param`: which kernels there are, each torch knows itself."""
+    trial = torch.zeros(1, dtype=param.dtype, device=param.device)
+    trial.grad = torch.zeros_like(trial)
+    optimizer = _made_fused(kind, trial)
+    options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
+    optimizer.param_groups[0].update(options, **_FUSED)
+    try:
+        # Without the wrappers of torch, whose hooks for all optimizers would count this step.
+        inspect.unwrap(kind.step)(optimizer)
+    except (RuntimeError, TypeError, ValueError) as error:
+        raise ValueError(
+            f"torch's fused {kind.__name__} cannot step {where}, a {param.dtype} on "
+            f"{param.device}: {error}"
+        ) from error
+
+
+def _check_memory(param: Tensor, beside: dict[str, Any], where: str) -> None:
+    """Refuses what fused kernels, which walk over memory from the first element, would misread."""
+    if type(param) not in _PLAIN:
+        return  # it answers for itself
+    if param.layout is not torch.strided:
+        raise ValueError(f"{where} is {param.layout}, and torch's fused kernels take strided ones")
+    # Strides are preserved just where elements neither overlap nor leave gaps.
+    if torch.empty_like(param, device="meta").stride() != param.stride():
+        raise ValueError(
+            f"{where} has strides {param.stride()} for shape {tuple(param.shape)}: its elements "
+            "overlap or leave gaps in memory, and torch's fused kernels would write elsewhere"
+        )
+    for name, value in beside.items():
+        if not isinstance(value, Tensor):
+            continue
+        for what, get in _ATTRIBUTES.items():
+            if get(value) != get(param):
+                raise ValueError(
+                    f"{name} of {where} has another {what}: {get(value)}, not {get(param)}; "
+                    "torch's fused kernels need them alike"
+                )
+
+
+def _counters(optimizer: torch.optim.Optimizer) -> Iterator[tuple[dict[str, Any], Tensor]]:
+    """The states with a step counter, and the counter that each is to have."""
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            state = optimizer.state.get(param, {})
+            if "step" not in state:
+                continue
+            step = state["step"]
+            if not isinstance(step, Tensor):
+                step = torch.full((), float(step), device="cpu")
+            yield state, step.to(param.device, torch.float32)
