@@ -66,6 +66,7 @@ class Kernels(Protocol):
         is_scale: bool,
         found_inf: Tensor | None = None,
         update: Any = None,
+        track: native.Track | None = None,
     ) -> Tensor: ...
 
     def check_(
@@ -75,6 +76,7 @@ class Kernels(Protocol):
         *,
         found_inf: Tensor | None = None,
         update: Any = None,
+        track: native.Track | None = None,
     ) -> Tensor: ...
 
     def scale_update(

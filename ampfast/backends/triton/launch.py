@@ -90,7 +90,8 @@ def multi_tensor(work: Pass, segment: Segment, epilogue: Epilogue) -> None:
         "SOFT": INTERPRETED,
     }
     other = None if update is None else update.other
-    optional = (work.coefficient, work.norms, work.flags, other)
+    marks, now, health = (None, None, None) if work.track is None else work.track
+    optional = (work.coefficient, work.norms, marks, health, other)
     variant = (work.table.buffer.device, *switches.values(), *(o is None for o in optional))
     _require_compiled(variant)
     kernels.multi_tensor[(segment.programs,)](
@@ -100,7 +101,9 @@ def multi_tensor(work: Pass, segment: Segment, epilogue: Epilogue) -> None:
         work.coefficient,
         work.found_inf,
         work.norms,
-        work.flags,
+        marks,
+        now,
+        health,
         None if update is None else update.scale,
         None if update is None else update.growth_tracker,
         other,
