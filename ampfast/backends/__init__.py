@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ampfast.backends import native
 from ampfast.backends.passes import DeviceKernels
+from ampfast.backends.track import Track
 from ampfast.capture import refuse_capture
 
 __all__ = [
@@ -66,7 +67,7 @@ class Kernels(Protocol):
         is_scale: bool,
         found_inf: Tensor | None = None,
         update: Any = None,
-        track: native.Track | None = None,
+        track: Track | None = None,
     ) -> Tensor: ...
 
     def check_(
@@ -76,7 +77,7 @@ class Kernels(Protocol):
         *,
         found_inf: Tensor | None = None,
         update: Any = None,
-        track: native.Track | None = None,
+        track: Track | None = None,
     ) -> Tensor: ...
 
     def scale_update(

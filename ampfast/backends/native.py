@@ -7,6 +7,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from ampfast.backends.track import Track
+
 try:
     from ampfast import _C
     from ampfast._C import DeviceTable, GradList, ScaleUpdate, Segment
@@ -49,7 +51,7 @@ list_of = _C.GradList.of
 # Whether a tensor is what kernels read and write as a scalar: plain, of a dtype, one element.
 is_scalar = _C.is_scalar
 WINDOW_BYTES: int = _C.WINDOW_BYTES
-# Columns of what is noted of each parameter.
+# Columns of what a `Track` holds.
 MARK_WORDS: int = _C.MARK_WORDS
 HEALTH_WORDS: int = _C.HEALTH_WORDS
 
@@ -64,22 +66,6 @@ class Factors(NamedTuple):
     growth_factor: float
     backoff_factor: float
     growth_interval: int
-
-
-class Track(NamedTuple):
-    """Where a pass notes what it sees of each parameter; `csrc/track_layout.h` says how.
-
-    Attributes:
-        marks: int64 of shape (P, MARK_WORDS) for P parameters: in which step each was last not
-            finite, as the optimizer uses its gradient, and how often so far.
-        now: int64, whose first element is the number of completed steps.
-        health: int64 of shape (P, HEALTH_WORDS), zero before: the range of the values as they are
-            before they are unscaled. Or None.
-    """
-
-    marks: Tensor
-    now: Tensor
-    health: Tensor | None
 
 
 def unscale_(

@@ -17,10 +17,10 @@ from ampfast.backends.native import (
     Factors,
     GradList,
     Segment,
-    Track,
     clear_tables,
     is_scalar,
 )
+from ampfast.backends.track import Track
 
 __all__ = [
     "NO_FACTORS",

@@ -211,7 +211,7 @@ def _window(
     THREADS: tl.constexpr,
     SOFT: tl.constexpr,
 ):
-    """Takes a window; returns each thread's peak, its squares in the type of calculation, health."""
+    """Takes a window; returns each thread's peak, squares (in the type of calculation) and health."""
     PART: tl.constexpr = THREADS * 16 // (DTYPE.primitive_bitwidth // 8)
     lane = tl.arange(0, PART)
     peak = tl.zeros([THREADS], dtype=tl.int64 if DTYPE == tl.float64 else tl.int32)
@@ -224,21 +224,21 @@ def _window(
             c = _load(base, lane + 2 * PART, low, high, WHOLE)
             d = _load(base, lane + 3 * PART, low, high, WHOLE)
         peak, squares, health = _take(
-            *(a, base, lane, low, high, factor, coefficient_ptr, peak, squares, health),
-            *(WRITE, FACTOR, NORM, HEALTH, WHOLE, THREADS, SOFT),
+            *(a, base, lane, low, high, factor, coefficient_ptr),
+            *(peak, squares, health, WRITE, FACTOR, NORM, HEALTH, WHOLE, THREADS, SOFT),
         )
         peak, squares, health = _take(
-            *(b, base, lane + PART, low, high, factor, coefficient_ptr, peak, squares, health),
-            *(WRITE, FACTOR, NORM, HEALTH, WHOLE, THREADS, SOFT),
+            *(b, base, lane + PART, low, high, factor, coefficient_ptr),
+            *(peak, squares, health, WRITE, FACTOR, NORM, HEALTH, WHOLE, THREADS, SOFT),
         )
         if LOADS == 4:
             peak, squares, health = _take(
-                *(c, base, lane + 2 * PART, low, high, factor, coefficient_ptr, peak, squares, health),
-                *(WRITE, FACTOR, NORM, HEALTH, WHOLE, THREADS, SOFT),
+                *(c, base, lane + 2 * PART, low, high, factor, coefficient_ptr),
+                *(peak, squares, health, WRITE, FACTOR, NORM, HEALTH, WHOLE, THREADS, SOFT),
             )
             peak, squares, health = _take(
-                *(d, base, lane + 3 * PART, low, high, factor, coefficient_ptr, peak, squares, health),
-                *(WRITE, FACTOR, NORM, HEALTH, WHOLE, THREADS, SOFT),
+                *(d, base, lane + 3 * PART, low, high, factor, coefficient_ptr),
+                *(peak, squares, health, WRITE, FACTOR, NORM, HEALTH, WHOLE, THREADS, SOFT),
             )
     else:
         # One by one, and only where there is something: a load here is of single elements, each in
@@ -439,8 +439,8 @@ def multi_tensor(
             squares += window_squares.to(tl.float64)
         ends = high <= WINDOW
         if marks_ptr is not None:
-            if ends | (left == 1):
-                # This program is done with the tensor.
+            is_done = ends | (left == 1)  # this program, with the tensor
+            if is_done:
                 parameter = tl.load(table_ptr + tl.load(segment_ptr + _PARAMETERS) + tensor)
                 row_ptr = marks_ptr + parameter * _MARK_WORDS
                 if HEALTH:
