@@ -86,6 +86,7 @@ def modes(dtype: torch.dtype) -> list[Variant]:
         replace(scale, norm=True),
         replace(scale, coefficient=True),
         replace(scale, track="marks"),
+        *(replace(mode, track="health") for mode in (*reads, norms[1], *writes)),
         replace(scale, norm=True, coefficient=True, track="marks"),
     ]
 

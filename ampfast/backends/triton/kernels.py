@@ -211,7 +211,7 @@ def _window(
     THREADS: tl.constexpr,
     SOFT: tl.constexpr,
 ):
-    """Takes a window; returns each thread's peak, squares (in the type of calculation) and health."""
+    """Takes a window; returns each thread's peak, its health, and squares as is calculated."""
     PART: tl.constexpr = THREADS * 16 // (DTYPE.primitive_bitwidth // 8)
     lane = tl.arange(0, PART)
     peak = tl.zeros([THREADS], dtype=tl.int64 if DTYPE == tl.float64 else tl.int32)
