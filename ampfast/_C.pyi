@@ -8,6 +8,8 @@ from torch import Tensor
 CHUNK: int
 CPU: int
 CUDA: int
+HEALTH_WORDS: int
+MARK_WORDS: int
 WINDOW_BYTES: int
 
 def build_info() -> dict[str, str]: ...
@@ -46,7 +48,7 @@ def cuda_multi_tensor(
     factor: Tensor | None,
     coefficient: Tensor | None,
     norms: Tensor | None,
-    flags: Tensor | None,
+    track: tuple[Tensor, Tensor, Tensor | None] | None,
     epilogue: bool,
     found_inf: Tensor,
     accumulate: bool,
@@ -102,17 +104,21 @@ class ScaleUpdate:
 
 def walk(
     param_groups: Iterable[dict], allow_fp16: bool, writes: bool, devices: int
-) -> tuple[list[GradList], list[tuple[Tensor, Tensor]], tuple[int, int, object] | None]: ...
+) -> tuple[
+    list[GradList], list[tuple[Tensor, Tensor, int]], tuple[int, int, object] | None, int
+]: ...
 def unscale_(
     grads: GradList,
     factor: Tensor,
     is_scale: bool,
     found_inf: Tensor | None = ...,
     update: ScaleUpdate | None = ...,
+    track: tuple[Tensor, Tensor, Tensor | None] | None = ...,
 ) -> Tensor: ...
 def check_(
     grads: GradList,
     grad_scale: Tensor | None = ...,
     found_inf: Tensor | None = ...,
     update: ScaleUpdate | None = ...,
+    track: tuple[Tensor, Tensor, Tensor | None] | None = ...,
 ) -> Tensor: ...

@@ -15,9 +15,10 @@ from torch.amp.grad_scaler import GradScaler as TorchGradScaler
 from torch.amp.grad_scaler import OptState, _refresh_per_optimizer_state
 from torch.cuda.amp.common import amp_definitely_not_available
 
-from ampfast import backends, gradients
+from ampfast import backends, gradients, tracking
 from ampfast.backends import aten, native
 from ampfast.capture import refuse_capture
+from ampfast.gradient_reports import GradientHealth, OverflowReport
 from ampfast.last_checks import LastChecks
 from ampfast.notes import add_note, warn_caller
 from ampfast.optimizers import lacks_momentum, no_inf_checks, takes_grad_scaler
@@ -71,11 +72,14 @@ class GradScaler(TorchGradScaler):
         hysteresis_refill: When the overflows are counted from 0 again: when the scale's "growth" is
             due, as in Megatron-LM, or after a "finite_step", as in apex.
         dynamic: If False, the scale stays: `growth_interval` is 0 and `backoff_factor` 1.
+        track: What is noted of each parameter while its gradient is read: "overflow" for
+            `overflow_report`, "health" for `health`, too; None for nothing.
 
     Raises:
         AssertionError: If a factor is on the wrong side of 1.
         TypeError: If `device` is a number or a keyword has the wrong type.
-        ValueError: If `backend` is unknown, or the scale's limits or hysteresis make no sense.
+        ValueError: If `backend` or `track` is unknown, or the scale's limits or hysteresis make no
+            sense.
         RuntimeError: If `backend` cannot run here.
     """
 
@@ -89,6 +93,8 @@ class GradScaler(TorchGradScaler):
     _dynamic = True
     # By the ids of optimizers, which live as long as the iteration.
     _norms: dict[frozenset[int], tuple[Tensor, float]] | None = None
+    _track: str | None = None
+    _tracking: tracking.Tracking | None = None
 
     def __init__(
         self,
@@ -107,6 +113,7 @@ class GradScaler(TorchGradScaler):
         hysteresis: int = 1,
         hysteresis_refill: str = "growth",
         dynamic: bool = True,
+        track: str | None = None,
     ) -> None:
         if isinstance(device, Number):
             raise TypeError(
@@ -125,6 +132,7 @@ class GradScaler(TorchGradScaler):
                 "a scale with dynamic=False never changes: it takes no min_scale, max_scale or "
                 "hysteresis"
             )
+        tracking.require_known(track)
         if enabled:
             choice = backends.choose(backend)
         else:
@@ -147,6 +155,7 @@ class GradScaler(TorchGradScaler):
         self._dynamic = dynamic
         if enabled and not dynamic:
             self._growth_interval, self._backoff_factor = 0, 1.0
+        self._track = track
 
     # A compiler that traces the state machine around a kernel loses what is written to its dicts.
     @_not_compiled
@@ -198,7 +207,7 @@ class GradScaler(TorchGradScaler):
         if not self._enabled:
             return
         if new_scale is not None:
-            super().update(new_scale)
+            self._set_scale(new_scale)
         else:
             scale, growth_tracker = self._check_scale_growth_tracker("update")
             flags = self._flags_besides(None, scale.device)
@@ -214,8 +223,7 @@ class GradScaler(TorchGradScaler):
             else:
                 self._update_with_torch(scale, growth_tracker, flags)
         self._end_iteration()
-        if new_scale is None:
-            self._kept().heed_minimum()
+        self._kept().heed_minimum()
 
     @_not_compiled
     def step_and_update(self, *optimizers: torch.optim.Optimizer) -> list[float | None]:
@@ -302,6 +310,48 @@ class GradScaler(TorchGradScaler):
         refuse_capture("a question that the host asks", "ask after the replay")
         return bool(self.found_inf(optimizer).item())
 
+    def name_parameters(self, model: torch.nn.Module | Iterable[tuple[str, Tensor]]) -> None:
+        """Gives parameters the names under which `overflow_report` and `health` list them.
+
+        May be called at any time, and once more for another model. The names belong to these
+        parameters, not to copies of them, and are not part of a pickle.
+
+        Args:
+            model: A module, or pairs as from its `named_parameters()`.
+
+        Raises:
+            TypeError: If it is something else.
+            ValueError: If a name is given twice.
+        """
+        pairs = tracking.named(model)
+        if self._track is not None:
+            self._notes().name(pairs)
+
+    def overflow_report(self) -> OverflowReport:
+        """Returns which parameters' gradients were not finite in the last skipped step.
+
+        What counts is the value that the optimizer would have used. The counts belong to living
+        optimizers: they are in no pickle or checkpoint, and start anew if an optimizer loses
+        parameters. One host sync.
+
+        Raises:
+            RuntimeError: Without `track`, under capture, or if an override of `_unscale_grads_`
+                keeps the gradients from the kernels.
+            ValueError: If `name_parameters` named no parameter of one of the optimizers.
+        """
+        return self._report("overflow_report", _KEYWORDS).overflow_report()
+
+    def health(self) -> GradientHealth:
+        """Returns how the values of the last gradients, still scaled, fit the range of float16.
+
+        Of each optimizer, those of its last iteration. One host sync.
+
+        Raises:
+            RuntimeError: Without `track="health"`; else as `overflow_report`.
+            ValueError: As `overflow_report`.
+        """
+        return self._report("health", _KEYWORDS[1:]).health()
+
     def get_scale(self) -> float:
         """Returns the scale, with one host sync, or 1.0 if disabled; warns once that 0 stays 0."""
         if self._enabled:
@@ -370,7 +420,7 @@ class GradScaler(TorchGradScaler):
     def __getstate__(self) -> dict[str, Any]:
         state = super().__getstate__()
         # Of this process: weak references, and what its backends can.
-        for name in ("_last_checks", "_choice", "_norms"):
+        for name in ("_last_checks", "_choice", "_norms", "_tracking"):
             state.pop(name, None)
         return state
 
@@ -383,7 +433,12 @@ class GradScaler(TorchGradScaler):
     ) -> dict[torch.device, Tensor]:
         grads = self._collect(optimizer, allow_fp16=allow_fp16, writes=True)
         return gradients.unscale_(
-            grads, inv_scale, choice=self._kernels(), is_scale=False, found_inf=found_inf
+            grads,
+            inv_scale,
+            choice=self._kernels(),
+            is_scale=False,
+            found_inf=found_inf,
+            tracks=self._tracks(optimizer, grads),
         )
 
     def _check_inf_per_device(self, optimizer: torch.optim.Optimizer) -> dict[Any, Tensor]:
@@ -394,7 +449,8 @@ class GradScaler(TorchGradScaler):
             flags = self._unscale_grads_(optimizer, one, zero, True)
         else:
             grads = self._collect(optimizer, allow_fp16=True, writes=False)
-            flags = gradients.check_(grads, choice=self._kernels())
+            tracks = self._tracks(optimizer, grads)
+            flags = gradients.check_(grads, choice=self._kernels(), tracks=tracks)
         self._per_optimizer_states[id(optimizer)]["found_inf_per_device"] = flags
         return flags
 
@@ -448,7 +504,12 @@ class GradScaler(TorchGradScaler):
             is_scale = scale.dtype is torch.float32
             factor = scale if is_scale else gradients.inverse(scale)
             flags = gradients.unscale_(
-                grads, factor, choice=self._kernels(), is_scale=is_scale, update=update
+                grads,
+                factor,
+                choice=self._kernels(),
+                is_scale=is_scale,
+                update=update,
+                tracks=self._tracks(optimizer, grads),
             )
         state["found_inf_per_device"] = flags
         state["stage"] = OptState.UNSCALED
@@ -571,6 +632,7 @@ class GradScaler(TorchGradScaler):
             grad_scale.detach().float(),
             choice=self._kernels(),
             update=None if unscaled else update,
+            tracks=self._tracks(optimizer, grads),
         )
         if unscaled:
             # What unscale_ found counts too; in new tensors, for its own may have been handed out.
@@ -589,6 +651,39 @@ class GradScaler(TorchGradScaler):
             devices=self._kernels().devices,
         )
 
+    def _tracks(
+        self, optimizer: torch.optim.Optimizer, grads: gradients.Gradients
+    ) -> gradients.Tracks | None:
+        """Where the pass that begins notes what it sees of each parameter."""
+        scale = None if self._track is None else self._get_scale_async()
+        if scale is None:
+            return None
+        state = self._per_optimizer_states.get(id(optimizer))
+        is_scaled = state is None or state["stage"] is OptState.READY
+        steps = self._kept().on(scale.device)
+        return self._notes().start(optimizer, grads.parameters, scale, steps, measures=is_scaled)
+
+    def _notes(self) -> tracking.Tracking:
+        if self._tracking is None:
+            self._tracking = tracking.Tracking(health=self._track == "health")
+        return self._tracking
+
+    def _report(self, method: str, keywords: tuple[str, ...]) -> tracking.Tracking:
+        if self._track not in keywords:
+            kinds = " or ".join(map(repr, keywords))
+            raise RuntimeError(
+                f"{method}() needs a scaler that was made with track={kinds}; this one has "
+                f"track={self._track!r}"
+            )
+        refuse_capture("a report that the host reads", "ask after the replay")
+        notes = self._notes()
+        if self._enabled and notes.is_empty and self._overrides(_UNSCALE):
+            raise RuntimeError(
+                f"{method}() knows nothing: {type(self).__name__} overrides _unscale_grads_, and "
+                "only gradients that ampfast's own method reads are tracked"
+            )
+        return notes
+
     def _kernels(self) -> backends.Choice:
         if self._choice is None:
             self._choice = backends.choose(self._backend)
@@ -602,6 +697,22 @@ class GradScaler(TorchGradScaler):
             for flag in state["found_inf_per_device"].values()
             if key != id(optimizer)
         ]
+
+    def _set_scale(self, new_scale: float | Tensor) -> None:
+        """Takes a scale from the caller; a step that was checked is kept all the same."""
+        scale, growth_tracker = self._scale, self._growth_tracker
+        if scale is None or growth_tracker is None:
+            super().update(new_scale)  # refuses
+            return
+        before, flags = scale.detach().clone(), self._flags_besides(None, scale.device)
+        super().update(new_scale)
+        if flags:
+            aten.update_scale_(
+                *(before, growth_tracker.clone(), aten.any_found(flags, before.device)),
+                *(1.0, 1.0, 0),
+                self._kept().on(before.device),
+                self._norm_of_iteration(before.device),
+            )
 
     def _scale_update(
         self, scale: Tensor, growth_tracker: Tensor, flags: list[Tensor]
@@ -661,6 +772,8 @@ class GradScaler(TorchGradScaler):
         self._norms = None
         if self._last_checks is not None:
             self._last_checks.end_iteration()
+        if self._tracking is not None:
+            self._tracking.end_iteration()
 
     def _record(self, optimizer: object, flags: dict[Any, Tensor]) -> None:
         if self._last_checks is None:
@@ -694,6 +807,9 @@ _HOOKS = _original(
     *("_check_scale_growth_tracker", "_get_scale_async", "_found_inf_per_device"),
 )
 
+
+# Values of `track` that overflow_report() needs; health() needs the last.
+_KEYWORDS = ("overflow", "health")
 
 _HOST_DECIDES = (
     "a step that the host may skip",

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from ampfast.backends import Choice, Kernels, Update, aten, native
+from ampfast.backends.track import Track
 from ampfast.notes import add_note
 
-__all__ = ["Gradients", "check_", "collect", "inverse", "of_list", "unscale_"]
+__all__ = ["Gradients", "Tracks", "check_", "collect", "inverse", "of_list", "unscale_"]
+
+
+# What a pass notes of the parameters on a device, and where.
+Tracks = Callable[[torch.device], Track]
 
 
 @dataclass(frozen=True)
@@ -22,10 +27,14 @@ class Gradients:
         lists: What the kernels take, one list per device.
         set_aside: What takes torch's own op, by device: sparse, overlapping, subclasses, complex,
             or on a device without kernels.
+        numbers: Those of the parameters whose gradients were set aside, likewise.
+        parameters: How many there are, with gradient or without.
     """
 
     lists: list[native.GradList]
     set_aside: dict[torch.device, list[Tensor]]
+    numbers: dict[torch.device, list[int]] = field(default_factory=dict)
+    parameters: int = 0
 
 
 def collect(
@@ -43,16 +52,18 @@ def collect(
         AssertionError: If a parameter is not a tensor.
         ValueError: If a gradient is float16 and `allow_fp16` is false.
     """
-    lists, irregular, refused = native.walk(param_groups, allow_fp16, writes, devices)
+    lists, irregular, refused, count = native.walk(param_groups, allow_fp16, writes, devices)
     if refused is not None:
         raise _refusal(*refused)
     set_aside: dict[torch.device, list[Tensor]] = {}
+    numbers: dict[torch.device, list[int]] = {}
     if irregular:
         with torch.no_grad():
-            for param, grad in irregular:
+            for param, grad, number in irregular:
                 values = _values_of(param, grad)
                 set_aside.setdefault(values.device, []).append(values)
-    return Gradients(lists, set_aside)
+                numbers.setdefault(values.device, []).append(number)
+    return Gradients(lists, set_aside, numbers, count)
 
 
 def of_list(tensors: list[Tensor], device: torch.device) -> Gradients:
@@ -74,6 +85,7 @@ def unscale_(
     is_scale: bool,
     found_inf: Tensor | None = None,
     update: Update | None = None,
+    tracks: Tracks | None = None,
 ) -> dict[torch.device, Tensor]:
     """Unscales in place; returns a new found_inf for each device that has a gradient.
 
@@ -84,6 +96,7 @@ def unscale_(
         is_scale: Which of the two `factor` is.
         found_inf: What the new flags start from, zero by default.
         update: Applied behind the check, if all gradients are in one list.
+        tracks: Where the pass notes what it sees of each parameter.
     """
     flags: dict[torch.device, Tensor] = {}
     factors = _Copies(factor)
@@ -91,7 +104,12 @@ def unscale_(
     for device, tensors in gradients.set_aside.items():
         flags[device] = _new_flag(found_inf, device)
         inv_scale = factors.on(device)
+        track = None if tracks is None else tracks(device)
+        if track is not None:
+            aten.measure_(track, gradients.numbers[device], tensors)
         aten.unscale_(tensors, inverse(inv_scale) if is_scale else inv_scale, flags[device])
+        if track is not None:
+            aten.mark_(track, gradients.numbers[device], tensors)
     for grads in gradients.lists:
         device = grads.device
         if found_inf is not None and device not in flags:
@@ -102,6 +120,7 @@ def unscale_(
             is_scale=is_scale,
             found_inf=flags.get(device),
             update=_rides(gradients, update),
+            track=None if tracks is None else tracks(device),
         )
     return flags
 
@@ -112,6 +131,7 @@ def check_(
     *,
     choice: Choice,
     update: Update | None = None,
+    tracks: Tracks | None = None,
 ) -> dict[torch.device, Tensor]:
     """Reads only; returns a new found_inf for each device that has a gradient.
 
@@ -120,12 +140,18 @@ def check_(
         grad_scale: One-element float32 by which the gradients will be divided, or None.
         choice: The kernels.
         update: Applied behind the check, if all gradients are in one list.
+        tracks: Where the pass notes what it sees of each parameter.
     """
     flags: dict[torch.device, Tensor] = {}
     factors = None if grad_scale is None else _Copies(grad_scale)
     for device, tensors in gradients.set_aside.items():
         flags[device] = _new_flag(None, device)
-        aten.check_(tensors, flags[device], None if factors is None else factors.on(device))
+        divisor = None if factors is None else factors.on(device)
+        aten.check_(tensors, flags[device], divisor)
+        if tracks is not None:
+            track, numbers = tracks(device), gradients.numbers[device]
+            aten.measure_(track, numbers, tensors)
+            aten.mark_(track, numbers, tensors, divisor)
     for grads in gradients.lists:
         device = grads.device
         flags[device] = _kernels(choice, device).check_(
@@ -133,6 +159,7 @@ def check_(
             None if factors is None else factors.on(device),
             found_inf=flags.get(device),
             update=_rides(gradients, update),
+            track=None if tracks is None else tracks(device),
         )
     return flags
 

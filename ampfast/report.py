@@ -16,7 +16,7 @@ __all__ = ["History", "ScalerStats", "SummaryWriter", "log", "plot"]
 
 @dataclass(frozen=True)
 class ScalerStats:
-    """Counts since the scaler was made. A step is one `update()` without a new scale.
+    """Counts since the scaler was made. A step is an iteration, which `update()` ends.
 
     Attributes:
         steps: How many there were.

@@ -122,26 +122,26 @@ void DeviceTable::add(const DtypeList& list) {
   }
   const int64_t programs = std::min(windows, max_programs_);
   const int64_t word = static_cast<int64_t>(words_.size());
-  const int64_t first_tensor =
-      segments_.empty() ? 0
-                        : words_[segments_.back().word + kFirstTensor] + segments_.back().tensors;
-  words_.resize(word + kSegmentWords + 2 * (count + 1) + 2 * programs);
+  const int64_t parameters_word = word + kSegmentWords + 2 * (count + 1) + 2 * programs;
+  words_.resize(parameters_word + count);
 
   int64_t* segment = words_.data() + word;
   segment[kTensors] = count;
   segment[kWindows] = windows;
   segment[kSegmentPrograms] = programs;
   segment[kFirstProgram] = words_[kPrograms];
-  segment[kFirstTensor] = first_tensor;
+  segment[kParameters] = parameters_word;
   int64_t* addresses = segment + kSegmentWords;
   int64_t* lengths = addresses + count + 1;
   int64_t* starts = lengths + count + 1;
+  int64_t* parameters = words_.data() + parameters_word;
   int64_t before = 0;
   int64_t program = 0;
   for (int64_t i = 0; i < count; ++i) {
     const Span& span = list.spans[i];
     addresses[i] = address_of(span);
     lengths[i] = span.numel;
+    parameters[i] = span.parameter;
     const int64_t after = before + window_count(span, size);
     for (; program < programs && program * windows / programs < after; ++program) {
       starts[2 * program] = i;
@@ -166,8 +166,10 @@ bool DeviceTable::holds(const GradList& grads, int64_t max_programs, c10::Stream
     }
     const int64_t* address = words_.data() + segment.word + kSegmentWords;
     const int64_t* length = address + segment.tensors + 1;
+    const int64_t* parameter = words_.data() + words_[segment.word + kParameters];
     for (const Span& span : list.spans) {
-      if (address_of(span) != *address++ || span.numel != *length++) {
+      if (address_of(span) != *address++ || span.numel != *length++ ||
+          span.parameter != *parameter++) {
         return false;
       }
     }

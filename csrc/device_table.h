@@ -57,9 +57,9 @@ struct Uploads {
 };
 
 // The table of `grads` for the current stream: one that is there already, if it has the same
-// addresses, lengths and dtypes, else a new one. While the stream is `capturing` it is always new,
-// and what it is copied from lives on, since every replay copies it again. `max_programs` bounds
-// the grid of a launch. Python's lock must be held.
+// addresses, lengths, dtypes and parameters, else a new one. While the stream is `capturing` it is
+// always new, and what it is copied from lives on, since every replay copies it again.
+// `max_programs` bounds the grid of a launch. Python's lock must be held.
 std::shared_ptr<const DeviceTable> table_of(const GradList& grads, int64_t max_programs,
                                             bool capturing);
 

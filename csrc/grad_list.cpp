@@ -60,7 +60,7 @@ DtypeList& GradList::list_of(at::ScalarType dtype) {
   return lists_.emplace_back(DtypeList{dtype, {}, 0});
 }
 
-void GradList::add(const at::Tensor& tensor, bool writes) {
+void GradList::add(const at::Tensor& tensor, bool writes, int64_t parameter) {
   const int64_t numel = tensor.numel();
   if (numel == 0) {
     return;
@@ -71,7 +71,7 @@ void GradList::add(const at::Tensor& tensor, bool writes) {
   TORCH_CHECK(end <= there, "the storage of a gradient was freed or resized: ", there,
               " bytes are left of ", end);
   void* address = writes ? tensor.mutable_data_ptr() : const_cast<void*>(tensor.const_data_ptr());
-  list.spans.push_back({static_cast<char*>(address), numel, list.chunks});
+  list.spans.push_back({static_cast<char*>(address), numel, list.chunks, parameter});
   list.chunks += chunk_count(numel);
 }
 

@@ -19,6 +19,7 @@ struct Span {
   char* address;
   int64_t numel;
   int64_t first_chunk;
+  int64_t parameter;  // its number among all of the optimizer, without gradient too
 };
 
 struct DtypeList {
@@ -37,8 +38,9 @@ class GradList {
   GradList(at::Device device, std::shared_ptr<const void> owner)
       : device_(device), owner_(std::move(owner)) {}
 
-  // `tensor` must be one that `is_regular` takes. With `writes`, its data may be written.
-  void add(const at::Tensor& tensor, bool writes);
+  // `tensor` must be one that `is_regular` takes, and the gradient of the parameter of that number.
+  // With `writes`, its data may be written.
+  void add(const at::Tensor& tensor, bool writes, int64_t parameter);
 
   at::Device device() const { return device_; }
   const std::vector<DtypeList>& lists() const { return lists_; }

@@ -4,8 +4,10 @@
 #include <torch/extension.h>
 #include <torch/version.h>
 
+#include <algorithm>
 #include <map>
 #include <optional>
+#include <tuple>
 
 #include "cpu/instruction_set.h"
 #include "cpu/multi_tensor.h"
@@ -53,25 +55,60 @@ at::Tensor write_flag(std::optional<at::Tensor> found_inf, bool found, ScaleUpda
   return *found_inf;
 }
 
+// Marks, the number of completed steps, and health.
+using Track = std::tuple<at::Tensor, at::Tensor, std::optional<at::Tensor>>;
+
+int64_t* rows_of(const at::Tensor& tensor, int64_t words, const char* name) {
+  TORCH_CHECK(tensor.is_cpu() && tensor.scalar_type() == at::kLong && tensor.is_contiguous() &&
+                  tensor.dim() == 2 && tensor.size(1) == words,
+              name, " must be a contiguous int64 tensor on the CPU with rows of ", words);
+  return tensor.mutable_data_ptr<int64_t>();
+}
+
+// What the kernels note through, or nothing.
+std::optional<cpu::Track> notes_of(const std::optional<Track>& track) {
+  if (!track) {
+    return std::nullopt;
+  }
+  const auto& [marks, now, health] = *track;
+  TORCH_CHECK(now.is_cpu() && now.scalar_type() == at::kLong && now.numel() >= 1,
+              "the number of steps must be an int64 tensor on the CPU");
+  cpu::Track notes;
+  notes.marks = rows_of(marks, kMarkWords, "marks");
+  notes.parameters = marks.size(0);
+  notes.step = *now.const_data_ptr<int64_t>() + 1;
+  if (health) {
+    notes.health = rows_of(*health, kHealthWords, "health");
+    notes.parameters = std::min(notes.parameters, health->size(0));
+  }
+  return notes;
+}
+
 at::Tensor unscale_(const GradList& grads, const at::Tensor& factor, bool is_scale,
-                    std::optional<at::Tensor> found_inf, ScaleUpdate* update) {
+                    std::optional<at::Tensor> found_inf, ScaleUpdate* update,
+                    const std::optional<Track>& track) {
+  const std::optional<cpu::Track> notes = notes_of(track);
   if (found_inf) {
     read_scalar(*found_inf, "found_inf");
   }
   const float value = read_scalar(factor, "inv_scale");
   const float inv_scale = is_scale ? inverse_scale(value) : value;
-  const bool found = run(grads, [&] { return cpu::unscale(grads, inv_scale); });
+  const bool found =
+      run(grads, [&] { return cpu::unscale(grads, inv_scale, notes ? &*notes : nullptr); });
   return write_flag(std::move(found_inf), found, update);
 }
 
 at::Tensor check_(const GradList& grads, const std::optional<at::Tensor>& grad_scale,
-                  std::optional<at::Tensor> found_inf, ScaleUpdate* update) {
+                  std::optional<at::Tensor> found_inf, ScaleUpdate* update,
+                  const std::optional<Track>& track) {
+  const std::optional<cpu::Track> notes = notes_of(track);
   if (found_inf) {
     read_scalar(*found_inf, "found_inf");
   }
   const Use use = grad_scale ? Use::kDivide : Use::kNothing;
   const float factor = grad_scale ? read_scalar(*grad_scale, "grad_scale") : 1;
-  const bool found = run(grads, [&] { return cpu::check(grads, use, factor); });
+  const bool found =
+      run(grads, [&] { return cpu::check(grads, use, factor, notes ? &*notes : nullptr); });
   return write_flag(std::move(found_inf), found, update);
 }
 
@@ -163,6 +200,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.attr("CPU") = device_bit(at::kCPU);
   m.attr("CUDA") = device_bit(at::kCUDA);
   m.attr("WINDOW_BYTES") = kWindowBytes;
+  m.attr("MARK_WORDS") = static_cast<int64_t>(kMarkWords);
+  m.attr("HEALTH_WORDS") = static_cast<int64_t>(kHealthWords);
   m.def("build_info", &build_info);
   m.def("state_layout", &state_layout);
   m.def("cpu_capability", &cpu::capability);
@@ -234,13 +273,15 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
           refused = py::make_tuple(walk.refused->group, walk.refused->index, walk.refused->param);
         }
         return py::make_tuple(py::cast(std::move(walk.lists)), py::cast(std::move(walk.set_aside)),
-                              refused);
+                              refused, walk.parameters);
       },
       py::arg("param_groups"), py::arg("allow_fp16"), py::arg("writes"), py::arg("devices"));
   m.def("unscale_", &unscale_, py::arg("grads"), py::arg("factor"), py::arg("is_scale"),
-        py::arg("found_inf") = std::nullopt, py::arg("update") = nullptr);
+        py::arg("found_inf") = std::nullopt, py::arg("update") = nullptr,
+        py::arg("track") = std::nullopt);
   m.def("check_", &check_, py::arg("grads"), py::arg("grad_scale") = std::nullopt,
-        py::arg("found_inf") = std::nullopt, py::arg("update") = nullptr);
+        py::arg("found_inf") = std::nullopt, py::arg("update") = nullptr,
+        py::arg("track") = std::nullopt);
 }
 
 }  // namespace ampfast

@@ -26,10 +26,11 @@ enum SegmentWord : int64_t {
   kWindows,
   kSegmentPrograms,
   kFirstProgram,  // among those of all segments
-  kFirstTensor,   // among those of all segments
+  kParameters,    // the word at which the parameters' numbers begin
   kSegmentWords = 8,
 };
-// Behind it: addresses[tensors + 1], lengths[tensors + 1] in elements, whose last are padding, and
-// starts[programs] as pairs of a tensor and a window within it.
+// Behind it: addresses[tensors + 1], lengths[tensors + 1] in elements, whose last are padding,
+// starts[programs] as pairs of a tensor and a window within it, and parameters[tensors], the number
+// of each tensor's parameter among all of the optimizer.
 
 }  // namespace ampfast

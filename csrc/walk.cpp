@@ -28,6 +28,12 @@ at::Tensor gradient_of(const py::handle& param) {
 
 using Tensors = std::vector<at::Tensor>;
 
+// Regular gradients, and the number of each one's parameter.
+struct Regular {
+  std::shared_ptr<Tensors> tensors = std::make_shared<Tensors>();
+  std::vector<int64_t> parameters;
+};
+
 GradList& list_on(std::vector<GradList>& lists, at::Device device,
                   const std::shared_ptr<const Tensors>& owner) {
   for (GradList& list : lists) {
@@ -39,7 +45,7 @@ GradList& list_on(std::vector<GradList>& lists, at::Device device,
 }
 
 void walk_group(const py::handle& params, int64_t group, bool allow_fp16, uint64_t devices,
-                Walk& walk, Tensors& regular) {
+                Walk& walk, Regular& regular) {
   int64_t index = 0;
   for (const py::handle item : params) {
     const py::object param = py::reinterpret_borrow<py::object>(item);
@@ -51,12 +57,14 @@ void walk_group(const py::handle& params, int64_t group, bool allow_fp16, uint64
     }
     if (grad.defined()) {
       if (is_regular(grad, devices)) {
-        regular.push_back(std::move(grad));
+        regular.tensors->push_back(std::move(grad));
+        regular.parameters.push_back(walk.parameters);
       } else {
-        walk.set_aside.emplace_back(param, std::move(grad));
+        walk.set_aside.emplace_back(param, std::move(grad), walk.parameters);
       }
     }
     ++index;
+    ++walk.parameters;
   }
 }
 
@@ -65,7 +73,7 @@ void walk_group(const py::handle& params, int64_t group, bool allow_fp16, uint64
 Walk walk_gradients(const py::handle& param_groups, bool allow_fp16, bool writes,
                     uint64_t devices) {
   Walk walk;
-  const auto regular = std::make_shared<Tensors>();
+  Regular regular;
   if (is_observed()) {
     devices = 0;
   }
@@ -75,7 +83,7 @@ Walk walk_gradients(const py::handle& param_groups, bool allow_fp16, bool writes
     int64_t index = 0;
     for (const py::handle group : param_groups) {
       const py::object params = py::reinterpret_borrow<py::object>(group)["params"];
-      walk_group(params, index++, allow_fp16, devices, walk, *regular);
+      walk_group(params, index++, allow_fp16, devices, walk, regular);
       if (walk.refused) {
         return walk;
       }
@@ -84,8 +92,9 @@ Walk walk_gradients(const py::handle& param_groups, bool allow_fp16, bool writes
     warnings.set_in_exception();
     throw;
   }
-  for (const at::Tensor& grad : *regular) {
-    list_on(walk.lists, grad.device(), regular).add(grad, writes);
+  for (size_t i = 0; i < regular.parameters.size(); ++i) {
+    const at::Tensor& grad = (*regular.tensors)[i];
+    list_on(walk.lists, grad.device(), regular.tensors).add(grad, writes, regular.parameters[i]);
   }
   return walk;
 }
@@ -115,7 +124,7 @@ std::optional<GradList> regular_list(const py::sequence& tensors, at::Device dev
     }
   }
   for (size_t i = 0; i < count; ++i) {
-    list.add(THPVariable_Unpack(PyTuple_GET_ITEM(owner->ptr(), i)), true);
+    list.add(THPVariable_Unpack(PyTuple_GET_ITEM(owner->ptr(), i)), true, static_cast<int64_t>(i));
   }
   return list;
 }

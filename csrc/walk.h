@@ -4,7 +4,7 @@
 #include <torch/csrc/utils/pybind.h>
 
 #include <optional>
-#include <utility>
+#include <tuple>
 #include <vector>
 
 #include "grad_list.h"
@@ -22,8 +22,9 @@ struct Place {
 
 struct Walk {
   std::vector<GradList> lists;  // one per device
-  // Pairs of a parameter and its gradient, which takes torch's own op.
-  std::vector<std::pair<py::object, at::Tensor>> set_aside;
+  // A parameter, its gradient, which takes torch's own op, and its number.
+  std::vector<std::tuple<py::object, at::Tensor, int64_t>> set_aside;
+  int64_t parameters = 0;  // with gradient or without
   // The first that torch refuses; the walk ends there.
   std::optional<Place> refused;
 };

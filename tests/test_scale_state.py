@@ -164,11 +164,23 @@ def test_stats_before_anything_happened() -> None:
     assert len(disabled.history()) == 0
 
 
-def test_a_scale_that_is_set_counts_as_no_step() -> None:
-    loop = Loop(min_scale=4.0, on_min_scale="raise")
+@pytest.mark.parametrize("backend", ["cpu", "aten"])
+def test_a_scale_that_is_set(backend: str) -> None:
+    loop = Loop(backend=backend, growth_interval=1)
     loop.scaler.update(2.0)
     assert loop.scaler.get_scale() == 2.0
-    assert loop.scaler.stats().steps == 0
+    assert loop.scaler.stats().steps == 0, "nothing was checked"
+    loop.param.grad = torch.full((3,), math.inf)
+    loop.scaler.step(loop.optimizer)
+    loop.scaler.update(32.0)
+    loop.param.grad = torch.ones(3)
+    loop.scaler.step(loop.optimizer)
+    loop.scaler.update(4.0)
+    stats = loop.scaler.stats()
+    assert (stats.steps, stats.skipped, stats.growths, stats.backoffs) == (2, 1, 0, 0)
+    assert (stats.scale, stats.growth_tracker) == (4.0, 0)
+    assert loop.scaler.history().scale.tolist() == [2.0, 32.0]
+    assert loop.scaler.history().skipped.tolist() == [True, False]
 
 
 def test_a_step_that_raises_is_not_counted() -> None:

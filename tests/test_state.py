@@ -63,7 +63,6 @@ def test_load_before_and_after_the_start(start: str) -> None:
         {"_growth_tracker": 2.7},
         {"_growth_tracker": None},
         {"more": 1},
-        {"ampfast": {"unknown": 1}},
     ],
     ids=str,
 )

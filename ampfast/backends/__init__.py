@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ampfast.backends import native
 from ampfast.backends.passes import DeviceKernels
+from ampfast.backends.track import Track
 from ampfast.capture import refuse_capture
 
 __all__ = [
@@ -71,6 +72,7 @@ class Kernels(Protocol):
         is_scale: bool,
         found_inf: Tensor | None = None,
         update: Any = None,
+        track: Track | None = None,
     ) -> Tensor: ...
 
     def check_(
@@ -80,6 +82,7 @@ class Kernels(Protocol):
         *,
         found_inf: Tensor | None = None,
         update: Any = None,
+        track: Track | None = None,
     ) -> Tensor: ...
 
     def scale_update(

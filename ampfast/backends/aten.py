@@ -8,17 +8,26 @@ import torch
 from torch import Tensor
 
 from ampfast.backends import state_layout as layout
+from ampfast.backends.track import Track
 
 __all__ = [
     "any_found",
     "check_",
     "float_of",
+    "mark_",
+    "measure_",
     "moved",
     "undo_update_",
     "unscale_",
     "update_scale_",
     "word_of",
 ]
+
+_MAGNITUDE = 2**63 - 1
+# As float64 bits: float16's smallest subnormal and normal, its largest.
+_RANGE = (0x3E70000000000000, 0x3F10000000000000, 0x40EFFC0000000000)
+# How many elements are looked at together, so that what is made of them stays small.
+_PART = 2**22
 
 
 @torch.no_grad()
@@ -53,11 +62,7 @@ def check_(grads: list[Tensor], found_inf: Tensor, grad_scale: Tensor | None = N
     for grad in grads:
         # Only plain tensors: what a subclass does to a norm is its own affair.
         if type(grad) is Tensor and grad.numel():
-            peak = torch.linalg.vector_norm(grad.detach(), torch.inf)
-            # As fused optimizers divide: 16-bit gradients in float32.
-            wide = torch.promote_types(grad.dtype, torch.float32)
-            quotient = peak.to(wide) / grad_scale.to(wide)
-            found_inf.masked_fill_(~quotient.isfinite(), 1.0)
+            found_inf.masked_fill_(~_largest_used(grad, grad_scale).isfinite(), 1.0)
 
 
 def update_scale_(
@@ -171,6 +176,79 @@ def any_found(flags: Iterable[Tensor], device: torch.device) -> Tensor:
 def moved(tensor: Tensor, device: torch.device, copy: bool = False) -> Tensor:
     """Returns a scalar on `device`; without waiting, except where the CPU will read it."""
     return tensor.to(device, non_blocking=device.type != "cpu", copy=copy)
+
+
+@torch.no_grad()
+def mark_(
+    track: Track, numbers: list[int], grads: list[Tensor], grad_scale: Tensor | None = None
+) -> None:
+    """Marks the parameters of `numbers` whose gradients are not finite; no host sync.
+
+    Args:
+        track: Where.
+        numbers: One for each of `grads`.
+        grads: As they are once unscaled or, with `grad_scale`, before they are divided by it.
+        grad_scale: One-element float32, or None.
+    """
+    local = [(n, part) for n, g in zip(numbers, grads, strict=True) if (part := _local(g)).numel()]
+    if not local:
+        return
+    used = [_largest_used(part, grad_scale) for _, part in local]
+    found = torch.stack([torch.stack([~u.isfinite(), u.isnan()]) for u in used])
+    rows = [track.marks[number] for number, _ in local]
+    step = track.now.reshape(-1)[0] + 1
+    last, times = torch.stack(rows).split(2, dim=1)
+    # Once in a step, however often it is looked at.
+    marked = [torch.where(found, step, last), times + (found & (last < step))]
+    torch._foreach_copy_(rows, list(torch.cat(marked, dim=1).unbind()))
+
+
+@torch.no_grad()
+def measure_(track: Track, numbers: list[int], grads: list[Tensor]) -> None:
+    """Adds the range of the values of `grads` to the rows of `numbers`; no host sync."""
+    if track.health is None:
+        return
+    for number, grad in zip(numbers, grads, strict=True):
+        values = _local(grad)
+        if not values.numel():
+            continue
+        parts = [_range_of(part) for part in values.reshape(-1).split(_PART)]
+        counts, peaks = torch.stack([torch.stack(part) for part in parts]).split((4, 2), dim=1)
+        row = track.health[number]
+        row[0].fill_(values.numel())
+        row[1:].copy_(torch.cat([counts.sum(0), peaks.amax(0)]))
+
+
+def _range_of(values: Tensor) -> list[Tensor]:
+    """What `csrc/track_layout.h` says of health, of some values, but for their number."""
+    bits = values.double().view(torch.int64) & _MAGNITUDE
+    smallest_subnormal, smallest_normal, largest = _RANGE
+    nonzero = bits != 0
+    return [
+        nonzero.sum(),
+        (nonzero & (bits < smallest_subnormal)).sum(),
+        (nonzero & (bits < smallest_normal)).sum(),
+        (bits > largest).sum(),
+        bits.amax(),
+        torch.where(nonzero, _MAGNITUDE - bits, 0).amax(),
+    ]
+
+
+def _local(grad: Tensor) -> Tensor:
+    """The values of a gradient that are here: of a DTensor its shard, of another subclass none."""
+    local = grad.to_local() if hasattr(grad, "to_local") else grad
+    if type(local) is not Tensor:
+        return torch.empty(0)
+    return torch.view_as_real(local.resolve_conj()) if local.is_complex() else local.detach()
+
+
+def _largest_used(grad: Tensor, grad_scale: Tensor | None) -> Tensor:
+    """The largest magnitude, divided as fused optimizers do: of 16-bit gradients in float32."""
+    peak = torch.linalg.vector_norm(grad.detach(), torch.inf)
+    if grad_scale is None:
+        return peak
+    wide = torch.promote_types(grad.dtype, torch.float32)
+    return peak.to(wide) / grad_scale.to(wide)
 
 
 def _by_dtype(grads: list[Tensor]) -> Iterator[list[Tensor]]:

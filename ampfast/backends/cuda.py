@@ -36,7 +36,7 @@ def multi_tensor(work: Pass, segment: Segment, epilogue: Epilogue) -> None:
         factor=work.factor,
         coefficient=work.coefficient,
         norms=work.norms,
-        flags=work.flags,
+        track=work.track,
         epilogue=epilogue is not Epilogue.NOTHING,
         found_inf=work.found_inf,
         accumulate=work.accumulate,

@@ -7,6 +7,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from ampfast.backends.track import Track
+
 try:
     from ampfast import _C
     from ampfast._C import DeviceTable, GradList, ScaleUpdate, Segment
@@ -20,12 +22,15 @@ except ImportError as error:
 __all__ = [
     "CPU",
     "CUDA",
+    "HEALTH_WORDS",
+    "MARK_WORDS",
     "WINDOW_BYTES",
     "DeviceTable",
     "Factors",
     "GradList",
     "ScaleUpdate",
     "Segment",
+    "Track",
     "build_info",
     "check_",
     "clear_tables",
@@ -46,6 +51,9 @@ list_of = _C.GradList.of
 # Whether a tensor is what kernels read and write as a scalar: plain, of a dtype, one element.
 is_scalar = _C.is_scalar
 WINDOW_BYTES: int = _C.WINDOW_BYTES
+# Columns of what a `Track` holds.
+MARK_WORDS: int = _C.MARK_WORDS
+HEALTH_WORDS: int = _C.HEALTH_WORDS
 
 # The device types that kernels may serve, as bits.
 CPU: int = _C.CPU
@@ -67,6 +75,7 @@ def unscale_(
     is_scale: bool,
     found_inf: Tensor | None = None,
     update: ScaleUpdate | None = None,
+    track: Track | None = None,
 ) -> Tensor:
     """Multiplies gradients in place by an inverse scale and looks for values that are not finite.
 
@@ -77,11 +86,12 @@ def unscale_(
         found_inf: One-element float32 that is set to 1 if a written value is not finite. Without
             it a new 0-dim tensor is made that is 0 or 1.
         update: A scale update to apply behind the check, in the same pass.
+        track: Where the pass notes what it sees of each parameter.
 
     Returns:
         `found_inf`, or the new tensor.
     """
-    return _C.unscale_(grads, factor, is_scale, found_inf, update)
+    return _C.unscale_(grads, factor, is_scale, found_inf, update, track)
 
 
 def check_(
@@ -90,12 +100,13 @@ def check_(
     *,
     found_inf: Tensor | None = None,
     update: ScaleUpdate | None = None,
+    track: Track | None = None,
 ) -> Tensor:
     """Looks for values that are not finite once divided by `grad_scale`; reads only.
 
     Arguments and result are those of `unscale_`; without `grad_scale` the values themselves count.
     """
-    return _C.check_(grads, grad_scale, found_inf, update)
+    return _C.check_(grads, grad_scale, found_inf, update, track)
 
 
 def scale_update(

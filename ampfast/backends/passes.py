@@ -21,6 +21,7 @@ from ampfast.backends.native import (
     clear_tables,
     is_scalar,
 )
+from ampfast.backends.track import Track
 
 __all__ = [
     "NO_FACTORS",
@@ -151,8 +152,7 @@ class Pass:
         accumulate: Whether a found_inf of 1 stays, else it is assigned.
         norms: float64 of shape (2,) that gets the sum of squares and the largest magnitude of
             the values times the factor, or None.
-        flags: float32, one for each tensor of the table, 1 where a value is not finite; never
-            reset. Or None.
+        track: Where it is noted which parameters are not finite, and how large they are; or None.
         update: Applied behind the check, or None.
     """
 
@@ -164,7 +164,7 @@ class Pass:
     accumulate: bool
     coefficient: Tensor | None = None
     norms: Tensor | None = None
-    flags: Tensor | None = None
+    track: Track | None = None
     update: ScaleUpdate | None = None
 
 
@@ -184,11 +184,11 @@ class DeviceKernels:
         update: ScaleUpdate | None = None,
         coefficient: Tensor | None = None,
         norms: Tensor | None = None,
-        flags: Tensor | None = None,
+        track: Track | None = None,
     ) -> Tensor:
-        """As `native.unscale_`; the last three are those of `Pass`."""
+        """As `native.unscale_`; `coefficient` and `norms` are those of `Pass`."""
         use = Use.SCALE if is_scale else Use.INVERSE
-        return self._run(grads, True, use, factor, found_inf, update, coefficient, norms, flags)
+        return self._run(grads, True, use, factor, found_inf, update, coefficient, norms, track)
 
     def check_(
         self,
@@ -197,16 +197,24 @@ class DeviceKernels:
         *,
         found_inf: Tensor | None = None,
         update: ScaleUpdate | None = None,
-        flags: Tensor | None = None,
+        track: Track | None = None,
     ) -> Tensor:
-        """As `native.check_`; `flags` are those of `Pass`."""
+        """As `native.check_`."""
         use = Use.RAW if grad_scale is None else Use.DIVIDE
-        return self._run(grads, False, use, grad_scale, found_inf, update, None, None, flags)
+        return self._run(grads, False, use, grad_scale, found_inf, update, None, None, track)
 
-    def norms(self, grads: GradList, factor: Tensor, *, is_scale: bool, norms: Tensor) -> Tensor:
+    def norms(
+        self,
+        grads: GradList,
+        factor: Tensor,
+        *,
+        is_scale: bool,
+        norms: Tensor,
+        track: Track | None = None,
+    ) -> Tensor:
         """Checks as `unscale_` does and takes the norms, reading only; returns a new flag."""
         use = Use.SCALE if is_scale else Use.INVERSE
-        return self._run(grads, False, use, factor, None, None, None, norms, None)
+        return self._run(grads, False, use, factor, None, None, None, norms, track)
 
     def scale_update(
         self,
@@ -239,7 +247,7 @@ class DeviceKernels:
         update: ScaleUpdate | None,
         coefficient: Tensor | None,
         norms: Tensor | None,
-        flags: Tensor | None,
+        track: Track | None,
     ) -> Tensor:
         device = grads.device
         if update is not None and not update.rides:
@@ -265,7 +273,7 @@ class DeviceKernels:
                 found_inf = torch.empty((), dtype=torch.float32, device=device)
             work = Pass(
                 *(table, write, use, factor, found_inf, accumulate),
-                *(coefficient, norms, flags, update),
+                *(coefficient, norms, track, update),
             )
             *first, last = table.segments
             # Another thread's pass over the same table must not come between.

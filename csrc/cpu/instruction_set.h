@@ -10,6 +10,16 @@ namespace ampfast::cpu {
 // Indexes the loops; the order is that of kLoops in loops.h.
 enum class Dtype { kFloat32, kFloat64, kFloat16, kBFloat16 };
 
+// Of the magnitudes in a block. All are of bits as they are, in the format of the gradient.
+struct Counts {
+  int64_t nonzero = 0;
+  int64_t vanishing = 0;    // below the first of the bounds, and not zero
+  int64_t subnormal = 0;    // below the second
+  int64_t overflowing = 0;  // above the third
+  int64_t largest = 0;
+  int64_t smallest = 0;  // that is not zero; 0 if there is none
+};
+
 struct Loops {
   // The largest magnitude, as bits.
   int64_t (*peak_bits)(const void* data, int64_t numel);
@@ -17,6 +27,7 @@ struct Loops {
   int64_t (*unscale)(void* data, int64_t numel, float inv_scale);
   // The sum of squares of the unscaled values.
   double (*squares)(const void* data, int64_t numel, float inv_scale);
+  Counts (*counts)(const void* data, int64_t numel);
 };
 
 const Loops& loops_for(Dtype dtype);

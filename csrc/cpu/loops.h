@@ -151,9 +151,87 @@ double squares16(const void* data, int64_t numel, float inv_scale) {
   return squares_of<T>(data, numel, inv_scale, [](T value) { return widen(value); });
 }
 
+// The counts of at most 2^15 lanes full of elements, so that 16-bit lanes count far enough.
+// Magnitudes less one, as unsigned numbers, put zero behind all others: a single comparison tells
+// whether one is below a bound and not zero.
+template <class Bits>
+void count_block(const Bits* values, int64_t rounds, const HalfRange& range, Counts& counts) {
+  constexpr int kLanes = 64 / sizeof(Bits);
+  constexpr Bits kMagnitude = static_cast<Bits>(~Bits{0}) >> 1;
+  const Bits vanishing = static_cast<Bits>(range.smallest_subnormal - 1);
+  const Bits subnormal = static_cast<Bits>(range.smallest_normal - 1);
+  const Bits too_large = static_cast<Bits>(range.largest);
+  Bits zero[kLanes] = {}, vanished[kLanes] = {}, small[kLanes] = {}, fits[kLanes] = {};
+  Bits largest[kLanes] = {}, smallest[kLanes];
+  for (Bits& lane : smallest) {
+    lane = static_cast<Bits>(~Bits{0});
+  }
+  for (int64_t i = 0; i < rounds; ++i) {
+    for (int lane = 0; lane < kLanes; ++lane) {
+      const Bits magnitude = values[i * kLanes + lane] & kMagnitude;
+      const Bits less_one = static_cast<Bits>(magnitude - 1);
+      zero[lane] += magnitude == 0;
+      vanished[lane] += less_one < vanishing;
+      small[lane] += less_one < subnormal;
+      fits[lane] += less_one < too_large;
+      largest[lane] = larger(largest[lane], magnitude);
+      smallest[lane] = less_one < smallest[lane] ? less_one : smallest[lane];
+    }
+  }
+  // Back from unsigned numbers, of which the greatest stands for none.
+  uint64_t none = static_cast<Bits>(~Bits{0});
+  uint64_t least = none;
+  for (int lane = 0; lane < kLanes; ++lane) {
+    counts.nonzero += rounds - static_cast<int64_t>(zero[lane]);
+    counts.vanishing += static_cast<int64_t>(vanished[lane]);
+    counts.subnormal += static_cast<int64_t>(small[lane]);
+    counts.overflowing +=
+        rounds - static_cast<int64_t>(zero[lane]) - static_cast<int64_t>(fits[lane]);
+    counts.largest = larger(counts.largest, static_cast<int64_t>(largest[lane]));
+    least = smallest[lane] < least ? smallest[lane] : least;
+  }
+  const int64_t smallest_nonzero = least == none ? 0 : static_cast<int64_t>(least + 1);
+  if (smallest_nonzero != 0 && (counts.smallest == 0 || smallest_nonzero < counts.smallest)) {
+    counts.smallest = smallest_nonzero;
+  }
+}
+
+// Of a block whose lanes do not count beyond their width, as a chunk is.
+template <class Bits>
+Counts counts_of(const void* data, int64_t numel, const HalfRange& range) {
+  constexpr int64_t kLanes = 64 / sizeof(Bits);
+  const Bits* values = static_cast<const Bits*>(data);
+  Counts counts;
+  const int64_t rounds = numel / kLanes;
+  count_block(values, rounds, range, counts);
+  // The others with zeros behind them, which nothing counts.
+  if (const int64_t rest = numel - rounds * kLanes) {
+    Bits last[kLanes] = {};
+    std::memcpy(last, values + rounds * kLanes, rest * sizeof(Bits));
+    count_block(last, 1, range, counts);
+  }
+  return counts;
+}
+
+inline Counts counts32(const void* data, int64_t numel) {
+  return counts_of<uint32_t>(data, numel, kRangeInFloat32);
+}
+
+inline Counts counts64(const void* data, int64_t numel) {
+  return counts_of<uint64_t>(data, numel, kRangeInFloat64);
+}
+
+inline Counts counts_half(const void* data, int64_t numel) {
+  return counts_of<uint16_t>(data, numel, kRangeInFloat16);
+}
+
+inline Counts counts_bfloat16(const void* data, int64_t numel) {
+  return counts_of<uint16_t>(data, numel, kRangeInBFloat16);
+}
+
 inline constexpr Loops kLoops[] = {
-    {peak_bits<float>, unscale<float>, squares<float>},
-    {peak_bits<double>, unscale<double>, squares<double>},
-    {peak_bits16, unscale16<Half>, squares16<Half>},
-    {peak_bits16, unscale16<BFloat16>, squares16<BFloat16>},
+    {peak_bits<float>, unscale<float>, squares<float>, counts32},
+    {peak_bits<double>, unscale<double>, squares<double>, counts64},
+    {peak_bits16, unscale16<Half>, squares16<Half>, counts_half},
+    {peak_bits16, unscale16<BFloat16>, squares16<BFloat16>, counts_bfloat16},
 };

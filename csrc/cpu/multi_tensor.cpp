@@ -158,37 +158,53 @@ double used_peak(Dtype dtype, int64_t bits, Use use, float factor) {
   }
 }
 
+// Tells whether what was found is not finite once it is used, and writes the notes on it.
+bool conclude(Dtype dtype, const Peak& peak, Use use, float factor, const Notes& notes) {
+  const bool found = !std::isfinite(used_peak(dtype, peak.bits(), use, factor));
+  notes.write([&](int64_t bits) { return used_peak(dtype, bits, Use::kNothing, 1); },
+              [&](int64_t bits) { return used_peak(dtype, bits, use, factor); }, found);
+  return found;
+}
+
 }  // namespace
 
 int64_t set_grain(int64_t bytes) { return grain.exchange(bytes); }
 
-bool check(const GradList& grads, Use use, float factor) {
+bool check(const GradList& grads, Use use, float factor, const Track* track) {
   bool found = false;
   for (const DtypeList& list : grads.lists()) {
     const Dtype dtype = dtype_of(list.dtype);
     const Loops& loops = loops_for(dtype);
     Peak peak;
-    for_each_chunk(list, false, [&](const char* address, int64_t numel, int64_t) {
-      peak.raise(loops.peak_bits(address, numel));
+    Notes notes(track, list, loops);
+    for_each_chunk(list, false, [&](const char* address, int64_t numel, int64_t chunk) {
+      notes.look(chunk, address, numel);
+      const int64_t bits = loops.peak_bits(address, numel);
+      notes.peak(chunk, bits);
+      peak.raise(bits);
     });
-    found |= !std::isfinite(used_peak(dtype, peak.bits(), use, factor));
+    found |= conclude(dtype, peak, use, factor, notes);
   }
   return found;
 }
 
-bool unscale(const GradList& grads, float inv_scale) {
+bool unscale(const GradList& grads, float inv_scale, const Track* track) {
   if (inv_scale == 1) {
-    return check(grads, Use::kNothing, 1);  // as torch: not even a subnormal is flushed
+    return check(grads, Use::kNothing, 1, track);  // as torch: not even a subnormal is flushed
   }
   bool found = false;
   for (const DtypeList& list : grads.lists()) {
     const Dtype dtype = dtype_of(list.dtype);
     const Loops& loops = loops_for(dtype);
     Peak peak;
-    for_each_chunk(list, true, [&](char* address, int64_t numel, int64_t) {
-      peak.raise(loops.unscale(address, numel, inv_scale));
+    Notes notes(track, list, loops);
+    for_each_chunk(list, true, [&](char* address, int64_t numel, int64_t chunk) {
+      notes.look(chunk, address, numel);
+      const int64_t bits = loops.unscale(address, numel, inv_scale);
+      notes.peak(chunk, bits);
+      peak.raise(bits);
     });
-    found |= !std::isfinite(used_peak(dtype, peak.bits(), Use::kMultiply, inv_scale));
+    found |= conclude(dtype, peak, Use::kMultiply, inv_scale, notes);
   }
   return found;
 }

@@ -3,14 +3,16 @@
 
 #include "../element.h"
 #include "../grad_list.h"
+#include "notes.h"
 
 namespace ampfast::cpu {
 
 // Tells whether a value of the list is not finite, as `use` and `factor` will use it. Reads only.
-bool check(const GradList& grads, Use use, float factor);
+// With a `track`, notes there what it sees of each parameter.
+bool check(const GradList& grads, Use use, float factor, const Track* track = nullptr);
 
-// Multiplies in place and tells whether a value that was written is not finite.
-bool unscale(const GradList& grads, float inv_scale);
+// Multiplies in place and tells whether a value that was written is not finite. `track` as above.
+bool unscale(const GradList& grads, float inv_scale, const Track* track = nullptr);
 
 struct Norms {
   double sum_of_squares;

@@ -17,6 +17,8 @@ namespace py = pybind11;
 
 using OptionalTensor = std::optional<at::Tensor>;
 using Factors = std::tuple<double, double, int64_t>;
+// Marks, the number of completed steps, and health.
+using Track = std::tuple<at::Tensor, at::Tensor, OptionalTensor>;
 
 template <class T>
 T* data(const OptionalTensor& tensor) {
@@ -57,9 +59,10 @@ Update update_of(const OptionalTensor& scale, const OptionalTensor& growth_track
 
 void launch_multi_tensor(const DeviceTable& table, const Segment& segment, bool write, int use,
                          const OptionalTensor& factor, const OptionalTensor& coefficient,
-                         const OptionalTensor& norms, const OptionalTensor& flags, bool epilogue,
-                         const at::Tensor& found_inf, bool accumulate, const OptionalTensor& scale,
-                         const OptionalTensor& growth_tracker, const OptionalTensor& state,
+                         const OptionalTensor& norms, const std::optional<Track>& track,
+                         bool epilogue, const at::Tensor& found_inf, bool accumulate,
+                         const OptionalTensor& scale, const OptionalTensor& growth_tracker,
+                         const OptionalTensor& state,
                          const OptionalTensor& other_found_inf, const Factors& factors) {
   const at::Device device = table.buffer().device();
   const c10::cuda::CUDAGuard guard(device);
@@ -73,7 +76,12 @@ void launch_multi_tensor(const DeviceTable& table, const Segment& segment, bool 
   pass.factor = data<float>(factor);
   pass.coefficient = data<float>(coefficient);
   pass.norms = data<double>(norms);
-  pass.flags = data<float>(flags);
+  if (track) {
+    const auto& [marks, now, health] = *track;
+    pass.marks = data<int64_t>(marks);
+    pass.now = data<int64_t>(now);
+    pass.health = data<int64_t>(health);
+  }
   pass.epilogue = epilogue;
   pass.found_inf = static_cast<float*>(found_inf.data_ptr());
   pass.accumulate = accumulate;
@@ -108,7 +116,7 @@ void bind(py::module_& m) {
   });
   m.def("cuda_multi_tensor", &launch_multi_tensor, py::arg("table"), py::arg("segment"),
         py::kw_only(), py::arg("write"), py::arg("use"), py::arg("factor"), py::arg("coefficient"),
-        py::arg("norms"), py::arg("flags"), py::arg("epilogue"), py::arg("found_inf"),
+        py::arg("norms"), py::arg("track"), py::arg("epilogue"), py::arg("found_inf"),
         py::arg("accumulate"), py::arg("scale"), py::arg("growth_tracker"), py::arg("state"),
         py::arg("other_found_inf"), py::arg("factors"));
   m.def("cuda_update_scale", &launch_update_scale, py::arg("scale"), py::arg("growth_tracker"),

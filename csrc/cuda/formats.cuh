@@ -24,7 +24,8 @@ AMPFAST_ELEMENT T larger(T a, T b) {
   return a < b ? b : a;
 }
 
-// How gradients of one dtype are read: in words of one or two elements.
+// How gradients of one dtype are read: in words of one or two elements. `magnitudes` are the bits
+// of each without their sign.
 
 struct Float32 {
   using Opmath = float;
@@ -32,9 +33,11 @@ struct Float32 {
   using Word = uint32_t;
   using Peak = int32_t;
   static constexpr int kPerWord = 1;
+  static constexpr HalfRange kRange = kRangeInFloat32;
   AMPFAST_ELEMENT static void widen(Word word, float* values) { values[0] = bits_as<float>(word); }
   AMPFAST_ELEMENT static Word narrow(const float* values) { return bits_as<Word>(values[0]); }
   AMPFAST_ELEMENT static Peak peak(Word word) { return magnitude(bits_as<float>(word)); }
+  AMPFAST_ELEMENT static void magnitudes(Word word, Word* bits) { bits[0] = word & 0x7fffffff; }
 };
 
 struct Float64 {
@@ -43,11 +46,15 @@ struct Float64 {
   using Word = uint64_t;
   using Peak = int64_t;
   static constexpr int kPerWord = 1;
+  static constexpr HalfRange kRange = kRangeInFloat64;
   AMPFAST_ELEMENT static void widen(Word word, double* values) {
     values[0] = bits_as<double>(word);
   }
   AMPFAST_ELEMENT static Word narrow(const double* values) { return bits_as<Word>(values[0]); }
   AMPFAST_ELEMENT static Peak peak(Word word) { return magnitude(bits_as<double>(word)); }
+  AMPFAST_ELEMENT static void magnitudes(Word word, Word* bits) {
+    bits[0] = word & 0x7fffffffffffffff;
+  }
 };
 
 struct Pair16 {
@@ -60,10 +67,15 @@ struct Pair16 {
     return larger<Peak>(magnitude16(static_cast<uint16_t>(word)),
                         magnitude16(static_cast<uint16_t>(word >> 16)));
   }
+  AMPFAST_ELEMENT static void magnitudes(Word word, Word* bits) {
+    bits[0] = word & 0x7fff;
+    bits[1] = word >> 16 & 0x7fff;
+  }
 };
 
 // By intrinsics, since torch compiles extensions without the operators of these types.
 struct Float16 : Pair16 {
+  static constexpr HalfRange kRange = kRangeInFloat16;
   AMPFAST_ELEMENT static void widen(Word word, float* values) {
     const float2 pair = __half22float2(bits_as<__half2>(word));
     values[0] = pair.x;
@@ -75,6 +87,7 @@ struct Float16 : Pair16 {
 };
 
 struct BFloat16 : Pair16 {
+  static constexpr HalfRange kRange = kRangeInBFloat16;
   AMPFAST_ELEMENT static void widen(Word word, float* values) {
     const float2 pair = __bfloat1622float2(bits_as<__nv_bfloat162>(word));
     values[0] = pair.x;

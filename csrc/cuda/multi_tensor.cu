@@ -6,6 +6,7 @@
 
 #include "formats.cuh"
 #include "multi_tensor.h"
+#include "track.cuh"
 
 namespace ampfast::cuda {
 
@@ -14,11 +15,8 @@ namespace {
 constexpr int kThreads = 128;
 // As many as sm_75 has threads for, and it leaves 64 registers to a thread.
 constexpr int kProgramsPerSm = 8;
-constexpr int kWarp = 32;
-constexpr unsigned int kAllLanes = 0xffffffff;
 constexpr int kVectorBytes = 16;
 constexpr int kVectors = kWindowBytes / (kThreads * kVectorBytes);
-constexpr int64_t kInfinity = 0x7ff0000000000000;  // as float64 bits
 
 // A tensor of the table.
 struct Span {
@@ -33,7 +31,7 @@ struct Span {
 };
 
 // What a thread gathers.
-template <class Format, bool kWrite, bool kNorm, bool kCoefficient>
+template <class Format, bool kWrite, bool kNorm, bool kCoefficient, bool kHealth>
 struct Gatherer {
   using Opmath = typename Format::Opmath;
   using Element = typename Format::Element;
@@ -43,10 +41,15 @@ struct Gatherer {
   Opmath coefficient;
   typename Format::Peak peak = 0;
   double squares = 0;
+  Health<Format> health;
 
   template <int kCount>
   __device__ Word take(Word word, Opmath& window_squares) {
-    peak = larger(peak, Format::peak(word));
+    if (kHealth) {
+      health.template count<kCount>(word);
+    } else {
+      peak = larger(peak, Format::peak(word));
+    }
     return unscaled<Format, kNorm, kCoefficient, kCount>(word, factor, coefficient, window_squares);
   }
 
@@ -178,7 +181,7 @@ __device__ void finish(const Launch& launch) {
     launch.norms[0] = squares;
     launch.norms[1] = bits_as<double>(peak);
   }
-  const bool found = peak >= kInfinity;
+  const bool found = peak >= kInfinityBits;
   float flag = found ? 1.0f : 0.0f;
   if (launch.accumulate && !found) {
     flag = *launch.found_inf;
@@ -197,7 +200,7 @@ __device__ void raise_peak(int64_t* header, double used) {
             static_cast<unsigned long long>(magnitude(used)));
 }
 
-template <class Format, bool kWrite, bool kNorm, bool kCoefficient>
+template <class Format, bool kWrite, bool kNorm, bool kCoefficient, bool kHealth>
 __global__ void __launch_bounds__(kThreads, kProgramsPerSm) pass(const Launch launch) {
   __shared__ bool is_last;
   // Loaded first, to be there when the way through the table is known.
@@ -227,8 +230,8 @@ __global__ void __launch_bounds__(kThreads, kProgramsPerSm) pass(const Launch la
     factor = inverse_scale(factor);
   }
 
-  Gatherer<Format, kWrite, kNorm, kCoefficient> gatherer{factor,
-                                                         kCoefficient ? *launch.coefficient : 1.0f};
+  Gatherer<Format, kWrite, kNorm, kCoefficient, kHealth> gatherer{
+      factor, kCoefficient ? *launch.coefficient : 1.0f};
   while (true) {
     const bool is_end_tensor = tensor == end_tensor;
     const Span now = span(field);
@@ -252,13 +255,20 @@ __global__ void __launch_bounds__(kThreads, kProgramsPerSm) pass(const Launch la
       begin = 0;
       bytes -= kWindowBytes;
     }
-    if (launch.flags != nullptr && is_touched) {
-      const auto used = used_peak<Format>(gatherer.peak, launch.factor_use, gatherer.factor);
+    if (launch.marks != nullptr && is_touched) {
+      const int64_t parameter = launch.table[segment[kParameters] + tensor];
+      const auto largest = kHealth ? gatherer.health.largest : gatherer.peak;
+      const auto used = used_peak<Format>(largest, launch.factor_use, gatherer.factor);
       if (!std::isfinite(used)) {
-        launch.flags[segment[kFirstTensor] + tensor] = 1.0f;
+        mark(launch.marks + parameter * kMarkWords, *launch.now + 1, std::isnan(used));
         // So that the next tensor is judged by itself; a peak that passes may stay.
         raise_peak(launch.table, used);
         gatherer.peak = 0;
+      }
+      if (kHealth) {
+        gatherer.peak = larger(gatherer.peak, largest);
+        constexpr int64_t kSize = sizeof(typename Format::Element);
+        gatherer.health.add_to(launch.health + parameter * kHealthWords, now.bytes / kSize);
       }
     }
     if (is_end_tensor) {
@@ -303,29 +313,37 @@ __global__ void update_alone(const Update update, const Flags flags) {
 
 using Kernel = void (*)(Launch);
 
-template <class Format>
-Kernel kernel_of(bool writes, bool norm, bool coefficient) {
+template <class Format, bool kHealth>
+Kernel kernel_of(bool writes, bool norm) {
   if (!writes) {
-    return norm ? pass<Format, false, true, false> : pass<Format, false, false, false>;
+    return norm ? pass<Format, false, true, false, kHealth>
+                : pass<Format, false, false, false, kHealth>;
   }
-  if (norm) {
-    return pass<Format, true, true, false>;
+  return norm ? pass<Format, true, true, false, kHealth>
+              : pass<Format, true, false, false, kHealth>;
+}
+
+template <class Format>
+Kernel kernel_of(bool writes, bool norm, bool coefficient, bool health) {
+  if (coefficient) {
+    return pass<Format, true, false, true, false>;
   }
-  return coefficient ? pass<Format, true, false, true> : pass<Format, true, false, false>;
+  return health ? kernel_of<Format, true>(writes, norm) : kernel_of<Format, false>(writes, norm);
 }
 
 Kernel kernel_of(const Launch& launch) {
   const bool norm = launch.norms != nullptr;
   const bool coefficient = launch.coefficient != nullptr;
+  const bool health = launch.health != nullptr;
   switch (launch.dtype) {
     case Dtype::kFloat32:
-      return kernel_of<Float32>(launch.write, norm, coefficient);
+      return kernel_of<Float32>(launch.write, norm, coefficient, health);
     case Dtype::kFloat64:
-      return kernel_of<Float64>(launch.write, norm, coefficient);
+      return kernel_of<Float64>(launch.write, norm, coefficient, health);
     case Dtype::kFloat16:
-      return kernel_of<Float16>(launch.write, norm, coefficient);
+      return kernel_of<Float16>(launch.write, norm, coefficient, health);
     case Dtype::kBFloat16:
-      return kernel_of<BFloat16>(launch.write, norm, coefficient);
+      return kernel_of<BFloat16>(launch.write, norm, coefficient, health);
   }
   return nullptr;
 }
@@ -350,6 +368,12 @@ const char* refusal(const Launch& launch) {
   }
   if (launch.coefficient != nullptr && launch.norms != nullptr) {
     return "norms come from the pass before the one with a coefficient";
+  }
+  if (launch.marks != nullptr && launch.now == nullptr) {
+    return "marks need the number of steps";
+  }
+  if (launch.health != nullptr && (launch.marks == nullptr || launch.coefficient != nullptr)) {
+    return "health comes with marks, and from the pass before the one with a coefficient";
   }
   if (launch.epilogue && launch.found_inf == nullptr) {
     return "an epilogue needs a flag to write";

@@ -6,6 +6,7 @@
 
 #include "../scale_state.h"
 #include "../table_layout.h"
+#include "../track_layout.h"
 
 namespace ampfast::cuda {
 
@@ -33,8 +34,11 @@ struct Launch {
   // The sum of squares and the largest magnitude of the used values of all segments; null: no sum.
   // Given for all segments, written by the one with the epilogue.
   double* norms = nullptr;
-  // An entry for each tensor of the table, set to 1 if a used value is not finite; null: none.
-  float* flags = nullptr;
+  // Rows of kMarkWords by parameter, of the steps in which a used value is not finite; null: none.
+  int64_t* marks = nullptr;
+  const int64_t* now = nullptr;  // how many steps are complete; null without marks alone
+  // Rows of kHealthWords by parameter; null: none. Only with marks, and without a coefficient.
+  int64_t* health = nullptr;
 
   // Only the last segment has an epilogue; without it all that follows is ignored.
   bool epilogue = false;

@@ -26,6 +26,7 @@ from device_parity import (
 )
 from kernel_parity import exact_bits, flag, random_bits
 from support import BITS, FLOATS, LAYOUTS, make_gradient
+from tracked import marked, track_for
 
 from ampfast.backends import native
 
@@ -169,14 +170,14 @@ def test_all_16_bit_values(dtype: torch.dtype, factor: float) -> None:
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_each_16_bit_value_is_judged(dtype: torch.dtype) -> None:
     every = every_16_bit_value(dtype)
-    # A tensor with a flag of its own for each value at the ends of the exponents.
+    # A tensor with marks of its own for each value at the ends of the exponents.
     bits = every.view(torch.int16).int() & 0x7FFF
     edge = torch.tensor(torch.finfo(dtype).max, dtype=dtype).view(torch.int16).int()
     chosen = every[(bits - edge).abs() <= 40].view(-1, 1)
-    flags = torch.zeros(len(chosen))
-    assert KERNELS.check_(grads_of(list(chosen.unbind())), flags=flags).item() == 1.0
-    assert torch.equal(flags != 0, ~chosen.flatten().isfinite())
-    assert 0 < flags.sum() < len(flags)
+    track = track_for(len(chosen))
+    assert KERNELS.check_(grads_of(list(chosen.unbind())), track=track).item() == 1.0
+    assert marked(track) == (~chosen.flatten().isfinite()).tolist()
+    assert 0 < sum(marked(track)) < len(chosen)
     check_reads(lambda: [every[every.isfinite()].clone()])
 
 

@@ -10,7 +10,6 @@ import torch
 from device_parity import (
     KERNELS,
     assert_same_memory,
-    found_in,
     grads_of,
     guarded,
     launch,
@@ -21,6 +20,7 @@ from device_parity import (
 )
 from kernel_parity import exact_bits, flag, random_bits, reference_norms
 from support import FLOATS, assert_same
+from tracked import marked, track_for
 
 from ampfast.backends import state_layout as layout
 from ampfast.backends.native import Factors
@@ -102,40 +102,6 @@ def test_every_segment_counts(bad_dtype: torch.dtype) -> None:
         assert KERNELS.check_(grads_of(grads)).item() == 1.0
     clean = mixed()
     assert KERNELS.check_(grads_of(clean)).item() == 0.0
-
-
-@pytest.mark.parametrize("programs", [1, 3, 100])
-def test_flags_tell_of_each_tensor(programs: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "max_programs", lambda device: programs)
-    for bad in (2, 8, 13):
-
-        def make(bad: int = bad) -> list[torch.Tensor]:
-            grads = [g for g in mixed() if g.numel()]
-            for index in {bad, 0}:
-                grads[index % len(grads)][-1] = math.nan if index else -math.inf
-            # 16-bit values that overflow when they are written, but not in float32.
-            grads[9] *= 60000.0 / grads[9].abs().max()
-            return grads
-
-        for inverse, divisor in ((2.0, 0.5), (0.5, 2.0)):
-            written, _ = torch_unscaled(make, inverse)
-            expected = [found_in([g]) for g in written]
-            count = len(expected)
-            memory = torch.full((count + 4,), -3.0)
-            flags = memory[2:-2]
-            found = KERNELS.unscale_(grads_of(make()), flag(inverse), is_scale=False, flags=flags)
-            # Never reset: what is there stays.
-            want = [1.0 if e else -3.0 for e in expected]
-            assert memory.tolist() == [-3.0, -3.0, *want, -3.0, -3.0]
-            assert found.item() == 1.0
-
-            raw = torch.zeros(count)
-            KERNELS.check_(grads_of(make()), flags=raw)
-            assert raw.tolist() == [found_in([g]) for g in make()]
-            divided = torch.zeros(count)
-            KERNELS.check_(grads_of(make()), flag(divisor), flags=divided)
-            wide = [g if g.dtype == torch.float64 else g.float() for g in make()]
-            assert divided.tolist() == [found_in([g / divisor]) for g in wide]
 
 
 # Norms
@@ -297,22 +263,22 @@ def test_fused_update_where_a_bad_value_meets_a_given_flag() -> None:
     assert_same([scale, tracker], list(torch_updated("grows", 1.0)))
 
 
-def test_norms_and_flags_ride_with_the_update() -> None:
+def test_norms_and_marks_ride_with_the_update() -> None:
     grads = [g for g in mixed() if g.numel()]
     grads[4][2] = math.nan
     scale, tracker, factors = state("defaults")
     update = KERNELS.scale_update(scale, tracker, NO_FLAG, factors)
-    norms, flags = torch.empty(2, dtype=torch.float64), torch.zeros(len(grads))
+    norms, track = torch.empty(2, dtype=torch.float64), track_for(len(grads))
     KERNELS.unscale_(
         *(grads_of(grads), scale),
         is_scale=True,
         update=update,
         coefficient=flag(0.5),
         norms=norms,
-        flags=flags,
+        track=track,
     )
     assert norms.isnan().all()
-    assert flags.nonzero().flatten().tolist() == [4]
+    assert marked(track).index(True) == 4 and sum(marked(track)) == 1
     assert_same([scale, tracker], list(torch_updated("defaults", 1.0)))
 
 

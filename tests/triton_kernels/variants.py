@@ -59,7 +59,7 @@ class Variant:
     use: Use
     norm: bool = False
     coefficient: bool = False
-    flags: bool = False
+    track: str = ""
     epilogue: Epilogue = Epilogue.FINISH
     accumulate: bool = False
     other: bool = False
@@ -68,7 +68,8 @@ class Variant:
         """Reads like a sentence about the launch."""
         words = [str(self.dtype).removeprefix("torch."), "unscale" if self.write else "check"]
         words += [self.use.name.lower()]
-        words += [n for n in ("norm", "coefficient", "flags") if getattr(self, n)]
+        words += [n for n in ("norm", "coefficient") if getattr(self, n)]
+        words += [self.track] if self.track else []
         words += [self.epilogue.name.lower()]
         words += [n for n in ("accumulate", "other") if getattr(self, n)]
         return " ".join(words)
@@ -82,13 +83,14 @@ def modes(dtype: torch.dtype) -> list[Variant]:
     scale = writes[1]
     return [
         *reads,
-        *(replace(r, flags=True) for r in reads),
+        *(replace(r, track="marks") for r in reads),
         *norms,
         *writes,
         replace(scale, norm=True),
         replace(scale, coefficient=True),
-        replace(scale, flags=True),
-        replace(scale, norm=True, coefficient=True, flags=True),
+        replace(scale, track="marks"),
+        *(replace(mode, track="health") for mode in (*reads, norms[1], *writes)),
+        replace(scale, norm=True, coefficient=True, track="marks"),
     ]
 
 
@@ -98,7 +100,7 @@ def main_modes(dtype: torch.dtype) -> list[Variant]:
         Variant(dtype, False, Use.RAW),
         Variant(dtype, False, Use.DIVIDE, epilogue=Epilogue.UPDATE),
         Variant(dtype, True, Use.SCALE),
-        Variant(dtype, True, Use.INVERSE, norm=True, coefficient=True, flags=True),
+        Variant(dtype, True, Use.INVERSE, norm=True, coefficient=True, track="marks"),
     ]
 
 
@@ -129,6 +131,16 @@ class _Recorder:
         return record
 
 
+def tracks(variant: Variant) -> native.Track | None:
+    """Where a variant notes what it sees of one parameter."""
+    if not variant.track:
+        return None
+    marks = torch.zeros(1, native.MARK_WORDS, dtype=torch.int64)
+    health = torch.zeros(1, native.HEALTH_WORDS, dtype=torch.int64)
+    now = torch.zeros((), dtype=torch.int64)
+    return native.Track(marks, now, health if variant.track == "health" else None)
+
+
 def recorded(variant: Variant, target: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The arguments with which `launch` would launch a variant on a device like `target`."""
     one = torch.ones(())
@@ -146,7 +158,7 @@ def recorded(variant: Variant, target: Any) -> tuple[tuple[Any, ...], dict[str, 
         variant.accumulate,
         one if variant.coefficient else None,
         torch.ones(2, dtype=torch.float64) if variant.norm else None,
-        one if variant.flags else None,
+        tracks(variant),
         ScaleUpdate(launch, one, tracker, flags, native.Factors(2.0, 0.5, 2000), STATE, None),
     )
     with pytest.MonkeyPatch.context() as patch:

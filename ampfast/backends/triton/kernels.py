@@ -1,4 +1,4 @@
-"""The Triton kernels; device code only. `csrc/table_layout.h` says how a table is laid out."""
+"""The Triton kernels; device code only. `csrc/*_layout.h` say how what they read is laid out."""
 
 import triton
 import triton.language as tl
@@ -23,7 +23,7 @@ _TENSORS = tl.constexpr(0)
 _WINDOWS = tl.constexpr(1)
 _SEGMENT_PROGRAMS = tl.constexpr(2)
 _FIRST_PROGRAM = tl.constexpr(3)
-_FIRST_TENSOR = tl.constexpr(4)
+_PARAMETERS = tl.constexpr(4)
 _SEGMENT_WORDS = tl.constexpr(8)
 _ALIGNMENT = tl.constexpr(16)
 
@@ -49,8 +49,23 @@ RING_SCALE = tl.constexpr(0)
 RING_STATUS = tl.constexpr(1)
 RING_NORM = tl.constexpr(2)
 RING_WORDS = tl.constexpr(3)
+# Words of what is noted of a parameter, as csrc/track_layout.h names them.
+_LAST_NON_FINITE = tl.constexpr(0)
+_LAST_NAN = tl.constexpr(1)
+_TIMES_NON_FINITE = tl.constexpr(2)
+_TIMES_NAN = tl.constexpr(3)
+_MARK_WORDS = tl.constexpr(4)
+_ELEMENTS = tl.constexpr(0)
+_NONZERO = tl.constexpr(1)
+_VANISHING = tl.constexpr(2)
+_SUBNORMAL = tl.constexpr(3)
+_OVERFLOWING = tl.constexpr(4)
+_LARGEST = tl.constexpr(5)
+_SMALLEST = tl.constexpr(6)
+_HEALTH_WORDS = tl.constexpr(7)
 
 _INFINITY = tl.constexpr(0x7FF0000000000000)
+_COMPLEMENT = tl.constexpr(0x7FFFFFFFFFFFFFFF)
 
 
 @triton.jit
@@ -125,6 +140,36 @@ def _load(base, lane, low, high, WHOLE: tl.constexpr):
 
 
 @triton.jit
+def _counted(values, health, THREADS: tl.constexpr):
+    """Counts one vector of each thread by magnitude; zeros change nothing.
+
+    Magnitudes less one, as unsigned numbers, put zero behind all others: a single comparison tells
+    whether one is below a bound and not zero.
+    """
+    smallest, nonzero, vanishing, subnormal, overflowing = health
+    VEC: tl.constexpr = values.shape[0] // THREADS
+    UNSIGNED: tl.constexpr = tl.uint64 if values.dtype == tl.float64 else tl.uint32
+    # Of 2^-24, 2^-14, and 65504 or what is next below it.
+    if values.dtype == tl.float64:
+        RANGE: tl.constexpr = (0x3E70000000000000, 0x3F10000000000000, 0x40EFFC0000000000)
+    elif values.dtype == tl.float32:
+        RANGE: tl.constexpr = (0x33800000, 0x38800000, 0x477FE000)
+    elif values.dtype == tl.bfloat16:
+        RANGE: tl.constexpr = (0x3380, 0x3880, 0x477F)
+    else:
+        RANGE: tl.constexpr = (0x0001, 0x0400, 0x7BFF)
+    bits = tl.reshape(_bits(values), [THREADS, VEC])
+    less_one = (bits - 1).to(UNSIGNED, bitcast=True)
+    smallest = tl.minimum(smallest, tl.min(less_one, axis=1))
+    nonzero += tl.sum((bits != 0).to(tl.int32), axis=1)
+    if RANGE[0] > 1:  # else nothing is
+        vanishing += tl.sum((less_one < RANGE[0] - 1).to(tl.int32), axis=1)
+    subnormal += tl.sum((less_one < RANGE[1] - 1).to(tl.int32), axis=1)
+    overflowing += tl.sum((bits > RANGE[2]).to(tl.int32), axis=1)
+    return smallest, nonzero, vanishing, subnormal, overflowing
+
+
+@triton.jit
 def _take(
     values,
     base,
@@ -135,20 +180,24 @@ def _take(
     coefficient_ptr,
     peak,
     squares,
+    health,
     WRITE: tl.constexpr,
     FACTOR: tl.constexpr,
     NORM: tl.constexpr,
+    HEALTH: tl.constexpr,
     WHOLE: tl.constexpr,
     THREADS: tl.constexpr,
     SOFT: tl.constexpr,
 ):
-    """Takes one vector of each thread; returns the peak and the squares with it.
+    """Takes one vector of each thread; returns the peak, the squares and the health with it.
 
     What is reduced is reduced inside each thread: threads exchange nothing here.
     """
     DTYPE: tl.constexpr = values.dtype
     VEC: tl.constexpr = values.shape[0] // THREADS
     peak = tl.maximum(peak, tl.max(tl.reshape(_bits(values), [THREADS, VEC]), axis=1))
+    if HEALTH:
+        health = _counted(values, health, THREADS)
     if WRITE or NORM:
         used = _times(_widen(values, SOFT), factor, FACTOR)
         if WRITE:
@@ -161,7 +210,7 @@ def _take(
             if not WHOLE:
                 used = tl.where((lane >= low) & (lane < high), used, 0.0)
             squares += tl.sum(tl.reshape(used * used, [THREADS, VEC]), axis=1)
-    return peak, squares
+    return peak, squares, health
 
 
 @triton.jit
@@ -171,16 +220,18 @@ def _window(
     high,
     factor,
     coefficient_ptr,
+    health,
     WRITE: tl.constexpr,
     FACTOR: tl.constexpr,
     NORM: tl.constexpr,
+    HEALTH: tl.constexpr,
     WHOLE: tl.constexpr,
     DTYPE: tl.constexpr,
     LOADS: tl.constexpr,
     THREADS: tl.constexpr,
     SOFT: tl.constexpr,
 ):
-    """Takes a window; returns each thread's peak and, in the type of calculation, its squares."""
+    """Takes a window; returns each thread's peak, its health, and squares as is calculated."""
     PART: tl.constexpr = THREADS * 16 // (DTYPE.primitive_bitwidth // 8)
     lane = tl.arange(0, PART)
     peak = tl.zeros([THREADS], dtype=tl.int64 if DTYPE == tl.float64 else tl.int32)
@@ -192,22 +243,22 @@ def _window(
         if LOADS == 4:
             c = _load(base, lane + 2 * PART, low, high, WHOLE)
             d = _load(base, lane + 3 * PART, low, high, WHOLE)
-        peak, squares = _take(
-            *(a, base, lane, low, high, factor, coefficient_ptr, peak, squares),
-            *(WRITE, FACTOR, NORM, WHOLE, THREADS, SOFT),
+        peak, squares, health = _take(
+            *(a, base, lane, low, high, factor, coefficient_ptr),
+            *(peak, squares, health, WRITE, FACTOR, NORM, HEALTH, WHOLE, THREADS, SOFT),
         )
-        peak, squares = _take(
-            *(b, base, lane + PART, low, high, factor, coefficient_ptr, peak, squares),
-            *(WRITE, FACTOR, NORM, WHOLE, THREADS, SOFT),
+        peak, squares, health = _take(
+            *(b, base, lane + PART, low, high, factor, coefficient_ptr),
+            *(peak, squares, health, WRITE, FACTOR, NORM, HEALTH, WHOLE, THREADS, SOFT),
         )
         if LOADS == 4:
-            peak, squares = _take(
-                *(c, base, lane + 2 * PART, low, high, factor, coefficient_ptr, peak, squares),
-                *(WRITE, FACTOR, NORM, WHOLE, THREADS, SOFT),
+            peak, squares, health = _take(
+                *(c, base, lane + 2 * PART, low, high, factor, coefficient_ptr),
+                *(peak, squares, health, WRITE, FACTOR, NORM, HEALTH, WHOLE, THREADS, SOFT),
             )
-            peak, squares = _take(
-                *(d, base, lane + 3 * PART, low, high, factor, coefficient_ptr, peak, squares),
-                *(WRITE, FACTOR, NORM, WHOLE, THREADS, SOFT),
+            peak, squares, health = _take(
+                *(d, base, lane + 3 * PART, low, high, factor, coefficient_ptr),
+                *(peak, squares, health, WRITE, FACTOR, NORM, HEALTH, WHOLE, THREADS, SOFT),
             )
     else:
         # One by one, and only where there is something: a load here is of single elements, each in
@@ -215,11 +266,11 @@ def _window(
         for part in tl.static_range(LOADS):
             if part * PART < high:
                 values = _load(base, lane + part * PART, low, high, WHOLE)
-                peak, squares = _take(
+                peak, squares, health = _take(
                     *(values, base, lane + part * PART, low, high, factor, coefficient_ptr),
-                    *(peak, squares, WRITE, FACTOR, NORM, WHOLE, THREADS, SOFT),
+                    *(peak, squares, health, WRITE, FACTOR, NORM, HEALTH, WHOLE, THREADS, SOFT),
                 )
-    return peak, squares
+    return peak, squares, health
 
 
 @triton.jit
@@ -239,6 +290,53 @@ def _used_bits(peak, factor, FACTOR: tl.constexpr, DTYPE: tl.constexpr, SOFT: tl
     elif FACTOR != RAW:
         value = _widen(_narrow(_times(value, factor, FACTOR), DTYPE, SOFT), SOFT)
     return _bits(value.to(tl.float64))
+
+
+@triton.jit
+def _mark(row_ptr, now_ptr, used):
+    """Counts this step for a parameter, once, if `used`, float64 bits of one or several threads,
+    are those of a value that is not finite.
+    """
+    bad = used >= _INFINITY
+    # By the first thread that raises it; without one nothing is read.
+    none = used * 0
+    step = tl.load(now_ptr + none, mask=bad, other=0) + 1
+    seen = tl.atomic_max(row_ptr + _LAST_NON_FINITE + none, step, mask=bad, sem="relaxed")
+    times_ptr = row_ptr + _TIMES_NON_FINITE + none
+    tl.atomic_add(times_ptr, none + 1, mask=bad & (seen < step), sem="relaxed")
+    bad = used > _INFINITY
+    seen = tl.atomic_max(row_ptr + _LAST_NAN + none, step, mask=bad, sem="relaxed")
+    times_ptr = row_ptr + _TIMES_NAN + none
+    tl.atomic_add(times_ptr, none + 1, mask=bad & (seen < step), sem="relaxed")
+
+
+@triton.jit
+def _add_health(row_ptr, length, largest, health, DTYPE: tl.constexpr, SOFT: tl.constexpr):
+    """Adds what all threads of a program counted of a tensor; `largest` are bits of its dtype."""
+    smallest, nonzero, vanishing, subnormal, overflowing = health
+    tl.store(row_ptr + _ELEMENTS, length)
+    tl.atomic_add(row_ptr + _NONZERO, tl.sum(nonzero, axis=0).to(tl.int64), sem="relaxed")
+    tl.atomic_add(row_ptr + _VANISHING, tl.sum(vanishing, axis=0).to(tl.int64), sem="relaxed")
+    tl.atomic_add(row_ptr + _SUBNORMAL, tl.sum(subnormal, axis=0).to(tl.int64), sem="relaxed")
+    tl.atomic_add(row_ptr + _OVERFLOWING, tl.sum(overflowing, axis=0).to(tl.int64), sem="relaxed")
+    largest = _used_bits(largest, 1.0, RAW, DTYPE, SOFT)
+    tl.atomic_max(row_ptr + _LARGEST, largest, sem="relaxed")
+    SIGNED: tl.constexpr = tl.int64 if DTYPE == tl.float64 else tl.int32
+    # The greatest number stands for none, and becomes 0.
+    least = tl.min(smallest, axis=0).to(SIGNED, bitcast=True) + 1
+    least = tl.where(least > 0, _COMPLEMENT - _used_bits(least, 1.0, RAW, DTYPE, SOFT), 0)
+    tl.atomic_max(row_ptr + _SMALLEST, least, sem="relaxed")
+
+
+@triton.jit
+def _no_health(DTYPE: tl.constexpr, THREADS: tl.constexpr):
+    """The health of nothing, of each thread."""
+    count = tl.zeros([THREADS], dtype=tl.int32)
+    if DTYPE == tl.float64:
+        smallest = tl.full([THREADS], 0xFFFFFFFFFFFFFFFF, dtype=tl.uint64)
+    else:
+        smallest = tl.full([THREADS], 0xFFFFFFFF, dtype=tl.uint32)
+    return smallest, count, count, count, count
 
 
 @triton.jit
@@ -350,7 +448,8 @@ def _sum_of_partials(table_ptr):
 
 @triton.jit(
     do_not_specialize=[
-        *("segment", "factor_ptr", "coefficient_ptr", "found_inf_ptr", "norms_ptr", "flags_ptr"),
+        *("segment", "factor_ptr", "coefficient_ptr", "found_inf_ptr", "norms_ptr"),
+        *("marks_ptr", "now_ptr", "health_ptr"),
         *("scale_ptr", "growth_tracker_ptr", "state_ptr", "other_found_inf_ptr"),
         *("growth_factor", "backoff_factor", "growth_interval"),
     ]
@@ -362,7 +461,9 @@ def multi_tensor(
     coefficient_ptr,
     found_inf_ptr,
     norms_ptr,
-    flags_ptr,
+    marks_ptr,
+    now_ptr,
+    health_ptr,
     scale_ptr,
     growth_tracker_ptr,
     state_ptr,
@@ -384,11 +485,13 @@ def multi_tensor(
 
     A program takes windows that follow one another. Only the first and the last window of a tensor
     are masked; the others are read and written 16 bytes at a time. Pointers that are None leave out
-    what they are for: `coefficient_ptr` a second factor on what is written, `flags_ptr` one flag
-    for each tensor. SOFT is for the interpreter, which converts bfloat16 wrongly.
+    what they are for: `coefficient_ptr` a second factor on what is written, `marks_ptr` which
+    parameters are not finite, `health_ptr` how large the values of each are. SOFT is for the
+    interpreter, which converts bfloat16 wrongly.
     """
     SIZE: tl.constexpr = DTYPE.primitive_bitwidth // 8
     WINDOW: tl.constexpr = LOADS * THREADS * 16 // SIZE
+    HEALTH: tl.constexpr = health_ptr is not None
 
     program = tl.program_id(0).to(tl.int64)
     segment_ptr = table_ptr + segment
@@ -407,6 +510,8 @@ def multi_tensor(
 
     peak = tl.zeros([THREADS], dtype=tl.int64 if DTYPE == tl.float64 else tl.int32)
     squares = tl.zeros([THREADS], dtype=tl.float64)
+    health = _no_health(DTYPE, THREADS)
+    worst = tl.zeros([], dtype=tl.int64)
     while left > 0:
         # Ahead of need: for many small tensors this is what a program waits for.
         next_address = tl.load(addresses_ptr + tensor + 1)
@@ -416,32 +521,50 @@ def multi_tensor(
         low = (address & (_ALIGNMENT - 1)) // SIZE - window * WINDOW
         high = low + length
         if (low <= 0) & (high >= WINDOW):
-            window_peak, window_squares = _window(
-                *(base, 0, WINDOW, factor, coefficient_ptr),
-                *(WRITE, FACTOR, NORM, True, DTYPE, LOADS, THREADS, SOFT),
+            window_peak, window_squares, health = _window(
+                *(base, 0, WINDOW, factor, coefficient_ptr, health),
+                *(WRITE, FACTOR, NORM, HEALTH, True, DTYPE, LOADS, THREADS, SOFT),
             )
         else:
-            window_peak, window_squares = _window(
+            window_peak, window_squares, health = _window(
                 *(base, tl.maximum(low, 0).to(tl.int32), tl.minimum(high, WINDOW).to(tl.int32)),
-                *(factor, coefficient_ptr),
-                *(WRITE, FACTOR, NORM, False, DTYPE, LOADS, THREADS, SOFT),
+                *(factor, coefficient_ptr, health),
+                *(WRITE, FACTOR, NORM, HEALTH, False, DTYPE, LOADS, THREADS, SOFT),
             )
         peak = tl.maximum(peak, window_peak)
         if NORM:
             squares += window_squares.to(tl.float64)
-        if flags_ptr is not None:
-            largest = _used_bits(tl.max(window_peak, axis=0), factor, FACTOR, DTYPE, SOFT)
-            flag_ptr = flags_ptr + tl.load(segment_ptr + _FIRST_TENSOR) + tensor
-            tl.store(flag_ptr, 1.0, mask=largest >= _INFINITY)
-        left -= 1
         ends = high <= WINDOW
+        if marks_ptr is not None:
+            is_done = ends | (left == 1)  # this program, with the tensor
+            if is_done:
+                parameter = tl.load(table_ptr + tl.load(segment_ptr + _PARAMETERS) + tensor)
+                row_ptr = marks_ptr + parameter * _MARK_WORDS
+                if HEALTH:
+                    largest = tl.max(peak, axis=0)
+                    used = _used_bits(largest, factor, FACTOR, DTYPE, SOFT)
+                    _mark(row_ptr, now_ptr, used)
+                    worst = tl.maximum(worst, used)
+                    row_ptr = health_ptr + parameter * _HEALTH_WORDS
+                    _add_health(row_ptr, length, largest, health, DTYPE, SOFT)
+                    health = _no_health(DTYPE, THREADS)
+                    peak = tl.zeros_like(peak)
+                else:
+                    # Each thread by itself: they need not wait for each other.
+                    used = _used_bits(peak, factor, FACTOR, DTYPE, SOFT)
+                    _mark(row_ptr, now_ptr, used)
+                    # So that the next tensor is judged by itself; a peak that passes may stay.
+                    bad = used >= _INFINITY
+                    tl.atomic_max(table_ptr + _PEAK + used * 0, used, mask=bad, sem="relaxed")
+                    peak = tl.where(bad, 0, peak)
+        left -= 1
         tensor += ends.to(tl.int64)
         window = tl.where(ends, 0, window + 1)
         address = tl.where(ends, next_address, address)
         length = tl.where(ends, next_length, length)
 
     largest = _used_bits(tl.max(peak, axis=0), factor, FACTOR, DTYPE, SOFT)
-    tl.atomic_max(table_ptr + _PEAK, largest, sem="relaxed")
+    tl.atomic_max(table_ptr + _PEAK, tl.maximum(largest, worst), sem="relaxed")
     if NORM:
         partial = tl.load(table_ptr + _PARTIALS) + tl.load(segment_ptr + _FIRST_PROGRAM) + program
         tl.store(table_ptr + partial, tl.sum(squares, axis=0).to(tl.int64, bitcast=True))

@@ -6,6 +6,7 @@ import contextlib
 import threading
 from collections.abc import Iterator
 from functools import cache
+from typing import Any
 
 import torch
 import triton
@@ -35,6 +36,9 @@ _DTYPES = {
     torch.float16: tl.float16,
     torch.bfloat16: tl.bfloat16,
 }
+
+# For the counts of 16-bit values the compiler would take twice as many; none is spilled at this.
+_REGISTERS = 96
 
 # What was launched before and is hence compiled.
 _launched: set[tuple[object, ...]] = set()
@@ -78,7 +82,7 @@ def multi_tensor(work: Pass, segment: Segment, epilogue: Epilogue) -> None:
     threads = 128 if INTERPRETED else _threads(work.table.buffer.device)
     update = work.update if epilogue is Epilogue.UPDATE else None
     factors = NO_FACTORS if update is None else update.factors
-    switches = {
+    switches: dict[str, Any] = {
         "DTYPE": _DTYPES[segment.dtype],
         "WRITE": work.write,
         "FACTOR": int(work.use),
@@ -91,7 +95,10 @@ def multi_tensor(work: Pass, segment: Segment, epilogue: Epilogue) -> None:
     }
     state = None if update is None else update.state
     other = None if update is None else update.other
-    optional = (work.coefficient, work.norms, work.flags, state, other)
+    marks, now, health = (None, None, None) if work.track is None else work.track
+    if health is not None and segment.dtype.itemsize == 2 and torch.version.hip is None:
+        switches["maxnreg"] = _REGISTERS
+    optional = (work.coefficient, work.norms, marks, health, state, other)
     variant = (work.table.buffer.device, *switches.values(), *(o is None for o in optional))
     _require_compiled(variant)
     kernels.multi_tensor[(segment.programs,)](
@@ -101,7 +108,9 @@ def multi_tensor(work: Pass, segment: Segment, epilogue: Epilogue) -> None:
         work.coefficient,
         work.found_inf,
         work.norms,
-        work.flags,
+        marks,
+        now,
+        health,
         None if update is None else update.scale,
         None if update is None else update.growth_tracker,
         state,

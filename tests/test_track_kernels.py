@@ -1,0 +1,86 @@
+"""What the CPU kernels note of each parameter, against plain comparisons."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from kernel_parity import flag
+from support import FLOATS
+from track_parity import check_passes, check_random_lists, check_times, listed
+from tracked import assert_ranges, edges_of_half, track_for
+
+from ampfast import _C
+from ampfast.backends import native
+
+CPU = torch.device("cpu")
+CAPABILITIES = tuple(_C.cpu_capabilities())
+
+
+@pytest.mark.parametrize("start", range(0, 60, 10))
+def test_random_lists(capability: str, start: int) -> None:
+    check_random_lists(native, CPU, range(start, start + 10), norms=False)
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_bounds_of_float16(capability: str, dtype: torch.dtype) -> None:
+    edges = edges_of_half(dtype)
+    check_passes(native, [edges, *edges.split(1)], CPU, norms=False)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_every_16_bit_value(capability: str, dtype: torch.dtype) -> None:
+    every = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(dtype)
+    check_passes(native, [every, *every[::23].clone().split(1)], CPU, norms=False)
+
+
+def test_a_step_counts_once(capability: str) -> None:
+    check_times(native, CPU)
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("value", [0.0, -0.0, 1e-9, 3e-5, 65504.0, torch.inf, torch.nan])
+def test_counts_of_many_alike(capability: str, dtype: torch.dtype, value: float) -> None:
+    grads = [torch.full((count,), value, dtype=dtype) for count in (1, 31, 16_384, 70_001)]
+    track = track_for(len(grads), health=True)
+    native.check_(listed(grads), track=track)
+    assert_ranges(track, grads)
+
+
+def test_threads_do_not_change_what_is_noted() -> None:
+    generator = torch.Generator().manual_seed(1)
+    grads = [torch.randn(n, generator=generator) for n in (5, 400_000, 3, 90_000)]
+    grads[1][777], grads[3][-1] = torch.nan, torch.inf
+    threads, grain = torch.get_num_threads(), _C.set_grain(1)
+    found = []
+    try:
+        for count in (1, 2, 4):
+            torch.set_num_threads(count)
+            track = track_for(len(grads), health=True)
+            native.check_(listed(grads), track=track)
+            found.append((track.marks.tolist(), track.health.tolist()))
+    finally:
+        torch.set_num_threads(threads)
+        _C.set_grain(grain)
+    assert found[0] == found[1] == found[2]
+    assert_ranges(track, grads)
+
+
+def test_rows_that_cannot_be_written() -> None:
+    grads = listed([torch.ones(3), torch.ones(3)])
+    good = track_for(2, health=True)
+    for track in (
+        good._replace(marks=good.marks.int()),
+        good._replace(marks=torch.zeros(4, 4, dtype=torch.int64).t()[:, :3]),
+        good._replace(now=torch.zeros(1)),
+        good._replace(health=torch.zeros(2, 3, dtype=torch.int64)),
+    ):
+        with pytest.raises(RuntimeError, match="int64"):
+            native.check_(grads, track=track)
+    with pytest.raises(RuntimeError, match="notes on 1 parameters"):
+        native.check_(grads, track=track_for(1))
+    gradient = torch.ones(3)
+    with pytest.raises(RuntimeError, match="int64"):
+        native.unscale_(
+            listed([gradient]), flag(0.5), is_scale=False, track=good._replace(now=flag())
+        )
+    assert gradient.tolist() == [1.0, 1.0, 1.0]

@@ -1,0 +1,103 @@
+"""What every backend's kernels must note of each parameter, over lists of gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from kernel_parity import flag
+from support import FLOATS
+from tracked import assert_ranges, assert_surroundings_kept, marks_of, random_list, track_for
+
+from ampfast.backends import native
+
+
+def listed(grads: Sequence[torch.Tensor]) -> native.GradList:
+    found = native.list_of(list(grads), grads[0].device)
+    assert found is not None
+    return found
+
+
+def copies(grads: Sequence[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
+    """Twins at the same offsets to a 16-byte boundary."""
+    found = []
+    for grad in grads:
+        memory = grad.new_zeros(grad.numel() + grad.storage_offset(), device=device)
+        found.append(memory[grad.storage_offset() :])
+        found[-1].copy_(grad)
+    return found
+
+
+def wide(grads: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    return [g if g.dtype == torch.float64 else g.float() for g in grads]
+
+
+def check_passes(
+    kernels: Any, make: Sequence[torch.Tensor], device: torch.device, *, norms: bool = True
+) -> None:
+    """Compares marks and health of every kind of pass, and that its result is as without them."""
+    count = len(make)
+    inverse, divisor = 1.5, 0.75
+
+    def run(name: str, used: Sequence[torch.Tensor], call: Any) -> None:
+        expected = marks_of(used, 4)
+        plain = copies(make, device)
+        found = call(listed(plain)).item()
+        for health in (False, True):
+            grads = copies(make, device)
+            track = track_for(count, health=health, step=4, device=device)
+            assert call(listed(grads), track=track).item() == found, name
+            assert track.marks.tolist() == expected, name
+            assert_surroundings_kept(track)
+            if health:
+                assert_ranges(track, make)
+            for ours, theirs in zip(grads, plain, strict=True):
+                same = (ours == theirs) | (ours.isnan() & theirs.isnan())
+                assert same.all(), f"{name}: another result"
+
+    run("raw", make, kernels.check_)
+    quotients = [g / divisor for g in wide(make)]
+    factor = flag(divisor).to(device)
+    run("divided", quotients, lambda g, **k: kernels.check_(g, factor, **k))
+    written = [(w * inverse).to(g.dtype) for w, g in zip(wide(make), make, strict=True)]
+    factor_ = flag(inverse).to(device)
+    run("unscaled", written, lambda g, **k: kernels.unscale_(g, factor_, is_scale=False, **k))
+    scale = flag(4.0).to(device)
+    run(
+        "scaled",
+        [g / 4 for g in make],
+        lambda g, **k: kernels.unscale_(g, scale, is_scale=True, **k),
+    )
+    if norms:
+        sums = torch.zeros(2, dtype=torch.float64, device=device)
+        more = {"is_scale": False, "norms": sums}
+        run("norms", written, lambda g, **k: kernels.norms(g, factor_, **more, **k))
+
+
+def check_random_lists(
+    kernels: Any, device: torch.device, seeds: range, *, norms: bool = True
+) -> None:
+    for seed in seeds:
+        dtypes = FLOATS if seed % 2 else FLOATS[seed // 2 % 4 :][:1]
+        grads = random_list(seed, dtypes)
+        if any(g.numel() for g in grads):
+            check_passes(kernels, grads, device, norms=norms)
+
+
+def check_times(kernels: Any, device: torch.device) -> None:
+    """A step is counted once, however often it is looked at, and the last kind is kept apart."""
+    track = track_for(2, device=device)
+    good, bad = torch.ones(70_000, device=device), torch.ones(70_000, device=device)
+    for step, value in ((0, torch.inf), (1, 1.0), (2, torch.nan), (5, -torch.inf), (6, 1.0)):
+        track.now.fill_(step)
+        bad.fill_(value)
+        for _ in range(3):
+            kernels.check_(listed([good, bad]), track=track)
+    assert track.marks.tolist() == [[0, 0, 0, 0], [6, 3, 3, 1]]
+    # Infinities first, then NaN in the same step: it is one with NaN.
+    track.now.fill_(7)
+    for value in (torch.inf, torch.nan, torch.inf):
+        bad.fill_(value)
+        kernels.check_(listed([bad, good]), track=track)
+    assert track.marks.tolist() == [[8, 8, 1, 1], [6, 3, 3, 1]]

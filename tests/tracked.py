@@ -1,0 +1,116 @@
+"""What a pass must note of each parameter, by plain comparisons in float64."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from support import assert_same
+
+from ampfast.backends.native import HEALTH_WORDS, MARK_WORDS
+from ampfast.backends.track import Track
+
+NEVER = [0, 0, 0, 0]
+
+
+def track_for(
+    parameters: int, *, health: bool = False, step: int = 0, device: str | torch.device = "cpu"
+) -> Track:
+    """Empty rows between rows of other values, which no pass may touch."""
+    marks = torch.full((parameters + 2, MARK_WORDS), -7, dtype=torch.int64, device=device)
+    ranges = torch.full((parameters + 2, HEALTH_WORDS), -7, dtype=torch.int64, device=device)
+    marks[1:-1] = 0
+    ranges[1:-1] = 0
+    now = torch.tensor(step, dtype=torch.int64, device=device)
+    return Track(marks[1:-1], now, ranges[1:-1] if health else None)
+
+
+def assert_surroundings_kept(track: Track) -> None:
+    for rows in (track.marks, track.health):
+        if rows is not None:
+            whole = rows.new_empty(0).set_(rows.untyped_storage()).view(-1, rows.shape[1])
+            assert (whole[[0, -1]] == -7).all(), "wrote beside the rows of the parameters"
+
+
+def marked(track: Track) -> list[bool]:
+    """Which parameters were ever not finite."""
+    return [row[0] != 0 for row in track.marks.tolist()]
+
+
+def marks_of(used: Sequence[torch.Tensor], step: int = 0) -> list[list[int]]:
+    """The marks of one step on values as the optimizer uses them."""
+    rows = []
+    for values in used:
+        bad, nan = bool((~values.isfinite()).any()), bool(values.isnan().any())
+        rows.append([(step + 1) * bad, (step + 1) * nan, int(bad), int(nan)])
+    return rows
+
+
+def range_of(values: torch.Tensor) -> list[float]:
+    """Elements, nonzero, vanishing, subnormal, overflowing, largest and smallest nonzero."""
+    sizes = values.detach().flatten().double().abs()
+    nonzero = sizes[~(sizes == 0)]
+    numbers = nonzero[~nonzero.isnan()]
+    smallest = 0.0
+    if len(nonzero):
+        smallest = float(numbers.min()) if len(numbers) else torch.nan
+    return [
+        *(float(len(sizes)), float(len(nonzero))),
+        float((nonzero < 2.0**-24).sum()),
+        float((nonzero < 2.0**-14).sum()),
+        float((~(nonzero <= 65504)).sum()),
+        *(float(sizes.max()) if len(sizes) else 0.0, smallest),
+    ]
+
+
+def read_range(row: torch.Tensor) -> list[float]:
+    """The same from a row as the kernels write it."""
+    *counts, largest, smallest = row.tolist()
+    bits = torch.tensor([largest, 2**63 - 1 - smallest if smallest else 0])
+    return [*map(float, counts), *bits.view(torch.float64).tolist()]
+
+
+def assert_ranges(track: Track, grads: Sequence[torch.Tensor]) -> None:
+    """Compares the rows with what the values of `grads` give, exactly."""
+    assert track.health is not None
+    for i, (row, grad) in enumerate(zip(track.health.cpu(), grads, strict=True)):
+        expected = range_of(grad.cpu()) if grad.numel() else [0.0] * HEALTH_WORDS
+        assert_same(read_range(row), expected, f"range of gradient {i}, {grad.dtype}")
+
+
+def edges_of_half(dtype: torch.dtype) -> torch.Tensor:
+    """Values around what bounds float16's range, and their neighbours, of both signs."""
+    infinity = torch.tensor(torch.inf, dtype=dtype)
+    found = [torch.tensor([0.0, torch.inf, torch.nan], dtype=dtype)]
+    for bound in (0.0, 2.0**-25, 2.0**-24, 2.0**-14, 1.0, 65504.0, 65520.0, 65536.0):
+        value = torch.tensor(bound, dtype=torch.float64).to(dtype)
+        below, above = torch.nextafter(value, -infinity), torch.nextafter(value, infinity)
+        found.append(torch.stack([value, above, below]))
+    values = torch.cat(found)
+    return torch.cat([values, -values])
+
+
+def random_list(seed: int, dtypes: Sequence[torch.dtype]) -> list[torch.Tensor]:
+    """Gradients of many sizes, addresses and ranges: zeros, subnormals, infinities and NaN."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def chance(low: int, high: int) -> int:
+        return int(torch.randint(low, high, (), generator=generator))
+
+    found = []
+    for _ in range(chance(1, 9)):
+        dtype = dtypes[chance(0, len(dtypes))]
+        count = (0, 1, 7, 33, 255, 4096, 4100, 20_000)[chance(0, 8)]
+        offset = chance(0, 9)
+        exponents = torch.rand(count + offset, generator=generator, dtype=torch.float64)
+        values = torch.randn(count + offset, generator=generator, dtype=torch.float64)
+        values *= 2.0 ** (exponents * chance(1, 60) - chance(0, 45))
+        values[torch.rand(count + offset, generator=generator) < 0.1] = 0.0
+        values = values.to(dtype)
+        if dtype is torch.float16:
+            values = values.clamp(-65504, 65504)
+        for bad in (torch.inf, -torch.inf, torch.nan):
+            if count and chance(0, 6) == 0:
+                values[offset + chance(0, count)] = bad
+        found.append(values[offset:])
+    return found

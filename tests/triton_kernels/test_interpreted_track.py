@@ -1,0 +1,40 @@
+"""What the interpreted kernels note of each parameter, against plain comparisons."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from device_parity import CPU, KERNELS, guarded, launch, window
+from support import FLOATS
+from track_parity import check_passes, check_random_lists, check_times
+from tracked import edges_of_half
+
+pytestmark = pytest.mark.usefixtures("watched")
+
+
+@pytest.mark.parametrize("programs", [1, 3, 100])
+def test_random_lists(programs: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "max_programs", lambda device: programs)
+    check_random_lists(KERNELS, CPU, range(3 * programs % 7, 3 * programs % 7 + 3))
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_bounds_of_float16(dtype: torch.dtype) -> None:
+    # Many kinds of values in one tensor, and tensors with one.
+    edges = edges_of_half(dtype)
+    check_passes(KERNELS, [edges, *edges[: len(edges) // 2].split(6)], CPU)
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_windows(dtype: torch.dtype) -> None:
+    size = window(dtype)
+    values = torch.randn(2 * size + 3, generator=torch.Generator().manual_seed(3)).to(dtype)
+    values[::7] = 0.0
+    for count, offset in ((size, 0), (size, 1), (2 * size + 3, 1)):
+        grads = [guarded(values[:5]), guarded(values[:count], offset), guarded(values[:size])]
+        grads[1][-1], grads[2][0] = torch.inf, torch.nan
+        check_passes(KERNELS, grads, CPU)
+
+
+def test_a_step_counts_once() -> None:
+    check_times(KERNELS, CPU)
