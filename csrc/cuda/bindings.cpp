@@ -62,8 +62,8 @@ void launch_multi_tensor(const DeviceTable& table, const Segment& segment, bool 
                          const OptionalTensor& norms, const std::optional<Track>& track,
                          bool epilogue, const at::Tensor& found_inf, bool accumulate,
                          const OptionalTensor& scale, const OptionalTensor& growth_tracker,
-                         const OptionalTensor& state,
-                         const OptionalTensor& other_found_inf, const Factors& factors) {
+                         const OptionalTensor& state, const OptionalTensor& other_found_inf,
+                         const Factors& factors) {
   const at::Device device = table.buffer().device();
   const c10::cuda::CUDAGuard guard(device);
   Launch pass;
