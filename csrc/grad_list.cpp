@@ -4,6 +4,8 @@
 #include <c10/core/impl/TorchDispatchModeTLS.h>
 #include <torch/csrc/autograd/python_variable.h>
 
+#include <algorithm>
+
 namespace ampfast {
 
 namespace {
@@ -67,6 +69,11 @@ void GradList::add(const at::Tensor& tensor, bool writes) {
   void* address = writes ? tensor.mutable_data_ptr() : const_cast<void*>(tensor.const_data_ptr());
   list.spans.push_back({static_cast<char*>(address), numel, list.chunks});
   list.chunks += chunk_count(numel);
+}
+
+bool GradList::has(at::ScalarType dtype) const {
+  return std::any_of(lists_.begin(), lists_.end(),
+                     [dtype](const DtypeList& list) { return list.dtype == dtype; });
 }
 
 int64_t GradList::chunks() const {

@@ -42,6 +42,7 @@ class GradList {
 
   at::Device device() const { return device_; }
   const std::vector<DtypeList>& lists() const { return lists_; }
+  bool has(at::ScalarType dtype) const;
   int64_t chunks() const;
   int64_t table_bytes() const;
 

@@ -66,7 +66,14 @@ class Kernels(Protocol):
         is_scale: bool,
         found_inf: Tensor | None = None,
         update: Any = None,
+        coefficient: Tensor | None = None,
     ) -> Tensor: ...
+
+    def norms(
+        self, grads: native.GradList, factor: Tensor, *, is_scale: bool, norms: Tensor
+    ) -> Tensor: ...
+
+    def clip_coefficient(self, clip: native.Clip) -> None: ...
 
     def check_(
         self,

@@ -9,11 +9,18 @@ from torch import Tensor
 
 from ampfast import _C
 from ampfast.backends.native import Factors, Segment
-from ampfast.backends.passes import NO_FACTORS, Epilogue, Pass
+from ampfast.backends.passes import NO_FACTORS, Clip, Epilogue, Pass
 from ampfast.backends.passes import on_gpu as on
 from ampfast.capture import is_capturing
 
-__all__ = ["is_capturing", "max_programs", "multi_tensor", "on", "update_scale"]
+__all__ = [
+    "clip_coefficient",
+    "is_capturing",
+    "max_programs",
+    "multi_tensor",
+    "on",
+    "update_scale",
+]
 
 if not _C.WITH_CUDA:
     raise ImportError("the compiled core was built without its CUDA kernels")
@@ -52,3 +59,16 @@ def update_scale(
 ) -> None:
     """Launches the update of the scale; there are one to four flags."""
     _C.cuda_update_scale(scale, growth_tracker, found_infs, factors)
+
+
+def clip_coefficient(clip: Clip) -> None:
+    """Launches what turns norms into a coefficient."""
+    _C.cuda_clip_coefficient(
+        clip.norms,
+        clip.max_norm,
+        clip.largest,
+        clip.norm,
+        clip.coefficient,
+        clip.scale,
+        clip.divisor,
+    )

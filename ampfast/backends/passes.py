@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ampfast.backends import aten
 from ampfast.backends.native import (
+    Clip,
     DeviceTable,
     Factors,
     GradList,
@@ -22,7 +23,9 @@ from ampfast.backends.native import (
 )
 
 __all__ = [
+    "CLIP_EPSILON",
     "NO_FACTORS",
+    "Clip",
     "DeviceKernels",
     "Epilogue",
     "Launcher",
@@ -37,6 +40,9 @@ MOST_FLAGS = 4
 
 # For launches that update nothing.
 NO_FACTORS = Factors(1.0, 1.0, 0)
+
+# What torch adds to a norm before it divides by it.
+CLIP_EPSILON = 1e-6
 
 
 class Use(IntEnum):
@@ -70,6 +76,8 @@ class Launcher(Protocol):
     def update_scale(
         self, scale: Tensor, growth_tracker: Tensor, found_infs: list[Tensor], factors: Factors
     ) -> None: ...
+
+    def clip_coefficient(self, clip: Clip) -> None: ...
 
 
 class ScaleUpdate:
@@ -146,7 +154,7 @@ class Pass:
         write: Whether they are unscaled in place, else only read.
         use: What the factor is.
         factor: One-element float32, or None.
-        coefficient: One-element float32 that multiplies what unscaling would write, or None.
+        coefficient: One-element float64 that multiplies what unscaling would write, or None.
         found_inf: 0-dim float32 that is set.
         accumulate: Whether a found_inf of 1 stays, else it is assigned.
         norms: float64 of shape (2,) that gets the sum of squares and the largest magnitude of
@@ -186,7 +194,7 @@ class DeviceKernels:
         norms: Tensor | None = None,
         flags: Tensor | None = None,
     ) -> Tensor:
-        """As `native.unscale_`; the last three are those of `Pass`."""
+        """As `native.unscale_`; the last two are those of `Pass`."""
         use = Use.SCALE if is_scale else Use.INVERSE
         return self._run(grads, True, use, factor, found_inf, update, coefficient, norms, flags)
 
@@ -204,9 +212,14 @@ class DeviceKernels:
         return self._run(grads, False, use, grad_scale, found_inf, update, None, None, flags)
 
     def norms(self, grads: GradList, factor: Tensor, *, is_scale: bool, norms: Tensor) -> Tensor:
-        """Checks as `unscale_` does and takes the norms, reading only; returns a new flag."""
+        """As `native.norms`."""
         use = Use.SCALE if is_scale else Use.INVERSE
         return self._run(grads, False, use, factor, None, None, None, norms, None)
+
+    def clip_coefficient(self, clip: Clip) -> None:
+        """As `native.clip_coefficient`."""
+        with self._launcher.on(clip.norms.device):
+            self._launcher.clip_coefficient(clip)
 
     def scale_update(
         self,
@@ -242,7 +255,9 @@ class DeviceKernels:
             update = None  # its caller sees to it
         for name, scalar in (("factor", factor), ("found_inf", found_inf)):
             if scalar is not None:
-                _require_scalar(name, scalar, device)
+                _require_scalar(name, scalar, device, torch.float32)
+        if coefficient is not None:
+            _require_scalar("coefficient", coefficient, device, torch.float64)
         accumulate = found_inf is not None
         if grads.chunks == 0:
             if norms is not None:
@@ -278,9 +293,10 @@ class DeviceKernels:
         return found_inf
 
 
-def _require_scalar(name: str, tensor: Tensor, device: torch.device) -> None:
-    if not is_scalar(tensor, torch.float32) or tensor.device != device:
+def _require_scalar(name: str, tensor: Tensor, device: torch.device, dtype: torch.dtype) -> None:
+    if not is_scalar(tensor, dtype) or tensor.device != device:
+        wanted = str(dtype).removeprefix("torch.")
         raise RuntimeError(
-            f"{name} must be a one-element float32 tensor on {device}, got {tensor.dtype} of "
+            f"{name} must be a one-element {wanted} tensor on {device}, got {tensor.dtype} of "
             f"shape {tuple(tensor.shape)} on {tensor.device}"
         )

@@ -176,8 +176,9 @@ bool check(const GradList& grads, Use use, float factor) {
   return found;
 }
 
-bool unscale(const GradList& grads, float inv_scale) {
-  if (inv_scale == 1) {
+bool unscale(const GradList& grads, float inv_scale, double coefficient) {
+  const bool clips = coefficient != 1;
+  if (inv_scale == 1 && !clips) {
     return check(grads, Use::kNothing, 1);  // as torch: not even a subnormal is flushed
   }
   bool found = false;
@@ -186,7 +187,8 @@ bool unscale(const GradList& grads, float inv_scale) {
     const Loops& loops = loops_for(dtype);
     Peak peak;
     for_each_chunk(list, true, [&](char* address, int64_t numel, int64_t) {
-      peak.raise(loops.unscale(address, numel, inv_scale));
+      peak.raise(clips ? loops.unscale_and_clip(address, numel, inv_scale, coefficient)
+                       : loops.unscale(address, numel, inv_scale));
     });
     found |= !std::isfinite(used_peak(dtype, peak.bits(), Use::kMultiply, inv_scale));
   }
@@ -201,17 +203,15 @@ Norms norms(const GradList& grads, float inv_scale) {
     Peak peak;
     std::vector<double> partial(list.chunks);
     for_each_chunk(list, false, [&](const char* address, int64_t numel, int64_t chunk) {
-      peak.raise(loops.peak_bits(address, numel));
-      partial[chunk] = loops.squares(address, numel, inv_scale);
+      int64_t bits = 0;
+      partial[chunk] = loops.squares(address, numel, inv_scale, &bits);
+      peak.raise(bits);
     });
     for (const double squares : partial) {
       total.sum_of_squares += squares;
     }
     const double largest = std::fabs(used_peak(dtype, peak.bits(), Use::kMultiply, inv_scale));
-    // A NaN wins, and stays.
-    if (!std::isnan(total.absolute_maximum) && !(largest <= total.absolute_maximum)) {
-      total.absolute_maximum = largest;
-    }
+    total.absolute_maximum = larger_or_nan(total.absolute_maximum, largest);
   }
   return total;
 }

@@ -9,8 +9,9 @@ namespace ampfast::cpu {
 // Tells whether a value of the list is not finite, as `use` and `factor` will use it. Reads only.
 bool check(const GradList& grads, Use use, float factor);
 
-// Multiplies in place and tells whether a value that was written is not finite.
-bool unscale(const GradList& grads, float inv_scale);
+// Multiplies in place and tells whether a product is not finite, rounded to its dtype. With a
+// coefficient the rounded products are multiplied by it, which decides nothing.
+bool unscale(const GradList& grads, float inv_scale, double coefficient = 1);
 
 struct Norms {
   double sum_of_squares;

@@ -242,8 +242,9 @@ __global__ void __launch_bounds__(kThreads, kProgramsPerSm) pass(const Launch la
     factor = inverse_scale(factor);
   }
 
-  Gatherer<Format, kWrite, kNorm, kCoefficient> gatherer{factor,
-                                                         kCoefficient ? *launch.coefficient : 1.0f};
+  using Opmath = typename Format::Opmath;
+  Gatherer<Format, kWrite, kNorm, kCoefficient> gatherer{
+      factor, kCoefficient ? static_cast<Opmath>(*launch.coefficient) : 1};
   while (true) {
     const bool is_end_tensor = tensor == end_tensor;
     const Span now = span(field);
@@ -315,6 +316,28 @@ __global__ void update_alone(const Update arguments) {
   }
   update(arguments.scale, arguments.growth_tracker, found_inf, arguments.growth_factor,
          arguments.backoff_factor, arguments.growth_interval);
+}
+
+__global__ void clip_alone(const Clip clip) {
+  double squares = 0;
+  double peak = 0;
+  for (int64_t row = 0; row < clip.rows; ++row) {
+    squares += clip.norms[2 * row];
+    peak = larger_or_nan(peak, clip.norms[2 * row + 1]);
+  }
+  double total = clip.largest ? peak : sqrt(squares);
+  if (clip.wide_norm != nullptr) {
+    *clip.wide_norm = total;
+  } else {
+    const float rounded = static_cast<float>(total);
+    *clip.norm = rounded;
+    total = rounded;
+  }
+  const double coefficient = ampfast::clip_coefficient(total, clip.max_norm);
+  *clip.coefficient = coefficient;
+  if (clip.divisor != nullptr) {
+    *clip.divisor = static_cast<float>(*clip.scale / coefficient);
+  }
 }
 
 using Kernel = void (*)(Launch);
@@ -397,6 +420,11 @@ const char* launch(const Launch& launch) {
 
 const char* update_scale(const Update& update) {
   update_alone<<<1, 1, 0, static_cast<cudaStream_t>(update.stream)>>>(update);
+  return text_of(cudaGetLastError());
+}
+
+const char* clip_coefficient(const Clip& clip) {
+  clip_alone<<<1, 1, 0, static_cast<cudaStream_t>(clip.stream)>>>(clip);
   return text_of(cudaGetLastError());
 }
 

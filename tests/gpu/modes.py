@@ -16,6 +16,7 @@ sys.path[:0] = [str(TESTS.parent), str(TESTS), str(TESTS / "gpu")]
 
 import torch  # noqa: E402
 from gpu_support import BACKENDS, flag, gpu, grads_of, kernels_of, why_not  # noqa: E402
+from kernel_parity import wide  # noqa: E402
 from support import FLOATS  # noqa: E402
 
 from ampfast.backends.native import WINDOW_BYTES, Factors  # noqa: E402
@@ -63,7 +64,7 @@ def modes(kernels: Any, device: torch.device) -> list[tuple[str, Callable[..., A
         ("unscale, accumulated", unscale(found_inf=flag(0.0, device)), 2.0),
         ("unscale with norms", unscale(norms=norms()), 2.0),
         ("unscale with flags", unscale(flags=flags()), 2.0),
-        ("unscale with a coefficient", unscale(coefficient=flag(0.5, device)), 1.0),
+        ("unscale with a coefficient", unscale(coefficient=wide(0.5, device)), 1.0),
         ("unscale and update", unscale(update=update(0)), 2.0),
         ("all at once", unscale(norms=norms(), flags=flags(), update=update(2)), 2.0),
     ]

@@ -14,10 +14,18 @@ from torch import Tensor
 
 from ampfast import capture
 from ampfast.backends.native import WINDOW_BYTES, Factors, Segment
-from ampfast.backends.passes import NO_FACTORS, Epilogue, Pass, on_gpu
+from ampfast.backends.passes import CLIP_EPSILON, NO_FACTORS, Clip, Epilogue, Pass, on_gpu
 from ampfast.backends.triton import kernels
 
-__all__ = ["INTERPRETED", "is_capturing", "max_programs", "multi_tensor", "on", "update_scale"]
+__all__ = [
+    "INTERPRETED",
+    "clip_coefficient",
+    "is_capturing",
+    "max_programs",
+    "multi_tensor",
+    "on",
+    "update_scale",
+]
 
 # Whether the kernels run on CPU tensors, as TRITON_INTERPRET=1 has it.
 INTERPRETED = not isinstance(kernels.multi_tensor, triton.JITFunction)
@@ -128,6 +136,27 @@ def update_scale(
         factors.growth_factor,
         factors.backoff_factor,
         factors.growth_interval,
+        num_warps=1,
+        enable_fp_fusion=False,
+    )
+    _launched.add(variant)
+
+
+def clip_coefficient(clip: Clip) -> None:
+    """Launches what turns norms into a coefficient."""
+    what = ("clip_coefficient", clip.norm.dtype, clip.largest, clip.divisor is None)
+    variant = (clip.norms.device, *what)
+    _require_compiled(variant)
+    kernels.clip_coefficient[(1,)](
+        clip.norms,
+        clip.norms.shape[0],
+        clip.max_norm,
+        CLIP_EPSILON,
+        clip.norm,
+        clip.coefficient,
+        None if clip.divisor is None else clip.scale,
+        clip.divisor,
+        LARGEST=clip.largest,
         num_warps=1,
         enable_fp_fusion=False,
     )
