@@ -179,12 +179,10 @@ def norms(
     for device, tensors in gradients.set_aside.items():
         flags[device] = _new_flag(None, device)
         inv_scale = inverse(factors.on(device)) if is_scale else factors.on(device)
-        if factor is None or writes:
-            if factor is not None:
-                aten.unscale_(tensors, inv_scale, flags[device])
+        if factor is not None and writes:
+            aten.unscale_(tensors, inv_scale, flags[device])
             rows.append(aten.norms(tensors))
         else:
-            aten.check_(tensors, flags[device])
             rows.append(aten.norms(tensors, inv_scale))
         flags[device].masked_fill_(~rows[-1][1].isfinite(), 1.0)
     for grads in gradients.lists:

@@ -4,8 +4,6 @@
 #include <c10/core/impl/TorchDispatchModeTLS.h>
 #include <torch/csrc/autograd/python_variable.h>
 
-#include <algorithm>
-
 namespace ampfast {
 
 namespace {
@@ -58,6 +56,7 @@ DtypeList& GradList::list_of(at::ScalarType dtype) {
 
 void GradList::add(const at::Tensor& tensor, bool writes) {
   const int64_t numel = tensor.numel();
+  has_float64_ |= tensor.scalar_type() == at::kDouble;
   if (numel == 0) {
     return;
   }
@@ -69,11 +68,6 @@ void GradList::add(const at::Tensor& tensor, bool writes) {
   void* address = writes ? tensor.mutable_data_ptr() : const_cast<void*>(tensor.const_data_ptr());
   list.spans.push_back({static_cast<char*>(address), numel, list.chunks});
   list.chunks += chunk_count(numel);
-}
-
-bool GradList::has(at::ScalarType dtype) const {
-  return std::any_of(lists_.begin(), lists_.end(),
-                     [dtype](const DtypeList& list) { return list.dtype == dtype; });
 }
 
 int64_t GradList::chunks() const {

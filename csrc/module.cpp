@@ -61,8 +61,8 @@ float read_inverse(const at::Tensor& factor, bool is_scale) {
 
 template <class T>
 T* float64_data(const at::Tensor& tensor, const char* name, int64_t numel) {
-  TORCH_CHECK(tensor.scalar_type() == at::kDouble && tensor.numel() == numel && tensor.is_cpu() &&
-                  tensor.is_contiguous(),
+  TORCH_CHECK(tensor.scalar_type() == at::kDouble && tensor.numel() == numel &&
+                  tensor.is_contiguous() && is_plain(tensor, device_bit(at::kCPU)),
               name, " must be a contiguous float64 CPU tensor of ", numel, " elements.");
   return static_cast<T*>(tensor.data_ptr());
 }
@@ -200,8 +200,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       }))
       .def_static("of", &regular_list, py::arg("tensors"), py::arg("device"))
       .def_property_readonly("device", [](const GradList& list) { return py::cast(list.device()); })
-      .def_property_readonly("has_float64",
-                             [](const GradList& list) { return list.has(at::kDouble); })
+      .def_property_readonly("has_float64", &GradList::has_float64)
       .def_property_readonly("chunks", &GradList::chunks)
       .def_property_readonly("table_bytes", &GradList::table_bytes);
 

@@ -101,8 +101,9 @@ def norms(grads: list[Tensor], inv_scale: Tensor | None = None) -> Tensor:
         if inv_scale is not None:
             norm = norm * inv_scale
             # Rounded as a product that is written.
-            opmath = torch.promote_types(grad.dtype, torch.float32)
-            largest = (largest.to(opmath) * inv_scale.to(opmath)).abs().to(grad.dtype)
+            dtype = grad.dtype.to_real()
+            opmath = torch.promote_types(dtype, torch.float32)
+            largest = (largest.to(opmath) * inv_scale.to(opmath)).abs().to(dtype)
         squares = squares + norm.square()
         peak = torch.maximum(peak, largest.to(wide))
     return torch.stack([squares, peak])
@@ -118,9 +119,12 @@ def p_norm(grads: list[Tensor], order: float) -> Tensor:
     for grad in grads:
         # The maximum is exact in any type.
         dtype = None if order == torch.inf else widest(grad.device, grad.is_complex())
-        norm = torch.linalg.vector_norm(grad.detach(), order, dtype=dtype).to(widest(grad.device))
-        # What a distributed tensor gives is distributed too.
-        of_each.append(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
+        norm = torch.linalg.vector_norm(grad.detach(), order, dtype=dtype)
+        if hasattr(norm, "full_tensor"):
+            norm = norm.full_tensor()  # of a distributed tensor
+        elif type(norm) is not Tensor:
+            norm = torch.tensor(norm.item(), device=grad.device)  # of a subclass that is unknown
+        of_each.append(norm.to(widest(grad.device)))
     if len(of_each) == 1:
         return of_each[0]
     return torch.linalg.vector_norm(torch.stack(of_each), order)
@@ -144,7 +148,9 @@ def total_norm(rows: Tensor, largest: bool) -> Tensor:
 @torch.no_grad()
 def coefficient_of(norm: Tensor, max_norm: float) -> Tensor:
     """Returns what gradients of this norm are multiplied by, at most 1."""
-    return (max_norm / (norm.to(widest(norm.device)) + 1e-6)).clamp(max=1.0)
+    wide = norm.to(widest(norm.device))
+    # A number over a tensor would be its reciprocal times the number, rounded twice.
+    return (torch.full_like(wide, max_norm) / (wide + 1e-6)).clamp(max=1.0)
 
 
 def widest(device: torch.device, is_complex: bool = False) -> torch.dtype:

@@ -86,10 +86,13 @@ struct Gatherer {
       if (is_within(i)) {
         Word words[kWords];
         std::memcpy(words, &vectors[i], kVectorBytes);
+        // By vectors, since the error of a sum grows with the number of its terms.
+        Opmath vector_squares = 0;
 #pragma unroll
         for (int k = 0; k < kWords; ++k) {
-          words[k] = take<Format::kPerWord>(words[k], window_squares);
+          words[k] = take<Format::kPerWord>(words[k], vector_squares);
         }
+        window_squares += vector_squares;
         if (kWrite) {
           std::memcpy(&vectors[i], words, kVectorBytes);
           *reinterpret_cast<uint4*>(base + place + i * kStride) = vectors[i];
