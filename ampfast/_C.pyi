@@ -29,10 +29,11 @@ class GradList:
     @property
     def device(self) -> torch.device: ...
     @property
+    def has_float64(self) -> bool: ...
+    @property
     def chunks(self) -> int: ...
     @property
     def table_bytes(self) -> int: ...
-    def norms(self, inv_scale: float) -> tuple[float, float]: ...
 
 WITH_CUDA: bool
 
@@ -57,6 +58,15 @@ def cuda_multi_tensor(
     state: Tensor | None,
     other_found_inf: Tensor | None,
     factors: tuple[float, float, int],
+) -> None: ...
+def cuda_clip_coefficient(
+    norms: Tensor,
+    max_norm: float,
+    largest: bool,
+    norm: Tensor,
+    coefficient: Tensor,
+    scale: Tensor | None,
+    divisor: Tensor | None,
 ) -> None: ...
 def cuda_update_scale(
     scale: Tensor,
@@ -114,7 +124,24 @@ def unscale_(
     found_inf: Tensor | None = ...,
     update: ScaleUpdate | None = ...,
     track: tuple[Tensor, Tensor, Tensor | None] | None = ...,
+    coefficient: Tensor | None = ...,
 ) -> Tensor: ...
+def norms(
+    grads: GradList,
+    factor: Tensor,
+    is_scale: bool,
+    norms: Tensor,
+    track: tuple[Tensor, Tensor, Tensor | None] | None = ...,
+) -> Tensor: ...
+def clip_coefficient(
+    norms: Tensor,
+    max_norm: float,
+    largest: bool,
+    norm: Tensor,
+    coefficient: Tensor,
+    scale: Tensor | None,
+    divisor: Tensor | None,
+) -> None: ...
 def check_(
     grads: GradList,
     grad_scale: Tensor | None = ...,

@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ampfast import backends, gradients
+from ampfast import backends, clipping, gradients
 from ampfast.backends import aten, native
 
-__all__ = ["check_", "unscale_", "unscale_and_update_", "update_scale_"]
+__all__ = ["check_", "grad_norm", "unscale_", "unscale_and_update_", "update_scale_"]
 
 
 def unscale_(grads: list[Tensor], found_inf: Tensor, inv_scale: Tensor) -> None:
@@ -52,6 +52,32 @@ def check_(grads: list[Tensor], found_inf: Tensor) -> None:
         torch.autograd.graph.increment_version(found_inf)
     else:
         torch.ops.ampfast.check_(_checked(grads, found_inf), found_inf)
+
+
+def grad_norm(
+    grads: list[Tensor], norm_type: float = 2.0, inv_scale: Tensor | None = None
+) -> Tensor:
+    """Returns the total norm of gradients, times an inverse scale if there is one; reads only.
+
+    Args:
+        grads: As for `unscale_`.
+        norm_type: Above 0; "inf" for the largest magnitude.
+        inv_scale: One-element float32 on the device of the gradients, or None.
+
+    Returns:
+        A new 0-dim tensor on that device, float32, or float64 if a gradient is.
+
+    Raises:
+        TypeError: If `grads` is not a list or tuple of tensors, or `norm_type` no number.
+        ValueError: If `norm_type` is out of range.
+        RuntimeError: If devices, dtypes or shapes are others, or torch refuses a tensor.
+    """
+    order = clipping.order_of(norm_type)
+    if inv_scale is not None:
+        _require_scalars(inv_scale=inv_scale)
+    first = grads[0] if isinstance(grads, (list, tuple)) and grads else inv_scale
+    place = first if isinstance(first, Tensor) else torch.zeros(())
+    return torch.ops.ampfast.grad_norm(_checked(grads, place, "the first"), order, inv_scale)
 
 
 def update_scale_(
@@ -146,6 +172,21 @@ def _check_op(grads: list[Tensor], found_inf: Tensor) -> None:
             kernels.check_(regular, found_inf=found_inf)
 
 
+@torch.library.custom_op("ampfast::grad_norm", mutates_args=())
+def _grad_norm_op(grads: list[Tensor], norm_type: float, inv_scale: Tensor | None) -> Tensor:
+    place = torch.zeros(()) if inv_scale is None else inv_scale
+    _, listed = _listed(grads, grads[0] if grads else place)
+    return clipping.norm_of(backends.choose(), listed, grads, norm_type, inv_scale)
+
+
+@_grad_norm_op.register_fake
+def _grad_norm_fake(grads: list[Tensor], norm_type: float, inv_scale: Tensor | None) -> Tensor:
+    place = torch.zeros(()) if inv_scale is None else inv_scale
+    wide = any(grad.dtype in (torch.float64, torch.complex128) for grad in grads)
+    dtype = torch.float64 if wide else torch.float32
+    return (grads[0] if grads else place).new_empty((), dtype=dtype)
+
+
 @torch.library.custom_op("ampfast::update_scale_", mutates_args=("current_scale", "growth_tracker"))
 def _update_scale_op(
     current_scale: Tensor,
@@ -198,12 +239,12 @@ def _unscale(grads: list[Tensor], found_inf: Tensor, inv_scale: Tensor) -> None:
 
 
 def _listed(
-    grads: list[Tensor], found_inf: Tensor
+    grads: list[Tensor], place: Tensor
 ) -> tuple[backends.Kernels | None, gradients.Gradients]:
-    device = found_inf.device
+    device = place.device
     kernels = backends.choose().kernels_for(device)
     if kernels is None:
-        return None, gradients.Gradients([], {device: grads})
+        return None, gradients.Gradients([], {device: grads} if grads else {})
     return kernels, gradients.of_list(grads, device)
 
 
@@ -225,15 +266,15 @@ def _regular(
     return None if listed is None else (kernels, listed)
 
 
-def _checked(grads: list[Tensor], found_inf: Tensor) -> list[Tensor]:
+def _checked(grads: list[Tensor], place: Tensor, name: str = "found_inf") -> list[Tensor]:
     if not isinstance(grads, (list, tuple)):
         raise TypeError(f"grads must be a list of tensors, got {type(grads).__name__}")
     for index, grad in enumerate(grads):
         if not isinstance(grad, Tensor):
             raise TypeError(f"grads[{index}] must be a tensor, got {type(grad).__name__}")
-        if grad.device != found_inf.device:
+        if grad.device != place.device:
             raise RuntimeError(
-                f"grads must be on the device of found_inf, {found_inf.device}, "
+                f"grads must be on the device of {name}, {place.device}, "
                 f"got grads[{index}] on {grad.device}"
             )
     return list(grads)

@@ -15,7 +15,7 @@ from torch.amp.grad_scaler import GradScaler as TorchGradScaler
 from torch.amp.grad_scaler import OptState, _refresh_per_optimizer_state
 from torch.cuda.amp.common import amp_definitely_not_available
 
-from ampfast import backends, gradients, tracking
+from ampfast import backends, clipping, gradients, tracking
 from ampfast.backends import aten, native
 from ampfast.capture import refuse_capture
 from ampfast.gradient_reports import GradientHealth, OverflowReport
@@ -271,6 +271,75 @@ class GradScaler(TorchGradScaler):
         else:
             self.update()
         return results
+
+    @_not_compiled
+    def clip_grad_norm_(
+        self,
+        optimizer: torch.optim.Optimizer | Iterable[torch.optim.Optimizer],
+        max_norm: float,
+        norm_type: float = 2.0,
+        *,
+        in_place: bool = True,
+    ) -> Tensor:
+        """Unscales gradients and clips them by their total norm; no host sync.
+
+        It takes the place of `unscale_` and `torch.nn.utils.clip_grad_norm_`: the norm comes with
+        the check, in one read, and then what unscaling would write is multiplied by
+        min(1, max_norm / (norm + 1e-6)), in one pass. A norm that is not finite needs no
+        `error_if_nonfinite`: its step is skipped, unless finite gradients are so large that only
+        their norm overflows, which makes them 0, as in torch.
+
+        Args:
+            optimizer: One, or a list or tuple of them whose gradients are clipped by their joint
+                norm. Anything with `param_groups`.
+            max_norm: At least 0; infinity leaves the gradients at what `unscale_` writes.
+            norm_type: Above 0; "inf" for the largest magnitude. Others than 2 and infinity are
+                taken by torch's ops.
+            in_place: If False, the gradients stay scaled and unclipped: an optimizer that takes
+                `grad_scale` gets scale / coefficient for it, times its own, and its gradients are
+                only read. One with the older `grad_scaler` keyword is clipped in place all the
+                same.
+
+        Returns:
+            The norm before clipping: a new 0-dim tensor on the device of the first gradients,
+            float32, or float64 if a gradient is. On GPUs, squares of float32 and 16-bit gradients
+            are float32 until a window of 8 KiB is summed, so it can be infinite or 0 where those
+            overflow or vanish.
+
+        Raises:
+            AssertionError: If nothing was scaled yet.
+            RuntimeError: After `unscale_`, `clip_grad_norm_` or `step` since the last `update`.
+            TypeError: If an argument has the wrong type.
+            ValueError: If `max_norm` or `norm_type` is out of range, an optimizer is given twice or
+                cannot take `in_place=False`, or as `unscale_`.
+        """
+        return clipping.clip_grad_norm_(
+            self, optimizer, max_norm, norm_type, in_place, self._overrides(_CLIP)
+        )
+
+    @_not_compiled
+    def grad_norm(
+        self,
+        optimizer: torch.optim.Optimizer | Iterable[torch.optim.Optimizer],
+        norm_type: float = 2.0,
+    ) -> Tensor:
+        """Returns the total norm of the unscaled gradients, which it only reads; no host sync.
+
+        Args:
+            optimizer: As for `clip_grad_norm_`; unscaled already or not.
+            norm_type: As for `clip_grad_norm_`.
+
+        Returns:
+            As `clip_grad_norm_`. After `clip_grad_norm_` that of the clipped gradients, but with
+            `in_place=False`, which leaves them, that before clipping.
+
+        Raises:
+            AssertionError: If nothing was scaled yet.
+            RuntimeError: After `step`.
+            TypeError: If an argument has the wrong type.
+            ValueError: If `norm_type` is out of range or an optimizer is given twice.
+        """
+        return clipping.grad_norm(self, optimizer, norm_type)
 
     def found_inf(self, optimizer: torch.optim.Optimizer) -> Tensor:
         """Returns whether the optimizer's last check found infinities or NaN; no host sync.
@@ -587,12 +656,16 @@ class GradScaler(TorchGradScaler):
         scale = self._get_scale_async()
         if scale is None:
             raise AssertionError("_get_scale_async returned None")
+        deferred: clipping.Deferred | None = state.get(clipping.DEFERRED)
         if unscaled:
             grad_scale = getattr(optimizer, "grad_scale", None)
         else:
             grad_scale = scale * getattr(optimizer, "grad_scale", 1)
         checked = False
-        if isinstance(grad_scale, Tensor) and not overridden:
+        if deferred is not None:
+            flags = state["found_inf_per_device"]
+            grad_scale, state["found_inf_per_device"] = deferred.handed_over(grad_scale, flags)
+        elif isinstance(grad_scale, Tensor) and not overridden:
             self._check_quotients(optimizer, state, grad_scale, update)
             checked = True
         flags = list(state["found_inf_per_device"].values())
@@ -802,6 +875,7 @@ def _original(*names: str) -> dict[str, Callable[..., Any]]:
 _UNSCALE = _original("_unscale_grads_")
 _MAYBE_STEP = _original("_maybe_opt_step")
 _CHECK = _original("_unscale_grads_", "_check_inf_per_device")
+_CLIP = _original("_unscale_grads_", "_check_inf_per_device", "unscale_")
 _HOOKS = _original(
     *("_unscale_grads_", "_check_inf_per_device", "_maybe_opt_step", "unscale_", "step", "update"),
     *("_check_scale_growth_tracker", "_get_scale_async", "_found_inf_per_device"),

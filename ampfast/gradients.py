@@ -12,7 +12,17 @@ from ampfast.backends import Choice, Kernels, Update, aten, native
 from ampfast.backends.track import Track
 from ampfast.notes import add_note
 
-__all__ = ["Gradients", "Tracks", "check_", "collect", "inverse", "of_list", "unscale_"]
+__all__ = [
+    "Gradients",
+    "Tracks",
+    "check_",
+    "clip_",
+    "collect",
+    "inverse",
+    "norms",
+    "of_list",
+    "unscale_",
+]
 
 
 # What a pass notes of the parameters on a device, and where.
@@ -38,7 +48,12 @@ class Gradients:
 
 
 def collect(
-    param_groups: Iterable[dict], *, allow_fp16: bool, writes: bool, devices: int
+    param_groups: Iterable[dict],
+    *,
+    allow_fp16: bool,
+    writes: bool,
+    devices: int,
+    coalesce: bool = False,
 ) -> Gradients:
     """Reads the gradients of an optimizer's parameters, in order.
 
@@ -47,6 +62,7 @@ def collect(
         allow_fp16: Whether float16 gradients are accepted.
         writes: Whether the gradients are about to be written.
         devices: The device types with kernels, as `backends.Choice.devices` gives them.
+        coalesce: Whether sparse gradients are replaced by coalesced ones, as a norm needs them.
 
     Raises:
         AssertionError: If a parameter is not a tensor.
@@ -60,7 +76,7 @@ def collect(
     if irregular:
         with torch.no_grad():
             for param, grad, number in irregular:
-                values = _values_of(param, grad)
+                values = _values_of(param, grad, coalesce)
                 set_aside.setdefault(values.device, []).append(values)
                 numbers.setdefault(values.device, []).append(number)
     return Gradients(lists, set_aside, numbers, count)
@@ -164,6 +180,92 @@ def check_(
     return flags
 
 
+def norms(
+    gradients: Gradients,
+    factor: Tensor | None,
+    *,
+    choice: Choice,
+    is_scale: bool,
+    writes: bool,
+    tracks: Tracks | None = None,
+) -> tuple[dict[torch.device, Tensor], list[Tensor]]:
+    """Takes norms of the unscaled values and checks them, in one read of what kernels take.
+
+    Args:
+        gradients: The gradients; sparse ones must be coalesced.
+        factor: As for `unscale_`, or None where the gradients are unscaled already.
+        choice: The kernels.
+        is_scale: As for `unscale_`.
+        writes: Whether what is set aside is unscaled in place; the rest is only read.
+        tracks: Where the pass notes what it sees of each parameter.
+
+    Returns:
+        New flags, as `unscale_` would give them, and for each list, on its device, what
+        `native.norms` writes.
+    """
+    flags: dict[torch.device, Tensor] = {}
+    rows: list[Tensor] = []
+    factors = _Copies(factor)
+    for device, tensors in gradients.set_aside.items():
+        flags[device] = _new_flag(None, device)
+        inv_scale = inverse(factors.on(device)) if is_scale else factors.on(device)
+        track = None if tracks is None else tracks(device)
+        if track is not None:
+            aten.measure_(track, gradients.numbers[device], tensors)
+        if factor is not None and writes:
+            aten.unscale_(tensors, inv_scale, flags[device])
+            rows.append(aten.norms(tensors))
+        else:
+            rows.append(aten.norms(tensors, inv_scale))
+        if track is not None:
+            is_done = factor is None or writes
+            divisor = None if is_done else inv_scale.reciprocal()
+            aten.mark_(track, gradients.numbers[device], tensors, divisor)
+        flags[device].masked_fill_(~rows[-1][1].isfinite(), 1.0)
+    for grads in gradients.lists:
+        device = grads.device
+        row = torch.empty(2, dtype=torch.float64, device=device)
+        found = _kernels(choice, device).norms(
+            grads,
+            factors.on(device),
+            is_scale=is_scale,
+            norms=row,
+            track=None if tracks is None else tracks(device),
+        )
+        if device in flags:
+            found = aten.any_found([flags[device], found], device)
+        flags[device] = found
+        rows.append(row)
+    return flags, rows
+
+
+def clip_(
+    gradients: Gradients,
+    factor: Tensor | None,
+    coefficient: Tensor,
+    *,
+    choice: Choice,
+    is_scale: bool,
+) -> None:
+    """Unscales in place and multiplies by a coefficient; what is set aside is unscaled already.
+
+    Args:
+        gradients: Those of which `norms` were taken.
+        factor: As for `norms`.
+        coefficient: One-element float64.
+        choice: The kernels.
+        is_scale: As for `unscale_`.
+    """
+    factors, coefficients = _Copies(factor), _Copies(coefficient)
+    for device, tensors in gradients.set_aside.items():
+        aten.multiply_(tensors, coefficients.on(device))
+    for grads in gradients.lists:
+        device = grads.device
+        _kernels(choice, device).unscale_(
+            grads, factors.on(device), is_scale=is_scale, coefficient=coefficients.on(device)
+        )
+
+
 def inverse(scale: Tensor) -> Tensor:
     """Returns the factor that unscales, as float32: the float64 reciprocal where there is one."""
     if scale.device.type == "mps":
@@ -172,15 +274,19 @@ def inverse(scale: Tensor) -> Tensor:
 
 
 class _Copies:
-    """One scalar on every device that asks for it."""
+    """One scalar on every device that asks for it; a float32 of 1 if it is None."""
 
-    def __init__(self, tensor: Tensor) -> None:
-        self._copies = {tensor.device: tensor}
+    def __init__(self, tensor: Tensor | None) -> None:
+        self._copies = {} if tensor is None else {tensor.device: tensor}
         self._tensor = tensor
 
     def on(self, device: torch.device) -> Tensor:
         if device not in self._copies:
-            self._copies[device] = aten.moved(self._tensor, device)
+            self._copies[device] = (
+                torch.ones((), dtype=torch.float32, device=device)
+                if self._tensor is None
+                else aten.moved(self._tensor, device)
+            )
         return self._copies[device]
 
 
@@ -203,11 +309,11 @@ def _new_flag(found_inf: Tensor | None, device: torch.device) -> Tensor:
     return aten.moved(found_inf, device, copy=True)
 
 
-def _values_of(param: Tensor, grad: Tensor) -> Tensor:
+def _values_of(param: Tensor, grad: Tensor, coalesce: bool) -> Tensor:
     """What torch's op takes of an irregular gradient: of a sparse one its values."""
     if not grad.is_sparse:
         return grad
-    if grad.dtype is torch.float16:
+    if coalesce or grad.dtype is torch.float16:
         # Duplicates add up, which overflows easily in float16: the sums must be checked.
         param.grad = grad = grad.coalesce()
     return grad._values()

@@ -55,6 +55,15 @@ AMPFAST_ELEMENT int64_t magnitude(double value) {
   return bits & 0x7fffffffffffffff;
 }
 
+// The larger of two; a NaN wins, and stays.
+AMPFAST_ELEMENT double larger_or_nan(double a, double b) { return a != a || b <= a ? a : b; }
+
+// What clipping multiplies gradients of this total norm by: torch's formula, in float64.
+AMPFAST_ELEMENT double clip_coefficient(double norm, double max_norm) {
+  const double coefficient = max_norm / (norm + 1e-6);
+  return coefficient > 1 ? 1 : coefficient;
+}
+
 struct ScaleAndTracker {
   float scale;
   int32_t growth_tracker;

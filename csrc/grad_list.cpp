@@ -62,6 +62,7 @@ DtypeList& GradList::list_of(at::ScalarType dtype) {
 
 void GradList::add(const at::Tensor& tensor, bool writes, int64_t parameter) {
   const int64_t numel = tensor.numel();
+  has_float64_ |= tensor.scalar_type() == at::kDouble;
   if (numel == 0) {
     return;
   }

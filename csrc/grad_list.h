@@ -44,6 +44,8 @@ class GradList {
 
   at::Device device() const { return device_; }
   const std::vector<DtypeList>& lists() const { return lists_; }
+  // Whether a float64 tensor was added, also one without elements.
+  bool has_float64() const { return has_float64_; }
   int64_t chunks() const;
   int64_t table_bytes() const;
 
@@ -53,6 +55,7 @@ class GradList {
   at::Device device_;
   std::shared_ptr<const void> owner_;
   std::vector<DtypeList> lists_;
+  bool has_float64_ = false;
 };
 
 // Tells whether `tensor` is nothing but dense memory without overlap, on a device whose type is in

@@ -5,6 +5,7 @@
 #include <torch/version.h>
 
 #include <algorithm>
+#include <cmath>
 #include <map>
 #include <optional>
 #include <tuple>
@@ -84,18 +85,79 @@ std::optional<cpu::Track> notes_of(const std::optional<Track>& track) {
   return notes;
 }
 
+float read_inverse(const at::Tensor& factor, bool is_scale) {
+  const float value = read_scalar(factor, "inv_scale");
+  return is_scale ? inverse_scale(value) : value;
+}
+
+template <class T>
+T* float64_data(const at::Tensor& tensor, const char* name, int64_t numel) {
+  TORCH_CHECK(tensor.scalar_type() == at::kDouble && tensor.numel() == numel &&
+                  tensor.is_contiguous() && is_plain(tensor, device_bit(at::kCPU)),
+              name, " must be a contiguous float64 CPU tensor of ", numel, " elements.");
+  return static_cast<T*>(tensor.data_ptr());
+}
+
 at::Tensor unscale_(const GradList& grads, const at::Tensor& factor, bool is_scale,
                     std::optional<at::Tensor> found_inf, ScaleUpdate* update,
-                    const std::optional<Track>& track) {
+                    const std::optional<Track>& track,
+                    const std::optional<at::Tensor>& coefficient) {
   const std::optional<cpu::Track> notes = notes_of(track);
   if (found_inf) {
     read_scalar(*found_inf, "found_inf");
   }
-  const float value = read_scalar(factor, "inv_scale");
-  const float inv_scale = is_scale ? inverse_scale(value) : value;
+  const float inv_scale = read_inverse(factor, is_scale);
+  const double second =
+      coefficient ? *float64_data<const double>(*coefficient, "coefficient", 1) : 1;
   const bool found =
-      run(grads, [&] { return cpu::unscale(grads, inv_scale, notes ? &*notes : nullptr); });
+      run(grads, [&] { return cpu::unscale(grads, inv_scale, notes ? &*notes : nullptr, second); });
   return write_flag(std::move(found_inf), found, update);
+}
+
+at::Tensor norms(const GradList& grads, const at::Tensor& factor, bool is_scale,
+                 const at::Tensor& norms, const std::optional<Track>& track) {
+  const std::optional<cpu::Track> notes = notes_of(track);
+  const float inv_scale = read_inverse(factor, is_scale);
+  double* written = float64_data<double>(norms, "norms", 2);
+  const bool found = run(grads, [&] {
+    const cpu::Norms total = cpu::norms(grads, inv_scale, notes ? &*notes : nullptr);
+    written[0] = total.sum_of_squares;
+    written[1] = total.absolute_maximum;
+    return !std::isfinite(total.absolute_maximum);
+  });
+  return write_flag(std::nullopt, found, nullptr);
+}
+
+// `norms` has a row for each list: its sum of squares and its largest magnitude. Without a scale
+// no divisor is written.
+void write_clip_coefficient(const at::Tensor& norms, double max_norm, bool largest,
+                            const at::Tensor& norm, const at::Tensor& coefficient,
+                            const std::optional<at::Tensor>& scale,
+                            const std::optional<at::Tensor>& divisor) {
+  const int64_t rows = norms.numel() / 2;
+  const double* row = float64_data<const double>(norms, "norms", 2 * rows);
+  double squares = 0;
+  double peak = 0;
+  for (int64_t i = 0; i < rows; ++i) {
+    squares += row[2 * i];
+    peak = larger_or_nan(peak, row[2 * i + 1]);
+  }
+  double total = largest ? peak : std::sqrt(squares);
+  if (norm.scalar_type() == at::kDouble) {
+    *float64_data<double>(norm, "norm", 1) = total;
+  } else {
+    read_scalar(norm, "norm");
+    const float rounded = static_cast<float>(total);
+    *norm.mutable_data_ptr<float>() = rounded;
+    total = rounded;
+  }
+  const double clipping = clip_coefficient(total, max_norm);
+  *float64_data<double>(coefficient, "coefficient", 1) = clipping;
+  if (scale && divisor) {
+    read_scalar(*divisor, "divisor");
+    const double quotient = read_scalar(*scale, "scale") / clipping;
+    *divisor->mutable_data_ptr<float>() = static_cast<float>(quotient);
+  }
 }
 
 at::Tensor check_(const GradList& grads, const std::optional<at::Tensor>& grad_scale,
@@ -217,13 +279,9 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       }))
       .def_static("of", &regular_list, py::arg("tensors"), py::arg("device"))
       .def_property_readonly("device", [](const GradList& list) { return py::cast(list.device()); })
+      .def_property_readonly("has_float64", &GradList::has_float64)
       .def_property_readonly("chunks", &GradList::chunks)
-      .def_property_readonly("table_bytes", &GradList::table_bytes)
-      .def("norms", [](const GradList& list, float inv_scale) {
-        const py::gil_scoped_release release;
-        const cpu::Norms norms = cpu::norms(list, inv_scale);
-        return std::pair(norms.sum_of_squares, norms.absolute_maximum);
-      });
+      .def_property_readonly("table_bytes", &GradList::table_bytes);
 
   py::class_<Segment>(m, "Segment")
       .def_property_readonly("dtype",
@@ -278,7 +336,12 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       py::arg("param_groups"), py::arg("allow_fp16"), py::arg("writes"), py::arg("devices"));
   m.def("unscale_", &unscale_, py::arg("grads"), py::arg("factor"), py::arg("is_scale"),
         py::arg("found_inf") = std::nullopt, py::arg("update") = nullptr,
+        py::arg("track") = std::nullopt, py::arg("coefficient") = std::nullopt);
+  m.def("norms", &norms, py::arg("grads"), py::arg("factor"), py::arg("is_scale"), py::arg("norms"),
         py::arg("track") = std::nullopt);
+  m.def("clip_coefficient", &write_clip_coefficient, py::arg("norms"), py::arg("max_norm"),
+        py::arg("largest"), py::arg("norm"), py::arg("coefficient"), py::arg("scale"),
+        py::arg("divisor"));
   m.def("check_", &check_, py::arg("grads"), py::arg("grad_scale") = std::nullopt,
         py::arg("found_inf") = std::nullopt, py::arg("update") = nullptr,
         py::arg("track") = std::nullopt);

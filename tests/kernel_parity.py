@@ -88,8 +88,8 @@ def reference_norms(tensors: list[torch.Tensor], inverse: float) -> tuple[float,
     """In plain Python: an exactly rounded sum, and the maximum of what torch's op writes."""
     squares, maximum = [0.0], 0.0
     for tensor in tensors:
-        wide = tensor if tensor.dtype is torch.float64 else tensor.float()
-        squares += (wide * flag(inverse).to(wide.dtype)).double().square().tolist()
+        values = tensor if tensor.dtype is torch.float64 else tensor.float()
+        squares += (values * flag(inverse).to(values.dtype)).double().square().tolist()
         written = tensor.clone()
         torch_unscale_([written], inverse)
         maximum = max([maximum, *written.double().abs().tolist()])
@@ -97,7 +97,15 @@ def reference_norms(tensors: list[torch.Tensor], inverse: float) -> tuple[float,
 
 
 def norms(tensors: list[torch.Tensor], inverse: float) -> tuple[float, float]:
-    return tuple(_C.GradList(tensors).norms(inverse))
+    written = torch.full((2,), math.nan, dtype=torch.float64)
+    found = _C.norms(_C.GradList(tensors), flag(inverse), False, written)
+    assert found.item() == float(not math.isfinite(written[1].item()))
+    return tuple(written.tolist())
+
+
+def wide(value: float, device: str = "cpu") -> torch.Tensor:
+    """A coefficient, as kernels take it."""
+    return torch.tensor(value, dtype=torch.float64, device=device)
 
 
 def available_gibibytes() -> float:

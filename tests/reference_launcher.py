@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from ampfast import _C
-from ampfast.backends import aten
-from ampfast.backends.native import Segment
+from ampfast.backends import aten, native
+from ampfast.backends.native import Clip, Segment
 from ampfast.backends.passes import Epilogue, Pass, ScaleUpdate, Use
 
 HEADER = 8
@@ -29,6 +29,7 @@ class ReferenceLauncher:
     read: int = 0
     written: int = 0
     capturing: bool = False
+    _squares: float = 0.0
 
     def max_programs(self, device: torch.device) -> int:
         return self.programs
@@ -56,8 +57,13 @@ class ReferenceLauncher:
                 used = wide
             else:
                 used = (wide * factor.to(wide.dtype)).to(gradient.dtype)
+            if work.norms is not None:
+                self._squares += (wide * factor.to(wide.dtype)).double().square().sum().item()
             if work.write:
-                gradient.copy_(used)
+                written = used
+                if work.coefficient is not None:
+                    written = used.to(wide.dtype) * work.coefficient.to(wide.dtype)
+                gradient.copy_(written)
                 self.written += gradient.nbytes
             peak = used.double().abs().max()
             used_peak = torch.maximum(used_peak, peak)  # a NaN wins
@@ -66,6 +72,10 @@ class ReferenceLauncher:
         words[1] = torch.maximum(words[1], bits)
         if epilogue is Epilogue.NOTHING:
             return
+        if work.norms is not None:
+            work.norms[0] = self._squares
+            work.norms[1] = words[1:2].view(torch.float64)[0]
+            self._squares = 0.0
         found = bool(words[1] >= _INFINITE)
         if found or not work.accumulate:
             work.found_inf.fill_(float(found))
@@ -79,6 +89,10 @@ class ReferenceLauncher:
         self.launches.append("update")
         assert 1 <= len(found_infs) <= 4
         self._update(update, found_infs)
+
+    def clip_coefficient(self, clip: Clip) -> None:
+        self.launches.append("clip")
+        native.clip_coefficient(clip)
 
     def _update(self, update: ScaleUpdate, flags: list[Tensor]) -> None:
         any_found = any(flag.item() != 0 for flag in flags)

@@ -73,7 +73,20 @@ class Kernels(Protocol):
         found_inf: Tensor | None = None,
         update: Any = None,
         track: Track | None = None,
+        coefficient: Tensor | None = None,
     ) -> Tensor: ...
+
+    def norms(
+        self,
+        grads: native.GradList,
+        factor: Tensor,
+        *,
+        is_scale: bool,
+        norms: Tensor,
+        track: Track | None = None,
+    ) -> Tensor: ...
+
+    def clip_coefficient(self, clip: native.Clip) -> None: ...
 
     def check_(
         self,

@@ -13,13 +13,19 @@ from ampfast.backends.track import Track
 __all__ = [
     "any_found",
     "check_",
+    "coefficient_of",
     "float_of",
     "mark_",
     "measure_",
     "moved",
+    "multiply_",
+    "norms",
+    "p_norm",
+    "total_norm",
     "undo_update_",
     "unscale_",
     "update_scale_",
+    "widest",
     "word_of",
 ]
 
@@ -163,6 +169,86 @@ def float_of(word: Tensor) -> Tensor:
 def word_of(value: Tensor) -> Tensor:
     """Returns the bits of float32 values as int64 words."""
     return value.float().view(torch.int32).to(torch.int64) & 0xFFFFFFFF
+
+
+@torch.no_grad()
+def norms(grads: list[Tensor], inv_scale: Tensor | None = None) -> Tensor:
+    """Returns the sum of squares and the largest magnitude of what unscaling would write.
+
+    Args:
+        grads: Tensors of one device.
+        inv_scale: One-element float32 on that device, or None if they are unscaled.
+
+    Returns:
+        Two elements, float64 where the device has it.
+    """
+    device = grads[0].device
+    wide = widest(device)
+    squares, peak = torch.zeros(2, dtype=wide, device=device).unbind()
+    for grad in grads:
+        if not grad.numel():
+            continue
+        norm, largest = p_norm([grad], 2.0), p_norm([grad], torch.inf)
+        if inv_scale is not None:
+            norm = norm * inv_scale
+            # Rounded as a product that is written.
+            dtype = grad.dtype.to_real()
+            opmath = torch.promote_types(dtype, torch.float32)
+            largest = (largest.to(opmath) * inv_scale.to(opmath)).abs().to(dtype)
+        squares = squares + norm.square()
+        peak = torch.maximum(peak, largest.to(wide))
+    return torch.stack([squares, peak])
+
+
+@torch.no_grad()
+def p_norm(grads: list[Tensor], order: float) -> Tensor:
+    """Returns the norm of all elements of tensors, at least one, on one device.
+
+    It is taken and returned in the widest type that the device has.
+    """
+    of_each = []
+    for grad in grads:
+        # The maximum is exact in any type.
+        dtype = None if order == torch.inf else widest(grad.device, grad.is_complex())
+        norm = torch.linalg.vector_norm(grad.detach(), order, dtype=dtype)
+        if hasattr(norm, "full_tensor"):
+            norm = norm.full_tensor()  # of a distributed tensor
+        elif type(norm) is not Tensor:
+            norm = torch.tensor(norm.item(), device=grad.device)  # of a subclass that is unknown
+        of_each.append(norm.to(widest(grad.device)))
+    if len(of_each) == 1:
+        return of_each[0]
+    return torch.linalg.vector_norm(torch.stack(of_each), order)
+
+
+@torch.no_grad()
+def multiply_(grads: list[Tensor], coefficient: Tensor) -> None:
+    """Multiplies tensors in place by a one-element tensor, 16-bit ones in float32."""
+    for grad in grads:
+        opmath = torch.promote_types(grad.dtype, torch.float32)
+        grad.copy_(grad.to(opmath) * coefficient.reshape(()).to(opmath))
+
+
+@torch.no_grad()
+def total_norm(rows: Tensor, largest: bool) -> Tensor:
+    """Returns the norm of which each row holds a sum of squares and a largest magnitude."""
+    squares, peaks = rows.unbind(1)
+    return peaks.amax() if largest else squares.sum().sqrt()
+
+
+@torch.no_grad()
+def coefficient_of(norm: Tensor, max_norm: float) -> Tensor:
+    """Returns what gradients of this norm are multiplied by, at most 1."""
+    wide = norm.to(widest(norm.device))
+    # A number over a tensor would be its reciprocal times the number, rounded twice.
+    return (torch.full_like(wide, max_norm) / (wide + 1e-6)).clamp(max=1.0)
+
+
+def widest(device: torch.device, is_complex: bool = False) -> torch.dtype:
+    """The widest floating point type that a device has."""
+    if device.type == "mps":
+        return torch.complex64 if is_complex else torch.float32
+    return torch.complex128 if is_complex else torch.float64
 
 
 def any_found(flags: Iterable[Tensor], device: torch.device) -> Tensor:

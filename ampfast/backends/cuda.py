@@ -9,11 +9,18 @@ from torch import Tensor
 
 from ampfast import _C
 from ampfast.backends.native import Segment
-from ampfast.backends.passes import NO_FACTORS, Epilogue, Pass, ScaleUpdate
+from ampfast.backends.passes import NO_FACTORS, Clip, Epilogue, Pass, ScaleUpdate
 from ampfast.backends.passes import on_gpu as on
 from ampfast.capture import is_capturing
 
-__all__ = ["is_capturing", "max_programs", "multi_tensor", "on", "update_scale"]
+__all__ = [
+    "clip_coefficient",
+    "is_capturing",
+    "max_programs",
+    "multi_tensor",
+    "on",
+    "update_scale",
+]
 
 if not _C.WITH_CUDA:
     raise ImportError("the compiled core was built without its CUDA kernels")
@@ -52,4 +59,17 @@ def update_scale(update: ScaleUpdate, found_infs: list[Tensor]) -> None:
     """Launches the update of the scale; there are one to four flags."""
     _C.cuda_update_scale(
         update.scale, update.growth_tracker, found_infs, update.factors, update.state, update.norm
+    )
+
+
+def clip_coefficient(clip: Clip) -> None:
+    """Launches what turns norms into a coefficient."""
+    _C.cuda_clip_coefficient(
+        clip.norms,
+        clip.max_norm,
+        clip.largest,
+        clip.norm,
+        clip.coefficient,
+        clip.scale,
+        clip.divisor,
     )

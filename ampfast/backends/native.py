@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from torch import Tensor
@@ -25,6 +26,7 @@ __all__ = [
     "HEALTH_WORDS",
     "MARK_WORDS",
     "WINDOW_BYTES",
+    "Clip",
     "DeviceTable",
     "Factors",
     "GradList",
@@ -34,9 +36,11 @@ __all__ = [
     "build_info",
     "check_",
     "clear_tables",
+    "clip_coefficient",
     "cpu_capability",
     "is_scalar",
     "list_of",
+    "norms",
     "scale_update",
     "unscale_",
     "walk",
@@ -68,6 +72,29 @@ class Factors(NamedTuple):
     growth_interval: int
 
 
+@dataclass(frozen=True)
+class Clip:
+    """What turns norms into the coefficient of a clipping; all tensors are on one device.
+
+    Attributes:
+        norms: float64 of shape (lists, 2): what `norms` wrote for each list.
+        max_norm: To which the norm is clipped.
+        largest: Whether the norm is the largest magnitude, else the 2-norm.
+        norm: One-element float32 or float64 that gets the norm.
+        coefficient: One-element float64 that gets what gradients are multiplied by, at most 1.
+        scale: One-element float32, or None.
+        divisor: One-element float32 that gets the scale over the coefficient, or None.
+    """
+
+    norms: Tensor
+    max_norm: float
+    largest: bool
+    norm: Tensor
+    coefficient: Tensor
+    scale: Tensor | None = None
+    divisor: Tensor | None = None
+
+
 def unscale_(
     grads: GradList,
     factor: Tensor,
@@ -76,6 +103,7 @@ def unscale_(
     found_inf: Tensor | None = None,
     update: ScaleUpdate | None = None,
     track: Track | None = None,
+    coefficient: Tensor | None = None,
 ) -> Tensor:
     """Multiplies gradients in place by an inverse scale and looks for values that are not finite.
 
@@ -87,11 +115,54 @@ def unscale_(
             it a new 0-dim tensor is made that is 0 or 1.
         update: A scale update to apply behind the check, in the same pass.
         track: Where the pass notes what it sees of each parameter.
+        coefficient: One-element float64 by which the rounded products are multiplied, or None. It
+            does not decide: the products do.
 
     Returns:
         `found_inf`, or the new tensor.
     """
-    return _C.unscale_(grads, factor, is_scale, found_inf, update, track)
+    return _C.unscale_(grads, factor, is_scale, found_inf, update, track, coefficient)
+
+
+def norms(
+    grads: GradList,
+    factor: Tensor,
+    *,
+    is_scale: bool,
+    norms: Tensor,
+    track: Track | None = None,
+) -> Tensor:
+    """Takes norms and looks for values that are not finite as `unscale_` would; reads only.
+
+    Args:
+        grads: As for `unscale_`.
+        factor: As for `unscale_`.
+        is_scale: As for `unscale_`.
+        norms: float64 of shape (2,) on the device of the gradients. Gets the sum of squares of the
+            products, which are not rounded to 16 bit, and the largest magnitude that would be
+            written; a NaN wins.
+        track: As for `unscale_`.
+
+    Returns:
+        A new 0-dim float32 flag, 0 or 1.
+    """
+    return _C.norms(grads, factor, is_scale, norms, track)
+
+
+def clip_coefficient(clip: Clip) -> None:
+    """Writes the norm, the coefficient and, where it is asked for, the divisor.
+
+    Source of the formula: torch.nn.utils.clip_grad_norm_, here in float64.
+    """
+    _C.clip_coefficient(
+        clip.norms,
+        clip.max_norm,
+        clip.largest,
+        clip.norm,
+        clip.coefficient,
+        clip.scale,
+        clip.divisor,
+    )
 
 
 def check_(

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ampfast.backends import aten
 from ampfast.backends.native import (
+    Clip,
     DeviceTable,
     Factors,
     GradList,
@@ -24,7 +25,9 @@ from ampfast.backends.native import (
 from ampfast.backends.track import Track
 
 __all__ = [
+    "CLIP_EPSILON",
     "NO_FACTORS",
+    "Clip",
     "DeviceKernels",
     "Epilogue",
     "Launcher",
@@ -41,6 +44,9 @@ _one_pass = threading.Lock()
 
 # For launches that update nothing.
 NO_FACTORS = Factors(1.0, 1.0, 0)
+
+# What torch adds to a norm before it divides by it.
+CLIP_EPSILON = 1e-6
 
 
 class Use(IntEnum):
@@ -72,6 +78,8 @@ class Launcher(Protocol):
     def multi_tensor(self, work: Pass, segment: Segment, epilogue: Epilogue) -> None: ...
 
     def update_scale(self, update: ScaleUpdate, found_infs: list[Tensor]) -> None: ...
+
+    def clip_coefficient(self, clip: Clip) -> None: ...
 
 
 class ScaleUpdate:
@@ -147,7 +155,7 @@ class Pass:
         write: Whether they are unscaled in place, else only read.
         use: What the factor is.
         factor: One-element float32, or None.
-        coefficient: One-element float32 that multiplies what unscaling would write, or None.
+        coefficient: One-element float64 that multiplies what unscaling would write, or None.
         found_inf: 0-dim float32 that is set.
         accumulate: Whether a found_inf of 1 stays, else it is assigned.
         norms: float64 of shape (2,) that gets the sum of squares and the largest magnitude of
@@ -186,7 +194,7 @@ class DeviceKernels:
         norms: Tensor | None = None,
         track: Track | None = None,
     ) -> Tensor:
-        """As `native.unscale_`; `coefficient` and `norms` are those of `Pass`."""
+        """As `native.unscale_`; the last two are those of `Pass`."""
         use = Use.SCALE if is_scale else Use.INVERSE
         return self._run(grads, True, use, factor, found_inf, update, coefficient, norms, track)
 
@@ -212,9 +220,14 @@ class DeviceKernels:
         norms: Tensor,
         track: Track | None = None,
     ) -> Tensor:
-        """Checks as `unscale_` does and takes the norms, reading only; returns a new flag."""
+        """As `native.norms`."""
         use = Use.SCALE if is_scale else Use.INVERSE
         return self._run(grads, False, use, factor, None, None, None, norms, track)
+
+    def clip_coefficient(self, clip: Clip) -> None:
+        """As `native.clip_coefficient`."""
+        with self._launcher.on(clip.norms.device):
+            self._launcher.clip_coefficient(clip)
 
     def scale_update(
         self,
@@ -254,7 +267,9 @@ class DeviceKernels:
             update = None  # its caller sees to it
         for name, scalar in (("factor", factor), ("found_inf", found_inf)):
             if scalar is not None:
-                _require_scalar(name, scalar, device)
+                _require_scalar(name, scalar, device, torch.float32)
+        if coefficient is not None:
+            _require_scalar("coefficient", coefficient, device, torch.float64)
         accumulate = found_inf is not None
         if grads.chunks == 0:
             if norms is not None:
@@ -292,9 +307,10 @@ class DeviceKernels:
         return found_inf
 
 
-def _require_scalar(name: str, tensor: Tensor, device: torch.device) -> None:
-    if not is_scalar(tensor, torch.float32) or tensor.device != device:
+def _require_scalar(name: str, tensor: Tensor, device: torch.device, dtype: torch.dtype) -> None:
+    if not is_scalar(tensor, dtype) or tensor.device != device:
+        wanted = str(dtype).removeprefix("torch.")
         raise RuntimeError(
-            f"{name} must be a one-element float32 tensor on {device}, got {tensor.dtype} of "
+            f"{name} must be a one-element {wanted} tensor on {device}, got {tensor.dtype} of "
             f"shape {tuple(tensor.shape)} on {tensor.device}"
         )

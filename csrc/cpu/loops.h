@@ -30,38 +30,57 @@ int64_t largest_magnitude(const T* values, int64_t numel, Magnitude magnitude_of
   return peak;
 }
 
+inline int32_t bits_of_magnitude(float value) { return magnitude(value); }
+inline int64_t bits_of_magnitude(double value) { return magnitude(value); }
+// Integers of that width, twice as many to a register as their floats.
+inline int16_t bits_of_magnitude(Half value) { return magnitude16(value.bits); }
+inline int16_t bits_of_magnitude(BFloat16 value) { return magnitude16(value.bits); }
+
 template <class T>
 int64_t peak_bits(const void* data, int64_t numel) {
   return largest_magnitude(static_cast<const T*>(data), numel,
-                           [](T value) { return magnitude(value); });
+                           [](T value) { return bits_of_magnitude(value); });
 }
 
-// For 16-bit types: integers of that width, twice as many to a register as their floats.
-inline int64_t peak_bits16(const void* data, int64_t numel) {
-  return largest_magnitude(static_cast<const uint16_t*>(data), numel,
-                           [](uint16_t bits) { return magnitude16(bits); });
-}
-
-template <class T>
-int64_t unscale(void* data, int64_t numel, float inv_scale) {
-  T* values = static_cast<T*>(data);
-  const T factor = inv_scale;
+// Calls `written` for each value; returns the largest magnitude that was there before, as bits.
+template <class T, class Written>
+int64_t rewrite(T* values, int64_t numel, Written written) {
   decltype(magnitude(*values)) peak = 0;
   for (int64_t i = 0; i < numel; ++i) {
     peak = larger(peak, magnitude(values[i]));
-    values[i] = values[i] * factor;
+    values[i] = written(values[i]);
   }
   return peak;
 }
 
+template <class T>
+int64_t unscale(void* data, int64_t numel, float inv_scale) {
+  const T factor = inv_scale;
+  return rewrite(static_cast<T*>(data), numel, [factor](T value) { return value * factor; });
+}
+
+template <class T>
+int64_t unscale_and_clip(void* data, int64_t numel, float inv_scale, double coefficient) {
+  const T factor = inv_scale;
+  const T second = static_cast<T>(coefficient);
+  return rewrite(static_cast<T*>(data), numel,
+                 [factor, second](T value) { return value * factor * second; });
+}
+
 #ifdef AMPFAST_AVX2
 
-// Multiplies 16 elements.
-inline void multiply16(Half* values, __m256 factor) {
+// Multiplies 16 elements, by a second factor too if `kTwice`, rounding each time.
+template <bool kTwice>
+void multiply16(Half* values, __m256 factor, __m256 second) {
   for (int i = 0; i < 16; i += 8) {
     __m128i* place = reinterpret_cast<__m128i*>(values + i);
     const __m256 product = _mm256_mul_ps(_mm256_cvtph_ps(_mm_loadu_si128(place)), factor);
-    _mm_storeu_si128(place, _mm256_cvtps_ph(product, _MM_FROUND_TO_NEAREST_INT));
+    __m128i rounded = _mm256_cvtps_ph(product, _MM_FROUND_TO_NEAREST_INT);
+    if (kTwice) {
+      const __m256 again = _mm256_mul_ps(_mm256_cvtph_ps(rounded), second);
+      rounded = _mm256_cvtps_ph(again, _MM_FROUND_TO_NEAREST_INT);
+    }
+    _mm_storeu_si128(place, rounded);
   }
 }
 
@@ -74,82 +93,212 @@ inline __m256i rounded_to_bfloat16(__m256 value) {
   return _mm256_blendv_epi8(rounded, _mm256_set1_epi32(0x7fc00000), _mm256_castps_si256(is_nan));
 }
 
+template <bool kTwice>
+__m256i bfloat16_product(__m256 value, __m256 factor, __m256 second) {
+  const __m256i product = rounded_to_bfloat16(_mm256_mul_ps(value, factor));
+  if (!kTwice) {
+    return product;
+  }
+  const __m256i upper = _mm256_set1_epi32(static_cast<int>(0xffff0000));
+  const __m256 rounded = _mm256_castsi256_ps(_mm256_and_si256(product, upper));
+  return rounded_to_bfloat16(_mm256_mul_ps(rounded, second));
+}
+
 // Elements of even and of odd index stay in their place: nothing has to be packed.
-inline void multiply16(BFloat16* values, __m256 factor) {
+template <bool kTwice>
+void multiply16(BFloat16* values, __m256 factor, __m256 second) {
   __m256i* place = reinterpret_cast<__m256i*>(values);
   const __m256i bits = _mm256_loadu_si256(place);
   const __m256i upper = _mm256_set1_epi32(static_cast<int>(0xffff0000));
   const __m256 even = _mm256_castsi256_ps(_mm256_slli_epi32(bits, 16));
   const __m256 odd = _mm256_castsi256_ps(_mm256_and_si256(bits, upper));
-  const __m256i even_product = rounded_to_bfloat16(_mm256_mul_ps(even, factor));
-  const __m256i odd_product = rounded_to_bfloat16(_mm256_mul_ps(odd, factor));
+  const __m256i even_product = bfloat16_product<kTwice>(even, factor, second);
+  const __m256i odd_product = bfloat16_product<kTwice>(odd, factor, second);
   _mm256_storeu_si256(place,
                       _mm256_blend_epi16(_mm256_srli_epi32(even_product, 16), odd_product, 0xaa));
 }
 
+inline int16_t largest_of(__m256i values) {
+  int16_t lanes[16];
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(lanes), values);
+  int16_t largest = 0;
+  for (const int16_t lane : lanes) {
+    largest = larger(largest, lane);
+  }
+  return largest;
+}
+
 #endif
 
-template <class T>
-int64_t unscale16(void* data, int64_t numel, float inv_scale) {
+template <class T, bool kTwice>
+int64_t rewrite16(void* data, int64_t numel, float inv_scale, float coefficient) {
   T* values = static_cast<T*>(data);
   int16_t peak = 0;
   int64_t i = 0;
 #ifdef AMPFAST_AVX2
   const __m256 factor = _mm256_set1_ps(inv_scale);
+  const __m256 second = _mm256_set1_ps(coefficient);
   const __m256i mask = _mm256_set1_epi16(0x7fff);
   __m256i peaks = _mm256_setzero_si256();
   for (; i + 16 <= numel; i += 16) {
     const __m256i bits = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(values + i));
     peaks = _mm256_max_epi16(peaks, _mm256_and_si256(bits, mask));
-    multiply16(values + i, factor);
+    multiply16<kTwice>(values + i, factor, second);
   }
-  int16_t lanes[16];
-  _mm256_storeu_si256(reinterpret_cast<__m256i*>(lanes), peaks);
-  for (const int16_t lane : lanes) {
-    peak = larger(peak, lane);
-  }
+  peak = largest_of(peaks);
 #endif
   for (; i < numel; ++i) {
     peak = larger(peak, magnitude16(values[i].bits));
     values[i] = narrow(widen(values[i]) * inv_scale, T{});
+    if (kTwice) {
+      values[i] = narrow(widen(values[i]) * coefficient, T{});
+    }
   }
   return peak;
 }
 
-// The sum of squares of the unscaled values, in float64. A fixed number of lanes gives the same
-// bits on every instruction set.
-template <class T, class Widen>
-double squares_of(const void* data, int64_t numel, float inv_scale, Widen widen_value) {
-  constexpr int kLanes = 16;
-  const T* values = static_cast<const T*>(data);
-  double lanes[kLanes] = {};
+template <class T>
+int64_t unscale16(void* data, int64_t numel, float inv_scale) {
+  return rewrite16<T, false>(data, numel, inv_scale, 1);
+}
+
+template <class T>
+int64_t unscale_and_clip16(void* data, int64_t numel, float inv_scale, double coefficient) {
+  return rewrite16<T, true>(data, numel, inv_scale, static_cast<float>(coefficient));
+}
+
+// The sum of squares of the unscaled values is taken in float64, in which those of all other types
+// are exact and cannot overflow. A fixed number of lanes gives the same bits on every instruction
+// set, and keeps the additions from waiting for one another.
+constexpr int kSumLanes = 16;
+
+inline float as_opmath(float value) { return value; }
+inline double as_opmath(double value) { return value; }
+inline float as_opmath(Half value) { return widen(value); }
+inline float as_opmath(BFloat16 value) { return widen(value); }
+
+// Adds the squares of what follows a multiple of kSumLanes elements.
+template <class T>
+void add_squares(const T* values, int64_t numel, float inv_scale, double* lanes) {
   int64_t i = 0;
-  for (; i + kLanes <= numel; i += kLanes) {
-    for (int lane = 0; lane < kLanes; ++lane) {
-      const double value = widen_value(values[i + lane]) * inv_scale;
+  for (; i + kSumLanes <= numel; i += kSumLanes) {
+    for (int lane = 0; lane < kSumLanes; ++lane) {
+      const double value = as_opmath(values[i + lane]) * inv_scale;
       lanes[lane] += value * value;
     }
   }
-  for (; i < numel; ++i) {
-    const double value = widen_value(values[i]) * inv_scale;
-    lanes[i % kLanes] += value * value;
+  for (int lane = 0; i < numel; ++i, ++lane) {
+    const double value = as_opmath(values[i]) * inv_scale;
+    lanes[lane] += value * value;
   }
+}
+
+inline double sum_of(const double* lanes) {
   double sum = 0;
-  for (const double lane : lanes) {
-    sum += lane;
+  for (int lane = 0; lane < kSumLanes; ++lane) {
+    sum += lanes[lane];
   }
   return sum;
 }
 
+// Block by block, so that the second loop over a block finds it in the cache.
 template <class T>
-double squares(const void* data, int64_t numel, float inv_scale) {
-  return squares_of<T>(data, numel, inv_scale, [](T value) { return value; });
+double squares_by_blocks(const void* data, int64_t numel, float inv_scale, int64_t* peak) {
+  constexpr int64_t kBlock = 1024;
+  const T* values = static_cast<const T*>(data);
+  double lanes[kSumLanes] = {};
+  for (int64_t i = 0; i < numel; i += kBlock) {
+    const int64_t count = numel - i < kBlock ? numel - i : kBlock;
+    *peak = larger(*peak, peak_bits<T>(values + i, count));
+    add_squares(values + i, count, inv_scale, lanes);
+  }
+  return sum_of(lanes);
+}
+
+#ifdef AMPFAST_AVX2
+
+inline __m256 widen8(const float* values) { return _mm256_loadu_ps(values); }
+
+inline __m256 widen8(const Half* values) {
+  return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(values)));
+}
+
+inline __m256 widen8(const BFloat16* values) {
+  const __m128i bits = _mm_loadu_si128(reinterpret_cast<const __m128i*>(values));
+  return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(bits), 16));
+}
+
+// Adds the squares of 8 unscaled values to two registers of lanes.
+inline void add_squares8(__m256 values, __m256 factor, __m256d* lanes) {
+  const __m256 product = _mm256_mul_ps(values, factor);
+  const __m256d low = _mm256_cvtps_pd(_mm256_castps256_ps128(product));
+  const __m256d high = _mm256_cvtps_pd(_mm256_extractf128_ps(product, 1));
+  lanes[0] = _mm256_add_pd(lanes[0], _mm256_mul_pd(low, low));
+  lanes[1] = _mm256_add_pd(lanes[1], _mm256_mul_pd(high, high));
+}
+
+// The largest magnitudes with those of 16 more elements, as integers of their width.
+inline __m256i raised(__m256i peaks, const float* values) {
+  const __m256i mask = _mm256_set1_epi32(0x7fffffff);
+  const __m256i* place = reinterpret_cast<const __m256i*>(values);
+  const __m256i first = _mm256_and_si256(_mm256_loadu_si256(place), mask);
+  const __m256i second = _mm256_and_si256(_mm256_loadu_si256(place + 1), mask);
+  return _mm256_max_epi32(peaks, _mm256_max_epi32(first, second));
 }
 
 template <class T>
-double squares16(const void* data, int64_t numel, float inv_scale) {
-  return squares_of<T>(data, numel, inv_scale, [](T value) { return widen(value); });
+__m256i raised(__m256i peaks, const T* values) {
+  const __m256i mask = _mm256_set1_epi16(0x7fff);
+  const __m256i bits = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(values));
+  return _mm256_max_epi16(peaks, _mm256_and_si256(bits, mask));
 }
+
+inline int64_t largest_bits(__m256i peaks, float /*tag*/) {
+  int32_t lanes[8];
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(lanes), peaks);
+  int32_t largest = 0;
+  for (const int32_t lane : lanes) {
+    largest = larger(largest, lane);
+  }
+  return largest;
+}
+
+template <class T>
+int64_t largest_bits(__m256i peaks, T /*tag*/) {
+  return largest_of(peaks);
+}
+
+template <class T>
+double squares(const void* data, int64_t numel, float inv_scale, int64_t* peak) {
+  const T* values = static_cast<const T*>(data);
+  const __m256 factor = _mm256_set1_ps(inv_scale);
+  __m256d sums[kSumLanes / 4] = {_mm256_setzero_pd(), _mm256_setzero_pd(), _mm256_setzero_pd(),
+                                 _mm256_setzero_pd()};
+  __m256i peaks = _mm256_setzero_si256();
+  int64_t i = 0;
+  for (; i + kSumLanes <= numel; i += kSumLanes) {
+    peaks = raised(peaks, values + i);
+    add_squares8(widen8(values + i), factor, sums);
+    add_squares8(widen8(values + i + 8), factor, sums + 2);
+  }
+  double lanes[kSumLanes];
+  for (int k = 0; k < kSumLanes / 4; ++k) {
+    _mm256_storeu_pd(lanes + 4 * k, sums[k]);
+  }
+  *peak = larger(*peak, largest_bits(peaks, T{}));
+  *peak = larger(*peak, peak_bits<T>(values + i, numel - i));
+  add_squares(values + i, numel - i, inv_scale, lanes);
+  return sum_of(lanes);
+}
+
+#else
+
+template <class T>
+double squares(const void* data, int64_t numel, float inv_scale, int64_t* peak) {
+  return squares_by_blocks<T>(data, numel, inv_scale, peak);
+}
+
+#endif
 
 // The counts of at most 2^15 lanes full of elements, so that 16-bit lanes count far enough.
 // Magnitudes less one, as unsigned numbers, put zero behind all others: a single comparison tells
@@ -230,8 +379,10 @@ inline Counts counts_bfloat16(const void* data, int64_t numel) {
 }
 
 inline constexpr Loops kLoops[] = {
-    {peak_bits<float>, unscale<float>, squares<float>, counts32},
-    {peak_bits<double>, unscale<double>, squares<double>, counts64},
-    {peak_bits16, unscale16<Half>, squares16<Half>, counts_half},
-    {peak_bits16, unscale16<BFloat16>, squares16<BFloat16>, counts_bfloat16},
+    {peak_bits<float>, unscale<float>, unscale_and_clip<float>, squares<float>, counts32},
+    {peak_bits<double>, unscale<double>, unscale_and_clip<double>, squares_by_blocks<double>,
+     counts64},
+    {peak_bits<Half>, unscale16<Half>, unscale_and_clip16<Half>, squares<Half>, counts_half},
+    {peak_bits<BFloat16>, unscale16<BFloat16>, unscale_and_clip16<BFloat16>, squares<BFloat16>,
+     counts_bfloat16},
 };

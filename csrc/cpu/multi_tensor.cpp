@@ -188,8 +188,9 @@ bool check(const GradList& grads, Use use, float factor, const Track* track) {
   return found;
 }
 
-bool unscale(const GradList& grads, float inv_scale, const Track* track) {
-  if (inv_scale == 1) {
+bool unscale(const GradList& grads, float inv_scale, const Track* track, double coefficient) {
+  const bool clips = coefficient != 1;
+  if (inv_scale == 1 && !clips) {
     return check(grads, Use::kNothing, 1, track);  // as torch: not even a subnormal is flushed
   }
   bool found = false;
@@ -200,7 +201,8 @@ bool unscale(const GradList& grads, float inv_scale, const Track* track) {
     Notes notes(track, list, loops);
     for_each_chunk(list, true, [&](char* address, int64_t numel, int64_t chunk) {
       notes.look(chunk, address, numel);
-      const int64_t bits = loops.unscale(address, numel, inv_scale);
+      const int64_t bits = clips ? loops.unscale_and_clip(address, numel, inv_scale, coefficient)
+                                 : loops.unscale(address, numel, inv_scale);
       notes.peak(chunk, bits);
       peak.raise(bits);
     });
@@ -209,25 +211,27 @@ bool unscale(const GradList& grads, float inv_scale, const Track* track) {
   return found;
 }
 
-Norms norms(const GradList& grads, float inv_scale) {
+Norms norms(const GradList& grads, float inv_scale, const Track* track) {
   Norms total{0, 0};
   for (const DtypeList& list : grads.lists()) {
     const Dtype dtype = dtype_of(list.dtype);
     const Loops& loops = loops_for(dtype);
     Peak peak;
+    Notes notes(track, list, loops);
     std::vector<double> partial(list.chunks);
     for_each_chunk(list, false, [&](const char* address, int64_t numel, int64_t chunk) {
-      peak.raise(loops.peak_bits(address, numel));
-      partial[chunk] = loops.squares(address, numel, inv_scale);
+      notes.look(chunk, address, numel);
+      int64_t bits = 0;
+      partial[chunk] = loops.squares(address, numel, inv_scale, &bits);
+      notes.peak(chunk, bits);
+      peak.raise(bits);
     });
+    conclude(dtype, peak, Use::kMultiply, inv_scale, notes);
     for (const double squares : partial) {
       total.sum_of_squares += squares;
     }
     const double largest = std::fabs(used_peak(dtype, peak.bits(), Use::kMultiply, inv_scale));
-    // A NaN wins, and stays.
-    if (!std::isnan(total.absolute_maximum) && !(largest <= total.absolute_maximum)) {
-      total.absolute_maximum = largest;
-    }
+    total.absolute_maximum = larger_or_nan(total.absolute_maximum, largest);
   }
   return total;
 }

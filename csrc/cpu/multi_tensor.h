@@ -11,8 +11,10 @@ namespace ampfast::cpu {
 // With a `track`, notes there what it sees of each parameter.
 bool check(const GradList& grads, Use use, float factor, const Track* track = nullptr);
 
-// Multiplies in place and tells whether a value that was written is not finite. `track` as above.
-bool unscale(const GradList& grads, float inv_scale, const Track* track = nullptr);
+// Multiplies in place and tells whether a product is not finite, rounded to its dtype. `track` as
+// above. With a coefficient the rounded products are multiplied by it, which decides nothing.
+bool unscale(const GradList& grads, float inv_scale, const Track* track = nullptr,
+             double coefficient = 1);
 
 struct Norms {
   double sum_of_squares;
@@ -21,7 +23,7 @@ struct Norms {
 
 // Of the unscaled values. The sum is in float64, over chunks in order: the same bits every run,
 // however many threads there are.
-Norms norms(const GradList& grads, float inv_scale);
+Norms norms(const GradList& grads, float inv_scale, const Track* track = nullptr);
 
 // Sets the least work for a thread, in bytes, and returns what it was: a switch for tests.
 int64_t set_grain(int64_t bytes);

@@ -74,7 +74,7 @@ void launch_multi_tensor(const DeviceTable& table, const Segment& segment, bool 
   pass.write = write;
   pass.factor_use = static_cast<Factor>(use);
   pass.factor = data<float>(factor);
-  pass.coefficient = data<float>(coefficient);
+  pass.coefficient = data<double>(coefficient);
   pass.norms = data<double>(norms);
   if (track) {
     const auto& [marks, now, health] = *track;
@@ -105,6 +105,27 @@ void launch_update_scale(const at::Tensor& scale, const at::Tensor& growth_track
   require(update_scale(update, flags, current_stream(scale.device())));
 }
 
+void launch_clip_coefficient(const at::Tensor& norms, double max_norm, bool largest,
+                             const at::Tensor& norm, const at::Tensor& coefficient,
+                             const OptionalTensor& scale, const OptionalTensor& divisor) {
+  const c10::cuda::CUDAGuard guard(norms.device());
+  Clip clip;
+  clip.norms = static_cast<const double*>(norms.data_ptr());
+  clip.rows = norms.size(0);
+  clip.max_norm = max_norm;
+  clip.largest = largest;
+  if (norm.scalar_type() == at::kDouble) {
+    clip.wide_norm = static_cast<double*>(norm.data_ptr());
+  } else {
+    clip.norm = static_cast<float*>(norm.data_ptr());
+  }
+  clip.coefficient = static_cast<double*>(coefficient.data_ptr());
+  clip.scale = data<float>(scale);
+  clip.divisor = data<float>(divisor);
+  clip.stream = current_stream(norms.device());
+  require(clip_coefficient(clip));
+}
+
 }  // namespace
 
 void bind(py::module_& m) {
@@ -119,6 +140,9 @@ void bind(py::module_& m) {
         py::arg("norms"), py::arg("track"), py::arg("epilogue"), py::arg("found_inf"),
         py::arg("accumulate"), py::arg("scale"), py::arg("growth_tracker"), py::arg("state"),
         py::arg("other_found_inf"), py::arg("factors"));
+  m.def("cuda_clip_coefficient", &launch_clip_coefficient, py::arg("norms"), py::arg("max_norm"),
+        py::arg("largest"), py::arg("norm"), py::arg("coefficient"), py::arg("scale"),
+        py::arg("divisor"));
   m.def("cuda_update_scale", &launch_update_scale, py::arg("scale"), py::arg("growth_tracker"),
         py::arg("found_infs"), py::arg("factors"), py::arg("state"), py::arg("norm"));
 }

@@ -89,10 +89,13 @@ struct Gatherer {
       if (is_within(i)) {
         Word words[kWords];
         std::memcpy(words, &vectors[i], kVectorBytes);
+        // By vectors, since the error of a sum grows with the number of its terms.
+        Opmath vector_squares = 0;
 #pragma unroll
         for (int k = 0; k < kWords; ++k) {
-          words[k] = take<Format::kPerWord>(words[k], window_squares);
+          words[k] = take<Format::kPerWord>(words[k], vector_squares);
         }
+        window_squares += vector_squares;
         if (kWrite) {
           std::memcpy(&vectors[i], words, kVectorBytes);
           *reinterpret_cast<uint4*>(base + place + i * kStride) = vectors[i];
@@ -230,8 +233,9 @@ __global__ void __launch_bounds__(kThreads, kProgramsPerSm) pass(const Launch la
     factor = inverse_scale(factor);
   }
 
+  using Opmath = typename Format::Opmath;
   Gatherer<Format, kWrite, kNorm, kCoefficient, kHealth> gatherer{
-      factor, kCoefficient ? *launch.coefficient : 1.0f};
+      factor, kCoefficient ? static_cast<Opmath>(*launch.coefficient) : 1};
   while (true) {
     const bool is_end_tensor = tensor == end_tensor;
     const Span now = span(field);
@@ -309,6 +313,28 @@ __global__ void update_alone(const Update update, const Flags flags) {
     found_inf |= *flag != 0;
   }
   apply(update, found_inf);
+}
+
+__global__ void clip_alone(const Clip clip) {
+  double squares = 0;
+  double peak = 0;
+  for (int64_t row = 0; row < clip.rows; ++row) {
+    squares += clip.norms[2 * row];
+    peak = larger_or_nan(peak, clip.norms[2 * row + 1]);
+  }
+  double total = clip.largest ? peak : sqrt(squares);
+  if (clip.wide_norm != nullptr) {
+    *clip.wide_norm = total;
+  } else {
+    const float rounded = static_cast<float>(total);
+    *clip.norm = rounded;
+    total = rounded;
+  }
+  const double coefficient = ampfast::clip_coefficient(total, clip.max_norm);
+  *clip.coefficient = coefficient;
+  if (clip.divisor != nullptr) {
+    *clip.divisor = static_cast<float>(*clip.scale / coefficient);
+  }
 }
 
 using Kernel = void (*)(Launch);
@@ -406,6 +432,11 @@ const char* launch(const Launch& launch) {
 
 const char* update_scale(const Update& update, const Flags& flags, void* stream) {
   update_alone<<<1, 1, 0, static_cast<cudaStream_t>(stream)>>>(update, flags);
+  return text_of(cudaGetLastError());
+}
+
+const char* clip_coefficient(const Clip& clip) {
+  clip_alone<<<1, 1, 0, static_cast<cudaStream_t>(clip.stream)>>>(clip);
   return text_of(cudaGetLastError());
 }
 

@@ -29,8 +29,8 @@ struct Launch {
   int64_t programs = 0;  // of the segment: the size of the grid
   bool write = false;    // else the gradients are only read
   Factor factor_use = kRaw;
-  const float* factor = nullptr;       // null with kRaw alone
-  const float* coefficient = nullptr;  // multiplies what is written, without norms; null: nothing
+  const float* factor = nullptr;        // null with kRaw alone
+  const double* coefficient = nullptr;  // multiplies what is written, without norms; null: nothing
   // The sum of squares and the largest magnitude of the used values of all segments; null: no sum.
   // Given for all segments, written by the one with the epilogue.
   double* norms = nullptr;
@@ -59,6 +59,25 @@ struct Flags {
   const float* found_infs[4];
 };
 const char* update_scale(const Update& update, const Flags& flags, void* stream);
+
+// What a clipping multiplies by, from norms that passes left. All pointers are to memory of the
+// device.
+struct Clip {
+  const double* norms = nullptr;  // a row for each pass: as `Launch::norms`
+  int64_t rows = 0;
+  double max_norm = 0;
+  bool largest = false;         // takes the largest magnitude for the norm, else the 2-norm
+  float* norm = nullptr;        // what the norm is written to, or
+  double* wide_norm = nullptr;  // this
+  double* coefficient = nullptr;
+  // Where both are given, the scale over the coefficient is written.
+  const float* scale = nullptr;
+  float* divisor = nullptr;
+  void* stream = nullptr;
+};
+
+// Queues it. Returns null, or why it failed.
+const char* clip_coefficient(const Clip& clip);
 
 // How many programs run at once on a device: the largest grid worth launching. Sets `error` to
 // null, or to why the device could not tell.

@@ -16,6 +16,7 @@ sys.path[:0] = [str(TESTS.parent), str(TESTS), str(TESTS / "gpu")]
 
 import torch  # noqa: E402
 from gpu_support import BACKENDS, flag, gpu, grads_of, kernels_of, why_not  # noqa: E402
+from kernel_parity import wide  # noqa: E402
 from support import FLOATS  # noqa: E402
 
 from ampfast.backends import native  # noqa: E402
@@ -74,7 +75,7 @@ def modes(kernels: Any, device: torch.device) -> list[tuple[str, Callable[..., A
         ("unscale, accumulated", unscale(found_inf=zero), 2.0),
         ("unscale with norms", unscale(norms=norms), 2.0),
         ("unscale with flags", unscale(flags=flags), 2.0),
-        ("unscale with a coefficient", unscale(coefficient=lambda: flag(0.5, device)), 1.0),
+        ("unscale with a coefficient", unscale(coefficient=lambda: wide(0.5, device)), 1.0),
         ("unscale and update", unscale(update=update), 2.0),
         ("all at once", unscale(norms=norms, flags=flags, update=lambda: update(1)), 2.0),
     ]

@@ -17,6 +17,7 @@ from gpu_support import (
     require_memory,
     why_not,
 )
+from kernel_parity import wide
 from support import BITS, FLOATS, assert_same, difference, make_gradient
 
 from ampfast import functional
@@ -106,11 +107,11 @@ def test_a_coefficient_multiplies_what_unscaling_writes(
     grads.append(make_gradient("short", dtype).to(device))
     expected = []
     for grad in grads:
-        wide = grad if dtype is torch.float64 else grad.float()
-        unscaled = (wide * flag(1 / 3, device).to(wide.dtype)).to(dtype).to(wide.dtype)
-        expected.append((unscaled * flag(0.7, device).to(wide.dtype)).to(dtype))
+        values = grad if dtype is torch.float64 else grad.float()
+        unscaled = (values * flag(1 / 3, device).to(values.dtype)).to(dtype).to(values.dtype)
+        expected.append((unscaled * wide(0.7, device).to(values.dtype)).to(dtype))
     found = kernels.unscale_(
-        grads_of(grads), flag(1 / 3, device), is_scale=False, coefficient=flag(0.7, device)
+        grads_of(grads), flag(1 / 3, device), is_scale=False, coefficient=wide(0.7, device)
     )
     assert found.item() == 0.0
     assert_same(grads, expected, "gradients")

@@ -24,7 +24,7 @@ from device_parity import (
     torch_unscaled,
     window,
 )
-from kernel_parity import exact_bits, flag, random_bits
+from kernel_parity import exact_bits, flag, random_bits, wide
 from support import BITS, FLOATS, LAYOUTS, make_gradient
 from tracked import marked, track_for
 
@@ -247,11 +247,11 @@ def test_coefficient_multiplies_what_unscaling_writes(
     for inverse in (1 / 3, 0.01):
         theirs, expected = torch_unscaled(make, inverse)
         for gradient in theirs:
-            wide = gradient if dtype == torch.float64 else gradient.float()
-            gradient.copy_((wide * flag(coefficient).to(wide.dtype)).to(dtype))
+            values = gradient if dtype == torch.float64 else gradient.float()
+            gradient.copy_((values * wide(coefficient).to(values.dtype)).to(dtype))
         ours = make()
         found = KERNELS.unscale_(
-            grads_of(ours), flag(inverse), is_scale=False, coefficient=flag(coefficient)
+            grads_of(ours), flag(inverse), is_scale=False, coefficient=wide(coefficient)
         )
         assert_same_memory(ours, theirs)
         assert found.item() == expected
@@ -264,7 +264,7 @@ def test_coefficient_does_not_decide(dtype: torch.dtype) -> None:
         *((math.inf, 2.0, 0.0), (math.nan, 2.0, 0.0)),
     ):
         grads = grads_of([torch.tensor([1.0, bad], dtype=dtype)])
-        found = KERNELS.unscale_(grads, flag(1.0), is_scale=False, coefficient=flag(coefficient))
+        found = KERNELS.unscale_(grads, flag(1.0), is_scale=False, coefficient=wide(coefficient))
         assert found.item() == expected
 
 

@@ -18,7 +18,7 @@ from device_parity import (
     torch_unscaled,
     window,
 )
-from kernel_parity import exact_bits, flag, random_bits, reference_norms
+from kernel_parity import exact_bits, flag, random_bits, reference_norms, wide
 from support import FLOATS, assert_same
 from tracked import marked, track_for
 
@@ -273,7 +273,7 @@ def test_norms_and_marks_ride_with_the_update() -> None:
         *(grads_of(grads), scale),
         is_scale=True,
         update=update,
-        coefficient=flag(0.5),
+        coefficient=wide(0.5),
         norms=norms,
         track=track,
     )

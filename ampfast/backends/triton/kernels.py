@@ -293,6 +293,11 @@ def _used_bits(peak, factor, FACTOR: tl.constexpr, DTYPE: tl.constexpr, SOFT: tl
 
 
 @triton.jit
+def _larger_or_nan(a, b):
+    return tl.where((a != a) | (b <= a), a, b)
+
+
+@triton.jit
 def _mark(row_ptr, now_ptr, used):
     """Counts this step for a parameter, once, if `used`, float64 bits of one or several threads,
     are those of a value that is not finite.
@@ -624,3 +629,42 @@ def update_scale(
         *(scale_ptr, growth_tracker_ptr, state_ptr, norm_ptr, found),
         *(growth_factor, backoff_factor, growth_interval),
     )
+
+
+@triton.jit(
+    do_not_specialize=[
+        *("norms_ptr", "rows", "max_norm", "epsilon"),
+        *("norm_ptr", "coefficient_ptr", "scale_ptr", "divisor_ptr"),
+    ]
+)
+def clip_coefficient(
+    norms_ptr,
+    rows: tl.int64,
+    max_norm: tl.float64,
+    epsilon: tl.float64,
+    norm_ptr,
+    coefficient_ptr,
+    scale_ptr,
+    divisor_ptr,
+    LARGEST: tl.constexpr,
+):
+    """Writes the norm and what clipping multiplies by, from norms that passes left. One program.
+
+    `norms_ptr` has a row for each pass. With LARGEST the norm is the largest magnitude, else the
+    2-norm. Where `divisor_ptr` is given, the scale over the coefficient is written there.
+    """
+    squares = tl.zeros([], dtype=tl.float64)
+    peak = tl.zeros([], dtype=tl.float64)
+    row = rows * 0
+    while row < rows:
+        squares += tl.load(norms_ptr + 2 * row)
+        peak = _larger_or_nan(peak, tl.load(norms_ptr + 2 * row + 1))
+        row += 1
+    total = peak if LARGEST else tl.sqrt(squares)
+    norm = total.to(norm_ptr.dtype.element_ty)
+    quotient = max_norm / (norm.to(tl.float64) + epsilon)
+    coefficient = tl.where(quotient > 1.0, 1.0, quotient)
+    tl.store(norm_ptr, norm)
+    tl.store(coefficient_ptr, coefficient)
+    if divisor_ptr is not None:
+        tl.store(divisor_ptr, (tl.load(scale_ptr).to(tl.float64) / coefficient).to(tl.float32))

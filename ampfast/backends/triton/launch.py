@@ -15,10 +15,26 @@ from torch import Tensor
 
 from ampfast import capture
 from ampfast.backends.native import WINDOW_BYTES, Segment
-from ampfast.backends.passes import NO_FACTORS, Epilogue, Pass, ScaleUpdate, on_gpu
+from ampfast.backends.passes import (
+    CLIP_EPSILON,
+    NO_FACTORS,
+    Clip,
+    Epilogue,
+    Pass,
+    ScaleUpdate,
+    on_gpu,
+)
 from ampfast.backends.triton import kernels
 
-__all__ = ["INTERPRETED", "is_capturing", "max_programs", "multi_tensor", "on", "update_scale"]
+__all__ = [
+    "INTERPRETED",
+    "clip_coefficient",
+    "is_capturing",
+    "max_programs",
+    "multi_tensor",
+    "on",
+    "update_scale",
+]
 
 # Whether the kernels run on CPU tensors, as TRITON_INTERPRET=1 has it.
 INTERPRETED = not isinstance(kernels.multi_tensor, triton.JITFunction)
@@ -139,6 +155,27 @@ def update_scale(update: ScaleUpdate, found_infs: list[Tensor]) -> None:
         update.factors.growth_factor,
         update.factors.backoff_factor,
         update.factors.growth_interval,
+        num_warps=1,
+        enable_fp_fusion=False,
+    )
+    _launched.add(variant)
+
+
+def clip_coefficient(clip: Clip) -> None:
+    """Launches what turns norms into a coefficient."""
+    what = ("clip_coefficient", clip.norm.dtype, clip.largest, clip.divisor is None)
+    variant = (clip.norms.device, *what)
+    _require_compiled(variant)
+    kernels.clip_coefficient[(1,)](
+        clip.norms,
+        clip.norms.shape[0],
+        clip.max_norm,
+        CLIP_EPSILON,
+        clip.norm,
+        clip.coefficient,
+        None if clip.divisor is None else clip.scale,
+        clip.divisor,
+        LARGEST=clip.largest,
         num_warps=1,
         enable_fp_fusion=False,
     )

@@ -1,0 +1,398 @@
+"""Clipping by the norm of an optimizer's unscaled gradients, and that norm alone."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from numbers import Real
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.amp.grad_scaler import OptState
+
+from ampfast import gradients
+from ampfast.backends import Choice, aten, native
+from ampfast.notes import add_note
+from ampfast.optimizers import takes_grad_scaler
+
+if TYPE_CHECKING:
+    from ampfast.grad_scaler import GradScaler
+
+__all__ = ["DEFERRED", "Deferred", "clip_grad_norm_", "grad_norm", "norm_of", "order_of"]
+
+# The key, of an optimizer's entry in the scaler's records, of a clipping that its step will do.
+DEFERRED = "deferred_clip"
+
+# The orders whose norms come with the check, in one read.
+_FUSED = (2.0, math.inf)
+
+_NEW = {"stage": OptState.READY}
+
+
+@dataclass(frozen=True)
+class Deferred:
+    """A clipping that an optimizer does which divides by `grad_scale`.
+
+    Attributes:
+        divisor: 0-dim float32: the scale over the coefficient.
+        coefficient: 0-dim float64.
+        rows: For each list of gradients its norms, as `native.norms` writes them.
+    """
+
+    divisor: Tensor
+    coefficient: Tensor
+    rows: list[Tensor]
+
+    def handed_over(
+        self, own: Tensor | float | None, flags: dict[Any, Tensor]
+    ) -> tuple[Tensor, dict[Any, Tensor]]:
+        """Returns the `grad_scale` of the step, and the flags with what the user's `own` adds."""
+        if own is None:
+            return self.divisor.clone(), flags
+        if isinstance(own, Tensor):
+            own = own.detach().reshape(())
+        found = torch.zeros((), dtype=torch.float32, device=self.divisor.device)
+        for row in self.rows:
+            largest, coefficient = (aten.moved(t, found.device) for t in (row[1], self.coefficient))
+            # As the optimizer divides: all but float64 gradients in float32.
+            quotient = (largest * coefficient / own).float()
+            found.masked_fill_(~quotient.isfinite(), 1.0)
+        both = {at: aten.any_found([flag, found], flag.device) for at, flag in flags.items()}
+        return self.divisor * own, both
+
+
+@dataclass
+class _Part:
+    """One optimizer's gradients, and what is done with them.
+
+    Attributes:
+        optimizer: Whose they are; a list of tensors where there is no optimizer.
+        grads: The gradients, as kernels take them.
+        factor: The scale or the inverse scale, or None where they are unscaled already.
+        is_scale: Which of the two `factor` is.
+        writes: Whether they will be written.
+        tracks: Where a check notes what it sees of each parameter, or None.
+        flags: What a check found, by device.
+        rows: For each list of gradients its norms, as `native.norms` writes them.
+    """
+
+    optimizer: Any
+    grads: gradients.Gradients
+    factor: Tensor | None
+    is_scale: bool
+    writes: bool
+    tracks: gradients.Tracks | None = None
+    flags: dict[torch.device, Tensor] = field(default_factory=dict)
+    rows: list[Tensor] = field(default_factory=list)
+
+
+def clip_grad_norm_(
+    scaler: GradScaler,
+    optimizer: object,
+    max_norm: float,
+    norm_type: float,
+    in_place: bool,
+    overridden: bool,
+) -> Tensor:
+    """`GradScaler.clip_grad_norm_`; `overridden` tells whether a hook decides on infinities."""
+    optimizers = _optimizers(optimizer)
+    limit, order = _limit(max_norm), order_of(norm_type)
+    if not isinstance(in_place, bool):
+        raise TypeError(f"in_place must be a bool, got {type(in_place).__name__}")
+    if not scaler._enabled:
+        parts = [_unscaled(scaler, each, writes=True) for each in optimizers]
+        norm, coefficient = _measured(scaler._kernels(), parts, order, limit, None)
+        _write(scaler._kernels(), parts, coefficient)
+        return norm
+
+    scale, _ = scaler._check_scale_growth_tracker("clip_grad_norm_")
+    for each in optimizers:
+        _require_ready(scaler, each)
+    defers = [not in_place and _defers(each, overridden) for each in optimizers]
+    if overridden:
+        # What the hook finds counts, and what it writes is clipped.
+        for each in optimizers:
+            scaler.unscale_(each)
+        parts = [_unscaled(scaler, each, writes=True) for each in optimizers]
+    else:
+        parts = [
+            _scaled(scaler, each, scale, writes=not deferred)
+            for each, deferred in zip(optimizers, defers, strict=True)
+        ]
+        for part in parts:
+            part.tracks = scaler._tracks(part.optimizer, part.grads)
+        if order not in _FUSED:
+            for part in parts:
+                _unscale(scaler, part)
+    divisor = torch.empty((), dtype=torch.float32, device=scale.device) if any(defers) else None
+    norm, coefficient = _measured(scaler._kernels(), parts, order, limit, scale, divisor)
+    _write(scaler._kernels(), parts, coefficient)
+    if not overridden:
+        for part in parts:
+            state = scaler._per_optimizer_states[id(part.optimizer)]
+            state["found_inf_per_device"] = part.flags
+            state["stage"] = OptState.UNSCALED
+            if not part.writes and divisor is not None:
+                state[DEFERRED] = Deferred(divisor, coefficient, part.rows)
+            if part.flags:
+                scaler._record(part.optimizer, part.flags)
+    scaler._note_norm(optimizers, norm, order)
+    return norm
+
+
+def grad_norm(scaler: GradScaler, optimizer: object, norm_type: float) -> Tensor:
+    """`GradScaler.grad_norm`."""
+    optimizers, order = _optimizers(optimizer), order_of(norm_type)
+    if not scaler._enabled:
+        parts = [_unscaled(scaler, each, writes=False) for each in optimizers]
+        return _measured(scaler._kernels(), parts, order, math.inf, None)[0]
+    scale, _ = scaler._check_scale_growth_tracker("grad_norm")
+    entries = [scaler._per_optimizer_states.get(id(each), _NEW) for each in optimizers]
+    if any(entry["stage"] is OptState.STEPPED for entry in entries):
+        raise RuntimeError("grad_norm() is being called after step().")
+    parts = [
+        _unscaled(scaler, each, writes=False)
+        if entry["stage"] is OptState.UNSCALED and DEFERRED not in entry
+        else _scaled(scaler, each, scale, writes=False)
+        for each, entry in zip(optimizers, entries, strict=True)
+    ]
+    norm, _ = _measured(scaler._kernels(), parts, order, math.inf, scale)
+    scaler._note_norm(optimizers, norm, order)
+    return norm
+
+
+def norm_of(
+    choice: Choice,
+    grads: gradients.Gradients,
+    tensors: list[Tensor],
+    order: float,
+    inv_scale: Tensor | None,
+) -> Tensor:
+    """Returns the norm of gradients, which are also in `tensors`, times `inv_scale`."""
+    part = _Part(tensors, grads, inv_scale, is_scale=False, writes=False)
+    return _measured(choice, [part], order, math.inf, inv_scale)[0]
+
+
+def order_of(norm_type: object) -> float:
+    """Checks the order of a norm and returns it as a float."""
+    if isinstance(norm_type, str):
+        if norm_type != "inf":
+            raise ValueError(f'norm_type must be a number above 0 or "inf", got {norm_type!r}')
+        return math.inf
+    order = _number("norm_type", norm_type)
+    if not order > 0:
+        raise ValueError(f'norm_type must be a number above 0 or "inf", got {order}')
+    return order
+
+
+def _limit(max_norm: object) -> float:
+    limit = _number("max_norm", max_norm)
+    if not limit >= 0:
+        raise ValueError(f"max_norm must be at least 0, got {limit}")
+    return limit
+
+
+def _number(name: str, value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise TypeError(f"{name} must be a number, got {type(value).__name__}")
+    return float(value)
+
+
+def _optimizers(optimizer: object) -> list[Any]:
+    """The optimizers of a call: one, or a list or tuple of them."""
+    given = optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]
+    if not given:
+        raise ValueError("the list of optimizers is empty")
+    for each in given:
+        if not hasattr(each, "param_groups"):
+            raise TypeError(
+                "the norm is taken of an optimizer's gradients, or of those of a list of "
+                f"optimizers; got {type(each).__name__}, which has no param_groups"
+            )
+    if len({id(each) for each in given}) < len(given):
+        raise ValueError("the same optimizer is given twice")
+    return list(given)
+
+
+def _require_ready(scaler: GradScaler, optimizer: object) -> None:
+    """Raises what `unscale_` raises for an optimizer that is past its turn."""
+    stage = scaler._per_optimizer_states.get(id(optimizer), _NEW)["stage"]
+    if stage is OptState.UNSCALED:
+        raise add_note(
+            RuntimeError(
+                "unscale_() has already been called on this optimizer since the last update()."
+            ),
+            "clip_grad_norm_() unscales by itself: call it once, and in place of unscale_(). "
+            f"The optimizer is a {type(optimizer).__name__}.",
+        )
+    if stage is OptState.STEPPED:
+        raise add_note(
+            RuntimeError("unscale_() is being called after step()."),
+            "clip_grad_norm_() unscales, so it comes before step(). "
+            f"The optimizer is a {type(optimizer).__name__}.",
+        )
+
+
+def _defers(optimizer: Any, overridden: bool) -> bool:
+    """Whether an optimizer can clip by itself; raises ValueError if it would not unscale either."""
+    if not getattr(optimizer, "_step_supports_amp_scaling", False):
+        raise ValueError(
+            f"in_place=False is for optimizers that take grad_scale, which this "
+            f"{type(optimizer).__name__} does not: create it with fused=True, or take "
+            "in_place=True"
+        )
+    if takes_grad_scaler(optimizer.step):
+        return False
+    if overridden:
+        raise ValueError(
+            "in_place=False would go past this scaler's own unscale_, _unscale_grads_ or "
+            "_check_inf_per_device: take in_place=True"
+        )
+    return True
+
+
+def _scaled(scaler: GradScaler, optimizer: Any, scale: Tensor, *, writes: bool) -> _Part:
+    """The part of an optimizer whose gradients are scaled."""
+    allow_fp16 = scaler._allow_fp16 or not writes
+    grads = _collected(scaler, optimizer, allow_fp16, writes)
+    is_scale = scale.dtype is torch.float32
+    factor = scale if is_scale else gradients.inverse(scale)
+    return _Part(optimizer, grads, factor, is_scale, writes)
+
+
+def _unscaled(scaler: GradScaler, optimizer: Any, *, writes: bool) -> _Part:
+    """The part of an optimizer whose gradients are not scaled, or not any more."""
+    return _Part(optimizer, _collected(scaler, optimizer, True, writes), None, False, writes)
+
+
+def _collected(
+    scaler: GradScaler, optimizer: Any, allow_fp16: bool, writes: bool
+) -> gradients.Gradients:
+    return gradients.collect(
+        optimizer.param_groups,
+        allow_fp16=allow_fp16,
+        writes=writes,
+        devices=scaler._kernels().devices,
+        coalesce=True,
+    )
+
+
+def _unscale(scaler: GradScaler, part: _Part) -> None:
+    """Unscales what will be written, for a norm that is taken of unscaled gradients."""
+    if part.writes and part.factor is not None:
+        part.flags = gradients.unscale_(
+            part.grads,
+            part.factor,
+            choice=scaler._kernels(),
+            is_scale=part.is_scale,
+            tracks=part.tracks,
+        )
+        part.factor = None
+
+
+def _write(choice: Choice, parts: list[_Part], coefficient: Tensor) -> None:
+    for part in parts:
+        if part.writes:
+            gradients.clip_(
+                part.grads, part.factor, coefficient, choice=choice, is_scale=part.is_scale
+            )
+
+
+def _measured(
+    choice: Choice,
+    parts: list[_Part],
+    order: float,
+    limit: float,
+    scale: Tensor | None,
+    divisor: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Returns the norm of all parts and the coefficient; fills in their flags, and `divisor`."""
+    fused = order in _FUSED
+    for part in parts:
+        if fused or (divisor is not None and not part.writes):
+            flags, part.rows = gradients.norms(
+                part.grads,
+                part.factor,
+                choice=choice,
+                is_scale=part.is_scale,
+                writes=part.writes,
+                tracks=part.tracks,
+            )
+            part.flags = part.flags or flags
+    device, dtype = _place(parts, scale)
+    wide = aten.widest(device)
+    norm = torch.empty((), dtype=dtype, device=device)
+    coefficient = torch.empty((), dtype=wide, device=device)
+    if fused:
+        rows = [aten.moved(row, device) for part in parts for row in part.rows]
+        if len(rows) == 1:
+            together = rows[0].unsqueeze(0)
+        else:
+            together = torch.stack([*rows, torch.zeros(2, dtype=wide, device=device)])
+        kernels = choice.kernels_for(device)
+        if kernels is not None and _are_regular(coefficient, scale, divisor):
+            kernels.clip_coefficient(
+                native.Clip(together, limit, order == math.inf, norm, coefficient, scale, divisor)
+            )
+            return norm, coefficient
+        norm.copy_(aten.total_norm(together, order == math.inf))
+    else:
+        norm.copy_(_total(parts, order, device))
+    coefficient.copy_(aten.coefficient_of(norm, limit))
+    if divisor is not None and scale is not None:
+        divisor.copy_(scale.detach().reshape(()) / aten.moved(coefficient, scale.device))
+    return norm, coefficient
+
+
+def _are_regular(coefficient: Tensor, scale: Tensor | None, divisor: Tensor | None) -> bool:
+    """Whether the kernels know what they are to read and write, on the device of the first."""
+    if not native.is_scalar(coefficient, torch.float64):
+        return False
+    if divisor is None or scale is None:
+        return True
+    return native.is_scalar(scale, torch.float32) and scale.device == coefficient.device
+
+
+def _place(parts: list[_Part], scale: Tensor | None) -> tuple[torch.device, torch.dtype]:
+    """Where the norm belongs, which is where the first gradients are, and in which type."""
+    lists = [grads for part in parts for grads in part.grads.lists]
+    aside = [tensor for part in parts for of in part.grads.set_aside.values() for tensor in of]
+    wide = any(grads.has_float64 for grads in lists)
+    wide = wide or any(t.dtype in (torch.float64, torch.complex128) for t in aside)
+    if lists or aside:
+        device = lists[0].device if lists else aside[0].device
+    else:
+        device = torch.device("cpu") if scale is None else scale.device
+    return device, torch.float64 if wide else torch.float32
+
+
+@torch.no_grad()
+def _total(parts: list[_Part], order: float, device: torch.device) -> Tensor:
+    """The norm of an order that no kernel takes."""
+    norms = []
+    for part in parts:
+        by_device: dict[torch.device, list[Tensor]] = {}
+        for grad in _tensors(part.optimizer):
+            by_device.setdefault(grad.device, []).append(grad)
+        for tensors in by_device.values():
+            norm = aten.p_norm(tensors, order)
+            if part.factor is not None:
+                inverse = gradients.inverse(part.factor) if part.is_scale else part.factor
+                norm = norm * aten.moved(inverse, norm.device).reshape(()).abs()
+            norms.append(aten.moved(norm, device))
+    if not norms:
+        return torch.zeros((), dtype=aten.widest(device), device=device)
+    return torch.linalg.vector_norm(torch.stack(norms), order)
+
+
+def _tensors(source: Any) -> list[Tensor]:
+    if isinstance(source, list):
+        return source
+    grads = [
+        param.grad
+        for group in source.param_groups
+        for param in group["params"]
+        if param.grad is not None
+    ]
+    return [grad._values() if grad.is_sparse else grad for grad in grads]

@@ -1,0 +1,116 @@
+"""What the tests of clipping share: exact norms, distances in ulps, and clipping by hand."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from support import BITS, assert_same, started
+
+from ampfast import GradScaler
+
+# How far the norm may be from the float64 norm of the unscaled values: one rounding of each value,
+# of which the mean counts, and of the norm. A float64 norm is a sum of thousands of roundings.
+NORM_ULPS = 4
+WIDE_NORM_ULPS = 256
+# How far a clipped gradient may be from unscaled x coefficient; one for each rounding.
+GRADIENT_ULPS = 2
+
+
+def ordered_bits(values: torch.Tensor) -> torch.Tensor:
+    """Integers that are neighbours where the floats are."""
+    bits = values.contiguous().view(BITS[values.dtype]).to(torch.int64)
+    least = torch.iinfo(BITS[values.dtype]).min
+    return torch.where(bits < 0, least - bits, bits)
+
+
+def ulps(ours: torch.Tensor, exact: torch.Tensor) -> int:
+    """The largest distance from float64 values, rounded to the dtype of `ours`."""
+    rounded = exact.to(ours.dtype)
+    if not ours.numel():
+        return 0
+    return int((ordered_bits(ours) - ordered_bits(rounded)).abs().max())
+
+
+def inverse_of(scale: float) -> torch.Tensor:
+    return torch.tensor(scale, dtype=torch.float32).double().reciprocal().float()
+
+
+def unscaled(grads: Iterable[torch.Tensor], scale: float) -> list[torch.Tensor]:
+    """What torch's op writes."""
+    inverse, written = inverse_of(scale), []
+    for grad in grads:
+        copy = grad.detach().clone(memory_format=torch.contiguous_format)
+        found = torch.zeros(())
+        torch._amp_foreach_non_finite_check_and_unscale_([copy], found, inverse)
+        written.append(copy)
+    return written
+
+
+def exact_norm(grads: Sequence[torch.Tensor], scale: float, order: float = 2.0) -> float:
+    """The norm of the unscaled values in float64; 16-bit ones are not rounded to 16 bit."""
+    inverse, values = inverse_of(scale), [0.0]
+    for grad in grads:
+        wide = grad.detach().reshape(-1).to(torch.promote_types(grad.dtype, torch.float32))
+        values += (wide * inverse.to(wide.dtype)).double().abs().tolist()
+    if order == math.inf:
+        return max(values)
+    return math.fsum(v**order for v in values) ** (1 / order)
+
+
+def coefficient_of(norm: torch.Tensor, max_norm: float) -> torch.Tensor:
+    """torch's formula, in float64."""
+    wide = norm.detach().double()
+    return (torch.full_like(wide, max_norm) / (wide + 1e-6)).clamp(max=1.0)
+
+
+def clip_by_hand(parameters: Iterable[torch.Tensor], norm: torch.Tensor, max_norm: float) -> None:
+    """Multiplies unscaled gradients, to the bit as ours must."""
+    for parameter in parameters:
+        grad = parameter.grad
+        if grad is not None:
+            wide = grad.to(torch.promote_types(grad.dtype, torch.float32))
+            grad.copy_(wide * coefficient_of(norm, max_norm).to(wide.dtype))
+
+
+def assert_clipped(
+    grads: Sequence[torch.Tensor],
+    before: Sequence[torch.Tensor],
+    scale: float,
+    norm: torch.Tensor,
+    max_norm: float,
+) -> None:
+    """Compares clipped gradients with what the returned norm makes of those before."""
+    coefficient = coefficient_of(norm, max_norm)
+    for index, (grad, values) in enumerate(zip(grads, unscaled(before, scale), strict=True)):
+        if coefficient == 1.0:
+            assert_same(grad.contiguous(), values, f"gradient {index}")
+        else:
+            exact = values.double() * coefficient
+            assert ulps(grad, exact) <= GRADIENT_ULPS, f"gradient {index}"
+
+
+def assert_norm(norm: torch.Tensor, exact: float) -> None:
+    assert norm.shape == ()
+    if not math.isfinite(exact):
+        assert_same(norm, torch.tensor(exact, dtype=norm.dtype))
+    allowed = WIDE_NORM_ULPS if norm.dtype is torch.float64 else NORM_ULPS
+    assert ulps(norm, torch.tensor(exact, dtype=torch.float64)) <= allowed, (norm, exact)
+
+
+def ready(optimizer: Any, scale: float = 8.0, **arguments: Any) -> GradScaler:
+    """A scaler that may clip the optimizer."""
+    assert optimizer.param_groups
+    return started(GradScaler, scale, **arguments)
+
+
+def grads_of(*optimizers: Any) -> list[torch.Tensor]:
+    return [
+        parameter.grad
+        for optimizer in optimizers
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+        if parameter.grad is not None
+    ]

@@ -1,0 +1,275 @@
+"""Clipping in place: norms and gradients, whole trainings, and several optimizers together."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from clipping_support import (
+    NORM_ULPS,
+    assert_clipped,
+    assert_norm,
+    clip_by_hand,
+    coefficient_of,
+    exact_norm,
+    grads_of,
+    ulps,
+    unscaled,
+)
+from support import (
+    FLOATS,
+    FUSED,
+    OPTIMIZERS,
+    WRITABLE_LAYOUTS,
+    assert_same,
+    assert_sides_same,
+    make_gradient,
+    paired,
+    plant,
+    sgd_with,
+    small_model,
+    started,
+    threads,
+)
+
+from ampfast import GradScaler, functional
+
+INF = math.inf
+ORDERS = (2.0, INF, 1.0, 3.0)
+# In "overlapping" elements are unscaled several times, as often as they share memory.
+CLIPPED_LAYOUTS = [layout for layout in WRITABLE_LAYOUTS if layout != "overlapping"]
+# Exact, inexact, and one whose inverse overflows nothing but is large.
+SCALES = (2.0**12, 3.0, 1e-3)
+
+
+def scaler_for(scale: float, **arguments: object) -> GradScaler:
+    return started(GradScaler, scale, allow_fp16=True, **arguments)
+
+
+@pytest.mark.parametrize("scale", SCALES)
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("backend", ["cpu", "aten"])
+def test_norm_and_gradients(backend: str, dtype: torch.dtype, order: float, scale: float) -> None:
+    for layout in CLIPPED_LAYOUTS:
+        for max_norm in (0.7, 1e9):
+            optimizer = sgd_with(*(make_gradient(layout, dtype, seed) for seed in range(3)))
+            before = [grad.clone() for grad in grads_of(optimizer)]
+            norm = scaler_for(scale, backend=backend).clip_grad_norm_(optimizer, max_norm, order)
+            assert norm.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+            exact = exact_norm(before, scale, order)
+            if order == 2.0 and backend == "cpu" and layout != "every_other":
+                assert_norm(norm, exact)
+            else:
+                # Of what is written, which is rounded to the dtype.
+                assert norm.item() == pytest.approx(exact, rel=max(torch.finfo(dtype).eps, 1e-14))
+            assert_clipped(grads_of(optimizer), before, scale, norm, max_norm)
+
+
+@pytest.mark.parametrize("value", [1 / 3, 1.1, 0.7, 5e-3])
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_norm_of_equal_values(capability: str, dtype: torch.dtype, value: float) -> None:
+    # All errors go the same way here.
+    grads = [torch.full((size,), value, dtype=dtype) for size in (1, 100_003, 17, 64, 16_385)]
+    assert_norm(scaler_for(3.0).grad_norm(sgd_with(*grads)), exact_norm(grads, 3.0))
+    assert_norm(functional.grad_norm(grads), exact_norm(grads, 1.0))
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_clipped_gradients_on_every_instruction_set(capability: str, dtype: torch.dtype) -> None:
+    for size in (1, 15, 16, 17, 33, 16 * 1024 + 5):
+        optimizer = sgd_with(torch.randn(size + 1).to(dtype)[1:])
+        before = [grad.clone() for grad in grads_of(optimizer)]
+        norm = scaler_for(3.0).clip_grad_norm_(optimizer, 1e-2)
+        [written] = unscaled(before, 3.0)
+        wide = written.to(torch.promote_types(dtype, torch.float32))
+        expected = (wide * coefficient_of(norm, 1e-2).to(wide.dtype)).to(dtype)
+        assert_same(grads_of(optimizer)[0], expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_all_16_bit_values_are_clipped(capability: str, dtype: torch.dtype) -> None:
+    every = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(dtype)
+    finite = every[every.isfinite()]
+    optimizer = sgd_with(finite.clone())
+    norm = scaler_for(4.0).clip_grad_norm_(optimizer, 1e3, INF)
+    assert norm.item() == torch.finfo(dtype).max / 4
+    coefficient = coefficient_of(norm, 1e3).float()
+    expected = ((finite.float() * 0.25).to(dtype).float() * coefficient).to(dtype)
+    assert_same(grads_of(optimizer)[0], expected)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("size", [5, 1_000_003])
+def test_against_torch_within_its_own_error(order: float, size: int) -> None:
+    def make() -> torch.optim.Optimizer:
+        return sgd_with(torch.randn(size, generator=torch.Generator().manual_seed(1)))
+
+    ours, theirs = make(), make()
+    exact = exact_norm(grads_of(ours), 3.0, order)
+    norm = started(GradScaler, 3.0).clip_grad_norm_(ours, 0.5, order)
+    scaler = started(torch.amp.GradScaler, 3.0)
+    scaler.unscale_(theirs)
+    parameters = theirs.param_groups[0]["params"]
+    torchs = torch.nn.utils.clip_grad_norm_(parameters, 0.5, order)
+    torchs_error = abs(torchs.item() - exact) / exact
+    assert abs(norm.item() - exact) / exact <= NORM_ULPS * 2.0**-23
+    assert abs(norm.item() - torchs.item()) / exact <= torchs_error + NORM_ULPS * 2.0**-23
+    tolerance = torchs_error + (NORM_ULPS + 4) * 2.0**-23
+    torch.testing.assert_close(*grads_of(ours), *grads_of(theirs), rtol=tolerance, atol=0)
+
+
+@pytest.mark.parametrize("max_norm", [0.0, 0.05, INF])
+@pytest.mark.parametrize("order", [2.0, "inf"])
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_training_is_torchs_with_our_norm(kind: str, order: float, max_norm: float) -> None:
+    # torch's scaler, and the gradients that it unscales multiplied by what our norm makes.
+    ours, theirs = paired(kind, init_scale=2.0**12, growth_interval=2)
+    for seed in range(8):
+        for run in (ours, theirs):
+            run.optimizer.zero_grad()
+            run.scaler.scale(run.loss(seed)).backward()
+            if seed in (3, 6):
+                plant(next(run.model.parameters()).grad, "middle", INF if seed == 3 else math.nan)
+        norm = ours.scaler.clip_grad_norm_(ours.optimizer, max_norm, order)
+        theirs.scaler.unscale_(theirs.optimizer)
+        clip_by_hand(theirs.model.parameters(), norm, max_norm)
+        assert_sides_same(ours, theirs)
+        skipped = ours.scaler.step_skipped(ours.optimizer)
+        assert skipped == (seed in (3, 6)) != norm.isfinite().item()
+        for run in (ours, theirs):
+            run.scaler.step(run.optimizer)
+            run.scaler.update()
+        if kind not in ("fused_sgd",):  # which has nothing to differ on purpose
+            assert_sides_same(ours, theirs)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in OPTIMIZERS if kind not in FUSED])
+def test_step_and_update_after_clipping(kind: str) -> None:
+    ours, theirs = paired(kind, init_scale=2.0**12, growth_interval=2)
+    theirs.scaler = started(GradScaler, 2.0**12, growth_interval=2)
+    for seed in range(4):
+        for run in (ours, theirs):
+            run.optimizer.zero_grad()
+            run.scaler.scale(run.loss(seed)).backward()
+            if seed == 2:
+                plant(next(run.model.parameters()).grad, "last", INF)
+            run.scaler.clip_grad_norm_(run.optimizer, 0.1)
+        ours.scaler.step_and_update(ours.optimizer)
+        theirs.scaler.step(theirs.optimizer)
+        theirs.scaler.update()
+        assert_same(ours.observe()["parameters"], theirs.observe()["parameters"])
+        assert_same(ours.scaler.state_dict(), theirs.scaler.state_dict())
+
+
+def test_a_large_max_norm_writes_what_unscaling_writes() -> None:
+    for dtype in FLOATS:
+        optimizer, twin = (sgd_with(make_gradient("long", dtype)) for _ in range(2))
+        scaler_for(3.0).clip_grad_norm_(optimizer, 1e6)
+        scaler_for(3.0).unscale_(twin)
+        assert_same(grads_of(optimizer), grads_of(twin))
+
+
+def test_joint_norm_of_several_optimizers() -> None:
+    grads = [make_gradient("contiguous", dtype, seed) for seed, dtype in enumerate(FLOATS)]
+    idle = torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=1.0)
+    optimizers = [*(sgd_with(grad.clone()) for grad in grads), idle]
+    together = sgd_with(*(grad.clone() for grad in grads))
+    scaler = scaler_for(3.0)
+    norm = scaler.clip_grad_norm_(tuple(optimizers), 0.3)
+    assert_same(norm, scaler.clip_grad_norm_(together, 0.3))
+    assert norm.dtype == torch.float64
+    assert_same(grads_of(*optimizers), grads_of(together))
+    for optimizer in optimizers[:-1]:
+        assert scaler.found_inf(optimizer).item() == 0.0
+    with pytest.raises(AssertionError, match="No inf checks were recorded"):
+        scaler.step(idle)
+
+
+@pytest.mark.parametrize("bad", [None, 0, 1])
+def test_joint_clipping_keeps_flags_apart(bad: int | None) -> None:
+    optimizers = [sgd_with(torch.tensor([3.0 * 8, 0.0])), sgd_with(torch.tensor([4.0 * 8]))]
+    if bad is not None:
+        grads_of(optimizers[bad])[0][0] = INF
+    scaler = started(GradScaler, 8.0, growth_interval=1)
+    norm = scaler.clip_grad_norm_(optimizers, 1.0)
+    assert norm.item() == (5.0 if bad is None else INF)
+    assert [scaler.step_skipped(o) for o in optimizers] == [bad == 0, bad == 1]
+    for optimizer in optimizers:
+        scaler.step(optimizer)
+    scaler.update()
+    assert scaler.get_scale() == (16.0 if bad is None else 4.0)
+
+
+def test_a_gan_clips_each_of_two_optimizers() -> None:
+    def losses(generator: torch.nn.Module, critic: torch.nn.Module, seed: int) -> tuple:
+        draw = torch.randn(5, 8, generator=torch.Generator().manual_seed(seed))
+        fake = generator(draw)
+        padded = torch.cat([fake, draw[:, 3:]], 1)
+        return critic(padded.detach()).square().mean(), -critic(padded).mean()
+
+    runs = []
+    for scaler_type in (GradScaler, torch.amp.GradScaler):
+        models = [small_model(0), small_model(1)]
+        optimizers = [OPTIMIZERS["adam"](list(m.parameters())) for m in models]
+        scaler = scaler_type("cpu", init_scale=64.0, growth_interval=3)
+        norms = []
+        for seed in range(6):
+            for turn in (1, 0):
+                optimizers[turn].zero_grad()
+                loss = losses(*models, seed)[1 - turn]
+                scaler.scale(loss).backward()
+                if scaler_type is GradScaler:
+                    norms.append(scaler.clip_grad_norm_(optimizers[turn], 0.1))
+                else:
+                    scaler.unscale_(optimizers[turn])
+                    parameters = models[turn].parameters()
+                    norms.append(torch.nn.utils.clip_grad_norm_(parameters, 0.1))
+                scaler.step(optimizers[turn])
+            scaler.update()
+        runs.append(([p for m in models for p in m.parameters()], norms, scaler.state_dict()))
+    for ours, theirs in zip(runs[0][0] + runs[0][1], runs[1][0] + runs[1][1], strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
+    assert_same(runs[0][2], runs[1][2])
+
+
+def test_accumulated_gradients_are_clipped_once() -> None:
+    ours, theirs = paired("adam", init_scale=64.0)
+    for seed in range(9):
+        for run in (ours, theirs):
+            run.scaler.scale(run.loss(seed) / 3).backward()
+        if seed % 3 == 2:
+            norm = ours.scaler.clip_grad_norm_(ours.optimizer, 0.01)
+            theirs.scaler.unscale_(theirs.optimizer)
+            clip_by_hand(theirs.model.parameters(), norm, 0.01)
+            for run in (ours, theirs):
+                run.scaler.step(run.optimizer)
+                run.scaler.update()
+                run.optimizer.zero_grad()
+            assert_sides_same(ours, theirs)
+
+
+@pytest.mark.usefixtures("small_grain")
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_the_same_bits_with_any_thread_count(dtype: torch.dtype) -> None:
+    seen = []
+    for count in (1, 2, 3, 5):
+        grads = [torch.randn(n, generator=torch.Generator().manual_seed(n)) for n in (200_003, 7)]
+        optimizer = sgd_with(*(grad.to(dtype) for grad in grads))
+        with threads(count):
+            norm = scaler_for(3.0).clip_grad_norm_(optimizer, 1.0)
+        seen.append([norm, *grads_of(optimizer)])
+    for other in seen[1:]:
+        assert_same(other, seen[0])
+
+
+def test_a_norm_beyond_float32() -> None:
+    # As torch: the gradients are finite, so the step is taken, with zeros.
+    optimizer = sgd_with(torch.full((4,), 3e38))
+    norm = started(GradScaler, 1.0).clip_grad_norm_(optimizer, 1.0)
+    assert norm.item() == INF
+    assert_same(grads_of(optimizer)[0], torch.zeros(4))
+    wide = sgd_with(torch.full((4,), 3e38), torch.zeros(1, dtype=torch.float64))
+    norm = started(GradScaler, 1.0).clip_grad_norm_(wide, 1.0)
+    assert ulps(norm, torch.tensor(6e38, dtype=torch.float64)) < 2.0**30

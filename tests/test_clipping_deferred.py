@@ -1,0 +1,288 @@
+"""Clipping with `in_place=False`: gradients stay as they are, the optimizer's division clips."""
+
+from __future__ import annotations
+
+import math
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from clipping_support import coefficient_of, exact_norm, grads_of
+from rigs import Legacy
+from support import (
+    FLOATS,
+    FUSED,
+    assert_same,
+    assert_sides_same,
+    make_gradient,
+    paired,
+    parameter_with,
+    plant,
+    sgd_with,
+    side,
+    started,
+)
+
+from ampfast import GradScaler, clipping
+
+INF = math.inf
+F32_MAX = torch.finfo(torch.float32).max
+
+
+def divisor_of(scale: float, norm: torch.Tensor, max_norm: float) -> torch.Tensor:
+    coefficient = coefficient_of(norm, max_norm)
+    return (torch.full_like(coefficient, scale) / coefficient).float()
+
+
+class Watched(torch.optim.SGD):
+    """Notes what it is handed, and takes no step."""
+
+    _step_supports_amp_scaling = True
+
+    def __init__(self, *gradients: torch.Tensor) -> None:
+        super().__init__([parameter_with(g) for g in gradients], lr=1.0)
+        self.handed: list[tuple[torch.Tensor, Any]] = []
+
+    def step(self, closure: Any = None) -> str:
+        self.handed.append((self.grad_scale, self.found_inf))
+        return "stepped"
+
+
+@pytest.mark.parametrize("max_norm", [0.0, 0.05, 1e9, INF])
+@pytest.mark.parametrize("order", [2.0, INF, 1.0])
+@pytest.mark.parametrize("backend", ["cpu", "aten"])
+def test_the_divisor_is_scale_over_coefficient(backend: str, order: float, max_norm: float) -> None:
+    optimizer = Watched(*(make_gradient("long", dtype, 1) for dtype in FLOATS))
+    before = [grad.clone() for grad in grads_of(optimizer)]
+    scaler = started(GradScaler, 3.0, backend=backend)
+    norm = scaler.clip_grad_norm_(optimizer, max_norm, order, in_place=False)
+    # The largest magnitude is that of what would be written, here in bfloat16.
+    tolerance = torch.finfo(torch.bfloat16).eps if order == INF else 1e-6
+    assert norm.item() == pytest.approx(exact_norm(before, 3.0, order), rel=tolerance)
+    assert scaler.step(optimizer) == "stepped"
+    [(grad_scale, found_inf)] = optimizer.handed
+    assert_same(grad_scale, divisor_of(3.0, norm, max_norm))
+    assert_same(found_inf, torch.tensor(0.0))
+    assert_same(grads_of(optimizer), before)
+    for name in ("grad_scale", "found_inf"):
+        assert not hasattr(optimizer, name)
+
+
+@pytest.mark.parametrize("kind", FUSED)
+def test_training_is_that_of_the_optimizers_own_division(kind: str) -> None:
+    # The same optimizer, given by hand what ours must hand it.
+    ours, theirs = paired(kind, init_scale=2.0**12, growth_interval=100)
+    for seed in range(8):
+        for run in (ours, theirs):
+            run.optimizer.zero_grad()
+            run.scaler.scale(run.loss(seed)).backward()
+            if seed == 5:
+                plant(next(run.model.parameters()).grad, "middle", INF)
+        scale = ours.scaler.get_scale()
+        norm = ours.scaler.clip_grad_norm_(ours.optimizer, 0.05, in_place=False)
+        ours.scaler.step(ours.optimizer)
+        theirs.optimizer.grad_scale = divisor_of(scale, norm, 0.05)
+        theirs.optimizer.found_inf = torch.tensor(float(seed == 5))
+        theirs.optimizer.step()
+        del theirs.optimizer.grad_scale, theirs.optimizer.found_inf
+        theirs.scaler._check_inf_per_device(theirs.optimizer)
+        assert ours.scaler.step_skipped(ours.optimizer) == (seed == 5)
+        for run in (ours, theirs):
+            run.scaler.update()
+        assert_sides_same(ours, theirs)
+
+
+@pytest.mark.parametrize("kind", FUSED)
+@pytest.mark.parametrize("update_rides", [False, True])
+def test_training_is_close_to_clipping_in_place(kind: str, update_rides: bool) -> None:
+    runs = [side(GradScaler, kind, init_scale=64.0, growth_interval=2) for _ in range(2)]
+    for seed in range(6):
+        norms = []
+        for run, in_place in zip(runs, (False, True), strict=True):
+            run.optimizer.zero_grad()
+            run.scaler.scale(run.loss(seed)).backward()
+            if seed == 4:
+                plant(next(run.model.parameters()).grad, "middle", math.nan)
+            norms.append(run.scaler.clip_grad_norm_(run.optimizer, 0.05, in_place=in_place))
+            if update_rides:
+                run.scaler.step_and_update(run.optimizer)
+            else:
+                run.scaler.step(run.optimizer)
+                run.scaler.update()
+        torch.testing.assert_close(*norms, rtol=1e-3, atol=0, equal_nan=True)
+        assert_same(runs[0].scaler.state_dict(), runs[1].scaler.state_dict())
+        for ours, other in zip(runs[0].model.parameters(), runs[1].model.parameters(), strict=True):
+            # Adam's first steps divide gradients by their own size.
+            torch.testing.assert_close(ours, other, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("bad", [INF, -INF, math.nan])
+def test_a_gradient_that_is_not_finite_skips(bad: float) -> None:
+    gradient = torch.tensor([1.0, bad])
+    optimizer = Watched(gradient.clone())
+    scaler = started(GradScaler, 4.0)
+    norm = scaler.clip_grad_norm_(optimizer, 1.0, in_place=False)
+    assert_same(norm, torch.tensor(abs(bad)))
+    assert scaler.step_skipped(optimizer)
+    scaler.step(optimizer)
+    assert optimizer.handed[0][1].item() == 1.0
+    assert_same(grads_of(optimizer)[0], gradient)
+    scaler.update()
+    assert scaler.get_scale() == 2.0
+
+
+def test_flags_that_were_summed_stay_0_or_1() -> None:
+    optimizer = Watched(torch.tensor([INF]))
+    scaler = started(GradScaler, 4.0)
+    scaler.clip_grad_norm_(optimizer, 1.0, in_place=False)
+    for flag in scaler._found_inf_per_device(optimizer).values():
+        flag.fill_(2.0)
+    scaler.step(optimizer)
+    assert optimizer.handed[0][1].item() == 1.0
+
+
+OWN: list[tuple[float, Callable[[float], Any]]] = [
+    (value, make)
+    for value in (4.0, -2.0, 0.5)
+    for make in (
+        float,
+        torch.tensor,
+        lambda v: torch.tensor([v]),
+        lambda v: torch.tensor(v).double(),
+    )
+]
+
+
+@pytest.mark.parametrize(("value", "make"), OWN)
+def test_the_users_own_grad_scale_multiplies(value: float, make: Callable[[float], Any]) -> None:
+    optimizer = Watched(torch.tensor([24.0, 32.0]))
+    optimizer.grad_scale = make(value)
+    scaler = started(GradScaler, 8.0)
+    norm = scaler.clip_grad_norm_(optimizer, 1.0, in_place=False)
+    assert norm.item() == 5.0
+    scaler.step(optimizer)
+    [(grad_scale, found_inf)] = optimizer.handed
+    assert grad_scale.item() == pytest.approx(8.0 / coefficient_of(norm, 1.0).item() * value)
+    assert found_inf.item() == 0.0
+    assert not hasattr(optimizer, "grad_scale")
+
+
+@pytest.mark.parametrize(
+    ("own", "value", "max_norm", "bad"),
+    [
+        *((0.0, 1.0, INF, True), (math.nan, 1.0, INF, True), (INF, 1.0, INF, False)),
+        *((2.0**-100, 2.0**28, INF, True), (2.0**-100, 2.0**27, INF, False)),
+        # Clipped first, so that the quotient is finite.
+        *((2.0**-100, 2.0**28, 1.0, False), (2.0**-127, 2.0**28, 4.0, True)),
+    ],
+)
+def test_the_quotient_by_the_users_own_decides(
+    own: float, value: float, max_norm: float, bad: bool
+) -> None:
+    optimizer = Watched(torch.tensor([value]))
+    optimizer.grad_scale = torch.tensor(own)
+    scaler = started(GradScaler, 1.0)
+    scaler.clip_grad_norm_(optimizer, max_norm, in_place=False)
+    scaler.step(optimizer)
+    assert optimizer.handed[0][1].item() == float(bad)
+    assert scaler.step_skipped(optimizer) == bad
+
+
+@pytest.mark.parametrize("kind", FUSED)
+def test_max_norm_0_makes_a_step_without_gradient(kind: str) -> None:
+    run = side(GradScaler, kind, init_scale=4.0)
+    run.scaler.scale(run.loss(0)).backward()
+    run.scaler.clip_grad_norm_(run.optimizer, 0.0, in_place=False)
+    run.scaler.step(run.optimizer)
+    assert not run.scaler.step_skipped(run.optimizer)
+    for parameter in run.model.parameters():
+        assert parameter.isfinite().all()
+
+
+def test_joint_norm_is_handed_to_every_optimizer() -> None:
+    optimizers = [Watched(torch.tensor([3.0 * 8])), Watched(torch.tensor([4.0 * 8]))]
+    scaler = started(GradScaler, 8.0)
+    norm = scaler.clip_grad_norm_(optimizers, 1.0, in_place=False)
+    assert norm.item() == 5.0
+    for optimizer in optimizers:
+        scaler.step(optimizer)
+        [(grad_scale, _)] = optimizer.handed
+        assert_same(grad_scale, divisor_of(8.0, norm, 1.0))
+    scaler.update()
+
+
+def test_what_was_deferred_is_forgotten_with_the_iteration() -> None:
+    optimizer = Watched(torch.tensor([24.0, 32.0]))
+    scaler = started(GradScaler, 8.0)
+    scaler.clip_grad_norm_(optimizer, 1.0, in_place=False)
+    assert clipping.DEFERRED in scaler._per_optimizer_states[id(optimizer)]
+    scaler.step(optimizer)
+    scaler.update()
+    assert scaler._per_optimizer_states == {}
+    scaler.step(optimizer)
+    assert optimizer.handed[1][0].item() == 8.0
+    scaler.update()
+    assert pickle.loads(pickle.dumps(scaler)).state_dict() == scaler.state_dict()
+
+
+def test_a_legacy_optimizer_gets_written_gradients() -> None:
+    legacy = Legacy([parameter_with(torch.tensor([24.0, 32.0]))], lr=1.0)
+    watched = Watched(torch.tensor([0.0]))
+    scaler = started(GradScaler, 8.0)
+    norm = scaler.clip_grad_norm_([legacy, watched], 1.0, in_place=False)
+    expected = torch.tensor([3.0, 4.0]) * coefficient_of(norm, 1.0).float()
+    assert_same(grads_of(legacy)[0], expected)
+    assert clipping.DEFERRED not in scaler._per_optimizer_states[id(legacy)]
+    assert clipping.DEFERRED in scaler._per_optimizer_states[id(watched)]
+
+
+def test_float16_gradients_are_only_read() -> None:
+    optimizer = Watched(torch.tensor([24.0, 32.0], dtype=torch.float16))
+    assert started(GradScaler, 8.0).clip_grad_norm_(optimizer, 1.0, in_place=False).item() == 5.0
+
+
+def test_sparse_gradients_are_coalesced() -> None:
+    twice = torch.sparse_coo_tensor([[0, 0, 2]], [8.0, 16.0, 32.0], (4,))
+    optimizer = Watched(torch.zeros(1))
+    parameter = torch.nn.Parameter(torch.zeros(4))
+    parameter.grad = twice
+    optimizer.add_param_group({"params": [parameter]})
+    scaler = started(GradScaler, 8.0)
+    assert scaler.clip_grad_norm_(optimizer, 1.0, in_place=False).item() == 5.0
+    assert parameter.grad.is_coalesced()
+    assert parameter.grad.to_dense().tolist() == [24.0, 0.0, 32.0, 0.0]
+
+
+def test_an_optimizer_that_cannot_divide_is_refused() -> None:
+    gradient = torch.tensor([24.0, 32.0])
+    plain, watched = sgd_with(gradient.clone()), Watched(gradient.clone())
+    scaler = started(GradScaler, 8.0)
+    with pytest.raises(ValueError, match="SGD does not: create it with fused=True, or take in_"):
+        scaler.clip_grad_norm_([watched, plain], 1.0, in_place=False)
+    assert_same(grads_of(plain, watched), [gradient, gradient])
+    scaler.clip_grad_norm_([watched, plain], 1.0)
+
+
+def test_quotients_as_large_as_float32_holds() -> None:
+    optimizer = Watched(torch.tensor([F32_MAX]))
+    scaler = started(GradScaler, 1.0)
+    scaler.clip_grad_norm_(optimizer, INF, in_place=False)
+    scaler.step(optimizer)
+    assert_same(optimizer.handed[0], (torch.tensor(1.0), torch.tensor(0.0)))
+
+
+def test_a_first_step_of_fused_momentum_is_really_skipped() -> None:
+    parameter = parameter_with(torch.tensor([INF]))
+    optimizer = torch.optim.SGD([parameter], lr=1.0, momentum=0.9, fused=True)
+    assert "fused" in optimizer.param_groups[0]
+    scaler = started(GradScaler, 8.0)
+    scaler.clip_grad_norm_(optimizer, 1.0, in_place=False)
+    assert scaler.step(optimizer) is None
+    assert not optimizer.state
+    scaler.update()
+    parameter.grad = torch.tensor([16.0])
+    scaler.clip_grad_norm_(optimizer, 1.0, in_place=False)
+    scaler.step(optimizer)
+    assert parameter.item() == pytest.approx(0.0, abs=1e-5)

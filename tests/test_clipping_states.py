@@ -1,0 +1,381 @@
+"""When clipping may be called, what it refuses, and gradients that no kernel takes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from clipping_support import clip_by_hand, coefficient_of, exact_norm, grads_of
+from support import FLOATS, assert_same, make_gradient, parameter_with, sgd_with, started
+from torch.testing._internal.two_tensor import TwoTensor
+
+from ampfast import GradScaler, functional
+
+INF = math.inf
+Scaler = torch.amp.GradScaler
+
+
+def six(*more: float) -> torch.optim.SGD:
+    """With a norm of 5 at a scale of 8."""
+    return sgd_with(torch.tensor([24.0, 32.0, *more]))
+
+
+# The state machine
+
+
+def unscale_again(scaler: GradScaler, optimizer: Any) -> None:
+    scaler.unscale_(optimizer)
+
+
+def clip_again(scaler: GradScaler, optimizer: Any) -> None:
+    scaler.clip_grad_norm_(optimizer, 1.0)
+
+
+@pytest.mark.parametrize("first", [unscale_again, clip_again])
+@pytest.mark.parametrize("then", [unscale_again, clip_again])
+def test_unscaling_twice_is_refused(first: Callable, then: Callable) -> None:
+    scaler, optimizer, other = started(GradScaler), six(), six()
+    first(scaler, optimizer)
+    before = [grad.clone() for grad in grads_of(optimizer, other)]
+    with pytest.raises(RuntimeError, match=r"^unscale_\(\) has already been called on this opt"):
+        then(scaler, optimizer)
+    with pytest.raises(RuntimeError, match="has already been called") as raised:
+        scaler.clip_grad_norm_([other, optimizer], 1.0)
+    assert "clip_grad_norm_" in raised.value.__notes__[0]
+    assert_same(grads_of(optimizer, other), before)
+    scaler.clip_grad_norm_(other, 1.0)
+    scaler.step(optimizer)
+    scaler.update()
+    then(scaler, optimizer)
+
+
+def test_clipping_after_the_step_is_refused() -> None:
+    scaler, optimizer = started(GradScaler), six()
+    scaler.step(optimizer)
+    for call in (
+        lambda: scaler.clip_grad_norm_(optimizer, 1.0),
+        lambda: scaler.clip_grad_norm_([six(), optimizer], 1.0),
+    ):
+        with pytest.raises(RuntimeError, match=r"^unscale_\(\) is being called after step\(\)\."):
+            call()
+    with pytest.raises(RuntimeError, match=r"^grad_norm\(\) is being called after step\(\)\.$"):
+        scaler.grad_norm(optimizer)
+
+
+def test_nothing_scaled_yet_is_refused() -> None:
+    for call in (
+        lambda s: s.clip_grad_norm_(six(), 1.0),
+        lambda s: s.grad_norm(six()),
+    ):
+        with pytest.raises(AssertionError, match="but _scale is None"):
+            call(GradScaler("cpu"))
+
+
+def test_the_norm_alone_changes_nothing() -> None:
+    scaler, optimizer = started(GradScaler, 8.0), six()
+    before = grads_of(optimizer)[0].clone()
+    norm = scaler.grad_norm(optimizer)
+    assert_same(norm, torch.tensor(5.0))
+    assert scaler.grad_norm(optimizer) is not norm
+    assert scaler.grad_norm(optimizer, "inf").item() == 4.0
+    assert scaler.grad_norm(optimizer, 1).item() == 7.0
+    assert_same(grads_of(optimizer)[0], before)
+    assert scaler._per_optimizer_states == {}
+    with pytest.raises(LookupError):
+        scaler.found_inf(optimizer)
+    scaler.unscale_(optimizer)
+    for _ in range(2):
+        assert_same(scaler.grad_norm(optimizer), torch.tensor(5.0))
+    assert scaler.grad_norm([optimizer, six()]).item() == pytest.approx(50**0.5)
+    assert_same(grads_of(optimizer)[0], before / 8)
+
+
+@pytest.mark.parametrize("order", [2.0, INF, 3])
+def test_the_norm_after_clipping(order: float) -> None:
+    scaler, optimizer = started(GradScaler, 8.0), six()
+    norm = scaler.clip_grad_norm_(optimizer, 1.0, order)
+    assert scaler.grad_norm(optimizer, order).item() == pytest.approx(1.0, rel=1e-5)
+    fused = torch.optim.Adam([parameter_with(torch.tensor([24.0, 32.0]))], fused=True)
+    assert_same(scaler.clip_grad_norm_(fused, 1.0, order, in_place=False), norm)
+    # Of what stands there, as the step has yet to clip it.
+    assert_same(scaler.grad_norm(fused, order), norm)
+
+
+@pytest.mark.parametrize("order", [2.0, INF, 1.5])
+def test_without_gradients(order: float) -> None:
+    empty = sgd_with(torch.zeros(0))
+    none = torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=1.0)
+    for optimizer in (empty, none, [none, empty]):
+        scaler = started(GradScaler)
+        assert_same(scaler.grad_norm(optimizer, order), torch.tensor(0.0))
+        assert_same(scaler.clip_grad_norm_(optimizer, 1.0, order), torch.tensor(0.0))
+    scaler.step(empty)
+    with pytest.raises(AssertionError, match="No inf checks were recorded"):
+        scaler.step(none)
+
+
+# Bad input
+
+
+class Both:
+    """A value and what it is refused with."""
+
+    def __init__(self, value: Any, error: type[Exception], match: str) -> None:
+        self.value, self.error, self.match = value, error, match
+
+
+BAD_LIMITS = [
+    *(Both(v, ValueError, "max_norm must be at least 0, got") for v in (-1.0, -INF, math.nan, -1)),
+    *(
+        Both(v, TypeError, "max_norm must be a number, got")
+        for v in ("1", None, True, torch.tensor(1.0), [1.0], 1j)
+    ),
+]
+BAD_ORDERS = [
+    *(Both(v, ValueError, "norm_type must be a number above 0") for v in (0, -2.0, -INF, math.nan)),
+    *(Both(v, ValueError, "norm_type must be a number above 0") for v in ("fro", "2", "-inf", "")),
+    *(Both(v, TypeError, "norm_type must be a number, got") for v in (None, True, torch.ones(()))),
+]
+
+
+def refuses(call: Callable[[GradScaler, Any], Any], bad: Both) -> None:
+    for enabled in (True, False):
+        scaler, optimizer = started(GradScaler, enabled=enabled), six()
+        before = grads_of(optimizer)[0].clone()
+        with pytest.raises(bad.error, match=bad.match):
+            call(scaler, optimizer)
+        assert_same(grads_of(optimizer)[0], before)
+        assert not enabled or scaler._per_optimizer_states == {}
+
+
+@pytest.mark.parametrize("bad", BAD_LIMITS, ids=lambda bad: repr(bad.value))
+def test_bad_max_norm(bad: Both) -> None:
+    refuses(lambda scaler, optimizer: scaler.clip_grad_norm_(optimizer, bad.value), bad)
+
+
+@pytest.mark.parametrize("bad", BAD_ORDERS, ids=lambda bad: repr(bad.value))
+def test_bad_norm_type(bad: Both) -> None:
+    refuses(lambda scaler, optimizer: scaler.clip_grad_norm_(optimizer, 1.0, bad.value), bad)
+    refuses(lambda scaler, optimizer: scaler.grad_norm(optimizer, bad.value), bad)
+    with pytest.raises(bad.error, match=bad.match):
+        functional.grad_norm([torch.ones(2)], bad.value)
+
+
+@pytest.mark.parametrize("method", ["clip_grad_norm_", "grad_norm"])
+def test_bad_optimizers(method: str) -> None:
+    more = (1.0,) if method == "clip_grad_norm_" else ()
+    for make, error, match in (
+        (lambda o: list(o.param_groups[0]["params"]), TypeError, "got Parameter, which has no"),
+        (lambda o: iter([o]), TypeError, "which has no param_groups"),
+        (lambda o: None, TypeError, "got NoneType"),
+        (lambda o: [], ValueError, "the list of optimizers is empty"),
+        (lambda o: [o, six(), o], ValueError, "the same optimizer is given twice"),
+    ):
+        refuses(
+            lambda scaler, o, make=make: getattr(scaler, method)(make(o), *more),
+            Both(None, error, match),
+        )
+
+
+def test_bad_in_place() -> None:
+    refuses(lambda s, o: s.clip_grad_norm_(o, 1.0, in_place=0), Both(0, TypeError, "in_place must"))
+
+
+def test_float16_gradients_are_refused_before_anything_is_written() -> None:
+    good, bad = six(), sgd_with(torch.ones(2, dtype=torch.float16))
+    scaler = started(GradScaler, 8.0)
+    with pytest.raises(ValueError, match=r"^Attempting to unscale FP16 gradients\."):
+        scaler.clip_grad_norm_([good, bad], 1.0)
+    assert_same(grads_of(good)[0], torch.tensor([24.0, 32.0]))
+    assert scaler.grad_norm(bad).item() == pytest.approx(2**0.5 / 8)
+    scaler.clip_grad_norm_(good, 1.0)
+
+
+def test_a_gradient_that_torch_refuses_is_named_before_others_are_written() -> None:
+    optimizer = sgd_with(torch.ones(3), make_gradient("expanded"))
+    with pytest.raises(RuntimeError, match="single memory location"):
+        started(GradScaler, 8.0).clip_grad_norm_(optimizer, 1.0)
+    assert_same(grads_of(optimizer)[0], torch.ones(3))
+
+
+# Hooks
+
+
+class Unscaling(GradScaler):
+    """Finds an infinity of its own."""
+
+    def _unscale_grads_(self, *args: Any) -> dict[torch.device, torch.Tensor]:
+        return {key: flag + 1 for key, flag in super()._unscale_grads_(*args).items()}
+
+
+class Outer(GradScaler):
+    """Counts its calls and doubles what it finds, as a sharded scaler sums flags."""
+
+    calls = 0
+
+    def unscale_(self, optimizer: Any) -> None:
+        self.calls += 1
+        super().unscale_(optimizer)
+        for flag in self._found_inf_per_device(optimizer).values():
+            flag.mul_(2)
+
+
+@pytest.mark.parametrize("order", [2.0, INF, 3.0])
+def test_hooks_decide_and_what_they_write_is_clipped(order: float) -> None:
+    for kind, bad, flag in ((Unscaling, False, 1.0), (Outer, True, 2.0), (Outer, False, 0.0)):
+        scaler, optimizer, twin = started(kind, 8.0), six(), six()
+        if bad:
+            grads_of(optimizer)[0][0] = grads_of(twin)[0][0] = INF
+        norm = scaler.clip_grad_norm_(optimizer, 1.0, order)
+        reference = started(GradScaler, 8.0)
+        assert_same(norm, reference.clip_grad_norm_(twin, 1.0, order))
+        assert_same(grads_of(optimizer), grads_of(twin))
+        [found] = scaler._found_inf_per_device(optimizer).values()
+        assert found.item() == flag
+        assert scaler.step_skipped(optimizer) == bool(flag)
+        assert getattr(scaler, "calls", 1) == 1
+        with pytest.raises(RuntimeError, match="has already been called"):
+            scaler.clip_grad_norm_(optimizer, 1.0)
+
+
+@pytest.mark.parametrize("kind", [Unscaling, Outer])
+def test_hooks_are_not_gone_past(kind: type[GradScaler]) -> None:
+    fused = torch.optim.Adam([parameter_with(torch.tensor([24.0, 32.0]))], fused=True)
+    scaler = started(kind, 8.0)
+    with pytest.raises(ValueError, match="in_place=False would go past this scaler's own"):
+        scaler.clip_grad_norm_(fused, 1.0, in_place=False)
+    assert_same(grads_of(fused)[0], torch.tensor([24.0, 32.0]))
+    scaler.clip_grad_norm_(fused, 1.0)
+
+
+# Disabled scalers
+
+
+@pytest.mark.parametrize("order", [2.0, INF, 1.0])
+def test_a_disabled_scaler_clips(order: float) -> None:
+    optimizers = [sgd_with(make_gradient("long", dtype, 3)) for dtype in FLOATS]
+    twins = [sgd_with(make_gradient("long", dtype, 3)) for dtype in FLOATS]
+    scaler = GradScaler("cpu", enabled=False)
+    norm = scaler.grad_norm(optimizers, order)
+    assert norm.item() == pytest.approx(exact_norm(grads_of(*twins), 1.0, order), rel=1e-6)
+    for _ in range(2):  # it keeps no record
+        assert_same(scaler.clip_grad_norm_(optimizers, 2.0, order, in_place=False), norm)
+        clip_by_hand([p for t in twins for p in t.param_groups[0]["params"]], norm, 2.0)
+        assert_same(grads_of(*optimizers), grads_of(*twins))
+        norm = scaler.grad_norm(optimizers, order)
+    for optimizer in optimizers:
+        scaler.step(optimizer)
+    scaler.update()
+
+
+# Gradients that no kernel takes
+
+
+def test_sparse_gradients_are_coalesced_first() -> None:
+    for order, exact in ((2.0, 5.0), (INF, 4.0), (1.0, 7.0)):
+        parameter = torch.nn.Parameter(torch.zeros(4))
+        parameter.grad = torch.sparse_coo_tensor([[0, 0, 2]], [8.0, 16.0, 32.0], (4,))
+        optimizer = torch.optim.SGD([parameter], lr=1.0)
+        scaler = started(GradScaler, 8.0)
+        assert scaler.grad_norm(optimizer, order).item() == exact
+        norm = scaler.clip_grad_norm_(optimizer, 1.0, order)
+        assert norm.item() == exact
+        coefficient = coefficient_of(norm, 1.0).float()
+        assert_same(parameter.grad.to_dense(), torch.tensor([3.0, 0.0, 4.0, 0.0]) * coefficient)
+        scaler.step(optimizer)
+        assert not scaler.step_skipped(optimizer)
+
+
+@pytest.mark.parametrize("order", [2.0, INF, 3.0])
+def test_kinds_of_gradients_share_a_norm(order: float) -> None:
+    def make() -> list[torch.Tensor]:
+        return [make_gradient("long", torch.float32), make_gradient("every_other", torch.float64)]
+
+    grads = make()
+    pair = TwoTensor(torch.tensor([24.0]), torch.tensor([24.0]))
+    optimizer = sgd_with(*grads, pair)
+    scaler = started(GradScaler, 8.0)
+    exact = exact_norm([*make(), torch.tensor([24.0])], 8.0, order)
+    assert scaler.grad_norm(optimizer, order).item() == pytest.approx(exact, rel=1e-6)
+    norm = scaler.clip_grad_norm_(optimizer, 1.0, order)
+    assert norm.dtype == torch.float64 and type(norm) is torch.Tensor
+    assert norm.item() == pytest.approx(exact, rel=1e-6)
+    coefficient = coefficient_of(norm, 1.0)
+    for grad, before in zip(grads, make(), strict=True):
+        torch.testing.assert_close(grad, before / 8 * coefficient.to(grad.dtype))
+    assert pair.a.item() == pair.b.item() == pytest.approx(3 * coefficient.item())
+
+
+@pytest.mark.parametrize("place", [0, 1])
+@pytest.mark.parametrize("bad", [INF, math.nan])
+def test_an_infinity_of_any_kind_skips(place: int, bad: float) -> None:
+    grads = [torch.ones(3), make_gradient("every_other")]
+    grads[place].view(-1)[1] = bad if place == 0 else 0.0
+    if place == 1:
+        grads[1][0, 0] = bad
+    for order in (2.0, INF, 1.0):
+        optimizer = sgd_with(*(grad.clone() for grad in grads))
+        scaler = started(GradScaler, 8.0)
+        norm = scaler.clip_grad_norm_(optimizer, 1.0, order)
+        assert_same(norm, torch.tensor(bad))
+        assert scaler.step_skipped(optimizer)
+
+
+def test_the_written_value_decides() -> None:
+    # As unscaling: finite gradients whose unscaled values overflow.
+    for order in (2.0, INF, 1.0):
+        optimizer = sgd_with(torch.tensor([1e30]))
+        scaler = started(GradScaler, 1e-20)
+        assert scaler.clip_grad_norm_(optimizer, 1.0, order).item() == INF
+        assert scaler.step_skipped(optimizer)
+
+
+# The functional call
+
+
+def test_functional_norm() -> None:
+    for layout in ("contiguous", "every_other", "long", "empty", "expanded"):
+        for dtype in FLOATS:
+            grads = [make_gradient(layout, dtype, seed) for seed in range(3)]
+            for order in (2.0, INF, "inf", 3):
+                exact = exact_norm(grads, 1.0, float(order))
+                norm = functional.grad_norm(grads, order)
+                assert norm.item() == pytest.approx(exact, rel=1e-6)
+                norm = functional.grad_norm(grads, order, torch.tensor(0.5))
+                assert norm.item() == pytest.approx(exact / 2, rel=1e-6)
+                wide = dtype == torch.float64
+                assert norm.dtype == (torch.float64 if wide else torch.float32)
+    assert_same(functional.grad_norm([]), torch.tensor(0.0))
+
+
+def test_functional_norm_as_a_custom_op() -> None:
+    for inverse in (None, torch.tensor(0.5)):
+        for grads in ([torch.ones(3), torch.ones(2, dtype=torch.float64)], []):
+            torch.library.opcheck(torch.ops.ampfast.grad_norm.default, (grads, 2.0, inverse))
+    compiled = torch.compile(
+        lambda grads: functional.grad_norm(grads, 2.0) * 2, backend="eager", fullgraph=True
+    )
+    assert compiled([torch.tensor([3.0, 4.0])]).item() == 10.0
+
+
+def test_functional_norm_refuses() -> None:
+    for call, error, match in (
+        (lambda: functional.grad_norm(torch.ones(2)), TypeError, "grads must be a list"),
+        (lambda: functional.grad_norm([torch.ones(2), 3]), TypeError, r"grads\[1\] must be a t"),
+        (lambda: functional.grad_norm([None]), TypeError, r"grads\[0\] must be a tensor"),
+        (
+            lambda: functional.grad_norm([torch.ones(2)], 2.0, torch.ones(2)),
+            RuntimeError,
+            "inv_scale must be a one-element",
+        ),
+        (
+            lambda: functional.grad_norm([torch.ones(2), torch.ones(2, device="meta")]),
+            RuntimeError,
+            r"got grads\[1\] on meta",
+        ),
+    ):
+        with pytest.raises(error, match=match):
+            call()
