@@ -128,15 +128,18 @@ def clip_grad_norm_(
     divisor = torch.empty((), dtype=torch.float32, device=scale.device) if any(defers) else None
     norm, coefficient = _measured(scaler._kernels(), parts, order, limit, scale, divisor)
     _write(scaler._kernels(), parts, coefficient)
+    states = [scaler._per_optimizer_states[id(each)] for each in optimizers]
     if not overridden:
-        for part in parts:
-            state = scaler._per_optimizer_states[id(part.optimizer)]
+        for state, part in zip(states, parts, strict=True):
             state["found_inf_per_device"] = part.flags
             state["stage"] = OptState.UNSCALED
             if not part.writes and divisor is not None:
                 state[DEFERRED] = Deferred(divisor, coefficient, part.rows)
-            if part.flags:
-                scaler._record(part.optimizer, part.flags)
+    if len(states) > 1:
+        _share_flags(states, scale.device)
+    for each, state in zip(optimizers, states, strict=True):
+        if state["found_inf_per_device"]:
+            scaler._record(each, state["found_inf_per_device"])
     scaler._note_norm(optimizers, norm, order)
     return norm
 
@@ -250,6 +253,17 @@ def _defers(optimizer: Any, overridden: bool) -> bool:
             "_check_inf_per_device: take in_place=True"
         )
     return True
+
+
+def _share_flags(states: list[dict[str, Any]], device: torch.device) -> None:
+    """Skips all optimizers if one must be: what it found is in the coefficient of all."""
+    flags = [flag for state in states for flag in state["found_inf_per_device"].values()]
+    found = aten.any_found(flags, device)
+    for state in states:
+        places = state["found_inf_per_device"]
+        state["found_inf_per_device"] = {
+            at: aten.any_found([found], flag.device) for at, flag in places.items()
+        }
 
 
 def _scaled(scaler: GradScaler, optimizer: Any, scale: Tensor, *, writes: bool) -> _Part:

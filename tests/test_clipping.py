@@ -187,19 +187,34 @@ def test_joint_norm_of_several_optimizers() -> None:
         scaler.step(idle)
 
 
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize("value", [INF, math.nan])
 @pytest.mark.parametrize("bad", [None, 0, 1])
-def test_joint_clipping_keeps_flags_apart(bad: int | None) -> None:
-    optimizers = [sgd_with(torch.tensor([3.0 * 8, 0.0])), sgd_with(torch.tensor([4.0 * 8]))]
+def test_joint_clipping_skips_all_or_none(
+    bad: int | None, value: float, in_place: bool, fused: bool
+) -> None:
+    """What one optimizer overflows with is in the coefficient of the other's gradients."""
+    if not (in_place or fused):
+        pytest.skip("a plain optimizer's gradients are written")
+    grads = [torch.tensor([3.0 * 8, 0.0]), torch.tensor([4.0 * 8])]
+    params = [torch.nn.Parameter(torch.zeros_like(grad)) for grad in grads]
+    optimizers = [torch.optim.SGD([param], lr=1.0, fused=fused) for param in params]
+    for param, grad in zip(params, grads, strict=True):
+        param.grad = grad
     if bad is not None:
-        grads_of(optimizers[bad])[0][0] = INF
+        grads[bad][0] = value
     scaler = started(GradScaler, 8.0, growth_interval=1)
-    norm = scaler.clip_grad_norm_(optimizers, 1.0)
-    assert norm.item() == (5.0 if bad is None else INF)
-    assert [scaler.step_skipped(o) for o in optimizers] == [bad == 0, bad == 1]
+    norm = scaler.clip_grad_norm_(optimizers, 1.0, in_place=in_place)
+    assert_same(norm, torch.tensor(5.0 if bad is None else value))
+    assert [scaler.step_skipped(o) for o in optimizers] == [bad is not None] * 2
     for optimizer in optimizers:
         scaler.step(optimizer)
     scaler.update()
     assert scaler.get_scale() == (16.0 if bad is None else 4.0)
+    for param in params:
+        assert param.isfinite().all()
+        assert bool(param.detach().any()) == (bad is None)
 
 
 def test_a_gan_clips_each_of_two_optimizers() -> None:
