@@ -133,13 +133,7 @@ class Tracking:
             self._has_names = True
 
     def start(
-        self,
-        optimizer: object,
-        parameters: int,
-        scale: Tensor,
-        steps: Tensor,
-        *,
-        measures: bool,
+        self, optimizer: object, parameters: int, scale: Tensor, steps: Tensor, *, measures: bool
     ) -> _Tracks:
         """Begins a pass over an optimizer's gradients.
 
@@ -147,7 +141,7 @@ class Tracking:
             optimizer: Which.
             parameters: How many it has, with gradient or without.
             scale: One-element, that of the gradients.
-            steps: int64, whose first element is the number of completed steps.
+            steps: int64, whose first element is how many updates were completed.
             measures: Whether the gradients are still scaled, so that their range is of interest.
         """
         record = self._records.get(optimizer)
@@ -157,7 +151,7 @@ class Tracking:
             refuse_capture("a new number of parameters")
             record.grow(parameters)
         self._records.record(optimizer, record)
-        tracks = _Tracks(record, steps, self._health and measures)
+        tracks = _Tracks(record, steps[:1], self._health and measures)
         if tracks.measures:
             # On every device that ever had gradients: what stands there is of an earlier pass.
             tracks.scale = scale
@@ -243,7 +237,7 @@ class _Tracks:
             health = record.health_on(device)[:-1]
             if is_new:
                 self.clear(device)
-        return Track(record.marks_on(device), aten.moved(self._steps[:1], device), health)
+        return Track(record.marks_on(device), aten.moved(self._steps, device), health)
 
 
 def _zeros(rows: int, words: int, device: torch.device) -> Tensor:

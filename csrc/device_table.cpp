@@ -94,6 +94,7 @@ uint64_t fingerprint_of(const GradList& grads) {
     mix(static_cast<uint64_t>(list.dtype));
     for (const Span& span : list.spans) {
       mix(static_cast<uint64_t>(address_of(span)) + static_cast<uint64_t>(span.numel) * kOdd);
+      mix(static_cast<uint64_t>(span.parameter));
     }
   }
   return mixed;

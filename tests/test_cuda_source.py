@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 from typing import NamedTuple
 
@@ -22,6 +23,8 @@ FLAGS += ["-D__CUDA_NO_BFLOAT16_CONVERSIONS__"]
 FORMATS = ("Float32", "Float64", "Float16", "BFloat16")
 # Eight programs of 128 threads share the 65,536 registers of a multiprocessor.
 REGISTERS = 64
+# Five of those that count how large values are.
+COUNTING_REGISTERS = 96
 READ_AHEAD = 4
 SM = "90"
 
@@ -35,21 +38,19 @@ class Variant(NamedTuple):
     write: bool
     norm: bool
     coefficient: bool
+    health: bool
 
 
 MODES = [
-    (False, False, False),
-    (False, True, False),
-    (True, False, False),
-    (True, True, False),
-    (True, False, True),
+    *((write, norm, False, health) for write, norm, health in product((False, True), repeat=3)),
+    (True, False, True, False),
 ]
 VARIANTS = [Variant(name, *mode) for name in FORMATS for mode in MODES]
 
 
 def variant_of(symbol: str) -> Variant | None:
     """The switches in a mangled name, or None for a kernel without them."""
-    found = re.search(r"4pass.*?\d(B?Float\d\d)ELb([01])ELb([01])ELb([01])E", symbol)
+    found = re.search(r"4pass.*?\d(B?Float\d\d)ELb([01])ELb([01])ELb([01])ELb([01])E", symbol)
     return found and Variant(found[1], *(switch == "1" for switch in found.groups()[1:]))
 
 
@@ -151,11 +152,16 @@ def test_every_variant_is_there_for_every_architecture(build):
     assert sorted(compiled) == sorted(expected)
 
 
+def most_registers(symbol: str) -> int:
+    variant = variant_of(symbol)
+    return COUNTING_REGISTERS if variant is not None and variant.health else REGISTERS
+
+
 def test_nothing_is_kept_in_memory_for_want_of_registers(build):
     usages = list(build.usages())
     assert usages
     assert [usage for usage in usages if usage.stack or usage.spilled] == []
-    assert [usage for usage in usages if usage.registers > REGISTERS] == []
+    assert [usage for usage in usages if usage.registers > most_registers(usage.symbol)] == []
 
 
 def test_arithmetic_is_exact_in_ptx(build):
@@ -203,6 +209,7 @@ def test_machine_code_of_whole_windows(sass, variant):
     # Those without a predicate are the whole windows', and all loads come before any store.
     whole = [kind for predicate, kind in memory if not predicate]
     loads = "".join("L" if kind == "LDG" else "S" for kind in whole)
-    assert "L" * READ_AHEAD in loads, loads
+    # Where it counts as well, the compiler may put one of them later.
+    assert "L" * (READ_AHEAD - variant.health) in loads, loads
     assert ("S" * READ_AHEAD in loads) == variant.write, loads
     assert re.findall(r"\b(?:LDL|STL|LD\.E|ST\.E)\b.*", sass[variant]) == []

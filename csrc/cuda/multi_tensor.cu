@@ -15,6 +15,8 @@ namespace {
 constexpr int kThreads = 128;
 // As many as sm_75 has threads for, and it leaves 64 registers to a thread.
 constexpr int kProgramsPerSm = 8;
+// Those that count how large values are run at once, of the same grid: each has 96 registers.
+constexpr int kCountingPerSm = 5;
 constexpr int kVectorBytes = 16;
 constexpr int kVectors = kWindowBytes / (kThreads * kVectorBytes);
 
@@ -204,7 +206,8 @@ __device__ void raise_peak(int64_t* header, double used) {
 }
 
 template <class Format, bool kWrite, bool kNorm, bool kCoefficient, bool kHealth>
-__global__ void __launch_bounds__(kThreads, kProgramsPerSm) pass(const Launch launch) {
+__global__ void __launch_bounds__(kThreads, kHealth ? kCountingPerSm : kProgramsPerSm)
+    pass(const Launch launch) {
   __shared__ bool is_last;
   // Loaded first, to be there when the way through the table is known.
   float factor = launch.factor_use == kRaw ? 1.0f : *launch.factor;

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 import pytest
 import torch
@@ -46,9 +47,11 @@ def most_registers(target: str, variant: Variant) -> int:
     """What leaves room for eight programs, or for the four to six that do elsewhere."""
     if target in ("sm_75", "sm_80"):
         if variant.dtype in SIXTEEN_BIT:
-            return 128
-        return 80 if variant.norm else REGISTERS
-    is_plain = not (variant.norm or variant.flags or variant.coefficient)
+            return 96 if variant.track == "health" else 128
+        return 80 if variant.norm else REGISTERS if variant.track != "health" else 72
+    if variant.track == "health":
+        return 96 if variant.dtype in SIXTEEN_BIT else 72
+    is_plain = not (variant.norm or variant.track or variant.coefficient)
     return REGISTERS if is_plain or not variant.write else 84
 
 
@@ -61,8 +64,8 @@ STORES_OF_UPDATE = layout.COUNTERS + 2 + layout.COUNTERS + layout.RING_WORDS + 2
 
 
 def stores_beside_gradients(variant: Variant) -> int:
-    """Partial sum, flag of a tensor; then found_inf, norms, reset; then what an update writes."""
-    count = variant.norm + variant.flags
+    """Partial sum, a length; then found_inf, norms, reset; then what an update writes."""
+    count = variant.norm + (variant.track == "health")
     if variant.epilogue is not Epilogue.NOTHING:
         count += 1 + 2 * variant.norm + 2
     if variant.epilogue is Epilogue.UPDATE:
@@ -111,7 +114,7 @@ def test_arithmetic(target: str, variant: Variant) -> None:
 def test_last_program(target: str, variant: Variant) -> None:
     code = ptx(target, variant)
     if variant.epilogue is Epilogue.NOTHING:
-        assert not re.search(r"\batom\S*\.add\b", code)
+        assert not re.search(FINISHED, code)
         return
     [finished] = re.finditer(FINISHED, code)
     before, behind = code[: finished.start()], code[finished.end() :]
@@ -133,6 +136,33 @@ def test_last_program(target: str, variant: Variant) -> None:
     # All has been read when the scratch is reset, and when the scale is replaced.
     assert "barrier" in counted[-3]
     assert variant.epilogue is not Epilogue.UPDATE or "barrier" in counted[-6]
+
+
+@pytest.mark.parametrize("use", [Use.RAW, Use.DIVIDE, Use.SCALE])
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_marks_make_nobody_wait(dtype: torch.dtype, use: Use) -> None:
+    plain = Variant(dtype, use is Use.SCALE, use)
+    marked = replace(plain, track="marks")
+    barriers = [ptx("sm_90", v).count("bar.sync") for v in (plain, marked)]
+    assert barriers[0] == barriers[1]
+    # Two steps and two counts, and the peak that is raised: all only where a value is bad. Two more
+    # are there without marks.
+    added = [
+        line
+        for line in ptx("sm_90", marked).splitlines()
+        if re.search(r"\b(atom|red)\.\S*relaxed", line)
+    ]
+    assert len(added) == 5 + 2
+    assert all(line.lstrip().startswith("@") for line in added)
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_health_is_counted_in_integers(dtype: torch.dtype) -> None:
+    raw = replace(Variant(dtype, False, Use.RAW), track="health")
+    code = ptx("sm_90", raw)
+    assert not re.search(r"\b(setp|min|max)\.\S*f(16|32|64)\b", code)
+    # Marks, what is counted, and the peak twice.
+    assert len(re.findall(r"\b(?:atom|red)\.\S*relaxed", code)) == 4 + 6 + 2
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
@@ -194,8 +224,7 @@ def test_amd(target: str, variant: Variant) -> None:
         assert every <= stores_beside_gradients(variant)
     assert re.findall(r"\.amdhsa_private_segment_fixed_size (\d+)", code) == ["0"]
     assert not re.search(r"\bscratch_(load|store)", code)
-    finished = re.search(r"\bglobal_atomic_add_(x2|u64)\b", code)
-    assert finished is not None
+    *_, finished = re.finditer(r"\bglobal_atomic_add_(x2|u64)\b", code)
     assert "s_barrier" in code[: finished.start()]
     if variant.use is Use.DIVIDE:
         assert re.search(r"\bv_div_fixup_f(32|64)\b", code)

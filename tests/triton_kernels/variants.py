@@ -59,7 +59,7 @@ class Variant:
     use: Use
     norm: bool = False
     coefficient: bool = False
-    track: str = ""
+    track: str = ""  # "marks", or "health", which are both
     epilogue: Epilogue = Epilogue.FINISH
     accumulate: bool = False
     other: bool = False
@@ -90,17 +90,19 @@ def modes(dtype: torch.dtype) -> list[Variant]:
         replace(scale, coefficient=True),
         replace(scale, track="marks"),
         *(replace(mode, track="health") for mode in (*reads, norms[1], *writes)),
-        replace(scale, norm=True, coefficient=True, track="marks"),
+        replace(scale, norm=True, track="marks"),
     ]
 
 
 def main_modes(dtype: torch.dtype) -> list[Variant]:
-    """The four whose arithmetic differs most."""
+    """Those whose arithmetic differs most."""
     return [
         Variant(dtype, False, Use.RAW),
         Variant(dtype, False, Use.DIVIDE, epilogue=Epilogue.UPDATE),
         Variant(dtype, True, Use.SCALE),
         Variant(dtype, True, Use.INVERSE, norm=True, coefficient=True, track="marks"),
+        Variant(dtype, False, Use.DIVIDE, track="health"),
+        Variant(dtype, True, Use.SCALE, track="health"),
     ]
 
 

@@ -53,9 +53,6 @@ _DTYPES = {
     torch.bfloat16: tl.bfloat16,
 }
 
-# For the counts of 16-bit values the compiler would take twice as many; none is spilled at this.
-_REGISTERS = 96
-
 # What was launched before and is hence compiled.
 _launched: set[tuple[object, ...]] = set()
 
@@ -112,8 +109,9 @@ def multi_tensor(work: Pass, segment: Segment, epilogue: Epilogue) -> None:
     state = None if update is None else update.state
     other = None if update is None else update.other
     marks, now, health = (None, None, None) if work.track is None else work.track
-    if health is not None and segment.dtype.itemsize == 2 and torch.version.hip is None:
-        switches["maxnreg"] = _REGISTERS
+    if health is not None and torch.version.hip is None:
+        # The compiler would take more for what is counted; none is spilled at these.
+        switches["maxnreg"] = 96 if segment.dtype.itemsize == 2 else 72
     optional = (work.coefficient, work.norms, marks, health, state, other)
     variant = (work.table.buffer.device, *switches.values(), *(o is None for o in optional))
     _require_compiled(variant)
