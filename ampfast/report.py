@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import math
 import os
 from dataclasses import asdict, dataclass
 from types import ModuleType
@@ -11,7 +12,18 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-__all__ = ["History", "ScalerStats", "SummaryWriter", "log", "plot"]
+from ampfast.gradient_reports import GradientHealth, OverflowReport, ParameterHealth
+
+__all__ = [
+    "GradientHealth",
+    "History",
+    "OverflowReport",
+    "ScalerStats",
+    "SummaryWriter",
+    "log",
+    "plot",
+    "plot_health",
+]
 
 
 @dataclass(frozen=True)
@@ -136,6 +148,83 @@ def plot(history: History, path: str | os.PathLike[str] | None = None) -> Any:
     if path is not None:
         figure.savefig(path)
     return figure
+
+
+def plot_health(health: GradientHealth, path: str | os.PathLike[str] | None = None) -> Any:
+    """Draws how the gradients of each parameter fit the range of float16, as they are scaled.
+
+    A bar goes from the smallest magnitude that is not zero to the largest, as exponents of 2. The
+    range of float16's normal numbers is shaded, that of its subnormal ones lighter. What is
+    infinite or NaN is a cross at the right edge.
+
+    Args:
+        health: What `GradScaler.health()` returned.
+        path: Where the picture is saved; its suffix decides the format. None: it is not.
+
+    Returns:
+        The `matplotlib.figure.Figure`.
+
+    Raises:
+        ImportError: If matplotlib is missing.
+        TypeError: If `health` is something else.
+        ValueError: If no gradients were looked at.
+    """
+    if not isinstance(health, GradientHealth):
+        raise TypeError(f"health must be what scaler.health() returns, got {type(health).__name__}")
+    if not health.parameters:
+        raise ValueError("there is nothing to draw: no gradients were looked at")
+    figure_module = _matplotlib("figure")
+    rows = health.parameters
+    bars = [_exponents(row) for row in rows]
+    left = min([_HALF_SUBNORMAL, *(bar[0] for bar in bars if bar)]) - 2
+    right = max([_HALF_END, *(bar[1] for bar in bars if bar)]) + 2
+    height = min(1.6 + 0.2 * len(rows), 24)
+    figure = figure_module.Figure(figsize=(9, height), layout="constrained")
+    panel = figure.subplots()
+    panel.axvspan(_HALF_SUBNORMAL, _HALF_NORMAL, color="tab:green", alpha=0.1, lw=0)
+    panel.axvspan(_HALF_NORMAL, _HALF_END, color="tab:green", alpha=0.25, lw=0)
+    for place, (row, bar) in enumerate(zip(rows, bars, strict=True)):
+        fits = not (row.vanishing or row.overflowing)
+        color = "tab:blue" if fits else "tab:red" if row.overflowing else "tab:orange"
+        if bar:
+            # A single magnitude is a bar as well.
+            low, high = bar
+            panel.barh(place, max(high - low, 0.3), left=low, height=0.7, color=color)
+        if not math.isfinite(row.scaled_maximum):
+            panel.plot([right - 0.5], [place], marker="x", color="tab:red", clip_on=False)
+    panel.set_xlim(left, right)
+    panel.set_ylim(len(rows) - 0.4, -0.6)
+    # As many names as there is room for.
+    step = math.ceil(len(rows) / (5 * height - 8))
+    shown = range(0, len(rows), step)
+    panel.set_yticks(list(shown), [_shortened(rows[place].name) for place in shown], fontsize=7)
+    panel.set_xlabel("exponent of 2 of the scaled gradients (float16: shaded; subnormal: lighter)")
+    panel.set_title(
+        "magnitudes by parameter: blue fits float16, orange vanishes in part, red overflows",
+        fontsize=9,
+    )
+    panel.grid(axis="x", alpha=0.3)
+    if path is not None:
+        figure.savefig(path)
+    return figure
+
+
+# Exponents of float16: its smallest subnormal, its smallest normal, and what is beyond its largest.
+_HALF_SUBNORMAL = -24
+_HALF_NORMAL = -14
+_HALF_END = 16
+
+
+def _exponents(row: ParameterHealth) -> tuple[float, float] | None:
+    """From where to where a bar goes: as far as its ends are finite."""
+    low, high = row.scaled_minimum, row.scaled_maximum
+    if not low or not math.isfinite(low):
+        return None
+    return math.log2(low), math.log2(high) if math.isfinite(high) else _HALF_END
+
+
+def _shortened(name: str, most: int = 40) -> str:
+    return name if len(name) <= most else "..." + name[3 - most :]
 
 
 def empty_history() -> History:

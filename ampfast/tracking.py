@@ -120,11 +120,12 @@ class Tracking:
         self._records: ByOptimizer[_Record] = ByOptimizer()
         self._names = WeakTensorKeyDictionary()
         self._has_names = False
+        self._has_looked = False
 
     @property
     def is_empty(self) -> bool:
-        """Whether no optimizer's gradients were looked at."""
-        return next(iter(self._records), None) is None
+        """Whether no optimizer's gradients were looked at, of those that are gone neither."""
+        return not self._has_looked
 
     def name(self, pairs: Iterable[tuple[str, Tensor]]) -> None:
         """Gives parameters their names."""
@@ -144,6 +145,7 @@ class Tracking:
             steps: int64, whose first element is how many updates were completed.
             measures: Whether the gradients are still scaled, so that their range is of interest.
         """
+        self._has_looked = True
         record = self._records.get(optimizer)
         if record is None:
             record = _Record(parameters)

@@ -17,6 +17,7 @@ from ampfast.backends.native import Clip, Segment
 from ampfast.backends.passes import Epilogue, Pass, ScaleUpdate, Use
 
 HEADER = 8
+PARAMETERS = 4  # the word of a segment that says where the parameters' numbers begin
 _INFINITE = 0x7FF0000000000000
 
 
@@ -48,7 +49,7 @@ class ReferenceLauncher:
         if work.use is Use.SCALE:
             factor = factor.double().reciprocal().float()
         covered = windows_of(words, segment)
-        for gradient in tensors_of(words, segment):
+        for place, gradient in enumerate(tensors_of(words, segment)):
             self.read += gradient.nbytes
             wide = gradient.to(torch.promote_types(gradient.dtype, torch.float32))
             if work.use is Use.DIVIDE:
@@ -59,6 +60,10 @@ class ReferenceLauncher:
                 used = (wide * factor.to(wide.dtype)).to(gradient.dtype)
             if work.norms is not None:
                 self._squares += (wide * factor.to(wide.dtype)).double().square().sum().item()
+            if work.track is not None:
+                number = int(words[int(words[segment.word + PARAMETERS]) + place])
+                aten.measure_(work.track, [number], [gradient])
+                aten.mark_(work.track, [number], [used])
             if work.write:
                 written = used
                 if work.coefficient is not None:

@@ -1,0 +1,369 @@
+"""Which parameters were not finite: marks, names, and the report on them."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import math
+import pickle
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from support import TorchScaler, assert_same, parameter_with
+
+from ampfast import GradScaler
+from ampfast.gradient_reports import OverflowReport
+
+BACKENDS = ("cpu", "aten")
+
+
+def net() -> torch.nn.Module:
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.ReLU(), torch.nn.Linear(4, 2))
+
+
+def started(track: str | None = "overflow", **arguments: Any) -> GradScaler:
+    scaler = GradScaler("cpu", init_scale=4.0, track=track, **arguments)
+    scaler.scale(torch.ones(()))
+    return scaler
+
+
+def parameters(*values: float | None, dtype: torch.dtype = torch.float32) -> list[Any]:
+    """A parameter of three elements for each value, whose gradient has it in the middle."""
+    found = []
+    for value in values:
+        param = torch.nn.Parameter(torch.zeros(3, dtype=dtype))
+        if value is not None:
+            param.grad = torch.tensor([1.0, value, 2.0], dtype=dtype)
+        found.append(param)
+    return found
+
+
+def set_values(params: list[Any], *values: float | None) -> None:
+    for param, value in zip(params, values, strict=True):
+        param.grad = None if value is None else torch.tensor([1.0, value, 2.0], dtype=param.dtype)
+
+
+def summary(report: OverflowReport) -> list[tuple[str, str, int, int, int]]:
+    return [(p.name, p.kind, p.step, p.infinities, p.nans) for p in report.totals]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_nothing_was_ever_skipped(backend: str) -> None:
+    scaler = started(backend=backend)
+    assert scaler.overflow_report() == OverflowReport(None, (), ())
+    params = parameters(1.0, 2.0)
+    scaler.step(torch.optim.SGD(params, lr=1.0))
+    scaler.update()
+    report = scaler.overflow_report()
+    assert report == OverflowReport(None, (), ())
+    assert str(report) == "No gradient was infinite or NaN so far."
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_names_kinds_and_counts(backend: str, fused: bool) -> None:
+    scaler = started(backend=backend)
+    params = parameters(None, None, None, None)
+    groups = [{"params": params[:1]}, {"params": params[1:]}]
+    optimizer = torch.optim.Adam(groups, fused=fused)
+    steps = [
+        (1.0, 1.0, math.inf, 1.0),
+        (1.0, 1.0, 1.0, 1.0),
+        (1.0, None, -math.inf, math.nan),
+        (1.0, None, math.nan, 1.0),
+        (1.0, 1.0, 1.0, 1.0),
+    ]
+    for values in steps:
+        set_values(params, *values)
+        scaler.step(optimizer)
+        scaler.update()
+    report = scaler.overflow_report()
+    assert report.step == 3
+    assert [(p.group, p.index, p.kind) for p in report.parameters] == [(1, 1, "nan")]
+    assert summary(report) == [
+        ("group 1, parameter 1", "nan", 3, 2, 1),
+        ("group 1, parameter 2", "nan", 2, 0, 1),
+    ]
+    assert report.totals[0].optimizer_type == "Adam" and report.totals[0].optimizer == 0
+    scaler.name_parameters(zip("abcd", params, strict=True))
+    report = scaler.overflow_report()
+    assert [p.name for p in report.totals] == ["c", "d"]
+    assert str(report).splitlines() == [
+        "In step 3, 1 parameter's gradient was not finite.",
+        "parameter  optimizer  kind  steps with inf  with NaN",
+        "c            0: Adam   nan               2         1",
+        "1 more had been in earlier steps.",
+    ]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_what_counts_is_the_value_that_is_used(backend: str) -> None:
+    # Divided by 2^-120, a large value overflows, as found_inf says.
+    scaler = GradScaler("cpu", init_scale=2.0**-120, track="overflow", backend=backend)
+    scaler.scale(torch.ones(()))
+    params = parameters(1.0, 2.0**20)
+    optimizer = torch.optim.SGD(params, lr=1.0)
+    scaler.step(optimizer)
+    assert scaler.step_skipped(optimizer)
+    scaler.update()
+    assert [(p.index, p.kind) for p in scaler.overflow_report().parameters] == [(1, "inf")]
+    # And an infinity divided by infinity is NaN.
+    scaler.update(math.inf)
+    set_values(params, 1.0, math.inf)
+    scaler.step(optimizer)
+    assert [(p.index, p.kind) for p in scaler.overflow_report().parameters] == [(1, "nan")]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_an_iteration_counts_once(backend: str) -> None:
+    scaler = started(backend=backend)
+    params = parameters(math.inf)
+    optimizer = torch.optim.Adam(params, fused=True)
+    for _ in range(2):
+        set_values(params, math.inf)
+        scaler.unscale_(optimizer)
+        scaler.step(optimizer)  # checks once more, what a clipping may have written
+        scaler.update()
+    assert summary(scaler.overflow_report()) == [("group 0, parameter 0", "inf", 1, 2, 0)]
+
+
+def test_several_optimizers_and_dtypes() -> None:
+    scaler = started(allow_fp16=True)
+    first = parameters(1.0, math.nan) + parameters(math.inf, dtype=torch.float16)
+    second = parameters(math.inf, dtype=torch.float64) + parameters(1.0, dtype=torch.bfloat16)
+    optimizers = [torch.optim.SGD(first, lr=1.0), torch.optim.Adagrad(second)]
+    scaler.step_and_update(*optimizers)
+    report = scaler.overflow_report()
+    assert report.step == 0
+    assert [(p.optimizer, p.optimizer_type, p.index, p.kind) for p in report.parameters] == [
+        *((0, "SGD", 1, "nan"), (0, "SGD", 2, "inf")),
+        (1, "Adagrad", 0, "inf"),
+    ]
+    for params in (first, second):
+        for param in params:
+            param.grad = torch.ones_like(param)
+    second[1].grad[0] = math.nan
+    scaler.step_and_update(*optimizers)
+    assert [(p.optimizer, p.index) for p in scaler.overflow_report().parameters] == [(1, 1)]
+    del optimizers[0], first
+    gc.collect()
+    assert {p.optimizer_type for p in scaler.overflow_report().totals} == {"Adagrad"}
+
+
+def test_irregular_gradients() -> None:
+    scaler = started()
+    sparse = torch.nn.Parameter(torch.zeros(4, 2))
+    sparse.grad = torch.sparse_coo_tensor([[1, 3]], [[1.0, 2.0], [math.inf, 1.0]], (4, 2))
+    strided = parameter_with(torch.tensor([[1.0, 9.0], [math.nan, 9.0]])[:, 0])
+    fine = parameter_with(torch.ones(6)[::2])
+    empty = parameter_with(torch.ones(0))
+    params = [sparse, strided, fine, empty]
+    optimizer = torch.optim.SGD(params, lr=1.0)
+    scaler.unscale_(optimizer)
+    found = [(p.index, p.kind) for p in scaler.overflow_report().parameters]
+    assert found == [(0, "inf"), (1, "nan")]
+
+
+def test_results_are_those_without_tracking() -> None:
+    for track in (None, "overflow", "health"):
+        model, twin = net(), net()
+        ours = GradScaler("cpu", init_scale=4.0, growth_interval=2, track=track)
+        theirs = TorchScaler("cpu", init_scale=4.0, growth_interval=2)
+        for scaler, trained in ((ours, model), (theirs, twin)):
+            optimizer = torch.optim.AdamW(trained.parameters())
+            for step in range(6):
+                optimizer.zero_grad()
+                generator = torch.Generator().manual_seed(step)
+                scaler.scale(trained(torch.randn(5, 3, generator=generator)).sum()).backward()
+                if step == 3:
+                    next(trained.parameters()).grad[0, 0] = math.inf
+                scaler.step(optimizer)
+                scaler.update()
+        assert_same(list(model.parameters()), list(twin.parameters()))
+        assert_same(ours.state_dict(), theirs.state_dict())
+
+
+def test_names_of_a_model() -> None:
+    model = net()
+    scaler = started()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    scaler.name_parameters(model)
+    for param in model.parameters():
+        param.grad = torch.ones_like(param)
+    model[2].bias.grad[0] = math.nan
+    scaler.step(optimizer)
+    scaler.update()
+    assert [p.name for p in scaler.overflow_report().parameters] == ["2.bias"]
+
+
+def test_names_that_are_partly_missing() -> None:
+    scaler = started()
+    params = parameters(math.nan, math.inf)
+    optimizer = torch.optim.SGD(params, lr=1.0)
+    scaler.name_parameters([("first", params[0])])
+    scaler.step(optimizer)
+    names = [p.name for p in scaler.overflow_report().parameters]
+    assert names == ["first", "group 0, parameter 1"]
+
+
+def test_names_that_do_not_match_the_optimizer() -> None:
+    scaler = started("health")
+    params, others = parameters(math.nan), parameters(1.0)
+    scaler.name_parameters([("other", others[0])])
+    optimizer = torch.optim.SGD(params, lr=1.0)
+    scaler.step(optimizer)
+    for ask in (scaler.overflow_report, scaler.health):
+        with pytest.raises(ValueError, match=r"none of the 1 parameters of optimizer 0 \(SGD\)"):
+            ask()
+    scaler.name_parameters([("mine", params[0])])
+    assert scaler.overflow_report().parameters[0].name == "mine"
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "text"),
+    [
+        (7, TypeError, "torch.nn.Module or pairs"),
+        ("weight", TypeError, "torch.nn.Module or pairs"),
+        ([torch.zeros(2)], TypeError, "pairs of a name and a parameter, as from"),
+        ([("a", 3)], TypeError, "a tensor, got str and int"),
+        ([(3, torch.zeros(2))], TypeError, "a tensor, got int and Tensor"),
+        ([("a", torch.zeros(2)), ("a", torch.zeros(2))], ValueError, "the name 'a'"),
+    ],
+)
+@pytest.mark.parametrize("track", [None, "overflow"])
+def test_bad_names(track: str | None, given: Any, error: type, text: str) -> None:
+    with pytest.raises(error, match=text):
+        started(track).name_parameters(given)
+
+
+@pytest.mark.parametrize("track", ["all", "Overflow", "", 3, True, ["overflow"]])
+def test_bad_track(track: Any) -> None:
+    with pytest.raises(ValueError if isinstance(track, str) else TypeError, match="track must be"):
+        GradScaler("cpu", track=track)
+
+
+def test_without_track() -> None:
+    scaler = started(None)
+    scaler.name_parameters(net())
+    with pytest.raises(RuntimeError, match="made with track='overflow' or 'health'"):
+        scaler.overflow_report()
+    with pytest.raises(RuntimeError, match="made with track='health'; this one has track=None"):
+        scaler.health()
+    with pytest.raises(RuntimeError, match="this one has track='overflow'"):
+        started("overflow").health()
+    assert scaler._tracking is None
+
+
+def test_disabled() -> None:
+    scaler = GradScaler("cpu", enabled=False, track="health")
+    scaler.name_parameters(net())
+    assert scaler.overflow_report().step is None
+    assert scaler.health().parameters == ()
+
+
+class Own(GradScaler):
+    """Reads the gradients itself."""
+
+    def _unscale_grads_(self, optimizer: Any, *args: Any) -> dict[torch.device, torch.Tensor]:
+        return {torch.device("cpu"): torch.zeros(())}
+
+
+class Calls(GradScaler):
+    """Leaves the gradients to the method that it overrides."""
+
+    def _unscale_grads_(self, *args: Any) -> dict[torch.device, torch.Tensor]:
+        return super()._unscale_grads_(*args)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_overridden_hooks(fused: bool) -> None:
+    for kind in (Own, Calls):
+        scaler = kind("cpu", init_scale=4.0, track="health")
+        scaler.scale(torch.ones(()))
+        params = parameters(math.inf)
+        optimizer = torch.optim.Adam(params, fused=fused)
+        scaler.step(optimizer)
+        if kind is Own:
+            for ask in (scaler.overflow_report, scaler.health):
+                with pytest.raises(RuntimeError, match="Own overrides _unscale_grads_"):
+                    ask()
+        else:
+            assert summary(scaler.overflow_report()) == [("group 0, parameter 0", "inf", 0, 1, 0)]
+            assert [p.elements for p in scaler.health().parameters] == [3]
+
+
+class Bare:
+    """An "optimizer" that nothing refers to weakly, with fresh groups at every access."""
+
+    __slots__ = ("params",)
+
+    def __init__(self, params: list[Any]) -> None:
+        self.params = params
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        return [{"params": list(self.params)}]
+
+    def step(self) -> None:
+        pass
+
+
+def test_any_object_as_optimizer() -> None:
+    scaler = started()
+    optimizer: Any = Bare(parameters(math.inf, 1.0))
+    for expected in (1, 2, 3):
+        set_values(optimizer.params, math.inf, 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+        assert [p.infinities for p in scaler.overflow_report().totals] == [expected]
+
+
+def test_parameters_that_are_added_and_removed() -> None:
+    scaler = started()
+    params = parameters(math.inf, 1.0)
+    optimizer: Any = Bare(params)
+    scaler.step(optimizer)
+    scaler.update()
+    params += parameters(math.nan)
+    set_values(params[:2], 1.0, math.inf)
+    report = scaler.overflow_report()  # before the new one was ever looked at
+    assert [p.index for p in report.totals] == [0]
+    scaler.step(optimizer)
+    scaler.update()
+    counts = [(p.index, p.infinities, p.nans) for p in scaler.overflow_report().totals]
+    assert counts == [(0, 1, 0), (1, 1, 0), (2, 0, 1)]
+    del params[1:]
+    set_values(params, 1.0)
+    scaler.step(optimizer)
+    scaler.update()
+    assert scaler.overflow_report().totals == ()
+
+
+def test_copies_start_anew() -> None:
+    scaler = started()
+    params = parameters(math.inf)
+    optimizer = torch.optim.SGD(params, lr=1.0)
+    scaler.name_parameters([("a", params[0])])
+    scaler.step(optimizer)
+    scaler.update()
+    for twin in (copy.deepcopy(scaler), pickle.loads(pickle.dumps(scaler))):
+        assert twin.overflow_report().totals == ()
+        twin.scale(torch.ones(()))
+        set_values(params, math.nan)
+        twin.step(optimizer)
+        twin.update()
+        assert summary(twin.overflow_report()) == [("group 0, parameter 0", "nan", 1, 0, 1)]
+    assert [p.name for p in scaler.overflow_report().totals] == ["a"]
+
+
+def test_names_do_not_keep_parameters() -> None:
+    scaler = started()
+    model = net()
+    alive = weakref.ref(model[0].weight)
+    scaler.name_parameters(model)
+    del model
+    gc.collect()
+    assert alive() is None
