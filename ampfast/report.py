@@ -223,7 +223,7 @@ def _exponents(row: ParameterHealth) -> tuple[float, float] | None:
     return math.log2(low), math.log2(high) if math.isfinite(high) else _HALF_END
 
 
-def _shortened(name: str, most: int = 40) -> str:
+def _shortened(name: str, most: int = 48) -> str:
     return name if len(name) <= most else "..." + name[3 - most :]
 
 

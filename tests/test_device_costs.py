@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -201,6 +202,95 @@ def test_nothing_is_launched_for_nothing(launcher: ReferenceLauncher) -> None:
     functional.unscale_([], torch.zeros(()), torch.tensor(0.5))
     functional.check_([torch.zeros(0, 3)], torch.zeros(()))
     assert launcher.launches == []
+
+
+# Tracking
+
+# Ops that look at memory in another way and launch nothing.
+VIEWS = ("view", "slice", "select", "reshape", "detach", "alias", "as_strided", "to", "expand")
+
+
+def ops_of(kind: str, launcher: ReferenceLauncher, track: str | None) -> tuple[Any, Counter[str]]:
+    """A step's costs in the kernels, and torch's ops around them."""
+    run = warmed(kind, launcher, track=track)
+    # The stand-in for kernels is made of ops, too.
+    kernels = launcher.multi_tensor
+    launcher.multi_tensor = lambda *work: launcher.launches.append("pass")  # type: ignore[method-assign]
+    with torch.autograd.profiler.profile() as seen:
+        run.scaler.unscale_(run.optimizer)
+    launcher.launches.clear()
+    launcher.multi_tensor = kernels  # type: ignore[method-assign]
+    names = [e.name.removeprefix("aten::") for e in seen.function_events if e.cpu_parent is None]
+    ops = Counter(name for name in names if name not in VIEWS)
+
+    run = warmed(kind, launcher, track=track)
+    run.scaler.step(run.optimizer)
+    run.scaler.update()
+    return (list(launcher.launches), launcher.read, launcher.written), ops
+
+
+@pytest.mark.parametrize("kind", ["sgd", "fused_adam"])
+def test_tracking_costs_no_launch_and_no_byte(launcher: ReferenceLauncher, kind: str) -> None:
+    costs, ops = ops_of(kind, launcher, None)
+    assert ops_of(kind, launcher, "overflow") == (costs, ops)
+    tracked, tracked_ops = ops_of(kind, launcher, "health")
+    assert tracked == costs
+    # Rows are cleared and the scale is written into them by one.
+    assert tracked_ops - ops == Counter({"where": 1})
+    assert not ops - tracked_ops
+
+
+@pytest.mark.parametrize("track", ["overflow", "health"])
+@pytest.mark.parametrize("kind", ["sgd", "fused_adam"])
+def test_steps_are_marked_where_the_update_rides(
+    launcher: ReferenceLauncher, kind: str, track: str
+) -> None:
+    run = side(GradScaler, kind, track=track)
+    expected = []
+    for seed in range(6):
+        run.optimizer.zero_grad()
+        run.scaler.scale(run.loss(seed)).backward()
+        if seed in (2, 4):
+            next(run.model.parameters()).grad.view(-1)[0] = math.inf
+            expected.append(seed)
+        run.scaler.step_and_update(run.optimizer)
+        report = run.scaler.overflow_report()
+        assert report.step == (expected[-1] if expected else None)
+        assert [p.infinities for p in report.totals] == ([len(expected)] if expected else [])
+
+
+def test_lists_that_change_keep_their_rows(launcher: ReferenceLauncher) -> None:
+    """An unused parameter moves those behind it in the list, not in the rows."""
+    scaler = GradScaler("cpu", init_scale=4.0, track="health")
+    scaler.scale(torch.ones(()))
+    params = [torch.nn.Parameter(torch.zeros(n)) for n in (3, 4, 5)]
+    optimizer = torch.optim.SGD(params, lr=0.0)
+    memory = torch.ones(64)
+    for used, bad in (((0, 1, 2), 1), ((0, 2), 2), ((2,), 2), ((1, 2), 1)):
+        for i, param in enumerate(params):
+            param.grad = memory[16 * i :][: param.numel()] if i in used else None
+        memory.fill_(1.0)
+        memory[16 * bad] = math.inf
+        scaler.step(optimizer)
+        scaler.update()
+        assert [p.index for p in scaler.overflow_report().parameters] == [bad]
+        assert [p.elements for p in scaler.health().parameters] == [i + 3 for i in used]
+    assert [(p.index, p.infinities) for p in scaler.overflow_report().totals] == [(1, 2), (2, 2)]
+
+
+def test_the_same_memory_of_another_parameter_is_another_table(
+    launcher: ReferenceLauncher,
+) -> None:
+    scaler = GradScaler("cpu", init_scale=4.0, track="overflow")
+    scaler.scale(torch.ones(()))
+    params = [torch.nn.Parameter(torch.zeros(3)) for _ in range(2)]
+    optimizer = torch.optim.SGD(params, lr=0.0)
+    memory = torch.ones(3)
+    for i in (0, 1, 0, 1):
+        params[1 - i].grad, params[i].grad = None, memory.fill_(math.inf)
+        scaler.step(optimizer)
+        scaler.update()
+        assert [p.index for p in scaler.overflow_report().parameters] == [i]
 
 
 # Tables

@@ -18,9 +18,11 @@ import torch  # noqa: E402
 from gpu_support import BACKENDS, flag, gpu, grads_of, kernels_of, why_not  # noqa: E402
 from kernel_parity import wide  # noqa: E402
 from support import FLOATS  # noqa: E402
+from tracked import track_for  # noqa: E402
 
 from ampfast.backends import native  # noqa: E402
 from ampfast.backends.native import WINDOW_BYTES, Factors  # noqa: E402
+from ampfast.backends.track import Track  # noqa: E402
 from ampfast.scale_state import ScalePolicy, ScaleState  # noqa: E402
 
 FACTORS = Factors(2.0, 0.5, 1)
@@ -55,8 +57,11 @@ def modes(kernels: Any, device: torch.device) -> list[tuple[str, Callable[..., A
     def norms() -> torch.Tensor:
         return torch.zeros(2, dtype=torch.float64, device=device)
 
-    def flags() -> torch.Tensor:
-        return torch.zeros(1_000, device=device)
+    def marks() -> Track:
+        return track_for(1_000, device=device)
+
+    def health() -> Track:
+        return track_for(1_000, health=True, device=device)
 
     def update(others: int = 0) -> Any:
         state = (flag(4.0, device), torch.zeros((), dtype=torch.int32, device=device))
@@ -67,7 +72,8 @@ def modes(kernels: Any, device: torch.device) -> list[tuple[str, Callable[..., A
         ("check", kernels.check_, 8.0),
         ("check of quotients", lambda g: kernels.check_(g, scale), 8.0),
         ("check, accumulated", lambda g: kernels.check_(g, found_inf=zero()), 8.0),
-        ("check with flags", lambda g: kernels.check_(g, flags=flags()), 8.0),
+        ("check with marks", lambda g: kernels.check_(g, track=marks()), 8.0),
+        ("check with health", lambda g: kernels.check_(g, scale, track=health()), 8.0),
         ("check and update", lambda g: kernels.check_(g, scale, update=update(1)), 8.0),
         ("norms", lambda g: kernels.norms(g, scale, is_scale=True, norms=norms()), 8.0),
         ("unscale", unscale(), 2.0),

@@ -19,6 +19,8 @@ from gpu_support import (
 )
 from kernel_parity import wide
 from support import BITS, FLOATS, assert_same, difference, make_gradient
+from track_parity import check_passes, check_random_lists, check_times
+from tracked import assert_ranges, edges_of_half, marked, marks_of, track_for
 
 from ampfast import functional
 from ampfast.backends.native import Factors
@@ -81,15 +83,15 @@ def test_all_values_of_16_bits(
         )
         ours = every.to(device)
         # Each value alone, too, so that each is judged by itself.
-        judged = torch.zeros(2**16, device=device)
+        judged = track_for(2**16, device=device)
         alone = every.to(device)
         kernels.unscale_(grads_of([ours]), flag(factor, device), is_scale=is_scale)
         kernels.unscale_(
-            grads_of(list(alone.split(1))), flag(factor, device), is_scale=is_scale, flags=judged
+            grads_of(list(alone.split(1))), flag(factor, device), is_scale=is_scale, track=judged
         )
         assert_same(ours.cpu(), expected, "all at once")
         assert_same(alone.cpu(), expected, "each alone")
-        assert torch.equal(judged.cpu(), (~expected.isfinite()).float())
+        assert marked(judged) == (~expected.isfinite()).tolist()
         if dtype is torch.float16:
             theirs = every.to(device)
             torch._amp_foreach_non_finite_check_and_unscale_(
@@ -159,21 +161,27 @@ def test_norms_keep_a_nan(backend: str, device: torch.device) -> None:
     assert norms.isnan().all()
 
 
-def test_flags_tell_the_tensors_apart(backend: str, device: torch.device) -> None:
-    kernels = kernels_of(backend, device)
-    sizes = [1, 4096, 5000, 3, 20_000, 8192, 2]
-    for seed in range(30):
-        chance = random.Random(seed)
-        grads = [torch.ones(size, dtype=dtype, device=device) for dtype in FLOATS for size in sizes]
-        expected = torch.zeros(len(grads))
-        for i, grad in enumerate(grads):
-            if chance.random() < 0.3:
-                grad[chance.randrange(grad.numel())] = chance.choice((math.inf, math.nan))
-                expected[i] = 1.0
-        flags = torch.zeros(len(grads), device=device)
-        found = kernels.check_(grads_of(grads), flags=flags)
-        assert torch.equal(flags.cpu(), expected), seed
-        assert found.item() == float(expected.any())
+def test_random_lists_are_tracked(backend: str, device: torch.device) -> None:
+    check_random_lists(kernels_of(backend, device), device, range(60))
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_every_range_is_told(backend: str, device: torch.device, dtype: torch.dtype) -> None:
+    edges = edges_of_half(dtype)
+    check_passes(kernels_of(backend, device), [edges, *edges.split(1)], device)
+
+
+def test_a_step_is_marked_once(backend: str, device: torch.device) -> None:
+    check_times(kernels_of(backend, device), device)
+
+
+def test_many_windows_of_one_bad_tensor(backend: str, device: torch.device) -> None:
+    for value in (math.nan, math.inf, 2.0**-20):
+        grads = [torch.ones(5, device=device), torch.full((3_000_001,), value, device=device)]
+        track = track_for(2, health=True, device=device)
+        kernels_of(backend, device).check_(grads_of(grads), track=track)
+        assert track.marks.tolist() == marks_of(grads)
+        assert_ranges(track, grads)
 
 
 def test_found_inf_is_accumulated_as_torch_does(backend: str, device: torch.device) -> None:
