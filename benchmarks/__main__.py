@@ -12,8 +12,8 @@ from pathlib import Path
 
 import torch
 
-from . import host_time, kernels, memory, plot, readme, report, steps, terminal
-from .cases import CASES
+from . import host_time, kernels, memory, plot, readme, report, steps, terminal, tracking
+from .cases import CASES, GradCase
 from .device_time import CudaQueue
 from .harness import FULL, GPU_FULL, GPU_QUICK, QUICK, Effort, Job, Measured
 from .machine import default_device, new_results
@@ -21,7 +21,7 @@ from .results import Results
 from .rows import dtype_name
 from .terminal import Terminal
 
-SUBJECTS = ("host", "kernels", "steps", "memory")
+SUBJECTS = ("host", "kernels", "steps", "tracking", "memory")
 INTERRUPTED = 130
 # Load average of the last minute from which something else takes a noticeable part of a core.
 BUSY = 0.5
@@ -131,7 +131,9 @@ def _jobs(
     queue = CudaQueue(device) if on_gpu else None
     lists = kernels.chosen(effort, device, cases, dtypes)
 
-    def for_each_list(measure: Callable[..., Measured]) -> list[Job]:
+    def for_each_list(
+        measure: Callable[..., Measured], lists: list[tuple[GradCase, torch.dtype]] = lists
+    ) -> list[Job]:
         return [
             Job(
                 f"{case.name} {dtype_name(dtype)}",
@@ -144,6 +146,7 @@ def _jobs(
         "host": lambda: host_time.jobs(effort, device, queue),
         "kernels": lambda: for_each_list(kernels.measure),
         "steps": lambda: for_each_list(steps.measure),
+        "tracking": lambda: for_each_list(tracking.measure, tracking.chosen(lists, on_gpu, cases)),
         # What a process holds besides the gradients is a question for the CPU.
         "memory": lambda: [] if on_gpu else memory.jobs(effort),
     }

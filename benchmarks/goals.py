@@ -24,6 +24,13 @@ GPU_HOST_SPEEDUP = 5.0
 # What is left of torch's device time for a step whose optimizer unscales by itself.
 FUSED_SHARE = 0.5
 
+# The time of a pass that notes something of each parameter over that of the same pass without, on a
+# GPU from so many bytes on.
+LEAST_TRACKED_BYTES = 256_000_000
+TRACKING_LIMITS = {"float32": 1.10, "float16": 1.5, "bfloat16": 1.5}
+TRACKED_CHECKS = (CHECK, "check, overflow", "check, health")
+TRACKED_UNSCALES = (UNSCALE, "unscale, overflow", "unscale, health")
+
 STEP = "full step"
 FUSED_STEP = "full step, fused"
 
@@ -97,6 +104,19 @@ def of_steps(place: Place, provider: str, samples: Samples, host: Samples | None
             name = f"{provider}: {path}, torch's host time over ours"
             over = ((path, "torch"), (path, provider))
             goals += place.goal(name, ">=", GPU_HOST_SPEEDUP, host, over)
+    return goals
+
+
+def of_tracking(place: Place, provider: str, samples: Samples) -> list[Goal]:
+    """The goals for passes that note something of each parameter; none on a CPU."""
+    limit = TRACKING_LIMITS.get(place.dtype)
+    if place.tensors_per_launch is None or limit is None or place.list_bytes < LEAST_TRACKED_BYTES:
+        return []
+    goals = []
+    for plain, *tracked in (TRACKED_CHECKS, TRACKED_UNSCALES):
+        for path in tracked:
+            name = f"{provider}: {path}, time over that without"
+            goals += place.goal(name, "<=", limit, samples, ((path, provider), (plain, provider)))
     return goals
 
 

@@ -52,6 +52,7 @@ def show(results: Results, show_table: Callable[[Table], object]) -> None:
         ("Host time of the scaler, whole calls", "host", host_table),
         ("Kernels over gradient lists", "kernels", kernel_table),
         ("Whole steps of the scaler, scale(loss) to update()", "steps", step_table),
+        ("What noting something of each parameter costs", "tracking", tracking_table),
         ("Memory on top of the gradients", "memory", memory_table),
     ):
         rows = [row for row in results.rows if row.subject == subject]
@@ -102,6 +103,22 @@ def step_table(title: str, rows: Sequence[Row]) -> Table:
             *map(number, (row.ms_p20, row.ms_p50, row.ms_p80, row.vs_torch)),
             *((*_on_gpu(row), number(row.host_vs_torch)) if on_gpu else ()),
         )
+    return table
+
+
+def tracking_table(title: str, rows: Sequence[Row]) -> Table:
+    """Device time, and that over the time of the same pass without tracking, by medians."""
+    columns = ("ms p20", "p50", "p80", "x without")
+    table = Table(title, ("list", "dtype", "path", "provider"), columns)
+    plain: dict[tuple[str, str, str, str], float] = {}
+    for row in rows:
+        work, *tracked = row.path.split(", ")
+        key = (row.list_name, row.dtype, work, row.provider)
+        if not tracked and row.ms_p50:
+            plain[key] = row.ms_p50
+        over = row.ms_p50 / plain[key] if tracked and row.ms_p50 and key in plain else None
+        times = (row.ms_p20, row.ms_p50, row.ms_p80, over)
+        table.add(row.list_name, row.dtype, row.path, row.provider, *map(number, times))
     return table
 
 

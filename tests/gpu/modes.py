@@ -80,10 +80,11 @@ def modes(kernels: Any, device: torch.device) -> list[tuple[str, Callable[..., A
         ("unscale by the inverse", lambda g: kernels.unscale_(g, scale, is_scale=False), 32.0),
         ("unscale, accumulated", unscale(found_inf=zero), 2.0),
         ("unscale with norms", unscale(norms=norms), 2.0),
-        ("unscale with flags", unscale(flags=flags), 2.0),
+        ("unscale with marks", unscale(track=marks), 2.0),
+        ("unscale with health", unscale(track=health), 2.0),
         ("unscale with a coefficient", unscale(coefficient=lambda: wide(0.5, device)), 1.0),
         ("unscale and update", unscale(update=update), 2.0),
-        ("all at once", unscale(norms=norms, flags=flags, update=lambda: update(1)), 2.0),
+        ("all at once", unscale(norms=norms, track=health, update=lambda: update(1)), 2.0),
     ]
 
 

@@ -100,6 +100,9 @@ def test_what_must_exist_before_a_capture(backend: str, device: torch.device) ->
     param = torch.nn.Parameter(torch.ones(10, device=device))
     param.grad = torch.ones_like(param)
     other: Any = QuietFused([param])
-    with pytest.raises(RuntimeError, match="run one iteration without capturing"):
-        with torch.cuda.graph(torch.cuda.CUDAGraph()):
-            scaler.step(other)
+    graph = torch.cuda.CUDAGraph()
+    with (
+        pytest.raises(RuntimeError, match="run one iteration without capturing"),
+        torch.cuda.graph(graph),
+    ):
+        scaler.step(other)

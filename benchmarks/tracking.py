@@ -1,0 +1,169 @@
+"""What it costs to note something of each parameter, over the same pass without it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ampfast.backends import native
+from ampfast.backends.track import Track
+
+from . import goals, providers
+from .cases import GradCase, make_gradients
+from .device_time import EventTimer, Queue
+from .goals import TRACKED_CHECKS, TRACKED_UNSCALES
+from .harness import Contender, Effort, Measured, assert_same, interleave
+from .kernels import MEMORY_OF_LISTS, Lists, lists_beyond_cache
+from .machine import require_memory
+from .providers import CHECK, UNSCALE
+from .rows import Timed, dtype_name
+
+# On a CPU, where nothing is promised.
+CPU_CASES = ("bert_base", "one_16m")
+CPU_DTYPES = (torch.float32, torch.float16)
+# The scaler keeps a table for each of some tens of lists.
+MOST_LISTS = 8
+
+
+def chosen(
+    lists: Sequence[tuple[GradCase, torch.dtype]], on_gpu: bool, cases: Sequence[str] | None
+) -> list[tuple[GradCase, torch.dtype]]:
+    """Those of `lists` that are measured: on a CPU some, unless they were asked for."""
+    if on_gpu or cases:
+        return list(lists)
+    return [(case, d) for case, d in lists if case.name in CPU_CASES and d in CPU_DTYPES]
+
+
+def measure(
+    case: GradCase,
+    dtype: torch.dtype,
+    device: torch.device,
+    effort: Effort,
+    queue: Queue | None = None,
+) -> Measured:
+    """Times check and unscaling alone, with marks, and with marks and health.
+
+    Raises:
+        AssertionError: If a result differs from that without, or what is noted is wrong.
+        MemoryError: If the gradients would not fit.
+    """
+    list_bytes = case.list_bytes(dtype)
+    lists = 1 if queue is None else lists_beyond_cache(list_bytes, device, MOST_LISTS)
+    require_memory(int(max(lists, MEMORY_OF_LISTS) * list_bytes), device)
+    names, notes = providers.available(device)
+    for name in names:
+        assert_parity(case, dtype, device, name)
+    gradients = Lists(case, dtype, device, lists)
+    contenders = [
+        Contender(path, name, _caller(path, name, gradients.lists, device))
+        for path in (*TRACKED_CHECKS, *TRACKED_UNSCALES)
+        for name in names
+    ]
+    if queue is None:
+        timer, samples = "wall", interleave(contenders, effort, cycle=2 * lists)
+    else:
+        # Of a launch each, and another one where rows are cleared.
+        launches = {c.key: 1 + ("health" in c.path) for c in contenders}
+        events = EventTimer(queue, launches, 2 * lists)
+        timer, samples = events.name, interleave(contenders, effort, cycle=2 * lists, timer=events)
+    gradients.assert_steady()
+    timed = Timed("tracking", case, dtype, lists, contenders, samples, timer)
+    measured = Measured(notes=notes, rows=timed.rows())
+    place = goals.Place(
+        *(case.name, measured.rows[0].list_name, dtype_name(dtype), list_bytes),
+        None if queue is None else 0,
+    )
+    for name in names:
+        measured.goals += goals.of_tracking(place, name, samples)
+    return measured
+
+
+def track_for(path: str, parameters: int, device: torch.device) -> Track | None:
+    """What a path takes along."""
+    if path in (CHECK, UNSCALE):
+        return None
+    marks = torch.zeros(parameters, native.MARK_WORDS, dtype=torch.int64, device=device)
+    health = torch.zeros(parameters, native.HEALTH_WORDS, dtype=torch.int64, device=device)
+    now = torch.zeros(1, dtype=torch.int64, device=device)
+    return Track(marks, now, health if "health" in path else None)
+
+
+def run(path: str, kernels: Any, grads: Any, inverse: Tensor, track: Track | None) -> Tensor:
+    """One pass, and before it the clearing of the rows that it adds to."""
+    if track is not None and track.health is not None:
+        track.health.zero_()
+    if path in TRACKED_CHECKS:
+        return kernels.check_(grads, track=track)
+    return kernels.unscale_(grads, inverse, is_scale=False, track=track)
+
+
+def _kernels(name: str, device: torch.device) -> Any:
+    return providers.device_kernels(name, device) or native
+
+
+def _listed(gradients: list[Tensor]) -> native.GradList:
+    grads = native.list_of(gradients, gradients[0].device)
+    if grads is None:
+        raise RuntimeError("the gradients are not plain tensors")
+    return grads
+
+
+def _caller(
+    path: str, name: str, lists: Sequence[list[Tensor]], device: torch.device
+) -> Callable[[int], object]:
+    """One pass for each call: lists in turn, gradients halved and then doubled."""
+    kernels, grads = _kernels(name, device), [_listed(gradients) for gradients in lists]
+    track = track_for(path, len(lists[0]), device)
+    factors = [torch.full((), factor, device=device) for factor in (0.5, 2.0)]
+    count = len(lists)
+    return lambda call: run(path, kernels, grads[call % count], factors[call // count % 2], track)
+
+
+def assert_parity(case: GradCase, dtype: torch.dtype, device: torch.device, name: str) -> None:
+    """Compares results with those without tracking, and what is noted with torch's counts."""
+    kernels = _kernels(name, device)
+    half = torch.full((), 0.5, device=device)
+    for bad in (False, True):
+        gradients = make_gradients(case, dtype, device)
+        if bad:
+            gradients[len(gradients) // 2].view(-1)[-1] = math.inf
+            gradients[-1].view(-1)[0] = math.nan
+        for paths in (TRACKED_CHECKS, TRACKED_UNSCALES):
+            plain = [gradient.clone() for gradient in gradients]
+            found = run(paths[0], kernels, _listed(plain), half, None)
+            for path in paths[1:]:
+                what = f"{path} by {name}, {case.name} {dtype_name(dtype)}"
+                tracked = [gradient.clone() for gradient in gradients]
+                track = track_for(path, len(gradients), device)
+                flag = run(path, kernels, _listed(tracked), half, track)
+                assert_same([flag, *tracked], [found, *plain], f"results of {what}")
+                if track is not None:
+                    _assert_noted(track, gradients, what)
+
+
+def _assert_noted(track: Track, gradients: Sequence[Tensor], what: str) -> None:
+    marked = [bool(times) for times in track.marks[:, 2].tolist()]
+    wanted = [not bool(gradient.isfinite().all()) for gradient in gradients]
+    if marked != wanted:
+        raise AssertionError(f"marks of {what}")
+    if track.health is None:
+        return
+    counts = torch.stack([torch.stack(_counts(g)) for g in gradients if g.numel()])
+    rows = track.health[[i for i, g in enumerate(gradients) if g.numel()]]
+    if not torch.equal(rows[:, 1:5].cpu(), counts.cpu()):
+        raise AssertionError(f"health of {what}")
+
+
+def _counts(gradient: Tensor) -> list[Tensor]:
+    sizes = gradient.double().abs()
+    nonzero = sizes != 0
+    return [
+        nonzero.sum(),
+        (nonzero & (sizes < 2.0**-24)).sum(),
+        (nonzero & (sizes < 2.0**-14)).sum(),
+        (~(sizes <= 65504)).sum(),
+    ]
