@@ -14,6 +14,7 @@ from variants import (
     TARGETS,
     Variant,
     compiled,
+    compiled_clip,
     compiled_update,
     kernels,
     main_modes,
@@ -173,12 +174,13 @@ def test_factors_are_float64(dtype: torch.dtype) -> None:
     assert re.search(r"\bmul\.(rn\.)?f64\b", ptx("sm_90", update))
 
 
-@pytest.mark.parametrize("name", ["multi_tensor", "update_scale"])
+@pytest.mark.parametrize("name", ["multi_tensor", "update_scale", "clip_coefficient"])
 def test_arguments_are_not_specialized(name: str) -> None:
     parameters = {p.name: p for p in getattr(kernels, name).params}
-    for factor in ("growth_factor", "backoff_factor"):
+    clips = name == "clip_coefficient"
+    for factor in ("max_norm", "epsilon") if clips else ("growth_factor", "backoff_factor"):
         assert parameters[factor].annotation_type == "fp64"
-    assert parameters["growth_interval"].annotation_type == "i64"
+    assert parameters["rows" if clips else "growth_interval"].annotation_type == "i64"
     # Else a count of 1, or an address that is not aligned, would compile in mid-training.
     specialized = {p.name for p in parameters.values() if not p.is_constexpr}
     specialized -= {p.name for p in parameters.values() if p.do_not_specialize}
@@ -207,6 +209,33 @@ def test_update_alone(target: str) -> None:
     assert "bar." in code[last_load:first_store], "stores before all threads have read"
     for refused in (".ftz", ".approx", "div.full", "fma."):
         assert refused not in code
+
+
+@pytest.mark.parametrize("divisor", [False, True])
+@pytest.mark.parametrize("largest", [False, True])
+@pytest.mark.parametrize("norm", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("target", CUDA)
+def test_clip_coefficient(target: str, norm: torch.dtype, largest: bool, divisor: bool) -> None:
+    kernel = compiled_clip(target, norm, largest, divisor)
+    used = usage(kernel)
+    assert (used.stack, used.local) == (0, 0)
+    code = kernel.asm["ptx"]
+    assert len(re.findall(r"\.param \.f64", code)) == 2
+    assert len(re.findall(r"\bst\.global\b", code)) == 2 + divisor
+    assert len(re.findall(r"\bdiv\.rn\.f64\b", code)) == 1 + divisor
+    assert ("sqrt.rn.f64" in code) == (not largest)
+    assert ("cvt.rn.f32.f64" in code) == (divisor or norm == torch.float32)
+    for refused in (".ftz", ".approx", "div.full", "fma."):
+        assert refused not in code
+
+
+@pytest.mark.parametrize("target", HIP)
+def test_clip_coefficient_on_amd(target: str) -> None:
+    for largest in (False, True):
+        code = compiled_clip(target, torch.float32, largest, True).asm["amdgcn"]
+        assert re.findall(r"\.amdhsa_private_segment_fixed_size (\d+)", code) == ["0"]
+        assert re.search(r"\bv_div_fixup_f64\b", code)
+        assert bool(re.search(r"\bv_(rsq|sqrt)_f64", code)) == (not largest)
 
 
 @hip_cases

@@ -186,6 +186,21 @@ def recorded_update() -> tuple[tuple[Any, ...], dict[str, Any]]:
     return launched.value.args
 
 
+def recorded_clip(norm: torch.dtype, largest: bool, divisor: bool) -> Any:
+    """As `recorded`, for what turns norms into a coefficient."""
+    one = torch.ones(())
+    clip = native.Clip(
+        *(torch.ones(3, 2, dtype=torch.float64), 1.0, largest),
+        *(one.to(norm), one.double(), one, one if divisor else None),
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(launch, "is_capturing", lambda: False)
+        patch.setattr(kernels, "clip_coefficient", _Recorder())
+        with pytest.raises(_Recorded) as launched:
+            launch.clip_coefficient(clip)
+    return launched.value.args
+
+
 def source_of(function: Any, args: tuple[Any, ...], switches: dict[str, Any]) -> Any:
     """What Triton compiles for these arguments, as its own launch specializes them."""
     names = function.arg_names
@@ -225,6 +240,12 @@ def compiled(variant: Variant, target_name: str) -> Any:
 @cache
 def compiled_update(target_name: str) -> Any:
     return _compiled(kernels.update_scale, *recorded_update(), TARGETS[target_name])
+
+
+@cache
+def compiled_clip(target_name: str, norm: torch.dtype, largest: bool, divisor: bool) -> Any:
+    arguments = recorded_clip(norm, largest, divisor)
+    return _compiled(kernels.clip_coefficient, *arguments, TARGETS[target_name])
 
 
 @dataclass(frozen=True)

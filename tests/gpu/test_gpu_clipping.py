@@ -1,0 +1,101 @@
+"""Clipping on a GPU: the bits of the CPU's kernels where they must be, torch's norm, no waits."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from clipping_support import assert_clipped, assert_norm, exact_norm, grads_of
+from gpu_support import flag, kernels_of
+from support import FLOATS, assert_same, make_gradient, sgd_with, side
+
+from ampfast import GradScaler
+from ampfast.backends import native
+
+
+def scaler_on(device: torch.device, backend: str, scale: float) -> GradScaler:
+    scaler = GradScaler("cuda", init_scale=scale, backend=backend, allow_fp16=True)
+    scaler.scale(torch.ones((), device=device))
+    return scaler
+
+
+@pytest.mark.parametrize("largest", [False, True])
+def test_the_coefficient_is_that_of_the_cpu(
+    backend: str, device: torch.device, largest: bool
+) -> None:
+    kernels = kernels_of(backend, device)
+    for rows in (
+        [(25.0, 4.0)],
+        [(1 / 3, 0.5), (1e-7, 3e-4), (1e9, 3e4), (0.0, 0.0), (7.0, 2.0)],
+        [(math.inf, math.inf), (math.nan, math.nan)],
+    ):
+        for limit in (0.0, 1e-3, 1.0, math.inf):
+            for dtype in (torch.float32, torch.float64):
+                written = []
+                for place, clip in (("cpu", native.clip_coefficient), (device, None)):
+                    norm = torch.zeros((), dtype=dtype, device=place)
+                    coefficient = torch.zeros((), dtype=torch.float64, device=place)
+                    scale, divisor = (torch.full((), 3.0, device=place) for _ in range(2))
+                    norms = torch.tensor(rows, dtype=torch.float64, device=place)
+                    (clip or kernels.clip_coefficient)(
+                        native.Clip(norms, limit, largest, norm, coefficient, scale, divisor)
+                    )
+                    written.append([norm.cpu(), coefficient.cpu(), divisor.cpu()])
+                assert_same(written[1], written[0], f"{rows} {limit}")
+
+
+@pytest.mark.parametrize("order", [2.0, math.inf, 3.0])
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_norm_and_gradients(
+    backend: str, device: torch.device, dtype: torch.dtype, order: float
+) -> None:
+    optimizer = sgd_with(*(make_gradient("long", dtype, seed).to(device) for seed in range(5)))
+    before = [grad.cpu() for grad in grads_of(optimizer)]
+    scaler = scaler_on(device, backend, 3.0)
+    exact = exact_norm(before, 3.0, order)
+    norm = scaler.clip_grad_norm_(optimizer, 0.5, order)
+    assert norm.device.type == "cuda"
+    if order == 2.0:
+        assert_norm(norm.cpu(), exact)
+    else:
+        assert norm.item() == pytest.approx(exact, rel=max(torch.finfo(dtype).eps, 1e-12))
+    assert_clipped([g.cpu() for g in grads_of(optimizer)], before, 3.0, norm.cpu(), 0.5)
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+def test_nothing_waits(backend: str, device: torch.device, in_place: bool) -> None:
+    run = side(GradScaler, "fused_adam", device="cuda", init_scale=64.0, backend=backend)
+    run.model.to(device)
+    inputs = torch.randn(5, 8, device=device)
+    for turn in range(3):
+        run.optimizer.zero_grad()
+        run.scaler.scale(run.model(inputs).square().mean()).backward()
+        torch.cuda.synchronize()
+        if turn == 2:
+            torch.cuda.set_sync_debug_mode("error")
+        try:
+            run.scaler.clip_grad_norm_(run.optimizer, 0.1, in_place=in_place)
+            run.scaler.step(run.optimizer)
+            run.scaler.update()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    assert not run.scaler.step_skipped(run.optimizer)
+
+
+def test_the_same_bits_every_time(backend: str, device: torch.device) -> None:
+    grads = [make_gradient("long", torch.float32, seed).to(device) for seed in range(20)]
+    seen = []
+    for _ in range(10):
+        optimizer = sgd_with(*(grad.clone() for grad in grads))
+        norm = scaler_on(device, backend, 3.0).clip_grad_norm_(optimizer, 0.5)
+        seen.append([norm, *grads_of(optimizer)])
+    for other in seen[1:]:
+        assert_same(other, seen[0])
+
+
+def test_a_scale_on_the_device_is_read_there(backend: str, device: torch.device) -> None:
+    scaler = scaler_on(device, backend, 4.0)
+    optimizer = sgd_with(torch.full((4,), 8.0, device=device))
+    scaler._scale.copy_(flag(8.0, device))
+    assert scaler.grad_norm(optimizer).item() == 2.0

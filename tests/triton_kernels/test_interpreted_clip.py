@@ -1,0 +1,96 @@
+"""The interpreted kernel of clipping against the compiled core, and whole clips by it."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import Any
+
+import pytest
+import torch
+from clipping_support import assert_clipped, assert_norm, exact_norm, grads_of, ready
+from device_parity import KERNELS, guarded, normal, window
+from kernel_parity import flag
+from support import FLOATS, assert_same, sgd_with
+
+from ampfast import functional
+from ampfast.backends import native
+
+pytestmark = pytest.mark.usefixtures("watched")
+
+INF, NAN = math.inf, math.nan
+ROWS = [
+    [(25.0, 4.0)],
+    [(9.0, 3.0), (16.0, 4.0)],
+    [(1 / 3, 0.5), (1e-7, 3e-4), (1e9, 3e4), (0.0, 0.0), (7.0, 2.0)],
+    *([(value, value)] for value in (0.0, 1e-12, 1e-50, 1e80, INF, NAN)),
+    [(INF, INF), (NAN, NAN), (INF, INF)],
+    [(NAN, NAN), (1.0, 1.0)],
+]
+LIMITS = (0.0, 1e-3, 1.0, 5.0, 1e30, INF)
+
+
+def results(kernels: Any, rows: list, limit: float, largest: bool, scale: float | None) -> list:
+    """What the kernel writes over poison: as float32 and float64 norms, coefficient, divisor."""
+    written = []
+    for dtype in (torch.float32, torch.float64):
+        norm = torch.full((), NAN, dtype=dtype)
+        coefficient = torch.full((), -7.0, dtype=torch.float64)
+        divisor = None if scale is None else flag(-7.0)
+        norms = torch.tensor(rows, dtype=torch.float64)
+        before = norms.clone()
+        scales = None if scale is None else flag(scale)
+        kernels.clip_coefficient(
+            native.Clip(norms, limit, largest, norm, coefficient, scales, divisor)
+        )
+        assert_same(norms, before)
+        written.append([norm, coefficient, divisor])
+    return written
+
+
+@pytest.mark.parametrize("largest", [False, True])
+@pytest.mark.parametrize("rows", ROWS, ids=str)
+def test_the_coefficient_is_that_of_the_cpu(rows: list, largest: bool) -> None:
+    for limit, scale in itertools.product(LIMITS, (None, 3.0, 2.0**16, 0.0)):
+        ours = results(KERNELS, rows, limit, largest, scale)
+        assert_same(ours, results(native, rows, limit, largest, scale), f"{limit} {scale}")
+
+
+def test_the_coefficient_is_torchs_formula() -> None:
+    for squares, limit in ((25.0, 1.0), (1 / 3, 0.1), (4e-7, 1e-4), (1e20, 3.0)):
+        [norm, coefficient, divisor] = results(KERNELS, [(squares, 9.0)], limit, False, 3.0)[1]
+        assert norm.item() == math.sqrt(squares)
+        assert coefficient.item() == min(1.0, limit / (math.sqrt(squares) + 1e-6))
+        assert divisor.item() == torch.tensor(3.0 / coefficient.item()).item()
+
+
+@pytest.mark.parametrize("order", [2.0, INF])
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_clips_of_a_scaler(dtype: torch.dtype, order: float) -> None:
+    sizes = (5, window(dtype) + 3, 2 * window(dtype), 1)
+    optimizer = sgd_with(*(guarded(normal(size, dtype, size), size % 3) for size in sizes))
+    before = [grad.clone() for grad in grads_of(optimizer)]
+    scaler = ready(optimizer, 3.0, backend="triton", allow_fp16=True)
+    exact = exact_norm(before, 3.0, order)
+    alone = scaler.grad_norm(optimizer, order)
+    norm = scaler.clip_grad_norm_(optimizer, 0.5, order)
+    assert_same(alone, norm)
+    if order == 2.0:
+        assert_norm(norm, exact)
+    else:
+        assert norm.item() == pytest.approx(exact, rel=torch.finfo(dtype).eps)
+    assert_clipped(grads_of(optimizer), before, 3.0, norm, 0.5)
+
+
+@pytest.mark.parametrize("value", [1 / 3, 1.1, 0.7])
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_norm_of_equal_values(
+    dtype: torch.dtype, value: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # All errors go the same way here.
+    monkeypatch.setenv("AMPFAST_BACKEND", "triton")
+    grads = [torch.full((size,), value, dtype=dtype) for size in (3 * window(dtype) + 7, 19)]
+    assert_norm(functional.grad_norm(grads), exact_norm(grads, 1.0))
+    inverse = torch.tensor(1 / 3)
+    found = functional.grad_norm(grads, 2.0, inverse)
+    assert found.item() == pytest.approx(exact_norm(grads, 3.0), rel=1e-6)
