@@ -12,7 +12,18 @@ from pathlib import Path
 
 import torch
 
-from . import host_time, kernels, memory, plot, readme, report, steps, terminal, tracking
+from . import (
+    clipping,
+    host_time,
+    kernels,
+    memory,
+    plot,
+    readme,
+    report,
+    steps,
+    terminal,
+    tracking,
+)
 from .cases import CASES, GradCase
 from .device_time import CudaQueue
 from .harness import FULL, GPU_FULL, GPU_QUICK, QUICK, Effort, Job, Measured
@@ -21,7 +32,7 @@ from .results import Results
 from .rows import dtype_name
 from .terminal import Terminal
 
-SUBJECTS = ("host", "kernels", "steps", "tracking", "memory")
+SUBJECTS = ("host", "kernels", "steps", "clip", "tracking", "memory")
 INTERRUPTED = 130
 # Load average of the last minute from which something else takes a noticeable part of a core.
 BUSY = 0.5
@@ -59,7 +70,7 @@ def _bench(arguments: Sequence[str]) -> int:
         "--cases",
         type=_names_among(tuple(CASES)),
         metavar="LISTS",
-        help=f"gradient lists for kernels and steps, comma-separated: {','.join(CASES)}",
+        help=f"gradient lists for kernels, steps and clip, comma-separated: {','.join(CASES)}",
     )
     dtypes = {dtype_name(dtype): dtype for dtype in kernels.DTYPES}
     parser.add_argument(
@@ -146,6 +157,7 @@ def _jobs(
         "host": lambda: host_time.jobs(effort, device, queue),
         "kernels": lambda: for_each_list(kernels.measure),
         "steps": lambda: for_each_list(steps.measure),
+        "clip": lambda: for_each_list(clipping.measure),
         "tracking": lambda: for_each_list(tracking.measure, tracking.chosen(lists, on_gpu, cases)),
         # What a process holds besides the gradients is a question for the CPU.
         "memory": lambda: [] if on_gpu else memory.jobs(effort),

@@ -31,6 +31,14 @@ TRACKING_LIMITS = {"float32": 1.10, "float16": 1.5, "bfloat16": 1.5}
 TRACKED_CHECKS = (CHECK, "check, overflow", "check, health")
 TRACKED_UNSCALES = (UNSCALE, "unscale, overflow", "unscale, health")
 
+# Torch's time for unscale_ and clip_grad_norm_ over that of one call, in place and deferred: on a
+# CPU, and on a GPU from so many bytes on.
+CPU_CLIP_SPEEDUPS = {"1000x1k": (5.0, 5.0), "bert_base": (1.3, 2.0), "bert_large": (1.3, 2.0)}
+GPU_CLIP_SPEEDUPS = (1.6, 4.0)
+GPU_CLIP_BYTES = 256_000_000
+
+CLIP = "clip"
+DEFERRED_CLIP = "clip, in_place=False"
 STEP = "full step"
 FUSED_STEP = "full step, fused"
 
@@ -117,6 +125,19 @@ def of_tracking(place: Place, provider: str, samples: Samples) -> list[Goal]:
         for path in tracked:
             name = f"{provider}: {path}, time over that without"
             goals += place.goal(name, "<=", limit, samples, ((path, provider), (plain, provider)))
+    return goals
+
+
+def of_clipping(place: Place, provider: str, samples: Samples) -> list[Goal]:
+    """The goals for clipping; those on a CPU are for float32."""
+    if place.tensors_per_launch is None:
+        limits = CPU_CLIP_SPEEDUPS.get(place.case) if place.dtype == "float32" else None
+    else:
+        limits = GPU_CLIP_SPEEDUPS if place.list_bytes >= GPU_CLIP_BYTES else None
+    goals = []
+    for path, limit in zip((CLIP, DEFERRED_CLIP), limits or (), strict=False):
+        name = f"{provider}: {path}, times as fast as torch's unscale_ and clip_grad_norm_"
+        goals += place.goal(name, ">=", limit, samples, ((CLIP, "torch"), (path, provider)))
     return goals
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
-from . import steps
+from . import goals, steps
 from .machine import REPOSITORY
 from .results import Results, Row
 
@@ -25,7 +25,7 @@ def markdown(*paths: Path) -> str:
     parts = []
     for path, results in all_results:
         parts.append(_heading(path, results, on_gpu))
-        for make in (_host, _kernels, _steps, _memory):
+        for make in (_host, _kernels, _steps, _clipping, _memory):
             if table := make(results):
                 parts.append(table)
     return "\n\n".join(parts) + "\n"
@@ -171,6 +171,47 @@ def _steps(results: Results) -> str:
             *("gradients", "dtype", "backend", "step"),
             *("torch, host us", "ampfast", "faster"),
             *("torch, ms", "ampfast", "torch, kernels", "ampfast", "torch, syncs", "ampfast"),
+        ),
+        lines,
+    )
+
+
+def _clipping(results: Results) -> str:
+    """One line for each list, dtype and, on a GPU, backend; nothing if none were measured."""
+    rows = _of("clip", results.rows)
+    if not rows:
+        return ""
+    on_gpu = bool(results.machine.get("gpu"))
+    places = dict.fromkeys(
+        (row.list_name, row.dtype, row.provider) for row in rows if row.provider != "torch"
+    )
+    lines = []
+    for name, dtype, backend in places:
+        here = {
+            (row.path, row.provider): row
+            for row in rows
+            if (row.list_name, row.dtype) == (name, dtype)
+        }
+        ours = [here.get((path, backend)) for path in (goals.CLIP, goals.DEFERRED_CLIP)]
+        lines.append(
+            (
+                *(name, dtype, *((backend,) if on_gpu else ())),
+                _value(here.get((goals.CLIP, "torch")), lambda row: row.ms_p50, ".3f"),
+                *(
+                    cell
+                    for row in ours
+                    for cell in (
+                        _value(row, lambda row: row.ms_p50, ".3f"),
+                        _value(row, lambda row: row.vs_torch, ".2f", "x"),
+                    )
+                ),
+            )
+        )
+    return _table(
+        (
+            *("gradients", "dtype", *(("backend",) if on_gpu else ())),
+            *("unscale + clip, torch, ms", "`clip_grad_norm_`, ms", "faster"),
+            *("`in_place=False`, ms", "faster"),
         ),
         lines,
     )

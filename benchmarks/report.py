@@ -52,6 +52,7 @@ def show(results: Results, show_table: Callable[[Table], object]) -> None:
         ("Host time of the scaler, whole calls", "host", host_table),
         ("Kernels over gradient lists", "kernels", kernel_table),
         ("Whole steps of the scaler, scale(loss) to update()", "steps", step_table),
+        ("Unscaling and clipping by the norm, whole calls", "clip", step_table),
         ("What noting something of each parameter costs", "tracking", tracking_table),
         ("Memory on top of the gradients", "memory", memory_table),
     ):

@@ -84,24 +84,24 @@ void multiply16(Half* values, __m256 factor, __m256 second) {
   }
 }
 
-// The upper half of each float's bits is the result.
+// The upper half of each float's bits is the result, except of a NaN.
 inline __m256i rounded_to_bfloat16(__m256 value) {
   const __m256i bits = _mm256_castps_si256(value);
   const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
-  const __m256i rounded = _mm256_add_epi32(bits, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff)));
-  const __m256 is_nan = _mm256_cmp_ps(value, value, _CMP_UNORD_Q);
-  return _mm256_blendv_epi8(rounded, _mm256_set1_epi32(0x7fc00000), _mm256_castps_si256(is_nan));
+  return _mm256_add_epi32(bits, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff)));
 }
 
 template <bool kTwice>
 __m256i bfloat16_product(__m256 value, __m256 factor, __m256 second) {
-  const __m256i product = rounded_to_bfloat16(_mm256_mul_ps(value, factor));
-  if (!kTwice) {
-    return product;
+  const __m256 product = _mm256_mul_ps(value, factor);
+  __m256 last = product;
+  if (kTwice) {
+    const __m256i upper = _mm256_set1_epi32(static_cast<int>(0xffff0000));
+    const __m256i rounded = _mm256_and_si256(rounded_to_bfloat16(product), upper);
+    last = _mm256_mul_ps(_mm256_castsi256_ps(rounded), second);
   }
-  const __m256i upper = _mm256_set1_epi32(static_cast<int>(0xffff0000));
-  const __m256 rounded = _mm256_castsi256_ps(_mm256_and_si256(product, upper));
-  return rounded_to_bfloat16(_mm256_mul_ps(rounded, second));
+  const __m256i is_nan = _mm256_castps_si256(_mm256_cmp_ps(product, last, _CMP_UNORD_Q));
+  return _mm256_blendv_epi8(rounded_to_bfloat16(last), _mm256_set1_epi32(0x7fc00000), is_nan);
 }
 
 // Elements of even and of odd index stay in their place: nothing has to be packed.

@@ -1,0 +1,166 @@
+"""Unscaling and clipping over real lists: ampfast's one call against torch's two."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ampfast.clipping import DEFERRED
+
+from . import counts, goals, providers
+from .cases import GradCase, make_gradients
+from .device_time import EventTimer, Queue, host_timer
+from .goals import CLIP, DEFERRED_CLIP
+from .harness import Contender, Effort, Measured, assert_same, interleave
+from .host_time import NoOptimizer
+from .kernels import MEMORY_OF_LISTS, lists_beyond_cache
+from .machine import require_memory, tensors_per_launch
+from .rows import Timed, dtype_name
+from .steps import MOST_LISTS, make_scaler, optimizer_over
+
+REPLACES = {DEFERRED_CLIP: CLIP}
+# What a list's bytes are multiplied by: read for the norm, then read and written; or read once.
+PASSES = {CLIP: 3, DEFERRED_CLIP: 1}
+
+# Gradients are scaled by this and clipped to the norm that they have, so that they stay in place.
+SCALE = 0.5
+# Of what each value was at first: each call rounds some of them once more.
+DRIFT = 0.02
+
+
+def measure(
+    case: GradCase,
+    dtype: torch.dtype,
+    device: torch.device,
+    effort: Effort,
+    queue: Queue | None = None,
+) -> Measured:
+    """Times `clip_grad_norm_` against `unscale_` and torch's `clip_grad_norm_`.
+
+    Raises:
+        AssertionError: If a result is not torch's, or the gradients drifted while timed.
+        MemoryError: If the gradients would not fit.
+    """
+    list_bytes = case.list_bytes(dtype)
+    lists = 1 if queue is None else lists_beyond_cache(list_bytes, device, MOST_LISTS)
+    require_memory(int(max(lists, MEMORY_OF_LISTS) * list_bytes), device)
+    names, notes = providers.available(device)
+    measured = Measured(notes=notes)
+    if dtype is torch.float16:
+        measured.notes.append("clip: torch refuses to unscale float16 gradients")
+        return measured
+    takes = providers.torch_takes(dtype, device)
+    for name in names:
+        assert_parity(case, dtype, device, name)
+
+    subjects = [(path, name) for path in PASSES for name in names]
+    if takes:
+        subjects = [(CLIP, "torch"), *subjects]
+    gradients = [make_gradients(case, dtype, device) for _ in range(lists)]
+    first = [tensor.clone() for tensor in gradients[0][:MOST_LISTS]]
+    optimizers = [optimizer_over(tensors, fused=True) for tensors in gradients]
+
+    def contenders(lists: int) -> list[Contender]:
+        return [
+            Contender(path, name, caller(path, name, optimizers[:lists], device))
+            for path, name in subjects
+        ]
+
+    counted: dict[tuple[str, str], counts.Counts | None] = {}
+    host = None
+    if queue is not None:
+        alone = contenders(1)
+        counted = counts.of_contenders(alone, queue)
+        host = interleave(alone, replace(effort, sample_s=0.0), timer=host_timer(queue))
+    in_turn = contenders(lists)
+    if queue is None:
+        timer_name, samples = "wall", interleave(in_turn, effort, cycle=2 * lists)
+    else:
+        timer = EventTimer(queue, counts.launches(counted))
+        timer_name = timer.name
+        samples = interleave(in_turn, effort, cycle=2 * lists, timer=timer)
+    for now, before in zip(gradients[0], first, strict=False):
+        torch.testing.assert_close(now, before, rtol=DRIFT, atol=0)
+
+    timed = Timed(
+        *("clip", case, dtype, lists, in_turn, samples, timer_name),
+        host=host,
+        counts=counted,
+        replaces=REPLACES,
+    )
+    for row in timed.rows():
+        moved = PASSES[row.path] * list_bytes
+        measured.rows.append(replace(row, bytes=moved, gb_s=moved / (row.ms_p50 or 0.0) / 1e6))
+    few = None
+    if queue is not None:
+        few = tensors_per_launch(torch.__version__, torch.version.cuda)
+    place = goals.Place(case.name, measured.rows[0].list_name, dtype_name(dtype), list_bytes, few)
+    for name in names:
+        measured.goals += goals.of_clipping(place, name, samples)
+    return measured
+
+
+def caller(
+    path: str, name: str, optimizers: Sequence[NoOptimizer], device: torch.device
+) -> Callable[[int], Any]:
+    """The call for an optimizer in its turn, which forgets the one before: there is no update."""
+    scaler = make_scaler(name, device, SCALE)
+    parameters = [optimizer.param_groups[0]["params"] for optimizer in optimizers]
+    limits = [_norm([p.grad for p in of]) for of in parameters]
+
+    def with_torch(call: int) -> Tensor:
+        scaler._per_optimizer_states.clear()
+        turn = call % len(optimizers)
+        scaler.unscale_(optimizers[turn])
+        return torch.nn.utils.clip_grad_norm_(parameters[turn], limits[turn])
+
+    def with_ours(call: int) -> Tensor:
+        scaler._per_optimizer_states.clear()
+        turn = call % len(optimizers)
+        return scaler.clip_grad_norm_(  # type: ignore[attr-defined]
+            optimizers[turn], limits[turn], in_place=path == CLIP
+        )
+
+    return with_torch if name == "torch" else with_ours
+
+
+def assert_parity(case: GradCase, dtype: torch.dtype, device: torch.device, name: str) -> None:
+    """Compares norms and gradients with torch's, within the error of torch's own norm."""
+    oracle = device if providers.torch_takes(dtype, device) else torch.device("cpu")
+    gradients = make_gradients(case, dtype, device)
+    exact = _norm(gradients) / SCALE
+    limit = exact / 3
+    theirs = [gradient.to(oracle, copy=True) for gradient in gradients]
+    optimizer = optimizer_over(theirs, fused=False)
+    scaler = make_scaler("torch", oracle, SCALE)
+    scaler.unscale_(optimizer)
+    parameters = optimizer.param_groups[0]["params"]
+    torchs = torch.nn.utils.clip_grad_norm_(parameters, limit).item()
+    # 16-bit norms of torch's are rounded to 16 bit.
+    error = abs(torchs - exact) / exact
+    what = f"clip by {name}, {case.name} {dtype_name(dtype)}"
+    for path in PASSES:
+        ours = [gradient.clone() for gradient in gradients]
+        optimizer = optimizer_over(ours, fused=True)
+        scaler = make_scaler(name, device, SCALE)
+        norm = scaler.clip_grad_norm_(optimizer, limit, in_place=path == CLIP)
+        if abs(norm.item() - exact) > 1e-6 * exact:
+            raise AssertionError(f"{what}: the norm is {norm.item()}, not {exact}")
+        if path == DEFERRED_CLIP:
+            assert_same(ours, gradients, f"gradients of {what}, which are only read")
+            divisor = scaler._per_optimizer_states[id(optimizer)][DEFERRED].divisor.item()
+            if abs(divisor - 3 * SCALE) > 1e-5:
+                raise AssertionError(f"{what}: the divisor is {divisor}, not {3 * SCALE}")
+            continue
+        tolerance = error + 4 * torch.finfo(dtype).eps
+        for our, their in zip(ours, theirs, strict=True):
+            torch.testing.assert_close(our, their.to(device), rtol=tolerance, atol=0)
+
+
+def _norm(gradients: Sequence[Tensor]) -> float:
+    norms = [torch.linalg.vector_norm(g, dtype=torch.float64) for g in gradients]
+    return float(torch.linalg.vector_norm(torch.stack(norms)).item())
