@@ -270,6 +270,8 @@ class DeviceKernels:
                 _require_scalar(name, scalar, device, torch.float32)
         if coefficient is not None:
             _require_scalar("coefficient", coefficient, device, torch.float64)
+        if norms is not None:
+            _require_norms(norms, device, coefficient)
         accumulate = found_inf is not None
         if grads.chunks == 0:
             if norms is not None:
@@ -314,3 +316,15 @@ def _require_scalar(name: str, tensor: Tensor, device: torch.device, dtype: torc
             f"{name} must be a one-element {wanted} tensor on {device}, got {tensor.dtype} of "
             f"shape {tuple(tensor.shape)} on {tensor.device}"
         )
+
+
+def _require_norms(norms: Tensor, device: torch.device, coefficient: Tensor | None) -> None:
+    if norms.dtype is not torch.float64 or norms.shape != (2,) or not norms.is_contiguous():
+        raise RuntimeError(
+            f"norms must be a contiguous float64 tensor of 2 elements, got {norms.dtype} of "
+            f"shape {tuple(norms.shape)}"
+        )
+    if norms.device != device:
+        raise RuntimeError(f"norms must be on {device}, got {norms.device}")
+    if coefficient is not None:
+        raise RuntimeError("norms are taken in the pass before the one with a coefficient")

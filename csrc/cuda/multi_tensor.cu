@@ -360,19 +360,16 @@ Kernel kernel_of(bool writes, bool norm, bool coefficient, bool health) {
   return health ? kernel_of<Format, true>(writes, norm) : kernel_of<Format, false>(writes, norm);
 }
 
-Kernel kernel_of(const Launch& launch) {
-  const bool norm = launch.norms != nullptr;
-  const bool coefficient = launch.coefficient != nullptr;
-  const bool health = launch.health != nullptr;
-  switch (launch.dtype) {
+Kernel kernel_of(Dtype dtype, bool writes, bool norm, bool coefficient, bool health) {
+  switch (dtype) {
     case Dtype::kFloat32:
-      return kernel_of<Float32>(launch.write, norm, coefficient, health);
+      return kernel_of<Float32>(writes, norm, coefficient, health);
     case Dtype::kFloat64:
-      return kernel_of<Float64>(launch.write, norm, coefficient, health);
+      return kernel_of<Float64>(writes, norm, coefficient, health);
     case Dtype::kFloat16:
-      return kernel_of<Float16>(launch.write, norm, coefficient, health);
+      return kernel_of<Float16>(writes, norm, coefficient, health);
     case Dtype::kBFloat16:
-      return kernel_of<BFloat16>(launch.write, norm, coefficient, health);
+      return kernel_of<BFloat16>(writes, norm, coefficient, health);
   }
   return nullptr;
 }
@@ -418,13 +415,32 @@ const char* text_of(cudaError_t error) {
   return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
 }
 
+// Loads all kernels on the current device, which otherwise happens at the first launch of each:
+// amid a capture, perhaps.
+cudaError_t load_kernels() {
+  cudaFuncAttributes attributes;
+  cudaError_t status = cudaFuncGetAttributes(&attributes, update_alone);
+  if (status == cudaSuccess) {
+    status = cudaFuncGetAttributes(&attributes, clip_alone);
+  }
+  for (const Dtype dtype : {Dtype::kFloat32, Dtype::kFloat64, Dtype::kFloat16, Dtype::kBFloat16}) {
+    for (unsigned int switches = 0; switches < 16 && status == cudaSuccess; ++switches) {
+      const Kernel kernel = kernel_of(dtype, (switches & 1) != 0, (switches & 2) != 0,
+                                      (switches & 4) != 0, (switches & 8) != 0);
+      status = cudaFuncGetAttributes(&attributes, kernel);
+    }
+  }
+  return status;
+}
+
 }  // namespace
 
 const char* launch(const Launch& launch) {
   if (const char* why_not = refusal(launch)) {
     return why_not;
   }
-  const Kernel kernel = kernel_of(launch);
+  const Kernel kernel = kernel_of(launch.dtype, launch.write, launch.norms != nullptr,
+                                  launch.coefficient != nullptr, launch.health != nullptr);
   if (kernel == nullptr) {
     return "there is no kernel for this dtype";
   }
@@ -445,8 +461,12 @@ const char* clip_coefficient(const Clip& clip) {
 
 int64_t max_programs(int device, const char** error) {
   int multiprocessors = 0;
-  *error =
-      text_of(cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device));
+  cudaError_t status =
+      cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device);
+  if (status == cudaSuccess) {
+    status = load_kernels();
+  }
+  *error = text_of(status);
   return static_cast<int64_t>(multiprocessors) * kProgramsPerSm;
 }
 

@@ -273,13 +273,30 @@ def test_norms_and_marks_ride_with_the_update() -> None:
         *(grads_of(grads), scale),
         is_scale=True,
         update=update,
-        coefficient=wide(0.5),
         norms=norms,
         track=track,
     )
     assert norms.isnan().all()
     assert marked(track).index(True) == 4 and sum(marked(track)) == 1
     assert_same([scale, tracker], list(torch_updated("defaults", 1.0)))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"norms": torch.empty(2)}, "norms must be a contiguous float64 tensor of 2 elements"),
+        ({"norms": torch.empty(3, dtype=torch.float64)}, r"got torch\.float64 of shape \(3,\)"),
+        ({"norms": torch.empty(2, dtype=torch.float64, device="meta")}, "must be on cpu, got meta"),
+        ({"norms": torch.empty(2, dtype=torch.float64), "coefficient": wide(0.5)}, "pass before"),
+        ({"coefficient": flag(0.5)}, "coefficient must be a one-element torch.float64"),
+        ({"found_inf": wide(0.0)}, "found_inf must be a one-element torch.float32"),
+    ],
+)
+def test_arguments_that_kernels_would_misread(arguments: dict, message: str) -> None:
+    grad = torch.full((3,), 8.0)
+    with pytest.raises(RuntimeError, match=message):
+        KERNELS.unscale_(grads_of([grad]), flag(4.0), is_scale=True, **arguments)
+    assert grad.tolist() == [8.0] * 3
 
 
 def test_an_empty_list_leaves_the_update_to_its_caller() -> None:

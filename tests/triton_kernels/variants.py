@@ -100,7 +100,8 @@ def main_modes(dtype: torch.dtype) -> list[Variant]:
         Variant(dtype, False, Use.RAW),
         Variant(dtype, False, Use.DIVIDE, epilogue=Epilogue.UPDATE),
         Variant(dtype, True, Use.SCALE),
-        Variant(dtype, True, Use.INVERSE, norm=True, coefficient=True, track="marks"),
+        Variant(dtype, True, Use.INVERSE, norm=True, track="marks"),
+        Variant(dtype, True, Use.INVERSE, coefficient=True),
         Variant(dtype, False, Use.DIVIDE, track="health"),
         Variant(dtype, True, Use.SCALE, track="health"),
     ]
