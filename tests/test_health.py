@@ -93,6 +93,26 @@ def test_every_way_to_step(kind: str, explicit: bool) -> None:
     assert found == [(g.numel(), g.double().abs().max().item()) for g in grads]
 
 
+@pytest.mark.parametrize("norm_type", [2.0, math.inf, 1.0])
+@pytest.mark.parametrize("in_place", [True, False])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_clipping_notes_what_it_reads(backend: str, in_place: bool, norm_type: float) -> None:
+    scaler = started(backend=backend)
+    grads = [torch.tensor([1.0, 0.0, 2.0**-20]), torch.tensor([3.0, 2.0**-30])]
+    for bad, kind in ((1.0, None), (math.inf, "inf"), (math.nan, "nan")):
+        params = [parameter_with(g.clone()) for g in grads]
+        params[1].grad[0] = bad
+        expected = [p.grad.clone() for p in params]
+        optimizer: Any = torch.optim.Adam(params, lr=0.0, fused=not in_place)
+        scaler.clip_grad_norm_(optimizer, 1e-3, norm_type, in_place=in_place)
+        scaler.step(optimizer)
+        scaler.update(4.0)
+        check(scaler.health(), [expected], 4.0)
+        found = [(p.index, p.kind) for p in scaler.overflow_report().parameters]
+        assert found == ([(1, kind)] if kind else [])
+        del optimizer
+
+
 def test_the_scale_is_that_of_the_gradients() -> None:
     scaler = started(8.0, growth_interval=1)
     optimizer = optimizer_of([torch.tensor([2.0, -16.0])])

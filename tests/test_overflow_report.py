@@ -156,7 +156,9 @@ def test_several_optimizers_and_dtypes() -> None:
 def test_irregular_gradients() -> None:
     scaler = started()
     sparse = torch.nn.Parameter(torch.zeros(4, 2))
-    sparse.grad = torch.sparse_coo_tensor([[1, 3]], [[1.0, 2.0], [math.inf, 1.0]], (4, 2))
+    sparse.grad = torch.sparse_coo_tensor(
+        [[1, 3]], [[1.0, 2.0], [math.inf, 1.0]], (4, 2), check_invariants=True
+    )
     strided = parameter_with(torch.tensor([[1.0, 9.0], [math.nan, 9.0]])[:, 0])
     fine = parameter_with(torch.ones(6)[::2])
     empty = parameter_with(torch.ones(0))
