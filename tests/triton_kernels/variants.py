@@ -108,10 +108,16 @@ def main_modes(dtype: torch.dtype) -> list[Variant]:
 
 
 def variants(dtype: torch.dtype) -> list[Variant]:
-    """Every mode with all that its last program may do; for one dtype in every combination."""
+    """Every mode with all that its last program may do; for one dtype in every combination.
+
+    What is noted of parameters is done with before the last program, so there one of each will do.
+    """
     found = []
     for mode in modes(dtype):
-        found += [replace(mode, epilogue=Epilogue.NOTHING), mode]
+        found.append(mode)
+        if mode.track:
+            continue
+        found.append(replace(mode, epilogue=Epilogue.NOTHING))
         if mode.norm and not mode.write:
             continue  # returns a flag of its own and takes no update
         update = replace(mode, epilogue=Epilogue.UPDATE)
