@@ -80,8 +80,8 @@ struct Clip {
 const char* clip_coefficient(const Clip& clip);
 
 // How many programs run at once on the current device: the largest grid worth launching. Loads the
-// kernels, so that launches may be captured from then on. Sets `error` to null, or to why the device
-// could not tell.
+// kernels, so that launches may be captured from then on. Sets `error` to null, or to why the
+// device could not tell.
 int64_t max_programs(int device, const char** error);
 
 }  // namespace ampfast::cuda
