@@ -8,8 +8,9 @@ from collections.abc import Iterator
 import pytest
 import torch
 from clipping_support import coefficient_of, grads_of
+from one_step import TAKE_GRAD_SCALE
 from reference_launcher import ReferenceLauncher
-from support import FLOATS, FUSED, assert_same, sgd_with, side, started
+from support import FLOATS, assert_same, sgd_with, side, started
 
 from ampfast import _C, GradScaler, backends
 from ampfast.backends.passes import DeviceKernels
@@ -44,7 +45,7 @@ def test_in_place_reads_twice_and_writes_once(launcher: ReferenceLauncher, order
     assert launcher.launches[3:] == ["update"]
 
 
-@pytest.mark.parametrize("kind", FUSED)
+@pytest.mark.parametrize("kind", TAKE_GRAD_SCALE)
 def test_deferred_reads_once(launcher: ReferenceLauncher, kind: str) -> None:
     run = side(GradScaler, kind, init_scale=4.0)
     for seed in range(2):  # the first step of a momentum asks the host

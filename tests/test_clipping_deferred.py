@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 from clipping_support import coefficient_of, exact_norm, grads_of
+from one_step import TAKE_GRAD_SCALE
 from rigs import Legacy
 from support import (
     FLOATS,
-    FUSED,
     assert_same,
     assert_sides_same,
     make_gradient,
@@ -70,7 +70,7 @@ def test_the_divisor_is_scale_over_coefficient(backend: str, order: float, max_n
         assert not hasattr(optimizer, name)
 
 
-@pytest.mark.parametrize("kind", FUSED)
+@pytest.mark.parametrize("kind", TAKE_GRAD_SCALE)
 def test_training_is_that_of_the_optimizers_own_division(kind: str) -> None:
     # The same optimizer, given by hand what ours must hand it.
     ours, theirs = paired(kind, init_scale=2.0**12, growth_interval=100)
@@ -94,7 +94,7 @@ def test_training_is_that_of_the_optimizers_own_division(kind: str) -> None:
         assert_sides_same(ours, theirs)
 
 
-@pytest.mark.parametrize("kind", FUSED)
+@pytest.mark.parametrize("kind", TAKE_GRAD_SCALE)
 @pytest.mark.parametrize("update_rides", [False, True])
 def test_training_is_close_to_clipping_in_place(kind: str, update_rides: bool) -> None:
     runs = [side(GradScaler, kind, init_scale=64.0, growth_interval=2) for _ in range(2)]
@@ -131,6 +131,20 @@ def test_a_gradient_that_is_not_finite_skips(bad: float) -> None:
     assert_same(grads_of(optimizer)[0], gradient)
     scaler.update()
     assert scaler.get_scale() == 2.0
+
+
+@pytest.mark.parametrize("bad", [INF, math.nan])
+@pytest.mark.parametrize("order", [2.0, INF, 1.0])
+def test_a_gradient_without_kernels_that_is_not_finite_skips(order: float, bad: float) -> None:
+    strided = make_gradient("every_other")
+    strided[1, 2] = bad
+    for more in ([], [torch.ones(3)], [torch.ones(3, dtype=torch.float64)]):
+        optimizer = Watched(*more, strided)
+        scaler = started(GradScaler, 4.0)
+        scaler.clip_grad_norm_(optimizer, 1.0, order, in_place=False)
+        scaler.step(optimizer)
+        assert optimizer.handed[0][1].item() == 1.0
+        assert_same(strided[1, 2], torch.tensor(bad))
 
 
 def test_flags_that_were_summed_stay_0_or_1() -> None:
@@ -190,7 +204,7 @@ def test_the_quotient_by_the_users_own_decides(
     assert scaler.step_skipped(optimizer) == bad
 
 
-@pytest.mark.parametrize("kind", FUSED)
+@pytest.mark.parametrize("kind", TAKE_GRAD_SCALE)
 def test_max_norm_0_makes_a_step_without_gradient(kind: str) -> None:
     run = side(GradScaler, kind, init_scale=4.0)
     run.scaler.scale(run.loss(0)).backward()
