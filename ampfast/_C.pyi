@@ -113,9 +113,13 @@ class ScaleUpdate:
     def undo(self) -> None: ...
 
 def walk(
-    param_groups: Iterable[dict], allow_fp16: bool, writes: bool, devices: int
+    param_groups: Iterable[dict],
+    allow_fp16: bool,
+    writes: bool,
+    devices: int,
+    bumps_versions: bool = ...,
 ) -> tuple[
-    list[GradList], list[tuple[Tensor, Tensor, int]], tuple[int, int, object] | None, int
+    list[GradList], list[tuple[Tensor, Tensor, int]], tuple[int, int, object] | None, int, int
 ]: ...
 def unscale_(
     grads: GradList,

@@ -13,7 +13,7 @@ from torch.amp.grad_scaler import OptState
 
 from ampfast import gradients
 from ampfast.backends import Choice, aten, native
-from ampfast.notes import add_note
+from ampfast.notes import ONCE, add_note
 from ampfast.optimizers import takes_grad_scaler
 
 if TYPE_CHECKING:
@@ -52,14 +52,16 @@ class Deferred:
             return self.divisor.clone(), flags
         if isinstance(own, Tensor):
             own = own.detach().reshape(())
-        found = torch.zeros((), dtype=torch.float32, device=self.divisor.device)
+        grad_scale = self.divisor * own
+        # By a zero, which it may have become, even a zero gradient is not divided.
+        found = (~(grad_scale != 0) | grad_scale.isnan()).float()
         for row in self.rows:
             largest, coefficient = (aten.moved(t, found.device) for t in (row[1], self.coefficient))
             # As the optimizer divides: all but float64 gradients in float32.
             quotient = (largest * coefficient / own).float()
             found.masked_fill_(~quotient.isfinite(), 1.0)
         both = {at: aten.any_found([flag, found], flag.device) for at, flag in flags.items()}
-        return self.divisor * own, both
+        return grad_scale, both
 
 
 @dataclass
@@ -123,6 +125,10 @@ def clip_grad_norm_(
         for part in parts:
             part.tracks = scaler._tracks(part.optimizer, part.grads)
         if order not in _FUSED:
+            # First all that torch may refuse: then nothing has been written.
+            for part in parts:
+                for device, tensors in part.grads.set_aside.items():
+                    aten.check_(tensors, torch.zeros((), dtype=torch.float32, device=device))
             for part in parts:
                 _unscale(scaler, part)
     divisor = torch.empty((), dtype=torch.float32, device=scale.device) if any(defers) else None
@@ -153,7 +159,7 @@ def grad_norm(scaler: GradScaler, optimizer: object, norm_type: float) -> Tensor
     scale, _ = scaler._check_scale_growth_tracker("grad_norm")
     entries = [scaler._per_optimizer_states.get(id(each), _NEW) for each in optimizers]
     if any(entry["stage"] is OptState.STEPPED for entry in entries):
-        raise RuntimeError("grad_norm() is being called after step().")
+        raise add_note(RuntimeError("grad_norm() is being called after step()."), ONCE)
     parts = [
         _unscaled(scaler, each, writes=False)
         if entry["stage"] is OptState.UNSCALED and DEFERRED not in entry
@@ -161,7 +167,9 @@ def grad_norm(scaler: GradScaler, optimizer: object, norm_type: float) -> Tensor
         for each, entry in zip(optimizers, entries, strict=True)
     ]
     norm, _ = _measured(scaler._kernels(), parts, order, math.inf, scale)
-    scaler._note_norm(optimizers, norm, order)
+    if all(entry["stage"] is OptState.READY for entry in entries):
+        # Else it may be of gradients that were clipped.
+        scaler._note_norm(optimizers, norm, order)
     return norm
 
 
@@ -198,23 +206,31 @@ def _limit(max_norm: object) -> float:
 
 def _number(name: str, value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, Real):
-        raise TypeError(f"{name} must be a number, got {type(value).__name__}")
+        raise TypeError(f"{name} must be a Python number, got {type(value).__name__}")
     return float(value)
 
 
 def _optimizers(optimizer: object) -> list[Any]:
     """The optimizers of a call: one, or a list or tuple of them."""
-    given = optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]
+    given: Any = optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]
     if not given:
         raise ValueError("the list of optimizers is empty")
     for each in given:
         if not hasattr(each, "param_groups"):
             raise TypeError(
                 "the norm is taken of an optimizer's gradients, or of those of a list of "
-                f"optimizers; got {type(each).__name__}, which has no param_groups"
+                f"optimizers, not of parameters; got {type(each).__name__}, which has no "
+                "param_groups"
             )
     if len({id(each) for each in given}) < len(given):
         raise ValueError("the same optimizer is given twice")
+    if len(given) > 1:
+        params = [p for each in given for group in each.param_groups for p in group["params"]]
+        if len({id(param) for param in params}) < len(params):
+            raise ValueError(
+                "two of the optimizers have a parameter in common, whose gradient would be "
+                "unscaled twice"
+            )
     return list(given)
 
 
@@ -227,13 +243,13 @@ def _require_ready(scaler: GradScaler, optimizer: object) -> None:
                 "unscale_() has already been called on this optimizer since the last update()."
             ),
             "clip_grad_norm_() unscales by itself: call it once, and in place of unscale_(). "
-            f"The optimizer is a {type(optimizer).__name__}.",
+            f"The optimizer: {type(optimizer).__name__}. {ONCE}",
         )
     if stage is OptState.STEPPED:
         raise add_note(
             RuntimeError("unscale_() is being called after step()."),
             "clip_grad_norm_() unscales, so it comes before step(). "
-            f"The optimizer is a {type(optimizer).__name__}.",
+            f"The optimizer: {type(optimizer).__name__}. {ONCE}",
         )
 
 
@@ -288,7 +304,7 @@ def _collected(
         allow_fp16=allow_fp16,
         writes=writes,
         devices=scaler._kernels().devices,
-        coalesce=True,
+        clips=True,
     )
 
 

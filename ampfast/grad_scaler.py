@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
@@ -20,7 +21,7 @@ from ampfast.backends import aten, native
 from ampfast.capture import refuse_capture
 from ampfast.gradient_reports import GradientHealth, OverflowReport
 from ampfast.last_checks import LastChecks
-from ampfast.notes import add_note, warn_caller
+from ampfast.notes import ONCE, add_note, warn_caller
 from ampfast.optimizers import lacks_momentum, no_inf_checks, takes_grad_scaler
 from ampfast.report import History, ScalerStats
 from ampfast.scale_state import ScalePolicy, ScaleState
@@ -58,20 +59,23 @@ class GradScaler(TorchGradScaler):
         growth_factor: Factor of growth, above 1.
         backoff_factor: Factor after an overflow, below 1.
         growth_interval: Iterations without overflow before the scale grows; below 1: never.
-        enabled: If False, every method is a no-op and `step` calls the optimizer's.
+        enabled: If False, every method is a no-op, `step` calls the optimizer's, `clip_grad_norm_`
+            clips as torch's function does, in place, and `grad_norm` measures.
         backend: "triton", "cuda", "cpu" or "aten" for the devices that it serves; None for
             `AMPFAST_BACKEND`, else the best there is.
         allow_fp16: Whether float16 gradients may be unscaled; torch always refuses.
         min_scale: What the scale never goes below when it backs off. It and `max_scale` hold for
-            what the scaler does, not for a scale that is set.
+            what the scaler does; a scale that is set beyond them is left until it comes within.
         max_scale: What the scale never goes above when it grows.
         on_min_scale: "ignore", "warn" or "raise" FloatingPointError, from `update` and `stats`,
             when a step is skipped with the scale at its minimum. On a GPU nothing waits for that
             knowledge, so that it may come one step late.
-        hysteresis: The scale backs off from this overflow on, as in Megatron-LM.
+        hysteresis: The scale backs off from this overflow since the refill on, at every one, as in
+            Megatron-LM.
         hysteresis_refill: When the overflows are counted from 0 again: when the scale's "growth" is
             due, as in Megatron-LM, or after a "finite_step", as in apex.
-        dynamic: If False, the scale stays: `growth_interval` is 0 and `backoff_factor` 1.
+        dynamic: If False, the scale stays: `growth_interval` is 0 and `backoff_factor` 1, whatever
+            is given for them.
         track: What is noted of each parameter while its gradient is read: "overflow" for
             `overflow_report`, "health" for `health`, too; None for nothing.
 
@@ -216,14 +220,10 @@ class GradScaler(TorchGradScaler):
                     AssertionError("No inf checks were recorded prior to update."),
                     "Neither step() nor unscale_() found a gradient since the last update().",
                 )
-            update = self._scale_update(scale, growth_tracker, flags)
-            if update is not None:
-                update.apply()
-                update.bump_version()
-            else:
-                self._update_with_torch(scale, growth_tracker, flags)
+            self._update(scale, growth_tracker, flags)
         self._end_iteration()
-        self._kept().heed_minimum()
+        if new_scale is None:
+            self._kept().heed_minimum()
 
     @_not_compiled
     def step_and_update(self, *optimizers: torch.optim.Optimizer) -> list[float | None]:
@@ -275,7 +275,7 @@ class GradScaler(TorchGradScaler):
     @_not_compiled
     def clip_grad_norm_(
         self,
-        optimizer: torch.optim.Optimizer | Iterable[torch.optim.Optimizer],
+        optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
         max_norm: float,
         norm_type: float = 2.0,
         *,
@@ -285,20 +285,21 @@ class GradScaler(TorchGradScaler):
 
         It takes the place of `unscale_` and `torch.nn.utils.clip_grad_norm_`: the norm comes with
         the check, in one read, and then what unscaling would write is multiplied by
-        min(1, max_norm / (norm + 1e-6)), in one pass. A norm that is not finite needs no
+        min(1, max_norm / (norm + 1e-6)), in one pass. Gradients are checked here: what is written
+        to them later is not. A norm that is not finite needs no
         `error_if_nonfinite`: its step is skipped, unless finite gradients are so large that only
         their norm overflows, which makes them 0, as in torch.
 
         Args:
             optimizer: One, or a list or tuple of them whose gradients are clipped by their joint
-                norm. Anything with `param_groups`.
+                norm; if one must be skipped, all are. Anything with `param_groups`.
             max_norm: At least 0; infinity leaves the gradients at what `unscale_` writes.
             norm_type: Above 0; "inf" for the largest magnitude. Others than 2 and infinity are
                 taken by torch's ops.
             in_place: If False, the gradients stay scaled and unclipped: an optimizer that takes
                 `grad_scale` gets scale / coefficient for it, times its own, and its gradients are
-                only read. One with the older `grad_scaler` keyword is clipped in place all the
-                same.
+                only read; they count as 0 where that overflows float32. One with the older
+                `grad_scaler` keyword is clipped in place all the same.
 
         Returns:
             The norm before clipping: a new 0-dim tensor on the device of the first gradients,
@@ -320,10 +321,12 @@ class GradScaler(TorchGradScaler):
     @_not_compiled
     def grad_norm(
         self,
-        optimizer: torch.optim.Optimizer | Iterable[torch.optim.Optimizer],
+        optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
         norm_type: float = 2.0,
     ) -> Tensor:
         """Returns the total norm of the unscaled gradients, which it only reads; no host sync.
+
+        Sparse gradients are coalesced.
 
         Args:
             optimizer: As for `clip_grad_norm_`; unscaled already or not.
@@ -468,8 +471,9 @@ class GradScaler(TorchGradScaler):
 
         Raises:
             RuntimeError: If the checkpoint is of a disabled scaler.
-            ValueError: If it is of a scaler with other limits or hysteresis, or of a scale that
-                changes where this one is static. Nothing is loaded then.
+            ValueError: If it is of a scaler with other limits or hysteresis, its scale is beyond
+                this one's limits, or only one of the two is static. As with torch, a scaler
+                without limits and hysteresis becomes static. Nothing is loaded then.
         """
         kept = self._kept()
         tracker = kept.policy.hysteresis
@@ -480,17 +484,27 @@ class GradScaler(TorchGradScaler):
                     f"growth_interval {state_dict.get('growth_interval')}, backoff_factor "
                     f"{state_dict.get('backoff_factor')}"
                 )
-            if "ampfast" in state_dict:
+            if state_dict and "ampfast" in state_dict:
                 tracker = kept.policy.tracker_of(state_dict["ampfast"])
+            if state_dict and not kept.policy.is_torchs:
+                kept.policy.require_within(state_dict["scale"], "the checkpoint's scale")
+                if _is_static(state_dict):
+                    raise ValueError(
+                        "the checkpoint's scale is static, but this scaler was made with limits or "
+                        "hysteresis, which are for one that changes"
+                    )
         super().load_state_dict(state_dict)
         if self._enabled:
             kept.set_hysteresis_tracker(tracker)
+            kept.forget_minimum()
 
     def __getstate__(self) -> dict[str, Any]:
         state = super().__getstate__()
         # Of this process: weak references, and what its backends can.
         for name in ("_last_checks", "_choice", "_norms", "_tracking"):
             state.pop(name, None)
+        # A shallow copy of a scaler counts by itself, too.
+        state["_scale_state"] = copy.deepcopy(self._scale_state)
         return state
 
     def _unscale_grads_(
@@ -560,10 +574,10 @@ class GradScaler(TorchGradScaler):
                 RuntimeError(
                     "unscale_() has already been called on this optimizer since the last update()."
                 ),
-                _ONCE,
+                f"clip_grad_norm_() unscales, too. {ONCE}",
             )
         if state["stage"] is OptState.STEPPED:
-            raise RuntimeError("unscale_() is being called after step().")
+            raise add_note(RuntimeError("unscale_() is being called after step()."), ONCE)
         if self._overrides(_UNSCALE):
             inv_scale = gradients.inverse(scale)
             found_inf = torch.full((), 0.0, dtype=torch.float32, device=scale.device)
@@ -600,7 +614,7 @@ class GradScaler(TorchGradScaler):
         state = self._per_optimizer_states[id(optimizer)]
         if state["stage"] is OptState.STEPPED:
             raise add_note(
-                RuntimeError("step() has already been called since the last update()."), _ONCE
+                RuntimeError("step() has already been called since the last update()."), ONCE
             )
 
         if getattr(optimizer, "_step_supports_amp_scaling", False):
@@ -734,7 +748,7 @@ class GradScaler(TorchGradScaler):
         state = self._per_optimizer_states.get(id(optimizer))
         is_scaled = state is None or state["stage"] is OptState.READY
         steps = self._kept().on(scale.device)
-        return self._notes().start(optimizer, grads.parameters, scale, steps, measures=is_scaled)
+        return self._notes().start(optimizer, grads.identity, scale, steps, measures=is_scaled)
 
     def _notes(self) -> tracking.Tracking:
         if self._tracking is None:
@@ -780,55 +794,69 @@ class GradScaler(TorchGradScaler):
         before, flags = scale.detach().clone(), self._flags_besides(None, scale.device)
         super().update(new_scale)
         if flags:
+            self._update(before, growth_tracker.clone(), flags, native.Factors(1.0, 1.0, 0))
+        self._kept().forget_minimum()
+
+    def _update(
+        self,
+        scale: Tensor,
+        growth_tracker: Tensor,
+        flags: list[Tensor],
+        factors: native.Factors | None = None,
+    ) -> None:
+        """Updates the scale by itself."""
+        update = self._scale_update(scale, growth_tracker, flags, factors)
+        if update is not None:
+            update.apply()
+            update.bump_version()
+        else:
+            first, *others = flags
+            # Out of place: a flag that was handed out stays as it is.
+            found_inf = sum(others, start=first)
+            kept, norm = self._kept().on(scale.device), self._norm_of_iteration(scale.device)
             aten.update_scale_(
-                *(before, growth_tracker.clone(), aten.any_found(flags, before.device)),
-                *(1.0, 1.0, 0),
-                self._kept().on(before.device),
-                self._norm_of_iteration(before.device),
+                *(scale, growth_tracker, found_inf), *(factors or self._factors()), kept, norm
             )
 
+    def _factors(self) -> native.Factors:
+        return native.Factors(self._growth_factor, self._backoff_factor, self._growth_interval)
+
     def _scale_update(
-        self, scale: Tensor, growth_tracker: Tensor, flags: list[Tensor]
+        self,
+        scale: Tensor,
+        growth_tracker: Tensor,
+        flags: list[Tensor],
+        factors: native.Factors | None = None,
     ) -> backends.Update | None:
         """The update as the kernels do it, or None where torch's own op must."""
         kernels = self._kernels().kernels_for(scale.device)
-        factors = native.Factors(self._growth_factor, self._backoff_factor, self._growth_interval)
+        factors = factors or self._factors()
         if kernels is None or type(factors.growth_interval) is not int:
             return None
         if not all(isinstance(factor, (int, float)) for factor in factors):
             return None
         kept = self._kept().on(scale.device)
-        norm = self._norm_of_iteration(scale.device)
+        norm = self._norm_of_iteration(scale.device) if self._norms else None
         return kernels.scale_update(scale, growth_tracker, flags, factors, kept, norm)
 
-    def _update_with_torch(
-        self, scale: Tensor, growth_tracker: Tensor, flags: Iterable[Tensor]
-    ) -> None:
-        first, *others = flags
-        aten.update_scale_(
-            scale,
-            growth_tracker,
-            # Out of place: a flag that was handed out stays as it is.
-            sum(others, start=first),
-            self._growth_factor,
-            self._backoff_factor,
-            self._growth_interval,
-            self._kept().on(scale.device),
-            self._norm_of_iteration(scale.device),
-        )
-
     def _note_norm(self, optimizers: Sequence[object], norm: Tensor, norm_type: float) -> None:
-        """Remembers the norm of these optimizers' gradients for the history of this iteration."""
+        """Remembers the norm of these optimizers' gradients for the history of this iteration.
+
+        What was taken of others together with them stays.
+        """
         names = frozenset(map(id, optimizers))
-        before = {} if self._norms is None else self._norms
-        kept = {others: entry for others, entry in before.items() if not names & others}
-        self._norms = {**kept, names: (norm, norm_type)}
+        before = self._norms or {}
+        if not any(names < others for others in before):
+            kept = {others: entry for others, entry in before.items() if not names & others}
+            self._norms = {**kept, names: (norm, norm_type)}
 
     def _norm_of_iteration(self, device: torch.device) -> Tensor | None:
         """The norm of all gradients whose norm was taken, if all norms are of one type."""
-        norms = list((self._norms or {}).values())
-        norm_type = norms[0][1] if norms else 0.0
-        if not norms or any(other != norm_type for _, other in norms):
+        if not self._norms:
+            return None
+        norms = list(self._norms.values())
+        norm_type = norms[0][1]
+        if any(other != norm_type for _, other in norms):
             return None
         parts = [aten.moved(norm.detach(), device).float().reshape(()) for norm, _ in norms]
         if len(parts) == 1:
@@ -863,8 +891,9 @@ class GradScaler(TorchGradScaler):
 
 
 def _is_static(state_dict: dict[str, Any]) -> bool:
-    interval, factor = (state_dict.get(name) for name in ("growth_interval", "backoff_factor"))
-    return not state_dict or (interval == 0 and factor == 1.0)
+    if not state_dict:
+        return True  # which torch refuses
+    return state_dict.get("growth_interval") == 0 and state_dict.get("backoff_factor") == 1.0
 
 
 def _original(*names: str) -> dict[str, Callable[..., Any]]:
@@ -889,4 +918,3 @@ _HOST_DECIDES = (
     "a step that the host may skip",
     "take an optimizer with fused=True, which decides on the device",
 )
-_ONCE = "An iteration ends with update(), after the steps of all optimizers: is the call missing?"

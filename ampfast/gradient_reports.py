@@ -64,9 +64,13 @@ class OverflowReport:
         rows = [
             (p.name, _label(p), p.kind, str(p.infinities), str(p.nans)) for p in self.parameters
         ]
-        earlier = len(self.totals) - count
-        also = [f"{earlier} more had been in earlier steps."] if earlier else []
-        lines = [f"In step {self.step}, {what} not finite.", *_table(titles, rows), *also]
+        lines = [f"In step {self.step}, {what} not finite.", *_table(titles, rows)]
+        before = sorted(
+            (p for p in self.totals if p.step != self.step), key=lambda p: -p.infinities - p.nans
+        )
+        if before:
+            told = [(p.name, _label(p), p.kind, str(p.infinities), str(p.nans)) for p in before]
+            lines += ["", "In earlier steps only:", *_table(titles, told)]
         return "\n".join(lines)
 
 
@@ -81,8 +85,10 @@ class ParameterHealth:
         group: The place of its group in the optimizer.
         index: Its place in the group.
         elements: How many there are; of complex values the parts count by themselves.
-        zeros: How many are zero.
-        vanishing: How many are not, but below 2^-24: less than float16's smallest subnormal.
+        zeros: How many are zero. What a float16 layer lost to underflow is zero already: a share
+            that grows as the scale falls is underflow.
+        vanishing: How many are not, but below 2^-24, float16's smallest subnormal; seen only where
+            a gradient was computed in another type.
         subnormal: How many are not, but below 2^-14: where float16 loses digits. These include
             the vanishing.
         overflowing: How many are above 65504, infinities and NaN among them.
@@ -142,10 +148,14 @@ class GradientHealth:
     parameters: tuple[ParameterHealth, ...]
 
     def worst_first(self) -> list[ParameterHealth]:
-        """Returns the parameters: what overflows before what vanishes before what loses digits."""
+        """Returns the parameters: what overflows before what is lost before what loses digits."""
         return sorted(
             self.parameters,
-            key=lambda p: (-p.overflowing_share, -p.vanishing_share, -p.subnormal_share),
+            key=lambda p: (
+                -p.overflowing_share,
+                -p.vanishing_share - p.zero_share,
+                -p.subnormal_share,
+            ),
         )
 
     def __str__(self) -> str:

@@ -39,12 +39,14 @@ class Gradients:
             or on a device without kernels.
         numbers: Those of the parameters whose gradients were set aside, likewise.
         parameters: How many there are, with gradient or without.
+        identity: A number that other parameters, or these in another order, do not have.
     """
 
     lists: list[native.GradList]
     set_aside: dict[torch.device, list[Tensor]]
     numbers: dict[torch.device, list[int]] = field(default_factory=dict)
     parameters: int = 0
+    identity: int = 0
 
 
 def collect(
@@ -53,7 +55,7 @@ def collect(
     allow_fp16: bool,
     writes: bool,
     devices: int,
-    coalesce: bool = False,
+    clips: bool = False,
 ) -> Gradients:
     """Reads the gradients of an optimizer's parameters, in order.
 
@@ -62,13 +64,16 @@ def collect(
         allow_fp16: Whether float16 gradients are accepted.
         writes: Whether the gradients are about to be written.
         devices: The device types with kernels, as `backends.Choice.devices` gives them.
-        coalesce: Whether sparse gradients are replaced by coalesced ones, as a norm needs them.
+        clips: Whether their norm is taken, for which sparse gradients are replaced by coalesced
+            ones, and what is written bumps versions, as torch's clipping does.
 
     Raises:
         AssertionError: If a parameter is not a tensor.
         ValueError: If a gradient is float16 and `allow_fp16` is false.
     """
-    lists, irregular, refused, count = native.walk(param_groups, allow_fp16, writes, devices)
+    lists, irregular, refused, count, identity = native.walk(
+        param_groups, allow_fp16, writes, devices, clips and writes
+    )
     if refused is not None:
         raise _refusal(*refused)
     set_aside: dict[torch.device, list[Tensor]] = {}
@@ -76,10 +81,10 @@ def collect(
     if irregular:
         with torch.no_grad():
             for param, grad, number in irregular:
-                values = _values_of(param, grad, coalesce)
+                values = _values_of(param, grad, clips)
                 set_aside.setdefault(values.device, []).append(values)
                 numbers.setdefault(values.device, []).append(number)
-    return Gradients(lists, set_aside, numbers, count)
+    return Gradients(lists, set_aside, numbers, count, identity)
 
 
 def of_list(tensors: list[Tensor], device: torch.device) -> Gradients:
@@ -191,12 +196,14 @@ def norms(
 ) -> tuple[dict[torch.device, Tensor], list[Tensor]]:
     """Takes norms of the unscaled values and checks them, in one read of what kernels take.
 
+    Nothing is written.
+
     Args:
         gradients: The gradients; sparse ones must be coalesced.
         factor: As for `unscale_`, or None where the gradients are unscaled already.
         choice: The kernels.
         is_scale: As for `unscale_`.
-        writes: Whether what is set aside is unscaled in place; the rest is only read.
+        writes: Whether they will be written: then what torch refuses to unscale is refused here.
         tracks: Where the pass notes what it sees of each parameter.
 
     Returns:
@@ -212,14 +219,11 @@ def norms(
         track = None if tracks is None else tracks(device)
         if track is not None:
             aten.measure_(track, gradients.numbers[device], tensors)
-        if factor is not None and writes:
-            aten.unscale_(tensors, inv_scale, flags[device])
-            rows.append(aten.norms(tensors))
-        else:
-            rows.append(aten.norms(tensors, inv_scale))
+        if writes:
+            aten.check_(tensors, flags[device])
+        rows.append(aten.norms(tensors, inv_scale))
         if track is not None:
-            is_done = factor is None or writes
-            divisor = None if is_done else inv_scale.reciprocal()
+            divisor = None if inv_scale is None else inv_scale.reciprocal()
             aten.mark_(track, gradients.numbers[device], tensors, divisor)
         flags[device].masked_fill_(~rows[-1][1].isfinite(), 1.0)
     for grads in gradients.lists:
@@ -247,7 +251,7 @@ def clip_(
     choice: Choice,
     is_scale: bool,
 ) -> None:
-    """Unscales in place and multiplies by a coefficient; what is set aside is unscaled already.
+    """Unscales in place and multiplies by a coefficient.
 
     Args:
         gradients: Those of which `norms` were taken.
@@ -258,6 +262,9 @@ def clip_(
     """
     factors, coefficients = _Copies(factor), _Copies(coefficient)
     for device, tensors in gradients.set_aside.items():
+        if factor is not None:
+            inv_scale = inverse(factors.on(device)) if is_scale else factors.on(device)
+            aten.unscale_(tensors, inv_scale, _new_flag(None, device))
         aten.multiply_(tensors, coefficients.on(device))
     for grads in gradients.lists:
         device = grads.device

@@ -4,7 +4,9 @@ import sys
 import warnings
 from typing import TypeVar
 
-__all__ = ["add_note", "warn_caller"]
+__all__ = ["ONCE", "add_note", "warn_caller"]
+
+ONCE = "An iteration ends with update(), after the steps of all optimizers: is the call missing?"
 
 AnyError = TypeVar("AnyError", bound=BaseException)
 

@@ -33,8 +33,8 @@ class ScalerStats:
     Attributes:
         steps: How many there were.
         skipped: Those in which some optimizer's gradients were not all finite.
-        growths: Those that raised the scale.
-        backoffs: Those that lowered it.
+        growths: Those whose update raised the scale.
+        backoffs: Those whose update lowered it.
         consecutive_skips: How many were skipped in a row, up to the last one.
         scale: The scale now.
         growth_tracker: Steps without overflow since the scale last changed.
@@ -57,7 +57,8 @@ class History:
         step: int64, the number of the step, from 0.
         scale: float32, the scale that the step was taken with.
         skipped: bool, whether some optimizer's gradients were not all finite.
-        grad_norm: float32, the unscaled norm of the gradients; NaN where none was taken.
+        grad_norm: float32, the norm of the unscaled gradients, before they were clipped; of several
+            optimizers together, if all norms are of one type. NaN where none was taken.
         has_norm: bool, whether one was taken.
     """
 
@@ -112,18 +113,22 @@ def plot(history: History, path: str | os.PathLike[str] | None = None) -> Any:
     Raises:
         ImportError: If matplotlib is missing.
         TypeError: If `history` is something else.
+        ValueError: If there was no step.
     """
     if not isinstance(history, History):
         raise TypeError(
             f"history must be what scaler.history() returns, got {type(history).__name__}"
         )
+    if not len(history):
+        raise ValueError("there is nothing to draw: no step was taken")
     figure_module = _matplotlib("figure")
     with_norm = bool(history.has_norm.any())
     figure = figure_module.Figure(figsize=(8, 5 if with_norm else 3), layout="constrained")
     panels = figure.subplots(2 if with_norm else 1, sharex=True, squeeze=False)[:, 0]
     steps, scale = history.step.tolist(), history.scale
-    panels[0].step(steps, scale.tolist(), where="post", color="tab:blue", label="scale")
-    panels[0].set_yscale("log", base=2)
+    panels[0].step(steps, scale.tolist(), where="post", color="tab:blue", **_POINTS, label="scale")
+    if bool((scale > 0).any()):
+        panels[0].set_yscale("log", base=2)
     panels[0].set_ylabel("scale")
     skipped = history.skipped
     panels[0].plot(
@@ -136,10 +141,22 @@ def plot(history: History, path: str | os.PathLike[str] | None = None) -> Any:
     )
     panels[0].legend(loc="best")
     if with_norm:
-        shown = history.has_norm & history.grad_norm.isfinite()
-        norms = history.grad_norm[shown]
-        panels[1].plot(history.step[shown].tolist(), norms.tolist(), color="tab:green")
-        if bool((norms > 0).any()):
+        taken = history.has_norm
+        norms = history.grad_norm[taken]
+        # The line has a gap where a norm is not finite, and a cross above it.
+        lost = ~norms.isfinite()
+        line = norms.masked_fill(lost, math.nan).tolist()
+        panels[1].plot(history.step[taken].tolist(), line, color="tab:green", **_POINTS)
+        panels[1].plot(
+            history.step[taken][lost].tolist(),
+            [1.0] * int(lost.sum()),
+            transform=panels[1].get_xaxis_transform(),
+            clip_on=False,
+            linestyle="none",
+            marker="x",
+            color="tab:red",
+        )
+        if bool((norms[~lost] > 0).any()):
             panels[1].set_yscale("log")
         panels[1].set_ylabel("gradient norm")
     panels[-1].set_xlabel("step")
@@ -155,7 +172,7 @@ def plot_health(health: GradientHealth, path: str | os.PathLike[str] | None = No
 
     A bar goes from the smallest magnitude that is not zero to the largest, as exponents of 2. The
     range of float16's normal numbers is shaded, that of its subnormal ones lighter. What is
-    infinite or NaN is a cross at the right edge.
+    infinite or NaN is a cross at the right edge, a gradient that is all zero a circle at the left.
 
     Args:
         health: What `GradScaler.health()` returned.
@@ -184,12 +201,15 @@ def plot_health(health: GradientHealth, path: str | os.PathLike[str] | None = No
     panel.axvspan(_HALF_SUBNORMAL, _HALF_NORMAL, color="tab:green", alpha=0.1, lw=0)
     panel.axvspan(_HALF_NORMAL, _HALF_END, color="tab:green", alpha=0.25, lw=0)
     for place, (row, bar) in enumerate(zip(rows, bars, strict=True)):
-        fits = not (row.vanishing or row.overflowing)
+        fits = not (row.vanishing or row.overflowing or row.zero_share >= 0.5)
         color = "tab:blue" if fits else "tab:red" if row.overflowing else "tab:orange"
         if bar:
             # A single magnitude is a bar as well.
             low, high = bar
             panel.barh(place, max(high - low, 0.3), left=low, height=0.7, color=color)
+        if row.zeros == row.elements:
+            circle = {"marker": "o", "fillstyle": "none", "color": "tab:orange"}
+            panel.plot([left + 0.5], [place], clip_on=False, **circle)
         if not math.isfinite(row.scaled_maximum):
             panel.plot([right - 0.5], [place], marker="x", color="tab:red", clip_on=False)
     panel.set_xlim(left, right)
@@ -200,7 +220,7 @@ def plot_health(health: GradientHealth, path: str | os.PathLike[str] | None = No
     panel.set_yticks(list(shown), [_shortened(rows[place].name) for place in shown], fontsize=7)
     panel.set_xlabel("exponent of 2 of the scaled gradients (float16: shaded; subnormal: lighter)")
     panel.set_title(
-        "magnitudes by parameter: blue fits float16, orange vanishes in part, red overflows",
+        "magnitudes by parameter: orange vanishes in part or is half zero, red overflows float16",
         fontsize=9,
     )
     panel.grid(axis="x", alpha=0.3)
@@ -208,6 +228,9 @@ def plot_health(health: GradientHealth, path: str | os.PathLike[str] | None = No
         figure.savefig(path)
     return figure
 
+
+# So that a single point is seen, too.
+_POINTS = {"marker": ".", "markersize": 4}
 
 # Exponents of float16: its smallest subnormal, its smallest normal, and what is beyond its largest.
 _HALF_SUBNORMAL = -24

@@ -44,7 +44,7 @@ class ScalePolicy:
             raise ValueError(f"min_scale must not be above max_scale, got {least} and {most}")
         if isinstance(self.hysteresis, bool) or not isinstance(self.hysteresis, int):
             raise TypeError(f"hysteresis must be an int, got {type(self.hysteresis).__name__}")
-        if self.hysteresis < 1:
+        if not 1 <= self.hysteresis < 2**31:
             raise ValueError(f"hysteresis must be at least 1, got {self.hysteresis}")
         if self.hysteresis_refill not in _REFILLS:
             raise ValueError(
@@ -57,12 +57,12 @@ class ScalePolicy:
         """Whether it changes nothing."""
         return self == ScalePolicy()
 
-    def require_within(self, init_scale: float) -> None:
+    def require_within(self, init_scale: float, name: str = "init_scale") -> None:
         """Raises ValueError unless a scale can start there."""
-        too_low = self.min_scale is not None and init_scale < self.min_scale
-        if too_low or (self.max_scale is not None and init_scale > self.max_scale):
+        low_enough = self.max_scale is None or init_scale <= self.max_scale
+        if not low_enough or not (self.min_scale is None or init_scale >= self.min_scale):
             raise ValueError(
-                f"init_scale must be from min_scale to max_scale, got {init_scale} with "
+                f"{name} must be from min_scale to max_scale, got {init_scale} with "
                 f"min_scale={self.min_scale} and max_scale={self.max_scale}"
             )
 
@@ -94,7 +94,8 @@ class ScalePolicy:
                 "this scaler's"
             )
         tracker = saved["hysteresis_tracker"]
-        if isinstance(tracker, bool) or not isinstance(tracker, int) or tracker > self.hysteresis:
+        is_int = isinstance(tracker, int) and not isinstance(tracker, bool)
+        if not is_int or not -(2**31) < tracker <= self.hysteresis:
             raise ValueError(
                 f"the checkpoint's hysteresis_tracker must be an int of at most "
                 f"{self.hysteresis}, got {tracker!r}"
@@ -180,6 +181,13 @@ class ScaleState:
         if self.words is not None:
             self.words[layout.TOLERATED] = self._tolerated
 
+    def forget_minimum(self) -> None:
+        """Begins anew with a scale that was set: what was skipped before it says nothing."""
+        if self._watch is not None:
+            self._watch = _MinimumWatch(self._watch.raises)
+            if self.words is not None:
+                self.words[layout.SKIPS_AT_MINIMUM] = 0
+
     def heed_minimum(self) -> None:
         """Warns or raises if steps are skipped with a scale that cannot get smaller; no host sync.
 
@@ -193,8 +201,19 @@ class ScaleState:
     def __getstate__(self) -> dict[str, Any]:
         state = self.__dict__.copy()
         if self.words is not None:
-            state["words"] = self.words.cpu()
+            # Numbers, those that are in use: a tensor would be shared with other processes.
+            words = self.words.tolist()
+            steps = min(words[layout.STEPS], layout.RING_STEPS)
+            state["words"] = words[: layout.RING + steps * layout.RING_WORDS]
         return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        if self.words is not None:
+            given, self.words = state["words"], None
+            with torch.inference_mode(False):
+                self.words = self._new_words()
+                self.words[: len(given)] = torch.tensor(given, dtype=torch.int64, device="cpu")
 
     def _new_words(self) -> Tensor:
         words = torch.zeros(layout.STATE_WORDS, dtype=torch.int64, device="cpu")
@@ -212,8 +231,9 @@ class _MinimumWatch:
     """Brings the counters to the host without waiting for them, and says what they mean."""
 
     def __init__(self, raises: bool) -> None:
-        self._raises = raises
+        self.raises = raises
         self._told = 0
+        self._raised_at = 0
         self._on_its_way: tuple[Tensor, torch.cuda.Event] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -243,15 +263,22 @@ class _MinimumWatch:
         skips = counters[layout.CONSECUTIVE_SKIPS]
         text = (
             f"The scale is at its minimum, {policy.min_scale}, and {skips} "
-            f"{'step was' if skips == 1 else 'steps in a row were'} skipped: the gradients are "
-            "not finite for another reason than the scale. Look for NaN in the model or its input."
+            f"{'step was' if skips == 1 else 'steps in a row were'} skipped: it cannot go lower. "
+            "Either that is too high for these gradients, or the model or its input gives NaN or "
+            "infinity at any scale."
         )
-        if self._raises:
-            raise FloatingPointError(text)
+        if self.raises:
+            if counters[layout.STEPS] > self._raised_at:
+                self._raised_at = counters[layout.STEPS]
+                raise FloatingPointError(text)
+            return
         if skips >= 2 * self._told:
             self._told = skips
             warn_caller(text)
 
 
 def _float32(value: float) -> float:
-    return torch.tensor(value, dtype=torch.float32, device="cpu").item()
+    try:
+        return torch.tensor(value, dtype=torch.float32, device="cpu").item()
+    except OverflowError:  # an int beyond all floats
+        return math.inf

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable, Iterator
+import weakref
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -69,25 +70,47 @@ def named(model: torch.nn.Module | Iterable[tuple[str, Tensor]]) -> list[tuple[s
     return list(found.items())
 
 
+@dataclass(frozen=True)
+class _Place:
+    """Where a parameter stood when it was last looked at."""
+
+    parameter: Callable[[], object]
+    group: int
+    index: int
+
+
 @dataclass
 class _Record:
     """What is noted of the parameters of one optimizer, by device."""
 
-    parameters: int
+    identity: int
+    places: list[_Place]
     marks: dict[torch.device, Tensor] = field(default_factory=dict)
     # A row for each parameter, and one more that begins with the scale as float32 bits.
     health: dict[torch.device, Tensor] = field(default_factory=dict)
     # Where that stands, and zero for all that is elsewhere.
     scale_at: dict[torch.device, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
-    def grow(self, parameters: int) -> None:
-        """Makes room for parameters that were added at the end; fewer are other ones."""
-        kept = self.marks if parameters > self.parameters else {}
-        self.parameters = parameters
+    @property
+    def parameters(self) -> int:
+        return len(self.places)
+
+    def move(self, identity: int, places: list[_Place]) -> None:
+        """Takes other parameters, or these in other places, whose counts go along."""
+        rows = {id(place.parameter()): row for row, place in enumerate(self.places)}
+        rows.pop(id(None), None)
+        pairs = [
+            (rows[id(place.parameter())], row)
+            for row, place in enumerate(places)
+            if id(place.parameter()) in rows
+        ]
+        before, self.marks = self.marks, {}
+        self.identity, self.places = identity, places
         self.health, self.scale_at = {}, {}
-        self.marks = {}
-        for device, marks in kept.items():
-            self.marks_on(device)[: len(marks)].copy_(marks)
+        for device, marks in before.items():
+            if pairs:
+                old, new = torch.tensor(pairs, device=device).unbind(1)
+                self.marks_on(device).index_copy_(0, new, marks[old])
 
     def marks_on(self, device: torch.device) -> Tensor:
         if device not in self.marks:
@@ -134,13 +157,13 @@ class Tracking:
             self._has_names = True
 
     def start(
-        self, optimizer: object, parameters: int, scale: Tensor, steps: Tensor, *, measures: bool
+        self, optimizer: Any, identity: int, scale: Tensor, steps: Tensor, *, measures: bool
     ) -> _Tracks:
         """Begins a pass over an optimizer's gradients.
 
         Args:
             optimizer: Which.
-            parameters: How many it has, with gradient or without.
+            identity: That of its parameters, as `gradients.Gradients` has it.
             scale: One-element, that of the gradients.
             steps: int64, whose first element is how many updates were completed.
             measures: Whether the gradients are still scaled, so that their range is of interest.
@@ -148,10 +171,10 @@ class Tracking:
         self._has_looked = True
         record = self._records.get(optimizer)
         if record is None:
-            record = _Record(parameters)
-        elif record.parameters != parameters:
-            refuse_capture("a new number of parameters")
-            record.grow(parameters)
+            record = _Record(identity, _places(optimizer))
+        elif record.identity != identity:
+            refuse_capture("other parameters than before")
+            record.move(identity, _places(optimizer))
         self._records.record(optimizer, record)
         tracks = _Tracks(record, steps[:1], self._health and measures)
         if tracks.measures:
@@ -168,12 +191,13 @@ class Tracking:
     def overflow_report(self) -> OverflowReport:
         """Reads the marks of all optimizers, with one host sync."""
         records = list(self._records)
+        self._require_names([optimizer for optimizer, _ in records])
         marks = _on_host([list(record.marks.values()) for _, record in records])
         totals = []
-        for number, ((optimizer, _), devices) in enumerate(zip(records, marks, strict=True)):
+        for number, ((optimizer, record), devices) in enumerate(zip(records, marks, strict=True)):
             by_parameter = zip(*devices, strict=True)
-            # Parameters that were added since have no row yet, and those that went no place.
-            for place, rows in zip(self._places(number, optimizer), by_parameter, strict=False):
+            places = self._told(number, optimizer, record)
+            for place, rows in zip(places, by_parameter, strict=False):
                 last, last_nan = (max(row[i] for row in rows) for i in (0, 1))
                 times, nans = (sum(row[i] for row in rows) for i in (2, 3))
                 if last:
@@ -185,34 +209,50 @@ class Tracking:
     def health(self) -> GradientHealth:
         """Reads the ranges of all optimizers' gradients, with one host sync."""
         records = list(self._records)
+        self._require_names([optimizer for optimizer, _ in records])
         ranges = _on_host([list(record.health.values()) for _, record in records])
         found = []
-        for number, ((optimizer, _), devices) in enumerate(zip(records, ranges, strict=True)):
+        for number, ((optimizer, record), devices) in enumerate(zip(records, ranges, strict=True)):
+            places = self._told(number, optimizer, record)
             scales = [_float32(rows[-1][0]) for rows in devices]
             by_parameter = zip(*(rows[:-1] for rows in devices), strict=True)
-            for place, rows in zip(self._places(number, optimizer), by_parameter, strict=False):
+            for place, rows in zip(places, by_parameter, strict=False):
                 for row, scale in zip(rows, scales, strict=True):
                     if row[0]:
                         found.append(_health_of(place, row, scale))
         return GradientHealth(tuple(found))
 
-    def _places(self, number: int, optimizer: Any) -> list[tuple[str, int, str, int, int]]:
-        """The name and place of every parameter, as it is numbered on the way through groups."""
-        kind = type(optimizer).__name__
-        places, named = [], 0
-        for group, params in enumerate(list(g["params"]) for g in optimizer.param_groups):
-            for index, param in enumerate(params):
-                name = self._names.get(param)
-                named += name is not None
-                shown = f"group {group}, parameter {index}" if name is None else name
-                places.append((shown, number, kind, group, index))
-        if places and self._has_names and not named:
+    def _require_names(self, optimizers: list[Any]) -> None:
+        """Refuses names that are all of something else; some without a name get their place."""
+        params = [p for o in optimizers for group in o.param_groups for p in group["params"]]
+        if self._has_names and params and not any(param in self._names for param in params):
             raise ValueError(
-                f"none of the {len(places)} parameters of optimizer {number} ({kind}) has a name: "
-                "give name_parameters() the model that it trains, after its parameters were "
-                "replaced or copied once more"
+                f"none of the {len(params)} parameters of the optimizers has a name: call "
+                "name_parameters() with the model that they train, and again if its parameters "
+                "were replaced"
             )
-        return places
+
+    def _told(
+        self, number: int, optimizer: object, record: _Record
+    ) -> list[tuple[str, int, str, int, int]]:
+        """The name and place of every parameter of a record."""
+        kind, told = type(optimizer).__name__, []
+        for place in record.places:
+            parameter = place.parameter()
+            name = self._names.get(parameter) if isinstance(parameter, Tensor) else None
+            if name is None:
+                name = f"group {place.group}, parameter {place.index}"
+            told.append((name, number, kind, place.group, place.index))
+        return told
+
+
+def _places(optimizer: Any) -> list[_Place]:
+    """The places of all parameters, in the order in which they are numbered."""
+    return [
+        _Place(weakref.ref(param), group, index)
+        for group, params in enumerate(list(g["params"]) for g in optimizer.param_groups)
+        for index, param in enumerate(params)
+    ]
 
 
 class _Tracks:

@@ -84,20 +84,16 @@ int64_t window_count(const Span& span, int64_t element_size) {
 // Differs, almost surely, where the lists do; what is kept is told apart by it, since comparing
 // whole lists that differ at their ends takes long.
 uint64_t fingerprint_of(const GradList& grads) {
-  constexpr uint64_t kOdd = 0x9e3779b97f4a7c15;
-  uint64_t mixed = grads.lists().size();
-  const auto mix = [&mixed](uint64_t value) {
-    mixed = (mixed ^ value) * kOdd;
-    mixed ^= mixed >> 32;
-  };
+  uint64_t hash = grads.lists().size();
   for (const DtypeList& list : grads.lists()) {
-    mix(static_cast<uint64_t>(list.dtype));
+    hash = mixed(hash, static_cast<uint64_t>(list.dtype));
     for (const Span& span : list.spans) {
-      mix(static_cast<uint64_t>(address_of(span)) + static_cast<uint64_t>(span.numel) * kOdd);
-      mix(static_cast<uint64_t>(span.parameter));
+      hash = mixed(hash, static_cast<uint64_t>(address_of(span)));
+      hash = mixed(hash, static_cast<uint64_t>(span.numel));
+      hash = mixed(hash, static_cast<uint64_t>(span.parameter));
     }
   }
-  return mixed;
+  return hash;
 }
 
 }  // namespace

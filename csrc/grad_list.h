@@ -15,6 +15,12 @@ constexpr int64_t kChunk = 16 * 1024;
 
 constexpr int64_t chunk_count(int64_t numel) { return (numel + kChunk - 1) / kChunk; }
 
+// A hash that grows value by value.
+constexpr uint64_t mixed(uint64_t hash, uint64_t value) {
+  hash = (hash ^ value) * 0x9e3779b97f4a7c15;
+  return hash ^ (hash >> 32);
+}
+
 struct Span {
   char* address;
   int64_t numel;

@@ -324,16 +324,18 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
 
   m.def(
       "walk",
-      [](const py::object& param_groups, bool allow_fp16, bool writes, uint64_t devices) {
-        Walk walk = walk_gradients(param_groups, allow_fp16, writes, devices);
+      [](const py::object& param_groups, bool allow_fp16, bool writes, uint64_t devices,
+         bool bumps_versions) {
+        Walk walk = walk_gradients(param_groups, allow_fp16, writes, bumps_versions, devices);
         py::object refused = py::none();
         if (walk.refused) {
           refused = py::make_tuple(walk.refused->group, walk.refused->index, walk.refused->param);
         }
         return py::make_tuple(py::cast(std::move(walk.lists)), py::cast(std::move(walk.set_aside)),
-                              refused, walk.parameters);
+                              refused, walk.parameters, walk.identity);
       },
-      py::arg("param_groups"), py::arg("allow_fp16"), py::arg("writes"), py::arg("devices"));
+      py::arg("param_groups"), py::arg("allow_fp16"), py::arg("writes"), py::arg("devices"),
+      py::arg("bumps_versions") = false);
   m.def("unscale_", &unscale_, py::arg("grads"), py::arg("factor"), py::arg("is_scale"),
         py::arg("found_inf") = std::nullopt, py::arg("update") = nullptr,
         py::arg("track") = std::nullopt, py::arg("coefficient") = std::nullopt);

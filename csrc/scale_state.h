@@ -84,13 +84,12 @@ AMPFAST_ELEMENT void apply(const Update& update, bool found_inf) {
     }
     const float min_scale = float_in(state[kMinScale]);
     const float max_scale = float_in(state[kMaxScale]);
-    if (next.scale != before.scale) {
-      if (max_scale > 0 && next.scale > max_scale) {
-        next.scale = max_scale;
-      }
-      if (min_scale > 0 && next.scale < min_scale) {
-        next.scale = min_scale;
-      }
+    // A scale that was set beyond them is not moved the wrong way.
+    if (next.scale > before.scale && max_scale > 0 && next.scale > max_scale) {
+      next.scale = before.scale > max_scale ? before.scale : max_scale;
+    }
+    if (next.scale < before.scale && min_scale > 0 && next.scale < min_scale) {
+      next.scale = before.scale < min_scale ? before.scale : min_scale;
     }
 
     int64_t* entry = state + kRing + state[kSteps] % kRingSteps * kRingWords;

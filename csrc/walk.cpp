@@ -63,6 +63,7 @@ void walk_group(const py::handle& params, int64_t group, bool allow_fp16, uint64
         walk.set_aside.emplace_back(param, std::move(grad), walk.parameters);
       }
     }
+    walk.identity = mixed(walk.identity, reinterpret_cast<uintptr_t>(param.ptr()));
     ++index;
     ++walk.parameters;
   }
@@ -71,7 +72,7 @@ void walk_group(const py::handle& params, int64_t group, bool allow_fp16, uint64
 }  // namespace
 
 Walk walk_gradients(const py::handle& param_groups, bool allow_fp16, bool writes,
-                    uint64_t devices) {
+                    bool bumps_versions, uint64_t devices) {
   Walk walk;
   Regular regular;
   if (is_observed()) {
@@ -94,6 +95,9 @@ Walk walk_gradients(const py::handle& param_groups, bool allow_fp16, bool writes
   }
   for (size_t i = 0; i < regular.parameters.size(); ++i) {
     const at::Tensor& grad = (*regular.tensors)[i];
+    if (bumps_versions) {
+      grad.unsafeGetTensorImpl()->bump_version();
+    }
     list_on(walk.lists, grad.device(), regular.tensors).add(grad, writes, regular.parameters[i]);
   }
   return walk;

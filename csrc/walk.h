@@ -25,14 +25,17 @@ struct Walk {
   // A parameter, its gradient, which takes torch's own op, and its number.
   std::vector<std::tuple<py::object, at::Tensor, int64_t>> set_aside;
   int64_t parameters = 0;  // with gradient or without
+  uint64_t identity = 0;   // of all of them together: other ones have another
   // The first that torch refuses; the walk ends there.
   std::optional<Place> refused;
 };
 
 // Reads `.grad` of every parameter in `param_groups`, in order. A parameter that is not a tensor is
 // refused, and, without `allow_fp16`, one whose gradient is float16. With `writes` the gradients
-// are about to be written. `devices` is the set of device types with kernels.
-Walk walk_gradients(const py::handle& param_groups, bool allow_fp16, bool writes, uint64_t devices);
+// are about to be written, with `bumps_versions` so that autograd knows. `devices` is the set of
+// device types with kernels.
+Walk walk_gradients(const py::handle& param_groups, bool allow_fp16, bool writes,
+                    bool bumps_versions, uint64_t devices);
 
 // The list of `tensors`, about to be written; nothing if one of them is not a regular tensor on
 // `device`.

@@ -55,11 +55,10 @@ class ScaleModel:
                 self.tolerated = 0
                 grown = float32(before * growth)
                 after = grown if math.isfinite(grown) else before
-        if after != before:
-            if policy.max_scale is not None:
-                after = min(after, float32(policy.max_scale))
-            if policy.min_scale is not None:
-                after = max(after, float32(policy.min_scale))
+        if after > before and policy.max_scale is not None:
+            after = min(after, max(before, float32(policy.max_scale)))
+        elif after < before and policy.min_scale is not None:
+            after = max(after, min(before, float32(policy.min_scale)))
         self.skipped += found
         self.growths += after > before
         self.backoffs += after < before

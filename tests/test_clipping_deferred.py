@@ -300,3 +300,26 @@ def test_a_first_step_of_fused_momentum_is_really_skipped() -> None:
     scaler.clip_grad_norm_(optimizer, 1.0, in_place=False)
     scaler.step(optimizer)
     assert parameter.item() == pytest.approx(0.0, abs=1e-5)
+
+
+def test_autograd_sees_that_clipping_writes() -> None:
+    for in_place in (True, False):
+        optimizer = Watched(torch.tensor([24.0, 32.0]))
+        grad = optimizer.param_groups[0]["params"][0].grad
+        weight = torch.nn.Parameter(torch.ones(2))
+        product = (weight * grad).sum()
+        started(GradScaler, 8.0).clip_grad_norm_(optimizer, 1.0, in_place=in_place)
+        if in_place:
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                product.backward()
+        else:
+            product.backward()
+
+
+def test_a_grad_scale_that_became_zero_skips() -> None:
+    optimizer = Watched(torch.zeros(2))
+    optimizer.grad_scale = 1e-46
+    scaler = started(GradScaler, 1.0)
+    scaler.clip_grad_norm_(optimizer, 1.0, in_place=False)
+    scaler.step(optimizer)
+    assert optimizer.handed[0][1].item() == 1.0

@@ -121,9 +121,11 @@ def _keep_step(
     holds = found & (tolerated <= words[layout.MOST_TOLERATED])
     scale = torch.where(holds, scale_before, next_scale.detach().reshape(()))
     least, most = float_of(words[layout.MIN_SCALE]), float_of(words[layout.MAX_SCALE])
-    changes = scale != scale_before
-    scale = torch.where(changes & (most > 0) & (scale > most), most.to(scale), scale)
-    scale = torch.where(changes & (least > 0) & (scale < least), least.to(scale), scale)
+    # A scale that was set beyond them is not moved the wrong way.
+    highest, lowest = torch.maximum(most, scale_before), torch.minimum(least, scale_before)
+    too_high = (scale > scale_before) & (most > 0) & (scale > most)
+    too_low = (scale < scale_before) & (least > 0) & (scale < least)
+    scale = torch.where(too_high, highest, torch.where(too_low, lowest, scale)).to(scale)
     is_stuck = found & (least > 0) & (scale_before <= least)
 
     state[layout.BEFORE :][: layout.COUNTERS] = words[: layout.COUNTERS]

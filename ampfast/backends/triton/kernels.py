@@ -396,9 +396,12 @@ def _update(
         refills = grows | (tl.load(state_ptr + REFILLS_ON_FINITE_STEPS) != 0)
         now_tolerated = tl.where(found, tolerated + 1, tl.where(refills, 0, tolerated))
         scale = tl.where(found & (now_tolerated <= most_tolerated), before, scale)
-        changes = scale != before
-        scale = tl.where(changes & (max_scale > 0) & (scale > max_scale), max_scale, scale)
-        scale = tl.where(changes & (min_scale > 0) & (scale < min_scale), min_scale, scale)
+        # A scale that was set beyond them is not moved the wrong way.
+        most = tl.where(before > max_scale, before, max_scale)
+        least = tl.where(before < min_scale, before, min_scale)
+        too_high = (scale > before) & (max_scale > 0) & (scale > max_scale)
+        too_low = (scale < before) & (min_scale > 0) & (scale < min_scale)
+        scale = tl.where(too_high, most, tl.where(too_low, least, scale))
         is_stuck = found & (min_scale > 0) & (before <= min_scale)
         entry_ptr = state_ptr + RING + steps % RING_STEPS * RING_WORDS
         status = one

@@ -109,9 +109,10 @@ def multi_tensor(work: Pass, segment: Segment, epilogue: Epilogue) -> None:
     state = None if update is None else update.state
     other = None if update is None else update.other
     marks, now, health = (None, None, None) if work.track is None else work.track
-    if health is not None and torch.version.hip is None:
-        # The compiler would take more for what is counted; none is spilled at these.
-        switches["maxnreg"] = 96 if segment.dtype.itemsize == 2 else 72
+    if marks is not None and torch.version.hip is None:
+        most = _most_registers(segment.dtype, health is not None)
+        if most is not None:
+            switches["maxnreg"] = most
     optional = (work.coefficient, work.norms, marks, health, state, other)
     variant = (work.table.buffer.device, *switches.values(), *(o is None for o in optional))
     _require_compiled(variant)
@@ -137,6 +138,15 @@ def multi_tensor(work: Pass, segment: Segment, epilogue: Epilogue) -> None:
         enable_fp_fusion=False,
     )
     _launched.add(variant)
+
+
+def _most_registers(dtype: torch.dtype, health: bool) -> int | None:
+    """For passes with marks: at these nothing is spilled; by itself the compiler takes too few for
+    float64, whose division is a call, and too many where it counts. None: its own choice.
+    """
+    if not health:
+        return 64 if dtype.itemsize == 8 else None
+    return 128 if dtype.itemsize == 2 else 72
 
 
 def update_scale(update: ScaleUpdate, found_infs: list[Tensor]) -> None:
