@@ -185,6 +185,16 @@ def test_a_scale_that_is_set(backend: str) -> None:
     assert loop.scaler.history().skipped.tolist() == [True, False]
 
 
+def test_a_scale_that_is_set_takes_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    loop = Loop()
+    loop.param.grad = torch.ones(3)
+    loop.scaler.step(loop.optimizer)
+    # With torch's ops it would be a hundred small ones.
+    monkeypatch.setattr(aten, "update_scale_", lambda *args: pytest.fail("took torch's ops"))
+    loop.scaler.update(2.0)
+    assert loop.scaler.stats().steps == 1
+
+
 def test_a_step_that_raises_is_not_counted() -> None:
     loop = Loop()
     loop.step()
