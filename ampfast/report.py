@@ -252,7 +252,7 @@ def _shortened(name: str, most: int = 48) -> str:
 
 def empty_history() -> History:
     """Returns the history of no step."""
-    none = torch.empty(0)
+    none = torch.empty(0, dtype=torch.float32, device="cpu")
     return History(none.long(), none, none.bool(), none, none.bool())
 
 

@@ -146,7 +146,7 @@ class ScaleState:
             growths=counters[layout.GROWTHS],
             backoffs=counters[layout.BACKOFFS],
             consecutive_skips=counters[layout.CONSECUTIVE_SKIPS],
-            scale=aten.float_of(torch.tensor(scale_word)).item(),
+            scale=aten.float_of(torch.tensor(scale_word, device="cpu")).item(),
             growth_tracker=tracker,
         )
 
@@ -156,7 +156,7 @@ class ScaleState:
             return empty_history()
         words = self.words.cpu()
         end = int(words[layout.STEPS])
-        step = torch.arange(max(0, end - layout.RING_STEPS), end)
+        step = torch.arange(max(0, end - layout.RING_STEPS), end, device="cpu")
         ring = words[layout.RING :].view(layout.RING_STEPS, layout.RING_WORDS)
         entries = ring[step % layout.RING_STEPS]
         status = entries[:, layout.RING_STATUS]

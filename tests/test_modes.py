@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import types
 from typing import Any
 
@@ -108,6 +109,29 @@ def test_under_another_default_device() -> None:
         return [p.grad, scaler._scale, scaler.get_scale()]
 
     agree(use)
+
+
+def test_reports_under_another_default_device() -> None:
+    scaler, p = started(GradScaler, 8.0), six(3)
+    scaler._track = "health"
+    optimizer = torch.optim.SGD([p], lr=0.1)
+    torch.set_default_dtype(torch.float64)
+    try:
+        with torch.device("meta"):
+            assert len(scaler.history()) == 0
+            norm = scaler.clip_grad_norm_(optimizer, 1.0)
+            scaler.step(optimizer)
+            scaler.update()
+            assert scaler.stats().scale == 8.0
+            history = scaler.history()
+            assert history.grad_norm.dtype == torch.float32
+            assert history.grad_norm.item() == norm.item()
+            assert scaler.health().parameters[0].elements == p.numel()
+            assert scaler.overflow_report().step is None
+            copied = copy.deepcopy(scaler)
+        assert copied.stats() == scaler.stats()
+    finally:
+        torch.set_default_dtype(torch.float32)
 
 
 def test_what_a_graph_refuses_does_not_break_what_is_compiled(
