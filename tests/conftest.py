@@ -17,6 +17,11 @@ def pytest_report_header() -> str:
     return f"ampfast {version}, torch {torch.__version__}, {torch.get_num_threads()} threads"
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What waits for a process that runs beside the tests comes last."""
+    items.sort(key=lambda item: item.get_closest_marker("last") is not None)
+
+
 @pytest.fixture(autouse=True)
 def _fixed_seed() -> None:
     """Every test starts from one seed, alone or in the whole run."""

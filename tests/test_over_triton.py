@@ -45,7 +45,7 @@ class Process:
         self._process.wait()
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def kernels(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Process]:
     """Those of the kernels, which take longest: beside all the others."""
     process = Process(tmp_path_factory.mktemp("kernels") / "log", str(TESTS / "triton_kernels"))
@@ -60,5 +60,6 @@ def test_the_scaler_over_interpreted_kernels(
     Process(tmp_path / "log", str(TESTS / f"test_{subject}.py"), AMPFAST_BACKEND="triton").check()
 
 
+@pytest.mark.last
 def test_the_kernels_interpreted(kernels: Process) -> None:
     kernels.check()
