@@ -26,7 +26,8 @@ bool has_plain_type(const at::Tensor& tensor) {
 
 // Memory that was not torch's may begin anywhere.
 bool is_aligned(const at::Tensor& tensor) {
-  return reinterpret_cast<uintptr_t>(tensor.const_data_ptr()) % tensor.element_size() == 0;
+  const uintptr_t size = tensor.element_size();  // a power of 2
+  return (reinterpret_cast<uintptr_t>(tensor.const_data_ptr()) & (size - 1)) == 0;
 }
 
 bool has_known_dtype(const at::Tensor& tensor) {
