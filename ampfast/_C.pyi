@@ -119,7 +119,7 @@ def walk(
     devices: int,
     bumps_versions: bool = ...,
 ) -> tuple[
-    list[GradList], list[tuple[Tensor, Tensor, int]], tuple[int, int, object] | None, int, int
+    list[GradList], list[tuple[Tensor, Tensor, int]], tuple[int, int, object] | None, int
 ]: ...
 def unscale_(
     grads: GradList,

@@ -285,7 +285,7 @@ def _share_flags(states: list[dict[str, Any]], device: torch.device) -> None:
 def _scaled(scaler: GradScaler, optimizer: Any, scale: Tensor, *, writes: bool) -> _Part:
     """The part of an optimizer whose gradients are scaled."""
     allow_fp16 = scaler._allow_fp16 or not writes
-    grads = _collected(scaler, optimizer, allow_fp16, writes)
+    grads = scaler._collect(optimizer, allow_fp16=allow_fp16, writes=writes, clips=True)
     is_scale = scale.dtype is torch.float32
     factor = scale if is_scale else gradients.inverse(scale)
     return _Part(optimizer, grads, factor, is_scale, writes)
@@ -293,19 +293,8 @@ def _scaled(scaler: GradScaler, optimizer: Any, scale: Tensor, *, writes: bool) 
 
 def _unscaled(scaler: GradScaler, optimizer: Any, *, writes: bool) -> _Part:
     """The part of an optimizer whose gradients are not scaled, or not any more."""
-    return _Part(optimizer, _collected(scaler, optimizer, True, writes), None, False, writes)
-
-
-def _collected(
-    scaler: GradScaler, optimizer: Any, allow_fp16: bool, writes: bool
-) -> gradients.Gradients:
-    return gradients.collect(
-        optimizer.param_groups,
-        allow_fp16=allow_fp16,
-        writes=writes,
-        devices=scaler._kernels().devices,
-        clips=True,
-    )
+    grads = scaler._collect(optimizer, allow_fp16=True, writes=writes, clips=True)
+    return _Part(optimizer, grads, None, False, writes)
 
 
 def _unscale(scaler: GradScaler, part: _Part) -> None:

@@ -729,13 +729,19 @@ class GradScaler(TorchGradScaler):
         state["found_inf_per_device"] = flags
 
     def _collect(
-        self, optimizer: torch.optim.Optimizer, *, allow_fp16: bool, writes: bool
+        self,
+        optimizer: torch.optim.Optimizer,
+        *,
+        allow_fp16: bool,
+        writes: bool,
+        clips: bool = False,
     ) -> gradients.Gradients:
         return gradients.collect(
             optimizer.param_groups,
             allow_fp16=allow_fp16,
             writes=writes,
             devices=self._kernels().devices,
+            clips=clips,
         )
 
     def _tracks(
@@ -836,7 +842,7 @@ class GradScaler(TorchGradScaler):
         if not all(isinstance(factor, (int, float)) for factor in factors):
             return None
         kept = self._kept().on(scale.device)
-        norm = self._norm_of_iteration(scale.device) if self._norms else None
+        norm = self._norm_of_iteration(scale.device)
         return kernels.scale_update(scale, growth_tracker, flags, factors, kept, norm)
 
     def _note_norm(self, optimizers: Sequence[object], norm: Tensor, norm_type: float) -> None:

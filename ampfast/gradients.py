@@ -38,14 +38,13 @@ class Gradients:
         set_aside: What takes torch's own op, by device: sparse, overlapping, subclasses, complex,
             or on a device without kernels.
         numbers: Those of the parameters whose gradients were set aside, likewise.
-        parameters: How many there are, with gradient or without.
-        identity: A number that other parameters, or these in another order, do not have.
+        identity: A number for all parameters, with gradient or without: others, or these in
+            another order, have another.
     """
 
     lists: list[native.GradList]
     set_aside: dict[torch.device, list[Tensor]]
     numbers: dict[torch.device, list[int]] = field(default_factory=dict)
-    parameters: int = 0
     identity: int = 0
 
 
@@ -71,7 +70,7 @@ def collect(
         AssertionError: If a parameter is not a tensor.
         ValueError: If a gradient is float16 and `allow_fp16` is false.
     """
-    lists, irregular, refused, count, identity = native.walk(
+    lists, irregular, refused, identity = native.walk(
         param_groups, allow_fp16, writes, devices, clips and writes
     )
     if refused is not None:
@@ -84,7 +83,7 @@ def collect(
                 values = _values_of(param, grad, clips)
                 set_aside.setdefault(values.device, []).append(values)
                 numbers.setdefault(values.device, []).append(number)
-    return Gradients(lists, set_aside, numbers, count, identity)
+    return Gradients(lists, set_aside, numbers, identity)
 
 
 def of_list(tensors: list[Tensor], device: torch.device) -> Gradients:

@@ -190,14 +190,9 @@ class Tracking:
 
     def overflow_report(self) -> OverflowReport:
         """Reads the marks of all optimizers, with one host sync."""
-        records = list(self._records)
-        self._require_names([optimizer for optimizer, _ in records])
-        marks = _on_host([list(record.marks.values()) for _, record in records])
         totals = []
-        for number, ((optimizer, record), devices) in enumerate(zip(records, marks, strict=True)):
-            by_parameter = zip(*devices, strict=True)
-            places = self._told(number, optimizer, record)
-            for place, rows in zip(places, by_parameter, strict=False):
+        for places, devices in self._read(lambda record: record.marks):
+            for place, rows in zip(places, zip(*devices, strict=True), strict=False):
                 last, last_nan = (max(row[i] for row in rows) for i in (0, 1))
                 times, nans = (sum(row[i] for row in rows) for i in (2, 3))
                 if last:
@@ -208,12 +203,8 @@ class Tracking:
 
     def health(self) -> GradientHealth:
         """Reads the ranges of all optimizers' gradients, with one host sync."""
-        records = list(self._records)
-        self._require_names([optimizer for optimizer, _ in records])
-        ranges = _on_host([list(record.health.values()) for _, record in records])
         found = []
-        for number, ((optimizer, record), devices) in enumerate(zip(records, ranges, strict=True)):
-            places = self._told(number, optimizer, record)
+        for places, devices in self._read(lambda record: record.health):
             scales = [_float32(rows[-1][0]) for rows in devices]
             by_parameter = zip(*(rows[:-1] for rows in devices), strict=True)
             for place, rows in zip(places, by_parameter, strict=False):
@@ -221,6 +212,16 @@ class Tracking:
                     if row[0]:
                         found.append(_health_of(place, row, scale))
         return GradientHealth(tuple(found))
+
+    def _read(
+        self, tables: Callable[[_Record], dict[torch.device, Tensor]]
+    ) -> Iterator[tuple[list[tuple[str, int, str, int, int]], list[list[list[int]]]]]:
+        """Gives for each optimizer where its parameters stand and the rows of each device."""
+        records = list(self._records)
+        self._require_names([optimizer for optimizer, _ in records])
+        read = _on_host([list(tables(record).values()) for _, record in records])
+        for number, ((optimizer, record), devices) in enumerate(zip(records, read, strict=True)):
+            yield self._told(number, optimizer, record), devices
 
     def _require_names(self, optimizers: list[Any]) -> None:
         """Refuses names that are all of something else; some without a name get their place."""

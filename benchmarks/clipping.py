@@ -17,10 +17,9 @@ from .device_time import EventTimer, Queue, host_timer
 from .goals import CLIP, DEFERRED_CLIP
 from .harness import Contender, Effort, Measured, assert_same, interleave
 from .host_time import NoOptimizer
-from .kernels import MEMORY_OF_LISTS, lists_beyond_cache
-from .machine import require_memory, tensors_per_launch
+from .machine import tensors_per_launch
 from .rows import Timed, dtype_name
-from .steps import MOST_LISTS, make_scaler, optimizer_over
+from .steps import MOST_LISTS, lists_in_turn, make_scaler, optimizer_over
 
 REPLACES = {DEFERRED_CLIP: CLIP}
 # What a list's bytes are multiplied by: read for the norm, then read and written; or read once.
@@ -48,9 +47,7 @@ def measure(
         AssertionError: If a result is not torch's, or the gradients drifted while timed.
         MemoryError: If the gradients would not fit.
     """
-    list_bytes = case.list_bytes(dtype)
-    lists = 1 if queue is None else lists_beyond_cache(list_bytes, device, MOST_LISTS)
-    require_memory(int(max(lists, MEMORY_OF_LISTS) * list_bytes), device)
+    lists = lists_in_turn(case, dtype, device, queue)
     names, notes = providers.available(device)
     measured = Measured(notes=notes)
     if dtype is torch.float16:
@@ -96,12 +93,14 @@ def measure(
         replaces=REPLACES,
     )
     for row in timed.rows():
-        moved = PASSES[row.path] * list_bytes
+        moved = PASSES[row.path] * case.list_bytes(dtype)
         measured.rows.append(replace(row, bytes=moved, gb_s=moved / (row.ms_p50 or 0.0) / 1e6))
     few = None
     if queue is not None:
         few = tensors_per_launch(torch.__version__, torch.version.cuda)
-    place = goals.Place(case.name, measured.rows[0].list_name, dtype_name(dtype), list_bytes, few)
+    place = goals.Place(
+        case.name, measured.rows[0].list_name, dtype_name(dtype), case.list_bytes(dtype), few
+    )
     for name in names:
         measured.goals += goals.of_clipping(place, name, samples)
     return measured

@@ -33,6 +33,20 @@ MOST_LISTS = 8
 NEVER = 2**31 - 1
 
 
+def lists_in_turn(
+    case: GradCase, dtype: torch.dtype, device: torch.device, queue: Queue | None
+) -> int:
+    """How many lists of whole calls take turns: more than one only on a GPU.
+
+    Raises:
+        MemoryError: If they would not fit.
+    """
+    list_bytes = case.list_bytes(dtype)
+    lists = 1 if queue is None else lists_beyond_cache(list_bytes, device, MOST_LISTS)
+    require_memory(int(max(lists, MEMORY_OF_LISTS) * list_bytes), device)
+    return lists
+
+
 def measure(
     case: GradCase,
     dtype: torch.dtype,
@@ -46,9 +60,7 @@ def measure(
         AssertionError: If a result is not torch's, or the gradients drifted while timed.
         MemoryError: If the gradients would not fit.
     """
-    list_bytes = case.list_bytes(dtype)
-    lists = 1 if queue is None else lists_beyond_cache(list_bytes, device, MOST_LISTS)
-    require_memory(int(max(lists, MEMORY_OF_LISTS) * list_bytes), device)
+    lists = lists_in_turn(case, dtype, device, queue)
     names, notes = providers.available(device)
     measured = Measured(notes=notes)
     paths = [STEP, STEP_AND_UPDATE, FUSED_STEP, FUSED_STEP_AND_UPDATE]
@@ -106,7 +118,9 @@ def measure(
     few = None
     if queue is not None:
         few = tensors_per_launch(torch.__version__, torch.version.cuda)
-    place = goals.Place(case.name, measured.rows[0].list_name, dtype_name(dtype), list_bytes, few)
+    place = goals.Place(
+        case.name, measured.rows[0].list_name, dtype_name(dtype), case.list_bytes(dtype), few
+    )
     for name in names:
         measured.goals += goals.of_steps(place, name, samples, host)
     return measured

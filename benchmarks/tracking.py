@@ -17,16 +17,14 @@ from .cases import GradCase, make_gradients
 from .device_time import EventTimer, Queue
 from .goals import TRACKED_CHECKS, TRACKED_UNSCALES
 from .harness import Contender, Effort, Measured, assert_same, interleave
-from .kernels import MEMORY_OF_LISTS, Lists, lists_beyond_cache
-from .machine import require_memory
+from .kernels import Lists
 from .providers import CHECK, UNSCALE
 from .rows import Timed, dtype_name
+from .steps import lists_in_turn
 
 # On a CPU, where nothing is promised.
 CPU_CASES = ("bert_base", "one_16m")
 CPU_DTYPES = (torch.float32, torch.float16)
-# The scaler keeps a table for each of some tens of lists.
-MOST_LISTS = 8
 
 
 def chosen(
@@ -51,9 +49,7 @@ def measure(
         AssertionError: If a result differs from that without, or what is noted is wrong.
         MemoryError: If the gradients would not fit.
     """
-    list_bytes = case.list_bytes(dtype)
-    lists = 1 if queue is None else lists_beyond_cache(list_bytes, device, MOST_LISTS)
-    require_memory(int(max(lists, MEMORY_OF_LISTS) * list_bytes), device)
+    lists = lists_in_turn(case, dtype, device, queue)
     names, notes = providers.available(device)
     for name in names:
         assert_parity(case, dtype, device, name)
@@ -74,7 +70,8 @@ def measure(
     timed = Timed("tracking", case, dtype, lists, contenders, samples, timer)
     measured = Measured(notes=notes, rows=timed.rows())
     place = goals.Place(
-        *(case.name, measured.rows[0].list_name, dtype_name(dtype), list_bytes),
+        *(case.name, measured.rows[0].list_name, dtype_name(dtype)),
+        case.list_bytes(dtype),
         None if queue is None else 0,
     )
     for name in names:

@@ -6,9 +6,11 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from reference_launcher import ReferenceLauncher
 
 import ampfast
-from ampfast import _C
+from ampfast import _C, backends
+from ampfast.backends.passes import DeviceKernels
 
 
 def pytest_report_header() -> str:
@@ -51,3 +53,14 @@ def poisoned() -> Iterator[None]:
     torch.use_deterministic_algorithms(True)
     yield
     torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture
+def launcher(monkeypatch: pytest.MonkeyPatch) -> Iterator[ReferenceLauncher]:
+    """The kernels that CPU tensors get are those of a device."""
+    launcher = ReferenceLauncher()
+    kernels = DeviceKernels(launcher)
+    monkeypatch.setattr(backends.Choice, "kernels_for", lambda choice, device: kernels)
+    _C.clear_tables()
+    yield launcher
+    _C.clear_tables()

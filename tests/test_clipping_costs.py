@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -12,19 +11,7 @@ from one_step import TAKE_GRAD_SCALE
 from reference_launcher import ReferenceLauncher
 from support import FLOATS, assert_same, sgd_with, side, started
 
-from ampfast import _C, GradScaler, backends
-from ampfast.backends.passes import DeviceKernels
-
-
-@pytest.fixture
-def launcher(monkeypatch: pytest.MonkeyPatch) -> Iterator[ReferenceLauncher]:
-    """The kernels that CPU tensors get are those of a device."""
-    launcher = ReferenceLauncher()
-    kernels = DeviceKernels(launcher)
-    monkeypatch.setattr(backends.Choice, "kernels_for", lambda choice, device: kernels)
-    _C.clear_tables()
-    yield launcher
-    _C.clear_tables()
+from ampfast import _C, GradScaler
 
 
 def list_bytes(optimizer: torch.optim.Optimizer) -> int:

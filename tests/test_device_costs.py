@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -12,23 +11,11 @@ import torch
 from reference_launcher import ReferenceLauncher
 from support import FLOATS, OPTIMIZERS, assert_same, assert_sides_same, side
 
-from ampfast import _C, GradScaler, backends, functional
-from ampfast.backends.passes import DeviceKernels
+from ampfast import _C, GradScaler, functional
 
 CPU = torch.device("cpu")
 PLAIN = ("sgd", "adam")
 FUSED = ("fused_sgd", "fused_adam")
-
-
-@pytest.fixture
-def launcher(monkeypatch: pytest.MonkeyPatch) -> Iterator[ReferenceLauncher]:
-    """The kernels that CPU tensors get are those of a device."""
-    launcher = ReferenceLauncher()
-    kernels = DeviceKernels(launcher)
-    monkeypatch.setattr(backends.Choice, "kernels_for", lambda choice, device: kernels)
-    _C.clear_tables()
-    yield launcher
-    _C.clear_tables()
 
 
 def warmed(kind: str, launcher: ReferenceLauncher, **arguments: Any) -> Any:
