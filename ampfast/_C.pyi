@@ -1,6 +1,6 @@
 """The compiled core; its sources stand in csrc/."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -26,6 +26,7 @@ class GradList:
     def __init__(self, tensors: Sequence[Tensor]) -> None: ...
     @staticmethod
     def of(tensors: Sequence[Tensor], device: torch.device) -> GradList | None: ...
+    def split(self, parameters: set[int]) -> tuple[GradList, GradList]: ...
     @property
     def device(self) -> torch.device: ...
     @property
@@ -118,6 +119,7 @@ def walk(
     writes: bool,
     devices: int,
     bumps_versions: bool = ...,
+    part_of: Callable[[Tensor, Tensor | None, int], Tensor | None] | None = ...,
 ) -> tuple[
     list[GradList], list[tuple[Tensor, Tensor, int]], tuple[int, int, object] | None, int
 ]: ...

@@ -1,19 +1,36 @@
 """A drop-in replacement for torch.amp.GradScaler that costs close to nothing."""
 
+from typing import TYPE_CHECKING, Any
+
 from ampfast import backends, functional, report
 from ampfast._version import __version__
+from ampfast.distributed import mark_replicated
 from ampfast.grad_scaler import GradScaler
 from ampfast.patching import Patch, patch, unpatch
 from ampfast.sync_free import sync_free_
 
+if TYPE_CHECKING:
+    from ampfast.sharded import ShardedGradScaler
+
 __all__ = [
     "GradScaler",
     "Patch",
+    "ShardedGradScaler",
     "__version__",
     "backends",
     "functional",
+    "mark_replicated",
     "patch",
     "report",
     "sync_free_",
     "unpatch",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    # Its base is in torch.distributed.fsdp, whose import takes a while; some builds lack it.
+    if name == "ShardedGradScaler":
+        from ampfast.sharded import ShardedGradScaler
+
+        return ShardedGradScaler
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from numbers import Real
 from typing import TYPE_CHECKING, Any
@@ -13,8 +14,10 @@ from torch.amp.grad_scaler import OptState
 
 from ampfast import gradients
 from ampfast.backends import Choice, aten, native
+from ampfast.distributed import Agreement, marked, part_of
 from ampfast.notes import ONCE, add_note
 from ampfast.optimizers import takes_grad_scaler
+from ampfast.tracking import Tracks
 
 if TYPE_CHECKING:
     from ampfast.grad_scaler import GradScaler
@@ -38,11 +41,13 @@ class Deferred:
         divisor: 0-dim float32: the scale over the coefficient.
         coefficient: 0-dim float64.
         rows: For each list of gradients its norms, as `native.norms` writes them.
+        agreement: How ranks agree on the step, or None.
     """
 
     divisor: Tensor
     coefficient: Tensor
     rows: list[Tensor]
+    agreement: Agreement | None = None
 
     def handed_over(
         self, own: Tensor | float | None, flags: dict[Any, Tensor]
@@ -61,6 +66,8 @@ class Deferred:
             quotient = (largest * coefficient / own).float()
             found.masked_fill_(~quotient.isfinite(), 1.0)
         both = {at: aten.any_found([flag, found], flag.device) for at, flag in flags.items()}
+        if self.agreement is not None:
+            (both,) = self.agreement.share([(both, None)], found.device)
         return grad_scale, both
 
 
@@ -77,6 +84,7 @@ class _Part:
         tracks: Where a check notes what it sees of each parameter, or None.
         flags: What a check found, by device.
         rows: For each list of gradients its norms, as `native.norms` writes them.
+        uncounted: The same for those whose norm another rank counts.
     """
 
     optimizer: Any
@@ -84,9 +92,10 @@ class _Part:
     factor: Tensor | None
     is_scale: bool
     writes: bool
-    tracks: gradients.Tracks | None = None
+    tracks: Tracks | None = None
     flags: dict[torch.device, Tensor] = field(default_factory=dict)
     rows: list[Tensor] = field(default_factory=list)
+    uncounted: list[Tensor] = field(default_factory=list)
 
 
 def clip_grad_norm_(
@@ -104,7 +113,8 @@ def clip_grad_norm_(
         raise TypeError(f"in_place must be a bool, got {type(in_place).__name__}")
     if not scaler._enabled:
         parts = [_unscaled(scaler, each, writes=True) for each in optimizers]
-        norm, coefficient = _measured(scaler._kernels(), parts, order, limit, None)
+        agreement = _agreement(scaler, parts)
+        norm, coefficient = _measured(scaler._kernels(), parts, order, limit, None, None, agreement)
         _write(scaler._kernels(), parts, coefficient)
         return norm
 
@@ -132,7 +142,8 @@ def clip_grad_norm_(
             for part in parts:
                 _unscale(scaler, part)
     divisor = torch.empty((), dtype=torch.float32, device=scale.device) if any(defers) else None
-    norm, coefficient = _measured(scaler._kernels(), parts, order, limit, scale, divisor)
+    agreement = _agreement(scaler, parts)
+    norm, coefficient = _measured(scaler._kernels(), parts, order, limit, scale, divisor, agreement)
     _write(scaler._kernels(), parts, coefficient)
     states = [scaler._per_optimizer_states[id(each)] for each in optimizers]
     if not overridden:
@@ -140,9 +151,10 @@ def clip_grad_norm_(
             state["found_inf_per_device"] = part.flags
             state["stage"] = OptState.UNSCALED
             if not part.writes and divisor is not None:
-                state[DEFERRED] = Deferred(divisor, coefficient, part.rows)
+                rows = part.rows + part.uncounted
+                state[DEFERRED] = Deferred(divisor, coefficient, rows, agreement)
     if len(states) > 1:
-        _share_flags(states, scale.device)
+        _skip_together(states, scale.device)
     for each, state in zip(optimizers, states, strict=True):
         if state["found_inf_per_device"]:
             scaler._record(each, state["found_inf_per_device"])
@@ -155,7 +167,8 @@ def grad_norm(scaler: GradScaler, optimizer: object, norm_type: float) -> Tensor
     optimizers, order = _optimizers(optimizer), order_of(norm_type)
     if not scaler._enabled:
         parts = [_unscaled(scaler, each, writes=False) for each in optimizers]
-        return _measured(scaler._kernels(), parts, order, math.inf, None)[0]
+        agreement = _agreement(scaler, parts)
+        return _measured(scaler._kernels(), parts, order, math.inf, None, None, agreement)[0]
     scale, _ = scaler._check_scale_growth_tracker("grad_norm")
     entries = [scaler._per_optimizer_states.get(id(each), _NEW) for each in optimizers]
     if any(entry["stage"] is OptState.STEPPED for entry in entries):
@@ -166,7 +179,8 @@ def grad_norm(scaler: GradScaler, optimizer: object, norm_type: float) -> Tensor
         else _scaled(scaler, each, scale, writes=False)
         for each, entry in zip(optimizers, entries, strict=True)
     ]
-    norm, _ = _measured(scaler._kernels(), parts, order, math.inf, scale)
+    agreement = _agreement(scaler, parts)
+    norm, _ = _measured(scaler._kernels(), parts, order, math.inf, scale, None, agreement)
     if all(entry["stage"] is OptState.READY for entry in entries):
         # Else it may be of gradients that were clipped.
         scaler._note_norm(optimizers, norm, order)
@@ -271,7 +285,7 @@ def _defers(optimizer: Any, overridden: bool) -> bool:
     return True
 
 
-def _share_flags(states: list[dict[str, Any]], device: torch.device) -> None:
+def _skip_together(states: list[dict[str, Any]], device: torch.device) -> None:
     """Skips all optimizers if one must be: what it found is in the coefficient of all."""
     flags = [flag for state in states for flag in state["found_inf_per_device"].values()]
     found = aten.any_found(flags, device)
@@ -295,6 +309,10 @@ def _unscaled(scaler: GradScaler, optimizer: Any, *, writes: bool) -> _Part:
     """The part of an optimizer whose gradients are not scaled, or not any more."""
     grads = scaler._collect(optimizer, allow_fp16=True, writes=writes, clips=True)
     return _Part(optimizer, grads, None, False, writes)
+
+
+def _agreement(scaler: GradScaler, parts: list[_Part]) -> Agreement | None:
+    return scaler._agreement(*(part.grads for part in parts))
 
 
 def _unscale(scaler: GradScaler, part: _Part) -> None:
@@ -325,20 +343,13 @@ def _measured(
     limit: float,
     scale: Tensor | None,
     divisor: Tensor | None = None,
+    agreement: Agreement | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Returns the norm of all parts and the coefficient; fills in their flags, and `divisor`."""
-    fused = order in _FUSED
+    fused, largest = order in _FUSED, order == math.inf
     for part in parts:
         if fused or (divisor is not None and not part.writes):
-            flags, part.rows = gradients.norms(
-                part.grads,
-                part.factor,
-                choice=choice,
-                is_scale=part.is_scale,
-                writes=part.writes,
-                tracks=part.tracks,
-            )
-            part.flags = part.flags or flags
+            _read(choice, part, agreement)
     device, dtype = _place(parts, scale)
     wide = aten.widest(device)
     norm = torch.empty((), dtype=dtype, device=device)
@@ -349,19 +360,100 @@ def _measured(
             together = rows[0].unsqueeze(0)
         else:
             together = torch.stack([*rows, torch.zeros(2, dtype=wide, device=device)])
+        if agreement is not None:
+            mine = together[:, 1].amax() if largest else together[:, 0].sum()
+            flags, total = agreement.share_norm(_found(parts), device, mine, largest=largest)
+            _take(parts, flags)
+            together = torch.stack([total, total]).unsqueeze(0)
         kernels = choice.kernels_for(device)
         if kernels is not None and _are_regular(coefficient, scale, divisor):
             kernels.clip_coefficient(
-                native.Clip(together, limit, order == math.inf, norm, coefficient, scale, divisor)
+                native.Clip(together, limit, largest, norm, coefficient, scale, divisor)
             )
             return norm, coefficient
-        norm.copy_(aten.total_norm(together, order == math.inf))
+        norm.copy_(aten.total_norm(together, largest))
     else:
-        norm.copy_(_total(parts, order, device))
+        total = _total(parts, order, device, agreement)
+        if agreement is not None:
+            _take(parts, agreement.share(_found(parts), device))
+            total = agreement.norm(total, order)
+        norm.copy_(total)
     coefficient.copy_(aten.coefficient_of(norm, limit))
     if divisor is not None and scale is not None:
         divisor.copy_(scale.detach().reshape(()) / aten.moved(coefficient, scale.device))
     return norm, coefficient
+
+
+def _read(choice: Choice, part: _Part, agreement: Agreement | None) -> None:
+    """Takes the norms of a part and checks it, unless it was checked already."""
+    counted, others = part.grads, None
+    if agreement is not None:
+        counted, others = _split(part, agreement)
+    flags: dict[torch.device, list[Tensor]] = {}
+    for grads, rows in ((counted, part.rows), (others, part.uncounted)):
+        if grads is None:
+            continue
+        found, norms = gradients.norms(
+            grads,
+            part.factor,
+            choice=choice,
+            is_scale=part.is_scale,
+            writes=part.writes,
+            tracks=part.tracks,
+        )
+        rows += norms
+        for device, flag in found.items():
+            flags.setdefault(device, []).append(flag)
+    if agreement is not None:
+        for is_finite in _sum_up(part, agreement):
+            flags.setdefault(is_finite.device, []).append((~is_finite).float())
+    part.flags = part.flags or {
+        device: some[0] if len(some) == 1 else aten.any_found(some, device)
+        for device, some in flags.items()
+    }
+
+
+def _split(
+    part: _Part, agreement: Agreement
+) -> tuple[gradients.Gradients, gradients.Gradients | None]:
+    """The gradients of which this rank counts the norm, and the others."""
+    grads = part.grads
+    # A sum has another norm than its summands.
+    counts = {
+        number: not layout.is_partial and agreement.counts(layout)
+        for number, layout in grads.layouts.items()
+    }
+    if not isinstance(part.optimizer, list):
+        for number in marked(part.optimizer.param_groups):
+            counts.setdefault(number, agreement.counts(None, is_marked=True))
+    others_count = agreement.counts(None)
+    apart = {number for number, here in counts.items() if here != others_count}
+    if not apart and others_count:
+        return grads, None
+    inside, outside = grads.split(apart)
+    return (outside, inside) if others_count else (inside, outside)
+
+
+def _sum_up(part: _Part, agreement: Agreement) -> Iterator[Tensor]:
+    """Takes the norms of gradients of which ranks hold summands; yields whether they are finite."""
+    for number, grad in part.grads.partial.items():
+        layout = part.grads.layouts[number]
+        summed = part_of(grad, layout)
+        factor = None if part.factor is None else aten.moved(part.factor, summed.device)
+        if factor is not None and part.is_scale:
+            factor = gradients.inverse(factor)
+        row = aten.norms([summed], factor)
+        (part.rows if agreement.counts(layout) else part.uncounted).append(row)
+        yield row[1].isfinite()
+
+
+def _found(parts: list[_Part]) -> list[tuple[dict[torch.device, Tensor], Tracks | None]]:
+    return [(part.flags, part.tracks) for part in parts]
+
+
+def _take(parts: list[_Part], flags: list[dict[torch.device, Tensor]]) -> None:
+    for part, agreed in zip(parts, flags, strict=True):
+        part.flags = agreed
 
 
 def _are_regular(coefficient: Tensor, scale: Tensor | None, divisor: Tensor | None) -> bool:
@@ -387,12 +479,14 @@ def _place(parts: list[_Part], scale: Tensor | None) -> tuple[torch.device, torc
 
 
 @torch.no_grad()
-def _total(parts: list[_Part], order: float, device: torch.device) -> Tensor:
-    """The norm of an order that no kernel takes."""
-    norms = []
+def _total(
+    parts: list[_Part], order: float, device: torch.device, agreement: Agreement | None
+) -> Tensor:
+    """The norm of an order that no kernel takes, of what counts here."""
+    norms = [torch.zeros((), dtype=aten.widest(device), device=device)]
     for part in parts:
         by_device: dict[torch.device, list[Tensor]] = {}
-        for grad in _tensors(part.optimizer):
+        for grad in _counted(part, agreement):
             by_device.setdefault(grad.device, []).append(grad)
         for tensors in by_device.values():
             norm = aten.p_norm(tensors, order)
@@ -400,18 +494,22 @@ def _total(parts: list[_Part], order: float, device: torch.device) -> Tensor:
                 inverse = gradients.inverse(part.factor) if part.is_scale else part.factor
                 norm = norm * aten.moved(inverse, norm.device).reshape(()).abs()
             norms.append(aten.moved(norm, device))
-    if not norms:
-        return torch.zeros((), dtype=aten.widest(device), device=device)
     return torch.linalg.vector_norm(torch.stack(norms), order)
 
 
-def _tensors(source: Any) -> list[Tensor]:
-    if isinstance(source, list):
-        return source
-    grads = [
-        param.grad
-        for group in source.param_groups
-        for param in group["params"]
-        if param.grad is not None
-    ]
-    return [grad._values() if grad.is_sparse else grad for grad in grads]
+def _counted(part: _Part, agreement: Agreement | None) -> Iterator[Tensor]:
+    """The gradients whose norm counts here, as far as they are here."""
+    if isinstance(part.optimizer, list):
+        yield from part.optimizer
+        return
+    groups = part.optimizer.param_groups
+    replicated = set() if agreement is None else marked(groups)
+    params = (param for group in groups for param in group["params"])
+    for number, param in enumerate(params):
+        grad, layout = param.grad, part.grads.layouts.get(number)
+        if grad is None:
+            continue
+        if layout is not None:
+            grad = part_of(grad, layout)
+        if agreement is None or agreement.counts(layout, number in replicated):
+            yield grad._values() if grad.is_sparse else grad

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import copy
-import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from numbers import Number
-from typing import Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -16,7 +15,7 @@ from torch.amp.grad_scaler import GradScaler as TorchGradScaler
 from torch.amp.grad_scaler import OptState, _refresh_per_optimizer_state
 from torch.cuda.amp.common import amp_definitely_not_available
 
-from ampfast import backends, clipping, gradients, tracking
+from ampfast import backends, clipping, distributed, gradients, tracking
 from ampfast.backends import aten, native
 from ampfast.capture import refuse_capture
 from ampfast.gradient_reports import GradientHealth, OverflowReport
@@ -25,6 +24,10 @@ from ampfast.notes import ONCE, add_note, warn_caller
 from ampfast.optimizers import lacks_momentum, no_inf_checks, takes_grad_scaler
 from ampfast.report import History, ScalerStats
 from ampfast.scale_state import ScalePolicy, ScaleState
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
 
 __all__ = ["GradScaler", "OptState"]
 
@@ -76,14 +79,19 @@ class GradScaler(TorchGradScaler):
             due, as in Megatron-LM, or after a "finite_step", as in apex.
         dynamic: If False, the scale stays: `growth_interval` is 0 and `backoff_factor` 1, whatever
             is given for them.
+        process_group: The ranks that hold other parts of the gradients, as shards, stages or
+            tensor-parallel parts: a group, or a mesh with all its dimensions. What one finds, all
+            skip for, which takes one small collective for every optimizer, and a norm is that of
+            all parts together; `mark_replicated` names the parameters that are alike on all ranks.
+            Gradients that are DTensors are agreed on without.
         track: What is noted of each parameter while its gradient is read: "overflow" for
             `overflow_report`, "health" for `health`, too; None for nothing.
 
     Raises:
         AssertionError: If a factor is on the wrong side of 1.
         TypeError: If `device` is a number or a keyword has the wrong type.
-        ValueError: If `backend` or `track` is unknown, or the scale's limits or hysteresis make no
-            sense.
+        ValueError: If `backend` or `track` is unknown, the scale's limits or hysteresis make no
+            sense, or `process_group` does not contain this rank or is of another device type.
         RuntimeError: If `backend` cannot run here.
     """
 
@@ -99,6 +107,9 @@ class GradScaler(TorchGradScaler):
     _norms: dict[frozenset[int], tuple[Tensor, float]] | None = None
     _track: str | None = None
     _tracking: tracking.Tracking | None = None
+    _ranks: distributed.Ranks | None = None
+    # Whether it agrees with all ranks where no group is given.
+    _is_for_all = False
 
     def __init__(
         self,
@@ -117,6 +128,7 @@ class GradScaler(TorchGradScaler):
         hysteresis: int = 1,
         hysteresis_refill: str = "growth",
         dynamic: bool = True,
+        process_group: ProcessGroup | DeviceMesh | None = None,
         track: str | None = None,
     ) -> None:
         if isinstance(device, Number):
@@ -137,6 +149,7 @@ class GradScaler(TorchGradScaler):
                 "hysteresis"
             )
         tracking.require_known(track)
+        distributed.require_group(process_group, device)
         if enabled:
             choice = backends.choose(backend)
         else:
@@ -144,14 +157,19 @@ class GradScaler(TorchGradScaler):
             choice = None
         # torch would do so too, but its warning would point here instead of at the caller.
         if enabled and device == "cuda" and amp_definitely_not_available():
-            warnings.warn(
-                "torch.cuda.amp.GradScaler is enabled, but CUDA is not available.  Disabling.",
-                stacklevel=2,
+            warn_caller(
+                "torch.cuda.amp.GradScaler is enabled, but CUDA is not available.  Disabling."
             )
             enabled = False
         super().__init__(
-            device, init_scale, growth_factor, backoff_factor, growth_interval, enabled
+            device,
+            init_scale=init_scale,
+            growth_factor=growth_factor,
+            backoff_factor=backoff_factor,
+            growth_interval=growth_interval,
+            enabled=enabled,
         )
+        self.process_group = process_group
         self._backend = backend
         self._choice = choice
         self._allow_fp16 = allow_fp16
@@ -160,6 +178,16 @@ class GradScaler(TorchGradScaler):
         if enabled and not dynamic:
             self._growth_interval, self._backoff_factor = 0, 1.0
         self._track = track
+
+    @property
+    def process_group(self) -> ProcessGroup | DeviceMesh | None:
+        """The ranks with which the scaler agrees, besides those of DTensors."""
+        return self._others().group
+
+    @process_group.setter
+    def process_group(self, group: ProcessGroup | DeviceMesh | None) -> None:
+        distributed.require_group(group, self._device)
+        self._ranks = distributed.Ranks(group, is_default=self._is_for_all)
 
     # A compiler that traces the state machine around a kernel loses what is written to its dicts.
     @_not_compiled
@@ -503,6 +531,8 @@ class GradScaler(TorchGradScaler):
         # Of this process: weak references, and what its backends can.
         for name in ("_last_checks", "_choice", "_norms", "_tracking"):
             state.pop(name, None)
+        if self._ranks is not None and self._ranks.is_alone:
+            state.pop("_ranks")
         # A shallow copy of a scaler counts by itself, too.
         state["_scale_state"] = copy.deepcopy(self._scale_state)
         return state
@@ -515,14 +545,16 @@ class GradScaler(TorchGradScaler):
         allow_fp16: bool,
     ) -> dict[torch.device, Tensor]:
         grads = self._collect(optimizer, allow_fp16=allow_fp16, writes=True)
-        return gradients.unscale_(
+        tracks = self._tracks(optimizer, grads)
+        flags = gradients.unscale_(
             grads,
             inv_scale,
             choice=self._kernels(),
             is_scale=False,
             found_inf=found_inf,
-            tracks=self._tracks(optimizer, grads),
+            tracks=tracks,
         )
+        return self._agreed(self._agreement(grads), flags, tracks)
 
     def _check_inf_per_device(self, optimizer: torch.optim.Optimizer) -> dict[Any, Tensor]:
         scale, _ = self._check_scale_growth_tracker("_check_inf_per_device")
@@ -530,10 +562,12 @@ class GradScaler(TorchGradScaler):
             one = torch.full((), 1.0, dtype=torch.float32, device=scale.device)
             zero = torch.full((), 0.0, dtype=torch.float32, device=scale.device)
             flags = self._unscale_grads_(optimizer, one, zero, True)
+            flags = self._agreed(self._agreement(), flags)
         else:
             grads = self._collect(optimizer, allow_fp16=True, writes=False)
             tracks = self._tracks(optimizer, grads)
             flags = gradients.check_(grads, choice=self._kernels(), tracks=tracks)
+            flags = self._agreed(self._agreement(grads), flags, tracks)
         self._per_optimizer_states[id(optimizer)]["found_inf_per_device"] = flags
         return flags
 
@@ -582,18 +616,21 @@ class GradScaler(TorchGradScaler):
             inv_scale = gradients.inverse(scale)
             found_inf = torch.full((), 0.0, dtype=torch.float32, device=scale.device)
             flags = self._unscale_grads_(optimizer, inv_scale, found_inf, self._allow_fp16)
+            flags = self._agreed(self._agreement(), flags)
         else:
             grads = self._collect(optimizer, allow_fp16=self._allow_fp16, writes=True)
             is_scale = scale.dtype is torch.float32
             factor = scale if is_scale else gradients.inverse(scale)
+            agreement, tracks = self._agreement(grads), self._tracks(optimizer, grads)
             flags = gradients.unscale_(
                 grads,
                 factor,
                 choice=self._kernels(),
                 is_scale=is_scale,
-                update=update,
-                tracks=self._tracks(optimizer, grads),
+                update=None if agreement else update,
+                tracks=tracks,
             )
+            flags = self._agreed(agreement, flags, tracks)
         state["found_inf_per_device"] = flags
         state["stage"] = OptState.UNSCALED
         if flags:
@@ -713,14 +750,16 @@ class GradScaler(TorchGradScaler):
     ) -> None:
         """Checks what an optimizer that divides by `grad_scale` will work with."""
         grads = self._collect(optimizer, allow_fp16=True, writes=False)
+        agreement, tracks = self._agreement(grads), self._tracks(optimizer, grads)
         unscaled = state["stage"] is OptState.UNSCALED
         flags = gradients.check_(
             grads,
             grad_scale.detach().float(),
             choice=self._kernels(),
-            update=None if unscaled else update,
-            tracks=self._tracks(optimizer, grads),
+            update=None if unscaled or agreement else update,
+            tracks=tracks,
         )
+        flags = self._agreed(agreement, flags, tracks)
         if unscaled:
             # What unscale_ found counts too; in new tensors, for its own may have been handed out.
             for device, flag in state["found_inf_per_device"].items():
@@ -742,11 +781,34 @@ class GradScaler(TorchGradScaler):
             writes=writes,
             devices=self._kernels().devices,
             clips=clips,
+            parts=self._others().parts(),
         )
+
+    def _others(self) -> distributed.Ranks:
+        if self._ranks is None:
+            self._ranks = distributed.Ranks(is_default=self._is_for_all)
+        return self._ranks
+
+    def _agreement(self, *parts: gradients.Gradients) -> distributed.Agreement | None:
+        """How the ranks that hold other parts of these gradients agree, if there are any."""
+        layouts = [layout for part in parts for layout in part.layouts.values()]
+        return self._others().agreement(layouts)
+
+    def _agreed(
+        self,
+        agreement: distributed.Agreement | None,
+        flags: dict[Any, Tensor],
+        tracks: tracking.Tracks | None = None,
+    ) -> dict[Any, Tensor]:
+        """What all ranks found together, where a pass here found `flags`."""
+        scale = None if agreement is None else self._get_scale_async()
+        if agreement is None or scale is None:
+            return flags
+        return agreement.share([(flags, tracks)], scale.device)[0]
 
     def _tracks(
         self, optimizer: torch.optim.Optimizer, grads: gradients.Gradients
-    ) -> gradients.Tracks | None:
+    ) -> tracking.Tracks | None:
         """Where the pass that begins notes what it sees of each parameter."""
         scale = None if self._track is None else self._get_scale_async()
         if scale is None:

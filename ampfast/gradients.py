@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from ampfast.backends import Choice, Kernels, Update, aten, native
-from ampfast.backends.track import Track
+from ampfast.distributed import Layout, Parts
 from ampfast.notes import add_note
+from ampfast.tracking import Tracks
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 __all__ = [
     "Gradients",
-    "Tracks",
     "check_",
     "clip_",
     "collect",
@@ -23,10 +27,6 @@ __all__ = [
     "of_list",
     "unscale_",
 ]
-
-
-# What a pass notes of the parameters on a device, and where.
-Tracks = Callable[[torch.device], Track]
 
 
 @dataclass(frozen=True)
@@ -40,12 +40,40 @@ class Gradients:
         numbers: Those of the parameters whose gradients were set aside, likewise.
         identity: A number for all parameters, with gradient or without: others, or these in
             another order, have another.
+        layouts: How distributed gradients lie on their meshes, by the number of the parameter,
+            also those that only other ranks may have.
+        partial: Those of them of which ranks hold summands.
     """
 
     lists: list[native.GradList]
     set_aside: dict[torch.device, list[Tensor]]
     numbers: dict[torch.device, list[int]] = field(default_factory=dict)
     identity: int = 0
+    layouts: dict[int, Layout] = field(default_factory=dict)
+    partial: dict[int, DTensor] = field(default_factory=dict)
+
+    def split(self, numbers: set[int]) -> tuple[Gradients, Gradients]:
+        """Returns the gradients of the parameters of these numbers, and the others."""
+        inside: list[native.GradList] = []
+        outside: list[native.GradList] = []
+        for grads in self.lists:
+            for part, parts in zip(grads.split(numbers), (inside, outside), strict=True):
+                if part.chunks:
+                    parts.append(part)
+        return (
+            self._part(inside, lambda number: number in numbers),
+            self._part(outside, lambda number: number not in numbers),
+        )
+
+    def _part(self, lists: list[native.GradList], has: Callable[[int], bool]) -> Gradients:
+        aside: dict[torch.device, list[Tensor]] = {}
+        numbers: dict[torch.device, list[int]] = {}
+        for device, tensors in self.set_aside.items():
+            for number, tensor in zip(self.numbers[device], tensors, strict=True):
+                if has(number):
+                    aside.setdefault(device, []).append(tensor)
+                    numbers.setdefault(device, []).append(number)
+        return replace(self, lists=lists, set_aside=aside, numbers=numbers)
 
 
 def collect(
@@ -55,6 +83,7 @@ def collect(
     writes: bool,
     devices: int,
     clips: bool = False,
+    parts: Parts | None = None,
 ) -> Gradients:
     """Reads the gradients of an optimizer's parameters, in order.
 
@@ -65,13 +94,14 @@ def collect(
         devices: The device types with kernels, as `backends.Choice.devices` gives them.
         clips: Whether their norm is taken, for which sparse gradients are replaced by coalesced
             ones, and what is written bumps versions, as torch's clipping does.
+        parts: What tells the parts of distributed gradients, which are then read in their place.
 
     Raises:
         AssertionError: If a parameter is not a tensor.
         ValueError: If a gradient is float16 and `allow_fp16` is false.
     """
     lists, irregular, refused, identity = native.walk(
-        param_groups, allow_fp16, writes, devices, clips and writes
+        param_groups, allow_fp16, writes, devices, clips and writes, parts
     )
     if refused is not None:
         raise _refusal(*refused)
@@ -83,7 +113,9 @@ def collect(
                 values = _values_of(param, grad, clips)
                 set_aside.setdefault(values.device, []).append(values)
                 numbers.setdefault(values.device, []).append(number)
-    return Gradients(lists, set_aside, numbers, identity)
+    if parts is None or not parts.layouts:
+        return Gradients(lists, set_aside, numbers, identity)
+    return Gradients(lists, set_aside, numbers, identity, parts.layouts, dict(parts.partial))
 
 
 def of_list(tensors: list[Tensor], device: torch.device) -> Gradients:

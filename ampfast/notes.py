@@ -33,6 +33,7 @@ def _is_inside(module: str) -> bool:
 
 
 _SCALER_MODULES = (
-    *("ampfast.grad_scaler", "ampfast.scale_state", "ampfast.clipping", "ampfast.tracking"),
+    *("ampfast.grad_scaler", "ampfast.sharded", "ampfast.scale_state", "ampfast.clipping"),
+    *("ampfast.distributed", "ampfast.gradients", "ampfast.tracking", "ampfast.patching.old_names"),
     *("torch.amp.grad_scaler", "torch._compile"),
 )

@@ -6,7 +6,7 @@ import struct
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -24,7 +24,10 @@ from ampfast.gradient_reports import (
 )
 from ampfast.last_checks import ByOptimizer
 
-__all__ = ["Tracking", "named", "require_known"]
+if TYPE_CHECKING:
+    from ampfast.distributed import Agreement
+
+__all__ = ["Tracking", "Tracks", "named", "require_known"]
 
 _KINDS = ("overflow", "health")
 _COMPLEMENT = 2**63 - 1
@@ -90,6 +93,8 @@ class _Record:
     health: dict[torch.device, Tensor] = field(default_factory=dict)
     # Where that stands, and zero for all that is elsewhere.
     scale_at: dict[torch.device, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    # Whether the marks are told to other ranks, which must have as many parameters.
+    is_shared: bool | None = None
 
     @property
     def parameters(self) -> int:
@@ -105,7 +110,7 @@ class _Record:
             if id(place.parameter()) in rows
         ]
         before, self.marks = self.marks, {}
-        self.identity, self.places = identity, places
+        self.identity, self.places, self.is_shared = identity, places, None
         self.health, self.scale_at = {}, {}
         for device, marks in before.items():
             if pairs:
@@ -158,7 +163,7 @@ class Tracking:
 
     def start(
         self, optimizer: Any, identity: int, scale: Tensor, steps: Tensor, *, measures: bool
-    ) -> _Tracks:
+    ) -> Tracks:
         """Begins a pass over an optimizer's gradients.
 
         Args:
@@ -176,7 +181,7 @@ class Tracking:
             refuse_capture("other parameters than before")
             record.move(identity, _places(optimizer))
         self._records.record(optimizer, record)
-        tracks = _Tracks(record, steps[:1], self._health and measures)
+        tracks = Tracks(record, steps[:1], self._health and measures)
         if tracks.measures:
             # On every device that ever had gradients: what stands there is of an earlier pass.
             tracks.scale = scale
@@ -256,7 +261,7 @@ def _places(optimizer: Any) -> list[_Place]:
     ]
 
 
-class _Tracks:
+class Tracks:
     """Where a pass notes what it sees, by device."""
 
     def __init__(self, record: _Record, steps: Tensor, measures: bool) -> None:
@@ -281,6 +286,31 @@ class _Tracks:
             if is_new:
                 self.clear(device)
         return Track(record.marks_on(device), aten.moved(self._steps, device), health)
+
+    def new_marks(self, agreement: Agreement) -> Tensor | None:
+        """Returns what the pass marked, bool of shape (parameters, 2), to be told to other ranks.
+
+        None if the ranks have different parameters; that is asked once, with a host sync.
+        """
+        record, place = self._record, self._steps.device
+        if record.is_shared is None:
+            refuse_capture("the first pass whose marks are told to other ranks")
+            record.is_shared = agreement.all_equal(record.parameters, place)
+        return self._marked() if record.is_shared else None
+
+    def note(self, marks: Tensor) -> None:
+        """Notes what any rank marked, once."""
+        new = marks & ~self._marked()
+        rows = next(iter(self._record.marks.values()))
+        new, now = aten.moved(new, rows.device), aten.moved(self._steps, rows.device) + 1
+        rows[:, :2] = torch.where(new, now, rows[:, :2])
+        rows[:, 2:] += new
+
+    def _marked(self) -> Tensor:
+        place, record = self._steps.device, self._record
+        tables = list(record.marks.values()) or [record.marks_on(place)]
+        now = self._steps + 1
+        return torch.stack([aten.moved(rows[:, :2], place) == now for rows in tables]).any(0)
 
 
 def _zeros(rows: int, words: int, device: torch.device) -> Tensor:

@@ -67,14 +67,29 @@ void GradList::add(const at::Tensor& tensor, bool writes, int64_t parameter) {
   if (numel == 0) {
     return;
   }
-  DtypeList& list = list_of(tensor.scalar_type());
-  const size_t end = (tensor.storage_offset() + numel) * list.element_size();
+  const size_t end = (tensor.storage_offset() + numel) * tensor.element_size();
   const size_t there = tensor.storage().nbytes();
   TORCH_CHECK(end <= there, "the storage of a gradient was freed or resized: ", there,
               " bytes are left of ", end);
   void* address = writes ? tensor.mutable_data_ptr() : const_cast<void*>(tensor.const_data_ptr());
-  list.spans.push_back({static_cast<char*>(address), numel, list.chunks, parameter});
+  add(tensor.scalar_type(), static_cast<char*>(address), numel, parameter);
+}
+
+void GradList::add(at::ScalarType dtype, char* address, int64_t numel, int64_t parameter) {
+  DtypeList& list = list_of(dtype);
+  list.spans.push_back({address, numel, list.chunks, parameter});
   list.chunks += chunk_count(numel);
+}
+
+std::pair<GradList, GradList> GradList::split(const std::unordered_set<int64_t>& parameters) const {
+  std::pair<GradList, GradList> parts{{device_, owner_}, {device_, owner_}};
+  for (const DtypeList& list : lists_) {
+    for (const Span& span : list.spans) {
+      GradList& part = parameters.count(span.parameter) != 0 ? parts.first : parts.second;
+      part.add(list.dtype, span.address, span.numel, span.parameter);
+    }
+  }
+  return parts;
 }
 
 int64_t GradList::chunks() const {

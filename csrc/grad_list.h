@@ -5,6 +5,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <memory>
+#include <unordered_set>
 #include <utility>
 #include <vector>
 
@@ -48,6 +49,9 @@ class GradList {
   // With `writes`, its data may be written.
   void add(const at::Tensor& tensor, bool writes, int64_t parameter);
 
+  // The gradients of the parameters of these numbers, and the others.
+  std::pair<GradList, GradList> split(const std::unordered_set<int64_t>& parameters) const;
+
   at::Device device() const { return device_; }
   const std::vector<DtypeList>& lists() const { return lists_; }
   // Whether a float64 tensor was added, also one without elements.
@@ -57,6 +61,7 @@ class GradList {
 
  private:
   DtypeList& list_of(at::ScalarType dtype);
+  void add(at::ScalarType dtype, char* address, int64_t numel, int64_t parameter);
 
   at::Device device_;
   std::shared_ptr<const void> owner_;

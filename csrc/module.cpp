@@ -278,6 +278,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
         return *std::move(list);
       }))
       .def_static("of", &regular_list, py::arg("tensors"), py::arg("device"))
+      .def("split", &GradList::split, py::arg("parameters"))
       .def_property_readonly("device", [](const GradList& list) { return py::cast(list.device()); })
       .def_property_readonly("has_float64", &GradList::has_float64)
       .def_property_readonly("chunks", &GradList::chunks)
@@ -325,8 +326,9 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def(
       "walk",
       [](const py::object& param_groups, bool allow_fp16, bool writes, uint64_t devices,
-         bool bumps_versions) {
-        Walk walk = walk_gradients(param_groups, allow_fp16, writes, bumps_versions, devices);
+         bool bumps_versions, const py::object& part_of) {
+        Walk walk =
+            walk_gradients(param_groups, allow_fp16, writes, bumps_versions, devices, part_of);
         py::object refused = py::none();
         if (walk.refused) {
           refused = py::make_tuple(walk.refused->group, walk.refused->index, walk.refused->param);
@@ -335,7 +337,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
                               refused, walk.identity);
       },
       py::arg("param_groups"), py::arg("allow_fp16"), py::arg("writes"), py::arg("devices"),
-      py::arg("bumps_versions") = false);
+      py::arg("bumps_versions") = false, py::arg("part_of") = py::none());
   m.def("unscale_", &unscale_, py::arg("grads"), py::arg("factor"), py::arg("is_scale"),
         py::arg("found_inf") = std::nullopt, py::arg("update") = nullptr,
         py::arg("track") = std::nullopt, py::arg("coefficient") = std::nullopt);

@@ -44,8 +44,20 @@ GradList& list_on(std::vector<GradList>& lists, at::Device device,
   return lists.emplace_back(device, owner);
 }
 
+// What this rank holds of a gradient, if `part_of` knows it for a distributed tensor; a parameter
+// that may be one is told to it without gradient, too.
+at::Tensor local_part(const py::object& part_of, const py::object& param, const at::Tensor& grad,
+                      int64_t number) {
+  const bool is_plain_param = THPVariable_CheckExact(param.ptr());
+  if (part_of.is_none() || (!grad.defined() && is_plain_param)) {
+    return at::Tensor();
+  }
+  const py::object part = part_of(param, grad.defined() ? py::cast(grad) : py::none(), number);
+  return part.is_none() ? at::Tensor() : py::cast<at::Tensor>(part);
+}
+
 void walk_group(const py::handle& params, int64_t group, bool allow_fp16, uint64_t devices,
-                Walk& walk, Regular& regular) {
+                const py::object& part_of, Walk& walk, Regular& regular) {
   int64_t index = 0;
   for (const py::handle item : params) {
     const py::object param = py::reinterpret_borrow<py::object>(item);
@@ -54,6 +66,12 @@ void walk_group(const py::handle& params, int64_t group, bool allow_fp16, uint64
     if (!is_tensor || (grad.defined() && !allow_fp16 && grad.scalar_type() == at::kHalf)) {
       walk.refused = Place{group, index, param};
       return;
+    }
+    if (!grad.defined() || !is_regular(grad, devices)) {
+      at::Tensor part = local_part(part_of, param, grad, walk.parameters);
+      if (part.defined()) {
+        grad = std::move(part);
+      }
     }
     if (grad.defined()) {
       if (is_regular(grad, devices)) {
@@ -72,7 +90,7 @@ void walk_group(const py::handle& params, int64_t group, bool allow_fp16, uint64
 }  // namespace
 
 Walk walk_gradients(const py::handle& param_groups, bool allow_fp16, bool writes,
-                    bool bumps_versions, uint64_t devices) {
+                    bool bumps_versions, uint64_t devices, const py::object& part_of) {
   Walk walk;
   Regular regular;
   if (is_observed()) {
@@ -84,7 +102,7 @@ Walk walk_gradients(const py::handle& param_groups, bool allow_fp16, bool writes
     int64_t index = 0;
     for (const py::handle group : param_groups) {
       const py::object params = py::reinterpret_borrow<py::object>(group)["params"];
-      walk_group(params, index++, allow_fp16, devices, walk, regular);
+      walk_group(params, index++, allow_fp16, devices, part_of, walk, regular);
       if (walk.refused) {
         return walk;
       }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -341,9 +342,11 @@ def _largest_used(grad: Tensor, grad_scale: Tensor | None) -> Tensor:
 
 def _by_dtype(grads: list[Tensor]) -> Iterator[list[Tensor]]:
     """Yields what torch's op takes at once, first what it will refuse: then nothing is written."""
-    groups: dict[tuple[bool, torch.dtype], list[Tensor]] = {}
+    groups: dict[tuple[Any, ...], list[Tensor]] = {}
     for grad in grads:
-        groups.setdefault((not _is_refused(grad), grad.dtype), []).append(grad)
+        mesh = getattr(grad, "device_mesh", None)  # one at a time for a distributed tensor
+        key = (not _is_refused(grad), grad.dtype, type(grad), id(mesh))
+        groups.setdefault(key, []).append(grad)
     for key in sorted(groups, key=lambda key: key[0]):
         yield groups[key]
 

@@ -17,6 +17,7 @@ from ampfast.grad_scaler import GradScaler
 from ampfast.patching import amp, cpu_amp, cuda_amp
 
 # Each of these takes the names of the torch class that it stands for.
+# FSDP's joins them in the first patch().
 _STAND_INS: tuple[Any, ...] = (amp.GradScaler, cuda_amp.GradScaler, cpu_amp.GradScaler)
 
 _OURS: dict[type, type] = {ours._stands_for: ours for ours in _STAND_INS}
@@ -94,13 +95,13 @@ def patch() -> Patch:
     """Makes every name for torch's gradient scaler mean ampfast's, until `unpatch()`.
 
     These are `torch.GradScaler`, `torch.amp.GradScaler`, `torch.cuda.amp.GradScaler`,
-    `torch.cpu.amp.GradScaler`, and whatever a loaded module calls them, as after
-    `from torch.cuda.amp import GradScaler as Scaler`. A class kept elsewhere, such as in a dict or
-    a default argument, stays torch's. Existing scalers stay what they are and still pass
-    `isinstance(x, torch.amp.GradScaler)`. Existing subclasses stay too, FSDP's `ShardedGradScaler`
-    among them; to have one derive from ampfast's class, import its module after `patch()`. One that
-    calls its base class as `torch.amp.GradScaler.step(self, ...)`, neither through `super()` nor by
-    a name of its own module, has to.
+    `torch.cpu.amp.GradScaler`, FSDP's `ShardedGradScaler`, and whatever a loaded module calls them,
+    as after `from torch.cuda.amp import GradScaler as Scaler`. A class kept elsewhere, such as in a
+    dict or a default argument, stays torch's. Existing scalers stay what they are and still pass
+    `isinstance(x, torch.amp.GradScaler)`. Existing subclasses stay too; to have one derive from
+    ampfast's class, import its module after `patch()`. One that calls its base class as
+    `torch.amp.GradScaler.step(self, ...)`, neither through `super()` nor by a name of its own
+    module, has to.
 
     What the patched names make is an `ampfast.GradScaler`: an instance of a subclass that changes
     nothing in it. Those of `torch.cuda.amp` and `torch.cpu.amp` keep their signature and their
@@ -156,10 +157,12 @@ def unpatch() -> None:
 
 
 def _import_sharded() -> None:
-    # It overrides torch's methods with copies of torch's code: imported while patched, it would
-    # derive from our class for good.
+    # Not sooner, since it takes a while; nor later: imported while patched, torch's would derive
+    # from our class for good.
     if torch.distributed.is_available():
-        importlib.import_module("torch.distributed.fsdp.sharded_grad_scaler")
+        ours = importlib.import_module("ampfast.patching.sharded").ShardedGradScaler
+        _OURS[ours._stands_for] = ours
+        _TORCHS[ours] = ours._stands_for
 
 
 def _is_ampfast(module: str) -> bool:

@@ -7,12 +7,14 @@ from types import ModuleType
 from typing import Any
 
 import torch
+import torch.distributed.fsdp.sharded_grad_scaler
 
 # In a dict, which patch() does not look into, for names in this module would be replaced.
 TORCH = {
     "amp": torch.amp.GradScaler,
     "cuda": torch.cuda.amp.GradScaler,
     "cpu": torch.cpu.amp.GradScaler,
+    "sharded": torch.distributed.fsdp.sharded_grad_scaler.ShardedGradScaler,
 }
 
 NAMES = {
@@ -24,6 +26,7 @@ NAMES = {
     "torch.cuda.amp.grad_scaler.GradScaler": "cuda",
     "torch.cpu.amp.GradScaler": "cpu",
     "torch.cpu.amp.grad_scaler.GradScaler": "cpu",
+    "torch.distributed.fsdp.sharded_grad_scaler.ShardedGradScaler": "sharded",
 }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import pickle
 import random
 import subprocess
 import sys
@@ -183,15 +184,16 @@ class TestNames:
         module("user", "import torch\nclass Mine(torch.amp.GradScaler): pass")
         patch = ampfast.patch()
         assert repr(patch).startswith("<ampfast.patch(): ")
-        for part in ("'torch.amp.GradScaler'", "'user.Mine'", "kept=[]", "ShardedGradScaler"):
+        for part in ("'torch.amp.GradScaler'", "'user.Mine'", "kept=[]", ".ShardedGradScaler'"):
             assert part in repr(patch)
 
-    def test_what_it_returns_is_a_copy(self) -> None:
+    def test_what_it_returns_is_a_copy(self, module: Callable[..., ModuleType]) -> None:
+        user = module("user", "import torch\nclass Mine(torch.amp.GradScaler): pass")
         patch = ampfast.patch()
         patch.replaced.clear()
         patch.derived_before.clear()
         assert "torch.GradScaler" in patch.replaced
-        assert sharded.ShardedGradScaler in patch.derived_before
+        assert user.Mine in patch.derived_before
 
 
 class TestDerivedBefore:
@@ -209,7 +211,7 @@ class TestDerivedBefore:
         user = module("user", code)
         derived = ampfast.patch().derived_before
         assert [cls for cls in derived if cls.__module__ == "user"] != []
-        assert {user.Mine, user.Cuda, user.Both, sharded.ShardedGradScaler} <= set(derived)
+        assert {user.Mine, user.Cuda, user.Both} <= set(derived)
         assert len(set(derived)) == len(derived)
         assert not {user.Ours, user.Mixed} & set(derived)
         assert not any(cls in TORCH.values() for cls in derived)
@@ -253,17 +255,43 @@ class TestDerivedBefore:
         assert user.Free is torch.amp.GradScaler
         assert not set(kept) & set(patch.replaced)
 
-    def test_fsdps_scaler_works_and_stays_torchs(self) -> None:
+
+class TestFSDP:
+    """Its scaler, which torch keeps in a module of its own."""
+
+    def test_the_name_is_taken_and_given_back(self, module: Callable[..., ModuleType]) -> None:
+        user = module(
+            "user",
+            f"from {sharded.__name__} import ShardedGradScaler as Scaler; mine = Scaler('cpu')",
+        )
+        with ampfast.patch() as patch:
+            assert f"{sharded.__name__}.ShardedGradScaler" in patch.replaced
+            assert "user.Scaler" in patch.replaced
+            assert sharded.ShardedGradScaler is user.Scaler
+            scaler = user.Scaler("cpu")
+            assert isinstance(scaler, ampfast.ShardedGradScaler)
+            assert isinstance(scaler, torch.amp.GradScaler)
+            assert isinstance(user.mine, user.Scaler)
+            assert not isinstance(torch.amp.GradScaler("cpu"), user.Scaler)
+            assert type(scaler).__qualname__ == "ShardedGradScaler"
+        assert sharded.ShardedGradScaler is user.Scaler is TORCH["sharded"]
+        assert isinstance(scaler, TORCH["sharded"])
+
+    def test_torchs_pickles_load(self) -> None:
+        pickled = pickle.dumps(TORCH["sharded"]("cpu", init_scale=4.0))
+        with ampfast.patch():
+            scaler = pickle.loads(pickled)
+            assert type(scaler) is sharded.ShardedGradScaler
+        assert scaler.get_scale() == 4.0
+
+    def test_it_works_in_a_program_that_imports_it_later(self) -> None:
         run(
             """
             import tempfile, torch, ampfast
-            theirs = [torch.amp.GradScaler]
             ampfast.patch()
             import torch.distributed as dist
             from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
-            assert ShardedGradScaler.__bases__ == tuple(theirs)
-            assert issubclass(ShardedGradScaler, torch.amp.GradScaler)
-            assert not issubclass(ShardedGradScaler, ampfast.GradScaler)
+            assert issubclass(ShardedGradScaler, ampfast.ShardedGradScaler)
             with tempfile.TemporaryDirectory() as folder:
                 dist.init_process_group("gloo", f"file://{folder}/s", rank=0, world_size=1)
                 p = torch.nn.Parameter(torch.ones(3))

@@ -9,14 +9,16 @@ import functools
 import inspect
 import pickle
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from originals import TORCH
 from torch.distributed.checkpoint.stateful import Stateful
+from torch.distributed.fsdp import sharded_grad_scaler
 
 import ampfast
 
@@ -26,13 +28,23 @@ LEGACY = ["cuda", "cpu"]
 
 def named(kind: str) -> Any:
     """The class that torch's name for this kind means now."""
+    if kind == "sharded":
+        return sharded_grad_scaler.ShardedGradScaler
     module = torch.amp if kind == "amp" else getattr(torch, kind).amp
     return module.GradScaler
 
 
+@pytest.fixture(autouse=True)
+def _world() -> Iterator[None]:
+    """The ranks with which FSDP's scaler agrees: this one."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
 def make(kind: str, init_scale: float = 8.0, *args: Any, **kwargs: Any) -> Any:
     """A scaler from torch's name for this kind, without the warnings that belong to it."""
-    device = ("cpu",) if kind == "amp" else ()
+    device = () if kind in LEGACY else ("cpu",)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return named(kind)(*device, init_scale, *args, **kwargs)
@@ -63,7 +75,7 @@ def test_what_a_name_makes(kind: str) -> None:
     assert type(scaler) is named(kind)
     assert isinstance(scaler, ampfast.GradScaler)
     assert isinstance(scaler, TORCH[kind])
-    assert type(scaler).__qualname__ == type(scaler).__name__ == "GradScaler"
+    assert type(scaler).__qualname__ == type(scaler).__name__ == TORCH[kind].__qualname__
     assert type(scaler).__module__.startswith("ampfast.")
 
 
@@ -81,7 +93,7 @@ def test_our_methods_are_not_overridden() -> None:
     """The scaler may look whether a subclass overrides a hook; a stand-in never does."""
     ampfast.patch()
     for kind in KINDS:
-        own = {"__init__", "__module__", "__doc__", "__annotations__"}
+        own = {"__init__", "__module__", "__doc__", "__annotations__", "_is_for_all"}
         for name in vars(ampfast.GradScaler).keys() - own:
             assert getattr(named(kind), name) is getattr(ampfast.GradScaler, name), name
 
@@ -232,7 +244,7 @@ def test_subclassing_a_patched_name(kind: str) -> None:
         class Mixed(Mine, before):  # type: ignore[misc, valid-type]
             pass
 
-        device = ("cpu",) if kind == "amp" else ()
+        device = () if kind in LEGACY else ("cpu",)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             mine, mixed = Mine(*device, 8.0), Mixed(*device, 8.0)

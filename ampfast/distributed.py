@@ -1,0 +1,457 @@
+"""Agreement between ranks: which holds what of the gradients, and what is told to the others."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from ampfast.backends import aten
+from ampfast.notes import warn_caller
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor.placement_types import Placement
+
+    from ampfast.tracking import Tracks
+
+    Flags = dict[torch.device, Tensor]
+    # What one pass found, and where it noted it by parameter.
+    Found = tuple[Flags, Tracks | None]
+
+__all__ = ["Agreement", "Layout", "Parts", "Ranks", "mark_replicated", "marked"]
+
+_replicated = WeakTensorKeyDictionary()
+
+
+def mark_replicated(params: Iterable[Tensor]) -> None:
+    """Says of parameters that every rank of a `process_group` has the same gradient of them.
+
+    Their gradients count once in a norm that is taken over the group; those of all others are
+    taken for parts, such as shards, whose norms add up. DTensor parameters need no mark.
+
+    Args:
+        params: Parameters, of any scaler's optimizers.
+
+    Raises:
+        TypeError: If one is not a tensor.
+    """
+    params = [params] if isinstance(params, Tensor) else list(params)
+    for param in params:
+        if not isinstance(param, Tensor):
+            raise TypeError(f"mark_replicated takes parameters, got {type(param).__name__}")
+    for param in params:
+        _replicated[param] = True
+
+
+def marked(param_groups: Iterable[dict]) -> set[int]:
+    """Returns the numbers of the parameters that were marked as replicated."""
+    if not len(_replicated):
+        return set()
+    params = (param for group in param_groups for param in group["params"])
+    return {number for number, param in enumerate(params) if param in _replicated}
+
+
+@dataclass(frozen=True, eq=False)
+class Layout:
+    """How a distributed gradient lies on its mesh, as seen from this rank.
+
+    Attributes:
+        mesh: The mesh.
+        parted: The dimensions of the mesh along which ranks hold different values.
+        sharded: Those of them along which they hold different elements.
+        is_known: Whether all placements are known: if not, torch's own op takes the gradient.
+    """
+
+    mesh: DeviceMesh
+    parted: tuple[int, ...]
+    sharded: tuple[int, ...]
+    is_known: bool
+
+    @property
+    def is_partial(self) -> bool:
+        """Whether ranks hold summands of the same elements."""
+        return self.is_known and self.parted != self.sharded
+
+    def replicas(self, ranks: Sequence[int]) -> list[int]:
+        """Returns those of `ranks` that hold the same elements as this one."""
+        mine = self.mesh.get_coordinate()
+        if mine is None:
+            return [dist.get_rank()]
+        found = []
+        for rank in ranks:
+            for place in (self.mesh.mesh == rank).nonzero().tolist():
+                if all(place[dim] == mine[dim] for dim in self.sharded):
+                    found.append(rank)
+        return found
+
+
+class Parts:
+    """What a walk over parameters calls for those that may be distributed.
+
+    Attributes:
+        layouts: By the number of the parameter.
+        partial: The gradients of which ranks hold summands, likewise.
+    """
+
+    def __init__(self, kind: type[DTensor], known: dict[Any, Layout]) -> None:
+        self.layouts: dict[int, Layout] = {}
+        self.partial: dict[int, DTensor] = {}
+        self._kind = kind
+        self._known = known
+
+    def __call__(self, param: Tensor, grad: Tensor | None, number: int) -> Tensor | None:
+        """Returns what this rank holds of a distributed gradient whose placements are known."""
+        if grad is None:
+            # Another rank may have this one's gradient, and will tell what it found.
+            if isinstance(param, self._kind) and param.requires_grad:
+                self.layouts[number] = self._layout_of(param)
+            return None
+        if not isinstance(grad, self._kind):
+            return None
+        layout = self.layouts[number] = self._layout_of(grad)
+        if not layout.is_known:
+            return None
+        if layout.is_partial:
+            self.partial[number] = grad
+        local = grad._local_tensor  # without a step of autograd
+        if type(local) is Tensor:
+            return local
+        with torch.no_grad():
+            return grad.to_local()  # waits for what is still on its way
+
+    def _layout_of(self, tensor: DTensor) -> Layout:
+        mesh, placements = tensor.device_mesh, tensor.placements
+        # A layout holds its mesh, so that the id is not another's.
+        key = (id(mesh), placements)
+        layout = self._known.get(key)
+        if layout is None:
+            layout = self._known[key] = _layout(mesh, placements)
+        return layout
+
+
+def part_of(grad: DTensor, layout: Layout) -> Tensor:
+    """Returns what this rank holds of a gradient, summed up where ranks hold summands.
+
+    All of it where the placements are unknown.
+    """
+    from torch.distributed.tensor import Replicate
+
+    with torch.no_grad():
+        if not layout.is_known:
+            return grad.full_tensor()
+        if layout.is_partial:
+            placements = [Replicate() if p.is_partial() else p for p in grad.placements]
+            grad = grad.redistribute(placements=placements)
+        return grad.to_local()
+
+
+@dataclass(frozen=True, eq=False)
+class Agreement:
+    """What the ranks that take part in a pass tell each other.
+
+    Attributes:
+        groups: They are told along these, one after the other.
+        counted: Whether the norm of a gradient counts here rather than at another rank that has
+            the same.
+        counts_plain: The same for a gradient that is not distributed.
+        counts_marked: The same for one whose parameter is marked as replicated.
+    """
+
+    groups: tuple[ProcessGroup, ...]
+    counted: dict[Layout, bool]
+    counts_plain: bool
+    counts_marked: bool
+
+    def counts(self, layout: Layout | None, is_marked: bool = False) -> bool:
+        """Whether the norm of a gradient of a layout, or of none, counts here."""
+        if layout is not None:
+            return self.counted[layout]
+        return self.counts_marked if is_marked else self.counts_plain
+
+    def share(self, found: list[Found], device: torch.device) -> list[Flags]:
+        """Tells the other ranks what was found, with one collective per group.
+
+        Args:
+            found: For each optimizer its flags, and where it notes what it sees by parameter.
+            device: Where a flag is put if there is none.
+
+        Returns:
+            For each optimizer flags that are equal on all ranks, each 0 or 1.
+        """
+        notes = self._notes(found)
+        if len(found) == 1 and notes == [None]:
+            flags = list(found[0][0].values())
+            if len(flags) == 1 and flags[0].dim() == 0:
+                self._reduce_(flags[0], dist.ReduceOp.MAX)
+                return [found[0][0]]
+        told = torch.cat([piece.float() for piece in _pieces(found, notes, device)])
+        self._reduce_(told, dist.ReduceOp.MAX)
+        return _taken(found, notes, told, device)
+
+    def share_norm(
+        self, found: list[Found], device: torch.device, value: Tensor, *, largest: bool
+    ) -> tuple[list[Flags], Tensor]:
+        """`share`, and in the same collective what a norm is made of.
+
+        Args:
+            found: As for `share`.
+            device: That of `value`.
+            value: 0-dim float64, not negative.
+            largest: Whether the ranks' values are to be compared instead of summed; NaN wins.
+
+        Returns:
+            The flags as `share`, and the value of all ranks.
+        """
+        notes = self._notes(found)
+        # As integers, their bits have the order of the numbers, and NaN is above infinity.
+        first = value.reshape(1).view(torch.int64) if largest else value.reshape(1)
+        told = torch.cat([first, *(piece.to(first) for piece in _pieces(found, notes, device))])
+        self._reduce_(told, dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM)
+        value = told[0].clone()
+        flags = _taken(found, notes, told[1:], device)
+        return flags, value.view(torch.float64) if largest else value
+
+    def norm(self, norm: Tensor, order: float) -> Tensor:
+        """Returns the norm of what all ranks have of which `norm` is this one's."""
+        for group in self.groups:
+            mine = norm.to(_place(group, norm.device))
+            others = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+            dist.all_gather(others, mine, group=group)
+            norm = torch.linalg.vector_norm(torch.stack(others), order).to(norm.device)
+        return norm
+
+    def all_equal(self, number: int, device: torch.device) -> bool:
+        """Whether all ranks call this with the same number; a host sync."""
+        numbers = torch.tensor([number, -number], dtype=torch.float64, device=device)
+        self._reduce_(numbers, dist.ReduceOp.MAX)
+        return numbers.tolist() == [number, -number]
+
+    def _notes(self, found: list[Found]) -> list[Tensor | None]:
+        return [None if tracks is None else tracks.new_marks(self) for _, tracks in found]
+
+    def _reduce_(self, tensor: Tensor, op: Any) -> None:
+        for group in self.groups:
+            place = _place(group, tensor.device)
+            if place == tensor.device:
+                dist.all_reduce(tensor, op, group=group)
+            else:
+                there = tensor.to(place)
+                dist.all_reduce(there, op, group=group)
+                tensor.copy_(there)
+
+
+class Ranks:
+    """The ranks with which a scaler agrees."""
+
+    def __init__(
+        self, group: ProcessGroup | DeviceMesh | None = None, *, is_default: bool = False
+    ) -> None:
+        self.group = group
+        # The group of all, as it is when it is needed.
+        self._is_default = is_default and group is None
+        self._layouts: dict[Any, Layout] = {}
+        self._agreements: dict[tuple[Layout, ...], Agreement | None] = {}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Ranks:
+        return Ranks(self.group, is_default=self._is_default)
+
+    def __reduce__(self) -> Any:
+        if self.group is not None:
+            raise TypeError(
+                "a scaler with a process_group cannot be pickled, for the group is of this "
+                "process: save its state_dict()"
+            )
+        return _new_ranks, (self._is_default,)
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether there is no group: then only distributed gradients are agreed on."""
+        return self.group is None and not self._is_default
+
+    def parts(self) -> Parts | None:
+        """Returns what a walk calls for distributed tensors, or None where there can be none."""
+        module = sys.modules.get("torch.distributed.tensor")
+        kind = getattr(module, "DTensor", None)
+        return None if kind is None else Parts(kind, self._layouts)
+
+    def agreement(self, layouts: Iterable[Layout]) -> Agreement | None:
+        """Returns how the ranks agree on gradients of these layouts; None if there is no need."""
+        key = tuple(dict.fromkeys(layouts))
+        if key not in self._agreements:
+            self._agreements[key] = self._new_agreement(key)
+        return self._agreements[key]
+
+    def groups(self) -> list[ProcessGroup]:
+        """Returns the scaler's own group; several if it is a mesh that no group spans."""
+        if self._is_default:
+            return [_world()]
+        if self.group is None or isinstance(self.group, dist.ProcessGroup):
+            return [] if self.group is None else [self.group]
+        return _groups_along(self.group, range(self.group.ndim))
+
+    def _new_agreement(self, layouts: tuple[Layout, ...]) -> Agreement | None:
+        own = self.groups()
+        along = []
+        for mesh in {id(layout.mesh): layout.mesh for layout in layouts}.values():
+            if mesh.get_coordinate() is not None:
+                dims = {dim for at in layouts if at.mesh is mesh for dim in at.parted}
+                along += _groups_along(mesh, sorted(dims))
+        groups = _maximal([*own, *along])
+        if not groups:
+            return None
+        ranks = [dist.get_process_group_ranks(group) for group in groups]
+        wholes = {at: Layout(at.mesh, (), (), True) for at in layouts}
+
+        def counts(layout: Layout) -> bool:
+            return all(_is_first(layout.replicas(of_group)) for of_group in ranks)
+
+        def counts_plain(is_replicated: bool) -> bool:
+            for group, of_group in zip(groups, ranks, strict=True):
+                if is_replicated or not any(group is each for each in own):
+                    same = of_group
+                else:
+                    # Parts, but for the ranks of a mesh, which hold plain gradients alike.
+                    same = [r for at in wholes.values() for r in at.replicas(of_group)]
+                if same and not _is_first(same):
+                    return False
+            return True
+
+        return Agreement(
+            tuple(groups),
+            {layout: counts(layout) for layout in layouts},
+            counts_plain(False),
+            counts_plain(True),
+        )
+
+
+def require_group(group: object, device: Any) -> None:
+    """Checks a `process_group` for a scaler of a device.
+
+    Raises:
+        TypeError: If it is neither a group nor a mesh.
+        ValueError: If this rank is not in it, or a mesh is of another device type.
+    """
+    if group is None:
+        return
+    if not dist.is_available():
+        raise TypeError("process_group needs a torch that was built with torch.distributed")
+    from torch.distributed.device_mesh import DeviceMesh
+
+    if isinstance(group, DeviceMesh):
+        is_member = group.get_coordinate() is not None
+        if group.device_type != torch.device(device).type:
+            raise ValueError(
+                f"process_group is a mesh of {group.device_type!r}, but the scaler is for "
+                f"{str(device)!r}"
+            )
+    elif isinstance(group, dist.ProcessGroup):
+        is_member = dist.get_rank(group) >= 0
+    elif group is dist.GroupMember.NON_GROUP_MEMBER:
+        is_member = False
+    else:
+        raise TypeError(
+            "process_group must be a torch.distributed.ProcessGroup or a DeviceMesh, got "
+            f"{type(group).__name__}"
+        )
+    if not is_member:
+        raise ValueError(
+            f"process_group does not contain this rank, {dist.get_rank()}: make the scaler with "
+            "the group that this rank is in, or without one"
+        )
+
+
+def _layout(mesh: DeviceMesh, placements: tuple[Placement, ...]) -> Layout:
+    from torch.distributed.tensor import Partial, Replicate, Shard
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    dims = list(enumerate(placements))
+    parted = tuple(dim for dim, placement in dims if type(placement) is not Replicate)
+    sharded = tuple(dim for dim, p in dims if type(p) in (Shard, _StridedShard))
+    unknown = [p for p in placements if type(p) not in (Replicate, Shard, _StridedShard, Partial)]
+    if not unknown:
+        return Layout(mesh, parted, sharded, True)
+    warn_caller(
+        f"ampfast does not know the placement {unknown[0]!r} of a DTensor gradient: such gradients "
+        "take torch's own op."
+    )
+    return Layout(mesh, parted, (), False)
+
+
+def _groups_along(mesh: DeviceMesh, dims: Iterable[int]) -> list[ProcessGroup]:
+    """The groups along dimensions of a mesh, or the group of all if these span all ranks."""
+    groups = [mesh.get_group(dim) for dim in dims]
+    size = 1
+    for group in groups:
+        size *= group.size()
+    if len(groups) > 1 and size == dist.get_world_size():
+        return [_world()]
+    return groups
+
+
+def _maximal(groups: list[ProcessGroup]) -> list[ProcessGroup]:
+    """Each set of ranks once, and none that is part of another."""
+    sets = [set(dist.get_process_group_ranks(group)) for group in groups]
+    return [
+        group
+        for i, group in enumerate(groups)
+        if not any(sets[i] < other or (sets[i] == other and j < i) for j, other in enumerate(sets))
+    ]
+
+
+def _world() -> ProcessGroup:
+    # Raises what torch raises where there is none.
+    return dist.distributed_c10d._get_default_group()
+
+
+def _is_first(ranks: Sequence[int]) -> bool:
+    return min(ranks, default=-1) == dist.get_rank()
+
+
+def _pieces(
+    found: list[Found], notes: list[Tensor | None], device: torch.device
+) -> Iterator[Tensor]:
+    """What the other ranks are told: all flags, then all marks."""
+    for flags, _ in found:
+        yield aten.any_found(flags.values(), device).reshape(1)
+    for note in notes:
+        if note is not None:
+            yield aten.moved(note, device).reshape(-1)
+
+
+def _taken(
+    found: list[Found], notes: list[Tensor | None], told: Tensor, device: torch.device
+) -> list[Flags]:
+    """Takes what all ranks say in place of what this one found; returns the flags."""
+    agreed = told != 0
+    flags, marks = agreed[: len(found)].float(), agreed[len(found) :]
+    for (_, tracks), note in zip(found, notes, strict=True):
+        if tracks is not None and note is not None:
+            of_this, marks = marks[: note.numel()], marks[note.numel() :]
+            tracks.note(of_this.view(note.shape))
+    return [
+        {at: aten.any_found([flag], at) for at in before or [device]}
+        for (before, _), flag in zip(found, flags, strict=True)
+    ]
+
+
+def _place(group: ProcessGroup, device: torch.device) -> torch.device:
+    """Where a group takes a tensor from: where it is, if the group can."""
+    types = [each.type for each in group._device_types]
+    if device.type in types:
+        return device
+    if "cuda" in types:
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device(types[0])
+
+
+def _new_ranks(is_default: bool) -> Ranks:
+    return Ranks(is_default=is_default)

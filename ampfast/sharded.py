@@ -1,0 +1,61 @@
+"""The drop-in for FSDP's gradient scaler: one decision for all ranks."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler as TorchShardedGradScaler
+
+from ampfast.grad_scaler import GradScaler
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
+
+__all__ = ["ShardedGradScaler"]
+
+
+# torch's class stands behind ours in the order of lookup: of its methods only `scale` is reached.
+class ShardedGradScaler(GradScaler, TorchShardedGradScaler):
+    """A `GradScaler` for FSDP that agrees with all ranks, or with those of a group.
+
+    `scale` keeps the dtype of a loss, and float16 gradients, which FSDP's mixed precision makes,
+    are unscaled. What torch's class does otherwise, and should not, is left out: here ranks agree
+    with fused optimizers, too, flags are 0-dim, and `update` is that of the base class.
+
+    Args:
+        device: As for `GradScaler`, as are all others but for the last.
+        init_scale: Initial scale.
+        backoff_factor: Factor after an overflow; it comes before that of growth, as in torch.
+        growth_factor: Factor of growth.
+        growth_interval: Iterations without overflow before the scale grows.
+        enabled: If False, every method is a no-op.
+        process_group: As for `GradScaler`, except that None is the default group.
+        ours: Keyword arguments of `GradScaler` that torch's class does not have.
+
+    Source: torch/distributed/fsdp/sharded_grad_scaler.py.
+    """
+
+    _is_for_all = True
+
+    def __init__(
+        self,
+        device: str = "cuda",
+        init_scale: float = 2.0**16,
+        backoff_factor: float = 0.5,
+        growth_factor: float = 2.0,
+        growth_interval: int = 2000,
+        enabled: bool = True,
+        process_group: ProcessGroup | DeviceMesh | None = None,
+        **ours: Any,
+    ) -> None:
+        super().__init__(
+            device,
+            init_scale=init_scale,
+            growth_factor=growth_factor,
+            backoff_factor=backoff_factor,
+            growth_interval=growth_interval,
+            enabled=enabled,
+            process_group=process_group,
+            **{"allow_fp16": True, **ours},
+        )
