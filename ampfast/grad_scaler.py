@@ -542,8 +542,10 @@ class GradScaler(TorchGradScaler):
         optimizer: torch.optim.Optimizer,
         inv_scale: Tensor,
         found_inf: Tensor,
-        allow_fp16: bool,
+        allow_fp16: bool | None = None,
     ) -> dict[torch.device, Tensor]:
+        if allow_fp16 is None:
+            allow_fp16 = self._allow_fp16  # FSDP's scaler need not be told
         grads = self._collect(optimizer, allow_fp16=allow_fp16, writes=True)
         tracks = self._tracks(optimizer, grads)
         flags = gradients.unscale_(

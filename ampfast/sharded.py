@@ -16,7 +16,7 @@ __all__ = ["ShardedGradScaler"]
 
 
 # torch's class stands behind ours in the order of lookup: of its methods only `scale` is reached.
-class ShardedGradScaler(GradScaler, TorchShardedGradScaler):
+class ShardedGradScaler(GradScaler, TorchShardedGradScaler):  # type: ignore[misc]
     """A `GradScaler` for FSDP that agrees with all ranks, or with those of a group.
 
     `scale` keeps the dtype of a loss, and float16 gradients, which FSDP's mixed precision makes,

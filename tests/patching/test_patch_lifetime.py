@@ -122,6 +122,7 @@ def test_modules_loaded_while_patched(module: Callable[..., ModuleType]) -> None
         from torch.amp import GradScaler as amp
         from torch.cuda.amp import GradScaler as cuda
         from torch.cpu.amp import GradScaler as cpu
+        from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler as sharded
         from ampfast import GradScaler as ours
     """
     with ampfast.patch():
