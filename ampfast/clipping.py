@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from numbers import Real
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +14,7 @@ from torch.amp.grad_scaler import OptState
 
 from ampfast import gradients
 from ampfast.backends import Choice, aten, native
-from ampfast.distributed import Agreement, marked, part_of
+from ampfast.distributed import Agreement, Shards, marked, part_of
 from ampfast.notes import ONCE, add_note
 from ampfast.optimizers import takes_grad_scaler
 from ampfast.tracking import Tracks
@@ -193,10 +193,15 @@ def norm_of(
     tensors: list[Tensor],
     order: float,
     inv_scale: Tensor | None,
+    shards: Shards | None = None,
 ) -> Tensor:
     """Returns the norm of gradients, which are also in `tensors`, times `inv_scale`."""
+    agreement = None
+    if shards is not None:
+        agreement = shards.agreement
+        grads = replace(grads, layouts=shards.parts.layouts, partial=shards.parts.partial)
     part = _Part(tensors, grads, inv_scale, is_scale=False, writes=False)
-    return _measured(choice, [part], order, math.inf, inv_scale)[0]
+    return _measured(choice, [part], order, math.inf, inv_scale, None, agreement)[0]
 
 
 def order_of(norm_type: object) -> float:
@@ -499,17 +504,15 @@ def _total(
 
 def _counted(part: _Part, agreement: Agreement | None) -> Iterator[Tensor]:
     """The gradients whose norm counts here, as far as they are here."""
-    if isinstance(part.optimizer, list):
-        yield from part.optimizer
-        return
-    groups = part.optimizer.param_groups
-    replicated = set() if agreement is None else marked(groups)
-    params = (param for group in groups for param in group["params"])
-    for number, param in enumerate(params):
-        grad, layout = param.grad, part.grads.layouts.get(number)
-        if grad is None:
-            continue
-        if layout is not None:
+    grads, replicated = part.optimizer, set()
+    if not isinstance(grads, list):
+        groups = part.optimizer.param_groups
+        grads = [param.grad for group in groups for param in group["params"]]
+        replicated = set() if agreement is None else marked(groups)
+    for number, grad in enumerate(grads):
+        layout = part.grads.layouts.get(number)
+        if grad is not None and layout is not None:
             grad = part_of(grad, layout)
-        if agreement is None or agreement.counts(layout, number in replicated):
+        counts = agreement is None or agreement.counts(layout, number in replicated)
+        if grad is not None and counts:
             yield grad._values() if grad.is_sparse else grad

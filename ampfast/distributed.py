@@ -27,7 +27,18 @@ if TYPE_CHECKING:
     # What one pass found, and where it noted it by parameter.
     Found = tuple[Flags, Tracks | None]
 
-__all__ = ["Agreement", "Layout", "Parts", "Ranks", "mark_replicated", "marked"]
+__all__ = [
+    "Agreement",
+    "Layout",
+    "Parts",
+    "Ranks",
+    "Shards",
+    "mark_replicated",
+    "marked",
+    "part_of",
+    "require_group",
+    "shards_of",
+]
 
 _replicated = WeakTensorKeyDictionary()
 
@@ -191,10 +202,10 @@ class Agreement:
         if len(found) == 1 and notes == [None]:
             flags = list(found[0][0].values())
             if len(flags) == 1 and flags[0].dim() == 0:
-                self._reduce_(flags[0], dist.ReduceOp.MAX)
+                self.reduce_(flags[0], dist.ReduceOp.MAX)
                 return [found[0][0]]
         told = torch.cat([piece.float() for piece in _pieces(found, notes, device)])
-        self._reduce_(told, dist.ReduceOp.MAX)
+        self.reduce_(told, dist.ReduceOp.MAX)
         return _taken(found, notes, told, device)
 
     def share_norm(
@@ -215,7 +226,7 @@ class Agreement:
         # As integers, their bits have the order of the numbers, and NaN is above infinity.
         first = value.reshape(1).view(torch.int64) if largest else value.reshape(1)
         told = torch.cat([first, *(piece.to(first) for piece in _pieces(found, notes, device))])
-        self._reduce_(told, dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM)
+        self.reduce_(told, dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM)
         value = told[0].clone()
         flags = _taken(found, notes, told[1:], device)
         return flags, value.view(torch.float64) if largest else value
@@ -232,13 +243,14 @@ class Agreement:
     def all_equal(self, number: int, device: torch.device) -> bool:
         """Whether all ranks call this with the same number; a host sync."""
         numbers = torch.tensor([number, -number], dtype=torch.float64, device=device)
-        self._reduce_(numbers, dist.ReduceOp.MAX)
+        self.reduce_(numbers, dist.ReduceOp.MAX)
         return numbers.tolist() == [number, -number]
 
     def _notes(self, found: list[Found]) -> list[Tensor | None]:
         return [None if tracks is None else tracks.new_marks(self) for _, tracks in found]
 
-    def _reduce_(self, tensor: Tensor, op: Any) -> None:
+    def reduce_(self, tensor: Tensor, op: Any) -> None:
+        """Reduces a tensor in place, with one collective per group."""
         for group in self.groups:
             place = _place(group, tensor.device)
             if place == tensor.device:
@@ -247,6 +259,41 @@ class Agreement:
                 there = tensor.to(place)
                 dist.all_reduce(there, op, group=group)
                 tensor.copy_(there)
+
+
+@dataclass(frozen=True)
+class Shards:
+    """What this rank holds of a list of gradients.
+
+    Attributes:
+        tensors: The list, with the local parts of those that are distributed.
+        parts: How these lie on their meshes, by place in the list.
+        agreement: How the ranks agree, or None.
+    """
+
+    tensors: list[Tensor]
+    parts: Parts
+    agreement: Agreement | None
+
+    def agree_(self, found_inf: Tensor) -> None:
+        """Writes 1 if a rank has, which must be 0 or 1 here."""
+        if self.agreement is not None:
+            self.agreement.reduce_(found_inf, dist.ReduceOp.MAX)
+
+
+def shards_of(grads: list[Tensor]) -> Shards | None:
+    """Returns what this rank holds of a list, or None if none of it is distributed."""
+    ranks = Ranks()
+    parts = ranks.parts()
+    if parts is None:
+        return None
+    tensors = [
+        part if (part := parts(grad, grad, number)) is not None else grad
+        for number, grad in enumerate(grads)
+    ]
+    if not parts.layouts:
+        return None
+    return Shards(tensors, parts, ranks.agreement(parts.layouts.values()))
 
 
 class Ranks:

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from ampfast import backends, clipping, gradients
 from ampfast.backends import aten, native
+from ampfast.distributed import Shards, shards_of
 
 __all__ = ["check_", "grad_norm", "unscale_", "unscale_and_update_", "update_scale_"]
 
@@ -15,7 +16,8 @@ def unscale_(grads: list[Tensor], found_inf: Tensor, inv_scale: Tensor) -> None:
     """Multiplies gradients in place and sets `found_inf` if a value written is not finite.
 
     Args:
-        grads: Tensors of any shapes and layouts on one device, of several dtypes if need be.
+        grads: Tensors of any shapes and layouts on one device, of several dtypes if need be. With
+            a DTensor among them all ranks of its mesh call this, and `found_inf` is of them all.
         found_inf: One-element float32 on that device; left as it is if all is finite.
         inv_scale: One-element float32 on that device.
 
@@ -30,8 +32,14 @@ def unscale_(grads: list[Tensor], found_inf: Tensor, inv_scale: Tensor) -> None:
     if regular is not None:
         kernels, listed = regular
         kernels.unscale_(listed, inv_scale, is_scale=False, found_inf=found_inf)
+        return
+    checked = _checked(grads, found_inf)
+    shards = _shards(checked)
+    if shards is None:
+        torch.ops.ampfast.unscale_(checked, found_inf, inv_scale)
     else:
-        torch.ops.ampfast.unscale_(_checked(grads, found_inf), found_inf, inv_scale)
+        _unscale(shards.tensors, found_inf, inv_scale)
+        shards.agree_(found_inf)
 
 
 def check_(grads: list[Tensor], found_inf: Tensor) -> None:
@@ -50,8 +58,14 @@ def check_(grads: list[Tensor], found_inf: Tensor) -> None:
         kernels, listed = regular
         kernels.check_(listed, found_inf=found_inf)
         torch.autograd.graph.increment_version(found_inf)
+        return
+    checked = _checked(grads, found_inf)
+    shards = _shards(checked)
+    if shards is None:
+        torch.ops.ampfast.check_(checked, found_inf)
     else:
-        torch.ops.ampfast.check_(_checked(grads, found_inf), found_inf)
+        _check(shards.tensors, found_inf)
+        shards.agree_(found_inf)
 
 
 def grad_norm(
@@ -77,7 +91,11 @@ def grad_norm(
         _require_scalars(inv_scale=inv_scale)
     first = grads[0] if isinstance(grads, (list, tuple)) and grads else inv_scale
     place = first if isinstance(first, Tensor) else torch.zeros(())
-    return torch.ops.ampfast.grad_norm(_checked(grads, place, "the first"), order, inv_scale)
+    checked = _checked(grads, place, "the first")
+    shards = _shards(checked)
+    if shards is None:
+        return torch.ops.ampfast.grad_norm(checked, order, inv_scale)
+    return _grad_norm(checked, order, inv_scale, shards)
 
 
 def update_scale_(
@@ -151,9 +169,15 @@ def unscale_and_update_(
             update.bump_version()
         else:
             torch.ops.ampfast.update_scale_(*state, found_inf, *factors)
-    else:
-        checked = _checked(grads, found_inf)
+        return current_scale
+    checked = _checked(grads, found_inf)
+    shards = _shards(checked)
+    if shards is None:
         torch.ops.ampfast.unscale_and_update_(checked, found_inf, *state, *factors)
+    else:
+        _unscale(shards.tensors, found_inf, gradients.inverse(current_scale))
+        shards.agree_(found_inf)
+        torch.ops.ampfast.update_scale_(*state, found_inf, *factors)
     return current_scale
 
 
@@ -164,19 +188,12 @@ def _unscale_op(grads: list[Tensor], found_inf: Tensor, inv_scale: Tensor) -> No
 
 @torch.library.custom_op("ampfast::check_", mutates_args=("found_inf",))
 def _check_op(grads: list[Tensor], found_inf: Tensor) -> None:
-    kernels, listed = _listed(grads, found_inf)
-    for tensors in listed.set_aside.values():
-        aten.check_(tensors, found_inf)
-    if kernels is not None:
-        for regular in listed.lists:
-            kernels.check_(regular, found_inf=found_inf)
+    _check(grads, found_inf)
 
 
 @torch.library.custom_op("ampfast::grad_norm", mutates_args=())
 def _grad_norm_op(grads: list[Tensor], norm_type: float, inv_scale: Tensor | None) -> Tensor:
-    place = torch.zeros(()) if inv_scale is None else inv_scale
-    _, listed = _listed(grads, grads[0] if grads else place)
-    return clipping.norm_of(backends.choose(), listed, grads, norm_type, inv_scale)
+    return _grad_norm(grads, norm_type, inv_scale)
 
 
 @_grad_norm_op.register_fake
@@ -238,13 +255,40 @@ def _unscale(grads: list[Tensor], found_inf: Tensor, inv_scale: Tensor) -> None:
             kernels.unscale_(regular, inv_scale, is_scale=False, found_inf=found_inf)
 
 
+def _check(grads: list[Tensor], found_inf: Tensor) -> None:
+    kernels, listed = _listed(grads, found_inf)
+    for tensors in listed.set_aside.values():
+        aten.check_(tensors, found_inf)
+    if kernels is not None:
+        for regular in listed.lists:
+            kernels.check_(regular, found_inf=found_inf)
+
+
+def _grad_norm(
+    grads: list[Tensor],
+    norm_type: float,
+    inv_scale: Tensor | None,
+    shards: Shards | None = None,
+) -> Tensor:
+    place = torch.zeros(()) if inv_scale is None else inv_scale
+    tensors = grads if shards is None else shards.tensors
+    _, listed = _listed(tensors, grads[0] if grads else place)
+    return clipping.norm_of(backends.choose(), listed, grads, norm_type, inv_scale, shards)
+
+
+def _shards(grads: list[Tensor]) -> Shards | None:
+    """What this rank holds of a list in which a gradient is distributed; no op takes that."""
+    return None if torch.compiler.is_compiling() else shards_of(grads)
+
+
 def _listed(
     grads: list[Tensor], place: Tensor
 ) -> tuple[backends.Kernels | None, gradients.Gradients]:
     device = place.device
     kernels = backends.choose().kernels_for(device)
     if kernels is None:
-        return None, gradients.Gradients([], {device: grads} if grads else {})
+        numbers = {device: list(range(len(grads)))}
+        return None, gradients.Gradients([], {device: grads} if grads else {}, numbers)
     return kernels, gradients.of_list(grads, device)
 
 

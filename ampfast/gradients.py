@@ -120,13 +120,14 @@ def collect(
 
 def of_list(tensors: list[Tensor], device: torch.device) -> Gradients:
     """Returns what a caller listed, all on one device that the kernels know."""
-    regular: list[Tensor] = []
-    irregular: list[Tensor] = []
-    for tensor in tensors:
+    regular: list[int] = []
+    irregular: list[int] = []
+    for number, tensor in enumerate(tensors):
         known = native.list_of([tensor], device) is not None
-        (regular if known else irregular).append(tensor)
-    grads = native.list_of(regular, device) if regular else None
-    return Gradients([grads] if grads else [], {device: irregular} if irregular else {})
+        (regular if known else irregular).append(number)
+    listed = native.list_of([tensors[number] for number in regular], device, regular)
+    set_aside = {device: [tensors[number] for number in irregular]} if irregular else {}
+    return Gradients([listed] if listed and regular else [], set_aside, {device: irregular})
 
 
 def unscale_(

@@ -277,7 +277,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
         TORCH_CHECK_VALUE(list, "every tensor must be a regular one on the CPU");
         return *std::move(list);
       }))
-      .def_static("of", &regular_list, py::arg("tensors"), py::arg("device"))
+      .def_static("of", &regular_list, py::arg("tensors"), py::arg("device"),
+                  py::arg("parameters") = std::nullopt)
       .def("split", &GradList::split, py::arg("parameters"))
       .def_property_readonly("device", [](const GradList& list) { return py::cast(list.device()); })
       .def_property_readonly("has_float64", &GradList::has_float64)

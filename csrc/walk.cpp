@@ -121,7 +121,8 @@ Walk walk_gradients(const py::handle& param_groups, bool allow_fp16, bool writes
   return walk;
 }
 
-std::optional<GradList> regular_list(const py::sequence& tensors, at::Device device) {
+std::optional<GradList> regular_list(const py::sequence& tensors, at::Device device,
+                                     const std::optional<std::vector<int64_t>>& parameters) {
   if (is_observed()) {
     return std::nullopt;
   }
@@ -146,7 +147,8 @@ std::optional<GradList> regular_list(const py::sequence& tensors, at::Device dev
     }
   }
   for (size_t i = 0; i < count; ++i) {
-    list.add(THPVariable_Unpack(PyTuple_GET_ITEM(owner->ptr(), i)), true, static_cast<int64_t>(i));
+    const int64_t number = parameters ? parameters->at(i) : static_cast<int64_t>(i);
+    list.add(THPVariable_Unpack(PyTuple_GET_ITEM(owner->ptr(), i)), true, number);
   }
   return list;
 }

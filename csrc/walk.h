@@ -40,7 +40,9 @@ Walk walk_gradients(const py::handle& param_groups, bool allow_fp16, bool writes
                     bool bumps_versions, uint64_t devices, const py::object& part_of);
 
 // The list of `tensors`, about to be written; nothing if one of them is not a regular tensor on
-// `device`.
-std::optional<GradList> regular_list(const py::sequence& tensors, at::Device device);
+// `device`. Their parameters have the numbers of their places, or those of `parameters`.
+std::optional<GradList> regular_list(
+    const py::sequence& tensors, at::Device device,
+    const std::optional<std::vector<int64_t>>& parameters = std::nullopt);
 
 }  // namespace ampfast
