@@ -92,14 +92,20 @@ class Layout:
         """Whether ranks hold summands of the same elements."""
         return self.is_known and self.parted != self.sharded
 
-    def replicas(self, ranks: Sequence[int]) -> list[int]:
-        """Returns those of `ranks` that hold the same elements as this one."""
+    def replicas(self, ranks: Sequence[int], *, strangers: bool) -> list[int]:
+        """Returns those of `ranks` that hold the same elements as this one.
+
+        With `strangers` ranks that are not in the mesh do, too.
+        """
         mine = self.mesh.get_coordinate()
         if mine is None:
             return [dist.get_rank()]
         found = []
         for rank in ranks:
-            for place in (self.mesh.mesh == rank).nonzero().tolist():
+            places = (self.mesh.mesh == rank).nonzero().tolist()
+            if strangers and not places:
+                found.append(rank)
+            for place in places:
                 if all(place[dim] == mine[dim] for dim in self.sharded):
                     found.append(rank)
         return found
@@ -355,19 +361,26 @@ class Ranks:
         groups = _maximal([*own, *along])
         if not groups:
             return None
-        ranks = [dist.get_process_group_ranks(group) for group in groups]
-        wholes = {at: Layout(at.mesh, (), (), True) for at in layouts}
+        # The ranks of each, and whether they hold other parts of what is not distributed.
+        told = [
+            (dist.get_process_group_ranks(group), any(group is each for each in own))
+            for group in groups
+        ]
+        wholes = [Layout(at.mesh, (), (), True) for at in layouts]
 
         def counts(layout: Layout) -> bool:
-            return all(_is_first(layout.replicas(of_group)) for of_group in ranks)
+            # One that is not in the mesh has a mesh of its own, with the same gradients.
+            return all(
+                _is_first(layout.replicas(ranks, strangers=not has_parts))
+                for ranks, has_parts in told
+            )
 
         def counts_plain(is_replicated: bool) -> bool:
-            for group, of_group in zip(groups, ranks, strict=True):
-                if is_replicated or not any(group is each for each in own):
-                    same = of_group
-                else:
-                    # Parts, but for the ranks of a mesh, which hold plain gradients alike.
-                    same = [r for at in wholes.values() for r in at.replicas(of_group)]
+            for ranks, has_parts in told:
+                same = ranks
+                if has_parts and not is_replicated:
+                    # But the ranks of a mesh hold plain gradients alike.
+                    same = [r for at in wholes for r in at.replicas(ranks, strangers=False)]
                 if same and not _is_first(same):
                     return False
             return True
