@@ -6,6 +6,7 @@ from ampfast import backends, functional, report
 from ampfast._version import __version__
 from ampfast.distributed import mark_replicated
 from ampfast.grad_scaler import GradScaler
+from ampfast.lr_scheduler import LateScheduler
 from ampfast.patching import Patch, patch, unpatch
 from ampfast.sync_free import sync_free_
 
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "GradScaler",
+    "LateScheduler",
     "Patch",
     "ShardedGradScaler",
     "__version__",
