@@ -15,7 +15,8 @@ from torch.amp.grad_scaler import GradScaler as TorchGradScaler
 from torch.amp.grad_scaler import OptState, _refresh_per_optimizer_state
 from torch.cuda.amp.common import amp_definitely_not_available
 
-from ampfast import backends, clipping, distributed, gradients, tracking
+from ampfast import backends, clipping, distributed, gradients, ranks, tracking
+from ampfast._version import __version__
 from ampfast.backends import aten, native
 from ampfast.capture import refuse_capture
 from ampfast.gradient_reports import GradientHealth, OverflowReport
@@ -525,6 +526,33 @@ class GradScaler(TorchGradScaler):
         if self._enabled:
             kept.set_hysteresis_tracker(tracker)
             kept.forget_minimum()
+
+    def check_ranks(self) -> None:
+        """Raises the same error on every rank if their scalers' settings or states differ.
+
+        Every rank of the process group calls it, or of the default group where the scaler has none.
+        It compares the arguments of the constructor, except `backend`, the scale and the counts
+        that decide on it, and the versions of torch and ampfast; with host syncs. Of disabled
+        scalers less. Without an initialised process group it does nothing.
+
+        Raises:
+            RuntimeError: Naming what differs on which ranks, or under capture.
+        """
+        refuse_capture("a comparison that the host makes", "compare after the replay")
+        kept = self._kept()
+        settings = {
+            "enabled": self._enabled,
+            "device": torch.device(self._device).type,
+            **{name.strip("_"): value for name, value in super().state_dict().items()},
+            **kept.policy.state_dict(kept.hysteresis_tracker()),
+            "on_min_scale": kept.on_min_scale,
+            "dynamic": self._dynamic,
+            "allow_fp16": self._allow_fp16,
+            "track": self._track,
+            "torch": str(torch.__version__),
+            "ampfast": __version__,
+        }
+        ranks.require_same(settings, self._others())
 
     def __getstate__(self) -> dict[str, Any]:
         state = super().__getstate__()

@@ -123,6 +123,12 @@ class ScaleState:
         self._tolerated = 0
         self._watch = None if on_min_scale == "ignore" else _MinimumWatch(on_min_scale == "raise")
 
+    @property
+    def on_min_scale(self) -> str:
+        if self._watch is None:
+            return "ignore"
+        return "raise" if self._watch.raises else "warn"
+
     def on(self, device: torch.device) -> Tensor:
         """Returns the words on `device`, where they are made or moved to if need be."""
         if self.words is None or self.words.device != device:
