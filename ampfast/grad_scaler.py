@@ -15,7 +15,7 @@ from torch.amp.grad_scaler import GradScaler as TorchGradScaler
 from torch.amp.grad_scaler import OptState, _refresh_per_optimizer_state
 from torch.cuda.amp.common import amp_definitely_not_available
 
-from ampfast import backends, clipping, distributed, gradients, ranks, tracking
+from ampfast import backends, clipping, distributed, gradients, rank_check, tracking
 from ampfast._version import __version__
 from ampfast.backends import aten, native
 from ampfast.capture import refuse_capture
@@ -552,7 +552,7 @@ class GradScaler(TorchGradScaler):
             "torch": str(torch.__version__),
             "ampfast": __version__,
         }
-        ranks.require_same(settings, self._others())
+        rank_check.require_same(settings, self._others())
 
     def __getstate__(self) -> dict[str, Any]:
         state = super().__getstate__()

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import ampfast
 from ampfast import GradScaler, ShardedGradScaler, grad_scaler
-from ampfast.ranks import differences
+from ampfast.rank_check import differences
 
 POLICY: dict[str, Any] = {"min_scale": 1.0, "max_scale": 2.0**20}
 
@@ -195,9 +195,17 @@ def of_several_groups() -> list[str | None]:
 
 def test_a_group_that_one_does_not_have() -> None:
     begin = "the ranks' scalers differ: process_group size: "
-    assert ranks.run(of_several_groups, ranks=4) == [
-        [f"{begin}None on rank 0, 4 on ranks 1-3", None, f"{begin}None on ranks 0-1, 4 on ranks 2-3"]
-    ] * 4
+    assert (
+        ranks.run(of_several_groups, ranks=4)
+        == [
+            [
+                f"{begin}None on rank 0, 4 on ranks 1-3",
+                None,
+                f"{begin}None on ranks 0-1, 4 on ranks 2-3",
+            ]
+        ]
+        * 4
+    )
 
 
 def of_a_mesh(values: list[int]) -> str:
