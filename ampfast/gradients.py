@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ampfast.backends import Choice, Kernels, Update, aten, native
-from ampfast.distributed import Layout, Parts
+from ampfast.distributed import Layout, Parts, part_of
 from ampfast.notes import add_note
 from ampfast.tracking import Tracks
 
@@ -175,6 +175,7 @@ def unscale_(
             update=_rides(gradients, update),
             track=None if tracks is None else tracks(device),
         )
+    _check_sums(gradients, flags, None, tracks)
     return flags
 
 
@@ -214,6 +215,7 @@ def check_(
             update=_rides(gradients, update),
             track=None if tracks is None else tracks(device),
         )
+    _check_sums(gradients, flags, factors, tracks)
     return flags
 
 
@@ -327,6 +329,23 @@ class _Copies:
                 else aten.moved(self._tensor, device)
             )
         return self._copies[device]
+
+
+def _check_sums(
+    gradients: Gradients,
+    flags: dict[torch.device, Tensor],
+    divisors: _Copies | None,
+    tracks: Tracks | None,
+) -> None:
+    """Checks what an optimizer makes of gradients of which ranks hold summands: their sums."""
+    for number, grad in gradients.partial.items():
+        summed = part_of(grad, gradients.layouts[number])
+        device = summed.device
+        divisor = None if divisors is None else divisors.on(device)
+        summed = summed.clone()  # torch's op writes what it reads
+        aten.check_([summed], flags.setdefault(device, _new_flag(None, device)), divisor)
+        if tracks is not None:
+            aten.mark_(tracks(device), [number], [summed], divisor)
 
 
 def _kernels(choice: Choice, device: torch.device) -> Kernels:
