@@ -199,7 +199,7 @@ def norm_of(
     agreement = None
     if shards is not None:
         agreement = shards.agreement
-        grads = replace(grads, layouts=shards.parts.layouts, partial=shards.parts.partial)
+        grads = replace(grads, parts=shards.parts)
     part = _Part(tensors, grads, inv_scale, is_scale=False, writes=False)
     return _measured(choice, [part], order, math.inf, inv_scale, None, agreement)[0]
 
@@ -317,7 +317,7 @@ def _unscaled(scaler: GradScaler, optimizer: Any, *, writes: bool) -> _Part:
 
 
 def _agreement(scaler: GradScaler, parts: list[_Part]) -> Agreement | None:
-    return scaler._agreement(*(part.grads for part in parts))
+    return scaler._agreement([part.grads for part in parts])
 
 
 def _unscale(scaler: GradScaler, part: _Part) -> None:

@@ -303,7 +303,12 @@ def shards_of(grads: list[Tensor]) -> Shards | None:
 
 
 class Ranks:
-    """The ranks with which a scaler agrees."""
+    """The ranks with which a scaler agrees.
+
+    Attributes:
+        group: A group or a mesh that the scaler was given, or None.
+        is_alone: Whether there is no group: then only distributed gradients are agreed on.
+    """
 
     def __init__(
         self, group: ProcessGroup | DeviceMesh | None = None, *, is_default: bool = False
@@ -311,6 +316,7 @@ class Ranks:
         self.group = group
         # The group of all, as it is when it is needed.
         self._is_default = is_default and group is None
+        self.is_alone = group is None and not is_default
         self._layouts: dict[Any, Layout] = {}
         self._agreements: dict[tuple[Layout, ...], Agreement | None] = {}
 
@@ -325,16 +331,13 @@ class Ranks:
             )
         return _new_ranks, (self._is_default,)
 
-    @property
-    def is_alone(self) -> bool:
-        """Whether there is no group: then only distributed gradients are agreed on."""
-        return self.group is None and not self._is_default
-
     def parts(self) -> Parts | None:
         """Returns what a walk calls for distributed tensors, or None where there can be none."""
         module = sys.modules.get("torch.distributed.tensor")
-        kind = getattr(module, "DTensor", None)
-        return None if kind is None else Parts(kind, self._layouts)
+        # It has no such name yet while it is imported.
+        if module is None or not hasattr(module, "DTensor"):
+            return None
+        return Parts(module.DTensor, self._layouts)
 
     def agreement(self, layouts: Iterable[Layout]) -> Agreement | None:
         """Returns how the ranks agree on gradients of these layouts; None if there is no need."""

@@ -584,7 +584,7 @@ class GradScaler(TorchGradScaler):
             found_inf=found_inf,
             tracks=tracks,
         )
-        return self._agreed(self._agreement(grads), flags, tracks)
+        return self._agreed(self._agreement([grads]), flags, tracks)
 
     def _check_inf_per_device(self, optimizer: torch.optim.Optimizer) -> dict[Any, Tensor]:
         scale, _ = self._check_scale_growth_tracker("_check_inf_per_device")
@@ -592,12 +592,12 @@ class GradScaler(TorchGradScaler):
             one = torch.full((), 1.0, dtype=torch.float32, device=scale.device)
             zero = torch.full((), 0.0, dtype=torch.float32, device=scale.device)
             flags = self._unscale_grads_(optimizer, one, zero, True)
-            flags = self._agreed(self._agreement(), flags)
+            flags = self._agreed(self._agreement([]), flags)
         else:
             grads = self._collect(optimizer, allow_fp16=True, writes=False)
             tracks = self._tracks(optimizer, grads)
             flags = gradients.check_(grads, choice=self._kernels(), tracks=tracks)
-            flags = self._agreed(self._agreement(grads), flags, tracks)
+            flags = self._agreed(self._agreement([grads]), flags, tracks)
         self._per_optimizer_states[id(optimizer)]["found_inf_per_device"] = flags
         return flags
 
@@ -646,12 +646,12 @@ class GradScaler(TorchGradScaler):
             inv_scale = gradients.inverse(scale)
             found_inf = torch.full((), 0.0, dtype=torch.float32, device=scale.device)
             flags = self._unscale_grads_(optimizer, inv_scale, found_inf, self._allow_fp16)
-            flags = self._agreed(self._agreement(), flags)
+            flags = self._agreed(self._agreement([]), flags)
         else:
             grads = self._collect(optimizer, allow_fp16=self._allow_fp16, writes=True)
             is_scale = scale.dtype is torch.float32
             factor = scale if is_scale else gradients.inverse(scale)
-            agreement, tracks = self._agreement(grads), self._tracks(optimizer, grads)
+            agreement, tracks = self._agreement([grads]), self._tracks(optimizer, grads)
             flags = gradients.unscale_(
                 grads,
                 factor,
@@ -780,7 +780,7 @@ class GradScaler(TorchGradScaler):
     ) -> None:
         """Checks what an optimizer that divides by `grad_scale` will work with."""
         grads = self._collect(optimizer, allow_fp16=True, writes=False)
-        agreement, tracks = self._agreement(grads), self._tracks(optimizer, grads)
+        agreement, tracks = self._agreement([grads]), self._tracks(optimizer, grads)
         unscaled = state["stage"] is OptState.UNSCALED
         flags = gradients.check_(
             grads,
@@ -819,10 +819,14 @@ class GradScaler(TorchGradScaler):
             self._ranks = distributed.Ranks(is_default=self._is_for_all)
         return self._ranks
 
-    def _agreement(self, *parts: gradients.Gradients) -> distributed.Agreement | None:
+    def _agreement(self, passes: Sequence[gradients.Gradients]) -> distributed.Agreement | None:
         """How the ranks that hold other parts of these gradients agree, if there are any."""
-        layouts = [layout for part in parts for layout in part.layouts.values()]
-        return self._others().agreement(layouts)
+        others = self._others()
+        layouts: list[distributed.Layout] = []
+        for grads in passes:
+            if grads.parts is not None:
+                layouts += grads.parts.layouts.values()
+        return None if others.is_alone and not layouts else others.agreement(layouts)
 
     def _agreed(
         self,

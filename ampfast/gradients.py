@@ -40,17 +40,24 @@ class Gradients:
         numbers: Those of the parameters whose gradients were set aside, likewise.
         identity: A number for all parameters, with gradient or without: others, or these in
             another order, have another.
-        layouts: How distributed gradients lie on their meshes, by the number of the parameter,
-            also those that only other ranks may have.
-        partial: Those of them of which ranks hold summands.
+        parts: How those lie on their meshes that are distributed, or None if none is.
     """
 
     lists: list[native.GradList]
     set_aside: dict[torch.device, list[Tensor]]
     numbers: dict[torch.device, list[int]] = field(default_factory=dict)
     identity: int = 0
-    layouts: dict[int, Layout] = field(default_factory=dict)
-    partial: dict[int, DTensor] = field(default_factory=dict)
+    parts: Parts | None = None
+
+    @property
+    def layouts(self) -> dict[int, Layout]:
+        """The layouts of distributed gradients, by the number of the parameter."""
+        return {} if self.parts is None else self.parts.layouts
+
+    @property
+    def partial(self) -> dict[int, DTensor]:
+        """The distributed gradients of which ranks hold summands, likewise."""
+        return {} if self.parts is None else self.parts.partial
 
     def split(self, numbers: set[int]) -> tuple[Gradients, Gradients]:
         """Returns the gradients of the parameters of these numbers, and the others."""
@@ -113,9 +120,8 @@ def collect(
                 values = _values_of(param, grad, clips)
                 set_aside.setdefault(values.device, []).append(values)
                 numbers.setdefault(values.device, []).append(number)
-    if parts is None or not parts.layouts:
-        return Gradients(lists, set_aside, numbers, identity)
-    return Gradients(lists, set_aside, numbers, identity, parts.layouts, dict(parts.partial))
+    is_distributed = parts is not None and bool(parts.layouts)
+    return Gradients(lists, set_aside, numbers, identity, parts if is_distributed else None)
 
 
 def of_list(tensors: list[Tensor], device: torch.device) -> Gradients:

@@ -32,6 +32,16 @@ using Tensors = std::vector<at::Tensor>;
 struct Regular {
   std::shared_ptr<Tensors> tensors = std::make_shared<Tensors>();
   std::vector<int64_t> parameters;
+
+  // Takes a gradient that the kernels can take, and tells whether it did.
+  bool take(at::Tensor& grad, uint64_t devices, int64_t parameter) {
+    if (!grad.defined() || !is_regular(grad, devices)) {
+      return false;
+    }
+    tensors->push_back(std::move(grad));
+    parameters.push_back(parameter);
+    return true;
+  }
 };
 
 GradList& list_on(std::vector<GradList>& lists, at::Device device,
@@ -44,16 +54,15 @@ GradList& list_on(std::vector<GradList>& lists, at::Device device,
   return lists.emplace_back(device, owner);
 }
 
-// What this rank holds of a gradient, if `part_of` knows it for a distributed tensor; a parameter
-// that may be one is told to it without gradient, too.
-at::Tensor local_part(const py::object& part_of, const py::object& param, const at::Tensor& grad,
+// What this rank holds of a gradient that `part_of` knows for a distributed tensor, else the
+// gradient. Of a parameter that may be one it is told without gradient, too.
+at::Tensor local_part(const py::object& part_of, const py::object& param, at::Tensor grad,
                       int64_t number) {
-  const bool is_plain_param = THPVariable_CheckExact(param.ptr());
-  if (part_of.is_none() || (!grad.defined() && is_plain_param)) {
-    return at::Tensor();
+  if (part_of.is_none() || (!grad.defined() && THPVariable_CheckExact(param.ptr()))) {
+    return grad;
   }
   const py::object part = part_of(param, grad.defined() ? py::cast(grad) : py::none(), number);
-  return part.is_none() ? at::Tensor() : py::cast<at::Tensor>(part);
+  return part.is_none() ? grad : py::cast<at::Tensor>(part);
 }
 
 void walk_group(const py::handle& params, int64_t group, bool allow_fp16, uint64_t devices,
@@ -67,17 +76,9 @@ void walk_group(const py::handle& params, int64_t group, bool allow_fp16, uint64
       walk.refused = Place{group, index, param};
       return;
     }
-    if (!grad.defined() || !is_regular(grad, devices)) {
-      at::Tensor part = local_part(part_of, param, grad, walk.parameters);
-      if (part.defined()) {
-        grad = std::move(part);
-      }
-    }
-    if (grad.defined()) {
-      if (is_regular(grad, devices)) {
-        regular.tensors->push_back(std::move(grad));
-        regular.parameters.push_back(walk.parameters);
-      } else {
+    if (!regular.take(grad, devices, walk.parameters)) {
+      grad = local_part(part_of, param, std::move(grad), walk.parameters);
+      if (!regular.take(grad, devices, walk.parameters) && grad.defined()) {
         walk.set_aside.emplace_back(param, std::move(grad), walk.parameters);
       }
     }
