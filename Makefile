@@ -24,9 +24,12 @@ endif
 ifneq ($(VENV),)
 RUN := $(VENV)/bin/python
 READY := $(VENV)/.installed
+TRAINERS := .venv-trainers/bin/python
+TRAINERS_READY := .venv-trainers/.installed
 else
 RUN := $(PYTHON)
 READY := python
+TRAINERS := $(PYTHON)
 endif
 
 CSRC := $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
@@ -43,7 +46,7 @@ endef
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .PHONY: FORCE bench build build-cuda check clean demo distclean format gpu help python test \
-	test-triton36
+	test-trainers test-triton36
 
 help:  ## show this list
 	@sed -n 's/^\([a-z0-9-]*\):.*## /  make \1: /p' $(MAKEFILE_LIST)
@@ -87,6 +90,15 @@ test-triton36: build/built .venv-triton36/.installed  ## test the kernels under 
 	.venv-triton36/bin/python -m pip install -r requirements/triton36.txt
 	@touch $@
 
+test-trainers: build/built $(TRAINERS_READY)  ## run other people's trainers with ampfast's scaler
+	$(TRAINERS) -m pytest tests/trainers $(ARGS)
+
+.venv-trainers/.installed: requirements/torch.txt requirements/trainers.txt
+	$(RUN) -m venv .venv-trainers
+	.venv-trainers/bin/python -m pip install -r requirements/torch.txt
+	.venv-trainers/bin/python -m pip install -r requirements/trainers.txt -r requirements/torch.txt
+	@touch $@
+
 build-cuda: .venv-cuda/.installed  ## build against a CUDA build of torch (several GB), in .venv-cuda
 	AMPFAST_CUDA=1 $(MAKE) build VENV= PYTHON=.venv-cuda/bin/python
 
@@ -101,7 +113,7 @@ clean:  ## remove what was built
 	find . -path './.venv*' -prune -o -name __pycache__ -prune -exec rm -rf {} +
 
 distclean: clean  ## remove the environments too
-	rm -rf .venv .venv-triton36 .venv-cuda
+	rm -rf .venv .venv-trainers .venv-triton36 .venv-cuda
 
 python:
 	$(require_python_and_compiler)

@@ -1,0 +1,95 @@
+"""Lightning's Trainer takes the scaler as an argument of its precision plugin."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support import Scaler, TorchScaler, assert_same
+from torch import Tensor
+from trajectories import (
+    SETTINGS,
+    STEPS,
+    HalfNet,
+    Run,
+    assert_same_run,
+    batches,
+    loader,
+    optimizer_for,
+)
+
+import ampfast
+
+L = pytest.importorskip("lightning", reason="needs lightning")
+plugins = pytest.importorskip("lightning.pytorch.plugins", reason="needs lightning")
+
+
+class Classifier(L.LightningModule):
+    """Notes each loss with the scale of the trainer's scaler."""
+
+    def __init__(self, optimizer: str) -> None:
+        super().__init__()
+        self.net, self.run, self.optimizer = HalfNet(), Run(), optimizer
+
+    def training_step(self, batch: tuple[Tensor, Tensor]) -> Tensor:
+        data, target = batch
+        return self.run.loss(self.net(data), target, self.trainer.precision_plugin.scaler)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return optimizer_for(self.net, self.optimizer)
+
+
+def trainer(scaler_type: Scaler, steps: int = STEPS, clip: float | None = None) -> Any:
+    scaler = scaler_type("cpu", **SETTINGS)
+    return L.Trainer(
+        max_steps=steps,
+        accelerator="cpu",
+        plugins=[plugins.MixedPrecision("16-mixed", "cpu", scaler=scaler)],
+        gradient_clip_val=clip,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+
+
+def train(scaler_type: Scaler, optimizer: str, clip: float | None) -> Run:
+    model = Classifier(optimizer)
+    trainer(scaler_type, clip=clip).fit(model, loader(batches()))
+    return model.run.finish(model)
+
+
+# It refuses to clip with a fused optimizer.
+@pytest.mark.parametrize("optimizer, clip", [("adam", 0.05), ("fused_adamw", None)])
+def test_argument(optimizer: str, clip: float | None) -> None:
+    assert_same_run(train(ampfast.GradScaler, optimizer, clip), train(TorchScaler, optimizer, clip))
+
+
+def test_its_checkpoint_of_torchs_scaler_is_resumed(tmp_path: Path) -> None:
+    begun = trainer(TorchScaler, steps=STEPS // 2)
+    begun.fit(Classifier("adam"), loader(batches()))
+    begun.save_checkpoint(tmp_path / "half.ckpt")
+
+    resumed = []
+    for scaler_type in (ampfast.GradScaler, TorchScaler):
+        model = Classifier("adam")
+        trainer(scaler_type).fit(model, loader(batches()), ckpt_path=tmp_path / "half.ckpt")
+        resumed.append(model.run.finish(model))
+    ours, theirs = resumed
+    assert len(ours.losses) == STEPS // 2
+    assert_same(
+        [ours.losses, ours.scales, ours.state], [theirs.losses, theirs.scales, theirs.state]
+    )
+    assert ours.scales[0] == begun.precision_plugin.scaler.get_scale() < SETTINGS["init_scale"]
+
+
+@pytest.mark.usefixtures("patched")
+def test_the_scaler_that_it_makes_is_patched() -> None:
+    assert isinstance(plugins.MixedPrecision("16-mixed", "cpu").scaler, ampfast.GradScaler)
+
+
+def test_example(run_example: Callable[[str], str]) -> None:
+    assert "steps=4" in run_example("with_lightning.py")

@@ -1,0 +1,106 @@
+"""Transformers' Trainer keeps an Accelerator, whose scaler is an attribute.
+
+It uses none on the CPU; what runs here is the path of a GPU, with its `native_amp` set.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support import Scaler, TorchScaler, assert_same
+from torch import Tensor, nn
+from trajectories import SETTINGS, STEPS, HalfNet, Run, assert_same_run, batches
+
+import ampfast
+
+accelerate = pytest.importorskip("accelerate", reason="needs accelerate")
+transformers = pytest.importorskip("transformers", reason="needs transformers")
+
+
+class Classifier(nn.Module):
+    """Notes each loss with the scale."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net, self.run, self.scaler = HalfNet(), Run(), None
+
+    def forward(self, data: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        return {"loss": self.run.loss(self.net(data), labels, self.scaler)}
+
+
+def trainer_with(scaler_type: Scaler, folder: Path, **arguments: Any) -> Any:
+    rows = [
+        {"data": row, "labels": label}
+        for data, labels in batches()
+        for row, label in zip(data, labels, strict=True)
+    ]
+    settings = transformers.TrainingArguments(
+        output_dir=str(folder),
+        use_cpu=True,
+        fp16=True,
+        learning_rate=0.02,
+        num_train_epochs=1,
+        per_device_train_batch_size=len(rows) // STEPS,
+        logging_steps=1,
+        report_to="none",
+        disable_tqdm=True,
+        **{"save_strategy": "no", **arguments},
+    )
+    model = Classifier()
+    trainer = transformers.Trainer(model, settings, train_dataset=rows)
+    trainer.accelerator.native_amp = True
+    trainer.accelerator.scaler = model.scaler = scaler_type("cpu", **SETTINGS)
+    return trainer
+
+
+def finished(trainer: Any) -> Run:
+    logged = ("loss", "grad_norm", "learning_rate")
+    return trainer.model.run.finish(
+        trainer.model,
+        logs=[[log.get(name) for name in logged] for log in trainer.state.log_history],
+        optimizer=trainer.optimizer.state_dict(),
+    )
+
+
+def train(scaler_type: Scaler, folder: Path, **arguments: Any) -> Run:
+    trainer = trainer_with(scaler_type, folder, **arguments)
+    trainer.train()
+    return finished(trainer)
+
+
+@pytest.mark.parametrize("max_grad_norm", [0.0, 0.5], ids=["", "clip"])
+@pytest.mark.parametrize("optim", ["adamw_torch", "adamw_torch_fused"])
+def test_attribute(optim: str, max_grad_norm: float, tmp_path: Path) -> None:
+    arguments = {"optim": optim, "max_grad_norm": max_grad_norm}
+    ours = train(ampfast.GradScaler, tmp_path / "ours", **arguments)
+    assert_same_run(ours, train(TorchScaler, tmp_path / "torch", **arguments))
+
+
+def test_its_checkpoint_of_torchs_scaler_is_resumed(tmp_path: Path) -> None:
+    saving = {"save_strategy": "steps", "save_steps": STEPS // 2}
+    begun = train(TorchScaler, tmp_path / "begun", **saving)
+    resumed = []
+    for scaler_type in (ampfast.GradScaler, TorchScaler):
+        trainer = trainer_with(scaler_type, tmp_path / "resumed")
+        trainer.train(resume_from_checkpoint=str(tmp_path / f"begun/checkpoint-{STEPS // 2}"))
+        resumed.append(finished(trainer))
+    for run in resumed:
+        assert_same(run.losses, begun.losses[STEPS // 2 :])
+        assert_same(run.scales, begun.scales[STEPS // 2 :])
+        assert_same(run.state, begun.state)
+
+
+@pytest.mark.usefixtures("cuda_on_cpu", "patched")
+def test_the_scaler_that_it_makes_is_patched(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(accelerate.Accelerator, "device", torch.device("cuda"))
+    arguments = transformers.TrainingArguments(fp16=True, use_cpu=True, report_to="none")
+    trainer = transformers.Trainer(Classifier(), arguments)
+    assert isinstance(trainer.accelerator.scaler, ampfast.GradScaler)
+
+
+def test_example(run_example: Callable[[str], str]) -> None:
+    assert "steps=4" in run_example("with_transformers.py")

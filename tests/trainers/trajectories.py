@@ -1,0 +1,103 @@
+"""What the tests of trainers share: a model, its batches, and a run that can be compared."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+from support import OPTIMIZERS, TorchScaler, assert_same, small_model
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+import ampfast
+
+EXAMPLES = Path(__file__).parents[2] / "examples" / "trainers"
+STEPS = 16
+# So high that the first steps overflow float16, and growing so fast that later ones do again.
+SETTINGS: dict[str, Any] = {"init_scale": 2.0**20, "growth_interval": 3}
+
+
+class HalfNet(nn.Module):
+    """Computes in float16 on the CPU, whatever a trainer does: some start CUDA's autocast alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = small_model()
+
+    def forward(self, data: Tensor) -> Tensor:
+        """Maps float32 of shape (n, 8) to float32 of shape (n, 3)."""
+        with torch.autocast("cpu", dtype=torch.float16):
+            return self.layers(data).float()
+
+
+def batches() -> Iterator[tuple[Tensor, Tensor]]:
+    """Yields `STEPS` batches: data of shape (5, 8) and its classes below 3."""
+    generator = torch.Generator().manual_seed(5)
+    for _ in range(STEPS):
+        yield (
+            torch.randn(5, 8, generator=generator),
+            torch.randint(3, (5,), generator=generator),
+        )
+
+
+def loader(batches: Iterable[tuple[Tensor, Tensor]]) -> DataLoader:
+    """A loader of ready batches."""
+    return DataLoader(list(batches), batch_size=None)
+
+
+def optimizer_for(model: nn.Module, name: str = "adam") -> torch.optim.Optimizer:
+    """One of `support.OPTIMIZERS`, at a rate that keeps the overflows coming."""
+    optimizer = OPTIMIZERS[name](list(model.parameters()))
+    for group in optimizer.param_groups:
+        group["lr"] = 0.02
+    return optimizer
+
+
+@dataclass
+class Run:
+    """One training run: the losses, the scale that each was scaled by, and what is left."""
+
+    scaler: TorchScaler | None = None
+    losses: list[Tensor] = field(default_factory=list)
+    scales: list[float] = field(default_factory=list)
+    state: dict[str, Any] = field(default_factory=dict)
+
+    def loss(self, output: Tensor, target: Tensor, scaler: TorchScaler) -> Tensor:
+        """The cross entropy, noted together with the scale."""
+        loss = nn.functional.cross_entropy(output, target)
+        self.scaler = scaler
+        self.losses.append(loss.detach().clone())
+        self.scales.append(scaler.get_scale())
+        return loss
+
+    def finish(self, model: nn.Module, **more: Any) -> Run:
+        """Notes the parameters, the scaler's state and whatever else must be equal."""
+        self.state = {
+            "parameters": [p.detach().clone() for p in model.parameters()],
+            "scaler": self.scaler.state_dict(),
+            **more,
+        }
+        return self
+
+    @property
+    def skipped(self) -> int:
+        """How many steps lowered the scale."""
+        scales = [*self.scales, self.state["scaler"]["scale"]]
+        return sum(b < a for a, b in pairwise(scales))
+
+
+def assert_same_run(ours: Run, theirs: Run) -> None:
+    """Fails unless both runs are equal bit for bit, and ours had overflows and growth."""
+    assert isinstance(ours.scaler, ampfast.GradScaler)
+    assert not isinstance(theirs.scaler, ampfast.GradScaler)
+    assert_same(ours.losses, theirs.losses, "losses")
+    assert_same(ours.scales, theirs.scales, "scales")
+    assert_same(ours.state, theirs.state, "state")
+    stats = ours.scaler.stats()
+    assert stats.steps == len(ours.losses) == STEPS
+    assert 2 <= stats.skipped == ours.skipped < STEPS - stats.growths
+    assert stats.growths >= 2
