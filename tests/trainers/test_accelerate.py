@@ -89,6 +89,8 @@ def test_the_scaler_knows_what_was_skipped(name: str) -> None:
 def test_the_scalers_that_it_makes_are_patched() -> None:
     for made in (modeling.get_grad_scaler(), fsdp_utils.get_fsdp2_grad_scaler(device="cuda")):
         assert isinstance(made, ampfast.GradScaler)
+    sharded = modeling.get_grad_scaler(accelerate.DistributedType.FSDP)
+    assert isinstance(sharded, ampfast.ShardedGradScaler)
 
 
 def test_example(run_example: Callable[[str], str]) -> None:

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-import torch
 from torch import Tensor
 from trajectories import SETTINGS, HalfNet, Run, assert_same_run, batches, loader
 
@@ -15,7 +14,10 @@ import ampfast
 fp16 = pytest.importorskip("fastai.callback.fp16", reason="needs fastai")
 basics = pytest.importorskip("fastai.basics", reason="needs fastai")
 
-pytestmark = pytest.mark.usefixtures("cuda_on_cpu")
+
+@pytest.fixture(autouse=True)
+def _on_the_cpu(cuda_on_cpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(basics.defaults, "use_cuda", False)
 
 
 def train() -> Run:
@@ -25,7 +27,7 @@ def train() -> Run:
     def loss(output: Tensor, target: Tensor) -> Tensor:
         return run.loss(output, target, learner.scaler)
 
-    data = basics.DataLoaders(loader(batches()), [], device=torch.device("cpu"))
+    data = basics.DataLoaders(loader(batches()), [])
     learner = basics.Learner(data, model, loss_func=loss, cbs=fp16.MixedPrecision(**SETTINGS))
     with learner.no_bar(), learner.no_logging():
         learner.fit(1, lr=0.02)

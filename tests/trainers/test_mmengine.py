@@ -57,5 +57,11 @@ def test_patch(optimizer: str, clip: dict[str, float] | None) -> None:
     assert_same_run(ours, theirs)
 
 
+@pytest.mark.usefixtures("patched")
+def test_the_scaler_that_it_makes_for_fsdp_is_patched() -> None:
+    made = wrapper.AmpOptimWrapper(use_fsdp=True, optimizer=optimizer_for(HalfNet()))
+    assert isinstance(made.loss_scaler, ampfast.ShardedGradScaler)
+
+
 def test_example(run_example: Callable[[str], str]) -> None:
     assert "steps=4" in run_example("with_mmengine.py")
