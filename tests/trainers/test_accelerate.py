@@ -73,16 +73,21 @@ def test_a_fused_optimizer(clip: float | None, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["adam", "fused_adamw"])
-def test_the_scaler_knows_what_was_skipped(name: str) -> None:
-    accelerator, model = accelerator_with(ampfast.GradScaler), HalfNet()
-    model, optimizer = accelerator.prepare(model, optimizer_for(model, name))
-    run, skipped = Run(), []
+@pytest.mark.filterwarnings("error:Detected call of `lr_scheduler.step")
+def test_the_scaler_knows_when_a_scheduler_is_due(name: str) -> None:
+    accelerator, model, run = accelerator_with(ampfast.GradScaler), HalfNet(), Run()
+    optimizer = optimizer_for(model, name)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, gamma=0.99)
+    model, optimizer = accelerator.prepare(model, optimizer)
     for data, target in batches():
         optimizer.zero_grad()
         accelerator.backward(run.loss(model(data), target, accelerator.scaler))
         optimizer.step()
-        skipped.append(accelerator.scaler.step_skipped(optimizer.optimizer))
-    assert sum(skipped) == run.finish(model).skipped >= 2
+        if not accelerator.scaler.step_skipped(optimizer.optimizer):
+            scheduler.step()
+    skipped = run.finish(model).skipped
+    assert skipped >= 2
+    assert scheduler.last_epoch == STEPS - skipped
 
 
 @pytest.mark.usefixtures("cuda_on_cpu", "patched")
