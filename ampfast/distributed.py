@@ -443,8 +443,8 @@ def _layout(mesh: DeviceMesh, placements: tuple[Placement, ...]) -> Layout:
     if not unknown:
         return Layout(mesh, parted, sharded, True)
     warn_caller(
-        f"ampfast does not know the placement {unknown[0]!r} of a DTensor gradient: such gradients "
-        "take torch's own op."
+        f"ampfast does not know the placement {type(unknown[0]).__name__} of a DTensor gradient: "
+        "such gradients take torch's own op."
     )
     return Layout(mesh, parted, (), False)
 
