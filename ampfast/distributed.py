@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -92,23 +94,27 @@ class Layout:
         """Whether ranks hold summands of the same elements."""
         return self.is_known and self.parted != self.sharded
 
-    def replicas(self, ranks: Sequence[int], *, strangers: bool) -> list[int]:
-        """Returns those of `ranks` that hold the same elements as this one.
+    @cached_property
+    def places(self) -> dict[int, tuple[int, ...]]:
+        """The coordinates of every rank of the mesh."""
+        every = itertools.product(*map(range, self.mesh.mesh.shape))
+        return dict(zip(self.mesh.mesh.flatten().tolist(), every, strict=True))
 
-        With `strangers` ranks that are not in the mesh do, too.
+    def counts_among(self, ranks: Sequence[int], *, has_parts: bool) -> bool:
+        """Whether this rank gives the norm of its elements to `ranks`, or another that has them.
+
+        Args:
+            ranks: A line of a mesh, from its begin, or a group; this one is among them.
+            has_parts: Whether ranks that are not in the mesh have other gradients, as those of a
+                scaler's own group. Else they have a mesh of their own with the same ones.
         """
-        mine = self.mesh.get_coordinate()
+        mine = self.places.get(dist.get_rank())
         if mine is None:
-            return [dist.get_rank()]
-        found = []
-        for rank in ranks:
-            places = (self.mesh.mesh == rank).nonzero().tolist()
-            if strangers and not places:
-                found.append(rank)
-            for place in places:
-                if all(place[dim] == mine[dim] for dim in self.sharded):
-                    found.append(rank)
-        return found
+            return True
+        if not has_parts and ranks[0] not in self.places:
+            return False
+        same = [place for rank in ranks if (place := self.places.get(rank)) is not None]
+        return mine == min(p for p in same if all(p[dim] == mine[dim] for dim in self.sharded))
 
 
 class Parts:
@@ -355,45 +361,40 @@ class Ranks:
         return _groups_along(self.group, range(self.group.ndim))
 
     def _new_agreement(self, layouts: tuple[Layout, ...]) -> Agreement | None:
-        own = self.groups()
-        along = []
+        own, along, lines = self.groups(), [], []
         for mesh in {id(layout.mesh): layout.mesh for layout in layouts}.values():
             if mesh.get_coordinate() is not None:
-                dims = {dim for at in layouts if at.mesh is mesh for dim in at.parted}
-                along += _groups_along(mesh, sorted(dims))
+                dims = sorted({dim for at in layouts if at.mesh is mesh for dim in at.parted})
+                along += _groups_along(mesh, dims)
+                lines += [_line(mesh, dim) for dim in dims]
         groups = _maximal([*own, *along])
         if not groups:
             return None
-        # The ranks of each, and whether they hold other parts of what is not distributed.
-        told = [
-            (dist.get_process_group_ranks(group), any(group is each for each in own))
-            for group in groups
-        ]
+        me = dist.get_rank()
+        with_parts = self._lines()
         wholes = [Layout(at.mesh, (), (), True) for at in layouts]
 
         def counts(layout: Layout) -> bool:
-            # One that is not in the mesh has a mesh of its own, with the same gradients.
-            return all(
-                _is_first(layout.replicas(ranks, strangers=not has_parts))
-                for ranks, has_parts in told
+            among_others = all(layout.counts_among(line, has_parts=True) for line in with_parts)
+            return among_others and all(
+                layout.counts_among(line, has_parts=False) for line in lines
             )
 
-        def counts_plain(is_replicated: bool) -> bool:
-            for ranks, has_parts in told:
-                same = ranks
-                if has_parts and not is_replicated:
-                    # But the ranks of a mesh hold plain gradients alike.
-                    same = [r for at in wholes for r in at.replicas(ranks, strangers=False)]
-                if same and not _is_first(same):
-                    return False
-            return True
-
+        # The ranks of a mesh hold what is not distributed alike.
+        is_first = all(line[0] == me for line in lines)
         return Agreement(
             tuple(groups),
             {layout: counts(layout) for layout in layouts},
-            counts_plain(False),
-            counts_plain(True),
+            counts_plain=is_first
+            and all(at.counts_among(line, has_parts=True) for at in wholes for line in with_parts),
+            counts_marked=is_first and all(line[0] == me for line in with_parts),
         )
+
+    def _lines(self) -> list[list[int]]:
+        """The ranks of the scaler's own group, or of each dimension of its mesh."""
+        if self.group is None or isinstance(self.group, dist.ProcessGroup):
+            return [dist.get_process_group_ranks(group) for group in self.groups()]
+        return [_line(self.group, dim) for dim in range(self.group.ndim)]
 
 
 def require_group(group: object, device: Any) -> None:
@@ -460,6 +461,13 @@ def _groups_along(mesh: DeviceMesh, dims: Iterable[int]) -> list[ProcessGroup]:
     return groups
 
 
+def _line(mesh: DeviceMesh, dim: int) -> list[int]:
+    """The ranks along a dimension of a mesh that are in line with this one, from its begin."""
+    place: list[Any] = list(mesh.get_coordinate() or ())
+    place[dim] = slice(None)
+    return mesh.mesh[tuple(place)].tolist()
+
+
 def _maximal(groups: list[ProcessGroup]) -> list[ProcessGroup]:
     """Each set of ranks once, and none that is part of another."""
     sets = [set(dist.get_process_group_ranks(group)) for group in groups]
@@ -473,10 +481,6 @@ def _maximal(groups: list[ProcessGroup]) -> list[ProcessGroup]:
 def _world() -> ProcessGroup:
     # Raises what torch raises where there is none.
     return dist.distributed_c10d._get_default_group()
-
-
-def _is_first(ranks: Sequence[int]) -> bool:
-    return min(ranks, default=-1) == dist.get_rank()
 
 
 def _pieces(

@@ -254,7 +254,9 @@ class _MinimumWatch:
             seen = self._on_its_way[0].tolist()
             self._on_its_way = None
         if self._on_its_way is None:
-            buffer = torch.empty(counters.shape, dtype=counters.dtype, pin_memory=True)
+            buffer = torch.empty(
+                counters.shape, dtype=counters.dtype, device="cpu", pin_memory=True
+            )
             with torch.cuda.device(counters.device):
                 buffer.copy_(counters, non_blocking=True)
                 event = torch.cuda.Event()
