@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -117,16 +117,6 @@ def told(run: Callable[[], list[Any]]) -> tuple[list[Any], list[str]]:
     return result, [str(warning.message) for warning in caught]
 
 
-@pytest.fixture(params=[False, True], ids=["own", "patched"])
-def scaler_type(request: pytest.FixtureRequest) -> Iterator[type[TorchScaler]]:
-    """Ours by its name, and behind torch's."""
-    if not request.param:
-        yield GradScaler
-        return
-    with ampfast.patch():
-        yield torch.amp.GradScaler
-
-
 def test_all_of_torchs_are_here() -> None:
     bases = {"LRScheduler"}
     assert {*lr_scheduler.__all__, "SWALR"} - bases == SCHEDULERS.keys()
@@ -141,9 +131,7 @@ def test_a_schedule_that_counts_skipped_steps_is_told(kind: str) -> None:
     assert any("before `optimizer.step()`" in text for text in warned) == (kind != "fused_adamw")
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("schedule", SCHEDULERS)
-def test_exact(kind: str, schedule: str, scaler_type: type[TorchScaler]) -> None:
+def check_exact(kind: str, schedule: str, scaler_type: type[TorchScaler]) -> None:
     def run() -> list[Any]:
         one = side(scaler_type, KINDS[kind], **SETTINGS)
         seen = trained(one, SCHEDULERS[schedule](one.optimizer), exact)
@@ -154,9 +142,7 @@ def test_exact(kind: str, schedule: str, scaler_type: type[TorchScaler]) -> None
     assert ours[1] == reference[1]
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("schedule", SCHEDULERS)
-def test_late(kind: str, schedule: str, scaler_type: type[TorchScaler]) -> None:
+def check_late(kind: str, schedule: str, scaler_type: type[TorchScaler]) -> None:
     def run() -> list[Any]:
         one = side(scaler_type, KINDS[kind], **SETTINGS)
         scheduler = SCHEDULERS[schedule](one.optimizer)
@@ -168,6 +154,25 @@ def test_late(kind: str, schedule: str, scaler_type: type[TorchScaler]) -> None:
     ours, (exact_rates, warned) = told(run), told(lambda: without_scaler(kind, schedule))
     assert_same(ours[0], [exact_rates[0], *exact_rates])
     assert ours[1] == warned
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("schedule", SCHEDULERS)
+def test_exact(kind: str, schedule: str) -> None:
+    check_exact(kind, schedule, GradScaler)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("schedule", SCHEDULERS)
+def test_late(kind: str, schedule: str) -> None:
+    check_late(kind, schedule, GradScaler)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("check", [check_exact, check_late])
+def test_under_patch(check: Any, kind: str) -> None:
+    with ampfast.patch():
+        check(kind, "ChainedScheduler", torch.amp.GradScaler)
 
 
 def test_a_flush_comes_once() -> None:
