@@ -18,6 +18,7 @@ from . import (
     kernels,
     memory,
     plot,
+    ranks,
     readme,
     report,
     steps,
@@ -32,7 +33,7 @@ from .results import Results
 from .rows import dtype_name
 from .terminal import Terminal
 
-SUBJECTS = ("host", "kernels", "steps", "clip", "tracking", "memory")
+SUBJECTS = ("host", "kernels", "steps", "clip", "tracking", "memory", "ranks")
 INTERRUPTED = 130
 # Load average of the last minute from which something else takes a noticeable part of a core.
 BUSY = 0.5
@@ -70,14 +71,14 @@ def _bench(arguments: Sequence[str]) -> int:
         "--cases",
         type=_names_among(tuple(CASES)),
         metavar="LISTS",
-        help=f"gradient lists for kernels, steps and clip, comma-separated: {','.join(CASES)}",
+        help=f"gradient lists, but of host and memory, comma-separated: {','.join(CASES)}",
     )
     dtypes = {dtype_name(dtype): dtype for dtype in kernels.DTYPES}
     parser.add_argument(
         "--dtypes",
         type=_names_among(tuple(dtypes)),
         metavar="DTYPES",
-        help=f"their dtypes, comma-separated: {','.join(dtypes)}",
+        help=f"dtypes of kernels, steps, clip and tracking, comma-separated: {','.join(dtypes)}",
     )
     parser.add_argument(
         "--device", type=_device, help="cpu or cuda (default: the GPU of a machine that has one)"
@@ -161,6 +162,7 @@ def _jobs(
         "tracking": lambda: for_each_list(tracking.measure, tracking.chosen(lists, on_gpu, cases)),
         # What a process holds besides the gradients is a question for the CPU.
         "memory": lambda: [] if on_gpu else memory.jobs(effort),
+        "ranks": lambda: ranks.jobs(effort, device, cases),
     }
     return [(f"{subject}: {job.label}", job) for subject in subjects for job in jobs_of[subject]()]
 

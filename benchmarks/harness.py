@@ -77,17 +77,17 @@ class Samples:
     """Seconds per call of each contender, one sample a round, so that rounds can be paired."""
 
     def __init__(self, seconds: dict[tuple[str, str], list[float]]) -> None:
-        self._seconds = seconds
+        self.seconds = seconds
 
     def __contains__(self, key: tuple[str, str]) -> bool:
-        return key in self._seconds
+        return key in self.seconds
 
     def spread(self, path: str, provider: str) -> Spread:
-        return Spread.of(self._seconds[path, provider])
+        return Spread.of(self.seconds[path, provider])
 
     def ratio(self, numerator: tuple[str, str], denominator: tuple[str, str]) -> Spread:
         """The spread over rounds of one contender's time over another's."""
-        pairs = zip(self._seconds[numerator], self._seconds[denominator], strict=True)
+        pairs = zip(self.seconds[numerator], self.seconds[denominator], strict=True)
         return Spread.of([a / b for a, b in pairs])
 
 
@@ -113,6 +113,7 @@ def interleave(
     effort: Effort,
     cycle: int = 2,
     timer: Callable[[Contender, range], float] = time_on_host,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> Samples:
     """Times the contenders in turn, until the time for the comparison is used up.
 
@@ -124,6 +125,7 @@ def interleave(
         cycle: Calls, at least 2, after which a contender has undone what it did; a sample is a
             multiple of it.
         timer: Gives the mean seconds of a range of calls.
+        clock: Gives the seconds by which the last round is told.
     """
     calls = []
     for contender in contenders:
@@ -136,9 +138,9 @@ def interleave(
     collecting = gc.isenabled()
     gc.disable()
     try:
-        deadline = time.perf_counter() + effort.comparison_s
+        deadline = clock() + effort.comparison_s
         for done in range(MAX_ROUNDS):
-            if done >= MIN_ROUNDS and time.perf_counter() > deadline:
+            if done >= MIN_ROUNDS and clock() > deadline:
                 break
             turns = list(zip(contenders, calls, strict=True))
             for contender, numbers in reversed(turns) if done % 2 else turns:

@@ -25,7 +25,7 @@ def markdown(*paths: Path) -> str:
     parts = []
     for path, results in all_results:
         parts.append(_heading(path, results, on_gpu))
-        for make in (_host, _kernels, _steps, _clipping, _memory):
+        for make in (_host, _kernels, _steps, _clipping, _memory, _ranks):
             if table := make(results):
                 parts.append(table)
     return "\n\n".join(parts) + "\n"
@@ -238,6 +238,37 @@ def _memory(results: Results) -> str:
         "MiB",
         "more memory, bytes",
         "from torch's allocator, bytes",
+    )
+    return _table(header, lines)
+
+
+def _ranks(results: Results) -> str:
+    """Sharded scalers, and how many collectives each takes; nothing if none were measured."""
+    rows = _of("ranks", results.rows)
+    if not rows:
+        return ""
+    on_gpu = bool(results.machine.get("gpu"))
+    theirs = {(row.case, row.path): row for row in rows if row.provider == "torch"}
+    lines = []
+    for row in rows:
+        if row.provider == "torch":
+            continue
+        torchs = theirs.get((row.case, row.path))
+        path = row.path
+        if torchs is not None and torchs.collectives == 0:
+            path += " (torch's ranks do not agree)"
+        lines.append(
+            (
+                *(row.case, str(row.ranks), *((row.provider,) if on_gpu else ()), path),
+                *(_value(each, lambda row: row.ms_p50, ".3f") for each in (torchs, row)),
+                _value(row, lambda row: row.vs_torch, ".2f", "x"),
+                *(_value(each, lambda row: row.collectives, "d") for each in (torchs, row)),
+            )
+        )
+    header = (
+        *("shared gradients", "ranks", *(("backend",) if on_gpu else ())),
+        *("calls of `ShardedGradScaler`", "torch, ms", "ampfast, ms", "faster"),
+        *("torch, collectives", "ampfast"),
     )
     return _table(header, lines)
 

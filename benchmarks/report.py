@@ -55,6 +55,7 @@ def show(results: Results, show_table: Callable[[Table], object]) -> None:
         ("Unscaling and clipping by the norm, whole calls", "clip", step_table),
         ("What noting something of each parameter costs", "tracking", tracking_table),
         ("Memory on top of the gradients", "memory", memory_table),
+        ("Ranks that share a list, sharded scalers", "ranks", rank_table),
     ):
         rows = [row for row in results.rows if row.subject == subject]
         if rows:
@@ -134,6 +135,25 @@ def memory_table(title: str, rows: Sequence[Row]) -> Table:
             number(row.allocated_bytes, 1 / (1 << 10)),
             number(row.table_bytes),
             number(row.chunks),
+        )
+    return table
+
+
+def rank_table(title: str, rows: Sequence[Row]) -> Table:
+    on_gpu = any(row.host_us_p50 is not None for row in rows)
+    more = ("host us", "x torch on the host") if on_gpu else ()
+    columns = ("ranks", "ms p20", "p50", "p80", "x torch", "collectives")
+    table = Table(title, ("list", "path", "provider"), columns + more)
+    place = None
+    for row in rows:
+        if place not in (None, row.case):
+            table.add_section()
+        place = row.case
+        table.add(
+            *(row.case, row.path, row.provider, str(row.ranks)),
+            *map(number, (row.ms_p20, row.ms_p50, row.ms_p80, row.vs_torch)),
+            str(row.collectives),
+            *(map(number, (row.host_us_p50, row.host_vs_torch)) if on_gpu else ()),
         )
     return table
 

@@ -44,7 +44,8 @@ class Row:
     of the gradients: the rise of the resident set, and in `allocated_bytes` the peak of what it
     asked of torch's allocator. `table_bytes` describes `chunks` pieces of gradient. `lists` lists
     of the kind were taken in turn: with 1 a list that fits is found in the cache, with more it
-    never is.
+    never is. `ranks` processes shared the list, each with a part of every tensor; then times are
+    those of the slowest rank of each round, and `collectives` is how many a call took.
     """
 
     subject: str
@@ -73,6 +74,8 @@ class Row:
     allocated_bytes: int | None = None
     table_bytes: int | None = None
     chunks: int | None = None
+    ranks: int | None = None
+    collectives: int | None = None
 
     @property
     def list_name(self) -> str:

@@ -131,7 +131,10 @@ def test_a_run_that_is_told_to_end_writes_what_it_has(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--only", "host,gpu"], "'gpu' is not among host, kernels, steps, clip, tracking, memory"),
+        (
+            ["--only", "host,gpu"],
+            "'gpu' is not among host, kernels, steps, clip, tracking, memory, ranks",
+        ),
         (["--cases", "1000x2k"], "'1000x2k' is not among"),
         (["--dtypes", "float8"], "'float8' is not among"),
         (["--threads", "0"], "must be at least 1"),
