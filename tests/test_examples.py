@@ -26,7 +26,7 @@ def last_line(name: str, *arguments: str) -> str:
 
 def test_digits() -> None:
     pytest.importorskip("sklearn")
-    short = ("--epochs", "2", "--device", "cpu")
+    short = ("--epochs", "1", "--device", "cpu")
     theirs = last_line("digits.py", "--scaler", "torch", *short)
     assert theirs.startswith("accuracy ")
     assert last_line("digits.py", "--scaler", "ampfast", *short) == theirs
