@@ -38,6 +38,7 @@ __all__ = [
     "mark_replicated",
     "marked",
     "part_of",
+    "replicated",
     "require_group",
     "shards_of",
 ]
@@ -175,6 +176,13 @@ def part_of(grad: DTensor, layout: Layout) -> Tensor:
             placements = [Replicate() if p.is_partial() else p for p in grad.placements]
             grad = grad.redistribute(placements=placements)
         return grad.to_local()
+
+
+def replicated(tensor: Tensor, mesh: DeviceMesh) -> DTensor:
+    """Returns a tensor that every rank of a mesh has, as a distributed one; tells nobody."""
+    from torch.distributed.tensor import DTensor, Replicate
+
+    return DTensor.from_local(tensor, mesh, [Replicate()] * mesh.ndim, run_check=False)
 
 
 @dataclass(frozen=True, eq=False)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ampfast.capture import refuse_capture
+from ampfast.distributed import replicated
 
 __all__ = ["sync_free_"]
 
@@ -129,8 +130,9 @@ def _check_group(optimizer: torch.optim.Optimizer, index: int, group: dict[str, 
         where = f"parameter {number} of group {index}"
         if "param_names" in group:
             where += f" ({group['param_names'][number]})"
-        if (param.device, param.dtype) not in tried:
-            tried.add((param.device, param.dtype))
+        like = (param.device, param.dtype, getattr(param, "device_mesh", None))
+        if like not in tried:
+            tried.add(like)
             _check_hyperparameters(group, index, param.device)
             _try_step(type(optimizer), group, param, where)
         beside = {f"the {key!r}": (state or {}).get(key) for key in _READ_BESIDE}
@@ -155,6 +157,8 @@ def _try_step(
 ) -> None:
     """Steps one element like those of `param`: which kernels there are, each torch knows itself."""
     trial = torch.zeros(1, dtype=param.dtype, device=param.device)
+    if hasattr(param, "device_mesh"):
+        trial = replicated(trial, param.device_mesh)
     trial.grad = torch.zeros_like(trial)
     optimizer = _made_fused(kind, trial)
     options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
@@ -163,8 +167,9 @@ def _try_step(
         # Without the wrappers of torch, whose hooks for all optimizers would count this step.
         inspect.unwrap(kind.step)(optimizer)
     except (RuntimeError, TypeError, ValueError) as error:
+        what = "" if type(param) in _PLAIN else f" {type(param).__name__}"
         raise ValueError(
-            f"torch's fused {kind.__name__} cannot step {where}, a {param.dtype} on "
+            f"torch's fused {kind.__name__} cannot step {where}, a {param.dtype}{what} on "
             f"{param.device}: {error}"
         ) from error
 

@@ -1,0 +1,265 @@
+"""Training whose gradients have the same bits however a batch is cut, and what it leaves behind."""
+
+from __future__ import annotations
+
+import contextlib
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from support import TorchScaler, assert_same
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from ampfast import GradScaler
+
+# A shard of a weight is a whole number of vectors: the last elements of a tensor that is none may
+# be rounded otherwise.
+WIDTH = 16
+ROWS = (7, 5, 1, 2)
+SAMPLES = 2
+# The scale grows and backs off, twice in a row.
+STEPS = 20
+# So that the scale also grows between overflows.
+SETTINGS: dict[str, Any] = {"device": "cpu", "init_scale": 2.0**6, "growth_interval": 7}
+# Which ranks overflow in which step; some twice in a row.
+OVERFLOWS: Mapping[int, tuple[int, ...]] = {
+    0: (0,),
+    11: (1,),
+    12: (0, 1, 2, 3),
+    40: (3, 1),
+    77: (1,),
+    150: (0, 1, 2, 3),
+    199: (0,),
+}
+
+SCALERS: dict[str, Any] = {"ours": GradScaler, "torch": TorchScaler}
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "sgd": lambda params: torch.optim.SGD(params, lr=2.0**-9),
+    "momentum": lambda params: torch.optim.SGD(params, lr=0.003, momentum=0.9),
+    "adamw": lambda params: torch.optim.AdamW(params, lr=0.01),
+    # Whose factors round nothing, wherever an element lies.
+    "fused_sgd": lambda params: torch.optim.SGD(params, lr=2.0**-9, momentum=0.5, fused=True),
+    "fused_adam": lambda params: torch.optim.Adam(params, lr=0.01, fused=True),
+    "fused_adamw": lambda params: torch.optim.AdamW(params, lr=0.01, fused=True),
+}
+
+
+class Heads(nn.Module):
+    """Linear maps side by side, whose loss is the sum of absolute errors.
+
+    The gradients are sums of products of a sign and a small whole number: exact in any order.
+    """
+
+    def __init__(self, rows: Iterable[int] = ROWS) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(3)
+        self.heads = nn.ModuleList(nn.Linear(WIDTH, count) for count in rows)
+        for parameter in self.parameters():
+            parameter.data.copy_(torch.randn(parameter.shape, generator=generator))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return torch.cat([head(inputs) for head in self.heads], dim=1)
+
+
+@dataclass
+class Batch:
+    """What one rank is fed with."""
+
+    inputs: Tensor
+    targets: Tensor
+
+    def loss(self, model: nn.Module) -> Tensor:
+        outputs = model(self.inputs)
+        return (outputs - self.targets[:, : outputs.shape[1]]).abs().sum()
+
+
+def batch_of(step: int, part: int, rank: int, overflows: bool) -> Batch:
+    """Draws whole numbers, with targets so wide that no error is near 0."""
+    generator = torch.Generator().manual_seed(1000 * step + 10 * rank + part)
+    inputs = torch.randint(-3, 4, (SAMPLES, WIDTH), generator=generator).float()
+    targets = torch.randint(-40, 40, (SAMPLES, sum(ROWS)), generator=generator) + 0.5
+    if overflows:
+        inputs[-1, rank] = torch.inf
+    return Batch(inputs, targets)
+
+
+def batches_of(
+    ranks: Sequence[int], overflows: Mapping[int, tuple[int, ...]] = OVERFLOWS
+) -> Callable[[int, int], Batch]:
+    """What these ranks together are fed with, by step and part."""
+
+    def joined(step: int, part: int) -> Batch:
+        each = [batch_of(step, part, rank, rank in overflows.get(step, ())) for rank in ranks]
+        return Batch(torch.cat([b.inputs for b in each]), torch.cat([b.targets for b in each]))
+
+    return joined
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """A tensor with all that other ranks hold of it; every rank of its mesh calls this."""
+    tensor = tensor.detach()
+    return tensor.full_tensor().clone() if isinstance(tensor, DTensor) else tensor.clone()
+
+
+@dataclass
+class Trace:
+    """What a training leaves behind.
+
+    Attributes:
+        steps: Scale, growth tracker and whether the step was skipped, of every step.
+        sums: A checksum of every parameter's bits, by step.
+        norms: What clipping returned.
+        parameters: What they are at the end.
+    """
+
+    steps: list[tuple[float, int, bool]] = field(default_factory=list)
+    sums: dict[int, list[int]] = field(default_factory=dict)
+    norms: list[float] = field(default_factory=list)
+    parameters: list[Tensor] = field(default_factory=list)
+
+    def note(self, scaler: TorchScaler, skipped: bool, params: Sequence[Tensor]) -> None:
+        self.steps.append((scaler.get_scale(), scaler._get_growth_tracker(), skipped))
+        if params:
+            self.parameters = [whole(p) for p in params]
+            self.sums[len(self.steps)] = [zlib.crc32(p.numpy().tobytes()) for p in self.parameters]
+
+    def part(self, indices: Sequence[int]) -> Trace:
+        """The same of some parameters."""
+        return Trace(
+            self.steps,
+            {step: [sums[i] for i in indices] for step, sums in self.sums.items()},
+            self.norms,
+            [self.parameters[i] for i in indices],
+        )
+
+
+def assert_same_traces(ours: Trace, expected: Trace) -> None:
+    for name in ("steps", "norms", "parameters"):
+        assert_same(getattr(ours, name), getattr(expected, name), name)
+    assert ours.sums and len(ours.steps) in ours.sums
+    assert_same(ours.sums, {step: expected.sums[step] for step in ours.sums}, "sums")
+
+
+def assert_eventful(trace: Trace) -> None:
+    """The scale grew and backed off, and no parameter is broken."""
+    scales = [SETTINGS["init_scale"], *(scale for scale, _, _ in trace.steps)]
+    pairs = list(zip(scales, scales[1:], strict=False))
+    assert any(a < b for a, b in pairs) and any(a > b for a, b in pairs)
+    assert all(p.isfinite().all() for p in trace.parameters)
+
+
+@dataclass(frozen=True)
+class Way:
+    """How an iteration treats its gradients.
+
+    Attributes:
+        name: "step", "unscale" before it, "together" for `step_and_update`, "clip" in place, or
+            "defer" for `clip_grad_norm_(in_place=False)`.
+        parts: Backward passes in one iteration.
+    """
+
+    name: str = "step"
+    parts: int = 1
+
+    def finish(self, scaler: Any, optimizer: Any, trace: Trace) -> None:
+        if self.name == "unscale":
+            scaler.unscale_(optimizer)
+        elif self.name in ("clip", "defer"):
+            norm = scaler.clip_grad_norm_(optimizer, 8.0, in_place=self.name == "clip")
+            trace.norms.append(norm.item())
+        if self.name == "together" and isinstance(scaler, GradScaler):
+            scaler.step_and_update(optimizer)
+        else:
+            scaler.step(optimizer)
+            scaler.update()
+
+
+WAYS = {
+    "step": Way(),
+    "unscale": Way("unscale"),
+    "together": Way("together"),
+    "accumulate": Way(parts=2),
+    "clip": Way("clip"),
+    "defer": Way("defer"),
+}
+# Each optimizer with each way that it can go.
+PAIRS = [(k, w) for k in OPTIMIZERS for w in WAYS if w != "defer" or k.startswith("fused")]
+
+
+def train(
+    model: Any,
+    optimizer: Any,
+    scaler: Any,
+    batches: Callable[[int, int], Batch],
+    way: Way = WAYS["step"],
+    *,
+    steps: int,
+    divisor: float = 1.0,
+    params: Callable[[], Sequence[Tensor]] | None = None,
+    every: int = 1,
+    prepare: Callable[[int], None] | None = None,
+    every_part: Callable[[bool], contextlib.AbstractContextManager[None]] | None = None,
+) -> Trace:
+    """Trains and notes what it sees after each step.
+
+    Args:
+        model: What `Batch.loss` is taken of.
+        optimizer: What has the parameters of the model.
+        scaler: Ours or torch's.
+        batches: What to feed, by step and part.
+        way: How to treat the gradients.
+        steps: How many.
+        divisor: What the loss is divided by; the number of ranks, if their batches are joined.
+        params: Returns the parameters to note; those of the model by default.
+        every: How many steps apart to note them; what is spread over ranks takes long to collect.
+        prepare: Called with the number of the step when the gradients are there.
+        every_part: What to do a backward pass in, by whether it is the step's last.
+    """
+    trace = Trace()
+    for step in range(steps):
+        optimizer.zero_grad()
+        for part in range(way.parts):
+            last = part == way.parts - 1
+            with every_part(last) if every_part else contextlib.nullcontext():
+                loss = batches(step, part).loss(model)
+                scaler.scale(loss / (divisor * way.parts)).backward()
+        if prepare is not None:
+            prepare(step)
+        before = scaler.get_scale()
+        way.finish(scaler, optimizer, trace)
+        # torch tells by the scale alone.
+        skipped = scaler.get_scale() < before
+        if isinstance(scaler, GradScaler):
+            assert scaler.step_skipped(optimizer) is skipped, f"step {step}"
+        is_noted = (step + 1) % every == 0 or step == steps - 1
+        trace.note(scaler, skipped, list((params or model.parameters)()) if is_noted else [])
+    return trace
+
+
+@contextlib.contextmanager
+def no_sync_but_last(model: Any, last: bool) -> Iterator[None]:
+    """Leaves out the communication of all backward passes but the last."""
+    with contextlib.nullcontext() if last else model.no_sync():
+        yield
+
+
+def alone(
+    kind: str, way: str, ranks: Sequence[int], steps: int, rows: Sequence[int] = ROWS
+) -> Trace:
+    """One process that is fed with the batches of all these ranks."""
+    # torch's fused SGD reads memory that nobody wrote after a first step that overflows, and its
+    # norms are rounded otherwise.
+    ours = kind == "fused_sgd" or way in ("clip", "defer")
+    model = Heads(rows)
+    return train(
+        model,
+        OPTIMIZERS[kind](model.parameters()),
+        SCALERS["ours" if ours else "torch"](**SETTINGS),
+        batches_of(ranks),
+        WAYS[way],
+        steps=steps,
+        divisor=len(ranks),
+    )

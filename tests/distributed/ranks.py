@@ -1,0 +1,180 @@
+"""Runs a function on several gloo ranks, each forked from one process that has torch loaded."""
+
+from __future__ import annotations
+
+import faulthandler
+import multiprocessing
+import os
+import pickle
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+# Loaded once, for a rank would need seconds for each of them at its first use.
+_PRELOADED = [
+    "torch",
+    "torch._dynamo",
+    "torch.distributed.algorithms.ddp_comm_hooks.default_hooks",
+    "torch.distributed.checkpoint",
+    "torch.distributed.fsdp",
+    "torch.distributed.optim",
+    "torch.distributed.tensor.parallel",
+    "ampfast",
+    "numpy",
+    "pytest",
+]
+# How long a rank waits for another one, and a test for its ranks.
+COLLECTIVE_SECONDS = 20.0
+JOB_SECONDS = 60.0
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a job ended on one rank: what it returned, or what went wrong.
+
+    Attributes:
+        value: What the job returned.
+        error: The exception as "Type: message", "exit code N" of a process that died, or
+            "still running".
+        details: The traceback, or where a rank was that ran on; then what it wrote.
+    """
+
+    value: Any = None
+    error: str | None = None
+    details: str = ""
+
+
+class RanksFailedError(AssertionError):
+    """Shows what went wrong on every rank on which something did."""
+
+
+def run(job: Callable[..., Any], *args: Any, ranks: int = 2, seconds: float = JOB_SECONDS) -> Any:
+    """Runs `job(*args)` on every rank of a new gloo world and returns the values by rank.
+
+    Args:
+        job: A function of a module, which is found by its name; it asks `torch.distributed` for
+            its rank.
+        *args: What can be pickled.
+        ranks: The size of the world.
+        seconds: How long it may take.
+
+    Raises:
+        RanksFailedError: If a rank raises, dies or runs on.
+    """
+    outcomes = attempt(job, *args, ranks=ranks, seconds=seconds)
+    failed = [f"rank {i}: {o.error}\n{o.details}" for i, o in enumerate(outcomes) if o.error]
+    if failed:
+        raise RanksFailedError("\n".join(failed))
+    return [outcome.value for outcome in outcomes]
+
+
+def attempt(
+    job: Callable[..., Any],
+    *args: Any,
+    ranks: int = 2,
+    seconds: float = JOB_SECONDS,
+    patience: float = COLLECTIVE_SECONDS,
+) -> list[Outcome]:
+    """As `run`, but tells of every rank how the job ended there.
+
+    A rank that waits `patience` seconds for another one raises.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(_PRELOADED)
+    # Not left to the pipes of multiprocessing, which would share tensors in memory files.
+    work = pickle.dumps((job, args))
+    pipes, processes = [], []
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            for rank in range(ranks):
+                here, there = context.Pipe()
+                process = context.Process(
+                    target=_rank, args=(work, rank, ranks, folder, patience, there), daemon=True
+                )
+                process.start()
+                there.close()
+                pipes.append(here)
+                processes.append(process)
+            return _outcomes(pipes, processes, Path(folder), seconds)
+        finally:
+            for pipe in pipes:
+                pipe.close()
+            for process in processes:
+                process.join(2)
+                process.kill()
+                process.join()
+
+
+def _outcomes(
+    pipes: list[Connection], processes: list[Any], folder: Path, seconds: float
+) -> list[Outcome]:
+    outcomes: dict[int, Outcome] = {}
+    deadline = time.monotonic() + seconds
+    while len(outcomes) < len(pipes) and (left := deadline - time.monotonic()) > 0:
+        for pipe in wait([p for i, p in enumerate(pipes) if i not in outcomes], left):
+            rank = pipes.index(pipe)
+            try:
+                outcomes[rank] = pickle.loads(pipe.recv_bytes())
+            except EOFError:
+                processes[rank].join()
+                outcomes[rank] = Outcome(
+                    error=f"exit code {processes[rank].exitcode}", details=_log(folder, rank)
+                )
+    stuck = [rank for rank in range(len(pipes)) if rank not in outcomes]
+    for rank in stuck:
+        os.kill(processes[rank].pid, signal.SIGUSR1)
+    if stuck:
+        time.sleep(0.5)
+    for rank in stuck:
+        outcomes[rank] = Outcome(error="still running", details=_log(folder, rank))
+        processes[rank].kill()
+    return [outcomes[rank] for rank in range(len(pipes))]
+
+
+def _log(folder: Path, rank: int) -> str:
+    path = folder / f"rank{rank}"
+    return path.read_text(errors="replace")[-8000:] if path.exists() else ""
+
+
+def _rank(
+    work: bytes, rank: int, ranks: int, folder: str, patience: float, pipe: Connection
+) -> None:
+    log = os.open(Path(folder, f"rank{rank}"), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    for stream in (1, 2):
+        os.dup2(log, stream)
+    faulthandler.enable()
+    faulthandler.register(signal.SIGUSR1)
+    # The ranks share the cores.
+    torch.set_num_threads(1)
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
+    try:
+        dist.init_process_group(
+            "gloo",
+            init_method=Path(folder, "store").as_uri(),
+            rank=rank,
+            world_size=ranks,
+            timeout=timedelta(seconds=patience),
+        )
+        job, args = pickle.loads(work)
+        outcome = pickle.dumps(Outcome(job(*args)))
+    except Exception as error:
+        sys.stderr.flush()
+        said = f"{type(error).__name__}: {error}"
+        details = f"{traceback.format_exc()}{_log(Path(folder), rank)}"
+        pipe.send_bytes(pickle.dumps(Outcome(error=said, details=details)))
+        # The others are told by the end of this process.
+        return
+    pipe.send_bytes(outcome)
+    # What was sent to the others is lost if this process ends before they have read it.
+    wait([pipe])

@@ -1,0 +1,96 @@
+"""A rank that dies or hangs in mid-step: the others raise, and change no parameter."""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import Any
+
+import pytest
+import ranks
+import torch
+import torch.distributed as dist
+from exact_training import OPTIMIZERS, SETTINGS, WAYS, Heads, Trace, batches_of
+from support import assert_same
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from ampfast import GradScaler
+
+HEALTHY_STEPS = 2
+PATIENCE = 3.0
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    return getattr(tensor, "_local_tensor", tensor).detach().clone()
+
+
+def trained(setting: str, kind: str, way: str, end: str) -> Any:
+    """Trains until rank 1 is gone; returns the error and what changed while it was raised."""
+    rank = dist.get_rank()
+    model: Any = Heads()
+    group: Any = None
+    if setting == "ddp":
+        model = DistributedDataParallel(model)
+    elif setting == "fully_shard":
+        model = fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    else:
+        group = dist.group.WORLD
+    params = list(model.parameters())
+    optimizer = OPTIMIZERS[kind](params)
+    scaler = GradScaler(**SETTINGS, process_group=group)
+    batches = batches_of([rank], {})
+    for step in range(HEALTHY_STEPS + 1):
+        last = step == HEALTHY_STEPS
+        optimizer.zero_grad()
+        loss = scaler.scale(batches(step, 0).loss(model))
+        if last and rank == 1 and end == "in backward":
+            loss.register_hook(lambda grad: os._exit(9))
+        before = [local(p) for p in params], scaler._scale.clone()
+        started = time.monotonic()
+        try:
+            loss.backward()
+            if last and rank == 1 and end == "after backward":
+                os._exit(9)
+            if last and rank == 1 and end == "hangs":
+                time.sleep(PATIENCE + 1)
+                return None
+            WAYS[way].finish(scaler, optimizer, Trace())
+        except RuntimeError as error:
+            assert last, error
+            assert_same(([local(p) for p in params], scaler._scale), before)
+            assert not hasattr(optimizer, "found_inf") and not hasattr(optimizer, "grad_scale")
+            return str(error), time.monotonic() - started
+    return "nothing raised", 0.0
+
+
+@pytest.mark.parametrize(
+    ("setting", "kind", "way", "end", "world"),
+    [
+        ("ddp", "fused_adamw", "step", "in backward", 2),
+        ("group", "adamw", "step", "in backward", 2),
+        ("group", "adamw", "step", "after backward", 2),
+        # Two of these are no neighbours of the one that dies.
+        ("group", "adamw", "step", "after backward", 4),
+        ("group", "fused_adamw", "step", "after backward", 2),
+        ("group", "fused_sgd", "unscale", "after backward", 2),
+        ("group", "adamw", "clip", "after backward", 2),
+        ("group", "fused_adamw", "defer", "after backward", 2),
+        ("group", "fused_adamw", "together", "after backward", 2),
+        ("group", "fused_adamw", "defer", "hangs", 2),
+        ("fully_shard", "adamw", "step", "in backward", 2),
+        ("fully_shard", "fused_adamw", "clip", "after backward", 2),
+    ],
+)
+def test_the_others_raise_and_change_nothing(
+    setting: str, kind: str, way: str, end: str, world: int
+) -> None:
+    outcomes = ranks.attempt(trained, setting, kind, way, end, ranks=world, patience=PATIENCE)
+    gone = outcomes.pop(1)
+    assert gone.error == (None if end == "hangs" else "exit code 9")
+    for outcome in outcomes:
+        assert outcome.error is None, outcome
+        error, seconds = outcome.value
+        assert error != "nothing raised"
+        assert seconds < PATIENCE + 2

@@ -1,0 +1,102 @@
+"""The ranks that the tests of this folder run on: their results, their errors, their ends."""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import Any
+
+import pytest
+import ranks
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+
+def summed(values: list[float]) -> tuple[int, float]:
+    tensor = torch.tensor(values[dist.get_rank()])
+    dist.all_reduce(tensor)
+    return dist.get_rank(), tensor.item()
+
+
+@pytest.mark.parametrize("count", [1, 2, 4])
+def test_results_come_in_the_order_of_the_ranks(count: int) -> None:
+    values = [2.0**i for i in range(count)]
+    assert ranks.run(summed, values, ranks=count) == [(i, sum(values)) for i in range(count)]
+
+
+def sums_over_groups() -> list[float]:
+    rank = dist.get_rank()
+    sums = []
+    for members in ([0, 1], [2, 3], [0, 2]):
+        group = dist.new_group(members)
+        if rank in members:
+            dist.all_reduce(tensor := torch.tensor(2.0**rank), group=group)
+            sums.append(tensor.item())
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+    for name in ("a", "b"):
+        dist.all_reduce(tensor := torch.tensor(2.0**rank), group=mesh.get_group(name))
+        sums.append(tensor.item())
+    return sums
+
+
+def test_groups_and_meshes() -> None:
+    by_rank = ranks.run(sums_over_groups, ranks=4)
+    assert by_rank == [[3, 5, 5, 3], [3, 10, 3], [12, 5, 5, 12], [12, 10, 12]]
+
+
+def fails_on(failing: list[int]) -> None:
+    rank = dist.get_rank()
+    if rank in failing:
+        raise LookupError(f"nothing on rank {rank}")
+    dist.barrier()
+
+
+def test_every_failing_rank_is_shown() -> None:
+    with pytest.raises(ranks.RanksFailedError) as raised:
+        ranks.run(fails_on, [1, 2], ranks=3)
+    told = str(raised.value)
+    for rank in (1, 2):
+        assert f"rank {rank}: LookupError: nothing on rank {rank}\nTraceback" in told
+    assert "in fails_on" in told
+    assert ranks.run(fails_on, []) == [None, None]
+
+
+def test_the_others_end_with_one_that_fails() -> None:
+    before = time.monotonic()
+    outcomes = ranks.attempt(fails_on, [0])
+    assert outcomes[0].error == "LookupError: nothing on rank 0"
+    assert outcomes[1].error.startswith("RuntimeError: ")
+    assert time.monotonic() - before < ranks.COLLECTIVE_SECONDS / 2
+
+
+def dies(how: str) -> None:
+    if dist.get_rank() == 1:
+        print("goodbye", flush=True)
+        os._exit(7)
+
+
+def test_a_rank_that_dies_is_told_by_its_exit_code() -> None:
+    outcomes = ranks.attempt(dies, "")
+    assert [outcome.error for outcome in outcomes] == [None, "exit code 7"]
+    assert "goodbye" in outcomes[1].details
+
+
+def sleeps() -> None:
+    if dist.get_rank() == 0:
+        time.sleep(60)
+
+
+def test_a_rank_that_hangs_tells_where() -> None:
+    outcomes = ranks.attempt(sleeps, seconds=2)
+    assert [outcome.error for outcome in outcomes] == ["still running", None]
+    assert "in sleeps" in outcomes[0].details
+
+
+def unpicklable() -> Any:
+    return lambda: None
+
+
+def test_what_cannot_be_sent_back_is_an_error() -> None:
+    with pytest.raises(ranks.RanksFailedError, match="pickle"):
+        ranks.run(unpicklable)
