@@ -6,6 +6,7 @@ import contextlib
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -146,7 +147,7 @@ def assert_same_traces(ours: Trace, expected: Trace) -> None:
 def assert_eventful(trace: Trace) -> None:
     """The scale grew and backed off, and no parameter is broken."""
     scales = [SETTINGS["init_scale"], *(scale for scale, _, _ in trace.steps)]
-    pairs = list(zip(scales, scales[1:], strict=False))
+    pairs = list(pairwise(scales))
     assert any(a < b for a, b in pairs) and any(a > b for a, b in pairs)
     assert all(p.isfinite().all() for p in trace.parameters)
 

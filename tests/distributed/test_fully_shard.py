@@ -31,7 +31,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 
 from ampfast import GradScaler
 
-# torch has no fused SGD for DTensors. What the others do is in the tests of DistributedDataParallel.
+# torch has no fused SGD for DTensors. The other ways are in the tests of DDP.
 PAIRS = [
     *((kind, "step") for kind in ("sgd", "momentum", "adamw", "fused_adam", "fused_adamw")),
     *(("sgd", way) for way in ("unscale", "together", "accumulate", "clip")),

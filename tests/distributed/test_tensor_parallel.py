@@ -1,4 +1,4 @@
-"""Tensor parallelism, alone and under FSDP2: shards along columns, sums that are not added up yet."""
+"""Tensor parallelism, alone and under FSDP2: shards of columns, sums not added up yet."""
 
 from __future__ import annotations
 
