@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -147,7 +147,7 @@ def assert_same_traces(ours: Trace, expected: Trace) -> None:
 def assert_eventful(trace: Trace) -> None:
     """The scale grew and backed off, and no parameter is broken."""
     scales = [SETTINGS["init_scale"], *(scale for scale, _, _ in trace.steps)]
-    pairs = list(pairwise(scales))
+    pairs = list(itertools.pairwise(scales))
     assert any(a < b for a, b in pairs) and any(a > b for a, b in pairs)
     assert all(p.isfinite().all() for p in trace.parameters)
 
@@ -186,8 +186,12 @@ WAYS = {
     "clip": Way("clip"),
     "defer": Way("defer"),
 }
-# Each optimizer with each way that it can go.
-PAIRS = [(k, w) for k in OPTIMIZERS for w in WAYS if w != "defer" or k.startswith("fused")]
+# Every optimizer, and every way with one that is plain and one that is fused.
+PAIRS = [
+    *((kind, "step") for kind in OPTIMIZERS),
+    *(("momentum", way) for way in ("unscale", "together", "accumulate", "clip")),
+    *(("fused_adamw", way) for way in ("unscale", "together", "accumulate", "clip", "defer")),
+]
 
 
 def train(

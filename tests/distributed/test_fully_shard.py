@@ -14,6 +14,7 @@ import torch.distributed as dist
 from exact_training import (
     OPTIMIZERS,
     OVERFLOWS,
+    PAIRS,
     ROWS,
     SETTINGS,
     STEPS,
@@ -31,11 +32,38 @@ from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 
 from ampfast import GradScaler
 
-# torch has no fused SGD for DTensors. The other ways are in the tests of DDP.
-PAIRS = [
-    *((kind, "step") for kind in ("sgd", "momentum", "adamw", "fused_adam", "fused_adamw")),
-    *(("sgd", way) for way in ("unscale", "together", "accumulate", "clip")),
-    *(("fused_adamw", way) for way in ("unscale", "together", "clip", "defer")),
+ShardedCase = tuple[str, str, str, tuple[int, ...], bool, str]
+
+
+def case(
+    kind: str,
+    way: str,
+    mesh: str = "shards",
+    *,
+    rows: tuple[int, ...] = ROWS,
+    in_place: bool = True,
+    unit: str = "each",
+) -> ShardedCase:
+    return kind, way, mesh, rows, in_place, unit
+
+
+# torch has no fused SGD for DTensors.
+TWO_RANKS = [
+    *(case(kind, way) for kind, way in PAIRS if kind != "fused_sgd"),
+    case("momentum", "clip", unit="all"),
+    case("fused_adam", "clip", unit="all"),
+    case("adamw", "step", unit="offloaded"),
+    case("adamw", "clip", unit="offloaded"),
+]
+FOUR_RANKS = [
+    # Of some parameters two or three ranks have nothing, and then two have nothing at all.
+    *(case("fused_adamw", way) for way in ("step", "clip", "defer")),
+    *(case("fused_adamw", way, rows=(2, 1)) for way in ("step", "clip")),
+    case("adamw", "step", in_place=False),
+    *(
+        case(kind, way, "replicas", in_place=False)
+        for kind, way in (("adamw", "step"), ("fused_adamw", "clip"), ("fused_adamw", "defer"))
+    ),
 ]
 
 
@@ -69,7 +97,7 @@ def plant(params: Sequence[Any], step: int) -> None:
 
 
 def sharded(
-    kind: str, way: str, steps: int, mesh: str, rows: Sequence[int], in_place: bool, unit: str
+    steps: int, kind: str, way: str, mesh: str, rows: Sequence[int], in_place: bool, unit: str
 ) -> Trace:
     """Overflows come through the inputs, so that most ranks have some, or are in one shard only."""
     model: Any = Heads(rows)
@@ -93,57 +121,30 @@ def sharded(
     )
 
 
-def check(
-    kind: str,
-    way: str,
-    world: int = 2,
-    *,
-    steps: int = STEPS,
-    mesh: str = "shards",
-    rows: Sequence[int] = ROWS,
-    in_place: bool = True,
-    unit: str = "each",
-) -> None:
-    traces = ranks.run(sharded, kind, way, steps, mesh, rows, in_place, unit, ranks=world)
-    for trace in traces:
-        assert_same_traces(trace, expected(kind, way, world, steps, rows))
+def all_sharded(cases: list[ShardedCase]) -> list[Trace]:
+    return [sharded(STEPS, *each) for each in cases]
 
 
-@pytest.mark.parametrize(("kind", "way"), PAIRS)
-def test_as_one_process(kind: str, way: str) -> None:
-    check(kind, way)
+@functools.cache
+def all_traces(world: int) -> list[list[Trace]]:
+    # In one go, for a rank needs a second for its first DTensors.
+    return ranks.run(all_sharded, TWO_RANKS if world == 2 else FOUR_RANKS, ranks=world)
 
 
-@pytest.mark.parametrize("mesh", ["shards", "replicas"])
-def test_overflows_of_the_inputs(mesh: str) -> None:
-    check("adamw", "step", 4, mesh=mesh, in_place=False)
+@pytest.mark.parametrize("index", range(len(TWO_RANKS)), ids=lambda i: str(TWO_RANKS[i]))
+def test_two_ranks_as_one_process(index: int) -> None:
+    kind, way, _, rows, *_ = TWO_RANKS[index]
+    for traces in all_traces(2):
+        assert_same_traces(traces[index], expected(kind, way, 2, STEPS, rows))
+
+
+@pytest.mark.parametrize("index", range(len(FOUR_RANKS)), ids=lambda i: str(FOUR_RANKS[i]))
+def test_four_ranks_as_one_process(index: int) -> None:
+    kind, way, _, rows, *_ = FOUR_RANKS[index]
+    for traces in all_traces(4):
+        assert_same_traces(traces[index], expected(kind, way, 4, STEPS, rows))
 
 
 def test_two_hundred_steps() -> None:
-    check("fused_adamw", "step", steps=200)
-
-
-@pytest.mark.parametrize("way", ["step", "clip", "defer"])
-def test_uneven_shards(way: str) -> None:
-    # Of some parameters two or three ranks have nothing.
-    check("fused_adamw", way, 4)
-
-
-@pytest.mark.parametrize("way", ["step", "clip"])
-def test_ranks_that_have_nothing(way: str) -> None:
-    check("fused_adamw", way, 4, rows=(2, 1))
-
-
-@pytest.mark.parametrize("way", ["accumulate", "clip", "defer"])
-def test_replicas_of_shards(way: str) -> None:
-    check("fused_adamw", way, 4, mesh="replicas", in_place=False)
-
-
-@pytest.mark.parametrize("kind", ["momentum", "fused_adam"])
-def test_all_parameters_in_one_unit(kind: str) -> None:
-    check(kind, "clip", unit="all")
-
-
-@pytest.mark.parametrize("way", ["step", "clip"])
-def test_offloaded_to_the_cpu(way: str) -> None:
-    check("adamw", way, unit="offloaded")
+    for trace in ranks.run(sharded, 200, *case("fused_adamw", "step")):
+        assert_same_traces(trace, expected("fused_adamw", "step", 2, 200))

@@ -1,10 +1,11 @@
-"""Tensor parallelism, alone and under FSDP2: shards of columns, sums not added up yet."""
+"""Tensor parallelism, alone and under FSDP2: shards along columns, sums still to be added up."""
 
 from __future__ import annotations
 
 import functools
 import math
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -92,28 +93,42 @@ def two_ways(kind: str, way: str, steps: int, leave_out: bool) -> Trace:
     )
 
 
-@pytest.mark.parametrize(
-    ("kind", "way"),
-    [("adamw", "step"), ("momentum", "unscale"), ("adamw", "clip"), ("sgd", "accumulate")],
-)
-def test_as_one_process(kind: str, way: str) -> None:
-    # torch's fused optimizers refuse lists that mix DTensors and plain tensors.
-    for trace in ranks.run(parallel, kind, way, STEPS):
-        assert_same_traces(trace, expected(kind, way, 2, STEPS))
+# torch's fused optimizers refuse lists that mix DTensors and plain tensors.
+LINES = [("adamw", "step"), ("momentum", "unscale"), ("adamw", "clip"), ("sgd", "accumulate")]
+SQUARES = [
+    (kind, way, leave_out)
+    for kind, way in (("adamw", "step"), ("momentum", "clip"), ("sgd", "accumulate"))
+    for leave_out in (False, True)
+]
 
 
-def test_as_one_process_on_four_ranks() -> None:
-    for trace in ranks.run(parallel, "adamw", "clip", STEPS, ranks=4):
-        assert_same_traces(trace, expected("adamw", "clip", 2, STEPS))
+def on_lines() -> list[Trace]:
+    return [parallel(kind, way, STEPS) for kind, way in LINES]
 
 
-@pytest.mark.parametrize(
-    ("kind", "way"), [("adamw", "step"), ("momentum", "clip"), ("sgd", "accumulate")]
-)
-@pytest.mark.parametrize("leave_out", [False, True], ids=["all_sharded", "one_plain"])
-def test_under_fully_shard(leave_out: bool, kind: str, way: str) -> None:
-    for trace in ranks.run(two_ways, kind, way, STEPS, leave_out, ranks=4):
-        assert_same_traces(trace, expected(kind, way, 2, STEPS))
+def on_squares() -> list[Trace]:
+    return [two_ways(kind, way, STEPS, leave_out) for kind, way, leave_out in SQUARES]
+
+
+@functools.cache
+def all_traces(job: Callable[[], list[Trace]], world: int) -> list[list[Trace]]:
+    # In one go, for a rank needs a second for its first DTensors.
+    return ranks.run(job, ranks=world)
+
+
+@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize(("kind", "way"), LINES)
+def test_as_one_process(kind: str, way: str, world: int) -> None:
+    for traces in all_traces(on_lines, world):
+        assert_same_traces(traces[LINES.index((kind, way))], expected(kind, way, 2, STEPS))
+
+
+@pytest.mark.parametrize(("kind", "way", "leave_out"), SQUARES)
+def test_under_fully_shard(kind: str, way: str, leave_out: bool) -> None:
+    # What is left out is a plain tensor.
+    index = SQUARES.index((kind, way, leave_out))
+    for traces in all_traces(on_squares, 4):
+        assert_same_traces(traces[index], expected(kind, way, 2, STEPS))
 
 
 class Block(nn.Module):
