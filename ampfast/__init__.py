@@ -2,6 +2,8 @@
 
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from ampfast import backends, functional, report
 from ampfast._version import __version__
 from ampfast.distributed import mark_replicated
@@ -17,7 +19,6 @@ __all__ = [
     "GradScaler",
     "LateScheduler",
     "Patch",
-    "ShardedGradScaler",
     "__version__",
     "backends",
     "functional",
@@ -27,12 +28,15 @@ __all__ = [
     "sync_free_",
     "unpatch",
 ]
+if torch.distributed.is_available():
+    __all__ += ["ShardedGradScaler"]
 
 
 def __getattr__(name: str) -> Any:
-    # Its base is in torch.distributed.fsdp, whose import takes a while; some builds lack it.
-    if name == "ShardedGradScaler":
+    # Its base is in torch.distributed.fsdp, whose import takes a while.
+    if name == "ShardedGradScaler" and torch.distributed.is_available():
         from ampfast.sharded import ShardedGradScaler
 
         return ShardedGradScaler
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    missing = " in a torch without torch.distributed" if name == "ShardedGradScaler" else ""
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}{missing}")

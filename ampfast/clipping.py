@@ -67,7 +67,7 @@ class Deferred:
             found.masked_fill_(~quotient.isfinite(), 1.0)
         both = {at: aten.any_found([flag, found], flag.device) for at, flag in flags.items()}
         if self.agreement is not None:
-            (both,) = self.agreement.share([(both, None)], found.device)
+            (both,) = self.agreement.share([both], found.device)
         return grad_scale, both
 
 
@@ -138,7 +138,7 @@ def clip_grad_norm_(
             # First all that torch may refuse: then nothing has been written.
             for part in parts:
                 for device, tensors in part.grads.set_aside.items():
-                    aten.check_(tensors, torch.zeros((), dtype=torch.float32, device=device))
+                    aten.check_(tensors, _zero(device))
             for part in parts:
                 _unscale(scaler, part)
     divisor = torch.empty((), dtype=torch.float32, device=scale.device) if any(defers) else None
@@ -367,7 +367,9 @@ def _measured(
             together = torch.stack([*rows, torch.zeros(2, dtype=wide, device=device)])
         if agreement is not None:
             mine = together[:, 1].amax() if largest else together[:, 0].sum()
-            flags, total = agreement.share_norm(_found(parts), device, mine, largest=largest)
+            flags, total = agreement.share_norm(
+                [part.flags for part in parts], device, mine, largest=largest
+            )
             _take(parts, flags)
             together = torch.stack([total, total]).unsqueeze(0)
         kernels = choice.kernels_for(device)
@@ -380,7 +382,7 @@ def _measured(
     else:
         total = _total(parts, order, device, agreement)
         if agreement is not None:
-            _take(parts, agreement.share(_found(parts), device))
+            _take(parts, agreement.share([part.flags for part in parts], device))
             total = agreement.norm(total, order)
         norm.copy_(total)
     coefficient.copy_(aten.coefficient_of(norm, limit))
@@ -412,10 +414,17 @@ def _read(choice: Choice, part: _Part, agreement: Agreement | None) -> None:
     if agreement is not None:
         for is_finite in _sum_up(part, agreement):
             flags.setdefault(is_finite.device, []).append((~is_finite).float())
+    if not flags:
+        # Of shards that are empty; a part without gradients has none either.
+        flags = {grads.device: [_zero(grads.device)] for grads in part.grads.lists}
     part.flags = part.flags or {
         device: some[0] if len(some) == 1 else aten.any_found(some, device)
         for device, some in flags.items()
     }
+
+
+def _zero(device: torch.device) -> Tensor:
+    return torch.zeros((), dtype=torch.float32, device=device)
 
 
 def _split(
@@ -450,10 +459,6 @@ def _sum_up(part: _Part, agreement: Agreement) -> Iterator[Tensor]:
         row = aten.norms([summed], factor)
         (part.rows if agreement.counts(layout) else part.uncounted).append(row)
         yield row[1].isfinite()
-
-
-def _found(parts: list[_Part]) -> list[tuple[dict[torch.device, Tensor], Tracks | None]]:
-    return [(part.flags, part.tracks) for part in parts]
 
 
 def _take(parts: list[_Part], flags: list[dict[torch.device, Tensor]]) -> None:

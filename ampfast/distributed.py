@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import itertools
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ampfast.backends import aten
+from ampfast.capture import is_capturing
 from ampfast.notes import warn_caller
 
 if TYPE_CHECKING:
@@ -23,11 +24,8 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
     from torch.distributed.tensor.placement_types import Placement
 
-    from ampfast.tracking import Tracks
-
+    # What a pass found, by device.
     Flags = dict[torch.device, Tensor]
-    # What one pass found, and where it noted it by parameter.
-    Found = tuple[Flags, Tracks | None]
 
 __all__ = [
     "Agreement",
@@ -43,14 +41,23 @@ __all__ = [
     "shards_of",
 ]
 
+Report = TypeVar("Report")
+
 _replicated = WeakTensorKeyDictionary()
+# More than there are ranks; a sum of it over all of them is exact in float64.
+_FOUND = 2**32
+# Of so many layouts and lists of them a scaler keeps what it found out.
+_MOST_KNOWN = 1000
+# The classes of placements of which was warned.
+_warned: set[type] = set()
 
 
 def mark_replicated(params: Iterable[Tensor]) -> None:
     """Says of parameters that every rank of a `process_group` has the same gradient of them.
 
     Their gradients count once in a norm that is taken over the group; those of all others are
-    taken for parts, such as shards, whose norms add up. DTensor parameters need no mark.
+    taken for parts, such as shards, whose norms add up. DTensor parameters need no mark. It is of
+    these parameters, not of copies of them.
 
     Args:
         params: Parameters, of any scaler's optimizers.
@@ -58,6 +65,11 @@ def mark_replicated(params: Iterable[Tensor]) -> None:
     Raises:
         TypeError: If one is not a tensor.
     """
+    if isinstance(params, torch.nn.Module):
+        raise TypeError(
+            f"mark_replicated takes parameters, got {type(params).__name__}: write "
+            "module.parameters()"
+        )
     params = [params] if isinstance(params, Tensor) else list(params)
     for param in params:
         if not isinstance(param, Tensor):
@@ -95,6 +107,12 @@ class Layout:
         """Whether ranks hold summands of the same elements."""
         return self.is_known and self.parted != self.sharded
 
+    @property
+    def has_twins(self) -> bool:
+        """Whether other ranks have such a mesh, too: then it is one of the slices of a larger."""
+        root = getattr(self.mesh, "_get_root_mesh", lambda: None)()
+        return root is None or root.size() > self.mesh.size()
+
     @cached_property
     def places(self) -> dict[int, tuple[int, ...]]:
         """The coordinates of every rank of the mesh."""
@@ -107,12 +125,12 @@ class Layout:
         Args:
             ranks: A line of a mesh, from its begin, or a group; this one is among them.
             has_parts: Whether ranks that are not in the mesh have other gradients, as those of a
-                scaler's own group. Else they have a mesh of their own with the same ones.
+                scaler's own group. Else, if the mesh is a slice of one, they have the same ones.
         """
         mine = self.places.get(dist.get_rank())
         if mine is None:
             return True
-        if not has_parts and ranks[0] not in self.places:
+        if not has_parts and self.has_twins and ranks[0] not in self.places:
             return False
         same = [place for rank in ranks if (place := self.places.get(rank)) is not None]
         return mine == min(p for p in same if all(p[dim] == mine[dim] for dim in self.sharded))
@@ -136,10 +154,10 @@ class Parts:
         """Returns what this rank holds of a distributed gradient whose placements are known."""
         if grad is None:
             # Another rank may have this one's gradient, and will tell what it found.
-            if isinstance(param, self._kind) and param.requires_grad:
+            if self.is_distributed(param) and param.requires_grad:
                 self.layouts[number] = self._layout_of(param)
             return None
-        if not isinstance(grad, self._kind):
+        if not self.is_distributed(grad):
             return None
         layout = self.layouts[number] = self._layout_of(grad)
         if not layout.is_known:
@@ -151,6 +169,9 @@ class Parts:
             return local
         with torch.no_grad():
             return grad.to_local()  # waits for what is still on its way
+
+    def is_distributed(self, tensor: object) -> TypeGuard[DTensor]:
+        return isinstance(tensor, self._kind)
 
     def _layout_of(self, tensor: DTensor) -> Layout:
         mesh, placements = tensor.device_mesh, tensor.placements
@@ -208,28 +229,30 @@ class Agreement:
             return self.counted[layout]
         return self.counts_marked if is_marked else self.counts_plain
 
-    def share(self, found: list[Found], device: torch.device) -> list[Flags]:
+    def share(self, found: list[Flags], device: torch.device) -> list[Flags]:
         """Tells the other ranks what was found, with one collective per group.
 
         Args:
-            found: For each optimizer its flags, and where it notes what it sees by parameter.
+            found: For each optimizer its flags, none if it has no gradient here.
             device: Where a flag is put if there is none.
 
         Returns:
-            For each optimizer flags that are equal on all ranks, each 0 or 1.
+            For each optimizer flags that are equal on all ranks, each 0 or 1; none if no rank has a
+            gradient of it, which only ranks without have to wait for.
         """
-        notes = self._notes(found)
-        if len(found) == 1 and notes == [None]:
-            flags = list(found[0][0].values())
-            if len(flags) == 1 and flags[0].dim() == 0:
-                self.reduce_(flags[0], dist.ReduceOp.MAX)
-                return [found[0][0]]
-        told = torch.cat([piece.float() for piece in _pieces(found, notes, device)])
+        if len(found) == 1 and len(found[0]) == 1:
+            flag = next(iter(found[0].values()))
+            if flag.dim() == 0:
+                self.reduce_(flag, dist.ReduceOp.MAX)
+                return found
+        # Below 0 is who has no gradient.
+        levels = [aten.any_found(flags.values(), device) - int(not flags) for flags in found]
+        told = torch.stack(levels)
         self.reduce_(told, dist.ReduceOp.MAX)
-        return _taken(found, notes, told, device)
+        return _taken(found, told > 0, told >= 0, device)
 
     def share_norm(
-        self, found: list[Found], device: torch.device, value: Tensor, *, largest: bool
+        self, found: list[Flags], device: torch.device, value: Tensor, *, largest: bool
     ) -> tuple[list[Flags], Tensor]:
         """`share`, and in the same collective what a norm is made of.
 
@@ -242,14 +265,18 @@ class Agreement:
         Returns:
             The flags as `share`, and the value of all ranks.
         """
-        notes = self._notes(found)
         # As integers, their bits have the order of the numbers, and NaN is above infinity.
-        first = value.reshape(1).view(torch.int64) if largest else value.reshape(1)
-        told = torch.cat([first, *(piece.to(first) for piece in _pieces(found, notes, device))])
+        first = value.view(torch.int64) if largest else value
+        # Above 0 is who has a gradient, from _FOUND on who has a bad one, summed up or not.
+        levels = [
+            aten.any_found(each.values(), device).to(first) * _FOUND + int(bool(each))
+            for each in found
+        ]
+        told = torch.stack([first, *levels])
         self.reduce_(told, dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM)
+        agreed = _taken(found, told[1:] >= _FOUND, told[1:] > 0, device)
         value = told[0].clone()
-        flags = _taken(found, notes, told[1:], device)
-        return flags, value.view(torch.float64) if largest else value
+        return agreed, value.view(torch.float64) if largest else value
 
     def norm(self, norm: Tensor, order: float) -> Tensor:
         """Returns the norm of what all ranks have of which `norm` is this one's."""
@@ -259,15 +286,6 @@ class Agreement:
             dist.all_gather(others, mine, group=group)
             norm = torch.linalg.vector_norm(torch.stack(others), order).to(norm.device)
         return norm
-
-    def all_equal(self, number: int, device: torch.device) -> bool:
-        """Whether all ranks call this with the same number; a host sync."""
-        numbers = torch.tensor([number, -number], dtype=torch.float64, device=device)
-        self.reduce_(numbers, dist.ReduceOp.MAX)
-        return numbers.tolist() == [number, -number]
-
-    def _notes(self, found: list[Found]) -> list[Tensor | None]:
-        return [None if tracks is None else tracks.new_marks(self) for _, tracks in found]
 
     def reduce_(self, tensor: Tensor, op: Any) -> None:
         """Reduces a tensor in place, with one collective per group."""
@@ -296,7 +314,12 @@ class Shards:
     agreement: Agreement | None
 
     def agree_(self, found_inf: Tensor) -> None:
-        """Writes 1 if a rank has, which must be 0 or 1 here."""
+        """Writes 1 if a rank has, or if a sum of what ranks hold is not finite.
+
+        Else it must be 0 or 1 here.
+        """
+        for number, grad in self.parts.partial.items():
+            aten.check_([part_of(grad, self.parts.layouts[number]).clone()], found_inf)
         if self.agreement is not None:
             self.agreement.reduce_(found_inf, dist.ReduceOp.MAX)
 
@@ -333,6 +356,7 @@ class Ranks:
         self.is_alone = group is None and not is_default
         self._layouts: dict[Any, Layout] = {}
         self._agreements: dict[tuple[Layout, ...], Agreement | None] = {}
+        self._all: ProcessGroup | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Ranks:
         return Ranks(self.group, is_default=self._is_default)
@@ -355,18 +379,50 @@ class Ranks:
 
     def agreement(self, layouts: Iterable[Layout]) -> Agreement | None:
         """Returns how the ranks agree on gradients of these layouts; None if there is no need."""
+        if self._is_default and self._all is not _world():
+            self._agreements.clear()
+            self._all = _world()
         key = tuple(dict.fromkeys(layouts))
         if key not in self._agreements:
+            if len(self._layouts) + len(self._agreements) > _MOST_KNOWN:
+                self._layouts.clear()
+                self._agreements.clear()
             self._agreements[key] = self._new_agreement(key)
         return self._agreements[key]
 
+    def agreement_on(self, param_groups: Iterable[dict]) -> Agreement | None:
+        """The same for gradients that somebody else reads."""
+        parts = self.parts()
+        if parts is not None:
+            params = (param for group in param_groups for param in group["params"])
+            for number, param in enumerate(params):
+                if parts.is_distributed(param):
+                    parts(param, param.grad, number)
+        return self.agreement([] if parts is None else parts.layouts.values())
+
     def groups(self) -> list[ProcessGroup]:
-        """Returns the scaler's own group; several if it is a mesh that no group spans."""
+        """Returns the scaler's own group; several if it is a mesh that no group spans.
+
+        Raises:
+            ValueError: If it is that of all ranks, and there is none.
+        """
         if self._is_default:
             return [_world()]
         if self.group is None or isinstance(self.group, dist.ProcessGroup):
             return [] if self.group is None else [self.group]
         return _groups_along(self.group, range(self.group.ndim))
+
+    def gathered(self, report: Report) -> list[Report]:
+        """Returns the reports of all ranks with which this scaler has agreed, by rank."""
+        groups = [
+            g for agreement in self._agreements.values() if agreement for g in agreement.groups
+        ]
+        seen = {dist.get_rank() if groups else 0: report}
+        for group in _maximal(groups):
+            gathered: list[Any] = [None] * group.size()
+            dist.all_gather_object(gathered, seen, group=group)
+            seen = {rank: of_rank for part in gathered for rank, of_rank in part.items()}
+        return [seen[rank] for rank in sorted(seen)]
 
     def _new_agreement(self, layouts: tuple[Layout, ...]) -> Agreement | None:
         own, along, lines = self.groups(), [], []
@@ -375,12 +431,12 @@ class Ranks:
                 dims = sorted({dim for at in layouts if at.mesh is mesh for dim in at.parted})
                 along += _groups_along(mesh, dims)
                 lines += [_line(mesh, dim) for dim in dims]
-        groups = _maximal([*own, *along])
+        # The scaler's own last: other ranks of it may not have these meshes.
+        groups = _maximal([*along, *own])
         if not groups:
             return None
         me = dist.get_rank()
         with_parts = self._lines()
-        wholes = [Layout(at.mesh, (), (), True) for at in layouts]
 
         def counts(layout: Layout) -> bool:
             among_others = all(layout.counts_among(line, has_parts=True) for line in with_parts)
@@ -388,14 +444,13 @@ class Ranks:
                 layout.counts_among(line, has_parts=False) for line in lines
             )
 
-        # The ranks of a mesh hold what is not distributed alike.
-        is_first = all(line[0] == me for line in lines)
+        # The ranks of a mesh hold what is not distributed alike; those of an own group, parts.
+        alike = [line for line in lines if not any(set(line) <= set(each) for each in with_parts)]
         return Agreement(
             tuple(groups),
             {layout: counts(layout) for layout in layouts},
-            counts_plain=is_first
-            and all(at.counts_among(line, has_parts=True) for at in wholes for line in with_parts),
-            counts_marked=is_first and all(line[0] == me for line in with_parts),
+            counts_plain=all(line[0] == me for line in alike),
+            counts_marked=all(line[0] == me for line in (*lines, *with_parts)),
         )
 
     def _lines(self) -> list[list[int]]:
@@ -451,10 +506,13 @@ def _layout(mesh: DeviceMesh, placements: tuple[Placement, ...]) -> Layout:
     unknown = [p for p in placements if type(p) not in (Replicate, Shard, _StridedShard, Partial)]
     if not unknown:
         return Layout(mesh, parted, sharded, True)
-    warn_caller(
-        f"ampfast does not know the placement {type(unknown[0]).__name__} of a DTensor gradient: "
-        "such gradients take torch's own op."
-    )
+    kind = type(unknown[0])
+    if kind not in _warned:
+        _warned.add(kind)
+        warn_caller(
+            f"ampfast does not know the placement {kind.__name__} of a DTensor gradient: such "
+            "gradients take torch's own op."
+        )
     return Layout(mesh, parted, (), False)
 
 
@@ -491,31 +549,15 @@ def _world() -> ProcessGroup:
     return dist.distributed_c10d._get_default_group()
 
 
-def _pieces(
-    found: list[Found], notes: list[Tensor | None], device: torch.device
-) -> Iterator[Tensor]:
-    """What the other ranks are told: all flags, then all marks."""
-    for flags, _ in found:
-        yield aten.any_found(flags.values(), device).reshape(1)
-    for note in notes:
-        if note is not None:
-            yield aten.moved(note, device).reshape(-1)
-
-
-def _taken(
-    found: list[Found], notes: list[Tensor | None], told: Tensor, device: torch.device
-) -> list[Flags]:
-    """Takes what all ranks say in place of what this one found; returns the flags."""
-    agreed = told != 0
-    flags, marks = agreed[: len(found)].float(), agreed[len(found) :]
-    for (_, tracks), note in zip(found, notes, strict=True):
-        if tracks is not None and note is not None:
-            of_this, marks = marks[: note.numel()], marks[note.numel() :]
-            tracks.note(of_this.view(note.shape))
-    return [
-        {at: aten.any_found([flag], at) for at in before or [device]}
-        for (before, _), flag in zip(found, flags, strict=True)
-    ]
+def _taken(found: list[Flags], bad: Tensor, known: Tensor, device: torch.device) -> list[Flags]:
+    """Takes what all ranks say in place of what this one found, if a rank knows something."""
+    agreed = []
+    for before, flag, is_known in zip(found, bad.float(), known, strict=True):
+        if before or is_capturing() or is_known.item():
+            agreed.append({at: aten.any_found([flag], at) for at in before or [device]})
+        else:
+            agreed.append({})
+    return agreed
 
 
 def _place(group: ProcessGroup, device: torch.device) -> torch.device:

@@ -7,9 +7,10 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from numbers import Number
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.amp.grad_scaler import GradScaler as TorchGradScaler
 from torch.amp.grad_scaler import OptState, _refresh_per_optimizer_state
@@ -111,6 +112,8 @@ class GradScaler(TorchGradScaler):
     _ranks: distributed.Ranks | None = None
     # Whether it agrees with all ranks where no group is given.
     _is_for_all = False
+    # What the class behind this one gets besides.
+    _base_arguments: ClassVar[dict[str, Any]] = {}
 
     def __init__(
         self,
@@ -169,6 +172,7 @@ class GradScaler(TorchGradScaler):
             backoff_factor=backoff_factor,
             growth_interval=growth_interval,
             enabled=enabled,
+            **self._base_arguments,
         )
         self.process_group = process_group
         self._backend = backend
@@ -355,7 +359,7 @@ class GradScaler(TorchGradScaler):
     ) -> Tensor:
         """Returns the total norm of the unscaled gradients, which it only reads; no host sync.
 
-        Sparse gradients are coalesced.
+        Sparse gradients are coalesced. Where ranks agree, all of them must call this.
 
         Args:
             optimizer: As for `clip_grad_norm_`; unscaled already or not.
@@ -428,23 +432,34 @@ class GradScaler(TorchGradScaler):
         if self._track is not None:
             self._notes().name(pairs)
 
-    def overflow_report(self) -> OverflowReport:
+    def overflow_report(self, *, local: bool = False) -> OverflowReport:
         """Returns which parameters' gradients were not finite in the last skipped step.
 
         What counts is the value that the optimizer would have used. The counts belong to living
         optimizers: they are in no pickle or checkpoint, and start anew if an optimizer loses
         parameters. One host sync.
 
+        With a `process_group` or distributed gradients the ranks tell each other what they noted,
+        by the names of parameters and their places, so that all of them must call this; a count is
+        that of the rank where it is highest.
+
+        Args:
+            local: Only what this rank noted, without asking the others.
+
         Raises:
             RuntimeError: Without `track`, under capture, or if an override of `_unscale_grads_`
                 keeps the gradients from the kernels.
             ValueError: If `name_parameters` named no parameter of one of the optimizers.
         """
-        return self._report("overflow_report", _KEYWORDS).overflow_report()
+        report = self._report("overflow_report", _KEYWORDS).overflow_report()
+        if local or not self._enabled:
+            return report
+        return OverflowReport.of_all(self._others().gathered(report))
 
     def health(self) -> GradientHealth:
         """Returns how the values of the last gradients, still scaled, fit the range of float16.
 
+        Of distributed gradients, those of this rank's shards.
         Of each optimizer, those of its last iteration. One host sync.
 
         Raises:
@@ -584,7 +599,7 @@ class GradScaler(TorchGradScaler):
             found_inf=found_inf,
             tracks=tracks,
         )
-        return self._agreed(self._agreement([grads]), flags, tracks)
+        return self._agreed(self._agreement([grads]), flags)
 
     def _check_inf_per_device(self, optimizer: torch.optim.Optimizer) -> dict[Any, Tensor]:
         scale, _ = self._check_scale_growth_tracker("_check_inf_per_device")
@@ -592,12 +607,12 @@ class GradScaler(TorchGradScaler):
             one = torch.full((), 1.0, dtype=torch.float32, device=scale.device)
             zero = torch.full((), 0.0, dtype=torch.float32, device=scale.device)
             flags = self._unscale_grads_(optimizer, one, zero, True)
-            flags = self._agreed(self._agreement([]), flags)
+            flags = self._agreed(self._others().agreement_on(optimizer.param_groups), flags)
         else:
             grads = self._collect(optimizer, allow_fp16=True, writes=False)
             tracks = self._tracks(optimizer, grads)
             flags = gradients.check_(grads, choice=self._kernels(), tracks=tracks)
-            flags = self._agreed(self._agreement([grads]), flags, tracks)
+            flags = self._agreed(self._agreement([grads]), flags)
         self._per_optimizer_states[id(optimizer)]["found_inf_per_device"] = flags
         return flags
 
@@ -646,7 +661,7 @@ class GradScaler(TorchGradScaler):
             inv_scale = gradients.inverse(scale)
             found_inf = torch.full((), 0.0, dtype=torch.float32, device=scale.device)
             flags = self._unscale_grads_(optimizer, inv_scale, found_inf, self._allow_fp16)
-            flags = self._agreed(self._agreement([]), flags)
+            flags = self._agreed(self._others().agreement_on(optimizer.param_groups), flags)
         else:
             grads = self._collect(optimizer, allow_fp16=self._allow_fp16, writes=True)
             is_scale = scale.dtype is torch.float32
@@ -660,7 +675,7 @@ class GradScaler(TorchGradScaler):
                 update=None if agreement else update,
                 tracks=tracks,
             )
-            flags = self._agreed(agreement, flags, tracks)
+            flags = self._agreed(agreement, flags)
         state["found_inf_per_device"] = flags
         state["stage"] = OptState.UNSCALED
         if flags:
@@ -789,7 +804,7 @@ class GradScaler(TorchGradScaler):
             update=None if unscaled or agreement else update,
             tracks=tracks,
         )
-        flags = self._agreed(agreement, flags, tracks)
+        flags = self._agreed(agreement, flags)
         if unscaled:
             # What unscale_ found counts too; in new tensors, for its own may have been handed out.
             for device, flag in state["found_inf_per_device"].items():
@@ -826,19 +841,18 @@ class GradScaler(TorchGradScaler):
         for grads in passes:
             if grads.parts is not None:
                 layouts += grads.parts.layouts.values()
-        return None if others.is_alone and not layouts else others.agreement(layouts)
+        if not layouts and (others.is_alone or not (self._enabled or dist.is_initialized())):
+            return None
+        return others.agreement(layouts)
 
     def _agreed(
-        self,
-        agreement: distributed.Agreement | None,
-        flags: dict[Any, Tensor],
-        tracks: tracking.Tracks | None = None,
+        self, agreement: distributed.Agreement | None, flags: dict[Any, Tensor]
     ) -> dict[Any, Tensor]:
         """What all ranks found together, where a pass here found `flags`."""
         scale = None if agreement is None else self._get_scale_async()
         if agreement is None or scale is None:
             return flags
-        return agreement.share([(flags, tracks)], scale.device)[0]
+        return agreement.share([flags], scale.device)[0]
 
     def _tracks(
         self, optimizer: torch.optim.Optimizer, grads: gradients.Gradients

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import Literal
 
 __all__ = ["GradientHealth", "OverflowReport", "ParameterHealth", "ParameterOverflows"]
@@ -54,6 +54,28 @@ class OverflowReport:
     step: int | None
     parameters: tuple[ParameterOverflows, ...]
     totals: tuple[ParameterOverflows, ...]
+
+    @classmethod
+    def of(cls, totals: Iterable[ParameterOverflows]) -> OverflowReport:
+        """Returns the report of which these are the `totals`."""
+        rows = tuple(totals)
+        step = max((row.step for row in rows), default=None)
+        return cls(step, tuple(row for row in rows if row.step == step), rows)
+
+    @classmethod
+    def of_all(cls, reports: Sequence[OverflowReport]) -> OverflowReport:
+        """Returns what several ranks report together; parameters are known by name and place."""
+        rows: dict[tuple[object, ...], ParameterOverflows] = {}
+        for row in (row for report in reports for row in report.totals):
+            key = (row.name, row.optimizer, row.optimizer_type, row.group, row.index)
+            known = rows.setdefault(key, row)
+            last = max(known, row, key=lambda each: (each.step, each.kind == "nan"))
+            rows[key] = replace(
+                last,
+                infinities=max(known.infinities, row.infinities),
+                nans=max(known.nans, row.nans),
+            )
+        return cls.of(rows.values())
 
     def __str__(self) -> str:
         if self.step is None:

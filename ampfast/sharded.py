@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler as TorchShardedGradScaler
 
@@ -30,13 +30,16 @@ class ShardedGradScaler(GradScaler, TorchShardedGradScaler):  # type: ignore[mis
         growth_factor: Factor of growth.
         growth_interval: Iterations without overflow before the scale grows.
         enabled: If False, every method is a no-op.
-        process_group: As for `GradScaler`, except that None is the default group.
+        process_group: As for `GradScaler`, except that None is the default group. Norms add up over
+            it, so with HYBRID_SHARD it must be the group of the shards.
         ours: Keyword arguments of `GradScaler` that torch's class does not have.
 
     Source: torch/distributed/fsdp/sharded_grad_scaler.py.
     """
 
     _is_for_all = True
+    # torch's default is the group that there was when its module was imported.
+    _base_arguments: ClassVar[dict[str, Any]] = {"process_group": None}
 
     def __init__(
         self,

@@ -6,7 +6,7 @@ import struct
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,9 +23,6 @@ from ampfast.gradient_reports import (
     ParameterOverflows,
 )
 from ampfast.last_checks import ByOptimizer
-
-if TYPE_CHECKING:
-    from ampfast.distributed import Agreement
 
 __all__ = ["Tracking", "Tracks", "named", "require_known"]
 
@@ -93,8 +90,6 @@ class _Record:
     health: dict[torch.device, Tensor] = field(default_factory=dict)
     # Where that stands, and zero for all that is elsewhere.
     scale_at: dict[torch.device, tuple[Tensor, Tensor]] = field(default_factory=dict)
-    # Whether the marks are told to other ranks, which must have as many parameters.
-    is_shared: bool | None = None
 
     @property
     def parameters(self) -> int:
@@ -110,7 +105,7 @@ class _Record:
             if id(place.parameter()) in rows
         ]
         before, self.marks = self.marks, {}
-        self.identity, self.places, self.is_shared = identity, places, None
+        self.identity, self.places = identity, places
         self.health, self.scale_at = {}, {}
         for device, marks in before.items():
             if pairs:
@@ -203,8 +198,7 @@ class Tracking:
                 if last:
                     kind: Any = "nan" if last_nan == last else "inf"
                     totals.append(ParameterOverflows(*place, kind, last - 1, times - nans, nans))
-        step = max((row.step for row in totals), default=None)
-        return OverflowReport(step, tuple(row for row in totals if row.step == step), tuple(totals))
+        return OverflowReport.of(totals)
 
     def health(self) -> GradientHealth:
         """Reads the ranges of all optimizers' gradients, with one host sync."""
@@ -286,31 +280,6 @@ class Tracks:
             if is_new:
                 self.clear(device)
         return Track(record.marks_on(device), aten.moved(self._steps, device), health)
-
-    def new_marks(self, agreement: Agreement) -> Tensor | None:
-        """Returns what the pass marked, bool of shape (parameters, 2), to be told to other ranks.
-
-        None if the ranks have different parameters; that is asked once, with a host sync.
-        """
-        record, place = self._record, self._steps.device
-        if record.is_shared is None:
-            refuse_capture("the first pass whose marks are told to other ranks")
-            record.is_shared = agreement.all_equal(record.parameters, place)
-        return self._marked() if record.is_shared else None
-
-    def note(self, marks: Tensor) -> None:
-        """Notes what any rank marked, once."""
-        new = marks & ~self._marked()
-        rows = next(iter(self._record.marks.values()))
-        new, now = aten.moved(new, rows.device), aten.moved(self._steps, rows.device) + 1
-        rows[:, :2] = torch.where(new, now, rows[:, :2])
-        rows[:, 2:] += new
-
-    def _marked(self) -> Tensor:
-        place, record = self._steps.device, self._record
-        tables = list(record.marks.values()) or [record.marks_on(place)]
-        now = self._steps + 1
-        return torch.stack([aten.moved(rows[:, :2], place) == now for rows in tables]).any(0)
 
 
 def _zeros(rows: int, words: int, device: torch.device) -> Tensor:

@@ -66,23 +66,29 @@ def test_every_rank_knows_what_any_rank_found(way: str, layout: str) -> None:
         assert seen == [first, first, both, both]
 
 
-def unequal() -> tuple[list[str], bool, list[tuple[str, int]]]:
+def unequal() -> tuple[list[str], list[str], bool, list[tuple[str, int]]]:
     rank = dist.get_rank()
     params = [torch.nn.Parameter(torch.ones(2)) for _ in range(1 + rank)]
     optimizer = torch.optim.SGD(params, lr=1.0)
     scaler = GradScaler("cpu", process_group=dist.group.WORLD, track="overflow")
+    scaler.name_parameters((f"stage {rank}, {i}", param) for i, param in enumerate(params))
     scaler.scale(torch.ones(()))
-    for _ in range(2):
+    for step in range(2):
+        if step and not rank:
+            optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(1))]})
         for param in params:
             param.grad = torch.full_like(param, math.inf if rank else 1.0)
         traffic = sent(lambda: scaler.step(optimizer))
         scaler.update()
-    rows = scaler.overflow_report().parameters
-    return [row.name for row in rows], scaler.step_skipped(optimizer), traffic
+    reports = scaler.overflow_report(), scaler.overflow_report(local=True)
+    told, own = ([row.name for row in report.parameters] for report in reports)
+    return told, own, scaler.step_skipped(optimizer), traffic
 
 
-def test_ranks_with_other_parameters_keep_their_marks() -> None:
-    (none, skipped, traffic), (own, also, _) = ranks.run(unequal)
-    assert none == [] and own == ["group 0, parameter 0", "group 0, parameter 1"]
-    assert skipped and also
-    assert traffic == [("gloo:all_reduce", 4)]
+def test_ranks_with_other_parameters() -> None:
+    bad = ["stage 1, 0", "stage 1, 1"]
+    for rank, (told, own, skipped, traffic) in enumerate(ranks.run(unequal)):
+        assert told == bad
+        assert own == (bad if rank else [])
+        assert skipped
+        assert traffic == [("gloo:all_reduce", 4)]

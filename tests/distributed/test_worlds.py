@@ -1,0 +1,200 @@
+"""Worlds that end and begin anew, stages that are cut differently, and ranks that hold nothing."""
+
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+import textwrap
+from typing import Any
+
+import pytest
+import ranks
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.optim import SGD
+
+import ampfast
+from ampfast import GradScaler, functional
+
+
+def parameter(grad: torch.Tensor) -> torch.nn.Parameter:
+    param = torch.nn.Parameter(torch.zeros_like(grad))
+    param.grad = grad
+    return param
+
+
+def begun(**arguments: Any) -> GradScaler:
+    scaler = GradScaler("cpu", init_scale=1.0, **arguments)
+    scaler.scale(torch.ones(()))
+    return scaler
+
+
+def stages(bad: int | None) -> tuple[float, bool]:
+    """A pipeline of two stages on two ranks each: the first is sharded, the second replicated."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("stage", "part"))
+    rank = dist.get_rank()
+    whole = torch.tensor([1.0, 2.0, 2.0, 4.0])
+    grad: torch.Tensor = whole.clone()
+    if rank < 2:
+        grad = distribute_tensor(whole, mesh["part"], [Shard(0)])
+    elif bad in (2, 3):
+        grad[0] = math.inf  # on both, as replicas have it
+    if rank == bad and rank < 2:
+        grad.to_local()[0] = math.inf
+    optimizer = SGD([parameter(grad)], lr=1.0)
+    same = parameter(torch.full((4,), 3.0))
+    ampfast.mark_replicated([same])
+    scaler = begun(process_group=mesh["stage"])
+    norm = scaler.grad_norm([optimizer, SGD([same], lr=1.0)]).item()
+    scaler.step(optimizer)
+    return norm, scaler.step_skipped(optimizer)
+
+
+@pytest.mark.parametrize("bad", [None, 0, 1, 2])
+def test_stages_that_are_cut_differently(bad: int | None) -> None:
+    norm = math.sqrt(2 * 25 + 4 * 9) if bad is None else math.inf
+    assert ranks.run(stages, bad, ranks=4) == [(pytest.approx(norm), bad is not None)] * 4
+
+
+def half(layout: str) -> list[float]:
+    """Norms of a gradient on all ranks together with one on a mesh of the last two."""
+    all_ranks, last = init_device_mesh("cpu", (4,)), DeviceMesh("cpu", [2, 3])
+    first = distribute_tensor(torch.ones(4), all_ranks, [Shard(0)])
+    placement = Shard(0) if layout == "sharded" else Replicate()
+    local = torch.full((1 if layout == "sharded" else 2,), 3.0)
+    params = [parameter(first)]
+    if dist.get_rank() >= 2:
+        params.append(parameter(DTensor.from_local(local, last, [placement])))
+    optimizer, scaler = SGD(params, lr=1.0), begun()
+    return [scaler.grad_norm(optimizer, order).item() for order in (2.0, 3.0, math.inf)]
+
+
+@pytest.mark.parametrize("layout", ["sharded", "replicated"])
+def test_a_mesh_of_a_part_of_the_ranks(layout: str) -> None:
+    values = torch.tensor([1.0] * 4 + [3.0] * 2)
+    norms = [torch.linalg.vector_norm(values, order).item() for order in (2.0, 3.0, math.inf)]
+    assert ranks.run(half, layout, ranks=4) == [pytest.approx(norms)] * 4
+
+
+class Own(GradScaler):
+    """Looks at the local parts by itself."""
+
+    def _unscale_grads_(self, optimizer: Any, *arguments: Any) -> dict[torch.device, torch.Tensor]:
+        params = optimizer.param_groups[0]["params"]
+        finite = all(param.grad.to_local().isfinite().all() for param in params)
+        return {torch.device("cpu"): torch.tensor(0.0 if finite else 1.0)}
+
+
+def hooked(fused: bool) -> bool:
+    mesh = init_device_mesh("cpu", (2,))
+    local = torch.full((1,), math.inf if dist.get_rank() else 1.0)
+    optimizer = torch.optim.Adam(
+        [parameter(DTensor.from_local(local, mesh, [Shard(0)]))], fused=fused
+    )
+    scaler = Own("cpu")
+    scaler.scale(torch.ones(()))
+    scaler.step(optimizer)
+    return scaler.step_skipped(optimizer)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_flags_of_a_hook_are_agreed_on(fused: bool) -> None:
+    assert ranks.run(hooked, fused) == [True, True]
+
+
+def summed() -> list[float]:
+    """Summands that are finite and their sum is not: flags of the functional calls."""
+    mesh = init_device_mesh("cpu", (2,))
+    found = []
+    for call in ("check", "unscale", "finite"):
+        size = 1e38 if call == "finite" else 3e38
+        grads = [DTensor.from_local(torch.full((2,), size), mesh, [Partial()])]
+        flag = torch.zeros(())
+        if call == "unscale":
+            functional.unscale_(grads, flag, torch.tensor(1.0))
+        else:
+            functional.check_(grads, flag)
+        found.append(flag.item())
+    return found
+
+
+def test_sums_of_partial_gradients_in_lists() -> None:
+    assert ranks.run(summed) == [[1.0, 1.0, 0.0]] * 2
+
+
+def nothing(kind: str, way: str) -> str:
+    """What a step says to an optimizer without any gradient."""
+    mesh = init_device_mesh("cpu", (2,))
+    param = torch.nn.Parameter(distribute_tensor(torch.ones(4), mesh, [Shard(0)]))
+    if kind == "group":
+        param = torch.nn.Parameter(torch.ones(4))
+    scaler = begun(process_group=dist.group.WORLD if kind == "group" else None)
+    optimizer = SGD([param], lr=1.0)
+    try:
+        if way == "clip":
+            scaler.clip_grad_norm_(optimizer, 1.0)
+        elif way == "unscale":
+            scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+    except AssertionError as error:
+        return str(error)
+    return "stepped"
+
+
+@pytest.mark.parametrize("way", ["step", "unscale", "clip"])
+@pytest.mark.parametrize("kind", ["shards", "group"])
+def test_no_rank_has_a_gradient(kind: str, way: str) -> None:
+    said = "No inf checks were recorded for this optimizer."
+    assert ranks.run(nothing, kind, way) == [said, said]
+
+
+def anew() -> list[bool]:
+    """Steps in one world and then in another, with scalers of all ranks, made before or after."""
+    rank, found = dist.get_rank(), []
+    before = ampfast.ShardedGradScaler("cpu")
+    before.scale(torch.ones(()))
+    store = dist.distributed_c10d._get_default_store()
+    for world in range(2):
+        scalers = [before, ampfast.ShardedGradScaler("cpu")]
+        for scaler in scalers:
+            scaler.scale(torch.ones(()))
+            optimizer = SGD([parameter(torch.full((2,), math.inf if rank else 1.0))], lr=1.0)
+            scaler.step(optimizer)
+            scaler.update()
+            found.append(scaler.step_skipped(optimizer))
+        if world == 0:
+            dist.barrier()
+            dist.destroy_process_group()
+            again = dist.PrefixStore("again", store)
+            dist.init_process_group("gloo", store=again, rank=rank, world_size=2)
+    return found
+
+
+def test_a_world_after_another() -> None:
+    assert ranks.run(anew) == [[True] * 4] * 2
+
+
+def test_a_world_that_was_there_when_torchs_class_was_imported() -> None:
+    code = """
+        import torch.distributed as dist
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        import ampfast
+        ampfast.ShardedGradScaler("cpu")
+        dist.destroy_process_group()
+        ampfast.ShardedGradScaler("cpu")
+    """
+    command = [sys.executable, "-c", textwrap.dedent(code)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_disabled_sharded_scaler_needs_no_world() -> None:
+    scaler = ampfast.ShardedGradScaler("cpu", enabled=False)
+    optimizer = SGD([parameter(torch.tensor([3.0, 4.0]))], lr=1.0)
+    assert scaler.grad_norm(optimizer).item() == 5.0
+    assert scaler.clip_grad_norm_(optimizer, 1.0).item() == 5.0
+    scaler.step(optimizer)
+    scaler.update()
