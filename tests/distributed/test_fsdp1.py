@@ -25,7 +25,8 @@ from exact_training import (
     train,
 )
 from support import assert_same
-from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, ShardingStrategy
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler as TorchShardedGradScaler
 
 import ampfast
@@ -153,3 +154,31 @@ def test_half_precision_as_with_torchs() -> None:
     assert_same(ours, theirs)
     assert {seen[0] for seen in ours[0][0]} == {torch.float16}
     assert len({seen[2] for seen in ours[0][0]}) > 1
+
+
+def norms_of(strategy: str) -> tuple[float, float]:
+    """The norm of a model's gradients, and what FSDP says it is."""
+    torch.manual_seed(0)
+    shape = (2, 2) if strategy == "HYBRID_SHARD" else (4,)
+    model = FullyShardedDataParallel(
+        torch.nn.Linear(4, 4),
+        sharding_strategy=ShardingStrategy[strategy],
+        device_id=torch.device("cpu"),
+        device_mesh=init_device_mesh(
+            "cpu", shape, mesh_dim_names=("replicas", "shards")[-len(shape) :]
+        ),
+        use_orig_params=True,
+    )
+    if strategy == "NO_SHARD":
+        ampfast.mark_replicated(model.parameters())
+    scaler = ampfast.ShardedGradScaler("cpu", process_group=model.process_group)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    scaler.scale(model(torch.ones(2, 4)).sum()).backward()
+    scaler.unscale_(optimizer)
+    return scaler.grad_norm(optimizer).item(), model.clip_grad_norm_(1e9).item()
+
+
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD", "NO_SHARD"])
+def test_the_norm_of_every_strategy(strategy: str) -> None:
+    for ours, theirs in ranks.run(norms_of, strategy, ranks=4):
+        assert ours == pytest.approx(theirs, rel=1e-6)
