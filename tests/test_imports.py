@@ -1,0 +1,93 @@
+"""Imports of the package point one way: the face, the scaler, what it is made of, the backends."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from graphlib import TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+
+def named(path: Path) -> str:
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+
+
+FILES = {named(path): path for path in (ROOT / "ampfast").rglob("*.py")}
+
+
+def only_for_types(node: ast.AST) -> bool:
+    return isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+
+
+def walk(node: ast.AST) -> Iterator[ast.AST]:
+    for child in ast.iter_child_nodes(node):
+        if not only_for_types(child):
+            yield child
+            yield from walk(child)
+
+
+def imports(path: Path) -> set[str]:
+    """The modules that a file imports, anywhere in it, but for those that only types need."""
+    found = set()
+    for node in walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            found.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            for alias in node.names:
+                full = f"{node.module}.{alias.name}"
+                is_module = full in FILES or alias.name == "_C"
+                found.add(full if is_module else str(node.module))
+    return found
+
+
+IMPORTS = {name: imports(path) for name, path in FILES.items()}
+
+
+def importers_of(module: str) -> set[str]:
+    return {name for name, found in IMPORTS.items() if module in found}
+
+
+def test_there_are_no_circles() -> None:
+    # `import ampfast` inside of it is the face's, which only commands use.
+    inside = {name: found & (FILES.keys() - {"ampfast"}) for name, found in IMPORTS.items()}
+    order = list(TopologicalSorter(inside).static_order())
+    assert len(order) == len(FILES)
+
+
+def test_only_commands_import_the_face() -> None:
+    assert importers_of("ampfast") == {"ampfast.__main__", "ampfast.demo", "ampfast.info"}
+
+
+def test_who_imports_the_scaler() -> None:
+    patching = {name for name in FILES if name.startswith("ampfast.patching")}
+    assert importers_of("ampfast.grad_scaler") <= {"ampfast", "ampfast.sharded", *patching}
+
+
+@pytest.mark.parametrize("name", sorted(n for n in FILES if n.startswith("ampfast.backends")))
+def test_backends_import_nothing_above_them(name: str) -> None:
+    ours = {module for module in IMPORTS[name] if module.split(".")[0] == "ampfast"}
+    allowed = {"ampfast._C", "ampfast.capture"}
+    assert {m for m in ours if not m.startswith("ampfast.backends")} <= allowed
+
+
+def test_backends_do_not_know_each_other() -> None:
+    """`native` is the binding that all compiled ones need; the choice loads the others by name."""
+    for backend in ("aten", "cuda", "triton"):
+        own = f"ampfast.backends.{backend}"
+        others = {f"ampfast.backends.{o}" for o in ("aten", "cuda", "triton")} - {own}
+        inside = [name for name in FILES if name == own or name.startswith(f"{own}.")]
+        assert inside
+        for name in inside:
+            assert not {m for m in IMPORTS[name] if m in others}, name
+
+
+def test_triton_is_imported_in_one_folder() -> None:
+    users = {
+        name for name, found in IMPORTS.items() if any(m.split(".")[0] == "triton" for m in found)
+    }
+    assert users
+    assert all(name.startswith("ampfast.backends.triton.") for name in users)
