@@ -135,9 +135,9 @@ $(VENV)/.installed: requirements/dev.txt $(VENV)/.torch
 # Changes only when an extension built earlier no longer fits: another torch, Python or compiler.
 build/key: FORCE | $(READY)
 	@mkdir -p build
-	@$(RUN) -Bc 'import setup; print(setup.build_key())' > $@.new
-	@if cmp -s $@.new $@ && ls ampfast/_C.*.so >/dev/null 2>&1; then rm $@.new; \
-		else rm -rf build/temp*; mv $@.new $@; fi
+	@new=$@.$$$$; $(RUN) -Bc 'import setup; print(setup.build_key())' > $$new || { rm -f $$new; exit 1; }; \
+	if cmp -s $$new $@ && ls ampfast/_C.*.so >/dev/null 2>&1; then rm $$new; \
+		else rm -rf build/temp*; mv $$new $@; fi
 
 # The stamp bears the time of the start, so that an edit made while it was building is not lost.
 build/built: build/key $(CSRC) setup.py pyproject.toml

@@ -93,9 +93,17 @@ def test_our_methods_are_not_overridden() -> None:
     """The scaler may look whether a subclass overrides a hook; a stand-in never does."""
     ampfast.patch()
     for kind in KINDS:
-        own = {"__init__", "__module__", "__doc__", "__annotations__", "_is_for_all"}
+        ours = ampfast.ShardedGradScaler if kind == "sharded" else ampfast.GradScaler
+        own = {"__init__", "__module__", "__doc__", "__annotations__"}
         for name in vars(ampfast.GradScaler).keys() - own:
-            assert getattr(named(kind), name) is getattr(ampfast.GradScaler, name), name
+            assert getattr(named(kind), name) is getattr(ours, name), name
+
+
+def test_the_sharded_scaler_overrides_no_method() -> None:
+    own = {"__init__", "__module__", "__doc__", "__annotations__", "__parameters__"}
+    assert not {n for n in vars(ampfast.ShardedGradScaler).keys() - own if not n.startswith("_")}
+    methods = {n for n, value in vars(ampfast.GradScaler).items() if callable(value)}
+    assert not (vars(ampfast.ShardedGradScaler).keys() & methods) - own
 
 
 def test_old_instances_and_classes_pass_isinstance() -> None:
