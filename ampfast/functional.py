@@ -50,7 +50,8 @@ def check_(grads: list[Tensor], found_inf: Tensor) -> None:
         found_inf: As for `unscale_`.
 
     Raises:
-        As `unscale_`.
+        TypeError: As `unscale_`.
+        RuntimeError: As `unscale_`.
     """
     _require_scalars(found_inf=found_inf)
     regular = _regular(grads, found_inf)
@@ -155,7 +156,8 @@ def unscale_and_update_(
         `current_scale`.
 
     Raises:
-        As the two.
+        TypeError: As the two.
+        RuntimeError: As the two.
     """
     state = (current_scale, growth_tracker)
     factors = native.Factors(growth_factor, backoff_factor, growth_interval)

@@ -273,8 +273,8 @@ class GradScaler(TorchGradScaler):
             What `step` returned for each.
 
         Raises:
-            TypeError: If a list or tuple is given in place of an optimizer.
-            Else as `step` and `update`.
+            TypeError: If a list or tuple is given in place of an optimizer; else as `step` and
+                `update`.
         """
         for optimizer in optimizers:
             if isinstance(optimizer, (list, tuple)):
