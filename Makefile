@@ -26,10 +26,13 @@ RUN := $(VENV)/bin/python
 READY := $(VENV)/.installed
 TRAINERS := .venv-trainers/bin/python
 TRAINERS_READY := .venv-trainers/.installed
+DOCS := .venv-docs/bin/python
+DOCS_READY := .venv-docs/.installed
 else
 RUN := $(PYTHON)
 READY := python
 TRAINERS := $(PYTHON)
+DOCS := $(PYTHON)
 endif
 
 CSRC := $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
@@ -45,7 +48,7 @@ endef
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: FORCE bench build build-cuda check clean demo distclean format gpu help python test \
+.PHONY: FORCE bench build build-cuda check clean demo distclean docs format gpu help python test \
 	test-trainers test-triton36
 
 help:  ## show this list
@@ -99,6 +102,14 @@ test-trainers: build/built $(TRAINERS_READY)  ## run other people's trainers wit
 	.venv-trainers/bin/python -m pip install -r requirements/trainers.txt -r requirements/torch.txt
 	@touch $@
 
+docs: $(DOCS_READY)  ## make the documentation, build/docs/index.html; no network beyond its packages
+	NO_MKDOCS_2_WARNING=1 $(DOCS) -m mkdocs build --strict $(ARGS)
+
+.venv-docs/.installed: requirements/docs.txt
+	$(PYTHON) -m venv .venv-docs
+	.venv-docs/bin/python -m pip install -r $<
+	@touch $@
+
 build-cuda: .venv-cuda/.installed  ## build against a CUDA build of torch (several GB), in .venv-cuda
 	AMPFAST_CUDA=1 $(MAKE) build VENV= PYTHON=.venv-cuda/bin/python
 
@@ -113,7 +124,7 @@ clean:  ## remove what was built
 	find . -path './.venv*' -prune -o -name __pycache__ -prune -exec rm -rf {} +
 
 distclean: clean  ## remove the environments too
-	rm -rf .venv .venv-trainers .venv-triton36 .venv-cuda
+	rm -rf .venv .venv-cuda .venv-docs .venv-trainers .venv-triton36
 
 python:
 	$(require_python_and_compiler)

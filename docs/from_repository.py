@@ -1,0 +1,77 @@
+"""Puts what the repository already says into the pages, so that it stands in one place.
+
+`<!-- readme: Trainers -->` becomes that section of the README, `<!-- readme table: Trainers -->`
+its first table, and `<!-- benchmarks -->` the README's performance section, which
+`python -m benchmarks readme` makes from a result file. Files that pages link to outside of docs/
+become part of the site.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+from mkdocs.structure.files import File
+
+ROOT = Path(__file__).resolve().parents[1]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+BENCHMARKS = ("<!-- bench:start -->\n", "<!-- bench:end -->")
+# Sections of the README that have a page here.
+PAGES = {"several-ranks": "distributed.md", "learning-rate-schedules": "schedules.md"}
+
+
+def on_page_markdown(markdown: str, *, files: Any, config: Any, **_: Any) -> str:
+    """MkDocs calls this with the text of each page."""
+    markdown = re.sub(
+        r"^<!-- readme( table)?: (.+) -->$",
+        lambda match: readme_section(match[2], only_table=bool(match[1])),
+        markdown,
+        flags=re.MULTILINE,
+    )
+    if "<!-- benchmarks -->" in markdown:
+        markdown = markdown.replace("<!-- benchmarks -->", _for_docs(_between(*BENCHMARKS)))
+    return re.sub(r"\]\(\.\./([^)#]+)\)", lambda match: _linked(match[1], files, config), markdown)
+
+
+def on_page_content(html: str, **_: Any) -> str:
+    """MkDocs calls this with each page; docstrings mark literal blocks as reStructuredText does."""
+    return html.replace("::</p>", ":</p>")
+
+
+def readme_section(title: str, *, only_table: bool = False) -> str:
+    """What stands below a heading of the README, with links as pages of docs/ need them.
+
+    Raises:
+        ValueError: If the README has no such section, or the section no table.
+    """
+    section = _between(f"\n## {title}\n", "\n## ").strip() + "\n"
+    if only_table:
+        tables = re.search(r"(?:^\|.*\n)+", section, re.MULTILINE)
+        if tables is None:
+            raise ValueError(f"section {title!r} of README.md has no table")
+        section = tables[0]
+    return _for_docs(section)
+
+
+def _between(start: str, end: str) -> str:
+    _, found, rest = README.partition(start)
+    if not found:
+        raise ValueError(f"README.md has no {start.strip()!r}")
+    return rest.partition(end)[0]
+
+
+def _for_docs(text: str) -> str:
+    """With links relative to docs/ instead of the repository's root."""
+    for anchor, page in PAGES.items():
+        text = text.replace(f"](#{anchor})", f"]({page})")
+    text = re.sub(r"\]\((?!https?:|#)(?=[^)]*/)", "](../", text)
+    return text.replace("](../docs/", "](")
+
+
+def _linked(path: str, files: Any, config: Any) -> str:
+    """A link to a file of the repository, which is copied beside the pages."""
+    uri = f"repository/{path}"
+    if (ROOT / path).is_file() and files.get_file_from_path(uri) is None:
+        files.append(File.generated(config, uri, abs_src_path=str(ROOT / path)))
+    return f"]({uri})"
