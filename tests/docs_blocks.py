@@ -1,0 +1,60 @@
+"""The Python blocks of docs/; as a program, runs all of them in one process.
+
+It takes a file for the results, which gets a line of JSON for each block that ended: its name, and
+a traceback or null.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+import traceback
+import warnings
+from pathlib import Path
+from typing import NamedTuple
+
+DOCS = Path(__file__).parents[1] / "docs"
+PAGES = sorted(DOCS.glob("**/*.md"))
+
+
+class Block(NamedTuple):
+    """A block of a page, and where it begins."""
+
+    name: str
+    code: str
+
+
+def blocks_of(page: Path) -> list[Block]:
+    text = page.read_text(encoding="utf-8")
+    blocks = []
+    for found in re.finditer(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL):
+        line = text.count("\n", 0, found.start(1)) + 1
+        blocks.append(Block(f"{page.relative_to(DOCS).as_posix()}:{line}", found[1]))
+    return blocks
+
+
+def run(results: Path) -> None:
+    import torch
+    import torch.distributed as dist
+
+    with results.open("w", encoding="utf-8") as file:
+        for block in (block for page in PAGES for block in blocks_of(page)):
+            torch.manual_seed(0)
+            failure = None
+            with warnings.catch_warnings():
+                warnings.simplefilter("error", FutureWarning)
+                try:
+                    exec(compile(block.code, block.name, "exec"), {"__name__": "__main__"})
+                except BaseException:
+                    failure = traceback.format_exc()
+            # A block that failed halfway must not make others fail.
+            if dist.is_initialized():
+                failure = failure or "it left a process group behind"
+                dist.destroy_process_group()
+            file.write(json.dumps([block.name, failure]) + "\n")
+            file.flush()
+
+
+if __name__ == "__main__":
+    run(Path(sys.argv[1]))
