@@ -20,8 +20,13 @@ def pytest_report_header() -> str:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What waits for a process that runs beside the tests comes last."""
-    items.sort(key=lambda item: item.get_closest_marker("last") is not None)
+    """What starts a process that runs beside the tests comes first, what waits for it last."""
+
+    def place(item: pytest.Item) -> int:
+        names = {mark.name for mark in item.iter_markers()}
+        return 1 - ("first" in names) + ("last" in names)
+
+    items.sort(key=place)
 
 
 @pytest.fixture(autouse=True)

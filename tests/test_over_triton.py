@@ -53,6 +53,7 @@ def kernels(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Process]:
     process.end()
 
 
+@pytest.mark.first
 @pytest.mark.parametrize("subject", OVER_THEM)
 def test_the_scaler_over_interpreted_kernels(
     kernels: Process, subject: str, tmp_path: Path
