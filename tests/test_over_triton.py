@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -22,13 +23,21 @@ pytestmark = pytest.mark.skipif(
 
 
 class Process:
-    """A pytest of its own in which kernels are interpreted."""
+    """A pytest of its own in which kernels are interpreted.
 
-    def __init__(self, log: Path, *arguments: str, **environment: str) -> None:
+    One that runs beside other tests leaves them the cores: those of several ranks wait for each
+    other all the time.
+    """
+
+    def __init__(
+        self, log: Path, *arguments: str, beside: bool = False, **environment: str
+    ) -> None:
         self._log = log
+        first = ["nice"] if beside and shutil.which("nice") else []
+        pytest = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
         with open(log, "wb") as stream:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments],
+                [*first, *pytest, *arguments],
                 cwd=TESTS.parent,
                 env={**os.environ, "TRITON_INTERPRET": "1", **environment},
                 stdout=stream,
@@ -48,7 +57,8 @@ class Process:
 @pytest.fixture(scope="session")
 def kernels(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Process]:
     """Those of the kernels, which take longest: beside all the others."""
-    process = Process(tmp_path_factory.mktemp("kernels") / "log", str(TESTS / "triton_kernels"))
+    log = tmp_path_factory.mktemp("kernels") / "log"
+    process = Process(log, str(TESTS / "triton_kernels"), beside=True)
     yield process
     process.end()
 
