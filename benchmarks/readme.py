@@ -25,9 +25,10 @@ def markdown(*paths: Path) -> str:
     parts = []
     for path, results in all_results:
         parts.append(_heading(path, results, on_gpu))
-        for make in (_host, _kernels, _steps, _clipping, _memory, _ranks):
-            if table := make(results):
-                parts.append(table)
+        makers = (_host, _kernels, _steps, _clipping, _memory, _ranks)
+        if {row.subject for row in results.rows} == {"ranks"}:
+            makers = (_ranks,)  # measured apart from all else, on purpose
+        parts += [table for make in makers if (table := make(results))]
     return "\n\n".join(parts) + "\n"
 
 

@@ -104,20 +104,20 @@ def test_a_page_without_the_markers_is_left_alone(tmp_path, text):
     assert page.read_text() == text
 
 
-def test_the_readme_agrees_with_the_result_that_it_names():
+def test_the_readme_agrees_with_the_results_that_it_names():
     page = machine.REPOSITORY / "README.md"
     if not page.exists() or readme.START not in page.read_text():
         pytest.skip("README.md has no performance section")
     section = readme.section_of(page)
     if not section:
         pytest.skip("the performance section of README.md is empty")
-    named = [
-        path
+    places = {
+        path: section.find(f"({path.relative_to(machine.REPOSITORY).as_posix()})")
         for path in (machine.REPOSITORY / "benchmarks/results").glob("*.json")
-        if f"({path.relative_to(machine.REPOSITORY).as_posix()})" in section
-    ]
-    assert len(named) == 1, "the section must name one file of benchmarks/results"
-    assert section == readme.markdown(named[0])
+    }
+    named = sorted((path for path, place in places.items() if place >= 0), key=places.get)
+    assert named, "the section must name a file of benchmarks/results"
+    assert section == readme.markdown(*named)
 
 
 REQUIRED = {
