@@ -125,6 +125,35 @@ def test_sums_of_partial_gradients_in_lists() -> None:
     assert ranks.run(summed) == [[1.0, 1.0, 0.0]] * 2
 
 
+def lacking(fused: bool) -> bool:
+    """A step in which rank 0 has no gradient of its shard, and rank 1 a bad one."""
+    mesh = init_device_mesh("cpu", (2,))
+    param = torch.nn.Parameter(distribute_tensor(torch.ones(4), mesh, [Shard(0)]))
+    if dist.get_rank():
+        param.grad = DTensor.from_local(torch.full((2,), math.inf), mesh, [Shard(0)])
+    optimizer, scaler = torch.optim.Adam([param], fused=fused), begun()
+    scaler.step(optimizer)
+    return scaler.step_skipped(optimizer)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_rank_without_the_gradient_of_its_shard(fused: bool) -> None:
+    assert ranks.run(lacking, fused) == [True, True]
+
+
+def experts() -> float:
+    """The norm of shards, and of a plain gradient that differs from rank to rank."""
+    mesh = init_device_mesh("cpu", (2,))
+    shards = parameter(distribute_tensor(torch.full((4,), 2.0), mesh, [Shard(0)]))
+    own = parameter(torch.full((1,), 3.0 + dist.get_rank()))
+    scaler = begun(process_group=dist.group.WORLD)
+    return scaler.grad_norm(SGD([shards, own], lr=1.0)).item()
+
+
+def test_plain_gradients_are_parts_over_a_group() -> None:
+    assert ranks.run(experts) == [pytest.approx(math.sqrt(4 * 4 + 9 + 16))] * 2
+
+
 def nothing(kind: str, way: str) -> str:
     """What a step says to an optimizer without any gradient."""
     mesh = init_device_mesh("cpu", (2,))
@@ -165,6 +194,9 @@ def anew() -> list[bool]:
             scaler.step(optimizer)
             scaler.update()
             found.append(scaler.step_skipped(optimizer))
+            # Of a world that has ended some collectives go on to work.
+            agreement = scaler._others().agreement([])
+            found.append(agreement.groups[0] is dist.group.WORLD)
         if world == 0:
             dist.barrier()
             dist.destroy_process_group()
@@ -174,7 +206,7 @@ def anew() -> list[bool]:
 
 
 def test_a_world_after_another() -> None:
-    assert ranks.run(anew) == [[True] * 4] * 2
+    assert ranks.run(anew) == [[True] * 8] * 2
 
 
 def test_a_world_that_was_there_when_torchs_class_was_imported() -> None:
