@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import functools
-import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -27,6 +26,7 @@ from . import (
 )
 from .cases import CASES, GradCase
 from .device_time import CudaQueue
+from .ending import Request, requests_to_end
 from .harness import FULL, GPU_FULL, GPU_QUICK, QUICK, Effort, Job, Measured
 from .machine import default_device, new_results
 from .results import Results
@@ -112,8 +112,10 @@ def _bench(arguments: Sequence[str]) -> int:
     chosen = tuple(dtypes[name] for name in options.dtypes) if options.dtypes else None
     exit_code = INTERRUPTED
     try:
-        jobs = _jobs(options.only, device, _effort(options.quick, on_gpu), options.cases, chosen)
-        exit_code = _run(jobs, results, shown, options.json, deadline)
+        with requests_to_end() as request:
+            effort = _effort(options.quick, on_gpu)
+            jobs = _jobs(options.only, device, effort, options.cases, chosen)
+            exit_code = _run(jobs, results, shown, options.json, deadline, request)
     except KeyboardInterrupt:
         shown.line("stopped; what was measured so far follows")
     finally:
@@ -173,6 +175,7 @@ def _run(
     shown: Terminal,
     json_file: Path | None,
     deadline: float | None,
+    request: Request,
 ) -> int:
     """Runs the jobs into `results`; what was measured before a failure or Ctrl-C stays there.
 
@@ -185,6 +188,7 @@ def _run(
             _note(results, shown, f"left out {name}: the time is up")
             continue
         try:
+            request.check()
             measured = job.run()
         except KeyboardInterrupt:
             _note(results, shown, f"stopped at {name}; what was measured so far follows")
@@ -303,6 +307,4 @@ def _positive(text: str) -> int:
 
 
 if __name__ == "__main__":
-    # Being told to end keeps what was measured, as Ctrl-C does.
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
     sys.exit(main())

@@ -115,7 +115,7 @@ time.sleep(60)
     begin = time.monotonic()
     ended = []
     hangs = runner.Part(
-        "hangs", [python(code), python("print(1)")], 2, after=lambda: ended.append(1)
+        "hangs", [python(code), python("print(1)")], 5, after=lambda: ended.append(1)
     )
     code, outcomes = run(runner, tmp_path, [hangs], [runner.Part("next", [python("pass")], 30)])
     assert code == 1

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+import weakref
 
 import pytest
 import torch
@@ -102,6 +103,31 @@ def test_no_job_is_started_when_the_time_is_up(monkeypatch, tmp_path):
     assert [row.case for row in results.rows] == ["slow", "slow"]
     assert not results.complete
     assert results.notes == ["left out host: a job: the time is up"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["Ctrl-C", "SIGTERM"])
+def test_being_told_to_end_is_not_lost_where_python_drops_it(monkeypatch, tmp_path, number):
+    dropped = []
+    monkeypatch.setattr(sys, "unraisablehook", lambda lost: dropped.append(lost.exc_type))
+
+    def told_in_a_callback():
+        optimizer = torch.optim.SGD([torch.zeros(1)])
+        reference = weakref.ref(optimizer, lambda _: signal.raise_signal(number))
+        del optimizer
+        assert reference() is None
+        return _job("second").run()
+
+    jobs = [_job("first"), Job("told", told_in_a_callback), _job("third")]
+    monkeypatch.setattr(command.host_time, "jobs", lambda *arguments: jobs)
+    path = tmp_path / "results.json"
+    handlers = [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)]
+    code = command.main(["--only", "host", "--device", "cpu", "--json", str(path)])
+    assert dropped == [KeyboardInterrupt]
+    assert code == command.INTERRUPTED
+    results = Results.read_json(path)
+    assert [row.case for row in results.rows] == ["first", "second"]
+    assert not results.complete
+    assert [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)] == handlers
 
 
 @pytest.mark.skipif(not hasattr(os, "posix_spawn"), reason="sends a POSIX signal")

@@ -77,9 +77,10 @@ def test_two_ranks_share_a_list_and_the_first_reports(started):
     (goal,) = measured.goals
     assert goal.name.startswith(f"{ranks.UNSCALE} on 2 ranks")
     assert (goal.case, goal.sense, goal.limit) == ("small", "<=", 1.0)
-    # The goal has our time over torch's, the row torch's over ours, of the same rounds.
+    # The goal has our time over torch's, the row torch's over ours, of the same rounds: the medians
+    # are those of the same ratios, but between two of an even number.
     ours = next(row for row in measured.rows if row.path == ranks.UNSCALE and row.vs_torch)
-    assert goal.ratio * ours.vs_torch == pytest.approx(1.0, rel=0.2)
+    assert goal.ratio_p20 <= 1 / ours.vs_torch <= goal.ratio_p80
     assert ranks.FUSED_NOTE in measured.notes
 
 
