@@ -450,14 +450,15 @@ def _split(
 
 def _sum_up(part: _Part, agreement: Agreement) -> Iterator[Tensor]:
     """Takes the norms of gradients of which ranks hold summands; yields whether they are finite."""
-    for number, grad in part.grads.partial.items():
-        layout = part.grads.layouts[number]
-        summed = part_of(grad, layout)
+    if part.grads.parts is None:
+        return
+    for number, summed in part.grads.parts.sums():
         factor = None if part.factor is None else aten.moved(part.factor, summed.device)
         if factor is not None and part.is_scale:
             factor = gradients.inverse(factor)
         row = aten.norms([summed], factor)
-        (part.rows if agreement.counts(layout) else part.uncounted).append(row)
+        counts = agreement.counts(part.grads.layouts[number])
+        (part.rows if counts else part.uncounted).append(row)
         yield row[1].isfinite()
 
 

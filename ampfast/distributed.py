@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import math
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar
@@ -33,6 +34,7 @@ __all__ = [
     "Parts",
     "Ranks",
     "Shards",
+    "gathered",
     "mark_replicated",
     "marked",
     "part_of",
@@ -41,7 +43,7 @@ __all__ = [
     "shards_of",
 ]
 
-Report = TypeVar("Report")
+Value = TypeVar("Value")
 
 _replicated = WeakTensorKeyDictionary()
 # More than there are ranks; a sum of it over all of them is exact in float64.
@@ -169,6 +171,11 @@ class Parts:
             return local
         with torch.no_grad():
             return grad.to_local()  # waits for what is still on its way
+
+    def sums(self) -> Iterator[tuple[int, Tensor]]:
+        """Gives, by number, what this rank holds of the gradients in `partial`, summed up."""
+        for number, grad in self.partial.items():
+            yield number, part_of(grad, self.layouts[number])
 
     def is_distributed(self, tensor: object) -> TypeGuard[DTensor]:
         return isinstance(tensor, self._kind)
@@ -318,8 +325,8 @@ class Shards:
 
         Else it must be 0 or 1 here.
         """
-        for number, grad in self.parts.partial.items():
-            aten.check_([part_of(grad, self.parts.layouts[number]).clone()], found_inf)
+        for _, summed in self.parts.sums():
+            aten.check_([summed.clone()], found_inf)
         if self.agreement is not None:
             self.agreement.reduce_(found_inf, dist.ReduceOp.MAX)
 
@@ -348,7 +355,7 @@ class Ranks:
     """
 
     def __init__(
-        self, group: ProcessGroup | DeviceMesh | None = None, *, is_default: bool = False
+        self, group: ProcessGroup | DeviceMesh | None = None, is_default: bool = False
     ) -> None:
         self.group = group
         # The group of all, as it is when it is needed.
@@ -367,7 +374,7 @@ class Ranks:
                 "a scaler with a process_group cannot be pickled, for the group is of this "
                 "process: save its state_dict()"
             )
-        return _new_ranks, (self._is_default,)
+        return Ranks, (None, self._is_default)
 
     def parts(self) -> Parts | None:
         """Returns what a walk calls for distributed tensors, or None where there can be none."""
@@ -379,9 +386,9 @@ class Ranks:
 
     def agreement(self, layouts: Iterable[Layout]) -> Agreement | None:
         """Returns how the ranks agree on gradients of these layouts; None if there is no need."""
-        if self._is_default and self._all is not _world():
+        if self._is_default and self._all is not (world := _world()):
             self._agreements.clear()
-            self._all = _world()
+            self._all = world
         key = tuple(dict.fromkeys(layouts))
         if key not in self._agreements:
             if len(self._layouts) + len(self._agreements) > _MOST_KNOWN:
@@ -412,17 +419,12 @@ class Ranks:
             return [] if self.group is None else [self.group]
         return _groups_along(self.group, range(self.group.ndim))
 
-    def gathered(self, report: Report) -> list[Report]:
-        """Returns the reports of all ranks with which this scaler has agreed, by rank."""
+    def gathered(self, value: Value) -> list[Value]:
+        """Returns the values of all ranks with which this scaler has agreed, by rank."""
         groups = [
             g for agreement in self._agreements.values() if agreement for g in agreement.groups
         ]
-        seen = {dist.get_rank() if groups else 0: report}
-        for group in _maximal(groups):
-            gathered: list[Any] = [None] * group.size()
-            dist.all_gather_object(gathered, seen, group=group)
-            seen = {rank: of_rank for part in gathered for rank, of_rank in part.items()}
-        return [seen[rank] for rank in sorted(seen)]
+        return list(gathered(value, _maximal(groups)).values()) if groups else [value]
 
     def _new_agreement(self, layouts: tuple[Layout, ...]) -> Agreement | None:
         own, along, lines = self.groups(), [], []
@@ -458,6 +460,22 @@ class Ranks:
         if self.group is None or isinstance(self.group, dist.ProcessGroup):
             return [dist.get_process_group_ranks(group) for group in self.groups()]
         return [_line(self.group, dim) for dim in range(self.group.ndim)]
+
+
+def gathered(value: Value, groups: Iterable[ProcessGroup | None]) -> dict[int, Value]:
+    """Returns the values that the ranks of groups call this with, by rank in ascending order.
+
+    Args:
+        value: What can be pickled.
+        groups: Of this rank; with several, as of a mesh, each next one joins what the ranks of the
+            groups before have seen. None is the default group.
+    """
+    seen = {dist.get_rank(): value}
+    for group in groups:
+        parts: list[Any] = [None] * dist.get_world_size(group)
+        dist.all_gather_object(parts, seen, group=group)
+        seen = {rank: of_rank for part in parts for rank, of_rank in part.items()}
+    return dict(sorted(seen.items()))
 
 
 def require_group(group: object, device: Any) -> None:
@@ -519,9 +537,7 @@ def _layout(mesh: DeviceMesh, placements: tuple[Placement, ...]) -> Layout:
 def _groups_along(mesh: DeviceMesh, dims: Iterable[int]) -> list[ProcessGroup]:
     """The groups along dimensions of a mesh, or the group of all if these span all ranks."""
     groups = [mesh.get_group(dim) for dim in dims]
-    size = 1
-    for group in groups:
-        size *= group.size()
+    size = math.prod(group.size() for group in groups)
     if len(groups) > 1 and size == dist.get_world_size():
         return [_world()]
     return groups
@@ -568,7 +584,3 @@ def _place(group: ProcessGroup, device: torch.device) -> torch.device:
     if "cuda" in types:
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device(types[0])
-
-
-def _new_ranks(is_default: bool) -> Ranks:
-    return Ranks(is_default=is_default)

@@ -4,18 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from ampfast.backends import Choice, Kernels, Update, aten, native
-from ampfast.distributed import Layout, Parts, part_of
+from ampfast.distributed import Layout, Parts
 from ampfast.notes import add_note
 from ampfast.tracking import Tracks
-
-if TYPE_CHECKING:
-    from torch.distributed.tensor import DTensor
 
 __all__ = [
     "Gradients",
@@ -53,11 +49,6 @@ class Gradients:
     def layouts(self) -> dict[int, Layout]:
         """The layouts of distributed gradients, by the number of the parameter."""
         return {} if self.parts is None else self.parts.layouts
-
-    @property
-    def partial(self) -> dict[int, DTensor]:
-        """The distributed gradients of which ranks hold summands, likewise."""
-        return {} if self.parts is None else self.parts.partial
 
     def split(self, numbers: set[int]) -> tuple[Gradients, Gradients]:
         """Returns the gradients of the parameters of these numbers, and the others."""
@@ -344,14 +335,15 @@ def _check_sums(
     tracks: Tracks | None,
 ) -> None:
     """Checks what an optimizer makes of gradients of which ranks hold summands: their sums."""
-    for number, grad in gradients.partial.items():
-        summed = part_of(grad, gradients.layouts[number])
+    if gradients.parts is None:
+        return
+    for number, summed in gradients.parts.sums():
         device = summed.device
         divisor = None if divisors is None else divisors.on(device)
-        summed = summed.clone()  # torch's op writes what it reads
-        aten.check_([summed], flags.setdefault(device, _new_flag(None, device)), divisor)
+        copy = summed.clone()  # torch's op writes what it reads
+        aten.check_([copy], flags.setdefault(device, _new_flag(None, device)), divisor)
         if tracks is not None:
-            aten.mark_(tracks(device), [number], [summed], divisor)
+            aten.mark_(tracks(device), [number], [copy], divisor)
 
 
 def _kernels(choice: Choice, device: torch.device) -> Kernels:

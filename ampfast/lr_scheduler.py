@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ampfast.capture import refuse_capture
+from ampfast.to_host import sent
 
 __all__ = ["LateScheduler"]
 
@@ -77,7 +78,7 @@ class LateScheduler:
         refuse_capture("a schedule that the host advances", "advance it after the replay")
         found_inf = self._scaler.found_inf(self._optimizer)
         self.flush()
-        self._outstanding = _Outstanding(*_sent(found_inf), args, kwargs)
+        self._outstanding = _Outstanding(*sent(found_inf), args, kwargs)
 
     def flush(self) -> None:
         """Advances the scheduler for the last iteration, too, if its step ran; waits for that step.
@@ -130,15 +131,3 @@ class _Outstanding:
         if self.arrival is not None:
             self.arrival.synchronize()
         return self.flag is None or not self.flag.item()
-
-
-def _sent(flag: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
-    """Starts the flag's way to the host; the event tells when it has arrived."""
-    if not flag.is_cuda:
-        return flag, None
-    buffer = torch.empty((), dtype=flag.dtype, device="cpu", pin_memory=True)
-    with torch.cuda.device(flag.device):
-        buffer.copy_(flag, non_blocking=True)
-        arrival = torch.cuda.Event()
-        arrival.record()
-    return buffer, arrival

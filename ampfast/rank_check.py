@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
-from ampfast.distributed import Ranks
+from ampfast.distributed import Ranks, gathered
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -42,19 +42,14 @@ def differences(settings: Mapping[str, object], groups: Iterable[ProcessGroup | 
 
     Args:
         settings: As for `require_same`.
-        groups: Of this rank; with several, as of a mesh, each next one joins what the ranks of the
-            groups before have seen. None is the default group.
+        groups: As for `distributed.gathered`.
     """
-    seen = {dist.get_rank(): {name: repr(value) for name, value in settings.items()}}
-    for group in groups:
-        gathered: list[Any] = [None] * dist.get_world_size(group)
-        dist.all_gather_object(gathered, seen, group=group)
-        seen = {rank: values for part in gathered for rank, values in part.items()}
-    names = {name: None for _, values in sorted(seen.items()) for name in values}
+    seen = gathered({name: repr(value) for name, value in settings.items()}, groups)
+    names = {name: None for values in seen.values() for name in values}
     found = []
     for name in names:
         ranks: dict[str, list[int]] = {}
-        for rank, values in sorted(seen.items()):
+        for rank, values in seen.items():
             if name in values:
                 ranks.setdefault(values[name], []).append(rank)
         if len(ranks) > 1:

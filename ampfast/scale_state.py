@@ -14,6 +14,7 @@ from ampfast.backends import state_layout as layout
 from ampfast.capture import is_capturing, refuse_capture
 from ampfast.notes import warn_caller
 from ampfast.report import History, ScalerStats, empty_history
+from ampfast.to_host import sent
 
 __all__ = ["ScalePolicy", "ScaleState"]
 
@@ -240,7 +241,7 @@ class _MinimumWatch:
         self.raises = raises
         self._told = 0
         self._raised_at = 0
-        self._on_its_way: tuple[Tensor, torch.cuda.Event] | None = None
+        self._on_its_way: tuple[Tensor, torch.cuda.Event | None] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_on_its_way": None}
@@ -250,18 +251,12 @@ class _MinimumWatch:
         if not counters.is_cuda:
             return counters.tolist()
         seen = None
-        if self._on_its_way is not None and self._on_its_way[1].query():
-            seen = self._on_its_way[0].tolist()
-            self._on_its_way = None
+        if self._on_its_way is not None:
+            buffer, arrival = self._on_its_way
+            if arrival is None or arrival.query():
+                seen, self._on_its_way = buffer.tolist(), None
         if self._on_its_way is None:
-            buffer = torch.empty(
-                counters.shape, dtype=counters.dtype, device="cpu", pin_memory=True
-            )
-            with torch.cuda.device(counters.device):
-                buffer.copy_(counters, non_blocking=True)
-                event = torch.cuda.Event()
-                event.record()
-            self._on_its_way = (buffer, event)
+            self._on_its_way = sent(counters)
         return seen
 
     def report(self, counters: list[int], policy: ScalePolicy) -> None:
