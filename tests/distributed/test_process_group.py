@@ -226,6 +226,33 @@ def test_every_path_decides_for_the_ranks_of_the_group(
             assert [found[rank][i] for rank in together] == [expects] * len(together), bad
 
 
+def divided_by(own: float, way: str, large: int | None) -> tuple[bool, float]:
+    """Whether a step was skipped for the user's own `grad_scale`, and the next scale."""
+    param = torch.nn.Parameter(torch.ones(3))
+    optimizer = OPTIMIZERS["fused_sgd"]([param])
+    scaler = GradScaler("cpu", init_scale=1.0, process_group=dist.group.WORLD)
+    scaler.scale(torch.ones(()))
+    param.grad = torch.full((3,), 1e30 if dist.get_rank() == large else 1.0)
+    if way == "unscale":
+        scaler.unscale_(optimizer)
+    else:
+        scaler.clip_grad_norm_(optimizer, 1e35, in_place=False)
+    optimizer.grad_scale = torch.tensor(own)
+    scaler.step(optimizer)
+    scaler.update()
+    skipped = scaler.step_skipped(optimizer)
+    assert (param == 1.0).all().item() is skipped
+    return skipped, scaler.get_scale()
+
+
+@pytest.mark.parametrize("way", ["unscale", "defer"])
+def test_what_only_the_users_own_quotient_overflows(way: str) -> None:
+    """On one rank, after the ranks have agreed that all gradients are finite."""
+    assert ranks.run(divided_by, 1e-20, way, None) == [(False, 1.0)] * 2
+    for large in (0, 1):
+        assert ranks.run(divided_by, 1e-20, way, large) == [(True, 0.5)] * 2
+
+
 def norms(order: float) -> list[float]:
     """A joint norm of two optimizers, one of which has the parameter that every rank has."""
     rank = dist.get_rank()
