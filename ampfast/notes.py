@@ -33,7 +33,8 @@ def _is_inside(module: str) -> bool:
 
 
 _SCALER_MODULES = (
-    *("ampfast.grad_scaler", "ampfast.sharded", "ampfast.scale_state", "ampfast.clipping"),
-    *("ampfast.distributed", "ampfast.gradients", "ampfast.tracking", "ampfast.patching.old_names"),
+    *("ampfast.grad_scaler", "ampfast.stepping", "ampfast.gradient_checker", "ampfast.clipping"),
+    *("ampfast.scale_keeper", "ampfast.scale_state", "ampfast.gradients", "ampfast.tracking"),
+    *("ampfast.distributed", "ampfast.sharded", "ampfast.patching.old_names"),
     *("torch.amp.grad_scaler", "torch._compile"),
 )
