@@ -13,8 +13,10 @@ from torch import Tensor
 from torch.amp.grad_scaler import OptState
 
 from ampfast import gradients
+from ampfast.agreement import Agreement
 from ampfast.backends import Choice, aten, native
-from ampfast.distributed import Agreement, Shards, marked, part_of
+from ampfast.distributed import Shards, marked
+from ampfast.layouts import part_of
 from ampfast.notes import ONCE, add_note
 from ampfast.optimizers import takes_grad_scaler
 from ampfast.tracking import Tracks

@@ -12,10 +12,12 @@ from torch import Tensor
 from torch.amp.grad_scaler import OptState, _refresh_per_optimizer_state
 
 from ampfast import backends, distributed, gradients, tracking
+from ampfast.agreement import Agreement
 from ampfast.backends import aten
 from ampfast.capture import refuse_capture
 from ampfast.gradient_reports import GradientHealth, OverflowReport
 from ampfast.last_checks import LastChecks
+from ampfast.layouts import Layout
 from ampfast.notes import ONCE, add_note
 from ampfast.scale_keeper import ScaleKeeper
 
@@ -259,10 +261,10 @@ class GradientChecker(ScaleKeeper):
             self._ranks = distributed.Ranks(is_default=self._is_for_all)
         return self._ranks
 
-    def _agreement(self, passes: Sequence[gradients.Gradients]) -> distributed.Agreement | None:
+    def _agreement(self, passes: Sequence[gradients.Gradients]) -> Agreement | None:
         """How the ranks that hold other parts of these gradients agree, if there are any."""
         others = self._others()
-        layouts: list[distributed.Layout] = []
+        layouts: list[Layout] = []
         for grads in passes:
             if grads.parts is not None:
                 layouts += grads.parts.layouts.values()
@@ -270,9 +272,7 @@ class GradientChecker(ScaleKeeper):
             return None
         return others.agreement(layouts)
 
-    def _agreed(
-        self, agreement: distributed.Agreement | None, flags: dict[Any, Tensor]
-    ) -> dict[Any, Tensor]:
+    def _agreed(self, agreement: Agreement | None, flags: dict[Any, Tensor]) -> dict[Any, Tensor]:
         """What all ranks found together, where a pass here found `flags`."""
         scale = None if agreement is None else self._get_scale_async()
         if agreement is None or scale is None:

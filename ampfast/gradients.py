@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ampfast.backends import Choice, Kernels, Update, aten, native
-from ampfast.distributed import Layout, Parts
+from ampfast.layouts import Layout, Parts
 from ampfast.notes import add_note
 from ampfast.tracking import Tracks
 

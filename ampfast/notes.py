@@ -35,6 +35,7 @@ def _is_inside(module: str) -> bool:
 _SCALER_MODULES = (
     *("ampfast.grad_scaler", "ampfast.stepping", "ampfast.gradient_checker", "ampfast.clipping"),
     *("ampfast.scale_keeper", "ampfast.scale_state", "ampfast.gradients", "ampfast.tracking"),
-    *("ampfast.distributed", "ampfast.sharded", "ampfast.patching.old_names"),
+    *("ampfast.distributed", "ampfast.layouts", "ampfast.sharded"),
+    *("ampfast.functional", "ampfast.patching.old_names"),
     *("torch.amp.grad_scaler", "torch._compile"),
 )

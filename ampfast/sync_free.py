@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ampfast.capture import refuse_capture
-from ampfast.distributed import replicated
+from ampfast.layouts import replicated
 
 __all__ = ["sync_free_"]
 

@@ -88,7 +88,7 @@ def test_two_ranks_share_a_list_and_the_first_reports(started):
     ("code", "match"),
     [
         (
-            "from ampfast.distributed import Agreement\n"
+            "from ampfast.agreement import Agreement\n"
             "Agreement.share = lambda self, found, device: found",
             r"rank 0 ended with code 1.*scale and tracker after unscale_ \+ update by cpu, small",
         ),
