@@ -19,6 +19,7 @@ __all__ = [
     "clip_",
     "collect",
     "inverse",
+    "new_flag",
     "norms",
     "of_list",
     "unscale_",
@@ -152,7 +153,7 @@ def unscale_(
     factors = _Copies(factor)
     # First what torch may refuse: then nothing else has been written.
     for device, tensors in gradients.set_aside.items():
-        flags[device] = _new_flag(found_inf, device)
+        flags[device] = new_flag(device, found_inf)
         inv_scale = factors.on(device)
         track = None if tracks is None else tracks(device)
         if track is not None:
@@ -163,7 +164,7 @@ def unscale_(
     for grads in gradients.lists:
         device = grads.device
         if found_inf is not None and device not in flags:
-            flags[device] = _new_flag(found_inf, device)
+            flags[device] = new_flag(device, found_inf)
         flags[device] = _kernels(choice, device).unscale_(
             grads,
             factors.on(device),
@@ -196,7 +197,7 @@ def check_(
     flags: dict[torch.device, Tensor] = {}
     factors = None if grad_scale is None else _Copies(grad_scale)
     for device, tensors in gradients.set_aside.items():
-        flags[device] = _new_flag(None, device)
+        flags[device] = new_flag(device)
         divisor = None if factors is None else factors.on(device)
         aten.check_(tensors, flags[device], divisor)
         if tracks is not None:
@@ -245,7 +246,7 @@ def norms(
     rows: list[Tensor] = []
     factors = _Copies(factor)
     for device, tensors in gradients.set_aside.items():
-        flags[device] = _new_flag(None, device)
+        flags[device] = new_flag(device)
         inv_scale = inverse(factors.on(device)) if is_scale else factors.on(device)
         track = None if tracks is None else tracks(device)
         if track is not None:
@@ -295,7 +296,7 @@ def clip_(
     for device, tensors in gradients.set_aside.items():
         if factor is not None:
             inv_scale = inverse(factors.on(device)) if is_scale else factors.on(device)
-            aten.unscale_(tensors, inv_scale, _new_flag(None, device))
+            aten.unscale_(tensors, inv_scale, new_flag(device))
         aten.multiply_(tensors, coefficients.on(device))
     for grads in gradients.lists:
         device = grads.device
@@ -309,6 +310,13 @@ def inverse(scale: Tensor) -> Tensor:
     if scale.device.type == "mps":
         return scale.reciprocal()
     return scale.double().reciprocal().float()
+
+
+def new_flag(device: torch.device, found_inf: Tensor | None = None) -> Tensor:
+    """Returns a new 0-dim float32 flag: 0, or what another one says."""
+    if found_inf is None:
+        return torch.zeros((), dtype=torch.float32, device=device)
+    return aten.moved(found_inf, device, copy=True)
 
 
 class _Copies:
@@ -341,7 +349,7 @@ def _check_sums(
         device = summed.device
         divisor = None if divisors is None else divisors.on(device)
         copy = summed.clone()  # torch's op writes what it reads
-        aten.check_([copy], flags.setdefault(device, _new_flag(None, device)), divisor)
+        aten.check_([copy], flags.setdefault(device, new_flag(device)), divisor)
         if tracks is not None:
             aten.mark_(tracks(device), [number], [copy], divisor)
 
@@ -357,12 +365,6 @@ def _rides(gradients: Gradients, update: Update | None) -> Update | None:
     if update is None or len(gradients.lists) != 1 or gradients.set_aside:
         return None
     return update if gradients.lists[0].device == update.device else None
-
-
-def _new_flag(found_inf: Tensor | None, device: torch.device) -> Tensor:
-    if found_inf is None:
-        return torch.zeros((), dtype=torch.float32, device=device)
-    return aten.moved(found_inf, device, copy=True)
 
 
 def _values_of(param: Tensor, grad: Tensor, coalesce: bool) -> Tensor:

@@ -33,9 +33,9 @@ def _is_inside(module: str) -> bool:
 
 
 _SCALER_MODULES = (
-    *("ampfast.grad_scaler", "ampfast.stepping", "ampfast.gradient_checker", "ampfast.clipping"),
+    *("ampfast.grad_scaler", "ampfast.stepping", "ampfast.gradient_checker"),
     *("ampfast.scale_keeper", "ampfast.scale_state", "ampfast.gradients", "ampfast.tracking"),
-    *("ampfast.distributed", "ampfast.layouts", "ampfast.sharded"),
-    *("ampfast.functional", "ampfast.patching.old_names"),
+    *("ampfast.clipping", "ampfast.norms", "ampfast.functional"),
+    *("ampfast.distributed", "ampfast.layouts", "ampfast.sharded", "ampfast.patching.old_names"),
     *("torch.amp.grad_scaler", "torch._compile"),
 )
