@@ -10,7 +10,7 @@ from device_parity import KERNELS, grads_of
 from scale_model import FACTORS, POLICIES, ScaleModel, assert_state, random_steps
 
 from ampfast.backends import state_layout
-from ampfast.backends.triton import kernels
+from ampfast.backends.triton import scale_update
 from ampfast.scale_state import ScaleState
 
 pytestmark = pytest.mark.usefixtures("watched")
@@ -18,10 +18,10 @@ pytestmark = pytest.mark.usefixtures("watched")
 
 def test_the_layout_is_that_of_the_other_kernels() -> None:
     words = {name for name in vars(state_layout) if name.isupper()}
-    same = words & set(vars(kernels))
+    same = words & set(vars(scale_update))
     assert len(same) == len(words) - 2  # its length and that of the counters
     for name in same:
-        assert getattr(kernels, name).value == getattr(state_layout, name), name
+        assert getattr(scale_update, name).value == getattr(state_layout, name), name
 
 
 @pytest.mark.parametrize("policy", POLICIES)
