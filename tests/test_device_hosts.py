@@ -122,7 +122,7 @@ def test_what_is_not_compiled_is_not_captured(monkeypatch: pytest.MonkeyPatch) -
 
 def test_both_kinds_of_kernels_have_the_same_grid() -> None:
     launch = pytest.importorskip("ampfast.backends.triton.launch")
-    source = (ROOT / "csrc/cuda/multi_tensor.cu").read_text()
+    source = "".join(path.read_text() for path in sorted((ROOT / "csrc/cuda").iterdir()))
     per_sm = re.search(r"kProgramsPerSm = (\d+);", source)
     threads = re.search(r"kThreads = (\d+);", source)
     assert int(per_sm[1]) == launch.PROGRAMS_PER_SM
