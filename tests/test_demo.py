@@ -104,12 +104,14 @@ def test_columns_are_aligned(finished: Finished) -> None:
 
 
 def test_picture_shows_every_run_in_both_panels(finished: Finished) -> None:
+    from ampfast import demo_picture
+
     pixels = image.imread(finished.picture)[..., :3]
     height, width, _ = pixels.shape
     assert height > 800
     assert width > 800
     for panel in (pixels[: height // 2], pixels[height // 2 :]):
-        for line, _ in demo._STYLES:
+        for line, _ in demo_picture.STYLES:
             color = torch.tensor(colors.to_rgb(line["color"]))
             distance = (torch.tensor(panel) - color).abs().amax(-1)
             assert (distance < 0.02).sum() > 100, line["color"]
