@@ -1,6 +1,7 @@
 """The compiled core; its sources stand in csrc/."""
 
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -116,7 +117,7 @@ class ScaleUpdate:
     def undo(self) -> None: ...
 
 def walk(
-    param_groups: Iterable[dict],
+    param_groups: Iterable[dict[str, Any]],
     allow_fp16: bool,
     writes: bool,
     devices: int,

@@ -100,7 +100,8 @@ class Run:
         """Share of the inputs that the network puts in their class."""
         self.model.eval()
         with torch.no_grad(), torch.autocast(self._device.type, torch.float16):
-            return (self.model(inputs).argmax(1) == targets).double().mean().item()
+            right: Tensor = self.model(inputs).argmax(1) == targets
+            return right.double().mean().item()
 
     def growths(self) -> int:
         """How often the scale grew."""

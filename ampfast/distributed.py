@@ -64,7 +64,7 @@ def mark_replicated(params: Iterable[Tensor]) -> None:
         _replicated[param] = True
 
 
-def marked(param_groups: Iterable[dict]) -> set[int]:
+def marked(param_groups: Iterable[dict[str, Any]]) -> set[int]:
     """Returns the numbers of the parameters that were marked as replicated."""
     if not len(_replicated):
         return set()
@@ -123,7 +123,7 @@ class Ranks:
             self._agreements[key] = self._new_agreement(key)
         return self._agreements[key]
 
-    def agreement_on(self, param_groups: Iterable[dict]) -> Agreement | None:
+    def agreement_on(self, param_groups: Iterable[dict[str, Any]]) -> Agreement | None:
         """The same for gradients that somebody else reads."""
         parts = self.parts()
         if parts is not None:

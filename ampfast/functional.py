@@ -95,7 +95,8 @@ def grad_norm(
     checked = _checked(grads, place, "the first")
     shards = _shards(checked)
     if shards is None:
-        return torch.ops.ampfast.grad_norm(checked, order, inv_scale)
+        norm: Tensor = torch.ops.ampfast.grad_norm(checked, order, inv_scale)
+        return norm
     return _grad_norm(checked, order, inv_scale, shards)
 
 

@@ -29,7 +29,7 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 
 def _not_compiled(method: Method) -> Method:
     """Keeps torch.compile out of a method and of what it calls."""
-    return cast(Method, torch._disable_dynamo(method, recursive=True))
+    return cast(Method, torch._disable_dynamo(method, recursive=True))  # type: ignore[attr-defined]
 
 
 class GradScaler(GradientChecker):

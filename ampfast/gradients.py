@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -76,7 +77,7 @@ class Gradients:
 
 
 def collect(
-    param_groups: Iterable[dict],
+    param_groups: Iterable[dict[str, Any]],
     *,
     allow_fp16: bool,
     writes: bool,

@@ -39,4 +39,5 @@ class IterationNorms:
         parts = [aten.moved(norm.detach(), device).float().reshape(()) for norm, _ in norms]
         if len(parts) == 1:
             return parts[0]
-        return torch.linalg.vector_norm(torch.stack(parts), order)
+        joint: Tensor = torch.linalg.vector_norm(torch.stack(parts), order)
+        return joint

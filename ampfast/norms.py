@@ -254,7 +254,8 @@ def _total(
                 inverse = gradients.inverse(part.factor) if part.is_scale else part.factor
                 norm = norm * aten.moved(inverse, norm.device).reshape(()).abs()
             norms.append(aten.moved(norm, device))
-    return torch.linalg.vector_norm(torch.stack(norms), order)
+    total: Tensor = torch.linalg.vector_norm(torch.stack(norms), order)
+    return total
 
 
 def _counted(part: Part, agreement: Agreement | None) -> Iterator[Tensor]:

@@ -101,7 +101,7 @@ class ScalePolicy:
                 f"the checkpoint's hysteresis_tracker must be an int of at most "
                 f"{self.hysteresis}, got {tracker!r}"
             )
-        return tracker
+        return int(tracker)
 
 
 class ScaleState:

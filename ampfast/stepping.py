@@ -30,8 +30,10 @@ def step(
     update: backends.Update | None,
 ) -> float | None:
     """`GradScaler.step`; an `update` is applied behind the check that decides, if it can be."""
+    result: float | None
     if not scaler._enabled:
-        return optimizer.step(*args, **kwargs)
+        result = optimizer.step(*args, **kwargs)
+        return result
     if "closure" in kwargs:
         raise RuntimeError("Closure use is not currently supported if GradScaler is enabled.")
     scale, _ = scaler._check_scale_growth_tracker("step")
@@ -76,7 +78,8 @@ def _legacy_step(
         "`found_inf: Tensor` to the passed optimizer and let the optimizer use them directly.",
         FutureWarning,
     )
-    return optimizer.step(*args, **{**kwargs, "grad_scaler": scaler})
+    result: float | None = optimizer.step(*args, **{**kwargs, "grad_scaler": scaler})
+    return result
 
 
 def _fused_step(
@@ -126,7 +129,8 @@ def _fused_step(
             )
             if found_inf.item():
                 return None
-        return optimizer.step(*args, **kwargs)
+        result: float | None = optimizer.step(*args, **kwargs)
+        return result
     finally:
         for name in ("grad_scale", "found_inf"):
             with suppress(AttributeError):

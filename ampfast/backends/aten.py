@@ -209,7 +209,7 @@ def p_norm(grads: list[Tensor], order: float) -> Tensor:
 
     It is taken and returned in the widest type that the device has.
     """
-    of_each = []
+    of_each: list[Tensor] = []
     for grad in grads:
         # The maximum is exact in any type.
         dtype = None if order == torch.inf else widest(grad.device, grad.is_complex())
@@ -221,7 +221,8 @@ def p_norm(grads: list[Tensor], order: float) -> Tensor:
         of_each.append(norm.to(widest(grad.device)))
     if len(of_each) == 1:
         return of_each[0]
-    return torch.linalg.vector_norm(torch.stack(of_each), order)
+    norm_of_all: Tensor = torch.linalg.vector_norm(torch.stack(of_each), order)
+    return norm_of_all
 
 
 @torch.no_grad()
@@ -333,7 +334,7 @@ def _local(grad: Tensor) -> Tensor:
 
 def _largest_used(grad: Tensor, grad_scale: Tensor | None) -> Tensor:
     """The largest magnitude, divided as fused optimizers do: of 16-bit gradients in float32."""
-    peak = torch.linalg.vector_norm(grad.detach(), torch.inf)
+    peak: Tensor = torch.linalg.vector_norm(grad.detach(), torch.inf)
     if grad_scale is None:
         return peak
     wide = torch.promote_types(grad.dtype, torch.float32)

@@ -12,7 +12,7 @@ __all__ = ["stand_in"]
 def stand_in(torch_class: Any, device: str, module: str) -> type[amp.GradScaler]:
     """Returns the class that `module` offers as `GradScaler`, in the place of `torch_class`."""
 
-    class TorchBase(torch_class):
+    class TorchBase(torch_class):  # type: ignore[misc]
         """Torch's class as a base whose `__init__` takes the arguments of torch.amp's."""
 
         def __init__(self, *args: Any, **kwargs: Any) -> None:

@@ -2,6 +2,8 @@
 
 from typing import ClassVar
 
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler as TorchShardedGradScaler
+
 from ampfast import sharded
 from ampfast.patching.stand_in import StandIn
 
@@ -9,4 +11,4 @@ from ampfast.patching.stand_in import StandIn
 class ShardedGradScaler(sharded.ShardedGradScaler, metaclass=StandIn):
     """`ampfast.ShardedGradScaler` under torch's name, equal to torch's class for isinstance."""
 
-    _stands_for: ClassVar[type] = sharded.TorchShardedGradScaler
+    _stands_for: ClassVar[type] = TorchShardedGradScaler
