@@ -13,9 +13,11 @@ import torch
 
 from . import (
     clipping,
+    growth,
     host_time,
     kernels,
     memory,
+    mlp_amp,
     plot,
     ranks,
     readme,
@@ -23,6 +25,7 @@ from . import (
     steps,
     terminal,
     tracking,
+    training,
 )
 from .cases import CASES, GradCase
 from .device_time import CudaQueue
@@ -33,7 +36,10 @@ from .results import Results
 from .rows import dtype_name
 from .terminal import Terminal
 
-SUBJECTS = ("host", "kernels", "steps", "clip", "tracking", "memory", "ranks")
+SUBJECTS = (
+    *("host", "kernels", "steps", "clip", "tracking", "memory", "ranks"),
+    *("mlp", "training", "growth"),
+)
 INTERRUPTED = 130
 # Load average of the last minute from which something else takes a noticeable part of a core.
 BUSY = 0.5
@@ -165,6 +171,9 @@ def _jobs(
         # What a process holds besides the gradients is a question for the CPU.
         "memory": lambda: [] if on_gpu else memory.jobs(effort),
         "ranks": lambda: ranks.jobs(effort, device, cases),
+        "mlp": lambda: mlp_amp.jobs(effort.quick, device, queue),
+        "training": lambda: training.jobs(effort, device, queue),
+        "growth": lambda: growth.jobs(effort, device, queue),
     }
     return [(f"{subject}: {job.label}", job) for subject in subjects for job in jobs_of[subject]()]
 

@@ -37,10 +37,15 @@ CPU_CLIP_SPEEDUPS = {"1000x1k": (5.0, 5.0), "bert_base": (1.3, 2.0), "bert_large
 GPU_CLIP_SPEEDUPS = (1.6, 4.0)
 GPU_CLIP_BYTES = 256_000_000
 
+# The time of a whole training step over that of the same one without a scaler.
+TRAINING_LIMITS = {"cpu": 1.05, "cuda": 1.02}
+
 CLIP = "clip"
 DEFERRED_CLIP = "clip, in_place=False"
 STEP = "full step"
 FUSED_STEP = "full step, fused"
+# The provider of what takes no scaler.
+WITHOUT = "none"
 
 
 @dataclass(frozen=True)
@@ -139,6 +144,15 @@ def of_clipping(place: Place, provider: str, samples: Samples) -> list[Goal]:
         name = f"{provider}: {path}, times as fast as torch's unscale_ and clip_grad_norm_"
         goals += place.goal(name, ">=", limit, samples, ((CLIP, "torch"), (path, provider)))
     return goals
+
+
+def of_training(
+    place: Place, ours: tuple[str, str], without: tuple[str, str], samples: Samples
+) -> list[Goal]:
+    """The goal for whole training steps, by the path and provider of both sides."""
+    limit = TRAINING_LIMITS["cpu" if place.tensors_per_launch is None else "cuda"]
+    name = f"{ours[1]}: {ours[0]}, time over that without a scaler"
+    return place.goal(name, "<=", limit, samples, (ours, without))
 
 
 def part_of_copy(list_bytes: int) -> float | None:

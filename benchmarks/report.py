@@ -56,6 +56,9 @@ def show(results: Results, show_table: Callable[[Table], object]) -> None:
         ("What noting something of each parameter costs", "tracking", tracking_table),
         ("Memory on top of the gradients", "memory", memory_table),
         ("Ranks that share a list, sharded scalers", "ranks", rank_table),
+        ("A perceptron in mixed precision, epochs", "mlp", training_table),
+        ("Training steps of whole nets", "training", training_table),
+        ("Growth of unscale_ and update", "growth", growth_table),
     ):
         rows = [row for row in results.rows if row.subject == subject]
         if rows:
@@ -154,6 +157,40 @@ def rank_table(title: str, rows: Sequence[Row]) -> Table:
             *map(number, (row.ms_p20, row.ms_p50, row.ms_p80, row.vs_torch)),
             str(row.collectives),
             *(map(number, (row.host_us_p50, row.host_vs_torch)) if on_gpu else ()),
+        )
+    return table
+
+
+def training_table(title: str, rows: Sequence[Row]) -> Table:
+    """Times of training, and those over the times of the same without a scaler."""
+    on_gpu = any(row.host_us_p50 is not None for row in rows)
+    more = ("host us", "kernels", "syncs", "timed by") if on_gpu else ()
+    columns = ("tensors", "elements", "ms p20", "p50", "p80", "x torch", "over none")
+    table = Table(title, ("net", "dtype", "path", "provider"), columns + more)
+    place = None
+    for row in rows:
+        if place not in (None, row.case):
+            table.add_section()
+        place = row.case
+        table.add(
+            *(row.case, row.dtype, row.path, row.provider),
+            *(f"{row.tensors:,}", f"{row.elements:,}"),
+            *map(number, (row.ms_p20, row.ms_p50, row.ms_p80, row.vs_torch)),
+            "-" if row.over_none is None else f"{row.over_none:.3f}",
+            *(_on_gpu(row) if on_gpu else ()),
+        )
+    return table
+
+
+def growth_table(title: str, rows: Sequence[Row]) -> Table:
+    """Points of the curves, and what one more tensor or element takes."""
+    columns = ("ms p20", "p50", "p80", "host us", "x torch", "ns each")
+    table = Table(title, ("list", "path", "provider"), columns)
+    for row in rows:
+        table.add(
+            *(row.case, row.path, row.provider),
+            *map(number, (row.ms_p20, row.ms_p50, row.ms_p80)),
+            *map(number, (row.host_us_p50, row.vs_torch, row.ns_each)),
         )
     return table
 

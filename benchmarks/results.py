@@ -34,7 +34,8 @@ class Row:
 
     `ms_*` is device time, which on a CPU is the wall time of the call; `timer` says how it was
     taken: "wall"; "graph", replayed from a CUDA graph; "events", queued behind one another;
-    "waits", where the call waits for the device, so that the wait is in it. `host_us_*` is the
+    "waits", where the call waits for the device, so that the wait is in it; "loop", one after
+    another as in training, where the slower of host and device counts. `host_us_*` is the
     time until the call returns, on a GPU from an empty queue. `launches`, `copies` and `syncs`
     are what one call did on a GPU: kernels, copies and fills of memory, waits of the host.
     `list_bytes` is the size of the gradients, `bytes` what the path must move to do its work
@@ -46,6 +47,9 @@ class Row:
     of the kind were taken in turn: with 1 a list that fits is found in the cache, with more it
     never is. `ranks` processes shared the list, each with a part of every tensor; then times are
     those of the slowest rank of each round, and `collectives` is how many a call took.
+    `over_none` is the time over that of the same training without a scaler, the median over rounds
+    in which both ran. The gradients are `tensors` tensors of `elements` elements in all. `ns_each`
+    is a slope: nanoseconds for one tensor or one element more.
     """
 
     subject: str
@@ -76,6 +80,10 @@ class Row:
     chunks: int | None = None
     ranks: int | None = None
     collectives: int | None = None
+    over_none: float | None = None
+    tensors: int | None = None
+    elements: int | None = None
+    ns_each: float | None = None
 
     @property
     def list_name(self) -> str:

@@ -1,0 +1,257 @@
+"""The nets whose training is measured: as published for a GPU, with the same tensors for a CPU."""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+# A CPU that multiplies float16 at least so fast, compared with bfloat16, trains with it.
+SLOWEST_FLOAT16 = 2.0
+PROBE_WIDTH = 256
+
+
+@dataclass(frozen=True)
+class Net:
+    """A net and what it is trained with.
+
+    Attributes:
+        name: With the sizes, where they are not the published ones.
+        build: Makes the module, whose forward returns the loss.
+        inputs: Makes what forward takes: one random batch, on the CPU.
+        optimizer: torch's class for its optimizer.
+        options: What that is called with, beside the parameters.
+        step_bytes: More than what a step holds besides parameters, gradients and optimizer state.
+    """
+
+    name: str
+    build: Callable[[], nn.Module]
+    inputs: Callable[[], tuple[Tensor, ...]]
+    optimizer: type[torch.optim.Optimizer]
+    options: dict[str, float]
+    step_bytes: int = 1 << 30
+
+    def shapes(self) -> tuple[tuple[int, ...], ...]:
+        """The shapes of the parameters, found without allocating any."""
+        with torch.device("meta"):
+            return tuple(tuple(parameter.shape) for parameter in self.build().parameters())
+
+    def made(self, device: torch.device) -> tuple[nn.Module, tuple[Tensor, ...]]:
+        """The module and its batch on a device: the same ones each time."""
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            module, inputs = self.build(), self.inputs()
+        return module.to(device), tuple(tensor.to(device) for tensor in inputs)
+
+
+def nets(device: torch.device) -> list[Net]:
+    """The three nets in the size for a device."""
+    if device.type == "cuda":
+        return [
+            _gpt2("gpt2_124m", 768, 12, vocabulary=50257, length=1024, batch=8),
+            _resnet50("resnet50", 64, classes=1000, pixels=224, batch=64),
+            _dlrm("dlrm, 500 tables", 500, rows=1000, batch=2048),
+        ]
+    return [
+        _gpt2("gpt2, width 96 of 768", 96, 4, vocabulary=512, length=64, batch=2),
+        _resnet50("resnet50, width 16 of 64", 16, classes=100, pixels=32, batch=16),
+        _dlrm("dlrm, 500 tables", 500, rows=100, batch=256),
+    ]
+
+
+def autocast_dtype(
+    device: torch.device, clock: Callable[[], float] = time.perf_counter
+) -> tuple[torch.dtype, list[str]]:
+    """The 16-bit type that one would train with on a device, and why where it is not float16.
+
+    Most CPUs have no float16 arithmetic, and then nobody trains with it. What a scaler does is the
+    same in both: gradients are those of float32 parameters.
+
+    Args:
+        device: Where the products are taken.
+        clock: Gives the seconds by which the products of a CPU are told.
+    """
+    if device.type == "cuda":
+        return torch.float16, []
+    threads = torch.get_num_threads()
+    # Threads that wait for one another on a busy machine would hide the difference.
+    torch.set_num_threads(1)
+    try:
+        half, brain = (
+            min(_seconds_of_product(dtype, clock) for _ in range(5))
+            for dtype in (torch.float16, torch.bfloat16)
+        )
+    finally:
+        torch.set_num_threads(threads)
+    if half <= SLOWEST_FLOAT16 * brain:
+        return torch.float16, []
+    return torch.bfloat16, [
+        "autocast to bfloat16: float16 products take many times as long on this CPU"
+    ]
+
+
+def _seconds_of_product(dtype: torch.dtype, clock: Callable[[], float]) -> float:
+    matrix = torch.ones(PROBE_WIDTH, PROBE_WIDTH, dtype=dtype)
+    start = clock()
+    matrix @ matrix
+    return clock() - start
+
+
+class _Layer(nn.Module):
+    """Attention to what came before, then two linear layers, each after a norm."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(2))
+        self.look = nn.Linear(width, 3 * width)
+        self.seen = nn.Linear(width, width)
+        self.wide = nn.Linear(width, 4 * width)
+        self.back = nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        parts = self.look(self.norms[0](x)).unflatten(2, (3, self.heads, -1))
+        query, key, value = parts.permute(2, 0, 3, 1, 4)
+        seen = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+        x = x + self.seen(seen.transpose(1, 2).flatten(2))
+        return x + self.back(functional.gelu(self.wide(self.norms[1](x)), approximate="tanh"))
+
+
+class _Transformer(nn.Module):
+    """Radford et al. 2019: the output shares the weight of the embedding."""
+
+    def __init__(self, width: int, heads: int, vocabulary: int, length: int) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(vocabulary, width)
+        self.places = nn.Embedding(length, width)
+        for table in (self.tokens, self.places):
+            nn.init.normal_(table.weight, std=0.02)
+        self.layers = nn.Sequential(*(_Layer(width, heads) for _ in range(12)))
+        self.norm = nn.LayerNorm(width)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.tokens(tokens) + self.places.weight
+        scores = functional.linear(self.norm(self.layers(x)), self.tokens.weight)
+        return functional.cross_entropy(scores[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
+
+
+def _gpt2(name: str, width: int, heads: int, vocabulary: int, length: int, batch: int) -> Net:
+    return Net(
+        name,
+        functools.partial(_Transformer, width, heads, vocabulary, length),
+        lambda: (torch.randint(vocabulary, (batch, length)),),
+        torch.optim.AdamW,
+        {"lr": 1e-4},
+        # Scores in 16 and 32 bits, their gradients, and what the layers keep.
+        (1 << 30) + 20 * batch * length * (vocabulary + 12 * 16 * width),
+    )
+
+
+def _convolution(inputs: int, outputs: int, size: int, stride: int = 1) -> list[nn.Module]:
+    return [
+        nn.Conv2d(inputs, outputs, size, stride, size // 2, bias=False),
+        nn.BatchNorm2d(outputs),
+    ]
+
+
+class _Bottleneck(nn.Module):
+    """Three convolutions beside a way around them."""
+
+    def __init__(self, inputs: int, width: int, stride: int) -> None:
+        super().__init__()
+        outputs = 4 * width
+        self.through = nn.Sequential(
+            *(*_convolution(inputs, width, 1), nn.ReLU()),
+            *(*_convolution(width, width, 3, stride), nn.ReLU()),
+            *_convolution(width, outputs, 1),
+        )
+        # As wide as what comes out, the first block of each stage too needs no other way.
+        self.around = nn.Sequential(
+            *(_convolution(inputs, outputs, 1, stride) if inputs != outputs else ())
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return functional.relu(self.through(x) + self.around(x))
+
+
+class _Residual(nn.Module):
+    """He et al. 2015, 50 layers."""
+
+    def __init__(self, width: int, classes: int) -> None:
+        super().__init__()
+        layers = [*_convolution(3, width, 7, 2), nn.ReLU(), nn.MaxPool2d(3, 2, 1)]
+        inputs = width
+        for stage, blocks in enumerate((3, 4, 6, 3)):
+            for block in range(blocks):
+                stride = 2 if stage and not block else 1
+                layers.append(_Bottleneck(inputs, width << stage, stride))
+                inputs = 4 * (width << stage)
+        layers += [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(inputs, classes)]
+        self.layers = nn.Sequential(*layers)
+
+    def forward(self, images: Tensor, classes: Tensor) -> Tensor:
+        return functional.cross_entropy(self.layers(images), classes)
+
+
+def _resnet50(name: str, width: int, classes: int, pixels: int, batch: int) -> Net:
+    return Net(
+        name,
+        functools.partial(_Residual, width, classes),
+        lambda: (torch.randn(batch, 3, pixels, pixels), torch.randint(classes, (batch,))),
+        torch.optim.SGD,
+        {"lr": 0.01, "momentum": 0.9},
+        # Some 250 values for each place in an image, of up to 4 bytes, and once more as gradients.
+        (1 << 30) + 2000 * batch * pixels * pixels,
+    )
+
+
+class _Recommender(nn.Module):
+    """Naumov et al. 2019, with many small tables.
+
+    Products of pairs are summed over the pairs, (sum of all)^2 - sum of squares: one by one, the
+    pairs of 500 tables would make the first layer above them a hundred times as large as the rest.
+    """
+
+    WIDTH = 16
+    NUMBERS = 13
+
+    def __init__(self, tables: int, rows: int) -> None:
+        super().__init__()
+        embeddings = [nn.Embedding(rows, self.WIDTH) for _ in range(tables)]
+        for table in embeddings:
+            nn.init.normal_(table.weight, std=tables**-0.5)
+        self.tables = nn.ModuleList(embeddings)
+        self.below = nn.Sequential(
+            *(nn.Linear(self.NUMBERS, 64), nn.ReLU(), nn.Linear(64, self.WIDTH), nn.ReLU())
+        )
+        self.above = nn.Sequential(
+            *(nn.Linear(2 * self.WIDTH, 64), nn.ReLU(), nn.Linear(64, 1), nn.Flatten(0))
+        )
+
+    def forward(self, numbers: Tensor, kinds: Tensor, clicked: Tensor) -> Tensor:
+        below = self.below(numbers)
+        looked_up = [table(kind) for table, kind in zip(self.tables, kinds, strict=True)]
+        all_of = torch.stack([below, *looked_up])
+        pairs = all_of.sum(0).square() - all_of.square().sum(0)
+        return functional.binary_cross_entropy_with_logits(
+            self.above(torch.cat([below, pairs], dim=1)), clicked
+        )
+
+
+def _dlrm(name: str, tables: int, rows: int, batch: int) -> Net:
+    return Net(
+        name,
+        functools.partial(_Recommender, tables, rows),
+        lambda: (
+            torch.randn(batch, _Recommender.NUMBERS),
+            torch.randint(rows, (tables, batch)),
+            torch.randint(2, (batch,)).float(),
+        ),
+        torch.optim.SGD,
+        {"lr": 0.01},
+    )

@@ -1,0 +1,301 @@
+"""Whole training steps of real nets: without a scaler, with torch's and with ampfast's."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+
+import ampfast
+
+from . import counts, goals, providers
+from .cases import GradCase
+from .device_time import EventTimer, Queue, host_timer
+from .goals import WITHOUT
+from .harness import Contender, Effort, Job, Measured, assert_same, interleave
+from .machine import require_memory
+from .models import Net, autocast_dtype, nets
+from .rows import Timed, dtype_name
+from .steps import make_scaler
+
+CLIP = ", clip"
+# What takes the place of `unscale_` and torch's `clip_grad_norm_`; gradients that a fused optimizer
+# unscales are only read.
+CLIP_AT_ONCE = ", clip by the scaler"
+
+SCALE = 2.0**10
+MAX_NORM = 0.1
+PARITY_STEPS = 5
+BAD_STEP = 2
+# Of a clipped update, whose coefficient comes from a norm in float64 and not in float32.
+CLIP_TOLERANCE = 1e-3
+
+# A step is long, so there are few in a sample and more time for all of them.
+STEPS_IN_TURN = 3
+LONGER = 2.0
+# Parameter, gradient and two values of an optimizer, in float32.
+BYTES_PER_ELEMENT = 16
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A net, whether its optimizer is fused, and whether its gradients are clipped."""
+
+    net: Net
+    fused: bool
+    clip: bool
+
+    @property
+    def label(self) -> str:
+        """What the paths begin with."""
+        return f"{'fused ' if self.fused else ''}{self.net.optimizer.__name__}"
+
+    @property
+    def path(self) -> str:
+        """The loop that all providers take, with another scaler or none."""
+        return self.label + (CLIP if self.clip else "")
+
+    @property
+    def at_once(self) -> str:
+        """The loop that only ampfast's scaler can take."""
+        return self.label + CLIP_AT_ONCE
+
+    def paths(self, provider: str) -> list[str]:
+        """What a provider is measured with."""
+        ours = provider not in (WITHOUT, "torch")
+        return [self.path, *([self.at_once] if ours and self.clip else [])]
+
+    def optimizer(self, parameters: Sequence[Tensor]) -> torch.optim.Optimizer:
+        """A new optimizer for some parameters."""
+        make: Callable[..., torch.optim.Optimizer] = self.net.optimizer
+        return make(parameters, fused=self.fused or None, **self.net.options)
+
+
+@dataclass
+class Student:
+    """Parameters with an optimizer and a scaler, if any, and the end of their step."""
+
+    plan: Plan
+    path: str
+    provider: str
+    parameters: Sequence[Tensor]
+    optimizer: torch.optim.Optimizer
+    scaler: torch.amp.GradScaler | None
+
+    def scaled(self, loss: Tensor) -> Tensor:
+        """What the backward pass begins with."""
+        return loss if self.scaler is None else self.scaler.scale(loss)
+
+    def state(self) -> list[Tensor]:
+        """Scale and growth tracker, if there is a scaler."""
+        return [] if self.scaler is None else scaler_state(self.scaler)
+
+    def finish(self) -> None:
+        """What follows the backward pass."""
+        scaler, optimizer = self.scaler, self.optimizer
+        if self.path == self.plan.at_once and isinstance(scaler, ampfast.GradScaler):
+            scaler.clip_grad_norm_(optimizer, MAX_NORM, in_place=not self.plan.fused)
+        elif self.plan.clip:
+            if scaler is not None:
+                scaler.unscale_(optimizer)
+            torch.nn.utils.clip_grad_norm_(self.parameters, MAX_NORM)
+        if scaler is None:
+            optimizer.step()
+        else:
+            scaler.step(optimizer)
+            scaler.update()
+
+
+@dataclass(frozen=True)
+class Lesson:
+    """A module with its batch, and the precision of its forward pass."""
+
+    module: nn.Module
+    inputs: tuple[Tensor, ...]
+    dtype: torch.dtype
+
+    def loss(self) -> Tensor:
+        """The loss of a forward pass: 0-dim float32, on the device of the inputs."""
+        with torch.autocast(self.inputs[0].device.type, dtype=self.dtype):
+            return self.module(*self.inputs)
+
+    def step(self, student: Student) -> Callable[[int], None]:
+        """One iteration of a training loop, as one would write it."""
+
+        def call(number: int) -> None:
+            student.optimizer.zero_grad()
+            student.scaled(self.loss()).backward()
+            student.finish()
+
+        return call
+
+
+def jobs(effort: Effort, device: torch.device, queue: Queue | None) -> list[Job]:
+    """One job for each net, kind of optimizer, and whether it clips; `queue` is that of a GPU."""
+    plans = [
+        Plan(net, fused, clip)
+        for net in nets(device)
+        for fused in (False, True)
+        for clip in (False, True)
+    ]
+    return [
+        Job(
+            f"{plan.net.name}, {plan.path}", functools.partial(measure, plan, device, effort, queue)
+        )
+        for plan in plans
+    ]
+
+
+def measure(
+    plan: Plan, device: torch.device, effort: Effort, queue: Queue | None = None
+) -> Measured:
+    """Times steps of one net, its optimizer and its batch, with each scaler in turn.
+
+    Raises:
+        AssertionError: If scale, tracker or parameters are not torch's, or a step was skipped while
+            timed.
+        MemoryError: If the net would not fit.
+    """
+    names, notes = providers.available(device)
+    case = GradCase(plan.net.name, plan.net.shapes())
+    copies = 1 + sum(len(plan.paths(name)) for name in names)
+    require_memory(copies * BYTES_PER_ELEMENT * case.elements + plan.net.step_bytes, device)
+    dtype, reasons = autocast_dtype(device)
+    measured = Measured(notes=notes + [f"training: {reason}" for reason in reasons])
+    module, inputs = plan.net.made(device)
+    lesson = Lesson(module, inputs, dtype)
+    assert_parity(plan, lesson, names)
+
+    # All of them step the same parameters with the same optimizer, so that nothing but the scaler
+    # tells them apart.
+    parameters = list(module.parameters())
+    optimizer = plan.optimizer(parameters)
+    students = [
+        Student(
+            *(plan, path, name, parameters, optimizer),
+            None if name == WITHOUT else make_scaler(name, device, SCALE),
+        )
+        for name in (WITHOUT, "torch", *names)
+        for path in plan.paths(name)
+    ]
+    contenders = [
+        # No call can be queued behind a whole step, which is longer than a queue.
+        Contender(student.path, student.provider, lesson.step(student), waits=True)
+        for student in students
+    ]
+    counted: dict[tuple[str, str], counts.Counts | None] = {}
+    host = None
+    longer = replace(effort, comparison_s=LONGER * effort.comparison_s)
+    if queue is None:
+        timer_name, samples = "wall", interleave(contenders, longer, cycle=STEPS_IN_TURN)
+    else:
+        counted = counts.of_contenders(contenders, queue)
+        host = interleave(contenders, replace(effort, sample_s=0.0), timer=host_timer(queue))
+        timer_name = "loop"
+        samples = interleave(contenders, longer, STEPS_IN_TURN, EventTimer(queue, {}))
+    _assert_no_skip(students)
+
+    timed = Timed(
+        *("training", case, torch.float32, 1, contenders, samples, timer_name),
+        host=host,
+        counts=counted,
+        replaces={plan.at_once: plan.path},
+    )
+    without = (plan.path, WITHOUT)
+    for row in timed.rows():
+        over = samples.ratio((row.path, row.provider), without).p50
+        measured.rows.append(
+            replace(
+                row,
+                dtype=dtype_name(dtype),
+                over_none=None if row.provider == WITHOUT else over,
+                tensors=len(case.shapes),
+                elements=case.elements,
+            )
+        )
+    place = goals.Place(
+        *(case.name, case.name, dtype_name(dtype), case.list_bytes(torch.float32)),
+        None if queue is None else 0,
+    )
+    for student in students:
+        if student.provider in names:
+            key = (student.path, student.provider)
+            measured.goals += goals.of_training(place, key, without, samples)
+    return measured
+
+
+def assert_parity(plan: Plan, lesson: Lesson, names: Sequence[str]) -> None:
+    """Trains the module with torch's scaler, and copies of its parameters with each of ours.
+
+    Each step's gradients are those of one backward pass, because on a GPU no two of them are alike
+    to the bit. The scale grows, one step finds an infinity, and scale, tracker and parameters are
+    compared after each: bit for bit, but for clipping by the scaler, whose norm is more exact.
+    """
+    device = lesson.inputs[0].device
+    torchs = list(lesson.module.parameters())
+
+    def student(path: str, provider: str, parameters: Sequence[Tensor]) -> Student:
+        scaler = make_scaler(provider, device, SCALE)
+        scaler.set_growth_interval(2)
+        return Student(plan, path, provider, parameters, plan.optimizer(parameters), scaler)
+
+    theirs = student(plan.path, "torch", torchs)
+    ours = [
+        student(path, name, [p.detach().clone().requires_grad_() for p in torchs])
+        for name in names
+        for path in plan.paths(name)
+    ]
+    for step in range(PARITY_STEPS):
+        theirs.optimizer.zero_grad()
+        loss = lesson.loss()
+        scaled = theirs.scaled(loss)
+        scaled.backward()
+        if step == BAD_STEP:
+            _gradient(torchs[len(torchs) // 2]).view(-1)[-1] = math.inf
+        for each in ours:
+            what = f"{plan.net.name}, {each.path} by {each.provider}, step {step}"
+            assert_same([each.scaled(loss.detach())], [scaled.detach()], f"loss of {what}")
+            for parameter, their in zip(each.parameters, torchs, strict=True):
+                parameter.grad = _gradient(their).clone()
+        for each in (theirs, *ours):
+            each.finish()
+        for each in ours:
+            what = f"{plan.net.name}, {each.path} by {each.provider}, step {step}"
+            assert_same(each.state(), theirs.state(), f"scale and tracker of {what}")
+            if each.path == plan.path:
+                assert_same(each.parameters, torchs, f"parameters of {what}")
+                continue
+            most = CLIP_TOLERANCE * plan.net.options["lr"]
+            for parameter, their in zip(each.parameters, torchs, strict=True):
+                torch.testing.assert_close(parameter, their, rtol=1e-5, atol=most)
+    theirs.optimizer.zero_grad()
+
+
+def scaler_state(scaler: torch.amp.GradScaler) -> list[Tensor]:
+    """The scale and the growth tracker of a scaler that has been used."""
+    if scaler._scale is None or scaler._growth_tracker is None:
+        raise ValueError("nothing was scaled yet")
+    return [scaler._scale, scaler._growth_tracker]
+
+
+def _gradient(parameter: Tensor) -> Tensor:
+    if parameter.grad is None:
+        raise AssertionError("a parameter took no part in the loss")
+    return parameter.grad
+
+
+def _assert_no_skip(students: Sequence[Student]) -> None:
+    """A step that is skipped lacks the optimizer's work: its time would flatter."""
+    for student in students:
+        if student.scaler is not None and student.scaler.get_scale() != SCALE:
+            raise AssertionError(
+                f"{student.plan.net.name}, {student.path} by {student.provider}: a step was "
+                "skipped while timed"
+            )
+    norms = [parameter.detach().abs().max() for parameter in students[0].parameters]
+    if not bool(torch.stack(norms).isfinite().all()):
+        raise AssertionError(f"{students[0].plan.net.name}: parameters overflowed while timed")
