@@ -48,7 +48,7 @@ endef
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: FORCE bench build build-cuda check clean demo distclean docs format gpu help python test \
+.PHONY: FORCE bench bench-compare build build-cuda check clean demo distclean docs format gpu help python test \
 	test-trainers test-triton36
 
 help:  ## show this list
@@ -61,8 +61,13 @@ demo: build/built  ## train a small net with torch's scaler and with ours, and c
 test: build/built  ## run the tests
 	$(RUN) -m pytest $(ARGS)
 
-bench: build/built  ## measure against torch
-	$(RUN) -m benchmarks $(ARGS)
+bench: build/built  ## measure against torch in under ten minutes; build/bench/report.html
+	$(RUN) -m benchmarks --folder build/bench --limit 530 $(ARGS)
+
+bench-compare: | $(READY)  ## what changed between two result files: A=before.json B=after.json
+	@[ -n "$(A)" ] && [ -n "$(B)" ] || { echo "say which: make bench-compare A=before.json B=after.json" \
+		>&2; exit 2; }
+	$(RUN) -m benchmarks compare "$(A)" "$(B)" $(ARGS)
 
 gpu: build/built  ## with the PYTHON of a GPU machine as it is: all tests, sanitizer, benchmarks
 	$(RUN) tests/gpu $(ARGS)

@@ -1,4 +1,4 @@
-"""Command line: measure, or turn a result file into the README's performance section or a plot."""
+"""Command line: measure, or make a page, a comparison or a picture of what was measured."""
 
 from __future__ import annotations
 
@@ -7,20 +7,24 @@ import functools
 import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
+from ampfast import backends
+
 from . import (
     clipping,
+    commands,
     growth,
     host_time,
     kernels,
     memory,
     mlp_amp,
+    outputs,
     plot,
     ranks,
-    readme,
     report,
     steps,
     terminal,
@@ -32,6 +36,7 @@ from .device_time import CudaQueue
 from .ending import Request, requests_to_end
 from .harness import FULL, GPU_FULL, GPU_QUICK, QUICK, Effort, Job, Measured
 from .machine import default_device, new_results
+from .outputs import Outputs
 from .results import Results
 from .rows import dtype_name
 from .terminal import Terminal
@@ -50,10 +55,8 @@ GPU_LIMIT_S = {False: 330.0, True: 105.0}
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit code."""
     arguments = sys.argv[1:] if arguments is None else list(arguments)
-    if arguments[:1] == ["readme"]:
-        return _readme(arguments[1:])
-    if arguments[:1] == ["plot"]:
-        return _plot(arguments[1:])
+    if arguments and arguments[0] in commands.COMMANDS:
+        return commands.run(arguments[0], arguments[1:])
     return _bench(arguments)
 
 
@@ -62,8 +65,8 @@ def _bench(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks",
         description="Measures ampfast against torch, after comparing their results.",
-        epilog="`python -m benchmarks readme FILE` prints a result file as Markdown, "
-        "`python -m benchmarks plot FILE PICTURE` draws it.",
+        epilog="Result files are the input of `python -m benchmarks page`, `compare`, `readme` and "
+        "`plot`; each has a --help.",
     )
     parser.add_argument("--quick", action="store_true", help="fewer lists, shorter comparisons")
     parser.add_argument(
@@ -93,45 +96,82 @@ def _bench(arguments: Sequence[str]) -> int:
     parser.add_argument(
         "--limit", type=_positive, metavar="SECONDS", help="start no further part after that"
     )
+    parser.add_argument(
+        "--folder",
+        type=Path,
+        metavar="FOLDER",
+        help=f"write {outputs.JSON}, {outputs.CSV}, {outputs.PAGE} and pictures there; "
+        f"earlier results go to its folder {outputs.EARLIER}",
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write rows and goals there")
     parser.add_argument("--csv", type=Path, metavar="FILE", help="write rows there")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the kernels there")
+    parser.add_argument(
+        "--plot",
+        type=commands.ends_in(plot.ENDING),
+        metavar="FILE",
+        help=f"draw the kernels there; it ends in {plot.ENDING}",
+    )
     options = parser.parse_args(arguments)
     for path in (options.json, options.csv, options.plot):
         if path is not None and not path.parent.is_dir():
             parser.error(f"{path.parent} is not a directory")
-    if options.plot is not None and not plot.is_possible():
-        parser.error(plot.MISSING)
+    device = options.device or default_device()
+    try:
+        backends.default_for(device)
+        if options.folder is not None:
+            options.folder.mkdir(parents=True, exist_ok=True)
+    except (OSError, RuntimeError, ValueError) as error:
+        parser.error(str(error))
 
     if options.threads is not None:
         torch.set_num_threads(options.threads)
-    device = options.device or default_device()
     on_gpu = device.type == "cuda"
     shown = terminal.make()
+    written = Outputs(shown.line, options.folder, options.json, options.csv, options.plot)
+    effort = _effort(options.quick, on_gpu)
     results = new_results(device)
+    results.asked = {
+        "subjects": list(options.only),
+        "quick": options.quick,
+        "seconds for a comparison": effort.comparison_s,
+        **({"lists": list(options.cases)} if options.cases else {}),
+        **({"dtypes": list(options.dtypes)} if options.dtypes else {}),
+    }
     # Until the last job is done: who is cut off leaves a file that says so.
     results.complete = False
     if (results.machine["load"] or 0) > BUSY:
         shown.line(f"the load is {results.machine['load']:.1f}: other processes disturb timings")
     limit = options.limit or (GPU_LIMIT_S[options.quick] if on_gpu else None)
-    deadline = None if limit is None else started + limit
     chosen = tuple(dtypes[name] for name in options.dtypes) if options.dtypes else None
     exit_code = INTERRUPTED
     try:
         with requests_to_end() as request:
-            effort = _effort(options.quick, on_gpu)
             jobs = _jobs(options.only, device, effort, options.cases, chosen)
-            exit_code = _run(jobs, results, shown, options.json, deadline, request)
+            exit_code = _run(jobs, results, shown, written, Clock(started, limit), request)
     except KeyboardInterrupt:
         shown.line("stopped; what was measured so far follows")
     finally:
-        _write(results, options.json, options.csv)
+        written.finish(results)
     report.show(results, shown.table)
     for note in results.notes:
         shown.line(note)
-    if options.plot is not None:
-        exit_code = max(exit_code, _draw(results, options.plot))
-    return exit_code
+    return max(exit_code, int(written.failed))
+
+
+@dataclass(frozen=True)
+class Clock:
+    """Seconds since a run began, and how many it may take."""
+
+    started: float
+    limit: float | None
+
+    @property
+    def seconds(self) -> float:
+        return time.monotonic() - self.started
+
+    @property
+    def is_up(self) -> bool:
+        return self.limit is not None and self.seconds > self.limit
 
 
 def _effort(quick: bool, on_gpu: bool) -> Effort:
@@ -182,17 +222,14 @@ def _run(
     jobs: Sequence[tuple[str, Job]],
     results: Results,
     shown: Terminal,
-    json_file: Path | None,
-    deadline: float | None,
+    written: Outputs,
+    clock: Clock,
     request: Request,
 ) -> int:
-    """Runs the jobs into `results`; what was measured before a failure or Ctrl-C stays there.
-
-    The file is written after each job, so that nothing is lost with a process that is killed.
-    """
+    """Runs the jobs into `results`; what was measured before a failure or Ctrl-C stays there."""
     failed = left_out = False
     for name, job in shown.progress(jobs):
-        if deadline is not None and time.monotonic() > deadline:
+        if clock.is_up:
             left_out = True
             _note(results, shown, f"left out {name}: the time is up")
             continue
@@ -206,15 +243,16 @@ def _run(
             # A smaller machine measures less, which is no failure of what is measured.
             left_out = True
             _note(results, shown, f"skipped {name}: {error}")
-        except (AssertionError, RuntimeError) as error:
+        except Exception as error:
+            # Whatever is wrong with one part, the others are measured.
             failed = True
-            _note(results, shown, f"FAILED {name}: {error}")
+            _note(results, shown, f"FAILED {name}: {str(error) or type(error).__name__}")
         else:
             results.rows += measured.rows
             results.goals += measured.goals
             results.notes += [note for note in measured.notes if note not in results.notes]
-        if json_file is not None:
-            results.write_json(json_file)
+        results.seconds = clock.seconds
+        written.keep(results)
     results.complete = not (failed or left_out)
     return 1 if failed else 0
 
@@ -222,65 +260,6 @@ def _run(
 def _note(results: Results, shown: Terminal, text: str) -> None:
     results.notes.append(text)
     shown.line(text)
-
-
-def _write(results: Results, json_file: Path | None, csv_file: Path | None) -> None:
-    if json_file is not None:
-        results.write_json(json_file)
-    if csv_file is not None:
-        results.write_csv(csv_file)
-
-
-def _draw(results: Results, path: Path) -> int:
-    try:
-        plot.draw(results, path)
-    except (OSError, ValueError) as error:
-        print(error, file=sys.stderr)
-        return 1
-    return 0
-
-
-def _plot(arguments: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks plot",
-        description="Draws bytes per second by list from a result file, beside a copy's.",
-    )
-    parser.add_argument("file", type=Path, help="what --json wrote")
-    parser.add_argument("picture", type=Path, help="where to draw; its ending says the format")
-    options = parser.parse_args(arguments)
-    if not plot.is_possible():
-        parser.error(plot.MISSING)
-    try:
-        results = Results.read_json(options.file)
-    except (OSError, ValueError) as error:
-        print(error, file=sys.stderr)
-        return 1
-    return _draw(results, options.picture)
-
-
-def _readme(arguments: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks readme",
-        description="Prints result files as the Markdown of the README's performance section.",
-    )
-    parser.add_argument("files", type=Path, nargs="+", metavar="file", help="what --json wrote")
-    parser.add_argument(
-        "--write",
-        type=Path,
-        metavar="README",
-        help=f"put it there instead, between {readme.START} and {readme.END}",
-    )
-    options = parser.parse_args(arguments)
-    try:
-        section = readme.markdown(*options.files)
-        if options.write is None:
-            print(section, end="")
-        else:
-            readme.write(options.write, section)
-    except (OSError, ValueError) as error:
-        print(error, file=sys.stderr)
-        return 1
-    return 0
 
 
 def _names_among(known: tuple[str, ...]) -> Callable[[str], tuple[str, ...]]:

@@ -21,6 +21,7 @@ from .results import Results
 REPOSITORY = Path(__file__).resolve().parent.parent
 DEFAULT_CACHE_BYTES = 32 << 20
 DEFAULT_GPU_CACHE_BYTES = 64 << 20
+CONTROL_GROUP = Path("/sys/fs/cgroup")
 
 
 def cores() -> int:
@@ -60,12 +61,38 @@ def available_bytes(device: torch.device) -> int | None:
         gc.collect()
         torch.cuda.empty_cache()
         return torch.cuda.mem_get_info(device)[0]
+    found = [size for size in (_memory("MemAvailable"), _left_to_group()) if size is not None]
+    return min(found, default=None)
+
+
+def _memory(name: str) -> int | None:
+    """A line of what the system says of its memory, in bytes; None where it says nothing."""
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
     except OSError:
         return None
-    found = [int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:")]
+    found = [int(line.split()[1]) << 10 for line in lines if line.startswith(f"{name}:")]
     return found[0] if found else None
+
+
+def _left_to_group(folder: Path = CONTROL_GROUP) -> int | None:
+    """What the limit of a container leaves, in bytes; None without a limit.
+
+    What it has cached of files is given back when somebody needs it.
+    """
+    for limit, used, cached in (
+        ("memory.max", "memory.current", "inactive_file"),
+        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "total_inactive_file"),
+    ):
+        try:
+            most = int((folder / limit).read_text())
+            statistics = (folder / limit).with_name("memory.stat").read_text().splitlines()
+            free = most - int((folder / used).read_text())
+        except (OSError, ValueError):
+            continue  # not this kind of group, or "max"
+        given_back = [int(line.split()[1]) for line in statistics if line.split()[0] == cached]
+        return free + sum(given_back)
+    return None
 
 
 def require_memory(needed: int, device: torch.device) -> None:
@@ -98,6 +125,7 @@ def describe(device: torch.device) -> dict[str, Any]:
         "os": platform.system(),
         "cores": cores(),
         "threads": torch.get_num_threads(),
+        "memory_bytes": _memory("MemTotal"),
         "cache_bytes": cache_bytes(torch.device("cpu")),
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
         "python": platform.python_version(),

@@ -1,104 +1,243 @@
-"""A picture of a run: bytes per second of each provider by list, beside a copy's."""
+"""The pictures of a run: which of its rows are drawn, and how."""
 
 from __future__ import annotations
 
-import importlib.util
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
+from . import svg, whole_files
 from .providers import CHECK, COPY, HALF_COPY, UNSCALE
 from .results import Results, Row
+from .svg import Bar, Curve, Group, Picture
 
-MISSING = "a plot needs matplotlib, which is not installed: pip install matplotlib"
+ENDING = ".svg"
+WITHOUT = "no scaler"
+# Colours that mean the same on every picture; series of other names take the others.
+TONES = {"torch": 0, WITHOUT: 4}
 PATHS = ((UNSCALE, COPY), (CHECK, HALF_COPY))
-COLOURS = {"torch": "#9aa0a6", "triton": "#3b6fb6", "cuda": "#5a9e4b", "cpu": "#3b6fb6"}
-OTHER = "#b07aa1"
+Maker = Callable[[Results], Iterator[Picture]]
 
 
-def is_possible() -> bool:
-    """Whether matplotlib is installed."""
-    return importlib.util.find_spec("matplotlib") is not None
+def pictures(results: Results) -> dict[str, list[Picture]]:
+    """What there is to draw of each subject; subjects of which there is nothing are left out."""
+    drawn = {subject: list(make(results)) for subject, make in MAKERS.items()}
+    return {subject: found for subject, found in drawn.items() if found}
 
 
 def draw(results: Results, path: Path) -> None:
-    """Writes the picture; its format is that of the file's ending.
-
-    One row for each path and one column for each dtype. Bars are providers, a black line is the
-    copy that moves the same bytes, and above a bar stands its percentage of that copy.
+    """Writes the kernels' pictures as one.
 
     Raises:
-        ValueError: If nothing was measured that could be drawn, or the format is unknown.
+        OSError: If it cannot be written.
+        ValueError: If nothing was measured that could be drawn.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    rows = [row for row in results.rows if row.subject == "kernels" and row.gb_s is not None]
-    dtypes = list(dict.fromkeys(row.dtype for row in rows))
-    if not dtypes:
+    kernels = list(_kernels(results))
+    if not kernels:
         raise ValueError("no kernels were measured, so there is nothing to draw")
-    lists = max(len({row.list_name for row in rows if row.dtype == dtype}) for dtype in dtypes)
-    width = max(4.0, 1.1 * lists + 1.5) * len(dtypes)
-    figure = Figure(figsize=(width, 8.5), layout="constrained")
-    FigureCanvasAgg(figure)
-    figure.suptitle(title(results))
-    axes = figure.subplots(len(PATHS), len(dtypes), squeeze=False, sharey="row")
-    for line, (name, copy) in zip(axes, PATHS, strict=True):
-        for axis, dtype in zip(line, dtypes, strict=True):
-            _panel(axis, [row for row in rows if row.dtype == dtype], name, copy)
-            axis.set_title(f"{name}, {dtype}")
-        # Shared by the line, so it is set when the last panel is drawn; room for the labels above.
-        shown = [row.gb_s for row in rows if row.path in (name, copy)]
-        line[0].set_ylim(0, 1.2 * max(shown, default=1.0))
-        line[0].set_ylabel("GB/s (higher is better)")
-    # One legend for all: a provider may be missing from one panel.
-    named = {}
-    for axis in axes.flat:
-        handles, labels = axis.get_legend_handles_labels()
-        named.update(zip(labels, handles, strict=True))
-    figure.legend(named.values(), named.keys(), loc="outside lower center", ncols=len(named))
-    figure.savefig(path, dpi=120)
-
-
-def title(results: Results) -> str:
-    """The machine, the versions, and what the picture does not say by itself."""
-    machine = results.machine
-    what = machine.get("gpu") or machine.get("cpu")
-    versions = f"torch {results.torch}, commit {results.commit or 'unknown'}"
     unfinished = "" if results.complete else " (the run was not complete)"
-    return (
-        f"{what}, {versions}{unfinished}\n"
-        "black: a copy that moves the same bytes; above a bar: percent of that copy"
+    title = f"{results.place}, {results.versions}{unfinished}"
+    whole_files.write(path, svg.stacked("kernels", title, kernels).file())
+
+
+def write_all(found: Sequence[Picture], folder: Path) -> None:
+    """Writes a file for each; pictures of an earlier run go away.
+
+    Raises:
+        OSError: If one cannot be written.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    for picture in found:
+        whole_files.write(folder / f"{picture.name}{ENDING}", picture.file())
+    kept = {f"{picture.name}{ENDING}" for picture in found}
+    for file in folder.glob(f"*{ENDING}"):
+        if file.name not in kept:
+            file.unlink()
+
+
+def shown(provider: str) -> str:
+    """A provider as a reader knows it."""
+    names = {"torch": "torch", "none": WITHOUT, "cpu": "ampfast"}
+    return names.get(provider, f"ampfast, {provider}")
+
+
+def _host(results: Results) -> Iterator[Picture]:
+    """Host time by number of parameters, of the calls that torch has too."""
+    rows = [row for row in results.rows if row.subject == "host" and row.host_us_p50]
+    paths = {row.path for row in rows if row.provider == "torch"}
+    groups = _groups(
+        [row for row in rows if row.path in paths],
+        lambda row: f"{row.case.partition('x')[0]} parameters, {row.path}",
+        lambda row: row.host_us_p50,
+        lambda row: f"{row.host_us_p50:,.1f}{_faster(row)}",
     )
-
-
-def _panel(axis: Any, rows: Sequence[Row], path: str, copy: str) -> None:
-    lists = list(dict.fromkeys(row.list_name for row in rows))
-    providers = list(dict.fromkeys(row.provider for row in rows if row.path == path))
-    width = 0.8 / max(1, len(providers))
-    for index, provider in enumerate(providers):
-        found = {row.list_name: row for row in rows if (row.path, row.provider) == (path, provider)}
-        places = [lists.index(name) + (index + 0.5) * width - 0.4 for name in found]
-        bars = axis.bar(
-            places,
-            [row.gb_s for row in found.values()],
-            width,
-            label=provider,
-            color=COLOURS.get(provider, OTHER),
+    if groups:
+        yield _bars(
+            "host",
+            "Host time of the scaler's calls",
+            "microseconds (lower is better)",
+            groups,
         )
-        labels = [
-            "" if row.percent_of_copy is None else f"{row.percent_of_copy:.0f}%"
-            for row in found.values()
-        ]
-        axis.bar_label(bars, labels, fontsize=7, rotation=90, padding=2)
-    copies = {row.list_name: row.gb_s for row in rows if row.path == copy}
-    axis.hlines(
-        list(copies.values()),
-        [lists.index(name) - 0.45 for name in copies],
-        [lists.index(name) + 0.45 for name in copies],
-        colors="black",
-        label="copy",
+
+
+def _kernels(results: Results) -> Iterator[Picture]:
+    """Bytes a second by list, one picture for each path and dtype, beside a copy's."""
+    rows = [row for row in results.rows if row.subject == "kernels" and row.gb_s is not None]
+    for path, copy in PATHS:
+        for dtype in dict.fromkeys(row.dtype for row in rows):
+            here = [row for row in rows if row.dtype == dtype]
+            copies = {row.list_name: row.gb_s for row in here if row.path == copy}
+            groups = _groups(
+                [row for row in here if row.path == path],
+                lambda row: row.list_name,
+                lambda row: row.gb_s,
+                lambda row: "" if row.percent_of_copy is None else f"{row.percent_of_copy:.0f}%",
+                copies,
+            )
+            if groups:
+                yield _bars(
+                    f"{path}-{dtype}",
+                    f"{path}, {dtype}: bytes a second, and percent of a copy's",
+                    "GB/s (higher is better)",
+                    groups,
+                    mark="a copy that moves as many bytes",
+                )
+
+
+def _speedups(subject: str, title: str) -> Maker:
+    """Times as fast as torch, one picture for each dtype."""
+
+    def make(results: Results) -> Iterator[Picture]:
+        rows = [row for row in results.rows if row.subject == subject and row.vs_torch]
+        for dtype in dict.fromkeys(row.dtype for row in rows):
+            here = [row for row in rows if row.dtype == dtype]
+            several = len({row.provider for row in here}) > 1
+            groups = _groups(
+                here,
+                lambda row: row.list_name,
+                lambda row: row.vs_torch,
+                lambda row: f"{row.vs_torch:.2f}x",
+                series=_path_and_provider if several else _path,
+            )
+            yield _bars(
+                f"{subject}-{dtype}",
+                f"{title}, {dtype}",
+                "times as fast as torch (higher is better; the line: as fast)",
+                groups,
+                limit=1.0,
+            )
+
+    return make
+
+
+def _over_none(subject: str, title: str, without: str) -> Maker:
+    """Time over that of the same without a scaler."""
+
+    def make(results: Results) -> Iterator[Picture]:
+        rows = [row for row in results.rows if row.subject == subject and row.over_none]
+        groups = _groups(
+            rows,
+            lambda row: ", ".join(dict.fromkeys((row.case, row.path))),
+            lambda row: row.over_none,
+            lambda row: f"{row.over_none:.3f}",
+        )
+        if groups:
+            yield _bars(
+                subject,
+                title,
+                f"time over that of {without} (lower is better; the line: alike)",
+                groups,
+                limit=1.0,
+            )
+
+    return make
+
+
+def _growth(results: Results) -> Iterator[Picture]:
+    """Time against tensors and against elements, a curve for each provider."""
+    rows = [row for row in results.rows if row.subject == "growth" and row.ms_p50]
+    for path in dict.fromkeys(row.path for row in rows):
+        here = [row for row in rows if row.path == path]
+        by_tensors = len({row.tensors for row in here}) > 1
+        across = "tensors" if by_tensors else "elements"
+        points: dict[str, dict[int, float]] = {}
+        for row in here:
+            x = row.tensors if by_tensors else row.elements
+            if x and row.ms_p50:
+                points.setdefault(shown(row.provider), {})[x] = row.ms_p50
+        lines = [Curve(name, tuple(sorted(found.items()))) for name, found in points.items()]
+        if not lines:
+            continue
+        title = f"Time of unscale_ and update against the number of {across}"
+        ends = (
+            f"{line.series} from {line.points[0][1]:.3g} ms at {line.points[0][0]:,} to "
+            f"{line.points[-1][1]:.3g} ms at {line.points[-1][0]:,}"
+            for line in lines
+        )
+        yield svg.curves(
+            f"growth-{across}",
+            title,
+            "; ".join(ends),
+            (across, "milliseconds (lower is better)"),
+            lines,
+            svg.tones_of([line.series for line in lines], TONES),
+        )
+
+
+def _groups(
+    rows: Sequence[Row],
+    name: Callable[[Row], str],
+    value: Callable[[Row], float | None],
+    label: Callable[[Row], str],
+    marks: dict[str, float | None] | None = None,
+    series: Callable[[Row], str] = lambda row: shown(row.provider),
+) -> list[Group]:
+    """The rows as bars, grouped by a name."""
+    found: dict[str, list[Bar]] = {}
+    for row in rows:
+        length = value(row)
+        if length is not None:
+            found.setdefault(name(row), []).append(Bar(series(row), length, label(row)))
+    return [Group(name, tuple(bars), (marks or {}).get(name)) for name, bars in found.items()]
+
+
+def _bars(
+    name: str,
+    title: str,
+    axis: str,
+    groups: Sequence[Group],
+    mark: str = "",
+    limit: float | None = None,
+) -> Picture:
+    series = [bar.series for group in groups for bar in group.bars]
+    told = (
+        f"{group.name}: " + ", ".join(f"{bar.series} {bar.value:.4g}" for bar in group.bars)
+        for group in groups
     )
-    axis.set_xticks(range(len(lists)), lists, rotation=35, ha="right")
-    axis.grid(axis="y", alpha=0.3)
-    axis.set_axisbelow(True)
+    tones = svg.tones_of(series, TONES)
+    return svg.bars(
+        name, title, f"{axis}; {'; '.join(told)}", axis, groups, tones, mark=mark, limit=limit
+    )
+
+
+def _path(row: Row) -> str:
+    return row.path
+
+
+def _path_and_provider(row: Row) -> str:
+    return f"{row.path}, {row.provider}"
+
+
+def _faster(row: Row) -> str:
+    return "" if row.vs_torch is None else f" ({row.vs_torch:.1f}x faster)"
+
+
+MAKERS: dict[str, Maker] = {
+    "mlp": _over_none("mlp", "A perceptron's epochs", "autocast without a scaler"),
+    "training": _over_none("training", "Whole training steps", "the step without a scaler"),
+    "growth": _growth,
+    "host": _host,
+    "kernels": _kernels,
+    "steps": _speedups("steps", "Whole steps of the scaler"),
+    "clip": _speedups("clip", "Unscaling and clipping"),
+    "ranks": _speedups("ranks", "Ranks that share a list"),
+}

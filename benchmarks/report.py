@@ -3,11 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from .results import Goal, Results, Row
 
-COLOURS = {"met": "green", "met within spread": "yellow", "not met": "red"}
+# What a column is called, what it reads, and how many decimals it has, where that is not as usual.
+Column = tuple[str, Callable[["Row"], "float | None"], "int | None"]
+
+COLOURS = {
+    "met": "green",
+    "met within spread": "yellow",
+    "not met": "red",
+    "faster": "green",
+    "fewer": "green",
+    "slower": "red",
+    "more": "red",
+}
 
 
 @dataclass
@@ -48,23 +59,59 @@ class Table:
 
 def show(results: Results, show_table: Callable[[Table], object]) -> None:
     """Hands over the tables of all that was measured."""
-    for title, subject, make in (
-        ("Host time of the scaler, whole calls", "host", host_table),
-        ("Kernels over gradient lists", "kernels", kernel_table),
-        ("Whole steps of the scaler, scale(loss) to update()", "steps", step_table),
-        ("Unscaling and clipping by the norm, whole calls", "clip", step_table),
-        ("What noting something of each parameter costs", "tracking", tracking_table),
-        ("Memory on top of the gradients", "memory", memory_table),
-        ("Ranks that share a list, sharded scalers", "ranks", rank_table),
-        ("A perceptron in mixed precision, epochs", "mlp", training_table),
-        ("Training steps of whole nets", "training", training_table),
-        ("Growth of unscale_ and update", "growth", growth_table),
-    ):
-        rows = [row for row in results.rows if row.subject == subject]
-        if rows:
-            show_table(make(title, rows))
+    for part in parts_of(results):
+        show_table(part.make(part.title, part.rows))
     if results.goals:
         show_table(goal_table(results.goals))
+
+
+@dataclass(frozen=True)
+class Part:
+    """The rows of one subject: what they are called, how they were taken, and their table."""
+
+    subject: str
+    title: str
+    how: str
+    make: Callable[[str, Sequence[Row]], Table]
+    rows: tuple[Row, ...] = ()
+
+
+def parts_of(results: Results) -> list[Part]:
+    """One part for each subject of which there are rows, known or not."""
+    rows: dict[str, list[Row]] = {}
+    for row in results.rows:
+        rows.setdefault(row.subject, []).append(row)
+    known = {part.subject: part for part in PARTS}
+    order = [subject for subject in known if subject in rows]
+    order += [subject for subject in rows if subject not in known]
+    return [
+        replace(
+            known.get(subject, Part(subject, subject.capitalize(), "", any_table)),
+            rows=tuple(rows[subject]),
+        )
+        for subject in order
+    ]
+
+
+def any_table(title: str, rows: Sequence[Row]) -> Table:
+    """A table of the columns that have values."""
+
+    def given(columns: Sequence[Column]) -> list[Column]:
+        return [column for column in columns if any(column[1](row) is not None for row in rows)]
+
+    numbers = given(ANY_NUMBERS)
+    table = Table(title, ANY_NAMES, tuple(name for name, _, _ in numbers))
+    place = None
+    for row in rows:
+        if place not in (None, (row.case, row.path)):
+            table.add_section()
+        place = (row.case, row.path)
+        cells = (
+            number(read(row)) if digits is None else _fixed(read(row), digits)
+            for _, read, digits in numbers
+        )
+        table.add(row.list_name, row.dtype, row.path, row.provider, *cells)
+    return table
 
 
 def host_table(title: str, rows: Sequence[Row]) -> Table:
@@ -174,9 +221,9 @@ def training_table(title: str, rows: Sequence[Row]) -> Table:
         place = row.case
         table.add(
             *(row.case, row.dtype, row.path, row.provider),
-            *(f"{row.tensors:,}", f"{row.elements:,}"),
+            *(_fixed(row.tensors, 0), _fixed(row.elements, 0)),
             *map(number, (row.ms_p20, row.ms_p50, row.ms_p80, row.vs_torch)),
-            "-" if row.over_none is None else f"{row.over_none:.3f}",
+            _fixed(row.over_none, 3),
             *(_on_gpu(row) if on_gpu else ()),
         )
     return table
@@ -224,3 +271,102 @@ def number(value: float | None, factor: float = 1.0) -> str:
 def _on_gpu(row: Row) -> tuple[str, ...]:
     counts = ("-" if count is None else str(count) for count in (row.launches, row.syncs))
     return number(row.host_us_p50), *counts, row.timer or "-"
+
+
+def _fixed(value: float | None, digits: int) -> str:
+    return "-" if value is None else f"{value:,.{digits}f}"
+
+
+ANY_NAMES = ("case", "dtype", "path", "provider")
+ANY_NUMBERS: tuple[Column, ...] = (
+    ("tensors", lambda row: row.tensors, 0),
+    ("elements", lambda row: row.elements, 0),
+    ("ms p20", lambda row: row.ms_p20, None),
+    ("p50", lambda row: row.ms_p50, None),
+    ("p80", lambda row: row.ms_p80, None),
+    ("x torch", lambda row: row.vs_torch, None),
+    ("over none", lambda row: row.over_none, 3),
+    ("ns each", lambda row: row.ns_each, None),
+    ("GB/s", lambda row: row.gb_s, None),
+    ("% of copy", lambda row: row.percent_of_copy, None),
+    ("host us", lambda row: row.host_us_p50, None),
+    ("x torch on the host", lambda row: row.host_vs_torch, None),
+    ("kernels", lambda row: row.launches, 0),
+    ("copies", lambda row: row.copies, 0),
+    ("syncs", lambda row: row.syncs, 0),
+)
+
+PARTS = (
+    Part(
+        "mlp",
+        "A perceptron in mixed precision, epochs",
+        "Forward, backward and optimizer; the epochs of all modes take turns, and all begin with "
+        "the same parameters. Over none is over autocast without a scaler.",
+        training_table,
+    ),
+    Part(
+        "training",
+        "Training steps of whole nets",
+        "Forward, backward, clipping where it is named, and the optimizer's step. Over none is the "
+        "time over that of the same step without a scaler, round by round.",
+        training_table,
+    ),
+    Part(
+        "growth",
+        "Growth of unscale_ and update",
+        "Lists of more and more tensors of one size, and one tensor of more and more elements. A "
+        "slope is that of the line through the larger points: nanoseconds for each one more.",
+        growth_table,
+    ),
+    Part(
+        "host",
+        "Host time of the scaler, whole calls",
+        "Parameters of four elements, so that only the overhead is left: the wall time until the "
+        "call returns, in microseconds. What torch has no call for is compared with the calls that "
+        "it replaces.",
+        host_table,
+    ),
+    Part(
+        "kernels",
+        "Kernels over gradient lists",
+        "One pass over a list that is there already. A cold list is one of many that take turns, "
+        "so that none is found in the cache. GB/s are the bytes that the work must move (a check "
+        "reads the list, unscaling also writes it) over the median; a copy moves as many in one "
+        "piece.",
+        kernel_table,
+    ),
+    Part(
+        "steps",
+        "Whole steps of the scaler, scale(loss) to update()",
+        "With optimizers that do nothing, so that the scaler's part alone is timed; fused is an "
+        "optimizer that takes the scale and the flag itself.",
+        step_table,
+    ),
+    Part(
+        "clip",
+        "Unscaling and clipping by the norm, whole calls",
+        "Torch's unscale_ and clip_grad_norm_ against one call; in_place=False leaves the "
+        "gradients to the optimizer.",
+        step_table,
+    ),
+    Part(
+        "tracking",
+        "What noting something of each parameter costs",
+        "The same pass with and without; the last column is over the pass without, by medians.",
+        tracking_table,
+    ),
+    Part(
+        "memory",
+        "Memory on top of the gradients",
+        "Each call in a process of its own: the rise of its resident set, and the peak of what it "
+        "asked of torch's allocator.",
+        memory_table,
+    ),
+    Part(
+        "ranks",
+        "Ranks that share a list, sharded scalers",
+        "Each process has its part of every tensor; times are those of the slowest rank of a "
+        "round.",
+        rank_table,
+    ),
+)

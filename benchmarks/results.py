@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import csv
+import io
 import json
 import statistics
+import typing
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+from . import whole_files
+
+# Of the files. Those of the first did not name it, nor what was asked for.
+FORMAT = 2
+READABLE = (1, 2)
+SENSES = ("<=", "<", ">=")
 # Of the limit. Identical contenders differ by up to 2% on a quiet machine.
 CLOSE = 0.05
 
@@ -168,7 +176,7 @@ class Results:
     """Everything that a run measured.
 
     `complete` turns false where a part was cut off, failed or did not fit; `notes` say what is
-    missing, and why.
+    missing, and why. `asked` is what the run was to do, and `seconds` how long it took.
     """
 
     machine: dict[str, Any]
@@ -181,37 +189,108 @@ class Results:
     rows: list[Row] = field(default_factory=list)
     goals: list[Goal] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    asked: dict[str, Any] = field(default_factory=dict)
+    seconds: float | None = None
+
+    @property
+    def place(self) -> str:
+        """Where it was measured, on one line."""
+        of = self.machine
+        place = f"{of.get('cpu')} ({of.get('cores')} cores, threads: {of.get('threads')})"
+        if of.get("gpu"):
+            place = f"{of['gpu']} (driver {of.get('driver') or 'unknown'}), {place}"
+        return place
+
+    @property
+    def versions(self) -> str:
+        """What it was measured with, on one line."""
+        versions = f"torch {self.torch}"
+        if self.machine.get("gpu"):
+            tensors = self.machine.get("tensors_per_launch")
+            versions += f" ({tensors} tensors a launch), triton {self.triton or 'not installed'}"
+        return f"{versions}, commit {self.commit or 'unknown'}"
 
     def write_json(self, path: Path) -> None:
         """Writes all at once, so that who is cut off while writing leaves the file as it was."""
-        content = {**asdict(self), "goals": [goal.as_json() for goal in self.goals]}
-        unfinished = path.with_name(f"{path.name}.part")
-        unfinished.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-        unfinished.replace(path)
+        content = {
+            "format": FORMAT,
+            **asdict(self),
+            "goals": [goal.as_json() for goal in self.goals],
+        }
+        whole_files.write(path, json.dumps(content, indent=1) + "\n")
 
     def write_csv(self, path: Path) -> None:
-        with path.open("w", newline="", encoding="utf-8") as file:
-            table = csv.DictWriter(file, [column.name for column in fields(Row)])
-            table.writeheader()
-            table.writerows(asdict(row) for row in self.rows)
+        """Writes the rows, likewise; what was not measured is empty."""
+        file = io.StringIO()
+        table = csv.DictWriter(file, [column.name for column in fields(Row)])
+        table.writeheader()
+        table.writerows(asdict(row) for row in self.rows)
+        whole_files.write(path, file.getvalue())
 
     @classmethod
     def read_json(cls, path: Path) -> Results:
-        """Reads what `write_json` wrote.
+        """Reads what `write_json` wrote, now or in an earlier version.
 
         Raises:
-            ValueError: If the file is not such a result.
+            OSError: If the file cannot be read.
+            ValueError: If it is not such a result, or of a version that is not known here.
         """
         try:
             content = json.loads(path.read_text(encoding="utf-8"))
-            known = {column.name for column in fields(Goal)}
-            content["rows"] = [Row(**row) for row in content["rows"]]
+            written = content.pop("format", 1) if isinstance(content, dict) else None
+            if written is None or (written == 1 and "rows" not in content):
+                raise ValueError("it holds something else")
+            if written not in READABLE:
+                known = " and ".join(map(str, READABLE))
+                raise ValueError(f"its format is {written!r}, and those known here are {known}")
+            content["rows"] = [_made(Row, row) for row in content["rows"]]
             content["goals"] = [
-                Goal(**{name: value for name, value in goal.items() if name in known})
-                for goal in content["goals"]
+                _made(Goal, goal, extra=("met", "verdict")) for goal in content["goals"]
             ]
-            return cls(**content)
-        except (KeyError, TypeError, AttributeError, ValueError) as error:
+            for goal in content["goals"]:
+                if goal.sense not in SENSES:
+                    raise ValueError(f"sense of a Goal is {goal.sense!r}")
+            results = _made(cls, content)
+            if not all(isinstance(note, str) for note in results.notes):
+                raise TypeError("a note is not a text")
+            return results
+        except json.JSONDecodeError as error:
             raise ValueError(
-                f"{path} is not a result of `python -m benchmarks`: {error}"
+                f"{path} is damaged or was cut off: it is not JSON ({error})"
             ) from error
+        except (KeyError, TypeError, AttributeError, ValueError, RecursionError) as error:
+            raise ValueError(
+                f"{path} is not a result of `python -m benchmarks`: {_told(error)}"
+            ) from error
+
+
+Made = TypeVar("Made", Row, Goal, Results)
+
+
+def _made(kind: type[Made], content: dict[str, Any], extra: Sequence[str] = ()) -> Made:
+    """An object of fields that a file gives, each of the right type.
+
+    A reader of figures would otherwise fail wherever it comes to use one.
+    """
+    given = {name: value for name, value in content.items() if name not in extra}
+    made = kind(**given)
+    for name, wanted in TYPES[kind].items():
+        value = getattr(made, name)
+        origin = typing.get_origin(wanted)
+        allowed = origin if origin in (list, dict) else wanted
+        if isinstance(value, int) and not isinstance(value, bool):
+            value = float(value) if allowed in (float, float | None) else value
+        if not isinstance(value, allowed):
+            raise TypeError(f"{name} of a {kind.__name__} is {value!r}")
+    return made
+
+
+def _told(error: Exception) -> str:
+    missing = f"it has no {error}" if isinstance(error, KeyError) else ""
+    return missing or str(error) or type(error).__name__
+
+
+# Read once, for a file has hundreds of rows.
+TYPES: dict[type, dict[str, Any]] = {
+    kind: typing.get_type_hints(kind) for kind in (Row, Goal, Results)
+}

@@ -44,7 +44,7 @@ def stages(results: Path, copy: Path) -> list[list[Part]]:
     sanitizer += ["--report-api-errors", "no", "--error-exitcode", "9", "--print-limit", "20"]
     unavailable = "Device not supported|is not installed"
     bench = [sys.executable, "-m", "benchmarks", "--only", "kernels,steps", "--limit", "240"]
-    bench += ["--csv", str(copy.with_suffix(".csv")), "--plot", str(copy.with_suffix(".png"))]
+    bench += ["--csv", str(copy.with_suffix(".csv")), "--plot", str(copy.with_suffix(".svg"))]
     before = results.stat().st_mtime_ns if results.exists() else 0
 
     def keep_results() -> None:

@@ -1,0 +1,108 @@
+"""What is made of result files: a page, a comparison, the README's section, a picture."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from . import page, plot, readme, terminal, whole_files
+from .compare import Comparison
+from .results import Results
+
+UNREADABLE = 1
+
+
+def ends_in(*endings: str) -> Callable[[str], Path]:
+    """An argparse type for a file to write: who forgets it would lose a result file."""
+
+    def path(text: str) -> Path:
+        if not text.endswith(endings):
+            raise argparse.ArgumentTypeError(f"{text!r} does not end in {' or '.join(endings)}")
+        return Path(text)
+
+    return path
+
+
+def run(name: str, arguments: Sequence[str]) -> int:
+    """Runs one of `COMMANDS`.
+
+    Returns:
+        0, or 1 if a file cannot be read or written: then nothing was overwritten, and stderr has a
+        line on it. Wrong arguments end the process with 2.
+    """
+    try:
+        COMMANDS[name](arguments)
+    except OSError as error:
+        print(f"{error.filename or name}: {whole_files.reason(error)}", file=sys.stderr)
+        return UNREADABLE
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return UNREADABLE
+    return 0
+
+
+def _page(arguments: Sequence[str]) -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks page",
+        description="Makes one HTML page of result files, which opens from disk and prints.",
+    )
+    parser.add_argument("files", type=Path, nargs="+", metavar="file", help="what --json wrote")
+    parser.add_argument("page", type=ends_in(*page.ENDINGS), help="where to write it")
+    options = parser.parse_args(arguments)
+    page.write([Results.read_json(path) for path in options.files], options.page)
+
+
+def _compare(arguments: Sequence[str]) -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks compare",
+        description="Shows what changed from one result file to another: faster or slower is what "
+        "lies beyond both spreads (p20 to p80). It ends with 0 whatever changed.",
+    )
+    parser.add_argument("first", type=Path, help="what --json wrote")
+    parser.add_argument("second", type=Path, help="what --json wrote, later or elsewhere")
+    parser.add_argument("--all", action="store_true", help="also what lies within the spreads")
+    options = parser.parse_args(arguments)
+    results = [Results.read_json(path) for path in (options.first, options.second)]
+    shown = terminal.make()
+    Comparison.of(*results).show(shown.line, shown.table, options.all)
+
+
+def _plot(arguments: Sequence[str]) -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks plot",
+        description="Draws bytes per second by list from a result file, beside a copy's.",
+    )
+    parser.add_argument("file", type=Path, help="what --json wrote")
+    parser.add_argument("picture", type=ends_in(plot.ENDING), help="where to draw it")
+    options = parser.parse_args(arguments)
+    plot.draw(Results.read_json(options.file), options.picture)
+
+
+def _readme(arguments: Sequence[str]) -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks readme",
+        description="Prints result files as the Markdown of the README's performance section.",
+    )
+    parser.add_argument("files", type=Path, nargs="+", metavar="file", help="what --json wrote")
+    parser.add_argument(
+        "--write",
+        type=Path,
+        metavar="README",
+        help=f"put it there instead, between {readme.START} and {readme.END}, and its pictures "
+        f"into {readme.PICTURES} beside it",
+    )
+    options = parser.parse_args(arguments)
+    if options.write is None:
+        print(readme.markdown(*options.files), end="")
+    else:
+        readme.write(options.write, *options.files)
+
+
+COMMANDS: dict[str, Callable[[Sequence[str]], None]] = {
+    "page": _page,
+    "compare": _compare,
+    "readme": _readme,
+    "plot": _plot,
+}

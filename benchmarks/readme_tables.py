@@ -1,0 +1,287 @@
+"""The tables of the README's performance section: fewer columns than a run prints, to read on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+from . import goals, plot, steps
+from .results import Results, Row
+
+NOT_MEASURED = "not measured"
+
+
+def _against_none(subject: str) -> Callable[[Results], str]:
+    """One line for each case and path, beside the same without a scaler."""
+
+    def make(results: Results) -> str:
+        rows = _of(subject, results.rows)
+        scalers = list(dict.fromkeys(row.provider for row in rows))
+        places = dict.fromkeys((row.case, row.dtype, row.path) for row in rows)
+        lines = []
+        for place in places:
+            here = {row.provider: row for row in rows if (row.case, row.dtype, row.path) == place}
+            cells = []
+            for scaler in scalers:
+                row = here.get(scaler)
+                cells.append(_value(row, lambda row: row.ms_p50, ".1f", missing="-"))
+                if scaler != "none":
+                    cells.append(_value(row, lambda row: row.over_none, ".3f", missing="-"))
+            lines.append((*place, *cells))
+        header = [f"{plot.shown(scaler)}, ms" for scaler in scalers]
+        for index in range(len(scalers), 0, -1):
+            if scalers[index - 1] != "none":
+                header.insert(index, "over none")
+        return _table(("net", "dtype", "step", *header), lines) if rows else ""
+
+    return make
+
+
+def _growth(results: Results) -> str:
+    """What one tensor or one element more costs; nothing if it was not measured."""
+    rows = [row for row in _of("growth", results.rows) if row.ns_each is not None]
+    theirs = {(row.path, row.case): row for row in rows if row.provider == "torch"}
+    lines = [
+        (
+            *(row.path.partition(",")[0], row.case, plot.shown(row.provider)),
+            *(
+                _value(each, lambda row: row.ns_each, ".3g")
+                for each in (theirs.get((row.path, row.case)), row)
+            ),
+            _value(row, lambda row: row.vs_torch, ".2f", "x"),
+        )
+        for row in rows
+        if row.provider != "torch"
+    ]
+    header = ("growth", "over", "scaler", "torch, ns each", "ampfast, ns each", "faster")
+    return _table(header, lines) if rows else ""
+
+
+def _host(results: Results) -> str:
+    """One line for each path of ours, beside the torch calls that it replaces."""
+    lines = []
+    torch_row = None
+    for row in _of("host", results.rows):
+        if row.provider == "torch":
+            torch_row = row
+            continue
+        lines.append(
+            (
+                row.case.partition("x")[0],
+                row.path,
+                _value(torch_row, lambda row: row.host_us_p50, ".1f"),
+                _value(row, lambda row: row.host_us_p50, ".1f"),
+                _value(row, lambda row: row.vs_torch, ".1f", "x"),
+            )
+        )
+    return _table(("parameters", "host time of", "torch, us", "ampfast, us", "faster"), lines)
+
+
+def _kernels(results: Results) -> str:
+    """One line for each list, dtype and, on a GPU, backend."""
+    rows = _of("kernels", results.rows)
+    places = dict.fromkeys(
+        (row.list_name, row.dtype, row.provider) for row in rows if row.provider != "torch"
+    )
+    on_gpu = bool(results.machine.get("gpu"))
+    lines = []
+    for name, dtype, backend in places:
+        here = [row for row in rows if (row.list_name, row.dtype) == (name, dtype)]
+        ours = {row.path: row for row in here if row.provider == backend}
+        theirs = {row.path: row for row in here if row.provider == "torch"}
+        lines.append(
+            (
+                *(name, dtype, *((backend,) if on_gpu else ())),
+                _value(theirs.get("unscale"), lambda row: row.ms_p50, ".3f"),
+                _value(ours.get("unscale"), lambda row: row.ms_p50, ".3f"),
+                _value(ours.get("unscale"), lambda row: row.vs_torch, ".2f", "x"),
+                _value(ours.get("unscale"), lambda row: row.percent_of_copy, ".0f", "%"),
+                _value(ours.get("check"), lambda row: row.ms_p50, ".3f"),
+                _value(ours.get("check"), lambda row: row.vs_torch, ".2f", "x"),
+                *(
+                    (_value(ours.get("check"), lambda row: row.percent_of_copy, ".0f", "%"),)
+                    if on_gpu
+                    else ()
+                ),
+            )
+        )
+    return _table(
+        (
+            *("gradients", "dtype", *(("backend",) if on_gpu else ())),
+            *("torch, ms", "`unscale_`, ms", "faster", "of a copy", "`check_`, ms", "faster"),
+            *(("of a copy",) if on_gpu else ()),
+        ),
+        lines,
+    )
+
+
+def _steps(results: Results) -> str:
+    """Whole steps on a GPU; a CPU's are in the first table. Nothing if none were measured."""
+    rows = _of("steps", results.rows)
+    if not rows or not results.machine.get("gpu"):
+        return ""
+    lines = []
+    for row in rows:
+        if row.provider == "torch":
+            continue
+        replaced = steps.REPLACES.get(row.path, row.path)
+        theirs = next(
+            (
+                other
+                for other in rows
+                if (other.list_name, other.dtype, other.path, other.provider)
+                == (row.list_name, row.dtype, replaced, "torch")
+            ),
+            None,
+        )
+        lines.append(
+            (
+                *(row.list_name, row.dtype, row.provider, row.path),
+                *(_value(r, lambda row: row.host_us_p50, ".1f") for r in (theirs, row)),
+                _value(row, lambda row: row.host_vs_torch, ".1f", "x"),
+                *(_value(r, lambda row: row.ms_p50, ".3f") for r in (theirs, row)),
+                *(_value(r, lambda row: row.launches, "d") for r in (theirs, row)),
+                *(_value(r, lambda row: row.syncs, "d") for r in (theirs, row)),
+            )
+        )
+    return _table(
+        (
+            *("gradients", "dtype", "backend", "step"),
+            *("torch, host us", "ampfast", "faster"),
+            *("torch, ms", "ampfast", "torch, kernels", "ampfast", "torch, syncs", "ampfast"),
+        ),
+        lines,
+    )
+
+
+def _clipping(results: Results) -> str:
+    """One line for each list, dtype and, on a GPU, backend; nothing if none were measured."""
+    rows = _of("clip", results.rows)
+    if not rows:
+        return ""
+    on_gpu = bool(results.machine.get("gpu"))
+    places = dict.fromkeys(
+        (row.list_name, row.dtype, row.provider) for row in rows if row.provider != "torch"
+    )
+    lines = []
+    for name, dtype, backend in places:
+        here = {
+            (row.path, row.provider): row
+            for row in rows
+            if (row.list_name, row.dtype) == (name, dtype)
+        }
+        ours = [here.get((path, backend)) for path in (goals.CLIP, goals.DEFERRED_CLIP)]
+        lines.append(
+            (
+                *(name, dtype, *((backend,) if on_gpu else ())),
+                _value(here.get((goals.CLIP, "torch")), lambda row: row.ms_p50, ".3f"),
+                *(
+                    cell
+                    for row in ours
+                    for cell in (
+                        _value(row, lambda row: row.ms_p50, ".3f"),
+                        _value(row, lambda row: row.vs_torch, ".2f", "x"),
+                    )
+                ),
+            )
+        )
+    return _table(
+        (
+            *("gradients", "dtype", *(("backend",) if on_gpu else ())),
+            *("unscale + clip, torch, ms", "`clip_grad_norm_`, ms", "faster"),
+            *("`in_place=False`, ms", "faster"),
+        ),
+        lines,
+    )
+
+
+def _memory(results: Results) -> str:
+    """What calls need besides the gradients; nothing on a GPU, where it is not measured."""
+    if results.machine.get("gpu"):
+        return ""
+    lines = [
+        (
+            row.case,
+            f"`{row.path}_`, {'torch' if row.provider == 'torch' else 'ampfast'}",
+            f"{(row.list_bytes or 0) / (1 << 20):.0f}",
+            _value(row, lambda row: row.extra_bytes, ",.0f"),
+            _value(row, lambda row: row.allocated_bytes, ",.0f"),
+        )
+        for row in _of("memory", results.rows)
+        if row.path != "table"
+    ]
+    header = (
+        "gradients",
+        "call",
+        "MiB",
+        "more memory, bytes",
+        "from torch's allocator, bytes",
+    )
+    return _table(header, lines)
+
+
+def _ranks(results: Results) -> str:
+    """Sharded scalers, and how many collectives each takes; nothing if none were measured."""
+    rows = _of("ranks", results.rows)
+    if not rows:
+        return ""
+    on_gpu = bool(results.machine.get("gpu"))
+    theirs = {(row.case, row.path): row for row in rows if row.provider == "torch"}
+    lines = []
+    for row in rows:
+        if row.provider == "torch":
+            continue
+        torchs = theirs.get((row.case, row.path))
+        path = row.path
+        if torchs is not None and torchs.collectives == 0:
+            path += " (torch's ranks do not agree)"
+        lines.append(
+            (
+                *(row.case, str(row.ranks), *((row.provider,) if on_gpu else ()), path),
+                *(_value(each, lambda row: row.ms_p50, ".3f") for each in (torchs, row)),
+                _value(row, lambda row: row.vs_torch, ".2f", "x"),
+                *(_value(each, lambda row: row.collectives, "d") for each in (torchs, row)),
+            )
+        )
+    header = (
+        *("shared gradients", "ranks", *(("backend",) if on_gpu else ())),
+        *("calls of `ShardedGradScaler`", "torch, ms", "ampfast, ms", "faster"),
+        *("torch, collectives", "ampfast"),
+    )
+    return _table(header, lines)
+
+
+def _of(subject: str, rows: Iterable[Row]) -> list[Row]:
+    return [row for row in rows if row.subject == subject]
+
+
+def _value(
+    row: Row | None,
+    read: Callable[[Row], float | None],
+    format_spec: str,
+    unit: str = "",
+    missing: str = NOT_MEASURED,
+) -> str:
+    value = None if row is None else read(row)
+    return missing if value is None else f"{value:{format_spec}}{unit}"
+
+
+def _table(header: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
+    if not lines:
+        lines = [[NOT_MEASURED] * len(header)]
+    rule = ["---"] * len(header)
+    return "\n".join("| " + " | ".join(line) + " |" for line in (header, rule, *lines))
+
+
+MAKERS: dict[str, Callable[[Results], str]] = {
+    "mlp": _against_none("mlp"),
+    "training": _against_none("training"),
+    "growth": _growth,
+    "host": _host,
+    "kernels": _kernels,
+    "steps": _steps,
+    "clip": _clipping,
+    "memory": _memory,
+    "ranks": _ranks,
+}
+# A run of these is one of which a reader expects the others, too.
+USUAL = {"host", "kernels", "memory"}

@@ -1,0 +1,30 @@
+"""Writing files whole: a reader sees the old content or the new, never a part."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+
+def write(path: Path, text: str) -> None:
+    """Replaces a file's content, or makes the file; who is cut off leaves it as it was.
+
+    Args:
+        path: The file; its directory exists.
+        text: Written as UTF-8, line ends as they are.
+
+    Raises:
+        OSError: If it cannot be written; then it is as it was.
+    """
+    # Named after the process, so that two that write at once do not trip over each other.
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}.part")
+    try:
+        unfinished.write_text(text, encoding="utf-8", newline="")
+        unfinished.replace(path)
+    finally:
+        unfinished.unlink(missing_ok=True)
+
+
+def reason(error: Exception) -> str:
+    """Why a file could not be read or written, without its name."""
+    return error.strerror or str(error) if isinstance(error, OSError) else str(error)
