@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from support import plant
 
+import ampfast
+
 KINDS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
     "adam": (torch.optim.Adam, {"lr": 0.1}),
     "amsgrad": (torch.optim.Adam, {"lr": 0.1, "amsgrad": True, "weight_decay": 0.1}),
@@ -92,3 +94,15 @@ def fused_twin(optimizer: torch.optim.Optimizer, options: dict[str, Any]) -> Any
         group.update(fused=True, foreach=False)
     twin.load_state_dict(saved)
     return twin
+
+
+def plain(kind: str, steps: int = 0, **options: Any) -> Loop:
+    """A loop that a plain optimizer ran for some steps."""
+    make, defaults = KINDS[kind]
+    loop = Loop(make(in_groups(parameters()), **{**defaults, **options}))
+    loop.run([None] * steps)
+    return loop
+
+
+def make_free(loop: Loop, scaler: Any = None) -> Loop:
+    return Loop(ampfast.sync_free_(loop.optimizer), scaler)
