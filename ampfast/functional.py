@@ -122,6 +122,7 @@ def update_scale_(
         `current_scale`.
 
     Raises:
+        TypeError: If a tensor is none, a factor no float or the interval no int.
         RuntimeError: If devices, dtypes or shapes are others.
 
     Source: torch's `_amp_update_scale_`; a tracker beyond the interval grows too.

@@ -57,14 +57,22 @@ class OverflowReport:
 
     @classmethod
     def of(cls, totals: Iterable[ParameterOverflows]) -> OverflowReport:
-        """Returns the report of which these are the `totals`."""
+        """Returns the report of which these are the totals.
+
+        Args:
+            totals: Of every parameter whose gradient was ever not finite.
+        """
         rows = tuple(totals)
         step = max((row.step for row in rows), default=None)
         return cls(step, tuple(row for row in rows if row.step == step), rows)
 
     @classmethod
     def of_all(cls, reports: Sequence[OverflowReport]) -> OverflowReport:
-        """Returns what several ranks report together; parameters are known by name and place."""
+        """Returns what several ranks report together; parameters are known by name and place.
+
+        Args:
+            reports: One of each rank.
+        """
         rows: dict[tuple[object, ...], ParameterOverflows] = {}
         for row in (row for report in reports for row in report.totals):
             key = (row.name, row.optimizer, row.optimizer_type, row.group, row.index)

@@ -75,7 +75,17 @@ class History:
 class SummaryWriter(Protocol):
     """What `log` needs of a writer; TensorBoard's `SummaryWriter` is one."""
 
-    def add_scalar(self, tag: str, scalar_value: float, global_step: int) -> Any: ...
+    def add_scalar(self, tag: str, scalar_value: float, global_step: int) -> Any:
+        """Writes one value.
+
+        Args:
+            tag: Under which name.
+            scalar_value: The value.
+            global_step: Of which step it is.
+
+        Returns:
+            Anything; it is not used.
+        """
 
 
 def log(writer: SummaryWriter, step: int, stats: ScalerStats, prefix: str = "scaler/") -> None:

@@ -67,7 +67,7 @@ class ScaleKeeper(TorchGradScaler):
         return self._kept().history()
 
     def state_dict(self) -> dict[str, Any]:
-        """As torch's; with limits of the scale or hysteresis, one more entry, "ampfast"."""
+        """Returns torch's; with limits of the scale or hysteresis, one more entry, "ampfast"."""
         state = super().state_dict()
         kept = self._kept()
         if self._enabled and not kept.policy.is_torchs:
@@ -75,7 +75,10 @@ class ScaleKeeper(TorchGradScaler):
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As torch's, which checkpoints of torch's scaler may come from.
+        """Goes on where a checkpoint was taken, of this class or of torch's.
+
+        Args:
+            state_dict: What `state_dict` returned.
 
         Raises:
             RuntimeError: If the checkpoint is of a disabled scaler.

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from ampfast import notes
+
 ROOT = Path(__file__).parents[1]
 
 
@@ -46,6 +48,31 @@ def imports(path: Path) -> set[str]:
 
 IMPORTS = {name: imports(path) for name, path in FILES.items()}
 
+# From the top down; a module imports from its own layer and from those below. A name that ends in a
+# dot stands for all that begins with it.
+LAYERS = (
+    ("__main__", "demo", "demo_picture", "info"),
+    ("",),
+    ("patching", "patching."),
+    ("functional", "grad_scaler", "lr_scheduler", "sharded", "sync_free"),
+    ("clipping", "gradient_checker", "rank_check", "scale_keeper", "stepping"),
+    (
+        *("agreement", "distributed", "gradient_reports", "gradients", "iteration_norms"),
+        *("last_checks", "layouts", "norms", "optimizers", "report", "scale_state", "tracking"),
+    ),
+    ("backends", "backends."),
+    ("_version", "capture", "notes", "to_host"),
+)
+
+
+def layers_of(module: str) -> list[int]:
+    name = module.removeprefix("ampfast").removeprefix(".")
+    return [
+        number
+        for number, layer in enumerate(LAYERS)
+        if any(name == entry or (entry.endswith(".") and name.startswith(entry)) for entry in layer)
+    ]
+
 
 def importers_of(module: str) -> set[str]:
     return {name for name, found in IMPORTS.items() if module in found}
@@ -56,6 +83,19 @@ def test_there_are_no_circles() -> None:
     inside = {name: found & (FILES.keys() - {"ampfast"}) for name, found in IMPORTS.items()}
     order = list(TopologicalSorter(inside).static_order())
     assert len(order) == len(FILES)
+
+
+def test_every_module_has_its_layer() -> None:
+    assert {name: len(layers_of(name)) for name in FILES} == dict.fromkeys(FILES, 1)
+    entries = [entry for layer in LAYERS for entry in layer if not entry.endswith(".")]
+    assert {"ampfast" + (entry and f".{entry}") for entry in entries} <= FILES.keys()
+
+
+@pytest.mark.parametrize("name", sorted(FILES))
+def test_nothing_from_the_layers_above(name: str) -> None:
+    (own,) = layers_of(name)
+    inside = IMPORTS[name] & FILES.keys()
+    assert [module for module in sorted(inside) if layers_of(module)[0] < own] == []
 
 
 def test_only_commands_import_the_face() -> None:
@@ -83,6 +123,26 @@ def test_backends_do_not_know_each_other() -> None:
         assert inside
         for name in inside:
             assert not {m for m in IMPORTS[name] if m in others}, name
+
+
+def test_the_compiled_core_is_bound_in_two_places() -> None:
+    assert importers_of("ampfast._C") == {"ampfast.backends.cuda", "ampfast.backends.native"}
+
+
+def test_device_code_knows_no_host() -> None:
+    folder = "ampfast.backends.triton"
+    device = {name for name in FILES if name.startswith(f"{folder}.")} - {f"{folder}.launch"}
+    assert device
+    for name in device:
+        assert IMPORTS[name] <= device | {"triton", "triton.language"}, name
+
+
+def test_warnings_pass_by_every_module_that_gives_one() -> None:
+    """Those point at the caller's line, for which `notes` knows the scaler's modules."""
+    listed = {name for name in notes._SCALER_MODULES if name.startswith("ampfast")}
+    assert listed <= FILES.keys()
+    calls = {name for name, path in FILES.items() if "warn_caller(" in path.read_text("utf-8")}
+    assert calls - {"ampfast.notes"} <= listed
 
 
 def test_triton_is_imported_in_one_folder() -> None:

@@ -49,20 +49,25 @@ class Update(Protocol):
     """An update of the scale, to be applied alone or behind the check that decides it."""
 
     @property
-    def applied(self) -> bool: ...
+    def applied(self) -> bool:
+        """Whether the scale was written."""
 
     @property
-    def device(self) -> torch.device: ...
+    def device(self) -> torch.device:
+        """Where the scale is."""
 
-    def apply(self) -> None: ...
+    def apply(self) -> None:
+        """Writes the next scale and growth tracker, and what is kept of the step."""
 
-    def undo(self) -> None: ...
+    def undo(self) -> None:
+        """Restores what the update replaced, if it was applied; needs a state."""
 
-    def bump_version(self) -> None: ...
+    def bump_version(self) -> None:
+        """Tells autograd that the scale was written, as torch's op does."""
 
 
 class Kernels(Protocol):
-    """What a backend offers; `backends.native` says what each call does."""
+    """What a backend offers; arguments and results are those of `backends.native`."""
 
     def unscale_(
         self,
@@ -74,7 +79,8 @@ class Kernels(Protocol):
         update: Any = None,
         track: Track | None = None,
         coefficient: Tensor | None = None,
-    ) -> Tensor: ...
+    ) -> Tensor:
+        """As `native.unscale_`."""
 
     def norms(
         self,
@@ -84,9 +90,11 @@ class Kernels(Protocol):
         is_scale: bool,
         norms: Tensor,
         track: Track | None = None,
-    ) -> Tensor: ...
+    ) -> Tensor:
+        """As `native.norms`."""
 
-    def clip_coefficient(self, clip: native.Clip) -> None: ...
+    def clip_coefficient(self, clip: native.Clip) -> None:
+        """As `native.clip_coefficient`."""
 
     def check_(
         self,
@@ -96,7 +104,8 @@ class Kernels(Protocol):
         found_inf: Tensor | None = None,
         update: Any = None,
         track: Track | None = None,
-    ) -> Tensor: ...
+    ) -> Tensor:
+        """As `native.check_`."""
 
     def scale_update(
         self,
@@ -106,7 +115,8 @@ class Kernels(Protocol):
         factors: native.Factors,
         state: Tensor | None = None,
         norm: Tensor | None = None,
-    ) -> Update | None: ...
+    ) -> Update | None:
+        """As `native.scale_update`."""
 
 
 @dataclass(frozen=True)
@@ -132,6 +142,9 @@ class Choice:
     A named backend decides for the devices that it serves; the others keep their default, so that
     gradients in mixed places work. "aten" serves all. Under TRITON_INTERPRET=1 "triton" serves CPU
     tensors, and those on a GPU take the next backend.
+
+    Args:
+        name: The backend that was asked for, or None.
     """
 
     def __init__(self, name: str | None) -> None:
@@ -152,13 +165,27 @@ class Choice:
         return native.CPU | native.CUDA if on_gpu else native.CPU
 
     def name_for(self, device: torch.device) -> str:
-        """Returns the name of the backend for `device`; "aten" where no kernel knows it."""
+        """Returns the name of the backend for a device; "aten" where no kernel knows it.
+
+        Args:
+            device: Where the gradients are.
+
+        Raises:
+            RuntimeError: If the backend that was asked for turns out not to run on it.
+        """
         if device.type == "cpu":
             return self._on_cpu
         return "aten" if device.type != "cuda" or self._name == "aten" else self._on_gpu()
 
     def kernels_for(self, device: torch.device) -> Kernels | None:
-        """Returns the kernels for `device`, or None where torch's own ops must do."""
+        """Returns the kernels for a device, or None where torch's own ops must do.
+
+        Args:
+            device: Where the gradients are.
+
+        Raises:
+            RuntimeError: As `name_for`.
+        """
         if device.type == "cpu":
             return self._cpu_kernels
         return _kernels(self.name_for(device))
@@ -181,6 +208,9 @@ def default_for(device: torch.device) -> str:
 
     `AMPFAST_BACKEND` is heeded. Gradients on a device that no kernel knows take torch's own op,
     which is the backend "aten".
+
+    Args:
+        device: Where they are.
 
     Raises:
         ValueError: If `AMPFAST_BACKEND` names no backend.
@@ -207,7 +237,16 @@ def choose(name: str | None = None) -> Choice:
 
 
 def require_known(name: str | None, source: str = "backend") -> None:
-    """Raises the TypeError or ValueError of `choose` unless `name` is None or in `NAMES`."""
+    """Checks the name of a backend.
+
+    Args:
+        name: The name, or None.
+        source: Where it comes from, for the message.
+
+    Raises:
+        TypeError: If it is neither a string nor None.
+        ValueError: If it is not in `NAMES`.
+    """
     if name is not None and not isinstance(name, str):
         raise TypeError(f"{source} must be a string or None, got {type(name).__name__}")
     if name is not None and name not in NAMES:
