@@ -61,7 +61,7 @@ def available_bytes(device: torch.device) -> int | None:
         gc.collect()
         torch.cuda.empty_cache()
         return torch.cuda.mem_get_info(device)[0]
-    found = [size for size in (_memory("MemAvailable"), _left_to_group()) if size is not None]
+    found = [size for size in (_memory("MemAvailable"), left_to_group()) if size is not None]
     return min(found, default=None)
 
 
@@ -75,7 +75,7 @@ def _memory(name: str) -> int | None:
     return found[0] if found else None
 
 
-def _left_to_group(folder: Path = CONTROL_GROUP) -> int | None:
+def left_to_group(folder: Path = CONTROL_GROUP) -> int | None:
     """What the limit of a container leaves, in bytes; None without a limit.
 
     What it has cached of files is given back when somebody needs it.

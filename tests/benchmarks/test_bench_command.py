@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from benchmarks import __main__ as command
-from benchmarks import machine, plot, readme, terminal
+from benchmarks import machine, outputs, readme, terminal
 from benchmarks.harness import Job, Measured
 from benchmarks.results import Results, Row
 
@@ -166,7 +166,9 @@ def test_a_run_that_is_told_to_end_writes_what_it_has(tmp_path):
         (["--threads", "0"], "must be at least 1"),
         (["--device", "mps"], "must be cpu or cuda"),
         (["--json", "missing/directory/file"], "is not a directory"),
-        (["--plot", "missing/directory/file"], "is not a directory"),
+        (["--plot", "missing/directory/file.svg"], "is not a directory"),
+        (["--plot", "a.png"], "'a.png' does not end in .svg"),
+        (["--folder", __file__], "File exists"),
     ],
 )
 def test_wrong_arguments_are_refused_before_anything_is_measured(capsys, arguments, message):
@@ -184,40 +186,102 @@ def test_a_gpu_that_is_not_there_is_refused(monkeypatch, capsys):
     assert machine.default_device() == torch.device("cpu")
 
 
-@pytest.mark.parametrize("arguments", [["--plot", "a.png"], ["plot", "a.json", "a.png"]])
-def test_a_plot_without_matplotlib_is_refused_in_one_line(monkeypatch, capsys, arguments):
-    monkeypatch.setattr(plot, "is_possible", lambda: False)
+@pytest.mark.parametrize("name", ["triton", "fastest"])
+def test_a_backend_that_cannot_run_is_refused_before_anything_is_measured(
+    monkeypatch, tmp_path, capsys, name
+):
+    monkeypatch.setenv("AMPFAST_BACKEND", name)
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     with pytest.raises(SystemExit) as stopped:
-        command.main(arguments)
+        command.main(["--device", "cpu", "--json", str(tmp_path / "results.json")])
     assert stopped.value.code == 2
-    assert capsys.readouterr().err.splitlines()[-1].endswith(plot.MISSING)
+    assert "AMPFAST_BACKEND" in capsys.readouterr().err.splitlines()[-1]
+    assert list(tmp_path.iterdir()) == []
 
 
-def test_a_file_of_another_kind_is_not_drawn(tmp_path, capsys):
-    pytest.importorskip("matplotlib", reason="pictures are drawn by matplotlib")
-    path = tmp_path / "other.json"
-    path.write_text("{}")
-    assert command.main(["plot", str(path), str(tmp_path / "picture.png")]) == 1
-    assert "other.json is not a result" in capsys.readouterr().err
+@pytest.fixture
+def runs(monkeypatch, tmp_path):
+    """Runs jobs into a folder, each time into the same one, and returns it with the exit code."""
+
+    def run(*results):
+        monkeypatch.setattr(command.host_time, "jobs", lambda *arguments: map(_job, results))
+        folder = tmp_path / "new" / "folder"
+        return folder, command.main(["--only", "host", "--device", "cpu", "--folder", str(folder)])
+
+    return run
+
+
+def test_a_folder_has_all_that_was_measured_in_every_form(runs, capsys):
+    folder, code = runs("first", "second")
+    assert code == 0
+    assert {path.name for path in folder.iterdir()} == {
+        *(outputs.JSON, outputs.CSV, outputs.PAGE, outputs.PLOTS)
+    }
+    results = Results.read_json(folder / outputs.JSON)
+    assert results.asked["subjects"] == ["host"]
+    assert results.seconds > 0
+    page = (folder / outputs.PAGE).read_text()
+    assert "first" in page and "second" in page and "Not complete" not in page
+    assert f"the report is {folder / outputs.PAGE}" in capsys.readouterr().out
+
+
+def test_an_earlier_run_is_put_away_unless_the_new_one_has_measured_nothing(runs):
+    folder, _ = runs("first")
+    before = (folder / outputs.JSON).read_text()
+    runs(MemoryError("too large"))
+    assert (folder / outputs.JSON).read_text() == before
+    assert not (folder / outputs.EARLIER).exists()
+    runs("second", KeyboardInterrupt())
+    (earlier,) = (folder / outputs.EARLIER).iterdir()
+    assert earlier.read_text() == before
+    assert [row.case for row in Results.read_json(folder / outputs.JSON).rows] == ["second"]
+    assert "Not complete" in (folder / outputs.PAGE).read_text()
+
+
+def test_a_file_that_cannot_be_written_stops_nothing_and_is_told_of_once(
+    monkeypatch, tmp_path, capsys
+):
+    folder = tmp_path / "folder"
+
+    def lose_the_folder():
+        folder.rmdir()
+        return _job("first").run()
+
+    jobs = [Job("loses", lose_the_folder), _job("second")]
+    monkeypatch.setattr(command.host_time, "jobs", lambda *arguments: jobs)
+    folder.mkdir()
+    kept, lost = tmp_path / "results.csv", folder / "results.json"
+    arguments = ["--only", "host", "--device", "cpu", "--csv", str(kept), "--json", str(lost)]
+    assert command.main(arguments) == 1
+    assert kept.read_text().count("\n") == 3
+    printed = capsys.readouterr().out.replace("\n", "")
+    assert printed.count("was not written: No such file or directory") == 1
+
+
+def test_what_one_part_does_wrong_is_told_and_the_others_are_measured(runs, capsys):
+    folder, code = runs("first", KeyError("shape"), "third")
+    assert code == 1
+    results = Results.read_json(folder / outputs.JSON)
+    assert [row.case for row in results.rows] == ["first", "third"]
+    assert results.notes == ["a note", "FAILED host: a job: 'shape'"]
 
 
 def test_one_list_is_measured_drawn_and_put_on_a_page(tmp_path, capsys):
     """The whole command, on the smallest list."""
-    pytest.importorskip("matplotlib", reason="pictures are drawn by matplotlib")
-    files = {name: tmp_path / f"r.{name}" for name in ("json", "csv", "png")}
+    files = {name: tmp_path / f"r.{name}" for name in ("json", "csv", "svg")}
     code = command.main(
         [
             *("--quick", "--device", "cpu", "--only", "kernels,steps"),
             *("--cases", "1000x1k", "--dtypes", "float32"),
             *("--json", str(files["json"]), "--csv", str(files["csv"])),
-            *("--plot", str(files["png"])),
+            *("--plot", str(files["svg"])),
         ]
     )
     assert code == 0
     content = json.loads(files["json"].read_text())
     assert content["complete"] is True
     assert {row["path"] for row in content["rows"]} >= {"check", "unscale", "full step", "copy"}
-    assert files["png"].stat().st_size > 10_000
+    assert "unscale, float32" in files["svg"].read_text()
     assert "unscale+norm: not measured" in capsys.readouterr().out
 
     page = tmp_path / "README.md"
@@ -226,5 +290,3 @@ def test_one_list_is_measured_drawn_and_put_on_a_page(tmp_path, capsys):
     assert capsys.readouterr().out == readme.markdown(files["json"])
     assert command.main(["readme", str(files["json"]), "--write", str(page)]) == 0
     assert readme.section_of(page) == readme.markdown(files["json"])
-    assert command.main(["readme", str(tmp_path / "missing.json")]) == 1
-    assert "missing.json" in capsys.readouterr().err
