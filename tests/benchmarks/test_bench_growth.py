@@ -1,0 +1,161 @@
+"""Growth: points that are compared before they are timed, slopes, and what does not fit."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from simulated import BRIEF, CPU, HostQueue
+
+import ampfast
+from benchmarks import __main__ as command
+from benchmarks import growth, report
+from benchmarks.harness import FULL, QUICK
+from benchmarks.results import Results
+
+OURS = ampfast.backends.default_for(CPU)
+FULL_CURVES = {curve.path: curve for curve in growth.curves(FULL)}
+
+
+def _curve(path, **changes):
+    return dataclasses.replace(FULL_CURVES[path], points={}, **changes)
+
+
+def test_the_curves_go_as_far_as_they_should():
+    tensors, elements = growth.curves(FULL)
+    assert (tensors.sizes[0], tensors.sizes[-1]) == (10, 100_000)
+    assert (elements.sizes[0], elements.sizes[-1]) == (1_000, 1_000_000_000)
+    assert tensors.case(30).shapes == 30 * ((100,),)
+    assert elements.case(30).shapes == ((30,),)
+    for curve, quick in zip((tensors, elements), growth.curves(QUICK), strict=True):
+        assert set(quick.sizes) < set(curve.sizes)
+        assert sum(size >= quick.linear_from for size in quick.sizes) >= 2
+        assert list(curve.sizes) == sorted(curve.sizes)
+    jobs = growth.jobs(FULL, CPU, None)
+    assert len(jobs) == len(tensors.sizes) + len(elements.sizes) + 2
+    assert [job.label for job in jobs if "slope" in job.label] == [
+        "slope by tensors",
+        "slope by elements",
+    ]
+
+
+@pytest.mark.parametrize("queue", [None, HostQueue()], ids=["on a CPU", "as on a GPU"])
+@pytest.mark.parametrize(("path", "size"), [("by tensors", 20), ("by elements", 3000)])
+def test_a_point_has_torch_beside_ours(path, size, queue):
+    curve = _curve(path)
+    measured = growth.measure(curve, size, CPU, BRIEF, queue)
+    assert [row.provider for row in measured.rows] == ["torch", OURS]
+    for row in measured.rows:
+        assert (row.subject, row.path) == ("growth", path)
+        assert (row.tensors, row.elements) == ((20, 2000) if path == "by tensors" else (1, 3000))
+        assert row.list_bytes == 4 * row.elements
+        assert (row.vs_torch is None) is (row.provider == "torch")
+        assert (row.host_us_p50 is None) is (queue is None)
+        assert curve.points[row.provider] == {size: row.ms_p50}
+
+
+def test_the_slope_is_that_of_the_line_where_it_is_one():
+    curve = _curve("by tensors", linear_from=100)
+    nanoseconds = {10: 1e9, **{size: 5_000 + 40 * size for size in (100, 1_000, 10_000)}}
+    curve.points = {
+        "torch": {size: 20 * ns / 1e6 for size, ns in nanoseconds.items()},
+        OURS: {size: ns / 1e6 for size, ns in nanoseconds.items()},
+    }
+    measured = curve.slope()
+    assert measured.notes == []
+    torchs, ours = measured.rows
+    assert (torchs.provider, torchs.vs_torch) == ("torch", None)
+    assert torchs.ns_each == pytest.approx(800)
+    assert ours.ns_each == pytest.approx(40)
+    assert ours.vs_torch == pytest.approx(20)
+    assert (ours.path, ours.case) == ("by tensors, slope", "100 to 10,000 tensors")
+
+
+def test_every_point_counts_for_the_slope_by_its_relative_distance():
+    curve = _curve("by elements", linear_from=1)
+    # By absolute distances the last two would decide alone, and the slope would be 2.
+    curve.points = {OURS: {1: 1e-6, 1_000: 1e-3, 1_000_000: 1.0, 2_000_000: 3.0}}
+    (row,) = curve.slope().rows
+    assert 1.0 < row.ns_each < 1.3
+
+
+def test_one_point_has_no_slope():
+    curve = _curve("by tensors", linear_from=100)
+    curve.points = {OURS: {10: 1.0, 100: 2.0}}
+    measured = curve.slope()
+    assert measured.rows == []
+    (note,) = measured.notes
+    assert note.startswith(f"growth: no slope by tensors of {OURS}")
+
+
+@pytest.mark.parametrize("wrong", ["gradients", "flag", "tracker"])
+def test_a_point_that_is_wrong_is_not_timed(monkeypatch, wrong):
+    unscale_, update = ampfast.GradScaler.unscale_, ampfast.GradScaler.update
+
+    def broken_unscale_(self, optimizer):
+        gradient = optimizer.param_groups[0]["params"][3].grad
+        if wrong == "flag":
+            gradient.nan_to_num_(posinf=1.0)
+        unscale_(self, optimizer)
+        if wrong == "gradients":
+            gradient[0] += 1
+
+    def broken_update(self):
+        update(self)
+        self._growth_tracker.add_(wrong == "tracker")
+
+    monkeypatch.setattr(ampfast.GradScaler, "unscale_", broken_unscale_)
+    monkeypatch.setattr(ampfast.GradScaler, "update", broken_update)
+    monkeypatch.setattr(growth, "interleave", lambda *arguments: pytest.fail("was timed"))
+    with pytest.raises(AssertionError, match="6x100 by"):
+        growth.measure(_curve("by tensors"), 6, CPU, BRIEF)
+
+
+def test_comparing_leaves_the_gradients_as_they_were():
+    case = FULL_CURVES["by tensors"].case(5)
+    gradients = growth.make_gradients(case, torch.float32, CPU)
+    before = [gradient.clone() for gradient in gradients]
+    growth.assert_parity(case, gradients, OURS)
+    for gradient, first in zip(gradients, before, strict=True):
+        assert torch.equal(gradient, first)
+
+
+def test_gradients_that_drift_are_not_reported(monkeypatch):
+    plain = growth.make_scaler
+    monkeypatch.setattr(growth, "assert_parity", lambda *arguments: None)
+    monkeypatch.setattr(growth, "make_scaler", lambda name, device, scale: plain(name, device, 2.0))
+    with pytest.raises(AssertionError, match="drifted"):
+        growth.measure(_curve("by tensors"), 5, CPU, BRIEF)
+
+
+def test_a_point_that_does_not_fit_is_left_out_with_a_message(monkeypatch, tmp_path, capsys):
+    curves = [
+        _curve("by tensors", sizes=(10, 20, 30), linear_from=10),
+        _curve("by elements", sizes=(10, 10**15), linear_from=10),
+    ]
+    monkeypatch.setattr(growth, "curves", lambda effort: curves)
+    monkeypatch.setattr(command, "_effort", lambda quick, on_gpu: BRIEF)
+    path = tmp_path / "results.json"
+    arguments = ["--only", "growth", "--device", "cpu", "--json", str(path)]
+    assert command.main(arguments) == 0
+    results = Results.read_json(path)
+    assert not results.complete
+    left_out, no_slope, *others = results.notes
+    assert left_out.startswith("skipped growth: 1,000,000,000,000,000 elements: needs ")
+    assert no_slope.startswith("growth: no slope by elements of torch")
+    assert len(others) == 1
+    cases = [row.case for row in results.rows if row.provider == OURS]
+    assert cases == ["10x100", "20x100", "30x100", "10 to 30 tensors", "1x10"]
+    assert left_out in capsys.readouterr().out
+
+
+def test_the_table_shows_points_and_slopes():
+    curve = _curve("by tensors", sizes=(10, 20), linear_from=10)
+    rows = [row for size in (10, 20) for row in growth.measure(curve, size, CPU, BRIEF).rows]
+    table = report.growth_table("title", rows + curve.slope().rows)
+    assert [line[1:3] for line in table.lines] == [
+        *2 * [("by tensors", "torch"), ("by tensors", OURS)],
+        *(("by tensors, slope", "torch"), ("by tensors, slope", OURS)),
+    ]
+    assert [line[-1] == "-" for line in table.lines] == 4 * [True] + 2 * [False]

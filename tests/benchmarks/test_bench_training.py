@@ -1,0 +1,263 @@
+"""Training steps: nets of the published shapes, compared before they are timed, and judged."""
+
+from __future__ import annotations
+
+import gc
+import math
+import weakref
+
+import pytest
+import torch
+from simulated import BRIEF, CPU, HostQueue
+from torch import nn
+
+import ampfast
+from benchmarks import goals, machine, models, report, training
+from benchmarks.cases import CASES
+from benchmarks.harness import Samples
+from benchmarks.models import Net
+from benchmarks.results import Results
+from benchmarks.training import Plan
+
+CUDA = torch.device("cuda")
+OURS = ampfast.backends.default_for(CPU)
+
+
+class Tiny(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2))
+
+    def forward(self, rows):
+        return self.layers(rows).square().mean()
+
+
+def tiny(optimizer=torch.optim.AdamW, **options) -> Net:
+    return Net("tiny", Tiny, lambda: (torch.randn(5, 3),), optimizer, {"lr": 0.01, **options}, 0)
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """Threads that wait for one another on a busy machine take ten times as long."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(autouse=True)
+def bfloat16(monkeypatch):
+    """The choice has a test of its own; here it would only take time."""
+    monkeypatch.setattr(training, "autocast_dtype", lambda device: (torch.bfloat16, ["why"]))
+
+
+def test_nets_for_a_gpu_have_the_published_shapes():
+    for net, name in zip(models.nets(CUDA)[:2], ("gpt2_124m", "resnet50"), strict=True):
+        assert net.name == name
+        # Some hold a matrix the other way around.
+        shapes = [sorted(map(sorted, shapes)) for shapes in (net.shapes(), CASES[name].shapes)]
+        assert shapes[0] == shapes[1]
+
+
+def test_nets_for_a_cpu_are_as_many_tensors_and_say_that_they_are_smaller():
+    large, small = ({net.name: net.shapes() for net in models.nets(d)} for d in (CUDA, CPU))
+    assert [len(shapes) for shapes in large.values()] == [148, 161, 508]
+    assert [len(shapes) for shapes in small.values()] == [148, 161, 508]
+    for (name, shapes), (other, fewer) in zip(large.items(), small.items(), strict=True):
+        assert sum(map(math.prod, fewer)) < sum(map(math.prod, shapes))
+        assert "width" in other or name == other
+
+
+@pytest.mark.parametrize("index", range(3), ids=["gpt2", "resnet50", "dlrm"])
+def test_a_net_takes_every_parameter_to_its_loss_and_is_the_same_each_time(index):
+    net = models.nets(CPU)[index]
+    (module, inputs), (again, same) = net.made(CPU), net.made(CPU)
+    for one, other in zip(
+        [*module.parameters(), *inputs], [*again.parameters(), *same], strict=True
+    ):
+        assert torch.equal(one, other)
+    loss = module(*inputs)
+    assert loss.shape == ()
+    loss.backward()
+    for parameter in module.parameters():
+        assert parameter.grad.isfinite().all()
+        assert parameter.grad.any()
+
+
+@pytest.mark.parametrize(
+    ("slower", "dtype", "said"),
+    [(1.0, torch.float16, 0), (2.5, torch.bfloat16, 1)],
+    ids=["with float16 arithmetic", "without"],
+)
+def test_a_cpu_trains_in_float16_where_it_can(monkeypatch, slower, dtype, said):
+    now = [0.0]
+
+    def product(taken, clock):
+        assert torch.get_num_threads() == 1
+        start = clock()
+        now[0] += slower if taken is torch.float16 else 1.0
+        return clock() - start
+
+    monkeypatch.setattr(models, "_seconds_of_product", product)
+    torch.set_num_threads(threads := 2)
+    chosen, reasons = models.autocast_dtype(CPU, lambda: now[0])
+    assert (chosen, len(reasons)) == (dtype, said)
+    assert torch.get_num_threads() == threads
+    assert models.autocast_dtype(CUDA) == (torch.float16, [])
+
+
+def test_the_products_that_tell_are_taken():
+    ticks = iter((1.0, 5.0))
+    assert models._seconds_of_product(torch.float16, lambda: next(ticks)) == 4.0
+
+
+@pytest.mark.parametrize("queue", [None, HostQueue()], ids=["on a CPU", "as on a GPU"])
+@pytest.mark.parametrize("clip", [False, True], ids=["", "clip"])
+@pytest.mark.parametrize("fused", [False, True], ids=["plain", "fused"])
+def test_each_scaler_and_none_are_timed(fused, clip, queue):
+    measured = training.measure(Plan(tiny(), fused, clip), CPU, BRIEF, queue)
+    path = ("fused AdamW" if fused else "AdamW") + (", clip" if clip else "")
+    at_once = [(f"{path} by the scaler", OURS)] if clip else []
+    timed = [(path, "none"), (path, "torch"), (path, OURS), *at_once]
+    assert [(row.path, row.provider) for row in measured.rows] == timed
+    for row in measured.rows:
+        assert (row.subject, row.case, row.dtype) == ("training", "tiny", "bfloat16")
+        assert (row.tensors, row.elements, row.list_bytes) == (4, 26, 104)
+        assert (row.over_none is None) is (row.provider == "none")
+        assert (row.vs_torch is None) is (row.provider == "torch")
+        assert (row.host_us_p50 is None) is (queue is None)
+        assert row.timer == ("wall" if queue is None else "loop")
+    limit = 1.05 if queue is None else 1.02
+    assert [goal.limit for goal in measured.goals] == [limit] * len(timed[2:])
+    assert measured.notes == ["training: why"]
+    tables = []
+    facts = {"cpu": "a cpu", "cores": 1, "threads": 1}
+    report.show(Results(facts, "2", None, "0", None, "", rows=measured.rows), tables.append)
+    assert [line[2:4] for line in tables[0].lines] == timed
+
+
+@pytest.mark.parametrize("fused", [False, True], ids=["plain", "fused"])
+def test_momentum_is_compared_too(fused):
+    net = tiny(torch.optim.SGD, momentum=0.9)
+    module, inputs = net.made(CPU)
+    training.assert_parity(
+        Plan(net, fused, False), training.Lesson(module, inputs, torch.bfloat16), [OURS]
+    )
+
+
+@pytest.mark.parametrize(
+    ("wrong", "match"),
+    [
+        ("scale", "loss of tiny"),
+        ("update", "scale and tracker of tiny"),
+        ("step", "parameters of tiny"),
+        ("clip_grad_norm_", "not close"),
+    ],
+)
+def test_a_scaler_that_is_wrong_is_not_timed(monkeypatch, wrong, match):
+    plain = getattr(ampfast.GradScaler, wrong)
+
+    def broken(self, *arguments, **options):
+        if wrong == "clip_grad_norm_":
+            return plain(self, arguments[0], 1.01 * arguments[1], **options)
+        if wrong == "step":
+            with torch.no_grad():
+                arguments[0].param_groups[0]["params"][-1].add_(1e-6)
+        result = plain(self, *arguments, **options)
+        if wrong == "update":
+            self._growth_tracker.add_(1)
+        return result * 1.0001 if wrong == "scale" else result
+
+    monkeypatch.setattr(ampfast.GradScaler, wrong, broken)
+    monkeypatch.setattr(training, "interleave", lambda *arguments: pytest.fail("was timed"))
+    with pytest.raises(AssertionError, match=match):
+        training.measure(Plan(tiny(torch.optim.SGD), False, True), CPU, BRIEF)
+
+
+def test_an_infinity_is_among_what_is_compared(monkeypatch):
+    found = []
+    plain = ampfast.GradScaler.step
+
+    def step(self, optimizer):
+        result = plain(self, optimizer)
+        found.append(self.step_skipped(optimizer))
+        return result
+
+    monkeypatch.setattr(ampfast.GradScaler, "step", step)
+    module, inputs = tiny().made(CPU)
+    lesson = training.Lesson(module, inputs, torch.bfloat16)
+    training.assert_parity(Plan(tiny(), False, False), lesson, [OURS])
+    assert found == [step == training.BAD_STEP for step in range(training.PARITY_STEPS)]
+
+
+@pytest.mark.parametrize(
+    ("spoil", "match"), [("scaler", "a step was skipped"), ("weight", "parameters overflowed")]
+)
+def test_steps_that_were_skipped_while_timed_are_not_reported(monkeypatch, spoil, match):
+    plain = training.interleave
+
+    def interleave(contenders, *arguments, **options):
+        samples = plain(contenders, *arguments, **options)
+        student = contenders[-1].call.__closure__
+        (student,) = [
+            c.cell_contents for c in student if isinstance(c.cell_contents, training.Student)
+        ]
+        if spoil == "scaler":
+            student.scaler._scale.mul_(0.5)
+        else:
+            student.parameters[1].data.fill_(math.nan)
+        return samples
+
+    monkeypatch.setattr(training, "interleave", interleave)
+    with pytest.raises(AssertionError, match=match):
+        training.measure(Plan(tiny(), False, False), CPU, BRIEF)
+
+
+def test_jobs_are_made_without_a_net_and_one_that_does_not_fit_is_not_built(monkeypatch):
+    monkeypatch.setattr(nn.Module, "__init__", lambda self: pytest.fail("was built"))
+    jobs = training.jobs(BRIEF, CPU, None)
+    assert len({job.label for job in jobs}) == len(jobs) == 12
+    monkeypatch.undo()
+    monkeypatch.setattr(machine, "available_bytes", lambda device: 1 << 20)
+    monkeypatch.setattr(Net, "made", lambda self, device: pytest.fail("was built"))
+    with pytest.raises(MemoryError, match="are available"):
+        jobs[0].run()
+
+
+def test_a_net_is_gone_after_it_was_measured(monkeypatch):
+    nets = []
+    plain = Net.made
+
+    def made(self, device):
+        module, inputs = plain(self, device)
+        nets.append(weakref.ref(module))
+        return module, inputs
+
+    monkeypatch.setattr(Net, "made", made)
+    training.measure(Plan(tiny(), False, True), CPU, BRIEF)
+    gc.collect()
+    assert [net() for net in nets] == [None]
+
+
+@pytest.mark.parametrize(
+    ("few", "times", "verdict"),
+    [
+        (None, [1.05, 1.0, 1.05], "met"),
+        (None, [1.06, 1.0, 1.06], "not met"),
+        (0, [1.02, 1.0, 1.02], "met"),
+        (0, [1.03, 1.0, 1.03], "not met"),
+    ],
+)
+def test_goals(few, times, verdict):
+    ours, without = ("AdamW", "ours"), ("AdamW", "none")
+    samples = Samples({ours: times, without: [1.0, 1.0, 1.0]})
+    place = goals.Place("net", "net", "bfloat16", 0, few)
+    (goal,) = goals.of_training(place, ours, without, samples)
+    assert (goal.name, goal.verdict) == ("ours: AdamW, time over that without a scaler", verdict)
+
+
+def test_the_clip_has_something_to_do():
+    plan = Plan(tiny(), False, True)
+    module, inputs = plan.net.made(CPU)
+    module(*inputs).backward()
+    assert nn.utils.get_total_norm([p.grad for p in module.parameters()]) > training.MAX_NORM
