@@ -2,7 +2,6 @@
 
 import re
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
@@ -230,28 +229,44 @@ def test_bits_are_compared_and_not_values() -> None:
     assert demo._first_difference([1.0, 0.0], [1.0, -0.0]) == "no, from step 2"
 
 
+class Clock:
+    """What the demo takes for time: nothing lasts but what passes it."""
+
+    def __init__(self) -> None:
+        self.milliseconds = 0
+
+    def perf_counter_ns(self) -> int:
+        return self.milliseconds * 1_000_000
+
+
 class Slow(torch.amp.GradScaler):
     """Spends 20 ms of its own in each of its calls."""
 
+    clock: Clock
+
     def scale(self, outputs):
-        time.sleep(0.02)
+        self.clock.milliseconds += 20
         return super().scale(outputs)
 
     def step(self, optimizer, *args, **kwargs):
-        time.sleep(0.02)
+        self.clock.milliseconds += 20
         return super().step(optimizer, *args, **kwargs)
 
     def update(self, new_scale=None) -> None:
-        time.sleep(0.02)
+        self.clock.milliseconds += 20
         super().update(new_scale)
 
 
 def test_scaler_time_has_all_of_the_scaler_and_nothing_else(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def slow_step(self: object, closure: None = None) -> None:
-        time.sleep(0.1)
+    clock = Clock()
 
+    def slow_step(self: object, closure: None = None) -> None:
+        clock.milliseconds += 100
+
+    monkeypatch.setattr(demo, "time", clock)
+    monkeypatch.setattr(Slow, "clock", clock, raising=False)
     monkeypatch.setattr(torch.optim.AdamW, "step", slow_step)
     model = torch.nn.Linear(4, 2)
     inputs, targets = torch.zeros(3, 4), torch.zeros(3, dtype=torch.int64)
@@ -261,9 +276,8 @@ def test_scaler_time_has_all_of_the_scaler_and_nothing_else(
     for _ in range(3):
         quick.train_step(inputs, targets)
         slow.train_step(inputs, targets)
-    # Sleeps never end early; the rest of a call may take long on a busy machine.
-    assert slow.scaler_us() >= 60_000
-    assert quick.scaler_us() < 100_000
+    assert slow.scaler_us() == 60_000
+    assert quick.scaler_us() == 0
     assert slow.skipped == quick.skipped == [False] * 3
 
 

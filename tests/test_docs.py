@@ -29,7 +29,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str | None]:
         env={**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""},
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=900,
     )
     lines = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
     ended = dict(json.loads(line) for line in lines)

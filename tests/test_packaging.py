@@ -182,7 +182,7 @@ def make(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
         env=environment,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=600,
     )
 
 

@@ -36,7 +36,7 @@ def test_each_block_runs_by_itself(block: str, tmp_path: Path) -> None:
     errors = tmp_path / "errors"
     process = context.Process(target=run, args=(block, str(errors)))
     process.start()
-    process.join(120)
+    process.join(600)
     if process.exitcode != 0:
         process.kill()
         pytest.fail(f"exit code {process.exitcode}: {errors.read_text()}")

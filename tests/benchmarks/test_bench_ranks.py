@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 import subprocess
 import sys
+import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -113,15 +115,20 @@ def test_a_rank_that_fails_ends_the_job(monkeypatch, started, code, match):
 
 
 def test_the_first_failure_ends_those_who_wait(tmp_path, started):
-    code = "import sys, time\nif sys.argv[1] == '1': sys.exit('a reason')\ntime.sleep(60)"
+    code = "import sys, time\nif sys.argv[1] == '1': sys.exit('a reason')\ntime.sleep(600)"
     commands = [_python(code, rank) for rank in range(3)]
     with pytest.raises(RuntimeError, match=r"^rank 1 ended with code 1; rank 1 wrote: a reason$"):
-        processes.run_together(commands, REPOSITORY, tmp_path, 30)
+        processes.run_together(commands, REPOSITORY, tmp_path, 300)
     _assert_ended(started, 3)
 
 
-def test_ranks_that_do_not_end_are_ended(tmp_path, started):
-    code = "import sys, time\nif sys.argv[1] != '0': time.sleep(60)"
+def test_ranks_that_do_not_end_are_ended(tmp_path, monkeypatch, started):
+    def clock():
+        """The time is up when the first has been seen to end."""
+        return 3.0 if started and started[0].returncode is not None else 0.0
+
+    monkeypatch.setattr(processes, "time", SimpleNamespace(monotonic=clock, sleep=time.sleep))
+    code = "import sys, time\nif sys.argv[1] != '0': time.sleep(600)"
     commands = [_python(code, rank) for rank in range(3)]
     with pytest.raises(RuntimeError, match=r"^rank 1 and rank 2 had not ended after 2 s$"):
         processes.run_together(commands, REPOSITORY, tmp_path, 2)
@@ -133,9 +140,9 @@ def test_who_is_interrupted_leaves_no_rank(tmp_path, monkeypatch, started):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(processes.time, "sleep", interrupted)
-    commands = [_python("import time\ntime.sleep(60)", rank) for rank in range(2)]
+    commands = [_python("import time\ntime.sleep(600)", rank) for rank in range(2)]
     with pytest.raises(KeyboardInterrupt):
-        processes.run_together(commands, REPOSITORY, tmp_path, 30)
+        processes.run_together(commands, REPOSITORY, tmp_path, 300)
     _assert_ended(started)
 
 

@@ -34,9 +34,12 @@ _PRELOADED = [
     "numpy",
     "pytest",
 ]
-# How long a rank waits for another one, and a test for its ranks.
-COLLECTIVE_SECONDS = 20.0
-JOB_SECONDS = 60.0
+# How long a rank waits for another one, and a test for its ranks. They bound what hangs, far
+# beyond what is needed on a busy machine.
+COLLECTIVE_SECONDS = 200.0
+JOB_SECONDS = 600.0
+# How long a rank that runs on may take to tell where it is.
+DUMP_SECONDS = 60.0
 
 
 @dataclass(frozen=True)
@@ -132,10 +135,17 @@ def _outcomes(
                     error=f"exit code {processes[rank].exitcode}", details=_log(folder, rank)
                 )
     stuck = [rank for rank in range(len(pipes)) if rank not in outcomes]
+    before = {rank: _log(folder, rank) for rank in stuck}
     for rank in stuck:
         os.kill(processes[rank].pid, signal.SIGUSR1)
+    deadline = time.monotonic() + DUMP_SECONDS
+    for rank, log in before.items():
+        while _log(folder, rank) == log and processes[rank].is_alive():
+            if time.monotonic() > deadline:
+                break
+            time.sleep(0.05)
     if stuck:
-        time.sleep(0.5)
+        time.sleep(0.5)  # for all of it
     for rank in stuck:
         outcomes[rank] = Outcome(error="still running", details=_log(folder, rank))
         processes[rank].kill()

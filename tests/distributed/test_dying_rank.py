@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -13,21 +14,24 @@ import torch.distributed as dist
 from exact_training import OPTIMIZERS, SETTINGS, WAYS, Heads, Trace, batches_of
 from support import assert_same
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from ampfast import GradScaler
 
 HEALTHY_STEPS = 2
-PATIENCE = 3.0
+# How long a rank waits for others in the last step: some see no connection end, as theirs is to
+# ranks that wait too.
+PATIENCE = timedelta(seconds=2)
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
     return getattr(tensor, "_local_tensor", tensor).detach().clone()
 
 
-def trained(setting: str, kind: str, way: str, end: str) -> Any:
-    """Trains until rank 1 is gone; returns the error and what changed while it was raised."""
+def trained(setting: str, kind: str, way: str, end: str) -> str | None:
+    """Trains until rank 1 is gone; returns the error, before which nothing may have changed."""
     rank = dist.get_rank()
     model: Any = Heads()
     group: Any = None
@@ -48,21 +52,22 @@ def trained(setting: str, kind: str, way: str, end: str) -> Any:
         if last and rank == 1 and end == "in backward":
             loss.register_hook(lambda grad: os._exit(9))
         before = [local(p) for p in params], scaler._scale.clone()
-        started = time.monotonic()
+        if last:
+            _set_pg_timeout(PATIENCE)
         try:
             loss.backward()
             if last and rank == 1 and end == "after backward":
                 os._exit(9)
             if last and rank == 1 and end == "hangs":
-                time.sleep(PATIENCE + 1)
+                time.sleep(2 * PATIENCE.total_seconds())
                 return None
             WAYS[way].finish(scaler, optimizer, Trace())
         except RuntimeError as error:
             assert last, error
             assert_same(([local(p) for p in params], scaler._scale), before)
             assert not hasattr(optimizer, "found_inf") and not hasattr(optimizer, "grad_scale")
-            return str(error), time.monotonic() - started
-    return "nothing raised", 0.0
+            return str(error)
+    return None
 
 
 @pytest.mark.parametrize(
@@ -86,11 +91,9 @@ def trained(setting: str, kind: str, way: str, end: str) -> Any:
 def test_the_others_raise_and_change_nothing(
     setting: str, kind: str, way: str, end: str, world: int
 ) -> None:
-    outcomes = ranks.attempt(trained, setting, kind, way, end, ranks=world, patience=PATIENCE)
+    outcomes = ranks.attempt(trained, setting, kind, way, end, ranks=world)
     gone = outcomes.pop(1)
     assert gone.error == (None if end == "hangs" else "exit code 9")
     for outcome in outcomes:
         assert outcome.error is None, outcome
-        error, seconds = outcome.value
-        assert error != "nothing raised"
-        assert seconds < PATIENCE + 2
+        assert outcome.value is not None, "nothing raised"
