@@ -38,7 +38,7 @@ def test_nothing_waits_for_the_step(kind: str, device: torch.device, backend: st
     optimizer, scaler = OPTIMIZERS[kind]([parameter]), GradScaler(backend=backend)
     scheduler, loss = scheduled(scaler, optimizer), torch.ones((), device=device)
     scaler.scale(loss)
-    ran = 0
+    ran, not_waited_for = 0, set()
     for step in range(STEPS):
         parameter.grad.fill_(math.inf if step in SKIPPED else 1.0)
         # The first two allocate and compile.
@@ -50,10 +50,12 @@ def test_nothing_waits_for_the_step(kind: str, device: torch.device, backend: st
             scaler.step(optimizer)
             scaler.update()
             scheduler.step()
-        if is_warm:
-            assert not torch.cuda.current_stream().query(), "the host waited for this step"
+        if is_warm and not torch.cuda.current_stream().query():
+            not_waited_for.add(step in SKIPPED)
         assert scheduler.last_epoch == ran
         ran += step not in SKIPPED
+    # A host that is busy may be late itself, but not each time.
+    assert not_waited_for == {False, True}, "the host waits for steps"
     scheduler.flush()
     assert scheduler.last_epoch == ran == STEPS - len(SKIPPED)
 
