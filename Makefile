@@ -48,8 +48,8 @@ endef
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: FORCE bench bench-compare build build-cuda check clean demo distclean docs format gpu help python test \
-	test-trainers test-triton36
+.PHONY: FORCE bench bench-compare build build-cuda check clean demo dist distclean docs format gpu \
+	help python smoke test test-trainers test-triton36
 
 help:  ## show this list
 	@sed -n 's/^\([a-z0-9-]*\):.*## /  make \1: /p' $(MAKEFILE_LIST)
@@ -115,6 +115,24 @@ docs: $(DOCS_READY)  ## make the documentation, build/docs/index.html; no networ
 	.venv-docs/bin/python -m pip install -r $<
 	@touch $@
 
+dist: | $(READY)  ## make the source distribution, and from it a wheel for this torch, in dist/
+	rm -rf dist && mkdir -p build
+	$(RUN) -c 'from setuptools.build_meta import build_sdist; build_sdist("dist")' > build/dist.log
+	$(RUN) -m pip wheel --no-cache-dir --no-build-isolation --no-deps --wheel-dir dist dist/*.tar.gz
+
+smoke: dist .venv-dist/.torch  ## install that wheel where there is torch alone and no compiler, and try it
+	.venv-dist/bin/python -m pip uninstall --quiet --yes ampfast
+	$(BARE) .venv-dist/bin/python -I -m pip install --no-index dist/*.whl
+	$(BARE) .venv-dist/bin/python -I tests/smoke.py
+
+# Neither a compiler nor anything else is found.
+BARE := env PATH=/nowhere CC=false CXX=false
+
+.venv-dist/.torch: requirements/torch.txt
+	$(PYTHON) -m venv .venv-dist
+	.venv-dist/bin/python -m pip install -r $<
+	@touch $@
+
 build-cuda: .venv-cuda/.installed  ## build against a CUDA build of torch (several GB), in .venv-cuda
 	AMPFAST_CUDA=1 $(MAKE) build VENV= PYTHON=.venv-cuda/bin/python
 
@@ -129,7 +147,7 @@ clean:  ## remove what was built
 	find . -path './.venv*' -prune -o -name __pycache__ -prune -exec rm -rf {} +
 
 distclean: clean  ## remove the environments too
-	rm -rf .venv .venv-cuda .venv-docs .venv-trainers .venv-triton36
+	rm -rf .venv .venv-cuda .venv-dist .venv-docs .venv-trainers .venv-triton36
 
 python:
 	$(require_python_and_compiler)

@@ -37,6 +37,18 @@ def installed_torch() -> metadata.Distribution:
     return torch
 
 
+def fits(torch_version: str, *, with_cuda: bool, is_source: bool) -> tuple[str, str]:
+    """Returns the label of the version and the requirement that say which torch this fits.
+
+    torch keeps its binary interface within a minor version, so that a build is for one of these:
+    "+torch2.13" or, with CUDA kernels, "+torch2.13.cuda", and "torch==2.13.*". Sources fit all.
+    """
+    if is_source:
+        return "", "torch>={}.{}".format(*OLDEST_TORCH)
+    minor = ".".join(torch_version.split(".")[:2])
+    return f"+torch{minor}" + (".cuda" if with_cuda else ""), f"torch=={minor}.*"
+
+
 def require_toolchain() -> None:
     """Exits with one line that says what to install if C++ cannot be compiled here."""
     if sys.platform == "win32":
@@ -143,12 +155,13 @@ def found(*patterns: str) -> list[str]:
 
 def main() -> None:
     """Runs setuptools with the extension."""
-    installed_torch()
+    torch = installed_torch()
     # torch looks for ninja on the PATH only, where that of a virtual environment that is not
     # activated is not.
     os.environ["PATH"] = os.pathsep.join([sysconfig.get_path("scripts"), os.environ["PATH"]])
 
     from setuptools import setup
+    from setuptools.command.egg_info import egg_info
     from torch.version import cuda as torch_cuda
 
     cuda_sources = found("cuda/*.cu")
@@ -169,13 +182,23 @@ def main() -> None:
             require_toolchain()
             super().run()
 
+    class LabelledInfo(egg_info):
+        """setuptools' metadata, with the label in the version."""
+
+        def finalize_options(self) -> None:
+            # Here, since the setup.cfg of a source distribution says that there is none.
+            self.tag_build = label
+            super().finalize_options()
+
     compiling, linking = compile_flags(
         [*cpp_extension.include_paths(), sysconfig.get_path("include")]
     )
+    label, requirement = fits(torch.version, with_cuda=with_cuda, is_source="sdist" in sys.argv)
     extension = cpp_extension.CUDAExtension if with_cuda else cpp_extension.CppExtension
     setup(
         # Here because setuptools before 77 refuses a plain name in pyproject.toml.
         license="BSD-3-Clause",
+        install_requires=[requirement],
         ext_modules=[
             extension(
                 "ampfast._C",
@@ -186,7 +209,7 @@ def main() -> None:
                 extra_link_args=linking,
             )
         ],
-        cmdclass={"build_ext": BuildExtension},
+        cmdclass={"build_ext": BuildExtension, "egg_info": LabelledInfo},
     )
 
 

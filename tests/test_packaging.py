@@ -16,6 +16,10 @@ from types import ModuleType
 
 import pytest
 
+import ampfast
+from ampfast._version import __version__
+from ampfast.backends import native
+
 ROOT = Path(__file__).resolve().parents[1]
 SOURCES = ["csrc/cuda/kernels.cu"]
 
@@ -147,7 +151,7 @@ def test_sdist_holds_all_that_a_build_and_a_test_run_need(sdist):
         for file in (ROOT / folder).rglob("*")
         if file.suffix in suffixes or file.name == "py.typed"
     }
-    wanted |= {"setup.py", "pyproject.toml", "README.md", "LICENSE", "Makefile"}
+    wanted |= {"setup.py", "pyproject.toml", "README.md", "CHANGELOG.md", "LICENSE", "Makefile"}
     assert "csrc/module.cpp" in wanted
     assert wanted - sdist.keys() == set()
 
@@ -155,6 +159,28 @@ def test_sdist_holds_all_that_a_build_and_a_test_run_need(sdist):
 def test_sdist_holds_nothing_that_was_built(sdist):
     built = (".so", ".pyd", ".pyc", ".o")
     assert [name for name in sdist if name.endswith(built) or name.startswith("build/")] == []
+
+
+@pytest.mark.parametrize(
+    ("torch_version", "with_cuda", "is_source", "label", "requirement"),
+    [
+        ("2.13.0+cpu", False, False, "+torch2.13", "torch==2.13.*"),
+        ("2.14.1", True, False, "+torch2.14.cuda", "torch==2.14.*"),
+        ("2.13.0+cpu", False, True, "", "torch>=2.11"),
+    ],
+)
+def test_what_is_built_says_which_torch_it_fits(
+    build, torch_version, with_cuda, is_source, label, requirement
+):
+    fits = build.fits(torch_version, with_cuda=with_cuda, is_source=is_source)
+    assert fits == (label, requirement)
+
+
+def test_an_extension_for_another_torch_is_refused():
+    native._require_torch("2.13.0", "2.13.1+cu130")
+    for other in ("2.14.0", "3.13.0", "2.1.3"):
+        with pytest.raises(ImportError, match=f"for torch 2.13.0, and this is torch {other}; "):
+            native._require_torch("2.13.0", other)
 
 
 def test_metadata_asks_for_torch_alone(package_info):
@@ -166,10 +192,30 @@ def test_metadata_asks_for_torch_alone(package_info):
 
 
 def test_version_stands_in_one_place(package_info):
-    import ampfast
-    from ampfast._version import __version__
-
     assert ampfast.__version__ == __version__ == package_info["Version"]
+
+
+def test_version_is_written_in_one_file():
+    """What a build reads, and no copy of it."""
+    version = re.compile(rf"(?<![\d.]){re.escape(ampfast.__version__)}(?![\d.])")
+    suffixes = {".py", ".pyi", ".toml", ".yml", ".cpp", ".h", ".cu", ".cuh"}
+    folders = ("ampfast", "csrc", "tests", "benchmarks", "examples")
+    files = [*ROOT.glob("*"), *(file for name in folders for file in (ROOT / name).rglob("*"))]
+    writers = [
+        file.relative_to(ROOT).as_posix()
+        for file in files
+        if file.suffix in suffixes and version.search(file.read_text(encoding="utf-8"))
+    ]
+    assert writers == ["ampfast/_version.py"]
+
+
+def test_the_changelog_knows_this_version():
+    text = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    headings = re.findall(r"^## \[(.+?)\]", text, re.MULTILINE)
+    newest = text.split("\n## ")[1]
+    assert headings[0] == ampfast.__version__ or (
+        headings[0] == "Unreleased" and ampfast.__version__ in newest
+    )
 
 
 def make(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:

@@ -6,19 +6,35 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from ampfast.backends.track import Track
+
+_REMEDY = (
+    "build it against the torch that is installed: `make build` in a checkout, or `pip install "
+    "--no-build-isolation .` and start Python outside of the checkout, whose own folder hides what "
+    "was installed"
+)
+
+
+def _require_torch(built_for: str, here: str) -> None:
+    """Raises ImportError if two versions of torch differ in more than the last number.
+
+    C++ classes may differ then, and some builds load all the same.
+    """
+    if built_for.split(".")[:2] != here.split(".")[:2]:
+        raise ImportError(
+            f"ampfast's compiled core is for torch {built_for}, and this is torch {here}; {_REMEDY}"
+        )
+
 
 try:
     from ampfast import _C
     from ampfast._C import DeviceTable, GradList, ScaleUpdate, Segment
 except ImportError as error:
-    raise ImportError(
-        f"ampfast's compiled core cannot be loaded ({error}); build it against the torch that is "
-        "installed: `make build` in a checkout, or `pip install --no-build-isolation .` and start "
-        "Python outside of the checkout, whose own folder hides what was installed"
-    ) from error
+    raise ImportError(f"ampfast's compiled core cannot be loaded ({error}); {_REMEDY}") from error
+_require_torch(_C.build_info()["torch"], torch.__version__)
 
 __all__ = [
     "CPU",

@@ -1,0 +1,86 @@
+"""Tries an installed ampfast with nothing but torch: `python -I tests/smoke.py`."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+
+import torch
+
+import ampfast
+
+
+def demand(what: str, is_so: bool) -> None:
+    """Prints a line, and exits if it is not so."""
+    print(f"{'ok  ' if is_so else 'NOT '} {what}")
+    if not is_so:
+        raise SystemExit(1)
+
+
+def trained(scaler: torch.amp.GradScaler, fused: bool) -> tuple[list[torch.Tensor], list[float]]:
+    """Parameters and scales of a few steps, of which one overflows."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(16, 8), torch.nn.Tanh(), torch.nn.Linear(8, 4))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=fused)
+    scales = []
+    for step in range(6):
+        data = torch.randn(8, 16) * (torch.inf if step == 2 else 1.0)
+        optimizer.zero_grad()
+        scaler.scale(model(data).square().mean()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        scales.append(scaler.get_scale())
+    return [param.detach() for param in model.parameters()], scales
+
+
+def said(*arguments: str) -> str:
+    """What `python -m ampfast` prints."""
+    command = [sys.executable, "-I", "-m", "ampfast", *arguments]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+
+
+def main() -> None:
+    """Goes from the metadata over kernels and training to the commands."""
+    checkout = Path(__file__).resolve().parents[1]
+    demand(
+        f"it is the installed package: {ampfast.__file__}",
+        Path(ampfast.__file__).resolve().parent != checkout / "ampfast",
+    )
+    minor = ".".join(torch.__version__.split(".")[:2])
+    version, required = metadata.version("ampfast"), metadata.requires("ampfast") or []
+    demand(
+        f"version {version} is {ampfast.__version__} for torch {minor}",
+        version.startswith(f"{ampfast.__version__}+torch{minor}"),
+    )
+    demand(
+        f"it requires torch {minor} alone",
+        [line for line in required if "extra ==" not in line] == [f"torch=={minor}.*"],
+    )
+    on_cpu = ampfast.backends.default_for(torch.device("cpu"))
+    demand(f"gradients on the CPU get the backend {on_cpu!r}", on_cpu == "cpu")
+
+    for fused in (False, True):
+        ours = trained(ampfast.GradScaler("cpu", growth_interval=2), fused)
+        theirs = trained(torch.amp.GradScaler("cpu", growth_interval=2), fused)
+        are_equal = ours[1] == theirs[1] and all(map(torch.equal, ours[0], theirs[0]))
+        demand(f"training is equal to that with torch's scaler, scales {ours[1]}", are_equal)
+        demand("a step was skipped", any(b < a for a, b in zip(ours[1], ours[1][1:], strict=False)))
+
+    original = torch.amp.GradScaler
+    with ampfast.patch():
+        demand(
+            "patch() takes the place of torch's",
+            isinstance(torch.amp.GradScaler("cpu"), ampfast.GradScaler),
+        )
+    demand("unpatch() gives it back", torch.amp.GradScaler is original)
+
+    demand("`--version` runs", ampfast.__version__ in said("--version"))
+    facts = json.loads(said("info", "--json"))
+    demand("`info` runs", facts["devices"][0]["backend"] == "cpu")
+
+
+if __name__ == "__main__":
+    main()
