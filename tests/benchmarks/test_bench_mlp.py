@@ -61,6 +61,19 @@ def test_epochs_of_four_modes_take_turns(monkeypatch, queue):
     assert len(measured.notes) == 2
 
 
+def test_each_mode_is_reported_against_autocast_only(monkeypatch):
+    times = dict(zip(MODES, (3.0, 2.0, 2.5, 2.1), strict=True))
+    seconds = {mode: [each / 1e3] * 3 for mode, each in times.items()}
+    monkeypatch.setattr(mlp_amp, "_epochs", lambda *arguments: seconds)
+    measured = mlp_amp.measure(SMALL, CPU)
+    assert [row.over_none for row in measured.rows] == pytest.approx([1.5, None, 1.25, 1.05])
+    assert [row.ms_p50 for row in measured.rows] == pytest.approx([3.0, 2.0, 2.5, 2.1])
+    assert measured.notes[1].endswith(
+        "took fp32 0.01 s, autocast 0.01 s, autocast with torch 0.01 s, "
+        f"autocast with {OURS} 0.01 s"
+    )
+
+
 def test_modes_differ_in_nothing_but_precision_and_scaler():
     data = [tuple(torch.randn(4, 8) for _ in "xy") for _ in range(3)]
     trainers = [

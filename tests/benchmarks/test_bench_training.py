@@ -136,6 +136,70 @@ def test_each_scaler_and_none_are_timed(fused, clip, queue):
     assert [line[2:4] for line in tables[0].lines] == timed
 
 
+@pytest.mark.parametrize("clip", [False, True], ids=["", "clip"])
+@pytest.mark.parametrize("fused", [False, True], ids=["plain", "fused"])
+def test_all_of_them_take_the_step_that_one_would_write(fused, clip):
+    plan = Plan(tiny(), fused, clip)
+    module, inputs = plan.net.made(CPU)
+    optimizer = plan.optimizer(list(module.parameters()))
+    for _ in range(3):
+        optimizer.zero_grad()
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            loss = module(*inputs)
+        loss.backward()
+        if clip:
+            nn.utils.clip_grad_norm_(module.parameters(), training.MAX_NORM)
+        optimizer.step()
+    wanted = list(module.parameters())
+
+    for provider in ("none", "torch", OURS):
+        for path in plan.paths(provider):
+            module, inputs = plan.net.made(CPU)
+            lesson = training.Lesson(module, inputs, torch.bfloat16)
+            parameters = list(module.parameters())
+            scaler = None
+            if provider != "none":
+                scaler = training.make_scaler(provider, CPU, training.SCALE)
+            optimizer = plan.optimizer(parameters)
+            student = training.Student(plan, path, provider, parameters, optimizer, scaler)
+            for number in range(3):
+                lesson.step(student)(number)
+            # A power of two as the scale leaves no trace, but a norm that is more exact does.
+            close = 0 if path == plan.path else 1e-5
+            for parameter, want in zip(parameters, wanted, strict=True):
+                torch.testing.assert_close(parameter, want, rtol=close, atol=close)
+
+
+@pytest.mark.parametrize("fused", [False, True], ids=["plain", "fused"])
+def test_a_fused_optimizer_is_left_to_clip(monkeypatch, fused):
+    asked = []
+    plain = ampfast.GradScaler.clip_grad_norm_
+
+    def clip(self, optimizer, max_norm, *, in_place):
+        asked.append((max_norm, in_place))
+        return plain(self, optimizer, max_norm, in_place=in_place)
+
+    monkeypatch.setattr(ampfast.GradScaler, "clip_grad_norm_", clip)
+    plan = Plan(tiny(), fused, True)
+    assert plan.optimizer(list(Tiny().parameters())).defaults["fused"] is (True if fused else None)
+    module, inputs = plan.net.made(CPU)
+    training.assert_parity(plan, training.Lesson(module, inputs, torch.bfloat16), [OURS])
+    assert set(asked) == {(training.MAX_NORM, not fused)}
+
+
+def test_ratios_are_to_the_same_step_without_a_scaler_and_with_torchs(monkeypatch):
+    seconds = {"none": 1.0, "torch": 1.5, OURS: 1.25}
+
+    def interleave(contenders, effort, cycle):
+        return Samples({c.key: [seconds[c.provider] + ("by" in c.path)] * 3 for c in contenders})
+
+    monkeypatch.setattr(training, "interleave", interleave)
+    measured = training.measure(Plan(tiny(), False, True), CPU, BRIEF)
+    assert [row.over_none for row in measured.rows] == [None, 1.5, 1.25, 2.25]
+    assert [row.vs_torch for row in measured.rows] == [1.5, None, 1.5 / 1.25, 1.5 / 2.25]
+    assert [goal.ratio for goal in measured.goals] == [1.25, 2.25]
+
+
 @pytest.mark.parametrize("fused", [False, True], ids=["plain", "fused"])
 def test_momentum_is_compared_too(fused):
     net = tiny(torch.optim.SGD, momentum=0.9)
