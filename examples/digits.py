@@ -35,13 +35,13 @@ def network() -> nn.Module:
     )
 
 
-def main() -> None:
+def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--scaler", choices=("torch", "ampfast"), default="ampfast")
     parser.add_argument("--together", action="store_true", help="step_and_update(), ampfast only")
     parser.add_argument("--epochs", type=int, default=5)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     if options.together and options.scaler == "torch":
         parser.error("torch's scaler has no step_and_update()")
 

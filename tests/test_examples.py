@@ -1,33 +1,124 @@
-"""The examples run, and give the same with both scalers."""
+"""The examples run, and give the same with both scalers; the notebook's outputs are its code's."""
 
 from __future__ import annotations
 
-import os
-import subprocess
+import importlib.util
+import re
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import pytest
+import torch
 
-FOLDER = Path(__file__).parent.parent / "examples"
+ROOT = Path(__file__).parents[1]
+FOLDER = ROOT / "examples"
+NOTEBOOK = FOLDER / "underflow.ipynb"
 
 
-def last_line(name: str, *arguments: str) -> str:
-    done = subprocess.run(
-        [sys.executable, FOLDER / name, *arguments],
-        cwd=FOLDER.parent,
-        env={**os.environ, "PYTHONPATH": str(FOLDER.parent)},
-        capture_output=True,
-        text=True,
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    """Where the cores have other work, threads would wait for each other most of the time."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def example(name: str) -> ModuleType:
+    """An example as a module, which trains nothing yet."""
+    spec = importlib.util.spec_from_file_location(f"example_{name}", FOLDER / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize(
+    ("name", "needs", "short", "begins"),
+    [
+        ("digits", "sklearn", ("--epochs", "1"), "accuracy "),
+        ("language", "torch", ("--steps", "5"), "loss on unseen files "),
+        ("gan", "torch", ("--steps", "15"), ""),
+        ("reinforcement", "gymnasium", ("--updates", "10"), "an episode takes "),
+    ],
+)
+def test_both_scalers_give_the_same(
+    name: str, needs: str, short: tuple[str, ...], begins: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip(needs, reason=f"examples/{name}.py needs {needs}")
+    module = example(name)
+
+    def printed(*arguments: str) -> list[str]:
+        module.main([*arguments, *short, "--device", "cpu"])
+        return capsys.readouterr().out.splitlines()
+
+    *_, theirs = printed("--scaler", "torch")
+    assert theirs.startswith(begins) and "sum of all parameters" in theirs
+    runs = [["--scaler", "ampfast"]]
+    if name == "digits":
+        runs.append(["--scaler", "ampfast", "--together"])
+    for run in runs:
+        lines = printed(*run)
+        assert lines[-1] == theirs
+        # Otherwise the scalers had nothing to do.
+        counts = [re.search(r"steps=(\d+), skipped=(\d+)", line) for line in lines]
+        [(steps, skipped)] = [map(int, count.groups()) for count in counts if count]
+        assert 0 < skipped < steps
+
+
+def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "gymnasium", None)
+    with pytest.raises(SystemExit, match=r"needs gymnasium: pip install gymnasium$"):
+        example("reinforcement")
+
+
+def test_the_readme_lists_all() -> None:
+    section = (ROOT / "README.md").read_text(encoding="utf-8").split("\n## Examples\n")[1]
+    listed = re.findall(r"^\| \[.+?\]\((.+?)\) \|", section.split("\n## ")[0], re.MULTILINE)
+    assert sorted(listed) == sorted(
+        path.relative_to(ROOT).as_posix()
+        for path in FOLDER.iterdir()
+        if path.suffix in {".py", ".ipynb"}
     )
-    assert done.returncode == 0, done.stderr
-    return done.stdout.splitlines()[-1]
 
 
-def test_digits() -> None:
-    pytest.importorskip("sklearn")
-    short = ("--epochs", "1", "--device", "cpu")
-    theirs = last_line("digits.py", "--scaler", "torch", *short)
-    assert theirs.startswith("accuracy ")
-    assert last_line("digits.py", "--scaler", "ampfast", *short) == theirs
-    assert last_line("digits.py", "--scaler", "ampfast", "--together", *short) == theirs
+def kinds(outputs: list[list[dict[str, Any]]]) -> list[list[tuple[str, ...]]]:
+    """What each cell prints and which pictures it draws.
+
+    Without figures, and without what they decide: they depend on the processor and on torch.
+    """
+    return [
+        [
+            (re.sub(r"skipped|stepped| *[\d.]+(e[+-]\d+)?", "0", "".join(output["text"])),)
+            if output["output_type"] == "stream"
+            else tuple(sorted(output["data"]))
+            for output in each
+        ]
+        for each in outputs
+    ]
+
+
+def test_the_notebook_runs_and_its_outputs_are_of_this_code() -> None:
+    pytest.importorskip("matplotlib", reason="the notebook needs matplotlib")
+    import notebook_cells
+
+    notebook = notebook_cells.load(NOTEBOOK)
+    again = f"run `make notebook`: the outputs in {NOTEBOOK.name} are not those of its code"
+    assert notebook["metadata"].get("outputs_of") == notebook_cells.fingerprint(notebook), again
+    outputs, variables = notebook_cells.run(notebook)
+    saved = [cell["outputs"] for cell in notebook_cells.code_cells(notebook)]
+    assert kinds(outputs) == kinds(saved), again
+
+    # What its text says.
+    losses = {name: variables[name][-1] for name in ("in_float32", "with_scaler", "without_scaler")}
+    assert losses["with_scaler"] < 1.5 * losses["in_float32"]
+    assert losses["without_scaler"] > 2 * losses["in_float32"]
+    lost, kept = (variables["gradients"](half=True, scale=scale) == 0 for scale in (1.0, 2.0**16))
+    assert lost.double().mean() > 0.1 > 100 * kept.double().mean()
+    assert 4 < variables["scaler"].stats().skipped < 50
+    history = variables["clipped"].history()
+    assert history.skipped.nonzero().flatten().tolist() == [70]
+    assert history.grad_norm[40] > 1e-4 > history.grad_norm[39]
