@@ -48,8 +48,8 @@ endef
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: FORCE bench bench-compare build build-cuda check clean demo dist distclean docs format gpu \
-	help python smoke test test-trainers test-triton36
+.PHONY: FORCE bench bench-compare build build-cuda check clean demo dist distclean docs format \
+	gpu help notebook python smoke test test-trainers test-triton36
 
 help:  ## show this list
 	@sed -n 's/^\([a-z0-9-]*\):.*## /  make \1: /p' $(MAKEFILE_LIST)
@@ -106,6 +106,9 @@ test-trainers: build/built $(TRAINERS_READY)  ## run other people's trainers wit
 	.venv-trainers/bin/python -m pip install -r requirements/torch.txt
 	.venv-trainers/bin/python -m pip install -r requirements/trainers.txt -r requirements/torch.txt
 	@touch $@
+
+notebook: build/built  ## run the notebook of the examples and save what it prints and draws
+	$(RUN) -m tests.notebook_cells examples/underflow.ipynb
 
 docs: $(DOCS_READY)  ## make the documentation, build/docs/index.html; no network beyond its packages
 	NO_MKDOCS_2_WARNING=1 $(DOCS) -m mkdocs build --strict $(ARGS)

@@ -18,7 +18,11 @@ ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 BENCHMARKS = ("<!-- bench:start -->\n", "<!-- bench:end -->")
 # Sections of the README that have a page here.
-PAGES = {"several-ranks": "distributed.md", "learning-rate-schedules": "schedules.md"}
+PAGES = {
+    "learning-rate-schedules": "schedules.md",
+    "several-ranks": "distributed.md",
+    "trainers": "trainers.md",
+}
 
 
 def on_page_markdown(markdown: str, *, files: Any, config: Any, **_: Any) -> str:
