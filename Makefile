@@ -48,8 +48,8 @@ endef
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: FORCE bench bench-compare build build-cuda check clean demo dist distclean docs format \
-	gpu help notebook python smoke test test-trainers test-triton36
+.PHONY: FORCE bench bench-compare build build-cuda check clean coverage demo dist distclean docs \
+	format gpu help mutants notebook python smoke test test-trainers test-triton36
 
 help:  ## show this list
 	@sed -n 's/^\([a-z0-9-]*\):.*## /  make \1: /p' $(MAKEFILE_LIST)
@@ -68,6 +68,18 @@ bench-compare: | $(READY)  ## what changed between two result files: A=before.js
 	@[ -n "$(A)" ] && [ -n "$(B)" ] || { echo "say which: make bench-compare A=before.json B=after.json" \
 		>&2; exit 2; }
 	$(RUN) -m benchmarks compare "$(A)" "$(B)" $(ARGS)
+coverage: build/built  ## run the tests and say which lines of ampfast/ they run, in a table
+	rm -rf build/coverage && mkdir build/coverage
+	$(RUN) -m coverage run -m pytest $(ARGS)
+	TRITON_INTERPRET=1 $(RUN) -m coverage run -m pytest tests/triton_kernels
+	$(RUN) -m coverage combine --quiet
+	$(RUN) -m coverage report
+
+mutants: build/built  ## change the state machine line by line and say which changes no test notices
+	$(RUN) tests/mutation $(ARGS)
+
+bench: build/built  ## measure against torch
+	$(RUN) -m benchmarks $(ARGS)
 
 gpu: build/built  ## with the PYTHON of a GPU machine as it is: all tests, sanitizer, benchmarks
 	$(RUN) tests/gpu $(ARGS)

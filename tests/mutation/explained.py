@@ -1,0 +1,3 @@
+"""Why no test notices some changes."""
+
+EXPLAINED: dict[tuple[str, str, str, int], str] = {}

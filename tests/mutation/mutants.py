@@ -1,0 +1,209 @@
+"""Small changes to a module's source, each of which some test ought to notice."""
+
+from __future__ import annotations
+
+import ast
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import CodeType
+
+_OTHER_OPERATOR: dict[type[ast.AST], type[ast.AST]] = {
+    ast.Eq: ast.NotEq,
+    ast.NotEq: ast.Eq,
+    ast.Is: ast.IsNot,
+    ast.IsNot: ast.Is,
+    ast.Lt: ast.LtE,
+    ast.LtE: ast.Lt,
+    ast.Gt: ast.GtE,
+    ast.GtE: ast.Gt,
+    ast.In: ast.NotIn,
+    ast.NotIn: ast.In,
+    ast.Add: ast.Sub,
+    ast.Sub: ast.Add,
+    ast.Mult: ast.Div,
+    ast.Div: ast.Mult,
+    ast.BitAnd: ast.BitOr,
+    ast.BitOr: ast.BitAnd,
+    ast.Mod: ast.Mult,
+    ast.Pow: ast.Mult,
+}
+_OTHER_FUNCTION = {"min": "max", "max": "min", "any": "all", "all": "any"}
+_NEGATED_ANYWAY = (ast.Eq, ast.NotEq, ast.Is, ast.IsNot, ast.In, ast.NotIn)
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """One change.
+
+    Attributes:
+        path: The file.
+        place: The class and function, joined by dots; empty for the module.
+        before: The source that changes, as `ast.unparse` writes it.
+        after: What it becomes.
+        lines: Of the statement, or of the head of a compound one.
+        is_run_at_import: Whether it stands outside of functions, or is a default argument.
+        nth: Which it is, from 1, of those that read the same in that place.
+        number: Which it is of all of the module.
+    """
+
+    path: Path
+    place: str
+    before: str
+    after: str
+    lines: range
+    is_run_at_import: bool
+    nth: int
+    number: int
+
+    @property
+    def key(self) -> tuple[str, str, str, int]:
+        """What names it as long as its function is not changed, whatever file that moves to."""
+        return self.place, self.before, self.after, self.nth
+
+    def compiled(self) -> CodeType:
+        """The module with the change."""
+        tree = ast.parse(self.path.read_text(encoding="utf-8"))
+        change = list(_changes(tree))[self.number]
+        setattr(change.parent, change.field, change.new)
+        return compile(ast.fix_missing_locations(tree), str(self.path), "exec", dont_inherit=True)
+
+
+def mutants_of(path: Path) -> list[Mutant]:
+    """Returns every change to the module at `path`, in the order of its source."""
+    found: list[Mutant] = []
+    seen: Counter[tuple[str, str, str]] = Counter()
+    for number, change in enumerate(_changes(ast.parse(path.read_text(encoding="utf-8")))):
+        reads = change.place, ast.unparse(change.old), _shown(change.shown)
+        seen[reads] += 1
+        lines = range(change.lines[0], change.lines[1] + 1)
+        found.append(Mutant(path, *reads, lines, change.is_run_at_import, seen[reads], number))
+    return found
+
+
+@dataclass(frozen=True)
+class _Change:
+    parent: ast.AST
+    field: str
+    new: object  # of the field
+    old: ast.AST
+    shown: ast.AST | None
+    place: str
+    lines: tuple[int, int]
+    is_run_at_import: bool
+
+
+@dataclass(frozen=True)
+class _Where:
+    place: tuple[str, ...] = ()
+    lines: tuple[int, int] = (0, 0)
+    is_run_at_import: bool = True
+
+
+def _shown(node: ast.AST | None) -> str:
+    return "nothing" if node is None else ast.unparse(node)
+
+
+def _changes(tree: ast.Module) -> Iterator[_Change]:
+    yield from _below(tree, _Where())
+
+
+def _below(node: ast.AST, where: _Where) -> Iterator[_Change]:
+    for field, value in ast.iter_fields(node):
+        if field in ("annotation", "returns", "decorator_list"):
+            continue
+        children = value if isinstance(value, list) else [value]
+        for index, child in enumerate(children):
+            if not isinstance(child, ast.AST) or _is_left_alone(child):
+                continue
+            here = _inside(child, where)
+            for new in _variants(child, node):
+                replaced: object = new
+                if isinstance(value, list):
+                    replaced = [*value[:index], new or _never(child), *value[index + 1 :]]
+                yield _Change(
+                    *(node, field, replaced, child, new),
+                    *(".".join(here.place), here.lines, here.is_run_at_import),
+                )
+            yield from _below(child, here)
+
+
+def _never(statement: ast.AST) -> ast.If:
+    """A statement that is left out; the names over which its function closes stay the same."""
+    return ast.If(ast.Constant(False), [statement], [])  # type: ignore[list-item]
+
+
+def _inside(node: ast.AST, where: _Where) -> _Where:
+    place, lines, is_run_at_import = where.place, where.lines, where.is_run_at_import
+    if isinstance(node, ast.stmt):
+        body = getattr(node, "body", None)
+        end = body[0].lineno - 1 if body else node.end_lineno or node.lineno
+        lines = (node.lineno, max(node.lineno, end))
+    if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+        place = (*place, node.name)
+        is_run_at_import = isinstance(node, ast.ClassDef)
+    elif isinstance(node, ast.arguments):
+        is_run_at_import = True
+    return _Where(place, lines, is_run_at_import)
+
+
+def _is_left_alone(node: ast.AST) -> bool:
+    """Texts, and what only types need."""
+    if isinstance(node, ast.If):
+        return ast.unparse(node.test) == "TYPE_CHECKING"
+    if isinstance(node, ast.Assign):
+        return ast.unparse(node.targets[0]) == "__all__" or "TypeVar(" in ast.unparse(node)
+    is_text = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+    return is_text or isinstance(node, (ast.JoinedStr, ast.Import, ast.ImportFrom))
+
+
+def _variants(node: ast.AST, parent: ast.AST) -> Iterator[ast.AST | None]:
+    """What may stand in the place of `node`; None where a statement is left out."""
+    tested = isinstance(parent, (ast.If, ast.While)) and node is parent.test
+    if tested and not _is_negated_anyway(node):
+        yield ast.UnaryOp(ast.Not(), node)  # type: ignore[arg-type]
+
+    if isinstance(node, ast.Constant):
+        if isinstance(node.value, bool):
+            yield ast.Constant(not node.value)
+        elif isinstance(node.value, (int, float)):
+            yield ast.Constant(node.value + 1)
+    elif isinstance(node, ast.Compare):
+        for index, operator in enumerate(node.ops):
+            if other := _OTHER_OPERATOR.get(type(operator)):
+                ops = [*node.ops[:index], other(), *node.ops[index + 1 :]]
+                yield ast.Compare(node.left, ops, node.comparators)  # type: ignore[arg-type]
+    elif isinstance(node, ast.BinOp):
+        if other := _OTHER_OPERATOR.get(type(node.op)):
+            yield ast.BinOp(node.left, other(), node.right)  # type: ignore[arg-type]
+    elif isinstance(node, ast.BoolOp):
+        for index in range(len(node.values)):
+            rest = [*node.values[:index], *node.values[index + 1 :]]
+            yield ast.BoolOp(node.op, rest) if len(rest) > 1 else rest[0]
+    elif isinstance(node, ast.UnaryOp):
+        if isinstance(node.op, ast.Not):
+            yield node.operand
+    elif isinstance(node, ast.IfExp):
+        yield node.body
+        yield node.orelse
+    elif isinstance(node, ast.Name):
+        is_called = isinstance(parent, ast.Call) and node is parent.func
+        if is_called and node.id in _OTHER_FUNCTION:
+            yield ast.Name(_OTHER_FUNCTION[node.id], ast.Load())
+    elif isinstance(node, ast.Return):
+        if node.value is not None and ast.unparse(node.value) != "None":
+            yield ast.Return(ast.Constant(None))
+    elif isinstance(node, ast.Assign):
+        if all(isinstance(target, (ast.Attribute, ast.Subscript)) for target in node.targets):
+            yield None
+    elif isinstance(
+        node, (ast.AugAssign, ast.Break, ast.Continue, ast.Delete, ast.Expr, ast.Raise)
+    ):
+        yield None
+
+
+def _is_negated_anyway(node: ast.AST) -> bool:
+    if isinstance(node, ast.Compare):
+        return len(node.ops) == 1 and isinstance(node.ops[0], _NEGATED_ANYWAY)
+    return isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not)

@@ -1,0 +1,200 @@
+"""Tests run over changed functions, each in a process forked from one that has them all loaded."""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import os
+import pickle
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import CodeType, FunctionType
+
+import coverage
+import pytest
+from mutants import Mutant
+
+# What a process ends with; anything else is an error of its own.
+_ALL_PASSED, _ONE_FAILED, _CANNOT = 0, 1, 3
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of one mutant.
+
+    Attributes:
+        mutant: It.
+        survived: Whether every test passed.
+        tests: How many run what it changes.
+    """
+
+    mutant: Mutant
+    survived: bool
+    tests: int
+
+
+def outcomes(
+    mutants: Sequence[Mutant], items: list[pytest.Item], jobs: int, budget: float
+) -> Iterator[Outcome]:
+    """Tries each mutant with the tests that run what it changes.
+
+    Args:
+        mutants: Changes inside of functions.
+        items: All tests; `with_collected` has them.
+        jobs: How many processes work at once.
+        budget: Seconds of tests for each mutant, the fastest first.
+
+    Raises:
+        SystemExit: If a test fails without any change.
+    """
+    paths = {str(mutant.path) for mutant in mutants}
+    seconds, runs = _baseline(items, paths)
+    print(f"{len(items)} tests take {sum(seconds):.0f} s", flush=True)
+    functions = [
+        thing
+        for thing in gc.get_objects()
+        if type(thing) is FunctionType and thing.__code__.co_filename in paths
+    ]
+    waiting = list(mutants)[::-1]
+    running: dict[int, tuple[Mutant, int, float]] = {}
+    while waiting or running:
+        while waiting and len(running) < jobs:
+            mutant = waiting.pop()
+            numbers = _chosen(mutant, seconds, runs, budget)
+            # A loop that never ends counts as noticed.
+            limit = 60 + 20 * sum(seconds[number] for number in numbers)
+            process = _forked(_trial(mutant, functions, [items[number] for number in numbers]))
+            running[process] = mutant, len(numbers), time.monotonic() + limit
+        for process, (mutant, count, deadline) in list(running.items()):
+            ended, status = os.waitpid(process, os.WNOHANG)
+            if not ended:
+                if time.monotonic() < deadline:
+                    continue
+                os.killpg(process, signal.SIGKILL)
+                _, status = os.waitpid(process, 0)
+            del running[process]
+            code = os.waitstatus_to_exitcode(status)
+            if code == _CANNOT:
+                raise SystemExit(f"{mutant.key} cannot be tried")
+            yield Outcome(mutant, code == _ALL_PASSED, count)
+        time.sleep(0.01)
+
+
+def with_collected(tests: Sequence[str], work: Callable[[list[pytest.Item]], int]) -> int:
+    """Collects `tests` and, in the open session of pytest, returns what `work` makes of them."""
+
+    class Instead:
+        code = _ONE_FAILED
+
+        def pytest_runtestloop(self, session: pytest.Session) -> bool:
+            self.code = work(list(session.items))
+            return True
+
+    # Which torch loads at the first step of an optimizer, here once for all trials.
+    importlib.import_module("torch._dynamo")
+    instead = Instead()
+    pytest.main(["-s", "-qq", "--tb=no", "-p", "no:cacheprovider", *tests], plugins=[instead])
+    return instead.code
+
+
+def _baseline(
+    items: list[pytest.Item], paths: set[str]
+) -> tuple[list[float], dict[str, dict[int, set[int]]]]:
+    """What each test takes in seconds, and which of them run a line of a file."""
+    with tempfile.NamedTemporaryFile() as told:
+
+        def measure() -> int:
+            tracer = coverage.Coverage(data_file=None, config_file=False, include=list(paths))
+            tracer.start()
+            seconds = []
+            for number, item in enumerate(items):
+                tracer.switch_context(str(number))
+                start = time.perf_counter()
+                if _fails(item):
+                    print(f"{item.nodeid} fails without any change", file=sys.stderr)
+                    return _ONE_FAILED
+                seconds.append(time.perf_counter() - start)
+            tracer.stop()
+            data = tracer.get_data()
+            runs = {
+                path: {
+                    line: {int(context) for context in contexts if context}
+                    for line, contexts in data.contexts_by_lineno(path).items()
+                }
+                for path in data.measured_files()
+            }
+            Path(told.name).write_bytes(pickle.dumps((seconds, runs)))
+            return _ALL_PASSED
+
+        _, status = os.waitpid(_forked(measure, is_quiet=False), 0)
+        if status:
+            raise SystemExit(1)
+        seconds, runs = pickle.loads(Path(told.name).read_bytes())
+        return seconds, runs
+
+
+def _chosen(
+    mutant: Mutant, seconds: list[float], runs: dict[str, dict[int, set[int]]], budget: float
+) -> list[int]:
+    by_line = runs.get(str(mutant.path), {})
+    numbers = {number for line in mutant.lines for number in by_line.get(line, ())}
+    chosen, spent = [], 0.0
+    for number in sorted(numbers, key=seconds.__getitem__):
+        spent += seconds[number]
+        if chosen and spent > budget:
+            break
+        chosen.append(number)
+    return chosen
+
+
+def _trial(
+    mutant: Mutant, functions: list[FunctionType], items: list[pytest.Item]
+) -> Callable[[], int]:
+    def run() -> int:
+        codes = {(code.co_name, code.co_firstlineno): code for code in _codes(mutant.compiled())}
+        for function in functions:
+            code = function.__code__
+            if code.co_filename == str(mutant.path):
+                try:
+                    function.__code__ = codes[code.co_name, code.co_firstlineno]
+                except ValueError:  # it closes over other names
+                    return _CANNOT
+        return _ONE_FAILED if any(map(_fails, items)) else _ALL_PASSED
+
+    return run
+
+
+def _codes(code: CodeType) -> Iterator[CodeType]:
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield constant
+            yield from _codes(constant)
+
+
+def _fails(item: pytest.Item) -> bool:
+    """Runs one test, with what its fixtures set up taken down again."""
+    failed = item.session.testsfailed
+    item.config.hook.pytest_runtest_protocol(item=item, nextitem=None)
+    return item.session.testsfailed > failed
+
+
+def _forked(work: Callable[[], int], *, is_quiet: bool = True) -> int:
+    """Starts a process in a group of its own that ends with what `work` returns."""
+    process = os.fork()
+    if process:
+        return process
+    code = _ONE_FAILED
+    try:
+        os.setpgid(0, 0)
+        if is_quiet:
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, 1)
+            os.dup2(nowhere, 2)
+        code = work()
+    finally:
+        os._exit(code)
