@@ -218,6 +218,45 @@ def test_the_changelog_knows_this_version():
     )
 
 
+@pytest.fixture(scope="module")
+def automated() -> dict[str, str]:
+    """What runs make commands by itself, by name."""
+    files = [*ROOT.glob(".github/workflows/*.yml"), *ROOT.glob(".ci/run")]
+    if not files:
+        pytest.skip("a source distribution has no .github and no .ci")
+    return {file.name: file.read_text(encoding="utf-8") for file in files}
+
+
+def test_what_runs_by_itself_are_commands_of_the_makefile(automated):
+    targets = set(re.findall(r"^([a-z][a-z0-9-]*):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    for name, text in automated.items():
+        called = re.findall(r"\bmake ([a-z][a-z0-9-]*)", text)
+        if listed := re.search(r"^ +command: \[(.+)\]$", text, re.MULTILINE):
+            called += listed[1].split(", ")
+        assert called, name
+        assert set(called) <= targets, name
+
+
+def test_ci_has_the_oldest_the_pinned_and_the_newest_torch(build, automated):
+    oldest = "{}.{}".format(*build.OLDEST_TORCH)
+    pinned = [
+        re.search(r"^torch==(\S+)", (ROOT / "requirements" / name).read_text(), re.MULTILINE)[1]
+        for name in ("torch.txt", "cuda.txt")
+    ]
+    for name in ("ci.yml", "wheels.yml"):
+        listed = re.search(r"^ +torch: \[(.+)\]$", automated[name], re.MULTILINE)[1]
+        versions = [version.strip('"') for version in listed.split(", ")]
+        assert versions[0].startswith(f"{oldest}."), name
+        assert set(pinned) <= set(versions), name
+
+
+def test_workflows_take_actions_of_one_major_version(automated):
+    used = [use for text in automated.values() for use in re.findall(r"uses: (\S+)", text)]
+    assert used
+    assert [use for use in used if not re.fullmatch(r"actions/[a-z-]+@v\d+", use)] == []
+    assert len(set(used)) == len({use.partition("@")[0] for use in used})
+
+
 def make(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     """Runs make as a user would, whatever make runs this test."""
     variables = ("MAKEFLAGS", "MAKELEVEL", "MFLAGS", "PYTHON", "PYTHONPATH", "VENV", "CXX")
