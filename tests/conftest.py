@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
 import pytest
@@ -11,6 +12,11 @@ from reference_launcher import ReferenceLauncher
 import ampfast
 from ampfast import _C, backends
 from ampfast.backends.passes import DeviceKernels
+
+if os.environ.get("TRITON_INTERPRET") == "1":
+    from quick_interpreter import patch_once_a_launch
+
+    patch_once_a_launch()
 
 
 def pytest_report_header() -> str:
