@@ -4,14 +4,11 @@ them."""
 from __future__ import annotations
 
 import importlib.util
-import os
-import shutil
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from beside import Process
 
 TESTS = Path(__file__).parent
 # What the scaler does with its kernels; the rest of its tests would see no difference.
@@ -20,38 +17,6 @@ OVER_THEM = ("contract", "differences", "differences_fused", "differences_sgd", 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None, reason="triton is not installed"
 )
-
-
-class Process:
-    """A pytest of its own in which kernels are interpreted.
-
-    One that runs beside other tests leaves them the cores: those of several ranks wait for each
-    other all the time.
-    """
-
-    def __init__(
-        self, log: Path, *arguments: str, beside: bool = False, **environment: str
-    ) -> None:
-        self._log = log
-        first = ["nice"] if beside and shutil.which("nice") else []
-        pytest = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
-        with open(log, "wb") as stream:
-            self._process = subprocess.Popen(
-                [*first, *pytest, *arguments],
-                cwd=TESTS.parent,
-                env={**os.environ, "TRITON_INTERPRET": "1", **environment},
-                stdout=stream,
-                stderr=subprocess.STDOUT,
-            )
-
-    def check(self) -> None:
-        """Fails with what it said, unless its tests passed."""
-        code = self._process.wait()
-        assert code == 0, self._log.read_text(errors="replace")
-
-    def end(self) -> None:
-        self._process.kill()
-        self._process.wait()
 
 
 @pytest.fixture(scope="session")

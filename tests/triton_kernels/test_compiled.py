@@ -16,8 +16,8 @@ from variants import (
     compiled,
     compiled_clip,
     compiled_update,
+    everywhere,
     kernels,
-    main_modes,
     recorded,
     usage,
     variants,
@@ -34,11 +34,13 @@ VECTOR_LOAD = r"ld\.global(?:\.\w+)*\.(?:v4\.[bf]32|v2\.[bf]64)\b"
 VECTOR_STORE = r"st\.global(?:\.\w+)*\.(?:v4\.[bf]32|v2\.[bf]64)\b"
 FINISHED = r"\batom\.global\.gpu\.acq_rel\.add\.u64\b"
 
+pytestmark = [pytest.mark.last, pytest.mark.usefixtures("compiled_ahead")]
+
 CASES = [
     *(("sm_90", v) for dtype in FLOATS for v in variants(dtype)),
-    *((t, v) for t in CUDA if t != "sm_90" for dtype in FLOATS for v in main_modes(dtype)),
+    *((t, v) for t in CUDA if t != "sm_90" for dtype in FLOATS for v in everywhere(dtype)),
 ]
-HIP_CASES = [(t, v) for t in HIP for dtype in FLOATS for v in main_modes(dtype)]
+HIP_CASES = [(t, v) for t in HIP for dtype in FLOATS for v in everywhere(dtype)]
 
 cuda_cases = pytest.mark.parametrize(("target", "variant"), CASES, ids=str)
 hip_cases = pytest.mark.parametrize(("target", "variant"), HIP_CASES, ids=str)

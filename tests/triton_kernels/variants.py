@@ -94,11 +94,17 @@ def modes(dtype: torch.dtype) -> list[Variant]:
     ]
 
 
-def main_modes(dtype: torch.dtype) -> list[Variant]:
-    """Those whose arithmetic differs most."""
+def everywhere(dtype: torch.dtype) -> list[Variant]:
+    """What is compiled for every target: all modes, and an update.
+
+    Of an older Triton, which is tried beside the newest, those whose arithmetic differs most.
+    """
+    update = Variant(dtype, False, Use.DIVIDE, epilogue=Epilogue.UPDATE)
+    if tuple(map(int, triton.__version__.split(".")[:2])) > (3, 6):
+        return [*modes(dtype), update]
     return [
         Variant(dtype, False, Use.RAW),
-        Variant(dtype, False, Use.DIVIDE, epilogue=Epilogue.UPDATE),
+        update,
         Variant(dtype, True, Use.SCALE),
         Variant(dtype, True, Use.INVERSE, norm=True, track="marks"),
         Variant(dtype, True, Use.INVERSE, coefficient=True),
