@@ -68,6 +68,7 @@ bench-compare: | $(READY)  ## what changed between two result files: A=before.js
 	@[ -n "$(A)" ] && [ -n "$(B)" ] || { echo "say which: make bench-compare A=before.json B=after.json" \
 		>&2; exit 2; }
 	$(RUN) -m benchmarks compare "$(A)" "$(B)" $(ARGS)
+
 coverage: build/built  ## run the tests and say which lines of ampfast/ they run, in a table
 	rm -rf build/coverage && mkdir build/coverage
 	$(RUN) -m coverage run -m pytest $(ARGS)
@@ -77,9 +78,6 @@ coverage: build/built  ## run the tests and say which lines of ampfast/ they run
 
 mutants: build/built  ## change the state machine line by line and say which changes no test notices
 	$(RUN) tests/mutation $(ARGS)
-
-bench: build/built  ## measure against torch
-	$(RUN) -m benchmarks $(ARGS)
 
 gpu: build/built  ## with the PYTHON of a GPU machine as it is: all tests, sanitizer, benchmarks
 	$(RUN) tests/gpu $(ARGS)
