@@ -190,6 +190,28 @@ def test_a_step_that_raises_leaves_the_scale_alone(kinds: tuple[str, ...], index
     ours.same_as(theirs)
 
 
+@pytest.mark.parametrize("kind", ["sgd", "fused_adam"])
+def test_an_update_that_no_kernel_does(kind: str) -> None:
+    ours, theirs = Trial(GradScaler, (kind,), backend="aten"), Trial(TorchScaler, (kind,))
+    for trial in (ours, theirs):
+        trial.backward(0)
+    assert ours.at_once() == theirs.apart()
+    ours.same_as(theirs)
+
+    ours.backward(1)
+    raises_in_step(ours, 0)
+    with pytest.raises(MemoryError, match="no room"):
+        ours.at_once()
+
+
+def test_an_update_that_rides_moves_the_version_of_the_scale() -> None:
+    trial = Trial(GradScaler, ("sgd",))
+    trial.backward(0)
+    before = trial.scaler._scale._version
+    trial.at_once()
+    assert trial.scaler._scale._version > before
+
+
 def no_gradients(trial: Trial) -> None:
     trial.scaler.scale(torch.ones(()))
 
