@@ -121,7 +121,7 @@ def _below(node: ast.AST, where: _Where) -> Iterator[_Change]:
             for new in _variants(child, node):
                 replaced: object = new
                 if isinstance(value, list):
-                    replaced = [*value[:index], new or _never(child), *value[index + 1 :]]
+                    replaced = [*value[:index], _instead(child, new), *value[index + 1 :]]
                 yield _Change(
                     *(node, field, replaced, child, new),
                     *(".".join(here.place), here.lines, here.is_run_at_import),
@@ -129,9 +129,18 @@ def _below(node: ast.AST, where: _Where) -> Iterator[_Change]:
             yield from _below(child, here)
 
 
-def _never(statement: ast.AST) -> ast.If:
-    """A statement that is left out; the names over which its function closes stay the same."""
-    return ast.If(ast.Constant(False), [statement], [])  # type: ignore[list-item]
+def _instead(old: ast.AST, new: ast.AST | None) -> ast.AST:
+    """What stands in a list instead of `old`.
+
+    A statement that is left out stays where it is never run, so that its function closes over the
+    same names as before.
+    """
+    if isinstance(old, ast.stmt):
+        body: list[ast.stmt] = [new] if isinstance(new, ast.stmt) else [ast.Pass()]
+        return ast.If(ast.Constant(True), body, [old])
+    if new is None:
+        raise TypeError(f"{ast.unparse(old)} cannot be left out")
+    return new
 
 
 def _inside(node: ast.AST, where: _Where) -> _Where:

@@ -19,8 +19,8 @@ import coverage
 import pytest
 from mutants import Mutant
 
-# What a process ends with; anything else is an error of its own.
-_ALL_PASSED, _ONE_FAILED, _CANNOT = 0, 1, 3
+# What a process ends with; what cannot be tried does not count as noticed.
+_ALL_PASSED, _ONE_FAILED, _NOT_TRIED = 0, 1, 3
 
 
 @dataclass(frozen=True)
@@ -79,9 +79,7 @@ def outcomes(
                 _, status = os.waitpid(process, 0)
             del running[process]
             code = os.waitstatus_to_exitcode(status)
-            if code == _CANNOT:
-                raise SystemExit(f"{mutant.key} cannot be tried")
-            yield Outcome(mutant, code == _ALL_PASSED, count)
+            yield Outcome(mutant, code in (_ALL_PASSED, _NOT_TRIED), count)
         time.sleep(0.01)
 
 
@@ -160,10 +158,7 @@ def _trial(
         for function in functions:
             code = function.__code__
             if code.co_filename == str(mutant.path):
-                try:
-                    function.__code__ = codes[code.co_name, code.co_firstlineno]
-                except ValueError:  # it closes over other names
-                    return _CANNOT
+                function.__code__ = codes[code.co_name, code.co_firstlineno]
         return _ONE_FAILED if any(map(_fails, items)) else _ALL_PASSED
 
     return run
@@ -188,7 +183,7 @@ def _forked(work: Callable[[], int], *, is_quiet: bool = True) -> int:
     process = os.fork()
     if process:
         return process
-    code = _ONE_FAILED
+    code = _NOT_TRIED
     try:
         os.setpgid(0, 0)
         if is_quiet:
