@@ -29,6 +29,7 @@ from .training import scaler_state
 LAYERS = 3
 LEARNING_RATE = 0.1
 SCALE = 2.0**16
+INTERRUPTED = 130
 # Batches that start what is made at first use.
 WARM_UP = 2
 
@@ -221,12 +222,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     for field in fields(Setting):
         parser.add_argument(f"--{field.name}", type=int, metavar="N")
-    parser.add_argument("--device", type=torch.device, default=default_device())
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="default: the GPU, if any")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write rows there")
     options = parser.parse_args(arguments)
+    if options.device == "cuda" and not torch.cuda.is_available():
+        parser.error("torch sees no GPU")
+    device = torch.device("cpu") if options.device == "cpu" else default_device()
     given = {field.name: getattr(options, field.name) for field in fields(Setting)}
     setting = replace(
-        Setting.usual(options.device),
+        Setting.usual(device),
         **{name: number for name, number in given.items() if number is not None},
     )
     # Spreads need two epochs.
@@ -235,15 +239,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
             parser.error(f"--{name} must be at least {least}, got {getattr(setting, name)}")
     if options.json is not None and not options.json.parent.is_dir():
         parser.error(f"{options.json.parent} is not a directory")
-    if options.device.type == "cuda" and not torch.cuda.is_available():
-        parser.error("torch sees no GPU")
 
     shown = terminal.make()
-    shown.line(f"{setting}, SGD with a learning rate of {LEARNING_RATE}, on {options.device}")
-    results = new_results(options.device)
-    queue = CudaQueue(options.device) if options.device.type == "cuda" else None
+    shown.line(f"{setting}, SGD with a learning rate of {LEARNING_RATE}, on {device}")
+    results = new_results(device)
+    queue = CudaQueue(device) if device.type == "cuda" else None
     try:
-        measured = measure(setting, options.device, queue)
+        measured = measure(setting, device, queue)
+    except KeyboardInterrupt:
+        print("stopped before all epochs were over, so nothing is reported", file=sys.stderr)
+        return INTERRUPTED
     except (AssertionError, MemoryError, RuntimeError) as error:
         print(error, file=sys.stderr)
         return 1

@@ -119,7 +119,9 @@ class _Layer(nn.Module):
         query, key, value = parts.permute(2, 0, 3, 1, 4)
         seen = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
         x = x + self.seen(seen.transpose(1, 2).flatten(2))
-        return x + self.back(functional.gelu(self.wide(self.norms[1](x)), approximate="tanh"))
+        wide = functional.gelu(self.wide(self.norms[1](x)), approximate="tanh")
+        beside: Tensor = self.back(wide)
+        return x + beside
 
 
 class _Transformer(nn.Module):

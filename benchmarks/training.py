@@ -121,7 +121,8 @@ class Lesson:
     def loss(self) -> Tensor:
         """The loss of a forward pass: 0-dim float32, on the device of the inputs."""
         with torch.autocast(self.inputs[0].device.type, dtype=self.dtype):
-            return self.module(*self.inputs)
+            loss: Tensor = self.module(*self.inputs)
+        return loss
 
     def step(self, student: Student) -> Callable[[int], None]:
         """One iteration of a training loop, as one would write it."""

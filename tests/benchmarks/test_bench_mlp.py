@@ -146,6 +146,17 @@ def test_it_runs_by_itself(capsys, tmp_path):
     assert "are available" in capsys.readouterr().err
 
 
+def test_one_that_is_stopped_says_so(monkeypatch, capsys, tmp_path):
+    def stopped(*arguments):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(mlp_amp, "measure", stopped)
+    path = tmp_path / "mlp.json"
+    assert mlp_amp.main(["--device", "cpu", "--json", str(path)]) == mlp_amp.INTERRUPTED
+    assert "nothing is reported" in capsys.readouterr().err
+    assert not path.exists()
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -153,6 +164,7 @@ def test_it_runs_by_itself(capsys, tmp_path):
         (["--epochs", "1"], "--epochs must be at least 2"),
         (["--json", "missing/directory/file"], "is not a directory"),
         (["--device", "cuda"], "torch sees no GPU"),
+        (["--device", "tpu"], "invalid choice"),
     ],
 )
 def test_wrong_arguments_are_refused(monkeypatch, capsys, arguments, message):
