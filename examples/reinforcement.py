@@ -27,7 +27,7 @@ DISCOUNT = 0.99
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--scaler", choices=("torch", "ampfast"), default="ampfast")
-    parser.add_argument("--updates", type=int, default=50, help="eight episodes each")
+    parser.add_argument("--updates", type=int, default=60, help="eight episodes each")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     options = parser.parse_args(arguments)
 
