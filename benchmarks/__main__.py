@@ -41,13 +41,12 @@ from .results import Results
 from .rows import dtype_name
 from .terminal import Terminal
 
+# In the order of a run, so that what tells most is there when the time is up.
 SUBJECTS = (
-    *("host", "kernels", "steps", "clip", "tracking", "memory", "ranks"),
-    *("mlp", "training", "growth"),
+    *("host", "mlp", "training", "growth"),
+    *("kernels", "steps", "clip", "tracking", "memory", "ranks"),
 )
 INTERRUPTED = 130
-# Load average of the last minute from which something else takes a noticeable part of a core.
-BUSY = 0.5
 # After so many seconds on a GPU no further part of a run is started.
 GPU_LIMIT_S = {False: 330.0, True: 105.0}
 
@@ -139,8 +138,8 @@ def _bench(arguments: Sequence[str]) -> int:
     }
     # Until the last job is done: who is cut off leaves a file that says so.
     results.complete = False
-    if (results.machine["load"] or 0) > BUSY:
-        shown.line(f"the load is {results.machine['load']:.1f}: other processes disturb timings")
+    if results.disturbance:
+        shown.line(results.disturbance)
     limit = options.limit or (GPU_LIMIT_S[options.quick] if on_gpu else None)
     chosen = tuple(dtypes[name] for name in options.dtypes) if options.dtypes else None
     exit_code = INTERRUPTED

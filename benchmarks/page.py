@@ -8,6 +8,7 @@ from html import escape
 from pathlib import Path
 
 from . import plot, report, svg, whole_files
+from .goals import WITHOUT
 from .report import Table
 from .results import CLOSE, Goal, Results, Row
 
@@ -113,12 +114,11 @@ def _run(results: Results, name: str) -> str:
 
 
 def _state(results: Results) -> str:
-    if results.complete:
-        return ""
-    return (
-        '<p class="banner" role="note"><strong>Not complete.</strong> Parts of this run were cut '
-        "off, failed or did not fit; the notes say which.</p>\n"
-    )
+    """What a reader must know before any figure."""
+    unfinished = "Parts of this run were cut off, failed or did not fit; the notes say which."
+    told = [] if results.complete else [f"<strong>Not complete.</strong> {unfinished}"]
+    told += [results.disturbance] if results.disturbance else []
+    return "".join(f'<p class="banner" role="note">{text}</p>\n' for text in told)
 
 
 def _tiles(goals: Sequence[Goal]) -> str:
@@ -145,7 +145,7 @@ def _brief(rows: Sequence[Row]) -> str:
         _ranges(
             "Times as fast as torch, over all lists and dtypes (more is better)",
             rows,
-            lambda row: row.vs_torch,
+            lambda row: None if row.provider == WITHOUT else row.vs_torch,
             2,
             "x",
         ),

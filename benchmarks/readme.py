@@ -96,6 +96,7 @@ def _heading(path: Path, results: Results, on_gpu: bool) -> str:
         "A cold list is one of many that take turns, so that none is found in the cache."
         + ("" if on_gpu else f" On GPUs: {NOT_MEASURED}.")
         + ("" if results.complete else " The run was not complete.")
+        + (f" {results.disturbance}" if results.disturbance else "")
         + _verdicts(results)
     )
 

@@ -17,6 +17,8 @@ from . import whole_files
 # Of the files. Those of the first did not name it, nor what was asked for.
 FORMAT = 2
 READABLE = (1, 2)
+# Load average of the last minute from which something else takes a noticeable part of a core.
+BUSY = 0.5
 SENSES = ("<=", "<", ">=")
 # Of the limit. Identical contenders differ by up to 2% on a quiet machine.
 CLOSE = 0.05
@@ -209,6 +211,14 @@ class Results:
             tensors = self.machine.get("tensors_per_launch")
             versions += f" ({tensors} tensors a launch), triton {self.triton or 'not installed'}"
         return f"{versions}, commit {self.commit or 'unknown'}"
+
+    @property
+    def disturbance(self) -> str:
+        """A sentence on what else was running when it began; empty where that was little."""
+        load = self.machine.get("load")
+        if not isinstance(load, (int, float)) or load <= BUSY:
+            return ""
+        return f"The load was {load:.1f} before it began: other processes disturb timings."
 
     def write_json(self, path: Path) -> None:
         """Writes all at once, so that who is cut off while writing leaves the file as it was."""

@@ -108,6 +108,7 @@ def training_results(**changes):
                     ms_p20=9.0,
                     ms_p50=10 * (over or 1),
                     ms_p80=14.0,
+                    vs_torch=None if provider == "torch" else 1.25 / (over or 1),
                     over_none=over,
                 )
             )

@@ -9,7 +9,7 @@ from html.parser import HTMLParser
 import pytest
 from sample_results import cpu_results, gpu_results, training_results
 
-from benchmarks import page, svg
+from benchmarks import page, readme, svg
 from benchmarks.results import Row
 
 VOID = {"meta", "br", "rect", "line", "circle", "polyline", "polygon"}
@@ -96,6 +96,26 @@ def test_every_row_is_there_and_what_is_missing_is_told(both):
     assert "Nothing was left out." in reader.texts
 
 
+def test_in_short_has_the_range_of_each_ratio(both):
+    _, reader = both
+    place = reader.texts.index("Time over that of the same without a scaler (less is better)")
+    words = [text for text in reader.texts[place:] if text]
+    torchs = words.index("AdamW, clip")
+    assert words[torchs - 1 : torchs + 6] == [
+        "training",
+        "AdamW, clip",
+        "torch",
+        "1",
+        *3 * ["1.250"],
+    ]
+    place = words.index("Times as fast as torch, over all lists and dtypes (more is better)")
+    growth = words.index("by tensors", place)
+    assert words[growth - 1 : growth + 6] == ["growth", "by tensors", "cpu", "3", *3 * ["10.00x"]]
+    assert (
+        "none" not in words[place : words.index("A perceptron in mixed precision, epochs", place)]
+    )
+
+
 def test_goals_have_verdicts_in_words_and_those_not_met_come_first():
     met = cpu_results().goals[0]
     missed = dataclasses.replace(met, name="slow", ratio=1.0, ratio_p80=1.1)
@@ -112,6 +132,15 @@ def test_what_a_file_says_is_text_and_not_markup():
     reader = Reader(page.html([results]))
     assert not reader.all("b") or all("onload" not in of for of in reader.all("b"))
     assert evil in reader.texts
+
+
+@pytest.mark.parametrize(("load", "told"), [(0.5, False), (22.44, True), (None, False)])
+def test_other_processes_are_told_of(tmp_path, load, told):
+    results = cpu_results(machine={**cpu_results().machine, "load": load})
+    sentence = "The load was 22.4 before it began: other processes disturb timings."
+    assert (sentence in page.html([results])) is told
+    results.write_json(tmp_path / "run.json")
+    assert (sentence in readme.markdown(tmp_path / "run.json")) is told
 
 
 def test_results_without_anything_still_make_a_page():
