@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import types
 import warnings
 from typing import Any
@@ -67,6 +68,25 @@ def test_a_backend_that_cannot_run_says_why() -> None:
         with pytest.raises(RuntimeError) as caught:
             GradScaler("cpu", backend=report.name)
         assert report.name in str(caught.value) and report.reason in str(caught.value)
+
+
+def test_a_disabled_scaler_is_asked_for_the_same() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert not GradScaler("cuda", enabled=False).is_enabled()
+    with pytest.raises(ValueError, match="no such thing"):
+        GradScaler("cpu", enabled=False, backend="no such thing")
+
+
+def test_a_copy_keeps_the_backend_that_was_asked_for() -> None:
+    copied = pickle.loads(pickle.dumps(started(backend="aten")))
+    assert copied._kernels().name_for(torch.device("cpu")) == "aten"
+
+
+def test_an_empty_checkpoint_is_refused_as_torch_does() -> None:
+    for scaler in (started(), started(min_scale=1.0)):
+        with pytest.raises(RuntimeError, match="source state dict is empty"):
+            scaler.load_state_dict({})
 
 
 @pytest.mark.parametrize("value", [None, 0, 1, "yes", torch.tensor(True)], ids=repr)
