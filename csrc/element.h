@@ -14,6 +14,9 @@
 
 namespace ampfast {
 
+// The types of gradients that the kernels know; the loops of cpu/loops.h are in this order.
+enum class Dtype { kFloat32, kFloat64, kFloat16, kBFloat16 };
+
 // The factor by which gradients are unscaled: the reciprocal in float64, rounded to float32.
 AMPFAST_ELEMENT float inverse_scale(float scale) {
   return static_cast<float>(1.0 / static_cast<double>(scale));
@@ -57,12 +60,6 @@ AMPFAST_ELEMENT int64_t magnitude(double value) {
 
 // The larger of two; a NaN wins, and stays.
 AMPFAST_ELEMENT double larger_or_nan(double a, double b) { return a != a || b <= a ? a : b; }
-
-// What clipping multiplies gradients of this total norm by: torch's formula, in float64.
-AMPFAST_ELEMENT double clip_coefficient(double norm, double max_norm) {
-  const double coefficient = max_norm / (norm + 1e-6);
-  return coefficient > 1 ? 1 : coefficient;
-}
 
 struct ScaleAndTracker {
   float scale;

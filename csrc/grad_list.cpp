@@ -37,6 +37,21 @@ bool has_known_dtype(const at::Tensor& tensor) {
 
 }  // namespace
 
+Dtype dtype_of(at::ScalarType type) {
+  switch (type) {
+    case at::kFloat:
+      return Dtype::kFloat32;
+    case at::kDouble:
+      return Dtype::kFloat64;
+    case at::kHalf:
+      return Dtype::kFloat16;
+    case at::kBFloat16:
+      return Dtype::kBFloat16;
+    default:
+      TORCH_CHECK(false, "ampfast has no kernel for ", type);
+  }
+}
+
 bool is_observed() {
   return c10::impl::TorchDispatchModeTLS::any_modes_set() ||
          c10::impl::tls_is_dispatch_key_included(c10::DispatchKey::FuncTorchDynamicLayerFrontMode);

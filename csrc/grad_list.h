@@ -9,6 +9,8 @@
 #include <utility>
 #include <vector>
 
+#include "element.h"
+
 namespace ampfast {
 
 // The unit of work, in elements.
@@ -72,6 +74,9 @@ class GradList {
 // Tells whether `tensor` is nothing but dense memory without overlap, on a device whose type is in
 // the bit set `devices`.
 bool is_plain(const at::Tensor& tensor, uint64_t devices);
+
+// The kernels' name of a dtype; throws if they do not know it.
+Dtype dtype_of(at::ScalarType type);
 
 // Tells whether the kernels can take `tensor`: plain, of a dtype that they know. Everything else
 // takes torch's own op.

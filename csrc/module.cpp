@@ -10,6 +10,7 @@
 #include <optional>
 #include <tuple>
 
+#include "clip.h"
 #include "cpu/instruction_set.h"
 #include "cpu/multi_tensor.h"
 #include "device_table.h"
@@ -134,30 +135,25 @@ void write_clip_coefficient(const at::Tensor& norms, double max_norm, bool large
                             const at::Tensor& norm, const at::Tensor& coefficient,
                             const std::optional<at::Tensor>& scale,
                             const std::optional<at::Tensor>& divisor) {
-  const int64_t rows = norms.numel() / 2;
-  const double* row = float64_data<const double>(norms, "norms", 2 * rows);
-  double squares = 0;
-  double peak = 0;
-  for (int64_t i = 0; i < rows; ++i) {
-    squares += row[2 * i];
-    peak = larger_or_nan(peak, row[2 * i + 1]);
-  }
-  double total = largest ? peak : std::sqrt(squares);
+  Clip clip;
+  clip.rows = norms.numel() / 2;
+  clip.norms = float64_data<const double>(norms, "norms", 2 * clip.rows);
+  clip.max_norm = max_norm;
+  clip.largest = largest;
   if (norm.scalar_type() == at::kDouble) {
-    *float64_data<double>(norm, "norm", 1) = total;
+    clip.wide_norm = float64_data<double>(norm, "norm", 1);
   } else {
     read_scalar(norm, "norm");
-    const float rounded = static_cast<float>(total);
-    *norm.mutable_data_ptr<float>() = rounded;
-    total = rounded;
+    clip.norm = norm.mutable_data_ptr<float>();
   }
-  const double clipping = clip_coefficient(total, max_norm);
-  *float64_data<double>(coefficient, "coefficient", 1) = clipping;
+  clip.coefficient = float64_data<double>(coefficient, "coefficient", 1);
   if (scale && divisor) {
+    read_scalar(*scale, "scale");
     read_scalar(*divisor, "divisor");
-    const double quotient = read_scalar(*scale, "scale") / clipping;
-    *divisor->mutable_data_ptr<float>() = static_cast<float>(quotient);
+    clip.scale = scale->const_data_ptr<float>();
+    clip.divisor = divisor->mutable_data_ptr<float>();
   }
+  apply(clip);
 }
 
 at::Tensor check_(const GradList& grads, const std::optional<at::Tensor>& grad_scale,

@@ -5,10 +5,9 @@
 #include <string>
 #include <vector>
 
-namespace ampfast::cpu {
+#include "../element.h"
 
-// Indexes the loops; the order is that of kLoops in loops.h.
-enum class Dtype { kFloat32, kFloat64, kFloat16, kBFloat16 };
+namespace ampfast::cpu {
 
 // Of the magnitudes in a block. All are of bits as they are, in the format of the gradient.
 struct Counts {

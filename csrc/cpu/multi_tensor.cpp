@@ -26,21 +26,6 @@ constexpr int64_t kChunkCost = 64;
 // altogether.
 std::atomic<int64_t> grain{3 * 1024 * 1024};
 
-Dtype dtype_of(at::ScalarType type) {
-  switch (type) {
-    case at::kFloat:
-      return Dtype::kFloat32;
-    case at::kDouble:
-      return Dtype::kFloat64;
-    case at::kHalf:
-      return Dtype::kFloat16;
-    case at::kBFloat16:
-      return Dtype::kBFloat16;
-    default:
-      TORCH_CHECK(false, "ampfast has no CPU kernel for ", type);
-  }
-}
-
 struct Position {
   size_t span;
   int64_t chunk;

@@ -25,21 +25,6 @@ T* data(const OptionalTensor& tensor) {
   return tensor ? static_cast<T*>(tensor->data_ptr()) : nullptr;
 }
 
-Dtype dtype_of(at::ScalarType type) {
-  switch (type) {
-    case at::kFloat:
-      return Dtype::kFloat32;
-    case at::kDouble:
-      return Dtype::kFloat64;
-    case at::kHalf:
-      return Dtype::kFloat16;
-    case at::kBFloat16:
-      return Dtype::kBFloat16;
-    default:
-      TORCH_CHECK(false, "ampfast has no CUDA kernel for ", type);
-  }
-}
-
 void require(const char* error) { TORCH_CHECK(error == nullptr, "ampfast: ", error); }
 
 void* current_stream(at::Device device) {
@@ -122,8 +107,7 @@ void launch_clip_coefficient(const at::Tensor& norms, double max_norm, bool larg
   clip.coefficient = static_cast<double*>(coefficient.data_ptr());
   clip.scale = data<float>(scale);
   clip.divisor = data<float>(divisor);
-  clip.stream = current_stream(norms.device());
-  require(clip_coefficient(clip));
+  require(clip_coefficient(clip, current_stream(norms.device())));
 }
 
 }  // namespace

@@ -215,27 +215,7 @@ __global__ void update_alone(const Update update, const Flags flags) {
   apply(update, found_inf);
 }
 
-__global__ void clip_alone(const Clip clip) {
-  double squares = 0;
-  double peak = 0;
-  for (int64_t row = 0; row < clip.rows; ++row) {
-    squares += clip.norms[2 * row];
-    peak = larger_or_nan(peak, clip.norms[2 * row + 1]);
-  }
-  double total = clip.largest ? peak : sqrt(squares);
-  if (clip.wide_norm != nullptr) {
-    *clip.wide_norm = total;
-  } else {
-    const float rounded = static_cast<float>(total);
-    *clip.norm = rounded;
-    total = rounded;
-  }
-  const double coefficient = ampfast::clip_coefficient(total, clip.max_norm);
-  *clip.coefficient = coefficient;
-  if (clip.divisor != nullptr) {
-    *clip.divisor = static_cast<float>(*clip.scale / coefficient);
-  }
-}
+__global__ void clip_alone(const Clip clip) { apply(clip); }
 
 using Kernel = void (*)(Launch);
 
@@ -351,8 +331,8 @@ const char* update_scale(const Update& update, const Flags& flags, void* stream)
   return text_of(cudaGetLastError());
 }
 
-const char* clip_coefficient(const Clip& clip) {
-  clip_alone<<<1, 1, 0, static_cast<cudaStream_t>(clip.stream)>>>(clip);
+const char* clip_coefficient(const Clip& clip, void* stream) {
+  clip_alone<<<1, 1, 0, static_cast<cudaStream_t>(stream)>>>(clip);
   return text_of(cudaGetLastError());
 }
 

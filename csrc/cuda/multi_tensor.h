@@ -4,13 +4,12 @@
 
 #include <cstdint>
 
+#include "../clip.h"
 #include "../scale_state.h"
 #include "../table_layout.h"
 #include "../track_layout.h"
 
 namespace ampfast::cuda {
-
-enum class Dtype { kFloat32, kFloat64, kFloat16, kBFloat16 };
 
 // What becomes of a value before it is looked at, with what stands at `Launch::factor`.
 enum Factor {
@@ -60,24 +59,9 @@ struct Flags {
 };
 const char* update_scale(const Update& update, const Flags& flags, void* stream);
 
-// What a clipping multiplies by, from norms that passes left. All pointers are to memory of the
-// device.
-struct Clip {
-  const double* norms = nullptr;  // a row for each pass: as `Launch::norms`
-  int64_t rows = 0;
-  double max_norm = 0;
-  bool largest = false;         // takes the largest magnitude for the norm, else the 2-norm
-  float* norm = nullptr;        // what the norm is written to, or
-  double* wide_norm = nullptr;  // this
-  double* coefficient = nullptr;
-  // Where both are given, the scale over the coefficient is written.
-  const float* scale = nullptr;
-  float* divisor = nullptr;
-  void* stream = nullptr;
-};
-
-// Queues it. Returns null, or why it failed.
-const char* clip_coefficient(const Clip& clip);
+// Queues what turns norms into a coefficient, on a cudaStream_t of the current device; all pointers
+// are to its memory. Returns null, or why it failed.
+const char* clip_coefficient(const Clip& clip, void* stream);
 
 // How many programs run at once on the current device: the largest grid worth launching. Loads the
 // kernels, so that launches may be captured from then on. Sets `error` to null, or to why the
