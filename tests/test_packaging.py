@@ -183,9 +183,10 @@ def test_an_extension_for_another_torch_is_refused():
             native._require_torch("2.13.0", other)
 
 
-def test_metadata_asks_for_torch_alone(package_info):
-    required = package_info.get_all("Requires-Dist", [])
-    assert [line for line in required if "extra ==" not in line] == ["torch>=2.11"]
+def test_metadata_asks_for_torch_alone(sdist, package_info):
+    # Older versions of setuptools write what is required here alone.
+    required = sdist["ampfast.egg-info/requires.txt"].decode()
+    assert required.partition("\n[")[0].split() == ["torch>=2.11"]
     assert package_info["Requires-Python"] == ">=3.10"
     assert package_info["License"] == "BSD-3-Clause"
     assert {"demo", "dev", "triton"} <= set(package_info.get_all("Provides-Extra", []))
