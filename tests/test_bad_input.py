@@ -70,6 +70,18 @@ def test_a_backend_that_cannot_run_says_why() -> None:
         assert report.name in str(caught.value) and report.reason in str(caught.value)
 
 
+def test_policies_at_their_limits() -> None:
+    GradScaler("cpu", init_scale=8.0, min_scale=8.0, max_scale=8.0)
+    GradScaler("cpu", hysteresis=2**31 - 1)
+    with pytest.raises(ValueError, match="hysteresis must be at least 1"):
+        GradScaler("cpu", hysteresis=2**31)
+    half_static = {**started().state_dict(), "growth_interval": 0}
+    with pytest.raises(ValueError, match="dynamic=False"):
+        started(dynamic=False).load_state_dict(half_static)
+    with pytest.raises(ValueError, match="dynamic=False"):
+        started(dynamic=False).load_state_dict({**started().state_dict(), "backoff_factor": 1.0})
+
+
 def test_a_disabled_scaler_is_asked_for_the_same() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
