@@ -12,6 +12,12 @@ _BY_REASON: dict[str, list[tuple[str, str, str, int]]] = {
             1,
         ),
         ("_not_compiled", "True", "False", 1),
+        (
+            "_original",
+            "return {name: getattr(GradScaler, name) for name in names}",
+            "return None",
+            1,
+        ),
     ],
     "Makes a difference on a GPU or under its capture only: tests/gpu.": [
         (
@@ -95,6 +101,24 @@ _BY_REASON: dict[str, list[tuple[str, str, str, int]]] = {
         ),
         ("GradScaler._step", "not self._overrides(_MAYBE_STEP)", "self._overrides(_MAYBE_STEP)", 1),
         ("GradScaler._step", "refuse_capture(*_HOST_DECIDES)", "nothing", 1),
+        (
+            "GradScaler._fused_step",
+            "refuse_capture('the first step of a fused SGD with momentum, which may have to be skipped')",
+            "nothing",
+            1,
+        ),
+        (
+            "GradScaler._report",
+            "refuse_capture('a report that the host reads', 'ask after the replay')",
+            "nothing",
+            1,
+        ),
+        (
+            "ScaleState.on",
+            'refuse_capture("the creation of the scaler\'s state, which every replay would reset")',
+            "nothing",
+            1,
+        ),
     ],
     "Makes a difference where ranks agree only: tests/distributed, which starts processes.": [
         ("GradScaler.__init__", "self.process_group = process_group", "nothing", 1),
@@ -131,10 +155,77 @@ _BY_REASON: dict[str, list[tuple[str, str, str, int]]] = {
         ),
         ("GradScaler.__getstate__", "self._ranks is not None", "self._ranks is None", 1),
         ("GradScaler._unscale", "None if agreement else update", "update", 1),
+        ("GradScaler._check_quotients", "unscaled or agreement", "unscaled", 1),
+        ("GradScaler._agreement", "layouts += grads.parts.layouts.values()", "nothing", 1),
+        (
+            "GradScaler._agreement",
+            "not layouts and (others.is_alone or not (self._enabled or dist.is_initialized()))",
+            "not (not layouts and (others.is_alone or not (self._enabled or dist.is_initialized())))",
+            1,
+        ),
+        (
+            "GradScaler._agreement",
+            "not layouts and (others.is_alone or not (self._enabled or dist.is_initialized()))",
+            "others.is_alone or not (self._enabled or dist.is_initialized())",
+            1,
+        ),
+        (
+            "GradScaler._agreement",
+            "not layouts and (others.is_alone or not (self._enabled or dist.is_initialized()))",
+            "not layouts",
+            1,
+        ),
+        ("GradScaler._agreement", "not layouts", "layouts", 1),
+        (
+            "GradScaler._agreement",
+            "others.is_alone or not (self._enabled or dist.is_initialized())",
+            "not (self._enabled or dist.is_initialized())",
+            1,
+        ),
+        (
+            "GradScaler._agreement",
+            "others.is_alone or not (self._enabled or dist.is_initialized())",
+            "others.is_alone",
+            1,
+        ),
+        (
+            "GradScaler._agreement",
+            "not (self._enabled or dist.is_initialized())",
+            "self._enabled or dist.is_initialized()",
+            1,
+        ),
+        (
+            "GradScaler._agreement",
+            "self._enabled or dist.is_initialized()",
+            "dist.is_initialized()",
+            1,
+        ),
+        ("GradScaler._agreement", "self._enabled or dist.is_initialized()", "self._enabled", 1),
+        ("GradScaler._agreement", "return others.agreement(layouts)", "return None", 1),
+        ("GradScaler._agreed", "None if agreement is None else self._get_scale_async()", "None", 1),
+        (
+            "GradScaler._agreed",
+            "None if agreement is None else self._get_scale_async()",
+            "self._get_scale_async()",
+            1,
+        ),
+        ("GradScaler._agreed", "agreement is None", "agreement is not None", 1),
+        ("GradScaler._agreed", "agreement is None or scale is None", "scale is None", 1),
+        ("GradScaler._agreed", "agreement is None or scale is None", "agreement is None", 1),
+        ("GradScaler._agreed", "agreement is None", "agreement is not None", 2),
+        ("GradScaler._agreed", "scale is None", "scale is not None", 1),
+        (
+            "GradScaler._agreed",
+            "return agreement.share([flags], scale.device)[0]",
+            "return None",
+            1,
+        ),
+        ("GradScaler._agreed", "0", "1", 1),
     ],
     "The update comes by itself, to the same end; tests/test_device_costs.py counts launches.": [
         ("GradScaler.step_and_update", "optimizers or (None,)", "(None,)", 1),
         ("GradScaler._unscale", "None if agreement else update", "None", 1),
+        ("GradScaler._check_quotients", "None if unscaled or agreement else update", "None", 1),
     ],
     "What is left out is done again, or made where it is first needed.": [
         ("GradScaler.__init__", "distributed.require_group(process_group, device)", "nothing", 1),
@@ -166,6 +257,13 @@ _BY_REASON: dict[str, list[tuple[str, str, str, int]]] = {
             "self._scale is None",
             1,
         ),
+        (
+            "GradScaler._set_scale",
+            "scale is None or growth_tracker is None",
+            "growth_tracker is None",
+            1,
+        ),
+        ("GradScaler._set_scale", "scale is None or growth_tracker is None", "scale is None", 1),
     ],
     "Never happens with torch's classes; it tells the type checker so.": [
         (
@@ -182,6 +280,9 @@ _BY_REASON: dict[str, list[tuple[str, str, str, int]]] = {
             "'ampfast' in state_dict",
             1,
         ),
+    ],
+    "None counts as False where it is asked.": [
+        ("GradScaler._overrides", "return False", "return None", 1),
     ],
     "A disabled scaler reads neither of what is set.": [
         ("GradScaler.__init__", "enabled and (not dynamic)", "not dynamic", 1),
