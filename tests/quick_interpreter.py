@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import triton.language as tl
 from triton.runtime import interpreter
 
 
@@ -20,7 +21,7 @@ class _Patches:
 
 
 def patch_once_a_launch() -> None:
-    """Replaces the language's functions once a launch and module.
+    """Replaces the language's functions once a launch.
 
     The interpreter does it again in every call of a function by another, which takes more than half
     of the time of a launch. One thread at a time launches.
@@ -29,11 +30,12 @@ def patch_once_a_launch() -> None:
     patched: set[int] = set()
 
     def patch(function: Any) -> _Patches | None:
-        module = id(function.__globals__)
-        if module in patched:
+        # The language goes by two names: that of kernels, and that of its own library.
+        names = {id(x) for x in function.__globals__.values() if x is tl or x is tl.core}
+        if names <= patched:
             return None  # a call in a launch, which nothing is restored after
         patches = _Patches(plain(function), patched)
-        patched.add(module)
+        patched.update(names)
         return patches
 
     interpreter._patch_lang = patch
