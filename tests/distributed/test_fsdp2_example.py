@@ -28,7 +28,7 @@ def test_it_starts_its_ranks_and_both_scalers_give_the_same() -> None:
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=600,
     )
     assert done.returncode == 0, done.stderr
     *lines, last = done.stdout.splitlines()
