@@ -76,10 +76,11 @@ def test_each_mode_is_reported_against_autocast_only(monkeypatch):
 
 def test_modes_differ_in_nothing_but_precision_and_scaler():
     data = [tuple(torch.randn(4, 8) for _ in "xy") for _ in range(3)]
-    trainers = [
-        mlp_amp.Trainer(SMALL, CPU, None if path == "fp32" else torch.bfloat16, provider, data)
-        for path, provider in MODES
-    ]
+    trainers = []
+    for seed, (path, provider) in enumerate(MODES):
+        torch.manual_seed(seed)
+        dtype = None if path == "fp32" else torch.bfloat16
+        trainers.append(mlp_amp.Trainer(SMALL, CPU, dtype, provider, data))
     before = [[p.clone() for p in trainer.model.parameters()] for trainer in trainers]
     for parameters in before[1:]:
         for one, other in zip(before[0], parameters, strict=True):
