@@ -1,4 +1,4 @@
-"""A drop-in replacement for torch.amp.GradScaler that costs close to nothing."""
+"""A drop-in replacement for torch.amp.GradScaler; docs/ says what differs and what it costs."""
 
 from typing import TYPE_CHECKING, Any
 
