@@ -12,10 +12,14 @@ from __future__ import annotations
 import argparse
 
 import torch
-from sklearn.datasets import load_digits
 from torch import nn
 
 import ampfast
+
+try:
+    from sklearn.datasets import load_digits
+except ImportError:
+    raise SystemExit("this example needs scikit-learn: pip install scikit-learn") from None
 
 BATCH = 64
 

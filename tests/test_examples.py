@@ -69,10 +69,19 @@ def test_both_scalers_give_the_same(
         assert 0 < skipped < steps
 
 
-def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "gymnasium", None)
-    with pytest.raises(SystemExit, match=r"needs gymnasium: pip install gymnasium$"):
-        example("reinforcement")
+@pytest.mark.parametrize(
+    ("name", "module", "package"),
+    [
+        ("digits", "sklearn.datasets", "scikit-learn"),
+        ("reinforcement", "gymnasium", "gymnasium"),
+    ],
+)
+def test_what_is_missing_is_named(
+    name: str, module: str, package: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(SystemExit, match=f"needs {package}: pip install {package}$"):
+        example(name)
 
 
 def test_the_readme_lists_all() -> None:
