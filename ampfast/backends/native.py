@@ -30,7 +30,8 @@ def _require_torch(built_for: str, here: str) -> None:
 
 
 try:
-    from ampfast import _C
+    # `from ampfast import _C` would call it a circular import if there is no core.
+    import ampfast._C as _C
     from ampfast._C import DeviceTable, GradList, ScaleUpdate, Segment
 except ImportError as error:
     raise ImportError(f"ampfast's compiled core cannot be loaded ({error}); {_REMEDY}") from error
