@@ -11,16 +11,10 @@ from pathlib import Path
 
 import pytest
 from explained import EXPLAINED
-from mutants import Mutant, mutants_of
+from mutants import FILES, Mutant, mutants_of
 from trials import Outcome, outcomes, with_collected
 
 ROOT = Path(__file__).parents[2]
-FILES = (
-    "ampfast/grad_scaler.py",
-    "ampfast/scale_state.py",
-    "ampfast/last_checks.py",
-    "ampfast/optimizers.py",
-)
 # What tests the state machine in this process.
 TESTS = tuple(
     f"tests/test_{name}.py"

@@ -9,6 +9,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import CodeType
 
+# The state machine, from the root of the repository.
+FILES = (
+    "ampfast/grad_scaler.py",
+    "ampfast/gradient_checker.py",
+    "ampfast/scale_keeper.py",
+    "ampfast/stepping.py",
+    "ampfast/scale_state.py",
+    "ampfast/last_checks.py",
+    "ampfast/optimizers.py",
+)
+
 _OTHER_OPERATOR: dict[type[ast.AST], type[ast.AST]] = {
     ast.Eq: ast.NotEq,
     ast.NotEq: ast.Eq,
