@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import math
 import statistics
 import typing
 from collections.abc import Sequence
@@ -20,6 +21,10 @@ READABLE = (1, 2)
 # Load average of the last minute from which something else takes a noticeable part of a core.
 BUSY = 0.5
 SENSES = ("<=", "<", ">=")
+# What nothing that is measured comes near to; sums and ratios of less are finite.
+LARGEST = 1e30
+# What of a row may lie below 0, as a slope through points that scatter does.
+SIGNED = ("ns_each", "vs_torch")
 # Of the limit. Identical contenders differ by up to 2% on a quiet machine.
 CLOSE = 0.05
 
@@ -261,6 +266,9 @@ class Results:
                 if goal.sense not in SENSES:
                     raise ValueError(f"sense of a Goal is {goal.sense!r}")
             results = _made(cls, content)
+            load = results.machine.get("load")
+            if not isinstance(load, (int, float, type(None))) or not _is_figure(load):
+                raise TypeError(f"load of the machine is {load!r}")
             if not all(isinstance(note, str) for note in results.notes):
                 raise TypeError("a note is not a text")
             return results
@@ -288,11 +296,19 @@ def _made(kind: type[Made], content: dict[str, Any], extra: Sequence[str] = ()) 
         value = getattr(made, name)
         origin = typing.get_origin(wanted)
         allowed = origin if origin in (list, dict) else wanted
-        if isinstance(value, int) and not isinstance(value, bool):
+        if isinstance(value, int) and not isinstance(value, bool) and _is_figure(value):
             value = float(value) if allowed in (float, float | None) else value
         if not isinstance(value, allowed):
             raise TypeError(f"{name} of a {kind.__name__} is {value!r}")
+        least = 0 if kind is Row and name not in SIGNED else -math.inf
+        if isinstance(value, (int, float)) and not (_is_figure(value) and value >= least):
+            raise ValueError(f"{name} of a {kind.__name__} is {value!r}")
     return made
+
+
+def _is_figure(value: float | None) -> bool:
+    """Whether a number can have been measured, and be drawn."""
+    return value is None or abs(value) < LARGEST
 
 
 def _told(error: Exception) -> str:

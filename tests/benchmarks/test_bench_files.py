@@ -24,6 +24,11 @@ BAD = {
     "bytes.json": "is not a result",
     "other.json": "is not a result",
     "newer.json": "its format is 3",
+    "nan.json": "limit of a Goal is nan",
+    "endless.json": "limit of a Goal is inf",
+    "huge.json": "limit of a Goal is 1000000",
+    "below.json": "ms_p50 of a Row is -1.0",
+    "load.json": "load of the machine is 'high'",
 }
 
 
@@ -38,6 +43,13 @@ def place(tmp_path, monkeypatch):
     (tmp_path / "bytes.json").write_bytes(b"\xff\xfe\x00results")
     (tmp_path / "other.json").write_text(json.dumps({"name": "package"}))
     (tmp_path / "newer.json").write_text(json.dumps({**json.loads(text), "format": 3}))
+    for name, limit in (("nan", "NaN"), ("endless", "1e999"), ("huge", 10**400)):
+        goals = [{"name": "a", "case": "b", "dtype": "c", "sense": "<=", "limit": 0, "ratio": 1.0}]
+        changed = json.dumps({**json.loads(text), "goals": goals})
+        changed = changed.replace('"limit": 0', f'"limit": {limit}')
+        (tmp_path / f"{name}.json").write_text(changed)
+    (tmp_path / "below.json").write_text(text.replace('"ms_p50": 1.0', '"ms_p50": -1', 1))
+    (tmp_path / "load.json").write_text(text.replace('"load": 0.0', '"load": "high"'))
     for name in ("out.html", "out.svg"):
         (tmp_path / name).write_text("before")
     (tmp_path / "out.md").write_text(f"{readme.START}{readme.END}")
