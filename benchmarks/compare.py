@@ -11,8 +11,12 @@ from .results import Results, Row
 
 FASTER, SLOWER, SAME = "faster", "slower", "within spread"
 FEWER, MORE = "fewer", "more"
+UNKNOWN = "no spread"
+VERDICTS = (FASTER, SLOWER, SAME, FEWER, MORE, UNKNOWN)
 # What is exact, so that any difference counts.
 COUNTS = ("launches", "copies", "syncs", "collectives", "table_bytes")
+# What is taken once, so that nobody knows how much it scatters.
+SINGLE = ("ns_each", "extra_bytes", "allocated_bytes")
 # Other on every run.
 FLEETING = ("load",)
 
@@ -77,7 +81,7 @@ class Comparison:
             show_table(_table(told))
         counts = Counter(change.verdict for change in self.changes)
         line(
-            ", ".join(f"{counts[v]} {v}" for v in (FASTER, SLOWER, SAME, FEWER, MORE) if counts[v])
+            ", ".join(f"{counts[v]} {v}" for v in VERDICTS if counts[v])
             or "the two have nothing in common"
         )
         common = {change.row.subject for change in self.changes}
@@ -127,6 +131,12 @@ def _changes(first: Row, second: Row) -> Iterator[Change]:
             verdict = FASTER if b[2] < a[0] else SLOWER if b[0] > a[2] else SAME
         unit = {"ms": "ms", "host_us": "host us"}[measure]
         yield Change(second, unit, a[1], b[1], b[1] / a[1] if a[1] else None, verdict)
+    for measure in SINGLE:
+        had, has = getattr(first, measure), getattr(second, measure)
+        if had is not None and has is not None:
+            ratio = has / had if had else None
+            verdict = SAME if had == has else UNKNOWN
+            yield Change(second, measure.replace("_", " "), had, has, ratio, verdict)
     for measure in COUNTS:
         had, has = getattr(first, measure), getattr(second, measure)
         if had is not None and has is not None and had != has:

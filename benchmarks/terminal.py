@@ -11,6 +11,7 @@ from .report import COLOURS, Table
 
 try:
     from rich.console import Console
+    from rich.markup import escape
     from rich.progress import (
         BarColumn,
         MofNCompleteColumn,
@@ -61,14 +62,17 @@ class RichTerminal:
         self._console.print(text, markup=False, highlight=False)
 
     def table(self, table: Table) -> None:
-        drawn = RichTable(title=table.title, title_justify="left")
+        drawn = RichTable(title=escape(table.title), title_justify="left")
         for name in table.names:
             drawn.add_column(name)
         for name in table.numbers:
             drawn.add_column(name, justify="right")
         for number, cells in enumerate(table.lines, 1):
             drawn.add_row(
-                *(f"[{COLOURS[cell]}]{cell}[/]" if cell in COLOURS else cell for cell in cells),
+                *(
+                    f"[{COLOURS[cell]}]{cell}[/]" if cell in COLOURS else escape(cell)
+                    for cell in cells
+                ),
                 end_section=number in table.sections,
             )
         self._console.print(drawn)

@@ -54,6 +54,25 @@ def test_counts_differ_by_any_difference():
     assert changes[2].ratio is None, "nothing times anything is not one"
 
 
+def test_slopes_and_memory_are_compared_though_they_have_no_spread():
+    def row(slope, memory):
+        return Row("growth", "a", "float32", "b", "cpu", ns_each=slope, extra_bytes=memory)
+
+    changes = _compared([row(2.0, 512)], [row(1.0, 1024)]).changes
+    assert [(c.measure, c.first, c.second, c.ratio) for c in changes] == [
+        ("ns each", 2.0, 1.0, 0.5),
+        ("extra bytes", 512, 1024, 2.0),
+    ]
+    assert {change.verdict for change in changes} == {"no spread"}
+
+
+def test_names_of_files_are_no_markup(capsys):
+    rows = [_row(1, 1, 1, case="[/b] [red]a")]
+    shown = terminal.make()
+    _compared(rows, rows).show(shown.line, shown.table, everything=True)
+    assert "[/b] [red]a" in capsys.readouterr().out
+
+
 def test_rows_are_paired_by_what_names_them():
     hot, cold = _row(1, 1, 1, lists=1), _row(2, 2, 2, lists=25)
     other_cold = dataclasses.replace(cold, lists=8, ms_p50=3)
