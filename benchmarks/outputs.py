@@ -50,9 +50,9 @@ class Outputs:
 
     def keep(self, results: Results) -> None:
         """Writes what is there so far, so that nothing is lost with a process that is killed."""
-        if self._json is not None:
+        # A run that measured nothing is no reason to lose an earlier one, or to put it away.
+        if self._json is not None and (results.rows or not self._json.exists()):
             self._write(self._json, results.write_json)
-        # A run that measured nothing is no reason to put an earlier one away.
         if self._folder is not None and results.rows:
             if not self._begun:
                 self._begun = self._write(self._folder / JSON, put_away)
@@ -64,7 +64,7 @@ class Outputs:
     def finish(self, results: Results) -> None:
         """Writes everything."""
         self.keep(results)
-        if self._csv is not None:
+        if self._csv is not None and (results.rows or not self._csv.exists()):
             self._write(self._csv, results.write_csv)
         if self._picture is not None:
             self._write(self._picture, lambda path: plot.draw(results, path))

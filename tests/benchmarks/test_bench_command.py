@@ -70,6 +70,26 @@ def test_what_was_measured_is_kept_whatever_happens(
     assert results.notes.count("a note") == 1
 
 
+def test_memory_that_torch_cannot_get_on_a_cpu_is_no_failure(monkeypatch, capsys):
+    jobs = [Job("large", lambda: torch.empty(1 << 60, dtype=torch.uint8)), _job("second")]
+    monkeypatch.setattr(command.host_time, "jobs", lambda *arguments: jobs)
+    assert command.main(["--only", "host", "--device", "cpu"]) == 0
+    printed = capsys.readouterr().out
+    assert "skipped host: large: " in printed and "FAILED" not in printed
+
+
+def test_a_run_that_measured_nothing_leaves_an_earlier_file(monkeypatch, tmp_path):
+    path = tmp_path / "results.json"
+    arguments = ["--only", "host", "--device", "cpu", "--json", str(path)]
+    arguments += ["--csv", str(tmp_path / "results.csv")]
+    monkeypatch.setattr(command.host_time, "jobs", lambda *arguments: [_job("first")])
+    assert command.main(arguments) == 0
+    before = [file.read_bytes() for file in sorted(tmp_path.iterdir())]
+    monkeypatch.setattr(command.host_time, "jobs", lambda *arguments: [_job(KeyboardInterrupt())])
+    assert command.main(arguments) == command.INTERRUPTED
+    assert [file.read_bytes() for file in sorted(tmp_path.iterdir())] == before
+
+
 def test_the_file_is_there_after_each_job_and_says_that_more_is_to_come(monkeypatch, tmp_path):
     path = tmp_path / "results.json"
     seen = []
