@@ -46,7 +46,9 @@ METHOD = (
     "more is better. A dash is what was not measured; nothing is estimated.",
     "On a CPU, ms is the wall time of the call. On a GPU it is the device's own clock: graph means "
     "replayed from a CUDA graph, events queued behind one another, waits that the call itself "
-    "waits for the device. Host us is the time until the call returns, from an empty queue.",
+    "waits for the device, loop one after another as in training, where the slower of host and "
+    "device counts; wall is that of whole epochs until the device is done. Host us is the time "
+    "until the call returns, from an empty queue.",
     "A goal of the form “not slower” is also met within spread: its median is within "
     f"{CLOSE:.0%} of the limit, and the better fifth of the rounds reaches it.",
 )

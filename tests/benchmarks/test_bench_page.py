@@ -181,3 +181,10 @@ def test_a_printed_page_is_light():
     printed = text.partition("@media print")[2]
     assert _colours(printed)["paper"] == "ffffff"
     assert text.index("prefers-color-scheme:dark") < text.index("@media print")
+
+
+def test_the_page_says_what_each_timer_is():
+    told = " ".join(page.METHOD)
+    assert [
+        timer for timer in ("wall", "graph", "events", "waits", "loop") if timer not in told
+    ] == []
