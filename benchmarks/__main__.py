@@ -30,6 +30,7 @@ from . import (
     terminal,
     tracking,
     training,
+    whole_files,
 )
 from .cases import CASES, GradCase
 from .device_time import CudaQueue
@@ -111,14 +112,18 @@ def _bench(arguments: Sequence[str]) -> int:
         help=f"draw the kernels there; it ends in {plot.ENDING}",
     )
     options = parser.parse_args(arguments)
-    for path in (options.json, options.csv, options.plot):
-        if path is not None and not path.parent.is_dir():
+    files = [path for path in (options.json, options.csv, options.plot) if path is not None]
+    for path in files:
+        if not path.parent.is_dir():
             parser.error(f"{path.parent} is not a directory")
     device = options.device or default_device()
     try:
         backends.default_for(device)
+        folders = {path.parent for path in files}
         if options.folder is not None:
             options.folder.mkdir(parents=True, exist_ok=True)
+            folders.add(options.folder)
+        whole_files.require_writable(folders)
     except (OSError, RuntimeError, ValueError) as error:
         parser.error(str(error))
 
@@ -143,14 +148,15 @@ def _bench(arguments: Sequence[str]) -> int:
     limit = options.limit or (GPU_LIMIT_S[options.quick] if on_gpu else None)
     chosen = tuple(dtypes[name] for name in options.dtypes) if options.dtypes else None
     exit_code = INTERRUPTED
-    try:
-        with requests_to_end() as request:
+    with requests_to_end() as request:
+        try:
             jobs = _jobs(options.only, device, effort, options.cases, chosen)
             exit_code = _run(jobs, results, shown, written, Clock(started, limit), request)
-    except KeyboardInterrupt:
-        shown.line("stopped; what was measured so far follows")
-    finally:
-        written.finish(results)
+        except KeyboardInterrupt:
+            shown.line("stopped; what was measured so far follows")
+        finally:
+            request.hold()
+            written.finish(results)
     report.show(results, shown.table)
     for note in results.notes:
         shown.line(note)

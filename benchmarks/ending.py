@@ -19,6 +19,11 @@ class Request:
 
     def __init__(self) -> None:
         self._came = False
+        self._is_held = False
+
+    def hold(self) -> None:
+        """From now on requests wait for `check`: what is being written then is written whole."""
+        self._is_held = True
 
     def check(self) -> None:
         if self._came:
@@ -26,7 +31,8 @@ class Request:
 
     def arrive(self, number: int, frame: FrameType | None) -> None:
         self._came = True
-        raise KeyboardInterrupt
+        if not self._is_held:
+            raise KeyboardInterrupt
 
 
 @contextlib.contextmanager

@@ -96,9 +96,16 @@ def _heading(path: Path, results: Results, on_gpu: bool) -> str:
         "A cold list is one of many that take turns, so that none is found in the cache."
         + ("" if on_gpu else f" On GPUs: {NOT_MEASURED}.")
         + ("" if results.complete else " The run was not complete.")
+        + _failures(results)
         + (f" {results.disturbance}" if results.disturbance else "")
         + _verdicts(results)
     )
+
+
+def _failures(results: Results) -> str:
+    """How many parts gave another result than torch, or ended in an error."""
+    failed = sum(note.startswith("FAILED") for note in results.notes)
+    return f" {failed} of its parts failed; the file says why." if failed else ""
 
 
 def _verdicts(results: Results) -> str:

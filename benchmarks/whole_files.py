@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import tempfile
+from collections.abc import Iterable
 from pathlib import Path
 
 
@@ -23,6 +25,13 @@ def write(path: Path, text: str) -> None:
         unfinished.replace(path)
     finally:
         unfinished.unlink(missing_ok=True)
+
+
+def require_writable(folders: Iterable[Path]) -> None:
+    """Raises OSError unless files can be made in these directories."""
+    for folder in folders:
+        with tempfile.TemporaryFile(dir=folder):
+            pass
 
 
 def reason(error: Exception) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -14,7 +15,7 @@ import pytest
 import torch
 
 from benchmarks import __main__ as command
-from benchmarks import machine, outputs, readme, terminal
+from benchmarks import machine, outputs, readme, terminal, whole_files
 from benchmarks.harness import Job, Measured
 from benchmarks.results import Results, Row
 
@@ -148,6 +149,39 @@ def test_being_told_to_end_is_not_lost_where_python_drops_it(monkeypatch, tmp_pa
     assert [row.case for row in results.rows] == ["first", "second"]
     assert not results.complete
     assert [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)] == handlers
+
+
+def test_who_asks_again_while_files_are_written_gets_them_whole(monkeypatch, tmp_path):
+    finish = outputs.Outputs.finish
+
+    def asked_again(written, results):
+        signal.raise_signal(signal.SIGTERM)
+        finish(written, results)
+        signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(outputs.Outputs, "finish", asked_again)
+    jobs = [_job("first"), _job(KeyboardInterrupt())]
+    monkeypatch.setattr(command.host_time, "jobs", lambda *arguments: jobs)
+    arguments = ["--only", "host", "--device", "cpu", "--folder", str(tmp_path)]
+    assert command.main(arguments) == command.INTERRUPTED
+    for name in (outputs.JSON, outputs.CSV, outputs.PAGE):
+        assert (tmp_path / name).exists()
+
+
+@pytest.mark.parametrize("option", ["--folder", "--json", "--csv"])
+def test_what_cannot_be_written_is_told_before_anything_is_measured(
+    monkeypatch, tmp_path, capsys, option
+):
+    def refuses(dir):
+        raise PermissionError(errno.EACCES, "Permission denied", str(dir))
+
+    monkeypatch.setattr(whole_files.tempfile, "TemporaryFile", refuses)
+    monkeypatch.setattr(command, "_jobs", lambda *arguments: pytest.fail("it measured"))
+    path = tmp_path if option == "--folder" else tmp_path / "results"
+    with pytest.raises(SystemExit) as ended:
+        command.main(["--only", "host", "--device", "cpu", option, str(path)])
+    assert ended.value.code == 2
+    assert f"Permission denied: '{tmp_path}'" in capsys.readouterr().err
 
 
 @pytest.mark.skipif(not hasattr(os, "posix_spawn"), reason="sends a POSIX signal")
