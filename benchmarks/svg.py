@@ -227,8 +227,13 @@ def stacked(name: str, title: str, pictures: Sequence[Picture]) -> Picture:
 
 
 def tones_of(series: Sequence[str], fixed: dict[str, int]) -> dict[str, int]:
-    """A colour for each series, in their order: its own in `fixed`, or one that is not in there."""
+    """A colour for each series, in their order: its own in `fixed`, or one of the others.
+
+    Those that are fixed for series that are not drawn come last, from the last on.
+    """
+    drawn = {tone for name, tone in fixed.items() if name in series}
     free = [tone for tone in range(TONES) if tone not in fixed.values()]
+    free += [tone for tone in reversed(fixed.values()) if tone not in drawn]
     others = [name for name in dict.fromkeys(series) if name not in fixed]
     given = {name: free[index % len(free)] for index, name in enumerate(others)} | fixed
     return {name: given[name] for name in dict.fromkeys(series)}

@@ -128,6 +128,11 @@ def test_what_is_without_a_scaler_is_no_torch():
     assert len(set(tones.values())) == 3
 
 
+def test_no_two_series_look_alike_while_there_are_colours():
+    for series in (["a", "b", "c", "d", "e"], ["torch", "a", "b", "c", "d"]):
+        assert len(set(svg.tones_of(series, plot.TONES).values())) == svg.TONES
+
+
 def test_growth_has_a_curve_for_each_provider_by_tensors_and_by_elements():
     tensors, elements = plot.pictures(training_results())["growth"]
     assert (tensors.name, elements.name) == ("growth-tensors", "growth-elements")
