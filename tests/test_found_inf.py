@@ -230,3 +230,37 @@ def test_a_step_that_failed_its_checks_leaves_the_answer() -> None:
     with pytest.raises(RuntimeError, match=r"step\(\) has already been called"):
         scaler.step(optimizer)
     assert scaler.step_skipped(optimizer)
+
+
+def test_tells_what_an_override_of_unscale_found() -> None:
+    class Own(GradScaler):
+        def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
+            flags = {torch.device("cpu"): torch.tensor(1.0)}
+            self._per_optimizer_states[id(optimizer)]["found_inf_per_device"] = flags
+
+    scaler, optimizer = Own("cpu"), optimizer_of("sgd")
+    scaler.scale(torch.ones(()))
+    scaler.step(optimizer)
+    assert scaler.step_skipped(optimizer)
+
+
+def test_a_fused_optimizer_is_handed_the_flag_itself() -> None:
+    handed = []
+
+    class Told(torch.optim.Adam):
+        def step(self) -> None:
+            handed.append(self.found_inf)
+
+    scaler, optimizer = started(), Told([parameter_with(torch.ones(2))], fused=True)
+    scaler.step(optimizer)
+    [flag] = scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values()
+    assert handed[0] is flag
+
+
+def test_what_was_found_of_gradients_that_are_gone_counts() -> None:
+    scaler, optimizer = started(), optimizer_of("fused_adam", math.inf)
+    scaler.unscale_(optimizer)
+    optimizer.zero_grad()
+    optimizer.grad_scale = torch.tensor(2.0)
+    scaler.step(optimizer)
+    assert scaler.step_skipped(optimizer)

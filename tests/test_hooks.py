@@ -336,3 +336,48 @@ def test_a_subclass_may_set_the_attributes_by_itself(optimizer: str) -> None:
         return run(Filled, optimizer)
 
     agree(use)
+
+
+@pytest.mark.parametrize("calls", [["step"], ["unscale_", "step"]], ids=" ".join)
+@pytest.mark.parametrize("kind", ["sgd", "fused_adam"])
+def test_the_scale_is_asked_for_as_often_as_by_torch(kind: str, calls: list[str]) -> None:
+    asked: dict[Scaler, list[str]] = {}
+    for scaler_type in (GradScaler, TorchScaler):
+        names = asked.setdefault(scaler_type, [])
+
+        class Asked(scaler_type):  # type: ignore[misc, valid-type]
+            def _check_scale_growth_tracker(self, funcname: str) -> Any:
+                names.append(funcname)  # noqa: B023
+                return super()._check_scale_growth_tracker(funcname)
+
+        one = side(Asked, kind)
+        one.scaler.scale(torch.ones(()))
+        for param in one.model.parameters():
+            param.grad = torch.ones_like(param)
+        for call in calls:
+            getattr(one.scaler, call)(one.optimizer)
+        one.scaler.update()
+    assert asked[GradScaler] == asked[TorchScaler]
+
+
+def test_a_scale_that_is_nowhere_is_an_error() -> None:
+    one = side(GradScaler, "fused_adam")
+    one.scaler.scale(torch.ones(()))
+    one.scaler._get_scale_async = lambda: None
+    with pytest.raises(AssertionError, match="_get_scale_async returned None"):
+        one.scaler.step(one.optimizer)
+
+
+def test_an_override_that_checks_nothing_gives_what_torch_gives() -> None:
+    given = []
+
+    class Told(torch.optim.SGD):
+        def step(self) -> None:
+            given.append(self.found_inf)
+
+    for scaler_type in (GradScaler, TorchScaler):
+        one = side(scaler_type, lambda params: Told(params, lr=0.1, momentum=0.9, fused=True))
+        one.scaler._check_inf_per_device = lambda optimizer: {}
+        one.scaler.scale(one.loss(0)).backward()
+        one.scaler.step(one.optimizer)
+    assert given == [0, 0]

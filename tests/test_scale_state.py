@@ -13,7 +13,7 @@ from scale_model import FACTORS, POLICIES, ScaleModel, assert_state, float32, ra
 from scaler_loop import Loop
 
 import ampfast
-from ampfast import _C, GradScaler
+from ampfast import _C, GradScaler, scale_state
 from ampfast.backends import aten, native, state_layout
 from ampfast.scale_state import ScalePolicy, ScaleState
 
@@ -225,6 +225,44 @@ def test_warns_at_the_minimum_each_time_the_streak_doubles() -> None:
     loop.step(1.0)
     with pytest.warns(UserWarning, match="1 step was skipped"):
         loop.step(math.inf)
+
+
+def skipping(on_min_scale: str, skips: int) -> ScaleState:
+    """A state as it is after as many steps in a row as were skipped at the minimum."""
+    state = ScaleState(ScalePolicy(min_scale=1.0), on_min_scale)
+    words = state.on(torch.device("cpu"))
+    for word in ("STEPS", "SKIPPED", "CONSECUTIVE_SKIPS", "SKIPS_AT_MINIMUM"):
+        words[getattr(state_layout, word)] = skips
+    return state
+
+
+def test_stats_tell_of_the_minimum() -> None:
+    with pytest.raises(FloatingPointError, match="at its minimum"):
+        skipping("raise", 1).stats(torch.tensor(1.0), torch.tensor([0], dtype=torch.int32))
+
+
+def test_a_scale_that_is_set_is_told_of_anew() -> None:
+    state = skipping("warn", 4)
+    with pytest.warns(UserWarning, match="4 steps in a row"):
+        state.heed_minimum()
+    state.forget_minimum()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        state.heed_minimum()
+    assert state.on_min_scale == "warn"
+    state.words[state_layout.SKIPS_AT_MINIMUM] = 1
+    state.words[state_layout.CONSECUTIVE_SKIPS] = 5
+    with pytest.warns(UserWarning, match="5 steps in a row"):
+        state.heed_minimum()
+
+
+def test_nothing_is_heeded_before_the_start_or_under_capture(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ScaleState(ScalePolicy(min_scale=1.0), "raise").heed_minimum()
+    state = skipping("raise", 1)
+    monkeypatch.setattr(scale_state, "is_capturing", lambda: True)
+    state.heed_minimum()
 
 
 @pytest.mark.parametrize("on_min_scale", ["ignore", "warn"])

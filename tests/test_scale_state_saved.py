@@ -6,12 +6,14 @@ import copy
 import io
 import math
 import pickle
+from typing import Any
 
 import pytest
 import torch
 from scaler_loop import Loop
 
 from ampfast import GradScaler
+from ampfast.scale_state import ScalePolicy, ScaleState
 
 POLICY = {"min_scale": 0.25, "max_scale": 64.0, "hysteresis": 3}
 
@@ -98,6 +100,26 @@ def test_checkpoints_of_another_policy(change: dict | None, message: str) -> Non
     with pytest.raises(ValueError, match=message):
         loop.scaler.load_state_dict({**before, "scale": 1.0, "ampfast": entry})
     assert loop.scaler.state_dict() == before
+
+
+@pytest.mark.parametrize("tracker", [3, 2, 0, -1, -63, 1 - 2**31])
+def test_trackers_of_a_checkpoint(tracker: int) -> None:
+    policy = ScalePolicy(hysteresis=3)
+    assert policy.tracker_of(policy.state_dict(tracker)) == tracker
+
+
+@pytest.mark.parametrize("tracker", [4, -(2**31), True, 1.0, None])
+def test_trackers_that_cannot_be(tracker: Any) -> None:
+    policy = ScalePolicy(hysteresis=3)
+    with pytest.raises(ValueError, match="hysteresis_tracker must be an int"):
+        policy.tracker_of(policy.state_dict(tracker))
+
+
+@pytest.mark.parametrize("on_min_scale", ["ignore", "warn", "raise"])
+def test_a_new_state_says_how_it_was_made(on_min_scale: str) -> None:
+    state = ScaleState(ScalePolicy(min_scale=1.0, hysteresis=3), on_min_scale)
+    assert state.on_min_scale == on_min_scale
+    assert state.hysteresis_tracker() == 3
 
 
 def test_a_policys_checkpoint_is_not_for_a_scaler_without() -> None:

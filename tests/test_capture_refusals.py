@@ -1,0 +1,208 @@
+"""What the scaler refuses under a capture or decides on a GPU, with tensors that pretend to it."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from support import parameter_with
+
+from ampfast import GradScaler, capture, grad_scaler, scale_state
+from ampfast.scale_state import ScalePolicy, ScaleState
+
+REFUSED = pytest.raises(RuntimeError, match="a CUDA graph cannot capture")
+
+
+class OnGpu(torch.Tensor):
+    """A CPU tensor that says that it is on a GPU, and counts for how many values the host waits."""
+
+    waits: list[float]
+    is_cuda = property(lambda self: True)
+
+    def item(self) -> float:
+        value = super().item()
+        OnGpu.waits.append(value)
+        return value
+
+
+class Number:
+    """A flag that is no tensor."""
+
+    is_cuda = False
+
+    def __init__(self, value: float) -> None:
+        self.value = value
+
+    def item(self) -> float:
+        return self.value
+
+
+@pytest.fixture
+def pretend(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """Begins a capture that never ends."""
+    monkeypatch.setattr(OnGpu, "waits", [], raising=False)
+    return lambda: monkeypatch.setattr(capture, "is_capturing", lambda: True)
+
+
+def started(**arguments: Any) -> GradScaler:
+    scaler = GradScaler("cpu", init_scale=8.0, **arguments)
+    scaler.scale(torch.ones(()))
+    return scaler
+
+
+def sgd(*grads: float, **arguments: Any) -> torch.optim.Optimizer:
+    params = [parameter_with(torch.tensor([grad])) for grad in grads]
+    return torch.optim.SGD(params, lr=0.1, **arguments)
+
+
+READS = {
+    "get_scale": lambda scaler, _: scaler.get_scale(),
+    "state_dict": lambda scaler, _: scaler.state_dict(),
+    "stats": lambda scaler, _: scaler.stats(),
+    "history": lambda scaler, _: scaler.history(),
+    "step_skipped": lambda scaler, optimizer: scaler.step_skipped(optimizer),
+    "overflow_report": lambda scaler, _: scaler.overflow_report(),
+    "health": lambda scaler, _: scaler.health(),
+    "check_ranks": lambda scaler, _: scaler.check_ranks(),
+}
+
+
+@pytest.mark.parametrize("read", READS.values(), ids=READS)
+def test_refuses_what_the_host_reads(read: Any, pretend: Callable[[], None]) -> None:
+    scaler, optimizer = started(track="health"), sgd(1.0)
+    scaler.step(optimizer)
+    read(scaler, optimizer)
+    pretend()
+    with REFUSED:
+        read(scaler, optimizer)
+
+
+def test_a_disabled_scaler_reads_nothing(pretend: Callable[[], None]) -> None:
+    pretend()
+    assert GradScaler("cpu", enabled=False).get_scale() == 1.0
+
+
+def test_refuses_to_make_what_is_not_on_the_cpu(pretend: Callable[[], None]) -> None:
+    meta, cpu = torch.device("meta"), torch.device("cpu")
+    pretend()
+    for begins in (
+        GradScaler("cpu", backend="aten")._lazy_init_scale_growth_tracker,
+        ScaleState(ScalePolicy()).on,
+    ):
+        with REFUSED:
+            begins(meta)
+        begins(cpu)
+    moved = ScaleState(ScalePolicy())
+    assert moved.on(cpu) is moved.on(cpu)
+    with REFUSED:
+        moved.on(meta)
+
+
+def test_what_is_kept_moves_with_the_scale() -> None:
+    state = ScaleState(ScalePolicy())
+    state.on(torch.device("cpu"))
+    state._new_words = lambda: pytest.fail("made anew")
+    assert state.on(torch.device("meta")).device.type == "meta"
+
+
+def test_refuses_the_first_fused_step_with_momentum(pretend: Callable[[], None]) -> None:
+    scaler, optimizer = started(), sgd(1.0, fused=True, momentum=0.9)
+    pretend()
+    with REFUSED:
+        scaler.step(optimizer)
+
+
+@pytest.mark.parametrize("overridden", [False, True])
+def test_refuses_a_plain_step_before_it_unscales(
+    overridden: bool, pretend: Callable[[], None]
+) -> None:
+    scaler, optimizer = started(), sgd(1.0)
+    scaler._scale = scaler._scale.as_subclass(OnGpu)
+    if overridden:  # whoever decides instead may do so on the device
+        scaler._maybe_opt_step = lambda *args, **kwargs: None
+    pretend()
+    with contextlib.nullcontext() if overridden else REFUSED:
+        scaler.step(optimizer)
+    stage = scaler._per_optimizer_states[id(optimizer)]["stage"].name
+    assert stage == ("STEPPED" if overridden else "READY")
+
+
+def test_a_plain_step_on_the_cpu_is_not_part_of_a_capture(pretend: Callable[[], None]) -> None:
+    scaler, optimizer = started(), sgd(1.0)
+    pretend()
+    scaler.step(optimizer)
+    assert scaler.found_inf(optimizer).tolist() == 0.0
+
+
+@pytest.mark.parametrize("bad", [None, 0, 1, 2])
+@pytest.mark.parametrize("on_gpus", [0, 1, 2])
+def test_the_host_waits_once_for_all_gpus(
+    on_gpus: int, bad: int | None, pretend: Callable[[], None]
+) -> None:
+    scaler, optimizer = started(), sgd(1.0)
+    flags = [torch.tensor(float(index == bad)) for index in range(on_gpus + 1)]
+    found: dict[Any, Any] = {"elsewhere": flags[0]}
+    for index, flag in enumerate(flags[1:]):
+        found[f"gpu {index}"] = flag.as_subclass(OnGpu)
+    found["number"] = number = Number(float(bad == on_gpus + 1))
+    steps: list[None] = []
+    optimizer.step = lambda: steps.append(None)
+    state = {"found_inf_per_device": found}
+    scaler._maybe_opt_step(optimizer, state)
+    assert len(OnGpu.waits) == min(on_gpus, 1)
+    is_bad = any(flag.tolist() for flag in flags) or number.value != 0.0
+    assert steps == ([] if is_bad else [None])
+    assert state["found_inf_per_device"] is found
+    pretend()
+    with REFUSED if on_gpus else contextlib.nullcontext():
+        scaler._maybe_opt_step(optimizer, state)
+
+
+def test_stays_enabled_where_there_is_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (grad_scaler, torch.cuda.amp.common):
+        monkeypatch.setattr(module, "amp_definitely_not_available", lambda: False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert GradScaler("cuda").is_enabled()
+
+
+def test_found_inf_is_on_the_device_of_the_scale() -> None:
+    scaler, optimizer = started(), sgd(1.0)
+    scaler.step(optimizer)
+    scaler._scale = scaler._scale.to("meta")
+    assert scaler.found_inf(optimizer).device.type == "meta"
+
+
+def test_the_minimum_is_heeded_when_the_counters_arrive(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Arrival:
+        has_come = False
+
+        def query(self) -> bool:
+            return self.has_come
+
+    ways: list[Any] = []
+
+    def sent(counters: torch.Tensor) -> tuple[torch.Tensor, Arrival | None]:
+        ways.append((counters.clone(), None if len(ways) == 2 else Arrival()))
+        return ways[-1]
+
+    monkeypatch.setattr(scale_state, "sent", sent)
+    watch = scale_state._MinimumWatch(True)
+
+    def told(value: int) -> list[int] | None:
+        return watch.arrived(torch.tensor([value]).as_subclass(OnGpu))
+
+    assert told(1) is None and len(ways) == 1
+    assert told(2) is None and len(ways) == 1
+    ways[0][1].has_come = True
+    assert told(3) == [1] and len(ways) == 2
+    assert told(4) is None and len(ways) == 2
+    ways[1][1].has_come = True
+    assert told(5) == [3] and len(ways) == 3
+    assert told(6) == [5] and len(ways) == 4
+    assert watch.__getstate__()["_on_its_way"] is None
+    assert scale_state._MinimumWatch(True).arrived(torch.tensor([7])) == [7]

@@ -1,0 +1,157 @@
+"""A scaler with a group, in a world of one rank that hears what another one would have found."""
+
+from __future__ import annotations
+
+import copy
+import os
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from support import parameter_with
+
+from ampfast import GradScaler, rank_check
+
+pytestmark = pytest.mark.skipif(
+    sys.platform == "win32" or not dist.is_available() or not dist.is_gloo_available(),
+    reason="needs gloo",
+)
+
+KINDS: dict[str, Callable[[list[Any]], torch.optim.Optimizer]] = {
+    "plain": lambda params: torch.optim.SGD(params, lr=0.1),
+    "fused": lambda params: torch.optim.Adam(params, lr=0.1, fused=True),
+}
+
+
+@pytest.fixture
+def world(monkeypatch: pytest.MonkeyPatch) -> Iterator[dist.ProcessGroup]:
+    if "GLOO_SOCKET_IFNAME" not in os.environ:
+        monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield dist.group.WORLD
+    dist.destroy_process_group()
+
+
+@pytest.fixture
+def heard(monkeypatch: pytest.MonkeyPatch) -> list[list[float]]:
+    """What was told to the others; `["bad"]` in the first place lets them find an overflow."""
+    told: list[list[float]] = []
+
+    def all_reduce(tensor: torch.Tensor, op: Any, group: Any) -> None:
+        told.append(tensor.reshape(-1).tolist())
+        if told[0] == ["bad"]:
+            tensor.fill_(1.0)
+
+    monkeypatch.setattr(dist, "all_reduce", all_reduce)
+    return told
+
+
+def started(**arguments: Any) -> GradScaler:
+    scaler = GradScaler("cpu", init_scale=8.0, growth_interval=1, **arguments)
+    scaler.scale(torch.ones(()))
+    return scaler
+
+
+def optimizer_of(kind: str) -> torch.optim.Optimizer:
+    return KINDS[kind]([parameter_with(torch.ones(2))])
+
+
+def test_the_group_is_what_was_given(world: dist.ProcessGroup) -> None:
+    scaler = started(process_group=world)
+    assert scaler.process_group is world
+    scaler.process_group = None
+    assert scaler.process_group is None
+    scaler.process_group = world
+    with pytest.raises(TypeError, match="process_group must be"):
+        scaler.process_group = "world"
+    assert scaler.process_group is world
+    assert copy.copy(scaler).process_group is world
+    assert "_ranks" not in started(process_group=None).__getstate__()
+
+
+def test_ranks_are_checked(world: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+    monkeypatch.setattr(rank_check, "require_same", lambda *args: asked.append(args))
+    scaler = started(process_group=world, allow_fp16=True, track="overflow")
+    scaler.check_ranks()
+    [(settings, others)] = asked
+    assert others.group is world
+    assert settings["allow_fp16"] is True and settings["track"] == "overflow"
+    assert settings["scale"] == 8.0
+
+
+@pytest.mark.parametrize("together", [False, True])
+@pytest.mark.parametrize("unscales", [False, True])
+@pytest.mark.parametrize("says", ["good", "bad"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_another_rank_found_decides(
+    kind: str,
+    says: str,
+    unscales: bool,
+    together: bool,
+    world: dist.ProcessGroup,
+    heard: list[Any],
+) -> None:
+    scaler, optimizer = started(process_group=world), optimizer_of(kind)
+    heard.append([says])
+    if unscales:
+        scaler.unscale_(optimizer)
+        assert heard[1:] == [[0.0]]
+    if together:
+        scaler.step_and_update(optimizer)
+    else:
+        scaler.step(optimizer)
+        scaler.update()
+    assert heard[1:] == [[0.0]]
+    assert scaler.step_skipped(optimizer) is (says == "bad")
+    assert scaler.get_scale() == (4.0 if says == "bad" else 16.0)
+    assert scaler.stats().steps == 1
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_without_a_group_nothing_is_told(
+    kind: str, world: dist.ProcessGroup, heard: list[Any]
+) -> None:
+    scaler, optimizer = started(), optimizer_of(kind)
+    scaler.step_and_update(optimizer)
+    assert heard == [] and scaler.get_scale() == 16.0
+
+
+@pytest.mark.parametrize("says", ["good", "bad"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_distributed_gradients_are_agreed_on(
+    kind: str, says: str, world: dist.ProcessGroup, heard: list[Any]
+) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    mesh = init_device_mesh("cpu", (1,))
+    param = torch.nn.Parameter(distribute_tensor(torch.ones(2), mesh, [Shard(0)]))
+    param.grad = distribute_tensor(torch.ones(2), mesh, [Shard(0)])
+    scaler, optimizer = started(), KINDS[kind]([param])
+    heard.append([says])
+    scaler.step_and_update(optimizer)
+    assert heard[1:] == [[0.0]]
+    assert scaler.get_scale() == (4.0 if says == "bad" else 16.0)
+
+
+def test_disabled_scalers_agree_where_there_is_a_world(
+    world: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[Any] = []
+    reduce = dist.all_reduce
+    monkeypatch.setattr(dist, "all_reduce", lambda *a, **k: (told.append(a), reduce(*a, **k)))
+    for group, times in ((None, 0), (world, 1)):
+        told.clear()
+        scaler = GradScaler("cpu", enabled=False, process_group=group)
+        assert scaler.grad_norm(KINDS["plain"]([parameter_with(torch.ones(4))])).item() == 2.0
+        assert len(told) == times
+
+
+def test_a_disabled_scaler_measures_alone_without_a_world() -> None:
+    scaler = GradScaler("cpu", enabled=False)
+    scaler._is_for_all = True
+    assert scaler.grad_norm(KINDS["plain"]([parameter_with(torch.ones(4))])).item() == 2.0
