@@ -256,6 +256,21 @@ def test_a_scale_that_is_set_is_told_of_anew() -> None:
         state.heed_minimum()
 
 
+def test_a_scale_that_is_set_forgets_the_minimum_and_refills_nothing() -> None:
+    loop = Loop(init_scale=8.0, min_scale=1.0, on_min_scale="raise", hysteresis=3)
+    loop.step(math.inf)
+    scaler = loop.scaler
+    words = scaler._kept().words
+    words[state_layout.SKIPS_AT_MINIMUM] = words[state_layout.CONSECUTIVE_SKIPS] = 1
+    scaler.update(4.0)
+    assert scaler.stats().skipped == 1
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.0)
+    optimizer.param_groups[0]["params"][0].grad = torch.ones(1)
+    scaler.step(optimizer)
+    scaler.update(2.0)
+    assert scaler.state_dict()["ampfast"]["hysteresis_tracker"] == 2
+
+
 def test_nothing_is_heeded_before_the_start_or_under_capture(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -13,6 +13,7 @@ import torch
 from scaler_loop import Loop
 
 from ampfast import GradScaler
+from ampfast.backends import state_layout
 from ampfast.scale_state import ScalePolicy, ScaleState
 
 POLICY = {"min_scale": 0.25, "max_scale": 64.0, "hysteresis": 3}
@@ -120,6 +121,19 @@ def test_a_new_state_says_how_it_was_made(on_min_scale: str) -> None:
     state = ScaleState(ScalePolicy(min_scale=1.0, hysteresis=3), on_min_scale)
     assert state.on_min_scale == on_min_scale
     assert state.hysteresis_tracker() == 3
+
+
+def test_a_checkpoint_says_nothing_of_skips_at_the_minimum() -> None:
+    scaler = GradScaler("cpu", init_scale=1.0, min_scale=1.0, on_min_scale="raise")
+    scaler.scale(torch.ones(()))
+    words = scaler._kept().words
+    words[[state_layout.STEPS, state_layout.CONSECUTIVE_SKIPS, state_layout.SKIPS_AT_MINIMUM]] = 1
+    scaler.load_state_dict(scaler.state_dict())
+    assert scaler.stats().steps == 1
+
+
+def test_a_disabled_scaler_has_no_policy_to_save() -> None:
+    assert GradScaler("cpu", enabled=False, min_scale=1.0).state_dict() == {}
 
 
 def test_a_policys_checkpoint_is_not_for_a_scaler_without() -> None:
