@@ -98,9 +98,24 @@ def test_a_copy_keeps_the_backend_that_was_asked_for() -> None:
 
 
 def test_an_empty_checkpoint_is_refused_as_torch_does() -> None:
-    for scaler in (started(), started(min_scale=1.0)):
+    for scaler in (started(), started(min_scale=1.0), started(dynamic=False)):
         with pytest.raises(RuntimeError, match="source state dict is empty"):
             scaler.load_state_dict({})
+
+
+@pytest.mark.parametrize("backend", ["cpu", "aten"])
+@pytest.mark.parametrize("interval", [2**31 + 1, 2**63 - 1, 2**64])
+def test_intervals_that_no_tracker_reaches(interval: int, backend: str) -> None:
+    ends = []
+    for kind, arguments in ((torch.amp.GradScaler, {}), (GradScaler, {"backend": backend})):
+        run = side(kind, "sgd", growth_interval=interval, **arguments)
+        try:
+            run.train(0, None)
+        except ValueError as error:  # the interval has more than 64 bits
+            ends.append(str(error))
+        else:
+            ends.append(str(run.scaler.state_dict()))
+    assert ends[0] == ends[1]
 
 
 @pytest.mark.parametrize("value", [None, 0, 1, "yes", torch.tensor(True)], ids=repr)

@@ -33,6 +33,7 @@ __all__ = [
 _MAGNITUDE = 2**63 - 1
 # As float64 bits: float16's smallest subnormal and normal, its largest.
 _RANGE = (0x3E70000000000000, 0x3F10000000000000, 0x40EFFC0000000000)
+_LARGEST_INT32 = 2**31 - 1
 # How many elements are looked at together, so that what is made of them stays small.
 _PART = 2**22
 
@@ -90,7 +91,7 @@ def update_scale_(
         scale_before, tracker_before = current_scale.detach().clone(), growth_tracker.clone()
     lowered = growth_tracker
     if isinstance(growth_interval, int) and growth_interval >= 1:
-        lowered = growth_tracker.clamp(max=growth_interval - 1)
+        lowered = growth_tracker.clamp(max=min(growth_interval - 1, _LARGEST_INT32))
     torch._amp_update_scale_(
         current_scale, lowered, found_inf, growth_factor, backoff_factor, growth_interval
     )
