@@ -30,8 +30,6 @@ class IterationNorms:
 
     def together(self, device: torch.device) -> Tensor | None:
         """Returns the norm of all gradients whose norm was taken, if all norms are of one order."""
-        if not self._norms:
-            return None
         norms = list(self._norms.values())
         order = norms[0][1]
         if any(other != order for _, other in norms):

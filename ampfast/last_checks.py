@@ -23,10 +23,6 @@ class ByOptimizer(Generic[Value]):
         self._held: set[int] = set()
         self._expiring: set[int] = set()
 
-    def __reduce__(self) -> tuple[type[ByOptimizer[Any]], tuple[()]]:
-        # Weak references are of this process: a copy starts empty.
-        return ByOptimizer, ()
-
     def __iter__(self) -> Iterator[tuple[Any, Value]]:
         """Gives the optimizers that live, with their values, in the order of their first."""
         for reference, value in list(self._entries.values()):

@@ -156,10 +156,7 @@ class ScaleKeeper(TorchGradScaler):
 
     def _set_scale(self, new_scale: float | Tensor) -> None:
         """Takes a scale from the caller; a step that was checked is kept all the same."""
-        scale, growth_tracker = self._scale, self._growth_tracker
-        if scale is None or growth_tracker is None:
-            super().update(new_scale)  # refuses
-            return
+        scale, growth_tracker = self._check_scale_growth_tracker("update")
         before, flags = scale.detach().clone(), self._flags_besides(None, scale.device)
         super().update(new_scale)
         if flags:

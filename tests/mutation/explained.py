@@ -312,18 +312,6 @@ _BY_REASON: dict[str, list[tuple[str, str, str, int]]] = {
             "self._scale is None",
             1,
         ),
-        (
-            "ScaleKeeper._set_scale",
-            "scale is None or growth_tracker is None",
-            "growth_tracker is None",
-            1,
-        ),
-        (
-            "ScaleKeeper._set_scale",
-            "scale is None or growth_tracker is None",
-            "scale is None",
-            1,
-        ),
     ],
     "Never happens with torch's classes; it tells the type checker so.": [
         (

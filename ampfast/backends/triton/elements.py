@@ -58,12 +58,9 @@ def load_factor(factor_ptr, FACTOR: tl.constexpr):
 
 
 @triton.jit
-def times(value, factor, FACTOR: tl.constexpr):
+def times(value, factor):
     """The product, in the type in which is calculated."""
-    if FACTOR == RAW:
-        return value
-    else:
-        return value * factor.to(value.dtype)
+    return value * factor.to(value.dtype)
 
 
 @triton.jit
@@ -91,7 +88,7 @@ def used_magnitude(peak, factor, FACTOR: tl.constexpr, DTYPE: tl.constexpr, SOFT
         else:
             value = tl.div_rn(value, factor)
     elif FACTOR != RAW:
-        value = widen(narrow(times(value, factor, FACTOR), DTYPE, SOFT), SOFT)
+        value = widen(narrow(times(value, factor), DTYPE, SOFT), SOFT)
     return magnitude(value.to(tl.float64))
 
 

@@ -45,7 +45,7 @@ def _take(
     if HEALTH:
         health = counted(values, health, THREADS)
     if WRITE or NORM:
-        used = times(widen(values, SOFT), factor, FACTOR)
+        used = times(widen(values, SOFT), factor)
         if WRITE:
             written = as_written(used, coefficient_ptr, DTYPE, SOFT)
             if WHOLE:
