@@ -329,6 +329,16 @@ def test_device_that_cannot_be_used(
 
 
 @pytest.mark.usefixtures("no_training")
+def test_device_without_autocast(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.amp, "is_autocast_available", lambda kind: False)
+    assert run(tmp_path / "picture.png") == 2
+    errors = capsys.readouterr().err
+    assert errors == "ampfast demo: device 'cpu' cannot be used: torch has no autocast for it\n"
+
+
+@pytest.mark.usefixtures("no_training")
 def test_backend_that_does_not_exist(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

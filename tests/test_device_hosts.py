@@ -101,6 +101,65 @@ def test_an_update_bumps_the_version_of_the_scale() -> None:
     assert scale._version == before + 1
 
 
+def test_an_update_without_a_state_cannot_be_undone() -> None:
+    scale, tracker = torch.tensor(2.0), torch.tensor(0, dtype=torch.int32)
+    update = DeviceKernels(ReferenceLauncher()).scale_update(
+        scale, tracker, [], Factors(2.0, 0.5, 1)
+    )
+    with pytest.raises(RuntimeError, match="without a state cannot be undone"):
+        update.undo()
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"scale": torch.tensor(2.0, dtype=torch.float64)},
+        {"scale": torch.tensor(2.0, requires_grad=True)},
+        {"growth_tracker": torch.tensor(0)},
+        {"growth_tracker": torch.tensor(0, dtype=torch.int32, device="meta")},
+        {"found_infs": [torch.tensor(0.0), torch.tensor(0.0, device="meta")]},
+        {"found_infs": [torch.zeros(2)]},
+        {"norm": torch.tensor(1.0, dtype=torch.float64)},
+    ],
+    ids=lambda other: next(iter(other)),
+)
+def test_an_update_of_other_tensors_is_left_to_torch(other: dict[str, Any]) -> None:
+    known = {
+        "scale": torch.tensor(2.0),
+        "growth_tracker": torch.tensor(0, dtype=torch.int32),
+        "found_infs": [torch.tensor(0.0)],
+        "norm": torch.tensor(1.0),
+        "factors": Factors(2.0, 0.5, 1),
+    }
+    for kernels in (DeviceKernels(ReferenceLauncher()), native):
+        assert kernels.scale_update(**known) is not None
+        assert kernels.scale_update(**{**known, **other}) is None
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"found_inf": torch.zeros(2)}, "found_inf must be a one-element float32 tensor on cpu"),
+        ({"found_inf": torch.zeros((), device="meta")}, "of shape () on meta"),
+        ({"coefficient": torch.ones(())}, "coefficient must be a one-element float64 tensor"),
+        ({"norms": torch.zeros(2)}, "norms must be a contiguous float64 tensor of 2 elements"),
+        ({"norms": torch.zeros(2, device="meta").double()}, "norms must be on cpu, got meta"),
+        (
+            {"norms": torch.zeros(2).double(), "coefficient": torch.ones(()).double()},
+            "norms are taken in the pass before the one with a coefficient",
+        ),
+    ],
+)
+def test_what_a_pass_cannot_take_is_refused(wrong: dict[str, torch.Tensor], said: str) -> None:
+    launcher, gradient = ReferenceLauncher(), torch.full((3,), 8.0)
+    with pytest.raises(RuntimeError, match=re.escape(said)):
+        DeviceKernels(launcher).unscale_(
+            grads_of([gradient]), torch.tensor(4.0), is_scale=True, **wrong
+        )
+    assert launcher.launches == []
+    assert gradient.tolist() == [8.0] * 3
+
+
 def test_the_device_of_a_launch_is_current(monkeypatch: pytest.MonkeyPatch) -> None:
     switched: list[torch.device] = []
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from reference_launcher import ReferenceLauncher
 from support import FLOATS, WRITABLE_LAYOUTS, assert_same, make_gradient
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.two_tensor import TwoTensor
@@ -47,6 +48,25 @@ def test_unscale_as_torch(layout: str, inverse: float, bad: float | None) -> Non
     torch_unscale_(theirs, torch_found, f32(inverse))
     assert_same(ours, theirs, "gradients")
     assert_same(found, torch_found, "found_inf")
+
+
+def test_torchs_own_ops_give_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    results = []
+    for backend in ("cpu", "aten"):
+        monkeypatch.setenv("AMPFAST_BACKEND", backend)
+        grads, found = gradients(), f32(0)
+        state = (f32(8.0), i32(1))
+        functional.check_(grads, found)
+        functional.unscale_(grads, found, f32(0.5))
+        norms = [functional.grad_norm(grads, order).float() for order in (2.0, math.inf)]
+        functional.unscale_and_update_(grads, found, *state, 2.0, 0.5, 2)
+        functional.update_scale_(*state, f32(1), 2.0, 0.5, 2)
+        results.append((grads, found, *state, *norms))
+    assert_same(*(result[:-2] for result in results))
+    assert results[0][1:3] == (0.0, 8.0)
+    # Sums in another order.
+    for ours, theirs in zip(results[0][-2:], results[1][-2:], strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize("shape", [(), (1,), (1, 1)])
@@ -131,6 +151,13 @@ def test_unscale_and_update_is_both(layout: str | None) -> None:
         where = f"unscale_and_update_{(scale, tracker, found, *rest)}"
         assert_same(ours, theirs, where)
         assert_same(state, torch_state, where)
+
+
+def test_without_gradients_a_device_updates_the_scale_too(launcher: ReferenceLauncher) -> None:
+    scale = f32(8.0)
+    functional.unscale_and_update_([], f32(1), scale, i32(0), 2.0, 0.5, 2)
+    assert scale.item() == 4.0
+    assert launcher.launches == ["update"]
 
 
 def test_unscale_and_update_sees_bad_gradients() -> None:

@@ -1,6 +1,7 @@
 """What python -m ampfast says of itself and of the machine."""
 
 import json
+import platform
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -64,6 +65,16 @@ def test_cpu_comes_first_and_its_backend_is_the_default() -> None:
     assert cpu["backend"] == backends.default_for(torch.device("cpu"))
     assert cpu["error"] is None
     assert cpu["name"]
+
+
+def test_a_processor_that_the_system_does_not_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    def nowhere(path: str) -> None:
+        raise FileNotFoundError(path)
+
+    monkeypatch.setattr(info, "open", nowhere, raising=False)
+    monkeypatch.setattr(platform, "processor", lambda: "")
+    monkeypatch.setattr(platform, "machine", lambda: "some machine")
+    assert info.collect()["devices"][0]["name"] == "some machine"
 
 
 def test_backends_are_those_of_the_report() -> None:

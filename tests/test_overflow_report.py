@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from support import TorchScaler, assert_same, parameter_with
+from torch.testing._internal.two_tensor import TwoTensor
 
 from ampfast import GradScaler
 from ampfast.gradient_reports import OverflowReport
@@ -60,6 +61,32 @@ def test_nothing_was_ever_skipped(backend: str) -> None:
     report = scaler.overflow_report()
     assert report == OverflowReport(None, (), ())
     assert str(report) == "No gradient was infinite or NaN so far."
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_gradients_without_elements(backend: str) -> None:
+    scaler = started(backend=backend)
+    params = [torch.nn.Parameter(torch.zeros(0)), *parameters(math.inf)]
+    params[0].grad = torch.zeros(0)
+    for some in (params[:1], params):
+        optimizer = torch.optim.SGD(some, lr=1.0)
+        norm = scaler.clip_grad_norm_(optimizer, 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+        assert norm.item() == (0.0 if len(some) == 1 else math.inf)
+    assert [p.index for p in scaler.overflow_report().totals] == [1]
+
+
+def test_a_subclass_is_not_looked_into() -> None:
+    scaler, params = started(), parameters(math.inf)
+    pair = TwoTensor(torch.tensor([math.inf]), torch.tensor([math.inf]))
+    params.append(torch.nn.Parameter(pair))
+    params[1].grad = pair.clone()
+    optimizer = torch.optim.SGD(params, lr=1.0, foreach=False)
+    scaler.step(optimizer)
+    scaler.update()
+    assert scaler.step_skipped(optimizer)
+    assert [p.index for p in scaler.overflow_report().totals] == [0]
 
 
 @pytest.mark.parametrize("fused", [False, True])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import re
+import runpy
 import shutil
 import subprocess
 import sys
@@ -181,6 +182,13 @@ def test_an_extension_for_another_torch_is_refused():
     for other in ("2.14.0", "3.13.0", "2.1.3"):
         with pytest.raises(ImportError, match=f"for torch 2.13.0, and this is torch {other}; "):
             native._require_torch("2.13.0", other)
+
+
+def test_an_extension_that_cannot_be_loaded_says_what_to_do(monkeypatch):
+    monkeypatch.setitem(sys.modules, "ampfast._C", None)
+    monkeypatch.delattr(ampfast, "_C")
+    with pytest.raises(ImportError, match=r"core cannot be loaded \(.*_C.*\); build it against"):
+        runpy.run_path(native.__file__)
 
 
 def test_metadata_asks_for_torch_alone(sdist, package_info):
