@@ -100,6 +100,13 @@ def test_an_old_card_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     assert reason == "cuda:0 has compute capability below 7.5"
 
 
+def test_a_trial_without_plain_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backends, "_is_interpreted", lambda: True)
+    monkeypatch.setattr(native, "list_of", lambda tensors, device: None)
+    reason = backends._why_it_fails("triton")
+    assert reason == "its kernel does not run: RuntimeError: tensors are not plain ones here"
+
+
 def test_what_is_missing_has_a_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     def missing(name: str) -> None:
         raise ImportError(f"no {name}")

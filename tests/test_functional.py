@@ -153,6 +153,15 @@ def test_unscale_and_update_is_both(layout: str | None) -> None:
         assert_same(state, torch_state, where)
 
 
+def test_a_factor_that_is_a_negative_view() -> None:
+    ours, theirs = torch.tensor([4.0, -2.0]), torch.tensor([4.0, -2.0])
+    inverse, found = torch._neg_view(f32(0.5)), f32(0)
+    functional.unscale_([ours], found, inverse)
+    torch_unscale_([theirs], f32(0), inverse)
+    assert_same(ours, theirs)
+    assert found.item() == 0.0
+
+
 def test_without_gradients_a_device_updates_the_scale_too(launcher: ReferenceLauncher) -> None:
     scale = f32(8.0)
     functional.unscale_and_update_([], f32(1), scale, i32(0), 2.0, 0.5, 2)
