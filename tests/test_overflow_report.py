@@ -6,49 +6,18 @@ import copy
 import gc
 import math
 import pickle
-import weakref
 from typing import Any
 
 import pytest
 import torch
 from support import TorchScaler, assert_same, parameter_with
 from torch.testing._internal.two_tensor import TwoTensor
+from tracking_support import net, parameters, set_values, started, summary
 
 from ampfast import GradScaler
 from ampfast.gradient_reports import OverflowReport
 
 BACKENDS = ("cpu", "aten")
-
-
-def net() -> torch.nn.Module:
-    torch.manual_seed(0)
-    return torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.ReLU(), torch.nn.Linear(4, 2))
-
-
-def started(track: str | None = "overflow", **arguments: Any) -> GradScaler:
-    scaler = GradScaler("cpu", init_scale=4.0, track=track, **arguments)
-    scaler.scale(torch.ones(()))
-    return scaler
-
-
-def parameters(*values: float | None, dtype: torch.dtype = torch.float32) -> list[Any]:
-    """A parameter of three elements for each value, whose gradient has it in the middle."""
-    found = []
-    for value in values:
-        param = torch.nn.Parameter(torch.zeros(3, dtype=dtype))
-        if value is not None:
-            param.grad = torch.tensor([1.0, value, 2.0], dtype=dtype)
-        found.append(param)
-    return found
-
-
-def set_values(params: list[Any], *values: float | None) -> None:
-    for param, value in zip(params, values, strict=True):
-        param.grad = None if value is None else torch.tensor([1.0, value, 2.0], dtype=param.dtype)
-
-
-def summary(report: OverflowReport) -> list[tuple[str, str, int, int, int]]:
-    return [(p.name, p.kind, p.step, p.infinities, p.nans) for p in report.totals]
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -219,64 +188,6 @@ def test_results_are_those_without_tracking() -> None:
         assert_same(ours.state_dict(), theirs.state_dict())
 
 
-def test_names_of_a_model() -> None:
-    model = net()
-    scaler = started()
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    scaler.name_parameters(model)
-    for param in model.parameters():
-        param.grad = torch.ones_like(param)
-    model[2].bias.grad[0] = math.nan
-    scaler.step(optimizer)
-    scaler.update()
-    assert [p.name for p in scaler.overflow_report().parameters] == ["2.bias"]
-
-
-def test_names_that_are_partly_missing() -> None:
-    scaler = started()
-    params = parameters(math.nan, math.inf)
-    optimizer = torch.optim.SGD(params, lr=1.0)
-    scaler.name_parameters([("first", params[0])])
-    scaler.step(optimizer)
-    names = [p.name for p in scaler.overflow_report().parameters]
-    assert names == ["first", "group 0, parameter 1"]
-
-
-def test_names_that_do_not_match_the_optimizer() -> None:
-    scaler = started("health")
-    params, others = parameters(math.nan), parameters(1.0)
-    scaler.name_parameters([("other", others[0])])
-    optimizer = torch.optim.SGD(params, lr=1.0)
-    scaler.step(optimizer)
-    for ask in (scaler.overflow_report, scaler.health):
-        with pytest.raises(ValueError, match="none of the 1 parameters of the optimizers"):
-            ask()
-    scaler.name_parameters([("mine", params[0])])
-    assert scaler.overflow_report().parameters[0].name == "mine"
-    # Of several optimizers some may be without.
-    unnamed = torch.optim.SGD(parameters(math.inf), lr=1.0)
-    scaler.step(unnamed)
-    names = [p.name for p in scaler.overflow_report().parameters]
-    assert names == ["mine", "group 0, parameter 0"]
-
-
-@pytest.mark.parametrize(
-    ("given", "error", "text"),
-    [
-        (7, TypeError, "torch.nn.Module or pairs"),
-        ("weight", TypeError, "torch.nn.Module or pairs"),
-        ([torch.zeros(2)], TypeError, "pairs of a name and a parameter, as from"),
-        ([("a", 3)], TypeError, "a tensor, got str and int"),
-        ([(3, torch.zeros(2))], TypeError, "a tensor, got int and Tensor"),
-        ([("a", torch.zeros(2)), ("a", torch.zeros(2))], ValueError, "the name 'a'"),
-    ],
-)
-@pytest.mark.parametrize("track", [None, "overflow"])
-def test_bad_names(track: str | None, given: Any, error: type, text: str) -> None:
-    with pytest.raises(error, match=text):
-        started(track).name_parameters(given)
-
-
 @pytest.mark.parametrize("track", ["all", "Overflow", "", 3, True, ["overflow"]])
 def test_bad_track(track: Any) -> None:
     with pytest.raises(ValueError if isinstance(track, str) else TypeError, match="track must be"):
@@ -407,13 +318,3 @@ def test_copies_start_anew() -> None:
         twin.update()
         assert summary(twin.overflow_report()) == [("group 0, parameter 0", "nan", 1, 0, 1)]
     assert [p.name for p in scaler.overflow_report().totals] == ["a"]
-
-
-def test_names_do_not_keep_parameters() -> None:
-    scaler = started()
-    model = net()
-    alive = weakref.ref(model[0].weight)
-    scaler.name_parameters(model)
-    del model
-    gc.collect()
-    assert alive() is None

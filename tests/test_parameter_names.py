@@ -1,0 +1,80 @@
+"""The names under which reports list parameters."""
+
+from __future__ import annotations
+
+import gc
+import math
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from tracking_support import net, parameters, started
+
+
+def test_names_of_a_model() -> None:
+    model = net()
+    scaler = started()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    scaler.name_parameters(model)
+    for param in model.parameters():
+        param.grad = torch.ones_like(param)
+    model[2].bias.grad[0] = math.nan
+    scaler.step(optimizer)
+    scaler.update()
+    assert [p.name for p in scaler.overflow_report().parameters] == ["2.bias"]
+
+
+def test_names_that_are_partly_missing() -> None:
+    scaler = started()
+    params = parameters(math.nan, math.inf)
+    optimizer = torch.optim.SGD(params, lr=1.0)
+    scaler.name_parameters([("first", params[0])])
+    scaler.step(optimizer)
+    names = [p.name for p in scaler.overflow_report().parameters]
+    assert names == ["first", "group 0, parameter 1"]
+
+
+def test_names_that_do_not_match_the_optimizer() -> None:
+    scaler = started("health")
+    params, others = parameters(math.nan), parameters(1.0)
+    scaler.name_parameters([("other", others[0])])
+    optimizer = torch.optim.SGD(params, lr=1.0)
+    scaler.step(optimizer)
+    for ask in (scaler.overflow_report, scaler.health):
+        with pytest.raises(ValueError, match="none of the 1 parameters of the optimizers"):
+            ask()
+    scaler.name_parameters([("mine", params[0])])
+    assert scaler.overflow_report().parameters[0].name == "mine"
+    # Of several optimizers some may be without.
+    unnamed = torch.optim.SGD(parameters(math.inf), lr=1.0)
+    scaler.step(unnamed)
+    names = [p.name for p in scaler.overflow_report().parameters]
+    assert names == ["mine", "group 0, parameter 0"]
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "text"),
+    [
+        (7, TypeError, "torch.nn.Module or pairs"),
+        ("weight", TypeError, "torch.nn.Module or pairs"),
+        ([torch.zeros(2)], TypeError, "pairs of a name and a parameter, as from"),
+        ([("a", 3)], TypeError, "a tensor, got str and int"),
+        ([(3, torch.zeros(2))], TypeError, "a tensor, got int and Tensor"),
+        ([("a", torch.zeros(2)), ("a", torch.zeros(2))], ValueError, "the name 'a'"),
+    ],
+)
+@pytest.mark.parametrize("track", [None, "overflow"])
+def test_bad_names(track: str | None, given: Any, error: type, text: str) -> None:
+    with pytest.raises(error, match=text):
+        started(track).name_parameters(given)
+
+
+def test_names_do_not_keep_parameters() -> None:
+    scaler = started()
+    model = net()
+    alive = weakref.ref(model[0].weight)
+    scaler.name_parameters(model)
+    del model
+    gc.collect()
+    assert alive() is None
