@@ -15,6 +15,8 @@ import torch
 from support import FUSED, OPTIMIZERS, TorchScaler, assert_same, parameter_with
 
 from ampfast import GradScaler
+from ampfast.iteration_norms import IterationNorms
+from ampfast.last_checks import LastChecks
 
 
 def started(**arguments: Any) -> GradScaler:
@@ -264,3 +266,33 @@ def test_what_was_found_of_gradients_that_are_gone_counts() -> None:
     optimizer.grad_scale = torch.tensor(2.0)
     scaler.step(optimizer)
     assert scaler.step_skipped(optimizer)
+
+
+def test_an_id_that_comes_back_is_another_optimizer() -> None:
+    checks, first, second = LastChecks(), optimizer_of("sgd"), optimizer_of("sgd")
+    checks.record(first, {"flag": torch.zeros(())})
+    checks._entries[id(second)] = checks._entries[id(first)]
+    assert checks.get(second) is None
+    checks.record(second, {})
+    assert checks.get(second) == {}
+    assert list(pickle.loads(pickle.dumps(checks))) == []
+
+
+def test_what_has_no_weak_references_is_held_for_an_iteration() -> None:
+    class Slotted:
+        __slots__ = ()
+
+    checks, optimizer = LastChecks(), Slotted()
+    for _ in range(2):
+        checks.record(optimizer, {})
+        checks.end_iteration()
+        assert checks.get(optimizer) == {}
+    checks.end_iteration()
+    assert checks.get(optimizer) is None
+
+
+def test_the_last_norm_of_the_same_gradients_counts() -> None:
+    norms, optimizer = IterationNorms(), optimizer_of("sgd")
+    for value in (1.0, 3.0):
+        norms.note([optimizer], torch.tensor(value), 2.0)
+    assert norms.together(torch.device("cpu")).item() == 3.0

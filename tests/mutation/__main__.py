@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
-from explained import EXPLAINED
+from explained import EXPLAINED, OPEN
 from mutants import FILES, Mutant, mutants_of
 from trials import Outcome, outcomes, with_collected
 
@@ -19,16 +19,18 @@ ROOT = Path(__file__).parents[2]
 TESTS = tuple(
     f"tests/test_{name}.py"
     for name in (
-        *("backend_choice", "bad_input", "clipping_deferred", "clipping_states", "contract"),
+        *("backend_choice", "bad_input", "capture_refusals", "clipping_deferred"),
+        *("clipping_states", "contract", "device_costs", "world_of_one"),
         *("device_hosts", "differences", "differences_fused", "differences_sgd", "found_inf"),
         *("health", "hooks", "overflow_report", "projects", "report", "scale_state", "state"),
+        "scale_state_saved",
         *("step_and_update", "torch_suite_gaps", "unusual_objects", "written_values"),
     )
 )
 
 
 def main() -> int:
-    """Prints each survivor and returns 1 if one of them is not explained."""
+    """Prints each survivor and returns 1 if one is neither explained nor listed as open."""
     parser = argparse.ArgumentParser(prog="python tests/mutation", description=__doc__)
     parser.add_argument("files", nargs="*", default=FILES, help="modules (default: %(default)s)")
     parser.add_argument("--tests", nargs="*", default=TESTS, help="files of tests")
@@ -52,7 +54,7 @@ def main() -> int:
 
 
 def _report(mutants: Sequence[Mutant], tried: Iterator[Outcome]) -> int:
-    start, noticed, explained = time.monotonic(), 0, 0
+    start, noticed, explained, still_open = time.monotonic(), 0, 0, 0
     for number, outcome in enumerate(tried, 1):
         if sys.stderr.isatty():
             print(f"\r{number} of {len(mutants)} ", end="", file=sys.stderr, flush=True)
@@ -61,12 +63,15 @@ def _report(mutants: Sequence[Mutant], tried: Iterator[Outcome]) -> int:
             continue
         why = EXPLAINED.get(outcome.mutant.key)
         explained += why is not None
-        print(_described(outcome, why or "NOT EXPLAINED"), flush=True)
+        is_open = why is None and outcome.mutant.key in OPEN
+        still_open += is_open
+        told = why or ("OPEN: no test notices it yet" if is_open else "NOT EXPLAINED")
+        print(_described(outcome, told), flush=True)
     minutes = (time.monotonic() - start) / 60
-    unexplained = len(mutants) - noticed - explained
+    unexplained = len(mutants) - noticed - explained - still_open
     print(
-        f"{len(mutants)} changes, {noticed} noticed, {explained} explained, {unexplained} not "
-        f"explained; {minutes:.1f} minutes"
+        f"{len(mutants)} changes, {noticed} noticed, {explained} explained, {still_open} open, "
+        f"{unexplained} not explained; {minutes:.1f} minutes"
     )
     return 1 if unexplained else 0
 

@@ -12,292 +12,18 @@ _BY_REASON: dict[str, list[tuple[str, str, str, int]]] = {
             1,
         ),
         ("_not_compiled", "True", "False", 1),
-        (
-            "originals",
-            "return {name: getattr(kind, name) for name in names}",
-            "return None",
-            1,
-        ),
     ],
-    "Makes a difference on a GPU or under its capture only: tests/gpu.": [
-        (
-            "GradScaler.__init__",
-            "enabled and device == 'cuda' and amp_definitely_not_available()",
-            "enabled and device == 'cuda'",
-            1,
-        ),
-        (
-            "GradientChecker.found_inf",
-            "torch.device('cpu') if scale is None else scale.device",
-            "torch.device('cpu')",
-            1,
-        ),
-        (
-            "GradientChecker.step_skipped",
-            "refuse_capture('a question that the host asks', 'ask after the replay')",
-            "nothing",
-            1,
-        ),
-        (
-            "ScaleKeeper.get_scale",
-            "refuse_capture('a scale that the host reads', 'read it after the replay')",
-            "nothing",
-            1,
-        ),
-        (
-            "ScaleKeeper.stats",
-            "refuse_capture('counts that the host reads', 'read them after the replay')",
-            "nothing",
-            1,
-        ),
-        (
-            "ScaleKeeper.history",
-            "refuse_capture('a history that the host reads', 'read it after the replay')",
-            "nothing",
-            1,
-        ),
-        (
-            "GradScaler.check_ranks",
-            "refuse_capture('a comparison that the host makes', 'compare after the replay')",
-            "nothing",
-            1,
-        ),
-        (
-            "GradientChecker._maybe_opt_step",
-            "isinstance(flag, Tensor) and flag.is_cuda",
-            "isinstance(flag, Tensor)",
-            1,
-        ),
-        ("GradientChecker._maybe_opt_step", "on_gpu", "not on_gpu", 1),
-        (
-            "GradientChecker._maybe_opt_step",
-            "refuse_capture(*HOST_DECIDES)",
-            "nothing",
-            1,
-        ),
-        ("GradientChecker._maybe_opt_step", "len(on_gpu) > 1", "len(on_gpu) >= 1", 1),
-        ("GradientChecker._maybe_opt_step", "1", "2", 1),
-        ("GradientChecker._maybe_opt_step", "0", "1", 1),
-        ("GradientChecker._maybe_opt_step", "not flag.is_cuda", "flag.is_cuda", 1),
-        (
-            "ScaleKeeper._lazy_init_scale_growth_tracker",
-            "str(dev) != 'cpu'",
-            "str(dev) == 'cpu'",
-            1,
-        ),
-        (
-            "ScaleKeeper._lazy_init_scale_growth_tracker",
-            "refuse_capture('the creation of the scale, which every replay would reset')",
-            "nothing",
-            1,
-        ),
-        (
-            "step",
-            "scale.is_cuda and (not scaler._overrides(MAYBE_STEP))",
-            "not (scale.is_cuda and (not scaler._overrides(MAYBE_STEP)))",
-            1,
-        ),
-        (
-            "step",
-            "scale.is_cuda and (not scaler._overrides(MAYBE_STEP))",
-            "not scaler._overrides(MAYBE_STEP)",
-            1,
-        ),
-        (
-            "step",
-            "scale.is_cuda and (not scaler._overrides(MAYBE_STEP))",
-            "scale.is_cuda",
-            1,
-        ),
-        (
-            "step",
-            "not scaler._overrides(MAYBE_STEP)",
-            "scaler._overrides(MAYBE_STEP)",
-            1,
-        ),
-        ("step", "refuse_capture(*HOST_DECIDES)", "nothing", 1),
+    "Makes a difference on a GPU only: test_fused_optimizer_in_mixed_places of tests/gpu.": [
         (
             "_fused_step",
-            "refuse_capture('the first step of a fused SGD with momentum, which may have to be skipped')",
-            "nothing",
+            "checked and len(flags) == 1 and (flags[0].device == scale.device)",
+            "checked and len(flags) == 1",
             1,
         ),
-        (
-            "GradientChecker._report",
-            "refuse_capture('a report that the host reads', 'ask after the replay')",
-            "nothing",
-            1,
-        ),
-        (
-            "ScaleState.on",
-            'refuse_capture("the creation of the scaler\'s state, which every replay would reset")',
-            "nothing",
-            1,
-        ),
-    ],
-    "Makes a difference where ranks agree only: tests/distributed, which starts processes.": [
-        ("GradScaler.__init__", "self.process_group = process_group", "nothing", 1),
-        ("GradScaler.process_group", "return self._others().group", "return None", 1),
-        (
-            "GradScaler.process_group",
-            "distributed.require_group(group, self._device)",
-            "nothing",
-            1,
-        ),
-        (
-            "GradScaler.process_group",
-            "self._ranks = distributed.Ranks(group, is_default=self._is_for_all)",
-            "nothing",
-            1,
-        ),
-        (
-            "GradScaler.check_ranks",
-            "rank_check.require_same(settings, self._others())",
-            "nothing",
-            1,
-        ),
-        (
-            "GradientChecker.__getstate__",
-            "self._ranks is not None and self._ranks.is_alone",
-            "not (self._ranks is not None and self._ranks.is_alone)",
-            1,
-        ),
-        (
-            "GradientChecker.__getstate__",
-            "self._ranks is not None and self._ranks.is_alone",
-            "self._ranks is not None",
-            1,
-        ),
-        (
-            "GradientChecker.__getstate__",
-            "self._ranks is not None",
-            "self._ranks is None",
-            1,
-        ),
-        ("GradientChecker._unscale", "None if agreement else update", "update", 1),
-        ("_check_quotients", "unscaled or agreement", "unscaled", 1),
-        (
-            "GradientChecker._agreement",
-            "layouts += grads.parts.layouts.values()",
-            "nothing",
-            1,
-        ),
-        (
-            "GradientChecker._agreement",
-            "not layouts and (others.is_alone or not (self._enabled or dist.is_initialized()))",
-            "not (not layouts and (others.is_alone or not (self._enabled or dist.is_initialized())))",
-            1,
-        ),
-        (
-            "GradientChecker._agreement",
-            "not layouts and (others.is_alone or not (self._enabled or dist.is_initialized()))",
-            "others.is_alone or not (self._enabled or dist.is_initialized())",
-            1,
-        ),
-        (
-            "GradientChecker._agreement",
-            "not layouts and (others.is_alone or not (self._enabled or dist.is_initialized()))",
-            "not layouts",
-            1,
-        ),
-        ("GradientChecker._agreement", "not layouts", "layouts", 1),
-        (
-            "GradientChecker._agreement",
-            "others.is_alone or not (self._enabled or dist.is_initialized())",
-            "not (self._enabled or dist.is_initialized())",
-            1,
-        ),
-        (
-            "GradientChecker._agreement",
-            "others.is_alone or not (self._enabled or dist.is_initialized())",
-            "others.is_alone",
-            1,
-        ),
-        (
-            "GradientChecker._agreement",
-            "not (self._enabled or dist.is_initialized())",
-            "self._enabled or dist.is_initialized()",
-            1,
-        ),
-        (
-            "GradientChecker._agreement",
-            "self._enabled or dist.is_initialized()",
-            "dist.is_initialized()",
-            1,
-        ),
-        (
-            "GradientChecker._agreement",
-            "self._enabled or dist.is_initialized()",
-            "self._enabled",
-            1,
-        ),
-        (
-            "GradientChecker._agreement",
-            "return others.agreement(layouts)",
-            "return None",
-            1,
-        ),
-        (
-            "GradientChecker._agreed",
-            "None if agreement is None else self._get_scale_async()",
-            "None",
-            1,
-        ),
-        (
-            "GradientChecker._agreed",
-            "None if agreement is None else self._get_scale_async()",
-            "self._get_scale_async()",
-            1,
-        ),
-        ("GradientChecker._agreed", "agreement is None", "agreement is not None", 1),
-        (
-            "GradientChecker._agreed",
-            "agreement is None or scale is None",
-            "scale is None",
-            1,
-        ),
-        (
-            "GradientChecker._agreed",
-            "agreement is None or scale is None",
-            "agreement is None",
-            1,
-        ),
-        ("GradientChecker._agreed", "agreement is None", "agreement is not None", 2),
-        ("GradientChecker._agreed", "scale is None", "scale is not None", 1),
-        (
-            "GradientChecker._agreed",
-            "return agreement.share([flags], scale.device)[0]",
-            "return None",
-            1,
-        ),
-        ("GradientChecker._agreed", "0", "1", 1),
-    ],
-    "The update comes by itself, to the same end; tests/test_device_costs.py counts launches.": [
-        ("GradScaler.step_and_update", "optimizers or (None,)", "(None,)", 1),
-        ("GradientChecker._unscale", "None if agreement else update", "None", 1),
-        ("_check_quotients", "None if unscaled or agreement else update", "None", 1),
     ],
     "What is left out is done again, or made where it is first needed.": [
-        (
-            "GradScaler.__init__",
-            "distributed.require_group(process_group, device)",
-            "nothing",
-            1,
-        ),
+        ("GradScaler.__init__", "distributed.require_group(process_group, device)", "nothing", 1),
         ("GradScaler.__init__", "self._choice = choice", "nothing", 1),
-        ("GradientChecker.__getstate__", "state.pop('_ranks')", "nothing", 1),
-        (
-            "ScaleKeeper._lazy_init_scale_growth_tracker",
-            "self._scale is not None",
-            "self._scale is None",
-            1,
-        ),
-        (
-            "ScaleKeeper._lazy_init_scale_growth_tracker",
-            "self._kept().on(self._scale.device)",
-            "nothing",
-            1,
-        ),
     ],
     "Both are None, or neither, unless a caller sets one of them.": [
         (
@@ -312,14 +38,13 @@ _BY_REASON: dict[str, list[tuple[str, str, str, int]]] = {
             "self._scale is None",
             1,
         ),
-    ],
-    "Never happens with torch's classes; it tells the type checker so.": [
         (
-            "_fused_step",
-            "raise AssertionError('_get_scale_async returned None')",
-            "nothing",
+            "ScaleKeeper._set_scale",
+            "scale is None or growth_tracker is None",
+            "growth_tracker is None",
             1,
         ),
+        ("ScaleKeeper._set_scale", "scale is None or growth_tracker is None", "scale is None", 1),
     ],
     "An empty checkpoint holds no such entry either.": [
         (
@@ -329,12 +54,23 @@ _BY_REASON: dict[str, list[tuple[str, str, str, int]]] = {
             1,
         ),
     ],
-    "None counts as False where it is asked.": [
-        ("GradientChecker._overrides", "return False", "return None", 1),
-    ],
     "A disabled scaler reads neither of what is set.": [
         ("GradScaler.__init__", "enabled and (not dynamic)", "not dynamic", 1),
+    ],
+    "With an interval of 0 nothing grows, by whatever factor.": [
+        ("ScaleKeeper._set_scale", "1.0", "2.0", 1),
+    ],
+    "Only the names of the entries are asked for.": [
+        ("ScalePolicy.tracker_of", "0", "1", 1),
     ],
 }
 
 EXPLAINED = {key: reason for reason, keys in _BY_REASON.items() for key in keys}
+
+# What survived and has neither a test nor a reason yet.
+OPEN = {
+    ("_check_quotients", "False", "True", 1),
+    ("_check_quotients", "None if unscaled or agreement else update", "None", 1),
+    ("ScaleKeeper._scale_update", "all", "any", 1),
+    ("ScaleState._new_words", "words[layout.TOLERATED] = self._tolerated", "nothing", 1),
+}

@@ -17,6 +17,7 @@ FILES = (
     "ampfast/stepping.py",
     "ampfast/scale_state.py",
     "ampfast/last_checks.py",
+    "ampfast/iteration_norms.py",
     "ampfast/optimizers.py",
 )
 
