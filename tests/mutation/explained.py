@@ -70,7 +70,5 @@ EXPLAINED = {key: reason for reason, keys in _BY_REASON.items() for key in keys}
 # What survived and has neither a test nor a reason yet.
 OPEN = {
     ("_check_quotients", "False", "True", 1),
-    ("_check_quotients", "None if unscaled or agreement else update", "None", 1),
     ("ScaleKeeper._scale_update", "all", "any", 1),
-    ("ScaleState._new_words", "words[layout.TOLERATED] = self._tolerated", "nothing", 1),
 }
