@@ -49,7 +49,7 @@ class Setting:
     @classmethod
     def usual(cls, device: torch.device) -> Setting:
         """As it is known on a GPU; on a CPU smaller, with more and shorter epochs."""
-        return cls() if device.type == "cuda" else cls(512, 128, 20, 9)
+        return cls() if device.type == "cuda" else cls(512, 128, 20, 30)
 
     def __str__(self) -> str:
         return (

@@ -47,13 +47,11 @@ class PlainTerminal:
         self.line(f"\n{table.plain()}")
 
     def progress(self, jobs: Sequence[NamedJob]) -> Iterator[NamedJob]:
-        for number, (name, job) in enumerate(jobs, 1):
-            self.line(f"[{number}/{len(jobs)}] {name}")
-            yield name, job
+        return _line_by_line(jobs, self)
 
 
 class RichTerminal:
-    """A bar that moves with the jobs, and coloured tables."""
+    """A bar that moves with the jobs, in a log a line for each, and coloured tables."""
 
     def __init__(self) -> None:
         self._console = Console(width=None if sys.stdout.isatty() else PAGE_WIDTH)
@@ -78,6 +76,10 @@ class RichTerminal:
         self._console.print(drawn)
 
     def progress(self, jobs: Sequence[NamedJob]) -> Iterator[NamedJob]:
+        if not self._console.is_terminal:
+            # A log, in which no bar moves.
+            yield from _line_by_line(jobs, self)
+            return
         columns = (
             TextColumn("{task.description:<48}"),
             BarColumn(),
@@ -90,6 +92,12 @@ class RichTerminal:
                 progress.update(task, description=name)
                 yield name, job
                 progress.advance(task)
+
+
+def _line_by_line(jobs: Sequence[NamedJob], terminal: Terminal) -> Iterator[NamedJob]:
+    for number, (name, job) in enumerate(jobs, 1):
+        terminal.line(f"[{number}/{len(jobs)}] {name}")
+        yield name, job
 
 
 def make() -> Terminal:

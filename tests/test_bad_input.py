@@ -90,6 +90,18 @@ def test_a_disabled_scaler_is_asked_for_the_same() -> None:
         GradScaler("cpu", enabled=False, backend="no such thing")
 
 
+def test_a_disabled_scaler_has_what_torchs_has() -> None:
+    off = GradScaler("cpu", enabled=False, dynamic=False)
+    assert not hasattr(off, "_growth_interval")
+    assert not hasattr(torch.amp.GradScaler("cpu", enabled=False), "_growth_interval")
+
+
+def test_the_environment_is_read_when_a_scaler_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    scaler = GradScaler("cpu")
+    monkeypatch.setenv("AMPFAST_BACKEND", "aten")
+    assert scaler._kernels().name_for(torch.device("cpu")) == "cpu"
+
+
 def test_a_copy_keeps_the_backend_that_was_asked_for() -> None:
     copied = started(backend="aten")
     for _ in range(2):  # what is left out of a pickle is not missing in the next

@@ -21,9 +21,8 @@ _BY_REASON: dict[str, list[tuple[str, str, str, int]]] = {
             1,
         ),
     ],
-    "What is left out is done again, or made where it is first needed.": [
+    "What is left out is done again where the group is kept.": [
         ("GradScaler.__init__", "distributed.require_group(process_group, device)", "nothing", 1),
-        ("GradScaler.__init__", "self._choice = choice", "nothing", 1),
     ],
     "Both are None, or neither, unless a caller sets one of them.": [
         (
@@ -38,13 +37,6 @@ _BY_REASON: dict[str, list[tuple[str, str, str, int]]] = {
             "self._scale is None",
             1,
         ),
-        (
-            "ScaleKeeper._set_scale",
-            "scale is None or growth_tracker is None",
-            "growth_tracker is None",
-            1,
-        ),
-        ("ScaleKeeper._set_scale", "scale is None or growth_tracker is None", "scale is None", 1),
     ],
     "An empty checkpoint holds no such entry either.": [
         (
@@ -53,9 +45,6 @@ _BY_REASON: dict[str, list[tuple[str, str, str, int]]] = {
             "'ampfast' in state_dict",
             1,
         ),
-    ],
-    "A disabled scaler reads neither of what is set.": [
-        ("GradScaler.__init__", "enabled and (not dynamic)", "not dynamic", 1),
     ],
     "With an interval of 0 nothing grows, by whatever factor.": [
         ("ScaleKeeper._set_scale", "1.0", "2.0", 1),
