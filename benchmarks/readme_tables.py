@@ -273,10 +273,10 @@ def _table(header: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
 
 
 MAKERS: dict[str, Callable[[Results], str]] = {
-    "mlp": _against_none("mlp"),
-    "training": _against_none("training"),
-    "growth": _growth,
     "host": _host,
+    "training": _against_none("training"),
+    "mlp": _against_none("mlp"),
+    "growth": _growth,
     "kernels": _kernels,
     "steps": _steps,
     "clip": _clipping,
