@@ -295,23 +295,3 @@ def test_the_last_norm_of_the_same_gradients_counts() -> None:
     for value in (1.0, 3.0):
         norms.note([optimizer], torch.tensor(value), 2.0)
     assert norms.together(torch.device("cpu")).item() == 3.0
-
-
-def test_a_check_for_a_fused_optimizer_leaves_lazy_copies_lazy() -> None:
-    """Asking for memory to write to would copy them."""
-
-    class Divides:
-        _step_supports_amp_scaling = True
-
-        def __init__(self, param: torch.nn.Parameter) -> None:
-            self.param_groups = [{"params": [param]}]
-
-        def step(self) -> None:
-            pass
-
-    param = torch.nn.Parameter(torch.zeros(3))
-    param.grad = torch._lazy_clone(torch.ones(3))
-    scaler, optimizer = started(), Divides(param)
-    scaler.step(optimizer)
-    assert torch._C._is_cow_tensor(param.grad)
-    assert not scaler.step_skipped(optimizer)

@@ -220,6 +220,10 @@ class Own(GradScaler):
         return {torch.device("cpu"): torch.zeros(())}
 
 
+def test_a_disabled_scaler_has_nothing_to_override() -> None:
+    assert Own("cpu", enabled=False, track="overflow").overflow_report().step is None
+
+
 class Calls(GradScaler):
     """Leaves the gradients to the method that it overrides."""
 

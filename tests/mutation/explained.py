@@ -52,6 +52,59 @@ _BY_REASON: dict[str, list[tuple[str, str, str, int]]] = {
     "Only the text of a TypeError differs: what is no number is refused by the kernels, too.": [
         ("ScaleKeeper._scale_update", "all", "any", 1),
     ],
+    "A checked optimizer, or an agreement, means that there is a scale.": [
+        (
+            "GradientChecker.found_inf",
+            "torch.device('cpu') if scale is None else scale.device",
+            "scale.device",
+            1,
+        ),
+        ("GradientChecker._agreed", "agreement is None or scale is None", "scale is None", 1),
+        ("GradientChecker._agreed", "agreement is None or scale is None", "agreement is None", 1),
+    ],
+    "The same where no other rank takes part; tests/distributed/test_marks.py sees it.": [
+        (
+            "GradientChecker.overflow_report",
+            "local or not self._enabled",
+            "not (local or not self._enabled)",
+            1,
+        ),
+        ("GradientChecker.overflow_report", "local or not self._enabled", "not self._enabled", 1),
+        ("GradientChecker.overflow_report", "local or not self._enabled", "local", 1),
+        ("GradientChecker.overflow_report", "not self._enabled", "self._enabled", 1),
+    ],
+    "A way round that comes to the same where there are no ranks; tests/distributed has them.": [
+        (
+            "GradientChecker._agreement",
+            "others.is_alone or not (self._enabled or dist.is_initialized())",
+            "not (self._enabled or dist.is_initialized())",
+            1,
+        ),
+        (
+            "GradientChecker._agreement",
+            "others.is_alone or not (self._enabled or dist.is_initialized())",
+            "others.is_alone",
+            1,
+        ),
+        (
+            "GradientChecker._agreement",
+            "self._enabled or dist.is_initialized()",
+            "dist.is_initialized()",
+            1,
+        ),
+    ],
+    "What is no tensor has no item() for torch's method either.": [
+        (
+            "GradientChecker._maybe_opt_step",
+            "isinstance(flag, Tensor) and flag.is_cuda",
+            "flag.is_cuda",
+            1,
+        ),
+    ],
+    "A sum of one flag is that flag, and any of their devices will do for several.": [
+        ("GradientChecker._maybe_opt_step", "len(on_gpu) > 1", "len(on_gpu) >= 1", 1),
+        ("GradientChecker._maybe_opt_step", "0", "1", 1),
+    ],
     "Only the names of the entries are asked for.": [
         ("ScalePolicy.tracker_of", "0", "1", 1),
     ],

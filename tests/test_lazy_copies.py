@@ -1,0 +1,60 @@
+"""Gradients that share memory with others until one of them is written."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from support import TorchScaler
+
+from ampfast import GradScaler
+
+
+class Calls(GradScaler):
+    """Leaves the gradients to the method that it overrides."""
+
+    def _unscale_grads_(self, *args: Any) -> dict[torch.device, torch.Tensor]:
+        return super()._unscale_grads_(*args)
+
+
+class Divides:
+    """An optimizer that divides by `grad_scale`, and does nothing else."""
+
+    _step_supports_amp_scaling = True
+
+    def __init__(self, param: torch.nn.Parameter) -> None:
+        self.param_groups = [{"params": [param]}]
+
+    def step(self) -> None:
+        pass
+
+
+def lazy() -> tuple[torch.Tensor, torch.nn.Parameter]:
+    """A tensor, and a parameter whose gradient is a lazy copy of it."""
+    original, param = torch.full((3,), 8.0), torch.nn.Parameter(torch.zeros(3))
+    param.grad = torch._lazy_clone(original)
+    assert torch._C._is_cow_tensor(param.grad)
+    return original, param
+
+
+def started(kind: type) -> Any:
+    scaler = kind("cpu", init_scale=4.0)
+    scaler.scale(torch.ones(()))
+    return scaler
+
+
+@pytest.mark.parametrize("kind", [TorchScaler, GradScaler, Calls])
+def test_unscaling_leaves_the_original(kind: type) -> None:
+    original, param = lazy()
+    started(kind).unscale_(torch.optim.SGD([param]))
+    assert param.grad.tolist() == [2.0] * 3
+    assert original.tolist() == [8.0] * 3
+
+
+@pytest.mark.parametrize("method", ["step", "_check_inf_per_device", "grad_norm"])
+def test_looking_copies_nothing(method: str) -> None:
+    """Asking for memory to write to would."""
+    _, param = lazy()
+    getattr(started(GradScaler), method)(Divides(param))
+    assert torch._C._is_cow_tensor(param.grad)
