@@ -1,4 +1,4 @@
-"""What is made of result files: a page, a comparison, the README's section, a picture."""
+"""What is made of result files: a page, a comparison, the README's figures, a picture."""
 
 from __future__ import annotations
 
@@ -81,21 +81,22 @@ def _plot(arguments: Sequence[str]) -> None:
 
 
 def _readme(arguments: Sequence[str]) -> None:
+    pages = " and ".join(str(page.place) for page in readme.PAGES)
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks readme",
-        description="Prints result files as the Markdown of the README's performance section.",
+        description=f"Prints result files as the Markdown of {readme.WHOLE.place}.",
     )
     parser.add_argument("files", type=Path, nargs="+", metavar="file", help="what --json wrote")
     parser.add_argument(
         "--write",
         type=Path,
-        metavar="README",
-        help=f"put it there instead, between {readme.START} and {readme.END}, and its pictures "
-        f"into {readme.PICTURES} beside it",
+        metavar="FOLDER",
+        help=f"put them into {pages} of this repository instead, between {readme.START} and "
+        f"{readme.END}, and their pictures into {readme.PICTURES}",
     )
     options = parser.parse_args(arguments)
     if options.write is None:
-        print(readme.markdown(*options.files), end="")
+        print(readme.WHOLE.section(*options.files), end="")
     else:
         readme.write(options.write, *options.files)
 

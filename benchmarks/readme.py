@@ -1,79 +1,133 @@
-"""The README's performance section, made from a result file: no figure is typed by hand."""
+"""The figures of the README and of docs/benchmarks.md, from result files: none is typed by hand."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 
-from . import plot, whole_files
+from . import plot, readme_tables, whole_files
 from .machine import REPOSITORY
-from .readme_tables import MAKERS, NOT_MEASURED, USUAL
 from .results import Results
 from .svg import Picture
 
 START = "<!-- bench:start -->"
 END = "<!-- bench:end -->"
-# Beside the README; nothing else is kept there.
+# Nothing else is kept there.
 PICTURES = PurePosixPath("docs/measured")
-# What is drawn on the page, of all that could be.
-DRAWN = (
-    *("mlp", "training", "growth-tensors", "growth-elements"),
-    *("host", "unscale-float32", "clip-float32", "ranks-float32"),
+
+
+@dataclass(frozen=True)
+class Page:
+    """A page whose figures stand between the two markers.
+
+    Attributes:
+        place: From the repository's root.
+        tables: Makes them from results, by subject; "" where nothing was measured.
+        drawn: The names of the pictures that are shown, of all that could be.
+    """
+
+    place: PurePosixPath
+    tables: Callable[[Results], dict[str, str]]
+    drawn: tuple[str, ...]
+
+    def section(self, *paths: Path) -> str:
+        """What stands between the markers for result files, ending in a newline.
+
+        Raises:
+            OSError: If a file cannot be read.
+            ValueError: If a file is not a result.
+        """
+        all_results = [(path, Results.read_json(path)) for path in paths]
+        on_gpu = any(results.machine.get("gpu") for _, results in all_results)
+        parts = []
+        for path, results in all_results:
+            parts.append(self._heading(path, results, on_gpu))
+            drawn = self._pictures(path, results)
+            for subject, table in self.tables(results).items():
+                parts += [self._image(picture) for picture in drawn.pop(subject, ())]
+                parts += [table]
+            parts += [self._image(picture) for found in drawn.values() for picture in found]
+        return "\n\n".join(part for part in parts if part) + "\n"
+
+    def pictures(self, *paths: Path) -> list[Picture]:
+        """The pictures that `section` shows, by the names of their files; it raises the same."""
+        return [
+            picture
+            for path in paths
+            for drawn in self._pictures(path, Results.read_json(path)).values()
+            for picture in drawn
+        ]
+
+    def section_in(self, folder: Path) -> str:
+        """What stands between the markers now; ValueError if they are not there."""
+        return _split(folder / self.place)[1].removeprefix("\n")
+
+    def _heading(self, path: Path, results: Results, on_gpu: bool) -> str:
+        """What was measured where; `on_gpu` tells whether any of the files is from a GPU."""
+        shown = path.resolve()
+        if shown.is_relative_to(REPOSITORY):
+            up = [".."] * (len(self.place.parts) - 1)
+            shown = PurePosixPath(*up, shown.relative_to(REPOSITORY))
+        return (
+            f"Measured on {results.place} with {results.versions}, {results.date[:10]}. "
+            f"Medians, both sides in one run; all of it: [`{shown.name}`]({shown.as_posix()})."
+            + ("" if on_gpu else f" On GPUs: {readme_tables.NOT_MEASURED}.")
+            + ("" if results.complete else " The run was not complete.")
+            + _failures(results)
+            + (f" {results.disturbance}" if results.disturbance else "")
+            + _verdicts(results)
+        )
+
+    def _pictures(self, path: Path, results: Results) -> dict[str, list[Picture]]:
+        """By subject; the names tell pictures of one result file from those of another."""
+        return {
+            subject: [
+                replace(picture, name=f"{path.stem}-{picture.name}")
+                for picture in drawn
+                if picture.name in self.drawn
+            ]
+            for subject, drawn in plot.pictures(results).items()
+        }
+
+    def _image(self, picture: Picture) -> str:
+        place = PICTURES.relative_to(self.place.parent) / picture.name
+        return f"![{picture.title}]({place}{plot.ENDING})"
+
+
+README = Page(PurePosixPath("README.md"), readme_tables.short, ("host", "training"))
+WHOLE = Page(
+    PurePosixPath("docs/benchmarks.md"),
+    readme_tables.whole,
+    (
+        *("mlp", "training", "growth-tensors", "growth-elements"),
+        *("host", "unscale-float32", "clip-float32", "ranks-float32"),
+    ),
 )
+PAGES = (README, WHOLE)
 
 
-def markdown(*paths: Path) -> str:
-    """The section for result files, ending in a newline.
+def write(folder: Path, *paths: Path) -> None:
+    """Puts result files between the markers of both pages, and their pictures beside them.
 
-    Raises:
-        ValueError: If a file is not a result.
-    """
-    all_results = [(path, Results.read_json(path)) for path in paths]
-    on_gpu = any(results.machine.get("gpu") for _, results in all_results)
-    parts = []
-    for path, results in all_results:
-        parts.append(_heading(path, results, on_gpu))
-        drawn = _pictures(path, results)
-        subjects = {row.subject for row in results.rows}
-        for subject, make in MAKERS.items():
-            # What is measured apart from all else, on purpose, says nothing of the others.
-            table = make(results) if subject in subjects or subjects & USUAL else ""
-            parts += [_image(picture) for picture in drawn.get(subject, ())]
-            parts += [table] if table else []
-    return "\n\n".join(parts) + "\n"
-
-
-def pictures(*paths: Path) -> list[Picture]:
-    """The pictures that `markdown` shows, by the names of their files.
-
-    Raises:
-        ValueError: If a file is not a result.
-    """
-    return [
-        picture
-        for path in paths
-        for drawn in _pictures(path, Results.read_json(path)).values()
-        for picture in drawn
-    ]
-
-
-def write(readme: Path, *paths: Path) -> None:
-    """Puts result files between the two markers, and their pictures beside the page.
+    Args:
+        folder: The repository, or a copy of it.
+        *paths: Result files, in the order in which they are shown.
 
     Raises:
         OSError: If something cannot be read or written.
-        ValueError: If the page does not have each marker once, in order, or a file is not a
+        ValueError: If a page does not have each marker once, in order, or a file is not a
             result; then nothing is written.
     """
-    before, _, after = _split(readme)
-    section, found = markdown(*paths), pictures(*paths)
-    plot.write_all(found, readme.parent / PICTURES)
-    whole_files.write(readme, f"{before}{START}\n{section}{END}{after}")
-
-
-def section_of(readme: Path) -> str:
-    """What stands between the two markers."""
-    return _split(readme)[1].removeprefix("\n")
+    written = []
+    for page in PAGES:
+        before, _, after = _split(folder / page.place)
+        section = page.section(*paths)
+        written.append((folder / page.place, f"{before}{START}\n{section}{END}{after}"))
+    pictures = {picture.name: picture for page in PAGES for picture in page.pictures(*paths)}
+    plot.write_all(list(pictures.values()), folder / PICTURES)
+    for path, text in written:
+        whole_files.write(path, text)
 
 
 def _split(readme: Path) -> tuple[str, str, str]:
@@ -83,23 +137,6 @@ def _split(readme: Path) -> tuple[str, str, str]:
     if not (start and end) or START in rest or END in after:
         raise ValueError(f"{readme} must contain {START} and then {END}, each once")
     return before, section, after
-
-
-def _heading(path: Path, results: Results, on_gpu: bool) -> str:
-    """What was measured where; `on_gpu` tells whether any of the files is from a GPU."""
-    shown = path.resolve()
-    if shown.is_relative_to(REPOSITORY):
-        shown = shown.relative_to(REPOSITORY)
-    return (
-        f"Measured on {results.place} with {results.versions}, {results.date[:10]}. "
-        f"Medians, both sides in one run; all of it: [`{shown.name}`]({shown.as_posix()}). "
-        "A cold list is one of many that take turns, so that none is found in the cache."
-        + ("" if on_gpu else f" On GPUs: {NOT_MEASURED}.")
-        + ("" if results.complete else " The run was not complete.")
-        + _failures(results)
-        + (f" {results.disturbance}" if results.disturbance else "")
-        + _verdicts(results)
-    )
 
 
 def _failures(results: Results) -> str:
@@ -120,19 +157,3 @@ def _verdicts(results: Results) -> str:
         for goal in missed
     )
     return f"{told}; not met: {'; '.join(shown)}." if missed else f"{told}."
-
-
-def _pictures(path: Path, results: Results) -> dict[str, list[Picture]]:
-    """By subject; the names tell pictures of one result file from those of another."""
-    return {
-        subject: [
-            replace(picture, name=f"{path.stem}-{picture.name}")
-            for picture in drawn
-            if picture.name in DRAWN
-        ]
-        for subject, drawn in plot.pictures(results).items()
-    }
-
-
-def _image(picture: Picture) -> str:
-    return f"![{picture.title}]({PICTURES / picture.name}{plot.ENDING})"

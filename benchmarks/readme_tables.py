@@ -1,13 +1,64 @@
-"""The tables of the README's performance section: fewer columns than a run prints, to read on."""
+"""The tables of docs/benchmarks.md, with fewer columns than a run prints, and the README's one."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 
 from . import goals, plot, steps
 from .results import Results, Row
 
 NOT_MEASURED = "not measured"
+# In the short table: many small tensors, and real models.
+FEW_LISTS = ("1000x1k", "bert_base", "gpt2_xl")
+
+
+def whole(results: Results) -> dict[str, str]:
+    """The table of each subject; "" for those of which nothing was measured."""
+    subjects = {row.subject for row in results.rows}
+    # What is measured apart from all else, on purpose, says nothing of the others.
+    return {
+        subject: make(results) if subject in subjects or subjects & USUAL else ""
+        for subject, make in MAKERS.items()
+    }
+
+
+def short(results: Results) -> dict[str, str]:
+    """One table of what tells most; a line for each of its calls that was measured."""
+    lines = [
+        (
+            told.what.format(row.case.partition("x")[0], row.list_name)
+            + ("" if row.provider == "cpu" else f" ({row.provider})"),
+            *(_value(each, told.read, told.format_spec) for each in (_torchs(row, results), row)),
+            _value(row, lambda row: row.vs_torch, ".2f", "x"),
+        )
+        for told in TOLD
+        for row in _of(told.subject, results.rows)
+        if row.path == told.path and row.provider not in ("torch", goals.WITHOUT)
+        if not told.few or (row.case in FEW_LISTS and row.dtype == "float32")
+    ]
+    over_none: dict[str, list[float]] = {}
+    for row in _of("training", results.rows):
+        if row.over_none is not None:
+            over_none.setdefault(row.provider, []).append(row.over_none)
+    torchs = over_none.pop("torch", [])
+    for provider, ours in over_none.items():
+        backend = "" if provider == "cpu" else f" ({provider})"
+        what = f"training steps{backend} over those without a scaler, {len(ours)} in all"
+        cells = (f"{min(each):.2f} to {max(each):.2f}" if each else "-" for each in (torchs, ours))
+        lines.append((what, *cells, "-"))
+    return {"": _table(("time of", "torch", "ampfast", "faster"), lines)}
+
+
+def _torchs(row: Row, results: Results) -> Row | None:
+    """Of torch, what this row replaces."""
+    path = goals.CLIP if row.path == goals.DEFERRED_CLIP else row.path
+    place = (row.subject, row.case, row.dtype, path, row.lists)
+    for other in results.rows:
+        theirs = (other.subject, other.case, other.dtype, other.path, other.lists)
+        if other.provider == "torch" and theirs == place:
+            return other
+    return None
 
 
 def _against_none(subject: str) -> Callable[[Results], str]:
@@ -272,6 +323,36 @@ def _table(header: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
     return "\n".join("| " + " | ".join(line) + " |" for line in (header, rule, *lines))
 
 
+@dataclass(frozen=True)
+class Told:
+    """A call in the short table, on all that it was measured on or on few lists in float32."""
+
+    subject: str
+    path: str
+    what: str
+    read: Callable[[Row], float | None]
+    format_spec: str
+    few: bool = False
+
+
+TOLD = (
+    Told(
+        *("host", "unscale_ + update", "`unscale_` and `update`, {} parameters; host, us"),
+        *(lambda row: row.host_us_p50, ".1f"),
+    ),
+    Told(
+        "growth", "by tensors, slope", "the same, each tensor more; ns", lambda r: r.ns_each, ".0f"
+    ),
+    Told("kernels", "unscale", "`unscale_`, {1}; ms", lambda row: row.ms_p50, ".2f", few=True),
+    Told(
+        *("clip", goals.CLIP, "`unscale_` and clipping, {1}; ms"),
+        *(lambda row: row.ms_p50, ".2f", True),
+    ),
+    Told(
+        *("clip", goals.DEFERRED_CLIP, "the same with `in_place=False`, {1}; ms"),
+        *(lambda row: row.ms_p50, ".2f", True),
+    ),
+)
 MAKERS: dict[str, Callable[[Results], str]] = {
     "host": _host,
     "training": _against_none("training"),

@@ -1,9 +1,7 @@
 """Puts what the repository already says into the pages, so that it stands in one place.
 
 `<!-- readme: Trainers -->` becomes that section of the README, `<!-- readme table: Trainers -->`
-its first table, and `<!-- benchmarks -->` the README's performance section, which
-`python -m benchmarks readme` makes from a result file. Files that pages link to outside of docs/
-become part of the site.
+its first table. Files that pages link to outside of docs/ become part of the site.
 """
 
 from __future__ import annotations
@@ -16,7 +14,6 @@ from mkdocs.structure.files import File
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-BENCHMARKS = ("<!-- bench:start -->\n", "<!-- bench:end -->")
 # Sections of the README that have a page here.
 PAGES = {
     "learning-rate-schedules": "schedules.md",
@@ -33,8 +30,6 @@ def on_page_markdown(markdown: str, *, files: Any, config: Any, **_: Any) -> str
         markdown,
         flags=re.MULTILINE,
     )
-    if "<!-- benchmarks -->" in markdown:
-        markdown = markdown.replace("<!-- benchmarks -->", _for_docs(_between(*BENCHMARKS)))
     return re.sub(r"\]\(\.\./([^)#]+)\)", lambda match: _linked(match[1], files, config), markdown)
 
 

@@ -338,9 +338,11 @@ def test_one_list_is_measured_drawn_and_put_on_a_page(tmp_path, capsys):
     assert "unscale, float32" in files["svg"].read_text()
     assert "unscale+norm: not measured" in capsys.readouterr().out
 
-    page = tmp_path / "README.md"
-    page.write_text(f"{readme.START}{readme.END}")
+    (tmp_path / "docs").mkdir()
+    for page in readme.PAGES:
+        (tmp_path / page.place).write_text(f"{readme.START}{readme.END}")
     assert command.main(["readme", str(files["json"])]) == 0
-    assert capsys.readouterr().out == readme.markdown(files["json"])
-    assert command.main(["readme", str(files["json"]), "--write", str(page)]) == 0
-    assert readme.section_of(page) == readme.markdown(files["json"])
+    assert capsys.readouterr().out == readme.WHOLE.section(files["json"])
+    assert command.main(["readme", str(files["json"]), "--write", str(tmp_path)]) == 0
+    for page in readme.PAGES:
+        assert page.section_in(tmp_path) == page.section(files["json"])

@@ -15,7 +15,7 @@ OUTPUTS = {
     "page": ["out.html"],
     "compare": ["good.json"],
     "plot": ["out.svg"],
-    "readme": ["--write", "out.md"],
+    "readme": ["--write", "."],
 }
 BAD = {
     "missing.json": "No such file or directory",
@@ -52,7 +52,9 @@ def place(tmp_path, monkeypatch):
     (tmp_path / "load.json").write_text(text.replace('"load": 0.0', '"load": "high"'))
     for name in ("out.html", "out.svg"):
         (tmp_path / name).write_text("before")
-    (tmp_path / "out.md").write_text(f"{readme.START}{readme.END}")
+    (tmp_path / "docs").mkdir()
+    for page in readme.PAGES:
+        (tmp_path / page.place).write_text(f"{readme.START}{readme.END}")
     return tmp_path
 
 

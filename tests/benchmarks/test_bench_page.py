@@ -140,7 +140,7 @@ def test_other_processes_are_told_of(tmp_path, load, told):
     sentence = "The load was 22.4 before it began: other processes disturb timings."
     assert (sentence in page.html([results])) is told
     results.write_json(tmp_path / "run.json")
-    assert (sentence in readme.markdown(tmp_path / "run.json")) is told
+    assert (sentence in readme.WHOLE.section(tmp_path / "run.json")) is told
 
 
 def test_results_without_anything_still_make_a_page():

@@ -279,7 +279,7 @@ def test_the_section_of_the_readme(tmp_path, gpu):
     path = tmp_path / "results.json"
     results.write_json(path)
     assert Results.read_json(path) == results
-    lines = [x for x in readme.markdown(path).splitlines() if x.startswith("| small")]
+    lines = [x for x in readme.WHOLE.section(path).splitlines() if x.startswith("| small")]
     assert len(lines) == len(ranks.PATHS)
     for line, theirs, ours in zip(lines, rows[::2], rows[1::2], strict=True):
         cells = line.strip("| ").split(" | ")
@@ -296,4 +296,4 @@ def test_the_section_of_the_readme(tmp_path, gpu):
     assert ("host us" in table.numbers) is bool(gpu)
 
     Results(machine, "2.13", None, "0", None, "2026-01-01").write_json(path)
-    assert "ShardedGradScaler" not in readme.markdown(path)
+    assert "ShardedGradScaler" not in readme.WHOLE.section(path)

@@ -1,4 +1,4 @@
-"""The README's performance section and its pictures are those of result files, byte for byte."""
+"""The figures of README.md and docs/benchmarks.md are those of result files, byte for byte."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def _file(path, results):
 def test_the_section_shows_figures_of_the_file_and_says_what_was_not_measured(tmp_path):
     path = tmp_path / "results.json"
     cpu_results().write_json(path)
-    section = readme.markdown(path)
+    section = readme.WHOLE.section(path)
     assert "a cpu (2 cores, threads: 1) with torch 2.99, commit abc, 2030-01-02." in section
     assert "| 10 | unscale_ + update | 20.0 | 5.0 | 4.1x |" in section
     not_measured = "not measured | not measured | not measured |"
@@ -28,93 +28,127 @@ def test_the_section_shows_figures_of_the_file_and_says_what_was_not_measured(tm
     assert "On GPUs: not measured." in section
     assert "not complete" not in section
     cpu_results(complete=False).write_json(path)
-    assert "The run was not complete." in readme.markdown(path)
+    assert "The run was not complete." in readme.WHOLE.section(path)
 
 
-def test_only_what_stands_between_the_markers_is_replaced(tmp_path):
-    page = tmp_path / "README.md"
-    file = _file(tmp_path / "run.json", cpu_results(complete=False))
-    page.write_text(f"before\n{readme.START}\nold\n{readme.END}\nafter\n")
-    readme.write(page, file)
+@pytest.fixture
+def pages(tmp_path):
+    """A folder with both pages, empty between the markers."""
+    (tmp_path / "docs").mkdir()
+    for page in readme.PAGES:
+        (tmp_path / page.place).write_text(f"before\n{readme.START}\nold\n{readme.END}\nafter\n")
+    return tmp_path
+
+
+def _texts(folder):
+    return [(folder / page.place).read_text() for page in readme.PAGES]
+
+
+def test_only_what_stands_between_the_markers_is_replaced(pages):
+    file = _file(pages / "run.json", cpu_results(complete=False))
+    readme.write(pages, file)
     cpu_results().write_json(file)
-    readme.write(page, file)
-    section = readme.markdown(file)
-    assert page.read_text() == f"before\n{readme.START}\n{section}{readme.END}\nafter\n"
-    assert readme.section_of(page) == section
+    readme.write(pages, file)
+    sections = [page.section(file) for page in readme.PAGES]
+    assert _texts(pages) == [
+        f"before\n{readme.START}\n{section}{readme.END}\nafter\n" for section in sections
+    ]
+    assert [page.section_in(pages) for page in readme.PAGES] == sections
+    assert len(sections[0]) < len(sections[1])
 
 
 @pytest.mark.parametrize("text", ["", readme.START, readme.END + readme.START, 2 * readme.START])
-def test_a_page_without_the_markers_is_left_alone(tmp_path, text):
-    page = tmp_path / "README.md"
-    page.write_text(text)
-    with pytest.raises(ValueError, match="must contain"):
-        readme.write(page, _file(tmp_path / "run.json", cpu_results()))
-    assert page.read_text() == text
-    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["README.md", "run.json"]
+@pytest.mark.parametrize("page", readme.PAGES, ids=lambda page: page.place.stem)
+def test_pages_are_left_alone_if_one_has_not_its_markers(pages, page, text):
+    (pages / page.place).write_text(text)
+    before = _texts(pages)
+    with pytest.raises(ValueError, match=f"{page.place} must contain"):
+        readme.write(pages, _file(pages / "run.json", cpu_results()))
+    assert _texts(pages) == before
+    assert not (pages / readme.PICTURES).exists()
 
 
-def test_nothing_is_written_for_a_file_that_is_no_result(tmp_path):
-    page, bad = tmp_path / "README.md", tmp_path / "bad.json"
-    text = f"{readme.START}\nold\n{readme.END}"
-    page.write_text(text)
+def test_nothing_is_written_for_a_file_that_is_no_result(pages):
+    bad = pages / "bad.json"
     bad.write_text("{")
+    before = _texts(pages)
     with pytest.raises(ValueError, match=r"bad\.json is damaged"):
-        readme.write(page, _file(tmp_path / "good.json", cpu_results()), bad)
-    assert page.read_text() == text
-    assert not (tmp_path / readme.PICTURES).exists()
+        readme.write(pages, _file(pages / "good.json", cpu_results()), bad)
+    assert _texts(pages) == before
+    assert not (pages / readme.PICTURES).exists()
 
 
-def test_the_pictures_of_a_page_are_written_and_earlier_ones_go_away(tmp_path):
-    page = tmp_path / "README.md"
-    page.write_text(f"{readme.START}{readme.END}")
-    files = [
-        _file(tmp_path / "a.json", cpu_results()),
-        _file(tmp_path / "b.json", training_results()),
-    ]
-    readme.write(page, *files)
-    names = {path.name for path in (tmp_path / readme.PICTURES).iterdir()}
-    shown = re.findall(r"!\[.+\]\(docs/measured/(.+)\)", readme.section_of(page))
-    assert sorted(shown) == sorted(names)
+def test_the_pictures_of_the_pages_are_written_and_earlier_ones_go_away(pages):
+    files = [_file(pages / "a.json", cpu_results()), _file(pages / "b.json", training_results())]
+    readme.write(pages, *files)
+    names = {path.name for path in (pages / readme.PICTURES).iterdir()}
     assert names == {
         *("a-host.svg", "b-mlp.svg", "b-training.svg"),
         *("b-growth-tensors.svg", "b-growth-elements.svg"),
     }
-    readme.write(page, files[0])
-    assert [path.name for path in (tmp_path / readme.PICTURES).iterdir()] == ["a-host.svg"]
+    short, whole = (page.section_in(pages) for page in readme.PAGES)
+    assert sorted(re.findall(r"!\[.+\]\(measured/(.+)\)", whole)) == sorted(names)
+    assert re.findall(r"!\[.+\]\(docs/measured/(.+)\)", short) == ["a-host.svg", "b-training.svg"]
+    readme.write(pages, files[0])
+    assert [path.name for path in (pages / readme.PICTURES).iterdir()] == ["a-host.svg"]
+
+
+def test_the_short_table_has_the_calls_that_were_measured(tmp_path):
+    path = _file(tmp_path / "run.json", cpu_results())
+    section = readme.README.section(path)
+    assert "| `unscale_` and `update`, 10 parameters; host, us | 20.0 | 5.0 | 4.10x |" in section
+    assert "clipping" not in section
+    assert "training" not in section
+    trained = readme.README.section(_file(path, training_results()))
+    assert "without a scaler, 1 in all | 1.25 to 1.25 | 1.02 to 1.02 | - |" in trained
+
+
+def test_the_short_table_compares_a_deferred_clip_with_torchs_only_one(tmp_path):
+    rows = [
+        Row(*("clip", case, dtype, path, provider), ms_p50=ms, vs_torch=faster, lists=lists)
+        for case, dtype, lists in (("1000x1k", "float32", 4), ("odd", "float32", 4))
+        for path, provider, ms, faster in (
+            ("clip", "torch", 4.0, None),
+            ("clip", "triton", 1.0, 4.1),
+            ("clip, in_place=False", "triton", 0.5, 8.2),
+        )
+    ]
+    section = readme.README.section(_file(tmp_path / "run.json", gpu_results(rows=rows)))
+    assert "`unscale_` and clipping, 1000x1k, cold; ms (triton) | 4.00 | 1.00 | 4.10x |" in section
+    assert "`in_place=False`, 1000x1k, cold; ms (triton) | 4.00 | 0.50 | 8.20x |" in section
+    assert "odd" not in section
 
 
 def test_goals_that_were_not_met_are_named(tmp_path):
     met = cpu_results().goals[0]
     missed = dataclasses.replace(met, ratio=2.0, ratio_p80=2.1)
     file = _file(tmp_path / "run.json", cpu_results(goals=[met, missed]))
-    heading = readme.markdown(file)
+    heading = readme.WHOLE.section(file)
     assert "Goals met: 1 of 2; not met: faster, 1000x1k float16 (2, promised >= 2.5)." in heading
-    assert "Goals met: 1 of 1." in readme.markdown(_file(file, cpu_results()))
+    assert "Goals met: 1 of 1." in readme.WHOLE.section(_file(file, cpu_results()))
 
 
-def test_the_readme_agrees_with_the_results_that_it_names():
-    page = machine.REPOSITORY / "README.md"
-    if not page.exists() or readme.START not in page.read_text():
-        pytest.skip("README.md has no performance section")
-    section = readme.section_of(page)
-    if not section:
-        pytest.skip("the performance section of README.md is empty")
-    places = {
-        path: section.find(f"({path.relative_to(machine.REPOSITORY).as_posix()})")
-        for path in (machine.REPOSITORY / "benchmarks/results").glob("*.json")
-    }
-    named = sorted((path for path, place in places.items() if place >= 0), key=places.get)
-    assert named, "the section must name a file of benchmarks/results"
-    assert section == readme.markdown(*named)
-    kept = {path.name: path.read_text() for path in (page.parent / readme.PICTURES).iterdir()}
-    drawn = {f"{picture.name}.svg": picture.file() for picture in readme.pictures(*named)}
-    assert kept == drawn
+def test_the_pages_agree_with_the_results_that_they_name():
+    results = machine.REPOSITORY / "benchmarks/results"
+    drawn = {}
+    for page in readme.PAGES:
+        section = page.section_in(machine.REPOSITORY)
+        places = {
+            path: section.find(f"benchmarks/results/{path.name})")
+            for path in results.glob("*.json")
+        }
+        named = sorted((path for path, place in places.items() if place >= 0), key=places.get)
+        assert named, f"{page.place} must name a file of benchmarks/results"
+        assert section == page.section(*named)
+        drawn |= {f"{picture.name}.svg": picture.file() for picture in page.pictures(*named)}
+    folder = machine.REPOSITORY / readme.PICTURES
+    assert {path.name: path.read_text() for path in folder.iterdir()} == drawn
 
 
 def test_the_section_of_a_gpu_has_a_line_for_each_backend_and_step(tmp_path):
     path = tmp_path / "gpu.json"
     gpu_results().write_json(path)
-    section = readme.markdown(path)
+    section = readme.WHOLE.section(path)
     assert "Measured on a gpu (driver 1.2), a cpu" in section
     assert "torch 2.99 (110 tensors a launch), triton 3.6, commit abc" in section
     assert "| gpt2_xl | float32 | triton | 1.000 | 1.000 | 1.80x | 90% | 1.000 | 1.80x | 90% |" in (
@@ -131,13 +165,13 @@ def test_a_section_of_two_files_says_of_neither_that_gpus_were_not_measured(tmp_
     cpu, gpu = tmp_path / "cpu.json", tmp_path / "gpu.json"
     cpu_results().write_json(cpu)
     gpu_results().write_json(gpu)
-    section = readme.markdown(cpu, gpu)
+    section = readme.WHOLE.section(cpu, gpu)
     assert "On GPUs: not measured" not in section
     assert section.index("Measured on a cpu") < section.index("Measured on a gpu")
 
 
 def test_training_is_shown_beside_the_same_without_a_scaler(tmp_path):
-    section = readme.markdown(_file(tmp_path / "run.json", training_results()))
+    section = readme.WHOLE.section(_file(tmp_path / "run.json", training_results()))
     header = (
         "| net | dtype | step | no scaler, ms | torch, ms | over none | ampfast, ms | over none |"
     )
@@ -156,5 +190,5 @@ def test_growth_is_shown_by_its_slopes(tmp_path):
         )
         for provider, each, faster in (("torch", 900.0, None), ("cpu", 60.0, 15.0))
     ]
-    section = readme.markdown(_file(tmp_path / "run.json", cpu_results(rows=rows)))
+    section = readme.WHOLE.section(_file(tmp_path / "run.json", cpu_results(rows=rows)))
     assert "| by tensors | 1,000 to 3,000 tensors | ampfast | 900 | 60 | 15.00x |" in section
