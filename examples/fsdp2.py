@@ -108,7 +108,10 @@ def main(arguments: list[str] | None = None) -> None:
     else:
         with tempfile.TemporaryDirectory() as folder:
             store = Path(folder, "store").as_uri()
-            torch.multiprocessing.spawn(run, (options, 2, store), nprocs=2)
+            # Such processes end without Python's finalization, in which gloo's threads, which
+            # outlive a mesh, may still let go of tensors and abort (pytorch/pytorch#179291).
+            start = torch.multiprocessing.start_processes
+            start(run, (options, 2, store), nprocs=2, start_method="forkserver")
 
 
 if __name__ == "__main__":
