@@ -239,6 +239,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             parser.error(f"--{name} must be at least {least}, got {getattr(setting, name)}")
     if options.json is not None and not options.json.parent.is_dir():
         parser.error(f"{options.json.parent} is not a directory")
+    try:
+        backends.default_for(device)
+    except (RuntimeError, ValueError) as error:
+        parser.error(str(error))
 
     shown = terminal.make()
     shown.line(f"{setting}, SGD with a learning rate of {LEARNING_RATE}, on {device}")

@@ -174,3 +174,11 @@ def test_wrong_arguments_are_refused(monkeypatch, capsys, arguments, message):
         mlp_amp.main(arguments)
     assert stopped.value.code == 2
     assert message in capsys.readouterr().err
+
+
+def test_a_backend_that_cannot_be_is_refused(monkeypatch, capsys):
+    monkeypatch.setenv("AMPFAST_BACKEND", "abacus")
+    with pytest.raises(SystemExit) as stopped:
+        mlp_amp.main(["--device", "cpu"])
+    assert stopped.value.code == 2
+    assert "AMPFAST_BACKEND must be one of" in capsys.readouterr().err
