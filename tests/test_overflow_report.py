@@ -6,6 +6,7 @@ import copy
 import gc
 import math
 import pickle
+import weakref
 from typing import Any
 
 import pytest
@@ -272,6 +273,23 @@ def test_any_object_as_optimizer() -> None:
         scaler.step(optimizer)
         scaler.update()
         assert [p.infinities for p in scaler.overflow_report().totals] == [expected]
+
+
+def test_what_nothing_refers_to_weakly_is_let_go_of() -> None:
+    class Parameters(list[Any]):
+        """A list whose end can be seen."""
+
+    scaler = started()
+    params = Parameters(parameters(1.0))
+    alive = weakref.ref(params)
+    scaler.step(Bare(params))
+    scaler.update()
+    del params
+    assert alive() is not None
+    for _ in range(2):
+        scaler.step(Bare(parameters(1.0)))
+        scaler.update()
+    assert alive() is None
 
 
 def test_parameters_that_are_added_and_removed() -> None:

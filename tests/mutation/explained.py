@@ -12,6 +12,19 @@ _BY_REASON: dict[str, list[tuple[str, str, str, int]]] = {
             1,
         ),
         ("_not_compiled", "True", "False", 1),
+        ("originals", "return {name: getattr(kind, name) for name in names}", "return None", 1),
+    ],
+    "Who asks takes None for False.": [
+        ("GradientChecker._overrides", "return False", "return None", 1),
+        ("lacks_momentum", "return False", "return None", 1),
+    ],
+    "SGD with fused and other groups raises at the first step that is not skipped: torch does.": [
+        (
+            "lacks_momentum",
+            "group.get('fused') and group['momentum'] != 0",
+            "group['momentum'] != 0",
+            1,
+        ),
     ],
     "Makes a difference on a GPU only: test_fused_optimizer_in_mixed_places of tests/gpu.": [
         (
