@@ -109,7 +109,7 @@ def default_backend(name: str) -> Iterator[None]:
 
 
 def torch_takes(dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether torch's op knows a dtype there; up to 2.14 it has no bfloat16 on GPUs."""
+    """Whether torch's op knows a dtype there; up to 2.15 it has no bfloat16 on GPUs."""
     scalars = Scalars.make(device)
     try:
         _torch_unscale_([torch.ones(1, dtype=dtype, device=device)], scalars.found_inf, scalars.one)
