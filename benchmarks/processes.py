@@ -26,6 +26,7 @@ def run_together(
 
     Raises:
         RuntimeError: If a process fails, or one has not ended in time; it shows what they wrote.
+            One that lost the other may end first, so what all wrote is shown.
     """
     processes: list[subprocess.Popen[bytes]] = []
     deadline = time.monotonic() + timeout_s
@@ -56,7 +57,7 @@ def run_together(
     failed = [rank for rank, code in enumerate(codes) if code]
     if failed:
         ended = " and ".join(f"rank {rank} ended with code {codes[rank]}" for rank in failed)
-        raise RuntimeError(f"{ended}{_shown(logs, failed)}")
+        raise RuntimeError(f"{ended}{_shown(logs, range(len(commands)))}")
 
 
 def _log(logs: Path, rank: int) -> Path:

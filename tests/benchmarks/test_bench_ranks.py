@@ -92,7 +92,7 @@ def test_two_ranks_share_a_list_and_the_first_reports(started):
         (
             "from ampfast.agreement import Agreement\n"
             "Agreement.share = lambda self, found, device: found",
-            r"rank 0 ended with code 1.*scale and tracker after unscale_ \+ update by cpu, small",
+            r"ended with code .*scale and tracker after unscale_ \+ update by cpu, small",
         ),
         (
             "if sys.argv[2] == '1': ranks.slowest = lambda samples: os._exit(7)",
@@ -120,6 +120,22 @@ def test_the_first_failure_ends_those_who_wait(tmp_path, started):
     with pytest.raises(RuntimeError, match=r"^rank 1 ended with code 1; rank 1 wrote: a reason$"):
         processes.run_together(commands, REPOSITORY, tmp_path, 300)
     _assert_ended(started, 3)
+
+
+def test_what_all_wrote_is_shown_whichever_ends_first(tmp_path, started):
+    code = f"""
+import sys, time
+if sys.argv[1] == "0":
+    print("the cause", flush=True)
+    time.sleep(600)
+while not open({str(tmp_path / "rank0.log")!r}).read():
+    time.sleep(0.01)
+sys.exit("lost rank 0")
+"""
+    match = r"^rank 1 ended with code 1; rank 0 wrote: the cause; rank 1 wrote: lost rank 0$"
+    with pytest.raises(RuntimeError, match=match):
+        processes.run_together([_python(code, rank) for rank in range(2)], tmp_path, tmp_path, 300)
+    _assert_ended(started)
 
 
 def test_ranks_that_do_not_end_are_ended(tmp_path, monkeypatch, started):
