@@ -154,7 +154,9 @@ class Ranks:
 
     def _new_agreement(self, layouts: tuple[Layout, ...]) -> Agreement | None:
         own, along, lines = self.groups(), [], []
-        for mesh in {id(layout.mesh): layout.mesh for layout in layouts}.values():
+        # In an order on which all ranks agree, whatever that of their parameters.
+        meshes = {id(layout.mesh): layout.mesh for layout in layouts}.values()
+        for mesh in sorted(meshes, key=_place_of):
             if mesh.get_coordinate() is not None:
                 dims = sorted({dim for at in layouts if at.mesh is mesh for dim in at.parted})
                 along += _groups_along(mesh, dims)
@@ -278,6 +280,14 @@ def require_group(group: object, device: Any) -> None:
             f"process_group does not contain this rank, {dist.get_rank()}: make the scaler with "
             "the group that this rank is in, or without one"
         )
+
+
+def _place_of(mesh: DeviceMesh) -> tuple[list[int], list[int], list[int]]:
+    """Orders meshes: those of a larger one together, by its dimensions."""
+    root = getattr(mesh, "_get_root_mesh", lambda: None)() or mesh
+    names = list(root.mesh_dim_names or ())
+    dims = [names.index(n) if n in names else len(names) for n in mesh.mesh_dim_names or ()]
+    return root.mesh.flatten().tolist(), dims, mesh.mesh.flatten().tolist()
 
 
 def _groups_along(mesh: DeviceMesh, dims: Iterable[int]) -> list[ProcessGroup]:

@@ -77,8 +77,8 @@ class LateScheduler:
         """
         refuse_capture("a schedule that the host advances", "advance it after the replay")
         found_inf = self._scaler.found_inf(self._optimizer)
-        self.flush()
-        self._outstanding = _Outstanding(*sent(found_inf), args, kwargs)
+        last, self._outstanding = self._outstanding, _Outstanding(*sent(found_inf), args, kwargs)
+        self._advance(last)
 
     def flush(self) -> None:
         """Advances the scheduler for the last iteration, too, if its step ran; waits for that step.
@@ -86,8 +86,7 @@ class LateScheduler:
         The schedule is then where the exact way has it. Not needed before `state_dict`.
         """
         last, self._outstanding = self._outstanding, None
-        if last is not None and last.ran():
-            self.scheduler.step(*last.args, **last.kwargs)
+        self._advance(last)
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the wrapped scheduler's state and what is outstanding; waits for the last step.
@@ -111,6 +110,13 @@ class LateScheduler:
             state_dict, outstanding = state_dict["scheduler"], state_dict["outstanding"]
         self.scheduler.load_state_dict(state_dict)
         self._outstanding = None if outstanding is None else _Outstanding(None, None, *outstanding)
+        if outstanding is not None and isinstance(self._optimizer, torch.optim.Optimizer):
+            # Its step ran before the checkpoint; torch's schedulers look here before they warn.
+            self._optimizer._opt_called = True
+
+    def _advance(self, last: _Outstanding | None) -> None:
+        if last is not None and last.ran():
+            self.scheduler.step(*last.args, **last.kwargs)
 
     def __getattr__(self, name: str) -> Any:
         if name == "scheduler":  # not there yet: a copy is being made

@@ -38,4 +38,6 @@ _SCALER_MODULES = (
     *("ampfast.clipping", "ampfast.norms", "ampfast.functional"),
     *("ampfast.distributed", "ampfast.layouts", "ampfast.sharded", "ampfast.patching.old_names"),
     *("torch.amp.grad_scaler", "torch._compile"),
+    # Around torch's deprecated classes.
+    *("typing_extensions", "warnings"),
 )

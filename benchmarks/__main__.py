@@ -113,17 +113,14 @@ def _bench(arguments: Sequence[str]) -> int:
     )
     options = parser.parse_args(arguments)
     files = [path for path in (options.json, options.csv, options.plot) if path is not None]
-    for path in files:
-        if not path.parent.is_dir():
-            parser.error(f"{path.parent} is not a directory")
+    if len({path.resolve() for path in files}) < len(files):
+        parser.error("--json, --csv and --plot must name different files")
     device = options.device or default_device()
     try:
         backends.default_for(device)
-        folders = {path.parent for path in files}
         if options.folder is not None:
             options.folder.mkdir(parents=True, exist_ok=True)
-            folders.add(options.folder)
-        whole_files.require_writable(folders)
+        whole_files.require_writable(files, [] if options.folder is None else [options.folder])
     except (OSError, RuntimeError, ValueError) as error:
         parser.error(str(error))
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ampfast import backends
 
-from . import report, terminal
+from . import report, terminal, whole_files
 from .cases import GradCase
 from .device_time import CudaQueue, Queue
 from .goals import WITHOUT
@@ -237,11 +237,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for name, least in (("width", 1), ("batch", 1), ("batches", WARM_UP), ("epochs", 2)):
         if getattr(setting, name) < least:
             parser.error(f"--{name} must be at least {least}, got {getattr(setting, name)}")
-    if options.json is not None and not options.json.parent.is_dir():
-        parser.error(f"{options.json.parent} is not a directory")
     try:
         backends.default_for(device)
-    except (RuntimeError, ValueError) as error:
+        whole_files.require_writable([] if options.json is None else [options.json])
+    except (OSError, RuntimeError, ValueError) as error:
         parser.error(str(error))
 
     shown = terminal.make()

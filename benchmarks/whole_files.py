@@ -27,9 +27,15 @@ def write(path: Path, text: str) -> None:
         unfinished.unlink(missing_ok=True)
 
 
-def require_writable(folders: Iterable[Path]) -> None:
-    """Raises OSError unless files can be made in these directories."""
-    for folder in folders:
+def require_writable(files: Iterable[Path], folders: Iterable[Path] = ()) -> None:
+    """Raises OSError unless these files can be written, and others in these directories."""
+    files = list(files)
+    for path in files:
+        if path.is_dir():
+            raise IsADirectoryError(f"{path} is a directory, not a file to write")
+        if not path.parent.is_dir():
+            raise NotADirectoryError(f"{path.parent} is not a directory")
+    for folder in {*folders, *(path.parent for path in files)}:
         with tempfile.TemporaryFile(dir=folder):
             pass
 

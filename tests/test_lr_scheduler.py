@@ -106,6 +106,28 @@ def test_a_flush_comes_once() -> None:
     assert scheduler.last_epoch == epoch == STEPS - len(SKIPPED)
 
 
+def test_an_iteration_counts_though_the_scheduler_raised_for_the_one_before() -> None:
+    class Full(lr_scheduler.ExponentialLR):
+        full = False
+
+        def step(self) -> None:
+            if self.full:
+                raise ValueError("no more")
+            super().step()
+
+    one = side(GradScaler, KINDS["adam"], **SETTINGS)
+    scheduler = LateScheduler(Full(one.optimizer, 0.5), one.scaler, one.optimizer)
+    one.train(1)
+    scheduler.step()
+    scheduler.scheduler.full = True
+    one.train(2)
+    with pytest.raises(ValueError, match="no more"):
+        scheduler.step()
+    scheduler.scheduler.full = False
+    scheduler.flush()
+    assert scheduler.last_epoch == 1
+
+
 class Arrival:
     """An event before which the flag on the host is wrong."""
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import copy
 import io
+import warnings
 from typing import Any
 
 import pytest
 import torch
-from schedule_support import KINDS, STEPS, late, late_one, rates, trained
+from schedule_support import INF, KINDS, STEPS, late, late_one, rates, trained
 from support import assert_same
 
 
@@ -55,6 +56,21 @@ def test_arguments_by_keyword_are_saved() -> None:
     resumed.flush()
     assert another.optimizer.param_groups[0]["lr"] == 0.05
     assert one.optimizer.param_groups[0]["lr"] == 0.1, "saving has decided"
+
+
+def test_resumed_after_the_first_step_before_one_that_is_skipped() -> None:
+    one, scheduler = late_one("adam", "ExponentialLR")
+    one.train(1)
+    scheduler.step()
+    (state,) = saved(scheduler)
+    another, resumed = late_one("adam", "ExponentialLR")
+    resumed.load_state_dict(state)
+    with warnings.catch_warnings():
+        # Of a scheduler that comes before its optimizer: in this process it does.
+        warnings.simplefilter("error")
+        another.train(0, INF)
+        resumed.step()
+    assert resumed.last_epoch == 1
 
 
 def test_what_was_outstanding_is_forgotten_by_loading() -> None:

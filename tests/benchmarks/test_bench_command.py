@@ -223,6 +223,8 @@ def test_a_run_that_is_told_to_end_writes_what_it_has(tmp_path):
         (["--plot", "missing/directory/file.svg"], "is not a directory"),
         (["--plot", "a.png"], "'a.png' does not end in .svg"),
         (["--folder", __file__], "File exists"),
+        (["--json", "."], "is a directory, not a file to write"),
+        (["--json", "a.json", "--csv", "./a.json"], "must name different files"),
     ],
 )
 def test_wrong_arguments_are_refused_before_anything_is_measured(capsys, arguments, message):

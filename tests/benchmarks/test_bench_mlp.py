@@ -164,6 +164,7 @@ def test_one_that_is_stopped_says_so(monkeypatch, capsys, tmp_path):
         (["--width", "0"], "--width must be at least 1"),
         (["--epochs", "1"], "--epochs must be at least 2"),
         (["--json", "missing/directory/file"], "is not a directory"),
+        (["--json", "."], "is a directory, not a file to write"),
         (["--device", "cuda"], "torch sees no GPU"),
         (["--device", "tpu"], "invalid choice"),
     ],

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import ranks
 import torch
+import torch.distributed as dist
 from clipping_support import coefficient_of
 from exact_training import SCALERS, whole
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -262,3 +263,39 @@ def overflowing_sum(scale: float) -> Any:
 @pytest.mark.parametrize(("scale", "skipped"), [(1.0, True), (2.0, True), (8.0, False)])
 def test_finite_summands_whose_sum_is_not(scale: float, skipped: bool) -> None:
     assert ranks.run(overflowing_sum, scale, ranks=4) == [(skipped, True)] * 4
+
+
+def decided_over(lines: list[str], orders: list[list[int]], bad: int) -> tuple[bool, float]:
+    """Whether this rank skips: of the lines, it has those that it is in, in its own order."""
+    rank = dist.get_rank()
+    square = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+    params = []
+    on = [
+        square[line] if line in "ab" else DeviceMesh("cpu", [int(r) for r in line])
+        for line in lines
+    ]
+    for mesh in (on[i] for i in orders[rank]):
+        params.append(torch.nn.Parameter(DTensor.from_local(torch.zeros(2), mesh, [Shard(0)])))
+        grad = torch.full((2,), math.inf if rank == bad else 1.0)
+        params[-1].grad = DTensor.from_local(grad, mesh, [Shard(0)])
+    optimizer = torch.optim.SGD(params, lr=1.0, foreach=False)
+    scaler = GradScaler("cpu", init_scale=SCALE)
+    scaler.scale(torch.ones(()))
+    scaler.step(optimizer)
+    scaler.update()
+    return scaler.step_skipped(optimizer), scaler.get_scale()
+
+
+@pytest.mark.parametrize("bad", range(4))
+@pytest.mark.parametrize(
+    ("lines", "orders"),
+    [
+        (["a", "b"], [[0, 1], [1, 0], [1, 0], [0, 1]]),
+        (["01", "12", "023"], [[2, 0], [0, 1], [1, 2], [2]]),
+    ],
+    ids=["of a square", "of a ring"],
+)
+def test_the_order_of_parameters_may_differ(
+    lines: list[str], orders: list[list[int]], bad: int
+) -> None:
+    assert ranks.run(decided_over, lines, orders, bad, ranks=4) == [(True, SCALE / 2)] * 4

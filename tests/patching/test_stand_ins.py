@@ -229,6 +229,15 @@ def test_the_deprecation_is_torchs(kind: str) -> None:
     assert ours[0][3] == New.__init__.__code__.co_firstlineno + 1
 
 
+def test_a_missing_device_is_told_of_at_the_line_of_the_call() -> None:
+    if torch.cuda.is_available():
+        pytest.skip("CUDA is available")
+    ampfast.patch()
+    _, missing = warned(lambda: torch.cuda.amp.GradScaler())
+    assert "CUDA is not available" in missing[1]
+    assert missing[2] == __file__
+
+
 def test_the_current_name_does_not_warn() -> None:
     ampfast.patch()
     assert warned(lambda: torch.amp.GradScaler("cpu")) == []
