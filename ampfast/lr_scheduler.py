@@ -112,7 +112,7 @@ class LateScheduler:
         self._outstanding = None if outstanding is None else _Outstanding(None, None, *outstanding)
         if outstanding is not None and isinstance(self._optimizer, torch.optim.Optimizer):
             # Its step ran before the checkpoint; torch's schedulers look here before they warn.
-            self._optimizer._opt_called = True
+            self._optimizer.__dict__["_opt_called"] = True
 
     def _advance(self, last: _Outstanding | None) -> None:
         if last is not None and last.ran():

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 
-from . import plot, readme_tables, whole_files
+from . import plot, readme_short, readme_tables, whole_files
 from .machine import REPOSITORY
 from .results import Results
 from .svg import Picture
@@ -95,7 +95,7 @@ class Page:
         return f"![{picture.title}]({place}{plot.ENDING})"
 
 
-README = Page(PurePosixPath("README.md"), readme_tables.short, ("host", "training"))
+README = Page(PurePosixPath("README.md"), readme_short.short, ("host", "training"))
 WHOLE = Page(
     PurePosixPath("docs/benchmarks.md"),
     readme_tables.whole,

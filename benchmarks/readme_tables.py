@@ -1,16 +1,13 @@
-"""The tables of docs/benchmarks.md, with fewer columns than a run prints, and the README's one."""
+"""The tables of docs/benchmarks.md: fewer columns than a run prints, to read on."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 
 from . import goals, plot, steps
 from .results import Results, Row
 
 NOT_MEASURED = "not measured"
-# In the short table: many small tensors, and real models.
-FEW_LISTS = ("1000x1k", "bert_base", "gpt2_xl")
 
 
 def whole(results: Results) -> dict[str, str]:
@@ -23,49 +20,11 @@ def whole(results: Results) -> dict[str, str]:
     }
 
 
-def short(results: Results) -> dict[str, str]:
-    """One table of what tells most; a line for each of its calls that was measured."""
-    lines = [
-        (
-            told.what.format(row.case.partition("x")[0], row.list_name)
-            + ("" if row.provider == "cpu" else f" ({row.provider})"),
-            *(_value(each, told.read, told.format_spec) for each in (_torchs(row, results), row)),
-            _value(row, lambda row: row.vs_torch, ".2f", "x"),
-        )
-        for told in TOLD
-        for row in _of(told.subject, results.rows)
-        if row.path == told.path and row.provider not in ("torch", goals.WITHOUT)
-        if not told.few or (row.case in FEW_LISTS and row.dtype == "float32")
-    ]
-    over_none: dict[str, list[float]] = {}
-    for row in _of("training", results.rows):
-        if row.over_none is not None:
-            over_none.setdefault(row.provider, []).append(row.over_none)
-    torchs = over_none.pop("torch", [])
-    for provider, ours in over_none.items():
-        backend = "" if provider == "cpu" else f" ({provider})"
-        what = f"training steps{backend} over those without a scaler, {len(ours)} in all"
-        cells = (f"{min(each):.2f} to {max(each):.2f}" if each else "-" for each in (torchs, ours))
-        lines.append((what, *cells, "-"))
-    return {"": _table(("time of", "torch", "ampfast", "faster"), lines)}
-
-
-def _torchs(row: Row, results: Results) -> Row | None:
-    """Of torch, what this row replaces."""
-    path = goals.CLIP if row.path == goals.DEFERRED_CLIP else row.path
-    place = (row.subject, row.case, row.dtype, path, row.lists)
-    for other in results.rows:
-        theirs = (other.subject, other.case, other.dtype, other.path, other.lists)
-        if other.provider == "torch" and theirs == place:
-            return other
-    return None
-
-
 def _against_none(subject: str) -> Callable[[Results], str]:
     """One line for each case and path, beside the same without a scaler."""
 
     def make(results: Results) -> str:
-        rows = _of(subject, results.rows)
+        rows = of(subject, results.rows)
         scalers = list(dict.fromkeys(row.provider for row in rows))
         places = dict.fromkeys((row.case, row.dtype, row.path) for row in rows)
         lines = []
@@ -74,62 +33,63 @@ def _against_none(subject: str) -> Callable[[Results], str]:
             cells = []
             for scaler in scalers:
                 row = here.get(scaler)
-                cells.append(_value(row, lambda row: row.ms_p50, ".1f", missing="-"))
+                cells.append(figure(row, lambda row: row.ms_p50, ".1f", missing="-"))
                 if scaler != "none":
-                    cells.append(_value(row, lambda row: row.over_none, ".3f", missing="-"))
+                    cells.append(figure(row, lambda row: row.over_none, ".3f", missing="-"))
             lines.append((*place, *cells))
         header = [f"{plot.shown(scaler)}, ms" for scaler in scalers]
         for index in range(len(scalers), 0, -1):
             if scalers[index - 1] != "none":
                 header.insert(index, "over none")
-        return _table(("net", "dtype", "step", *header), lines) if rows else ""
+        return table(("net", "dtype", "step", *header), lines) if rows else ""
 
     return make
 
 
 def _growth(results: Results) -> str:
     """What one tensor or one element more costs; nothing if it was not measured."""
-    rows = [row for row in _of("growth", results.rows) if row.ns_each is not None]
+    rows = [row for row in of("growth", results.rows) if row.ns_each is not None]
     theirs = {(row.path, row.case): row for row in rows if row.provider == "torch"}
     lines = [
         (
             *(row.path.partition(",")[0], row.case, plot.shown(row.provider)),
             *(
-                _value(each, lambda row: row.ns_each, ".3g")
+                figure(each, lambda row: row.ns_each, ".3g")
                 for each in (theirs.get((row.path, row.case)), row)
             ),
-            _value(row, lambda row: row.vs_torch, ".2f", "x"),
+            figure(row, lambda row: row.vs_torch, ".2f", "x"),
         )
         for row in rows
         if row.provider != "torch"
     ]
     header = ("growth", "over", "scaler", "torch, ns each", "ampfast, ns each", "faster")
-    return _table(header, lines) if rows else ""
+    return table(header, lines) if rows else ""
 
 
 def _host(results: Results) -> str:
     """One line for each path of ours, beside the torch calls that it replaces."""
     lines = []
     torch_row = None
-    for row in _of("host", results.rows):
+    for row in of("host", results.rows):
         if row.provider == "torch":
             torch_row = row
             continue
         lines.append(
             (
-                row.case.partition("x")[0],
+                row.case.replace("x", " of ", 1),
                 row.path,
-                _value(torch_row, lambda row: row.host_us_p50, ".1f"),
-                _value(row, lambda row: row.host_us_p50, ".1f"),
-                _value(row, lambda row: row.vs_torch, ".1f", "x"),
+                figure(torch_row, lambda row: row.host_us_p50, ".1f"),
+                figure(row, lambda row: row.host_us_p50, ".1f"),
+                figure(row, lambda row: row.vs_torch, ".1f", "x"),
             )
         )
-    return _table(("parameters", "host time of", "torch, us", "ampfast, us", "faster"), lines)
+    header = ("parameters of elements", "host time of", "torch, us", "ampfast, us", "faster")
+    return table(header, lines)
 
 
 def _kernels(results: Results) -> str:
     """One line for each list, dtype and, on a GPU, backend."""
-    rows = _of("kernels", results.rows)
+    rows = of("kernels", results.rows)
     places = dict.fromkeys(
         (row.list_name, row.dtype, row.provider) for row in rows if row.provider != "torch"
     )
@@ -142,20 +102,20 @@ def _kernels(results: Results) -> str:
         lines.append(
             (
                 *(name, dtype, *((backend,) if on_gpu else ())),
-                _value(theirs.get("unscale"), lambda row: row.ms_p50, ".3f"),
-                _value(ours.get("unscale"), lambda row: row.ms_p50, ".3f"),
-                _value(ours.get("unscale"), lambda row: row.vs_torch, ".2f", "x"),
-                _value(ours.get("unscale"), lambda row: row.percent_of_copy, ".0f", "%"),
-                _value(ours.get("check"), lambda row: row.ms_p50, ".3f"),
-                _value(ours.get("check"), lambda row: row.vs_torch, ".2f", "x"),
+                figure(theirs.get("unscale"), lambda row: row.ms_p50, ".3f"),
+                figure(ours.get("unscale"), lambda row: row.ms_p50, ".3f"),
+                figure(ours.get("unscale"), lambda row: row.vs_torch, ".2f", "x"),
+                figure(ours.get("unscale"), lambda row: row.percent_of_copy, ".0f", "%"),
+                figure(ours.get("check"), lambda row: row.ms_p50, ".3f"),
+                figure(ours.get("check"), lambda row: row.vs_torch, ".2f", "x"),
                 *(
-                    (_value(ours.get("check"), lambda row: row.percent_of_copy, ".0f", "%"),)
+                    (figure(ours.get("check"), lambda row: row.percent_of_copy, ".0f", "%"),)
                     if on_gpu
                     else ()
                 ),
             )
         )
-    return _table(
+    return table(
         (
             *("gradients", "dtype", *(("backend",) if on_gpu else ())),
             *("torch, ms", "`unscale_`, ms", "faster", "of a copy", "`check_`, ms", "faster"),
@@ -167,7 +127,7 @@ def _kernels(results: Results) -> str:
 
 def _steps(results: Results) -> str:
     """Whole steps on a GPU; a CPU's are in the first table. Nothing if none were measured."""
-    rows = _of("steps", results.rows)
+    rows = of("steps", results.rows)
     if not rows or not results.machine.get("gpu"):
         return ""
     lines = []
@@ -187,14 +147,14 @@ def _steps(results: Results) -> str:
         lines.append(
             (
                 *(row.list_name, row.dtype, row.provider, row.path),
-                *(_value(r, lambda row: row.host_us_p50, ".1f") for r in (theirs, row)),
-                _value(row, lambda row: row.host_vs_torch, ".1f", "x"),
-                *(_value(r, lambda row: row.ms_p50, ".3f") for r in (theirs, row)),
-                *(_value(r, lambda row: row.launches, "d") for r in (theirs, row)),
-                *(_value(r, lambda row: row.syncs, "d") for r in (theirs, row)),
+                *(figure(r, lambda row: row.host_us_p50, ".1f") for r in (theirs, row)),
+                figure(row, lambda row: row.host_vs_torch, ".1f", "x"),
+                *(figure(r, lambda row: row.ms_p50, ".3f") for r in (theirs, row)),
+                *(figure(r, lambda row: row.launches, "d") for r in (theirs, row)),
+                *(figure(r, lambda row: row.syncs, "d") for r in (theirs, row)),
             )
         )
-    return _table(
+    return table(
         (
             *("gradients", "dtype", "backend", "step"),
             *("torch, host us", "ampfast", "faster"),
@@ -206,7 +166,7 @@ def _steps(results: Results) -> str:
 
 def _clipping(results: Results) -> str:
     """One line for each list, dtype and, on a GPU, backend; nothing if none were measured."""
-    rows = _of("clip", results.rows)
+    rows = of("clip", results.rows)
     if not rows:
         return ""
     on_gpu = bool(results.machine.get("gpu"))
@@ -224,18 +184,18 @@ def _clipping(results: Results) -> str:
         lines.append(
             (
                 *(name, dtype, *((backend,) if on_gpu else ())),
-                _value(here.get((goals.CLIP, "torch")), lambda row: row.ms_p50, ".3f"),
+                figure(here.get((goals.CLIP, "torch")), lambda row: row.ms_p50, ".3f"),
                 *(
                     cell
                     for row in ours
                     for cell in (
-                        _value(row, lambda row: row.ms_p50, ".3f"),
-                        _value(row, lambda row: row.vs_torch, ".2f", "x"),
+                        figure(row, lambda row: row.ms_p50, ".3f"),
+                        figure(row, lambda row: row.vs_torch, ".2f", "x"),
                     )
                 ),
             )
         )
-    return _table(
+    return table(
         (
             *("gradients", "dtype", *(("backend",) if on_gpu else ())),
             *("unscale + clip, torch, ms", "`clip_grad_norm_`, ms", "faster"),
@@ -243,6 +203,26 @@ def _clipping(results: Results) -> str:
         ),
         lines,
     )
+
+
+def _tracking(results: Results) -> str:
+    """What noting something of each parameter costs; nothing if it was not measured."""
+    rows = of("tracking", results.rows)
+    bare = {}
+    lines = []
+    for row in rows:
+        place = (row.list_name, row.dtype, row.provider)
+        path, _, track = row.path.partition(", ")
+        if not track:
+            bare[(*place, path)] = row
+            continue
+        without = bare.get((*place, path))
+        cells = [figure(each, lambda row: row.ms_p50, ".3f") for each in (without, row)]
+        over = "-" if without is None else f"{(row.ms_p50 or 0) / (without.ms_p50 or 1):.2f}"
+        backend = () if row.provider == "cpu" else (row.provider,)
+        lines.append((" ".join((*place[:2], *backend)), f"`{path}_`", track, *cells, over))
+    header = ("gradients", "call", "track", "without, ms", "with, ms", "over")
+    return table(header, lines) if lines else ""
 
 
 def _memory(results: Results) -> str:
@@ -254,10 +234,10 @@ def _memory(results: Results) -> str:
             row.case,
             f"`{row.path}_`, {'torch' if row.provider == 'torch' else 'ampfast'}",
             f"{(row.list_bytes or 0) / (1 << 20):.0f}",
-            _value(row, lambda row: row.extra_bytes, ",.0f"),
-            _value(row, lambda row: row.allocated_bytes, ",.0f"),
+            figure(row, lambda row: row.extra_bytes, ",.0f"),
+            figure(row, lambda row: row.allocated_bytes, ",.0f"),
         )
-        for row in _of("memory", results.rows)
+        for row in of("memory", results.rows)
         if row.path != "table"
     ]
     header = (
@@ -267,12 +247,12 @@ def _memory(results: Results) -> str:
         "more memory, bytes",
         "from torch's allocator, bytes",
     )
-    return _table(header, lines)
+    return table(header, lines)
 
 
 def _ranks(results: Results) -> str:
     """Sharded scalers, and how many collectives each takes; nothing if none were measured."""
-    rows = _of("ranks", results.rows)
+    rows = of("ranks", results.rows)
     if not rows:
         return ""
     on_gpu = bool(results.machine.get("gpu"))
@@ -288,9 +268,9 @@ def _ranks(results: Results) -> str:
         lines.append(
             (
                 *(row.case, str(row.ranks), *((row.provider,) if on_gpu else ()), path),
-                *(_value(each, lambda row: row.ms_p50, ".3f") for each in (torchs, row)),
-                _value(row, lambda row: row.vs_torch, ".2f", "x"),
-                *(_value(each, lambda row: row.collectives, "d") for each in (torchs, row)),
+                *(figure(each, lambda row: row.ms_p50, ".3f") for each in (torchs, row)),
+                figure(row, lambda row: row.vs_torch, ".2f", "x"),
+                *(figure(each, lambda row: row.collectives, "d") for each in (torchs, row)),
             )
         )
     header = (
@@ -298,14 +278,14 @@ def _ranks(results: Results) -> str:
         *("calls of `ShardedGradScaler`", "torch, ms", "ampfast, ms", "faster"),
         *("torch, collectives", "ampfast"),
     )
-    return _table(header, lines)
+    return table(header, lines)
 
 
-def _of(subject: str, rows: Iterable[Row]) -> list[Row]:
+def of(subject: str, rows: Iterable[Row]) -> list[Row]:
     return [row for row in rows if row.subject == subject]
 
 
-def _value(
+def figure(
     row: Row | None,
     read: Callable[[Row], float | None],
     format_spec: str,
@@ -316,43 +296,13 @@ def _value(
     return missing if value is None else f"{value:{format_spec}}{unit}"
 
 
-def _table(header: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
+def table(header: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
     if not lines:
         lines = [[NOT_MEASURED] * len(header)]
     rule = ["---"] * len(header)
     return "\n".join("| " + " | ".join(line) + " |" for line in (header, rule, *lines))
 
 
-@dataclass(frozen=True)
-class Told:
-    """A call in the short table, on all that it was measured on or on few lists in float32."""
-
-    subject: str
-    path: str
-    what: str
-    read: Callable[[Row], float | None]
-    format_spec: str
-    few: bool = False
-
-
-TOLD = (
-    Told(
-        *("host", "unscale_ + update", "`unscale_` and `update`, {} parameters; host, us"),
-        *(lambda row: row.host_us_p50, ".1f"),
-    ),
-    Told(
-        "growth", "by tensors, slope", "the same, each tensor more; ns", lambda r: r.ns_each, ".0f"
-    ),
-    Told("kernels", "unscale", "`unscale_`, {1}; ms", lambda row: row.ms_p50, ".2f", few=True),
-    Told(
-        *("clip", goals.CLIP, "`unscale_` and clipping, {1}; ms"),
-        *(lambda row: row.ms_p50, ".2f", True),
-    ),
-    Told(
-        *("clip", goals.DEFERRED_CLIP, "the same with `in_place=False`, {1}; ms"),
-        *(lambda row: row.ms_p50, ".2f", True),
-    ),
-)
 MAKERS: dict[str, Callable[[Results], str]] = {
     "host": _host,
     "training": _against_none("training"),
@@ -361,6 +311,7 @@ MAKERS: dict[str, Callable[[Results], str]] = {
     "kernels": _kernels,
     "steps": _steps,
     "clip": _clipping,
+    "tracking": _tracking,
     "memory": _memory,
     "ranks": _ranks,
 }

@@ -1,7 +1,8 @@
 """Puts what the repository already says into the pages, so that it stands in one place.
 
-`<!-- readme: Trainers -->` becomes that section of the README, `<!-- readme table: Trainers -->`
-its first table. Files that pages link to outside of docs/ become part of the site.
+A line that links to a section of the README, as `[The README's section "Trainers"](...)`, becomes
+that section; one that says `The table of the README's section`, its first table. Files that pages
+link to outside of docs/ become part of the site.
 """
 
 from __future__ import annotations
@@ -14,6 +15,9 @@ from mkdocs.structure.files import File
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
+SECTION = re.compile(
+    r"""^\[(The|The table of the) README's section "(.+)"\]\(\.\./README\.md#.+\)$""", re.MULTILINE
+)
 # Sections of the README that have a page here.
 PAGES = {
     "learning-rate-schedules": "schedules.md",
@@ -24,11 +28,8 @@ PAGES = {
 
 def on_page_markdown(markdown: str, *, files: Any, config: Any, **_: Any) -> str:
     """MkDocs calls this with the text of each page."""
-    markdown = re.sub(
-        r"^<!-- readme( table)?: (.+) -->$",
-        lambda match: readme_section(match[2], only_table=bool(match[1])),
-        markdown,
-        flags=re.MULTILINE,
+    markdown = SECTION.sub(
+        lambda match: readme_section(match[2], only_table=match[1] != "The"), markdown
     )
     return re.sub(r"\]\(\.\./([^)#]+)\)", lambda match: _linked(match[1], files, config), markdown)
 

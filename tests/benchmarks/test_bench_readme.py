@@ -22,7 +22,7 @@ def test_the_section_shows_figures_of_the_file_and_says_what_was_not_measured(tm
     cpu_results().write_json(path)
     section = readme.WHOLE.section(path)
     assert "a cpu (2 cores, threads: 1) with torch 2.99, commit abc, 2030-01-02." in section
-    assert "| 10 | unscale_ + update | 20.0 | 5.0 | 4.1x |" in section
+    assert "| 10 of 4 | unscale_ + update | 20.0 | 5.0 | 4.1x |" in section
     not_measured = "not measured | not measured | not measured |"
     assert f"| 1000x1k | float16 | 1.500 | 0.500 | 3.02x | {not_measured}" in section
     assert "On GPUs: not measured." in section
@@ -96,11 +96,17 @@ def test_the_pictures_of_the_pages_are_written_and_earlier_ones_go_away(pages):
 def test_the_short_table_has_the_calls_that_were_measured(tmp_path):
     path = _file(tmp_path / "run.json", cpu_results())
     section = readme.README.section(path)
-    assert "| `unscale_` and `update`, 10 parameters; host, us | 20.0 | 5.0 | 4.10x |" in section
+    assert (
+        "| `unscale_` and `update`, 10 parameters of 4 elements; host, us | 20.0 | 5.0 | 4.10x |"
+        in section
+    )
     assert "clipping" not in section
     assert "training" not in section
     trained = readme.README.section(_file(path, training_results()))
-    assert "without a scaler, 1 in all | 1.25 to 1.25 | 1.02 to 1.02 | - |" in trained
+    assert (
+        "1 kinds of training step, over the same without a scaler | 1.25 to 1.25 | 1.02 to 1.02"
+        in trained
+    )
 
 
 def test_the_short_table_compares_a_deferred_clip_with_torchs_only_one(tmp_path):
