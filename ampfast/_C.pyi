@@ -96,6 +96,17 @@ class DeviceTable:
     @property
     def segments(self) -> list[Segment]: ...
 
+def update_scale_(
+    scale: Tensor,
+    growth_tracker: Tensor,
+    found_infs: Sequence[Tensor],
+    growth_factor: float,
+    backoff_factor: float,
+    growth_interval: int,
+    state: Tensor | None = ...,
+    norm: Tensor | None = ...,
+) -> bool: ...
+
 class ScaleUpdate:
     @staticmethod
     def of(

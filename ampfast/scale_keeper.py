@@ -171,39 +171,44 @@ class ScaleKeeper(TorchGradScaler):
         factors: native.Factors | None = None,
     ) -> None:
         """Updates the scale by itself."""
-        update = self._scale_update(scale, growth_tracker, flags, factors)
-        if update is not None:
-            update.apply()
-            update.bump_version()
-        else:
+        factors = factors or self._factors()
+        kernels = self._kernels_for(scale.device, factors)
+        kept, norm = self._kept().on(scale.device), self._noted_norm(scale.device)
+        if kernels is None or not kernels.update_scale_(
+            scale, growth_tracker, flags, factors, kept, norm
+        ):
             first, *others = flags
             # Out of place: a flag that was handed out stays as it is.
             found_inf = sum(others, start=first)
-            kept, norm = self._kept().on(scale.device), self._noted_norm(scale.device)
-            aten.update_scale_(
-                *(scale, growth_tracker, found_inf), *(factors or self._factors()), kept, norm
-            )
+            aten.update_scale_(scale, growth_tracker, found_inf, *factors, kept, norm)
 
     def _factors(self) -> native.Factors:
         return native.Factors(self._growth_factor, self._backoff_factor, self._growth_interval)
 
     def _scale_update(
-        self,
-        scale: Tensor,
-        growth_tracker: Tensor,
-        flags: list[Tensor],
-        factors: native.Factors | None = None,
+        self, scale: Tensor, growth_tracker: Tensor, flags: list[Tensor]
     ) -> backends.Update | None:
         """The update as the kernels do it, or None where torch's own op must."""
-        kernels = self._kernels().kernels_for(scale.device)
-        factors = factors or self._factors()
-        if kernels is None or type(factors.growth_interval) is not int:
+        factors = self._factors()
+        kernels = self._kernels_for(scale.device, factors)
+        if kernels is None:
             return None
-        if not all(isinstance(factor, (int, float)) for factor in factors):
-            return None
-        kept = self._kept().on(scale.device)
-        norm = self._noted_norm(scale.device)
+        kept, norm = self._kept().on(scale.device), self._noted_norm(scale.device)
         return kernels.scale_update(scale, growth_tracker, flags, factors, kept, norm)
+
+    def _kernels_for(
+        self, device: torch.device, factors: native.Factors
+    ) -> backends.Kernels | None:
+        """The kernels that update a scale there; None where torch's own op must."""
+        given: Any = factors  # attributes that a caller may have set to anything
+        growth_factor, backoff_factor, growth_interval = given
+        if type(growth_interval) is not int:
+            return None
+        if not (
+            isinstance(growth_factor, (int, float)) and isinstance(backoff_factor, (int, float))
+        ):
+            return None
+        return self._kernels().kernels_for(device)
 
     def _note_norm(self, optimizers: Sequence[object], norm: Tensor, order: float) -> None:
         """Remembers the norm of these optimizers' gradients for the history of this iteration."""

@@ -196,6 +196,21 @@ std::optional<ScaleUpdate> scale_update(at::Tensor scale, at::Tensor growth_trac
                      growth_interval);
 }
 
+// The same, applied by itself in one call; false where there is none.
+bool update_scale(at::Tensor scale, at::Tensor growth_tracker, std::vector<at::Tensor> found_infs,
+                  double growth_factor, double backoff_factor, int64_t growth_interval,
+                  std::optional<at::Tensor> state, std::optional<at::Tensor> norm) {
+  std::optional<ScaleUpdate> update = scale_update(
+      std::move(scale), std::move(growth_tracker), std::move(found_infs), growth_factor,
+      backoff_factor, growth_interval, std::move(state), std::move(norm));
+  if (!update) {
+    return false;
+  }
+  update->apply(false);
+  update->bump_version();
+  return true;
+}
+
 // Where things stand in a scaler's state, by name.
 std::map<std::string, int64_t> state_layout() {
   return {
@@ -319,6 +334,11 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def_property_readonly("applied", &ScaleUpdate::applied)
       .def_property_readonly("device",
                              [](const ScaleUpdate&) { return py::cast(at::Device(at::kCPU)); });
+
+  m.def("update_scale_", &update_scale, py::arg("scale"), py::arg("growth_tracker"),
+        py::arg("found_infs"), py::arg("growth_factor"), py::arg("backoff_factor"),
+        py::arg("growth_interval"), py::arg("state") = std::nullopt,
+        py::arg("norm") = std::nullopt);
 
   m.def(
       "walk",

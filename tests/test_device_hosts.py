@@ -101,6 +101,17 @@ def test_an_update_bumps_the_version_of_the_scale() -> None:
     assert scale._version == before + 1
 
 
+@pytest.mark.parametrize("kernels", [DeviceKernels(ReferenceLauncher()), native])
+def test_an_update_in_one_call(kernels: Any) -> None:
+    scale, tracker = torch.tensor(2.0), torch.tensor(0, dtype=torch.int32)
+    before = scale._version
+    for found, wanted in ((0.0, 6.0), (1.0, 3.0)):
+        flags = [torch.tensor(0.0), torch.tensor(found)]
+        assert kernels.update_scale_(scale, tracker, flags, Factors(3.0, 0.5, 1)) is True
+        assert scale.item() == wanted
+    assert scale._version == before + 2
+
+
 def test_an_update_without_a_state_cannot_be_undone() -> None:
     scale, tracker = torch.tensor(2.0), torch.tensor(0, dtype=torch.int32)
     update = DeviceKernels(ReferenceLauncher()).scale_update(
@@ -133,7 +144,10 @@ def test_an_update_of_other_tensors_is_left_to_torch(other: dict[str, Any]) -> N
     }
     for kernels in (DeviceKernels(ReferenceLauncher()), native):
         assert kernels.scale_update(**known) is not None
-        assert kernels.scale_update(**{**known, **other}) is None
+        unknown = {**known, **other}
+        assert kernels.scale_update(**unknown) is None
+        assert kernels.update_scale_(**unknown) is False
+        assert unknown["scale"].item() == 2.0
 
 
 @pytest.mark.parametrize(

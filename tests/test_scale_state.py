@@ -34,7 +34,7 @@ def test_the_layout_has_no_overlap() -> None:
 
 @pytest.mark.parametrize("start", [3.0, 0.01, 1e5])
 @pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("backend", ["cpu", "aten"])
+@pytest.mark.parametrize("backend", ["cpu", "cpu, at once", "aten"])
 def test_random_steps(backend: str, policy: str, start: float) -> None:
     model = ScaleModel(float32(start), 1, FACTORS, POLICIES[policy])
     words = ScaleState(model.policy).on(torch.device("cpu"))
@@ -46,6 +46,8 @@ def test_random_steps(backend: str, policy: str, start: float) -> None:
         if backend == "cpu":
             update = native.scale_update(scale, tracker, [flag], FACTORS, words, given)
             update.apply()
+        elif backend == "cpu, at once":
+            assert native.update_scale_(scale, tracker, [flag], FACTORS, words, given)
         else:
             aten.update_scale_(scale, tracker, flag, *FACTORS, words, given)
         model.update(found, norm)

@@ -118,6 +118,17 @@ class Kernels(Protocol):
     ) -> Update | None:
         """As `native.scale_update`."""
 
+    def update_scale_(
+        self,
+        scale: Tensor,
+        growth_tracker: Tensor,
+        found_infs: Sequence[Tensor],
+        factors: native.Factors,
+        state: Tensor | None = None,
+        norm: Tensor | None = None,
+    ) -> bool:
+        """As `native.update_scale_`."""
+
 
 @dataclass(frozen=True)
 class BackendReport:

@@ -266,6 +266,8 @@ def any_found(flags: Iterable[Tensor], device: torch.device) -> Tensor:
 
 def moved(tensor: Tensor, device: torch.device, copy: bool = False) -> Tensor:
     """Returns a scalar on `device`; without waiting, except where the CPU will read it."""
+    if tensor.device == device and not copy:
+        return tensor  # which to() would return, too, after a dispatch
     return tensor.to(device, non_blocking=device.type != "cpu", copy=copy)
 
 

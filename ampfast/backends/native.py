@@ -60,6 +60,7 @@ __all__ = [
     "norms",
     "scale_update",
     "unscale_",
+    "update_scale_",
     "walk",
 ]
 
@@ -223,3 +224,18 @@ def scale_update(
         return _C.ScaleUpdate.of(scale, growth_tracker, found_infs, *factors, state, norm)
     except TypeError:
         return None
+
+
+def update_scale_(
+    scale: Tensor,
+    growth_tracker: Tensor,
+    found_infs: Sequence[Tensor],
+    factors: Factors,
+    state: Tensor | None = None,
+    norm: Tensor | None = None,
+) -> bool:
+    """Applies by itself what `scale_update` returns; false where that is None."""
+    try:
+        return _C.update_scale_(scale, growth_tracker, found_infs, *factors, state, norm)
+    except TypeError:
+        return False

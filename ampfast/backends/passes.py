@@ -250,6 +250,23 @@ class DeviceKernels:
             return None
         return ScaleUpdate(self._launcher, scale, growth_tracker, found_infs, factors, state, norm)
 
+    def update_scale_(
+        self,
+        scale: Tensor,
+        growth_tracker: Tensor,
+        found_infs: Sequence[Tensor],
+        factors: Factors,
+        state: Tensor | None = None,
+        norm: Tensor | None = None,
+    ) -> bool:
+        """Applies by itself what `scale_update` returns; false where that is None."""
+        update = self.scale_update(scale, growth_tracker, found_infs, factors, state, norm)
+        if update is None:
+            return False
+        update.apply()
+        update.bump_version()
+        return True
+
     def _run(
         self,
         grads: GradList,

@@ -63,7 +63,18 @@ _BY_REASON: dict[str, list[tuple[str, str, str, int]]] = {
         ("ScaleKeeper._set_scale", "1.0", "2.0", 1),
     ],
     "Only the text of a TypeError differs: what is no number is refused by the kernels, too.": [
-        ("ScaleKeeper._scale_update", "all", "any", 1),
+        (
+            "ScaleKeeper._kernels_for",
+            "isinstance(growth_factor, (int, float)) and isinstance(backoff_factor, (int, float))",
+            "isinstance(backoff_factor, (int, float))",
+            1,
+        ),
+        (
+            "ScaleKeeper._kernels_for",
+            "isinstance(growth_factor, (int, float)) and isinstance(backoff_factor, (int, float))",
+            "isinstance(growth_factor, (int, float))",
+            1,
+        ),
     ],
     "A checked optimizer, or an agreement, means that there is a scale.": [
         (
