@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -17,7 +18,7 @@ from .device_time import EventTimer, Queue, host_timer
 from .goals import CLIP, DEFERRED_CLIP
 from .harness import Contender, Effort, Measured, assert_same, interleave
 from .host_time import NoOptimizer
-from .machine import tensors_per_launch
+from .machine import require_memory, tensors_per_launch
 from .rows import Timed, dtype_name
 from .steps import MOST_LISTS, lists_in_turn, make_scaler, optimizer_over
 
@@ -30,7 +31,8 @@ ORDER_OF_SUMS = 1e-12
 
 # Gradients are scaled by this and clipped to the norm that they have, so that they stay in place.
 SCALE = 0.5
-# Of what each value was at first: each call rounds some of them once more.
+# Of what each value was at first: each call rounds some of them once more. In 16 bit that adds up,
+# so that every sample begins with what was there at first.
 DRIFT = 0.02
 
 
@@ -63,10 +65,19 @@ def measure(
     gradients = [make_gradients(case, dtype, device) for _ in range(lists)]
     first = [tensor.clone() for tensor in gradients[0][:MOST_LISTS]]
     optimizers = [optimizer_over(tensors, fused=True) for tensors in gradients]
+    rounds = dtype.itemsize == 2
+    if rounds:
+        require_memory(lists * case.list_bytes(dtype), device)
+    kept = [[tensor.clone() for tensor in tensors] for tensors in gradients] if rounds else []
+
+    def restored() -> AbstractContextManager[object]:
+        for now, before in zip(gradients, kept, strict=False):
+            torch._foreach_copy_(now, before)
+        return nullcontext()
 
     def contenders(lists: int) -> list[Contender]:
         return [
-            Contender(path, name, caller(path, name, optimizers[:lists], device))
+            Contender(path, name, caller(path, name, optimizers[:lists], device), around=restored)
             for path, name in subjects
         ]
 

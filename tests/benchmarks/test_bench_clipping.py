@@ -7,7 +7,8 @@ import torch
 from simulated import BRIEF, CPU, SMALL, HostQueue
 
 import ampfast
-from benchmarks import clipping, goals, kernels, readme, report
+from benchmarks import clipping, goals, harness, kernels, readme, report
+from benchmarks.cases import make_gradients
 from benchmarks.harness import Samples
 from benchmarks.results import Results
 
@@ -34,6 +35,27 @@ def test_both_calls_are_compared_with_torchs_two(dtype, queue):
         assert (row.host_us_p50 is None) is (queue is None)
         assert row.gb_s == pytest.approx(row.bytes / row.ms_p50 / 1e6)
     assert measured.goals == []
+
+
+def test_samples_in_16_bit_begin_with_the_same_gradients(monkeypatch):
+    made, seen = [], []
+
+    def make(*arguments):
+        made.append(make_gradients(*arguments))
+        return made[-1]
+
+    def interleaved(contenders, *rest, **settings):
+        first = [tensor.clone() for tensor in made[-1]]
+        for contender in contenders:
+            torch._foreach_mul_(made[-1], 3.0)
+            with contender.around():
+                seen.append(all(map(torch.equal, made[-1], first)))
+        return harness.interleave(contenders, *rest, **settings)
+
+    monkeypatch.setattr(clipping, "make_gradients", make)
+    monkeypatch.setattr(clipping, "interleave", interleaved)
+    clipping.measure(SMALL, torch.bfloat16, CPU, BRIEF)
+    assert seen == [True, True, True]
 
 
 def test_float16_is_left_out_as_torch_refuses_it():
