@@ -73,8 +73,8 @@ def short(results: Results) -> dict[str, str]:
             cells = (_range(each[place] for place in both) for each in (torchs, ours))
             lines.append((what.format(len(both)) + backend, *cells, "-"))
             if alone := [ours[place] for place in ours.keys() - both]:
-                what = f"{len(alone)} more that clip by the scaler{backend}"
-                lines.append((what, "-", _range(alone), "-"))
+                more = f"{len(alone)} more that clip by the scaler{backend}"
+                lines.append((more, "-", _range(alone), "-"))
     return {"": table(("time of", "torch", "ampfast", "faster"), lines)}
 
 

@@ -109,6 +109,19 @@ def test_the_short_table_has_the_calls_that_were_measured(tmp_path):
     )
 
 
+def test_the_short_table_has_the_training_of_each_backend(tmp_path):
+    both = ("AdamW", "AdamW, clip by the scaler")
+    rows = [
+        Row("training", "net", "float16", path, provider, ms_p50=1.0, over_none=1.25)
+        for provider in ("none", "torch", "triton", "cuda")
+        for path in (both if provider in ("triton", "cuda") else both[:1])
+    ]
+    section = readme.README.section(_file(tmp_path / "run.json", gpu_results(rows=rows)))
+    for backend in ("triton", "cuda"):
+        assert f"1 kinds of training step, over the same without a scaler ({backend}) |" in section
+        assert f"1 more that clip by the scaler ({backend}) | - | 1.25 to 1.25 |" in section
+
+
 def test_the_short_table_compares_a_deferred_clip_with_torchs_only_one(tmp_path):
     rows = [
         Row(*("clip", case, dtype, path, provider), ms_p50=ms, vs_torch=faster, lists=lists)
