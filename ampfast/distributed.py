@@ -15,7 +15,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from ampfast.agreement import Agreement
 from ampfast.backends import aten
-from ampfast.layouts import Layout, Parts
+from ampfast.layouts import Layout, Parts, root_of
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -284,7 +284,7 @@ def require_group(group: object, device: Any) -> None:
 
 def _place_of(mesh: DeviceMesh) -> tuple[list[int], list[int], list[int]]:
     """Orders meshes: those of a larger one together, by its dimensions."""
-    root = getattr(mesh, "_get_root_mesh", lambda: None)() or mesh
+    root = root_of(mesh) or mesh
     names = list(root.mesh_dim_names or ())
     dims = [names.index(n) if n in names else len(names) for n in mesh.mesh_dim_names or ()]
     return root.mesh.flatten().tolist(), dims, mesh.mesh.flatten().tolist()

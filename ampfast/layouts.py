@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
     from torch.distributed.tensor.placement_types import Placement
 
-__all__ = ["Layout", "Parts", "part_of", "replicated"]
+__all__ = ["Layout", "Parts", "part_of", "replicated", "root_of"]
 
 # The classes of placements of which was warned.
 _warned: set[type] = set()
@@ -49,7 +49,7 @@ class Layout:
     @property
     def has_twins(self) -> bool:
         """Whether other ranks have such a mesh, too: then it is one of the slices of a larger."""
-        root = getattr(self.mesh, "_get_root_mesh", lambda: None)()
+        root = root_of(self.mesh)
         return root is None or root.size() > self.mesh.size()
 
     @cached_property
@@ -141,6 +141,12 @@ def part_of(grad: DTensor, layout: Layout) -> Tensor:
             placements = [Replicate() if p.is_partial() else p for p in grad.placements]
             grad = grad.redistribute(placements=placements)
         return grad.to_local()
+
+
+def root_of(mesh: DeviceMesh) -> DeviceMesh | None:
+    """Returns the mesh of which this is a slice, or itself; None where torch does not tell."""
+    root: DeviceMesh | None = getattr(mesh, "_get_root_mesh", lambda: None)()
+    return root
 
 
 def replicated(tensor: Tensor, mesh: DeviceMesh) -> DTensor:
