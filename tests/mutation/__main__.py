@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
-from explained import EXPLAINED, OPEN
+from explained import EXPLAINED
 from mutants import FILES, Mutant, mutants_of
 from trials import Outcome, outcomes, with_collected
 
@@ -39,7 +39,7 @@ TESTS = tuple(
 
 
 def main() -> int:
-    """Prints each survivor and returns 1 if one is neither explained nor listed as open."""
+    """Prints each survivor and returns 1 if one is not explained."""
     parser = argparse.ArgumentParser(prog="python tests/mutation", description=__doc__)
     parser.add_argument("files", nargs="*", default=FILES, help="modules (default: %(default)s)")
     parser.add_argument("--tests", nargs="*", default=TESTS, help="files of tests")
@@ -63,7 +63,7 @@ def main() -> int:
 
 
 def _report(mutants: Sequence[Mutant], tried: Iterator[Outcome]) -> int:
-    start, noticed, explained, still_open = time.monotonic(), 0, 0, 0
+    start, noticed, explained = time.monotonic(), 0, 0
     for number, outcome in enumerate(tried, 1):
         if sys.stderr.isatty():
             print(f"\r{number} of {len(mutants)} ", end="", file=sys.stderr, flush=True)
@@ -72,15 +72,12 @@ def _report(mutants: Sequence[Mutant], tried: Iterator[Outcome]) -> int:
             continue
         why = EXPLAINED.get(outcome.mutant.key)
         explained += why is not None
-        is_open = why is None and outcome.mutant.key in OPEN
-        still_open += is_open
-        told = why or ("OPEN: no test notices it yet" if is_open else "NOT EXPLAINED")
-        print(_described(outcome, told), flush=True)
+        print(_described(outcome, why or "NOT EXPLAINED"), flush=True)
     minutes = (time.monotonic() - start) / 60
-    unexplained = len(mutants) - noticed - explained - still_open
+    unexplained = len(mutants) - noticed - explained
     print(
-        f"{len(mutants)} changes, {noticed} noticed, {explained} explained, {still_open} open, "
-        f"{unexplained} not explained; {minutes:.1f} minutes"
+        f"{len(mutants)} changes, {noticed} noticed, {explained} explained, {unexplained} not "
+        f"explained; {minutes:.1f} minutes"
     )
     return 1 if unexplained else 0
 

@@ -135,6 +135,3 @@ _BY_REASON: dict[str, list[tuple[str, str, str, int]]] = {
 }
 
 EXPLAINED = {key: reason for reason, keys in _BY_REASON.items() for key in keys}
-
-# What survived and has neither a test nor a reason yet.
-OPEN: set[tuple[str, str, str, int]] = set()
