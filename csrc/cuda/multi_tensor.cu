@@ -198,11 +198,14 @@ __global__ void __launch_bounds__(kThreads, kHealth ? kCountingPerSm : kPrograms
       __threadfence();
       auto* finished = reinterpret_cast<unsigned int*>(header + kFinished);
       is_last = atomicInc(finished, gridDim.x - 1) == gridDim.x - 1;
+      if (is_last) {
+        // The thread that saw the count fences; the barrier passes on to the others what it sees.
+        __threadfence();
+      }
     }
   }
   __syncthreads();
   if (is_last) {
-    __threadfence();
     finish(launch);
   }
 }

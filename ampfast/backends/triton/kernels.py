@@ -186,9 +186,6 @@ def multi_tensor(
             any_found = found
             if ACCUMULATE:
                 any_found = found | (tl.load(found_inf_ptr) != 0.0)
-                tl.store(found_inf_ptr, 1.0, mask=found)
-            else:
-                tl.store(found_inf_ptr, found.to(tl.float32))
             if EPILOGUE == UPDATE:
                 if other_found_inf_ptr is not None:
                     any_found |= tl.load(other_found_inf_ptr) != 0.0
@@ -196,7 +193,12 @@ def multi_tensor(
                     *(scale_ptr, growth_tracker_ptr, state_ptr, None, any_found),
                     *(growth_factor, backoff_factor, growth_interval),
                 )
+            # All threads have loaded what the first one now stores.
             tl.debug_barrier()
+            if ACCUMULATE:
+                tl.store(found_inf_ptr, 1.0, mask=found)
+            else:
+                tl.store(found_inf_ptr, found.to(tl.float32))
             tl.store(table_ptr + _FINISHED, tl.zeros([], dtype=tl.int64))
             tl.store(table_ptr + _PEAK, tl.zeros([], dtype=tl.int64))
 
