@@ -15,7 +15,10 @@ from ampfast import GradScaler, backends
 from ampfast.backends import native
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
-CACHED = ("_choice", "_launcher", "_kernels", "_why_not", "_why_it_fails", "_default_on_gpu")
+CACHED = (
+    *("_choice", "_launcher", "_kernels"),
+    *("_why_not", "_why_it_fails", "_default_on_gpu", "_warn_once"),
+)
 
 
 @pytest.fixture(autouse=True)
@@ -37,7 +40,7 @@ def machine(
     """A machine with a GPU, on which backends are missing or fail for these reasons."""
     monkeypatch.setattr(backends, "_is_interpreted", lambda: False)
     monkeypatch.setattr(backends, "_why_not", lambda name: missing.get(name, ""))
-    monkeypatch.setattr(backends, "_why_it_fails", lambda name: failing.get(name, ""))
+    monkeypatch.setattr(backends, "_why_it_fails", lambda name, index: failing.get(name, ""))
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
 
 
@@ -100,6 +103,62 @@ def test_an_old_card_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     assert reason == "cuda:0 has compute capability below 7.5"
 
 
+def unlike_gpus(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
+    """A machine with three GPUs, of which the second is too old; returns what is tried where."""
+    tried: list[tuple[str, str]] = []
+
+    def try_out(name: str, device: torch.device) -> str:
+        tried.append((name, str(device)))
+        return ""
+
+    monkeypatch.setattr(backends, "_is_interpreted", lambda: False)
+    monkeypatch.setattr(backends, "_why_not", lambda name: "")
+    monkeypatch.setattr(backends, "_try_out", try_out)
+    monkeypatch.setattr(backends, "_kernels", lambda name: f"{name}'s")
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    capabilities = {"cuda:0": (9, 0), "cuda:1": (7, 0), "cuda:2": (8, 0)}
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda d: capabilities[str(d)])
+    return tried
+
+
+@pytest.mark.parametrize("name", ["triton", "cuda"])
+def test_a_named_backend_is_tried_on_each_gpu(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    tried = unlike_gpus(monkeypatch)
+    choice = backends.choose(name)
+    for _ in range(2):
+        for gpu in (GPU, torch.device("cuda"), torch.device("cuda", 2)):
+            assert choice.name_for(gpu) == name
+            assert choice.kernels_for(gpu) == f"{name}'s"
+        for ask in (choice.name_for, choice.kernels_for):
+            with pytest.raises(RuntimeError, match="here: cuda:1 has compute capability"):
+                ask(torch.device("cuda", 1))
+    assert tried == [(name, "cuda:0"), (name, "cuda:2")]
+
+
+def test_the_default_is_that_of_each_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried = unlike_gpus(monkeypatch)
+    choice = backends.choose()
+    with pytest.warns(UserWarning) as caught:
+        for _ in range(2):
+            assert choice.name_for(GPU) == choice.name_for(torch.device("cuda")) == "triton"
+            assert choice.name_for(torch.device("cuda", 1)) == "aten"
+            assert choice.kernels_for(torch.device("cuda", 1)) == "aten's"
+    old = "cuda:1 has compute capability below 7.5"
+    assert [str(w.message) for w in caught] == [
+        f"ampfast does without its backend {name!r}: {old}" for name in ("triton", "cuda")
+    ]
+    assert tried == [("triton", "cuda:0")]
+
+
+def test_what_gpus_have_in_common_is_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine(monkeypatch, {"triton": "not there"}, {})
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for index in range(3):
+            assert backends.default_for(torch.device("cuda", index)) == "cuda"
+    assert len(caught) == 1
+
+
 def test_a_trial_without_plain_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backends, "_is_interpreted", lambda: True)
     monkeypatch.setattr(native, "list_of", lambda tensors, device: None)
@@ -155,7 +214,7 @@ def test_a_named_backend_leaves_other_devices_theirs(monkeypatch: pytest.MonkeyP
 def test_cuda_is_not_initialised_for_a_choice(monkeypatch: pytest.MonkeyPatch) -> None:
     machine(monkeypatch, {}, {})
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
-    monkeypatch.setattr(backends, "_default_on_gpu", lambda: pytest.fail("asked for a GPU"))
+    monkeypatch.setattr(backends, "_default_on_gpu", lambda index: pytest.fail("asked for a GPU"))
     assert backends.choose().devices == native.CPU
 
 

@@ -186,7 +186,9 @@ class Choice:
         """
         if device.type == "cpu":
             return self._on_cpu
-        return "aten" if device.type != "cuda" or self._name == "aten" else self._on_gpu()
+        return (
+            "aten" if device.type != "cuda" or self._name == "aten" else self._on_gpu(device.index)
+        )
 
     def kernels_for(self, device: torch.device) -> Kernels | None:
         """Returns the kernels for a device, or None where torch's own ops must do.
@@ -201,12 +203,12 @@ class Choice:
             return self._cpu_kernels
         return _kernels(self.name_for(device))
 
-    def _on_gpu(self) -> str:
+    def _on_gpu(self, index: int | None = None) -> str:
         if self._name in _GPU_NAMES and not (self._name == "triton" and _is_interpreted()):
-            if reason := _why_not(self._name) or _why_it_fails(self._name):
+            if reason := _why_not(self._name) or _why_it_fails(self._name, index):
                 raise RuntimeError(f"backend {self._name!r} cannot run here: {reason}")
             return self._name
-        return _default_on_gpu()
+        return _default_on_gpu(index)
 
 
 def report() -> list[BackendReport]:
@@ -313,11 +315,16 @@ def _why_not(name: str) -> str:
 
 
 @cache
-def _why_it_fails(name: str) -> str:
-    """Tries the kernels on one gradient: whether they compile shows only then."""
+def _why_it_fails(name: str, index: int | None = None) -> str:
+    """Tries the kernels on one gradient: whether they compile shows only then.
+
+    Each GPU is tried for itself, as they may differ; without an index the one that is current.
+    """
     device = torch.device("cpu")
     if not (name == "triton" and _is_interpreted()):
-        device = torch.device("cuda", torch.cuda.current_device())
+        if index is None:
+            return _why_it_fails(name, torch.cuda.current_device())
+        device = torch.device("cuda", index)
         refuse_capture("the first launch")
         capability = torch.cuda.get_device_capability(device)
         if torch.version.hip is None and capability < _LEAST_CAPABILITY:
@@ -352,14 +359,20 @@ def _try_out(name: str, device: torch.device) -> str:
 
 
 @cache
-def _default_on_gpu() -> str:
+def _default_on_gpu(index: int | None = None) -> str:
     for name in _GPU_NAMES:
         reason = _why_not(name)
         if not reason and name == "triton" and _is_interpreted():
             reason = "TRITON_INTERPRET is set, and interpreted kernels are for CPU tensors"
-        reason = reason or _why_it_fails(name)
+        reason = reason or _why_it_fails(name, index)
         if not reason:
             return name
         if reason != _NO_GPU:
-            warnings.warn(f"ampfast does without its backend {name!r}: {reason}", stacklevel=2)
+            _warn_once(f"ampfast does without its backend {name!r}: {reason}")
     return "aten"
+
+
+@cache
+def _warn_once(message: str) -> None:
+    """Warns once of what several GPUs have in common."""
+    warnings.warn(message, stacklevel=3)

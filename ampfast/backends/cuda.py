@@ -28,7 +28,7 @@ if not _C.WITH_CUDA:
 
 @cache
 def max_programs(device: torch.device) -> int:
-    """Returns how many programs are resident at once: the most that a launch gets."""
+    """Returns the largest grid: what the plain kernels can have resident at once."""
     return _C.cuda_max_programs(device.index)
 
 

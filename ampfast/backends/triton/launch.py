@@ -65,7 +65,7 @@ def _threads(device: torch.device) -> int:
 
 @cache
 def max_programs(device: torch.device) -> int:
-    """Returns how many programs are resident at once: the most that a launch gets."""
+    """Returns the largest grid: what the plain kernels can have resident at once."""
     if INTERPRETED:
         return INTERPRETED_PROGRAMS
     return PROGRAMS_PER_SM * torch.cuda.get_device_properties(device).multi_processor_count
