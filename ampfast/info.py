@@ -33,7 +33,8 @@ def collect() -> dict[str, Any]:
         - ``versions``: ``ampfast``, ``python``, ``platform``, ``torch``; ``cuda`` and ``hip`` that
           torch was built for and ``triton``, each None where there is none.
         - ``extension``: what the compiled core says of its build (``torch``, ``compiler``,
-          ``openmp``) and the instruction set it runs with (``cpu_capability``).
+          ``openmp``), the instruction set it runs with (``cpu_capability``) and whether it has the
+          CUDA kernels (``cuda_kernels``: "built" or "not built").
         - ``devices``: for the CPU and each GPU ``device`` ("cpu", "cuda:0"), ``name``,
           ``threads`` (None for a GPU), ``memory_bytes`` (None for the CPU), ``capability`` (the
           instruction set that torch uses, or the compute capability), ``backend`` (what gradients
@@ -53,7 +54,11 @@ def collect() -> dict[str, Any]:
             "hip": torch.version.hip,
             "triton": _triton_version(),
         },
-        "extension": {**native.build_info(), "cpu_capability": native.cpu_capability()},
+        "extension": {
+            **native.build_info(),
+            "cpu_capability": native.cpu_capability(),
+            "cuda_kernels": "built" if native.WITH_CUDA else "not built",
+        },
         "devices": _devices(),
         "backends": [_backend(report) for report in backends.report()],
         "AMPFAST_BACKEND": os.environ.get("AMPFAST_BACKEND"),
@@ -69,6 +74,7 @@ def describe(facts: dict[str, Any]) -> str:
         ("compiler", extension["compiler"]),
         ("OpenMP", extension["openmp"]),
         ("CPU kernels for", extension["cpu_capability"]),
+        ("CUDA kernels", extension["cuda_kernels"]),
     ]
     sections = [
         (

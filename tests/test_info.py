@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import ampfast
+from ampfast import _C, backends, info
 from ampfast import __main__ as command_line
-from ampfast import backends, info
 
 NAMES = ["triton", "cuda", "cpu", "aten"]
 KINDS = {
@@ -130,7 +130,9 @@ def test_backend_of_the_environment_that_can_run(monkeypatch: pytest.MonkeyPatch
 
 def test_core_says_how_it_was_built() -> None:
     facts = info.collect()
-    assert sorted(facts["extension"]) == ["compiler", "cpu_capability", "openmp", "torch"]
+    extension = facts["extension"]
+    assert sorted(extension) == ["compiler", "cpu_capability", "cuda_kernels", "openmp", "torch"]
+    assert extension["cuda_kernels"] == ("built" if _C.WITH_CUDA else "not built")
     # The build metadata of torch's version, as in 2.13.0+cpu, is not known to its headers.
     assert torch.__version__.startswith(facts["extension"]["torch"].partition("+")[0])
     for value in facts["extension"].values():

@@ -43,6 +43,7 @@ __all__ = [
     "HEALTH_WORDS",
     "MARK_WORDS",
     "WINDOW_BYTES",
+    "WITH_CUDA",
     "Clip",
     "DeviceTable",
     "Factors",
@@ -73,6 +74,7 @@ list_of = _C.GradList.of
 # Whether a tensor is what kernels read and write as a scalar: plain, of a dtype, one element.
 is_scalar = _C.is_scalar
 WINDOW_BYTES: int = _C.WINDOW_BYTES
+WITH_CUDA: bool = _C.WITH_CUDA
 # Columns of what a `Track` holds.
 MARK_WORDS: int = _C.MARK_WORDS
 HEALTH_WORDS: int = _C.HEALTH_WORDS
