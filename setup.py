@@ -17,6 +17,8 @@ OLDEST_TORCH = (2, 11)
 # What the CUDA kernels are compiled for unless TORCH_CUDA_ARCH_LIST says otherwise; an nvcc that is
 # too old or too new for one of them leaves it out.
 CUDA_ARCHITECTURES = ("7.5", "8.0", "8.6", "8.9", "9.0", "10.0", "11.0", "12.0")
+# A thread for each of them, for every file that is compiled at the time.
+MOST_NVCC_THREADS = 8
 # Whatever else than the sources decides what a build gives.
 BUILD_VARIABLES = (
     *("AMPFAST_CUDA", "CUDA_HOME", "CUDA_PATH", "TORCH_CUDA_ARCH_LIST"),
@@ -146,6 +148,12 @@ def compile_flags(include_dirs: list[str]) -> tuple[list[str], list[str]]:
     return compiling + openmp, openmp
 
 
+def nvcc_flags() -> list[str]:
+    """Returns the CUDA compiler's flags; the architectures of a file are compiled side by side."""
+    threads = min(os.cpu_count() or 1, MOST_NVCC_THREADS)
+    return ["-O3", "--fmad=false", "--threads", str(threads)]
+
+
 def found(*patterns: str) -> list[str]:
     """Returns the files under csrc that match, as setuptools wants them: relative, with slashes."""
     root = Path(__file__).parent
@@ -205,7 +213,7 @@ def main() -> None:
                 found("*.cpp", "cpu/*.cpp", *(["cuda/*.cpp", "cuda/*.cu"] if with_cuda else [])),
                 depends=found("**/*.h", "**/*.cuh"),
                 define_macros=[("AMPFAST_WITH_CUDA", "1")] if with_cuda else [],
-                extra_compile_args={"cxx": compiling, "nvcc": ["-O3", "--fmad=false"]},
+                extra_compile_args={"cxx": compiling, "nvcc": nvcc_flags()},
                 extra_link_args=linking,
             )
         ],

@@ -12,14 +12,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+from nvcc import FLAGS, NVCC, SETUP
 
 ROOT = Path(__file__).resolve().parents[1]
 SOURCE = ROOT / "csrc" / "cuda" / "multi_tensor.cu"
-NVCC = shutil.which("nvcc")
-# As setup.py and torch's build have them: without the operators of 16-bit types.
-FLAGS = ["-O3", "--fmad=false", "-std=c++17", "-D__CUDA_NO_HALF_OPERATORS__"]
-FLAGS += ["-D__CUDA_NO_HALF_CONVERSIONS__", "-D__CUDA_NO_HALF2_OPERATORS__"]
-FLAGS += ["-D__CUDA_NO_BFLOAT16_CONVERSIONS__"]
 FORMATS = ("Float32", "Float64", "Float16", "BFloat16")
 # Eight programs of 128 threads share the 65,536 registers of a multiprocessor.
 REGISTERS = 64
@@ -94,11 +90,7 @@ def by_variant(text: str, start: str) -> dict[Variant, str]:
 
 def project_architectures() -> list[str]:
     """Those of setup.py that this nvcc knows, as digits."""
-    spec = importlib.util.spec_from_file_location("ampfast_setup", ROOT / "setup.py")
-    assert spec is not None and spec.loader is not None
-    setup = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(setup)
-    return re.sub(r"[.]|\+PTX", "", setup.cuda_architectures(NVCC)).split(";")
+    return re.sub(r"[.]|\+PTX", "", SETUP.cuda_architectures(NVCC)).split(";")
 
 
 @pytest.fixture(scope="module")
@@ -108,7 +100,7 @@ def build(tmp_path_factory: pytest.TempPathFactory) -> Build:
     architectures = project_architectures()
     targets = [f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in architectures]
     output = ["--keep", "--keep-dir", str(folder), "-o", str(folder / "all.fatbin")]
-    how = ["-fatbin", "-Xptxas", "-v", "--threads", "2"]
+    how = ["-fatbin", "-Xptxas", "-v"]
     done = subprocess.run(
         [str(NVCC), *FLAGS, *targets, *how, *output, str(SOURCE)],
         capture_output=True,
@@ -191,13 +183,13 @@ def test_whole_windows_are_vectors_in_ptx(build):
 
 def test_last_program_is_fenced(build):
     for variant, body in by_variant(build.ptx(SM), r"\.entry (\w+)\(").items():
-        # Publish, count, wait, look.
+        # Publish, count, see what was published: that the others wait for it shows where it runs.
         order = r"fence\.(?:sc|acq_rel)|membar\.gl|atom\.\S*inc\.u32|bar(?:rier)?\.(?:cta\.)?sync"
         steps = [step.split(".")[0] for step in re.findall(order, body)]
         steps = ["fence" if step == "membar" else step[:3] for step in steps]
         at = steps.index("ato")
         assert steps[at - 1] == "fence", (variant, steps)
-        assert steps[at + 1 : at + 3] == ["bar", "fence"], (variant, steps)
+        assert steps[at + 1] == "fence", (variant, steps)
         # The peak is an integer there, the partial sums are not.
         assert re.search(r"\bld\.global\.cg\.[sub]64 %rd", body), variant
         assert re.search(r"\bld\.global\.cg\.f64 %fd", body), variant

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import re
 import runpy
@@ -16,6 +15,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from nvcc import SETUP
 
 import ampfast
 from ampfast._version import __version__
@@ -27,12 +27,7 @@ SOURCES = ["csrc/cuda/kernels.cu"]
 
 @pytest.fixture(scope="module")
 def build() -> ModuleType:
-    """setup.py as a module; imported so, it builds nothing."""
-    spec = importlib.util.spec_from_file_location("ampfast_setup", ROOT / "setup.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return SETUP
 
 
 @pytest.mark.parametrize(
@@ -114,6 +109,14 @@ def test_flags_keep_the_arithmetic(build):
     compiling, _ = build.compile_flags(["/include"])
     assert "-ffp-contract=off" in compiling
     assert not [flag for flag in compiling if "fast" in flag or flag.startswith("-march")]
+
+
+@pytest.mark.parametrize(("cpus", "threads"), [(None, "1"), (3, "3"), (64, "8")])
+def test_nvcc_compiles_for_several_architectures_at_once(build, monkeypatch, cpus, threads):
+    monkeypatch.setattr(os, "cpu_count", lambda: cpus)
+    flags = build.nvcc_flags()
+    assert flags[flags.index("--threads") + 1] == threads
+    assert "--fmad=false" in flags
 
 
 @pytest.fixture(scope="module")

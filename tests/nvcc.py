@@ -1,0 +1,27 @@
+"""The build of the extension, and the CUDA compiler as it calls it."""
+
+from __future__ import annotations
+
+import importlib.util
+import shutil
+from pathlib import Path
+from types import ModuleType
+
+NVCC = shutil.which("nvcc")
+
+
+def _setup() -> ModuleType:
+    """setup.py as a module; imported so, it builds nothing."""
+    path = Path(__file__).parents[1] / "setup.py"
+    spec = importlib.util.spec_from_file_location("ampfast_setup", path)
+    assert spec is not None and spec.loader is not None
+    setup = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(setup)
+    return setup
+
+
+SETUP = _setup()
+# torch's build adds these: without the operators of 16-bit types.
+FLAGS = [*SETUP.nvcc_flags(), "-std=c++17", "-D__CUDA_NO_HALF_OPERATORS__"]
+FLAGS += ["-D__CUDA_NO_HALF_CONVERSIONS__", "-D__CUDA_NO_HALF2_OPERATORS__"]
+FLAGS += ["-D__CUDA_NO_BFLOAT16_CONVERSIONS__"]
