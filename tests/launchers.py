@@ -1,0 +1,91 @@
+"""The kernels that tests without a GPU launch on CPU tensors.
+
+`AMPFAST_TEST_KERNELS` says which: those of a backend as they are compiled for an architecture, such
+as "cuda-sm_90" or "triton-sm_75", which the machine in tests/ptx runs; with "-races" behind it,
+accesses that nothing orders are errors. Without it they are Triton's, if they are interpreted, as
+TRITON_INTERPRET=1 has it.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from functools import cache
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+from nvcc import NVCC
+
+from ampfast import _C
+
+sys.path.insert(0, str(Path(__file__).with_name("ptx")))
+
+VARIABLE = "AMPFAST_TEST_KERNELS"
+
+
+@cache
+def compiled() -> Any:
+    """Returns the launcher of compiled kernels that was asked for, or None.
+
+    Raises:
+        pytest.UsageError: If there are no such kernels here.
+    """
+    name = os.environ.get(VARIABLE)
+    if not name:
+        return None
+    found = re.fullmatch(r"(triton|cuda)-sm_(\d+)(-races)?", name)
+    if found is None:
+        raise pytest.UsageError(
+            f"{VARIABLE} is triton-sm_NN or cuda-sm_NN, with or without -races, not {name!r}"
+        )
+    module = (_compiled_cuda if found[1] == "cuda" else _compiled_triton)(found[2])
+    from on_machine import OnMachine
+
+    return OnMachine(module, races=found[3] is not None)
+
+
+def chosen() -> Any:
+    """Returns the launcher; skips the module that asks where there is none."""
+    return compiled() or _interpreter()
+
+
+def _interpreter() -> ModuleType:
+    try:
+        from ampfast.backends.triton import launch
+    except ModuleNotFoundError as error:
+        pytest.skip(f"Triton is missing: {error}", allow_module_level=True)
+    if not launch.INTERPRETED:
+        reason = f"interprets kernels: needs TRITON_INTERPRET=1, or {VARIABLE}"
+        pytest.skip(reason, allow_module_level=True)
+    return launch
+
+
+def _compiled_triton(architecture: str) -> ModuleType:
+    try:
+        from ampfast.backends.triton import launch
+    except ModuleNotFoundError as error:
+        raise pytest.UsageError(f"{VARIABLE} needs Triton: {error}") from None
+    if launch.INTERPRETED:
+        raise pytest.UsageError(f"{VARIABLE} is for compiled kernels: unset TRITON_INTERPRET")
+    import triton_on_cpu
+
+    triton_on_cpu.install(architecture)
+    launch._threads = lambda device: 128
+    return launch
+
+
+def _compiled_cuda(architecture: str) -> ModuleType:
+    if NVCC is None:
+        raise pytest.UsageError(f"{VARIABLE} needs nvcc on the PATH for the CUDA kernels")
+    import cuda_on_cpu
+
+    if architecture not in cuda_on_cpu.ARCHITECTURES:
+        known = " or ".join(f"cuda-sm_{a}" for a in cuda_on_cpu.ARCHITECTURES)
+        raise pytest.UsageError(f"{VARIABLE} is {known} for the CUDA kernels")
+    cuda_on_cpu.install(_C, architecture)
+    from ampfast.backends import cuda
+
+    return cuda

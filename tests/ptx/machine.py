@@ -1,0 +1,187 @@
+"""Runs kernels of PTX on the CPU, on CPU tensors: what compilers made of them, with no GPU.
+
+The way of a launch: `on_machine.py` says which memory it may use and calls the launch of the
+backend. For CUDA, `cuda_on_cpu.py` has nvcc compile the kernels, keeps the PTX, and links nvcc's
+host code with `cuda_runtime.cpp`, whose `cudaLaunchKernel` calls back. For Triton,
+`triton_on_cpu.py` stands in for the driver of its runtime. Both end in `run`: `assembler.py` turns
+PTX into a listing, `listing.h` reads it, and `machine.cpp` runs it, over `memory.h` (where),
+`races.h` (in which order) and `arithmetic.h` (what).
+
+It does not see reads of registers or shared memory that nobody wrote, one shared variable used
+beyond its end as another, or one gradient read through another of its list.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import hashlib
+import os
+import shlex
+import subprocess
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from assembler import Kernel
+from torch import Tensor
+
+__all__ = ["COMPILER", "PtxError", "Range", "Watch", "built", "run", "watch"]
+
+HERE = Path(__file__).parent
+BUILD = HERE.parents[1] / "build" / "ptx"
+COMPILER = shlex.split(os.environ.get("CXX", "c++"))
+FLAGS = ("-std=c++17", "-O2", "-ffp-contract=off", "-Wall", "-Wextra", "-shared", "-fPIC")
+# Programs of a launch that is watched for races.
+MOST_WATCHED = 16
+
+
+class PtxError(RuntimeError):
+    """A kernel did what it must not do."""
+
+
+class Range(ctypes.Structure):
+    """Memory that a launch may read, and perhaps write."""
+
+    _fields_ = (
+        ("address", ctypes.c_uint64),
+        ("bytes", ctypes.c_int64),
+        ("may_write", ctypes.c_int64),
+    )
+
+    @classmethod
+    def of(cls, tensor: Tensor, *, may_write: bool) -> Range:
+        return cls(tensor.data_ptr(), tensor.nbytes, may_write)
+
+
+class _Launch(ctypes.Structure):
+    _fields_ = (
+        ("programs", ctypes.c_int64),
+        ("threads", ctypes.c_int64),
+        ("dynamic_shared_bytes", ctypes.c_int64),
+        ("parameters", ctypes.c_char_p),
+        ("parameter_bytes", ctypes.c_int64),
+        ("ranges", ctypes.POINTER(Range)),
+        ("range_count", ctypes.c_int64),
+        ("seed", ctypes.c_uint64),
+        ("watches_races", ctypes.c_int64),
+        ("read", ctypes.c_int64),
+        ("written", ctypes.c_int64),
+    )
+
+
+@dataclass
+class Watch:
+    """What launches are watched for, and what they did.
+
+    Attributes:
+        memory: What they may use.
+        races: Whether accesses that nothing orders are errors; only in grids of at most
+            `MOST_WATCHED` programs, since every thread keeps what it knows of every other.
+        seed: Decides in which order threads run; each launch gets the next.
+        launches: The names of the kernels.
+        read: Bytes of global memory.
+        written: As `read`.
+    """
+
+    memory: Sequence[Range] = ()
+    races: bool = False
+    seed: int = 0
+    launches: list[str] = field(default_factory=list)
+    read: int = 0
+    written: int = 0
+
+
+_now = Watch()
+
+
+@contextlib.contextmanager
+def watch(**changes: Any) -> Iterator[Watch]:
+    """Watches the launches inside: as those outside, but for what is given; they count in both."""
+    global _now
+    outside = _now
+    given = {"memory": outside.memory, "races": outside.races, "seed": outside.seed}
+    _now = Watch(**{**given, **changes})
+    try:
+        yield _now
+    finally:
+        outside.seed = max(outside.seed, _now.seed)
+        outside.launches += _now.launches
+        outside.read += _now.read
+        outside.written += _now.written
+        _now = outside
+
+
+def built(name: str, sources: Sequence[Path], make: Callable[[Path], None]) -> Path:
+    """Returns the folder with what `make` puts into it, made again if a source has changed."""
+    key = hashlib.sha256(repr(COMPILER).encode())
+    for source in [Path(__file__), *sources]:
+        key.update(source.read_bytes())
+    folder = BUILD / f"{name}-{key.hexdigest()[:16]}"
+    if not folder.exists():
+        BUILD.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=BUILD) as unfinished:
+            make(Path(unfinished) / "made")
+            # Another process may have been faster.
+            with contextlib.suppress(OSError):
+                os.rename(Path(unfinished) / "made", folder)
+    return folder
+
+
+def run(
+    kernel: Kernel, programs: int, threads: int, parameters: bytes, *, shared_bytes: int = 0
+) -> None:
+    """Runs a kernel to its end.
+
+    Args:
+        kernel: What the assembler made of it.
+        programs: The grid.
+        threads: Of each program.
+        parameters: As a launch passes them.
+        shared_bytes: What each program gets beyond what its kernel declares.
+
+    Raises:
+        PtxError: If it does what it must not do; the message names the instruction.
+    """
+    memory = (Range * len(_now.memory))(*_now.memory)
+    launch = _Launch(
+        *(programs, threads, shared_bytes, parameters, len(parameters)),
+        *(memory, len(memory), _now.seed, _now.races and programs <= MOST_WATCHED, 0, 0),
+    )
+    _now.seed += 1
+    _now.launches.append(kernel.name)
+    library = _library()
+    done = library.ptx_run(_loaded(kernel.listing), ctypes.byref(launch))
+    _now.read += launch.read
+    _now.written += launch.written
+    if not done:
+        raise PtxError(f"{kernel.name}: {library.ptx_error().decode()}")
+
+
+@cache
+def _library() -> ctypes.CDLL:
+    sources = sorted([*HERE.glob("*.h"), HERE / "machine.cpp", HERE / "../../csrc/cpu/half.h"])
+
+    def make(folder: Path) -> None:
+        folder.mkdir()
+        output = ["-o", str(folder / "machine.so"), str(HERE / "machine.cpp")]
+        subprocess.run([*COMPILER, *FLAGS, *output], check=True)
+
+    library = ctypes.CDLL(str(built("machine", sources, make) / "machine.so"))
+    library.ptx_load.restype = ctypes.c_void_p
+    library.ptx_error.restype = ctypes.c_char_p
+    library.ptx_run.restype = ctypes.c_bool
+    library.ptx_run.argtypes = (ctypes.c_void_p, ctypes.c_void_p)
+    return library
+
+
+@cache
+def _loaded(listing: str) -> int:
+    library = _library()
+    kernel = library.ptx_load(listing.encode())
+    if not kernel:
+        raise PtxError(library.ptx_error().decode())
+    return kernel

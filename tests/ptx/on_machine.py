@@ -1,0 +1,99 @@
+"""Launches of compiled kernels on CPU tensors, which may touch nothing but what they are given."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+from collections.abc import Iterator, Sequence
+from types import ModuleType
+
+import torch
+from machine import Range, watch
+from reference_launcher import spans_of
+from torch import Tensor
+
+from ampfast.backends.native import Clip, Segment
+from ampfast.backends.passes import Epilogue, Pass, ScaleUpdate
+
+PARTIALS = 2  # the word of a table that says where the programs' sums begin
+
+
+class OnMachine:
+    """The launches of a module, each watched by the machine that runs PTX."""
+
+    def __init__(self, module: ModuleType, *, races: bool) -> None:
+        self._module = module
+        self._races = races
+
+    def max_programs(self, device: torch.device) -> int:
+        return 3
+
+    def on(self, device: torch.device) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    def is_capturing(self) -> bool:
+        return False
+
+    def multi_tensor(self, work: Pass, segment: Segment, epilogue: Epilogue) -> None:
+        with self._watch(
+            [
+                *_table(work, segment),
+                *_read(work.factor, work.coefficient),
+                *_written(work.found_inf, work.norms, *(work.track or ())),
+                *(() if work.update is None else _of_update(work.update, [])),
+            ]
+        ):
+            self._module.multi_tensor(work, segment, epilogue)
+
+    def update_scale(self, update: ScaleUpdate, found_infs: list[Tensor]) -> None:
+        with self._watch(_of_update(update, found_infs)):
+            self._module.update_scale(update, found_infs)
+
+    def clip_coefficient(self, clip: Clip) -> None:
+        reads = _read(clip.norms, clip.scale)
+        with self._watch([*reads, *_written(clip.norm, clip.coefficient, clip.divisor)]):
+            self._module.clip_coefficient(clip)
+
+    @contextlib.contextmanager
+    def _watch(self, memory: Sequence[Range]) -> Iterator[None]:
+        with watch(memory=_merged(memory), races=self._races):
+            yield
+
+
+def _read(*tensors: Tensor | None) -> Iterator[Range]:
+    yield from (Range.of(t, may_write=False) for t in tensors if t is not None)
+
+
+def _written(*tensors: Tensor | None) -> Iterator[Range]:
+    yield from (Range.of(t, may_write=True) for t in tensors if t is not None)
+
+
+def _of_update(update: ScaleUpdate, found_infs: Sequence[Tensor]) -> Iterator[Range]:
+    yield from _written(update.scale, update.growth_tracker, update.state)
+    yield from _read(update.norm, update.other, *found_infs)
+
+
+def _table(work: Pass, segment: Segment) -> Iterator[Range]:
+    """Programs leave something in the header and behind the table; the table itself is fixed.
+
+    It is read as plain memory: tests count what is read of tensors.
+    """
+    buffer = work.table.buffer
+    words = (ctypes.c_int64 * buffer.numel()).from_address(buffer.data_ptr())
+    yield from _written(buffer[:PARTIALS], buffer[words[PARTIALS] :])
+    yield from _read(buffer[PARTIALS : words[PARTIALS]])
+    for address, length in spans_of(words, segment):
+        yield Range(address, length * segment.dtype.itemsize, work.write)
+
+
+def _merged(memory: Sequence[Range]) -> list[Range]:
+    """Joins what overlaps: what is read in one role may be written in another."""
+    merged: list[Range] = []
+    for part in sorted(memory, key=lambda part: part.address):
+        if merged and part.address < merged[-1].address + merged[-1].bytes:
+            last = merged[-1]
+            last.bytes = max(last.bytes, part.address + part.bytes - last.address)
+            last.may_write |= part.may_write
+        else:
+            merged.append(part)
+    return merged

@@ -1,0 +1,52 @@
+"""Kernels of a few instructions, run by the machine."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+
+import torch
+from assembler import kernels_of
+from machine import Range, Watch, run, watch
+
+THREADS = 64
+
+
+def kernel(body: str, shared: str = "") -> str:
+    """A kernel of two pointers, which are in %rd1 and %rd2; this thread's number is in %r1."""
+    return f"""
+.version 8.0
+.target sm_75
+.visible .entry tried(.param .u64 tried_0, .param .u64 .ptr .global .align 4 tried_1)
+.reqntid {THREADS}
+{{
+    .reg .pred %p<9>; .reg .b16 %rs<9>; .reg .b32 %r<9>; .reg .b64 %rd<9>;
+    {shared}
+    ld.param.u64 %rd1, [tried_0];
+    ld.param.u64 %rd2, [tried_1];
+    mov.u32 %r1, %tid.x;
+    mul.wide.u32 %rd3, %r1, 4;
+    {body}
+    ret;
+}}"""
+
+
+def tried(
+    text: str,
+    first: torch.Tensor,
+    second: torch.Tensor,
+    *,
+    programs: int = 1,
+    writes: Sequence[bool] = (True, True),
+    races: bool = False,
+    seed: int = 0,
+) -> Watch:
+    parameters = struct.pack("qq", first.data_ptr(), second.data_ptr())
+    memory = [Range.of(t, may_write=w) for t, w in zip((first, second), writes, strict=True)]
+    with watch(memory=memory, races=races, seed=seed) as watched:
+        run(kernels_of(text)["tried"], programs, THREADS, parameters)
+    return watched
+
+
+def numbers(count: int = THREADS) -> torch.Tensor:
+    return torch.arange(count, dtype=torch.int32)

@@ -1,0 +1,257 @@
+"""The machine that runs PTX: what it must not let pass."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from assembler import UnknownPtx, kernels_of
+from machine import PtxError
+from small_kernels import THREADS, kernel, numbers, tried
+
+COPY = """
+    add.s64 %rd4, %rd1, %rd3;
+    ld.global.b32 %r2, [%rd4];
+    add.s64 %rd5, %rd2, %rd3;
+    st.global.b32 [%rd5], %r2;
+"""
+
+
+def test_a_copy_and_its_bytes() -> None:
+    target = torch.zeros(THREADS, dtype=torch.int32)
+    watched = tried(kernel(COPY), numbers(), target, writes=(False, True))
+    assert torch.equal(target, numbers())
+    assert (watched.launches, watched.read, watched.written) == (["tried"], 256, 256)
+
+
+# What ends a kernel
+
+
+def test_memory_that_was_not_given() -> None:
+    longer = numbers(THREADS + 1)
+    with pytest.raises(PtxError, match=r"`ld.global.b32.*reads memory that is not its own"):
+        tried(kernel(COPY), longer[:-2], longer.clone())
+    with pytest.raises(PtxError, match=r"`st.global.b32.*writes memory that is not its own"):
+        tried(kernel(COPY), longer, torch.zeros(THREADS + 1, dtype=torch.int32)[:-2])
+    with pytest.raises(PtxError, match="writes memory that is not its own"):
+        tried(kernel(COPY), longer, longer.clone(), writes=(False, False))
+
+
+def test_an_address_that_is_not_aligned() -> None:
+    halves = torch.zeros(2 * THREADS + 2, dtype=torch.int16)[1:]
+    with pytest.raises(PtxError, match="not aligned"):
+        tried(kernel(COPY), numbers(), halves)
+
+
+def test_shared_memory_that_does_not_exist() -> None:
+    for place in ("buffer+8", "buffer+-4"):
+        body = f"st.shared.b32 [{place}], %r1;"
+        with pytest.raises(PtxError, match="beyond its memory"):
+            tried(kernel(body, ".shared .align 4 .b8 buffer[8];"), numbers(), numbers())
+
+
+DIVERGED = """
+    setp.lt.u32 %p1, %r1, 5;
+    @%p1 bra $over;
+    shfl.sync.bfly.b32 %r2, %r1, 1, 31, -1;
+$over:
+"""
+
+
+def test_a_shuffle_that_some_lanes_do_not_reach() -> None:
+    with pytest.raises(PtxError, match="not reached by all lanes"):
+        tried(kernel(DIVERGED), numbers(), numbers())
+
+
+# Each thread writes, and then its neighbour reads; the barriers are what the tests leave out.
+EXCHANGE = """
+    mov.u32 %r2, buffer;
+    cvt.u32.u64 %r3, %rd3;
+    add.s32 %r4, %r2, %r3;
+    st.shared.b32 [%r4], %r1;
+    {barrier}
+    xor.b32 %r5, %r3, 128;
+    add.s32 %r6, %r2, %r5;
+    ld.shared.b32 %r7, [%r6];
+    add.s64 %rd5, %rd2, %rd3;
+    st.global.b32 [%rd5], %r7;
+"""
+BUFFER = f".shared .align 4 .b8 buffer[{4 * THREADS}];"
+
+
+def test_a_barrier_that_is_missing() -> None:
+    target = torch.zeros(THREADS, dtype=torch.int32)
+    text = kernel(EXCHANGE.format(barrier="bar.sync 0;"), BUFFER)
+    for seed in range(10):
+        tried(text, numbers(), target, races=True, seed=seed)
+        assert torch.equal(target, numbers() ^ 32)
+    without = kernel(EXCHANGE.format(barrier=""), BUFFER)
+    with pytest.raises(PtxError, match="races with a"):
+        tried(without, numbers(), target, races=True)
+    # Also without looking for races, an order is soon found in which it goes wrong.
+    wrong = 0
+    for seed in range(10):
+        tried(without, numbers(), target, seed=seed)
+        wrong += not torch.equal(target, numbers() ^ 32)
+    assert wrong > 0
+
+
+# Programs leave their numbers, and the last to count sums them up.
+LAST = """
+    setp.ne.u32 %p1, %r1, 0;
+    @%p1 bra $done;
+    mov.u32 %r2, %ctaid.x;
+    mov.u32 %r3, %nctaid.x;
+    mul.wide.u32 %rd4, %r2, 4;
+    add.s64 %rd5, %rd2, %rd4;
+    st.global.b32 [%rd5], %r2;
+    {release}
+    sub.s32 %r4, %r3, 1;
+    atom.global{ordered}.inc.u32 %r5, [%rd1], %r4;
+    {acquire}
+    setp.ne.u32 %p2, %r5, %r4;
+    @%p2 bra $done;
+    mov.u32 %r6, 0;
+    mov.u32 %r7, 0;
+$more:
+    mul.wide.u32 %rd4, %r6, 4;
+    add.s64 %rd5, %rd2, %rd4;
+    ld.global.cg.b32 %r8, [%rd5];
+    add.s32 %r7, %r7, %r8;
+    add.s32 %r6, %r6, 1;
+    setp.lt.u32 %p3, %r6, %r3;
+    @%p3 bra $more;
+    st.global.b32 [%rd1+4], %r7;
+$done:
+"""
+
+
+@pytest.mark.parametrize(
+    ("release", "ordered", "acquire", "is_right"),
+    [
+        ("membar.gl;", "", "membar.gl;", True),
+        ("", ".gpu.acq_rel", "", True),
+        ("fence.acq_rel.gpu;", ".gpu.relaxed", "fence.acq_rel.gpu;", True),
+        ("", "", "membar.gl;", False),
+        ("membar.gl;", "", "", False),
+        ("", ".gpu.relaxed", "", False),
+    ],
+)
+def test_fences_around_a_count(release: str, ordered: str, acquire: str, is_right: bool) -> None:
+    text = kernel(LAST.format(release=release, ordered=ordered, acquire=acquire))
+    for seed in range(5):
+        count = torch.zeros(2, dtype=torch.int32)
+        parts = torch.full((8,), -1, dtype=torch.int32)
+        if is_right:
+            tried(text, count, parts, programs=8, races=True, seed=seed)
+            assert count.tolist() == [0, 28]
+        else:
+            with pytest.raises(PtxError, match=r"ld\.global\.cg\.b32.*races with a write"):
+                tried(text, count, parts, programs=8, races=True, seed=seed)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        LAST.format(release="membar.cta;", ordered="", acquire="membar.gl;"),
+        LAST.format(release="fence.acq_rel.cta;", ordered="", acquire="membar.gl;"),
+        LAST.format(release="", ordered=".cta.acq_rel", acquire=""),
+    ],
+)
+def test_what_orders_only_threads_of_one_program_is_refused(body: str) -> None:
+    with pytest.raises(UnknownPtx, match=r"cta|none of gpu"):
+        kernels_of(kernel(body))
+
+
+def test_every_program_must_release_what_it_did() -> None:
+    # An atomic of each program before its fence, but for the first one's.
+    body = """
+    setp.ne.u32 %p1, %r1, 0;
+    @%p1 bra $done;
+    mov.u32 %r2, %ctaid.x;
+    setp.eq.u32 %p2, %r2, 0;
+    @%p2 membar.gl;
+    red.global.gpu.relaxed.max.s32 [%rd2], %r2;
+    @!%p2 membar.gl;
+    mov.u32 %r3, %nctaid.x;
+    sub.s32 %r4, %r3, 1;
+    atom.global.inc.u32 %r5, [%rd1], %r4;
+    setp.ne.u32 %p3, %r5, %r4;
+    @%p3 bra $done;
+    membar.gl;
+    ld.global.cg.b32 %r6, [%rd2];
+$done:
+"""
+    races = 0
+    for seed in range(20):
+        count, most = numbers(2) * 0, numbers(1)
+        try:
+            tried(kernel(body), count, most, programs=4, races=True, seed=seed)
+        except PtxError as error:
+            assert "races with an atomic" in str(error)
+            races += 1
+    assert races > 10  # not where the first program is the last
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "setp.lt.u32 %p1, %r1, 5; @%p1 bar.sync 0;",
+        "setp.lt.u32 %p1, %r1, 5; @%p1 ret; bar.sync 0;",
+        "and.b32 %r2, %r1, 1; setp.eq.u32 %p1, %r2, 0;"
+        "@%p1 bra $a; bar.sync 0; bra $b; $a: bar.sync 0; $b:",
+    ],
+)
+def test_a_barrier_that_some_threads_do_not_reach(body: str) -> None:
+    with pytest.raises(PtxError, match="not reached by all threads"):
+        tried(kernel(body), numbers(), numbers())
+
+
+def test_lanes_of_a_warp_run_in_any_order() -> None:
+    # Each reads what the one below it wrote.
+    body = """
+    add.s64 %rd4, %rd2, %rd3;
+    st.global.b32 [%rd4+4], %r1;
+    ld.global.b32 %r2, [%rd4];
+    add.s64 %rd5, %rd1, %rd3;
+    st.global.b32 [%rd5], %r2;
+"""
+    seen = set()
+    for seed in range(10):
+        target = numbers()
+        tried(kernel(body), target, numbers(THREADS + 1) * 0 - 1, seed=seed)
+        seen.add(tuple(target.tolist()))
+    assert len(seen) > 5
+
+
+def test_threads_that_write_the_same_do_no_harm() -> None:
+    same = kernel("mov.u32 %r2, 7; st.global.b32 [%rd2], %r2;")
+    target = torch.zeros(1, dtype=torch.int32)
+    tried(same, numbers(), target, races=True)
+    assert target.item() == 7
+    with pytest.raises(PtxError, match="races with a write"):
+        tried(kernel("st.global.b32 [%rd2], %r1;"), numbers(), target, races=True)
+
+
+@pytest.mark.parametrize(
+    ("instruction", "unknown"),
+    [
+        ("fma.rn.f32 %r2, %r1, %r1, %r1;", "fma"),
+        ("mul.ftz.f32 %r2, %r1, %r1;", "ftz"),
+        ("ld.b32 %r2, [%rd1];", "any kind of memory"),
+        ("bar.sync 1;", "a part of the program"),
+        ("setp.lo.u32 %p1, %r2, 9;", "the modifier lo"),
+        ("setp.u32 %p1, %r2, 9;", "none of"),
+        ("setp.lt.u32 %p1|%p2, %r2, 9;", "a second result"),
+        ("mul.u32 %r2, %r1, %r1;", "a part of the product"),
+        ("mul.f32 %r2, %r1, %r1;", "a rounding"),
+        ("add.s32 %r2, %r1;", "2 operands"),
+        ("add.s32 %r2, %r1, %r1, %r1;", "4 operands"),
+        ("st.param.b64 [tried_0], %rd1;", "the modifier param"),
+        ("mov.b128 %rd4, {%rd1, %rd2};", "b128"),
+        ("$here: $here: ret;", "a second label"),
+        ("mov.b32 %r2, %laneid;", "laneid"),
+    ],
+)
+def test_what_it_does_not_know_is_an_error(instruction: str, unknown: str) -> None:
+    with pytest.raises((UnknownPtx, PtxError), match=unknown):
+        tried(kernel(instruction), numbers(), numbers())
