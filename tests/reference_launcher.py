@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -106,11 +106,16 @@ class ReferenceLauncher:
         aten.update_scale_(*state, found, *update.factors, update.state, update.norm)
 
 
+def spans_of(words: Sequence[int], segment: Segment) -> list[tuple[int, int]]:
+    """The address of each gradient of a segment and its length in elements, from its table."""
+    addresses = segment.word + HEADER
+    lengths = addresses + segment.tensors + 1
+    return [(words[addresses + i], words[lengths + i]) for i in range(segment.tensors)]
+
+
 def tensors_of(words: Tensor, segment: Segment) -> Iterator[Tensor]:
     """The gradients of a segment, by the addresses and lengths in its table."""
-    addresses = words[segment.word + HEADER :][: segment.tensors].tolist()
-    lengths = words[segment.word + HEADER + segment.tensors + 1 :][: segment.tensors].tolist()
-    for address, length in zip(addresses, lengths, strict=True):
+    for address, length in spans_of(words.tolist(), segment):
         memory = (ctypes.c_char * (length * segment.dtype.itemsize)).from_address(address)
         yield torch.frombuffer(memory, dtype=segment.dtype)
 
@@ -118,12 +123,10 @@ def tensors_of(words: Tensor, segment: Segment) -> Iterator[Tensor]:
 def windows_of(words: Tensor, segment: Segment) -> list[int]:
     """The windows that the programs of a launch take, by their starts, numbered over the list."""
     first = segment.word + HEADER
-    addresses = words[first:][: segment.tensors].tolist()
-    lengths = words[first + segment.tensors + 1 :][: segment.tensors].tolist()
     starts = words[first + 2 * (segment.tensors + 1) :][: 2 * segment.programs].tolist()
     counts = [
         math.ceil((address % 16 + length * segment.dtype.itemsize) / _C.WINDOW_BYTES)
-        for address, length in zip(addresses, lengths, strict=True)
+        for address, length in spans_of(words.tolist(), segment)
     ]
     taken = []
     for program in range(segment.programs):

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from kernel_parity import flag
+from kernel_parity import flag, storage
 from support import FLOATS
 from tracked import assert_ranges, assert_surroundings_kept, marks_of, random_list, track_for
 
@@ -20,13 +20,10 @@ def listed(grads: Sequence[torch.Tensor]) -> native.GradList:
 
 
 def copies(grads: Sequence[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
-    """Twins at the same offsets to a 16-byte boundary."""
-    found = []
-    for grad in grads:
-        memory = grad.new_zeros(grad.numel() + grad.storage_offset(), device=device)
-        found.append(memory[grad.storage_offset() :])
-        found[-1].copy_(grad)
-    return found
+    """Twins at the same offsets to a 16-byte boundary, in memory with the same values."""
+    memories = [storage(grad).to(device, copy=True) for grad in grads]
+    places = [(grad.storage_offset(), grad.numel()) for grad in grads]
+    return [memory.narrow(0, *place) for memory, place in zip(memories, places, strict=True)]
 
 
 def wide(grads: Sequence[torch.Tensor]) -> list[torch.Tensor]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import sys
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -117,6 +118,7 @@ def run(backend: str, device: torch.device) -> int:
 
 
 def main(names: Sequence[str]) -> int:
+    begin = time.monotonic()
     wrong = 0
     for backend in names or BACKENDS:
         if reason := why_not(backend):
@@ -126,7 +128,7 @@ def main(names: Sequence[str]) -> int:
         wrong += run(backend, gpu())
         torch.cuda.synchronize()
         print(f"{backend}: every mode ran")
-    print(f"{wrong} wrong")
+    print(f"{wrong} wrong in {time.monotonic() - begin:.1f}s")
     return 1 if wrong else 0
 
 

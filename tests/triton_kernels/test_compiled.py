@@ -136,9 +136,10 @@ def test_last_program(target: str, variant: Variant) -> None:
     assert "bar.sync" in behind[: first_access.start()], "no barrier behind the count"
     # Past the first-level cache.
     assert ("ld.global.cg.b64" in behind) == variant.norm
-    # All has been read when the scratch is reset, and when the scale is replaced.
-    assert "barrier" in counted[-3]
-    assert variant.epilogue is not Epilogue.UPDATE or "barrier" in counted[-6]
+    # All has been read when the flag is written and the scratch reset, and when the scale is
+    # replaced.
+    assert "barrier" in counted[-4]
+    assert variant.epilogue is not Epilogue.UPDATE or "barrier" in counted[-7]
 
 
 @pytest.mark.parametrize("use", [Use.RAW, Use.DIVIDE, Use.SCALE])

@@ -40,6 +40,9 @@ TARGETS = {
 CUDA = tuple(name for name, target in TARGETS.items() if target.backend == "cuda")
 HIP = tuple(name for name, target in TARGETS.items() if target.backend == "hip")
 
+# It is tried beside the newest, with less.
+IS_OLDEST = tuple(map(int, triton.__version__.split(".")[:2])) <= (3, 6)
+
 STATE = torch.zeros(layout.STATE_WORDS, dtype=torch.int64)
 
 _POINTERS = {
@@ -87,24 +90,27 @@ def modes(dtype: torch.dtype) -> list[Variant]:
         *norms,
         *writes,
         replace(scale, norm=True),
-        replace(scale, coefficient=True),
-        replace(scale, track="marks"),
-        *(replace(mode, track="health") for mode in (*reads, norms[1], *writes)),
+        *(replace(mode, coefficient=True) for mode in writes),
+        *(replace(mode, track="marks") for mode in (*norms, *writes)),
+        *(replace(mode, track="health") for mode in (*reads, *norms, *writes)),
         replace(scale, norm=True, track="marks"),
     ]
+
+
+def updating(dtype: torch.dtype) -> Variant:
+    return Variant(dtype, False, Use.DIVIDE, epilogue=Epilogue.UPDATE)
 
 
 def everywhere(dtype: torch.dtype) -> list[Variant]:
     """What is compiled for every target: all modes, and an update.
 
-    Of an older Triton, which is tried beside the newest, those whose arithmetic differs most.
+    By the oldest Triton those whose arithmetic differs most.
     """
-    update = Variant(dtype, False, Use.DIVIDE, epilogue=Epilogue.UPDATE)
-    if tuple(map(int, triton.__version__.split(".")[:2])) > (3, 6):
-        return [*modes(dtype), update]
+    if not IS_OLDEST:
+        return [*modes(dtype), updating(dtype)]
     return [
         Variant(dtype, False, Use.RAW),
-        update,
+        updating(dtype),
         Variant(dtype, True, Use.SCALE),
         Variant(dtype, True, Use.INVERSE, norm=True, track="marks"),
         Variant(dtype, True, Use.INVERSE, coefficient=True),
@@ -117,7 +123,10 @@ def variants(dtype: torch.dtype) -> list[Variant]:
     """Every mode with all that its last program may do; for one dtype in every combination.
 
     What is noted of parameters is done with before the last program, so there one of each will do.
+    By the oldest Triton all modes, and an update.
     """
+    if IS_OLDEST:
+        return [*modes(dtype), updating(dtype)]
     found = []
     for mode in modes(dtype):
         found.append(mode)

@@ -1,10 +1,10 @@
-"""What the interpreted kernels note of each parameter, against plain comparisons."""
+"""What the kernels note of each parameter, against plain comparisons."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from device_parity import CPU, KERNELS, guarded, launch, window
+from device_parity import CPU, KERNELS, guarded, launch, offsets, window
 from support import FLOATS
 from track_parity import check_passes, check_random_lists, check_times
 from tracked import edges_of_half
@@ -30,10 +30,13 @@ def test_windows(dtype: torch.dtype) -> None:
     size = window(dtype)
     values = torch.randn(2 * size + 3, generator=torch.Generator().manual_seed(3)).to(dtype)
     values[::7] = 0.0
-    for count, offset in ((size, 0), (size, 1), (2 * size + 3, 1)):
-        grads = [guarded(values[:5]), guarded(values[:count], offset), guarded(values[:size])]
-        grads[1][-1], grads[2][0] = torch.inf, torch.nan
-        check_passes(KERNELS, grads, CPU)
+    grads = [guarded(values, 1), guarded(values[:size])]
+    grads[0][-1], grads[1][0] = torch.inf, torch.nan
+    for offset in offsets(dtype):
+        # Bad at either end, and then one that neither may count for.
+        grads += [guarded(values[:n], offset) for n in (5, size, 5)]
+        grads[-3][0], grads[-2][-1] = torch.nan, torch.inf
+    check_passes(KERNELS, grads, CPU)
 
 
 def test_a_step_counts_once() -> None:

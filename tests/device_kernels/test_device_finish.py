@@ -1,4 +1,4 @@
-"""What the last interpreted program does: flags, norms and the scale update, and that alone."""
+"""What the last program does: flags, norms and the scale update, and that alone."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from device_parity import (
     launch,
     mixed,
     normal,
+    offsets,
     torch_unscaled,
     window,
 )
@@ -111,8 +112,10 @@ def test_every_segment_counts(bad_dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_norms(dtype: torch.dtype, is_scale: bool) -> None:
     def make() -> list[torch.Tensor]:
-        sizes = (window(dtype) + 1, 1, 5, 2 * window(dtype) + 3, window(dtype))
-        return [guarded(normal(n, dtype, n), n % 2) for n in sizes]
+        one = window(dtype)
+        places = [(one + 1, 1), (1, 1), (2 * one + 3, 1)]
+        places += [(n, o) for n in (5, one) for o in offsets(dtype)]
+        return [guarded(normal(n, dtype, n + o), o) for n, o in places]
 
     factor, inverse = (3.0, 1 / 3) if is_scale else (1 / 3, 1 / 3)
     squares, largest = reference_norms(make(), inverse)

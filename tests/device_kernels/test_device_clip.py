@@ -1,4 +1,4 @@
-"""The interpreted kernel of clipping against the compiled core, and whole clips by it."""
+"""The kernel of clipping against the compiled core, and whole clips by it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from clipping_support import assert_clipped, assert_norm, exact_norm, grads_of, ready
-from device_parity import KERNELS, guarded, normal, window
+from device_parity import BACKEND, KERNELS, guarded, normal, window
 from kernel_parity import flag
 from support import FLOATS, assert_same, sgd_with
 
@@ -70,7 +70,7 @@ def test_clips_of_a_scaler(dtype: torch.dtype, order: float) -> None:
     sizes = (5, window(dtype) + 3, 2 * window(dtype), 1)
     optimizer = sgd_with(*(guarded(normal(size, dtype, size), size % 3) for size in sizes))
     before = [grad.clone() for grad in grads_of(optimizer)]
-    scaler = ready(optimizer, 3.0, backend="triton", allow_fp16=True)
+    scaler = ready(optimizer, 3.0, backend=BACKEND, allow_fp16=True)
     exact = exact_norm(before, 3.0, order)
     alone = scaler.grad_norm(optimizer, order)
     norm = scaler.clip_grad_norm_(optimizer, 0.5, order)
@@ -88,7 +88,7 @@ def test_norm_of_equal_values(
     dtype: torch.dtype, value: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # All errors go the same way here.
-    monkeypatch.setenv("AMPFAST_BACKEND", "triton")
+    monkeypatch.setenv("AMPFAST_BACKEND", BACKEND or "")
     grads = [torch.full((size,), value, dtype=dtype) for size in (3 * window(dtype) + 7, 19)]
     assert_norm(functional.grad_norm(grads), exact_norm(grads, 1.0))
     inverse = torch.tensor(1 / 3)

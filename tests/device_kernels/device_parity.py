@@ -1,25 +1,22 @@
-"""How interpreted kernels are compared with torch's op; skips what imports it elsewhere."""
+"""How kernels are compared with torch's op; skips what imports it where none can be launched."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-import pytest
 import torch
 from kernel_parity import exact_bits, flag, storage
+from launchers import chosen, compiled
 from support import BITS, FLOATS, assert_same
 
 from ampfast.backends import native
 from ampfast.backends.passes import DeviceKernels
 
-try:
-    from ampfast.backends.triton import launch
-except ModuleNotFoundError as error:
-    pytest.skip(f"Triton is missing: {error}", allow_module_level=True)
-if not launch.INTERPRETED:
-    pytest.skip("interprets kernels: needs TRITON_INTERPRET=1", allow_module_level=True)
-
+launch = chosen()
 KERNELS = DeviceKernels(launch)
+# The backend whose kernels they are, for what chooses one by its name; compiled ones are what all
+# that is asked for by no name gets.
+BACKEND = None if compiled() else "triton"
 CPU = torch.device("cpu")
 # More than a window's alignment on both sides of a tensor.
 GUARD = 32
@@ -37,6 +34,11 @@ def grads_of(tensors: Sequence[torch.Tensor]) -> native.GradList:
 def window(dtype: torch.dtype) -> int:
     """Elements of a window."""
     return native.WINDOW_BYTES // dtype.itemsize
+
+
+def offsets(dtype: torch.dtype) -> range:
+    """All ways to lie between two addresses that are aligned to 16 bytes, in elements."""
+    return range(VECTOR_BYTES // dtype.itemsize)
 
 
 def guarded(values: torch.Tensor, offset: int = 0) -> torch.Tensor:
@@ -66,7 +68,7 @@ def every_16_bit_value(dtype: torch.dtype) -> torch.Tensor:
 def mixed() -> list[torch.Tensor]:
     """All dtypes, at several offsets, with sizes of no window, a part of one, one, and several."""
     return [
-        guarded(normal(count, dtype, seed), seed % (VECTOR_BYTES // dtype.itemsize))
+        guarded(normal(count, dtype, seed), seed % len(offsets(dtype)))
         for seed, (count, dtype) in enumerate(
             (count, dtype)
             for dtype in FLOATS

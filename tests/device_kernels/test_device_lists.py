@@ -1,4 +1,4 @@
-"""The interpreted Triton kernels against torch's op: sizes, addresses, layouts and values."""
+"""The kernels against torch's op: sizes, addresses, layouts and values."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from device_parity import (
     launch,
     mixed,
     normal,
+    offsets,
     torch_unscaled,
     window,
 )
@@ -36,10 +37,6 @@ FACTORS = (1 / 3, 2.0**-16, 3.0, 2.0**10, -0.75, 0.0, math.inf, math.nan, 1.0)
 # The reciprocals of the last four are not finite, zero, subnormal and inexact.
 SCALES = (3.0, 2.0**16, 1e-3, 2.0**-128, 0.0, math.inf, math.nan, 3e38, 65537.0)
 IRREGULAR = ("every_other", "overlapping", "expanded")
-
-
-def offsets(dtype: torch.dtype) -> range:
-    return range(VECTOR_BYTES // dtype.itemsize)
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
@@ -242,7 +239,8 @@ def test_coefficient_multiplies_what_unscaling_writes(
         values = random_bits(6000, dtype, 8)
         if dtype.itemsize == 2:
             values = every_16_bit_value(dtype)
-        return [guarded(values[values.isfinite()], 1), guarded(normal(window(dtype), dtype))]
+        windows = [guarded(normal(window(dtype), dtype, o), o) for o in offsets(dtype)]
+        return [guarded(values[values.isfinite()], 1), *windows]
 
     for inverse in (1 / 3, 0.01):
         theirs, expected = torch_unscaled(make, inverse)

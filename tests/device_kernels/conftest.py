@@ -1,0 +1,66 @@
+"""Watches every launch of the kernels: what it must write, and what it must leave."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+# What is tried on a GPU by thousands is tried here in small numbers.
+sys.path.append(str(Path(__file__).parents[1] / "gpu"))
+
+NAN_BITS = 0x7FF8_0000_0000_0000
+HEADER_WORDS = 8
+
+
+def bits(tensor: torch.Tensor) -> list[int]:
+    return tensor.reshape(-1).view(torch.uint8).tolist()
+
+
+@pytest.fixture
+def watched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Poisons what a launch must write, and checks what it must leave: scratch, table, factors."""
+    from device_parity import launch
+
+    from ampfast.backends.passes import Epilogue
+
+    plain = launch.multi_tensor
+
+    def multi_tensor(work: Any, segment: Any, epilogue: Epilogue) -> None:
+        buffer = work.table.buffer
+        partials = int(buffer[2])
+        if segment.word == HEADER_WORDS:  # the first launch of a pass
+            assert buffer[:2].tolist() == [0, 0], "scratch left by an earlier launch"
+            buffer[partials:] = NAN_BITS
+            if not work.accumulate:
+                work.found_inf.fill_(torch.nan)
+            if work.norms is not None:
+                work.norms.fill_(-1.0)
+        inputs = [t for t in (work.factor, work.coefficient) if t is not None]
+        if work.update is not None:
+            inputs = [t for t in inputs if t is not work.update.scale]
+        assigned = [t for t in (work.found_inf, work.norms) if t is not None]
+        before = [t.clone() for t in (buffer, *inputs)]
+        unassigned = [t.clone() for t in assigned]
+
+        plain(work, segment, epilogue)
+
+        assert torch.equal(buffer[HEADER_WORDS:partials], before[0][HEADER_WORDS:partials])
+        assert torch.equal(buffer[2:HEADER_WORDS], before[0][2:HEADER_WORDS])
+        for tensor, value in zip(inputs, before[1:], strict=True):
+            assert bits(tensor) == bits(value), "wrote a factor"
+        if work.norms is None:
+            assert torch.equal(buffer[partials:], before[0][partials:])
+        if epilogue is Epilogue.NOTHING:
+            assert int(buffer[0]) == 0, "counted without an epilogue"
+            for tensor, value in zip(assigned, unassigned, strict=True):
+                assert bits(tensor) == bits(value), "assigned before the last launch"
+        else:
+            assert buffer[:2].tolist() == [0, 0], "scratch not reset"
+            if not work.accumulate:
+                assert work.found_inf.item() in (0.0, 1.0)
+
+    monkeypatch.setattr(launch, "multi_tensor", multi_tensor)

@@ -1,0 +1,85 @@
+"""Random lists, many epilogues, and the bytes that kernels move: what a GPU is asked, in small."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from batches import KINDS, every_offset_batch, random_batch, run_batch
+from device_parity import BACKEND, CPU, KERNELS, grads_of, guarded, launch, normal, window
+from epilogues import epilogues
+from kernel_parity import flag
+from support import FLOATS
+
+from ampfast.backends.native import WINDOW_BYTES, Factors
+
+IS_COMPILED = BACKEND is None
+# The interpreter is ten times slower.
+LISTS = 20 if IS_COMPILED else 2
+LAUNCHES = 400 if IS_COMPILED else 20
+FACTORS = (1 / 3, 2.0**-16, 3.0, -0.75, 1.0, 2.0**-128, 3e38, 0.0, torch.inf, torch.nan)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_random_lists(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    chance = random.Random(f"batch {seed}")
+    monkeypatch.setattr(launch, "max_programs", lambda device: seed % 5 + 1)
+    batch = random_batch(seed, LISTS)
+    kind, factor = KINDS[seed % 3], FACTORS[seed]
+    is_scale = chance.random() < 0.5
+    run_batch(KERNELS, batch, CPU, kind=kind, factor=factor, is_scale=is_scale, seed=seed)
+
+
+@pytest.mark.skipif(
+    not IS_COMPILED, reason="test_device_lists.py has some of them for the interpreter"
+)
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_sizes_around_the_window_at_every_offset(dtype: torch.dtype) -> None:
+    batch = every_offset_batch(dtype)
+    run_batch(KERNELS, batch, CPU, kind="normal", factor=1 / 3, is_scale=False, seed=1)
+
+
+@pytest.mark.parametrize(
+    ("programs", "launches"), [(1, LAUNCHES), (4, LAUNCHES), (13, LAUNCHES // 4)]
+)
+def test_many_launches_find_every_infinity(
+    programs: int, launches: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launch, "max_programs", lambda device: programs)
+    elements = programs * WINDOW_BYTES // 2
+    factors = Factors(2.0, 0.5, 3)
+    found, expected, state = epilogues(KERNELS, CPU, elements, launches, launches, factors)
+    assert found == 0, f"{found} of {launches} flags are wrong"
+    assert state == expected
+
+
+@pytest.mark.skipif(not IS_COMPILED, reason="the interpreter does not count bytes")
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_a_check_reads_each_gradient_once_and_unscaling_writes_it_once(dtype: torch.dtype) -> None:
+    import machine
+
+    sizes = (5, window(dtype) + 3, 4 * window(dtype), 1)
+
+    def moved(write: bool, count: int) -> tuple[int, int]:
+        """Bytes that are read and written for the first tensors of a list."""
+        grads = grads_of([guarded(normal(size, dtype), 1) for size in sizes[:count]])
+        factor = flag(3.0)
+        with machine.watch() as watched:
+            if write:
+                KERNELS.unscale_(grads, factor, is_scale=True)
+            else:
+                KERNELS.check_(grads, factor)
+        return watched.read, watched.written
+
+    total = sum(sizes) * dtype.itemsize
+    reads, written = moved(False, len(sizes))
+    unscale_reads, unscale_written = moved(True, len(sizes))
+    # A check writes its flag and resets two words, whatever is in the list.
+    assert written == moved(False, 1)[1] <= 4 + 2 * 8
+    assert unscale_written - written == total
+    assert unscale_reads == reads
+    # The rest is the table, which each thread reads by itself; the caches see to that.
+    threads, programs = 128, 3
+    words = 16 + 2 * 2 * len(sizes) * programs
+    assert total <= reads <= total + threads * words * 8

@@ -1,0 +1,20 @@
+"""The modes that compute-sanitizer watches on a GPU, without one: their expectations are right."""
+
+from __future__ import annotations
+
+import modes
+import pytest
+import torch
+from device_parity import BACKEND, CPU
+
+
+def test_every_mode(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert modes.run(BACKEND or "cpu", CPU) == 0, capsys.readouterr().out
+    # It would notice.
+    every = modes.modes
+    monkeypatch.setattr(
+        modes, "modes", lambda *given: [m for m in every(*given) if m[0] == "unscale"]
+    )
+    monkeypatch.setattr(modes, "FLOATS", (torch.float32,))
+    monkeypatch.setattr(modes, "flag", lambda value, device: torch.full((), value + 1.0))
+    assert modes.run(BACKEND or "cpu", CPU) > 0
