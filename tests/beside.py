@@ -1,4 +1,4 @@
-"""A process that runs tests of its own, beside others or not."""
+"""Processes that run tests of their own beside the others."""
 
 from __future__ import annotations
 
@@ -6,30 +6,38 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+
+from launchers import VARIABLE
+
+TESTS = Path(__file__).parent
 
 
 class Process:
     """A pytest of its own in which kernels are interpreted, unless told otherwise.
 
-    One that runs beside other tests leaves them the cores: those of several ranks wait for each
-    other all the time.
+    It leaves the cores to the other tests: those of several ranks wait for each other all the time.
     """
 
-    def __init__(
-        self, log: Path, *arguments: str, beside: bool = False, **environment: str
-    ) -> None:
+    def __init__(self, log: Path, *arguments: str, **environment: str) -> None:
         self._log = log
-        first = ["nice"] if beside and shutil.which("nice") else []
+        first = ["nice"] if shutil.which("nice") else []
         pytest = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
         with open(log, "wb") as stream:
             self._process = subprocess.Popen(
                 [*first, *pytest, *arguments],
-                cwd=Path(__file__).parent.parent,
-                env={**os.environ, "TRITON_INTERPRET": "1", **environment},
+                cwd=TESTS.parent,
+                env={**os.environ, "TRITON_INTERPRET": "1", VARIABLE: "", **environment},
                 stdout=stream,
                 stderr=subprocess.STDOUT,
             )
+
+    @property
+    def has_ended(self) -> bool:
+        return self._process.poll() is not None
 
     def wait(self) -> int:
         return self._process.wait()
@@ -42,3 +50,48 @@ class Process:
     def end(self) -> None:
         self._process.kill()
         self._process.wait()
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a process is to run.
+
+    Attributes:
+        name: The name of the test that waits for it.
+        paths: Files and folders of tests/.
+        environment: As of `Process`.
+    """
+
+    name: str
+    paths: tuple[str, ...]
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+
+class Queue:
+    """Runs one process after another."""
+
+    def __init__(self, runs: Sequence[Run]) -> None:
+        self._folder = tempfile.TemporaryDirectory()
+        self._waiting = list(runs)
+        self._started: dict[str, Process] = {}
+
+    def go_on(self) -> None:
+        """Starts the next one if none runs."""
+        if self._waiting and all(process.has_ended for process in self._started.values()):
+            run = self._waiting.pop(0)
+            log = Path(self._folder.name, run.name)
+            paths = [str(TESTS / path) for path in run.paths]
+            self._started[run.name] = Process(log, *paths, **run.environment)
+
+    def check(self, run: Run) -> None:
+        """Waits for a process, and fails with what it said unless its tests passed."""
+        while run.name not in self._started:
+            for process in self._started.values():
+                process.wait()
+            self.go_on()
+        self._started[run.name].check()
+
+    def end(self) -> None:
+        for process in self._started.values():
+            process.end()
+        self._folder.cleanup()

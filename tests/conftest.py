@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from typing import TypeGuard
 
 import pytest
 import torch
+from beside import Queue
+from launchers import VARIABLE, compiled
 from reference_launcher import ReferenceLauncher
 
 import ampfast
@@ -19,26 +22,68 @@ if os.environ.get("TRITON_INTERPRET") == "1":
     patch_once_a_launch()
 
 
+BESIDE = pytest.StashKey[Queue]()
+
+
 def pytest_report_header() -> str:
     """Names the versions, so that a log can be read on its own."""
     version = getattr(ampfast, "__version__", "unknown")
-    return f"ampfast {version}, torch {torch.__version__}, {torch.get_num_threads()} threads"
+    kernels = os.environ.get(VARIABLE)
+    last = f", kernels {kernels}" if kernels else ""
+    return f"ampfast {version}, torch {torch.__version__}, {torch.get_num_threads()} threads{last}"
+
+
+def pytest_configure() -> None:
+    """Ends before anything runs if the kernels that were asked for are not there."""
+    compiled()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What starts a process that runs beside the tests comes first, what waits for it last."""
+    """What waits for processes that run beside the tests comes last.
+
+    At the very end what waits for a single one: it would keep the queue from going on.
+    """
 
     def place(item: pytest.Item) -> int:
-        names = {mark.name for mark in item.iter_markers()}
-        return 1 - ("first" in names) + ("last" in names)
+        return 2 if item.get_closest_marker("last") else _is_beside(item)
 
     items.sort(key=place)
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Has the processes ready that the tests will wait for."""
+    waiting = [item for item in session.items if _is_beside(item)]
+    wanted = [item for item in waiting if item.get_closest_marker("skip") is None]
+    session.config.stash[BESIDE] = queue = Queue([item.callspec.params["run"] for item in wanted])
+    session.config.add_cleanup(queue.end)
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    item.config.stash[BESIDE].go_on()
+
+
+def _is_beside(item: pytest.Item) -> TypeGuard[pytest.Function]:
+    return isinstance(item, pytest.Function) and "beside" in item.fixturenames
+
+
+@pytest.fixture
+def beside(pytestconfig: pytest.Config) -> Queue:
+    """The processes that run beside the tests."""
+    return pytestconfig.stash[BESIDE]
 
 
 @pytest.fixture(autouse=True)
 def _fixed_seed() -> None:
     """Every test starts from one seed, alone or in the whole run."""
     torch.manual_seed(20240607)
+
+
+@pytest.fixture(autouse=True)
+def _compiled_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernels that CPU tensors get are those that `AMPFAST_TEST_KERNELS` asks for."""
+    if (launcher := compiled()) is not None:
+        kernels = DeviceKernels(launcher)
+        monkeypatch.setattr(backends.Choice, "kernels_for", lambda choice, device: kernels)
 
 
 @pytest.fixture

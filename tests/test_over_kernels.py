@@ -1,0 +1,59 @@
+"""The kernels for GPUs without a GPU, each kind in a process of its own, and the scaler over them.
+
+Triton's run in its interpreter, and as they are compiled, like those in CUDA, on the machine in
+tests/ptx.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import Any
+
+import pytest
+from beside import Queue, Run
+from launchers import VARIABLE
+from nvcc import NVCC
+
+# What the scaler does with its kernels; the rest of its tests would see no difference.
+OVER_THEM = ("contract", "differences", "differences_fused", "differences_sgd", "state")
+OVER_COMPILED = (*OVER_THEM, "step_and_update", "scale_state", "overflow_report", "health")
+# The oldest architecture converts bfloat16 by software, and on the newest Triton multiplies two at
+# once: what goes over all values runs there, too.
+ALL = "device_kernels"
+VALUES = "device_kernels/test_device_lists.py"
+
+
+def scaler(*subjects: str) -> tuple[str, ...]:
+    return tuple(f"test_{subject}.py" for subject in subjects)
+
+
+def compiled(name: str) -> dict[str, str]:
+    return {VARIABLE: name, "TRITON_INTERPRET": "0"}
+
+
+OF_TRITON = (
+    Run("interpreted", (ALL,)),
+    Run("triton-sm_90-races", (ALL,), compiled("triton-sm_90-races")),
+    Run("triton-sm_75", (VALUES,), compiled("triton-sm_75")),
+    Run("triton-sm_120", (VALUES,), compiled("triton-sm_120")),
+    Run("scaler-interpreted", scaler(*OVER_THEM), {"AMPFAST_BACKEND": "triton"}),
+)
+OF_CUDA = (
+    Run("cuda-sm_90-races", (ALL,), compiled("cuda-sm_90-races")),
+    Run("cuda-sm_75", (VALUES,), compiled("cuda-sm_75")),
+    Run("scaler-cuda-sm_90", scaler(*OVER_COMPILED), compiled("cuda-sm_90")),
+)
+
+
+def cases(runs: tuple[Run, ...], missing: str | None) -> list[Any]:
+    marks = [pytest.mark.skip(reason=missing)] if missing else []
+    return [pytest.param(run, marks=marks, id=run.name) for run in runs]
+
+
+NO_TRITON = None if importlib.util.find_spec("triton") else "triton is not installed"
+NO_NVCC = None if NVCC else "nvcc is not on the PATH"
+
+
+@pytest.mark.parametrize("run", [*cases(OF_TRITON, NO_TRITON), *cases(OF_CUDA, NO_NVCC)])
+def test_in_a_process(beside: Queue, run: Run) -> None:
+    beside.check(run)
