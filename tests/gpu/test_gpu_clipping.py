@@ -13,6 +13,8 @@ from support import FLOATS, assert_same, make_gradient, sgd_with, side
 from ampfast import GradScaler
 from ampfast.backends import native
 
+pytestmark = pytest.mark.gpu
+
 
 def scaler_on(device: torch.device, backend: str, scale: float) -> GradScaler:
     scaler = GradScaler("cuda", init_scale=scale, backend=backend, allow_fp16=True)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from epilogues import epilogues
 from gpu_support import Quiet, QuietFused, flag, grads_of, kernels_of, no_syncs
 from support import FLOATS, OPTIMIZERS, make_gradient
 from tracing import Counts, counted, why_profiler_is_blind
@@ -202,46 +203,3 @@ def test_many_launches_find_every_infinity(backend: str, device: torch.device) -
     )
     assert found == 0, f"{found} of {launches} flags are wrong"
     assert state == expected
-
-
-def epilogues(
-    kernels: Any,
-    device: torch.device,
-    elements: int,
-    launches: int,
-    chunk: int,
-    factors: Factors,
-) -> tuple[int, tuple[float, int], tuple[float, int]]:
-    """Launches checks that also update a scale, and compares the flags on the device.
-
-    Returns how many were wrong, the scale and tracker as torch's op has them, and ours.
-    """
-    generator = torch.Generator().manual_seed(11)
-    grad = torch.zeros(elements, dtype=torch.float16, device=device)
-    places = torch.randint(0, elements, (launches + 1,), generator=generator)
-    # Two in a row are never the same, as the first is cleaned when the second is planted.
-    same = places[1:] == places[:-1]
-    places[1:][same] = (places[1:][same] + 1) % elements
-    bad = torch.rand(launches, generator=generator) < 1 / 6
-    kinds = torch.tensor([torch.inf, -torch.inf, torch.nan], dtype=torch.float16)
-    what = kinds[torch.randint(0, 3, (launches,), generator=generator)].where(bad, torch.zeros(()))
-    pairs = torch.stack([places[:-1], places[1:]], 1).to(device)
-    values = torch.stack([torch.zeros_like(what), what], 1).to(device, torch.float16)
-    truth = bad.float().to(device)
-    states = [
-        (flag(1024.0, device), torch.zeros((), dtype=torch.int32, device=device)) for _ in range(2)
-    ]
-    wrong = torch.zeros((), dtype=torch.int64, device=device)
-    grads = grads_of([grad])
-    for begin in range(0, launches, chunk):
-        found = []
-        where, put = pairs[begin : begin + chunk].unbind(), values[begin : begin + chunk].unbind()
-        for index, value in zip(where, put, strict=True):
-            grad.scatter_(0, index, value)
-            update = kernels.scale_update(*states[0], [], factors)
-            found.append(kernels.check_(grads, update=update))
-        for one in truth[begin : begin + chunk].unbind():
-            torch._amp_update_scale_(*states[1], one, *factors)
-        wrong += (torch.stack(found) != truth[begin : begin + chunk]).sum()
-    ours, theirs = ((scale.item(), tracker.item()) for scale, tracker in states)
-    return int(wrong), theirs, ours

@@ -4,78 +4,19 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
 from gpu_support import flag, grads_of, kernels_of
+from graph_breaks import OPTIMIZERS, SETTINGS, Training, assert_no_more_breaks
 from support import TorchScaler, assert_same
 
 from ampfast import _C, GradScaler
 
 pytestmark = pytest.mark.gpu
 
-SHAPE = (37, 129)
-OPTIMIZERS: dict[str, Callable[..., Any]] = {
-    "sgd": lambda params: torch.optim.SGD(params, lr=0.25),
-    "fused_sgd": lambda params: torch.optim.SGD(params, lr=0.25, momentum=0.5, fused=True),
-    "fused_adam": lambda params: torch.optim.Adam(params, lr=0.1, fused=True, capturable=True),
-    "fused_adamw": lambda params: torch.optim.AdamW(params, lr=0.1, fused=True, capturable=True),
-}
 CAPTURABLE = ("fused_sgd", "fused_adam", "fused_adamw")
-# More finite iterations in a row than the interval, and more than one overflow.
-BAD_AT = (4, 5, 9)
 ITERATIONS = 14
-SETTINGS: dict[str, Any] = {"init_scale": 2.0**10, "growth_interval": 2}
-
-
-class Training:
-    """A net of elementwise operations, so that captured and eager gradients have the same bits."""
-
-    def __init__(self, scaler: Any, kind: str, device: torch.device) -> None:
-        generator = torch.Generator(device).manual_seed(4)
-        self.scaler = scaler
-        self.weight, self.bias = (
-            torch.nn.Parameter(torch.randn(SHAPE, generator=generator, device=device))
-            for _ in range(2)
-        )
-        self.params = [self.weight, self.bias]
-        self.optimizer = OPTIMIZERS[kind](self.params)
-        self.input = torch.zeros(SHAPE, device=device)
-
-    def feed(self, iteration: int) -> None:
-        """Sets the input in place; some make gradients overflow."""
-        generator = torch.Generator(self.input.device).manual_seed(iteration)
-        drawn = torch.randn(SHAPE, generator=generator, device=self.input.device)
-        if iteration in BAD_AT:
-            drawn[3, 5] = torch.inf
-        self.input.copy_(drawn)
-
-    def backward(self) -> None:
-        loss = ((self.input * self.weight + self.bias).square() / 64).sum()
-        self.scaler.scale(loss).backward()
-
-    def step(self, together: bool = False) -> None:
-        if together and hasattr(self.scaler, "step_and_update"):
-            self.scaler.step_and_update(self.optimizer)
-        else:
-            self.scaler.step(self.optimizer)
-            self.scaler.update()
-
-    def iterate(self, iteration: int, together: bool = False) -> None:
-        self.feed(iteration)
-        self.optimizer.zero_grad()
-        self.backward()
-        self.step(together)
-
-    def observe(self) -> list[Any]:
-        scaler = self.scaler
-        return [
-            [p.detach() for p in self.params],
-            self.optimizer.state_dict()["state"],
-            scaler.get_scale(),
-            scaler._get_growth_tracker(),
-        ]
 
 
 def trainings(backend: str, kind: str, device: torch.device) -> tuple[Training, Training]:
@@ -288,35 +229,9 @@ def test_refused_a_kernel_that_is_not_compiled(
     assert kernels.check_(grads_of([grad])).item() == 0.0
 
 
-def graph_breaks(scaler: Any, kind: str, device: torch.device) -> tuple[int, int]:
-    """How often a compiled iteration breaks, and into how many graphs."""
-    from torch._dynamo.utils import counters
-
-    torch._dynamo.reset()
-    counters.clear()
-    training = Training(scaler, kind, device)
-
-    def iteration() -> None:
-        training.optimizer.zero_grad()
-        training.backward()
-        training.scaler.step(training.optimizer)
-        training.scaler.update()
-
-    compiled = torch.compile(iteration, backend="eager")
-    for i in range(3):
-        training.feed(i)
-        compiled()
-    assert training.params[0].isfinite().all()
-    broken = sum(counters["graph_break"].values()), counters["stats"]["unique_graphs"]
-    torch._dynamo.reset()
-    return broken
-
-
 @pytest.mark.parametrize("kind", ["sgd", "fused_adam"])
 def test_compiled_steps_break_no_more_often(backend: str, device: torch.device, kind: str) -> None:
-    theirs = graph_breaks(TorchScaler(device.type, **SETTINGS), kind, device)
-    ours = graph_breaks(GradScaler(device.type, backend=backend, **SETTINGS), kind, device)
-    assert ours[0] <= theirs[0] and ours[1] <= theirs[1], (ours, theirs)
+    assert_no_more_breaks(kind, device, backend)
 
 
 def test_a_compiled_iteration_gives_the_same(backend: str, device: torch.device) -> None:

@@ -1,0 +1,12 @@
+"""Iterations under torch.compile on CPU tensors; those on a GPU are in tests/gpu."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from graph_breaks import assert_no_more_breaks
+
+
+@pytest.mark.parametrize("kind", ["sgd", "fused_adam"])
+def test_compiled_steps_break_no_more_often(kind: str) -> None:
+    assert_no_more_breaks(kind, torch.device("cpu"))
