@@ -5,10 +5,12 @@ from __future__ import annotations
 import datetime
 import importlib.util
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -177,6 +179,69 @@ def test_the_whole_run_has_a_limit(runner: ModuleType, tmp_path: Path) -> None:
     assert [o.verdict for o in outcomes.values()] == ["cut off", "not run", "not run"]
 
 
+def test_a_command_may_have_a_limit_of_its_own(runner: ModuleType, tmp_path: Path) -> None:
+    hangs = "import pathlib, sys, time; pathlib.Path(sys.argv[1]).touch(); time.sleep(600)"
+    sign = late_from(runner, tmp_path / "sign", 100)
+    first, last = python("print('2 passed in 1s')"), python("print('3 passed in 1s')")
+    commands = [first, [*python(hangs), str(sign), "hangs.py"], last]
+    part = runner.Part("files", commands, 300, each=60)
+    code, outcomes = run(runner, tmp_path / "out", [part])
+    assert code == 1
+    assert outcomes["files"].verdict == "cut off"
+    assert outcomes["files"].line == "5 passed"
+    assert outcomes["files"].details == ["cut off: hangs.py"]
+    assert "  cut off: hangs.py" in (tmp_path / "out" / "verdict.txt").read_text()
+
+
+def test_what_did_not_begin_is_told(runner: ModuleType, tmp_path: Path) -> None:
+    sign = late_from(runner, tmp_path / "sign", 400)
+    hangs = "import pathlib, sys, time; pathlib.Path(sys.argv[1]).touch(); time.sleep(600)"
+    late = [[*python("pass"), name] for name in ("b.py", "c.py")]
+    part = runner.Part("files", [[*python(hangs), str(sign)], *late], 300)
+    _, outcomes = run(runner, tmp_path / "out", [part])
+    assert outcomes["files"].details == [
+        f"cut off: {sign}",
+        "not begun: b.py",
+        "not begun: c.py",
+    ]
+
+
+def test_nothing_runs_behind_a_build_that_fails(runner: ModuleType, tmp_path: Path) -> None:
+    mark = [*python("import pathlib, sys; pathlib.Path(sys.argv[1]).touch()"), str(tmp_path / "no")]
+    build = runner.Part("build", [python("print('make: ***'); exit(2)"), mark], 300, vital=True)
+    code, outcomes = run(runner, tmp_path / "out", [build], [runner.Part("tests", [mark], 300)])
+    assert code == 1
+    assert outcomes["build"].verdict == "failed"
+    assert outcomes["tests"].verdict == "not run"
+    assert outcomes["tests"].line == "cannot run: build did not succeed"
+    assert not (tmp_path / "no").exists()
+    # Only its first command is what others need.
+    build = runner.Part("build", [python("pass"), python("exit(1)")], 300, vital=True)
+    code, outcomes = run(runner, tmp_path / "out", [build], [runner.Part("tests", [mark], 300)])
+    assert code == 1
+    assert [o.verdict for o in outcomes.values()] == ["failed", "ok"]
+
+
+def test_time_is_kept_for_the_last_parts(runner: ModuleType, tmp_path: Path) -> None:
+    hangs = "import pathlib, sys, time; pathlib.Path(sys.argv[1]).touch(); time.sleep(600)"
+    sign = late_from(runner, tmp_path / "sign", 650)
+    last = runner.Part("last", [[*python("import sys; print(sys.argv[1])"), runner.LEFT]], 900)
+    for least, verdicts in ((400, ["cut off", "ok"]), (0, ["cut off", "ok"])):
+        sign.unlink(missing_ok=True)
+        stages = [
+            [runner.Part("first", [[*python(hangs), str(sign)]], 900 if least else 600)],
+            [replace(last, least=least)],
+        ]
+        code, outcomes = run(runner, tmp_path / str(least), *stages, seconds=1000)
+        assert code == 1
+        assert [o.verdict for o in outcomes.values()] == verdicts
+        # What the command is told leaves it time to end.
+        assert 200 < int(outcomes["last"].line) <= 350 - runner.MARGIN_SECONDS
+    # A short run keeps half of its time at most.
+    limits = runner.Run([[last], [replace(last, least=400)]], tmp_path, ROOT, 100)._ends
+    assert limits[1] - limits[0] == pytest.approx(50)
+
+
 def test_what_a_machine_cannot_run_is_no_failure(runner: ModuleType, tmp_path: Path) -> None:
     def part(name: str, *commands: list[str]) -> Any:
         return runner.Part(name, commands, 300, unavailable="not supported|is not installed")
@@ -253,7 +318,12 @@ def test_parts_of_the_real_run(driver: ModuleType, tmp_path: Path) -> None:
     for part in parts:
         for command in part.commands:
             for word in command[1:]:
-                assert not word.endswith(".py") or (ROOT / word).is_file(), word
+                path = word.removeprefix("--ignore=")
+                assert not path.endswith(".py") or (ROOT / path).is_file(), word
+    assert parts[0].name == "build" and parts[0].vital
+    [gpu] = [part for part in parts if part.name == "gpu"]
+    assert gpu.commands[-1][-1] == "tests/gpu/test_gpu_distributed.py"
+    assert len(gpu.commands) == 1 + len(list(FOLDER.glob("test_*.py")))
     # A log for each, the verdict and the results: no more than what such a machine gives back.
     assert len(parts) + 2 <= 8
     [bench] = [part for part in parts if part.name == "bench"]
@@ -264,6 +334,31 @@ def test_parts_of_the_real_run(driver: ModuleType, tmp_path: Path) -> None:
     assert copy.read_text() == "{}"
 
 
+def test_it_builds_for_its_card_with_its_interpreter(
+    driver: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if shutil.which("make") is None:
+        pytest.skip("needs make")
+    # As from `make -k gpu VENV=.venv`, whose settings must not reach it.
+    monkeypatch.setenv("MAKEFLAGS", "k -- VENV=.venv PYTHON=no-such-python")
+    monkeypatch.delenv("TORCH_CUDA_ARCH_LIST", raising=False)
+    [build] = driver.stages(tmp_path / "a.json", tmp_path / "b.json", "9.0")[0]
+    assert build.environment["TORCH_CUDA_ARCH_LIST"] == "9.0"
+    said = subprocess.run(
+        [*build.commands[0], "--dry-run"],
+        cwd=ROOT,
+        env={**os.environ, **build.environment},
+        capture_output=True,
+        text=True,
+    )
+    assert said.returncode == 0, said.stderr
+    assert f"{sys.executable} setup.py" in said.stdout
+    assert ".venv/" not in said.stdout.replace(sys.executable, "")
+    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "8.0;9.0")
+    [build] = driver.stages(tmp_path / "a.json", tmp_path / "b.json", "9.0")[0]
+    assert "TORCH_CUDA_ARCH_LIST" not in build.environment
+
+
 def test_unknown_parts_are_refused(driver: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as refused:
         driver.main(["--parts", "gpu,fast"])
@@ -271,78 +366,22 @@ def test_unknown_parts_are_refused(driver: ModuleType, capsys: pytest.CaptureFix
     assert "fast: not among build, gpu, suite" in capsys.readouterr().err
 
 
-def test_without_a_gpu_it_says_so(tmp_path: Path) -> None:
-    hidden = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+@pytest.mark.parametrize("by_make", [False, True])
+def test_without_a_gpu_it_says_so(tmp_path: Path, by_make: bool) -> None:
+    hidden = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "MAKEFLAGS": ""}
+    command = [sys.executable, str(FOLDER), "--out", str(tmp_path / "out")]
+    if by_make:
+        if shutil.which("make") is None:
+            pytest.skip("needs make")
+        command = ["make", "gpu", "VENV=", f"PYTHON={sys.executable}", f"ARGS=--out {command[-1]}"]
     done = subprocess.run(
-        [sys.executable, str(FOLDER), "--out", str(tmp_path / "out")],
+        command,
+        cwd=ROOT,
         capture_output=True,
         text=True,
         env=hidden,
     )
-    assert done.returncode == 1
+    assert done.returncode == (2 if by_make else 1)  # make's own, of any failure
     assert "needs a GPU" in done.stderr
+    assert "building" not in done.stdout
     assert not (tmp_path / "out").exists()
-
-
-def test_a_trace_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(FOLDER))
-    tracing = loaded("tracing")
-
-    def event(kind: str, name: str, begin: float, **more: Any) -> dict[str, Any]:
-        return {"ph": "X", "cat": kind, "name": name, "ts": begin, "dur": 1.0, **more}
-
-    counts = tracing.counts_in(
-        [
-            {"ph": "M", "name": "process_name"},
-            event("cuda_runtime", "cudaDeviceSynchronize", 1.0),
-            event("user_annotation", tracing.MARK, 10.0, dur=20.0),
-            event("gpu_user_annotation", tracing.MARK, 12.0),
-            event("cuda_runtime", "cudaLaunchKernel", 11.0),
-            event("cuda_driver", "cuLaunchKernelEx", 13.0),
-            event("kernel", "second", 40.0),
-            event("kernel", "first", 14.0),
-            event("cuda_runtime", "cudaStreamIsCapturing", 15.0),
-            event("cuda_runtime", "cudaStreamSynchronize", 16.0),
-            event("gpu_memcpy", "Memcpy DtoH (Device -> Pinned)", 17.0),
-            event("gpu_memset", "Memset (Device)", 18.0),
-            event("cuda_runtime", "cudaDeviceSynchronize", 50.0),
-        ]
-    )
-    assert counts.kernels == ["first", "second"]
-    assert counts.copies == ["Memcpy DtoH (Device -> Pinned)", "Memset (Device)"]
-    assert counts.syncs == ["cudaStreamSynchronize"]
-
-
-@pytest.mark.parametrize("kind", ["normal", "wide", "bits"])
-def test_batches_find_what_is_wrong(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
-    """The fuzz of the GPU tests, with the CPU's kernels: right ones pass, wrong ones do not."""
-    import torch
-
-    from ampfast.backends import native
-
-    monkeypatch.syspath_prepend(str(FOLDER))
-    import batches
-
-    device = torch.device("cpu")
-    arguments: dict[str, Any] = {"kind": kind, "is_scale": False, "seed": 3, "factor": 1 / 3}
-    for seed in range(10):
-        arguments["seed"] = seed
-        batches.run_batch(native, batches.random_batch(seed, 20), device, **arguments)
-
-    class Wrong:
-        def __init__(self, name: str) -> None:
-            self.name = name
-
-        def check_(self, grads: Any, scale: Any = None) -> torch.Tensor:
-            found = native.check_(grads, scale)
-            return 1 - found if self.name == "flag" else found
-
-        def unscale_(self, grads: Any, factor: Any, *, is_scale: bool) -> torch.Tensor:
-            if self.name == "value":
-                factor = factor * (1 + 1e-6)
-            found = native.unscale_(grads, factor, is_scale=is_scale)
-            return torch.zeros(()) if self.name == "found_inf" else found
-
-    for name in ("flag", "value", "found_inf"):
-        with pytest.raises(AssertionError):
-            batches.run_batch(Wrong(name), batches.random_batch(5, 40), device, **arguments)

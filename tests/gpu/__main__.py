@@ -1,4 +1,4 @@
-"""The proof on a GPU: `python tests/gpu` checks the build, tests, sanitizes and measures."""
+"""The proof on a GPU: `python tests/gpu` builds for it, tests, sanitizes and measures."""
 
 from __future__ import annotations
 
@@ -17,33 +17,51 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 sys.path.insert(0, str(HERE))
 
-from runner import Part, Run, stopped_by_signals  # noqa: E402
+from runner import LEFT, Part, Run, stopped_by_signals  # noqa: E402
 
 # Of the whole run; a machine may be lent for ten minutes.
 SECONDS = 550
 PYTEST_SUMMARY = r"\d+ (passed|failed|skipped|error|deselected).* in [\d.]+s|no tests ran"
 FACTS = """
 import json, torch
-name = torch.cuda.get_device_name() if torch.cuda.is_available() else None
-print(json.dumps([name, torch.__version__]))
+there = torch.cuda.is_available()
+name = torch.cuda.get_device_name() if there else None
+capability = "{}.{}".format(*torch.cuda.get_device_capability()) if there else ""
+print(json.dumps([name, torch.__version__, capability]))
 """
 
 
-def stages(results: Path, copy: Path) -> list[list[Part]]:
+def stages(results: Path, copy: Path, capability: str = "") -> list[list[Part]]:
     """All parts: those of one stage run side by side.
 
     A process for each file of GPU tests: a kernel that reads where it must not makes everything
-    after it in its process fail.
+    after it in its process fail. Before them every mode runs once, which compiles what Triton
+    compiles; else the sanitizer would watch that too.
+
+    Args:
+        results: Where the benchmarks write.
+        copy: Where their results are copied to.
+        capability: Of the GPU, which alone is built for unless TORCH_CUDA_ARCH_LIST is set.
     """
+    # With this interpreter, and nothing of a make that runs this.
+    build = ["make", "--no-print-directory", "VENV=", f"PYTHON={sys.executable}", "build"]
+    building = {"MAKEFLAGS": ""}
+    if capability and not os.environ.get("TORCH_CUDA_ARCH_LIST"):
+        building["TORCH_CUDA_ARCH_LIST"] = capability
     pytest = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--durations=5"]
-    files = sorted(path.relative_to(ROOT).as_posix() for path in HERE.glob("test_*.py"))
-    # What ranks and trainers do on a CPU is known; a GPU's ranks are in this folder.
-    no_gpu = ("tests/gpu", "tests/distributed", "tests/trainers")
+    # NCCL hangs rather than fails, so that its file comes last.
+    paths = sorted(HERE.glob("test_*.py"), key=lambda p: (p.stem == "test_gpu_distributed", p))
+    files = [path.relative_to(ROOT).as_posix() for path in paths]
+    # What ranks, trainers and kernels do on a CPU is known; those of a GPU are in this folder. The
+    # tests of the benchmarks and of the CUDA sources need no GPU, and would take all the time.
+    no_gpu = ("tests/gpu", "tests/distributed", "tests/trainers", "tests/ptx")
+    no_gpu += ("tests/triton_kernels", "tests/test_over_kernels.py")
+    no_gpu += ("tests/benchmarks", "tests/test_cuda_source.py")
     modes = [sys.executable, "tests/gpu/modes.py"]
     sanitizer = [compute_sanitizer(), "--target-processes", "application-only"]
     sanitizer += ["--report-api-errors", "no", "--error-exitcode", "9", "--print-limit", "20"]
     unavailable = "Device not supported|is not installed"
-    bench = [sys.executable, "-m", "benchmarks", "--only", "kernels,steps", "--limit", "240"]
+    bench = [sys.executable, "-m", "benchmarks", "--only", "kernels,steps", "--limit", LEFT]
     bench += ["--csv", str(copy.with_suffix(".csv")), "--plot", str(copy.with_suffix(".svg"))]
     before = results.stat().st_mtime_ns if results.exists() else 0
 
@@ -53,9 +71,24 @@ def stages(results: Path, copy: Path) -> list[list[Part]]:
             shutil.copy(results, copy)
 
     return [
-        [Part("build", [[sys.executable, "tests/gpu/built.py"]], 90)],
         [
-            Part("gpu", [[*pytest, file] for file in files], 280, summary=PYTEST_SUMMARY),
+            Part(
+                "build",
+                [build, [sys.executable, "tests/gpu/built.py"]],
+                200,
+                building,
+                details=r"^(WRONG|make)\b|\berror\b",
+                vital=True,
+            )
+        ],
+        [
+            Part(
+                "gpu",
+                [modes, *([*pytest, file] for file in files)],
+                300,
+                summary=PYTEST_SUMMARY,
+                each=120,
+            ),
             Part(
                 "suite",
                 [[*pytest, "-q", "-m", "not gpu", *map("--ignore={}".format, no_gpu), "tests"]],
@@ -66,11 +99,12 @@ def stages(results: Path, copy: Path) -> list[list[Part]]:
         [
             Part(
                 "memcheck",
-                [modes, [*sanitizer, "--tool", "memcheck", *modes]],
+                [[*sanitizer, "--tool", "memcheck", *modes]],
                 100,
                 {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"},
                 summary="ERROR SUMMARY|wrong",
                 unavailable=unavailable,
+                least=60,
             ),
             Part(
                 "racecheck",
@@ -80,7 +114,7 @@ def stages(results: Path, copy: Path) -> list[list[Part]]:
                 unavailable=unavailable,
             ),
         ],
-        [Part("bench", [[*bench, "--json", str(results)]], 280, after=keep_results)],
+        [Part("bench", [[*bench, "--json", str(results)]], 280, after=keep_results, least=150)],
     ]
 
 
@@ -96,13 +130,16 @@ def compute_sanitizer() -> str:
     return shutil.which("compute-sanitizer", path=path) or "compute-sanitizer"
 
 
-def facts() -> tuple[str | None, str]:
-    """The GPU's name, or None, and torch's version; from a process that lets go of the device."""
+def facts() -> tuple[str | None, str, str]:
+    """The GPU's name, or None, torch's version and the GPU's capability, as in "9.0".
+
+    From a process that lets go of the device.
+    """
     said = subprocess.run(
         [sys.executable, "-c", FACTS], check=True, capture_output=True, text=True
     ).stdout
-    name, version = json.loads(said.splitlines()[-1])
-    return name, version
+    name, version, capability = json.loads(said.splitlines()[-1])
+    return name, version, capability
 
 
 def results_name(gpu: str, torch_version: str, date: datetime.date) -> str:
@@ -124,7 +161,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if unknown := [name for name in wanted if name not in names]:
         parser.error(f"{', '.join(unknown)}: not among {', '.join(names)}")
 
-    gpu, torch_version = facts()
+    gpu, torch_version, capability = facts()
     if gpu is None:
         print(f"this needs a GPU, and torch {torch_version} sees none", file=sys.stderr)
         return 1
@@ -133,7 +170,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     name = results_name(gpu, torch_version, today)
     results = ROOT / "benchmarks" / "results" / name
     chosen = [
-        [part for part in stage if part.name in wanted] for stage in stages(results, out / name)
+        [part for part in stage if part.name in wanted]
+        for stage in stages(results, out / name, capability)
     ]
     print(f"{gpu}, torch {torch_version}; logs in {out}", flush=True)
     run = Run(chosen, out, ROOT, options.seconds)

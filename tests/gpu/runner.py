@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import re
 import signal
@@ -17,6 +18,9 @@ from pathlib import Path
 GRACE_SECONDS = 10.0
 # What a shell says of a command that is not there.
 MISSING = 127
+LEFT = "SECONDS_LEFT"
+# What a command that is told the time keeps for its end.
+MARGIN_SECONDS = 25
 WIDTH = 100
 MOST_LINES = 15
 
@@ -27,8 +31,12 @@ class Part:
 
     Attributes:
         name: What `--parts` and the log call it.
-        commands: Run one after another, all of them, whatever those before gave.
+        commands: Run one after another, all of them, whatever those before gave. `LEFT` in one
+            stands for the seconds in which it had better end by itself.
         seconds: The time limit of all of them together.
+        each: The time limit of each; the next ones run whatever was cut off.
+        least: What the parts before leave of the time of the run, as far as it has as much.
+        vital: Whether, if its first command fails, nothing more of it and of later stages runs.
         environment: Added to that of this process.
         summary: A pattern; the last line of each command in which it is found is shown.
         details: A pattern; lines in which it is found are shown below the verdict.
@@ -44,6 +52,9 @@ class Part:
     details: str = r"^(FAILED|ERROR|WRONG)\b|\bExit: "
     unavailable: str = ""
     after: Callable[[], None] | None = None
+    each: float = math.inf
+    least: float = 0.0
+    vital: bool = False
 
 
 @dataclass
@@ -64,7 +75,8 @@ class Run:
         stages: The parts.
         out: The folder of the logs and of `verdict.txt`, which is always up to date.
         root: Where the commands run.
-        seconds: The limit of the whole run, which shortens those of the last parts.
+        seconds: The limit of the whole run, which shortens those of the parts. Half of it at most
+            is kept for the `least` of later ones.
     """
 
     def __init__(
@@ -74,7 +86,11 @@ class Run:
         self._stages = stages
         self._out = out
         self._root = root
-        self._end = time.monotonic() + seconds
+        end = time.monotonic() + seconds
+        least = [max((part.least for part in stage), default=0.0) for stage in stages]
+        share = min(1.0, seconds / 2 / (sum(least) or 1.0))
+        self._ends = [end - share * sum(least[number + 1 :]) for number in range(len(stages))]
+        self._broken = ""
         self._stopped = threading.Event()
         self._lock = threading.Lock()
 
@@ -86,9 +102,14 @@ class Run:
         """Runs everything and returns 0 if no part failed, else 1."""
         self._out.mkdir(parents=True, exist_ok=True)
         self._write()
-        for stage in self._stages:
+        for stage, end in zip(self._stages, self._ends, strict=True):
             of_stage = [o for o in self.outcomes if o.part in stage]
-            workers = [threading.Thread(target=self._run_part, args=(o,)) for o in of_stage]
+            if self._broken:
+                for outcome in of_stage:
+                    outcome.line = f"cannot run: {self._broken} did not succeed"
+                self._write()
+                continue
+            workers = [threading.Thread(target=self._run_part, args=(o, end)) for o in of_stage]
             for worker in workers:
                 worker.start()
             for worker in workers:
@@ -113,27 +134,35 @@ class Run:
                 lines.append(f"  and {len(outcome.details) - MOST_LINES} more: see its log")
         return "\n".join(lines)
 
-    def _run_part(self, outcome: Outcome) -> None:
+    def _run_part(self, outcome: Outcome, end: float) -> None:
         part = outcome.part
         begin = time.monotonic()
-        end = min(begin + part.seconds, self._end)
+        end = min(begin + part.seconds, end)
         path = self._out / f"{part.name}.log"
         codes: list[int | None] = []
-        summaries = []
+        summaries: list[str] = []
+        cut_off: list[str] = []
         try:
             with open(path, "wb") as log:
                 for command in part.commands:
                     if self._stopped.is_set() or time.monotonic() >= end:
                         codes += [None] if codes else []
-                        break
+                        cut_off += [f"not begun: {command[-1]}"] if codes else []
+                        continue
                     start = log.tell()
                     codes.append(self._run_command(part, command, log.fileno(), end))
                     log.seek(0, os.SEEK_END)
                     summaries.append(_last_line(path, start, part.summary))
+                    if codes[-1] is None and len(part.commands) > 1:
+                        cut_off.append(f"cut off: {command[-1]}")
+                    if part.vital and codes[0] != 0:
+                        break
             text = path.read_text(errors="replace")
-            outcome.line = combined(summaries)
-            lines = text.splitlines()
-            outcome.details = [line for line in lines if re.search(part.details, line)]
+            # What was cut off has no summary; its last line will do if there is no other.
+            ended = [s for s, code in zip(summaries, codes, strict=False) if code is not None]
+            outcome.line = combined(ended or summaries)
+            lines = [line for line in text.splitlines() if re.search(part.details, line)]
+            outcome.details = cut_off + lines
             why_not = part.unavailable and re.search(f"(?m)^.*({part.unavailable}).*$", text)
             if None in codes:
                 outcome.verdict = "cut off"
@@ -146,6 +175,8 @@ class Run:
         except OSError as error:
             outcome.verdict, outcome.line = "failed", str(error)
         finally:
+            if part.vital and (not codes or codes[0] != 0):
+                self._broken = part.name
             outcome.seconds = time.monotonic() - begin
             if part.after is not None:
                 part.after()
@@ -154,9 +185,12 @@ class Run:
 
     def _run_command(self, part: Part, command: Sequence[str], log: int, end: float) -> int | None:
         """Returns the exit code, or None if the command had to be ended."""
+        begin = time.monotonic()
+        end = min(end, begin + part.each)
+        left = str(max(1, int(end - begin - MARGIN_SECONDS)))
         try:
             process = subprocess.Popen(
-                command,
+                [word.replace(LEFT, left) for word in command],
                 cwd=self._root,
                 env={**os.environ, "PYTHONUNBUFFERED": "1", **part.environment},
                 stdin=subprocess.DEVNULL,

@@ -1,0 +1,74 @@
+"""What the GPU tests stand on, where it needs no GPU: counts from a trace, and the fuzz."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+FOLDER = Path(__file__).resolve().parent / "gpu"
+
+
+def test_a_trace_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(FOLDER))
+    import tracing
+
+    def event(kind: str, name: str, begin: float, **more: Any) -> dict[str, Any]:
+        return {"ph": "X", "cat": kind, "name": name, "ts": begin, "dur": 1.0, **more}
+
+    counts = tracing.counts_in(
+        [
+            {"ph": "M", "name": "process_name"},
+            event("cuda_runtime", "cudaDeviceSynchronize", 1.0),
+            event("user_annotation", tracing.MARK, 10.0, dur=20.0),
+            event("gpu_user_annotation", tracing.MARK, 12.0),
+            event("cuda_runtime", "cudaLaunchKernel", 11.0),
+            event("cuda_driver", "cuLaunchKernelEx", 13.0),
+            event("kernel", "second", 40.0),
+            event("kernel", "first", 14.0),
+            event("cuda_runtime", "cudaStreamIsCapturing", 15.0),
+            event("cuda_runtime", "cudaStreamSynchronize", 16.0),
+            event("gpu_memcpy", "Memcpy DtoH (Device -> Pinned)", 17.0),
+            event("gpu_memset", "Memset (Device)", 18.0),
+            event("cuda_runtime", "cudaDeviceSynchronize", 50.0),
+        ]
+    )
+    assert counts.kernels == ["first", "second"]
+    assert counts.copies == ["Memcpy DtoH (Device -> Pinned)", "Memset (Device)"]
+    assert counts.syncs == ["cudaStreamSynchronize"]
+
+
+@pytest.mark.parametrize("kind", ["normal", "wide", "bits"])
+def test_batches_find_what_is_wrong(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    """The fuzz of the GPU tests, with the CPU's kernels: right ones pass, wrong ones do not."""
+    import torch
+
+    from ampfast.backends import native
+
+    monkeypatch.syspath_prepend(str(FOLDER))
+    import batches
+
+    device = torch.device("cpu")
+    arguments: dict[str, Any] = {"kind": kind, "is_scale": False, "seed": 3, "factor": 1 / 3}
+    for seed in range(10):
+        arguments["seed"] = seed
+        batches.run_batch(native, batches.random_batch(seed, 20), device, **arguments)
+
+    class Wrong:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def check_(self, grads: Any, scale: Any = None) -> torch.Tensor:
+            found = native.check_(grads, scale)
+            return 1 - found if self.name == "flag" else found
+
+        def unscale_(self, grads: Any, factor: Any, *, is_scale: bool) -> torch.Tensor:
+            if self.name == "value":
+                factor = factor * (1 + 1e-6)
+            found = native.unscale_(grads, factor, is_scale=is_scale)
+            return torch.zeros(()) if self.name == "found_inf" else found
+
+    for name in ("flag", "value", "found_inf"):
+        with pytest.raises(AssertionError):
+            batches.run_batch(Wrong(name), batches.random_batch(5, 40), device, **arguments)
