@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
+import functools
 import os
+import resource
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -81,6 +84,44 @@ def test_a_rank_that_dies_is_told_by_its_exit_code() -> None:
     outcomes = ranks.attempt(dies, "")
     assert [outcome.error for outcome in outcomes] == [None, "exit code 7"]
     assert "goodbye" in outcomes[1].details
+
+
+def crashes(sign: Path, *, in_python: bool) -> int:
+    """At the first try, on rank 1, by reading at address 0."""
+    if dist.get_rank() == 1 and not sign.exists():
+        sign.touch()
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        libc, thread = ctypes.CDLL(None), ctypes.c_ulong()
+        if in_python:
+            libc.strlen(None)
+        libc.pthread_create(ctypes.byref(thread), None, libc.strlen, None)
+        time.sleep(600)
+    dist.barrier()
+    return dist.get_rank()
+
+
+def test_a_rank_that_crashes_tells_where(tmp_path: Path) -> None:
+    with pytest.raises(ranks.RanksFailedError) as raised:
+        ranks.run(functools.partial(crashes, in_python=True), tmp_path / "sign")
+    told = str(raised.value)
+    assert "rank 1: exit code -11\n" in told
+    assert "frame #0: " in told
+    assert "in crashes" in told
+
+
+def test_a_crash_in_a_thread_of_torch_is_told_and_tried_again(tmp_path: Path) -> None:
+    with pytest.warns(UserWarning, match="once more") as told:
+        by_rank = ranks.run(functools.partial(crashes, in_python=False), tmp_path / "sign")
+    assert by_rank == [0, 1]
+    assert "frame #0: " in str(told[0].message)
+
+
+def test_a_crash_in_ampfast_is_not_tried_again(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(ranks, "_C", SimpleNamespace(__file__="libc"))  # where `crashes` does
+    with pytest.raises(ranks.RanksFailedError, match="rank 1: exit code -11"):
+        ranks.run(functools.partial(crashes, in_python=False), tmp_path / "sign")
 
 
 def sleeps(sign: Path) -> None:
