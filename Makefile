@@ -36,6 +36,7 @@ DOCS := $(PYTHON)
 endif
 
 CSRC := $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
+PTX_MACHINE := $(wildcard tests/ptx/*.cpp tests/ptx/*.h tests/ptx/include/c10/cuda/*.h)
 CLANG_FORMAT := $(RUN) -c 'from clang_format import clang_format; clang_format()'
 
 # Says in one line what is missing, before anything is downloaded or compiled.
@@ -72,35 +73,37 @@ bench-compare: | $(READY)  ## what changed between two result files: A=before.js
 coverage: build/built  ## run the tests and say which lines of ampfast/ they run, in a table
 	rm -rf build/coverage && mkdir build/coverage
 	$(RUN) -m coverage run -m pytest $(ARGS)
-	TRITON_INTERPRET=1 $(RUN) -m coverage run -m pytest tests/triton_kernels
+	TRITON_INTERPRET=1 $(RUN) -m coverage run -m pytest tests/device_kernels
 	$(RUN) -m coverage combine --quiet
 	$(RUN) -m coverage report
 
 mutants: build/built  ## change the state machine line by line and say which changes no test notices
 	$(RUN) tests/mutation $(ARGS)
 
-gpu: build/built  ## with the PYTHON of a GPU machine as it is: all tests, sanitizer, benchmarks
+gpu: | $(READY)  ## with the PYTHON of a GPU machine as it is: all tests, sanitizer, benchmarks
 	$(RUN) tests/gpu $(ARGS)
 
 check: | $(READY)  ## lint, formatting and types; edits nothing
 	$(RUN) -m ruff check .
 	$(RUN) -m ruff format --check .
 	$(RUN) -m mypy
-	$(CLANG_FORMAT) --dry-run -Werror $(CSRC)
+	$(CLANG_FORMAT) --dry-run -Werror $(CSRC) $(PTX_MACHINE)
 
 format: | $(READY)  ## put every file into the form that check wants
 	$(RUN) -m ruff check --fix-only .
 	$(RUN) -m ruff format .
-	$(CLANG_FORMAT) -i $(CSRC)
+	$(CLANG_FORMAT) -i $(CSRC) $(PTX_MACHINE)
 
 build: build/built  ## build the extension in place
 
 test-triton36: build/built .venv-triton36/.installed  ## test the kernels under the oldest Triton
-	@TRITON_INTERPRET=1 .venv-triton36/bin/python -m pytest tests/triton_kernels $(ARGS) \
+	@TRITON_INTERPRET=1 .venv-triton36/bin/python -m pytest tests/device_kernels $(ARGS) \
 		> build/triton36.log 2>&1 & interpreted=$$!; \
 	.venv-triton36/bin/python -m pytest tests/triton_kernels $(ARGS); compiled=$$?; \
+	AMPFAST_TEST_KERNELS=triton-sm_90-races .venv-triton36/bin/python -m pytest \
+		tests/device_kernels/test_device_finish.py $(ARGS); run=$$?; \
 	wait $$interpreted; interpreted=$$?; cat build/triton36.log; \
-	[ $$compiled = 0 ] && [ $$interpreted = 0 ]
+	[ $$compiled = 0 ] && [ $$run = 0 ] && [ $$interpreted = 0 ]
 
 .venv-triton36/.installed: requirements/torch.txt requirements/triton36.txt
 	$(RUN) -m venv .venv-triton36
