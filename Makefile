@@ -105,10 +105,12 @@ test-triton36: build/built .venv-triton36/.installed  ## test the kernels under 
 	wait $$interpreted; interpreted=$$?; cat build/triton36.log; \
 	[ $$compiled = 0 ] && [ $$run = 0 ] && [ $$interpreted = 0 ]
 
-.venv-triton36/.installed: requirements/torch.txt requirements/triton36.txt
+# What it does not have itself, torch above all, it takes from the environment that builds.
+.venv-triton36/.installed: requirements/triton36.txt | $(READY)
 	$(RUN) -m venv .venv-triton36
-	.venv-triton36/bin/python -m pip install -r requirements/torch.txt
-	.venv-triton36/bin/python -m pip install -r requirements/triton36.txt
+	.venv-triton36/bin/python -m pip install -r $<
+	@$(RUN) -c 'import pathlib, torch; print(pathlib.Path(torch.__file__).parents[1])' \
+		> $$(echo .venv-triton36/lib/python3*/site-packages)/torch.pth
 	@touch $@
 
 test-trainers: build/built $(TRAINERS_READY)  ## run other people's trainers with ampfast's scaler

@@ -13,7 +13,7 @@ from launchers import VARIABLE, compiled
 from reference_launcher import ReferenceLauncher
 
 import ampfast
-from ampfast import _C, backends
+from ampfast import _C, backends, info
 from ampfast.backends.passes import DeviceKernels
 
 if os.environ.get("TRITON_INTERPRET") == "1":
@@ -28,9 +28,11 @@ BESIDE = pytest.StashKey[Queue]()
 def pytest_report_header() -> str:
     """Names the versions, so that a log can be read on its own."""
     version = getattr(ampfast, "__version__", "unknown")
-    kernels = os.environ.get(VARIABLE)
-    last = f", kernels {kernels}" if kernels else ""
-    return f"ampfast {version}, torch {torch.__version__}, {torch.get_num_threads()} threads{last}"
+    parts = [f"ampfast {version}", f"torch {torch.__version__}"]
+    parts += [f"Triton {info._triton_version()}", f"{torch.get_num_threads()} threads"]
+    if kernels := os.environ.get(VARIABLE):
+        parts.append(f"kernels {kernels}")
+    return ", ".join(parts)
 
 
 def pytest_configure() -> None:
