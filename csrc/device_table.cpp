@@ -5,14 +5,18 @@
 
 #include <algorithm>
 #include <cstring>
-#include <deque>
+#include <list>
+#include <unordered_map>
 
 namespace ampfast {
 
 namespace {
 
-// Some optimizers and streams, each with a table of its own.
-constexpr size_t kMostTables = 32;
+// What is kept where addresses change: this many of the tables that were used last, or as many as
+// take so much memory on devices, whichever is more. Optimizers that step in turn each have one, and
+// for every stream another.
+constexpr size_t kLeastTables = 32;
+constexpr int64_t kTableBytes = int64_t{1} << 23;
 
 // What is kept ready for captured tables, in which nothing can be allocated: at least this, and
 // room for several of the largest table so far.
@@ -22,15 +26,6 @@ constexpr int64_t kTablesInReserve = 16;
 Uploads& counted() {
   static Uploads uploads{0, 0};
   return uploads;
-}
-
-// Neither this nor the reserve is ever destroyed: at the end of the process the device may be gone
-// before them.
-using Tables = std::deque<std::shared_ptr<DeviceTable>>;
-
-Tables& recent() {
-  static Tables& tables = *new Tables;
-  return tables;
 }
 
 at::Tensor empty_words(int64_t words, at::TensorOptions options) {
@@ -81,10 +76,11 @@ int64_t window_count(const Span& span, int64_t element_size) {
   return (bytes + kWindowBytes - 1) / kWindowBytes;
 }
 
-// Differs, almost surely, where the lists do; what is kept is told apart by it, since comparing
-// whole lists that differ at their ends takes long.
-uint64_t fingerprint_of(const GradList& grads) {
-  uint64_t hash = grads.lists().size();
+// Differs, almost surely, where the tables do; what is kept is found by it, since comparing whole
+// lists that differ at their ends takes long.
+uint64_t fingerprint_of(const GradList& grads, int64_t max_programs, c10::StreamId stream) {
+  uint64_t hash = mixed(grads.lists().size(), static_cast<uint64_t>(grads.device().index()));
+  hash = mixed(mixed(hash, static_cast<uint64_t>(max_programs)), static_cast<uint64_t>(stream));
   for (const DtypeList& list : grads.lists()) {
     hash = mixed(hash, static_cast<uint64_t>(list.dtype));
     for (const Span& span : list.spans) {
@@ -96,10 +92,62 @@ uint64_t fingerprint_of(const GradList& grads) {
   return hash;
 }
 
+// Tables that may be used again.
+class Recent {
+ public:
+  std::shared_ptr<DeviceTable> find(uint64_t fingerprint) {
+    const auto place = places_.find(fingerprint);
+    if (place == places_.end()) {
+      return nullptr;
+    }
+    tables_.splice(tables_.begin(), tables_, place->second);
+    return tables_.front();
+  }
+
+  void add(const std::shared_ptr<DeviceTable>& table) {
+    const auto place = places_.find(table->fingerprint());
+    if (place != places_.end()) {
+      remove(place->second);
+    }
+    tables_.push_front(table);
+    places_[table->fingerprint()] = tables_.begin();
+    bytes_ += table->bytes();
+    while (tables_.size() > kLeastTables && bytes_ > kTableBytes) {
+      remove(std::prev(tables_.end()));
+    }
+  }
+
+  void clear() {
+    places_.clear();
+    tables_.clear();
+    bytes_ = 0;
+  }
+
+ private:
+  using Tables = std::list<std::shared_ptr<DeviceTable>>;
+
+  void remove(Tables::iterator table) {
+    bytes_ -= (*table)->bytes();
+    places_.erase((*table)->fingerprint());
+    tables_.erase(table);
+  }
+
+  Tables tables_;  // the one that was used last comes first
+  std::unordered_map<uint64_t, Tables::iterator> places_;
+  int64_t bytes_ = 0;
+};
+
+// Neither this nor the reserve is ever destroyed: at the end of the process the device may be gone
+// before them.
+Recent& recent() {
+  static Recent& recent = *new Recent;
+  return recent;
+}
+
 }  // namespace
 
 DeviceTable::DeviceTable(const GradList& grads, int64_t max_programs, c10::StreamId stream)
-    : fingerprint_(fingerprint_of(grads)),
+    : fingerprint_(fingerprint_of(grads, max_programs, stream)),
       device_(grads.device()),
       max_programs_(max_programs),
       stream_(stream),
@@ -197,26 +245,17 @@ std::shared_ptr<const DeviceTable> table_of(const GradList& grads, int64_t max_p
   const c10::impl::VirtualGuardImpl guard(grads.device().type());
   const c10::StreamId stream = guard.getStream(grads.device()).id();
   if (!capturing) {
-    Tables& tables = recent();
-    const uint64_t wanted = fingerprint_of(grads);
-    const auto known = std::find_if(tables.begin(), tables.end(), [&](const auto& table) {
-      return table->fingerprint() == wanted && table->holds(grads, max_programs, stream);
-    });
-    if (known != tables.end()) {
-      std::rotate(tables.begin(), known, known + 1);
-      tables.front()->prepare_capture();
-      return tables.front();
+    const auto known = recent().find(fingerprint_of(grads, max_programs, stream));
+    if (known != nullptr && known->holds(grads, max_programs, stream)) {
+      known->prepare_capture();
+      return known;
     }
   }
   auto table = std::make_shared<DeviceTable>(grads, max_programs, stream);
   table->upload(capturing);
   if (!capturing) {
     table->prepare_capture();
-    Tables& tables = recent();
-    tables.push_front(table);
-    if (tables.size() > kMostTables) {
-      tables.pop_back();
-    }
+    recent().add(table);
   }
   return table;
 }

@@ -35,6 +35,7 @@ class DeviceTable {
   bool holds(const GradList& grads, int64_t max_programs, c10::StreamId stream) const;
 
   uint64_t fingerprint() const { return fingerprint_; }
+  int64_t bytes() const { return static_cast<int64_t>(buffer_.nbytes()); }
   const at::Tensor& buffer() const { return buffer_; }
   const std::vector<Segment>& segments() const { return segments_; }
 

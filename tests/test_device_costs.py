@@ -325,13 +325,31 @@ def test_lists_in_turn_keep_their_tables(launcher: ReferenceLauncher) -> None:
     assert [unscale(grads) for grads in lists * 3] == [0] * 24
 
 
+def test_optimizers_that_step_in_turn_keep_their_tables(launcher: ReferenceLauncher) -> None:
+    lists = [[torch.ones(4)] for _ in range(500)]
+    assert [unscale(grads) for grads in lists] == [1] * 500
+    assert [unscale(grads) for grads in lists] == [0] * 500
+
+
 def test_tables_do_not_pile_up(launcher: ReferenceLauncher) -> None:
-    grads = [torch.ones(4)]
-    assert unscale(grads) == 1
-    others = [[torch.ones(4)] for _ in range(200)]
-    for other in others:
-        unscale(other)
-    assert unscale(grads) == 1, "long unused tables are forgotten"
+    """A few large ones are kept however large, more only as far as they are small together."""
+    tensors = [torch.ones(1) for _ in range(20_000)]
+
+    def looked_up(first: int) -> tuple[int, int]:
+        """Uploads, and the bytes of the table of the tensors in an order of their own."""
+        before = _C.uploads()[0]
+        grads = _C.GradList(tensors[first:] + tensors[:first])
+        table = _C.DeviceTable.of(grads, 3, False)
+        return _C.uploads()[0] - before, table.buffer.nbytes
+
+    assert unscale(tensors[:1]) == 1
+    new = [looked_up(first) for first in range(32)]
+    assert sum(table_bytes for _, table_bytes in new) > 2**23
+    assert [uploads for uploads, _ in new] == [1] * 32
+    assert [looked_up(first)[0] for first in range(32)] == [0] * 32
+    assert unscale(tensors[:1]) == 1, "long unused tables are forgotten"
+    assert looked_up(1)[0] == 0
+    assert looked_up(0)[0] == 1
 
 
 def test_more_programs_than_windows_and_more_windows_than_programs(
