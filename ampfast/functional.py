@@ -289,6 +289,8 @@ def _listed(
     grads: list[Tensor], place: Tensor
 ) -> tuple[backends.Kernels | None, gradients.Gradients]:
     device = place.device
+    for grad in grads:
+        native.require_storage(grad)
     kernels = backends.choose().kernels_for(device)
     if kernels is None:
         numbers = {device: list(range(len(grads)))}
@@ -325,6 +327,7 @@ def _checked(grads: list[Tensor], place: Tensor, name: str = "found_inf") -> lis
                 f"grads must be on the device of {name}, {place.device}, "
                 f"got grads[{index}] on {grad.device}"
             )
+        native.require_storage(grad)
     return list(grads)
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from ampfast.backends import native
 from ampfast.notes import add_note
 
 __all__ = ["lacks_momentum", "no_inf_checks", "takes_grad_scaler"]
@@ -36,12 +37,11 @@ def lacks_momentum(optimizer: torch.optim.Optimizer) -> bool:
     """
     if not isinstance(optimizer, torch.optim.SGD):
         return False
-    state = optimizer.state
+    state = optimizer.state if isinstance(optimizer.state, dict) else dict(optimizer.state)
     return any(
-        param.grad is not None and state.get(param, {}).get("momentum_buffer") is None
+        native.lacks_state(group["params"], state, "momentum_buffer")
         for group in optimizer.param_groups
         if group.get("fused") and group["momentum"] != 0
-        for param in group["params"]
     )
 
 

@@ -1,5 +1,7 @@
 #include "grad_list.h"
 
+#include <ATen/EmptyTensor.h>
+#include <ATen/SparseTensorImpl.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/core/impl/TorchDispatchModeTLS.h>
 #include <torch/csrc/autograd/python_variable.h>
@@ -35,6 +37,12 @@ bool has_known_dtype(const at::Tensor& tensor) {
   return type == at::kFloat || type == at::kHalf || type == at::kBFloat16 || type == at::kDouble;
 }
 
+void require_bytes(size_t needed, const at::Tensor& tensor) {
+  const size_t there = tensor.storage().nbytes();
+  TORCH_CHECK(needed <= there, "the storage of a gradient was freed or resized: ", there,
+              " bytes are left of ", needed);
+}
+
 }  // namespace
 
 Dtype dtype_of(at::ScalarType type) {
@@ -67,6 +75,21 @@ bool is_regular(const at::Tensor& tensor, uint64_t devices) {
          is_aligned(tensor);
 }
 
+void require_storage(const at::Tensor& tensor) {
+  if (tensor.key_set().has(c10::DispatchKey::Python)) {
+    return;
+  }
+  if (tensor.is_sparse()) {
+    const auto* sparse = static_cast<const at::SparseTensorImpl*>(tensor.unsafeGetTensorImpl());
+    require_storage(sparse->indices());
+    require_storage(sparse->values());
+  } else if (tensor.layout() == at::kStrided && tensor.has_storage()) {
+    require_bytes(at::detail::computeStorageNbytes(tensor.sizes(), tensor.strides(),
+                                                   tensor.element_size(), tensor.storage_offset()),
+                  tensor);
+  }
+}
+
 DtypeList& GradList::list_of(at::ScalarType dtype) {
   for (DtypeList& list : lists_) {
     if (list.dtype == dtype) {
@@ -82,10 +105,7 @@ void GradList::add(const at::Tensor& tensor, bool writes, int64_t parameter) {
   if (numel == 0) {
     return;
   }
-  const size_t end = (tensor.storage_offset() + numel) * tensor.element_size();
-  const size_t there = tensor.storage().nbytes();
-  TORCH_CHECK(end <= there, "the storage of a gradient was freed or resized: ", there,
-              " bytes are left of ", end);
+  require_bytes((tensor.storage_offset() + numel) * tensor.element_size(), tensor);
   void* address = writes ? tensor.mutable_data_ptr() : const_cast<void*>(tensor.const_data_ptr());
   add(tensor.scalar_type(), static_cast<char*>(address), numel, parameter);
 }

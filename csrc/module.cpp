@@ -340,6 +340,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
         py::arg("growth_interval"), py::arg("state") = std::nullopt,
         py::arg("norm") = std::nullopt);
 
+  m.def("require_storage", &require_storage);
+  m.def("lacks_state", &lacks_state, py::arg("params"), py::arg("state"), py::arg("name"));
   m.def(
       "walk",
       [](const py::object& param_groups, bool allow_fp16, bool writes, uint64_t devices,

@@ -1,5 +1,6 @@
 #include "walk.h"
 
+#include <c10/util/flat_hash_map.h>
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/autograd/python_variable.h>
 
@@ -79,6 +80,7 @@ void walk_group(const py::handle& params, int64_t group, bool allow_fp16, uint64
     if (!regular.take(grad, devices, walk.parameters)) {
       grad = local_part(part_of, param, std::move(grad), walk.parameters);
       if (!regular.take(grad, devices, walk.parameters) && grad.defined()) {
+        require_storage(grad);
         walk.set_aside.emplace_back(param, std::move(grad), walk.parameters);
       }
     }
@@ -120,6 +122,35 @@ Walk walk_gradients(const py::handle& param_groups, bool allow_fp16, bool writes
     list_on(walk.lists, grad.device(), regular.tensors).add(grad, writes, regular.parameters[i]);
   }
   return walk;
+}
+
+bool lacks_state(const py::iterable& params, const py::dict& state, const py::str& name) {
+  // Reading the dict from end to end: looking one tensor up calls its hash in Python.
+  ska::flat_hash_set<PyObject*> have;
+  have.reserve(state.size());
+  PyObject* key = nullptr;
+  PyObject* entries = nullptr;
+  for (Py_ssize_t place = 0; PyDict_Next(state.ptr(), &place, &key, &entries) != 0;) {
+    if (!PyDict_Check(entries)) {
+      continue;
+    }
+    PyObject* entry = PyDict_GetItemWithError(entries, name.ptr());
+    if (entry != nullptr && entry != Py_None) {
+      have.insert(key);
+    }
+  }
+  torch::PyWarningHandler warnings;
+  try {
+    for (const py::handle param : params) {
+      if (have.count(param.ptr()) == 0 && gradient_of(param).defined()) {
+        return true;
+      }
+    }
+  } catch (...) {
+    warnings.set_in_exception();
+    throw;
+  }
+  return false;
 }
 
 std::optional<GradList> regular_list(const py::sequence& tensors, at::Device device,

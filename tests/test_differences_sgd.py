@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from one_step import TAKE_GRAD_SCALE, Setup, floats, host_reads, setup
 from support import TorchScaler, parameter_with
 
 from ampfast import GradScaler
+from ampfast.optimizers import lacks_momentum
 
 pytest_plugins = ["verdicts"]
 OptState = torch.amp.grad_scaler.OptState
@@ -20,6 +22,38 @@ OptState = torch.amp.grad_scaler.OptState
 
 def fused_sgd(**options: Any) -> Callable[..., torch.optim.SGD]:
     return lambda params: torch.optim.SGD(params, lr=0.5, fused=True, **options)
+
+
+def test_what_lacks_momentum() -> None:
+    """Parameters with gradients, by what the optimizer's state holds of each."""
+    params = [parameter_with(torch.ones(2)) for _ in range(5)]
+    without = parameter_with(torch.ones(2))
+    without.grad = None
+    groups = [{"params": [params[0], without, params[1]]}, {"params": params[2:]}]
+    optimizer = fused_sgd(momentum=0.9)(groups)
+    assert lacks_momentum(optimizer)
+    optimizer.step()
+    assert not lacks_momentum(optimizer)
+    for state in (dict(reversed(optimizer.state.items())), MappingProxyType(optimizer.state)):
+        optimizer.state = state
+        assert not lacks_momentum(optimizer)
+    optimizer.load_state_dict(optimizer.state_dict())
+    for param in params:
+        held = optimizer.state[param]["momentum_buffer"]
+        optimizer.state[param]["momentum_buffer"] = None
+        assert lacks_momentum(optimizer)
+        del optimizer.state[param]["momentum_buffer"]
+        assert lacks_momentum(optimizer)
+        optimizer.state[param]["momentum_buffer"] = held
+        assert not lacks_momentum(optimizer)
+    without.grad = torch.ones(2)
+    assert lacks_momentum(optimizer)
+    optimizer.param_groups[0]["momentum"] = 0
+    assert not lacks_momentum(optimizer), "this group has none"
+    del optimizer.state[params[4]]
+    assert lacks_momentum(optimizer)
+    optimizer.param_groups[1]["fused"] = False
+    assert not lacks_momentum(optimizer), "what is not fused is skipped by the host"
 
 
 MOMENTA = [

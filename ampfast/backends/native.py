@@ -57,8 +57,10 @@ __all__ = [
     "clip_coefficient",
     "cpu_capability",
     "is_scalar",
+    "lacks_state",
     "list_of",
     "norms",
+    "require_storage",
     "scale_update",
     "unscale_",
     "update_scale_",
@@ -73,6 +75,10 @@ walk = _C.walk
 list_of = _C.GradList.of
 # Whether a tensor is what kernels read and write as a scalar: plain, of a dtype, one element.
 is_scalar = _C.is_scalar
+# Raises RuntimeError if the memory of a tensor was freed or became too small for it.
+require_storage = _C.require_storage
+# Whether a parameter with a gradient lacks an entry of its state.
+lacks_state = _C.lacks_state
 WINDOW_BYTES: int = _C.WINDOW_BYTES
 WITH_CUDA: bool = _C.WITH_CUDA
 # Columns of what a `Track` holds.
