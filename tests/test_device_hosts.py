@@ -193,6 +193,45 @@ def test_what_is_not_compiled_is_not_captured(monkeypatch: pytest.MonkeyPatch) -
         launch._require_compiled(("unknown",))
 
 
+def test_a_launch_that_cannot_begin_keeps_those_before_it_back() -> None:
+    class NoBfloat16(ReferenceLauncher):
+        def prepare(self, work: Any, segment: Any, epilogue: Epilogue) -> None:
+            prepared.append((segment.dtype, epilogue))
+            if segment.dtype is torch.bfloat16:
+                raise RuntimeError("no compiler for bfloat16")
+
+    prepared: list[tuple[torch.dtype, Epilogue]] = []
+    launcher = NoBfloat16()
+    kernels = DeviceKernels(launcher)
+    grads = [torch.full((3,), 8.0), torch.full((3,), 8.0, dtype=torch.bfloat16)]
+    found, scale = torch.zeros(()), torch.tensor(4.0)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="no compiler for bfloat16"):
+            kernels.unscale_(grads_of(grads), scale, is_scale=True, found_inf=found)
+    assert launcher.launches == []
+    assert [grad.tolist() for grad in grads] == [[8.0] * 3] * 2
+    assert set(prepared) == {
+        (torch.float32, Epilogue.NOTHING),
+        (torch.bfloat16, Epilogue.FINISH),
+    }
+    prepared.clear()
+    kernels.unscale_(grads_of(grads[:1]), scale, is_scale=True, found_inf=found)
+    assert grads[0].tolist() == [2.0] * 3
+    assert prepared == [], "one launch alone cannot leave another behind"
+
+
+def test_growth_intervals_that_no_word_holds_are_torchs_to_refuse() -> None:
+    scale, tracker = torch.tensor(8.0), torch.tensor(0, dtype=torch.int32)
+    kernels = DeviceKernels(ReferenceLauncher())
+    for interval, is_known in [(2**63 - 1, True), (-(2**63), True), (2**63, False), (2**64, False)]:
+        factors = Factors(2.0, 0.5, interval)
+        update = kernels.scale_update(scale, tracker, [torch.zeros(())], factors)
+        assert (update is not None) == is_known
+        assert kernels.update_scale_(scale, tracker, [torch.zeros(())], factors) == is_known
+    assert kernels.scale_update(scale, tracker, [], Factors(2.0, 0.5, 2.5)) is None
+    assert (scale.item(), tracker.item()) == (8.0, 2)
+
+
 def test_both_kinds_of_kernels_have_the_same_grid() -> None:
     launch = pytest.importorskip("ampfast.backends.triton.launch")
     source = "".join(path.read_text() for path in sorted((ROOT / "csrc/cuda").iterdir()))

@@ -19,6 +19,7 @@ __all__ = [
     "max_programs",
     "multi_tensor",
     "on",
+    "prepare",
     "update_scale",
 ]
 
@@ -30,6 +31,10 @@ if not _C.WITH_CUDA:
 def max_programs(device: torch.device) -> int:
     """Returns the largest grid: what the plain kernels can have resident at once."""
     return _C.cuda_max_programs(device.index)
+
+
+def prepare(work: Pass, segment: Segment, epilogue: Epilogue) -> None:
+    """Does nothing: all kernels are in the core, and `max_programs` has loaded them."""
 
 
 def multi_tensor(work: Pass, segment: Segment, epilogue: Epilogue) -> None:

@@ -75,6 +75,9 @@ class Launcher(Protocol):
 
     def is_capturing(self) -> bool: ...
 
+    def prepare(self, work: Pass, segment: Segment, epilogue: Epilogue) -> None:
+        """Raises what would keep a launch from beginning; called before others of its pass."""
+
     def multi_tensor(self, work: Pass, segment: Segment, epilogue: Epilogue) -> None: ...
 
     def update_scale(self, update: ScaleUpdate, found_infs: list[Tensor]) -> None: ...
@@ -238,8 +241,11 @@ class DeviceKernels:
         state: Tensor | None = None,
         norm: Tensor | None = None,
     ) -> ScaleUpdate | None:
-        """Returns an update to apply, or None where the kernels do not know the tensors exactly."""
+        """Returns an update to apply, or None where torch's own op must do or raise."""
         if not is_scalar(scale, torch.float32) or not is_scalar(growth_tracker, torch.int32):
+            return None
+        interval = factors.growth_interval
+        if not isinstance(interval, int) or not -(2**63) <= interval < 2**63:
             return None
         if scale.is_inference() or scale.requires_grad or growth_tracker.device != scale.device:
             return None
@@ -310,13 +316,17 @@ class DeviceKernels:
                 *(coefficient, norms, track, update),
             )
             *first, last = table.segments
+            final = Epilogue.FINISH if update is None else Epilogue.UPDATE
+            launches = [*((segment, Epilogue.NOTHING) for segment in first), (last, final)]
+            if first:
+                # One that fails behind another would leave half of the gradients written.
+                for segment, epilogue in launches:
+                    launcher.prepare(work, segment, epilogue)
             # Another thread's pass over the same table must not come between.
             with _one_pass:
                 try:
-                    for segment in first:
-                        launcher.multi_tensor(work, segment, Epilogue.NOTHING)
-                    final = Epilogue.FINISH if update is None else Epilogue.UPDATE
-                    launcher.multi_tensor(work, last, final)
+                    for segment, epilogue in launches:
+                        launcher.multi_tensor(work, segment, epilogue)
                 except BaseException:
                     # Launches between the first and the last leave something in it.
                     clear_tables()

@@ -59,6 +59,9 @@ class TableLauncher:
     def is_capturing(self) -> bool:
         return False
 
+    def prepare(self, work, segment, epilogue: Epilogue) -> None:
+        pass
+
     def multi_tensor(self, work, segment, epilogue: Epilogue) -> None:
         tensors = tensors_of(work.table, segment)
         if work.use is Use.RAW:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -29,6 +30,7 @@ from kernel_parity import exact_bits, flag, random_bits, wide
 from support import BITS, FLOATS, LAYOUTS, make_gradient
 from tracked import marked, track_for
 
+from ampfast import capture
 from ampfast.backends import native
 
 pytestmark = pytest.mark.usefixtures("watched")
@@ -136,6 +138,61 @@ def test_layouts(layout: str, dtype: torch.dtype) -> None:
         return
     check_unscales(lambda: [make_gradient(layout, dtype, seed) for seed in range(2)], 1 / 3)
     check_reads(lambda: [make_gradient(layout, dtype, seed) for seed in range(2)])
+
+
+@pytest.fixture
+def compiling(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The launches of kernels that are compiled when they are first needed, of which none was."""
+    module = getattr(launch, "_module", launch)
+    if not hasattr(module, "_launched"):
+        pytest.skip("these kernels are compiled with the core")
+    monkeypatch.setattr(module, "_launched", set())
+    return module
+
+
+def eights(*dtypes: torch.dtype) -> list[torch.Tensor]:
+    return [torch.full((3,), 8.0, dtype=dtype) for dtype in dtypes]
+
+
+@pytest.mark.usefixtures("compiling")
+def test_what_cannot_be_captured_leaves_all_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    known, new = eights(torch.float32, torch.float64), eights(torch.float32, torch.bfloat16)
+    scale = torch.tensor(4.0)
+    KERNELS.unscale_(grads_of(known), scale, is_scale=True)
+    with monkeypatch.context() as captured:
+        captured.setattr(capture, "is_capturing", lambda: True)
+        KERNELS.unscale_(grads_of(known), scale, is_scale=True)
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match="its kernel is not compiled yet"):
+                KERNELS.unscale_(grads_of(new), scale, is_scale=True)
+    assert [grad.tolist() for grad in known] == [[0.5] * 3] * 2
+    assert [grad.tolist() for grad in new] == [[8.0] * 3] * 2
+    KERNELS.unscale_(grads_of(new), scale, is_scale=True)
+    assert [grad.tolist() for grad in new] == [[2.0] * 3] * 2
+
+
+def test_what_does_not_compile_leaves_all_gradients(
+    compiling: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if compiling.INTERPRETED:
+        pytest.skip("an interpreter compiles nothing")
+    kernel = compiling.kernels.multi_tensor
+    compile_ahead = kernel.warmup
+
+    def no_bfloat16(*arguments: Any, **options: Any) -> Any:
+        if str(options["DTYPE"]) == "bf16":
+            raise RuntimeError("no compiler for bfloat16")
+        return compile_ahead(*arguments, **options)
+
+    grads, scale = eights(torch.float32, torch.bfloat16), torch.tensor(4.0)
+    with monkeypatch.context() as broken:
+        broken.setattr(kernel, "warmup", no_bfloat16)
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match="no compiler for bfloat16"):
+                KERNELS.unscale_(grads_of(grads), scale, is_scale=True)
+    assert [grad.tolist() for grad in grads] == [[8.0] * 3] * 2
+    KERNELS.unscale_(grads_of(grads), scale, is_scale=True)
+    assert [grad.tolist() for grad in grads] == [[2.0] * 3] * 2
 
 
 def test_nothing_is_launched_for_no_elements(monkeypatch: pytest.MonkeyPatch) -> None:

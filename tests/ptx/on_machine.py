@@ -34,6 +34,9 @@ class OnMachine:
     def is_capturing(self) -> bool:
         return False
 
+    def prepare(self, work: Pass, segment: Segment, epilogue: Epilogue) -> None:
+        self._module.prepare(work, segment, epilogue)
+
     def multi_tensor(self, work: Pass, segment: Segment, epilogue: Epilogue) -> None:
         with self._watch(
             [

@@ -33,6 +33,7 @@ __all__ = [
     "max_programs",
     "multi_tensor",
     "on",
+    "prepare",
     "update_scale",
 ]
 
@@ -90,8 +91,26 @@ def is_capturing() -> bool:
     return not INTERPRETED and capture.is_capturing()
 
 
+def prepare(work: Pass, segment: Segment, epilogue: Epilogue) -> None:
+    """Compiles what a launch needs; refuses what cannot be captured."""
+    variant, arguments, options = _call(work, segment, epilogue)
+    _require_compiled(variant)
+    if variant not in _launched and not INTERPRETED:
+        kernels.multi_tensor.warmup(*arguments, **options, grid=(segment.programs,))
+
+
 def multi_tensor(work: Pass, segment: Segment, epilogue: Epilogue) -> None:
     """Launches one pass over the gradients of one dtype."""
+    variant, arguments, options = _call(work, segment, epilogue)
+    _require_compiled(variant)
+    kernels.multi_tensor[(segment.programs,)](*arguments, **options)
+    _launched.add(variant)
+
+
+def _call(
+    work: Pass, segment: Segment, epilogue: Epilogue
+) -> tuple[tuple[object, ...], tuple[object, ...], dict[str, Any]]:
+    """What is compiled for a launch, the kernel's arguments, and its switches and options."""
     threads = 128 if INTERPRETED else _threads(work.table.buffer.device)
     update = work.update if epilogue is Epilogue.UPDATE else None
     factors = NO_FACTORS if update is None else update.factors
@@ -115,8 +134,7 @@ def multi_tensor(work: Pass, segment: Segment, epilogue: Epilogue) -> None:
             switches["maxnreg"] = most
     optional = (work.coefficient, work.norms, marks, health, state, other)
     variant = (work.table.buffer.device, *switches.values(), *(o is None for o in optional))
-    _require_compiled(variant)
-    kernels.multi_tensor[(segment.programs,)](
+    arguments = (
         work.table.buffer,
         segment.word,
         work.factor,
@@ -133,11 +151,8 @@ def multi_tensor(work: Pass, segment: Segment, epilogue: Epilogue) -> None:
         factors.growth_factor,
         factors.backoff_factor,
         factors.growth_interval,
-        **switches,
-        num_warps=4,
-        enable_fp_fusion=False,
     )
-    _launched.add(variant)
+    return variant, arguments, {**switches, "num_warps": 4, "enable_fp_fusion": False}
 
 
 def _most_registers(dtype: torch.dtype, health: bool) -> int | None:
