@@ -251,7 +251,7 @@ class GradientChecker(ScaleKeeper):
             optimizer.param_groups,
             allow_fp16=allow_fp16,
             writes=writes,
-            devices=self._kernels().devices,
+            choice=self._kernels(),
             clips=clips,
             parts=self._others().parts(),
         )

@@ -81,7 +81,7 @@ def collect(
     *,
     allow_fp16: bool,
     writes: bool,
-    devices: int,
+    choice: Choice,
     clips: bool = False,
     parts: Parts | None = None,
 ) -> Gradients:
@@ -91,7 +91,7 @@ def collect(
         param_groups: Its `param_groups`.
         allow_fp16: Whether float16 gradients are accepted.
         writes: Whether the gradients are about to be written.
-        devices: The device types with kernels, as `backends.Choice.devices` gives them.
+        choice: The kernels.
         clips: Whether their norm is taken, for which sparse gradients are replaced by coalesced
             ones, and what is written bumps versions, as torch's clipping does.
         parts: What tells the parts of distributed gradients, which are then read in their place.
@@ -99,12 +99,20 @@ def collect(
     Raises:
         AssertionError: If a parameter is not a tensor.
         ValueError: If a gradient is float16 and `allow_fp16` is false.
+        RuntimeError: If the memory of a gradient was freed, or became too small for it; or if the
+            backend that was asked for does not run on its device.
     """
+    bumps_versions = clips and writes
     lists, irregular, refused, identity = native.walk(
-        param_groups, allow_fp16, writes, devices, clips and writes, parts
+        param_groups, allow_fp16, writes, choice.devices, bumps_versions, parts
     )
     if refused is not None:
         raise _refusal(*refused)
+    if any(choice.kernels_for(grads.device) is None for grads in lists):
+        # One of several GPUs is not like the others, which the choice knows from now on.
+        lists, irregular, _, identity = native.walk(
+            param_groups, allow_fp16, writes, choice.devices, False, parts
+        )
     set_aside: dict[torch.device, list[Tensor]] = {}
     numbers: dict[torch.device, list[int]] = {}
     if irregular:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ import torch
 from reference_launcher import ReferenceLauncher
 from torch.utils.flop_counter import FlopCounterMode
 
-from ampfast import GradScaler, backends
+from ampfast import GradScaler, backends, gradients
 from ampfast.backends import native
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
@@ -41,7 +42,18 @@ def machine(
     monkeypatch.setattr(backends, "_is_interpreted", lambda: False)
     monkeypatch.setattr(backends, "_why_not", lambda name: missing.get(name, ""))
     monkeypatch.setattr(backends, "_why_it_fails", lambda name, index: failing.get(name, ""))
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(backends, "_kernels", lambda name: None if name == "aten" else name)
+
+
+def walk_over(monkeypatch: pytest.MonkeyPatch, gradient: torch.Tensor, gpu: torch.device) -> None:
+    """A walk that finds a gradient on a GPU, in a list if kernels serve GPUs, else by itself."""
+
+    def walk(param_groups: Any, allow_fp16: bool, writes: bool, devices: int, *_: Any) -> Any:
+        if devices & native.CUDA:
+            return [SimpleNamespace(device=gpu)], [], None, 0
+        return [], [(gradient, gradient, 0)], None, 0
+
+    monkeypatch.setattr(native, "walk", walk)
 
 
 @pytest.mark.parametrize(
@@ -73,7 +85,9 @@ def test_default_on_a_gpu(
         if name in reasons
     ]
     both = native.CPU | native.CUDA
-    assert backends.choose().devices == (native.CPU if chosen == "aten" else both)
+    choice = backends.choose()
+    assert (choice.kernels_for(GPU) is None) == (chosen == "aten")
+    assert choice.devices == (native.CPU if chosen == "aten" else both)
     assert backends.default_for(CPU) == "cpu"
 
 
@@ -97,9 +111,8 @@ def test_interpreted_kernels_are_for_cpu_tensors(
 
 def test_an_old_card_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backends, "_is_interpreted", lambda: False)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 0))
-    reason = backends._why_it_fails("cuda")
+    reason = backends._why_it_fails("cuda", 0)
     assert reason == "cuda:0 has compute capability below 7.5"
 
 
@@ -115,6 +128,7 @@ def unlike_gpus(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
     monkeypatch.setattr(backends, "_why_not", lambda name: "")
     monkeypatch.setattr(backends, "_try_out", try_out)
     monkeypatch.setattr(backends, "_kernels", lambda name: f"{name}'s")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     capabilities = {"cuda:0": (9, 0), "cuda:1": (7, 0), "cuda:2": (8, 0)}
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda d: capabilities[str(d)])
@@ -148,6 +162,26 @@ def test_the_default_is_that_of_each_gpu(monkeypatch: pytest.MonkeyPatch) -> Non
         f"ampfast does without its backend {name!r}: {old}" for name in ("triton", "cuda")
     ]
     assert tried == [("triton", "cuda:0")]
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    assert choice.name_for(torch.device("cuda")) == "aten", "another one is current"
+
+
+def test_gradients_on_a_gpu_without_kernels_take_torchs_op(monkeypatch: pytest.MonkeyPatch) -> None:
+    unlike_gpus(monkeypatch)
+    monkeypatch.setattr(backends, "_kernels", lambda name: None if name == "aten" else name)
+    gradient = torch.ones(3)
+    choice = backends.choose()
+
+    def collect() -> gradients.Gradients:
+        return gradients.collect([], allow_fp16=False, writes=True, choice=choice)
+
+    walk_over(monkeypatch, gradient, GPU)
+    assert len(collect().lists) == 1
+    walk_over(monkeypatch, gradient, torch.device("cuda", 1))
+    with pytest.warns(UserWarning, match="cuda:1 has compute capability below"):
+        aside = collect()
+    assert aside.lists == [] and aside.set_aside == {CPU: [gradient]}
+    assert choice.devices == native.CPU, "nobody has to find out again"
 
 
 def test_what_gpus_have_in_common_is_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -162,7 +196,7 @@ def test_what_gpus_have_in_common_is_said_once(monkeypatch: pytest.MonkeyPatch) 
 def test_a_trial_without_plain_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backends, "_is_interpreted", lambda: True)
     monkeypatch.setattr(native, "list_of", lambda tensors, device: None)
-    reason = backends._why_it_fails("triton")
+    reason = backends._why_it_fails("triton", None)
     assert reason == "its kernel does not run: RuntimeError: tensors are not plain ones here"
 
 
@@ -180,12 +214,12 @@ def test_what_is_missing_has_a_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_named_backend_never_falls_back(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     machine(monkeypatch, {}, {name: "no compiler"})
     scaler = GradScaler("cpu", backend=name)  # touches no GPU
-    parameter = torch.nn.Parameter(torch.zeros(3))
-    parameter.grad = torch.ones(3)
     scaler.scale(torch.ones(()))
-    with pytest.raises(RuntimeError, match=f"{name}.* cannot run here: no compiler"):
-        scaler.unscale_(torch.optim.SGD([parameter], lr=0.1))
-    assert parameter.grad.tolist() == [1.0] * 3
+    walk_over(monkeypatch, torch.ones(3), GPU)
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(3))], lr=0.1)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=f"{name}.* cannot run here: no compiler"):
+            scaler.unscale_(optimizer)
 
 
 @pytest.mark.parametrize("name", ["triton", "cuda"])
@@ -213,9 +247,10 @@ def test_a_named_backend_leaves_other_devices_theirs(monkeypatch: pytest.MonkeyP
 
 def test_cuda_is_not_initialised_for_a_choice(monkeypatch: pytest.MonkeyPatch) -> None:
     machine(monkeypatch, {}, {})
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
-    monkeypatch.setattr(backends, "_default_on_gpu", lambda index: pytest.fail("asked for a GPU"))
-    assert backends.choose().devices == native.CPU
+    for name in ("_why_it_fails", "_default_on_gpu", "_current_gpu"):
+        monkeypatch.setattr(backends, name, lambda *args: pytest.fail("asked for a GPU"))
+    GradScaler("cpu").scale(torch.ones(()))
+    assert backends.choose().devices == native.CPU | native.CUDA
 
 
 # The trial
@@ -232,14 +267,14 @@ def test_the_trial_does_not_depend_on_the_caller(
     monkeypatch.setattr(backends, "_launcher", lambda name: Interpreted())
     if around == "inference":
         with torch.inference_mode():
-            assert backends._why_it_fails("triton") == ""
+            assert backends._why_it_fails("triton", None) == ""
     elif around == "mode":
         with FlopCounterMode(display=False):
-            assert backends._why_it_fails("triton") == ""
+            assert backends._why_it_fails("triton", None) == ""
     else:
         torch.set_default_dtype(torch.float64)
         try:
-            assert backends._why_it_fails("triton") == ""
+            assert backends._why_it_fails("triton", None) == ""
         finally:
             torch.set_default_dtype(torch.float32)
 

@@ -165,15 +165,17 @@ class Choice:
         else:
             self._on_cpu = "triton" if name == "triton" and _is_interpreted() else "cpu"
         self._cpu_kernels = _kernels(self._on_cpu)
+        self._serves_gpus = name != "aten"
 
     @property
     def devices(self) -> int:
-        """The device types whose gradients go through kernels, as a bit set for the core."""
+        """The device types whose gradients go through kernels, as a bit set for the core.
+
+        No GPUs any more once one of them turned out to have no kernels.
+        """
         if self._name == "aten":
             return 0
-        # Gradients on a GPU exist only once CUDA is initialised, which is not for us to do.
-        on_gpu = torch.cuda.is_initialized() and self._on_gpu() != "aten"
-        return native.CPU | native.CUDA if on_gpu else native.CPU
+        return native.CPU | native.CUDA if self._serves_gpus else native.CPU
 
     def name_for(self, device: torch.device) -> str:
         """Returns the name of the backend for a device; "aten" where no kernel knows it.
@@ -201,9 +203,14 @@ class Choice:
         """
         if device.type == "cpu":
             return self._cpu_kernels
-        return _kernels(self.name_for(device))
+        kernels = _kernels(self.name_for(device))
+        if kernels is None and device.type == "cuda":
+            self._serves_gpus = False
+        return kernels
 
-    def _on_gpu(self, index: int | None = None) -> str:
+    def _on_gpu(self, index: int | None) -> str:
+        if index is None:
+            index = _current_gpu()
         if self._name in _GPU_NAMES and not (self._name == "triton" and _is_interpreted()):
             if reason := _why_not(self._name) or _why_it_fails(self._name, index):
                 raise RuntimeError(f"backend {self._name!r} cannot run here: {reason}")
@@ -277,7 +284,7 @@ def _choice(source: str, name: str | None) -> Choice:
 def _report(name: str) -> BackendReport:
     if name not in _GPU_NAMES:
         return BackendReport(name, True, "", ("cpu",) if name == "cpu" else ())
-    reason = _why_not(name) or _why_it_fails(name)
+    reason = _why_not(name) or _why_it_fails(name, _current_gpu())
     interpreted = name == "triton" and not reason and _is_interpreted()
     return BackendReport(name, not reason, reason, ("cpu",) if interpreted else ("cuda",))
 
@@ -314,17 +321,19 @@ def _why_not(name: str) -> str:
     return "" if has_gpu or is_interpreted else _NO_GPU
 
 
+def _current_gpu() -> int | None:
+    return torch.cuda.current_device() if torch.cuda.is_available() else None
+
+
 @cache
-def _why_it_fails(name: str, index: int | None = None) -> str:
+def _why_it_fails(name: str, index: int | None) -> str:
     """Tries the kernels on one gradient: whether they compile shows only then.
 
-    Each GPU is tried for itself, as they may differ; without an index the one that is current.
+    Each GPU is tried for itself, as they may differ; interpreted kernels on the CPU.
     """
     device = torch.device("cpu")
     if not (name == "triton" and _is_interpreted()):
-        if index is None:
-            return _why_it_fails(name, torch.cuda.current_device())
-        device = torch.device("cuda", index)
+        device = torch.device(f"cuda:{index}")
         refuse_capture("the first launch")
         capability = torch.cuda.get_device_capability(device)
         if torch.version.hip is None and capability < _LEAST_CAPABILITY:
@@ -359,7 +368,7 @@ def _try_out(name: str, device: torch.device) -> str:
 
 
 @cache
-def _default_on_gpu(index: int | None = None) -> str:
+def _default_on_gpu(index: int | None) -> str:
     for name in _GPU_NAMES:
         reason = _why_not(name)
         if not reason and name == "triton" and _is_interpreted():
