@@ -7,6 +7,7 @@ a traceback or null.
 from __future__ import annotations
 
 import json
+import os
 import re
 import sys
 import traceback
@@ -38,14 +39,18 @@ def run(results: Path) -> None:
     import torch
     import torch.distributed as dist
 
+    # What a block leaves lives on: torch's reducer, if it is the last to hold a gloo group, keeps
+    # Python's lock while it waits for a thread that may want it (pytorch/pytorch#56297).
+    namespaces = []
     with results.open("w", encoding="utf-8") as file:
         for block in (block for page in PAGES for block in blocks_of(page)):
             torch.manual_seed(0)
             failure = None
             with warnings.catch_warnings():
                 warnings.simplefilter("error", FutureWarning)
+                namespaces.append({"__name__": "__main__"})
                 try:
-                    exec(compile(block.code, block.name, "exec"), {"__name__": "__main__"})
+                    exec(compile(block.code, block.name, "exec"), namespaces[-1])
                 except BaseException:
                     failure = traceback.format_exc()
             # A block that failed halfway must not make others fail.
@@ -54,6 +59,8 @@ def run(results: Path) -> None:
                 dist.destroy_process_group()
             file.write(json.dumps([block.name, failure]) + "\n")
             file.flush()
+    sys.stdout.flush()
+    os._exit(0)
 
 
 if __name__ == "__main__":
