@@ -5,7 +5,7 @@
 #   VENV=.venv312       another place for the environment
 #   PYTHON=... VENV=    (VENV empty) uses that interpreter as it is, without an environment: it must
 #                       have torch, setuptools and what the command runs (for `make test` pytest and
-#                       numpy). Nothing is downloaded or installed; the extension is built in place.
+#                       numpy). Into it nothing is installed; the extension is built in place.
 #   ARGS=...            passed on: make test ARGS="-k patch", make bench ARGS=--help
 
 ifneq ($(filter gpu,$(MAKECMDGOALS)),)
@@ -50,7 +50,8 @@ endef
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .PHONY: FORCE bench bench-compare build build-cuda check clean coverage demo dist distclean docs \
-	format gpu help mutants notebook python smoke test test-trainers test-triton36
+	format gpu help mutants notebook python smoke test test-trainers test-triton36 \
+	triton36-compiled triton36-interpreted triton36-run
 
 help:  ## show this list
 	@sed -n 's/^\([a-z0-9-]*\):.*## /  make \1: /p' $(MAKEFILE_LIST)
@@ -80,7 +81,7 @@ coverage: build/built  ## run the tests and say which lines of ampfast/ they run
 mutants: build/built  ## change the state machine line by line and say which changes no test notices
 	$(RUN) tests/mutation $(ARGS)
 
-gpu: | $(READY)  ## with the PYTHON of a GPU machine as it is: all tests, sanitizer, benchmarks
+gpu: | $(READY)  ## with the PYTHON of a GPU machine as it is: tests, sanitizer, benchmarks
 	$(RUN) tests/gpu $(ARGS)
 
 check: | $(READY)  ## lint, formatting and types; edits nothing
@@ -96,21 +97,27 @@ format: | $(READY)  ## put every file into the form that check wants
 
 build: build/built  ## build the extension in place
 
-test-triton36: build/built .venv-triton36/.installed  ## test the kernels under the oldest Triton
-	@TRITON_INTERPRET=1 .venv-triton36/bin/python -m pytest tests/device_kernels $(ARGS) \
-		> build/triton36.log 2>&1 & interpreted=$$!; \
-	.venv-triton36/bin/python -m pytest tests/triton_kernels $(ARGS); compiled=$$?; \
-	AMPFAST_TEST_KERNELS=triton-sm_90-races .venv-triton36/bin/python -m pytest \
-		tests/device_kernels/test_device_finish.py $(ARGS); run=$$?; \
-	wait $$interpreted; interpreted=$$?; cat build/triton36.log; \
-	[ $$compiled = 0 ] && [ $$run = 0 ] && [ $$interpreted = 0 ]
+test-triton36: build/built build/triton36/.installed  ## test the kernels under the oldest Triton
+	@$(MAKE) --no-print-directory --keep-going --jobs=2 --output-sync \
+		triton36-compiled triton36-interpreted triton36-run
 
-# What it does not have itself, torch above all, it takes from the environment that builds.
-.venv-triton36/.installed: requirements/triton36.txt | $(READY)
-	$(RUN) -m venv .venv-triton36
-	.venv-triton36/bin/python -m pip install -r $<
-	@$(RUN) -c 'import pathlib, torch; print(pathlib.Path(torch.__file__).parents[1])' \
-		> $$(echo .venv-triton36/lib/python3*/site-packages)/torch.pth
+# The oldest Triton comes before that of the environment. Without a shell between, which would end
+# alone if make is told to.
+TRITON36 := PYTHONPATH="$(CURDIR)/build/triton36" $(RUN) -m pytest
+
+triton36-compiled:
+	@exec env $(TRITON36) tests/triton_kernels $(ARGS)
+
+triton36-interpreted:
+	@exec env TRITON_INTERPRET=1 $(TRITON36) tests/device_kernels $(ARGS)
+
+triton36-run:
+	@exec env AMPFAST_TEST_KERNELS=triton-sm_90-races $(TRITON36) \
+		tests/device_kernels/test_device_finish.py $(ARGS)
+
+build/triton36/.installed: requirements/triton36.txt build/key
+	rm -rf $(@D)
+	$(RUN) -m pip install --target $(@D) -r $<
 	@touch $@
 
 test-trainers: build/built $(TRAINERS_READY)  ## run other people's trainers with ampfast's scaler
@@ -165,7 +172,7 @@ clean:  ## remove what was built
 	find . -path './.venv*' -prune -o -name __pycache__ -prune -exec rm -rf {} +
 
 distclean: clean  ## remove the environments too
-	rm -rf .venv .venv-cuda .venv-dist .venv-docs .venv-trainers .venv-triton36
+	rm -rf .venv*
 
 python:
 	$(require_python_and_compiler)

@@ -20,11 +20,13 @@ class Process:
     """A pytest of its own in which kernels are interpreted, unless told otherwise.
 
     It leaves the cores to the other tests: those of several ranks wait for each other all the time.
+    On Linux it ends with the process that started it, however that ends.
     """
 
     def __init__(self, log: Path, *arguments: str, **environment: str) -> None:
         self._log = log
-        first = ["nice"] if shutil.which("nice") else []
+        wrappers = (["nice"], ["setpriv", "--pdeathsig", "TERM"])
+        first = [word for words in wrappers if shutil.which(words[0]) for word in words]
         pytest = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
         with open(log, "wb") as stream:
             self._process = subprocess.Popen(

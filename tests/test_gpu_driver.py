@@ -16,6 +16,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+from support import is_alive
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "tests" / "gpu"
@@ -139,15 +140,6 @@ time.sleep(600)
     while is_alive(child) and time.monotonic() < deadline:
         time.sleep(0.01)  # it was killed, but ends when the machine has time for it
     assert not is_alive(child)
-
-
-def is_alive(pid: int) -> bool:
-    """Whether a process runs; what only waits to be collected does not."""
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except OSError:
-        return False
-    return state != "Z"
 
 
 def test_a_part_that_is_told_to_end_may_write_what_it_has(
@@ -385,3 +377,17 @@ def test_without_a_gpu_it_says_so(tmp_path: Path, by_make: bool) -> None:
     assert "needs a GPU" in done.stderr
     assert "building" not in done.stdout
     assert not (tmp_path / "out").exists()
+
+
+def test_an_interpreter_without_torch_is_told(
+    driver: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(driver, "FACTS", "import no_such_torch")
+    with pytest.raises(
+        SystemExit, match="GPU: ModuleNotFoundError: No module named 'no_such"
+    ) as why:
+        driver.facts()
+    assert str(why.value).startswith(sys.executable)
+    monkeypatch.setattr(driver, "FACTS", "import os; os._exit(3)")
+    with pytest.raises(SystemExit, match="exit code 3; say PYTHON=path"):
+        driver.facts()

@@ -56,7 +56,7 @@ def stages(results: Path, copy: Path, capability: str = "") -> list[list[Part]]:
     # tests of the benchmarks and of the CUDA sources need no GPU, and would take all the time.
     no_gpu = ("tests/gpu", "tests/distributed", "tests/trainers", "tests/ptx")
     no_gpu += ("tests/triton_kernels", "tests/test_over_kernels.py")
-    no_gpu += ("tests/benchmarks", "tests/test_cuda_source.py")
+    no_gpu += ("tests/benchmarks", "tests/test_cuda_source.py", "tests/test_gpu_tools.py")
     modes = [sys.executable, "tests/gpu/modes.py"]
     sanitizer = [compute_sanitizer(), "--target-processes", "application-only"]
     sanitizer += ["--report-api-errors", "no", "--error-exitcode", "9", "--print-limit", "20"]
@@ -135,10 +135,13 @@ def facts() -> tuple[str | None, str, str]:
 
     From a process that lets go of the device.
     """
-    said = subprocess.run(
-        [sys.executable, "-c", FACTS], check=True, capture_output=True, text=True
-    ).stdout
-    name, version, capability = json.loads(said.splitlines()[-1])
+    done = subprocess.run(
+        [sys.executable, "-c", FACTS], check=False, capture_output=True, text=True
+    )
+    if done.returncode != 0:
+        why = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+        raise SystemExit(f"{sys.executable} cannot look for a GPU: {why}; say PYTHON=path")
+    name, version, capability = json.loads(done.stdout.splitlines()[-1])
     return name, version, capability
 
 
