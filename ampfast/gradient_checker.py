@@ -29,7 +29,8 @@ _KEYWORDS = ("overflow", "health")
 # Why a step of a plain optimizer is not captured, and what to do.
 HOST_DECIDES = (
     "a step that the host may skip",
-    "take an optimizer with fused=True, which decides on the device",
+    "take an optimizer with fused=True, which decides on the device, and capturable=True if it has "
+    "that argument",
 )
 
 

@@ -61,7 +61,7 @@ def test_every_page_is_in_the_menu() -> None:
 def test_links_lead_somewhere(page: Path) -> None:
     for path, anchor in LINK.findall(page.read_text(encoding="utf-8")):
         target = (page.parent / path).resolve() if path else page
-        assert target.exists(), path
+        assert target.is_file(), path
         if anchor:
             assert anchor in anchors_of(target), f"{path}#{anchor}"
 

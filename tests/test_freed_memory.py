@@ -26,7 +26,9 @@ def shrunk(tensor: torch.Tensor, size: int) -> torch.Tensor:
 
 def sparse(size: int, part: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
     indices, values = torch.tensor([[0, 2]]), torch.ones(2, 3)
-    made = torch.sparse_coo_tensor(indices, values, (4, 3), is_coalesced=True, check_invariants=True)
+    made = torch.sparse_coo_tensor(
+        indices, values, (4, 3), is_coalesced=True, check_invariants=True
+    )
     shrunk(part(made), size)
     return made
 

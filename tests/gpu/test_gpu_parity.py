@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from typing import Any
 
 import pytest
 import torch
@@ -25,6 +26,7 @@ from tracked import assert_ranges, edges_of_half, marked, marks_of, track_for
 from ampfast import functional
 from ampfast.backends.native import Factors
 
+pytest_plugins = ["verdicts"]
 pytestmark = pytest.mark.gpu
 
 LISTS = 10_000
@@ -34,6 +36,17 @@ FACTORS = (1 / 3, 2.0**-16, 3.0, 2.0**10, -0.75, 1.0, 65537.0, 2.0**-128, 1e-3, 
 WORSE = (math.inf, math.nan)
 HALVES = (torch.float16, torch.bfloat16)
 TINY = 2.0**-128
+
+
+def test_float64_is_judged_as_float64(backend: str, device: torch.device, torch_fails: Any) -> None:
+    """torch's op for GPUs looks at it as if it were float32, its op for CPUs does not."""
+    gradient, found = torch.full((3,), 1e300, dtype=torch.float64, device=device), flag(0.0, device)
+    torch._amp_foreach_non_finite_check_and_unscale_([gradient.clone()], found, flag(0.25, device))
+    torch_fails("float64 gradients beyond float32's range on a GPU", found.item() != 0)
+    kernels = kernels_of(backend, device)
+    assert kernels.check_(grads_of([gradient])).item() == 0
+    assert kernels.unscale_(grads_of([gradient]), flag(4.0, device), is_scale=True).item() == 0
+    assert gradient.tolist() == [2.5e299] * 3
 
 
 def test_ten_thousand_random_lists(backend: str, device: torch.device) -> None:
