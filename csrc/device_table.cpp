@@ -13,8 +13,8 @@ namespace ampfast {
 namespace {
 
 // What is kept where addresses change: this many of the tables that were used last, or as many as
-// take so much memory on devices, whichever is more. Optimizers that step in turn each have one, and
-// for every stream another.
+// take so much memory on devices, whichever is more. Optimizers that step in turn each have one,
+// and for every stream another.
 constexpr size_t kLeastTables = 32;
 constexpr int64_t kTableBytes = int64_t{1} << 23;
 

@@ -82,8 +82,8 @@ Dtype dtype_of(at::ScalarType type);
 // takes torch's own op.
 bool is_regular(const at::Tensor& tensor, uint64_t devices);
 
-// Throws if the memory of a tensor, or of a sparse one's indices and values, was freed or became too
-// small for its elements. Nothing is known of what a subclass dispatches to.
+// Throws if the memory of a tensor, or of a sparse one's indices and values, was freed or became
+// too small for its elements. Nothing is known of what a subclass dispatches to.
 void require_storage(const at::Tensor& tensor);
 
 // Tells whether a dispatch mode or a function transform watches this thread's ops: then all

@@ -39,8 +39,8 @@ struct Walk {
 Walk walk_gradients(const py::handle& param_groups, bool allow_fp16, bool writes,
                     bool bumps_versions, uint64_t devices, const py::object& part_of);
 
-// Tells whether a parameter that has a gradient lacks an entry of that name in the optimizer's state,
-// a dict by parameter. Keys are told apart as tensors are: by identity.
+// Tells whether a parameter that has a gradient lacks an entry of that name in the optimizer's
+// state, a dict by parameter. Keys are told apart as tensors are: by identity.
 bool lacks_state(const py::iterable& params, const py::dict& state, const py::str& name);
 
 // The list of `tensors`, about to be written; nothing if one of them is not a regular tensor on
