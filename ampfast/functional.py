@@ -327,7 +327,8 @@ def _checked(grads: list[Tensor], place: Tensor, name: str = "found_inf") -> lis
                 f"grads must be on the device of {name}, {place.device}, "
                 f"got grads[{index}] on {grad.device}"
             )
-        native.require_storage(grad)
+        if not torch.compiler.is_compiling():  # what is compiled asks when it runs
+            native.require_storage(grad)
     return list(grads)
 
 
