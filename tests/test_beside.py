@@ -50,15 +50,21 @@ def test_a_failure_is_not_lost(tmp_path: Path) -> None:
         process.check()
 
 
-def test_runs_follow_each_other_and_what_was_not_needed_ends() -> None:
-    runs = [Run(name, ("no_such_test.py",)) for name in ("first", "second", "third")]
-    queue = Queue(runs)
-    queue.go_on()
-    for run in runs[:2]:
+def test_runs_follow_each_other_and_what_still_runs_is_ended(tmp_path: Path) -> None:
+    test = tmp_path / "test_sleeps.py"
+    test.write_text(SLEEPS)
+    first, second = (Run(name, ("no_such_test.py",)) for name in ("first", "second"))
+    queue = Queue([first, second, Run("third", (str(test),)), Run("fourth", (str(test),))])
+    for _ in range(3):
+        queue.go_on()
+    assert list(queue._started) == ["first"]
+    for run in (first, second):
         with pytest.raises(AssertionError, match="no_such_test"):
             queue.check(run)
     assert list(queue._started) == ["first", "second"]
     queue.go_on()
     third = queue._started["third"]
+    assert not third.has_ended
     queue.end()
     assert third.has_ended
+    assert "fourth" not in queue._started
