@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import weakref
 from collections.abc import Callable
+from itertools import chain
 from types import FunctionType
 from typing import Any
 
@@ -38,11 +39,13 @@ def lacks_momentum(optimizer: torch.optim.Optimizer) -> bool:
     if not isinstance(optimizer, torch.optim.SGD):
         return False
     state = optimizer.state if isinstance(optimizer.state, dict) else dict(optimizer.state)
-    return any(
-        native.lacks_state(group["params"], state, "momentum_buffer")
+    params = chain.from_iterable(
+        group["params"]
         for group in optimizer.param_groups
         if group.get("fused") and group["momentum"] != 0
     )
+    # All groups at once: the state, which has no groups, is read from end to end.
+    return native.lacks_state(params, state, "momentum_buffer")
 
 
 def _has_gradient(param: torch.Tensor) -> bool:

@@ -14,6 +14,7 @@ from one_step import TAKE_GRAD_SCALE, Setup, floats, host_reads, setup
 from support import TorchScaler, parameter_with
 
 from ampfast import GradScaler
+from ampfast.backends import native
 from ampfast.optimizers import lacks_momentum
 
 pytest_plugins = ["verdicts"]
@@ -54,6 +55,22 @@ def test_what_lacks_momentum() -> None:
     assert lacks_momentum(optimizer)
     optimizer.param_groups[1]["fused"] = False
     assert not lacks_momentum(optimizer), "what is not fused is skipped by the host"
+
+
+def test_many_groups_read_the_state_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    groups = [{"params": [parameter_with(torch.ones(2))]} for _ in range(20)]
+    optimizer = fused_sgd(momentum=0.9)(groups)
+    optimizer.step()
+    read: list[Any] = []
+
+    def lacks_state(params: Any, state: Any, name: str) -> bool:
+        read.append(state)
+        return native_lacks_state(params, state, name)
+
+    native_lacks_state = native.lacks_state
+    monkeypatch.setattr(native, "lacks_state", lacks_state)
+    assert not lacks_momentum(optimizer)
+    assert len(read) == 1
 
 
 MOMENTA = [
