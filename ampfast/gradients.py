@@ -102,9 +102,8 @@ def collect(
         RuntimeError: If the memory of a gradient was freed, or became too small for it; or if the
             backend that was asked for does not run on its device.
     """
-    bumps_versions = clips and writes
     lists, irregular, refused, identity = native.walk(
-        param_groups, allow_fp16, writes, choice.devices, bumps_versions, parts
+        param_groups, allow_fp16, writes, choice.devices, clips and writes, parts
     )
     if refused is not None:
         raise _refusal(*refused)

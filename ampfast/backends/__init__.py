@@ -165,7 +165,7 @@ class Choice:
         else:
             self._on_cpu = "triton" if name == "triton" and _is_interpreted() else "cpu"
         self._cpu_kernels = _kernels(self._on_cpu)
-        self._serves_gpus = name != "aten"
+        self._serves_gpus = True
 
     @property
     def devices(self) -> int:
