@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,12 @@ from beside import TESTS, Process, Queue, Run
 from support import is_alive
 
 SLEEPS = "import time\ndef test_it(): time.sleep(600)\n"
+WAITS = """
+import os, time
+def test_it():
+    while not os.path.exists({sign!r}):
+        time.sleep(0.01)
+"""
 STARTS = """
 import sys, time
 sys.path.insert(0, {tests!r})
@@ -28,20 +35,26 @@ time.sleep(600)
 @pytest.mark.skipif(shutil.which("setpriv") is None, reason="needs Linux's setpriv")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL, signal.SIGHUP])
 def test_it_ends_with_what_started_it(tmp_path: Path, number: int) -> None:
-    test = tmp_path / "test_sleeps.py"
-    test.write_text(SLEEPS)
+    test, sign = tmp_path / "test_sleeps.py", tmp_path / "sign"
+    test.write_text(f"open({str(sign)!r}, 'w').close()\n{SLEEPS}")
     code = STARTS.format(tests=str(TESTS), log=str(tmp_path / "log"), test=str(test))
     with subprocess.Popen(
         [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True
     ) as parent:
         assert parent.stdout is not None
         child = int(parent.stdout.readline())
+        # Only from its own start on is it told of the end of another.
+        wait_until(lambda: sign.exists())
         assert is_alive(child)
         os.kill(parent.pid, number)
-    deadline = time.monotonic() + 60
-    while is_alive(child) and time.monotonic() < deadline:
+    wait_until(lambda: not is_alive(child))
+
+
+def wait_until(holds: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 300
+    while not holds():
+        assert time.monotonic() < deadline
         time.sleep(0.01)
-    assert not is_alive(child)
 
 
 def test_a_failure_is_not_lost(tmp_path: Path) -> None:
@@ -53,14 +66,17 @@ def test_a_failure_is_not_lost(tmp_path: Path) -> None:
 def test_runs_follow_each_other_and_what_still_runs_is_ended(tmp_path: Path) -> None:
     test = tmp_path / "test_sleeps.py"
     test.write_text(SLEEPS)
-    first, second = (Run(name, ("no_such_test.py",)) for name in ("first", "second"))
+    waits, sign = tmp_path / "test_waits.py", tmp_path / "sign"
+    waits.write_text(WAITS.format(sign=str(sign)))
+    first, second = Run("first", (str(waits),)), Run("second", ("no_such_test.py",))
     queue = Queue([first, second, Run("third", (str(test),)), Run("fourth", (str(test),))])
     for _ in range(3):
         queue.go_on()
     assert list(queue._started) == ["first"]
-    for run in (first, second):
-        with pytest.raises(AssertionError, match="no_such_test"):
-            queue.check(run)
+    sign.touch()
+    queue.check(first)
+    with pytest.raises(AssertionError, match="no_such_test"):
+        queue.check(second)
     assert list(queue._started) == ["first", "second"]
     queue.go_on()
     third = queue._started["third"]
