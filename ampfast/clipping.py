@@ -35,7 +35,7 @@ class Deferred:
     Attributes:
         divisor: 0-dim float32: the scale over the coefficient.
         coefficient: 0-dim float64.
-        rows: For each list of gradients its norms, as `native.norms` writes them.
+        rows: For each list of gradients its norms, as `cpu.norms` writes them.
         agreement: How ranks agree on the step, or None.
     """
 

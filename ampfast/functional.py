@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ampfast import backends, gradients, norms
-from ampfast.backends import aten, native
+from ampfast.backends import aten, cpu
 from ampfast.distributed import Shards, shards_of
 
 __all__ = ["check_", "grad_norm", "unscale_", "unscale_and_update_", "update_scale_"]
@@ -128,7 +128,7 @@ def update_scale_(
     Source: torch's `_amp_update_scale_`; a tracker beyond the interval grows too.
     """
     state = (current_scale, growth_tracker)
-    factors = native.Factors(growth_factor, backoff_factor, growth_interval)
+    factors = cpu.UpdateFactors(growth_factor, backoff_factor, growth_interval)
     _require_state(*state, found_inf, factors)
     torch.ops.ampfast.update_scale_(*state, found_inf, *factors)
     return current_scale
@@ -162,7 +162,7 @@ def unscale_and_update_(
         RuntimeError: As the two.
     """
     state = (current_scale, growth_tracker)
-    factors = native.Factors(growth_factor, backoff_factor, growth_interval)
+    factors = cpu.UpdateFactors(growth_factor, backoff_factor, growth_interval)
     _require_state(*state, found_inf, factors)
     regular = _regular(grads, found_inf, current_scale)
     update = regular[0].scale_update(*state, [], factors) if regular is not None else None
@@ -218,7 +218,7 @@ def _update_scale_op(
     growth_interval: int,
 ) -> None:
     state = (current_scale, growth_tracker)
-    factors = native.Factors(growth_factor, backoff_factor, growth_interval)
+    factors = cpu.UpdateFactors(growth_factor, backoff_factor, growth_interval)
     kernels = backends.choose().kernels_for(current_scale.device)
     update = None if kernels is None else kernels.scale_update(*state, [found_inf], factors)
     if update is not None:
@@ -290,7 +290,7 @@ def _listed(
 ) -> tuple[backends.Kernels | None, gradients.Gradients]:
     device = place.device
     for grad in grads:
-        native.require_storage(grad)
+        cpu.require_storage(grad)
     kernels = backends.choose().kernels_for(device)
     if kernels is None:
         numbers = {device: list(range(len(grads)))}
@@ -300,7 +300,7 @@ def _listed(
 
 def _regular(
     grads: list[Tensor], found_inf: Tensor, factor: Tensor | None = None
-) -> tuple[backends.Kernels, native.GradList] | None:
+) -> tuple[backends.Kernels, cpu.GradList] | None:
     """What the kernels take at once, or None for the op: it takes all and can be compiled.
 
     Converting a list for an op takes longer than the kernel for a thousand small tensors.
@@ -308,11 +308,11 @@ def _regular(
     if torch.compiler.is_compiling() or not isinstance(grads, (list, tuple)):
         return None
     kernels = backends.choose().kernels_for(found_inf.device)
-    if kernels is None or not native.is_scalar(found_inf, torch.float32):
+    if kernels is None or not cpu.is_scalar(found_inf, torch.float32):
         return None
-    if factor is not None and not native.is_scalar(factor, torch.float32):
+    if factor is not None and not cpu.is_scalar(factor, torch.float32):
         return None
-    listed = native.list_of(grads, found_inf.device)
+    listed = cpu.list_of(grads, found_inf.device)
     return None if listed is None else (kernels, listed)
 
 
@@ -328,12 +328,12 @@ def _checked(grads: list[Tensor], place: Tensor, name: str = "found_inf") -> lis
                 f"got grads[{index}] on {grad.device}"
             )
         if not torch.compiler.is_compiling():  # what is compiled asks when it runs
-            native.require_storage(grad)
+            cpu.require_storage(grad)
     return list(grads)
 
 
 def _require_state(
-    current_scale: Tensor, growth_tracker: Tensor, found_inf: Tensor, factors: native.Factors
+    current_scale: Tensor, growth_tracker: Tensor, found_inf: Tensor, factors: cpu.UpdateFactors
 ) -> None:
     _require_scalars(
         int32=("growth_tracker",),

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ampfast.backends import Choice, Kernels, Update, aten, native
+from ampfast.backends import Choice, Kernels, Update, aten, cpu
 from ampfast.layouts import Layout, Parts
 from ampfast.notes import add_note
 from ampfast.tracking import Tracks
@@ -41,7 +41,7 @@ class Gradients:
         parts: How those lie on their meshes that are distributed, or None if none is.
     """
 
-    lists: list[native.GradList]
+    lists: list[cpu.GradList]
     set_aside: dict[torch.device, list[Tensor]]
     numbers: dict[torch.device, list[int]] = field(default_factory=dict)
     identity: int = 0
@@ -54,8 +54,8 @@ class Gradients:
 
     def split(self, numbers: set[int]) -> tuple[Gradients, Gradients]:
         """Returns the gradients of the parameters of these numbers, and the others."""
-        inside: list[native.GradList] = []
-        outside: list[native.GradList] = []
+        inside: list[cpu.GradList] = []
+        outside: list[cpu.GradList] = []
         for grads in self.lists:
             for part, parts in zip(grads.split(numbers), (inside, outside), strict=True):
                 if part.chunks:
@@ -65,7 +65,7 @@ class Gradients:
             self._part(outside, lambda number: number not in numbers),
         )
 
-    def _part(self, lists: list[native.GradList], has: Callable[[int], bool]) -> Gradients:
+    def _part(self, lists: list[cpu.GradList], has: Callable[[int], bool]) -> Gradients:
         aside: dict[torch.device, list[Tensor]] = {}
         numbers: dict[torch.device, list[int]] = {}
         for device, tensors in self.set_aside.items():
@@ -102,14 +102,14 @@ def collect(
         RuntimeError: If the memory of a gradient was freed, or became too small for it; or if the
             backend that was asked for does not run on its device.
     """
-    lists, irregular, refused, identity = native.walk(
+    lists, irregular, refused, identity = cpu.walk(
         param_groups, allow_fp16, writes, choice.devices, clips and writes, parts
     )
     if refused is not None:
         raise _refusal(*refused)
     if any(choice.kernels_for(grads.device) is None for grads in lists):
         # One of several GPUs is not like the others, which the choice knows from now on.
-        lists, irregular, _, identity = native.walk(
+        lists, irregular, _, identity = cpu.walk(
             param_groups, allow_fp16, writes, choice.devices, False, parts
         )
     set_aside: dict[torch.device, list[Tensor]] = {}
@@ -129,9 +129,9 @@ def of_list(tensors: list[Tensor], device: torch.device) -> Gradients:
     regular: list[int] = []
     irregular: list[int] = []
     for number, tensor in enumerate(tensors):
-        known = native.list_of([tensor], device) is not None
+        known = cpu.list_of([tensor], device) is not None
         (regular if known else irregular).append(number)
-    listed = native.list_of([tensors[number] for number in regular], device, regular)
+    listed = cpu.list_of([tensors[number] for number in regular], device, regular)
     set_aside = {device: [tensors[number] for number in irregular]} if irregular else {}
     return Gradients([listed] if listed and regular else [], set_aside, {device: irregular})
 
@@ -248,7 +248,7 @@ def norms(
 
     Returns:
         New flags, as `unscale_` would give them, and for each list, on its device, what
-        `native.norms` writes.
+        `cpu.norms` writes.
     """
     flags: dict[torch.device, Tensor] = {}
     rows: list[Tensor] = []

@@ -11,7 +11,7 @@ import torch
 
 import ampfast
 from ampfast import backends
-from ampfast.backends import native
+from ampfast.backends import cpu
 
 SCHEMA = 1
 
@@ -55,9 +55,9 @@ def collect() -> dict[str, Any]:
             "triton": _triton_version(),
         },
         "extension": {
-            **native.build_info(),
-            "cpu_capability": native.cpu_capability(),
-            "cuda_kernels": "built" if native.WITH_CUDA else "not built",
+            **cpu.build_info(),
+            "cpu_capability": cpu.cpu_capability(),
+            "cuda_kernels": "built" if cpu.WITH_CUDA else "not built",
         },
         "devices": _devices(),
         "backends": [_backend(report) for report in backends.report()],

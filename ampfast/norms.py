@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ampfast import gradients
 from ampfast.agreement import Agreement
-from ampfast.backends import Choice, aten, native
+from ampfast.backends import Choice, aten, cpu
 from ampfast.distributed import Shards, marked
 from ampfast.layouts import part_of
 from ampfast.tracking import Tracks
@@ -36,7 +36,7 @@ class Part:
         writes: Whether they will be written.
         tracks: Where a check notes what it sees of each parameter, or None.
         flags: What a check found, by device.
-        rows: For each list of gradients its norms, as `native.norms` writes them.
+        rows: For each list of gradients its norms, as `cpu.norms` writes them.
         uncounted: The same for those whose norm another rank counts.
     """
 
@@ -128,7 +128,7 @@ def measure(
         kernels = choice.kernels_for(device)
         if kernels is not None and _are_regular(coefficient, scale, divisor):
             kernels.clip_coefficient(
-                native.Clip(together, limit, largest, norm, coefficient, scale, divisor)
+                cpu.Clip(together, limit, largest, norm, coefficient, scale, divisor)
             )
             return norm, coefficient
         norm.copy_(aten.total_norm(together, largest))
@@ -218,11 +218,11 @@ def _take(parts: list[Part], flags: list[dict[torch.device, Tensor]]) -> None:
 
 def _are_regular(coefficient: Tensor, scale: Tensor | None, divisor: Tensor | None) -> bool:
     """Whether the kernels know what they are to read and write, on the device of the first."""
-    if not native.is_scalar(coefficient, torch.float64):
+    if not cpu.is_scalar(coefficient, torch.float64):
         return False
     if divisor is None or scale is None:
         return True
-    return native.is_scalar(scale, torch.float32) and scale.device == coefficient.device
+    return cpu.is_scalar(scale, torch.float32) and scale.device == coefficient.device
 
 
 def _place(parts: list[Part], scale: Tensor | None) -> tuple[torch.device, torch.dtype]:

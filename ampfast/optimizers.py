@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ampfast.backends import native
+from ampfast.backends import cpu
 from ampfast.notes import add_note
 
 __all__ = ["lacks_momentum", "no_inf_checks", "takes_grad_scaler"]
@@ -45,7 +45,7 @@ def lacks_momentum(optimizer: torch.optim.Optimizer) -> bool:
         if group.get("fused") and group["momentum"] != 0
     )
     # All groups at once: the state, which has no groups, is read from end to end.
-    return native.lacks_state(params, state, "momentum_buffer")
+    return cpu.lacks_state(params, state, "momentum_buffer")
 
 
 def _has_gradient(param: torch.Tensor) -> bool:

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.amp.grad_scaler import GradScaler as TorchGradScaler
 
 from ampfast import backends
-from ampfast.backends import aten, native
+from ampfast.backends import aten, cpu
 from ampfast.capture import refuse_capture
 from ampfast.iteration_norms import IterationNorms
 from ampfast.notes import warn_caller
@@ -160,7 +160,7 @@ class ScaleKeeper(TorchGradScaler):
         before, flags = scale.detach().clone(), self._flags_besides(None, scale.device)
         super().update(new_scale)
         if flags:
-            self._update(before, growth_tracker.clone(), flags, native.Factors(1.0, 1.0, 0))
+            self._update(before, growth_tracker.clone(), flags, cpu.UpdateFactors(1.0, 1.0, 0))
         self._kept().forget_minimum()
 
     def _update(
@@ -168,7 +168,7 @@ class ScaleKeeper(TorchGradScaler):
         scale: Tensor,
         growth_tracker: Tensor,
         flags: list[Tensor],
-        factors: native.Factors | None = None,
+        factors: cpu.UpdateFactors | None = None,
     ) -> None:
         """Updates the scale by itself."""
         factors = factors or self._factors()
@@ -182,8 +182,8 @@ class ScaleKeeper(TorchGradScaler):
             found_inf = sum(others, start=first)
             aten.update_scale_(scale, growth_tracker, found_inf, *factors, kept, norm)
 
-    def _factors(self) -> native.Factors:
-        return native.Factors(self._growth_factor, self._backoff_factor, self._growth_interval)
+    def _factors(self) -> cpu.UpdateFactors:
+        return cpu.UpdateFactors(self._growth_factor, self._backoff_factor, self._growth_interval)
 
     def _scale_update(
         self, scale: Tensor, growth_tracker: Tensor, flags: list[Tensor]
@@ -197,7 +197,7 @@ class ScaleKeeper(TorchGradScaler):
         return kernels.scale_update(scale, growth_tracker, flags, factors, kept, norm)
 
     def _kernels_for(
-        self, device: torch.device, factors: native.Factors
+        self, device: torch.device, factors: cpu.UpdateFactors
     ) -> backends.Kernels | None:
         """The kernels that update a scale there; None where torch's own op must."""
         given: Any = factors  # attributes that a caller may have set to anything

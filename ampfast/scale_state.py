@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ampfast.backends import aten
-from ampfast.backends import state_layout as layout
+from ampfast.backends.cpu import state_layout as layout
 from ampfast.capture import is_capturing, refuse_capture
 from ampfast.notes import warn_caller
 from ampfast.report import History, ScalerStats, empty_history
@@ -109,7 +109,7 @@ class ScaleState:
 
     Attributes:
         policy: How the scale differs from torch's.
-        words: As `backends.state_layout` says; None until there is a device.
+        words: As `backends.cpu.state_layout` says; None until there is a device.
     """
 
     def __init__(self, policy: ScalePolicy, on_min_scale: str = "ignore") -> None:

@@ -13,8 +13,7 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ampfast.backends import aten
-from ampfast.backends.native import HEALTH_WORDS, MARK_WORDS
-from ampfast.backends.track import Track
+from ampfast.backends.cpu import HEALTH_WORDS, MARK_WORDS, Track
 from ampfast.capture import refuse_capture
 from ampfast.gradient_reports import (
     GradientHealth,

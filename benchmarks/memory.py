@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ampfast import backends, functional
-from ampfast.backends import native
+from ampfast.backends import cpu
 
 from .cases import CASES, make_gradients
 from .harness import Effort, Job, Measured
@@ -105,7 +105,7 @@ def measure_table(name: str) -> Measured:
     """Asks the core how large its table of a list is, for each chunk of work."""
     # The table holds addresses and lengths, so nothing has to stand at the addresses.
     gradients = [torch.empty(shape) for shape in CASES[name].shapes]
-    table = native.GradList(gradients)
+    table = cpu.GradList(gradients)
     row = Row(
         subject="memory",
         case=name,

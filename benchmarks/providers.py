@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from ampfast import backends, functional
-from ampfast.backends import native
-from ampfast.backends.passes import DeviceKernels, Epilogue, Pass, Use
+from ampfast.backends import cpu
+from ampfast.backends.gpu import DeviceKernels, Epilogue, Pass, Use
 
 CHECK = "check"
 UNSCALE = "unscale"
@@ -25,7 +25,7 @@ HALF_COPY = "copy of half"
 PATHS = (CHECK, UNSCALE, NORM, UPDATE)
 
 # Never grows: the scale stays what it was while a path is timed.
-FACTORS = native.Factors(2.0, 0.5, 2**31 - 1)
+FACTORS = cpu.UpdateFactors(2.0, 0.5, 2**31 - 1)
 
 Gradients = list[Tensor]
 
@@ -198,12 +198,12 @@ def launches(name: str, device: torch.device, scalars: Scalars) -> Calls:
         for scale, tracker in zip(s.scales, s.trackers, strict=True)
     ]
 
-    def table(gradients: Gradients) -> native.DeviceTable:
+    def table(gradients: Gradients) -> cpu.DeviceTable:
         listed = _listed(gradients, device)
-        return native.DeviceTable.of(listed, launcher.max_programs(device), False)
+        return cpu.DeviceTable.of(listed, launcher.max_programs(device), False)
 
     def launch(
-        table: native.DeviceTable,
+        table: cpu.DeviceTable,
         write: bool,
         use: Use,
         factor: Tensor | None,
@@ -242,8 +242,8 @@ def _in_order(paths: dict[str, Any]) -> dict[str, Any]:
     return {path: paths[path] for path in PATHS if path in paths}
 
 
-def _listed(gradients: Gradients, device: torch.device) -> native.GradList:
-    listed = native.list_of(gradients, device)
+def _listed(gradients: Gradients, device: torch.device) -> cpu.GradList:
+    listed = cpu.list_of(gradients, device)
     if listed is None:
         raise RuntimeError("the gradients are not plain tensors on one device")
     return listed

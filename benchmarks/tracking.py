@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ampfast.backends import native
-from ampfast.backends.track import Track
+from ampfast.backends import cpu
+from ampfast.backends.cpu import Track
 
 from . import goals, providers
 from .cases import GradCase, make_gradients
@@ -83,8 +83,8 @@ def track_for(path: str, parameters: int, device: torch.device) -> Track | None:
     """What a path takes along."""
     if path in (CHECK, UNSCALE):
         return None
-    marks = torch.zeros(parameters, native.MARK_WORDS, dtype=torch.int64, device=device)
-    health = torch.zeros(parameters, native.HEALTH_WORDS, dtype=torch.int64, device=device)
+    marks = torch.zeros(parameters, cpu.MARK_WORDS, dtype=torch.int64, device=device)
+    health = torch.zeros(parameters, cpu.HEALTH_WORDS, dtype=torch.int64, device=device)
     now = torch.zeros(1, dtype=torch.int64, device=device)
     return Track(marks, now, health if "health" in path else None)
 
@@ -99,11 +99,11 @@ def run(path: str, kernels: Any, grads: Any, inverse: Tensor, track: Track | Non
 
 
 def _kernels(name: str, device: torch.device) -> Any:
-    return providers.device_kernels(name, device) or native
+    return providers.device_kernels(name, device) or cpu
 
 
-def _listed(gradients: list[Tensor]) -> native.GradList:
-    grads = native.list_of(gradients, gradients[0].device)
+def _listed(gradients: list[Tensor]) -> cpu.GradList:
+    grads = cpu.list_of(gradients, gradients[0].device)
     if grads is None:
         raise RuntimeError("the gradients are not plain tensors")
     return grads

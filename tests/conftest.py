@@ -14,7 +14,7 @@ from reference_launcher import ReferenceLauncher
 
 import ampfast
 from ampfast import _C, backends, info
-from ampfast.backends.passes import DeviceKernels
+from ampfast.backends.gpu import DeviceKernels
 
 if os.environ.get("TRITON_INTERPRET") == "1":
     from quick_interpreter import patch_once_a_launch

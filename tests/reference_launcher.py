@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from ampfast import _C
-from ampfast.backends import aten, native
-from ampfast.backends.native import Clip, Segment
-from ampfast.backends.passes import Epilogue, Pass, ScaleUpdate, Use
+from ampfast.backends import aten, cpu
+from ampfast.backends.cpu import Clip, Segment
+from ampfast.backends.gpu import Epilogue, Pass, ScaleUpdate, Use
 
 HEADER = 8
 PARAMETERS = 4  # the word of a segment that says where the parameters' numbers begin
@@ -100,7 +100,7 @@ class ReferenceLauncher:
 
     def clip_coefficient(self, clip: Clip) -> None:
         self.launches.append("clip")
-        native.clip_coefficient(clip)
+        cpu.clip_coefficient(clip)
 
     def _update(self, update: ScaleUpdate, flags: list[Tensor]) -> None:
         any_found = any(flag.item() != 0 for flag in flags)

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from ampfast.backends import state_layout as layout
-from ampfast.backends.native import Factors
+from ampfast.backends.cpu import UpdateFactors
+from ampfast.backends.cpu import state_layout as layout
 from ampfast.scale_state import ScalePolicy, ScaleState
 
 
@@ -23,7 +23,7 @@ class ScaleModel:
 
     scale: float
     tracker: int
-    factors: Factors
+    factors: UpdateFactors
     policy: ScalePolicy
     steps: int = 0
     skipped: int = 0
@@ -85,7 +85,7 @@ POLICIES = {
     "hysteresis refilled": ScalePolicy(hysteresis=2, hysteresis_refill="finite_step"),
     "all": ScalePolicy(0.5, 30.0, 2, "growth"),
 }
-FACTORS = Factors(1.9, 0.3, 3)
+FACTORS = UpdateFactors(1.9, 0.3, 3)
 
 
 def random_steps(count: int, seed: int) -> list[tuple[bool, float | None]]:

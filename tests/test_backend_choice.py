@@ -13,7 +13,7 @@ from reference_launcher import ReferenceLauncher
 from torch.utils.flop_counter import FlopCounterMode
 
 from ampfast import GradScaler, backends, gradients
-from ampfast.backends import native
+from ampfast.backends import cpu
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 CACHED = (
@@ -49,11 +49,11 @@ def walk_over(monkeypatch: pytest.MonkeyPatch, gradient: torch.Tensor, gpu: torc
     """A walk that finds a gradient on a GPU, in a list if kernels serve GPUs, else by itself."""
 
     def walk(param_groups: Any, allow_fp16: bool, writes: bool, devices: int, *_: Any) -> Any:
-        if devices & native.CUDA:
+        if devices & cpu.CUDA:
             return [SimpleNamespace(device=gpu)], [], None, 0
         return [], [(gradient, gradient, 0)], None, 0
 
-    monkeypatch.setattr(native, "walk", walk)
+    monkeypatch.setattr(cpu, "walk", walk)
 
 
 @pytest.mark.parametrize(
@@ -84,10 +84,10 @@ def test_default_on_a_gpu(
         for name in ("triton", "cuda")
         if name in reasons
     ]
-    both = native.CPU | native.CUDA
+    both = cpu.CPU | cpu.CUDA
     choice = backends.choose()
     assert (choice.kernels_for(GPU) is None) == (chosen == "aten")
-    assert choice.devices == (native.CPU if chosen == "aten" else both)
+    assert choice.devices == (cpu.CPU if chosen == "aten" else both)
     assert backends.default_for(CPU) == "cpu"
 
 
@@ -181,7 +181,7 @@ def test_gradients_on_a_gpu_without_kernels_take_torchs_op(monkeypatch: pytest.M
     with pytest.warns(UserWarning, match="cuda:1 has compute capability below"):
         aside = collect()
     assert aside.lists == [] and aside.set_aside == {CPU: [gradient]}
-    assert choice.devices == native.CPU, "nobody has to find out again"
+    assert choice.devices == cpu.CPU, "nobody has to find out again"
 
 
 def test_what_gpus_have_in_common_is_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -195,7 +195,7 @@ def test_what_gpus_have_in_common_is_said_once(monkeypatch: pytest.MonkeyPatch) 
 
 def test_a_trial_without_plain_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backends, "_is_interpreted", lambda: True)
-    monkeypatch.setattr(native, "list_of", lambda tensors, device: None)
+    monkeypatch.setattr(cpu, "list_of", lambda tensors, device: None)
     reason = backends._why_it_fails("triton", None)
     assert reason == "its kernel does not run: RuntimeError: tensors are not plain ones here"
 
@@ -250,7 +250,7 @@ def test_cuda_is_not_initialised_for_a_choice(monkeypatch: pytest.MonkeyPatch) -
     for name in ("_why_it_fails", "_default_on_gpu", "_current_gpu"):
         monkeypatch.setattr(backends, name, lambda *args: pytest.fail("asked for a GPU"))
     GradScaler("cpu").scale(torch.ones(()))
-    assert backends.choose().devices == native.CPU | native.CUDA
+    assert backends.choose().devices == cpu.CPU | cpu.CUDA
 
 
 # The trial

@@ -12,16 +12,16 @@ import torch
 from reference_launcher import ReferenceLauncher
 
 from ampfast import _C, capture
-from ampfast.backends import native, passes
-from ampfast.backends.native import Factors
-from ampfast.backends.passes import DeviceKernels, Epilogue
+from ampfast.backends import cpu, gpu
+from ampfast.backends.cpu import UpdateFactors
+from ampfast.backends.gpu import DeviceKernels, Epilogue
 
 CPU = torch.device("cpu")
 ROOT = Path(__file__).parent.parent
 
 
-def grads_of(tensors: list[torch.Tensor]) -> native.GradList:
-    grads = native.list_of(tensors, CPU)
+def grads_of(tensors: list[torch.Tensor]) -> cpu.GradList:
+    grads = cpu.list_of(tensors, CPU)
     assert grads is not None
     return grads
 
@@ -66,9 +66,9 @@ def test_elements_off_their_own_alignment_are_irregular() -> None:
     for dtype in (torch.float32, torch.float64, torch.float16, torch.bfloat16):
         for offset in range(1, dtype.itemsize):
             odd = torch.frombuffer(memory, dtype=dtype, count=3, offset=offset)
-            assert native.list_of([odd], CPU) is None
+            assert cpu.list_of([odd], CPU) is None
         even = torch.frombuffer(memory, dtype=dtype, count=3, offset=dtype.itemsize)
-        assert native.list_of([even], CPU) is not None
+        assert cpu.list_of([even], CPU) is not None
 
 
 def test_lists_that_differ_at_their_end_are_told_apart() -> None:
@@ -86,7 +86,7 @@ def test_a_table_has_room_for_the_partial_sums() -> None:
     tensors = [torch.ones(5_000), torch.ones(7_000, dtype=torch.float64)]
     for programs in (1, 2, 3, 1000):
         _C.clear_tables()
-        table = native.DeviceTable.of(grads_of(tensors), programs, False)
+        table = cpu.DeviceTable.of(grads_of(tensors), programs, False)
         launched = sum(segment.programs for segment in table.segments)
         assert table.buffer[3] == launched
         assert table.buffer.numel() == table.buffer[2] + launched
@@ -95,19 +95,19 @@ def test_a_table_has_room_for_the_partial_sums() -> None:
 def test_an_update_bumps_the_version_of_the_scale() -> None:
     scale, tracker = torch.tensor(2.0), torch.tensor(0, dtype=torch.int32)
     kernels = DeviceKernels(ReferenceLauncher())
-    update = kernels.scale_update(scale, tracker, [torch.tensor(0.0)], Factors(2.0, 0.5, 1))
+    update = kernels.scale_update(scale, tracker, [torch.tensor(0.0)], UpdateFactors(2.0, 0.5, 1))
     before = scale._version
     update.bump_version()
     assert scale._version == before + 1
 
 
-@pytest.mark.parametrize("kernels", [DeviceKernels(ReferenceLauncher()), native])
+@pytest.mark.parametrize("kernels", [DeviceKernels(ReferenceLauncher()), cpu])
 def test_an_update_in_one_call(kernels: Any) -> None:
     scale, tracker = torch.tensor(2.0), torch.tensor(0, dtype=torch.int32)
     before = scale._version
     for found, wanted in ((0.0, 6.0), (1.0, 3.0)):
         flags = [torch.tensor(0.0), torch.tensor(found)]
-        assert kernels.update_scale_(scale, tracker, flags, Factors(3.0, 0.5, 1)) is True
+        assert kernels.update_scale_(scale, tracker, flags, UpdateFactors(3.0, 0.5, 1)) is True
         assert scale.item() == wanted
     assert scale._version == before + 2
 
@@ -115,7 +115,7 @@ def test_an_update_in_one_call(kernels: Any) -> None:
 def test_an_update_without_a_state_cannot_be_undone() -> None:
     scale, tracker = torch.tensor(2.0), torch.tensor(0, dtype=torch.int32)
     update = DeviceKernels(ReferenceLauncher()).scale_update(
-        scale, tracker, [], Factors(2.0, 0.5, 1)
+        scale, tracker, [], UpdateFactors(2.0, 0.5, 1)
     )
     with pytest.raises(RuntimeError, match="without a state cannot be undone"):
         update.undo()
@@ -140,9 +140,9 @@ def test_an_update_of_other_tensors_is_left_to_torch(other: dict[str, Any]) -> N
         "growth_tracker": torch.tensor(0, dtype=torch.int32),
         "found_infs": [torch.tensor(0.0)],
         "norm": torch.tensor(1.0),
-        "factors": Factors(2.0, 0.5, 1),
+        "factors": UpdateFactors(2.0, 0.5, 1),
     }
-    for kernels in (DeviceKernels(ReferenceLauncher()), native):
+    for kernels in (DeviceKernels(ReferenceLauncher()), cpu):
         assert kernels.scale_update(**known) is not None
         unknown = {**known, **other}
         assert kernels.scale_update(**unknown) is None
@@ -178,9 +178,9 @@ def test_the_device_of_a_launch_is_current(monkeypatch: pytest.MonkeyPatch) -> N
     switched: list[torch.device] = []
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
     monkeypatch.setattr(torch.cuda, "device", lambda device: switched.append(device))
-    passes.on_gpu(torch.device("cuda", 1))
+    gpu.on_gpu(torch.device("cuda", 1))
     assert switched == []
-    passes.on_gpu(torch.device("cuda", 0))
+    gpu.on_gpu(torch.device("cuda", 0))
     assert switched == [torch.device("cuda", 0)]
 
 
@@ -224,11 +224,11 @@ def test_growth_intervals_that_no_word_holds_are_torchs_to_refuse() -> None:
     scale, tracker = torch.tensor(8.0), torch.tensor(0, dtype=torch.int32)
     kernels = DeviceKernels(ReferenceLauncher())
     for interval, is_known in [(2**63 - 1, True), (-(2**63), True), (2**63, False), (2**64, False)]:
-        factors = Factors(2.0, 0.5, interval)
+        factors = UpdateFactors(2.0, 0.5, interval)
         update = kernels.scale_update(scale, tracker, [torch.zeros(())], factors)
         assert (update is not None) == is_known
         assert kernels.update_scale_(scale, tracker, [torch.zeros(())], factors) == is_known
-    assert kernels.scale_update(scale, tracker, [], Factors(2.0, 0.5, 2.5)) is None
+    assert kernels.scale_update(scale, tracker, [], UpdateFactors(2.0, 0.5, 2.5)) is None
     assert (scale.item(), tracker.item()) == (8.0, 2)
 
 

@@ -14,7 +14,7 @@ from one_step import TAKE_GRAD_SCALE, Setup, floats, host_reads, setup
 from support import TorchScaler, parameter_with
 
 from ampfast import GradScaler
-from ampfast.backends import native
+from ampfast.backends import cpu
 from ampfast.optimizers import lacks_momentum
 
 pytest_plugins = ["verdicts"]
@@ -67,8 +67,8 @@ def test_many_groups_read_the_state_once(monkeypatch: pytest.MonkeyPatch) -> Non
         read.append(state)
         return native_lacks_state(params, state, name)
 
-    native_lacks_state = native.lacks_state
-    monkeypatch.setattr(native, "lacks_state", lacks_state)
+    native_lacks_state = cpu.lacks_state
+    monkeypatch.setattr(cpu, "lacks_state", lacks_state)
     assert not lacks_momentum(optimizer)
     assert len(read) == 1
 

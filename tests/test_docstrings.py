@@ -15,7 +15,7 @@ import pytest
 
 import ampfast
 from ampfast import backends, functional, report
-from ampfast.backends import native
+from ampfast.backends import cpu
 from ampfast.patching import names as patching_names
 
 MODULES = (ampfast, backends, functional, report, patching_names)
@@ -107,8 +107,8 @@ def test_functions(name: str) -> None:
     function = inspect.unwrap(function.fget if is_property else function)
     said = sections(function.__doc__)
     assert said[""].strip()
-    if re.match(r"As `native\.\w+`\.", said[""]):
-        assert hasattr(native, function.__name__)
+    if re.match(r"As `cpu\.\w+`\.", said[""]):
+        assert hasattr(cpu, function.__name__)
         return
     if not is_property:
         assert listed(said.get("Args", "")) == parameters(function)

@@ -44,7 +44,7 @@ def test_batches_find_what_is_wrong(monkeypatch: pytest.MonkeyPatch, kind: str) 
     """The fuzz of the GPU tests, with the CPU's kernels: right ones pass, wrong ones do not."""
     import torch
 
-    from ampfast.backends import native
+    from ampfast.backends import cpu
 
     monkeypatch.syspath_prepend(str(FOLDER))
     import batches
@@ -53,20 +53,20 @@ def test_batches_find_what_is_wrong(monkeypatch: pytest.MonkeyPatch, kind: str) 
     arguments: dict[str, Any] = {"kind": kind, "is_scale": False, "seed": 3, "factor": 1 / 3}
     for seed in range(10):
         arguments["seed"] = seed
-        batches.run_batch(native, batches.random_batch(seed, 20), device, **arguments)
+        batches.run_batch(cpu, batches.random_batch(seed, 20), device, **arguments)
 
     class Wrong:
         def __init__(self, name: str) -> None:
             self.name = name
 
         def check_(self, grads: Any, scale: Any = None) -> torch.Tensor:
-            found = native.check_(grads, scale)
+            found = cpu.check_(grads, scale)
             return 1 - found if self.name == "flag" else found
 
         def unscale_(self, grads: Any, factor: Any, *, is_scale: bool) -> torch.Tensor:
             if self.name == "value":
                 factor = factor * (1 + 1e-6)
-            found = native.unscale_(grads, factor, is_scale=is_scale)
+            found = cpu.unscale_(grads, factor, is_scale=is_scale)
             return torch.zeros(()) if self.name == "found_inf" else found
 
     for name in ("flag", "value", "found_inf"):

@@ -115,7 +115,7 @@ def test_backends_import_nothing_above_them(name: str) -> None:
 
 
 def test_backends_do_not_know_each_other() -> None:
-    """`native` is the binding that all compiled ones need; the choice loads the others by name."""
+    """`cpu` binds the core, which all compiled ones need; the choice loads the others by name."""
     for backend in ("aten", "cuda", "triton"):
         own = f"ampfast.backends.{backend}"
         others = {f"ampfast.backends.{o}" for o in ("aten", "cuda", "triton")} - {own}
@@ -126,7 +126,7 @@ def test_backends_do_not_know_each_other() -> None:
 
 
 def test_the_compiled_core_is_bound_in_two_places() -> None:
-    assert importers_of("ampfast._C") == {"ampfast.backends.cuda", "ampfast.backends.native"}
+    assert importers_of("ampfast._C") == {"ampfast.backends.cuda", "ampfast.backends.cpu"}
 
 
 def test_device_code_knows_no_host() -> None:

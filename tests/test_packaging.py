@@ -19,7 +19,7 @@ from nvcc import SETUP
 
 import ampfast
 from ampfast._version import __version__
-from ampfast.backends import native
+from ampfast.backends import cpu
 
 ROOT = Path(__file__).resolve().parents[1]
 SOURCES = ["csrc/cuda/kernels.cu"]
@@ -181,17 +181,17 @@ def test_what_is_built_says_which_torch_it_fits(
 
 
 def test_an_extension_for_another_torch_is_refused():
-    native._require_torch("2.13.0", "2.13.1+cu130")
+    cpu._require_torch("2.13.0", "2.13.1+cu130")
     for other in ("2.14.0", "3.13.0", "2.1.3"):
         with pytest.raises(ImportError, match=f"for torch 2.13.0, and this is torch {other}; "):
-            native._require_torch("2.13.0", other)
+            cpu._require_torch("2.13.0", other)
 
 
 def test_an_extension_that_cannot_be_loaded_says_what_to_do(monkeypatch):
     monkeypatch.setitem(sys.modules, "ampfast._C", None)
     monkeypatch.delattr(ampfast, "_C")
     with pytest.raises(ImportError, match=r"core cannot be loaded \(.*_C.*\); build it against"):
-        runpy.run_path(native.__file__)
+        runpy.run_path(cpu.__file__)
 
 
 def test_metadata_asks_for_torch_alone(sdist, package_info):

@@ -13,14 +13,10 @@ from scale_model import FACTORS, POLICIES, ScaleModel, assert_state, float32, ra
 from scaler_loop import Loop
 
 import ampfast
-from ampfast import _C, GradScaler, scale_state
-from ampfast.backends import aten, native, state_layout
+from ampfast import GradScaler, scale_state
+from ampfast.backends import aten, cpu
+from ampfast.backends.cpu import state_layout
 from ampfast.scale_state import ScalePolicy, ScaleState
-
-
-def test_the_layout_is_that_of_the_kernels() -> None:
-    for name, word in _C.state_layout().items():
-        assert getattr(state_layout, name) == word, name
 
 
 def test_the_layout_has_no_overlap() -> None:
@@ -44,10 +40,10 @@ def test_random_steps(backend: str, policy: str, start: float) -> None:
         flag = torch.tensor(float(found))
         given = None if norm is None else torch.tensor(norm)
         if backend == "cpu":
-            update = native.scale_update(scale, tracker, [flag], FACTORS, words, given)
+            update = cpu.scale_update(scale, tracker, [flag], FACTORS, words, given)
             update.apply()
         elif backend == "cpu, at once":
-            assert native.update_scale_(scale, tracker, [flag], FACTORS, words, given)
+            assert cpu.update_scale_(scale, tracker, [flag], FACTORS, words, given)
         else:
             aten.update_scale_(scale, tracker, flag, *FACTORS, words, given)
         model.update(found, norm)
@@ -62,10 +58,10 @@ def test_undo(found: bool, by: str) -> None:
     words = ScaleState(ScalePolicy(min_scale=1.0, hysteresis=2)).on(torch.device("cpu"))
     scale, tracker = torch.tensor(3.0), torch.tensor(2, dtype=torch.int32)
     for _ in range(2):
-        update = native.scale_update(scale, tracker, [torch.tensor(1.0)], FACTORS, words)
+        update = cpu.scale_update(scale, tracker, [torch.tensor(1.0)], FACTORS, words)
         update.apply()
     before = words[: state_layout.COUNTERS].clone(), scale.clone(), tracker.clone()
-    update = native.scale_update(scale, tracker, [torch.tensor(float(found))], FACTORS, words)
+    update = cpu.scale_update(scale, tracker, [torch.tensor(float(found))], FACTORS, words)
     update.apply()
     if by == "cpu":
         update.undo()
@@ -77,7 +73,7 @@ def test_undo(found: bool, by: str) -> None:
 
 def test_an_update_without_a_state_cannot_be_undone() -> None:
     scale, tracker = torch.tensor(3.0), torch.tensor(2, dtype=torch.int32)
-    update = native.scale_update(scale, tracker, [torch.tensor(1.0)], FACTORS)
+    update = cpu.scale_update(scale, tracker, [torch.tensor(1.0)], FACTORS)
     update.apply()
     with pytest.raises(RuntimeError, match="cannot be undone"):
         update.undo()
@@ -92,7 +88,7 @@ def test_an_update_without_a_state_cannot_be_undone() -> None:
 def test_the_scaler_follows_the_model(backend: str, riding: bool, fused: bool) -> None:
     policy = POLICIES["all"]
     loop = Loop(fused, backend=backend, min_scale=0.5, max_scale=30.0, hysteresis=2)
-    model = ScaleModel(8.0, 0, native.Factors(2.0, 0.5, 3), policy)
+    model = ScaleModel(8.0, 0, cpu.UpdateFactors(2.0, 0.5, 3), policy)
     for found, _ in random_steps(120, seed=4):
         loop.step(math.inf if found else 1.0, riding)
         model.update(found)

@@ -10,7 +10,7 @@ from track_parity import check_passes, check_random_lists, check_times, listed
 from tracked import assert_ranges, edges_of_half, track_for
 
 from ampfast import _C
-from ampfast.backends import native
+from ampfast.backends import cpu
 
 CPU = torch.device("cpu")
 CAPABILITIES = tuple(_C.cpu_capabilities())
@@ -18,23 +18,23 @@ CAPABILITIES = tuple(_C.cpu_capabilities())
 
 @pytest.mark.parametrize("start", range(0, 60, 10))
 def test_random_lists(capability: str, start: int) -> None:
-    check_random_lists(native, CPU, range(start, start + 10), norms=False)
+    check_random_lists(cpu, CPU, range(start, start + 10), norms=False)
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_bounds_of_float16(capability: str, dtype: torch.dtype) -> None:
     edges = edges_of_half(dtype)
-    check_passes(native, [edges, *edges.split(1)], CPU, norms=False)
+    check_passes(cpu, [edges, *edges.split(1)], CPU, norms=False)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_every_16_bit_value(capability: str, dtype: torch.dtype) -> None:
     every = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(dtype)
-    check_passes(native, [every, *every[::23].clone().split(1)], CPU, norms=False)
+    check_passes(cpu, [every, *every[::23].clone().split(1)], CPU, norms=False)
 
 
 def test_a_step_counts_once(capability: str) -> None:
-    check_times(native, CPU)
+    check_times(cpu, CPU)
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
@@ -42,7 +42,7 @@ def test_a_step_counts_once(capability: str) -> None:
 def test_counts_of_many_alike(capability: str, dtype: torch.dtype, value: float) -> None:
     grads = [torch.full((count,), value, dtype=dtype) for count in (1, 31, 16_384, 70_001)]
     track = track_for(len(grads), health=True)
-    native.check_(listed(grads), track=track)
+    cpu.check_(listed(grads), track=track)
     assert_ranges(track, grads)
 
 
@@ -56,7 +56,7 @@ def test_threads_do_not_change_what_is_noted() -> None:
         for count in (1, 2, 4):
             torch.set_num_threads(count)
             track = track_for(len(grads), health=True)
-            native.check_(listed(grads), track=track)
+            cpu.check_(listed(grads), track=track)
             found.append((track.marks.tolist(), track.health.tolist()))
     finally:
         torch.set_num_threads(threads)
@@ -75,12 +75,10 @@ def test_rows_that_cannot_be_written() -> None:
         good._replace(health=torch.zeros(2, 3, dtype=torch.int64)),
     ):
         with pytest.raises(RuntimeError, match="int64"):
-            native.check_(grads, track=track)
+            cpu.check_(grads, track=track)
     with pytest.raises(RuntimeError, match="notes on 1 parameters"):
-        native.check_(grads, track=track_for(1))
+        cpu.check_(grads, track=track_for(1))
     gradient = torch.ones(3)
     with pytest.raises(RuntimeError, match="int64"):
-        native.unscale_(
-            listed([gradient]), flag(0.5), is_scale=False, track=good._replace(now=flag())
-        )
+        cpu.unscale_(listed([gradient]), flag(0.5), is_scale=False, track=good._replace(now=flag()))
     assert gradient.tolist() == [1.0, 1.0, 1.0]

@@ -10,11 +10,11 @@ from kernel_parity import flag, storage
 from support import FLOATS
 from tracked import assert_ranges, assert_surroundings_kept, marks_of, random_list, track_for
 
-from ampfast.backends import native
+from ampfast.backends import cpu
 
 
-def listed(grads: Sequence[torch.Tensor]) -> native.GradList:
-    found = native.list_of(list(grads), grads[0].device)
+def listed(grads: Sequence[torch.Tensor]) -> cpu.GradList:
+    found = cpu.list_of(list(grads), grads[0].device)
     assert found is not None
     return found
 

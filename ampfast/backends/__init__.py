@@ -15,9 +15,9 @@ from typing import Any, Protocol, cast
 import torch
 from torch import Tensor
 
-from ampfast.backends import native
-from ampfast.backends.passes import DeviceKernels
-from ampfast.backends.track import Track
+from ampfast.backends import cpu
+from ampfast.backends.cpu import Track
+from ampfast.backends.gpu import DeviceKernels
 from ampfast.capture import refuse_capture
 
 __all__ = [
@@ -67,11 +67,11 @@ class Update(Protocol):
 
 
 class Kernels(Protocol):
-    """What a backend offers; arguments and results are those of `backends.native`."""
+    """What a backend offers; arguments and results are those of `backends.cpu`."""
 
     def unscale_(
         self,
-        grads: native.GradList,
+        grads: cpu.GradList,
         factor: Tensor,
         *,
         is_scale: bool,
@@ -80,54 +80,54 @@ class Kernels(Protocol):
         track: Track | None = None,
         coefficient: Tensor | None = None,
     ) -> Tensor:
-        """As `native.unscale_`."""
+        """As `cpu.unscale_`."""
 
     def norms(
         self,
-        grads: native.GradList,
+        grads: cpu.GradList,
         factor: Tensor,
         *,
         is_scale: bool,
         norms: Tensor,
         track: Track | None = None,
     ) -> Tensor:
-        """As `native.norms`."""
+        """As `cpu.norms`."""
 
-    def clip_coefficient(self, clip: native.Clip) -> None:
-        """As `native.clip_coefficient`."""
+    def clip_coefficient(self, clip: cpu.Clip) -> None:
+        """As `cpu.clip_coefficient`."""
 
     def check_(
         self,
-        grads: native.GradList,
+        grads: cpu.GradList,
         grad_scale: Tensor | None = None,
         *,
         found_inf: Tensor | None = None,
         update: Any = None,
         track: Track | None = None,
     ) -> Tensor:
-        """As `native.check_`."""
+        """As `cpu.check_`."""
 
     def scale_update(
         self,
         scale: Tensor,
         growth_tracker: Tensor,
         found_infs: Sequence[Tensor],
-        factors: native.Factors,
+        factors: cpu.UpdateFactors,
         state: Tensor | None = None,
         norm: Tensor | None = None,
     ) -> Update | None:
-        """As `native.scale_update`."""
+        """As `cpu.scale_update`."""
 
     def update_scale_(
         self,
         scale: Tensor,
         growth_tracker: Tensor,
         found_infs: Sequence[Tensor],
-        factors: native.Factors,
+        factors: cpu.UpdateFactors,
         state: Tensor | None = None,
         norm: Tensor | None = None,
     ) -> bool:
-        """As `native.update_scale_`."""
+        """As `cpu.update_scale_`."""
 
 
 @dataclass(frozen=True)
@@ -175,7 +175,7 @@ class Choice:
         """
         if self._name == "aten":
             return 0
-        return native.CPU | native.CUDA if self._serves_gpus else native.CPU
+        return cpu.CPU | cpu.CUDA if self._serves_gpus else cpu.CPU
 
     def name_for(self, device: torch.device) -> str:
         """Returns the name of the backend for a device; "aten" where no kernel knows it.
@@ -299,7 +299,7 @@ def _kernels(name: str) -> Kernels | None:
     if name == "aten":
         return None
     if name == "cpu":
-        return cast(Kernels, native)
+        return cast(Kernels, cpu)
     return DeviceKernels(cast(Any, _launcher(name)))
 
 
@@ -350,7 +350,7 @@ def _why_it_fails(name: str, index: int | None) -> str:
 def _try_out(name: str, device: torch.device) -> str:
     gradient = torch.full((3,), 8.0, dtype=torch.float32, device=device)
     scale = torch.full((), 4.0, dtype=torch.float32, device=device)
-    grads = native.list_of([gradient], device)
+    grads = cpu.list_of([gradient], device)
     if grads is None:
         raise RuntimeError("tensors are not plain ones here")
     found_inf = DeviceKernels(cast(Any, _launcher(name))).unscale_(grads, scale, is_scale=True)

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ampfast.backends import state_layout as layout
-from ampfast.backends.track import Track
+from ampfast.backends.cpu import Track
+from ampfast.backends.cpu import state_layout as layout
 
 __all__ = [
     "any_found",

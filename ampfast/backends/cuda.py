@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from ampfast import _C
-from ampfast.backends.native import Segment
-from ampfast.backends.passes import NO_FACTORS, Clip, Epilogue, Pass, ScaleUpdate
-from ampfast.backends.passes import on_gpu as on
+from ampfast.backends.cpu import Segment
+from ampfast.backends.gpu import NO_FACTORS, Clip, Epilogue, Pass, ScaleUpdate
+from ampfast.backends.gpu import on_gpu as on
 from ampfast.capture import is_capturing
 
 __all__ = [

@@ -8,7 +8,7 @@ from contextlib import nullcontext
 
 import torch
 
-from ampfast.backends.passes import DeviceKernels, Epilogue, Use
+from ampfast.backends.gpu import DeviceKernels, Epilogue, Use
 from benchmarks.cases import GradCase
 from benchmarks.harness import Effort
 

@@ -25,7 +25,7 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> None:
     """Poisons what a launch must write, and checks what it must leave: scratch, table, factors."""
     from device_parity import launch
 
-    from ampfast.backends.passes import Epilogue
+    from ampfast.backends.gpu import Epilogue
 
     plain = launch.multi_tensor
 

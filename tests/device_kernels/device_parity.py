@@ -9,8 +9,8 @@ from kernel_parity import exact_bits, flag, storage
 from launchers import chosen, compiled
 from support import BITS, FLOATS, assert_same
 
-from ampfast.backends import native
-from ampfast.backends.passes import DeviceKernels
+from ampfast.backends import cpu
+from ampfast.backends.gpu import DeviceKernels
 
 launch = chosen()
 KERNELS = DeviceKernels(launch)
@@ -25,15 +25,15 @@ VECTOR_BYTES = 16
 Make = Callable[[], list[torch.Tensor]]
 
 
-def grads_of(tensors: Sequence[torch.Tensor]) -> native.GradList:
-    grads = native.list_of(list(tensors), CPU)
+def grads_of(tensors: Sequence[torch.Tensor]) -> cpu.GradList:
+    grads = cpu.list_of(list(tensors), CPU)
     assert grads is not None
     return grads
 
 
 def window(dtype: torch.dtype) -> int:
     """Elements of a window."""
-    return native.WINDOW_BYTES // dtype.itemsize
+    return cpu.WINDOW_BYTES // dtype.itemsize
 
 
 def offsets(dtype: torch.dtype) -> range:

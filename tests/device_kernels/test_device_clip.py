@@ -14,7 +14,7 @@ from kernel_parity import flag
 from support import FLOATS, assert_same, sgd_with
 
 from ampfast import functional
-from ampfast.backends import native
+from ampfast.backends import cpu
 
 pytestmark = pytest.mark.usefixtures("watched")
 
@@ -41,7 +41,7 @@ def results(kernels: Any, rows: list, limit: float, largest: bool, scale: float 
         before = norms.clone()
         scales = None if scale is None else flag(scale)
         kernels.clip_coefficient(
-            native.Clip(norms, limit, largest, norm, coefficient, scales, divisor)
+            cpu.Clip(norms, limit, largest, norm, coefficient, scales, divisor)
         )
         assert_same(norms, before)
         written.append([norm, coefficient, divisor])
@@ -53,7 +53,7 @@ def results(kernels: Any, rows: list, limit: float, largest: bool, scale: float 
 def test_the_coefficient_is_that_of_the_cpu(rows: list, largest: bool) -> None:
     for limit, scale in itertools.product(LIMITS, (None, 3.0, 2.0**16, 0.0)):
         ours = results(KERNELS, rows, limit, largest, scale)
-        assert_same(ours, results(native, rows, limit, largest, scale), f"{limit} {scale}")
+        assert_same(ours, results(cpu, rows, limit, largest, scale), f"{limit} {scale}")
 
 
 def test_the_coefficient_is_torchs_formula() -> None:

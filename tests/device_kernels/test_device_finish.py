@@ -23,8 +23,8 @@ from kernel_parity import exact_bits, flag, random_bits, reference_norms, wide
 from support import FLOATS, assert_same
 from tracked import marked, track_for
 
-from ampfast.backends import state_layout as layout
-from ampfast.backends.native import Factors
+from ampfast.backends.cpu import UpdateFactors
+from ampfast.backends.cpu import state_layout as layout
 
 pytestmark = pytest.mark.usefixtures("watched")
 
@@ -39,26 +39,26 @@ SQUARES_TOLERANCE = {
 }
 NO_FLAG = ()
 
-Case = tuple[float, int, Factors]
+Case = tuple[float, int, UpdateFactors]
 # Scale, tracker and factors.
 CASES: dict[str, Case] = {
-    "counts": (3.0, 3, Factors(1.1, 0.3, 5)),
+    "counts": (3.0, 3, UpdateFactors(1.1, 0.3, 5)),
     # In float32, 1.1 * 3 and 0.3 * 3 differ from what float64 rounds to.
-    "grows": (3.0, 4, Factors(1.1, 0.3, 5)),
-    "defaults": (65536.0, 1999, Factors(2.0, 0.5, 2000)),
-    "cannot grow": (3e38, 0, Factors(2.0, 0.5, 1)),
-    "underflows": (2.0**-149, 0, Factors(0.25, 0.25, 1)),
-    "interval 0": (3.0, 7, Factors(1.1, 0.3, 0)),
-    "negative interval": (3.0, 7, Factors(1.1, 0.3, -1)),
-    "long interval": (3.0, 2**31 - 2, Factors(1.1, 0.3, 2**31 + 5)),
-    "negative tracker": (3.0, -4, Factors(1.1, 0.3, 1)),
-    "infinite scale": (math.inf, 0, Factors(2.0, 0.5, 1)),
-    "NaN scale": (math.nan, 0, Factors(2.0, 0.5, 1)),
-    "zero scale": (0.0, 0, Factors(2.0, 0.5, 1)),
+    "grows": (3.0, 4, UpdateFactors(1.1, 0.3, 5)),
+    "defaults": (65536.0, 1999, UpdateFactors(2.0, 0.5, 2000)),
+    "cannot grow": (3e38, 0, UpdateFactors(2.0, 0.5, 1)),
+    "underflows": (2.0**-149, 0, UpdateFactors(0.25, 0.25, 1)),
+    "interval 0": (3.0, 7, UpdateFactors(1.1, 0.3, 0)),
+    "negative interval": (3.0, 7, UpdateFactors(1.1, 0.3, -1)),
+    "long interval": (3.0, 2**31 - 2, UpdateFactors(1.1, 0.3, 2**31 + 5)),
+    "negative tracker": (3.0, -4, UpdateFactors(1.1, 0.3, 1)),
+    "infinite scale": (math.inf, 0, UpdateFactors(2.0, 0.5, 1)),
+    "NaN scale": (math.nan, 0, UpdateFactors(2.0, 0.5, 1)),
+    "zero scale": (0.0, 0, UpdateFactors(2.0, 0.5, 1)),
 }
 
 
-def state(case: str) -> tuple[torch.Tensor, torch.Tensor, Factors]:
+def state(case: str) -> tuple[torch.Tensor, torch.Tensor, UpdateFactors]:
     scale, tracker, factors = CASES[case]
     return flag(scale), torch.tensor(tracker, dtype=torch.int32), factors
 
@@ -346,7 +346,7 @@ def test_a_lowered_interval_still_grows(fused: bool) -> None:
     # torch compares for equality, so its tracker would never meet the interval again.
     for interval, tracker_before in ((5, 5), (5, 1000), (1, 2**31 - 2)):
         scale, tracker = flag(3.0), torch.tensor(tracker_before, dtype=torch.int32)
-        factors = Factors(1.1, 0.3, interval)
+        factors = UpdateFactors(1.1, 0.3, interval)
         flags = NO_FLAG if fused else [flag()]
         update = KERNELS.scale_update(scale, tracker, flags, factors)
         if fused:
@@ -365,7 +365,9 @@ def test_random_updates() -> None:
             arguments = (1.0 + factor, factor, 1)
             ours, theirs = flag(scale_before), flag(scale_before)
             tracker = torch.zeros((), dtype=torch.int32)
-            KERNELS.scale_update(ours, tracker.clone(), [flag(found)], Factors(*arguments)).apply()
+            KERNELS.scale_update(
+                ours, tracker.clone(), [flag(found)], UpdateFactors(*arguments)
+            ).apply()
             torch._amp_update_scale_(theirs, tracker, flag(found), *arguments)
             assert_same(ours, theirs, f"{scale_before} {factor}")
 
@@ -384,4 +386,4 @@ def test_random_updates() -> None:
 def test_what_the_kernels_do_not_know_is_refused(
     scale: torch.Tensor, tracker: torch.Tensor, flags: list[torch.Tensor]
 ) -> None:
-    assert KERNELS.scale_update(scale, tracker, flags, Factors(2.0, 0.5, 1)) is None
+    assert KERNELS.scale_update(scale, tracker, flags, UpdateFactors(2.0, 0.5, 1)) is None

@@ -12,7 +12,7 @@ from epilogues import epilogues
 from kernel_parity import flag
 from support import FLOATS
 
-from ampfast.backends.native import WINDOW_BYTES, Factors
+from ampfast.backends.cpu import WINDOW_BYTES, UpdateFactors
 
 IS_COMPILED = BACKEND is None
 # The interpreter is ten times slower.
@@ -48,7 +48,7 @@ def test_many_launches_find_every_infinity(
 ) -> None:
     monkeypatch.setattr(launch, "max_programs", lambda device: programs)
     elements = programs * WINDOW_BYTES // 2
-    factors = Factors(2.0, 0.5, 3)
+    factors = UpdateFactors(2.0, 0.5, 3)
     found, expected, state = epilogues(KERNELS, CPU, elements, launches, launches, factors)
     assert found == 0, f"{found} of {launches} flags are wrong"
     assert state == expected

@@ -31,7 +31,7 @@ from support import BITS, FLOATS, LAYOUTS, make_gradient
 from tracked import marked, track_for
 
 from ampfast import capture
-from ampfast.backends import native
+from ampfast.backends import cpu
 
 pytestmark = pytest.mark.usefixtures("watched")
 
@@ -105,7 +105,7 @@ def test_the_grid_follows_the_windows(monkeypatch: pytest.MonkeyPatch) -> None:
     grads = [normal(n, torch.float32) for n in (2049, 1, 4096)]
     assert all(g.data_ptr() % VECTOR_BYTES == 0 for g in grads)
     for limit, programs in ((1, 1), (3, 3), (5, 5), (1000, 5)):
-        table = native.DeviceTable.of(grads_of(grads), limit, False)
+        table = cpu.DeviceTable.of(grads_of(grads), limit, False)
         [segment] = table.segments
         assert (segment.windows, segment.programs) == (5, programs)
 
@@ -134,7 +134,7 @@ def test_inverse_of_random_scales(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_layouts(layout: str, dtype: torch.dtype) -> None:
     if layout in IRREGULAR:
-        assert native.list_of([make_gradient(layout, dtype)], CPU) is None
+        assert cpu.list_of([make_gradient(layout, dtype)], CPU) is None
         return
     check_unscales(lambda: [make_gradient(layout, dtype, seed) for seed in range(2)], 1 / 3)
     check_reads(lambda: [make_gradient(layout, dtype, seed) for seed in range(2)])

@@ -9,7 +9,7 @@ import torch
 from device_parity import KERNELS, grads_of
 from scale_model import FACTORS, POLICIES, ScaleModel, assert_state, random_steps
 
-from ampfast.backends import state_layout
+from ampfast.backends.cpu import state_layout
 from ampfast.scale_state import ScaleState
 
 pytestmark = pytest.mark.usefixtures("watched")

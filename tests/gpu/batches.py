@@ -15,7 +15,7 @@ import torch
 from gpu_support import flag, grads_of, inverse_of
 from support import BITS, FLOATS
 
-from ampfast.backends import native
+from ampfast.backends import cpu
 
 ALIGNMENT = 16
 
@@ -49,7 +49,7 @@ class Batch:
 
 
 def window(dtype: torch.dtype) -> int:
-    return native.WINDOW_BYTES // dtype.itemsize
+    return cpu.WINDOW_BYTES // dtype.itemsize
 
 
 def random_batch(seed: int, lists: int) -> Batch:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from gpu_support import flag, grads_of
 
-from ampfast.backends.native import Factors
+from ampfast.backends.cpu import UpdateFactors
 
 
 def epilogues(
@@ -16,7 +16,7 @@ def epilogues(
     elements: int,
     launches: int,
     chunk: int,
-    factors: Factors,
+    factors: UpdateFactors,
 ) -> tuple[int, tuple[float, int], tuple[float, int]]:
     """Launches checks that also update a scale, and compares the flags on the device.
 

@@ -10,7 +10,7 @@ import torch
 from support import OPTIMIZERS, TorchScaler, assert_same, make_gradient
 
 from ampfast import GradScaler, backends
-from ampfast.backends import native
+from ampfast.backends import cpu
 
 BACKENDS = ("triton", "cuda")
 GIB = 2**30
@@ -29,14 +29,14 @@ def why_not(name: str) -> str:
 
 
 def kernels_of(backend: str, device: torch.device) -> Any:
-    """The kernels of a backend; `native` for the CPU."""
+    """The kernels of a backend; `cpu` for the CPU."""
     kernels = backends.choose(backend).kernels_for(device)
     assert kernels is not None
     return kernels
 
 
-def grads_of(tensors: Sequence[torch.Tensor]) -> native.GradList:
-    grads = native.list_of(list(tensors), tensors[0].device)
+def grads_of(tensors: Sequence[torch.Tensor]) -> cpu.GradList:
+    grads = cpu.list_of(list(tensors), tensors[0].device)
     assert grads is not None, "a tensor is irregular"
     return grads
 

@@ -21,12 +21,15 @@ from kernel_parity import wide  # noqa: E402
 from support import FLOATS  # noqa: E402
 from tracked import track_for  # noqa: E402
 
-from ampfast.backends import native  # noqa: E402
-from ampfast.backends.native import WINDOW_BYTES, Factors  # noqa: E402
-from ampfast.backends.track import Track  # noqa: E402
+from ampfast.backends import cpu  # noqa: E402
+from ampfast.backends.cpu import (  # noqa: E402
+    WINDOW_BYTES,
+    Track,
+    UpdateFactors,
+)
 from ampfast.scale_state import ScalePolicy, ScaleState  # noqa: E402
 
-FACTORS = Factors(2.0, 0.5, 1)
+FACTORS = UpdateFactors(2.0, 0.5, 1)
 
 
 def gradients(dtypes: Sequence[torch.dtype], device: torch.device) -> list[torch.Tensor]:
@@ -45,7 +48,7 @@ def modes(kernels: Any, device: torch.device) -> list[tuple[str, Callable[..., A
     scale = flag(4.0, device)
 
     def unscale(**more: Callable[[], Any]) -> Callable[..., Any]:
-        def call(grads: native.GradList) -> torch.Tensor:
+        def call(grads: cpu.GradList) -> torch.Tensor:
             # Anew for each launch, which may write them.
             arguments = {name: make() for name, make in more.items()}
             return kernels.unscale_(grads, scale, is_scale=True, **arguments)

@@ -14,7 +14,7 @@ from support import FLOATS, OPTIMIZERS, make_gradient
 from tracing import Counts, counted, why_profiler_is_blind
 
 from ampfast import _C, GradScaler
-from ampfast.backends.native import Factors
+from ampfast.backends.cpu import UpdateFactors
 
 pytestmark = pytest.mark.gpu
 
@@ -199,7 +199,7 @@ def test_many_launches_find_every_infinity(backend: str, device: torch.device) -
     programs = 8 * torch.cuda.get_device_properties(device).multi_processor_count
     elements = programs * _C.WINDOW_BYTES // 2
     found, expected, state = epilogues(
-        kernels_of(backend, device), device, elements, launches, chunk, Factors(2.0, 0.5, 3)
+        kernels_of(backend, device), device, elements, launches, chunk, UpdateFactors(2.0, 0.5, 3)
     )
     assert found == 0, f"{found} of {launches} flags are wrong"
     assert state == expected

@@ -24,7 +24,7 @@ from track_parity import check_passes, check_random_lists, check_times
 from tracked import assert_ranges, edges_of_half, marked, marks_of, track_for
 
 from ampfast import functional
-from ampfast.backends.native import Factors
+from ampfast.backends.cpu import UpdateFactors
 
 pytest_plugins = ["verdicts"]
 pytestmark = pytest.mark.gpu
@@ -224,7 +224,7 @@ def test_the_scale_is_updated_as_torch_does(
             ]
             for step in range(9):
                 found = flag(float(step in (3, 7)), device)
-                factors = Factors(growth, backoff, interval)
+                factors = UpdateFactors(growth, backoff, interval)
                 torch._amp_update_scale_(*states[0], found, *factors)
                 kernels.scale_update(*states[1], [found], factors).apply()
                 # The same behind a check, which finds nothing by itself.
@@ -243,7 +243,7 @@ def test_more_flags_than_the_kernel_takes(backend: str, device: torch.device) ->
             for rides in (False, True):
                 scale = flag(8.0, device)
                 tracker = torch.full((), 3, dtype=torch.int32, device=device)
-                update = kernels.scale_update(scale, tracker, flags, Factors(2.0, 0.5, 100))
+                update = kernels.scale_update(scale, tracker, flags, UpdateFactors(2.0, 0.5, 100))
                 if rides:
                     kernels.check_(grads_of([torch.ones(3, device=device)]), update=update)
                     assert update.applied == (count == 1)
@@ -260,7 +260,7 @@ def test_an_update_behind_finite_gradients_heeds_other_flags(
 ) -> None:
     scale, tracker = flag(8.0, device), torch.zeros((), dtype=torch.int32, device=device)
     kernels = kernels_of(backend, device)
-    update = kernels.scale_update(scale, tracker, [flag(other, device)], Factors(2.0, 0.5, 1))
+    update = kernels.scale_update(scale, tracker, [flag(other, device)], UpdateFactors(2.0, 0.5, 1))
     found_inf = None if given is None else flag(given, device)
     found = kernels.check_(
         grads_of([torch.ones(3, device=device)]), found_inf=found_inf, update=update

@@ -12,8 +12,8 @@ from machine import Range, watch
 from reference_launcher import spans_of
 from torch import Tensor
 
-from ampfast.backends.native import Clip, Segment
-from ampfast.backends.passes import Epilogue, Pass, ScaleUpdate
+from ampfast.backends.cpu import Clip, Segment
+from ampfast.backends.gpu import Epilogue, Pass, ScaleUpdate
 
 PARTIALS = 2  # the word of a table that says where the programs' sums begin
 

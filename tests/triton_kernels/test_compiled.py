@@ -23,8 +23,8 @@ from variants import (
     variants,
 )
 
-from ampfast.backends import state_layout as layout
-from ampfast.backends.passes import Epilogue, Use
+from ampfast.backends.cpu import state_layout as layout
+from ampfast.backends.gpu import Epilogue, Use
 
 # What eight programs of 128 threads leave each thread of a multiprocessor.
 REGISTERS = 64

@@ -17,9 +17,9 @@ from typing import Any
 import pytest
 import torch
 
-from ampfast.backends import native
-from ampfast.backends import state_layout as layout
-from ampfast.backends.passes import Epilogue, Pass, ScaleUpdate, Use
+from ampfast.backends import cpu
+from ampfast.backends.cpu import state_layout as layout
+from ampfast.backends.gpu import Epilogue, Pass, ScaleUpdate, Use
 
 try:
     import triton
@@ -155,22 +155,22 @@ class _Recorder:
         return record
 
 
-def tracks(variant: Variant) -> native.Track | None:
+def tracks(variant: Variant) -> cpu.Track | None:
     """Where a variant notes what it sees of one parameter."""
     if not variant.track:
         return None
-    marks = torch.zeros(1, native.MARK_WORDS, dtype=torch.int64)
-    health = torch.zeros(1, native.HEALTH_WORDS, dtype=torch.int64)
+    marks = torch.zeros(1, cpu.MARK_WORDS, dtype=torch.int64)
+    health = torch.zeros(1, cpu.HEALTH_WORDS, dtype=torch.int64)
     now = torch.zeros((), dtype=torch.int64)
-    return native.Track(marks, now, health if variant.track == "health" else None)
+    return cpu.Track(marks, now, health if variant.track == "health" else None)
 
 
 def recorded(variant: Variant, target: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The arguments with which `launch` would launch a variant on a device like `target`."""
     one = torch.ones(())
-    grads = native.list_of([torch.ones(3, dtype=variant.dtype)], torch.device("cpu"))
+    grads = cpu.list_of([torch.ones(3, dtype=variant.dtype)], torch.device("cpu"))
     assert grads is not None
-    table = native.DeviceTable.of(grads, 1, False)
+    table = cpu.DeviceTable.of(grads, 1, False)
     tracker = torch.zeros((), dtype=torch.int32)
     flags = [one] if variant.other else []
     work = Pass(
@@ -183,7 +183,7 @@ def recorded(variant: Variant, target: Any) -> tuple[tuple[Any, ...], dict[str, 
         one.double() if variant.coefficient else None,
         torch.ones(2, dtype=torch.float64) if variant.norm else None,
         tracks(variant),
-        ScaleUpdate(launch, one, tracker, flags, native.Factors(2.0, 0.5, 2000), STATE, None),
+        ScaleUpdate(launch, one, tracker, flags, cpu.UpdateFactors(2.0, 0.5, 2000), STATE, None),
     )
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(launch, "_threads", lambda device: 4 * target.warp_size)
@@ -201,7 +201,7 @@ def recorded_update() -> tuple[tuple[Any, ...], dict[str, Any]]:
         patch.setattr(launch, "is_capturing", lambda: False)
         patch.setattr(kernels, "update_scale", _Recorder())
         with pytest.raises(_Recorded) as launched:
-            factors = native.Factors(2.0, 0.5, 2000)
+            factors = cpu.UpdateFactors(2.0, 0.5, 2000)
             launch.update_scale(
                 ScaleUpdate(launch, one, tracker, [one], factors, STATE, one), [one]
             )
@@ -211,7 +211,7 @@ def recorded_update() -> tuple[tuple[Any, ...], dict[str, Any]]:
 def recorded_clip(norm: torch.dtype, largest: bool, divisor: bool) -> Any:
     """As `recorded`, for what turns norms into a coefficient."""
     one = torch.ones(())
-    clip = native.Clip(
+    clip = cpu.Clip(
         *(torch.ones(3, 2, dtype=torch.float64), 1.0, largest),
         *(one.to(norm), one.double(), one, one if divisor else None),
     )

@@ -14,8 +14,8 @@ import triton.language as tl
 from torch import Tensor
 
 from ampfast import capture
-from ampfast.backends.native import WINDOW_BYTES, Segment
-from ampfast.backends.passes import (
+from ampfast.backends.cpu import WINDOW_BYTES, Segment
+from ampfast.backends.gpu import (
     CLIP_EPSILON,
     NO_FACTORS,
     Clip,

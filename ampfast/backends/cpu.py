@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
-
-from ampfast.backends.track import Track
 
 _REMEDY = (
     "build it against the torch that is installed: `make build` in a checkout, or `pip install "
@@ -46,11 +45,11 @@ __all__ = [
     "WITH_CUDA",
     "Clip",
     "DeviceTable",
-    "Factors",
     "GradList",
     "ScaleUpdate",
     "Segment",
     "Track",
+    "UpdateFactors",
     "build_info",
     "check_",
     "clear_tables",
@@ -62,6 +61,7 @@ __all__ = [
     "norms",
     "require_storage",
     "scale_update",
+    "state_layout",
     "unscale_",
     "update_scale_",
     "walk",
@@ -85,12 +85,31 @@ WITH_CUDA: bool = _C.WITH_CUDA
 MARK_WORDS: int = _C.MARK_WORDS
 HEALTH_WORDS: int = _C.HEALTH_WORDS
 
+# Words of a scaler's state by name; csrc/scale.h explains them.
+state_layout = SimpleNamespace(**_C.state_layout())
+
 # The device types that kernels may serve, as bits.
 CPU: int = _C.CPU
 CUDA: int = _C.CUDA
 
 
-class Factors(NamedTuple):
+class Track(NamedTuple):
+    """Rows by the number of the parameter; `csrc/track.h` says what stands in them.
+
+    Attributes:
+        marks: int64 of shape (P, MARK_WORDS) for P parameters: in which step each was last not
+            finite, as the optimizer uses its gradient, and how often so far.
+        now: int64, whose first element is the number of completed steps.
+        health: int64 of shape (P, HEALTH_WORDS), zero before: the range of the values as they are
+            before they are unscaled. Or None.
+    """
+
+    marks: Tensor
+    now: Tensor
+    health: Tensor | None
+
+
+class UpdateFactors(NamedTuple):
     """How the scale is updated; `functional.update_scale_` says what each does."""
 
     growth_factor: float
@@ -210,7 +229,7 @@ def scale_update(
     scale: Tensor,
     growth_tracker: Tensor,
     found_infs: Sequence[Tensor],
-    factors: Factors,
+    factors: UpdateFactors,
     state: Tensor | None = None,
     norm: Tensor | None = None,
 ) -> ScaleUpdate | None:
@@ -222,7 +241,7 @@ def scale_update(
         found_infs: One-element float32 flags on that device, besides that of the check.
         factors: How the scale is updated.
         state: What is kept of every step, and the policy: int64 words on that device, laid out as
-            `backends.state_layout` says. Without it the policy is torch's.
+            `backends.cpu.state_layout` says. Without it the policy is torch's.
         norm: One-element float32, the norm of the gradients for the state.
 
     Returns:
@@ -238,7 +257,7 @@ def update_scale_(
     scale: Tensor,
     growth_tracker: Tensor,
     found_infs: Sequence[Tensor],
-    factors: Factors,
+    factors: UpdateFactors,
     state: Tensor | None = None,
     norm: Tensor | None = None,
 ) -> bool:

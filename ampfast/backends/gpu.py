@@ -13,16 +13,16 @@ import torch
 from torch import Tensor
 
 from ampfast.backends import aten
-from ampfast.backends.native import (
+from ampfast.backends.cpu import (
     Clip,
     DeviceTable,
-    Factors,
     GradList,
     Segment,
+    Track,
+    UpdateFactors,
     clear_tables,
     is_scalar,
 )
-from ampfast.backends.track import Track
 
 __all__ = [
     "CLIP_EPSILON",
@@ -43,7 +43,7 @@ MOST_FLAGS = 4
 _one_pass = threading.Lock()
 
 # For launches that update nothing.
-NO_FACTORS = Factors(1.0, 1.0, 0)
+NO_FACTORS = UpdateFactors(1.0, 1.0, 0)
 
 # What torch adds to a norm before it divides by it.
 CLIP_EPSILON = 1e-6
@@ -94,7 +94,7 @@ class ScaleUpdate:
         scale: Tensor,
         growth_tracker: Tensor,
         found_infs: Sequence[Tensor],
-        factors: Factors,
+        factors: UpdateFactors,
         state: Tensor | None,
         norm: Tensor | None,
     ) -> None:
@@ -180,7 +180,7 @@ class Pass:
 
 
 class DeviceKernels:
-    """The calls of `backends.native` for gradients in a table on their device."""
+    """The calls of `backends.cpu` for gradients in a table on their device."""
 
     def __init__(self, launcher: Launcher) -> None:
         self._launcher = launcher
@@ -197,7 +197,7 @@ class DeviceKernels:
         norms: Tensor | None = None,
         track: Track | None = None,
     ) -> Tensor:
-        """As `native.unscale_`; the last two are those of `Pass`."""
+        """As `cpu.unscale_`; the last two are those of `Pass`."""
         use = Use.SCALE if is_scale else Use.INVERSE
         return self._run(grads, True, use, factor, found_inf, update, coefficient, norms, track)
 
@@ -210,7 +210,7 @@ class DeviceKernels:
         update: ScaleUpdate | None = None,
         track: Track | None = None,
     ) -> Tensor:
-        """As `native.check_`."""
+        """As `cpu.check_`."""
         use = Use.RAW if grad_scale is None else Use.DIVIDE
         return self._run(grads, False, use, grad_scale, found_inf, update, None, None, track)
 
@@ -223,12 +223,12 @@ class DeviceKernels:
         norms: Tensor,
         track: Track | None = None,
     ) -> Tensor:
-        """As `native.norms`."""
+        """As `cpu.norms`."""
         use = Use.SCALE if is_scale else Use.INVERSE
         return self._run(grads, False, use, factor, None, None, None, norms, track)
 
     def clip_coefficient(self, clip: Clip) -> None:
-        """As `native.clip_coefficient`."""
+        """As `cpu.clip_coefficient`."""
         with self._launcher.on(clip.norms.device):
             self._launcher.clip_coefficient(clip)
 
@@ -237,7 +237,7 @@ class DeviceKernels:
         scale: Tensor,
         growth_tracker: Tensor,
         found_infs: Sequence[Tensor],
-        factors: Factors,
+        factors: UpdateFactors,
         state: Tensor | None = None,
         norm: Tensor | None = None,
     ) -> ScaleUpdate | None:
@@ -261,7 +261,7 @@ class DeviceKernels:
         scale: Tensor,
         growth_tracker: Tensor,
         found_infs: Sequence[Tensor],
-        factors: Factors,
+        factors: UpdateFactors,
         state: Tensor | None = None,
         norm: Tensor | None = None,
     ) -> bool:
