@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -22,8 +21,10 @@ def test_it():
     while not os.path.exists({sign!r}):
         time.sleep(0.01)
 """
+# A signal that is ignored, as SIGHUP under nohup, stays ignored in child processes.
 STARTS = """
-import sys, time
+import signal, sys, time
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 sys.path.insert(0, {tests!r})
 from pathlib import Path
 from beside import Process
@@ -32,6 +33,14 @@ time.sleep(600)
 """
 
 
+@pytest.fixture
+def under_nohup() -> Iterator[None]:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
+@pytest.mark.usefixtures("under_nohup")
 @pytest.mark.skipif(shutil.which("setpriv") is None, reason="needs Linux's setpriv")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL, signal.SIGHUP])
 def test_it_ends_with_what_started_it(tmp_path: Path, number: int) -> None:
@@ -43,10 +52,14 @@ def test_it_ends_with_what_started_it(tmp_path: Path, number: int) -> None:
     ) as parent:
         assert parent.stdout is not None
         child = int(parent.stdout.readline())
-        # Only from its own start on is it told of the end of another.
-        wait_until(lambda: sign.exists())
-        assert is_alive(child)
-        os.kill(parent.pid, number)
+        try:
+            # Only from its own start on is it told of the end of another.
+            wait_until(lambda: sign.exists())
+            assert is_alive(child)
+            parent.send_signal(number)
+            wait_until(lambda: parent.poll() is not None)
+        finally:
+            parent.kill()
     wait_until(lambda: not is_alive(child))
 
 
