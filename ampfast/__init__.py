@@ -13,7 +13,7 @@ from ampfast.patching import Patch, patch, unpatch
 from ampfast.sync_free import sync_free_
 
 if TYPE_CHECKING:
-    from ampfast.sharded import ShardedGradScaler
+    from ampfast.fsdp import ShardedGradScaler
 
 __all__ = [
     "GradScaler",
@@ -35,7 +35,7 @@ if torch.distributed.is_available():
 def __getattr__(name: str) -> Any:
     # Its base is in torch.distributed.fsdp, whose import takes a while.
     if name == "ShardedGradScaler" and torch.distributed.is_available():
-        from ampfast.sharded import ShardedGradScaler
+        from ampfast.fsdp import ShardedGradScaler
 
         return ShardedGradScaler
     missing = " in a torch without torch.distributed" if name == "ShardedGradScaler" else ""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ampfast import backends, gradients, norms
+from ampfast import backends, clipping, gradients
 from ampfast.backends import aten, cpu
 from ampfast.distributed import Shards, shards_of
 
@@ -87,7 +87,7 @@ def grad_norm(
         ValueError: If `norm_type` is out of range.
         RuntimeError: If devices, dtypes or shapes are others, or torch refuses a tensor.
     """
-    order = norms.order_of(norm_type)
+    order = clipping.order_of(norm_type)
     if inv_scale is not None:
         _require_scalars(inv_scale=inv_scale)
     first = grads[0] if isinstance(grads, (list, tuple)) and grads else inv_scale
@@ -277,7 +277,7 @@ def _grad_norm(
     place = torch.zeros(()) if inv_scale is None else inv_scale
     tensors = grads if shards is None else shards.tensors
     _, listed = _listed(tensors, grads[0] if grads else place)
-    return norms.norm_of(backends.choose(), listed, grads, norm_type, inv_scale, shards)
+    return clipping.norm_of(backends.choose(), listed, grads, norm_type, inv_scale, shards)
 
 
 def _shards(grads: list[Tensor]) -> Shards | None:

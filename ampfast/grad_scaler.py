@@ -11,12 +11,11 @@ from torch import Tensor
 from torch.amp.grad_scaler import OptState
 from torch.cuda.amp.common import amp_definitely_not_available
 
-from ampfast import backends, clipping, distributed, rank_check, stepping, tracking
+from ampfast import backends, clipping, distributed, overflow, stepping
 from ampfast._version import __version__
-from ampfast.capture import refuse_capture
+from ampfast.errors import add_note, refuse_capture, warn_caller
 from ampfast.gradient_checker import GradientChecker, originals
-from ampfast.notes import add_note, warn_caller
-from ampfast.scale_state import ScalePolicy, ScaleState
+from ampfast.loss_scale import ScalePolicy, ScaleState
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -127,7 +126,7 @@ class GradScaler(GradientChecker):
                 "a scale with dynamic=False never changes: it takes no min_scale, max_scale or "
                 "hysteresis"
             )
-        tracking.require_known(track)
+        overflow.require_known(track)
         distributed.require_group(process_group, device)
         if enabled:
             choice = backends.choose(backend)
@@ -373,7 +372,7 @@ class GradScaler(GradientChecker):
             "torch": str(torch.__version__),
             "ampfast": __version__,
         }
-        rank_check.require_same(settings, self._others())
+        distributed.require_same(settings, self._others())
 
 
 # As they are here.

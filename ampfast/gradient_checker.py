@@ -11,14 +11,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.amp.grad_scaler import OptState, _refresh_per_optimizer_state
 
-from ampfast import backends, distributed, gradients, tracking
-from ampfast.agreement import Agreement
+from ampfast import backends, distributed, gradients, overflow
 from ampfast.backends import aten
-from ampfast.capture import refuse_capture
-from ampfast.gradient_reports import GradientHealth, OverflowReport
-from ampfast.last_checks import LastChecks
-from ampfast.layouts import Layout
-from ampfast.notes import ONCE, add_note
+from ampfast.distributed import Agreement, Layout
+from ampfast.errors import ONCE, add_note, refuse_capture
+from ampfast.optimizers import LastChecks
+from ampfast.overflow import GradientHealth, OverflowReport
 from ampfast.scale_keeper import ScaleKeeper
 
 __all__ = ["CHECK", "HOST_DECIDES", "MAYBE_STEP", "UNSCALE", "GradientChecker", "originals"]
@@ -41,7 +39,7 @@ class GradientChecker(ScaleKeeper):
     _allow_fp16 = False
     _last_checks: LastChecks | None = None
     _track: str | None = None
-    _tracking: tracking.Tracking | None = None
+    _tracking: overflow.Tracking | None = None
     _ranks: distributed.Ranks | None = None
     # Whether it agrees with all ranks where no group is given.
     _is_for_all = False
@@ -97,7 +95,7 @@ class GradientChecker(ScaleKeeper):
             TypeError: If it is something else.
             ValueError: If a name is given twice.
         """
-        pairs = tracking.named(model)
+        pairs = overflow.named(model)
         if self._track is not None:
             self._notes().name(pairs)
 
@@ -282,7 +280,7 @@ class GradientChecker(ScaleKeeper):
 
     def _tracks(
         self, optimizer: torch.optim.Optimizer, grads: gradients.Gradients
-    ) -> tracking.Tracks | None:
+    ) -> overflow.Tracks | None:
         """Where the pass that begins notes what it sees of each parameter."""
         scale = None if self._track is None else self._get_scale_async()
         if scale is None:
@@ -292,12 +290,12 @@ class GradientChecker(ScaleKeeper):
         steps = self._kept().on(scale.device)
         return self._notes().start(optimizer, grads.identity, scale, steps, measures=is_scaled)
 
-    def _notes(self) -> tracking.Tracking:
+    def _notes(self) -> overflow.Tracking:
         if self._tracking is None:
-            self._tracking = tracking.Tracking(health=self._track == "health")
+            self._tracking = overflow.Tracking(health=self._track == "health")
         return self._tracking
 
-    def _report(self, method: str, keywords: tuple[str, ...]) -> tracking.Tracking:
+    def _report(self, method: str, keywords: tuple[str, ...]) -> overflow.Tracking:
         if self._track not in keywords:
             kinds = " or ".join(map(repr, keywords))
             raise RuntimeError(

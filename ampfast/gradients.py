@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from ampfast.backends import Choice, Kernels, Update, aten, cpu
-from ampfast.layouts import Layout, Parts
-from ampfast.notes import add_note
-from ampfast.tracking import Tracks
+from ampfast.distributed import Layout, Parts
+from ampfast.errors import add_note
+from ampfast.overflow import Tracks
 
 __all__ = [
     "Gradients",

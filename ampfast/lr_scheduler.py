@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ampfast.capture import refuse_capture
-from ampfast.to_host import sent
+from ampfast.backends import aten
+from ampfast.errors import refuse_capture
 
 __all__ = ["LateScheduler"]
 
@@ -77,7 +77,10 @@ class LateScheduler:
         """
         refuse_capture("a schedule that the host advances", "advance it after the replay")
         found_inf = self._scaler.found_inf(self._optimizer)
-        last, self._outstanding = self._outstanding, _Outstanding(*sent(found_inf), args, kwargs)
+        last, self._outstanding = (
+            self._outstanding,
+            _Outstanding(*aten.copy_to_host_async(found_inf), args, kwargs),
+        )
         self._advance(last)
 
     def flush(self) -> None:

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from ampfast.gradient_reports import GradientHealth, OverflowReport, ParameterHealth
+from ampfast.overflow import GradientHealth, OverflowReport, ParameterHealth
 
 __all__ = [
     "GradientHealth",

@@ -12,11 +12,9 @@ from torch.amp.grad_scaler import GradScaler as TorchGradScaler
 
 from ampfast import backends
 from ampfast.backends import aten, cpu
-from ampfast.capture import refuse_capture
-from ampfast.iteration_norms import IterationNorms
-from ampfast.notes import warn_caller
+from ampfast.errors import refuse_capture, warn_caller
+from ampfast.loss_scale import IterationNorms, ScalePolicy, ScaleState
 from ampfast.report import History, ScalerStats
-from ampfast.scale_state import ScalePolicy, ScaleState
 
 __all__ = ["ScaleKeeper"]
 

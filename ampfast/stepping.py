@@ -11,9 +11,8 @@ from torch.amp.grad_scaler import OptState
 
 from ampfast import backends, clipping, gradients
 from ampfast.backends import aten
-from ampfast.capture import refuse_capture
+from ampfast.errors import ONCE, add_note, refuse_capture, warn_caller
 from ampfast.gradient_checker import CHECK, HOST_DECIDES, MAYBE_STEP
-from ampfast.notes import ONCE, add_note, warn_caller
 from ampfast.optimizers import lacks_momentum, no_inf_checks, takes_grad_scaler
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ import torch
 
 from ampfast.backends.cpu import UpdateFactors
 from ampfast.backends.cpu import state_layout as layout
-from ampfast.scale_state import ScalePolicy, ScaleState
+from ampfast.loss_scale import ScalePolicy, ScaleState
 
 
 def float32(value: float) -> float:

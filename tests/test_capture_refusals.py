@@ -11,8 +11,8 @@ import pytest
 import torch
 from support import parameter_with
 
-from ampfast import GradScaler, capture, grad_scaler, scale_state
-from ampfast.scale_state import ScalePolicy, ScaleState
+from ampfast import GradScaler, errors, grad_scaler, loss_scale
+from ampfast.loss_scale import ScalePolicy, ScaleState
 
 REFUSED = pytest.raises(RuntimeError, match="a CUDA graph cannot capture")
 
@@ -45,7 +45,7 @@ class Number:
 def pretend(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     """Begins a capture that never ends."""
     monkeypatch.setattr(OnGpu, "waits", [], raising=False)
-    return lambda: monkeypatch.setattr(capture, "is_capturing", lambda: True)
+    return lambda: monkeypatch.setattr(errors, "is_capturing", lambda: True)
 
 
 def started(**arguments: Any) -> GradScaler:
@@ -187,12 +187,12 @@ def test_the_minimum_is_heeded_when_the_counters_arrive(monkeypatch: pytest.Monk
 
     ways: list[Any] = []
 
-    def sent(counters: torch.Tensor) -> tuple[torch.Tensor, Arrival | None]:
+    def copy(counters: torch.Tensor) -> tuple[torch.Tensor, Arrival | None]:
         ways.append((counters.clone(), None if len(ways) == 2 else Arrival()))
         return ways[-1]
 
-    monkeypatch.setattr(scale_state, "sent", sent)
-    watch = scale_state._MinimumWatch(True)
+    monkeypatch.setattr(loss_scale.aten, "copy_to_host_async", copy)
+    watch = loss_scale._MinimumWatch(True)
 
     def told(value: int) -> list[int] | None:
         return watch.arrived(torch.tensor([value]).as_subclass(OnGpu))
@@ -206,4 +206,4 @@ def test_the_minimum_is_heeded_when_the_counters_arrive(monkeypatch: pytest.Monk
     assert told(5) == [3] and len(ways) == 3
     assert told(6) == [5] and len(ways) == 4
     assert watch.__getstate__()["_on_its_way"] is None
-    assert scale_state._MinimumWatch(True).arrived(torch.tensor([7])) == [7]
+    assert loss_scale._MinimumWatch(True).arrived(torch.tensor([7])) == [7]

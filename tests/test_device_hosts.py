@@ -11,7 +11,7 @@ import pytest
 import torch
 from reference_launcher import ReferenceLauncher
 
-from ampfast import _C, capture
+from ampfast import _C, errors
 from ampfast.backends import cpu, gpu
 from ampfast.backends.cpu import UpdateFactors
 from ampfast.backends.gpu import DeviceKernels, Epilogue
@@ -186,7 +186,7 @@ def test_the_device_of_a_launch_is_current(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_what_is_not_compiled_is_not_captured(monkeypatch: pytest.MonkeyPatch) -> None:
     launch = pytest.importorskip("ampfast.backends.triton.launch")
-    monkeypatch.setattr(capture, "is_capturing", lambda: True)
+    monkeypatch.setattr(errors, "is_capturing", lambda: True)
     monkeypatch.setattr(launch, "_launched", {("known",)})
     launch._require_compiled(("known",))
     with pytest.raises(RuntimeError, match="not compiled yet; run one iteration without"):

@@ -15,8 +15,8 @@ import torch
 from support import FUSED, OPTIMIZERS, TorchScaler, assert_same, parameter_with
 
 from ampfast import GradScaler
-from ampfast.iteration_norms import IterationNorms
-from ampfast.last_checks import LastChecks
+from ampfast.loss_scale import IterationNorms
+from ampfast.optimizers import LastChecks
 
 
 def started(**arguments: Any) -> GradScaler:

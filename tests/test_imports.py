@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from ampfast import notes
+from ampfast import errors
 
 ROOT = Path(__file__).parents[1]
 
@@ -54,14 +54,11 @@ LAYERS = (
     ("__main__", "demo", "demo_picture", "info"),
     ("",),
     ("patching", "patching."),
-    ("functional", "grad_scaler", "lr_scheduler", "sharded", "sync_free"),
-    ("clipping", "gradient_checker", "rank_check", "scale_keeper", "stepping"),
-    (
-        *("agreement", "distributed", "gradient_reports", "gradients", "iteration_norms"),
-        *("last_checks", "layouts", "norms", "optimizers", "report", "scale_state", "tracking"),
-    ),
+    ("functional", "grad_scaler", "lr_scheduler", "fsdp", "sync_free"),
+    ("gradient_checker", "scale_keeper", "stepping"),
+    ("clipping", "distributed", "gradients", "loss_scale", "optimizers", "overflow", "report"),
     ("backends", "backends."),
-    ("_version", "capture", "notes", "to_host"),
+    ("_version", "errors"),
 )
 
 
@@ -104,13 +101,13 @@ def test_only_commands_import_the_face() -> None:
 
 def test_who_imports_the_scaler() -> None:
     patching = {name for name in FILES if name.startswith("ampfast.patching")}
-    assert importers_of("ampfast.grad_scaler") <= {"ampfast", "ampfast.sharded", *patching}
+    assert importers_of("ampfast.grad_scaler") <= {"ampfast", "ampfast.fsdp", *patching}
 
 
 @pytest.mark.parametrize("name", sorted(n for n in FILES if n.startswith("ampfast.backends")))
 def test_backends_import_nothing_above_them(name: str) -> None:
     ours = {module for module in IMPORTS[name] if module.split(".")[0] == "ampfast"}
-    allowed = {"ampfast._C", "ampfast.capture"}
+    allowed = {"ampfast._C", "ampfast.errors"}
     assert {m for m in ours if not m.startswith("ampfast.backends")} <= allowed
 
 
@@ -139,10 +136,10 @@ def test_device_code_knows_no_host() -> None:
 
 def test_warnings_pass_by_every_module_that_gives_one() -> None:
     """Those point at the caller's line, for which `notes` knows the scaler's modules."""
-    listed = {name for name in notes._SCALER_MODULES if name.startswith("ampfast")}
+    listed = {name for name in errors._SCALER_MODULES if name.startswith("ampfast")}
     assert listed <= FILES.keys()
     calls = {name for name, path in FILES.items() if "warn_caller(" in path.read_text("utf-8")}
-    assert calls - {"ampfast.notes"} <= listed
+    assert calls - {"ampfast.errors"} <= listed
 
 
 def test_triton_is_imported_in_one_folder() -> None:

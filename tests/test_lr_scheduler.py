@@ -27,7 +27,7 @@ from support import TorchScaler, assert_same, side
 from torch.optim import lr_scheduler
 
 import ampfast
-from ampfast import GradScaler, LateScheduler, capture
+from ampfast import GradScaler, LateScheduler, errors
 from ampfast import lr_scheduler as module_under_test
 
 
@@ -151,7 +151,7 @@ def test_a_flag_is_read_once_it_has_arrived(kind: str, monkeypatch: pytest.Monke
         sent += 1
         return flag, Arrival(sent - 1, waits, flag)
 
-    monkeypatch.setattr(module_under_test, "sent", send)
+    monkeypatch.setattr(module_under_test.aten, "copy_to_host_async", send)
     one, scheduler = late_one(kind, "ExponentialLR")
     seen = []
     for step in range(STEPS):
@@ -279,7 +279,7 @@ def test_is_refused_under_capture(monkeypatch: pytest.MonkeyPatch) -> None:
     one.train(1)
     scheduler.step()
     with monkeypatch.context() as patch:
-        patch.setattr(capture, "is_capturing", lambda: True)
+        patch.setattr(errors, "is_capturing", lambda: True)
         with pytest.raises(RuntimeError, match="advance it after the replay"):
             scheduler.step()
     assert scheduler.last_epoch == 0

@@ -16,7 +16,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 from tracking_support import net, parameters, set_values, started, summary
 
 from ampfast import GradScaler
-from ampfast.gradient_reports import OverflowReport
+from ampfast.overflow import OverflowReport
 
 BACKENDS = ("cpu", "aten")
 

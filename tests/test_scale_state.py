@@ -13,10 +13,10 @@ from scale_model import FACTORS, POLICIES, ScaleModel, assert_state, float32, ra
 from scaler_loop import Loop
 
 import ampfast
-from ampfast import GradScaler, scale_state
+from ampfast import GradScaler, loss_scale
 from ampfast.backends import aten, cpu
 from ampfast.backends.cpu import state_layout
-from ampfast.scale_state import ScalePolicy, ScaleState
+from ampfast.loss_scale import ScalePolicy, ScaleState
 
 
 def test_the_layout_has_no_overlap() -> None:
@@ -271,7 +271,7 @@ def test_nothing_is_heeded_before_the_start_or_under_capture(
 ) -> None:
     ScaleState(ScalePolicy(min_scale=1.0), "raise").heed_minimum()
     state = skipping("raise", 1)
-    monkeypatch.setattr(scale_state, "is_capturing", lambda: True)
+    monkeypatch.setattr(loss_scale, "is_capturing", lambda: True)
     state.heed_minimum()
 
 

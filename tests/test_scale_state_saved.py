@@ -14,7 +14,7 @@ from scaler_loop import Loop
 
 from ampfast import GradScaler
 from ampfast.backends.cpu import state_layout
-from ampfast.scale_state import ScalePolicy, ScaleState
+from ampfast.loss_scale import ScalePolicy, ScaleState
 
 POLICY = {"min_scale": 0.25, "max_scale": 64.0, "hysteresis": 3}
 

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from support import parameter_with
 
-from ampfast import GradScaler, rank_check
+from ampfast import GradScaler, distributed
 
 pytestmark = pytest.mark.skipif(
     sys.platform == "win32" or not dist.is_available() or not dist.is_gloo_available(),
@@ -74,7 +74,7 @@ def test_the_group_is_what_was_given(world: dist.ProcessGroup) -> None:
 
 def test_ranks_are_checked(world: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Any] = []
-    monkeypatch.setattr(rank_check, "require_same", lambda *args: asked.append(args))
+    monkeypatch.setattr(distributed, "require_same", lambda *args: asked.append(args))
     scaler = started(process_group=world, allow_fp16=True, track="overflow")
     scaler.check_ranks()
     [(settings, others)] = asked

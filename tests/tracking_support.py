@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from ampfast import GradScaler
-from ampfast.gradient_reports import OverflowReport
+from ampfast.overflow import OverflowReport
 
 
 def net() -> torch.nn.Module:

@@ -18,7 +18,7 @@ from torch import Tensor
 from ampfast.backends import cpu
 from ampfast.backends.cpu import Track
 from ampfast.backends.gpu import DeviceKernels
-from ampfast.capture import refuse_capture
+from ampfast.errors import refuse_capture
 
 __all__ = [
     "NAMES",

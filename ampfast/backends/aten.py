@@ -15,6 +15,7 @@ __all__ = [
     "any_found",
     "check_",
     "coefficient_of",
+    "copy_to_host_async",
     "float_of",
     "mark_",
     "measure_",
@@ -269,6 +270,23 @@ def moved(tensor: Tensor, device: torch.device, copy: bool = False) -> Tensor:
     if tensor.device == device and not copy:
         return tensor  # which to() would return, too, after a dispatch
     return tensor.to(device, non_blocking=device.type != "cpu", copy=copy)
+
+
+def copy_to_host_async(tensor: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
+    """Copies a tensor to pinned host memory without waiting.
+
+    Returns:
+        The copy and an event that is done when it has arrived; for a tensor on the host the tensor
+        itself and None.
+    """
+    if not tensor.is_cuda:
+        return tensor, None
+    buffer = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
+    with torch.cuda.device(tensor.device):
+        buffer.copy_(tensor, non_blocking=True)
+        arrival = torch.cuda.Event()
+        arrival.record()
+    return buffer, arrival
 
 
 @torch.no_grad()

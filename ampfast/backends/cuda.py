@@ -11,7 +11,7 @@ from ampfast import _C
 from ampfast.backends.cpu import Segment
 from ampfast.backends.gpu import NO_FACTORS, Clip, Epilogue, Pass, ScaleUpdate
 from ampfast.backends.gpu import on_gpu as on
-from ampfast.capture import is_capturing
+from ampfast.errors import is_capturing
 
 __all__ = [
     "clip_coefficient",

@@ -4,11 +4,11 @@ from typing import ClassVar
 
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler as TorchShardedGradScaler
 
-from ampfast import sharded
+from ampfast import fsdp
 from ampfast.patching.stand_in import StandIn
 
 
-class ShardedGradScaler(sharded.ShardedGradScaler, metaclass=StandIn):
+class ShardedGradScaler(fsdp.ShardedGradScaler, metaclass=StandIn):
     """`ampfast.ShardedGradScaler` under torch's name, equal to torch's class for isinstance."""
 
     _stands_for: ClassVar[type] = TorchShardedGradScaler

@@ -90,7 +90,7 @@ def test_two_ranks_share_a_list_and_the_first_reports(started):
     ("code", "match"),
     [
         (
-            "from ampfast.agreement import Agreement\n"
+            "from ampfast.distributed import Agreement\n"
             "Agreement.share = lambda self, found, device: found",
             r"ended with code .*scale and tracker after unscale_ \+ update by cpu, small",
         ),

@@ -30,7 +30,7 @@ from kernel_parity import exact_bits, flag, random_bits, wide
 from support import BITS, FLOATS, LAYOUTS, make_gradient
 from tracked import marked, track_for
 
-from ampfast import capture
+from ampfast import errors
 from ampfast.backends import cpu
 
 pytestmark = pytest.mark.usefixtures("watched")
@@ -160,7 +160,7 @@ def test_what_cannot_be_captured_leaves_all_gradients(monkeypatch: pytest.Monkey
     scale = torch.tensor(4.0)
     KERNELS.unscale_(grads_of(known), scale, is_scale=True)
     with monkeypatch.context() as captured:
-        captured.setattr(capture, "is_capturing", lambda: True)
+        captured.setattr(errors, "is_capturing", lambda: True)
         KERNELS.unscale_(grads_of(known), scale, is_scale=True)
         for _ in range(2):
             with pytest.raises(RuntimeError, match="its kernel is not compiled yet"):

@@ -10,7 +10,7 @@ from device_parity import KERNELS, grads_of
 from scale_model import FACTORS, POLICIES, ScaleModel, assert_state, random_steps
 
 from ampfast.backends.cpu import state_layout
-from ampfast.scale_state import ScaleState
+from ampfast.loss_scale import ScaleState
 
 pytestmark = pytest.mark.usefixtures("watched")
 

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import ampfast
 from ampfast import GradScaler, ShardedGradScaler, grad_scaler
-from ampfast.rank_check import differences
+from ampfast.distributed import differences
 
 POLICY: dict[str, Any] = {"min_scale": 1.0, "max_scale": 2.0**20}
 

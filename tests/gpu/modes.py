@@ -27,7 +27,7 @@ from ampfast.backends.cpu import (  # noqa: E402
     Track,
     UpdateFactors,
 )
-from ampfast.scale_state import ScalePolicy, ScaleState  # noqa: E402
+from ampfast.loss_scale import ScalePolicy, ScaleState  # noqa: E402
 
 FACTORS = UpdateFactors(2.0, 0.5, 1)
 

@@ -13,7 +13,7 @@ from support import assert_same
 
 from ampfast import GradScaler
 from ampfast.backends import aten
-from ampfast.scale_state import ScaleState
+from ampfast.loss_scale import ScaleState
 
 pytestmark = pytest.mark.gpu
 

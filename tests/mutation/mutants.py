@@ -15,9 +15,9 @@ FILES = (
     "ampfast/gradient_checker.py",
     "ampfast/scale_keeper.py",
     "ampfast/stepping.py",
-    "ampfast/scale_state.py",
-    "ampfast/last_checks.py",
-    "ampfast/iteration_norms.py",
+    "ampfast/loss_scale.py",
+    "ampfast/optimizers.py",
+    "ampfast/loss_scale.py",
     "ampfast/optimizers.py",
 )
 

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ampfast import capture
+from ampfast import errors
 from ampfast.backends.cpu import WINDOW_BYTES, Segment
 from ampfast.backends.gpu import (
     CLIP_EPSILON,
@@ -88,7 +88,7 @@ def _interpreter() -> Iterator[None]:
 
 def is_capturing() -> bool:
     """Whether the current stream is being captured into a CUDA graph."""
-    return not INTERPRETED and capture.is_capturing()
+    return not INTERPRETED and errors.is_capturing()
 
 
 def prepare(work: Pass, segment: Segment, epilogue: Epilogue) -> None:
@@ -207,5 +207,5 @@ def clip_coefficient(clip: Clip) -> None:
 
 def _require_compiled(variant: tuple[object, ...]) -> None:
     if variant not in _launched:
-        remedy = f"its kernel is not compiled yet; {capture.WARM_UP}"
-        capture.refuse_capture("this", remedy)
+        remedy = f"its kernel is not compiled yet; {errors.WARM_UP}"
+        errors.refuse_capture("this", remedy)

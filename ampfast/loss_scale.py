@@ -1,8 +1,9 @@
-"""What a scaler keeps on the device of its scale besides the scale: policy, counters, history."""
+"""Policy, device state, counters and history of the loss scale."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -11,14 +12,14 @@ from torch import Tensor
 
 from ampfast.backends import aten
 from ampfast.backends.cpu import state_layout as layout
-from ampfast.capture import is_capturing, refuse_capture
-from ampfast.notes import warn_caller
+from ampfast.errors import is_capturing, refuse_capture, warn_caller
 from ampfast.report import History, ScalerStats, empty_history
-from ampfast.to_host import sent
 
-__all__ = ["ScalePolicy", "ScaleState"]
+__all__ = ["IterationNorms", "ScalePolicy", "ScaleState"]
 
 _ON_MIN_SCALE = ("ignore", "warn", "raise")
+
+
 _REFILLS = ("growth", "finite_step")
 
 
@@ -256,7 +257,7 @@ class _MinimumWatch:
             if arrival is None or arrival.query():
                 seen, self._on_its_way = buffer.tolist(), None
         if self._on_its_way is None:
-            self._on_its_way = sent(counters)
+            self._on_its_way = aten.copy_to_host_async(counters)
         return seen
 
     def report(self, counters: list[int], policy: ScalePolicy) -> None:
@@ -285,3 +286,32 @@ def _float32(value: float) -> float:
         return torch.tensor(value, dtype=torch.float32, device="cpu").item()
     except OverflowError:  # an int beyond all floats
         return math.inf
+
+
+class IterationNorms:
+    """Norms by the optimizers whose gradients they are of, which live as long as the iteration."""
+
+    def __init__(self) -> None:
+        self._norms: dict[frozenset[int], tuple[Tensor, float]] = {}
+
+    def note(self, optimizers: Sequence[object], norm: Tensor, order: float) -> None:
+        """Remembers the joint norm of these optimizers' gradients.
+
+        What was taken of others together with them stays.
+        """
+        names = frozenset(map(id, optimizers))
+        if not any(names < others for others in self._norms):
+            kept = {others: entry for others, entry in self._norms.items() if not names & others}
+            self._norms = {**kept, names: (norm, order)}
+
+    def together(self, device: torch.device) -> Tensor | None:
+        """Returns the norm of all gradients whose norm was taken, if all norms are of one order."""
+        norms = list(self._norms.values())
+        order = norms[0][1]
+        if any(other != order for _, other in norms):
+            return None
+        parts = [aten.moved(norm.detach(), device).float().reshape(()) for norm, _ in norms]
+        if len(parts) == 1:
+            return parts[0]
+        joint: Tensor = torch.linalg.vector_norm(torch.stack(parts), order)
+        return joint

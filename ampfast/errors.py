@@ -1,12 +1,17 @@
-"""What ampfast says beside torch's own texts: notes on errors, warnings at the caller's line."""
+"""Notes on torch's errors, warnings at the caller's line, refusals under capture."""
+
+from __future__ import annotations
 
 import sys
 import warnings
 from typing import TypeVar
 
-__all__ = ["ONCE", "add_note", "warn_caller"]
+import torch
+
+__all__ = ["ONCE", "WARM_UP", "add_note", "is_capturing", "refuse_capture", "warn_caller"]
 
 ONCE = "An iteration ends with update(), after the steps of all optimizers: is the call missing?"
+
 
 AnyError = TypeVar("AnyError", bound=BaseException)
 
@@ -34,10 +39,26 @@ def _is_inside(module: str) -> bool:
 
 _SCALER_MODULES = (
     *("ampfast.grad_scaler", "ampfast.stepping", "ampfast.gradient_checker"),
-    *("ampfast.scale_keeper", "ampfast.scale_state", "ampfast.gradients", "ampfast.tracking"),
-    *("ampfast.clipping", "ampfast.norms", "ampfast.functional"),
-    *("ampfast.distributed", "ampfast.layouts", "ampfast.sharded", "ampfast.patching.old_names"),
+    *("ampfast.scale_keeper", "ampfast.loss_scale", "ampfast.gradients", "ampfast.overflow"),
+    *("ampfast.clipping", "ampfast.functional", "ampfast.distributed", "ampfast.fsdp"),
+    "ampfast.patching.old_names",
     *("torch.amp.grad_scaler", "torch._compile"),
     # Around torch's deprecated classes.
     *("typing_extensions", "warnings"),
 )
+
+
+WARM_UP = "run one iteration without capturing first"
+
+
+def is_capturing() -> bool:
+    """Whether the current stream is being captured into a CUDA graph."""
+    # A build of torch without CUDA has no answer to the second.
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+
+
+def refuse_capture(what: str, remedy: str = WARM_UP) -> None:
+    """Raises RuntimeError, naming `what` and its `remedy`, if the current stream is captured."""
+    # What is compiled runs later.
+    if not torch.compiler.is_compiling() and is_capturing():
+        raise RuntimeError(f"a CUDA graph cannot capture {what}: {remedy}")
