@@ -21,6 +21,7 @@ import shlex
 import subprocess
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -95,24 +96,26 @@ class Watch:
     written: int = 0
 
 
-_now = Watch()
+_OUTERMOST = Watch()
+# Of this thread: another one's launches use other memory.
+_current = ContextVar("_current", default=_OUTERMOST)
 
 
 @contextlib.contextmanager
 def watch(**changes: Any) -> Iterator[Watch]:
-    """Watches the launches inside: as those outside, but for what is given; they count in both."""
-    global _now
-    outside = _now
+    """Watches this thread's launches: as those outside, but for `changes`; they count in both."""
+    outside = _current.get()
     given = {"memory": outside.memory, "races": outside.races, "seed": outside.seed}
-    _now = Watch(**{**given, **changes})
+    inside = Watch(**{**given, **changes})
+    token = _current.set(inside)
     try:
-        yield _now
+        yield inside
     finally:
-        outside.seed = max(outside.seed, _now.seed)
-        outside.launches += _now.launches
-        outside.read += _now.read
-        outside.written += _now.written
-        _now = outside
+        _current.reset(token)
+        outside.seed = max(outside.seed, inside.seed)
+        outside.launches += inside.launches
+        outside.read += inside.read
+        outside.written += inside.written
 
 
 def built(name: str, sources: Sequence[Path], make: Callable[[Path], None]) -> Path:
@@ -146,17 +149,18 @@ def run(
     Raises:
         PtxError: If it does what it must not do; the message names the instruction.
     """
-    memory = (Range * len(_now.memory))(*_now.memory)
+    watched = _current.get()
+    memory = (Range * len(watched.memory))(*watched.memory)
     launch = _Launch(
         *(programs, threads, shared_bytes, parameters, len(parameters)),
-        *(memory, len(memory), _now.seed, _now.races and programs <= MOST_WATCHED, 0, 0),
+        *(memory, len(memory), watched.seed, watched.races and programs <= MOST_WATCHED, 0, 0),
     )
-    _now.seed += 1
-    _now.launches.append(kernel.name)
+    watched.seed += 1
+    watched.launches.append(kernel.name)
     library = _library()
     done = library.ptx_run(_loaded(kernel.listing), ctypes.byref(launch))
-    _now.read += launch.read
-    _now.written += launch.written
+    watched.read += launch.read
+    watched.written += launch.written
     if not done:
         raise PtxError(f"{kernel.name}: {library.ptx_error().decode()}")
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 from assembler import UnknownPtx, kernels_of
-from machine import PtxError
+from machine import PtxError, watch
 from small_kernels import THREADS, kernel, numbers, tried
 
 COPY = """
@@ -34,6 +36,15 @@ def test_memory_that_was_not_given() -> None:
         tried(kernel(COPY), longer, torch.zeros(THREADS + 1, dtype=torch.int32)[:-2])
     with pytest.raises(PtxError, match="writes memory that is not its own"):
         tried(kernel(COPY), longer, longer.clone(), writes=(False, False))
+
+
+def test_another_thread_is_watched_apart() -> None:
+    other = watch(memory=())
+    with ThreadPoolExecutor(1) as elsewhere, watch() as mine:
+        others = elsewhere.submit(other.__enter__).result()
+        tried(kernel(COPY), numbers(), numbers())
+        elsewhere.submit(other.__exit__, None, None, None).result()
+    assert (mine.launches, others.launches) == (["tried"], [])
 
 
 def test_an_address_that_is_not_aligned() -> None:
