@@ -253,6 +253,7 @@ class GradientChecker(ScaleKeeper):
             choice=self._kernels(),
             clips=clips,
             parts=self._others().parts(),
+            tracked=self._track is not None,
         )
 
     def _others(self) -> distributed.Ranks:
@@ -288,7 +289,7 @@ class GradientChecker(ScaleKeeper):
         state = self._per_optimizer_states.get(id(optimizer))
         is_scaled = state is None or state["stage"] is OptState.READY
         steps = self._kept().on(scale.device)
-        return self._notes().start(optimizer, grads.identity, scale, steps, measures=is_scaled)
+        return self._notes().start(optimizer, grads.groups, scale, steps, measures=is_scaled)
 
     def _notes(self) -> overflow.Tracking:
         if self._tracking is None:

@@ -36,15 +36,14 @@ class Gradients:
         set_aside: What takes torch's own op, by device: sparse, overlapping, subclasses, complex,
             or on a device without kernels.
         numbers: Those of the parameters whose gradients were set aside, likewise.
-        identity: A number for all parameters, with gradient or without: others, or these in
-            another order, have another.
+        groups: All parameters by group, with or without gradient, if they are tracked.
         parts: How those lie on their meshes that are distributed, or None if none is.
     """
 
     lists: list[cpu.GradList]
     set_aside: dict[torch.device, list[Tensor]]
     numbers: dict[torch.device, list[int]] = field(default_factory=dict)
-    identity: int = 0
+    groups: list[list[Tensor]] = field(default_factory=list)
     parts: Parts | None = None
 
     @property
@@ -84,6 +83,7 @@ def collect(
     choice: Choice,
     clips: bool = False,
     parts: Parts | None = None,
+    tracked: bool = False,
 ) -> Gradients:
     """Reads the gradients of an optimizer's parameters, in order.
 
@@ -95,6 +95,7 @@ def collect(
         clips: Whether their norm is taken, for which sparse gradients are replaced by coalesced
             ones, and what is written bumps versions, as torch's clipping does.
         parts: What tells the parts of distributed gradients, which are then read in their place.
+        tracked: Whether parameters are tracked, for which they are listed.
 
     Raises:
         AssertionError: If a parameter is not a tensor.
@@ -102,14 +103,19 @@ def collect(
         RuntimeError: If the memory of a gradient was freed, or became too small for it; or if the
             backend that was asked for does not run on its device.
     """
-    lists, irregular, refused, identity = cpu.walk(
+    groups = []
+    if tracked:
+        # Iterators, too, are read once.
+        groups = [list(group["params"]) for group in param_groups]
+        param_groups = [{"params": params} for params in groups]
+    lists, irregular, refused, _ = cpu.walk(
         param_groups, allow_fp16, writes, choice.devices, clips and writes, parts
     )
     if refused is not None:
         raise _refusal(*refused)
     if any(choice.kernels_for(grads.device) is None for grads in lists):
         # One of several GPUs is not like the others, which the choice knows from now on.
-        lists, irregular, _, identity = cpu.walk(
+        lists, irregular, _, _ = cpu.walk(
             param_groups, allow_fp16, writes, choice.devices, False, parts
         )
     set_aside: dict[torch.device, list[Tensor]] = {}
@@ -121,7 +127,7 @@ def collect(
                 set_aside.setdefault(values.device, []).append(values)
                 numbers.setdefault(values.device, []).append(number)
     is_distributed = parts is not None and bool(parts.layouts)
-    return Gradients(lists, set_aside, numbers, identity, parts if is_distributed else None)
+    return Gradients(lists, set_aside, numbers, groups, parts if is_distributed else None)
 
 
 def of_list(tensors: list[Tensor], device: torch.device) -> Gradients:

@@ -1,4 +1,4 @@
-"""Per-parameter tracking of overflows and gradient health, and its reports."""
+"""Per-parameter tracking of overflows and gradient health, and the reports on it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import math
 import struct
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import chain, islice
 from typing import Any, Literal
 
 import torch
@@ -29,24 +31,33 @@ __all__ = [
     "require_known",
 ]
 
-# So many lines of a table are printed.
+# Longest table that is printed, in lines.
 MOST_LINES = 40
+
+# Parameters by group.
+Groups = Sequence[Sequence[Tensor]]
+
+# The tables that a pass writes for gradients on a device.
+Tracks = Callable[[torch.device], Track]
+
+# Name, optimizer, optimizer_type, group and index of a parameter.
+_Location = tuple[str, int, str, int, int]
 
 
 @dataclass(frozen=True)
 class ParameterOverflows:
-    """When the gradient of a parameter was not finite, as the optimizer would have used it.
+    """Overflows of one parameter's gradient: steps in which a value that is used was not finite.
 
     Attributes:
-        name: From `name_parameters`, or its place.
-        optimizer: The place of its optimizer among those that are tracked.
-        optimizer_type: The name of that one's class.
-        group: The place of its group in the optimizer.
-        index: Its place in the group.
-        kind: What its gradient held in the last such step; "nan" if it held infinities, too.
-        step: The last such step, as the number of updates that were complete before it.
-        infinities: In how many steps so far it held infinities and no NaN.
-        nans: In how many steps so far it held a NaN.
+        name: Name from `name_parameters`, else "group 0, parameter 3".
+        optimizer: Index of the optimizer among the tracked ones.
+        optimizer_type: Class name of the optimizer.
+        group: Index of the parameter group.
+        index: Index of the parameter in its group.
+        kind: Kind of the last overflow: "nan" if the gradient held a NaN, else "inf".
+        step: Step of the last overflow, as the number of updates completed before it.
+        infinities: Number of steps with infinities and no NaN.
+        nans: Number of steps with a NaN.
     """
 
     name: str
@@ -62,13 +73,13 @@ class ParameterOverflows:
 
 @dataclass(frozen=True)
 class OverflowReport:
-    """Which parameters were the reason that steps were skipped.
+    """Parameters whose gradients overflowed, and with that the reason for skipped steps.
 
     Attributes:
-        step: The last step with a gradient that was not finite, as the number of updates that were
-            complete before it; None if there was none.
-        parameters: Those whose gradients were not finite in that step.
-        totals: Those for which that was ever so.
+        step: Last step with an overflow, as the number of updates completed before it; None if
+            there was none.
+        parameters: The parameters that overflowed in that step.
+        totals: All parameters that ever overflowed.
     """
 
     step: int | None
@@ -77,10 +88,10 @@ class OverflowReport:
 
     @classmethod
     def of(cls, totals: Iterable[ParameterOverflows]) -> OverflowReport:
-        """Returns the report of which these are the totals.
+        """Returns the report on the overflows of all parameters.
 
         Args:
-            totals: Of every parameter whose gradient was ever not finite.
+            totals: One row for each parameter that ever overflowed.
         """
         rows = tuple(totals)
         step = max((row.step for row in rows), default=None)
@@ -88,18 +99,17 @@ class OverflowReport:
 
     @classmethod
     def of_all(cls, reports: Sequence[OverflowReport]) -> OverflowReport:
-        """Returns what several ranks report together; parameters are known by name and place.
+        """Returns the joint report of several ranks, with parameters matched by name and place.
 
         Args:
-            reports: One of each rank.
+            reports: One report from each rank.
         """
-        rows: dict[tuple[object, ...], ParameterOverflows] = {}
+        rows: dict[_Location, ParameterOverflows] = {}
         for row in (row for report in reports for row in report.totals):
             key = (row.name, row.optimizer, row.optimizer_type, row.group, row.index)
             known = rows.setdefault(key, row)
-            last = max(known, row, key=lambda each: (each.step, each.kind == "nan"))
             rows[key] = replace(
-                last,
+                max(known, row, key=lambda each: (each.step, each.kind == "nan")),
                 infinities=max(known.infinities, row.infinities),
                 nans=max(known.nans, row.nans),
             )
@@ -107,44 +117,38 @@ class OverflowReport:
 
     def __str__(self) -> str:
         if self.step is None:
-            return "No gradient was infinite or NaN so far."
+            return "No infinite or NaN gradients so far."
         count = len(self.parameters)
         what = "1 parameter's gradient was" if count == 1 else f"{count} parameters' gradients were"
-        titles = ("parameter", "optimizer", "kind", "steps with inf", "with NaN")
-        rows = [
-            (p.name, _label(p), p.kind, str(p.infinities), str(p.nans)) for p in self.parameters
-        ]
-        lines = [f"In step {self.step}, {what} not finite.", *_table(titles, rows)]
-        before = sorted(
-            (p for p in self.totals if p.step != self.step), key=lambda p: -p.infinities - p.nans
-        )
-        if before:
-            told = [(p.name, _label(p), p.kind, str(p.infinities), str(p.nans)) for p in before]
-            lines += ["", "In earlier steps only:", *_table(titles, told)]
+        lines = [f"In step {self.step}, {what} not finite.", *_overflow_table(self.parameters)]
+        earlier = [row for row in self.totals if row.step != self.step]
+        if earlier:
+            earlier.sort(key=lambda row: -row.infinities - row.nans)
+            lines += ["", "In earlier steps only:", *_overflow_table(earlier)]
         return "\n".join(lines)
 
 
 @dataclass(frozen=True)
 class ParameterHealth:
-    """How the values of one gradient fit the range of float16, as backward() left them: scaled.
+    """Range of one parameter's gradient, still scaled, against the range of float16.
 
     Attributes:
-        name: From `name_parameters`, or its place.
-        optimizer: The place of its optimizer among those that are tracked.
-        optimizer_type: The name of that one's class.
-        group: The place of its group in the optimizer.
-        index: Its place in the group.
-        elements: How many there are; of complex values the parts count by themselves.
-        zeros: How many are zero. What a float16 layer lost to underflow is zero already: a share
-            that grows as the scale falls is underflow.
-        vanishing: How many are not, but below 2^-24, float16's smallest subnormal; seen only where
-            a gradient was computed in another type.
-        subnormal: How many are not, but below 2^-14: where float16 loses digits. These include
-            the vanishing.
-        overflowing: How many are above 65504, infinities and NaN among them.
-        scaled_maximum: The largest magnitude; NaN if there is one.
-        scaled_minimum: The smallest magnitude that is not zero; 0.0 if all are.
-        scale: By which they were scaled.
+        name: Name from `name_parameters`, else "group 0, parameter 3".
+        optimizer: Index of the optimizer among the tracked ones.
+        optimizer_type: Class name of the optimizer.
+        group: Index of the parameter group.
+        index: Index of the parameter in its group.
+        elements: Number of elements; real and imaginary parts count separately.
+        zeros: Number of zeros, to which a float16 layer flushes what underflows: a share that grows
+            as the scale falls is underflow.
+        vanishing: Number of nonzero magnitudes below 2^-24, float16's smallest subnormal; only in
+            gradients computed in another dtype.
+        subnormal: Number of nonzero magnitudes below 2^-14, float16's smallest normal, the
+            vanishing ones included; float16 loses digits there.
+        overflowing: Number of magnitudes above 65504, float16's largest; infinities and NaN count.
+        scaled_maximum: Largest magnitude; NaN if there is a NaN.
+        scaled_minimum: Smallest nonzero magnitude; 0.0 if there is none.
+        scale: Loss scale of the gradient.
     """
 
     name: str
@@ -163,54 +167,51 @@ class ParameterHealth:
 
     @property
     def absolute_maximum(self) -> float:
-        """The largest magnitude without the scale."""
+        """Largest magnitude of the unscaled gradient."""
         return self.scaled_maximum / self.scale if self.scale else math.nan
 
     @property
     def zero_share(self) -> float:
-        """The part of the elements that is zero."""
+        """Fraction of zeros."""
         return self.zeros / self.elements
 
     @property
     def vanishing_share(self) -> float:
-        """The part that float16 cannot tell from zero, but for rounding."""
+        """Fraction that float16 flushes to zero, but for rounding."""
         return self.vanishing / self.elements
 
     @property
     def subnormal_share(self) -> float:
-        """The part below float16's smallest normal, the vanishing included."""
+        """Fraction below float16's smallest normal number, the vanishing included."""
         return self.subnormal / self.elements
 
     @property
     def overflowing_share(self) -> float:
-        """The part above float16's largest."""
+        """Fraction above float16's largest number."""
         return self.overflowing / self.elements
 
 
 @dataclass(frozen=True)
 class GradientHealth:
-    """The gradients of the last iteration of each optimizer.
+    """Ranges of the gradients in each optimizer's last iteration.
 
     Attributes:
-        parameters: Those that had a gradient with elements, in the order of the optimizers.
+        parameters: The parameters that had a gradient with elements, in optimizer order.
     """
 
     parameters: tuple[ParameterHealth, ...]
 
     def worst_first(self) -> list[ParameterHealth]:
-        """Returns the parameters: what overflows before what is lost before what loses digits."""
-        return sorted(
-            self.parameters,
-            key=lambda p: (
-                -p.overflowing_share,
-                -p.vanishing_share - p.zero_share,
-                -p.subnormal_share,
-            ),
-        )
+        """Returns the parameters by overflowing, then vanishing or zero, then subnormal share."""
+
+        def severity(p: ParameterHealth) -> tuple[float, float, float]:
+            return p.overflowing_share, p.vanishing_share + p.zero_share, p.subnormal_share
+
+        return sorted(self.parameters, key=severity, reverse=True)
 
     def __str__(self) -> str:
         if not self.parameters:
-            return "No gradients were looked at so far."
+            return "No gradients measured so far."
         titles = (
             *("parameter", "elements", "max", "scaled max", "scaled min"),
             *("zero", "vanishing", "subnormal", "overflowing", "scale"),
@@ -227,325 +228,250 @@ class GradientHealth:
         return "\n".join(_table(titles, rows))
 
 
-def _label(row: ParameterOverflows) -> str:
-    return f"{row.optimizer}: {row.optimizer_type}"
-
-
-def _percent(share: float) -> str:
-    """A share that is not nothing does not look like it."""
-    if 0 < share < 0.0001:
-        return "<0.01%"
-    return f"{share:.2%}" if share else "-"
-
-
-def _table(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """Columns side by side, text to the left and numbers to the right."""
-    shown = rows[:MOST_LINES]
-    widths = [max(map(len, column)) for column in zip(titles, *shown, strict=True)]
-    lines = [
-        "  ".join(
-            cell.ljust(width) if place == 0 else cell.rjust(width)
-            for place, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in (titles, *shown)
-    ]
-    more = len(rows) - len(shown)
-    return [*lines, f"... and {more} more"] if more else lines
-
-
-_KINDS = ("overflow", "health")
-
-
-_COMPLEMENT = 2**63 - 1
-
-
-def require_known(track: str | None) -> None:
-    """Raises TypeError or ValueError unless `track` is what the scaler's keyword takes."""
-    if track is not None and not isinstance(track, str):
-        raise TypeError(f"track must be a string or None, got {type(track).__name__}")
-    if track is not None and track not in _KINDS:
-        raise ValueError(f"track must be 'overflow', 'health' or None, got {track!r}")
-
-
-def named(model: torch.nn.Module | Iterable[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
-    """Returns the names and parameters of a module, or those listed.
-
-    Raises:
-        TypeError: If it is neither, or something listed is not a name and a tensor.
-        ValueError: If a name is listed twice.
-    """
-    pairs: Any = model.named_parameters() if isinstance(model, torch.nn.Module) else model
-    if isinstance(pairs, (str, Tensor)) or not isinstance(pairs, Iterable):
-        raise TypeError(
-            "name_parameters takes a torch.nn.Module or pairs of a name and a parameter, got "
-            f"{type(model).__name__}"
-        )
-    found: dict[str, Tensor] = {}
-    for pair in pairs:
-        if not isinstance(pair, (tuple, list)) or len(pair) != 2:
-            raise TypeError(
-                "name_parameters takes pairs of a name and a parameter, as from "
-                f"model.named_parameters(); got {type(pair).__name__}"
-            )
-        name, parameter = pair
-        if not isinstance(name, str) or not isinstance(parameter, Tensor):
-            raise TypeError(
-                f"a name must be a string and a parameter a tensor, got {type(name).__name__} and "
-                f"{type(parameter).__name__}"
-            )
-        if name in found:
-            raise ValueError(f"two parameters have the name {name!r}")
-        found[name] = parameter
-    return list(found.items())
-
-
-@dataclass(frozen=True)
-class _Place:
-    """Where a parameter stood when it was last looked at."""
-
-    parameter: Callable[[], object]
-    group: int
-    index: int
-
-
-@dataclass
-class _Record:
-    """What is noted of the parameters of one optimizer, by device."""
-
-    identity: int
-    places: list[_Place]
-    marks: dict[torch.device, Tensor] = field(default_factory=dict)
-    # A row for each parameter, and one more that begins with the scale as float32 bits.
-    health: dict[torch.device, Tensor] = field(default_factory=dict)
-    # Where that stands, and zero for all that is elsewhere.
-    scale_at: dict[torch.device, tuple[Tensor, Tensor]] = field(default_factory=dict)
-
-    @property
-    def parameters(self) -> int:
-        return len(self.places)
-
-    def move(self, identity: int, places: list[_Place]) -> None:
-        """Takes other parameters, or these in other places, whose counts go along."""
-        rows = {id(place.parameter()): row for row, place in enumerate(self.places)}
-        rows.pop(id(None), None)
-        pairs = [
-            (rows[id(place.parameter())], row)
-            for row, place in enumerate(places)
-            if id(place.parameter()) in rows
-        ]
-        before, self.marks = self.marks, {}
-        self.identity, self.places = identity, places
-        self.health, self.scale_at = {}, {}
-        for device, marks in before.items():
-            if pairs:
-                old, new = torch.tensor(pairs, device=device).unbind(1)
-                self.marks_on(device).index_copy_(0, new, marks[old])
-
-    def marks_on(self, device: torch.device) -> Tensor:
-        if device not in self.marks:
-            self.marks[device] = _zeros(self.parameters, MARK_WORDS, device)
-        return self.marks[device]
-
-    def health_on(self, device: torch.device) -> Tensor:
-        if device not in self.health:
-            health = _zeros(self.parameters + 1, HEALTH_WORDS, device)
-            place = _zeros(self.parameters + 1, HEALTH_WORDS, device).view(torch.float32) != 0
-            place[-1, 0] = True
-            zero = torch.zeros((), dtype=torch.float32, device=device)
-            self.health[device], self.scale_at[device] = health, (place, zero)
-        return self.health[device]
-
-    @torch.no_grad()
-    def clear_health(self, device: torch.device, scale: Tensor) -> None:
-        """Empties all rows and writes the scale, in one launch."""
-        scale = aten.moved(scale.detach().float(), device).reshape(())
-        health = self.health_on(device).view(torch.float32)
-        place, zero = self.scale_at[device]
-        torch.where(place, scale, zero, out=health)
-
-
 class Tracking:
-    """The notes of one scaler on the parameters of its optimizers, and their names."""
+    """Tables of a scaler with a row for each parameter of its optimizers, and their names."""
 
     def __init__(self, *, health: bool) -> None:
+        self.is_empty = True  # before the first pass
         self._health = health
         self._records: ByOptimizer[_Record] = ByOptimizer()
         self._names = WeakTensorKeyDictionary()
+        # The names themselves die with their parameters.
         self._has_names = False
-        self._has_looked = False
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether no optimizer's gradients were looked at, of those that are gone neither."""
-        return not self._has_looked
 
     def name(self, pairs: Iterable[tuple[str, Tensor]]) -> None:
-        """Gives parameters their names."""
+        """Names parameters."""
         for name, parameter in pairs:
             self._names[parameter] = name
             self._has_names = True
 
     def start(
-        self, optimizer: Any, identity: int, scale: Tensor, steps: Tensor, *, measures: bool
+        self, optimizer: Any, groups: Groups, scale: Tensor, steps: Tensor, *, measures: bool
     ) -> Tracks:
-        """Begins a pass over an optimizer's gradients.
+        """Prepares the tables of a pass over an optimizer's gradients.
 
         Args:
-            optimizer: Which.
-            identity: That of its parameters, as `gradients.Gradients` has it.
-            scale: One-element, that of the gradients.
-            steps: int64, whose first element is how many updates were completed.
-            measures: Whether the gradients are still scaled, so that their range is of interest.
+            optimizer: The optimizer.
+            groups: Its parameters, as the pass read them.
+            scale: One-element scale of the gradients.
+            steps: int64, the number of completed updates first.
+            measures: Whether the gradients are still scaled, so that their health is measured.
         """
-        self._has_looked = True
+        self.is_empty = False
         record = self._records.get(optimizer)
         if record is None:
-            record = _Record(identity, _places(optimizer))
-        elif record.identity != identity:
-            refuse_capture("other parameters than before")
-            record.move(identity, _places(optimizer))
+            record = _Record(groups)
+        elif not record.has(groups):
+            refuse_capture("a change of an optimizer's parameters")
+            record = _Record(groups, record)
         self._records.record(optimizer, record)
-        tracks = Tracks(record, steps[:1], self._health and measures)
-        if tracks.measures:
-            # On every device that ever had gradients: what stands there is of an earlier pass.
-            tracks.scale = scale
-            for device in record.health:
-                tracks.clear(device)
-        return tracks
+        if not (self._health and measures):
+            return partial(record.tables_on, steps=steps[:1], scale=None)
+        # On every device that ever had gradients: the rows there are from an earlier pass.
+        for device in record.health:
+            record.clear_health(device, scale)
+        return partial(record.tables_on, steps=steps[:1], scale=scale)
 
     def end_iteration(self) -> None:
-        """Lets go of what cannot be referenced weakly."""
+        """Releases optimizers that cannot be weakly referenced."""
         self._records.end_iteration()
 
     def overflow_report(self) -> OverflowReport:
-        """Reads the marks of all optimizers, with one host sync."""
+        """Overflows of all optimizers' parameters; one host sync."""
         totals = []
-        for places, devices in self._read(lambda record: record.marks):
-            for place, rows in zip(places, zip(*devices, strict=True), strict=False):
-                last, last_nan = (max(row[i] for row in rows) for i in (0, 1))
-                times, nans = (sum(row[i] for row in rows) for i in (2, 3))
-                if last:
-                    kind: Any = "nan" if last_nan == last else "inf"
-                    totals.append(ParameterOverflows(*place, kind, last - 1, times - nans, nans))
+        for location, rows, _ in self._rows(lambda record: record.marks):
+            last, last_nan = (max(row[i] for row in rows) for i in (0, 1))
+            times, nans = (sum(row[i] for row in rows) for i in (2, 3))
+            if last:
+                kind: Any = "nan" if last_nan == last else "inf"
+                totals.append(ParameterOverflows(*location, kind, last - 1, times - nans, nans))
         return OverflowReport.of(totals)
 
     def health(self) -> GradientHealth:
-        """Reads the ranges of all optimizers' gradients, with one host sync."""
-        found = []
-        for places, devices in self._read(lambda record: record.health):
-            scales = [_float32(rows[-1][0]) for rows in devices]
-            by_parameter = zip(*(rows[:-1] for rows in devices), strict=True)
-            for place, rows in zip(places, by_parameter, strict=False):
-                for row, scale in zip(rows, scales, strict=True):
-                    if row[0]:
-                        found.append(_health_of(place, row, scale))
-        return GradientHealth(tuple(found))
+        """Health of all optimizers' gradients; one host sync."""
+        return GradientHealth(
+            tuple(
+                _health_of(location, row, scale[0])
+                for location, rows, scales in self._rows(lambda record: record.health)
+                for row, scale in zip(rows, scales, strict=True)
+                if row[0]
+            )
+        )
 
-    def _read(
-        self, tables: Callable[[_Record], dict[torch.device, Tensor]]
-    ) -> Iterator[tuple[list[tuple[str, int, str, int, int]], list[list[list[int]]]]]:
-        """Gives for each optimizer where its parameters stand and the rows of each device."""
+    def _rows(
+        self, tables_of: Callable[[_Record], dict[torch.device, Tensor]]
+    ) -> Iterator[tuple[_Location, Sequence[list[int]], Sequence[list[int]]]]:
+        """Yields each parameter's location, its row on each device, and the tables' last rows."""
         records = list(self._records)
-        self._require_names([optimizer for optimizer, _ in records])
-        read = _on_host([list(tables(record).values()) for _, record in records])
-        for number, ((optimizer, record), devices) in enumerate(zip(records, read, strict=True)):
-            yield self._told(number, optimizer, record), devices
+        self._require_names([record for _, record in records])
+        tables = [list(tables_of(record).values()) for _, record in records]
+        on_host = iter(_to_host([table for some in tables for table in some]))
+        for number, ((optimizer, record), some) in enumerate(zip(records, tables, strict=True)):
+            read = [next(on_host) for _ in some]
+            locations = self._locations(number, type(optimizer).__name__, record)
+            for location, rows in zip(locations, zip(*read, strict=True), strict=False):
+                yield location, rows, [table[-1] for table in read]
 
-    def _require_names(self, optimizers: list[Any]) -> None:
-        """Refuses names that are all of something else; some without a name get their place."""
-        params = [p for o in optimizers for group in o.param_groups for p in group["params"]]
+    def _require_names(self, records: list[_Record]) -> None:
+        """Refuses names of which none fits; a single parameter without one is listed by place."""
+        params = [param for record in records for param in record.living() if param is not None]
         if self._has_names and params and not any(param in self._names for param in params):
             raise ValueError(
-                f"none of the {len(params)} parameters of the optimizers has a name: call "
-                "name_parameters() with the model that they train, and again if its parameters "
-                "were replaced"
+                f"none of the optimizers' {len(params)} parameters has a name: call "
+                "name_parameters() with the model that they train, again if its parameters were "
+                "replaced"
             )
 
-    def _told(
-        self, number: int, optimizer: object, record: _Record
-    ) -> list[tuple[str, int, str, int, int]]:
-        """The name and place of every parameter of a record."""
-        kind, told = type(optimizer).__name__, []
-        for place in record.places:
-            parameter = place.parameter()
-            name = self._names.get(parameter) if isinstance(parameter, Tensor) else None
-            if name is None:
-                name = f"group {place.group}, parameter {place.index}"
-            told.append((name, number, kind, place.group, place.index))
-        return told
+    def _locations(self, number: int, kind: str, record: _Record) -> Iterator[_Location]:
+        params = iter(record.living())
+        for group, size in enumerate(record.group_sizes):
+            for index, param in enumerate(islice(params, size)):
+                name = None if param is None else self._names.get(param)
+                place = f"group {group}, parameter {index}"
+                yield place if name is None else name, number, kind, group, index
 
 
-def _places(optimizer: Any) -> list[_Place]:
-    """The places of all parameters, in the order in which they are numbered."""
-    return [
-        _Place(weakref.ref(param), group, index)
-        for group, params in enumerate(list(g["params"]) for g in optimizer.param_groups)
-        for index, param in enumerate(params)
-    ]
+class _Record:
+    """Tables of one optimizer, by device; a parameter keeps its marks of the `last` record."""
+
+    def __init__(self, groups: Groups, last: _Record | None = None) -> None:
+        params = list(chain.from_iterable(groups))
+        self.group_sizes = [len(group) for group in groups]
+        # An address may be that of a new parameter; a weak reference dies with the old one.
+        self._references = [weakref.ref(param) for param in params]
+        self.marks: dict[torch.device, Tensor] = {}
+        # One more row begins with the scale as float32 bits.
+        self.health: dict[torch.device, Tensor] = {}
+        # The mask of that scale, and a zero for the rest.
+        self._scale_mask: dict[torch.device, tuple[Tensor, Tensor]] = {}
+        living = [] if last is None else last.living()
+        rows = {id(param): row for row, param in enumerate(living) if param is not None}
+        moves = [(rows[id(param)], row) for row, param in enumerate(params) if id(param) in rows]
+        if last is not None and moves:
+            for device, marks in last.marks.items():
+                old, new = torch.tensor(moves, device=device).unbind(1)
+                self.marks_on(device).index_copy_(0, new, marks[old])
+
+    def living(self) -> list[Tensor | None]:
+        """The parameters, in order; None for one that is gone."""
+        return [reference() for reference in self._references]
+
+    def has(self, groups: Groups) -> bool:
+        """Whether the rows are those of these very parameters, in these groups."""
+        return self.group_sizes == [len(group) for group in groups] and all(
+            reference() is param
+            for reference, param in zip(self._references, chain.from_iterable(groups), strict=True)
+        )
+
+    def tables_on(self, device: torch.device, *, steps: Tensor, scale: Tensor | None) -> Track:
+        """The tables for one pass over gradients on a device; health with the `scale` only."""
+        if device not in self.marks or (scale is not None and device not in self.health):
+            refuse_capture("the creation of tracking tables")
+        if scale is not None and device not in self.health:
+            self.clear_health(device, scale)
+        health = None if scale is None else self.health[device][:-1]
+        return Track(self.marks_on(device), aten.moved(steps, device), health)
+
+    def marks_on(self, device: torch.device) -> Tensor:
+        if device not in self.marks:
+            self.marks[device] = _zeros(len(self._references), MARK_WORDS, device)
+        return self.marks[device]
+
+    @torch.no_grad()
+    def clear_health(self, device: torch.device, scale: Tensor) -> None:
+        """Clears the table, made where there is none, and writes the scale, in one launch."""
+        if device not in self.health:
+            table = _zeros(len(self._references) + 1, HEALTH_WORDS, device)
+            mask = torch.zeros_like(table).view(torch.float32) != 0
+            mask[-1, 0] = True
+            zero = torch.zeros((), dtype=torch.float32, device=device)
+            self.health[device], self._scale_mask[device] = table, (mask, zero)
+        scale = aten.moved(scale.detach().float(), device).reshape(())
+        mask, zero = self._scale_mask[device]
+        torch.where(mask, scale, zero, out=self.health[device].view(torch.float32))
 
 
-class Tracks:
-    """Where a pass notes what it sees, by device."""
+def require_known(track: str | None) -> None:
+    """Raises TypeError or ValueError unless `track` is a value of the scaler's keyword."""
+    if track is not None and not isinstance(track, str):
+        raise TypeError(f"track must be a string or None, got {type(track).__name__}")
+    if track is not None and track not in ("overflow", "health"):
+        raise ValueError(f"track must be 'overflow', 'health' or None, got {track!r}")
 
-    def __init__(self, record: _Record, steps: Tensor, measures: bool) -> None:
-        self.measures = measures
-        self.scale: Tensor | None = None
-        self._record = record
-        self._steps = steps
 
-    def clear(self, device: torch.device) -> None:
-        if self.scale is not None:
-            self._record.clear_health(device, self.scale)
+def named(model: torch.nn.Module | Iterable[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
+    """Names and parameters, from a module or pairs.
 
-    def __call__(self, device: torch.device) -> Track:
-        """Returns what a pass over gradients on `device` takes along."""
-        record = self._record
-        health = None
-        if device not in record.marks or (self.measures and device not in record.health):
-            refuse_capture("the creation of what is noted of gradients")
-        if self.measures:
-            is_new = device not in record.health
-            health = record.health_on(device)[:-1]
-            if is_new:
-                self.clear(device)
-        return Track(record.marks_on(device), aten.moved(self._steps, device), health)
+    Raises:
+        TypeError: If `model` is neither, or a pair is not a name and a tensor.
+        ValueError: If a name occurs twice.
+    """
+    pairs: Any = model.named_parameters() if isinstance(model, torch.nn.Module) else model
+    found: dict[str, Tensor] = {}
+    for pair in pairs if isinstance(pairs, Iterable) else [pairs]:
+        match pair:
+            case (str() as name, Tensor() as parameter) if name not in found:
+                found[name] = parameter
+            case (str() as name, Tensor()):
+                raise ValueError(f"two parameters have the name {name!r}")
+            case _:
+                parts = pair if isinstance(pair, (tuple, list)) else [pair]
+                raise TypeError(
+                    "name_parameters takes a torch.nn.Module or pairs of a name and a parameter, "
+                    "as from its named_parameters(), got "
+                    + " and ".join(type(part).__name__ for part in parts)
+                )
+    return list(found.items())
 
 
 def _zeros(rows: int, words: int, device: torch.device) -> Tensor:
     return torch.zeros((rows, words), dtype=torch.int64, device=device)
 
 
-def _on_host(tensors: list[list[Tensor]]) -> list[list[list[list[int]]]]:
-    """Reads tables of several optimizers and devices, in the same order, with one host sync."""
-    flat = [tensor for some in tensors for tensor in some]
-    if not flat:
-        return [[] for _ in tensors]
-    place = next((t.device for t in flat if t.device.type != "cpu"), flat[0].device)
-    together = torch.cat([aten.moved(t, place).reshape(-1) for t in flat]).cpu()
-    parts: Iterator[Tensor] = iter(together.split([t.numel() for t in flat]))
-    return [[next(parts).view(t.shape).tolist() for t in some] for some in tensors]
+def _to_host(tables: list[Tensor]) -> list[list[list[int]]]:
+    """Tables as lists of rows; one host sync."""
+    if not tables:
+        return []
+    device = next((t.device for t in tables if t.device.type != "cpu"), tables[0].device)
+    joined = torch.cat([aten.moved(table, device).reshape(-1) for table in tables]).cpu()
+    parts = joined.split([table.numel() for table in tables])
+    return [part.view(t.shape).tolist() for part, t in zip(parts, tables, strict=True)]
 
 
-def _float32(bits: int) -> float:
-    return float(struct.unpack("=ff", struct.pack("=q", bits))[0])
-
-
-def _float64(bits: int) -> float:
-    return float(struct.unpack("=d", struct.pack("=q", bits))[0])
-
-
-def _health_of(
-    place: tuple[str, int, str, int, int], row: list[int], scale: float
-) -> ParameterHealth:
+def _health_of(location: _Location, row: list[int], scale_bits: int) -> ParameterHealth:
     elements, nonzero, vanishing, subnormal, overflowing, largest, smallest = row
-    return ParameterHealth(
-        *place,
-        elements,
-        elements - nonzero,
-        vanishing,
-        subnormal,
-        overflowing,
-        _float64(largest),
-        _float64(_COMPLEMENT - smallest) if smallest else 0.0,
-        scale,
+    (scale,) = struct.unpack("=f4x", struct.pack("=q", scale_bits))
+    # The smallest is kept as the complement of its bits, so that kernels take a maximum.
+    smallest = 2**63 - 1 - smallest if smallest else 0
+    high, low = struct.unpack("=dd", struct.pack("=qq", largest, smallest))
+    counts = elements, elements - nonzero, vanishing, subnormal, overflowing
+    return ParameterHealth(*location, *counts, high, low, scale)
+
+
+def _percent(share: float) -> str:
+    return "<0.01%" if 0 < share < 0.0001 else f"{share:.2%}" if share else "-"
+
+
+def _overflow_table(rows: Sequence[ParameterOverflows]) -> list[str]:
+    return _table(
+        ("parameter", "optimizer", "kind", "steps with inf", "with NaN"),
+        [
+            (p.name, f"{p.optimizer}: {p.optimizer_type}", p.kind, str(p.infinities), str(p.nans))
+            for p in rows
+        ],
     )
+
+
+def _table(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """Aligned columns: the first to the left, the others to the right."""
+    shown = rows[:MOST_LINES]
+    widths = [max(map(len, column)) for column in zip(titles, *shown, strict=True)]
+    lines = [
+        "  ".join(
+            cell.rjust(width) if column else cell.ljust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in (titles, *shown)
+    ]
+    more = len(rows) - len(shown)
+    return [*lines, f"... and {more} more"] if more else lines

@@ -174,7 +174,7 @@ def test_irregular_gradients() -> None:
 def test_nothing_was_looked_at() -> None:
     health = started().health()
     assert health == GradientHealth(())
-    assert str(health) == "No gradients were looked at so far."
+    assert str(health) == "No gradients measured so far."
     with pytest.raises(ValueError, match="nothing to draw"):
         report.plot_health(health)
 

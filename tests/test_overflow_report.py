@@ -30,7 +30,7 @@ def test_nothing_was_ever_skipped(backend: str) -> None:
     scaler.update()
     report = scaler.overflow_report()
     assert report == OverflowReport(None, (), ())
-    assert str(report) == "No gradient was infinite or NaN so far."
+    assert str(report) == "No infinite or NaN gradients so far."
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -323,6 +323,81 @@ def test_parameters_that_are_added_and_removed() -> None:
     scaler.update()
     scaler.name_parameters([("bad", bad)])
     assert [(p.name, p.index) for p in scaler.overflow_report().totals] == [("bad", 1)]
+
+
+def put_at_old_address(params: list[Any]) -> torch.nn.Parameter:
+    """Replaces the first parameter, which dies, by one that gets its id."""
+    alive, address = weakref.ref(params[0]), id(params[0])
+    values = torch.zeros(1000, 3).unbind()  # made before, so that they do not take the address
+    others = []
+    params[0] = None
+    for value in values:
+        others.append(torch.nn.Parameter(value))
+        if id(others[-1]) == address:
+            break
+    assert alive() is None and id(others[-1]) == address
+    params[0] = others[-1]
+    return others[-1]
+
+
+def test_a_new_parameter_at_an_old_address() -> None:
+    scaler = started()
+    optimizer: Any = Bare(parameters(math.inf, math.inf))
+    scaler.name_parameters(zip("ab", optimizer.params, strict=True))
+    scaler.step(optimizer)
+    scaler.update()
+    scaler.name_parameters([("c", put_at_old_address(optimizer.params))])
+    for first, expected in ((1.0, []), (math.nan, [("c", "nan", 2, 0, 1)])):
+        set_values(optimizer.params, first, 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+        assert summary(scaler.overflow_report()) == [*expected, ("b", "inf", 0, 1, 0)]
+
+
+def test_parameters_that_change_groups() -> None:
+    scaler = started()
+    optimizer = torch.optim.SGD([{"params": parameters(1.0)}, {"params": parameters(math.inf)}])
+    scaler.step(optimizer)
+    first, second = optimizer.param_groups
+    first["params"].append(second["params"].pop())
+    scaler.update()
+    scaler.step(optimizer)
+    [row] = scaler.overflow_report().totals
+    assert (row.group, row.index, row.infinities) == (0, 1, 2)
+
+
+class OneShot:
+    """An "optimizer" whose parameters can be iterated over once."""
+
+    def __init__(self, params: list[Any], fused: bool) -> None:
+        self.params = params
+        self.param_groups = [{"params": iter([param])} for param in params]
+        if fused:
+            self._step_supports_amp_scaling = True
+
+    def step(self) -> None:
+        for param in self.params:
+            param.data -= param.grad
+
+
+@pytest.mark.parametrize("track", ["overflow", "health"])
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("bad", [2.0, math.inf])
+def test_groups_of_iterators(bad: float, fused: bool, track: str) -> None:
+    sides = []
+    for scaler in (started(track), TorchScaler("cpu", init_scale=4.0)):
+        scaler.scale(torch.ones(()))
+        params = parameters(1.0, bad)
+        optimizer: Any = OneShot(params, fused)
+        if not fused:
+            scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+        sides.append([[param, param.grad] for param in params] + [scaler.get_scale()])
+        if isinstance(scaler, GradScaler):
+            found = [(p.group, p.index) for p in scaler.overflow_report().totals]
+            assert found == ([(1, 0)] if bad == math.inf else [])
+    assert_same(*sides)
 
 
 def test_copies_start_anew() -> None:

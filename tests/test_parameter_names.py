@@ -42,7 +42,7 @@ def test_names_that_do_not_match_the_optimizer() -> None:
     optimizer = torch.optim.SGD(params, lr=1.0)
     scaler.step(optimizer)
     for ask in (scaler.overflow_report, scaler.health):
-        with pytest.raises(ValueError, match="none of the 1 parameters of the optimizers"):
+        with pytest.raises(ValueError, match="none of the optimizers' 1 parameters"):
             ask()
     scaler.name_parameters([("mine", params[0])])
     assert scaler.overflow_report().parameters[0].name == "mine"
@@ -58,9 +58,9 @@ def test_names_that_do_not_match_the_optimizer() -> None:
     [
         (7, TypeError, "torch.nn.Module or pairs"),
         ("weight", TypeError, "torch.nn.Module or pairs"),
-        ([torch.zeros(2)], TypeError, "pairs of a name and a parameter, as from"),
-        ([("a", 3)], TypeError, "a tensor, got str and int"),
-        ([(3, torch.zeros(2))], TypeError, "a tensor, got int and Tensor"),
+        ([torch.zeros(2)], TypeError, "parameter, as from .* got Tensor"),
+        ([("a", 3)], TypeError, "got str and int"),
+        ([(3, torch.zeros(2))], TypeError, "got int and Tensor"),
         ([("a", torch.zeros(2)), ("a", torch.zeros(2))], ValueError, "the name 'a'"),
     ],
 )
