@@ -106,27 +106,6 @@ def update_scale_(
     state: Tensor | None = ...,
     norm: Tensor | None = ...,
 ) -> bool: ...
-
-class ScaleUpdate:
-    @staticmethod
-    def of(
-        scale: Tensor,
-        growth_tracker: Tensor,
-        found_infs: Sequence[Tensor],
-        growth_factor: float,
-        backoff_factor: float,
-        growth_interval: int,
-        state: Tensor | None = ...,
-        norm: Tensor | None = ...,
-    ) -> ScaleUpdate | None: ...
-    @property
-    def applied(self) -> bool: ...
-    @property
-    def device(self) -> torch.device: ...
-    def apply(self) -> None: ...
-    def bump_version(self) -> None: ...
-    def undo(self) -> None: ...
-
 def require_storage(tensor: Tensor) -> None: ...
 def lacks_state(params: Iterable[Tensor], state: dict[Any, Any], name: str) -> bool: ...
 def walk(
@@ -144,7 +123,6 @@ def unscale_(
     factor: Tensor,
     is_scale: bool,
     found_inf: Tensor | None = ...,
-    update: ScaleUpdate | None = ...,
     track: tuple[Tensor, Tensor, Tensor | None] | None = ...,
     coefficient: Tensor | None = ...,
 ) -> Tensor: ...
@@ -168,6 +146,5 @@ def check_(
     grads: GradList,
     grad_scale: Tensor | None = ...,
     found_inf: Tensor | None = ...,
-    update: ScaleUpdate | None = ...,
     track: tuple[Tensor, Tensor, Tensor | None] | None = ...,
 ) -> Tensor: ...

@@ -165,11 +165,11 @@ def unscale_and_update_(
     factors = cpu.UpdateFactors(growth_factor, backoff_factor, growth_interval)
     _require_state(*state, found_inf, factors)
     regular = _regular(grads, found_inf, current_scale)
-    update = regular[0].scale_update(*state, [], factors) if regular is not None else None
-    if regular is not None and update is not None:
+    if regular is not None:
         kernels, listed = regular
+        update = kernels.scale_update(*state, [], factors)
         kernels.unscale_(listed, current_scale, is_scale=True, found_inf=found_inf, update=update)
-        if update.applied:
+        if update is not None and update.applied:
             update.bump_version()
         else:
             torch.ops.ampfast.update_scale_(*state, found_inf, *factors)
@@ -220,11 +220,8 @@ def _update_scale_op(
     state = (current_scale, growth_tracker)
     factors = cpu.UpdateFactors(growth_factor, backoff_factor, growth_interval)
     kernels = backends.choose().kernels_for(current_scale.device)
-    update = None if kernels is None else kernels.scale_update(*state, [found_inf], factors)
-    if update is not None:
-        update.apply()
-    else:
-        aten.update_scale_(*state, found_inf, growth_factor, backoff_factor, growth_interval)
+    if kernels is None or not kernels.update_scale_(*state, [found_inf], factors):
+        aten.update_scale_(*state, found_inf, factors)
 
 
 @torch.library.custom_op(

@@ -178,7 +178,7 @@ class ScaleKeeper(TorchGradScaler):
             first, *others = flags
             # Out of place: a flag that was handed out stays as it is.
             found_inf = sum(others, start=first)
-            aten.update_scale_(scale, growth_tracker, found_inf, *factors, kept, norm)
+            aten.update_scale_(scale, growth_tracker, found_inf, factors, kept, norm)
 
     def _factors(self) -> cpu.UpdateFactors:
         return cpu.UpdateFactors(self._growth_factor, self._backoff_factor, self._growth_interval)

@@ -7,7 +7,7 @@
 #include <memory>
 #include <vector>
 
-#include "grad_list.h"
+#include "gradients.h"
 #include "table_layout.h"
 
 namespace ampfast {

@@ -1,5 +1,4 @@
-// The arithmetic of one gradient element and of one scale update, shared by the CPU and CUDA
-// kernels.
+// The arithmetic of one gradient element, shared by the CPU and CUDA kernels.
 #pragma once
 
 #include <cmath>
@@ -60,30 +59,5 @@ AMPFAST_ELEMENT int64_t magnitude(double value) {
 
 // The larger of two; a NaN wins, and stays.
 AMPFAST_ELEMENT double larger_or_nan(double a, double b) { return a != a || b <= a ? a : b; }
-
-struct ScaleAndTracker {
-  float scale;
-  int32_t growth_tracker;
-};
-
-// Whether one more step without overflow completes the interval after which the scale grows.
-AMPFAST_ELEMENT bool ends_interval(int32_t growth_tracker, int64_t growth_interval) {
-  return growth_interval >= 1 && static_cast<int64_t>(growth_tracker) + 1 >= growth_interval;
-}
-
-// torch's `_amp_update_scale_`, except that a tracker beyond a lowered interval grows too.
-AMPFAST_ELEMENT ScaleAndTracker next_scale(ScaleAndTracker now, bool found_inf,
-                                           double growth_factor, double backoff_factor,
-                                           int64_t growth_interval) {
-  if (found_inf) {
-    return {static_cast<float>(now.scale * backoff_factor), 0};
-  }
-  if (!ends_interval(now.growth_tracker, growth_interval)) {
-    const int64_t successful = static_cast<int64_t>(now.growth_tracker) + 1;
-    return {now.scale, static_cast<int32_t>(successful)};
-  }
-  const float grown = static_cast<float>(now.scale * growth_factor);
-  return {std::isfinite(grown) ? grown : now.scale, 0};
-}
 
 }  // namespace ampfast

@@ -10,12 +10,10 @@
 #include <optional>
 #include <tuple>
 
-#include "clip.h"
 #include "cpu/instruction_set.h"
 #include "cpu/multi_tensor.h"
 #include "device_table.h"
-#include "scale_update.h"
-#include "walk.h"
+#include "scale.h"
 
 #if defined(AMPFAST_WITH_CUDA)
 #include "cuda/bindings.h"
@@ -44,15 +42,12 @@ float read_scalar(const at::Tensor& tensor, const char* name) {
 }
 
 // A flag that the caller gave accumulates, a new one is assigned.
-at::Tensor write_flag(std::optional<at::Tensor> found_inf, bool found, ScaleUpdate* update) {
+at::Tensor write_flag(std::optional<at::Tensor> found_inf, bool found) {
   if (!found_inf) {
     found_inf = at::empty({}, at::kFloat);
     *found_inf->mutable_data_ptr<float>() = found ? 1 : 0;
   } else if (found) {
     *found_inf->mutable_data_ptr<float>() = 1;
-  }
-  if (update != nullptr) {
-    update->apply(*found_inf->const_data_ptr<float>() != 0);
   }
   return *found_inf;
 }
@@ -100,8 +95,7 @@ T* float64_data(const at::Tensor& tensor, const char* name, int64_t numel) {
 }
 
 at::Tensor unscale_(const GradList& grads, const at::Tensor& factor, bool is_scale,
-                    std::optional<at::Tensor> found_inf, ScaleUpdate* update,
-                    const std::optional<Track>& track,
+                    std::optional<at::Tensor> found_inf, const std::optional<Track>& track,
                     const std::optional<at::Tensor>& coefficient) {
   const std::optional<cpu::Track> notes = notes_of(track);
   if (found_inf) {
@@ -112,7 +106,7 @@ at::Tensor unscale_(const GradList& grads, const at::Tensor& factor, bool is_sca
       coefficient ? *float64_data<const double>(*coefficient, "coefficient", 1) : 1;
   const bool found =
       run(grads, [&] { return cpu::unscale(grads, inv_scale, notes ? &*notes : nullptr, second); });
-  return write_flag(std::move(found_inf), found, update);
+  return write_flag(std::move(found_inf), found);
 }
 
 at::Tensor norms(const GradList& grads, const at::Tensor& factor, bool is_scale,
@@ -126,7 +120,7 @@ at::Tensor norms(const GradList& grads, const at::Tensor& factor, bool is_scale,
     written[1] = total.absolute_maximum;
     return !std::isfinite(total.absolute_maximum);
   });
-  return write_flag(std::nullopt, found, nullptr);
+  return write_flag(std::nullopt, found);
 }
 
 // `norms` has a row for each list: its sum of squares and its largest magnitude. Without a scale
@@ -157,8 +151,7 @@ void write_clip_coefficient(const at::Tensor& norms, double max_norm, bool large
 }
 
 at::Tensor check_(const GradList& grads, const std::optional<at::Tensor>& grad_scale,
-                  std::optional<at::Tensor> found_inf, ScaleUpdate* update,
-                  const std::optional<Track>& track) {
+                  std::optional<at::Tensor> found_inf, const std::optional<Track>& track) {
   const std::optional<cpu::Track> notes = notes_of(track);
   if (found_inf) {
     read_scalar(*found_inf, "found_inf");
@@ -167,7 +160,7 @@ at::Tensor check_(const GradList& grads, const std::optional<at::Tensor>& grad_s
   const float factor = grad_scale ? read_scalar(*grad_scale, "grad_scale") : 1;
   const bool found =
       run(grads, [&] { return cpu::check(grads, use, factor, notes ? &*notes : nullptr); });
-  return write_flag(std::move(found_inf), found, update);
+  return write_flag(std::move(found_inf), found);
 }
 
 bool is_state(const at::Tensor& tensor) {
@@ -175,39 +168,35 @@ bool is_state(const at::Tensor& tensor) {
          is_plain(tensor, device_bit(at::kCPU)) && !is_observed();
 }
 
-// None where the kernels do not know the tensors exactly; then torch's own op decides.
-std::optional<ScaleUpdate> scale_update(at::Tensor scale, at::Tensor growth_tracker,
-                                        std::vector<at::Tensor> found_infs, double growth_factor,
-                                        double backoff_factor, int64_t growth_interval,
-                                        std::optional<at::Tensor> state,
-                                        std::optional<at::Tensor> norm) {
+// False where the kernels do not know the tensors exactly; then torch's own op decides.
+bool update_scale_(const at::Tensor& scale, const at::Tensor& growth_tracker,
+                   const std::vector<at::Tensor>& found_infs, double growth_factor,
+                   double backoff_factor, int64_t growth_interval,
+                   const std::optional<at::Tensor>& state, const std::optional<at::Tensor>& norm) {
   const uint64_t cpu = device_bit(at::kCPU);
   bool known = is_scalar(scale, at::kFloat, cpu) && is_scalar(growth_tracker, at::kInt, cpu) &&
-               !scale.is_inference() && !scale.requires_grad();
+               !scale.is_inference() && !scale.requires_grad() && (!state || is_state(*state)) &&
+               (!norm || is_scalar(*norm, at::kFloat, cpu));
   for (const at::Tensor& flag : found_infs) {
     known = known && is_scalar(flag, at::kFloat, cpu);
   }
-  known = known && (!state || is_state(*state)) && (!norm || is_scalar(*norm, at::kFloat, cpu));
   if (!known) {
-    return std::nullopt;
-  }
-  return ScaleUpdate(std::move(scale), std::move(growth_tracker), std::move(found_infs),
-                     std::move(state), std::move(norm), growth_factor, backoff_factor,
-                     growth_interval);
-}
-
-// The same, applied by itself in one call; false where there is none.
-bool update_scale(at::Tensor scale, at::Tensor growth_tracker, std::vector<at::Tensor> found_infs,
-                  double growth_factor, double backoff_factor, int64_t growth_interval,
-                  std::optional<at::Tensor> state, std::optional<at::Tensor> norm) {
-  std::optional<ScaleUpdate> update = scale_update(
-      std::move(scale), std::move(growth_tracker), std::move(found_infs), growth_factor,
-      backoff_factor, growth_interval, std::move(state), std::move(norm));
-  if (!update) {
     return false;
   }
-  update->apply(false);
-  update->bump_version();
+  bool found_inf = false;
+  for (const at::Tensor& flag : found_infs) {
+    found_inf |= *flag.const_data_ptr<float>() != 0;
+  }
+  Update update;
+  update.scale = scale.mutable_data_ptr<float>();
+  update.growth_tracker = growth_tracker.mutable_data_ptr<int32_t>();
+  update.state = state ? state->mutable_data_ptr<int64_t>() : nullptr;
+  update.norm = norm ? norm->const_data_ptr<float>() : nullptr;
+  update.growth_factor = growth_factor;
+  update.backoff_factor = backoff_factor;
+  update.growth_interval = growth_interval;
+  apply(update, found_inf);
+  scale.unsafeGetTensorImpl()->bump_version();  // as torch's op
   return true;
 }
 
@@ -323,23 +312,10 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     return is_scalar(tensor, reinterpret_cast<THPDtype*>(dtype.ptr())->scalar_type,
                      device_bit(at::kCPU) | device_bit(at::kCUDA));
   });
-  py::class_<ScaleUpdate>(m, "ScaleUpdate")
-      .def_static("of", &scale_update, py::arg("scale"), py::arg("growth_tracker"),
-                  py::arg("found_infs"), py::arg("growth_factor"), py::arg("backoff_factor"),
-                  py::arg("growth_interval"), py::arg("state") = std::nullopt,
-                  py::arg("norm") = std::nullopt)
-      .def("apply", [](ScaleUpdate& update) { update.apply(false); })
-      .def("undo", &ScaleUpdate::undo)
-      .def("bump_version", &ScaleUpdate::bump_version)
-      .def_property_readonly("applied", &ScaleUpdate::applied)
-      .def_property_readonly("device",
-                             [](const ScaleUpdate&) { return py::cast(at::Device(at::kCPU)); });
-
-  m.def("update_scale_", &update_scale, py::arg("scale"), py::arg("growth_tracker"),
+  m.def("update_scale_", &update_scale_, py::arg("scale"), py::arg("growth_tracker"),
         py::arg("found_infs"), py::arg("growth_factor"), py::arg("backoff_factor"),
         py::arg("growth_interval"), py::arg("state") = std::nullopt,
         py::arg("norm") = std::nullopt);
-
   m.def("require_storage", &require_storage);
   m.def("lacks_state", &lacks_state, py::arg("params"), py::arg("state"), py::arg("name"));
   m.def(
@@ -358,16 +334,15 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       py::arg("param_groups"), py::arg("allow_fp16"), py::arg("writes"), py::arg("devices"),
       py::arg("bumps_versions") = false, py::arg("part_of") = py::none());
   m.def("unscale_", &unscale_, py::arg("grads"), py::arg("factor"), py::arg("is_scale"),
-        py::arg("found_inf") = std::nullopt, py::arg("update") = nullptr,
-        py::arg("track") = std::nullopt, py::arg("coefficient") = std::nullopt);
+        py::arg("found_inf") = std::nullopt, py::arg("track") = std::nullopt,
+        py::arg("coefficient") = std::nullopt);
   m.def("norms", &norms, py::arg("grads"), py::arg("factor"), py::arg("is_scale"), py::arg("norms"),
         py::arg("track") = std::nullopt);
   m.def("clip_coefficient", &write_clip_coefficient, py::arg("norms"), py::arg("max_norm"),
         py::arg("largest"), py::arg("norm"), py::arg("coefficient"), py::arg("scale"),
         py::arg("divisor"));
   m.def("check_", &check_, py::arg("grads"), py::arg("grad_scale") = std::nullopt,
-        py::arg("found_inf") = std::nullopt, py::arg("update") = nullptr,
-        py::arg("track") = std::nullopt);
+        py::arg("found_inf") = std::nullopt, py::arg("track") = std::nullopt);
 }
 
 }  // namespace ampfast

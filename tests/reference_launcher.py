@@ -103,10 +103,8 @@ class ReferenceLauncher:
         cpu.clip_coefficient(clip)
 
     def _update(self, update: ScaleUpdate, flags: list[Tensor]) -> None:
-        any_found = any(flag.item() != 0 for flag in flags)
-        found = torch.tensor(float(any_found), dtype=torch.float32)
         state = (update.scale.data, update.growth_tracker.data)
-        aten.update_scale_(*state, found, *update.factors, update.state, update.norm)
+        assert cpu.update_scale_(*state, flags, update.factors, update.state, update.norm)
 
 
 def spans_of(words: Sequence[int], segment: Segment) -> list[tuple[int, int]]:

@@ -7,9 +7,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
-from ampfast.backends.cpu import Track
-from ampfast.backends.cpu import state_layout as layout
+from ampfast.backends import cpu
+from ampfast.backends.cpu import Track, UpdateFactors
+from ampfast.errors import refuse_capture
 
 __all__ = [
     "any_found",
@@ -24,7 +26,6 @@ __all__ = [
     "norms",
     "p_norm",
     "total_norm",
-    "undo_update_",
     "unscale_",
     "update_scale_",
     "widest",
@@ -75,95 +76,34 @@ def check_(grads: list[Tensor], found_inf: Tensor, grad_scale: Tensor | None = N
 
 
 def update_scale_(
-    current_scale: Tensor,
+    scale: Tensor,
     growth_tracker: Tensor,
     found_inf: Tensor,
-    growth_factor: float,
-    backoff_factor: float,
-    growth_interval: int,
+    factors: UpdateFactors,
     state: Tensor | None = None,
     norm: Tensor | None = None,
 ) -> None:
     """torch's `_amp_update_scale_`, except that a tracker beyond a lowered interval grows too.
 
-    With a `state`, what `csrc/scale_state.h` says is done besides, `norm` included.
+    A `state` is written by the core, from copies on the host: with a sync unless it is there.
     """
-    if state is not None:
-        scale_before, tracker_before = current_scale.detach().clone(), growth_tracker.clone()
-    lowered = growth_tracker
-    if isinstance(growth_interval, int) and growth_interval >= 1:
-        lowered = growth_tracker.clamp(max=min(growth_interval - 1, _LARGEST_INT32))
-    torch._amp_update_scale_(
-        current_scale, lowered, found_inf, growth_factor, backoff_factor, growth_interval
-    )
-    if lowered is not growth_tracker:
-        growth_tracker.data.copy_(lowered)
-    if state is not None:
-        grows = (tracker_before + 1 >= growth_interval) & (growth_interval >= 1)
-        before = scale_before.reshape(()), tracker_before.reshape(())
-        scale = _keep_step(state, found_inf.reshape(()) != 0, *before, current_scale, grows, norm)
-        current_scale.data.copy_(scale.reshape_as(current_scale))
-
-
-def _keep_step(
-    state: Tensor,
-    found: Tensor,
-    scale_before: Tensor,
-    tracker_before: Tensor,
-    next_scale: Tensor,
-    grows: Tensor,
-    norm: Tensor | None,
-) -> Tensor:
-    """Writes a step into `state`; returns the next scale as the policy there has it."""
-    words = state.clone()
-    zero = torch.zeros_like(words[0])
-    skips = found.to(words)
-    refills = grows.reshape(()) | (words[layout.REFILLS_ON_FINITE_STEPS] != 0)
-    tolerated = words[layout.TOLERATED]
-    tolerated = torch.where(found, tolerated + 1, torch.where(refills, zero, tolerated))
-    holds = found & (tolerated <= words[layout.MOST_TOLERATED])
-    scale = torch.where(holds, scale_before, next_scale.detach().reshape(()))
-    least, most = float_of(words[layout.MIN_SCALE]), float_of(words[layout.MAX_SCALE])
-    # A scale that was set beyond them is not moved the wrong way.
-    highest, lowest = torch.maximum(most, scale_before), torch.minimum(least, scale_before)
-    too_high = (scale > scale_before) & (most > 0) & (scale > most)
-    too_low = (scale < scale_before) & (least > 0) & (scale < least)
-    scale = torch.where(too_high, highest, torch.where(too_low, lowest, scale)).to(scale)
-    is_stuck = found & (least > 0) & (scale_before <= least)
-
-    state[layout.BEFORE :][: layout.COUNTERS] = words[: layout.COUNTERS]
-    state[layout.SCALE_BEFORE] = word_of(scale_before)
-    state[layout.TRACKER_BEFORE] = tracker_before
-    steps = words[layout.STEPS]
-    entry = torch.stack(
-        [
-            word_of(scale_before),
-            skips + (0 if norm is None else 2),
-            zero if norm is None else word_of(norm.reshape(())),
-        ]
-    )
-    ring = state[layout.RING :].view(layout.RING_STEPS, layout.RING_WORDS)
-    ring.index_copy_(0, (steps % layout.RING_STEPS).reshape(1), entry.reshape(1, -1))
-    state[: layout.COUNTERS] = torch.stack(
-        [
-            steps + 1,
-            words[layout.SKIPPED] + skips,
-            words[layout.GROWTHS] + (scale > scale_before),
-            words[layout.BACKOFFS] + (scale < scale_before),
-            torch.where(found, words[layout.CONSECUTIVE_SKIPS] + 1, zero),
-            torch.where(is_stuck, words[layout.SKIPS_AT_MINIMUM] + 1, zero),
-            tolerated,
-            torch.where(found, steps + 1, words[layout.LAST_SKIPPED]),
-        ]
-    )
-    return scale
-
-
-def undo_update_(state: Tensor, scale: Tensor, growth_tracker: Tensor) -> None:
-    """Restores what the last update replaced, as the `state` remembers it."""
-    state[: layout.COUNTERS] = state[layout.BEFORE :][: layout.COUNTERS]
-    scale.data.copy_(float_of(state[layout.SCALE_BEFORE]).reshape_as(scale))
-    growth_tracker.data.copy_(state[layout.TRACKER_BEFORE].reshape_as(growth_tracker))
+    if state is not None and state.is_cuda:
+        refuse_capture("an update without kernels, whose steps the host counts")
+    before = scale.detach().clone(), growth_tracker.clone()
+    interval, lowered = factors.growth_interval, growth_tracker
+    if isinstance(interval, int) and interval >= 1:
+        lowered = growth_tracker.clamp(max=min(interval - 1, _LARGEST_INT32))
+    torch._amp_update_scale_(scale, lowered, found_inf, *factors)
+    growth_tracker.data.copy_(lowered)
+    if state is None:
+        return
+    # Copies are plain tensors, whatever mode watches.
+    with _disable_current_modes():
+        after, tracker, flag, words = (t.to("cpu") for t in (*before, found_inf, state))
+        told = None if norm is None else norm.to("cpu")
+        if cpu.update_scale_(after, tracker, [flag], factors, words, told):
+            scale.data.copy_(after)
+            state.copy_(words)
 
 
 def float_of(word: Tensor) -> Tensor:

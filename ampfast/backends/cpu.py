@@ -1,4 +1,4 @@
-"""The compiled core: kernels over a gradient list on the CPU, and the scale update."""
+"""The compiled core: gradient lists, CPU kernels over them, the scale update on the CPU."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def _require_torch(built_for: str, here: str) -> None:
 try:
     # `from ampfast import _C` would call it a circular import if there is no core.
     import ampfast._C as _C
-    from ampfast._C import DeviceTable, GradList, ScaleUpdate, Segment
+    from ampfast._C import DeviceTable, GradList, Segment
 except ImportError as error:
     raise ImportError(f"ampfast's compiled core cannot be loaded ({error}); {_REMEDY}") from error
 _require_torch(_C.build_info()["torch"], torch.__version__)
@@ -46,7 +46,6 @@ __all__ = [
     "Clip",
     "DeviceTable",
     "GradList",
-    "ScaleUpdate",
     "Segment",
     "Track",
     "UpdateFactors",
@@ -146,7 +145,7 @@ def unscale_(
     *,
     is_scale: bool,
     found_inf: Tensor | None = None,
-    update: ScaleUpdate | None = None,
+    update: None = None,
     track: Track | None = None,
     coefficient: Tensor | None = None,
 ) -> Tensor:
@@ -158,7 +157,7 @@ def unscale_(
         is_scale: Whether `factor` is the scale; its float64 reciprocal, rounded, is then taken.
         found_inf: One-element float32 that is set to 1 if a written value is not finite. Without
             it a new 0-dim tensor is made that is 0 or 1.
-        update: A scale update to apply behind the check, in the same pass.
+        update: What `scale_update` returned: None, for on a CPU no update rides in a pass.
         track: Where the pass notes what it sees of each parameter.
         coefficient: One-element float64 by which the rounded products are multiplied, or None. It
             does not decide: the products do.
@@ -166,7 +165,7 @@ def unscale_(
     Returns:
         `found_inf`, or the new tensor.
     """
-    return _C.unscale_(grads, factor, is_scale, found_inf, update, track, coefficient)
+    return _C.unscale_(grads, factor, is_scale, found_inf, track, coefficient)
 
 
 def norms(
@@ -215,14 +214,14 @@ def check_(
     grad_scale: Tensor | None = None,
     *,
     found_inf: Tensor | None = None,
-    update: ScaleUpdate | None = None,
+    update: None = None,
     track: Track | None = None,
 ) -> Tensor:
     """Looks for values that are not finite once divided by `grad_scale`; reads only.
 
     Arguments and result are those of `unscale_`; without `grad_scale` the values themselves count.
     """
-    return _C.check_(grads, grad_scale, found_inf, update, track)
+    return _C.check_(grads, grad_scale, found_inf, track)
 
 
 def scale_update(
@@ -232,25 +231,8 @@ def scale_update(
     factors: UpdateFactors,
     state: Tensor | None = None,
     norm: Tensor | None = None,
-) -> ScaleUpdate | None:
-    """Returns an update to apply, alone or behind a check.
-
-    Args:
-        scale: One-element float32.
-        growth_tracker: One-element int32 on the same device.
-        found_infs: One-element float32 flags on that device, besides that of the check.
-        factors: How the scale is updated.
-        state: What is kept of every step, and the policy: int64 words on that device, laid out as
-            `backends.cpu.state_layout` says. Without it the policy is torch's.
-        norm: One-element float32, the norm of the gradients for the state.
-
-    Returns:
-        None where the kernels do not know the tensors exactly; then torch's own op must do.
-    """
-    try:
-        return _C.ScaleUpdate.of(scale, growth_tracker, found_infs, *factors, state, norm)
-    except TypeError:
-        return None
+) -> None:
+    """An update that rides in a pass, which there is none of on a CPU; arguments as below."""
 
 
 def update_scale_(
@@ -261,7 +243,21 @@ def update_scale_(
     state: Tensor | None = None,
     norm: Tensor | None = None,
 ) -> bool:
-    """Applies by itself what `scale_update` returns; false where that is None."""
+    """Writes the next scale and growth tracker in place, and the step into the state.
+
+    Args:
+        scale: One-element float32.
+        growth_tracker: One-element int32 on the same device.
+        found_infs: One-element float32 flags on that device; any that is not 0 counts.
+        factors: How the scale is updated.
+        state: Counters, history and policy: int64 words on that device, as `state_layout` names
+            them. Without it the policy is torch's.
+        norm: One-element float32, the norm of the gradients for the state.
+
+    Returns:
+        False, and nothing is written, where the kernels do not know the tensors exactly; then
+        torch's own op must do.
+    """
     try:
         return _C.update_scale_(scale, growth_tracker, found_infs, *factors, state, norm)
     except TypeError:

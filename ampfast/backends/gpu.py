@@ -22,6 +22,7 @@ from ampfast.backends.cpu import (
     UpdateFactors,
     clear_tables,
     is_scalar,
+    state_layout,
 )
 
 __all__ = [
@@ -135,7 +136,12 @@ class ScaleUpdate:
         if self.state is None:
             raise RuntimeError("an update without a state cannot be undone")
         if self.applied:
-            aten.undo_update_(self.state, self.scale, self.growth_tracker)
+            before = self.state[state_layout.BEFORE :]
+            self.state[: state_layout.COUNTERS] = before[: state_layout.COUNTERS]
+            scale = aten.float_of(self.state[state_layout.SCALE_BEFORE])
+            self.scale.data.copy_(scale.reshape_as(self.scale))
+            tracker = self.state[state_layout.TRACKER_BEFORE]
+            self.growth_tracker.data.copy_(tracker.reshape_as(self.growth_tracker))
 
     def bump_version(self) -> None:
         """Tells autograd that the scale was written, as torch's op does."""

@@ -6,7 +6,7 @@
 #include <type_traits>
 
 #include "../element.h"
-#include "../track_layout.h"
+#include "../track.h"
 #include "half.h"
 
 #if (defined(__x86_64__) || defined(__i386__)) && (defined(__GNUC__) || defined(__clang__))

@@ -2,7 +2,7 @@
 #pragma once
 
 #include "../element.h"
-#include "../grad_list.h"
+#include "../gradients.h"
 #include "notes.h"
 
 namespace ampfast::cpu {

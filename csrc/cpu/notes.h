@@ -8,8 +8,8 @@
 #include <vector>
 
 #include "../element.h"
-#include "../grad_list.h"
-#include "../track_layout.h"
+#include "../gradients.h"
+#include "../track.h"
 #include "instruction_set.h"
 
 namespace ampfast::cpu {

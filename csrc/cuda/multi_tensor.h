@@ -4,10 +4,9 @@
 
 #include <cstdint>
 
-#include "../clip.h"
-#include "../scale_state.h"
+#include "../scale.h"
 #include "../table_layout.h"
-#include "../track_layout.h"
+#include "../track.h"
 
 namespace ampfast::cuda {
 

@@ -9,10 +9,8 @@ import pytest
 import torch
 from gpu_support import flag, grads_of, kernels_of
 from scale_model import FACTORS, POLICIES, ScaleModel, assert_state, random_steps
-from support import assert_same
 
 from ampfast import GradScaler
-from ampfast.backends import aten
 from ampfast.loss_scale import ScaleState
 
 pytestmark = pytest.mark.gpu
@@ -39,24 +37,6 @@ def test_random_steps(backend: str, device: torch.device, policy: str) -> None:
         model.update(found, norm)
     assert (scale.item(), tracker.item()) == (model.scale, model.tracker)
     assert_state(words, model)
-
-
-@pytest.mark.parametrize("found", [False, True])
-def test_torchs_ops_write_the_same_words(backend: str, device: torch.device, found: bool) -> None:
-    states = []
-    for use_torch in (False, True):
-        words = ScaleState(POLICIES["all"]).on(device)
-        scale = flag(3.0, device)
-        tracker = torch.zeros((), dtype=torch.int32, device=device)
-        flags, norm = [flag(float(found), device)], flag(0.5, device)
-        for _ in range(5):
-            if use_torch:
-                aten.update_scale_(scale, tracker, flags[0], *FACTORS, words, norm)
-            else:
-                kernels = kernels_of(backend, device)
-                kernels.scale_update(scale, tracker, flags, FACTORS, words, norm).apply()
-        states.append([words, scale, tracker])
-    assert_same(*states)
 
 
 class Loop:

@@ -26,7 +26,7 @@ ROOT = Path(__file__).parents[2]
 KERNELS = ROOT / "csrc" / "cuda" / "multi_tensor.cu"
 HOST = (
     ROOT / "csrc" / "cuda" / "bindings.cpp",
-    ROOT / "csrc" / "grad_list.cpp",
+    ROOT / "csrc" / "gradients.cpp",
     Path(__file__).with_name("cuda_runtime.cpp"),
 )
 # The oldest converts bfloat16 by software.

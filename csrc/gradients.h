@@ -1,10 +1,12 @@
-// The gradients of one device as a flat table of (address, length) per dtype, and the walk over an
-// optimizer's parameters that fills it.
+// Gradient lists: the gradients of one device as a flat table of (address, length) per dtype, and
+// the walk over an optimizer's parameters that fills it.
 #pragma once
 
-#include <ATen/core/Tensor.h>
+#include <torch/csrc/utils/pybind.h>
 
 #include <memory>
+#include <optional>
+#include <tuple>
 #include <unordered_set>
 #include <utility>
 #include <vector>
@@ -12,6 +14,8 @@
 #include "element.h"
 
 namespace ampfast {
+
+namespace py = pybind11;
 
 // The unit of work, in elements.
 constexpr int64_t kChunk = 16 * 1024;
@@ -75,6 +79,10 @@ class GradList {
 // the bit set `devices`.
 bool is_plain(const at::Tensor& tensor, uint64_t devices);
 
+// Tells whether `tensor` is a scalar to the kernels: plain, of `dtype`, with one element, on a
+// device of the bit set `devices`, where no mode watches.
+bool is_scalar(const at::Tensor& tensor, at::ScalarType dtype, uint64_t devices);
+
 // The kernels' name of a dtype; throws if they do not know it.
 Dtype dtype_of(at::ScalarType type);
 
@@ -92,5 +100,41 @@ bool is_observed();
 
 // The bit of a device type in the sets above.
 constexpr uint64_t device_bit(at::DeviceType type) { return uint64_t{1} << static_cast<int>(type); }
+
+// A parameter, by its place in the optimizer.
+struct Place {
+  int64_t group;
+  int64_t index;
+  py::object param;
+};
+
+struct Walk {
+  std::vector<GradList> lists;  // one per device
+  // A parameter, its gradient, which takes torch's own op, and its number.
+  std::vector<std::tuple<py::object, at::Tensor, int64_t>> set_aside;
+  int64_t parameters = 0;  // with gradient or without
+  uint64_t identity = 0;   // of all of them together: other ones have another
+  // The first that torch refuses; the walk ends there.
+  std::optional<Place> refused;
+};
+
+// Reads `.grad` of every parameter in `param_groups`, in order. A parameter that is not a tensor is
+// refused, and, without `allow_fp16`, one whose gradient is float16. With `writes` the gradients
+// are about to be written, with `bumps_versions` so that autograd knows. `devices` is the set of
+// device types with kernels. `part_of`, unless None, is called with a parameter, its gradient or
+// None, and its number, where either is no plain tensor; it returns the part of a distributed
+// gradient that is read in its place, or None.
+Walk walk_gradients(const py::handle& param_groups, bool allow_fp16, bool writes,
+                    bool bumps_versions, uint64_t devices, const py::object& part_of);
+
+// Tells whether a parameter that has a gradient lacks an entry of that name in the optimizer's
+// state, a dict by parameter. Keys are told apart as tensors are: by identity.
+bool lacks_state(const py::iterable& params, const py::dict& state, const py::str& name);
+
+// The list of `tensors`, about to be written; nothing if one of them is not a regular tensor on
+// `device`. Their parameters have the numbers of their places, or those of `parameters`.
+std::optional<GradList> regular_list(
+    const py::sequence& tensors, at::Device device,
+    const std::optional<std::vector<int64_t>>& parameters = std::nullopt);
 
 }  // namespace ampfast
