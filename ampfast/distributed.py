@@ -1,4 +1,4 @@
-"""Agreement of ranks on flags and norms; layouts of distributed gradients."""
+"""Distributed gradients: their layouts, agreement of ranks on flags and norms, rank comparison."""
 
 from __future__ import annotations
 
@@ -33,89 +33,94 @@ __all__ = [
     "Ranks",
     "Shards",
     "differences",
-    "gathered",
     "mark_replicated",
     "marked",
     "part_of",
     "replicated",
     "require_group",
     "require_same",
-    "root_of",
     "shards_of",
 ]
 
-# The classes of placements of which was warned.
+Value = TypeVar("Value")
+
+_replicated = WeakTensorKeyDictionary()
+# Placement classes that the user was warned of.
 _warned: set[type] = set()
+# Bound of a scaler's cache of layouts and agreements.
+_MAX_CACHED = 1000
+# Above any number of ranks; its sum over all of them is exact in float64.
+_FOUND = 2**32
 
 
 @dataclass(frozen=True, eq=False)
 class Layout:
-    """How a distributed gradient lies on its mesh, as seen from this rank.
+    """Placements of a distributed gradient on its mesh.
 
     Attributes:
         mesh: The mesh.
-        parted: The dimensions of the mesh along which ranks hold different values.
+        unreplicated: Mesh dimensions along which the ranks' local tensors differ.
         sharded: Those of them along which they hold different elements.
-        is_known: Whether all placements are known: if not, torch's own op takes the gradient.
+        is_known: False with a placement of another library: torch's own op takes the gradient.
     """
 
     mesh: DeviceMesh
-    parted: tuple[int, ...]
+    unreplicated: tuple[int, ...]
     sharded: tuple[int, ...]
     is_known: bool
 
     @property
     def is_partial(self) -> bool:
-        """Whether ranks hold summands of the same elements."""
-        return self.is_known and self.parted != self.sharded
+        """Whether ranks hold partial sums of the same elements."""
+        return self.is_known and self.unreplicated != self.sharded
 
     @property
-    def has_twins(self) -> bool:
-        """Whether other ranks have such a mesh, too: then it is one of the slices of a larger."""
-        root = root_of(self.mesh)
+    def is_slice(self) -> bool:
+        """Whether the mesh is part of a larger one, whose other slices hold replicas."""
+        root = _root_of(self.mesh)
         return root is None or root.size() > self.mesh.size()
 
     @cached_property
-    def places(self) -> dict[int, tuple[int, ...]]:
-        """The coordinates of every rank of the mesh."""
-        every = itertools.product(*map(range, self.mesh.mesh.shape))
-        return dict(zip(self.mesh.mesh.flatten().tolist(), every, strict=True))
+    def coordinates(self) -> dict[int, tuple[int, ...]]:
+        """Mesh coordinates by rank."""
+        coordinates = itertools.product(*map(range, self.mesh.mesh.shape))
+        return dict(zip(self.mesh.mesh.flatten().tolist(), coordinates, strict=True))
 
-    def counts_among(self, ranks: Sequence[int], *, has_parts: bool) -> bool:
-        """Whether this rank gives the norm of its elements to `ranks`, or another that has them.
+    def counts_among(self, ranks: Sequence[int], *, is_own_group: bool) -> bool:
+        """Whether this rank, of all `ranks` with the same elements, contributes their norm.
 
         Args:
-            ranks: A line of a mesh, from its begin, or a group; this one is among them.
-            has_parts: Whether ranks that are not in the mesh have other gradients, as those of a
-                scaler's own group. Else, if the mesh is a slice of one, they have the same ones.
+            ranks: Ranks along a mesh dimension or of a group, this one among them.
+            is_own_group: Whether ranks outside of the mesh hold other gradients, as those of a
+                scaler's own group do. Else they hold replicas if the mesh is a slice.
         """
-        mine = self.places.get(dist.get_rank())
+        mine = self.coordinates.get(dist.get_rank())
         if mine is None:
             return True
-        if not has_parts and self.has_twins and ranks[0] not in self.places:
+        if not is_own_group and self.is_slice and ranks[0] not in self.coordinates:
             return False
-        same = [place for rank in ranks if (place := self.places.get(rank)) is not None]
-        return mine == min(p for p in same if all(p[dim] == mine[dim] for dim in self.sharded))
+        others = [self.coordinates[rank] for rank in ranks if rank in self.coordinates]
+        return mine == min(at for at in others if all(at[dim] == mine[dim] for dim in self.sharded))
 
 
 class Parts:
-    """What a walk over parameters calls for those that may be distributed.
+    """Local shards of distributed gradients, collected by a walk over parameters that calls it.
 
     Attributes:
-        layouts: By the number of the parameter.
-        partial: The gradients of which ranks hold summands, likewise.
+        layouts: Layout by parameter number.
+        partial: Gradients of which ranks hold partial sums, by parameter number.
     """
 
-    def __init__(self, kind: type[DTensor], known: dict[Any, Layout]) -> None:
+    def __init__(self, dtensor: type[DTensor], known: dict[Any, Layout]) -> None:
         self.layouts: dict[int, Layout] = {}
         self.partial: dict[int, DTensor] = {}
-        self._kind = kind
+        self._dtensor = dtensor
         self._known = known
 
     def __call__(self, param: Tensor, grad: Tensor | None, number: int) -> Tensor | None:
-        """Returns what this rank holds of a distributed gradient whose placements are known."""
+        """Returns the local tensor of a distributed gradient whose placements are known."""
         if grad is None:
-            # Another rank may have this one's gradient, and will tell what it found.
+            # Another rank may have its shard of this gradient, and will share a flag.
             if self.is_distributed(param) and param.requires_grad:
                 self.layouts[number] = self._layout_of(param)
             return None
@@ -126,35 +131,31 @@ class Parts:
             return None
         if layout.is_partial:
             self.partial[number] = grad
-        local = grad._local_tensor  # without a step of autograd
+        local = grad._local_tensor  # no autograd node
         if type(local) is Tensor:
             return local
         with torch.no_grad():
-            return grad.to_local()  # waits for what is still on its way
+            return grad.to_local()  # waits for an asynchronous collective
 
     def sums(self) -> Iterator[tuple[int, Tensor]]:
-        """Gives, by number, what this rank holds of the gradients in `partial`, summed up."""
+        """Yields parameter number and local tensor of the gradients in `partial`, reduced."""
         for number, grad in self.partial.items():
             yield number, part_of(grad, self.layouts[number])
 
     def is_distributed(self, tensor: object) -> TypeGuard[DTensor]:
-        return isinstance(tensor, self._kind)
+        return isinstance(tensor, self._dtensor)
 
     def _layout_of(self, tensor: DTensor) -> Layout:
         mesh, placements = tensor.device_mesh, tensor.placements
-        # A layout holds its mesh, so that the id is not another's.
+        # The layout keeps its mesh alive, and with it the id.
         key = (id(mesh), placements)
-        layout = self._known.get(key)
-        if layout is None:
-            layout = self._known[key] = _layout(mesh, placements)
-        return layout
+        if key not in self._known:
+            self._known[key] = _new_layout(mesh, placements)
+        return self._known[key]
 
 
 def part_of(grad: DTensor, layout: Layout) -> Tensor:
-    """Returns what this rank holds of a gradient, summed up where ranks hold summands.
-
-    All of it where the placements are unknown.
-    """
+    """Returns the local tensor with partial sums reduced; the full one of unknown placements."""
     from torch.distributed.tensor import Replicate
 
     with torch.no_grad():
@@ -166,53 +167,43 @@ def part_of(grad: DTensor, layout: Layout) -> Tensor:
         return grad.to_local()
 
 
-def root_of(mesh: DeviceMesh) -> DeviceMesh | None:
-    """Returns the mesh of which this is a slice, or itself; None where torch does not tell."""
-    root: DeviceMesh | None = getattr(mesh, "_get_root_mesh", lambda: None)()
-    return root
-
-
 def replicated(tensor: Tensor, mesh: DeviceMesh) -> DTensor:
-    """Returns a tensor that every rank of a mesh has, as a distributed one; tells nobody."""
+    """Returns a DTensor replicated over a mesh, without communication."""
     from torch.distributed.tensor import DTensor, Replicate
 
     return DTensor.from_local(tensor, mesh, [Replicate()] * mesh.ndim, run_check=False)
 
 
-def _layout(mesh: DeviceMesh, placements: tuple[Placement, ...]) -> Layout:
+def _new_layout(mesh: DeviceMesh, placements: tuple[Placement, ...]) -> Layout:
     from torch.distributed.tensor import Partial, Replicate, Shard
     from torch.distributed.tensor.placement_types import _StridedShard
 
-    dims = list(enumerate(placements))
-    parted = tuple(dim for dim, placement in dims if type(placement) is not Replicate)
-    sharded = tuple(dim for dim, p in dims if type(p) in (Shard, _StridedShard))
-    unknown = [p for p in placements if type(p) not in (Replicate, Shard, _StridedShard, Partial)]
-    if not unknown:
-        return Layout(mesh, parted, sharded, True)
-    kind = type(unknown[0])
-    if kind not in _warned:
-        _warned.add(kind)
-        warn_caller(
-            f"ampfast does not know the placement {kind.__name__} of a DTensor gradient: such "
-            "gradients take torch's own op."
-        )
-    return Layout(mesh, parted, (), False)
-
-
-# More than there are ranks; a sum of it over all of them is exact in float64.
-_FOUND = 2**32
+    kinds = [type(placement) for placement in placements]
+    unreplicated = tuple(dim for dim, kind in enumerate(kinds) if kind is not Replicate)
+    for kind in kinds:
+        if kind in (Replicate, Shard, _StridedShard, Partial):
+            continue
+        if kind not in _warned:
+            _warned.add(kind)
+            warn_caller(
+                f"ampfast does not know the placement {kind.__name__} of a DTensor gradient: such "
+                "gradients take torch's own op."
+            )
+        return Layout(mesh, unreplicated, (), is_known=False)
+    sharded = tuple(dim for dim in unreplicated if kinds[dim] is not Partial)
+    return Layout(mesh, unreplicated, sharded, is_known=True)
 
 
 @dataclass(frozen=True, eq=False)
 class Agreement:
-    """What the ranks that take part in a pass tell each other.
+    """Reduction of flags and norms over ranks.
 
     Attributes:
-        groups: They are told along these, one after the other.
-        counted: Whether the norm of a gradient counts here rather than at another rank that has
-            the same.
-        counts_plain: The same for a gradient that is not distributed.
-        counts_marked: The same for one whose parameter is marked as replicated.
+        groups: Process groups, reduced over one after the other.
+        counted: By layout, whether this rank contributes a gradient's norm, rather than another
+            rank with the same elements.
+        counts_plain: The same for gradients that are not distributed.
+        counts_marked: The same for those of parameters marked as replicated.
     """
 
     groups: tuple[ProcessGroup, ...]
@@ -221,94 +212,85 @@ class Agreement:
     counts_marked: bool
 
     def counts(self, layout: Layout | None, is_marked: bool = False) -> bool:
-        """Whether the norm of a gradient of a layout, or of none, counts here."""
+        """Whether this rank contributes the norm of a gradient; layout None is a plain one."""
         if layout is not None:
             return self.counted[layout]
         return self.counts_marked if is_marked else self.counts_plain
 
     def share(self, found: list[Flags], device: torch.device) -> list[Flags]:
-        """Tells the other ranks what was found, with one collective per group.
+        """Returns each optimizer's flags, 0 or 1, equal on all ranks; one collective per group.
 
-        Args:
-            found: For each optimizer its flags, none if it has no gradient here.
-            device: Where a flag is put if there is none.
-
-        Returns:
-            For each optimizer flags that are equal on all ranks, each 0 or 1; none if no rank has a
-            gradient of it, which only ranks without have to wait for.
+        An optimizer without gradients on this rank has none in `found`, and gets one on `device`
+        unless no rank has any, for which only ranks without wait.
         """
         if len(found) == 1 and len(found[0]) == 1:
             flag = next(iter(found[0].values()))
             if flag.dim() == 0:
                 self.reduce_(flag, dist.ReduceOp.MAX)
                 return found
-        # Below 0 is who has no gradient.
+        # -1: no gradient.
         levels = [aten.any_found(flags.values(), device) - int(not flags) for flags in found]
-        told = torch.stack(levels)
-        self.reduce_(told, dist.ReduceOp.MAX)
-        return _taken(found, told > 0, told >= 0, device)
+        shared = torch.stack(levels)
+        self.reduce_(shared, dist.ReduceOp.MAX)
+        return _shared_flags(found, shared > 0, shared >= 0, device)
 
     def share_norm(
         self, found: list[Flags], device: torch.device, value: Tensor, *, largest: bool
     ) -> tuple[list[Flags], Tensor]:
-        """`share`, and in the same collective what a norm is made of.
+        """Returns flags as `share` and, in the same collectives, the sum of every rank's `value`.
 
         Args:
             found: As for `share`.
-            device: That of `value`.
+            device: Device of `value`.
             value: 0-dim float64, not negative.
-            largest: Whether the ranks' values are to be compared instead of summed; NaN wins.
-
-        Returns:
-            The flags as `share`, and the value of all ranks.
+            largest: Maximum instead of sum; NaN is above infinity.
         """
-        # As integers, their bits have the order of the numbers, and NaN is above infinity.
+        # The bits of non-negative floats, as integers, keep their order, with NaN on top.
         first = value.view(torch.int64) if largest else value
-        # Above 0 is who has a gradient, from _FOUND on who has a bad one, summed up or not.
+        # 0: no gradient; 1: finite ones; _FOUND and above: one that is not, also when summed.
         levels = [
-            aten.any_found(each.values(), device).to(first) * _FOUND + int(bool(each))
-            for each in found
+            aten.any_found(flags.values(), device).to(first) * _FOUND + int(bool(flags))
+            for flags in found
         ]
-        told = torch.stack([first, *levels])
-        self.reduce_(told, dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM)
-        agreed = _taken(found, told[1:] >= _FOUND, told[1:] > 0, device)
-        value = told[0].clone()
-        return agreed, value.view(torch.float64) if largest else value
+        shared = torch.stack([first, *levels])
+        self.reduce_(shared, dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM)
+        flags = _shared_flags(found, shared[1:] >= _FOUND, shared[1:] > 0, device)
+        value = shared[0].clone()
+        return flags, value.view(torch.float64) if largest else value
 
     def norm(self, norm: Tensor, order: float) -> Tensor:
-        """Returns the norm of what all ranks have of which `norm` is this one's."""
+        """Returns the global norm from each rank's local norm."""
         for group in self.groups:
-            mine = norm.to(_place(group, norm.device))
-            others = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
-            dist.all_gather(others, mine, group=group)
-            norm = torch.linalg.vector_norm(torch.stack(others), order).to(norm.device)
+            local = norm.to(_device_for(group, norm.device))
+            norms = [torch.empty_like(local) for _ in range(dist.get_world_size(group))]
+            dist.all_gather(norms, local, group=group)
+            norm = torch.linalg.vector_norm(torch.stack(norms), order).to(norm.device)
         return norm
 
     def reduce_(self, tensor: Tensor, op: Any) -> None:
-        """Reduces a tensor in place, with one collective per group."""
+        """All-reduces a tensor in place, with one collective per group."""
         for group in self.groups:
-            place = _place(group, tensor.device)
-            if place == tensor.device:
-                dist.all_reduce(tensor, op, group=group)
-            else:
-                there = tensor.to(place)
-                dist.all_reduce(there, op, group=group)
+            there = tensor.to(_device_for(group, tensor.device))
+            dist.all_reduce(there, op, group=group)
+            if there is not tensor:
                 tensor.copy_(there)
 
 
-def _taken(found: list[Flags], bad: Tensor, known: Tensor, device: torch.device) -> list[Flags]:
-    """Takes what all ranks say in place of what this one found, if a rank knows something."""
-    agreed = []
-    for before, flag, is_known in zip(found, bad.float(), known, strict=True):
-        if before or is_capturing() or is_known.item():
-            agreed.append({at: aten.any_found([flag], at) for at in before or [device]})
+def _shared_flags(
+    found: list[Flags], bad: Tensor, is_known: Tensor, device: torch.device
+) -> list[Flags]:
+    """Flags of all ranks on the devices of this rank's; none where no rank knows any."""
+    shared = []
+    for local, flag, known in zip(found, bad.float(), is_known, strict=True):
+        if local or is_capturing() or known.item():
+            shared.append({at: aten.any_found([flag], at) for at in local or [device]})
         else:
-            agreed.append({})
-    return agreed
+            shared.append({})
+    return shared
 
 
-def _place(group: ProcessGroup, device: torch.device) -> torch.device:
-    """Where a group takes a tensor from: where it is, if the group can."""
+def _device_for(group: ProcessGroup, device: torch.device) -> torch.device:
+    """The device itself if the group's backend takes its tensors, else one that it does take."""
     types = [each.type for each in group._device_types]
     if device.type in types:
         return device
@@ -317,22 +299,11 @@ def _place(group: ProcessGroup, device: torch.device) -> torch.device:
     return torch.device(types[0])
 
 
-Value = TypeVar("Value")
-
-
-_replicated = WeakTensorKeyDictionary()
-
-
-# Of so many layouts and lists of them a scaler keeps what it found out.
-_MOST_KNOWN = 1000
-
-
 def mark_replicated(params: Iterable[Tensor]) -> None:
-    """Says of parameters that every rank of a `process_group` has the same gradient of them.
+    """Marks parameters whose gradients are the same on every rank of a `process_group`.
 
-    Their gradients count once in a norm that is taken over the group; those of all others are
-    taken for parts, such as shards, whose norms add up. DTensor parameters need no mark. It is of
-    these parameters, not of copies of them.
+    Their gradients count once in a norm over the group; all others are taken for shards, whose
+    norms add up. DTensor parameters need no mark. Copies of the parameters are not marked.
 
     Args:
         params: Parameters, of any scaler's optimizers.
@@ -340,16 +311,13 @@ def mark_replicated(params: Iterable[Tensor]) -> None:
     Raises:
         TypeError: If one is not a tensor.
     """
-    if isinstance(params, torch.nn.Module):
-        raise TypeError(
-            f"mark_replicated takes parameters, got {type(params).__name__}: write "
-            "module.parameters()"
-        )
-    params = [params] if isinstance(params, Tensor) else list(params)
-    for param in params:
+    given: list[Any]
+    given = [params] if isinstance(params, (Tensor, torch.nn.Module)) else list(params)
+    for param in given:
         if not isinstance(param, Tensor):
-            raise TypeError(f"mark_replicated takes parameters, got {type(param).__name__}")
-    for param in params:
+            hint = ": write module.parameters()" if isinstance(param, torch.nn.Module) else ""
+            raise TypeError(f"mark_replicated takes parameters, got {type(param).__name__}{hint}")
+    for param in given:
         _replicated[param] = True
 
 
@@ -362,23 +330,23 @@ def marked(param_groups: Iterable[dict[str, Any]]) -> set[int]:
 
 
 class Ranks:
-    """The ranks with which a scaler agrees.
+    """Ranks with which a scaler agrees: those of its process group and of gradients' meshes.
 
     Attributes:
-        group: A group or a mesh that the scaler was given, or None.
-        is_alone: Whether there is no group: then only distributed gradients are agreed on.
+        group: The scaler's process group or mesh, or None.
+        is_alone: Whether there is none: then only distributed gradients need agreement.
     """
 
     def __init__(
         self, group: ProcessGroup | DeviceMesh | None = None, is_default: bool = False
     ) -> None:
         self.group = group
-        # The group of all, as it is when it is needed.
+        # The default group is looked up when it is needed.
         self._is_default = is_default and group is None
         self.is_alone = group is None and not is_default
         self._layouts: dict[Any, Layout] = {}
         self._agreements: dict[tuple[Layout, ...], Agreement | None] = {}
-        self._all: ProcessGroup | None = None
+        self._default_group: ProcessGroup | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Ranks:
         return Ranks(self.group, is_default=self._is_default)
@@ -392,101 +360,95 @@ class Ranks:
         return Ranks, (None, self._is_default)
 
     def parts(self) -> Parts | None:
-        """Returns what a walk calls for distributed tensors, or None where there can be none."""
-        module = sys.modules.get("torch.distributed.tensor")
-        # It has no such name yet while it is imported.
-        if module is None or not hasattr(module, "DTensor"):
-            return None
-        return Parts(module.DTensor, self._layouts)
+        """Returns a collector of local shards, or None while no DTensor can exist."""
+        # A module that is being imported lacks the name.
+        dtensor = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
+        return None if dtensor is None else Parts(dtensor, self._layouts)
 
     def agreement(self, layouts: Iterable[Layout]) -> Agreement | None:
-        """Returns how the ranks agree on gradients of these layouts; None if there is no need."""
-        if self._is_default and self._all is not (world := _world()):
+        """Returns the agreement on gradients of these layouts, or None if none is needed."""
+        if self._is_default and self._default_group is not (group := _default_group()):
+            self._default_group = group
             self._agreements.clear()
-            self._all = world
         key = tuple(dict.fromkeys(layouts))
         if key not in self._agreements:
-            if len(self._layouts) + len(self._agreements) > _MOST_KNOWN:
+            if len(self._layouts) + len(self._agreements) > _MAX_CACHED:
                 self._layouts.clear()
                 self._agreements.clear()
             self._agreements[key] = self._new_agreement(key)
         return self._agreements[key]
 
     def agreement_on(self, param_groups: Iterable[dict[str, Any]]) -> Agreement | None:
-        """The same for gradients that somebody else reads."""
+        """Returns the agreement on gradients that a subclass's override reads."""
         parts = self.parts()
-        if parts is not None:
-            params = (param for group in param_groups for param in group["params"])
-            for number, param in enumerate(params):
-                if parts.is_distributed(param):
-                    parts(param, param.grad, number)
-        return self.agreement([] if parts is None else parts.layouts.values())
+        if parts is None:
+            return self.agreement([])
+        params = (param for group in param_groups for param in group["params"])
+        for number, param in enumerate(params):
+            if parts.is_distributed(param):
+                parts(param, param.grad, number)
+        return self.agreement(parts.layouts.values())
 
     def groups(self) -> list[ProcessGroup]:
-        """Returns the scaler's own group; several if it is a mesh that no group spans.
+        """Returns the scaler's own group; several for a mesh that no group spans.
 
         Raises:
-            ValueError: If it is that of all ranks, and there is none.
+            ValueError: If it is the default group and there is none.
         """
         if self._is_default:
-            return [_world()]
+            return [_default_group()]
         if self.group is None or isinstance(self.group, dist.ProcessGroup):
             return [] if self.group is None else [self.group]
         return _groups_along(self.group, range(self.group.ndim))
 
     def gathered(self, value: Value) -> list[Value]:
-        """Returns the values of all ranks with which this scaler has agreed, by rank."""
-        groups = [
-            g for agreement in self._agreements.values() if agreement for g in agreement.groups
-        ]
-        return list(gathered(value, _maximal(groups)).values()) if groups else [value]
+        """Returns the values of all ranks that this scaler has agreed with, by rank."""
+        groups = [g for agreed in self._agreements.values() if agreed for g in agreed.groups]
+        return list(_gather(value, _without_subsets(groups)).values()) if groups else [value]
 
     def _new_agreement(self, layouts: tuple[Layout, ...]) -> Agreement | None:
-        own, along, lines = self.groups(), [], []
-        # In an order on which all ranks agree, whatever that of their parameters.
+        own, groups, lines = self._own_lines(), [], []
+        # Sorted, as the order of parameters may differ between ranks.
         meshes = {id(layout.mesh): layout.mesh for layout in layouts}.values()
-        for mesh in sorted(meshes, key=_place_of):
+        for mesh in sorted(meshes, key=_sort_key):
             if mesh.get_coordinate() is not None:
-                dims = sorted({dim for at in layouts if at.mesh is mesh for dim in at.parted})
-                along += _groups_along(mesh, dims)
-                lines += [_line(mesh, dim) for dim in dims]
-        # The scaler's own last: other ranks of it may not have these meshes.
-        groups = _maximal([*along, *own])
+                dims = sorted({d for at in layouts if at.mesh is mesh for d in at.unreplicated})
+                groups += _groups_along(mesh, dims)
+                lines += [_ranks_along(mesh, dim) for dim in dims]
+        # The scaler's own last: some of its ranks may not be in these meshes.
+        groups = _without_subsets([*groups, *self.groups()])
         if not groups:
             return None
-        me = dist.get_rank()
-        with_parts = self._lines()
-
-        def counts(layout: Layout) -> bool:
-            among_others = all(layout.counts_among(line, has_parts=True) for line in with_parts)
-            return among_others and all(
-                layout.counts_among(line, has_parts=False) for line in lines
-            )
-
-        # The ranks of a mesh hold what is not distributed alike; those of an own group, parts.
-        alike = [line for line in lines if not any(set(line) <= set(each) for each in with_parts)]
+        counted = {
+            layout: all(layout.counts_among(line, is_own_group=True) for line in own)
+            and all(layout.counts_among(line, is_own_group=False) for line in lines)
+            for layout in layouts
+        }
+        # Plain gradients are replicas on the ranks of a mesh, but shards on those of an own group.
+        replicas = [line for line in lines if not any(set(line) <= set(other) for other in own)]
+        rank = dist.get_rank()
         return Agreement(
             tuple(groups),
-            {layout: counts(layout) for layout in layouts},
-            counts_plain=all(line[0] == me for line in alike),
-            counts_marked=all(line[0] == me for line in (*lines, *with_parts)),
+            counted,
+            counts_plain=all(line[0] == rank for line in replicas),
+            counts_marked=all(line[0] == rank for line in (*lines, *own)),
         )
 
-    def _lines(self) -> list[list[int]]:
-        """The ranks of the scaler's own group, or of each dimension of its mesh."""
+    def _own_lines(self) -> list[list[int]]:
+        """Ranks of the scaler's own group, or along each dimension of its mesh."""
         if self.group is None or isinstance(self.group, dist.ProcessGroup):
             return [dist.get_process_group_ranks(group) for group in self.groups()]
-        return [_line(self.group, dim) for dim in range(self.group.ndim)]
+        return [_ranks_along(self.group, dim) for dim in range(self.group.ndim)]
 
 
 @dataclass(frozen=True)
 class Shards:
-    """What this rank holds of a list of gradients.
+    """Local tensors of a list with distributed gradients.
 
     Attributes:
-        tensors: The list, with the local parts of those that are distributed.
-        parts: How these lie on their meshes, by place in the list.
-        agreement: How the ranks agree, or None.
+        tensors: The list, with local shards in place of distributed gradients.
+        parts: Their layouts, by index.
+        agreement: The agreement of ranks, or None.
     """
 
     tensors: list[Tensor]
@@ -494,45 +456,26 @@ class Shards:
     agreement: Agreement | None
 
     def agree_(self, found_inf: Tensor) -> None:
-        """Writes 1 if a rank has, or if a sum of what ranks hold is not finite.
-
-        Else it must be 0 or 1 here.
-        """
-        for _, summed in self.parts.sums():
-            aten.check_([summed.clone()], found_inf)
+        """Reduces a flag of 0 or 1 over the ranks, with reduced partial sums checked, too."""
+        for _, reduced in self.parts.sums():
+            aten.check_([reduced.clone()], found_inf)
         if self.agreement is not None:
             self.agreement.reduce_(found_inf, dist.ReduceOp.MAX)
 
 
 def shards_of(grads: list[Tensor]) -> Shards | None:
-    """Returns what this rank holds of a list, or None if none of it is distributed."""
+    """Returns the local tensors of a list, or None if none is distributed."""
     ranks = Ranks()
     parts = ranks.parts()
     if parts is None:
         return None
     tensors = [
-        part if (part := parts(grad, grad, number)) is not None else grad
+        grad if (local := parts(grad, grad, number)) is None else local
         for number, grad in enumerate(grads)
     ]
     if not parts.layouts:
         return None
     return Shards(tensors, parts, ranks.agreement(parts.layouts.values()))
-
-
-def gathered(value: Value, groups: Iterable[ProcessGroup | None]) -> dict[int, Value]:
-    """Returns the values that the ranks of groups call this with, by rank in ascending order.
-
-    Args:
-        value: What can be pickled.
-        groups: Of this rank; with several, as of a mesh, each next one joins what the ranks of the
-            groups before have seen. None is the default group.
-    """
-    seen = {dist.get_rank(): value}
-    for group in groups:
-        parts: list[Any] = [None] * dist.get_world_size(group)
-        dist.all_gather_object(parts, seen, group=group)
-        seen = {rank: of_rank for part in parts for rank, of_rank in part.items()}
-    return dict(sorted(seen.items()))
 
 
 def require_group(group: object, device: Any) -> None:
@@ -571,56 +514,16 @@ def require_group(group: object, device: Any) -> None:
         )
 
 
-def _place_of(mesh: DeviceMesh) -> tuple[list[int], list[int], list[int]]:
-    """Orders meshes: those of a larger one together, by its dimensions."""
-    root = root_of(mesh) or mesh
-    names = list(root.mesh_dim_names or ())
-    dims = [names.index(n) if n in names else len(names) for n in mesh.mesh_dim_names or ()]
-    return root.mesh.flatten().tolist(), dims, mesh.mesh.flatten().tolist()
-
-
-def _groups_along(mesh: DeviceMesh, dims: Iterable[int]) -> list[ProcessGroup]:
-    """The groups along dimensions of a mesh, or the group of all if these span all ranks."""
-    groups = [mesh.get_group(dim) for dim in dims]
-    size = math.prod(group.size() for group in groups)
-    if len(groups) > 1 and size == dist.get_world_size():
-        return [_world()]
-    return groups
-
-
-def _line(mesh: DeviceMesh, dim: int) -> list[int]:
-    """The ranks along a dimension of a mesh that are in line with this one, from its begin."""
-    place: list[Any] = list(mesh.get_coordinate() or ())
-    place[dim] = slice(None)
-    return mesh.mesh[tuple(place)].tolist()
-
-
-def _maximal(groups: list[ProcessGroup]) -> list[ProcessGroup]:
-    """Each set of ranks once, and none that is part of another."""
-    sets = [set(dist.get_process_group_ranks(group)) for group in groups]
-    return [
-        group
-        for i, group in enumerate(groups)
-        if not any(sets[i] < other or (sets[i] == other and j < i) for j, other in enumerate(sets))
-    ]
-
-
-def _world() -> ProcessGroup:
-    # Raises what torch raises where there is none.
-    return dist.distributed_c10d._get_default_group()
-
-
 def require_same(settings: Mapping[str, object], others: Ranks) -> None:
-    """Raises the same error on every rank unless all were given the same; one call on each.
+    """Raises the same error on every rank unless all have the same settings; a collective call.
 
     Args:
-        settings: Values by name, with a `repr` that tells them apart. A name that only some ranks
-            have is compared among those.
-        others: The ranks to compare with, all of the default group if there are none. Where there
-            is no such group, nothing is compared.
+        settings: Values by name, compared by `repr`, among the ranks that have the name.
+        others: The ranks to compare with; those of the default group if there are none. Without
+            an initialized process group nothing is compared.
 
     Raises:
-        RuntimeError: Naming what differs, and where.
+        RuntimeError: Naming what differs on which ranks.
     """
     if not (dist.is_available() and dist.is_initialized()):
         return
@@ -632,16 +535,15 @@ def require_same(settings: Mapping[str, object], others: Ranks) -> None:
 
 
 def differences(settings: Mapping[str, object], groups: Iterable[ProcessGroup | None]) -> str:
-    """Returns which settings differ on which ranks, or an empty text; the same on every rank.
+    """Returns a text of the settings that differ and on which ranks, the same on every rank.
 
     Args:
         settings: As for `require_same`.
-        groups: As for `distributed.gathered`.
+        groups: Process groups of this rank; None is the default group.
     """
-    seen = gathered({name: repr(value) for name, value in settings.items()}, groups)
-    names = {name: None for values in seen.values() for name in values}
+    seen = _gather({name: repr(value) for name, value in settings.items()}, groups)
     found = []
-    for name in names:
+    for name in dict.fromkeys(itertools.chain.from_iterable(seen.values())):
         ranks: dict[str, list[int]] = {}
         for rank, values in seen.items():
             if name in values:
@@ -653,12 +555,67 @@ def differences(settings: Mapping[str, object], groups: Iterable[ProcessGroup | 
 
 
 def _in_words(ranks: list[int]) -> str:
-    """Ascending ranks, neighbours together, as in "ranks 0-2, 5"."""
+    """Ascending ranks as in "ranks 0-2, 5"."""
     runs: list[list[int]] = []
     for rank in ranks:
         if runs and rank == runs[-1][-1] + 1:
             runs[-1].append(rank)
         else:
             runs.append([rank])
-    parts = [str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs]
-    return f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(parts)}"
+    words = [str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs]
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(words)}"
+
+
+def _gather(value: Value, groups: Iterable[ProcessGroup | None]) -> dict[int, Value]:
+    """Picklable values of all ranks, ascending; each group adds what its ranks have seen so far."""
+    seen = {dist.get_rank(): value}
+    for group in groups:
+        gathered: list[Any] = [None] * dist.get_world_size(group)
+        dist.all_gather_object(gathered, seen, group=group)
+        seen = {rank: of_rank for each in gathered for rank, of_rank in each.items()}
+    return dict(sorted(seen.items()))
+
+
+def _groups_along(mesh: DeviceMesh, dims: Iterable[int]) -> list[ProcessGroup]:
+    """Process groups along mesh dimensions, or the default group if they span all ranks."""
+    groups = [mesh.get_group(dim) for dim in dims]
+    size = math.prod(group.size() for group in groups)
+    if len(groups) > 1 and size == dist.get_world_size():
+        return [_default_group()]
+    return groups
+
+
+def _ranks_along(mesh: DeviceMesh, dim: int) -> list[int]:
+    """Ranks along a mesh dimension at this rank's coordinates."""
+    index: list[Any] = list(mesh.get_coordinate() or ())
+    index[dim] = slice(None)
+    return mesh.mesh[tuple(index)].tolist()
+
+
+def _without_subsets(groups: list[ProcessGroup]) -> list[ProcessGroup]:
+    """The groups without those whose ranks another one contains."""
+    sets = [set(dist.get_process_group_ranks(group)) for group in groups]
+    return [
+        group
+        for i, group in enumerate(groups)
+        if not any(sets[i] < other or (sets[i] == other and j < i) for j, other in enumerate(sets))
+    ]
+
+
+def _sort_key(mesh: DeviceMesh) -> tuple[list[int], list[int], list[int]]:
+    """Order of meshes: slices of one mesh together, by its dimensions."""
+    root = _root_of(mesh) or mesh
+    names = list(root.mesh_dim_names or ())
+    dims = [names.index(n) if n in names else len(names) for n in mesh.mesh_dim_names or ()]
+    return root.mesh.flatten().tolist(), dims, mesh.mesh.flatten().tolist()
+
+
+def _root_of(mesh: DeviceMesh) -> DeviceMesh | None:
+    """The mesh of which this is a slice, or itself; None in a torch that keeps no root."""
+    root: DeviceMesh | None = getattr(mesh, "_get_root_mesh", lambda: None)()
+    return root
+
+
+def _default_group() -> ProcessGroup:
+    # Raises torch's error if there is none.
+    return dist.distributed_c10d._get_default_group()
