@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import pickle
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Agreement",
+    "Group",
     "Layout",
     "Parts",
     "Ranks",
@@ -194,6 +196,71 @@ def _new_layout(mesh: DeviceMesh, placements: tuple[Placement, ...]) -> Layout:
     return Layout(mesh, unreplicated, sharded, is_known=True)
 
 
+class Group:
+    """Process group; one that torch.distributed did not make by its rank(), size(), allreduce()."""
+
+    def __init__(self, group: ProcessGroup) -> None:
+        self._group = group
+        registered = dist.distributed_c10d._world.pg_group_ranks
+        self.is_foreign = type(group) is not dist.ProcessGroup and group not in registered
+
+    @cached_property
+    def ranks(self) -> list[int]:
+        """Global ranks, or those within a foreign group if there is no default group."""
+        if not self.is_foreign:
+            return dist.get_process_group_ranks(self._group)
+        if not dist.is_initialized():
+            return list(range(self.size()))
+        ranks: list[int] = self.gather(torch.tensor(dist.get_rank())).tolist()
+        return ranks
+
+    def rank(self) -> int:
+        """Global rank of this process, an element of `ranks`."""
+        return dist.get_rank() if dist.is_initialized() else self._group.rank()
+
+    def size(self) -> int:
+        return self._group.size()
+
+    def all_reduce_(self, tensor: Tensor, op: Any) -> None:
+        there = tensor.to(self._device_for(tensor.device))
+        if self.is_foreign:
+            options = dist.AllreduceOptions()
+            options.reduceOp = op
+            work = self._group.allreduce([there], options)
+            if work is not None:
+                work.wait()
+        else:
+            dist.all_reduce(there, op, group=self._group)
+        if there is not tensor:
+            tensor.copy_(there)
+
+    def gather(self, tensor: Tensor) -> Tensor:
+        """Returns every rank's tensor, stacked."""
+        rows = tensor.new_zeros((self.size(), *tensor.shape))
+        rows[self._group.rank()] = tensor
+        self.all_reduce_(rows, dist.ReduceOp.SUM)
+        return rows
+
+    def gather_object(self, value: Value) -> list[Value]:
+        """Returns every rank's value, which can be pickled."""
+        data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+        sizes = self.gather(torch.tensor(len(data))).tolist()
+        rows = self.gather(torch.cat([data, data.new_zeros(max(sizes) - len(data))]))
+        return [
+            pickle.loads(row[:size].numpy().tobytes())
+            for row, size in zip(rows, sizes, strict=True)
+        ]
+
+    def _device_for(self, device: torch.device) -> torch.device:
+        """The device itself if the backend takes its tensors, else one that it does take."""
+        types = [each.type for each in getattr(self._group, "_device_types", ())]
+        if device.type in types or not types:
+            return device
+        if "cuda" in types:
+            return torch.device("cuda", torch.cuda.current_device())
+        return torch.device(types[0])
+
+
 @dataclass(frozen=True, eq=False)
 class Agreement:
     """Reduction of flags and norms over ranks.
@@ -206,7 +273,7 @@ class Agreement:
         counts_marked: The same for those of parameters marked as replicated.
     """
 
-    groups: tuple[ProcessGroup, ...]
+    groups: list[Group]
     counted: dict[Layout, bool]
     counts_plain: bool
     counts_marked: bool
@@ -261,19 +328,13 @@ class Agreement:
     def norm(self, norm: Tensor, order: float) -> Tensor:
         """Returns the global norm from each rank's local norm."""
         for group in self.groups:
-            local = norm.to(_device_for(group, norm.device))
-            norms = [torch.empty_like(local) for _ in range(dist.get_world_size(group))]
-            dist.all_gather(norms, local, group=group)
-            norm = torch.linalg.vector_norm(torch.stack(norms), order).to(norm.device)
+            norm = torch.linalg.vector_norm(group.gather(norm), order)
         return norm
 
     def reduce_(self, tensor: Tensor, op: Any) -> None:
         """All-reduces a tensor in place, with one collective per group."""
         for group in self.groups:
-            there = tensor.to(_device_for(group, tensor.device))
-            dist.all_reduce(there, op, group=group)
-            if there is not tensor:
-                tensor.copy_(there)
+            group.all_reduce_(tensor, op)
 
 
 def _shared_flags(
@@ -287,16 +348,6 @@ def _shared_flags(
         else:
             shared.append({})
     return shared
-
-
-def _device_for(group: ProcessGroup, device: torch.device) -> torch.device:
-    """The device itself if the group's backend takes its tensors, else one that it does take."""
-    types = [each.type for each in group._device_types]
-    if device.type in types:
-        return device
-    if "cuda" in types:
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device(types[0])
 
 
 def mark_replicated(params: Iterable[Tensor]) -> None:
@@ -335,6 +386,7 @@ class Ranks:
     Attributes:
         group: The scaler's process group or mesh, or None.
         is_alone: Whether there is none: then only distributed gradients need agreement.
+        is_foreign: Whether torch.distributed does not know the group.
     """
 
     def __init__(
@@ -347,6 +399,10 @@ class Ranks:
         self._layouts: dict[Any, Layout] = {}
         self._agreements: dict[tuple[Layout, ...], Agreement | None] = {}
         self._default_group: ProcessGroup | None = None
+        self._mesh = group if _is_mesh(group) else None
+        given: Any = group
+        self._own = None if group is None or self._mesh is not None else Group(given)
+        self.is_foreign = self._own is not None and self._own.is_foreign
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Ranks:
         return Ranks(self.group, is_default=self._is_default)
@@ -389,17 +445,17 @@ class Ranks:
                 parts(param, param.grad, number)
         return self.agreement(parts.layouts.values())
 
-    def groups(self) -> list[ProcessGroup]:
+    def groups(self) -> list[Group]:
         """Returns the scaler's own group; several for a mesh that no group spans.
 
         Raises:
             ValueError: If it is the default group and there is none.
         """
         if self._is_default:
-            return [_default_group()]
-        if self.group is None or isinstance(self.group, dist.ProcessGroup):
-            return [] if self.group is None else [self.group]
-        return _groups_along(self.group, range(self.group.ndim))
+            return [Group(_default_group())]
+        if self._own is not None:
+            return [self._own]
+        return [] if self._mesh is None else _groups_along(self._mesh, range(self._mesh.ndim))
 
     def gathered(self, value: Value) -> list[Value]:
         """Returns the values of all ranks that this scaler has agreed with, by rank."""
@@ -426,9 +482,9 @@ class Ranks:
         }
         # Plain gradients are replicas on the ranks of a mesh, but shards on those of an own group.
         replicas = [line for line in lines if not any(set(line) <= set(other) for other in own)]
-        rank = dist.get_rank()
+        rank = groups[-1].rank()
         return Agreement(
-            tuple(groups),
+            groups,
             counted,
             counts_plain=all(line[0] == rank for line in replicas),
             counts_marked=all(line[0] == rank for line in (*lines, *own)),
@@ -436,9 +492,9 @@ class Ranks:
 
     def _own_lines(self) -> list[list[int]]:
         """Ranks of the scaler's own group, or along each dimension of its mesh."""
-        if self.group is None or isinstance(self.group, dist.ProcessGroup):
-            return [dist.get_process_group_ranks(group) for group in self.groups()]
-        return [_ranks_along(self.group, dim) for dim in range(self.group.ndim)]
+        if self._mesh is None:
+            return [group.ranks for group in self.groups()]
+        return [_ranks_along(self._mesh, dim) for dim in range(self._mesh.ndim)]
 
 
 @dataclass(frozen=True)
@@ -489,28 +545,28 @@ def require_group(group: object, device: Any) -> None:
         return
     if not dist.is_available():
         raise TypeError("process_group needs a torch that was built with torch.distributed")
-    from torch.distributed.device_mesh import DeviceMesh
-
-    if isinstance(group, DeviceMesh):
+    if _is_mesh(group):
         is_member = group.get_coordinate() is not None
         if group.device_type != torch.device(device).type:
             raise ValueError(
                 f"process_group is a mesh of {group.device_type!r}, but the scaler is for "
                 f"{str(device)!r}"
             )
-    elif isinstance(group, dist.ProcessGroup):
-        is_member = dist.get_rank(group) >= 0
     elif group is dist.GroupMember.NON_GROUP_MEMBER:
         is_member = False
     else:
-        raise TypeError(
-            "process_group must be a torch.distributed.ProcessGroup or a DeviceMesh, got "
-            f"{type(group).__name__}"
-        )
+        for name in ("rank", "size", "allreduce"):
+            if not callable(getattr(group, name, None)):
+                raise TypeError(
+                    "process_group must be a torch.distributed.ProcessGroup, a DeviceMesh or an "
+                    f"object with rank(), size() and allreduce(), got {type(group).__name__}"
+                )
+        given: Any = group
+        is_member = given.rank() >= 0
     if not is_member:
         raise ValueError(
-            f"process_group does not contain this rank, {dist.get_rank()}: make the scaler with "
-            "the group that this rank is in, or without one"
+            "process_group does not contain this rank: make the scaler with the group that this "
+            "rank is in, or without one"
         )
 
 
@@ -525,21 +581,22 @@ def require_same(settings: Mapping[str, object], others: Ranks) -> None:
     Raises:
         RuntimeError: Naming what differs on which ranks.
     """
-    if not (dist.is_available() and dist.is_initialized()):
+    if not (others.is_foreign or (dist.is_available() and dist.is_initialized())):
         return
     groups = others.groups()
     size = math.prod(group.size() for group in groups) if groups else None
-    found = differences({**settings, "process_group size": size}, groups or [None])
+    groups = groups or [Group(_default_group())]
+    found = differences({**settings, "process_group size": size}, groups)
     if found:
         raise RuntimeError(f"the ranks' scalers differ: {found}")
 
 
-def differences(settings: Mapping[str, object], groups: Iterable[ProcessGroup | None]) -> str:
+def differences(settings: Mapping[str, object], groups: Sequence[Group]) -> str:
     """Returns a text of the settings that differ and on which ranks, the same on every rank.
 
     Args:
         settings: As for `require_same`.
-        groups: Process groups of this rank; None is the default group.
+        groups: Process groups of this rank.
     """
     seen = _gather({name: repr(value) for name, value in settings.items()}, groups)
     found = []
@@ -566,23 +623,25 @@ def _in_words(ranks: list[int]) -> str:
     return f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(words)}"
 
 
-def _gather(value: Value, groups: Iterable[ProcessGroup | None]) -> dict[int, Value]:
+def _gather(value: Value, groups: Sequence[Group]) -> dict[int, Value]:
     """Picklable values of all ranks, ascending; each group adds what its ranks have seen so far."""
-    seen = {dist.get_rank(): value}
+    seen = {groups[0].rank(): value}
     for group in groups:
-        gathered: list[Any] = [None] * dist.get_world_size(group)
-        dist.all_gather_object(gathered, seen, group=group)
-        seen = {rank: of_rank for each in gathered for rank, of_rank in each.items()}
+        seen = {rank: each[rank] for each in group.gather_object(seen) for rank in each}
     return dict(sorted(seen.items()))
 
 
-def _groups_along(mesh: DeviceMesh, dims: Iterable[int]) -> list[ProcessGroup]:
+def _groups_along(mesh: DeviceMesh, dims: Iterable[int]) -> list[Group]:
     """Process groups along mesh dimensions, or the default group if they span all ranks."""
-    groups = [mesh.get_group(dim) for dim in dims]
+    groups = [Group(mesh.get_group(dim)) for dim in dims]
     size = math.prod(group.size() for group in groups)
     if len(groups) > 1 and size == dist.get_world_size():
-        return [_default_group()]
+        return [Group(_default_group())]
     return groups
+
+
+def _is_mesh(group: object) -> TypeGuard[DeviceMesh]:
+    return group is not None and isinstance(group, dist.DeviceMesh)  # type: ignore[attr-defined]
 
 
 def _ranks_along(mesh: DeviceMesh, dim: int) -> list[int]:
@@ -592,9 +651,9 @@ def _ranks_along(mesh: DeviceMesh, dim: int) -> list[int]:
     return mesh.mesh[tuple(index)].tolist()
 
 
-def _without_subsets(groups: list[ProcessGroup]) -> list[ProcessGroup]:
+def _without_subsets(groups: list[Group]) -> list[Group]:
     """The groups without those whose ranks another one contains."""
-    sets = [set(dist.get_process_group_ranks(group)) for group in groups]
+    sets = [set(group.ranks) for group in groups]
     return [
         group
         for i, group in enumerate(groups)

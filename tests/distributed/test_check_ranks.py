@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import ampfast
 from ampfast import GradScaler, ShardedGradScaler, grad_scaler
-from ampfast.distributed import differences
+from ampfast.distributed import Group, differences
 
 POLICY: dict[str, Any] = {"min_scale": 1.0, "max_scale": 2.0**20}
 
@@ -211,7 +211,8 @@ def test_a_group_that_one_does_not_have() -> None:
 def of_a_mesh(values: list[int]) -> str:
     """Rank 3's value goes to rank 0 over a rank that shares a group with both."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
-    return differences({"a": values[dist.get_rank()]}, mesh.get_all_groups())
+    groups = [Group(group) for group in mesh.get_all_groups()]
+    return differences({"a": values[dist.get_rank()]}, groups)
 
 
 def test_a_mesh() -> None:
@@ -222,7 +223,7 @@ def test_a_mesh() -> None:
 
 def with_missing_names() -> str:
     settings = [{"a": 1, "b": 2}, {"a": 1, "c": 3}, {"a": 1, "b": 4}][dist.get_rank()]
-    return differences(settings, [None])
+    return differences(settings, [Group(dist.group.WORLD)])
 
 
 def test_a_name_that_some_do_not_have() -> None:
