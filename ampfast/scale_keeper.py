@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -181,7 +182,11 @@ class ScaleKeeper(TorchGradScaler):
             aten.update_scale_(scale, growth_tracker, found_inf, factors, kept, norm)
 
     def _factors(self) -> cpu.UpdateFactors:
-        return cpu.UpdateFactors(self._growth_factor, self._backoff_factor, self._growth_interval)
+        interval: Any = self._growth_interval
+        # As torch's op takes it: an integer of numpy's counts as one, a bool does not.
+        if isinstance(interval, Integral) and not isinstance(interval, bool):
+            interval = int(interval)
+        return cpu.UpdateFactors(self._growth_factor, self._backoff_factor, interval)
 
     def _scale_update(
         self, scale: Tensor, growth_tracker: Tensor, flags: list[Tensor]

@@ -5,12 +5,13 @@ from __future__ import annotations
 import pickle
 import types
 import warnings
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from support import assert_same, parameter_with, side
+from support import Scaler, TorchScaler, assert_same, parameter_with, side
 
 from ampfast import GradScaler
 
@@ -128,6 +129,40 @@ def test_intervals_that_no_tracker_reaches(interval: int, backend: str) -> None:
         else:
             ends.append(str(run.scaler.state_dict()))
     assert ends[0] == ends[1]
+
+
+NUMBERS: list[dict[str, Any]] = [
+    {"growth_interval": np.int64(2)},
+    {"growth_interval": np.int32(2)},
+    {"growth_interval": np.float64(2.0)},
+    {"growth_interval": np.bool_(True)},
+    {"growth_interval": True},
+    {"growth_interval": torch.tensor(2)},
+    {"growth_factor": np.float32(4.0)},
+    {"growth_factor": np.int64(4)},
+    {"growth_factor": Fraction(4)},
+    {"backoff_factor": np.float32(0.3)},
+    {"backoff_factor": np.float64(0.3)},
+]
+
+
+@pytest.mark.parametrize("backend", ["cpu", "aten"])
+@pytest.mark.parametrize("numbers", NUMBERS, ids=str)
+def test_numbers_of_other_types(numbers: dict[str, Any], backend: str) -> None:
+    """Taken or refused as torch does, which moves nothing where it refuses."""
+
+    def trained(kind: Scaler, **arguments: Any) -> list[Any]:
+        run = side(kind, "sgd", init_scale=64.0, **numbers, **arguments)
+        states: list[Any] = []
+        for index in range(6):
+            try:
+                run.train(index, float("inf") if index == 4 else None)
+            except Exception as error:
+                states.append((type(error), str(error)))
+            states.append(str(run.observe()))
+        return states
+
+    assert trained(GradScaler, backend=backend) == trained(TorchScaler)
 
 
 @pytest.mark.parametrize("value", [None, 0, 1, "yes", torch.tensor(True)], ids=repr)
