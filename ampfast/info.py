@@ -1,4 +1,4 @@
-"""What is installed here, what the backends can do with it, and which one each device gets."""
+"""Installed versions, available backends and the backend of each device."""
 
 import importlib.metadata
 import json
@@ -17,31 +17,31 @@ SCHEMA = 1
 
 
 def run(*, as_json: bool) -> int:
-    """Prints what :func:`collect` finds, as text or as JSON, and returns the exit code 0."""
+    """Prints the result of :func:`collect`, as text or JSON; returns the exit code 0."""
     facts = collect()
     print(json.dumps(facts, indent=2) if as_json else describe(facts))
     return 0
 
 
 def collect() -> dict[str, Any]:
-    """Gathers what ``python -m ampfast info --json`` prints.
+    """Collects the facts that ``python -m ampfast info --json`` prints.
 
     Returns:
-        A dict of plain values. Keys are only added while ``schema`` stays the same.
+        A dict of plain values; with the same ``schema``, keys are only ever added.
 
-        - ``schema`` (int): the version of this structure.
-        - ``versions``: ``ampfast``, ``python``, ``platform``, ``torch``; ``cuda`` and ``hip`` that
-          torch was built for and ``triton``, each None where there is none.
-        - ``extension``: what the compiled core says of its build (``torch``, ``compiler``,
-          ``openmp``), the instruction set it runs with (``cpu_capability``) and whether it has the
-          CUDA kernels (``cuda_kernels``: "built" or "not built").
+        - ``schema`` (int): version of this structure.
+        - ``versions``: ``ampfast``, ``python``, ``platform``, ``torch``, torch's ``cuda`` and
+          ``hip``, and ``triton``; None for a missing one.
+        - ``extension``: build of the compiled core (``torch``, ``compiler``, ``openmp``), its
+          instruction set (``cpu_capability``) and its CUDA kernels (``cuda_kernels``: "built" or
+          "not built").
         - ``devices``: for the CPU and each GPU ``device`` ("cpu", "cuda:0"), ``name``,
-          ``threads`` (None for a GPU), ``memory_bytes`` (None for the CPU), ``capability`` (the
-          instruction set that torch uses, or the compute capability), ``backend`` (what gradients
-          on it get, None where that is an error) and ``error`` (None or that error).
-        - ``backends``: for each ``name``, ``available``, ``reason`` ("" where available) and
-          ``device_types`` (empty for all).
-        - ``AMPFAST_BACKEND``: the environment variable, None where it is not set.
+          ``threads`` (None for a GPU), ``memory_bytes`` (None for the CPU), ``capability``
+          (torch's instruction set, or the compute capability), ``backend`` (None on an error) and
+          ``error`` (None without one).
+        - ``backends``: ``name``, ``available``, ``reason`` ("" if available) and
+          ``device_types`` (empty for all) of each.
+        - ``AMPFAST_BACKEND``: the environment variable, or None.
     """
     return {
         "schema": SCHEMA,
@@ -66,7 +66,7 @@ def collect() -> dict[str, Any]:
 
 
 def describe(facts: dict[str, Any]) -> str:
-    """Formats what :func:`collect` returned as text, one fact a line."""
+    """Formats the result of :func:`collect` as text, one fact per line."""
     versions = facts["versions"]
     extension = facts["extension"]
     built = [
@@ -128,7 +128,7 @@ def _devices() -> list[dict[str, Any]]:
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if accelerator is None:
         return devices
-    # Not every kind of accelerator describes its devices.
+    # Not every accelerator describes its devices.
     describe = getattr(torch.get_device_module(accelerator), "get_device_properties", None)
     for index in range(torch.accelerator.device_count()):
         device = torch.device(accelerator.type, index)
@@ -154,7 +154,7 @@ def _device(
     capability: str | None = None,
 ) -> dict[str, Any]:
     backend = error = None
-    # The environment may ask for a backend that does not exist or cannot run here.
+    # AMPFAST_BACKEND may name a backend that does not exist or cannot run here.
     try:
         backend = backends.default_for(device)
     except (ValueError, RuntimeError) as problem:
@@ -181,6 +181,6 @@ def _cpu_name() -> str:
 
 
 def _triton_version() -> str | None:
-    # By distribution, whose name depends on the platform: only its backend may import triton.
+    # By distribution, whose name depends on the platform; only the triton backend imports triton.
     distributions = importlib.metadata.packages_distributions().get("triton", [])
     return importlib.metadata.version(distributions[0]) if distributions else None

@@ -1,4 +1,4 @@
-"""A learning rate schedule that leaves out skipped steps and waits for none."""
+"""Learning rate schedule that leaves out skipped steps, without a host sync."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ __all__ = ["LateScheduler"]
 
 
 class LateScheduler:
-    """Advances a scheduler one iteration late, for the steps that ran; the host never waits.
+    """Learning rate scheduler that advances one iteration late, for steps that were not skipped.
 
-    Whether a step ran is known on the device only. The exact way asks, and waits for the step::
+    Only the device knows whether a step was skipped. The exact schedule waits for the answer::
 
         if not scaler.step_skipped(optimizer):
             scheduler.step()
 
-    This one sends the answer to the host and reads it when the next iteration has been queued::
+    This one copies the flag to the host and reads it once the next iteration is queued::
 
         scheduler = LateScheduler(scheduler, scaler, optimizer)
         ...
@@ -30,24 +30,23 @@ class LateScheduler:
         scaler.update()
         scheduler.step()
 
-    So the learning rate in iteration i is that of the exact way in iteration i - 1: what counts is
-    how many steps ran before that one. Nothing else decides, neither timing nor device nor whether
-    the scaler is enabled. A host that is more than one iteration ahead of the device waits until
-    the previous step is done, never for the one just queued.
+    The learning rate of iteration i is that of the exact schedule in iteration i - 1, whatever the
+    timing, the device and whether the scaler is enabled. A host more than one iteration ahead of
+    the device waits for the previous step, never for the one just queued.
 
-    Every other attribute is read from the wrapped scheduler. One that is stepped once per epoch
-    needs none of this.
+    Other attributes are those of the wrapped scheduler. A scheduler that is stepped once per epoch
+    does not need this class.
 
     Args:
-        scheduler: Anything with `step`, `state_dict` and `load_state_dict`.
+        scheduler: Scheduler with `step`, `state_dict` and `load_state_dict`.
         scaler: An `ampfast.GradScaler`.
-        optimizer: The one that `scaler.step` is called with.
+        optimizer: Optimizer that `scaler.step` is called with.
 
     Attributes:
         scheduler: The wrapped scheduler.
 
     Raises:
-        TypeError: If the scaler cannot tell what its checks found, as torch's.
+        TypeError: If the scaler has no `found_inf`, as torch's.
     """
 
     def __init__(self, scheduler: Any, scaler: Any, optimizer: Any) -> None:
@@ -63,19 +62,19 @@ class LateScheduler:
         self._outstanding: _Outstanding | None = None
 
     def step(self, *args: Any, **kwargs: Any) -> None:
-        """Advances the scheduler for the previous iteration, if its step ran.
+        """Advances the scheduler for the previous iteration, unless its step was skipped.
 
-        Call it once per iteration, after `scaler.step`; before or after `update` is the same.
+        Call it once per iteration, after `scaler.step`, before or after `update`.
 
         Args:
-            *args: What the scheduler's `step` gets for this iteration, one call later.
-            **kwargs: Likewise.
+            *args: Arguments of the scheduler's `step` for this iteration, passed one call later.
+            **kwargs: Keyword arguments, likewise.
 
         Raises:
             LookupError: If the scaler never checked the optimizer.
             RuntimeError: Under CUDA graph capture.
         """
-        refuse_capture("a schedule that the host advances", "advance it after the replay")
+        refuse_capture("a scheduler step on the host", "call it after the replay")
         found_inf = self._scaler.found_inf(self._optimizer)
         last, self._outstanding = (
             self._outstanding,
@@ -84,29 +83,29 @@ class LateScheduler:
         self._advance(last)
 
     def flush(self) -> None:
-        """Advances the scheduler for the last iteration, too, if its step ran; waits for that step.
+        """Advances the scheduler for the last iteration, unless its step was skipped; waits for it.
 
-        The schedule is then where the exact way has it. Not needed before `state_dict`.
+        The schedule is then the exact one. Not needed before `state_dict`.
         """
         last, self._outstanding = self._outstanding, None
         self._advance(last)
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the wrapped scheduler's state and what is outstanding; waits for the last step.
+        """Returns the wrapped scheduler's state and the outstanding call; waits for the last step.
 
         Returns:
-            "scheduler": what the wrapped one's `state_dict` returns; "outstanding": None, or the
-            positional and the keyword arguments of the call that is still to come.
+            "scheduler": `state_dict` of the wrapped scheduler; "outstanding": positional and
+            keyword arguments of its next `step`, or None.
         """
         last = self._outstanding
         outstanding = (last.args, last.kwargs) if last is not None and last.ran() else None
         return {"scheduler": self.scheduler.state_dict(), "outstanding": outstanding}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Goes on where `state_dict` was taken, or where a checkpoint of the wrapped scheduler was.
+        """Loads a state dict of this class or of the wrapped scheduler.
 
         Args:
-            state_dict: From this class, or from the wrapped scheduler without it.
+            state_dict: Result of `state_dict` of either.
         """
         outstanding = None
         if state_dict.keys() == {"scheduler", "outstanding"}:
@@ -122,14 +121,14 @@ class LateScheduler:
             self.scheduler.step(*last.args, **last.kwargs)
 
     def __getattr__(self, name: str) -> Any:
-        if name == "scheduler":  # not there yet: a copy is being made
+        if name == "scheduler":  # not set yet while a copy is made
             raise AttributeError(name)
         return getattr(self.scheduler, name)
 
 
 @dataclass
 class _Outstanding:
-    """A call of the scheduler's `step` that waits for its flag; without one it takes place."""
+    """Call of the scheduler's `step` that a flag decides on; without one it is made."""
 
     flag: Tensor | None
     arrival: torch.cuda.Event | None

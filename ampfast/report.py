@@ -1,4 +1,4 @@
-"""What a scaler tells about its steps: statistics, history, and pictures and logs of them."""
+"""Statistics, history and gradient health of a scaler as plots and TensorBoard scalars."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ __all__ = [
 
 @dataclass(frozen=True)
 class ScalerStats:
-    """Counts since the scaler was made. A step is an iteration, which `update()` ends.
+    """Counters since the scaler was made; a step is one iteration, ended by `update()`.
 
     Attributes:
-        steps: How many there were.
-        skipped: Those in which some optimizer's gradients were not all finite.
-        growths: Those whose update raised the scale.
-        backoffs: Those whose update lowered it.
-        consecutive_skips: How many were skipped in a row, up to the last one.
-        scale: The scale now.
-        growth_tracker: Steps without overflow since the scale last changed.
+        steps: Number of steps.
+        skipped: Number of steps in which some optimizer's gradients were not all finite.
+        growths: Number of steps after which the scale grew.
+        backoffs: Number of steps after which the scale backed off.
+        consecutive_skips: Number of skipped steps since the last one that was taken.
+        scale: Current scale.
+        growth_tracker: Number of steps without overflow since the scale last changed.
     """
 
     steps: int
@@ -51,15 +51,15 @@ class ScalerStats:
 
 @dataclass(frozen=True)
 class History:
-    """The last steps, at most 1,024, oldest first; all tensors are on the CPU and of one length.
+    """History of the last steps, at most 1,024, oldest first; CPU tensors of the same length.
 
     Attributes:
-        step: int64, the number of the step, from 0.
-        scale: float32, the scale that the step was taken with.
+        step: int64, step number, from 0.
+        scale: float32, scale of the step.
         skipped: bool, whether some optimizer's gradients were not all finite.
-        grad_norm: float32, the norm of the unscaled gradients, before they were clipped; of several
-            optimizers together, if all norms are of one type. NaN where none was taken.
-        has_norm: bool, whether one was taken.
+        grad_norm: float32, norm of the unscaled gradients before clipping, jointly of all
+            optimizers if their norms are of one type; NaN where no norm was taken.
+        has_norm: bool, whether a norm was taken.
     """
 
     step: Tensor
@@ -73,32 +73,32 @@ class History:
 
 
 class SummaryWriter(Protocol):
-    """What `log` needs of a writer; TensorBoard's `SummaryWriter` is one."""
+    """Protocol of the writer that `log` takes, such as TensorBoard's `SummaryWriter`."""
 
     def add_scalar(self, tag: str, scalar_value: float, global_step: int) -> Any:
-        """Writes one value.
+        """Writes a scalar.
 
         Args:
-            tag: Under which name.
-            scalar_value: The value.
-            global_step: Of which step it is.
+            tag: Name of the scalar.
+            scalar_value: Value of the scalar.
+            global_step: Step of the value.
 
         Returns:
-            Anything; it is not used.
+            Ignored.
         """
 
 
 def log(writer: SummaryWriter, step: int, stats: ScalerStats, prefix: str = "scaler/") -> None:
-    """Writes every figure of `stats` as a scalar.
+    """Writes every field of `stats` as a scalar.
 
     Args:
-        writer: Anything with `add_scalar(tag, value, step)`, such as TensorBoard's `SummaryWriter`.
-        step: The step under which they are written.
-        stats: What `GradScaler.stats()` returned.
-        prefix: What the tags begin with.
+        writer: Object with `add_scalar(tag, value, step)`, such as TensorBoard's `SummaryWriter`.
+        step: Global step of the scalars.
+        stats: Result of `GradScaler.stats()`.
+        prefix: Prefix of the tags.
 
     Raises:
-        TypeError: If `writer` has no `add_scalar`, or `stats` is something else.
+        TypeError: If `writer` has no `add_scalar`, or `stats` is not a `ScalerStats`.
     """
     if not callable(getattr(writer, "add_scalar", None)):
         raise TypeError(
@@ -111,26 +111,26 @@ def log(writer: SummaryWriter, step: int, stats: ScalerStats, prefix: str = "sca
 
 
 def plot(history: History, path: str | os.PathLike[str] | None = None) -> Any:
-    """Draws the scale, the skipped steps and, where they were taken, the norms.
+    """Plots the scale, the skipped steps and the gradient norms, if any were taken.
 
     Args:
-        history: What `GradScaler.history()` returned.
-        path: Where the picture is saved; its suffix decides the format. None: it is not.
+        history: Result of `GradScaler.history()`.
+        path: File to save the plot to, in the format of its suffix; None saves nothing.
 
     Returns:
         The `matplotlib.figure.Figure`.
 
     Raises:
         ImportError: If matplotlib is missing.
-        TypeError: If `history` is something else.
-        ValueError: If there was no step.
+        TypeError: If `history` is not a `History`.
+        ValueError: If `history` is empty.
     """
     if not isinstance(history, History):
         raise TypeError(
             f"history must be what scaler.history() returns, got {type(history).__name__}"
         )
     if not len(history):
-        raise ValueError("there is nothing to draw: no step was taken")
+        raise ValueError("nothing to plot: no step was taken")
     figure_module = _matplotlib("figure")
     with_norm = bool(history.has_norm.any())
     figure = figure_module.Figure(figsize=(8, 5 if with_norm else 3), layout="constrained")
@@ -178,28 +178,28 @@ def plot(history: History, path: str | os.PathLike[str] | None = None) -> Any:
 
 
 def plot_health(health: GradientHealth, path: str | os.PathLike[str] | None = None) -> Any:
-    """Draws how the gradients of each parameter fit the range of float16, as they are scaled.
+    """Plots the range of each parameter's scaled gradient against the range of float16.
 
-    A bar goes from the smallest magnitude that is not zero to the largest, as exponents of 2. The
-    range of float16's normal numbers is shaded, that of its subnormal ones lighter. What is
-    infinite or NaN is a cross at the right edge, a gradient that is all zero a circle at the left.
+    Bars span the nonzero magnitudes, as exponents of 2, over float16's normal range (shaded) and
+    subnormal range (lighter). A cross at the right edge stands for infinities or NaN, a circle at
+    the left edge for a gradient that is all zero.
 
     Args:
-        health: What `GradScaler.health()` returned.
-        path: Where the picture is saved; its suffix decides the format. None: it is not.
+        health: Result of `GradScaler.health()`.
+        path: File to save the plot to, in the format of its suffix; None saves nothing.
 
     Returns:
         The `matplotlib.figure.Figure`.
 
     Raises:
         ImportError: If matplotlib is missing.
-        TypeError: If `health` is something else.
-        ValueError: If no gradients were looked at.
+        TypeError: If `health` is not a `GradientHealth`.
+        ValueError: If no gradients were measured.
     """
     if not isinstance(health, GradientHealth):
         raise TypeError(f"health must be what scaler.health() returns, got {type(health).__name__}")
     if not health.parameters:
-        raise ValueError("there is nothing to draw: no gradients were looked at")
+        raise ValueError("nothing to plot: no gradients were measured")
     figure_module = _matplotlib("figure")
     rows = health.parameters
     bars = [_exponents(row) for row in rows]
@@ -214,7 +214,7 @@ def plot_health(health: GradientHealth, path: str | os.PathLike[str] | None = No
         fits = not (row.vanishing or row.overflowing or row.zero_share >= 0.5)
         color = "tab:blue" if fits else "tab:red" if row.overflowing else "tab:orange"
         if bar:
-            # A single magnitude is a bar as well.
+            # A single magnitude gets a bar, too.
             low, high = bar
             panel.barh(place, max(high - low, 0.3), left=low, height=0.7, color=color)
         if row.zeros == row.elements:
@@ -224,13 +224,13 @@ def plot_health(health: GradientHealth, path: str | os.PathLike[str] | None = No
             panel.plot([right - 0.5], [place], marker="x", color="tab:red", clip_on=False)
     panel.set_xlim(left, right)
     panel.set_ylim(len(rows) - 0.4, -0.6)
-    # As many names as there is room for.
+    # As many names as fit.
     step = math.ceil(len(rows) / (5 * height - 8))
     shown = range(0, len(rows), step)
     panel.set_yticks(list(shown), [_shortened(rows[place].name) for place in shown], fontsize=7)
     panel.set_xlabel("exponent of 2 of the scaled gradients (float16: shaded; subnormal: lighter)")
     panel.set_title(
-        "magnitudes by parameter: orange vanishes in part or is half zero, red overflows float16",
+        "gradient range by parameter (orange: partly vanishing or half zero, red: overflowing)",
         fontsize=9,
     )
     panel.grid(axis="x", alpha=0.3)
@@ -239,17 +239,17 @@ def plot_health(health: GradientHealth, path: str | os.PathLike[str] | None = No
     return figure
 
 
-# So that a single point is seen, too.
+# Markers, so that a single point is visible.
 _POINTS = {"marker": ".", "markersize": 4}
 
-# Exponents of float16: its smallest subnormal, its smallest normal, and what is beyond its largest.
+# Exponents of float16: smallest subnormal, smallest normal, first beyond the largest.
 _HALF_SUBNORMAL = -24
 _HALF_NORMAL = -14
 _HALF_END = 16
 
 
 def _exponents(row: ParameterHealth) -> tuple[float, float] | None:
-    """From where to where a bar goes: as far as its ends are finite."""
+    """Ends of a bar, as exponents of 2; None if there is no finite nonzero magnitude."""
     low, high = row.scaled_minimum, row.scaled_maximum
     if not low or not math.isfinite(low):
         return None
@@ -261,7 +261,7 @@ def _shortened(name: str, most: int = 48) -> str:
 
 
 def empty_history() -> History:
-    """Returns the history of no step."""
+    """Returns a history without steps."""
     none = torch.empty(0, dtype=torch.float32, device="cpu")
     return History(none.long(), none, none.bool(), none, none.bool())
 
@@ -270,4 +270,4 @@ def _matplotlib(name: str) -> ModuleType:
     try:
         return importlib.import_module(f"matplotlib.{name}")
     except ImportError as error:
-        raise ImportError("drawing needs matplotlib: pip install matplotlib") from error
+        raise ImportError("plots need matplotlib: pip install matplotlib") from error

@@ -1,4 +1,4 @@
-"""Turns on the fused implementation of torch's own optimizers, so that a step needs no sync."""
+"""Fused implementation of torch's optimizers turned on in place, for steps without a sync."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ AnyOptimizer = TypeVar("AnyOptimizer", bound=torch.optim.Optimizer)
 _KINDS = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
 _NAMES = "torch.optim.Adam, AdamW, SGD and Adagrad"
 _FUSED = {"fused": True, "foreach": False}
-# What a constructor sets besides the groups, each torch for the optimizers that it does it for.
-_MARKS = ("_step_supports_amp_scaling", "_need_device_dtype_check_for_fused")
+# Attributes that constructors set for a fused optimizer, depending on the torch version.
+_FUSED_ATTRIBUTES = ("_step_supports_amp_scaling", "_need_device_dtype_check_for_fused")
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
-# The state that kernels walk over together with the parameter.
-_READ_BESIDE = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "sum")
+# State that kernels index like the parameter.
+_ELEMENTWISE_STATE = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "sum")
 _ATTRIBUTES: dict[str, Callable[[Tensor], object]] = {
     "layout": lambda tensor: tensor.layout,
     "dtype": lambda tensor: tensor.dtype,
@@ -36,40 +36,39 @@ _ATTRIBUTES: dict[str, Callable[[Tensor], object]] = {
 def sync_free_(optimizer: AnyOptimizer) -> AnyOptimizer:
     """Turns on the fused implementation of an optimizer in place and keeps its state.
 
-    From then on a `GradScaler` hands `grad_scale` and `found_inf` to `step`, which waits for
-    nothing and skips on the device. The optimizer is as if made with `fused=True` and loaded with
-    its state: momenta and sums stay the same tensors, step counters become float32 on the device
-    of their parameter. Groups added later are fused too, and so is what `load_state_dict` loads,
-    whatever it was saved from. Calling it again changes nothing.
+    From then on a `GradScaler` passes `grad_scale` and `found_inf` to `step`, which skips on the
+    device, without a host sync. The optimizer is as if constructed with `fused=True` and loaded
+    with its state: momenta and sums stay the same tensors, step counters become float32 tensors on
+    the device of their parameter. Groups added or loaded later are fused, too, whatever optimizer
+    saved them. A second call has no effect.
 
-    What torch's fused optimizers cannot do, this one cannot either: a copy or an unpickled one is
-    stepped by a scaler as a plain one until it is given to `sync_free_` too, sparse gradients are
-    refused by `step`, and so is, by SGD with momentum, a first gradient that comes later than
-    others of its group.
+    The limits of torch's fused optimizers hold: a scaler steps a copied or unpickled one as a plain
+    optimizer until `sync_free_` is called on it, `step` refuses sparse gradients, and SGD with
+    momentum refuses a parameter whose first gradient comes later than others of its group.
 
     Source: torch.optim's constructors and `Optimizer.load_state_dict`.
 
     Args:
-        optimizer: A `torch.optim.Adam`, `AdamW`, `SGD` or `Adagrad`, not of a subclass.
+        optimizer: A `torch.optim.Adam`, `AdamW`, `SGD` or `Adagrad`; no subclass.
 
     Returns:
         The optimizer.
 
     Raises:
         TypeError: If it is of another class.
-        ValueError: If a group is differentiable, if torch's fused implementation does not take
+        ValueError: If a group is differentiable, if torch's fused implementation does not support
             the device or dtype of a parameter, if a parameter, its gradient and its state
-            differ in dtype, device or strides or leave gaps in memory, or if a hyperparameter is a
-            tensor on a device where it could not be read without a sync.
-        RuntimeError: While a CUDA graph is captured.
+            differ in dtype, device or strides or are not dense, or if a hyperparameter is a
+            tensor on a device from which it cannot be read without a sync.
+        RuntimeError: Under CUDA graph capture.
 
-    Whatever is raised, nothing was changed.
+    The optimizer is unchanged where an error is raised.
     """
     kind = type(optimizer)
     if kind not in _KINDS:
         raise TypeError(_wrong_type(optimizer))
-    refuse_capture("what sync_free_ does to step counters", "call it before")
-    # Counters that were made in inference mode could not be written outside of it.
+    refuse_capture("sync_free_, which moves step counters", "call it before")
+    # Counters made in inference mode could not be written outside of it.
     with torch.inference_mode(False), torch.no_grad():
         for index, group in enumerate(optimizer.param_groups):
             _check_group(optimizer, index, group)
@@ -80,9 +79,9 @@ def sync_free_(optimizer: AnyOptimizer) -> AnyOptimizer:
     for group in optimizer.param_groups:
         group.update(_FUSED)
     optimizer.defaults.update(_FUSED)
-    for mark in _MARKS:
-        if hasattr(example, mark):
-            setattr(optimizer, mark, getattr(example, mark))
+    for name in _FUSED_ATTRIBUTES:
+        if hasattr(example, name):
+            setattr(optimizer, name, getattr(example, name))
     if _stay_fused not in optimizer._optimizer_load_state_dict_pre_hooks.values():
         optimizer.register_load_state_dict_pre_hook(_stay_fused)
     return optimizer
@@ -96,16 +95,16 @@ def _wrong_type(optimizer: object) -> str:
     kind = type(optimizer)
     name = f"{kind.__module__}.{kind.__qualname__}"
     if isinstance(optimizer, _KINDS):
-        remedy = "what a subclass does is not known: pass fused=True where it is made"
+        remedy = "a subclass may step otherwise: pass fused=True to its constructor"
     elif isinstance(optimizer, torch.optim.Optimizer):
-        remedy = "use one of those, or keep it: GradScaler steps it with one host sync"
+        remedy = "use one of those, or keep it, which GradScaler steps with one host sync"
     else:
-        remedy = "if it wraps one of those, pass that one"
+        remedy = "if it wraps one of those, pass the wrapped optimizer"
     return f"sync_free_ takes {_NAMES}, got {name}; {remedy}"
 
 
 def _stay_fused(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-    """Loads a state dict as if a fused optimizer had saved it; torch then moves its counters."""
+    """State dict as saved by a fused optimizer, whose counters torch moves when loading."""
     saved = state_dict["param_groups"]
     for index, group in enumerate(saved):
         _refuse_differentiable(group, f"group {index} of the state dict")
@@ -124,7 +123,7 @@ def _check_group(optimizer: torch.optim.Optimizer, index: int, group: dict[str, 
     tried = set()
     for number, param in enumerate(group["params"]):
         state = optimizer.state.get(param)
-        # What never steps may be anything, such as the frozen integers of a quantised model.
+        # A parameter that is never stepped may be of any kind: integers of a quantised model.
         if not state and not param.requires_grad and param.grad is None:
             continue
         where = f"parameter {number} of group {index}"
@@ -135,8 +134,8 @@ def _check_group(optimizer: torch.optim.Optimizer, index: int, group: dict[str, 
             tried.add(like)
             _check_hyperparameters(group, index, param.device)
             _try_step(type(optimizer), group, param, where)
-        beside = {f"the {key!r}": (state or {}).get(key) for key in _READ_BESIDE}
-        _check_memory(param, {"the gradient": param.grad, **beside}, where)
+        tensors = {f"the {key!r}": (state or {}).get(key) for key in _ELEMENTWISE_STATE}
+        _check_memory(param, {"the gradient": param.grad, **tensors}, where)
 
 
 def _check_hyperparameters(group: dict[str, Any], index: int, device: torch.device) -> None:
@@ -144,7 +143,7 @@ def _check_hyperparameters(group: dict[str, Any], index: int, device: torch.devi
         for one in value if isinstance(value, tuple) else (value,):
             if not isinstance(one, Tensor) or one.device.type == "cpu":
                 continue
-            # Only the learning rate is read by the kernel.
+            # Kernels read the learning rate only.
             if key != "lr" or one.device != device:
                 raise ValueError(
                     f"{key!r} of group {index} is a tensor on {one.device}, which a step on "
@@ -155,7 +154,7 @@ def _check_hyperparameters(group: dict[str, Any], index: int, device: torch.devi
 def _try_step(
     kind: type[torch.optim.Optimizer], group: dict[str, Any], param: Tensor, where: str
 ) -> None:
-    """Steps one element like those of `param`: which kernels there are, each torch knows itself."""
+    """Steps a one-element parameter like `param`, since kernels differ between torch versions."""
     trial = torch.zeros(1, dtype=param.dtype, device=param.device)
     if hasattr(param, "device_mesh"):
         trial = replicated(trial, param.device_mesh)
@@ -164,7 +163,7 @@ def _try_step(
     options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
     optimizer.param_groups[0].update(options, **_FUSED)
     try:
-        # Without the wrappers of torch, whose hooks for all optimizers would count this step.
+        # Unwrapped, since global optimizer hooks would see this step.
         inspect.unwrap(kind.step)(optimizer)
     except (RuntimeError, TypeError, ValueError) as error:
         what = "" if type(param) in _PLAIN else f" {type(param).__name__}"
@@ -174,31 +173,31 @@ def _try_step(
         ) from error
 
 
-def _check_memory(param: Tensor, beside: dict[str, Any], where: str) -> None:
-    """Refuses what fused kernels, which walk over memory from the first element, would misread."""
+def _check_memory(param: Tensor, tensors: dict[str, Any], where: str) -> None:
+    """Refuses layouts that fused kernels, which index memory linearly, would misread."""
     if type(param) not in _PLAIN:
-        return  # it answers for itself
+        return  # a subclass defines its own layout
     if param.layout is not torch.strided:
-        raise ValueError(f"{where} is {param.layout}, and torch's fused kernels take strided ones")
-    # Strides are preserved just where elements neither overlap nor leave gaps.
+        raise ValueError(f"{where} is {param.layout}; torch's fused kernels need strided tensors")
+    # empty_like preserves strides only of dense tensors without overlap.
     if torch.empty_like(param, device="meta").stride() != param.stride():
         raise ValueError(
             f"{where} has strides {param.stride()} for shape {tuple(param.shape)}: its elements "
-            "overlap or leave gaps in memory, and torch's fused kernels would write elsewhere"
+            "overlap or leave gaps, and torch's fused kernels need dense tensors"
         )
-    for name, value in beside.items():
+    for name, value in tensors.items():
         if not isinstance(value, Tensor):
             continue
         for what, get in _ATTRIBUTES.items():
             if get(value) != get(param):
                 raise ValueError(
                     f"{name} of {where} has another {what}: {get(value)}, not {get(param)}; "
-                    "torch's fused kernels need them alike"
+                    "torch's fused kernels need the same"
                 )
 
 
 def _counters(optimizer: torch.optim.Optimizer) -> Iterator[tuple[dict[str, Any], Tensor]]:
-    """The states with a step counter, and the counter that each is to have."""
+    """States with a step counter, and the counter to put there."""
     for group in optimizer.param_groups:
         for param in group["params"]:
             state = optimizer.state.get(param, {})

@@ -1,4 +1,4 @@
-"""How gradients fit the range of float16: what the scaler tells, against plain comparisons."""
+"""Gradient health against plain comparisons, its table and its plot."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ def started(scale: float = 4.0, **arguments: Any) -> GradScaler:
 
 
 def optimizer_of(*groups: list[torch.Tensor]) -> torch.optim.Optimizer:
-    """With a parameter for each gradient; a gradient of None is missing."""
+    """An optimizer with a parameter for each gradient."""
     params = [[parameter_with(g) for g in group] for group in groups]
     return torch.optim.SGD([{"params": group} for group in params], lr=0.0)
 
 
 def check(health: GradientHealth, groups: list[list[torch.Tensor]], scale: float) -> None:
-    """Compares rows with what the scaled gradients gave."""
+    """Compares rows with the ranges of the scaled gradients."""
     expected = [
         (group, index, range_of(grad))
         for group, grads in enumerate(groups)
@@ -96,7 +96,7 @@ def test_every_way_to_step(kind: str, explicit: bool) -> None:
 @pytest.mark.parametrize("norm_type", [2.0, math.inf, 1.0])
 @pytest.mark.parametrize("in_place", [True, False])
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_clipping_notes_what_it_reads(backend: str, in_place: bool, norm_type: float) -> None:
+def test_clipping_is_tracked(backend: str, in_place: bool, norm_type: float) -> None:
     scaler = started(backend=backend)
     grads = [torch.tensor([1.0, 0.0, 2.0**-20]), torch.tensor([3.0, 2.0**-30])]
     for bad, kind in ((1.0, None), (math.inf, "inf"), (math.nan, "nan")):
@@ -171,11 +171,11 @@ def test_irregular_gradients() -> None:
         assert counts == (elements, elements - nonzero, vanishing, subnormal, over)
 
 
-def test_nothing_was_looked_at() -> None:
+def test_nothing_measured() -> None:
     health = started().health()
     assert health == GradientHealth(())
     assert str(health) == "No gradients measured so far."
-    with pytest.raises(ValueError, match="nothing to draw"):
+    with pytest.raises(ValueError, match="nothing to plot"):
         report.plot_health(health)
 
 
@@ -210,7 +210,7 @@ def test_rows_are_plain_data() -> None:
 
 
 def layers(count: int) -> GradientHealth:
-    """Layers from large to small, some of which overflow, vanish, or have no finite value."""
+    """Layers from large to small; some overflow, vanish, or have no finite value."""
     rows = []
     for i in range(count):
         middle = 14 - 36 * i / count
@@ -224,7 +224,7 @@ def layers(count: int) -> GradientHealth:
 
 
 @pytest.mark.parametrize("count", [1, 3, 30, 200])
-def test_picture(count: int, tmp_path: Any) -> None:
+def test_plot(count: int, tmp_path: Any) -> None:
     pytest.importorskip("matplotlib", reason="matplotlib is not installed")
     path = tmp_path / "health.png"
     figure = report.plot_health(layers(count), path)
@@ -240,7 +240,7 @@ def test_picture(count: int, tmp_path: Any) -> None:
     assert marks == (["x", "o"] if count > 2 else []), "not finite, all zero"
 
 
-def test_picture_without_matplotlib(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plot_without_matplotlib(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(ImportError, match="pip install matplotlib"):
         report.plot_health(layers(3))

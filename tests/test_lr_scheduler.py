@@ -280,6 +280,6 @@ def test_is_refused_under_capture(monkeypatch: pytest.MonkeyPatch) -> None:
     scheduler.step()
     with monkeypatch.context() as patch:
         patch.setattr(errors, "is_capturing", lambda: True)
-        with pytest.raises(RuntimeError, match="advance it after the replay"):
+        with pytest.raises(RuntimeError, match="call it after the replay"):
             scheduler.step()
     assert scheduler.last_epoch == 0

@@ -1,4 +1,4 @@
-"""Which parameters were not finite: marks, names, and the report on them."""
+"""Overflows of parameters: marks, names, and the report on them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ BACKENDS = ("cpu", "aten")
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_nothing_was_ever_skipped(backend: str) -> None:
+def test_no_overflow(backend: str) -> None:
     scaler = started(backend=backend)
     assert scaler.overflow_report() == OverflowReport(None, (), ())
     params = parameters(1.0, 2.0)
@@ -47,7 +47,7 @@ def test_gradients_without_elements(backend: str) -> None:
     assert [p.index for p in scaler.overflow_report().totals] == [1]
 
 
-def test_a_subclass_is_not_looked_into() -> None:
+def test_a_subclass_is_not_tracked() -> None:
     scaler, params = started(), parameters(math.inf)
     pair = TwoTensor(torch.tensor([math.inf]), torch.tensor([math.inf]))
     params.append(torch.nn.Parameter(pair))
@@ -100,7 +100,7 @@ def test_names_kinds_and_counts(backend: str, fused: bool) -> None:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_what_counts_is_the_value_that_is_used(backend: str) -> None:
+def test_the_used_value_counts(backend: str) -> None:
     # Divided by 2^-120, a large value overflows, as found_inf says.
     scaler = GradScaler("cpu", init_scale=2.0**-120, track="overflow", backend=backend)
     scaler.scale(torch.ones(()))
@@ -250,7 +250,7 @@ def test_overridden_hooks(fused: bool) -> None:
 
 
 class Bare:
-    """An "optimizer" that nothing refers to weakly, with fresh groups at every access."""
+    """An "optimizer" that cannot be weakly referenced, with fresh groups at every access."""
 
     __slots__ = ("params",)
 
@@ -275,9 +275,9 @@ def test_any_object_as_optimizer() -> None:
         assert [p.infinities for p in scaler.overflow_report().totals] == [expected]
 
 
-def test_what_nothing_refers_to_weakly_is_let_go_of() -> None:
+def test_optimizers_without_weak_references_are_released() -> None:
     class Parameters(list[Any]):
-        """A list whose end can be seen."""
+        """A list that can be weakly referenced."""
 
     scaler = started()
     params = Parameters(parameters(1.0))
@@ -300,7 +300,7 @@ def test_parameters_that_are_added_and_removed() -> None:
     scaler.update()
     params += parameters(math.nan)
     set_values(params[:2], 1.0, math.inf)
-    report = scaler.overflow_report()  # before the new one was ever looked at
+    report = scaler.overflow_report()  # before a pass over the new one
     assert [p.index for p in report.totals] == [0]
     scaler.step(optimizer)
     scaler.update()

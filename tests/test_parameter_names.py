@@ -1,4 +1,4 @@
-"""The names under which reports list parameters."""
+"""Names of parameters in reports."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Logs and pictures of what a scaler tells."""
+"""Logs and plots of statistics and history."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_log() -> None:
     assert writer.written[0] == ("amp/steps", 10, 8)
 
 
-def test_log_of_what_it_does_not_know() -> None:
+def test_log_of_other_types() -> None:
     with pytest.raises(TypeError, match="writer must have add_scalar"):
         report.log(object(), 1, STATS)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"what scaler\.stats\(\) returns, got GradScaler"):
@@ -81,12 +81,12 @@ def test_plot(tmp_path, norms: bool) -> None:
         assert lost.get_xdata().tolist() == [108]
 
 
-def test_plot_of_nothing() -> None:
+def test_plot_of_an_empty_history() -> None:
     with pytest.raises(ValueError, match="no step was taken"):
         report.plot(GradScaler("cpu").history())
 
 
-def test_plot_of_what_it_does_not_know() -> None:
+def test_plot_of_other_types() -> None:
     with pytest.raises(TypeError, match=r"what scaler\.history\(\) returns, got ScalerStats"):
         report.plot(STATS)  # type: ignore[arg-type]
 

@@ -1,4 +1,4 @@
-"""What every backend's kernels must note of each parameter, over lists of gradients."""
+"""Tracking parity of every backend's kernels, over lists of gradients."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def wide(grads: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 def check_passes(
     kernels: Any, make: Sequence[torch.Tensor], device: torch.device, *, norms: bool = True
 ) -> None:
-    """Compares marks and health of every kind of pass, and that its result is as without them."""
+    """Compares marks and health of every kind of pass, and its result with that without them."""
     count = len(make)
     inverse, divisor = 1.5, 0.75
 
@@ -83,7 +83,7 @@ def check_random_lists(
 
 
 def check_times(kernels: Any, device: torch.device) -> None:
-    """A step is counted once, however often it is looked at, and the last kind is kept apart."""
+    """A step counts once in however many passes, and the kind of the last one is kept."""
     track = track_for(2, device=device)
     good, bad = torch.ones(70_000, device=device), torch.ones(70_000, device=device)
     for step, value in ((0, torch.inf), (1, 1.0), (2, torch.nan), (5, -torch.inf), (6, 1.0)):

@@ -1,4 +1,4 @@
-"""What a pass must note of each parameter, by plain comparisons in float64."""
+"""Reference for per-parameter tracking: marks and ranges by plain comparisons in float64."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ NEVER = [0, 0, 0, 0]
 def track_for(
     parameters: int, *, health: bool = False, step: int = 0, device: str | torch.device = "cpu"
 ) -> Track:
-    """Empty rows between rows of other values, which no pass may touch."""
+    """Empty tables, between rows that no pass may write."""
     marks = torch.full((parameters + 2, MARK_WORDS), -7, dtype=torch.int64, device=device)
     ranges = torch.full((parameters + 2, HEALTH_WORDS), -7, dtype=torch.int64, device=device)
     marks[1:-1] = 0
@@ -28,16 +28,16 @@ def assert_surroundings_kept(track: Track) -> None:
     for rows in (track.marks, track.health):
         if rows is not None:
             whole = rows.new_empty(0).set_(rows.untyped_storage()).view(-1, rows.shape[1])
-            assert (whole[[0, -1]] == -7).all(), "wrote beside the rows of the parameters"
+            assert (whole[[0, -1]] == -7).all(), "wrote outside the table"
 
 
 def marked(track: Track) -> list[bool]:
-    """Which parameters were ever not finite."""
+    """Whether each parameter ever overflowed."""
     return [row[0] != 0 for row in track.marks.tolist()]
 
 
 def marks_of(used: Sequence[torch.Tensor], step: int = 0) -> list[list[int]]:
-    """The marks of one step on values as the optimizer uses them."""
+    """Marks after one step, from the values that the optimizer uses."""
     rows = []
     for values in used:
         bad, nan = bool((~values.isfinite()).any()), bool(values.isnan().any())
@@ -63,14 +63,14 @@ def range_of(values: torch.Tensor) -> list[float]:
 
 
 def read_range(row: torch.Tensor) -> list[float]:
-    """The same from a row as the kernels write it."""
+    """The same numbers from a row of a kernel."""
     *counts, largest, smallest = row.tolist()
     bits = torch.tensor([largest, 2**63 - 1 - smallest if smallest else 0])
     return [*map(float, counts), *bits.view(torch.float64).tolist()]
 
 
 def assert_ranges(track: Track, grads: Sequence[torch.Tensor]) -> None:
-    """Compares the rows with what the values of `grads` give, exactly."""
+    """Compares the rows with the ranges of `grads`, exactly."""
     assert track.health is not None
     for i, (row, grad) in enumerate(zip(track.health.cpu(), grads, strict=True)):
         expected = range_of(grad.cpu()) if grad.numel() else [0.0] * HEALTH_WORDS
@@ -78,7 +78,7 @@ def assert_ranges(track: Track, grads: Sequence[torch.Tensor]) -> None:
 
 
 def edges_of_half(dtype: torch.dtype) -> torch.Tensor:
-    """Values around what bounds float16's range, and their neighbours, of both signs."""
+    """Bounds of float16's range and their neighbours, of both signs."""
     infinity = torch.tensor(torch.inf, dtype=dtype)
     found = [torch.tensor([0.0, torch.inf, torch.nan], dtype=dtype)]
     for bound in (0.0, 2.0**-25, 2.0**-24, 2.0**-14, 1.0, 65504.0, 65520.0, 65536.0):

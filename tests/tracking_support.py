@@ -1,4 +1,4 @@
-"""Scalers that note what they see of parameters, and parameters to look at."""
+"""Scalers with tracking, and parameters for them."""
 
 from __future__ import annotations
 
