@@ -184,7 +184,7 @@ class ScaleKeeper(TorchGradScaler):
     def _factors(self) -> cpu.UpdateFactors:
         interval: Any = self._growth_interval
         # As torch's op takes it: an integer of numpy's counts as one, a bool does not.
-        if isinstance(interval, Integral) and not isinstance(interval, bool):
+        if not isinstance(interval, bool) and isinstance(interval, Integral):
             interval = int(interval)
         return cpu.UpdateFactors(self._growth_factor, self._backoff_factor, interval)
 
