@@ -132,7 +132,8 @@ def test_no_step_before_the_ranks_agree(path: str) -> None:
 @pytest.mark.parametrize("path", DIVIDING)
 def test_the_other_optimizer_does_not_update_alone(path: str) -> None:
     kind, call = DIVIDING[path]
-    scaler, _, _ = failed(call, kind)
+    scaler, first, _ = failed(call, kind)
+    assert id(first) in scaler._per_optimizer_states
     other = KINDS["plain"]([parameter_with(torch.full((3,), math.inf))])
     scaler.step(other)
     with pytest.raises(RuntimeError, match="is not known"):
