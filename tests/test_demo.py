@@ -2,6 +2,7 @@
 
 import re
 import sys
+import weakref
 from collections.abc import Iterator
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
@@ -103,14 +104,12 @@ def test_columns_are_aligned(finished: Finished) -> None:
 
 
 def test_picture_shows_every_run_in_both_panels(finished: Finished) -> None:
-    from ampfast import demo_picture
-
     pixels = image.imread(finished.picture)[..., :3]
     height, width, _ = pixels.shape
     assert height > 800
     assert width > 800
     for panel in (pixels[: height // 2], pixels[height // 2 :]):
-        for line, _ in demo_picture.STYLES:
+        for line, _ in demo.STYLES:
             color = torch.tensor(colors.to_rgb(line["color"]))
             distance = (torch.tensor(panel) - color).abs().amax(-1)
             assert (distance < 0.02).sum() > 100, line["color"]
@@ -279,6 +278,34 @@ def test_scaler_time_has_all_of_the_scaler_and_nothing_else(
     assert slow.scaler_us() == 60_000
     assert quick.scaler_us() == 0
     assert slow.skipped == quick.skipped == [False] * 3
+
+
+def test_the_graph_is_freed_before_the_calls_that_are_timed() -> None:
+    graphs: list[weakref.ref] = []
+    alive: list[bool] = []
+
+    class Watching(torch.amp.GradScaler):
+        def scale(self, outputs):
+            scaled = super().scale(outputs)
+            graphs.extend(map(weakref.ref, (outputs, scaled)))
+            return scaled
+
+        def step(self, optimizer, *args, **kwargs):
+            alive.extend(graph() is not None for graph in graphs)
+            return super().step(optimizer, *args, **kwargs)
+
+    model = torch.nn.Linear(4, 2)
+    watched = demo.Run("watched", model, Watching("cpu"), torch.device("cpu"))
+    watched.train_step(torch.zeros(3, 4), torch.zeros(3, dtype=torch.int64))
+    assert alive == [False, False]
+
+
+def test_torch_adds_nothing_to_the_step_that_is_timed() -> None:
+    optimizer = demo.TimedAdamW([torch.zeros(1, requires_grad=True)])
+    # torch's profiler hooks would wrap the class's function.
+    assert not hasattr(demo.TimedAdamW.step, "__wrapped__")
+    optimizer.step()
+    assert len(optimizer.steps_ns) == 1
 
 
 @pytest.mark.usefixtures("no_training")

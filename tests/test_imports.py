@@ -51,7 +51,7 @@ IMPORTS = {name: imports(path) for name, path in FILES.items()}
 # From the top down; a module imports from its own layer and from those below. A name that ends in a
 # dot stands for all that begins with it.
 LAYERS = (
-    ("__main__", "demo", "demo_picture", "info"),
+    ("__main__", "demo", "info"),
     ("",),
     ("patching", "patching."),
     ("functional", "grad_scaler", "lr_scheduler", "fsdp", "sync_free"),
