@@ -25,6 +25,7 @@ from . import (
     outputs,
     plot,
     ranks,
+    real_loops,
     report,
     steps,
     terminal,
@@ -44,7 +45,7 @@ from .terminal import Terminal
 
 # In the order of a run, so that what tells most is there when the time is up.
 SUBJECTS = (
-    *("host", "mlp", "training", "growth"),
+    *("loops", "host", "mlp", "training", "growth"),
     *("kernels", "steps", "clip", "tracking", "memory", "ranks"),
 )
 INTERRUPTED = 130
@@ -80,7 +81,7 @@ def _bench(arguments: Sequence[str]) -> int:
         "--cases",
         type=_names_among(tuple(CASES)),
         metavar="LISTS",
-        help=f"gradient lists, but of host and memory, comma-separated: {','.join(CASES)}",
+        help=f"gradient lists, but of loops, host and memory, comma-separated: {','.join(CASES)}",
     )
     dtypes = {dtype_name(dtype): dtype for dtype in kernels.DTYPES}
     parser.add_argument(
@@ -205,6 +206,8 @@ def _jobs(
         ]
 
     jobs_of: dict[str, Callable[[], list[Job]]] = {
+        # On a GPU, "training" has them.
+        "loops": lambda: [] if on_gpu else real_loops.jobs(effort),
         "host": lambda: host_time.jobs(effort, device, queue),
         "kernels": lambda: for_each_list(kernels.measure),
         "steps": lambda: for_each_list(steps.measure),

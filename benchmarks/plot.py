@@ -60,23 +60,22 @@ def shown(provider: str) -> str:
     return names.get(provider, f"ampfast, {provider}")
 
 
-def _host(results: Results) -> Iterator[Picture]:
-    """Host time by number of parameters, of the calls that torch has too."""
-    rows = [row for row in results.rows if row.subject == "host" and row.host_us_p50]
-    paths = {row.path for row in rows if row.provider == "torch"}
-    groups = _groups(
-        [row for row in rows if row.path in paths],
-        lambda row: f"{row.case.partition('x')[0]} parameters, {row.path}",
-        lambda row: row.host_us_p50,
-        lambda row: f"{row.host_us_p50:,.1f}{_faster(row)}",
-    )
-    if groups:
-        yield _bars(
-            "host",
-            "Host time of the scaler's calls",
-            "microseconds (lower is better)",
-            groups,
+def _host_time(subject: str, title: str, name: Callable[[Row], str]) -> Maker:
+    """Host time of what torch has, too."""
+
+    def make(results: Results) -> Iterator[Picture]:
+        rows = [row for row in results.rows if row.subject == subject and row.host_us_p50]
+        paths = {row.path for row in rows if row.provider == "torch"}
+        groups = _groups(
+            [row for row in rows if row.path in paths],
+            name,
+            lambda row: row.host_us_p50,
+            lambda row: f"{row.host_us_p50:,.1f}{_faster(row)}",
         )
+        if groups:
+            yield _bars(subject, title, "microseconds (lower is better)", groups)
+
+    return make
 
 
 def _kernels(results: Results) -> Iterator[Picture]:
@@ -232,10 +231,19 @@ def _faster(row: Row) -> str:
 
 
 MAKERS: dict[str, Maker] = {
+    "loops": _host_time(
+        "loops",
+        "Scaler's own time in training loops",
+        lambda row: f"{row.case}, {row.tensors} parameters, {row.path}",
+    ),
     "mlp": _over_none("mlp", "A perceptron's epochs", "autocast without a scaler"),
     "training": _over_none("training", "Whole training steps", "the step without a scaler"),
     "growth": _growth,
-    "host": _host,
+    "host": _host_time(
+        "host",
+        "Host time of the scaler's calls, warm",
+        lambda row: f"{row.case.partition('x')[0]} parameters, {row.path}",
+    ),
     "kernels": _kernels,
     "steps": _speedups("steps", "Whole steps of the scaler"),
     "clip": _speedups("clip", "Unscaling and clipping"),

@@ -95,13 +95,13 @@ class Page:
         return f"![{picture.title}]({place}{plot.ENDING})"
 
 
-README = Page(PurePosixPath("README.md"), readme_short.short, ("host", "training"))
+README = Page(PurePosixPath("README.md"), readme_short.short, ("loops", "training"))
 WHOLE = Page(
     PurePosixPath("docs/benchmarks.md"),
     readme_tables.whole,
     (
-        *("mlp", "training", "growth-tensors", "growth-elements"),
-        *("host", "unscale-float32", "clip-float32", "ranks-float32"),
+        *("loops", "host", "mlp", "training", "growth-tensors", "growth-elements"),
+        *("unscale-float32", "clip-float32", "ranks-float32"),
     ),
 )
 PAGES = (README, WHOLE)

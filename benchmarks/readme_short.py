@@ -1,4 +1,4 @@
-"""The README's table: what tells most of a run, one line each."""
+"""The README's tables: training loops, then one line for each of the other main figures."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from . import goals
-from .readme_tables import figure, of, table
+from .readme_tables import figure, loops, of, table
 from .results import Results, Row
 
 # Many small tensors, and real models.
@@ -27,7 +27,7 @@ class Told:
 
 TOLD = (
     Told(
-        *("host", "unscale_ + update", "`unscale_` and `update`, {} elements; host, us"),
+        *("host", "unscale_ + update", "`unscale_` and `update`, {} elements, warm; us"),
         *(lambda row: row.host_us_p50, ".1f"),
     ),
     Told(
@@ -47,7 +47,7 @@ TOLD = (
 
 
 def short(results: Results) -> dict[str, str]:
-    """One table of what tells most; a line for each of its calls that was measured."""
+    """The tables by subject, with a line for each call that was measured."""
     lines = [
         (
             told.what.format(row.case.replace("x", " parameters of ", 1), row.list_name)
@@ -75,7 +75,23 @@ def short(results: Results) -> dict[str, str]:
             if alone := [ours[place] for place in ours.keys() - both]:
                 more = f"{len(alone)} more that clip by the scaler{backend}"
                 lines.append((more, "-", _range(alone), "-"))
-    return {"": table(("time of", "torch", "ampfast", "faster"), lines)}
+    return {
+        "loops": "\n\n".join(filter(None, (loops(results, by_part=False), _of_a_step(results)))),
+        "": table(("time of", "torch", "ampfast", "faster"), lines),
+    }
+
+
+def _of_a_step(results: Results) -> str:
+    """When the scaler does not matter, by its largest and smallest share of a step."""
+    rows = [row for row in of("loops", results.rows) if row.provider == "torch" and row.share]
+    if not rows:
+        return ""
+    most, least = (choose(rows, key=lambda row: row.share or 0) for choose in (max, min))
+    return (
+        "Where steps are long, as with few large tensors, the scaler does not matter: torch's "
+        f"takes {most.share:.1%} of a step of {most.case} with {most.tensors} parameters, but "
+        f"{least.share:.2%} of one of {least.case}."
+    )
 
 
 def _range(rows: Iterable[Row]) -> str:

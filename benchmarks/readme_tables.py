@@ -66,6 +66,48 @@ def _growth(results: Results) -> str:
     return table(header, lines) if rows else ""
 
 
+def loops(results: Results, by_part: bool = True) -> str:
+    """One line for each net and optimizer; nothing if they were not measured."""
+    rows = of("loops", results.rows)
+    if not rows:
+        return ""
+    theirs = {(row.case, row.path): row for row in rows if row.provider == "torch"}
+    lines = []
+    for row in rows:
+        if row.provider == "torch":
+            continue
+        both = (theirs.get((row.case, row.path)), row)
+        lines.append(
+            (
+                *(row.case, figure(row, lambda row: row.tensors, ",d"), row.path),
+                *(figure(each, lambda row: row.host_us_p50, ".0f") for each in both),
+                figure(row, lambda row: row.vs_torch, ".2f", "x"),
+                *(
+                    " + ".join(
+                        figure(each, read, ".0f")
+                        for read in (
+                            lambda row: row.scale_us,
+                            lambda row: row.step_us,
+                            lambda row: row.update_us,
+                        )
+                    )
+                    for each in both
+                    if by_part
+                ),
+                *(
+                    figure(each, lambda row: row.share and 100 * row.share, ".2f", "%")
+                    for each in both
+                ),
+            )
+        )
+    header = (
+        *("training loop", "parameters", "optimizer", "torch's scaler, us", "ampfast's", "faster"),
+        *(("torch, scale + step + update", "ampfast") if by_part else ()),
+        *("torch, of a step", "ampfast"),
+    )
+    return table(header, lines)
+
+
 def _host(results: Results) -> str:
     """One line for each path of ours, beside the torch calls that it replaces."""
     lines = []
@@ -83,7 +125,7 @@ def _host(results: Results) -> str:
                 figure(row, lambda row: row.vs_torch, ".1f", "x"),
             )
         )
-    header = ("parameters of elements", "host time of", "torch, us", "ampfast, us", "faster")
+    header = ("parameters of elements", "warm host time of", "torch, us", "ampfast, us", "faster")
     return table(header, lines)
 
 
@@ -304,6 +346,7 @@ def table(header: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
 
 
 MAKERS: dict[str, Callable[[Results], str]] = {
+    "loops": loops,
     "host": _host,
     "training": _against_none("training"),
     "mlp": _against_none("mlp"),

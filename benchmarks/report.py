@@ -114,6 +114,20 @@ def any_table(title: str, rows: Sequence[Row]) -> Table:
     return table
 
 
+def loop_table(title: str, rows: Sequence[Row]) -> Table:
+    columns = ("parameters", "us p20", "p50", "p80", "x torch")
+    parts = ("scale, us", "step", "update", "% of the loop")
+    table = Table(title, ("net", "optimizer", "provider"), columns + parts)
+    for row in rows:
+        table.add(
+            *(row.case, row.path, row.provider, _fixed(row.tensors, 0)),
+            *map(number, (row.host_us_p20, row.host_us_p50, row.host_us_p80, row.vs_torch)),
+            *map(number, (row.scale_us, row.step_us, row.update_us)),
+            number(row.share, 100),
+        )
+    return table
+
+
 def host_table(title: str, rows: Sequence[Row]) -> Table:
     table = Table(title, ("parameters", "path", "provider"), ("us p20", "p50", "p80", "x torch"))
     for row in rows:
@@ -298,6 +312,15 @@ ANY_NUMBERS: tuple[Column, ...] = (
 
 PARTS = (
     Part(
+        "loops",
+        "Scaler's own time in training loops",
+        "scale, step less the optimizer's own time, and update, in microseconds an iteration; "
+        "forward and backward cool the caches before each. The graph is freed before the calls "
+        "that are timed. The last column is the scaler's part of the iteration. Autocast is to "
+        "bfloat16.",
+        loop_table,
+    ),
+    Part(
         "mlp",
         "A perceptron in mixed precision, epochs",
         "Forward, backward and optimizer; the epochs of all modes take turns, and all begin with "
@@ -320,7 +343,7 @@ PARTS = (
     ),
     Part(
         "host",
-        "Host time of the scaler, whole calls",
+        "Host time of the scaler, warm calls",
         "Parameters of four elements, so that only the overhead is left: the wall time until the "
         "call returns, in microseconds. What torch has no call for is compared with the calls that "
         "it replaces.",

@@ -64,7 +64,9 @@ class Row:
     those of the slowest rank of each round, and `collectives` is how many a call took.
     `over_none` is the time over that of the same training without a scaler, the median over rounds
     in which both ran. The gradients are `tensors` tensors of `elements` elements in all. `ns_each`
-    is a slope: nanoseconds for one tensor or one element more.
+    is a slope: nanoseconds for one tensor or one element more. In a training loop `host_us_*` is
+    the scaler's own time in an iteration, `scale_us`, `step_us` and `update_us` its parts, and
+    `share` what it is of the iteration.
     """
 
     subject: str
@@ -99,6 +101,10 @@ class Row:
     tensors: int | None = None
     elements: int | None = None
     ns_each: float | None = None
+    scale_us: float | None = None
+    step_us: float | None = None
+    update_us: float | None = None
+    share: float | None = None
 
     @property
     def list_name(self) -> str:

@@ -37,7 +37,7 @@ CLIP_TOLERANCE = 1e-3
 # A step is long, so there are few in a sample and more time for all of them: most on a CPU, where
 # the time of the same step varies by a third.
 STEPS_IN_TURN = 3
-LONGER = {"cpu": 6.0, "cuda": 2.0}
+LONGER = {"cpu": 5.0, "cuda": 2.0}
 # Parameter, gradient and two values of an optimizer, in float32.
 BYTES_PER_ELEMENT = 16
 

@@ -135,3 +135,27 @@ def training_results(**changes):
                 )
             )
     return cpu_results(**{"rows": rows, "goals": [], **changes})
+
+
+def loop_results(**changes):
+    """Training loops, and the usual rows."""
+    rows = [
+        Row(
+            *("loops", case, "bfloat16", "AdamW", provider),
+            host_us_p20=0.95 * microseconds,
+            host_us_p50=microseconds,
+            host_us_p80=1.1 * microseconds,
+            vs_torch=None if provider == "torch" else 2.5,
+            scale_us=parts[0],
+            step_us=parts[1],
+            update_us=parts[2],
+            share=share * microseconds / 100,
+            tensors=tensors,
+        )
+        for case, tensors, share in (("conv net", 10, 0.025), ("MLP 3x512, batch 4096", 6, 0.001))
+        for provider, microseconds, parts in (
+            ("torch", 100.0, (10.0, 80.0, 10.0)),
+            ("cpu", 40.0, (5.0, 30.0, 5.0)),
+        )
+    ]
+    return cpu_results(**{"rows": [*rows, *cpu_results().rows], **changes})

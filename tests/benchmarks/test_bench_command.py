@@ -213,7 +213,7 @@ def test_a_run_that_is_told_to_end_writes_what_it_has(tmp_path):
     [
         (
             ["--only", "host,gpu"],
-            "'gpu' is not among host, mlp, training, growth, kernels, steps",
+            "'gpu' is not among loops, host, mlp, training, growth, kernels, steps",
         ),
         (["--cases", "1000x2k"], "'1000x2k' is not among"),
         (["--dtypes", "float8"], "'float8' is not among"),

@@ -6,7 +6,7 @@ import dataclasses
 import re
 
 import pytest
-from sample_results import cpu_results, gpu_results, training_results
+from sample_results import cpu_results, gpu_results, loop_results, training_results
 
 from benchmarks import machine, readme
 from benchmarks.results import Row
@@ -79,25 +79,28 @@ def test_nothing_is_written_for_a_file_that_is_no_result(pages):
 
 
 def test_the_pictures_of_the_pages_are_written_and_earlier_ones_go_away(pages):
-    files = [_file(pages / "a.json", cpu_results()), _file(pages / "b.json", training_results())]
+    files = [_file(pages / "a.json", loop_results()), _file(pages / "b.json", training_results())]
     readme.write(pages, *files)
     names = {path.name for path in (pages / readme.PICTURES).iterdir()}
     assert names == {
-        *("a-host.svg", "b-mlp.svg", "b-training.svg"),
+        *("a-loops.svg", "a-host.svg", "b-mlp.svg", "b-training.svg"),
         *("b-growth-tensors.svg", "b-growth-elements.svg"),
     }
     short, whole = (page.section_in(pages) for page in readme.PAGES)
     assert sorted(re.findall(r"!\[.+\]\(measured/(.+)\)", whole)) == sorted(names)
-    assert re.findall(r"!\[.+\]\(docs/measured/(.+)\)", short) == ["a-host.svg", "b-training.svg"]
+    assert re.findall(r"!\[.+\]\(docs/measured/(.+)\)", short) == [
+        *("a-loops.svg", "b-training.svg")
+    ]
     readme.write(pages, files[0])
-    assert [path.name for path in (pages / readme.PICTURES).iterdir()] == ["a-host.svg"]
+    names = {path.name for path in (pages / readme.PICTURES).iterdir()}
+    assert names == {"a-loops.svg", "a-host.svg"}
 
 
 def test_the_short_table_has_the_calls_that_were_measured(tmp_path):
     path = _file(tmp_path / "run.json", cpu_results())
     section = readme.README.section(path)
     assert (
-        "| `unscale_` and `update`, 10 parameters of 4 elements; host, us | 20.0 | 5.0 | 4.10x |"
+        "| `unscale_` and `update`, 10 parameters of 4 elements, warm; us | 20.0 | 5.0 | 4.10x |"
         in section
     )
     assert "clipping" not in section

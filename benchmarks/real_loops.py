@@ -1,0 +1,221 @@
+"""The scaler's own time in training loops: `scale`, `step` less the optimizer's, and `update`."""
+
+from __future__ import annotations
+
+import functools
+import math
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from ampfast import backends, demo
+
+from . import goals
+from .cases import GradCase
+from .harness import Contender, Effort, Job, Measured, Samples, assert_same, interleave
+from .models import Net
+from .results import Row
+from .rows import dtype_name
+from .steps import make_scaler
+from .training import Lesson, scaler_state
+
+DTYPE = torch.bfloat16
+SCALE = 2.0**16
+# Warm up, too; one of them finds an infinity, which halves the scale.
+PARITY_STEPS = 5
+BAD_STEP = 2
+
+ADAMW = "AdamW"
+FUSED_ADAMW = "fused AdamW"
+OPTIMIZERS = {ADAMW: {"foreach": False}, FUSED_ADAMW: {"fused": True}}
+
+
+class Classifier(nn.Module):
+    """The conv net of the demo, and its loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = demo.network()
+
+    def forward(self, images: Tensor, classes: Tensor) -> Tensor:
+        return functional.cross_entropy(self.net(images), classes)
+
+
+class Perceptron(nn.Module):
+    """Linear layers and the squared error; residual, or gradients would vanish in 500 layers."""
+
+    def __init__(self, layers: int, width: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(layers))
+
+    def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        for layer in self.layers:
+            inputs = torch.add(inputs, functional.relu(layer(inputs)), alpha=1 / len(self.layers))
+        return functional.mse_loss(inputs, targets)
+
+
+def _net(
+    name: str, build: Callable[[], nn.Module], inputs: Callable[[], tuple[Tensor, ...]]
+) -> Net:
+    return Net(name, build, inputs, demo.TimedAdamW, {"lr": 1e-4})
+
+
+def perceptron(layers: int, width: int, batch: int) -> Net:
+    """A net of two parameters a layer."""
+    return _net(
+        f"MLP {layers}x{width}, batch {batch}",
+        functools.partial(Perceptron, layers, width),
+        lambda: (torch.randn(batch, width), torch.randn(batch, width)),
+    )
+
+
+# With the most that ampfast's scaler may take of torch's time, by optimizer.
+GOALS: tuple[tuple[Net, dict[str, float]], ...] = (
+    (
+        _net("conv net", Classifier, lambda: (torch.rand(64, 1, 8, 8), torch.randint(10, (64,)))),
+        {ADAMW: 0.40, FUSED_ADAMW: 0.35},
+    ),
+    (perceptron(31, 32, 64), {ADAMW: 0.50, FUSED_ADAMW: 0.40}),
+    (perceptron(74, 32, 64), {ADAMW: 0.45, FUSED_ADAMW: 0.40}),
+    (perceptron(500, 32, 64), {}),
+    (perceptron(3, 512, 128), {ADAMW: 0.60, FUSED_ADAMW: 0.60}),
+    # Steps so long that the scaler hardly matters.
+    (perceptron(3, 512, 4096), {}),
+)
+
+
+@dataclass(frozen=True)
+class Step:
+    """Nanoseconds of one iteration: the scaler's by part, and all of it."""
+
+    scale: int
+    step: int
+    update: int
+    whole: int
+
+    @property
+    def scaler(self) -> int:
+        return self.scale + self.step + self.update
+
+
+class Loop:
+    """One contender: a training loop whose net, optimizer and scaler are its own."""
+
+    def __init__(self, net: Net, optimizer: str, provider: str) -> None:
+        self.contender = Contender(optimizer, provider, lambda call: self.step())
+        device = torch.device("cpu")
+        self._lesson = Lesson(*net.made(device), DTYPE)
+        self._parameters = list(self._lesson.module.parameters())
+        self._optimizer = demo.TimedAdamW(self._parameters, **net.options, **OPTIMIZERS[optimizer])
+        self._scaler = make_scaler(provider, device, SCALE)
+        self.steps: list[Step] = []
+
+    def step(self, bad: bool = False) -> Step:
+        """One iteration; with a gradient that is infinite if `bad`."""
+        now = time.perf_counter_ns
+        lesson, scaler, optimizer = self._lesson, self._scaler, self._optimizer
+        optimizer.steps_ns.clear()
+        begun = now()
+        optimizer.zero_grad()
+        loss = lesson.loss()
+        start = now()
+        scaled = scaler.scale(loss)
+        scale = now() - start
+        scaled.backward()
+        # Else the scaler's time would have that of freeing the last of the graph.
+        del loss, scaled
+        if bad:
+            gradient = self._parameters[0].grad
+            assert gradient is not None
+            gradient.view(-1)[-1] = math.inf
+        start = now()
+        scaler.step(optimizer)
+        middle = now()
+        scaler.update()
+        end = now()
+        own = sum(optimizer.steps_ns)
+        return Step(scale, middle - start - own, end - middle, end - begun)
+
+    def timed(self) -> float:
+        """Seconds that the scaler takes in one iteration, which is kept."""
+        self.steps.append(self.step())
+        return self.steps[-1].scaler / 1e9
+
+    def state(self) -> list[Tensor]:
+        return [*scaler_state(self._scaler), *self._parameters]
+
+
+def jobs(effort: Effort) -> list[Job]:
+    """One job for each net and optimizer."""
+    return [
+        Job(f"{net.name}, {optimizer}", functools.partial(measure, net, optimizer, effort, limits))
+        for net, limits in GOALS
+        for optimizer in OPTIMIZERS
+    ]
+
+
+def measure(net: Net, optimizer: str, effort: Effort, limits: dict[str, float]) -> Measured:
+    """Trains with torch's scaler and with ampfast's, step by step in turn.
+
+    Raises:
+        AssertionError: If scale, growth tracker or parameters are not torch's, before or after it
+            was timed, or a step was skipped while timed.
+    """
+    ours = backends.default_for(torch.device("cpu"))
+    loops = [Loop(net, optimizer, provider) for provider in ("torch", ours)]
+    what = f"{net.name}, {optimizer}"
+    for number in range(PARITY_STEPS):
+        for loop in loops:
+            loop.step(number == BAD_STEP)
+        assert_same(loops[1].state(), loops[0].state(), f"{what}, step {number}")
+    scale = loops[0].state()[0].item()
+    loop_of = {loop.contender.key: loop for loop in loops}
+    samples = interleave(
+        [loop.contender for loop in loops],
+        # A round has one step of each.
+        replace(effort, sample_s=0.0),
+        cycle=1,
+        timer=lambda contender, calls: loop_of[contender.key].timed(),
+    )
+    assert_same(loops[1].state(), loops[0].state(), f"{what}, after it was timed")
+    if loops[0].state()[0].item() != scale:
+        raise AssertionError(f"{what}: a step was skipped while timed")
+
+    measured = Measured(rows=[_row(net, loop, samples) for loop in loops])
+    if optimizer in limits:
+        case = measured.rows[0].case
+        place = goals.Place(case, case, dtype_name(DTYPE), 0, None)
+        name = f"{optimizer}, scaler's time in a training loop over torch's"
+        over = ((optimizer, ours), (optimizer, "torch"))
+        measured.goals += place.goal(name, "<=", limits[optimizer], samples, over)
+    return measured
+
+
+def _row(net: Net, loop: Loop, samples: Samples) -> Row:
+    key = loop.contender.key
+    seconds = samples.spread(*key)
+    # Without those that warmed up.
+    steps = loop.steps[-len(samples.seconds[key]) :]
+    case = GradCase(net.name, net.shapes())
+
+    def median(read: Callable[[Step], float]) -> float:
+        return statistics.median(map(read, steps))
+
+    return Row(
+        *("loops", net.name, dtype_name(DTYPE), *key),
+        host_us_p20=seconds.p20 * 1e6,
+        host_us_p50=seconds.p50 * 1e6,
+        host_us_p80=seconds.p80 * 1e6,
+        vs_torch=None if key[1] == "torch" else samples.ratio((key[0], "torch"), key).p50,
+        scale_us=median(lambda step: step.scale / 1e3),
+        step_us=median(lambda step: step.step / 1e3),
+        update_us=median(lambda step: step.update / 1e3),
+        share=median(lambda step: step.scaler / step.whole),
+        tensors=len(case.shapes),
+        elements=case.elements,
+    )
