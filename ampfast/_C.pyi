@@ -115,9 +115,7 @@ def walk(
     devices: int,
     bumps_versions: bool = ...,
     part_of: Callable[[Tensor, Tensor | None, int], Tensor | None] | None = ...,
-) -> tuple[
-    list[GradList], list[tuple[Tensor, Tensor, int]], tuple[int, int, object] | None, int
-]: ...
+) -> tuple[list[GradList], list[tuple[Tensor, Tensor, int]], tuple[int, int, object] | None]: ...
 def unscale_(
     grads: GradList,
     factor: Tensor,

@@ -108,14 +108,14 @@ def collect(
         # Iterators, too, are read once.
         groups = [list(group["params"]) for group in param_groups]
         param_groups = [{"params": params} for params in groups]
-    lists, irregular, refused, _ = cpu.walk(
+    lists, irregular, refused = cpu.walk(
         param_groups, allow_fp16, writes, choice.devices, clips and writes, parts
     )
     if refused is not None:
         raise _refusal(*refused)
     if any(choice.kernels_for(grads.device) is None for grads in lists):
         # One of several GPUs is not like the others, which the choice knows from now on.
-        lists, irregular, _, _ = cpu.walk(
+        lists, irregular, _ = cpu.walk(
             param_groups, allow_fp16, writes, choice.devices, False, parts
         )
     set_aside: dict[torch.device, list[Tensor]] = {}

@@ -212,20 +212,20 @@ class GradientHealth:
     def __str__(self) -> str:
         if not self.parameters:
             return "No gradients measured so far."
-        titles = (
-            *("parameter", "elements", "max", "scaled max", "scaled min"),
-            *("zero", "vanishing", "subnormal", "overflowing", "scale"),
-        )
-        rows = [
-            (
-                *(p.name, f"{p.elements:,}", f"{p.absolute_maximum:.3g}"),
-                *(f"{p.scaled_maximum:.3g}", f"{p.scaled_minimum:.3g}"),
-                *(_percent(p.zero_share), _percent(p.vanishing_share)),
-                *(_percent(p.subnormal_share), _percent(p.overflowing_share), f"{p.scale:g}"),
-            )
-            for p in self.worst_first()
-        ]
-        return "\n".join(_table(titles, rows))
+        columns: dict[str, Callable[[ParameterHealth], str]] = {
+            "parameter": lambda p: p.name,
+            "elements": lambda p: f"{p.elements:,}",
+            "max": lambda p: f"{p.absolute_maximum:.3g}",
+            "scaled max": lambda p: f"{p.scaled_maximum:.3g}",
+            "scaled min": lambda p: f"{p.scaled_minimum:.3g}",
+            "zero": lambda p: _percent(p.zero_share),
+            "vanishing": lambda p: _percent(p.vanishing_share),
+            "subnormal": lambda p: _percent(p.subnormal_share),
+            "overflowing": lambda p: _percent(p.overflowing_share),
+            "scale": lambda p: f"{p.scale:g}",
+        }
+        rows = [[cell(p) for cell in columns.values()] for p in self.worst_first()]
+        return "\n".join(_table(list(columns), rows))
 
 
 class Tracking:
@@ -453,13 +453,12 @@ def _percent(share: float) -> str:
 
 
 def _overflow_table(rows: Sequence[ParameterOverflows]) -> list[str]:
-    return _table(
-        ("parameter", "optimizer", "kind", "steps with inf", "with NaN"),
-        [
-            (p.name, f"{p.optimizer}: {p.optimizer_type}", p.kind, str(p.infinities), str(p.nans))
-            for p in rows
-        ],
-    )
+    titles = ("parameter", "optimizer", "kind", "steps with inf", "with NaN")
+    cells = [
+        (p.name, f"{p.optimizer}: {p.optimizer_type}", p.kind, str(p.infinities), str(p.nans))
+        for p in rows
+    ]
+    return _table(titles, cells)
 
 
 def _table(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:

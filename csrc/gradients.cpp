@@ -225,7 +225,6 @@ void walk_group(const py::handle& params, int64_t group, bool allow_fp16, uint64
         walk.set_aside.emplace_back(param, std::move(grad), walk.parameters);
       }
     }
-    walk.identity = mixed(walk.identity, reinterpret_cast<uintptr_t>(param.ptr()));
     ++index;
     ++walk.parameters;
   }

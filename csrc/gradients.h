@@ -113,7 +113,6 @@ struct Walk {
   // A parameter, its gradient, which takes torch's own op, and its number.
   std::vector<std::tuple<py::object, at::Tensor, int64_t>> set_aside;
   int64_t parameters = 0;  // with gradient or without
-  uint64_t identity = 0;   // of all of them together: other ones have another
   // The first that torch refuses; the walk ends there.
   std::optional<Place> refused;
 };

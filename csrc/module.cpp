@@ -329,7 +329,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
           refused = py::make_tuple(walk.refused->group, walk.refused->index, walk.refused->param);
         }
         return py::make_tuple(py::cast(std::move(walk.lists)), py::cast(std::move(walk.set_aside)),
-                              refused, walk.identity);
+                              refused);
       },
       py::arg("param_groups"), py::arg("allow_fp16"), py::arg("writes"), py::arg("devices"),
       py::arg("bumps_versions") = false, py::arg("part_of") = py::none());

@@ -50,8 +50,8 @@ def walk_over(monkeypatch: pytest.MonkeyPatch, gradient: torch.Tensor, gpu: torc
 
     def walk(param_groups: Any, allow_fp16: bool, writes: bool, devices: int, *_: Any) -> Any:
         if devices & cpu.CUDA:
-            return [SimpleNamespace(device=gpu)], [], None, 0
-        return [], [(gradient, gradient, 0)], None, 0
+            return [SimpleNamespace(device=gpu)], [], None
+        return [], [(gradient, gradient, 0)], None
 
     monkeypatch.setattr(cpu, "walk", walk)
 

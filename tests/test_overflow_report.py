@@ -15,7 +15,7 @@ from support import TorchScaler, assert_same, parameter_with
 from torch.testing._internal.two_tensor import TwoTensor
 from tracking_support import net, parameters, set_values, started, summary
 
-from ampfast import GradScaler
+from ampfast import GradScaler, errors
 from ampfast.overflow import OverflowReport
 
 BACKENDS = ("cpu", "aten")
@@ -398,6 +398,30 @@ def test_groups_of_iterators(bad: float, fused: bool, track: str) -> None:
             found = [(p.group, p.index) for p in scaler.overflow_report().totals]
             assert found == ([(1, 0)] if bad == math.inf else [])
     assert_same(*sides)
+
+
+def test_a_report_consumes_no_iterator() -> None:
+    scaler, params = started(), parameters(math.inf)
+    optimizer: Any = OneShot(params, fused=False)
+    for count in (1, 2):
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.param_groups = [{"params": iter(params)}]
+        assert [p.infinities for p in scaler.overflow_report().totals] == [count]
+
+
+def test_new_parameters_are_not_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    scaler, params = started(), parameters(1.0)
+    optimizer: Any = Bare(params)
+    scaler.unscale_(optimizer)
+    scaler.update()
+    monkeypatch.setattr(errors, "is_capturing", lambda: True)
+    scaler.unscale_(optimizer)
+    scaler.update()
+    params[:] = parameters(1.0)
+    with pytest.raises(RuntimeError, match="cannot capture a change of an optimizer's parameters"):
+        scaler.unscale_(optimizer)
+    assert params[0].grad.tolist() == [1.0, 1.0, 2.0]
 
 
 def test_copies_start_anew() -> None:
