@@ -83,7 +83,8 @@ bool is_regular(const at::Tensor& tensor, uint64_t devices) {
 }
 
 void require_storage(const at::Tensor& tensor) {
-  if (tensor.key_set().has(c10::DispatchKey::Python)) {
+  // Nested tensors have no strides; torch's op refuses them.
+  if (tensor.key_set().has(c10::DispatchKey::Python) || tensor.is_nested()) {
     return;
   }
   if (tensor.is_sparse()) {

@@ -10,7 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-from support import Scaler, agree, outcome, parameter_with, six, started
+from support import Scaler, TorchScaler, agree, outcome, parameter_with, six, started
+
+from ampfast import GradScaler
 
 CPU = torch.device("cpu")
 
@@ -195,6 +197,21 @@ def test_a_gradient_whose_access_raises() -> None:
         started(scaler_type, 3.0).unscale_(types.SimpleNamespace(param_groups=[{"params": [p]}]))
 
     assert isinstance(agree(use).error, ArithmeticError)
+
+
+@pytest.mark.parametrize("backend", ["cpu", "aten"])
+def test_a_nested_gradient_is_refused_as_torch_does(backend: str) -> None:
+    def error_of(scaler_type: Scaler, **arguments: Any) -> Any:
+        regular = six(3)
+        odd = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.strided)
+        odd.requires_grad_()
+        torch.nested.to_padded_tensor(odd * 6, 0.0).sum().backward()
+        optimizer = types.SimpleNamespace(param_groups=[{"params": [regular, odd]}])
+        with pytest.raises(NotImplementedError) as raised:
+            started(scaler_type, 3.0, **arguments).unscale_(optimizer)
+        return str(raised.value), regular.grad.tolist()
+
+    assert error_of(GradScaler, backend=backend) == error_of(TorchScaler)
 
 
 # Optimizers

@@ -314,6 +314,6 @@ def _by_dtype(grads: list[Tensor]) -> Iterator[list[Tensor]]:
 
 
 def _is_refused(grad: Tensor) -> bool:
-    if not grad.is_floating_point() or grad.layout is not torch.strided:
+    if grad.is_nested or not grad.is_floating_point() or grad.layout is not torch.strided:
         return True
     return type(grad) is Tensor and torch._debug_has_internal_overlap(grad) == 1
