@@ -166,6 +166,9 @@ def unscale_(
     flags: dict[torch.device, Tensor] = {}
     factors = _Copies(factor)
     # First what torch may refuse: then nothing else has been written.
+    if len(gradients.set_aside) > 1:
+        for tensors in gradients.set_aside.values():
+            aten.require_unscalable(tensors)
     for device, tensors in gradients.set_aside.items():
         flags[device] = new_flag(device, found_inf)
         inv_scale = factors.on(device)

@@ -25,6 +25,7 @@ __all__ = [
     "multiply_",
     "norms",
     "p_norm",
+    "require_unscalable",
     "total_norm",
     "unscale_",
     "update_scale_",
@@ -52,10 +53,28 @@ def unscale_(grads: list[Tensor], inv_scale: Tensor, found_inf: Tensor) -> None:
     Raises:
         RuntimeError: What torch's op raises, for instance for a tensor whose elements overlap.
     """
+    require_unscalable(grads)
     for same_dtype in _by_dtype(grads):
         torch._amp_foreach_non_finite_check_and_unscale_(same_dtype, found_inf, inv_scale)
     # torch's op looks at the values before it multiplies them, so the product may have overflowed.
     check_(grads, found_inf)
+
+
+@torch.no_grad()
+def require_unscalable(grads: list[Tensor]) -> None:
+    """Raises what torch's op raises for the first of `grads` that it refuses; no value changes.
+
+    Args:
+        grads: Tensors of one device.
+    """
+    if len(grads) < 2:
+        return  # torch's op refuses one before it writes it
+    one = torch.ones((), dtype=torch.float32, device=grads[0].device)
+    for same_dtype in _by_dtype(grads):
+        if type(same_dtype[0]) is Tensor and not _is_refused(same_dtype[0]):
+            # Of plain tensors the dtype decides.
+            same_dtype = [same_dtype[0].new_empty(0)]
+        torch._amp_foreach_non_finite_check_and_unscale_(same_dtype, torch.zeros_like(one), one)
 
 
 @torch.no_grad()
