@@ -9,7 +9,7 @@ from ampfast._version import __version__
 from ampfast.distributed import mark_replicated
 from ampfast.grad_scaler import GradScaler
 from ampfast.lr_scheduler import LateScheduler
-from ampfast.patching import Patch, patch, unpatch
+from ampfast.patch import Patch, patch, unpatch
 from ampfast.sync_free import sync_free_
 
 if TYPE_CHECKING:

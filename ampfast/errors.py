@@ -41,7 +41,7 @@ _SCALER_MODULES = (
     *("ampfast.grad_scaler", "ampfast.stepping", "ampfast.gradient_checker"),
     *("ampfast.scale_keeper", "ampfast.loss_scale", "ampfast.gradients", "ampfast.overflow"),
     *("ampfast.clipping", "ampfast.functional", "ampfast.distributed", "ampfast.fsdp"),
-    "ampfast.patching.old_names",
+    "ampfast.patch",
     *("torch.amp.grad_scaler", "torch._compile"),
     # Around torch's deprecated classes.
     *("typing_extensions", "warnings"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler as TorchShardedGradScaler
+from torch.distributed.fsdp import sharded_grad_scaler
 
 from ampfast.grad_scaler import GradScaler
 
@@ -13,6 +13,10 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 __all__ = ["ShardedGradScaler"]
+
+_named: Any = sharded_grad_scaler.ShardedGradScaler
+# torch's own class, also where an earlier import of ampfast has patched its name.
+TorchShardedGradScaler: Any = getattr(_named, "_stands_for", _named)
 
 
 # torch's class stands behind ours in the order of lookup: of its methods only `scale` is reached.

@@ -5,11 +5,10 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from numbers import Integral
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.amp.grad_scaler import GradScaler as TorchGradScaler
 
 from ampfast import backends
 from ampfast.backends import aten, cpu
@@ -18,6 +17,12 @@ from ampfast.loss_scale import IterationNorms, ScalePolicy, ScaleState
 from ampfast.report import History, ScalerStats
 
 __all__ = ["ScaleKeeper"]
+
+if TYPE_CHECKING:
+    from torch.amp.grad_scaler import GradScaler as TorchGradScaler
+else:
+    # torch's own class, also where an earlier import of ampfast has patched its name.
+    TorchGradScaler = getattr(torch.amp.GradScaler, "_stands_for", torch.amp.GradScaler)
 
 
 class ScaleKeeper(TorchGradScaler):

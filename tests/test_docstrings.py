@@ -16,13 +16,12 @@ import pytest
 import ampfast
 from ampfast import backends, functional, report
 from ampfast.backends import cpu
-from ampfast.patching import names as patching_names
 
-MODULES = (ampfast, backends, functional, report, patching_names)
+MODULES = (ampfast, backends, functional, report)
 
 
 def exported(module: ModuleType) -> Iterator[tuple[str, Any]]:
-    for name in getattr(module, "__all__", ("patch", "unpatch", "Patch")):
+    for name in module.__all__:
         yield name, getattr(module, name)
 
 

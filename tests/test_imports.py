@@ -53,7 +53,7 @@ IMPORTS = {name: imports(path) for name, path in FILES.items()}
 LAYERS = (
     ("__main__", "demo", "info"),
     ("",),
-    ("patching", "patching."),
+    ("patch",),
     ("functional", "grad_scaler", "lr_scheduler", "fsdp", "sync_free"),
     ("gradient_checker", "scale_keeper", "stepping"),
     ("clipping", "distributed", "gradients", "loss_scale", "optimizers", "overflow", "report"),
@@ -100,8 +100,7 @@ def test_only_commands_import_the_face() -> None:
 
 
 def test_who_imports_the_scaler() -> None:
-    patching = {name for name in FILES if name.startswith("ampfast.patching")}
-    assert importers_of("ampfast.grad_scaler") <= {"ampfast", "ampfast.fsdp", *patching}
+    assert importers_of("ampfast.grad_scaler") <= {"ampfast", "ampfast.fsdp", "ampfast.patch"}
 
 
 @pytest.mark.parametrize("name", sorted(n for n in FILES if n.startswith("ampfast.backends")))

@@ -1,8 +1,10 @@
-"""Torch's own gradient scaler classes and the names that they have."""
+"""torch's own gradient scaler classes, their names, and programs that use them."""
 
 from __future__ import annotations
 
+import subprocess
 import sys
+import textwrap
 from types import ModuleType
 from typing import Any
 
@@ -43,6 +45,13 @@ def meaning(name: str) -> Any:
 def is_patched() -> bool:
     """Whether torch's name means ampfast's class."""
     return torch.amp.GradScaler is not TORCH["amp"]
+
+
+def run(code: str, *arguments: str) -> None:
+    """Runs a program of its own, which must succeed."""
+    command = [sys.executable, "-c", textwrap.dedent(code), *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr
 
 
 def snapshot() -> dict[str, Any]:

@@ -76,7 +76,7 @@ def test_an_interrupt_can_be_undone(monkeypatch: pytest.MonkeyPatch) -> None:
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patches:
-        patches.setattr("ampfast.patching.names._namespaces", interrupted)
+        patches.setattr(sys.modules["ampfast.patch"], "_namespaces", interrupted)
         with pytest.raises(KeyboardInterrupt):
             ampfast.patch()
     assert is_patched()

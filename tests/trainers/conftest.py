@@ -42,7 +42,7 @@ def cuda_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def patched() -> Iterator[ampfast.patching.Patch]:
+def patched() -> Iterator[ampfast.Patch]:
     """The whole test runs under `ampfast.patch()`."""
     with ampfast.patch() as patch:
         yield patch

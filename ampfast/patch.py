@@ -1,0 +1,282 @@
+"""ampfast's scalers behind torch's names: `patch()` and `unpatch()`."""
+
+from __future__ import annotations
+
+import copyreg
+import importlib
+import sys
+import threading
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from types import CodeType, FunctionType, ModuleType, SimpleNamespace
+from typing import Any
+
+import torch
+from typing_extensions import Protocol, deprecated
+
+from ampfast import grad_scaler
+
+__all__ = ["Patch", "patch", "unpatch"]
+
+# torch's modules with a scaler class.
+_MODULES = [f"torch.{package}.grad_scaler" for package in ("amp", "cuda.amp", "cpu.amp")]
+if torch.distributed.is_available():
+    _MODULES.append("torch.distributed.fsdp.sharded_grad_scaler")
+
+_stand_ins: dict[str, Any] = {}
+
+# The lock is re-entrant because a finalizer that calls unpatch() may run while names are walked.
+# Lock and record lie in torch's module, where a reloaded or newly imported ampfast finds them.
+_shared: Any = vars(torch.amp.grad_scaler).setdefault(
+    "_ampfast_patch", SimpleNamespace(lock=threading.RLock(), swap=None)
+)
+
+
+@dataclass(eq=False)
+class _Swap:
+    """Record of one patch(), for the unpatch() that undoes it."""
+
+    torch_classes: dict[type, type]  # by stand-in
+    reducer: Any
+    derived_before: list[type]
+    replaced: list[str] = field(default_factory=list)
+    kept: list[str] = field(default_factory=list)
+    # Held here, since a module may leave sys.modules before its names are given back.
+    namespaces: list[dict[str, Any]] = field(default_factory=list)
+    open_blocks: int = 0
+    ends_with_block: bool = False
+
+
+class Patch:
+    """Result of `patch()`; as a context manager, it undoes the patch at the end of the block.
+
+    A block in a program that was patched before leaves it patched. Where several blocks overlap,
+    the last to end gives the names back.
+
+    Attributes:
+        replaced: Names that now mean ampfast's class, as "module.name".
+        kept: Names that still mean torch's class: methods of a class derived before use them.
+        derived_before: Subclasses made before: they cannot be changed and run torch's code.
+    """
+
+    def __init__(self, swap: _Swap, began: bool) -> None:
+        self.replaced, self.kept = swap.replaced, swap.kept
+        self.derived_before = swap.derived_before
+        self._swap, self._began = swap, began
+
+    def __enter__(self) -> Patch:
+        with _shared.lock:
+            if self._swap is not _shared.swap:
+                vars(self).update(vars(patch()))
+            self._swap.open_blocks += 1
+            self._swap.ends_with_block |= self._began
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        with _shared.lock:
+            self._swap.open_blocks -= 1
+            over = self._swap.ends_with_block and self._swap.open_blocks == 0
+            if over and self._swap is _shared.swap:
+                unpatch()
+
+    def __repr__(self) -> str:
+        lists = ("replaced", "kept", "derived_before")
+        return f"<ampfast.patch(): {', '.join(f'{name}={getattr(self, name)}' for name in lists)}>"
+
+
+def patch() -> Patch:
+    """Makes every name for torch's gradient scaler mean ampfast's, until `unpatch()`.
+
+    These are `torch.GradScaler`, `torch.amp.GradScaler`, `torch.cuda.amp.GradScaler`,
+    `torch.cpu.amp.GradScaler`, FSDP's `ShardedGradScaler`, and the names that loaded modules have
+    for them, as after `from torch.cuda.amp import GradScaler as Scaler`. A class kept elsewhere,
+    such as in a dict or a default argument, stays torch's. Existing scalers stay what they are and
+    still pass `isinstance(x, torch.amp.GradScaler)`. Existing subclasses stay too; to have one
+    derive from ampfast's class, import its module after `patch()`. That is required of one that
+    calls its base class as `torch.amp.GradScaler.step(self, ...)`, neither through `super()` nor by
+    a name of its own module.
+
+    The patched names make an `ampfast.GradScaler`: an instance of a subclass that changes none of
+    its methods. Those of `torch.cuda.amp` and `torch.cpu.amp` keep their signature and their
+    FutureWarning. All take ampfast's keyword arguments.
+
+    A second call changes nothing, unless ampfast was reloaded or imported anew in between: then its
+    new classes take the names. Threads may call it at the same time.
+
+    Returns:
+        The names that were replaced and those that were not. `with ampfast.patch(): ...` gives the
+        names back at the end, unless they were patched before.
+    """
+    # Before the names change, else FSDP's class would derive from ours; and outside the lock, for
+    # whoever imports a module that calls patch() holds that module's lock.
+    stand_ins = {ours._stands_for: ours for ours in map(_stand_in, _MODULES)}
+    with _shared.lock:
+        if isinstance(_shared.swap, _Swap):
+            return Patch(_shared.swap, began=False)
+        unpatch()  # the patch of an earlier import of ampfast
+        torch_classes = {ours: torchs for torchs, ours in stand_ins.items()}
+        swap = _Swap(torch_classes, _reduce_torch_scaler, list(_derived_before(stand_ins)))
+        # Set first: should the walk be interrupted, unpatch() undoes what it did.
+        _shared.swap = swap
+        needed = set().union(*map(_globals_of_methods, swap.derived_before))
+        for module, namespace in _namespaces():
+            held = _names_of(stand_ins, namespace)
+            for name, torchs in held:
+                if (id(namespace), name) in needed:
+                    swap.kept.append(f"{module}.{name}")
+                else:
+                    namespace[name] = stand_ins[torchs]
+                    swap.replaced.append(f"{module}.{name}")
+            if held:
+                swap.namespaces.append(namespace)
+        for torchs in stand_ins:
+            copyreg.dispatch_table.setdefault(torchs, swap.reducer)
+        return Patch(swap, began=True)
+
+
+def unpatch() -> None:
+    """Gives torch its names back, the very same classes, also in modules imported while patched.
+
+    A name that has come to mean something else is left alone, and scalers made while patched stay
+    what they are. Does nothing where nothing is patched.
+    """
+    with _shared.lock:
+        swap = _shared.swap
+        if swap is None:
+            return
+        for namespace in [*dict(_namespaces()).values(), *swap.namespaces]:
+            for name, ours in _names_of(swap.torch_classes, namespace):
+                namespace[name] = swap.torch_classes[ours]
+        for torchs in swap.torch_classes.values():
+            if copyreg.dispatch_table.get(torchs) is swap.reducer:
+                del copyreg.dispatch_table[torchs]
+        _shared.swap = None
+
+
+# Protocol's metaclass is the base because `class Mine(torch.amp.GradScaler, Stateful)`, or with an
+# ABC in Stateful's place, must stay possible. It brings an isinstance that asks issubclass.
+class _StandIn(type(Protocol)):  # type: ignore[misc]
+    """Metaclass of ampfast's classes under torch's names: isinstance answers as torch's class does.
+
+    So instances and subclasses made before the patch pass. Classes derived from a stand-in answer
+    for themselves alone.
+    """
+
+    def __subclasscheck__(cls, subclass: type) -> bool:
+        torch_class = vars(cls).get("_stands_for")
+        if torch_class is None:
+            return bool(super().__subclasscheck__(subclass))
+        return issubclass(subclass, torch_class)
+
+
+# Not ampfast's own class: unpatch() must tell a name taken from torch from one taken from ampfast,
+# and a scaler of torch is no ampfast.GradScaler.
+def _stand_in(module: str) -> Any:
+    """Class that takes the names of the scaler class in one of torch's modules."""
+    if module in _stand_ins:
+        return _stand_ins[module]
+    _, kind, *_ = module.split(".")
+    name = "ShardedGradScaler" if kind == "distributed" else "GradScaler"
+    theirs = getattr(importlib.import_module(module), name)
+    torch_class = getattr(theirs, "_stands_for", theirs)  # patched by an earlier import
+    if kind in ("cuda", "cpu"):
+        made: Any = _deprecated(torch_class, kind)
+    else:
+        ours = importlib.import_module("ampfast.fsdp") if kind == "distributed" else grad_scaler
+        made = _StandIn(name, (getattr(ours, name),), {})
+    # Pickle finds it by `_reduce_stand_in`, checkpoints are looked up by its name.
+    made.__module__, made.__qualname__, made._stands_for = __name__, name, torch_class
+    return _stand_ins.setdefault(module, made)  # another thread may have been faster
+
+
+def _deprecated(torch_class: Any, device: str) -> Any:
+    """Stand-in of one of torch's deprecated classes, which have no argument for the device."""
+
+    class TorchBase(torch_class):  # type: ignore[misc]
+        __init__ = torch_class.__base__.__init__  # takes a device, as ampfast's passes one
+
+    class GradScaler(grad_scaler.GradScaler, TorchBase, metaclass=_StandIn):
+        @deprecated(torch_class.__init__.__deprecated__, category=FutureWarning)
+        def __init__(
+            self,
+            init_scale: float = 2.0**16,
+            growth_factor: float = 2.0,
+            backoff_factor: float = 0.5,
+            growth_interval: int = 2000,
+            enabled: bool = True,
+            **ours: Any,
+        ) -> None:
+            if "device" in ours:
+                raise TypeError("GradScaler.__init__() got an unexpected keyword argument 'device'")
+            torchs = (init_scale, growth_factor, backoff_factor, growth_interval, enabled)
+            super().__init__(device, *torchs, **ours)
+
+    # The name in Python's own errors.
+    GradScaler.__init__.__wrapped__.__qualname__ = "GradScaler.__init__"  # type: ignore[attr-defined]
+    return GradScaler
+
+
+def _reduce_stand_in(cls: type) -> Any:
+    # By the module of torch's class, since three stand-ins have the same name.
+    torch_class = vars(cls).get("_stands_for")
+    return cls.__qualname__ if torch_class is None else (_stand_in, (torch_class.__module__,))
+
+
+copyreg.pickle(_StandIn, _reduce_stand_in)
+
+
+def _reduce_torch_scaler(scaler: Any) -> tuple[Any, ...]:
+    # Pickle looks torch's class up by its name, which finds the stand-in while patched.
+    return _new_torch_scaler, (type(scaler).__module__,), scaler.__getstate__()
+
+
+def _new_torch_scaler(module: str) -> Any:
+    return object.__new__(_stand_in(module)._stands_for)
+
+
+def _is_ampfast(module: str) -> bool:
+    return module.partition(".")[0] == "ampfast"
+
+
+def _namespaces() -> Iterator[tuple[str, dict[str, Any]]]:
+    """Names of the loaded modules, read so that no code of a lazy or disguised module runs."""
+    for name, module in sys.modules.copy().items():
+        if issubclass(type(module), ModuleType) and not _is_ampfast(name):
+            yield name, vars(ModuleType)["__dict__"].__get__(module)
+
+
+def _names_of(classes: Iterable[type], namespace: dict[str, Any]) -> list[tuple[str, type]]:
+    # By identity, since a module may hold values that refuse to be compared or hashed.
+    wanted = set(map(id, classes))
+    return [(name, value) for name, value in namespace.copy().items() if id(value) in wanted]
+
+
+def _derived_before(torch_classes: Iterable[type]) -> Iterator[type]:
+    """Subclasses of torch's classes, each once, without those that derive from ampfast's."""
+    bases = list(torch_classes)
+    seen = set(bases)
+    for base in bases:
+        subclasses: list[type] = type.__subclasses__(base)
+        for cls in subclasses:
+            is_ours = any(_is_ampfast(base.__module__) for base in cls.__mro__)
+            if not (cls in seen or is_ours):
+                seen.add(cls)
+                bases.append(cls)
+                yield cls
+
+
+def _globals_of_methods(cls: type) -> set[tuple[int, str]]:
+    """Global names that a class's methods use, each with the id of its namespace.
+
+    `GradScaler.step(self, optimizer)` in a class derived from torch's must go on meaning torch's
+    method: ours cannot run on an instance that is not ours.
+    """
+    used: set[tuple[int, str]] = set()
+    for method in vars(cls).values():
+        while isinstance(method, FunctionType):
+            codes = [method.__code__]
+            for code in codes:
+                used.update((id(method.__globals__), name) for name in code.co_names)
+                codes.extend(const for const in code.co_consts if isinstance(const, CodeType))
+            method = vars(method).get("__wrapped__")
+    return used
