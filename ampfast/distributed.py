@@ -182,33 +182,35 @@ def _new_layout(mesh: DeviceMesh, placements: tuple[Placement, ...]) -> Layout:
 
     kinds = [type(placement) for placement in placements]
     unreplicated = tuple(dim for dim, kind in enumerate(kinds) if kind is not Replicate)
-    for kind in kinds:
-        if kind in (Replicate, Shard, _StridedShard, Partial):
-            continue
-        if kind not in _warned:
-            _warned.add(kind)
-            warn_caller(
-                f"ampfast does not know the placement {kind.__name__} of a DTensor gradient: such "
-                "gradients take torch's own op."
-            )
-        return Layout(mesh, unreplicated, (), is_known=False)
+    unknown = [kind for kind in kinds if kind not in (Replicate, Shard, _StridedShard, Partial)]
+    if unknown and unknown[0] not in _warned:
+        _warned.add(unknown[0])
+        warn_caller(
+            f"ampfast does not know the placement {unknown[0].__name__} of a DTensor gradient: "
+            "such gradients take torch's own op."
+        )
     sharded = tuple(dim for dim in unreplicated if kinds[dim] is not Partial)
-    return Layout(mesh, unreplicated, sharded, is_known=True)
+    return Layout(mesh, unreplicated, () if unknown else sharded, is_known=not unknown)
 
 
 class Group:
-    """Process group; one that torch.distributed did not make by its rank(), size(), allreduce()."""
+    """Process group; a foreign one, unknown to torch.distributed, by rank(), size(), allreduce().
 
-    def __init__(self, group: ProcessGroup) -> None:
-        self._group = group
+    None is the default group, with torch's error if there is none.
+    """
+
+    def __init__(self, group: ProcessGroup | None = None) -> None:
+        self.process_group = dist.distributed_c10d._get_default_group() if group is None else group
         registered = dist.distributed_c10d._world.pg_group_ranks
-        self.is_foreign = type(group) is not dist.ProcessGroup and group not in registered
+        self.is_foreign = (
+            type(group) is not dist.ProcessGroup and self.process_group not in registered
+        )
 
     @cached_property
     def ranks(self) -> list[int]:
         """Global ranks, or those within a foreign group if there is no default group."""
         if not self.is_foreign:
-            return dist.get_process_group_ranks(self._group)
+            return dist.get_process_group_ranks(self.process_group)
         if not dist.is_initialized():
             return list(range(self.size()))
         ranks: list[int] = self.gather(torch.tensor(dist.get_rank())).tolist()
@@ -216,28 +218,27 @@ class Group:
 
     def rank(self) -> int:
         """Global rank of this process, an element of `ranks`."""
-        return dist.get_rank() if dist.is_initialized() else self._group.rank()
+        return dist.get_rank() if dist.is_initialized() else self.process_group.rank()
 
     def size(self) -> int:
-        return self._group.size()
+        return self.process_group.size()
 
     def all_reduce_(self, tensor: Tensor, op: Any) -> None:
         there = tensor.to(self._device_for(tensor.device))
-        if self.is_foreign:
+        if not self.is_foreign:
+            dist.all_reduce(there, op, group=self.process_group)
+        else:
             options = dist.AllreduceOptions()
             options.reduceOp = op
-            work = self._group.allreduce([there], options)
-            if work is not None:
+            if (work := self.process_group.allreduce([there], options)) is not None:
                 work.wait()
-        else:
-            dist.all_reduce(there, op, group=self._group)
         if there is not tensor:
             tensor.copy_(there)
 
     def gather(self, tensor: Tensor) -> Tensor:
         """Returns every rank's tensor, stacked."""
         rows = tensor.new_zeros((self.size(), *tensor.shape))
-        rows[self._group.rank()] = tensor
+        rows[self.process_group.rank()] = tensor
         self.all_reduce_(rows, dist.ReduceOp.SUM)
         return rows
 
@@ -246,14 +247,12 @@ class Group:
         data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
         sizes = self.gather(torch.tensor(len(data))).tolist()
         rows = self.gather(torch.cat([data, data.new_zeros(max(sizes) - len(data))]))
-        return [
-            pickle.loads(row[:size].numpy().tobytes())
-            for row, size in zip(rows, sizes, strict=True)
-        ]
+        pickles = (row[:size].numpy().tobytes() for row, size in zip(rows, sizes, strict=True))
+        return [pickle.loads(each) for each in pickles]
 
     def _device_for(self, device: torch.device) -> torch.device:
         """The device itself if the backend takes its tensors, else one that it does take."""
-        types = [each.type for each in getattr(self._group, "_device_types", ())]
+        types = [each.type for each in getattr(self.process_group, "_device_types", ())]
         if device.type in types or not types:
             return device
         if "cuda" in types:
@@ -267,22 +266,17 @@ class Agreement:
 
     Attributes:
         groups: Process groups, reduced over one after the other.
-        counted: By layout, whether this rank contributes a gradient's norm, rather than another
-            rank with the same elements.
-        counts_plain: The same for gradients that are not distributed.
-        counts_marked: The same for those of parameters marked as replicated.
+        counted: Whether this rank contributes a gradient's norm, rather than another rank with the
+            same elements; by layout, None for a gradient that is not distributed.
+        counts_marked: The same for parameters marked as replicated.
     """
 
     groups: list[Group]
-    counted: dict[Layout, bool]
-    counts_plain: bool
+    counted: dict[Layout | None, bool]
     counts_marked: bool
 
     def counts(self, layout: Layout | None, is_marked: bool = False) -> bool:
-        """Whether this rank contributes the norm of a gradient; layout None is a plain one."""
-        if layout is not None:
-            return self.counted[layout]
-        return self.counts_marked if is_marked else self.counts_plain
+        return self.counts_marked if is_marked and layout is None else self.counted[layout]
 
     def share(self, found: list[Flags], device: torch.device) -> list[Flags]:
         """Returns each optimizer's flags, 0 or 1, equal on all ranks; one collective per group.
@@ -362,8 +356,7 @@ def mark_replicated(params: Iterable[Tensor]) -> None:
     Raises:
         TypeError: If one is not a tensor.
     """
-    given: list[Any]
-    given = [params] if isinstance(params, (Tensor, torch.nn.Module)) else list(params)
+    given: list[Any] = [params] if isinstance(params, (Tensor, torch.nn.Module)) else list(params)
     for param in given:
         if not isinstance(param, Tensor):
             hint = ": write module.parameters()" if isinstance(param, torch.nn.Module) else ""
@@ -398,7 +391,7 @@ class Ranks:
         self.is_alone = group is None and not is_default
         self._layouts: dict[Any, Layout] = {}
         self._agreements: dict[tuple[Layout, ...], Agreement | None] = {}
-        self._default_group: ProcessGroup | None = None
+        self._world: ProcessGroup | None = None
         self._mesh = group if _is_mesh(group) else None
         given: Any = group
         self._own = None if group is None or self._mesh is not None else Group(given)
@@ -423,8 +416,8 @@ class Ranks:
 
     def agreement(self, layouts: Iterable[Layout]) -> Agreement | None:
         """Returns the agreement on gradients of these layouts, or None if none is needed."""
-        if self._is_default and self._default_group is not (group := _default_group()):
-            self._default_group = group
+        if self._is_default and self._world is not dist.group.WORLD:
+            self._world = dist.group.WORLD
             self._agreements.clear()
         key = tuple(dict.fromkeys(layouts))
         if key not in self._agreements:
@@ -452,7 +445,7 @@ class Ranks:
             ValueError: If it is the default group and there is none.
         """
         if self._is_default:
-            return [Group(_default_group())]
+            return [Group()]
         if self._own is not None:
             return [self._own]
         return [] if self._mesh is None else _groups_along(self._mesh, range(self._mesh.ndim))
@@ -463,7 +456,9 @@ class Ranks:
         return list(_gather(value, _without_subsets(groups)).values()) if groups else [value]
 
     def _new_agreement(self, layouts: tuple[Layout, ...]) -> Agreement | None:
-        own, groups, lines = self._own_lines(), [], []
+        own = self._own_lines()
+        groups: list[Group] = []
+        lines: list[list[int]] = []
         # Sorted, as the order of parameters may differ between ranks.
         meshes = {id(layout.mesh): layout.mesh for layout in layouts}.values()
         for mesh in sorted(meshes, key=_sort_key):
@@ -475,7 +470,7 @@ class Ranks:
         groups = _without_subsets([*groups, *self.groups()])
         if not groups:
             return None
-        counted = {
+        counted: dict[Layout | None, bool] = {
             layout: all(layout.counts_among(line, is_own_group=True) for line in own)
             and all(layout.counts_among(line, is_own_group=False) for line in lines)
             for layout in layouts
@@ -483,12 +478,8 @@ class Ranks:
         # Plain gradients are replicas on the ranks of a mesh, but shards on those of an own group.
         replicas = [line for line in lines if not any(set(line) <= set(other) for other in own)]
         rank = groups[-1].rank()
-        return Agreement(
-            groups,
-            counted,
-            counts_plain=all(line[0] == rank for line in replicas),
-            counts_marked=all(line[0] == rank for line in (*lines, *own)),
-        )
+        counted[None] = all(line[0] == rank for line in replicas)
+        return Agreement(groups, counted, all(line[0] == rank for line in (*lines, *own)))
 
     def _own_lines(self) -> list[list[int]]:
         """Ranks of the scaler's own group, or along each dimension of its mesh."""
@@ -552,17 +543,16 @@ def require_group(group: object, device: Any) -> None:
                 f"process_group is a mesh of {group.device_type!r}, but the scaler is for "
                 f"{str(device)!r}"
             )
+    elif all(callable(getattr(group, name, None)) for name in ("rank", "size", "allreduce")):
+        given: Any = group
+        is_member = given.rank() >= 0
     elif group is dist.GroupMember.NON_GROUP_MEMBER:
         is_member = False
     else:
-        for name in ("rank", "size", "allreduce"):
-            if not callable(getattr(group, name, None)):
-                raise TypeError(
-                    "process_group must be a torch.distributed.ProcessGroup, a DeviceMesh or an "
-                    f"object with rank(), size() and allreduce(), got {type(group).__name__}"
-                )
-        given: Any = group
-        is_member = given.rank() >= 0
+        raise TypeError(
+            "process_group must be a torch.distributed.ProcessGroup, a DeviceMesh or an object "
+            f"with rank(), size() and allreduce(), got {type(group).__name__}"
+        )
     if not is_member:
         raise ValueError(
             "process_group does not contain this rank: make the scaler with the group that this "
@@ -573,31 +563,21 @@ def require_group(group: object, device: Any) -> None:
 def require_same(settings: Mapping[str, object], others: Ranks) -> None:
     """Raises the same error on every rank unless all have the same settings; a collective call.
 
-    Args:
-        settings: Values by name, compared by `repr`, among the ranks that have the name.
-        others: The ranks to compare with; those of the default group if there are none. Without
-            an initialized process group nothing is compared.
-
-    Raises:
-        RuntimeError: Naming what differs on which ranks.
+    Values are compared by `repr`, among the ranks that have the name. A scaler without a group is
+    compared over the default group, or not at all where there is none.
     """
     if not (others.is_foreign or (dist.is_available() and dist.is_initialized())):
         return
     groups = others.groups()
     size = math.prod(group.size() for group in groups) if groups else None
-    groups = groups or [Group(_default_group())]
+    groups = groups or [Group()]
     found = differences({**settings, "process_group size": size}, groups)
     if found:
         raise RuntimeError(f"the ranks' scalers differ: {found}")
 
 
 def differences(settings: Mapping[str, object], groups: Sequence[Group]) -> str:
-    """Returns a text of the settings that differ and on which ranks, the same on every rank.
-
-    Args:
-        settings: As for `require_same`.
-        groups: Process groups of this rank.
-    """
+    """Returns, on every rank, the settings that differ and where; empty if none."""
     seen = _gather({name: repr(value) for name, value in settings.items()}, groups)
     found = []
     for name in dict.fromkeys(itertools.chain.from_iterable(seen.values())):
@@ -613,12 +593,10 @@ def differences(settings: Mapping[str, object], groups: Sequence[Group]) -> str:
 
 def _in_words(ranks: list[int]) -> str:
     """Ascending ranks as in "ranks 0-2, 5"."""
-    runs: list[list[int]] = []
-    for rank in ranks:
-        if runs and rank == runs[-1][-1] + 1:
-            runs[-1].append(rank)
-        else:
-            runs.append([rank])
+    runs = [
+        [rank for _, rank in run]
+        for _, run in itertools.groupby(enumerate(ranks), lambda pair: pair[1] - pair[0])
+    ]
     words = [str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs]
     return f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(words)}"
 
@@ -636,7 +614,7 @@ def _groups_along(mesh: DeviceMesh, dims: Iterable[int]) -> list[Group]:
     groups = [Group(mesh.get_group(dim)) for dim in dims]
     size = math.prod(group.size() for group in groups)
     if len(groups) > 1 and size == dist.get_world_size():
-        return [Group(_default_group())]
+        return [Group()]
     return groups
 
 
@@ -673,8 +651,3 @@ def _root_of(mesh: DeviceMesh) -> DeviceMesh | None:
     """The mesh of which this is a slice, or itself; None in a torch that keeps no root."""
     root: DeviceMesh | None = getattr(mesh, "_get_root_mesh", lambda: None)()
     return root
-
-
-def _default_group() -> ProcessGroup:
-    # Raises torch's error if there is none.
-    return dist.distributed_c10d._get_default_group()

@@ -196,7 +196,7 @@ def anew() -> list[bool]:
             found.append(scaler.step_skipped(optimizer))
             # Of a world that has ended some collectives go on to work.
             agreement = scaler._others().agreement([])
-            found.append(agreement.groups[0] is dist.group.WORLD)
+            found.append(agreement.groups[0].process_group is dist.group.WORLD)
         if world == 0:
             dist.barrier()
             dist.destroy_process_group()
