@@ -50,7 +50,7 @@ endef
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .PHONY: FORCE bench bench-compare build build-cuda check clean coverage demo dist distclean docs \
-	format gpu help mutants notebook python smoke test test-trainers test-triton36 \
+	format gpu help hostile mutants notebook python smoke test test-trainers test-triton36 \
 	triton36-compiled triton36-interpreted triton36-run
 
 help:  ## show this list
@@ -77,6 +77,9 @@ coverage: build/built  ## run the tests and say which lines of ampfast/ they run
 	TRITON_INTERPRET=1 $(RUN) -m coverage run -m pytest tests/device_kernels
 	$(RUN) -m coverage combine --quiet
 	$(RUN) -m coverage report
+
+hostile: build/built  ## sanitizers, threads, failing allocations, damaged states, interrupts: all that is meant to break it
+	$(RUN) tests/hostile $(ARGS)
 
 mutants: build/built  ## change the state machine line by line and say which changes no test notices
 	$(RUN) tests/mutation $(ARGS)

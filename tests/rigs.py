@@ -130,7 +130,10 @@ class Rig:
         return {
             "params": [p.detach() for p in self.params],
             "grads": [p.grad for p in self.params],
-            "versions": [None if p.grad is None else p.grad._version for p in self.params],
+            "versions": [
+                None if p.grad is None or p.grad.is_inference() else p.grad._version
+                for p in self.params
+            ],
             "state": [dict(state[p]) if p in state else None for p in self.params],
             "calls": self.calls,
             "own": {

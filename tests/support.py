@@ -31,7 +31,7 @@ def _same_strided(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
         return _same_strided(torch.view_as_real(ours), torch.view_as_real(theirs))
     if ours.dtype not in BITS:
         return torch.equal(ours, theirs)
-    ours, theirs = ours.detach(), theirs.detach()
+    ours, theirs = ours.detach().resolve_neg(), theirs.detach().resolve_neg()
     our_bits, their_bits = ours.view(BITS[ours.dtype]), theirs.view(BITS[ours.dtype])
     # torch's own CPU op writes two kinds of NaN, so only the fact that it is one counts.
     return torch.equal(our_bits, their_bits) or bool(

@@ -68,7 +68,8 @@ def _seed(rng: random.Random) -> int:
 
 Draw = Callable[[random.Random], tuple[Any, ...]]
 # Weight and arguments of every operation; `s` is a scaler's index and `r` a rig's.
-OPERATIONS: dict[str, tuple[int, str, Draw]] = {
+Operations = dict[str, tuple[int, str, Draw]]
+OPERATIONS: Operations = {
     "scale": (
         4,
         "s",
@@ -141,9 +142,11 @@ OPERATIONS: dict[str, tuple[int, str, Draw]] = {
 }
 
 
-def draw_operation(name: str, rng: random.Random, rigs: int) -> Op:
+def draw_operation(
+    name: str, rng: random.Random, rigs: int, operations: Operations = OPERATIONS
+) -> Op:
     """Draws the arguments of one operation."""
-    _, subjects, draw = OPERATIONS[name]
+    _, subjects, draw = operations[name]
     arguments: list[Any] = []
     if "s" in subjects:
         arguments.append(int(rng.random() < 0.15))
@@ -171,20 +174,21 @@ def draw_step(rng: random.Random, rigs: int) -> list[Op]:
     return [*program, Op("update", (s,))]
 
 
-def draw_program(seed: int) -> tuple[Plan, list[Op]]:
+def draw_program(seed: int, operations: Operations = OPERATIONS) -> tuple[Plan, list[Op]]:
     """Draws a plan and `LENGTH` operations from one seed."""
     rng = random.Random(seed)
     plan = draw_plan(rng)
     rigs = len(plan.rigs)
-    names = list(OPERATIONS)
-    weights = [OPERATIONS[name][0] for name in names]
+    names = list(operations)
+    weights = [operations[name][0] for name in names]
     # One program in eight starts without any scaled loss, to meet the errors that tell so.
     program = [Op("scale", (s, "tensor", 0)) for s in range(2)] if rng.random() < 7 / 8 else []
     while len(program) < LENGTH:
         if rng.random() < 0.15:
             program += draw_step(rng, rigs)
         else:
-            program.append(draw_operation(rng.choices(names, weights)[0], rng, rigs))
+            name = rng.choices(names, weights)[0]
+            program.append(draw_operation(name, rng, rigs, operations))
     return plan, program[:LENGTH]
 
 
@@ -222,7 +226,12 @@ def variant_of(seed: int) -> str:
 
 
 def first_difference(
-    plan: Plan, program: list[Op], sides: Sides = VARIANTS["plain"], *, watch: bool = True
+    plan: Plan,
+    program: list[Op],
+    sides: Sides = VARIANTS["plain"],
+    *,
+    watch: bool = True,
+    world: type[World] = World,
 ) -> str | None:
     """Runs a program on both classes and describes the first difference.
 
@@ -230,9 +239,9 @@ def first_difference(
     operations cannot hide a write that comes late.
     """
     ours, theirs, more = sides
-    our_world, their_world = World(ours, plan, **more), World(theirs, plan)
+    our_world, their_world = world(ours, plan, **more), world(theirs, plan)
     for number, op in enumerate(program):
-        told = [outcome(partial(world.run, op)) for world in (our_world, their_world)]
+        told = [outcome(partial(each.run, op)) for each in (our_world, their_world)]
         if op.name == "step_and_update":
             # torch's side is two calls on other lines.
             for side in told:

@@ -1,0 +1,68 @@
+"""Runs the hostile parts at their full dose, each in a process of its own, and sums up."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+HERE = Path(__file__).parent
+sys.path.append(str(ROOT / "tests" / "gpu"))
+
+from runner import Part, Run, stopped_by_signals  # noqa: E402
+
+# By name: the module, the option for the dose, the full dose, the limit in seconds.
+PARTS = {
+    "sanitizers": ("sanitizers", None, 0, 5400),
+    "threads": ("crowds", "seconds", 60, 600),
+    "allocations": ("allocations", "width", 1, 3600),
+    "states": ("states", "count", 5000, 1800),
+    "programs": ("long_programs", "count", 90_000, 3600),
+    "clips": ("clips", "count", 8000, 1800),
+    "interrupts": ("interrupts", "signals", 5000, 3600),
+}
+
+
+def part(name: str, seconds: float, seed: int) -> Part:
+    module, amount, dose, limit = PARTS[name]
+    command = [sys.executable, str(HERE / f"{module}.py")]
+    if amount is not None:
+        dose = seconds if name == "threads" else dose
+        command += [f"--{amount}", str(dose), "--seed", str(seed)]
+    path = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
+    environment = {} if amount is None else {"PYTHONPATH": path, "PYTHONWARNINGS": "ignore"}
+    return Part(
+        name,
+        [command],
+        limit + seconds,
+        environment,
+        summary=r"^TOTAL|\b(passed|failed|error)\b",
+        details=r"^(WRONG|FAILED|ERROR)\b|AddressSanitizer|runtime error:",
+    )
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the parts that are asked for and returns 0 if none failed."""
+    parser = argparse.ArgumentParser(prog="python tests/hostile", description=__doc__)
+    parser.add_argument("--parts", default=",".join(PARTS), help="comma-separated: %(default)s")
+    parser.add_argument("--seconds", type=float, default=60.0, help="of threads (default: 60)")
+    parser.add_argument("--seed", type=int, default=0, help="of all that is drawn (default: 0)")
+    parser.add_argument("--out", type=Path, default=ROOT / "build" / "hostile", help="of the logs")
+    options = parser.parse_args(arguments)
+    wanted = options.parts.split(",")
+    if unknown := [name for name in wanted if name not in PARTS]:
+        parser.error(f"{', '.join(unknown)}: not among {', '.join(PARTS)}")
+    print(f"logs in {options.out}", flush=True)
+    parts = [part(name, options.seconds, options.seed) for name in PARTS if name in wanted]
+    run = Run([[each] for each in parts], options.out, ROOT, sum(p.seconds for p in parts))
+    with stopped_by_signals(run):
+        code = run.run()
+    print(f"\n{run.verdict()}", flush=True)
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,233 @@
+"""Calls of a scaler, cut short at every point: all or nothing of each must have happened."""
+
+from __future__ import annotations
+
+import contextlib
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from support import difference, make_gradient, started
+
+from ampfast import GradScaler
+
+READY = torch.amp.grad_scaler.OptState.READY
+LAYOUTS = ("contiguous", "short", "every_other")
+SCALE = 8.0
+
+
+class Counted:
+    """An optimizer whose step does nothing that can fail."""
+
+    def __init__(self, fused: bool) -> None:
+        dtypes = (torch.float32, torch.bfloat16, torch.float64)
+        self.gradients = [
+            make_gradient(layout, dtype) * SCALE
+            for layout, dtype in zip(LAYOUTS, dtypes, strict=True)
+        ]
+        self.params = [torch.nn.Parameter(torch.zeros_like(g)) for g in self.gradients]
+        for param, gradient in zip(self.params, self.gradients, strict=True):
+            param.grad = gradient
+        self.param_groups = [{"params": self.params}]
+        self._step_supports_amp_scaling = fused
+        self.grad_scale: Any = None
+        self.divisor: Any = None
+        del self.grad_scale
+
+    def step(self) -> None:
+        self.divisor = self.__dict__.get("grad_scale")
+
+
+class Rig:
+    """A scaler and an optimizer, anew for every trial."""
+
+    def __init__(self, fused: bool, **arguments: Any) -> None:
+        self.optimizer: Any = Counted(fused)
+        self.scaler: Any = started(GradScaler, SCALE, growth_interval=1, **arguments)
+
+    def observe(self) -> dict[str, Any]:
+        """What must change together, by what it is."""
+        records = self.scaler._per_optimizer_states
+        record = records.get(id(self.optimizer), {"stage": READY})
+        divisor = self.optimizer.divisor
+        return {
+            "gradients and stage": [[g.clone() for g in self.optimizer.gradients], record["stage"]],
+            "scale": [self.scaler._scale.clone(), self.scaler._growth_tracker.clone()],
+            "counts": replace(self.scaler.stats(), scale=0.0, growth_tracker=0),
+            "divisor": None if divisor is None else divisor.clone(),
+        }
+
+
+Call = Callable[[Rig], Any]
+
+
+def unscale(rig: Rig) -> None:
+    rig.scaler.unscale_(rig.optimizer)
+
+
+def step(rig: Rig) -> None:
+    rig.scaler.step(rig.optimizer)
+
+
+def update(rig: Rig) -> None:
+    rig.scaler.update()
+
+
+def set_scale(rig: Rig) -> None:
+    rig.scaler.update(3.0)
+
+
+def step_and_update(rig: Rig) -> None:
+    rig.scaler.step_and_update(rig.optimizer)
+
+
+def clip(order: float, in_place: bool = True) -> Call:
+    return lambda rig: rig.scaler.clip_grad_norm_(rig.optimizer, 1.0, order, in_place=in_place)
+
+
+def norm(rig: Rig) -> None:
+    rig.scaler.grad_norm(rig.optimizer)
+
+
+def load(rig: Rig) -> None:
+    rig.scaler.load_state_dict({**rig.scaler.state_dict(), "scale": 4.0})
+
+
+class Scenario(NamedTuple):
+    """A call that is cut short.
+
+    Attributes:
+        name: Shown in failures.
+        call: The call.
+        fused: Whether the optimizer divides by `grad_scale`.
+        before: Calls that come first, undisturbed.
+        ways: Calls whose outcome, in place of none and all of `call`, is right too.
+        finish: What a user does next.
+    """
+
+    name: str
+    call: Call
+    fused: bool = False
+    before: tuple[Call, ...] = ()
+    ways: tuple[tuple[Call, ...], ...] = ()
+    finish: tuple[Call, ...] = (step, update)
+
+
+UNSCALED = ((unscale,),)
+SCENARIOS = (
+    Scenario("unscale_", unscale),
+    Scenario("clip_grad_norm_", clip(2.0)),
+    Scenario("clip_grad_norm_(inf)", clip(torch.inf)),
+    Scenario("clip_grad_norm_(3)", clip(3.0), ways=UNSCALED),
+    Scenario("clip_grad_norm_(fused)", clip(2.0, in_place=False), fused=True),
+    Scenario("clip_grad_norm_(3, fused)", clip(3.0, in_place=False), fused=True),
+    Scenario("grad_norm", norm),
+    Scenario("step", step, ways=UNSCALED, finish=(update,)),
+    Scenario("step after unscale_", step, before=(unscale,), finish=(update,)),
+    Scenario("step(fused)", step, fused=True, finish=(update,)),
+    Scenario("step(fused) after clip", step, True, (clip(2.0, False),), finish=(update,)),
+    Scenario("update", update, before=(step,), finish=()),
+    Scenario("update(new_scale)", set_scale, before=(step,), finish=()),
+    Scenario("step_and_update", step_and_update, ways=(*UNSCALED, (step,)), finish=()),
+    Scenario("step_and_update(fused)", step_and_update, True, ways=((step,),), finish=()),
+    Scenario("load_state_dict", load),
+)
+
+Fault = Callable[[int], AbstractContextManager[Any]]
+
+
+def arranged(scenario: Scenario, calls: tuple[Call, ...], arguments: dict[str, Any]) -> Rig:
+    rig = Rig(scenario.fused, **arguments)
+    for call in (*scenario.before, *calls):
+        call(rig)
+    return rig
+
+
+class Trials:
+    """Trials of one scenario, with these arguments of the scaler."""
+
+    def __init__(self, scenario: Scenario, **arguments: Any) -> None:
+        self.scenario, self.arguments = scenario, arguments
+        ways = ((scenario.call,), *scenario.ways)
+        self._right = [self._after(()), *map(self._after, ways)]
+        self._finished = [self._after((*way, *scenario.finish)) for way in ways]
+
+    def _after(self, calls: tuple[Call, ...]) -> dict[str, Any]:
+        return arranged(self.scenario, calls, self.arguments).observe()
+
+    def run(self, fault: Fault, point: int) -> tuple[bool, list[str]]:
+        """Cuts the call short at one point; tells whether it was, and what is wrong then."""
+        scenario = self.scenario
+        rig = arranged(scenario, (), self.arguments)
+        try:
+            with fault(point):
+                scenario.call(rig)
+        except (Exception, KeyboardInterrupt) as error:
+            place = f"{scenario.name} {self.arguments or ''}: {told(error)}"
+        else:
+            return False, []
+        seen = rig.observe()
+        if wrong := self._fault(seen, self._right):
+            return True, [f"{place}: {wrong}"]
+        # Once more, unless all of it has happened; then on as if nothing had been.
+        if difference(seen, self._right[1]) is not None:
+            with contextlib.suppress(RuntimeError, AssertionError):
+                scenario.call(rig)
+        try:
+            for call in scenario.finish:
+                call(rig)
+        except Exception as error:
+            return True, [f"{place}; it cannot go on: {told(error)}"]
+        # Not the scale: as in torch, an update may be cut short before it forgets its records.
+        end = {k: v for k, v in rig.observe().items() if k not in ("scale", "counts")}
+        wrong = self._fault(end, self._finished)
+        return True, [f"{place}; at the end: {wrong}"] if wrong else []
+
+    def _fault(self, seen: dict[str, Any], right: list[dict[str, Any]]) -> str:
+        """Names what agrees with nothing that is right; empty if all does."""
+        for name, value in seen.items():
+            if all(difference(value, one[name]) for one in right):
+                if name in self._loose and self._divided_at_most_once(value):
+                    continue
+                return f"{name}: {value[1] if 'stage' in name else value}"
+        return ""
+
+    @property
+    def _loose(self) -> tuple[str, ...]:
+        # torch's ops go through gradients one dtype after another.
+        return ("gradients and stage",) if self.arguments.get("backend") == "aten" else ()
+
+    def _divided_at_most_once(self, value: list[Any]) -> bool:
+        gradients, stage = value
+        known = [one["gradients and stage"][0] for one in (*self._right, *self._finished)]
+        if stage is READY and difference(gradients, known[0]):
+            return False
+        return all(
+            any(difference(gradient, row[index]) is None for row in known)
+            for index, gradient in enumerate(gradients)
+        )
+
+    def all_points(
+        self, fault: Fault, width: int = 1, start: int = 0
+    ) -> Iterator[tuple[int, list[str]]]:
+        """Every point of the call, or each `width`-th, until none is reached; what is wrong."""
+        point, untouched = start, 0
+        # A failure that the call shrugs off does not end the row.
+        while untouched < 20:
+            was_cut, wrong = self.run(fault, point)
+            untouched = 0 if was_cut else untouched + 1
+            if was_cut:
+                yield point, wrong
+            point += width
+
+
+def told(error: BaseException) -> str:
+    """An error and the line of ampfast that it comes from."""
+    frames = traceback.extract_tb(error.__traceback__)
+    places = [f"{Path(f.filename).name}:{f.lineno}" for f in frames if "/ampfast/" in f.filename]
+    text = " ".join(str(error).split())[:80]
+    return f"{type(error).__name__}({text}) at {places[-1] if places else 'no line'}"

@@ -1,0 +1,84 @@
+"""A small dose of each part of `make hostile`."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import allocations
+import clips
+import crowds
+import interrupts
+import long_programs
+import pytest
+import sanitizers
+import states
+from atomic import SCENARIOS, Scenario, Trials
+from launchers import VARIABLE
+from support import threads
+from tally import Tally
+
+pytestmark = pytest.mark.skipif(VARIABLE in os.environ, reason="of the CPU's kernels")
+# Calls in which gradients, stage and norms do not change together yet; remove a name once they do.
+OPEN = frozenset(
+    s.name for s in SCENARIOS if not s.name.startswith(("update", "load", "step after"))
+)
+EACH = pytest.mark.parametrize(
+    "scenario",
+    [
+        pytest.param(s, marks=pytest.mark.xfail(strict=False)) if s.name in OPEN else s
+        for s in SCENARIOS
+    ],
+    ids=lambda scenario: scenario.name,
+)
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    with threads(1):
+        yield
+
+
+@pytest.mark.xfail(strict=False, reason="an infinite limit writes NaN where the norm overflows")
+def test_clips_at_extreme_magnitudes() -> None:
+    clips.run(300).require_success()
+
+
+def test_clips_within_finite_limits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(clips, "LIMITS", [limit for limit in clips.LIMITS if limit < clips.INF])
+    clips.run(300, seed=8000).require_success()
+
+
+def test_threads_side_by_side() -> None:
+    crowds.run(2).require_success()
+
+
+def test_damaged_states() -> None:
+    states.run(150).require_success()
+
+
+def test_unusual_operations() -> None:
+    long_programs.run(400).require_success()
+
+
+@EACH
+@pytest.mark.parametrize("track", [None, "overflow"])
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_interrupts_at_every_call(scenario: Scenario, track: str | None) -> None:
+    tally = Tally("interrupts")
+    for _, wrong in Trials(scenario, track=track).all_points(interrupts.raised_at, 3):
+        tally.count += 1
+        tally.failures += wrong
+    tally.require_success()
+
+
+@EACH
+def test_failing_allocations(scenario: Scenario, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("_testcapi", reason="lets Python's allocations fail")
+    monkeypatch.setattr(allocations, "VARIANTS", ({},))
+    allocations.run_here(7, (scenario,)).require_success()
+
+
+def test_sanitized_tests_exist() -> None:
+    files = [sanitizers.ROOT / "tests" / f"test_{name}.py" for name in sanitizers.TESTS]
+    assert [file.name for file in files if not file.exists()] == []
