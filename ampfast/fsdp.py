@@ -1,4 +1,4 @@
-"""The drop-in for FSDP's gradient scaler: one decision for all ranks."""
+"""Drop-in replacement for FSDP's gradient scaler."""
 
 from __future__ import annotations
 
@@ -19,30 +19,30 @@ _named: Any = sharded_grad_scaler.ShardedGradScaler
 TorchShardedGradScaler: Any = getattr(_named, "_stands_for", _named)
 
 
-# torch's class stands behind ours in the order of lookup: of its methods only `scale` is reached.
+# torch's class comes last in the method resolution order: only its `scale` is reached.
 class ShardedGradScaler(GradScaler, TorchShardedGradScaler):  # type: ignore[misc]
-    """A `GradScaler` for FSDP that agrees with all ranks, or with those of a group.
+    """`GradScaler` for FSDP: agrees with all ranks, or with those of a process group.
 
     `scale` keeps the dtype of a loss, and float16 gradients, which FSDP's mixed precision makes,
-    are unscaled. What torch's class does otherwise, and should not, is left out: here ranks agree
-    with fused optimizers, too, flags are 0-dim, and `update` is that of the base class.
+    are unscaled. Unlike in torch's class, ranks agree with fused optimizers, too, flags are 0-dim,
+    and `update` is that of `GradScaler`.
 
     Args:
-        device: As for `GradScaler`, as are all others but for the last.
+        device: As for `GradScaler`, like all others but the last.
         init_scale: Initial scale.
         backoff_factor: Factor after an overflow; it comes before that of growth, as in torch.
         growth_factor: Factor of growth.
         growth_interval: Iterations without overflow before the scale grows.
         enabled: If False, every method is a no-op.
-        process_group: As for `GradScaler`, except that None is the default group. Norms add up over
-            it, so with HYBRID_SHARD it must be the group of the shards.
-        ours: Keyword arguments of `GradScaler` that torch's class does not have.
+        process_group: As for `GradScaler`, but None is the default group. Its ranks hold shards, so
+            with HYBRID_SHARD it must be the sharding group.
+        ours: Other keyword arguments of `GradScaler`.
 
     Source: torch/distributed/fsdp/sharded_grad_scaler.py.
     """
 
     _is_for_all = True
-    # torch's default is the group that there was when its module was imported.
+    # torch's default is the group at the import of its module.
     _base_arguments: ClassVar[dict[str, Any]] = {"process_group": None}
 
     def __init__(
