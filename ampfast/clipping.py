@@ -264,11 +264,10 @@ def _total(
         for grad in _counted(part, agreement):
             by_device.setdefault(grad.device, []).append(grad)
         for tensors in by_device.values():
-            norm = aten.p_norm(tensors, order)
-            if part.factor is not None:
-                inverse = gradients.inverse(part.factor) if part.is_scale else part.factor
-                norm = norm * aten.moved(inverse, norm.device).reshape(()).abs()
-            norms.append(aten.moved(norm, device))
+            factor = None if part.factor is None else aten.moved(part.factor, tensors[0].device)
+            if factor is not None and part.is_scale:
+                factor = gradients.inverse(factor)
+            norms.append(aten.moved(aten.p_norm(tensors, order, factor), device))
     total: Tensor = torch.linalg.vector_norm(torch.stack(norms), order)
     return total
 

@@ -151,9 +151,9 @@ AMPFAST_ELEMENT void apply(const Clip& clip) {
     *clip.norm = rounded;
     total = rounded;
   }
-  // torch's formula, in float64.
+  // torch's formula, in float64. An infinite limit clips nothing: inf / inf would be NaN.
   const double quotient = clip.max_norm / (total + 1e-6);
-  const double coefficient = quotient > 1 ? 1 : quotient;
+  const double coefficient = quotient > 1 || std::isinf(clip.max_norm) ? 1 : quotient;
   *clip.coefficient = coefficient;
   if (clip.scale != nullptr && clip.divisor != nullptr) {
     *clip.divisor = static_cast<float>(*clip.scale / coefficient);

@@ -61,8 +61,10 @@ def exact_norm(grads: Sequence[torch.Tensor], scale: float, order: float = 2.0) 
 
 
 def coefficient_of(norm: torch.Tensor, max_norm: float) -> torch.Tensor:
-    """torch's formula, in float64."""
+    """torch's formula, in float64, but 1 for an infinite limit."""
     wide = norm.detach().double()
+    if max_norm == math.inf:
+        return torch.ones_like(wide)
     return (torch.full_like(wide, max_norm) / (wide + 1e-6)).clamp(max=1.0)
 
 

@@ -26,6 +26,7 @@ from support import (
     assert_sides_same,
     make_gradient,
     paired,
+    parameter_with,
     plant,
     sgd_with,
     small_model,
@@ -298,3 +299,61 @@ def test_a_norm_beyond_float32() -> None:
     wide = sgd_with(torch.full((4,), 3e38), torch.zeros(1, dtype=torch.float64))
     norm = started(GradScaler, 1.0).clip_grad_norm_(wide, 1.0)
     assert ulps(norm, torch.tensor(6e38, dtype=torch.float64)) < 2.0**30
+
+
+# Values whose norms overflow: regular, and in a layout that takes torch's ops.
+def even(value: float, dtype: torch.dtype) -> list[torch.Tensor]:
+    return [torch.full((4,), value, dtype=dtype), torch.full((3, 4), value, dtype=dtype)[:, ::2]]
+
+
+@pytest.mark.parametrize(
+    ("fused", "in_place"), [(False, True), (True, True), (True, False)], ids=str
+)
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("backend", ["cpu", "aten"])
+def test_an_infinite_limit_leaves_what_unscaling_writes(
+    backend: str, order: float, fused: bool, in_place: bool
+) -> None:
+    for dtype in (torch.float32, torch.float64, torch.bfloat16):
+        for value in (torch.finfo(dtype).max, 0.0):
+            sides = []
+            for clips in (True, False):
+                params = [parameter_with(grad) for grad in even(value, dtype)]
+                optimizer = torch.optim.SGD(params, lr=2.0**-40, fused=fused)
+                scaler = started(GradScaler, 2.0, backend=backend)
+                if clips:
+                    norm = scaler.clip_grad_norm_(optimizer, INF, order, in_place=in_place)
+                    assert norm.isinf() == (value != 0 and order != INF)
+                elif in_place:
+                    scaler.unscale_(optimizer)
+                scaler.step(optimizer)
+                assert not scaler.step_skipped(optimizer)
+                sides.append((params, grads_of(optimizer)))
+            assert_same(*sides)
+            assert all(param.isfinite().all() for param in params)
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e-30, INF])
+@pytest.mark.parametrize("max_norm", [0.0, 1.0, 1e308])
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("backend", ["cpu", "aten"])
+def test_no_parameter_becomes_nan_at_extreme_norms(
+    backend: str, order: float, max_norm: float, scale: float
+) -> None:
+    for dtype in FLOATS:
+        for value in (0.0, torch.finfo(dtype).smallest_normal, torch.finfo(dtype).max):
+            for fused, in_place in ((False, True), (True, True), (True, False)):
+                params = [parameter_with(grad) for grad in even(value, dtype)]
+                optimizer = torch.optim.SGD(params, lr=2.0**-40, fused=fused)
+                scaler = started(GradScaler, scale, backend=backend, allow_fp16=True)
+                scaler.clip_grad_norm_(optimizer, max_norm, order, in_place=in_place)
+                scaler.step(optimizer)
+                assert all(p.isfinite().all() for p in params), (dtype, value, fused, in_place)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_a_disabled_scaler_does_not_clip_to_infinity(order: float) -> None:
+    for dtype in (torch.float32, torch.float64):
+        optimizer = sgd_with(*even(torch.finfo(dtype).max, dtype))
+        GradScaler("cpu", enabled=False).clip_grad_norm_(optimizer, INF, order)
+        assert_same(grads_of(optimizer), even(torch.finfo(dtype).max, dtype))

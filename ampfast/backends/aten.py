@@ -152,9 +152,8 @@ def norms(grads: list[Tensor], inv_scale: Tensor | None = None) -> Tensor:
     for grad in grads:
         if not grad.numel():
             continue
-        norm, largest = p_norm([grad], 2.0), p_norm([grad], torch.inf)
+        norm, largest = p_norm([grad], 2.0, inv_scale), p_norm([grad], torch.inf)
         if inv_scale is not None:
-            norm = norm * inv_scale
             # Rounded as a product that is written.
             dtype = grad.dtype.to_real()
             opmath = torch.promote_types(dtype, torch.float32)
@@ -165,10 +164,11 @@ def norms(grads: list[Tensor], inv_scale: Tensor | None = None) -> Tensor:
 
 
 @torch.no_grad()
-def p_norm(grads: list[Tensor], order: float) -> Tensor:
+def p_norm(grads: list[Tensor], order: float, inv_scale: Tensor | None = None) -> Tensor:
     """Returns the norm of all elements of tensors, at least one, on one device.
 
-    It is taken and returned in the widest type that the device has.
+    It is taken and returned in the widest type that the device has, times the magnitude of
+    `inv_scale`, a one-element tensor on that device, if there is one.
     """
     of_each: list[Tensor] = []
     for grad in grads:
@@ -180,10 +180,14 @@ def p_norm(grads: list[Tensor], order: float) -> Tensor:
         elif type(norm) is not Tensor:
             norm = torch.tensor(norm.item(), device=grad.device)  # of a subclass that is unknown
         of_each.append(norm.to(widest(grad.device)))
-    if len(of_each) == 1:
-        return of_each[0]
-    norm_of_all: Tensor = torch.linalg.vector_norm(torch.stack(of_each), order)
-    return norm_of_all
+    norm: Tensor = of_each[0]
+    if len(of_each) > 1:
+        norm = torch.linalg.vector_norm(torch.stack(of_each), order)
+    if inv_scale is not None:
+        factor = inv_scale.reshape(()).abs()
+        # What an infinite scale leaves is 0, even if the norm of the scaled values overflowed.
+        norm = (norm * factor).masked_fill_(norm.isinf() & (factor == 0), 0.0)
+    return norm
 
 
 @torch.no_grad()
@@ -205,6 +209,8 @@ def total_norm(rows: Tensor, largest: bool) -> Tensor:
 def coefficient_of(norm: Tensor, max_norm: float) -> Tensor:
     """Returns what gradients of this norm are multiplied by, at most 1."""
     wide = norm.to(widest(norm.device))
+    if max_norm > torch.finfo(wide.dtype).max:
+        return torch.ones_like(wide)  # inf / inf would be NaN
     # A number over a tensor would be its reciprocal times the number, rounded twice.
     return (torch.full_like(wide, max_norm) / (wide + 1e-6)).clamp(max=1.0)
 

@@ -56,6 +56,21 @@ def test_the_coefficient_is_that_of_the_cpu(rows: list, largest: bool) -> None:
         assert_same(ours, results(cpu, rows, limit, largest, scale), f"{limit} {scale}")
 
 
+@pytest.mark.parametrize("largest", [False, True])
+@pytest.mark.parametrize("rows", ROWS, ids=str)
+def test_the_coefficient_is_a_number(rows: list, largest: bool) -> None:
+    """Unless the norm is NaN; and 1 where the limit is infinite."""
+    for limit in LIMITS:
+        for norm, coefficient, divisor in results(KERNELS, rows, limit, largest, 3.0):
+            if limit == INF:
+                assert (coefficient.item(), divisor.item()) == (1.0, 3.0)
+            elif norm.isnan():
+                assert coefficient.isnan()
+            else:
+                assert 0 <= coefficient.item() <= 1
+                assert coefficient.item() == 0 or not norm.isinf()
+
+
 def test_the_coefficient_is_torchs_formula() -> None:
     for squares, limit in ((25.0, 1.0), (1 / 3, 0.1), (4e-7, 1e-4), (1e20, 3.0)):
         [norm, coefficient, divisor] = results(KERNELS, [(squares, 9.0)], limit, False, 3.0)[1]

@@ -264,7 +264,8 @@ def clip_coefficient(
     total = peak if LARGEST else tl.sqrt(squares)
     norm = total.to(norm_ptr.dtype.element_ty)
     quotient = max_norm / (norm.to(tl.float64) + epsilon)
-    coefficient = tl.where(quotient > 1.0, 1.0, quotient)
+    # An infinite limit clips nothing: inf / inf would be NaN.
+    coefficient = tl.where((quotient > 1.0) | (max_norm == float("inf")), 1.0, quotient)
     tl.store(norm_ptr, norm)
     tl.store(coefficient_ptr, coefficient)
     if divisor_ptr is not None:
