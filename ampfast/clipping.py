@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from numbers import Real
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +14,7 @@ from torch.amp.grad_scaler import OptState
 
 from ampfast import gradients
 from ampfast.backends import Choice, aten, cpu
-from ampfast.distributed import Agreement, Shards, marked, part_of
+from ampfast.distributed import Agreement, marked, part_of
 from ampfast.errors import ONCE, add_note
 from ampfast.optimizers import takes_grad_scaler
 from ampfast.overflow import Tracks
@@ -27,32 +27,34 @@ __all__ = [
     "FUSED_ORDERS",
     "Deferred",
     "Part",
+    "clip_",
     "clip_grad_norm_",
     "grad_norm",
     "limit_of",
     "measure",
-    "norm_of",
     "order_of",
 ]
 
-# The orders whose norms come with the check, in one read.
+# The orders whose norm comes with the check, in one read.
 FUSED_ORDERS = (2.0, math.inf)
+
+_WIDE = (torch.float64, torch.complex128)
 
 
 @dataclass
 class Part:
-    """One optimizer's gradients, and what is done with them.
+    """Gradients of one optimizer, or of a list of tensors, in a global norm.
 
     Attributes:
-        optimizer: Whose they are; a list of tensors where there is no optimizer.
+        optimizer: The optimizer, or the list.
         grads: The gradients, as kernels take them.
         factor: The scale or the inverse scale, or None where they are unscaled already.
-        is_scale: Which of the two `factor` is.
-        writes: Whether they will be written.
-        tracks: Where a check notes what it sees of each parameter, or None.
-        flags: What a check found, by device.
-        rows: For each list of gradients its norms, as `cpu.norms` writes them.
-        uncounted: The same for those whose norm another rank counts.
+        is_scale: Whether `factor` is the scale.
+        writes: Whether they will be clipped in place.
+        tracks: Where the check tracks each parameter, or None.
+        flags: found_inf of the check, by device.
+        rows: Sum of squares and largest magnitude of each list, as `cpu.norms` writes them.
+        uncounted: The same for gradients whose norm another rank counts.
     """
 
     optimizer: Any
@@ -65,48 +67,37 @@ class Part:
     rows: list[Tensor] = field(default_factory=list)
     uncounted: list[Tensor] = field(default_factory=list)
 
+    def inverse(self) -> Tensor | None:
+        """Returns the inverse scale, or None where the gradients are unscaled already."""
+        if self.factor is None or not self.is_scale:
+            return self.factor
+        return gradients.inverse(self.factor)
+
 
 def order_of(norm_type: object) -> float:
-    """Checks the order of a norm and returns it as a float."""
+    """Order of a norm as a float; refuses what is none."""
     if isinstance(norm_type, str):
-        if norm_type != "inf":
-            raise ValueError(f'norm_type must be a number above 0 or "inf", got {norm_type!r}')
-        return math.inf
-    order = _number("norm_type", norm_type)
+        order = math.inf if norm_type == "inf" else math.nan
+    else:
+        order = _float_of("norm_type", norm_type)
     if not order > 0:
-        raise ValueError(f'norm_type must be a number above 0 or "inf", got {order}')
+        raise ValueError(f'norm_type must be a number above 0 or "inf", got {norm_type!r}')
     return order
 
 
 def limit_of(max_norm: object) -> float:
-    """Checks what a norm is clipped to and returns it as a float."""
-    limit = _number("max_norm", max_norm)
+    """Limit of a norm as a float; refuses what is none."""
+    limit = _float_of("max_norm", max_norm)
     if not limit >= 0:
         raise ValueError(f"max_norm must be at least 0, got {limit}")
     return limit
 
 
-def _number(name: str, value: object) -> float:
-    if isinstance(value, bool) or not isinstance(value, Real):
+def _float_of(name: str, value: object) -> float:
+    # The abstract class asks in Python.
+    if type(value) is not float and (isinstance(value, bool) or not isinstance(value, Real)):
         raise TypeError(f"{name} must be a Python number, got {type(value).__name__}")
     return float(value)
-
-
-def norm_of(
-    choice: Choice,
-    grads: gradients.Gradients,
-    tensors: list[Tensor],
-    order: float,
-    inv_scale: Tensor | None,
-    shards: Shards | None = None,
-) -> Tensor:
-    """Returns the norm of gradients, which are also in `tensors`, times `inv_scale`."""
-    agreement = None
-    if shards is not None:
-        agreement = shards.agreement
-        grads = replace(grads, parts=shards.parts)
-    part = Part(tensors, grads, inv_scale, is_scale=False, writes=False)
-    return measure(choice, [part], order, math.inf, inv_scale, None, agreement)[0]
 
 
 def measure(
@@ -118,56 +109,101 @@ def measure(
     divisor: Tensor | None = None,
     agreement: Agreement | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Returns the norm of all parts and the coefficient; fills in their flags, and `divisor`."""
-    fused, largest = order in FUSED_ORDERS, order == math.inf
+    """Global norm and clip coefficient; sets the flags of the parts, and `divisor`.
+
+    The gradients are only read, and what `clip_` would refuse is refused here.
+    """
+    rows: list[Tensor] = []
+    places: list[torch.device] = []
+    dtype = torch.float32
     for part in parts:
-        if fused or (divisor is not None and not part.writes):
-            _read(choice, part, agreement)
-    device, dtype = _place(parts, scale)
-    wide = aten.widest(device)
+        if agreement is None:
+            part.flags, part.rows = gradients.norms(
+                part.grads,
+                part.factor,
+                choice=choice,
+                is_scale=part.is_scale,
+                writes=part.writes,
+                tracks=part.tracks,
+            )
+        else:
+            _read_counted(choice, part, agreement)
+        rows += part.rows
+        for grads in part.grads.lists:
+            places.append(grads.device)
+            dtype = torch.float64 if grads.has_float64 else dtype
+    for part in parts:
+        for device, tensors in part.grads.set_aside.items():
+            places.append(device)
+            for tensor in tensors:
+                dtype = torch.float64 if tensor.dtype in _WIDE else dtype
+    # As in torch, the norm is where the first gradient is.
+    places.append(torch.device("cpu") if scale is None else scale.device)
+    device, largest = places[0], order == math.inf
     norm = torch.empty((), dtype=dtype, device=device)
-    coefficient = torch.empty((), dtype=wide, device=device)
-    if fused:
-        rows = [aten.moved(row, device) for part in parts for row in part.rows]
-        if len(rows) == 1:
+    if order in FUSED_ORDERS:
+        if len(rows) == 1 and rows[0].device == device:
             together = rows[0].unsqueeze(0)
         else:
-            together = torch.stack([*rows, torch.zeros(2, dtype=wide, device=device)])
+            none = torch.zeros(2, dtype=aten.widest(device), device=device)
+            together = torch.stack([none, *(aten.moved(row, device) for row in rows)])
         if agreement is not None:
             mine = together[:, 1].amax() if largest else together[:, 0].sum()
-            flags, total = agreement.share_norm(
+            found, total = agreement.share_norm(
                 [part.flags for part in parts], device, mine, largest=largest
             )
-            _take(parts, flags)
+            _take(parts, found)
             together = torch.stack([total, total]).unsqueeze(0)
+        coefficient = torch.empty((), dtype=together.dtype, device=device)
         kernels = choice.kernels_for(device)
-        if kernels is not None and _are_regular(coefficient, scale, divisor):
-            kernels.clip_coefficient(
-                cpu.Clip(together, limit, largest, norm, coefficient, scale, divisor)
-            )
+        if (
+            kernels is not None
+            and cpu.is_scalar(coefficient, torch.float64)
+            and (divisor is None or _is_float32_on(scale, device))
+        ):
+            kernels.clip_coefficient(together, limit, largest, norm, coefficient, scale, divisor)
             return norm, coefficient
         norm.copy_(aten.total_norm(together, largest))
     else:
-        total = _total(parts, order, device, agreement)
+        norms = [torch.zeros((), dtype=aten.widest(device), device=device)]
+        norms += [aten.moved(n, device) for part in parts for n in _p_norms(part, order, agreement)]
+        total = torch.linalg.vector_norm(torch.stack(norms), order)
         if agreement is not None:
             _take(parts, agreement.share([part.flags for part in parts], device))
             total = agreement.norm(total, order)
         norm.copy_(total)
-    coefficient.copy_(aten.coefficient_of(norm, limit))
+    coefficient = aten.coefficient_of(norm, limit)
     if divisor is not None and scale is not None:
         divisor.copy_(scale.detach().reshape(()) / aten.moved(coefficient, scale.device))
     return norm, coefficient
 
 
-def _read(choice: Choice, part: Part, agreement: Agreement | None) -> None:
-    """Takes the norms of a part and checks it, unless it was checked already."""
-    counted, others = part.grads, None
-    if agreement is not None:
-        counted, others = _split(part, agreement)
-    flags: dict[torch.device, list[Tensor]] = {}
-    for grads, rows in ((counted, part.rows), (others, part.uncounted)):
-        if grads is None:
+def clip_(choice: Choice, parts: list[Part], coefficient: Tensor) -> None:
+    """Multiplies gradients in place by the inverse scale, then by the coefficient."""
+    coefficients = gradients.Copies({coefficient.device: coefficient})
+    for part in parts:
+        if not part.writes:
             continue
+        factor, is_scale = part.factor, part.is_scale
+        factors = gradients.Copies({} if factor is None else {factor.device: factor})
+        for device, tensors in part.grads.set_aside.items():
+            if factor is not None:
+                own = factors[device]
+                inverse = gradients.inverse(own) if is_scale else own
+                aten.unscale_(tensors, inverse, gradients.new_flag(device))
+            aten.multiply_(tensors, coefficients[device])
+        for grads in part.grads.lists:
+            device = grads.device
+            kernels: Any = choice.kernels_for(device)
+            kernels.unscale_(
+                grads, factors[device], is_scale=is_scale, coefficient=coefficients[device]
+            )
+
+
+def _read_counted(choice: Choice, part: Part, agreement: Agreement) -> None:
+    """Reads a part of which this rank does not count all gradients."""
+    flags: dict[torch.device, list[Tensor]] = {}
+    for grads, rows in zip(_split(part, agreement), (part.rows, part.uncounted), strict=True):
         found, norms = gradients.norms(
             grads,
             part.factor,
@@ -179,51 +215,42 @@ def _read(choice: Choice, part: Part, agreement: Agreement | None) -> None:
         rows += norms
         for device, flag in found.items():
             flags.setdefault(device, []).append(flag)
-    if agreement is not None:
-        for is_finite in _sum_up(part, agreement):
-            flags.setdefault(is_finite.device, []).append((~is_finite).float())
-    if not flags:
-        # Of shards that are empty; a part without gradients has none either.
-        flags = {grads.device: [gradients.new_flag(grads.device)] for grads in part.grads.lists}
-    part.flags = part.flags or {
-        device: some[0] if len(some) == 1 else aten.any_found(some, device)
-        for device, some in flags.items()
+    # Of partial sums the reduced ones.
+    for number, reduced in part.grads.parts.sums() if part.grads.parts is not None else ():
+        inverse, device = part.inverse(), reduced.device
+        row = aten.norms([reduced], None if inverse is None else aten.moved(inverse, device))
+        counts = agreement.counts(part.grads.layouts[number])
+        (part.rows if counts else part.uncounted).append(row)
+        flags.setdefault(device, []).append((~row[1].isfinite()).float())
+    for grads in part.grads.lists:
+        # Shards may be empty; a part without gradients has no flag.
+        flags.setdefault(grads.device, [gradients.new_flag(grads.device)])
+    part.flags = {
+        device: found[0] if len(found) == 1 else aten.any_found(found, device)
+        for device, found in flags.items()
     }
 
 
-def _split(
-    part: Part, agreement: Agreement
-) -> tuple[gradients.Gradients, gradients.Gradients | None]:
-    """The gradients of which this rank counts the norm, and the others."""
-    grads = part.grads
-    # A sum has another norm than its summands.
+def _split(part: Part, agreement: Agreement) -> tuple[gradients.Gradients, gradients.Gradients]:
+    """Gradients whose norm this rank counts, and the others."""
+    # A partial sum has another norm than its summands.
     counts = {
         number: not layout.is_partial and agreement.counts(layout)
-        for number, layout in grads.layouts.items()
+        for number, layout in part.grads.layouts.items()
     }
     if not isinstance(part.optimizer, list):
         for number in marked(part.optimizer.param_groups):
             counts.setdefault(number, agreement.counts(None, is_marked=True))
-    others_count = agreement.counts(None)
-    apart = {number for number, here in counts.items() if here != others_count}
-    if not apart and others_count:
-        return grads, None
-    inside, outside = grads.split(apart)
-    return (outside, inside) if others_count else (inside, outside)
+    counts_others = agreement.counts(None)
+    numbers = {number for number, here in counts.items() if here != counts_others}
+    apart, others = (
+        part.grads.split(numbers) if numbers else (gradients.Gradients([], {}), part.grads)
+    )
+    return (others, apart) if counts_others else (apart, others)
 
 
-def _sum_up(part: Part, agreement: Agreement) -> Iterator[Tensor]:
-    """Takes the norms of gradients of which ranks hold summands; yields whether they are finite."""
-    if part.grads.parts is None:
-        return
-    for number, summed in part.grads.parts.sums():
-        factor = None if part.factor is None else aten.moved(part.factor, summed.device)
-        if factor is not None and part.is_scale:
-            factor = gradients.inverse(factor)
-        row = aten.norms([summed], factor)
-        counts = agreement.counts(part.grads.layouts[number])
-        (part.rows if counts else part.uncounted).append(row)
-        yield row[1].isfinite()
+def _is_float32_on(tensor: Tensor | None, device: torch.device) -> bool:
+    return tensor is not None and cpu.is_scalar(tensor, torch.float32) and tensor.device == device
 
 
 def _take(parts: list[Part], flags: list[dict[torch.device, Tensor]]) -> None:
@@ -231,50 +258,9 @@ def _take(parts: list[Part], flags: list[dict[torch.device, Tensor]]) -> None:
         part.flags = agreed
 
 
-def _are_regular(coefficient: Tensor, scale: Tensor | None, divisor: Tensor | None) -> bool:
-    """Whether the kernels know what they are to read and write, on the device of the first."""
-    if not cpu.is_scalar(coefficient, torch.float64):
-        return False
-    if divisor is None or scale is None:
-        return True
-    return cpu.is_scalar(scale, torch.float32) and scale.device == coefficient.device
-
-
-def _place(parts: list[Part], scale: Tensor | None) -> tuple[torch.device, torch.dtype]:
-    """Where the norm belongs, which is where the first gradients are, and in which type."""
-    lists = [grads for part in parts for grads in part.grads.lists]
-    aside = [tensor for part in parts for of in part.grads.set_aside.values() for tensor in of]
-    wide = any(grads.has_float64 for grads in lists)
-    wide = wide or any(t.dtype in (torch.float64, torch.complex128) for t in aside)
-    if lists or aside:
-        device = lists[0].device if lists else aside[0].device
-    else:
-        device = torch.device("cpu") if scale is None else scale.device
-    return device, torch.float64 if wide else torch.float32
-
-
-@torch.no_grad()
-def _total(
-    parts: list[Part], order: float, device: torch.device, agreement: Agreement | None
-) -> Tensor:
-    """The norm of an order that no kernel takes, of what counts here."""
-    norms = [torch.zeros((), dtype=aten.widest(device), device=device)]
-    for part in parts:
-        by_device: dict[torch.device, list[Tensor]] = {}
-        for grad in _counted(part, agreement):
-            by_device.setdefault(grad.device, []).append(grad)
-        for tensors in by_device.values():
-            factor = None if part.factor is None else aten.moved(part.factor, tensors[0].device)
-            if factor is not None and part.is_scale:
-                factor = gradients.inverse(factor)
-            norms.append(aten.moved(aten.p_norm(tensors, order, factor), device))
-    total: Tensor = torch.linalg.vector_norm(torch.stack(norms), order)
-    return total
-
-
-def _counted(part: Part, agreement: Agreement | None) -> Iterator[Tensor]:
-    """The gradients whose norm counts here, as far as they are here."""
-    grads, replicated = part.optimizer, set()
+def _p_norms(part: Part, order: float, agreement: Agreement | None) -> Iterator[Tensor]:
+    """Norm, of an order without kernels, of each gradient that this rank counts."""
+    grads, replicated, inverse = part.optimizer, set[int](), part.inverse()
     if not isinstance(grads, list):
         groups = part.optimizer.param_groups
         grads = [param.grad for group in groups for param in group["params"]]
@@ -285,7 +271,9 @@ def _counted(part: Part, agreement: Agreement | None) -> Iterator[Tensor]:
             grad = part_of(grad, layout)
         counts = agreement is None or agreement.counts(layout, number in replicated)
         if grad is not None and counts:
-            yield grad._values() if grad.is_sparse else grad
+            values = grad._values() if grad.is_sparse else grad
+            factor = None if inverse is None else aten.moved(inverse, values.device)
+            yield aten.p_norm(values, order, factor)
 
 
 # The key, of an optimizer's entry in the scaler's records, of a clipping that its step will do.
@@ -350,7 +338,7 @@ def clip_grad_norm_(
         parts = [_unscaled(scaler, each, writes=True) for each in optimizers]
         agreement = _agreement(scaler, parts)
         norm, coefficient = measure(scaler._kernels(), parts, order, limit, None, None, agreement)
-        _write(scaler._kernels(), parts, coefficient)
+        clip_(scaler._kernels(), parts, coefficient)
         return norm
 
     scale, _ = scaler._check_scale_growth_tracker("clip_grad_norm_")
@@ -369,17 +357,10 @@ def clip_grad_norm_(
         ]
         for part in parts:
             part.tracks = scaler._tracks(part.optimizer, part.grads)
-        if order not in FUSED_ORDERS:
-            # First all that torch may refuse: then nothing has been written.
-            for part in parts:
-                for device, tensors in part.grads.set_aside.items():
-                    aten.check_(tensors, gradients.new_flag(device))
-            for part in parts:
-                _unscale(scaler, part)
     divisor = torch.empty((), dtype=torch.float32, device=scale.device) if any(defers) else None
     agreement = _agreement(scaler, parts)
     norm, coefficient = measure(scaler._kernels(), parts, order, limit, scale, divisor, agreement)
-    _write(scaler._kernels(), parts, coefficient)
+    clip_(scaler._kernels(), parts, coefficient)
     states = [scaler._per_optimizer_states[id(each)] for each in optimizers]
     if not overridden:
         for state, part in zip(states, parts, strict=True):
@@ -511,24 +492,3 @@ def _unscaled(scaler: GradScaler, optimizer: Any, *, writes: bool) -> Part:
 
 def _agreement(scaler: GradScaler, parts: list[Part]) -> Agreement | None:
     return scaler._agreement([part.grads for part in parts])
-
-
-def _unscale(scaler: GradScaler, part: Part) -> None:
-    """Unscales what will be written, for a norm that is taken of unscaled gradients."""
-    if part.writes and part.factor is not None:
-        part.flags = gradients.unscale_(
-            part.grads,
-            part.factor,
-            choice=scaler._kernels(),
-            is_scale=part.is_scale,
-            tracks=part.tracks,
-        )
-        part.factor = None
-
-
-def _write(choice: Choice, parts: list[Part], coefficient: Tensor) -> None:
-    for part in parts:
-        if part.writes:
-            gradients.clip_(
-                part.grads, part.factor, coefficient, choice=choice, is_scale=part.is_scale
-            )

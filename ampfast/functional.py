@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -267,14 +270,20 @@ def _check(grads: list[Tensor], found_inf: Tensor) -> None:
 
 def _grad_norm(
     grads: list[Tensor],
-    norm_type: float,
+    order: float,
     inv_scale: Tensor | None,
     shards: Shards | None = None,
 ) -> Tensor:
     place = torch.zeros(()) if inv_scale is None else inv_scale
-    tensors = grads if shards is None else shards.tensors
+    tensors, agreement = grads, None
+    if shards is not None:
+        tensors, agreement = shards.tensors, shards.agreement
     _, listed = _listed(tensors, grads[0] if grads else place)
-    return clipping.norm_of(backends.choose(), listed, grads, norm_type, inv_scale, shards)
+    if shards is not None:
+        listed = replace(listed, parts=shards.parts)
+    part = clipping.Part(grads, listed, inv_scale, is_scale=False, writes=False)
+    arguments = (order, math.inf, inv_scale, None, agreement)
+    return clipping.measure(backends.choose(), [part], *arguments)[0]
 
 
 def _shards(grads: list[Tensor]) -> Shards | None:

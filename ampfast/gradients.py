@@ -15,9 +15,9 @@ from ampfast.errors import add_note
 from ampfast.overflow import Tracks
 
 __all__ = [
+    "Copies",
     "Gradients",
     "check_",
-    "clip_",
     "collect",
     "inverse",
     "new_flag",
@@ -164,14 +164,14 @@ def unscale_(
         tracks: Where the pass notes what it sees of each parameter.
     """
     flags: dict[torch.device, Tensor] = {}
-    factors = _Copies(factor)
+    factors = Copies({} if factor is None else {factor.device: factor})
     # First what torch may refuse: then nothing else has been written.
     if len(gradients.set_aside) > 1:
         for tensors in gradients.set_aside.values():
             aten.require_unscalable(tensors)
     for device, tensors in gradients.set_aside.items():
         flags[device] = new_flag(device, found_inf)
-        inv_scale = factors.on(device)
+        inv_scale = factors[device]
         track = None if tracks is None else tracks(device)
         if track is not None:
             aten.measure_(track, gradients.numbers[device], tensors)
@@ -184,7 +184,7 @@ def unscale_(
             flags[device] = new_flag(device, found_inf)
         flags[device] = _kernels(choice, device).unscale_(
             grads,
-            factors.on(device),
+            factors[device],
             is_scale=is_scale,
             found_inf=flags.get(device),
             update=_rides(gradients, update),
@@ -212,10 +212,10 @@ def check_(
         tracks: Where the pass notes what it sees of each parameter.
     """
     flags: dict[torch.device, Tensor] = {}
-    factors = None if grad_scale is None else _Copies(grad_scale)
+    factors = None if grad_scale is None else Copies({grad_scale.device: grad_scale})
     for device, tensors in gradients.set_aside.items():
         flags[device] = new_flag(device)
-        divisor = None if factors is None else factors.on(device)
+        divisor = None if factors is None else factors[device]
         aten.check_(tensors, flags[device], divisor)
         if tracks is not None:
             track, numbers = tracks(device), gradients.numbers[device]
@@ -225,7 +225,7 @@ def check_(
         device = grads.device
         flags[device] = _kernels(choice, device).check_(
             grads,
-            None if factors is None else factors.on(device),
+            None if factors is None else factors[device],
             found_inf=flags.get(device),
             update=_rides(gradients, update),
             track=None if tracks is None else tracks(device),
@@ -252,7 +252,7 @@ def norms(
         factor: As for `unscale_`, or None where the gradients are unscaled already.
         choice: The kernels.
         is_scale: As for `unscale_`.
-        writes: Whether they will be written: then what torch refuses to unscale is refused here.
+        writes: Whether they will be clipped in place: what torch refuses is then refused here.
         tracks: Where the pass notes what it sees of each parameter.
 
     Returns:
@@ -261,15 +261,17 @@ def norms(
     """
     flags: dict[torch.device, Tensor] = {}
     rows: list[Tensor] = []
-    factors = _Copies(factor)
+    factors = Copies({} if factor is None else {factor.device: factor})
     for device, tensors in gradients.set_aside.items():
         flags[device] = new_flag(device)
-        inv_scale = inverse(factors.on(device)) if is_scale else factors.on(device)
+        inv_scale = inverse(factors[device]) if is_scale else factors[device]
         track = None if tracks is None else tracks(device)
         if track is not None:
             aten.measure_(track, gradients.numbers[device], tensors)
         if writes:
-            aten.check_(tensors, flags[device])
+            if factor is not None:
+                aten.check_(tensors, flags[device])
+            aten.require_writable(tensors)
         rows.append(aten.norms(tensors, inv_scale))
         if track is not None:
             divisor = None if inv_scale is None else inv_scale.reciprocal()
@@ -278,9 +280,10 @@ def norms(
     for grads in gradients.lists:
         device = grads.device
         row = torch.empty(2, dtype=torch.float64, device=device)
-        found = _kernels(choice, device).norms(
+        kernels: Any = choice.kernels_for(device)
+        found = kernels.norms(
             grads,
-            factors.on(device),
+            factors[device],
             is_scale=is_scale,
             norms=row,
             track=None if tracks is None else tracks(device),
@@ -290,36 +293,6 @@ def norms(
         flags[device] = found
         rows.append(row)
     return flags, rows
-
-
-def clip_(
-    gradients: Gradients,
-    factor: Tensor | None,
-    coefficient: Tensor,
-    *,
-    choice: Choice,
-    is_scale: bool,
-) -> None:
-    """Unscales in place and multiplies by a coefficient.
-
-    Args:
-        gradients: Those of which `norms` were taken.
-        factor: As for `norms`.
-        coefficient: One-element float64.
-        choice: The kernels.
-        is_scale: As for `unscale_`.
-    """
-    factors, coefficients = _Copies(factor), _Copies(coefficient)
-    for device, tensors in gradients.set_aside.items():
-        if factor is not None:
-            inv_scale = inverse(factors.on(device)) if is_scale else factors.on(device)
-            aten.unscale_(tensors, inv_scale, new_flag(device))
-        aten.multiply_(tensors, coefficients.on(device))
-    for grads in gradients.lists:
-        device = grads.device
-        _kernels(choice, device).unscale_(
-            grads, factors.on(device), is_scale=is_scale, coefficient=coefficients.on(device)
-        )
 
 
 def inverse(scale: Tensor) -> Tensor:
@@ -336,27 +309,19 @@ def new_flag(device: torch.device, found_inf: Tensor | None = None) -> Tensor:
     return aten.moved(found_inf, device, copy=True)
 
 
-class _Copies:
-    """One scalar on every device that asks for it; a float32 of 1 if it is None."""
+class Copies(dict[torch.device, Tensor]):
+    """Copies of a scalar by device, made when they are asked for; of none, float32 ones."""
 
-    def __init__(self, tensor: Tensor | None) -> None:
-        self._copies = {} if tensor is None else {tensor.device: tensor}
-        self._tensor = tensor
-
-    def on(self, device: torch.device) -> Tensor:
-        if device not in self._copies:
-            self._copies[device] = (
-                torch.ones((), dtype=torch.float32, device=device)
-                if self._tensor is None
-                else aten.moved(self._tensor, device)
-            )
-        return self._copies[device]
+    def __missing__(self, device: torch.device) -> Tensor:
+        for tensor in self.values():
+            return self.setdefault(device, aten.moved(tensor, device))
+        return self.setdefault(device, torch.ones((), dtype=torch.float32, device=device))
 
 
 def _check_sums(
     gradients: Gradients,
     flags: dict[torch.device, Tensor],
-    divisors: _Copies | None,
+    divisors: Copies | None,
     tracks: Tracks | None,
 ) -> None:
     """Checks what an optimizer makes of gradients of which ranks hold summands: their sums."""
@@ -364,7 +329,7 @@ def _check_sums(
         return
     for number, summed in gradients.parts.sums():
         device = summed.device
-        divisor = None if divisors is None else divisors.on(device)
+        divisor = None if divisors is None else divisors[device]
         copy = summed.clone()  # torch's op writes what it reads
         aten.check_([copy], flags.setdefault(device, new_flag(device)), divisor)
         if tracks is not None:

@@ -100,7 +100,7 @@ class ReferenceLauncher:
 
     def clip_coefficient(self, clip: Clip) -> None:
         self.launches.append("clip")
-        cpu.clip_coefficient(clip)
+        cpu.clip_coefficient(*clip)
 
     def _update(self, update: ScaleUpdate, flags: list[Tensor]) -> None:
         state = (update.scale.data, update.growth_tracker.data)

@@ -204,6 +204,51 @@ def test_a_gradient_that_torch_refuses_is_named_before_others_are_written() -> N
     assert_same(grads_of(optimizer)[0], torch.ones(3))
 
 
+@pytest.mark.parametrize("first", ["regular", "strided"])
+@pytest.mark.parametrize("order", [2.0, INF, 3.0])
+@pytest.mark.parametrize("backend", ["cpu", "aten"])
+def test_gradients_of_inference_mode_are_refused_before_others_are_written(
+    backend: str, order: float, first: str
+) -> None:
+    """As torch's clipping refuses them, which its unscaling does not."""
+    plain = torch.ones(3) if first == "regular" else torch.ones(3, 4)[:, ::2]
+    with torch.inference_mode():
+        made = torch.ones(3)
+    a, b = sgd_with(plain.clone()), sgd_with(torch.full((2,), 8.0), made)
+    scaler = started(GradScaler, 8.0, backend=backend)
+    for optimizers in ([b], [a, b]):
+        with pytest.raises(RuntimeError, match="Inplace update to inference tensor"):
+            scaler.clip_grad_norm_(optimizers, 1.0, order)
+        assert_same(grads_of(a, b), [plain.clone(), torch.full((2,), 8.0), torch.ones(3)])
+    scaler.unscale_(b)
+    assert_same(grads_of(b), [torch.ones(2), torch.full((3,), 0.125)])
+    with torch.inference_mode():
+        scaler.clip_grad_norm_(a, 0.5, order)
+    assert not torch.equal(grads_of(a)[0], plain)
+
+
+class Halting(torch.Tensor):
+    """Unscales, but has no norm."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.linalg.vector_norm:
+            raise NotImplementedError("no norm")
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+@pytest.mark.parametrize("order", [2.0, INF, 3.0])
+def test_a_norm_that_fails_comes_before_what_is_written(order: float) -> None:
+    optimizer = sgd_with(torch.ones(3), torch.full((2,), 8.0).as_subclass(Halting))
+    scaler = started(GradScaler, 8.0)
+    for _ in range(2):
+        with pytest.raises(NotImplementedError, match="no norm"):
+            scaler.clip_grad_norm_(optimizer, 1.0, order)
+    assert_same(grads_of(optimizer)[0], torch.ones(3))
+    scaler.unscale_(optimizer)
+    assert_same(grads_of(optimizer)[0], torch.full((3,), 0.125))
+
+
 # Hooks
 
 

@@ -93,7 +93,16 @@ class Kernels(Protocol):
     ) -> Tensor:
         """As `cpu.norms`."""
 
-    def clip_coefficient(self, clip: cpu.Clip) -> None:
+    def clip_coefficient(
+        self,
+        norms: Tensor,
+        max_norm: float,
+        largest: bool,
+        norm: Tensor,
+        coefficient: Tensor,
+        scale: Tensor | None,
+        divisor: Tensor | None,
+    ) -> None:
         """As `cpu.clip_coefficient`."""
 
     def check_(

@@ -26,6 +26,7 @@ __all__ = [
     "norms",
     "p_norm",
     "require_unscalable",
+    "require_writable",
     "total_norm",
     "unscale_",
     "update_scale_",
@@ -152,42 +153,41 @@ def norms(grads: list[Tensor], inv_scale: Tensor | None = None) -> Tensor:
     for grad in grads:
         if not grad.numel():
             continue
-        norm, largest = p_norm([grad], 2.0, inv_scale), p_norm([grad], torch.inf)
+        norm, largest = p_norm(grad, 2.0), p_norm(grad, torch.inf)
         if inv_scale is not None:
-            # Rounded as a product that is written.
+            # Rounded as it is written.
             dtype = grad.dtype.to_real()
-            opmath = torch.promote_types(dtype, torch.float32)
-            largest = (largest.to(opmath) * inv_scale.to(opmath)).abs().to(dtype)
+            largest = _product(largest.to(dtype), inv_scale).abs().to(dtype)
+            # A norm that overflowed, times the inverse of an infinite scale, would be NaN.
+            factor = inv_scale.reshape(())
+            norm = torch.where(factor == 0, largest.to(wide), norm * factor)
         squares = squares + norm.square()
         peak = torch.maximum(peak, largest.to(wide))
     return torch.stack([squares, peak])
 
 
 @torch.no_grad()
-def p_norm(grads: list[Tensor], order: float, inv_scale: Tensor | None = None) -> Tensor:
-    """Returns the norm of all elements of tensors, at least one, on one device.
+def p_norm(grad: Tensor, order: float, inv_scale: Tensor | None = None) -> Tensor:
+    """Returns the norm of a tensor times an inverse scale, in the widest type of its device.
 
-    It is taken and returned in the widest type that the device has, times the magnitude of
-    `inv_scale`, a one-element tensor on that device, if there is one.
+    Products are not rounded to 16 bit.
     """
-    of_each: list[Tensor] = []
+    values = grad.detach() if inv_scale is None else _product(grad, inv_scale)
+    # The maximum is exact in any type.
+    dtype = None if order == torch.inf else widest(grad.device, grad.is_complex())
+    norm = torch.linalg.vector_norm(values, order, dtype=dtype)
+    if hasattr(norm, "full_tensor"):
+        norm = norm.full_tensor()  # of a distributed tensor
+    elif type(norm) is not Tensor:
+        norm = torch.tensor(norm.item(), device=grad.device)  # of a subclass that is unknown
+    return norm.to(widest(grad.device))
+
+
+@torch.no_grad()
+def require_writable(grads: list[Tensor]) -> None:
+    """Raises what `multiply_` raises for tensors made in inference mode, after it has written."""
     for grad in grads:
-        # The maximum is exact in any type.
-        dtype = None if order == torch.inf else widest(grad.device, grad.is_complex())
-        norm = torch.linalg.vector_norm(grad.detach(), order, dtype=dtype)
-        if hasattr(norm, "full_tensor"):
-            norm = norm.full_tensor()  # of a distributed tensor
-        elif type(norm) is not Tensor:
-            norm = torch.tensor(norm.item(), device=grad.device)  # of a subclass that is unknown
-        of_each.append(norm.to(widest(grad.device)))
-    norm: Tensor = of_each[0]
-    if len(of_each) > 1:
-        norm = torch.linalg.vector_norm(torch.stack(of_each), order)
-    if inv_scale is not None:
-        factor = inv_scale.reshape(()).abs()
-        # What an infinite scale leaves is 0, even if the norm of the scaled values overflowed.
-        norm = (norm * factor).masked_fill_(norm.isinf() & (factor == 0), 0.0)
-    return norm
+        grad.copy_(grad)  # writes nothing
 
 
 @torch.no_grad()
@@ -318,13 +318,10 @@ def _local(grad: Tensor) -> Tensor:
     return torch.view_as_real(local.resolve_conj()) if local.is_complex() else local.detach()
 
 
-def _largest_used(grad: Tensor, grad_scale: Tensor | None) -> Tensor:
-    """The largest magnitude, divided as fused optimizers do: of 16-bit gradients in float32."""
-    peak: Tensor = torch.linalg.vector_norm(grad.detach(), torch.inf)
-    if grad_scale is None:
-        return peak
-    wide = torch.promote_types(grad.dtype, torch.float32)
-    return peak.to(wide) / grad_scale.to(wide)
+def _product(grad: Tensor, inv_scale: Tensor) -> Tensor:
+    """What unscaling makes of values before it rounds them to their dtype."""
+    opmath = torch.promote_types(grad.dtype, torch.float32)
+    return grad.detach().to(opmath) * inv_scale.reshape(()).to(opmath)
 
 
 def _by_dtype(grads: list[Tensor]) -> Iterator[list[Tensor]]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import NamedTuple
 
@@ -76,6 +75,9 @@ list_of = _C.GradList.of
 is_scalar = _C.is_scalar
 # Raises RuntimeError if the memory of a tensor was freed or became too small for it.
 require_storage = _C.require_storage
+# Writes the norm, the clip coefficient and the divisor; takes what a `Clip` holds. Source of the
+# formula: torch.nn.utils.clip_grad_norm_, here in float64.
+clip_coefficient = _C.clip_coefficient
 # Whether a parameter with a gradient lacks an entry of its state.
 lacks_state = _C.lacks_state
 WINDOW_BYTES: int = _C.WINDOW_BYTES
@@ -116,9 +118,8 @@ class UpdateFactors(NamedTuple):
     growth_interval: int
 
 
-@dataclass(frozen=True)
-class Clip:
-    """What turns norms into the coefficient of a clipping; all tensors are on one device.
+class Clip(NamedTuple):
+    """Arguments of `clip_coefficient`; all tensors are on one device.
 
     Attributes:
         norms: float64 of shape (lists, 2): what `norms` wrote for each list.
@@ -191,22 +192,6 @@ def norms(
         A new 0-dim float32 flag, 0 or 1.
     """
     return _C.norms(grads, factor, is_scale, norms, track)
-
-
-def clip_coefficient(clip: Clip) -> None:
-    """Writes the norm, the coefficient and, where it is asked for, the divisor.
-
-    Source of the formula: torch.nn.utils.clip_grad_norm_, here in float64.
-    """
-    _C.clip_coefficient(
-        clip.norms,
-        clip.max_norm,
-        clip.largest,
-        clip.norm,
-        clip.coefficient,
-        clip.scale,
-        clip.divisor,
-    )
 
 
 def check_(

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -233,10 +233,10 @@ class DeviceKernels:
         use = Use.SCALE if is_scale else Use.INVERSE
         return self._run(grads, False, use, factor, None, None, None, norms, track)
 
-    def clip_coefficient(self, clip: Clip) -> None:
+    def clip_coefficient(self, norms: Tensor, *more: Any) -> None:
         """As `cpu.clip_coefficient`."""
-        with self._launcher.on(clip.norms.device):
-            self._launcher.clip_coefficient(clip)
+        with self._launcher.on(norms.device):
+            self._launcher.clip_coefficient(Clip(norms, *more))
 
     def scale_update(
         self,

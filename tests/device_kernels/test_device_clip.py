@@ -40,9 +40,7 @@ def results(kernels: Any, rows: list, limit: float, largest: bool, scale: float 
         norms = torch.tensor(rows, dtype=torch.float64)
         before = norms.clone()
         scales = None if scale is None else flag(scale)
-        kernels.clip_coefficient(
-            cpu.Clip(norms, limit, largest, norm, coefficient, scales, divisor)
-        )
+        kernels.clip_coefficient(norms, limit, largest, norm, coefficient, scales, divisor)
         assert_same(norms, before)
         written.append([norm, coefficient, divisor])
     return written

@@ -41,7 +41,7 @@ def test_the_coefficient_is_that_of_the_cpu(
                     scale, divisor = (torch.full((), 3.0, device=place) for _ in range(2))
                     norms = torch.tensor(rows, dtype=torch.float64, device=place)
                     (clip or kernels.clip_coefficient)(
-                        cpu.Clip(norms, limit, largest, norm, coefficient, scale, divisor)
+                        norms, limit, largest, norm, coefficient, scale, divisor
                     )
                     written.append([norm.cpu(), coefficient.cpu(), divisor.cpu()])
                 assert_same(written[1], written[0], f"{rows} {limit}")
