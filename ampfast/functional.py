@@ -1,9 +1,10 @@
-"""The scaler's kernels for loops that own their state, as custom ops that torch.compile takes."""
+"""Kernels of the scaler without a scaler: unscale, check, norm and scale update as custom ops."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,17 +17,17 @@ __all__ = ["check_", "grad_norm", "unscale_", "unscale_and_update_", "update_sca
 
 
 def unscale_(grads: list[Tensor], found_inf: Tensor, inv_scale: Tensor) -> None:
-    """Multiplies gradients in place and sets `found_inf` if a value written is not finite.
+    """Multiplies gradients in place; sets `found_inf` to 1 if a value written is not finite.
 
     Args:
-        grads: Tensors of any shapes and layouts on one device, of several dtypes if need be. With
-            a DTensor among them all ranks of its mesh call this, and `found_inf` is of them all.
-        found_inf: One-element float32 on that device; left as it is if all is finite.
+        grads: Tensors on one device, of any shapes, layouts and dtypes. If one is a DTensor, all
+            ranks of its mesh must call this, and `found_inf` is reduced over them.
+        found_inf: One-element float32 on that device; unchanged if all values are finite.
         inv_scale: One-element float32 on that device.
 
     Raises:
         TypeError: If `grads` is not a list or tuple of tensors.
-        RuntimeError: If devices, dtypes or shapes are others, or torch refuses a tensor.
+        RuntimeError: If a device, dtype or shape is wrong, or torch's op refuses a tensor.
 
     Source: torch's `_amp_foreach_non_finite_check_and_unscale_`.
     """
@@ -36,17 +37,14 @@ def unscale_(grads: list[Tensor], found_inf: Tensor, inv_scale: Tensor) -> None:
         kernels, listed = regular
         kernels.unscale_(listed, inv_scale, is_scale=False, found_inf=found_inf)
         return
-    checked = _checked(grads, found_inf)
-    shards = _shards(checked)
-    if shards is None:
-        torch.ops.ampfast.unscale_(checked, found_inf, inv_scale)
-    else:
-        _unscale(shards.tensors, found_inf, inv_scale)
+    tensors, shards = _local(grads, found_inf)
+    torch.ops.ampfast.unscale_(tensors, found_inf, inv_scale)
+    if shards is not None:
         shards.agree_(found_inf)
 
 
 def check_(grads: list[Tensor], found_inf: Tensor) -> None:
-    """Sets `found_inf` if a value is not finite; reads the gradients only.
+    """Sets `found_inf` to 1 if a gradient is not finite; the gradients are only read.
 
     Args:
         grads: As for `unscale_`.
@@ -63,44 +61,40 @@ def check_(grads: list[Tensor], found_inf: Tensor) -> None:
         kernels.check_(listed, found_inf=found_inf)
         torch.autograd.graph.increment_version(found_inf)
         return
-    checked = _checked(grads, found_inf)
-    shards = _shards(checked)
-    if shards is None:
-        torch.ops.ampfast.check_(checked, found_inf)
-    else:
-        _check(shards.tensors, found_inf)
+    tensors, shards = _local(grads, found_inf)
+    torch.ops.ampfast.check_(tensors, found_inf)
+    if shards is not None:
         shards.agree_(found_inf)
 
 
 def grad_norm(
     grads: list[Tensor], norm_type: float = 2.0, inv_scale: Tensor | None = None
 ) -> Tensor:
-    """Returns the total norm of gradients, times an inverse scale if there is one; reads only.
+    """Returns the total norm of gradients, which are only read, times an inverse scale.
 
     Args:
         grads: As for `unscale_`.
-        norm_type: Above 0; "inf" for the largest magnitude.
-        inv_scale: One-element float32 on the device of the gradients, or None.
+        norm_type: Order of the norm, above 0; "inf" for the largest magnitude.
+        inv_scale: One-element float32 on the device of the gradients; None for 1.
 
     Returns:
         A new 0-dim tensor on that device, float32, or float64 if a gradient is.
 
     Raises:
-        TypeError: If `grads` is not a list or tuple of tensors, or `norm_type` no number.
-        ValueError: If `norm_type` is out of range.
-        RuntimeError: If devices, dtypes or shapes are others, or torch refuses a tensor.
+        TypeError: As `unscale_`, or if `norm_type` is not a number.
+        ValueError: If `norm_type` is not above 0.
+        RuntimeError: As `unscale_`.
     """
     order = clipping.order_of(norm_type)
     if inv_scale is not None:
         _require_scalars(inv_scale=inv_scale)
     first = grads[0] if isinstance(grads, (list, tuple)) and grads else inv_scale
     place = first if isinstance(first, Tensor) else torch.zeros(())
-    checked = _checked(grads, place, "the first")
-    shards = _shards(checked)
-    if shards is None:
-        norm: Tensor = torch.ops.ampfast.grad_norm(checked, order, inv_scale)
-        return norm
-    return _grad_norm(checked, order, inv_scale, shards)
+    tensors, shards = _local(grads, place, "the first")
+    if shards is not None:
+        return _grad_norm(list(grads), order, inv_scale, shards)
+    norm: Tensor = torch.ops.ampfast.grad_norm(tensors, order, inv_scale)
+    return norm
 
 
 def update_scale_(
@@ -111,24 +105,24 @@ def update_scale_(
     backoff_factor: float,
     growth_interval: int,
 ) -> Tensor:
-    """Writes the next scale and growth tracker in place.
+    """Updates the scale and the growth tracker in place.
 
     Args:
         current_scale: One-element float32.
-        growth_tracker: One-element int32 on the same device: iterations since the last change.
-        found_inf: One-element float32 on the same device; anything but 0 counts.
-        growth_factor: Factor after `growth_interval` iterations, unless the product overflows.
-        backoff_factor: Factor if something was found.
-        growth_interval: In iterations; below 1 the scale never grows.
+        growth_tracker: One-element int32 on the same device: finite iterations in a row.
+        found_inf: One-element float32 on the same device; the scale backs off unless it is 0.
+        growth_factor: Factor of growth; a scale that would overflow stays.
+        backoff_factor: Factor of backoff.
+        growth_interval: Finite iterations in a row until growth; below 1 for none.
 
     Returns:
         `current_scale`.
 
     Raises:
-        TypeError: If a tensor is none, a factor no float or the interval no int.
-        RuntimeError: If devices, dtypes or shapes are others.
+        TypeError: If an argument has the wrong type.
+        RuntimeError: If a device, dtype or shape is wrong.
 
-    Source: torch's `_amp_update_scale_`; a tracker beyond the interval grows too.
+    Source: torch's `_amp_update_scale_`; here a tracker beyond the interval grows, too.
     """
     state = (current_scale, growth_tracker)
     factors = cpu.UpdateFactors(growth_factor, backoff_factor, growth_interval)
@@ -146,11 +140,11 @@ def unscale_and_update_(
     backoff_factor: float,
     growth_interval: int,
 ) -> Tensor:
-    """`unscale_` by the reciprocal of the scale, then `update_scale_`, in one pass.
+    """`unscale_` by the reciprocal of the scale, then `update_scale_`; one kernel on a GPU.
 
     Args:
-        grads: As for `unscale_`; none at all only updates.
-        found_inf: As for `unscale_`; what it holds already counts for the update.
+        grads: As for `unscale_`; may be empty.
+        found_inf: As for `unscale_`; one that is set before counts for the update.
         current_scale: As for `update_scale_`.
         growth_tracker: As for `update_scale_`.
         growth_factor: As for `update_scale_`.
@@ -161,8 +155,8 @@ def unscale_and_update_(
         `current_scale`.
 
     Raises:
-        TypeError: As the two.
-        RuntimeError: As the two.
+        TypeError: As these.
+        RuntimeError: As these.
     """
     state = (current_scale, growth_tracker)
     factors = cpu.UpdateFactors(growth_factor, backoff_factor, growth_interval)
@@ -177,12 +171,11 @@ def unscale_and_update_(
         else:
             torch.ops.ampfast.update_scale_(*state, found_inf, *factors)
         return current_scale
-    checked = _checked(grads, found_inf)
-    shards = _shards(checked)
+    tensors, shards = _local(grads, found_inf)
     if shards is None:
-        torch.ops.ampfast.unscale_and_update_(checked, found_inf, *state, *factors)
+        torch.ops.ampfast.unscale_and_update_(tensors, found_inf, *state, *factors)
     else:
-        _unscale(shards.tensors, found_inf, gradients.inverse(current_scale))
+        torch.ops.ampfast.unscale_(tensors, found_inf, gradients.inverse(current_scale))
         shards.agree_(found_inf)
         torch.ops.ampfast.update_scale_(*state, found_inf, *factors)
     return current_scale
@@ -190,12 +183,20 @@ def unscale_and_update_(
 
 @torch.library.custom_op("ampfast::unscale_", mutates_args=("grads", "found_inf"))
 def _unscale_op(grads: list[Tensor], found_inf: Tensor, inv_scale: Tensor) -> None:
-    _unscale(grads, found_inf, inv_scale)
+    kernels, listed = _listed(grads, found_inf.device)
+    for tensors in listed.set_aside.values():
+        aten.unscale_(tensors, inv_scale, found_inf)
+    for regular in listed.lists:
+        kernels.unscale_(regular, inv_scale, is_scale=False, found_inf=found_inf)
 
 
 @torch.library.custom_op("ampfast::check_", mutates_args=("found_inf",))
 def _check_op(grads: list[Tensor], found_inf: Tensor) -> None:
-    _check(grads, found_inf)
+    kernels, listed = _listed(grads, found_inf.device)
+    for tensors in listed.set_aside.values():
+        aten.check_(tensors, found_inf)
+    for regular in listed.lists:
+        kernels.check_(regular, found_inf=found_inf)
 
 
 @torch.library.custom_op("ampfast::grad_norm", mutates_args=())
@@ -240,7 +241,7 @@ def _unscale_and_update_op(
     backoff_factor: float,
     growth_interval: int,
 ) -> None:
-    _unscale(grads, found_inf, gradients.inverse(current_scale))
+    _unscale_op(grads, found_inf, gradients.inverse(current_scale))
     _update_scale_op(
         current_scale, growth_tracker, found_inf, growth_factor, backoff_factor, growth_interval
     )
@@ -250,64 +251,35 @@ for _op in (_unscale_op, _check_op, _update_scale_op, _unscale_and_update_op):
     _op.register_fake(lambda *args: None)
 
 
-def _unscale(grads: list[Tensor], found_inf: Tensor, inv_scale: Tensor) -> None:
-    kernels, listed = _listed(grads, found_inf)
-    for tensors in listed.set_aside.values():
-        aten.unscale_(tensors, inv_scale, found_inf)
-    if kernels is not None:
-        for regular in listed.lists:
-            kernels.unscale_(regular, inv_scale, is_scale=False, found_inf=found_inf)
-
-
-def _check(grads: list[Tensor], found_inf: Tensor) -> None:
-    kernels, listed = _listed(grads, found_inf)
-    for tensors in listed.set_aside.values():
-        aten.check_(tensors, found_inf)
-    if kernels is not None:
-        for regular in listed.lists:
-            kernels.check_(regular, found_inf=found_inf)
-
-
 def _grad_norm(
-    grads: list[Tensor],
-    order: float,
-    inv_scale: Tensor | None,
-    shards: Shards | None = None,
+    grads: list[Tensor], order: float, inv_scale: Tensor | None, shards: Shards | None = None
 ) -> Tensor:
-    place = torch.zeros(()) if inv_scale is None else inv_scale
-    tensors, agreement = grads, None
-    if shards is not None:
-        tensors, agreement = shards.tensors, shards.agreement
-    _, listed = _listed(tensors, grads[0] if grads else place)
+    first = grads[0] if grads else inv_scale
+    device = torch.device("cpu") if first is None else first.device
+    _, listed = _listed(grads if shards is None else shards.tensors, device)
     if shards is not None:
         listed = replace(listed, parts=shards.parts)
     part = clipping.Part(grads, listed, inv_scale, is_scale=False, writes=False)
-    arguments = (order, math.inf, inv_scale, None, agreement)
-    return clipping.measure(backends.choose(), [part], *arguments)[0]
+    agreement = None if shards is None else shards.agreement
+    choice = backends.choose()
+    return clipping.measure(choice, [part], order, math.inf, inv_scale, agreement=agreement)[0]
 
 
-def _shards(grads: list[Tensor]) -> Shards | None:
-    """What this rank holds of a list in which a gradient is distributed; no op takes that."""
-    return None if torch.compiler.is_compiling() else shards_of(grads)
-
-
-def _listed(
-    grads: list[Tensor], place: Tensor
-) -> tuple[backends.Kernels | None, gradients.Gradients]:
-    device = place.device
+def _listed(grads: list[Tensor], device: torch.device) -> tuple[Any, gradients.Gradients]:
+    """Kernels of a device, and the gradients as they take them: none where there are no kernels."""
     for grad in grads:
         cpu.require_storage(grad)
     kernels = backends.choose().kernels_for(device)
-    if kernels is None:
-        numbers = {device: list(range(len(grads)))}
-        return None, gradients.Gradients([], {device: grads} if grads else {}, numbers)
-    return kernels, gradients.of_list(grads, device)
+    if kernels is not None:
+        return kernels, gradients.of_list(grads, device)
+    numbers = {device: list(range(len(grads)))}
+    return None, gradients.Gradients([], {device: grads} if grads else {}, numbers)
 
 
 def _regular(
     grads: list[Tensor], found_inf: Tensor, factor: Tensor | None = None
 ) -> tuple[backends.Kernels, cpu.GradList] | None:
-    """What the kernels take at once, or None for the op: it takes all and can be compiled.
+    """Kernels and the list that they take at once; None for the op, which takes all.
 
     Converting a list for an op takes longer than the kernel for a thousand small tensors.
     """
@@ -322,7 +294,10 @@ def _regular(
     return None if listed is None else (kernels, listed)
 
 
-def _checked(grads: list[Tensor], place: Tensor, name: str = "found_inf") -> list[Tensor]:
+def _local(
+    grads: list[Tensor], place: Tensor, name: str = "found_inf"
+) -> tuple[list[Tensor], Shards | None]:
+    """Checked gradients for an op; local shards, and those, where one is distributed."""
     if not isinstance(grads, (list, tuple)):
         raise TypeError(f"grads must be a list of tensors, got {type(grads).__name__}")
     for index, grad in enumerate(grads):
@@ -333,9 +308,10 @@ def _checked(grads: list[Tensor], place: Tensor, name: str = "found_inf") -> lis
                 f"grads must be on the device of {name}, {place.device}, "
                 f"got grads[{index}] on {grad.device}"
             )
-        if not torch.compiler.is_compiling():  # what is compiled asks when it runs
+        if not torch.compiler.is_compiling():  # else the op does when it runs
             cpu.require_storage(grad)
-    return list(grads)
+    shards = None if torch.compiler.is_compiling() else shards_of(list(grads))
+    return (list(grads), None) if shards is None else (shards.tensors, shards)
 
 
 def _require_state(
@@ -357,7 +333,7 @@ def _require_state(
 
 
 def _require_scalars(int32: tuple[str, ...] = (), **named: Tensor) -> None:
-    """Checks one-element tensors, float32 if not said otherwise, on the device of the first."""
+    """Checks one-element tensors on one device: those of `int32`, and float32."""
     for name, tensor in named.items():
         if not isinstance(tensor, Tensor):
             raise TypeError(f"{name} must be a tensor, got {type(tensor).__name__}")

@@ -324,6 +324,15 @@ def _product(grad: Tensor, inv_scale: Tensor) -> Tensor:
     return grad.detach().to(opmath) * inv_scale.reshape(()).to(opmath)
 
 
+def _largest_used(grad: Tensor, grad_scale: Tensor | None) -> Tensor:
+    """The largest magnitude, divided as fused optimizers do: of 16-bit gradients in float32."""
+    peak: Tensor = torch.linalg.vector_norm(grad.detach(), torch.inf)
+    if grad_scale is None:
+        return peak
+    wide = torch.promote_types(grad.dtype, torch.float32)
+    return peak.to(wide) / grad_scale.to(wide)
+
+
 def _by_dtype(grads: list[Tensor]) -> Iterator[list[Tensor]]:
     """Yields what torch's op takes at once, first what it will refuse: then nothing is written."""
     groups: dict[tuple[Any, ...], list[Tensor]] = {}
