@@ -222,9 +222,9 @@ def _read_counted(choice: Choice, part: Part, agreement: Agreement) -> None:
         counts = agreement.counts(part.grads.layouts[number])
         (part.rows if counts else part.uncounted).append(row)
         flags.setdefault(device, []).append((~row[1].isfinite()).float())
-    for grads in part.grads.lists:
+    for listed in part.grads.lists:
         # Shards may be empty; a part without gradients has no flag.
-        flags.setdefault(grads.device, [gradients.new_flag(grads.device)])
+        flags.setdefault(listed.device, [gradients.new_flag(listed.device)])
     part.flags = {
         device: found[0] if len(found) == 1 else aten.any_found(found, device)
         for device, found in flags.items()

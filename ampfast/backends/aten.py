@@ -175,7 +175,7 @@ def p_norm(grad: Tensor, order: float, inv_scale: Tensor | None = None) -> Tenso
     values = grad.detach() if inv_scale is None else _product(grad, inv_scale)
     # The maximum is exact in any type.
     dtype = None if order == torch.inf else widest(grad.device, grad.is_complex())
-    norm = torch.linalg.vector_norm(values, order, dtype=dtype)
+    norm: Tensor = torch.linalg.vector_norm(values, order, dtype=dtype)
     if hasattr(norm, "full_tensor"):
         norm = norm.full_tensor()  # of a distributed tensor
     elif type(norm) is not Tensor:
