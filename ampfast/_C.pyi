@@ -53,7 +53,7 @@ def cuda_multi_tensor(
     factor: Tensor | None,
     coefficient: Tensor | None,
     norms: Tensor | None,
-    track: tuple[Tensor, Tensor, Tensor | None] | None,
+    marks: tuple[Tensor, Tensor] | None,
     epilogue: bool,
     found_inf: Tensor,
     accumulate: bool,
@@ -63,6 +63,7 @@ def cuda_multi_tensor(
     other_found_inf: Tensor | None,
     factors: tuple[float, float, int],
 ) -> None: ...
+def cuda_measure(table: DeviceTable, segment: Segment, health: Tensor) -> None: ...
 def cuda_clip_coefficient(
     norms: Tensor,
     max_norm: float,
@@ -121,7 +122,7 @@ def unscale_(
     factor: Tensor,
     is_scale: bool,
     found_inf: Tensor | None = ...,
-    track: tuple[Tensor, Tensor, Tensor | None] | None = ...,
+    marks: tuple[Tensor, Tensor] | None = ...,
     coefficient: Tensor | None = ...,
 ) -> Tensor: ...
 def norms(
@@ -129,8 +130,9 @@ def norms(
     factor: Tensor,
     is_scale: bool,
     norms: Tensor,
-    track: tuple[Tensor, Tensor, Tensor | None] | None = ...,
+    marks: tuple[Tensor, Tensor] | None = ...,
 ) -> Tensor: ...
+def measure_(grads: GradList, health: Tensor) -> None: ...
 def clip_coefficient(
     norms: Tensor,
     max_norm: float,
@@ -144,5 +146,5 @@ def check_(
     grads: GradList,
     grad_scale: Tensor | None = ...,
     found_inf: Tensor | None = ...,
-    track: tuple[Tensor, Tensor, Tensor | None] | None = ...,
+    marks: tuple[Tensor, Tensor] | None = ...,
 ) -> Tensor: ...

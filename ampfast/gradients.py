@@ -163,6 +163,7 @@ def unscale_(
         update: Applied behind the check, if all gradients are in one list.
         tracks: Where the pass notes what it sees of each parameter.
     """
+    _measure(gradients, choice, tracks)
     flags: dict[torch.device, Tensor] = {}
     factors = Copies({} if factor is None else {factor.device: factor})
     # First what torch may refuse: then nothing else has been written.
@@ -172,12 +173,9 @@ def unscale_(
     for device, tensors in gradients.set_aside.items():
         flags[device] = new_flag(device, found_inf)
         inv_scale = factors[device]
-        track = None if tracks is None else tracks(device)
-        if track is not None:
-            aten.measure_(track, gradients.numbers[device], tensors)
         aten.unscale_(tensors, inverse(inv_scale) if is_scale else inv_scale, flags[device])
-        if track is not None:
-            aten.mark_(track, gradients.numbers[device], tensors)
+        if tracks is not None:
+            aten.mark_(tracks(device), gradients.numbers[device], tensors)
     for grads in gradients.lists:
         device = grads.device
         if found_inf is not None and device not in flags:
@@ -211,6 +209,7 @@ def check_(
         update: Applied behind the check, if all gradients are in one list.
         tracks: Where the pass notes what it sees of each parameter.
     """
+    _measure(gradients, choice, tracks)
     flags: dict[torch.device, Tensor] = {}
     factors = None if grad_scale is None else Copies({grad_scale.device: grad_scale})
     for device, tensors in gradients.set_aside.items():
@@ -218,9 +217,7 @@ def check_(
         divisor = None if factors is None else factors[device]
         aten.check_(tensors, flags[device], divisor)
         if tracks is not None:
-            track, numbers = tracks(device), gradients.numbers[device]
-            aten.measure_(track, numbers, tensors)
-            aten.mark_(track, numbers, tensors, divisor)
+            aten.mark_(tracks(device), gradients.numbers[device], tensors, divisor)
     for grads in gradients.lists:
         device = grads.device
         flags[device] = _kernels(choice, device).check_(
@@ -259,23 +256,21 @@ def norms(
         New flags, as `unscale_` would give them, and for each list, on its device, what
         `cpu.norms` writes.
     """
+    _measure(gradients, choice, tracks)
     flags: dict[torch.device, Tensor] = {}
     rows: list[Tensor] = []
     factors = Copies({} if factor is None else {factor.device: factor})
     for device, tensors in gradients.set_aside.items():
         flags[device] = new_flag(device)
         inv_scale = inverse(factors[device]) if is_scale else factors[device]
-        track = None if tracks is None else tracks(device)
-        if track is not None:
-            aten.measure_(track, gradients.numbers[device], tensors)
         if writes:
             if factor is not None:
                 aten.check_(tensors, flags[device])
             aten.require_writable(tensors)
         rows.append(aten.norms(tensors, inv_scale))
-        if track is not None:
+        if tracks is not None:
             divisor = None if inv_scale is None else inv_scale.reciprocal()
-            aten.mark_(track, gradients.numbers[device], tensors, divisor)
+            aten.mark_(tracks(device), gradients.numbers[device], tensors, divisor)
         flags[device].masked_fill_(~rows[-1][1].isfinite(), 1.0)
     for grads in gradients.lists:
         device = grads.device
@@ -316,6 +311,20 @@ class Copies(dict[torch.device, Tensor]):
         for tensor in self.values():
             return self.setdefault(device, aten.moved(tensor, device))
         return self.setdefault(device, torch.ones((), dtype=torch.float32, device=device))
+
+
+def _measure(gradients: Gradients, choice: Choice, tracks: Tracks | None) -> None:
+    """Gradient health of each parameter, before the gradients are unscaled."""
+    if tracks is None:
+        return
+    for device, tensors in gradients.set_aside.items():
+        health = tracks(device).health
+        if health is not None:
+            aten.measure_(health, gradients.numbers[device], tensors)
+    for grads in gradients.lists:
+        health = tracks(grads.device).health
+        if health is not None:
+            _kernels(choice, grads.device).measure_(grads, health)
 
 
 def _check_sums(

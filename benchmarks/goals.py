@@ -121,15 +121,14 @@ def of_steps(place: Place, provider: str, samples: Samples, host: Samples | None
 
 
 def of_tracking(place: Place, provider: str, samples: Samples) -> list[Goal]:
-    """The goals for passes that note something of each parameter; none on a CPU."""
+    """The goals for passes that mark overflows; health is a pass of its own. None on a CPU."""
     limit = TRACKING_LIMITS.get(place.dtype)
     if place.tensors_per_launch is None or limit is None or place.list_bytes < LEAST_TRACKED_BYTES:
         return []
     goals = []
-    for plain, *tracked in (TRACKED_CHECKS, TRACKED_UNSCALES):
-        for path in tracked:
-            name = f"{provider}: {path}, time over that without"
-            goals += place.goal(name, "<=", limit, samples, ((path, provider), (plain, provider)))
+    for plain, marked, _ in (TRACKED_CHECKS, TRACKED_UNSCALES):
+        name = f"{provider}: {marked}, time over that without"
+        goals += place.goal(name, "<=", limit, samples, ((marked, provider), (plain, provider)))
     return goals
 
 

@@ -62,8 +62,8 @@ def measure(
     if queue is None:
         timer, samples = "wall", interleave(contenders, effort, cycle=2 * lists)
     else:
-        # Of a launch each, and another one where rows are cleared.
-        launches = {c.key: 1 + ("health" in c.path) for c in contenders}
+        # Of a launch each, and two more where rows are cleared and gradients measured.
+        launches = {c.key: 1 + 2 * ("health" in c.path) for c in contenders}
         events = EventTimer(queue, launches, 2 * lists)
         timer, samples = events.name, interleave(contenders, effort, cycle=2 * lists, timer=events)
     gradients.assert_steady()
@@ -90,9 +90,10 @@ def track_for(path: str, parameters: int, device: torch.device) -> Track | None:
 
 
 def run(path: str, kernels: Any, grads: Any, inverse: Tensor, track: Track | None) -> Tensor:
-    """One pass, and before it the clearing of the rows that it adds to."""
+    """One pass, and before it that which measures, into rows that are cleared first."""
     if track is not None and track.health is not None:
         track.health.zero_()
+        kernels.measure_(grads, track.health)
     if path in TRACKED_CHECKS:
         return kernels.check_(grads, track=track)
     return kernels.unscale_(grads, inverse, is_scale=False, track=track)

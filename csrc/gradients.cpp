@@ -104,7 +104,7 @@ DtypeList& GradList::list_of(at::ScalarType dtype) {
       return list;
     }
   }
-  return lists_.emplace_back(DtypeList{dtype, {}, 0});
+  return lists_.emplace_back(DtypeList{dtype, {}, 0, 0});
 }
 
 void GradList::add(const at::Tensor& tensor, bool writes, int64_t parameter) {
@@ -122,6 +122,7 @@ void GradList::add(at::ScalarType dtype, char* address, int64_t numel, int64_t p
   DtypeList& list = list_of(dtype);
   list.spans.push_back({address, numel, list.chunks, parameter});
   list.chunks += chunk_count(numel);
+  list.elements += numel;
 }
 
 std::pair<GradList, GradList> GradList::split(const std::unordered_set<int64_t>& parameters) const {

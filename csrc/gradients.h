@@ -39,6 +39,7 @@ struct DtypeList {
   at::ScalarType dtype;
   std::vector<Span> spans;
   int64_t chunks = 0;
+  int64_t elements = 0;
 
   int64_t element_size() const { return static_cast<int64_t>(c10::elementSize(dtype)); }
 };

@@ -1,7 +1,9 @@
 // The Python face of the compiled core: bindings only, no arithmetic.
+#include <ATen/ops/empty.h>
+#include <pybind11/stl.h>
 #include <torch/csrc/Dtype.h>
 #include <torch/csrc/DynamicTypes.h>
-#include <torch/extension.h>
+#include <torch/csrc/utils/pybind.h>
 #include <torch/version.h>
 
 #include <algorithm>
@@ -14,6 +16,7 @@
 #include "cpu/multi_tensor.h"
 #include "device_table.h"
 #include "scale.h"
+#include "track.h"
 
 #if defined(AMPFAST_WITH_CUDA)
 #include "cuda/bindings.h"
@@ -52,8 +55,8 @@ at::Tensor write_flag(std::optional<at::Tensor> found_inf, bool found) {
   return *found_inf;
 }
 
-// Marks, the number of completed steps, and health.
-using Track = std::tuple<at::Tensor, at::Tensor, std::optional<at::Tensor>>;
+// Rows of marks, and the number of completed steps.
+using Marks = std::tuple<at::Tensor, at::Tensor>;
 
 int64_t* rows_of(const at::Tensor& tensor, int64_t words, const char* name) {
   TORCH_CHECK(tensor.is_cpu() && tensor.scalar_type() == at::kLong && tensor.is_contiguous() &&
@@ -62,23 +65,15 @@ int64_t* rows_of(const at::Tensor& tensor, int64_t words, const char* name) {
   return tensor.mutable_data_ptr<int64_t>();
 }
 
-// What the kernels note through, or nothing.
-std::optional<cpu::Track> notes_of(const std::optional<Track>& track) {
-  if (!track) {
+std::optional<cpu::Marks> read_marks(const std::optional<Marks>& given) {
+  if (!given) {
     return std::nullopt;
   }
-  const auto& [marks, now, health] = *track;
+  const auto& [rows, now] = *given;
   TORCH_CHECK(now.is_cpu() && now.scalar_type() == at::kLong && now.numel() >= 1,
               "the number of steps must be an int64 tensor on the CPU");
-  cpu::Track notes;
-  notes.marks = rows_of(marks, kMarkWords, "marks");
-  notes.parameters = marks.size(0);
-  notes.step = *now.const_data_ptr<int64_t>() + 1;
-  if (health) {
-    notes.health = rows_of(*health, kHealthWords, "health");
-    notes.parameters = std::min(notes.parameters, health->size(0));
-  }
-  return notes;
+  return cpu::Marks{rows_of(rows, kMarkWords, "marks"), rows.size(0),
+                    *now.const_data_ptr<int64_t>() + 1};
 }
 
 float read_inverse(const at::Tensor& factor, bool is_scale) {
@@ -95,32 +90,40 @@ T* float64_data(const at::Tensor& tensor, const char* name, int64_t numel) {
 }
 
 at::Tensor unscale_(const GradList& grads, const at::Tensor& factor, bool is_scale,
-                    std::optional<at::Tensor> found_inf, const std::optional<Track>& track,
+                    std::optional<at::Tensor> found_inf, const std::optional<Marks>& marks,
                     const std::optional<at::Tensor>& coefficient) {
-  const std::optional<cpu::Track> notes = notes_of(track);
+  const std::optional<cpu::Marks> marked = read_marks(marks);
   if (found_inf) {
     read_scalar(*found_inf, "found_inf");
   }
   const float inv_scale = read_inverse(factor, is_scale);
   const double second =
       coefficient ? *float64_data<const double>(*coefficient, "coefficient", 1) : 1;
-  const bool found =
-      run(grads, [&] { return cpu::unscale(grads, inv_scale, notes ? &*notes : nullptr, second); });
+  const bool found = run(
+      grads, [&] { return cpu::unscale(grads, inv_scale, marked ? &*marked : nullptr, second); });
   return write_flag(std::move(found_inf), found);
 }
 
 at::Tensor norms(const GradList& grads, const at::Tensor& factor, bool is_scale,
-                 const at::Tensor& norms, const std::optional<Track>& track) {
-  const std::optional<cpu::Track> notes = notes_of(track);
+                 const at::Tensor& norms, const std::optional<Marks>& marks) {
+  const std::optional<cpu::Marks> marked = read_marks(marks);
   const float inv_scale = read_inverse(factor, is_scale);
   double* written = float64_data<double>(norms, "norms", 2);
   const bool found = run(grads, [&] {
-    const cpu::Norms total = cpu::norms(grads, inv_scale, notes ? &*notes : nullptr);
+    const cpu::Norms total = cpu::norms(grads, inv_scale, marked ? &*marked : nullptr);
     written[0] = total.sum_of_squares;
     written[1] = total.absolute_maximum;
     return !std::isfinite(total.absolute_maximum);
   });
   return write_flag(std::nullopt, found);
+}
+
+void measure_(const GradList& grads, const at::Tensor& health) {
+  int64_t* rows = rows_of(health, kHealthWords, "health");
+  run(grads, [&] {
+    cpu::measure(grads, rows, health.size(0));
+    return true;
+  });
 }
 
 // `norms` has a row for each list: its sum of squares and its largest magnitude. Without a scale
@@ -151,15 +154,15 @@ void write_clip_coefficient(const at::Tensor& norms, double max_norm, bool large
 }
 
 at::Tensor check_(const GradList& grads, const std::optional<at::Tensor>& grad_scale,
-                  std::optional<at::Tensor> found_inf, const std::optional<Track>& track) {
-  const std::optional<cpu::Track> notes = notes_of(track);
+                  std::optional<at::Tensor> found_inf, const std::optional<Marks>& marks) {
+  const std::optional<cpu::Marks> marked = read_marks(marks);
   if (found_inf) {
     read_scalar(*found_inf, "found_inf");
   }
   const Use use = grad_scale ? Use::kDivide : Use::kNothing;
   const float factor = grad_scale ? read_scalar(*grad_scale, "grad_scale") : 1;
   const bool found =
-      run(grads, [&] { return cpu::check(grads, use, factor, notes ? &*notes : nullptr); });
+      run(grads, [&] { return cpu::check(grads, use, factor, marked ? &*marked : nullptr); });
   return write_flag(std::move(found_inf), found);
 }
 
@@ -334,15 +337,16 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       py::arg("param_groups"), py::arg("allow_fp16"), py::arg("writes"), py::arg("devices"),
       py::arg("bumps_versions") = false, py::arg("part_of") = py::none());
   m.def("unscale_", &unscale_, py::arg("grads"), py::arg("factor"), py::arg("is_scale"),
-        py::arg("found_inf") = std::nullopt, py::arg("track") = std::nullopt,
+        py::arg("found_inf") = std::nullopt, py::arg("marks") = std::nullopt,
         py::arg("coefficient") = std::nullopt);
   m.def("norms", &norms, py::arg("grads"), py::arg("factor"), py::arg("is_scale"), py::arg("norms"),
-        py::arg("track") = std::nullopt);
+        py::arg("marks") = std::nullopt);
+  m.def("measure_", &measure_, py::arg("grads"), py::arg("health"));
   m.def("clip_coefficient", &write_clip_coefficient, py::arg("norms"), py::arg("max_norm"),
         py::arg("largest"), py::arg("norm"), py::arg("coefficient"), py::arg("scale"),
         py::arg("divisor"));
   m.def("check_", &check_, py::arg("grads"), py::arg("grad_scale") = std::nullopt,
-        py::arg("found_inf") = std::nullopt, py::arg("track") = std::nullopt);
+        py::arg("found_inf") = std::nullopt, py::arg("marks") = std::nullopt);
 }
 
 }  // namespace ampfast

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ampfast import _C
 from ampfast.backends import aten, cpu
-from ampfast.backends.cpu import Clip, Segment
+from ampfast.backends.cpu import Clip, DeviceTable, Segment
 from ampfast.backends.gpu import Epilogue, Pass, ScaleUpdate, Use
 
 HEADER = 8
@@ -65,7 +65,6 @@ class ReferenceLauncher:
                 self._squares += (wide * factor.to(wide.dtype)).double().square().sum().item()
             if work.track is not None:
                 number = int(words[int(words[segment.word + PARAMETERS]) + place])
-                aten.measure_(work.track, [number], [gradient])
                 aten.mark_(work.track, [number], [used])
             if work.write:
                 written = used
@@ -92,6 +91,14 @@ class ReferenceLauncher:
             flags = [work.found_inf] if update.other is None else [work.found_inf, update.other]
             self._update(update, flags)
         words[:2] = 0
+
+    def measure(self, table: DeviceTable, segment: Segment, health: Tensor) -> None:
+        self.launches.append("measure")
+        words = table.buffer
+        numbers = words[int(words[segment.word + PARAMETERS]) :][: segment.tensors].tolist()
+        gradients = list(tensors_of(words, segment))
+        self.read += sum(gradient.nbytes for gradient in gradients)
+        aten.measure_(health, numbers, gradients)
 
     def update_scale(self, update: ScaleUpdate, found_infs: list[Tensor]) -> None:
         self.launches.append("update")

@@ -202,11 +202,11 @@ def ops_of(kind: str, launcher: ReferenceLauncher, track: str | None) -> tuple[A
     run = warmed(kind, launcher, track=track)
     # The stand-in for kernels is made of ops, too.
     kernels = launcher.multi_tensor
-    launcher.multi_tensor = lambda *work: launcher.launches.append("pass")  # type: ignore[method-assign]
+    measure = launcher.measure
+    launcher.multi_tensor = launcher.measure = lambda *work: None  # type: ignore[method-assign]
     with torch.autograd.profiler.profile() as seen:
         run.scaler.unscale_(run.optimizer)
-    launcher.launches.clear()
-    launcher.multi_tensor = kernels  # type: ignore[method-assign]
+    launcher.multi_tensor, launcher.measure = kernels, measure  # type: ignore[method-assign]
     names = [e.name.removeprefix("aten::") for e in seen.function_events if e.cpu_parent is None]
     ops = Counter(name for name in names if name not in VIEWS)
 
@@ -217,11 +217,17 @@ def ops_of(kind: str, launcher: ReferenceLauncher, track: str | None) -> tuple[A
 
 
 @pytest.mark.parametrize("kind", ["sgd", "fused_adam"])
-def test_tracking_costs_no_launch_and_no_byte(launcher: ReferenceLauncher, kind: str) -> None:
+def test_marks_cost_no_launch_and_no_byte(launcher: ReferenceLauncher, kind: str) -> None:
     costs, ops = ops_of(kind, launcher, None)
     assert ops_of(kind, launcher, "overflow") == (costs, ops)
-    tracked, tracked_ops = ops_of(kind, launcher, "health")
-    assert tracked == costs
+
+
+@pytest.mark.parametrize("kind", ["sgd", "fused_adam"])
+def test_health_costs_one_more_read(launcher: ReferenceLauncher, kind: str) -> None:
+    (launches, read, written), ops = ops_of(kind, launcher, None)
+    size = sum(p.nbytes for p in side(GradScaler, kind).model.parameters())
+    costs, tracked_ops = ops_of(kind, launcher, "health")
+    assert costs == (["measure", *launches], read + size, written)
     # Rows are cleared and the scale is written into them by one.
     assert tracked_ops - ops == Counter({"where": 1})
     assert not ops - tracked_ops

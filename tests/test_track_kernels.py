@@ -42,7 +42,7 @@ def test_a_step_counts_once(capability: str) -> None:
 def test_counts_of_many_alike(capability: str, dtype: torch.dtype, value: float) -> None:
     grads = [torch.full((count,), value, dtype=dtype) for count in (1, 31, 16_384, 70_001)]
     track = track_for(len(grads), health=True)
-    cpu.check_(listed(grads), track=track)
+    cpu.measure_(listed(grads), track.health)
     assert_ranges(track, grads)
 
 
@@ -57,6 +57,7 @@ def test_threads_do_not_change_what_is_noted() -> None:
             torch.set_num_threads(count)
             track = track_for(len(grads), health=True)
             cpu.check_(listed(grads), track=track)
+            cpu.measure_(listed(grads), track.health)
             found.append((track.marks.tolist(), track.health.tolist()))
     finally:
         torch.set_num_threads(threads)
@@ -72,13 +73,24 @@ def test_rows_that_cannot_be_written() -> None:
         good._replace(marks=good.marks.int()),
         good._replace(marks=torch.zeros(4, 4, dtype=torch.int64).t()[:, :3]),
         good._replace(now=torch.zeros(1)),
-        good._replace(health=torch.zeros(2, 3, dtype=torch.int64)),
     ):
         with pytest.raises(RuntimeError, match="int64"):
             cpu.check_(grads, track=track)
-    with pytest.raises(RuntimeError, match="notes on 1 parameters"):
-        cpu.check_(grads, track=track_for(1))
-    gradient = torch.ones(3)
     with pytest.raises(RuntimeError, match="int64"):
-        cpu.unscale_(listed([gradient]), flag(0.5), is_scale=False, track=good._replace(now=flag()))
-    assert gradient.tolist() == [1.0, 1.0, 1.0]
+        cpu.measure_(grads, torch.zeros(2, 3, dtype=torch.int64))
+    few = track_for(1, health=True)
+    with pytest.raises(RuntimeError, match="tracking is of 1 parameters"):
+        cpu.measure_(grads, few.health)
+    with pytest.raises(RuntimeError, match="tracking is of 1 parameters"):
+        cpu.norms(
+            grads,
+            flag(0.5),
+            is_scale=False,
+            norms=torch.zeros(2, dtype=torch.float64),
+            track=few,
+        )
+    gradients = [torch.ones(3), torch.ones(3)]
+    for track, said in ((good._replace(now=flag()), "int64"), (few, "1 parameters")):
+        with pytest.raises(RuntimeError, match=said):
+            cpu.unscale_(listed(gradients), flag(0.5), is_scale=False, track=track)
+    assert all(gradient.tolist() == [1.0, 1.0, 1.0] for gradient in gradients)

@@ -33,7 +33,7 @@ def wide(grads: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 def check_passes(
     kernels: Any, make: Sequence[torch.Tensor], device: torch.device, *, norms: bool = True
 ) -> None:
-    """Compares marks and health of every kind of pass, and its result with that without them."""
+    """Compares health, the marks of every kind of pass, and its result with that without them."""
     count = len(make)
     inverse, divisor = 1.5, 0.75
 
@@ -41,17 +41,20 @@ def check_passes(
         expected = marks_of(used, 4)
         plain = copies(make, device)
         found = call(listed(plain)).item()
-        for health in (False, True):
-            grads = copies(make, device)
-            track = track_for(count, health=health, step=4, device=device)
-            assert call(listed(grads), track=track).item() == found, name
-            assert track.marks.tolist() == expected, name
-            assert_surroundings_kept(track)
-            if health:
-                assert_ranges(track, make)
-            for ours, theirs in zip(grads, plain, strict=True):
-                same = (ours == theirs) | (ours.isnan() & theirs.isnan())
-                assert same.all(), f"{name}: another result"
+        grads = copies(make, device)
+        track = track_for(count, step=4, device=device)
+        assert call(listed(grads), track=track).item() == found, name
+        assert track.marks.tolist() == expected, name
+        assert_surroundings_kept(track)
+        for ours, theirs in zip(grads, plain, strict=True):
+            same = (ours == theirs) | (ours.isnan() & theirs.isnan())
+            assert same.all(), f"{name}: another result"
+
+    track = track_for(count, health=True, device=device)
+    measured = copies(make, device)
+    kernels.measure_(listed(measured), track.health)
+    assert_ranges(track, measured)
+    assert_surroundings_kept(track)
 
     run("raw", make, kernels.check_)
     quotients = [g / divisor for g in wide(make)]

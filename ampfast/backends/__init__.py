@@ -93,6 +93,9 @@ class Kernels(Protocol):
     ) -> Tensor:
         """As `cpu.norms`."""
 
+    def measure_(self, grads: cpu.GradList, health: Tensor) -> None:
+        """As `cpu.measure_`."""
+
     def clip_coefficient(
         self,
         norms: Tensor,

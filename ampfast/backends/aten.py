@@ -280,23 +280,21 @@ def mark_(
 
 
 @torch.no_grad()
-def measure_(track: Track, numbers: list[int], grads: list[Tensor]) -> None:
+def measure_(health: Tensor, numbers: list[int], grads: list[Tensor]) -> None:
     """Adds the range of the values of `grads` to the rows of `numbers`; no host sync."""
-    if track.health is None:
-        return
     for number, grad in zip(numbers, grads, strict=True):
         values = _local(grad)
         if not values.numel():
             continue
         parts = [_range_of(part) for part in values.reshape(-1).split(_PART)]
         counts, peaks = torch.stack([torch.stack(part) for part in parts]).split((4, 2), dim=1)
-        row = track.health[number]
+        row = health[number]
         row[0].fill_(values.numel())
         row[1:].copy_(torch.cat([counts.sum(0), peaks.amax(0)]))
 
 
 def _range_of(values: Tensor) -> list[Tensor]:
-    """What `csrc/track_layout.h` says of health, of some values, but for their number."""
+    """A row of health, as csrc/track.h has it, of some values, but for their number."""
     bits = values.double().view(torch.int64) & _MAGNITUDE
     smallest_subnormal, smallest_normal, largest = _RANGE
     nonzero = bits != 0

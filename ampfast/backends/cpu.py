@@ -56,6 +56,7 @@ __all__ = [
     "is_scalar",
     "lacks_state",
     "list_of",
+    "measure_",
     "norms",
     "require_storage",
     "scale_update",
@@ -82,7 +83,7 @@ clip_coefficient = _C.clip_coefficient
 lacks_state = _C.lacks_state
 WINDOW_BYTES: int = _C.WINDOW_BYTES
 WITH_CUDA: bool = _C.WITH_CUDA
-# Columns of what a `Track` holds.
+# Columns of a `Track`.
 MARK_WORDS: int = _C.MARK_WORDS
 HEALTH_WORDS: int = _C.HEALTH_WORDS
 
@@ -95,14 +96,13 @@ CUDA: int = _C.CUDA
 
 
 class Track(NamedTuple):
-    """Rows by the number of the parameter; `csrc/track.h` says what stands in them.
+    """Tables of per-parameter tracking, a row for each; csrc/track.h explains the words.
 
     Attributes:
         marks: int64 of shape (P, MARK_WORDS) for P parameters: in which step each was last not
             finite, as the optimizer uses its gradient, and how often so far.
         now: int64, whose first element is the number of completed steps.
-        health: int64 of shape (P, HEALTH_WORDS), zero before: the range of the values as they are
-            before they are unscaled. Or None.
+        health: int64 of shape (P, HEALTH_WORDS) for `measure_`, or None.
     """
 
     marks: Tensor
@@ -140,6 +140,10 @@ class Clip(NamedTuple):
     divisor: Tensor | None = None
 
 
+def _marks(track: Track | None) -> tuple[Tensor, Tensor] | None:
+    return None if track is None else track[:2]
+
+
 def unscale_(
     grads: GradList,
     factor: Tensor,
@@ -159,14 +163,14 @@ def unscale_(
         found_inf: One-element float32 that is set to 1 if a written value is not finite. Without
             it a new 0-dim tensor is made that is 0 or 1.
         update: What `scale_update` returned: None, for on a CPU no update rides in a pass.
-        track: Where the pass notes what it sees of each parameter.
+        track: Tables whose `marks` get the overflows of each parameter.
         coefficient: One-element float64 by which the rounded products are multiplied, or None. It
             does not decide: the products do.
 
     Returns:
         `found_inf`, or the new tensor.
     """
-    return _C.unscale_(grads, factor, is_scale, found_inf, track, coefficient)
+    return _C.unscale_(grads, factor, is_scale, found_inf, _marks(track), coefficient)
 
 
 def norms(
@@ -191,7 +195,17 @@ def norms(
     Returns:
         A new 0-dim float32 flag, 0 or 1.
     """
-    return _C.norms(grads, factor, is_scale, norms, track)
+    return _C.norms(grads, factor, is_scale, norms, _marks(track))
+
+
+def measure_(grads: GradList, health: Tensor) -> None:
+    """Adds the range of each gradient's values to the row of its parameter; reads only.
+
+    Args:
+        grads: As for `unscale_`, before they are unscaled.
+        health: int64 of shape (P, HEALTH_WORDS), zero before, for P parameters on that device.
+    """
+    _C.measure_(grads, health)
 
 
 def check_(
@@ -206,7 +220,7 @@ def check_(
 
     Arguments and result are those of `unscale_`; without `grad_scale` the values themselves count.
     """
-    return _C.check_(grads, grad_scale, found_inf, track)
+    return _C.check_(grads, grad_scale, found_inf, _marks(track))
 
 
 def scale_update(

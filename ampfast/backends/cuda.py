@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ampfast import _C
-from ampfast.backends.cpu import Segment
+from ampfast.backends.cpu import DeviceTable, Segment
 from ampfast.backends.gpu import NO_FACTORS, Clip, Epilogue, Pass, ScaleUpdate
 from ampfast.backends.gpu import on_gpu as on
 from ampfast.errors import is_capturing
@@ -17,6 +17,7 @@ __all__ = [
     "clip_coefficient",
     "is_capturing",
     "max_programs",
+    "measure",
     "multi_tensor",
     "on",
     "prepare",
@@ -48,7 +49,7 @@ def multi_tensor(work: Pass, segment: Segment, epilogue: Epilogue) -> None:
         factor=work.factor,
         coefficient=work.coefficient,
         norms=work.norms,
-        track=work.track,
+        marks=None if work.track is None else work.track[:2],
         epilogue=epilogue is not Epilogue.NOTHING,
         found_inf=work.found_inf,
         accumulate=work.accumulate,
@@ -58,6 +59,11 @@ def multi_tensor(work: Pass, segment: Segment, epilogue: Epilogue) -> None:
         other_found_inf=None if update is None else update.other,
         factors=NO_FACTORS if update is None else update.factors,
     )
+
+
+def measure(table: DeviceTable, segment: Segment, health: Tensor) -> None:
+    """Launches the count of the health of gradients of one dtype."""
+    _C.cuda_measure(table, segment, health)
 
 
 def update_scale(update: ScaleUpdate, found_infs: list[Tensor]) -> None:

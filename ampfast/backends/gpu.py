@@ -81,6 +81,8 @@ class Launcher(Protocol):
 
     def multi_tensor(self, work: Pass, segment: Segment, epilogue: Epilogue) -> None: ...
 
+    def measure(self, table: DeviceTable, segment: Segment, health: Tensor) -> None: ...
+
     def update_scale(self, update: ScaleUpdate, found_infs: list[Tensor]) -> None: ...
 
     def clip_coefficient(self, clip: Clip) -> None: ...
@@ -169,7 +171,7 @@ class Pass:
         accumulate: Whether a found_inf of 1 stays, else it is assigned.
         norms: float64 of shape (2,) that gets the sum of squares and the largest magnitude of
             the values times the factor, or None.
-        track: Where it is noted which parameters are not finite, and how large they are; or None.
+        track: Where overflows are marked by parameter, or None.
         update: Applied behind the check, or None.
     """
 
@@ -232,6 +234,17 @@ class DeviceKernels:
         """As `cpu.norms`."""
         use = Use.SCALE if is_scale else Use.INVERSE
         return self._run(grads, False, use, factor, None, None, None, norms, track)
+
+    def measure_(self, grads: GradList, health: Tensor) -> None:
+        """As `cpu.measure_`."""
+        if grads.chunks == 0:
+            return
+        launcher = self._launcher
+        with launcher.on(grads.device):
+            programs = launcher.max_programs(grads.device)
+            table = DeviceTable.of(grads, programs, launcher.is_capturing())
+            for segment in table.segments:
+                launcher.measure(table, segment, health)
 
     def clip_coefficient(self, norms: Tensor, *more: Any) -> None:
         """As `cpu.clip_coefficient`."""

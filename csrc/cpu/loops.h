@@ -13,19 +13,21 @@ template <class T, class Magnitude>
 int64_t largest_magnitude(const T* values, int64_t numel, Magnitude magnitude_of) {
   using Bits = decltype(magnitude_of(*values));
   constexpr int kLanes = 128 / sizeof(T);
-  Bits lanes[kLanes] = {};
+  Bits peak = 0;
   int64_t i = 0;
-  for (; i + kLanes <= numel; i += kLanes) {
-    for (int lane = 0; lane < kLanes; ++lane) {
-      lanes[lane] = larger(lanes[lane], magnitude_of(values[i + lane]));
+  if (numel >= kLanes) {
+    Bits lanes[kLanes] = {};
+    for (; i + kLanes <= numel; i += kLanes) {
+      for (int lane = 0; lane < kLanes; ++lane) {
+        lanes[lane] = larger(lanes[lane], magnitude_of(values[i + lane]));
+      }
+    }
+    for (const Bits lane : lanes) {
+      peak = larger(peak, lane);
     }
   }
-  Bits peak = 0;
   for (; i < numel; ++i) {
     peak = larger(peak, magnitude_of(values[i]));
-  }
-  for (const Bits lane : lanes) {
-    peak = larger(peak, lane);
   }
   return peak;
 }

@@ -11,6 +11,7 @@
 #include <pthread.h>
 #endif
 
+#include "../track.h"
 #include "half.h"
 #include "instruction_set.h"
 
@@ -78,13 +79,19 @@ bool shares_memory(const DtypeList& list) {
 template <class Body>
 void for_each_chunk(const DtypeList& list, bool writes, const Body& body) {
   const int64_t size = list.element_size();
-  int64_t total = 0;
-  for (const Span& span : list.spans) {
-    total += weight(span);
+  const int64_t total = list.elements + list.chunks * kChunkCost;
+  int64_t tasks = total * size / grain;
+  if (tasks > 1) {
+    tasks = std::min<int64_t>(at::get_num_threads(), tasks);
   }
-  int64_t tasks = std::min<int64_t>(at::get_num_threads(), total * size / grain);
-  if (at::in_parallel_region() || forked || tasks < 2 || (writes && shares_memory(list))) {
-    tasks = 1;
+  if (tasks < 2 || at::in_parallel_region() || forked || (writes && shares_memory(list))) {
+    for (const Span& span : list.spans) {
+      int64_t chunk = span.first_chunk;
+      for (int64_t offset = 0; offset < span.numel; offset += kChunk) {
+        body(span.address + offset * size, std::min(kChunk, span.numel - offset), chunk++);
+      }
+    }
+    return;
   }
   const std::vector<Position> starts = shares(list, total, tasks);
   at::parallel_for(0, tasks, 1, [&](int64_t first, int64_t last) {
@@ -101,20 +108,6 @@ void for_each_chunk(const DtypeList& list, bool writes, const Body& body) {
     }
   });
 }
-
-// The largest of what the threads found. Rarely written: most chunks do not raise it.
-class Peak {
- public:
-  void raise(int64_t bits) {
-    int64_t seen = bits_.load(std::memory_order_relaxed);
-    while (seen < bits && !bits_.compare_exchange_weak(seen, bits, std::memory_order_relaxed)) {
-    }
-  }
-  int64_t bits() const { return bits_.load(std::memory_order_relaxed); }
-
- private:
-  std::atomic<int64_t> bits_{0};
-};
 
 double double_of(int64_t bits) {
   double value;
@@ -143,82 +136,150 @@ double used_peak(Dtype dtype, int64_t bits, Use use, float factor) {
   }
 }
 
-// Tells whether what was found is not finite once it is used, and writes the notes on it.
-bool conclude(Dtype dtype, const Peak& peak, Use use, float factor, const Notes& notes) {
-  const bool found = !std::isfinite(used_peak(dtype, peak.bits(), use, factor));
-  notes.write([&](int64_t bits) { return used_peak(dtype, bits, Use::kNothing, 1); },
-              [&](int64_t bits) { return used_peak(dtype, bits, use, factor); }, found);
-  return found;
+// Rarely writes: most chunks do not raise it.
+void raise(std::atomic<int64_t>& peak, int64_t bits) {
+  int64_t seen = peak.load(std::memory_order_relaxed);
+  while (seen < bits && !peak.compare_exchange_weak(seen, bits, std::memory_order_relaxed)) {
+  }
+}
+
+void require_rows(const GradList& grads, int64_t parameters) {
+  for (const DtypeList& list : grads.lists()) {
+    for (const Span& span : list.spans) {
+      TORCH_CHECK(span.parameter < parameters, "tracking is of ", parameters,
+                  " parameters, and a gradient is that of number ", span.parameter);
+    }
+  }
+}
+
+// Once in a step, however often it is marked.
+void mark(int64_t step, int64_t& last, int64_t& times) {
+  times += last != step;
+  last = step;
+}
+
+// Calls `body(address, numel, chunk)` for every chunk, which returns its peak as bits. Returns what
+// becomes of the largest, and marks the parameters whose values are not finite then.
+template <class Body>
+double largest_used(const DtypeList& list, bool writes, Use use, float factor, const Marks* marks,
+                    const Body& body) {
+  const Dtype dtype = dtype_of(list.dtype);
+  std::vector<int64_t> peaks(marks != nullptr ? list.chunks : 0);
+  std::atomic<int64_t> peak{0};
+  for_each_chunk(list, writes, [&](char* address, int64_t numel, int64_t chunk) {
+    const int64_t bits = body(address, numel, chunk);
+    raise(peak, bits);
+    if (marks != nullptr) {
+      peaks[chunk] = bits;
+    }
+  });
+  const double largest = std::fabs(used_peak(dtype, peak, use, factor));
+  if (marks != nullptr && !std::isfinite(largest)) {
+    for (const Span& span : list.spans) {
+      const auto first = peaks.begin() + span.first_chunk;
+      const int64_t bits = *std::max_element(first, first + chunk_count(span.numel));
+      const double used = used_peak(dtype, bits, use, factor);
+      int64_t* row = marks->rows + span.parameter * kMarkWords;
+      if (!std::isfinite(used)) {
+        mark(marks->step, row[kLastNonFinite], row[kTimesNonFinite]);
+      }
+      if (std::isnan(used)) {
+        mark(marks->step, row[kLastNan], row[kTimesNan]);
+      }
+    }
+  }
+  return largest;
 }
 
 }  // namespace
 
 int64_t set_grain(int64_t bytes) { return grain.exchange(bytes); }
 
-bool check(const GradList& grads, Use use, float factor, const Track* track) {
+bool check(const GradList& grads, Use use, float factor, const Marks* marks) {
+  if (marks != nullptr) {
+    require_rows(grads, marks->parameters);
+  }
   bool found = false;
   for (const DtypeList& list : grads.lists()) {
-    const Dtype dtype = dtype_of(list.dtype);
-    const Loops& loops = loops_for(dtype);
-    Peak peak;
-    Notes notes(track, list, loops);
-    for_each_chunk(list, false, [&](const char* address, int64_t numel, int64_t chunk) {
-      notes.look(chunk, address, numel);
-      const int64_t bits = loops.peak_bits(address, numel);
-      notes.peak(chunk, bits);
-      peak.raise(bits);
-    });
-    found |= conclude(dtype, peak, use, factor, notes);
+    const Loops& loops = loops_for(dtype_of(list.dtype));
+    const auto body = [&](const char* address, int64_t numel, int64_t /*chunk*/) {
+      return loops.peak_bits(address, numel);
+    };
+    found |= !std::isfinite(largest_used(list, false, use, factor, marks, body));
   }
   return found;
 }
 
-bool unscale(const GradList& grads, float inv_scale, const Track* track, double coefficient) {
+bool unscale(const GradList& grads, float inv_scale, const Marks* marks, double coefficient) {
   const bool clips = coefficient != 1;
   if (inv_scale == 1 && !clips) {
-    return check(grads, Use::kNothing, 1, track);  // as torch: not even a subnormal is flushed
+    return check(grads, Use::kNothing, 1, marks);  // as torch: not even a subnormal is flushed
+  }
+  if (marks != nullptr) {
+    require_rows(grads, marks->parameters);
   }
   bool found = false;
   for (const DtypeList& list : grads.lists()) {
-    const Dtype dtype = dtype_of(list.dtype);
-    const Loops& loops = loops_for(dtype);
-    Peak peak;
-    Notes notes(track, list, loops);
-    for_each_chunk(list, true, [&](char* address, int64_t numel, int64_t chunk) {
-      notes.look(chunk, address, numel);
-      const int64_t bits = clips ? loops.unscale_and_clip(address, numel, inv_scale, coefficient)
-                                 : loops.unscale(address, numel, inv_scale);
-      notes.peak(chunk, bits);
-      peak.raise(bits);
-    });
-    found |= conclude(dtype, peak, Use::kMultiply, inv_scale, notes);
+    const Loops& loops = loops_for(dtype_of(list.dtype));
+    const auto body = [&](char* address, int64_t numel, int64_t /*chunk*/) {
+      return clips ? loops.unscale_and_clip(address, numel, inv_scale, coefficient)
+                   : loops.unscale(address, numel, inv_scale);
+    };
+    found |= !std::isfinite(largest_used(list, true, Use::kMultiply, inv_scale, marks, body));
   }
   return found;
 }
 
-Norms norms(const GradList& grads, float inv_scale, const Track* track) {
+Norms norms(const GradList& grads, float inv_scale, const Marks* marks) {
+  if (marks != nullptr) {
+    require_rows(grads, marks->parameters);
+  }
   Norms total{0, 0};
+  for (const DtypeList& list : grads.lists()) {
+    const Loops& loops = loops_for(dtype_of(list.dtype));
+    std::vector<double> partials(list.chunks);
+    const auto body = [&](const char* address, int64_t numel, int64_t chunk) {
+      int64_t bits = 0;
+      partials[chunk] = loops.squares(address, numel, inv_scale, &bits);
+      return bits;
+    };
+    const double largest = largest_used(list, false, Use::kMultiply, inv_scale, marks, body);
+    total.absolute_maximum = larger_or_nan(total.absolute_maximum, largest);
+    for (const double squares : partials) {
+      total.sum_of_squares += squares;
+    }
+  }
+  return total;
+}
+
+void measure(const GradList& grads, int64_t* health, int64_t parameters) {
+  require_rows(grads, parameters);
   for (const DtypeList& list : grads.lists()) {
     const Dtype dtype = dtype_of(list.dtype);
     const Loops& loops = loops_for(dtype);
-    Peak peak;
-    Notes notes(track, list, loops);
-    std::vector<double> partial(list.chunks);
+    std::vector<Counts> counts(list.chunks);
     for_each_chunk(list, false, [&](const char* address, int64_t numel, int64_t chunk) {
-      notes.look(chunk, address, numel);
-      int64_t bits = 0;
-      partial[chunk] = loops.squares(address, numel, inv_scale, &bits);
-      notes.peak(chunk, bits);
-      peak.raise(bits);
+      counts[chunk] = loops.counts(address, numel);
     });
-    conclude(dtype, peak, Use::kMultiply, inv_scale, notes);
-    for (const double squares : partial) {
-      total.sum_of_squares += squares;
+    const auto as_double = [dtype](int64_t bits) {
+      return magnitude(used_peak(dtype, bits, Use::kNothing, 1));
+    };
+    for (const Span& span : list.spans) {
+      int64_t* row = health + span.parameter * kHealthWords;
+      row[kElements] = span.numel;
+      for (int64_t i = 0; i < chunk_count(span.numel); ++i) {
+        const Counts& chunk = counts[span.first_chunk + i];
+        row[kNonzero] += chunk.nonzero;
+        row[kVanishing] += chunk.vanishing;
+        row[kSubnormal] += chunk.subnormal;
+        row[kOverflowing] += chunk.overflowing;
+        row[kLargest] = std::max(row[kLargest], as_double(chunk.largest));
+        if (chunk.smallest != 0) {
+          row[kSmallest] = std::max(row[kSmallest], kComplement - as_double(chunk.smallest));
+        }
+      }
     }
-    const double largest = std::fabs(used_peak(dtype, peak.bits(), Use::kMultiply, inv_scale));
-    total.absolute_maximum = larger_or_nan(total.absolute_maximum, largest);
   }
-  return total;
 }
 
 }  // namespace ampfast::cpu

@@ -17,8 +17,8 @@ namespace py = pybind11;
 
 using OptionalTensor = std::optional<at::Tensor>;
 using Factors = std::tuple<double, double, int64_t>;
-// Marks, the number of completed steps, and health.
-using Track = std::tuple<at::Tensor, at::Tensor, OptionalTensor>;
+// Rows of marks, and the number of completed steps.
+using Marks = std::tuple<at::Tensor, at::Tensor>;
 
 template <class T>
 T* data(const OptionalTensor& tensor) {
@@ -44,7 +44,7 @@ Update update_of(const OptionalTensor& scale, const OptionalTensor& growth_track
 
 void launch_multi_tensor(const DeviceTable& table, const Segment& segment, bool write, int use,
                          const OptionalTensor& factor, const OptionalTensor& coefficient,
-                         const OptionalTensor& norms, const std::optional<Track>& track,
+                         const OptionalTensor& norms, const std::optional<Marks>& marks,
                          bool epilogue, const at::Tensor& found_inf, bool accumulate,
                          const OptionalTensor& scale, const OptionalTensor& growth_tracker,
                          const OptionalTensor& state, const OptionalTensor& other_found_inf,
@@ -61,11 +61,9 @@ void launch_multi_tensor(const DeviceTable& table, const Segment& segment, bool 
   pass.factor = data<float>(factor);
   pass.coefficient = data<double>(coefficient);
   pass.norms = data<double>(norms);
-  if (track) {
-    const auto& [marks, now, health] = *track;
-    pass.marks = data<int64_t>(marks);
-    pass.now = data<int64_t>(now);
-    pass.health = data<int64_t>(health);
+  if (marks) {
+    pass.marks = data<int64_t>(std::get<0>(*marks));
+    pass.now = data<int64_t>(std::get<1>(*marks));
   }
   pass.epilogue = epilogue;
   pass.found_inf = static_cast<float*>(found_inf.data_ptr());
@@ -74,6 +72,13 @@ void launch_multi_tensor(const DeviceTable& table, const Segment& segment, bool 
   pass.other_found_inf = data<float>(other_found_inf);
   pass.stream = current_stream(device);
   require(launch(pass));
+}
+
+void launch_measure(const DeviceTable& table, const Segment& segment, const at::Tensor& health) {
+  const at::Device device = table.buffer().device();
+  const c10::cuda::CUDAGuard guard(device);
+  require(measure(dtype_of(segment.dtype), data<const int64_t>(table.buffer()), segment.word,
+                  segment.programs, data<int64_t>(health), current_stream(device)));
 }
 
 void launch_update_scale(const at::Tensor& scale, const at::Tensor& growth_tracker,
@@ -121,9 +126,10 @@ void bind(py::module_& m) {
   });
   m.def("cuda_multi_tensor", &launch_multi_tensor, py::arg("table"), py::arg("segment"),
         py::kw_only(), py::arg("write"), py::arg("use"), py::arg("factor"), py::arg("coefficient"),
-        py::arg("norms"), py::arg("track"), py::arg("epilogue"), py::arg("found_inf"),
+        py::arg("norms"), py::arg("marks"), py::arg("epilogue"), py::arg("found_inf"),
         py::arg("accumulate"), py::arg("scale"), py::arg("growth_tracker"), py::arg("state"),
         py::arg("other_found_inf"), py::arg("factors"));
+  m.def("cuda_measure", &launch_measure, py::arg("table"), py::arg("segment"), py::arg("health"));
   m.def("cuda_clip_coefficient", &launch_clip_coefficient, py::arg("norms"), py::arg("max_norm"),
         py::arg("largest"), py::arg("norm"), py::arg("coefficient"), py::arg("scale"),
         py::arg("divisor"));

@@ -12,8 +12,6 @@ namespace {
 
 // As many as sm_75 has threads for, and it leaves 64 registers to a thread.
 constexpr int kProgramsPerSm = 8;
-// Those that count how large values are run at once, of the same grid: each has 96 registers.
-constexpr int kCountingPerSm = 5;
 
 // A tensor of the table.
 struct Span {
@@ -102,46 +100,31 @@ __device__ void raise_peak(int64_t* header, double used) {
             static_cast<unsigned long long>(magnitude(used)));
 }
 
-template <class Format, bool kWrite, bool kNorm, bool kCoefficient, bool kHealth>
-__global__ void __launch_bounds__(kThreads, kHealth ? kCountingPerSm : kProgramsPerSm)
-    pass(const Launch launch) {
-  __shared__ bool is_last;
-  // Loaded first, to be there when the way through the table is known.
-  float factor = launch.factor_use == kRaw ? 1.0f : *launch.factor;
-
-  const int64_t* segment = launch.table + launch.segment;
+// Gives `visitor` the windows of this program, and calls `end_tensor(tensor, elements)` behind
+// those of each tensor.
+template <class Format, class Visitor, class EndTensor>
+__device__ void walk(const int64_t* segment, Visitor& visitor, const EndTensor& end_tensor) {
+  constexpr int64_t kSize = sizeof(typename Format::Element);
   const int64_t tensors = segment[kTensors];
   const int64_t* addresses = segment + kSegmentWords;
   const int64_t* start = addresses + 2 * (tensors + 1 + static_cast<int64_t>(blockIdx.x));
   // Threads of an even number load addresses and the others lengths. Were all to load the same, the
   // compiler would want it in a register for all, and wait for it.
   const int64_t* fields = addresses + threadIdx.x % 2 * (tensors + 1);
-  const auto span = [](int64_t field) {
-    constexpr int64_t kSize = sizeof(typename Format::Element);
-    return Span{__shfl_sync(kAllLanes, field, 0), __shfl_sync(kAllLanes, field, 1) * kSize};
-  };
   // A card has memory for less than 2^31 windows, so for as many tensors.
   int tensor = static_cast<int>(start[0]);
   int window = static_cast<int>(start[1]);
   // Where the next program starts, this one ends.
   const bool is_end = blockIdx.x + 1 == gridDim.x;
-  const int end_tensor = static_cast<int>(is_end ? tensors : start[2]);
-  const int end_window = static_cast<int>(is_end ? 0 : start[3]);
+  const int last_tensor = static_cast<int>(is_end ? tensors : start[2]);
+  const int last_window = static_cast<int>(is_end ? 0 : start[3]);
   int64_t field = fields[tensor];
-
-  if (launch.factor_use == kScale) {
-    factor = inverse_scale(factor);
-  }
-
-  using Opmath = typename Format::Opmath;
-  Gatherer<Format, kWrite, kNorm, kCoefficient, kHealth> gatherer{
-      factor, kCoefficient ? static_cast<Opmath>(*launch.coefficient) : 1};
   while (true) {
-    const bool is_end_tensor = tensor == end_tensor;
-    const Span now = span(field);
+    const bool is_last = tensor == last_tensor;
+    const Span now{__shfl_sync(kAllLanes, field, 0), __shfl_sync(kAllLanes, field, 1) * kSize};
     // Needed when this tensor is done, and by then it is there. Behind the last one is padding.
-    field = fields[is_end_tensor ? tensor : tensor + 1];
-    const int end = is_end_tensor ? end_window : now.windows();
+    field = fields[is_last ? tensor : tensor + 1];
+    const int end = is_last ? last_window : now.windows();
     const bool is_touched = window < end;
     const int64_t skipped = window * kWindowBytes;
     char* base = reinterpret_cast<char*>(now.address - now.head() + skipped);
@@ -150,41 +133,56 @@ __global__ void __launch_bounds__(kThreads, kHealth ? kCountingPerSm : kPrograms
     int64_t bytes = now.head() + now.bytes - skipped;
     for (int left = end - window; left > 0; --left) {
       if (begin == 0 && bytes >= kWindowBytes) {
-        gatherer.template window<true>(base, 0, kWindowBytes);
+        visitor.template window<true>(base, 0, kWindowBytes);
       } else {
-        gatherer.template window<false>(
+        visitor.template window<false>(
             base, begin, static_cast<int>(bytes < kWindowBytes ? bytes : kWindowBytes));
       }
       base += kWindowBytes;
       begin = 0;
       bytes -= kWindowBytes;
     }
-    if (launch.marks != nullptr && is_touched) {
-      const int64_t parameter = launch.table[segment[kParameters] + tensor];
-      const auto largest = kHealth ? gatherer.health.largest : gatherer.peak;
-      const auto used = used_peak<Format>(largest, launch.factor_use, gatherer.factor);
-      if (!std::isfinite(used)) {
-        mark(launch.marks + parameter * kMarkWords, *launch.now + 1, std::isnan(used));
-        // So that the next tensor is judged by itself; a peak that passes may stay.
-        raise_peak(launch.table, used);
-        gatherer.peak = 0;
-      }
-      if (kHealth) {
-        gatherer.peak = larger(gatherer.peak, largest);
-        constexpr int64_t kSize = sizeof(typename Format::Element);
-        gatherer.health.add_to(launch.health + parameter * kHealthWords, now.bytes / kSize);
-      }
+    if (is_touched) {
+      end_tensor(tensor, now.bytes / kSize);
     }
-    if (is_end_tensor) {
-      break;
+    if (is_last) {
+      return;
     }
     ++tensor;
     window = 0;
   }
+}
+
+template <class Format, bool kWrite, bool kNorm, bool kCoefficient>
+__global__ void __launch_bounds__(kThreads, kProgramsPerSm) pass(const Launch launch) {
+  __shared__ bool is_last;
+  // Loaded first, to be there when the way through the table is known.
+  float factor = launch.factor_use == kRaw ? 1.0f : *launch.factor;
+  if (launch.factor_use == kScale) {
+    factor = inverse_scale(factor);
+  }
+
+  using Opmath = typename Format::Opmath;
+  int64_t* header = launch.table;
+  const int64_t* segment = header + launch.segment;
+  Gatherer<Format, kWrite, kNorm, kCoefficient> gatherer{
+      factor, kCoefficient ? static_cast<Opmath>(*launch.coefficient) : 1};
+  walk<Format>(segment, gatherer, [&](int tensor, int64_t /*elements*/) {
+    if (launch.marks == nullptr) {
+      return;
+    }
+    const auto used = used_peak<Format>(gatherer.peak, launch.factor_use, gatherer.factor);
+    if (!std::isfinite(used)) {
+      const int64_t parameter = header[segment[kParameters] + tensor];
+      mark(launch.marks + parameter * kMarkWords, *launch.now + 1, std::isnan(used));
+      // So that the next tensor is judged by itself; a peak that passes may stay.
+      raise_peak(header, used);
+      gatherer.peak = 0;
+    }
+  });
 
   const auto peak = reduced(gatherer.peak, Max{});
   const double squares = kNorm ? reduced(gatherer.squares, Sum{}) : 0;
-  int64_t* header = launch.table;
   if (threadIdx.x == 0) {
     if (kNorm) {
       auto* partials = reinterpret_cast<double*>(header + header[kPartials]);
@@ -210,6 +208,16 @@ __global__ void __launch_bounds__(kThreads, kHealth ? kCountingPerSm : kPrograms
   }
 }
 
+template <class Format>
+__global__ void __launch_bounds__(kThreads, kProgramsPerSm)
+    measure_alone(const int64_t* table, int64_t segment_word, int64_t* rows) {
+  const int64_t* segment = table + segment_word;
+  Health<Format> health;
+  walk<Format>(segment, health, [&](int tensor, int64_t elements) {
+    health.add_to(rows + table[segment[kParameters] + tensor] * kHealthWords, elements);
+  });
+}
+
 __global__ void update_alone(const Update update, const Flags flags) {
   bool found_inf = false;
   for (const float* flag : flags.found_infs) {
@@ -221,37 +229,43 @@ __global__ void update_alone(const Update update, const Flags flags) {
 __global__ void clip_alone(const Clip clip) { apply(clip); }
 
 using Kernel = void (*)(Launch);
-
-template <class Format, bool kHealth>
-Kernel kernel_of(bool writes, bool norm) {
-  if (!writes) {
-    return norm ? pass<Format, false, true, false, kHealth>
-                : pass<Format, false, false, false, kHealth>;
-  }
-  return norm ? pass<Format, true, true, false, kHealth>
-              : pass<Format, true, false, false, kHealth>;
-}
+using MeasureKernel = void (*)(const int64_t*, int64_t, int64_t*);
 
 template <class Format>
-Kernel kernel_of(bool writes, bool norm, bool coefficient, bool health) {
+Kernel kernel_of(bool write, bool norm, bool coefficient) {
   if (coefficient) {
-    return pass<Format, true, false, true, false>;
+    return pass<Format, true, false, true>;
   }
-  return health ? kernel_of<Format, true>(writes, norm) : kernel_of<Format, false>(writes, norm);
+  if (write) {
+    return norm ? pass<Format, true, true, false> : pass<Format, true, false, false>;
+  }
+  return norm ? pass<Format, false, true, false> : pass<Format, false, false, false>;
 }
 
-Kernel kernel_of(Dtype dtype, bool writes, bool norm, bool coefficient, bool health) {
+Kernel kernel_of(Dtype dtype, bool write, bool norm, bool coefficient) {
   switch (dtype) {
     case Dtype::kFloat32:
-      return kernel_of<Float32>(writes, norm, coefficient, health);
+      return kernel_of<Float32>(write, norm, coefficient);
     case Dtype::kFloat64:
-      return kernel_of<Float64>(writes, norm, coefficient, health);
+      return kernel_of<Float64>(write, norm, coefficient);
     case Dtype::kFloat16:
-      return kernel_of<Float16>(writes, norm, coefficient, health);
-    case Dtype::kBFloat16:
-      return kernel_of<BFloat16>(writes, norm, coefficient, health);
+      return kernel_of<Float16>(write, norm, coefficient);
+    default:
+      return kernel_of<BFloat16>(write, norm, coefficient);
   }
-  return nullptr;
+}
+
+MeasureKernel measure_kernel_of(Dtype dtype) {
+  switch (dtype) {
+    case Dtype::kFloat32:
+      return measure_alone<Float32>;
+    case Dtype::kFloat64:
+      return measure_alone<Float64>;
+    case Dtype::kFloat16:
+      return measure_alone<Float16>;
+    default:
+      return measure_alone<BFloat16>;
+  }
 }
 
 // Why no kernel does what is asked, or null.
@@ -278,9 +292,6 @@ const char* refusal(const Launch& launch) {
   if (launch.marks != nullptr && launch.now == nullptr) {
     return "marks need the number of steps";
   }
-  if (launch.health != nullptr && (launch.marks == nullptr || launch.coefficient != nullptr)) {
-    return "health comes with marks, and from the pass before the one with a coefficient";
-  }
   if (launch.epilogue && launch.found_inf == nullptr) {
     return "an epilogue needs a flag to write";
   }
@@ -304,10 +315,13 @@ cudaError_t load_kernels() {
     status = cudaFuncGetAttributes(&attributes, clip_alone);
   }
   for (const Dtype dtype : {Dtype::kFloat32, Dtype::kFloat64, Dtype::kFloat16, Dtype::kBFloat16}) {
-    for (unsigned int switches = 0; switches < 16 && status == cudaSuccess; ++switches) {
-      const Kernel kernel = kernel_of(dtype, (switches & 1) != 0, (switches & 2) != 0,
-                                      (switches & 4) != 0, (switches & 8) != 0);
+    for (unsigned int switches = 0; switches < 8 && status == cudaSuccess; ++switches) {
+      const Kernel kernel =
+          kernel_of(dtype, (switches & 1) != 0, (switches & 2) != 0, (switches & 4) != 0);
       status = cudaFuncGetAttributes(&attributes, kernel);
+    }
+    if (status == cudaSuccess) {
+      status = cudaFuncGetAttributes(&attributes, measure_kernel_of(dtype));
     }
   }
   return status;
@@ -319,13 +333,17 @@ const char* launch(const Launch& launch) {
   if (const char* why_not = refusal(launch)) {
     return why_not;
   }
-  const Kernel kernel = kernel_of(launch.dtype, launch.write, launch.norms != nullptr,
-                                  launch.coefficient != nullptr, launch.health != nullptr);
-  if (kernel == nullptr) {
-    return "there is no kernel for this dtype";
-  }
+  const Kernel kernel =
+      kernel_of(launch.dtype, launch.write, launch.norms != nullptr, launch.coefficient != nullptr);
   kernel<<<static_cast<unsigned int>(launch.programs), kThreads, 0,
            static_cast<cudaStream_t>(launch.stream)>>>(launch);
+  return text_of(cudaGetLastError());
+}
+
+const char* measure(Dtype dtype, const int64_t* table, int64_t segment, int64_t programs,
+                    int64_t* health, void* stream) {
+  measure_kernel_of(dtype)<<<static_cast<unsigned int>(programs), kThreads, 0,
+                             static_cast<cudaStream_t>(stream)>>>(table, segment, health);
   return text_of(cudaGetLastError());
 }
 

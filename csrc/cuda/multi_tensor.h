@@ -35,8 +35,6 @@ struct Launch {
   // Rows of kMarkWords by parameter, of the steps in which a used value is not finite; null: none.
   int64_t* marks = nullptr;
   const int64_t* now = nullptr;  // how many steps are complete; null without marks alone
-  // Rows of kHealthWords by parameter; null: none. Only with marks, and without a coefficient.
-  int64_t* health = nullptr;
 
   // Only the last segment has an epilogue; without it all that follows is ignored.
   bool epilogue = false;
@@ -50,6 +48,11 @@ struct Launch {
 
 // Queues the pass. Returns null, or why it was refused or failed.
 const char* launch(const Launch& launch);
+
+// Queues a pass that adds the range of each gradient's values to its parameter's row of
+// kHealthWords; `stream` is a cudaStream_t of the current device. Returns null, or why it failed.
+const char* measure(Dtype dtype, const int64_t* table, int64_t segment, int64_t programs,
+                    int64_t* health, void* stream);
 
 // Queues an update of the scale by itself, on a cudaStream_t of the current device. Of the flags,
 // repeated where there are fewer, any that is not 0 counts. Returns null, or why it failed.

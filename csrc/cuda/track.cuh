@@ -1,13 +1,9 @@
-// What the CUDA kernels note of each parameter: in which steps it was not finite, and the range of
-// its values.
+// Per-parameter tracking in the CUDA kernels: marks of overflows, and gradient health.
 #pragma once
 
-#include "formats.cuh"
+#include "gatherer.cuh"
 
 namespace ampfast::cuda {
-
-constexpr int kWarp = 32;
-constexpr unsigned int kAllLanes = 0xffffffff;
 
 __device__ inline int64_t raise(int64_t* place, int64_t value) {
   return static_cast<int64_t>(atomicMax(reinterpret_cast<unsigned long long*>(place),
@@ -29,8 +25,9 @@ __device__ inline void mark(int64_t* row, int64_t step, bool is_nan) {
   }
 }
 
-// What a thread counts of one tensor. Magnitudes less one, as unsigned numbers, put zero behind all
-// others: a single comparison tells whether one is below a bound and not zero.
+// Range of the values of one tensor that a thread has seen. Magnitudes less one, as unsigned
+// numbers, put zero behind all others: a single comparison tells whether one is below a bound and
+// not zero.
 template <class Format>
 struct Health {
   using Word = typename Format::Word;
@@ -44,7 +41,7 @@ struct Health {
   int overflowing = 0;
 
   template <int kCount>
-  __device__ void count(Word word) {
+  __device__ void take(Word& word) {
     constexpr HalfRange kRange = Format::kRange;
     Word bits[Format::kPerWord];
     Format::magnitudes(word, bits);
@@ -60,6 +57,13 @@ struct Health {
       subnormal += less_one < static_cast<Word>(kRange.smallest_normal - 1);
       overflowing += bits[i] > static_cast<Word>(kRange.largest);
     }
+  }
+
+  __device__ void end_vector() {}
+
+  template <bool kWhole>
+  __device__ void window(char* base, int begin, int end) {
+    take_window<Format, kWhole, false>(*this, base, begin, end);
   }
 
   // Adds what all threads of a warp counted to the row of a parameter, and starts anew.

@@ -15,17 +15,6 @@ from ampfast.loss_scale import ScaleState
 pytestmark = pytest.mark.usefixtures("watched")
 
 
-def test_the_layout_is_that_of_the_other_kernels() -> None:
-    pytest.importorskip("triton")
-    from ampfast.backends.triton import scale_update
-
-    words = {name for name in vars(state_layout) if name.isupper()}
-    same = words & set(vars(scale_update))
-    assert len(same) == len(words) - 2  # its length and that of the counters
-    for name in same:
-        assert getattr(scale_update, name).value == getattr(state_layout, name), name
-
-
 @pytest.mark.parametrize("policy", POLICIES)
 def test_random_steps(policy: str) -> None:
     model = ScaleModel(3.0, 1, FACTORS, POLICIES[policy])

@@ -193,6 +193,7 @@ def test_many_windows_of_one_bad_tensor(backend: str, device: torch.device) -> N
         grads = [torch.ones(5, device=device), torch.full((3_000_001,), value, device=device)]
         track = track_for(2, health=True, device=device)
         kernels_of(backend, device).check_(grads_of(grads), track=track)
+        kernels_of(backend, device).measure_(grads_of(grads), track.health)
         assert track.marks.tolist() == marks_of(grads)
         assert_ranges(track, grads)
 

@@ -12,7 +12,7 @@ from machine import Range, watch
 from reference_launcher import spans_of
 from torch import Tensor
 
-from ampfast.backends.cpu import Clip, Segment
+from ampfast.backends.cpu import Clip, DeviceTable, Segment
 from ampfast.backends.gpu import Epilogue, Pass, ScaleUpdate
 
 PARTIALS = 2  # the word of a table that says where the programs' sums begin
@@ -40,13 +40,17 @@ class OnMachine:
     def multi_tensor(self, work: Pass, segment: Segment, epilogue: Epilogue) -> None:
         with self._watch(
             [
-                *_table(work, segment),
+                *_table(work.table, segment, work.write),
                 *_read(work.factor, work.coefficient),
-                *_written(work.found_inf, work.norms, *(work.track or ())),
+                *_written(work.found_inf, work.norms, *(work.track or ())[:2]),
                 *(() if work.update is None else _of_update(work.update, [])),
             ]
         ):
             self._module.multi_tensor(work, segment, epilogue)
+
+    def measure(self, table: DeviceTable, segment: Segment, health: Tensor) -> None:
+        with self._watch([*_table(table, segment, False), *_written(health)]):
+            self._module.measure(table, segment, health)
 
     def update_scale(self, update: ScaleUpdate, found_infs: list[Tensor]) -> None:
         with self._watch(_of_update(update, found_infs)):
@@ -76,17 +80,17 @@ def _of_update(update: ScaleUpdate, found_infs: Sequence[Tensor]) -> Iterator[Ra
     yield from _read(update.norm, update.other, *found_infs)
 
 
-def _table(work: Pass, segment: Segment) -> Iterator[Range]:
+def _table(table: DeviceTable, segment: Segment, write: bool) -> Iterator[Range]:
     """Programs leave something in the header and behind the table; the table itself is fixed.
 
     It is read as plain memory: tests count what is read of tensors.
     """
-    buffer = work.table.buffer
+    buffer = table.buffer
     words = (ctypes.c_int64 * buffer.numel()).from_address(buffer.data_ptr())
     yield from _written(buffer[:PARTIALS], buffer[words[PARTIALS] :])
     yield from _read(buffer[PARTIALS : words[PARTIALS]])
     for address, length in spans_of(words, segment):
-        yield Range(address, length * segment.dtype.itemsize, work.write)
+        yield Range(address, length * segment.dtype.itemsize, write)
 
 
 def _merged(memory: Sequence[Range]) -> list[Range]:

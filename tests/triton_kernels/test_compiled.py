@@ -15,6 +15,7 @@ from variants import (
     Variant,
     compiled,
     compiled_clip,
+    compiled_measure,
     compiled_update,
     everywhere,
     kernels,
@@ -48,13 +49,11 @@ hip_cases = pytest.mark.parametrize(("target", "variant"), HIP_CASES, ids=str)
 
 def most_registers(target: str, variant: Variant) -> int:
     """What leaves room for eight programs, or for the four to six that do elsewhere."""
-    if variant.track == "health":
-        return 128 if variant.dtype in SIXTEEN_BIT else 72
     if target in ("sm_75", "sm_80"):
         if variant.dtype in SIXTEEN_BIT:
             return 128
         return 80 if variant.norm else REGISTERS
-    is_plain = not (variant.norm or variant.track or variant.coefficient)
+    is_plain = not (variant.norm or variant.marks or variant.coefficient)
     return REGISTERS if is_plain or not variant.write else 84
 
 
@@ -62,13 +61,14 @@ def ptx(target: str, variant: Variant) -> str:
     return compiled(variant, target).asm["ptx"]
 
 
-# What was before, the counters, a step of the ring, scale and tracker.
-STORES_OF_UPDATE = layout.COUNTERS + 2 + layout.COUNTERS + layout.RING_WORDS + 2
+# Counters before and after, each at once, scale and tracker before, a step of the ring, scale and
+# tracker.
+STORES_OF_UPDATE = 1 + 1 + 2 + layout.RING_WORDS + 2
 
 
 def stores_beside_gradients(variant: Variant) -> int:
-    """Partial sum, a length; then found_inf, norms, reset; then what an update writes."""
-    count = variant.norm + (variant.track == "health")
+    """Partial sum; then found_inf, norms, reset; then what an update writes."""
+    count = int(variant.norm)
     if variant.epilogue is not Epilogue.NOTHING:
         count += 1 + 2 * variant.norm + 2
     if variant.epilogue is Epilogue.UPDATE:
@@ -146,7 +146,7 @@ def test_last_program(target: str, variant: Variant) -> None:
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_marks_make_nobody_wait(dtype: torch.dtype, use: Use) -> None:
     plain = Variant(dtype, use is Use.SCALE, use)
-    marked = replace(plain, track="marks")
+    marked = replace(plain, marks=True)
     barriers = [ptx("sm_90", v).count("bar.sync") for v in (plain, marked)]
     assert barriers[0] == barriers[1]
     # Two steps and two counts, and the peak that is raised: all only where a value is bad. Two more
@@ -161,12 +161,25 @@ def test_marks_make_nobody_wait(dtype: torch.dtype, use: Use) -> None:
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
-def test_health_is_counted_in_integers(dtype: torch.dtype) -> None:
-    raw = replace(Variant(dtype, False, Use.RAW), track="health")
-    code = ptx("sm_90", raw)
+@pytest.mark.parametrize("target", CUDA)
+def test_measure(target: str, dtype: torch.dtype) -> None:
+    kernel = compiled_measure(target, dtype)
+    used = usage(kernel)
+    assert (used.stack, used.local) == (0, 0)
+    assert used.registers <= (128 if dtype in SIXTEEN_BIT else REGISTERS)
+    code = kernel.asm["ptx"]
+    assert len(re.findall(VECTOR_LOAD, code)) == 4
+    assert len(re.findall(r"\bst\.global\b", code)) == 1, "the length, and no gradient"
+    # Counted in integers.
     assert not re.search(r"\b(setp|min|max)\.\S*f(16|32|64)\b", code)
-    # Marks, what is counted, and the peak twice.
-    assert len(re.findall(r"\b(?:atom|red)\.\S*relaxed", code)) == 4 + 6 + 2
+    assert len(re.findall(r"\b(?:atom|red)\.\S*relaxed", code)) == 6
+
+
+@pytest.mark.parametrize("target", HIP)
+def test_measure_on_amd(target: str) -> None:
+    for dtype in FLOATS:
+        code = compiled_measure(target, dtype).asm["amdgcn"]
+        assert re.findall(r"\.amdhsa_private_segment_fixed_size (\d+)", code) == ["0"]
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
@@ -177,17 +190,23 @@ def test_factors_are_float64(dtype: torch.dtype) -> None:
     assert re.search(r"\bmul\.(rn\.)?f64\b", ptx("sm_90", update))
 
 
-@pytest.mark.parametrize("name", ["multi_tensor", "update_scale", "clip_coefficient"])
-def test_arguments_are_not_specialized(name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "wide", "count"),
+    [
+        ("multi_tensor", ("growth_factor", "backoff_factor"), "growth_interval"),
+        ("measure", (), "segment"),
+        ("update_scale", ("growth_factor", "backoff_factor"), "growth_interval"),
+        ("clip_coefficient", ("max_norm", "epsilon"), "rows"),
+    ],
+)
+def test_arguments_are_not_specialized(name: str, wide: tuple[str, ...], count: str) -> None:
     parameters = {p.name: p for p in getattr(kernels, name).params}
-    clips = name == "clip_coefficient"
-    for factor in ("max_norm", "epsilon") if clips else ("growth_factor", "backoff_factor"):
-        assert parameters[factor].annotation_type == "fp64"
-    assert parameters["rows" if clips else "growth_interval"].annotation_type == "i64"
+    assert all(parameters[factor].annotation_type == "fp64" for factor in wide)
+    assert parameters[count].annotation_type == "i64"
     # Else a count of 1, or an address that is not aligned, would compile in mid-training.
     specialized = {p.name for p in parameters.values() if not p.is_constexpr}
     specialized -= {p.name for p in parameters.values() if p.do_not_specialize}
-    assert specialized == ({"table_ptr"} if name == "multi_tensor" else set())
+    assert specialized == ({"table_ptr"} if name in ("multi_tensor", "measure") else set())
 
 
 @cuda_cases
@@ -204,8 +223,8 @@ def test_update_alone(target: str) -> None:
     assert (used.stack, used.local) == (0, 0)
     code = kernel.asm["ptx"]
     assert len(re.findall(r"\.param \.f64", code)) == 2
-    # Scale, tracker, norm, four flags, the counters and four words of policy.
-    assert len(re.findall(r"\bld\.global\b", code)) == 7 + layout.COUNTERS + 4
+    # Scale, tracker, norm, four flags, the counters at once and three of them, the policy.
+    assert len(re.findall(r"\bld\.global\b", code)) == 7 + 4 + 4
     assert len(re.findall(r"\bst\.global\b", code)) == STORES_OF_UPDATE
     last_load = max(m.start() for m in re.finditer(r"\bld\.global\b", code))
     first_store = code.index("st.global")

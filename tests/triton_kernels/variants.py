@@ -62,7 +62,7 @@ class Variant:
     use: Use
     norm: bool = False
     coefficient: bool = False
-    track: str = ""  # "marks", or "health", which are both
+    marks: bool = False
     epilogue: Epilogue = Epilogue.FINISH
     accumulate: bool = False
     other: bool = False
@@ -71,8 +71,7 @@ class Variant:
         """Reads like a sentence about the launch."""
         words = [str(self.dtype).removeprefix("torch."), "unscale" if self.write else "check"]
         words += [self.use.name.lower()]
-        words += [n for n in ("norm", "coefficient") if getattr(self, n)]
-        words += [self.track] if self.track else []
+        words += [n for n in ("norm", "coefficient", "marks") if getattr(self, n)]
         words += [self.epilogue.name.lower()]
         words += [n for n in ("accumulate", "other") if getattr(self, n)]
         return " ".join(words)
@@ -86,14 +85,13 @@ def modes(dtype: torch.dtype) -> list[Variant]:
     scale = writes[1]
     return [
         *reads,
-        *(replace(r, track="marks") for r in reads),
+        *(replace(r, marks=True) for r in reads),
         *norms,
         *writes,
         replace(scale, norm=True),
         *(replace(mode, coefficient=True) for mode in writes),
-        *(replace(mode, track="marks") for mode in (*norms, *writes)),
-        *(replace(mode, track="health") for mode in (*reads, *norms, *writes)),
-        replace(scale, norm=True, track="marks"),
+        *(replace(mode, marks=True) for mode in (*norms, *writes)),
+        replace(scale, norm=True, marks=True),
     ]
 
 
@@ -112,17 +110,15 @@ def everywhere(dtype: torch.dtype) -> list[Variant]:
         Variant(dtype, False, Use.RAW),
         updating(dtype),
         Variant(dtype, True, Use.SCALE),
-        Variant(dtype, True, Use.INVERSE, norm=True, track="marks"),
+        Variant(dtype, True, Use.INVERSE, norm=True, marks=True),
         Variant(dtype, True, Use.INVERSE, coefficient=True),
-        Variant(dtype, False, Use.DIVIDE, track="health"),
-        Variant(dtype, True, Use.SCALE, track="health"),
     ]
 
 
 def variants(dtype: torch.dtype) -> list[Variant]:
     """Every mode with all that its last program may do; for one dtype in every combination.
 
-    What is noted of parameters is done with before the last program, so there one of each will do.
+    Marks are done with before the last program, so there one of each will do.
     By the oldest Triton all modes, and an update.
     """
     if IS_OLDEST:
@@ -130,7 +126,7 @@ def variants(dtype: torch.dtype) -> list[Variant]:
     found = []
     for mode in modes(dtype):
         found.append(mode)
-        if mode.track:
+        if mode.marks:
             continue
         found.append(replace(mode, epilogue=Epilogue.NOTHING))
         if mode.norm and not mode.write:
@@ -155,22 +151,23 @@ class _Recorder:
         return record
 
 
-def tracks(variant: Variant) -> cpu.Track | None:
-    """Where a variant notes what it sees of one parameter."""
-    if not variant.track:
-        return None
+def table_of(dtype: torch.dtype) -> cpu.DeviceTable:
+    grads = cpu.list_of([torch.ones(3, dtype=dtype)], torch.device("cpu"))
+    assert grads is not None
+    return cpu.DeviceTable.of(grads, 1, False)
+
+
+def track() -> cpu.Track:
+    """Tables of one parameter."""
     marks = torch.zeros(1, cpu.MARK_WORDS, dtype=torch.int64)
     health = torch.zeros(1, cpu.HEALTH_WORDS, dtype=torch.int64)
-    now = torch.zeros((), dtype=torch.int64)
-    return cpu.Track(marks, now, health if variant.track == "health" else None)
+    return cpu.Track(marks, torch.zeros((), dtype=torch.int64), health)
 
 
 def recorded(variant: Variant, target: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The arguments with which `launch` would launch a variant on a device like `target`."""
     one = torch.ones(())
-    grads = cpu.list_of([torch.ones(3, dtype=variant.dtype)], torch.device("cpu"))
-    assert grads is not None
-    table = cpu.DeviceTable.of(grads, 1, False)
+    table = table_of(variant.dtype)
     tracker = torch.zeros((), dtype=torch.int32)
     flags = [one] if variant.other else []
     work = Pass(
@@ -182,7 +179,7 @@ def recorded(variant: Variant, target: Any) -> tuple[tuple[Any, ...], dict[str, 
         variant.accumulate,
         one.double() if variant.coefficient else None,
         torch.ones(2, dtype=torch.float64) if variant.norm else None,
-        tracks(variant),
+        track() if variant.marks else None,
         ScaleUpdate(launch, one, tracker, flags, cpu.UpdateFactors(2.0, 0.5, 2000), STATE, None),
     )
     with pytest.MonkeyPatch.context() as patch:
@@ -191,6 +188,18 @@ def recorded(variant: Variant, target: Any) -> tuple[tuple[Any, ...], dict[str, 
         patch.setattr(kernels, "multi_tensor", _Recorder())
         with pytest.raises(_Recorded) as launched:
             launch.multi_tensor(work, table.segments[0], variant.epilogue)
+    return launched.value.args
+
+
+def recorded_measure(dtype: torch.dtype, target: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """As `recorded`, for the pass that measures."""
+    table = table_of(dtype)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(launch, "_threads", lambda device: 4 * target.warp_size)
+        patch.setattr(launch, "is_capturing", lambda: False)
+        patch.setattr(kernels, "measure", _Recorder())
+        with pytest.raises(_Recorded) as launched:
+            launch.measure(table, table.segments[0], track().health)
     return launched.value.args
 
 
@@ -257,6 +266,12 @@ def compiled(variant: Variant, target_name: str) -> Any:
     """Compiles a variant; the result has the texts of all stages."""
     target = TARGETS[target_name]
     return _compiled(kernels.multi_tensor, *recorded(variant, target), target)
+
+
+@cache
+def compiled_measure(target_name: str, dtype: torch.dtype) -> Any:
+    target = TARGETS[target_name]
+    return _compiled(kernels.measure, *recorded_measure(dtype, target), target)
 
 
 @cache

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ampfast import errors
-from ampfast.backends.cpu import WINDOW_BYTES, Segment
+from ampfast.backends.cpu import WINDOW_BYTES, DeviceTable, Segment
 from ampfast.backends.gpu import (
     CLIP_EPSILON,
     NO_FACTORS,
@@ -31,6 +31,7 @@ __all__ = [
     "clip_coefficient",
     "is_capturing",
     "max_programs",
+    "measure",
     "multi_tensor",
     "on",
     "prepare",
@@ -107,32 +108,38 @@ def multi_tensor(work: Pass, segment: Segment, epilogue: Epilogue) -> None:
     _launched.add(variant)
 
 
+def _geometry(table: DeviceTable, segment: Segment) -> dict[str, Any]:
+    """Switches of all kernels over a table."""
+    threads = 128 if INTERPRETED else _threads(table.buffer.device)
+    return {
+        "DTYPE": _DTYPES[segment.dtype],
+        "LOADS": WINDOW_BYTES // (16 * threads),
+        "THREADS": threads,
+        "SOFT": INTERPRETED,
+    }
+
+
 def _call(
     work: Pass, segment: Segment, epilogue: Epilogue
 ) -> tuple[tuple[object, ...], tuple[object, ...], dict[str, Any]]:
-    """What is compiled for a launch, the kernel's arguments, and its switches and options."""
-    threads = 128 if INTERPRETED else _threads(work.table.buffer.device)
+    """Key of what is compiled for a launch, the kernel's arguments, its switches and options."""
     update = work.update if epilogue is Epilogue.UPDATE else None
     factors = NO_FACTORS if update is None else update.factors
     switches: dict[str, Any] = {
-        "DTYPE": _DTYPES[segment.dtype],
+        **_geometry(work.table, segment),
         "WRITE": work.write,
         "FACTOR": int(work.use),
         "NORM": work.norms is not None,
         "EPILOGUE": int(epilogue),
         "ACCUMULATE": work.accumulate,
-        "LOADS": WINDOW_BYTES // (16 * threads),
-        "THREADS": threads,
-        "SOFT": INTERPRETED,
     }
     state = None if update is None else update.state
     other = None if update is None else update.other
-    marks, now, health = (None, None, None) if work.track is None else work.track
-    if marks is not None and torch.version.hip is None:
-        most = _most_registers(segment.dtype, health is not None)
-        if most is not None:
-            switches["maxnreg"] = most
-    optional = (work.coefficient, work.norms, marks, health, state, other)
+    marks, now = (None, None) if work.track is None else work.track[:2]
+    if marks is not None and torch.version.hip is None and segment.dtype is torch.float64:
+        # Without it the compiler takes too few, as the division is a call, and spills.
+        switches["maxnreg"] = 64
+    optional = (work.coefficient, work.norms, marks, state, other)
     variant = (work.table.buffer.device, *switches.values(), *(o is None for o in optional))
     arguments = (
         work.table.buffer,
@@ -143,7 +150,6 @@ def _call(
         work.norms,
         marks,
         now,
-        health,
         None if update is None else update.scale,
         None if update is None else update.growth_tracker,
         state,
@@ -155,13 +161,15 @@ def _call(
     return variant, arguments, {**switches, "num_warps": 4, "enable_fp_fusion": False}
 
 
-def _most_registers(dtype: torch.dtype, health: bool) -> int | None:
-    """For passes with marks: at these nothing is spilled; by itself the compiler takes too few for
-    float64, whose division is a call, and too many where it counts. None: its own choice.
-    """
-    if not health:
-        return 64 if dtype.itemsize == 8 else None
-    return 128 if dtype.itemsize == 2 else 72
+def measure(table: DeviceTable, segment: Segment, health: Tensor) -> None:
+    """Launches the count of the health of gradients of one dtype."""
+    switches = _geometry(table, segment)
+    variant = (table.buffer.device, "measure", *switches.values())
+    _require_compiled(variant)
+    kernels.measure[(segment.programs,)](
+        *(table.buffer, segment.word, health), **switches, num_warps=4, enable_fp_fusion=False
+    )
+    _launched.add(variant)
 
 
 def update_scale(update: ScaleUpdate, found_infs: list[Tensor]) -> None:
