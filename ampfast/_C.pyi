@@ -23,6 +23,36 @@ def is_scalar(tensor: Tensor, dtype: torch.dtype) -> bool: ...
 def uploads() -> tuple[int, int]: ...
 def clear_tables() -> None: ...
 
+# Raw calls for regular gradients on the CPU; None, before any side effect, where the general way
+# must look. `state` is an optimizer's entry, which is marked with the stage `unscaled` and gets the
+# flag before the first write.
+def unscale_groups(
+    param_groups: Any, scale: Tensor, allow_fp16: bool, state: dict[str, Any], unscaled: Any, /
+) -> bool | None: ...
+def check_groups(param_groups: Any, grad_scale: Tensor, /) -> tuple[Tensor, Tensor] | None: ...
+def clip_groups(
+    param_groups: Any,
+    scale: Tensor,
+    allow_fp16: bool,
+    state: dict[str, Any],
+    unscaled: Any,
+    max_norm: float,
+    largest: bool,
+    /,
+) -> Tensor | None: ...
+def any_found(flags: dict[Any, Tensor], /) -> bool | None: ...
+def update_scale(
+    states: dict[int, dict[str, Any]],
+    scale: Tensor,
+    growth_tracker: Tensor,
+    growth_factor: float,
+    backoff_factor: float,
+    growth_interval: int,
+    words: Tensor,
+    norm: Tensor | None,
+    /,
+) -> bool | None: ...
+
 class GradList:
     def __init__(self, tensors: Sequence[Tensor]) -> None: ...
     @staticmethod

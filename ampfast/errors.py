@@ -38,8 +38,7 @@ def _is_inside(module: str) -> bool:
 
 
 _SCALER_MODULES = (
-    *("ampfast.grad_scaler", "ampfast.stepping", "ampfast.gradient_checker"),
-    *("ampfast.scale_keeper", "ampfast.loss_scale", "ampfast.gradients", "ampfast.overflow"),
+    *("ampfast.grad_scaler", "ampfast.loss_scale", "ampfast.gradients", "ampfast.overflow"),
     *("ampfast.clipping", "ampfast.functional", "ampfast.distributed", "ampfast.fsdp"),
     "ampfast.patch",
     *("torch.amp.grad_scaler", "torch._compile"),

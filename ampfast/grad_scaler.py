@@ -2,36 +2,79 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import copy
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from functools import cached_property, partial
 from numbers import Number
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
-from torch.amp.grad_scaler import OptState
+from torch.amp.grad_scaler import OptState, _refresh_per_optimizer_state
 from torch.cuda.amp.common import amp_definitely_not_available
 
-from ampfast import backends, clipping, distributed, overflow, stepping
+from ampfast import backends, clipping, distributed, gradients, overflow
 from ampfast._version import __version__
+from ampfast.backends import aten, cpu
 from ampfast.errors import add_note, refuse_capture, warn_caller
-from ampfast.gradient_checker import GradientChecker, originals
-from ampfast.loss_scale import ScalePolicy, ScaleState
+from ampfast.loss_scale import LossScale, ScalePolicy, is_static
+from ampfast.optimizers import LastChecks, lacks_momentum, no_inf_checks, takes_grad_scaler
+from ampfast.overflow import GradientHealth, OverflowReport
+from ampfast.report import History, ScalerStats
 
 if TYPE_CHECKING:
+    from torch.amp.grad_scaler import GradScaler as TorchGradScaler
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
+else:
+    # torch's own class, also where an earlier import of ampfast has patched its name.
+    TorchGradScaler = getattr(torch.amp.GradScaler, "_stands_for", torch.amp.GradScaler)
 
 __all__ = ["GradScaler", "OptState"]
 
 Method = TypeVar("Method", bound=Callable[..., Any])
+Flags = dict[Any, Tensor]
+
+# Keys of an optimizer's entry in `_per_optimizer_states` besides torch's, only where needed: the
+# agreement of ranks on flags that is still to come, a clipping that the optimizer's step will do,
+# and a sign that `_unscale_grads_` is called by `unscale_`.
+_AGREEMENT = "agreement"
+_DEFERRED = "deferred_clip"
+_UNSCALING = "unscaling"
+
+_ONCE = "An iteration ends with update(), after the steps of all optimizers: is the call missing?"
+_NEW = {"stage": OptState.READY}
+
+# Why a step of a plain optimizer is not captured, and what to do.
+_HOST_DECIDES = (
+    "a step that the host may skip",
+    "take an optimizer with fused=True, which decides on the device, and capturable=True if it has "
+    "that argument",
+)
 
 
 def _not_compiled(method: Method) -> Method:
-    """Keeps torch.compile out of a method and of what it calls."""
-    return cast(Method, torch._disable_dynamo(method, recursive=True))  # type: ignore[attr-defined]
+    """Keeps torch.compile out of a method and of what it calls.
+
+    As `torch.compiler.disable` does, but by a mark on the code: a wrapper would cost each call
+    several Python frames.
+    """
+    try:
+        frames = torch._C._dynamo.eval_frame
+        skip = frames._FrameAction.SKIP
+        strategy = frames._FrameExecStrategy(skip, skip)
+        frames.set_code_exec_strategy(cast(Any, method).__code__, strategy)
+    except AttributeError:  # another torch
+        return cast(Method, torch._disable_dynamo(method, recursive=True))  # type: ignore[attr-defined]
+    for name in ("_torchdynamo_disable", "_torchdynamo_disable_recursive"):
+        setattr(method, name, True)
+    return method
 
 
-class GradScaler(GradientChecker):
+class GradScaler(TorchGradScaler):
     """A `torch.amp.GradScaler` that reads the gradients once and never corrupts a model.
 
     One iteration, for gradients g, scale s and optimizer o::
@@ -88,6 +131,47 @@ class GradScaler(GradientChecker):
 
     # What the class behind this one gets besides.
     _base_arguments: ClassVar[dict[str, Any]] = {}
+    # Whether it agrees with all ranks where no group is given.
+    _is_for_all = False
+
+    # On the class for instances that torch pickled or whose __init__ was not called.
+    _allow_fp16 = False
+    _backend: str | None = None
+    _dynamic = True
+    # The last `grad_scale` that an optimizer was given.
+    _handed_over: Any = None
+    # Whether the core's raw calls may try first; decided with the scale.
+    _takes_short_way = False
+    _track: str | None = None
+    _warned_of_zero = False
+
+    # Made when first asked for, also for instances that torch pickled or whose __init__ was not
+    # called.
+
+    @cached_property
+    def _choice(self) -> backends.Choice:
+        """The kernels by device."""
+        return backends.choose(self._backend)
+
+    @cached_property
+    def _last_checks(self) -> LastChecks:
+        """The flags of each optimizer's last check, for as long as the optimizer lives."""
+        return LastChecks()
+
+    @cached_property
+    def _loss_scale(self) -> LossScale:
+        """What is kept of the scale besides torch's two tensors."""
+        return LossScale(ScalePolicy())
+
+    @cached_property
+    def _ranks(self) -> distributed.Ranks:
+        """The ranks that the scaler agrees with."""
+        return distributed.Ranks(is_default=self._is_for_all)
+
+    @cached_property
+    def _tracking(self) -> overflow.Tracking:
+        """The per-parameter tables."""
+        return overflow.Tracking(health=self._track == "health")
 
     def __init__(
         self,
@@ -119,7 +203,7 @@ class GradScaler(GradientChecker):
             if not isinstance(value, bool):
                 raise TypeError(f"{name} must be a bool, got {type(value).__name__}")
         policy = ScalePolicy(min_scale, max_scale, hysteresis, hysteresis_refill)
-        state = ScaleState(policy, on_min_scale)
+        loss_scale = LossScale(policy, on_min_scale)
         policy.require_within(init_scale)
         if not dynamic and not policy.is_torchs:
             raise ValueError(
@@ -128,11 +212,8 @@ class GradScaler(GradientChecker):
             )
         overflow.require_known(track)
         distributed.require_group(process_group, device)
-        if enabled:
-            choice = backends.choose(backend)
-        else:
-            backends.require_known(backend)
-            choice = None
+        backends.require_known(backend)
+        choice = backends.choose(backend) if enabled else None
         # torch would do so too, but its warning would point here instead of at the caller.
         if enabled and device == "cuda" and amp_definitely_not_available():
             warn_caller(
@@ -150,9 +231,10 @@ class GradScaler(GradientChecker):
         )
         self.process_group = process_group
         self._backend = backend
-        self._choice = choice
+        if choice is not None:
+            self._choice = choice
         self._allow_fp16 = allow_fp16
-        self._scale_state = state
+        self._loss_scale = loss_scale
         self._dynamic = dynamic
         if enabled and not dynamic:
             self._growth_interval, self._backoff_factor = 0, 1.0
@@ -161,12 +243,26 @@ class GradScaler(GradientChecker):
     @property
     def process_group(self) -> ProcessGroup | DeviceMesh | None:
         """The ranks with which the scaler agrees, besides those of DTensors."""
-        return self._others().group
+        return self._ranks.group
 
     @process_group.setter
     def process_group(self, group: ProcessGroup | DeviceMesh | None) -> None:
         distributed.require_group(group, self._device)
         self._ranks = distributed.Ranks(group, is_default=self._is_for_all)
+        if self.__dict__.get("_scale") is not None:
+            self._choose_way()
+
+    def scale(self, outputs: Any) -> Any:
+        """Returns a tensor, or the tensors of an iterable, times the scale; as torch's.
+
+        Args:
+            outputs: A tensor, or an iterable of them.
+        """
+        if type(outputs) is Tensor and self._takes_short_way and self._enabled:
+            scale = self._scale
+            if scale is not None and scale.is_cpu and outputs.is_cpu:
+                return outputs * scale
+        return super().scale(outputs)
 
     # A compiler that traces the state machine around a kernel loses what is written to its dicts.
     @_not_compiled
@@ -201,11 +297,11 @@ class GradScaler(GradientChecker):
             RuntimeError: If called twice since the last `update`, or with a closure.
             ValueError: As `unscale_`.
         """
-        return stepping.step(self, optimizer, args, kwargs, None)
+        return self._step(optimizer, args, kwargs, None)
 
     @_not_compiled
     def update(self, new_scale: float | Tensor | None = None) -> None:
-        """Updates the scale from what the iteration's checks found, or sets it; no host sync.
+        """Updates the scale from the flags of this iteration, or sets it; no host sync.
 
         Args:
             new_scale: A float or a one-element tensor on the scaler's device type; None for the
@@ -217,28 +313,44 @@ class GradScaler(GradientChecker):
         """
         if not self._enabled:
             return
+        scale, growth_tracker = self._check_scale_growth_tracker("update")
+        loss_scale = self._loss_scale
         if new_scale is not None:
-            self._set_scale(new_scale)
-        else:
-            scale, growth_tracker = self._check_scale_growth_tracker("update")
+            self._set_scale(new_scale, scale, growth_tracker)
+        elif not (
+            self._takes_short_way
+            and loss_scale.words is not None
+            and cpu.update_scale(
+                self._per_optimizer_states,
+                scale,
+                growth_tracker,
+                self._growth_factor,
+                self._backoff_factor,
+                self._growth_interval,
+                loss_scale.words,
+                loss_scale.joint_norm(scale.device) if loss_scale.norms else None,
+            )
+        ):
+            for state in self._per_optimizer_states.values():
+                self._agree_again(state)
             flags = self._flags_besides(None, scale.device)
             if not flags:
                 raise add_note(
                     AssertionError("No inf checks were recorded prior to update."),
                     "Neither step() nor unscale_() found a gradient since the last update().",
                 )
-            self._update(scale, growth_tracker, flags)
+            loss_scale.update_(scale, growth_tracker, flags, self._factors(), self._choice)
         self._end_iteration()
-        if new_scale is None:
-            self._kept().heed_minimum()
+        if new_scale is None and loss_scale.watches_minimum:
+            loss_scale.check_min_scale()
 
     @_not_compiled
     def step_and_update(self, *optimizers: torch.optim.Optimizer) -> list[float | None]:
-        """`step` for each optimizer, then `update`, which rides in the last check where it can.
+        """`step` for each optimizer, then `update`, which on a GPU rides in the last check.
 
-        Nobody can look in between: while the last optimizer steps, `get_scale()` is the next scale
-        already, and what its `step` writes to the scaler comes too late for the update. If it
-        raises, the scale is as if `update` had not been called.
+        Nobody can look in between: while the last optimizer steps, `get_scale()` may be the next
+        scale already, and what its `step` writes to the scaler may come too late for the update. If
+        it raises, the scale is as if `update` had not been called.
 
         Args:
             *optimizers: As for `step`.
@@ -256,17 +368,24 @@ class GradScaler(GradientChecker):
                     "step_and_update takes optimizers one by one, as in step_and_update(a, b), "
                     f"got a {type(optimizer).__name__}"
                 )
-        *first, last = optimizers or (None,)
-        if last is None or not self._enabled or self._overrides(_HOOKS):
+        if (
+            self._takes_short_way
+            or not optimizers
+            or not self._enabled
+            or self._overrides(_ALL_HOOKS)
+        ):
             results = [self.step(optimizer) for optimizer in optimizers]
             self.update()
             return results
+        *first, last = optimizers
         results = [self.step(optimizer) for optimizer in first]
         scale, growth_tracker = self._check_scale_growth_tracker("step")
-        flags = self._flags_besides(last, scale.device)
-        update = self._scale_update(scale, growth_tracker, flags)
+        loss_scale, flags = self._loss_scale, self._flags_besides(last, scale.device)
+        update = loss_scale.riding_update(
+            scale, growth_tracker, flags, self._factors(), self._choice
+        )
         try:
-            results.append(stepping.step(self, last, (), {}, update))
+            results.append(self._step(last, (), {}, update))
         except BaseException:
             if update is not None and update.applied:
                 update.undo()
@@ -274,7 +393,7 @@ class GradScaler(GradientChecker):
         if update is not None and update.applied:
             update.bump_version()
             self._end_iteration()
-            self._kept().heed_minimum()
+            loss_scale.check_min_scale()
         else:
             self.update()
         return results
@@ -321,9 +440,39 @@ class GradScaler(GradientChecker):
             ValueError: If `max_norm` or `norm_type` is out of range, an optimizer is given twice or
                 cannot take `in_place=False`, or as `unscale_`.
         """
-        return clipping.clip_grad_norm_(
-            self, optimizer, max_norm, norm_type, in_place, self._overrides(_CLIP)
-        )
+        limit, order = clipping.limit_of(max_norm), clipping.order_of(norm_type)
+        if not isinstance(in_place, bool):
+            raise TypeError(f"in_place must be a bool, got {type(in_place).__name__}")
+        optimizers = clipping.optimizers_of(optimizer)
+        if not self._enabled:
+            parts = [self._unscaled_part(each, writes=True) for each in optimizers]
+            agreement = self._agreement([part.grads for part in parts])
+            total, coefficient = clipping.measure(
+                self._choice, parts, order, limit, None, None, agreement
+            )
+            clipping.clip_(self._choice, parts, coefficient)
+            return total
+        scale, _ = self._check_scale_growth_tracker("clip_grad_norm_")
+        for each in optimizers:
+            self._require_ready(each)
+        overridden = self._overrides(_UNSCALES)
+        norm: Tensor | None = None
+        if self._takes_short_way and in_place and len(optimizers) == 1 and not overridden:
+            (only,) = optimizers
+            state = self._per_optimizer_states[id(only)]
+            if order in clipping.FUSED_ORDERS:
+                norm = cpu.clip_groups(
+                    *(only.param_groups, scale, self._allow_fp16, state, OptState.UNSCALED),
+                    *(limit, order == math.inf),
+                )
+        if norm is None:
+            norm = self._clip(optimizers, scale, limit, order, in_place, overridden)
+        for each in optimizers:
+            flags = self._per_optimizer_states[id(each)]["found_inf_per_device"]
+            if flags:
+                self._last_checks.record(each, flags)
+        self._loss_scale.note_norm(optimizers, norm, order)
+        return norm
 
     @_not_compiled
     def grad_norm(
@@ -349,7 +498,154 @@ class GradScaler(GradientChecker):
             TypeError: If an argument has the wrong type.
             ValueError: If `norm_type` is out of range or an optimizer is given twice.
         """
-        return clipping.grad_norm(self, optimizer, norm_type)
+        optimizers, order = clipping.optimizers_of(optimizer), clipping.order_of(norm_type)
+        scale: Tensor | None = None
+        entries: list[dict[str, Any]] = []
+        if self._enabled:
+            entries = [self._per_optimizer_states.get(id(each), _NEW) for each in optimizers]
+            scale, _ = self._check_scale_growth_tracker("grad_norm")
+            if any(entry["stage"] is OptState.STEPPED for entry in entries):
+                raise add_note(RuntimeError("grad_norm() is being called after step()."), _ONCE)
+            parts = [
+                self._unscaled_part(each, writes=False)
+                if entry["stage"] is OptState.UNSCALED and _DEFERRED not in entry
+                else self._scaled_part(each, scale, writes=False)
+                for each, entry in zip(optimizers, entries, strict=True)
+            ]
+        else:
+            parts = [self._unscaled_part(each, writes=False) for each in optimizers]
+        agreement = self._agreement([part.grads for part in parts])
+        norm = clipping.measure(self._choice, parts, order, math.inf, scale, None, agreement)[0]
+        if self._enabled and all(entry["stage"] is OptState.READY for entry in entries):
+            # Else it may be of gradients that were clipped.
+            self._loss_scale.note_norm(optimizers, norm, order)
+        return norm
+
+    def found_inf(self, optimizer: torch.optim.Optimizer) -> Tensor:
+        """Returns whether the optimizer's last check found infinities or NaN; no host sync.
+
+        Args:
+            optimizer: One that was given to `step` or `unscale_`.
+
+        Returns:
+            A new 0-dim float32 tensor, 0 or 1, on the device of the scale; 0 if disabled.
+
+        Raises:
+            LookupError: If this optimizer was never checked.
+        """
+        if not self._enabled:
+            return torch.zeros((), dtype=torch.float32, device="cpu")
+        flags = self._last_checks.get(optimizer)
+        if flags is None:
+            raise LookupError(
+                f"this optimizer ({type(optimizer).__name__}) was never checked: "
+                "call step() or unscale_() first"
+            )
+        scale = self._get_scale_async()
+        device = torch.device("cpu") if scale is None else scale.device
+        return aten.any_found(flags.values(), device)
+
+    def step_skipped(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Returns whether the optimizer's last step was skipped, with one host sync.
+
+        After `unscale_` alone it tells whether the step will be. Right for fused optimizers too.
+
+        Args:
+            optimizer: As for `found_inf`.
+
+        Raises:
+            LookupError: If this optimizer was never checked.
+        """
+        refuse_capture("a question that the host asks", "ask after the replay")
+        return bool(self.found_inf(optimizer).item())
+
+    def get_scale(self) -> float:
+        """Returns the scale, with one host sync, or 1.0 if disabled; warns once that 0 stays 0."""
+        if self._enabled:
+            refuse_capture("a scale that the host reads", "read it after the replay")
+        scale = super().get_scale()
+        if scale == 0.0 and not self._warned_of_zero:
+            self._warned_of_zero = True
+            warn_caller(
+                "The scale is 0 and cannot recover: every step will be skipped. Set it with "
+                "update(new_scale), and look for NaN in the model or its input."
+            )
+        return scale
+
+    def stats(self) -> ScalerStats:
+        """Returns the counts of steps since the scaler was made, with one host sync.
+
+        Raises:
+            FloatingPointError: As `update`, with `on_min_scale="raise"`.
+        """
+        if not self._enabled:
+            return ScalerStats(0, 0, 0, 0, 0, 1.0, 0)
+        if self._scale is None or self._growth_tracker is None:
+            scale = torch.tensor(self.get_scale(), dtype=torch.float32, device="cpu")
+            tracker = torch.tensor(self._init_growth_tracker, dtype=torch.int32, device="cpu")
+        else:
+            scale, tracker = self._scale, self._growth_tracker
+            refuse_capture("counts that the host reads", "read them after the replay")
+        return self._loss_scale.stats(scale, tracker)
+
+    def history(self) -> History:
+        """Returns the last 1,024 steps, with one host sync."""
+        refuse_capture("a history that the host reads", "read it after the replay")
+        return self._loss_scale.history()
+
+    def name_parameters(self, model: torch.nn.Module | Iterable[tuple[str, Tensor]]) -> None:
+        """Gives parameters the names under which `overflow_report` and `health` list them.
+
+        May be called at any time, and once more for another model. The names belong to these
+        parameters, not to copies of them, and are not part of a pickle.
+
+        Args:
+            model: A module, or pairs as from its `named_parameters()`.
+
+        Raises:
+            TypeError: If it is something else.
+            ValueError: If a name is given twice.
+        """
+        pairs = overflow.named(model)
+        if self._track is not None:
+            self._tracking.name(pairs)
+
+    def overflow_report(self, *, local: bool = False) -> OverflowReport:
+        """Returns the parameters whose gradients were not finite in the last skipped step.
+
+        What counts is the value that the optimizer would have used. The counts belong to living
+        optimizers: they are in no pickle or checkpoint, and start anew if an optimizer loses
+        parameters. One host sync.
+
+        With a `process_group` or distributed gradients the ranks exchange their reports by the
+        names of parameters and their places, so that all of them must call this; a count is that of
+        the rank where it is highest.
+
+        Args:
+            local: Only the report of this rank, without a collective.
+
+        Raises:
+            RuntimeError: Without `track`, under capture, or if an override of `_unscale_grads_`
+                keeps the gradients from the kernels.
+            ValueError: If `name_parameters` named no parameter of one of the optimizers.
+        """
+        tracking = self._tracking_for("overflow_report", ("overflow", "health"))
+        report = tracking.overflow_report()
+        if local or not self._enabled:
+            return report
+        return OverflowReport.of_all(self._ranks.gathered(report))
+
+    def health(self) -> GradientHealth:
+        """Returns how the values of the last gradients, still scaled, fit the range of float16.
+
+        Of each optimizer those of its last iteration, of distributed gradients this rank's shards.
+        One host sync.
+
+        Raises:
+            RuntimeError: Without `track="health"`; else as `overflow_report`.
+            ValueError: As `overflow_report`.
+        """
+        return self._tracking_for("health", ("health",)).health()
 
     def check_ranks(self) -> None:
         """Raises the same error on every rank if their scalers' settings or states differ.
@@ -366,19 +662,571 @@ class GradScaler(GradientChecker):
         settings = {
             "enabled": self._enabled,
             "device": torch.device(self._device).type,
-            **self._scale_settings(),
+            **{name.strip("_"): value for name, value in super().state_dict().items()},
+            **self._loss_scale.settings(),
+            "dynamic": self._dynamic,
             "allow_fp16": self._allow_fp16,
             "track": self._track,
             "torch": str(torch.__version__),
             "ampfast": __version__,
         }
-        distributed.require_same(settings, self._others())
+        distributed.require_same(settings, self._ranks)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns torch's; with limits of the scale or hysteresis, one more entry, "ampfast"."""
+        state = super().state_dict()
+        loss_scale = self._loss_scale
+        if self._enabled and not loss_scale.policy.is_torchs:
+            state["ampfast"] = loss_scale.policy.state_dict(loss_scale.hysteresis_tracker())
+        return state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Goes on where a checkpoint was taken, of this class or of torch's.
+
+        Args:
+            state_dict: What `state_dict` returned.
+
+        Raises:
+            RuntimeError: If the checkpoint is of a disabled scaler.
+            ValueError: If it is of a scaler with other limits or hysteresis, its scale is beyond
+                this one's limits, or only one of the two is static. As with torch, a scaler
+                without limits and hysteresis becomes static. Nothing is loaded then.
+        """
+        loss_scale = self._loss_scale
+        tracker = loss_scale.policy.hysteresis
+        if self._enabled:
+            if not self._dynamic and not is_static(state_dict):
+                raise ValueError(
+                    "this scaler was made with dynamic=False, but the checkpoint's scale changes: "
+                    f"growth_interval {state_dict.get('growth_interval')}, backoff_factor "
+                    f"{state_dict.get('backoff_factor')}"
+                )
+            if state_dict:
+                tracker = loss_scale.policy.require_loadable(state_dict)
+        super().load_state_dict(state_dict)
+        if self._enabled:
+            loss_scale.set_hysteresis_tracker(tracker)
+            loss_scale.reset_minimum()
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = super().__getstate__()
+        # Of this process and this iteration; weak references among them.
+        for name in ("_choice", "_handed_over", "_last_checks", "_takes_short_way", "_tracking"):
+            state.pop(name, None)
+        if self._ranks.is_alone:
+            state.pop("_ranks", None)
+        # A shallow copy of a scaler counts by itself, too.
+        state["_loss_scale"] = copy.deepcopy(self._loss_scale)
+        return state
+
+    # torch's private methods, which subclasses override and other projects call.
+
+    def _lazy_init_scale_growth_tracker(self, dev: torch.device) -> None:
+        if str(dev) != "cpu":
+            refuse_capture("the creation of the scale, which every replay would reset")
+        super()._lazy_init_scale_growth_tracker(dev)
+        if self._scale is not None:
+            self._loss_scale.words_on(self._scale.device)
+            self._choose_way()
+
+    def _unscale_grads_(
+        self,
+        optimizer: torch.optim.Optimizer,
+        inv_scale: Tensor,
+        found_inf: Tensor,
+        allow_fp16: bool | None = None,
+    ) -> dict[torch.device, Tensor]:
+        if allow_fp16 is None:
+            allow_fp16 = self._allow_fp16  # FSDP's scaler need not be told
+        grads = self._collect(optimizer, allow_fp16=allow_fp16, writes=True)
+        agreement, tracks = self._agreement([grads]), self._tracks(optimizer, grads)
+        state = self._per_optimizer_states.get(id(optimizer), _NEW)
+        flags = gradients.unscale_(
+            grads,
+            inv_scale,
+            choice=self._choice,
+            is_scale=False,
+            found_inf=found_inf,
+            before_write=partial(_mark_unscaled, state) if _UNSCALING in state else None,
+            tracks=tracks,
+        )
+        # `unscale_` agrees on them by itself.
+        return flags if _UNSCALING in state else self._agreed(agreement, flags)
+
+    def _check_inf_per_device(self, optimizer: torch.optim.Optimizer) -> Flags:
+        scale, _ = self._check_scale_growth_tracker("_check_inf_per_device")
+        if self._overrides(_UNSCALE_GRADS):
+            one = torch.full((), 1.0, dtype=torch.float32, device=scale.device)
+            zero = torch.full((), 0.0, dtype=torch.float32, device=scale.device)
+            flags = self._unscale_grads_(optimizer, one, zero, True)
+            flags = self._agreed(self._ranks.agreement_on(optimizer.param_groups), flags)
+        else:
+            grads = self._collect(optimizer, allow_fp16=True, writes=False)
+            tracks = self._tracks(optimizer, grads)
+            flags = gradients.check_(grads, choice=self._choice, tracks=tracks)
+            flags = self._agreed(self._agreement([grads]), flags)
+        self._per_optimizer_states[id(optimizer)]["found_inf_per_device"] = flags
+        return flags
+
+    def _maybe_opt_step(
+        self,
+        optimizer: torch.optim.Optimizer,
+        optimizer_state: dict[str, Any],
+        *args: Any,
+        **kwargs: Any,
+    ) -> float | None:
+        flags = optimizer_state["found_inf_per_device"]
+        found = cpu.any_found(flags)
+        if found is None:
+            on_gpu = [flag for flag in flags.values() if isinstance(flag, Tensor) and flag.is_cuda]
+            if on_gpu:
+                refuse_capture(*_HOST_DECIDES)
+            if len(on_gpu) > 1:
+                # In one place, so that the host waits once.
+                place = on_gpu[0].device
+                total = sum(aten.moved(flag, place) for flag in on_gpu)
+                flags = {key: flag for key, flag in flags.items() if not flag.is_cuda}
+                flags[place] = total
+            found = bool(sum(flag.item() for flag in flags.values()))
+        return None if found else optimizer.step(*args, **kwargs)
+
+    # The steps of the state machine.
+
+    def _step(
+        self,
+        optimizer: torch.optim.Optimizer,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        update: backends.Update | None,
+    ) -> float | None:
+        """`step`; an `update` is applied behind the check that decides, if it can be."""
+        result: float | None
+        if not self._enabled:
+            result = optimizer.step(*args, **kwargs)
+            return result
+        if "closure" in kwargs:
+            raise RuntimeError("Closure use is not currently supported if GradScaler is enabled.")
+        scale, _ = self._check_scale_growth_tracker("step")
+        state = self._per_optimizer_states[id(optimizer)]
+        if state["stage"] is OptState.STEPPED:
+            raise add_note(
+                RuntimeError("step() has already been called since the last update()."), _ONCE
+            )
+        if _AGREEMENT in state:
+            self._agree_again(state)
+
+        if getattr(optimizer, "_step_supports_amp_scaling", False):
+            if takes_grad_scaler(optimizer.step):
+                result = self._legacy_step(optimizer, args, kwargs)
+            else:
+                result = self._fused_step(optimizer, state, args, kwargs, update)
+        else:
+            if state["stage"] is OptState.READY:
+                if scale.is_cuda and not self._overrides(_MAYBE_STEP):
+                    # Here, or the gradients would count as unscaled.
+                    refuse_capture(*_HOST_DECIDES)
+                if update is None:
+                    self.unscale_(optimizer)
+                else:
+                    self._unscale(optimizer, update)
+            if not state["found_inf_per_device"]:
+                raise no_inf_checks(optimizer)
+            result = self._maybe_opt_step(optimizer, state, *args, **kwargs)
+        state["stage"] = OptState.STEPPED
+        self._last_checks.record(optimizer, state["found_inf_per_device"])
+        return result
+
+    def _unscale(self, optimizer: torch.optim.Optimizer, update: backends.Update | None) -> None:
+        scale, _ = self._check_scale_growth_tracker("unscale_")
+        state = self._per_optimizer_states[id(optimizer)]
+        if state["stage"] is OptState.UNSCALED:
+            raise add_note(
+                RuntimeError(
+                    "unscale_() has already been called on this optimizer since the last update()."
+                ),
+                f"clip_grad_norm_() unscales, too. {_ONCE}",
+            )
+        if state["stage"] is OptState.STEPPED:
+            raise add_note(RuntimeError("unscale_() is being called after step()."), _ONCE)
+        if self._overrides(_UNSCALE_GRADS):
+            inv_scale = gradients.inverse(scale)
+            found_inf = torch.full((), 0.0, dtype=torch.float32, device=scale.device)
+            state[_UNSCALING] = True
+            try:
+                flags = self._unscale_grads_(optimizer, inv_scale, found_inf, self._allow_fp16)
+            finally:
+                del state[_UNSCALING]
+            agreement = self._ranks.agreement_on(optimizer.param_groups)
+            self._finish_unscaling(state, flags, agreement)
+        elif not self._takes_short_way or not cpu.unscale_groups(
+            optimizer.param_groups, scale, self._allow_fp16, state, OptState.UNSCALED
+        ):
+            grads = self._collect(optimizer, allow_fp16=self._allow_fp16, writes=True)
+            is_scale = scale.dtype is torch.float32
+            factor = scale if is_scale else gradients.inverse(scale)
+            agreement, tracks = self._agreement([grads]), self._tracks(optimizer, grads)
+            flags = gradients.unscale_(
+                grads,
+                factor,
+                choice=self._choice,
+                is_scale=is_scale,
+                update=None if agreement else update,
+                before_write=partial(_mark_unscaled, state),
+                tracks=tracks,
+            )
+            self._finish_unscaling(state, flags, agreement)
+        if state["found_inf_per_device"]:
+            self._last_checks.record(optimizer, state["found_inf_per_device"])
+
+    def _finish_unscaling(
+        self, state: dict[str, Any], flags: Flags, agreement: distributed.Agreement | None
+    ) -> None:
+        """Puts flags into an optimizer's state; if ranks cannot agree on them now, `step` will."""
+        state["found_inf_per_device"] = flags
+        state["stage"] = OptState.UNSCALED
+        if agreement is not None:
+            state[_AGREEMENT] = agreement
+            self._agree_again(state)
+
+    def _agree_again(self, state: dict[str, Any]) -> None:
+        """Agrees on the flags of an optimizer if that is still to come."""
+        agreement = state.get(_AGREEMENT)
+        if agreement is not None:
+            flags = self._agreed(agreement, state["found_inf_per_device"])
+            state["found_inf_per_device"] = flags
+            del state[_AGREEMENT]
+
+    def _legacy_step(
+        self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> float | None:
+        """Steps an optimizer of torch's older contract, which unscales by the given scaler."""
+        warn_caller(
+            "GradScaler is going to stop passing itself as a keyword argument to the passed "
+            "optimizer. In the near future GradScaler registers `grad_scale: Tensor` and "
+            "`found_inf: Tensor` to the passed optimizer and let the optimizer use them directly.",
+            FutureWarning,
+        )
+        result: float | None = optimizer.step(*args, **{**kwargs, "grad_scaler": self})
+        return result
+
+    def _fused_step(
+        self,
+        optimizer: torch.optim.Optimizer,
+        state: dict[str, Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        update: backends.Update | None,
+    ) -> float | None:
+        """Steps an optimizer that divides by `grad_scale` and skips by `found_inf` itself."""
+        is_ready = state["stage"] is not OptState.UNSCALED
+        overridden = self._overrides(_CHECKS)
+        if is_ready and overridden:
+            self._check_inf_per_device(optimizer)
+        elif is_ready:
+            self._check_scale_growth_tracker("_check_inf_per_device")
+        scale = self._get_scale_async()
+        if scale is None:
+            raise AssertionError("_get_scale_async returned None")
+        checked = None
+        if (
+            self._takes_short_way
+            and is_ready
+            and not (overridden or hasattr(optimizer, "grad_scale"))
+        ):
+            checked = cpu.check_groups(optimizer.param_groups, scale)
+        if checked is not None:
+            found_inf, grad_scale = checked
+            state["found_inf_per_device"] = {found_inf.device: found_inf}
+        else:
+            found_inf, grad_scale = self._found_by_division(
+                optimizer, state, scale, overridden, update
+            )
+        self._last_checks.record(optimizer, state["found_inf_per_device"])
+        self._handed_over = grad_scale
+        optimizer.grad_scale = grad_scale  # type: ignore[attr-defined]
+        optimizer.found_inf = found_inf  # type: ignore[attr-defined]
+        try:
+            if (
+                isinstance(optimizer, torch.optim.SGD)
+                and state["found_inf_per_device"]
+                and lacks_momentum(optimizer)
+            ):
+                refuse_capture(
+                    "the first step of a fused SGD with momentum, which may have to be skipped"
+                )
+                if found_inf.item():
+                    return None
+            result: float | None = optimizer.step(*args, **kwargs)
+            return result
+        finally:
+            for name in ("grad_scale", "found_inf"):
+                try:  # noqa: SIM105 (suppress() would cost three Python frames)
+                    delattr(optimizer, name)
+                except AttributeError:
+                    pass
+
+    def _found_by_division(
+        self,
+        optimizer: torch.optim.Optimizer,
+        state: dict[str, Any],
+        scale: Tensor,
+        overridden: bool,
+        update: backends.Update | None,
+    ) -> tuple[Any, Any]:
+        """Returns the `found_inf` and the `grad_scale` for an optimizer that divides by it."""
+        if getattr(optimizer, "grad_scale", None) is self._handed_over is not None:
+            # Left behind by a step whose end was interrupted.
+            del optimizer.grad_scale  # type: ignore[attr-defined]
+        is_unscaled = state["stage"] is OptState.UNSCALED
+        deferred: clipping.Deferred | None = state.get(_DEFERRED)
+        if is_unscaled:
+            grad_scale = getattr(optimizer, "grad_scale", None)
+        else:
+            grad_scale = scale * getattr(optimizer, "grad_scale", 1)
+        if deferred is not None:
+            flags = state["found_inf_per_device"]
+            grad_scale, state["found_inf_per_device"] = deferred.handed_over(grad_scale, flags)
+        elif isinstance(grad_scale, Tensor) and not overridden:
+            found = self._check_quotients(optimizer, grad_scale, None if is_unscaled else update)
+            if is_unscaled:
+                # What unscale_ found counts too; in new tensors, for its own may have been handed
+                # out.
+                for device, flag in state["found_inf_per_device"].items():
+                    both = [flag, found[device]] if device in found else [flag]
+                    found[device] = aten.any_found(both, flag.device)
+            state["found_inf_per_device"] = found
+            flags = list(found.values())
+            if len(flags) == 1 and flags[0].device == scale.device:
+                return flags[0], grad_scale  # exactly 0 or 1, and new
+        flags = state["found_inf_per_device"].values()
+        # Nothing checked is 0, as torch's sum over nothing.
+        return aten.any_found(flags, scale.device) if flags else 0, grad_scale
+
+    def _check_quotients(
+        self, optimizer: torch.optim.Optimizer, grad_scale: Tensor, update: backends.Update | None
+    ) -> Flags:
+        """Checks what an optimizer that divides by `grad_scale` will work with."""
+        grads = self._collect(optimizer, allow_fp16=True, writes=False)
+        agreement, tracks = self._agreement([grads]), self._tracks(optimizer, grads)
+        flags = gradients.check_(
+            grads,
+            grad_scale.detach().float(),
+            choice=self._choice,
+            update=None if agreement else update,
+            tracks=tracks,
+        )
+        return self._agreed(agreement, flags)
+
+    def _require_ready(self, optimizer: object) -> None:
+        """Raises what `unscale_` raises for an optimizer that is past its turn."""
+        stage = self._per_optimizer_states.get(id(optimizer), _NEW)["stage"]
+        if stage is OptState.UNSCALED:
+            raise add_note(
+                RuntimeError(
+                    "unscale_() has already been called on this optimizer since the last update()."
+                ),
+                "clip_grad_norm_() unscales by itself: call it once, and in place of unscale_(). "
+                f"The optimizer: {type(optimizer).__name__}. {_ONCE}",
+            )
+        if stage is OptState.STEPPED:
+            raise add_note(
+                RuntimeError("unscale_() is being called after step()."),
+                "clip_grad_norm_() unscales, so it comes before step(). "
+                f"The optimizer: {type(optimizer).__name__}. {_ONCE}",
+            )
+
+    def _clip(
+        self,
+        optimizers: list[Any],
+        scale: Tensor,
+        limit: float,
+        order: float,
+        in_place: bool,
+        overridden: bool,
+    ) -> Tensor:
+        """Clips scaled gradients; `overridden` tells whether a hook decides on infinities."""
+        defers = [not in_place and clipping.can_defer(each, overridden) for each in optimizers]
+        if overridden:
+            # What the hook finds counts, and what it writes is clipped.
+            for each in optimizers:
+                self.unscale_(each)
+            parts = [self._unscaled_part(each, writes=True) for each in optimizers]
+        else:
+            parts = [
+                self._scaled_part(each, scale, writes=not deferred)
+                for each, deferred in zip(optimizers, defers, strict=True)
+            ]
+            for part in parts:
+                part.tracks = self._tracks(part.optimizer, part.grads)
+        states = [self._per_optimizer_states[id(each)] for each in optimizers]
+        agreement = self._agreement([part.grads for part in parts])
+        divisor = torch.empty((), dtype=torch.float32, device=scale.device) if any(defers) else None
+        norm, coefficient = clipping.measure(
+            self._choice, parts, order, limit, scale, divisor, agreement
+        )
+        if not overridden:
+            for state, part in zip(states, parts, strict=True):
+                if not part.writes and divisor is not None:
+                    rows = part.rows + part.uncounted
+                    state[_DEFERRED] = clipping.Deferred(divisor, coefficient, rows, agreement)
+            _mark_unscaled(*states)
+        clipping.clip_(self._choice, parts, coefficient)
+        if not overridden:
+            for state, part in zip(states, parts, strict=True):
+                state["found_inf_per_device"] = part.flags
+        if len(states) > 1:
+            clipping.skip_together(states, scale.device)
+        return norm
+
+    def _scaled_part(self, optimizer: Any, scale: Tensor, *, writes: bool) -> clipping.Part:
+        """The part of an optimizer whose gradients are scaled."""
+        allow_fp16 = self._allow_fp16 or not writes
+        grads = self._collect(optimizer, allow_fp16=allow_fp16, writes=writes, clips=True)
+        is_scale = scale.dtype is torch.float32
+        factor = scale if is_scale else gradients.inverse(scale)
+        return clipping.Part(optimizer, grads, factor, is_scale, writes)
+
+    def _unscaled_part(self, optimizer: Any, *, writes: bool) -> clipping.Part:
+        """The part of an optimizer whose gradients are not scaled, or not any more."""
+        grads = self._collect(optimizer, allow_fp16=True, writes=writes, clips=True)
+        return clipping.Part(optimizer, grads, None, False, writes)
+
+    # What the steps above ask for.
+
+    def _choose_way(self) -> None:
+        """Decides whether the core's raw calls may try first, from what seldom changes."""
+        on_cpu = self._choice.kernels_for(torch.device("cpu"))
+        self._takes_short_way = (
+            self._track is None and self._ranks.is_alone and on_cpu is cast(Any, cpu)
+        )
+
+    def _collect(
+        self,
+        optimizer: torch.optim.Optimizer,
+        *,
+        allow_fp16: bool,
+        writes: bool,
+        clips: bool = False,
+    ) -> gradients.Gradients:
+        return gradients.collect(
+            optimizer.param_groups,
+            allow_fp16=allow_fp16,
+            writes=writes,
+            choice=self._choice,
+            clips=clips,
+            parts=self._ranks.parts(),
+            tracked=self._track is not None,
+        )
+
+    def _factors(self) -> tuple[Any, Any, Any]:
+        return self._growth_factor, self._backoff_factor, self._growth_interval
+
+    def _set_scale(self, new_scale: float | Tensor, scale: Tensor, growth_tracker: Tensor) -> None:
+        """Takes a scale from the caller; the flags of this iteration count as a step."""
+        before, flags = scale.detach().clone(), self._flags_besides(None, scale.device)
+        super().update(new_scale)
+        if flags:
+            self._loss_scale.update_(
+                before, growth_tracker.clone(), flags, (1.0, 1.0, 0), self._choice
+            )
+        self._loss_scale.reset_minimum()
+
+    def _flags_besides(self, optimizer: object, device: torch.device) -> list[Tensor]:
+        """The found_inf tensors of this iteration, without those of one optimizer."""
+        return [
+            aten.moved(flag, device)
+            for key, state in self._per_optimizer_states.items()
+            for flag in state["found_inf_per_device"].values()
+            if key != id(optimizer)
+        ]
+
+    def _agreement(self, passes: Sequence[gradients.Gradients]) -> distributed.Agreement | None:
+        """The agreement of the ranks that hold other parts of these gradients, if there are any."""
+        others = self._ranks
+        layouts: list[distributed.Layout] = []
+        for grads in passes:
+            if grads.parts is not None:
+                layouts += grads.parts.layouts.values()
+        if not layouts and (others.is_alone or not (self._enabled or dist.is_initialized())):
+            return None
+        return others.agreement(layouts)
+
+    def _agreed(self, agreement: distributed.Agreement | None, flags: Flags) -> Flags:
+        """The flags of all ranks together, from those of this one."""
+        scale = None if agreement is None else self._get_scale_async()
+        if agreement is None or scale is None:
+            return flags
+        return agreement.share([flags], scale.device)[0]
+
+    def _tracks(
+        self, optimizer: torch.optim.Optimizer, grads: gradients.Gradients
+    ) -> overflow.Tracks | None:
+        """The tables in which a pass that begins tracks its parameters."""
+        scale = None if self._track is None else self._get_scale_async()
+        if scale is None:
+            return None
+        state = self._per_optimizer_states.get(id(optimizer))
+        is_scaled = state is None or state["stage"] is OptState.READY
+        steps = self._loss_scale.words_on(scale.device)
+        return self._tracking.start(optimizer, grads.groups, scale, steps, measures=is_scaled)
+
+    def _tracking_for(self, method: str, keywords: tuple[str, ...]) -> overflow.Tracking:
+        """The tracking that a report is made of; raises RuntimeError where there is none."""
+        if self._track not in keywords:
+            kinds = " or ".join(map(repr, keywords))
+            raise RuntimeError(
+                f"{method}() needs a scaler that was made with track={kinds}; this one has "
+                f"track={self._track!r}"
+            )
+        refuse_capture("a report that the host reads", "ask after the replay")
+        tracking = self._tracking
+        if self._enabled and tracking.is_empty and self._overrides(_UNSCALE_GRADS):
+            raise RuntimeError(
+                f"{method}() knows nothing: {type(self).__name__} overrides _unscale_grads_, and "
+                "only gradients that ampfast's own method reads are tracked"
+            )
+        return tracking
+
+    def _end_iteration(self) -> None:
+        self._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
+        self._loss_scale.norms = {}
+        checks = self._last_checks
+        if checks.held or checks.expiring:
+            checks.end_iteration()
+        if self._track is not None:
+            self._tracking.end_iteration()
+
+    def _overrides(self, hooks: dict[str, Callable[..., Any]]) -> bool:
+        """Whether a subclass or this instance replaced one of `hooks`."""
+        kind, own = type(self), self.__dict__
+        for name, hook in hooks.items():
+            if getattr(kind, name) is not hook or name in own:
+                return True
+        return False
 
 
-# As they are here.
-_CLIP = originals(GradScaler, "_unscale_grads_", "_check_inf_per_device", "unscale_")
-_HOOKS = originals(
-    GradScaler,
+def _mark_unscaled(*states: dict[str, Any]) -> None:
+    """Marks optimizers as unscaled before their gradients are written.
+
+    Until the pass is over their flag says "skip": whatever ends that one early, neither a retry nor
+    a step takes gradients that are half written.
+    """
+    flags = [torch.ones((), dtype=torch.float32, device="cpu") for _ in states]
+    for state, flag in zip(states, flags, strict=True):
+        state["found_inf_per_device"] = {flag.device: flag}
+        state["stage"] = OptState.UNSCALED
+
+
+def _methods(*names: str) -> dict[str, Callable[..., Any]]:
+    """Methods as they are now: what replaces one later, on the class too, is a hook."""
+    return {name: getattr(GradScaler, name) for name in names}
+
+
+_UNSCALE_GRADS = _methods("_unscale_grads_")
+_MAYBE_STEP = _methods("_maybe_opt_step")
+_CHECKS = _methods("_unscale_grads_", "_check_inf_per_device")
+_UNSCALES = _methods("_unscale_grads_", "_check_inf_per_device", "unscale_")
+_ALL_HOOKS = _methods(
     *("_unscale_grads_", "_check_inf_per_device", "_maybe_opt_step", "unscale_", "step", "update"),
     *("_check_scale_growth_tracker", "_get_scale_async", "_found_inf_per_device"),
 )

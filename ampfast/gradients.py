@@ -150,6 +150,7 @@ def unscale_(
     is_scale: bool,
     found_inf: Tensor | None = None,
     update: Update | None = None,
+    before_write: Callable[[], None] | None = None,
     tracks: Tracks | None = None,
 ) -> dict[torch.device, Tensor]:
     """Unscales in place; returns a new found_inf for each device that has a gradient.
@@ -161,15 +162,18 @@ def unscale_(
         is_scale: Which of the two `factor` is.
         found_inf: What the new flags start from, zero by default.
         update: Applied behind the check, if all gradients are in one list.
+        before_write: Called when all is there for the first write.
         tracks: Where the pass notes what it sees of each parameter.
     """
     _measure(gradients, choice, tracks)
     flags: dict[torch.device, Tensor] = {}
     factors = Copies({} if factor is None else {factor.device: factor})
     # First what torch may refuse: then nothing else has been written.
-    if len(gradients.set_aside) > 1:
+    if len(gradients.set_aside) > 1 or before_write is not None:
         for tensors in gradients.set_aside.values():
             aten.require_unscalable(tensors)
+    if before_write is not None and (gradients.set_aside or gradients.lists):
+        before_write()
     for device, tensors in gradients.set_aside.items():
         flags[device] = new_flag(device, found_inf)
         inv_scale = factors[device]

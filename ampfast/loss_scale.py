@@ -5,21 +5,20 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from numbers import Integral
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ampfast.backends import aten
+from ampfast.backends import Choice, Update, aten, cpu
 from ampfast.backends.cpu import state_layout as layout
 from ampfast.errors import is_capturing, refuse_capture, warn_caller
 from ampfast.report import History, ScalerStats, empty_history
 
-__all__ = ["IterationNorms", "ScalePolicy", "ScaleState"]
+__all__ = ["LossScale", "ScalePolicy", "is_static"]
 
 _ON_MIN_SCALE = ("ignore", "warn", "raise")
-
-
 _REFILLS = ("growth", "finite_step")
 
 
@@ -72,7 +71,26 @@ class ScalePolicy:
         """Returns what a checkpoint keeps; the tracker is as Megatron-LM's: it counts down."""
         return {**asdict(self), "hysteresis_tracker": hysteresis_tracker}
 
-    def tracker_of(self, saved: object) -> int:
+    def require_loadable(self, state_dict: dict[str, Any]) -> int:
+        """Returns the hysteresis tracker of a scaler's checkpoint that this policy can go on with.
+
+        Raises:
+            ValueError: If the checkpoint has another policy, a scale beyond the limits or, where
+                this policy changes something, a static one.
+        """
+        tracker = self.hysteresis
+        if "ampfast" in state_dict:
+            tracker = self._tracker_of(state_dict["ampfast"])
+        if not self.is_torchs:
+            self.require_within(state_dict["scale"], "the checkpoint's scale")
+            if is_static(state_dict):
+                raise ValueError(
+                    "the checkpoint's scale is static, but this scaler was made with limits or "
+                    "hysteresis, which are for one that changes"
+                )
+        return tracker
+
+    def _tracker_of(self, saved: object) -> int:
         """Returns the hysteresis tracker of a checkpoint, which must have this policy.
 
         Raises:
@@ -105,12 +123,15 @@ class ScalePolicy:
         return int(tracker)
 
 
-class ScaleState:
-    """Counters, history and policy, in one int64 tensor that every update writes.
+class LossScale:
+    """Updates of a scale, with policy, counters and history in one int64 tensor.
 
     Attributes:
         policy: How the scale differs from torch's.
         words: As `backends.cpu.state_layout` says; None until there is a device.
+        watches_minimum: Whether `check_min_scale` has something to do.
+        norms: The norms that were taken in this iteration and their orders, by the optimizers whose
+            gradients they are of.
     """
 
     def __init__(self, policy: ScalePolicy, on_min_scale: str = "ignore") -> None:
@@ -122,8 +143,10 @@ class ScaleState:
             raise ValueError(f"on_min_scale={on_min_scale!r} needs a min_scale")
         self.policy = policy
         self.words: Tensor | None = None
+        self.norms: dict[frozenset[int], tuple[Tensor, float]] = {}
         self._tolerated = 0
-        self._watch = None if on_min_scale == "ignore" else _MinimumWatch(on_min_scale == "raise")
+        self.watches_minimum = on_min_scale != "ignore"
+        self._watch = _MinimumWatch(on_min_scale == "raise") if self.watches_minimum else None
 
     @property
     def on_min_scale(self) -> str:
@@ -131,7 +154,80 @@ class ScaleState:
             return "ignore"
         return "raise" if self._watch.raises else "warn"
 
-    def on(self, device: torch.device) -> Tensor:
+    def settings(self) -> dict[str, object]:
+        """Returns what all ranks must have in common, with a host sync."""
+        tracker = self.hysteresis_tracker()
+        return {**self.policy.state_dict(tracker), "on_min_scale": self.on_min_scale}
+
+    def update_(
+        self,
+        scale: Tensor,
+        growth_tracker: Tensor,
+        found_infs: list[Tensor],
+        factors: tuple[Any, Any, Any],
+        choice: Choice,
+    ) -> None:
+        """Updates a scale in place.
+
+        Args:
+            scale: One-element float32.
+            growth_tracker: One-element int32.
+            found_infs: The flags of this iteration, at least one, on the device of the scale.
+            factors: Growth factor, backoff factor and growth interval; any real numbers.
+            choice: The kernels.
+        """
+        update_factors, kernels = _factors(factors), choice.kernels_for(scale.device)
+        words, norm = self.words_on(scale.device), self.joint_norm(scale.device)
+        if (
+            update_factors is None
+            or kernels is None
+            or not kernels.update_scale_(
+                scale, growth_tracker, found_infs, update_factors, words, norm
+            )
+        ):
+            first, *others = found_infs
+            # Out of place: a flag that was handed out stays as it is.
+            found_inf = sum(others, start=first)
+            given = update_factors or cpu.UpdateFactors(*factors)
+            aten.update_scale_(scale, growth_tracker, found_inf, given, words, norm)
+
+    def riding_update(
+        self,
+        scale: Tensor,
+        growth_tracker: Tensor,
+        found_infs: list[Tensor],
+        factors: tuple[Any, Any, Any],
+        choice: Choice,
+    ) -> Update | None:
+        """Returns the update of `update_` for a check to apply, or None where none can."""
+        update_factors, kernels = _factors(factors), choice.kernels_for(scale.device)
+        if update_factors is None or kernels is None:
+            return None
+        words, norm = self.words_on(scale.device), self.joint_norm(scale.device)
+        return kernels.scale_update(scale, growth_tracker, found_infs, update_factors, words, norm)
+
+    def note_norm(self, optimizers: Sequence[object], norm: Tensor, order: float) -> None:
+        """Keeps the joint norm of these optimizers' gradients for the history of this iteration.
+
+        A norm of these together with others stays in its place.
+        """
+        names = frozenset(map(id, optimizers))
+        if not any(names < others for others in self.norms):
+            kept = {others: entry for others, entry in self.norms.items() if not names & others}
+            self.norms = {**kept, names: (norm, order)}
+
+    def joint_norm(self, device: torch.device) -> Tensor | None:
+        """Returns the norm over all that was measured in this iteration, if of one order."""
+        norms = list(self.norms.values())
+        if not norms or any(order != norms[0][1] for _, order in norms):
+            return None
+        parts = [aten.moved(norm.detach(), device).float().reshape(()) for norm, _ in norms]
+        if len(parts) == 1:
+            return parts[0]
+        joint: Tensor = torch.linalg.vector_norm(torch.stack(parts), norms[0][1])
+        return joint
+
+    def words_on(self, device: torch.device) -> Tensor:
         """Returns the words on `device`, where they are made or moved to if need be."""
         if self.words is None or self.words.device != device:
             if device.type != "cpu":
@@ -143,7 +239,7 @@ class ScaleState:
 
     def stats(self, scale: Tensor, growth_tracker: Tensor) -> ScalerStats:
         """Reads the counters with one host sync."""
-        words = self.on(scale.device)
+        words = self.words_on(scale.device)
         now = [aten.word_of(scale.detach().reshape(1)), growth_tracker.detach().reshape(1).long()]
         *counters, scale_word, tracker = torch.cat([words[: layout.COUNTERS], *now]).tolist()
         if self._watch is not None:
@@ -189,14 +285,14 @@ class ScaleState:
         if self.words is not None:
             self.words[layout.TOLERATED] = self._tolerated
 
-    def forget_minimum(self) -> None:
+    def reset_minimum(self) -> None:
         """Begins anew with a scale that was set: what was skipped before it says nothing."""
         if self._watch is not None:
             self._watch = _MinimumWatch(self._watch.raises)
             if self.words is not None:
                 self.words[layout.SKIPS_AT_MINIMUM] = 0
 
-    def heed_minimum(self) -> None:
+    def check_min_scale(self) -> None:
         """Warns or raises if steps are skipped with a scale that cannot get smaller; no host sync.
 
         On a GPU it knows of the last update whose outcome has arrived.
@@ -207,7 +303,7 @@ class ScaleState:
                 self._watch.report(counters, self.policy)
 
     def __getstate__(self) -> dict[str, Any]:
-        state = self.__dict__.copy()
+        state = {**self.__dict__, "norms": {}}
         if self.words is not None:
             # Numbers, those that are in use: a tensor would be shared with other processes.
             words = self.words.tolist()
@@ -288,30 +384,19 @@ def _float32(value: float) -> float:
         return math.inf
 
 
-class IterationNorms:
-    """Norms by the optimizers whose gradients they are of, which live as long as the iteration."""
+def is_static(state_dict: dict[str, Any]) -> bool:
+    """Whether a scaler's checkpoint is of a scale that never changes."""
+    if not state_dict:
+        return True  # which torch refuses
+    return state_dict.get("growth_interval") == 0 and state_dict.get("backoff_factor") == 1.0
 
-    def __init__(self) -> None:
-        self._norms: dict[frozenset[int], tuple[Tensor, float]] = {}
 
-    def note(self, optimizers: Sequence[object], norm: Tensor, order: float) -> None:
-        """Remembers the joint norm of these optimizers' gradients.
-
-        What was taken of others together with them stays.
-        """
-        names = frozenset(map(id, optimizers))
-        if not any(names < others for others in self._norms):
-            kept = {others: entry for others, entry in self._norms.items() if not names & others}
-            self._norms = {**kept, names: (norm, order)}
-
-    def together(self, device: torch.device) -> Tensor | None:
-        """Returns the norm of all gradients whose norm was taken, if all norms are of one order."""
-        norms = list(self._norms.values())
-        order = norms[0][1]
-        if any(other != order for _, other in norms):
-            return None
-        parts = [aten.moved(norm.detach(), device).float().reshape(()) for norm, _ in norms]
-        if len(parts) == 1:
-            return parts[0]
-        joint: Tensor = torch.linalg.vector_norm(torch.stack(parts), order)
-        return joint
+def _factors(given: tuple[Any, Any, Any]) -> cpu.UpdateFactors | None:
+    """The factors of an update as the kernels take them; None where torch's op takes or refuses."""
+    growth_factor, backoff_factor, interval = given
+    if not isinstance(growth_factor, (int, float)) or not isinstance(backoff_factor, (int, float)):
+        return None
+    # As torch's op takes it: an integer of numpy's counts as one, a bool does not.
+    if type(interval) is bool or not isinstance(interval, Integral):
+        return None
+    return cpu.UpdateFactors(growth_factor, backoff_factor, int(interval))

@@ -17,6 +17,9 @@ from ampfast.errors import add_note
 
 __all__ = ["ByOptimizer", "LastChecks", "lacks_momentum", "no_inf_checks", "takes_grad_scaler"]
 
+Flags = dict[Any, Tensor]
+Value = TypeVar("Value")
+
 # Reading a signature takes longer than checking a thousand small gradients.
 _signatures: weakref.WeakKeyDictionary[FunctionType, bool] = weakref.WeakKeyDictionary()
 
@@ -75,20 +78,18 @@ def no_inf_checks(optimizer: torch.optim.Optimizer) -> AssertionError:
     return add_note(AssertionError("No inf checks were recorded for this optimizer."), why)
 
 
-Flags = dict[Any, Tensor]
-
-
-Value = TypeVar("Value")
-
-
 class ByOptimizer(Generic[Value]):
-    """Values by optimizer, by identity, through weak references: an id may come back."""
+    """Values by optimizer, by identity, through weak references: an id may come back.
+
+    Attributes:
+        held: The ids of optimizers that cannot be referenced weakly, recorded in this iteration.
+        expiring: Those that were recorded in the one before.
+    """
 
     def __init__(self) -> None:
         self._entries: dict[int, tuple[Callable[[], object], Value]] = {}
-        # What cannot be referenced weakly is held for one iteration after its last check.
-        self._held: set[int] = set()
-        self._expiring: set[int] = set()
+        self.held: set[int] = set()
+        self.expiring: set[int] = set()
 
     def __iter__(self) -> Iterator[tuple[Any, Value]]:
         """Gives the optimizers that live, with their values, in the order of their first."""
@@ -106,9 +107,9 @@ class ByOptimizer(Generic[Value]):
         else:
             reference = self._reference(optimizer)
         self._entries[key] = (reference, value)
-        if key in self._expiring:
-            self._expiring.discard(key)
-            self._held.add(key)
+        if key in self.expiring:
+            self.expiring.discard(key)
+            self.held.add(key)
 
     def get(self, optimizer: object) -> Value | None:
         """Returns what was recorded for this very object, or None."""
@@ -117,16 +118,16 @@ class ByOptimizer(Generic[Value]):
 
     def end_iteration(self) -> None:
         """Lets go of the objects held since before the last iteration."""
-        for key in self._expiring:
+        for key in self.expiring:
             self._entries.pop(key, None)
-        self._expiring, self._held = self._held, set()
+        self.expiring, self.held = self.held, set()
 
     def _reference(self, optimizer: object) -> Callable[[], object]:
         key, entries = id(optimizer), self._entries
         try:
             return weakref.ref(optimizer, lambda _: entries.pop(key, None))
         except TypeError:
-            self._held.add(key)
+            self.held.add(key)
             return lambda: optimizer
 
 

@@ -16,6 +16,7 @@
 #include "cpu/multi_tensor.h"
 #include "device_table.h"
 #include "scale.h"
+#include "short_way.h"
 #include "track.h"
 
 #if defined(AMPFAST_WITH_CUDA)
@@ -261,6 +262,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
 #else
   m.attr("WITH_CUDA") = false;
 #endif
+  bind_short_way(m);
   m.attr("CHUNK") = kChunk;
   m.attr("CPU") = device_bit(at::kCPU);
   m.attr("CUDA") = device_bit(at::kCUDA);

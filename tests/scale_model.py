@@ -10,7 +10,7 @@ import torch
 
 from ampfast.backends.cpu import UpdateFactors
 from ampfast.backends.cpu import state_layout as layout
-from ampfast.loss_scale import ScalePolicy, ScaleState
+from ampfast.loss_scale import LossScale, ScalePolicy
 
 
 def float32(value: float) -> float:
@@ -105,7 +105,7 @@ def assert_state(words: torch.Tensor, model: ScaleModel) -> None:
     """Compares counters and ring with those of the model."""
     words = words.cpu()
     assert words[: layout.COUNTERS].tolist() == model.counters()
-    kept = ScaleState(model.policy)
+    kept = LossScale(model.policy)
     kept.words = words
     history = kept.history()
     expected = model.history[-layout.RING_STEPS :]

@@ -100,14 +100,14 @@ def test_a_disabled_scaler_has_what_torchs_has() -> None:
 def test_the_environment_is_read_when_a_scaler_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
     scaler = GradScaler("cpu")
     monkeypatch.setenv("AMPFAST_BACKEND", "aten")
-    assert scaler._kernels().name_for(torch.device("cpu")) == "cpu"
+    assert scaler._choice.name_for(torch.device("cpu")) == "cpu"
 
 
 def test_a_copy_keeps_the_backend_that_was_asked_for() -> None:
     copied = started(backend="aten")
     for _ in range(2):  # what is left out of a pickle is not missing in the next
         copied = pickle.loads(pickle.dumps(copied))
-    assert copied._kernels().name_for(torch.device("cpu")) == "aten"
+    assert copied._choice.name_for(torch.device("cpu")) == "aten"
 
 
 def test_an_empty_checkpoint_is_refused_as_torch_does() -> None:

@@ -12,7 +12,7 @@ import torch
 from support import parameter_with
 
 from ampfast import GradScaler, errors, grad_scaler, loss_scale
-from ampfast.loss_scale import ScalePolicy, ScaleState
+from ampfast.loss_scale import LossScale, ScalePolicy
 
 REFUSED = pytest.raises(RuntimeError, match="a CUDA graph cannot capture")
 
@@ -92,22 +92,22 @@ def test_refuses_to_make_what_is_not_on_the_cpu(pretend: Callable[[], None]) -> 
     pretend()
     for begins in (
         GradScaler("cpu", backend="aten")._lazy_init_scale_growth_tracker,
-        ScaleState(ScalePolicy()).on,
+        LossScale(ScalePolicy()).words_on,
     ):
         with REFUSED:
             begins(meta)
         begins(cpu)
-    moved = ScaleState(ScalePolicy())
-    assert moved.on(cpu) is moved.on(cpu)
+    moved = LossScale(ScalePolicy())
+    assert moved.words_on(cpu) is moved.words_on(cpu)
     with REFUSED:
-        moved.on(meta)
+        moved.words_on(meta)
 
 
 def test_what_is_kept_moves_with_the_scale() -> None:
-    state = ScaleState(ScalePolicy())
-    state.on(torch.device("cpu"))
+    state = LossScale(ScalePolicy())
+    state.words_on(torch.device("cpu"))
     state._new_words = lambda: pytest.fail("made anew")
-    assert state.on(torch.device("meta")).device.type == "meta"
+    assert state.words_on(torch.device("meta")).device.type == "meta"
 
 
 def test_refuses_the_first_fused_step_with_momentum(pretend: Callable[[], None]) -> None:

@@ -15,7 +15,7 @@ import torch
 from support import FUSED, OPTIMIZERS, TorchScaler, assert_same, parameter_with
 
 from ampfast import GradScaler
-from ampfast.loss_scale import IterationNorms
+from ampfast.loss_scale import LossScale, ScalePolicy
 from ampfast.optimizers import LastChecks
 
 
@@ -291,7 +291,7 @@ def test_what_has_no_weak_references_is_held_for_an_iteration() -> None:
 
 
 def test_the_last_norm_of_the_same_gradients_counts() -> None:
-    norms, optimizer = IterationNorms(), optimizer_of("sgd")
+    loss_scale, optimizer = LossScale(ScalePolicy()), optimizer_of("sgd")
     for value in (1.0, 3.0):
-        norms.note([optimizer], torch.tensor(value), 2.0)
-    assert norms.together(torch.device("cpu")).item() == 3.0
+        loss_scale.note_norm([optimizer], torch.tensor(value), 2.0)
+    assert loss_scale.joint_norm(torch.device("cpu")).item() == 3.0

@@ -55,7 +55,6 @@ LAYERS = (
     ("",),
     ("patch",),
     ("functional", "grad_scaler", "lr_scheduler", "fsdp", "sync_free"),
-    ("gradient_checker", "scale_keeper", "stepping"),
     ("clipping", "distributed", "gradients", "loss_scale", "optimizers", "overflow", "report"),
     ("backends", "backends."),
     ("_version", "errors"),

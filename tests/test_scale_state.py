@@ -17,7 +17,7 @@ import ampfast
 from ampfast import GradScaler, loss_scale
 from ampfast.backends import aten, cpu
 from ampfast.backends.cpu import state_layout
-from ampfast.loss_scale import ScalePolicy, ScaleState
+from ampfast.loss_scale import LossScale, ScalePolicy
 
 
 def test_the_layout_has_no_overlap() -> None:
@@ -34,7 +34,7 @@ def test_the_layout_has_no_overlap() -> None:
 @pytest.mark.parametrize("backend", ["cpu", "aten"])
 def test_random_steps(backend: str, policy: str, start: float) -> None:
     model = ScaleModel(float32(start), 1, FACTORS, POLICIES[policy])
-    words = ScaleState(model.policy).on(torch.device("cpu"))
+    words = LossScale(model.policy).words_on(torch.device("cpu"))
     scale = torch.tensor(model.scale)
     tracker = torch.tensor(model.tracker, dtype=torch.int32)
     for found, norm in random_steps(1100, seed=len(policy)):
@@ -68,7 +68,7 @@ def test_the_scaler_follows_the_model(backend: str, riding: bool, fused: bool) -
     assert stats.scale == model.scale and stats.growth_tracker == model.tracker
     assert [stats.steps, stats.skipped, stats.growths, stats.backoffs] == model.counters()[:4]
     assert stats.consecutive_skips == model.consecutive_skips
-    assert_state(loop.scaler._scale_state.words, model)
+    assert_state(loop.scaler._loss_scale.words, model)
 
 
 def test_steps_under_a_dispatch_mode_are_counted() -> None:
@@ -113,7 +113,9 @@ def test_norms_of_an_iteration() -> None:
         ([], None),
     ]:
         for optimizers, norm, norm_type in notes:
-            loop.scaler._note_norm(optimizers, torch.tensor(norm, dtype=torch.float64), norm_type)
+            loop.scaler._loss_scale.note_norm(
+                optimizers, torch.tensor(norm, dtype=torch.float64), norm_type
+            )
         loop.step(riding=len(notes) == 1)
         history = loop.scaler.history()
         assert history.has_norm[-1].item() == (expected is not None)
@@ -210,10 +212,10 @@ def test_warns_at_the_minimum_each_time_the_streak_doubles() -> None:
         loop.step(math.inf)
 
 
-def skipping(on_min_scale: str, skips: int) -> ScaleState:
+def skipping(on_min_scale: str, skips: int) -> LossScale:
     """A state as it is after as many steps in a row as were skipped at the minimum."""
-    state = ScaleState(ScalePolicy(min_scale=1.0), on_min_scale)
-    words = state.on(torch.device("cpu"))
+    state = LossScale(ScalePolicy(min_scale=1.0), on_min_scale)
+    words = state.words_on(torch.device("cpu"))
     for word in ("STEPS", "SKIPPED", "CONSECUTIVE_SKIPS", "SKIPS_AT_MINIMUM"):
         words[getattr(state_layout, word)] = skips
     return state
@@ -227,20 +229,20 @@ def test_stats_tell_of_the_minimum() -> None:
 def test_a_scale_that_is_set_is_told_of_anew() -> None:
     state = skipping("warn", 4)
     with pytest.warns(UserWarning, match="4 steps in a row"):
-        state.heed_minimum()
-    state.forget_minimum()
+        state.check_min_scale()
+    state.reset_minimum()
     assert state.on_min_scale == "warn"
     state.words[state_layout.SKIPS_AT_MINIMUM] = 1
     state.words[state_layout.CONSECUTIVE_SKIPS] = 5
     with pytest.warns(UserWarning, match="5 steps in a row"):
-        state.heed_minimum()
+        state.check_min_scale()
 
 
 def test_a_scale_that_is_set_forgets_the_minimum_and_refills_nothing() -> None:
     loop = Loop(init_scale=8.0, min_scale=1.0, on_min_scale="raise", hysteresis=3)
     loop.step(math.inf)
     scaler = loop.scaler
-    words = scaler._kept().words
+    words = scaler._loss_scale.words
     words[state_layout.SKIPS_AT_MINIMUM] = words[state_layout.CONSECUTIVE_SKIPS] = 1
     scaler.update(4.0)
     assert scaler.stats().skipped == 1
@@ -254,10 +256,10 @@ def test_a_scale_that_is_set_forgets_the_minimum_and_refills_nothing() -> None:
 def test_nothing_is_heeded_before_the_start_or_under_capture(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    ScaleState(ScalePolicy(min_scale=1.0), "raise").heed_minimum()
+    LossScale(ScalePolicy(min_scale=1.0), "raise").check_min_scale()
     state = skipping("raise", 1)
     monkeypatch.setattr(loss_scale, "is_capturing", lambda: True)
-    state.heed_minimum()
+    state.check_min_scale()
 
 
 @pytest.mark.parametrize("on_min_scale", ["ignore", "warn"])

@@ -14,7 +14,7 @@ from scaler_loop import Loop
 
 from ampfast import GradScaler
 from ampfast.backends.cpu import state_layout
-from ampfast.loss_scale import ScalePolicy, ScaleState
+from ampfast.loss_scale import LossScale, ScalePolicy
 
 POLICY = {"min_scale": 0.25, "max_scale": 64.0, "hysteresis": 3}
 
@@ -103,22 +103,26 @@ def test_checkpoints_of_another_policy(change: dict | None, message: str) -> Non
     assert loop.scaler.state_dict() == before
 
 
+def checkpoint_of(policy: ScalePolicy, tracker: Any) -> dict[str, Any]:
+    return {"scale": 1.0, "ampfast": policy.state_dict(tracker)}
+
+
 @pytest.mark.parametrize("tracker", [3, 2, 0, -1, -63, 1 - 2**31])
 def test_trackers_of_a_checkpoint(tracker: int) -> None:
     policy = ScalePolicy(hysteresis=3)
-    assert policy.tracker_of(policy.state_dict(tracker)) == tracker
+    assert policy.require_loadable(checkpoint_of(policy, tracker)) == tracker
 
 
 @pytest.mark.parametrize("tracker", [4, -(2**31), True, 1.0, None])
 def test_trackers_that_cannot_be(tracker: Any) -> None:
     policy = ScalePolicy(hysteresis=3)
     with pytest.raises(ValueError, match="hysteresis_tracker must be an int"):
-        policy.tracker_of(policy.state_dict(tracker))
+        policy.require_loadable(checkpoint_of(policy, tracker))
 
 
 @pytest.mark.parametrize("on_min_scale", ["ignore", "warn", "raise"])
 def test_a_new_state_says_how_it_was_made(on_min_scale: str) -> None:
-    state = ScaleState(ScalePolicy(min_scale=1.0, hysteresis=3), on_min_scale)
+    state = LossScale(ScalePolicy(min_scale=1.0, hysteresis=3), on_min_scale)
     assert state.on_min_scale == on_min_scale
     assert state.hysteresis_tracker() == 3
 
@@ -126,7 +130,7 @@ def test_a_new_state_says_how_it_was_made(on_min_scale: str) -> None:
 def test_a_checkpoint_says_nothing_of_skips_at_the_minimum() -> None:
     scaler = GradScaler("cpu", init_scale=1.0, min_scale=1.0, on_min_scale="raise")
     scaler.scale(torch.ones(()))
-    words = scaler._kept().words
+    words = scaler._loss_scale.words
     words[[state_layout.STEPS, state_layout.CONSECUTIVE_SKIPS, state_layout.SKIPS_AT_MINIMUM]] = 1
     scaler.load_state_dict(scaler.state_dict())
     assert scaler.stats().steps == 1

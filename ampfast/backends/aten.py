@@ -54,7 +54,8 @@ def unscale_(grads: list[Tensor], inv_scale: Tensor, found_inf: Tensor) -> None:
     Raises:
         RuntimeError: What torch's op raises, for instance for a tensor whose elements overlap.
     """
-    require_unscalable(grads)
+    if len(grads) > 1:  # torch's op refuses one before it writes it
+        require_unscalable(grads)
     for same_dtype in _by_dtype(grads):
         torch._amp_foreach_non_finite_check_and_unscale_(same_dtype, found_inf, inv_scale)
     # torch's op looks at the values before it multiplies them, so the product may have overflowed.
@@ -68,8 +69,6 @@ def require_unscalable(grads: list[Tensor]) -> None:
     Args:
         grads: Tensors of one device.
     """
-    if len(grads) < 2:
-        return  # torch's op refuses one before it writes it
     one = torch.ones((), dtype=torch.float32, device=grads[0].device)
     for same_dtype in _by_dtype(grads):
         if type(same_dtype[0]) is Tensor and not _is_refused(same_dtype[0]):

@@ -48,10 +48,13 @@ __all__ = [
     "Segment",
     "Track",
     "UpdateFactors",
+    "any_found",
     "build_info",
     "check_",
+    "check_groups",
     "clear_tables",
     "clip_coefficient",
+    "clip_groups",
     "cpu_capability",
     "is_scalar",
     "lacks_state",
@@ -62,10 +65,18 @@ __all__ = [
     "scale_update",
     "state_layout",
     "unscale_",
+    "unscale_groups",
+    "update_scale",
     "update_scale_",
     "walk",
 ]
 
+# The short way: raw calls that _C.pyi describes.
+unscale_groups = _C.unscale_groups
+check_groups = _C.check_groups
+clip_groups = _C.clip_groups
+any_found = _C.any_found
+update_scale = _C.update_scale
 build_info = _C.build_info
 clear_tables = _C.clear_tables
 cpu_capability = _C.cpu_capability

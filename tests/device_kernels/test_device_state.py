@@ -10,7 +10,7 @@ from device_parity import KERNELS, grads_of
 from scale_model import FACTORS, POLICIES, ScaleModel, assert_state, random_steps
 
 from ampfast.backends.cpu import state_layout
-from ampfast.loss_scale import ScaleState
+from ampfast.loss_scale import LossScale
 
 pytestmark = pytest.mark.usefixtures("watched")
 
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.usefixtures("watched")
 @pytest.mark.parametrize("policy", POLICIES)
 def test_random_steps(policy: str) -> None:
     model = ScaleModel(3.0, 1, FACTORS, POLICIES[policy])
-    words = ScaleState(model.policy).on(torch.device("cpu"))
+    words = LossScale(model.policy).words_on(torch.device("cpu"))
     # Near the end of the ring, which is then written from its beginning.
     ahead = state_layout.RING_STEPS - 20
     words[state_layout.STEPS] = model.steps = ahead
@@ -43,7 +43,7 @@ def test_random_steps(policy: str) -> None:
 
 
 def test_an_update_with_a_norm_does_not_ride() -> None:
-    words = ScaleState(POLICIES["torch's"]).on(torch.device("cpu"))
+    words = LossScale(POLICIES["torch's"]).words_on(torch.device("cpu"))
     scale, tracker = torch.tensor(4.0), torch.tensor(0, dtype=torch.int32)
     update = KERNELS.scale_update(scale, tracker, [], FACTORS, words, torch.tensor(1.0))
     KERNELS.check_(grads_of([torch.ones(3)]), update=update)

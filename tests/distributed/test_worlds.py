@@ -195,7 +195,7 @@ def anew() -> list[bool]:
             scaler.update()
             found.append(scaler.step_skipped(optimizer))
             # Of a world that has ended some collectives go on to work.
-            agreement = scaler._others().agreement([])
+            agreement = scaler._ranks.agreement([])
             found.append(agreement.groups[0].process_group is dist.group.WORLD)
         if world == 0:
             dist.barrier()

@@ -27,7 +27,7 @@ from ampfast.backends.cpu import (  # noqa: E402
     Track,
     UpdateFactors,
 )
-from ampfast.loss_scale import ScalePolicy, ScaleState  # noqa: E402
+from ampfast.loss_scale import LossScale, ScalePolicy  # noqa: E402
 
 FACTORS = UpdateFactors(2.0, 0.5, 1)
 
@@ -70,7 +70,7 @@ def modes(kernels: Any, device: torch.device) -> list[tuple[str, Callable[..., A
 
     def update(others: int = 0) -> Any:
         state = (flag(4.0, device), torch.zeros((), dtype=torch.int32, device=device))
-        words = ScaleState(ScalePolicy()).on(device)
+        words = LossScale(ScalePolicy()).on(device)
         return kernels.scale_update(*state, [zero()] * others, FACTORS, words)
 
     return [

@@ -11,7 +11,7 @@ from gpu_support import flag, grads_of, kernels_of
 from scale_model import FACTORS, POLICIES, ScaleModel, assert_state, random_steps
 
 from ampfast import GradScaler
-from ampfast.loss_scale import ScaleState
+from ampfast.loss_scale import LossScale
 
 pytestmark = pytest.mark.gpu
 
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.gpu
 def test_random_steps(backend: str, device: torch.device, policy: str) -> None:
     kernels = kernels_of(backend, device)
     model = ScaleModel(3.0, 1, FACTORS, POLICIES[policy])
-    words = ScaleState(model.policy).on(device)
+    words = LossScale(model.policy).words_on(device)
     scale, tracker = flag(model.scale, device), torch.full((), 1, dtype=torch.int32, device=device)
     finite = grads_of([torch.ones(3, device=device)])
     infinite = grads_of([torch.full((3,), math.inf, device=device)])
@@ -76,7 +76,7 @@ def test_counters_of_a_captured_step(backend: str, device: torch.device, togethe
         graph.replay()
         model.update(found)
     assert loop.scaler.get_scale() == model.scale
-    assert_state(loop.scaler._scale_state.words, model)
+    assert_state(loop.scaler._loss_scale.words, model)
     assert loop.scaler.stats().skipped == model.skipped
 
 

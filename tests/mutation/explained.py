@@ -12,10 +12,15 @@ _BY_REASON: dict[str, list[tuple[str, str, str, int]]] = {
             1,
         ),
         ("_not_compiled", "True", "False", 1),
-        ("originals", "return {name: getattr(kind, name) for name in names}", "return None", 1),
+        (
+            "_methods",
+            "return {name: getattr(GradScaler, name) for name in names}",
+            "return None",
+            1,
+        ),
     ],
     "Who asks takes None for False.": [
-        ("GradientChecker._overrides", "return False", "return None", 1),
+        ("GradScaler._overrides", "return False", "return None", 1),
         ("lacks_momentum", "return False", "return None", 1),
     ],
     "SGD with fused and other groups raises at the first step that is not skipped: torch does.": [
@@ -28,9 +33,9 @@ _BY_REASON: dict[str, list[tuple[str, str, str, int]]] = {
     ],
     "Makes a difference on a GPU only: test_fused_optimizer_in_mixed_places of tests/gpu.": [
         (
-            "_fused_step",
-            "checked and len(flags) == 1 and (flags[0].device == scale.device)",
-            "checked and len(flags) == 1",
+            "GradScaler._found_by_division",
+            "len(flags) == 1 and flags[0].device == scale.device",
+            "len(flags) == 1",
             1,
         ),
     ],
@@ -39,79 +44,71 @@ _BY_REASON: dict[str, list[tuple[str, str, str, int]]] = {
     ],
     "Both are None, or neither, unless a caller sets one of them.": [
         (
-            "ScaleKeeper.stats",
+            "GradScaler.stats",
             "self._scale is None or self._growth_tracker is None",
             "self._growth_tracker is None",
             1,
         ),
         (
-            "ScaleKeeper.stats",
+            "GradScaler.stats",
             "self._scale is None or self._growth_tracker is None",
             "self._scale is None",
             1,
         ),
     ],
-    "An empty checkpoint holds no such entry either.": [
-        (
-            "ScaleKeeper.load_state_dict",
-            "state_dict and 'ampfast' in state_dict",
-            "'ampfast' in state_dict",
-            1,
-        ),
-    ],
     "With an interval of 0 nothing grows, by whatever factor.": [
-        ("ScaleKeeper._set_scale", "1.0", "2.0", 1),
+        ("GradScaler._set_scale", "1.0", "2.0", 1),
     ],
     "Only the text of a TypeError differs: what is no number is refused by the kernels, too.": [
         (
-            "ScaleKeeper._kernels_for",
-            "isinstance(growth_factor, (int, float)) and isinstance(backoff_factor, (int, float))",
-            "isinstance(backoff_factor, (int, float))",
+            "_factors",
+            "not isinstance(growth_factor, (int, float)) or not isinstance(backoff_factor, (int, float))",
+            "not isinstance(backoff_factor, (int, float))",
             1,
         ),
         (
-            "ScaleKeeper._kernels_for",
-            "isinstance(growth_factor, (int, float)) and isinstance(backoff_factor, (int, float))",
-            "isinstance(growth_factor, (int, float))",
+            "_factors",
+            "not isinstance(growth_factor, (int, float)) or not isinstance(backoff_factor, (int, float))",
+            "not isinstance(growth_factor, (int, float))",
             1,
         ),
     ],
     "A checked optimizer, or an agreement, means that there is a scale.": [
         (
-            "GradientChecker.found_inf",
+            "GradScaler.found_inf",
             "torch.device('cpu') if scale is None else scale.device",
             "scale.device",
             1,
         ),
-        ("GradientChecker._agreed", "agreement is None or scale is None", "scale is None", 1),
-        ("GradientChecker._agreed", "agreement is None or scale is None", "agreement is None", 1),
+        ("GradScaler._agreed", "agreement is None or scale is None", "scale is None", 1),
+        ("GradScaler._agreed", "agreement is None or scale is None", "agreement is None", 1),
     ],
     "The same where no other rank takes part; tests/distributed/test_marks.py sees it.": [
         (
-            "GradientChecker.overflow_report",
+            "GradScaler.overflow_report",
             "local or not self._enabled",
             "not (local or not self._enabled)",
             1,
         ),
-        ("GradientChecker.overflow_report", "local or not self._enabled", "not self._enabled", 1),
-        ("GradientChecker.overflow_report", "local or not self._enabled", "local", 1),
-        ("GradientChecker.overflow_report", "not self._enabled", "self._enabled", 1),
+        ("GradScaler.overflow_report", "local or not self._enabled", "not self._enabled", 1),
+        ("GradScaler.overflow_report", "local or not self._enabled", "local", 1),
+        ("GradScaler.overflow_report", "not self._enabled", "self._enabled", 1),
     ],
     "A way round that comes to the same where there are no ranks; tests/distributed has them.": [
         (
-            "GradientChecker._agreement",
+            "GradScaler._agreement",
             "others.is_alone or not (self._enabled or dist.is_initialized())",
             "not (self._enabled or dist.is_initialized())",
             1,
         ),
         (
-            "GradientChecker._agreement",
+            "GradScaler._agreement",
             "others.is_alone or not (self._enabled or dist.is_initialized())",
             "others.is_alone",
             1,
         ),
         (
-            "GradientChecker._agreement",
+            "GradScaler._agreement",
             "self._enabled or dist.is_initialized()",
             "dist.is_initialized()",
             1,
@@ -119,18 +116,18 @@ _BY_REASON: dict[str, list[tuple[str, str, str, int]]] = {
     ],
     "What is no tensor has no item() for torch's method either.": [
         (
-            "GradientChecker._maybe_opt_step",
+            "GradScaler._maybe_opt_step",
             "isinstance(flag, Tensor) and flag.is_cuda",
             "flag.is_cuda",
             1,
         ),
     ],
     "A sum of one flag is that flag, and any of their devices will do for several.": [
-        ("GradientChecker._maybe_opt_step", "len(on_gpu) > 1", "len(on_gpu) >= 1", 1),
-        ("GradientChecker._maybe_opt_step", "0", "1", 1),
+        ("GradScaler._maybe_opt_step", "len(on_gpu) > 1", "len(on_gpu) >= 1", 1),
+        ("GradScaler._maybe_opt_step", "0", "1", 1),
     ],
     "Only the names of the entries are asked for.": [
-        ("ScalePolicy.tracker_of", "0", "1", 1),
+        ("ScalePolicy._tracker_of", "0", "1", 1),
     ],
 }
 

@@ -12,11 +12,6 @@ from types import CodeType
 # The state machine, from the root of the repository.
 FILES = (
     "ampfast/grad_scaler.py",
-    "ampfast/gradient_checker.py",
-    "ampfast/scale_keeper.py",
-    "ampfast/stepping.py",
-    "ampfast/loss_scale.py",
-    "ampfast/optimizers.py",
     "ampfast/loss_scale.py",
     "ampfast/optimizers.py",
 )

@@ -1,0 +1,371 @@
+// Called with CPython's own convention, since a cold call through pybind costs as much as all the
+// rest. Each function returns None, before any side effect, where the general way must look. Where
+// Python has no global lock, that is always.
+#include "short_way.h"
+
+#include <ATen/EmptyTensor.h>
+#include <torch/csrc/Device.h>
+#include <torch/csrc/autograd/python_variable.h>
+#include <torch/csrc/autograd/variable.h>
+
+#include <algorithm>
+#include <cmath>
+#include <optional>
+#include <utility>
+#include <vector>
+
+#include "cpu/multi_tensor.h"
+#include "gradients.h"
+#include "scale.h"
+
+namespace ampfast {
+namespace {
+
+namespace py = pybind11;
+
+constexpr uint64_t kCpu = device_bit(at::kCPU);
+
+// From this many elements on, other threads may have the interpreter meanwhile.
+constexpr int64_t kElementsWorthReleasing = 8 * kChunk;
+
+// Parameters looked at together: the memory of one arrives while the next is asked for.
+constexpr Py_ssize_t kTogether = 16;
+
+// Borrowed from the parameters, which nobody touches while the interpreter is held.
+using Gradients = std::vector<const at::Tensor*>;
+
+void prefetch(const void* address, int cache_lines) {
+#if defined(__GNUC__)
+  for (int line = 0; line < cache_lines; ++line) {
+    __builtin_prefetch(static_cast<const char*>(address) + 64 * line);
+  }
+#endif
+}
+
+// Adds the gradients of some parameters.
+bool collect(PyObject* const* params, Py_ssize_t count, bool allow_fp16, Gradients& grads) {
+  const torch::autograd::AutogradMeta* metas[kTogether];
+  for (Py_ssize_t i = 0; i < count; ++i) {
+    if (!THPVariable_CheckExact(params[i])) {
+      return false;
+    }
+    prefetch(THPVariable_Unpack(params[i]).unsafeGetTensorImpl(), 1);
+  }
+  for (Py_ssize_t i = 0; i < count; ++i) {
+    metas[i] = torch::autograd::impl::get_autograd_meta(THPVariable_Unpack(params[i]));
+    prefetch(metas[i], 2);
+  }
+  const size_t before = grads.size();
+  for (Py_ssize_t i = 0; i < count; ++i) {
+    if (metas[i] == nullptr) {
+      continue;
+    }
+    if (metas[i]->grad_.defined()) {
+      grads.push_back(&metas[i]->grad_);
+      prefetch(metas[i]->grad_.unsafeGetTensorImpl(), 4);
+    } else if (metas[i]->grad_fn_) {
+      return false;  // not a leaf: reading its gradient may warn
+    }
+  }
+  return std::all_of(grads.begin() + before, grads.end(), [allow_fp16](const at::Tensor* grad) {
+    return is_regular(*grad, kCpu) && (allow_fp16 || grad->scalar_type() != at::kHalf);
+  });
+}
+
+// Collects an optimizer's gradients; false where there is none or one is unusual.
+bool collect(PyObject* groups, bool allow_fp16, Gradients& grads) {
+  static PyObject* const name = PyUnicode_InternFromString("params");
+  if (!PyList_CheckExact(groups) || is_observed()) {
+    return false;
+  }
+  for (Py_ssize_t g = 0; g < PyList_GET_SIZE(groups); ++g) {
+    PyObject* group = PyList_GET_ITEM(groups, g);
+    PyObject* params = PyDict_CheckExact(group) ? PyDict_GetItemWithError(group, name) : nullptr;
+    if (params == nullptr || !PyList_CheckExact(params)) {
+      return false;
+    }
+    const Py_ssize_t size = PyList_GET_SIZE(params);
+    grads.reserve(grads.size() + size);
+    PyObject* const* items = reinterpret_cast<PyListObject*>(params)->ob_item;
+    for (Py_ssize_t i = 0; i < size; i += kTogether) {
+      if (!collect(items + i, std::min(kTogether, size - i), allow_fp16, grads)) {
+        return false;
+      }
+    }
+  }
+  return !grads.empty();
+}
+
+// The gradients as kernels take them; nothing if one lost its memory.
+std::optional<GradList> list_of(const Gradients& grads, bool writes) {
+  GradList list(at::kCPU, nullptr);
+  try {
+    for (const at::Tensor* grad : grads) {
+      list.add(*grad, writes, 0);
+    }
+  } catch (const c10::Error&) {
+    return std::nullopt;
+  }
+  return list;
+}
+
+// Runs kernels, without the interpreter if that takes long.
+template <class Kernel>
+void run(const Gradients& grads, const Kernel& kernel) {
+  int64_t elements = 0;
+  for (const at::Tensor* grad : grads) {
+    elements += grad->numel();
+  }
+  if (elements < kElementsWorthReleasing) {
+    kernel();
+    return;
+  }
+  std::vector<at::Tensor> owners;
+  owners.reserve(grads.size());
+  for (const at::Tensor* grad : grads) {
+    owners.push_back(*grad);
+  }
+  const py::gil_scoped_release release;
+  kernel();
+}
+
+// A 0-dim tensor on the CPU that kernels read or write, or null.
+const at::Tensor* scalar_of(PyObject* object, at::ScalarType dtype) {
+  if (!THPVariable_CheckExact(object)) {
+    return nullptr;
+  }
+  const at::Tensor& tensor = THPVariable_Unpack(object);
+  return tensor.dim() == 0 && is_scalar(tensor, dtype, kCpu) ? &tensor : nullptr;
+}
+
+template <class T>
+at::Tensor new_scalar(T value) {
+  at::Tensor tensor = at::detail::empty_cpu({}, c10::CppTypeToScalarType<T>::value);
+  *tensor.mutable_data_ptr<T>() = value;
+  return tensor;
+}
+
+void set(PyObject* dict, PyObject* key, PyObject* value) {
+  if (PyDict_SetItem(dict, key, value) != 0) {
+    throw py::error_already_set();
+  }
+}
+
+py::object wrapped(const at::Tensor& tensor) {
+  return py::reinterpret_steal<py::object>(THPVariable_Wrap(tensor));
+}
+
+PyObject* found_name() {
+  static PyObject* const name = PyUnicode_InternFromString("found_inf_per_device");
+  return name;
+}
+
+// Puts a flag into an optimizer's state and marks it as unscaled. The flag says "skip" until its
+// pass is over: whatever ends that one early, nobody steps on gradients that are half written.
+float* mark_unscaled(PyObject* state, PyObject* unscaled) {
+  static PyObject* const stage_name = PyUnicode_InternFromString("stage");
+  static PyObject* const device = THPDevice_New(at::Device(at::kCPU));
+  const at::Tensor flag = new_scalar<float>(1);
+  const py::dict flags;
+  set(flags.ptr(), device, wrapped(flag).ptr());
+  set(state, found_name(), flags.ptr());
+  set(state, stage_name, unscaled);
+  return flag.mutable_data_ptr<float>();
+}
+
+// The sum of the flags in a dict by device, as torch takes it; nothing if one is unusual.
+std::optional<double> sum_of(PyObject* flags) {
+  if (!PyDict_CheckExact(flags)) {
+    return std::nullopt;
+  }
+  double sum = 0;
+  PyObject *device = nullptr, *flag = nullptr;
+  for (Py_ssize_t place = 0; PyDict_Next(flags, &place, &device, &flag) != 0;) {
+    const at::Tensor* tensor = scalar_of(flag, at::kFloat);
+    if (tensor == nullptr) {
+      return std::nullopt;
+    }
+    sum += *tensor->const_data_ptr<float>();
+  }
+  return sum;
+}
+
+// unscale_groups(param_groups, scale, allow_fp16, state, unscaled) -> True
+PyObject* unscale_groups(PyObject* const* args) {
+  const at::Tensor* scale = scalar_of(args[1], at::kFloat);
+  Gradients grads;
+  if (scale == nullptr || !PyDict_CheckExact(args[3]) ||
+      !collect(args[0], args[2] == Py_True, grads)) {
+    return nullptr;
+  }
+  const std::optional<GradList> list = list_of(grads, true);
+  if (!list) {
+    return nullptr;
+  }
+  const float inv_scale = inverse_scale(*scale->const_data_ptr<float>());
+  float* flag = mark_unscaled(args[3], args[4]);
+  run(grads, [&] { *flag = cpu::unscale(*list, inv_scale) ? 1 : 0; });
+  return Py_NewRef(Py_True);
+}
+
+// check_groups(param_groups, grad_scale) -> (found_inf, grad_scale), new tensors
+PyObject* check_groups(PyObject* const* args) {
+  const at::Tensor* scale = scalar_of(args[1], at::kFloat);
+  Gradients grads;
+  if (scale == nullptr || !collect(args[0], true, grads)) {
+    return nullptr;
+  }
+  const std::optional<GradList> list = list_of(grads, false);
+  if (!list) {
+    return nullptr;
+  }
+  const float divisor = *scale->const_data_ptr<float>();
+  bool found = false;
+  run(grads, [&] { found = cpu::check(*list, Use::kDivide, divisor); });
+  return PyTuple_Pack(2, wrapped(new_scalar<float>(found ? 1 : 0)).ptr(),
+                      wrapped(new_scalar(divisor)).ptr());
+}
+
+// clip_groups(param_groups, scale, allow_fp16, state, unscaled, max_norm, largest) -> norm
+PyObject* clip_groups(PyObject* const* args) {
+  const at::Tensor* scale = scalar_of(args[1], at::kFloat);
+  Gradients grads;
+  if (scale == nullptr || !PyDict_CheckExact(args[3]) ||
+      !collect(args[0], args[2] == Py_True, grads)) {
+    return nullptr;
+  }
+  const std::optional<GradList> list = list_of(grads, true);
+  if (!list) {
+    return nullptr;
+  }
+  const float inv_scale = inverse_scale(*scale->const_data_ptr<float>());
+  const at::Tensor norm = list->has_float64() ? new_scalar<double>(0) : new_scalar<float>(0);
+  py::object result = wrapped(norm);
+  double row[2] = {};
+  double coefficient = 1;
+  Clip clip;
+  clip.norms = row;
+  clip.rows = 1;
+  clip.max_norm = PyFloat_AsDouble(args[5]);
+  clip.largest = args[6] == Py_True;
+  clip.coefficient = &coefficient;
+  if (list->has_float64()) {
+    clip.wide_norm = norm.mutable_data_ptr<double>();
+  } else {
+    clip.norm = norm.mutable_data_ptr<float>();
+  }
+  float* flag = mark_unscaled(args[3], args[4]);
+  for (const at::Tensor* grad : grads) {
+    grad->unsafeGetTensorImpl()->bump_version();
+  }
+  run(grads, [&] {
+    const cpu::Norms norms = cpu::norms(*list, inv_scale);
+    row[0] = norms.sum_of_squares;
+    row[1] = norms.absolute_maximum;
+    apply(clip);
+    cpu::unscale(*list, inv_scale, nullptr, coefficient);
+    *flag = std::isfinite(norms.absolute_maximum) ? 0 : 1;
+  });
+  return result.release().ptr();
+}
+
+// any_found(flags) -> bool
+PyObject* any_found(PyObject* const* args) {
+  const std::optional<double> sum = sum_of(args[0]);
+  return sum ? Py_NewRef(*sum != 0 ? Py_True : Py_False) : nullptr;
+}
+
+// update_scale(states, scale, growth_tracker, growth_factor, backoff_factor, growth_interval, words,
+// norm) -> True; `states` as the scaler has them by optimizer, `norm` may be None.
+PyObject* update_scale(PyObject* const* args) {
+  const at::Tensor* scale = scalar_of(args[1], at::kFloat);
+  const at::Tensor* tracker = scalar_of(args[2], at::kInt);
+  const at::Tensor* norm = args[7] == Py_None ? nullptr : scalar_of(args[7], at::kFloat);
+  if (scale == nullptr || scale->is_inference() || scale->requires_grad() || tracker == nullptr ||
+      (norm == nullptr && args[7] != Py_None) || !PyDict_Check(args[0]) ||
+      !PyFloat_CheckExact(args[3]) || !PyFloat_CheckExact(args[4]) ||
+      !PyLong_CheckExact(args[5]) || !THPVariable_CheckExact(args[6])) {
+    return nullptr;
+  }
+  const at::Tensor& words = THPVariable_Unpack(args[6]);
+  int overflow = 0;
+  const long long interval = PyLong_AsLongLongAndOverflow(args[5], &overflow);
+  if (overflow != 0 || words.scalar_type() != at::kLong || words.numel() != kStateWords ||
+      !is_plain(words, kCpu)) {
+    return nullptr;
+  }
+  bool found = false;
+  bool checked = false;
+  PyObject *key = nullptr, *state = nullptr;
+  for (Py_ssize_t place = 0; PyDict_Next(args[0], &place, &key, &state) != 0;) {
+    PyObject* flags =
+        PyDict_CheckExact(state) ? PyDict_GetItemWithError(state, found_name()) : nullptr;
+    const std::optional<double> sum = flags == nullptr ? std::nullopt : sum_of(flags);
+    if (!sum) {
+      return nullptr;
+    }
+    found |= *sum != 0;
+    checked |= PyDict_GET_SIZE(flags) != 0;
+  }
+  if (!checked) {
+    return nullptr;
+  }
+  Update update;
+  update.scale = scale->mutable_data_ptr<float>();
+  update.growth_tracker = tracker->mutable_data_ptr<int32_t>();
+  update.state = words.mutable_data_ptr<int64_t>();
+  update.norm = norm == nullptr ? nullptr : norm->const_data_ptr<float>();
+  update.growth_factor = PyFloat_AS_DOUBLE(args[3]);
+  update.backoff_factor = PyFloat_AS_DOUBLE(args[4]);
+  update.growth_interval = interval;
+  apply(update, found);
+  scale->unsafeGetTensorImpl()->bump_version();
+  return Py_NewRef(Py_True);
+}
+
+// Calls a body with the arguments of a function: null without an error is None, and every
+// exception of C++ is one of Python.
+template <PyObject* (*kBody)(PyObject* const*), Py_ssize_t kArguments>
+PyObject* call(PyObject*, PyObject* const* args, Py_ssize_t count) {
+  if (count != kArguments) {
+    return PyErr_Format(PyExc_TypeError, "takes %zd arguments, got %zd", kArguments, count);
+  }
+#ifndef Py_GIL_DISABLED
+  try {
+    PyObject* result = kBody(args);
+    if (result != nullptr || PyErr_Occurred() != nullptr) {
+      return result;
+    }
+  } catch (py::error_already_set& error) {
+    error.restore();
+    return nullptr;
+  } catch (const std::exception& error) {
+    PyErr_SetString(PyExc_RuntimeError, error.what());
+    return nullptr;
+  }
+#endif
+  return Py_NewRef(Py_None);
+}
+
+template <PyObject* (*kBody)(PyObject* const*), Py_ssize_t kArguments>
+PyMethodDef method(const char* name) {
+  // Through void, as CPython's own casts go: the flag tells the true type.
+  void* function = reinterpret_cast<void*>(&call<kBody, kArguments>);
+  return {name, reinterpret_cast<PyCFunction>(function), METH_FASTCALL, nullptr};
+}
+
+}  // namespace
+
+void bind_short_way(py::module_& m) {
+  static PyMethodDef methods[] = {method<unscale_groups, 5>("unscale_groups"),
+                                  method<check_groups, 2>("check_groups"),
+                                  method<clip_groups, 7>("clip_groups"),
+                                  method<any_found, 1>("any_found"),
+                                  method<update_scale, 8>("update_scale"),
+                                  {nullptr, nullptr, 0, nullptr}};
+  if (PyModule_AddFunctions(m.ptr(), methods) != 0) {
+    throw py::error_already_set();
+  }
+}
+
+}  // namespace ampfast

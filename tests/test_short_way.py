@@ -1,0 +1,309 @@
+"""The short way from `step` and `update` to the kernels: its cost, and the calls that take it."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ampfast import GradScaler
+from ampfast.backends import cpu
+
+CALLS = ("unscale_groups", "check_groups", "clip_groups", "update_scale", "any_found")
+
+
+class Loop:
+    """A scaler, an optimizer and new gradients for every iteration."""
+
+    def __init__(self, scaler: Any, kind: str = "plain", *, parameters: int = 10) -> None:
+        self.params = [torch.nn.Parameter(torch.randn(4)) for _ in range(parameters)]
+        options: dict[str, Any] = {"fused": True} if kind == "fused" else {"foreach": False}
+        self.optimizer = torch.optim.AdamW(self.params, **options)
+        self.scaler = scaler
+        for _ in range(2):
+            self.backward()
+            scaler.step(self.optimizer)
+            scaler.update()
+
+    def backward(self) -> None:
+        self.scaler.scale(torch.ones(()))
+        for param in self.params:
+            param.grad = torch.randn(4)
+
+
+def frames_of(call: Callable[[], object], *, but: Callable[..., Any]) -> list[str]:
+    """The Python functions that a call enters, without one and what that one calls."""
+    names: list[str] = []
+    inside = 0
+
+    def profile(frame: Any, event: str, _: object) -> None:
+        nonlocal inside
+        left_out = frame.f_code is but.__code__
+        if event == "call":
+            inside += left_out
+            if not inside:
+                names.append(frame.f_code.co_qualname)
+        elif event == "return":
+            inside -= left_out
+
+    sys.setprofile(profile)
+    try:
+        call()
+    finally:
+        sys.setprofile(None)
+    return names[1:]  # `call` itself
+
+
+def step_of(optimizer: torch.optim.Optimizer) -> Callable[..., Any]:
+    """The outermost function of an optimizer's step, which torch wraps for its hooks."""
+    return type(optimizer).step
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="code objects have no qualified names")
+@pytest.mark.parametrize("kind", ["plain", "fused"])
+def test_step_and_update_take_few_frames(kind: str) -> None:
+    loop = Loop(GradScaler("cpu"), kind)
+    loop.backward()
+
+    def call() -> None:
+        loop.scaler.step(loop.optimizer)
+        loop.scaler.update()
+
+    frames = frames_of(call, but=step_of(loop.optimizer))
+    assert len(frames) <= 16, frames
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="code objects have no qualified names")
+@pytest.mark.parametrize("kind", ["plain", "fused"])
+def test_clipping_takes_few_frames(kind: str) -> None:
+    loop = Loop(GradScaler("cpu"), kind)
+    loop.backward()
+    frames = frames_of(
+        lambda: loop.scaler.clip_grad_norm_(loop.optimizer, 1.0), but=step_of(loop.optimizer)
+    )
+    assert len(frames) <= 20, frames
+
+
+def aten_calls(scaler: Any, kind: str) -> int:
+    """The ATen calls of scale, step and update, without those of the optimizer's own step."""
+    loop = Loop(scaler, kind)
+    loop.backward()
+    loop.optimizer.step = lambda: None  # type: ignore[method-assign]
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        scaler.scale(torch.ones(()))
+        scaler.step(loop.optimizer)
+        scaler.update()
+    return sum(event.name.startswith("aten::") for event in profile.events())
+
+
+@pytest.mark.parametrize("kind", ["plain", "fused"])
+def test_no_more_aten_calls_than_torch(kind: str) -> None:
+    ours, theirs = (
+        aten_calls(GradScaler("cpu"), kind),
+        aten_calls(torch.amp.GradScaler("cpu"), kind),
+    )
+    # `ones` is four of them, the product with the scale one.
+    assert ours <= 5 < theirs
+
+
+Answers = dict[str, list[bool]]
+
+
+@pytest.fixture
+def answers(monkeypatch: pytest.MonkeyPatch) -> Answers:
+    """Whether each raw call did its work, by name."""
+    found: Answers = {name: [] for name in CALLS}
+
+    def watched(name: str) -> Callable[..., Any]:
+        original = getattr(cpu, name)
+
+        def call(*args: Any) -> Any:
+            answer = original(*args)
+            found[name].append(answer is not None)
+            return answer
+
+        return call
+
+    for name in CALLS:
+        monkeypatch.setattr(cpu, name, watched(name))
+    return found
+
+
+def short(answers: Answers) -> set[str]:
+    """The raw calls that did their work."""
+    return {name for name, done in answers.items() if any(done)}
+
+
+@pytest.mark.parametrize("kind", ["plain", "fused"])
+@pytest.mark.parametrize("calls", [["step"], ["unscale_", "step"], ["clip_grad_norm_", "step"]])
+def test_regular_gradients_take_the_short_way(
+    kind: str, calls: list[str], answers: Answers
+) -> None:
+    loop = Loop(GradScaler("cpu"), kind)
+    for done in answers.values():
+        done.clear()
+    loop.backward()
+    for call in calls:
+        extra = (1.0,) if call == "clip_grad_norm_" else ()
+        getattr(loop.scaler, call)(loop.optimizer, *extra)
+    loop.scaler.update()
+    expected = {"update_scale"}
+    if "unscale_" in calls or (kind == "plain" and calls == ["step"]):
+        expected.add("unscale_groups")
+    if "clip_grad_norm_" in calls:
+        expected.add("clip_groups")
+    expected |= {"any_found"} if kind == "plain" else set()
+    expected |= {"check_groups"} if kind == "fused" and calls == ["step"] else set()
+    assert short(answers) == expected
+    assert all(all(done) for done in answers.values())
+
+
+class Overriding(GradScaler):
+    def _unscale_grads_(self, *args: Any, **kwargs: Any) -> Any:
+        return super()._unscale_grads_(*args, **kwargs)
+
+
+def overridden_later() -> GradScaler:
+    scaler = GradScaler("cpu")
+    scaler._unscale_grads_ = scaler._unscale_grads_  # type: ignore[method-assign]
+    return scaler
+
+
+GENERAL: dict[str, Callable[[], GradScaler]] = {
+    "tracked": lambda: GradScaler("cpu", track="overflow"),
+    "aten": lambda: GradScaler("cpu", backend="aten"),
+    "overridden": lambda: Overriding("cpu"),
+    "overridden on the instance": overridden_later,
+}
+
+
+@pytest.mark.parametrize("kind", ["plain", "fused"])
+@pytest.mark.parametrize("scaler", GENERAL.values(), ids=GENERAL)
+def test_settings_and_hooks_take_the_general_way(
+    scaler: Callable[[], GradScaler], kind: str, answers: Answers
+) -> None:
+    loop = Loop(scaler(), kind)
+    loop.backward()
+    loop.scaler.clip_grad_norm_(loop.optimizer, 1.0)
+    assert short(answers) & {"unscale_groups", "check_groups", "clip_groups"} == set()
+
+
+def sparse(loop: Loop) -> None:
+    loop.params[3].grad = torch.sparse_coo_tensor([[0]], [1.0], (4,))
+
+
+def strided(loop: Loop) -> None:
+    loop.params[3].grad = torch.randn(8)[::2]
+
+
+def subclass(loop: Loop) -> None:
+    class Tensor(torch.Tensor):
+        pass
+
+    loop.params[3].grad = torch.randn(4).as_subclass(Tensor)
+
+
+def other_groups(loop: Loop) -> None:
+    loop.optimizer.param_groups[0]["params"] = tuple(loop.params)
+
+
+def integer_factor(loop: Loop) -> None:
+    loop.scaler._growth_factor = 2
+
+
+UNUSUAL = {each.__name__: each for each in (sparse, strided, subclass, other_groups)}
+
+
+@pytest.mark.parametrize("kind", ["plain", "fused"])
+@pytest.mark.parametrize("make", UNUSUAL.values(), ids=UNUSUAL)
+def test_unusual_gradients_take_the_general_way(
+    make: Callable[[Loop], None], kind: str, answers: Answers
+) -> None:
+    loop = Loop(GradScaler("cpu"), kind)
+    loop.backward()
+    make(loop)
+    for done in answers.values():
+        done.clear()
+    loop.optimizer.step = lambda: None  # type: ignore[method-assign]
+    loop.scaler.step(loop.optimizer)
+    assert not any(answers["unscale_groups"] + answers["check_groups"])
+
+
+def test_an_integer_factor_takes_the_general_update(answers: Answers) -> None:
+    loop = Loop(GradScaler("cpu"))
+    integer_factor(loop)
+    loop.backward()
+    loop.scaler.step(loop.optimizer)
+    answers["update_scale"].clear()
+    loop.scaler.update()
+    assert answers["update_scale"] == [False]
+
+
+class Watching(TorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_dispatch_mode_sees_all(answers: Answers) -> None:
+    loop = Loop(GradScaler("cpu"))
+    loop.backward()
+    for done in answers.values():
+        done.clear()
+    with Watching():
+        loop.scaler.step(loop.optimizer)
+        loop.scaler.update()
+    assert short(answers) == set()
+
+
+def test_what_is_unusual_changes_nothing() -> None:
+    """A raw call that answers None has neither marked the state nor written a gradient."""
+    state: dict[str, Any] = {"stage": "ready", "found_inf_per_device": {}}
+    grads = [torch.ones(4), torch.ones(8)[::2]]
+    params = [torch.nn.Parameter(torch.zeros(4)) for _ in grads]
+    for param, grad in zip(params, grads, strict=True):
+        param.grad = grad
+    groups, scale = [{"params": params}], torch.tensor(4.0)
+    assert cpu.unscale_groups(groups, scale, False, state, "unscaled") is None
+    assert cpu.clip_groups(groups, scale, False, state, "unscaled", 1.0, False) is None
+    assert cpu.check_groups(groups, scale) is None
+    assert state == {"stage": "ready", "found_inf_per_device": {}}
+    assert all(grad.eq(1).all() for grad in grads)
+
+
+@pytest.fixture
+def arguments() -> Iterator[list[Any]]:
+    words = GradScaler("cpu")._loss_scale.words_on(torch.device("cpu"))
+    states = {1: {"found_inf_per_device": {torch.device("cpu"): torch.zeros(())}}}
+    tracker = torch.zeros((), dtype=torch.int32)
+    yield [states, torch.tensor(4.0), tracker, 2.0, 0.5, 1, words, None]
+
+
+UNUSUAL_UPDATES: dict[str, tuple[int, Any]] = {
+    "no check": (0, {}),
+    "a check of something else": (0, {1: {"found_inf_per_device": {"cpu": 0.0}}}),
+    "float64 scale": (1, torch.tensor(4.0, dtype=torch.float64)),
+    "scale of one dimension": (1, torch.tensor([4.0])),
+    "scale with a gradient": (1, torch.tensor(4.0, requires_grad=True)),
+    "int64 tracker": (2, torch.zeros((), dtype=torch.int64)),
+    "integer factor": (3, 2),
+    "bool interval": (5, True),
+    "huge interval": (5, 2**64),
+    "other words": (6, torch.zeros(3, dtype=torch.int64)),
+    "norm of another type": (7, torch.tensor(1.0, dtype=torch.float64)),
+}
+
+
+@pytest.mark.parametrize("change", UNUSUAL_UPDATES.values(), ids=UNUSUAL_UPDATES)
+def test_unusual_updates_change_nothing(change: tuple[int, Any], arguments: list[Any]) -> None:
+    place, value = change
+    scale, tracker = arguments[1], arguments[2]
+    usual, arguments[place] = arguments[place], value
+    assert cpu.update_scale(*arguments) is None
+    assert (scale.item(), tracker.item()) == (4.0, 0)
+    arguments[place] = usual
+    assert cpu.update_scale(*arguments) is True
+    assert (scale.item(), tracker.item()) == (8.0, 0)
