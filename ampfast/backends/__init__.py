@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from ampfast.backends import cpu
-from ampfast.backends.cpu import Track
 from ampfast.backends.gpu import DeviceKernels
 from ampfast.errors import refuse_capture
 
@@ -67,79 +66,15 @@ class Update(Protocol):
 
 
 class Kernels(Protocol):
-    """What a backend offers; arguments and results are those of `backends.cpu`."""
+    """Kernels of a backend; arguments and results are those of `backends.cpu`."""
 
-    def unscale_(
-        self,
-        grads: cpu.GradList,
-        factor: Tensor,
-        *,
-        is_scale: bool,
-        found_inf: Tensor | None = None,
-        update: Any = None,
-        track: Track | None = None,
-        coefficient: Tensor | None = None,
-    ) -> Tensor:
-        """As `cpu.unscale_`."""
-
-    def norms(
-        self,
-        grads: cpu.GradList,
-        factor: Tensor,
-        *,
-        is_scale: bool,
-        norms: Tensor,
-        track: Track | None = None,
-    ) -> Tensor:
-        """As `cpu.norms`."""
-
-    def measure_(self, grads: cpu.GradList, health: Tensor) -> None:
-        """As `cpu.measure_`."""
-
-    def clip_coefficient(
-        self,
-        norms: Tensor,
-        max_norm: float,
-        largest: bool,
-        norm: Tensor,
-        coefficient: Tensor,
-        scale: Tensor | None,
-        divisor: Tensor | None,
-    ) -> None:
-        """As `cpu.clip_coefficient`."""
-
-    def check_(
-        self,
-        grads: cpu.GradList,
-        grad_scale: Tensor | None = None,
-        *,
-        found_inf: Tensor | None = None,
-        update: Any = None,
-        track: Track | None = None,
-    ) -> Tensor:
-        """As `cpu.check_`."""
-
-    def scale_update(
-        self,
-        scale: Tensor,
-        growth_tracker: Tensor,
-        found_infs: Sequence[Tensor],
-        factors: cpu.UpdateFactors,
-        state: Tensor | None = None,
-        norm: Tensor | None = None,
-    ) -> Update | None:
-        """As `cpu.scale_update`."""
-
-    def update_scale_(
-        self,
-        scale: Tensor,
-        growth_tracker: Tensor,
-        found_infs: Sequence[Tensor],
-        factors: cpu.UpdateFactors,
-        state: Tensor | None = None,
-        norm: Tensor | None = None,
-    ) -> bool:
-        """As `cpu.update_scale_`."""
+    unscale_: Callable[..., Tensor]
+    norms: Callable[..., Tensor]
+    check_: Callable[..., Tensor]
+    measure_: Callable[[cpu.GradList, Tensor], None]
+    clip_coefficient: Callable[..., None]
+    scale_update: Callable[..., Update | None]  # None on a CPU, where no update rides in a pass
+    update_scale_: Callable[..., bool]
 
 
 @dataclass(frozen=True)
@@ -312,7 +247,7 @@ def _kernels(name: str) -> Kernels | None:
         return None
     if name == "cpu":
         return cast(Kernels, cpu)
-    return DeviceKernels(cast(Any, _launcher(name)))
+    return cast(Kernels, DeviceKernels(cast(Any, _launcher(name))))
 
 
 def _is_interpreted() -> bool:

@@ -2,6 +2,8 @@
 // and the last one to finish decides, sums up and updates the scale.
 #include <cuda_runtime.h>
 
+#include <vector>
+
 #include "gatherer.cuh"
 #include "multi_tensor.h"
 #include "track.cuh"
@@ -228,78 +230,25 @@ __global__ void update_alone(const Update update, const Flags flags) {
 
 __global__ void clip_alone(const Clip clip) { apply(clip); }
 
-using Kernel = void (*)(Launch);
-using MeasureKernel = void (*)(const int64_t*, int64_t, int64_t*);
+// All kernels over a table for one dtype.
+struct Kernels {
+  void (*pass[2][2])(Launch);  // by whether it writes, and whether it takes norms
+  void (*clip)(Launch);        // writes with a coefficient
+  void (*measure)(const int64_t*, int64_t, int64_t*);
+};
 
 template <class Format>
-Kernel kernel_of(bool write, bool norm, bool coefficient) {
-  if (coefficient) {
-    return pass<Format, true, false, true>;
-  }
-  if (write) {
-    return norm ? pass<Format, true, true, false> : pass<Format, true, false, false>;
-  }
-  return norm ? pass<Format, false, true, false> : pass<Format, false, false, false>;
+constexpr Kernels kernels() {
+  return {{{pass<Format, false, false, false>, pass<Format, false, true, false>},
+           {pass<Format, true, false, false>, pass<Format, true, true, false>}},
+          pass<Format, true, false, true>,
+          measure_alone<Format>};
 }
 
-Kernel kernel_of(Dtype dtype, bool write, bool norm, bool coefficient) {
-  switch (dtype) {
-    case Dtype::kFloat32:
-      return kernel_of<Float32>(write, norm, coefficient);
-    case Dtype::kFloat64:
-      return kernel_of<Float64>(write, norm, coefficient);
-    case Dtype::kFloat16:
-      return kernel_of<Float16>(write, norm, coefficient);
-    default:
-      return kernel_of<BFloat16>(write, norm, coefficient);
-  }
-}
-
-MeasureKernel measure_kernel_of(Dtype dtype) {
-  switch (dtype) {
-    case Dtype::kFloat32:
-      return measure_alone<Float32>;
-    case Dtype::kFloat64:
-      return measure_alone<Float64>;
-    case Dtype::kFloat16:
-      return measure_alone<Float16>;
-    default:
-      return measure_alone<BFloat16>;
-  }
-}
-
-// Why no kernel does what is asked, or null.
-const char* refusal(const Launch& launch) {
-  constexpr int64_t kLargestGrid = 0x7fffffff;
-  if (launch.programs < 1 || launch.programs > kLargestGrid) {
-    return "a launch needs from 1 to 2^31 - 1 programs";
-  }
-  if (launch.factor_use != kRaw && launch.factor == nullptr) {
-    return "a launch that uses a factor needs one";
-  }
-  if (launch.write && (launch.factor_use == kRaw || launch.factor_use == kDivide)) {
-    return "gradients are written multiplied by a factor, not as they are or divided";
-  }
-  if (launch.norms != nullptr && launch.factor_use == kDivide) {
-    return "norms are of values multiplied by a factor, not divided";
-  }
-  if (launch.coefficient != nullptr && !launch.write) {
-    return "a coefficient is for gradients that are written";
-  }
-  if (launch.coefficient != nullptr && launch.norms != nullptr) {
-    return "norms come from the pass before the one with a coefficient";
-  }
-  if (launch.marks != nullptr && launch.now == nullptr) {
-    return "marks need the number of steps";
-  }
-  if (launch.epilogue && launch.found_inf == nullptr) {
-    return "an epilogue needs a flag to write";
-  }
-  const Update& update = launch.update;
-  if (launch.epilogue && (update.scale == nullptr) != (update.growth_tracker == nullptr)) {
-    return "an update needs both a scale and a growth tracker";
-  }
-  return nullptr;
+const Kernels& kernels_of(Dtype dtype) {
+  static const Kernels all[] = {kernels<Float32>(), kernels<Float64>(), kernels<Float16>(),
+                                kernels<BFloat16>()};  // in the order of Dtype
+  return all[static_cast<int>(dtype)];
 }
 
 const char* text_of(cudaError_t error) {
@@ -309,32 +258,33 @@ const char* text_of(cudaError_t error) {
 // Loads all kernels on the current device, which otherwise happens at the first launch of each:
 // amid a capture, perhaps.
 cudaError_t load_kernels() {
-  cudaFuncAttributes attributes;
-  cudaError_t status = cudaFuncGetAttributes(&attributes, update_alone);
-  if (status == cudaSuccess) {
-    status = cudaFuncGetAttributes(&attributes, clip_alone);
-  }
+  std::vector<const void*> all{reinterpret_cast<const void*>(update_alone),
+                               reinterpret_cast<const void*>(clip_alone)};
   for (const Dtype dtype : {Dtype::kFloat32, Dtype::kFloat64, Dtype::kFloat16, Dtype::kBFloat16}) {
-    for (unsigned int switches = 0; switches < 8 && status == cudaSuccess; ++switches) {
-      const Kernel kernel =
-          kernel_of(dtype, (switches & 1) != 0, (switches & 2) != 0, (switches & 4) != 0);
-      status = cudaFuncGetAttributes(&attributes, kernel);
+    const Kernels& kernels = kernels_of(dtype);
+    for (const auto& by_norm : kernels.pass) {
+      all.push_back(reinterpret_cast<const void*>(by_norm[0]));
+      all.push_back(reinterpret_cast<const void*>(by_norm[1]));
     }
-    if (status == cudaSuccess) {
-      status = cudaFuncGetAttributes(&attributes, measure_kernel_of(dtype));
+    all.push_back(reinterpret_cast<const void*>(kernels.clip));
+    all.push_back(reinterpret_cast<const void*>(kernels.measure));
+  }
+  for (const void* kernel : all) {
+    cudaFuncAttributes attributes;
+    if (const cudaError_t status = cudaFuncGetAttributes(&attributes, kernel)) {
+      return status;
     }
   }
-  return status;
+  return cudaSuccess;
 }
 
 }  // namespace
 
 const char* launch(const Launch& launch) {
-  if (const char* why_not = refusal(launch)) {
-    return why_not;
-  }
-  const Kernel kernel =
-      kernel_of(launch.dtype, launch.write, launch.norms != nullptr, launch.coefficient != nullptr);
+  const Kernels& kernels = kernels_of(launch.dtype);
+  const auto kernel = launch.coefficient != nullptr
+                          ? kernels.clip
+                          : kernels.pass[launch.write ? 1 : 0][launch.norms != nullptr ? 1 : 0];
   kernel<<<static_cast<unsigned int>(launch.programs), kThreads, 0,
            static_cast<cudaStream_t>(launch.stream)>>>(launch);
   return text_of(cudaGetLastError());
@@ -342,8 +292,9 @@ const char* launch(const Launch& launch) {
 
 const char* measure(Dtype dtype, const int64_t* table, int64_t segment, int64_t programs,
                     int64_t* health, void* stream) {
-  measure_kernel_of(dtype)<<<static_cast<unsigned int>(programs), kThreads, 0,
-                             static_cast<cudaStream_t>(stream)>>>(table, segment, health);
+  kernels_of(dtype)
+      .measure<<<static_cast<unsigned int>(programs), kThreads, 0,
+                 static_cast<cudaStream_t>(stream)>>>(table, segment, health);
   return text_of(cudaGetLastError());
 }
 

@@ -46,7 +46,7 @@ struct Launch {
   void* stream = nullptr;  // a cudaStream_t of the current device
 };
 
-// Queues the pass. Returns null, or why it was refused or failed.
+// Queues the pass. Returns null, or why it failed.
 const char* launch(const Launch& launch);
 
 // Queues a pass that adds the range of each gradient's values to its parameter's row of
