@@ -1,4 +1,4 @@
-"""What is made of result files: a page, a comparison, the README's figures, a picture."""
+"""Commands over result files: a page, a comparison, the README's figures, a picture."""
 
 from __future__ import annotations
 

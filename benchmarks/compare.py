@@ -1,4 +1,4 @@
-"""What changed between two results: rows paired, and which differences are beyond their spread."""
+"""Comparison of two results: rows paired, differences beyond their spread marked."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is promised about kernels and whole steps, and which promises a measurement can judge."""
+"""Goals of kernels and whole steps, and the verdict of a measurement on each."""
 
 from __future__ import annotations
 

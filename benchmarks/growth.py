@@ -1,4 +1,4 @@
-"""How the cost of unscaling and updating grows with the number of tensors and of elements."""
+"""Cost of unscaling and updating as the number of tensors or of elements grows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What must hold before a kernel is timed: gradients, flags, scale and norms are torch's."""
+"""Parity checks before a kernel is timed: gradients, flags, scale and norms are torch's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a call needs on top of the gradients, measured in a process of its own for each call."""
+"""Memory of a call beyond the gradients, measured in a process of its own for each call."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What agreeing between ranks costs: ampfast's sharded scaler against torch's, in one world."""
+"""Cost of agreement between ranks: ampfast's sharded scaler against torch's, in one world."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run yields: one row for each thing timed, one verdict for each goal, and their files."""
+"""Results of a run: one row for each thing timed, one verdict for each goal, and their files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run prints, and how: with rich where it is installed, else as plain lines."""
+"""Output of a run: with rich where it is installed, else as plain lines."""
 
 from __future__ import annotations
 

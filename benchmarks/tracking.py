@@ -1,4 +1,4 @@
-"""What it costs to note something of each parameter, over the same pass without it."""
+"""Cost of tracking each parameter, over the same pass without it."""
 
 from __future__ import annotations
 

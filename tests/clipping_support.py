@@ -1,4 +1,4 @@
-"""What the tests of clipping share: exact norms, distances in ulps, and clipping by hand."""
+"""Helpers of the clipping tests: exact norms, distances in ulps, clipping by hand."""
 
 from __future__ import annotations
 

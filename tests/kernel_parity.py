@@ -1,4 +1,4 @@
-"""How the kernels' results are compared with torch's op, over lists of gradients."""
+"""Parity of the kernels with torch's op, over lists of gradients."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What keeps random programs out of the places where ampfast differs from torch on purpose."""
+"""Guards that keep random programs out of the places where ampfast differs on purpose."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the test modules share: bitwise comparison, gradient layouts and training twins."""
+"""Helpers of the test modules: bitwise comparison, gradient layouts and training twins."""
 
 from __future__ import annotations
 

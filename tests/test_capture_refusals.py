@@ -1,4 +1,4 @@
-"""What the scaler refuses under a capture or decides on a GPU, with tensors that pretend to it."""
+"""Refusals under capture and decisions on a GPU, with tensors that pretend to it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What clipping costs on a device: launches and bytes, counted on the host."""
+"""Cost of clipping on a device: launches and bytes, counted on the host."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""When clipping may be called, what it refuses, and gradients that no kernel takes."""
+"""Clipping by stage: the calls that it refuses, and gradients that no kernel takes."""
 
 from __future__ import annotations
 

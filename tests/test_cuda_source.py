@@ -1,4 +1,4 @@
-"""What nvcc makes of the CUDA kernels for every architecture, read without a GPU."""
+"""The CUDA kernels as nvcc compiles them for every architecture, read without a GPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a step costs on a device: launches, bytes, uploads and flags, counted on the host."""
+"""Cost of a step on a device: launches, bytes, uploads and flags, counted on the host."""
 
 from __future__ import annotations
 

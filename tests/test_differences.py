@@ -1,4 +1,4 @@
-"""Where ours is right on purpose and torch is not: each test shows ours and asks torch the same."""
+"""Deliberate differences from torch: each test shows ours right and asks torch the same."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where fused optimizers are right with ours and not with torch, which is asked the same."""
+"""Deliberate differences with fused optimizers: each test asks torch the same."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the GPU tests stand on, where it needs no GPU: counts from a trace, and the fuzz."""
+"""Tools of the GPU tests that need no GPU: counts from a trace, and the fuzz."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What python -m ampfast says of itself and of the machine."""
+"""`python -m ampfast info`: facts about the package and the machine."""
 
 import json
 import platform

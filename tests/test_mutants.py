@@ -1,4 +1,4 @@
-"""What `make mutants` goes by is about the code as it is."""
+"""`make mutants`: its list of files and its explanations fit the code."""
 
 from __future__ import annotations
 

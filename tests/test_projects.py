@@ -1,4 +1,4 @@
-"""What other projects do with a scaler, bit for bit as with torch."""
+"""Uses of a scaler in other projects, bit for bit as with torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `sync_free_` refuses, with nothing changed."""
+"""Refusals of `sync_free_`, with nothing changed."""
 
 from __future__ import annotations
 

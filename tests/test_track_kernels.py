@@ -1,4 +1,4 @@
-"""What the CPU kernels note of each parameter, against plain comparisons."""
+"""Tracking by the CPU kernels, against plain comparisons."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the scaler writes, and what it hands to optimizers, against torch in the same test."""
+"""Values that the scaler writes and hands to optimizers, against torch in the same test."""
 
 from __future__ import annotations
 

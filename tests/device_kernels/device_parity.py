@@ -1,4 +1,4 @@
-"""How kernels are compared with torch's op; skips what imports it where none can be launched."""
+"""Parity of kernels with torch's op; skips the importing module where none can be launched."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the last program does: flags, norms and the scale update, and that alone."""
+"""The last program of a launch: it writes flags, norms and the scale update, and nothing else."""
 
 from __future__ import annotations
 

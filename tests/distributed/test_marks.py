@@ -1,4 +1,4 @@
-"""Which parameters overflowed, known on every rank."""
+"""Overflowing parameters, known on every rank."""
 
 from __future__ import annotations
 

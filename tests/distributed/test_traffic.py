@@ -1,4 +1,4 @@
-"""What is sent to other ranks in a step: nothing without need, else four bytes."""
+"""Traffic between ranks in a step: none without need, else four bytes."""
 
 from __future__ import annotations
 

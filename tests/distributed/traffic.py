@@ -1,4 +1,4 @@
-"""What a call sends to other ranks, as the profiler sees gloo at work."""
+"""Traffic of a call between ranks, as the profiler sees gloo at work."""
 
 from __future__ import annotations
 

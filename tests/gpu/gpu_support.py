@@ -1,4 +1,4 @@
-"""What the GPU tests share: devices, kernels, twins of a training loop."""
+"""Helpers of the GPU tests: devices, kernels, twins of a training loop."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a step costs on a GPU: launches, copies, host syncs, uploads of tables and allocations."""
+"""Cost of a step on a GPU: launches, copies, host syncs, uploads of tables and allocations."""
 
 from __future__ import annotations
 

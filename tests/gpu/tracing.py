@@ -1,4 +1,4 @@
-"""What a call launches, copies and waits for, as the profiler sees it."""
+"""Launches, copies and waits of a call, as the profiler sees them."""
 
 from __future__ import annotations
 

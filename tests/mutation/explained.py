@@ -1,4 +1,4 @@
-"""Why no test notices some changes.
+"""Mutants that no test can notice, each with its reason.
 
 Each is named by its place, what was there, what came instead, and which of its likes it is there.
 """

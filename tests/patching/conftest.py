@@ -1,4 +1,4 @@
-"""What the tests of `patch()` share: each starts and ends with torch as it was."""
+"""Fixtures of the `patch()` tests: each starts and ends with torch as it was."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the tests of trainers share: a model, its batches, and a run that can be compared."""
+"""Helpers of the trainer tests: a model, its batches, and a run that can be compared."""
 
 from __future__ import annotations
 
