@@ -14,7 +14,7 @@ from importlib import metadata
 from pathlib import Path
 
 OLDEST_TORCH = (2, 11)
-# What the CUDA kernels are compiled for unless TORCH_CUDA_ARCH_LIST says otherwise; an nvcc that is
+# Architectures of the CUDA kernels unless TORCH_CUDA_ARCH_LIST says otherwise; an nvcc that is
 # too old or too new for one of them leaves it out.
 CUDA_ARCHITECTURES = ("7.5", "8.0", "8.6", "8.9", "9.0", "10.0", "11.0", "12.0")
 # A thread for each of them, for every file that is compiled at the time.

@@ -12,14 +12,14 @@ namespace ampfast {
 
 namespace {
 
-// What is kept where addresses change: this many of the tables that were used last, or as many as
-// take so much memory on devices, whichever is more. Optimizers that step in turn each have one,
-// and for every stream another.
+// Tables kept for reuse: this many of those that were used last, or as many as take so much memory
+// on devices, whichever is more. Optimizers that step in turn each have one, and for every stream
+// another.
 constexpr size_t kLeastTables = 32;
 constexpr int64_t kTableBytes = int64_t{1} << 23;
 
-// What is kept ready for captured tables, in which nothing can be allocated: at least this, and
-// room for several of the largest table so far.
+// Words of pinned memory kept ready for captured tables, since nothing can be allocated under
+// capture: at least this, and room for several of the largest table so far.
 constexpr int64_t kLeastReserve = int64_t{1} << 17;
 constexpr int64_t kTablesInReserve = 16;
 

@@ -51,7 +51,7 @@ class DeviceTable {
   at::Tensor buffer_;
 };
 
-// What was copied to devices so far, by this process.
+// Copies of tables to devices so far, by this process.
 struct Uploads {
   int64_t count;
   int64_t bytes;

@@ -21,7 +21,7 @@ AMPFAST_ELEMENT float inverse_scale(float scale) {
   return static_cast<float>(1.0 / static_cast<double>(scale));
 }
 
-// What decides whether a step is skipped: the factor, and what the optimizer does with it.
+// Use of the factor by the optimizer, which decides whether a step is skipped.
 enum class Use {
   kNothing,   // the gradient is taken as it is
   kMultiply,  // the gradient is multiplied: what unscaling writes

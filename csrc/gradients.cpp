@@ -198,8 +198,8 @@ GradList& list_on(std::vector<GradList>& lists, at::Device device,
   return lists.emplace_back(device, owner);
 }
 
-// What this rank holds of a gradient that `part_of` knows for a distributed tensor, else the
-// gradient. Of a parameter that may be one it is told without gradient, too.
+// This rank's part of a gradient that `part_of` knows for a distributed tensor, else the gradient.
+// A parameter that may be one is told without gradient, too.
 at::Tensor local_part(const py::object& part_of, const py::object& param, at::Tensor grad,
                       int64_t number) {
   if (part_of.is_none() || (!grad.defined() && THPVariable_CheckExact(param.ptr()))) {

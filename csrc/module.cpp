@@ -204,7 +204,7 @@ bool update_scale_(const at::Tensor& scale, const at::Tensor& growth_tracker,
   return true;
 }
 
-// Where things stand in a scaler's state, by name.
+// Layout of a scaler's state, by name.
 std::map<std::string, int64_t> state_layout() {
   return {{"STEPS", kSteps},
           {"SKIPPED", kSkipped},

@@ -275,16 +275,16 @@ PyObject* any_found(PyObject* const* args) {
   return sum ? Py_NewRef(*sum != 0 ? Py_True : Py_False) : nullptr;
 }
 
-// update_scale(states, scale, growth_tracker, growth_factor, backoff_factor, growth_interval, words,
-// norm) -> True; `states` as the scaler has them by optimizer, `norm` may be None.
+// update_scale(states, scale, growth_tracker, growth_factor, backoff_factor, growth_interval,
+// words, norm) -> True; `states` as the scaler has them by optimizer, `norm` may be None.
 PyObject* update_scale(PyObject* const* args) {
   const at::Tensor* scale = scalar_of(args[1], at::kFloat);
   const at::Tensor* tracker = scalar_of(args[2], at::kInt);
   const at::Tensor* norm = args[7] == Py_None ? nullptr : scalar_of(args[7], at::kFloat);
   if (scale == nullptr || scale->is_inference() || scale->requires_grad() || tracker == nullptr ||
       (norm == nullptr && args[7] != Py_None) || !PyDict_Check(args[0]) ||
-      !PyFloat_CheckExact(args[3]) || !PyFloat_CheckExact(args[4]) ||
-      !PyLong_CheckExact(args[5]) || !THPVariable_CheckExact(args[6])) {
+      !PyFloat_CheckExact(args[3]) || !PyFloat_CheckExact(args[4]) || !PyLong_CheckExact(args[5]) ||
+      !THPVariable_CheckExact(args[6])) {
     return nullptr;
   }
   const at::Tensor& words = THPVariable_Unpack(args[6]);
@@ -357,12 +357,10 @@ PyMethodDef method(const char* name) {
 }  // namespace
 
 void bind_short_way(py::module_& m) {
-  static PyMethodDef methods[] = {method<unscale_groups, 5>("unscale_groups"),
-                                  method<check_groups, 2>("check_groups"),
-                                  method<clip_groups, 7>("clip_groups"),
-                                  method<any_found, 1>("any_found"),
-                                  method<update_scale, 8>("update_scale"),
-                                  {nullptr, nullptr, 0, nullptr}};
+  static PyMethodDef methods[] = {
+      method<unscale_groups, 5>("unscale_groups"), method<check_groups, 2>("check_groups"),
+      method<clip_groups, 7>("clip_groups"),       method<any_found, 1>("any_found"),
+      method<update_scale, 8>("update_scale"),     {nullptr, nullptr, 0, nullptr}};
   if (PyModule_AddFunctions(m.ptr(), methods) != 0) {
     throw py::error_already_set();
   }

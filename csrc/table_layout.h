@@ -1,4 +1,4 @@
-// Where things stand in a table of gradients on a device, whose unit is the 64-bit word. The
+// Layout of a table of gradients on a device, whose unit is the 64-bit word. The
 // kernels of all backends read it.
 #pragma once
 

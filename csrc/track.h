@@ -1,5 +1,5 @@
-// Where things stand in what a pass notes of each parameter: rows of 64-bit integers by the number
-// of the parameter. The kernels of all backends write them.
+// Layout of per-parameter tracking: rows of 64-bit integers, by the number of the parameter, which
+// the kernels of all backends write.
 #pragma once
 
 #include <cstdint>

@@ -1,4 +1,4 @@
-"""Which kernels a device gets: the backends, what they need, and the choice among them."""
+"""Backends: their kernels, their requirements, and the choice among them for a device."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ampfast.backends import cpu
 from ampfast.backends.gpu import DeviceKernels
+from ampfast.backends.gpu import ScaleUpdate as Update
 from ampfast.errors import refuse_capture
 
 __all__ = [
@@ -44,27 +45,6 @@ _REMEDIES = {
 }
 
 
-class Update(Protocol):
-    """An update of the scale, to be applied alone or behind the check that decides it."""
-
-    @property
-    def applied(self) -> bool:
-        """Whether the scale was written."""
-
-    @property
-    def device(self) -> torch.device:
-        """Where the scale is."""
-
-    def apply(self) -> None:
-        """Writes the next scale and growth tracker, and what is kept of the step."""
-
-    def undo(self) -> None:
-        """Restores what the update replaced, if it was applied; needs a state."""
-
-    def bump_version(self) -> None:
-        """Tells autograd that the scale was written, as torch's op does."""
-
-
 class Kernels(Protocol):
     """Kernels of a backend; arguments and results are those of `backends.cpu`."""
 
@@ -79,7 +59,7 @@ class Kernels(Protocol):
 
 @dataclass(frozen=True)
 class BackendReport:
-    """What one backend is good for on this machine.
+    """One backend on this machine.
 
     Attributes:
         name: One of `NAMES`.

@@ -38,7 +38,7 @@ _MAGNITUDE = 2**63 - 1
 # As float64 bits: float16's smallest subnormal and normal, its largest.
 _RANGE = (0x3E70000000000000, 0x3F10000000000000, 0x40EFFC0000000000)
 _LARGEST_INT32 = 2**31 - 1
-# How many elements are looked at together, so that what is made of them stays small.
+# Elements measured at a time, which bounds the temporaries.
 _PART = 2**22
 
 
@@ -316,7 +316,7 @@ def _local(grad: Tensor) -> Tensor:
 
 
 def _product(grad: Tensor, inv_scale: Tensor) -> Tensor:
-    """What unscaling makes of values before it rounds them to their dtype."""
+    """Unscaled values in opmath, before they are rounded to their dtype."""
     opmath = torch.promote_types(grad.dtype, torch.float32)
     return grad.detach().to(opmath) * inv_scale.reshape(()).to(opmath)
 

@@ -122,7 +122,7 @@ class Track(NamedTuple):
 
 
 class UpdateFactors(NamedTuple):
-    """How the scale is updated; `functional.update_scale_` says what each does."""
+    """Factors and interval of the scale update; see `functional.update_scale_`."""
 
     growth_factor: float
     backoff_factor: float

@@ -1,4 +1,4 @@
-"""What kernels over a table on a device are asked to do, and the host side that they share."""
+"""Passes over a table of gradients on a device, and the host side that Triton and CUDA share."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ __all__ = [
     "on_gpu",
 ]
 
-# What the kernel that updates the scale takes at once.
+# Flags that the kernel that updates the scale takes at once.
 MOST_FLAGS = 4
 
 _one_pass = threading.Lock()
@@ -46,12 +46,12 @@ _one_pass = threading.Lock()
 # For launches that update nothing.
 NO_FACTORS = UpdateFactors(1.0, 1.0, 0)
 
-# What torch adds to a norm before it divides by it.
+# Added to a norm before it divides, as torch does.
 CLIP_EPSILON = 1e-6
 
 
 class Use(IntEnum):
-    """What the optimizer will do with a factor; decides whether a value is finite."""
+    """Use of the factor by the optimizer, which decides whether a value is finite."""
 
     RAW = 0
     INVERSE = 1
@@ -60,7 +60,7 @@ class Use(IntEnum):
 
 
 class Epilogue(IntEnum):
-    """What the last program of a launch does."""
+    """Work of the last program of a launch."""
 
     NOTHING = 0
     FINISH = 1
@@ -89,7 +89,17 @@ class Launcher(Protocol):
 
 
 class ScaleUpdate:
-    """An update of the scale on its device, alone or behind the check that decides it."""
+    """An update of the scale on its device, alone or behind the check that decides it.
+
+    Args:
+        launcher: The kernels.
+        scale: As for `cpu.update_scale_`, like all that follow.
+        growth_tracker: See above.
+        found_infs: Flags besides that of the check.
+        factors: See above.
+        state: See above.
+        norm: See above.
+    """
 
     def __init__(
         self,
@@ -112,6 +122,7 @@ class ScaleUpdate:
 
     @property
     def device(self) -> torch.device:
+        """Device of the scale."""
         return self.scale.device
 
     @property
@@ -134,7 +145,11 @@ class ScaleUpdate:
         self.applied = True
 
     def undo(self) -> None:
-        """Restores what the update replaced; needs a state, which remembers it."""
+        """Restores what the update replaced, as the state remembers it.
+
+        Raises:
+            RuntimeError: If there is no state.
+        """
         if self.state is None:
             raise RuntimeError("an update without a state cannot be undone")
         if self.applied:

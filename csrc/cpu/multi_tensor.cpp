@@ -19,7 +19,7 @@ namespace ampfast::cpu {
 
 namespace {
 
-// What a chunk costs besides its elements, in elements; balances many tiny tensors.
+// Cost of a chunk besides its elements, in elements; balances many tiny tensors.
 constexpr int64_t kChunkCost = 64;
 
 // The least work for a thread, in bytes. Where every core is busy, as in training with data
@@ -34,7 +34,7 @@ struct Position {
 
 int64_t weight(const Span& span) { return span.numel + chunk_count(span.numel) * kChunkCost; }
 
-// Where each task of `count` starts, so that all have about the same work.
+// Starts of `count` tasks of about the same work.
 std::vector<Position> shares(const DtypeList& list, int64_t total, int64_t count) {
   std::vector<Position> starts;
   int64_t before = 0;
@@ -121,7 +121,7 @@ float used_peak16(T value, Use use, float factor) {
   return use == Use::kMultiply ? widen(narrow(used, T{})) : used;
 }
 
-// What the magnitude `bits` becomes: rounded to its dtype where that is written, as fused
+// The magnitude `bits` as it is used: rounded to its dtype where that is written, as fused
 // optimizers see it otherwise. Rounding is monotone, so the largest magnitude tells of all.
 double used_peak(Dtype dtype, int64_t bits, Use use, float factor) {
   switch (dtype) {

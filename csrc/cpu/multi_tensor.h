@@ -6,7 +6,7 @@
 
 namespace ampfast::cpu {
 
-// Where overflows are marked: rows of kMarkWords by parameter.
+// Marks of overflows: rows of kMarkWords by parameter.
 struct Marks {
   int64_t* rows = nullptr;
   int64_t parameters = 0;

@@ -1,4 +1,4 @@
-// How the CUDA kernels read, multiply and write the elements of each dtype.
+// Elements of each dtype in the CUDA kernels: read, multiplied and written.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -24,8 +24,8 @@ AMPFAST_ELEMENT T larger(T a, T b) {
   return a < b ? b : a;
 }
 
-// How gradients of one dtype are read: in words of one or two elements. `magnitudes` are the bits
-// of each without their sign.
+// Formats of gradients, read in words of one or two elements. `magnitudes` are the bits of each
+// without their sign.
 
 struct Float32 {
   using Opmath = float;
@@ -125,7 +125,7 @@ AMPFAST_ELEMENT typename Format::Word unscaled(typename Format::Word word,
   return Format::narrow(values);
 }
 
-// What the largest magnitude becomes: rounded to its dtype where that is written, as fused
+// The largest magnitude as it is used: rounded to its dtype where that is written, as fused
 // optimizers see it otherwise. Rounding is monotone, so the largest magnitude tells of all.
 template <class Format>
 AMPFAST_ELEMENT typename Format::Opmath used_peak(typename Format::Peak peak, Factor factor_use,

@@ -16,7 +16,7 @@ constexpr int kVectors = kWindowBytes / (kThreads * kVectorBytes);
 
 constexpr int kNoEdge = -1;
 
-// Where the element outside of whole vectors is that this thread takes. The first threads share the
+// Place of the element outside of whole vectors that this thread takes. The first threads share the
 // vector in which a tensor begins, those behind them the one in which it ends.
 template <class Format>
 AMPFAST_ELEMENT int edge_place(int begin, int end, int thread) {

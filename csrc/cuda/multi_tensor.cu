@@ -62,8 +62,8 @@ __device__ T reduced(T value, Combine combine) {
   return value;
 }
 
-// What the last program does, with all its threads. Other programs' results are read from where
-// all multiprocessors see them.
+// Epilogue of the last program, by all its threads. Other programs' results are read from where all
+// multiprocessors see them.
 __device__ void finish(const Launch& launch) {
   int64_t* header = launch.table;
   double squares = 0;

@@ -10,7 +10,7 @@
 
 namespace ampfast::cuda {
 
-// What becomes of a value before it is looked at, with what stands at `Launch::factor`.
+// Use of `Launch::factor` on a value before it is looked at.
 enum Factor {
   kRaw,      // nothing; there is no factor
   kInverse,  // it is multiplied by the factor
@@ -61,11 +61,11 @@ struct Flags {
 };
 const char* update_scale(const Update& update, const Flags& flags, void* stream);
 
-// Queues what turns norms into a coefficient, on a cudaStream_t of the current device; all pointers
+// Queues the coefficient of a clipping, on a cudaStream_t of the current device; all pointers
 // are to its memory. Returns null, or why it failed.
 const char* clip_coefficient(const Clip& clip, void* stream);
 
-// How many programs run at once on the current device: the largest grid worth launching. Loads the
+// Programs that run at once on the current device: the largest grid worth launching. Loads the
 // kernels, so that launches may be captured from then on. Sets `error` to null, or to why the
 // device could not tell.
 int64_t max_programs(int device, const char** error);

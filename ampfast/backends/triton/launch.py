@@ -55,7 +55,7 @@ _DTYPES = {
     torch.bfloat16: tl.bfloat16,
 }
 
-# What was launched before and is hence compiled.
+# Variants that were launched before and hence are compiled.
 _launched: set[tuple[object, ...]] = set()
 
 
