@@ -18,6 +18,7 @@ from ampfast.optimizers import takes_grad_scaler
 from ampfast.overflow import Tracks
 
 __all__ = [
+    "DEFERRED",
     "FUSED_ORDERS",
     "Deferred",
     "Part",
@@ -269,6 +270,10 @@ def _p_norms(part: Part, order: float, agreement: Agreement | None) -> Iterator[
             values = grad._values() if grad.is_sparse else grad
             factor = None if inverse is None else aten.moved(inverse, values.device)
             yield aten.p_norm(values, order, factor)
+
+
+# The key, in an optimizer's entry of `_per_optimizer_states`, of a clipping that its step will do.
+DEFERRED = "deferred_clip"
 
 
 @dataclass(frozen=True)

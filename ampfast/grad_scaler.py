@@ -39,10 +39,9 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 Flags = dict[Any, Tensor]
 
 # Keys of an optimizer's entry in `_per_optimizer_states` besides torch's, only where needed: the
-# agreement of ranks on flags that is still to come, a clipping that the optimizer's step will do,
-# and a sign that `_unscale_grads_` is called by `unscale_`.
+# agreement of ranks on flags that is still to come, and a sign that `_unscale_grads_` is called by
+# `unscale_`.
 _AGREEMENT = "agreement"
-_DEFERRED = "deferred_clip"
 _UNSCALING = "unscaling"
 
 _ONCE = "An iteration ends with update(), after the steps of all optimizers: is the call missing?"
@@ -508,7 +507,7 @@ class GradScaler(TorchGradScaler):
                 raise add_note(RuntimeError("grad_norm() is being called after step()."), _ONCE)
             parts = [
                 self._unscaled_part(each, writes=False)
-                if entry["stage"] is OptState.UNSCALED and _DEFERRED not in entry
+                if entry["stage"] is OptState.UNSCALED and clipping.DEFERRED not in entry
                 else self._scaled_part(each, scale, writes=False)
                 for each, entry in zip(optimizers, entries, strict=True)
             ]
@@ -978,7 +977,7 @@ class GradScaler(TorchGradScaler):
             # Left behind by a step whose end was interrupted.
             del optimizer.grad_scale  # type: ignore[attr-defined]
         is_unscaled = state["stage"] is OptState.UNSCALED
-        deferred: clipping.Deferred | None = state.get(_DEFERRED)
+        deferred: clipping.Deferred | None = state.get(clipping.DEFERRED)
         if is_unscaled:
             grad_scale = getattr(optimizer, "grad_scale", None)
         else:
@@ -1068,7 +1067,7 @@ class GradScaler(TorchGradScaler):
             for state, part in zip(states, parts, strict=True):
                 if not part.writes and divisor is not None:
                     rows = part.rows + part.uncounted
-                    state[_DEFERRED] = clipping.Deferred(divisor, coefficient, rows, agreement)
+                    state[clipping.DEFERRED] = clipping.Deferred(divisor, coefficient, rows, agreement)
             _mark_unscaled(*states)
         clipping.clip_(self._choice, parts, coefficient)
         if not overridden:

@@ -7,10 +7,17 @@
 #include <c10/util/flat_hash_map.h>
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/autograd/python_variable.h>
+#include <torch/csrc/autograd/variable.h>
+
+#include <algorithm>
+#include <numeric>
 
 namespace ampfast {
 
 namespace {
+
+// Parameters looked at together.
+constexpr Py_ssize_t kTogether = 16;
 
 // A plain tensor has the keys of its backend and of what every tensor has, and no others: no
 // conjugate, no negative, no functorch wrapper, no Python subclass, no sparse or quantized layout.
@@ -30,8 +37,9 @@ bool has_plain_type(const at::Tensor& tensor) {
 
 // Memory that was not torch's may begin anywhere.
 bool is_aligned(const at::Tensor& tensor) {
-  const uintptr_t size = tensor.element_size();  // a power of 2
-  return (reinterpret_cast<uintptr_t>(tensor.const_data_ptr()) & (size - 1)) == 0;
+  const c10::TensorImpl* impl = tensor.unsafeGetTensorImpl();
+  const uintptr_t size = impl->itemsize();  // a power of 2
+  return (reinterpret_cast<uintptr_t>(impl->unsafe_storage().data()) & (size - 1)) == 0;
 }
 
 bool has_known_dtype(const at::Tensor& tensor) {
@@ -39,8 +47,8 @@ bool has_known_dtype(const at::Tensor& tensor) {
   return type == at::kFloat || type == at::kHalf || type == at::kBFloat16 || type == at::kDouble;
 }
 
-void require_bytes(size_t needed, const at::Tensor& tensor) {
-  const size_t there = tensor.storage().nbytes();
+void require_bytes(size_t needed, const c10::Storage& storage) {
+  const size_t there = storage.nbytes();
   TORCH_CHECK(needed <= there, "the storage of a gradient was freed or resized: ", there,
               " bytes are left of ", needed);
 }
@@ -94,35 +102,35 @@ void require_storage(const at::Tensor& tensor) {
   } else if (tensor.layout() == at::kStrided && tensor.has_storage()) {
     require_bytes(at::detail::computeStorageNbytes(tensor.sizes(), tensor.strides(),
                                                    tensor.element_size(), tensor.storage_offset()),
-                  tensor);
+                  tensor.storage());
   }
-}
-
-DtypeList& GradList::list_of(at::ScalarType dtype) {
-  for (DtypeList& list : lists_) {
-    if (list.dtype == dtype) {
-      return list;
-    }
-  }
-  return lists_.emplace_back(DtypeList{dtype, {}, 0, 0});
 }
 
 void GradList::add(const at::Tensor& tensor, bool writes, int64_t parameter) {
-  const int64_t numel = tensor.numel();
-  has_float64_ |= tensor.scalar_type() == at::kDouble;
+  const c10::TensorImpl* impl = tensor.unsafeGetTensorImpl();
+  const at::ScalarType dtype = tensor.scalar_type();
+  const int64_t numel = impl->numel();
+  has_float64_ |= dtype == at::kDouble;
   if (numel == 0) {
     return;
   }
-  require_bytes((tensor.storage_offset() + numel) * tensor.element_size(), tensor);
-  void* address = writes ? tensor.mutable_data_ptr() : const_cast<void*>(tensor.const_data_ptr());
-  add(tensor.scalar_type(), static_cast<char*>(address), numel, parameter);
+  const c10::Storage& storage = impl->unsafe_storage();
+  const size_t size = impl->itemsize();
+  require_bytes((impl->storage_offset() + numel) * size, storage);
+  void* base = writes ? storage.mutable_data() : const_cast<void*>(storage.data());
+  add(dtype, static_cast<char*>(base) + impl->storage_offset() * size, numel, parameter);
 }
 
 void GradList::add(at::ScalarType dtype, char* address, int64_t numel, int64_t parameter) {
-  DtypeList& list = list_of(dtype);
-  list.spans.push_back({address, numel, list.chunks, parameter});
-  list.chunks += chunk_count(numel);
-  list.elements += numel;
+  auto list = std::find_if(lists_.begin(), lists_.end(),
+                           [dtype](const DtypeList& each) { return each.dtype == dtype; });
+  if (list == lists_.end()) {
+    list = lists_.insert(list, DtypeList{dtype, {}, 0, 0});
+    list->spans.reserve(kTogether);
+  }
+  list->spans.push_back({address, numel, list->chunks, parameter});
+  list->chunks += chunk_count(numel);
+  list->elements += numel;
 }
 
 std::pair<GradList, GradList> GradList::split(const std::unordered_set<int64_t>& parameters) const {
@@ -137,11 +145,13 @@ std::pair<GradList, GradList> GradList::split(const std::unordered_set<int64_t>&
 }
 
 int64_t GradList::chunks() const {
-  int64_t chunks = 0;
-  for (const DtypeList& list : lists_) {
-    chunks += list.chunks;
-  }
-  return chunks;
+  return std::accumulate(lists_.begin(), lists_.end(), int64_t{0},
+                         [](int64_t sum, const DtypeList& list) { return sum + list.chunks; });
+}
+
+int64_t GradList::elements() const {
+  return std::accumulate(lists_.begin(), lists_.end(), int64_t{0},
+                         [](int64_t sum, const DtypeList& list) { return sum + list.elements; });
 }
 
 int64_t GradList::table_bytes() const {
@@ -262,6 +272,91 @@ Walk walk_gradients(const py::handle& param_groups, bool allow_fp16, bool writes
       grad.unsafeGetTensorImpl()->bump_version();
     }
     list_on(walk.lists, grad.device(), regular.tensors).add(grad, writes, regular.parameters[i]);
+  }
+  return walk;
+}
+
+namespace {
+
+void prefetch(const void* address, int cache_lines) {
+#if defined(__GNUC__)
+  for (int line = 0; line < cache_lines; ++line) {
+    __builtin_prefetch(static_cast<const char*>(address) + 64 * line);
+  }
+#endif
+}
+
+// Takes the gradients of at most `kTogether` parameters: the memory of one arrives while the next
+// is asked for.
+bool take_some(PyObject* const* params, Py_ssize_t count, bool allow_fp16, bool writes,
+               ShortWalk& walk) {
+  const torch::autograd::AutogradMeta* metas[kTogether];
+  for (Py_ssize_t i = 0; i < count; ++i) {
+    if (!THPVariable_CheckExact(params[i])) {
+      return false;
+    }
+    prefetch(THPVariable_Unpack(params[i]).unsafeGetTensorImpl(), 1);
+  }
+  for (Py_ssize_t i = 0; i < count; ++i) {
+    metas[i] = static_cast<const torch::autograd::AutogradMeta*>(
+        THPVariable_Unpack(params[i]).unsafeGetTensorImpl()->autograd_meta());
+    prefetch(metas[i], 2);
+  }
+  const size_t before = walk.grads.size();
+  for (Py_ssize_t i = 0; i < count; ++i) {
+    if (metas[i] == nullptr) {
+      continue;
+    }
+    if (metas[i]->grad_.defined()) {
+      walk.grads.push_back(&metas[i]->grad_);
+      prefetch(metas[i]->grad_.unsafeGetTensorImpl(), 4);
+    } else if (metas[i]->grad_fn_) {
+      return false;  // not a leaf: reading its gradient may warn
+    }
+  }
+  for (size_t i = before; i < walk.grads.size(); ++i) {
+    prefetch(walk.grads[i]->unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl(), 2);
+  }
+  for (size_t i = before; i < walk.grads.size(); ++i) {
+    const at::Tensor& grad = *walk.grads[i];
+    if (!is_regular(grad, device_bit(at::kCPU)) ||
+        (!allow_fp16 && grad.scalar_type() == at::kHalf)) {
+      return false;
+    }
+    walk.list.add(grad, writes, 0);
+  }
+  return true;
+}
+
+}  // namespace
+
+std::optional<ShortWalk> short_walk(PyObject* param_groups, bool allow_fp16, bool writes) {
+  static PyObject* const name = PyUnicode_InternFromString("params");
+  if (!PyList_CheckExact(param_groups) || is_observed()) {
+    return std::nullopt;
+  }
+  ShortWalk walk;
+  for (Py_ssize_t g = 0; g < PyList_GET_SIZE(param_groups); ++g) {
+    PyObject* group = PyList_GET_ITEM(param_groups, g);
+    PyObject* params = PyDict_CheckExact(group) ? PyDict_GetItemWithError(group, name) : nullptr;
+    if (params == nullptr || !PyList_CheckExact(params)) {
+      return std::nullopt;
+    }
+    const Py_ssize_t size = PyList_GET_SIZE(params);
+    walk.grads.reserve(walk.grads.size() + size);
+    PyObject* const* items = reinterpret_cast<PyListObject*>(params)->ob_item;
+    for (Py_ssize_t i = 0; i < size; i += kTogether) {
+      try {
+        if (!take_some(items + i, std::min(kTogether, size - i), allow_fp16, writes, walk)) {
+          return std::nullopt;
+        }
+      } catch (const c10::Error&) {  // memory that was freed
+        return std::nullopt;
+      }
+    }
+  }
+  if (walk.grads.empty()) {
+    return std::nullopt;
   }
   return walk;
 }

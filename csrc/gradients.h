@@ -64,10 +64,10 @@ class GradList {
   // Whether a float64 tensor was added, also one without elements.
   bool has_float64() const { return has_float64_; }
   int64_t chunks() const;
+  int64_t elements() const;
   int64_t table_bytes() const;
 
  private:
-  DtypeList& list_of(at::ScalarType dtype);
   void add(at::ScalarType dtype, char* address, int64_t numel, int64_t parameter);
 
   at::Device device_;
@@ -126,6 +126,16 @@ struct Walk {
 // gradient that is read in its place, or None.
 Walk walk_gradients(const py::handle& param_groups, bool allow_fp16, bool writes,
                     bool bumps_versions, uint64_t devices, const py::object& part_of);
+
+// The gradients of parameters that nobody touches while Python's lock is held.
+struct ShortWalk {
+  std::vector<const at::Tensor*> grads;  // borrowed from the parameters
+  GradList list{at::kCPU, nullptr};
+};
+
+// The same for plain lists of plain parameters on the CPU, whose memory is fetched ahead. Nothing
+// where there is no gradient or one that `walk_gradients` must look at; all is as before then.
+std::optional<ShortWalk> short_walk(PyObject* param_groups, bool allow_fp16, bool writes);
 
 // Tells whether a parameter that has a gradient lacks an entry of that name in the optimizer's
 // state, a dict by parameter. Keys are told apart as tensors are: by identity.

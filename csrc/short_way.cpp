@@ -6,9 +6,7 @@
 #include <ATen/EmptyTensor.h>
 #include <torch/csrc/Device.h>
 #include <torch/csrc/autograd/python_variable.h>
-#include <torch/csrc/autograd/variable.h>
 
-#include <algorithm>
 #include <cmath>
 #include <optional>
 #include <utility>
@@ -28,101 +26,16 @@ constexpr uint64_t kCpu = device_bit(at::kCPU);
 // From this many elements on, other threads may have the interpreter meanwhile.
 constexpr int64_t kElementsWorthReleasing = 8 * kChunk;
 
-// Parameters looked at together: the memory of one arrives while the next is asked for.
-constexpr Py_ssize_t kTogether = 16;
-
-// Borrowed from the parameters, which nobody touches while the interpreter is held.
-using Gradients = std::vector<const at::Tensor*>;
-
-void prefetch(const void* address, int cache_lines) {
-#if defined(__GNUC__)
-  for (int line = 0; line < cache_lines; ++line) {
-    __builtin_prefetch(static_cast<const char*>(address) + 64 * line);
-  }
-#endif
-}
-
-// Adds the gradients of some parameters.
-bool collect(PyObject* const* params, Py_ssize_t count, bool allow_fp16, Gradients& grads) {
-  const torch::autograd::AutogradMeta* metas[kTogether];
-  for (Py_ssize_t i = 0; i < count; ++i) {
-    if (!THPVariable_CheckExact(params[i])) {
-      return false;
-    }
-    prefetch(THPVariable_Unpack(params[i]).unsafeGetTensorImpl(), 1);
-  }
-  for (Py_ssize_t i = 0; i < count; ++i) {
-    metas[i] = torch::autograd::impl::get_autograd_meta(THPVariable_Unpack(params[i]));
-    prefetch(metas[i], 2);
-  }
-  const size_t before = grads.size();
-  for (Py_ssize_t i = 0; i < count; ++i) {
-    if (metas[i] == nullptr) {
-      continue;
-    }
-    if (metas[i]->grad_.defined()) {
-      grads.push_back(&metas[i]->grad_);
-      prefetch(metas[i]->grad_.unsafeGetTensorImpl(), 4);
-    } else if (metas[i]->grad_fn_) {
-      return false;  // not a leaf: reading its gradient may warn
-    }
-  }
-  return std::all_of(grads.begin() + before, grads.end(), [allow_fp16](const at::Tensor* grad) {
-    return is_regular(*grad, kCpu) && (allow_fp16 || grad->scalar_type() != at::kHalf);
-  });
-}
-
-// Collects an optimizer's gradients; false where there is none or one is unusual.
-bool collect(PyObject* groups, bool allow_fp16, Gradients& grads) {
-  static PyObject* const name = PyUnicode_InternFromString("params");
-  if (!PyList_CheckExact(groups) || is_observed()) {
-    return false;
-  }
-  for (Py_ssize_t g = 0; g < PyList_GET_SIZE(groups); ++g) {
-    PyObject* group = PyList_GET_ITEM(groups, g);
-    PyObject* params = PyDict_CheckExact(group) ? PyDict_GetItemWithError(group, name) : nullptr;
-    if (params == nullptr || !PyList_CheckExact(params)) {
-      return false;
-    }
-    const Py_ssize_t size = PyList_GET_SIZE(params);
-    grads.reserve(grads.size() + size);
-    PyObject* const* items = reinterpret_cast<PyListObject*>(params)->ob_item;
-    for (Py_ssize_t i = 0; i < size; i += kTogether) {
-      if (!collect(items + i, std::min(kTogether, size - i), allow_fp16, grads)) {
-        return false;
-      }
-    }
-  }
-  return !grads.empty();
-}
-
-// The gradients as kernels take them; nothing if one lost its memory.
-std::optional<GradList> list_of(const Gradients& grads, bool writes) {
-  GradList list(at::kCPU, nullptr);
-  try {
-    for (const at::Tensor* grad : grads) {
-      list.add(*grad, writes, 0);
-    }
-  } catch (const c10::Error&) {
-    return std::nullopt;
-  }
-  return list;
-}
-
 // Runs kernels, without the interpreter if that takes long.
 template <class Kernel>
-void run(const Gradients& grads, const Kernel& kernel) {
-  int64_t elements = 0;
-  for (const at::Tensor* grad : grads) {
-    elements += grad->numel();
-  }
-  if (elements < kElementsWorthReleasing) {
+void run(const ShortWalk& walk, const Kernel& kernel) {
+  if (walk.list.elements() < kElementsWorthReleasing) {
     kernel();
     return;
   }
   std::vector<at::Tensor> owners;
-  owners.reserve(grads.size());
-  for (const at::Tensor* grad : grads) {
+  owners.reserve(walk.grads.size());
+  for (const at::Tensor* grad : walk.grads) {
     owners.push_back(*grad);
   }
   const py::gil_scoped_release release;
@@ -193,35 +106,32 @@ std::optional<double> sum_of(PyObject* flags) {
 // unscale_groups(param_groups, scale, allow_fp16, state, unscaled) -> True
 PyObject* unscale_groups(PyObject* const* args) {
   const at::Tensor* scale = scalar_of(args[1], at::kFloat);
-  Gradients grads;
-  if (scale == nullptr || !PyDict_CheckExact(args[3]) ||
-      !collect(args[0], args[2] == Py_True, grads)) {
+  if (scale == nullptr || !PyDict_CheckExact(args[3])) {
     return nullptr;
   }
-  const std::optional<GradList> list = list_of(grads, true);
-  if (!list) {
+  const std::optional<ShortWalk> walk = short_walk(args[0], args[2] == Py_True, true);
+  if (!walk) {
     return nullptr;
   }
   const float inv_scale = inverse_scale(*scale->const_data_ptr<float>());
   float* flag = mark_unscaled(args[3], args[4]);
-  run(grads, [&] { *flag = cpu::unscale(*list, inv_scale) ? 1 : 0; });
+  run(*walk, [&] { *flag = cpu::unscale(walk->list, inv_scale) ? 1 : 0; });
   return Py_NewRef(Py_True);
 }
 
 // check_groups(param_groups, grad_scale) -> (found_inf, grad_scale), new tensors
 PyObject* check_groups(PyObject* const* args) {
   const at::Tensor* scale = scalar_of(args[1], at::kFloat);
-  Gradients grads;
-  if (scale == nullptr || !collect(args[0], true, grads)) {
+  if (scale == nullptr) {
     return nullptr;
   }
-  const std::optional<GradList> list = list_of(grads, false);
-  if (!list) {
+  const std::optional<ShortWalk> walk = short_walk(args[0], true, false);
+  if (!walk) {
     return nullptr;
   }
   const float divisor = *scale->const_data_ptr<float>();
   bool found = false;
-  run(grads, [&] { found = cpu::check(*list, Use::kDivide, divisor); });
+  run(*walk, [&] { found = cpu::check(walk->list, Use::kDivide, divisor); });
   return PyTuple_Pack(2, wrapped(new_scalar<float>(found ? 1 : 0)).ptr(),
                       wrapped(new_scalar(divisor)).ptr());
 }
@@ -229,17 +139,15 @@ PyObject* check_groups(PyObject* const* args) {
 // clip_groups(param_groups, scale, allow_fp16, state, unscaled, max_norm, largest) -> norm
 PyObject* clip_groups(PyObject* const* args) {
   const at::Tensor* scale = scalar_of(args[1], at::kFloat);
-  Gradients grads;
-  if (scale == nullptr || !PyDict_CheckExact(args[3]) ||
-      !collect(args[0], args[2] == Py_True, grads)) {
+  if (scale == nullptr || !PyDict_CheckExact(args[3])) {
     return nullptr;
   }
-  const std::optional<GradList> list = list_of(grads, true);
-  if (!list) {
+  const std::optional<ShortWalk> walk = short_walk(args[0], args[2] == Py_True, true);
+  if (!walk) {
     return nullptr;
   }
   const float inv_scale = inverse_scale(*scale->const_data_ptr<float>());
-  const at::Tensor norm = list->has_float64() ? new_scalar<double>(0) : new_scalar<float>(0);
+  const at::Tensor norm = walk->list.has_float64() ? new_scalar<double>(0) : new_scalar<float>(0);
   py::object result = wrapped(norm);
   double row[2] = {};
   double coefficient = 1;
@@ -249,21 +157,21 @@ PyObject* clip_groups(PyObject* const* args) {
   clip.max_norm = PyFloat_AsDouble(args[5]);
   clip.largest = args[6] == Py_True;
   clip.coefficient = &coefficient;
-  if (list->has_float64()) {
+  if (walk->list.has_float64()) {
     clip.wide_norm = norm.mutable_data_ptr<double>();
   } else {
     clip.norm = norm.mutable_data_ptr<float>();
   }
   float* flag = mark_unscaled(args[3], args[4]);
-  for (const at::Tensor* grad : grads) {
+  for (const at::Tensor* grad : walk->grads) {
     grad->unsafeGetTensorImpl()->bump_version();
   }
-  run(grads, [&] {
-    const cpu::Norms norms = cpu::norms(*list, inv_scale);
+  run(*walk, [&] {
+    const cpu::Norms norms = cpu::norms(walk->list, inv_scale);
     row[0] = norms.sum_of_squares;
     row[1] = norms.absolute_maximum;
     apply(clip);
-    cpu::unscale(*list, inv_scale, nullptr, coefficient);
+    cpu::unscale(walk->list, inv_scale, nullptr, coefficient);
     *flag = std::isfinite(norms.absolute_maximum) ? 0 : 1;
   });
   return result.release().ptr();
