@@ -18,7 +18,7 @@ from torch.cuda.amp.common import amp_definitely_not_available
 
 from ampfast import backends, clipping, distributed, gradients, overflow
 from ampfast._version import __version__
-from ampfast.backends import aten, cpu
+from ampfast.backends import aten, cpu, gpu
 from ampfast.errors import add_note, refuse_capture, warn_caller
 from ampfast.loss_scale import LossScale, ScalePolicy, is_static
 from ampfast.optimizers import LastChecks, lacks_momentum, no_inf_checks, takes_grad_scaler
@@ -45,7 +45,9 @@ _AGREEMENT = "agreement"
 _UNSCALING = "unscaling"
 
 _ONCE = "An iteration ends with update(), after the steps of all optimizers: is the call missing?"
-_NEW = {"stage": OptState.READY}
+# An optimizer's entry before anything is done, as torch makes it; cold, calling torch's factory
+# would cost a tenth of a step.
+_NEW: dict[str, Any] = _refresh_per_optimizer_state()
 
 # Why a step of a plain optimizer is not captured, and what to do.
 _HOST_DECIDES = (
@@ -139,6 +141,8 @@ class GradScaler(TorchGradScaler):
     _dynamic = True
     # The last `grad_scale` that an optimizer was given.
     _handed_over: Any = None
+    # The update of the scale that rides in the next check.
+    _riding: gpu.ScaleUpdate | None = None
     # Whether the core's raw calls may try first; decided with the scale.
     _takes_short_way = False
     _track: str | None = None
@@ -276,8 +280,31 @@ class GradScaler(TorchGradScaler):
             RuntimeError: If called twice, or after `step`, since the last `update`.
             ValueError: If a gradient is float16 and `allow_fp16` is not set; its note says which.
         """
-        if self._enabled:
-            self._unscale(optimizer, None)
+        scale = cpu.usual_scale(self)
+        is_usual = scale is not None
+        if scale is None:
+            if not self._enabled:
+                return
+            scale, _ = self._check_scale_growth_tracker("unscale_")
+        state = self._per_optimizer_states[id(optimizer)]
+        if state["stage"] is OptState.UNSCALED:
+            raise add_note(
+                RuntimeError(
+                    "unscale_() has already been called on this optimizer since the last update()."
+                ),
+                f"clip_grad_norm_() unscales, too. {_ONCE}",
+            )
+        if state["stage"] is OptState.STEPPED:
+            raise add_note(RuntimeError("unscale_() is being called after step()."), _ONCE)
+        skips = None
+        if is_usual:
+            skips = cpu.unscale_groups(
+                *(optimizer.param_groups, scale, self._allow_fp16, state, OptState.UNSCALED)
+            )
+        if skips is None:
+            self._unscale(optimizer, state, scale)
+        if state["found_inf_per_device"]:
+            self._last_checks.record(optimizer, state["found_inf_per_device"])
 
     @_not_compiled
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
@@ -296,7 +323,64 @@ class GradScaler(TorchGradScaler):
             RuntimeError: If called twice since the last `update`, or with a closure.
             ValueError: As `unscale_`.
         """
-        return self._step(optimizer, args, kwargs, None)
+        result: float | None
+        scale = cpu.usual_scale(self)
+        is_usual = scale is not None
+        if not is_usual and not self._enabled:
+            result = optimizer.step(*args, **kwargs)
+            return result
+        if "closure" in kwargs:
+            raise RuntimeError("Closure use is not currently supported if GradScaler is enabled.")
+        if scale is None:
+            scale, _ = self._check_scale_growth_tracker("step")
+        states, key = self._per_optimizer_states, id(optimizer)
+        state = states.get(key)
+        if state is None:
+            state = states[key] = {**_NEW, "found_inf_per_device": {}}
+        if state["stage"] is OptState.STEPPED:
+            raise add_note(
+                RuntimeError("step() has already been called since the last update()."), _ONCE
+            )
+        if _AGREEMENT in state:
+            self._agree_again(state)
+
+        recorded = None
+        if getattr(optimizer, "_step_supports_amp_scaling", False):
+            if takes_grad_scaler(optimizer.step):
+                result = self._legacy_step(optimizer, args, kwargs)
+            else:
+                result = self._fused_step(
+                    optimizer, state, scale if is_usual else None, args, kwargs
+                )
+                recorded = state["found_inf_per_device"]
+        else:
+            skips = None
+            if state["stage"] is OptState.READY:
+                if is_usual:
+                    skips = cpu.unscale_groups(
+                        *(optimizer.param_groups, scale, self._allow_fp16),
+                        *(state, OptState.UNSCALED),
+                    )
+                if skips is None:
+                    if scale.is_cuda and not self._overrides(_MAYBE_STEP):
+                        # Here, or the gradients would count as unscaled.
+                        refuse_capture(*_HOST_DECIDES)
+                    self.unscale_(optimizer)
+            recorded = state["found_inf_per_device"]
+            if not recorded:
+                raise no_inf_checks(optimizer)
+            if cpu.record(self._last_checks.entries, optimizer, recorded) is None:
+                self._last_checks.record(optimizer, recorded)
+            if is_usual and skips is None:
+                skips = cpu.any_found(recorded)
+            if skips is None:
+                result = self._maybe_opt_step(optimizer, state, *args, **kwargs)
+            else:
+                result = None if skips else optimizer.step(*args, **kwargs)
+        state["stage"] = OptState.STEPPED
+        if state["found_inf_per_device"] is not recorded:
+            self._last_checks.record(optimizer, state["found_inf_per_device"])
+        return result
 
     @_not_compiled
     def update(self, new_scale: float | Tensor | None = None) -> None:
@@ -310,14 +394,17 @@ class GradScaler(TorchGradScaler):
             AssertionError: If nothing was scaled or checked since the last update, or `new_scale`
                 is not as described.
         """
-        if not self._enabled:
-            return
-        scale, growth_tracker = self._check_scale_growth_tracker("update")
+        scale, growth_tracker = cpu.usual_scale(self), self.__dict__.get("_growth_tracker")
+        is_usual = scale is not None
+        if scale is None or growth_tracker is None:
+            if not self._enabled:
+                return
+            scale, growth_tracker = self._check_scale_growth_tracker("update")
         loss_scale = self._loss_scale
         if new_scale is not None:
             self._set_scale(new_scale, scale, growth_tracker)
         elif not (
-            self._takes_short_way
+            is_usual
             and loss_scale.words is not None
             and cpu.update_scale(
                 self._per_optimizer_states,
@@ -383,12 +470,15 @@ class GradScaler(TorchGradScaler):
         update = loss_scale.riding_update(
             scale, growth_tracker, flags, self._factors(), self._choice
         )
+        self._riding = update
         try:
-            results.append(self._step(last, (), {}, update))
+            results.append(self.step(last))
         except BaseException:
             if update is not None and update.applied:
                 update.undo()
             raise
+        finally:
+            self._riding = None
         if update is not None and update.applied:
             update.bump_version()
             self._end_iteration()
@@ -710,7 +800,14 @@ class GradScaler(TorchGradScaler):
     def __getstate__(self) -> dict[str, Any]:
         state = super().__getstate__()
         # Of this process and this iteration; weak references among them.
-        for name in ("_choice", "_handed_over", "_last_checks", "_takes_short_way", "_tracking"):
+        for name in (
+            "_choice",
+            "_handed_over",
+            "_last_checks",
+            "_riding",
+            "_takes_short_way",
+            "_tracking",
+        ):
             state.pop(name, None)
         if self._ranks.is_alone:
             state.pop("_ranks", None)
@@ -791,62 +888,10 @@ class GradScaler(TorchGradScaler):
 
     # The steps of the state machine.
 
-    def _step(
-        self,
-        optimizer: torch.optim.Optimizer,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        update: backends.Update | None,
-    ) -> float | None:
-        """`step`; an `update` is applied behind the check that decides, if it can be."""
-        result: float | None
-        if not self._enabled:
-            result = optimizer.step(*args, **kwargs)
-            return result
-        if "closure" in kwargs:
-            raise RuntimeError("Closure use is not currently supported if GradScaler is enabled.")
-        scale, _ = self._check_scale_growth_tracker("step")
-        state = self._per_optimizer_states[id(optimizer)]
-        if state["stage"] is OptState.STEPPED:
-            raise add_note(
-                RuntimeError("step() has already been called since the last update()."), _ONCE
-            )
-        if _AGREEMENT in state:
-            self._agree_again(state)
-
-        if getattr(optimizer, "_step_supports_amp_scaling", False):
-            if takes_grad_scaler(optimizer.step):
-                result = self._legacy_step(optimizer, args, kwargs)
-            else:
-                result = self._fused_step(optimizer, state, args, kwargs, update)
-        else:
-            if state["stage"] is OptState.READY:
-                if scale.is_cuda and not self._overrides(_MAYBE_STEP):
-                    # Here, or the gradients would count as unscaled.
-                    refuse_capture(*_HOST_DECIDES)
-                if update is None:
-                    self.unscale_(optimizer)
-                else:
-                    self._unscale(optimizer, update)
-            if not state["found_inf_per_device"]:
-                raise no_inf_checks(optimizer)
-            result = self._maybe_opt_step(optimizer, state, *args, **kwargs)
-        state["stage"] = OptState.STEPPED
-        self._last_checks.record(optimizer, state["found_inf_per_device"])
-        return result
-
-    def _unscale(self, optimizer: torch.optim.Optimizer, update: backends.Update | None) -> None:
-        scale, _ = self._check_scale_growth_tracker("unscale_")
-        state = self._per_optimizer_states[id(optimizer)]
-        if state["stage"] is OptState.UNSCALED:
-            raise add_note(
-                RuntimeError(
-                    "unscale_() has already been called on this optimizer since the last update()."
-                ),
-                f"clip_grad_norm_() unscales, too. {_ONCE}",
-            )
-        if state["stage"] is OptState.STEPPED:
-            raise add_note(RuntimeError("unscale_() is being called after step()."), _ONCE)
+    def _unscale(
+        self, optimizer: torch.optim.Optimizer, state: dict[str, Any], scale: Tensor
+    ) -> None:
+        """Unscales by the general way."""
         if self._overrides(_UNSCALE_GRADS):
             inv_scale = gradients.inverse(scale)
             found_inf = torch.full((), 0.0, dtype=torch.float32, device=scale.device)
@@ -856,14 +901,12 @@ class GradScaler(TorchGradScaler):
             finally:
                 del state[_UNSCALING]
             agreement = self._ranks.agreement_on(optimizer.param_groups)
-            self._finish_unscaling(state, flags, agreement)
-        elif not self._takes_short_way or not cpu.unscale_groups(
-            optimizer.param_groups, scale, self._allow_fp16, state, OptState.UNSCALED
-        ):
+        else:
             grads = self._collect(optimizer, allow_fp16=self._allow_fp16, writes=True)
             is_scale = scale.dtype is torch.float32
             factor = scale if is_scale else gradients.inverse(scale)
             agreement, tracks = self._agreement([grads]), self._tracks(optimizer, grads)
+            update, self._riding = self._riding, None
             flags = gradients.unscale_(
                 grads,
                 factor,
@@ -873,18 +916,10 @@ class GradScaler(TorchGradScaler):
                 before_write=partial(_mark_unscaled, state),
                 tracks=tracks,
             )
-            self._finish_unscaling(state, flags, agreement)
-        if state["found_inf_per_device"]:
-            self._last_checks.record(optimizer, state["found_inf_per_device"])
-
-    def _finish_unscaling(
-        self, state: dict[str, Any], flags: Flags, agreement: distributed.Agreement | None
-    ) -> None:
-        """Puts flags into an optimizer's state; if ranks cannot agree on them now, `step` will."""
         state["found_inf_per_device"] = flags
         state["stage"] = OptState.UNSCALED
         if agreement is not None:
-            state[_AGREEMENT] = agreement
+            state[_AGREEMENT] = agreement  # if it fails now, `step` or `update` will do it
             self._agree_again(state)
 
     def _agree_again(self, state: dict[str, Any]) -> None:
@@ -912,44 +947,31 @@ class GradScaler(TorchGradScaler):
         self,
         optimizer: torch.optim.Optimizer,
         state: dict[str, Any],
+        usual_scale: Tensor | None,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-        update: backends.Update | None,
     ) -> float | None:
         """Steps an optimizer that divides by `grad_scale` and skips by `found_inf` itself."""
-        is_ready = state["stage"] is not OptState.UNSCALED
-        overridden = self._overrides(_CHECKS)
-        if is_ready and overridden:
-            self._check_inf_per_device(optimizer)
-        elif is_ready:
-            self._check_scale_growth_tracker("_check_inf_per_device")
-        scale = self._get_scale_async()
-        if scale is None:
-            raise AssertionError("_get_scale_async returned None")
         checked = None
         if (
-            self._takes_short_way
-            and is_ready
-            and not (overridden or hasattr(optimizer, "grad_scale"))
+            usual_scale is not None
+            and state["stage"] is OptState.READY
+            and not hasattr(optimizer, "grad_scale")
         ):
-            checked = cpu.check_groups(optimizer.param_groups, scale)
+            checked = cpu.check_groups(optimizer.param_groups, usual_scale)
         if checked is not None:
             found_inf, grad_scale = checked
             state["found_inf_per_device"] = {found_inf.device: found_inf}
         else:
-            found_inf, grad_scale = self._found_by_division(
-                optimizer, state, scale, overridden, update
-            )
-        self._last_checks.record(optimizer, state["found_inf_per_device"])
+            found_inf, grad_scale = self._found_by_division(optimizer, state)
+        flags = state["found_inf_per_device"]
+        if cpu.record(self._last_checks.entries, optimizer, flags) is None:
+            self._last_checks.record(optimizer, flags)
         self._handed_over = grad_scale
         optimizer.grad_scale = grad_scale  # type: ignore[attr-defined]
         optimizer.found_inf = found_inf  # type: ignore[attr-defined]
         try:
-            if (
-                isinstance(optimizer, torch.optim.SGD)
-                and state["found_inf_per_device"]
-                and lacks_momentum(optimizer)
-            ):
+            if isinstance(optimizer, torch.optim.SGD) and flags and lacks_momentum(optimizer):
                 refuse_capture(
                     "the first step of a fused SGD with momentum, which may have to be skipped"
                 )
@@ -965,14 +987,18 @@ class GradScaler(TorchGradScaler):
                     pass
 
     def _found_by_division(
-        self,
-        optimizer: torch.optim.Optimizer,
-        state: dict[str, Any],
-        scale: Tensor,
-        overridden: bool,
-        update: backends.Update | None,
+        self, optimizer: torch.optim.Optimizer, state: dict[str, Any]
     ) -> tuple[Any, Any]:
         """Returns the `found_inf` and the `grad_scale` for an optimizer that divides by it."""
+        overridden = self._overrides(_CHECKS)
+        if state["stage"] is OptState.READY:
+            if overridden:
+                self._check_inf_per_device(optimizer)
+            else:
+                self._check_scale_growth_tracker("_check_inf_per_device")
+        scale = self._get_scale_async()
+        if scale is None:
+            raise AssertionError("_get_scale_async returned None")
         if getattr(optimizer, "grad_scale", None) is self._handed_over is not None:
             # Left behind by a step whose end was interrupted.
             del optimizer.grad_scale  # type: ignore[attr-defined]
@@ -986,7 +1012,7 @@ class GradScaler(TorchGradScaler):
             flags = state["found_inf_per_device"]
             grad_scale, state["found_inf_per_device"] = deferred.handed_over(grad_scale, flags)
         elif isinstance(grad_scale, Tensor) and not overridden:
-            found = self._check_quotients(optimizer, grad_scale, None if is_unscaled else update)
+            found = self._check_quotients(optimizer, grad_scale, rides=not is_unscaled)
             if is_unscaled:
                 # What unscale_ found counts too; in new tensors, for its own may have been handed
                 # out.
@@ -1002,16 +1028,17 @@ class GradScaler(TorchGradScaler):
         return aten.any_found(flags, scale.device) if flags else 0, grad_scale
 
     def _check_quotients(
-        self, optimizer: torch.optim.Optimizer, grad_scale: Tensor, update: backends.Update | None
+        self, optimizer: torch.optim.Optimizer, grad_scale: Tensor, *, rides: bool
     ) -> Flags:
-        """Checks what an optimizer that divides by `grad_scale` will work with."""
+        """Checks the quotients that an optimizer will work with; an update may ride along."""
         grads = self._collect(optimizer, allow_fp16=True, writes=False)
         agreement, tracks = self._agreement([grads]), self._tracks(optimizer, grads)
+        update, self._riding = self._riding, None
         flags = gradients.check_(
             grads,
             grad_scale.detach().float(),
             choice=self._choice,
-            update=None if agreement else update,
+            update=update if rides and not agreement else None,
             tracks=tracks,
         )
         return self._agreed(agreement, flags)
@@ -1067,7 +1094,9 @@ class GradScaler(TorchGradScaler):
             for state, part in zip(states, parts, strict=True):
                 if not part.writes and divisor is not None:
                     rows = part.rows + part.uncounted
-                    state[clipping.DEFERRED] = clipping.Deferred(divisor, coefficient, rows, agreement)
+                    state[clipping.DEFERRED] = clipping.Deferred(
+                        divisor, coefficient, rows, agreement
+                    )
             _mark_unscaled(*states)
         clipping.clip_(self._choice, parts, coefficient)
         if not overridden:
@@ -1225,7 +1254,9 @@ _UNSCALE_GRADS = _methods("_unscale_grads_")
 _MAYBE_STEP = _methods("_maybe_opt_step")
 _CHECKS = _methods("_unscale_grads_", "_check_inf_per_device")
 _UNSCALES = _methods("_unscale_grads_", "_check_inf_per_device", "unscale_")
-_ALL_HOOKS = _methods(
-    *("_unscale_grads_", "_check_inf_per_device", "_maybe_opt_step", "unscale_", "step", "update"),
+_HOOKS = _methods(
+    *("_unscale_grads_", "_check_inf_per_device", "_maybe_opt_step", "unscale_"),
     *("_check_scale_growth_tracker", "_get_scale_async", "_found_inf_per_device"),
 )
+_ALL_HOOKS = {**_HOOKS, **_methods("step", "update")}
+cpu.watch_hooks(_HOOKS)

@@ -20,19 +20,21 @@ __all__ = ["ByOptimizer", "LastChecks", "lacks_momentum", "no_inf_checks", "take
 Flags = dict[Any, Tensor]
 Value = TypeVar("Value")
 
-# Reading a signature takes longer than checking a thousand small gradients.
-_signatures: weakref.WeakKeyDictionary[FunctionType, bool] = weakref.WeakKeyDictionary()
+# By the id of a function: reading a signature takes longer than checking a thousand gradients.
+_signatures: dict[int, tuple[weakref.ref[FunctionType], bool]] = {}
 
 
 def takes_grad_scaler(step: Callable[..., Any]) -> bool:
     """Whether an optimizer's step has the keyword of torch's older contract."""
     function = getattr(step, "__func__", None)
-    if not isinstance(function, FunctionType):
-        return "grad_scaler" in inspect.signature(step).parameters
-    known = _signatures.get(function)
-    if known is None:
-        known = _signatures[function] = "grad_scaler" in inspect.signature(step).parameters
-    return known
+    known = _signatures.get(id(function))
+    if known is not None and known[0]() is function:
+        return known[1]
+    takes = "grad_scaler" in inspect.signature(step).parameters
+    if isinstance(function, FunctionType):
+        key = id(function)
+        _signatures[key] = weakref.ref(function, lambda _: _signatures.pop(key, None)), takes
+    return takes
 
 
 def lacks_momentum(optimizer: torch.optim.Optimizer) -> bool:
@@ -82,18 +84,19 @@ class ByOptimizer(Generic[Value]):
     """Values by optimizer, by identity, through weak references: an id may come back.
 
     Attributes:
+        entries: A weak reference and the value, by the id of an optimizer.
         held: The ids of optimizers that cannot be referenced weakly, recorded in this iteration.
         expiring: Those that were recorded in the one before.
     """
 
     def __init__(self) -> None:
-        self._entries: dict[int, tuple[Callable[[], object], Value]] = {}
+        self.entries: dict[int, tuple[Callable[[], object], Value]] = {}
         self.held: set[int] = set()
         self.expiring: set[int] = set()
 
     def __iter__(self) -> Iterator[tuple[Any, Value]]:
         """Gives the optimizers that live, with their values, in the order of their first."""
-        for reference, value in list(self._entries.values()):
+        for reference, value in list(self.entries.values()):
             optimizer = reference()
             if optimizer is not None:
                 yield optimizer, value
@@ -101,29 +104,29 @@ class ByOptimizer(Generic[Value]):
     def record(self, optimizer: object, value: Value) -> None:
         """Remembers the value of an optimizer that is checked now."""
         key = id(optimizer)
-        entry = self._entries.get(key)
+        entry = self.entries.get(key)
         if entry is not None and entry[0]() is optimizer:
             reference = entry[0]
         else:
             reference = self._reference(optimizer)
-        self._entries[key] = (reference, value)
+        self.entries[key] = (reference, value)
         if key in self.expiring:
             self.expiring.discard(key)
             self.held.add(key)
 
     def get(self, optimizer: object) -> Value | None:
         """Returns what was recorded for this very object, or None."""
-        entry = self._entries.get(id(optimizer))
+        entry = self.entries.get(id(optimizer))
         return entry[1] if entry is not None and entry[0]() is optimizer else None
 
     def end_iteration(self) -> None:
         """Lets go of the objects held since before the last iteration."""
         for key in self.expiring:
-            self._entries.pop(key, None)
+            self.entries.pop(key, None)
         self.expiring, self.held = self.held, set()
 
     def _reference(self, optimizer: object) -> Callable[[], object]:
-        key, entries = id(optimizer), self._entries
+        key, entries = id(optimizer), self.entries
         try:
             return weakref.ref(optimizer, lambda _: entries.pop(key, None))
         except TypeError:

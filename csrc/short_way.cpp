@@ -103,7 +103,87 @@ std::optional<double> sum_of(PyObject* flags) {
   return sum;
 }
 
-// unscale_groups(param_groups, scale, allow_fp16, state, unscaled) -> True
+// Methods that decide what a call does, by name, as the class of scalers has them.
+PyObject* hooks = nullptr;
+
+// watch_hooks(hooks)
+PyObject* watch_hooks(PyObject* const* args) {
+  Py_XDECREF(hooks);
+  hooks = Py_NewRef(args[0]);
+  return nullptr;
+}
+
+// Tells whether a class has these methods, too; asked anew only when the class changed.
+bool has_original_hooks(PyTypeObject* type) {
+  static PyTypeObject* known = nullptr;
+  static unsigned int known_version = 0;
+  // CPython gives a class another version when it, or a base, gets an attribute; 0 is none.
+  const bool has_version = (type->tp_flags & Py_TPFLAGS_VALID_VERSION_TAG) != 0;
+  if (has_version && type == known && known_version != 0 && type->tp_version_tag == known_version) {
+    return true;
+  }
+  PyObject *name = nullptr, *original = nullptr;
+  for (Py_ssize_t place = 0; PyDict_Next(hooks, &place, &name, &original) != 0;) {
+    const py::object method = py::reinterpret_steal<py::object>(
+        PyObject_GetAttr(reinterpret_cast<PyObject*>(type), name));
+    if (method.ptr() != original) {
+      PyErr_Clear();
+      return false;
+    }
+  }
+  known = type;
+  known_version = type->tp_version_tag;
+  return true;
+}
+
+// usual_scale(scaler) -> scale
+PyObject* usual_scale(PyObject* const* args) {
+  static PyObject* const way = PyUnicode_InternFromString("_takes_short_way");
+  static PyObject* const enabled = PyUnicode_InternFromString("_enabled");
+  static PyObject* const scale_name = PyUnicode_InternFromString("_scale");
+  static PyObject* const tracker_name = PyUnicode_InternFromString("_growth_tracker");
+  const py::object own = py::reinterpret_steal<py::object>(PyObject_GenericGetDict(args[0], nullptr));
+  if (!own || PyDict_GetItemWithError(own.ptr(), way) != Py_True ||
+      PyDict_GetItemWithError(own.ptr(), enabled) != Py_True || hooks == nullptr ||
+      !has_original_hooks(Py_TYPE(args[0]))) {
+    PyErr_Clear();
+    return nullptr;
+  }
+  PyObject *name = nullptr, *original = nullptr;
+  for (Py_ssize_t place = 0; PyDict_Next(hooks, &place, &name, &original) != 0;) {
+    if (PyDict_GetItemWithError(own.ptr(), name) != nullptr) {
+      return nullptr;
+    }
+  }
+  PyObject* scale = PyDict_GetItemWithError(own.ptr(), scale_name);
+  PyObject* tracker = PyDict_GetItemWithError(own.ptr(), tracker_name);
+  const bool usual = scale != nullptr && scalar_of(scale, at::kFloat) != nullptr &&
+                     tracker != nullptr && tracker != Py_None;
+  return usual ? Py_NewRef(scale) : nullptr;
+}
+
+// record(entries, optimizer, value) -> True, where `entries` has a weak reference to it by its id
+PyObject* record(PyObject* const* args) {
+  const py::object key = py::reinterpret_steal<py::object>(PyLong_FromVoidPtr(args[1]));
+  PyObject* entry = key ? PyDict_GetItemWithError(args[0], key.ptr()) : nullptr;
+  PyObject* reference = entry == nullptr ? nullptr : PyTuple_GET_ITEM(entry, 0);
+  if (reference == nullptr || !PyWeakref_CheckRef(reference)) {
+    return nullptr;
+  }
+  const py::object referent = py::reinterpret_steal<py::object>(PyObject_CallNoArgs(reference));
+  if (referent.ptr() != args[1]) {
+    return nullptr;
+  }
+  const py::object changed =
+      py::reinterpret_steal<py::object>(PyTuple_Pack(2, reference, args[2]));
+  if (!changed) {
+    return nullptr;
+  }
+  set(args[0], key.ptr(), changed.ptr());
+  return Py_NewRef(Py_True);
+}
+
+// unscale_groups(param_groups, scale, allow_fp16, state, unscaled) -> whether the step is skipped
 PyObject* unscale_groups(PyObject* const* args) {
   const at::Tensor* scale = scalar_of(args[1], at::kFloat);
   if (scale == nullptr || !PyDict_CheckExact(args[3])) {
@@ -116,7 +196,7 @@ PyObject* unscale_groups(PyObject* const* args) {
   const float inv_scale = inverse_scale(*scale->const_data_ptr<float>());
   float* flag = mark_unscaled(args[3], args[4]);
   run(*walk, [&] { *flag = cpu::unscale(walk->list, inv_scale) ? 1 : 0; });
-  return Py_NewRef(Py_True);
+  return Py_NewRef(*flag != 0 ? Py_True : Py_False);
 }
 
 // check_groups(param_groups, grad_scale) -> (found_inf, grad_scale), new tensors
@@ -265,8 +345,10 @@ PyMethodDef method(const char* name) {
 }  // namespace
 
 void bind_short_way(py::module_& m) {
-  static PyMethodDef methods[] = {
-      method<unscale_groups, 5>("unscale_groups"), method<check_groups, 2>("check_groups"),
+  static PyMethodDef methods[] = {method<watch_hooks, 1>("watch_hooks"),
+                                  method<usual_scale, 1>("usual_scale"),
+                                  method<record, 3>("record"),
+                                  method<unscale_groups, 5>("unscale_groups"), method<check_groups, 2>("check_groups"),
       method<clip_groups, 7>("clip_groups"),       method<any_found, 1>("any_found"),
       method<update_scale, 8>("update_scale"),     {nullptr, nullptr, 0, nullptr}};
   if (PyModule_AddFunctions(m.ptr(), methods) != 0) {

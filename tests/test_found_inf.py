@@ -271,7 +271,7 @@ def test_what_was_found_of_gradients_that_are_gone_counts() -> None:
 def test_an_id_that_comes_back_is_another_optimizer() -> None:
     checks, first, second = LastChecks(), optimizer_of("sgd"), optimizer_of("sgd")
     checks.record(first, {"flag": torch.zeros(())})
-    checks._entries[id(second)] = checks._entries[id(first)]
+    checks.entries[id(second)] = checks.entries[id(first)]
     assert checks.get(second) is None
     checks.record(second, {})
     assert checks.get(second) == {}

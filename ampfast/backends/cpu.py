@@ -61,6 +61,7 @@ __all__ = [
     "list_of",
     "measure_",
     "norms",
+    "record",
     "require_storage",
     "scale_update",
     "state_layout",
@@ -68,10 +69,15 @@ __all__ = [
     "unscale_groups",
     "update_scale",
     "update_scale_",
+    "usual_scale",
     "walk",
+    "watch_hooks",
 ]
 
 # The short way: raw calls that _C.pyi describes.
+watch_hooks = _C.watch_hooks
+usual_scale = _C.usual_scale
+record = _C.record
 unscale_groups = _C.unscale_groups
 check_groups = _C.check_groups
 clip_groups = _C.clip_groups
