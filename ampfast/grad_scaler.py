@@ -139,8 +139,6 @@ class GradScaler(TorchGradScaler):
     _allow_fp16 = False
     _backend: str | None = None
     _dynamic = True
-    # The last `grad_scale` that an optimizer was given.
-    _handed_over: Any = None
     # The update of the scale that rides in the next check.
     _riding: gpu.ScaleUpdate | None = None
     # Whether the core's raw calls may try first; decided with the scale.
@@ -800,14 +798,7 @@ class GradScaler(TorchGradScaler):
     def __getstate__(self) -> dict[str, Any]:
         state = super().__getstate__()
         # Of this process and this iteration; weak references among them.
-        for name in (
-            "_choice",
-            "_handed_over",
-            "_last_checks",
-            "_riding",
-            "_takes_short_way",
-            "_tracking",
-        ):
+        for name in ("_choice", "_last_checks", "_riding", "_takes_short_way", "_tracking"):
             state.pop(name, None)
         if self._ranks.is_alone:
             state.pop("_ranks", None)
@@ -967,10 +958,9 @@ class GradScaler(TorchGradScaler):
         flags = state["found_inf_per_device"]
         if cpu.record(self._last_checks.entries, optimizer, flags) is None:
             self._last_checks.record(optimizer, flags)
-        self._handed_over = grad_scale
-        optimizer.grad_scale = grad_scale  # type: ignore[attr-defined]
-        optimizer.found_inf = found_inf  # type: ignore[attr-defined]
         try:
+            optimizer.grad_scale = grad_scale  # type: ignore[attr-defined]
+            optimizer.found_inf = found_inf  # type: ignore[attr-defined]
             if isinstance(optimizer, torch.optim.SGD) and flags and lacks_momentum(optimizer):
                 refuse_capture(
                     "the first step of a fused SGD with momentum, which may have to be skipped"
@@ -980,11 +970,15 @@ class GradScaler(TorchGradScaler):
             result: float | None = optimizer.step(*args, **kwargs)
             return result
         finally:
-            for name in ("grad_scale", "found_inf"):
-                try:  # noqa: SIM105 (suppress() would cost three Python frames)
-                    delattr(optimizer, name)
-                except AttributeError:
-                    pass
+            # Without a call or loop, where an interrupt would leave one behind.
+            try:  # noqa: SIM105
+                del optimizer.grad_scale  # type: ignore[attr-defined]
+            except AttributeError:
+                pass
+            try:  # noqa: SIM105
+                del optimizer.found_inf  # type: ignore[attr-defined]
+            except AttributeError:
+                pass
 
     def _found_by_division(
         self, optimizer: torch.optim.Optimizer, state: dict[str, Any]
@@ -999,9 +993,6 @@ class GradScaler(TorchGradScaler):
         scale = self._get_scale_async()
         if scale is None:
             raise AssertionError("_get_scale_async returned None")
-        if getattr(optimizer, "grad_scale", None) is self._handed_over is not None:
-            # Left behind by a step whose end was interrupted.
-            del optimizer.grad_scale  # type: ignore[attr-defined]
         is_unscaled = state["stage"] is OptState.UNSCALED
         deferred: clipping.Deferred | None = state.get(clipping.DEFERRED)
         if is_unscaled:

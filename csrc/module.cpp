@@ -274,7 +274,17 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("set_cpu_capability", &cpu::set_capability);
   m.def("set_grain", &cpu::set_grain);
 
-  py::class_<GradList>(m, "GradList")
+  // pybind11 takes it for granted that an object gets memory.
+  const py::custom_type_setup checked_alloc([](PyHeapTypeObject* type) {
+    type->ht_type.tp_alloc = [](PyTypeObject* kind, Py_ssize_t count) {
+      PyObject* made = PyType_GenericAlloc(kind, count);
+      if (made == nullptr) {
+        throw py::error_already_set();
+      }
+      return made;
+    };
+  });
+  py::class_<GradList>(m, "GradList", checked_alloc)
       .def(py::init([](const py::sequence& tensors) {
         std::optional<GradList> list = regular_list(tensors, at::kCPU);
         TORCH_CHECK_VALUE(list, "every tensor must be a regular one on the CPU");

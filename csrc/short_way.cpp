@@ -65,7 +65,11 @@ void set(PyObject* dict, PyObject* key, PyObject* value) {
 }
 
 py::object wrapped(const at::Tensor& tensor) {
-  return py::reinterpret_steal<py::object>(THPVariable_Wrap(tensor));
+  PyObject* object = THPVariable_Wrap(tensor);
+  if (object == nullptr) {
+    throw py::error_already_set();
+  }
+  return py::reinterpret_steal<py::object>(object);
 }
 
 PyObject* found_name() {

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import ctypes
+import importlib.util
 import json
 import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-from atomic import SCENARIOS, Scenario, Trials
+from atomic import SCENARIOS, Trials
 from tally import Tally, main
 
 # In processes that have it in front of the C library's.
@@ -64,88 +64,63 @@ def shim(folder: Path) -> Path | None:
     return made if done.returncode == 0 else None
 
 
-def guarded(trials: Trials, fault: Any, width: int) -> Iterator[list[str]]:
-    """All points, in processes that may crash: each that does is a failure, and skips its point."""
-    start = 0
-    while True:
-        reader, writer = os.pipe()
-        if (child := os.fork()) == 0:
-            os.close(reader)
-            status = 1
-            # A fork has no other threads, and what is ignored would be printed.
-            torch.set_num_threads(1)
-            sys.unraisablehook = lambda _: None
-            try:
-                with os.fdopen(writer, "w", buffering=1) as out:
-
-                    def begun(point: int) -> Any:
-                        out.write(f"{point}\n")
-                        return fault(point)
-
-                    for _, wrong in trials.all_points(begun, width, start):
-                        out.write(json.dumps(wrong) + "\n")
-                status = 0
-            finally:
-                os._exit(status)
-        os.close(writer)
-        point = start
-        with os.fdopen(reader) as lines:
-            for line in lines:
-                value = json.loads(line)
-                if isinstance(value, int):
-                    point = value
-                else:
-                    yield value
-        status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-        if status == 0:
-            return
-        yield [f"{trials.scenario.name} {trials.arguments or ''}: ended with {status} at {point}"]
-        start = point + width
-
-
-def run_here(width: int, scenarios: tuple[Scenario, ...] = SCENARIOS) -> Tally:
+def run_here(width: int) -> Tally:
     """Every point, or each `width`-th, of what this process can let fail."""
     tally = Tally("failing allocations")
     fault = MallocFails if os.environ.get(SHIM) else PythonFails
+    # What is ignored would be printed.
+    sys.unraisablehook = lambda _: None
     for arguments in VARIANTS:
-        for scenario in scenarios:
-            for wrong in guarded(Trials(scenario, **arguments), fault, width):
+        for scenario in SCENARIOS:
+            for wrong in Trials(scenario, **arguments).all_points(fault, width):
                 tally.count += 1
                 tally.failures += wrong
     return tally
 
 
+def run_in_process(environment: dict[str, str], width: int) -> Tally:
+    """The same in a process with that environment, which may crash."""
+    tally = Tally("failing allocations")
+    path = os.pathsep.join(filter(None, sys.path))
+    done = subprocess.run(
+        [sys.executable, "-X", "faulthandler", __file__, "--here", str(width)],
+        env={**os.environ, "PYTHONPATH": path, **environment},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if done.returncode == 0:
+        vars(tally).update(json.loads(done.stdout.splitlines()[-1]))
+    else:
+        tally.count += 1
+        places = [line for line in done.stderr.splitlines() if "/ampfast/" in line]
+        tally.fail(f"ended with {done.returncode} at {' '.join(places[:1]) or done.stderr[-300:]}")
+    return tally
+
+
 def run(width: float, seed: int = 0) -> Tally:
-    """Python's allocations here, those of C and C++ in a process of their own."""
-    total = Tally("failing allocations")
+    """Python's allocations, and those of C and C++."""
     environments: list[dict[str, str]] = []
-    try:
-        import _testcapi
-    except ImportError:
+    if importlib.util.find_spec("_testcapi") is None:
         print("Python's allocations: no _testcapi here")
     else:
-        assert _testcapi
         environments.append({})
     library = shim(Path(__file__).parents[2] / "build" / "hostile")
     if library is None:
         print("allocations of C and C++: no compiler or glibc here")
     else:
         environments.append({SHIM: "1", "LD_PRELOAD": str(library)})
+    total = Tally("failing allocations")
     for environment in environments:
-        command = [sys.executable, __file__, "--here", str(int(width))]
-        path = os.pathsep.join(filter(None, sys.path))
-        environment = {**os.environ, "PYTHONPATH": path, **environment}
-        done = subprocess.run(
-            command, env=environment, stdout=subprocess.PIPE, text=True, check=True
-        )
-        part = json.loads(done.stdout.splitlines()[-1])
-        total.count += part["count"]
-        total.failures += part["failures"]
+        part = run_in_process(environment, int(width))
+        total.count += part.count
+        total.failures += part.failures
     return total
 
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--here"]:
+        torch.set_num_threads(1)
         print(json.dumps(vars(run_here(int(sys.argv[2])))))
     else:
         sys.exit(main(run, "width", 1))

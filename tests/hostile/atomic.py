@@ -1,8 +1,13 @@
-"""Calls of a scaler, cut short at every point: all or nothing of each must have happened."""
+"""Calls of a scaler, cut short at every point: training must go on without a wrong step.
+
+A call has then happened or not, or its optimizer will be skipped: gradients that may be written in
+part are UNSCALED with a flag, so that `step` does nothing and `update` backs off.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
@@ -14,10 +19,13 @@ import torch
 from support import difference, make_gradient, started
 
 from ampfast import GradScaler
+from ampfast.grad_scaler import OptState
 
-READY = torch.amp.grad_scaler.OptState.READY
+NEW: dict[str, Any] = {"stage": OptState.READY}
+SKIPS = "UNSCALED, with a flag"
+NOT_STEPPED = "no step"
 LAYOUTS = ("contiguous", "short", "every_other")
-SCALE = 8.0
+SCALE, BACKOFF = 8.0, 0.5
 
 
 class Counted:
@@ -34,12 +42,11 @@ class Counted:
             param.grad = gradient
         self.param_groups = [{"params": self.params}]
         self._step_supports_amp_scaling = fused
-        self.grad_scale: Any = None
-        self.divisor: Any = None
-        del self.grad_scale
+        self.divisor: Any = NOT_STEPPED
 
     def step(self) -> None:
-        self.divisor = self.__dict__.get("grad_scale")
+        if not self.__dict__.get("found_inf"):
+            self.divisor = self.__dict__.get("grad_scale")
 
 
 class Rig:
@@ -47,18 +54,23 @@ class Rig:
 
     def __init__(self, fused: bool, **arguments: Any) -> None:
         self.optimizer: Any = Counted(fused)
-        self.scaler: Any = started(GradScaler, SCALE, growth_interval=1, **arguments)
+        self.scaler: Any = started(
+            GradScaler, SCALE, growth_interval=1, backoff_factor=BACKOFF, **arguments
+        )
 
     def observe(self) -> dict[str, Any]:
         """What must change together, by what it is."""
-        records = self.scaler._per_optimizer_states
-        record = records.get(id(self.optimizer), {"stage": READY})
-        divisor = self.optimizer.divisor
+        optimizer, scaler = self.optimizer, self.scaler
+        record = scaler._per_optimizer_states.get(id(optimizer), NEW)
+        stage = record["stage"]
+        if stage is OptState.UNSCALED and any(record["found_inf_per_device"].values()):
+            stage = SKIPS
         return {
-            "gradients and stage": [[g.clone() for g in self.optimizer.gradients], record["stage"]],
-            "scale": [self.scaler._scale.clone(), self.scaler._growth_tracker.clone()],
-            "counts": replace(self.scaler.stats(), scale=0.0, growth_tracker=0),
-            "divisor": None if divisor is None else divisor.clone(),
+            "gradients and stage": [[g.clone() for g in optimizer.gradients], stage],
+            "scale": [scaler._scale.clone(), scaler._growth_tracker.clone()],
+            "counts": replace(scaler.stats(), scale=0.0, growth_tracker=0),
+            "divisor": copy.copy(optimizer.divisor),
+            "attributes": sorted({"grad_scale", "found_inf"} & set(vars(optimizer))),
         }
 
 
@@ -122,7 +134,7 @@ SCENARIOS = (
     Scenario("unscale_", unscale),
     Scenario("clip_grad_norm_", clip(2.0)),
     Scenario("clip_grad_norm_(inf)", clip(torch.inf)),
-    Scenario("clip_grad_norm_(3)", clip(3.0), ways=UNSCALED),
+    Scenario("clip_grad_norm_(3)", clip(3.0)),
     Scenario("clip_grad_norm_(fused)", clip(2.0, in_place=False), fused=True),
     Scenario("clip_grad_norm_(3, fused)", clip(3.0, in_place=False), fused=True),
     Scenario("grad_norm", norm),
@@ -137,6 +149,7 @@ SCENARIOS = (
     Scenario("load_state_dict", load),
 )
 
+BACKED_OFF = [torch.tensor(SCALE * BACKOFF), torch.tensor(0, dtype=torch.int32)]
 Fault = Callable[[int], AbstractContextManager[Any]]
 
 
@@ -155,6 +168,10 @@ class Trials:
         ways = ((scenario.call,), *scenario.ways)
         self._right = [self._after(()), *map(self._after, ways)]
         self._finished = [self._after((*way, *scenario.finish)) for way in ways]
+        # A clipping may be cut short between its division and its multiplication.
+        divided = [] if scenario.before else [self._after((unscale,))]
+        ends = [*self._right, *self._finished, *divided]
+        self._values = [end["gradients and stage"][0] for end in ends]
 
     def _after(self, calls: tuple[Call, ...]) -> dict[str, Any]:
         return arranged(self.scenario, calls, self.arguments).observe()
@@ -171,10 +188,19 @@ class Trials:
         else:
             return False, []
         seen = rig.observe()
-        if wrong := self._fault(seen, self._right):
+        right, finished = self._right, self._finished
+        gradients, stage = seen["gradients and stage"]
+        # As in torch, an update may be cut short before it forgets its records.
+        unsure = {"scale", "counts"}
+        if stage is SKIPS and self._are_divided_once(gradients):
+            unsure = {"counts"}
+            right = [{**each, "gradients and stage": [gradients, SKIPS]} for each in right]
+            end = {"gradients and stage": [gradients, OptState.READY], "scale": BACKED_OFF}
+            finished = [{**right[0], **end}]
+        if wrong := fault_of(seen, right):
             return True, [f"{place}: {wrong}"]
         # Once more, unless all of it has happened; then on as if nothing had been.
-        if difference(seen, self._right[1]) is not None:
+        if difference(seen, right[1]) is not None:
             with contextlib.suppress(RuntimeError, AssertionError):
                 scenario.call(rig)
         try:
@@ -182,47 +208,33 @@ class Trials:
                 call(rig)
         except Exception as error:
             return True, [f"{place}; it cannot go on: {told(error)}"]
-        # Not the scale: as in torch, an update may be cut short before it forgets its records.
-        end = {k: v for k, v in rig.observe().items() if k not in ("scale", "counts")}
-        wrong = self._fault(end, self._finished)
+        wrong = fault_of({k: v for k, v in rig.observe().items() if k not in unsure}, finished)
         return True, [f"{place}; at the end: {wrong}"] if wrong else []
 
-    def _fault(self, seen: dict[str, Any], right: list[dict[str, Any]]) -> str:
-        """Names what agrees with nothing that is right; empty if all does."""
-        for name, value in seen.items():
-            if all(difference(value, one[name]) for one in right):
-                if name in self._loose and self._divided_at_most_once(value):
-                    continue
-                return f"{name}: {value[1] if 'stage' in name else value}"
-        return ""
-
-    @property
-    def _loose(self) -> tuple[str, ...]:
-        # torch's ops go through gradients one dtype after another.
-        return ("gradients and stage",) if self.arguments.get("backend") == "aten" else ()
-
-    def _divided_at_most_once(self, value: list[Any]) -> bool:
-        gradients, stage = value
-        known = [one["gradients and stage"][0] for one in (*self._right, *self._finished)]
-        if stage is READY and difference(gradients, known[0]):
-            return False
+    def _are_divided_once(self, gradients: list[torch.Tensor]) -> bool:
         return all(
-            any(difference(gradient, row[index]) is None for row in known)
+            any(difference(gradient, row[index]) is None for row in self._values)
             for index, gradient in enumerate(gradients)
         )
 
-    def all_points(
-        self, fault: Fault, width: int = 1, start: int = 0
-    ) -> Iterator[tuple[int, list[str]]]:
+    def all_points(self, fault: Fault, width: int = 1) -> Iterator[list[str]]:
         """Every point of the call, or each `width`-th, until none is reached; what is wrong."""
-        point, untouched = start, 0
+        point, untouched = 0, 0
         # A failure that the call shrugs off does not end the row.
         while untouched < 20:
             was_cut, wrong = self.run(fault, point)
             untouched = 0 if was_cut else untouched + 1
             if was_cut:
-                yield point, wrong
+                yield wrong
             point += width
+
+
+def fault_of(seen: dict[str, Any], right: list[dict[str, Any]]) -> str:
+    """Names what agrees with nothing that is right; empty if all does."""
+    for name, value in seen.items():
+        if all(difference(value, one[name]) for one in right):
+            return f"{name}: {value[1] if 'stage' in name else value}"
+    return ""
 
 
 def told(error: BaseException) -> str:

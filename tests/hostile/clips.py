@@ -22,8 +22,9 @@ LIMITS = [0.0, 1e-320, 1e-30, 1e-3, 1.0, 1.0, 1e4, 1e30, 1e300, INF, INF]
 ORDERS = [1.0, 2.0, 2.0, 3.0, INF]
 # Relative error of a norm: roundings of products and of the result; of float64 gradients, the sum.
 TOLERANCE, WIDE_TOLERANCE = 5e-7, 5e-13
-# Where sums of powers leave float64, the norm is infinite or loses digits, as torch's.
-MOST_SUM, LEAST_SUM = 1.7e308, 1e-290
+# Where sums of powers leave float64, the norm is infinite or loses digits, as torch's: a subnormal
+# power is rounded to a multiple of the smallest one, of elements and again of tensors.
+MOST_SUM, LEAST_SUM, SMALLEST = 1.7e308, 1e-290, np.longdouble(2) ** -1074
 
 
 class Case(NamedTuple):
@@ -123,7 +124,8 @@ def norm_fault(
         ours, info = norm.item(), torch.finfo(norm.dtype)
         slack = exact * tolerance + 4 * info.smallest_normal * info.eps
         if total < LEAST_SUM:
-            right = 0 <= ours <= exact + slack
+            rounded_up = total + 2 * sum(v.size for v in values) * SMALLEST
+            right = 0 <= ours <= rounded_up ** (1 / np.longdouble(order)) + slack
         elif ours == INF:
             right = total > MOST_SUM or exact + slack >= info.max
         else:

@@ -66,7 +66,7 @@ def run(signals: float, seed: int = 0, width: int = 1) -> Tally:
     for arguments in VARIANTS:
         for scenario in SCENARIOS:
             trials = Trials(scenario, **arguments)
-            for _, wrong in trials.all_points(raised_at, width):
+            for wrong in trials.all_points(raised_at, width):
                 tally.count += 1
                 tally.failures += wrong
             longest = 2 * max(duration(scenario, arguments) for _ in range(3))

@@ -20,16 +20,6 @@ from support import threads
 from tally import Tally
 
 pytestmark = pytest.mark.skipif(VARIABLE in os.environ, reason="of the CPU's kernels")
-# Calls in which gradients, stage and norms do not change together yet; remove a name once they do.
-OPEN = frozenset(s.name for s in SCENARIOS)
-EACH = pytest.mark.parametrize(
-    "scenario",
-    [
-        pytest.param(s, marks=pytest.mark.xfail(strict=False)) if s.name in OPEN else s
-        for s in SCENARIOS
-    ],
-    ids=lambda scenario: scenario.name,
-)
 
 
 @pytest.fixture(autouse=True)
@@ -44,11 +34,6 @@ def test_clips_at_extreme_magnitudes() -> None:
     clips.run(300).require_success()
 
 
-def test_clips_within_finite_limits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(clips, "LIMITS", [limit for limit in clips.LIMITS if limit < clips.INF])
-    clips.run(300, seed=8000).require_success()
-
-
 def test_threads_side_by_side() -> None:
     crowds.run(2).require_success()
 
@@ -61,22 +46,20 @@ def test_unusual_operations() -> None:
     long_programs.run(400).require_success()
 
 
-@EACH
+@pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.name)
 @pytest.mark.parametrize("track", [None, "overflow"])
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_interrupts_at_every_call(scenario: Scenario, track: str | None) -> None:
     tally = Tally("interrupts")
-    for _, wrong in Trials(scenario, track=track).all_points(interrupts.raised_at, 3):
+    for wrong in Trials(scenario, track=track).all_points(interrupts.raised_at, 3):
         tally.count += 1
         tally.failures += wrong
     tally.require_success()
 
 
-@EACH
-def test_failing_allocations(scenario: Scenario, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failing_allocations() -> None:
     pytest.importorskip("_testcapi", reason="lets Python's allocations fail")
-    monkeypatch.setattr(allocations, "VARIANTS", ({},))
-    allocations.run_here(7, (scenario,)).require_success()
+    allocations.run_in_process({}, 4).require_success()
 
 
 def test_sanitized_tests_exist() -> None:
