@@ -1,4 +1,4 @@
-"""Puts what the repository already says into the pages, so that it stands in one place.
+"""MkDocs hooks that insert sections of the README into the pages.
 
 A line that links to a section of the README, as `[The README's section "Trainers"](...)`, becomes
 that section; one that says `The table of the README's section`, its first table. Files that pages
@@ -27,7 +27,7 @@ PAGES = {
 
 
 def on_page_markdown(markdown: str, *, files: Any, config: Any, **_: Any) -> str:
-    """MkDocs calls this with the text of each page."""
+    """Text of a page, with its sections of the README and links to the repository's files."""
     markdown = SECTION.sub(
         lambda match: readme_section(match[2], only_table=match[1] != "The"), markdown
     )
@@ -35,12 +35,12 @@ def on_page_markdown(markdown: str, *, files: Any, config: Any, **_: Any) -> str
 
 
 def on_page_content(html: str, **_: Any) -> str:
-    """MkDocs calls this with each page; docstrings mark literal blocks as reStructuredText does."""
+    """HTML of a page, without the second colon of docstrings' literal blocks."""
     return html.replace("::</p>", ":</p>")
 
 
 def readme_section(title: str, *, only_table: bool = False) -> str:
-    """What stands below a heading of the README, with links as pages of docs/ need them.
+    """Section of the README, with links relative to docs/.
 
     Raises:
         ValueError: If the README has no such section, or the section no table.
@@ -62,7 +62,7 @@ def _between(start: str, end: str) -> str:
 
 
 def _for_docs(text: str) -> str:
-    """With links relative to docs/ instead of the repository's root."""
+    """Text with links relative to docs/ instead of the repository's root."""
     for anchor, page in PAGES.items():
         text = text.replace(f"](#{anchor})", f"]({page})")
     text = re.sub(r"\]\((?!https?:|#)(?=[^)]*/)", "](../", text)
@@ -70,7 +70,7 @@ def _for_docs(text: str) -> str:
 
 
 def _linked(path: str, files: Any, config: Any) -> str:
-    """A link to a file of the repository, which is copied beside the pages."""
+    """Link to a file of the repository, which becomes part of the site."""
     uri = f"repository/{path}"
     if (ROOT / path).is_file() and files.get_file_from_path(uri) is None:
         files.append(File.generated(config, uri, abs_src_path=str(ROOT / path)))
