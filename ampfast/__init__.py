@@ -1,4 +1,4 @@
-"""A drop-in replacement for torch.amp.GradScaler; docs/ says what differs and what it costs."""
+"""Drop-in replacement for torch.amp.GradScaler."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -33,7 +33,7 @@ if torch.distributed.is_available():
 
 
 def __getattr__(name: str) -> Any:
-    # Its base is in torch.distributed.fsdp, whose import takes a while.
+    # Imported on first use, since torch.distributed.fsdp takes a while.
     if name == "ShardedGradScaler" and torch.distributed.is_available():
         from ampfast.fsdp import ShardedGradScaler
 

@@ -1,4 +1,4 @@
-"""Command line: python -m ampfast info | demo."""
+"""Command line: `python -m ampfast info` and `python -m ampfast demo`."""
 
 import argparse
 import sys
@@ -41,7 +41,7 @@ def _parser() -> argparse.ArgumentParser:
 
     info = commands.add_parser(
         "info",
-        help="versions, devices, and which backends can run here",
+        help="versions, devices and available backends",
         description="Prints versions, devices, each backend with the reason where it cannot run, "
         "and which backend the gradients of each device get.",
     )
@@ -66,14 +66,14 @@ def _parser() -> argparse.ArgumentParser:
         "--seed",
         type=_integer_from(0),
         default=0,
-        help="decides the initial parameters, the split and the batches (default: %(default)s)",
+        help="seed of initial parameters, data split and batches (default: %(default)s)",
     )
     demo.add_argument(
         "--output",
         type=Path,
         default=Path("ampfast-demo.png"),
         metavar="PATH",
-        help="where to write the picture (default: %(default)s)",
+        help="path of the picture (default: %(default)s)",
     )
     return parser
 

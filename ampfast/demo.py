@@ -1,4 +1,4 @@
-"""Trains one network with torch's scaler and with ampfast's, and compares the runs bit for bit."""
+"""Demo: one training with torch's scaler and with ampfast's, compared bit for bit."""
 
 import copy
 import importlib
@@ -24,20 +24,20 @@ from ampfast import backends
 
 BATCH = 64
 TEST_SAMPLES = 360
-# The gradients of this network bear a scale of about 2^18 in float16: the first steps overflow, and
-# the scale, doubled after every 20 good steps, meets that limit again and again. The factor 3 makes
+# In float16 the gradients of this network overflow above a scale of about 2^18: the first steps are
+# skipped, and the scale, doubled after every 20 steps, meets that limit again. The factor 3 makes
 # every unscaling round, so that a wrong last bit of the inverse scale shows in the losses.
 INIT_SCALE = 3 * 2.0**22
 GROWTH_INTERVAL = 20
 
 TIMING = (
-    "Scaler time: scale(), step() and update() less the optimizer's own step, by perf_counter_ns, "
-    "the median over all steps; on a GPU the clock is read when the GPU is idle. The runs take "
-    "turns at each step, so that one machine in one state times them all."
+    "Scaler time: scale(), step() and update() less the optimizer's own step, median over all "
+    "steps; on a GPU the clock is read when the GPU is idle. The runs take turns at each step, so "
+    "that all meet the same state of the machine."
 )
 
-# Line and mark of each run: each narrower and darker than the one before, so that curves that
-# coincide are all seen, in grey as well.
+# Line and mark of each run, narrower and darker than those before, so that curves that coincide
+# stay visible, in grey as well.
 STYLES: tuple[tuple[dict[str, Any], dict[str, Any]], ...] = (
     (
         {"color": "#9ecae1", "linewidth": 6},
@@ -57,17 +57,11 @@ _PACKAGES = {"sklearn": "scikit-learn", "matplotlib": "matplotlib", "tqdm": "tqd
 
 
 class _DemoError(Exception):
-    """The demo cannot start or finish; the message is one line for the user."""
+    """Failure of the demo, with one line for the user."""
 
 
 class TimedAdamW(torch.optim.AdamW):
-    """AdamW that records the time of each of its steps, which is no part of the scaler's time.
-
-    Args:
-        params: As in torch.
-        now: The clock, in nanoseconds.
-        **options: As in torch.
-    """
+    """AdamW that records the time of each step by `now`, in nanoseconds."""
 
     def __init__(
         self, params: Any, now: Callable[[], int] = time.perf_counter_ns, **options: Any
@@ -82,7 +76,7 @@ class TimedAdamW(torch.optim.AdamW):
         self.steps_ns.append(self._now() - start)
         return result
 
-    # Else torch wraps it for its profiler, whose time would count as the scaler's.
+    # Keeps out torch's wrapper for its profiler, whose time would count as the scaler's.
     step.hooked = True  # type: ignore[attr-defined]
 
 
@@ -102,7 +96,7 @@ class Run:
         self.model = copy.deepcopy(model).to(device)
         self.scaler: Any = scaler
         self.losses: list[float] = []
-        # The scale of each step, and last the one that a further step would use.
+        # The scale of each step, and last that of the next one.
         self.scales: list[float] = [scaler.get_scale()]
         self.skipped: list[bool] = []
         self.scaler_ns: list[int] = []
@@ -111,7 +105,7 @@ class Run:
         self.optimizer = TimedAdamW(self.model.parameters(), self._now, lr=2e-3)
 
     def train_step(self, inputs: Tensor, targets: Tensor) -> None:
-        """Trains on one batch; records loss, scale, whether it was skipped, the scaler's time."""
+        """Trains on one batch; records loss, scale, skipping and the scaler's time."""
         with torch.autocast(self._device.type, torch.float16):
             loss = nn.functional.cross_entropy(self.model(inputs), targets)
         self.losses.append(loss.item())
@@ -123,7 +117,7 @@ class Run:
         spent = self._now() - start
 
         scaled.backward()
-        # What is left of the graph would else be freed at some later time, perhaps a timed one.
+        # Else the rest of the graph could be freed in a timed call.
         del loss, scaled
 
         start = self._now()
@@ -134,28 +128,28 @@ class Run:
             self.scaler.update()
         spent += self._now() - start
 
-        # A scaler that skips the step of an optimizer never calls it.
+        # A skipped step never calls the optimizer.
         self.skipped.append(not self.optimizer.steps_ns)
         self.scaler_ns.append(spent - sum(self.optimizer.steps_ns))
         self.scales.append(self.scaler.get_scale())
 
     def accuracy(self, inputs: Tensor, targets: Tensor) -> float:
-        """Share of the inputs that the network puts in their class."""
+        """Share of inputs that are classified correctly."""
         self.model.eval()
         with torch.no_grad(), torch.autocast(self._device.type, torch.float16):
-            right: Tensor = self.model(inputs).argmax(1) == targets
-            return right.double().mean().item()
+            correct: Tensor = self.model(inputs).argmax(1) == targets
+            return correct.double().mean().item()
 
     def growths(self) -> int:
-        """How often the scale grew."""
+        """Number of steps after which the scale grew."""
         return sum(after > before for before, after in pairwise(self.scales))
 
     def scaler_us(self) -> float:
-        """Median time that the scaler took in a step, in microseconds."""
+        """Median scaler time of a step, in microseconds."""
         return statistics.median(self.scaler_ns) / 1000
 
     def _now(self) -> int:
-        """Nanoseconds, read when the device has done all it was given."""
+        """Time in nanoseconds, read when the device is idle."""
         if self._device.type != "cpu":
             torch.accelerator.synchronize(self._device)
         return time.perf_counter_ns()
@@ -163,7 +157,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Outcome:
-    """All finished runs of one demo, torch's first, and what was trained."""
+    """Finished runs of one demo, torch's first, with their accuracies and the setting."""
 
     runs: list[Run]
     accuracies: list[float]
@@ -171,11 +165,11 @@ class Outcome:
 
     @property
     def equal(self) -> bool:
-        """Whether every run is the same as torch's, bit for bit."""
+        """Whether every run equals torch's, bit for bit."""
         return all(set(compare(run, self.runs[0]).values()) == {"yes"} for run in self.runs)
 
     def verdict(self) -> str:
-        """Whether the runs are equal, and where they differ if not."""
+        """Sentence on the equality of the runs, with their differences if any."""
         if self.equal:
             return "All runs are equal bit for bit: every loss, every scale, the final parameters."
         sentences = []
@@ -187,17 +181,17 @@ class Outcome:
         return " ".join(["The runs DIFFER:", *sentences])
 
     def caption(self) -> str:
-        """What was compared and what came out, in a few sentences."""
+        """Caption of the picture: verdict, accuracies, skipped steps, setting."""
         accuracies = " / ".join(f"{accuracy:.1%}" for accuracy in self.accuracies)
         skips = " / ".join(str(sum(run.skipped)) for run in self.runs)
         return (
             f"{self.verdict()} Test accuracy {accuracies}, skipped steps {skips}, in the order of "
             f"the legend. A step whose gradients overflow is skipped and halves the scale; "
-            f"{GROWTH_INTERVAL} good steps in a row double it. Trained: {self.setting}."
+            f"{GROWTH_INTERVAL} finite steps in a row double it. Setting: {self.setting}."
         )
 
     def table(self) -> str:
-        """The comparison as aligned text, and below it how the time was taken."""
+        """Comparison as aligned text, with the setting, the timing and the verdict."""
         reference, *others = self.runs
         steps = len(reference.losses)
         rows = [
@@ -227,7 +221,7 @@ def compare(run: Run, reference: Run) -> dict[str, str]:
     """Compares two runs bit for bit.
 
     Returns:
-        For each thing compared "yes" if it is equal, else "no, " and since when not.
+        By quantity, "yes" if it is equal, else "no, " and the first step that differs.
     """
     parameters_equal = all(
         torch.equal(ours.detach().view(torch.int32), theirs.detach().view(torch.int32))
@@ -243,7 +237,7 @@ def compare(run: Run, reference: Run) -> dict[str, str]:
 
 def _first_difference(values: Sequence[float], reference: Sequence[float]) -> str:
     for step, (value, expected) in enumerate(zip(values, reference, strict=True), start=1):
-        # The bytes, since == takes -0.0 for 0.0 and no NaN for itself.
+        # By bytes, since -0.0 == 0.0 and NaN != NaN.
         if struct.pack("d", value) != struct.pack("d", expected):
             return f"no, from step {step}"
     return "yes"
@@ -253,11 +247,10 @@ def run(steps: int, device: str | None, seed: int, output: Path) -> int:
     """Runs the demo: trains, prints the table, draws the picture.
 
     Args:
-        steps: training steps of each run, at least 1.
-        device: a torch device such as "cpu" or "cuda:0"; None takes CUDA where there is one, else
-            the CPU.
-        seed: decides the initial parameters, the split of the data and the batches.
-        output: path of the PNG.
+        steps: Training steps of each run, at least 1.
+        device: torch device such as "cpu" or "cuda:0"; None for CUDA if available, else the CPU.
+        seed: Seed of initial parameters, data split and batches.
+        output: Path of the PNG.
 
     Returns:
         The exit code: 0 if the runs are equal, 1 if they differ, 2 if the demo could not be run.
@@ -303,7 +296,7 @@ def _choose_device(name: str | None) -> torch.device:
     try:
         device = torch.device(name)
         torch.zeros((), device=device).item()
-    # Which one a missing device raises depends on the device and on the build of torch.
+    # The type for a missing device depends on the device and the build of torch.
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         reason = str(error).splitlines()[0]
         raise _DemoError(f"device {name!r} cannot be used: {reason}") from error
@@ -317,8 +310,8 @@ def _choose_device(name: str | None) -> torch.device:
 
 
 def network() -> nn.Module:
-    """The conv net that is trained: images of 8 by 8, ten classes, ten parameters."""
-    # Strides in place of pooling, whose backward pass adds in no fixed order on some devices.
+    """Convolutional network with ten parameters, for 8 x 8 images of ten classes."""
+    # Strides in place of pooling, whose backward pass has no fixed order of sums on some devices.
     return nn.Sequential(
         nn.Conv2d(1, 16, 3, padding=1, bias=False),
         nn.BatchNorm2d(16),
@@ -357,8 +350,7 @@ def _train(steps: int, device: torch.device, seed: int) -> Outcome:
         ]
         for step, batch in enumerate(tqdm(batches, desc=f"training {len(runs)} runs", unit="step")):
             inputs, targets = images[train][batch.to(device)], labels[train][batch.to(device)]
-            # The runs take turns, in another order each step: what else the machine does meets
-            # all of them alike.
+            # In turns, in another order each step, so that other load meets all runs alike.
             first = step % len(runs)
             for one in runs[first:] + runs[:first]:
                 one.train_step(inputs, targets)
@@ -382,19 +374,19 @@ def _batches(steps: int, samples: int, generator: torch.Generator) -> list[Tenso
 
 @contextmanager
 def _deterministic(seed: int) -> Iterator[None]:
-    """Takes chance out of torch, and gives its settings back."""
+    """Deterministic torch on one thread within the block; restores the settings."""
     enabled = torch.are_deterministic_algorithms_enabled()
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
-    # A property of the module, which type checkers do not see.
+    # A module property, which type checkers do not see.
     memory: Any = torch.utils.deterministic
     fill = memory.fill_uninitialized_memory
     threads = torch.get_num_threads()
-    # cuBLAS reads it when it is first used, and torch refuses to call it deterministic without.
+    # cuBLAS reads it on first use, and torch requires it for determinism.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
-    # Filling every new tensor would be counted as the scalers' time.
+    # Filling every new tensor would count as scaler time.
     memory.fill_uninitialized_memory = False
-    # The network is too small to gain from more, and on a busy machine threads wait for each other.
+    # The network is too small for more, and on a busy machine threads wait for each other.
     torch.set_num_threads(1)
     torch.manual_seed(seed)
     try:
@@ -406,7 +398,7 @@ def _deterministic(seed: int) -> Iterator[None]:
 
 
 def _draw(outcome: Outcome, path: Path) -> None:
-    """Writes a PNG: the loss above, the scale below, and the caption."""
+    """Writes a PNG with the losses, the scales and the caption."""
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 

@@ -8,10 +8,19 @@ from typing import TypeVar
 
 import torch
 
-__all__ = ["ONCE", "WARM_UP", "add_note", "is_capturing", "refuse_capture", "warn_caller"]
+__all__ = ["WARM_UP", "add_note", "is_capturing", "refuse_capture", "warn_caller"]
 
-ONCE = "An iteration ends with update(), after the steps of all optimizers: is the call missing?"
+WARM_UP = "run one iteration without capturing first"
 
+# Modules that `warn_caller` looks past.
+_SCALER_MODULES = (
+    *("ampfast.grad_scaler", "ampfast.loss_scale", "ampfast.gradients", "ampfast.overflow"),
+    *("ampfast.clipping", "ampfast.functional", "ampfast.distributed", "ampfast.fsdp"),
+    "ampfast.patch",
+    *("torch.amp.grad_scaler", "torch._compile"),
+    # Around torch's deprecated classes.
+    *("typing_extensions", "warnings"),
+)
 
 AnyError = TypeVar("AnyError", bound=BaseException)
 
@@ -26,38 +35,24 @@ def add_note(error: AnyError, note: str) -> AnyError:
 
 
 def warn_caller(message: str, category: type[Warning] = UserWarning) -> None:
-    """Warns at the first line outside of the scaler, torch's included."""
+    """Warns at the first line outside of ampfast's and torch's scaler modules."""
     level, frame = 2, sys._getframe(1)
-    while frame.f_back is not None and _is_inside(frame.f_globals.get("__name__", "")):
+    while frame.f_back is not None:
+        module = frame.f_globals.get("__name__", "")
+        if module not in _SCALER_MODULES and not module.startswith("torch._dynamo."):
+            break
         level, frame = level + 1, frame.f_back
     warnings.warn(message, category, stacklevel=level)
 
 
-def _is_inside(module: str) -> bool:
-    return module in _SCALER_MODULES or module.startswith("torch._dynamo.")
-
-
-_SCALER_MODULES = (
-    *("ampfast.grad_scaler", "ampfast.loss_scale", "ampfast.gradients", "ampfast.overflow"),
-    *("ampfast.clipping", "ampfast.functional", "ampfast.distributed", "ampfast.fsdp"),
-    "ampfast.patch",
-    *("torch.amp.grad_scaler", "torch._compile"),
-    # Around torch's deprecated classes.
-    *("typing_extensions", "warnings"),
-)
-
-
-WARM_UP = "run one iteration without capturing first"
-
-
 def is_capturing() -> bool:
     """Whether the current stream is being captured into a CUDA graph."""
-    # A build of torch without CUDA has no answer to the second.
+    # The second call fails in a build of torch without CUDA.
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
 def refuse_capture(what: str, remedy: str = WARM_UP) -> None:
     """Raises RuntimeError, naming `what` and its `remedy`, if the current stream is captured."""
-    # What is compiled runs later.
+    # Compiled code runs later.
     if not torch.compiler.is_compiling() and is_capturing():
         raise RuntimeError(f"a CUDA graph cannot capture {what}: {remedy}")

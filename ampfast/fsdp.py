@@ -1,4 +1,4 @@
-"""Drop-in replacement for FSDP's gradient scaler."""
+"""Drop-in replacement for FSDP1's gradient scaler."""
 
 from __future__ import annotations
 
@@ -19,30 +19,30 @@ _named: Any = sharded_grad_scaler.ShardedGradScaler
 TorchShardedGradScaler: Any = getattr(_named, "_stands_for", _named)
 
 
-# torch's class comes last in the method resolution order: only its `scale` is reached.
+# Only `scale` is torch's, whose class comes last in the method resolution order.
 class ShardedGradScaler(GradScaler, TorchShardedGradScaler):  # type: ignore[misc]
-    """`GradScaler` for FSDP: agrees with all ranks, or with those of a process group.
+    """`GradScaler` for FSDP1, whose ranks agree: all of them, or those of a process group.
 
     `scale` keeps the dtype of a loss, and float16 gradients, which FSDP's mixed precision makes,
     are unscaled. Unlike in torch's class, ranks agree with fused optimizers, too, flags are 0-dim,
     and `update` is that of `GradScaler`.
 
     Args:
-        device: As for `GradScaler`, like all others but the last.
+        device: As for `GradScaler`, like the other arguments of torch's class.
         init_scale: Initial scale.
-        backoff_factor: Factor after an overflow; it comes before that of growth, as in torch.
+        backoff_factor: Factor after an overflow; before `growth_factor`, as in torch.
         growth_factor: Factor of growth.
         growth_interval: Iterations without overflow before the scale grows.
         enabled: If False, every method is a no-op.
-        process_group: As for `GradScaler`, but None is the default group. Its ranks hold shards, so
-            with HYBRID_SHARD it must be the sharding group.
+        process_group: As for `GradScaler`, but None is the default group; the sharding group with
+            HYBRID_SHARD.
         ours: Other keyword arguments of `GradScaler`.
 
     Source: torch/distributed/fsdp/sharded_grad_scaler.py.
     """
 
     _is_for_all = True
-    # torch's default is the group at the import of its module.
+    # torch's default is the group that existed when its module was imported.
     _base_arguments: ClassVar[dict[str, Any]] = {"process_group": None}
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Kernels of the scaler without a scaler: unscale, check, norm and scale update as custom ops."""
+"""Kernels as custom ops: unscale, check, norm and scale update."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ def unscale_(grads: list[Tensor], found_inf: Tensor, inv_scale: Tensor) -> None:
     """Multiplies gradients in place; sets `found_inf` to 1 if a value written is not finite.
 
     Args:
-        grads: Tensors on one device, of any shapes, layouts and dtypes. If one is a DTensor, all
-            ranks of its mesh must call this, and `found_inf` is reduced over them.
+        grads: Tensors on one device, of any shape, layout and dtype. If one is a DTensor, all ranks
+            of its mesh must call this, and `found_inf` is reduced over them.
         found_inf: One-element float32 on that device; unchanged if all values are finite.
         inv_scale: One-element float32 on that device.
 
@@ -70,7 +70,7 @@ def check_(grads: list[Tensor], found_inf: Tensor) -> None:
 def grad_norm(
     grads: list[Tensor], norm_type: float = 2.0, inv_scale: Tensor | None = None
 ) -> Tensor:
-    """Returns the total norm of gradients, which are only read, times an inverse scale.
+    """Returns the total norm of gradients times an inverse scale; the gradients are only read.
 
     Args:
         grads: As for `unscale_`.
@@ -113,7 +113,7 @@ def update_scale_(
         found_inf: One-element float32 on the same device; the scale backs off unless it is 0.
         growth_factor: Factor of growth; a scale that would overflow stays.
         backoff_factor: Factor of backoff.
-        growth_interval: Finite iterations in a row until growth; below 1 for none.
+        growth_interval: Finite iterations in a row before growth; below 1 for no growth.
 
     Returns:
         `current_scale`.
@@ -144,7 +144,7 @@ def unscale_and_update_(
 
     Args:
         grads: As for `unscale_`; may be empty.
-        found_inf: As for `unscale_`; one that is set before counts for the update.
+        found_inf: As for `unscale_`; the update also counts a flag set before.
         current_scale: As for `update_scale_`.
         growth_tracker: As for `update_scale_`.
         growth_factor: As for `update_scale_`.
@@ -155,8 +155,8 @@ def unscale_and_update_(
         `current_scale`.
 
     Raises:
-        TypeError: As these.
-        RuntimeError: As these.
+        TypeError: As `unscale_` and `update_scale_`.
+        RuntimeError: As `unscale_` and `update_scale_`.
     """
     state = (current_scale, growth_tracker)
     factors = cpu.UpdateFactors(growth_factor, backoff_factor, growth_interval)
@@ -206,10 +206,9 @@ def _grad_norm_op(grads: list[Tensor], norm_type: float, inv_scale: Tensor | Non
 
 @_grad_norm_op.register_fake
 def _grad_norm_fake(grads: list[Tensor], norm_type: float, inv_scale: Tensor | None) -> Tensor:
-    place = torch.zeros(()) if inv_scale is None else inv_scale
+    first = torch.zeros(()) if inv_scale is None else inv_scale
     wide = any(grad.dtype in (torch.float64, torch.complex128) for grad in grads)
-    dtype = torch.float64 if wide else torch.float32
-    return (grads[0] if grads else place).new_empty((), dtype=dtype)
+    return [*grads, first][0].new_empty((), dtype=torch.float64 if wide else torch.float32)
 
 
 @torch.library.custom_op("ampfast::update_scale_", mutates_args=("current_scale", "growth_tracker"))
@@ -257,16 +256,16 @@ def _grad_norm(
     first = grads[0] if grads else inv_scale
     device = torch.device("cpu") if first is None else first.device
     _, listed = _listed(grads if shards is None else shards.tensors, device)
+    agreement = None
     if shards is not None:
-        listed = replace(listed, parts=shards.parts)
+        listed, agreement = replace(listed, parts=shards.parts), shards.agreement
     part = clipping.Part(grads, listed, inv_scale, is_scale=False, writes=False)
-    agreement = None if shards is None else shards.agreement
     choice = backends.choose()
     return clipping.measure(choice, [part], order, math.inf, inv_scale, agreement=agreement)[0]
 
 
 def _listed(grads: list[Tensor], device: torch.device) -> tuple[Any, gradients.Gradients]:
-    """Kernels of a device, and the gradients as they take them: none where there are no kernels."""
+    """Kernels of a device, if any, and the gradients sorted for them."""
     for grad in grads:
         cpu.require_storage(grad)
     kernels = backends.choose().kernels_for(device)
@@ -279,7 +278,7 @@ def _listed(grads: list[Tensor], device: torch.device) -> tuple[Any, gradients.G
 def _regular(
     grads: list[Tensor], found_inf: Tensor, factor: Tensor | None = None
 ) -> tuple[backends.Kernels, cpu.GradList] | None:
-    """Kernels and the list that they take at once; None for the op, which takes all.
+    """Kernels and a list that they take directly, or None for the custom op.
 
     Converting a list for an op takes longer than the kernel for a thousand small tensors.
     """
@@ -297,7 +296,7 @@ def _regular(
 def _local(
     grads: list[Tensor], place: Tensor, name: str = "found_inf"
 ) -> tuple[list[Tensor], Shards | None]:
-    """Checked gradients for an op; local shards, and those, where one is distributed."""
+    """Checked gradients for an op; their local shards if one is distributed."""
     if not isinstance(grads, (list, tuple)):
         raise TypeError(f"grads must be a list of tensors, got {type(grads).__name__}")
     for index, grad in enumerate(grads):
@@ -308,7 +307,7 @@ def _local(
                 f"grads must be on the device of {name}, {place.device}, "
                 f"got grads[{index}] on {grad.device}"
             )
-        if not torch.compiler.is_compiling():  # else the op does when it runs
+        if not torch.compiler.is_compiling():  # the compiled op checks when it runs
             cpu.require_storage(grad)
     shards = None if torch.compiler.is_compiling() else shards_of(list(grads))
     return (list(grads), None) if shards is None else (shards.tensors, shards)
@@ -333,7 +332,7 @@ def _require_state(
 
 
 def _require_scalars(int32: tuple[str, ...] = (), **named: Tensor) -> None:
-    """Checks one-element tensors on one device: those of `int32`, and float32."""
+    """Checks one-element tensors on one device: int32 for the names in `int32`, else float32."""
     for name, tensor in named.items():
         if not isinstance(tensor, Tensor):
             raise TypeError(f"{name} must be a tensor, got {type(tensor).__name__}")

@@ -77,10 +77,7 @@ def describe(facts: dict[str, Any]) -> str:
         ("CUDA kernels", extension["cuda_kernels"]),
     ]
     sections = [
-        (
-            "Versions",
-            [(name, version or "none") for name, version in versions.items()],
-        ),
+        ("Versions", [(name, version or "none") for name, version in versions.items()]),
         ("Compiled core", built),
         ("Devices", [_device_line(device) for device in facts["devices"]]),
         ("Backends", [_backend_line(backend) for backend in facts["backends"]]),
@@ -128,7 +125,7 @@ def _devices() -> list[dict[str, Any]]:
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if accelerator is None:
         return devices
-    # Not every accelerator describes its devices.
+    # Some accelerators have no device properties.
     describe = getattr(torch.get_device_module(accelerator), "get_device_properties", None)
     for index in range(torch.accelerator.device_count()):
         device = torch.device(accelerator.type, index)
@@ -145,29 +142,15 @@ def _devices() -> list[dict[str, Any]]:
     return devices
 
 
-def _device(
-    device: torch.device,
-    *,
-    name: str,
-    threads: int | None = None,
-    memory_bytes: int | None = None,
-    capability: str | None = None,
-) -> dict[str, Any]:
+def _device(device: torch.device, **details: str | int | None) -> dict[str, Any]:
     backend = error = None
     # AMPFAST_BACKEND may name a backend that does not exist or cannot run here.
     try:
         backend = backends.default_for(device)
     except (ValueError, RuntimeError) as problem:
         error = str(problem)
-    return {
-        "device": str(device),
-        "name": name,
-        "threads": threads,
-        "memory_bytes": memory_bytes,
-        "capability": capability,
-        "backend": backend,
-        "error": error,
-    }
+    unknown = dict.fromkeys(("name", "threads", "memory_bytes", "capability"))
+    return {"device": str(device), **unknown, **details, "backend": backend, "error": error}
 
 
 def _cpu_name() -> str:
@@ -181,6 +164,6 @@ def _cpu_name() -> str:
 
 
 def _triton_version() -> str | None:
-    # By distribution, whose name depends on the platform; only the triton backend imports triton.
+    # By distribution, whose name depends on the platform, without an import of triton.
     distributions = importlib.metadata.packages_distributions().get("triton", [])
     return importlib.metadata.version(distributions[0]) if distributions else None

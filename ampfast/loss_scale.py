@@ -24,7 +24,7 @@ _REFILLS = ("growth", "finite_step")
 
 @dataclass(frozen=True)
 class ScalePolicy:
-    """How a scale differs from torch's; `GradScaler` says what each field means."""
+    """Limits and hysteresis of a scale, as `GradScaler` describes them."""
 
     min_scale: float | None = None
     max_scale: float | None = None
@@ -55,11 +55,11 @@ class ScalePolicy:
 
     @property
     def is_torchs(self) -> bool:
-        """Whether it changes nothing."""
+        """Whether the policy is torch's: no limits, no hysteresis."""
         return self == ScalePolicy()
 
     def require_within(self, init_scale: float, name: str = "init_scale") -> None:
-        """Raises ValueError unless a scale can start there."""
+        """Raises ValueError if an initial scale is beyond the limits."""
         low_enough = self.max_scale is None or init_scale <= self.max_scale
         if not low_enough or not (self.min_scale is None or init_scale >= self.min_scale):
             raise ValueError(
@@ -68,15 +68,15 @@ class ScalePolicy:
             )
 
     def state_dict(self, hysteresis_tracker: int) -> dict[str, Any]:
-        """Returns what a checkpoint keeps; the tracker is as Megatron-LM's: it counts down."""
+        """Returns the checkpoint's entry; its tracker counts down, as Megatron-LM's."""
         return {**asdict(self), "hysteresis_tracker": hysteresis_tracker}
 
     def require_loadable(self, state_dict: dict[str, Any]) -> int:
-        """Returns the hysteresis tracker of a scaler's checkpoint that this policy can go on with.
+        """Returns the hysteresis tracker of a scaler's checkpoint.
 
         Raises:
-            ValueError: If the checkpoint has another policy, a scale beyond the limits or, where
-                this policy changes something, a static one.
+            ValueError: If the checkpoint has another policy, a scale beyond the limits or, unless
+                this policy is torch's, a static scale.
         """
         tracker = self.hysteresis
         if "ampfast" in state_dict:
@@ -85,16 +85,16 @@ class ScalePolicy:
             self.require_within(state_dict["scale"], "the checkpoint's scale")
             if is_static(state_dict):
                 raise ValueError(
-                    "the checkpoint's scale is static, but this scaler was made with limits or "
-                    "hysteresis, which are for one that changes"
+                    "the checkpoint's scale is static, but this scaler has limits or hysteresis, "
+                    "which need a dynamic one"
                 )
         return tracker
 
     def _tracker_of(self, saved: object) -> int:
-        """Returns the hysteresis tracker of a checkpoint, which must have this policy.
+        """Returns the hysteresis tracker of a checkpoint's entry.
 
         Raises:
-            ValueError: If it has not, or is damaged.
+            ValueError: If the entry is damaged or of another policy.
         """
         names = list(self.state_dict(0))
         if not isinstance(saved, dict) or set(saved) != set(names):
@@ -110,8 +110,8 @@ class ScalePolicy:
         if differences:
             raise ValueError(
                 f"the checkpoint is of a scaler with another policy ({'; '.join(differences)}): "
-                "make the scaler with the checkpoint's, or delete its entry 'ampfast' to keep "
-                "this scaler's"
+                "construct the scaler with the checkpoint's policy, or delete the checkpoint's "
+                "entry 'ampfast' to keep this scaler's"
             )
         tracker = saved["hysteresis_tracker"]
         is_int = isinstance(tracker, int) and not isinstance(tracker, bool)
@@ -127,11 +127,10 @@ class LossScale:
     """Updates of a scale, with policy, counters and history in one int64 tensor.
 
     Attributes:
-        policy: How the scale differs from torch's.
-        words: As `backends.cpu.state_layout` says; None until there is a device.
-        watches_minimum: Whether `check_min_scale` has something to do.
-        norms: The norms that were taken in this iteration and their orders, by the optimizers whose
-            gradients they are of.
+        policy: Limits and hysteresis.
+        words: Device state, laid out as `backends.cpu.state_layout`; None before the first update.
+        watches_minimum: Whether `on_min_scale` is "warn" or "raise".
+        norms: Norm and order by the ids of the optimizers that were measured, in this iteration.
     """
 
     def __init__(self, policy: ScalePolicy, on_min_scale: str = "ignore") -> None:
@@ -155,7 +154,7 @@ class LossScale:
         return "raise" if self._watch.raises else "warn"
 
     def settings(self) -> dict[str, object]:
-        """Returns what all ranks must have in common, with a host sync."""
+        """Returns the settings that must be equal on all ranks, with a host sync."""
         tracker = self.hysteresis_tracker()
         return {**self.policy.state_dict(tracker), "on_min_scale": self.on_min_scale}
 
@@ -167,29 +166,23 @@ class LossScale:
         factors: tuple[Any, Any, Any],
         choice: Choice,
     ) -> None:
-        """Updates a scale in place.
+        """Updates the scale and the growth tracker in place.
 
         Args:
             scale: One-element float32.
             growth_tracker: One-element int32.
             found_infs: The flags of this iteration, at least one, on the device of the scale.
             factors: Growth factor, backoff factor and growth interval; any real numbers.
-            choice: The kernels.
+            choice: Kernels by device.
         """
-        update_factors, kernels = _factors(factors), choice.kernels_for(scale.device)
-        words, norm = self.words_on(scale.device), self.joint_norm(scale.device)
-        if (
-            update_factors is None
-            or kernels is None
-            or not kernels.update_scale_(
-                scale, growth_tracker, found_infs, update_factors, words, norm
-            )
-        ):
+        checked = _factors(factors)
+        kernels = None if checked is None else choice.kernels_for(scale.device)
+        given = checked or cpu.UpdateFactors(*factors)
+        state = (given, self.words_on(scale.device), self.joint_norm(scale.device))
+        if kernels is None or not kernels.update_scale_(scale, growth_tracker, found_infs, *state):
             first, *others = found_infs
-            # Out of place: a flag that was handed out stays as it is.
-            found_inf = sum(others, start=first)
-            given = update_factors or cpu.UpdateFactors(*factors)
-            aten.update_scale_(scale, growth_tracker, found_inf, given, words, norm)
+            # Out of place, since callers may hold the flags.
+            aten.update_scale_(scale, growth_tracker, sum(others, start=first), *state)
 
     def riding_update(
         self,
@@ -199,25 +192,25 @@ class LossScale:
         factors: tuple[Any, Any, Any],
         choice: Choice,
     ) -> Update | None:
-        """Returns the update of `update_` for a check to apply, or None where none can."""
-        update_factors, kernels = _factors(factors), choice.kernels_for(scale.device)
-        if update_factors is None or kernels is None:
+        """Returns the update for the last program of a check to apply, or None where none can."""
+        given, kernels = _factors(factors), choice.kernels_for(scale.device)
+        if given is None or kernels is None:
             return None
         words, norm = self.words_on(scale.device), self.joint_norm(scale.device)
-        return kernels.scale_update(scale, growth_tracker, found_infs, update_factors, words, norm)
+        return kernels.scale_update(scale, growth_tracker, found_infs, given, words, norm)
 
     def note_norm(self, optimizers: Sequence[object], norm: Tensor, order: float) -> None:
-        """Keeps the joint norm of these optimizers' gradients for the history of this iteration.
+        """Records the joint norm of these optimizers' gradients for the history.
 
-        A norm of these together with others stays in its place.
+        It replaces norms of some of them, unless one of these and more optimizers is recorded.
         """
-        names = frozenset(map(id, optimizers))
-        if not any(names < others for others in self.norms):
-            kept = {others: entry for others, entry in self.norms.items() if not names & others}
-            self.norms = {**kept, names: (norm, order)}
+        ids = frozenset(map(id, optimizers))
+        if not any(ids < others for others in self.norms):
+            kept = {others: entry for others, entry in self.norms.items() if not ids & others}
+            self.norms = {**kept, ids: (norm, order)}
 
     def joint_norm(self, device: torch.device) -> Tensor | None:
-        """Returns the norm over all that was measured in this iteration, if of one order."""
+        """Returns the joint norm of this iteration's norms, or None if their orders differ."""
         norms = list(self.norms.values())
         if not norms or any(order != norms[0][1] for _, order in norms):
             return None
@@ -228,7 +221,7 @@ class LossScale:
         return joint
 
     def words_on(self, device: torch.device) -> Tensor:
-        """Returns the words on `device`, where they are made or moved to if need be."""
+        """Returns the words on `device`, created or moved there if need be."""
         if self.words is None or self.words.device != device:
             if device.type != "cpu":
                 refuse_capture("the creation of the scaler's state, which every replay would reset")
@@ -275,7 +268,7 @@ class LossScale:
         )
 
     def hysteresis_tracker(self) -> int:
-        """Returns how many overflows are left before the scale backs off, with a host sync."""
+        """Returns the number of overflows until the scale backs off, with a host sync."""
         if self.words is not None:
             return self.policy.hysteresis - int(self.words[layout.TOLERATED])
         return self.policy.hysteresis - self._tolerated
@@ -286,16 +279,16 @@ class LossScale:
             self.words[layout.TOLERATED] = self._tolerated
 
     def reset_minimum(self) -> None:
-        """Begins anew with a scale that was set: what was skipped before it says nothing."""
+        """Forgets the steps skipped at the minimum, since the scale was set."""
         if self._watch is not None:
             self._watch = _MinimumWatch(self._watch.raises)
             if self.words is not None:
                 self.words[layout.SKIPS_AT_MINIMUM] = 0
 
     def check_min_scale(self) -> None:
-        """Warns or raises if steps are skipped with a scale that cannot get smaller; no host sync.
+        """Warns or raises if steps are skipped at the minimum scale; no host sync.
 
-        On a GPU it knows of the last update whose outcome has arrived.
+        On a GPU the counters are those of the last update that has reached the host.
         """
         if self._watch is not None and self.words is not None and not is_capturing():
             counters = self._watch.arrived(self.words[: layout.COUNTERS])
@@ -305,7 +298,7 @@ class LossScale:
     def __getstate__(self) -> dict[str, Any]:
         state = {**self.__dict__, "norms": {}}
         if self.words is not None:
-            # Numbers, those that are in use: a tensor would be shared with other processes.
+            # As numbers, since a pickled tensor would be shared with other processes.
             words = self.words.tolist()
             steps = min(words[layout.STEPS], layout.RING_STEPS)
             state["words"] = words[: layout.RING + steps * layout.RING_WORDS]
@@ -332,48 +325,48 @@ class LossScale:
 
 
 class _MinimumWatch:
-    """Brings the counters to the host without waiting for them, and says what they mean."""
+    """Asynchronous copies of the counters, and the warning or error for a scale at its minimum."""
 
     def __init__(self, raises: bool) -> None:
         self.raises = raises
-        self._told = 0
+        self._warned_at = 0
         self._raised_at = 0
-        self._on_its_way: tuple[Tensor, torch.cuda.Event | None] | None = None
+        self._pending: tuple[Tensor, torch.cuda.Event | None] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_on_its_way": None}
+        return {**self.__dict__, "_pending": None}
 
     def arrived(self, counters: Tensor) -> list[int] | None:
-        """Returns the newest counters that are on the host already, and sends for the next."""
+        """Returns the counters whose copy has arrived, if any, and starts the next copy."""
         if not counters.is_cuda:
             return counters.tolist()
-        seen = None
-        if self._on_its_way is not None:
-            buffer, arrival = self._on_its_way
+        arrived = None
+        if self._pending is not None:
+            buffer, arrival = self._pending
             if arrival is None or arrival.query():
-                seen, self._on_its_way = buffer.tolist(), None
-        if self._on_its_way is None:
-            self._on_its_way = aten.copy_to_host_async(counters)
-        return seen
+                arrived, self._pending = buffer.tolist(), None
+        if self._pending is None:
+            self._pending = aten.copy_to_host_async(counters)
+        return arrived
 
     def report(self, counters: list[int], policy: ScalePolicy) -> None:
         if counters[layout.SKIPS_AT_MINIMUM] == 0:
-            self._told = 0
+            self._warned_at = 0
             return
         skips = counters[layout.CONSECUTIVE_SKIPS]
         text = (
             f"The scale is at its minimum, {policy.min_scale}, and {skips} "
             f"{'step was' if skips == 1 else 'steps in a row were'} skipped: it cannot go lower. "
-            "Either that is too high for these gradients, or the model or its input gives NaN or "
-            "infinity at any scale."
+            "Either the minimum is too high for these gradients, or the model or its input has NaN "
+            "or infinity at any scale."
         )
         if self.raises:
             if counters[layout.STEPS] > self._raised_at:
                 self._raised_at = counters[layout.STEPS]
                 raise FloatingPointError(text)
             return
-        if skips >= 2 * self._told:
-            self._told = skips
+        if skips >= 2 * self._warned_at:
+            self._warned_at = skips
             warn_caller(text)
 
 
@@ -385,18 +378,18 @@ def _float32(value: float) -> float:
 
 
 def is_static(state_dict: dict[str, Any]) -> bool:
-    """Whether a scaler's checkpoint is of a scale that never changes."""
+    """Whether a scaler's checkpoint has a static scale."""
     if not state_dict:
-        return True  # which torch refuses
+        return True  # of a disabled scaler; torch refuses it
     return state_dict.get("growth_interval") == 0 and state_dict.get("backoff_factor") == 1.0
 
 
 def _factors(given: tuple[Any, Any, Any]) -> cpu.UpdateFactors | None:
-    """The factors of an update as the kernels take them; None where torch's op takes or refuses."""
+    """Factors of an update for the kernels, or None for torch's op, which takes or refuses them."""
     growth_factor, backoff_factor, interval = given
     if not isinstance(growth_factor, (int, float)) or not isinstance(backoff_factor, (int, float)):
         return None
-    # As torch's op takes it: an integer of numpy's counts as one, a bool does not.
+    # torch's op takes numpy's integers, but no bool.
     if type(interval) is bool or not isinstance(interval, Integral):
         return None
     return cpu.UpdateFactors(growth_factor, backoff_factor, int(interval))

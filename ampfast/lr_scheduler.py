@@ -1,4 +1,4 @@
-"""Learning rate schedule that leaves out skipped steps, without a host sync."""
+"""Learning rate schedules without skipped steps and without a host sync."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ __all__ = ["LateScheduler"]
 
 
 class LateScheduler:
-    """Learning rate scheduler that advances one iteration late, for steps that were not skipped.
+    """Learning rate scheduler that omits skipped steps, one iteration late.
 
-    Only the device knows whether a step was skipped. The exact schedule waits for the answer::
+    Only the device knows whether a step was skipped. The exact schedule waits for it::
 
         if not scaler.step_skipped(optimizer):
             scheduler.step()
 
-    This one copies the flag to the host and reads it once the next iteration is queued::
+    This class copies the flag to the host and reads it when the next iteration is queued::
 
         scheduler = LateScheduler(scheduler, scaler, optimizer)
         ...
@@ -30,12 +30,12 @@ class LateScheduler:
         scaler.update()
         scheduler.step()
 
-    The learning rate of iteration i is that of the exact schedule in iteration i - 1, whatever the
-    timing, the device and whether the scaler is enabled. A host more than one iteration ahead of
-    the device waits for the previous step, never for the one just queued.
+    The learning rate of iteration i is the exact schedule's of iteration i - 1, on any device, with
+    any timing, also if the scaler is disabled. The host waits for the previous step at most, never
+    for the one just queued.
 
-    Other attributes are those of the wrapped scheduler. A scheduler that is stepped once per epoch
-    does not need this class.
+    Other attributes are those of the wrapped scheduler. A scheduler stepped once per epoch does not
+    need this class.
 
     Args:
         scheduler: Scheduler with `step`, `state_dict` and `load_state_dict`.
@@ -51,11 +51,8 @@ class LateScheduler:
 
     def __init__(self, scheduler: Any, scaler: Any, optimizer: Any) -> None:
         if not hasattr(scaler, "found_inf"):
-            kind = type(scaler)
-            raise TypeError(
-                "LateScheduler needs an ampfast.GradScaler, got "
-                f"{kind.__module__}.{kind.__qualname__}"
-            )
+            kind = f"{type(scaler).__module__}.{type(scaler).__qualname__}"
+            raise TypeError(f"LateScheduler needs an ampfast.GradScaler, got {kind}")
         self.scheduler = scheduler
         self._scaler = scaler
         self._optimizer = optimizer
@@ -76,10 +73,8 @@ class LateScheduler:
         """
         refuse_capture("a scheduler step on the host", "call it after the replay")
         found_inf = self._scaler.found_inf(self._optimizer)
-        last, self._outstanding = (
-            self._outstanding,
-            _Outstanding(*aten.copy_to_host_async(found_inf), args, kwargs),
-        )
+        outstanding = _Outstanding(*aten.copy_to_host_async(found_inf), args, kwargs)
+        last, self._outstanding = self._outstanding, outstanding
         self._advance(last)
 
     def flush(self) -> None:
@@ -128,7 +123,7 @@ class LateScheduler:
 
 @dataclass
 class _Outstanding:
-    """Call of the scheduler's `step` that a flag decides on; without one it is made."""
+    """Call of the scheduler's `step`, made unless its flag is set."""
 
     flag: Tensor | None
     arrival: torch.cuda.Event | None

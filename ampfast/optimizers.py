@@ -1,4 +1,4 @@
-"""Optimizers as the scaler sees them: contract, momentum buffers, values kept by optimizer."""
+"""Optimizers: step signatures, missing momentum buffers, values keyed by optimizer."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _signatures: dict[int, tuple[weakref.ref[FunctionType], bool]] = {}
 
 
 def takes_grad_scaler(step: Callable[..., Any]) -> bool:
-    """Whether an optimizer's step has the keyword of torch's older contract."""
+    """Whether an optimizer's step takes torch's legacy keyword `grad_scaler`."""
     function = getattr(step, "__func__", None)
     known = _signatures.get(id(function))
     if known is not None and known[0]() is function:
@@ -38,9 +38,9 @@ def takes_grad_scaler(step: Callable[..., Any]) -> bool:
 
 
 def lacks_momentum(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether this is a fused SGD that would leave a new momentum buffer unwritten if skipped.
+    """Whether a skipped step of this fused SGD would leave a momentum buffer uninitialised.
 
-    Its kernel writes the buffer only when it runs, and the next step takes it as initialised.
+    torch allocates the buffer before its kernel, which does not write it in a skipped step.
     """
     if not isinstance(optimizer, torch.optim.SGD):
         return False
@@ -50,25 +50,18 @@ def lacks_momentum(optimizer: torch.optim.Optimizer) -> bool:
         for group in optimizer.param_groups
         if group.get("fused") and group["momentum"] != 0
     )
-    # All groups at once: the state, which has no groups, is read from end to end.
+    # All groups at once, since the whole state is read.
     return cpu.lacks_state(params, state, "momentum_buffer")
 
 
-def _has_gradient(param: torch.Tensor) -> bool:
-    # Reading the gradient of a tensor that keeps none warns.
-    return (param.is_leaf or param.retains_grad) and param.grad is not None
-
-
 def no_inf_checks(optimizer: torch.optim.Optimizer) -> AssertionError:
-    params = [
-        param
-        for group in optimizer.param_groups
-        for param in group["params"]
-        if isinstance(param, torch.Tensor)
-    ]
+    """torch's error for an optimizer without a checked gradient, with a note on the reason."""
+    groups = optimizer.param_groups
+    params = [param for group in groups for param in group["params"] if isinstance(param, Tensor)]
     if not params:
         why = "The optimizer has no parameters."
-    elif not any(_has_gradient(param) for param in params):
+    # Reading the gradient of a tensor that keeps none warns.
+    elif not any((p.is_leaf or p.retains_grad) and p.grad is not None for p in params):
         frozen = sum(not param.requires_grad for param in params)
         why = (
             f"None of the optimizer's {len(params)} parameters has a gradient ({frozen} of them do "
@@ -81,12 +74,12 @@ def no_inf_checks(optimizer: torch.optim.Optimizer) -> AssertionError:
 
 
 class ByOptimizer(Generic[Value]):
-    """Values by optimizer, by identity, through weak references: an id may come back.
+    """Values keyed by optimizer identity, through weak references, since ids are reused.
 
     Attributes:
         entries: A weak reference and the value, by the id of an optimizer.
-        held: The ids of optimizers that cannot be referenced weakly, recorded in this iteration.
-        expiring: Those that were recorded in the one before.
+        held: Ids of optimizers without weak references, recorded in this iteration.
+        expiring: Those last recorded in the previous iteration.
     """
 
     def __init__(self) -> None:
@@ -95,14 +88,14 @@ class ByOptimizer(Generic[Value]):
         self.expiring: set[int] = set()
 
     def __iter__(self) -> Iterator[tuple[Any, Value]]:
-        """Gives the optimizers that live, with their values, in the order of their first."""
+        """Iterates over living optimizers and their values, in order of their first record."""
         for reference, value in list(self.entries.values()):
             optimizer = reference()
             if optimizer is not None:
                 yield optimizer, value
 
     def record(self, optimizer: object, value: Value) -> None:
-        """Remembers the value of an optimizer that is checked now."""
+        """Sets the value of an optimizer."""
         key = id(optimizer)
         entry = self.entries.get(key)
         if entry is not None and entry[0]() is optimizer:
@@ -115,12 +108,12 @@ class ByOptimizer(Generic[Value]):
             self.held.add(key)
 
     def get(self, optimizer: object) -> Value | None:
-        """Returns what was recorded for this very object, or None."""
+        """Returns the value of this very object, or None."""
         entry = self.entries.get(id(optimizer))
         return entry[1] if entry is not None and entry[0]() is optimizer else None
 
     def end_iteration(self) -> None:
-        """Lets go of the objects held since before the last iteration."""
+        """Releases optimizers without weak references that were not recorded again."""
         for key in self.expiring:
             self.entries.pop(key, None)
         self.expiring, self.held = self.held, set()
@@ -134,5 +127,5 @@ class ByOptimizer(Generic[Value]):
             return lambda: optimizer
 
 
-# The found_inf tensors, by device, of the last check.
+# `found_inf` by device, of each optimizer's last check.
 LastChecks = ByOptimizer[Flags]

@@ -1,4 +1,4 @@
-"""ampfast's scalers behind torch's names: `patch()` and `unpatch()`."""
+"""Replacement of torch's scaler classes by name: `patch()` and `unpatch()`."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ if torch.distributed.is_available():
 
 _stand_ins: dict[str, Any] = {}
 
-# The lock is re-entrant because a finalizer that calls unpatch() may run while names are walked.
-# Lock and record lie in torch's module, where a reloaded or newly imported ampfast finds them.
+# In torch's module, where a reloaded or newly imported ampfast finds them. The lock is re-entrant,
+# since a finalizer that calls unpatch() may run during the walk.
 _shared: Any = vars(torch.amp.grad_scaler).setdefault(
     "_ampfast_patch", SimpleNamespace(lock=threading.RLock(), swap=None)
 )
@@ -34,29 +34,29 @@ _shared: Any = vars(torch.amp.grad_scaler).setdefault(
 
 @dataclass(eq=False)
 class _Swap:
-    """Record of one patch(), for the unpatch() that undoes it."""
+    """State of one `patch()`, for `unpatch()`."""
 
     torch_classes: dict[type, type]  # by stand-in
     reducer: Any
     derived_before: list[type]
     replaced: list[str] = field(default_factory=list)
     kept: list[str] = field(default_factory=list)
-    # Held here, since a module may leave sys.modules before its names are given back.
+    # Held, since a module may leave sys.modules before `unpatch()`.
     namespaces: list[dict[str, Any]] = field(default_factory=list)
     open_blocks: int = 0
     ends_with_block: bool = False
 
 
 class Patch:
-    """Result of `patch()`; as a context manager, it undoes the patch at the end of the block.
+    """Result of `patch()`; as a context manager, it calls `unpatch()` at the end of the block.
 
-    A block in a program that was patched before leaves it patched. Where several blocks overlap,
-    the last to end gives the names back.
+    A block within a patched program leaves it patched. Of overlapping blocks, the last to end
+    restores the names.
 
     Attributes:
-        replaced: Names that now mean ampfast's class, as "module.name".
-        kept: Names that still mean torch's class: methods of a class derived before use them.
-        derived_before: Subclasses made before: they cannot be changed and run torch's code.
+        replaced: Names of ampfast's class now, as "module.name".
+        kept: Names of torch's class still, used by methods of subclasses in `derived_before`.
+        derived_before: Subclasses defined before the patch, which still run torch's code.
     """
 
     def __init__(self, swap: _Swap, began: bool) -> None:
@@ -85,30 +85,29 @@ class Patch:
 
 
 def patch() -> Patch:
-    """Makes every name for torch's gradient scaler mean ampfast's, until `unpatch()`.
+    """Replaces torch's gradient scaler with ampfast's under every name, until `unpatch()`.
 
-    These are `torch.GradScaler`, `torch.amp.GradScaler`, `torch.cuda.amp.GradScaler`,
-    `torch.cpu.amp.GradScaler`, FSDP's `ShardedGradScaler`, and the names that loaded modules have
-    for them, as after `from torch.cuda.amp import GradScaler as Scaler`. A class kept elsewhere,
-    such as in a dict or a default argument, stays torch's. Existing scalers stay what they are and
-    still pass `isinstance(x, torch.amp.GradScaler)`. Existing subclasses stay too; to have one
-    derive from ampfast's class, import its module after `patch()`. That is required of one that
-    calls its base class as `torch.amp.GradScaler.step(self, ...)`, neither through `super()` nor by
-    a name of its own module.
+    The names are `torch.GradScaler`, `torch.amp.GradScaler`, `torch.cuda.amp.GradScaler`,
+    `torch.cpu.amp.GradScaler`, FSDP's `ShardedGradScaler`, and those that loaded modules have for
+    them, as after `from torch.cuda.amp import GradScaler as Scaler`. A class kept elsewhere,
+    such as in a dict or a default argument, stays torch's. Existing scalers are unchanged
+    and still pass `isinstance(x, torch.amp.GradScaler)`. Existing subclasses are unchanged, too; to
+    derive one from ampfast's class, import its module after `patch()`. A subclass requires that if
+    it calls its base class as `torch.amp.GradScaler.step(self, ...)`.
 
     The patched names make an `ampfast.GradScaler`: an instance of a subclass that changes none of
     its methods. Those of `torch.cuda.amp` and `torch.cpu.amp` keep their signature and their
     FutureWarning. All take ampfast's keyword arguments.
 
-    A second call changes nothing, unless ampfast was reloaded or imported anew in between: then its
-    new classes take the names. Threads may call it at the same time.
+    A second call has no effect, unless ampfast was reloaded or imported anew in between: then the
+    new classes take the names. Thread-safe.
 
     Returns:
-        The names that were replaced and those that were not. `with ampfast.patch(): ...` gives the
-        names back at the end, unless they were patched before.
+        Replaced and kept names; in `with ampfast.patch(): ...`, the end of the block restores them,
+        unless they were patched before.
     """
-    # Before the names change, else FSDP's class would derive from ours; and outside the lock, for
-    # whoever imports a module that calls patch() holds that module's lock.
+    # Before the names change, else FSDP's class would derive from ours; outside the lock, since an
+    # import of a module that calls patch() holds that module's lock.
     stand_ins = {ours._stands_for: ours for ours in map(_stand_in, _MODULES)}
     with _shared.lock:
         if isinstance(_shared.swap, _Swap):
@@ -116,7 +115,7 @@ def patch() -> Patch:
         unpatch()  # the patch of an earlier import of ampfast
         torch_classes = {ours: torchs for torchs, ours in stand_ins.items()}
         swap = _Swap(torch_classes, _reduce_torch_scaler, list(_derived_before(stand_ins)))
-        # Set first: should the walk be interrupted, unpatch() undoes what it did.
+        # Set first, so that unpatch() can undo an interrupted walk.
         _shared.swap = swap
         needed = set().union(*map(_globals_of_methods, swap.derived_before))
         for module, namespace in _namespaces():
@@ -135,10 +134,10 @@ def patch() -> Patch:
 
 
 def unpatch() -> None:
-    """Gives torch its names back, the very same classes, also in modules imported while patched.
+    """Restores torch's own classes, also in modules imported while patched.
 
-    A name that has come to mean something else is left alone, and scalers made while patched stay
-    what they are. Does nothing where nothing is patched.
+    Names bound to something else since, and scalers constructed while patched, are unchanged. No
+    effect without a patch.
     """
     with _shared.lock:
         swap = _shared.swap
@@ -153,13 +152,13 @@ def unpatch() -> None:
         _shared.swap = None
 
 
-# Protocol's metaclass is the base because `class Mine(torch.amp.GradScaler, Stateful)`, or with an
-# ABC in Stateful's place, must stay possible. It brings an isinstance that asks issubclass.
+# Protocol's metaclass as base lets a class derive from torch.amp.GradScaler and from a protocol or
+# an ABC; its isinstance calls issubclass.
 class _StandIn(type(Protocol)):  # type: ignore[misc]
-    """Metaclass of ampfast's classes under torch's names: isinstance answers as torch's class does.
+    """Metaclass of ampfast's classes under torch's names, with `isinstance` of torch's class.
 
-    So instances and subclasses made before the patch pass. Classes derived from a stand-in answer
-    for themselves alone.
+    Instances and subclasses from before the patch pass. Classes derived from a stand-in have an
+    `isinstance` of their own.
     """
 
     def __subclasscheck__(cls, subclass: type) -> bool:
@@ -172,7 +171,7 @@ class _StandIn(type(Protocol)):  # type: ignore[misc]
 # Not ampfast's own class: unpatch() must tell a name taken from torch from one taken from ampfast,
 # and a scaler of torch is no ampfast.GradScaler.
 def _stand_in(module: str) -> Any:
-    """Class that takes the names of the scaler class in one of torch's modules."""
+    """ampfast's class for the scaler class of one of torch's modules."""
     if module in _stand_ins:
         return _stand_ins[module]
     _, kind, *_ = module.split(".")
@@ -211,13 +210,13 @@ def _deprecated(torch_class: Any, device: str) -> Any:
             torchs = (init_scale, growth_factor, backoff_factor, growth_interval, enabled)
             super().__init__(device, *torchs, **ours)
 
-    # The name in Python's own errors.
+    # For the name in Python's error messages.
     GradScaler.__init__.__wrapped__.__qualname__ = "GradScaler.__init__"  # type: ignore[attr-defined]
     return GradScaler
 
 
 def _reduce_stand_in(cls: type) -> Any:
-    # By the module of torch's class, since three stand-ins have the same name.
+    # By the module of torch's class, since three stand-ins share a name.
     torch_class = vars(cls).get("_stands_for")
     return cls.__qualname__ if torch_class is None else (_stand_in, (torch_class.__module__,))
 
@@ -239,7 +238,7 @@ def _is_ampfast(module: str) -> bool:
 
 
 def _namespaces() -> Iterator[tuple[str, dict[str, Any]]]:
-    """Names of the loaded modules, read so that no code of a lazy or disguised module runs."""
+    """Namespaces of the loaded modules, read without running code of a lazy or disguised module."""
     for name, module in sys.modules.copy().items():
         if issubclass(type(module), ModuleType) and not _is_ampfast(name):
             yield name, vars(ModuleType)["__dict__"].__get__(module)

@@ -1,12 +1,10 @@
-"""Statistics, history and gradient health of a scaler as plots and TensorBoard scalars."""
+"""Statistics and history of a scaler, with plots and TensorBoard scalars."""
 
 from __future__ import annotations
 
-import importlib
 import math
 import os
 from dataclasses import asdict, dataclass
-from types import ModuleType
 from typing import Any, Protocol
 
 import torch
@@ -28,7 +26,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class ScalerStats:
-    """Counters since the scaler was made; a step is one iteration, ended by `update()`.
+    """Counters since the scaler was constructed; a step is one iteration, ended by `update()`.
 
     Attributes:
         steps: Number of steps.
@@ -105,7 +103,7 @@ def log(writer: SummaryWriter, step: int, stats: ScalerStats, prefix: str = "sca
             f"writer must have add_scalar(tag, value, step), got {type(writer).__name__}"
         )
     if not isinstance(stats, ScalerStats):
-        raise TypeError(f"stats must be what scaler.stats() returns, got {type(stats).__name__}")
+        raise TypeError(f"stats must be a ScalerStats, got {type(stats).__name__}")
     for name, value in asdict(stats).items():
         writer.add_scalar(prefix + name, value, step)
 
@@ -126,14 +124,11 @@ def plot(history: History, path: str | os.PathLike[str] | None = None) -> Any:
         ValueError: If `history` is empty.
     """
     if not isinstance(history, History):
-        raise TypeError(
-            f"history must be what scaler.history() returns, got {type(history).__name__}"
-        )
+        raise TypeError(f"history must be a History, got {type(history).__name__}")
     if not len(history):
         raise ValueError("nothing to plot: no step was taken")
-    figure_module = _matplotlib("figure")
     with_norm = bool(history.has_norm.any())
-    figure = figure_module.Figure(figsize=(8, 5 if with_norm else 3), layout="constrained")
+    figure = _figure(8, 5 if with_norm else 3)
     panels = figure.subplots(2 if with_norm else 1, sharex=True, squeeze=False)[:, 0]
     steps, scale = history.step.tolist(), history.scale
     panels[0].step(steps, scale.tolist(), where="post", color="tab:blue", **_POINTS, label="scale")
@@ -153,20 +148,20 @@ def plot(history: History, path: str | os.PathLike[str] | None = None) -> Any:
     if with_norm:
         taken = history.has_norm
         norms = history.grad_norm[taken]
-        # The line has a gap where a norm is not finite, and a cross above it.
-        lost = ~norms.isfinite()
-        line = norms.masked_fill(lost, math.nan).tolist()
+        # A gap in the line and a cross above it stand for a norm that is not finite.
+        nonfinite = ~norms.isfinite()
+        line = norms.masked_fill(nonfinite, math.nan).tolist()
         panels[1].plot(history.step[taken].tolist(), line, color="tab:green", **_POINTS)
         panels[1].plot(
-            history.step[taken][lost].tolist(),
-            [1.0] * int(lost.sum()),
+            history.step[taken][nonfinite].tolist(),
+            [1.0] * int(nonfinite.sum()),
             transform=panels[1].get_xaxis_transform(),
             clip_on=False,
             linestyle="none",
             marker="x",
             color="tab:red",
         )
-        if bool((norms[~lost] > 0).any()):
+        if bool((norms[~nonfinite] > 0).any()):
             panels[1].set_yscale("log")
         panels[1].set_ylabel("gradient norm")
     panels[-1].set_xlabel("step")
@@ -197,16 +192,15 @@ def plot_health(health: GradientHealth, path: str | os.PathLike[str] | None = No
         ValueError: If no gradients were measured.
     """
     if not isinstance(health, GradientHealth):
-        raise TypeError(f"health must be what scaler.health() returns, got {type(health).__name__}")
+        raise TypeError(f"health must be a GradientHealth, got {type(health).__name__}")
     if not health.parameters:
         raise ValueError("nothing to plot: no gradients were measured")
-    figure_module = _matplotlib("figure")
     rows = health.parameters
     bars = [_exponents(row) for row in rows]
     left = min([_HALF_SUBNORMAL, *(bar[0] for bar in bars if bar)]) - 2
     right = max([_HALF_END, *(bar[1] for bar in bars if bar)]) + 2
     height = min(1.6 + 0.2 * len(rows), 24)
-    figure = figure_module.Figure(figsize=(9, height), layout="constrained")
+    figure = _figure(9, height)
     panel = figure.subplots()
     panel.axvspan(_HALF_SUBNORMAL, _HALF_NORMAL, color="tab:green", alpha=0.1, lw=0)
     panel.axvspan(_HALF_NORMAL, _HALF_END, color="tab:green", alpha=0.25, lw=0)
@@ -214,7 +208,7 @@ def plot_health(health: GradientHealth, path: str | os.PathLike[str] | None = No
         fits = not (row.vanishing or row.overflowing or row.zero_share >= 0.5)
         color = "tab:blue" if fits else "tab:red" if row.overflowing else "tab:orange"
         if bar:
-            # A single magnitude gets a bar, too.
+            # A bar of some width even for a single magnitude.
             low, high = bar
             panel.barh(place, max(high - low, 0.3), left=low, height=0.7, color=color)
         if row.zeros == row.elements:
@@ -242,14 +236,14 @@ def plot_health(health: GradientHealth, path: str | os.PathLike[str] | None = No
 # Markers, so that a single point is visible.
 _POINTS = {"marker": ".", "markersize": 4}
 
-# Exponents of float16: smallest subnormal, smallest normal, first beyond the largest.
+# Exponents of float16's smallest subnormal, its smallest normal and the first overflow.
 _HALF_SUBNORMAL = -24
 _HALF_NORMAL = -14
 _HALF_END = 16
 
 
 def _exponents(row: ParameterHealth) -> tuple[float, float] | None:
-    """Ends of a bar, as exponents of 2; None if there is no finite nonzero magnitude."""
+    """Ends of a bar as exponents of 2, or None without a finite nonzero magnitude."""
     low, high = row.scaled_minimum, row.scaled_maximum
     if not low or not math.isfinite(low):
         return None
@@ -266,8 +260,9 @@ def empty_history() -> History:
     return History(none.long(), none, none.bool(), none, none.bool())
 
 
-def _matplotlib(name: str) -> ModuleType:
+def _figure(width: float, height: float) -> Any:
     try:
-        return importlib.import_module(f"matplotlib.{name}")
+        from matplotlib.figure import Figure
     except ImportError as error:
         raise ImportError("plots need matplotlib: pip install matplotlib") from error
+    return Figure(figsize=(width, height), layout="constrained")

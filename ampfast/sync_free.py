@@ -1,4 +1,4 @@
-"""Fused implementation of torch's optimizers turned on in place, for steps without a sync."""
+"""In-place switch of torch's optimizers to their fused implementation, for steps without a sync."""
 
 from __future__ import annotations
 
@@ -36,11 +36,10 @@ _ATTRIBUTES: dict[str, Callable[[Tensor], object]] = {
 def sync_free_(optimizer: AnyOptimizer) -> AnyOptimizer:
     """Turns on the fused implementation of an optimizer in place and keeps its state.
 
-    From then on a `GradScaler` passes `grad_scale` and `found_inf` to `step`, which skips on the
-    device, without a host sync. The optimizer is as if constructed with `fused=True` and loaded
-    with its state: momenta and sums stay the same tensors, step counters become float32 tensors on
-    the device of their parameter. Groups added or loaded later are fused, too, whatever optimizer
-    saved them. A second call has no effect.
+    A `GradScaler` then passes `grad_scale` and `found_inf` to `step`, which skips on the device,
+    without a host sync. The optimizer is as if constructed with `fused=True` and loaded with its
+    state: momenta and sums stay the same tensors, step counters become float32 tensors on their
+    parameter's device. Groups added or loaded later are fused, too. A second call has no effect.
 
     The limits of torch's fused optimizers hold: a scaler steps a copied or unpickled one as a plain
     optimizer until `sync_free_` is called on it, `step` refuses sparse gradients, and SGD with
@@ -68,11 +67,11 @@ def sync_free_(optimizer: AnyOptimizer) -> AnyOptimizer:
     if kind not in _KINDS:
         raise TypeError(_wrong_type(optimizer))
     refuse_capture("sync_free_, which moves step counters", "call it before")
-    # Counters made in inference mode could not be written outside of it.
+    # Counters created in inference mode could not be written outside of it.
     with torch.inference_mode(False), torch.no_grad():
         for index, group in enumerate(optimizer.param_groups):
             _check_group(optimizer, index, group)
-        example = _made_fused(kind, torch.zeros(1, device="cpu"))
+        example = kind([torch.zeros(1, device="cpu")], fused=True)  # type: ignore[call-arg]
         counters = list(_counters(optimizer))
     for state, counter in counters:
         state["step"] = counter
@@ -85,10 +84,6 @@ def sync_free_(optimizer: AnyOptimizer) -> AnyOptimizer:
     if _stay_fused not in optimizer._optimizer_load_state_dict_pre_hooks.values():
         optimizer.register_load_state_dict_pre_hook(_stay_fused)
     return optimizer
-
-
-def _made_fused(kind: type[torch.optim.Optimizer], param: Tensor) -> torch.optim.Optimizer:
-    return kind([param], fused=True)  # type: ignore[call-arg]
 
 
 def _wrong_type(optimizer: object) -> str:
@@ -123,7 +118,7 @@ def _check_group(optimizer: torch.optim.Optimizer, index: int, group: dict[str, 
     tried = set()
     for number, param in enumerate(group["params"]):
         state = optimizer.state.get(param)
-        # A parameter that is never stepped may be of any kind: integers of a quantised model.
+        # A parameter without a step may have any dtype, as in a quantised model.
         if not state and not param.requires_grad and param.grad is None:
             continue
         where = f"parameter {number} of group {index}"
@@ -143,7 +138,7 @@ def _check_hyperparameters(group: dict[str, Any], index: int, device: torch.devi
         for one in value if isinstance(value, tuple) else (value,):
             if not isinstance(one, Tensor) or one.device.type == "cpu":
                 continue
-            # Kernels read the learning rate only.
+            # Fused kernels read no tensor but the learning rate.
             if key != "lr" or one.device != device:
                 raise ValueError(
                     f"{key!r} of group {index} is a tensor on {one.device}, which a step on "
@@ -159,7 +154,7 @@ def _try_step(
     if hasattr(param, "device_mesh"):
         trial = replicated(trial, param.device_mesh)
     trial.grad = torch.zeros_like(trial)
-    optimizer = _made_fused(kind, trial)
+    optimizer = kind([trial], fused=True)  # type: ignore[call-arg]
     options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
     optimizer.param_groups[0].update(options, **_FUSED)
     try:
@@ -197,7 +192,7 @@ def _check_memory(param: Tensor, tensors: dict[str, Any], where: str) -> None:
 
 
 def _counters(optimizer: torch.optim.Optimizer) -> Iterator[tuple[dict[str, Any], Tensor]]:
-    """States with a step counter, and the counter to put there."""
+    """States with a step counter, each with its fused counter."""
     for group in optimizer.param_groups:
         for param in group["params"]:
             state = optimizer.state.get(param, {})

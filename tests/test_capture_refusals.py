@@ -178,7 +178,7 @@ def test_found_inf_is_on_the_device_of_the_scale() -> None:
     assert scaler.found_inf(optimizer).device.type == "meta"
 
 
-def test_the_minimum_is_heeded_when_the_counters_arrive(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_minimum_is_checked_when_the_counters_arrive(monkeypatch: pytest.MonkeyPatch) -> None:
     class Arrival:
         has_come = False
 
@@ -205,5 +205,5 @@ def test_the_minimum_is_heeded_when_the_counters_arrive(monkeypatch: pytest.Monk
     ways[1][1].has_come = True
     assert told(5) == [3] and len(ways) == 3
     assert told(6) == [5] and len(ways) == 4
-    assert watch.__getstate__()["_on_its_way"] is None
+    assert watch.__getstate__()["_pending"] is None
     assert loss_scale._MinimumWatch(True).arrived(torch.tensor([7])) == [7]

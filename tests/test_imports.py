@@ -131,7 +131,7 @@ def test_device_code_knows_no_host() -> None:
 
 
 def test_warnings_pass_by_every_module_that_gives_one() -> None:
-    """Those point at the caller's line, for which `notes` knows the scaler's modules."""
+    """Those point at the caller's line, for which `errors` lists the scaler's modules."""
     listed = {name for name in errors._SCALER_MODULES if name.startswith("ampfast")}
     assert listed <= FILES.keys()
     calls = {name for name, path in FILES.items() if "warn_caller(" in path.read_text("utf-8")}

@@ -70,7 +70,7 @@ def modes(kernels: Any, device: torch.device) -> list[tuple[str, Callable[..., A
 
     def update(others: int = 0) -> Any:
         state = (flag(4.0, device), torch.zeros((), dtype=torch.int32, device=device))
-        words = LossScale(ScalePolicy()).on(device)
+        words = LossScale(ScalePolicy()).words_on(device)
         return kernels.scale_update(*state, [zero()] * others, FACTORS, words)
 
     return [
