@@ -37,7 +37,7 @@ class Change:
 
 @dataclass(frozen=True)
 class Comparison:
-    """How two results differ.
+    """Differences between two results.
 
     Attributes:
         changes: Of what is in both.
@@ -91,7 +91,7 @@ class Comparison:
 
 
 def _places(rows: Sequence[Row], common: set[str]) -> Counter[str]:
-    """Where rows are, and how many: subjects of which nothing is common, else their lists."""
+    """Places and numbers of rows: subjects without common rows, else their lists."""
     dtypes: dict[tuple[str, str], dict[str, None]] = {}
     for row in rows:
         dtypes.setdefault((row.subject, row.list_name), {})[row.dtype] = None

@@ -22,7 +22,7 @@ MARK = "counted call "
 
 @dataclass(frozen=True)
 class Event:
-    """What is needed of one of the profiler's events; times in nanoseconds."""
+    """Event of the profiler; times in nanoseconds."""
 
     name: str
     start: int
@@ -32,7 +32,7 @@ class Event:
 
 @dataclass(frozen=True)
 class Counts:
-    """What one call did."""
+    """Counts of one call."""
 
     launches: int
     copies: int
@@ -68,7 +68,7 @@ def of_contenders(
 
 
 def events_of(profile: torch.profiler.profile) -> list[Event]:
-    """What a profiler that has stopped saw."""
+    """Events of a stopped profiler."""
     return [
         Event(
             event.name(),

@@ -24,7 +24,7 @@ CYCLES_PER_SECOND = 2.5e9
 
 
 class Queue(Protocol):
-    """What the timers need of a device."""
+    """Device interface of the timers."""
 
     def synchronize(self) -> None:
         """Waits until all that was queued is done."""
@@ -190,7 +190,7 @@ def host_timer(queue: Queue) -> Callable[[Contender, range], float]:
 
 
 def stretch(launches: int | None) -> int:
-    """How many calls can be queued before the first of them begins."""
+    """Number of calls that can be queued before the first of them begins."""
     return USUAL_STRETCH if launches is None else max(1, MOST_QUEUED // max(1, launches))
 
 

@@ -50,7 +50,7 @@ WITHOUT = "none"
 
 @dataclass(frozen=True)
 class Place:
-    """What was measured.
+    """Place of a measurement.
 
     `tensors_per_launch` is torch's on a GPU; None on a CPU, for which other promises hold.
     """

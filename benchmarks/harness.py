@@ -42,7 +42,7 @@ class Contender:
 
 @dataclass
 class Measured:
-    """What a job hands back; `notes` say what it left out, and why."""
+    """Result of a job; `notes` give omissions with their reasons."""
 
     rows: list[Row] = field(default_factory=list)
     goals: list[Goal] = field(default_factory=list)
@@ -59,7 +59,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Effort:
-    """How long to measure: seconds for all rounds of a comparison, and for a sample in a round."""
+    """Duration of measurements: seconds for all rounds of a comparison, and for one sample."""
 
     quick: bool
     comparison_s: float

@@ -132,7 +132,7 @@ def measure(
 
 
 def lists_beyond_cache(list_bytes: int, device: torch.device, most: int = MAX_LISTS) -> int:
-    """How many lists have to take turns so that none is found in the cache."""
+    """Number of lists that must take turns so that none stays in the cache."""
     return min(most, max(1, math.ceil(2 * cache_bytes(device) / list_bytes)))
 
 

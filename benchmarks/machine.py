@@ -76,7 +76,7 @@ def _memory(name: str) -> int | None:
 
 
 def left_to_group(folder: Path = CONTROL_GROUP) -> int | None:
-    """What the limit of a container leaves, in bytes; None without a limit.
+    """Memory left by a container's limit, in bytes; None without a limit.
 
     What it has cached of files is given back when somebody needs it.
     """
@@ -103,7 +103,7 @@ def require_memory(needed: int, device: torch.device) -> None:
 
 
 def tensors_per_launch(torch_version: str, cuda: str | None) -> int:
-    """How many tensors torch's op takes in one launch on a GPU.
+    """Number of tensors that torch's op takes in one launch on a GPU.
 
     What fits into 4 KB of arguments: that is 110. From torch 2.12 on, built with CUDA 13, it takes
     32 KB.

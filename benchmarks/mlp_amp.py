@@ -118,7 +118,7 @@ class Trainer:
         self.losses.append(loss.detach())
 
     def state(self) -> list[Tensor]:
-        """What must not depend on whose scaler it was."""
+        """State that must be equal with every scaler."""
         scale = [] if self.scaler is None else scaler_state(self.scaler)
         return [*self.losses, *scale, *self.model.parameters()]
 

@@ -19,7 +19,7 @@ Write = Callable[[Path], None]
 
 
 class Outputs:
-    """Where results go; a file that cannot be written is told of once and stops nothing.
+    """Result files; one that cannot be written is reported once and stops nothing.
 
     Args:
         tell: Takes a line for the reader.

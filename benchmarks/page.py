@@ -116,7 +116,7 @@ def _run(results: Results, name: str) -> str:
 
 
 def _state(results: Results) -> str:
-    """What a reader must know before any figure."""
+    """Conditions of the run, shown before any figure."""
     unfinished = "Parts of this run were cut off, failed or did not fit; the notes say which."
     told = [] if results.complete else [f"<strong>Not complete.</strong> {unfinished}"]
     told += [results.disturbance] if results.disturbance else []
@@ -124,7 +124,7 @@ def _state(results: Results) -> str:
 
 
 def _tiles(goals: Sequence[Goal]) -> str:
-    """How many goals have which verdict."""
+    """Number of goals by verdict."""
     counts = dict.fromkeys(SYMBOLS, 0)
     for goal in goals:
         counts[goal.verdict] += 1

@@ -19,7 +19,7 @@ Maker = Callable[[Results], Iterator[Picture]]
 
 
 def pictures(results: Results) -> dict[str, list[Picture]]:
-    """What there is to draw of each subject; subjects of which there is nothing are left out."""
+    """Pictures by subject, without subjects that have no rows."""
     drawn = {subject: list(make(results)) for subject, make in MAKERS.items()}
     return {subject: found for subject, found in drawn.items() if found}
 

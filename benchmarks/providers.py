@@ -31,7 +31,7 @@ Gradients = list[Tensor]
 
 
 def moved_bytes(path: str, list_bytes: int) -> int:
-    """What a path has to move to do its work, for a list of N elements of b bytes, b*N in all.
+    """Bytes that a path must move for N elements of b bytes, b*N in all.
 
     A check reads the list, b*N. Unscaling also writes as much, 2*b*N, and can take the norm and
     update the scale on the way; so can a copy. That is the least: a provider that takes several
@@ -42,7 +42,7 @@ def moved_bytes(path: str, list_bytes: int) -> int:
 
 @dataclass(frozen=True)
 class Scalars:
-    """What stands beside the gradients; a pair is taken in turn, so that values do not drift.
+    """Scalars beside the gradients; a pair is taken in turn, so that values do not drift.
 
     Halved in one turn and doubled in the next, an inverse scale of 1, for which no multiplication
     is needed, does not occur.
@@ -180,7 +180,7 @@ def public_calls(name: str, device: torch.device, scalars: Scalars) -> Calls:
 
 
 def launches(name: str, device: torch.device, scalars: Scalars) -> Calls:
-    """What the device does in steady state: the launches alone, of tables that are there already.
+    """Launches alone, over tables that exist already: the device's work in steady state.
 
     A graph holds these, because of a whole call it would also hold the upload of the table, which
     a call does only when an address has changed.

@@ -53,7 +53,7 @@ FUSED_NOTE = (
 
 @dataclass(frozen=True)
 class Task:
-    """What all ranks of a job are told."""
+    """Task of all ranks of a job."""
 
     case: GradCase
     device: str
@@ -117,7 +117,7 @@ def measure(case: GradCase, device: torch.device, effort: Effort) -> Measured:
 
 
 def work(folder: Path, rank: int) -> None:
-    """What a process of a job does; the first rank leaves what was measured in the folder."""
+    """Process of a job; the first rank writes the measurements to the folder."""
     task = Task.read(folder / "task.json")
     device = torch.device(task.device)
     torch.set_num_threads(task.threads)
@@ -215,7 +215,7 @@ def measure_here(
 
 
 def part_of(case: GradCase, rank: int, ranks: int) -> GradCase:
-    """What a rank holds of a list: its part of the elements of every tensor, as FSDP shards it."""
+    """Shard of a list on one rank: its part of every tensor's elements, as in FSDP."""
     shapes = []
     for shape in case.shapes:
         elements = math.prod(shape)
@@ -338,7 +338,7 @@ def norm_of_all(gradients: Sequence[Tensor]) -> float:
 
 
 def collectives_of(contender: Contender) -> int:
-    """How many collectives a call takes; the profiler sees them with every backend."""
+    """Number of collectives in a call; the profiler sees them with every backend."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         # Two calls, after which the gradients are as before.
         for number in (0, 1):

@@ -32,7 +32,7 @@ class Page:
     drawn: tuple[str, ...]
 
     def section(self, *paths: Path) -> str:
-        """What stands between the markers for result files, ending in a newline.
+        """Text between the markers for result files, ending in a newline.
 
         Raises:
             OSError: If a file cannot be read.
@@ -60,11 +60,11 @@ class Page:
         ]
 
     def section_in(self, folder: Path) -> str:
-        """What stands between the markers now; ValueError if they are not there."""
+        """Text between the markers now; ValueError without them."""
         return _split(folder / self.place)[1].removeprefix("\n")
 
     def _heading(self, path: Path, results: Results, on_gpu: bool) -> str:
-        """What was measured where; `on_gpu` tells whether any of the files is from a GPU."""
+        """Machine of the measurements; `on_gpu` tells whether any of the files is from a GPU."""
         shown = path.resolve()
         if shown.is_relative_to(REPOSITORY):
             up = [".."] * (len(self.place.parts) - 1)
@@ -140,13 +140,13 @@ def _split(readme: Path) -> tuple[str, str, str]:
 
 
 def _failures(results: Results) -> str:
-    """How many parts gave another result than torch, or ended in an error."""
+    """Number of parts that differ from torch or ended in an error."""
     failed = sum(note.startswith("FAILED") for note in results.notes)
     return f" {failed} of its parts failed; the file says why." if failed else ""
 
 
 def _verdicts(results: Results) -> str:
-    """How many goals were met, and which were not."""
+    """Number of goals met, and the goals that were not."""
     if not results.goals:
         return ""
     missed = [goal for goal in results.goals if not goal.met]

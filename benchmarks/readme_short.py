@@ -82,7 +82,7 @@ def short(results: Results) -> dict[str, str]:
 
 
 def _of_a_step(results: Results) -> str:
-    """When the scaler does not matter, by its largest and smallest share of a step."""
+    """Cases in which the scaler does not matter, by its largest and smallest share of a step."""
     rows = [row for row in of("loops", results.rows) if row.provider == "torch" and row.share]
     if not rows:
         return ""

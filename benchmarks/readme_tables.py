@@ -47,7 +47,7 @@ def _against_none(subject: str) -> Callable[[Results], str]:
 
 
 def _growth(results: Results) -> str:
-    """What one tensor or one element more costs; nothing if it was not measured."""
+    """Cost of one more tensor or element; nothing if it was not measured."""
     rows = [row for row in of("growth", results.rows) if row.ns_each is not None]
     theirs = {(row.path, row.case): row for row in rows if row.provider == "torch"}
     lines = [
@@ -248,7 +248,7 @@ def _clipping(results: Results) -> str:
 
 
 def _tracking(results: Results) -> str:
-    """What noting something of each parameter costs; nothing if it was not measured."""
+    """Cost of tracking; nothing if it was not measured."""
     rows = of("tracking", results.rows)
     bare = {}
     lines = []
@@ -268,7 +268,7 @@ def _tracking(results: Results) -> str:
 
 
 def _memory(results: Results) -> str:
-    """What calls need besides the gradients; nothing on a GPU, where it is not measured."""
+    """Memory of calls beyond the gradients; nothing on a GPU, where it is not measured."""
     if results.machine.get("gpu"):
         return ""
     lines = [

@@ -207,7 +207,7 @@ class Results:
 
     @property
     def place(self) -> str:
-        """Where it was measured, on one line."""
+        """Machine of the measurement, on one line."""
         of = self.machine
         place = f"{of.get('cpu')} ({of.get('cores')} cores, threads: {of.get('threads')})"
         if of.get("gpu"):
@@ -216,7 +216,7 @@ class Results:
 
     @property
     def versions(self) -> str:
-        """What it was measured with, on one line."""
+        """Versions of the measurement, on one line."""
         versions = f"torch {self.torch}"
         if self.machine.get("gpu"):
             tensors = self.machine.get("tensors_per_launch")

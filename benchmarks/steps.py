@@ -36,7 +36,7 @@ NEVER = 2**31 - 1
 def lists_in_turn(
     case: GradCase, dtype: torch.dtype, device: torch.device, queue: Queue | None
 ) -> int:
-    """How many lists of whole calls take turns: more than one only on a GPU.
+    """Number of lists that take turns in whole calls: more than one only on a GPU.
 
     Raises:
         MemoryError: If they would not fit.

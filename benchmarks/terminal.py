@@ -28,7 +28,7 @@ NamedJob = tuple[str, Job]
 
 
 class Terminal(Protocol):
-    """Where lines, tables and progress go."""
+    """Output of lines, tables and progress."""
 
     def line(self, text: str) -> None: ...
 

@@ -80,7 +80,7 @@ def measure(
 
 
 def track_for(path: str, parameters: int, device: torch.device) -> Track | None:
-    """What a path takes along."""
+    """Tracking of a path, if it has any."""
     if path in (CHECK, UNSCALE):
         return None
     marks = torch.zeros(parameters, cpu.MARK_WORDS, dtype=torch.int64, device=device)

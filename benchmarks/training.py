@@ -52,7 +52,7 @@ class Plan:
 
     @property
     def label(self) -> str:
-        """What the paths begin with."""
+        """Prefix of the paths."""
         return f"{'fused ' if self.fused else ''}{self.net.optimizer.__name__}"
 
     @property
@@ -66,7 +66,7 @@ class Plan:
         return self.label + CLIP_AT_ONCE
 
     def paths(self, provider: str) -> list[str]:
-        """What a provider is measured with."""
+        """Paths of a provider."""
         ours = provider not in (WITHOUT, "torch")
         return [self.path, *([self.at_once] if ours and self.clip else [])]
 
@@ -88,7 +88,7 @@ class Student:
     scaler: torch.amp.GradScaler | None
 
     def scaled(self, loss: Tensor) -> Tensor:
-        """What the backward pass begins with."""
+        """Tensor that the backward pass begins with."""
         return loss if self.scaler is None else self.scaler.scale(loss)
 
     def state(self) -> list[Tensor]:
@@ -96,7 +96,7 @@ class Student:
         return [] if self.scaler is None else scaler_state(self.scaler)
 
     def finish(self) -> None:
-        """What follows the backward pass."""
+        """Calls after the backward pass."""
         scaler, optimizer = self.scaler, self.optimizer
         if self.path == self.plan.at_once and isinstance(scaler, ampfast.GradScaler):
             scaler.clip_grad_norm_(optimizer, MAX_NORM, in_place=not self.plan.fused)

@@ -41,5 +41,5 @@ def require_writable(files: Iterable[Path], folders: Iterable[Path] = ()) -> Non
 
 
 def reason(error: Exception) -> str:
-    """Why a file could not be read or written, without its name."""
+    """Reason why a file could not be read or written, without its name."""
     return error.strerror or str(error) if isinstance(error, OSError) else str(error)

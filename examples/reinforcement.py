@@ -42,7 +42,7 @@ def main(arguments: list[str] | None = None) -> None:
     scaler = classes[options.scaler](device.type, init_scale=2.0**24, growth_interval=10)
 
     def choices(observations: torch.Tensor) -> torch.distributions.Categorical:
-        """What to do, for float32 observations of shape (moments, 4)."""
+        """Actions for float32 observations of shape (moments, 4)."""
         with torch.autocast(device.type, dtype=torch.float16):
             logits = policy(observations.to(device))
         return torch.distributions.Categorical(logits=logits.float().cpu())
