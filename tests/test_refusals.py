@@ -63,6 +63,7 @@ REFUSED: dict[str, Callable[[torch.dtype], torch.Tensor]] = {
     "wrapper": lambda dtype: Wrapper(six(dtype)),
     "nested": nested,
     "expanded": lambda dtype: six(dtype)[:1].expand(4),
+    "negative": lambda dtype: six(dtype)._neg_view(),
     "expanded subclass": lambda dtype: six(dtype)[:1].expand(4).as_subclass(Same),
     "complex": lambda dtype: torch.full((4,), 6 + 0j),
 }

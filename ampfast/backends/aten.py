@@ -342,6 +342,8 @@ def _by_dtype(grads: list[Tensor]) -> Iterator[list[Tensor]]:
 
 
 def _is_refused(grad: Tensor) -> bool:
-    if grad.is_nested or not grad.is_floating_point() or grad.layout is not torch.strided:
+    if grad.is_nested or grad.layout is not torch.strided:
+        return True
+    if grad.is_neg() or not grad.is_floating_point():
         return True
     return type(grad) is Tensor and torch._debug_has_internal_overlap(grad) == 1

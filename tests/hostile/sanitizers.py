@@ -72,7 +72,8 @@ def main() -> int:
         "PYTHONPATH": str(TREE),
     }
     files = [f"tests/test_{name}.py" for name in options.tests.split(",")]
-    command = [sys.executable, "-m", "pytest", "-q", *files, *more]
+    # What a sanitizer prints as it ends the process is lost to a capture of the descriptor.
+    command = [sys.executable, "-m", "pytest", "-q", "--capture=sys", *files, *more]
     return subprocess.run(command, cwd=TREE, env=environment, check=False).returncode
 
 
