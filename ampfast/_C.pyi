@@ -151,7 +151,7 @@ def walk(
     writes: bool,
     devices: int,
     bumps_versions: bool = ...,
-    part_of: Callable[[Tensor, Tensor | None, int], Tensor | None] | None = ...,
+    local_shard_of: Callable[[Tensor, Tensor | None, int], Tensor | None] | None = ...,
 ) -> tuple[list[GradList], list[tuple[Tensor, Tensor, int]], tuple[int, int, object] | None]: ...
 def unscale_(
     grads: GradList,

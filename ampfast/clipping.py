@@ -13,15 +13,14 @@ from torch import Tensor
 
 from ampfast import gradients
 from ampfast.backends import Choice, aten, cpu
-from ampfast.distributed import Agreement, marked, part_of
+from ampfast.distributed import Agreement, replicated_numbers
 from ampfast.optimizers import takes_grad_scaler
-from ampfast.overflow import Tracks
 
 __all__ = [
     "DEFERRED",
     "FUSED_ORDERS",
     "Deferred",
-    "Part",
+    "NormTerm",
     "can_defer",
     "clip_",
     "limit_of",
@@ -38,16 +37,14 @@ _WIDE = (torch.float64, torch.complex128)
 
 
 @dataclass
-class Part:
+class NormTerm:
     """Gradients of one optimizer, or of a list of tensors, in a global norm.
 
     Attributes:
         optimizer: The optimizer, or the list.
         grads: The gradients, as kernels take them.
-        factor: The scale or the inverse scale, or None where they are unscaled already.
-        is_scale: Whether `factor` is the scale.
+        factor: The factor that unscales them.
         writes: Whether they will be clipped in place.
-        tracks: Where the check tracks each parameter, or None.
         flags: found_inf of the check, by device.
         rows: Sum of squares and largest magnitude of each list, as `cpu.norms` writes them.
         uncounted: The same for gradients whose norm another rank counts.
@@ -55,19 +52,11 @@ class Part:
 
     optimizer: Any
     grads: gradients.Gradients
-    factor: Tensor | None
-    is_scale: bool
+    factor: gradients.UnscaleFactor
     writes: bool
-    tracks: Tracks | None = None
     flags: dict[torch.device, Tensor] = field(default_factory=dict)
     rows: list[Tensor] = field(default_factory=list)
     uncounted: list[Tensor] = field(default_factory=list)
-
-    def inverse(self) -> Tensor | None:
-        """Returns the inverse scale, or None where the gradients are unscaled already."""
-        if self.factor is None or not self.is_scale:
-            return self.factor
-        return gradients.inverse(self.factor)
 
 
 def order_of(norm_type: object) -> float:
@@ -98,38 +87,33 @@ def _float_of(name: str, value: object) -> float:
 
 def measure(
     choice: Choice,
-    parts: list[Part],
+    terms: list[NormTerm],
     order: float,
     limit: float,
     scale: Tensor | None,
     divisor: Tensor | None = None,
     agreement: Agreement | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Global norm and clip coefficient; sets the flags of the parts, and `divisor`.
+    """Global norm and clip coefficient; sets the flags of the terms, and `divisor`.
 
     The gradients are only read, and what `clip_` would refuse is refused here.
     """
     rows: list[Tensor] = []
     places: list[torch.device] = []
     dtype = torch.float32
-    for part in parts:
+    for term in terms:
         if agreement is None:
-            part.flags, part.rows = gradients.norms(
-                part.grads,
-                part.factor,
-                choice=choice,
-                is_scale=part.is_scale,
-                writes=part.writes,
-                tracks=part.tracks,
+            term.flags, term.rows = gradients.norms(
+                term.grads, term.factor, choice=choice, writes=term.writes
             )
         else:
-            _read_counted(choice, part, agreement)
-        rows += part.rows
-        for grads in part.grads.lists:
+            _read_counted(choice, term, agreement)
+        rows += term.rows
+        for grads in term.grads.lists:
             places.append(grads.device)
             dtype = torch.float64 if grads.has_float64 else dtype
-    for part in parts:
-        for device, tensors in part.grads.set_aside.items():
+    for term in terms:
+        for device, tensors in term.grads.set_aside.items():
             places.append(device)
             for tensor in tensors:
                 dtype = torch.float64 if tensor.dtype in _WIDE else dtype
@@ -146,9 +130,9 @@ def measure(
         if agreement is not None:
             mine = together[:, 1].amax() if largest else together[:, 0].sum()
             found, total = agreement.share_norm(
-                [part.flags for part in parts], device, mine, largest=largest
+                [term.flags for term in terms], device, mine, largest=largest
             )
-            _take(parts, found)
+            _take(terms, found)
             together = torch.stack([total, total]).unsqueeze(0)
         coefficient = torch.empty((), dtype=together.dtype, device=device)
         kernels = choice.kernels_for(device)
@@ -162,10 +146,10 @@ def measure(
         norm.copy_(aten.total_norm(together, largest))
     else:
         norms = [torch.zeros((), dtype=aten.widest(device), device=device)]
-        norms += [aten.moved(n, device) for part in parts for n in _p_norms(part, order, agreement)]
+        norms += [aten.moved(n, device) for term in terms for n in _p_norms(term, order, agreement)]
         total = torch.linalg.vector_norm(torch.stack(norms), order)
         if agreement is not None:
-            _take(parts, agreement.share([part.flags for part in parts], device))
+            _take(terms, agreement.share([term.flags for term in terms], device))
             total = agreement.norm(total, order)
         norm.copy_(total)
     coefficient = aten.coefficient_of(norm, limit)
@@ -174,73 +158,66 @@ def measure(
     return norm, coefficient
 
 
-def clip_(choice: Choice, parts: list[Part], coefficient: Tensor) -> None:
+def clip_(choice: Choice, terms: list[NormTerm], coefficient: Tensor) -> None:
     """Multiplies gradients in place by the inverse scale, then by the coefficient."""
-    coefficients = gradients.Copies({coefficient.device: coefficient})
-    for part in parts:
-        if not part.writes:
+    coefficients = gradients.Copies(coefficient)
+    for term in terms:
+        if not term.writes:
             continue
-        factor, is_scale = part.factor, part.is_scale
-        factors = gradients.Copies({} if factor is None else {factor.device: factor})
-        for device, tensors in part.grads.set_aside.items():
-            if factor is not None:
-                own = factors[device]
-                inverse = gradients.inverse(own) if is_scale else own
-                aten.unscale_(tensors, inverse, gradients.new_flag(device))
+        factor = term.factor
+        for device, tensors in term.grads.set_aside.items():
+            inv_scale = factor.inverse_on(device)
+            if inv_scale is not None:
+                aten.unscale_(tensors, inv_scale, gradients.new_flag(device))
             aten.multiply_(tensors, coefficients[device])
-        for grads in part.grads.lists:
+        for grads in term.grads.lists:
             device = grads.device
             kernels: Any = choice.kernels_for(device)
             kernels.unscale_(
-                grads, factors[device], is_scale=is_scale, coefficient=coefficients[device]
+                *(grads, factor.on(device)),
+                is_scale=factor.is_scale,
+                coefficient=coefficients[device],
             )
 
 
-def _read_counted(choice: Choice, part: Part, agreement: Agreement) -> None:
-    """Reads a part of which this rank does not count all gradients."""
+def _read_counted(choice: Choice, term: NormTerm, agreement: Agreement) -> None:
+    """Reads a term of which this rank does not count all gradients."""
     flags: dict[torch.device, list[Tensor]] = {}
-    for grads, rows in zip(_split(part, agreement), (part.rows, part.uncounted), strict=True):
-        found, norms = gradients.norms(
-            grads,
-            part.factor,
-            choice=choice,
-            is_scale=part.is_scale,
-            writes=part.writes,
-            tracks=part.tracks,
-        )
+    for grads, rows in zip(_split(term, agreement), (term.rows, term.uncounted), strict=True):
+        found, norms = gradients.norms(grads, term.factor, choice=choice, writes=term.writes)
         rows += norms
         for device, flag in found.items():
             flags.setdefault(device, []).append(flag)
     # Of partial sums the reduced ones.
-    for number, reduced in part.grads.parts.sums() if part.grads.parts is not None else ():
-        inverse, device = part.inverse(), reduced.device
-        row = aten.norms([reduced], None if inverse is None else aten.moved(inverse, device))
-        counts = agreement.counts(part.grads.layouts[number])
-        (part.rows if counts else part.uncounted).append(row)
+    for number, reduced in term.grads.reduced():
+        device = reduced.device
+        row = aten.norms([reduced], term.factor.inverse_on(device))
+        counts = agreement.counts(term.grads.layouts[number])
+        (term.rows if counts else term.uncounted).append(row)
         flags.setdefault(device, []).append((~row[1].isfinite()).float())
-    for listed in part.grads.lists:
-        # Shards may be empty; a part without gradients has no flag.
+    for listed in term.grads.lists:
+        # Shards may be empty; a term without gradients has no flag.
         flags.setdefault(listed.device, [gradients.new_flag(listed.device)])
-    part.flags = {
+    term.flags = {
         device: found[0] if len(found) == 1 else aten.any_found(found, device)
         for device, found in flags.items()
     }
 
 
-def _split(part: Part, agreement: Agreement) -> tuple[gradients.Gradients, gradients.Gradients]:
+def _split(term: NormTerm, agreement: Agreement) -> tuple[gradients.Gradients, gradients.Gradients]:
     """Gradients whose norm this rank counts, and the others."""
     # A partial sum has another norm than its summands.
     counts = {
         number: not layout.is_partial and agreement.counts(layout)
-        for number, layout in part.grads.layouts.items()
+        for number, layout in term.grads.layouts.items()
     }
-    if not isinstance(part.optimizer, list):
-        for number in marked(part.optimizer.param_groups):
-            counts.setdefault(number, agreement.counts(None, is_marked=True))
+    if not isinstance(term.optimizer, list):
+        for number in replicated_numbers(term.optimizer.param_groups):
+            counts.setdefault(number, agreement.counts(None, is_replicated=True))
     counts_others = agreement.counts(None)
     numbers = {number for number, here in counts.items() if here != counts_others}
     apart, others = (
-        part.grads.split(numbers) if numbers else (gradients.Gradients([], {}), part.grads)
+        term.grads.split(numbers) if numbers else (gradients.Gradients([], {}), term.grads)
     )
     return (others, apart) if counts_others else (apart, others)
 
@@ -249,27 +226,26 @@ def _is_float32_on(tensor: Tensor | None, device: torch.device) -> bool:
     return tensor is not None and cpu.is_scalar(tensor, torch.float32) and tensor.device == device
 
 
-def _take(parts: list[Part], flags: list[dict[torch.device, Tensor]]) -> None:
-    for part, agreed in zip(parts, flags, strict=True):
-        part.flags = agreed
+def _take(terms: list[NormTerm], flags: list[dict[torch.device, Tensor]]) -> None:
+    for term, agreed in zip(terms, flags, strict=True):
+        term.flags = agreed
 
 
-def _p_norms(part: Part, order: float, agreement: Agreement | None) -> Iterator[Tensor]:
+def _p_norms(term: NormTerm, order: float, agreement: Agreement | None) -> Iterator[Tensor]:
     """Norm, of an order without kernels, of each gradient that this rank counts."""
-    grads, replicated, inverse = part.optimizer, set[int](), part.inverse()
+    grads, replicated = term.optimizer, set[int]()
     if not isinstance(grads, list):
-        groups = part.optimizer.param_groups
+        groups = term.optimizer.param_groups
         grads = [param.grad for group in groups for param in group["params"]]
-        replicated = set() if agreement is None else marked(groups)
+        replicated = set() if agreement is None else replicated_numbers(groups)
     for number, grad in enumerate(grads):
-        layout = part.grads.layouts.get(number)
+        layout = term.grads.layouts.get(number)
         if grad is not None and layout is not None:
-            grad = part_of(grad, layout)
-        counts = agreement is None or agreement.counts(layout, number in replicated)
+            grad = layout.local_tensor(grad)
+        counts = agreement is None or agreement.counts(layout, is_replicated=number in replicated)
         if grad is not None and counts:
             values = grad._values() if grad.is_sparse else grad
-            factor = None if inverse is None else aten.moved(inverse, values.device)
-            yield aten.p_norm(values, order, factor)
+            yield aten.p_norm(values, order, term.factor.inverse_on(values.device))
 
 
 # The key, in an optimizer's entry of `_per_optimizer_states`, of a clipping that its step will do.

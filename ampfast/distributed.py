@@ -31,17 +31,15 @@ __all__ = [
     "Agreement",
     "Group",
     "Layout",
-    "Parts",
+    "LocalShards",
     "Ranks",
-    "Shards",
+    "agreed",
     "differences",
     "mark_replicated",
-    "marked",
-    "part_of",
     "replicated",
+    "replicated_numbers",
     "require_group",
     "require_same",
-    "shards_of",
 ]
 
 Value = TypeVar("Value")
@@ -104,31 +102,43 @@ class Layout:
         others = [self.coordinates[rank] for rank in ranks if rank in self.coordinates]
         return mine == min(at for at in others if all(at[dim] == mine[dim] for dim in self.sharded))
 
+    @torch.no_grad()
+    def local_tensor(self, grad: DTensor) -> Tensor:
+        """Returns the local tensor, partial sums reduced; the full one of unknown placements."""
+        from torch.distributed.tensor import Replicate
 
-class Parts:
-    """Local shards of distributed gradients, collected by a walk over parameters that calls it.
+        if not self.is_known:
+            return grad.full_tensor()
+        if self.is_partial:
+            placements = [Replicate() if p.is_partial() else p for p in grad.placements]
+            grad = grad.redistribute(placements=placements)
+        return grad.to_local()
+
+
+class LocalShards:
+    """Local shards of distributed gradients, which a walk over parameters passes one by one.
 
     Attributes:
         layouts: Layout by parameter number.
         partial: Gradients of which ranks hold partial sums, by parameter number.
     """
 
-    def __init__(self, dtensor: type[DTensor], known: dict[Any, Layout]) -> None:
+    def __init__(self, dtensor: type[DTensor], ranks: Ranks) -> None:
         self.layouts: dict[int, Layout] = {}
         self.partial: dict[int, DTensor] = {}
         self._dtensor = dtensor
-        self._known = known
+        self._ranks = ranks
 
     def __call__(self, param: Tensor, grad: Tensor | None, number: int) -> Tensor | None:
-        """Returns the local tensor of a distributed gradient whose placements are known."""
+        """Returns the local shard of a distributed gradient whose placements are known."""
         if grad is None:
             # Another rank may have its shard of this gradient, and will share a flag.
             if self.is_distributed(param) and param.requires_grad:
-                self.layouts[number] = self._layout_of(param)
+                self.layouts[number] = self._ranks.layout_of(param)
             return None
         if not self.is_distributed(grad):
             return None
-        layout = self.layouts[number] = self._layout_of(grad)
+        layout = self.layouts[number] = self._ranks.layout_of(grad)
         if not layout.is_known:
             return None
         if layout.is_partial:
@@ -139,34 +149,25 @@ class Parts:
         with torch.no_grad():
             return grad.to_local()  # waits for an asynchronous collective
 
-    def sums(self) -> Iterator[tuple[int, Tensor]]:
-        """Yields parameter number and local tensor of the gradients in `partial`, reduced."""
-        for number, grad in self.partial.items():
-            yield number, part_of(grad, self.layouts[number])
-
     def is_distributed(self, tensor: object) -> TypeGuard[DTensor]:
         return isinstance(tensor, self._dtensor)
 
-    def _layout_of(self, tensor: DTensor) -> Layout:
-        mesh, placements = tensor.device_mesh, tensor.placements
-        # The layout keeps its mesh alive, and with it the id.
-        key = (id(mesh), placements)
-        if key not in self._known:
-            self._known[key] = _new_layout(mesh, placements)
-        return self._known[key]
+    def agreement(self) -> Agreement | None:
+        """Returns the agreement on these gradients."""
+        return self._ranks.agreement(self.layouts.values())
 
+    def reduced(self) -> Iterator[tuple[int, Tensor]]:
+        """Yields parameter number and local tensor of the gradients in `partial`, reduced."""
+        for number, grad in self.partial.items():
+            yield number, self.layouts[number].local_tensor(grad)
 
-def part_of(grad: DTensor, layout: Layout) -> Tensor:
-    """Returns the local tensor with partial sums reduced; the full one of unknown placements."""
-    from torch.distributed.tensor import Replicate
-
-    with torch.no_grad():
-        if not layout.is_known:
-            return grad.full_tensor()
-        if layout.is_partial:
-            placements = [Replicate() if p.is_partial() else p for p in grad.placements]
-            grad = grad.redistribute(placements=placements)
-        return grad.to_local()
+    def agree_(self, found_inf: Tensor) -> None:
+        """Reduces a flag of 0 or 1 over the ranks, with reduced partial sums checked, too."""
+        for _, reduced in self.reduced():
+            aten.check_([reduced.clone()], found_inf)
+        agreement = self.agreement()
+        if agreement is not None:
+            agreement.reduce_(found_inf, dist.ReduceOp.MAX)
 
 
 def replicated(tensor: Tensor, mesh: DeviceMesh) -> DTensor:
@@ -268,15 +269,15 @@ class Agreement:
         groups: Process groups, reduced over one after the other.
         counted: Whether this rank contributes a gradient's norm, rather than another rank with the
             same elements; by layout, None for a gradient that is not distributed.
-        counts_marked: The same for parameters marked as replicated.
+        counts_replicated: The same for parameters marked as replicated.
     """
 
     groups: list[Group]
     counted: dict[Layout | None, bool]
-    counts_marked: bool
+    counts_replicated: bool
 
-    def counts(self, layout: Layout | None, is_marked: bool = False) -> bool:
-        return self.counts_marked if is_marked and layout is None else self.counted[layout]
+    def counts(self, layout: Layout | None, *, is_replicated: bool = False) -> bool:
+        return self.counts_replicated if is_replicated and layout is None else self.counted[layout]
 
     def share(self, found: list[Flags], device: torch.device) -> list[Flags]:
         """Returns each optimizer's flags, 0 or 1, equal on all ranks; one collective per group.
@@ -331,6 +332,11 @@ class Agreement:
             group.all_reduce_(tensor, op)
 
 
+def agreed(agreement: Agreement | None, flags: Flags, device: torch.device) -> Flags:
+    """Returns one optimizer's flags as `Agreement.share`; without an agreement as they are."""
+    return flags if agreement is None else agreement.share([flags], device)[0]
+
+
 def _shared_flags(
     found: list[Flags], bad: Tensor, is_known: Tensor, device: torch.device
 ) -> list[Flags]:
@@ -365,8 +371,8 @@ def mark_replicated(params: Iterable[Tensor]) -> None:
         _replicated[param] = True
 
 
-def marked(param_groups: Iterable[dict[str, Any]]) -> set[int]:
-    """Returns the numbers of the parameters that were marked as replicated."""
+def replicated_numbers(param_groups: Iterable[dict[str, Any]]) -> set[int]:
+    """Returns the numbers of the parameters that are marked as replicated."""
     if not len(_replicated):
         return set()
     params = (param for group in param_groups for param in group["params"])
@@ -408,11 +414,19 @@ class Ranks:
             )
         return Ranks, (None, self._is_default)
 
-    def parts(self) -> Parts | None:
+    def local_shards(self) -> LocalShards | None:
         """Returns a collector of local shards, or None while no DTensor can exist."""
         # A module that is being imported lacks the name.
         dtensor = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
-        return None if dtensor is None else Parts(dtensor, self._layouts)
+        return None if dtensor is None else LocalShards(dtensor, self)
+
+    def layout_of(self, tensor: DTensor) -> Layout:
+        mesh, placements = tensor.device_mesh, tensor.placements
+        # The layout keeps its mesh alive, and with it the id.
+        key = (id(mesh), placements)
+        if key not in self._layouts:
+            self._layouts[key] = _new_layout(mesh, placements)
+        return self._layouts[key]
 
     def agreement(self, layouts: Iterable[Layout]) -> Agreement | None:
         """Returns the agreement on gradients of these layouts, or None if none is needed."""
@@ -429,14 +443,14 @@ class Ranks:
 
     def agreement_on(self, param_groups: Iterable[dict[str, Any]]) -> Agreement | None:
         """Returns the agreement on gradients that a subclass's override reads."""
-        parts = self.parts()
-        if parts is None:
+        shards = self.local_shards()
+        if shards is None:
             return self.agreement([])
         params = (param for group in param_groups for param in group["params"])
         for number, param in enumerate(params):
-            if parts.is_distributed(param):
-                parts(param, param.grad, number)
-        return self.agreement(parts.layouts.values())
+            if shards.is_distributed(param):
+                shards(param, param.grad, number)
+        return shards.agreement()
 
     def groups(self) -> list[Group]:
         """Returns the scaler's own group; several for a mesh that no group spans.
@@ -486,43 +500,6 @@ class Ranks:
         if self._mesh is None:
             return [group.ranks for group in self.groups()]
         return [_ranks_along(self._mesh, dim) for dim in range(self._mesh.ndim)]
-
-
-@dataclass(frozen=True)
-class Shards:
-    """Local tensors of a list with distributed gradients.
-
-    Attributes:
-        tensors: The list, with local shards in place of distributed gradients.
-        parts: Their layouts, by index.
-        agreement: The agreement of ranks, or None.
-    """
-
-    tensors: list[Tensor]
-    parts: Parts
-    agreement: Agreement | None
-
-    def agree_(self, found_inf: Tensor) -> None:
-        """Reduces a flag of 0 or 1 over the ranks, with reduced partial sums checked, too."""
-        for _, reduced in self.parts.sums():
-            aten.check_([reduced.clone()], found_inf)
-        if self.agreement is not None:
-            self.agreement.reduce_(found_inf, dist.ReduceOp.MAX)
-
-
-def shards_of(grads: list[Tensor]) -> Shards | None:
-    """Returns the local tensors of a list, or None if none is distributed."""
-    ranks = Ranks()
-    parts = ranks.parts()
-    if parts is None:
-        return None
-    tensors = [
-        grad if (local := parts(grad, grad, number)) is None else local
-        for number, grad in enumerate(grads)
-    ]
-    if not parts.layouts:
-        return None
-    return Shards(tensors, parts, ranks.agreement(parts.layouts.values()))
 
 
 def require_group(group: object, device: Any) -> None:

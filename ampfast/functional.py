@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ampfast import backends, clipping, gradients
 from ampfast.backends import aten, cpu
-from ampfast.distributed import Shards, shards_of
+from ampfast.distributed import LocalShards, Ranks
 
 __all__ = ["check_", "grad_norm", "unscale_", "unscale_and_update_", "update_scale_"]
 
@@ -92,7 +92,7 @@ def grad_norm(
     place = first if isinstance(first, Tensor) else torch.zeros(())
     tensors, shards = _local(grads, place, "the first")
     if shards is not None:
-        return _grad_norm(list(grads), order, inv_scale, shards)
+        return _grad_norm(list(grads), order, inv_scale, tensors, shards)
     norm: Tensor = torch.ops.ampfast.grad_norm(tensors, order, inv_scale)
     return norm
 
@@ -251,17 +251,20 @@ for _op in (_unscale_op, _check_op, _update_scale_op, _unscale_and_update_op):
 
 
 def _grad_norm(
-    grads: list[Tensor], order: float, inv_scale: Tensor | None, shards: Shards | None = None
+    grads: list[Tensor],
+    order: float,
+    inv_scale: Tensor | None,
+    local: list[Tensor] | None = None,
+    shards: LocalShards | None = None,
 ) -> Tensor:
     first = grads[0] if grads else inv_scale
     device = torch.device("cpu") if first is None else first.device
-    _, listed = _listed(grads if shards is None else shards.tensors, device)
-    agreement = None
-    if shards is not None:
-        listed, agreement = replace(listed, parts=shards.parts), shards.agreement
-    part = clipping.Part(grads, listed, inv_scale, is_scale=False, writes=False)
+    listed = replace(_listed(grads if local is None else local, device)[1], shards=shards)
+    factor = gradients.UnscaleFactor(inv_scale)
+    term = clipping.NormTerm(grads, listed, factor, writes=False)
+    agreement = None if shards is None else shards.agreement()
     choice = backends.choose()
-    return clipping.measure(choice, [part], order, math.inf, inv_scale, agreement=agreement)[0]
+    return clipping.measure(choice, [term], order, math.inf, inv_scale, agreement=agreement)[0]
 
 
 def _listed(grads: list[Tensor], device: torch.device) -> tuple[Any, gradients.Gradients]:
@@ -295,8 +298,8 @@ def _regular(
 
 def _local(
     grads: list[Tensor], place: Tensor, name: str = "found_inf"
-) -> tuple[list[Tensor], Shards | None]:
-    """Checked gradients for an op; their local shards if one is distributed."""
+) -> tuple[list[Tensor], LocalShards | None]:
+    """Checked gradients for an op, as local tensors; their shards if one is distributed."""
     if not isinstance(grads, (list, tuple)):
         raise TypeError(f"grads must be a list of tensors, got {type(grads).__name__}")
     for index, grad in enumerate(grads):
@@ -309,8 +312,12 @@ def _local(
             )
         if not torch.compiler.is_compiling():  # the compiled op checks when it runs
             cpu.require_storage(grad)
-    shards = None if torch.compiler.is_compiling() else shards_of(list(grads))
-    return (list(grads), None) if shards is None else (shards.tensors, shards)
+    shards = None if torch.compiler.is_compiling() else Ranks().local_shards()
+    if shards is None:
+        return list(grads), None
+    local = [shards(grad, grad, number) for number, grad in enumerate(grads)]
+    tensors = [grad if shard is None else shard for grad, shard in zip(grads, local, strict=True)]
+    return tensors, shards if shards.layouts else None
 
 
 def _require_state(

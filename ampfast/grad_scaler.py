@@ -6,6 +6,7 @@ import copy
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from functools import cached_property, partial
 from numbers import Number
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, cast
@@ -44,9 +45,9 @@ Flags = dict[Any, Tensor]
 _AGREEMENT = "agreement"
 _UNSCALING = "unscaling"
 
-_ONCE = "An iteration ends with update(), after the steps of all optimizers: is the call missing?"
 # An optimizer's entry before anything is done, as torch makes it; cold, calling torch's factory
 # would cost a tenth of a step.
+_ONCE = "An iteration ends with update(), after the steps of all optimizers: is the call missing?"
 _NEW: dict[str, Any] = _refresh_per_optimizer_state()
 
 # Why a step of a plain optimizer is not captured, and what to do.
@@ -147,32 +148,13 @@ class GradScaler(TorchGradScaler):
     _warned_of_zero = False
 
     # Made when first asked for, also for instances that torch pickled or whose __init__ was not
-    # called.
-
-    @cached_property
-    def _choice(self) -> backends.Choice:
-        """The kernels by device."""
-        return backends.choose(self._backend)
-
-    @cached_property
-    def _last_checks(self) -> LastChecks:
-        """The flags of each optimizer's last check, for as long as the optimizer lives."""
-        return LastChecks()
-
-    @cached_property
-    def _loss_scale(self) -> LossScale:
-        """What is kept of the scale besides torch's two tensors."""
-        return LossScale(ScalePolicy())
-
-    @cached_property
-    def _ranks(self) -> distributed.Ranks:
-        """The ranks that the scaler agrees with."""
-        return distributed.Ranks(is_default=self._is_for_all)
-
-    @cached_property
-    def _tracking(self) -> overflow.Tracking:
-        """The per-parameter tables."""
-        return overflow.Tracking(health=self._track == "health")
+    # called: the kernels by device, the flags of each living optimizer's last check, the state of
+    # the scale besides torch's two tensors, the ranks to agree with, the per-parameter tables.
+    _choice = cached_property(lambda self: backends.choose(self._backend))
+    _last_checks = cached_property(lambda self: LastChecks())
+    _loss_scale = cached_property(lambda self: LossScale(ScalePolicy()))
+    _ranks = cached_property(lambda self: distributed.Ranks(is_default=self._is_for_all))
+    _tracking = cached_property(lambda self: overflow.Tracking(health=self._track == "health"))
 
     def __init__(
         self,
@@ -285,15 +267,8 @@ class GradScaler(TorchGradScaler):
                 return
             scale, _ = self._check_scale_growth_tracker("unscale_")
         state = self._per_optimizer_states[id(optimizer)]
-        if state["stage"] is OptState.UNSCALED:
-            raise add_note(
-                RuntimeError(
-                    "unscale_() has already been called on this optimizer since the last update()."
-                ),
-                f"clip_grad_norm_() unscales, too. {_ONCE}",
-            )
-        if state["stage"] is OptState.STEPPED:
-            raise add_note(RuntimeError("unscale_() is being called after step()."), _ONCE)
+        if state["stage"] is not OptState.READY:
+            raise _not_ready(state, "clip_grad_norm_() unscales, too.")
         skips = None
         if is_usual:
             skips = cpu.unscale_groups(
@@ -340,7 +315,7 @@ class GradScaler(TorchGradScaler):
                 RuntimeError("step() has already been called since the last update()."), _ONCE
             )
         if _AGREEMENT in state:
-            self._agree_again(state)
+            self._agree_again(state, scale.device)
 
         recorded = None
         if getattr(optimizer, "_step_supports_amp_scaling", False):
@@ -416,7 +391,7 @@ class GradScaler(TorchGradScaler):
             )
         ):
             for state in self._per_optimizer_states.values():
-                self._agree_again(state)
+                self._agree_again(state, scale.device)
             flags = self._flags_besides(None, scale.device)
             if not flags:
                 raise add_note(
@@ -532,16 +507,16 @@ class GradScaler(TorchGradScaler):
             raise TypeError(f"in_place must be a bool, got {type(in_place).__name__}")
         optimizers = clipping.optimizers_of(optimizer)
         if not self._enabled:
-            parts = [self._unscaled_part(each, writes=True) for each in optimizers]
-            agreement = self._agreement([part.grads for part in parts])
-            total, coefficient = clipping.measure(
-                self._choice, parts, order, limit, None, None, agreement
-            )
-            clipping.clip_(self._choice, parts, coefficient)
-            return total
+            return self._clip(optimizers, None, limit, order, in_place=True, overridden=False)
         scale, _ = self._check_scale_growth_tracker("clip_grad_norm_")
         for each in optimizers:
-            self._require_ready(each)
+            state = self._per_optimizer_states.get(id(each), _NEW)
+            if state["stage"] is not OptState.READY:
+                raise _not_ready(
+                    state,
+                    "clip_grad_norm_() unscales by itself: call it once, in place of unscale_(), "
+                    f"before step(). The optimizer: {type(each).__name__}.",
+                )
         overridden = self._overrides(_UNSCALES)
         norm: Tensor | None = None
         if self._takes_short_way and in_place and len(optimizers) == 1 and not overridden:
@@ -553,12 +528,14 @@ class GradScaler(TorchGradScaler):
                     *(limit, order == math.inf),
                 )
         if norm is None:
-            norm = self._clip(optimizers, scale, limit, order, in_place, overridden)
+            norm = self._clip(
+                optimizers, scale, limit, order, in_place=in_place, overridden=overridden
+            )
         for each in optimizers:
             flags = self._per_optimizer_states[id(each)]["found_inf_per_device"]
             if flags:
                 self._last_checks.record(each, flags)
-        self._loss_scale.note_norm(optimizers, norm, order)
+        self._loss_scale.record_norm(optimizers, norm, order)
         return norm
 
     @_not_compiled
@@ -586,26 +563,28 @@ class GradScaler(TorchGradScaler):
             ValueError: If `norm_type` is out of range or an optimizer is given twice.
         """
         optimizers, order = clipping.optimizers_of(optimizer), clipping.order_of(norm_type)
+        entries: dict[int, dict[str, Any]] = self._per_optimizer_states if self._enabled else {}
+        states = [entries.get(id(each), _NEW) for each in optimizers]
         scale: Tensor | None = None
-        entries: list[dict[str, Any]] = []
         if self._enabled:
-            entries = [self._per_optimizer_states.get(id(each), _NEW) for each in optimizers]
             scale, _ = self._check_scale_growth_tracker("grad_norm")
-            if any(entry["stage"] is OptState.STEPPED for entry in entries):
+            if any(state["stage"] is OptState.STEPPED for state in states):
                 raise add_note(RuntimeError("grad_norm() is being called after step()."), _ONCE)
-            parts = [
-                self._unscaled_part(each, writes=False)
-                if entry["stage"] is OptState.UNSCALED and clipping.DEFERRED not in entry
-                else self._scaled_part(each, scale, writes=False)
-                for each, entry in zip(optimizers, entries, strict=True)
-            ]
-        else:
-            parts = [self._unscaled_part(each, writes=False) for each in optimizers]
-        agreement = self._agreement([part.grads for part in parts])
-        norm = clipping.measure(self._choice, parts, order, math.inf, scale, None, agreement)[0]
-        if self._enabled and all(entry["stage"] is OptState.READY for entry in entries):
+        terms = [
+            self._norm_term(
+                each,
+                None
+                if state["stage"] is OptState.UNSCALED and clipping.DEFERRED not in state
+                else scale,
+                writes=False,
+            )
+            for each, state in zip(optimizers, states, strict=True)
+        ]
+        agreement = self._agreement(*(term.grads for term in terms))
+        norm = clipping.measure(self._choice, terms, order, math.inf, scale, None, agreement)[0]
+        if self._enabled and all(state["stage"] is OptState.READY for state in states):
             # Else it may be of gradients that were clipped.
-            self._loss_scale.note_norm(optimizers, norm, order)
+            self._loss_scale.record_norm(optimizers, norm, order)
         return norm
 
     def found_inf(self, optimizer: torch.optim.Optimizer) -> Tensor:
@@ -716,8 +695,7 @@ class GradScaler(TorchGradScaler):
                 keeps the gradients from the kernels.
             ValueError: If `name_parameters` named no parameter of one of the optimizers.
         """
-        tracking = self._tracking_for("overflow_report", ("overflow", "health"))
-        report = tracking.overflow_report()
+        report = self._tracking_for("overflow_report", "overflow", "health").overflow_report()
         if local or not self._enabled:
             return report
         return OverflowReport.of_all(self._ranks.gathered(report))
@@ -732,7 +710,7 @@ class GradScaler(TorchGradScaler):
             RuntimeError: Without `track="health"`; else as `overflow_report`.
             ValueError: As `overflow_report`.
         """
-        return self._tracking_for("health", ("health",)).health()
+        return self._tracking_for("health", "health").health()
 
     def check_ranks(self) -> None:
         """Raises the same error on every rank if their scalers' settings or states differ.
@@ -825,20 +803,19 @@ class GradScaler(TorchGradScaler):
     ) -> dict[torch.device, Tensor]:
         if allow_fp16 is None:
             allow_fp16 = self._allow_fp16  # FSDP's scaler need not be told
-        grads = self._collect(optimizer, allow_fp16=allow_fp16, writes=True)
-        agreement, tracks = self._agreement([grads]), self._tracks(optimizer, grads)
+        grads, agreement = self._begin_pass(optimizer, allow_fp16=allow_fp16, writes=True)
         state = self._per_optimizer_states.get(id(optimizer), _NEW)
         flags = gradients.unscale_(
             grads,
-            inv_scale,
+            gradients.UnscaleFactor(inv_scale),
             choice=self._choice,
-            is_scale=False,
             found_inf=found_inf,
             before_write=partial(_mark_unscaled, state) if _UNSCALING in state else None,
-            tracks=tracks,
         )
         # `unscale_` agrees on them by itself.
-        return flags if _UNSCALING in state else self._agreed(agreement, flags)
+        if _UNSCALING in state:
+            return flags
+        return distributed.agreed(agreement, flags, inv_scale.device)
 
     def _check_inf_per_device(self, optimizer: torch.optim.Optimizer) -> Flags:
         scale, _ = self._check_scale_growth_tracker("_check_inf_per_device")
@@ -846,12 +823,10 @@ class GradScaler(TorchGradScaler):
             one = torch.full((), 1.0, dtype=torch.float32, device=scale.device)
             zero = torch.full((), 0.0, dtype=torch.float32, device=scale.device)
             flags = self._unscale_grads_(optimizer, one, zero, True)
-            flags = self._agreed(self._ranks.agreement_on(optimizer.param_groups), flags)
+            agreement = self._ranks.agreement_on(optimizer.param_groups)
+            flags = distributed.agreed(agreement, flags, scale.device)
         else:
-            grads = self._collect(optimizer, allow_fp16=True, writes=False)
-            tracks = self._tracks(optimizer, grads)
-            flags = gradients.check_(grads, choice=self._choice, tracks=tracks)
-            flags = self._agreed(self._agreement([grads]), flags)
+            flags = self._check(optimizer, scale.device)
         self._per_optimizer_states[id(optimizer)]["found_inf_per_device"] = flags
         return flags
 
@@ -893,31 +868,26 @@ class GradScaler(TorchGradScaler):
                 del state[_UNSCALING]
             agreement = self._ranks.agreement_on(optimizer.param_groups)
         else:
-            grads = self._collect(optimizer, allow_fp16=self._allow_fp16, writes=True)
-            is_scale = scale.dtype is torch.float32
-            factor = scale if is_scale else gradients.inverse(scale)
-            agreement, tracks = self._agreement([grads]), self._tracks(optimizer, grads)
+            grads, agreement = self._begin_pass(optimizer, allow_fp16=self._allow_fp16, writes=True)
             update, self._riding = self._riding, None
             flags = gradients.unscale_(
                 grads,
-                factor,
+                gradients.UnscaleFactor.of_scale(scale),
                 choice=self._choice,
-                is_scale=is_scale,
                 update=None if agreement else update,
                 before_write=partial(_mark_unscaled, state),
-                tracks=tracks,
             )
         state["found_inf_per_device"] = flags
         state["stage"] = OptState.UNSCALED
         if agreement is not None:
             state[_AGREEMENT] = agreement  # if it fails now, `step` or `update` will do it
-            self._agree_again(state)
+            self._agree_again(state, scale.device)
 
-    def _agree_again(self, state: dict[str, Any]) -> None:
+    def _agree_again(self, state: dict[str, Any], device: torch.device) -> None:
         """Agrees on the flags of an optimizer if that is still to come."""
         agreement = state.get(_AGREEMENT)
         if agreement is not None:
-            flags = self._agreed(agreement, state["found_inf_per_device"])
+            flags = distributed.agreed(agreement, state["found_inf_per_device"], device)
             state["found_inf_per_device"] = flags
             del state[_AGREEMENT]
 
@@ -1003,7 +973,8 @@ class GradScaler(TorchGradScaler):
             flags = state["found_inf_per_device"]
             grad_scale, state["found_inf_per_device"] = deferred.handed_over(grad_scale, flags)
         elif isinstance(grad_scale, Tensor) and not overridden:
-            found = self._check_quotients(optimizer, grad_scale, rides=not is_unscaled)
+            divisor = grad_scale.detach().float()
+            found = self._check(optimizer, scale.device, divisor, rides=not is_unscaled)
             if is_unscaled:
                 # What unscale_ found counts too; in new tensors, for its own may have been handed
                 # out.
@@ -1018,97 +989,76 @@ class GradScaler(TorchGradScaler):
         # Nothing checked is 0, as torch's sum over nothing.
         return aten.any_found(flags, scale.device) if flags else 0, grad_scale
 
-    def _check_quotients(
-        self, optimizer: torch.optim.Optimizer, grad_scale: Tensor, *, rides: bool
+    def _check(
+        self,
+        optimizer: torch.optim.Optimizer,
+        device: torch.device,
+        grad_scale: Tensor | None = None,
+        *,
+        rides: bool = False,
     ) -> Flags:
-        """Checks the quotients that an optimizer will work with; an update may ride along."""
-        grads = self._collect(optimizer, allow_fp16=True, writes=False)
-        agreement, tracks = self._agreement([grads]), self._tracks(optimizer, grads)
-        update, self._riding = self._riding, None
-        flags = gradients.check_(
-            grads,
-            grad_scale.detach().float(),
-            choice=self._choice,
-            update=update if rides and not agreement else None,
-            tracks=tracks,
-        )
-        return self._agreed(agreement, flags)
+        """Flags of the gradients as an optimizer uses them; an update may ride in the check.
 
-    def _require_ready(self, optimizer: object) -> None:
-        """Raises what `unscale_` raises for an optimizer that is past its turn."""
-        stage = self._per_optimizer_states.get(id(optimizer), _NEW)["stage"]
-        if stage is OptState.UNSCALED:
-            raise add_note(
-                RuntimeError(
-                    "unscale_() has already been called on this optimizer since the last update()."
-                ),
-                "clip_grad_norm_() unscales by itself: call it once, and in place of unscale_(). "
-                f"The optimizer: {type(optimizer).__name__}. {_ONCE}",
-            )
-        if stage is OptState.STEPPED:
-            raise add_note(
-                RuntimeError("unscale_() is being called after step()."),
-                "clip_grad_norm_() unscales, so it comes before step(). "
-                f"The optimizer: {type(optimizer).__name__}. {_ONCE}",
-            )
+        An optimizer without gradients gets the flag of other ranks on `device`.
+        """
+        grads, agreement = self._begin_pass(optimizer, allow_fp16=True, writes=False)
+        update = self._riding if rides and agreement is None else None
+        self._riding = None
+        flags = gradients.check_(grads, grad_scale, choice=self._choice, update=update)
+        return distributed.agreed(agreement, flags, device)
 
     def _clip(
         self,
         optimizers: list[Any],
-        scale: Tensor,
+        scale: Tensor | None,
         limit: float,
         order: float,
+        *,
         in_place: bool,
         overridden: bool,
     ) -> Tensor:
-        """Clips scaled gradients; `overridden` tells whether a hook decides on infinities."""
+        """Clips gradients, scaled by `scale`; `overridden`: a hook decides on infinities."""
         defers = [not in_place and clipping.can_defer(each, overridden) for each in optimizers]
         if overridden:
             # What the hook finds counts, and what it writes is clipped.
             for each in optimizers:
                 self.unscale_(each)
-            parts = [self._unscaled_part(each, writes=True) for each in optimizers]
-        else:
-            parts = [
-                self._scaled_part(each, scale, writes=not deferred)
-                for each, deferred in zip(optimizers, defers, strict=True)
-            ]
-            for part in parts:
-                part.tracks = self._tracks(part.optimizer, part.grads)
-        states = [self._per_optimizer_states[id(each)] for each in optimizers]
-        agreement = self._agreement([part.grads for part in parts])
-        divisor = torch.empty((), dtype=torch.float32, device=scale.device) if any(defers) else None
+        terms = [
+            self._norm_term(each, None if overridden else scale, writes=not deferred)
+            for each, deferred in zip(optimizers, defers, strict=True)
+        ]
+        divisor = None
+        states: list[dict[str, Any]] = []
+        if scale is not None:
+            states = [self._per_optimizer_states[id(each)] for each in optimizers]
+            if any(defers):
+                divisor = torch.empty((), dtype=torch.float32, device=scale.device)
+        checked = [] if overridden else list(zip(states, terms, strict=False))
+        for _, term in checked:
+            term.grads = self._tracked(term.optimizer, term.grads)
+        agreement = self._agreement(*(term.grads for term in terms))
         norm, coefficient = clipping.measure(
-            self._choice, parts, order, limit, scale, divisor, agreement
+            self._choice, terms, order, limit, scale, divisor, agreement
         )
-        if not overridden:
-            for state, part in zip(states, parts, strict=True):
-                if not part.writes and divisor is not None:
-                    rows = part.rows + part.uncounted
-                    state[clipping.DEFERRED] = clipping.Deferred(
-                        divisor, coefficient, rows, agreement
-                    )
-            _mark_unscaled(*states)
-        clipping.clip_(self._choice, parts, coefficient)
-        if not overridden:
-            for state, part in zip(states, parts, strict=True):
-                state["found_inf_per_device"] = part.flags
-        if len(states) > 1:
+        for state, term in checked:
+            if not term.writes and divisor is not None:
+                rows = term.rows + term.uncounted
+                state[clipping.DEFERRED] = clipping.Deferred(divisor, coefficient, rows, agreement)
+        _mark_unscaled(*(state for state, _ in checked))
+        clipping.clip_(self._choice, terms, coefficient)
+        for state, term in checked:
+            state["found_inf_per_device"] = term.flags
+        if scale is not None and len(states) > 1:
             clipping.skip_together(states, scale.device)
         return norm
 
-    def _scaled_part(self, optimizer: Any, scale: Tensor, *, writes: bool) -> clipping.Part:
-        """The part of an optimizer whose gradients are scaled."""
-        allow_fp16 = self._allow_fp16 or not writes
+    def _norm_term(
+        self, optimizer: Any, scale: Tensor | None, *, writes: bool
+    ) -> clipping.NormTerm:
+        """The gradients of an optimizer in a norm; `scale` is None where they are not scaled."""
+        allow_fp16 = scale is None or self._allow_fp16 or not writes
         grads = self._collect(optimizer, allow_fp16=allow_fp16, writes=writes, clips=True)
-        is_scale = scale.dtype is torch.float32
-        factor = scale if is_scale else gradients.inverse(scale)
-        return clipping.Part(optimizer, grads, factor, is_scale, writes)
-
-    def _unscaled_part(self, optimizer: Any, *, writes: bool) -> clipping.Part:
-        """The part of an optimizer whose gradients are not scaled, or not any more."""
-        grads = self._collect(optimizer, allow_fp16=True, writes=writes, clips=True)
-        return clipping.Part(optimizer, grads, None, False, writes)
+        return clipping.NormTerm(optimizer, grads, gradients.UnscaleFactor.of_scale(scale), writes)
 
     # What the steps above ask for.
 
@@ -1133,7 +1083,7 @@ class GradScaler(TorchGradScaler):
             writes=writes,
             choice=self._choice,
             clips=clips,
-            parts=self._ranks.parts(),
+            shards=self._ranks.local_shards(),
             tracked=self._track is not None,
         )
 
@@ -1159,52 +1109,47 @@ class GradScaler(TorchGradScaler):
             if key != id(optimizer)
         ]
 
-    def _agreement(self, passes: Sequence[gradients.Gradients]) -> distributed.Agreement | None:
-        """The agreement of the ranks that hold other parts of these gradients, if there are any."""
-        others = self._ranks
-        layouts: list[distributed.Layout] = []
-        for grads in passes:
-            if grads.parts is not None:
-                layouts += grads.parts.layouts.values()
-        if not layouts and (others.is_alone or not (self._enabled or dist.is_initialized())):
+    def _begin_pass(
+        self, optimizer: torch.optim.Optimizer, *, allow_fp16: bool, writes: bool
+    ) -> tuple[gradients.Gradients, distributed.Agreement | None]:
+        """The gradients of one pass, tracked, and the agreement of ranks on them."""
+        grads = self._collect(optimizer, allow_fp16=allow_fp16, writes=writes)
+        agreement = self._agreement(grads)
+        return self._tracked(optimizer, grads), agreement
+
+    def _agreement(self, *passes: gradients.Gradients) -> distributed.Agreement | None:
+        """The agreement of the ranks that hold other shards of these gradients, if there are any.
+
+        A disabled scaler needs no process group.
+        """
+        layouts = [layout for grads in passes for layout in grads.layouts.values()]
+        ranks = self._ranks
+        if not layouts and (ranks.is_alone or not (self._enabled or dist.is_initialized())):
             return None
-        return others.agreement(layouts)
+        return ranks.agreement(layouts)
 
-    def _agreed(self, agreement: distributed.Agreement | None, flags: Flags) -> Flags:
-        """The flags of all ranks together, from those of this one."""
-        scale = None if agreement is None else self._get_scale_async()
-        if agreement is None or scale is None:
-            return flags
-        return agreement.share([flags], scale.device)[0]
-
-    def _tracks(
+    def _tracked(
         self, optimizer: torch.optim.Optimizer, grads: gradients.Gradients
-    ) -> overflow.Tracks | None:
-        """The tables in which a pass that begins tracks its parameters."""
+    ) -> gradients.Gradients:
+        """The gradients with the tables in which a pass tracks their parameters."""
         scale = None if self._track is None else self._get_scale_async()
         if scale is None:
-            return None
-        state = self._per_optimizer_states.get(id(optimizer))
-        is_scaled = state is None or state["stage"] is OptState.READY
+            return grads
+        state = self._per_optimizer_states.get(id(optimizer), _NEW)
+        is_scaled = state["stage"] is OptState.READY
         steps = self._loss_scale.words_on(scale.device)
-        return self._tracking.start(optimizer, grads.groups, scale, steps, measures=is_scaled)
+        track_on = self._tracking.start(optimizer, grads.groups, scale, steps, measures=is_scaled)
+        return replace(grads, track_on=track_on)
 
-    def _tracking_for(self, method: str, keywords: tuple[str, ...]) -> overflow.Tracking:
-        """The tracking that a report is made of; raises RuntimeError where there is none."""
-        if self._track not in keywords:
-            kinds = " or ".join(map(repr, keywords))
-            raise RuntimeError(
-                f"{method}() needs a scaler that was made with track={kinds}; this one has "
-                f"track={self._track!r}"
-            )
-        refuse_capture("a report that the host reads", "ask after the replay")
-        tracking = self._tracking
-        if self._enabled and tracking.is_empty and self._overrides(_UNSCALE_GRADS):
+    def _tracking_for(self, method: str, *kinds: str) -> overflow.Tracking:
+        """The tables that a report is made of; raises RuntimeError where there are none."""
+        overflow.require_tracked(self._track, method, kinds)
+        if self._enabled and self._tracking.is_empty and self._overrides(_UNSCALE_GRADS):
             raise RuntimeError(
                 f"{method}() knows nothing: {type(self).__name__} overrides _unscale_grads_, and "
                 "only gradients that ampfast's own method reads are tracked"
             )
-        return tracking
+        return self._tracking
 
     def _end_iteration(self) -> None:
         self._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
@@ -1234,6 +1179,14 @@ def _mark_unscaled(*states: dict[str, Any]) -> None:
     for state, flag in zip(states, flags, strict=True):
         state["found_inf_per_device"] = {flag.device: flag}
         state["stage"] = OptState.UNSCALED
+
+
+def _not_ready(state: dict[str, Any], note: str) -> RuntimeError:
+    """The error of torch's `unscale_` for an optimizer that is past its turn."""
+    text = "unscale_() is being called after step()."
+    if state["stage"] is OptState.UNSCALED:
+        text = "unscale_() has already been called on this optimizer since the last update()."
+    return add_note(RuntimeError(text), f"{note} {_ONCE}")
 
 
 def _methods(*names: str) -> dict[str, Callable[..., Any]]:

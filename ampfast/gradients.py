@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from ampfast.backends import Choice, Kernels, Update, aten, cpu
-from ampfast.distributed import Layout, Parts
+from ampfast.backends.cpu import Track
+from ampfast.distributed import Layout, LocalShards
 from ampfast.errors import add_note
-from ampfast.overflow import Tracks
+
+Flags = dict[torch.device, Tensor]
 
 __all__ = [
     "Copies",
     "Gradients",
+    "UnscaleFactor",
     "check_",
     "collect",
     "inverse",
@@ -35,36 +38,46 @@ class Gradients:
         lists: What the kernels take, one list per device.
         set_aside: What takes torch's own op, by device: sparse, overlapping, subclasses, complex,
             or on a device without kernels.
-        numbers: Those of the parameters whose gradients were set aside, likewise.
+        numbers: Numbers of the parameters whose gradients are set aside, by device.
         groups: All parameters by group, with or without gradient, if they are tracked.
-        parts: How those lie on their meshes that are distributed, or None if none is.
+        shards: Local shards of the distributed gradients, or None if none is distributed.
+        track_on: Tracking tables by device, or None.
     """
 
     lists: list[cpu.GradList]
     set_aside: dict[torch.device, list[Tensor]]
     numbers: dict[torch.device, list[int]] = field(default_factory=dict)
     groups: list[list[Tensor]] = field(default_factory=list)
-    parts: Parts | None = None
+    shards: LocalShards | None = None
+    track_on: Callable[[torch.device], Track] | None = None
 
     @property
     def layouts(self) -> dict[int, Layout]:
-        """The layouts of distributed gradients, by the number of the parameter."""
-        return {} if self.parts is None else self.parts.layouts
+        """Layouts of distributed gradients, by parameter number."""
+        return {} if self.shards is None else self.shards.layouts
+
+    def reduced(self) -> Iterator[tuple[int, Tensor]]:
+        """Gives parameter number and reduced local tensor of each gradient of partial sums."""
+        return iter(()) if self.shards is None else self.shards.reduced()
+
+    def track(self, device: torch.device) -> Track | None:
+        """Returns the tracking tables on a device, or None."""
+        return None if self.track_on is None else self.track_on(device)
 
     def split(self, numbers: set[int]) -> tuple[Gradients, Gradients]:
         """Returns the gradients of the parameters of these numbers, and the others."""
         inside: list[cpu.GradList] = []
         outside: list[cpu.GradList] = []
         for grads in self.lists:
-            for part, parts in zip(grads.split(numbers), (inside, outside), strict=True):
-                if part.chunks:
-                    parts.append(part)
+            for some, lists in zip(grads.split(numbers), (inside, outside), strict=True):
+                if some.chunks:
+                    lists.append(some)
         return (
-            self._part(inside, lambda number: number in numbers),
-            self._part(outside, lambda number: number not in numbers),
+            self._only(inside, lambda number: number in numbers),
+            self._only(outside, lambda number: number not in numbers),
         )
 
-    def _part(self, lists: list[cpu.GradList], has: Callable[[int], bool]) -> Gradients:
+    def _only(self, lists: list[cpu.GradList], has: Callable[[int], bool]) -> Gradients:
         aside: dict[torch.device, list[Tensor]] = {}
         numbers: dict[torch.device, list[int]] = {}
         for device, tensors in self.set_aside.items():
@@ -82,7 +95,7 @@ def collect(
     writes: bool,
     choice: Choice,
     clips: bool = False,
-    parts: Parts | None = None,
+    shards: LocalShards | None = None,
     tracked: bool = False,
 ) -> Gradients:
     """Reads the gradients of an optimizer's parameters, in order.
@@ -94,7 +107,7 @@ def collect(
         choice: The kernels.
         clips: Whether their norm is taken, for which sparse gradients are replaced by coalesced
             ones, and what is written bumps versions, as torch's clipping does.
-        parts: What tells the parts of distributed gradients, which are then read in their place.
+        shards: Collector of local shards, which are read in place of distributed gradients.
         tracked: Whether parameters are tracked, for which they are listed.
 
     Raises:
@@ -109,14 +122,14 @@ def collect(
         groups = [list(group["params"]) for group in param_groups]
         param_groups = [{"params": params} for params in groups]
     lists, irregular, refused = cpu.walk(
-        param_groups, allow_fp16, writes, choice.devices, clips and writes, parts
+        param_groups, allow_fp16, writes, choice.devices, clips and writes, shards
     )
     if refused is not None:
         raise _refusal(*refused)
     if any(choice.kernels_for(grads.device) is None for grads in lists):
         # One of several GPUs is not like the others, which the choice knows from now on.
         lists, irregular, _ = cpu.walk(
-            param_groups, allow_fp16, writes, choice.devices, False, parts
+            param_groups, allow_fp16, writes, choice.devices, False, shards
         )
     set_aside: dict[torch.device, list[Tensor]] = {}
     numbers: dict[torch.device, list[int]] = {}
@@ -126,8 +139,9 @@ def collect(
                 values = _values_of(param, grad, clips)
                 set_aside.setdefault(values.device, []).append(values)
                 numbers.setdefault(values.device, []).append(number)
-    is_distributed = parts is not None and bool(parts.layouts)
-    return Gradients(lists, set_aside, numbers, groups, parts if is_distributed else None)
+    if shards is not None and not shards.layouts:
+        shards = None
+    return Gradients(lists, set_aside, numbers, groups, shards)
 
 
 def of_list(tensors: list[Tensor], device: torch.device) -> Gradients:
@@ -142,32 +156,59 @@ def of_list(tensors: list[Tensor], device: torch.device) -> Gradients:
     return Gradients([listed] if listed and regular else [], set_aside, {device: irregular})
 
 
+class UnscaleFactor:
+    """Factor that a pass unscales by: the inverse scale, or the scale itself, on any device.
+
+    Attributes:
+        value: One-element float32, or None for gradients that are unscaled already.
+        is_scale: Whether the value is the scale.
+    """
+
+    def __init__(self, value: Tensor | None, *, is_scale: bool = False) -> None:
+        self.value, self.is_scale = value, is_scale
+        self._copies = Copies(value)
+        self._inverses = Copies(None) if is_scale else self._copies
+
+    @classmethod
+    def of_scale(cls, scale: Tensor | None) -> UnscaleFactor:
+        if scale is None or scale.dtype is torch.float32:
+            return cls(scale, is_scale=scale is not None)
+        return cls(inverse(scale))
+
+    def on(self, device: torch.device) -> Tensor:
+        """Returns the value on a device; 1 where there is none."""
+        return self._copies[device]
+
+    def inverse_on(self, device: torch.device) -> Tensor | None:
+        """Returns the inverse scale on a device, if there is one."""
+        if self.value is None:
+            return None
+        if device not in self._inverses and self.is_scale:
+            self._inverses[device] = inverse(self._copies[device])
+        return self._inverses[device]
+
+
 def unscale_(
     gradients: Gradients,
-    factor: Tensor,
+    factor: UnscaleFactor,
     *,
     choice: Choice,
-    is_scale: bool,
     found_inf: Tensor | None = None,
     update: Update | None = None,
     before_write: Callable[[], None] | None = None,
-    tracks: Tracks | None = None,
-) -> dict[torch.device, Tensor]:
+) -> Flags:
     """Unscales in place; returns a new found_inf for each device that has a gradient.
 
     Args:
         gradients: What to unscale.
-        factor: One-element float32: the inverse scale or, with `is_scale`, the scale.
+        factor: The factor.
         choice: The kernels.
-        is_scale: Which of the two `factor` is.
-        found_inf: What the new flags start from, zero by default.
+        found_inf: Initial value of the new flags, zero by default.
         update: Applied behind the check, if all gradients are in one list.
         before_write: Called when all is there for the first write.
-        tracks: Where the pass notes what it sees of each parameter.
     """
-    _measure(gradients, choice, tracks)
-    flags: dict[torch.device, Tensor] = {}
-    factors = Copies({} if factor is None else {factor.device: factor})
+    _measure(gradients, choice)
+    flags: Flags = {}
     # First what torch may refuse: then nothing else has been written.
     if len(gradients.set_aside) > 1 or before_write is not None:
         for tensors in gradients.set_aside.values():
@@ -176,23 +217,21 @@ def unscale_(
         before_write()
     for device, tensors in gradients.set_aside.items():
         flags[device] = new_flag(device, found_inf)
-        inv_scale = factors[device]
-        aten.unscale_(tensors, inverse(inv_scale) if is_scale else inv_scale, flags[device])
-        if tracks is not None:
-            aten.mark_(tracks(device), gradients.numbers[device], tensors)
+        aten.unscale_(tensors, cast(Tensor, factor.inverse_on(device)), flags[device])
+        _mark(gradients, device)
     for grads in gradients.lists:
         device = grads.device
         if found_inf is not None and device not in flags:
             flags[device] = new_flag(device, found_inf)
         flags[device] = _kernels(choice, device).unscale_(
             grads,
-            factors[device],
-            is_scale=is_scale,
+            factor.on(device),
+            is_scale=factor.is_scale,
             found_inf=flags.get(device),
-            update=_rides(gradients, update),
-            track=None if tracks is None else tracks(device),
+            update=_riding(gradients, update),
+            track=gradients.track(device),
         )
-    _check_sums(gradients, flags, None, tracks)
+    _check_reduced(gradients, flags, None)
     return flags
 
 
@@ -202,8 +241,7 @@ def check_(
     *,
     choice: Choice,
     update: Update | None = None,
-    tracks: Tracks | None = None,
-) -> dict[torch.device, Tensor]:
+) -> Flags:
     """Reads only; returns a new found_inf for each device that has a gradient.
 
     Args:
@@ -211,81 +249,67 @@ def check_(
         grad_scale: One-element float32 by which the gradients will be divided, or None.
         choice: The kernels.
         update: Applied behind the check, if all gradients are in one list.
-        tracks: Where the pass notes what it sees of each parameter.
     """
-    _measure(gradients, choice, tracks)
-    flags: dict[torch.device, Tensor] = {}
-    factors = None if grad_scale is None else Copies({grad_scale.device: grad_scale})
+    _measure(gradients, choice)
+    flags: Flags = {}
+    divisors = None if grad_scale is None else Copies(grad_scale)
     for device, tensors in gradients.set_aside.items():
         flags[device] = new_flag(device)
-        divisor = None if factors is None else factors[device]
+        divisor = None if divisors is None else divisors[device]
         aten.check_(tensors, flags[device], divisor)
-        if tracks is not None:
-            aten.mark_(tracks(device), gradients.numbers[device], tensors, divisor)
+        _mark(gradients, device, divisor)
     for grads in gradients.lists:
         device = grads.device
         flags[device] = _kernels(choice, device).check_(
             grads,
-            None if factors is None else factors[device],
+            None if divisors is None else divisors[device],
             found_inf=flags.get(device),
-            update=_rides(gradients, update),
-            track=None if tracks is None else tracks(device),
+            update=_riding(gradients, update),
+            track=gradients.track(device),
         )
-    _check_sums(gradients, flags, factors, tracks)
+    _check_reduced(gradients, flags, divisors)
     return flags
 
 
 def norms(
-    gradients: Gradients,
-    factor: Tensor | None,
-    *,
-    choice: Choice,
-    is_scale: bool,
-    writes: bool,
-    tracks: Tracks | None = None,
-) -> tuple[dict[torch.device, Tensor], list[Tensor]]:
+    gradients: Gradients, factor: UnscaleFactor, *, choice: Choice, writes: bool
+) -> tuple[Flags, list[Tensor]]:
     """Takes norms of the unscaled values and checks them, in one read of what kernels take.
 
     Nothing is written.
 
     Args:
         gradients: The gradients; sparse ones must be coalesced.
-        factor: As for `unscale_`, or None where the gradients are unscaled already.
+        factor: The factor.
         choice: The kernels.
-        is_scale: As for `unscale_`.
         writes: Whether they will be clipped in place: what torch refuses is then refused here.
-        tracks: Where the pass notes what it sees of each parameter.
 
     Returns:
         New flags, as `unscale_` would give them, and for each list, on its device, what
         `cpu.norms` writes.
     """
-    _measure(gradients, choice, tracks)
-    flags: dict[torch.device, Tensor] = {}
+    _measure(gradients, choice)
+    flags: Flags = {}
     rows: list[Tensor] = []
-    factors = Copies({} if factor is None else {factor.device: factor})
     for device, tensors in gradients.set_aside.items():
         flags[device] = new_flag(device)
-        inv_scale = inverse(factors[device]) if is_scale else factors[device]
+        inv_scale = factor.inverse_on(device)
         if writes:
-            if factor is not None:
+            if inv_scale is not None:
                 aten.check_(tensors, flags[device])
             aten.require_writable(tensors)
         rows.append(aten.norms(tensors, inv_scale))
-        if tracks is not None:
-            divisor = None if inv_scale is None else inv_scale.reciprocal()
-            aten.mark_(tracks(device), gradients.numbers[device], tensors, divisor)
+        _mark(gradients, device, None if inv_scale is None else inv_scale.reciprocal())
         flags[device].masked_fill_(~rows[-1][1].isfinite(), 1.0)
     for grads in gradients.lists:
         device = grads.device
         row = torch.empty(2, dtype=torch.float64, device=device)
-        kernels: Any = choice.kernels_for(device)
-        found = kernels.norms(
+        found = _kernels(choice, device).norms(
             grads,
-            factors[device],
-            is_scale=is_scale,
+            factor.on(device),
+            is_scale=factor.is_scale,
             norms=row,
-            track=None if tracks is None else tracks(device),
+            track=gradients.track(device),
         )
         if device in flags:
             found = aten.any_found([flags[device], found], device)
@@ -309,7 +333,10 @@ def new_flag(device: torch.device, found_inf: Tensor | None = None) -> Tensor:
 
 
 class Copies(dict[torch.device, Tensor]):
-    """Copies of a scalar by device, made when they are asked for; of none, float32 ones."""
+    """Copies of a scalar by device, made when they are asked for; of None, float32 ones."""
+
+    def __init__(self, scalar: Tensor | None) -> None:
+        super().__init__({} if scalar is None else {scalar.device: scalar})
 
     def __missing__(self, device: torch.device) -> Tensor:
         for tensor in self.values():
@@ -317,36 +344,37 @@ class Copies(dict[torch.device, Tensor]):
         return self.setdefault(device, torch.ones((), dtype=torch.float32, device=device))
 
 
-def _measure(gradients: Gradients, choice: Choice, tracks: Tracks | None) -> None:
+def _measure(gradients: Gradients, choice: Choice) -> None:
     """Gradient health of each parameter, before the gradients are unscaled."""
-    if tracks is None:
+    if gradients.track_on is None:
         return
     for device, tensors in gradients.set_aside.items():
-        health = tracks(device).health
+        health = gradients.track_on(device).health
         if health is not None:
             aten.measure_(health, gradients.numbers[device], tensors)
     for grads in gradients.lists:
-        health = tracks(grads.device).health
+        health = gradients.track_on(grads.device).health
         if health is not None:
             _kernels(choice, grads.device).measure_(grads, health)
 
 
-def _check_sums(
-    gradients: Gradients,
-    flags: dict[torch.device, Tensor],
-    divisors: Copies | None,
-    tracks: Tracks | None,
-) -> None:
-    """Checks what an optimizer makes of gradients of which ranks hold summands: their sums."""
-    if gradients.parts is None:
-        return
-    for number, summed in gradients.parts.sums():
-        device = summed.device
+def _mark(gradients: Gradients, device: torch.device, divisor: Tensor | None = None) -> None:
+    """Overflow marks of the gradients that are set aside on a device, if they are tracked."""
+    track = gradients.track(device)
+    if track is not None:
+        aten.mark_(track, gradients.numbers[device], gradients.set_aside[device], divisor)
+
+
+def _check_reduced(gradients: Gradients, flags: Flags, divisors: Copies | None) -> None:
+    """Checks partial sums as an optimizer uses them: reduced."""
+    for number, reduced in gradients.reduced():
+        device = reduced.device
         divisor = None if divisors is None else divisors[device]
-        copy = summed.clone()  # torch's op writes what it reads
+        copy = reduced.clone()  # torch's op writes what it reads
         aten.check_([copy], flags.setdefault(device, new_flag(device)), divisor)
-        if tracks is not None:
-            aten.mark_(tracks(device), [number], [copy], divisor)
+        track = gradients.track(device)
+        if track is not None:
+            aten.mark_(track, [number], [copy], divisor)
 
 
 def _kernels(choice: Choice, device: torch.device) -> Kernels:
@@ -356,7 +384,7 @@ def _kernels(choice: Choice, device: torch.device) -> Kernels:
     return kernels
 
 
-def _rides(gradients: Gradients, update: Update | None) -> Update | None:
+def _riding(gradients: Gradients, update: Update | None) -> Update | None:
     if update is None or len(gradients.lists) != 1 or gradients.set_aside:
         return None
     return update if gradients.lists[0].device == update.device else None

@@ -199,7 +199,7 @@ class LossScale:
         words, norm = self.words_on(scale.device), self.joint_norm(scale.device)
         return kernels.scale_update(scale, growth_tracker, found_infs, given, words, norm)
 
-    def note_norm(self, optimizers: Sequence[object], norm: Tensor, order: float) -> None:
+    def record_norm(self, optimizers: Sequence[object], norm: Tensor, order: float) -> None:
         """Records the joint norm of these optimizers' gradients for the history.
 
         It replaces norms of some of them, unless one of these and more optimizers is recorded.

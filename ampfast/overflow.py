@@ -26,9 +26,9 @@ __all__ = [
     "ParameterHealth",
     "ParameterOverflows",
     "Tracking",
-    "Tracks",
     "named",
     "require_known",
+    "require_tracked",
 ]
 
 # Longest table that is printed, in lines.
@@ -36,9 +36,6 @@ MOST_LINES = 40
 
 # Parameters by group.
 Groups = Sequence[Sequence[Tensor]]
-
-# The tables that a pass writes for gradients on a device.
-Tracks = Callable[[torch.device], Track]
 
 # Name, optimizer, optimizer_type, group and index of a parameter.
 _Location = tuple[str, int, str, int, int]
@@ -247,8 +244,8 @@ class Tracking:
 
     def start(
         self, optimizer: Any, groups: Groups, scale: Tensor, steps: Tensor, *, measures: bool
-    ) -> Tracks:
-        """Prepares the tables of a pass over an optimizer's gradients.
+    ) -> Callable[[torch.device], Track]:
+        """Returns the tables, by device, of a pass over an optimizer's gradients.
 
         Args:
             optimizer: The optimizer.
@@ -399,6 +396,16 @@ def require_known(track: str | None) -> None:
         raise ValueError(f"track must be 'overflow', 'health' or None, got {track!r}")
 
 
+def require_tracked(track: str | None, method: str, kinds: Sequence[str]) -> None:
+    """Raises RuntimeError unless `track` is one of the kinds that a method reports on."""
+    if track not in kinds:
+        raise RuntimeError(
+            f"{method}() needs a scaler that was made with track="
+            f"{' or '.join(map(repr, kinds))}; this one has track={track!r}"
+        )
+    refuse_capture("a report that the host reads", "ask after the replay")
+
+
 def named(model: torch.nn.Module | Iterable[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
     """Names and parameters, from a module or pairs.
 
@@ -415,11 +422,11 @@ def named(model: torch.nn.Module | Iterable[tuple[str, Tensor]]) -> list[tuple[s
             case (str() as name, Tensor()):
                 raise ValueError(f"two parameters have the name {name!r}")
             case _:
-                parts = pair if isinstance(pair, (tuple, list)) else [pair]
+                items = pair if isinstance(pair, (tuple, list)) else [pair]
                 raise TypeError(
                     "name_parameters takes a torch.nn.Module or pairs of a name and a parameter, "
                     "as from its named_parameters(), got "
-                    + " and ".join(type(part).__name__ for part in parts)
+                    + " and ".join(type(item).__name__ for item in items)
                 )
     return list(found.items())
 
@@ -434,8 +441,8 @@ def _to_host(tables: list[Tensor]) -> list[list[list[int]]]:
         return []
     device = next((t.device for t in tables if t.device.type != "cpu"), tables[0].device)
     joined = torch.cat([aten.moved(table, device).reshape(-1) for table in tables]).cpu()
-    parts = joined.split([table.numel() for table in tables])
-    return [part.view(t.shape).tolist() for part, t in zip(parts, tables, strict=True)]
+    pieces = joined.split([table.numel() for table in tables])
+    return [piece.view(t.shape).tolist() for piece, t in zip(pieces, tables, strict=True)]
 
 
 def _health_of(location: _Location, row: list[int], scale_bits: int) -> ParameterHealth:

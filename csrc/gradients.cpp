@@ -134,14 +134,14 @@ void GradList::add(at::ScalarType dtype, char* address, int64_t numel, int64_t p
 }
 
 std::pair<GradList, GradList> GradList::split(const std::unordered_set<int64_t>& parameters) const {
-  std::pair<GradList, GradList> parts{{device_, owner_}, {device_, owner_}};
+  std::pair<GradList, GradList> both{{device_, owner_}, {device_, owner_}};
   for (const DtypeList& list : lists_) {
     for (const Span& span : list.spans) {
-      GradList& part = parameters.count(span.parameter) != 0 ? parts.first : parts.second;
-      part.add(list.dtype, span.address, span.numel, span.parameter);
+      GradList& grads = parameters.count(span.parameter) != 0 ? both.first : both.second;
+      grads.add(list.dtype, span.address, span.numel, span.parameter);
     }
   }
-  return parts;
+  return both;
 }
 
 int64_t GradList::chunks() const {
@@ -208,19 +208,20 @@ GradList& list_on(std::vector<GradList>& lists, at::Device device,
   return lists.emplace_back(device, owner);
 }
 
-// This rank's part of a gradient that `part_of` knows for a distributed tensor, else the gradient.
-// A parameter that may be one is told without gradient, too.
-at::Tensor local_part(const py::object& part_of, const py::object& param, at::Tensor grad,
-                      int64_t number) {
-  if (part_of.is_none() || (!grad.defined() && THPVariable_CheckExact(param.ptr()))) {
+// The local shard of a distributed gradient, else the gradient. A parameter that may be distributed
+// is passed on without gradient, too.
+at::Tensor local_shard(const py::object& local_shard_of, const py::object& param, at::Tensor grad,
+                       int64_t number) {
+  if (local_shard_of.is_none() || (!grad.defined() && THPVariable_CheckExact(param.ptr()))) {
     return grad;
   }
-  const py::object part = part_of(param, grad.defined() ? py::cast(grad) : py::none(), number);
-  return part.is_none() ? grad : py::cast<at::Tensor>(part);
+  const py::object shard =
+      local_shard_of(param, grad.defined() ? py::cast(grad) : py::none(), number);
+  return shard.is_none() ? grad : py::cast<at::Tensor>(shard);
 }
 
 void walk_group(const py::handle& params, int64_t group, bool allow_fp16, uint64_t devices,
-                const py::object& part_of, Walk& walk, Regular& regular) {
+                const py::object& local_shard_of, Walk& walk, Regular& regular) {
   int64_t index = 0;
   for (const py::handle item : params) {
     const py::object param = py::reinterpret_borrow<py::object>(item);
@@ -231,7 +232,7 @@ void walk_group(const py::handle& params, int64_t group, bool allow_fp16, uint64
       return;
     }
     if (!regular.take(grad, devices, walk.parameters)) {
-      grad = local_part(part_of, param, std::move(grad), walk.parameters);
+      grad = local_shard(local_shard_of, param, std::move(grad), walk.parameters);
       if (!regular.take(grad, devices, walk.parameters) && grad.defined()) {
         require_storage(grad);
         walk.set_aside.emplace_back(param, std::move(grad), walk.parameters);
@@ -245,7 +246,7 @@ void walk_group(const py::handle& params, int64_t group, bool allow_fp16, uint64
 }  // namespace
 
 Walk walk_gradients(const py::handle& param_groups, bool allow_fp16, bool writes,
-                    bool bumps_versions, uint64_t devices, const py::object& part_of) {
+                    bool bumps_versions, uint64_t devices, const py::object& local_shard_of) {
   Walk walk;
   Regular regular;
   if (is_observed()) {
@@ -257,7 +258,7 @@ Walk walk_gradients(const py::handle& param_groups, bool allow_fp16, bool writes
     int64_t index = 0;
     for (const py::handle group : param_groups) {
       const py::object params = py::reinterpret_borrow<py::object>(group)["params"];
-      walk_group(params, index++, allow_fp16, devices, part_of, walk, regular);
+      walk_group(params, index++, allow_fp16, devices, local_shard_of, walk, regular);
       if (walk.refused) {
         return walk;
       }

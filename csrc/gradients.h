@@ -121,11 +121,11 @@ struct Walk {
 // Reads `.grad` of every parameter in `param_groups`, in order. A parameter that is not a tensor is
 // refused, and, without `allow_fp16`, one whose gradient is float16. With `writes` the gradients
 // are about to be written, with `bumps_versions` so that autograd knows. `devices` is the set of
-// device types with kernels. `part_of`, unless None, is called with a parameter, its gradient or
-// None, and its number, where either is no plain tensor; it returns the part of a distributed
-// gradient that is read in its place, or None.
+// device types with kernels. `local_shard_of`, unless None, is called with a parameter, its
+// gradient or None, and its number, where either is no plain tensor; it returns the local shard of
+// a distributed gradient, which is read in its place, or None.
 Walk walk_gradients(const py::handle& param_groups, bool allow_fp16, bool writes,
-                    bool bumps_versions, uint64_t devices, const py::object& part_of);
+                    bool bumps_versions, uint64_t devices, const py::object& local_shard_of);
 
 // The gradients of parameters that nobody touches while Python's lock is held.
 struct ShortWalk {

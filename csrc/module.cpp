@@ -334,9 +334,9 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def(
       "walk",
       [](const py::object& param_groups, bool allow_fp16, bool writes, uint64_t devices,
-         bool bumps_versions, const py::object& part_of) {
-        Walk walk =
-            walk_gradients(param_groups, allow_fp16, writes, bumps_versions, devices, part_of);
+         bool bumps_versions, const py::object& local_shard_of) {
+        Walk walk = walk_gradients(param_groups, allow_fp16, writes, bumps_versions, devices,
+                                   local_shard_of);
         py::object refused = py::none();
         if (walk.refused) {
           refused = py::make_tuple(walk.refused->group, walk.refused->index, walk.refused->param);
@@ -345,7 +345,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
                               refused);
       },
       py::arg("param_groups"), py::arg("allow_fp16"), py::arg("writes"), py::arg("devices"),
-      py::arg("bumps_versions") = false, py::arg("part_of") = py::none());
+      py::arg("bumps_versions") = false, py::arg("local_shard_of") = py::none());
   m.def("unscale_", &unscale_, py::arg("grads"), py::arg("factor"), py::arg("is_scale"),
         py::arg("found_inf") = std::nullopt, py::arg("marks") = std::nullopt,
         py::arg("coefficient") = std::nullopt);

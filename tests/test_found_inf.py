@@ -293,5 +293,5 @@ def test_what_has_no_weak_references_is_held_for_an_iteration() -> None:
 def test_the_last_norm_of_the_same_gradients_counts() -> None:
     loss_scale, optimizer = LossScale(ScalePolicy()), optimizer_of("sgd")
     for value in (1.0, 3.0):
-        loss_scale.note_norm([optimizer], torch.tensor(value), 2.0)
+        loss_scale.record_norm([optimizer], torch.tensor(value), 2.0)
     assert loss_scale.joint_norm(torch.device("cpu")).item() == 3.0

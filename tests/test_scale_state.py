@@ -113,7 +113,7 @@ def test_norms_of_an_iteration() -> None:
         ([], None),
     ]:
         for optimizers, norm, norm_type in notes:
-            loop.scaler._loss_scale.note_norm(
+            loop.scaler._loss_scale.record_norm(
                 optimizers, torch.tensor(norm, dtype=torch.float64), norm_type
             )
         loop.step(riding=len(notes) == 1)

@@ -73,15 +73,13 @@ _BY_REASON: dict[str, list[tuple[str, str, str, int]]] = {
             1,
         ),
     ],
-    "A checked optimizer, or an agreement, means that there is a scale.": [
+    "A checked optimizer means that there is a scale.": [
         (
             "GradScaler.found_inf",
             "torch.device('cpu') if scale is None else scale.device",
             "scale.device",
             1,
         ),
-        ("GradScaler._agreed", "agreement is None or scale is None", "scale is None", 1),
-        ("GradScaler._agreed", "agreement is None or scale is None", "agreement is None", 1),
     ],
     "The same where no other rank takes part; tests/distributed/test_marks.py sees it.": [
         (
@@ -97,14 +95,14 @@ _BY_REASON: dict[str, list[tuple[str, str, str, int]]] = {
     "A way round that comes to the same where there are no ranks; tests/distributed has them.": [
         (
             "GradScaler._agreement",
-            "others.is_alone or not (self._enabled or dist.is_initialized())",
+            "ranks.is_alone or not (self._enabled or dist.is_initialized())",
             "not (self._enabled or dist.is_initialized())",
             1,
         ),
         (
             "GradScaler._agreement",
-            "others.is_alone or not (self._enabled or dist.is_initialized())",
-            "others.is_alone",
+            "ranks.is_alone or not (self._enabled or dist.is_initialized())",
+            "ranks.is_alone",
             1,
         ),
         (
