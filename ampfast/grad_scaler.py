@@ -433,7 +433,9 @@ class GradScaler(TorchGradScaler):
             or not self._enabled
             or self._overrides(_ALL_HOOKS)
         ):
-            results = [self.step(optimizer) for optimizer in optimizers]
+            results = []
+            for optimizer in optimizers:
+                results.append(self.step(optimizer))
             self.update()
             return results
         *first, last = optimizers
