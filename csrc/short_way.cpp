@@ -146,7 +146,8 @@ PyObject* usual_scale(PyObject* const* args) {
   static PyObject* const enabled = PyUnicode_InternFromString("_enabled");
   static PyObject* const scale_name = PyUnicode_InternFromString("_scale");
   static PyObject* const tracker_name = PyUnicode_InternFromString("_growth_tracker");
-  const py::object own = py::reinterpret_steal<py::object>(PyObject_GenericGetDict(args[0], nullptr));
+  const py::object own =
+      py::reinterpret_steal<py::object>(PyObject_GenericGetDict(args[0], nullptr));
   if (!own || PyDict_GetItemWithError(own.ptr(), way) != Py_True ||
       PyDict_GetItemWithError(own.ptr(), enabled) != Py_True || hooks == nullptr ||
       !has_original_hooks(Py_TYPE(args[0]))) {
@@ -178,8 +179,7 @@ PyObject* record(PyObject* const* args) {
   if (referent.ptr() != args[1]) {
     return nullptr;
   }
-  const py::object changed =
-      py::reinterpret_steal<py::object>(PyTuple_Pack(2, reference, args[2]));
+  const py::object changed = py::reinterpret_steal<py::object>(PyTuple_Pack(2, reference, args[2]));
   if (!changed) {
     return nullptr;
   }
@@ -352,9 +352,12 @@ void bind_short_way(py::module_& m) {
   static PyMethodDef methods[] = {method<watch_hooks, 1>("watch_hooks"),
                                   method<usual_scale, 1>("usual_scale"),
                                   method<record, 3>("record"),
-                                  method<unscale_groups, 5>("unscale_groups"), method<check_groups, 2>("check_groups"),
-      method<clip_groups, 7>("clip_groups"),       method<any_found, 1>("any_found"),
-      method<update_scale, 8>("update_scale"),     {nullptr, nullptr, 0, nullptr}};
+                                  method<unscale_groups, 5>("unscale_groups"),
+                                  method<check_groups, 2>("check_groups"),
+                                  method<clip_groups, 7>("clip_groups"),
+                                  method<any_found, 1>("any_found"),
+                                  method<update_scale, 8>("update_scale"),
+                                  {nullptr, nullptr, 0, nullptr}};
   if (PyModule_AddFunctions(m.ptr(), methods) != 0) {
     throw py::error_already_set();
   }
