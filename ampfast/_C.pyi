@@ -60,7 +60,6 @@ def update_scale(
 ) -> bool | None: ...
 
 class GradList:
-    def __init__(self, tensors: Sequence[Tensor]) -> None: ...
     @staticmethod
     def of(
         tensors: Sequence[Tensor], device: torch.device, parameters: list[int] | None = ...
@@ -72,8 +71,6 @@ class GradList:
     def has_float64(self) -> bool: ...
     @property
     def chunks(self) -> int: ...
-    @property
-    def table_bytes(self) -> int: ...
 
 WITH_CUDA: bool
 
@@ -99,16 +96,8 @@ def cuda_multi_tensor(
     other_found_inf: Tensor | None,
     factors: tuple[float, float, int],
 ) -> None: ...
-def cuda_measure(table: DeviceTable, segment: Segment, health: Tensor) -> None: ...
-def cuda_clip_coefficient(
-    norms: Tensor,
-    max_norm: float,
-    largest: bool,
-    norm: Tensor,
-    coefficient: Tensor,
-    scale: Tensor | None,
-    divisor: Tensor | None,
-) -> None: ...
+def cuda_measure(table: DeviceTable, segment: Segment, health: Tensor, /) -> None: ...
+def cuda_clip_coefficient(*clip: Any) -> None: ...
 def cuda_update_scale(
     scale: Tensor,
     growth_tracker: Tensor,
@@ -116,6 +105,7 @@ def cuda_update_scale(
     factors: tuple[float, float, int],
     state: Tensor | None,
     norm: Tensor | None,
+    /,
 ) -> None: ...
 
 class Segment:
@@ -127,7 +117,7 @@ class Segment:
 
 class DeviceTable:
     @staticmethod
-    def of(grads: GradList, max_programs: int, capturing: bool) -> DeviceTable: ...
+    def of(grads: GradList, max_programs: int, capturing: bool, /) -> DeviceTable: ...
     @property
     def buffer(self) -> Tensor: ...
     @property
@@ -140,11 +130,12 @@ def update_scale_(
     growth_factor: float,
     backoff_factor: float,
     growth_interval: int,
-    state: Tensor | None = ...,
-    norm: Tensor | None = ...,
+    state: Tensor | None,
+    norm: Tensor | None,
+    /,
 ) -> bool: ...
 def require_storage(tensor: Tensor) -> None: ...
-def lacks_state(params: Iterable[Tensor], state: dict[Any, Any], name: str) -> bool: ...
+def lacks_state(params: Iterable[Tensor], state: dict[Any, Any], name: str, /) -> bool: ...
 def walk(
     param_groups: Iterable[dict[str, Any]],
     allow_fp16: bool,
@@ -157,30 +148,27 @@ def unscale_(
     grads: GradList,
     factor: Tensor,
     is_scale: bool,
-    found_inf: Tensor | None = ...,
-    marks: tuple[Tensor, Tensor] | None = ...,
-    coefficient: Tensor | None = ...,
+    found_inf: Tensor | None,
+    marks: tuple[Tensor, Tensor] | None,
+    coefficient: Tensor | None,
+    /,
+) -> Tensor: ...
+def check_(
+    grads: GradList,
+    grad_scale: Tensor | None,
+    found_inf: Tensor | None,
+    marks: tuple[Tensor, Tensor] | None,
+    /,
 ) -> Tensor: ...
 def norms(
     grads: GradList,
     factor: Tensor,
     is_scale: bool,
     norms: Tensor,
-    marks: tuple[Tensor, Tensor] | None = ...,
+    marks: tuple[Tensor, Tensor] | None,
+    /,
 ) -> Tensor: ...
-def measure_(grads: GradList, health: Tensor) -> None: ...
-def clip_coefficient(
-    norms: Tensor,
-    max_norm: float,
-    largest: bool,
-    norm: Tensor,
-    coefficient: Tensor,
-    scale: Tensor | None,
-    divisor: Tensor | None,
-) -> None: ...
-def check_(
-    grads: GradList,
-    grad_scale: Tensor | None = ...,
-    found_inf: Tensor | None = ...,
-    marks: tuple[Tensor, Tensor] | None = ...,
-) -> Tensor: ...
+def measure_(grads: GradList, health: Tensor, /) -> None: ...
+
+# Arguments: those of `backends.cpu.Clip`, in order.
+def clip_coefficient(*clip: Any) -> None: ...

@@ -105,7 +105,9 @@ def measure_table(name: str) -> Measured:
     """Asks the core how large its table of a list is, for each chunk of work."""
     # The table holds addresses and lengths, so nothing has to stand at the addresses.
     gradients = [torch.empty(shape) for shape in CASES[name].shapes]
-    table = cpu.GradList(gradients)
+    grads = cpu.list_of(gradients, torch.device("cpu"))
+    assert grads is not None
+    table_bytes = cpu.DeviceTable.of(grads, 1, False).buffer.nbytes
     row = Row(
         subject="memory",
         case=name,
@@ -113,10 +115,10 @@ def measure_table(name: str) -> Measured:
         path="table",
         provider="cpu",
         list_bytes=CASES[name].list_bytes(torch.float32),
-        table_bytes=table.table_bytes,
-        chunks=table.chunks,
+        table_bytes=table_bytes,
+        chunks=grads.chunks,
     )
-    per_chunk = table.table_bytes / table.chunks
+    per_chunk = table_bytes / grads.chunks
     goal = Goal("table, bytes per chunk", name, "float32", "<", TABLE_BYTES_GOAL, per_chunk)
     return Measured([row], [goal])
 

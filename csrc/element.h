@@ -13,6 +13,14 @@
 
 namespace ampfast {
 
+template <class To, class From>
+AMPFAST_ELEMENT To bits_as(From value) {
+  static_assert(sizeof(To) == sizeof(From), "bits_as keeps the size");
+  To result;
+  std::memcpy(&result, &value, sizeof(result));
+  return result;
+}
+
 // The types of gradients that the kernels know; the loops of cpu/loops.h are in this order.
 enum class Dtype { kFloat32, kFloat64, kFloat16, kBFloat16 };
 
@@ -45,16 +53,10 @@ AMPFAST_ELEMENT Opmath used_value(Opmath value, Use use, float factor) {
 // infinity.
 AMPFAST_ELEMENT int16_t magnitude16(uint16_t bits) { return static_cast<int16_t>(bits & 0x7fff); }
 
-AMPFAST_ELEMENT int32_t magnitude(float value) {
-  int32_t bits;
-  std::memcpy(&bits, &value, sizeof(bits));
-  return bits & 0x7fffffff;
-}
+AMPFAST_ELEMENT int32_t magnitude(float value) { return bits_as<int32_t>(value) & 0x7fffffff; }
 
 AMPFAST_ELEMENT int64_t magnitude(double value) {
-  int64_t bits;
-  std::memcpy(&bits, &value, sizeof(bits));
-  return bits & 0x7fffffffffffffff;
+  return bits_as<int64_t>(value) & 0x7fffffffffffffff;
 }
 
 // The larger of two; a NaN wins, and stays.

@@ -154,14 +154,6 @@ int64_t GradList::elements() const {
                          [](int64_t sum, const DtypeList& list) { return sum + list.elements; });
 }
 
-int64_t GradList::table_bytes() const {
-  size_t bytes = 0;
-  for (const DtypeList& list : lists_) {
-    bytes += list.spans.capacity() * sizeof(Span) + list.spans.size() * sizeof(at::Tensor);
-  }
-  return static_cast<int64_t>(bytes);
-}
-
 namespace {
 
 // Python's own attribute for subclasses, which may define it anew.
@@ -178,6 +170,18 @@ at::Tensor gradient_of(const py::handle& param) {
     throw py::type_error("a gradient must be a tensor");
   }
   return THPVariable_Unpack(grad.ptr());
+}
+
+// Turns a warning of `.grad` on a non-leaf tensor into a Python warning.
+template <class Body>
+void with_python_warnings(const Body& body) {
+  torch::PyWarningHandler warnings;
+  try {
+    body();
+  } catch (...) {
+    warnings.set_in_exception();
+    throw;
+  }
 }
 
 using Tensors = std::vector<at::Tensor>;
@@ -228,7 +232,7 @@ void walk_group(const py::handle& params, int64_t group, bool allow_fp16, uint64
     const bool is_tensor = THPVariable_Check(param.ptr());
     at::Tensor grad = is_tensor ? gradient_of(param) : at::Tensor();
     if (!is_tensor || (grad.defined() && !allow_fp16 && grad.scalar_type() == at::kHalf)) {
-      walk.refused = Place{group, index, param};
+      walk.refused = {group, index, param};
       return;
     }
     if (!regular.take(grad, devices, walk.parameters)) {
@@ -252,20 +256,18 @@ Walk walk_gradients(const py::handle& param_groups, bool allow_fp16, bool writes
   if (is_observed()) {
     devices = 0;
   }
-  // Turns a warning of `.grad` on a non-leaf tensor into a Python warning.
-  torch::PyWarningHandler warnings;
-  try {
+  with_python_warnings([&] {
     int64_t index = 0;
     for (const py::handle group : param_groups) {
       const py::object params = py::reinterpret_borrow<py::object>(group)["params"];
       walk_group(params, index++, allow_fp16, devices, local_shard_of, walk, regular);
       if (walk.refused) {
-        return walk;
+        return;
       }
     }
-  } catch (...) {
-    warnings.set_in_exception();
-    throw;
+  });
+  if (walk.refused) {
+    return walk;
   }
   for (size_t i = 0; i < regular.parameters.size(); ++i) {
     const at::Tensor& grad = (*regular.tensors)[i];
@@ -377,18 +379,13 @@ bool lacks_state(const py::iterable& params, const py::dict& state, const py::st
       have.insert(key);
     }
   }
-  torch::PyWarningHandler warnings;
-  try {
+  bool lacks = false;
+  with_python_warnings([&] {
     for (const py::handle param : params) {
-      if (have.count(param.ptr()) == 0 && gradient_of(param).defined()) {
-        return true;
-      }
+      lacks = lacks || (have.count(param.ptr()) == 0 && gradient_of(param).defined());
     }
-  } catch (...) {
-    warnings.set_in_exception();
-    throw;
-  }
-  return false;
+  });
+  return lacks;
 }
 
 std::optional<GradList> regular_list(const py::sequence& tensors, at::Device device,

@@ -65,7 +65,6 @@ class GradList {
   bool has_float64() const { return has_float64_; }
   int64_t chunks() const;
   int64_t elements() const;
-  int64_t table_bytes() const;
 
  private:
   void add(at::ScalarType dtype, char* address, int64_t numel, int64_t parameter);
@@ -102,20 +101,13 @@ bool is_observed();
 // The bit of a device type in the sets above.
 constexpr uint64_t device_bit(at::DeviceType type) { return uint64_t{1} << static_cast<int>(type); }
 
-// A parameter, by its place in the optimizer.
-struct Place {
-  int64_t group;
-  int64_t index;
-  py::object param;
-};
-
 struct Walk {
   std::vector<GradList> lists;  // one per device
   // A parameter, its gradient, which takes torch's own op, and its number.
   std::vector<std::tuple<py::object, at::Tensor, int64_t>> set_aside;
   int64_t parameters = 0;  // with gradient or without
-  // The first that torch refuses; the walk ends there.
-  std::optional<Place> refused;
+  // The first that torch refuses, behind its group and its place there; the walk ends there.
+  std::optional<std::tuple<int64_t, int64_t, py::object>> refused;
 };
 
 // Reads `.grad` of every parameter in `param_groups`, in order. A parameter that is not a tensor is

@@ -52,18 +52,9 @@ struct Update {
   int64_t growth_interval = 0;
 };
 
-AMPFAST_ELEMENT int64_t word_of(float value) {
-  uint32_t bits;
-  std::memcpy(&bits, &value, sizeof(bits));
-  return bits;
-}
+AMPFAST_ELEMENT int64_t word_of(float value) { return bits_as<uint32_t>(value); }
 
-AMPFAST_ELEMENT float float_in(int64_t word) {
-  const uint32_t bits = static_cast<uint32_t>(word);
-  float value;
-  std::memcpy(&value, &bits, sizeof(value));
-  return value;
-}
+AMPFAST_ELEMENT float float_in(int64_t word) { return bits_as<float>(static_cast<uint32_t>(word)); }
 
 // torch's `_amp_update_scale_`, except that a tracker beyond a lowered interval grows too; then the
 // policy of the state, and what it keeps.

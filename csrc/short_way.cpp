@@ -1,9 +1,6 @@
 // Called with CPython's own convention, since a cold call through pybind costs as much as all the
 // rest. Each function returns None, before any side effect, where the general way must look. Where
 // Python has no global lock, that is always.
-#include "short_way.h"
-
-#include <ATen/EmptyTensor.h>
 #include <torch/csrc/Device.h>
 #include <torch/csrc/autograd/python_variable.h>
 
@@ -12,34 +9,24 @@
 #include <utility>
 #include <vector>
 
+#include "bindings.h"
 #include "cpu/multi_tensor.h"
-#include "gradients.h"
-#include "scale.h"
 
 namespace ampfast {
 namespace {
 
-namespace py = pybind11;
-
 constexpr uint64_t kCpu = device_bit(at::kCPU);
 
-// From this many elements on, other threads may have the interpreter meanwhile.
-constexpr int64_t kElementsWorthReleasing = 8 * kChunk;
-
-// Runs kernels, without the interpreter if that takes long.
+// Holds the gradients while other threads may have the interpreter.
 template <class Kernel>
 void run(const ShortWalk& walk, const Kernel& kernel) {
-  if (walk.list.elements() < kElementsWorthReleasing) {
-    kernel();
-    return;
-  }
   std::vector<at::Tensor> owners;
-  owners.reserve(walk.grads.size());
-  for (const at::Tensor* grad : walk.grads) {
-    owners.push_back(*grad);
+  if (walk.list.elements() >= kElementsWorthReleasing) {
+    for (const at::Tensor* grad : walk.grads) {
+      owners.push_back(*grad);
+    }
   }
-  const py::gil_scoped_release release;
-  kernel();
+  run(walk.list, kernel);
 }
 
 // A 0-dim tensor on the CPU that kernels read or write, or null.
@@ -49,13 +36,6 @@ const at::Tensor* scalar_of(PyObject* object, at::ScalarType dtype) {
   }
   const at::Tensor& tensor = THPVariable_Unpack(object);
   return tensor.dim() == 0 && is_scalar(tensor, dtype, kCpu) ? &tensor : nullptr;
-}
-
-template <class T>
-at::Tensor new_scalar(T value) {
-  at::Tensor tensor = at::detail::empty_cpu({}, c10::CppTypeToScalarType<T>::value);
-  *tensor.mutable_data_ptr<T>() = value;
-  return tensor;
 }
 
 void set(PyObject* dict, PyObject* key, PyObject* value) {
@@ -117,13 +97,20 @@ PyObject* watch_hooks(PyObject* const* args) {
   return nullptr;
 }
 
+// CPython gives a class another version when it, or a base, gets an attribute; 0 is none.
+unsigned int version_of(PyTypeObject* type) {
+#if PY_VERSION_HEX < 0x030b0000
+  return PyType_HasFeature(type, Py_TPFLAGS_VALID_VERSION_TAG) != 0 ? type->tp_version_tag : 0;
+#else
+  return type->tp_version_tag;
+#endif
+}
+
 // Tells whether a class has these methods, too; asked anew only when the class changed.
 bool has_original_hooks(PyTypeObject* type) {
   static PyTypeObject* known = nullptr;
   static unsigned int known_version = 0;
-  // CPython gives a class another version when it, or a base, gets an attribute; 0 is none.
-  const bool has_version = (type->tp_flags & Py_TPFLAGS_VALID_VERSION_TAG) != 0;
-  if (has_version && type == known && known_version != 0 && type->tp_version_tag == known_version) {
+  if (type == known && known_version != 0 && version_of(type) == known_version) {
     return true;
   }
   PyObject *name = nullptr, *original = nullptr;
@@ -136,7 +123,7 @@ bool has_original_hooks(PyTypeObject* type) {
     }
   }
   known = type;
-  known_version = type->tp_version_tag;
+  known_version = version_of(type);
   return true;
 }
 
@@ -187,20 +174,71 @@ PyObject* record(PyObject* const* args) {
   return Py_NewRef(Py_True);
 }
 
-// unscale_groups(param_groups, scale, allow_fp16, state, unscaled) -> whether the step is skipped
-PyObject* unscale_groups(PyObject* const* args) {
+// Gradients that a pass will write, and the factor that unscales them.
+struct Unscaling {
+  ShortWalk walk;
+  float inv_scale;
+};
+
+// From the first arguments of the next two functions.
+std::optional<Unscaling> unscaling(PyObject* const* args) {
   const at::Tensor* scale = scalar_of(args[1], at::kFloat);
   if (scale == nullptr || !PyDict_CheckExact(args[3])) {
-    return nullptr;
+    return std::nullopt;
   }
-  const std::optional<ShortWalk> walk = short_walk(args[0], args[2] == Py_True, true);
+  std::optional<ShortWalk> walk = short_walk(args[0], args[2] == Py_True, true);
   if (!walk) {
+    return std::nullopt;
+  }
+  return Unscaling{*std::move(walk), inverse_scale(*scale->const_data_ptr<float>())};
+}
+
+// unscale_groups(param_groups, scale, allow_fp16, state, unscaled) -> whether the step is skipped
+PyObject* unscale_groups(PyObject* const* args) {
+  const std::optional<Unscaling> work = unscaling(args);
+  if (!work) {
     return nullptr;
   }
-  const float inv_scale = inverse_scale(*scale->const_data_ptr<float>());
   float* flag = mark_unscaled(args[3], args[4]);
-  run(*walk, [&] { *flag = cpu::unscale(walk->list, inv_scale) ? 1 : 0; });
+  run(work->walk, [&] { *flag = cpu::unscale(work->walk.list, work->inv_scale) ? 1 : 0; });
   return Py_NewRef(*flag != 0 ? Py_True : Py_False);
+}
+
+// clip_groups(param_groups, scale, allow_fp16, state, unscaled, max_norm, largest) -> norm
+PyObject* clip_groups(PyObject* const* args) {
+  const std::optional<Unscaling> work = unscaling(args);
+  if (!work) {
+    return nullptr;
+  }
+  const GradList& list = work->walk.list;
+  const at::Tensor norm = list.has_float64() ? new_scalar<double>(0) : new_scalar<float>(0);
+  py::object result = wrapped(norm);
+  double row[2] = {};
+  double coefficient = 1;
+  Clip clip;
+  clip.norms = row;
+  clip.rows = 1;
+  clip.max_norm = PyFloat_AsDouble(args[5]);
+  clip.largest = args[6] == Py_True;
+  clip.coefficient = &coefficient;
+  if (list.has_float64()) {
+    clip.wide_norm = norm.mutable_data_ptr<double>();
+  } else {
+    clip.norm = norm.mutable_data_ptr<float>();
+  }
+  float* flag = mark_unscaled(args[3], args[4]);
+  for (const at::Tensor* grad : work->walk.grads) {
+    grad->unsafeGetTensorImpl()->bump_version();
+  }
+  run(work->walk, [&] {
+    const cpu::Norms norms = cpu::norms(list, work->inv_scale);
+    row[0] = norms.sum_of_squares;
+    row[1] = norms.absolute_maximum;
+    apply(clip);
+    cpu::unscale(list, work->inv_scale, nullptr, coefficient);
+    *flag = std::isfinite(norms.absolute_maximum) ? 0 : 1;
+  });
+  return result.release().ptr();
 }
 
 // check_groups(param_groups, grad_scale) -> (found_inf, grad_scale), new tensors
@@ -220,47 +258,6 @@ PyObject* check_groups(PyObject* const* args) {
                       wrapped(new_scalar(divisor)).ptr());
 }
 
-// clip_groups(param_groups, scale, allow_fp16, state, unscaled, max_norm, largest) -> norm
-PyObject* clip_groups(PyObject* const* args) {
-  const at::Tensor* scale = scalar_of(args[1], at::kFloat);
-  if (scale == nullptr || !PyDict_CheckExact(args[3])) {
-    return nullptr;
-  }
-  const std::optional<ShortWalk> walk = short_walk(args[0], args[2] == Py_True, true);
-  if (!walk) {
-    return nullptr;
-  }
-  const float inv_scale = inverse_scale(*scale->const_data_ptr<float>());
-  const at::Tensor norm = walk->list.has_float64() ? new_scalar<double>(0) : new_scalar<float>(0);
-  py::object result = wrapped(norm);
-  double row[2] = {};
-  double coefficient = 1;
-  Clip clip;
-  clip.norms = row;
-  clip.rows = 1;
-  clip.max_norm = PyFloat_AsDouble(args[5]);
-  clip.largest = args[6] == Py_True;
-  clip.coefficient = &coefficient;
-  if (walk->list.has_float64()) {
-    clip.wide_norm = norm.mutable_data_ptr<double>();
-  } else {
-    clip.norm = norm.mutable_data_ptr<float>();
-  }
-  float* flag = mark_unscaled(args[3], args[4]);
-  for (const at::Tensor* grad : walk->grads) {
-    grad->unsafeGetTensorImpl()->bump_version();
-  }
-  run(*walk, [&] {
-    const cpu::Norms norms = cpu::norms(walk->list, inv_scale);
-    row[0] = norms.sum_of_squares;
-    row[1] = norms.absolute_maximum;
-    apply(clip);
-    cpu::unscale(walk->list, inv_scale, nullptr, coefficient);
-    *flag = std::isfinite(norms.absolute_maximum) ? 0 : 1;
-  });
-  return result.release().ptr();
-}
-
 // any_found(flags) -> bool
 PyObject* any_found(PyObject* const* args) {
   const std::optional<double> sum = sum_of(args[0]);
@@ -273,17 +270,17 @@ PyObject* update_scale(PyObject* const* args) {
   const at::Tensor* scale = scalar_of(args[1], at::kFloat);
   const at::Tensor* tracker = scalar_of(args[2], at::kInt);
   const at::Tensor* norm = args[7] == Py_None ? nullptr : scalar_of(args[7], at::kFloat);
-  if (scale == nullptr || scale->is_inference() || scale->requires_grad() || tracker == nullptr ||
-      (norm == nullptr && args[7] != Py_None) || !PyDict_Check(args[0]) ||
-      !PyFloat_CheckExact(args[3]) || !PyFloat_CheckExact(args[4]) || !PyLong_CheckExact(args[5]) ||
-      !THPVariable_CheckExact(args[6])) {
+  if (scale == nullptr || tracker == nullptr || (norm == nullptr && args[7] != Py_None) ||
+      !PyDict_Check(args[0]) || !PyFloat_CheckExact(args[3]) || !PyFloat_CheckExact(args[4]) ||
+      !PyLong_CheckExact(args[5]) || !THPVariable_CheckExact(args[6])) {
     return nullptr;
   }
-  const at::Tensor& words = THPVariable_Unpack(args[6]);
   int overflow = 0;
   const long long interval = PyLong_AsLongLongAndOverflow(args[5], &overflow);
-  if (overflow != 0 || words.scalar_type() != at::kLong || words.numel() != kStateWords ||
-      !is_plain(words, kCpu)) {
+  const std::optional<Update> update =
+      update_of(*scale, *tracker, &THPVariable_Unpack(args[6]), norm, PyFloat_AS_DOUBLE(args[3]),
+                PyFloat_AS_DOUBLE(args[4]), interval);
+  if (overflow != 0 || !update) {
     return nullptr;
   }
   bool found = false;
@@ -302,15 +299,7 @@ PyObject* update_scale(PyObject* const* args) {
   if (!checked) {
     return nullptr;
   }
-  Update update;
-  update.scale = scale->mutable_data_ptr<float>();
-  update.growth_tracker = tracker->mutable_data_ptr<int32_t>();
-  update.state = words.mutable_data_ptr<int64_t>();
-  update.norm = norm == nullptr ? nullptr : norm->const_data_ptr<float>();
-  update.growth_factor = PyFloat_AS_DOUBLE(args[3]);
-  update.backoff_factor = PyFloat_AS_DOUBLE(args[4]);
-  update.growth_interval = interval;
-  apply(update, found);
+  apply(*update, found);
   scale->unsafeGetTensorImpl()->bump_version();
   return Py_NewRef(Py_True);
 }

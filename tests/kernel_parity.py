@@ -98,7 +98,9 @@ def reference_norms(tensors: list[torch.Tensor], inverse: float) -> tuple[float,
 
 def norms(tensors: list[torch.Tensor], inverse: float) -> tuple[float, float]:
     written = torch.full((2,), math.nan, dtype=torch.float64)
-    found = _C.norms(_C.GradList(tensors), flag(inverse), False, written)
+    grads = _C.GradList.of(tensors, torch.device("cpu"))
+    assert grads is not None
+    found = _C.norms(grads, flag(inverse), False, written, None)
     assert found.item() == float(not math.isfinite(written[1].item()))
     return tuple(written.tolist())
 

@@ -344,7 +344,8 @@ def test_tables_do_not_pile_up(launcher: ReferenceLauncher) -> None:
     def looked_up(first: int) -> tuple[int, int]:
         """Uploads, and the bytes of the table of the tensors in an order of their own."""
         before = _C.uploads()[0]
-        grads = _C.GradList(tensors[first:] + tensors[:first])
+        grads = _C.GradList.of(tensors[first:] + tensors[:first], torch.device("cpu"))
+        assert grads is not None
         table = _C.DeviceTable.of(grads, 3, False)
         return _C.uploads()[0] - before, table.buffer.nbytes
 

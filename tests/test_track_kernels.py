@@ -69,14 +69,14 @@ def test_threads_do_not_change_what_is_noted() -> None:
 def test_rows_that_cannot_be_written() -> None:
     grads = listed([torch.ones(3), torch.ones(3)])
     good = track_for(2, health=True)
-    for track in (
-        good._replace(marks=good.marks.int()),
-        good._replace(marks=torch.zeros(4, 4, dtype=torch.int64).t()[:, :3]),
-        good._replace(now=torch.zeros(1)),
+    for track, said in (
+        (good._replace(marks=good.marks.int()), "Long"),
+        (good._replace(marks=torch.zeros(4, 4, dtype=torch.int64).t()[:, :3]), "marks must be"),
+        (good._replace(now=torch.zeros(1)), "Long"),
     ):
-        with pytest.raises(RuntimeError, match="int64"):
+        with pytest.raises(RuntimeError, match=said):
             cpu.check_(grads, track=track)
-    with pytest.raises(RuntimeError, match="int64"):
+    with pytest.raises(RuntimeError, match="health must be"):
         cpu.measure_(grads, torch.zeros(2, 3, dtype=torch.int64))
     few = track_for(1, health=True)
     with pytest.raises(RuntimeError, match="tracking is of 1 parameters"):
@@ -90,7 +90,7 @@ def test_rows_that_cannot_be_written() -> None:
             track=few,
         )
     gradients = [torch.ones(3), torch.ones(3)]
-    for track, said in ((good._replace(now=flag()), "int64"), (few, "1 parameters")):
+    for track, said in ((good._replace(now=flag()), "Long"), (few, "1 parameters")):
         with pytest.raises(RuntimeError, match=said):
             cpu.unscale_(listed(gradients), flag(0.5), is_scale=False, track=track)
     assert all(gradient.tolist() == [1.0, 1.0, 1.0] for gradient in gradients)

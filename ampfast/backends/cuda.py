@@ -75,12 +75,4 @@ def update_scale(update: ScaleUpdate, found_infs: list[Tensor]) -> None:
 
 def clip_coefficient(clip: Clip) -> None:
     """Launches what turns norms into a coefficient."""
-    _C.cuda_clip_coefficient(
-        clip.norms,
-        clip.max_norm,
-        clip.largest,
-        clip.norm,
-        clip.coefficient,
-        clip.scale,
-        clip.divisor,
-    )
+    _C.cuda_clip_coefficient(*clip)

@@ -2,22 +2,9 @@
 // hardware.
 #pragma once
 
-#include <cstdint>
-#include <cstring>
+#include "../element.h"
 
 namespace ampfast::cpu {
-
-inline uint32_t bits_of(float value) {
-  uint32_t bits;
-  std::memcpy(&bits, &value, sizeof(bits));
-  return bits;
-}
-
-inline float float_of(uint32_t bits) {
-  float value;
-  std::memcpy(&value, &bits, sizeof(value));
-  return value;
-}
 
 struct BFloat16 {
   uint16_t bits;
@@ -27,11 +14,13 @@ struct Half {
   uint16_t bits;
 };
 
-inline float widen(BFloat16 value) { return float_of(static_cast<uint32_t>(value.bits) << 16); }
+inline float widen(BFloat16 value) {
+  return bits_as<float>(static_cast<uint32_t>(value.bits) << 16);
+}
 
 // Rounds to nearest, ties to even.
 inline BFloat16 narrow(float value, BFloat16 /*tag*/) {
-  const uint32_t bits = bits_of(value);
+  const uint32_t bits = bits_as<uint32_t>(value);
   const uint32_t rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
   const bool nan = (bits & 0x7fffffff) > 0x7f800000;
   return {static_cast<uint16_t>(nan ? 0x7fc0 : rounded)};
@@ -40,19 +29,10 @@ inline BFloat16 narrow(float value, BFloat16 /*tag*/) {
 #if defined(__aarch64__) && defined(__ARM_FP16_FORMAT_IEEE)
 
 // Every 64-bit ARM converts float16 in hardware.
-inline float widen(Half value) {
-  __fp16 half;
-  std::memcpy(&half, &value, sizeof(half));
-  return half;
-}
+inline float widen(Half value) { return bits_as<__fp16>(value); }
 
 // Rounds to nearest, ties to even.
-inline Half narrow(float value, Half /*tag*/) {
-  const __fp16 half = value;
-  Half result;
-  std::memcpy(&result, &half, sizeof(result));
-  return result;
-}
+inline Half narrow(float value, Half /*tag*/) { return bits_as<Half>(static_cast<__fp16>(value)); }
 
 #else
 
@@ -61,20 +41,20 @@ inline Half narrow(float value, Half /*tag*/) {
 inline float widen(Half value) {
   const uint32_t sign = static_cast<uint32_t>(value.bits & 0x8000) << 16;
   const uint32_t magnitude = value.bits & 0x7fff;
-  const uint32_t subnormal = bits_of(float_of(0x3f000000 | magnitude) - 0.5f);
+  const uint32_t subnormal = bits_as<uint32_t>(bits_as<float>(0x3f000000 | magnitude) - 0.5f);
   const uint32_t normal = (magnitude << 13) + 0x38000000;
   const uint32_t special = (magnitude << 13) | 0x7f800000;
   const uint32_t finite = magnitude < 0x400 ? subnormal : normal;
-  return float_of(sign | (magnitude < 0x7c00 ? finite : special));
+  return bits_as<float>(sign | (magnitude < 0x7c00 ? finite : special));
 }
 
 // Rounds to nearest, ties to even.
 inline Half narrow(float value, Half /*tag*/) {
-  const uint32_t bits = bits_of(value);
+  const uint32_t bits = bits_as<uint32_t>(value);
   const uint32_t sign = (bits >> 16) & 0x8000;
   const uint32_t magnitude = bits & 0x7fffffff;
   // 0.5 has the unit in the last place of a subnormal half, so the addition rounds.
-  const uint32_t subnormal = bits_of(float_of(magnitude) + 0.5f) - 0x3f000000;
+  const uint32_t subnormal = bits_as<uint32_t>(bits_as<float>(magnitude) + 0.5f) - 0x3f000000;
   const uint32_t normal = (magnitude - 0x38000000 + 0xfff + ((magnitude >> 13) & 1)) >> 13;
   const uint32_t special = magnitude > 0x7f800000 ? 0x7e00 : 0x7c00;
   const uint32_t finite = magnitude < 0x38800000 ? subnormal : normal;

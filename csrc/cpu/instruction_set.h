@@ -22,10 +22,9 @@ struct Counts {
 struct Loops {
   // The largest magnitude, as bits.
   int64_t (*peak_bits)(const void* data, int64_t numel);
-  // Multiplies in place and returns the largest magnitude that was there before, as bits.
-  int64_t (*unscale)(void* data, int64_t numel, float inv_scale);
-  // The same, and what was rounded to the dtype is multiplied by the coefficient and rounded again.
-  int64_t (*unscale_and_clip)(void* data, int64_t numel, float inv_scale, double coefficient);
+  // Multiplies in place by the inverse scale and, rounded to the dtype, by the coefficient. Returns
+  // the largest magnitude that was there before, as bits.
+  int64_t (*unscale)(void* data, int64_t numel, float inv_scale, double coefficient);
   // The sum of squares of the unscaled values; raises `peak` to the largest magnitude, as bits.
   double (*squares)(const void* data, int64_t numel, float inv_scale, int64_t* peak);
   Counts (*counts)(const void* data, int64_t numel);

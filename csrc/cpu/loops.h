@@ -44,36 +44,29 @@ int64_t peak_bits(const void* data, int64_t numel) {
                            [](T value) { return bits_of_magnitude(value); });
 }
 
-// Calls `written` for each value; returns the largest magnitude that was there before, as bits.
-template <class T, class Written>
-int64_t rewrite(T* values, int64_t numel, Written written) {
+template <class T, bool kTwice>
+int64_t multiply(void* data, int64_t numel, T factor, T second) {
+  T* values = static_cast<T*>(data);
   decltype(magnitude(*values)) peak = 0;
   for (int64_t i = 0; i < numel; ++i) {
     peak = larger(peak, magnitude(values[i]));
-    values[i] = written(values[i]);
+    values[i] = kTwice ? values[i] * factor * second : values[i] * factor;
   }
   return peak;
 }
 
 template <class T>
-int64_t unscale(void* data, int64_t numel, float inv_scale) {
-  const T factor = inv_scale;
-  return rewrite(static_cast<T*>(data), numel, [factor](T value) { return value * factor; });
-}
-
-template <class T>
-int64_t unscale_and_clip(void* data, int64_t numel, float inv_scale, double coefficient) {
-  const T factor = inv_scale;
+int64_t unscale(void* data, int64_t numel, float inv_scale, double coefficient) {
   const T second = static_cast<T>(coefficient);
-  return rewrite(static_cast<T*>(data), numel,
-                 [factor, second](T value) { return value * factor * second; });
+  return coefficient == 1 ? multiply<T, false>(data, numel, inv_scale, second)
+                          : multiply<T, true>(data, numel, inv_scale, second);
 }
 
 #ifdef AMPFAST_AVX2
 
 // Multiplies 16 elements, by a second factor too if `kTwice`, rounding each time.
 template <bool kTwice>
-void multiply16(Half* values, __m256 factor, __m256 second) {
+void multiply_some(Half* values, __m256 factor, __m256 second) {
   for (int i = 0; i < 16; i += 8) {
     __m128i* place = reinterpret_cast<__m128i*>(values + i);
     const __m256 product = _mm256_mul_ps(_mm256_cvtph_ps(_mm_loadu_si128(place)), factor);
@@ -108,7 +101,7 @@ __m256i bfloat16_product(__m256 value, __m256 factor, __m256 second) {
 
 // Elements of even and of odd index stay in their place: nothing has to be packed.
 template <bool kTwice>
-void multiply16(BFloat16* values, __m256 factor, __m256 second) {
+void multiply_some(BFloat16* values, __m256 factor, __m256 second) {
   __m256i* place = reinterpret_cast<__m256i*>(values);
   const __m256i bits = _mm256_loadu_si256(place);
   const __m256i upper = _mm256_set1_epi32(static_cast<int>(0xffff0000));
@@ -120,11 +113,12 @@ void multiply16(BFloat16* values, __m256 factor, __m256 second) {
                       _mm256_blend_epi16(_mm256_srli_epi32(even_product, 16), odd_product, 0xaa));
 }
 
-inline int16_t largest_of(__m256i values) {
-  int16_t lanes[16];
+template <class Lane>
+Lane largest_of(__m256i values) {
+  Lane lanes[sizeof(values) / sizeof(Lane)];
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(lanes), values);
-  int16_t largest = 0;
-  for (const int16_t lane : lanes) {
+  Lane largest = 0;
+  for (const Lane lane : lanes) {
     largest = larger(largest, lane);
   }
   return largest;
@@ -133,7 +127,7 @@ inline int16_t largest_of(__m256i values) {
 #endif
 
 template <class T, bool kTwice>
-int64_t rewrite16(void* data, int64_t numel, float inv_scale, float coefficient) {
+int64_t multiply16(void* data, int64_t numel, float inv_scale, float coefficient) {
   T* values = static_cast<T*>(data);
   int16_t peak = 0;
   int64_t i = 0;
@@ -145,9 +139,9 @@ int64_t rewrite16(void* data, int64_t numel, float inv_scale, float coefficient)
   for (; i + 16 <= numel; i += 16) {
     const __m256i bits = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(values + i));
     peaks = _mm256_max_epi16(peaks, _mm256_and_si256(bits, mask));
-    multiply16<kTwice>(values + i, factor, second);
+    multiply_some<kTwice>(values + i, factor, second);
   }
-  peak = largest_of(peaks);
+  peak = largest_of<int16_t>(peaks);
 #endif
   for (; i < numel; ++i) {
     peak = larger(peak, magnitude16(values[i].bits));
@@ -160,13 +154,10 @@ int64_t rewrite16(void* data, int64_t numel, float inv_scale, float coefficient)
 }
 
 template <class T>
-int64_t unscale16(void* data, int64_t numel, float inv_scale) {
-  return rewrite16<T, false>(data, numel, inv_scale, 1);
-}
-
-template <class T>
-int64_t unscale_and_clip16(void* data, int64_t numel, float inv_scale, double coefficient) {
-  return rewrite16<T, true>(data, numel, inv_scale, static_cast<float>(coefficient));
+int64_t unscale16(void* data, int64_t numel, float inv_scale, double coefficient) {
+  const float second = static_cast<float>(coefficient);
+  return coefficient == 1 ? multiply16<T, false>(data, numel, inv_scale, second)
+                          : multiply16<T, true>(data, numel, inv_scale, second);
 }
 
 // The sum of squares of the unscaled values is taken in float64, in which those of all other types
@@ -255,21 +246,6 @@ __m256i raised(__m256i peaks, const T* values) {
   return _mm256_max_epi16(peaks, _mm256_and_si256(bits, mask));
 }
 
-inline int64_t largest_bits(__m256i peaks, float /*tag*/) {
-  int32_t lanes[8];
-  _mm256_storeu_si256(reinterpret_cast<__m256i*>(lanes), peaks);
-  int32_t largest = 0;
-  for (const int32_t lane : lanes) {
-    largest = larger(largest, lane);
-  }
-  return largest;
-}
-
-template <class T>
-int64_t largest_bits(__m256i peaks, T /*tag*/) {
-  return largest_of(peaks);
-}
-
 template <class T>
 double squares(const void* data, int64_t numel, float inv_scale, int64_t* peak) {
   const T* values = static_cast<const T*>(data);
@@ -287,7 +263,7 @@ double squares(const void* data, int64_t numel, float inv_scale, int64_t* peak) 
   for (int k = 0; k < kSumLanes / 4; ++k) {
     _mm256_storeu_pd(lanes + 4 * k, sums[k]);
   }
-  *peak = larger(*peak, largest_bits(peaks, T{}));
+  *peak = larger<int64_t>(*peak, largest_of<decltype(bits_of_magnitude(T{}))>(peaks));
   *peak = larger(*peak, peak_bits<T>(values + i, numel - i));
   add_squares(values + i, numel - i, inv_scale, lanes);
   return sum_of(lanes);
@@ -348,43 +324,27 @@ void count_block(const Bits* values, int64_t rounds, const HalfRange& range, Cou
 }
 
 // Of a block whose lanes do not count beyond their width, as a chunk is.
-template <class Bits>
-Counts counts_of(const void* data, int64_t numel, const HalfRange& range) {
+template <class Bits, const HalfRange& kRange>
+Counts counts(const void* data, int64_t numel) {
   constexpr int64_t kLanes = 64 / sizeof(Bits);
   const Bits* values = static_cast<const Bits*>(data);
-  Counts counts;
+  Counts total;
   const int64_t rounds = numel / kLanes;
-  count_block(values, rounds, range, counts);
+  count_block(values, rounds, kRange, total);
   // The others with zeros behind them, which nothing counts.
   if (const int64_t rest = numel - rounds * kLanes) {
     Bits last[kLanes] = {};
     std::memcpy(last, values + rounds * kLanes, rest * sizeof(Bits));
-    count_block(last, 1, range, counts);
+    count_block(last, 1, kRange, total);
   }
-  return counts;
-}
-
-inline Counts counts32(const void* data, int64_t numel) {
-  return counts_of<uint32_t>(data, numel, kRangeInFloat32);
-}
-
-inline Counts counts64(const void* data, int64_t numel) {
-  return counts_of<uint64_t>(data, numel, kRangeInFloat64);
-}
-
-inline Counts counts_half(const void* data, int64_t numel) {
-  return counts_of<uint16_t>(data, numel, kRangeInFloat16);
-}
-
-inline Counts counts_bfloat16(const void* data, int64_t numel) {
-  return counts_of<uint16_t>(data, numel, kRangeInBFloat16);
+  return total;
 }
 
 inline constexpr Loops kLoops[] = {
-    {peak_bits<float>, unscale<float>, unscale_and_clip<float>, squares<float>, counts32},
-    {peak_bits<double>, unscale<double>, unscale_and_clip<double>, squares_by_blocks<double>,
-     counts64},
-    {peak_bits<Half>, unscale16<Half>, unscale_and_clip16<Half>, squares<Half>, counts_half},
-    {peak_bits<BFloat16>, unscale16<BFloat16>, unscale_and_clip16<BFloat16>, squares<BFloat16>,
-     counts_bfloat16},
+    {peak_bits<float>, unscale<float>, squares<float>, counts<uint32_t, kRangeInFloat32>},
+    {peak_bits<double>, unscale<double>, squares_by_blocks<double>,
+     counts<uint64_t, kRangeInFloat64>},
+    {peak_bits<Half>, unscale16<Half>, squares<Half>, counts<uint16_t, kRangeInFloat16>},
+    {peak_bits<BFloat16>, unscale16<BFloat16>, squares<BFloat16>,
+     counts<uint16_t, kRangeInBFloat16>},
 };

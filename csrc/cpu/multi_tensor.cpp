@@ -109,12 +109,6 @@ void for_each_chunk(const DtypeList& list, bool writes, const Body& body) {
   });
 }
 
-double double_of(int64_t bits) {
-  double value;
-  std::memcpy(&value, &bits, sizeof(value));
-  return value;
-}
-
 template <class T>
 float used_peak16(T value, Use use, float factor) {
   const float used = used_value(widen(value), use, factor);
@@ -126,9 +120,9 @@ float used_peak16(T value, Use use, float factor) {
 double used_peak(Dtype dtype, int64_t bits, Use use, float factor) {
   switch (dtype) {
     case Dtype::kFloat64:
-      return used_value(double_of(bits), use, factor);
+      return used_value(bits_as<double>(bits), use, factor);
     case Dtype::kFloat32:
-      return used_value(float_of(static_cast<uint32_t>(bits)), use, factor);
+      return used_value(bits_as<float>(static_cast<uint32_t>(bits)), use, factor);
     case Dtype::kFloat16:
       return used_peak16(Half{static_cast<uint16_t>(bits)}, use, factor);
     default:
@@ -143,10 +137,13 @@ void raise(std::atomic<int64_t>& peak, int64_t bits) {
   }
 }
 
-void require_rows(const GradList& grads, int64_t parameters) {
+void require_rows(const GradList& grads, const Rows* rows) {
+  if (rows == nullptr) {
+    return;
+  }
   for (const DtypeList& list : grads.lists()) {
     for (const Span& span : list.spans) {
-      TORCH_CHECK(span.parameter < parameters, "tracking is of ", parameters,
+      TORCH_CHECK(span.parameter < rows->parameters, "tracking is of ", rows->parameters,
                   " parameters, and a gradient is that of number ", span.parameter);
     }
   }
@@ -161,7 +158,7 @@ void mark(int64_t step, int64_t& last, int64_t& times) {
 // Calls `body(address, numel, chunk)` for every chunk, which returns its peak as bits. Returns what
 // becomes of the largest, and marks the parameters whose values are not finite then.
 template <class Body>
-double largest_used(const DtypeList& list, bool writes, Use use, float factor, const Marks* marks,
+double largest_used(const DtypeList& list, bool writes, Use use, float factor, const Rows* marks,
                     const Body& body) {
   const Dtype dtype = dtype_of(list.dtype);
   std::vector<int64_t> peaks(marks != nullptr ? list.chunks : 0);
@@ -179,7 +176,7 @@ double largest_used(const DtypeList& list, bool writes, Use use, float factor, c
       const auto first = peaks.begin() + span.first_chunk;
       const int64_t bits = *std::max_element(first, first + chunk_count(span.numel));
       const double used = used_peak(dtype, bits, use, factor);
-      int64_t* row = marks->rows + span.parameter * kMarkWords;
+      int64_t* row = marks->words + span.parameter * kMarkWords;
       if (!std::isfinite(used)) {
         mark(marks->step, row[kLastNonFinite], row[kTimesNonFinite]);
       }
@@ -195,10 +192,8 @@ double largest_used(const DtypeList& list, bool writes, Use use, float factor, c
 
 int64_t set_grain(int64_t bytes) { return grain.exchange(bytes); }
 
-bool check(const GradList& grads, Use use, float factor, const Marks* marks) {
-  if (marks != nullptr) {
-    require_rows(grads, marks->parameters);
-  }
+bool check(const GradList& grads, Use use, float factor, const Rows* marks) {
+  require_rows(grads, marks);
   bool found = false;
   for (const DtypeList& list : grads.lists()) {
     const Loops& loops = loops_for(dtype_of(list.dtype));
@@ -210,30 +205,24 @@ bool check(const GradList& grads, Use use, float factor, const Marks* marks) {
   return found;
 }
 
-bool unscale(const GradList& grads, float inv_scale, const Marks* marks, double coefficient) {
-  const bool clips = coefficient != 1;
-  if (inv_scale == 1 && !clips) {
+bool unscale(const GradList& grads, float inv_scale, const Rows* marks, double coefficient) {
+  if (inv_scale == 1 && coefficient == 1) {
     return check(grads, Use::kNothing, 1, marks);  // as torch: not even a subnormal is flushed
   }
-  if (marks != nullptr) {
-    require_rows(grads, marks->parameters);
-  }
+  require_rows(grads, marks);
   bool found = false;
   for (const DtypeList& list : grads.lists()) {
     const Loops& loops = loops_for(dtype_of(list.dtype));
     const auto body = [&](char* address, int64_t numel, int64_t /*chunk*/) {
-      return clips ? loops.unscale_and_clip(address, numel, inv_scale, coefficient)
-                   : loops.unscale(address, numel, inv_scale);
+      return loops.unscale(address, numel, inv_scale, coefficient);
     };
     found |= !std::isfinite(largest_used(list, true, Use::kMultiply, inv_scale, marks, body));
   }
   return found;
 }
 
-Norms norms(const GradList& grads, float inv_scale, const Marks* marks) {
-  if (marks != nullptr) {
-    require_rows(grads, marks->parameters);
-  }
+Norms norms(const GradList& grads, float inv_scale, const Rows* marks) {
+  require_rows(grads, marks);
   Norms total{0, 0};
   for (const DtypeList& list : grads.lists()) {
     const Loops& loops = loops_for(dtype_of(list.dtype));
@@ -252,8 +241,8 @@ Norms norms(const GradList& grads, float inv_scale, const Marks* marks) {
   return total;
 }
 
-void measure(const GradList& grads, int64_t* health, int64_t parameters) {
-  require_rows(grads, parameters);
+void measure(const GradList& grads, const Rows& health) {
+  require_rows(grads, &health);
   for (const DtypeList& list : grads.lists()) {
     const Dtype dtype = dtype_of(list.dtype);
     const Loops& loops = loops_for(dtype);
@@ -265,7 +254,7 @@ void measure(const GradList& grads, int64_t* health, int64_t parameters) {
       return magnitude(used_peak(dtype, bits, Use::kNothing, 1));
     };
     for (const Span& span : list.spans) {
-      int64_t* row = health + span.parameter * kHealthWords;
+      int64_t* row = health.words + span.parameter * kHealthWords;
       row[kElements] = span.numel;
       for (int64_t i = 0; i < chunk_count(span.numel); ++i) {
         const Counts& chunk = counts[span.first_chunk + i];

@@ -6,20 +6,20 @@
 
 namespace ampfast::cpu {
 
-// Marks of overflows: rows of kMarkWords by parameter.
-struct Marks {
-  int64_t* rows = nullptr;
-  int64_t parameters = 0;
-  int64_t step = 0;  // the number of this step, counted from 1
+// A table of tracking, a row for each parameter.
+struct Rows {
+  int64_t* words;
+  int64_t parameters;
+  int64_t step = 0;  // of marks: the number of this step, counted from 1
 };
 
 // Tells whether a value of the list is not finite, as `use` and `factor` will use it. Reads only.
-// With `marks`, marks the parameters of such values.
-bool check(const GradList& grads, Use use, float factor, const Marks* marks = nullptr);
+// With rows of kMarkWords, marks the parameters of such values.
+bool check(const GradList& grads, Use use, float factor, const Rows* marks = nullptr);
 
 // Multiplies in place and tells whether a product is not finite, rounded to its dtype. `marks` as
 // above. With a coefficient the rounded products are multiplied by it, which decides nothing.
-bool unscale(const GradList& grads, float inv_scale, const Marks* marks = nullptr,
+bool unscale(const GradList& grads, float inv_scale, const Rows* marks = nullptr,
              double coefficient = 1);
 
 struct Norms {
@@ -29,10 +29,10 @@ struct Norms {
 
 // Of the unscaled values. The sum is in float64, over chunks in order: the same bits every run,
 // however many threads there are.
-Norms norms(const GradList& grads, float inv_scale, const Marks* marks = nullptr);
+Norms norms(const GradList& grads, float inv_scale, const Rows* marks = nullptr);
 
 // Adds the range of each gradient's values to its parameter's row of kHealthWords.
-void measure(const GradList& grads, int64_t* health, int64_t parameters);
+void measure(const GradList& grads, const Rows& health);
 
 // Sets the least work for a thread, in bytes, and returns what it was: a switch for tests.
 int64_t set_grain(int64_t bytes);

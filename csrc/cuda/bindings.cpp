@@ -1,10 +1,7 @@
-#include "bindings.h"
+#include "../bindings.h"
 
 #include <c10/cuda/CUDAGuard.h>
 #include <c10/cuda/CUDAStream.h>
-
-#include <optional>
-#include <tuple>
 
 #include "../device_table.h"
 #include "multi_tensor.h"
@@ -13,12 +10,7 @@ namespace ampfast::cuda {
 
 namespace {
 
-namespace py = pybind11;
-
-using OptionalTensor = std::optional<at::Tensor>;
 using Factors = std::tuple<double, double, int64_t>;
-// Rows of marks, and the number of completed steps.
-using Marks = std::tuple<at::Tensor, at::Tensor>;
 
 template <class T>
 T* data(const OptionalTensor& tensor) {
@@ -95,24 +87,11 @@ void launch_update_scale(const at::Tensor& scale, const at::Tensor& growth_track
   require(update_scale(update, flags, current_stream(scale.device())));
 }
 
-void launch_clip_coefficient(const at::Tensor& norms, double max_norm, bool largest,
-                             const at::Tensor& norm, const at::Tensor& coefficient,
-                             const OptionalTensor& scale, const OptionalTensor& divisor) {
-  const c10::cuda::CUDAGuard guard(norms.device());
-  Clip clip;
-  clip.norms = static_cast<const double*>(norms.data_ptr());
-  clip.rows = norms.size(0);
-  clip.max_norm = max_norm;
-  clip.largest = largest;
-  if (norm.scalar_type() == at::kDouble) {
-    clip.wide_norm = static_cast<double*>(norm.data_ptr());
-  } else {
-    clip.norm = static_cast<float*>(norm.data_ptr());
-  }
-  clip.coefficient = static_cast<double*>(coefficient.data_ptr());
-  clip.scale = data<float>(scale);
-  clip.divisor = data<float>(divisor);
-  require(clip_coefficient(clip, current_stream(norms.device())));
+void launch_clip_coefficient(const py::args& arguments) {
+  const auto given = arguments.cast<ClipArguments>();
+  const at::Device device = std::get<0>(given).device();
+  const c10::cuda::CUDAGuard guard(device);
+  require(clip_coefficient(clip_of(given, device), current_stream(device)));
 }
 
 }  // namespace
@@ -129,12 +108,9 @@ void bind(py::module_& m) {
         py::arg("norms"), py::arg("marks"), py::arg("epilogue"), py::arg("found_inf"),
         py::arg("accumulate"), py::arg("scale"), py::arg("growth_tracker"), py::arg("state"),
         py::arg("other_found_inf"), py::arg("factors"));
-  m.def("cuda_measure", &launch_measure, py::arg("table"), py::arg("segment"), py::arg("health"));
-  m.def("cuda_clip_coefficient", &launch_clip_coefficient, py::arg("norms"), py::arg("max_norm"),
-        py::arg("largest"), py::arg("norm"), py::arg("coefficient"), py::arg("scale"),
-        py::arg("divisor"));
-  m.def("cuda_update_scale", &launch_update_scale, py::arg("scale"), py::arg("growth_tracker"),
-        py::arg("found_infs"), py::arg("factors"), py::arg("state"), py::arg("norm"));
+  m.def("cuda_measure", &launch_measure);
+  m.def("cuda_clip_coefficient", &launch_clip_coefficient);
+  m.def("cuda_update_scale", &launch_update_scale);
 }
 
 }  // namespace ampfast::cuda

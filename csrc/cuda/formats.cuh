@@ -4,20 +4,10 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
-#include <cstring>
-
 #include "../element.h"
 #include "multi_tensor.h"
 
 namespace ampfast::cuda {
-
-template <class To, class From>
-AMPFAST_ELEMENT To bits_as(From value) {
-  static_assert(sizeof(To) == sizeof(From), "bits_as keeps the size");
-  To result;
-  std::memcpy(&result, &value, sizeof(result));
-  return result;
-}
 
 template <class T>
 AMPFAST_ELEMENT T larger(T a, T b) {

@@ -6,7 +6,7 @@
 #include <map>
 #include <string>
 
-#include "../../csrc/cuda/bindings.h"
+#include "../../csrc/bindings.h"
 
 namespace {
 

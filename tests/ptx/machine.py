@@ -167,7 +167,8 @@ def run(
 
 @cache
 def _library() -> ctypes.CDLL:
-    sources = sorted([*HERE.glob("*.h"), HERE / "machine.cpp", HERE / "../../csrc/cpu/half.h"])
+    arithmetic = [HERE / "../../csrc" / name for name in ("element.h", "cpu/half.h")]
+    sources = sorted([*HERE.glob("*.h"), HERE / "machine.cpp", *arithmetic])
 
     def make(folder: Path) -> None:
         folder.mkdir()

@@ -1,0 +1,103 @@
+// The Python face of the core: what its parts add to the module, and how they read arguments.
+#pragma once
+
+#include <ATen/EmptyTensor.h>
+
+#include <optional>
+#include <tuple>
+#include <type_traits>
+
+#include "gradients.h"
+#include "scale.h"
+
+namespace ampfast {
+
+// The raw calls of the short way; the stub _C.pyi describes them.
+void bind_short_way(py::module_& m);
+
+namespace cuda {
+// Calls of the CUDA kernels; only in builds that have them.
+void bind(py::module_& m);
+}  // namespace cuda
+
+using OptionalTensor = std::optional<at::Tensor>;
+// Rows of marks, and the number of completed steps.
+using Marks = std::tuple<at::Tensor, at::Tensor>;
+// Norms, their limit, whether the largest magnitude is the norm; norm, coefficient, scale, divisor.
+using ClipArguments =
+    std::tuple<at::Tensor, double, bool, at::Tensor, at::Tensor, OptionalTensor, OptionalTensor>;
+
+// From this many elements on, other threads may have the interpreter meanwhile.
+constexpr int64_t kElementsWorthReleasing = 8 * kChunk;
+
+template <class Kernel>
+auto run(const GradList& grads, const Kernel& kernel) {
+  std::optional<py::gil_scoped_release> release;
+  if (grads.elements() >= kElementsWorthReleasing) {
+    release.emplace();
+  }
+  return kernel();
+}
+
+template <class T>
+at::Tensor new_scalar(T value) {
+  at::Tensor tensor = at::detail::empty_cpu({}, c10::CppTypeToScalarType<T>::value);
+  *tensor.mutable_data_ptr<T>() = value;
+  return tensor;
+}
+
+// Memory of a tensor, whose dtype is checked too; null without one.
+template <class T>
+T* data_of(const OptionalTensor& tensor, const char* name, at::Device device, int64_t numel = 1) {
+  if (!tensor) {
+    return nullptr;
+  }
+  TORCH_CHECK(tensor->device() == device && tensor->numel() == numel && tensor->is_contiguous(),
+              name, " must be a contiguous tensor of ", numel, " elements on ", device);
+  return tensor->data_ptr<std::remove_const_t<T>>();
+}
+
+inline Clip clip_of(const ClipArguments& arguments, at::Device device) {
+  const auto& [norms, max_norm, largest, norm, coefficient, scale, divisor] = arguments;
+  Clip clip;
+  clip.rows = norms.numel() / 2;
+  clip.norms = data_of<const double>(norms, "norms", device, 2 * clip.rows);
+  clip.max_norm = max_norm;
+  clip.largest = largest;
+  if (norm.scalar_type() == at::kDouble) {
+    clip.wide_norm = data_of<double>(norm, "norm", device);
+  } else {
+    clip.norm = data_of<float>(norm, "norm", device);
+  }
+  clip.coefficient = data_of<double>(coefficient, "coefficient", device);
+  clip.scale = data_of<const float>(scale, "scale", device);
+  clip.divisor = data_of<float>(divisor, "divisor", device);
+  return clip;
+}
+
+// An update on the CPU; nothing where the kernels do not know the tensors exactly. `state` and
+// `norm` may be null.
+inline std::optional<Update> update_of(const at::Tensor& scale, const at::Tensor& growth_tracker,
+                                       const at::Tensor* state, const at::Tensor* norm,
+                                       double growth_factor, double backoff_factor,
+                                       int64_t growth_interval) {
+  constexpr uint64_t kCpu = device_bit(at::kCPU);
+  if (!is_scalar(scale, at::kFloat, kCpu) || scale.is_inference() || scale.requires_grad() ||
+      !is_scalar(growth_tracker, at::kInt, kCpu) ||
+      (norm != nullptr && !is_scalar(*norm, at::kFloat, kCpu)) ||
+      (state != nullptr && (state->scalar_type() != at::kLong || state->numel() != kStateWords ||
+                            !is_plain(*state, kCpu)))) {
+    return std::nullopt;
+  }
+  Update update;
+  update.scale = scale.mutable_data_ptr<float>();
+  update.growth_tracker = growth_tracker.mutable_data_ptr<int32_t>();
+  update.state = state != nullptr ? state->mutable_data_ptr<int64_t>() : nullptr;
+  update.norm = norm != nullptr ? norm->const_data_ptr<float>() : nullptr;
+  update.growth_factor = growth_factor;
+  update.backoff_factor = backoff_factor;
+  update.growth_interval = growth_interval;
+  return update;
+}
+
+}  // namespace ampfast
