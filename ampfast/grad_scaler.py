@@ -45,9 +45,10 @@ Flags = dict[Any, Tensor]
 _AGREEMENT = "agreement"
 _UNSCALING = "unscaling"
 
+_ONCE = "An iteration ends with update(), after the steps of all optimizers: is the call missing?"
+
 # An optimizer's entry before anything is done, as torch makes it; cold, calling torch's factory
 # would cost a tenth of a step.
-_ONCE = "An iteration ends with update(), after the steps of all optimizers: is the call missing?"
 _NEW: dict[str, Any] = _refresh_per_optimizer_state()
 
 # Why a step of a plain optimizer is not captured, and what to do.
