@@ -52,9 +52,13 @@ T* data_of(const OptionalTensor& tensor, const char* name, at::Device device, in
   if (!tensor) {
     return nullptr;
   }
-  TORCH_CHECK(tensor->device() == device && tensor->numel() == numel && tensor->is_contiguous(),
-              name, " must be a contiguous tensor of ", numel, " elements on ", device);
-  return tensor->data_ptr<std::remove_const_t<T>>();
+  using Value = std::remove_const_t<T>;
+  constexpr at::ScalarType dtype = c10::CppTypeToScalarType<Value>::value;
+  TORCH_CHECK(tensor->scalar_type() == dtype && tensor->device() == device &&
+                  tensor->numel() == numel && tensor->is_contiguous(),
+              name, " must be a contiguous tensor of ", numel, " elements of ", dtype, " on ",
+              device);
+  return tensor->data_ptr<Value>();
 }
 
 inline Clip clip_of(const ClipArguments& arguments, at::Device device) {

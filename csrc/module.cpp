@@ -30,7 +30,7 @@ std::optional<cpu::Rows> read_marks(const std::optional<Marks>& marks) {
 }
 
 float read_inverse(const at::Tensor& factor, bool is_scale) {
-  const float value = *data_of<const float>(factor, "factor", at::kCPU);
+  const float value = *data_of<const float>(factor, "inv_scale", at::kCPU);
   return is_scale ? inverse_scale(value) : value;
 }
 
