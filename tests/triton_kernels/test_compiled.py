@@ -52,7 +52,8 @@ def most_registers(target: str, variant: Variant) -> int:
     if target in ("sm_75", "sm_80"):
         if variant.dtype in SIXTEEN_BIT:
             return 128
-        return 80 if variant.norm else REGISTERS
+        # Triton 3.6 takes 72 for a float32 pass that unscales: seven programs.
+        return 80 if variant.norm else 72
     is_plain = not (variant.norm or variant.marks or variant.coefficient)
     return REGISTERS if is_plain or not variant.write else 84
 
