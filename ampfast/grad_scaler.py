@@ -308,9 +308,14 @@ class GradScaler(TorchGradScaler):
         if scale is None:
             scale, _ = self._check_scale_growth_tracker("step")
         states, key = self._per_optimizer_states, id(optimizer)
-        state = states.get(key)
-        if state is None:
-            state = states[key] = {**_NEW, "found_inf_per_device": {}}
+        if (
+            is_usual
+            and key not in states
+            and type(states) is defaultdict
+            and states.default_factory is _refresh_per_optimizer_state
+        ):
+            states[key] = {**_NEW, "found_inf_per_device": {}}
+        state = states[key]
         if state["stage"] is OptState.STEPPED:
             raise add_note(
                 RuntimeError("step() has already been called since the last update()."), _ONCE
@@ -326,7 +331,7 @@ class GradScaler(TorchGradScaler):
                 result = self._fused_step(
                     optimizer, state, scale if is_usual else None, args, kwargs
                 )
-                recorded = state["found_inf_per_device"]
+                recorded = state.get("found_inf_per_device")
         else:
             skips = None
             if state["stage"] is OptState.READY:
@@ -352,8 +357,9 @@ class GradScaler(TorchGradScaler):
             else:
                 result = None if skips else optimizer.step(*args, **kwargs)
         state["stage"] = OptState.STEPPED
-        if state["found_inf_per_device"] is not recorded:
-            self._last_checks.record(optimizer, state["found_inf_per_device"])
+        flags = state.get("found_inf_per_device")
+        if flags is not None and flags is not recorded:
+            self._last_checks.record(optimizer, flags)
         return result
 
     @_not_compiled

@@ -1,6 +1,7 @@
 #include "gradients.h"
 
 #include <ATen/EmptyTensor.h>
+#include <ATen/PythonTorchFunctionTLS.h>
 #include <ATen/SparseTensorImpl.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/core/impl/TorchDispatchModeTLS.h>
@@ -335,7 +336,8 @@ bool take_some(PyObject* const* params, Py_ssize_t count, bool allow_fp16, bool 
 
 std::optional<ShortWalk> short_walk(PyObject* param_groups, bool allow_fp16, bool writes) {
   static PyObject* const name = PyUnicode_InternFromString("params");
-  if (!PyList_CheckExact(param_groups) || is_observed()) {
+  if (!PyList_CheckExact(param_groups) || is_observed() ||
+      at::impl::torch_function_mode_enabled()) {
     return std::nullopt;
   }
   ShortWalk walk;

@@ -57,18 +57,40 @@ PyObject* found_name() {
   return name;
 }
 
-// Puts a flag into an optimizer's state and marks it as unscaled. The flag says "skip" until its
-// pass is over: whatever ends that one early, nobody steps on gradients that are half written.
-float* mark_unscaled(PyObject* state, PyObject* unscaled) {
-  static PyObject* const stage_name = PyUnicode_InternFromString("stage");
-  static PyObject* const device = THPDevice_New(at::Device(at::kCPU));
-  const at::Tensor flag = new_scalar<float>(1);
-  const py::dict flags;
-  set(flags.ptr(), device, wrapped(flag).ptr());
-  set(state, found_name(), flags.ptr());
-  set(state, stage_name, unscaled);
-  return flag.mutable_data_ptr<float>();
-}
+// The mark of an optimizer as unscaled, with a flag that says "skip" until its pass is over:
+// whatever ends that one early, nobody steps on gradients that are half written. Made before the
+// walk, and with what it replaces kept until after the pass: what makes or drops objects may run
+// Python, which could take gradients away.
+class Mark {
+ public:
+  explicit Mark(PyObject* state) : state_(state), flag_(new_scalar<float>(1)) {
+    static PyObject* const device = THPDevice_New(at::Device(at::kCPU));
+    set(flags_.ptr(), device, wrapped(flag_).ptr());
+    for (PyObject* name : {found_name(), stage_name()}) {
+      if (PyObject* before = PyDict_GetItemWithError(state, name)) {
+        before_.push_back(py::reinterpret_borrow<py::object>(before));
+      }
+    }
+  }
+
+  void put(PyObject* unscaled) const {
+    set(state_, found_name(), flags_.ptr());
+    set(state_, stage_name(), unscaled);
+  }
+
+  float* flag() const { return flag_.mutable_data_ptr<float>(); }
+
+ private:
+  static PyObject* stage_name() {
+    static PyObject* const name = PyUnicode_InternFromString("stage");
+    return name;
+  }
+
+  PyObject* state_;
+  at::Tensor flag_;
+  py::dict flags_;
+  std::vector<py::object> before_;
+};
 
 // The sum of the flags in a dict by device, as torch takes it; nothing if one is unusual.
 std::optional<double> sum_of(PyObject* flags) {
@@ -112,6 +134,15 @@ bool has_original_hooks(PyTypeObject* type) {
   static unsigned int known_version = 0;
   if (type == known && known_version != 0 && version_of(type) == known_version) {
     return true;
+  }
+  if (type->tp_getattro != PyObject_GenericGetAttr) {
+    return false;
+  }
+  // What is read from an instance's own dict must not be a property of its class.
+  for (const char* own : {"_enabled", "_scale", "_growth_tracker", "_per_optimizer_states"}) {
+    if (PyObject_HasAttrString(reinterpret_cast<PyObject*>(type), own) != 0) {
+      return false;
+    }
   }
   PyObject *name = nullptr, *original = nullptr;
   for (Py_ssize_t place = 0; PyDict_Next(hooks, &place, &name, &original) != 0;) {
@@ -195,24 +226,32 @@ std::optional<Unscaling> unscaling(PyObject* const* args) {
 
 // unscale_groups(param_groups, scale, allow_fp16, state, unscaled) -> whether the step is skipped
 PyObject* unscale_groups(PyObject* const* args) {
+  if (!PyDict_CheckExact(args[3])) {
+    return nullptr;
+  }
+  const Mark mark(args[3]);
   const std::optional<Unscaling> work = unscaling(args);
   if (!work) {
     return nullptr;
   }
-  float* flag = mark_unscaled(args[3], args[4]);
+  mark.put(args[4]);
+  float* flag = mark.flag();
   run(work->walk, [&] { *flag = cpu::unscale(work->walk.list, work->inv_scale) ? 1 : 0; });
   return Py_NewRef(*flag != 0 ? Py_True : Py_False);
 }
 
 // clip_groups(param_groups, scale, allow_fp16, state, unscaled, max_norm, largest) -> norm
 PyObject* clip_groups(PyObject* const* args) {
+  if (!PyDict_CheckExact(args[3])) {
+    return nullptr;
+  }
+  const Mark mark(args[3]);
   const std::optional<Unscaling> work = unscaling(args);
   if (!work) {
     return nullptr;
   }
   const GradList& list = work->walk.list;
   const at::Tensor norm = list.has_float64() ? new_scalar<double>(0) : new_scalar<float>(0);
-  py::object result = wrapped(norm);
   double row[2] = {};
   double coefficient = 1;
   Clip clip;
@@ -226,7 +265,8 @@ PyObject* clip_groups(PyObject* const* args) {
   } else {
     clip.norm = norm.mutable_data_ptr<float>();
   }
-  float* flag = mark_unscaled(args[3], args[4]);
+  mark.put(args[4]);
+  float* flag = mark.flag();
   for (const at::Tensor* grad : work->walk.grads) {
     grad->unsafeGetTensorImpl()->bump_version();
   }
@@ -238,7 +278,7 @@ PyObject* clip_groups(PyObject* const* args) {
     cpu::unscale(list, work->inv_scale, nullptr, coefficient);
     *flag = std::isfinite(norms.absolute_maximum) ? 0 : 1;
   });
-  return result.release().ptr();
+  return wrapped(norm).release().ptr();
 }
 
 // check_groups(param_groups, grad_scale) -> (found_inf, grad_scale), new tensors
@@ -267,6 +307,7 @@ PyObject* any_found(PyObject* const* args) {
 // update_scale(states, scale, growth_tracker, growth_factor, backoff_factor, growth_interval,
 // words, norm) -> True; `states` as the scaler has them by optimizer, `norm` may be None.
 PyObject* update_scale(PyObject* const* args) {
+  static PyObject* const agreement_name = PyUnicode_InternFromString("agreement");
   const at::Tensor* scale = scalar_of(args[1], at::kFloat);
   const at::Tensor* tracker = scalar_of(args[2], at::kInt);
   const at::Tensor* norm = args[7] == Py_None ? nullptr : scalar_of(args[7], at::kFloat);
@@ -290,7 +331,8 @@ PyObject* update_scale(PyObject* const* args) {
     PyObject* flags =
         PyDict_CheckExact(state) ? PyDict_GetItemWithError(state, found_name()) : nullptr;
     const std::optional<double> sum = flags == nullptr ? std::nullopt : sum_of(flags);
-    if (!sum) {
+    // Ranks may still have to agree on it.
+    if (!sum || PyDict_GetItemWithError(state, agreement_name) != nullptr) {
       return nullptr;
     }
     found |= *sum != 0;

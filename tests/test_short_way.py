@@ -307,3 +307,65 @@ def test_unusual_updates_change_nothing(change: tuple[int, Any], arguments: list
     arguments[place] = usual
     assert cpu.update_scale(*arguments) is True
     assert (scale.item(), tracker.item()) == (8.0, 0)
+
+
+def scaled_alone(count: int = 1000) -> tuple[GradScaler, Any, torch.nn.Parameter]:
+    scaler, param = GradScaler("cpu", init_scale=4.0), torch.nn.Parameter(torch.ones(count))
+    scaler.scale(torch.ones(()))
+    param.grad = torch.full((count,), 8.0)
+    return scaler, torch.optim.SGD([param], lr=0.1), param
+
+
+@pytest.mark.parametrize("call", ["unscale_", "clip_grad_norm_"])
+def test_python_that_runs_while_a_state_is_marked(call: str) -> None:
+    """What is replaced in the state lives until the gradients, which it may free, are written."""
+    scaler, optimizer, param = scaled_alone()
+    held: list[torch.Tensor] = []
+
+    class Ends:
+        def __del__(self) -> None:
+            param.grad = None
+            held.append(torch.full((1000,), 7.0))
+
+    scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"] = {"x": Ends()}  # type: ignore[dict-item]
+    getattr(scaler, call)(optimizer, *((1e9,) if call == "clip_grad_norm_" else ()))
+    assert held[0].eq(7).all()
+
+
+@pytest.mark.parametrize("kind", ["plain", "fused"])
+def test_a_step_that_clears_its_entry(kind: str) -> None:
+    loop = Loop(GradScaler("cpu"), kind)
+    loop.backward()
+    entry = loop.scaler._per_optimizer_states
+    loop.optimizer.step = lambda: entry[id(loop.optimizer)].clear()  # type: ignore[method-assign]
+    assert loop.scaler.step(loop.optimizer) is None
+
+
+def test_the_entries_own_default_counts() -> None:
+    scaler, optimizer, param = scaled_alone()
+    scaler._per_optimizer_states = {}  # type: ignore[assignment]
+    with pytest.raises(KeyError):
+        scaler.step(optimizer)
+    assert param.grad is not None and param.grad.eq(8).all()
+
+
+def test_an_update_waits_for_an_agreement(arguments: list[Any]) -> None:
+    arguments[0][1]["agreement"] = object()
+    assert cpu.update_scale(*arguments) is None
+
+
+def test_a_property_of_a_subclass_counts() -> None:
+    class Paused(GradScaler):
+        @property
+        def _enabled(self) -> bool:  # type: ignore[override]
+            return self.__dict__.get("_enabled", False) and not self.__dict__.get("paused")
+
+        @_enabled.setter
+        def _enabled(self, value: bool) -> None:
+            self.__dict__["_enabled"] = value
+
+    scaler, (_, optimizer, param) = Paused("cpu", init_scale=4.0), scaled_alone()
+    scaler.scale(torch.ones(()))
+    scaler.paused = True  # type: ignore[attr-defined]
+    scaler.step(optimizer)
+    assert param.grad is not None and param.grad.eq(8).all()
