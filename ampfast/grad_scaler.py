@@ -104,25 +104,23 @@ class GradScaler(TorchGradScaler):
         backend: "triton", "cuda", "cpu" or "aten" for the devices that it serves; None for
             `AMPFAST_BACKEND`, else the best there is.
         allow_fp16: Whether float16 gradients may be unscaled; torch always refuses.
-        min_scale: What the scale never goes below when it backs off. It and `max_scale` hold for
-            what the scaler does; a scale that is set beyond them is left until it comes within.
-        max_scale: What the scale never goes above when it grows.
+        min_scale: Lower limit of the scale when it backs off. A scale that is set beyond its limits
+            is left until it comes within.
+        max_scale: Upper limit of the scale when it grows.
         on_min_scale: "ignore", "warn" or "raise" FloatingPointError, from `update` and `stats`,
-            when a step is skipped with the scale at its minimum. On a GPU nothing waits for that
-            knowledge, so that it may come one step late.
-        hysteresis: The scale backs off from this overflow since the refill on, at every one, as in
-            Megatron-LM.
-        hysteresis_refill: When the overflows are counted from 0 again: when the scale's "growth" is
-            due, as in Megatron-LM, or after a "finite_step", as in apex.
-        dynamic: If False, the scale stays: `growth_interval` is 0 and `backoff_factor` 1, whatever
-            is given for them.
-        process_group: The ranks that hold other parts of the gradients, as shards, stages or
-            tensor-parallel parts: a group, or a mesh with all its dimensions. What one finds, all
-            skip for, which takes one small collective for every optimizer, and a norm is that of
-            all parts together; `mark_replicated` names the parameters that are alike on all ranks.
-            Gradients that are DTensors are agreed on without.
-        track: What is noted of each parameter while its gradient is read: "overflow" for
-            `overflow_report`, "health" for `health`, too; None for nothing.
+            when a step is skipped with the scale at its minimum; on a GPU, where nothing waits for
+            the outcome, perhaps one step late.
+        hysteresis: Number of the overflow, since the last refill, from which on the scale backs
+            off, as in Megatron-LM.
+        hysteresis_refill: "growth", when the scale's growth is due, as in Megatron-LM, or
+            "finite_step", as in apex.
+        dynamic: If False, the scale is constant: `growth_interval` is 0 and `backoff_factor` 1.
+        process_group: Ranks that hold other parts of the gradients, as shards, stages or
+            tensor-parallel parts: a group, or a mesh with all its dimensions. They skip together,
+            with one small collective per optimizer, and norms are global; `mark_replicated` names
+            the parameters that are alike on all ranks. DTensor gradients need no group.
+        track: Per-parameter record: "overflow" for `overflow_report`, "health" for `health`, too,
+            or None.
 
     Raises:
         AssertionError: If a factor is on the wrong side of 1.
@@ -414,9 +412,8 @@ class GradScaler(TorchGradScaler):
     def step_and_update(self, *optimizers: torch.optim.Optimizer) -> list[float | None]:
         """`step` for each optimizer, then `update`, which on a GPU rides in the last check.
 
-        Nobody can look in between: while the last optimizer steps, `get_scale()` may be the next
-        scale already, and what its `step` writes to the scaler may come too late for the update. If
-        it raises, the scale is as if `update` had not been called.
+        While the last optimizer steps, `get_scale()` may be the next scale already, and changes to
+        the scaler may come too late for the update. If it raises, the scale is restored.
 
         Args:
             *optimizers: As for `step`.
@@ -480,29 +477,25 @@ class GradScaler(TorchGradScaler):
     ) -> Tensor:
         """Unscales gradients and clips them by their total norm; no host sync.
 
-        It takes the place of `unscale_` and `torch.nn.utils.clip_grad_norm_`: the norm comes with
-        the check, in one read, and then what unscaling would write is multiplied by
-        min(1, max_norm / (norm + 1e-6)), in one pass. Gradients are checked here: what is written
-        to them later is not. A norm that is not finite needs no
-        `error_if_nonfinite`: its step is skipped, unless finite gradients are so large that only
-        their norm overflows, which makes them 0, as in torch.
+        In place of `unscale_` and `torch.nn.utils.clip_grad_norm_`: one read for check and norm,
+        one pass that unscales and multiplies by min(1, max_norm / (norm + 1e-6)). Later writes to
+        the gradients are not checked. The step of a norm that is not finite is skipped, unless only
+        the norm of finite gradients overflows, which makes them 0, as in torch.
 
         Args:
-            optimizer: One, or a list or tuple of them whose gradients are clipped by their joint
-                norm; if one must be skipped, all are. Anything with `param_groups`.
+            optimizer: Any object with `param_groups`, or a list or tuple of them, which are clipped
+                by their joint norm and skipped together.
             max_norm: At least 0; infinity leaves the gradients at what `unscale_` writes.
-            norm_type: Above 0; "inf" for the largest magnitude. Others than 2 and infinity are
-                taken by torch's ops.
-            in_place: If False, the gradients stay scaled and unclipped: an optimizer that takes
-                `grad_scale` gets scale / coefficient for it, times its own, and its gradients are
-                only read; they count as 0 where that overflows float32. One with the older
-                `grad_scaler` keyword is clipped in place all the same.
+            norm_type: Above 0; "inf" for the largest magnitude. torch's ops take orders other than
+                2 and infinity.
+            in_place: If False, gradients are only read: an optimizer that takes `grad_scale` gets
+                scale / coefficient for it, times its own; they count as 0 where that overflows
+                float32. One with the older `grad_scaler` keyword is clipped in place all the same.
 
         Returns:
             The norm before clipping: a new 0-dim tensor on the device of the first gradients,
             float32, or float64 if a gradient is. On GPUs, squares of float32 and 16-bit gradients
-            are float32 until a window of 8 KiB is summed, so it can be infinite or 0 where those
-            overflow or vanish.
+            are summed in float32 over windows of 8 KiB, where they may overflow or vanish.
 
         Raises:
             AssertionError: If nothing was scaled yet.
@@ -688,13 +681,11 @@ class GradScaler(TorchGradScaler):
     def overflow_report(self, *, local: bool = False) -> OverflowReport:
         """Returns the parameters whose gradients were not finite in the last skipped step.
 
-        What counts is the value that the optimizer would have used. The counts belong to living
-        optimizers: they are in no pickle or checkpoint, and start anew if an optimizer loses
-        parameters. One host sync.
+        Values count as the optimizer would have used them. Counts are of living optimizers and are
+        in no pickle or checkpoint. One host sync.
 
-        With a `process_group` or distributed gradients the ranks exchange their reports by the
-        names of parameters and their places, so that all of them must call this; a count is that of
-        the rank where it is highest.
+        With a `process_group` or distributed gradients all ranks must call this: their reports are
+        matched by the names and places of parameters, each count with its maximum.
 
         Args:
             local: Only the report of this rank, without a collective.
@@ -724,10 +715,10 @@ class GradScaler(TorchGradScaler):
     def check_ranks(self) -> None:
         """Raises the same error on every rank if their scalers' settings or states differ.
 
-        Every rank of the process group calls it, or of the default group where the scaler has none.
-        It compares the arguments of the constructor, except `backend`, the scale and the counts
-        that decide on it, and the versions of torch and ampfast; with host syncs. Of disabled
-        scalers less. Without an initialised process group it does nothing.
+        A collective call on the process group, or the default group where the scaler has none;
+        without an initialised group it does nothing. Compared are the constructor's arguments,
+        except `backend`, the scale, its counters, and the versions of torch and ampfast, with host
+        syncs; less of disabled scalers.
 
         Raises:
             RuntimeError: Naming what differs on which ranks, or under capture.
