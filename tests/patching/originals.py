@@ -61,5 +61,6 @@ def snapshot() -> dict[str, Any]:
         for name, module in sys.modules.copy().items()
         if type(module) is ModuleType
         for attribute, value in vars(module).copy().items()
-        if issubclass(type(value), type) and TORCH["amp"] in _mro(value)
+        # A class whose making failed for want of memory has none.
+        if issubclass(type(value), type) and TORCH["amp"] in (_mro(value) or ())
     }
