@@ -3,17 +3,18 @@
 import copy
 import importlib
 import math
+import operator
 import os
 import statistics
 import struct
 import sys
-import textwrap
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from itertools import pairwise
+from functools import partial
+from itertools import compress
 from pathlib import Path
+from textwrap import fill
 from typing import Any
 
 import torch
@@ -39,21 +40,14 @@ TIMING = (
 # Line and mark of each run, narrower and darker than those before, so that curves that coincide
 # stay visible, in grey as well.
 STYLES: tuple[tuple[dict[str, Any], dict[str, Any]], ...] = (
-    (
-        {"color": "#9ecae1", "linewidth": 6},
-        {"color": "#3182bd", "marker": "o", "markersize": 11, "fillstyle": "none"},
-    ),
-    (
-        {"color": "#e6740b", "linewidth": 2.4},
-        {"color": "#b30000", "marker": "x", "markersize": 7, "markeredgewidth": 1.8},
-    ),
-    (
-        {"color": "black", "linewidth": 0.9, "linestyle": (0, (3, 2))},
-        {"color": "black", "marker": ".", "markersize": 4},
-    ),
+    ({"color": "#9ecae1", "lw": 6}, {"color": "#3182bd", "marker": "o", "ms": 11, "mfc": "none"}),
+    ({"color": "#e6740b", "lw": 2.4}, {"color": "#b30000", "marker": "x", "ms": 7, "mew": 1.8}),
+    ({"color": "black", "lw": 0.9, "ls": (0, (3, 2))}, {"color": "black", "marker": ".", "ms": 4}),
 )
 
 _PACKAGES = {"sklearn": "scikit-learn", "matplotlib": "matplotlib", "tqdm": "tqdm"}
+
+_wrap = partial(fill, width=118)
 
 
 class _DemoError(Exception):
@@ -84,25 +78,17 @@ class Run:
     """One training run: a copy of the network, optimizer and scaler, and a record of each step."""
 
     def __init__(
-        self,
-        label: str,
-        model: nn.Module,
-        scaler: torch.amp.GradScaler,
-        device: torch.device,
-        *,
-        fused_update: bool = False,
+        self, label: str, model: nn.Module, scaler: Any, device: torch.device, fused: bool = False
     ) -> None:
         self.label = label
         self.model = copy.deepcopy(model).to(device)
-        self.scaler: Any = scaler
+        self.optimizer = TimedAdamW(self.model.parameters(), self._now, lr=2e-3)
         self.losses: list[float] = []
         # The scale of each step, and last that of the next one.
         self.scales: list[float] = [scaler.get_scale()]
         self.skipped: list[bool] = []
         self.scaler_ns: list[int] = []
-        self._device = device
-        self._fused_update = fused_update
-        self.optimizer = TimedAdamW(self.model.parameters(), self._now, lr=2e-3)
+        self._scaler, self._device, self._fused = scaler, device, fused
 
     def train_step(self, inputs: Tensor, targets: Tensor) -> None:
         """Trains on one batch; records loss, scale, skipping and the scaler's time."""
@@ -113,7 +99,7 @@ class Run:
         self.optimizer.steps_ns.clear()
 
         start = self._now()
-        scaled = self.scaler.scale(loss)
+        scaled = self._scaler.scale(loss)
         spent = self._now() - start
 
         scaled.backward()
@@ -121,17 +107,17 @@ class Run:
         del loss, scaled
 
         start = self._now()
-        if self._fused_update:
-            self.scaler.step_and_update(self.optimizer)
+        if self._fused:
+            self._scaler.step_and_update(self.optimizer)
         else:
-            self.scaler.step(self.optimizer)
-            self.scaler.update()
+            self._scaler.step(self.optimizer)
+            self._scaler.update()
         spent += self._now() - start
 
         # A skipped step never calls the optimizer.
         self.skipped.append(not self.optimizer.steps_ns)
         self.scaler_ns.append(spent - sum(self.optimizer.steps_ns))
-        self.scales.append(self.scaler.get_scale())
+        self.scales.append(self._scaler.get_scale())
 
     def accuracy(self, inputs: Tensor, targets: Tensor) -> float:
         """Share of inputs that are classified correctly."""
@@ -139,10 +125,6 @@ class Run:
         with torch.no_grad(), torch.autocast(self._device.type, torch.float16):
             correct: Tensor = self.model(inputs).argmax(1) == targets
             return correct.double().mean().item()
-
-    def growths(self) -> int:
-        """Number of steps after which the scale grew."""
-        return sum(after > before for before, after in pairwise(self.scales))
 
     def scaler_us(self) -> float:
         """Median scaler time of a step, in microseconds."""
@@ -155,74 +137,53 @@ class Run:
         return time.perf_counter_ns()
 
 
-@dataclass(frozen=True)
 class Outcome:
     """Finished runs of one demo, torch's first, with their accuracies and the setting."""
 
-    runs: list[Run]
-    accuracies: list[float]
-    setting: str
-
-    @property
-    def equal(self) -> bool:
-        """Whether every run equals torch's, bit for bit."""
-        return all(set(compare(run, self.runs[0]).values()) == {"yes"} for run in self.runs)
-
-    def verdict(self) -> str:
-        """Sentence on the equality of the runs, with their differences if any."""
-        if self.equal:
-            return "All runs are equal bit for bit: every loss, every scale, the final parameters."
-        sentences = []
-        for run in self.runs:
-            answers = compare(run, self.runs[0]).items()
-            found = [f"{what} ({no[4:]})" for what, no in answers if no != "yes"]
+    def __init__(self, runs: list[Run], accuracies: list[float], setting: str) -> None:
+        self.runs, self.accuracies, self.setting = runs, accuracies, setting
+        # By quantity: "yes" if it equals torch's bit for bit, else "no, " and where it differs.
+        self._answers = [_compare(run, runs[0]) for run in runs]
+        differing = []
+        for run, answers in zip(runs, self._answers, strict=True):
+            found = [f"{what} ({no[4:]})" for what, no in answers.items() if no != "yes"]
             if found:
-                sentences.append(f"{run.label} has other {', '.join(found)}.")
-        return " ".join(["The runs DIFFER:", *sentences])
-
-    def caption(self) -> str:
-        """Caption of the picture: verdict, accuracies, skipped steps, setting."""
-        accuracies = " / ".join(f"{accuracy:.1%}" for accuracy in self.accuracies)
-        skips = " / ".join(str(sum(run.skipped)) for run in self.runs)
-        return (
-            f"{self.verdict()} Test accuracy {accuracies}, skipped steps {skips}, in the order of "
-            f"the legend. A step whose gradients overflow is skipped and halves the scale; "
-            f"{GROWTH_INTERVAL} finite steps in a row double it. Setting: {self.setting}."
-        )
+                differing.append(f"{run.label} has other {', '.join(found)}.")
+        self.equal = not differing
+        self.verdict = " ".join(["The runs DIFFER:", *differing])
+        if self.equal:
+            self.verdict = (
+                "All runs are equal bit for bit: every loss, every scale, the final parameters."
+            )
 
     def table(self) -> str:
         """Comparison as aligned text, with the setting, the timing and the verdict."""
-        reference, *others = self.runs
-        steps = len(reference.losses)
-        rows = [
-            ["", *(run.label for run in self.runs)],
-            ["test accuracy", *(f"{accuracy:.2%}" for accuracy in self.accuracies)],
-            ["skipped steps", *(f"{sum(run.skipped)} of {steps}" for run in self.runs)],
-            ["times the scale grew", *(str(run.growths()) for run in self.runs)],
-        ]
-        answers = [compare(run, reference) for run in others]
-        for what in answers[0]:
-            rows.append([f"{what} equal bit for bit", "-", *(answer[what] for answer in answers)])
-        rows.append(
-            ["scaler microseconds per step", *(f"{run.scaler_us():.1f}" for run in self.runs)]
-        )
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        lines = [
-            "  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])])
-            for row in rows
-        ]
-        lines.insert(1, "  ".join("-" * width for width in widths))
+        titles = ["", "test accuracy", "skipped steps", "times the scale grew"]
+        titles += [f"{what} equal bit for bit" for what in self._answers[0]]
+        columns = [[*titles, "scaler microseconds per step"]]
+        for run, accuracy, answers in zip(self.runs, self.accuracies, self._answers, strict=True):
+            columns.append(
+                [
+                    run.label,
+                    f"{accuracy:.2%}",
+                    f"{sum(run.skipped)} of {len(run.skipped)}",
+                    str(sum(map(operator.lt, run.scales, run.scales[1:]))),
+                    *("-" if run is self.runs[0] else answer for answer in answers.values()),
+                    f"{run.scaler_us():.1f}",
+                ]
+            )
+        for column in columns:
+            width = max(map(len, column))
+            align = str.ljust if column is columns[0] else str.rjust
+            column.insert(1, "-" * width)
+            column[:] = [align(cell, width) for cell in column]
+        rows = map("  ".join, zip(*columns, strict=True))
         return "\n".join(
-            [_wrap(self.setting), "", *lines, "", _wrap(TIMING), "", _wrap(self.verdict())]
+            [_wrap(self.setting), "", *rows, "", _wrap(TIMING), "", _wrap(self.verdict)]
         )
 
 
-def compare(run: Run, reference: Run) -> dict[str, str]:
-    """Compares two runs bit for bit.
-
-    Returns:
-        By quantity, "yes" if it is equal, else "no, " and the first step that differs.
-    """
+def _compare(run: Run, reference: Run) -> dict[str, str]:
     parameters_equal = all(
         torch.equal(ours.detach().view(torch.int32), theirs.detach().view(torch.int32))
         for ours, theirs in zip(run.model.parameters(), reference.model.parameters(), strict=True)
@@ -244,20 +205,19 @@ def _first_difference(values: Sequence[float], reference: Sequence[float]) -> st
 
 
 def run(steps: int, device: str | None, seed: int, output: Path) -> int:
-    """Runs the demo: trains, prints the table, draws the picture.
-
-    Args:
-        steps: Training steps of each run, at least 1.
-        device: torch device such as "cpu" or "cuda:0"; None for CUDA if available, else the CPU.
-        seed: Seed of initial parameters, data split and batches.
-        output: Path of the PNG.
+    """Trains for `steps` of each run, prints the table and draws the picture, a PNG.
 
     Returns:
         The exit code: 0 if the runs are equal, 1 if they differ, 2 if the demo could not be run.
     """
     try:
         _require_packages()
-        _require_writable(output)
+        # Now rather than after the training.
+        with _writing(output):
+            is_new = not os.path.lexists(output)
+            output.open("ab").close()
+            if is_new:
+                output.unlink()
         outcome = _train(steps, _choose_device(device), seed)
         print(outcome.table())
         _draw(outcome, output)
@@ -280,12 +240,10 @@ def _require_packages() -> None:
         raise _DemoError(f"cannot import {names}; run: pip install {' '.join(missing)}")
 
 
-def _require_writable(path: Path) -> None:
-    is_new = not os.path.lexists(path)
+@contextmanager
+def _writing(path: Path) -> Iterator[None]:
     try:
-        path.open("ab").close()
-        if is_new:
-            path.unlink()
+        yield
     except OSError as error:
         raise _DemoError(f"cannot write {path}: {error.strerror}") from error
 
@@ -296,12 +254,12 @@ def _choose_device(name: str | None) -> torch.device:
     try:
         device = torch.device(name)
         torch.zeros((), device=device).item()
+        if not torch.amp.is_autocast_available(device.type):
+            raise RuntimeError("torch has no autocast for it")
     # The type for a missing device depends on the device and the build of torch.
-    except (RuntimeError, AssertionError, NotImplementedError) as error:
+    except (RuntimeError, AssertionError) as error:
         reason = str(error).splitlines()[0]
         raise _DemoError(f"device {name!r} cannot be used: {reason}") from error
-    if not torch.amp.is_autocast_available(device.type):
-        raise _DemoError(f"device {name!r} cannot be used: torch has no autocast for it")
     try:
         backends.default_for(device)
     except (ValueError, RuntimeError) as error:
@@ -335,8 +293,11 @@ def _train(steps: int, device: torch.device, seed: int) -> Outcome:
     shuffle = torch.randperm(len(digits.target), generator=generator)
     images = torch.tensor(digits.images, dtype=torch.float32)[shuffle].unsqueeze(1).to(device) / 16
     labels = torch.tensor(digits.target)[shuffle].to(device)
-    test, train = slice(TEST_SAMPLES), slice(TEST_SAMPLES, None)
-    batches = _batches(steps, len(labels[train]), generator)
+    # Epoch after epoch, each in a new order; the test samples are the first ones.
+    samples = len(labels) - TEST_SAMPLES
+    epochs = range(math.ceil(steps * BATCH / samples))
+    order = torch.cat([torch.randperm(samples, generator=generator) for _ in epochs])
+    batches = (TEST_SAMPLES + order).to(device).split(BATCH)[:steps]
 
     with _deterministic(seed):
         model = network()
@@ -346,14 +307,14 @@ def _train(steps: int, device: torch.device, seed: int) -> Outcome:
         runs = [
             Run("torch.amp.GradScaler", model, theirs, device),
             Run("ampfast.GradScaler", model, ours, device),
-            Run("ampfast step_and_update", model, fused, device, fused_update=True),
+            Run("ampfast step_and_update", model, fused, device, fused=True),
         ]
         for step, batch in enumerate(tqdm(batches, desc=f"training {len(runs)} runs", unit="step")):
-            inputs, targets = images[train][batch.to(device)], labels[train][batch.to(device)]
             # In turns, in another order each step, so that other load meets all runs alike.
             first = step % len(runs)
             for one in runs[first:] + runs[:first]:
-                one.train_step(inputs, targets)
+                one.train_step(images[batch], labels[batch])
+        test = slice(TEST_SAMPLES)
         accuracies = [one.accuracy(images[test], labels[test]) for one in runs]
     setting = (
         f"{steps} steps of {BATCH} handwritten digits on {device}, conv net of "
@@ -365,22 +326,13 @@ def _train(steps: int, device: torch.device, seed: int) -> Outcome:
     return Outcome(runs, accuracies, setting)
 
 
-def _batches(steps: int, samples: int, generator: torch.Generator) -> list[Tensor]:
-    """Indices of each step's batch: epoch after epoch, each in a new order."""
-    epochs = math.ceil(steps * BATCH / samples)
-    order = torch.cat([torch.randperm(samples, generator=generator) for _ in range(epochs)])
-    return list(order.split(BATCH)[:steps])
-
-
 @contextmanager
 def _deterministic(seed: int) -> Iterator[None]:
     """Deterministic torch on one thread within the block; restores the settings."""
-    enabled = torch.are_deterministic_algorithms_enabled()
-    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
     # A module property, which type checkers do not see.
     memory: Any = torch.utils.deterministic
-    fill = memory.fill_uninitialized_memory
-    threads = torch.get_num_threads()
+    mode, threads = torch.get_deterministic_debug_mode(), torch.get_num_threads()
+    filled = memory.fill_uninitialized_memory
     # cuBLAS reads it on first use, and torch requires it for determinism.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
@@ -392,8 +344,8 @@ def _deterministic(seed: int) -> Iterator[None]:
     try:
         yield
     finally:
-        torch.use_deterministic_algorithms(enabled, warn_only=warn_only)
-        memory.fill_uninitialized_memory = fill
+        torch.set_deterministic_debug_mode(mode)
+        memory.fill_uninitialized_memory = filled
         torch.set_num_threads(threads)
 
 
@@ -408,27 +360,24 @@ def _draw(outcome: Outcome, path: Path) -> None:
     for run, (line, mark) in zip(outcome.runs, STYLES, strict=True):
         loss_axes.plot(steps, run.losses, label=run.label, **line)
         scale_axes.step(steps, run.scales[:-1], where="mid", **line)
-        skipped = [step for step, was in zip(steps, run.skipped, strict=True) if was]
-        scales = [run.scales[step - 1] for step in skipped]
-        label = f"step skipped by {run.label}"
-        scale_axes.plot(skipped, scales, label=label, linestyle="", zorder=3, **mark)
-    loss_axes.set_yscale("log")
-    loss_axes.set_ylabel("training loss (cross-entropy, nats)")
+        skipped = [list(compress(values, run.skipped)) for values in (steps, run.scales)]
+        scale_axes.plot(*skipped, label=f"step skipped by {run.label}", ls="", zorder=3, **mark)
+    loss_axes.set(yscale="log", ylabel="training loss (cross-entropy, nats)")
     scale_axes.set_yscale("log", base=2)
-    scale_axes.set_ylabel("loss scale (factor, no unit)")
-    scale_axes.set_xlabel("training step")
+    scale_axes.set(xlabel="training step", ylabel="loss scale (factor, no unit)")
     scale_axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     for axes in (loss_axes, scale_axes):
         axes.grid(color="0.9")
         axes.legend()
     same = "equal bit for bit" if outcome.equal else "the runs DIFFER"
     figure.suptitle(f"The same training under torch's and ampfast's GradScaler: {same}")
-    figure.supxlabel(_wrap(outcome.caption()), x=0.02, ha="left", fontsize=9)
-    try:
+    accuracies = " / ".join(f"{accuracy:.1%}" for accuracy in outcome.accuracies)
+    skips = " / ".join(str(sum(run.skipped)) for run in outcome.runs)
+    caption = (
+        f"{outcome.verdict} Test accuracy {accuracies}, skipped steps {skips}, in the order of "
+        f"the legend. A step whose gradients overflow is skipped and halves the scale; "
+        f"{GROWTH_INTERVAL} finite steps in a row double it. Setting: {outcome.setting}."
+    )
+    figure.supxlabel(_wrap(caption), x=0.02, ha="left", fontsize=9)
+    with _writing(path):
         figure.savefig(path, format="png")
-    except OSError as error:
-        raise _DemoError(f"cannot write {path}: {error.strerror}") from error
-
-
-def _wrap(text: str) -> str:
-    return textwrap.fill(text, width=118)
