@@ -6,9 +6,10 @@ import math
 import struct
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from functools import partial
 from itertools import chain, islice
+from operator import is_
 from typing import Any, Literal
 
 import torch
@@ -25,6 +26,7 @@ __all__ = [
     "OverflowReport",
     "ParameterHealth",
     "ParameterOverflows",
+    "TrackedParameter",
     "Tracking",
     "named",
     "require_known",
@@ -37,13 +39,13 @@ MOST_LINES = 40
 # Parameters by group.
 Groups = Sequence[Sequence[Tensor]]
 
-# Name, optimizer, optimizer_type, group and index of a parameter.
+# Values of a `TrackedParameter`.
 _Location = tuple[str, int, str, int, int]
 
 
 @dataclass(frozen=True)
-class ParameterOverflows:
-    """Overflows of one parameter's gradient: steps in which a value that is used was not finite.
+class TrackedParameter:
+    """Name and place of a parameter.
 
     Attributes:
         name: Name from `name_parameters`, else "group 0, parameter 3".
@@ -51,10 +53,6 @@ class ParameterOverflows:
         optimizer_type: Class name of the optimizer.
         group: Index of the parameter group.
         index: Index of the parameter in its group.
-        kind: Kind of the last overflow: "nan" if the gradient held a NaN, else "inf".
-        step: Step of the last overflow, as the number of updates completed before it.
-        infinities: Number of steps with infinities and no NaN.
-        nans: Number of steps with a NaN.
     """
 
     name: str
@@ -62,6 +60,19 @@ class ParameterOverflows:
     optimizer_type: str
     group: int
     index: int
+
+
+@dataclass(frozen=True)
+class ParameterOverflows(TrackedParameter):
+    """Overflows of one parameter's gradient: steps in which a value that is used was not finite.
+
+    Attributes:
+        kind: Kind of the last overflow: "nan" if the gradient held a NaN, else "inf".
+        step: Step of the last overflow, as the number of updates completed before it.
+        infinities: Number of steps with infinities and no NaN.
+        nans: Number of steps with a NaN.
+    """
+
     kind: Literal["inf", "nan"]
     step: int
     infinities: int
@@ -101,11 +112,11 @@ class OverflowReport:
         Args:
             reports: One report from each rank.
         """
-        rows: dict[_Location, ParameterOverflows] = {}
-        for row in (row for report in reports for row in report.totals):
-            key = (row.name, row.optimizer, row.optimizer_type, row.group, row.index)
-            known = rows.setdefault(key, row)
-            rows[key] = replace(
+        rows: dict[tuple[Any, ...], ParameterOverflows] = {}
+        for row in chain.from_iterable(report.totals for report in reports):
+            location = astuple(row)[:5]
+            known = rows.setdefault(location, row)
+            rows[location] = replace(
                 max(known, row, key=lambda each: (each.step, each.kind == "nan")),
                 infinities=max(known.infinities, row.infinities),
                 nans=max(known.nans, row.nans),
@@ -117,24 +128,19 @@ class OverflowReport:
             return "No infinite or NaN gradients so far."
         count = len(self.parameters)
         what = "1 parameter's gradient was" if count == 1 else f"{count} parameters' gradients were"
-        lines = [f"In step {self.step}, {what} not finite.", *_overflow_table(self.parameters)]
+        lines = [f"In step {self.step}, {what} not finite.", *_table(_OVERFLOWS, self.parameters)]
         earlier = [row for row in self.totals if row.step != self.step]
         if earlier:
             earlier.sort(key=lambda row: -row.infinities - row.nans)
-            lines += ["", "In earlier steps only:", *_overflow_table(earlier)]
+            lines += ["", "In earlier steps only:", *_table(_OVERFLOWS, earlier)]
         return "\n".join(lines)
 
 
 @dataclass(frozen=True)
-class ParameterHealth:
+class ParameterHealth(TrackedParameter):
     """Range of one parameter's gradient, still scaled, against the range of float16.
 
     Attributes:
-        name: Name from `name_parameters`, else "group 0, parameter 3".
-        optimizer: Index of the optimizer among the tracked ones.
-        optimizer_type: Class name of the optimizer.
-        group: Index of the parameter group.
-        index: Index of the parameter in its group.
         elements: Number of elements; real and imaginary parts count separately.
         zeros: Number of zeros, to which a float16 layer flushes what underflows: a share that grows
             as the scale falls is underflow.
@@ -148,11 +154,6 @@ class ParameterHealth:
         scale: Loss scale of the gradient.
     """
 
-    name: str
-    optimizer: int
-    optimizer_type: str
-    group: int
-    index: int
     elements: int
     zeros: int
     vanishing: int
@@ -209,20 +210,7 @@ class GradientHealth:
     def __str__(self) -> str:
         if not self.parameters:
             return "No gradients measured so far."
-        columns: dict[str, Callable[[ParameterHealth], str]] = {
-            "parameter": lambda p: p.name,
-            "elements": lambda p: f"{p.elements:,}",
-            "max": lambda p: f"{p.absolute_maximum:.3g}",
-            "scaled max": lambda p: f"{p.scaled_maximum:.3g}",
-            "scaled min": lambda p: f"{p.scaled_minimum:.3g}",
-            "zero": lambda p: _percent(p.zero_share),
-            "vanishing": lambda p: _percent(p.vanishing_share),
-            "subnormal": lambda p: _percent(p.subnormal_share),
-            "overflowing": lambda p: _percent(p.overflowing_share),
-            "scale": lambda p: f"{p.scale:g}",
-        }
-        rows = [[cell(p) for cell in columns.values()] for p in self.worst_first()]
-        return "\n".join(_table(list(columns), rows))
+        return "\n".join(_table(_HEALTH, self.worst_first()))
 
 
 class Tracking:
@@ -304,7 +292,7 @@ class Tracking:
         tables = [list(tables_of(record).values()) for _, record in records]
         on_host = iter(_to_host([table for some in tables for table in some]))
         for number, ((optimizer, record), some) in enumerate(zip(records, tables, strict=True)):
-            read = [next(on_host) for _ in some]
+            read = list(islice(on_host, len(some)))
             locations = self._locations(number, type(optimizer).__name__, record)
             for location, rows in zip(locations, zip(*read, strict=True), strict=False):
                 yield location, rows, [table[-1] for table in read]
@@ -323,9 +311,9 @@ class Tracking:
         params = iter(record.living())
         for group, size in enumerate(record.group_sizes):
             for index, param in enumerate(islice(params, size)):
-                name = None if param is None else self._names.get(param)
                 place = f"group {group}, parameter {index}"
-                yield place if name is None else name, number, kind, group, index
+                name = place if param is None else self._names.get(param, place)
+                yield name, number, kind, group, index
 
 
 class _Record:
@@ -355,10 +343,8 @@ class _Record:
 
     def has(self, groups: Groups) -> bool:
         """Whether the rows are those of these very parameters, in these groups."""
-        return self.group_sizes == [len(group) for group in groups] and all(
-            reference() is param
-            for reference, param in zip(self._references, chain.from_iterable(groups), strict=True)
-        )
+        params = chain.from_iterable(groups)
+        return self.group_sizes == list(map(len, groups)) and all(map(is_, self.living(), params))
 
     def tables_on(self, device: torch.device, *, steps: Tensor, scale: Tensor | None) -> Track:
         """The tables for one pass over gradients on a device; health with the `scale` only."""
@@ -459,25 +445,36 @@ def _percent(share: float) -> str:
     return "<0.01%" if 0 < share < 0.0001 else f"{share:.2%}" if share else "-"
 
 
-def _overflow_table(rows: Sequence[ParameterOverflows]) -> list[str]:
-    titles = ("parameter", "optimizer", "kind", "steps with inf", "with NaN")
-    cells = [
-        (p.name, f"{p.optimizer}: {p.optimizer_type}", p.kind, str(p.infinities), str(p.nans))
-        for p in rows
-    ]
-    return _table(titles, cells)
+# Columns of the tables.
+_OVERFLOWS: dict[str, Callable[[ParameterOverflows], str]] = {
+    "parameter": lambda p: p.name,
+    "optimizer": lambda p: f"{p.optimizer}: {p.optimizer_type}",
+    "kind": lambda p: p.kind,
+    "steps with inf": lambda p: str(p.infinities),
+    "with NaN": lambda p: str(p.nans),
+}
+_HEALTH: dict[str, Callable[[ParameterHealth], str]] = {
+    "parameter": lambda p: p.name,
+    "elements": lambda p: f"{p.elements:,}",
+    "max": lambda p: f"{p.absolute_maximum:.3g}",
+    "scaled max": lambda p: f"{p.scaled_maximum:.3g}",
+    "scaled min": lambda p: f"{p.scaled_minimum:.3g}",
+    "zero": lambda p: _percent(p.zero_share),
+    "vanishing": lambda p: _percent(p.vanishing_share),
+    "subnormal": lambda p: _percent(p.subnormal_share),
+    "overflowing": lambda p: _percent(p.overflowing_share),
+    "scale": lambda p: f"{p.scale:g}",
+}
 
 
-def _table(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+def _table(columns: dict[str, Callable[[Any], str]], rows: Sequence[Any]) -> list[str]:
     """Aligned columns: the first to the left, the others to the right."""
     shown = rows[:MOST_LINES]
-    widths = [max(map(len, column)) for column in zip(titles, *shown, strict=True)]
-    lines = [
-        "  ".join(
-            cell.rjust(width) if column else cell.ljust(width)
-            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in (titles, *shown)
-    ]
+    aligned: list[list[str]] = []
+    for title, cell in columns.items():
+        cells = [title, *map(cell, shown)]
+        align = str.rjust if aligned else str.ljust
+        aligned.append([align(text, max(map(len, cells))) for text in cells])
+    lines = ["  ".join(line).rstrip() for line in zip(*aligned, strict=True)]
     more = len(rows) - len(shown)
     return [*lines, f"... and {more} more"] if more else lines
