@@ -55,25 +55,16 @@ def _parser() -> argparse.ArgumentParser:
         "matplotlib and tqdm. Exit code: 0 if the runs are equal, 1 if they differ, 2 if the demo "
         "cannot be run.",
     )
+    default = "(default: %(default)s)"
     demo.add_argument(
-        "--steps",
-        type=_integer_from(1),
-        default=300,
-        help="training steps of each run (default: %(default)s)",
+        "--steps", type=_integer_from(1), default=300, help=f"training steps of each run {default}"
     )
     demo.add_argument("--device", help="torch device (default: cuda where there is one, else cpu)")
+    seeded = f"seed of initial parameters, data split and batches {default}"
+    demo.add_argument("--seed", type=_integer_from(0), default=0, help=seeded)
+    path = Path("ampfast-demo.png")
     demo.add_argument(
-        "--seed",
-        type=_integer_from(0),
-        default=0,
-        help="seed of initial parameters, data split and batches (default: %(default)s)",
-    )
-    demo.add_argument(
-        "--output",
-        type=Path,
-        default=Path("ampfast-demo.png"),
-        metavar="PATH",
-        help="path of the picture (default: %(default)s)",
+        "--output", type=Path, default=path, metavar="PATH", help=f"path of the picture {default}"
     )
     return parser
 

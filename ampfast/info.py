@@ -18,8 +18,7 @@ SCHEMA = 1
 
 def run(*, as_json: bool) -> int:
     """Prints the result of :func:`collect`, as text or JSON; returns the exit code 0."""
-    facts = collect()
-    print(json.dumps(facts, indent=2) if as_json else describe(facts))
+    print(json.dumps(collect(), indent=2) if as_json else describe(collect()))
     return 0
 
 
@@ -60,76 +59,71 @@ def collect() -> dict[str, Any]:
             "cuda_kernels": "built" if cpu.WITH_CUDA else "not built",
         },
         "devices": _devices(),
-        "backends": [_backend(report) for report in backends.report()],
+        "backends": [
+            {**asdict(report), "device_types": list(report.device_types)}
+            for report in backends.report()
+        ],
         "AMPFAST_BACKEND": os.environ.get("AMPFAST_BACKEND"),
     }
 
 
+_BUILD = {
+    "built for torch": "torch",
+    "compiler": "compiler",
+    "OpenMP": "openmp",
+    "CPU kernels for": "cpu_capability",
+    "CUDA kernels": "cuda_kernels",
+}
+
+
 def describe(facts: dict[str, Any]) -> str:
     """Formats the result of :func:`collect` as text, one fact per line."""
-    versions = facts["versions"]
-    extension = facts["extension"]
-    built = [
-        ("built for torch", extension["torch"]),
-        ("compiler", extension["compiler"]),
-        ("OpenMP", extension["openmp"]),
-        ("CPU kernels for", extension["cpu_capability"]),
-        ("CUDA kernels", extension["cuda_kernels"]),
-    ]
-    sections = [
-        ("Versions", [(name, version or "none") for name, version in versions.items()]),
-        ("Compiled core", built),
-        ("Devices", [_device_line(device) for device in facts["devices"]]),
-        ("Backends", [_backend_line(backend) for backend in facts["backends"]]),
-    ]
+    sections = {
+        "Versions": {name: version or "none" for name, version in facts["versions"].items()},
+        "Compiled core": {title: facts["extension"][key] for title, key in _BUILD.items()},
+        "Devices": {device["device"]: _device_text(device) for device in facts["devices"]},
+        "Backends": {
+            backend[
+                "name"
+            ]: f"available, for {', '.join(backend['device_types']) or 'every device'}"
+            if backend["available"]
+            else f"not available: {backend['reason']}"
+            for backend in facts["backends"]
+        },
+    }
     if facts["AMPFAST_BACKEND"]:
-        sections.append(("Environment", [("AMPFAST_BACKEND", facts["AMPFAST_BACKEND"])]))
-    width = max(len(name) for _, lines in sections for name, _ in lines)
+        sections["Environment"] = {"AMPFAST_BACKEND": facts["AMPFAST_BACKEND"]}
+    width = max(len(name) for lines in sections.values() for name in lines)
     return "\n\n".join(
-        "\n".join([title, *(f"  {name.ljust(width)}  {text}" for name, text in lines)])
-        for title, lines in sections
+        "\n".join([title, *(f"  {name:{width}}  {text}" for name, text in lines.items())])
+        for title, lines in sections.items()
     )
 
 
-def _device_line(device: dict[str, Any]) -> tuple[str, str]:
+def _device_text(device: dict[str, Any]) -> str:
+    is_cpu = device["device"] == "cpu"
     details = [device["name"]]
-    if device["device"] == "cpu":
+    if is_cpu:
         details += [f"{device['threads']} threads", f"{device['capability']} in torch"]
     if device["memory_bytes"] is not None:
         details.append(f"{device['memory_bytes'] / 2**30:.1f} GiB")
-    if device["device"] != "cpu" and device["capability"] is not None:
+    if not is_cpu and device["capability"] is not None:
         details.append(f"compute capability {device['capability']}")
     gets = f"no backend: {device['error']}" if device["error"] else f"backend {device['backend']}"
-    return device["device"], f"{', '.join(details)} -> {gets}"
-
-
-def _backend_line(backend: dict[str, Any]) -> tuple[str, str]:
-    if not backend["available"]:
-        return backend["name"], f"not available: {backend['reason']}"
-    return backend["name"], f"available, for {', '.join(backend['device_types']) or 'every device'}"
-
-
-def _backend(report: backends.BackendReport) -> dict[str, Any]:
-    return {**asdict(report), "device_types": list(report.device_types)}
+    return f"{', '.join(details)} -> {gets}"
 
 
 def _devices() -> list[dict[str, Any]]:
-    devices = [
-        _device(
-            torch.device("cpu"),
-            name=_cpu_name(),
-            threads=torch.get_num_threads(),
-            capability=torch.backends.cpu.get_cpu_capability(),
-        )
-    ]
+    threads, capability = torch.get_num_threads(), torch.backends.cpu.get_cpu_capability()
+    devices = [_device("cpu", name=_cpu_name(), threads=threads, capability=capability)]
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if accelerator is None:
         return devices
     # Some accelerators have no device properties.
     describe = getattr(torch.get_device_module(accelerator), "get_device_properties", None)
     for index in range(torch.accelerator.device_count()):
-        device = torch.device(accelerator.type, index)
-        properties = describe(device) if describe else None
+        device = f"{accelerator.type}:{index}"
+        properties = describe(torch.device(device)) if describe else None
         major, minor = getattr(properties, "major", None), getattr(properties, "minor", None)
         devices.append(
             _device(
@@ -142,15 +136,15 @@ def _devices() -> list[dict[str, Any]]:
     return devices
 
 
-def _device(device: torch.device, **details: str | int | None) -> dict[str, Any]:
+def _device(device: str, **details: str | int | None) -> dict[str, Any]:
     backend = error = None
     # AMPFAST_BACKEND may name a backend that does not exist or cannot run here.
     try:
-        backend = backends.default_for(device)
+        backend = backends.default_for(torch.device(device))
     except (ValueError, RuntimeError) as problem:
         error = str(problem)
     unknown = dict.fromkeys(("name", "threads", "memory_bytes", "capability"))
-    return {"device": str(device), **unknown, **details, "backend": backend, "error": error}
+    return {"device": device, **unknown, **details, "backend": backend, "error": error}
 
 
 def _cpu_name() -> str:
