@@ -99,9 +99,8 @@ def log(writer: SummaryWriter, step: int, stats: ScalerStats, prefix: str = "sca
         TypeError: If `writer` has no `add_scalar`, or `stats` is not a `ScalerStats`.
     """
     if not callable(getattr(writer, "add_scalar", None)):
-        raise TypeError(
-            f"writer must have add_scalar(tag, value, step), got {type(writer).__name__}"
-        )
+        kind = type(writer).__name__
+        raise TypeError(f"writer must have add_scalar(tag, value, step), got {kind}")
     if not isinstance(stats, ScalerStats):
         raise TypeError(f"stats must be a ScalerStats, got {type(stats).__name__}")
     for name, value in asdict(stats).items():
@@ -127,40 +126,27 @@ def plot(history: History, path: str | os.PathLike[str] | None = None) -> Any:
         raise TypeError(f"history must be a History, got {type(history).__name__}")
     if not len(history):
         raise ValueError("nothing to plot: no step was taken")
-    with_norm = bool(history.has_norm.any())
+    taken = history.has_norm
+    with_norm = bool(taken.any())
     figure = _figure(8, 5 if with_norm else 3)
-    panels = figure.subplots(2 if with_norm else 1, sharex=True, squeeze=False)[:, 0]
-    steps, scale = history.step.tolist(), history.scale
-    panels[0].step(steps, scale.tolist(), where="post", color="tab:blue", **_POINTS, label="scale")
+    panels = figure.subplots(1 + with_norm, sharex=True, squeeze=False)[:, 0]
+    steps, scale, skipped = history.step, history.scale, history.skipped
+    line = {"color": "tab:blue", "label": "scale", **_POINTS}
+    panels[0].step(steps.tolist(), scale.tolist(), where="post", **line)
     if bool((scale > 0).any()):
         panels[0].set_yscale("log", base=2)
     panels[0].set_ylabel("scale")
-    skipped = history.skipped
-    panels[0].plot(
-        history.step[skipped].tolist(),
-        scale[skipped].tolist(),
-        linestyle="none",
-        marker="x",
-        color="tab:red",
-        label=f"skipped: {int(skipped.sum())} of {len(history)}",
-    )
+    label = f"skipped: {int(skipped.sum())} of {len(history)}"
+    panels[0].plot(steps[skipped].tolist(), scale[skipped].tolist(), label=label, **_CROSSES)
     panels[0].legend(loc="best")
     if with_norm:
-        taken = history.has_norm
-        norms = history.grad_norm[taken]
+        steps, norms = steps[taken], history.grad_norm[taken]
         # A gap in the line and a cross above it stand for a norm that is not finite.
         nonfinite = ~norms.isfinite()
-        line = norms.masked_fill(nonfinite, math.nan).tolist()
-        panels[1].plot(history.step[taken].tolist(), line, color="tab:green", **_POINTS)
-        panels[1].plot(
-            history.step[taken][nonfinite].tolist(),
-            [1.0] * int(nonfinite.sum()),
-            transform=panels[1].get_xaxis_transform(),
-            clip_on=False,
-            linestyle="none",
-            marker="x",
-            color="tab:red",
-        )
+        finite = norms.masked_fill(nonfinite, math.nan).tolist()
+        panels[1].plot(steps.tolist(), finite, color="tab:green", **_POINTS)
+        top = {"transform": panels[1].get_xaxis_transform(), "clip_on": False}
+        panels[1].plot(steps[nonfinite].tolist(), [1.0] * int(nonfinite.sum()), **top, **_CROSSES)
         if bool((norms[~nonfinite] > 0).any()):
             panels[1].set_yscale("log")
         panels[1].set_ylabel("gradient norm")
@@ -212,16 +198,17 @@ def plot_health(health: GradientHealth, path: str | os.PathLike[str] | None = No
             low, high = bar
             panel.barh(place, max(high - low, 0.3), left=low, height=0.7, color=color)
         if row.zeros == row.elements:
-            circle = {"marker": "o", "fillstyle": "none", "color": "tab:orange"}
-            panel.plot([left + 0.5], [place], clip_on=False, **circle)
+            panel.plot([left + 0.5], [place], "o", mfc="none", color="tab:orange", clip_on=False)
         if not math.isfinite(row.scaled_maximum):
-            panel.plot([right - 0.5], [place], marker="x", color="tab:red", clip_on=False)
+            panel.plot([right - 0.5], [place], clip_on=False, **_CROSSES)
     panel.set_xlim(left, right)
     panel.set_ylim(len(rows) - 0.4, -0.6)
     # As many names as fit.
     step = math.ceil(len(rows) / (5 * height - 8))
     shown = range(0, len(rows), step)
-    panel.set_yticks(list(shown), [_shortened(rows[place].name) for place in shown], fontsize=7)
+    names = [rows[place].name for place in shown]
+    names = [name if len(name) <= 48 else f"...{name[-45:]}" for name in names]
+    panel.set_yticks(list(shown), names, fontsize=7)
     panel.set_xlabel("exponent of 2 of the scaled gradients (float16: shaded; subnormal: lighter)")
     panel.set_title(
         "gradient range by parameter (orange: partly vanishing or half zero, red: overflowing)",
@@ -235,6 +222,7 @@ def plot_health(health: GradientHealth, path: str | os.PathLike[str] | None = No
 
 # Markers, so that a single point is visible.
 _POINTS = {"marker": ".", "markersize": 4}
+_CROSSES = {"marker": "x", "linestyle": "none", "color": "tab:red"}
 
 # Exponents of float16's smallest subnormal, its smallest normal and the first overflow.
 _HALF_SUBNORMAL = -24
@@ -248,10 +236,6 @@ def _exponents(row: ParameterHealth) -> tuple[float, float] | None:
     if not low or not math.isfinite(low):
         return None
     return math.log2(low), math.log2(high) if math.isfinite(high) else _HALF_END
-
-
-def _shortened(name: str, most: int = 48) -> str:
-    return name if len(name) <= most else "..." + name[3 - most :]
 
 
 def empty_history() -> History:
