@@ -32,8 +32,7 @@ def unscale_(grads: list[Tensor], found_inf: Tensor, inv_scale: Tensor) -> None:
     Source: torch's `_amp_foreach_non_finite_check_and_unscale_`.
     """
     _require_scalars(found_inf=found_inf, inv_scale=inv_scale)
-    regular = _regular(grads, found_inf, inv_scale)
-    if regular is not None:
+    if regular := _regular(grads, found_inf, inv_scale):
         kernels, listed = regular
         kernels.unscale_(listed, inv_scale, is_scale=False, found_inf=found_inf)
         return
@@ -55,8 +54,7 @@ def check_(grads: list[Tensor], found_inf: Tensor) -> None:
         RuntimeError: As `unscale_`.
     """
     _require_scalars(found_inf=found_inf)
-    regular = _regular(grads, found_inf)
-    if regular is not None:
+    if regular := _regular(grads, found_inf):
         kernels, listed = regular
         kernels.check_(listed, found_inf=found_inf)
         torch.autograd.graph.increment_version(found_inf)
@@ -161,8 +159,7 @@ def unscale_and_update_(
     state = (current_scale, growth_tracker)
     factors = cpu.UpdateFactors(growth_factor, backoff_factor, growth_interval)
     _require_state(*state, found_inf, factors)
-    regular = _regular(grads, found_inf, current_scale)
-    if regular is not None:
+    if regular := _regular(grads, found_inf, current_scale):
         kernels, listed = regular
         update = kernels.scale_update(*state, [], factors)
         kernels.unscale_(listed, current_scale, is_scale=True, found_inf=found_inf, update=update)
@@ -323,30 +320,24 @@ def _local(
 def _require_state(
     current_scale: Tensor, growth_tracker: Tensor, found_inf: Tensor, factors: cpu.UpdateFactors
 ) -> None:
-    _require_scalars(
-        int32=("growth_tracker",),
-        current_scale=current_scale,
-        growth_tracker=growth_tracker,
-        found_inf=found_inf,
-    )
-    for name in ("growth_factor", "backoff_factor"):
-        factor = getattr(factors, name)
+    tensors = {"current_scale": current_scale, "growth_tracker": growth_tracker}
+    _require_scalars(**tensors, found_inf=found_inf)
+    growth, backoff, interval = factors
+    for name, factor in (("growth_factor", growth), ("backoff_factor", backoff)):
         if not isinstance(factor, (int, float)):
             raise TypeError(f"{name} must be a float, got {type(factor).__name__}")
-    interval = factors.growth_interval
     if not isinstance(interval, (int, torch.SymInt)) or isinstance(interval, bool):
         raise TypeError(f"growth_interval must be an int, got {type(interval).__name__}")
 
 
-def _require_scalars(int32: tuple[str, ...] = (), **named: Tensor) -> None:
-    """Checks one-element tensors on one device: int32 for the names in `int32`, else float32."""
+def _require_scalars(**named: Tensor) -> None:
+    """Checks one-element tensors on one device: int32 for the growth tracker, else float32."""
     for name, tensor in named.items():
         if not isinstance(tensor, Tensor):
             raise TypeError(f"{name} must be a tensor, got {type(tensor).__name__}")
-    first = next(iter(named))
-    device = named[first].device
+    first, device = next((name, tensor.device) for name, tensor in named.items())
     for name, tensor in named.items():
-        dtype = torch.int32 if name in int32 else torch.float32
+        dtype = torch.int32 if name == "growth_tracker" else torch.float32
         if tensor.dtype is not dtype or tensor.numel() != 1 or tensor.device != device:
             raise RuntimeError(
                 f"{name} must be a one-element {dtype} tensor on the device of {first}, {device}, "
