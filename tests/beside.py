@@ -1,4 +1,4 @@
-"""Processes that run tests of their own beside the others."""
+"""Test processes that run beside the others."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ TESTS = Path(__file__).parent
 
 
 class Process:
-    """A pytest of its own in which kernels are interpreted, unless told otherwise.
+    """pytest process, with interpreted kernels by default.
 
-    It leaves the cores to the other tests: those of several ranks wait for each other all the time.
-    On Linux it ends with the process that started it, however that ends.
+    It runs at low priority, as tests with several ranks wait for each other all the time. On Linux
+    it ends with its parent process, however that ends.
     """
 
     def __init__(self, log: Path, *arguments: str, **environment: str) -> None:
@@ -45,7 +45,7 @@ class Process:
         return self._process.wait()
 
     def check(self) -> None:
-        """Fails with what it said, unless its tests passed."""
+        """Fails with the log unless its tests passed."""
         code = self.wait()
         assert code == 0, self._log.read_text(errors="replace")
 
@@ -56,12 +56,12 @@ class Process:
 
 @dataclass(frozen=True)
 class Run:
-    """What a process is to run.
+    """Tests for one process.
 
     Attributes:
-        name: The name of the test that waits for it.
+        name: Name of the test that waits for the process.
         paths: Files and folders of tests/.
-        environment: As of `Process`.
+        environment: As for `Process`.
     """
 
     name: str
@@ -70,7 +70,7 @@ class Run:
 
 
 class Queue:
-    """Runs one process after another."""
+    """Queue of processes, run one after another."""
 
     def __init__(self, runs: Sequence[Run]) -> None:
         self._folder = tempfile.TemporaryDirectory()
@@ -78,7 +78,7 @@ class Queue:
         self._started: dict[str, Process] = {}
 
     def go_on(self) -> None:
-        """Starts the next one if none runs."""
+        """Starts the next process if none is running."""
         if self._waiting and all(process.has_ended for process in self._started.values()):
             run = self._waiting.pop(0)
             log = Path(self._folder.name, run.name)
@@ -86,7 +86,7 @@ class Queue:
             self._started[run.name] = Process(log, *paths, **run.environment)
 
     def check(self, run: Run) -> None:
-        """Waits for a process, and fails with what it said unless its tests passed."""
+        """Waits for a process and fails with its log unless its tests passed."""
         while run.name not in self._started:
             for process in self._started.values():
                 process.wait()

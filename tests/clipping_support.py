@@ -11,23 +11,24 @@ from support import BITS, assert_same, started
 
 from ampfast import GradScaler
 
-# How far the norm may be from the float64 norm of the unscaled values: one rounding of each value,
-# of which the mean counts, and of the norm. A float64 norm is a sum of thousands of roundings.
+# Bound on the relative error of a norm against the float64 norm of the unscaled values: one
+# rounding of each value, whose mean counts, and one of the norm. A float64 norm sums thousands of
+# roundings.
 NORM_ULPS = 4
 WIDE_NORM_ULPS = 256
-# How far a clipped gradient may be from unscaled x coefficient; one for each rounding.
+# Bound in ulps on a clipped gradient against unscaled x coefficient: one for each rounding.
 GRADIENT_ULPS = 2
 
 
 def ordered_bits(values: torch.Tensor) -> torch.Tensor:
-    """Integers that are neighbours where the floats are."""
+    """Integers in the order of the floats."""
     bits = values.contiguous().view(BITS[values.dtype]).to(torch.int64)
     least = torch.iinfo(BITS[values.dtype]).min
     return torch.where(bits < 0, least - bits, bits)
 
 
 def ulps(ours: torch.Tensor, exact: torch.Tensor) -> int:
-    """The largest distance from float64 values, rounded to the dtype of `ours`."""
+    """Largest distance in ulps of `ours` from float64 values."""
     rounded = exact.to(ours.dtype)
     if not ours.numel():
         return 0
@@ -39,7 +40,7 @@ def inverse_of(scale: float) -> torch.Tensor:
 
 
 def unscaled(grads: Iterable[torch.Tensor], scale: float) -> list[torch.Tensor]:
-    """What torch's op writes."""
+    """Gradients as torch's op unscales them."""
     inverse, written = inverse_of(scale), []
     for grad in grads:
         copy = grad.detach().clone(memory_format=torch.contiguous_format)
@@ -50,7 +51,7 @@ def unscaled(grads: Iterable[torch.Tensor], scale: float) -> list[torch.Tensor]:
 
 
 def exact_norm(grads: Sequence[torch.Tensor], scale: float, order: float = 2.0) -> float:
-    """The norm of the unscaled values in float64; 16-bit ones are not rounded to 16 bit."""
+    """Float64 norm of the unscaled values, not rounded to 16 bit."""
     inverse, values = inverse_of(scale), [0.0]
     for grad in grads:
         wide = grad.detach().reshape(-1).to(torch.promote_types(grad.dtype, torch.float32))
@@ -61,7 +62,7 @@ def exact_norm(grads: Sequence[torch.Tensor], scale: float, order: float = 2.0) 
 
 
 def coefficient_of(norm: torch.Tensor, max_norm: float) -> torch.Tensor:
-    """torch's formula, in float64, but 1 for an infinite limit."""
+    """torch's coefficient in float64, but 1 for an infinite limit."""
     wide = norm.detach().double()
     if max_norm == math.inf:
         return torch.ones_like(wide)
@@ -69,7 +70,7 @@ def coefficient_of(norm: torch.Tensor, max_norm: float) -> torch.Tensor:
 
 
 def clip_by_hand(parameters: Iterable[torch.Tensor], norm: torch.Tensor, max_norm: float) -> None:
-    """Multiplies unscaled gradients, to the bit as ours must."""
+    """Unscaled gradients times the coefficient, bit for bit as `clip_grad_norm_`."""
     for parameter in parameters:
         grad = parameter.grad
         if grad is not None:
@@ -84,7 +85,7 @@ def assert_clipped(
     norm: torch.Tensor,
     max_norm: float,
 ) -> None:
-    """Compares clipped gradients with what the returned norm makes of those before."""
+    """Asserts that the gradients were clipped to the returned norm."""
     coefficient = coefficient_of(norm, max_norm)
     for index, (grad, values) in enumerate(zip(grads, unscaled(before, scale), strict=True)):
         if coefficient == 1.0:
@@ -103,7 +104,7 @@ def assert_norm(norm: torch.Tensor, exact: float) -> None:
 
 
 def ready(optimizer: Any, scale: float = 8.0, **arguments: Any) -> GradScaler:
-    """A scaler that may clip the optimizer."""
+    """Scaler at the stage in which it may clip."""
     assert optimizer.param_groups
     return started(GradScaler, scale, **arguments)
 

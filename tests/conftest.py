@@ -1,4 +1,4 @@
-"""Settings for the whole test session."""
+"""Fixtures and hooks of the whole test session."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ BESIDE = pytest.StashKey[Queue]()
 
 
 def pytest_report_header() -> str:
-    """Names the versions, so that a log can be read on its own."""
+    """Versions, for a log that can be read on its own."""
     version = getattr(ampfast, "__version__", "unknown")
     parts = [f"ampfast {version}", f"torch {torch.__version__}"]
     parts += [f"Triton {info._triton_version()}", f"{torch.get_num_threads()} threads"]
@@ -36,16 +36,14 @@ def pytest_report_header() -> str:
 
 
 def pytest_configure() -> None:
-    """Ends before anything runs if the kernels that were asked for are not there."""
+    """Fails early if the requested kernels are missing."""
     compiled()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What waits for processes that run beside the tests comes last.
+    """Sorts tests that wait for processes to the end."""
 
-    At the very end what waits for a single one: it would keep the queue from going on.
-    """
-
+    # A test that waits for a single process comes last: it would keep the queue from going on.
     def place(item: pytest.Item) -> int:
         return 2 if item.get_closest_marker("last") else _is_beside(item)
 
@@ -53,7 +51,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Has the processes ready that the tests will wait for."""
+    """Queues the processes that the collected tests wait for."""
     waiting = [item for item in session.items if _is_beside(item)]
     wanted = [item for item in waiting if item.get_closest_marker("skip") is None]
     session.config.stash[BESIDE] = queue = Queue([item.callspec.params["run"] for item in wanted])
@@ -70,19 +68,19 @@ def _is_beside(item: pytest.Item) -> TypeGuard[pytest.Function]:
 
 @pytest.fixture
 def beside(pytestconfig: pytest.Config) -> Queue:
-    """The processes that run beside the tests."""
+    """Queue of processes that run beside the tests."""
     return pytestconfig.stash[BESIDE]
 
 
 @pytest.fixture(autouse=True)
 def _fixed_seed() -> None:
-    """Every test starts from one seed, alone or in the whole run."""
+    """Seeds every test alike."""
     torch.manual_seed(20240607)
 
 
 @pytest.fixture(autouse=True)
 def _compiled_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernels that CPU tensors get are those that `AMPFAST_TEST_KERNELS` asks for."""
+    """Gives CPU tensors the kernels of `AMPFAST_TEST_KERNELS`."""
     if (launcher := compiled()) is not None:
         kernels = DeviceKernels(launcher)
         monkeypatch.setattr(backends.Choice, "kernels_for", lambda choice, device: kernels)
@@ -90,7 +88,7 @@ def _compiled_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def small_grain() -> Iterator[None]:
-    """Lists of a test's size go through several threads too."""
+    """Splits even small lists over several threads."""
     before = _C.set_grain(32 * 1024)
     yield
     _C.set_grain(before)
@@ -98,7 +96,7 @@ def small_grain() -> Iterator[None]:
 
 @pytest.fixture(params=_C.cpu_capabilities())
 def capability(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Runs a test once with every instruction set that this machine and binary share."""
+    """Every instruction set that machine and binary share."""
     before = _C.cpu_capability()
     _C.set_cpu_capability(request.param)
     yield request.param
@@ -107,7 +105,7 @@ def capability(request: pytest.FixtureRequest) -> Iterator[str]:
 
 @pytest.fixture
 def poisoned() -> Iterator[None]:
-    """Fills memory that nobody has written with NaN, so that reading it always shows."""
+    """Fills uninitialised memory with NaN."""
     torch.use_deterministic_algorithms(True)
     yield
     torch.use_deterministic_algorithms(False)
@@ -115,7 +113,7 @@ def poisoned() -> Iterator[None]:
 
 @pytest.fixture
 def launcher(monkeypatch: pytest.MonkeyPatch) -> Iterator[ReferenceLauncher]:
-    """The kernels that CPU tensors get are those of a device."""
+    """Launcher of device kernels for CPU tensors."""
     launcher = ReferenceLauncher()
     kernels = DeviceKernels(launcher)
     monkeypatch.setattr(backends.Choice, "kernels_for", lambda choice, device: kernels)

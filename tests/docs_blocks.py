@@ -1,6 +1,6 @@
-"""The Python blocks of docs/; as a program, runs all of them in one process.
+"""Python blocks of docs/; as a program, runs all of them in one process.
 
-It takes a file for the results, which gets a line of JSON for each block that ended: its name, and
+Its argument is a file for the results, a line of JSON for each finished block: its name, and
 a traceback or null.
 """
 
@@ -20,7 +20,7 @@ PAGES = sorted(DOCS.glob("**/*.md"))
 
 
 class Block(NamedTuple):
-    """A block of a page, and where it begins."""
+    """Block of a page, and its position."""
 
     name: str
     code: str
@@ -39,8 +39,8 @@ def run(results: Path) -> None:
     import torch
     import torch.distributed as dist
 
-    # What a block leaves lives on: torch's reducer, if it is the last to hold a gloo group, keeps
-    # Python's lock while it waits for a thread that may want it (pytorch/pytorch#56297).
+    # Globals of a block are kept: torch's reducer, as the last owner of a gloo group, holds the GIL
+    # while it waits for a thread that may need it (pytorch/pytorch#56297).
     namespaces = []
     with results.open("w", encoding="utf-8") as file:
         for block in (block for page in PAGES for block in blocks_of(page)):
@@ -53,7 +53,7 @@ def run(results: Path) -> None:
                     exec(compile(block.code, block.name, "exec"), namespaces[-1])
                 except BaseException:
                     failure = traceback.format_exc()
-            # A block that failed halfway must not make others fail.
+            # A block that failed halfway must not affect others.
             if dist.is_initialized():
                 failure = failure or "it left a process group behind"
                 dist.destroy_process_group()

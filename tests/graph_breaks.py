@@ -1,4 +1,4 @@
-"""A training for CUDA graphs and torch.compile, and how often the latter breaks it."""
+"""Training loop for CUDA graphs and torch.compile, and its graph breaks."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SETTINGS: dict[str, Any] = {"init_scale": 2.0**10, "growth_interval": 2}
 
 
 class Training:
-    """A net of elementwise operations, so that captured and eager gradients have the same bits."""
+    """Net of elementwise operations, so that captured and eager gradients have the same bits."""
 
     def __init__(self, scaler: Any, kind: str, device: torch.device) -> None:
         generator = torch.Generator(device).manual_seed(4)
@@ -72,7 +72,7 @@ class Training:
 
 
 def graph_breaks(scaler: Any, kind: str, device: torch.device) -> int:
-    """How often a compiled iteration breaks."""
+    """Number of graph breaks of a compiled iteration."""
     from torch._dynamo.utils import counters
 
     torch._dynamo.reset()
@@ -96,7 +96,7 @@ def graph_breaks(scaler: Any, kind: str, device: torch.device) -> int:
 
 
 def assert_no_more_breaks(kind: str, device: torch.device, backend: str | None = None) -> None:
-    """Ours breaks no more often than torch's; fewer breaks may well leave more graphs."""
+    """Asserts at most torch's number of breaks; fewer breaks may leave more graphs."""
     theirs = graph_breaks(TorchScaler(device.type, **SETTINGS), kind, device)
     ours = graph_breaks(GradScaler(device.type, backend=backend, **SETTINGS), kind, device)
     assert 0 < ours <= theirs, (ours, theirs)

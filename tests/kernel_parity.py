@@ -24,7 +24,7 @@ def torch_unscale_(grads: list[torch.Tensor], inverse: float) -> torch.Tensor:
 
 
 def storage(tensor: torch.Tensor) -> torch.Tensor:
-    """The whole memory a tensor looks at, so that a write outside of it is seen."""
+    """Whole storage of a tensor, where writes outside of the tensor show."""
     return torch.empty(0, dtype=tensor.dtype).set_(tensor.untyped_storage())
 
 
@@ -44,7 +44,7 @@ def random_bits(count: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
 
 
 def check_parity(make: Callable[[], list[torch.Tensor]], inverse: float) -> None:
-    """Unscales and checks twins of the same gradients here and in torch and compares all memory."""
+    """Unscales and checks copies of the gradients here and in torch and compares all memory."""
     ours, theirs = make(), make()
     raw = non_finite(ours)
     before = [exact_bits(g) for g in ours]
@@ -58,13 +58,13 @@ def check_parity(make: Callable[[], list[torch.Tensor]], inverse: float) -> None
     torch_found = torch_unscale_(theirs, inverse)
     for i, (a, b) in enumerate(zip(ours, theirs, strict=True)):
         assert_same(storage(a), storage(b), f"storage of gradient {i}")
-    # Ours is decided on what was written, so it is set wherever torch's is, and on overflow too.
+    # Ours judges written values: it is set wherever torch's is, and for overflows.
     assert found.item() == non_finite(theirs)
     assert found.item() >= torch_found.item()
 
 
 def last_finite(dtype: torch.dtype, inverse: float) -> int:
-    """The bit pattern of the largest value that torch's op still unscales to a finite one."""
+    """Bit pattern of the largest value that torch's op unscales to a finite one."""
     top = torch.tensor(torch.finfo(dtype).max, dtype=dtype).view(BITS[dtype]).item()
     low, high = 0, int(top) + 1
     while high - low > 1:
@@ -76,7 +76,7 @@ def last_finite(dtype: torch.dtype, inverse: float) -> int:
 
 
 def mixed_list() -> list[torch.Tensor]:
-    """Tensors that are split over threads, share threads, and hold every dtype."""
+    """Tensors of every dtype, some split over threads, some sharing a thread."""
     sizes = (5, 3 * CHUNK + 1, 0, CHUNK, 17, 2 * CHUNK - 3, 1)
     return [
         torch.randn(n + 3, generator=torch.Generator().manual_seed(i)).to(dtype)[3:]
@@ -85,7 +85,7 @@ def mixed_list() -> list[torch.Tensor]:
 
 
 def reference_norms(tensors: list[torch.Tensor], inverse: float) -> tuple[float, float]:
-    """In plain Python: an exactly rounded sum, and the maximum of what torch's op writes."""
+    """Norms in plain Python: an exactly rounded sum, and the maximum that torch's op writes."""
     squares, maximum = [0.0], 0.0
     for tensor in tensors:
         values = tensor if tensor.dtype is torch.float64 else tensor.float()
@@ -106,7 +106,7 @@ def norms(tensors: list[torch.Tensor], inverse: float) -> tuple[float, float]:
 
 
 def wide(value: float, device: str = "cpu") -> torch.Tensor:
-    """A coefficient, as kernels take it."""
+    """Coefficient as kernels take it."""
     return torch.tensor(value, dtype=torch.float64, device=device)
 
 

@@ -1,9 +1,8 @@
-"""The kernels that tests without a GPU launch on CPU tensors.
+"""Kernels for CPU tensors in tests without a GPU.
 
-`AMPFAST_TEST_KERNELS` says which: those of a backend as they are compiled for an architecture, such
-as "cuda-sm_90" or "triton-sm_75", which the machine in tests/ptx runs; with "-races" behind it,
-accesses that nothing orders are errors. Without it they are Triton's, if they are interpreted, as
-TRITON_INTERPRET=1 has it.
+`AMPFAST_TEST_KERNELS` selects a backend compiled for an architecture, such as "cuda-sm_90" or
+"triton-sm_75", run by the machine in tests/ptx; with the suffix "-races", unordered accesses are
+errors. The default is Triton's interpreter, if TRITON_INTERPRET=1 is set.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ VARIABLE = "AMPFAST_TEST_KERNELS"
 
 @cache
 def compiled() -> Any:
-    """Returns the launcher of compiled kernels that was asked for, or None.
+    """Returns the requested launcher of compiled kernels, or None.
 
     Raises:
         pytest.UsageError: If there are no such kernels here.
@@ -48,7 +47,7 @@ def compiled() -> Any:
 
 
 def chosen() -> Any:
-    """Returns the launcher; skips the module that asks where there is none."""
+    """Returns the launcher; skips the importing module where there is none."""
     return compiled() or _interpreter()
 
 

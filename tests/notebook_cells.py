@@ -1,4 +1,4 @@
-"""Runs a notebook's cells without Jupyter; as a program, saves in it what they print and draw.
+"""Runs a notebook's cells without Jupyter; as a program, saves their outputs in it.
 
     python -m tests.notebook_cells examples/underflow.ipynb
 
@@ -35,13 +35,13 @@ def code_cells(notebook: Notebook) -> list[dict[str, Any]]:
 
 
 def fingerprint(notebook: Notebook) -> str:
-    """Returns a checksum of all code."""
+    """Checksum of all code."""
     code = ["".join(cell["source"]) for cell in code_cells(notebook)]
     return hashlib.sha256(json.dumps(code).encode()).hexdigest()
 
 
 def run(notebook: Notebook) -> tuple[list[list[Output]], dict[str, Any]]:
-    """Runs all code, and returns the outputs of each cell and the variables at the end."""
+    """Runs all code; returns the outputs of each cell and the variables at the end."""
     matplotlib.use("Agg")
     variables: dict[str, Any] = {"__name__": "__main__"}
     return [_outputs(cell, variables) for cell in code_cells(notebook)], variables
@@ -50,7 +50,7 @@ def run(notebook: Notebook) -> tuple[list[list[Output]], dict[str, Any]]:
 def _outputs(cell: dict[str, Any], variables: dict[str, Any]) -> list[Output]:
     source = "".join(cell["source"])
     tree = ast.parse(source)
-    # The value of a last expression is shown, unless a semicolon ends it.
+    # The value of a final expression is shown, unless a semicolon follows it.
     shown = None
     if isinstance(tree.body[-1], ast.Expr) and not source.endswith(";"):
         shown = ast.Expression(tree.body.pop().value)

@@ -1,4 +1,4 @@
-"""The build of the extension, and the CUDA compiler as it calls it."""
+"""Build of the extension, and the CUDA compiler with its flags."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ NVCC = shutil.which("nvcc")
 
 
 def _setup() -> ModuleType:
-    """setup.py as a module; imported so, it builds nothing."""
+    """Imports setup.py, which then builds nothing."""
     path = Path(__file__).parents[1] / "setup.py"
     spec = importlib.util.spec_from_file_location("ampfast_setup", path)
     assert spec is not None and spec.loader is not None
@@ -21,7 +21,7 @@ def _setup() -> ModuleType:
 
 
 SETUP = _setup()
-# torch's build adds these: without the operators of 16-bit types.
+# torch's build adds these, which disable operators of 16-bit types.
 FLAGS = [*SETUP.nvcc_flags(), "-std=c++17", "-D__CUDA_NO_HALF_OPERATORS__"]
 FLAGS += ["-D__CUDA_NO_HALF_CONVERSIONS__", "-D__CUDA_NO_HALF2_OPERATORS__"]
 FLAGS += ["-D__CUDA_NO_BFLOAT16_CONVERSIONS__"]

@@ -1,4 +1,4 @@
-"""One step of one scaler: its parameters, its optimizer and what that was handed."""
+"""One step of a scaler: parameters, optimizer and what the optimizer was given."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from support import FUSED, OPTIMIZERS, TorchScaler, parameter_with
 from ampfast import GradScaler
 
 F32_MAX = torch.finfo(torch.float32).max
-# An inverse of this scale or of a smaller one is infinite in float32.
+# An inverse of this scale or a smaller one is infinite in float32.
 TINY = 2.0**-128
 
 
@@ -22,13 +22,13 @@ def _takes_grad_scale(kind: str) -> bool:
     return getattr(OPTIMIZERS[kind]([parameter]), "_step_supports_amp_scaling", False)
 
 
-# To a scaler, the fused Adagrad of torch 2.11 is a plain optimizer.
+# Scalers take the fused Adagrad of torch 2.11 for a plain optimizer.
 TAKE_GRAD_SCALE = tuple(kind for kind in FUSED if _takes_grad_scale(kind))
 
 
 @dataclass
 class Setup:
-    """A started scaler, parameters of value 1 with given gradients, and their optimizer."""
+    """Started scaler, parameters of value 1 with given gradients, and their optimizer."""
 
     scaler: Any
     optimizer: Any
@@ -67,7 +67,7 @@ def setup(
         calls.append((getattr(made, "grad_scale", None), getattr(made, "found_inf", None)))
         return real_step(*args, **kwargs)
 
-    # Learning rate schedules demand a bound method.
+    # Learning rate schedules require a bound method.
     made.step = types.MethodType(counted, made)
     return Setup(scaler, made, parameters, calls)
 
@@ -85,9 +85,9 @@ def flags(run: Setup) -> list[float]:
 
 
 def host_reads(call: Callable[[], Any]) -> int:
-    """How often a call brings a value of a tensor to the host, outside of torch's own kernels."""
+    """Number of tensor values read by the host in a call, outside of torch's own kernels."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         call()
     items = [event for event in profile.events() if event.name == "aten::item"]
-    # On the CPU, torch's fused kernels read their own step counters in this way.
+    # torch's fused kernels read their step counters in this way on the CPU.
     return sum(not (e.cpu_parent and "_fused_" in e.cpu_parent.name) for e in items)

@@ -1,4 +1,4 @@
-"""A small world of scalers and optimizers on which random programs of operations are run."""
+"""World of scalers and optimizers on which random programs of operations are run."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ CPU = torch.device("cpu")
 
 
 class Op(NamedTuple):
-    """One line of a program: the name of a `World` method and its arguments."""
+    """Operation of a program: name of a `World` method and its arguments."""
 
     name: str
     arguments: tuple[Any, ...]
@@ -30,14 +30,14 @@ class Op(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """What a program starts from."""
+    """Initial state of a program."""
 
     scaler: dict[str, Any]
     rigs: tuple[RigPlan, ...]
 
 
 class Pair(NamedTuple):
-    """A tuple that cannot be rebuilt from one iterable, which `scale` is known to refuse."""
+    """Tuple that cannot be rebuilt from one iterable, which `scale` refuses."""
 
     first: torch.Tensor
     second: torch.Tensor
@@ -46,8 +46,8 @@ class Pair(NamedTuple):
 class World:
     """Two scalers and some rigs; every public method is an operation of a program.
 
-    The same operations on two worlds of different scaler types must leave them equal. Operations
-    that would enter what ampfast does differently on purpose step aside, and say why.
+    The same operations must leave worlds of different scaler types equal. Operations that would
+    reach a deliberate difference step aside, with the reason.
     """
 
     def __init__(self, scaler_type: type[torch.amp.GradScaler], plan: Plan, **more: Any) -> None:
@@ -130,7 +130,7 @@ class World:
                 limit = min(limit, 8.0)
             factor = make_gradient(layout, seed=seed + i)
             if bad != "none" and i == seed % len(rig.params):
-                # A huge factor is finite, and overflows once multiplied by the scale.
+                # A huge factor is finite, but overflows once multiplied by the scale.
                 value = {"inf": math.inf, "-inf": -math.inf, "nan": math.nan, "huge": 3e38}[bad]
                 factor = plant(factor.clone(), where, value)
             total = total + (p.float() * factor).sum()
@@ -195,8 +195,8 @@ class World:
             record and record["stage"] is OptState.UNSCALED
         )
         if rig.reads_scale and not checked:
-            return None  # it would reach a fused kernel, which reads past its end
-        # A refused list may be written in part by torch, so it has this one gradient only.
+            return None  # it would reach a fused kernel, which reads beyond its end
+        # torch may write part of a refused list, so it has only this gradient.
         self.zero_grad(r, True)
         p.grad = torch.ones((), dtype=p.dtype).expand(p.shape)
         try:
@@ -289,7 +289,7 @@ class World:
     def start(self, s: int, device: Any) -> None:
         return self.scalers[s]._lazy_init_scale_growth_tracker(device)
 
-    # What other projects do behind its back
+    # Accesses of other projects to private state
 
     def write_scale(self, s: int, how: str, value: float) -> None:
         scaler = self.scalers[s]
@@ -340,7 +340,7 @@ class World:
     def reduce(self, s: int, r: int, value: float) -> None:
         flags = self.scalers[s]._found_inf_per_device(self.rigs[r].optimizer)
         for flag in flags.values():
-            # Differs on purpose: torch's fused kernels take 2 for "no overflow".
+            # Deliberate difference: torch's fused kernels take 2 for "no overflow".
             flag.add_(value if not self.rigs[r].reads_scale else float(value > 0 and not flag))
 
     # Checkpoints
@@ -370,14 +370,14 @@ class World:
     def copied(self, s: int) -> None:
         self.scalers[s] = copy.deepcopy(self.scalers[s])
 
-    # The optimizer's side
+    # The optimizer
 
     def grad_scale(self, r: int, value: float) -> None:
         if self.rigs[r].reads_scale:
             self.rigs[r].optimizer.grad_scale = torch.tensor(value)
 
     def fail_next(self, r: int) -> None:
-        # Those whose steps are counted fail before anything is written.
+        # Those that count steps fail before the first write.
         self.rigs[r].fails = True
 
     def groups(self, r: int, how: str) -> None:
@@ -405,7 +405,7 @@ class World:
     def reborn(self, r: int) -> None:
         rig = self.rigs[r]
         for scaler in self.scalers:
-            # Whether the new object gets the old one's id is chance, so no record may be left.
+            # The new object may or may not get the old one's id, so no record may be left.
             scaler._per_optimizer_states.pop(id(rig.optimizer), None)
         del rig.optimizer
         if rig.plan.kind != "bare":

@@ -269,7 +269,7 @@ class Outcome:
     error: BaseException | None = None
     warned: list[tuple[type[Warning], str, str, int]] = field(default_factory=list)
 
-    def told(self) -> tuple[Any, ...]:
+    def comparable(self) -> tuple[Any, ...]:
         """The part that both sides must agree on; notes are ours to add."""
         return (
             None if self.error is None else (type(self.error).__name__, str(self.error)),
@@ -303,7 +303,7 @@ def agree(scenario: Callable[[type[TorchScaler]], Any]) -> Outcome:
     that they point at.
     """
     ours, theirs = outcome(lambda: scenario(GradScaler)), outcome(lambda: scenario(TorchScaler))
-    assert_same(ours.told(), theirs.told(), "outcome")
+    assert_same(ours.comparable(), theirs.comparable(), "outcome")
     return ours
 
 

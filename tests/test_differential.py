@@ -246,7 +246,7 @@ def first_difference(
             # torch's side is two calls on other lines.
             for side in told:
                 side.warned = [(*warning[:2], "", 0) for warning in side.warned]
-        found = difference(told[0].told(), told[1].told(), "outcome")
+        found = difference(told[0].comparable(), told[1].comparable(), "outcome")
         if found is None and (watch or number == len(program) - 1):
             found = difference(our_world.observe(), their_world.observe(), "world")
         if found is not None:

@@ -173,7 +173,7 @@ def use(scaler_type):
     one = side(scaler_type, "adam", init_scale=64.0, growth_interval=2)
     for seed, bad in enumerate([None, float("inf"), None, None, float("nan"), None]):
         one.train(seed, bad)
-    told = [outcome(call).told() for call in (
+    told = [outcome(call).comparable() for call in (
         lambda: scaler_type("cpu", growth_factor=1.0),
         lambda: scaler_type("cpu").update(),
         lambda: one.scaler.update(),

@@ -1,4 +1,4 @@
-"""Results of runs that never were, with every kind of row."""
+"""Sample results with every kind of row."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def gpu_results(**changes):
 
 
 def training_results(**changes):
-    """Nets with and without scalers, and how a cost grows."""
+    """Rows of training and growth."""
     rows = []
     for provider, over in (("none", None), ("torch", 1.25), ("cpu", 1.02)):
         for subject, path in (("mlp", "autocast"), ("training", "AdamW, clip")):
@@ -138,7 +138,7 @@ def training_results(**changes):
 
 
 def loop_results(**changes):
-    """Training loops, and the usual rows."""
+    """Rows of training loops."""
     rows = [
         Row(
             *("loops", case, "bfloat16", "AdamW", provider),

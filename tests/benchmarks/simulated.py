@@ -1,4 +1,4 @@
-"""A device whose queue is the host and whose launches are torch's ops, and small things to time."""
+"""Simulated device: a queue on the host, launches by torch's ops, and small lists to time."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SEGMENT_WORDS = 8
 
 
 class HostQueue:
-    """A device that is done as soon as it is asked; says what was asked of it."""
+    """Queue whose work is done at once; records its calls."""
 
     def __init__(self) -> None:
         self.asked: list[str] = []
@@ -48,7 +48,7 @@ class HostQueue:
 
 
 class TableLauncher:
-    """Reads tables as kernels do, and does with torch's ops what they would."""
+    """Launcher that reads tables and calls torch's ops."""
 
     def max_programs(self, device: torch.device) -> int:
         return 3
@@ -87,7 +87,7 @@ class TableLauncher:
 
 
 def tensors_of(table, segment) -> list[torch.Tensor]:
-    """The memory behind the addresses of a table."""
+    """Tensors over the memory that a table points to."""
     words = table.buffer.tolist()
     first = segment.word + SEGMENT_WORDS
     addresses = words[first : first + segment.tensors]
@@ -103,5 +103,5 @@ def tensors_of(table, segment) -> list[torch.Tensor]:
 
 
 def kernels_over_tables(name: str, device: torch.device) -> DeviceKernels:
-    """Stands in for `providers.device_kernels`."""
+    """Stand-in for `providers.device_kernels`."""
     return DeviceKernels(TableLauncher())

@@ -1,4 +1,4 @@
-"""The measured lists are what they are named after, and goals are judged where they can be."""
+"""Measured gradient lists, and the goals that are judged on them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from benchmarks.results import Goal, Spread
 MIB = 1 << 20
 
 
-# What the models' papers and implementations give for parameters and tensors.
+# Numbers of parameters and tensors from the models' papers and implementations.
 @pytest.mark.parametrize(
     ("name", "elements", "tensors"),
     [
@@ -75,7 +75,7 @@ def test_a_goal_is_met_only_where_the_median_or_a_spread_that_counts_reaches_it(
 
 
 def _samples(**seconds):
-    """Samples by path and provider, as in `unscale_torch=2.0`; always the same."""
+    """Constant samples by path and provider, as in `unscale_torch=2.0`."""
     return Samples({tuple(key.rsplit("_", 1)): 6 * [value] for key, value in seconds.items()})
 
 

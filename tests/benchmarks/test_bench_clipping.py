@@ -1,4 +1,4 @@
-"""Clipping: compared before it is timed, on a CPU and as on a GPU, and judged."""
+"""Benchmark of clipping: parity before timing, on a CPU and a simulated GPU, and goals."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PATHS = ["clip", "clip", "clip, in_place=False"]
 
 @pytest.fixture(autouse=True)
 def small_cache(monkeypatch):
-    """With a small cache few lists are enough to overflow it."""
+    """Shrinks the cache, so that few lists overflow it."""
     monkeypatch.setattr(kernels, "cache_bytes", lambda device: 1 << 13)
 
 

@@ -1,4 +1,4 @@
-"""The command line keeps what was measured whatever happens, with rich and without."""
+"""Command line of the benchmarks: results are kept in spite of failures, with rich and without."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def _job(result):
 
 @pytest.fixture(params=["rich", "plain"])
 def printed(request, monkeypatch):
-    """Runs a test with rich and without."""
+    """Runs a test with and without rich."""
     if request.param == "plain":
         monkeypatch.setattr(terminal, "Console", None)
     elif terminal.Console is None:
@@ -257,7 +257,7 @@ def test_a_backend_that_cannot_run_is_refused_before_anything_is_measured(
 
 @pytest.fixture
 def runs(monkeypatch, tmp_path):
-    """Runs jobs into a folder, each time into the same one, and returns it with the exit code."""
+    """Runs jobs into one folder; returns it with the exit code."""
 
     def run(*results):
         monkeypatch.setattr(command.host_time, "jobs", lambda *arguments: map(_job, results))
@@ -323,7 +323,7 @@ def test_what_one_part_does_wrong_is_told_and_the_others_are_measured(runs, caps
 
 
 def test_one_list_is_measured_drawn_and_put_on_a_page(tmp_path, capsys):
-    """The whole command, on the smallest list."""
+    """Runs the whole command on the smallest list."""
     files = {name: tmp_path / f"r.{name}" for name in ("json", "csv", "svg")}
     code = command.main(
         [

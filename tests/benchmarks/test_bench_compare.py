@@ -1,4 +1,4 @@
-"""Two results side by side: what changed beyond its spread, and what only one of them has."""
+"""Comparison of two results: changes beyond the spread, and rows that only one of them has."""
 
 from __future__ import annotations
 

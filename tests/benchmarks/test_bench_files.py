@@ -1,4 +1,4 @@
-"""Commands over result files: damaged ones are told of in a line, and nothing is overwritten."""
+"""Commands over result files: one line of error for a damaged file, and nothing overwritten."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ BAD = {
 
 @pytest.fixture
 def place(tmp_path, monkeypatch):
-    """A folder with results of every kind, in which the command runs."""
+    """Current directory with results of every kind."""
     monkeypatch.chdir(tmp_path)
     gpu_results().write_json(tmp_path / "good.json")
     text = (tmp_path / "good.json").read_text()

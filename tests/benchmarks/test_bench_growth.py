@@ -1,4 +1,4 @@
-"""Growth: points that are compared before they are timed, slopes, and what does not fit."""
+"""Benchmark of growth: parity before timing, slopes, and sizes that do not fit."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_the_slope_is_that_of_the_line_where_it_is_one():
 
 def test_every_point_counts_for_the_slope_by_its_relative_distance():
     curve = _curve("by elements", linear_from=1)
-    # By absolute distances the last two would decide alone, and the slope would be 2.
+    # With absolute distances the last two points would decide alone, with a slope of 2.
     curve.points = {OURS: {1: 1e-6, 1_000: 1e-3, 1_000_000: 1.0, 2_000_000: 3.0}}
     (row,) = curve.slope().rows
     assert 1.0 < row.ns_each < 1.3

@@ -1,4 +1,4 @@
-"""Kernels and whole steps: compared before they are timed, on a CPU and as on a GPU."""
+"""Benchmark of kernels and whole steps: parity before timing, on a CPU and a simulated GPU."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ TORCH_OP = torch._amp_foreach_non_finite_check_and_unscale_
 
 @pytest.fixture
 def small_cache(monkeypatch):
-    """With a small cache few lists are enough to overflow it."""
+    """Shrinks the cache, so that few lists overflow it."""
     monkeypatch.setattr(kernels, "cache_bytes", lambda device: CACHE_BYTES)
 
 
 @pytest.fixture
 def tables(monkeypatch, small_cache):
-    """Kernels over tables stand in for a GPU's, as if they were the backend "cpu"."""
+    """Passes kernels over tables off as the backend "cpu"."""
     monkeypatch.setattr(providers, "device_kernels", kernels_over_tables)
 
 
@@ -39,7 +39,7 @@ def test_kernels_yield_a_row_for_each_contender(dtype):
     assert [row.path for row in measured.rows] == paths + paths
     assert len({row.provider for row in measured.rows}) == 2
     list_bytes = SMALL.elements * dtype.itemsize
-    # By itself, and so many in turn that they overflow the cache.
+    # One list alone, and enough lists in turn to overflow the cache.
     rotation = math.ceil(2 * CACHE_BYTES / list_bytes)
     assert [row.lists for row in measured.rows] == 8 * [1] + 8 * [rotation]
     moved = [factor * list_bytes for factor in (1, 1, 2, 2, 2, 2, 2, 1)]
@@ -52,7 +52,7 @@ def test_kernels_yield_a_row_for_each_contender(dtype):
         assert row.launches is row.copies is row.syncs is row.host_us_p50 is None
     for row in measured.rows[6:8]:
         assert row.percent_of_copy == pytest.approx(100)
-    # A check is compared with the copy that moves as much as it reads.
+    # A check is compared with a copy that moves as many bytes as it reads.
     assert measured.rows[1].copy_gb_s == measured.rows[7].gb_s
     assert measured.rows[3].copy_gb_s == measured.rows[6].gb_s
     assert [goal.case for goal in measured.goals] == ["small", "small, cold"]
@@ -184,7 +184,7 @@ def test_gradients_that_drift_are_not_reported(monkeypatch):
     def halves_when_timed(gradients, found_inf, inv_scale):
         TORCH_OP(gradients, found_inf, torch.clamp(inv_scale, max=0.5))
 
-    # Equal to torch in the parity test, whose inverse scale is smaller.
+    # Equal to torch in the parity test, where the inverse scale is smaller.
     monkeypatch.setattr(providers.functional, "unscale_", halves_when_timed)
     with pytest.raises(AssertionError, match="drifted"):
         kernels.measure(SMALL, torch.float32, CPU, BRIEF)
@@ -225,7 +225,7 @@ def test_each_device_has_lists_of_its_own_and_a_choice_replaces_them():
 
 @pytest.mark.parametrize("path", providers.PATHS)
 def test_the_bytes_of_a_path_are_what_it_must_move(path):
-    # b*N for what only reads, 2*b*N for what also writes.
+    # b*N for a read, 2*b*N for a read and a write.
     assert providers.moved_bytes(path, 1000) == (1000 if path == "check" else 2000)
     assert providers.moved_bytes(providers.COPY, 1000) == 2000
     assert providers.moved_bytes(providers.HALF_COPY, 1000) == 1000

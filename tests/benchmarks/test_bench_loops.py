@@ -1,4 +1,4 @@
-"""Training loops: the scaler's own time and nothing else, loops alike, and where they are shown."""
+"""Benchmark of training loops: the scaler's own time, equal loops, and their tables."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SMALL = real_loops.perceptron(2, 32, 64)
 
 
 class Clock:
-    """Time that passes only where a test lets it."""
+    """Clock that only the test advances."""
 
     def __init__(self):
         self.now = 0

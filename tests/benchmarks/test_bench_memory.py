@@ -1,4 +1,4 @@
-"""Memory is that of one call, in a process of its own."""
+"""Benchmark of memory: one call in a process of its own."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from benchmarks import machine, memory
 
 @pytest.fixture
 def trimmed():
-    """What tests left in the heap goes back now: on its way it would hide what is measured."""
+    """Returns free heap memory to the system, which would hide the growth to be measured."""
     gc.collect()
     with contextlib.suppress(AttributeError, OSError):
         ctypes.CDLL(None).malloc_trim(0)
@@ -25,13 +25,13 @@ def trimmed():
 
 @pytest.mark.usefixtures("trimmed")
 def test_memory_sees_a_copy_and_only_a_copy():
-    # So large that the memory of a copy comes from the system and goes back to it.
+    # Large enough for the allocator to take a copy from the system and return it.
     gradients = [torch.ones(1 << 24) for _ in range(2)]
     largest = gradients[0].nbytes
     nothing = memory.usage_of_call(lambda gradients: gradients[0].mul_(2), gradients)
     assert nothing.list_bytes == 2 * largest
     assert nothing.allocated_bytes < 4096
-    # One copy at a time is alive, so the peak is the size of one.
+    # Copies live one at a time, so the peak is one copy.
     copies = memory.usage_of_call(
         lambda gradients: [(g + 1)[0].item() for g in gradients], gradients
     )

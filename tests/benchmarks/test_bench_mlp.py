@@ -1,4 +1,4 @@
-"""The perceptron in mixed precision: four modes in turn, both scalers alike, and its command."""
+"""Benchmark of the perceptron: four modes in turn, scaler parity, and its command."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MODES = [("fp32", "none"), ("autocast", "none"), ("autocast", "torch"), ("autoca
 
 @pytest.fixture(autouse=True)
 def bfloat16(monkeypatch):
-    """The choice has a test of its own; here it would only take time."""
+    """Fixes the dtype, whose choice takes time and has a test of its own."""
     monkeypatch.setattr(mlp_amp, "autocast_dtype", lambda device: (torch.bfloat16, ["why"]))
 
 
@@ -91,7 +91,7 @@ def test_modes_differ_in_nothing_but_precision_and_scaler():
             assert not torch.equal(parameter, first), "it does not train"
     full, half, of_torch, of_ours = ([*t.model.parameters()] for t in trainers)
     assert not torch.equal(full[0], half[0]), "autocast changes nothing"
-    # A power of two as the scale leaves no trace.
+    # A power of two as the scale changes no bit of the result.
     for one, other, third in zip(half, of_torch, of_ours, strict=True):
         assert torch.equal(one, other)
         assert torch.equal(one, third)

@@ -1,4 +1,4 @@
-"""The page of a run: whole by itself, sound HTML, readable by everyone, honest on what it lacks."""
+"""Page of a run: self-contained, valid HTML, accessible, and open about what is missing."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ VOID = {"meta", "br", "rect", "line", "circle", "polyline", "polygon"}
 
 
 class Reader(HTMLParser):
-    """Checks that tags close in order, and notes elements with their attributes and texts."""
+    """HTML parser that checks nesting and records elements with attributes and text."""
 
     def __init__(self, text):
         super().__init__()
@@ -49,7 +49,7 @@ class Reader(HTMLParser):
 
 @pytest.fixture(scope="module")
 def both():
-    """The page of two runs, and what a reader finds in it."""
+    """Page of two runs, and its parsed form."""
     text = page.html([gpu_results(complete=False, notes=["left out"]), training_results()])
     return text, Reader(text)
 
@@ -153,7 +153,7 @@ def _colours(text):
 
 
 def _contrast(first, second):
-    """As WCAG 2 defines it."""
+    """Contrast ratio as WCAG 2 defines it."""
 
     def luminance(colour):
         parts = [int(colour[place : place + 2], 16) / 255 for place in (0, 2, 4)]

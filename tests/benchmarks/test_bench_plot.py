@@ -1,4 +1,4 @@
-"""Pictures show the figures of the file: lengths, marks and places; always the same bytes."""
+"""Pictures of a run: lengths, marks and positions follow the result file, byte for byte."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TONES = {"torch": 0, "ours": 1}
 
 
 def _drawn(picture, tag, kind=None):
-    """Attributes as numbers where they are, of elements of a class in a picture's file."""
+    """Attributes of the elements of one class in a picture, as numbers where they are."""
     root = ElementTree.fromstring(picture.file())
     found = [e for e in root.iter(NAMESPACE + tag) if kind in (None, e.get("class"))]
     return [{key: _value(value) for key, value in e.attrib.items()} for e in found]
@@ -53,7 +53,7 @@ def test_bars_are_as_long_as_their_values():
     (limit,) = _drawn(picture, "line", "limit")
     assert mark["x1"] - left == pytest.approx(20 * unit, abs=0.2)
     assert limit["x1"] - left == pytest.approx(10 * unit, abs=0.2)
-    # The axis says the same.
+    # The axis agrees.
     ticks = {line["x1"] for line in _drawn(picture, "line", "grid")}
     assert sorted(ticks) == pytest.approx([left + unit * n for n in range(0, 41, 10)], abs=0.2)
 

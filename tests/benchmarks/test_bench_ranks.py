@@ -1,4 +1,4 @@
-"""Ranks: compared before they are timed, timed in step, and ended together."""
+"""Benchmark of ranks: parity before timing, timing in step, and shutdown."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from benchmarks.results import Results
 pytestmark = pytest.mark.skipif(
     not (dist.is_available() and dist.is_gloo_available()), reason="this torch has no gloo"
 )
-# What the two scalers send in an iteration of each path.
+# Collectives per iteration of each scaler and path.
 COLLECTIVES = {ranks.UNSCALE: (1, 1), ranks.STEP: (1, 1), ranks.FUSED: (0, 1), ranks.CLIP: (2, 1)}
 WORK = "import pathlib; ranks.work(pathlib.Path(sys.argv[1]), int(sys.argv[2]))"
 
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory):
-    """A world of one rank, in this process."""
+    """Single-rank world in this process."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
         store = dist.FileStore(str(tmp_path_factory.mktemp("world") / "store"), 1)
@@ -40,7 +40,7 @@ def alone(tmp_path_factory):
 
 @pytest.fixture
 def started(monkeypatch):
-    """The processes that a test started."""
+    """Processes that the test started."""
     found = []
 
     class Recorded(subprocess.Popen):
@@ -54,7 +54,7 @@ def started(monkeypatch):
 
 def _assert_ended(started, count=2):
     assert len(started) == count
-    # Set for those whose end was waited for.
+    # Set once a process has been waited for.
     assert all(process.returncode is not None for process in started)
 
 
@@ -79,8 +79,8 @@ def test_two_ranks_share_a_list_and_the_first_reports(started):
     (goal,) = measured.goals
     assert goal.name.startswith(f"{ranks.UNSCALE} on 2 ranks")
     assert (goal.case, goal.sense, goal.limit) == ("small", "<=", 1.0)
-    # The goal has our time over torch's, the row torch's over ours, of the same rounds: the medians
-    # are those of the same ratios, but between two of an even number.
+    # The goal has our time over torch's, the row torch's over ours, of the same rounds: their
+    # medians come from the same ratios unless the number of rounds is even.
     ours = next(row for row in measured.rows if row.path == ranks.UNSCALE and row.vs_torch)
     assert goal.ratio_p20 <= 1 / ours.vs_torch <= goal.ratio_p80
     assert ranks.FUSED_NOTE in measured.notes
@@ -140,7 +140,7 @@ sys.exit("lost rank 0")
 
 def test_ranks_that_do_not_end_are_ended(tmp_path, monkeypatch, started):
     def clock():
-        """The time is up when the first has been seen to end."""
+        """Clock that passes the time limit once the first process has ended."""
         return 3.0 if started and started[0].returncode is not None else 0.0
 
     monkeypatch.setattr(processes, "time", SimpleNamespace(monotonic=clock, sleep=time.sleep))

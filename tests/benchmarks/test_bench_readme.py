@@ -1,4 +1,4 @@
-"""The figures of README.md and docs/benchmarks.md are those of result files, byte for byte."""
+"""Figures of README.md and docs/benchmarks.md, byte for byte those of the result files."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_the_section_shows_figures_of_the_file_and_says_what_was_not_measured(tm
 
 @pytest.fixture
 def pages(tmp_path):
-    """A folder with both pages, empty between the markers."""
+    """Folder with both pages, empty between the markers."""
     (tmp_path / "docs").mkdir()
     for page in readme.PAGES:
         (tmp_path / page.place).write_text(f"before\n{readme.START}\nold\n{readme.END}\nafter\n")

@@ -1,4 +1,4 @@
-"""Files, tables and pictures show what was measured, and say what was not."""
+"""Result files, tables and pictures, with missing measurements left out."""
 
 from __future__ import annotations
 

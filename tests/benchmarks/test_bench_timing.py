@@ -1,4 +1,4 @@
-"""Fair turns, equality first, device time apart from host time, and counts of what a call did."""
+"""Timers: fair turns, parity first, device time apart from host time, and counts per call."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_contenders_take_turns_and_every_sample_is_a_whole_number_of_cycles():
     effort = Effort(quick=True, comparison_s=0.0, sample_s=30.0)
     samples = harness.interleave(contenders, effort, cycle=4, timer=timer)
 
-    # Each contender warms up and is tried once, which says how many cycles fill a sample.
+    # After a warm-up, one trial per contender sets the number of cycles per sample.
     assert turns[:4] == [("a", 4), ("a", 4), ("b", 4), ("b", 4)]
     forwards = [("a", 16), ("b", 32)]
     assert turns[4:] == harness.MIN_ROUNDS // 2 * (forwards + forwards[::-1])
@@ -63,7 +63,7 @@ def test_ratios_are_taken_within_a_round():
 
 @pytest.fixture
 def clock(monkeypatch):
-    """The time of all timers; `clock[0] += seconds` lets it pass."""
+    """Time of all timers; `clock[0] += seconds` advances it."""
     now = [0.0]
     monkeypatch.setattr(harness.time, "perf_counter", lambda: now[0])
     return now
@@ -105,7 +105,7 @@ def test_a_graph_holds_one_cycle_and_its_first_replay_is_not_timed(clock):
     replays = [0]
 
     def call(number):
-        # The fourth call ends the cycle; the second replay is the first that is timed.
+        # The fourth call ends the cycle; the second replay is the first timed one.
         replays[0] += number == 3
         clock[0] += 100 if replays[0] < 2 else 1
 
@@ -115,7 +115,7 @@ def test_a_graph_holds_one_cycle_and_its_first_replay_is_not_timed(clock):
     replays[0] = 0
     clock[0] = 0.0
     seconds = timer(contender, range(8))
-    # Of two replays the first ends the untimed one's calls.
+    # The first of two replays ends the untimed calls.
     assert seconds == pytest.approx((3 * 100 + 1 + 4) / 8)
     assert replays[0] == 3
 
@@ -123,7 +123,7 @@ def test_a_graph_holds_one_cycle_and_its_first_replay_is_not_timed(clock):
 def test_calls_are_queued_behind_a_device_that_is_kept_busy(clock):
     queue = HostQueue()
     contender = Contender("p", "a", _taking(clock, lambda number: 1 + number))
-    # 300 launches a call: two fit in the queue.
+    # At 300 launches a call, two calls fit into the queue.
     timer = EventTimer(queue, {("p", "a"): 300})
     assert timer(contender, range(5)) == 3.0
     part = ["hold 200 us", "stamp", "stamp", "synchronize"]
@@ -239,7 +239,7 @@ def test_every_contender_is_called_twice_under_the_profiler_after_a_warm_up():
     contenders = [Contender("p", name, lambda call, name=name: calls.append(name)) for name in "ab"]
     found = counts.of_contenders(contenders, queue)
     assert calls == 2 * ["a", "a", "b", "b"]
-    # The warm-up ends in one wait, and each of the four calls in another.
+    # One wait after the warm-up, one after each of the four calls.
     assert queue.asked == 5 * ["synchronize"]
     assert found == {("p", "a"): None, ("p", "b"): None}
 

@@ -1,4 +1,4 @@
-"""The benchmark of what tracking costs: what is compared first, what is timed and promised."""
+"""Benchmark of tracking: parity, timed passes and goals."""
 
 from __future__ import annotations
 

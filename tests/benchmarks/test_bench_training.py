@@ -1,4 +1,4 @@
-"""Training steps: nets of the published shapes, compared before they are timed, and judged."""
+"""Benchmark of training steps: published shapes, parity before timing, and goals."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def tiny(optimizer=torch.optim.AdamW, **options) -> Net:
 
 @pytest.fixture(autouse=True)
 def one_thread():
-    """Threads that wait for one another on a busy machine take ten times as long."""
+    """Limits torch to one thread: on a busy machine more threads take ten times as long."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -47,14 +47,14 @@ def one_thread():
 
 @pytest.fixture(autouse=True)
 def bfloat16(monkeypatch):
-    """The choice has a test of its own; here it would only take time."""
+    """Fixes the dtype, whose choice takes time and has a test of its own."""
     monkeypatch.setattr(training, "autocast_dtype", lambda device: (torch.bfloat16, ["why"]))
 
 
 def test_nets_for_a_gpu_have_the_published_shapes():
     for net, name in zip(models.nets(CUDA)[:2], ("gpt2_124m", "resnet50"), strict=True):
         assert net.name == name
-        # Some hold a matrix the other way around.
+        # Some store a matrix transposed.
         shapes = [sorted(map(sorted, shapes)) for shapes in (net.shapes(), CASES[name].shapes)]
         assert shapes[0] == shapes[1]
 
@@ -166,7 +166,7 @@ def test_all_of_them_take_the_step_that_one_would_write(fused, clip):
             student = training.Student(plan, path, provider, parameters, optimizer, scaler)
             for number in range(3):
                 lesson.step(student)(number)
-            # A power of two as the scale leaves no trace, but a norm that is more exact does.
+            # A power of two as the scale changes no bit; the more exact norm does.
             close = 0 if path == plan.path else 1e-5
             for parameter, want in zip(parameters, wanted, strict=True):
                 torch.testing.assert_close(parameter, want, rtol=close, atol=close)

@@ -1,4 +1,4 @@
-"""Watches every launch of the kernels: what it must write, and what it must leave."""
+"""Fixture that checks what every kernel launch writes and leaves alone."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-# What is tried on a GPU by thousands is tried here in small numbers.
+# Fewer cases than on a GPU.
 sys.path.append(str(Path(__file__).parents[1] / "gpu"))
 
 NAN_BITS = 0x7FF8_0000_0000_0000
@@ -22,7 +22,7 @@ def bits(tensor: torch.Tensor) -> list[int]:
 
 @pytest.fixture
 def watched(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Poisons what a launch must write, and checks what it must leave: scratch, table, factors."""
+    """Poisons outputs before a launch, and checks scratch, table and factors after it."""
     from device_parity import launch
 
     from ampfast.backends.gpu import Epilogue

@@ -14,8 +14,7 @@ from ampfast.backends.gpu import DeviceKernels
 
 launch = chosen()
 KERNELS = DeviceKernels(launch)
-# The backend whose kernels they are, for what chooses one by its name; compiled ones are what all
-# that is asked for by no name gets.
+# Backend of the kernels, for tests that choose one by name; compiled ones are the default.
 BACKEND = None if compiled() else "triton"
 CPU = torch.device("cpu")
 # More than a window's alignment on both sides of a tensor.
@@ -32,19 +31,19 @@ def grads_of(tensors: Sequence[torch.Tensor]) -> cpu.GradList:
 
 
 def window(dtype: torch.dtype) -> int:
-    """Elements of a window."""
+    """Elements per window."""
     return cpu.WINDOW_BYTES // dtype.itemsize
 
 
 def offsets(dtype: torch.dtype) -> range:
-    """All ways to lie between two addresses that are aligned to 16 bytes, in elements."""
+    """Offsets in elements between two 16-byte boundaries."""
     return range(VECTOR_BYTES // dtype.itemsize)
 
 
 def guarded(values: torch.Tensor, offset: int = 0) -> torch.Tensor:
-    """Copies values between bands that show reads, as they are infinite, and writes alike.
+    """Copies values between guard bands, whose infinities and pattern show reads and writes.
 
-    The copy begins `offset` elements behind an address that is aligned to 16 bytes.
+    The copy begins `offset` elements past a 16-byte boundary.
     """
     memory = torch.full((GUARD + offset + values.numel() + GUARD,), 7.5, dtype=values.dtype)
     memory[::2] = torch.inf
@@ -66,7 +65,7 @@ def every_16_bit_value(dtype: torch.dtype) -> torch.Tensor:
 
 
 def mixed() -> list[torch.Tensor]:
-    """All dtypes, at several offsets, with sizes of no window, a part of one, one, and several."""
+    """All dtypes, at several offsets, with sizes from zero to several windows."""
     return [
         guarded(normal(count, dtype, seed), seed % len(offsets(dtype)))
         for seed, (count, dtype) in enumerate(
@@ -82,7 +81,7 @@ def inverse_of(scale: float) -> float:
 
 
 def torch_unscaled(make: Make, inverse: float) -> tuple[list[torch.Tensor], float]:
-    """What torch's op writes, and whether a written value is not finite."""
+    """Gradients unscaled by torch's op, and whether a written value is not finite."""
     grads = make()
     for dtype in FLOATS:
         same = [g for g in grads if g.dtype == dtype]
@@ -95,19 +94,19 @@ def found_in(grads: Sequence[torch.Tensor]) -> float:
 
 
 def quotients(grads: Sequence[torch.Tensor], divisor: float) -> list[torch.Tensor]:
-    """As optimizers divide that unscale by themselves: 16-bit gradients in float32."""
+    """Quotients as fused optimizers divide: 16-bit gradients in float32."""
     wide = [g if g.dtype == torch.float64 else g.float() for g in grads]
     return [g / flag(divisor).to(g.dtype) for g in wide]
 
 
 def assert_same_memory(ours: Sequence[torch.Tensor], theirs: Sequence[torch.Tensor]) -> None:
-    """Compares what stands in the tensors and around them."""
+    """Compares the tensors and the guard bands around them."""
     for i, (a, b) in enumerate(zip(ours, theirs, strict=True)):
         assert_same(storage(a), storage(b), f"memory of gradient {i}, {a.dtype}")
 
 
 def check_reads(make: Make, divisors: Sequence[float] = (), *, raw: bool = True) -> None:
-    """Checks gradients, and the quotients by each divisor; nothing may be written."""
+    """Checks gradients and their quotients by each divisor; nothing may be written."""
     grads = make()
     before = [exact_bits(g) for g in grads]
     table = grads_of(grads)
@@ -121,7 +120,7 @@ def check_reads(make: Make, divisors: Sequence[float] = (), *, raw: bool = True)
 
 
 def check_unscales(make: Make, factor: float, *, is_scale: bool = False) -> None:
-    """Unscales twins of the same gradients here and in torch and compares all memory."""
+    """Unscales copies of the same gradients here and in torch and compares all memory."""
     theirs, expected = torch_unscaled(make, inverse_of(factor) if is_scale else factor)
     ours = make()
     found = KERNELS.unscale_(grads_of(ours), flag(factor), is_scale=is_scale)
@@ -131,7 +130,7 @@ def check_unscales(make: Make, factor: float, *, is_scale: bool = False) -> None
 
 
 def largest_unscalable(dtype: torch.dtype, inverse: float) -> int:
-    """The bits of the largest value that torch's op still unscales to a finite one."""
+    """Bits of the largest value that torch's op unscales to a finite one."""
     low, high = 0, int(torch.tensor([torch.finfo(dtype).max], dtype=dtype).view(BITS[dtype])) + 1
     while high - low > 1:
         middle = (low + high) // 2

@@ -1,4 +1,4 @@
-"""The kernel of clipping against the compiled core, and whole clips by it."""
+"""Clip kernel against the compiled core, and whole clips with it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ LIMITS = (0.0, 1e-3, 1.0, 5.0, 1e30, INF)
 
 
 def results(kernels: Any, rows: list, limit: float, largest: bool, scale: float | None) -> list:
-    """What the kernel writes over poison: as float32 and float64 norms, coefficient, divisor."""
+    """Outputs over poison: float32 and float64 norm, coefficient, divisor."""
     written = []
     for dtype in (torch.float32, torch.float64):
         norm = torch.full((), NAN, dtype=dtype)
@@ -57,7 +57,7 @@ def test_the_coefficient_is_that_of_the_cpu(rows: list, largest: bool) -> None:
 @pytest.mark.parametrize("largest", [False, True])
 @pytest.mark.parametrize("rows", ROWS, ids=str)
 def test_the_coefficient_is_a_number(rows: list, largest: bool) -> None:
-    """Unless the norm is NaN; and 1 where the limit is infinite."""
+    """The coefficient is NaN only for a NaN norm, and 1 for an infinite limit."""
     for limit in LIMITS:
         for norm, coefficient, divisor in results(KERNELS, rows, limit, largest, 3.0):
             if limit == INF:
@@ -100,7 +100,7 @@ def test_clips_of_a_scaler(dtype: torch.dtype, order: float) -> None:
 def test_norm_of_equal_values(
     dtype: torch.dtype, value: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # All errors go the same way here.
+    # All rounding errors have the same sign here.
     monkeypatch.setenv("AMPFAST_BACKEND", BACKEND or "")
     grads = [torch.full((size,), value, dtype=dtype) for size in (3 * window(dtype) + 7, 19)]
     assert_norm(functional.grad_norm(grads), exact_norm(grads, 1.0))

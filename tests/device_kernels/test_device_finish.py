@@ -1,4 +1,4 @@
-"""The last program of a launch: it writes flags, norms and the scale update, and nothing else."""
+"""Last program of a launch: flags, norms and the scale update, and no other writes."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ from ampfast.backends.cpu import state_layout as layout
 
 pytestmark = pytest.mark.usefixtures("watched")
 
-# Relative tolerances of the sum of squares. Its terms are positive, so each rounding counts once:
-# a thread adds the squares of a window in the type in which is calculated, 32 of them rounded
-# themselves in float32 or 8 in float64; then all is float64, some hundred additions at most.
+# Relative tolerances of the sum of squares. Its terms are positive, so roundings add up at most: a
+# thread adds the squares of a window in opmath, 32 of them themselves rounded in float32 or 8 in
+# float64; the rest is at most some hundred additions in float64.
 SQUARES_TOLERANCE = {
     torch.float64: 256 * 2.0**-53,
     torch.float32: 17 * 2.0**-24,
@@ -43,7 +43,7 @@ Case = tuple[float, int, UpdateFactors]
 # Scale, tracker and factors.
 CASES: dict[str, Case] = {
     "counts": (3.0, 3, UpdateFactors(1.1, 0.3, 5)),
-    # In float32, 1.1 * 3 and 0.3 * 3 differ from what float64 rounds to.
+    # In float32, 1.1 * 3 and 0.3 * 3 differ from the rounded float64 products.
     "grows": (3.0, 4, UpdateFactors(1.1, 0.3, 5)),
     "defaults": (65536.0, 1999, UpdateFactors(2.0, 0.5, 2000)),
     "cannot grow": (3e38, 0, UpdateFactors(2.0, 0.5, 1)),
@@ -177,7 +177,7 @@ def test_squares_are_of_what_is_not_yet_rounded_to_16_bit() -> None:
 
 
 def test_what_lies_outside_of_a_tensor_is_not_in_its_norms() -> None:
-    # Times an infinite inverse, the zeros that stand for it would be NaN.
+    # Times an infinite inverse, padding zeros would be NaN.
     norms = torch.empty(2, dtype=torch.float64)
     KERNELS.norms(grads_of([guarded(torch.ones(3), 1)]), flag(0.0), is_scale=True, norms=norms)
     assert norms.tolist() == [math.inf, math.inf]
@@ -201,7 +201,7 @@ def test_fused_update(case: str, bad: bool) -> None:
         update = KERNELS.scale_update(scale, tracker, NO_FLAG, factors, kept)
         assert update is not None and not update.applied
         if mode == "unscale":
-            # The scale that is replaced is the factor of the very same pass.
+            # The replaced scale is the factor of the same pass.
             inverse = state(case)[0].double().reciprocal().float().item()
             theirs, expected = torch_unscaled(make, inverse)
             ours = make()
@@ -343,7 +343,7 @@ def test_any_flag_counts(count: int) -> None:
 
 @pytest.mark.parametrize("fused", [False, True])
 def test_a_lowered_interval_still_grows(fused: bool) -> None:
-    # torch compares for equality, so its tracker would never meet the interval again.
+    # torch compares for equality, so its tracker would never equal the interval again.
     for interval, tracker_before in ((5, 5), (5, 1000), (1, 2**31 - 2)):
         scale, tracker = flag(3.0), torch.tensor(tracker_before, dtype=torch.int32)
         factors = UpdateFactors(1.1, 0.3, interval)

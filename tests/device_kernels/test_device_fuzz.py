@@ -1,4 +1,4 @@
-"""Random lists, many epilogues, and the bytes that kernels move: what a GPU is asked, in small."""
+"""Random lists, many epilogues and bytes moved: the GPU tests, scaled down."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_a_check_reads_each_gradient_once_and_unscaling_writes_it_once(dtype: to
     sizes = (5, window(dtype) + 3, 4 * window(dtype), 1)
 
     def moved(write: bool, count: int) -> tuple[int, int]:
-        """Bytes that are read and written for the first tensors of a list."""
+        """Bytes read and written for the first tensors of a list."""
         grads = grads_of([guarded(normal(size, dtype), 1) for size in sizes[:count]])
         factor = flag(3.0)
         with machine.watch() as watched:
@@ -75,11 +75,11 @@ def test_a_check_reads_each_gradient_once_and_unscaling_writes_it_once(dtype: to
     total = sum(sizes) * dtype.itemsize
     reads, written = moved(False, len(sizes))
     unscale_reads, unscale_written = moved(True, len(sizes))
-    # A check writes its flag and resets two words, whatever is in the list.
+    # A check writes its flag and resets two words, for any list.
     assert written == moved(False, 1)[1] <= 4 + 2 * 8
     assert unscale_written - written == total
     assert unscale_reads == reads
-    # The rest is the table, which each thread reads by itself; the caches see to that.
+    # The rest is the table, which each thread reads for itself, from the caches on a GPU.
     threads, programs = 128, 3
     words = 16 + 2 * 2 * len(sizes) * programs
     assert total <= reads <= total + threads * words * 8

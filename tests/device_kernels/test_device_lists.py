@@ -1,4 +1,4 @@
-"""The kernels against torch's op: sizes, addresses, layouts and values."""
+"""Kernels against torch's op: sizes, addresses, layouts and values."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from ampfast.backends import cpu
 pytestmark = pytest.mark.usefixtures("watched")
 
 FACTORS = (1 / 3, 2.0**-16, 3.0, 2.0**10, -0.75, 0.0, math.inf, math.nan, 1.0)
-# The reciprocals of the last four are not finite, zero, subnormal and inexact.
+# The reciprocals of the last four are infinite, zero, subnormal and inexact.
 SCALES = (3.0, 2.0**16, 1e-3, 2.0**-128, 0.0, math.inf, math.nan, 3e38, 65537.0)
 IRREGULAR = ("every_other", "overlapping", "expanded")
 
@@ -62,7 +62,7 @@ def test_sizes_around_the_window_at_every_offset(dtype: torch.dtype, beyond: str
     check_unscales(make, 1 / 3)
     check_unscales(make, 3.0, is_scale=True)
     check_reads(make, [3.0])
-    # Alone, so that it is a program's first and last tensor and window.
+    # Alone, as a program's first and last tensor and window.
     for offset in (0, 1):
         check_unscales(lambda offset=offset: [guarded(normal(size, dtype), offset)], 1 / 3)
 
@@ -142,7 +142,7 @@ def test_layouts(layout: str, dtype: torch.dtype) -> None:
 
 @pytest.fixture
 def compiling(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The launches of kernels that are compiled when they are first needed, of which none was."""
+    """Kernel variants compiled on first use, none of which has been launched."""
     module = getattr(launch, "_module", launch)
     if not hasattr(module, "_launched"):
         pytest.skip("these kernels are compiled with the core")
@@ -214,7 +214,7 @@ def test_all_16_bit_values(dtype: torch.dtype, factor: float) -> None:
     every = every_16_bit_value(dtype)
     check_unscales(lambda: [guarded(every, 1)], factor)
     check_reads(lambda: [guarded(every, 1)], [factor])
-    # Among those without a bad result, so that the flag must stay 0.
+    # Without another bad result, so the flag must stay 0.
     written, _ = torch_unscaled(lambda: [every.clone()], factor)
     harmless = every[written[0].isfinite()]
     if harmless.numel():
@@ -224,7 +224,7 @@ def test_all_16_bit_values(dtype: torch.dtype, factor: float) -> None:
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_each_16_bit_value_is_judged(dtype: torch.dtype) -> None:
     every = every_16_bit_value(dtype)
-    # A tensor with marks of its own for each value at the ends of the exponents.
+    # A tensor with marks of its own for each value at the limits of the exponent.
     bits = every.view(torch.int16).int() & 0x7FFF
     edge = torch.tensor(torch.finfo(dtype).max, dtype=dtype).view(torch.int16).int()
     chosen = every[(bits - edge).abs() <= 40].view(-1, 1)

@@ -1,4 +1,4 @@
-"""The modes that compute-sanitizer watches on a GPU, without one: their expectations are right."""
+"""Modes run under compute-sanitizer on a GPU: their expected results."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from device_parity import BACKEND, CPU
 
 def test_every_mode(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     assert modes.run(BACKEND or "cpu", CPU) == 0, capsys.readouterr().out
-    # It would notice.
+    # The expectations would catch it.
     every = modes.modes
     monkeypatch.setattr(
         modes, "modes", lambda *given: [m for m in every(*given) if m[0] == "unscale"]

@@ -1,4 +1,4 @@
-"""Scale policies, counters and history by the kernels, against a model."""
+"""Scale policies, counters and history in the kernels, against a model."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.usefixtures("watched")
 def test_random_steps(policy: str) -> None:
     model = ScaleModel(3.0, 1, FACTORS, POLICIES[policy])
     words = LossScale(model.policy).words_on(torch.device("cpu"))
-    # Near the end of the ring, which is then written from its beginning.
+    # Near the end of the ring, so that it wraps around.
     ahead = state_layout.RING_STEPS - 20
     words[state_layout.STEPS] = model.steps = ahead
     model.history = [(0.0, False, None)] * ahead

@@ -1,4 +1,4 @@
-"""Tracking by the kernels, against plain comparisons."""
+"""Tracking in the kernels, against plain comparisons."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def test_random_lists(programs: int, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_bounds_of_float16(dtype: torch.dtype) -> None:
-    # Many kinds of values in one tensor, and tensors with one.
+    # A tensor with many kinds of values, and tensors with one.
     edges = edges_of_half(dtype)
     check_passes(KERNELS, [edges, *edges[: len(edges) // 2].split(6)], CPU)
 
@@ -33,7 +33,7 @@ def test_windows(dtype: torch.dtype) -> None:
     grads = [guarded(values, 1), guarded(values[:size])]
     grads[0][-1], grads[1][0] = torch.inf, torch.nan
     for offset in offsets(dtype):
-        # Bad at either end, and then one that neither may count for.
+        # Bad values at either end, then a finite parameter without a mark.
         grads += [guarded(values[:n], offset) for n in (5, size, 5)]
         grads[-3][0], grads[-2][-1] = torch.nan, torch.inf
     check_passes(KERNELS, grads, CPU)

@@ -1,4 +1,4 @@
-"""These tests need ranks that can be forked and that reach each other."""
+"""Skips these tests where ranks cannot be forked or cannot reach each other."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Training whose gradients have the same bits however a batch is cut, and what it leaves behind."""
+"""Training with bitwise equal gradients for any split of a batch, and its trace."""
 
 from __future__ import annotations
 
@@ -16,8 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from ampfast import GradScaler
 
-# A shard of a weight is a whole number of vectors: the last elements of a tensor that is none may
-# be rounded otherwise.
+# Shards of a weight are whole vectors: tail elements may be rounded differently.
 WIDTH = 16
 ROWS = (7, 5, 1, 2)
 SAMPLES = 2
@@ -25,7 +24,7 @@ SAMPLES = 2
 STEPS = 20
 # So that the scale also grows between overflows.
 SETTINGS: dict[str, Any] = {"device": "cpu", "init_scale": 2.0**6, "growth_interval": 7}
-# Which ranks overflow in which step; some twice in a row.
+# Ranks that overflow, by step; some twice in a row.
 OVERFLOWS: Mapping[int, tuple[int, ...]] = {
     0: (0,),
     11: (1,),
@@ -41,7 +40,7 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "sgd": lambda params: torch.optim.SGD(params, lr=2.0**-9),
     "momentum": lambda params: torch.optim.SGD(params, lr=0.003, momentum=0.9),
     "adamw": lambda params: torch.optim.AdamW(params, lr=0.01),
-    # Whose factors round nothing, wherever an element lies.
+    # Factors that make the update exact at any position of an element.
     "fused_sgd": lambda params: torch.optim.SGD(params, lr=2.0**-9, momentum=0.5, fused=True),
     "fused_adam": lambda params: torch.optim.Adam(params, lr=0.01, fused=True),
     "fused_adamw": lambda params: torch.optim.AdamW(params, lr=0.01, fused=True),
@@ -49,9 +48,9 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 
 
 class Heads(nn.Module):
-    """Linear maps side by side, whose loss is the sum of absolute errors.
+    """Parallel linear maps with the L1 error as their loss.
 
-    The gradients are sums of products of a sign and a small whole number: exact in any order.
+    The gradients are sums of products of a sign and a small integer: exact in any order.
     """
 
     def __init__(self, rows: Iterable[int] = ROWS) -> None:
@@ -67,7 +66,7 @@ class Heads(nn.Module):
 
 @dataclass
 class Batch:
-    """What one rank is fed with."""
+    """Inputs and targets of one rank."""
 
     inputs: Tensor
     targets: Tensor
@@ -78,7 +77,7 @@ class Batch:
 
 
 def batch_of(step: int, part: int, rank: int, overflows: bool) -> Batch:
-    """Draws whole numbers, with targets so wide that no error is near 0."""
+    """Random integers, with targets so far apart that no error is near 0."""
     generator = torch.Generator().manual_seed(1000 * step + 10 * rank + part)
     inputs = torch.randint(-3, 4, (SAMPLES, WIDTH), generator=generator).float()
     targets = torch.randint(-40, 40, (SAMPLES, sum(ROWS)), generator=generator) + 0.5
@@ -90,7 +89,7 @@ def batch_of(step: int, part: int, rank: int, overflows: bool) -> Batch:
 def batches_of(
     ranks: Sequence[int], overflows: Mapping[int, tuple[int, ...]] = OVERFLOWS
 ) -> Callable[[int, int], Batch]:
-    """What these ranks together are fed with, by step and part."""
+    """Joint batches of these ranks, by step and microbatch."""
 
     def joined(step: int, part: int) -> Batch:
         each = [batch_of(step, part, rank, rank in overflows.get(step, ())) for rank in ranks]
@@ -100,20 +99,20 @@ def batches_of(
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """A tensor with all that other ranks hold of it; every rank of its mesh calls this."""
+    """Full tensor of a distributed one; a collective call."""
     tensor = tensor.detach()
     return tensor.full_tensor().clone() if isinstance(tensor, DTensor) else tensor.clone()
 
 
 @dataclass
 class Trace:
-    """What a training leaves behind.
+    """Record of a training.
 
     Attributes:
         steps: Scale, growth tracker and whether the step was skipped, of every step.
-        sums: A checksum of every parameter's bits, by step.
-        norms: What clipping returned.
-        parameters: What they are at the end.
+        sums: Checksum of every parameter, by step.
+        norms: Norms returned by clipping.
+        parameters: Final parameters.
     """
 
     steps: list[tuple[float, int, bool]] = field(default_factory=list)
@@ -128,7 +127,7 @@ class Trace:
             self.sums[len(self.steps)] = [zlib.crc32(p.numpy().tobytes()) for p in self.parameters]
 
     def part(self, indices: Sequence[int]) -> Trace:
-        """The same of some parameters."""
+        """The same for some parameters."""
         return Trace(
             self.steps,
             {step: [sums[i] for i in indices] for step, sums in self.sums.items()},
@@ -145,7 +144,7 @@ def assert_same_traces(ours: Trace, expected: Trace) -> None:
 
 
 def assert_eventful(trace: Trace) -> None:
-    """The scale grew and backed off, and no parameter is broken."""
+    """Asserts that the scale grew and backed off, and that all parameters are finite."""
     scales = [SETTINGS["init_scale"], *(scale for scale, _, _ in trace.steps)]
     pairs = list(itertools.pairwise(scales))
     assert any(a < b for a, b in pairs) and any(a > b for a, b in pairs)
@@ -154,7 +153,7 @@ def assert_eventful(trace: Trace) -> None:
 
 @dataclass(frozen=True)
 class Way:
-    """How an iteration treats its gradients.
+    """Treatment of the gradients in an iteration.
 
     Attributes:
         name: "step", "unscale" before it, "together" for `step_and_update`, "clip" in place, or
@@ -186,7 +185,7 @@ WAYS = {
     "clip": Way("clip"),
     "defer": Way("defer"),
 }
-# Every optimizer, and every way with one that is plain and one that is fused.
+# Every optimizer, and every way with one plain and one fused optimizer.
 PAIRS = [
     *((kind, "step") for kind in OPTIMIZERS),
     *(("momentum", way) for way in ("unscale", "together", "accumulate", "clip")),
@@ -208,20 +207,20 @@ def train(
     prepare: Callable[[int], None] | None = None,
     every_part: Callable[[bool], contextlib.AbstractContextManager[None]] | None = None,
 ) -> Trace:
-    """Trains and notes what it sees after each step.
+    """Trains and records a trace.
 
     Args:
-        model: What `Batch.loss` is taken of.
-        optimizer: What has the parameters of the model.
+        model: Module for `Batch.loss`.
+        optimizer: Optimizer of the model's parameters.
         scaler: Ours or torch's.
-        batches: What to feed, by step and part.
-        way: How to treat the gradients.
-        steps: How many.
-        divisor: What the loss is divided by; the number of ranks, if their batches are joined.
-        params: Returns the parameters to note; those of the model by default.
-        every: How many steps apart to note them; what is spread over ranks takes long to collect.
-        prepare: Called with the number of the step when the gradients are there.
-        every_part: What to do a backward pass in, by whether it is the step's last.
+        batches: Batches by step and microbatch.
+        way: Treatment of the gradients.
+        steps: Number of steps.
+        divisor: Divisor of the loss: the number of ranks if their batches are joined.
+        params: Returns the parameters to record; those of the model by default.
+        every: Steps between records; shards take long to collect.
+        prepare: Called with the step number after the backward passes.
+        every_part: Context of a backward pass, given whether it is the step's last.
     """
     trace = Trace()
     for step in range(steps):
@@ -235,7 +234,7 @@ def train(
             prepare(step)
         before = scaler.get_scale()
         way.finish(scaler, optimizer, trace)
-        # torch tells by the scale alone.
+        # torch shows a skipped step in the scale alone.
         skipped = scaler.get_scale() < before
         if isinstance(scaler, GradScaler):
             assert scaler.step_skipped(optimizer) is skipped, f"step {step}"
@@ -246,7 +245,7 @@ def train(
 
 @contextlib.contextmanager
 def no_sync_but_last(model: Any, last: bool) -> Iterator[None]:
-    """Leaves out the communication of all backward passes but the last."""
+    """Skips communication in all backward passes but the last."""
     with contextlib.nullcontext() if last else model.no_sync():
         yield
 
@@ -254,9 +253,9 @@ def no_sync_but_last(model: Any, last: bool) -> Iterator[None]:
 def alone(
     kind: str, way: str, ranks: Sequence[int], steps: int, rows: Sequence[int] = ROWS
 ) -> Trace:
-    """One process that is fed with the batches of all these ranks."""
-    # torch's fused SGD reads memory that nobody wrote after a first step that overflows, and its
-    # norms are rounded otherwise.
+    """Training in one process with the batches of all these ranks."""
+    # torch's fused SGD reads uninitialised memory after a first step that overflows, and its norms
+    # are rounded differently.
     ours = kind == "fused_sgd" or way in ("clip", "defer")
     model = Heads(rows)
     return train(

@@ -1,4 +1,4 @@
-"""Runs a function on several gloo ranks, each forked from one process that has torch loaded."""
+"""Runs a function on several gloo ranks, forked from one process that has imported torch."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 from ampfast import _C
 
-# Loaded once, for a rank would need seconds for each of them at its first use.
+# Imported once: each rank would need seconds for each of them.
 _PRELOADED = [
     "torch",
     "torch._dynamo",
@@ -37,22 +37,22 @@ _PRELOADED = [
     "numpy",
     "pytest",
 ]
-# How long a rank waits for another one, and a test for its ranks. They bound what hangs, far
-# beyond what is needed on a busy machine.
+# Timeouts of a rank for another one, and of a test for its ranks: far above the time needed on a
+# busy machine.
 COLLECTIVE_SECONDS = 200.0
 JOB_SECONDS = 600.0
-# How faulthandler begins the traceback of the thread that crashed, if it is one of Python's.
+# Start of faulthandler's traceback of the crashed thread, if it is one of Python's.
 _PYTHONS_OWN = "Current thread"
-# How long a rank that runs on may take to tell where it is.
+# Seconds for a rank that does not end to dump its traceback.
 DUMP_SECONDS = 60.0
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a job ended on one rank: what it returned, or what went wrong.
+    """Result or failure of a job on one rank.
 
     Attributes:
-        value: What the job returned.
+        value: Return value of the job.
         error: The exception as "Type: message", "exit code N" of a process that died, or
             "still running".
         details: The traceback, or where a rank was that ran on; then what it wrote.
@@ -64,21 +64,20 @@ class Outcome:
 
 
 class RanksFailedError(AssertionError):
-    """Shows what went wrong on every rank on which something did."""
+    """Error with the failures of all ranks."""
 
 
 def run(job: Callable[..., Any], *args: Any, ranks: int = 2, seconds: float = JOB_SECONDS) -> Any:
     """Runs `job(*args)` on every rank of a new gloo world and returns the values by rank.
 
-    Once more, with a warning, if a rank crashed in one of torch's own threads and outside of
-    ampfast, as one did in many thousands of worlds.
+    Retries once, with a warning, if a rank crashed in one of torch's threads outside of ampfast, as
+    one did in many thousands of worlds.
 
     Args:
-        job: A function of a module, which is found by its name; it asks `torch.distributed` for
-            its rank.
-        *args: What can be pickled.
-        ranks: The size of the world.
-        seconds: How long it may take.
+        job: Importable function, which asks `torch.distributed` for its rank.
+        *args: Picklable arguments.
+        ranks: World size.
+        seconds: Time limit.
 
     Raises:
         RanksFailedError: If a rank raises, dies or runs on.
@@ -100,13 +99,13 @@ def attempt(
     seconds: float = JOB_SECONDS,
     patience: float = COLLECTIVE_SECONDS,
 ) -> list[Outcome]:
-    """As `run`, but tells of every rank how the job ended there.
+    """As `run`, but returns the outcome of every rank; waits of `patience` seconds raise.
 
     A rank that waits `patience` seconds for another one raises.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_PRELOADED)
-    # Not left to the pipes of multiprocessing, which would share tensors in memory files.
+    # Not by the pipes of multiprocessing, which would share tensors through memory files.
     work = pickle.dumps((job, args))
     pipes, processes = [], []
     with tempfile.TemporaryDirectory() as folder:
@@ -164,10 +163,10 @@ def _outcomes(
 
 
 def _is_of_torch(outcome: Outcome) -> bool:
-    """Whether a rank died of an access in a thread that Python does not know, nor ampfast."""
+    """Whether a rank died of a segmentation fault in a thread unknown to Python and ampfast."""
     if outcome.error != f"exit code {-signal.SIGSEGV}" or _PYTHONS_OWN in outcome.details:
         return False
-    # Of the stacks that torch writes, one a thread, the one that the signal came to.
+    # torch dumps one stack per thread: the one that got the signal.
     stacks = [s for s in outcome.details.split("\n\n") if "::fatalSignalHandler(" in s]
     return bool(stacks) and all(_C.__file__ not in stack for stack in stacks)
 
@@ -185,12 +184,12 @@ def _rank(
         os.dup2(log, stream)
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1)
-    # Of gloo's threads, too, which the Python traceback of a crash leaves out.
+    # Also gloo's threads, which the Python traceback of a crash lacks.
     torch._C._set_print_stack_traces_on_fatal_signal(True)
     # The ranks share the cores.
     torch.set_num_threads(1)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
-    # Nobody fails, and ends, while another one still connects to it.
+    # A rank that fails must not end while another still connects to it.
     os.environ["TORCH_DIST_INIT_BARRIER"] = "1"
     try:
         dist.init_process_group(
@@ -207,8 +206,8 @@ def _rank(
         said = f"{type(error).__name__}: {error}"
         details = f"{traceback.format_exc()}{_log(Path(folder), rank)}"
         pipe.send_bytes(pickle.dumps(Outcome(error=said, details=details)))
-        # The others are told by the end of this process.
+        # The end of this process signals the others.
         return
     pipe.send_bytes(outcome)
-    # What was sent to the others is lost if this process ends before they have read it.
+    # Data sent to the others is lost if this process ends before they have read it.
     wait([pipe])

@@ -1,4 +1,4 @@
-"""`check_ranks`: every rank tells the same difference, or none."""
+"""`check_ranks`: the same difference reported on every rank, or none."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def error_of(scaler: GradScaler) -> str | None:
 
 
 def checked(arguments: list[dict[str, Any]], starts: list[int] | None = None) -> str | None:
-    """What a rank is told; `starts` are those whose scaler scales something first."""
+    """Result on one rank; scalers of the ranks in `starts` scale something first."""
     rank = dist.get_rank()
     scaler = GradScaler(**{"device": "cpu", **arguments[rank]})
     if starts is None or rank in starts:
@@ -83,7 +83,7 @@ DIFFERENT: list[tuple[dict[str, Any], dict[str, Any], list[str]]] = [
 def check_each(
     cases: list[tuple[dict[str, Any], dict[str, Any]]], odd: int
 ) -> list[tuple[str | None, str | None]]:
-    """Where one rank is odd; before and after the lazy start."""
+    """One odd rank, before and after the lazy start."""
     count = dist.get_world_size()
     results = []
     for common, other in cases:
@@ -132,7 +132,7 @@ def step(scaler: GradScaler, gradient: float) -> None:
 
 
 def trained() -> list[str | None]:
-    """What is told after each of some steps, of which one overflows on rank 1 only."""
+    """Results after each of several steps, one of which overflows on rank 1 only."""
     scaler = GradScaler("cpu", init_scale=8.0, growth_interval=3, hysteresis=2)
     told = []
     for gradient in (1.0, float("inf") if dist.get_rank() else 1.0, 1.0):
@@ -167,7 +167,7 @@ def test_versions() -> None:
 
 
 def of_a_group() -> str | None:
-    """Ranks 1 and 3 are their own group, which the others are no part of."""
+    """Ranks 1 and 3 as a group of their own, without the others."""
     group = dist.new_group([1, 3])
     rank = dist.get_rank()
     if rank not in (1, 3):
@@ -181,14 +181,14 @@ def test_a_group_of_its_own() -> None:
 
 
 def of_several_groups() -> list[str | None]:
-    """All compare with all, but not all were given a group."""
+    """All ranks compared, of which only some were given a group."""
     rank, mesh = dist.get_rank(), init_device_mesh("cpu", (2, 2))
     given = [
         [None, dist.group.WORLD, dist.group.WORLD, dist.group.WORLD],
         [dist.group.WORLD, mesh, mesh, mesh],
     ]
     told = [error_of(GradScaler("cpu", process_group=groups[rank])) for groups in given]
-    # FSDP's scaler takes the default group by itself.
+    # FSDP's scaler takes the default group by default.
     makes = [GradScaler, GradScaler, ShardedGradScaler, ShardedGradScaler]
     return [*told, error_of(makes[rank]("cpu", allow_fp16=True))]
 
@@ -209,7 +209,7 @@ def test_a_group_that_one_does_not_have() -> None:
 
 
 def of_a_mesh(values: list[int]) -> str:
-    """Rank 3's value goes to rank 0 over a rank that shares a group with both."""
+    """Rank 3's value reaches rank 0 through a rank that shares a group with both."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
     groups = [Group(group) for group in mesh.get_all_groups()]
     return differences({"a": values[dist.get_rank()]}, groups)

@@ -1,4 +1,4 @@
-"""Checkpoints of sharded models: saved on some ranks, gone on with on more or fewer."""
+"""Checkpoints of sharded models, resumed on more or fewer ranks."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from torch.distributed.tensor import DTensor
 
 from ampfast import GradScaler, LateScheduler, ShardedGradScaler
 
-# The batches of so many ranks are shared out to those that there are.
+# Total number of batches, split over the ranks.
 PARTS = 4
 STEPS = 16
-# Where training stops and goes on: after an overflow that hysteresis tolerates, and with a growth
-# tracker that is not 0.
+# Steps at which training is saved and resumed: after a tolerated overflow, and with a growth
+# tracker other than 0.
 CUTS = (6, 11)
 OVERFLOWS = (0, 5, 6, 9, 13)
 INF = float("inf")
@@ -41,7 +41,7 @@ POLICY: dict[str, Any] = {"min_scale": 2.0**4, "max_scale": 2.0**8, "hysteresis"
 
 @dataclass(frozen=True)
 class Form:
-    """How a checkpoint is kept, and of which scaler.
+    """Format of a checkpoint, and its scaler.
 
     Attributes:
         store: "stateful" gives the scaler to torch.distributed.checkpoint, "values" its state dict,
@@ -57,7 +57,7 @@ class Form:
 
 
 class Training:
-    """One rank's model, optimizer, scaler and schedule, which depends on the steps that ran."""
+    """Model, optimizer, scaler and schedule of one rank."""
 
     def __init__(self, form: Form, scaler: str, shards: str) -> None:
         self.form = form
@@ -78,7 +78,7 @@ class Training:
         self.scaler = MAKES[scaler](**SETTINGS, **form.policy)
 
     def run(self, steps: Sequence[int]) -> list[Any]:
-        """Trains, and returns what scaler and parameters are after each step."""
+        """Trains; returns scaler and parameters after each step."""
         mine = PARTS // dist.get_world_size()
         first = mine * dist.get_rank()
         batches = batches_of(range(first, first + mine), {})
@@ -99,7 +99,7 @@ class Training:
 
     @torch.no_grad()
     def plant(self) -> None:
-        """Makes one element of what this rank has of the gradients infinite."""
+        """Makes one element of this rank's gradients infinite."""
         grads = [p.grad for p in self.model.parameters() if p.grad is not None]
         mine = [g.to_local() if isinstance(g, DTensor) else g for g in grads]
         next(g for g in mine if g.numel()).view(-1)[0] = INF
@@ -146,7 +146,7 @@ class Training:
 def leg(
     form: Form, scaler: str, shards: str, steps: Sequence[int], loaded: str, saved: str
 ) -> list[Any]:
-    """Goes on from one checkpoint to the next; an empty place is none."""
+    """Trains from one checkpoint to the next; an empty path is none."""
     warnings.simplefilter("error", FutureWarning)
     training = Training(form, scaler, shards)
     if loaded:
@@ -159,7 +159,7 @@ def leg(
 
 @functools.cache
 def expected(kind: str, scaler: str, policy: tuple[tuple[str, Any], ...]) -> list[Any]:
-    """What one process without shards does, which is never interrupted."""
+    """Uninterrupted training in one process without shards."""
     form = Form(kind, policy=dict(policy))
     [trace] = ranks.run(leg, form, scaler, "none", range(STEPS), "", "", ranks=1)
     scales = [state["scale"] for _, state, _ in trace]
@@ -175,7 +175,7 @@ def go_on(
     cuts: Sequence[int] = CUTS,
     shards: Sequence[str] = ("fsdp2",) * 3,
 ) -> None:
-    """Trains on so many ranks with that scaler and those shards, leg after leg."""
+    """Resumes on each number of ranks with its scaler and sharding, one after another."""
     reference = expected(form.kind, "ours" if form.policy else "torch", (*form.policy.items(),))
     ends = [0, *cuts, STEPS]
     places = ["", *(str(folder / f"after{cut}") for cut in cuts), ""]
@@ -204,7 +204,7 @@ def test_on_more_ranks(kind: str, store: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("store", ["stateful", "values", "file"])
 def test_limits_and_hysteresis(store: str, tmp_path: Path) -> None:
-    """Their entry, "ampfast", goes along, and so does the overflow that was tolerated."""
+    """The state dict's entry "ampfast" carries the policy and the tolerated overflow."""
     reference = expected("fused_adamw", "ours", tuple(POLICY.items()))
     assert reference[CUTS[0] - 1][1]["ampfast"]["hysteresis_tracker"] == 1
     go_on(Form(store=store, policy=POLICY), tmp_path, ours(4, 2, 1))
@@ -221,7 +221,7 @@ def test_without_shards_in_the_end(tmp_path: Path) -> None:
 
 
 def test_with_fsdp1_in_between(tmp_path: Path) -> None:
-    """Whose scaler, "sharded", agrees with all ranks."""
+    """FSDP1's scaler, "sharded", agrees with all ranks."""
     legs = [(2, "ours"), (4, "sharded"), (2, "sharded")]
     go_on(Form("momentum"), tmp_path, legs, CUTS, ["fsdp2", "fsdp1", "fsdp1"])
 
@@ -242,7 +242,7 @@ def test_torchs_checkpoints_into_ours_and_back(
 
 @pytest.mark.parametrize("store", ["stateful", "file"])
 def test_saved_before_the_start(store: str, tmp_path: Path) -> None:
-    # Not with Adam: to have a state to save, torch takes a step without gradients, and counts it.
+    # Not with Adam: to save its state, torch takes a step without gradients and counts it.
     go_on(Form("momentum", store, policy=POLICY), tmp_path, ours(2, 4), (0,))
 
 
@@ -259,7 +259,7 @@ def stepped(scaler: Any, gradients: Sequence[float]) -> Any:
 
 
 def reloaded(place: str, saved: Any, loaded: Any, partial: bool = False) -> dict[str, Any] | str:
-    """What one scaler is after a checkpoint of another, or the error that comes instead."""
+    """State of one scaler after loading another's checkpoint, or the error."""
     checkpoint.save({"scaler": saved}, checkpoint_id=place)
     planner = checkpoint.DefaultLoadPlanner(allow_partial_load=partial)
     try:
@@ -276,7 +276,7 @@ def without_limits(place: str, partial: bool) -> Any:
 
 
 def test_a_checkpoint_without_limits_is_loaded_in_part(tmp_path: Path) -> None:
-    """torch asks for every entry that the loading side has, unless told otherwise."""
+    """torch demands every entry of the loading side unless told otherwise."""
     for told in ranks.run(without_limits, str(tmp_path / "strict"), False):
         assert "Missing key in checkpoint state_dict: scaler.ampfast." in told
     kept = GradScaler(**SETTINGS, **POLICY).state_dict()
@@ -297,7 +297,7 @@ def test_a_checkpoint_with_other_limits_is_refused_everywhere(tmp_path: Path) ->
 
 
 def test_limits_are_not_looked_for_without_them(tmp_path: Path) -> None:
-    """torch reads what the loading side has, and nothing more."""
+    """torch reads the entries of the loading side only."""
     expected = {**GradScaler(**SETTINGS).state_dict(), "_growth_tracker": 1}
     for state in ranks.run(with_limits, str(tmp_path), {}):
         assert_same(state, expected)
@@ -322,7 +322,7 @@ def test_disabled_scalers(tmp_path: Path) -> None:
 
 
 def schedule_of(place: str) -> list[Any]:
-    """A decision that is outstanding goes on where it is loaded, once."""
+    """A pending decision of the schedule is resumed once."""
     found = []
     for bad in (False, True):
         parameter = torch.ones(1, requires_grad=True)

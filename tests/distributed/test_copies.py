@@ -1,4 +1,4 @@
-"""Scalers of several ranks that are copied, pickled or given another group."""
+"""Copied and pickled scalers of several ranks, and scalers given another group."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ampfast import GradScaler
 
 
 def agreed(scaler: GradScaler) -> float:
-    """Whether a step with an infinity on rank 1 alone is skipped here."""
+    """Whether this rank skips a step with an infinity on rank 1."""
     param = torch.nn.Parameter(torch.ones(2))
     optimizer = torch.optim.SGD([param], lr=1.0)
     scaler.scale(torch.ones(()))

@@ -1,4 +1,4 @@
-"""DistributedDataParallel, whose gradients are equal everywhere: nothing to agree on, no group."""
+"""DistributedDataParallel: equal gradients on all ranks, so no agreement and no group."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ def compress(model: DistributedDataParallel) -> None:
 
 
 def power(model: DistributedDataParallel) -> None:
-    # Without feedback of the error, which would keep an infinity for ever.
+    # Without error feedback, which would keep an infinity for ever.
     state = powerSGD_hook.PowerSGDState(
         None, start_powerSGD_iter=4, min_compression_rate=0.5, use_error_feedback=False
     )
@@ -140,7 +140,7 @@ def power(model: DistributedDataParallel) -> None:
 
 
 class Unused(Heads):
-    """A head sits out, in every other step another one on each rank."""
+    """Heads, one of which, by step and rank, has no gradient."""
 
     calls = 0
 
@@ -171,7 +171,7 @@ def hooked(hook: str, scaler: str, kind: str, scale: float, steps: int) -> Trace
 @pytest.mark.parametrize("kind", ["momentum", "fused_adam"])
 @pytest.mark.parametrize(
     ("hook", "scale"),
-    # With float16 on the way, the gradients overflow when the scale has grown.
+    # float16 on the wire makes the gradients overflow once the scale has grown.
     [("fp16", 2.0**12), ("power", 2.0**6), ("", 2.0**6)],
     ids=["fp16_compress_hook", "powerSGD_hook", "unused_parameters"],
 )

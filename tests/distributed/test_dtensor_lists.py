@@ -21,8 +21,8 @@ pytest_plugins = ["verdicts"]
 
 SCALE = 4.0
 MAX_NORM = 2.0
-# R: replicated, S0: sharded along rows, P: summands. Of 4 ranks on a line, or 2 by 2; `a` and `b`
-# are the lines of the latter, and "plain" is a tensor that every rank has.
+# R: replicated, S0: sharded along rows, P: partial. 4 ranks on a line, or 2 by 2 with the lines `a`
+# and `b`; "plain" is a tensor on every rank.
 LISTS: dict[str, list[str]] = {
     "sharded": ["S0", "S0", "S0"],
     "columns": ["S1", "S0"],
@@ -65,13 +65,13 @@ def meshes() -> dict[str, DeviceMesh]:
 
 
 def placed(value: torch.Tensor, how: str, on: dict[str, DeviceMesh]) -> torch.Tensor:
-    """Lays out what every rank has whole."""
+    """Distributes a tensor that every rank has."""
     if how == "plain":
         return value.clone()
     name, _, spec = how.rpartition(":")
     placements = [PLACEMENTS[each] for each in spec.split(",")]
     mesh = on[name or ("line" if len(placements) == 1 else "square")]
-    # Summands are made by hand, of whole numbers of which some are negative.
+    # Summands are integers, some of them negative.
     shards = [Replicate() if p.is_partial() else p for p in placements]
     tensor = DTensor.from_local(value.clone(), mesh, [Replicate()] * mesh.ndim).redistribute(
         placements=shards
@@ -81,7 +81,7 @@ def placed(value: torch.Tensor, how: str, on: dict[str, DeviceMesh]) -> torch.Te
         if placement.is_partial():
             size, mine = mesh.size(dim), mesh.get_local_rank(dim)
             part = local * (size + 2 if mine == 0 else -1 - 2 / (size - 1))
-            # One summand that is infinite is enough.
+            # One infinite summand is enough.
             bad = local if mine == 0 else torch.zeros_like(local)
             local = torch.where(local.isfinite(), part, bad)
     return DTensor.from_local(
@@ -90,14 +90,14 @@ def placed(value: torch.Tensor, how: str, on: dict[str, DeviceMesh]) -> torch.Te
 
 
 def full_gradients(names: list[str]) -> list[torch.Tensor]:
-    """Multiples of 12 that no number of summands rounds."""
+    """Multiples of 12, which divide exactly into summands."""
     generator = torch.Generator().manual_seed(9)
     shapes = SHAPES[: len(names)]
     return [12.0 * torch.randint(-5, 6, shape, generator=generator).float() for shape in shapes]
 
 
 class Fused(torch.optim.SGD):
-    """Takes a list that no fused kernel takes, as it is told to."""
+    """Optimizer that counts as fused for any list."""
 
     _step_supports_amp_scaling = True
 
@@ -111,7 +111,7 @@ class Fused(torch.optim.SGD):
 def iterated(
     scaler: Any, names: list[str], bad: Any, path: str, on: dict[str, DeviceMesh]
 ) -> dict[str, Any]:
-    """One iteration: the flags, the scale, the norms and the parameters that it leaves."""
+    """Flags, scale, norms and parameters after one iteration."""
     full = full_gradients(names)
     if bad is not None:
         which, where, value = bad
@@ -145,7 +145,7 @@ def iterated(
 
 
 def decided(scaler_name: str, lists: tuple[str, ...], paths: tuple[str, ...]) -> dict[str, Any]:
-    """What this rank finds for each list, on each path, for each place of an infinity."""
+    """Results of this rank by list, path and place of an infinity."""
     on = meshes()
     seen: dict[str, Any] = {name: [] for name in lists}
     for name in lists:
@@ -186,7 +186,7 @@ def places(names: list[str]) -> list[Any]:
 
 
 def matches(seen: Any, wanted: dict[str, Any]) -> bool:
-    """Whether all is equal, but for what rounding a coefficient and adding up summands costs."""
+    """Whether results are equal, but for rounding of the coefficient and of sums."""
     if isinstance(seen, str) or any(seen[name] != wanted[name] for name in ("flags", "scale")):
         return False
     return all(
@@ -197,7 +197,7 @@ def matches(seen: Any, wanted: dict[str, Any]) -> bool:
 
 
 def cases(name: str, paths: tuple[str, ...]) -> list[Any]:
-    """What `decided` is to find, and for what."""
+    """Cases for `decided` and their expected results."""
     return [
         ((path, bad), expected(LISTS[name], bad, path))
         for path in paths
@@ -207,7 +207,7 @@ def cases(name: str, paths: tuple[str, ...]) -> list[Any]:
 
 PATHS = ("step", "unscale", "clip", "fused", "fused clip")
 TORCHS_PATHS = ("step", "fused")
-# Lists in which the first gradient does not tell what the others are.
+# Lists whose first gradient does not represent the others.
 TORCHS_LISTS = {
     "replicated first": "mixed placements",
     "mixed": "mixed placements",
@@ -222,7 +222,7 @@ TORCHS_LISTS = {
 
 @functools.cache
 def all_lists() -> list[Any]:
-    # In one go, for a rank needs a second for its first DTensors.
+    # In one job, since a rank needs a second for its first DTensors.
     return ranks.run(decided, "ours", tuple(LISTS), PATHS, ranks=4)
 
 
@@ -266,7 +266,7 @@ def test_finite_summands_whose_sum_is_not(scale: float, skipped: bool) -> None:
 
 
 def decided_over(lines: list[str], orders: list[list[int]], bad: int) -> tuple[bool, float]:
-    """Whether this rank skips: of the lines, it has those that it is in, in its own order."""
+    """Whether this rank skips, for each of its lines in its own order."""
     rank = dist.get_rank()
     square = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
     params = []

@@ -1,4 +1,4 @@
-"""A rank that dies or hangs in mid-step: the others raise, and change no parameter."""
+"""A rank that dies or hangs during a step: the others raise with parameters unchanged."""
 
 from __future__ import annotations
 
@@ -21,8 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ampfast import GradScaler
 
 HEALTHY_STEPS = 2
-# How long a rank waits for others in the last step: some see no connection end, as theirs is to
-# ranks that wait too.
+# Timeout of the last step: ranks that wait for other waiting ranks see no connection end.
 PATIENCE = timedelta(seconds=2)
 
 
@@ -31,7 +30,7 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def trained(setting: str, kind: str, way: str, end: str) -> str | None:
-    """Trains until rank 1 is gone; returns the error, before which nothing may have changed."""
+    """Trains until rank 1 is gone; returns the error, and asserts that it changed nothing."""
     rank = dist.get_rank()
     model: Any = Heads()
     group: Any = None
@@ -76,7 +75,7 @@ def trained(setting: str, kind: str, way: str, end: str) -> str | None:
         ("ddp", "fused_adamw", "step", "in backward", 2),
         ("group", "adamw", "step", "in backward", 2),
         ("group", "adamw", "step", "after backward", 2),
-        # Two of these are no neighbours of the one that dies.
+        # Two of these are not neighbours of the one that dies.
         ("group", "adamw", "step", "after backward", 4),
         ("group", "fused_adamw", "step", "after backward", 2),
         ("group", "fused_sgd", "unscale", "after backward", 2),

@@ -1,4 +1,4 @@
-"""Process groups that torch.distributed does not know: only rank(), size() and allreduce()."""
+"""Process groups unknown to torch.distributed: only rank(), size() and allreduce()."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Found = tuple[list[float], float]
 
 
 class Alone:
-    """A group of one, as in the tests of torch's scaler for FSDP."""
+    """Group of one rank, as in torch's tests of its scaler for FSDP."""
 
     def __init__(self, rank: int = 0) -> None:
         self._rank = rank
@@ -40,7 +40,7 @@ class Alone:
 
 
 class Foreign:
-    """A group of its own that calls a real one, and counts how often."""
+    """Foreign group that forwards to a real one and counts collectives."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
@@ -58,7 +58,7 @@ class Foreign:
 
 
 class Derived(dist.ProcessGroup):
-    """The same as a ProcessGroup, but not registered."""
+    """Foreign group that is a ProcessGroup, but not registered."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         super().__init__(group.rank(), group.size())
@@ -135,7 +135,7 @@ def test_every_path_of_one_rank(kind: str, path: str) -> None:
 
 
 def by_all_paths(group: str, kind: str, bad: int | None) -> list[Found]:
-    """Flag and norms of each path; the gradients of one rank may overflow."""
+    """Flag and norms of each path; one rank's gradients may overflow."""
     rank = dist.get_rank()
     pair = [dist.new_group([0, 2]), dist.new_group([1, 3])][rank % 2]
     real = pair if group == "pairs" else dist.group.WORLD
@@ -172,7 +172,7 @@ def test_flags_and_norms_of_all_ranks(group: str, kind: str, bad: int | None) ->
 
 
 def beside_meshes() -> list[float]:
-    """Norms of DTensors whose mesh is the foreign group, or lies across it."""
+    """Norms of DTensors on a mesh equal to the foreign group, or across it."""
     rank = dist.get_rank()
     pair = [dist.new_group([0, 1]), dist.new_group([2, 3])][rank // 2]
     mesh = init_device_mesh("cpu", (2, 2))
@@ -188,7 +188,7 @@ def beside_meshes() -> list[float]:
 
 
 def test_norms_of_distributed_gradients() -> None:
-    # Along the second dimension are ranks 0 and 1; of replicas the first counts.
+    # Ranks 0 and 1 lie along the second dimension; the first replica counts.
     for rank, norms in enumerate(ranks.run(beside_meshes, ranks=4)):
         row = rank // 2
         assert norms[0] == 4 * row + 3

@@ -1,4 +1,4 @@
-"""FSDP1 with `ShardedGradScaler`: flat parameters that each rank has a part of."""
+"""FSDP1 with `ShardedGradScaler`: flat parameters sharded over ranks."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def sharded(kind: str, way: str, steps: int, options: dict[str, Any]) -> Trace:
 @pytest.mark.parametrize("way", ["step", "unscale", "together", "accumulate", "clip", "defer"])
 @pytest.mark.parametrize("kind", ["adamw", "fused_sgd"])
 def test_as_one_process(kind: str, way: str, orig: bool) -> None:
-    # Not fused Adam, which rounds the last elements of a shard otherwise than those of a whole.
+    # Without fused Adam, which rounds the tail elements of a shard differently.
     if way == "defer" and kind == "adamw":
         pytest.skip("only optimizers that take grad_scale can defer a clip")
     for trace in ranks.run(sharded, kind, way, STEPS, {"use_orig_params": orig}):
@@ -83,13 +83,13 @@ def test_as_one_process(kind: str, way: str, orig: bool) -> None:
 
 
 def test_four_ranks() -> None:
-    # With original parameters some ranks have none of most.
+    # With original parameters some ranks hold no element of most.
     for trace in ranks.run(sharded, "adamw", "clip", 40, {"use_orig_params": True}, ranks=4):
         assert_same_traces(trace, expected("adamw", "clip", 4, 40))
 
 
 def one_overflow(scaler_name: str, kind: str, way: str, bad: tuple[int, ...]) -> Any:
-    """What a rank does about an infinity in some ranks' parts: scale, and whether it stepped."""
+    """Scale, and whether this rank stepped, after an infinity in some ranks' shards."""
     rank = dist.get_rank()
     model = wrapped(Heads())
     optimizer = OPTIMIZERS[kind](model.parameters())
@@ -124,7 +124,7 @@ def test_every_rank_skips(kind: str, way: str, bad: tuple[int, ...], torch_fails
 
 
 def in_half_precision(scaler_name: str) -> Any:
-    """Losses and gradients of float16, one of which overflows."""
+    """float16 losses and gradients, one of which overflows."""
     precision = MixedPrecision(
         param_dtype=torch.float16, reduce_dtype=torch.float16, keep_low_precision_grads=True
     )
@@ -157,7 +157,7 @@ def test_half_precision_as_with_torchs() -> None:
 
 
 def norms_of(strategy: str) -> tuple[float, float]:
-    """The norm of a model's gradients, and what FSDP says it is."""
+    """Norm of a model's gradients, by ampfast and by FSDP."""
     torch.manual_seed(0)
     shape = (2, 2) if strategy == "HYBRID_SHARD" else (4,)
     model = FullyShardedDataParallel(

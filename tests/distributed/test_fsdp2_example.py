@@ -1,4 +1,4 @@
-"""The example with two ranks: started by itself, and the same with torch's scaler."""
+"""The FSDP2 example on two ranks, with ampfast's and torch's scaler."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_it_starts_its_ranks_and_both_scalers_give_the_same() -> None:
     assert done.returncode == 0, done.stderr
     *lines, last = done.stdout.splitlines()
     assert ranks.run(trained, "torch", seconds=240) == [last, last]
-    # One rank alone has held the infinity.
+    # Only one rank held the infinity.
     [planted] = [line for line in lines if line.startswith(f"step {STEPS // 2}:")]
     assert planted.endswith("skipped: [True, True]")
     [(steps, skipped)] = re.findall(r"steps=(\d+), skipped=(\d+)", done.stdout)

@@ -1,4 +1,4 @@
-"""FSDP2, whose gradients are DTensors: uneven and empty shards, two dimensions, offload."""
+"""FSDP2: DTensor gradients with uneven and empty shards, two mesh dimensions, offload."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ TWO_RANKS = [
     case("adamw", "clip", unit="offloaded"),
 ]
 FOUR_RANKS = [
-    # Of some parameters two or three ranks have nothing, and then two have nothing at all.
+    # Some parameters have no element on two or three ranks, two ranks none of any.
     *(case("fused_adamw", way) for way in ("step", "clip", "defer")),
     *(case("fused_adamw", way, rows=(2, 1)) for way in ("step", "clip")),
     case("adamw", "step", in_place=False),
@@ -88,7 +88,7 @@ def mesh_of(name: str) -> DeviceMesh:
 
 
 def plant(params: Sequence[Any], step: int) -> None:
-    """Makes one element of what some ranks hold infinite, of their first gradient that has any."""
+    """Makes one element of some ranks' first gradient with local elements infinite."""
     if dist.get_rank() in OVERFLOWS.get(step, ()):
         parts = [param.grad.to_local() for param in params]
         part = next((part for part in parts if part.numel()), None)
@@ -99,7 +99,7 @@ def plant(params: Sequence[Any], step: int) -> None:
 def sharded(
     steps: int, kind: str, way: str, mesh: str, rows: Sequence[int], in_place: bool, unit: str
 ) -> Trace:
-    """Overflows come through the inputs, so that most ranks have some, or are in one shard only."""
+    """Trains with overflows from the inputs, on most ranks, or in a single shard."""
     model: Any = Heads(rows)
     options: dict[str, Any] = {"mesh": mesh_of(mesh)}
     if unit == "offloaded":
@@ -127,7 +127,7 @@ def all_sharded(cases: list[ShardedCase]) -> list[Trace]:
 
 @functools.cache
 def all_traces(world: int) -> list[list[Trace]]:
-    # In one go, for a rank needs a second for its first DTensors.
+    # In one job, since a rank needs a second for its first DTensors.
     return ranks.run(all_sharded, TWO_RANKS if world == 2 else FOUR_RANKS, ranks=world)
 
 

@@ -1,4 +1,4 @@
-"""Overflowing parameters, known on every rank."""
+"""Overflow reports agreed on by all ranks."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from ampfast import GradScaler
 Told = tuple[str, str, int, int, int]
 
 
-def told(way: str, layout: str) -> list[list[Told]]:
-    """What the overflow report says after each of three steps, and what each step sent."""
+def reports_of(way: str, layout: str) -> list[list[Told]]:
+    """Overflow report and collectives of each of three steps."""
     rank = dist.get_rank()
     mesh = init_device_mesh("cpu", (2,))
     params = [torch.nn.Parameter(torch.ones(4)) for _ in range(3)]
@@ -30,7 +30,7 @@ def told(way: str, layout: str) -> list[list[Told]]:
     scaler.name_parameters(zip("abc", params, strict=True))
     scaler.scale(torch.ones(()))
     seen = []
-    # By step: which rank finds what in which parameter.
+    # By step: values that ranks plant in parameters.
     for bad in (
         {0: ("a", math.inf)},
         {},
@@ -62,7 +62,7 @@ def told(way: str, layout: str) -> list[list[Told]]:
 def test_every_rank_knows_what_any_rank_found(way: str, layout: str) -> None:
     first = [("a", "inf", 0, 1, 0)]
     both = [("a", "nan", 2, 1, 1), ("c", "inf", 2, 1, 0)]
-    for seen in ranks.run(told, way, layout):
+    for seen in ranks.run(reports_of, way, layout):
         assert seen == [first, first, both, both]
 
 
@@ -81,14 +81,14 @@ def unequal() -> tuple[list[str], list[str], bool, list[tuple[str, int]]]:
         traffic = sent(lambda: scaler.step(optimizer))
         scaler.update()
     reports = scaler.overflow_report(), scaler.overflow_report(local=True)
-    told, own = ([row.name for row in report.parameters] for report in reports)
-    return told, own, scaler.step_skipped(optimizer), traffic
+    joint, own = ([row.name for row in report.parameters] for report in reports)
+    return joint, own, scaler.step_skipped(optimizer), traffic
 
 
 def test_ranks_with_other_parameters() -> None:
     bad = ["stage 1, 0", "stage 1, 1"]
-    for rank, (told, own, skipped, traffic) in enumerate(ranks.run(unequal)):
-        assert told == bad
+    for rank, (joint, own, skipped, traffic) in enumerate(ranks.run(unequal)):
+        assert joint == bad
         assert own == (bad if rank else [])
         assert skipped
         assert traffic == [("gloo:all_reduce", 4)]

@@ -1,4 +1,4 @@
-"""Distributed gradients in lists of a caller's own, and placements that nobody knows."""
+"""Lists of distributed gradients from a caller, and placements unknown to torch."""
 
 from __future__ import annotations
 
@@ -77,11 +77,11 @@ def test_functional(bad: int | None, world: int) -> None:
 
 
 class Halves(Shard):
-    """A user's own way of sharding."""
+    """User-defined placement."""
 
 
 def stepped(way: str) -> tuple[float, list[bool], list[float], list[str]]:
-    """What two steps do to a gradient of an unknown placement among others, and what is said."""
+    """Gradients and warnings after two steps with an unknown placement among others."""
     mesh = init_device_mesh("cpu", (2,))
     rank = dist.get_rank()
     params = [torch.nn.Parameter(torch.ones(2)) for _ in range(2)]

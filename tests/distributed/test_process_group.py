@@ -1,4 +1,4 @@
-"""A process group whose ranks own different parameters: one decision, one norm, one scale."""
+"""Process group whose ranks own different parameters: one decision, one norm, one scale."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import ampfast
 from ampfast import GradScaler
 
-# Which heads a rank owns; the last one is every rank's where it is `shared`.
+# Heads by rank; all ranks have the last one if it is `shared`.
 STAGES = {2: ((0, 2), (1, 3)), 4: ((0,), (1,), (2,), (3,))}
 SHARED = {2: ((0, 3), (1, 2, 3)), 4: ((0, 3), (1, 3), (2, 3), (3,))}
 
@@ -49,7 +49,7 @@ def planted(model: Heads, owners: dict[int, int], rank: int | None) -> Callable[
 
 
 def gone(model: Heads, head: int) -> Callable[[int], None]:
-    """Takes the gradients of a head away in two of three steps."""
+    """Drops the gradients of a head in two of three steps."""
 
     def forget(step: int) -> None:
         if step % 3:
@@ -64,11 +64,11 @@ def both(*calls: Callable[[int], None]) -> Callable[[int], None]:
 
 
 def alone(kind: str, way: str, world: int, steps: int, missing: int | None = None) -> Trace:
-    """One process that owns all heads."""
+    """Training in one process that owns all heads."""
     model = Heads()
     prepare = planted(model, {rank: owned[0] for rank, owned in enumerate(STAGES[world])}, None)
-    # torch's fused SGD reads memory that nobody wrote after a first step that overflows, and its
-    # norms are rounded otherwise.
+    # torch's fused SGD reads uninitialised memory after a first step that overflows, and its norms
+    # are rounded differently.
     ours = kind == "fused_sgd" or way in ("clip", "defer")
     return train(
         model,
@@ -89,14 +89,14 @@ def expected(kind: str, way: str, world: int, steps: int, missing: int | None = 
 
 
 def places(heads: Sequence[int]) -> list[int]:
-    """Where the weights and biases of heads are among all parameters."""
+    """Indices of the heads' weights and biases among all parameters."""
     return [2 * head + i for head in heads for i in range(2)]
 
 
 def staged(
     kind: str, way: str, steps: int, shared: bool, mesh: bool, missing: int | None = None
 ) -> Trace:
-    """A rank that owns some heads."""
+    """Training on a rank that owns some heads."""
     world, rank = dist.get_world_size(), dist.get_rank()
     owned = (SHARED if shared else STAGES)[world][rank]
     model = Heads()
@@ -159,12 +159,12 @@ def test_marked_parameters_count_once(way: str, world: int) -> None:
 @pytest.mark.parametrize("way", ["step", "unscale", "together", "clip"])
 @pytest.mark.parametrize("kind", ["momentum", "fused_adam"])
 def test_a_rank_without_gradients_takes_part(kind: str, way: str) -> None:
-    # Head 1 is all that rank 1 owns.
+    # Rank 1 owns head 1 only.
     check(kind, way, world=4, missing=1)
 
 
 def decided(group: str, kind: str, bads: list[list[int]]) -> list[float]:
-    """What each rank finds out about gradients that overflow on some ranks, by every path."""
+    """Flags and norms on each rank, by path, with overflows on some ranks."""
     world, rank = dist.get_world_size(), dist.get_rank()
     if group == "pairs":
         pairs = [dist.new_group([first, first + 1]) for first in range(0, world, 2)]
@@ -227,7 +227,7 @@ def test_every_path_decides_for_the_ranks_of_the_group(
 
 
 def divided_by(own: float, way: str, large: int | None) -> tuple[bool, float]:
-    """Whether a step was skipped for the user's own `grad_scale`, and the next scale."""
+    """Whether a step with the user's own `grad_scale` was skipped, and the next scale."""
     param = torch.nn.Parameter(torch.ones(3))
     optimizer = OPTIMIZERS["fused_sgd"]([param])
     scaler = GradScaler("cpu", init_scale=1.0, process_group=dist.group.WORLD)
@@ -247,14 +247,14 @@ def divided_by(own: float, way: str, large: int | None) -> tuple[bool, float]:
 
 @pytest.mark.parametrize("way", ["unscale", "defer"])
 def test_what_only_the_users_own_quotient_overflows(way: str) -> None:
-    """On one rank, after the ranks have agreed that all gradients are finite."""
+    """One rank's quotient overflows after the ranks agreed on finite gradients."""
     assert ranks.run(divided_by, 1e-20, way, None) == [(False, 1.0)] * 2
     for large in (0, 1):
         assert ranks.run(divided_by, 1e-20, way, large) == [(True, 0.5)] * 2
 
 
 def norms(order: float) -> list[float]:
-    """A joint norm of two optimizers, one of which has the parameter that every rank has."""
+    """Joint norm of two optimizers, one of them with a replicated parameter."""
     rank = dist.get_rank()
     own = torch.nn.Parameter(torch.zeros(2 + rank))
     same = torch.nn.Parameter(torch.zeros(5))

@@ -1,4 +1,4 @@
-"""The ranks that the tests of this folder run on: their results, their errors, their ends."""
+"""The runner of these ranks: results, errors, crashes and timeouts."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_a_rank_that_dies_is_told_by_its_exit_code() -> None:
 
 
 def crashes(sign: Path, *, in_python: bool) -> int:
-    """At the first try, on rank 1, by reading at address 0."""
+    """Crashes in its first run, on rank 1, by reading at address 0."""
     if dist.get_rank() == 1 and not sign.exists():
         sign.touch()
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -134,7 +134,7 @@ def test_a_rank_that_hangs_tells_where(monkeypatch: pytest.MonkeyPatch, tmp_path
     sign, late, wait = tmp_path / "sleeps", [False], ranks.wait
 
     def wait_for_all_but_one(pipes: list[Any], left: float) -> list[Any]:
-        """It is late when one rank has ended and the other sleeps."""
+        """One rank ends; the other sleeps beyond the time limit."""
         if len(pipes) == 2:
             return wait(pipes)
         while not sign.exists():

@@ -1,4 +1,4 @@
-"""Schedules on several ranks: all leave out the steps in which one of them overflows."""
+"""Schedules on several ranks: all leave out a step in which one rank overflows."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SKIPPED = (0, 3)
 
 
 def advanced(kind: str, has_group: bool, is_late: bool) -> list[int]:
-    """How far the schedule is at each step, and in the end; rank 0 has no gradients."""
+    """Epochs of the schedule by step; rank 0 has no gradients."""
     rank = dist.get_rank()
     parameter = torch.ones(4, requires_grad=True)
     optimizer = torch.optim.AdamW([parameter], lr=0.1, fused=kind == "fused")

@@ -1,4 +1,4 @@
-"""Optimizers of distributed parameters that are turned into fused ones."""
+"""`sync_free_` on optimizers of distributed parameters."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import ampfast
 
 
 def turned(kind: str) -> tuple[str, bool, list[torch.Tensor]]:
-    """What sync_free_ says, whether the optimizer is fused then, and parameters after a step."""
+    """Message of sync_free_, whether the optimizer is fused, and parameters after a step."""
     torch.manual_seed(0)
     model = torch.nn.Linear(4, 4)
     fully_shard(model, mesh=init_device_mesh("cpu", (2,)))

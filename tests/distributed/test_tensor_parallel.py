@@ -1,4 +1,4 @@
-"""Tensor parallelism, alone and under FSDP2: shards along columns, sums still to be added up."""
+"""Tensor parallelism, alone and under FSDP2: column shards and partial sums."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from torch.distributed.tensor.parallel import (
 
 from ampfast import GradScaler
 
-# The last head is left alone: a plain tensor among DTensors.
+# The last head stays a plain tensor among DTensors.
 PLAN = {
     "heads.0": ColwiseParallel(output_layouts=Replicate()),
     "heads.1": RowwiseParallel(input_layouts=Replicate()),
@@ -57,7 +57,7 @@ def expected(kind: str, way: str, feeds: int, steps: int) -> Trace:
 
 
 def parallel(kind: str, way: str, steps: int) -> Trace:
-    """All ranks work on each batch together."""
+    """Tensor parallelism over all ranks."""
     world = dist.get_world_size()
     model = parallelize_module(Heads(), init_device_mesh("cpu", (world,)), PLAN)
     return train(
@@ -73,7 +73,7 @@ def parallel(kind: str, way: str, steps: int) -> Trace:
 
 
 def two_ways(kind: str, way: str, steps: int, leave_out: bool) -> Trace:
-    """Two lines of two ranks: those of a line work on one batch together."""
+    """Two-dimensional: the ranks of a line share a batch."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     model: Any = parallelize_module(Heads(), mesh["tp"], PLAN)
     for head in model.heads[:3]:
@@ -84,7 +84,7 @@ def two_ways(kind: str, way: str, steps: int, leave_out: bool) -> Trace:
         model,
         OPTIMIZERS[kind](model.parameters()),
         GradScaler(**SETTINGS),
-        # A plain tensor is nobody's to average: both lines are given the same then.
+        # No rank averages a plain tensor: both lines get the same batch.
         batches_of(range(2) if leave_out else [mesh.get_local_rank("dp")]),
         WAYS[way],
         steps=steps,
@@ -112,7 +112,7 @@ def on_squares() -> list[Trace]:
 
 @functools.cache
 def all_traces(job: Callable[[], list[Trace]], world: int) -> list[list[Trace]]:
-    # In one go, for a rank needs a second for its first DTensors.
+    # In one job, since a rank needs a second for its first DTensors.
     return ranks.run(job, ranks=world)
 
 
@@ -125,14 +125,14 @@ def test_as_one_process(kind: str, way: str, world: int) -> None:
 
 @pytest.mark.parametrize(("kind", "way", "leave_out"), SQUARES)
 def test_under_fully_shard(kind: str, way: str, leave_out: bool) -> None:
-    # What is left out is a plain tensor.
+    # The parameter left out is a plain tensor.
     index = SQUARES.index((kind, way, leave_out))
     for traces in all_traces(on_squares, 4):
         assert_same_traces(traces[index], expected(kind, way, 2, STEPS))
 
 
 class Block(nn.Module):
-    """A norm and two linear maps, as of a transformer."""
+    """Norm and two linear layers, as in a transformer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -146,7 +146,7 @@ class Block(nn.Module):
 
 
 def in_sequence(scaler_name: str, kind: str, planted: dict[int, tuple[int, ...]]) -> Any:
-    """Each rank has its part of the sequence; gradients of the norm are not added up."""
+    """Sequence parallelism; gradients of the norm are not reduced."""
     rank, world = dist.get_rank(), dist.get_world_size()
     plan = {
         "norm": SequenceParallel(),

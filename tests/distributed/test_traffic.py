@@ -1,4 +1,4 @@
-"""Traffic between ranks in a step: none without need, else four bytes."""
+"""Traffic between ranks in a step: none where none is needed, else four bytes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from traffic import sent
 from ampfast import GradScaler
 
 FLAG = ("gloo:all_reduce", 4)
-# Two float64: what a norm is made of, and the flag.
+# Two float64: norm term and flag.
 BOTH = ("gloo:all_reduce", 16)
 WAYS = {
     "step": [FLAG],
@@ -71,7 +71,7 @@ def gradients(layout: str) -> list[torch.Tensor]:
 
 
 def traffic(group: str, layout: str) -> dict[tuple[str, str, bool], Sent]:
-    """What a warm iteration sends, by way, optimizer and whether rank 0 has an infinity."""
+    """Collectives of a warm iteration, by way, optimizer and an infinity on rank 0."""
     grads = gradients(layout)
     process_group: Any = {
         "none": None,

@@ -1,4 +1,4 @@
-"""Worlds that end and begin anew, stages that are cut differently, and ranks that hold nothing."""
+"""Restarted worlds, pipeline stages with different layouts, and ranks without gradients."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def begun(**arguments: Any) -> GradScaler:
 
 
 def stages(bad: int | None) -> tuple[float, bool]:
-    """A pipeline of two stages on two ranks each: the first is sharded, the second replicated."""
+    """Pipeline of two stages on two ranks each: the first sharded, the second replicated."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("stage", "part"))
     rank = dist.get_rank()
     whole = torch.tensor([1.0, 2.0, 2.0, 4.0])
@@ -41,7 +41,7 @@ def stages(bad: int | None) -> tuple[float, bool]:
     if rank < 2:
         grad = distribute_tensor(whole, mesh["part"], [Shard(0)])
     elif bad in (2, 3):
-        grad[0] = math.inf  # on both, as replicas have it
+        grad[0] = math.inf  # on both replicas
     if rank == bad and rank < 2:
         grad.to_local()[0] = math.inf
     optimizer = SGD([parameter(grad)], lr=1.0)
@@ -80,7 +80,7 @@ def test_a_mesh_of_a_part_of_the_ranks(layout: str) -> None:
 
 
 class Own(GradScaler):
-    """Looks at the local parts by itself."""
+    """Optimizer that reads local tensors itself."""
 
     def _unscale_grads_(self, optimizer: Any, *arguments: Any) -> dict[torch.device, torch.Tensor]:
         params = optimizer.param_groups[0]["params"]
@@ -106,7 +106,7 @@ def test_flags_of_a_hook_are_agreed_on(fused: bool) -> None:
 
 
 def summed() -> list[float]:
-    """Summands that are finite and their sum is not: flags of the functional calls."""
+    """Flags of the functional calls for finite summands with an infinite sum."""
     mesh = init_device_mesh("cpu", (2,))
     found = []
     for call in ("check", "unscale", "finite"):
@@ -126,7 +126,7 @@ def test_sums_of_partial_gradients_in_lists() -> None:
 
 
 def lacking(fused: bool) -> bool:
-    """A step in which rank 0 has no gradient of its shard, and rank 1 a bad one."""
+    """Step without a gradient on rank 0, and with a bad one on rank 1."""
     mesh = init_device_mesh("cpu", (2,))
     param = torch.nn.Parameter(distribute_tensor(torch.ones(4), mesh, [Shard(0)]))
     if dist.get_rank():
@@ -142,7 +142,7 @@ def test_a_rank_without_the_gradient_of_its_shard(fused: bool) -> None:
 
 
 def experts() -> float:
-    """The norm of shards, and of a plain gradient that differs from rank to rank."""
+    """Norm of shards and of a plain gradient that differs between ranks."""
     mesh = init_device_mesh("cpu", (2,))
     shards = parameter(distribute_tensor(torch.full((4,), 2.0), mesh, [Shard(0)]))
     own = parameter(torch.full((1,), 3.0 + dist.get_rank()))
@@ -155,7 +155,7 @@ def test_plain_gradients_are_parts_over_a_group() -> None:
 
 
 def nothing(kind: str, way: str) -> str:
-    """What a step says to an optimizer without any gradient."""
+    """Message of a step without any gradient."""
     mesh = init_device_mesh("cpu", (2,))
     param = torch.nn.Parameter(distribute_tensor(torch.ones(4), mesh, [Shard(0)]))
     if kind == "group":
@@ -181,7 +181,7 @@ def test_no_rank_has_a_gradient(kind: str, way: str) -> None:
 
 
 def anew() -> list[bool]:
-    """Steps in one world and then in another, with scalers of all ranks, made before or after."""
+    """Steps in one world and then in another, with scalers made before or after."""
     rank, found = dist.get_rank(), []
     before = ampfast.ShardedGradScaler("cpu")
     before.scale(torch.ones(()))
@@ -194,7 +194,7 @@ def anew() -> list[bool]:
             scaler.step(optimizer)
             scaler.update()
             found.append(scaler.step_skipped(optimizer))
-            # Of a world that has ended some collectives go on to work.
+            # Some collectives still work after their world was destroyed.
             agreement = scaler._ranks.agreement([])
             found.append(agreement.groups[0].process_group is dist.group.WORLD)
         if world == 0:

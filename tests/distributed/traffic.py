@@ -1,4 +1,4 @@
-"""Traffic of a call between ranks, as the profiler sees gloo at work."""
+"""Collectives of a call, as the profiler sees gloo's."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _BYTES = {"float": 4, "double": 8, "c10::Half": 2, "int": 4, "long int": 8, "uns
 
 
 def sent(call: Callable[[], object]) -> list[tuple[str, int]]:
-    """Runs `call` and returns, in order, each collective with the bytes that a rank gives to it."""
+    """Runs `call`; returns its collectives in order, with the bytes sent by a rank."""
     with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as profiler:
         call()
     with tempfile.TemporaryDirectory() as folder:

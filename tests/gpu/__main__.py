@@ -1,4 +1,4 @@
-"""The proof on a GPU: `python tests/gpu` builds for it, tests, sanitizes and measures."""
+"""The proof on a GPU, `python tests/gpu`: builds, tests, sanitizes and measures."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ sys.path.insert(0, str(HERE))
 
 from runner import LEFT, Part, Run, stopped_by_signals  # noqa: E402
 
-# Of the whole run; a machine may be lent for ten minutes.
+# Seconds of the whole run; a machine may be available for ten minutes.
 SECONDS = 550
 PYTEST_SUMMARY = r"\d+ (passed|failed|skipped|error|deselected).* in [\d.]+s|no tests ran"
 FACTS = """
@@ -32,28 +32,27 @@ print(json.dumps([name, torch.__version__, capability]))
 
 
 def stages(results: Path, copy: Path, capability: str = "") -> list[list[Part]]:
-    """All parts: those of one stage run side by side.
+    """Returns all parts by stage; those of one stage run side by side.
 
-    A process for each file of GPU tests: a kernel that reads where it must not makes everything
-    after it in its process fail. Before them every mode runs once, which compiles what Triton
-    compiles; else the sanitizer would watch that too.
+    Each file of GPU tests has its own process, as everything in a process fails after an illegal
+    access. Every mode runs once before them, so that the sanitizer does not watch compilations.
 
     Args:
-        results: Where the benchmarks write.
-        copy: Where their results are copied to.
-        capability: Of the GPU, which alone is built for unless TORCH_CUDA_ARCH_LIST is set.
+        results: Output of the benchmarks.
+        copy: Copy of their results.
+        capability: Compute capability to build for, unless TORCH_CUDA_ARCH_LIST is set.
     """
-    # With this interpreter, and nothing of a make that runs this.
+    # With this interpreter, and none of the variables of a make that runs this.
     build = ["make", "--no-print-directory", "VENV=", f"PYTHON={sys.executable}", "build"]
     building = {"MAKEFLAGS": ""}
     if capability and not os.environ.get("TORCH_CUDA_ARCH_LIST"):
         building["TORCH_CUDA_ARCH_LIST"] = capability
     pytest = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--durations=5"]
-    # NCCL hangs rather than fails, so that its file comes last.
+    # NCCL hangs rather than fails, so its file comes last.
     paths = sorted(HERE.glob("test_*.py"), key=lambda p: (p.stem == "test_gpu_distributed", p))
     files = [path.relative_to(ROOT).as_posix() for path in paths]
-    # What ranks, trainers and kernels do on a CPU is known; those of a GPU are in this folder. The
-    # tests of the benchmarks and of the CUDA sources need no GPU, and would take all the time.
+    # Tests of ranks, trainers and kernels on a CPU pass elsewhere. Tests of benchmarks and CUDA
+    # sources need no GPU, and would take all the time.
     no_gpu = ("tests/gpu", "tests/distributed", "tests/trainers", "tests/ptx")
     no_gpu += ("tests/triton_kernels", "tests/test_over_kernels.py")
     no_gpu += ("tests/benchmarks", "tests/test_cuda_source.py", "tests/test_gpu_tools.py")
@@ -66,7 +65,7 @@ def stages(results: Path, copy: Path, capability: str = "") -> list[list[Part]]:
     before = results.stat().st_mtime_ns if results.exists() else 0
 
     def keep_results() -> None:
-        # Not those of an earlier run of this day.
+        # Not the results of an earlier run on the same day.
         if results.exists() and results.stat().st_mtime_ns > before:
             shutil.copy(results, copy)
 
@@ -119,7 +118,7 @@ def stages(results: Path, copy: Path, capability: str = "") -> list[list[Part]]:
 
 
 def compute_sanitizer() -> str:
-    """The tool on the PATH, or beside the compiler."""
+    """Path of compute-sanitizer, on the PATH or beside the compiler."""
     homes = [os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), "/usr/local/cuda"]
     compiler = shutil.which("nvcc")
     if compiler is not None:
@@ -131,9 +130,9 @@ def compute_sanitizer() -> str:
 
 
 def facts() -> tuple[str | None, str, str]:
-    """The GPU's name, or None, torch's version and the GPU's capability, as in "9.0".
+    """GPU name or None, torch version and compute capability, as in "9.0".
 
-    From a process that lets go of the device.
+    Asked in a process of its own, which releases the device.
     """
     done = subprocess.run(
         [sys.executable, "-c", FACTS], check=False, capture_output=True, text=True
@@ -146,13 +145,13 @@ def facts() -> tuple[str | None, str, str]:
 
 
 def results_name(gpu: str, torch_version: str, date: datetime.date) -> str:
-    """As in `h100-80gb-hbm3-torch2.11.0-2026-01-31.json`."""
+    """Name as in `h100-80gb-hbm3-torch2.11.0-2026-01-31.json`."""
     short = re.sub(r"[^a-z0-9]+", "-", gpu.lower().removeprefix("nvidia")).strip("-")
     return f"{short}-torch{torch_version.split('+')[0]}-{date.isoformat()}.json"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the parts that are asked for and returns 0 if none failed."""
+    """Runs the selected parts; returns 0 if none failed."""
     names = [part.name for stage in stages(Path("none"), Path("none")) for part in stage]
     parser = argparse.ArgumentParser(prog="python tests/gpu", description=__doc__)
     parser.add_argument("--parts", default=",".join(names), help="comma-separated: %(default)s")

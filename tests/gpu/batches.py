@@ -1,6 +1,6 @@
 """Batches of gradient lists in a few large tensors, compared with torch's op on the device.
 
-A list is made of views. Between them the memory holds infinities, so that a read outside of a view
+Lists are views. The memory between them holds infinities, so that a read outside of a view
 shows in a flag and a write shows in a comparison. One comparison serves a whole batch.
 """
 
@@ -22,12 +22,12 @@ ALIGNMENT = 16
 
 @dataclass
 class Batch:
-    """Where the views of each list are.
+    """Positions of the views of each list.
 
     Attributes:
         spans: By dtype, (list, begin, elements) of each view, in order of memory.
-        sizes: By dtype, the elements of the whole memory.
-        lists: How many lists there are.
+        sizes: Elements of the whole memory by dtype.
+        lists: Number of lists.
     """
 
     spans: dict[torch.dtype, list[tuple[int, int, int]]] = field(default_factory=dict)
@@ -35,7 +35,7 @@ class Batch:
     lists: int = 0
 
     def add(self, views: Iterable[tuple[torch.dtype, int, int]]) -> None:
-        """Adds a list of views, each of a dtype, a gap before it and a length, in elements."""
+        """Adds a list of views, each with dtype, gap before it and length in elements."""
         for dtype, gap, count in views:
             begin = self.sizes.get(dtype, 0) + gap
             self.spans.setdefault(dtype, []).append((self.lists, begin, count))
@@ -43,7 +43,7 @@ class Batch:
         self.lists += 1
 
     def close(self) -> None:
-        """Leaves room behind the last views."""
+        """Leaves a gap behind the last views."""
         for dtype in self.sizes:
             self.sizes[dtype] += ALIGNMENT
 
@@ -71,7 +71,7 @@ def random_batch(seed: int, lists: int) -> Batch:
 
 
 def every_offset_batch(dtype: torch.dtype) -> Batch:
-    """One view a list: small sizes and those around a window, at every offset within 16 bytes."""
+    """One view per list: small sizes and those around a window, at every offset within 16 bytes."""
     one = window(dtype)
     per_vector = ALIGNMENT // dtype.itemsize
     sizes = [*range(1, 2 * per_vector + 2)]
@@ -93,7 +93,7 @@ KINDS = ("normal", "wide", "bits")
 def values(
     dtype: torch.dtype, count: int, kind: str, generator: torch.Generator, device: torch.device
 ) -> torch.Tensor:
-    """Normal values; or of any exponent, subnormal ones included; or any bits at all."""
+    """Normal values; or values of any exponent, with subnormals; or random bits."""
     if kind == "normal":
         drawn = torch.randn(count, generator=generator, device=device, dtype=torch.float32)
         return (64 * drawn).to(dtype)
@@ -105,7 +105,7 @@ def values(
 
 
 class Memory:
-    """The memory of a batch on a device: the views, the gaps, and what is in them."""
+    """Memory of a batch on a device: views, gaps and values."""
 
     def __init__(self, batch: Batch, kind: str, seed: int, device: torch.device) -> None:
         self.batch = batch
@@ -149,7 +149,7 @@ class Memory:
         return copy
 
     def lists(self) -> list[list[torch.Tensor]]:
-        """The views of each list, dtype by dtype."""
+        """Views of each list, dtype by dtype."""
         lists: list[list[torch.Tensor]] = [[] for _ in range(self.batch.lists)]
         for dtype, spans in self.batch.spans.items():
             memory = self.tensors[dtype]
@@ -171,7 +171,7 @@ class Memory:
         return (found > 0).float()
 
     def differences(self, other: Memory) -> torch.Tensor:
-        """How many elements differ, on the device; all NaNs are alike."""
+        """Number of elements that differ, on the device; all NaNs are equal."""
         total = torch.zeros((), dtype=torch.int64, device=self.device)
         for dtype, ours in self.tensors.items():
             theirs = other.tensors[dtype]
@@ -180,9 +180,9 @@ class Memory:
         return total
 
     def unscale_with_torch_(self, inverse: float) -> torch.Tensor:
-        """torch's own op on every list; returns its flags.
+        """Applies torch's op to every list; returns its flags.
 
-        Where torch has no kernel for a dtype on this device, the one for the CPU does it.
+        On the CPU if torch has no kernel for a dtype on this device.
         """
         found = torch.zeros(self.batch.lists, dtype=torch.float32, device=self.device)
         flags = list(found.unbind())
@@ -229,6 +229,6 @@ def run_batch(
     assert int(ours.differences(theirs)) == 0, f"unscale: {where}"
     expected = theirs.found()
     assert torch.equal(torch.stack(found), expected), f"flags: {where}"
-    # torch looks at float64 as if it were float32, and at all values before it multiplies them.
+    # torch judges float64 as float32, and all values before it multiplies them.
     if torch.float64 not in batch.spans:
         assert bool((expected >= torch_found).all()), f"torch's flags: {where}"

@@ -1,4 +1,4 @@
-"""Checks that what is built in place fits this machine: `python tests/gpu/built.py`."""
+"""Checks that the in-place build fits this machine: `python tests/gpu/built.py`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SOURCES = (
 
 
 def complaints() -> list[str]:
-    """What is wrong with the build, in words."""
+    """Mismatches of the build, in words."""
     found = []
     extension = Path(_C.__file__)
     if extension.parent != ROOT / "ampfast":

@@ -1,4 +1,4 @@
-"""Tests that need a GPU: every one runs once for each kind of kernels, or skips and says why."""
+"""Fixtures of the GPU tests: each test runs for every kind of kernels, or skips with a reason."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ HERE = Path(__file__).parent
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skips what needs a GPU where there is none."""
+    """Skips GPU tests without a GPU."""
     if torch.cuda.is_available():
         return
     for item in items:
@@ -23,10 +23,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(autouse=True)
 def _alone() -> Iterator[None]:
-    """What a test leaves running is over, and its memory free, before the next one starts.
+    """Synchronizes and frees memory after each test.
 
-    A kernel that reads or writes where it must not makes every later call fail; then there is no
-    point in going on in this process.
+    Ends the session after an illegal access, which makes every later call of the process fail.
     """
     yield
     if not torch.cuda.is_initialized():
@@ -40,13 +39,13 @@ def _alone() -> Iterator[None]:
 
 @pytest.fixture
 def device() -> torch.device:
-    """The current GPU, with its index."""
+    """Current GPU, with its index."""
     return gpu()
 
 
 @pytest.fixture(params=BACKENDS)
 def backend(request: pytest.FixtureRequest) -> str:
-    """The name of a backend with kernels for GPUs."""
+    """Name of a backend with kernels for GPUs."""
     if reason := why_not(request.param):
         pytest.skip(reason)
     return request.param

@@ -1,4 +1,4 @@
-"""Many launches whose last program must find what any of the others saw."""
+"""Many launches whose last program must find an infinity seen by any program."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ def epilogues(
     chunk: int,
     factors: UpdateFactors,
 ) -> tuple[int, tuple[float, int], tuple[float, int]]:
-    """Launches checks that also update a scale, and compares the flags on the device.
+    """Checks with a scale update in the same launch, compared on the device.
 
-    Returns how many were wrong, the scale and tracker as torch's op has them, and ours.
+    Returns the number of wrong flags, scale and tracker of torch's op, and ours.
     """
     generator = torch.Generator().manual_seed(11)
     grad = torch.zeros(elements, dtype=torch.float16, device=device)
     places = torch.randint(0, elements, (launches + 1,), generator=generator)
-    # Two in a row are never the same, as the first is cleaned when the second is planted.
+    # Consecutive ones differ, as the first is restored while the second is planted.
     same = places[1:] == places[:-1]
     places[1:][same] = (places[1:][same] + 1) % elements
     bad = torch.rand(launches, generator=generator) < 1 / 6

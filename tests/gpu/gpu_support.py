@@ -21,7 +21,7 @@ def gpu() -> torch.device:
 
 
 def why_not(name: str) -> str:
-    """Why a backend is missing here; one that is there and fails is to be seen failing."""
+    """Reason why a backend is missing; one that is present but fails must fail its tests."""
     reason = backends._why_not(name)
     if name == "triton" and not reason and backends._is_interpreted():
         return "Triton's kernels are interpreted here"
@@ -29,7 +29,7 @@ def why_not(name: str) -> str:
 
 
 def kernels_of(backend: str, device: torch.device) -> Any:
-    """The kernels of a backend; `cpu` for the CPU."""
+    """Kernels of a backend; `cpu` for the CPU."""
     kernels = backends.choose(backend).kernels_for(device)
     assert kernels is not None
     return kernels
@@ -50,7 +50,7 @@ def inverse_of(scale: float) -> float:
 
 
 def require_memory(gibibytes: float) -> str:
-    """Returns why a test of this size cannot run, or an empty text."""
+    """Reason why a test of this size cannot run, or an empty text."""
     free, _ = torch.cuda.mem_get_info()
     if free < gibibytes * GIB:
         return f"needs {gibibytes:g} GiB of free memory, there are {free / GIB:.1f}"
@@ -59,7 +59,7 @@ def require_memory(gibibytes: float) -> str:
 
 @contextlib.contextmanager
 def no_syncs() -> Iterator[None]:
-    """Makes torch raise at whatever waits for the device."""
+    """Makes torch raise at any synchronization."""
     before = torch.cuda.get_sync_debug_mode()
     torch.cuda.set_sync_debug_mode("error")
     try:
@@ -69,7 +69,7 @@ def no_syncs() -> Iterator[None]:
 
 
 class Quiet:
-    """A plain optimizer without work of its own, so that what is counted is the scaler's."""
+    """Plain optimizer without work of its own, so that only the scaler's calls are counted."""
 
     def __init__(self, params: Sequence[torch.Tensor]) -> None:
         self.param_groups = [{"params": list(params)}]
@@ -80,7 +80,7 @@ class Quiet:
 
 
 class QuietFused(Quiet):
-    """The same for optimizers that take `grad_scale` and `found_inf`."""
+    """The same with `grad_scale` and `found_inf`."""
 
     _step_supports_amp_scaling = True
 
@@ -118,7 +118,7 @@ class Twin:
             for i, layout in enumerate(LAYOUTS):
                 dtype = dtypes[i % len(dtypes)]
                 value = make_gradient(layout, dtype, 1000 * o + i)
-                # Strides are kept, as the fused kernels walk over memory.
+                # Strides are kept, since the fused kernels walk over memory.
                 value = value.to(self.places[i % len(self.places)])
                 params.append(torch.nn.Parameter(value))
             self.params.append(params)
@@ -126,7 +126,7 @@ class Twin:
         self.returned: list[Any] = []
 
     def backward(self, seed: int, o: int = 0, bad: float | None = None, add: bool = False) -> None:
-        """Gradients as of a scaled loss; with `add` on top of those that are there."""
+        """Gradients of a scaled loss; with `add`, accumulated."""
         scale = self.scaler._scale
         for i, (p, unscaled) in enumerate(zip(self.params[o], self.unscaled(seed, o), strict=True)):
             grad = unscaled * scale.to(p.device, p.dtype)
@@ -138,7 +138,7 @@ class Twin:
                 p.grad = grad
 
     def unscaled(self, seed: int, o: int = 0) -> list[torch.Tensor]:
-        """The gradients of `backward` before the loss is scaled."""
+        """Gradients of `backward` without the scale."""
         return [
             make_gradient(layout, p.dtype, 7919 * seed + 31 * o + i).to(p.device)
             for i, (layout, p) in enumerate(zip(LAYOUTS, self.params[o], strict=True))
@@ -154,7 +154,7 @@ class Twin:
         self.returned.append(self.scaler.step(optimizer))
 
     def finish(self, *, together: bool = False) -> None:
-        """Ends the iteration; `together` with the step of the last optimizer, if it can."""
+        """Ends the iteration, with `step_and_update` if `together` and available."""
         if together and hasattr(self.scaler, "step_and_update"):
             self.returned += self.scaler.step_and_update(self.optimizers[-1])
             return
@@ -187,9 +187,9 @@ def twins(
 def assert_trains_as_without_scaler(
     ours: Twin, kind: str, bad: Sequence[float | None], *, together: bool = False
 ) -> None:
-    """Trains where torch's scaler reads on the CPU what is still on its way from the GPU.
+    """Trains where torch's scaler would read a flag on the CPU before it arrives from the GPU.
 
-    The scales are powers of two, so that the same optimizer without a scaler gives the same bits.
+    Scales are powers of two, so the optimizer gives the same bits without a scaler.
     """
     params = [torch.nn.Parameter(p.detach().clone()) for p in ours.params[0]]
     optimizer = OPTIMIZERS[kind](params)

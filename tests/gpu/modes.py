@@ -1,4 +1,4 @@
-"""Runs every mode of every kernel once over small lists: what compute-sanitizer watches.
+"""Runs every mode of every kernel once over small lists, for compute-sanitizer.
 
 `python tests/gpu/modes.py [backend...]`
 """
@@ -33,7 +33,7 @@ FACTORS = UpdateFactors(2.0, 0.5, 1)
 
 
 def gradients(dtypes: Sequence[torch.dtype], device: torch.device) -> list[torch.Tensor]:
-    """Of 8 everywhere, in allocations of their own, whose ends are those of the tensors."""
+    """Gradients of 8, each in an allocation of its own that ends with it."""
     grads = []
     for dtype in dtypes:
         one = WINDOW_BYTES // dtype.itemsize
@@ -44,12 +44,12 @@ def gradients(dtypes: Sequence[torch.dtype], device: torch.device) -> list[torch
 
 
 def modes(kernels: Any, device: torch.device) -> list[tuple[str, Callable[..., Any], float]]:
-    """Each mode's name, its call on a list, and what then stands in the gradients."""
+    """Name of each mode, its call on a list, and the expected gradients."""
     scale = flag(4.0, device)
 
     def unscale(**more: Callable[[], Any]) -> Callable[..., Any]:
         def call(grads: cpu.GradList) -> torch.Tensor:
-            # Anew for each launch, which may write them.
+            # New ones for each launch, which may write them.
             arguments = {name: make() for name, make in more.items()}
             return kernels.unscale_(grads, scale, is_scale=True, **arguments)
 
@@ -93,7 +93,7 @@ def modes(kernels: Any, device: torch.device) -> list[tuple[str, Callable[..., A
 
 
 def run(backend: str, device: torch.device) -> int:
-    """Returns how many launches gave something wrong."""
+    """Returns the number of wrong launches."""
     kernels = kernels_of(backend, device)
     wrong = 0
     lists = [[dtype] for dtype in FLOATS] + [list(FLOATS)]

@@ -1,4 +1,4 @@
-"""Runs parts of a proof, each a process with a time limit and a log, and sums up."""
+"""Runs the parts of a proof, each a process with a time limit and a log, and sums up."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-# How long a part may take to write down what it has, once it is told to end.
+# Seconds for a terminated part to write its results.
 GRACE_SECONDS = 10.0
-# What a shell says of a command that is not there.
+# Exit code of a shell for a missing command.
 MISSING = 127
 LEFT = "SECONDS_LEFT"
-# What a command that is told the time keeps for its end.
+# Seconds that a command with a time limit keeps for its end.
 MARGIN_SECONDS = 25
 WIDTH = 100
 MOST_LINES = 15
@@ -27,21 +27,21 @@ MOST_LINES = 15
 
 @dataclass(frozen=True)
 class Part:
-    """One part.
+    """Part of a run.
 
     Attributes:
-        name: What `--parts` and the log call it.
-        commands: Run one after another, all of them, whatever those before gave. `LEFT` in one
-            stands for the seconds in which it had better end by itself.
-        seconds: The time limit of all of them together.
-        each: The time limit of each; the next ones run whatever was cut off.
-        least: What the parts before leave of the time of the run, as far as it has as much.
-        vital: Whether, if its first command fails, nothing more of it and of later stages runs.
-        environment: Added to that of this process.
-        summary: A pattern; the last line of each command in which it is found is shown.
-        details: A pattern; lines in which it is found are shown below the verdict.
-        unavailable: A pattern; found in a line, it says why this machine cannot run the part.
-        after: Called when the part has ended, however it did.
+        name: Name for `--parts` and the log.
+        commands: Commands, run in order whether or not earlier ones failed. `LEFT` stands for the
+            seconds in which a command should end.
+        seconds: Time limit of all commands together.
+        each: Time limit of each command; later ones run in any case.
+        least: Seconds of the run that earlier parts must leave, as far as it has as many.
+        vital: Whether a failure of the first command ends the run.
+        environment: Variables added to those of this process.
+        summary: Pattern; the last matching line of each command is shown.
+        details: Pattern; matching lines are shown below the verdict.
+        unavailable: Pattern of a line that tells why this machine cannot run the part.
+        after: Called at the end of the part, in any case.
     """
 
     name: str
@@ -59,7 +59,7 @@ class Part:
 
 @dataclass
 class Outcome:
-    """What became of a part: "ok", "failed", "cut off", "unavailable" or "not run"."""
+    """Verdict of a part: "ok", "failed", "cut off", "unavailable" or "not run"."""
 
     part: Part
     verdict: str = "not run"
@@ -95,11 +95,11 @@ class Run:
         self._lock = threading.Lock()
 
     def stop(self) -> None:
-        """Makes the parts that run end, and those that do not run not start."""
+        """Terminates running parts and keeps others from starting."""
         self._stopped.set()
 
     def run(self) -> int:
-        """Runs everything and returns 0 if no part failed, else 1."""
+        """Runs everything; returns 0 if no part failed, else 1."""
         self._out.mkdir(parents=True, exist_ok=True)
         self._write()
         for stage, end in zip(self._stages, self._ends, strict=True):
@@ -119,7 +119,7 @@ class Run:
         return 0 if all(o.verdict in ("ok", "unavailable") for o in self.outcomes) else 1
 
     def verdict(self) -> str:
-        """The table: part, verdict, seconds, what it says of itself; then details."""
+        """Table of part, verdict, seconds and summary; then details."""
         width = max((len(o.part.name) for o in self.outcomes), default=0)
         lines = []
         for outcome in self.outcomes:
@@ -158,7 +158,7 @@ class Run:
                     if part.vital and codes[0] != 0:
                         break
             text = path.read_text(errors="replace")
-            # What was cut off has no summary; its last line will do if there is no other.
+            # A part that was cut off has no summary, so its last line is shown.
             ended = [s for s, code in zip(summaries, codes, strict=False) if code is not None]
             outcome.line = combined(ended or summaries)
             lines = [line for line in text.splitlines() if re.search(part.details, line)]
@@ -184,7 +184,7 @@ class Run:
         print(f"{part.name}: {outcome.verdict}, {outcome.seconds:.0f} s", flush=True)
 
     def _run_command(self, part: Part, command: Sequence[str], log: int, end: float) -> int | None:
-        """Returns the exit code, or None if the command had to be ended."""
+        """Returns the exit code, or None if the command was terminated."""
         begin = time.monotonic()
         end = min(end, begin + part.each)
         left = str(max(1, int(end - begin - MARGIN_SECONDS)))
@@ -217,19 +217,19 @@ class Run:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """Ends a process and all that it started."""
+    """Ends a process and its children."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(process.pid, number)
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(GRACE_SECONDS)
-    # What the process left running has had its chance.
+    # Remaining children have had time to end.
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)
 
 
 def _last_line(path: Path, start: int, pattern: str) -> str:
-    """The last line from a byte on that has `pattern`, or else that is not empty."""
+    """Last line from a byte on that matches `pattern`, or else the last nonempty one."""
     with open(path, "rb") as log:
         log.seek(start)
         lines = [line.strip() for line in log.read().decode(errors="replace").splitlines()]
@@ -239,7 +239,7 @@ def _last_line(path: Path, start: int, pattern: str) -> str:
 
 
 def combined(summaries: Sequence[str]) -> str:
-    """One line for several: counts such as "3 passed" are added up, other lines joined."""
+    """Joins lines; counts such as "3 passed" are added up."""
     if len(summaries) < 2:
         return "".join(summaries)
     counts: dict[str, int] = {}
@@ -254,7 +254,7 @@ def combined(summaries: Sequence[str]) -> str:
 
 @contextlib.contextmanager
 def stopped_by_signals(run: Run) -> Iterator[None]:
-    """While inside, SIGTERM and Ctrl-C stop the run, which then still sums up."""
+    """Context in which SIGTERM and Ctrl-C stop the run, which still sums up."""
     before = {
         number: signal.signal(number, lambda *_: run.stop())
         for number in (signal.SIGTERM, signal.SIGINT)

@@ -1,4 +1,4 @@
-"""Clipping on a GPU: the bits of the CPU's kernels where they must be, torch's norm, no waits."""
+"""Clipping on a GPU: bits of the CPU's kernels where required, torch's norm, no host sync."""
 
 from __future__ import annotations
 

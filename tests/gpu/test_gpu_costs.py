@@ -31,7 +31,7 @@ _why_blind = cache(why_profiler_is_blind)
 
 
 class Loop:
-    """A scaler, a loss and parameters whose gradients stay where they are."""
+    """Scaler, loss, and parameters with fixed gradient memory."""
 
     def __init__(self, backend: str, device: torch.device, make: Callable[..., Any]) -> None:
         self.scaler = GradScaler(backend=backend)
@@ -58,7 +58,7 @@ class Loop:
 def assert_counts(counts: Counts, kernels: int, syncs: int) -> None:
     assert len(counts.kernels) == kernels, counts
     assert len(counts.syncs) == syncs, counts
-    # What the host waits for is copied to it; nothing else is copied.
+    # Every host sync is a copy to the host; nothing else is copied.
     assert len(counts.copies) == syncs, counts
 
 
@@ -148,7 +148,7 @@ def test_nothing_is_uploaded_while_nothing_changes(
         loop.iteration()
         loop.iteration_together()
     assert _C.uploads() == before
-    kept = loop.params[0].grad  # else the new one may come to stand where it stood
+    kept = loop.params[0].grad  # else the new tensor may take its address
     loop.params[0].grad = torch.full((5,), 64.0, device=device)
     loop.iteration()
     assert kept.data_ptr() != loop.params[0].grad.data_ptr()
@@ -177,7 +177,7 @@ def test_only_the_flag_is_allocated(
     def together() -> None:
         loop.scaler.step_and_update(loop.optimizer)
 
-    # A fused optimizer is also handed a grad_scale of its own.
+    # A fused optimizer also gets a grad_scale of its own.
     for run in (apart, together):
         assert [allocations(run, device) for _ in range(5)] == [most] * 5
 
@@ -194,7 +194,7 @@ def test_gradients_of_fused_optimizers_are_only_read(backend: str, device: torch
 
 
 def test_many_launches_find_every_infinity(backend: str, device: torch.device) -> None:
-    """100,000 epilogues, in each an infinity in a program drawn at random, or none."""
+    """100,000 epilogues, each with an infinity in a random program or none."""
     launches, chunk = 100_000, 2_000
     programs = 8 * torch.cuda.get_device_properties(device).multi_processor_count
     elements = programs * _C.WINDOW_BYTES // 2

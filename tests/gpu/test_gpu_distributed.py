@@ -1,4 +1,4 @@
-"""Agreement through NCCL with the one rank that there is: same bits, no waits, graphs."""
+"""Agreement through NCCL with a single rank: same bits, no host sync, graphs."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ CAPTURABLE: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 
 @pytest.fixture(scope="module")
 def mesh(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DeviceMesh]:
-    """A mesh of this GPU, in an NCCL world of one rank."""
+    """Mesh of this GPU, in an NCCL world of one rank."""
     if not dist.is_available() or not dist.is_nccl_available():
         pytest.skip("this torch has no NCCL")
     store = tmp_path_factory.mktemp("nccl") / "store"
@@ -143,14 +143,14 @@ def test_fully_shard(backend: str, device: torch.device, mesh: DeviceMesh, offlo
             seen.append((scaler.get_scale(), [p.detach().cpu() for p in params]))
         assert seen[0][0] == seen[1][0]
         if offloads:
-            # The CPU's arithmetic, not that of the GPU.
+            # Arithmetic of the CPU, not of the GPU.
             torch.testing.assert_close(seen[0][1], seen[1][1])
         else:
             assert_same(seen[0][1], seen[1][1], f"step {seed}")
 
 
 class Fed:
-    """Parameters whose gradients stay where they are, and get new values."""
+    """Parameters with fixed gradient memory and new values."""
 
     def __init__(self, kind: str, device: torch.device, scaler: GradScaler) -> None:
         self.params = [
@@ -191,7 +191,7 @@ WAYS = ("step", "together", "clip", "defer")
 
 
 def pair(backend: str, kind: str, way: str, device: torch.device) -> tuple[Fed, Fed]:
-    """With a group and without; both have had two steps, so that nothing is left to be made."""
+    """Scalers with a group and without, after two warm-up steps."""
     sides = (
         Fed(kind, device, GradScaler(backend=backend, process_group=group, **SETTINGS))
         for group in (dist.group.WORLD, None)
@@ -217,7 +217,7 @@ def test_a_step_with_a_group_is_captured(
     with_group, without = pair(backend, kind, way, device)
     graph = torch.cuda.CUDAGraph()
     torch.cuda.synchronize()
-    # The thread in which NCCL watches its work is none of this capture.
+    # NCCL's watchdog thread is not part of this capture.
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         with_group.step(way)
     for seed, bad in enumerate(BAD):

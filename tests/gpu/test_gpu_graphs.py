@@ -1,4 +1,4 @@
-"""CUDA graphs and torch.compile: what is captured, replayed, refused and compiled."""
+"""CUDA graphs and torch.compile: captures, replays, refusals and compiled iterations."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ ITERATIONS = 14
 
 
 def trainings(backend: str, kind: str, device: torch.device) -> tuple[Training, Training]:
-    """Ours, to be captured, and torch's, which runs eagerly; both have had three iterations."""
+    """Our training, to be captured, and torch's eager one, after three warm-up iterations."""
     ours = Training(GradScaler(backend=backend, **SETTINGS), kind, device)
     theirs = Training(TorchScaler(**SETTINGS), kind, device)
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         for iteration in range(3):
-            # Whatever will be captured is compiled before.
+            # Compiles the captured work beforehand.
             ours.iterate(iteration, together=iteration == 1)
     torch.cuda.current_stream().wait_stream(stream)
     for iteration in range(3):
@@ -65,7 +65,7 @@ def test_step_and_update_are_captured(
         ours.step(together)
     assert_same(ours.observe(), before, "a capture runs nothing")
     for iteration in range(3, ITERATIONS):
-        # Eagerly, into the gradients whose addresses were captured.
+        # Eagerly, into gradients at the captured addresses.
         ours.feed(iteration)
         ours.optimizer.zero_grad(set_to_none=False)
         ours.backward()
@@ -105,7 +105,7 @@ def test_eager_steps_between_the_replays(
         ours.step(together)
     for iteration in range(3, ITERATIONS):
         for side in (ours, theirs):
-            optimizers = []  # alive until the update, for the scalers know them by id
+            optimizers = []  # alive until the update, since scalers key them by id
             for count in range(3):
                 p = torch.nn.Parameter(torch.zeros(1_000 * count + iteration, device=device))
                 p.grad = torch.full_like(p, 8.0) * side.scaler._scale
@@ -113,7 +113,7 @@ def test_eager_steps_between_the_replays(
                 side.scaler.step(optimizers[-1])
                 assert bool((p == -8.0).all())
             side.scaler.update()
-        for size in range(40):  # more than the tables that are kept
+        for size in range(40):  # more than the number of kept tables
             kernels_of(backend, device).check_(grads_of([torch.ones(size + 1, device=device)]))
         _C.clear_tables()
         ours.feed(iteration)
@@ -154,7 +154,7 @@ def test_a_captured_list_is_uploaded_by_every_replay(backend: str, device: torch
     with torch.cuda.graph(graph):
         found = kernels.unscale_(grads_of(grads), inverse, is_scale=False)
     for replay in range(5):
-        # Pinned memory is reused at once when it is free, and that of the graph never is.
+        # Freed pinned memory is reused at once; that of the graph is never freed.
         for _ in range(50):
             kernels.check_(grads_of([torch.ones(replay + 1, device=device) for _ in range(20)]))
             _C.clear_tables()
@@ -167,7 +167,7 @@ def test_a_captured_list_is_uploaded_by_every_replay(backend: str, device: torch
 
 
 def refused(call: Callable[[], object], remedy: str, device: torch.device) -> None:
-    """Captures around a call that is refused: the capture goes on, ends, and can be replayed."""
+    """Capture around a refused call: it goes on, ends, and can be replayed."""
     counter = torch.zeros((), device=device)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
@@ -179,7 +179,7 @@ def refused(call: Callable[[], object], remedy: str, device: torch.device) -> No
                 call()
             counter.add_(1)
     finally:
-        # A capture that was broken leaves its own.
+        # A broken capture may leave its own error.
         torch.cuda.set_stream(stream)
     for _ in range(3):
         graph.replay()
@@ -204,7 +204,7 @@ def test_refused_a_plain_step(backend: str, device: torch.device, together: bool
     scale = ours.scaler.get_scale()
     refused(lambda: ours.step(together), "cannot capture a step .*fused=True", device)
     assert ours.scaler.get_scale() == scale
-    # Else the next step would take the gradients as they are, scaled.
+    # Else the next step would take the scaled gradients.
     state = ours.scaler._per_optimizer_states[id(ours.optimizer)]
     assert state["stage"] is torch.amp.grad_scaler.OptState.READY
     assert not state["found_inf_per_device"]
@@ -235,7 +235,7 @@ def test_compiled_steps_break_no_more_often(backend: str, device: torch.device, 
 
 
 def test_a_compiled_iteration_gives_the_same(backend: str, device: torch.device) -> None:
-    """The forward pass compiled by itself, and all of it."""
+    """The forward pass compiled alone, and the whole iteration."""
     sides = []
     for compiles in (False, True):
         training = Training(
@@ -252,7 +252,7 @@ def test_a_compiled_iteration_gives_the_same(backend: str, device: torch.device)
 def test_the_memory_of_captured_lists_is_never_given_back(
     backend: str, device: torch.device
 ) -> None:
-    """Many large lists in graphs, and then eager ones of the same size."""
+    """Many large lists in graphs, then eager ones of the same size."""
     kernels = kernels_of(backend, device)
     inverse = flag(0.5, device)
     captured = []
@@ -277,7 +277,7 @@ def test_the_memory_of_captured_lists_is_never_given_back(
     assert bool((decoy == 8.0).all())
 
 
-# Last, for a capture that it breaks cannot be repaired in this process.
+# Last, since a capture that it breaks cannot be repaired in this process.
 @pytest.mark.parametrize("read", ["get_scale", "step_skipped", "state_dict"])
 def test_refused_what_the_host_reads(backend: str, device: torch.device, read: str) -> None:
     ours, _ = trainings(backend, "fused_adam", device)

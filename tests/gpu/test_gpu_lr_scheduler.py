@@ -1,4 +1,4 @@
-"""`LateScheduler` on a GPU: the schedule goes on while the device is still busy with the step."""
+"""`LateScheduler` on a GPU: the schedule advances while the device is still busy."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ampfast import GradScaler, LateScheduler
 
 pytestmark = pytest.mark.gpu
 
-# Long enough for the host to queue what follows.
+# Long enough for the host to queue the rest.
 A_WHILE = 400_000_000
 SKIPPED = (0, 3, 4, 7)
 STEPS = 10
@@ -54,7 +54,7 @@ def test_nothing_waits_for_the_step(kind: str, device: torch.device, backend: st
             not_waited_for.add(step in SKIPPED)
         assert scheduler.last_epoch == ran
         ran += step not in SKIPPED
-    # A host that is busy may be late itself, but not each time.
+    # A busy host may be late itself, but not each time.
     assert not_waited_for == {False, True}, "the host waits for steps"
     scheduler.flush()
     assert scheduler.last_epoch == ran == STEPS - len(SKIPPED)
@@ -62,7 +62,7 @@ def test_nothing_waits_for_the_step(kind: str, device: torch.device, backend: st
 
 @pytest.mark.parametrize("kind", ["adam", "fused_adam"])
 def test_no_timing_decides(kind: str, device: torch.device, backend: str) -> None:
-    """Neither with a device that lags behind nor with one that is done at once."""
+    """With a slow device and with a fast one."""
     seen = []
     for lags in (False, True):
         parameter = parameter_on(device)
@@ -85,7 +85,7 @@ def test_no_timing_decides(kind: str, device: torch.device, backend: str) -> Non
 
 
 def test_after_a_replay(device: torch.device, backend: str) -> None:
-    """A captured step leaves its flag where the next replay writes it."""
+    """A captured step writes its flag where the next replay does."""
     parameter = parameter_on(device)
     optimizer = torch.optim.Adam([parameter], fused=True, capturable=True)
     scaler = GradScaler(backend=backend)
@@ -111,7 +111,7 @@ def test_after_a_replay(device: torch.device, backend: str) -> None:
 
 
 def test_a_default_device(device: torch.device, backend: str) -> None:
-    """The flag's place on the host is on the host."""
+    """The host's copy of the flag is on the host."""
     parameter = parameter_on(device)
     optimizer, scaler = OPTIMIZERS["fused_adam"]([parameter]), GradScaler(backend=backend)
     scheduler = scheduled(scaler, optimizer)

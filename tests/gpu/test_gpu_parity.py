@@ -31,7 +31,7 @@ pytestmark = pytest.mark.gpu
 
 LISTS = 10_000
 LISTS_PER_BATCH = 100
-# Multiplied or divided by; the reciprocals of some are infinite, zero, subnormal or inexact.
+# Factors and divisors; the reciprocals of some are infinite, zero, subnormal or inexact.
 FACTORS = (1 / 3, 2.0**-16, 3.0, 2.0**10, -0.75, 1.0, 65537.0, 2.0**-128, 1e-3, 3e38, 0.0)
 WORSE = (math.inf, math.nan)
 HALVES = (torch.float16, torch.bfloat16)
@@ -39,7 +39,7 @@ TINY = 2.0**-128
 
 
 def test_float64_is_judged_as_float64(backend: str, device: torch.device, torch_fails: Any) -> None:
-    """torch's op for GPUs looks at it as if it were float32, its op for CPUs does not."""
+    """torch's op for GPUs takes float64 for float32, its op for CPUs does not."""
     gradient, found = torch.full((3,), 1e300, dtype=torch.float64, device=device), flag(0.0, device)
     torch._amp_foreach_non_finite_check_and_unscale_([gradient.clone()], found, flag(0.25, device))
     torch_fails("float64 gradients beyond float32's range on a GPU", found.item() != 0)
@@ -57,7 +57,7 @@ def test_ten_thousand_random_lists(backend: str, device: torch.device) -> None:
             kernels,
             random_batch(seed, LISTS_PER_BATCH),
             device,
-            # Lists of any bits are bad nearly always, so they are few.
+            # Lists of random bits are nearly always bad, so they are few.
             kind=KINDS[2] if seed % 10 == 9 else KINDS[seed % 2],
             factor=chance.choice(WORSE if seed % 25 == 24 else FACTORS),
             is_scale=chance.random() < 0.5,
@@ -95,7 +95,7 @@ def test_all_values_of_16_bits(
             [expected], torch.zeros(()), torch.tensor(inverse)
         )
         ours = every.to(device)
-        # Each value alone, too, so that each is judged by itself.
+        # Each value alone, too, for its own flag.
         judged = track_for(2**16, device=device)
         alone = every.to(device)
         kernels.unscale_(grads_of([ours]), flag(factor, device), is_scale=is_scale)
@@ -148,7 +148,7 @@ def test_norms_are_right_and_the_same_every_time(
     results = []
     for _ in range(20):
         grads = [g.clone() for g in drawn]
-        # Poisoned, for the last program must assign them.
+        # Poisoned, since the last program must assign them.
         norms = torch.full((2,), math.nan, dtype=torch.float64, device=device)
         if writes:
             found = kernels.unscale_(grads_of(grads), inverse, is_scale=False, norms=norms)
@@ -160,7 +160,7 @@ def test_norms_are_right_and_the_same_every_time(
         results.append(norms.tolist())
     assert all(result == results[0] for result in results), "other bits in another run"
     assert results[0][1] == largest
-    # float32 sums of a window's few hundred squares a thread, then float64.
+    # float32 sums over a window's few hundred squares per thread, then float64.
     assert math.isclose(results[0][0], float(squares), rel_tol=1e-5)
 
 
@@ -228,7 +228,7 @@ def test_the_scale_is_updated_as_torch_does(
                 factors = UpdateFactors(growth, backoff, interval)
                 torch._amp_update_scale_(*states[0], found, *factors)
                 kernels.scale_update(*states[1], [found], factors).apply()
-                # The same behind a check, which finds nothing by itself.
+                # The same behind a check that finds nothing itself.
                 update = kernels.scale_update(*states[2], [found], factors)
                 kernels.check_(grads_of([grad]), update=update)
                 assert update.applied

@@ -28,12 +28,12 @@ pytestmark = pytest.mark.gpu
 
 CPU = torch.device("cpu")
 BAD = (math.inf, -math.inf, math.nan)
-# What torch's fused kernels take in one optimizer on a GPU.
+# Gradients that torch's fused kernels take in one optimizer on a GPU.
 DTYPES = (torch.float32, torch.float64)
 
 
 def why_not(kind: str, device: torch.device) -> str:
-    """Why an optimizer cannot run on this device in this torch."""
+    """Reason why an optimizer cannot run on this device in this torch."""
     p = torch.nn.Parameter(torch.ones(3, device=device))
     p.grad = torch.ones(3, device=device)
     try:
@@ -52,7 +52,7 @@ def kind(request: pytest.FixtureRequest, device: torch.device) -> str:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_random_programs(backend: str, device: torch.device, kind: str, seed: int) -> None:
-    """Clipping, accumulation, overflows, states that come and go, the update apart or within."""
+    """Clipping, accumulation, overflows, states saved and loaded, separate and fused updates."""
     chance = random.Random(f"{kind} {seed}")
     count = chance.choice((1, 1, 2, 6))
     arguments = {
@@ -76,7 +76,7 @@ def test_random_programs(backend: str, device: torch.device, kind: str, seed: in
             twin.finish(together=together)
             if reload:
                 twin.scaler.load_state_dict(copy.deepcopy(twin.scaler.state_dict()))
-        # Read together: what stands in between would wait for the device at other places.
+        # Read together, since torch waits for the device at other places.
         assert_twins_same(ours, theirs, f"iteration {iteration}")
 
 
@@ -131,7 +131,7 @@ def test_gradients_in_mixed_places(
 def test_fused_optimizer_in_mixed_places(
     backend: str, device: torch.device, together: bool
 ) -> None:
-    """One without work of its own: torch's read their flag on the CPU while it is on its way."""
+    """Optimizer without work of its own: torch's read their flag on the CPU before it arrives."""
     arguments: Any = {"places": (device, CPU), "growth_interval": 100, "init_scale": 2.0**12}
     ours = Twin(GradScaler, QuietFused, device, backend=backend, **arguments)
     scale = 2.0**12
@@ -157,7 +157,7 @@ def test_loss_on_the_cpu(backend: str, device: torch.device, kind: str, together
 
 
 def parameters_of(backend: str | None, grads: Callable[[int], list[torch.Tensor]]) -> Any:
-    """A started scaler and an SGD; `grads` are set anew in each iteration."""
+    """Started scaler and SGD; `grads` are set anew in each iteration."""
     if backend is None:
         scaler = TorchScaler(init_scale=8.0, growth_interval=2)
     else:
@@ -207,10 +207,10 @@ def test_overlapping_gradients(backend: str, device: torch.device) -> None:
         scaler.scale(torch.ones((), device=device))
         scaler.step(torch.optim.SGD([p], lr=0.5))
 
-    # torch refuses it, and so do we, in the same words.
+    # Refused with torch's error.
     assert agree(expanded).error is not None
 
-    # How often torch multiplies an element that several share is chance; what it finds is not.
+    # torch multiplies shared elements a nondeterministic number of times; its flag is exact.
     for bad in (0.0, math.inf, math.nan):
         memory = torch.zeros(8, device=device)
         memory[5] = bad
@@ -244,7 +244,7 @@ def test_bfloat16_gradients(backend: str, device: torch.device, kind: str) -> No
         for side, params in enumerate(sides):
             for i, p in enumerate(params):
                 grad = make_gradient("long", dtype, 10 * iteration + i).to(device)
-                # The scale is a power of two: what it multiplies keeps its bits.
+                # The scale is a power of two, so products are exact.
                 p.grad = grad * scaler._scale.to(dtype) if side == 0 else grad
         if bad:
             sides[0][1].grad[70_000] = bad
@@ -286,7 +286,7 @@ def test_all_dtypes_in_one_optimizer(backend: str, device: torch.device) -> None
 
 
 class Net(torch.nn.Module):
-    """A convolutional net without a layer whose backward pass depends on chance."""
+    """Convolutional net with a deterministic backward pass."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -343,7 +343,7 @@ def test_autocast_training_of_a_convnet(
             seen.append([loss.detach(), scaler.get_scale()])
         return [seen, [p.detach() for p in net.parameters()], optimizer.state_dict()]
 
-    # So high that the first steps overflow.
+    # Overflows in the first steps.
     arguments = {"init_scale": 2.0**24, "growth_interval": 5}
     ours = trained(GradScaler(backend=backend, **arguments))
     theirs, again = (trained(TorchScaler(**arguments)) for _ in range(2))

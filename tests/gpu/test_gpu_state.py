@@ -40,7 +40,7 @@ def test_random_steps(backend: str, device: torch.device, policy: str) -> None:
 
 
 class Loop:
-    """A fused optimizer whose gradient is what a step says, without a host sync."""
+    """Fused optimizer whose gradient is given by step, without a host sync."""
 
     def __init__(self, backend: str, device: torch.device, **arguments: Any) -> None:
         self.param = torch.nn.Parameter(torch.zeros(3, device=device))
@@ -92,7 +92,7 @@ def test_the_minimum_is_heeded_without_waiting(
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        # Whose outcome is on its way after the update, and there before the next.
+        # Its outcome is pending after the update, and known before the next.
         loop.step(math.inf, together)
         torch.cuda.set_sync_debug_mode("default")
         torch.cuda.synchronize()
@@ -126,5 +126,5 @@ def test_one_sync_for_statistics_and_history(backend: str, device: torch.device)
         with torch.profiler.profile() as profile:
             read()
         waits = [e for e in profile.events() if "Synchronize" in e.name and "cuda" in e.name]
-        # The profiler itself waits once at its end.
+        # The profiler waits once at its end.
         assert len([e for e in waits if e.name == "cudaStreamSynchronize"]) == 1

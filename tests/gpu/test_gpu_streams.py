@@ -13,12 +13,12 @@ from ampfast import _C, GradScaler
 
 pytestmark = pytest.mark.gpu
 
-# Long enough for the host to queue what follows.
+# Long enough for the host to queue the rest.
 A_WHILE = 400_000_000
 
 
 def torch_unscaled(grad: torch.Tensor, inverse: float) -> torch.Tensor:
-    """What torch's op makes of a gradient; on the CPU, where it knows all dtypes."""
+    """Gradient unscaled by torch's op; on the CPU, which has all dtypes."""
     result = grad.clone().cpu()
     torch._amp_foreach_non_finite_check_and_unscale_(
         [result], torch.zeros(()), torch.tensor(inverse)
@@ -72,7 +72,7 @@ def test_gradients_are_freed_and_made_anew(backend: str, device: torch.device) -
 
 
 def test_many_steps_in_flight(backend: str, device: torch.device) -> None:
-    """More lists than tables are kept, so that buffers come and go while the device works."""
+    """More lists than kept tables, so that buffers come and go while the device works."""
     kernels = kernels_of(backend, device)
     lists = [
         [make_gradient("long", dtype, seed)[: 900 * seed + 5].to(device) for dtype in FLOATS]
@@ -146,7 +146,7 @@ def test_a_table_belongs_to_a_stream(backend: str, device: torch.device) -> None
 
 
 def test_two_streams_at_once(backend: str, device: torch.device) -> None:
-    """The scratch of a table is not shared, so launches may overlap."""
+    """Each stream's table has its own scratch, so launches may overlap."""
     kernels = kernels_of(backend, device)
     sides = []
     for side in range(2):

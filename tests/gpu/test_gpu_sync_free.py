@@ -1,4 +1,4 @@
-"""`sync_free_` on a GPU: nothing waits, and all goes on as with torch's own fused optimizers."""
+"""`sync_free_` on a GPU: no host sync, and torch's own fused results."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def plain(kind: str, device: torch.device, steps: int, **options: Any) -> Loop:
 
 
 def why_not(kind: str, device: torch.device) -> str:
-    """Why this torch has no fused implementation for this device."""
+    """Reason why this torch has no fused implementation for this device."""
     p = torch.nn.Parameter(torch.ones(3, device=device))
     p.grad = torch.ones(3, device=device)
     try:

@@ -1,4 +1,4 @@
-"""Marks and health on a GPU: what they cost, and steps that are replayed."""
+"""Marks and health on a GPU: their cost, and replayed steps."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.gpu
 
 
 def looped(backend: str, device: torch.device, make: Any, track: str | None) -> tuple[Any, Any]:
-    """A scaler and an iteration over gradients that stay where they are."""
+    """Scaler and iteration over gradients with fixed memory."""
     scaler = GradScaler(backend=backend, track=track)
     loss = torch.ones((), device=device)
     params = [torch.nn.Parameter(torch.ones(n, device=device)) for n in (5, 70_003, 4096)]
@@ -41,7 +41,7 @@ def test_launches(backend: str, device: torch.device, make: Any) -> None:
         counted(looped(backend, device, make, track)[1]) for track in (None, "overflow", "health")
     ]
     kernels = [len(c.kernels) for c in counts]
-    # Health takes two more: one clears its rows, one measures.
+    # Health adds two: one clears its rows, one measures.
     assert kernels == [kernels[0], kernels[0], kernels[0] + 2], counts
     assert len({len(c.syncs) for c in counts}) == len({len(c.copies) for c in counts}) == 1
 

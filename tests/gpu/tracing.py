@@ -1,4 +1,4 @@
-"""Launches, copies and waits of a call, as the profiler sees them."""
+"""Launches, copies and host syncs of a call, as the profiler sees them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MARK = "ampfast_counted"
 
 @dataclass
 class Counts:
-    """Names of what was seen, in order of time."""
+    """Names of events, in order of time."""
 
     kernels: list[str] = field(default_factory=list)
     copies: list[str] = field(default_factory=list)
@@ -25,7 +25,7 @@ class Counts:
 
 
 def counts_in(events: Iterable[Mapping[str, Any]]) -> Counts:
-    """Counts what a Chrome trace holds: on the device all, on the host what is inside the mark."""
+    """Counts of a Chrome trace: all device events, host events inside the mark."""
     complete = sorted(
         (event for event in events if event.get("ph") == "X"), key=lambda event: event["ts"]
     )
@@ -57,9 +57,9 @@ def counted(call: Callable[[], object]) -> Counts:
 
 
 def why_profiler_is_blind() -> str:
-    """Why kernels cannot be counted here, or an empty text."""
+    """Reason why kernels cannot be counted here, or an empty text."""
     x = torch.ones(3, device="cuda")
-    counted(lambda: x.add_(1))  # the first time starts the tracing, which may lose events
+    counted(lambda: x.add_(1))  # the first use starts tracing, which may lose events
     seen = counted(lambda: x.add_(1).sum().item())
     if len(seen.kernels) < 2 or not seen.syncs:
         return f"the profiler does not see kernels and syncs here: {seen}"

@@ -1,4 +1,4 @@
-"""Runs the hostile parts at their full dose, each in a process of its own, and sums up."""
+"""Runs the hostile parts at full dose, each in a process of its own, and sums up."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ sys.path.append(str(ROOT / "tests" / "gpu"))
 
 from runner import Part, Run, stopped_by_signals  # noqa: E402
 
-# By name: the module, the option for the dose, the full dose, the limit in seconds.
+# By name: module, option for the dose, full dose, time limit in seconds.
 PARTS = {
     "sanitizers": ("sanitizers", None, 0, 5400),
     "threads": ("crowds", "seconds", 60, 600),
@@ -45,7 +45,7 @@ def part(name: str, seconds: float, seed: int) -> Part:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the parts that are asked for and returns 0 if none failed."""
+    """Runs the selected parts; returns 0 if none failed."""
     parser = argparse.ArgumentParser(prog="python tests/hostile", description=__doc__)
     parser.add_argument("--parts", default=",".join(PARTS), help="comma-separated: %(default)s")
     parser.add_argument("--seconds", type=float, default=60.0, help="of threads (default: 60)")

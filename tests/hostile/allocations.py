@@ -1,4 +1,4 @@
-"""Allocation failures in a scaler's calls, one after another: Python's, and those of C and C++."""
+"""Failing allocations in a scaler's calls, one at a time: Python's, and those of C and C++."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ import torch
 from atomic import SCENARIOS, Trials
 from tally import Tally, main
 
-# In processes that have it in front of the C library's.
+# Set in processes that preload it in front of the C library.
 SHIM = "AMPFAST_FAILING_MALLOC"
 VARIANTS: tuple[dict[str, Any], ...] = ({}, {"track": "overflow"})
 
 
 class PythonFails:
-    """A block in which the allocation of that number fails in Python."""
+    """Context in which the n-th allocation of Python fails."""
 
     def __init__(self, point: int) -> None:
         import _testcapi
@@ -38,7 +38,7 @@ class PythonFails:
 
 
 class MallocFails:
-    """A block in which the allocation of that number fails in C and C++."""
+    """Context in which the n-th allocation of C and C++ fails."""
 
     def __init__(self, point: int) -> None:
         self._fail_after = ctypes.CDLL(None).fail_after
@@ -53,7 +53,7 @@ class MallocFails:
 
 
 def shim(folder: Path) -> Path | None:
-    """The library for LD_PRELOAD; None without glibc or a compiler."""
+    """Library for LD_PRELOAD; None without glibc or a compiler."""
     compiler = shutil.which(os.environ.get("CC", "cc"))
     if not sys.platform.startswith("linux") or compiler is None:
         return None
@@ -65,10 +65,10 @@ def shim(folder: Path) -> Path | None:
 
 
 def run_here(width: int) -> Tally:
-    """Every point, or each `width`-th, of what this process can let fail."""
+    """Lets each allocation of this process fail, or each `width`-th."""
     tally = Tally("failing allocations")
     fault = MallocFails if os.environ.get(SHIM) else PythonFails
-    # What is ignored would be printed.
+    # Ignored exceptions would be printed.
     sys.unraisablehook = lambda _: None
     for arguments in VARIANTS:
         for scenario in SCENARIOS:
@@ -99,7 +99,7 @@ def run_in_process(environment: dict[str, str], width: int) -> Tally:
 
 
 def run(width: float, seed: int = 0) -> Tally:
-    """Python's allocations, and those of C and C++."""
+    """Lets allocations of Python, C and C++ fail."""
     environments: list[dict[str, str]] = []
     if importlib.util.find_spec("_testcapi") is None:
         print("Python's allocations: no _testcapi here")

@@ -1,6 +1,6 @@
-"""Calls of a scaler, cut short at every point: training must go on without a wrong step.
+"""Atomicity of a scaler's calls, interrupted at every point: training goes on correctly.
 
-A call has then happened or not, or its optimizer will be skipped: gradients that may be written in
+A call has no effect, its whole effect, or skips its optimizer: gradients that may be written in
 part are UNSCALED with a flag, so that `step` does nothing and `update` backs off.
 """
 
@@ -29,7 +29,7 @@ SCALE, BACKOFF = 8.0, 0.5
 
 
 class Counted:
-    """An optimizer whose step does nothing that can fail."""
+    """Optimizer whose step cannot fail and is counted."""
 
     def __init__(self, fused: bool) -> None:
         dtypes = (torch.float32, torch.bfloat16, torch.float64)
@@ -50,7 +50,7 @@ class Counted:
 
 
 class Rig:
-    """A scaler and an optimizer, anew for every trial."""
+    """Scaler and optimizer of one trial."""
 
     def __init__(self, fused: bool, **arguments: Any) -> None:
         self.optimizer: Any = Counted(fused)
@@ -59,7 +59,7 @@ class Rig:
         )
 
     def observe(self) -> dict[str, Any]:
-        """What must change together, by what it is."""
+        """State that must change together, by name."""
         optimizer, scaler = self.optimizer, self.scaler
         record = scaler._per_optimizer_states.get(id(optimizer), NEW)
         stage = record["stage"]
@@ -110,15 +110,15 @@ def load(rig: Rig) -> None:
 
 
 class Scenario(NamedTuple):
-    """A call that is cut short.
+    """Interrupted call.
 
     Attributes:
         name: Shown in failures.
-        call: The call.
+        call: Interrupted call.
         fused: Whether the optimizer divides by `grad_scale`.
-        before: Calls that come first, undisturbed.
-        ways: Calls whose outcome, in place of none and all of `call`, is right too.
-        finish: What a user does next.
+        before: Preceding calls, undisturbed.
+        ways: Calls whose outcome is also valid, besides none and all of `call`.
+        finish: Following calls.
     """
 
     name: str
@@ -161,14 +161,14 @@ def arranged(scenario: Scenario, calls: tuple[Call, ...], arguments: dict[str, A
 
 
 class Trials:
-    """Trials of one scenario, with these arguments of the scaler."""
+    """Trials of one scenario with the given scaler arguments."""
 
     def __init__(self, scenario: Scenario, **arguments: Any) -> None:
         self.scenario, self.arguments = scenario, arguments
         ways = ((scenario.call,), *scenario.ways)
         self._right = [self._after(()), *map(self._after, ways)]
         self._finished = [self._after((*way, *scenario.finish)) for way in ways]
-        # A clipping may be cut short between its division and its multiplication.
+        # Clipping may be interrupted between its division and its multiplication.
         divided = [] if scenario.before else [self._after((unscale,))]
         ends = [*self._right, *self._finished, *divided]
         self._values = [end["gradients and stage"][0] for end in ends]
@@ -177,20 +177,20 @@ class Trials:
         return arranged(self.scenario, calls, self.arguments).observe()
 
     def run(self, fault: Fault, point: int) -> tuple[bool, list[str]]:
-        """Cuts the call short at one point; tells whether it was, and what is wrong then."""
+        """Interrupts the call at one point; returns whether it was interrupted, and errors."""
         scenario = self.scenario
         rig = arranged(scenario, (), self.arguments)
         try:
             with fault(point):
                 scenario.call(rig)
         except (Exception, KeyboardInterrupt) as error:
-            place = f"{scenario.name} {self.arguments or ''}: {told(error)}"
+            place = f"{scenario.name} {self.arguments or ''}: {describe(error)}"
         else:
             return False, []
         seen = rig.observe()
         right, finished = self._right, self._finished
         gradients, stage = seen["gradients and stage"]
-        # As in torch, an update may be cut short before it forgets its records.
+        # As in torch, an update may be interrupted before it drops its records.
         unsure = {"scale", "counts"}
         if stage is SKIPS and self._are_divided_once(gradients):
             unsure = {"counts"}
@@ -199,7 +199,7 @@ class Trials:
             finished = [{**right[0], **end}]
         if wrong := fault_of(seen, right):
             return True, [f"{place}: {wrong}"]
-        # Once more, unless all of it has happened; then on as if nothing had been.
+        # The call is repeated unless it has completed; then training goes on.
         if difference(seen, right[1]) is not None:
             with contextlib.suppress(RuntimeError, AssertionError):
                 scenario.call(rig)
@@ -207,7 +207,7 @@ class Trials:
             for call in scenario.finish:
                 call(rig)
         except Exception as error:
-            return True, [f"{place}; it cannot go on: {told(error)}"]
+            return True, [f"{place}; it cannot go on: {describe(error)}"]
         wrong = fault_of({k: v for k, v in rig.observe().items() if k not in unsure}, finished)
         return True, [f"{place}; at the end: {wrong}"] if wrong else []
 
@@ -218,9 +218,9 @@ class Trials:
         )
 
     def all_points(self, fault: Fault, width: int = 1) -> Iterator[list[str]]:
-        """Every point of the call, or each `width`-th, until none is reached; what is wrong."""
+        """Yields the errors of an interrupt at each `width`-th point, until none is reached."""
         point, untouched = 0, 0
-        # A failure that the call shrugs off does not end the row.
+        # A failure that the call handles does not end the loop.
         while untouched < 20:
             was_cut, wrong = self.run(fault, point)
             untouched = 0 if was_cut else untouched + 1
@@ -230,15 +230,15 @@ class Trials:
 
 
 def fault_of(seen: dict[str, Any], right: list[dict[str, Any]]) -> str:
-    """Names what agrees with nothing that is right; empty if all does."""
+    """First observation equal to none of the valid ones, or an empty text."""
     for name, value in seen.items():
         if all(difference(value, one[name]) for one in right):
             return f"{name}: {value[1] if 'stage' in name else value}"
     return ""
 
 
-def told(error: BaseException) -> str:
-    """An error and the line of ampfast that it comes from."""
+def describe(error: BaseException) -> str:
+    """Error with its line in ampfast."""
     frames = traceback.extract_tb(error.__traceback__)
     places = [f"{Path(f.filename).name}:{f.lineno}" for f in frames if "/ampfast/" in f.filename]
     text = " ".join(str(error).split())[:80]

@@ -20,15 +20,16 @@ INF = math.inf
 SCALES = [1.0, 3.0, 2.0**-20, 2.0**16, 1000.3, 2.0**60, 2.0**-60]
 LIMITS = [0.0, 1e-320, 1e-30, 1e-3, 1.0, 1.0, 1e4, 1e30, 1e300, INF, INF]
 ORDERS = [1.0, 2.0, 2.0, 3.0, INF]
-# Relative error of a norm: roundings of products and of the result; of float64 gradients, the sum.
+# Relative error of a norm: rounding of products and of the result; for float64 gradients also of
+# the sum.
 TOLERANCE, WIDE_TOLERANCE = 5e-7, 5e-13
-# Where sums of powers leave float64, the norm is infinite or loses digits, as torch's: a subnormal
-# power is rounded to a multiple of the smallest one, of elements and again of tensors.
+# Where sums of powers leave float64's range, the norm is infinite or loses digits, as torch's: a
+# subnormal power is rounded to a multiple of the smallest one, per element and per tensor.
 MOST_SUM, LEAST_SUM, SMALLEST = 1.7e308, 1e-290, np.longdouble(2) ** -1074
 
 
 class Case(NamedTuple):
-    """Arguments of one clipping."""
+    """Arguments of a clipping."""
 
     dtypes: tuple[torch.dtype, ...]
     scale: float
@@ -43,7 +44,7 @@ class Case(NamedTuple):
 
 
 class Divider(torch.optim.SGD):
-    """Subtracts gradients over `grad_scale`, in the arithmetic of torch's fused optimizers."""
+    """Optimizer that divides by `grad_scale` in the arithmetic of torch's fused optimizers."""
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
@@ -74,7 +75,7 @@ def draw(seed: int) -> Case:
 
 
 def draw_gradients(case: Case) -> list[torch.Tensor]:
-    """Gradients around one magnitude, from subnormals to the largest value of their dtype."""
+    """Gradients around one magnitude, from subnormals to the dtype's largest value."""
     rng, random_state = random.Random(case.seed + 1), np.random.default_rng(case.seed)
     info = torch.finfo(case.dtypes[-1])
     lowest, highest = math.log2(info.smallest_normal) - 8, math.log2(info.max)
@@ -90,7 +91,7 @@ def draw_gradients(case: Case) -> list[torch.Tensor]:
         most = torch.finfo(dtype).max
         made = torch.from_numpy(values).clamp(-most, most).to(dtype)
         made = made.nan_to_num(0.0, most, -most)  # rounded up to infinity
-        # torch's fused optimizers read plain memory, whatever the strides.
+        # torch's fused optimizers read raw memory, whatever the strides.
         strided = not case.fused and rng.random() < 0.3
         gradients.append(made.repeat_interleave(2)[::2] if strided else made)
     if rng.random() < 0.1:
@@ -101,12 +102,12 @@ def draw_gradients(case: Case) -> list[torch.Tensor]:
 
 
 def long(tensor: torch.Tensor) -> Any:
-    """Values as long doubles, which hold every float64."""
+    """Long double values, exact for every float64."""
     return tensor.detach().double().numpy().astype(np.longdouble)
 
 
 def long_norm(values: list[Any], order: float) -> tuple[Any, Any]:
-    """The norm, and the sum of powers behind it."""
+    """Norm, and the sum of powers behind it."""
     magnitudes = np.abs(np.concatenate([np.zeros(1, np.longdouble), *values]))
     if order == INF:
         return magnitudes.max(), np.longdouble(1)
@@ -117,7 +118,7 @@ def long_norm(values: list[Any], order: float) -> tuple[Any, Any]:
 def norm_fault(
     norm: torch.Tensor, choices: list[list[Any]], order: float, tolerance: float
 ) -> str | None:
-    """Compares a norm with that of any of the given lists of values."""
+    """Compares a norm with that of each list of values; returns the error, if any."""
     faults = []
     for values in choices:
         exact, total = long_norm(values, order)
@@ -137,7 +138,7 @@ def norm_fault(
 
 
 def written(values: torch.Tensor, coefficient: float) -> torch.Tensor:
-    """Products rounded once in the type of the arithmetic, then in that of the gradient."""
+    """Products rounded in opmath, then to the gradient's dtype."""
     opmath = torch.promote_types(values.dtype, torch.float32)
     factor = torch.tensor(coefficient, dtype=torch.float64).to(opmath)
     kind = np.float32 if opmath is torch.float32 else np.float64
@@ -149,14 +150,14 @@ def ulps(ours: torch.Tensor, exact: torch.Tensor) -> int:
 
 
 def fault(case: Case) -> str | None:
-    """Runs a case; describes what is wrong with it, or returns None."""
+    """Runs a case; returns its error, or None."""
     gradients = draw_gradients(case)
     before = [g.clone() for g in gradients]
     parameters = [torch.nn.Parameter(torch.zeros_like(g)) for g in gradients]
     for parameter, gradient in zip(parameters, gradients, strict=True):
         parameter.grad = gradient
     lists = [parameters[:1], parameters[1:]] if case.split else [parameters]
-    # torch's fused SGD leaves most of a 16-bit parameter on a CPU as it is.
+    # torch's fused SGD leaves most of a 16-bit parameter unchanged on a CPU.
     kind = Divider if case.fused and case.dtypes[0].itemsize == 2 else torch.optim.SGD
     optimizers = [kind(some, lr=1.0, fused=case.fused) for some in lists if some]
     scaler = started(
@@ -190,13 +191,13 @@ def fault(case: Case) -> str | None:
     wrong = norm_fault(norm, choices, case.order, tolerance)
     if wrong is not None:
         return wrong
-    # Of the norm that was returned.
+    # By the returned norm.
     quotient = np.longdouble(case.limit) / (long(norm) + np.longdouble(1e-6))
     coefficient = 1.0 if case.limit == INF else float(min(quotient, np.longdouble(1)))
     for index, values in enumerate(plain):
         if case.in_place or not case.enabled:
             wanted = values if coefficient == 1.0 else written(values, coefficient)
-            # The sum, the quotient and the product are rounded to float64.
+            # Sum, quotient and product are rounded to float64.
             allowed = 0 if coefficient == 1.0 else 3 if values.dtype is torch.float64 else 1
             if (distance := ulps(clipped[index], wanted)) > allowed:
                 return f"gradient {index}: {distance} ulps off, coefficient {coefficient}"
@@ -216,7 +217,7 @@ def fault(case: Case) -> str | None:
 
 
 def run(count: float, seed: int = 0) -> Tally:
-    """Runs that many clippings, one for each seed."""
+    """Runs `count` clippings, one for each seed."""
     tally = Tally("clips")
     for number in range(int(count)):
         case = draw(seed + number)

@@ -1,4 +1,4 @@
-"""Threads that train side by side, and threads that take gradients away from a pass over them."""
+"""Threads that train side by side, and threads that free gradients during a pass."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from ampfast import GradScaler
 
 THREADS = 8
 PROGRAMS = 20
-# Long enough that the passes over them give up the interpreter.
+# Long enough for a pass to release the GIL.
 LIST, SIZE, SCALE = 24, 40_000, 8.0
-# These make or free objects of a whole process.
+# These make or free objects of the whole process.
 SHARED = ("reborn",)
 
 
 def prepared(seed: int) -> tuple[Plan, list[Op], dict[str, Any]]:
-    """A random program and what it leaves with torch's scaler, alone."""
+    """Random program, and its result with torch's scaler alone."""
     plan, program = draw_program(seed)
     program = [op for op in program if op.name not in SHARED]
     return plan, program, played(TorchScaler, plan, program)
 
 
 def played(scaler_type: type[TorchScaler], plan: Plan, program: list[Op]) -> dict[str, Any]:
-    """Runs a program; returns what is left, and the errors on the way."""
+    """Runs a program; returns its result and errors."""
     world, errors = World(scaler_type, plan), []
     for number, op in enumerate(program):
         try:
@@ -43,7 +43,7 @@ def played(scaler_type: type[TorchScaler], plan: Plan, program: list[Op]) -> dic
 
 
 class Crowd:
-    """What the threads share."""
+    """State shared by the threads."""
 
     def __init__(self, seconds: float, seed: int) -> None:
         self.tally = Tally("rounds of threads")
@@ -64,10 +64,10 @@ class Crowd:
 
     def read(self) -> str | None:
         scaler, optimizer = self.shared, self.optimizer
-        told = [scaler.get_scale(), scaler.stats().steps, scaler.state_dict()["scale"]]
-        told += [scaler.found_inf(optimizer).item(), scaler.grad_norm(optimizer).item()]
-        told.append(len(scaler.history().step))
-        return difference(told, [SCALE, 0, SCALE, 0.0, SIZE**0.5, 0], "the shared scaler")
+        seen = [scaler.get_scale(), scaler.stats().steps, scaler.state_dict()["scale"]]
+        seen += [scaler.found_inf(optimizer).item(), scaler.grad_norm(optimizer).item()]
+        seen.append(len(scaler.history().step))
+        return difference(seen, [SCALE, 0, SCALE, 0.0, SIZE**0.5, 0], "the shared scaler")
 
     def train(self, rng: random.Random) -> str | None:
         plan, program, expected = rng.choice(self.programs)
@@ -75,7 +75,7 @@ class Crowd:
         return found and f"{plan}: {found}"
 
     def disturbed(self, rng: random.Random) -> str | None:
-        """A pass while another thread takes gradients away and fills the memory that they had."""
+        """Pass during which another thread frees gradients and reuses their memory."""
         params = [torch.nn.Parameter(torch.zeros(SIZE)) for _ in range(LIST)]
         for param in params:
             param.grad = torch.full((SIZE,), SCALE)
@@ -86,7 +86,8 @@ class Crowd:
         def disturb() -> None:
             begun.set()
             for param in rng.sample(params, LIST // 2):
-                # torch frees a gradient before its parameter forgets it, and lets others run then.
+                # torch frees a gradient before its parameter drops it, and releases the GIL
+                # between.
                 before = param.grad
                 param.grad = None if rng.random() < 0.5 else torch.full((SIZE,), SCALE)
                 del before
@@ -120,7 +121,7 @@ class Crowd:
 
 
 def run(seconds: float, seed: int = 0) -> Tally:
-    """Runs the threads for that long."""
+    """Runs the threads for that many seconds."""
     crowd = Crowd(seconds, seed)
     workers = [
         threading.Thread(target=crowd.work, args=(number, seed)) for number in range(THREADS)

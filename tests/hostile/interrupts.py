@@ -1,4 +1,4 @@
-"""Interrupts in a scaler's calls: at every call and return, and as signals at random moments."""
+"""Interrupts in a scaler's calls: at every call and return, and by signals at random times."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ VARIANTS: tuple[dict[str, Any], ...] = ({}, {"track": "overflow"}, {"backend": "
 
 @contextlib.contextmanager
 def raised_at(point: int) -> Iterator[None]:
-    """Raises KeyboardInterrupt where the interpreter looks for signals for the `point`-th time.
+    """Raises KeyboardInterrupt at the `point`-th check for signals.
 
-    That is at the start of a function and behind a call of one in C; jumps back are left out.
+    The interpreter checks at function entry and after C calls; backward jumps are left out.
     """
     seen = 0
 
@@ -40,7 +40,7 @@ def raised_at(point: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def signalled_after(microseconds: int) -> Iterator[None]:
-    """A timer's signal raises KeyboardInterrupt, as Ctrl-C does."""
+    """Context in which a timer's signal raises KeyboardInterrupt, as Ctrl-C does."""
     before = signal.signal(signal.SIGALRM, signal.default_int_handler)
     signal.setitimer(signal.ITIMER_REAL, max(microseconds, 1) * 1e-6)
     try:
@@ -61,7 +61,7 @@ def duration(scenario: Scenario, arguments: dict[str, Any]) -> int:
 def run(signals: float, seed: int = 0, width: int = 1) -> Tally:
     """Interrupts at every point, or each `width`-th, and that many signals in all."""
     tally, rng = Tally("interrupts"), random.Random(seed)
-    # Those in a generator that is thrown away.
+    # Those in a discarded generator.
     sys.unraisablehook = lambda _: None
     for arguments in VARIANTS:
         for scenario in SCENARIOS:

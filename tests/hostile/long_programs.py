@@ -14,18 +14,18 @@ from support import make_gradient, threads
 from tally import Tally, main
 from test_differential import LENGTH, OPERATIONS, VARIANTS, draw_program, first_difference
 
-# Programs that the tests do not run.
+# Programs beyond those of the tests.
 FIRST = 1_000_000
 
 
 class UnusualWorld(World):
-    """A world with operations that few programs do, and that both scalers must do alike."""
+    """World with rare operations, on which both scalers must agree."""
 
     def odd_grad(self, r: int, i: int, kind: str) -> None:
         """Gives a parameter of plain layout an unusual gradient."""
         rig = self.rigs[r]
         if rig.plan.kind.startswith("fused"):
-            return  # torch's kernels read plain memory
+            return  # torch's kernels read raw memory
         p = rig.params[i % len(rig.params)]
         if not p.numel() or p.dim() < 1:
             return
@@ -48,7 +48,7 @@ class UnusualWorld(World):
         p.grad = grad
 
     def numbers(self, s: int, kind: str) -> None:
-        """Sets factors and the interval to numbers of another type."""
+        """Sets factors and interval to another numeric type."""
         scaler = self.scalers[s]
         kinds = {"numpy": np.float64, "float32": np.float32, "float": float, "int": int}
         make: Any = kinds[kind]
@@ -57,7 +57,7 @@ class UnusualWorld(World):
         scaler.set_growth_interval(np.int64(1000) if kind == "numpy" else 1000)
 
     def flag(self, s: int, r: int, value: float) -> None:
-        """Replaces the flags of an optimizer that was checked, as some projects do."""
+        """Replaces the flags of a checked optimizer, as some projects do."""
         rig = self.rigs[r]
         record = self.scalers[s]._per_optimizer_states.get(id(rig.optimizer))
         if record is None or rig.reads_scale:
@@ -71,7 +71,7 @@ class UnusualWorld(World):
             self.scalers[s].update()
 
     def frozen(self, r: int, i: int) -> None:
-        """Turns `requires_grad` of a parameter over."""
+        """Toggles `requires_grad` of a parameter."""
         p = self.rigs[r].params[i % len(self.rigs[r].params)]
         p.requires_grad_(not p.requires_grad)
 
@@ -96,7 +96,7 @@ UNUSUAL = {
 
 
 def run(count: float, seed: int = 0) -> Tally:
-    """Runs so many operations at least, and all variants of the scaler."""
+    """Runs at least that many operations, on all variants of the scaler."""
     tally = Tally("operations beside torch")
     variants = list(VARIANTS)
     gc.collect()

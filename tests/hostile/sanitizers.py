@@ -12,7 +12,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 TREE = ROOT / "build" / "hostile" / "sanitized"
 COPIED = ("ampfast", "csrc", "tests", "examples", "setup.py", "pyproject.toml", "README.md")
-# Those that run the extension: on CPU tensors, and with the host side of the device kernels.
+# Tests of the extension: on CPU tensors, and of the host side of device kernels.
 TESTS = (
     *("backends", "bad_input", "clipping", "clipping_costs", "clipping_deferred"),
     *("clipping_states", "contract", "device_costs", "device_hosts", "differences"),
@@ -22,12 +22,12 @@ TESTS = (
     *("state", "step_and_update", "threads", "torch_suite_gaps", "track_kernels"),
     *("unusual_objects", "written_values"),
 )
-# vptr needs the type information of torch's classes, which its libraries keep to themselves.
+# vptr needs type information of torch's classes, which its libraries do not export.
 FLAGS = "-fsanitize=address,undefined -fno-sanitize=vptr -fno-omit-frame-pointer -g1 -O1"
 
 
 def library(name: str) -> str:
-    """The path of one of the compiler's libraries."""
+    """Path of one of the compiler's libraries."""
     compiler = os.environ.get("CXX", "c++").split()
     command = [*compiler, f"-print-file-name={name}"]
     found = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
@@ -37,7 +37,7 @@ def library(name: str) -> str:
 
 
 def build() -> None:
-    """Builds the extension in a copy of the sources; again only what has changed."""
+    """Builds the extension in a copy of the sources, incrementally."""
     TREE.mkdir(parents=True, exist_ok=True)
     ignored = shutil.ignore_patterns("__pycache__", "_C.*.so")
     for name in COPIED:
@@ -45,11 +45,11 @@ def build() -> None:
             shutil.copytree(ROOT / name, TREE / name, ignore=ignored, dirs_exist_ok=True)
         else:
             shutil.copy2(ROOT / name, TREE / name)
-    # Behind the flags of setup.py, whose -O3 would take many minutes.
+    # After the flags of setup.py, whose -O3 would take many minutes.
     compiler = TREE / "c++"
     compiler.write_text(f'#!/bin/sh\nexec {os.environ.get("CXX", "c++")} "$@" {FLAGS}\n')
     compiler.chmod(0o755)
-    # The device kernels need their own tools.
+    # Device kernels have their own tools.
     environment = {**os.environ, "CXX": str(compiler), "AMPFAST_CUDA": "0"}
     command = [sys.executable, "setup.py", "--quiet", "build_ext", "--inplace"]
     subprocess.run(command, cwd=TREE, env=environment, check=True)
@@ -61,18 +61,18 @@ def main() -> int:
     parser.add_argument("--tests", default=",".join(TESTS), help="names of test files")
     options, more = parser.parse_known_args()
     build()
-    # C++'s library too, or the first exception finds no handler.
+    # Also C++'s library, or the first exception finds no handler.
     preloaded = map(library, ("libasan.so", "libubsan.so", "libstdc++.so"))
     environment = {
         **os.environ,
         "LD_PRELOAD": " ".join(preloaded),
-        # Python and torch keep memory until they end.
+        # Python and torch keep memory until exit.
         "ASAN_OPTIONS": "detect_leaks=0:halt_on_error=1:allocator_may_return_null=1",
         "UBSAN_OPTIONS": "halt_on_error=1:print_stacktrace=1",
         "PYTHONPATH": str(TREE),
     }
     files = [f"tests/test_{name}.py" for name in options.tests.split(",")]
-    # What a sanitizer prints as it ends the process is lost to a capture of the descriptor.
+    # Output of a sanitizer at exit is lost when the descriptor is captured.
     command = [sys.executable, "-m", "pytest", "-q", "--capture=sys", *files, *more]
     return subprocess.run(command, cwd=TREE, env=environment, check=False).returncode
 

@@ -1,4 +1,4 @@
-"""Damaged state dicts and pickles, loaded beside torch's scaler."""
+"""Damaged state dicts and pickles, loaded into torch's scaler and ours."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ POLICY = {"min_scale": 0.25, "max_scale": 64.0, "hysteresis": 3}
 
 
 class Broken:
-    """What raises whatever is asked of it."""
+    """Object that raises on any access."""
 
     def __float__(self) -> float:
         raise ArithmeticError("no float")
@@ -49,7 +49,7 @@ VALUES: list[Any] = [
 
 
 def damaged(rng: random.Random) -> Any:
-    """A state dict of which one to three entries are missing or of any kind."""
+    """State dict with one to three entries missing or of any kind."""
     state: Any = dict(zip(KEYS, [24.0, 3.0, 0.25, 5, 2], strict=True))
     for _ in range(rng.randint(1, 3)):
         key = rng.choice(KEYS)
@@ -65,12 +65,12 @@ def damaged(rng: random.Random) -> Any:
 
 
 def everything(scaler: TorchScaler) -> list[Any]:
-    """All that loading may change."""
+    """State that loading may change."""
     names = ["_init_scale", "_init_growth_tracker", "_scale", "_growth_tracker"]
     names += ["_growth_factor", "_backoff_factor", "_growth_interval"]
-    # By type and text: some have no comparison.
+    # By type and text: some values do not compare.
     return [
-        v.detach().clone() if is_readable(v := getattr(scaler, name)) else (type(v), told(v))
+        v.detach().clone() if is_readable(v := getattr(scaler, name)) else (type(v), text_of(v))
         for name in names
     ]
 
@@ -80,19 +80,19 @@ def is_readable(value: Any) -> bool:
 
 
 def number_in(value: Any) -> float | None:
-    """A number, also of a tensor or of numpy."""
+    """Number of an int, float, tensor or numpy value; else None."""
     if isinstance(value, torch.Tensor):
         return value.detach().item() if value.numel() == 1 and is_readable(value) else None
     return float(value) if isinstance(value, (int, float, np.number)) else None
 
 
-def told(value: Any) -> str:
-    """How a value looks, but for its address."""
+def text_of(value: Any) -> str:
+    """`repr` of a value without its address."""
     return re.sub(r" at 0x\w+", "", repr(value))
 
 
 def differs_on_purpose(scaler: TorchScaler) -> bool:
-    """Whether torch would write NaN at a scale next to 0, or not grow from beyond an interval."""
+    """Whether torch would write NaN for a scale near 0, or stop growing beyond the interval."""
     scale = number_in(scaler._init_scale if scaler._scale is None else scaler._scale)
     tracker = scaler._growth_tracker
     tracker = number_in(scaler._init_growth_tracker if tracker is None else tracker)
@@ -102,8 +102,8 @@ def differs_on_purpose(scaler: TorchScaler) -> bool:
 
 
 def train(scaler: TorchScaler) -> list[Any]:
-    """Three steps, of which the second overflows; ends at the first error."""
-    parameter, told = parameter_with(torch.ones(3)), []
+    """Trains three steps, the second of which overflows; stops at the first error."""
+    parameter, trace = parameter_with(torch.ones(3)), []
     optimizer = torch.optim.SGD([parameter], lr=0.5)
     for value in (1.0, float("inf"), 2.0):
         if differs_on_purpose(scaler):
@@ -114,15 +114,15 @@ def train(scaler: TorchScaler) -> list[Any]:
             scaler.step(optimizer)
             scaler.update()
 
-        told.append(outcome(iteration).told()[0])
-        told += [everything(scaler), parameter.detach().clone()]
-        if told[-3] is not None:
+        trace.append(outcome(iteration).comparable()[0])
+        trace += [everything(scaler), parameter.detach().clone()]
+        if trace[-3] is not None:
             break
-    return told
+    return trace
 
 
 def loaded(scaler_type: Scaler, way: str, state: Any) -> list[Any]:
-    """Loads a state in one of several ways, and trains on."""
+    """Loads a state in one of several ways, and trains."""
     scaler = scaler_type("cpu") if way == "new" else started(scaler_type)
 
     def load() -> None:
@@ -132,12 +132,12 @@ def loaded(scaler_type: Scaler, way: str, state: Any) -> list[Any]:
         copied = pickle.loads(pickle.dumps({**scaler.__getstate__(), **renamed(state)}))
         scaler.__setstate__(copied)
 
-    result = [outcome(load).told()[0], everything(scaler)]
+    result = [outcome(load).comparable()[0], everything(scaler)]
     return result + train(scaler)
 
 
 def renamed(state: Any) -> dict[str, Any]:
-    """A state dict as the attributes of a pickle."""
+    """State dict as the attributes of a pickle."""
     if not isinstance(state, dict):
         return {}
     names = {"scale": "_init_scale", "_growth_tracker": "_init_growth_tracker"}
@@ -145,7 +145,7 @@ def renamed(state: Any) -> dict[str, Any]:
 
 
 def half_loaded(rng: random.Random) -> str | None:
-    """A scaler with a policy either loads a state or stays as it was."""
+    """Error if loading failed halfway on a scaler with a policy; such a scaler is unchanged."""
     scaler = started(GradScaler, **POLICY)
     entry = dict(scaler.state_dict()["ampfast"])
     entry[rng.choice([*entry, "more"])] = rng.choice(VALUES)
@@ -177,7 +177,7 @@ def run(count: float, seed: int = 0) -> Tally:
 
 
 def copy_of(state: Any) -> Any:
-    """A shallow copy with tensors of its own."""
+    """Shallow copy with tensors of its own."""
     if not isinstance(state, dict):
         return copy.copy(state)
     return {

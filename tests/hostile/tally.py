@@ -1,4 +1,4 @@
-"""Count of what a part of `make hostile` ran, and of what failed in it."""
+"""Counts of cases run and failed in a part of `make hostile`."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from support import threads
 
 @dataclass
 class Tally:
-    """Count of cases and the description of each failure.
+    """Number of cases, and a description of each failure.
 
     Attributes:
-        noun: Cases, in the plural.
-        count: How many ran.
+        noun: Name of the cases, in the plural.
+        count: Number of cases run.
         failures: A line for each that failed.
     """
 
@@ -39,12 +39,12 @@ class Tally:
 
 
 def main(run: Callable[[float, int], Tally], amount: str, default: float) -> int:
-    """Command line of a part: runs it, prints failures and the summary, returns the exit status.
+    """Command line of a part: runs it, prints failures and summary, returns the exit status.
 
     Args:
-        run: The part; takes the amount and a seed.
-        amount: Name of the option for how much is run.
-        default: Value of that option.
+        run: The part; takes amount and seed.
+        amount: Name of the option for the amount.
+        default: Default of that option.
     """
     parser = argparse.ArgumentParser(description=sys.modules[run.__module__].__doc__)
     parser.add_argument(f"--{amount}", dest="amount", type=float, default=default)

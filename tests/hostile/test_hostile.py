@@ -26,7 +26,7 @@ pytestmark = pytest.mark.skipif(VARIABLE in os.environ, reason="of the CPU's ker
 def _one_thread() -> Iterator[None]:
     with threads(1):
         yield
-    # An interrupt between the lines of `torch.no_grad()` leaves it off.
+    # An interrupt between the lines of `torch.no_grad()` leaves gradients disabled.
     torch.set_grad_enabled(True)
 
 

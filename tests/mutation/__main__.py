@@ -1,4 +1,4 @@
-"""Changes the scaler's state machine in small ways and looks which changes no test notices."""
+"""Mutates the scaler's state machine and reports mutants that no test notices."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mutants import FILES, Mutant, mutants_of
 from trials import Outcome, outcomes, with_collected
 
 ROOT = Path(__file__).parents[2]
-# What tests the state machine in this process.
+# Tests of the state machine that run in this process.
 TESTS = tuple(
     f"tests/test_{name}.py"
     for name in (
@@ -39,7 +39,7 @@ TESTS = tuple(
 
 
 def main() -> int:
-    """Prints each survivor and returns 1 if one is not explained."""
+    """Prints each survivor; returns 1 if one is unexplained."""
     parser = argparse.ArgumentParser(prog="python tests/mutation", description=__doc__)
     parser.add_argument("files", nargs="*", default=FILES, help="modules (default: %(default)s)")
     parser.add_argument("--tests", nargs="*", default=TESTS, help="files of tests")

@@ -1,6 +1,6 @@
-"""Mutants that no test can notice, each with its reason.
+"""Equivalent mutants, which no test can notice, each with its reason.
 
-Each is named by its place, what was there, what came instead, and which of its likes it is there.
+Each is named by place, original source, replacement, and number among equal ones in that place.
 """
 
 _BY_REASON: dict[str, list[tuple[str, str, str, int]]] = {

@@ -1,4 +1,4 @@
-"""Small changes to a module's source, each of which some test ought to notice."""
+"""Mutants of a module's source, each of which some test should notice."""
 
 from __future__ import annotations
 
@@ -42,17 +42,17 @@ _NEGATED_ANYWAY = (ast.Eq, ast.NotEq, ast.Is, ast.IsNot, ast.In, ast.NotIn)
 
 @dataclass(frozen=True)
 class Mutant:
-    """One change.
+    """A single change.
 
     Attributes:
         path: The file.
-        place: The class and function, joined by dots; empty for the module.
-        before: The source that changes, as `ast.unparse` writes it.
-        after: What it becomes.
-        lines: Of the statement, or of the head of a compound one.
-        is_run_at_import: Whether it stands outside of functions, or is a default argument.
-        nth: Which it is, from 1, of those that read the same in that place.
-        number: Which it is of all of the module.
+        place: Qualified name of the function; empty for the module.
+        before: Original source, as `ast.unparse` writes it.
+        after: Its replacement.
+        lines: Lines of the statement, or of the head of a compound one.
+        is_run_at_import: Whether it is outside of functions, or a default argument.
+        nth: Number, from 1, among equal changes in that place.
+        number: Number among all changes of the module.
     """
 
     path: Path
@@ -66,11 +66,11 @@ class Mutant:
 
     @property
     def key(self) -> tuple[str, str, str, int]:
-        """What names it as long as its function is not changed, whatever file that moves to."""
+        """Name that is stable while the function is unchanged, also if it moves to another file."""
         return self.place, self.before, self.after, self.nth
 
     def compiled(self) -> CodeType:
-        """The module with the change."""
+        """Code of the module with the change."""
         tree = ast.parse(self.path.read_text(encoding="utf-8"))
         change = list(_changes(tree))[self.number]
         setattr(change.parent, change.field, change.new)
@@ -78,7 +78,7 @@ class Mutant:
 
 
 def mutants_of(path: Path) -> list[Mutant]:
-    """Returns every change to the module at `path`, in the order of its source."""
+    """Returns every change to the module at `path`, in source order."""
     found: list[Mutant] = []
     seen: Counter[tuple[str, str, str]] = Counter()
     for number, change in enumerate(_changes(ast.parse(path.read_text(encoding="utf-8")))):
@@ -137,10 +137,9 @@ def _below(node: ast.AST, where: _Where) -> Iterator[_Change]:
 
 
 def _instead(old: ast.AST, new: ast.AST | None) -> ast.AST:
-    """What stands in a list instead of `old`.
+    """Replacement in a list of statements.
 
-    A statement that is left out stays where it is never run, so that its function closes over the
-    same names as before.
+    A dropped statement stays as dead code, so that its function closes over the same names.
     """
     if isinstance(old, ast.stmt):
         body: list[ast.stmt] = [new] if isinstance(new, ast.stmt) else [ast.Pass()]
@@ -165,7 +164,7 @@ def _inside(node: ast.AST, where: _Where) -> _Where:
 
 
 def _is_left_alone(node: ast.AST) -> bool:
-    """Texts, and what only types need."""
+    """Whether a node is a text or only used for types."""
     if isinstance(node, ast.If):
         return ast.unparse(node.test) == "TYPE_CHECKING"
     if isinstance(node, ast.Assign):
@@ -175,7 +174,7 @@ def _is_left_alone(node: ast.AST) -> bool:
 
 
 def _variants(node: ast.AST, parent: ast.AST) -> Iterator[ast.AST | None]:
-    """What may stand in the place of `node`; None where a statement is left out."""
+    """Replacements for `node`; None drops a statement."""
     tested = isinstance(parent, (ast.If, ast.While)) and node is parent.test
     if tested and not _is_negated_anyway(node):
         yield ast.UnaryOp(ast.Not(), node)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Tests run over changed functions, each in a process forked from one that has them all loaded."""
+"""Tests run over mutated functions, each in a process forked from one that has imported all."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ import coverage
 import pytest
 from mutants import Mutant
 
-# What a process ends with; what cannot be tried does not count as noticed.
+# Exit codes; mutants that cannot be tried count as survivors.
 _ALL_PASSED, _ONE_FAILED, _NOT_TRIED = 0, 1, 3
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of one mutant.
+    """Result of one mutant.
 
     Attributes:
-        mutant: It.
+        mutant: The mutant.
         survived: Whether every test passed.
-        tests: How many run what it changes.
+        tests: Number of tests that run the changed lines.
     """
 
     mutant: Mutant
@@ -41,12 +41,12 @@ class Outcome:
 def outcomes(
     mutants: Sequence[Mutant], items: list[pytest.Item], jobs: int, budget: float
 ) -> Iterator[Outcome]:
-    """Tries each mutant with the tests that run what it changes.
+    """Tries each mutant with the tests that run its lines.
 
     Args:
         mutants: Changes inside of functions.
         items: All tests; `with_collected` has them.
-        jobs: How many processes work at once.
+        jobs: Number of concurrent processes.
         budget: Seconds of tests for each mutant, the fastest first.
 
     Raises:
@@ -66,7 +66,7 @@ def outcomes(
         while waiting and len(running) < jobs:
             mutant = waiting.pop()
             numbers = _chosen(mutant, seconds, runs, budget)
-            # A loop that never ends counts as noticed.
+            # An infinite loop counts as noticed.
             limit = 120 + 50 * sum(seconds[number] for number in numbers)
             process = _forked(_trial(mutant, functions, [items[number] for number in numbers]))
             running[process] = mutant, len(numbers), time.monotonic() + limit
@@ -84,7 +84,7 @@ def outcomes(
 
 
 def with_collected(tests: Sequence[str], work: Callable[[list[pytest.Item]], int]) -> int:
-    """Collects `tests` and, in the open session of pytest, returns what `work` makes of them."""
+    """Collects `tests` and returns the result of `work`, called in pytest's open session."""
 
     class Instead:
         code = _ONE_FAILED
@@ -93,7 +93,7 @@ def with_collected(tests: Sequence[str], work: Callable[[list[pytest.Item]], int
             self.code = work(list(session.items))
             return True
 
-    # Which torch loads at the first step of an optimizer, here once for all trials.
+    # Loaded by torch at the first step of an optimizer, here once for all trials.
     importlib.import_module("torch._dynamo")
     instead = Instead()
     pytest.main(["-s", "-qq", "--tb=no", "-p", "no:cacheprovider", *tests], plugins=[instead])
@@ -103,7 +103,7 @@ def with_collected(tests: Sequence[str], work: Callable[[list[pytest.Item]], int
 def _baseline(
     items: list[pytest.Item], paths: set[str]
 ) -> tuple[list[float], dict[str, dict[int, set[int]]]]:
-    """What each test takes in seconds, and which of them run a line of a file."""
+    """Seconds of each test, and the tests that run each line of a file."""
     with tempfile.NamedTemporaryFile() as told:
 
         def measure() -> int:
@@ -172,14 +172,14 @@ def _codes(code: CodeType) -> Iterator[CodeType]:
 
 
 def _fails(item: pytest.Item) -> bool:
-    """Runs one test, with what its fixtures set up taken down again."""
+    """Runs one test, with setup and teardown of its fixtures."""
     failed = item.session.testsfailed
     item.config.hook.pytest_runtest_protocol(item=item, nextitem=None)
     return item.session.testsfailed > failed
 
 
 def _forked(work: Callable[[], int], *, is_quiet: bool = True) -> int:
-    """Starts a process in a group of its own that ends with what `work` returns."""
+    """Starts a process in a group of its own that exits with the result of `work`."""
     process = os.fork()
     if process:
         return process

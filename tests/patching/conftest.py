@@ -1,4 +1,4 @@
-"""Fixtures of the `patch()` tests: each starts and ends with torch as it was."""
+"""Fixtures of the `patch()` tests, which restore torch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import ampfast
 
 @pytest.fixture(autouse=True)
 def restored() -> Iterator[None]:
-    """No test starts or ends patched, and each leaves every name as it was."""
+    """Starts and ends each test unpatched, with every name restored."""
     assert not is_patched()
     before = snapshot()
     yield
@@ -26,7 +26,7 @@ def restored() -> Iterator[None]:
 
 @pytest.fixture
 def module(monkeypatch: pytest.MonkeyPatch) -> Callable[..., ModuleType]:
-    """Makes loaded modules, which leave `sys.modules` with the test."""
+    """Makes modules and drops them from `sys.modules` after the test."""
 
     def make(name: str, code: str = "", made: ModuleType | None = None) -> ModuleType:
         made = made or ModuleType(name)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed.fsdp.sharded_grad_scaler
 
-# In a dict, which patch() does not look into, for names in this module would be replaced.
+# In a dict, where patch() does not look, since names in this module would be replaced.
 TORCH = {
     "amp": torch.amp.GradScaler,
     "cuda": torch.cuda.amp.GradScaler,
@@ -32,12 +32,12 @@ NAMES = {
 }
 
 
-# Read so that no metaclass has a say.
+# Bypasses any metaclass.
 _mro = vars(type)["__mro__"].__get__
 
 
 def meaning(name: str) -> Any:
-    """What "module.name" means now, looked up as a program does."""
+    """Current value of "module.name", looked up as a program does."""
     module, _, attribute = name.rpartition(".")
     return getattr(sys.modules[module], attribute)
 
@@ -48,19 +48,19 @@ def is_patched() -> bool:
 
 
 def run(code: str, *arguments: str) -> None:
-    """Runs a program of its own, which must succeed."""
+    """Runs a program in a process of its own, which must succeed."""
     command = [sys.executable, "-c", textwrap.dedent(code), *arguments]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
 
 
 def snapshot() -> dict[str, Any]:
-    """Every name of every module for a gradient scaler class, torch's, ours or anyone's."""
+    """Every name in every module of a gradient scaler class."""
     return {
         f"{name}.{attribute}": value
         for name, module in sys.modules.copy().items()
         if type(module) is ModuleType
         for attribute, value in vars(module).copy().items()
-        # A class whose making failed for want of memory has none.
+        # A class whose creation ran out of memory has no bases.
         if issubclass(type(value), type) and TORCH["amp"] in (_mro(value) or ())
     }

@@ -1,4 +1,4 @@
-"""`ampfast.patch()` and `ampfast.unpatch()`: when torch's names are taken and given back."""
+"""`ampfast.patch()` and `ampfast.unpatch()`: when torch's names are replaced and restored."""
 
 from __future__ import annotations
 
@@ -154,7 +154,7 @@ def test_threads() -> None:
         try:
             for _ in range(5):
                 with ampfast.patch():
-                    # Whatever the others do, this block is not over.
+                    # This block is still open, whatever the others do.
                     assert all(issubclass(meaning(n), ampfast.GradScaler) for n in NAMES)
         except BaseException as error:
             errors.append(error)

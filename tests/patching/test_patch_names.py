@@ -1,4 +1,4 @@
-"""`ampfast.patch()`: which names it takes, and which classes it leaves to torch."""
+"""`ampfast.patch()`: names that it replaces, and classes that it leaves to torch."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ import ampfast
 
 
 class TestNames:
-    """What is replaced, and what is not."""
+    """Names that are replaced or left alone."""
 
     @pytest.mark.parametrize("name", NAMES)
     def test_every_name_of_torch(self, name: str) -> None:
@@ -180,7 +180,7 @@ class TestNames:
 
 
 class TestDerivedBefore:
-    """Subclasses that exist already."""
+    """Subclasses that exist before the patch."""
 
     def test_all_are_listed_once(self, module: Callable[..., ModuleType]) -> None:
         code = """
@@ -240,7 +240,7 @@ class TestDerivedBefore:
 
 
 class TestFSDP:
-    """Its scaler, which torch keeps in a module of its own."""
+    """FSDP's scaler, in a module of its own."""
 
     def test_the_name_is_taken_and_given_back(self, module: Callable[..., ModuleType]) -> None:
         user = module(

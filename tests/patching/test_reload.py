@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from originals import NAMES, run
 
-# A program that may forget ampfast, and that knows torch's own classes.
+# Program that may unload ampfast, and has torch's own classes.
 PROGRAM = f"""
 import importlib, pickle, sys
 import torch, torch.distributed.fsdp.sharded_grad_scaler
@@ -38,7 +38,7 @@ def run_program(code: str, *arguments: str) -> None:
 
 
 class TestImportedAnew:
-    """ampfast leaves `sys.modules` while patched and is imported again."""
+    """ampfast removed from `sys.modules` while patched, and imported again."""
 
     def test_its_classes_derive_from_torchs(self) -> None:
         run_program(
@@ -126,7 +126,7 @@ def test_reload_while_patched() -> None:
 
 @pytest.mark.parametrize("first", ["import ampfast", "import ampfast.patch"])
 def test_the_function_is_not_shadowed_by_its_module(first: str) -> None:
-    """Its module has the same name, which an import sets on the package."""
+    """An import sets the module of the same name on the package."""
     run(
         f"""
         {first}

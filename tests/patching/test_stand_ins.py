@@ -1,4 +1,4 @@
-"""The classes behind torch's names while patched: what they make and what they are equal to."""
+"""Stand-in classes behind torch's names while patched: their instances and comparisons."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ LEGACY = ["cuda", "cpu"]
 
 
 def named(kind: str) -> Any:
-    """The class that torch's name for this kind means now."""
+    """Current class behind torch's name for this kind."""
     if kind == "sharded":
         return sharded_grad_scaler.ShardedGradScaler
     module = torch.amp if kind == "amp" else getattr(torch, kind).amp
@@ -36,14 +36,14 @@ def named(kind: str) -> Any:
 
 @pytest.fixture(autouse=True)
 def _world() -> Iterator[None]:
-    """The ranks with which FSDP's scaler agrees: this one."""
+    """Single-rank world for FSDP's scaler."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
 
 
 def make(kind: str, init_scale: float = 8.0, *args: Any, **kwargs: Any) -> Any:
-    """A scaler from torch's name for this kind, without the warnings that belong to it."""
+    """Scaler from torch's name for this kind, without its deprecation warnings."""
     device = () if kind in LEGACY else ("cpu",)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -51,7 +51,7 @@ def make(kind: str, init_scale: float = 8.0, *args: Any, **kwargs: Any) -> Any:
 
 
 def step(scaler: Any, gradient: float) -> list[float]:
-    """One training step on a parameter of ones; where the parameter ended."""
+    """Parameter of ones after one training step."""
     param = torch.nn.Parameter(torch.ones(2))
     optimizer = torch.optim.SGD([param], lr=1.0)
     scaler.scale((param * gradient).sum()).backward()
@@ -61,7 +61,7 @@ def step(scaler: Any, gradient: float) -> list[float]:
 
 
 def warned(function: Callable[[], object]) -> list[tuple[Any, ...]]:
-    """The warnings that a call gives, with the lines they point at."""
+    """Warnings of a call, with the lines they point at."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         function()
@@ -90,7 +90,7 @@ def test_it_works_as_torchs() -> None:
 
 
 def test_our_methods_are_not_overridden() -> None:
-    """The scaler may look whether a subclass overrides a hook; a stand-in never does."""
+    """The scaler looks for overridden hooks in subclasses; a stand-in overrides none."""
     ampfast.patch()
     for kind in KINDS:
         ours = ampfast.ShardedGradScaler if kind == "sharded" else ampfast.GradScaler
@@ -312,7 +312,7 @@ def test_dispatch_by_type() -> None:
 @pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
 @pytest.mark.parametrize("kind", KINDS)
 class TestPickle:
-    """Whole scalers, which are pickled by the name of their class."""
+    """Whole scalers, pickled by the name of their class."""
 
     def test_torchs_loads_as_ours(self, kind: str, protocol: int) -> None:
         old = make(kind)
