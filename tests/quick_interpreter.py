@@ -1,4 +1,4 @@
-"""Triton's interpreter without what it repeats, to no effect, in a launch."""
+"""Triton's interpreter without repeated patching within a launch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from triton.runtime import interpreter
 
 
 class _Patches:
-    """What was replaced in Triton's language for one launch."""
+    """Replaced functions of Triton's language during one launch."""
 
     def __init__(self, scope: Any, patched: set[int]) -> None:
         self._scope = scope
@@ -21,19 +21,19 @@ class _Patches:
 
 
 def patch_once_a_launch() -> None:
-    """Replaces the language's functions once a launch.
+    """Replaces the language's functions once per launch.
 
-    The interpreter does it again in every call of a function by another, which takes more than half
+    The interpreter does so in every call between functions, which takes more than half
     of the time of a launch. One thread at a time launches.
     """
     plain = interpreter._patch_lang
     patched: set[int] = set()
 
     def patch(function: Any) -> _Patches | None:
-        # The language goes by two names: that of kernels, and that of its own library.
+        # The language has two modules: that of kernels, and its own library.
         names = {id(x) for x in function.__globals__.values() if x is tl or x is tl.core}
         if names <= patched:
-            return None  # a call in a launch, which nothing is restored after
+            return None  # a call within a launch, after which nothing is restored
         patches = _Patches(plain(function), patched)
         patched.update(names)
         return patches

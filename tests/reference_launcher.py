@@ -1,4 +1,4 @@
-"""A launcher for CPU tensors that does with torch what kernels do, and counts what they would."""
+"""Launcher for CPU tensors by torch's ops, which counts launches and bytes."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from ampfast.backends.cpu import Clip, DeviceTable, Segment
 from ampfast.backends.gpu import Epilogue, Pass, ScaleUpdate, Use
 
 HEADER = 8
-PARAMETERS = 4  # the word of a segment that says where the parameters' numbers begin
+PARAMETERS = 4  # word of a segment with the offset of the parameters' numbers
 _INFINITE = 0x7FF0000000000000
 
 
 @dataclass
 class ReferenceLauncher:
-    """Counts launches, and the bytes of gradients that they read and write."""
+    """Counts launches, and bytes of gradients read and written."""
 
     programs: int = 3
     launches: list[str] = field(default_factory=list)
@@ -115,21 +115,21 @@ class ReferenceLauncher:
 
 
 def spans_of(words: Sequence[int], segment: Segment) -> list[tuple[int, int]]:
-    """The address of each gradient of a segment and its length in elements, from its table."""
+    """Address and length in elements of each gradient of a segment."""
     addresses = segment.word + HEADER
     lengths = addresses + segment.tensors + 1
     return [(words[addresses + i], words[lengths + i]) for i in range(segment.tensors)]
 
 
 def tensors_of(words: Tensor, segment: Segment) -> Iterator[Tensor]:
-    """The gradients of a segment, by the addresses and lengths in its table."""
+    """Gradients of a segment, from the addresses and lengths in its table."""
     for address, length in spans_of(words.tolist(), segment):
         memory = (ctypes.c_char * (length * segment.dtype.itemsize)).from_address(address)
         yield torch.frombuffer(memory, dtype=segment.dtype)
 
 
 def windows_of(words: Tensor, segment: Segment) -> list[int]:
-    """The windows that the programs of a launch take, by their starts, numbered over the list."""
+    """Windows of the programs of a launch, by their starts, numbered over the list."""
     first = segment.word + HEADER
     starts = words[first + 2 * (segment.tensors + 1) :][: 2 * segment.programs].tolist()
     counts = [

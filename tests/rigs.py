@@ -1,4 +1,4 @@
-"""Optimizers of every kind that a scaler meets, with their parameters and gradients."""
+"""Optimizers of every kind, with their parameters and gradients."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from support import FUSED, OPTIMIZERS, make_gradient
 
 
 class RigPlan(NamedTuple):
-    """One optimizer of a program and the gradients that its parameters get."""
+    """Plan of an optimizer and its parameters' gradients."""
 
     kind: str
     dtypes: tuple[torch.dtype, ...]
@@ -20,7 +20,7 @@ class RigPlan(NamedTuple):
 
 
 class Bare:
-    """Nothing but fresh `param_groups` at every access and a `step`."""
+    """Optimizer without attributes but `step` and `param_groups`, new at every access."""
 
     def __init__(self, params: list[torch.Tensor]) -> None:
         self._params = params
@@ -40,7 +40,7 @@ class Bare:
 
 
 class Legacy(torch.optim.SGD):
-    """Takes the scaler as a keyword and does its own check, as the old contract asks."""
+    """Optimizer of torch's legacy contract: takes the scaler as a keyword and checks by itself."""
 
     _step_supports_amp_scaling = True
 
@@ -58,7 +58,7 @@ class Legacy(torch.optim.SGD):
 
 
 class Reader(torch.optim.SGD):
-    """Reads `grad_scale` and `found_inf` from itself, as the present contract asks."""
+    """Optimizer that reads `grad_scale` and `found_inf` from its attributes."""
 
     _step_supports_amp_scaling = True
 
@@ -71,7 +71,7 @@ class Reader(torch.optim.SGD):
                     if p.grad is not None:
                         grad = p.grad.to_dense()
                         p.sub_(grad if scale is None else grad / scale.to(grad.dtype), alpha=0.25)
-        # Without any gradient torch hands over the integer 0; ampfast always hands over a tensor.
+        # Without gradients torch sets the integer 0, ampfast a tensor.
         return [float(flag), scale]
 
 
@@ -85,7 +85,7 @@ READS_SCALE = (*FUSED, "reader")
 
 
 class Rig:
-    """An optimizer, its parameters and how their gradients are laid out."""
+    """Optimizer, its parameters and the layouts of their gradients."""
 
     def __init__(self, plan: RigPlan) -> None:
         self.plan = plan
@@ -109,7 +109,7 @@ class Rig:
                 self.calls += 1
                 if self.fails:
                     self.fails = False
-                    raise ArithmeticError("this step was told to fail")
+                    raise ArithmeticError("this step was made to fail")
                 return inner(*args, **kwargs)
 
             self.optimizer.step = step
@@ -119,7 +119,7 @@ class Rig:
         return self.plan.kind in READS_SCALE
 
     def forget_attributes(self) -> None:
-        # Differs on purpose: where such an optimizer's step raises, torch leaves them behind.
+        # Deliberate difference: torch leaves them if such an optimizer's step raises.
         if self.reads_scale:
             for name in ("grad_scale", "found_inf"):
                 self.optimizer.__dict__.pop(name, None)

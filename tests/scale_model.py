@@ -1,4 +1,4 @@
-"""The scale with every policy, in plain Python: the oracle of all kernels."""
+"""Model of the loss scale with every policy in plain Python, the reference for all kernels."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def float32(value: float) -> float:
 
 @dataclass
 class ScaleModel:
-    """One scale, its counters and its history."""
+    """Scale, counters and history."""
 
     scale: float
     tracker: int
@@ -89,7 +89,7 @@ FACTORS = UpdateFactors(1.9, 0.3, 3)
 
 
 def random_steps(count: int, seed: int) -> list[tuple[bool, float | None]]:
-    """Steps that overflow often enough to meet both limits, with a norm now and then."""
+    """Random overflows, often enough to reach both limits, with a norm now and then."""
     chance = random.Random(seed)
     steps = []
     while len(steps) < count:
@@ -110,11 +110,11 @@ def assert_state(words: torch.Tensor, model: ScaleModel) -> None:
     history = kept.history()
     expected = model.history[-layout.RING_STEPS :]
     assert history.step.tolist() == list(range(model.steps - len(expected), model.steps))
-    told = zip(
+    rows = zip(
         history.scale.tolist(), history.skipped.tolist(), history.grad_norm.tolist(), strict=True
     )
     norms = [math.nan if norm is None else norm for _, _, norm in expected]
-    assert repr(list(told)) == repr(
+    assert repr(list(rows)) == repr(
         [(scale, found, norm) for (scale, found, _), norm in zip(expected, norms, strict=True)]
     )
     assert history.has_norm.tolist() == [norm is not None for _, _, norm in expected]

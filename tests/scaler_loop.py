@@ -1,4 +1,4 @@
-"""The smallest loop around a scaler."""
+"""Minimal training loop around a scaler."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from ampfast import GradScaler
 
 
 class Loop:
-    """A scaler with one parameter, whose gradient is what a step says."""
+    """Scaler with one parameter, whose gradient is given by step."""
 
     def __init__(self, fused: bool = False, **arguments) -> None:
         self.param = torch.nn.Parameter(torch.zeros(3))

@@ -1,4 +1,4 @@
-"""Loops with every scheduler of torch, advanced exactly or one iteration late."""
+"""Training loops with every scheduler of torch, stepped exactly or one iteration late."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.optim import lr_scheduler, swa_utils
 from ampfast import GradScaler, LateScheduler
 
 INF = float("inf")
-# The first step is skipped, so is one that is followed by another, and the last one runs.
+# The first step and two in a row are skipped, the last one runs.
 SKIPPED = (0, 3, 6, 7)
 STEPS = 12
 SETTINGS: dict[str, Any] = {"init_scale": 2.0**10, "growth_interval": 2}
@@ -49,7 +49,7 @@ SCHEDULERS: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
 
 
 def arguments_of(scheduler: Any, step: int) -> tuple[float, ...]:
-    """What the scheduler's `step` takes; a loss gets better and worse by turns of three."""
+    """Arguments of the scheduler's `step`; the loss alternately falls and rises three times."""
     scheduler = getattr(scheduler, "scheduler", scheduler)
     if isinstance(scheduler, lr_scheduler.ReduceLROnPlateau):
         return (8.0 - step if step // 3 % 2 else 8.0 + step,)
@@ -57,13 +57,13 @@ def arguments_of(scheduler: Any, step: int) -> tuple[float, ...]:
 
 
 def rates(optimizer: torch.optim.Optimizer) -> list[list[Any]]:
-    """What schedulers set."""
+    """Learning rates and momenta."""
     names = ("lr", "momentum", "betas")
     return [[group[name] for name in names if name in group] for group in optimizer.param_groups]
 
 
 def without_scaler(kind: str, schedule: str, skipped: tuple[int, ...] = SKIPPED) -> list[Any]:
-    """The rates of a loop that leaves whole iterations out, at each iteration and in the end."""
+    """Rates by iteration, and finally, of a loop without the skipped iterations."""
     model = small_model()
     optimizer = KINDS[kind](list(model.parameters()))
     scheduler = SCHEDULERS[schedule](optimizer)

@@ -1,4 +1,4 @@
-"""Tries an installed ampfast with nothing but torch: `python -I tests/smoke.py`."""
+"""Smoke test of an installed ampfast with torch alone: `python -I tests/smoke.py`."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ import ampfast
 
 
 def demand(what: str, is_so: bool) -> None:
-    """Prints a line, and exits if it is not so."""
+    """Prints a line, and exits unless the condition holds."""
     print(f"{'ok  ' if is_so else 'NOT '} {what}")
     if not is_so:
         raise SystemExit(1)
 
 
 def trained(scaler: torch.amp.GradScaler, fused: bool) -> tuple[list[torch.Tensor], list[float]]:
-    """Parameters and scales of a few steps, of which one overflows."""
+    """Parameters and scales after a few steps, one of which overflows."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(16, 8), torch.nn.Tanh(), torch.nn.Linear(8, 4))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=fused)
@@ -37,13 +37,13 @@ def trained(scaler: torch.amp.GradScaler, fused: bool) -> tuple[list[torch.Tenso
 
 
 def said(*arguments: str) -> str:
-    """What `python -m ampfast` prints."""
+    """Output of `python -m ampfast`."""
     command = [sys.executable, "-I", "-m", "ampfast", *arguments]
     return subprocess.run(command, check=True, capture_output=True, text=True).stdout
 
 
 def main() -> None:
-    """Goes from the metadata over kernels and training to the commands."""
+    """Checks metadata, kernels, training and commands."""
     checkout = Path(__file__).resolve().parents[1]
     demand(
         f"it is the installed package: {ampfast.__file__}",

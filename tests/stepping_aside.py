@@ -1,4 +1,4 @@
-"""Guards that keep random programs out of the places where ampfast differs on purpose."""
+"""Guards that keep random programs away from deliberate differences."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ OptState = torch.amp.grad_scaler.OptState
 
 
 def current_scale(scaler: TorchScaler) -> float:
-    """The scale, or what it will start from."""
+    """Current or initial scale."""
     return scaler._init_scale if scaler._scale is None else scaler._scale.item()
 
 
 def keep_interval_above_tracker(scalers: Iterable[TorchScaler]) -> None:
-    """An interval lowered below the tracker still grows in ampfast, so it is raised again."""
+    """Raises a lowered interval: one below the tracker still grows in ampfast alone."""
     for scaler in scalers:
         tracker = scaler._init_growth_tracker
         if scaler._growth_tracker is not None:
@@ -27,7 +27,7 @@ def keep_interval_above_tracker(scalers: Iterable[TorchScaler]) -> None:
 
 
 def tame(scaler: TorchScaler, rig: Rig) -> None:
-    """ampfast skips a step whose unscaled gradients overflow, so those are dropped."""
+    """Drops gradients that overflow when unscaled: ampfast alone skips the step."""
     scale = current_scale(scaler)
     for p in rig.params:
         if p.grad is None:
@@ -35,16 +35,16 @@ def tame(scaler: TorchScaler, rig: Rig) -> None:
         values = p.grad.detach()
         values = values._values() if values.is_sparse else values
         top = values.abs().nan_to_num(0.0, 0.0, 0.0).max().item() if values.numel() else 0.0
-        # Wide of the limits, as the scale may have moved since the gradients were made.
+        # With a margin, as the scale may have changed since the backward pass.
         limit = 2.0**14 if values.dtype == torch.float16 else 2.0**100
         if scale < 1.0 and max(top, top / scale) > limit:
             p.grad = None
 
 
 def drop_own_scale(scaler: TorchScaler, rig: Rig) -> None:
-    """An optimizer's own scale makes ampfast check again what was unscaled, and torch not.
+    """Drops an optimizer's own scale where ampfast's second check would find more.
 
-    So it is dropped where the second check would find more: what came after `unscale_`.
+    ampfast checks unscaled gradients again for such a scale, torch does not.
     """
     record = scaler._per_optimizer_states.get(id(rig.optimizer))
     if record is None or record["stage"] is not OptState.UNSCALED:

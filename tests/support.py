@@ -33,7 +33,7 @@ def _same_strided(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
         return torch.equal(ours, theirs)
     ours, theirs = ours.detach().resolve_neg(), theirs.detach().resolve_neg()
     our_bits, their_bits = ours.view(BITS[ours.dtype]), theirs.view(BITS[ours.dtype])
-    # torch's own CPU op writes two kinds of NaN, so only the fact that it is one counts.
+    # torch's CPU op writes two kinds of NaN, so all count as equal.
     return torch.equal(our_bits, their_bits) or bool(
         ((our_bits == their_bits) | (ours.isnan() & theirs.isnan())).all()
     )
@@ -58,7 +58,7 @@ def _tensor_difference(ours: torch.Tensor, theirs: torch.Tensor, where: str) -> 
 
 
 def difference(ours: Any, theirs: Any, where: str = "value") -> str | None:
-    """Describes the first difference between two values, or returns None where there is none.
+    """Describes the first difference between two values, or returns None.
 
     Tensors are compared by dtype, shape, strides, layout and bits, floats by bits. All NaNs are
     alike and the sign of zero counts. Containers are walked and must be of the same type; other
@@ -87,7 +87,7 @@ def difference(ours: Any, theirs: Any, where: str = "value") -> str | None:
 
 
 def assert_same(ours: Any, theirs: Any, where: str = "value") -> None:
-    """Fails with the first difference found by `difference`."""
+    """Fails with the first difference."""
     found = difference(ours, theirs, where)
     assert found is None, found
 
@@ -99,8 +99,7 @@ def _filled(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> torch.Tens
 
 Layout = Callable[[torch.dtype, int], torch.Tensor]
 
-# Each builder makes the same tensor for the same seed, so calling it twice makes twins whose
-# strides, offset and overlap are equal too, which a clone would not keep.
+# Equal seeds give equal tensors, with equal strides, offset and overlap, unlike a clone.
 LAYOUTS: dict[str, Layout] = {
     "contiguous": lambda dtype, seed: _filled((6, 11), dtype, seed),
     "transposed": lambda dtype, seed: _filled((11, 6), dtype, seed).t(),
@@ -118,20 +117,19 @@ LAYOUTS: dict[str, Layout] = {
     "overlapping": lambda dtype, seed: _filled((8,), dtype, seed).as_strided((4, 3), (1, 2)),
     "expanded": lambda dtype, seed: _filled((6, 1), dtype, seed).expand(6, 11),
 }
-# torch writes to these; it refuses "expanded" as several elements share one address for certain.
+# Layouts that torch writes; it refuses "expanded", whose elements certainly overlap.
 WRITABLE_LAYOUTS = tuple(name for name in LAYOUTS if name != "expanded")
 
 
 def make_gradient(layout: str, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
-    """Builds a gradient of standard normal values in one of `LAYOUTS`; same seed, same bits."""
+    """Standard normal gradient in one of `LAYOUTS`; equal seeds give equal bits."""
     return LAYOUTS[layout](dtype, seed)
 
 
 def plant(gradient: torch.Tensor, where: str, value: float) -> torch.Tensor:
-    """Writes `value` at the ``"first"``, ``"middle"`` or ``"last"`` element and returns the tensor.
+    """Writes `value` to the ``"first"``, ``"middle"`` or ``"last"`` element; returns the tensor.
 
-    Values that the dtype cannot hold become infinite, as a cast makes them. Without elements
-    nothing is written.
+    Overflowing values become infinite; empty tensors are unchanged.
     """
     count = gradient.numel()
     if count:
@@ -147,7 +145,7 @@ def plant(gradient: torch.Tensor, where: str, value: float) -> torch.Tensor:
 
 
 def parameter_with(gradient: torch.Tensor, fill: float = 1.0) -> torch.nn.Parameter:
-    """Makes a parameter of the gradient's shape, dtype and device that holds this very gradient."""
+    """Parameter with this very gradient, of its shape, dtype and device."""
     dense = torch.full(gradient.shape, fill, dtype=gradient.dtype, device=gradient.device)
     parameter = torch.nn.Parameter(dense)
     parameter.grad = gradient
@@ -155,17 +153,17 @@ def parameter_with(gradient: torch.Tensor, fill: float = 1.0) -> torch.nn.Parame
 
 
 def six(*shape: int) -> torch.nn.Parameter:
-    """A parameter whose gradient is 6 everywhere, so that a scale of 3 leaves 2."""
+    """Parameter whose gradient is 6 everywhere, 2 at a scale of 3."""
     return parameter_with(torch.full(shape, 6.0))
 
 
 def sgd_with(*gradients: torch.Tensor) -> torch.optim.SGD:
-    """An optimizer whose parameters hold these gradients."""
+    """SGD over parameters with these gradients."""
     return torch.optim.SGD([parameter_with(g) for g in gradients], lr=0.5)
 
 
 def started(scaler_type: Scaler, scale: float = 8.0, **arguments: Any) -> TorchScaler:
-    """A scaler whose tensors exist."""
+    """Scaler that has been used, so its tensors exist."""
     scaler = scaler_type("cpu", init_scale=scale, **arguments)
     scaler.scale(torch.ones(()))
     return scaler
@@ -185,7 +183,7 @@ FUSED = tuple(name for name in OPTIMIZERS if name.startswith("fused"))
 
 @dataclass
 class Side:
-    """One of two twins: a scaler, a small model, its optimizer and what it was fed."""
+    """Scaler, small model and optimizer; one of two twins."""
 
     scaler: TorchScaler
     model: torch.nn.Module
@@ -193,7 +191,7 @@ class Side:
     losses: list[torch.Tensor] = field(default_factory=list)
 
     def loss(self, seed: int) -> torch.Tensor:
-        """The mean square of the model's output on inputs drawn from `seed`."""
+        """Mean square of the model's output for inputs drawn from `seed`."""
         return self.model(_filled((5, 8), torch.float32, seed)).square().mean()
 
     def train(self, seed: int, bad: float | None = None) -> Any:
@@ -209,7 +207,7 @@ class Side:
         return result
 
     def observe(self) -> dict[str, Any]:
-        """Everything that must be equal on both sides."""
+        """State that must be equal on both sides."""
         scaler = self.scaler
         return {
             "losses": self.losses,
@@ -227,7 +225,7 @@ class Side:
 
 
 def small_model(seed: int = 0) -> torch.nn.Module:
-    """A two-layer network whose initial weights depend on `seed` alone."""
+    """Two-layer network with weights drawn from `seed`."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return torch.nn.Sequential(torch.nn.Linear(8, 7), torch.nn.Tanh(), torch.nn.Linear(7, 3))
@@ -239,7 +237,7 @@ def side(
     seed: int = 0,
     **scaler_arguments: Any,
 ) -> Side:
-    """Builds one twin; `optimizer` is a name in `OPTIMIZERS` or makes one from the parameters."""
+    """Returns one twin; `optimizer` is a name in `OPTIMIZERS` or makes one from the parameters."""
     scaler_arguments.setdefault("device", "cpu")
     model = small_model(seed)
     make = OPTIMIZERS[optimizer] if isinstance(optimizer, str) else optimizer
@@ -249,7 +247,7 @@ def side(
 def paired(
     optimizer: str | Callable[..., Any] = "sgd", seed: int = 0, **scaler_arguments: Any
 ) -> tuple[Side, Side]:
-    """Builds ``(ours, torch's)`` twins that differ in nothing but the class of the scaler."""
+    """Returns ``(ours, torch's)`` twins that differ in the scaler's class alone."""
     return (
         side(GradScaler, optimizer, seed, **scaler_arguments),
         side(TorchScaler, optimizer, seed, **scaler_arguments),
@@ -257,20 +255,20 @@ def paired(
 
 
 def assert_sides_same(ours: Side, theirs: Side) -> None:
-    """Compares everything the two sides let one observe."""
+    """Compares the observable state of two sides."""
     assert_same(ours.observe(), theirs.observe(), "side")
 
 
 @dataclass
 class Outcome:
-    """What a call did: returned or raised, and every warning with the line that it points at."""
+    """Value or exception of a call, and its warnings with the lines they point at."""
 
     value: Any = None
     error: BaseException | None = None
     warned: list[tuple[type[Warning], str, str, int]] = field(default_factory=list)
 
     def comparable(self) -> tuple[Any, ...]:
-        """The part that both sides must agree on; notes are ours to add."""
+        """Type and text of the error, value and warnings; without notes, which only ours have."""
         return (
             None if self.error is None else (type(self.error).__name__, str(self.error)),
             self.value,
@@ -279,12 +277,12 @@ class Outcome:
 
 
 def outcome(call: Callable[[], Any]) -> Outcome:
-    """Runs `call` and records its value, its exception and its warnings."""
+    """Runs `call` and records its value, exception and warnings."""
     result = Outcome()
     always = torch.is_warn_always_enabled()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        # Else what torch warns of once per process would be told to one side only.
+        # Else only one side would get torch's once-per-process warnings.
         torch.set_warn_always(True)
         try:
             result.value = call()
@@ -297,11 +295,7 @@ def outcome(call: Callable[[], Any]) -> Outcome:
 
 
 def agree(scenario: Callable[[type[TorchScaler]], Any]) -> Outcome:
-    """Runs a scenario with each class, demands equal outcomes, and returns ours.
-
-    Compared are the returned value, the exception's type and text, and the warnings with the line
-    that they point at.
-    """
+    """Runs a scenario with each class, asserts equal values, errors and warnings; returns ours."""
     ours, theirs = outcome(lambda: scenario(GradScaler)), outcome(lambda: scenario(TorchScaler))
     assert_same(ours.comparable(), theirs.comparable(), "outcome")
     return ours
@@ -319,7 +313,7 @@ def threads(count: int) -> Iterator[None]:
 
 
 def is_alive(pid: int) -> bool:
-    """Whether a process runs; what only waits to be collected does not."""
+    """Whether a process runs; zombies do not."""
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:

@@ -22,7 +22,7 @@ KINDS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
     "dampened": (torch.optim.SGD, {"lr": 0.5, "momentum": 0.9, "dampening": 0.3}),
     "adagrad": (torch.optim.Adagrad, {"lr": 0.5, "lr_decay": 0.01}),
 }
-# All kernels run for each; a scalar, an empty one and one in an order of its own are among them.
+# Shapes for all kernels, with a scalar, an empty and a permuted tensor.
 SHAPES = ((3, 5), (17,), (), (0,), (2, 3, 4))
 BAD = (None, math.inf, None, math.nan, None, None)
 
@@ -38,12 +38,12 @@ def _drawn(seed: int, shape: tuple[int, ...]) -> torch.Tensor:
 
 
 def in_groups(params: list[torch.nn.Parameter]) -> list[dict[str, Any]]:
-    """Two groups, of which the second has a learning rate of its own."""
+    """Two groups, the second with another learning rate."""
     return [{"params": params[:2]}, {"params": params[2:], "lr": 0.05}]
 
 
 class Loop:
-    """An optimizer fed with gradients drawn from seeds, with a scaler or without."""
+    """Optimizer with gradients drawn from seeds, with a scaler or without."""
 
     def __init__(
         self, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler | None = None
@@ -82,7 +82,7 @@ class Loop:
 
 
 def fused_twin(optimizer: torch.optim.Optimizer, options: dict[str, Any]) -> Any:
-    """What torch's constructor makes with `fused=True`, with a plain one's state and values."""
+    """Optimizer made with `fused=True` and the state and values of a plain one."""
     copied = [
         {"params": [torch.nn.Parameter(p.detach().clone()) for p in group["params"]]}
         for group in optimizer.param_groups
@@ -97,7 +97,7 @@ def fused_twin(optimizer: torch.optim.Optimizer, options: dict[str, Any]) -> Any
 
 
 def plain(kind: str, steps: int = 0, **options: Any) -> Loop:
-    """A loop that a plain optimizer ran for some steps."""
+    """Loop after some steps of a plain optimizer."""
     make, defaults = KINDS[kind]
     loop = Loop(make(in_groups(parameters()), **{**defaults, **options}))
     loop.run([None] * steps)

@@ -1,4 +1,4 @@
-"""The choice among backends on machines that this one is not: GPUs, kernels that fail."""
+"""Choice among backends on simulated machines: several GPUs, kernels that fail."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ CACHED = (
 
 @pytest.fixture(autouse=True)
 def forgotten(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Nothing that was found out about this machine counts, before and after."""
+    """Clears cached facts about this machine before and after."""
     monkeypatch.delenv("AMPFAST_BACKEND", raising=False)
     cached = [getattr(backends, name) for name in CACHED]
     for function in cached:
@@ -38,7 +38,7 @@ def forgotten(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def machine(
     monkeypatch: pytest.MonkeyPatch, missing: dict[str, str], failing: dict[str, str]
 ) -> None:
-    """A machine with a GPU, on which backends are missing or fail for these reasons."""
+    """Simulated machine with a GPU, whose backends are missing or fail for these reasons."""
     monkeypatch.setattr(backends, "_is_interpreted", lambda: False)
     monkeypatch.setattr(backends, "_why_not", lambda name: missing.get(name, ""))
     monkeypatch.setattr(backends, "_why_it_fails", lambda name, index: failing.get(name, ""))
@@ -46,7 +46,7 @@ def machine(
 
 
 def walk_over(monkeypatch: pytest.MonkeyPatch, gradient: torch.Tensor, gpu: torch.device) -> None:
-    """A walk that finds a gradient on a GPU, in a list if kernels serve GPUs, else by itself."""
+    """Gradients of a walk that finds one on a GPU, in a list if kernels serve GPUs."""
 
     def walk(param_groups: Any, allow_fp16: bool, writes: bool, devices: int, *_: Any) -> Any:
         if devices & cpu.CUDA:
@@ -117,7 +117,7 @@ def test_an_old_card_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def unlike_gpus(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
-    """A machine with three GPUs, of which the second is too old; returns what is tried where."""
+    """Simulated machine with three GPUs, the second too old; records trials by device."""
     tried: list[tuple[str, str]] = []
 
     def try_out(name: str, device: torch.device) -> str:
@@ -184,7 +184,7 @@ def test_gradients_on_a_gpu_without_kernels_take_torchs_op(monkeypatch: pytest.M
     assert choice.devices == cpu.CPU, "nobody has to find out again"
 
 
-def test_what_gpus_have_in_common_is_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_common_reasons_of_gpus_warn_once(monkeypatch: pytest.MonkeyPatch) -> None:
     machine(monkeypatch, {"triton": "not there"}, {})
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -200,7 +200,7 @@ def test_a_trial_without_plain_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
     assert reason == "its kernel does not run: RuntimeError: tensors are not plain ones here"
 
 
-def test_what_is_missing_has_a_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_requirements_have_a_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     def missing(name: str) -> None:
         raise ImportError(f"no {name}")
 
@@ -253,7 +253,7 @@ def test_cuda_is_not_initialised_for_a_choice(monkeypatch: pytest.MonkeyPatch) -
     assert backends.choose().devices == cpu.CPU | cpu.CUDA
 
 
-# The trial
+# Trial of the kernels
 
 
 class Interpreted(ReferenceLauncher):

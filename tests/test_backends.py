@@ -1,4 +1,4 @@
-"""The choice of a backend, what is told about it, and that the choice never changes a bit."""
+"""Choice of a backend and its report; equal bits with each."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_report_names_every_backend() -> None:
 def test_default_for_cpu_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("AMPFAST_BACKEND", raising=False)
     assert backends.default_for(CPU) == "cpu"
-    # Nothing of ours runs there, torch's own op does.
+    # No kernels of ours: torch's own op runs.
     assert backends.default_for(torch.device("meta")) == "aten"
 
 
@@ -125,7 +125,7 @@ def test_unknown_backend(backend: str) -> None:
     assert all(name in str(raised.value) for name in NAMES)
 
 
-def test_backend_that_cannot_run_says_why() -> None:
+def test_unavailable_backend_gives_a_reason() -> None:
     missing = [r for r in backends.report() if not r.available]
     for entry in missing:
         with pytest.raises(RuntimeError, match=entry.name) as raised:
@@ -148,7 +148,7 @@ print(any("_amp_foreach_non_finite" in event.key for event in profile.key_averag
 
 
 def trained(name: str) -> list[str]:
-    """What TRAIN prints; torch's own op runs for aten alone."""
+    """Output of TRAIN; torch's own op runs for aten alone."""
     return [name, "[0.5, 0.5, 0.5]", str(name == "aten")]
 
 
@@ -166,7 +166,7 @@ def test_environment_sets_the_default(
     assert capsys.readouterr().out.splitlines() == trained(name)
 
 
-def test_environment_that_was_there_at_the_start() -> None:
+def test_environment_at_the_start() -> None:
     environment = {**os.environ, "AMPFAST_BACKEND": "aten"}
     done = subprocess.run(
         [sys.executable, "-c", TRAIN], capture_output=True, text=True, env=environment, timeout=600

@@ -1,4 +1,4 @@
-"""Bad input to the constructor and the scaler's methods: what is raised, and that it names it."""
+"""Bad input to the constructor and the scaler's methods: errors that name it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def started(**arguments: Any) -> GradScaler:
 
 
 def notes(error: BaseException) -> str:
-    """The exception's notes as one text."""
+    """Notes of the exception as one text."""
     return "\n".join(getattr(error, "__notes__", []))
 
 
@@ -31,7 +31,7 @@ def notes(error: BaseException) -> str:
 
 
 @pytest.mark.parametrize("number", [65536, 2.0**16, np.float32(8.0), np.int64(8), float("inf")])
-def test_a_number_first_says_what_to_write(number: Any) -> None:
+def test_a_number_first_is_refused_with_a_hint(number: Any) -> None:
     with pytest.raises(TypeError) as caught:
         GradScaler(number)
     text = str(caught.value)
@@ -59,7 +59,7 @@ def test_an_unknown_backend(value: str) -> None:
         assert name in str(caught.value)
 
 
-def test_a_backend_that_cannot_run_says_why() -> None:
+def test_an_unavailable_backend_gives_a_reason() -> None:
     from ampfast import backends
 
     reports = [r for r in backends.report() if not r.available]
@@ -91,7 +91,7 @@ def test_a_disabled_scaler_is_asked_for_the_same() -> None:
         GradScaler("cpu", enabled=False, backend="no such thing")
 
 
-def test_a_disabled_scaler_has_what_torchs_has() -> None:
+def test_a_disabled_scaler_has_torchs_attributes() -> None:
     off = GradScaler("cpu", enabled=False, dynamic=False)
     assert not hasattr(off, "_growth_interval")
     assert not hasattr(torch.amp.GradScaler("cpu", enabled=False), "_growth_interval")
@@ -105,7 +105,7 @@ def test_the_environment_is_read_when_a_scaler_is_made(monkeypatch: pytest.Monke
 
 def test_a_copy_keeps_the_backend_that_was_asked_for() -> None:
     copied = started(backend="aten")
-    for _ in range(2):  # what is left out of a pickle is not missing in the next
+    for _ in range(2):  # attributes missing in one pickle are present in the next
         copied = pickle.loads(pickle.dumps(copied))
     assert copied._choice.name_for(torch.device("cpu")) == "aten"
 
@@ -149,7 +149,7 @@ NUMBERS: list[dict[str, Any]] = [
 @pytest.mark.parametrize("backend", ["cpu", "aten"])
 @pytest.mark.parametrize("numbers", NUMBERS, ids=str)
 def test_numbers_of_other_types(numbers: dict[str, Any], backend: str) -> None:
-    """Taken or refused as torch does, which moves nothing where it refuses."""
+    """Taken or refused as in torch, with no change on a refusal."""
 
     def trained(kind: Scaler, **arguments: Any) -> list[Any]:
         run = side(kind, "sgd", init_scale=64.0, **numbers, **arguments)
@@ -237,7 +237,7 @@ def _no_gradients() -> Any:
     ],
     ids=["no_parameters", "no_gradients"],
 )
-def test_no_inf_checks_says_why(make: Any, why: str, unscaled: bool) -> None:
+def test_no_inf_checks_gives_a_reason(make: Any, why: str, unscaled: bool) -> None:
     scaler, optimizer = started(), make()
     if unscaled:
         scaler.unscale_(optimizer)
@@ -264,7 +264,7 @@ def test_gradients_that_came_after_the_check_are_named(leaf: bool) -> None:
     assert "came after unscale_()" in notes(caught.value)
 
 
-# Nothing is modified before an error
+# Errors before the first write
 
 
 def _non_tensor() -> Any:
@@ -299,7 +299,7 @@ def test_nothing_is_modified_before_the_error(make: Any, call: str, backend: str
 
 
 @pytest.mark.parametrize("kind", [list, tuple])
-def test_a_list_of_optimizers_says_to_unpack_it(kind: type) -> None:
+def test_a_list_of_optimizers_is_refused_with_a_hint(kind: type) -> None:
     scaler, optimizer = started(), _no_gradients()
     with pytest.raises(TypeError, match=f"one by one.* got a {kind.__name__}"):
         scaler.step_and_update(kind([optimizer]))
@@ -316,7 +316,7 @@ def test_a_forgotten_update_is_named(call: str) -> None:
     assert "update()" in notes(caught.value)
 
 
-def test_the_note_on_missing_checks_survives_what_is_no_tensor() -> None:
+def test_the_note_on_missing_checks_survives_non_tensors() -> None:
     scaler = started()
     groups = [{"params": []}]
     optimizer = types.SimpleNamespace(param_groups=groups, step=lambda: None)
@@ -328,7 +328,7 @@ def test_the_note_on_missing_checks_survives_what_is_no_tensor() -> None:
     assert "None of the optimizer's 1 parameters" in notes(caught.value)
 
 
-# Questions about an optimizer
+# Queries of an optimizer
 
 
 @pytest.mark.parametrize("question", ["found_inf", "step_skipped"])
@@ -336,7 +336,7 @@ def test_an_optimizer_that_was_never_checked(question: str) -> None:
     scaler = started()
     with pytest.raises(LookupError):
         getattr(scaler, question)(_no_gradients())
-    # Asking must leave no record, or update would count it.
+    # A query must leave no record, or update would count it.
     assert not scaler._per_optimizer_states
 
 

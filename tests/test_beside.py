@@ -1,4 +1,4 @@
-"""The processes that run tests beside the others."""
+"""The runner of test processes beside the others."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def test_it():
     while not os.path.exists({sign!r}):
         time.sleep(0.01)
 """
-# A signal that is ignored, as SIGHUP under nohup, stays ignored in child processes.
+# Ignored signals, such as SIGHUP under nohup, are inherited by child processes.
 STARTS = """
 import signal, sys, time
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
@@ -43,7 +43,7 @@ def under_nohup() -> Iterator[None]:
 @pytest.mark.usefixtures("under_nohup")
 @pytest.mark.skipif(shutil.which("setpriv") is None, reason="needs Linux's setpriv")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL, signal.SIGHUP])
-def test_it_ends_with_what_started_it(tmp_path: Path, number: int) -> None:
+def test_it_ends_with_its_parent(tmp_path: Path, number: int) -> None:
     test, sign = tmp_path / "test_sleeps.py", tmp_path / "sign"
     test.write_text(f"open({str(sign)!r}, 'w').close()\n{SLEEPS}")
     code = STARTS.format(tests=str(TESTS), log=str(tmp_path / "log"), test=str(test))
@@ -53,7 +53,7 @@ def test_it_ends_with_what_started_it(tmp_path: Path, number: int) -> None:
         assert parent.stdout is not None
         child = int(parent.stdout.readline())
         try:
-            # Only from its own start on is it told of the end of another.
+            # Only a running process is notified of its parent's end.
             wait_until(lambda: sign.exists())
             assert is_alive(child)
             parent.send_signal(number)
@@ -76,7 +76,7 @@ def test_a_failure_is_not_lost(tmp_path: Path) -> None:
         process.check()
 
 
-def test_runs_follow_each_other_and_what_still_runs_is_ended(tmp_path: Path) -> None:
+def test_runs_follow_each_other_and_the_last_is_ended(tmp_path: Path) -> None:
     test = tmp_path / "test_sleeps.py"
     test.write_text(SLEEPS)
     waits, sign = tmp_path / "test_waits.py", tmp_path / "sign"

@@ -1,4 +1,4 @@
-"""Refusals under capture and decisions on a GPU, with tensors that pretend to it."""
+"""Refusals under capture and decisions on a GPU, with simulated GPU tensors."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ REFUSED = pytest.raises(RuntimeError, match="a CUDA graph cannot capture")
 
 
 class OnGpu(torch.Tensor):
-    """A CPU tensor that says that it is on a GPU, and counts for how many values the host waits."""
+    """CPU tensor that claims to be on a GPU, and counts reads by the host."""
 
     waits: list[float]
     is_cuda = property(lambda self: True)
@@ -30,7 +30,7 @@ class OnGpu(torch.Tensor):
 
 
 class Number:
-    """A flag that is no tensor."""
+    """Flag that is not a tensor."""
 
     is_cuda = False
 
@@ -43,7 +43,7 @@ class Number:
 
 @pytest.fixture
 def pretend(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
-    """Begins a capture that never ends."""
+    """Simulates a capture that never ends."""
     monkeypatch.setattr(OnGpu, "waits", [], raising=False)
     return lambda: monkeypatch.setattr(errors, "is_capturing", lambda: True)
 
@@ -72,7 +72,7 @@ READS = {
 
 
 @pytest.mark.parametrize(("name", "what"), READS.items(), ids=READS)
-def test_refuses_what_the_host_reads(name: str, what: str, pretend: Callable[[], None]) -> None:
+def test_refuses_reads_by_the_host(name: str, what: str, pretend: Callable[[], None]) -> None:
     scaler, optimizer = started(track="health"), sgd(1.0)
     scaler.step(optimizer)
     arguments = (optimizer,) if name == "step_skipped" else ()
@@ -87,7 +87,7 @@ def test_a_disabled_scaler_reads_nothing(pretend: Callable[[], None]) -> None:
     assert GradScaler("cpu", enabled=False).get_scale() == 1.0
 
 
-def test_refuses_to_make_what_is_not_on_the_cpu(pretend: Callable[[], None]) -> None:
+def test_refuses_to_create_state_off_the_cpu(pretend: Callable[[], None]) -> None:
     meta, cpu = torch.device("meta"), torch.device("cpu")
     pretend()
     for begins in (
@@ -103,7 +103,7 @@ def test_refuses_to_make_what_is_not_on_the_cpu(pretend: Callable[[], None]) -> 
         moved.words_on(meta)
 
 
-def test_what_is_kept_moves_with_the_scale() -> None:
+def test_kept_state_moves_with_the_scale() -> None:
     state = LossScale(ScalePolicy())
     state.words_on(torch.device("cpu"))
     state._new_words = lambda: pytest.fail("made anew")
@@ -123,7 +123,7 @@ def test_refuses_a_plain_step_before_it_unscales(
 ) -> None:
     scaler, optimizer = started(), sgd(1.0)
     scaler._scale = scaler._scale.as_subclass(OnGpu)
-    if overridden:  # whoever decides instead may do so on the device
+    if overridden:  # an override may decide on the device
         scaler._maybe_opt_step = lambda *args, **kwargs: None
     pretend()
     with contextlib.nullcontext() if overridden else REFUSED:
@@ -163,7 +163,7 @@ def test_the_host_waits_once_for_all_gpus(
         scaler._maybe_opt_step(optimizer, state)
 
 
-def test_stays_enabled_where_there_is_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stays_enabled_with_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (grad_scaler, torch.cuda.amp.common):
         monkeypatch.setattr(module, "amp_definitely_not_available", lambda: False)
     with warnings.catch_warnings():
@@ -194,16 +194,16 @@ def test_the_minimum_is_checked_when_the_counters_arrive(monkeypatch: pytest.Mon
     monkeypatch.setattr(loss_scale.aten, "copy_to_host_async", copy)
     watch = loss_scale._MinimumWatch(True)
 
-    def told(value: int) -> list[int] | None:
+    def arrived(value: int) -> list[int] | None:
         return watch.arrived(torch.tensor([value]).as_subclass(OnGpu))
 
-    assert told(1) is None and len(ways) == 1
-    assert told(2) is None and len(ways) == 1
+    assert arrived(1) is None and len(ways) == 1
+    assert arrived(2) is None and len(ways) == 1
     ways[0][1].has_come = True
-    assert told(3) == [1] and len(ways) == 2
-    assert told(4) is None and len(ways) == 2
+    assert arrived(3) == [1] and len(ways) == 2
+    assert arrived(4) is None and len(ways) == 2
     ways[1][1].has_come = True
-    assert told(5) == [3] and len(ways) == 3
-    assert told(6) == [5] and len(ways) == 4
+    assert arrived(5) == [3] and len(ways) == 3
+    assert arrived(6) == [5] and len(ways) == 4
     assert watch.__getstate__()["_pending"] is None
     assert loss_scale._MinimumWatch(True).arrived(torch.tensor([7])) == [7]

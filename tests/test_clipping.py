@@ -1,4 +1,4 @@
-"""Clipping in place: norms and gradients, whole trainings, and several optimizers together."""
+"""In-place clipping: norms and gradients, whole trainings, and several optimizers together."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ from ampfast import GradScaler, functional
 
 INF = math.inf
 ORDERS = (2.0, INF, 1.0, 3.0)
-# In "overlapping" elements are unscaled several times, as often as they share memory.
+# In "overlapping" shared elements are unscaled once per alias.
 CLIPPED_LAYOUTS = [layout for layout in WRITABLE_LAYOUTS if layout != "overlapping"]
-# Exact, inexact, and one whose inverse overflows nothing but is large.
+# Exact, inexact, and one that is large but has a finite inverse.
 SCALES = (2.0**12, 3.0, 1e-3)
 
 
@@ -63,7 +63,7 @@ def test_norm_and_gradients(backend: str, dtype: torch.dtype, order: float, scal
             if order == 2.0:
                 assert_norm(norm, exact)
             else:
-                # Of what is written, which is rounded to the dtype.
+                # Of the written values, rounded to the dtype.
                 assert norm.item() == pytest.approx(exact, rel=max(torch.finfo(dtype).eps, 1e-14))
             assert_clipped(grads_of(optimizer), before, scale, norm, max_norm)
 
@@ -71,7 +71,7 @@ def test_norm_and_gradients(backend: str, dtype: torch.dtype, order: float, scal
 @pytest.mark.parametrize("value", [1 / 3, 1.1, 0.7, 5e-3])
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_norm_of_equal_values(capability: str, dtype: torch.dtype, value: float) -> None:
-    # All errors go the same way here.
+    # All rounding errors have the same sign here.
     grads = [torch.full((size,), value, dtype=dtype) for size in (1, 100_003, 17, 64, 16_385)]
     assert_norm(scaler_for(3.0).grad_norm(sgd_with(*grads)), exact_norm(grads, 3.0))
     assert_norm(functional.grad_norm(grads), exact_norm(grads, 1.0))
@@ -135,7 +135,7 @@ def test_a_norm_of_many_elements_is_exact_where_torchs_is_not() -> None:
 @pytest.mark.parametrize("order", [2.0, "inf"])
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 def test_training_is_torchs_with_our_norm(kind: str, order: float, max_norm: float) -> None:
-    # torch's scaler, and the gradients that it unscales multiplied by what our norm makes.
+    # torch's scaler, with its unscaled gradients multiplied by the coefficient of our norm.
     ours, theirs = paired(kind, init_scale=2.0**12, growth_interval=2)
     for seed in range(8):
         for run in (ours, theirs):
@@ -152,7 +152,7 @@ def test_training_is_torchs_with_our_norm(kind: str, order: float, max_norm: flo
         for run in (ours, theirs):
             run.scaler.step(run.optimizer)
             run.scaler.update()
-        if kind not in ("fused_sgd",):  # which has nothing to differ on purpose
+        if kind not in ("fused_sgd",):  # without deliberate differences
             assert_sides_same(ours, theirs)
 
 
@@ -174,7 +174,7 @@ def test_step_and_update_after_clipping(kind: str) -> None:
         assert_same(ours.scaler.state_dict(), theirs.scaler.state_dict())
 
 
-def test_a_large_max_norm_writes_what_unscaling_writes() -> None:
+def test_a_large_max_norm_only_unscales() -> None:
     for dtype in FLOATS:
         optimizer, twin = (sgd_with(make_gradient("long", dtype)) for _ in range(2))
         scaler_for(3.0).clip_grad_norm_(optimizer, 1e6)
@@ -205,7 +205,7 @@ def test_joint_norm_of_several_optimizers() -> None:
 def test_joint_clipping_skips_all_or_none(
     bad: int | None, value: float, in_place: bool, fused: bool
 ) -> None:
-    """What one optimizer overflows with is in the coefficient of the other's gradients."""
+    """An overflow in one optimizer is in the coefficient of the other's gradients."""
     if not (in_place or fused):
         pytest.skip("a plain optimizer's gradients are written")
     grads = [torch.tensor([3.0 * 8, 0.0]), torch.tensor([4.0 * 8])]
@@ -291,7 +291,7 @@ def test_the_same_bits_with_any_thread_count(dtype: torch.dtype) -> None:
 
 
 def test_a_norm_beyond_float32() -> None:
-    # As torch: the gradients are finite, so the step is taken, with zeros.
+    # As in torch: the gradients are finite, so the step is taken, with zeros.
     optimizer = sgd_with(torch.full((4,), 3e38))
     norm = started(GradScaler, 1.0).clip_grad_norm_(optimizer, 1.0)
     assert norm.item() == INF
@@ -301,7 +301,7 @@ def test_a_norm_beyond_float32() -> None:
     assert ulps(norm, torch.tensor(6e38, dtype=torch.float64)) < 2.0**30
 
 
-# Values whose norms overflow: regular, and in a layout that takes torch's ops.
+# Values whose norms overflow: regular, and in a layout for torch's ops.
 def even(value: float, dtype: torch.dtype) -> list[torch.Tensor]:
     return [torch.full((4,), value, dtype=dtype), torch.full((3, 4), value, dtype=dtype)[:, ::2]]
 
@@ -311,7 +311,7 @@ def even(value: float, dtype: torch.dtype) -> list[torch.Tensor]:
 )
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("backend", ["cpu", "aten"])
-def test_an_infinite_limit_leaves_what_unscaling_writes(
+def test_an_infinite_limit_only_unscales(
     backend: str, order: float, fused: bool, in_place: bool
 ) -> None:
     for dtype in (torch.float32, torch.float64, torch.bfloat16):

@@ -1,4 +1,4 @@
-"""Clipping with `in_place=False`: gradients stay as they are, the optimizer's division clips."""
+"""Clipping with `in_place=False`: gradients stay unchanged, the optimizer's division clips."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def divisor_of(scale: float, norm: torch.Tensor, max_norm: float) -> torch.Tenso
 
 
 class Watched(torch.optim.SGD):
-    """Notes what it is handed, and takes no step."""
+    """Optimizer that records `grad_scale` and `found_inf` and takes no step."""
 
     _step_supports_amp_scaling = True
 
@@ -58,7 +58,7 @@ def test_the_divisor_is_scale_over_coefficient(backend: str, order: float, max_n
     before = [grad.clone() for grad in grads_of(optimizer)]
     scaler = started(GradScaler, 3.0, backend=backend)
     norm = scaler.clip_grad_norm_(optimizer, max_norm, order, in_place=False)
-    # The largest magnitude is that of what would be written, here in bfloat16.
+    # The largest magnitude is that of the values to be written, here in bfloat16.
     tolerance = torch.finfo(torch.bfloat16).eps if order == INF else 1e-6
     assert norm.item() == pytest.approx(exact_norm(before, 3.0, order), rel=tolerance)
     assert scaler.step(optimizer) == "stepped"
@@ -72,7 +72,7 @@ def test_the_divisor_is_scale_over_coefficient(backend: str, order: float, max_n
 
 @pytest.mark.parametrize("kind", TAKE_GRAD_SCALE)
 def test_training_is_that_of_the_optimizers_own_division(kind: str) -> None:
-    # The same optimizer, given by hand what ours must hand it.
+    # The same optimizer with the `grad_scale` that ours must set.
     ours, theirs = paired(kind, init_scale=2.0**12, growth_interval=100)
     for seed in range(8):
         for run in (ours, theirs):
@@ -114,7 +114,7 @@ def test_training_is_close_to_clipping_in_place(kind: str, update_rides: bool) -
         torch.testing.assert_close(*norms, rtol=1e-3, atol=0, equal_nan=True)
         assert_same(runs[0].scaler.state_dict(), runs[1].scaler.state_dict())
         for ours, other in zip(runs[0].model.parameters(), runs[1].model.parameters(), strict=True):
-            # Adam's first steps divide gradients by their own size.
+            # Adam's first steps divide gradients by their own magnitude.
             torch.testing.assert_close(ours, other, rtol=1e-3, atol=1e-4)
 
 
@@ -188,7 +188,7 @@ def test_the_users_own_grad_scale_multiplies(value: float, make: Callable[[float
     [
         *((0.0, 1.0, INF, True), (math.nan, 1.0, INF, True), (INF, 1.0, INF, False)),
         *((2.0**-100, 2.0**28, INF, True), (2.0**-100, 2.0**27, INF, False)),
-        # Clipped first, so that the quotient is finite.
+        # Clipped first, so the quotient is finite.
         *((2.0**-100, 2.0**28, 1.0, False), (2.0**-127, 2.0**28, 4.0, True)),
     ],
 )
@@ -227,7 +227,7 @@ def test_joint_norm_is_handed_to_every_optimizer() -> None:
     scaler.update()
 
 
-def test_what_was_deferred_is_forgotten_with_the_iteration() -> None:
+def test_a_deferred_clipping_ends_with_the_iteration() -> None:
     optimizer = Watched(torch.tensor([24.0, 32.0]))
     scaler = started(GradScaler, 8.0)
     scaler.clip_grad_norm_(optimizer, 1.0, in_place=False)

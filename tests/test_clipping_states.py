@@ -1,4 +1,4 @@
-"""Clipping by stage: the calls that it refuses, and gradients that no kernel takes."""
+"""Clipping by stage: refused calls, and gradients without kernels."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ Scaler = torch.amp.GradScaler
 
 
 def six(*more: float) -> torch.optim.SGD:
-    """With a norm of 5 at a scale of 8."""
+    """Norm of 5 at a scale of 8."""
     return sgd_with(torch.tensor([24.0, 32.0, *more]))
 
 
-# The state machine
+# State machine
 
 
 def unscale_again(scaler: GradScaler, optimizer: Any) -> None:
@@ -100,7 +100,7 @@ def test_the_norm_after_clipping(order: float) -> None:
     assert scaler.grad_norm(optimizer, order).item() == pytest.approx(1.0, rel=1e-5)
     fused = torch.optim.Adam([parameter_with(torch.tensor([24.0, 32.0]))], fused=True)
     assert_same(scaler.clip_grad_norm_(fused, 1.0, order, in_place=False), norm)
-    # Of what stands there, as the step has yet to clip it.
+    # Of the current values, since the step has yet to clip them.
     assert_same(scaler.grad_norm(fused, order), norm)
 
 
@@ -121,7 +121,7 @@ def test_without_gradients(order: float) -> None:
 
 
 class Both:
-    """A value and what it is refused with."""
+    """Value, and the error that refuses it."""
 
     def __init__(self, value: Any, error: type[Exception], match: str) -> None:
         self.value, self.error, self.match = value, error, match
@@ -210,7 +210,7 @@ def test_a_gradient_that_torch_refuses_is_named_before_others_are_written() -> N
 def test_gradients_of_inference_mode_are_refused_before_others_are_written(
     backend: str, order: float, first: str
 ) -> None:
-    """As torch's clipping refuses them, which its unscaling does not."""
+    """Refused as by torch's clipping, though not by its unscaling."""
     plain = torch.ones(3) if first == "regular" else torch.ones(3, 4)[:, ::2]
     with torch.inference_mode():
         made = torch.ones(3)
@@ -228,7 +228,7 @@ def test_gradients_of_inference_mode_are_refused_before_others_are_written(
 
 
 class Halting(torch.Tensor):
-    """Unscales, but has no norm."""
+    """Gradient that unscales, but has no norm."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -238,7 +238,7 @@ class Halting(torch.Tensor):
 
 
 @pytest.mark.parametrize("order", [2.0, INF, 3.0])
-def test_a_norm_that_fails_comes_before_what_is_written(order: float) -> None:
+def test_a_failing_norm_comes_before_writes(order: float) -> None:
     optimizer = sgd_with(torch.ones(3), torch.full((2,), 8.0).as_subclass(Halting))
     scaler = started(GradScaler, 8.0)
     for _ in range(2):
@@ -253,14 +253,14 @@ def test_a_norm_that_fails_comes_before_what_is_written(order: float) -> None:
 
 
 class Unscaling(GradScaler):
-    """Finds an infinity of its own."""
+    """Subclass that finds an infinity of its own."""
 
     def _unscale_grads_(self, *args: Any) -> dict[torch.device, torch.Tensor]:
         return {key: flag + 1 for key, flag in super()._unscale_grads_(*args).items()}
 
 
 class Outer(GradScaler):
-    """Counts its calls and doubles what it finds, as a sharded scaler sums flags."""
+    """Override that counts its calls and doubles flags, as a sharded scaler sums them."""
 
     calls = 0
 
@@ -272,7 +272,7 @@ class Outer(GradScaler):
 
 
 @pytest.mark.parametrize("order", [2.0, INF, 3.0])
-def test_hooks_decide_and_what_they_write_is_clipped(order: float) -> None:
+def test_hooks_decide_and_their_results_are_clipped(order: float) -> None:
     for kind, bad, flag in ((Unscaling, False, 1.0), (Outer, True, 2.0), (Outer, False, 0.0)):
         scaler, optimizer, twin = started(kind, 8.0), six(), six()
         if bad:
@@ -290,7 +290,7 @@ def test_hooks_decide_and_what_they_write_is_clipped(order: float) -> None:
 
 
 @pytest.mark.parametrize("kind", [Unscaling, Outer])
-def test_hooks_are_not_gone_past(kind: type[GradScaler]) -> None:
+def test_hooks_are_not_bypassed(kind: type[GradScaler]) -> None:
     fused = torch.optim.Adam([parameter_with(torch.tensor([24.0, 32.0]))], fused=True)
     scaler = started(kind, 8.0)
     with pytest.raises(ValueError, match="in_place=False would go past this scaler's own"):
@@ -319,7 +319,7 @@ def test_a_disabled_scaler_clips(order: float) -> None:
     scaler.update()
 
 
-# Gradients that no kernel takes
+# Gradients without kernels
 
 
 def test_sparse_gradients_are_coalesced_first() -> None:
@@ -373,7 +373,7 @@ def test_an_infinity_of_any_kind_skips(place: int, bad: float) -> None:
 
 
 def test_the_written_value_decides() -> None:
-    # As unscaling: finite gradients whose unscaled values overflow.
+    # As in unscaling: finite gradients whose unscaled values overflow.
     for order in (2.0, INF, 1.0):
         optimizer = sgd_with(torch.tensor([1e30]))
         scaler = started(GradScaler, 1e-20)
@@ -382,7 +382,7 @@ def test_the_written_value_decides() -> None:
 
 
 @pytest.mark.parametrize("order", [1.0, 2.0])
-def test_an_error_of_one_optimizer_leaves_all_as_they_were(order: float) -> None:
+def test_an_error_of_one_optimizer_changes_none(order: float) -> None:
     sparse = torch.sparse_coo_tensor([[0, 2]], [8.0, 32.0], (4,), check_invariants=True)
     for first in (torch.full((3,), 16.0), sparse):
         a, b = sgd_with(first.clone()), sgd_with(torch.ones(2, dtype=torch.complex64))

@@ -1,4 +1,4 @@
-"""Iterations under torch.compile on CPU tensors; those on a GPU are in tests/gpu."""
+"""Iterations under torch.compile on CPU tensors; for GPUs see tests/gpu."""
 
 from __future__ import annotations
 

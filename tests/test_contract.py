@@ -1,4 +1,4 @@
-"""The contract with torch: each line of it, checked against what torch does in the same test."""
+"""The contract with torch, each rule compared with torch in the same test."""
 
 from __future__ import annotations
 
@@ -87,12 +87,12 @@ def test_defaults() -> None:
     ],
     ids=str,
 )
-def test_constructor_refuses_what_torch_refuses(arguments: dict[str, Any]) -> None:
+def test_constructor_refuses_the_same_as_torch(arguments: dict[str, Any]) -> None:
     def build(scaler_type: Scaler) -> None:
         try:
             scaler_type("cpu", **arguments)
         except TypeError as error:
-            # Python names the class in it: only the type and the rest of the text must agree.
+            # Python names the class in it: only the type and the rest of the text must be equal.
             raise TypeError(str(error).replace("ampfast.", "")) from None
 
     agree(build)
@@ -102,10 +102,10 @@ def test_without_cuda_warns_at_the_users_line_and_is_disabled() -> None:
     def build(scaler_type: Scaler) -> bool:
         return scaler_type().is_enabled()
 
-    told = agree(build)
+    result = agree(build)
     if not torch.cuda.is_available():
-        assert told.value is False
-        [(category, _, filename, _)] = told.warned
+        assert result.value is False
+        [(category, _, filename, _)] = result.warned
         assert category is UserWarning and filename == __file__
 
 
@@ -121,7 +121,7 @@ def test_device_forms(device: Any) -> None:
         scaler.update()
         kept = [scaler._device, scaler.state_dict(), optimizer.param_groups[0]["params"][0].data]
         try:
-            # Compared with the device's type as text, so other forms are refused by torch too.
+            # Compared with the device's type as text, so torch refuses other forms, too.
             scaler.update(torch.tensor(2.0))
         except AssertionError as error:
             kept.append(str(error))
@@ -176,7 +176,7 @@ def test_before_the_start(call: str, missing: str) -> None:
 
 
 class Pair(tuple):
-    """A tuple of its own type."""
+    """Tuple of its own type."""
 
 
 @pytest.mark.parametrize("kind", ["list", "tuple", "pair", "generator", "map", "set", "dict"])
@@ -194,7 +194,7 @@ def test_scale_keeps_containers(kind: str) -> None:
         }[kind]()
         scaler = scaler_type("cpu", init_scale=8.0)
         result = scaler.scale(outputs)
-        # Only a list or a tuple is walked at once, so only they start the scaler here.
+        # Only lists and tuples are walked eagerly, so only they start the scaler here.
         return [type(result).__name__, scaler._scale is None, list(result)]
 
     name, waiting, _ = agree(scale).value
@@ -223,7 +223,7 @@ def test_scale_before_a_write_is_not_changed_by_it() -> None:
     agree(scale)
 
 
-# Errors and their order
+# Errors, and their order
 
 
 def _step_then(call: str, **more: Any) -> Any:

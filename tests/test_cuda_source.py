@@ -1,4 +1,4 @@
-"""The CUDA kernels as nvcc compiles them for every architecture, read without a GPU."""
+"""CUDA kernels compiled by nvcc for every architecture, inspected without a GPU."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.skipif(NVCC is None, reason="nvcc is not on the PATH")
 
 
 class Variant(NamedTuple):
-    """The compile-time switches of a kernel over a table; none of one that measures."""
+    """Compile-time switches of a kernel over a table, but for the one that measures."""
 
     kernel: str
     format: str
@@ -46,7 +46,7 @@ VARIANTS = [
 
 
 def variant_of(symbol: str) -> Variant | None:
-    """The switches in a mangled name, or None for a kernel that is not over a table."""
+    """Switches in a mangled name, or None for a kernel that is not over a table."""
     found = re.search(r"\d(pass|measure_alone)I.*?\d(B?Float\d\d)E((?:Lb[01]E)*)", symbol)
     if found is None:
         return None
@@ -54,7 +54,7 @@ def variant_of(symbol: str) -> Variant | None:
 
 
 class Usage(NamedTuple):
-    """What `ptxas -v` says of one kernel for one architecture."""
+    """Resources of one kernel for one architecture, by `ptxas -v`."""
 
     architecture: str
     symbol: str
@@ -64,7 +64,7 @@ class Usage(NamedTuple):
 
 
 class Build(NamedTuple):
-    """What one run of nvcc left behind."""
+    """Outputs of one run of nvcc."""
 
     architectures: list[str]
     log: str
@@ -92,13 +92,13 @@ def by_variant(text: str, start: str) -> dict[Variant, str]:
 
 
 def project_architectures() -> list[str]:
-    """Those of setup.py that this nvcc knows, as digits."""
+    """Architectures of setup.py that this nvcc supports, as digits."""
     return re.sub(r"[.]|\+PTX", "", SETUP.cuda_architectures(NVCC)).split(";")
 
 
 @pytest.fixture(scope="module")
 def build(tmp_path_factory: pytest.TempPathFactory) -> Build:
-    """The kernels, compiled for all architectures in one run that keeps PTX and machine code."""
+    """Kernels compiled for all architectures in one run that keeps PTX and machine code."""
     folder = tmp_path_factory.mktemp("cuda")
     architectures = project_architectures()
     targets = [f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in architectures]
@@ -115,7 +115,7 @@ def build(tmp_path_factory: pytest.TempPathFactory) -> Build:
 
 @pytest.fixture(scope="module")
 def sass(build: Build) -> dict[Variant, str]:
-    """The machine code of each variant for one architecture."""
+    """Machine code of each variant for one architecture."""
     beside = Path(str(NVCC)).resolve().parent / "cuobjdump"
     tool = shutil.which("cuobjdump") or shutil.which(beside) or packaged_cuobjdump()
     if tool is None:
@@ -126,7 +126,7 @@ def sass(build: Build) -> dict[Variant, str]:
 
 
 def packaged_cuobjdump() -> str | None:
-    """The cuobjdump that comes with Triton."""
+    """cuobjdump bundled with Triton."""
     triton = importlib.util.find_spec("triton")
     if triton is None or triton.origin is None:
         return None
@@ -137,7 +137,7 @@ def test_compiles_without_a_warning(build):
     assert "warning" not in build.log.lower(), build.log
 
 
-def test_every_variant_is_there_for_every_architecture(build):
+def test_every_variant_exists_for_every_architecture(build):
     compiled = [
         (usage.architecture, variant)
         for usage in build.usages()
@@ -158,7 +158,7 @@ def test_arithmetic_is_exact_in_ptx(build):
     for architecture in build.architectures:
         ptx = build.ptx(architecture)
         # Contraction would round once where torch rounds twice; a product or sum without `.rn` may
-        # still be contracted behind PTX.
+        # still be contracted by ptxas.
         for inexact in (r"\bfma\.", r"\.ftz", r"\.approx", r"\bdiv\.full"):
             assert re.findall(rf"^.*{inexact}.*$", ptx, re.MULTILINE) == [], architecture
         assert re.findall(r"\b(?:mul|add|sub)\.(?:f|bf)\d\w*\s.*$", ptx, re.MULTILINE) == []
@@ -170,7 +170,7 @@ def test_whole_windows_are_vectors_in_ptx(build):
         kernels = by_variant(build.ptx(architecture), r"\.entry (\w+)\(")
         assert sorted(kernels) == sorted(VARIANTS)
         for variant, body in kernels.items():
-            # Once for whole windows, once for those where a tensor begins or ends.
+            # Once for whole windows, once for windows at a tensor's ends.
             loads = re.findall(r"\bld\.global\.v(?:4\.[buf]32|2\.[buf]64)", body)
             stores = re.findall(r"\bst\.global\.v(?:4\.[buf]32|2\.[buf]64)", body)
             assert len(loads) >= 2 * READ_AHEAD, (architecture, variant)
@@ -184,14 +184,14 @@ def test_last_program_is_fenced(build):
         if variant.kernel != "pass":
             assert "atom.global.inc" not in body
             continue
-        # Publish, count, see what was published: that the others wait for it shows where it runs.
+        # Publish, count, read the others' results: the order shows that it runs last.
         order = r"fence\.(?:sc|acq_rel)|membar\.gl|atom\.\S*inc\.u32|bar(?:rier)?\.(?:cta\.)?sync"
         steps = [step.split(".")[0] for step in re.findall(order, body)]
         steps = ["fence" if step == "membar" else step[:3] for step in steps]
         at = steps.index("ato")
         assert steps[at - 1] == "fence", (variant, steps)
         assert steps[at + 1] == "fence", (variant, steps)
-        # The peak is an integer there, the partial sums are not.
+        # There the peak is an integer, the partial sums are not.
         assert re.search(r"\bld\.global\.cg\.[sub]64 %rd", body), variant
         assert re.search(r"\bld\.global\.cg\.f64 %fd", body), variant
 
@@ -199,7 +199,7 @@ def test_last_program_is_fenced(build):
 @pytest.mark.parametrize("variant", VARIANTS, ids=lambda v: "-".join(map(str, v)))
 def test_machine_code_of_whole_windows(sass, variant):
     memory = re.findall(r"^\s*/\*\w+\*/\s+(@!?\w+ )?\s*(LDG|STG)\.E\.128\b", sass[variant], re.M)
-    # Those without a predicate are the whole windows', and all loads come before any store.
+    # Stores without a predicate are those of whole windows, after all loads.
     whole = [kind for predicate, kind in memory if not predicate]
     loads = "".join("L" if kind == "LDG" else "S" for kind in whole)
     assert "L" * READ_AHEAD in loads, loads

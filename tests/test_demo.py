@@ -1,4 +1,4 @@
-"""The demo: equal runs, runs that differ, and every reason for which it does not start."""
+"""The demo: equal runs, different runs, and every reason not to start."""
 
 import re
 import sys
@@ -36,7 +36,7 @@ def _short_interval() -> Iterator[None]:
 
 @pytest.fixture
 def no_training(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails the test if the demo begins to train."""
+    """Fails the test if the demo starts training."""
 
     def train(*_: object) -> None:
         pytest.fail("the demo began to train")
@@ -45,7 +45,7 @@ def no_training(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def table_of(text: str) -> dict[str, list[str]]:
-    """The demo's table: the cells of each row by the row's name."""
+    """Cells of the demo's table by row name."""
     rows = [re.split(r" {2,}", line.strip()) for line in text.splitlines()]
     return {row[0]: row[1:] for row in rows if len(row) == 4} | {
         "header": next(row for row in rows if row == LABELS)
@@ -53,13 +53,13 @@ def table_of(text: str) -> dict[str, list[str]]:
 
 
 def run(path: Path, steps: int = STEPS, seed: int = 0) -> int:
-    """The demo on the CPU."""
+    """Runs the demo on the CPU."""
     return demo.run(steps, "cpu", seed, path)
 
 
 @dataclass(frozen=True)
 class Finished:
-    """One whole run of the demo."""
+    """A completed run of the demo."""
 
     code: int
     output: str
@@ -69,7 +69,7 @@ class Finished:
 
 @pytest.fixture(scope="module")
 def finished(_short_interval: None, tmp_path_factory: pytest.TempPathFactory) -> Finished:
-    """A short demo as a user sees it."""
+    """Output of a short demo."""
     path = tmp_path_factory.mktemp("demo") / "picture.png"
     with redirect_stdout(StringIO()) as output, redirect_stderr(StringIO()) as errors:
         code = run(path)
@@ -83,7 +83,7 @@ def test_equal_runs(finished: Finished) -> None:
     assert len(set(table["skipped steps"])) == 1
     skipped, steps = re.fullmatch(r"(\d+) of (\d+)", table["skipped steps"][0]).groups()
     assert int(steps) == STEPS
-    # Otherwise the comparison has not seen the scaler at work.
+    # Otherwise the comparison would not exercise the scaler.
     assert int(skipped) > 2
     assert int(table["times the scale grew"][0]) > 1
     for what in COMPARED:
@@ -144,7 +144,7 @@ class WrongBackoff(ampfast.GradScaler):
 
 
 class InverseOneBitOff(ampfast.GradScaler):
-    """Unscales with the neighbour of the inverse scale."""
+    """Unscales with the inverse scale, off by one bit."""
 
     def _unscale_grads_(self, optimizer, inv_scale, found_inf, allow_fp16):
         inv_scale = torch.nextafter(inv_scale, torch.zeros_like(inv_scale))
@@ -152,14 +152,14 @@ class InverseOneBitOff(ampfast.GradScaler):
 
 
 class NeverSkips(ampfast.GradScaler):
-    """Steps although the gradients overflowed."""
+    """Steps in spite of overflows."""
 
     def _maybe_opt_step(self, optimizer, optimizer_state, *args, **kwargs):
         return optimizer.step(*args, **kwargs)
 
 
 class LastBitWrong(ampfast.GradScaler):
-    """Changes the last bit of one parameter in the last step, which no loss shows any more."""
+    """Changes the last bit of one parameter in the last step, too late for any loss."""
 
     calls = 0
 
@@ -176,7 +176,7 @@ class LastBitWrong(ampfast.GradScaler):
 
 
 class WrongFusedUpdate(ampfast.GradScaler):
-    """Only step_and_update is wrong: it forgets to update."""
+    """step_and_update forgets to update."""
 
     def step_and_update(self, *optimizers):
         results = [self.step(optimizer) for optimizer in optimizers]
@@ -229,7 +229,7 @@ def test_bits_are_compared_and_not_values() -> None:
 
 
 class Clock:
-    """What the demo takes for time: nothing lasts but what passes it."""
+    """Clock that only the test advances."""
 
     def __init__(self) -> None:
         self.milliseconds = 0
@@ -239,7 +239,7 @@ class Clock:
 
 
 class Slow(torch.amp.GradScaler):
-    """Spends 20 ms of its own in each of its calls."""
+    """Takes 20 ms in each of its calls."""
 
     clock: Clock
 

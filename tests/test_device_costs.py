@@ -108,7 +108,7 @@ def test_the_update_rides_in_the_last_of_two_checks(
     assert scaler.get_scale() == (8.0 if bad is None else 2.0)
 
 
-def test_an_update_that_heeds_many_flags_is_a_launch_of_its_own(
+def test_an_update_with_many_flags_is_a_launch_of_its_own(
     launcher: ReferenceLauncher,
 ) -> None:
     scaler = GradScaler("cpu", init_scale=4.0, growth_interval=1)
@@ -193,14 +193,14 @@ def test_nothing_is_launched_for_nothing(launcher: ReferenceLauncher) -> None:
 
 # Tracking
 
-# Ops that look at memory in another way and launch nothing.
+# Views, which launch nothing.
 VIEWS = ("view", "slice", "select", "reshape", "detach", "alias", "as_strided", "to", "expand")
 
 
 def ops_of(kind: str, launcher: ReferenceLauncher, track: str | None) -> tuple[Any, Counter[str]]:
-    """A step's costs in the kernels, and torch's ops around them."""
+    """Kernel launches of a step, and torch's ops around them."""
     run = warmed(kind, launcher, track=track)
-    # The stand-in for kernels is made of ops, too.
+    # The reference launcher calls ops, too.
     kernels = launcher.multi_tensor
     measure = launcher.measure
     launcher.multi_tensor = launcher.measure = lambda *work: None  # type: ignore[method-assign]
@@ -228,7 +228,7 @@ def test_health_costs_one_more_read(launcher: ReferenceLauncher, kind: str) -> N
     size = sum(p.nbytes for p in side(GradScaler, kind).model.parameters())
     costs, tracked_ops = ops_of(kind, launcher, "health")
     assert costs == (["measure", *launches], read + size, written)
-    # Rows are cleared and the scale is written into them by one.
+    # One op clears rows, one writes the scale.
     assert tracked_ops - ops == Counter({"where": 1})
     assert not ops - tracked_ops
 
@@ -253,7 +253,7 @@ def test_steps_are_marked_where_the_update_rides(
 
 
 def test_lists_that_change_keep_their_rows(launcher: ReferenceLauncher) -> None:
-    """An unused parameter moves those behind it in the list, not in the rows."""
+    """An unused parameter shifts later ones in the list, not in the rows."""
     scaler = GradScaler("cpu", init_scale=4.0, track="health")
     scaler.scale(torch.ones(()))
     params = [torch.nn.Parameter(torch.zeros(n)) for n in (3, 4, 5)]
@@ -290,7 +290,7 @@ def test_the_same_memory_of_another_parameter_is_another_table(
 
 
 def unscale(grads: list[torch.Tensor]) -> int:
-    """Unscales by 1/2 and returns how many tables were uploaded for it."""
+    """Unscales by 1/2; returns the number of uploaded tables."""
     before = _C.uploads()[0]
     functional.unscale_(grads, torch.zeros(()), torch.tensor(0.5))
     return _C.uploads()[0] - before
@@ -338,11 +338,11 @@ def test_optimizers_that_step_in_turn_keep_their_tables(launcher: ReferenceLaunc
 
 
 def test_tables_do_not_pile_up(launcher: ReferenceLauncher) -> None:
-    """A few large ones are kept however large, more only as far as they are small together."""
+    """A few large tables are kept of any size, more only up to a total size."""
     tensors = [torch.ones(1) for _ in range(20_000)]
 
     def looked_up(first: int) -> tuple[int, int]:
-        """Uploads, and the bytes of the table of the tensors in an order of their own."""
+        """Uploads, and bytes of the table of the tensors in that order."""
         before = _C.uploads()[0]
         grads = _C.GradList.of(tensors[first:] + tensors[:first], torch.device("cpu"))
         assert grads is not None
@@ -373,7 +373,7 @@ def test_a_captured_table_is_never_one_that_eager_steps_use(launcher: ReferenceL
     assert unscale(grads) == 1
     launcher.capturing = True
     with pytest.raises(RuntimeError, match="run one iteration without capturing first"):
-        # On the CPU nothing is pinned, so nothing was made ready for captures.
+        # On the CPU nothing is pinned, so nothing is prepared for captures.
         unscale(grads)
     launcher.capturing = False
     assert unscale(grads) == 0

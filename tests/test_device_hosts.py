@@ -1,4 +1,4 @@
-"""The host side of device kernels: locks, alignment, captures, the current device."""
+"""Host side of device kernels: locks, alignment, captures, current device."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_elements_off_their_own_alignment_are_irregular() -> None:
         assert cpu.list_of([even], CPU) is not None
 
 
-def test_lists_that_differ_at_their_end_are_told_apart() -> None:
+def test_lists_that_differ_at_their_end_are_distinguished() -> None:
     kernels = DeviceKernels(ReferenceLauncher())
     common = [torch.ones(2) for _ in range(20)]
     last = [torch.ones(3) for _ in range(20)]
@@ -165,7 +165,9 @@ def test_an_update_of_other_tensors_is_left_to_torch(other: dict[str, Any]) -> N
         ),
     ],
 )
-def test_what_a_pass_cannot_take_is_refused(wrong: dict[str, torch.Tensor], said: str) -> None:
+def test_arguments_that_a_pass_cannot_take_are_refused(
+    wrong: dict[str, torch.Tensor], said: str
+) -> None:
     launcher, gradient = ReferenceLauncher(), torch.full((3,), 8.0)
     with pytest.raises(RuntimeError, match=re.escape(said)):
         DeviceKernels(launcher).unscale_(
@@ -185,7 +187,7 @@ def test_the_device_of_a_launch_is_current(monkeypatch: pytest.MonkeyPatch) -> N
     assert switched == [torch.device("cuda", 0)]
 
 
-def test_what_is_not_compiled_is_not_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_uncompiled_kernels_are_not_captured(monkeypatch: pytest.MonkeyPatch) -> None:
     launch = pytest.importorskip("ampfast.backends.triton.launch")
     monkeypatch.setattr(errors, "is_capturing", lambda: True)
     monkeypatch.setattr(launch, "_launched", {("known",)})
@@ -194,7 +196,7 @@ def test_what_is_not_compiled_is_not_captured(monkeypatch: pytest.MonkeyPatch) -
         launch._require_compiled(("unknown",))
 
 
-def test_a_launch_that_cannot_begin_keeps_those_before_it_back() -> None:
+def test_a_launch_that_cannot_begin_holds_earlier_ones_back() -> None:
     class NoBfloat16(ReferenceLauncher):
         def prepare(self, work: Any, segment: Any, epilogue: Epilogue) -> None:
             prepared.append((segment.dtype, epilogue))
@@ -239,5 +241,5 @@ def test_both_kinds_of_kernels_have_the_same_grid() -> None:
     per_sm = re.search(r"kProgramsPerSm = (\d+);", source)
     threads = re.search(r"kThreads = (\d+);", source)
     assert int(per_sm[1]) == launch.PROGRAMS_PER_SM
-    # What that many programs leave a thread of a multiprocessor's 65,536 registers.
+    # Registers per thread left by that many programs, of a multiprocessor's 65,536.
     assert launch.PROGRAMS_PER_SM * int(threads[1]) * 64 == 65_536

@@ -1,4 +1,4 @@
-"""Deliberate differences from torch: each test shows ours right and asks torch the same."""
+"""Deliberate differences from torch, each shown with ours and with torch's class."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_infinite_inverse_with_nothing_to_write() -> None:
         run.step()
         assert len(run.calls) == 1
         assert flags(run) == [0.0]
-    # One element among empty ones is enough.
+    # One element among empty tensors is enough.
     ours = setup(GradScaler, "sgd", [torch.empty(0), floats(0.0), torch.empty(3, 0)], TINY)
     ours.step()
     assert not ours.calls
@@ -198,7 +198,7 @@ def test_check_inf_per_device_keeps_its_raw_meaning(scale: float, value: float) 
 @pytest.mark.parametrize("bad", [None, math.inf, math.nan])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_check_inf_per_device_reads_every_layout(layout: str, bad: float | None) -> None:
-    told = []
+    results = []
     for scaler_type in (GradScaler, TorchScaler):
         gradients = [torch.ones(3), make_gradient(layout), torch.ones(2, dtype=torch.float16)]
         if bad is not None and layout != "expanded":
@@ -207,13 +207,13 @@ def test_check_inf_per_device_reads_every_layout(layout: str, bad: float | None)
         run.parameters[:] = [parameter_with(g) for g in gradients]
         run.optimizer.param_groups = [{"params": run.parameters}]
         result = outcome(lambda run=run: run.scaler._check_inf_per_device(run.optimizer))
-        told.append((result.comparable()[:2], gradients))
-    assert_same(*told)
+        results.append((result.comparable()[:2], gradients))
+    assert_same(*results)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
 def test_duplicates_of_sparse_float16_gradients_are_added_up_first(dtype: torch.dtype) -> None:
-    # Each value is finite, their sum is not in float16.
+    # Each value is finite; their sum overflows float16.
     sparse = torch.sparse_coo_tensor(
         [[1, 1]], floats(6e4, 6e4, dtype=dtype), (3,), check_invariants=True
     )
@@ -226,7 +226,7 @@ def test_duplicates_of_sparse_float16_gradients_are_added_up_first(dtype: torch.
 
 
 class OwnFlags(GradScaler):
-    """Overrides both hooks; what they say is what counts."""
+    """Overrides both hooks, whose results count."""
 
     verdict = 0.0
 
@@ -257,7 +257,7 @@ def test_flags_of_an_overridden_hook_decide(optimizer: str, verdict: float) -> N
 
 
 class Delegating(GradScaler):
-    """Overrides the hooks only to look, as subclasses for several ranks do."""
+    """Overrides the hooks only to observe, as subclasses for several ranks do."""
 
     def _unscale_grads_(self, *args: Any) -> dict[torch.device, torch.Tensor]:
         return super()._unscale_grads_(*args)

@@ -1,4 +1,4 @@
-"""Deliberate differences with fused optimizers: each test asks torch the same."""
+"""Deliberate differences with fused optimizers, each compared with torch."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def test_fused_division_of_16_bit_gradients(
 
 @pytest.mark.parametrize("optimizer", TAKE_GRAD_SCALE)
 def test_fused_quotient_that_only_float16_cannot_hold(optimizer: str) -> None:
-    # The optimizer works with the float32 quotient, so its step is good and stays as in torch.
+    # The optimizer uses the float32 quotient, so its step is valid and the same as in torch.
     ours, theirs = both(optimizer, [floats(5e4, 1.0, dtype=torch.float16)], 0.5)
     ours.step()
     theirs.step()
@@ -114,7 +114,7 @@ def test_fused_quotient_that_only_float16_cannot_hold(optimizer: str) -> None:
 
 
 OWN_SCALES = [
-    # scaler's scale, the user's own, gradient, whether the division fails
+    # scaler's scale, the user's own, gradient, whether the quotient overflows
     (2.0**-30, 2.0**-100, 2.0**-2, True),
     (2.0**-30, 2.0**-100, 2.0**-3, False),
     (2.0**-30, 2.0**20, F32_MAX * 2.0**-10, False),
@@ -185,7 +185,7 @@ def test_flags_are_normalised(optimizer: str, value: float, torch_fails: Any) ->
 
 
 class SummingFlags(GradScaler):
-    """Adds up what two ranks found, without making it a flag again."""
+    """Sums two ranks' flags, without clamping them to 1."""
 
     def _check_inf_per_device(self, optimizer: Any) -> dict[torch.device, torch.Tensor]:
         found = super()._check_inf_per_device(optimizer)
@@ -217,7 +217,7 @@ def test_flags_of_two_entries(optimizer: str, torch_fails: Any) -> None:
 
 
 class Forwarding:
-    """Wraps an optimizer and passes every attribute on, as training libraries do."""
+    """Optimizer wrapper that forwards all attributes, as training libraries use."""
 
     def __init__(self, wrapped: torch.optim.Optimizer) -> None:
         object.__setattr__(self, "wrapped", wrapped)
@@ -248,7 +248,7 @@ def test_nothing_is_left_behind_a_wrapper(optimizer: str) -> None:
 
 
 class Fails(torch.optim.SGD):
-    """Raises on its first step, before or after the parameters were written."""
+    """Raises in its first step, before or after the parameters are written."""
 
     def __init__(self, params: Any) -> None:
         super().__init__(params, lr=0.5, fused=True)

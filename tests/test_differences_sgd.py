@@ -1,4 +1,4 @@
-"""The first step of fused SGD with momentum, and that no other fused step reads on the host."""
+"""First step of fused SGD with momentum; no other fused step reads on the host."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def fused_sgd(**options: Any) -> Callable[..., torch.optim.SGD]:
     return lambda params: torch.optim.SGD(params, lr=0.5, fused=True, **options)
 
 
-def test_what_lacks_momentum() -> None:
-    """Parameters with gradients, by what the optimizer's state holds of each."""
+def test_parameters_that_lack_momentum() -> None:
+    """Parameters with gradients, by their entries in the optimizer's state."""
     params = [parameter_with(torch.ones(2)) for _ in range(5)]
     without = parameter_with(torch.ones(2))
     without.grad = None
@@ -100,7 +100,7 @@ def test_fused_sgd_overflows_on_its_first_step(
             result.step()
             result.scaler.update()
             with warnings.catch_warnings():
-                # It says that no step was taken yet, which is so.
+                # The state correctly says that no step was taken yet.
                 warnings.simplefilter("ignore", UserWarning)
                 schedule.step()
         return result
@@ -133,7 +133,7 @@ def test_only_groups_with_momentum_and_no_buffer_are_held_back() -> None:
     run.scaler.update()
     assert run.scaler.get_scale() == 2.0**15
 
-    # A group with momentum in which nothing has a gradient has nothing to lack.
+    # A group with momentum but without gradients lacks nothing.
     run.parameters[1].grad = None
     assert host_reads(run.step) == 0
     assert len(run.calls) == 1
@@ -144,7 +144,7 @@ def test_only_groups_with_momentum_and_no_buffer_are_held_back() -> None:
     run.scaler.update()
     assert len(run.calls) == 2
     assert run.finite()
-    # From now on nothing is missing and nothing is read.
+    # From now on no buffer is missing and the host reads nothing.
     run.parameters[1].grad.fill_(math.inf)
     assert host_reads(run.step) == 0
     assert len(run.calls) == 3
@@ -161,7 +161,7 @@ def test_fused_sgd_that_lacks_one_buffer() -> None:
     run.scaler.update()
     assert len(run.calls) == 1
     assert run.finite()
-    # A group that joins later, as fine-tuning schedules do, is guarded in the same way.
+    # A group added later, as in fine-tuning schedules, is guarded in the same way.
     run.parameters[1].grad = None
     late = parameter_with(floats(math.inf))
     run.optimizer.add_param_group({"params": [late]})

@@ -49,7 +49,7 @@ def draw_plan(rng: random.Random) -> Plan:
         dtypes = rng.choice(DTYPES)
         if kind in ("fused_adam", "fused_sgd", "legacy", "reader") and rng.random() < 0.2:
             dtypes = (torch.float16,)
-        # torch's fused kernels walk plain memory: an overlapping gradient is read past its end.
+        # torch's fused kernels walk raw memory: an overlapping gradient is read beyond its end.
         choice = [x for x in WRITABLE_LAYOUTS if kind not in FUSED or x != "overlapping"]
         layouts = tuple(rng.choices(choice, k=rng.randint(1, 4)))
         rigs.append(RigPlan(kind, dtypes, layouts, rng.random() < 0.5))
@@ -156,7 +156,7 @@ def draw_operation(
 
 
 def draw_step(rng: random.Random, rigs: int) -> list[Op]:
-    """Draws a whole training step, which single operations seldom make up by themselves."""
+    """Draws a whole training step, which independent operations rarely form."""
     s = int(rng.random() < 0.1)
     program, stepped = [], []
     for r in sorted(rng.sample(range(rigs), rng.randint(1, rigs))):
@@ -181,7 +181,7 @@ def draw_program(seed: int, operations: Operations = OPERATIONS) -> tuple[Plan, 
     rigs = len(plan.rigs)
     names = list(operations)
     weights = [operations[name][0] for name in names]
-    # One program in eight starts without any scaled loss, to meet the errors that tell so.
+    # One program in eight starts without a scaled loss, to reach the errors about that.
     program = [Op("scale", (s, "tensor", 0)) for s in range(2)] if rng.random() < 7 / 8 else []
     while len(program) < LENGTH:
         if rng.random() < 0.15:
@@ -193,13 +193,13 @@ def draw_program(seed: int, operations: Operations = OPERATIONS) -> tuple[Plan, 
 
 
 def passes_through(base: type[TorchScaler], hook: str) -> type[TorchScaler]:
-    """A subclass whose hook does nothing but call the original."""
+    """A subclass whose hook only calls the original."""
 
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
         return getattr(base, hook)(self, *args, **kwargs)
 
     name = f"{base.__module__}_{hook}".replace(".", "_")
-    # A name of this module, so that instances can be pickled.
+    # In this module, so that instances can be pickled.
     globals()[name] = type(name, (base,), {hook: method, "__module__": __name__})
     return globals()[name]
 
@@ -207,8 +207,8 @@ def passes_through(base: type[TorchScaler], hook: str) -> type[TorchScaler]:
 HOOKS = ["_unscale_grads_", "_check_inf_per_device", "_maybe_opt_step", "_get_scale_async"]
 HOOKS += ["unscale_", "step", "update"]
 Sides = tuple[type[TorchScaler], type[TorchScaler], dict[str, Any]]
-# What runs: our class, torch's class, and keywords that ours alone gets. An overridden hook and a
-# named backend take other ways through our code, and none of them may show.
+# Our class, torch's class, and keywords for ours alone. Overridden hooks and named backends take
+# other paths through our code, with the same results.
 VARIANTS: dict[str, Sides] = {
     "plain": (GradScaler, TorchScaler, {}),
     "aten": (GradScaler, TorchScaler, {"backend": "aten"}),
@@ -235,18 +235,18 @@ def first_difference(
 ) -> str | None:
     """Runs a program on both classes and describes the first difference.
 
-    Without `watch` the worlds are compared at the end alone, so that what reads the state between
+    Without `watch` worlds are compared only at the end, so that a read of the state between
     operations cannot hide a write that comes late.
     """
     ours, theirs, more = sides
     our_world, their_world = world(ours, plan, **more), world(theirs, plan)
     for number, op in enumerate(program):
-        told = [outcome(partial(each.run, op)) for each in (our_world, their_world)]
+        outcomes = [outcome(partial(each.run, op)) for each in (our_world, their_world)]
         if op.name == "step_and_update":
-            # torch's side is two calls on other lines.
-            for side in told:
+            # torch's side is two calls on different lines.
+            for side in outcomes:
                 side.warned = [(*warning[:2], "", 0) for warning in side.warned]
-        found = difference(told[0].comparable(), told[1].comparable(), "outcome")
+        found = difference(outcomes[0].comparable(), outcomes[1].comparable(), "outcome")
         if found is None and (watch or number == len(program) - 1):
             found = difference(our_world.observe(), their_world.observe(), "world")
         if found is not None:
@@ -255,7 +255,7 @@ def first_difference(
 
 
 def shrink(program: list[Op], fails: Callable[[list[Op]], bool]) -> list[Op]:
-    """Drops operations, in ever smaller runs, as long as the program still fails."""
+    """Drops ever shorter runs of operations as long as the program still fails."""
     size = len(program) // 2
     while size:
         start = 0
@@ -286,7 +286,7 @@ def explain(seed: int, found: str, watch: bool) -> str:
 
 @pytest.fixture(autouse=True, scope="module")
 def _short_collections() -> Iterator[None]:
-    """Keeps torch's own objects out of the collections that programs ask for."""
+    """Keeps torch's own objects out of the collections that programs trigger."""
     gc.collect()
     gc.freeze()
     yield
@@ -295,9 +295,9 @@ def _short_collections() -> Iterator[None]:
 
 @pytest.mark.parametrize("start", range(FIRST, FIRST + PROGRAMS, BATCH))
 def test_random_programs_agree(start: int) -> None:
-    """Every operation leaves both worlds equal bit for bit."""
+    """Both worlds stay equal bit for bit after every operation."""
     for seed in range(start, min(start + BATCH, FIRST + PROGRAMS)):
-        # The tensors are small: a second thread adds mostly waiting, so few programs have it.
+        # The tensors are small: a second thread mostly adds waiting, so few programs use it.
         with threads(2 if seed % 20 == 0 else 1):
             plan, program = draw_program(seed)
             watch = seed % 4 != 0

@@ -1,4 +1,4 @@
-"""The documentation's code runs, every page is in the menu, and what it links to exists."""
+"""Documentation: code blocks run, every page is in the menu, and links resolve."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ LINK = re.compile(r"\]\((?!https?:)([^)#]*)(?:#([^)]+))?\)")
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str | None]:
-    """What became of each block; all run in one process, since loading torch takes seconds."""
+    """Results by block, all run in one process, since importing torch takes seconds."""
     file = tmp_path_factory.mktemp("docs") / "results"
     done = subprocess.run(
         [sys.executable, docs_blocks.__file__, file],
         cwd=file.parent,
-        # They are programs for a CPU, and DataParallel would take every GPU.
+        # The programs are for a CPU, and DataParallel would take every GPU.
         env={**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""},
         capture_output=True,
         text=True,
@@ -67,7 +67,7 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 
 def anchors_of(page: Path) -> set[str]:
-    """The ids that MkDocs gives to the headings of a page."""
+    """Ids that MkDocs gives to the headings of a page."""
     titles = re.findall(r"^#+ (.+)$", page.read_text(encoding="utf-8"), re.MULTILINE)
     return {re.sub(r"[\s-]+", "-", re.sub(r"[^\w\s-]", "", t).strip().lower()) for t in titles}
 
@@ -81,7 +81,7 @@ def test_the_make_commands_exist() -> None:
         assert re.search(rf"^{command}:", makefile, re.MULTILINE), command
 
 
-def test_what_pages_take_from_the_readme_is_there() -> None:
+def test_sections_included_from_the_readme_exist() -> None:
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     pages = [page.read_text(encoding="utf-8") for page in PAGES]
     titles = [

@@ -1,4 +1,4 @@
-"""Every public name says what it takes, what it gives back and what it raises."""
+"""Docstrings of public names: arguments, results and errors."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def exported(module: ModuleType) -> Iterator[tuple[str, Any]]:
 
 
 def methods(name: str, kind: type) -> Iterator[tuple[str, Any]]:
-    """What a class of ours, or one of ours behind it, defines under a public name."""
+    """Public methods of a class of ours and of its bases in ampfast."""
     for attribute in dir(kind):
         value = inspect.getattr_static(kind, attribute)
         function = value.fget if isinstance(value, property) else inspect.unwrap(value)
@@ -45,13 +45,13 @@ FUNCTIONS = {
 
 
 def sections(docstring: str | None) -> dict[str, str]:
-    """The text under each heading, and under "" what stands before them."""
+    """Text under each heading, and under "" the text before them."""
     parts = re.split(r"^(\w+):\n", inspect.cleandoc(docstring or ""), flags=re.MULTILINE)
     return {"": parts[0], **dict(zip(parts[1::2], parts[2::2], strict=True))}
 
 
 def listed(section: str) -> set[str]:
-    """The names that a section explains."""
+    """Names explained in a section."""
     return set(re.findall(r"^    \*{0,2}(\w+): \S", section, re.MULTILINE))
 
 
@@ -60,7 +60,7 @@ def parameters(function: Any) -> set[str]:
 
 
 def raised(function: Any, seen: frozenset[str] = frozenset()) -> set[str]:
-    """The errors that a function raises by itself or in helpers of its module that it calls."""
+    """Errors raised by a function or by helpers of its module that it calls."""
     function = inspect.unwrap(function)
     tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
     found = set()

@@ -1,4 +1,4 @@
-"""The examples run, and give the same with both scalers; the notebook's outputs are its code's."""
+"""The examples run with equal results for both scalers; the notebook's outputs are current."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ NOTEBOOK = FOLDER / "underflow.ipynb"
 
 @pytest.fixture(autouse=True)
 def _one_thread() -> Iterator[None]:
-    """Where the cores have other work, threads would wait for each other most of the time."""
+    """Limits torch to one thread, since threads wait for each other on a busy machine."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -28,7 +28,7 @@ def _one_thread() -> Iterator[None]:
 
 
 def example(name: str) -> ModuleType:
-    """An example as a module, which trains nothing yet."""
+    """Imports an example as a module, without training."""
     spec = importlib.util.spec_from_file_location(f"example_{name}", FOLDER / f"{name}.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -63,7 +63,7 @@ def test_both_scalers_give_the_same(
     for run in runs:
         lines = printed(*run)
         assert lines[-1] == theirs
-        # Otherwise the scalers had nothing to do.
+        # Otherwise the scalers were not exercised.
         counts = [re.search(r"steps=(\d+), skipped=(\d+)", line) for line in lines]
         [(steps, skipped)] = [map(int, count.groups()) for count in counts if count]
         assert 0 < skipped < steps
@@ -76,7 +76,7 @@ def test_both_scalers_give_the_same(
         ("reinforcement", "gymnasium", "gymnasium"),
     ],
 )
-def test_what_is_missing_is_named(
+def test_missing_entries_are_named(
     name: str, module: str, package: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, module, None)
@@ -95,9 +95,9 @@ def test_the_readme_lists_all() -> None:
 
 
 def kinds(outputs: list[list[dict[str, Any]]]) -> list[list[tuple[str, ...]]]:
-    """What each cell prints and which pictures it draws.
+    """Text outputs and pictures of each cell.
 
-    Without figures, and without what they decide: they depend on the processor and on torch.
+    Without figures, which depend on processor and torch.
     """
     return [
         [
@@ -121,7 +121,7 @@ def test_the_notebook_runs_and_its_outputs_are_of_this_code() -> None:
     saved = [cell["outputs"] for cell in notebook_cells.code_cells(notebook)]
     assert kinds(outputs) == kinds(saved), again
 
-    # What its text says.
+    # As its text says.
     losses = {name: variables[name][-1] for name in ("in_float32", "with_scaler", "without_scaler")}
     assert losses["with_scaler"] < 1.5 * losses["in_float32"]
     assert losses["without_scaler"] > 2 * losses["in_float32"]

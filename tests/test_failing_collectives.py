@@ -1,4 +1,4 @@
-"""A collective that fails: gradients are divided once, and `step` agrees again."""
+"""Failing collectives: gradients are divided once, and `step` agrees again."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def clip(order: float, in_place: bool = True) -> Call:
     )
 
 
-# Those that write before the ranks agree.
+# Calls that write before the ranks agree.
 DIVIDING: dict[str, tuple[str, Call]] = {
     "unscale_": ("plain", GradScaler.unscale_),
     "unscale_, fused": ("fused", GradScaler.unscale_),
@@ -53,7 +53,7 @@ READING: dict[str, tuple[str, Call]] = {
 
 
 class Failing:
-    """A group of one rank whose next collective may fail."""
+    """Group of one rank whose next collective may fail."""
 
     def __init__(self) -> None:
         self.fails = False
@@ -72,14 +72,14 @@ class Failing:
 
 
 class Overriding(GradScaler):
-    """A subclass with a hook of its own, which calls that of the class."""
+    """Subclass whose hook calls the original."""
 
     def _unscale_grads_(self, *args: Any, **kwargs: Any) -> Any:
         return super()._unscale_grads_(*args, **kwargs)
 
 
 def failed(call: Call, kind: str, make: type[GradScaler] = GradScaler) -> tuple[Any, Any, Any]:
-    """A scaler, an optimizer and its parameter after a call whose collective failed."""
+    """Scaler, optimizer and parameter after a call whose collective failed."""
     param = parameter_with(torch.full((3,), SCALE * GRADIENT))
     param.data.fill_(1.0)
     group: Any = Failing()
@@ -150,7 +150,7 @@ def test_a_new_scale_begins_a_new_iteration(path: str) -> None:
 
 
 @pytest.mark.parametrize("path", READING)
-def test_what_has_written_nothing_may_be_repeated(path: str) -> None:
+def test_a_call_that_wrote_nothing_may_be_repeated(path: str) -> None:
     kind, call = READING[path]
     scaler, optimizer, param = failed(call, kind)
     assert_equal(param.grad, SCALE * GRADIENT)
@@ -163,7 +163,7 @@ def test_what_has_written_nothing_may_be_repeated(path: str) -> None:
 
 @pytest.mark.parametrize("path", ["unscale_", "defer"])
 def test_the_users_own_grad_scale(path: str) -> None:
-    """Its quotients are agreed on in `step`, which may be repeated."""
+    """`step` agrees on the quotients and may be repeated."""
     param = parameter_with(torch.full((3,), SCALE * GRADIENT))
     param.data.fill_(1.0)
     group: Any = Failing()

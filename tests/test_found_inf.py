@@ -1,4 +1,4 @@
-"""`found_inf` and `step_skipped`: the answer for every optimizer, and no trace of dead ones."""
+"""`found_inf` and `step_skipped` for every optimizer, without a trace of dead ones."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_writing_to_the_answer_changes_nothing() -> None:
     assert_same(scaler.state_dict(), twin_scaler.state_dict())
 
 
-def test_several_optimizers_and_scalers_are_told_apart() -> None:
+def test_several_optimizers_and_scalers_are_kept_apart() -> None:
     first, second = started(), started()
     good, bad = optimizer_of("sgd"), optimizer_of("fused_adam", math.nan)
     first.step(good)
@@ -94,14 +94,14 @@ def test_several_optimizers_and_scalers_are_told_apart() -> None:
     first.update()
     assert (first.step_skipped(good), first.step_skipped(bad)) == (False, True)
     assert_unknown(second, good)
-    # A step of one leaves the answer about the other as it was.
+    # A step of one optimizer leaves the other's result unchanged.
     first.step(good)
     first.update()
     assert first.step_skipped(bad)
 
 
 @pytest.mark.parametrize("kind", ["sgd", "fused_adam"])
-def test_flags_changed_by_the_user_are_what_counts(kind: str) -> None:
+def test_flags_changed_by_the_user_count(kind: str) -> None:
     for before, after in ((math.inf, 0.0), (1.0, 1.0), (1.0, 3.0), (1.0, math.nan)):
         scaler, optimizer = started(), optimizer_of(kind, before)
         scaler.unscale_(optimizer)
@@ -120,7 +120,7 @@ def test_disabled_scaler() -> None:
 
 
 class Unhashable:
-    """Equal to everything and without a hash, as a dataclass may be."""
+    """Equal to everything and unhashable, as a dataclass may be."""
 
     def __init__(self, value: float) -> None:
         self.param_groups = [{"params": [parameter_with(torch.tensor([value]))]}]
@@ -200,7 +200,7 @@ def test_records_of_the_dead_do_not_pile_up() -> None:
 
 
 def test_records_follow_no_copy() -> None:
-    """A pickled or copied scaler works on and knows nothing of optimizers it never saw."""
+    """A pickled or copied scaler works and has no results of optimizers that it never saw."""
     scaler, optimizer = started(), optimizer_of("sgd", math.inf)
     scaler.step(optimizer)
     scaler.update()
@@ -234,7 +234,7 @@ def test_a_step_that_failed_its_checks_leaves_the_answer() -> None:
     assert scaler.step_skipped(optimizer)
 
 
-def test_tells_what_an_override_of_unscale_found() -> None:
+def test_reports_the_flags_of_an_overridden_unscale() -> None:
     class Own(GradScaler):
         def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
             flags = {torch.device("cpu"): torch.tensor(1.0)}
@@ -259,7 +259,7 @@ def test_a_fused_optimizer_is_handed_the_flag_itself() -> None:
     assert handed[0] is flag
 
 
-def test_what_was_found_of_gradients_that_are_gone_counts() -> None:
+def test_flags_of_dropped_gradients_count() -> None:
     scaler, optimizer = started(), optimizer_of("fused_adam", math.inf)
     scaler.unscale_(optimizer)
     optimizer.zero_grad()
@@ -277,7 +277,7 @@ def test_an_id_that_comes_back_is_another_optimizer() -> None:
     assert checks.get(second) == {}
 
 
-def test_what_has_no_weak_references_is_held_for_an_iteration() -> None:
+def test_objects_without_weak_references_are_held_for_an_iteration() -> None:
     class Slotted:
         __slots__ = ()
 

@@ -1,4 +1,4 @@
-"""Gradients whose memory was freed or became too small: an error, whoever would have read them."""
+"""Gradients whose memory was freed or became too small: an error on every path."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def sparse(size: int, part: Callable[[torch.Tensor], torch.Tensor]) -> torch.Ten
     return made
 
 
-# By what is wrong, gradients with so many bytes left.
+# By fault, gradients with so many bytes left.
 GRADIENTS: dict[str, Callable[[int], torch.Tensor]] = {
     "dense": lambda size: shrunk(torch.ones(4, 3), size),
     "strided": lambda size: shrunk(torch.ones(4, 6)[:, ::2], size),
@@ -68,7 +68,7 @@ def test_the_scaler_refuses_it(
         bad = torch.nn.Parameter(torch.ones(4, 3, dtype=torch.complex64))
     bad.grad = GRADIENTS[kind](size)
     optimizer = torch.optim.SGD([good, bad], lr=1.0)
-    # As torch's fused optimizers, which this one becomes, tell scalers.
+    # torch's fused optimizers have this attribute, and this one becomes fused.
     optimizer._step_supports_amp_scaling = fused
     scaler = GradScaler("cpu", init_scale=4.0, backend=backend, track="health")
     scaler.scale(torch.ones(()))
@@ -85,7 +85,7 @@ def test_the_scaler_refuses_it(
 @pytest.mark.parametrize("kind", GRADIENTS)
 def test_the_functions_refuse_it(kind: str, size: int) -> None:
     good, found, scale = torch.full((3,), 8.0), torch.zeros(()), torch.full((), 4.0)
-    ops = torch.ops.ampfast  # as a compiled function calls them
+    ops = torch.ops.ampfast  # called as by a compiled function
     tracker = torch.zeros((), dtype=torch.int32)
     calls: list[Callable[[list[torch.Tensor]], object]] = [
         lambda grads: functional.unscale_(grads, found, scale),

@@ -1,4 +1,4 @@
-"""The functional ops: the same bits as torch's, and how they behave as custom ops."""
+"""The functional ops: torch's bits, and behaviour as custom ops."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_torchs_own_ops_give_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
         results.append((grads, found, *state, *norms))
     assert_same(*(result[:-2] for result in results))
     assert results[0][1:3] == (0.0, 8.0)
-    # Sums in another order.
+    # Sums in a different order.
     for ours, theirs in zip(results[0][-2:], results[1][-2:], strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=0)
 
@@ -110,7 +110,7 @@ UPDATES = [
     for found in (0.0, -0.0, 1.0, 2.0, 0.5, math.nan)
     for factors in FACTORS
     for interval in (1, 2, 5, 6, 0, -1, 2**40)
-    # A tracker beyond the interval is where ours differs on purpose.
+    # A tracker beyond the interval is a deliberate difference.
     if not 0 < interval < tracker + 1
 ] + [(3.0, INT32_MAX, found, 2.0, 0.5, 0) for found in (0.0, 1.0)]
 
@@ -136,7 +136,7 @@ def test_an_interval_lowered_below_the_tracker_grows(tracker: int, interval: int
 
 @pytest.mark.parametrize("layout", [*WRITABLE_LAYOUTS, None])
 def test_unscale_and_update_is_both(layout: str | None) -> None:
-    # All of them for one layout, a share that meets every scale for the others.
+    # All scales for one layout, a subset for each of the others that covers all scales.
     for scale, tracker, found, *rest in UPDATES[:: 1 if layout == "odd_offset" else 401]:
         ours, theirs = ([make_gradient(layout, torch.float32)] if layout else [] for _ in range(2))
         state = (f32(found), f32(scale), i32(tracker))
@@ -146,7 +146,7 @@ def test_unscale_and_update_is_both(layout: str | None) -> None:
         inverse = torch_state[1].double().reciprocal().float()
         torch_unscale_(theirs, torch_state[0], inverse)
         if any(not g.isfinite().all() for g in theirs):
-            torch_state[0].fill_(1)  # torch does not look at what it wrote, ours does
+            torch_state[0].fill_(1)  # torch does not check the values that it wrote, ours does
         torch._amp_update_scale_(torch_state[1], torch_state[2], torch_state[0], *rest)
         where = f"unscale_and_update_{(scale, tracker, found, *rest)}"
         assert_same(ours, theirs, where)
@@ -177,7 +177,7 @@ def test_unscale_and_update_sees_bad_gradients() -> None:
     state = (f32(0), f32(8.0), i32(1))
     functional.unscale_and_update_([gradient := torch.ones(3)], *state, 2.0, 0.5, 2)
     assert [t.item() for t in state] == [0.0, 16.0, 0]
-    # The scale that is divided by is the one before the update.
+    # The pass divides by the scale before the update.
     assert gradient.tolist() == [0.125] * 3
 
 
@@ -225,7 +225,7 @@ def test_opcheck_of_an_empty_list(name: str) -> None:
 def whole_step(
     grads: list[torch.Tensor], found: torch.Tensor, scale: torch.Tensor, tracker: torch.Tensor
 ) -> tuple[Any, ...]:
-    """Every op once, between other work that depends on what they write."""
+    """Every op once, between other work that depends on its outputs."""
     scaled = [g * scale.to(g.dtype) for g in grads]
     functional.check_(scaled, found)
     functional.unscale_(scaled, found, scale.reciprocal())
@@ -250,7 +250,7 @@ def test_compiled_whole(backend: str) -> None:
 
 
 class Recorder(TorchDispatchMode):
-    """Writes down the name of every op that is dispatched."""
+    """Records the name of every dispatched op."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -303,8 +303,8 @@ def test_version_counters(layout: str) -> None:
     assert scale._version > 1
 
 
-def test_autograd_notices_what_it_notices_with_torch() -> None:
-    # torch's update bumps the version of the scale, its unscaling none of the gradients.
+def test_autograd_sees_the_same_writes_as_with_torch() -> None:
+    # torch's update bumps the version of the scale, its unscaling that of no gradient.
     for call in (torch._amp_update_scale_, functional.update_scale_):
         scale = f32(2.0)
         product = torch.ones(3, requires_grad=True) * scale

@@ -1,4 +1,4 @@
-"""Bad input to the functional ops: named, of torch's type, refused before anything is written."""
+"""Bad input to the functional ops: torch's error types, names, and refusal before any write."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def contents(arguments: Arguments) -> list[Any]:
 
 
 def refused(name: str, error: Any, **changes: Any) -> str:
-    """Calls an op with some arguments replaced, demands `error` and that nothing was written."""
+    """Calls an op with some arguments replaced; asserts `error` and unchanged tensors."""
     arguments = {**good(name), **changes}
     before = contents(arguments)
     with pytest.raises(error) as raised:
@@ -168,7 +168,7 @@ def test_wrong_numbers(name: str, argument: str, value: Any) -> None:
 
 
 def test_ops_refuse_by_themselves() -> None:
-    """Whoever calls the registered op is told the same as through the module."""
+    """The registered op raises the same errors as the module's function."""
     call: Callable[..., Any] = OPS.unscale_
     grads = [torch.full((3,), 4.0)]
     with pytest.raises(RuntimeError, match="found_inf"):

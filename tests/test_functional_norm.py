@@ -1,4 +1,4 @@
-"""`functional.grad_norm`: its values, as a custom op, and what it refuses."""
+"""`functional.grad_norm`: values, custom op, and errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The driver of the proof on a GPU, with parts that pass, fail, hang and are cut off."""
+"""Driver of the proof on a GPU, with parts that pass, fail, hang and time out."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="ends groups of 
 
 
 def loaded(name: str) -> ModuleType:
-    """A file of the driver as a module; imported so, it runs nothing."""
+    """Imports a file of the driver as a module, which then runs nothing."""
     spec = importlib.util.spec_from_file_location(f"gpu_{name.strip('_')}", FOLDER / f"{name}.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look their module up
+    sys.modules[spec.name] = module  # dataclasses look up their module
     spec.loader.exec_module(module)
     return module
 
@@ -54,7 +54,7 @@ def python(code: str) -> list[str]:
 def run(
     runner: ModuleType, out: Path, *stages: list[Any], seconds: float = 3600
 ) -> tuple[int, Any]:
-    """Returns the exit code and the outcomes by name."""
+    """Returns exit code and outcomes by name."""
     it = runner.Run(stages, out, ROOT, seconds)
     code = it.run()
     assert (out / "verdict.txt").read_text() == it.verdict() + "\n"
@@ -62,7 +62,7 @@ def run(
 
 
 def late_from(runner: ModuleType, sign: Path, seconds: float) -> Path:
-    """Lets the runner's clock jump when the sign is there; it must not depend on the machine."""
+    """Advances the runner's clock once a file exists, independently of the machine's speed."""
     runner.time = SimpleNamespace(monotonic=lambda: time.monotonic() + seconds * sign.exists())
     return sign
 
@@ -138,13 +138,11 @@ time.sleep(600)
     child = int(outcomes["hangs"].line.split()[1])
     deadline = time.monotonic() + 300
     while is_alive(child) and time.monotonic() < deadline:
-        time.sleep(0.01)  # it was killed, but ends when the machine has time for it
+        time.sleep(0.01)  # killed, but it ends when the machine has time
     assert not is_alive(child)
 
 
-def test_a_part_that_is_told_to_end_may_write_what_it_has(
-    runner: ModuleType, tmp_path: Path
-) -> None:
+def test_a_terminated_part_may_write_its_results(runner: ModuleType, tmp_path: Path) -> None:
     code = """
 import pathlib, signal, sys, time
 def end(*_):
@@ -185,7 +183,7 @@ def test_a_command_may_have_a_limit_of_its_own(runner: ModuleType, tmp_path: Pat
     assert "  cut off: hangs.py" in (tmp_path / "out" / "verdict.txt").read_text()
 
 
-def test_what_did_not_begin_is_told(runner: ModuleType, tmp_path: Path) -> None:
+def test_parts_that_did_not_begin_are_reported(runner: ModuleType, tmp_path: Path) -> None:
     sign = late_from(runner, tmp_path / "sign", 400)
     hangs = "import pathlib, sys, time; pathlib.Path(sys.argv[1]).touch(); time.sleep(600)"
     late = [[*python("pass"), name] for name in ("b.py", "c.py")]
@@ -207,7 +205,7 @@ def test_nothing_runs_behind_a_build_that_fails(runner: ModuleType, tmp_path: Pa
     assert outcomes["tests"].verdict == "not run"
     assert outcomes["tests"].line == "cannot run: build did not succeed"
     assert not (tmp_path / "no").exists()
-    # Only its first command is what others need.
+    # Other parts need its first command only.
     build = runner.Part("build", [python("pass"), python("exit(1)")], 300, vital=True)
     code, outcomes = run(runner, tmp_path / "out", [build], [runner.Part("tests", [mark], 300)])
     assert code == 1
@@ -227,14 +225,14 @@ def test_time_is_kept_for_the_last_parts(runner: ModuleType, tmp_path: Path) -> 
         code, outcomes = run(runner, tmp_path / str(least), *stages, seconds=1000)
         assert code == 1
         assert [o.verdict for o in outcomes.values()] == verdicts
-        # What the command is told leaves it time to end.
+        # The limit given to the command leaves it time to end.
         assert 200 < int(outcomes["last"].line) <= 350 - runner.MARGIN_SECONDS
-    # A short run keeps half of its time at most.
+    # A short run keeps at most half of its time.
     limits = runner.Run([[last], [replace(last, least=400)]], tmp_path, ROOT, 100)._ends
     assert limits[1] - limits[0] == pytest.approx(50)
 
 
-def test_what_a_machine_cannot_run_is_no_failure(runner: ModuleType, tmp_path: Path) -> None:
+def test_an_unavailable_part_is_no_failure(runner: ModuleType, tmp_path: Path) -> None:
     def part(name: str, *commands: list[str]) -> Any:
         return runner.Part(name, commands, 300, unavailable="not supported|is not installed")
 
@@ -243,7 +241,7 @@ def test_what_a_machine_cannot_run_is_no_failure(runner: ModuleType, tmp_path: P
     assert code == 0
     assert [o.verdict for o in outcomes.values()] == ["unavailable", "unavailable"]
     assert outcomes["no"].line == "Error: Device not supported here"
-    # Only if it is for that reason alone.
+    # Only for that reason alone.
     code, outcomes = run(runner, tmp_path / "b", [part("other", python("exit(1)"), refuses)])
     assert code == 1 and outcomes["other"].verdict == "failed"
     code, outcomes = run(runner, tmp_path / "c", [part("fine", python("print('not supported')"))])
@@ -316,7 +314,7 @@ def test_parts_of_the_real_run(driver: ModuleType, tmp_path: Path) -> None:
     [gpu] = [part for part in parts if part.name == "gpu"]
     assert gpu.commands[-1][-1] == "tests/gpu/test_gpu_distributed.py"
     assert len(gpu.commands) == 1 + len(list(FOLDER.glob("test_*.py")))
-    # A log for each, the verdict and the results: no more than what such a machine gives back.
+    # Logs, verdict and results.
     assert len(parts) + 2 <= 8
     [bench] = [part for part in parts if part.name == "bench"]
     bench.after()
@@ -331,7 +329,7 @@ def test_it_builds_for_its_card_with_its_interpreter(
 ) -> None:
     if shutil.which("make") is None:
         pytest.skip("needs make")
-    # As from `make -k gpu VENV=.venv`, whose settings must not reach it.
+    # As from `make -k gpu VENV=.venv`, whose settings must not be inherited.
     monkeypatch.setenv("MAKEFLAGS", "k -- VENV=.venv PYTHON=no-such-python")
     monkeypatch.delenv("TORCH_CUDA_ARCH_LIST", raising=False)
     [build] = driver.stages(tmp_path / "a.json", tmp_path / "b.json", "9.0")[0]
@@ -359,7 +357,7 @@ def test_unknown_parts_are_refused(driver: ModuleType, capsys: pytest.CaptureFix
 
 
 @pytest.mark.parametrize("by_make", [False, True])
-def test_without_a_gpu_it_says_so(tmp_path: Path, by_make: bool) -> None:
+def test_missing_gpu_is_reported(tmp_path: Path, by_make: bool) -> None:
     hidden = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "MAKEFLAGS": ""}
     command = [sys.executable, str(FOLDER), "--out", str(tmp_path / "out")]
     if by_make:
@@ -373,13 +371,13 @@ def test_without_a_gpu_it_says_so(tmp_path: Path, by_make: bool) -> None:
         text=True,
         env=hidden,
     )
-    assert done.returncode == (2 if by_make else 1)  # make's own, of any failure
+    assert done.returncode == (2 if by_make else 1)  # make's own exit code for any failure
     assert "needs a GPU" in done.stderr
     assert "building" not in done.stdout
     assert not (tmp_path / "out").exists()
 
 
-def test_an_interpreter_without_torch_is_told(
+def test_an_interpreter_without_torch_is_reported(
     driver: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(driver, "FACTS", "import no_such_torch")

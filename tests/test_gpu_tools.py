@@ -1,4 +1,4 @@
-"""Tools of the GPU tests that need no GPU: counts from a trace, and the fuzz."""
+"""GPU test tools that need no GPU: counts from a trace, and the fuzz."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ def test_a_trace_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("kind", ["normal", "wide", "bits"])
-def test_batches_find_what_is_wrong(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
-    """The fuzz of the GPU tests, with the CPU's kernels: right ones pass, wrong ones do not."""
+def test_batches_find_wrong_kernels(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    """The GPU tests' fuzz passes with the CPU's kernels and fails with wrong ones."""
     import torch
 
     from ampfast.backends import cpu

@@ -1,4 +1,4 @@
-"""The walk over an optimizer's parameters: what it reads, keeps, allocates and accepts."""
+"""The walk over an optimizer's parameters: reads, references, allocations and input types."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from ampfast import _C, GradScaler
 
 
 class Groups:
-    """An "optimizer" whose groups are made anew at every access by a function."""
+    """An "optimizer" whose groups are created by a function at every access."""
 
     def __init__(self, make: Callable[[], list[dict[str, Any]]]) -> None:
         self.make = make
@@ -93,7 +93,7 @@ def test_groups_that_can_be_walked_only_once() -> None:
 
 
 class Counted(torch.nn.Parameter):
-    """Counts how often its gradient is read."""
+    """Counts reads of its gradient."""
 
     reads = 0
 
@@ -118,7 +118,7 @@ def test_gradients_of_subclasses_are_read_through_their_property() -> None:
         sides = []
         for scaler_type in (GradScaler, TorchScaler):
             params = [counted(value), parameter_with(torch.ones(3)), counted(1.0)]
-            # What the property hides is not what the tensor itself holds.
+            # The property hides the gradient that the tensor itself holds.
             torch.Tensor.grad.__set__(params[0], torch.full((2,), 7.0))
             groups = Groups(lambda params=params: [{"params": params}])
             scaler = started(scaler_type)
@@ -148,7 +148,7 @@ def test_a_subclass_property_that_raises_is_heard() -> None:
 
 
 def test_a_subclass_property_that_gives_no_tensor() -> None:
-    # Apart, as misuse of this kind may end the process.
+    # In a process of its own, which such misuse may end.
     script = """
         import torch, ampfast
         class Odd(torch.nn.Parameter):
@@ -232,7 +232,7 @@ def test_nothing_is_kept_after_the_call() -> None:
         assert [(sys.getrefcount(p), sys.getrefcount(p.grad)) for p in params] == counts
         scaler.step(groups)
         scaler.update()
-    # Neither the Python object, nor the tensor, nor its memory lives on.
+    # Python object, tensor and memory are all freed.
     objects = [weakref.ref(p.grad) for p in params]
     storages = [StorageWeakRef(p.grad.untyped_storage()) for p in params]
     for p in params:
@@ -271,7 +271,7 @@ def random_gradient(rng: random.Random) -> torch.Tensor:
 
 
 def random_life(scaler_type: type, seed: int) -> list[Any]:
-    """Replaces, frees, reallocates and moves gradients between steps and records everything."""
+    """Replaces, frees, reallocates and moves gradients between steps; returns all results."""
     rng = random.Random(seed)
     scaler = scaler_type("cpu", init_scale=3.0, growth_interval=2, growth_factor=1.3)
     scaler.scale(torch.ones(()))
@@ -283,7 +283,7 @@ def random_life(scaler_type: type, seed: int) -> list[Any]:
         for index in range(len(params)):
             what = rng.random()
             if what < 0.25:
-                # The allocator likes to hand the same address out again, for another dtype too.
+                # The allocator tends to reuse addresses, also for another dtype.
                 params[index].grad = None
             if what < 0.6:
                 gradient = random_gradient(rng)

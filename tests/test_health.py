@@ -25,7 +25,7 @@ def started(scale: float = 4.0, **arguments: Any) -> GradScaler:
 
 
 def optimizer_of(*groups: list[torch.Tensor]) -> torch.optim.Optimizer:
-    """An optimizer with a parameter for each gradient."""
+    """Optimizer with a parameter for each gradient."""
     params = [[parameter_with(g) for g in group] for group in groups]
     return torch.optim.SGD([{"params": group} for group in params], lr=0.0)
 

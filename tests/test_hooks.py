@@ -1,4 +1,4 @@
-"""Subclasses, instances and optimizers that override a method, as projects around torch do."""
+"""Subclasses, instances and optimizers with overridden methods, as in projects around torch."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ HOOKS = [
 
 
 def replaced(scaler_type: Scaler, where: str, name: str, make: Callable[[Any], Any]) -> Scaler:
-    """A scaler type whose method `name` is ``make(original)``, on the class or each instance."""
+    """Scaler type with method `name` replaced by ``make(original)``, on the class or instances."""
     if where == "class":
         return type("Scaler", (scaler_type,), {name: make(getattr(scaler_type, name))})
 
@@ -45,7 +45,7 @@ def replaced(scaler_type: Scaler, where: str, name: str, make: Callable[[Any], A
 
 
 def run(scaler_type: Scaler, optimizer: str, **arguments: Any) -> Any:
-    """Five steps, one of which overflows and two of which unscale first."""
+    """Takes five steps, one of which overflows and two of which unscale first."""
     one = side(scaler_type, optimizer, init_scale=1024.0, growth_interval=2, **arguments)
     for seed, bad in enumerate([None, None, float("inf"), None, None]):
         one.optimizer.zero_grad()
@@ -71,7 +71,7 @@ def test_a_hook_is_called_as_often_as_torch_calls_it(hook: str, where: str, opti
             def recording(self: Any, *args: Any, **kwargs: Any) -> Any:
                 shown = [a if isinstance(a, (bool, str)) else type(a).__name__ for a in args]
                 tensors = [a.detach().clone() for a in args if isinstance(a, torch.Tensor)]
-                # A loss is named by its bits already; the rest shows inv_scale and found_inf.
+                # The bits identify a loss; other calls are shown with inv_scale and found_inf.
                 calls.append([shown, sorted(kwargs), tensors])
                 return original(self, *args, **kwargs)
 
@@ -97,7 +97,7 @@ def _flags_of(value: float) -> Callable[[Any], Any]:
 
 
 def _reduced(original: Any) -> Any:
-    # What FSDP's and hivemind's scalers do: agree on the flags right after the check.
+    # FSDP's and hivemind's scalers agree on the flags right after the check.
     def flags(self: Any, *args: Any, **kwargs: Any) -> dict[torch.device, torch.Tensor]:
         found = original(self, *args, **kwargs)
         for flag in found.values():
@@ -177,7 +177,7 @@ def _half_start(original: Any) -> Any:
 
 
 def _own_unscale(original: Any) -> Any:
-    # Unscales by itself and fills the record by hand, with no call of the original.
+    # Unscales and writes the record itself, without the original.
     def unscale_(self: Any, optimizer: Any) -> None:
         state = self._per_optimizer_states[id(optimizer)]
         for group in optimizer.param_groups:
@@ -220,7 +220,7 @@ BEHAVIOURS: dict[str, tuple[str, Callable[[Any], Any]]] = {
 @pytest.mark.parametrize("optimizer", ["sgd", "fused_adamw"])
 @pytest.mark.parametrize("where", ["class", "instance"])
 @pytest.mark.parametrize("behaviour", BEHAVIOURS)
-def test_what_a_hook_does_counts(behaviour: str, where: str, optimizer: str) -> None:
+def test_effects_of_hooks_count(behaviour: str, where: str, optimizer: str) -> None:
     hook, make = BEHAVIOURS[behaviour]
 
     def use(scaler_type: Scaler) -> Any:
@@ -230,7 +230,7 @@ def test_what_a_hook_does_counts(behaviour: str, where: str, optimizer: str) -> 
 
 
 def stepped_at_once(scaler_type: Scaler, optimizer: str) -> Any:
-    """Three iterations whose end is one call of ours, and two of torch's."""
+    """Three iterations that end in one call of ours, and in two of torch's."""
     one = side(scaler_type, optimizer, init_scale=1024.0, growth_interval=2)
     for seed, bad in enumerate([1.0, float("inf"), 1.0]):
         one.optimizer.zero_grad()
@@ -247,7 +247,7 @@ def stepped_at_once(scaler_type: Scaler, optimizer: str) -> Any:
 @pytest.mark.parametrize("optimizer", ["sgd", "fused_adamw"])
 @pytest.mark.parametrize("where", ["class", "instance"])
 @pytest.mark.parametrize("behaviour", BEHAVIOURS)
-def test_what_a_hook_does_counts_in_step_and_update(
+def test_effects_of_hooks_count_in_step_and_update(
     behaviour: str, where: str, optimizer: str
 ) -> None:
     hook, make = BEHAVIOURS[behaviour]
@@ -273,7 +273,7 @@ def test_check_replaced_for_optimizers_that_read_the_scale(optimizer: str, value
 
 @pytest.mark.parametrize("attribute", ["_scale", "_growth_tracker", "_per_optimizer_states"])
 def test_attributes_may_become_properties(attribute: str) -> None:
-    """A subclass may keep these somewhere else, as wrappers around several scalers do."""
+    """A subclass may store these elsewhere, as wrappers around several scalers do."""
 
     def use(scaler_type: Scaler) -> Any:
         store: dict[str, Any] = {}
@@ -287,7 +287,7 @@ def test_attributes_may_become_properties(attribute: str) -> None:
 
 @pytest.mark.parametrize("optimizer", ["sgd", "momentum", "adam"])
 def test_a_skipped_step_never_calls_the_optimizer(optimizer: str) -> None:
-    """Lightning, Accelerate and schedulers wrap `step` on the instance to see whether it ran."""
+    """Lightning, Accelerate and schedulers wrap `step` on the instance to detect whether it ran."""
 
     def use(scaler_type: Scaler) -> Any:
         one = side(scaler_type, optimizer, init_scale=64.0)
@@ -326,7 +326,7 @@ def test_arguments_and_results_pass_through_step() -> None:
 
 @pytest.mark.parametrize("optimizer", ["sgd", "fused_adam"])
 def test_a_subclass_may_set_the_attributes_by_itself(optimizer: str) -> None:
-    """Some wrap another scaler, and fill in what torch's constructor would without calling it."""
+    """Some wrap another scaler and set the attributes without torch's constructor."""
 
     def use(scaler_type: Scaler) -> Any:
         class Filled(scaler_type):  # type: ignore[misc, valid-type]
@@ -368,7 +368,7 @@ def test_a_scale_that_is_nowhere_is_an_error() -> None:
         one.scaler.step(one.optimizer)
 
 
-def test_an_override_that_checks_nothing_gives_what_torch_gives() -> None:
+def test_an_override_without_a_check_gives_torchs_result() -> None:
     given = []
 
     class Told(torch.optim.SGD):

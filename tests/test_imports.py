@@ -1,4 +1,4 @@
-"""Imports of the package point one way: the face, the scaler, what it is made of, the backends."""
+"""Layers of imports: package, scaler, its components, backends."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def walk(node: ast.AST) -> Iterator[ast.AST]:
 
 
 def imports(path: Path) -> set[str]:
-    """The modules that a file imports, anywhere in it, but for those that only types need."""
+    """Modules imported anywhere in a file, but for type checking."""
     found = set()
     for node in walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
@@ -48,8 +48,8 @@ def imports(path: Path) -> set[str]:
 
 IMPORTS = {name: imports(path) for name, path in FILES.items()}
 
-# From the top down; a module imports from its own layer and from those below. A name that ends in a
-# dot stands for all that begins with it.
+# Layers from the top; a module imports from its own and lower ones. A trailing dot stands for the
+# modules of a package.
 LAYERS = (
     ("__main__", "demo", "info"),
     ("",),
@@ -75,7 +75,7 @@ def importers_of(module: str) -> set[str]:
 
 
 def test_there_are_no_circles() -> None:
-    # `import ampfast` inside of it is the face's, which only commands use.
+    # Only commands import the package's `ampfast` itself.
     inside = {name: found & (FILES.keys() - {"ampfast"}) for name, found in IMPORTS.items()}
     order = list(TopologicalSorter(inside).static_order())
     assert len(order) == len(FILES)
@@ -110,7 +110,7 @@ def test_backends_import_nothing_above_them(name: str) -> None:
 
 
 def test_backends_do_not_know_each_other() -> None:
-    """`cpu` binds the core, which all compiled ones need; the choice loads the others by name."""
+    """`cpu` binds the core, which compiled backends need; the choice loads the others by name."""
     for backend in ("aten", "cuda", "triton"):
         own = f"ampfast.backends.{backend}"
         others = {f"ampfast.backends.{o}" for o in ("aten", "cuda", "triton")} - {own}
@@ -125,13 +125,13 @@ def test_the_compiled_core_is_bound_in_two_places() -> None:
 
 
 def test_device_code_knows_no_host() -> None:
-    # The core tells how what the kernels read is laid out.
+    # The core provides the layouts of data for the kernels.
     known = {"triton", "triton.language", "ampfast.backends.cpu"}
     assert IMPORTS["ampfast.backends.triton.kernels"] <= known
 
 
 def test_warnings_pass_by_every_module_that_gives_one() -> None:
-    """Those point at the caller's line, for which `errors` lists the scaler's modules."""
+    """Warnings point at the caller's line, so `errors` lists the scaler's modules."""
     listed = {name for name in errors._SCALER_MODULES if name.startswith("ampfast")}
     assert listed <= FILES.keys()
     calls = {name for name, path in FILES.items() if "warn_caller(" in path.read_text("utf-8")}

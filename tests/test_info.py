@@ -1,4 +1,4 @@
-"""`python -m ampfast info`: facts about the package and the machine."""
+"""`python -m ampfast info`: package and machine."""
 
 import json
 import platform
@@ -52,7 +52,7 @@ def test_structure(monkeypatch: pytest.MonkeyPatch) -> None:
             "backend",
             "error",
         ]
-    # Every key that this structure promises is written where it is read.
+    # Each required key is present.
     documented = info.collect.__doc__
     nested = [*facts["versions"], *facts["extension"], *facts["devices"][0], *facts["backends"][0]]
     assert [key for key in [*facts, *nested] if f"``{key}``" not in documented] == []
@@ -77,7 +77,7 @@ def test_a_processor_that_the_system_does_not_name(monkeypatch: pytest.MonkeyPat
     assert info.collect()["devices"][0]["name"] == "some machine"
 
 
-def test_backends_are_those_of_the_report() -> None:
+def test_backends_match_the_report() -> None:
     found = info.collect()["backends"]
     assert sorted(backend["name"] for backend in found) == sorted(NAMES)
     for backend, report in zip(found, backends.report(), strict=True):
@@ -128,12 +128,12 @@ def test_backend_of_the_environment_that_can_run(monkeypatch: pytest.MonkeyPatch
     assert info.collect()["devices"][0]["backend"] == "aten"
 
 
-def test_core_says_how_it_was_built() -> None:
+def test_core_knows_its_build() -> None:
     facts = info.collect()
     extension = facts["extension"]
     assert sorted(extension) == ["compiler", "cpu_capability", "cuda_kernels", "openmp", "torch"]
     assert extension["cuda_kernels"] == ("built" if _C.WITH_CUDA else "not built")
-    # The build metadata of torch's version, as in 2.13.0+cpu, is not known to its headers.
+    # Headers lack the build metadata of torch's version, as in 2.13.0+cpu.
     assert torch.__version__.startswith(facts["extension"]["torch"].partition("+")[0])
     for value in facts["extension"].values():
         assert value
@@ -171,7 +171,7 @@ def test_json_from_the_shell() -> None:
     assert finished.stderr == ""
 
 
-def test_json_is_what_was_collected(capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_equals_the_collected_facts(capsys: pytest.CaptureFixture[str]) -> None:
     assert command_line.main(["info", "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == info.collect()
 

@@ -1,4 +1,4 @@
-"""The CPU kernels against torch's op, over instruction sets, layouts, sizes, and values."""
+"""CPU kernels against torch's op, over instruction sets, layouts, sizes and values."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ from ampfast import _C, functional
 CAPABILITIES = tuple(_C.cpu_capabilities())
 CHUNK_SIZES = (CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK + 3)
 INVERSES = (0.5, 2.0**-16, 1 / 3, 3.0, 2.0**10, 2.0**-30, 1.0, 0.0, math.inf, math.nan, -0.75)
-# Relative tolerances of the norms. The sum is of the products before they are rounded to a 16-bit
-# dtype; these squares are exact or rounded once in float64, and blocks are added to blocks, so some
-# tens of roundings are more than enough. The maximum is a value that is written, hence exact.
+# Relative tolerances of the norms. Products are summed before rounding to a 16-bit dtype; their
+# squares are exact or rounded once in float64, and sums add blocks to blocks, so some tens of
+# roundings suffice. The maximum is a written value, hence exact.
 NORM_TOLERANCE = {"sum_of_squares": 64 * 2.0**-53, "absolute_maximum": 0.0}
 
 
@@ -99,7 +99,7 @@ STRIDES = [
     ((2, 2), (3, 1)),
     ((3, 2), (1, 1)),
     ((2, 3, 2), (1, 2, 1)),
-    # Each row is one element, in whole or in part.
+    # Each row is one element, or part of it.
     ((2, 3), (0, 1)),
     ((2, 3), (1, 0)),
     ((2, 1, 3), (0, 0, 1)),
@@ -133,7 +133,7 @@ def test_every_layout_was_tried() -> None:
 @pytest.mark.parametrize("inverse", [1 / 3, 1.0])
 def test_small_sizes_at_every_offset(capability: str, dtype: torch.dtype, inverse: float) -> None:
     def make() -> list[torch.Tensor]:
-        # Each has memory of its own on both sides, so neighbours that are written show.
+        # Each has memory of its own on both sides, so writes beyond it show.
         return [
             make_gradient("every_other", dtype, n).new_empty(n + 32).fill_(1 + n / 8)[o : o + n]
             for n in range(71)
@@ -189,7 +189,7 @@ def test_sizes_around_the_chunk(capability: str, dtype: torch.dtype, size: int) 
 def test_all_16_bit_values(capability: str, dtype: torch.dtype, inverse: float) -> None:
     every = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(dtype)
     check_parity(lambda: [every.clone()], inverse)
-    # A strided view takes the path for what is not contiguous.
+    # A strided view takes the non-contiguous path.
     check_parity(lambda: [every.clone().reshape(256, 256).t()], inverse)
     written = every.clone()
     torch_unscale_([written], inverse)
@@ -241,7 +241,7 @@ def test_overflow_on_unscaling_to_the_ulp(
     capability: str, dtype: torch.dtype, inverse: float
 ) -> None:
     edge = last_finite(dtype, inverse)
-    # Where even the smallest value overflows, zero is the edge.
+    # Where even the smallest value overflows, zero is the bound.
     for pattern, expected in ((max(edge - 1, 0), 0), (edge, 0), (edge + 1, 1), (edge + 2, 1)):
         value = torch.tensor([pattern], dtype=BITS[dtype]).view(dtype)
         for sign in (1, -1):
@@ -312,14 +312,14 @@ def test_norms_of_large_and_small_values(capability: str) -> None:
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("position", [0, 35, 69, CHUNK])
-def test_norms_keep_what_is_not_finite(capability: str, dtype: torch.dtype, position: int) -> None:
+def test_norms_keep_non_finite_values(capability: str, dtype: torch.dtype, position: int) -> None:
     for bad in (math.inf, -math.inf, math.nan):
         gradient = torch.ones(CHUNK + 9, dtype=dtype)
         gradient[position] = bad
         squares, maximum = norms([torch.ones(3, dtype=dtype), gradient], 0.5)
         for value in (squares, maximum):
             assert math.isnan(value) if math.isnan(bad) else value == math.inf
-        # NaN wins over infinity wherever the two stand.
+        # NaN wins over infinity at any position.
         gradient[position + 3] = -bad
         gradient[-1] = math.nan
         assert all(math.isnan(v) for v in norms([gradient], 0.5))

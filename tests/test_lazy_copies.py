@@ -1,4 +1,4 @@
-"""Gradients that share memory with others until one of them is written."""
+"""Gradients that are lazy copies, sharing memory until written."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from ampfast import GradScaler
 
 
 class Calls(GradScaler):
-    """Leaves the gradients to the method that it overrides."""
+    """Override that calls the original."""
 
     def _unscale_grads_(self, *args: Any) -> dict[torch.device, torch.Tensor]:
         return super()._unscale_grads_(*args)
 
 
 class Divides:
-    """An optimizer that divides by `grad_scale`, and does nothing else."""
+    """Optimizer that only divides by `grad_scale`."""
 
     _step_supports_amp_scaling = True
 
@@ -31,7 +31,7 @@ class Divides:
 
 
 def lazy() -> tuple[torch.Tensor, torch.nn.Parameter]:
-    """A tensor, and a parameter whose gradient is a lazy copy of it."""
+    """Tensor, and parameter whose gradient is a lazy copy of it."""
     original, param = torch.full((3,), 8.0), torch.nn.Parameter(torch.zeros(3))
     param.grad = torch._lazy_clone(original)
     assert torch._C._is_cow_tensor(param.grad)
@@ -54,7 +54,7 @@ def test_unscaling_leaves_the_original(kind: type) -> None:
 
 @pytest.mark.parametrize("method", ["step", "_check_inf_per_device", "grad_norm"])
 def test_looking_copies_nothing(method: str) -> None:
-    """Asking for memory to write to would."""
+    """Asking for writable memory would copy."""
     _, param = lazy()
     getattr(started(GradScaler), method)(Divides(param))
     assert torch._C._is_cow_tensor(param.grad)

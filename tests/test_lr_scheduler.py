@@ -1,4 +1,4 @@
-"""Schedules that leave out skipped steps: the exact recipe, and `LateScheduler`, one behind."""
+"""Schedules without skipped steps: the exact recipe, and `LateScheduler`, one step behind."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ from ampfast import GradScaler, LateScheduler, errors
 from ampfast import lr_scheduler as module_under_test
 
 
-def told(run: Callable[[], list[Any]]) -> tuple[list[Any], list[str]]:
-    """What a loop returns, and the warnings that it gives."""
+def recorded(run: Callable[[], list[Any]]) -> tuple[list[Any], list[str]]:
+    """Result of a loop, and its warnings."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         result = run()
@@ -45,11 +45,11 @@ def test_all_of_torchs_are_here() -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_schedule_that_counts_skipped_steps_is_told(kind: str) -> None:
-    """The warning that must not come is one that would: a fused optimizer alone hides it."""
+def test_a_schedule_that_counts_skipped_steps_warns(kind: str) -> None:
+    """The control: a scheduler stepped in skipped steps warns, unless fused."""
     one = side(GradScaler, KINDS[kind], **SETTINGS)
     scheduler = SCHEDULERS["StepLR"](one.optimizer)
-    _, warned = told(lambda: trained(one, scheduler, late))
+    _, warned = recorded(lambda: trained(one, scheduler, late))
     assert any("before `optimizer.step()`" in text for text in warned) == (kind != "fused_adamw")
 
 
@@ -59,7 +59,7 @@ def check_exact(kind: str, schedule: str, scaler_type: type[TorchScaler]) -> Non
         seen = trained(one, SCHEDULERS[schedule](one.optimizer), exact)
         return [*seen, rates(one.optimizer)]
 
-    ours, reference = told(run), told(lambda: without_scaler(kind, schedule))
+    ours, reference = recorded(run), recorded(lambda: without_scaler(kind, schedule))
     assert_same(ours[0], reference[0])
     assert ours[1] == reference[1]
 
@@ -73,7 +73,7 @@ def check_late(kind: str, schedule: str, scaler_type: type[TorchScaler]) -> None
         scheduler.flush()
         return [*seen, rates(one.optimizer)]
 
-    ours, (exact_rates, warned) = told(run), told(lambda: without_scaler(kind, schedule))
+    ours, (exact_rates, warned) = recorded(run), recorded(lambda: without_scaler(kind, schedule))
     assert_same(ours[0], [exact_rates[0], *exact_rates])
     assert ours[1] == warned
 
@@ -106,7 +106,7 @@ def test_a_flush_comes_once() -> None:
     assert scheduler.last_epoch == epoch == STEPS - len(SKIPPED)
 
 
-def test_an_iteration_counts_though_the_scheduler_raised_for_the_one_before() -> None:
+def test_an_iteration_counts_after_the_scheduler_raised() -> None:
     class Full(lr_scheduler.ExponentialLR):
         full = False
 
@@ -129,7 +129,7 @@ def test_an_iteration_counts_though_the_scheduler_raised_for_the_one_before() ->
 
 
 class Arrival:
-    """An event before which the flag on the host is wrong."""
+    """Event before which the flag on the host is wrong."""
 
     def __init__(self, name: int, waits: list[int], flag: torch.Tensor) -> None:
         self.name, self.waits, self.flag = name, waits, flag
@@ -143,7 +143,7 @@ class Arrival:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_flag_is_read_once_it_has_arrived(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And nothing is waited for but the flag of the iteration before."""
+    """Waits only for the flag of the previous iteration."""
     sent, waits = 0, []
 
     def send(flag: torch.Tensor) -> tuple[torch.Tensor, Arrival]:
@@ -161,8 +161,8 @@ def test_a_flag_is_read_once_it_has_arrived(kind: str, monkeypatch: pytest.Monke
     assert_same(seen, [expected[0], *expected[: STEPS - 1]])
 
 
-def test_a_flag_on_the_host_is_not_changed_by_what_follows() -> None:
-    """Also where the caller adds up the scaler's own flags in place."""
+def test_a_flag_on_the_host_is_not_changed_later() -> None:
+    """Even if the caller accumulates the scaler's own flags in place."""
     one, scheduler = late_one("fused_adamw", "ExponentialLR")
     one.train(0)
     scheduler.step()
@@ -244,7 +244,7 @@ def test_a_disabled_scaler_has_the_same_schedule() -> None:
     assert_same(seen, [expected[0], *expected[: STEPS - 1]])
 
 
-# What else it is asked
+# Other attributes and methods
 
 
 def test_attributes_are_the_schedulers() -> None:

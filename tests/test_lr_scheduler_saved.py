@@ -1,4 +1,4 @@
-"""Checkpoints of `LateScheduler`, with a decision that is outstanding."""
+"""Checkpoints of `LateScheduler` with a pending decision."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from support import assert_same
 
 
 def saved(*things: Any) -> list[Any]:
-    """Their states through a file."""
+    """State dicts, saved to and loaded from a file."""
     file = io.BytesIO()
     torch.save([thing.state_dict() for thing in things], file)
     file.seek(0)
@@ -24,7 +24,7 @@ def saved(*things: Any) -> list[Any]:
 @pytest.mark.parametrize("schedule", ["ExponentialLR", "SequentialLR", "ReduceLROnPlateau"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_resumed_at_any_step(kind: str, schedule: str) -> None:
-    """A decision that is outstanding is part of the checkpoint, and saving decides nothing."""
+    """Checkpoints include the pending decision, and saving does not resolve it."""
     whole, scheduler = late_one(kind, schedule)
     expected = [*trained(whole, scheduler, late), rates(whole.optimizer)]
     for end in range(STEPS + 1):
@@ -66,14 +66,14 @@ def test_resumed_after_the_first_step_before_one_that_is_skipped() -> None:
     another, resumed = late_one("adam", "ExponentialLR")
     resumed.load_state_dict(state)
     with warnings.catch_warnings():
-        # Of a scheduler that comes before its optimizer: in this process it does.
+        # Of a scheduler created before its optimizer, as in this process.
         warnings.simplefilter("error")
         another.train(0, INF)
         resumed.step()
     assert resumed.last_epoch == 1
 
 
-def test_what_was_outstanding_is_forgotten_by_loading() -> None:
+def test_loading_drops_a_pending_decision() -> None:
     one, scheduler = late_one("adam", "ExponentialLR")
     fresh = scheduler.state_dict()
     one.train(1)

@@ -1,4 +1,4 @@
-"""Flags written by hand, and torch's modes: inference, fake tensors, other defaults."""
+"""Flags written by hand, and torch's modes: inference, fake tensors, changed defaults."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ def test_flags_written_by_hand(flags: dict[Any, Any]) -> None:
         for call in (lambda: scaler.step(optimizer), scaler.update):
             copies = {k: f.clone() if torch.is_tensor(f) else f for k, f in flags.items()}
             scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"] = copies
-            told = outcome(call)
-            # The texts name the ops that were reached.
-            seen.append([told.value, type(told.error).__name__])
+            result = outcome(call)
+            # The texts name different ops.
+            seen.append([result.value, type(result.error).__name__])
         return [seen, scaler._scale, scaler._growth_tracker]
 
     agree(use)
@@ -66,7 +66,7 @@ def test_inside_inference_mode(fused: bool) -> None:
 
 @pytest.mark.parametrize("call", ["unscale_", "step"])
 def test_on_fake_tensors(call: str) -> None:
-    """Memory estimators run a training step on tensors that have no memory."""
+    """Memory estimators train on tensors without memory."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     def use(scaler_type: Scaler) -> Any:
@@ -135,7 +135,7 @@ def test_reports_under_another_default_device() -> None:
         torch.set_default_dtype(torch.float32)
 
 
-def test_what_a_graph_refuses_does_not_break_what_is_compiled(
+def test_a_refusal_under_capture_does_not_break_compiled_code(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
@@ -151,7 +151,7 @@ def test_what_a_graph_refuses_does_not_break_what_is_compiled(
 
 @pytest.mark.parametrize("transform", ["grad", "vmap"])
 def test_inside_a_function_transform(transform: str) -> None:
-    """There a plain gradient may be wrapped, and torch's op sees to that."""
+    """There a plain gradient may be wrapped, which torch's op handles."""
 
     def use(scaler_type: Scaler) -> Any:
         scaler, captured = started(scaler_type, 3.0), six(3)
@@ -167,14 +167,14 @@ def test_inside_a_function_transform(transform: str) -> None:
             kinds.append(type(inner.grad).__name__)
             return (values * inner.grad).sum()
 
-        told = outcome(lambda: getattr(torch.func, transform)(unscale)(wrapped))
-        return [kinds, told.value, type(told.error).__name__, captured.grad]
+        result = outcome(lambda: getattr(torch.func, transform)(unscale)(wrapped))
+        return [kinds, result.value, type(result.error).__name__, captured.grad]
 
     agree(use)
 
 
 def test_subclasses_are_left_to_torchs_own_op() -> None:
-    """A gradient that overrides torch's functions sees the op, as with torch."""
+    """A gradient that overrides torch's functions sees the op, as in torch."""
     seen: list[str] = []
 
     class Watching(torch.Tensor):

@@ -1,4 +1,4 @@
-"""`make mutants`: its list of files and its explanations fit the code."""
+"""`make mutants`: its files and explanations match the code."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
-"""The kernels for GPUs without a GPU, each kind in a process of its own, and the scaler over them.
+"""GPU kernels without a GPU, one process per kind, and the scaler over them.
 
-Triton's run in its interpreter, and as they are compiled, like those in CUDA, on the machine in
-tests/ptx.
+Triton's kernels run in its interpreter and, compiled like CUDA's, on the machine in tests/ptx.
 """
 
 from __future__ import annotations
@@ -14,11 +13,11 @@ from beside import Queue, Run
 from launchers import VARIABLE
 from nvcc import NVCC
 
-# What the scaler does with its kernels; the rest of its tests would see no difference.
+# Tests that depend on the scaler's kernels.
 OVER_THEM = ("contract", "differences", "differences_fused", "differences_sgd", "state")
 OVER_COMPILED = (*OVER_THEM, "step_and_update", "scale_state", "overflow_report", "health")
-# The oldest architecture converts bfloat16 by software, and on the newest Triton multiplies two at
-# once: what goes over all values runs there, too.
+# The oldest architecture converts bfloat16 in software, and Triton's code for the newest multiplies
+# pairs: all values run there, too.
 ALL = "device_kernels"
 VALUES = "device_kernels/test_device_lists.py"
 

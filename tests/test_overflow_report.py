@@ -1,4 +1,4 @@
-"""Overflows of parameters: marks, names, and the report on them."""
+"""Overflow marks by parameter, parameter names, and the report."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def test_names_kinds_and_counts(backend: str, fused: bool) -> None:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_the_used_value_counts(backend: str) -> None:
-    # Divided by 2^-120, a large value overflows, as found_inf says.
+    # Divided by 2^-120, a large value overflows, as found_inf reports.
     scaler = GradScaler("cpu", init_scale=2.0**-120, track="overflow", backend=backend)
     scaler.scale(torch.ones(()))
     params = parameters(1.0, 2.0**20)
@@ -110,7 +110,7 @@ def test_the_used_value_counts(backend: str) -> None:
     assert scaler.step_skipped(optimizer)
     scaler.update()
     assert [(p.index, p.kind) for p in scaler.overflow_report().parameters] == [(1, "inf")]
-    # And an infinity divided by infinity is NaN.
+    # Infinity divided by infinity is NaN.
     scaler.update(math.inf)
     set_values(params, 1.0, math.inf)
     scaler.step(optimizer)
@@ -125,7 +125,7 @@ def test_an_iteration_counts_once(backend: str) -> None:
     for _ in range(2):
         set_values(params, math.inf)
         scaler.unscale_(optimizer)
-        optimizer.grad_scale = torch.ones(())  # of the user's own: the quotients are checked again
+        optimizer.grad_scale = torch.ones(())  # the user's own: the quotients are checked again
         scaler.step(optimizer)
         scaler.update()
     assert summary(scaler.overflow_report()) == [("group 0, parameter 0", "inf", 1, 2, 0)]
@@ -170,7 +170,7 @@ def test_irregular_gradients() -> None:
     assert found == [(0, "inf"), (1, "nan")]
 
 
-def test_results_are_those_without_tracking() -> None:
+def test_results_equal_those_without_tracking() -> None:
     for track in (None, "overflow", "health"):
         model, twin = net(), net()
         ours = GradScaler("cpu", init_scale=4.0, growth_interval=2, track=track)
@@ -226,7 +226,7 @@ def test_a_disabled_scaler_has_nothing_to_override() -> None:
 
 
 class Calls(GradScaler):
-    """Leaves the gradients to the method that it overrides."""
+    """Override that calls the original."""
 
     def _unscale_grads_(self, *args: Any) -> dict[torch.device, torch.Tensor]:
         return super()._unscale_grads_(*args)
@@ -250,7 +250,7 @@ def test_overridden_hooks(fused: bool) -> None:
 
 
 class Bare:
-    """An "optimizer" that cannot be weakly referenced, with fresh groups at every access."""
+    """An "optimizer" without weak references, with new groups at every access."""
 
     __slots__ = ("params",)
 
@@ -277,7 +277,7 @@ def test_any_object_as_optimizer() -> None:
 
 def test_optimizers_without_weak_references_are_released() -> None:
     class Parameters(list[Any]):
-        """A list that can be weakly referenced."""
+        """List that supports weak references."""
 
     scaler = started()
     params = Parameters(parameters(1.0))
@@ -300,7 +300,7 @@ def test_parameters_that_are_added_and_removed() -> None:
     scaler.update()
     params += parameters(math.nan)
     set_values(params[:2], 1.0, math.inf)
-    report = scaler.overflow_report()  # before a pass over the new one
+    report = scaler.overflow_report()  # before a pass over the new parameter
     assert [p.index for p in report.totals] == [0]
     scaler.step(optimizer)
     scaler.update()
@@ -312,7 +312,7 @@ def test_parameters_that_are_added_and_removed() -> None:
     scaler.update()
     counts = [(p.index, p.infinities, p.nans) for p in scaler.overflow_report().totals]
     assert counts == [(0, 1, 0)]
-    # Others in their place, as many.
+    # Others in their place, in equal number.
     bad, params[:] = params[0], parameters(1.0)
     scaler.step(optimizer)
     scaler.update()
@@ -326,9 +326,9 @@ def test_parameters_that_are_added_and_removed() -> None:
 
 
 def put_at_old_address(params: list[Any]) -> torch.nn.Parameter:
-    """Replaces the first parameter, which dies, by one that gets its id."""
+    """Replaces the first parameter, which dies, by one with its id."""
     alive, address = weakref.ref(params[0]), id(params[0])
-    values = torch.zeros(1000, 3).unbind()  # made before, so that they do not take the address
+    values = torch.zeros(1000, 3).unbind()  # created earlier, so that they do not take the address
     others = []
     params[0] = None
     for value in values:
@@ -424,7 +424,7 @@ def test_new_parameters_are_not_captured(monkeypatch: pytest.MonkeyPatch) -> Non
     assert params[0].grad.tolist() == [1.0, 1.0, 2.0]
 
 
-def test_copies_start_anew() -> None:
+def test_copies_start_afresh() -> None:
     scaler = started()
     params = parameters(math.inf)
     optimizer = torch.optim.SGD(params, lr=1.0)

@@ -1,4 +1,4 @@
-"""The build's decisions, what the source distribution holds, and the Makefile's one-line errors."""
+"""Build decisions, contents of the source distribution, and one-line errors of the Makefile."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_cuda_is_built_where_it_can_be(build, override, sources, torch_cuda, nvc
         (SOURCES, "13.0", None, "nvcc was not found"),
     ],
 )
-def test_asking_for_cuda_without_the_means_says_why(build, sources, torch_cuda, nvcc, reason):
+def test_requiring_cuda_without_nvcc_gives_a_reason(build, sources, torch_cuda, nvcc, reason):
     with pytest.raises(SystemExit, match=f"AMPFAST_CUDA=1, but .*{reason}"):
         build.wants_cuda("1", sources, torch_cuda, nvcc)
 
@@ -75,7 +75,7 @@ def script(path: Path, text: str) -> Path:
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="the stand-in for nvcc is a shell script")
-def test_architectures_are_those_that_nvcc_knows(build, tmp_path):
+def test_architectures_are_supported_by_nvcc(build, tmp_path):
     nvcc = script(tmp_path / "nvcc", "echo sm_75; echo sm_80; echo sm_90; echo sm_999")
     assert build.cuda_architectures(str(nvcc)) == "7.5;8.0;9.0+PTX"
 
@@ -97,7 +97,7 @@ def test_nvcc_is_found_behind_a_wrapper_and_by_its_variable(build, tmp_path, mon
     assert build.find_nvcc() is None
 
 
-def test_a_build_is_keyed_on_what_it_depends_on(build, monkeypatch):
+def test_a_build_is_keyed_on_its_dependencies(build, monkeypatch):
     before = build.build_key()
     assert build.build_key() == before
     monkeypatch.setenv("CXXFLAGS", "-DSOMETHING")
@@ -121,7 +121,7 @@ def test_nvcc_compiles_for_several_architectures_at_once(build, monkeypatch, cpu
 
 @pytest.fixture(scope="module")
 def sdist(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
-    """The files of the source distribution, made from a copy so that the tree stays clean."""
+    """Files of the source distribution, made from a copy of the tree."""
     pytest.importorskip("setuptools")
     if not (ROOT / "setup.py").exists() or not (ROOT / "csrc").exists():
         pytest.skip("not a source tree")
@@ -142,7 +142,7 @@ def sdist(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
 
 @pytest.fixture(scope="module")
 def package_info(sdist: dict[str, bytes]) -> Message:
-    """The metadata that an installer reads."""
+    """Metadata that an installer reads."""
     return Parser().parsestr(sdist["PKG-INFO"].decode())
 
 
@@ -173,7 +173,7 @@ def test_sdist_holds_nothing_that_was_built(sdist):
         ("2.13.0+cpu", False, True, "", "torch>=2.11"),
     ],
 )
-def test_what_is_built_says_which_torch_it_fits(
+def test_a_built_wheel_names_its_torch(
     build, torch_version, with_cuda, is_source, label, requirement
 ):
     fits = build.fits(torch_version, with_cuda=with_cuda, is_source=is_source)
@@ -187,7 +187,7 @@ def test_an_extension_for_another_torch_is_refused():
             cpu._require_torch("2.13.0", other)
 
 
-def test_an_extension_that_cannot_be_loaded_says_what_to_do(monkeypatch):
+def test_an_extension_that_cannot_be_loaded_has_a_remedy(monkeypatch):
     monkeypatch.setitem(sys.modules, "ampfast._C", None)
     monkeypatch.delattr(ampfast, "_C")
     with pytest.raises(ImportError, match=r"core cannot be loaded \(.*_C.*\); build it against"):
@@ -195,7 +195,7 @@ def test_an_extension_that_cannot_be_loaded_says_what_to_do(monkeypatch):
 
 
 def test_metadata_asks_for_torch_alone(sdist, package_info):
-    # Older versions of setuptools write what is required here alone.
+    # Older versions of setuptools write requirements here only.
     required = sdist["ampfast.egg-info/requires.txt"].decode()
     assert required.partition("\n[")[0].split() == ["torch>=2.11"]
     assert package_info["Requires-Python"] == ">=3.10"
@@ -208,7 +208,7 @@ def test_version_stands_in_one_place(package_info):
 
 
 def test_version_is_written_in_one_file():
-    """What a build reads, and no copy of it."""
+    """The build reads the version from its only place."""
     version = re.compile(rf"(?<![\d.]){re.escape(ampfast.__version__)}(?![\d.])")
     suffixes = {".py", ".pyi", ".toml", ".yml", ".cpp", ".h", ".cu", ".cuh"}
     folders = ("ampfast", "csrc", "tests", "benchmarks", "examples")
@@ -232,14 +232,14 @@ def test_the_changelog_knows_this_version():
 
 @pytest.fixture(scope="module")
 def automated() -> dict[str, str]:
-    """What runs make commands by itself, by name."""
+    """Automation that runs make commands, by name."""
     files = [*ROOT.glob(".github/workflows/*.yml"), *ROOT.glob(".ci/run")]
     if not files:
         pytest.skip("a source distribution has no .github and no .ci")
     return {file.name: file.read_text(encoding="utf-8") for file in files}
 
 
-def test_what_runs_by_itself_are_commands_of_the_makefile(automated):
+def test_automation_runs_commands_of_the_makefile(automated):
     targets = set(re.findall(r"^([a-z][a-z0-9-]*):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     for name, text in automated.items():
         called = re.findall(r"\bmake ([a-z][a-z0-9-]*)", text)
@@ -270,7 +270,7 @@ def test_workflows_take_actions_of_one_major_version(automated):
 
 
 def make(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    """Runs make as a user would, whatever make runs this test."""
+    """Runs make as a user would, even within another make."""
     variables = ("MAKEFLAGS", "MAKELEVEL", "MFLAGS", "PYTHON", "PYTHONPATH", "VENV", "CXX")
     environment = {name: value for name, value in os.environ.items() if name not in variables}
     return subprocess.run(
@@ -285,7 +285,7 @@ def make(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
 
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
-    """A folder with the files that the Makefile reads before it builds."""
+    """Directory with the files that the Makefile reads before a build."""
     if shutil.which("make") is None:
         pytest.skip("needs make")
     for name in ("Makefile", "setup.py", "pyproject.toml"):
@@ -296,7 +296,7 @@ def checkout(tmp_path: Path) -> Path:
 
 
 def complaint(result: subprocess.CompletedProcess[str]) -> str:
-    """The only line that make printed, besides its own last one."""
+    """The only line printed by make besides its own final one."""
     assert result.returncode != 0
     lines = [line for line in result.stderr.splitlines() if not line.startswith("make: ***")]
     assert len(lines) == 1, result.stderr
@@ -304,7 +304,7 @@ def complaint(result: subprocess.CompletedProcess[str]) -> str:
 
 
 @pytest.mark.parametrize("venv", ["VENV=", "VENV=environment"])
-def test_make_says_that_python_is_too_old(checkout, venv):
+def test_make_reports_an_old_python(checkout, venv):
     old = script(checkout / "old", 'case "$1" in --version) echo Python 3.8.18;; *) exit 1;; esac')
     result = make("test", f"PYTHON={old}", venv, cwd=checkout)
     assert "Python 3.10 or newer" in complaint(result)
@@ -313,13 +313,13 @@ def test_make_says_that_python_is_too_old(checkout, venv):
 
 
 @pytest.mark.parametrize("venv", ["VENV=", "VENV=environment"])
-def test_make_says_that_there_is_no_compiler(checkout, venv):
+def test_make_reports_a_missing_compiler(checkout, venv):
     result = make("demo", f"PYTHON={sys.executable}", venv, "CXX=no-such-c++", cwd=checkout)
     assert "`no-such-c++` was not found; install one" in complaint(result)
     assert not (checkout / "environment").exists()
 
 
-def test_make_says_that_torch_is_missing(checkout):
+def test_make_reports_a_missing_torch(checkout):
     bare = script(checkout / "bare", f'exec {sys.executable} -S "$@"')
     result = make("test", f"PYTHON={bare}", "VENV=", cwd=checkout)
     assert re.search(

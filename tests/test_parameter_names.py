@@ -46,7 +46,7 @@ def test_names_that_do_not_match_the_optimizer() -> None:
             ask()
     scaler.name_parameters([("mine", params[0])])
     assert scaler.overflow_report().parameters[0].name == "mine"
-    # Of several optimizers some may be without.
+    # Some of several optimizers may have no names.
     unnamed = torch.optim.SGD(parameters(math.inf), lr=1.0)
     scaler.step(unnamed)
     names = [p.name for p in scaler.overflow_report().parameters]

@@ -1,4 +1,4 @@
-"""Faults found in other gradient scalers, which ours must not have."""
+"""Faults of other gradient scalers that ours must not have."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_large_finite_gradients_are_no_overflow(count: int) -> None:
 
 @pytest.mark.parametrize("size", [1, 15, 16, 17, 1000, 40000])
 def test_one_nan_among_large_values_is_found(size: int) -> None:
-    """Apex's maximum norm drops NaN, as comparisons with it are false."""
+    """Apex's maximum norm drops NaN, since comparisons with NaN are false."""
     for index in {0, size // 2, size - 1}:
         gradient = torch.full((size,), 1.0e30)
         gradient[index] = float("nan")
@@ -83,7 +83,7 @@ def test_one_nan_among_large_values_is_found(size: int) -> None:
 
 
 def test_growth_comes_after_exactly_interval_steps() -> None:
-    """Flax grows after one step more."""
+    """Flax grows one step late."""
     one = side(GradScaler, "sgd", init_scale=4.0, growth_interval=3)
     scales = []
     for seed in range(7):
@@ -93,7 +93,7 @@ def test_growth_comes_after_exactly_interval_steps() -> None:
 
 
 def test_a_reduced_flag_is_used_on_the_cpu() -> None:
-    """Fairscale reduces a copy of the flag on the CPU and then discards it."""
+    """Fairscale reduces a copy of the flag on the CPU and discards it."""
     one = side(GradScaler, "sgd", init_scale=4.0)
     before = [p.detach().clone() for p in one.model.parameters()]
     one.scaler.scale(one.loss(0)).backward()
@@ -107,7 +107,7 @@ def test_a_reduced_flag_is_used_on_the_cpu() -> None:
 
 
 def test_settings_survive_copies() -> None:
-    """Jmp loses a setting whenever its state is flattened and rebuilt."""
+    """Jmp loses a setting when its state is flattened and rebuilt."""
     scaler = GradScaler("cpu", 8.0, 3.0, 0.25, 7, backend="aten", allow_fp16=True)
     for other in (copy.deepcopy(scaler), copy.copy(scaler), pickle.loads(pickle.dumps(scaler))):
         assert other.state_dict() == scaler.state_dict()

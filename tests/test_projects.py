@@ -1,4 +1,4 @@
-"""Uses of a scaler in other projects, bit for bit as with torch."""
+"""Scaler usage of other projects, bit for bit as with torch."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def composer(scaler_type: Scaler) -> Any:
 
 
 def lightning(scaler_type: Scaler) -> Any:
-    """The closure runs first; a step is taken for skipped when `optimizer.step` was not called."""
+    """The closure runs first; a step counts as skipped if `optimizer.step` was not called."""
     one = side(scaler_type, "adam", init_scale=64.0, growth_interval=2)
     ran: list[int] = []
     inner = one.optimizer.step
@@ -60,7 +60,7 @@ def lightning(scaler_type: Scaler) -> Any:
 
 
 def hivemind(scaler_type: Scaler) -> Any:
-    """Delays the update: steps several times per update by resetting the stage under a lock."""
+    """Delays the update: several steps per update by resetting the stage under a lock."""
 
     class Delayed(scaler_type):  # type: ignore[misc, valid-type]
         def __init__(self) -> None:
@@ -119,7 +119,7 @@ def mmengine(scaler_type: Scaler) -> Any:
 
 
 def megatron(scaler_type: Scaler) -> Any:
-    """Main parameters in fp32 beside the model's; flags reduced over ranks; own inverse scale."""
+    """fp32 main parameters beside the model's; flags reduced over ranks; own inverse scale."""
     one = side(scaler_type, "adam", init_scale=1024.0, growth_interval=2)
     mains = [p.detach().clone().requires_grad_() for p in one.model.parameters()]
     optimizer = OPTIMIZERS["adam"](mains)
@@ -142,7 +142,7 @@ def megatron(scaler_type: Scaler) -> Any:
 
 
 def wrapped_optimizer(scaler_type: Scaler) -> Any:
-    """An object around an optimizer that shares its groups (Accelerate, fairseq, DeepSpeed)."""
+    """Wrapper that shares the optimizer's groups (Accelerate, fairseq, DeepSpeed)."""
 
     class Wrapper:
         def __init__(self, inner: torch.optim.Optimizer) -> None:
@@ -164,7 +164,7 @@ def wrapped_optimizer(scaler_type: Scaler) -> Any:
         one.scaler.scale(one.loss(seed)).backward()
         if seed == 1:
             one.model[0].bias.grad[0] = INF
-        # What is unscaled under one object's name is stepped under the other's.
+        # Unscaled under one object's name, stepped under the other's.
         if seed == 3:
             one.scaler.unscale_(one.optimizer)
             one.scaler._per_optimizer_states[id(wrapper)] = one.scaler._per_optimizer_states.pop(
@@ -176,7 +176,7 @@ def wrapped_optimizer(scaler_type: Scaler) -> Any:
 
 
 def reset_records(scaler_type: Scaler) -> Any:
-    """The whole table replaced after a failed step, as loops that retry a batch do."""
+    """Replaces all records after a failed step, as loops that retry a batch do."""
     one = side(scaler_type, "sgd", init_scale=64.0, growth_interval=2)
     refresh = torch.amp.grad_scaler._refresh_per_optimizer_state
     for seed in range(5):
@@ -194,7 +194,7 @@ def reset_records(scaler_type: Scaler) -> Any:
 
 
 def floor_on_the_scale(scaler_type: Scaler) -> Any:
-    """A floor kept by hand, through every way to write the scale."""
+    """Manual lower bound, through every way to write the scale."""
     one = side(scaler_type, "sgd", init_scale=16.0)
     for seed in range(10):
         one.train(seed, INF)

@@ -1,4 +1,4 @@
-"""The README's code runs, and what it names exists."""
+"""The README: code blocks run, and names and links exist."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def test_the_readme_has_code() -> None:
 
 
 def run(block: str, errors: str) -> None:
-    """Runs a block in this process, which is there for it alone."""
+    """Runs a block in this process."""
     os.dup2(os.open(errors, os.O_WRONLY | os.O_CREAT), 2)
     warnings.simplefilter("error", FutureWarning)
     exec(compile(block, "README.md", "exec"), {"__name__": "__main__"})
@@ -28,7 +28,7 @@ def run(block: str, errors: str) -> None:
 
 @pytest.mark.parametrize("block", BLOCKS, ids=range(len(BLOCKS)))
 def test_each_block_runs_by_itself(block: str, tmp_path: Path) -> None:
-    """In a new process, but forked from one that has torch loaded, which takes it seconds."""
+    """Runs in a process forked from one that has imported torch, which takes seconds."""
     forks = "forkserver" in multiprocessing.get_all_start_methods()
     context = multiprocessing.get_context("forkserver" if forks else "spawn")
     if forks:

@@ -1,4 +1,4 @@
-"""Whole training recipes, and what other projects do with a scaler, bit for bit as with torch."""
+"""Whole training recipes, bit for bit as with torch."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def state_of(*things: Any) -> list[Any]:
     return [thing.state_dict() for thing in things]
 
 
-# The recipes of torch's documentation
+# Recipes of torch's documentation
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
@@ -173,14 +173,14 @@ def use(scaler_type):
     one = side(scaler_type, "adam", init_scale=64.0, growth_interval=2)
     for seed, bad in enumerate([None, float("inf"), None, None, float("nan"), None]):
         one.train(seed, bad)
-    told = [outcome(call).comparable() for call in (
+    results = [outcome(call).comparable() for call in (
         lambda: scaler_type("cpu", growth_factor=1.0),
         lambda: scaler_type("cpu").update(),
         lambda: one.scaler.update(),
         lambda: one.scaler.update(torch.ones(2)),
         lambda: one.scaler.step(torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=1.0)),
     )]
-    return [told, one.observe()]
+    return [results, one.observe()]
 
 found = difference(use(GradScaler), use(TorchScaler))
 if found is not None:
@@ -189,7 +189,7 @@ if found is not None:
 
 
 def test_without_assertions() -> None:
-    """`python -O` removes `assert`, and must remove no error."""
+    """`python -O` removes `assert`, but no error."""
     program = OPTIMIZED.format(path=[str(Path(__file__).parent), *filter(None, sys.path)])
     done = subprocess.run(
         [sys.executable, "-O", "-c", program], capture_output=True, text=True, timeout=600

@@ -14,13 +14,13 @@ from support import TorchScaler
 from ampfast import GradScaler
 
 PAGE = (Path(__file__).parents[1] / "docs" / "recipes.md").read_text(encoding="utf-8")
-# The first code below a heading, after nothing but prose.
+# First code block below a heading, after nothing but prose.
 RECIPES = dict(
     re.findall(
         r"^##+ ([^\n]+)\n(?:(?![#`])[^\n]*\n)*```python\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL
     )
 )
-# How often each calls `scale` in one iteration.
+# Calls of `scale` per iteration.
 SCALED = {
     "Several losses of one model": 2,
     "Gradient accumulation": 4,
@@ -28,7 +28,7 @@ SCALED = {
     "A GAN": 2,
 }
 ITERATIONS = 8
-# The norms differ in their last bits, for torch adds in another order. Where autocast narrows
+# The norms differ in their last bits, since torch sums in another order. Where autocast narrows
 # parameters, such a bit can move one to the next float16.
 CLOSE = {False: {"rtol": 1e-5, "atol": 1e-6}, True: {"rtol": 5e-3, "atol": 5e-4}}
 
@@ -41,7 +41,7 @@ NORMS = {
 
 
 class Reference(TorchScaler):
-    """torch's scaler and clipping, with the counters kept on the host."""
+    """torch's scaler and clipping, with counters on the host."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -71,7 +71,7 @@ class Reference(TorchScaler):
 
 
 class Run:
-    """One run of a recipe with one of the scalers."""
+    """A run of a recipe with one of the scalers."""
 
     def __init__(
         self, recipe: str, make: Callable[..., Any], bad: set[int], autocast: bool, **arguments: Any
@@ -90,7 +90,7 @@ class Run:
         exec(source, self.names)
 
     def watched(self, make: Callable[..., Any], device: str) -> Any:
-        """A scaler that tells its norms and scales, and some of whose losses are infinite."""
+        """Scaler that records norms and scales, and makes some losses infinite."""
         scaler = make(device, **self.arguments)
         scale, clip, update = scaler.scale, scaler.clip_grad_norm_, scaler.update
 
@@ -149,7 +149,7 @@ def assert_alike(recipe: str, ours: Run, theirs: Run, close: dict[str, float]) -
     history = ours.scaler.history()
     assert [*history.scale[1:].tolist(), stats.scale] == theirs.scales
     assert int(history.skipped.sum()) == stats.skipped
-    # With several norms in one iteration, that of all gradients together.
+    # With several norms in an iteration, the norm of all gradients together.
     together = torch.tensor([norm for _, norm in ours.norms]).view(ITERATIONS, -1)
     expected = torch.linalg.vector_norm(together, dim=1)
     finite = expected.isfinite()
@@ -160,7 +160,7 @@ def assert_alike(recipe: str, ours: Run, theirs: Run, close: dict[str, float]) -
     ("recipe", "which"), [(recipe, i) for recipe, calls in SCALED.items() for i in range(calls)]
 )
 def test_a_recipe_with_planted_overflows(recipe: str, which: int) -> None:
-    """In each of the losses of an iteration in turn, so that the last one alone is bad too."""
+    """Overflows in each loss of an iteration in turn, also in the last one alone."""
     calls = SCALED[recipe]
     bad = {calls * iteration + which for iteration in (1, 4, 5)}
     arguments = {"init_scale": 1024.0, "growth_interval": 2}
@@ -174,7 +174,7 @@ def test_a_recipe_with_planted_overflows(recipe: str, which: int) -> None:
 @pytest.mark.parametrize("enabled", [False, True])
 @pytest.mark.parametrize("recipe", SCALED)
 def test_a_recipe_trains_as_without_scaling(recipe: str, enabled: bool) -> None:
-    """Whatever the scale, the norms and penalties are those of the loss that one reads."""
+    """Norms and penalties are those of the unscaled loss, at any scale."""
     ours = Run(recipe, GradScaler, set(), autocast=False, init_scale=512.0, enabled=enabled)
     theirs = Run(recipe, Reference, set(), autocast=False, enabled=False)
     assert_trained_alike(recipe, ours, theirs, CLOSE[False])

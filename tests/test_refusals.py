@@ -1,4 +1,4 @@
-"""Gradients that torch's op refuses, beside others: nothing is divided, whatever their order."""
+"""Gradients refused by torch's op, among others: nothing is divided, in any order."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ FLOATS = (torch.float32, torch.float64)
 
 
 class Same(torch.Tensor):
-    """A subclass that changes nothing."""
+    """Subclass without changes."""
 
 
 class Wrapper(torch.Tensor):
-    """A wrapper that knows every op but torch's op of the scaler."""
+    """Wrapper subclass that supports all ops but the scaler's."""
 
     inner: torch.Tensor
 
@@ -75,7 +75,7 @@ TAKEN: dict[str, Callable[[torch.dtype], torch.Tensor]] = {
 
 
 class Holder(torch.nn.Parameter):
-    """A parameter that takes any gradient, which autograd would not."""
+    """Parameter that accepts any gradient, unlike autograd."""
 
     kept: torch.Tensor
 
@@ -85,7 +85,7 @@ class Holder(torch.nn.Parameter):
 
 
 def unscaled(scaler_type: Scaler, *gradients: torch.Tensor, **arguments: Any) -> Exception:
-    """What unscaling them raises."""
+    """Error of unscaling the gradients."""
     parameters = [Holder(torch.ones(4)) for _ in gradients]
     for parameter, gradient in zip(parameters, gradients, strict=True):
         parameter.kept = gradient
@@ -98,7 +98,7 @@ def unscaled(scaler_type: Scaler, *gradients: torch.Tensor, **arguments: Any) ->
 @pytest.mark.filterwarnings("ignore:The PyTorch API of")
 @pytest.mark.parametrize("backend", ["cpu", "aten"])
 @pytest.mark.parametrize("kind", REFUSED)
-def test_nothing_is_divided_beside_what_is_refused(kind: str, backend: str) -> None:
+def test_nothing_is_divided_beside_a_refused_gradient(kind: str, backend: str) -> None:
     theirs = unscaled(TorchScaler, REFUSED[kind](torch.float32))
     for name, dtypes in itertools.product(TAKEN, itertools.product(FLOATS, FLOATS)):
         for first in (False, True):

@@ -1,4 +1,4 @@
-"""Scale policies, counters and history, by the CPU kernel and by torch's ops, against a model."""
+"""Scale policies, counters and history, by the CPU kernel and torch's ops, against a model."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_random_steps(backend: str, policy: str, start: float) -> None:
     assert_state(words, model)
 
 
-# The scaler
+# Scaler
 
 
 @pytest.mark.parametrize("fused", [False, True])
@@ -105,8 +105,8 @@ def test_norms_of_an_iteration() -> None:
         ([([a], 3.0, 2.0)], 3.0),
         ([([a], 3.0, 2.0), ([b], 4.0, 2.0)], 5.0),
         ([([a], 3.0, math.inf), ([b], 4.0, math.inf)], 4.0),
-        ([([a], 9.0, 2.0), ([a, b], 4.0, 2.0)], 4.0),  # the later one is of the same gradients
-        # Of both together, which says more than of one.
+        ([([a], 9.0, 2.0), ([a, b], 4.0, 2.0)], 4.0),  # the later norm is of the same gradients
+        # The joint norm, which is more informative.
         ([([a, b], 3.0, 2.0), ([b], 1.0, 2.0), ([c], 4.0, 2.0)], 5.0),
         ([([a], 3.0, 2.0), ([b], 4.0, math.inf)], None),
         ([([a], math.inf, 2.0)], math.inf),
@@ -154,7 +154,7 @@ def test_a_scale_that_is_set_takes_the_kernel(monkeypatch: pytest.MonkeyPatch) -
     loop = Loop()
     loop.param.grad = torch.ones(3)
     loop.scaler.step(loop.optimizer)
-    # With torch's ops it would be a hundred small ones.
+    # torch's ops would be a hundred small ones.
     monkeypatch.setattr(aten, "update_scale_", lambda *args: pytest.fail("took torch's ops"))
     loop.scaler.update(2.0)
     assert loop.scaler.stats().steps == 1
@@ -171,7 +171,7 @@ def test_a_step_that_raises_is_not_counted() -> None:
     assert len(loop.scaler.history()) == 1
 
 
-# The minimum
+# Minimum
 
 
 def test_raises_at_the_minimum() -> None:
@@ -180,12 +180,12 @@ def test_raises_at_the_minimum() -> None:
     assert loop.scaler.get_scale() == 1.0
     with pytest.raises(FloatingPointError, match=r"minimum, 1\.0, and 2 steps in a row were"):
         loop.step(math.inf)
-    # The iteration is over all the same, and the next one may go well.
+    # The iteration is over, and the next one may succeed.
     loop.step(1.0)
     assert loop.scaler.stats().consecutive_skips == 0
     with pytest.raises(FloatingPointError, match="1 step was skipped"):
         loop.step(math.inf, riding=True)
-    # Once: then it can be looked into, and mended.
+    # Raised once, so that the user can inspect and recover.
     assert loop.scaler.stats().consecutive_skips == 1
     saved = {**loop.scaler.state_dict(), "scale": 8.0}
     for mend in (lambda: loop.scaler.update(8.0), lambda: loop.scaler.load_state_dict(saved)):
@@ -199,21 +199,21 @@ def test_raises_at_the_minimum() -> None:
 
 def test_warns_at_the_minimum_each_time_the_streak_doubles() -> None:
     loop = Loop(init_scale=1.0, min_scale=1.0, on_min_scale="warn")
-    told = []
+    counts = []
     for _ in range(9):
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             loop.step(math.inf)
         assert all(warning.filename == scaler_loop.__file__ for warning in caught)
-        told += [re.search(r"(\d+) steps? ", str(w.message)).group(1) for w in caught]
-    assert told == ["1", "2", "4", "8"]
+        counts += [re.search(r"(\d+) steps? ", str(w.message)).group(1) for w in caught]
+    assert counts == ["1", "2", "4", "8"]
     loop.step(1.0)
     with pytest.warns(UserWarning, match="1 step was skipped"):
         loop.step(math.inf)
 
 
 def skipping(on_min_scale: str, skips: int) -> LossScale:
-    """A state as it is after as many steps in a row as were skipped at the minimum."""
+    """State after that many skipped steps in a row at the minimum."""
     state = LossScale(ScalePolicy(min_scale=1.0), on_min_scale)
     words = state.words_on(torch.device("cpu"))
     for word in ("STEPS", "SKIPPED", "CONSECUTIVE_SKIPS", "SKIPS_AT_MINIMUM"):
@@ -226,7 +226,7 @@ def test_stats_tell_of_the_minimum() -> None:
         skipping("raise", 1).stats(torch.tensor(1.0), torch.tensor([0], dtype=torch.int32))
 
 
-def test_a_scale_that_is_set_is_told_of_anew() -> None:
+def test_setting_the_scale_restarts_the_watch() -> None:
     state = skipping("warn", 4)
     with pytest.warns(UserWarning, match="4 steps in a row"):
         state.check_min_scale()
@@ -253,7 +253,7 @@ def test_a_scale_that_is_set_forgets_the_minimum_and_refills_nothing() -> None:
     assert scaler.state_dict()["ampfast"]["hysteresis_tracker"] == 2
 
 
-def test_nothing_is_heeded_before_the_start_or_under_capture(
+def test_the_minimum_is_not_checked_before_the_start_or_under_capture(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     LossScale(ScalePolicy(min_scale=1.0), "raise").check_min_scale()
@@ -263,7 +263,7 @@ def test_nothing_is_heeded_before_the_start_or_under_capture(
 
 
 @pytest.mark.parametrize("on_min_scale", ["ignore", "warn"])
-def test_says_nothing_above_the_minimum(on_min_scale: str) -> None:
+def test_silent_above_the_minimum(on_min_scale: str) -> None:
     loop = Loop(min_scale=1.0, on_min_scale=on_min_scale)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -283,7 +283,7 @@ def test_the_default_reaches_zero_as_torchs() -> None:
         assert ours.scaler._scale.item() == theirs._scale.item()
 
 
-# A static scale
+# Static scale
 
 
 def test_a_static_scale() -> None:

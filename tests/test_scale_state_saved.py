@@ -1,4 +1,4 @@
-"""Checkpoints and copies of scalers with a policy, and the counters in them."""
+"""Checkpoints and copies of scalers with a policy and counters."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_checkpoints_keep_the_policy() -> None:
         resumed.scaler.scale(torch.zeros(()))
         for _ in range(2):
             resumed.step(math.inf)
-        assert resumed.scaler.get_scale() == 4.0  # at the third overflow in all
+        assert resumed.scaler.get_scale() == 4.0  # at the third overflow in total
     torch.amp.GradScaler("cpu").load_state_dict(saved)
 
 
@@ -121,13 +121,13 @@ def test_trackers_that_cannot_be(tracker: Any) -> None:
 
 
 @pytest.mark.parametrize("on_min_scale", ["ignore", "warn", "raise"])
-def test_a_new_state_says_how_it_was_made(on_min_scale: str) -> None:
+def test_a_new_state_keeps_its_arguments(on_min_scale: str) -> None:
     state = LossScale(ScalePolicy(min_scale=1.0, hysteresis=3), on_min_scale)
     assert state.on_min_scale == on_min_scale
     assert state.hysteresis_tracker() == 3
 
 
-def test_a_checkpoint_says_nothing_of_skips_at_the_minimum() -> None:
+def test_a_checkpoint_has_no_skips_at_the_minimum() -> None:
     scaler = GradScaler("cpu", init_scale=1.0, min_scale=1.0, on_min_scale="raise")
     scaler.scale(torch.ones(()))
     words = scaler._loss_scale.words

@@ -1,4 +1,4 @@
-"""The short way from `step` and `update` to the kernels: its cost, and the calls that take it."""
+"""The short way from `step` and `update` to the kernels: its cost and its conditions."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ CALLS = ("unscale_groups", "check_groups", "clip_groups", "update_scale", "any_f
 
 
 class Loop:
-    """A scaler, an optimizer and new gradients for every iteration."""
+    """Scaler and optimizer with new gradients for every iteration."""
 
     def __init__(self, scaler: Any, kind: str = "plain", *, parameters: int = 10) -> None:
         self.params = [torch.nn.Parameter(torch.randn(4)) for _ in range(parameters)]
@@ -36,7 +36,7 @@ class Loop:
 
 
 def frames_of(call: Callable[[], object], *, but: Callable[..., Any]) -> list[str]:
-    """The Python functions that a call enters, without one and what that one calls."""
+    """Python functions entered by a call, without one of them and its callees."""
     names: list[str] = []
     inside = 0
 
@@ -59,7 +59,7 @@ def frames_of(call: Callable[[], object], *, but: Callable[..., Any]) -> list[st
 
 
 def step_of(optimizer: torch.optim.Optimizer) -> Callable[..., Any]:
-    """The outermost function of an optimizer's step, which torch wraps for its hooks."""
+    """Outermost function of an optimizer's step, wrapped by torch for hooks."""
     return type(optimizer).step
 
 
@@ -89,7 +89,7 @@ def test_clipping_takes_few_frames(kind: str) -> None:
 
 
 def aten_calls(scaler: Any, kind: str) -> int:
-    """The ATen calls of scale, step and update, without those of the optimizer's own step."""
+    """ATen calls of scale, step and update, without the optimizer's own step."""
     loop = Loop(scaler, kind)
     loop.backward()
     loop.optimizer.step = lambda: None  # type: ignore[method-assign]
@@ -106,7 +106,7 @@ def test_no_more_aten_calls_than_torch(kind: str) -> None:
         aten_calls(GradScaler("cpu"), kind),
         aten_calls(torch.amp.GradScaler("cpu"), kind),
     )
-    # `ones` is four of them, the product with the scale one.
+    # Four calls are of `ones`, one is the product with the scale.
     assert ours <= 5 < theirs
 
 
@@ -115,7 +115,7 @@ Answers = dict[str, list[bool]]
 
 @pytest.fixture
 def answers(monkeypatch: pytest.MonkeyPatch) -> Answers:
-    """Whether each raw call did its work, by name."""
+    """Raw calls by name, and whether each took the short way."""
     found: Answers = {name: [] for name in CALLS}
 
     def watched(name: str) -> Callable[..., Any]:
@@ -134,7 +134,7 @@ def answers(monkeypatch: pytest.MonkeyPatch) -> Answers:
 
 
 def short(answers: Answers) -> set[str]:
-    """The raw calls that did their work."""
+    """Raw calls that took the short way."""
     return {name for name, done in answers.items() if any(done)}
 
 
@@ -259,7 +259,7 @@ def test_a_dispatch_mode_sees_all(answers: Answers) -> None:
     assert short(answers) == set()
 
 
-def test_what_is_unusual_changes_nothing() -> None:
+def test_a_declined_call_changes_nothing() -> None:
     """A raw call that answers None has neither marked the state nor written a gradient."""
     state: dict[str, Any] = {"stage": "ready", "found_inf_per_device": {}}
     grads = [torch.ones(4), torch.ones(8)[::2]]
@@ -318,7 +318,7 @@ def scaled_alone(count: int = 1000) -> tuple[GradScaler, Any, torch.nn.Parameter
 
 @pytest.mark.parametrize("call", ["unscale_", "clip_grad_norm_"])
 def test_python_that_runs_while_a_state_is_marked(call: str) -> None:
-    """What is replaced in the state lives until the gradients, which it may free, are written."""
+    """Replaced entries of the state live until the gradients are written."""
     scaler, optimizer, param = scaled_alone()
     held: list[torch.Tensor] = []
 

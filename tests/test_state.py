@@ -1,4 +1,4 @@
-"""Checkpoints, pickles, copies and disabled scalers, quirks included."""
+"""Checkpoints, pickles, copies and disabled scalers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ INF = float("inf")
 
 
 def everything(scaler: TorchScaler) -> list[Any]:
-    """All that a state can change."""
+    """State that loading can change."""
     names = ["_init_scale", "_init_growth_tracker", "_scale", "_growth_tracker"]
     return [scaler.state_dict(), [getattr(scaler, name) for name in names]]
 
@@ -72,13 +72,13 @@ def test_odd_states(change: dict[str, Any], begun: bool) -> None:
         scaler = started(scaler_type) if begun else scaler_type("cpu")
         state = {**FIVE, **change}
         state.pop(state.pop("without", None), None)
-        told = "loaded"
+        result = "loaded"
         try:
             scaler.load_state_dict(state)
         except Exception as error:
-            told = f"{type(error).__name__}: {error}"
-        # What was read before the fault stays, as it does in torch.
-        return [told, everything(scaler)]
+            result = f"{type(error).__name__}: {error}"
+        # Entries before the fault stay loaded, as in torch.
+        return [result, everything(scaler)]
 
     agree(use)
 
@@ -176,7 +176,7 @@ def test_no_copy_in_the_middle_of_an_iteration(way: Any, call: str) -> None:
     assert isinstance(agree(use).error, AssertionError)
 
 
-def test_getstate_holds_what_torchs_holds() -> None:
+def test_getstate_has_torchs_entries() -> None:
     def use(scaler_type: Scaler) -> Any:
         one = side(scaler_type, init_scale=64.0, growth_interval=9)
         for seed in range(3):
@@ -189,7 +189,7 @@ def test_getstate_holds_what_torchs_holds() -> None:
 
 
 def test_a_torch_pickle_loads() -> None:
-    """What a torch scaler pickled fills a scaler of ours, which lacks nothing afterwards."""
+    """A pickle of torch's scaler restores a complete scaler of ours."""
     ours, theirs = paired("adam", init_scale=64.0, growth_interval=2)
     theirs.train(0)
     ours.train(0)
@@ -225,7 +225,7 @@ def test_a_disabled_scaler_pickles() -> None:
     agree(use)
 
 
-# Disabled
+# Disabled scalers
 
 
 def _disabled(scaler_type: Scaler) -> TorchScaler:

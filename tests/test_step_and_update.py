@@ -20,7 +20,7 @@ GROUPS = [
     ("adam", "fused_adam"),
     ("fused_sgd", "sgd", "momentum"),
 ]
-# In which optimizers a bad gradient is planted, step by step.
+# Optimizers with a bad gradient, step by step.
 PATTERNS = [(), (0,), (), (-1,), (0, -1), (), (), ()]
 
 
@@ -113,7 +113,7 @@ IRREGULAR: dict[str, Callable[[], torch.Tensor]] = {
 
 
 class Stub:
-    """An optimizer that only counts; its gradients may be anything."""
+    """Optimizer that only counts its steps; its gradients may be of any kind."""
 
     def __init__(self, grads: list[torch.Tensor]) -> None:
         self.params = []
@@ -138,7 +138,7 @@ class Stub:
 @pytest.mark.parametrize("bad", [False, True])
 @pytest.mark.parametrize("kind", IRREGULAR)
 def test_irregular_gradients(kind: str, bad: bool, last: bool) -> None:
-    told = []
+    both = []
     for scaler_type in (GradScaler, TorchScaler):
         scaler = scaler_type("cpu", init_scale=4.0, growth_interval=1)
         scaler.scale(torch.ones(()))
@@ -155,8 +155,8 @@ def test_irregular_gradients(kind: str, bad: bool, last: bool) -> None:
 
         result = outcome(run)
         grads = [[p.grad for p in stub.params] for stub in stubs] if not result.error else None
-        told.append((result.comparable()[:2], scaler._scale, scaler._growth_tracker, grads))
-    assert_same(*told)
+        both.append((result.comparable()[:2], scaler._scale, scaler._growth_tracker, grads))
+    assert_same(*both)
 
 
 def raises_in_step(trial: Trial, index: int) -> None:
@@ -179,12 +179,12 @@ def test_a_step_that_raises_leaves_the_scale_alone(kinds: tuple[str, ...], index
             call()
     assert_same([ours.scaler._scale, ours.scaler._growth_tracker], before)
     for optimizer in ours.optimizers + theirs.optimizers:
-        # The stand-in of this test stays out of what is compared, and so does what torch's
-        # scaler leaves behind on a fused optimizer.
+        # Not compared: the test's stand-in, and attributes that torch's scaler leaves on a fused
+        # optimizer.
         for name in ("step", "grad_scale", "found_inf"):
             optimizer.__dict__.pop(name, None)
     ours.same_as(theirs)
-    # The loop that catches the error goes on with update().
+    # A loop that catches the error goes on with update().
     for trial in (ours, theirs):
         trial.scaler.update()
     ours.same_as(theirs)
@@ -228,14 +228,14 @@ def unscaled(trial: Trial) -> None:
 
 @pytest.mark.parametrize("prepare", [no_gradients, stepped, unscaled, lambda trial: None])
 @pytest.mark.parametrize("kinds", [("sgd",), ("fused_adam",), ("fused_adam", "sgd")], ids="+".join)
-def test_errors_and_states_are_those_of_the_calls_apart(
+def test_errors_and_states_match_separate_calls(
     kinds: tuple[str, ...], prepare: Callable[[Trial], None]
 ) -> None:
     ours, theirs = trials(kinds)
     prepare(ours)
     prepare(theirs)
-    ours_told, theirs_told = outcome(ours.at_once), outcome(theirs.apart)
-    assert_same(ours_told.comparable()[:2], theirs_told.comparable()[:2])
+    ours_outcome, theirs_outcome = outcome(ours.at_once), outcome(theirs.apart)
+    assert_same(ours_outcome.comparable()[:2], theirs_outcome.comparable()[:2])
     ours.same_as(theirs)
 
 
@@ -279,7 +279,7 @@ def test_disabled() -> None:
     assert not any(torch.equal(a, b) for a, b in zip(before, after, strict=True))
 
 
-def test_returns_what_each_step_returned() -> None:
+def test_returns_the_value_of_each_step() -> None:
     scaler = GradScaler("cpu")
     scaler.scale(torch.ones(()))
     stubs = [Stub([torch.ones(1)]) for _ in range(3)]
@@ -353,7 +353,7 @@ def test_scale_written_by_others_between_steps_is_used() -> None:
     ours, theirs = trials(("sgd", "fused_sgd"))
     for seed in range(4):
         for trial in (ours, theirs):
-            # Neither way bumps the version of the tensor.
+            # Neither bumps the version of the tensor.
             trial.scaler.scale(torch.ones(()))
             trial.scaler._scale.data.fill_(2.0 ** (5 + seed))
             trial.scaler._growth_tracker.detach().numpy()[...] = 1

@@ -1,4 +1,4 @@
-"""`sync_free_`: as if the optimizer had been made with `fused=True` and loaded with its state."""
+"""`sync_free_`: as an optimizer made with `fused=True` and loaded with the plain one's state."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def scaler_type(request: pytest.FixtureRequest) -> Scaler | None:
 def test_continues_as_torch_fused(kind: str, steps: int, scaler_type: Scaler | None) -> None:
     loop = plain(kind, steps)
     twin = fused_twin(loop.optimizer, KINDS[kind][1])
-    # Neither a power of two nor one that stays, so that each way of dividing shows.
+    # Not a power of two and not constant, so that every kind of division shows.
     scalers = [scaler_type and scaler_type("cpu", 1000.0, growth_interval=2) for _ in range(2)]
     ours, theirs = make_free(loop, scalers[0]), Loop(twin, scalers[1])
     bad = BAD if scaler_type else [None] * len(BAD)
@@ -54,7 +54,7 @@ def test_continues_close_to_the_plain_one(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_is_what_the_constructor_makes(kind: str) -> None:
+def test_equals_the_constructors_result(kind: str) -> None:
     loop = plain(kind, 2)
     twin = fused_twin(loop.optimizer, KINDS[kind][1])
     assert ampfast.sync_free_(loop.optimizer) is loop.optimizer
@@ -117,7 +117,7 @@ def test_a_tensor_learning_rate(kind: str) -> None:
 
 
 def test_capturable_adam() -> None:
-    # On the CPU torch steps one only if it is fused.
+    # On the CPU torch steps only fused ones.
     loop = plain("adam", 0, capturable=True)
     twin = Loop(fused_twin(loop.optimizer, {"lr": 0.1, "capturable": True}))
     ours = make_free(loop)
@@ -163,7 +163,7 @@ def test_a_first_step_with_momentum_that_overflows() -> None:
     assert [p.item() for p in run.parameters] == [1.0, 0.0]
 
 
-# What was attached before
+# Hooks and schedulers attached before
 
 
 def test_schedulers_that_wrap_step_keep_working(scaler_type: Scaler | None) -> None:
@@ -214,7 +214,7 @@ def test_hooks_for_all_optimizers_see_no_step() -> None:
 
 @pytest.mark.parametrize("age", ["plain", "old", "fused_false"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_loads_what_was_saved_before(kind: str, age: str, scaler_type: Scaler | None) -> None:
+def test_loads_older_checkpoints(kind: str, age: str, scaler_type: Scaler | None) -> None:
     loop = plain(kind, 3)
     saved = copy.deepcopy(loop.optimizer.state_dict())
     if age == "old":
@@ -245,7 +245,7 @@ def test_loads_what_was_saved_before(kind: str, age: str, scaler_type: Scaler | 
 
 @pytest.mark.parametrize("into", [{}, {"fused": True}, {"foreach": True}], ids=str)
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_is_saved_after_loads_into_torch(
+def test_a_later_checkpoint_loads_into_torch(
     kind: str, into: dict[str, bool], scaler_type: Scaler | None
 ) -> None:
     free = make_free(plain(kind, 2))
@@ -257,8 +257,8 @@ def test_what_is_saved_after_loads_into_torch(
             p.copy_(q)
     other.optimizer.load_state_dict(pickle.loads(pickle.dumps(free.optimizer.state_dict())))
     for each in (free, other):
-        # A power of two: to a scaler an optimizer made without fused=True is plain, and its
-        # gradients are multiplied where a fused one divides.
+        # A power of two: scalers take an optimizer made without fused=True for plain and multiply
+        # its gradients, where a fused one divides.
         each.scaler = scaler_type and scaler_type("cpu", 1024.0)
         each.run(BAD if scaler_type else [None] * 3, 4)
     assert_same(free.observe(), other.observe())
@@ -266,7 +266,7 @@ def test_what_is_saved_after_loads_into_torch(
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda o: pickle.loads(pickle.dumps(o))])
 @pytest.mark.parametrize("kind", KINDS)
-def test_copies_are_as_those_of_torch_fused(kind: str, copied: Any) -> None:
+def test_copies_match_torchs_fused(kind: str, copied: Any) -> None:
     loop = plain(kind, 2)
     theirs = copied(fused_twin(loop.optimizer, KINDS[kind][1]))
     ours = copied(ampfast.sync_free_(loop.optimizer))

@@ -1,4 +1,4 @@
-"""Refusals of `sync_free_`, with nothing changed."""
+"""Refusals of `sync_free_`, which leave the optimizer unchanged."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from sync_free_support import KINDS, make_free, parameters, plain
 import ampfast
 
 
-def told(optimizer: Any, error: type[Exception] = ValueError) -> str:
-    """The refusal's text; everything that could have been changed is compared."""
+def refusal(optimizer: Any, error: type[Exception] = ValueError) -> str:
+    """Text of the refusal; asserts that nothing has changed."""
     before = dict(vars(optimizer)) if hasattr(optimizer, "__dict__") else {}
     groups = [dict(group) for group in getattr(optimizer, "param_groups", [])]
     defaults = dict(getattr(optimizer, "defaults", {}))
@@ -37,7 +37,7 @@ def told(optimizer: Any, error: type[Exception] = ValueError) -> str:
 
 
 class OwnAdam(torch.optim.Adam):
-    """A subclass, of which nobody knows what its step does."""
+    """Subclass whose step may do anything."""
 
 
 @pytest.mark.parametrize(
@@ -51,7 +51,7 @@ class OwnAdam(torch.optim.Adam):
     ],
 )
 def test_other_types(make: Any, words: list[str]) -> None:
-    text = told(make(), TypeError)
+    text = refusal(make(), TypeError)
     assert all(word in text for word in ["Adam, AdamW, SGD and Adagrad", *words]), text
 
 
@@ -59,7 +59,7 @@ def test_other_types(make: Any, words: list[str]) -> None:
 def test_differentiable(kind: str) -> None:
     loop = plain(kind, 2)
     loop.optimizer.param_groups[1]["differentiable"] = True
-    assert "group 1 has differentiable=True" in told(loop.optimizer)
+    assert "group 1 has differentiable=True" in refusal(loop.optimizer)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -90,52 +90,52 @@ def with_second(kind: str, second: torch.Tensor, **group: Any) -> torch.optim.Op
     ids=["complex", "meta", "float8"],
 )
 def test_devices_and_dtypes(kind: str, value: torch.Tensor, what: str) -> None:
-    text = told(with_second(kind, torch.nn.Parameter(value)))
+    text = refusal(with_second(kind, torch.nn.Parameter(value)))
     assert "cannot step parameter 1 of group 1, a " + what in text
     assert KINDS[kind][0].__name__ in text
 
 
-def test_names_are_told() -> None:
+def test_names_are_shown() -> None:
     bad = torch.nn.Parameter(torch.ones(2, dtype=torch.complex64))
     named = [("head.weight", torch.nn.Parameter(torch.ones(2))), ("head.phase", bad)]
-    assert "parameter 1 of group 0 (head.phase), a" in told(torch.optim.Adam(named))
+    assert "parameter 1 of group 0 (head.phase), a" in refusal(torch.optim.Adam(named))
 
 
 @pytest.mark.parametrize("kind", ["adam", "adamw", "sgd"])
-def test_what_never_steps_may_be_anything(kind: str) -> None:
-    """As the frozen integers of a quantised model."""
+def test_parameters_that_never_step_may_be_of_any_kind(kind: str) -> None:
+    """Such as the frozen integers of a quantised model."""
     optimizer = with_second(kind, torch.ones(2, dtype=torch.int8))
     assert ampfast.sync_free_(optimizer) is optimizer
     optimizer.param_groups[0]["params"][0].grad = torch.ones(2)
     optimizer.step()
 
 
-def test_what_is_frozen_but_may_step_is_checked() -> None:
+def test_frozen_parameters_that_may_step_are_checked() -> None:
     with_state = with_second("adagrad", torch.ones(2, dtype=torch.complex64))
-    assert "cannot step parameter 1 of group 1" in told(with_state)
+    assert "cannot step parameter 1 of group 1" in refusal(with_state)
     frozen = torch.ones(4)[::2]
     with_gradient = with_second("adam", frozen)
     frozen.grad = torch.ones(2)
-    assert "parameter 1 of group 1 has strides (2,)" in told(with_gradient)
+    assert "parameter 1 of group 1 has strides (2,)" in refusal(with_gradient)
 
 
 def test_a_learning_rate_that_the_kernel_cannot_take() -> None:
     optimizer = with_second("sgd", torch.nn.Parameter(torch.ones(2)))
     optimizer.param_groups[1]["lr"] = torch.ones(2)
-    assert "torch's fused SGD cannot step parameter 1 of group 1" in told(optimizer)
+    assert "torch's fused SGD cannot step parameter 1 of group 1" in refusal(optimizer)
 
 
 def test_sparse_parameters() -> None:
     optimizer = with_second("sgd", torch.nn.Parameter(torch.ones(2).to_sparse()))
-    assert "parameter 1 of group 1 is torch.sparse_coo" in told(optimizer)
+    assert "parameter 1 of group 1 is torch.sparse_coo" in refusal(optimizer)
 
 
 @pytest.mark.parametrize("kind", ["adam", "sgd", "adagrad"])
 def test_gaps_in_memory(kind: str) -> None:
     whole = torch.ones(4, 6)
     optimizer = with_second(kind, torch.nn.Parameter(whole[:, ::2]))
-    assert "parameter 1 of group 1 has strides (6, 2) for shape (4, 3)" in told(optimizer)
-    # The reason: torch writes what is not its own, and not what is.
+    assert "parameter 1 of group 1 has strides (6, 2) for shape (4, 3)" in refusal(optimizer)
+    # torch writes memory that is not the parameter's, and misses some that is.
     optimizer.param_groups[1].update(fused=True, foreach=False)
     optimizer.param_groups[1]["params"][1].grad = torch.ones(4, 3)
     optimizer.step()
@@ -166,12 +166,12 @@ def test_state_and_gradients_unlike_the_parameter(
     optimizer = make()
     state = optimizer.state[optimizer.param_groups[1]["params"][1]]
     state[key] = change(state[key])
-    assert f"the {key!r} of parameter 1 of group 1 has another {what}" in told(optimizer)
-    if "dtype" not in what and "shape" not in what:  # which torch does not let be assigned
+    assert f"the {key!r} of parameter 1 of group 1 has another {what}" in refusal(optimizer)
+    if "dtype" not in what and "shape" not in what:  # which torch does not allow to be assigned
         optimizer = make()
         param = optimizer.param_groups[1]["params"][1]
         param.grad = change(param.grad)
-        assert f"the gradient of parameter 1 of group 1 has another {what}" in told(optimizer)
+        assert f"the gradient of parameter 1 of group 1 has another {what}" in refusal(optimizer)
 
 
 @pytest.mark.parametrize(
@@ -185,11 +185,11 @@ def test_state_and_gradients_unlike_the_parameter(
 def test_hyperparameters_elsewhere(kind: str, group: dict[str, Any], fits: str) -> None:
     optimizer = with_second(kind, torch.nn.Parameter(torch.ones(2)))
     optimizer.param_groups[1].update(group)
-    text = told(optimizer)
+    text = refusal(optimizer)
     assert f"{fits} is a tensor on meta" in text and "without a sync" in text
 
 
 def test_while_a_graph_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ampfast.errors.is_capturing", lambda: True)
-    text = told(plain("adam", 2).optimizer, RuntimeError)
+    text = refusal(plain("adam", 2).optimizer, RuntimeError)
     assert "cannot capture" in text and "call it before" in text

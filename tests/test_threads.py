@@ -1,4 +1,4 @@
-"""The CPU kernels with several threads: shares of the work, shared memory, forks."""
+"""CPU kernels with several threads: shares of the work, shared memory, forks."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_partly_overlapping_tensors(capability: str, size: int, count: int) -> N
 
 
 def test_second_pass_over_a_shared_tensor_can_overflow(capability: str) -> None:
-    # One multiplication by 2^60 stays finite, the second does not.
+    # One multiplication by 2^60 stays finite, a second does not.
     gradient = torch.full((9,), 2.0**10)
     functional.unscale_([gradient, gradient], found := flag(), flag(2.0**60))
     assert gradient.isinf().all()

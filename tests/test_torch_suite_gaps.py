@@ -1,4 +1,4 @@
-"""Faults that torch's own test suite for the class does not notice, and that ours must."""
+"""Faults missed by torch's own test suite for the class, and caught here."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ def _with_gradients(scaler_type: Scaler, optimizer: str = "sgd", **arguments: An
     return one
 
 
-# What is asked of a scaler
+# Requirements
 
 
 def asks_for_the_exact_inverse(scaler_type: Scaler) -> None:
-    # Chosen so that one ulp shows: not powers of two, and products that round both ways.
+    # Chosen so that one ulp shows: not powers of two, with products that round both ways.
     values = np.float32([1.0, 3.0, 1.1, 7.7e-5, 12345.678, -0.3])
     for scale in (3.0, 1000.3, 65535.0, 0.7):
         one = _with_gradients(scaler_type, init_scale=scale)
@@ -123,7 +123,7 @@ def asks_for_the_container(scaler_type: Scaler) -> None:
     assert type(scaler.scale(iter([one]))) is map
 
 
-# The same faults, on purpose
+# The same faults, planted
 
 
 def inverse_one_ulp_off(base: Scaler) -> Scaler:

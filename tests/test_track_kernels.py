@@ -46,7 +46,7 @@ def test_counts_of_many_alike(capability: str, dtype: torch.dtype, value: float)
     assert_ranges(track, grads)
 
 
-def test_threads_do_not_change_what_is_noted() -> None:
+def test_threads_do_not_change_marks() -> None:
     generator = torch.Generator().manual_seed(1)
     grads = [torch.randn(n, generator=generator) for n in (5, 400_000, 3, 90_000)]
     grads[1][777], grads[3][-1] = torch.nan, torch.inf

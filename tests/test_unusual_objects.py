@@ -1,4 +1,4 @@
-"""Objects that torch takes by duck typing: groups, parameters, gradients, optimizers and modes."""
+"""Duck-typed objects that torch accepts: groups, parameters, gradients, optimizers and modes."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from ampfast import GradScaler
 CPU = torch.device("cpu")
 
 
-# What holds the parameters
+# Parameter containers
 
 
 class Groups(list):
-    """Iterates over something else than it holds."""
+    """Iterates over other items than it holds."""
 
     def __init__(self, shown: list[Any]) -> None:
         super().__init__()
@@ -32,7 +32,7 @@ class Groups(list):
 
 
 class Lazy(dict):
-    """Makes its entry on demand."""
+    """Creates its entry on demand."""
 
     def __init__(self, params: list[Any]) -> None:
         super().__init__()
@@ -43,7 +43,7 @@ class Lazy(dict):
 
 
 class Indexed:
-    """A group with nothing but item access."""
+    """Group with item access only."""
 
     def __init__(self, params: list[Any]) -> None:
         self.params = params
@@ -86,7 +86,7 @@ def test_groups(make: Callable[[torch.nn.Parameter], Any]) -> None:
 
 
 class Elsewhere(torch.nn.Parameter):
-    """Keeps its gradient in a place of its own."""
+    """Stores its gradient elsewhere."""
 
     @property
     def grad(self) -> torch.Tensor:
@@ -98,7 +98,7 @@ class Elsewhere(torch.nn.Parameter):
 
 
 class Plain(torch.Tensor):
-    """A subclass that changes nothing."""
+    """Subclass without changes."""
 
 
 def _elsewhere() -> Any:
@@ -177,7 +177,7 @@ def test_parameters(make: Callable[[], Any], call: str) -> None:
         return [flags, regular.grad, gradient]
 
     def quiet(scaler_type: Scaler) -> Any:
-        # C++ warnings about the odd tensors themselves point into whichever module touched them.
+        # C++ warnings about such tensors point into the module that first touched them.
         result = outcome(functools.partial(use, scaler_type))
         if result.error is not None:
             raise result.error
@@ -225,7 +225,7 @@ class Slots:
 
 
 class Uncomparable:
-    """Neither hashed nor compared, so it can be no key."""
+    """Neither hashable nor comparable, so it cannot be a key."""
 
     __hash__ = None  # type: ignore[assignment]
 
@@ -244,7 +244,7 @@ class UncomparableReader(Uncomparable):
 
 
 class Growing:
-    """Adds a group while it steps."""
+    """Adds a group during its step."""
 
     def step(self) -> int:
         self.param_groups.append({"params": [six(2)]})
@@ -267,7 +267,7 @@ class NoCallable:
 
 
 class Keywords:
-    """Takes any keyword, which is not to be taken for the old contract."""
+    """Accepts any keyword, which does not make it an optimizer of the legacy contract."""
 
     _step_supports_amp_scaling = True
 
@@ -309,7 +309,7 @@ def test_a_step_that_raises_may_be_taken_again() -> None:
         stage = scaler._per_optimizer_states[id(optimizer)]["stage"]
         return [stage, scaler.step(optimizer), p.grad]
 
-    # Already unscaled, so the second call does not do it again.
+    # Already unscaled, so the second call does nothing.
     assert agree(use).value[2].tolist() == [2.0, 2.0, 2.0]
 
 

@@ -1,4 +1,4 @@
-"""A scaler with a group, in a world of one rank that hears what another one would have found."""
+"""Scaler with a group of one rank, with simulated flags of another rank."""
 
 from __future__ import annotations
 
@@ -37,16 +37,16 @@ def world(monkeypatch: pytest.MonkeyPatch) -> Iterator[dist.ProcessGroup]:
 
 @pytest.fixture
 def heard(monkeypatch: pytest.MonkeyPatch) -> list[list[float]]:
-    """What was told to the others; `["bad"]` in the first place lets them find an overflow."""
-    told: list[list[float]] = []
+    """Values sent to other ranks; `["bad"]` as the first makes them find an overflow."""
+    sent: list[list[float]] = []
 
     def all_reduce(tensor: torch.Tensor, op: Any, group: Any) -> None:
-        told.append(tensor.reshape(-1).tolist())
-        if told[0] == ["bad"]:
+        sent.append(tensor.reshape(-1).tolist())
+        if sent[0] == ["bad"]:
             tensor.fill_(1.0)
 
     monkeypatch.setattr(dist, "all_reduce", all_reduce)
-    return told
+    return sent
 
 
 def started(**arguments: Any) -> GradScaler:
@@ -59,7 +59,7 @@ def optimizer_of(kind: str) -> torch.optim.Optimizer:
     return KINDS[kind]([parameter_with(torch.ones(2))])
 
 
-def test_the_group_is_what_was_given(world: dist.ProcessGroup) -> None:
+def test_the_group_is_the_given_one(world: dist.ProcessGroup) -> None:
     scaler = started(process_group=world)
     assert scaler.process_group is world
     scaler.process_group = None
@@ -87,7 +87,7 @@ def test_ranks_are_checked(world: dist.ProcessGroup, monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize("unscales", [False, True])
 @pytest.mark.parametrize("says", ["good", "bad"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_another_rank_found_decides(
+def test_an_overflow_on_another_rank_decides(
     kind: str,
     says: str,
     unscales: bool,
@@ -112,7 +112,7 @@ def test_what_another_rank_found_decides(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_without_a_group_nothing_is_told(
+def test_without_a_group_nothing_is_sent(
     kind: str, world: dist.ProcessGroup, heard: list[Any]
 ) -> None:
     scaler, optimizer = started(), optimizer_of(kind)
@@ -138,17 +138,17 @@ def test_distributed_gradients_are_agreed_on(
     assert scaler.get_scale() == (4.0 if says == "bad" else 16.0)
 
 
-def test_disabled_scalers_agree_where_there_is_a_world(
+def test_disabled_scalers_agree_in_a_world(
     world: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    told: list[Any] = []
+    sent: list[Any] = []
     reduce = dist.all_reduce
-    monkeypatch.setattr(dist, "all_reduce", lambda *a, **k: (told.append(a), reduce(*a, **k)))
+    monkeypatch.setattr(dist, "all_reduce", lambda *a, **k: (sent.append(a), reduce(*a, **k)))
     for group, times in ((None, 0), (world, 1)):
-        told.clear()
+        sent.clear()
         scaler = GradScaler("cpu", enabled=False, process_group=group)
         assert scaler.grad_norm(KINDS["plain"]([parameter_with(torch.ones(4))])).item() == 2.0
-        assert len(told) == times
+        assert len(sent) == times
 
 
 def test_a_disabled_scaler_measures_alone_without_a_world() -> None:

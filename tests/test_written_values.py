@@ -1,4 +1,4 @@
-"""Values that the scaler writes and hands to optimizers, against torch in the same test."""
+"""Values that the scaler writes and hands to optimizers, against torch."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from support import (
 
 from ampfast import GradScaler
 
-# What is written
+# Written values
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
@@ -82,7 +82,7 @@ def test_unscale_after_create_graph() -> None:
         parameters = list(one.model.parameters())
         one.scaler.unscale_(one.optimizer)
         penalty = sum(p.grad.square().sum() for p in parameters)
-        # Whether autograd lets the second backward pass is torch's to say; ours must say the same.
+        # torch decides whether autograd allows a second backward pass; ours must agree.
         more = torch.autograd.grad(penalty, parameters)
         return [list(more), [p.grad.detach() for p in parameters]]
 
@@ -143,9 +143,9 @@ def test_sparse_gradients_use_their_values(dtype: torch.dtype, coalesced: bool) 
     agree(use)
 
 
-# Updating
+# Updates
 
-# Subnormal scales, but none that becomes 0, of which ampfast warns.
+# Subnormal scales, but none that becomes 0, for which ampfast warns.
 UPDATES = [
     (scale, growth, backoff, interval, tracker, flag)
     for scale in (3.0, 65536.0, 3.0e38, 1e-44, -5.0)
@@ -198,7 +198,7 @@ def test_update_with_odd_settings(setting: tuple[str, Any], flag: float) -> None
         try:
             scaler.update()
         except (TypeError, RuntimeError, ValueError) as error:
-            # The text is the dispatcher's, which lists the arguments of the op in use.
+            # The text is the dispatcher's, which lists the arguments of the op.
             return [type(error).__name__, scaler._scale, scaler._growth_tracker]
         return [scaler._scale, scaler._growth_tracker]
 
@@ -281,7 +281,7 @@ def test_attributes_handed_to_the_optimizer(
 
 @pytest.mark.parametrize("name", FUSED)
 def test_fused_training(name: str) -> None:
-    # The first step does not overflow: what torch's fused SGD does then has a test of its own.
+    # The first step does not overflow, as torch's fused SGD then has a test of its own.
     ours, theirs = paired(name, init_scale=2.0**10, growth_interval=2)
     for seed, bad in enumerate([None, None, float("inf"), None, float("nan"), None]):
         assert ours.train(seed, bad) == theirs.train(seed, bad)
@@ -289,7 +289,7 @@ def test_fused_training(name: str) -> None:
 
 
 class Legacy(torch.optim.SGD):
-    """Asks the scaler for its flags and its scale."""
+    """Optimizer that asks the scaler for flags and scale."""
 
     _step_supports_amp_scaling = True
 
@@ -305,13 +305,13 @@ def test_legacy_optimizers_get_the_scaler_and_a_warning_at_the_users_line() -> N
         scaler.update()
         return [seen, scaler.state_dict(), hasattr(optimizer, "grad_scale")]
 
-    told = agree(use)
-    [(category, _, filename, _)] = told.warned
+    result = agree(use)
+    [(category, _, filename, _)] = result.warned
     assert category is FutureWarning and filename == __file__
 
 
 class Overriding(GradScaler):
-    """Takes the way through `step` and `update`."""
+    """Override that calls `step` and `update`."""
 
     def update(self, new_scale: Any = None) -> None:
         super().update(new_scale)
@@ -322,9 +322,9 @@ class Overriding(GradScaler):
 def test_step_and_update_warns_at_the_users_line(scaler_type: Scaler, count: int) -> None:
     scaler = started(scaler_type)
     optimizers = [Legacy([parameter_with(torch.ones(2))], lr=0.1) for _ in range(count)]
-    told = outcome(lambda: scaler.step_and_update(*optimizers))
-    assert told.error is None
-    assert [(w[0], w[2]) for w in told.warned] == [(FutureWarning, __file__)] * count
+    result = outcome(lambda: scaler.step_and_update(*optimizers))
+    assert result.error is None
+    assert [(w[0], w[2]) for w in result.warned] == [(FutureWarning, __file__)] * count
 
 
 # Gradients that share memory
@@ -333,7 +333,7 @@ def test_step_and_update_warns_at_the_users_line(scaler_type: Scaler, count: int
 @pytest.mark.parametrize("offset", [0, 1, 1000, 65536], ids=lambda offset: f"offset {offset}")
 @pytest.mark.parametrize("size", [100, 70_003, 2_000_003])
 def test_gradients_that_overlap_each_other(size: int, offset: int) -> None:
-    """Each is unscaled once, so what they share is unscaled twice, whatever the threads."""
+    """Each is unscaled once, so shared elements twice, with any number of threads."""
 
     def use(scaler_type: Scaler) -> Any:
         with threads(2):

@@ -1,4 +1,4 @@
-"""Tracking parity of every backend's kernels, over lists of gradients."""
+"""Tracking parity of every backend's kernels."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def listed(grads: Sequence[torch.Tensor]) -> cpu.GradList:
 
 
 def copies(grads: Sequence[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
-    """Twins at the same offsets to a 16-byte boundary, in memory with the same values."""
+    """Copies at the same offsets to a 16-byte boundary."""
     memories = [storage(grad).to(device, copy=True) for grad in grads]
     places = [(grad.storage_offset(), grad.numel()) for grad in grads]
     return [memory.narrow(0, *place) for memory, place in zip(memories, places, strict=True)]
@@ -33,7 +33,7 @@ def wide(grads: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 def check_passes(
     kernels: Any, make: Sequence[torch.Tensor], device: torch.device, *, norms: bool = True
 ) -> None:
-    """Compares health, the marks of every kind of pass, and its result with that without them."""
+    """Compares health, marks of every kind of pass, and results with and without tracking."""
     count = len(make)
     inverse, divisor = 1.5, 0.75
 
@@ -86,7 +86,7 @@ def check_random_lists(
 
 
 def check_times(kernels: Any, device: torch.device) -> None:
-    """A step counts once in however many passes, and the kind of the last one is kept."""
+    """A step counts once in any number of passes, with the kind found by the last one."""
     track = track_for(2, device=device)
     good, bad = torch.ones(70_000, device=device), torch.ones(70_000, device=device)
     for step, value in ((0, torch.inf), (1, 1.0), (2, torch.nan), (5, -torch.inf), (6, 1.0)):
@@ -95,7 +95,7 @@ def check_times(kernels: Any, device: torch.device) -> None:
         for _ in range(3):
             kernels.check_(listed([good, bad]), track=track)
     assert track.marks.tolist() == [[0, 0, 0, 0], [6, 3, 3, 1]]
-    # Infinities first, then NaN in the same step: it is one with NaN.
+    # First infinities, then NaN in the same step, which makes it a step with NaN.
     track.now.fill_(7)
     for value in (torch.inf, torch.nan, torch.inf):
         bad.fill_(value)

@@ -1,4 +1,4 @@
-"""Reference for per-parameter tracking: marks and ranges by plain comparisons in float64."""
+"""Reference for per-parameter tracking: marks and ranges by plain float64 comparisons."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def range_of(values: torch.Tensor) -> list[float]:
 
 
 def read_range(row: torch.Tensor) -> list[float]:
-    """The same numbers from a row of a kernel."""
+    """The same numbers from a kernel's row."""
     *counts, largest, smallest = row.tolist()
     bits = torch.tensor([largest, 2**63 - 1 - smallest if smallest else 0])
     return [*map(float, counts), *bits.view(torch.float64).tolist()]

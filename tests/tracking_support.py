@@ -22,7 +22,7 @@ def started(track: str | None = "overflow", **arguments: Any) -> GradScaler:
 
 
 def parameters(*values: float | None, dtype: torch.dtype = torch.float32) -> list[Any]:
-    """A parameter of three elements for each value, whose gradient has it in the middle."""
+    """Parameter of three elements for each value, which is in the middle of its gradient."""
     found = []
     for value in values:
         param = torch.nn.Parameter(torch.zeros(3, dtype=dtype))

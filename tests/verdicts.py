@@ -1,4 +1,4 @@
-"""Collects where torch still gets a case wrong that ours gets right, and tells at the end."""
+"""Collects cases that torch still gets wrong, for a summary at the end."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _verdicts: dict[str, list[bool]] = {}
 
 @pytest.fixture
 def torch_fails(record_property: Callable[[str, object], None]) -> Callable[[str, bool], None]:
-    """Notes whether torch still gets a case wrong; that it no longer does is no failure here."""
+    """Records whether torch still gets a case wrong; a fix in torch is no failure here."""
 
     def note(what: str, fails: bool) -> None:
         record_property(f"torch still fails: {what}", fails)
@@ -23,7 +23,7 @@ def torch_fails(record_property: Callable[[str, object], None]) -> Callable[[str
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
-    """Writes a line for each difference from torch that was tried."""
+    """Writes a line for each tested difference from torch."""
     if _verdicts:
         terminalreporter.section(f"differences from torch {torch.__version__}")
     for what, cases in _verdicts.items():

@@ -31,7 +31,7 @@ MIB = 1 << 20
         ("gpt2_xl", 1_557_611_200, 580),
     ],
 )
-def test_the_lists_have_the_sizes_of_what_they_are_named_after(name, elements, tensors):
+def test_the_lists_have_the_sizes_of_their_models(name, elements, tensors):
     assert CASES[name].elements == elements
     assert len(CASES[name].shapes) == tensors
     assert CASES[name].list_bytes(torch.bfloat16) == 2 * elements
@@ -139,7 +139,7 @@ def test_a_torch_of_few_launches_is_not_held_to_goals_for_many():
     ]
 
 
-def test_what_was_not_measured_has_no_goal():
+def test_missing_measurements_have_no_goal():
     without_torch = Samples({("check", "cuda"): 6 * [1.0], ("unscale", "cuda"): 6 * [1.0]})
     assert goals.of_kernels(_place("1000x1k", 10**9, 110), "cuda", without_torch) == []
     assert goals.of_steps(_place("1000x1k", 10**6, 110), "cuda", without_torch, None) == []

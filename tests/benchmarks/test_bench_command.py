@@ -50,7 +50,7 @@ def printed(request, monkeypatch):
     ],
     ids=["all", "Ctrl-C", "wrong", "no memory", "no GPU memory"],
 )
-def test_what_was_measured_is_kept_whatever_happens(
+def test_measurements_are_kept_whatever_happens(
     monkeypatch, tmp_path, capsys, middle, kept, complete, exit_code
 ):
     jobs = [_job("first"), _job(middle), _job("third")]
@@ -91,7 +91,7 @@ def test_a_run_that_measured_nothing_leaves_an_earlier_file(monkeypatch, tmp_pat
     assert [file.read_bytes() for file in sorted(tmp_path.iterdir())] == before
 
 
-def test_the_file_is_there_after_each_job_and_says_that_more_is_to_come(monkeypatch, tmp_path):
+def test_the_file_is_written_after_each_job_as_incomplete(monkeypatch, tmp_path):
     path = tmp_path / "results.json"
     seen = []
 
@@ -127,7 +127,7 @@ def test_no_job_is_started_when_the_time_is_up(monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["Ctrl-C", "SIGTERM"])
-def test_being_told_to_end_is_not_lost_where_python_drops_it(monkeypatch, tmp_path, number):
+def test_a_request_to_end_is_not_lost_where_python_drops_it(monkeypatch, tmp_path, number):
     dropped = []
     monkeypatch.setattr(sys, "unraisablehook", lambda lost: dropped.append(lost.exc_type))
 
@@ -169,9 +169,7 @@ def test_who_asks_again_while_files_are_written_gets_them_whole(monkeypatch, tmp
 
 
 @pytest.mark.parametrize("option", ["--folder", "--json", "--csv"])
-def test_what_cannot_be_written_is_told_before_anything_is_measured(
-    monkeypatch, tmp_path, capsys, option
-):
+def test_an_unwritable_file_is_reported_before_measuring(monkeypatch, tmp_path, capsys, option):
     def refuses(dir):
         raise PermissionError(errno.EACCES, "Permission denied", str(dir))
 
@@ -185,7 +183,7 @@ def test_what_cannot_be_written_is_told_before_anything_is_measured(
 
 
 @pytest.mark.skipif(not hasattr(os, "posix_spawn"), reason="sends a POSIX signal")
-def test_a_run_that_is_told_to_end_writes_what_it_has(tmp_path):
+def test_a_terminated_run_writes_its_results(tmp_path):
     path = tmp_path / "results.json"
     process = subprocess.Popen(
         [
@@ -234,7 +232,7 @@ def test_wrong_arguments_are_refused_before_anything_is_measured(capsys, argumen
     assert message in capsys.readouterr().err
 
 
-def test_a_gpu_that_is_not_there_is_refused(monkeypatch, capsys):
+def test_a_missing_gpu_is_refused(monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(SystemExit):
         command.main(["--device", "cuda"])
@@ -294,9 +292,7 @@ def test_an_earlier_run_is_put_away_unless_the_new_one_has_measured_nothing(runs
     assert "Not complete" in (folder / outputs.PAGE).read_text()
 
 
-def test_a_file_that_cannot_be_written_stops_nothing_and_is_told_of_once(
-    monkeypatch, tmp_path, capsys
-):
+def test_an_unwritable_file_stops_nothing_and_is_reported_once(monkeypatch, tmp_path, capsys):
     folder = tmp_path / "folder"
 
     def lose_the_folder():
@@ -314,7 +310,7 @@ def test_a_file_that_cannot_be_written_stops_nothing_and_is_told_of_once(
     assert printed.count("was not written: No such file or directory") == 1
 
 
-def test_what_one_part_does_wrong_is_told_and_the_others_are_measured(runs, capsys):
+def test_a_failing_part_is_reported_and_the_others_are_measured(runs, capsys):
     folder, code = runs("first", KeyError("shape"), "third")
     assert code == 1
     results = Results.read_json(folder / outputs.JSON)

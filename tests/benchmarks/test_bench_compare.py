@@ -37,7 +37,7 @@ def _compared(first, second, **changes):
         (_row(None, 99, None), 9.0, "within spread"),
     ],
 )
-def test_faster_is_what_lies_beyond_both_spreads(second, ratio, verdict):
+def test_faster_means_beyond_both_spreads(second, ratio, verdict):
     (change,) = _compared([_row(10, 11, 12)], [second]).changes
     assert (change.ratio, change.verdict) == (ratio, verdict)
     assert (change.first, change.second) == (11, second.ms_p50)
@@ -73,7 +73,7 @@ def test_names_of_files_are_no_markup(capsys):
     assert "[/b] [red]a" in capsys.readouterr().out
 
 
-def test_rows_are_paired_by_what_names_them():
+def test_rows_are_paired_by_their_names():
     hot, cold = _row(1, 1, 1, lists=1), _row(2, 2, 2, lists=25)
     other_cold = dataclasses.replace(cold, lists=8, ms_p50=3)
     again = dataclasses.replace(hot, ms_p50=5)
@@ -113,7 +113,7 @@ def test_another_machine_or_torch_is_named_first():
     assert lines[0].startswith("first: ampfast 0.0, commit abc, 2030-01-02")
 
 
-def test_what_only_one_has_is_counted_by_list():
+def test_rows_of_one_side_are_counted_by_list():
     shared = _row(1, 1, 1)
     other = dataclasses.replace(shared, case="other", dtype="float16")
     memory = dataclasses.replace(shared, subject="memory")
@@ -128,7 +128,7 @@ def test_what_only_one_has_is_counted_by_list():
     assert "the two have nothing in common" in lines
 
 
-def test_the_table_holds_what_changed_or_everything():
+def test_the_table_holds_changes_or_everything():
     first = [_row(10, 11, 12), _row(10, 11, 12, "same", tensors=7)]
     second = [_row(1, 2, 3), _row(10, 11, 12, "same", tensors=7)]
     compared = _compared(first, second)

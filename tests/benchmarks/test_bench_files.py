@@ -64,7 +64,7 @@ def _content(folder):
 
 @pytest.mark.parametrize("name", BAD)
 @pytest.mark.parametrize("what", OUTPUTS)
-def test_a_bad_file_is_told_of_in_one_line_and_nothing_is_overwritten(place, capsys, what, name):
+def test_a_bad_file_is_one_line_of_error_and_nothing_is_overwritten(place, capsys, what, name):
     before = _content(place)
     assert command.main([what, name, *OUTPUTS[what]]) == 1
     printed = capsys.readouterr()
@@ -95,7 +95,7 @@ def test_a_good_file_is_taken_and_leaves_nothing_unfinished(place, what):
         (["compare", "good.json"], "the following arguments are required: second"),
     ],
 )
-def test_a_result_file_is_never_taken_for_what_is_to_be_written(place, capsys, arguments, message):
+def test_a_result_file_is_never_taken_for_an_output(place, capsys, arguments, message):
     before = _content(place)
     with pytest.raises(SystemExit) as stopped:
         command.main(arguments)
@@ -105,7 +105,7 @@ def test_a_result_file_is_never_taken_for_what_is_to_be_written(place, capsys, a
 
 
 @pytest.mark.parametrize("what", ["page", "plot"])
-def test_a_page_that_cannot_be_written_is_told_of_in_one_line(place, capsys, what):
+def test_an_unwritable_page_is_one_line_of_error(place, capsys, what):
     out = OUTPUTS[what][0]
     assert command.main([what, "good.json", f"nowhere/{out}"]) == 1
     (line,) = capsys.readouterr().err.splitlines()
@@ -113,7 +113,7 @@ def test_a_page_that_cannot_be_written_is_told_of_in_one_line(place, capsys, wha
     assert "No such file or directory" in line
 
 
-def test_a_file_that_could_not_be_written_whole_is_as_it_was(tmp_path, monkeypatch):
+def test_a_failed_write_leaves_the_file_unchanged(tmp_path, monkeypatch):
     path = tmp_path / "results.json"
     cpu_results().write_json(path)
     before = path.read_text()
@@ -164,7 +164,7 @@ def test_the_limit_of_a_container_counts_as_memory(tmp_path, files, left):
     assert machine.left_to_group(tmp_path) == left
 
 
-def test_what_does_not_fit_is_refused_before_it_is_made(monkeypatch):
+def test_lists_that_do_not_fit_are_refused_before_allocation(monkeypatch):
     monkeypatch.setattr(machine, "left_to_group", lambda: 5 << 20)
     cpu = machine.torch.device("cpu")
     assert machine.available_bytes(cpu) <= 5 << 20

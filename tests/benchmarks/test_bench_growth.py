@@ -112,7 +112,7 @@ def test_a_point_that_is_wrong_is_not_timed(monkeypatch, wrong):
         growth.measure(_curve("by tensors"), 6, CPU, BRIEF)
 
 
-def test_comparing_leaves_the_gradients_as_they_were():
+def test_the_comparison_leaves_the_gradients_unchanged():
     case = FULL_CURVES["by tensors"].case(5)
     gradients = growth.make_gradients(case, torch.float32, CPU)
     before = [gradient.clone() for gradient in gradients]

@@ -224,7 +224,7 @@ def test_each_device_has_lists_of_its_own_and_a_choice_replaces_them():
 
 
 @pytest.mark.parametrize("path", providers.PATHS)
-def test_the_bytes_of_a_path_are_what_it_must_move(path):
+def test_the_bytes_of_a_path_are_a_lower_bound(path):
     # b*N for a read, 2*b*N for a read and a write.
     assert providers.moved_bytes(path, 1000) == (1000 if path == "check" else 2000)
     assert providers.moved_bytes(providers.COPY, 1000) == 2000

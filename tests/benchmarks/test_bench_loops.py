@@ -136,7 +136,7 @@ def test_loops_take_turns_and_are_judged_by_the_ratio_of_their_rounds(monkeypatc
     )
 
 
-def test_parts_are_those_of_the_rounds_alone():
+def test_parts_are_of_the_timed_rounds_only():
     loop = Loop(SMALL, ADAMW, "torch")
     warm_up, timed = real_loops.Step(9, 9, 9, 27), real_loops.Step(1000, 2000, 3000, 60_000)
     loop.steps = [*5 * [warm_up], *3 * [timed]]
@@ -204,7 +204,7 @@ def test_the_table_has_parts_and_the_part_of_the_loop():
     assert "conv net AdamW cpu 10 38.0 40.0 44.0 2.50 5.00 30.0 5.00 1.00" in lines
 
 
-def test_the_readme_begins_with_them_and_says_when_they_do_not_matter():
+def test_the_readme_begins_with_loops_and_says_when_they_do_not_matter():
     tables = readme_short.short(loop_results())
     assert "| conv net | 10 | AdamW | 100 | 40 | 2.50x | 2.50% | 1.00% |" in tables["loops"]
     assert tables["loops"].endswith(

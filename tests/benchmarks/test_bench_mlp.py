@@ -113,14 +113,14 @@ def test_a_scaler_that_trains_otherwise_is_not_reported(monkeypatch, wrong_from,
         mlp_amp.measure(SMALL, CPU)
 
 
-def test_steps_that_were_skipped_are_told(monkeypatch):
+def test_skipped_steps_are_reported(monkeypatch):
     plain = torch.randn
     monkeypatch.setattr(torch, "randn", lambda *sizes, **options: 1e30 * plain(*sizes, **options))
     notes = mlp_amp.measure(SMALL, CPU).notes
     assert any("steps were skipped, the scale fell to" in note for note in notes)
 
 
-def test_what_does_not_fit_is_not_begun(monkeypatch):
+def test_a_job_that_does_not_fit_is_not_begun(monkeypatch):
     monkeypatch.setattr(mlp_amp, "Trainer", lambda *arguments: pytest.fail("was built"))
     with pytest.raises(MemoryError, match="are available"):
         mlp_amp.measure(Setting(width=1 << 20), CPU)
@@ -147,7 +147,7 @@ def test_it_runs_by_itself(capsys, tmp_path):
     assert "are available" in capsys.readouterr().err
 
 
-def test_one_that_is_stopped_says_so(monkeypatch, capsys, tmp_path):
+def test_an_interrupted_run_is_reported(monkeypatch, capsys, tmp_path):
     def stopped(*arguments):
         raise KeyboardInterrupt
 

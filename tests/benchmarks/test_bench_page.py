@@ -86,7 +86,7 @@ def test_tables_and_pictures_can_be_read_aloud(both):
     assert reader.all("meta")[1]["content"].startswith("width=device-width")
 
 
-def test_every_row_is_there_and_what_is_missing_is_told(both):
+def test_every_row_is_shown_and_missing_ones_are_listed(both):
     text, reader = both
     rows = [*gpu_results().rows, *training_results().rows]
     inside = text.count("</tr>")
@@ -125,7 +125,7 @@ def test_goals_have_verdicts_in_words_and_those_not_met_come_first():
     assert reader.texts.index("slow") < reader.texts.index("faster")
 
 
-def test_what_a_file_says_is_text_and_not_markup():
+def test_texts_of_a_file_are_escaped():
     evil = '<b onload="x">&'
     rows = [Row(evil, evil, evil, evil, "torch", ms_p50=1.0, vs_torch=2.0, over_none=1.0)]
     results = cpu_results(rows=rows, notes=[evil], machine={"cpu": evil, evil: evil}, commit=evil)
@@ -134,13 +134,13 @@ def test_what_a_file_says_is_text_and_not_markup():
     assert evil in reader.texts
 
 
-@pytest.mark.parametrize(("load", "told"), [(0.5, False), (22.44, True), (None, False)])
-def test_other_processes_are_told_of(tmp_path, load, told):
+@pytest.mark.parametrize(("load", "shown"), [(0.5, False), (22.44, True), (None, False)])
+def test_other_processes_are_reported(tmp_path, load, shown):
     results = cpu_results(machine={**cpu_results().machine, "load": load})
     sentence = "The load was 22.4 before it began: other processes disturb timings."
-    assert (sentence in page.html([results])) is told
+    assert (sentence in page.html([results])) is shown
     results.write_json(tmp_path / "run.json")
-    assert (sentence in readme.WHOLE.section(tmp_path / "run.json")) is told
+    assert (sentence in readme.WHOLE.section(tmp_path / "run.json")) is shown
 
 
 def test_results_without_anything_still_make_a_page():
@@ -165,7 +165,7 @@ def _contrast(first, second):
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_colours_can_be_told_from_the_paper(both, scheme):
+def test_colours_contrast_with_the_page(both, scheme):
     text, _ = both
     light, dark = re.findall(r":root\{([^}]*)\}", text)[:2]
     colours = _colours(light if scheme == "light" else dark)
@@ -183,8 +183,8 @@ def test_a_printed_page_is_light():
     assert text.index("prefers-color-scheme:dark") < text.index("@media print")
 
 
-def test_the_page_says_what_each_timer_is():
-    told = " ".join(page.METHOD)
+def test_the_page_explains_each_timer():
+    text = " ".join(page.METHOD)
     assert [
-        timer for timer in ("wall", "graph", "events", "waits", "loop") if timer not in told
+        timer for timer in ("wall", "graph", "events", "waits", "loop") if timer not in text
     ] == []

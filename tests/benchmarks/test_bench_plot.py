@@ -120,7 +120,7 @@ def test_kernels_have_a_picture_for_each_path_and_dtype():
     assert len(marks) == 2
 
 
-def test_what_is_without_a_scaler_is_no_torch():
+def test_rows_without_a_scaler_are_not_torchs():
     (mlp,), (training,) = (plot.pictures(training_results())[name] for name in ("mlp", "training"))
     assert "1.250" in _texts(mlp) and "1.020" in _texts(training)
     tones = svg.tones_of(["no scaler", "ampfast", "torch", "ampfast"], plot.TONES)
@@ -156,6 +156,6 @@ def test_the_kernels_are_drawn_as_one_picture(tmp_path):
     assert "a gpu (driver 1.2)" in text and "(the run was not complete)" in text
 
 
-def test_without_kernels_there_is_nothing_to_draw(tmp_path):
+def test_without_kernels_nothing_is_drawn(tmp_path):
     with pytest.raises(ValueError, match="nothing to draw"):
         plot.draw(cpu_results(rows=[]), tmp_path / "picture.svg")

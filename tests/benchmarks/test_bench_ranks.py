@@ -114,7 +114,7 @@ def test_a_rank_that_fails_ends_the_job(monkeypatch, started, code, match):
     _assert_ended(started)
 
 
-def test_the_first_failure_ends_those_who_wait(tmp_path, started):
+def test_the_first_failure_ends_waiting_ranks(tmp_path, started):
     code = "import sys, time\nif sys.argv[1] == '1': sys.exit('a reason')\ntime.sleep(600)"
     commands = [_python(code, rank) for rank in range(3)]
     with pytest.raises(RuntimeError, match=r"^rank 1 ended with code 1; rank 1 wrote: a reason$"):
@@ -122,7 +122,7 @@ def test_the_first_failure_ends_those_who_wait(tmp_path, started):
     _assert_ended(started, 3)
 
 
-def test_what_all_wrote_is_shown_whichever_ends_first(tmp_path, started):
+def test_all_output_is_shown_whichever_process_ends_first(tmp_path, started):
     code = f"""
 import sys, time
 if sys.argv[1] == "0":
@@ -185,7 +185,7 @@ def test_a_gpu_has_the_time_of_the_host_apart():
         ("finite", "with an infinity"),
     ],
 )
-def test_what_is_wrong_is_not_timed(monkeypatch, wrong, match):
+def test_wrong_results_are_not_timed(monkeypatch, wrong, match):
     kind = ampfast.ShardedGradScaler
     unscale, update, clip, step = (
         getattr(kind, name) for name in ("unscale_", "update", "clip_grad_norm_", "step")
@@ -238,7 +238,7 @@ def _drifting(optimizer):
     return lambda number: torch._foreach_mul_([p.grad for p in parameters], 1.01)
 
 
-def test_the_rounds_are_told_by_the_clock_that_is_given():
+def test_the_given_clock_limits_the_rounds():
     def rounds(clock):
         contender = Contender("path", "provider", lambda number: None)
         samples = harness.interleave([contender], Effort(True, 10.0, 0.0), clock=clock)
@@ -270,7 +270,7 @@ def test_parts_make_up_the_list(count):
         assert max(elements) - min(elements) <= 1
 
 
-def test_a_torch_without_the_backend_is_said_so(monkeypatch):
+def test_a_torch_without_the_backend_is_named(monkeypatch):
     monkeypatch.setattr(ranks.dist, "is_backend_available", lambda name: False)
     measured = ranks.measure(SMALL, CPU, BRIEF)
     assert measured.rows == []

@@ -17,7 +17,7 @@ def _file(path, results):
     return path
 
 
-def test_the_section_shows_figures_of_the_file_and_says_what_was_not_measured(tmp_path):
+def test_the_section_shows_the_files_figures_and_names_missing_ones(tmp_path):
     path = tmp_path / "results.json"
     cpu_results().write_json(path)
     section = readme.WHOLE.section(path)
@@ -44,7 +44,7 @@ def _texts(folder):
     return [(folder / page.place).read_text() for page in readme.PAGES]
 
 
-def test_only_what_stands_between_the_markers_is_replaced(pages):
+def test_only_text_between_the_markers_is_replaced(pages):
     file = _file(pages / "run.json", cpu_results(complete=False))
     readme.write(pages, file)
     cpu_results().write_json(file)
@@ -183,7 +183,7 @@ def test_the_section_of_a_gpu_has_a_line_for_each_backend_and_step(tmp_path):
     assert "MiB" not in section
 
 
-def test_a_section_of_two_files_says_of_neither_that_gpus_were_not_measured(tmp_path):
+def test_a_section_with_a_gpu_file_claims_no_missing_gpu(tmp_path):
     cpu, gpu = tmp_path / "cpu.json", tmp_path / "gpu.json"
     cpu_results().write_json(cpu)
     gpu_results().write_json(gpu)

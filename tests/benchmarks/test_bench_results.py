@@ -12,7 +12,7 @@ from benchmarks import machine, report
 from benchmarks.results import FORMAT, Results, Row
 
 
-def test_a_json_file_reads_back_as_it_was_and_names_what_was_not_measured(tmp_path):
+def test_a_json_file_round_trips_and_names_missing_measurements(tmp_path):
     path = tmp_path / "results.json"
     cpu_results().write_json(path)
     assert Results.read_json(path) == cpu_results()
@@ -122,7 +122,7 @@ def _tables(results):
     return {table.title: table for table in tables}
 
 
-def test_the_tables_hold_a_line_for_each_row_and_a_dash_for_what_is_missing():
+def test_the_tables_hold_a_line_for_each_row_and_a_dash_for_missing_values():
     tables = _tables(gpu_results())
     kernels = tables["Kernels over gradient lists"]
     assert len(kernels.lines) == 16
@@ -138,7 +138,7 @@ def test_the_tables_hold_a_line_for_each_row_and_a_dash_for_what_is_missing():
     assert steps.lines[2][-1] == "11.3"
 
 
-def test_a_subject_that_is_not_known_has_a_table_of_what_was_measured():
+def test_an_unknown_subject_has_a_table_of_its_values():
     rows = [
         Row("news", "a", "float32", "path", "torch", ms_p50=2.0, over_none=1.25),
         Row("news", "a", "float32", "path", "cpu", ms_p50=1.0, tensors=12345),
@@ -154,12 +154,12 @@ def test_training_and_growth_have_tables():
     assert tables[0].lines[1][-1] == "1.250"
 
 
-def test_a_cpu_has_no_columns_for_what_only_a_gpu_has():
+def test_a_cpu_has_no_gpu_columns():
     (table,) = (table for title, table in _tables(cpu_results()).items() if "Kernels" in title)
     assert "kernels" not in table.numbers
 
 
-def test_a_table_as_text_has_its_columns_below_one_another():
+def test_a_text_table_has_aligned_columns():
     table = report.Table("Title", ("name", "kind"), ("number",))
     table.add("a", "long", "1.00")
     table.add_section()

@@ -36,7 +36,7 @@ def test_contenders_take_turns_and_every_sample_is_a_whole_number_of_cycles():
     assert ("path", "c") not in samples
 
 
-def test_what_is_around_a_contender_is_entered_for_its_samples_alone(monkeypatch):
+def test_the_context_of_a_contender_is_entered_for_its_samples_alone(monkeypatch):
     inside = []
 
     class Around:
@@ -130,7 +130,7 @@ def test_calls_are_queued_behind_a_device_that_is_kept_busy(clock):
     assert queue.asked == ["synchronize", *part, *part, *part]
 
 
-def test_what_is_timed_again_is_whole_cycles():
+def test_repeated_samples_are_whole_cycles():
     parts = []
     timer = EventTimer(HostQueue(), {("p", "a"): 300}, cycle=4)
     timer._held = lambda contender, calls: parts.append(calls) or 1.0
@@ -194,7 +194,7 @@ def _events(*events):
     return [Event(name, start, end, on_device) for name, start, end, on_device in events]
 
 
-def test_counts_are_those_within_a_mark_without_the_wait_that_ends_it():
+def test_counts_are_taken_inside_a_mark_without_its_final_wait():
     mark = counts.MARK
     events = _events(
         ("cudaDeviceSynchronize", 0, 5, False),

@@ -240,7 +240,7 @@ def test_a_scaler_that_is_wrong_is_not_timed(monkeypatch, wrong, match):
         training.measure(Plan(tiny(torch.optim.SGD), False, True), CPU, BRIEF)
 
 
-def test_an_infinity_is_among_what_is_compared(monkeypatch):
+def test_the_comparison_includes_an_infinity(monkeypatch):
     found = []
     plain = ampfast.GradScaler.step
 
@@ -290,7 +290,7 @@ def test_jobs_are_made_without_a_net_and_one_that_does_not_fit_is_not_built(monk
         jobs[0].run()
 
 
-def test_a_net_is_gone_after_it_was_measured(monkeypatch):
+def test_a_net_is_freed_after_its_measurement(monkeypatch):
     nets = []
     plain = Net.made
 

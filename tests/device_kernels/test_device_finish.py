@@ -167,7 +167,7 @@ def test_norms_of_bad_values(dtype: torch.dtype, bad: float) -> None:
         assert_same(norms, torch.full((2,), abs(bad), dtype=torch.float64))
 
 
-def test_squares_are_of_what_is_not_yet_rounded_to_16_bit() -> None:
+def test_squares_are_taken_before_rounding_to_16_bit() -> None:
     value = torch.tensor([3.0], dtype=torch.bfloat16)
     norms = torch.empty(2, dtype=torch.float64)
     KERNELS.unscale_(grads_of([value]), flag(1 / 3 + 0.001), is_scale=False, norms=norms)
@@ -176,7 +176,7 @@ def test_squares_are_of_what_is_not_yet_rounded_to_16_bit() -> None:
     assert norms[1].item() != product.item()
 
 
-def test_what_lies_outside_of_a_tensor_is_not_in_its_norms() -> None:
+def test_values_outside_of_a_tensor_are_not_in_its_norms() -> None:
     # Times an infinite inverse, padding zeros would be NaN.
     norms = torch.empty(2, dtype=torch.float64)
     KERNELS.norms(grads_of([guarded(torch.ones(3), 1)]), flag(0.0), is_scale=True, norms=norms)
@@ -237,7 +237,7 @@ def test_fused_update_on_grids(programs: int, bad: bool, monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize("given", [None, 0.0, -0.0, 1.0, math.nan])
 @pytest.mark.parametrize("other", [0.0, -0.0, 0.5, 1.0, 2.0, math.nan])
-def test_fused_update_heeds_another_flag(other: float, given: float | None) -> None:
+def test_fused_update_takes_another_flag(other: float, given: float | None) -> None:
     scale, tracker, factors = state("grows")
     update = KERNELS.scale_update(scale, tracker, [flag(other)], factors)
     found_inf = None if given is None else flag(given)
@@ -383,7 +383,7 @@ def test_random_updates() -> None:
         (torch.ones((), requires_grad=True), torch.zeros((), dtype=torch.int32), []),
     ],
 )
-def test_what_the_kernels_do_not_know_is_refused(
+def test_arguments_unknown_to_the_kernels_are_refused(
     scale: torch.Tensor, tracker: torch.Tensor, flags: list[torch.Tensor]
 ) -> None:
     assert KERNELS.scale_update(scale, tracker, flags, UpdateFactors(2.0, 0.5, 1)) is None

@@ -155,7 +155,7 @@ def eights(*dtypes: torch.dtype) -> list[torch.Tensor]:
 
 
 @pytest.mark.usefixtures("compiling")
-def test_what_cannot_be_captured_leaves_all_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_refused_capture_leaves_all_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
     known, new = eights(torch.float32, torch.float64), eights(torch.float32, torch.bfloat16)
     scale = torch.tensor(4.0)
     KERNELS.unscale_(grads_of(known), scale, is_scale=True)
@@ -171,7 +171,7 @@ def test_what_cannot_be_captured_leaves_all_gradients(monkeypatch: pytest.Monkey
     assert [grad.tolist() for grad in new] == [[2.0] * 3] * 2
 
 
-def test_what_does_not_compile_leaves_all_gradients(
+def test_a_failed_compilation_leaves_all_gradients(
     compiling: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if compiling.INTERPRETED:
@@ -289,9 +289,7 @@ def test_quotients_are_not_rounded_to_16_bit(dtype: torch.dtype, divisor: float)
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("coefficient", [0.5, 1 / 3, 0.9999, 1.0, 0.0])
-def test_coefficient_multiplies_what_unscaling_writes(
-    dtype: torch.dtype, coefficient: float
-) -> None:
+def test_coefficient_multiplies_unscaled_values(dtype: torch.dtype, coefficient: float) -> None:
     def make() -> list[torch.Tensor]:
         values = random_bits(6000, dtype, 8)
         if dtype.itemsize == 2:

@@ -96,12 +96,12 @@ def check_each(
     ("count", "odd", "places"),
     [(2, 1, ("rank 0", "rank 1")), (4, 2, ("ranks 0-1, 3", "rank 2"))],
 )
-def test_what_is_different_on_one_rank(count: int, odd: int, places: tuple[str, str]) -> None:
+def test_a_different_setting_on_one_rank(count: int, odd: int, places: tuple[str, str]) -> None:
     by_rank = ranks.run(check_each, [case[:2] for case in DIFFERENT], odd, ranks=count)
     for results in by_rank:
-        for (_, _, expected), told in zip(DIFFERENT, results, strict=True):
+        for (_, _, expected), errors in zip(DIFFERENT, results, strict=True):
             texts = "; ".join(text.format(*places) for text in expected)
-            assert told == (f"the ranks' scalers differ: {texts}",) * 2
+            assert errors == (f"the ranks' scalers differ: {texts}",) * 2
 
 
 def test_several_differences_between_several_ranks() -> None:
@@ -134,11 +134,11 @@ def step(scaler: GradScaler, gradient: float) -> None:
 def trained() -> list[str | None]:
     """Results after each of several steps, one of which overflows on rank 1 only."""
     scaler = GradScaler("cpu", init_scale=8.0, growth_interval=3, hysteresis=2)
-    told = []
+    errors = []
     for gradient in (1.0, float("inf") if dist.get_rank() else 1.0, 1.0):
         step(scaler, gradient)
-        told.append(error_of(scaler))
-    return told
+        errors.append(error_of(scaler))
+    return errors
 
 
 def test_states_that_went_apart() -> None:
@@ -187,10 +187,10 @@ def of_several_groups() -> list[str | None]:
         [None, dist.group.WORLD, dist.group.WORLD, dist.group.WORLD],
         [dist.group.WORLD, mesh, mesh, mesh],
     ]
-    told = [error_of(GradScaler("cpu", process_group=groups[rank])) for groups in given]
+    errors = [error_of(GradScaler("cpu", process_group=groups[rank])) for groups in given]
     # FSDP's scaler takes the default group by default.
     makes = [GradScaler, GradScaler, ShardedGradScaler, ShardedGradScaler]
-    return [*told, error_of(makes[rank]("cpu", allow_fp16=True))]
+    return [*errors, error_of(makes[rank]("cpu", allow_fp16=True))]
 
 
 def test_a_group_that_one_does_not_have() -> None:

@@ -277,8 +277,8 @@ def without_limits(place: str, partial: bool) -> Any:
 
 def test_a_checkpoint_without_limits_is_loaded_in_part(tmp_path: Path) -> None:
     """torch demands every entry of the loading side unless told otherwise."""
-    for told in ranks.run(without_limits, str(tmp_path / "strict"), False):
-        assert "Missing key in checkpoint state_dict: scaler.ampfast." in told
+    for message in ranks.run(without_limits, str(tmp_path / "strict"), False):
+        assert "Missing key in checkpoint state_dict: scaler.ampfast." in message
     kept = GradScaler(**SETTINGS, **POLICY).state_dict()
     kept["ampfast"]["hysteresis_tracker"] = 1
     for state in ranks.run(without_limits, str(tmp_path / "partial"), True):
@@ -291,9 +291,9 @@ def with_limits(place: str, of_loaded: dict[str, Any]) -> Any:
 
 
 def test_a_checkpoint_with_other_limits_is_refused_everywhere(tmp_path: Path) -> None:
-    for told in ranks.run(with_limits, str(tmp_path), {**POLICY, "hysteresis": 3}):
-        assert told.startswith("ValueError: the checkpoint is of a scaler with another policy")
-        assert "hysteresis 2 there, 3 here" in told
+    for message in ranks.run(with_limits, str(tmp_path), {**POLICY, "hysteresis": 3}):
+        assert message.startswith("ValueError: the checkpoint is of a scaler with another policy")
+        assert "hysteresis 2 there, 3 here" in message
 
 
 def test_limits_are_not_looked_for_without_them(tmp_path: Path) -> None:
@@ -316,9 +316,9 @@ def disabled(place: str, scaler: str) -> Any:
 def test_disabled_scalers(tmp_path: Path) -> None:
     by_ours = ranks.run(disabled, str(tmp_path / "ours"), "ours")
     by_torch = ranks.run(disabled, str(tmp_path / "torch"), "torch")
-    assert [told[:2] for told in by_ours] == [told[:2] for told in by_torch] == [[{}, {}]] * 2
-    for told in by_ours + by_torch:
-        assert "Missing key in checkpoint state_dict: scaler." in told[2]
+    assert [seen[:2] for seen in by_ours] == [seen[:2] for seen in by_torch] == [[{}, {}]] * 2
+    for seen in by_ours + by_torch:
+        assert "Missing key in checkpoint state_dict: scaler." in seen[2]
 
 
 def schedule_of(place: str) -> list[Any]:

@@ -198,7 +198,7 @@ def test_norms_of_distributed_gradients() -> None:
 
 
 def compared(odd: int | None) -> list[str | None]:
-    told: list[str | None] = []
+    errors: list[str | None] = []
     rank = dist.get_rank()
     pair = [dist.new_group([0, 2]), dist.new_group([1, 3])][rank % 2]
     for real in (dist.group.WORLD, pair):
@@ -207,10 +207,10 @@ def compared(odd: int | None) -> list[str | None]:
         )
         try:
             scaler.check_ranks()
-            told.append(None)
+            errors.append(None)
         except RuntimeError as error:
-            told.append(str(error))
-    return told
+            errors.append(str(error))
+    return errors
 
 
 def test_ranks_are_compared() -> None:
@@ -220,7 +220,7 @@ def test_ranks_are_compared() -> None:
     assert ranks.run(compared, 3, ranks=4) == [[world, None], [world, pair]] * 2
 
 
-def test_what_is_no_group() -> None:
+def test_non_groups_are_refused() -> None:
     class Half:
         def rank(self) -> int:
             return 0

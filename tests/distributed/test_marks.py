@@ -59,7 +59,7 @@ def reports_of(way: str, layout: str) -> list[list[Told]]:
 
 @pytest.mark.parametrize("layout", ["plain", "shards"])
 @pytest.mark.parametrize("way", ["step", "fused", "twice", "clip", "defer", "odd norm"])
-def test_every_rank_knows_what_any_rank_found(way: str, layout: str) -> None:
+def test_every_rank_knows_every_overflow(way: str, layout: str) -> None:
     first = [("a", "inf", 0, 1, 0)]
     both = [("a", "nan", 2, 1, 1), ("c", "inf", 2, 1, 0)]
     for seen in ranks.run(reports_of, way, layout):

@@ -246,7 +246,7 @@ def divided_by(own: float, way: str, large: int | None) -> tuple[bool, float]:
 
 
 @pytest.mark.parametrize("way", ["unscale", "defer"])
-def test_what_only_the_users_own_quotient_overflows(way: str) -> None:
+def test_only_the_quotient_by_the_users_scale_overflows(way: str) -> None:
     """One rank's quotient overflows after the ranks agreed on finite gradients."""
     assert ranks.run(divided_by, 1e-20, way, None) == [(False, 1.0)] * 2
     for large in (0, 1):
@@ -317,6 +317,6 @@ def misused(what: str) -> str:
         ("list", "TypeError: "),
     ],
 )
-def test_what_cannot_be_a_group(what: str, says: str) -> None:
+def test_invalid_groups(what: str, says: str) -> None:
     for said in ranks.run(misused, what):
         assert said.startswith(says) or (said == "" and "outside" in what)

@@ -60,10 +60,10 @@ def fails_on(failing: list[int]) -> None:
 def test_every_failing_rank_is_shown() -> None:
     with pytest.raises(ranks.RanksFailedError) as raised:
         ranks.run(fails_on, [1, 2], ranks=3)
-    told = str(raised.value)
+    text = str(raised.value)
     for rank in (1, 2):
-        assert f"rank {rank}: LookupError: nothing on rank {rank}\nTraceback" in told
-    assert "in fails_on" in told
+        assert f"rank {rank}: LookupError: nothing on rank {rank}\nTraceback" in text
+    assert "in fails_on" in text
     assert ranks.run(fails_on, []) == [None, None]
 
 
@@ -80,7 +80,7 @@ def dies(how: str) -> None:
         os._exit(7)
 
 
-def test_a_rank_that_dies_is_told_by_its_exit_code() -> None:
+def test_a_rank_that_dies_is_reported_with_its_exit_code() -> None:
     outcomes = ranks.attempt(dies, "")
     assert [outcome.error for outcome in outcomes] == [None, "exit code 7"]
     assert "goodbye" in outcomes[1].details
@@ -103,17 +103,17 @@ def crashes(sign: Path, *, in_python: bool) -> int:
 def test_a_rank_that_crashes_tells_where(tmp_path: Path) -> None:
     with pytest.raises(ranks.RanksFailedError) as raised:
         ranks.run(functools.partial(crashes, in_python=True), tmp_path / "sign")
-    told = str(raised.value)
-    assert "rank 1: exit code -11\n" in told
-    assert "frame #0: " in told
-    assert "in crashes" in told
+    text = str(raised.value)
+    assert "rank 1: exit code -11\n" in text
+    assert "frame #0: " in text
+    assert "in crashes" in text
 
 
-def test_a_crash_in_a_thread_of_torch_is_told_and_tried_again(tmp_path: Path) -> None:
-    with pytest.warns(UserWarning, match="once more") as told:
+def test_a_crash_in_a_thread_of_torch_is_reported_and_retried(tmp_path: Path) -> None:
+    with pytest.warns(UserWarning, match="once more") as text:
         by_rank = ranks.run(functools.partial(crashes, in_python=False), tmp_path / "sign")
     assert by_rank == [0, 1]
-    assert "frame #0: " in str(told[0].message)
+    assert "frame #0: " in str(text[0].message)
 
 
 def test_a_crash_in_ampfast_is_not_tried_again(
@@ -154,6 +154,6 @@ def unpicklable() -> Any:
     return lambda: None
 
 
-def test_what_cannot_be_sent_back_is_an_error() -> None:
+def test_an_unpicklable_result_is_an_error() -> None:
     with pytest.raises(ranks.RanksFailedError, match="pickle"):
         ranks.run(unpicklable)

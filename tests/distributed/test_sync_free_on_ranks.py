@@ -31,7 +31,7 @@ def turned(kind: str) -> tuple[str, bool, list[torch.Tensor]]:
 
 
 @pytest.mark.parametrize("kind", ["Adam", "AdamW", "SGD", "Adagrad"])
-def test_what_torch_has_no_fused_kernel_for_is_refused(kind: str) -> None:
+def test_parameters_without_a_fused_kernel_are_refused(kind: str) -> None:
     torch.manual_seed(0)
     model = torch.nn.Linear(4, 4)
     optimizer = getattr(torch.optim, kind)(model.parameters(), lr=0.5)

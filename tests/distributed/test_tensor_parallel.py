@@ -175,19 +175,19 @@ def in_sequence(scaler_name: str, kind: str, planted: dict[int, tuple[int, ...]]
             scaler.step(optimizer)
             scaler.update()
             seen.append((scaler.get_scale(), norms))
-    told = [str(w.message) for w in caught if "ampfast" in str(w.message)]
-    return seen, [whole(p) for p in model.parameters()], told
+    warned = [str(w.message) for w in caught if "ampfast" in str(w.message)]
+    return seen, [whole(p) for p in model.parameters()], warned
 
 
 @pytest.mark.parametrize("kind", ["momentum", "fused_adamw"])
 def test_gradients_that_are_not_added_up(kind: str) -> None:
     planted = {1: (0,), 2: (1,), 6: (0, 1)}
     theirs = ranks.run(in_sequence, "torch", kind, planted)
-    for (seen, parameters, told), (their_scales, their_parameters, _) in zip(
+    for (seen, parameters, warned), (their_scales, their_parameters, _) in zip(
         ranks.run(in_sequence, "ours", kind, planted), theirs, strict=True
     ):
         assert [scale for scale, _ in seen] == [scale for scale, _ in their_scales]
         assert_same(parameters, their_parameters)
         for _, (exact, norm) in seen:
             assert norm == pytest.approx(exact, rel=1e-6, nan_ok=True)
-        assert not told
+        assert not warned

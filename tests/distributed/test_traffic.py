@@ -151,6 +151,6 @@ def counts_itself() -> Sent:
     return sent(call)
 
 
-def test_the_count_sees_what_is_sent() -> None:
+def test_the_count_sees_collectives() -> None:
     both = [FLAG, ("gloo:all_reduce", 16), ("gloo:broadcast", 12)]
     assert ranks.run(counts_itself) == [both] * 2

@@ -209,7 +209,7 @@ def test_a_world_after_another() -> None:
     assert ranks.run(anew) == [[True] * 8] * 2
 
 
-def test_a_world_that_was_there_when_torchs_class_was_imported() -> None:
+def test_a_world_older_than_the_import_of_torchs_class() -> None:
     code = """
         import torch.distributed as dist
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)

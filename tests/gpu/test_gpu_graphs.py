@@ -279,7 +279,7 @@ def test_the_memory_of_captured_lists_is_never_given_back(
 
 # Last, since a capture that it breaks cannot be repaired in this process.
 @pytest.mark.parametrize("read", ["get_scale", "step_skipped", "state_dict"])
-def test_refused_what_the_host_reads(backend: str, device: torch.device, read: str) -> None:
+def test_refuses_reads_by_the_host(backend: str, device: torch.device, read: str) -> None:
     ours, _ = trainings(backend, "fused_adam", device)
     arguments = (ours.optimizer,) if read == "step_skipped" else ()
     refused(lambda: getattr(ours.scaler, read)(*arguments), "cannot capture", device)

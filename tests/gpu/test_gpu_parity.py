@@ -114,7 +114,7 @@ def test_all_values_of_16_bits(
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
-def test_a_coefficient_multiplies_what_unscaling_writes(
+def test_a_coefficient_multiplies_unscaled_values(
     backend: str, device: torch.device, dtype: torch.dtype
 ) -> None:
     kernels = kernels_of(backend, device)
@@ -179,7 +179,7 @@ def test_random_lists_are_tracked(backend: str, device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
-def test_every_range_is_told(backend: str, device: torch.device, dtype: torch.dtype) -> None:
+def test_every_range_is_counted(backend: str, device: torch.device, dtype: torch.dtype) -> None:
     edges = edges_of_half(dtype)
     check_passes(kernels_of(backend, device), [edges, *edges.split(1)], device)
 
@@ -256,7 +256,7 @@ def test_more_flags_than_the_kernel_takes(backend: str, device: torch.device) ->
 
 @pytest.mark.parametrize("given", [None, 0.0, 1.0, math.nan])
 @pytest.mark.parametrize("other", [0.0, 1.0, 2.0])
-def test_an_update_behind_finite_gradients_heeds_other_flags(
+def test_an_update_behind_finite_gradients_takes_other_flags(
     backend: str, device: torch.device, given: float | None, other: float
 ) -> None:
     scale, tracker = flag(8.0, device), torch.zeros((), dtype=torch.int32, device=device)

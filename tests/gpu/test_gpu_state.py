@@ -84,7 +84,7 @@ POLICY = POLICIES["hysteresis"].__class__(min_scale=0.5, hysteresis=2)
 
 
 @pytest.mark.parametrize("together", [False, True])
-def test_the_minimum_is_heeded_without_waiting(
+def test_the_minimum_is_checked_without_waiting(
     backend: str, device: torch.device, together: bool
 ) -> None:
     loop = Loop(backend, device, init_scale=1.0, min_scale=1.0, on_min_scale="raise")
@@ -108,14 +108,14 @@ def test_the_minimum_is_heeded_without_waiting(
 def test_reading_is_refused_under_capture(backend: str, device: torch.device) -> None:
     loop = Loop(backend, device)
     loop.step(1.0)
-    told = []
+    errors = []
     with torch.cuda.graph(torch.cuda.CUDAGraph()):
         loop.param.grad.fill_(2.0)
         for read in (loop.scaler.stats, loop.scaler.history):
             with pytest.raises(RuntimeError, match="after the replay") as error:
                 read()
-            told.append(error)
-    assert len(told) == 2
+            errors.append(error)
+    assert len(errors) == 2
     assert loop.scaler.stats().steps == 1
 
 

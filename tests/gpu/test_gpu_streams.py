@@ -51,7 +51,7 @@ def test_one_address_with_other_sizes_and_dtypes(backend: str, device: torch.dev
         assert same_bits(grad, expected), (step, dtype, count)
 
 
-def test_gradients_are_freed_and_made_anew(backend: str, device: torch.device) -> None:
+def test_gradients_are_freed_and_reallocated(backend: str, device: torch.device) -> None:
     chance = random.Random(8)
     scaler = GradScaler(backend=backend, init_scale=8.0, growth_interval=10_000)
     scaler.scale(torch.ones((), device=device))
@@ -192,7 +192,7 @@ def test_another_device_is_current(backend: str, device: torch.device, kind: str
 
 
 @pytest.mark.parametrize("how", ["freed", "shrunk"])
-def test_storage_that_is_gone_is_refused(backend: str, device: torch.device, how: str) -> None:
+def test_freed_storage_is_refused(backend: str, device: torch.device, how: str) -> None:
     grad = torch.ones(5_000, device=device)
     grad.untyped_storage().resize_(0 if how == "freed" else 100)
     with pytest.raises(RuntimeError, match="storage of a gradient was freed or resized"):

@@ -96,7 +96,7 @@ def test_replayed_steps_are_marked(backend: str, device: torch.device) -> None:
     assert (total.infinities, total.nans) == (2, 1)
 
 
-def test_what_must_exist_before_a_capture(backend: str, device: torch.device) -> None:
+def test_state_required_before_a_capture(backend: str, device: torch.device) -> None:
     scaler, _ = looped(backend, device, QuietFused, "health")
     param = torch.nn.Parameter(torch.ones(10, device=device))
     param.grad = torch.ones_like(param)

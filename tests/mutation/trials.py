@@ -104,7 +104,7 @@ def _baseline(
     items: list[pytest.Item], paths: set[str]
 ) -> tuple[list[float], dict[str, dict[int, set[int]]]]:
     """Seconds of each test, and the tests that run each line of a file."""
-    with tempfile.NamedTemporaryFile() as told:
+    with tempfile.NamedTemporaryFile() as results:
 
         def measure() -> int:
             tracer = coverage.Coverage(data_file=None, config_file=False, include=list(paths))
@@ -126,13 +126,13 @@ def _baseline(
                 }
                 for path in data.measured_files()
             }
-            Path(told.name).write_bytes(pickle.dumps((seconds, runs)))
+            Path(results.name).write_bytes(pickle.dumps((seconds, runs)))
             return _ALL_PASSED
 
         _, status = os.waitpid(_forked(measure, is_quiet=False), 0)
         if status:
             raise SystemExit(1)
-        seconds, runs = pickle.loads(Path(told.name).read_bytes())
+        seconds, runs = pickle.loads(Path(results.name).read_bytes())
         return seconds, runs
 
 

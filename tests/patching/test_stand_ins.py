@@ -69,7 +69,7 @@ def warned(function: Callable[[], object]) -> list[tuple[Any, ...]]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_a_name_makes(kind: str) -> None:
+def test_instances_made_by_each_name(kind: str) -> None:
     ampfast.patch()
     scaler = make(kind)
     assert type(scaler) is named(kind)
@@ -229,7 +229,7 @@ def test_the_deprecation_is_torchs(kind: str) -> None:
     assert ours[0][3] == New.__init__.__code__.co_firstlineno + 1
 
 
-def test_a_missing_device_is_told_of_at_the_line_of_the_call() -> None:
+def test_a_missing_device_warns_at_the_callers_line() -> None:
     if torch.cuda.is_available():
         pytest.skip("CUDA is available")
     ampfast.patch()

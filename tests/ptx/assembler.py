@@ -1,4 +1,4 @@
-"""Texts of PTX as listings of instructions for the machine that runs them."""
+"""Assembler: PTX text to listings of instructions for the machine that runs them."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ __all__ = ["Kernel", "UnknownPtx", "kernels_of"]
 
 
 class UnknownPtx(Exception):  # noqa: N818
-    """The assembler does not know what stands there."""
+    """Unsupported PTX."""
 
 
 @dataclass(frozen=True)
 class Kernel:
-    """One entry of a text.
+    """Kernel of a PTX text.
 
     Attributes:
-        name: As it is there.
-        parameters: Where each parameter begins and how long it is, in bytes.
-        listing: For the machine.
+        name: Mangled name.
+        parameters: Offset and size of each parameter in bytes.
+        listing: Input of the machine.
     """
 
     name: str
@@ -29,7 +29,7 @@ class Kernel:
     listing: str
 
     def packed(self, arguments: Sequence[bytes]) -> bytes:
-        """Arguments where the kernel finds them; what is not given at the end is zero."""
+        """Parameter block with these arguments; missing ones at the end are zero."""
         place, size = self.parameters[-1]
         block = bytearray(place + size)
         for (place, size), argument in zip(self.parameters, arguments, strict=False):
@@ -41,9 +41,9 @@ COMPARISONS = {"eq", "ne", "lt", "le", "gt", "ge"}
 COMBINATIONS = {"add", "max", "min", "inc"}
 SPACES = {"global": "global", "shared": "shared", "shared::cta": "shared", "param": "param"}
 FLOAT_COMPARISONS = {f"{how}u" for how in COMPARISONS} | {"nan"}
-ATOMIC = COMBINATIONS | {"global", "gpu", "relaxed", "acq_rel"}  # for all programs, not for one
-# Each op's operands and what may stand between it and its types. The machine rounds to nearest and
-# has one cache, so some of that changes nothing.
+ATOMIC = COMBINATIONS | {"global", "gpu", "relaxed", "acq_rel"}  # for all programs, not just one
+# Numbers of operands, and modifiers between op and types. The machine rounds to nearest and has one
+# cache, so some modifiers change nothing.
 SYNTAX: dict[str, tuple[set[int], set[str]]] = {
     **dict.fromkeys(("abs", "neg", "not", "popc", "mov"), ({2}, set())),
     **dict.fromkeys(("and", "or", "xor", "max", "min", "shl", "shr"), ({3}, set())),
@@ -67,7 +67,7 @@ SYNTAX: dict[str, tuple[set[int], set[str]]] = {
     "shfl": ({5}, {"sync", "bfly", "idx"}),
     "st": ({2}, {*SPACES, "v2", "v4"} - {"param"}),
 }
-# Of these one is needed, or what the instruction does is not said.
+# Ops that need one of these modifiers to be defined.
 NEEDED = {
     "atom": COMBINATIONS,
     "fence": {"gpu"},
@@ -77,7 +77,7 @@ NEEDED = {
     "setp": COMPARISONS | FLOAT_COMPARISONS,
     "shfl": {"bfly", "idx"},
 }
-# Of floating point numbers; what does not say how it is rounded may be contracted.
+# Floating point ops without a rounding modifier may be contracted.
 ROUNDED = {"add", "sub", "mul", "div", "sqrt", "rcp"}
 SAME = {"membar": "fence", "barrier": "bar", "red": "atom", "cvta": "mov", "exit": "ret"}
 SPECIALS = {"%tid.x": "tid", "%ctaid.x": "ctaid", "%nctaid.x": "nctaid", "_": "_"}
@@ -89,7 +89,7 @@ LABEL = re.compile(r"\s*([\w$%]+)\s*:(?!:)")
 
 
 def kernels_of(text: str) -> dict[str, Kernel]:
-    """Returns the kernels of a text, by their names.
+    """Returns the kernels of a text by name.
 
     Raises:
         UnknownPtx: If something in it has no meaning here.
@@ -106,7 +106,7 @@ def kernels_of(text: str) -> dict[str, Kernel]:
 
 
 def _braced(text: str, start: int) -> str:
-    """What stands up to the brace that closes the one before `start`."""
+    """Text up to the brace that matches the one before `start`."""
     depth = 1
     for brace in re.compile(r"[{}]").finditer(text, start):
         depth += 1 if brace[0] == "{" else -1
@@ -140,7 +140,7 @@ def _aligned(offset: int, alignment: int) -> int:
 
 
 def _places_of_parameters(text: str) -> dict[str, tuple[int, int]]:
-    """Each parameter begins at a multiple of its size or its alignment."""
+    """Offsets of parameters, each aligned to its size or its own alignment."""
     places = {}
     offset = 0
     for parameter in filter(None, map(str.strip, text.split(","))):
@@ -158,7 +158,7 @@ def _places_of_parameters(text: str) -> dict[str, tuple[int, int]]:
 
 
 def _statements(body: str) -> Iterator[str]:
-    """Instructions, declarations of registers, and labels with their colons."""
+    """Instructions, register declarations, and labels with their colons."""
     at = 0
     while at < len(body):
         if body[at].isspace() or body[at] in "{};":  # a scope
@@ -174,7 +174,7 @@ def _statements(body: str) -> Iterator[str]:
 
 @dataclass
 class _Assembly:
-    """A kernel, instruction by instruction."""
+    """Assembler of one kernel, instruction by instruction."""
 
     symbols: dict[str, int]
     declared: set[str] = field(default_factory=set)  # "%r" for %r1, %r2 and so on
@@ -206,7 +206,7 @@ class _Assembly:
         self.lines.append(line)
 
     def finished(self) -> Iterator[str]:
-        # A branch to the end finds something there.
+        # Target of a branch to the end.
         for line in [*self.lines, {"op": "ret", "text": "the end"}]:
             if "target" in line:
                 line = {**line, "target": str(self.labels[line["target"]])}
@@ -274,7 +274,7 @@ class _Assembly:
         line["offset"] = str(offset)
 
     def _list(self, operands: list[str]) -> str:
-        """Several in braces, or a register and a predicate, stand for one operand."""
+        """Operand for several in braces, or for a register with a predicate."""
         singles = []
         for operand in operands:
             singles += re.split(r"[,|]", operand.strip("{} "))

@@ -1,4 +1,4 @@
-"""The CUDA kernels as nvcc compiles them, launched by the code that launches them on a GPU."""
+"""CUDA kernels compiled by nvcc and run on the CPU, launched by their host code for a GPU."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ HOST = (
     ROOT / "csrc" / "gradients.cpp",
     Path(__file__).with_name("cuda_runtime.cpp"),
 )
-# The oldest converts bfloat16 by software.
+# The oldest architecture converts bfloat16 in software.
 ARCHITECTURES = ("75", "90")
 NAME = "ampfast_cuda_on_cpu"
 HOST_FLAGS = ["-std=c++17", "-O1", "-fPIC", "-fvisibility=hidden"]
 
-# Returns the address of a text, or none.
+# Returns the address of a text, or null.
 _LAUNCHER = ctypes.CFUNCTYPE(
     ctypes.c_void_p,
     *(ctypes.c_char_p, ctypes.c_uint, ctypes.c_uint, ctypes.POINTER(ctypes.c_void_p)),
@@ -42,18 +42,18 @@ _LAUNCHER = ctypes.CFUNCTYPE(
 
 
 def install(core: ModuleType, architecture: str) -> None:
-    """Gives the compiled core the CUDA kernels that it was built without.
+    """Gives the compiled core CUDA kernels, which it was built without.
 
     Args:
         core: `ampfast._C`.
-        architecture: Whose code runs; of `ARCHITECTURES`.
+        architecture: Target of the code, of `ARCHITECTURES`.
     """
     folder = _built()
     ptx = next(folder.glob(f"*compute_{architecture}.ptx")).read_text()
     module = _loaded(folder)
     launcher = _LAUNCHER(partial(_launch, kernels_of(ptx)))
     module.set_launcher(ctypes.cast(launcher, ctypes.c_void_p).value)
-    module.launcher = launcher  # lives as long as what calls it
+    module.launcher = launcher  # lives as long as its caller
     core.WITH_CUDA = True
     for name in dir(module):
         if name.startswith("cuda_"):
@@ -68,11 +68,11 @@ def _launch(
 ) -> int | None:
     global _last_error
     kernel = kernels[name.decode()]
-    given = zip(kernel.parameters, arguments, strict=False)  # a pointer without an end
+    given = zip(kernel.parameters, arguments, strict=False)  # a pointer to memory of unknown size
     packed = kernel.packed([ctypes.string_at(argument, size) for (_, size), argument in given])
     try:
         machine.run(kernel, programs, threads, packed)
-    except Exception as error:  # what a callback raises would be lost
+    except Exception as error:  # exceptions of a callback would be lost
         _last_error = ctypes.create_string_buffer(str(error).encode())
         return ctypes.addressof(_last_error)
     return None
@@ -121,6 +121,6 @@ def _make(folder: Path) -> None:
 
 
 def _paths_of_headers() -> list[str]:
-    """Python's, and those of the toolkit of nvcc."""
+    """Include paths of Python and of nvcc's toolkit."""
     toolkit = Path(SETUP.find_nvcc()).parents[1]
     return [sysconfig.get_path("include"), str(toolkit / "include")]

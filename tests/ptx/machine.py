@@ -1,14 +1,14 @@
-"""Runs kernels of PTX on the CPU, on CPU tensors: what compilers made of them, with no GPU.
+"""Runs compiled PTX kernels on CPU tensors, without a GPU.
 
-The way of a launch: `on_machine.py` says which memory it may use and calls the launch of the
+Path of a launch: `on_machine.py` declares the memory it may use and calls the launch of the
 backend. For CUDA, `cuda_on_cpu.py` has nvcc compile the kernels, keeps the PTX, and links nvcc's
 host code with `cuda_runtime.cpp`, whose `cudaLaunchKernel` calls back. For Triton,
 `triton_on_cpu.py` stands in for the driver of its runtime. Both end in `run`: `assembler.py` turns
 PTX into a listing, `listing.h` reads it, and `machine.cpp` runs it, over `memory.h` (where),
 `races.h` (in which order) and `arithmetic.h` (what).
 
-It does not see reads of registers or shared memory that nobody wrote, one shared variable used
-beyond its end as another, or one gradient read through another of its list.
+Not detected: reads of uninitialised registers or shared memory, a shared variable accessed beyond
+its end in another one, a gradient read through another one of its list.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ HERE = Path(__file__).parent
 BUILD = HERE.parents[1] / "build" / "ptx"
 COMPILER = shlex.split(os.environ.get("CXX", "c++"))
 FLAGS = ("-std=c++17", "-O2", "-ffp-contract=off", "-Wall", "-Wextra", "-shared", "-fPIC")
-# Programs of a launch that is watched for races.
+# Programs of a launch that is checked for races.
 MOST_WATCHED = 16
 
 
 class PtxError(RuntimeError):
-    """A kernel did what it must not do."""
+    """Illegal operation of a kernel."""
 
 
 class Range(ctypes.Structure):
@@ -76,16 +76,16 @@ class _Launch(ctypes.Structure):
 
 @dataclass
 class Watch:
-    """What launches are watched for, and what they did.
+    """Checks of launches, and their record.
 
     Attributes:
-        memory: What they may use.
-        races: Whether accesses that nothing orders are errors; only in grids of at most
-            `MOST_WATCHED` programs, since every thread keeps what it knows of every other.
-        seed: Decides in which order threads run; each launch gets the next.
-        launches: The names of the kernels.
-        read: Bytes of global memory.
-        written: As `read`.
+        memory: Memory that launches may access.
+        races: Whether unordered accesses are errors; only in grids of at most `MOST_WATCHED`
+            programs, as every thread keeps a clock of every other.
+        seed: Seed of the order in which threads run; each launch takes the next.
+        launches: Names of the kernels.
+        read: Bytes of global memory read.
+        written: Bytes of global memory written.
     """
 
     memory: Sequence[Range] = ()
@@ -97,13 +97,13 @@ class Watch:
 
 
 _OUTERMOST = Watch()
-# Of this thread: another one's launches use other memory.
+# Per thread: launches of another one use other memory.
 _current = ContextVar("_current", default=_OUTERMOST)
 
 
 @contextlib.contextmanager
 def watch(**changes: Any) -> Iterator[Watch]:
-    """Watches this thread's launches: as those outside, but for `changes`; they count in both."""
+    """Watches this thread's launches with changed settings; the outer watch counts them, too."""
     outside = _current.get()
     given = {"memory": outside.memory, "races": outside.races, "seed": outside.seed}
     inside = Watch(**{**given, **changes})
@@ -119,7 +119,7 @@ def watch(**changes: Any) -> Iterator[Watch]:
 
 
 def built(name: str, sources: Sequence[Path], make: Callable[[Path], None]) -> Path:
-    """Returns the folder with what `make` puts into it, made again if a source has changed."""
+    """Returns the folder filled by `make`, rebuilt if a source has changed."""
     key = hashlib.sha256(repr(COMPILER).encode())
     for source in [Path(__file__), *sources]:
         key.update(source.read_bytes())
@@ -128,7 +128,7 @@ def built(name: str, sources: Sequence[Path], make: Callable[[Path], None]) -> P
         BUILD.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=BUILD) as unfinished:
             make(Path(unfinished) / "made")
-            # Another process may have been faster.
+            # Another process may have finished first.
             with contextlib.suppress(OSError):
                 os.rename(Path(unfinished) / "made", folder)
     return folder
@@ -140,14 +140,14 @@ def run(
     """Runs a kernel to its end.
 
     Args:
-        kernel: What the assembler made of it.
-        programs: The grid.
-        threads: Of each program.
-        parameters: As a launch passes them.
-        shared_bytes: What each program gets beyond what its kernel declares.
+        kernel: Assembled kernel.
+        programs: Size of the grid.
+        threads: Threads per program.
+        parameters: Parameter block.
+        shared_bytes: Dynamic shared memory per program.
 
     Raises:
-        PtxError: If it does what it must not do; the message names the instruction.
+        PtxError: On an illegal operation; the message names the instruction.
     """
     watched = _current.get()
     memory = (Range * len(watched.memory))(*watched.memory)

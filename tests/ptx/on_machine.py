@@ -1,4 +1,4 @@
-"""Launches of compiled kernels on CPU tensors, which may touch nothing but what they are given."""
+"""Launches of compiled kernels on CPU tensors, restricted to the memory of their arguments."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from torch import Tensor
 from ampfast.backends.cpu import Clip, DeviceTable, Segment
 from ampfast.backends.gpu import Epilogue, Pass, ScaleUpdate
 
-PARTIALS = 2  # the word of a table that says where the programs' sums begin
+PARTIALS = 2  # word of a table with the offset of the programs' sums
 
 
 class OnMachine:
-    """The launches of a module, each watched by the machine that runs PTX."""
+    """Launches of a module, run and checked by the PTX machine."""
 
     def __init__(self, module: ModuleType, *, races: bool) -> None:
         self._module = module
@@ -81,9 +81,9 @@ def _of_update(update: ScaleUpdate, found_infs: Sequence[Tensor]) -> Iterator[Ra
 
 
 def _table(table: DeviceTable, segment: Segment, write: bool) -> Iterator[Range]:
-    """Programs leave something in the header and behind the table; the table itself is fixed.
+    """Memory of a table: header and partial sums are writable, the rest is read-only.
 
-    It is read as plain memory: tests count what is read of tensors.
+    Read as raw memory, since tests count reads of tensors.
     """
     buffer = table.buffer
     words = (ctypes.c_int64 * buffer.numel()).from_address(buffer.data_ptr())
@@ -94,7 +94,7 @@ def _table(table: DeviceTable, segment: Segment, write: bool) -> Iterator[Range]
 
 
 def _merged(memory: Sequence[Range]) -> list[Range]:
-    """Joins what overlaps: what is read in one role may be written in another."""
+    """Joins overlapping ranges: memory read in one role may be written in another."""
     merged: list[Range] = []
     for part in sorted(memory, key=lambda part: part.address):
         if merged and part.address < merged[-1].address + merged[-1].bytes:

@@ -1,4 +1,4 @@
-"""Kernels of a few instructions, run by the machine."""
+"""Kernels of a few instructions."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ THREADS = 64
 
 
 def kernel(body: str, shared: str = "") -> str:
-    """A kernel of two pointers, which are in %rd1 and %rd2; this thread's number is in %r1."""
+    """Kernel of two pointers in %rd1 and %rd2; %r1 is the thread's index."""
     return f"""
 .version 8.0
 .target sm_75

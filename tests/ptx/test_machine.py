@@ -1,4 +1,4 @@
-"""The machine that runs PTX: what it must not let pass."""
+"""Illegal operations that the PTX machine must detect."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_a_copy_and_its_bytes() -> None:
     assert (watched.launches, watched.read, watched.written) == (["tried"], 256, 256)
 
 
-# What ends a kernel
+# Errors that end a kernel
 
 
 def test_memory_that_was_not_given() -> None:
@@ -73,7 +73,7 @@ def test_a_shuffle_that_some_lanes_do_not_reach() -> None:
         tried(kernel(DIVERGED), numbers(), numbers())
 
 
-# Each thread writes, and then its neighbour reads; the barriers are what the tests leave out.
+# Each thread writes, then its neighbour reads; the tests leave out barriers.
 EXCHANGE = """
     mov.u32 %r2, buffer;
     cvt.u32.u64 %r3, %rd3;
@@ -98,7 +98,7 @@ def test_a_barrier_that_is_missing() -> None:
     without = kernel(EXCHANGE.format(barrier=""), BUFFER)
     with pytest.raises(PtxError, match="races with a"):
         tried(without, numbers(), target, races=True)
-    # Also without looking for races, an order is soon found in which it goes wrong.
+    # Even without race detection, some order soon gives a wrong result.
     wrong = 0
     for seed in range(10):
         tried(without, numbers(), target, seed=seed)
@@ -106,7 +106,7 @@ def test_a_barrier_that_is_missing() -> None:
     assert wrong > 0
 
 
-# Programs leave their numbers, and the last to count sums them up.
+# Programs store their numbers, and the last to count itself sums them up.
 LAST = """
     setp.ne.u32 %p1, %r1, 0;
     @%p1 bra $done;
@@ -168,13 +168,13 @@ def test_fences_around_a_count(release: str, ordered: str, acquire: str, is_righ
         LAST.format(release="", ordered=".cta.acq_rel", acquire=""),
     ],
 )
-def test_what_orders_only_threads_of_one_program_is_refused(body: str) -> None:
+def test_a_barrier_of_one_program_does_not_order_others(body: str) -> None:
     with pytest.raises(UnknownPtx, match=r"cta|none of gpu"):
         kernels_of(kernel(body))
 
 
-def test_every_program_must_release_what_it_did() -> None:
-    # An atomic of each program before its fence, but for the first one's.
+def test_every_program_must_release_its_writes() -> None:
+    # The atomic of each program comes before its fence, but for the first program's.
     body = """
     setp.ne.u32 %p1, %r1, 0;
     @%p1 bra $done;
@@ -218,7 +218,7 @@ def test_a_barrier_that_some_threads_do_not_reach(body: str) -> None:
 
 
 def test_lanes_of_a_warp_run_in_any_order() -> None:
-    # Each reads what the one below it wrote.
+    # Each reads the result of the one below it.
     body = """
     add.s64 %rd4, %rd2, %rd3;
     st.global.b32 [%rd4+4], %r1;
@@ -263,6 +263,6 @@ def test_threads_that_write_the_same_do_no_harm() -> None:
         ("mov.b32 %r2, %laneid;", "laneid"),
     ],
 )
-def test_what_it_does_not_know_is_an_error(instruction: str, unknown: str) -> None:
+def test_unknown_ptx_is_an_error(instruction: str, unknown: str) -> None:
     with pytest.raises((UnknownPtx, PtxError), match=unknown):
         tried(kernel(instruction), numbers(), numbers())

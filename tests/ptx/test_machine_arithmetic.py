@@ -1,4 +1,4 @@
-"""The machine that runs PTX: what it calculates, against torch."""
+"""Arithmetic of the PTX machine, against torch."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from small_kernels import THREADS, kernel, numbers, tried
 
 
 def calculated(body: str, values: torch.Tensor, result: torch.dtype) -> torch.Tensor:
-    """One element a thread: from %rs1, %r2 or %rd4, by its size, into %rs2, %r3 or %rd5."""
+    """One element per thread: from %rs1, %r2 or %rd4, by its size, into %rs2, %r3 or %rd5."""
     registers = {2: ("%rs1", "%rs2"), 4: ("%r2", "%r3"), 8: ("%rd4", "%rd5")}
     source, target = registers[values.itemsize][0], registers[result.itemsize][1]
     text = f"""

@@ -1,4 +1,4 @@
-"""The Triton kernels as Triton compiles them, launched by its own runtime."""
+"""Triton kernels compiled by Triton and run on the CPU, launched by its own runtime."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _FORMATS = {"i1": "?", "i32": "i", "i64": "q", "fp32": "f", "fp64": "d"}
 
 
 class _Driver:
-    """A card whose memory is the CPU's."""
+    """Triton driver of a GPU whose memory is the CPU's."""
 
     def __init__(self, architecture: int) -> None:
         self.utils = _Utils()
@@ -47,7 +47,7 @@ class _Driver:
             packed = [
                 _packed(t, a) for t, a in zip(types, arguments, strict=True) if t != "constexpr"
             ]
-            # Behind them come pointers to what a kernel may ask for, and ours do not.
+            # Followed by pointers to optional scratch memory, which our kernels do not use.
             parameters = kernel.packed(packed)
             threads = metadata.num_warps * self._target.warp_size
             machine.run(kernel, programs, threads, parameters, shared_bytes=metadata.shared)
@@ -80,7 +80,7 @@ def _packed(kind: str, value: Any) -> bytes:
 
 
 def install(architecture: str) -> None:
-    """Makes Triton compile for a card of an architecture, such as "90", and run on the CPU."""
+    """Makes Triton compile for an architecture, such as "90", and run on the CPU."""
     ours = _Driver(int(architecture))
     driver.set_active(ours)
     knobs.runtime.kernel_load_start_hook = ours.utils.about_to_load

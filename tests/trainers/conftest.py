@@ -1,4 +1,4 @@
-"""Lets trainers that know GPUs only run on the CPU."""
+"""Fixtures that run GPU-only trainers on the CPU."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ampfast import grad_scaler
 
 
 def _import_torchvision() -> None:
-    """Makes `import torchvision` work beside a torch without CUDA.
+    """Makes `import torchvision` work with a CPU build of torch.
 
     The torchvision of PyPI is built for CUDA on Linux. Without it its library does not load, and
     its package stumbles over two operators that are missing; nothing here calls them.
@@ -36,21 +36,21 @@ if find_spec("torchvision"):
 
 @pytest.fixture
 def cuda_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Scalers for "cuda" stay enabled without one; on tensors of the CPU they work there."""
+    """Keeps scalers for "cuda" enabled without CUDA; they work on CPU tensors."""
     monkeypatch.setattr(torch.cuda.amp.common, "amp_definitely_not_available", lambda: False)
     monkeypatch.setattr(grad_scaler, "amp_definitely_not_available", lambda: False)
 
 
 @pytest.fixture
 def patched() -> Iterator[ampfast.Patch]:
-    """The whole test runs under `ampfast.patch()`."""
+    """Runs the test under `ampfast.patch()`."""
     with ampfast.patch() as patch:
         yield patch
 
 
 @pytest.fixture
 def run_example(capsys: pytest.CaptureFixture[str]) -> Iterator[Callable[[str], str]]:
-    """Runs a script of examples/trainers in this process and returns what it printed."""
+    """Runs a script of examples/trainers in this process and returns its output."""
 
     def run(name: str) -> str:
         runpy.run_path(str(EXAMPLES / name), run_name="__main__")

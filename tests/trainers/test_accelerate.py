@@ -1,6 +1,6 @@
-"""Accelerate's scaler is an attribute of the Accelerator, read by `prepare`.
+"""Accelerate: the scaler is an attribute of the Accelerator, read by `prepare`.
 
-It uses none on the CPU; what runs here is the path of a GPU, with its `native_amp` set.
+It uses none on the CPU; these tests set its `native_amp` to take the path of a GPU.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Lightning Fabric takes the scaler as an argument of its precision plugin."""
+"""Lightning Fabric: the scaler is an argument of its precision plugin."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""fastai binds the class when it is imported, and passes its callback off as an optimizer."""
+"""fastai: binds the class at import, and passes its callback off as an optimizer."""
 
 from __future__ import annotations
 

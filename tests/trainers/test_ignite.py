@@ -1,4 +1,4 @@
-"""PyTorch-Ignite takes the scaler as an argument, or makes one if told to."""
+"""PyTorch-Ignite: the scaler is an argument, or made on request."""
 
 from __future__ import annotations
 

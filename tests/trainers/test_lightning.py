@@ -1,4 +1,4 @@
-"""Lightning's Trainer takes the scaler as an argument of its precision plugin."""
+"""Lightning's Trainer: the scaler is an argument of its precision plugin."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ plugins = pytest.importorskip("lightning.pytorch.plugins", reason="needs lightni
 
 
 class Classifier(L.LightningModule):
-    """Notes each loss with the scale of the trainer's scaler."""
+    """Records each loss with the scale of the trainer's scaler."""
 
     def __init__(self, optimizer: str) -> None:
         super().__init__()

@@ -1,6 +1,6 @@
-"""MMEngine binds the class when it is imported; its wrapper keeps the scaler in `loss_scaler`.
+"""MMEngine: binds the class at import; its wrapper keeps the scaler in `loss_scaler`.
 
-It refuses to scale without a GPU, which is not looked for here.
+It refuses to scale without a GPU; these tests skip that check.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def _no_gpu_is_needed(cuda_on_cpu: None, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 class Classifier(model.BaseModel):
-    """Notes each loss with the scale of the wrapper's scaler."""
+    """Records each loss with the scale of the wrapper's scaler."""
 
     def __init__(self) -> None:
         super().__init__()

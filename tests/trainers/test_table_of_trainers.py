@@ -1,4 +1,4 @@
-"""The README names the versions that the tests run with, and links to the examples."""
+"""The README's table of trainers: tested versions, and links to the examples."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ TABLE = re.findall(
     (ROOT / "README.md").read_text(encoding="utf-8").split("\n## Trainers\n")[1].split("\n## ")[0],
     re.MULTILINE,
 )
-# What trainers need rather than what they are.
+# Dependencies of trainers.
 BESIDES = {"pytest", "torchvision"}
 
 

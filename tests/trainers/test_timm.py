@@ -1,4 +1,4 @@
-"""timm's NativeScaler makes its scaler itself, by torch's name, and keeps it in `_scaler`."""
+"""timm: its NativeScaler makes its scaler by torch's name and keeps it in `_scaler`."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Transformers' Trainer keeps an Accelerator, whose scaler is an attribute.
+"""Transformers' Trainer: the scaler is an attribute of its Accelerator.
 
-It uses none on the CPU; what runs here is the path of a GPU, with its `native_amp` set.
+It uses none on the CPU; these tests set its `native_amp` to take the path of a GPU.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ transformers = pytest.importorskip("transformers", reason="needs transformers")
 
 
 class Classifier(nn.Module):
-    """Notes each loss with the scale."""
+    """Records each loss with the scale."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Helpers of the trainer tests: a model, its batches, and a run that can be compared."""
+"""Helpers of the trainer tests: model, batches, and a run that can be compared."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ import ampfast
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "trainers"
 STEPS = 16
-# So high that the first steps overflow float16, and growing so fast that later ones do again.
+# Overflows float16 in the first steps, and again later as it grows fast.
 SETTINGS: dict[str, Any] = {"init_scale": 2.0**20, "growth_interval": 3}
 
 
 class HalfNet(nn.Module):
-    """Computes in float16 on the CPU, whatever a trainer does: some start CUDA's autocast alone."""
+    """Computes in float16 on the CPU, since some trainers start CUDA's autocast only."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -45,12 +45,12 @@ def batches() -> Iterator[tuple[Tensor, Tensor]]:
 
 
 def loader(batches: Iterable[tuple[Tensor, Tensor]]) -> DataLoader:
-    """A loader of ready batches."""
+    """Loader of ready batches."""
     return DataLoader(list(batches), batch_size=None)
 
 
 def optimizer_for(model: nn.Module, name: str = "adam") -> torch.optim.Optimizer:
-    """One of `support.OPTIMIZERS`, at a rate that keeps the overflows coming."""
+    """An optimizer of `support.OPTIMIZERS`, with a learning rate that lets overflows go on."""
     optimizer = OPTIMIZERS[name](list(model.parameters()))
     for group in optimizer.param_groups:
         group["lr"] = 0.02
@@ -59,7 +59,7 @@ def optimizer_for(model: nn.Module, name: str = "adam") -> torch.optim.Optimizer
 
 @dataclass
 class Run:
-    """One training run: the losses, the scale that each was scaled by, and what is left."""
+    """Losses, scales and final state of a training run."""
 
     scaler: TorchScaler | None = None
     losses: list[Tensor] = field(default_factory=list)
@@ -67,7 +67,7 @@ class Run:
     state: dict[str, Any] = field(default_factory=dict)
 
     def loss(self, output: Tensor, target: Tensor, scaler: TorchScaler) -> Tensor:
-        """The cross entropy, noted together with the scale."""
+        """Cross entropy, recorded with the scale."""
         loss = nn.functional.cross_entropy(output, target)
         self.scaler = scaler
         self.losses.append(loss.detach().clone())
@@ -75,7 +75,7 @@ class Run:
         return loss
 
     def finish(self, model: nn.Module, **more: Any) -> Run:
-        """Notes the parameters, the scaler's state and whatever else must be equal."""
+        """Records parameters, the scaler's state and anything else that must be equal."""
         self.state = {
             "parameters": [p.detach().clone() for p in model.parameters()],
             "scaler": self.scaler.state_dict(),
@@ -85,13 +85,13 @@ class Run:
 
     @property
     def skipped(self) -> int:
-        """How many steps lowered the scale."""
+        """Number of steps that lowered the scale."""
         scales = [*self.scales, self.state["scaler"]["scale"]]
         return sum(b < a for a, b in pairwise(scales))
 
 
 def assert_same_run(ours: Run, theirs: Run) -> None:
-    """Fails unless both runs are equal bit for bit, and ours had overflows and growth."""
+    """Asserts bitwise equal runs, with overflows and growth in ours."""
     assert isinstance(ours.scaler, ampfast.GradScaler)
     assert not isinstance(theirs.scaler, ampfast.GradScaler)
     assert_same(ours.losses, theirs.losses, "losses")

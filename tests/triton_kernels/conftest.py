@@ -1,4 +1,4 @@
-"""Has the kernels compiled beside other tests."""
+"""Compiles the kernels beside other tests."""
 
 from __future__ import annotations
 
@@ -12,10 +12,7 @@ AHEAD = pytest.StashKey[Process]()
 
 
 def pytest_runtestloop(session: pytest.Session) -> None:
-    """Fills Triton's cache with what the tests of compiled kernels, which come last, will read.
-
-    A process that runs the same tests does, on a core that other tests leave idle.
-    """
+    """Starts a process that compiles the kernels beside other tests, for those that come last."""
     config = session.config
     compiled = [i for i in session.items if i.path.name == "test_compiled.py"]
     if compiled and len(compiled) < len(session.items) and not config.option.collectonly:
@@ -28,6 +25,6 @@ def pytest_runtestloop(session: pytest.Session) -> None:
 
 @pytest.fixture(scope="session")
 def compiled_ahead(pytestconfig: pytest.Config) -> None:
-    """All that was asked for at the start is compiled."""
+    """Waits until all requested variants are compiled."""
     if ahead := pytestconfig.stash.get(AHEAD, None):
         ahead.wait()

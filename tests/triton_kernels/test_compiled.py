@@ -1,4 +1,4 @@
-"""The code of every variant of the Triton kernels, read without a GPU."""
+"""Code of every variant of the Triton kernels, inspected without a GPU."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from variants import (
 from ampfast.backends.cpu import state_layout as layout
 from ampfast.backends.gpu import Epilogue, Use
 
-# What eight programs of 128 threads leave each thread of a multiprocessor.
+# Registers per thread left by eight programs of 128 threads on a multiprocessor.
 REGISTERS = 64
 SIXTEEN_BIT = (torch.float16, torch.bfloat16)
 
@@ -48,7 +48,7 @@ hip_cases = pytest.mark.parametrize(("target", "variant"), HIP_CASES, ids=str)
 
 
 def most_registers(target: str, variant: Variant) -> int:
-    """What leaves room for eight programs, or for the four to six that do elsewhere."""
+    """Registers for eight programs, or for the four to six of other variants."""
     if target in ("sm_75", "sm_80"):
         if variant.dtype in SIXTEEN_BIT:
             return 128
@@ -62,13 +62,13 @@ def ptx(target: str, variant: Variant) -> str:
     return compiled(variant, target).asm["ptx"]
 
 
-# Counters before and after, each at once, scale and tracker before, a step of the ring, scale and
+# Counters before and after, one store each; scale and tracker before; a step of the ring; scale and
 # tracker.
 STORES_OF_UPDATE = 1 + 1 + 2 + layout.RING_WORDS + 2
 
 
 def stores_beside_gradients(variant: Variant) -> int:
-    """Partial sum; then found_inf, norms, reset; then what an update writes."""
+    """Stores of partial sum; then found_inf, norms, reset; then the update's."""
     count = int(variant.norm)
     if variant.epilogue is not Epilogue.NOTHING:
         count += 1 + 2 * variant.norm + 2
@@ -124,7 +124,7 @@ def test_last_program(target: str, variant: Variant) -> None:
     before, behind = code[: finished.start()], code[finished.end() :]
     stores = [m.start() for m in re.finditer(r"\bst\.global\b|\b(?:atom|red)\S*\.max\b", before)]
     assert before.rfind("bar.sync") > max(stores), "no barrier before the count"
-    # Ours, whatever barriers Triton adds for reasons of its own.
+    # Ours, whatever barriers Triton adds.
     counted = [
         line
         for line in compiled(variant, target).asm["ttir"].splitlines()
@@ -135,10 +135,9 @@ def test_last_program(target: str, variant: Variant) -> None:
     first_access = re.search(r"\b(ld|st|atom)\.global\b", behind)
     assert first_access is not None
     assert "bar.sync" in behind[: first_access.start()], "no barrier behind the count"
-    # Past the first-level cache.
+    # Bypasses the first-level cache.
     assert ("ld.global.cg.b64" in behind) == variant.norm
-    # All has been read when the flag is written and the scratch reset, and when the scale is
-    # replaced.
+    # All reads precede the stores of the flag, the reset of the scratch and the new scale.
     assert "barrier" in counted[-4]
     assert variant.epilogue is not Epilogue.UPDATE or "barrier" in counted[-7]
 
@@ -150,8 +149,8 @@ def test_marks_make_nobody_wait(dtype: torch.dtype, use: Use) -> None:
     marked = replace(plain, marks=True)
     barriers = [ptx("sm_90", v).count("bar.sync") for v in (plain, marked)]
     assert barriers[0] == barriers[1]
-    # Two steps and two counts, and the peak that is raised: all only where a value is bad. Two more
-    # are there without marks.
+    # Two steps, two counts and the raised peak, all only for a bad value. Without marks there are
+    # two more.
     added = [
         line
         for line in ptx("sm_90", marked).splitlines()
@@ -204,7 +203,7 @@ def test_arguments_are_not_specialized(name: str, wide: tuple[str, ...], count: 
     parameters = {p.name: p for p in getattr(kernels, name).params}
     assert all(parameters[factor].annotation_type == "fp64" for factor in wide)
     assert parameters[count].annotation_type == "i64"
-    # Else a count of 1, or an address that is not aligned, would compile in mid-training.
+    # Else a count of 1, or an unaligned address, would compile in mid-training.
     specialized = {p.name for p in parameters.values() if not p.is_constexpr}
     specialized -= {p.name for p in parameters.values() if p.do_not_specialize}
     assert specialized == ({"table_ptr"} if name in ("multi_tensor", "measure") else set())
@@ -224,7 +223,7 @@ def test_update_alone(target: str) -> None:
     assert (used.stack, used.local) == (0, 0)
     code = kernel.asm["ptx"]
     assert len(re.findall(r"\.param \.f64", code)) == 2
-    # Scale, tracker, norm, four flags, the counters at once and three of them, the policy.
+    # Scale, tracker, norm, four flags, the counters in one load and three of them, the policy.
     assert len(re.findall(r"\bld\.global\b", code)) == 7 + 4 + 4
     assert len(re.findall(r"\bst\.global\b", code)) == STORES_OF_UPDATE
     last_load = max(m.start() for m in re.finditer(r"\bld\.global\b", code))

@@ -1,6 +1,6 @@
-"""All kernels that a GPU can be asked for, compiled without one; skips what imports it elsewhere.
+"""All kernels for GPUs, compiled without one; skips the importing module elsewhere.
 
-What a variant is comes from the launches themselves: they are recorded instead of run.
+Variants come from recorded launches.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ _POINTERS = {
 
 @dataclass(frozen=True)
 class Variant:
-    """What decides which code a launch gets."""
+    """Arguments of a launch that select its code."""
 
     dtype: torch.dtype
     write: bool
@@ -68,7 +68,7 @@ class Variant:
     other: bool = False
 
     def __str__(self) -> str:
-        """Reads like a sentence about the launch."""
+        """A readable test id."""
         words = [str(self.dtype).removeprefix("torch."), "unscale" if self.write else "check"]
         words += [self.use.name.lower()]
         words += [n for n in ("norm", "coefficient", "marks") if getattr(self, n)]
@@ -78,7 +78,7 @@ class Variant:
 
 
 def modes(dtype: torch.dtype) -> list[Variant]:
-    """What `DeviceKernels` asks for, without what the last program does."""
+    """Modes of `DeviceKernels`, without epilogues."""
     reads = [Variant(dtype, False, use) for use in (Use.RAW, Use.DIVIDE)]
     norms = [Variant(dtype, False, use, norm=True) for use in (Use.INVERSE, Use.SCALE)]
     writes = [Variant(dtype, True, use) for use in (Use.INVERSE, Use.SCALE)]
@@ -100,9 +100,9 @@ def updating(dtype: torch.dtype) -> Variant:
 
 
 def everywhere(dtype: torch.dtype) -> list[Variant]:
-    """What is compiled for every target: all modes, and an update.
+    """Variants compiled for every target: all modes, and an update.
 
-    By the oldest Triton those whose arithmetic differs most.
+    With the oldest Triton, those whose arithmetic differs most.
     """
     if not IS_OLDEST:
         return [*modes(dtype), updating(dtype)]
@@ -116,10 +116,10 @@ def everywhere(dtype: torch.dtype) -> list[Variant]:
 
 
 def variants(dtype: torch.dtype) -> list[Variant]:
-    """Every mode with all that its last program may do; for one dtype in every combination.
+    """Every mode with all of its epilogues; for one dtype in every combination.
 
-    Marks are done with before the last program, so there one of each will do.
-    By the oldest Triton all modes, and an update.
+    Marks precede the epilogue, so one of each suffices. With the oldest Triton all modes, and an
+    update.
     """
     if IS_OLDEST:
         return [*modes(dtype), updating(dtype)]
@@ -140,7 +140,7 @@ def variants(dtype: torch.dtype) -> list[Variant]:
 
 
 class _Recorded(Exception):  # noqa: N818
-    """Carries the arguments of a launch."""
+    """Raised with the arguments of a launch."""
 
 
 class _Recorder:
@@ -165,7 +165,7 @@ def track() -> cpu.Track:
 
 
 def recorded(variant: Variant, target: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments with which `launch` would launch a variant on a device like `target`."""
+    """Arguments of `launch` for a variant on a device like `target`."""
     one = torch.ones(())
     table = table_of(variant.dtype)
     tracker = torch.zeros((), dtype=torch.int32)
@@ -192,7 +192,7 @@ def recorded(variant: Variant, target: Any) -> tuple[tuple[Any, ...], dict[str, 
 
 
 def recorded_measure(dtype: torch.dtype, target: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """As `recorded`, for the pass that measures."""
+    """As `recorded`, for the measuring pass."""
     table = table_of(dtype)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(launch, "_threads", lambda device: 4 * target.warp_size)
@@ -218,7 +218,7 @@ def recorded_update() -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 
 def recorded_clip(norm: torch.dtype, largest: bool, divisor: bool) -> Any:
-    """As `recorded`, for what turns norms into a coefficient."""
+    """As `recorded`, for the clip coefficient."""
     one = torch.ones(())
     clip = cpu.Clip(
         *(torch.ones(3, 2, dtype=torch.float64), 1.0, largest),
@@ -233,7 +233,7 @@ def recorded_clip(norm: torch.dtype, largest: bool, divisor: bool) -> Any:
 
 
 def source_of(function: Any, args: tuple[Any, ...], switches: dict[str, Any]) -> Any:
-    """What Triton compiles for these arguments, as its own launch specializes them."""
+    """Source that Triton compiles for these arguments, specialized as in a launch."""
     names = function.arg_names
     constants = {name: value for name, value in switches.items() if name in names}
     signature, attributes = {}, {}
@@ -287,7 +287,7 @@ def compiled_clip(target_name: str, norm: torch.dtype, largest: bool, divisor: b
 
 @dataclass(frozen=True)
 class Usage:
-    """What ptxas gave a kernel, a thread."""
+    """Resources of a kernel per thread, as assigned by ptxas."""
 
     registers: int
     stack: int
@@ -295,7 +295,7 @@ class Usage:
 
 
 def usage(kernel: Any) -> Usage:
-    """Reads the resources of a cubin by the tool that comes with Triton."""
+    """Reads the resources of a cubin with the tool bundled with Triton."""
     tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
     with tempfile.TemporaryDirectory() as folder:
         path = os.path.join(folder, "kernel.cubin")
