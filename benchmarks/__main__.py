@@ -1,4 +1,4 @@
-"""Command line: measure, or make a page, a comparison or a picture of what was measured."""
+"""Command line: measures, or makes a page, comparison or picture of results."""
 
 from __future__ import annotations
 
@@ -43,18 +43,18 @@ from .results import Results
 from .rows import dtype_name
 from .terminal import Terminal
 
-# In the order of a run, so that what tells most is there when the time is up.
+# In the order of a run: the most informative parts come first, in case the time is up.
 SUBJECTS = (
     *("loops", "host", "mlp", "training", "growth"),
     *("kernels", "steps", "clip", "tracking", "memory", "ranks"),
 )
 INTERRUPTED = 130
-# After so many seconds on a GPU no further part of a run is started.
+# Seconds after which a run on a GPU starts no further part.
 GPU_LIMIT_S = {False: 330.0, True: 105.0}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs one command and returns its exit code."""
+    """Runs a command and returns its exit code."""
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     if arguments and arguments[0] in commands.COMMANDS:
         return commands.run(arguments[0], arguments[1:])
@@ -95,7 +95,7 @@ def _bench(arguments: Sequence[str]) -> int:
     )
     parser.add_argument("--threads", type=_positive, metavar="N", help="threads of torch and ours")
     parser.add_argument(
-        "--limit", type=_positive, metavar="SECONDS", help="start no further part after that"
+        "--limit", type=_positive, metavar="SECONDS", help="start no further part after this time"
     )
     parser.add_argument(
         "--folder",
@@ -110,7 +110,7 @@ def _bench(arguments: Sequence[str]) -> int:
         "--plot",
         type=commands.ends_in(plot.ENDING),
         metavar="FILE",
-        help=f"draw the kernels there; it ends in {plot.ENDING}",
+        help=f"draw the kernels there, in a file that ends in {plot.ENDING}",
     )
     options = parser.parse_args(arguments)
     files = [path for path in (options.json, options.csv, options.plot) if path is not None]
@@ -139,7 +139,7 @@ def _bench(arguments: Sequence[str]) -> int:
         **({"lists": list(options.cases)} if options.cases else {}),
         **({"dtypes": list(options.dtypes)} if options.dtypes else {}),
     }
-    # Until the last job is done: who is cut off leaves a file that says so.
+    # Incomplete until the last job is done, so a run that is cut off leaves a file that says so.
     results.complete = False
     if results.disturbance:
         shown.line(results.disturbance)
@@ -151,7 +151,7 @@ def _bench(arguments: Sequence[str]) -> int:
             jobs = _jobs(options.only, device, effort, options.cases, chosen)
             exit_code = _run(jobs, results, shown, written, Clock(started, limit), request)
         except KeyboardInterrupt:
-            shown.line("stopped; what was measured so far follows")
+            shown.line("stopped; results so far follow")
         finally:
             request.hold()
             written.finish(results)
@@ -163,7 +163,7 @@ def _bench(arguments: Sequence[str]) -> int:
 
 @dataclass(frozen=True)
 class Clock:
-    """Seconds since a run began, and how many it may take."""
+    """Seconds since the start of a run, and their limit."""
 
     started: float
     limit: float | None
@@ -213,7 +213,7 @@ def _jobs(
         "steps": lambda: for_each_list(steps.measure),
         "clip": lambda: for_each_list(clipping.measure),
         "tracking": lambda: for_each_list(tracking.measure, tracking.chosen(lists, on_gpu, cases)),
-        # What a process holds besides the gradients is a question for the CPU.
+        # Memory of the process besides the gradients is measured on a CPU.
         "memory": lambda: [] if on_gpu else memory.jobs(effort),
         "ranks": lambda: ranks.jobs(effort, device, cases),
         "mlp": lambda: mlp_amp.jobs(effort.quick, device, queue),
@@ -231,7 +231,7 @@ def _run(
     clock: Clock,
     request: Request,
 ) -> int:
-    """Runs the jobs into `results`; what was measured before a failure or Ctrl-C stays there."""
+    """Runs the jobs into `results`, which keeps its rows after a failure or Ctrl-C."""
     failed = left_out = False
     for name, job in shown.progress(jobs):
         if clock.is_up:
@@ -242,13 +242,13 @@ def _run(
             request.check()
             measured = job.run()
         except KeyboardInterrupt:
-            _note(results, shown, f"stopped at {name}; what was measured so far follows")
+            _note(results, shown, f"stopped at {name}; results so far follow")
             return INTERRUPTED
         except Exception as error:
-            # Whatever is wrong with one part, the others are measured.
+            # A failing part does not keep the others from being measured.
             told = str(error) or type(error).__name__
             if _is_of_memory(error):
-                # A smaller machine measures less, which is no failure of what is measured.
+                # A smaller machine measures less, which is no failure.
                 left_out = True
                 _note(results, shown, f"skipped {name}: {told}")
             else:
@@ -265,7 +265,7 @@ def _run(
 
 
 def _is_of_memory(error: Exception) -> bool:
-    """Whether there was too little memory; for a CPU's, torch has no type of error."""
+    """Whether an error means too little memory; for a CPU torch has no error type of its own."""
     of_cpu = isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
     return of_cpu or isinstance(error, (MemoryError, torch.OutOfMemoryError))
 
@@ -276,7 +276,7 @@ def _note(results: Results, shown: Terminal, text: str) -> None:
 
 
 def _names_among(known: tuple[str, ...]) -> Callable[[str], tuple[str, ...]]:
-    """An argparse type for a comma-separated choice, in the order of `known`."""
+    """argparse type of a comma-separated choice, in the order of `known`."""
 
     def names(text: str) -> tuple[str, ...]:
         given = text.split(",")

@@ -1,4 +1,4 @@
-"""The gradient lists that are measured: synthetic extremes and shapes of real models."""
+"""Measured gradient lists: synthetic extremes and shapes of real models."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class GradCase:
-    """A named list of gradient shapes, in the order in which an optimizer would hold them."""
+    """Named list of gradient shapes, in an optimizer's order."""
 
     name: str
     shapes: tuple[Shape, ...]
@@ -36,7 +36,7 @@ def _norm(width: int) -> list[Shape]:
 
 
 def _bert(layers: int, width: int, vocabulary: int = 30522, positions: int = 512) -> list[Shape]:
-    """The encoder of Devlin et al. 2018: embeddings, post-norm layers, pooler; no heads."""
+    """Encoder of Devlin et al. 2018: embeddings, post-norm layers, pooler; no heads."""
     attention = 4 * _linear(width, width) + _norm(width)
     mlp = _linear(4 * width, width) + _linear(width, 4 * width) + _norm(width)
     embeddings: list[Shape] = [(vocabulary, width), (positions, width), (2, width)]
@@ -44,7 +44,7 @@ def _bert(layers: int, width: int, vocabulary: int = 30522, positions: int = 512
 
 
 def _gpt2(layers: int, width: int, vocabulary: int = 50257, positions: int = 1024) -> list[Shape]:
-    """Radford et al. 2019: pre-norm layers; the output shares the weight of the embedding."""
+    """Radford et al. 2019: pre-norm layers; the output shares the embedding's weight."""
     attention = [(width, 3 * width), (3 * width,), (width, width), (width,)]
     mlp = [(width, 4 * width), (4 * width,), (4 * width, width), (width,)]
     layer = _norm(width) + attention + _norm(width) + mlp
@@ -90,10 +90,10 @@ def make_gradients(
     device: torch.device,
     fill: Callable[[Tensor], object] = lambda gradient: gradient.uniform_(0.5, 2.0),
 ) -> list[Tensor]:
-    """One separately allocated tensor for each shape, as autograd would leave them.
+    """Separately allocated tensors of these shapes, as autograd creates them.
 
-    The values lie in [0.5, 2], so that halving and doubling them is exact in every dtype and they
-    can be unscaled any number of times without drifting towards zero or infinity.
+    Values lie in [0.5, 2], where halving and doubling are exact in every dtype, so that they do not
+    drift however often they are unscaled.
     """
     gradients = [torch.empty(shape, dtype=dtype, device=device) for shape in case.shapes]
     for gradient in gradients:

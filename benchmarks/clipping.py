@@ -1,4 +1,4 @@
-"""Unscaling and clipping over real lists: ampfast's one call against torch's two."""
+"""Unscaling and clipping over real lists: one call of ampfast against two of torch."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ from .rows import Timed, dtype_name
 from .steps import MOST_LISTS, lists_in_turn, make_scaler, optimizer_over
 
 REPLACES = {DEFERRED_CLIP: CLIP}
-# What a list's bytes are multiplied by: read for the norm, then read and written; or read once.
+# Multiples of a list's bytes: read for the norm, then read and written; or read once.
 PASSES = {CLIP: 3, DEFERRED_CLIP: 1}
 
-# How far apart float64 sums of the same 1e8 squares in another order may be.
+# Relative tolerance of float64 sums of the same 1e8 squares in different orders.
 ORDER_OF_SUMS = 1e-12
 
-# Gradients are scaled by this and clipped to the norm that they have, so that they stay in place.
+# Gradients are scaled by this and clipped to their own norm, so that they do not drift.
 SCALE = 0.5
-# Of what each value was at first: each call rounds some of them once more. In 16 bit that adds up,
-# so that every sample begins with what was there at first.
+# Relative tolerance of drift: each call rounds some values again. In 16 bit that adds up, so every
+# sample starts from the initial values.
 DRIFT = 0.02
 
 
@@ -120,7 +120,7 @@ def measure(
 def caller(
     path: str, name: str, optimizers: Sequence[NoOptimizer], device: torch.device
 ) -> Callable[[int], Any]:
-    """The call for an optimizer in its turn, which forgets the one before: there is no update."""
+    """Calls for optimizers in turn, dropping the previous record, as there is no update."""
     scaler = make_scaler(name, device, SCALE)
     parameters = [optimizer.param_groups[0]["params"] for optimizer in optimizers]
     limits = [_norm([p.grad for p in of]) for of in parameters]
@@ -153,7 +153,7 @@ def assert_parity(case: GradCase, dtype: torch.dtype, device: torch.device, name
     scaler.unscale_(optimizer)
     parameters = optimizer.param_groups[0]["params"]
     torchs = torch.nn.utils.clip_grad_norm_(parameters, limit).item()
-    # 16-bit norms of torch's are rounded to 16 bit.
+    # torch rounds 16-bit norms to 16 bit.
     error = abs(torchs - exact) / exact
     what = f"clip by {name}, {case.name} {dtype_name(dtype)}"
     for path in PASSES:

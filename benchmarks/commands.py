@@ -1,4 +1,4 @@
-"""Commands over result files: a page, a comparison, the README's figures, a picture."""
+"""Commands over result files: page, comparison, README figures, picture."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ UNREADABLE = 1
 
 
 def ends_in(*endings: str) -> Callable[[str], Path]:
-    """An argparse type for a file to write: who forgets it would lose a result file."""
+    """argparse type of an output file, by its ending: a forgotten one would cost a result file."""
 
     def path(text: str) -> Path:
         if not text.endswith(endings):
@@ -29,8 +29,8 @@ def run(name: str, arguments: Sequence[str]) -> int:
     """Runs one of `COMMANDS`.
 
     Returns:
-        0, or 1 if a file cannot be read or written: then nothing was overwritten, and stderr has a
-        line on it. Wrong arguments end the process with 2.
+        0, or 1 with a line on stderr if a file cannot be read or written; then nothing was
+        overwritten. Wrong arguments exit with 2.
     """
     try:
         COMMANDS[name](arguments)
@@ -48,8 +48,8 @@ def _page(arguments: Sequence[str]) -> None:
         prog="python -m benchmarks page",
         description="Makes one HTML page of result files, which opens from disk and prints.",
     )
-    parser.add_argument("files", type=Path, nargs="+", metavar="file", help="what --json wrote")
-    parser.add_argument("page", type=ends_in(*page.ENDINGS), help="where to write it")
+    parser.add_argument("files", type=Path, nargs="+", metavar="file", help="result file of --json")
+    parser.add_argument("page", type=ends_in(*page.ENDINGS), help="output file")
     options = parser.parse_args(arguments)
     page.write([Results.read_json(path) for path in options.files], options.page)
 
@@ -57,12 +57,12 @@ def _page(arguments: Sequence[str]) -> None:
 def _compare(arguments: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks compare",
-        description="Shows what changed from one result file to another: faster or slower is what "
-        "lies beyond both spreads (p20 to p80). It ends with 0 whatever changed.",
+        description="Shows changes between two result files; faster or slower means beyond both "
+        "spreads (p20 to p80). Exits with 0 in any case.",
     )
-    parser.add_argument("first", type=Path, help="what --json wrote")
-    parser.add_argument("second", type=Path, help="what --json wrote, later or elsewhere")
-    parser.add_argument("--all", action="store_true", help="also what lies within the spreads")
+    parser.add_argument("first", type=Path, help="result file of --json")
+    parser.add_argument("second", type=Path, help="a later one, or one from elsewhere")
+    parser.add_argument("--all", action="store_true", help="also show changes within the spreads")
     options = parser.parse_args(arguments)
     results = [Results.read_json(path) for path in (options.first, options.second)]
     shown = terminal.make()
@@ -74,8 +74,8 @@ def _plot(arguments: Sequence[str]) -> None:
         prog="python -m benchmarks plot",
         description="Draws bytes per second by list from a result file, beside a copy's.",
     )
-    parser.add_argument("file", type=Path, help="what --json wrote")
-    parser.add_argument("picture", type=ends_in(plot.ENDING), help="where to draw it")
+    parser.add_argument("file", type=Path, help="result file of --json")
+    parser.add_argument("picture", type=ends_in(plot.ENDING), help="output file")
     options = parser.parse_args(arguments)
     plot.draw(Results.read_json(options.file), options.picture)
 
@@ -86,12 +86,12 @@ def _readme(arguments: Sequence[str]) -> None:
         prog="python -m benchmarks readme",
         description=f"Prints result files as the Markdown of {readme.WHOLE.place}.",
     )
-    parser.add_argument("files", type=Path, nargs="+", metavar="file", help="what --json wrote")
+    parser.add_argument("files", type=Path, nargs="+", metavar="file", help="result file of --json")
     parser.add_argument(
         "--write",
         type=Path,
         metavar="FOLDER",
-        help=f"put them into {pages} of this repository instead, between {readme.START} and "
+        help=f"write them into {pages} of this repository instead, between {readme.START} and "
         f"{readme.END}, and their pictures into {readme.PICTURES}",
     )
     options = parser.parse_args(arguments)

@@ -13,11 +13,11 @@ FASTER, SLOWER, SAME = "faster", "slower", "within spread"
 FEWER, MORE = "fewer", "more"
 UNKNOWN = "no spread"
 VERDICTS = (FASTER, SLOWER, SAME, FEWER, MORE, UNKNOWN)
-# What is exact, so that any difference counts.
+# Exact measures, whose differences all count.
 COUNTS = ("launches", "copies", "syncs", "collectives", "table_bytes")
-# What is taken once, so that nobody knows how much it scatters.
+# Measures taken once, with an unknown spread.
 SINGLE = ("ns_each", "extra_bytes", "allocated_bytes")
-# Other on every run.
+# Different on every run.
 FLEETING = ("load",)
 
 Key = tuple[str, ...]
@@ -25,7 +25,7 @@ Key = tuple[str, ...]
 
 @dataclass(frozen=True)
 class Change:
-    """One measure of one row in both results; `ratio` is the second over the first."""
+    """Measure of a row in both results; `ratio` is the second over the first."""
 
     row: Row
     measure: str
@@ -40,10 +40,10 @@ class Comparison:
     """Differences between two results.
 
     Attributes:
-        changes: Of what is in both.
-        environments: Sentences on what differs in machine and versions.
-        only_first: Rows that only the first has.
-        only_second: Rows that only the second has.
+        changes: Measures of rows in both.
+        environments: Sentences on differences in machine and versions.
+        only_first: Rows of the first only.
+        only_second: Rows of the second only.
     """
 
     changes: list[Change]
@@ -53,7 +53,7 @@ class Comparison:
 
     @classmethod
     def of(cls, first: Results, second: Results) -> Comparison:
-        """Compares what was measured in both."""
+        """Compares the rows of both."""
         rows, others = _by_key(first.rows), _by_key(second.rows)
         return cls(
             [
@@ -73,7 +73,7 @@ class Comparison:
         show_table: Callable[[Table], object],
         everything: bool = False,
     ) -> None:
-        """Hands over what differs in the machine, then what changed, then what is missing."""
+        """Shows differences of the machine, then changes, then missing rows."""
         for text in self.environments:
             line(text)
         told = [c for c in self.changes if everything or c.verdict != SAME]
@@ -91,7 +91,7 @@ class Comparison:
 
 
 def _places(rows: Sequence[Row], common: set[str]) -> Counter[str]:
-    """Places and numbers of rows: subjects without common rows, else their lists."""
+    """Numbers of rows by subject where none is common, else by list."""
     dtypes: dict[tuple[str, str], dict[str, None]] = {}
     for row in rows:
         dtypes.setdefault((row.subject, row.list_name), {})[row.dtype] = None
@@ -104,7 +104,7 @@ def _places(rows: Sequence[Row], common: set[str]) -> Counter[str]:
 
 
 def _by_key(rows: Sequence[Row]) -> dict[Key, Row]:
-    """Rows by all that names them; equal names are told apart by their order."""
+    """Rows by all of their names; equal names are numbered."""
     seen: Counter[Key] = Counter()
     found = {}
     for row in rows:
@@ -146,13 +146,13 @@ def _changes(first: Row, second: Row) -> Iterator[Change]:
 
 
 def _environments(first: Results, second: Results) -> Iterator[str]:
-    """The machine and torch first, because across these a ratio says little about ampfast."""
+    """Machine and torch first, as ratios across these say little about ampfast."""
     keys = dict.fromkeys((*first.machine, *second.machine))
     pairs = [
         (key, first.machine.get(key), second.machine.get(key))
         for key in keys
         if key not in FLEETING
-        # What an earlier version did not note is no difference.
+        # Missing facts of an earlier version are no difference.
         and key in first.machine.keys() & second.machine.keys() | {"gpu"}
     ]
     pairs += [(key, getattr(first, key), getattr(second, key)) for key in ("torch", "triton")]

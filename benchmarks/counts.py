@@ -10,7 +10,7 @@ import torch
 from .device_time import Queue
 from .harness import Contender
 
-# Calls of the runtime and the driver after which the host has waited.
+# Runtime and driver calls after which the host has waited.
 WAITS = frozenset(
     prefix + name
     for prefix in ("cuda", "hip")
@@ -42,10 +42,9 @@ class Counts:
 def of_contenders(
     contenders: Sequence[Contender], queue: Queue
 ) -> dict[tuple[str, str], Counts | None]:
-    """Calls each contender twice after a warm-up, and counts what a call does.
+    """Calls each contender twice after a warm-up, and counts launches, copies and syncs.
 
-    Each of the two calls is one of a cycle that alternates, so that nothing drifts. A contender is
-    missing from what can be said where the profiler sees no device: then it is None.
+    The two calls are a cycle, so that nothing drifts. None if the profiler sees no device.
     """
     for contender in contenders:
         with contender.around():
@@ -59,7 +58,7 @@ def of_contenders(
         for index, contender in enumerate(contenders):
             with contender.around():
                 for number in (0, 1):
-                    # The wait keeps what the device does inside of the mark.
+                    # The wait keeps the device's work inside of the mark.
                     with torch.profiler.record_function(f"{MARK}{index}"):
                         contender.call(number)
                         queue.synchronize()
@@ -81,7 +80,7 @@ def events_of(profile: torch.profiler.profile) -> list[Event]:
 
 
 def of_events(events: Iterable[Event]) -> dict[int, Counts]:
-    """Counts for each mark, per call; nothing if no device was seen.
+    """Counts for each mark, per call; empty if no device was seen.
 
     The wait that ends each mark is not counted.
     """
@@ -99,7 +98,7 @@ def of_events(events: Iterable[Event]) -> dict[int, Counts]:
         index = int(mark.name.removeprefix(MARK))
         counts = Counts(len(on_device) - copies, copies, max(0, waits - 1))
         found.setdefault(index, []).append(counts)
-    # A call may do something once in a while, such as growing a buffer: the usual call is meant.
+    # Some calls do more, such as growing a buffer: the usual call counts.
     return {
         index: min(counts, key=lambda c: (c.launches, c.copies, c.syncs))
         for index, counts in found.items()
@@ -107,5 +106,5 @@ def of_events(events: Iterable[Event]) -> dict[int, Counts]:
 
 
 def launches(counted: dict[tuple[str, str], Counts | None]) -> dict[tuple[str, str], int | None]:
-    """The launches alone."""
+    """Launches only."""
     return {key: None if found is None else found.launches for key, found in counted.items()}

@@ -1,4 +1,4 @@
-"""Timing on a device whose work is queued: by its own clock, and the host's part apart."""
+"""Timing on a device with a queue: device time by its own clock, apart from host time."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ import torch
 
 from .harness import Contender
 
-# Lists below this are replayed from a graph: queued one by one they would be timed with the host.
+# Lists below this are replayed from a graph: queued singly, the host would be timed, too.
 GRAPH_BELOW_BYTES = 512 << 20
 
-# How long the device is kept busy while calls are queued behind it. Doubled until it suffices.
+# Seconds that the device is kept busy while calls are queued. Doubled until they suffice.
 FIRST_HOLD_S = 200e-6
 LONGEST_HOLD_S = 0.2
-# A queue takes some 1,000 launches; a host that finds it full is no longer ahead.
+# A queue takes some 1,000 launches; beyond that the host waits.
 MOST_QUEUED = 800
 USUAL_STRETCH = 8
-# At least as fast as any device's clock, so that it is never held for less than is asked.
+# At least any device's clock rate, so the device is held no shorter than asked.
 CYCLES_PER_SECOND = 2.5e9
 
 
@@ -27,22 +27,22 @@ class Queue(Protocol):
     """Device interface of the timers."""
 
     def synchronize(self) -> None:
-        """Waits until all that was queued is done."""
+        """Waits for all queued work."""
 
     def stamp(self) -> Any:
-        """Queues the taking of a time, and returns it as something to be read later."""
+        """Queues a timestamp, to be read later."""
 
     def passed(self, stamp: Any) -> bool:
-        """Tells whether the device has come to a stamp."""
+        """Whether the device has reached a stamp."""
 
     def seconds(self, start: Any, end: Any) -> float:
-        """The device's time between two stamps, after `synchronize`."""
+        """Device seconds between two stamps, after `synchronize`."""
 
     def hold(self, seconds: float) -> None:
-        """Queues something that keeps the device busy."""
+        """Queues work that keeps the device busy."""
 
     def capture(self, body: Callable[[], object]) -> Callable[[], object]:
-        """Runs `body` to warm it up, and returns what repeats its work without the host's part."""
+        """Warms up `body`, and returns a replay of its device work."""
 
 
 class CudaQueue:
@@ -70,7 +70,7 @@ class CudaQueue:
         torch.cuda._sleep(int(seconds * CYCLES_PER_SECOND))
 
     def capture(self, body: Callable[[], object]) -> Callable[[], object]:
-        # On the stream of the capture, so that nothing is compiled or allocated during it.
+        # On the capturing stream, so that nothing is compiled or allocated during the capture.
         self.synchronize()
         with torch.cuda.stream(self._side):
             body()
@@ -83,11 +83,11 @@ class CudaQueue:
 
 
 class GraphTimer:
-    """Mean device seconds of a call, from graphs that each hold one cycle of a contender's calls.
+    """Mean device seconds per call, from graphs of one cycle of a contender's calls.
 
     Args:
-        queue: Where the calls go.
-        contenders: Which to capture: none may wait for the device.
+        queue: Queue of the calls.
+        contenders: Contenders to capture; none may wait for the device.
         cycle: Calls in a graph.
     """
 
@@ -105,7 +105,7 @@ class GraphTimer:
         """Times whole cycles; `calls` is a multiple of them."""
         replay = self._replays[contender.key]
         times = len(calls) // self._cycle
-        # As in `harness.time_on_host`, what the contender before left behind is not timed.
+        # Untimed, as in `harness.time_on_host`: it pays for the previous contender.
         replay()
         start = self._queue.stamp()
         for _ in range(times):
@@ -116,11 +116,10 @@ class GraphTimer:
 
 
 class EventTimer:
-    """Mean device seconds of a call, from stamps around calls that were all queued beforehand.
+    """Mean device seconds per call, from stamps around calls queued beforehand.
 
-    The device is kept busy until the last of them is queued, so the host is not timed. Calls that
-    wait for the device cannot be queued: around these it is the time that passes on the device, the
-    wait included.
+    The device is kept busy until the last one is queued, so the host is not timed. Calls that
+    wait for the device cannot be queued: their time on the device includes the wait.
 
     Args:
         queue: Where the calls go.
@@ -172,7 +171,7 @@ class EventTimer:
 
 
 def host_timer(queue: Queue) -> Callable[[Contender, range], float]:
-    """Returns a timer of the host's part: until the call returns, with nothing queued before it."""
+    """Returns a timer of host time: until the call returns, from an empty queue."""
 
     def seconds_of(contender: Contender, calls: range) -> float:
         total = 0.0
@@ -190,7 +189,7 @@ def host_timer(queue: Queue) -> Callable[[Contender, range], float]:
 
 
 def stretch(launches: int | None) -> int:
-    """Number of calls that can be queued before the first of them begins."""
+    """Number of calls that can be queued before the first one starts."""
     return USUAL_STRETCH if launches is None else max(1, MOST_QUEUED // max(1, launches))
 
 

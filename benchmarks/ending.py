@@ -1,4 +1,4 @@
-"""Being told to end, by Ctrl-C or SIGTERM."""
+"""Requests to end the process, by Ctrl-C or SIGTERM."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ __all__ = ["Request", "requests_to_end"]
 
 
 class Request:
-    """Whether somebody has asked this process to end; it stays true.
+    """Whether the process was asked to end; stays true.
 
-    Python drops what is raised in some places, such as in the callback of a weak reference. So the
+    Python drops exceptions in some places, such as callbacks of weak references. So the
     KeyboardInterrupt that ends a part at once is not enough: `check` raises it again between parts.
     """
 
@@ -22,7 +22,7 @@ class Request:
         self._is_held = False
 
     def hold(self) -> None:
-        """From now on requests wait for `check`: what is being written then is written whole."""
+        """Delays requests until `check`, for writing files whole."""
         self._is_held = True
 
     def check(self) -> None:
@@ -37,7 +37,7 @@ class Request:
 
 @contextlib.contextmanager
 def requests_to_end() -> Iterator[Request]:
-    """Turns both signals into KeyboardInterrupts that cannot be lost, inside a with statement."""
+    """Context in which both signals raise KeyboardInterrupts that cannot be lost."""
     request = Request()
     before = {
         number: signal.signal(number, request.arrive) for number in (signal.SIGINT, signal.SIGTERM)

@@ -1,4 +1,4 @@
-"""Goals of kernels and whole steps, and the verdict of a measurement on each."""
+"""Goals of kernels and whole steps, and their verdicts."""
 
 from __future__ import annotations
 
@@ -8,43 +8,41 @@ from .harness import Samples
 from .providers import CHECK, COPY, HALF_COPY, UNSCALE, UPDATE
 from .results import Goal
 
-# On a CPU: torch's time over ours for `unscale_`; a huge tensor and a real model must not get
-# slower.
+# CPU: torch's time over ours for `unscale_`; a huge tensor and a real model must not get slower.
 CPU_SPEEDUPS = {"1000x1k": 2.5, "bert_base": 1.0, "bert_large": 1.0, "one_64m": 1.0}
 
-# On a GPU, from so many bytes on: the part of a copy's bandwidth that is reached.
+# GPU, from so many bytes on: fraction of a copy's bandwidth.
 PARTS_OF_COPY = ((1_000_000_000, 0.90), (256_000_000, 0.85))
-# Against a torch that passes so few tensors in a launch: its device time over ours, and over ours
-# with the update of the scale in the same launch.
+# Against a torch with at most this many tensors per launch: its device time over ours, and over
+# ours with the scale update in the same launch.
 FEW_TENSORS = 110
 GPU_SPEEDUPS = {"1000x1k": 5.0, "10000x256": 8.0}
 GPU_SPEEDUPS_WITH_UPDATE = {"1000x1k": 4.0}
-# Likewise the host time of a whole step.
+# Host time of a whole step, likewise.
 GPU_HOST_SPEEDUP = 5.0
-# What is left of torch's device time for a step whose optimizer unscales by itself.
+# Fraction of torch's device time for a step whose optimizer unscales.
 FUSED_SHARE = 0.5
 
-# The time of a pass that notes something of each parameter over that of the same pass without, on a
-# GPU from so many bytes on.
+# Time of a pass with tracking over that of the same pass without, on a GPU from so many bytes on.
 LEAST_TRACKED_BYTES = 256_000_000
 TRACKING_LIMITS = {"float32": 1.10, "float16": 1.5, "bfloat16": 1.5}
 TRACKED_CHECKS = (CHECK, "check, overflow", "check, health")
 TRACKED_UNSCALES = (UNSCALE, "unscale, overflow", "unscale, health")
 
-# Torch's time for unscale_ and clip_grad_norm_ over that of one call, in place and deferred: on a
+# torch's time for unscale_ and clip_grad_norm_ over that of one call, in place and deferred: on a
 # CPU, and on a GPU from so many bytes on.
 CPU_CLIP_SPEEDUPS = {"1000x1k": (5.0, 5.0), "bert_base": (1.3, 2.0), "bert_large": (1.3, 2.0)}
 GPU_CLIP_SPEEDUPS = (1.6, 4.0)
 GPU_CLIP_BYTES = 256_000_000
 
-# The time of a whole training step over that of the same one without a scaler.
+# Time of a training step over that of the same step without a scaler.
 TRAINING_LIMITS = {"cpu": 1.05, "cuda": 1.02}
 
 CLIP = "clip"
 DEFERRED_CLIP = "clip, in_place=False"
 STEP = "full step"
 FUSED_STEP = "full step, fused"
-# The provider of what takes no scaler.
+# Provider of rows without a scaler.
 WITHOUT = "none"
 
 
@@ -52,7 +50,7 @@ WITHOUT = "none"
 class Place:
     """Place of a measurement.
 
-    `tensors_per_launch` is torch's on a GPU; None on a CPU, for which other promises hold.
+    `tensors_per_launch` is torch's on a GPU; None on a CPU, which has other goals.
     """
 
     case: str
@@ -70,7 +68,7 @@ class Place:
         over: tuple[tuple[str, str], tuple[str, str]],
         spread_counts: bool = False,
     ) -> list[Goal]:
-        """The goal for a ratio of two contenders' times; none where one of them was not timed."""
+        """Goal for a ratio of two contenders' times; none where one of them was not timed."""
         if not all(key in samples for key in over):
             return []
         ratio = samples.ratio(*over)
@@ -82,7 +80,7 @@ class Place:
 
 
 def of_kernels(place: Place, provider: str, samples: Samples) -> list[Goal]:
-    """The goals for the paths over one list."""
+    """Goals for the paths over one list."""
     if place.tensors_per_launch is None:
         return _on_cpu(place, provider, samples)
     goals = []
@@ -106,7 +104,7 @@ def of_kernels(place: Place, provider: str, samples: Samples) -> list[Goal]:
 
 
 def of_steps(place: Place, provider: str, samples: Samples, host: Samples | None) -> list[Goal]:
-    """The goals for whole steps; none on a CPU, where the subject "host" has them."""
+    """Goals for whole steps; none on a CPU, where the subject "host" has them."""
     if place.tensors_per_launch is None:
         return []
     name = f"{provider}: {FUSED_STEP}, device time over torch's"
@@ -121,7 +119,7 @@ def of_steps(place: Place, provider: str, samples: Samples, host: Samples | None
 
 
 def of_tracking(place: Place, provider: str, samples: Samples) -> list[Goal]:
-    """The goals for passes that mark overflows; health is a pass of its own. None on a CPU."""
+    """Goals for passes that mark overflows; none on a CPU. Health is a pass of its own."""
     limit = TRACKING_LIMITS.get(place.dtype)
     if place.tensors_per_launch is None or limit is None or place.list_bytes < LEAST_TRACKED_BYTES:
         return []
@@ -133,7 +131,7 @@ def of_tracking(place: Place, provider: str, samples: Samples) -> list[Goal]:
 
 
 def of_clipping(place: Place, provider: str, samples: Samples) -> list[Goal]:
-    """The goals for clipping; those on a CPU are for float32."""
+    """Goals for clipping; those on a CPU are for float32."""
     if place.tensors_per_launch is None:
         limits = CPU_CLIP_SPEEDUPS.get(place.case) if place.dtype == "float32" else None
     else:
@@ -148,14 +146,14 @@ def of_clipping(place: Place, provider: str, samples: Samples) -> list[Goal]:
 def of_training(
     place: Place, ours: tuple[str, str], without: tuple[str, str], samples: Samples
 ) -> list[Goal]:
-    """The goal for whole training steps, by the path and provider of both sides."""
+    """Goal for whole training steps, by path and provider of both sides."""
     limit = TRAINING_LIMITS["cpu" if place.tensors_per_launch is None else "cuda"]
     name = f"{ours[1]}: {ours[0]}, time over that without a scaler"
     return place.goal(name, "<=", limit, samples, (ours, without))
 
 
 def part_of_copy(list_bytes: int) -> float | None:
-    """The part of a copy's bandwidth that a list of this size must reach, if any."""
+    """Required fraction of the copy bandwidth for a list of this size, if any."""
     return next((part for least, part in PARTS_OF_COPY if list_bytes >= least), None)
 
 
@@ -165,8 +163,8 @@ def _speedup(speedups: dict[str, float], place: Place) -> float | None:
 
 def _on_cpu(place: Place, provider: str, samples: Samples) -> list[Goal]:
     goals = []
-    # A list that is not in the cache takes the time of its way from memory, with torch too: float32
-    # is as fast as a copy there, so "faster" is asked of a list alone.
+    # A list outside of the cache is bound by memory, with torch, too, whose float32 op is as fast
+    # as a copy: "faster" is a goal for a list alone.
     limit = CPU_SPEEDUPS.get(place.case)
     if limit is not None and (limit == 1.0 or place.list_name == place.case):
         over = ((UNSCALE, "torch"), (UNSCALE, provider))

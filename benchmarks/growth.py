@@ -24,23 +24,23 @@ DTYPE = torch.float32
 TENSORS = (10, 30, 100, 300, 1_000, 3_000, 10_000, 30_000, 100_000)
 ELEMENTS = (*(digit * 10**power for power in range(3, 9) for digit in (1, 3)), 10**9)
 ELEMENTS_EACH = 100
-# The gradients and a copy, that are compared by pieces.
+# Gradients and a copy, compared piecewise.
 MEMORY_OF_LISTS = 2.25
-# A point of a curve needs no more than a part of a comparison's time.
+# A point of a curve takes only a fraction of a comparison's time.
 PART_OF_COMPARISON = 1 / 3
 
 
 @dataclass
 class Curve:
-    """The cost against one of two numbers, while the other stays.
+    """Cost as a function of one number, with the other fixed.
 
     Attributes:
-        path: The name of the rows.
-        unit: What there is more and more of.
-        sizes: How many of it.
-        linear_from: Where fixed costs, and caches, no longer count.
-        case: The gradients for a size.
-        points: Milliseconds by provider and size, as far as they were measured.
+        path: Name of the rows.
+        unit: Unit of the sizes.
+        sizes: Sizes to measure.
+        linear_from: Size from which fixed costs and caches no longer count.
+        case: Gradients for a size.
+        points: Measured milliseconds by provider and size.
     """
 
     path: str
@@ -51,10 +51,9 @@ class Curve:
     points: dict[str, dict[int, float]] = field(default_factory=dict)
 
     def slope(self) -> Measured:
-        """A row for each provider with what one more costs, as far as two points tell.
+        """A row for each provider with the cost of one more, from at least two points.
 
-        Of all lines, the one with the smallest sum of squares of the relative distances: the
-        largest point would decide alone over absolute ones.
+        Least squares of relative distances: by absolute ones the largest point would decide alone.
         """
         measured = Measured()
         slopes: dict[str, float] = {}
@@ -103,7 +102,7 @@ def curves(effort: Effort) -> list[Curve]:
 
 
 def jobs(effort: Effort, device: torch.device, queue: Queue | None) -> list[Job]:
-    """One job for each point, and one for the slope of each curve; `queue` is that of a GPU."""
+    """One job for each point, and one for each curve's slope; `queue` is that of a GPU."""
     return [
         job
         for curve in curves(effort)
@@ -123,7 +122,7 @@ def jobs(effort: Effort, device: torch.device, queue: Queue | None) -> list[Job]
 def measure(
     curve: Curve, size: int, device: torch.device, effort: Effort, queue: Queue | None = None
 ) -> Measured:
-    """Times one point of a curve, and adds it there.
+    """Times a point and adds it to the curve.
 
     Raises:
         AssertionError: If gradients, scale or tracker are not torch's, or they drifted.
@@ -176,9 +175,9 @@ def caller(name: str, optimizer: NoOptimizer, device: torch.device) -> Callable[
 
 
 def assert_parity(case: GradCase, gradients: Sequence[Tensor], name: str) -> None:
-    """Compares gradients, scale and tracker with torch's, with an infinity and then without.
+    """Compares gradients, scale and tracker with torch's, with an infinity and without.
 
-    The gradients are what they were afterwards, because a second call undoes the first.
+    A second call undoes the first, so the gradients end unchanged.
     """
     middle = gradients[len(gradients) // 2]
     kept = middle[-1].clone()

@@ -1,4 +1,4 @@
-"""Timing that compares: contenders are found equal, then take turns within each round."""
+"""Timing harness: contenders are compared for equality, then take turns within each round."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ SMALL = 1 << 16
 
 @dataclass(frozen=True)
 class Contender:
-    """One way to do something.
+    """One of the calls to compare.
 
     `call` gets the running number of the call, so that it can alternate; `prepare` gets it before
-    each call and is not timed, nor is `around`, which is entered for each sample. `waits` says that
-    the call waits for its device, so that no other call can be queued behind it.
+    each call, untimed, like the context `around` of each sample. `waits` says that the call waits
+    for its device, so that no other call can be queued behind it.
     """
 
     path: str
@@ -51,7 +51,7 @@ class Measured:
 
 @dataclass(frozen=True)
 class Job:
-    """A part of a run, small enough that a progress bar moves at its end."""
+    """Part of a run, small enough for a progress bar."""
 
     label: str
     run: Callable[[], Measured]
@@ -59,7 +59,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Effort:
-    """Duration of measurements: seconds for all rounds of a comparison, and for one sample."""
+    """Seconds for all rounds of a comparison, and for one sample."""
 
     quick: bool
     comparison_s: float
@@ -67,15 +67,15 @@ class Effort:
 
 
 QUICK = Effort(quick=True, comparison_s=0.4)
-# So that all subjects fit into ten minutes on two cores.
+# All subjects fit into ten minutes on two cores.
 FULL = Effort(quick=False, comparison_s=1.5)
-# On a GPU one sample holds hundreds of calls, and there are more contenders.
+# On a GPU a sample holds hundreds of calls, and there are more contenders.
 GPU_QUICK = Effort(quick=True, comparison_s=0.3, sample_s=0.002)
 GPU_FULL = Effort(quick=False, comparison_s=1.0, sample_s=0.002)
 
 
 class Samples:
-    """Seconds per call of each contender, one sample a round, so that rounds can be paired."""
+    """Seconds per call of each contender, one sample per round, paired by round."""
 
     def __init__(self, seconds: dict[tuple[str, str], list[float]]) -> None:
         self.seconds = seconds
@@ -87,16 +87,16 @@ class Samples:
         return Spread.of(self.seconds[path, provider])
 
     def ratio(self, numerator: tuple[str, str], denominator: tuple[str, str]) -> Spread:
-        """The spread over rounds of one contender's time over another's."""
+        """Spread over rounds of one contender's time over another's."""
         pairs = zip(self.seconds[numerator], self.seconds[denominator], strict=True)
         return Spread.of([a / b for a, b in pairs])
 
 
 def time_on_host(contender: Contender, calls: range) -> float:
-    """Mean seconds for one of these calls but the first, without what `prepare` takes.
+    """Mean seconds per call, without the first one and without `prepare`.
 
-    The first call pays for what the contender before it left behind, such as a cache full of lines
-    that are still to be written (measured: 9% between identical contenders, one after a copy).
+    The first call pays for the previous contender, such as for dirty cache lines (measured: 9%
+    between identical contenders, one after a copy).
     """
     total = 0.0
     for number in calls:
@@ -121,8 +121,8 @@ def interleave(
     Every other round goes backwards (A B B A ...), so that no place in the order is an advantage.
 
     Args:
-        contenders: What to compare; told apart by (path, provider).
-        effort: How long to measure.
+        contenders: Contenders, identified by (path, provider).
+        effort: Duration of the measurement.
         cycle: Calls, at least 2, after which a contender has undone what it did; a sample is a
             multiple of it.
         timer: Gives the mean seconds of a range of calls.
@@ -154,10 +154,10 @@ def interleave(
 
 
 def assert_same(ours: Sequence[Tensor], theirs: Sequence[Tensor], what: str) -> None:
-    """Raises AssertionError unless both lists hold the same values; all NaNs count as equal."""
+    """Raises AssertionError unless both lists hold equal values; all NaNs are equal."""
     small: dict[torch.dtype, list[tuple[int, Tensor, Tensor]]] = {}
     for index, (our, their) in enumerate(zip(ours, theirs, strict=True)):
-        # Thousands of small tensors are compared together: on a GPU each comparison is a wait.
+        # Thousands of small tensors are compared jointly: on a GPU each comparison is a wait.
         if our.numel() == their.numel() <= SMALL and our.dtype == their.dtype:
             small.setdefault(our.dtype, []).append((index, our, their))
         else:
@@ -173,7 +173,7 @@ def assert_same(ours: Sequence[Tensor], theirs: Sequence[Tensor], what: str) -> 
 
 
 def _assert_equal(our: Tensor, their: Tensor, what: str) -> None:
-    # By pieces, because comparing NaNs needs several times the memory of what is compared.
+    # Piecewise, since comparing NaNs needs several times the memory of the values.
     pieces = zip(
         our.reshape(-1).split(COMPARED_AT_ONCE),
         their.reshape(-1).split(COMPARED_AT_ONCE),

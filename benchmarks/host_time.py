@@ -16,13 +16,13 @@ from .harness import Contender, Effort, Job, Measured, assert_same, interleave
 from .results import Goal, Row
 
 ELEMENTS = 4
-# Parameters: the most that ampfast's `unscale_` and `update` may take, as a part of torch's time.
+# By parameters: limit of ampfast's `unscale_` and `update` as a fraction of torch's time.
 GOALS = {1000: 0.04, 160: 0.06, 10: 0.15}
 
 UNSCALE = "unscale_ + update"
 STEP = "step + update"
 FUSED = "step + update, fused"
-# What has no counterpart in torch is compared with the calls that it replaces.
+# Paths without a counterpart in torch are compared with the calls that they replace.
 REPLACES = {
     "step_and_update": STEP,
     "step_and_update, fused": FUSED,
@@ -30,7 +30,7 @@ REPLACES = {
 
 
 class NoOptimizer(torch.optim.Optimizer):
-    """Holds parameters and leaves them alone."""
+    """Optimizer that leaves its parameters alone."""
 
     def __init__(self, parameters: list[Tensor]) -> None:
         super().__init__(parameters, {})
@@ -40,14 +40,14 @@ class NoOptimizer(torch.optim.Optimizer):
 
 
 class NoFusedOptimizer(NoOptimizer):
-    """The same, and says that it takes `grad_scale` and `found_inf` itself."""
+    """The same with `grad_scale` and `found_inf`."""
 
     _step_supports_amp_scaling = True
 
 
 @dataclass
 class Subject:
-    """A scaler with an optimizer of its own; the same seed gives the same gradients."""
+    """Scaler with an optimizer of its own; equal seeds give equal gradients."""
 
     scaler: torch.amp.GradScaler
     optimizer: NoOptimizer
@@ -78,11 +78,11 @@ class Subject:
         return self.optimizer.param_groups[0]["params"]
 
     def set_scale(self, call: int) -> None:
-        """Gradients are doubled in one call and halved in the next, so that they never drift."""
+        """Doubles gradients in one call and halves them in the next, so that they do not drift."""
         self.scaler._scale.fill_(0.5 if call % 2 else 2.0)
 
     def caller(self, path: str) -> Callable[[int], None]:
-        """The calls of one path, as a training loop would write them."""
+        """Calls of a path, as in a training loop."""
         scaler, optimizer = self.scaler, self.optimizer
 
         def unscale_and_update(call: int) -> None:
@@ -192,7 +192,7 @@ def measure(
 def assert_parity(
     path: str, optimizer_class: type[NoOptimizer], parameters: int, device: torch.device
 ) -> None:
-    """Compares the state after a path that finds nothing, and after one that finds an infinity."""
+    """Compares states after a path without an infinity, and after one with an infinity."""
     theirs = Subject.make(torch.amp.GradScaler, optimizer_class, parameters, device)
     ours = Subject.make(ampfast.GradScaler, optimizer_class, parameters, device)
     for bad in (False, True):

@@ -1,4 +1,4 @@
-"""Parity checks before a kernel is timed: gradients, flags, scale and norms are torch's."""
+"""Parity checks before a kernel is timed: torch's gradients, flags, scale and norms."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from .harness import assert_same
 from .providers import CHECK, NORM, UNSCALE, UPDATE, Scalars
 from .rows import dtype_name
 
-# Squares are summed in float32 for a window of 8 KiB before they are added up in float64.
+# Squares are summed in float32 within a window of 8 KiB, then in float64.
 NORM_TOLERANCE = 1e-5
 
 
 def assert_parity(case: GradCase, dtype: torch.dtype, device: torch.device, name: str) -> None:
-    """Compares all calls of one backend with torch's, for finite gradients and for some others.
+    """Compares all calls of a backend with torch's, for finite and other gradients.
 
-    Where torch's op does not know the dtype on that device, it is asked on the CPU.
+    torch's op runs on the CPU where it lacks the dtype on that device.
     """
     oracle = device if providers.torch_takes(dtype, device) else torch.device("cpu")
     gradients = make_gradients(case, dtype, device)
@@ -38,7 +38,7 @@ def assert_parity(case: GradCase, dtype: torch.dtype, device: torch.device, name
 
 
 def _compare(gradients: list[Tensor], name: str, oracle: torch.device, what: str) -> None:
-    """Compares each path, as a call and as launches alone, over fresh copies of `gradients`."""
+    """Compares each path, as calls and as launches alone, over fresh copies of `gradients`."""
     device = gradients[0].device
     expected = [gradient.to(oracle, copy=True) for gradient in gradients]
     theirs = Scalars.make(oracle, inverse=1 / 3)
@@ -50,7 +50,7 @@ def _compare(gradients: list[Tensor], name: str, oracle: torch.device, what: str
         for path in (CHECK, UNSCALE, NORM, UPDATE):
             ours = replace(
                 Scalars.make(device, inverse=1 / 3),
-                # What the backend made of it before would hide that it wrote nothing.
+                # An earlier result of the backend would hide a missing write.
                 norms=torch.full((2,), math.nan, dtype=torch.float64, device=device),
             )
             calls = make(name, device, ours)
@@ -72,7 +72,7 @@ def _on(device: torch.device, tensors: list[Tensor]) -> list[Tensor]:
 
 
 def _compare_norms(gradients: list[Tensor], name: str) -> None:
-    """Compares the norms with those taken in float64, at a scale for which unscaling is exact."""
+    """Compares norms with float64 ones, at a scale for which unscaling is exact."""
     device = gradients[0].device
     squares = torch.zeros((), dtype=torch.float64, device=device)
     peak = torch.zeros((), dtype=torch.float64, device=device)

@@ -34,9 +34,9 @@ GPU_CASES = (
 GPU_QUICK_CASES = ("1000x1k", "10000x256", "bert_large", "gpt2_124m")
 
 MAX_LISTS = 64
-# Gradients, and both ends of a copy; or three lists that are compared.
+# Gradients, and both ends of a copy; or three lists to compare.
 MEMORY_OF_LISTS = 3.5
-# Tensors up to this are looked at together.
+# Tensors up to this size are compared jointly.
 SMALL = 1 << 16
 
 
@@ -46,7 +46,7 @@ def chosen(
     cases: tuple[str, ...] | None = None,
     dtypes: tuple[torch.dtype, ...] | None = None,
 ) -> list[tuple[GradCase, torch.dtype]]:
-    """The lists to measure on a device: what was asked for, else what there is time for."""
+    """Lists to measure on a device: the requested ones, else those that the time allows."""
     if device.type == "cuda":
         usual, all_dtypes = (GPU_QUICK_CASES if effort.quick else GPU_CASES), GPU_DTYPES
     else:
@@ -90,8 +90,8 @@ def measure(
         del torchs[0].paths[NORM]
     public = torchs + ours
     if queue is None:
-        # A list alone, as it is found right after it was written; and enough lists in turn that a
-        # small one has always left the cache.
+        # One list alone, still cached after it was written; and enough lists in turn that even a
+        # small one has left the cache.
         for lists in sorted({1, rotation}):
             gradients = Lists(case, dtype, device, lists)
             contenders = gradients.contenders(public) + gradients.copies()
@@ -132,12 +132,12 @@ def measure(
 
 
 def lists_beyond_cache(list_bytes: int, device: torch.device, most: int = MAX_LISTS) -> int:
-    """Number of lists that must take turns so that none stays in the cache."""
+    """Number of lists in turn for which none stays in the cache."""
     return min(most, max(1, math.ceil(2 * cache_bytes(device) / list_bytes)))
 
 
 class Lists:
-    """Gradient lists that take turns, and as much memory for a copy."""
+    """Gradient lists that take turns, and equal memory for a copy."""
 
     def __init__(
         self, case: GradCase, dtype: torch.dtype, device: torch.device, lists: int
@@ -147,7 +147,7 @@ class Lists:
         self.lists = [make_gradients(case, dtype, device) for _ in range(lists)]
 
     def contenders(self, calls: Sequence[Calls]) -> list[Contender]:
-        """One for each path and provider; a call takes the list whose turn it is."""
+        """One for each path and provider; a call takes the next list."""
         prepared = {
             provider.provider: [provider.prepare(gradients) for gradients in self.lists]
             for provider in calls
@@ -165,7 +165,7 @@ class Lists:
         ]
 
     def copies(self) -> list[Contender]:
-        """A copy that moves as many bytes as unscaling, and one that moves as many as a check."""
+        """A copy of as many bytes as unscaling moves, and one of as many as a check."""
         elements = self._case.elements
         ends = [
             tuple(
@@ -209,7 +209,7 @@ def _is_steady(piece: Tensor) -> bool:
 
 
 def _pieces(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """The same values in fewer tensors: to look at each by itself would take seconds."""
+    """The same values in fewer tensors, as checking each alone would take seconds."""
     small = [tensor.reshape(-1) for tensor in tensors if tensor.numel() < SMALL]
     large = [tensor for tensor in tensors if tensor.numel() >= SMALL]
     return large + ([torch.cat(small)] if any(tensor.numel() for tensor in small) else [])
@@ -223,7 +223,7 @@ def _device_timer(
     launches: dict[tuple[str, str], int | None],
     notes: list[str],
 ) -> GraphTimer | EventTimer:
-    """The timer that suits the size; for all of the contenders the same."""
+    """Timer that suits the size, the same for all contenders."""
     if list_bytes < GRAPH_BELOW_BYTES:
         try:
             return GraphTimer(queue, contenders, cycle)
@@ -252,6 +252,6 @@ def _add(
 
 
 def with_bandwidth(row: Row) -> Row:
-    """The row with the bytes of its path, and with them over its time."""
+    """Row with the bytes of its path, and its bandwidth."""
     moved = moved_bytes(row.path, row.list_bytes)
     return replace(row, bytes=moved, gb_s=moved / row.ms_p50 / 1e6)

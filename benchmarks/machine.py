@@ -1,4 +1,4 @@
-"""The machine and the versions that a result belongs to."""
+"""Machine and versions of a result."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ CONTROL_GROUP = Path("/sys/fs/cgroup")
 
 
 def cores() -> int:
-    """Cores that this process may use."""
+    """Number of cores available to this process."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
@@ -39,9 +39,9 @@ def default_device() -> torch.device:
 
 
 def cache_bytes(device: torch.device) -> int:
-    """The cache before the memory of a GPU, or the last-level cache of the CPU's first core.
+    """Last cache before the memory of a GPU or of the CPU's first core, in bytes.
 
-    A usual size where it cannot be read.
+    A typical size where it cannot be read.
     """
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
@@ -55,9 +55,9 @@ def cache_bytes(device: torch.device) -> int:
 
 
 def available_bytes(device: torch.device) -> int | None:
-    """Memory that can be allocated without swapping, or None where it cannot be read."""
+    """Allocatable memory without swapping, or None where it cannot be read."""
     if device.type == "cuda":
-        # What an earlier part of the run left behind is free too.
+        # Memory cached from earlier parts of the run is free, too.
         gc.collect()
         torch.cuda.empty_cache()
         return torch.cuda.mem_get_info(device)[0]
@@ -66,7 +66,7 @@ def available_bytes(device: torch.device) -> int | None:
 
 
 def _memory(name: str) -> int | None:
-    """A line of what the system says of its memory, in bytes; None where it says nothing."""
+    """Line of the system's memory information in bytes, or None."""
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
     except OSError:
@@ -76,9 +76,9 @@ def _memory(name: str) -> int | None:
 
 
 def left_to_group(folder: Path = CONTROL_GROUP) -> int | None:
-    """Memory left by a container's limit, in bytes; None without a limit.
+    """Memory left by a container's limit in bytes; None without a limit.
 
-    What it has cached of files is given back when somebody needs it.
+    Cached files count as free.
     """
     for limit, used, cached in (
         ("memory.max", "memory.current", "inactive_file"),
@@ -89,7 +89,7 @@ def left_to_group(folder: Path = CONTROL_GROUP) -> int | None:
             statistics = (folder / limit).with_name("memory.stat").read_text().splitlines()
             free = most - int((folder / used).read_text())
         except (OSError, ValueError):
-            continue  # not this kind of group, or "max"
+            continue  # no such cgroup, or "max"
         given_back = [int(line.split()[1]) for line in statistics if line.split()[0] == cached]
         return free + sum(given_back)
     return None
@@ -103,10 +103,9 @@ def require_memory(needed: int, device: torch.device) -> None:
 
 
 def tensors_per_launch(torch_version: str, cuda: str | None) -> int:
-    """Number of tensors that torch's op takes in one launch on a GPU.
+    """Number of tensors per launch of torch's op on a GPU.
 
-    What fits into 4 KB of arguments: that is 110. From torch 2.12 on, built with CUDA 13, it takes
-    32 KB.
+    110 fit into 4 KB of arguments. From torch 2.12 on, built with CUDA 13, it takes 32 KB.
 
     Args:
         torch_version: `torch.__version__`.
@@ -117,7 +116,7 @@ def tensors_per_launch(torch_version: str, cuda: str | None) -> int:
 
 
 def describe(device: torch.device) -> dict[str, Any]:
-    """The facts about this machine that timings depend on; `load` is what else was running."""
+    """Facts about this machine that timings depend on; `load` is that of other processes."""
     return {
         **(_gpu(device) if device.type == "cuda" else {}),
         "cpu": _cpu_name(),
@@ -190,7 +189,7 @@ def _triton_version() -> str | None:
 
 
 def _commit() -> str | None:
-    """The commit that was measured, marked if tracked files differ from it; None without one."""
+    """Measured commit, marked if tracked files differ from it; None without one."""
 
     def git(*arguments: str) -> str:
         command = ["git", "-C", str(REPOSITORY), *arguments]

@@ -24,8 +24,8 @@ from .results import Goal, Row
 FULL_CASES = ("one_64m", "bert_base", "10000x256")
 QUICK_CASES = ("one_16m",)
 
-# A copy of the gradients would be 1. Below this, what is left is the table (under 64 bytes for a
-# chunk of some 64 KiB) and the granularity of the kernel's own accounting, a few hundred KiB.
+# A copy of the gradients would be 1. Below this remain the table (under 64 bytes for a chunk of
+# some 64 KiB) and the granularity of the kernel's accounting, a few hundred KiB.
 EXTRA_GOAL = 0.01
 EXTRA_GOAL_FROM_BYTES = 64 << 20
 TABLE_BYTES_GOAL = 64
@@ -34,7 +34,7 @@ CLEAR_REFS = Path("/proc/self/clear_refs")
 
 @dataclass(frozen=True)
 class Usage:
-    """Bytes needed by one call: by the whole process, and at the peak from torch's allocator."""
+    """Bytes needed by a call: of the whole process, and peak of torch's allocator."""
 
     list_bytes: int
     extra_bytes: int | None
@@ -85,7 +85,7 @@ def measure(name: str, path: str, provider: str) -> Measured:
             )
         ]
     )
-    # On a small list fixed costs would hide what grows with it, or pass for it.
+    # On a small list fixed costs would hide growth, or pass for it.
     large = usage.list_bytes >= EXTRA_GOAL_FROM_BYTES
     if provider != "torch" and usage.extra_bytes is not None and large:
         extra = max(usage.extra_bytes, usage.allocated_bytes) / usage.list_bytes
@@ -102,8 +102,8 @@ def measure(name: str, path: str, provider: str) -> Measured:
 
 
 def measure_table(name: str) -> Measured:
-    """Asks the core how large its table of a list is, for each chunk of work."""
-    # The table holds addresses and lengths, so nothing has to stand at the addresses.
+    """Size of the core's table of a list, for each chunk of work."""
+    # The table holds addresses and lengths, so the addresses need no memory.
     gradients = [torch.empty(shape) for shape in CASES[name].shapes]
     grads = cpu.list_of(gradients, torch.device("cpu"))
     assert grads is not None
@@ -124,7 +124,7 @@ def measure_table(name: str) -> Measured:
 
 
 def usage_of(name: str, path: str, provider: str) -> Usage:
-    """Calls once and measures; for a fresh process, because earlier peaks would hide this one."""
+    """Calls once and measures, in a fresh process, since earlier peaks would hide this one."""
     device = torch.device("cpu")
     call = _call(path, provider, device)
     # Loads code and starts threads, whose memory does not depend on the gradients.
@@ -133,7 +133,7 @@ def usage_of(name: str, path: str, provider: str) -> Usage:
 
 
 def usage_of_call(call: Callable[[list[Tensor]], object], gradients: list[Tensor]) -> Usage:
-    """Runs the call twice: for the resident set, and under torch's profiler, which has its own."""
+    """Runs the call twice, as torch's profiler would add to the resident set."""
     before = _restart_peak()
     call(gradients)
     extra_bytes = None if before is None else max(0, _resident("VmHWM") - before)
@@ -163,7 +163,7 @@ def _call(path: str, provider: str, device: torch.device) -> Callable[[list[Tens
 
 
 def _restart_peak() -> int | None:
-    """The resident set, from where its peak is counted anew; None where that cannot be done."""
+    """Resets the peak of the resident set; returns its current value, or None."""
     try:
         CLEAR_REFS.write_text("5")
     except OSError:
@@ -177,7 +177,7 @@ def _resident(name: str) -> int:
 
 
 def _allocated_peak(profile: torch.profiler.profile) -> int:
-    """The largest sum of what was allocated and not yet freed, over the events in order of time."""
+    """Peak of allocated bytes over the events in order of time."""
     held = peak = 0
     events = profile.profiler.kineto_results.events()
     for event in sorted(events, key=lambda event: event.start_ns()):

@@ -1,4 +1,4 @@
-"""The classic benchmark of mixed precision: a perceptron, with and without autocast and scalers."""
+"""Classic benchmark of mixed precision: a perceptron, with and without autocast and scalers."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ LAYERS = 3
 LEARNING_RATE = 0.1
 SCALE = 2.0**16
 INTERRUPTED = 130
-# Batches that start what is made at first use.
+# Warm-up batches.
 WARM_UP = 2
 
 FP32 = "fp32"
@@ -39,7 +39,7 @@ AUTOCAST = "autocast"
 
 @dataclass(frozen=True)
 class Setting:
-    """The width of the layers, the rows of a batch, batches in an epoch, and epochs."""
+    """Width of the layers, rows of a batch, batches per epoch, and epochs."""
 
     width: int = 4096
     batch: int = 512
@@ -48,7 +48,7 @@ class Setting:
 
     @classmethod
     def usual(cls, device: torch.device) -> Setting:
-        """As it is known on a GPU; on a CPU smaller, with more and shorter epochs."""
+        """The usual setting on a GPU; on a CPU smaller, with more and shorter epochs."""
         return cls() if device.type == "cuda" else cls(512, 128, 20, 30)
 
     def __str__(self) -> str:
@@ -59,19 +59,19 @@ class Setting:
 
     @property
     def case(self) -> GradCase:
-        """The gradients of the perceptron."""
+        """Gradients of the perceptron."""
         shapes = LAYERS * ((self.width, self.width), (self.width,))
         return GradCase(f"{LAYERS}x{self.width}, batch {self.batch}", shapes)
 
 
 class Trainer:
-    """A perceptron in one of the four modes; all start from the same parameters.
+    """Perceptron in one of the four modes; all start from the same parameters.
 
     Args:
-        setting: The sizes.
-        device: Where it trains.
-        dtype: What autocast takes, or None to train in float32.
-        provider: Whose scaler: "torch", one of ampfast's backends, or none.
+        setting: Sizes.
+        device: Device of the training.
+        dtype: Autocast's dtype, or None to train in float32.
+        provider: "torch" for torch's scaler, one of ampfast's backends, or none.
         data: Batches of inputs and targets, float32 of shape (batch, width) each.
     """
 
@@ -101,7 +101,7 @@ class Trainer:
         return self.path, self.provider
 
     def train(self, batches: int) -> None:
-        """Trains with the first batches; the last loss is appended to `losses`."""
+        """Trains on the first batches; appends the last loss to `losses`."""
         for inputs, targets in self._data[:batches]:
             self._optimizer.zero_grad()
             with torch.autocast(
@@ -124,7 +124,7 @@ class Trainer:
 
 
 def jobs(quick: bool, device: torch.device, queue: Queue | None) -> list[Job]:
-    """The usual setting for a device, with fewer epochs if `quick`; `queue` is that of a GPU."""
+    """Jobs of the usual setting, with fewer epochs if `quick`; `queue` is that of a GPU."""
     setting = Setting.usual(device)
     if quick:
         setting = replace(setting, epochs=3)
@@ -189,7 +189,7 @@ def measure(setting: Setting, device: torch.device, queue: Queue | None = None) 
     measured.notes.append(f"mlp: {setting} took {totals}")
     scale = of_ours.scaler.get_scale() if of_ours.scaler is not None else SCALE
     if scale != SCALE:
-        # By both scalers alike; but a step that is skipped lacks the optimizer's work.
+        # Both scalers skip alike, but a skipped step lacks the optimizer's work.
         measured.notes.append(f"mlp: steps were skipped, the scale fell to {scale:g}")
     return measured
 
@@ -197,7 +197,7 @@ def measure(setting: Setting, device: torch.device, queue: Queue | None = None) 
 def _epochs(
     trainers: Sequence[Trainer], setting: Setting, wait: Callable[[], None]
 ) -> dict[tuple[str, str], list[float]]:
-    """Seconds of each trainer's epochs; every other round goes backwards."""
+    """Seconds of each trainer's epochs, every other round backwards."""
     seconds: dict[tuple[str, str], list[float]] = {trainer.key: [] for trainer in trainers}
     for epoch in range(setting.epochs):
         for trainer in reversed(trainers) if epoch % 2 else trainers:
@@ -214,7 +214,7 @@ def _assert_alike(theirs: Trainer, ours: Trainer, when: str) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs this benchmark by itself and returns the exit code."""
+    """Runs this benchmark alone and returns the exit code."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.mlp_amp",
         description="Trains a perceptron in float32, with autocast, and with torch's and ampfast's "

@@ -1,4 +1,4 @@
-"""The nets whose training is measured: as published for a GPU, with the same tensors for a CPU."""
+"""Nets whose training is measured: published sizes on a GPU, the same tensors on a CPU."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-# A CPU that multiplies float16 at least so fast, compared with bfloat16, trains with it.
+# A CPU whose float16 products are at least this fast, relative to bfloat16, trains in float16.
 SLOWEST_FLOAT16 = 2.0
 PROBE_WIDTH = 256
 
 
 @dataclass(frozen=True)
 class Net:
-    """A net and what it is trained with.
+    """Net and its training.
 
     Attributes:
-        name: With the sizes, where they are not the published ones.
+        name: Name, with sizes that are not the published ones.
         build: Makes the module, whose forward returns the loss.
-        inputs: Makes what forward takes: one random batch, on the CPU.
-        optimizer: torch's class for its optimizer.
-        options: What that is called with, beside the parameters.
-        step_bytes: More than what a step holds besides parameters, gradients and optimizer state.
+        inputs: Makes a random batch for forward, on the CPU.
+        optimizer: torch's class of its optimizer.
+        options: Arguments of the optimizer, besides the parameters.
+        step_bytes: Bound of a step's memory besides parameters, gradients and optimizer state.
     """
 
     name: str
@@ -37,12 +37,12 @@ class Net:
     step_bytes: int = 1 << 30
 
     def shapes(self) -> tuple[tuple[int, ...], ...]:
-        """The shapes of the parameters, found without allocating any."""
+        """Shapes of the parameters, without allocating any."""
         with torch.device("meta"):
             return tuple(tuple(parameter.shape) for parameter in self.build().parameters())
 
     def made(self, device: torch.device) -> tuple[nn.Module, tuple[Tensor, ...]]:
-        """The module and its batch on a device: the same ones each time."""
+        """Module and batch on a device, the same each time."""
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
             module, inputs = self.build(), self.inputs()
@@ -67,19 +67,19 @@ def nets(device: torch.device) -> list[Net]:
 def autocast_dtype(
     device: torch.device, clock: Callable[[], float] = time.perf_counter
 ) -> tuple[torch.dtype, list[str]]:
-    """The 16-bit type that one would train with on a device, and why where it is not float16.
+    """16-bit dtype to train with on a device, and the reason if it is not float16.
 
-    Most CPUs have no float16 arithmetic, and then nobody trains with it. What a scaler does is the
-    same in both: gradients are those of float32 parameters.
+    Most CPUs have no float16 arithmetic. The scaler's work is the same in both: gradients are those
+    of float32 parameters.
 
     Args:
-        device: Where the products are taken.
-        clock: Gives the seconds by which the products of a CPU are told.
+        device: Device of the training.
+        clock: Clock in seconds for the products on a CPU.
     """
     if device.type == "cuda":
         return torch.float16, []
     threads = torch.get_num_threads()
-    # Threads that wait for one another on a busy machine would hide the difference.
+    # Threads that wait for each other on a busy machine would hide the difference.
     torch.set_num_threads(1)
     try:
         half, brain = (
@@ -103,7 +103,7 @@ def _seconds_of_product(dtype: torch.dtype, clock: Callable[[], float]) -> float
 
 
 class _Layer(nn.Module):
-    """Attention to what came before, then two linear layers, each after a norm."""
+    """Causal attention, then two linear layers, each after a norm."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -125,7 +125,7 @@ class _Layer(nn.Module):
 
 
 class _Transformer(nn.Module):
-    """Radford et al. 2019: the output shares the weight of the embedding."""
+    """Radford et al. 2019: the output shares the embedding's weight."""
 
     def __init__(self, width: int, heads: int, vocabulary: int, length: int) -> None:
         super().__init__()
@@ -149,7 +149,7 @@ def _gpt2(name: str, width: int, heads: int, vocabulary: int, length: int, batch
         lambda: (torch.randint(vocabulary, (batch, length)),),
         torch.optim.AdamW,
         {"lr": 1e-4},
-        # Scores in 16 and 32 bits, their gradients, and what the layers keep.
+        # Scores in 16 and 32 bits, their gradients, and saved activations.
         (1 << 30) + 20 * batch * length * (vocabulary + 12 * 16 * width),
     )
 
@@ -162,7 +162,7 @@ def _convolution(inputs: int, outputs: int, size: int, stride: int = 1) -> list[
 
 
 class _Bottleneck(nn.Module):
-    """Three convolutions beside a way around them."""
+    """Three convolutions with a shortcut."""
 
     def __init__(self, inputs: int, width: int, stride: int) -> None:
         super().__init__()
@@ -172,7 +172,7 @@ class _Bottleneck(nn.Module):
             *(*_convolution(width, width, 3, stride), nn.ReLU()),
             *_convolution(width, outputs, 1),
         )
-        # As wide as what comes out, the first block of each stage too needs no other way.
+        # As wide as the output, the first block of a stage needs no projection either.
         self.around = nn.Sequential(
             *(_convolution(inputs, outputs, 1, stride) if inputs != outputs else ())
         )
@@ -207,7 +207,7 @@ def _resnet50(name: str, width: int, classes: int, pixels: int, batch: int) -> N
         lambda: (torch.randn(batch, 3, pixels, pixels), torch.randint(classes, (batch,))),
         torch.optim.SGD,
         {"lr": 0.01, "momentum": 0.9},
-        # Some 250 values for each place in an image, of up to 4 bytes, and once more as gradients.
+        # Some 250 values per pixel, of up to 4 bytes, and their gradients.
         (1 << 30) + 2000 * batch * pixels * pixels,
     )
 
@@ -215,8 +215,8 @@ def _resnet50(name: str, width: int, classes: int, pixels: int, batch: int) -> N
 class _Recommender(nn.Module):
     """Naumov et al. 2019, with many small tables.
 
-    Products of pairs are summed over the pairs, (sum of all)^2 - sum of squares: one by one, the
-    pairs of 500 tables would make the first layer above them a hundred times as large as the rest.
+    Products are summed over pairs, (sum of all)^2 - sum of squares: concatenated, the pairs of 500
+    tables would make the first layer above them a hundred times as large as the rest.
     """
 
     WIDTH = 16

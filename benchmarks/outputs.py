@@ -1,4 +1,4 @@
-"""The files of a run: what is kept after each part, and what is made at the end."""
+"""Output files of a run: kept after each part, completed at the end."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ class Outputs:
     """Result files; one that cannot be written is reported once and stops nothing.
 
     Args:
-        tell: Takes a line for the reader.
-        folder: An existing one, which gets all of the kinds.
+        tell: Prints a line.
+        folder: Existing directory for files of all kinds.
         json: Another file for rows and goals.
-        csv: Another one for rows.
-        picture: Another one for the kernels' pictures.
+        csv: Another file for rows.
+        picture: Another file for the kernels' pictures.
     """
 
     def __init__(
@@ -45,12 +45,12 @@ class Outputs:
 
     @property
     def failed(self) -> bool:
-        """Whether something could not be written."""
+        """Whether a file could not be written."""
         return bool(self._told)
 
     def keep(self, results: Results) -> None:
-        """Writes what is there so far, so that nothing is lost with a process that is killed."""
-        # A run that measured nothing is no reason to lose an earlier one, or to put it away.
+        """Writes the rows so far, so that nothing is lost if the process is killed."""
+        # A run without measurements does not replace an earlier one, or put it away.
         if self._json is not None and (results.rows or not self._json.exists()):
             self._write(self._json, results.write_json)
         if self._folder is not None and results.rows:
@@ -87,7 +87,7 @@ class Outputs:
 
 
 def put_away(file: Path) -> None:
-    """Moves an earlier run's file, if there is one, to where no run writes."""
+    """Renames an earlier run's file, if any, to a name that no run writes."""
     if file.exists():
         written = datetime.datetime.fromtimestamp(file.stat().st_mtime, datetime.timezone.utc)
         folder = file.parent / EARLIER

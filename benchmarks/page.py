@@ -1,4 +1,4 @@
-"""A page of results that needs nothing else: verdicts, pictures, tables, how it was done."""
+"""Self-contained page of results: verdicts, pictures, tables, method."""
 
 from __future__ import annotations
 
@@ -38,16 +38,16 @@ FACTS = {
 }
 METHOD_TITLE = "How each figure was taken"
 METHOD = (
-    "Before anything is timed, results are compared with torch's, bit for bit but for norms. What "
-    "differs is not timed, and the run fails.",
+    "Before timing, results are compared with torch's, bit for bit but for norms. On a "
+    "difference nothing is timed and the run fails.",
     "Both sides are measured in one run. They take turns in rounds, every other round backwards; "
     "a ratio is taken within each round, and its median over the rounds is shown.",
     "p20, p50 and p80 are quantiles over the rounds. x torch is torch's time over this one's, so "
-    "more is better. A dash is what was not measured; nothing is estimated.",
+    "more is better. A dash means not measured; nothing is estimated.",
     "On a CPU, ms is the wall time of the call. On a GPU it is the device's own clock: graph means "
     "replayed from a CUDA graph, events queued behind one another, waits that the call itself "
     "waits for the device, loop one after another as in training, where the slower of host and "
-    "device counts; wall is that of whole epochs until the device is done. Host us is the time "
+    "device counts; wall is the time of whole epochs until the device is done. Host us is the time "
     "until the call returns, from an empty queue.",
     "A goal of the form “not slower” is also met within spread: its median is within "
     f"{CLOSE:.0%} of the limit, and the better fifth of the rounds reaches it.",
@@ -64,7 +64,7 @@ def write(all_results: Sequence[Results], path: Path) -> None:
 
 
 def html(all_results: Sequence[Results]) -> str:
-    """The page of one or more results, in their order."""
+    """Page of one or more results, in order."""
     parts = [_run(results, f"run{number}") for number, results in enumerate(all_results, 1)]
     return (
         '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
@@ -81,7 +81,7 @@ def _title(all_results: Sequence[Results]) -> str:
 
 
 def _run(results: Results, name: str) -> str:
-    """All of one result; ids begin with `name`."""
+    """A result; ids begin with `name`."""
     parts = report.parts_of(results)
     pictures = plot.pictures(results)
     contents = [("goals", "Goals")] if results.goals else []
@@ -136,7 +136,7 @@ def _tiles(goals: Sequence[Goal]) -> str:
 
 
 def _brief(rows: Sequence[Row]) -> str:
-    """The ranges of the two ratios that matter, for each path."""
+    """Ranges of the two ratios that matter, for each path."""
     tables = [
         _ranges(
             "Time over that of the same without a scaler (less is better)",
@@ -163,7 +163,7 @@ def _ranges(
     digits: int,
     unit: str = "",
 ) -> Table:
-    """The least, the median and the largest of what `read` gives, by subject, path and provider."""
+    """Minimum, median and maximum of what `read` returns, by subject, path and provider."""
     found: dict[tuple[str, str, str], list[float]] = {}
     for row in rows:
         ratio = read(row)
@@ -177,11 +177,11 @@ def _ranges(
 
 
 def _goals(goals: Sequence[Goal]) -> str:
-    """The table of goals, those that were not met first; the verdict stands beside the goal."""
+    """Table of goals, unmet ones first; the verdict stands beside the goal."""
     worst_first = sorted(goals, key=lambda goal: list(SYMBOLS)[::-1].index(goal.verdict))
     usual = report.goal_table(worst_first)
     table = Table(
-        "Each promise and what was measured for it, those that were not met first",
+        "Goals and measurements, unmet goals first",
         (usual.names[0], usual.numbers[-1], *usual.names[1:]),
         usual.numbers[:-1],
     )
@@ -239,7 +239,7 @@ def _figure(picture: svg.Picture) -> str:
 
 
 def _table(table: Table) -> str:
-    """A table whose first column names its lines; it scrolls where the page is too narrow."""
+    """Table with a header column; scrolls where the page is too narrow."""
     names = len(table.names)
     head = "".join(
         f'<th scope="col"{_number(index >= names)}>{escape(cell)}</th>'

@@ -1,4 +1,4 @@
-"""The pictures of a run: which of its rows are drawn, and how."""
+"""Pictures of a run."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .svg import Bar, Curve, Group, Picture
 
 ENDING = ".svg"
 WITHOUT = "no scaler"
-# Colours that mean the same on every picture; series of other names take the others.
+# Colours with a fixed meaning in all pictures; other series take the remaining ones.
 TONES = {"torch": 0, WITHOUT: 4}
 PATHS = ((UNSCALE, COPY), (CHECK, HALF_COPY))
 Maker = Callable[[Results], Iterator[Picture]]
@@ -40,7 +40,7 @@ def draw(results: Results, path: Path) -> None:
 
 
 def write_all(found: Sequence[Picture], folder: Path) -> None:
-    """Writes a file for each; pictures of an earlier run go away.
+    """Writes a file for each; removes pictures of an earlier run.
 
     Raises:
         OSError: If one cannot be written.
@@ -55,13 +55,13 @@ def write_all(found: Sequence[Picture], folder: Path) -> None:
 
 
 def shown(provider: str) -> str:
-    """A provider as a reader knows it."""
+    """Provider as shown to readers."""
     names = {"torch": "torch", "none": WITHOUT, "cpu": "ampfast"}
     return names.get(provider, f"ampfast, {provider}")
 
 
 def _host_time(subject: str, title: str, name: Callable[[Row], str]) -> Maker:
-    """Host time of what torch has, too."""
+    """Host time of paths that torch has, too."""
 
     def make(results: Results) -> Iterator[Picture]:
         rows = [row for row in results.rows if row.subject == subject and row.host_us_p50]
@@ -79,7 +79,7 @@ def _host_time(subject: str, title: str, name: Callable[[Row], str]) -> Maker:
 
 
 def _kernels(results: Results) -> Iterator[Picture]:
-    """Bytes a second by list, one picture for each path and dtype, beside a copy's."""
+    """Bandwidth by list, one picture for each path and dtype, beside a copy's."""
     rows = [row for row in results.rows if row.subject == "kernels" and row.gb_s is not None]
     for path, copy in PATHS:
         for dtype in dict.fromkeys(row.dtype for row in rows):
@@ -103,7 +103,7 @@ def _kernels(results: Results) -> Iterator[Picture]:
 
 
 def _speedups(subject: str, title: str) -> Maker:
-    """Times as fast as torch, one picture for each dtype."""
+    """Speed relative to torch, one picture for each dtype."""
 
     def make(results: Results) -> Iterator[Picture]:
         rows = [row for row in results.rows if row.subject == subject and row.vs_torch]
@@ -129,7 +129,7 @@ def _speedups(subject: str, title: str) -> Maker:
 
 
 def _over_none(subject: str, title: str, without: str) -> Maker:
-    """Time over that of the same without a scaler."""
+    """Time relative to the same training without a scaler."""
 
     def make(results: Results) -> Iterator[Picture]:
         rows = [row for row in results.rows if row.subject == subject and row.over_none]
@@ -152,7 +152,7 @@ def _over_none(subject: str, title: str, without: str) -> Maker:
 
 
 def _growth(results: Results) -> Iterator[Picture]:
-    """Time against tensors and against elements, a curve for each provider."""
+    """Time by number of tensors and of elements, a curve for each provider."""
     rows = [row for row in results.rows if row.subject == "growth" and row.ms_p50]
     for path in dict.fromkeys(row.path for row in rows):
         here = [row for row in rows if row.path == path]
@@ -190,7 +190,7 @@ def _groups(
     marks: dict[str, float | None] | None = None,
     series: Callable[[Row], str] = lambda row: shown(row.provider),
 ) -> list[Group]:
-    """The rows as bars, grouped by a name."""
+    """Rows as bars, grouped by a name."""
     found: dict[str, list[Bar]] = {}
     for row in rows:
         length = value(row)

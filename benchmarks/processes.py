@@ -1,4 +1,4 @@
-"""Processes that work on one thing together: when one fails, all are ended."""
+"""Cooperating processes: when one fails, all are terminated."""
 
 from __future__ import annotations
 
@@ -7,22 +7,22 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-# Seldom, for those who are waited for share the cores with the one who waits.
+# Seldom, since the waiting process shares cores with the others.
 LOOK_EVERY_S = 0.1
-# Of what a process wrote, so much of its end is shown.
+# Characters shown of the end of a process's output.
 SHOWN = 2000
 
 
 def run_together(
     commands: Sequence[Sequence[str]], cwd: Path, logs: Path, timeout_s: float
 ) -> None:
-    """Runs one process for each command until all have ended; on return or error none is left.
+    """Runs one process per command until all have ended; on return or error none is left.
 
     Args:
         commands: One for each rank, in order.
-        cwd: Where they run.
-        logs: An existing directory for what they write.
-        timeout_s: Seconds that all of it may take.
+        cwd: Working directory.
+        logs: Existing directory for their output.
+        timeout_s: Limit for all processes, in seconds.
 
     Raises:
         RuntimeError: If a process fails, or one has not ended in time; it shows what they wrote.

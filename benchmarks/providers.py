@@ -1,4 +1,4 @@
-"""The paths over one list of gradients, as each provider offers them."""
+"""Paths over one list of gradients, as each provider offers them."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ UNSCALE = "unscale"
 NORM = "unscale+norm"
 UPDATE = "unscale+update"
 COPY = "copy"
-# Reads and writes together as many bytes as a check reads.
+# A copy whose reads and writes together are as many bytes as a check reads.
 HALF_COPY = "copy of half"
 PATHS = (CHECK, UNSCALE, NORM, UPDATE)
 
-# Never grows: the scale stays what it was while a path is timed.
+# Never grows: the scale is constant while a path is timed.
 FACTORS = cpu.UpdateFactors(2.0, 0.5, 2**31 - 1)
 
 Gradients = list[Tensor]
 
 
 def moved_bytes(path: str, list_bytes: int) -> int:
-    """Bytes that a path must move for N elements of b bytes, b*N in all.
+    """Bytes that a path must move for N elements of b bytes.
 
     A check reads the list, b*N. Unscaling also writes as much, 2*b*N, and can take the norm and
     update the scale on the way; so can a copy. That is the least: a provider that takes several
@@ -42,10 +42,10 @@ def moved_bytes(path: str, list_bytes: int) -> int:
 
 @dataclass(frozen=True)
 class Scalars:
-    """Scalars beside the gradients; a pair is taken in turn, so that values do not drift.
+    """Scalars beside the gradients; pairs are used in turn, so that values do not drift.
 
-    Halved in one turn and doubled in the next, an inverse scale of 1, for which no multiplication
-    is needed, does not occur.
+    Values are halved in one turn and doubled in the next: an inverse scale of 1 might skip the
+    multiplication.
     """
 
     found_inf: Tensor
@@ -73,7 +73,7 @@ class Scalars:
 
 @dataclass(frozen=True)
 class Calls:
-    """One provider's calls: of what `prepare` made of a list, and the turn, 0 or 1."""
+    """Calls of a provider, given the result of `prepare` for a list, and the turn, 0 or 1."""
 
     provider: str
     prepare: Callable[[Gradients], Any]
@@ -81,7 +81,7 @@ class Calls:
 
 
 def available(device: torch.device) -> tuple[list[str], list[str]]:
-    """Returns ampfast's backends for a device, the default first, and why others are left out."""
+    """Returns ampfast's backends for a device, the default first, and reasons for missing ones."""
     if device.type == "cpu":
         return [backends.default_for(device)], []
     names, reasons = [], []
@@ -96,7 +96,7 @@ def available(device: torch.device) -> tuple[list[str], list[str]]:
 
 @contextmanager
 def default_backend(name: str) -> Iterator[None]:
-    """Makes the functional calls take a backend."""
+    """Makes a backend the default of the functional calls."""
     before = os.environ.get("AMPFAST_BACKEND")
     os.environ["AMPFAST_BACKEND"] = name
     try:
@@ -109,7 +109,7 @@ def default_backend(name: str) -> Iterator[None]:
 
 
 def torch_takes(dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether torch's op knows a dtype there; up to 2.15 it has no bfloat16 on GPUs."""
+    """Whether torch's op has a dtype on a device; up to 2.15 it lacks bfloat16 on GPUs."""
     scalars = Scalars.make(device)
     try:
         _torch_unscale_([torch.ones(1, dtype=dtype, device=device)], scalars.found_inf, scalars.one)
@@ -119,9 +119,9 @@ def torch_takes(dtype: torch.dtype, device: torch.device) -> bool:
 
 
 def torch_calls(scalars: Scalars) -> Calls:
-    """torch's op and what else its users call.
+    """torch's op, and the calls around it.
 
-    Its check, in the scaler too, is the same op with an inverse scale of 1, which writes as well.
+    Its check, as in the scaler, is the same op with an inverse scale of 1, which writes, too.
     """
     s = scalars
 
@@ -136,7 +136,7 @@ def torch_calls(scalars: Scalars) -> Calls:
         return torch.nn.utils.get_total_norm(gradients, foreach=True)
 
     def unscale_and_update(gradients: Gradients, turn: int) -> None:
-        # Given the inverse, which the scaler takes three kernels to compute.
+        # The inverse is given; the scaler computes it with three kernels.
         unscale(gradients, turn)
         torch._amp_update_scale_(s.scales[turn], s.trackers[turn], s.found_inf, *FACTORS)
 
@@ -150,7 +150,7 @@ def torch_calls(scalars: Scalars) -> Calls:
 def public_calls(name: str, device: torch.device, scalars: Scalars) -> Calls:
     """ampfast's functional calls, for use within `default_backend(name)`.
 
-    The norm is no part of them yet, so it is the backend's own call, where it has one.
+    The norm is the backend's own call, if it has one.
     """
     s = scalars
 
@@ -180,10 +180,10 @@ def public_calls(name: str, device: torch.device, scalars: Scalars) -> Calls:
 
 
 def launches(name: str, device: torch.device, scalars: Scalars) -> Calls:
-    """Launches alone, over tables that exist already: the device's work in steady state.
+    """Launches over existing tables: the device's work in steady state.
 
-    A graph holds these, because of a whole call it would also hold the upload of the table, which
-    a call does only when an address has changed.
+    Graphs capture these, since a whole call would include the upload of the table, which happens
+    only when an address has changed.
 
     Raises:
         RuntimeError: If the backend has no kernels over tables.
@@ -233,7 +233,7 @@ def launches(name: str, device: torch.device, scalars: Scalars) -> Calls:
 
 
 def device_kernels(name: str, device: torch.device) -> DeviceKernels | None:
-    """The kernels of a backend over tables on a device, or None if it works otherwise."""
+    """Kernels of a backend over tables on a device, or None if it has none."""
     kernels = backends.choose(name).kernels_for(device)
     return kernels if isinstance(kernels, DeviceKernels) else None
 

@@ -1,4 +1,4 @@
-"""Cost of agreement between ranks: ampfast's sharded scaler against torch's, in one world."""
+"""Cost of agreement between ranks: sharded scalers of ampfast and torch in one world."""
 
 from __future__ import annotations
 
@@ -41,19 +41,19 @@ DTYPE = torch.float32
 RANKS = 2
 GOAL = 1.0
 
-# One that waits this long for another rank ends, and with it all.
+# Timeout of a rank for another one, after which all end.
 COLLECTIVE_S = 60.0
 JOB_S = 300.0
 
 FUSED_NOTE = (
-    "ranks: torch's ShardedGradScaler tells no other rank what it finds for a fused optimizer, so "
-    "its ranks part there: its time is that of a fault"
+    "ranks: torch's ShardedGradScaler does not reduce the flag of a fused optimizer, so its ranks "
+    "diverge there: its time is that of a fault"
 )
 
 
 @dataclass(frozen=True)
 class Task:
-    """Task of all ranks of a job."""
+    """Job of all ranks."""
 
     case: GradCase
     device: str
@@ -74,7 +74,7 @@ class Task:
 
 
 def jobs(effort: Effort, device: torch.device, cases: Sequence[str] | None = None) -> list[Job]:
-    """One job for each list: those that were asked for, or the usual ones."""
+    """One job for each list, of the requested or the usual ones."""
     names = cases or (QUICK_CASES if effort.quick else FULL_CASES)
     return [
         Job(
@@ -86,9 +86,9 @@ def jobs(effort: Effort, device: torch.device, cases: Sequence[str] | None = Non
 
 
 def measure(case: GradCase, device: torch.device, effort: Effort) -> Measured:
-    """Starts the ranks, which share the list and the threads, and returns what they measured.
+    """Starts the ranks, which share list and threads, and returns their measurements.
 
-    On a CPU they are two and talk by gloo. A GPU has one, which calls NCCL all the same.
+    Two ranks with gloo on a CPU; on a GPU one, which calls NCCL all the same.
 
     Raises:
         MemoryError: If the list would not fit.
@@ -125,7 +125,7 @@ def work(folder: Path, rank: int) -> None:
     if device.type == "cuda":
         torch.cuda.set_device(device)
         queue = CudaQueue(device)
-    # Ranks of one machine need no other network, nor a name for it.
+    # Ranks on one machine need no other network or host name.
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
     store = dist.FileStore(str(folder / "store"), task.ranks)
     dist.init_process_group(
@@ -138,7 +138,7 @@ def work(folder: Path, rank: int) -> None:
     measured = measure_here(task.case, device, task.effort, queue)
     if rank == 0:
         (folder / "measured.json").write_text(json.dumps(asdict(measured)), encoding="utf-8")
-    # What was sent is lost if this process ends before the others have read it.
+    # Data sent is lost if this process ends before the others have read it.
     store.set(f"done {rank}", "")
     store.wait([f"done {each}" for each in range(task.ranks)])
     dist.destroy_process_group()
@@ -147,7 +147,7 @@ def work(folder: Path, rank: int) -> None:
 def measure_here(
     case: GradCase, device: torch.device, effort: Effort, queue: Queue | None = None
 ) -> Measured:
-    """Times both scalers over this rank's part of a list; every rank of the world calls it.
+    """Times both scalers over this rank's shard of a list; a collective call.
 
     Raises:
         AssertionError: If a result is not torch's, or the gradients drifted while timed.
@@ -179,7 +179,7 @@ def measure_here(
     collectives = {contender.key: collectives_of(contender) for contender in contenders}
     host, counted = None, {}
     if queue is None:
-        # As many calls on every rank: one cycle in each round, and rounds by one clock.
+        # Equal numbers of calls on every rank: one cycle per round, and rounds by one clock.
         together = replace(effort, comparison_s=effort.comparison_s * len(contenders), sample_s=0.0)
         samples = slowest(interleave(contenders, together, clock=clock_of_first))
         timer_name = "wall"
@@ -226,8 +226,8 @@ def part_of(case: GradCase, rank: int, ranks: int) -> GradCase:
 def make_scaler(
     name: str, device: torch.device, scale: float, growth_interval: int = NEVER
 ) -> torch.amp.GradScaler:
-    """A sharded scaler of torch or with one of ampfast's backends, started."""
-    # Where torch was built without ranks, this module can still be imported.
+    """Started sharded scaler of torch, or with one of ampfast's backends."""
+    # Where torch was built without distributed, this module can still be imported.
     from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
     settings = {"init_scale": scale, "growth_interval": growth_interval}
@@ -242,7 +242,7 @@ def make_scaler(
 def caller(
     path: str, name: str, optimizer: NoOptimizer, device: torch.device, limit: float
 ) -> Callable[[int], object]:
-    """Iterations after which, in twos, gradients are as before: halved and then doubled."""
+    """Iterations that restore the gradients in pairs: halved, then doubled."""
     scales = (SCALE, SCALE) if path == CLIP else (2.0, 0.5)
     pair = [iteration(path, make_scaler(name, device, s), optimizer, limit) for s in scales]
     return lambda number: pair[number % 2]()
@@ -251,7 +251,7 @@ def caller(
 def iteration(
     path: str, scaler: torch.amp.GradScaler, optimizer: NoOptimizer, limit: float
 ) -> Callable[[], Tensor | None]:
-    """The calls of one path, as a training loop would write them; clipping returns the norm."""
+    """Calls of a path, as in a training loop; clipping returns the norm."""
 
     def unscale_and_update() -> None:
         scaler.unscale_(optimizer)
@@ -284,10 +284,10 @@ def iteration(
 
 
 def assert_parity(case: GradCase, device: torch.device, path: str, name: str) -> None:
-    """Compares all that an iteration leaves: two that let the scale grow, one, and one that fails.
+    """Compares states after two iterations that let the scale grow, a third, and an overflow.
 
-    The infinity is on the last rank only. For fused optimizers, of whose checks torch's scaler
-    tells no other rank, its plain unscaling says how the scale must be.
+    The infinity is on the last rank only. For fused optimizers, whose checks torch's scaler does
+    not reduce, its plain unscaling gives the expected scale.
     """
     what = f"{path} by {name}, {case.name} on rank {dist.get_rank()}"
     is_last = dist.get_rank() == dist.get_world_size() - 1
@@ -318,7 +318,7 @@ def assert_parity(case: GradCase, device: torch.device, path: str, name: str) ->
             continue
         if abs(our - exact) > 1e-6 * exact:
             raise AssertionError(f"{what}: the norm is {our}, not {exact}")
-        # Torch's norm is a sum of float32, and its error is in what it has clipped.
+        # torch's norm is a float32 sum, with its error in the clipped gradients.
         tolerance += abs(their - exact) / exact + 4 * torch.finfo(DTYPE).eps
         for index, (a, b) in enumerate(zip(ours, theirs, strict=True)):
             torch.testing.assert_close(
@@ -330,7 +330,7 @@ def assert_parity(case: GradCase, device: torch.device, path: str, name: str) ->
 
 
 def norm_of_all(gradients: Sequence[Tensor]) -> float:
-    """The norm of what all ranks hold, in float64."""
+    """float64 norm over all ranks."""
     norms = [torch.linalg.vector_norm(gradient, dtype=torch.float64) for gradient in gradients]
     square = torch.stack(norms).square().sum()
     dist.all_reduce(square)
@@ -338,23 +338,23 @@ def norm_of_all(gradients: Sequence[Tensor]) -> float:
 
 
 def collectives_of(contender: Contender) -> int:
-    """Number of collectives in a call; the profiler sees them with every backend."""
+    """Number of collectives per call; the profiler sees them with every backend."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-        # Two calls, after which the gradients are as before.
+        # Two calls, after which the gradients are restored.
         for number in (0, 1):
             contender.call(number)
     return sum(event.name.startswith("c10d::") for event in counts.events_of(profile)) // 2
 
 
 def clock_of_first() -> float:
-    """The first rank's clock in seconds, so that all decide alike; every rank calls it."""
+    """Clock of the first rank in seconds, for equal decisions; a collective call."""
     now = torch.tensor(time.perf_counter(), dtype=torch.float64)
     dist.broadcast(now, 0)
     return now.item()
 
 
 def slowest(samples: Samples) -> Samples:
-    """Of each round and contender the time of the rank that took longest."""
+    """Per round and contender, the time of the slowest rank."""
     seconds = torch.tensor(list(samples.seconds.values()), dtype=torch.float64)
     dist.all_reduce(seconds, dist.ReduceOp.MAX)
     return Samples(dict(zip(samples.seconds, seconds.tolist(), strict=True)))
@@ -362,8 +362,8 @@ def slowest(samples: Samples) -> Samples:
 
 if __name__ == "__main__":
     work(Path(sys.argv[1]), int(sys.argv[2]))
-    # Without Python's finalization: torch's class keeps the group, and with it gloo's threads,
-    # which may still let go of tensors then and abort (pytorch/pytorch#179291).
+    # Without Python's finalization: torch's class keeps the group and thus gloo's threads, which
+    # may then still free tensors and abort (pytorch/pytorch#179291).
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)

@@ -1,4 +1,4 @@
-"""The figures of the README and of docs/benchmarks.md, from result files: none is typed by hand."""
+"""Figures of README.md and docs/benchmarks.md, generated from result files."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ PICTURES = PurePosixPath("docs/measured")
 
 @dataclass(frozen=True)
 class Page:
-    """A page whose figures stand between the two markers.
+    """Page with figures between its two markers.
 
     Attributes:
-        place: From the repository's root.
-        tables: Makes them from results, by subject; "" where nothing was measured.
-        drawn: The names of the pictures that are shown, of all that could be.
+        place: Path from the repository's root.
+        tables: Makes tables by subject from results; "" without measurements.
+        drawn: Names of the pictures to show.
     """
 
     place: PurePosixPath
@@ -51,7 +51,7 @@ class Page:
         return "\n\n".join(part for part in parts if part) + "\n"
 
     def pictures(self, *paths: Path) -> list[Picture]:
-        """The pictures that `section` shows, by the names of their files; it raises the same."""
+        """Pictures shown by `section`, by file name; raises the same errors."""
         return [
             picture
             for path in paths
@@ -60,11 +60,11 @@ class Page:
         ]
 
     def section_in(self, folder: Path) -> str:
-        """Text between the markers now; ValueError without them."""
+        """Current text between the markers; ValueError without them."""
         return _split(folder / self.place)[1].removeprefix("\n")
 
     def _heading(self, path: Path, results: Results, on_gpu: bool) -> str:
-        """Machine of the measurements; `on_gpu` tells whether any of the files is from a GPU."""
+        """Machine of the measurements; `on_gpu` tells whether any file is from a GPU."""
         shown = path.resolve()
         if shown.is_relative_to(REPOSITORY):
             up = [".."] * (len(self.place.parts) - 1)
@@ -80,7 +80,7 @@ class Page:
         )
 
     def _pictures(self, path: Path, results: Results) -> dict[str, list[Picture]]:
-        """By subject; the names tell pictures of one result file from those of another."""
+        """Pictures by subject; names distinguish result files."""
         return {
             subject: [
                 replace(picture, name=f"{path.stem}-{picture.name}")
@@ -108,7 +108,7 @@ PAGES = (README, WHOLE)
 
 
 def write(folder: Path, *paths: Path) -> None:
-    """Puts result files between the markers of both pages, and their pictures beside them.
+    """Writes result files between the markers of both pages, and their pictures beside them.
 
     Args:
         folder: The repository, or a copy of it.

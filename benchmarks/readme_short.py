@@ -15,7 +15,7 @@ FEW_LISTS = ("1000x1k", "bert_base", "gpt2_xl")
 
 @dataclass(frozen=True)
 class Told:
-    """A call that is shown, on all that it was measured on or on `FEW_LISTS` in float32."""
+    """Call to show, for all of its lists or for `FEW_LISTS` in float32."""
 
     subject: str
     path: str
@@ -47,7 +47,7 @@ TOLD = (
 
 
 def short(results: Results) -> dict[str, str]:
-    """The tables by subject, with a line for each call that was measured."""
+    """Tables by subject, with a line for each measured call."""
     lines = [
         (
             told.what.format(row.case.replace("x", " parameters of ", 1), row.list_name)
@@ -82,7 +82,7 @@ def short(results: Results) -> dict[str, str]:
 
 
 def _of_a_step(results: Results) -> str:
-    """Cases in which the scaler does not matter, by its largest and smallest share of a step."""
+    """Cases in which the scaler does not matter, by its smallest and largest share of a step."""
     rows = [row for row in of("loops", results.rows) if row.provider == "torch" and row.share]
     if not rows:
         return ""
@@ -95,13 +95,13 @@ def _of_a_step(results: Results) -> str:
 
 
 def _range(rows: Iterable[Row]) -> str:
-    """Of the times over those without a scaler."""
+    """Range of times relative to those without a scaler."""
     over = [row.over_none for row in rows if row.over_none is not None]
     return f"{min(over):.2f} to {max(over):.2f}" if over else "-"
 
 
 def _torchs(row: Row, results: Results) -> Row | None:
-    """Of torch, what this row replaces."""
+    """torch's row that this one replaces."""
     path = goals.CLIP if row.path == goals.DEFERRED_CLIP else row.path
     place = (row.subject, row.case, row.dtype, path, row.lists)
     for other in results.rows:

@@ -1,4 +1,4 @@
-"""The tables of docs/benchmarks.md: fewer columns than a run prints, to read on."""
+"""Tables of docs/benchmarks.md, with fewer columns than a run prints."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ NOT_MEASURED = "not measured"
 
 
 def whole(results: Results) -> dict[str, str]:
-    """The table of each subject; "" for those of which nothing was measured."""
+    """Table of each subject; "" without measurements."""
     subjects = {row.subject for row in results.rows}
-    # What is measured apart from all else, on purpose, says nothing of the others.
+    # Subjects run deliberately alone imply nothing about missing ones.
     return {
         subject: make(results) if subject in subjects or subjects & USUAL else ""
         for subject, make in MAKERS.items()
@@ -21,7 +21,7 @@ def whole(results: Results) -> dict[str, str]:
 
 
 def _against_none(subject: str) -> Callable[[Results], str]:
-    """One line for each case and path, beside the same without a scaler."""
+    """One line for each case and path, relative to the same without a scaler."""
 
     def make(results: Results) -> str:
         rows = of(subject, results.rows)
@@ -358,5 +358,5 @@ MAKERS: dict[str, Callable[[Results], str]] = {
     "memory": _memory,
     "ranks": _ranks,
 }
-# A run of these is one of which a reader expects the others, too.
+# A full run is expected to have the other subjects, too.
 USUAL = {"host", "kernels", "memory"}

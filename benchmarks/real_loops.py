@@ -26,7 +26,7 @@ from .training import Lesson, scaler_state
 
 DTYPE = torch.bfloat16
 SCALE = 2.0**16
-# Warm up, too; one of them finds an infinity, which halves the scale.
+# Warm-up iterations; an infinity in one of them halves the scale.
 PARITY_STEPS = 5
 BAD_STEP = 2
 
@@ -47,7 +47,7 @@ class Classifier(nn.Module):
 
 
 class Perceptron(nn.Module):
-    """Linear layers and the squared error; residual, or gradients would vanish in 500 layers."""
+    """Linear layers and squared error; with skips, as gradients would vanish in 500 layers."""
 
     def __init__(self, layers: int, width: int) -> None:
         super().__init__()
@@ -74,7 +74,7 @@ def perceptron(layers: int, width: int, batch: int) -> Net:
     )
 
 
-# With the most that ampfast's scaler may take of torch's time, by optimizer.
+# By optimizer, limit of ampfast's time as a fraction of torch's.
 GOALS: tuple[tuple[Net, dict[str, float]], ...] = (
     (
         _net("conv net", Classifier, lambda: (torch.rand(64, 1, 8, 8), torch.randint(10, (64,)))),
@@ -104,7 +104,7 @@ class Step:
 
 
 class Loop:
-    """One contender: a training loop whose net, optimizer and scaler are its own."""
+    """Contender: a training loop with its own net, optimizer and scaler."""
 
     def __init__(self, net: Net, optimizer: str, provider: str) -> None:
         self.contender = Contender(optimizer, provider, lambda call: self.step())
@@ -116,7 +116,7 @@ class Loop:
         self.steps: list[Step] = []
 
     def step(self, bad: bool = False) -> Step:
-        """One iteration; with a gradient that is infinite if `bad`."""
+        """One iteration; with an infinite gradient if `bad`."""
         now = time.perf_counter_ns
         lesson, scaler, optimizer = self._lesson, self._scaler, self._optimizer
         optimizer.steps_ns.clear()
@@ -127,7 +127,7 @@ class Loop:
         scaled = scaler.scale(loss)
         scale = now() - start
         scaled.backward()
-        # Else the scaler's time would have that of freeing the last of the graph.
+        # Else the scaler's time would include freeing the rest of the graph.
         del loss, scaled
         if bad:
             gradient = self._parameters[0].grad
@@ -142,7 +142,7 @@ class Loop:
         return Step(scale, middle - start - own, end - middle, end - begun)
 
     def timed(self) -> float:
-        """Seconds that the scaler takes in one iteration, which is kept."""
+        """Seconds of the scaler in one iteration, which is recorded."""
         self.steps.append(self.step())
         return self.steps[-1].scaler / 1e9
 
@@ -177,7 +177,7 @@ def measure(net: Net, optimizer: str, effort: Effort, limits: dict[str, float]) 
     loop_of = {loop.contender.key: loop for loop in loops}
     samples = interleave(
         [loop.contender for loop in loops],
-        # A round has one step of each.
+        # A round has one step of each contender.
         replace(effort, sample_s=0.0),
         cycle=1,
         timer=lambda contender, calls: loop_of[contender.key].timed(),
@@ -199,7 +199,7 @@ def measure(net: Net, optimizer: str, effort: Effort, limits: dict[str, float]) 
 def _row(net: Net, loop: Loop, samples: Samples) -> Row:
     key = loop.contender.key
     seconds = samples.spread(*key)
-    # Without those that warmed up.
+    # Without warm-up.
     steps = loop.steps[-len(samples.seconds[key]) :]
     case = GradCase(net.name, net.shapes())
 

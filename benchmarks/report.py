@@ -1,4 +1,4 @@
-"""The tables that a run prints: one for each subject, then the goals and what is missing."""
+"""Tables that a run prints: one for each subject, then goals and omissions."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from .results import Goal, Results, Row
 
-# What a column is called, what it reads, and how many decimals it has, where that is not as usual.
+# Column name, its value, and decimals where they are not the default.
 Column = tuple[str, Callable[["Row"], "float | None"], "int | None"]
 
 COLOURS = {
@@ -23,7 +23,7 @@ COLOURS = {
 
 @dataclass
 class Table:
-    """Names to the left, numbers to the right; `sections` are the lines behind which a rule is."""
+    """Names to the left, numbers to the right; `sections` are the lines followed by a rule."""
 
     title: str
     names: tuple[str, ...]
@@ -58,7 +58,7 @@ class Table:
 
 
 def show(results: Results, show_table: Callable[[Table], object]) -> None:
-    """Hands over the tables of all that was measured."""
+    """Shows the tables of all measurements."""
     for part in parts_of(results):
         show_table(part.make(part.title, part.rows))
     if results.goals:
@@ -67,7 +67,7 @@ def show(results: Results, show_table: Callable[[Table], object]) -> None:
 
 @dataclass(frozen=True)
 class Part:
-    """The rows of one subject: what they are called, how they were taken, and their table."""
+    """Rows of one subject: name, method and table."""
 
     subject: str
     title: str
@@ -77,7 +77,7 @@ class Part:
 
 
 def parts_of(results: Results) -> list[Part]:
-    """One part for each subject of which there are rows, known or not."""
+    """One part for each subject that has rows, known or not."""
     rows: dict[str, list[Row]] = {}
     for row in results.rows:
         rows.setdefault(row.subject, []).append(row)
@@ -94,7 +94,7 @@ def parts_of(results: Results) -> list[Part]:
 
 
 def any_table(title: str, rows: Sequence[Row]) -> Table:
-    """A table of the columns that have values."""
+    """Table of the columns that have values."""
 
     def given(columns: Sequence[Column]) -> list[Column]:
         return [column for column in columns if any(column[1](row) is not None for row in rows)]
@@ -137,7 +137,7 @@ def host_table(title: str, rows: Sequence[Row]) -> Table:
 
 
 def kernel_table(title: str, rows: Sequence[Row]) -> Table:
-    """Device time and bandwidth; what was only measured on a GPU has columns only there."""
+    """Device time and bandwidth, with columns for values measured on a GPU only if present."""
     on_gpu = any(row.host_us_p50 is not None for row in rows)
     columns = ("ms p20", "p50", "p80", "x torch", "GB/s", "% of copy")
     more = ("host us", "kernels", "syncs", "timed by") if on_gpu else ()
@@ -173,7 +173,7 @@ def step_table(title: str, rows: Sequence[Row]) -> Table:
 
 
 def tracking_table(title: str, rows: Sequence[Row]) -> Table:
-    """Device time, and that over the time of the same pass without tracking, by medians."""
+    """Device time, and its ratio to the same pass without tracking, by medians."""
     columns = ("ms p20", "p50", "p80", "x without")
     table = Table(title, ("list", "dtype", "path", "provider"), columns)
     plain: dict[tuple[str, str, str, str], float] = {}
@@ -223,7 +223,7 @@ def rank_table(title: str, rows: Sequence[Row]) -> Table:
 
 
 def training_table(title: str, rows: Sequence[Row]) -> Table:
-    """Times of training, and those over the times of the same without a scaler."""
+    """Times of training, and their ratios to the same without a scaler."""
     on_gpu = any(row.host_us_p50 is not None for row in rows)
     more = ("host us", "kernels", "syncs", "timed by") if on_gpu else ()
     columns = ("tensors", "elements", "ms p20", "p50", "p80", "x torch", "over none")
@@ -244,7 +244,7 @@ def training_table(title: str, rows: Sequence[Row]) -> Table:
 
 
 def growth_table(title: str, rows: Sequence[Row]) -> Table:
-    """Points of the curves, and what one more tensor or element takes."""
+    """Points of the curves, and the cost of one more tensor or element."""
     columns = ("ms p20", "p50", "p80", "host us", "x torch", "ns each")
     table = Table(title, ("list", "path", "provider"), columns)
     for row in rows:
@@ -272,7 +272,7 @@ def goal_table(goals: Sequence[Goal]) -> Table:
 
 
 def number(value: float | None, factor: float = 1.0) -> str:
-    """Three significant digits without an exponent, or a dash for what was not measured."""
+    """Three significant digits without an exponent, or a dash for a missing value."""
     if value is None:
         return "-"
     value *= factor
@@ -323,37 +323,37 @@ PARTS = (
     Part(
         "mlp",
         "A perceptron in mixed precision, epochs",
-        "Forward, backward and optimizer; the epochs of all modes take turns, and all begin with "
-        "the same parameters. Over none is over autocast without a scaler.",
+        "Forward, backward and optimizer; the epochs of all modes take turns, from the same "
+        "parameters. Over none is relative to autocast without a scaler.",
         training_table,
     ),
     Part(
         "training",
         "Training steps of whole nets",
-        "Forward, backward, clipping where it is named, and the optimizer's step. Over none is the "
-        "time over that of the same step without a scaler, round by round.",
+        "Forward, backward, clipping where named, and the optimizer's step. Over none is relative "
+        "to the same step without a scaler, round by round.",
         training_table,
     ),
     Part(
         "growth",
         "Growth of unscale_ and update",
-        "Lists of more and more tensors of one size, and one tensor of more and more elements. A "
-        "slope is that of the line through the larger points: nanoseconds for each one more.",
+        "Lists of ever more tensors of one size, and one tensor of ever more elements. A slope is "
+        "that of the line through the larger points, in nanoseconds per tensor or element.",
         growth_table,
     ),
     Part(
         "host",
         "Host time of the scaler, warm calls",
-        "Parameters of four elements, so that only the overhead is left: the wall time until the "
-        "call returns, in microseconds. What torch has no call for is compared with the calls that "
-        "it replaces.",
+        "Parameters of four elements, so that only overhead remains: wall time until the call "
+        "returns, in microseconds. Calls without a counterpart in torch are compared with the "
+        "calls that they replace.",
         host_table,
     ),
     Part(
         "kernels",
         "Kernels over gradient lists",
-        "One pass over a list that is there already. A cold list is one of many that take turns, "
-        "so that none is found in the cache. GB/s are the bytes that the work must move (a check "
+        "One pass over an existing list. A cold list is one of many that take turns, so that none "
+        "is in the cache. GB/s are the bytes that the work must move (a check "
         "reads the list, unscaling also writes it) over the median; a copy moves as many in one "
         "piece.",
         kernel_table,
@@ -361,8 +361,8 @@ PARTS = (
     Part(
         "steps",
         "Whole steps of the scaler, scale(loss) to update()",
-        "With optimizers that do nothing, so that the scaler's part alone is timed; fused is an "
-        "optimizer that takes the scale and the flag itself.",
+        "With optimizers without work, so that only the scaler is timed; a fused optimizer takes "
+        "scale and flag itself.",
         step_table,
     ),
     Part(
@@ -374,22 +374,21 @@ PARTS = (
     ),
     Part(
         "tracking",
-        "What noting something of each parameter costs",
+        "Cost of tracking each parameter",
         "The same pass with and without; the last column is over the pass without, by medians.",
         tracking_table,
     ),
     Part(
         "memory",
         "Memory on top of the gradients",
-        "Each call in a process of its own: the rise of its resident set, and the peak of what it "
-        "asked of torch's allocator.",
+        "Each call in a process of its own: growth of its resident set, and peak of torch's "
+        "allocator.",
         memory_table,
     ),
     Part(
         "ranks",
         "Ranks that share a list, sharded scalers",
-        "Each process has its part of every tensor; times are those of the slowest rank of a "
-        "round.",
+        "Each process has a shard of every tensor; times are those of the slowest rank of a round.",
         rank_table,
     ),
 )

@@ -1,4 +1,4 @@
-"""Results of a run: one row for each thing timed, one verdict for each goal, and their files."""
+"""Results of a run: rows, goals with verdicts, and their files."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from typing import Any, TypeVar
 
 from . import whole_files
 
-# Of the files. Those of the first did not name it, nor what was asked for.
+# Version of the files. The first one named neither itself nor the requested run.
 FORMAT = 2
 READABLE = (1, 2)
-# Load average of the last minute from which something else takes a noticeable part of a core.
+# Load average of the last minute from which other processes take a noticeable share of a core.
 BUSY = 0.5
 SENSES = ("<=", "<", ">=")
-# What nothing that is measured comes near to; sums and ratios of less are finite.
+# Far above any measurement; sums and ratios of smaller values are finite.
 LARGEST = 1e30
-# What of a row may lie below 0, as a slope through points that scatter does.
+# Fields that may be negative, such as the slope through noisy points.
 SIGNED = ("ns_each", "vs_torch")
-# Of the limit. Identical contenders differ by up to 2% on a quiet machine.
+# Fraction of the limit. Identical contenders differ by up to 2% on a quiet machine.
 CLOSE = 0.05
 
 
@@ -45,28 +45,26 @@ class Spread:
 
 @dataclass(frozen=True)
 class Row:
-    """One measurement; what was not measured is None, never an estimate.
+    """A measurement; missing values are None, never an estimate.
 
-    `ms_*` is device time, which on a CPU is the wall time of the call; `timer` says how it was
-    taken: "wall"; "graph", replayed from a CUDA graph; "events", queued behind one another;
-    "waits", where the call waits for the device, so that the wait is in it; "loop", one after
-    another as in training, where the slower of host and device counts. `host_us_*` is the
-    time until the call returns, on a GPU from an empty queue. `launches`, `copies` and `syncs`
-    are what one call did on a GPU: kernels, copies and fills of memory, waits of the host.
-    `list_bytes` is the size of the gradients, `bytes` what the path must move to do its work
-    (`providers.moved_bytes`), `gb_s` that over `ms_p50`, `copy_gb_s` that of a copy that moves as
-    much. `vs_torch` is torch's time over this one's, the median over rounds in which both ran,
-    and `host_vs_torch` the same of host time. `extra_bytes` is memory that the call needed on top
-    of the gradients: the rise of the resident set, and in `allocated_bytes` the peak of what it
-    asked of torch's allocator. `table_bytes` describes `chunks` pieces of gradient. `lists` lists
-    of the kind were taken in turn: with 1 a list that fits is found in the cache, with more it
-    never is. `ranks` processes shared the list, each with a part of every tensor; then times are
-    those of the slowest rank of each round, and `collectives` is how many a call took.
-    `over_none` is the time over that of the same training without a scaler, the median over rounds
-    in which both ran. The gradients are `tensors` tensors of `elements` elements in all. `ns_each`
-    is a slope: nanoseconds for one tensor or one element more. In a training loop `host_us_*` is
-    the scaler's own time in an iteration, `scale_us`, `step_us` and `update_us` its parts, and
-    `share` what it is of the iteration.
+    `ms_*` is device time, on a CPU the wall time of the call; `timer` tells how it was taken:
+    "wall"; "graph", replayed from a CUDA graph; "events", queued behind one another; "waits",
+    including the call's wait for the device; "loop", one after another as in training, where the
+    slower of host and device counts. `host_us_*` is the time until the call returns, on a GPU from
+    an empty queue. `launches`, `copies` and `syncs` count kernels, copies and fills of memory, and
+    host waits per call on a GPU. `list_bytes` is the size of the gradients, `bytes` the least that
+    the path must move (`providers.moved_bytes`), `gb_s` that over `ms_p50`, `copy_gb_s` the
+    bandwidth of a copy of as many bytes. `vs_torch` is torch's time over this one's, the median
+    over rounds in which both ran, `host_vs_torch` the same for host time. `extra_bytes` is memory
+    of the call beyond the gradients: growth of the resident set; `allocated_bytes` is the peak of
+    torch's allocator. `table_bytes` describes `chunks` chunks of gradients. `lists` lists took
+    turns: a single one may stay in the cache, several never do. `ranks` processes shared the list,
+    each with a shard of every tensor; times are then those of the slowest rank of each round, and
+    `collectives` counts per call. `over_none` is the time relative to the same training without a
+    scaler, the median over rounds in which both ran. The gradients are `tensors` tensors of
+    `elements` elements in all. `ns_each` is a slope: nanoseconds per additional tensor or element.
+    In a training loop `host_us_*` is the scaler's own time per iteration, `scale_us`, `step_us` and
+    `update_us` its parts, and `share` its fraction of the iteration.
     """
 
     subject: str
@@ -108,12 +106,12 @@ class Row:
 
     @property
     def list_name(self) -> str:
-        """The list, and whether it was kept out of the cache."""
+        """List name, with a mark if it was kept out of the cache."""
         return self.case if (self.lists or 1) == 1 else f"{self.case}, cold"
 
     @property
     def percent_of_copy(self) -> float | None:
-        """Bytes a second as a part of what a copy reached in the same rounds."""
+        """Percentage of the copy bandwidth in the same rounds."""
         if self.gb_s is None or self.copy_gb_s is None:
             return None
         return 100 * self.gb_s / self.copy_gb_s
@@ -121,9 +119,9 @@ class Row:
 
 @dataclass(frozen=True)
 class Goal:
-    """A promise and what was measured for it.
+    """Goal and its measurement.
 
-    `sense` is "<=", "<" or ">=". With `spread_counts`, which is for goals of the form "not slower",
+    `sense` is "<=", "<" or ">=". With `spread_counts`, for goals of the form "not slower",
     the goal is also met if the better end of the spread (20% of the rounds) reaches the limit and
     the median is close to it: else a busy machine, whose spread is wide, would meet any goal.
     """
@@ -186,10 +184,10 @@ class Goal:
 
 @dataclass
 class Results:
-    """Everything that a run measured.
+    """All measurements of a run.
 
-    `complete` turns false where a part was cut off, failed or did not fit; `notes` say what is
-    missing, and why. `asked` is what the run was to do, and `seconds` how long it took.
+    `complete` is false if a part was cut off, failed or did not fit; `notes` give omissions with
+    their reasons. `asked` are the requested parts, `seconds` the duration.
     """
 
     machine: dict[str, Any]
@@ -225,14 +223,14 @@ class Results:
 
     @property
     def disturbance(self) -> str:
-        """A sentence on what else was running when it began; empty where that was little."""
+        """Sentence on other load at the start; empty if there was little."""
         load = self.machine.get("load")
         if not isinstance(load, (int, float)) or load <= BUSY:
             return ""
         return f"The load was {load:.1f} before it began: other processes disturb timings."
 
     def write_json(self, path: Path) -> None:
-        """Writes all at once, so that who is cut off while writing leaves the file as it was."""
+        """Writes the file atomically."""
         content = {
             "format": FORMAT,
             **asdict(self),
@@ -241,7 +239,7 @@ class Results:
         whole_files.write(path, json.dumps(content, indent=1) + "\n")
 
     def write_csv(self, path: Path) -> None:
-        """Writes the rows, likewise; what was not measured is empty."""
+        """Writes the rows atomically; missing values are empty."""
         file = io.StringIO()
         table = csv.DictWriter(file, [column.name for column in fields(Row)])
         table.writeheader()
@@ -250,11 +248,11 @@ class Results:
 
     @classmethod
     def read_json(cls, path: Path) -> Results:
-        """Reads what `write_json` wrote, now or in an earlier version.
+        """Reads a file of `write_json`, of this or an earlier version.
 
         Raises:
             OSError: If the file cannot be read.
-            ValueError: If it is not such a result, or of a version that is not known here.
+            ValueError: If it is no result, or of an unknown version.
         """
         try:
             content = json.loads(path.read_text(encoding="utf-8"))
@@ -263,7 +261,7 @@ class Results:
                 raise ValueError("it holds something else")
             if written not in READABLE:
                 known = " and ".join(map(str, READABLE))
-                raise ValueError(f"its format is {written!r}, and those known here are {known}")
+                raise ValueError(f"its format is {written!r}; known formats are {known}")
             content["rows"] = [_made(Row, row) for row in content["rows"]]
             content["goals"] = [
                 _made(Goal, goal, extra=("met", "verdict")) for goal in content["goals"]
@@ -292,9 +290,9 @@ Made = TypeVar("Made", Row, Goal, Results)
 
 
 def _made(kind: type[Made], content: dict[str, Any], extra: Sequence[str] = ()) -> Made:
-    """An object of fields that a file gives, each of the right type.
+    """Object from a file's fields, each checked for its type.
 
-    A reader of figures would otherwise fail wherever it comes to use one.
+    Later uses of a figure would fail otherwise.
     """
     given = {name: value for name, value in content.items() if name not in extra}
     made = kind(**given)
@@ -313,7 +311,7 @@ def _made(kind: type[Made], content: dict[str, Any], extra: Sequence[str] = ()) 
 
 
 def _is_figure(value: float | None) -> bool:
-    """Whether a number can have been measured, and be drawn."""
+    """Whether a number is a possible measurement that can be drawn."""
     return value is None or abs(value) < LARGEST
 
 
@@ -322,7 +320,7 @@ def _told(error: Exception) -> str:
     return missing or str(error) or type(error).__name__
 
 
-# Read once, for a file has hundreds of rows.
+# Cached, since a file has hundreds of rows.
 TYPES: dict[type, dict[str, Any]] = {
     kind: typing.get_type_hints(kind) for kind in (Row, Goal, Results)
 }

@@ -1,4 +1,4 @@
-"""Rows of what was timed: device time, host time and counts of each contender side by side."""
+"""Rows of timed contenders: device time, host time and counts."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ Key = tuple[str, str]
 
 @dataclass(frozen=True)
 class Timed:
-    """Contenders over one case and dtype, and what was found out about them.
+    """Timed contenders over one case and dtype.
 
     Attributes:
-        subject: The table to which the rows belong.
-        case: The gradients.
-        dtype: Their dtype.
-        lists: How many lists were taken in turn.
-        contenders: In the order of the rows.
-        samples: Their device time, on a CPU the wall time.
-        timer: How that was taken.
-        host: Their host time, where it is another.
-        counts: What a call did, where it was counted.
-        replaces: For a path without a counterpart in torch, the one of torch's that it replaces.
+        subject: Table of the rows.
+        case: Gradients.
+        dtype: Dtype of the gradients.
+        lists: Number of lists taken in turn.
+        contenders: Contenders in the order of the rows.
+        samples: Device time; on a CPU wall time.
+        timer: Name of the timer, as in `Row`.
+        host: Host time, if it differs.
+        counts: Counts per call, if taken.
+        replaces: torch's path that a path without a counterpart replaces.
     """
 
     subject: str

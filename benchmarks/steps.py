@@ -1,4 +1,4 @@
-"""The whole step, from scale(loss) to update(), over real lists: ampfast's scaler and torch's."""
+"""Whole steps, from scale(loss) to update(), over real lists: scalers of ampfast and torch."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ FUSED_STEP_AND_UPDATE = "step_and_update, fused"
 REPLACES = {STEP_AND_UPDATE: STEP, FUSED_STEP_AND_UPDATE: FUSED_STEP}
 FUSED = (FUSED_STEP, FUSED_STEP_AND_UPDATE)
 
-# The scaler keeps a table for each of some tens of lists; more would have it upload at every call,
-# which a loop with one optimizer never sees.
+# The scaler keeps some tens of tables; more lists would upload at every call, unlike a loop with
+# one optimizer.
 MOST_LISTS = 8
-# The tracker never comes there, so the scale stays what it is.
+# Beyond the tracker, so the scale is constant.
 NEVER = 2**31 - 1
 
 
 def lists_in_turn(
     case: GradCase, dtype: torch.dtype, device: torch.device, queue: Queue | None
 ) -> int:
-    """Number of lists that take turns in whole calls: more than one only on a GPU.
+    """Number of lists in turn for whole calls: more than one only on a GPU.
 
     Raises:
         MemoryError: If they would not fit.
@@ -54,7 +54,7 @@ def measure(
     effort: Effort,
     queue: Queue | None = None,
 ) -> Measured:
-    """Times the scaler's part of a step, with optimizers that do nothing.
+    """Times the scaler's part of a step, with optimizers without work.
 
     Raises:
         AssertionError: If a result is not torch's, or the gradients drifted while timed.
@@ -65,7 +65,7 @@ def measure(
     measured = Measured(notes=notes)
     paths = [STEP, STEP_AND_UPDATE, FUSED_STEP, FUSED_STEP_AND_UPDATE]
     if dtype is torch.float16:
-        # torch refuses to unscale them, so there is nothing to compare with.
+        # torch refuses to unscale them, so there is no reference.
         paths = list(FUSED)
         measured.notes.append("full step: float16 gradients are unscaled by fused optimizers only")
     takes = providers.torch_takes(dtype, device)
@@ -88,7 +88,7 @@ def measure(
                 path,
                 name,
                 caller(path, name, optimizers[path in FUSED][:lists], device),
-                # A plain step has to be skipped on the host or not.
+                # The host decides whether to skip a plain step.
                 waits=queue is not None and path not in FUSED,
             )
             for path, name in subjects
@@ -127,9 +127,9 @@ def measure(
 
 
 def optimizer_over(gradients: Sequence[Tensor], fused: bool) -> NoOptimizer:
-    """An optimizer whose parameters have these gradients, and are of one element each.
+    """Optimizer over one-element parameters with these gradients.
 
-    A parameter's values are never looked at, so all of them may be one.
+    Values of parameters are never read, so all may be one tensor.
     """
     parameters = []
     for gradient in gradients:
@@ -140,7 +140,7 @@ def optimizer_over(gradients: Sequence[Tensor], fused: bool) -> NoOptimizer:
 
 
 def make_scaler(name: str, device: torch.device, scale: float) -> torch.amp.GradScaler:
-    """A scaler of torch or with one of ampfast's backends, started; its scale never grows."""
+    """Started scaler of torch, or with one of ampfast's backends; its scale never grows."""
     if name == "torch":
         scaler = torch.amp.GradScaler(device.type, init_scale=scale, growth_interval=NEVER)
     else:
@@ -154,7 +154,7 @@ def make_scaler(name: str, device: torch.device, scale: float) -> torch.amp.Grad
 def caller(
     path: str, name: str, optimizers: Sequence[NoOptimizer], device: torch.device
 ) -> Callable[[int], None]:
-    """One iteration for each call: optimizers in turn, gradients halved and then doubled."""
+    """One iteration per call: optimizers in turn, gradients halved and then doubled."""
     scalers = [make_scaler(name, device, scale) for scale in (2.0, 0.5)]
     loss = torch.ones((), device=device)
 
@@ -175,9 +175,9 @@ def caller(
 def assert_parity(
     case: GradCase, dtype: torch.dtype, device: torch.device, path: str, name: str
 ) -> None:
-    """Compares gradients, scale and tracker after a step that finds nothing, and after another.
+    """Compares gradients, scale and tracker after a step without an infinity and one with one.
 
-    Where torch's op does not know the dtype on that device, torch's scaler steps on the CPU.
+    torch's scaler steps on the CPU where its op lacks the dtype on that device.
     """
     oracle = device if providers.torch_takes(dtype, device) else torch.device("cpu")
     theirs = make_gradients(case, dtype, device)

@@ -1,6 +1,6 @@
-"""Pictures as SVG: grouped bars and curves over logarithmic axes, the same bytes for the same data.
+"""SVG pictures: grouped bars and curves over logarithmic axes, deterministic.
 
-They need no library, can be read in light and in dark, and hold their text as text.
+They need no library, have a light and a dark scheme, and keep text as text.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from xml.sax.saxutils import escape, quoteattr
 
 WIDTH = 720
-# Of a character of the text, as far as one can know without a font.
+# Width of a character, estimated without the font.
 CHARACTER = 6.8
 BAR = 15
 GAP = 11
@@ -19,7 +19,7 @@ HEAD = 62
 FOOT = 44
 PLOT_HEIGHT = 330
 
-# Colours are names here, so that a page can give them by its own scheme.
+# Colours are variables, so that a page can define them.
 LIGHT = (
     "--paper:#ffffff;--ink:#1f2328;--soft:#57606a;--grid:#d8dee4;"
     "--tone0:#7b848d;--tone1:#1f5fae;--tone2:#b45309;--tone3:#2f7d4f;--tone4:#7c4aa5"
@@ -47,7 +47,7 @@ TONES = 5
 
 @dataclass(frozen=True)
 class Picture:
-    """A finished picture: what it shows in a few words and in a sentence, and its inside."""
+    """Picture with title, description and content."""
 
     name: str
     title: str
@@ -56,13 +56,13 @@ class Picture:
     inside: str
 
     def inline(self) -> str:
-        """For a page that has the style and the colours."""
+        """For a page that defines style and colours."""
         return self._element("")
 
     def file(self) -> str:
         """For a file of its own."""
         style = f":root{{{LIGHT}}}@media (prefers-color-scheme:dark){{:root{{{DARK}}}}}{STYLE}"
-        # Not transparent: the page around it may not follow the scheme of the reader's system.
+        # Opaque: the page around it may not follow the reader's colour scheme.
         paper = f'<rect width="{WIDTH}" height="{self.height}" rx="6" style="fill:var(--paper)"/>'
         return self._element(
             f"<style>{style}</style>\n{paper}\n", f' width="{WIDTH}" height="{self.height}"'
@@ -78,7 +78,7 @@ class Picture:
 
 @dataclass(frozen=True)
 class Bar:
-    """A bar of a group: which series it belongs to, its length, and what stands at its end."""
+    """Bar of a group: series, length and label."""
 
     series: str
     value: float
@@ -87,7 +87,7 @@ class Bar:
 
 @dataclass(frozen=True)
 class Group:
-    """Bars below one another; `mark` is a length to compare them with."""
+    """Bars below one another; `mark` is a length to compare with."""
 
     name: str
     bars: tuple[Bar, ...]
@@ -96,7 +96,7 @@ class Group:
 
 @dataclass(frozen=True)
 class Curve:
-    """Points (x, y), all above zero, in the order of x."""
+    """Points (x, y), both positive, in the order of x."""
 
     series: str
     points: tuple[tuple[float, float], ...]
@@ -112,17 +112,17 @@ def bars(
     mark: str = "",
     limit: float | None = None,
 ) -> Picture:
-    """Lying bars from zero; a line stands at `limit`, and `mark` names the groups' marks.
+    """Horizontal bars from zero, with an optional line at `limit`.
 
     Args:
-        name: Of the picture's file, without an ending.
-        title: What it shows.
-        description: The same for who cannot see it.
-        axis: What the lengths are, and in which unit.
+        name: File name without its ending.
+        title: Title.
+        description: Alternative text.
+        axis: Label of the axis, with its unit.
         groups: At least one, of at least one bar each.
-        tones: The colour of each series, 0 to 4, in the order of the legend.
-        mark: What the groups' marks are.
-        limit: Where an upright line stands.
+        tones: Colour of each series, 0 to 4, in the order of the legend.
+        mark: Name of the groups' marks.
+        limit: Position of a vertical line.
     """
     left = 24 + CHARACTER * max(len(group.name) for group in groups)
     longest = max(len(bar.label) for group in groups for bar in group.bars)
@@ -140,7 +140,7 @@ def bars(
         parts.append(_line(across(tick), HEAD - 4, across(tick), bottom, "grid"))
         parts.append(_text(across(tick), bottom + 15, _short(tick), "soft", "middle"))
     parts.append(_text((left + right) / 2, bottom + 33, axis, "soft", "middle"))
-    # Drawn last, so that no line goes through them.
+    # Drawn last, above all lines.
     labels = []
     top = float(HEAD)
     for group in groups:
@@ -177,12 +177,12 @@ def curves(
     """Curves over logarithmic axes, with a mark at each point.
 
     Args:
-        name: Of the picture's file, without an ending.
-        title: What it shows.
-        description: The same for who cannot see it.
-        axes: What goes to the right, and what goes up.
+        name: File name without its ending.
+        title: Title.
+        description: Alternative text.
+        axes: Labels of the horizontal and the vertical axis.
         lines: At least one, of at least one point each.
-        tones: The colour of each series, 0 to 4, in the order of the legend.
+        tones: Colour of each series, 0 to 4, in the order of the legend.
     """
     left, right, bottom = 74.0, WIDTH - 24.0, float(HEAD + PLOT_HEIGHT)
     x_ticks = _decades([x for line in lines for x, _ in line.points])
@@ -216,7 +216,7 @@ def curves(
 
 
 def stacked(name: str, title: str, pictures: Sequence[Picture]) -> Picture:
-    """Pictures below one another as one, under a title."""
+    """Pictures stacked vertically as one, under a title."""
     top, parts = 34, [_text(16, 24, title, "soft")]
     for picture in pictures:
         parts.append(f'<g transform="translate(0 {top})">\n{picture.inside}</g>\n')
@@ -227,9 +227,9 @@ def stacked(name: str, title: str, pictures: Sequence[Picture]) -> Picture:
 
 
 def tones_of(series: Sequence[str], fixed: dict[str, int]) -> dict[str, int]:
-    """A colour for each series, in their order: its own in `fixed`, or one of the others.
+    """Colour of each series, in order: its own in `fixed`, or a free one.
 
-    Those that are fixed for series that are not drawn come last, from the last on.
+    Colours fixed for absent series are used last, from the end.
     """
     drawn = {tone for name, tone in fixed.items() if name in series}
     free = [tone for tone in range(TONES) if tone not in fixed.values()]
@@ -253,7 +253,7 @@ def _head(title: str, tones: dict[str, int], mark: str) -> str:
 
 
 def _point(x: float, y: float, tone: int) -> str:
-    """A mark whose form tells the series, too: colours alone would not for everybody."""
+    """Marker whose shape also identifies the series, for readers who cannot tell colours."""
     if tone == 0:
         return f'<circle class="t0" cx="{x:.1f}" cy="{y:.1f}" r="4.5"/>\n'
     if tone == 1:
@@ -282,7 +282,7 @@ def _line(x1: float, y1: float, x2: float, y2: float, kind: str) -> str:
 
 
 def _linear_ticks(largest: float) -> list[float]:
-    """From 0 to at least the largest, in three to six steps of 1, 2 or 5 times a power of ten."""
+    """Ticks from 0 to at least the largest, in three to six steps of 1, 2 or 5 times 10^n."""
     if not 0 < largest < math.inf:
         return [0.0, 1.0]
     power = 10.0 ** math.floor(math.log10(largest / 3))
@@ -291,7 +291,7 @@ def _linear_ticks(largest: float) -> list[float]:
 
 
 def _decades(values: Sequence[float]) -> list[float]:
-    """The powers of ten from below the smallest to above the largest, at least two."""
+    """Powers of ten from below the smallest to above the largest, at least two."""
     low = math.floor(math.log10(min(values)))
     high = max(low + 1, math.ceil(math.log10(max(values))))
     return [10.0**exponent for exponent in range(low, high + 1)]
@@ -302,7 +302,7 @@ def _part(value: float, ticks: Sequence[float]) -> float:
 
 
 def _short(value: float) -> str:
-    """A tick as text: 0.001, 20, 1,000, 1M."""
+    """Tick label: 0.001, 20, 1,000, 1M."""
     for size, unit in ((1e9, "G"), (1e6, "M")):
         if value >= size:
             return f"{value / size:g}{unit}"

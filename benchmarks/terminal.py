@@ -1,4 +1,4 @@
-"""Output of a run: with rich where it is installed, else as plain lines."""
+"""Terminal output of a run: with rich if installed, else plain lines."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class PlainTerminal:
 
 
 class RichTerminal:
-    """A bar that moves with the jobs, in a log a line for each, and coloured tables."""
+    """Progress bar and coloured tables; in a log a line for each job."""
 
     def __init__(self) -> None:
         self._console = Console(width=None if sys.stdout.isatty() else PAGE_WIDTH)
@@ -77,7 +77,7 @@ class RichTerminal:
 
     def progress(self, jobs: Sequence[NamedJob]) -> Iterator[NamedJob]:
         if not self._console.is_terminal:
-            # A log, in which no bar moves.
+            # A log, which cannot show a moving bar.
             yield from _line_by_line(jobs, self)
             return
         columns = (
@@ -101,5 +101,5 @@ def _line_by_line(jobs: Sequence[NamedJob], terminal: Terminal) -> Iterator[Name
 
 
 def make() -> Terminal:
-    """The terminal that this installation allows."""
+    """Terminal supported by this installation."""
     return PlainTerminal() if Console is None else RichTerminal()

@@ -1,4 +1,4 @@
-"""Cost of tracking each parameter, over the same pass without it."""
+"""Cost of per-parameter tracking, relative to the same pass without it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from .providers import CHECK, UNSCALE
 from .rows import Timed, dtype_name
 from .steps import lists_in_turn
 
-# On a CPU, where nothing is promised.
+# On a CPU, which has no goals.
 CPU_CASES = ("bert_base", "one_16m")
 CPU_DTYPES = (torch.float32, torch.float16)
 
@@ -30,7 +30,7 @@ CPU_DTYPES = (torch.float32, torch.float16)
 def chosen(
     lists: Sequence[tuple[GradCase, torch.dtype]], on_gpu: bool, cases: Sequence[str] | None
 ) -> list[tuple[GradCase, torch.dtype]]:
-    """Those of `lists` that are measured: on a CPU some, unless they were asked for."""
+    """Lists to measure: on a CPU some, unless requested."""
     if on_gpu or cases:
         return list(lists)
     return [(case, d) for case, d in lists if case.name in CPU_CASES and d in CPU_DTYPES]
@@ -62,7 +62,7 @@ def measure(
     if queue is None:
         timer, samples = "wall", interleave(contenders, effort, cycle=2 * lists)
     else:
-        # Of a launch each, and two more where rows are cleared and gradients measured.
+        # One launch each, and two more where rows are cleared and gradients measured.
         launches = {c.key: 1 + 2 * ("health" in c.path) for c in contenders}
         events = EventTimer(queue, launches, 2 * lists)
         timer, samples = events.name, interleave(contenders, effort, cycle=2 * lists, timer=events)
@@ -80,7 +80,7 @@ def measure(
 
 
 def track_for(path: str, parameters: int, device: torch.device) -> Track | None:
-    """Tracking of a path, if it has any."""
+    """Tracking tables of a path, if it has any."""
     if path in (CHECK, UNSCALE):
         return None
     marks = torch.zeros(parameters, cpu.MARK_WORDS, dtype=torch.int64, device=device)
@@ -90,7 +90,7 @@ def track_for(path: str, parameters: int, device: torch.device) -> Track | None:
 
 
 def run(path: str, kernels: Any, grads: Any, inverse: Tensor, track: Track | None) -> Tensor:
-    """One pass, and before it that which measures, into rows that are cleared first."""
+    """One pass, after the measuring pass, if any, into cleared rows."""
     if track is not None and track.health is not None:
         track.health.zero_()
         kernels.measure_(grads, track.health)
@@ -113,7 +113,7 @@ def _listed(gradients: list[Tensor]) -> cpu.GradList:
 def _caller(
     path: str, name: str, lists: Sequence[list[Tensor]], device: torch.device
 ) -> Callable[[int], object]:
-    """One pass for each call: lists in turn, gradients halved and then doubled."""
+    """One pass per call: lists in turn, gradients halved and then doubled."""
     kernels, grads = _kernels(name, device), [_listed(gradients) for gradients in lists]
     track = track_for(path, len(lists[0]), device)
     factors = [torch.full((), factor, device=device) for factor in (0.5, 2.0)]
@@ -122,7 +122,7 @@ def _caller(
 
 
 def assert_parity(case: GradCase, dtype: torch.dtype, device: torch.device, name: str) -> None:
-    """Compares results with those without tracking, and what is noted with torch's counts."""
+    """Compares results with those without tracking, and tracked values with torch's counts."""
     kernels = _kernels(name, device)
     half = torch.full((), 0.5, device=device)
     for bad in (False, True):

@@ -1,4 +1,4 @@
-"""Whole training steps of real nets: without a scaler, with torch's and with ampfast's."""
+"""Training steps of real nets: without a scaler, with torch's and with ampfast's."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from .rows import Timed, dtype_name
 from .steps import make_scaler
 
 CLIP = ", clip"
-# What takes the place of `unscale_` and torch's `clip_grad_norm_`; gradients that a fused optimizer
+# Replacement for `unscale_` and torch's `clip_grad_norm_`; gradients that a fused optimizer
 # unscales are only read.
 CLIP_AT_ONCE = ", clip by the scaler"
 
@@ -31,20 +31,20 @@ SCALE = 2.0**10
 MAX_NORM = 0.1
 PARITY_STEPS = 5
 BAD_STEP = 2
-# Of a clipped update, whose coefficient comes from a norm in float64 and not in float32.
+# Relative tolerance of a clipped update, whose norm is in float64 instead of float32.
 CLIP_TOLERANCE = 1e-3
 
-# A step is long, so there are few in a sample and more time for all of them: most on a CPU, where
-# the time of the same step varies by a third.
+# Steps are long, so samples have few of them and more time in total: most on a CPU, where the time
+# of the same step varies by a third.
 STEPS_IN_TURN = 3
 LONGER = {"cpu": 5.0, "cuda": 2.0}
-# Parameter, gradient and two values of an optimizer, in float32.
+# Parameter, gradient and two optimizer states, in float32.
 BYTES_PER_ELEMENT = 16
 
 
 @dataclass(frozen=True)
 class Plan:
-    """A net, whether its optimizer is fused, and whether its gradients are clipped."""
+    """Net, with fused optimizer or not, clipped or not."""
 
     net: Net
     fused: bool
@@ -57,12 +57,12 @@ class Plan:
 
     @property
     def path(self) -> str:
-        """The loop that all providers take, with another scaler or none."""
+        """Loop of all providers, with one of the scalers or none."""
         return self.label + (CLIP if self.clip else "")
 
     @property
     def at_once(self) -> str:
-        """The loop that only ampfast's scaler can take."""
+        """Loop of ampfast's scaler only."""
         return self.label + CLIP_AT_ONCE
 
     def paths(self, provider: str) -> list[str]:
@@ -71,14 +71,14 @@ class Plan:
         return [self.path, *([self.at_once] if ours and self.clip else [])]
 
     def optimizer(self, parameters: Sequence[Tensor]) -> torch.optim.Optimizer:
-        """A new optimizer for some parameters."""
+        """New optimizer for some parameters."""
         make: Callable[..., torch.optim.Optimizer] = self.net.optimizer
         return make(parameters, fused=self.fused or None, **self.net.options)
 
 
 @dataclass
 class Student:
-    """Parameters with an optimizer and a scaler, if any, and the end of their step."""
+    """Parameters with optimizer and scaler, if any, and the end of their step."""
 
     plan: Plan
     path: str
@@ -88,7 +88,7 @@ class Student:
     scaler: torch.amp.GradScaler | None
 
     def scaled(self, loss: Tensor) -> Tensor:
-        """Tensor that the backward pass begins with."""
+        """Scaled loss for the backward pass."""
         return loss if self.scaler is None else self.scaler.scale(loss)
 
     def state(self) -> list[Tensor]:
@@ -113,20 +113,20 @@ class Student:
 
 @dataclass(frozen=True)
 class Lesson:
-    """A module with its batch, and the precision of its forward pass."""
+    """Module with its batch and autocast dtype."""
 
     module: nn.Module
     inputs: tuple[Tensor, ...]
     dtype: torch.dtype
 
     def loss(self) -> Tensor:
-        """The loss of a forward pass: 0-dim float32, on the device of the inputs."""
+        """Loss of a forward pass: 0-dim float32, on the device of the inputs."""
         with torch.autocast(self.inputs[0].device.type, dtype=self.dtype):
             loss: Tensor = self.module(*self.inputs)
         return loss
 
     def step(self, student: Student) -> Callable[[int], None]:
-        """One iteration of a training loop, as one would write it."""
+        """One iteration of a training loop."""
 
         def call(number: int) -> None:
             student.optimizer.zero_grad()
@@ -137,7 +137,7 @@ class Lesson:
 
 
 def jobs(effort: Effort, device: torch.device, queue: Queue | None) -> list[Job]:
-    """One job for each net, kind of optimizer, and whether it clips; `queue` is that of a GPU."""
+    """One job for each net, kind of optimizer, and clipping or not; `queue` is that of a GPU."""
     plans = [
         Plan(net, fused, clip)
         for net in nets(device)
@@ -155,7 +155,7 @@ def jobs(effort: Effort, device: torch.device, queue: Queue | None) -> list[Job]
 def measure(
     plan: Plan, device: torch.device, effort: Effort, queue: Queue | None = None
 ) -> Measured:
-    """Times steps of one net, its optimizer and its batch, with each scaler in turn.
+    """Times steps of a net with its optimizer and batch, with each scaler in turn.
 
     Raises:
         AssertionError: If scale, tracker or parameters are not torch's, or a step was skipped while
@@ -172,8 +172,7 @@ def measure(
     lesson = Lesson(module, inputs, dtype)
     assert_parity(plan, lesson, names)
 
-    # All of them step the same parameters with the same optimizer, so that nothing but the scaler
-    # tells them apart.
+    # All step the same parameters with the same optimizer, so only the scaler differs.
     parameters = list(module.parameters())
     optimizer = plan.optimizer(parameters)
     students = [
@@ -185,7 +184,7 @@ def measure(
         for path in plan.paths(name)
     ]
     contenders = [
-        # No call can be queued behind a whole step, which is longer than a queue.
+        # Whole steps are longer than a queue, so none can be queued behind another.
         Contender(student.path, student.provider, lesson.step(student), waits=True)
         for student in students
     ]
@@ -233,9 +232,9 @@ def measure(
 def assert_parity(plan: Plan, lesson: Lesson, names: Sequence[str]) -> None:
     """Trains the module with torch's scaler, and copies of its parameters with each of ours.
 
-    Each step's gradients are those of one backward pass, because on a GPU no two of them are alike
-    to the bit. The scale grows, one step finds an infinity, and scale, tracker and parameters are
-    compared after each: bit for bit, but for clipping by the scaler, whose norm is more exact.
+    All use the gradients of one backward pass, which is not deterministic on a GPU. The scale grows
+    and backs off; scale, tracker and parameters are compared after each step: bit for bit, but for
+    clipping by the scaler, whose norm is more exact.
     """
     device = lesson.inputs[0].device
     torchs = list(lesson.module.parameters())
@@ -278,7 +277,7 @@ def assert_parity(plan: Plan, lesson: Lesson, names: Sequence[str]) -> None:
 
 
 def scaler_state(scaler: torch.amp.GradScaler) -> list[Tensor]:
-    """The scale and the growth tracker of a scaler that has been used."""
+    """Scale and growth tracker of a used scaler."""
     if scaler._scale is None or scaler._growth_tracker is None:
         raise ValueError("nothing was scaled yet")
     return [scaler._scale, scaler._growth_tracker]
@@ -291,7 +290,7 @@ def _gradient(parameter: Tensor) -> Tensor:
 
 
 def _assert_no_skip(students: Sequence[Student]) -> None:
-    """A step that is skipped lacks the optimizer's work: its time would flatter."""
+    """Raises if a step was skipped: it lacks the optimizer's work, which would flatter its time."""
     for student in students:
         if student.scaler is not None and student.scaler.get_scale() != SCALE:
             raise AssertionError(

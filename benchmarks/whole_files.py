@@ -1,4 +1,4 @@
-"""Writing files whole: a reader sees the old content or the new, never a part."""
+"""Atomic writes: a reader sees the old content or the new, never a part."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from pathlib import Path
 
 
 def write(path: Path, text: str) -> None:
-    """Replaces a file's content, or makes the file; who is cut off leaves it as it was.
+    """Replaces or creates a file; an interrupted write leaves it unchanged.
 
     Args:
-        path: The file; its directory exists.
-        text: Written as UTF-8, line ends as they are.
+        path: File in an existing directory.
+        text: Written as UTF-8, with its line ends.
 
     Raises:
-        OSError: If it cannot be written; then it is as it was.
+        OSError: If it cannot be written; then it is unchanged.
     """
-    # Named after the process, so that two that write at once do not trip over each other.
+    # Named by process, so that concurrent writes do not collide.
     unfinished = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
         unfinished.write_text(text, encoding="utf-8", newline="")
@@ -28,7 +28,7 @@ def write(path: Path, text: str) -> None:
 
 
 def require_writable(files: Iterable[Path], folders: Iterable[Path] = ()) -> None:
-    """Raises OSError unless these files can be written, and others in these directories."""
+    """Raises OSError unless these files, and others in their directories, can be written."""
     files = list(files)
     for path in files:
         if path.is_dir():
@@ -41,5 +41,5 @@ def require_writable(files: Iterable[Path], folders: Iterable[Path] = ()) -> Non
 
 
 def reason(error: Exception) -> str:
-    """Reason why a file could not be read or written, without its name."""
+    """Reason of a failed read or write, without the file's name."""
     return error.strerror or str(error) if isinstance(error, OSError) else str(error)
