@@ -27,10 +27,6 @@ __all__ = [
     "ParameterHealth",
     "ParameterOverflows",
     "TrackedParameter",
-    "Tracking",
-    "named",
-    "require_known",
-    "require_tracked",
 ]
 
 # Longest table that is printed, in lines.
@@ -233,14 +229,10 @@ class Tracking:
     def start(
         self, optimizer: Any, groups: Groups, scale: Tensor, steps: Tensor, *, measures: bool
     ) -> Callable[[torch.device], Track]:
-        """Returns the tables, by device, of a pass over an optimizer's gradients.
+        """Tables, by device, of a pass over an optimizer's gradients.
 
-        Args:
-            optimizer: The optimizer.
-            groups: Its parameters, as the pass read them.
-            scale: One-element scale of the gradients.
-            steps: int64, the number of completed updates first.
-            measures: Whether the gradients are still scaled, so that their health is measured.
+        `groups` are the parameters as the pass read them; the first of `steps` is the number of
+        completed updates; `measures` says whether the gradients still bear `scale`.
         """
         self.is_empty = False
         record = self._records.get(optimizer)
@@ -357,15 +349,17 @@ class _Record:
 
     def marks_on(self, device: torch.device) -> Tensor:
         if device not in self.marks:
-            self.marks[device] = _zeros(len(self._references), MARK_WORDS, device)
+            size = len(self._references), MARK_WORDS
+            self.marks[device] = torch.zeros(size, dtype=torch.int64, device=device)
         return self.marks[device]
 
     @torch.no_grad()
     def clear_health(self, device: torch.device, scale: Tensor) -> None:
         """Clears the table, made where there is none, and writes the scale, in one launch."""
         if device not in self.health:
-            table = _zeros(len(self._references) + 1, HEALTH_WORDS, device)
-            mask = torch.zeros_like(table).view(torch.float32) != 0
+            size = len(self._references) + 1, HEALTH_WORDS
+            table = torch.zeros(size, dtype=torch.int64, device=device)
+            mask = torch.zeros_like(table.view(torch.float32), dtype=torch.bool)
             mask[-1, 0] = True
             zero = torch.zeros((), dtype=torch.float32, device=device)
             self.health[device], self._scale_mask[device] = table, (mask, zero)
@@ -393,12 +387,7 @@ def require_tracked(track: str | None, method: str, kinds: Sequence[str]) -> Non
 
 
 def named(model: torch.nn.Module | Iterable[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
-    """Names and parameters, from a module or pairs.
-
-    Raises:
-        TypeError: If `model` is neither, or a pair is not a name and a tensor.
-        ValueError: If a name occurs twice.
-    """
+    """Names and parameters, from a module or pairs; refuses a name that occurs twice."""
     pairs: Any = model.named_parameters() if isinstance(model, torch.nn.Module) else model
     found: dict[str, Tensor] = {}
     for pair in pairs if isinstance(pairs, Iterable) else [pairs]:
@@ -415,10 +404,6 @@ def named(model: torch.nn.Module | Iterable[tuple[str, Tensor]]) -> list[tuple[s
                     + " and ".join(type(item).__name__ for item in items)
                 )
     return list(found.items())
-
-
-def _zeros(rows: int, words: int, device: torch.device) -> Tensor:
-    return torch.zeros((rows, words), dtype=torch.int64, device=device)
 
 
 def _to_host(tables: list[Tensor]) -> list[list[list[int]]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator
+from itertools import chain
 from typing import Any, TypeVar
 
 import torch
@@ -17,10 +18,9 @@ __all__ = ["sync_free_"]
 AnyOptimizer = TypeVar("AnyOptimizer", bound=torch.optim.Optimizer)
 
 _KINDS = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
-_NAMES = "torch.optim.Adam, AdamW, SGD and Adagrad"
 _FUSED = {"fused": True, "foreach": False}
 # Attributes that constructors set for a fused optimizer, depending on the torch version.
-_FUSED_ATTRIBUTES = ("_step_supports_amp_scaling", "_need_device_dtype_check_for_fused")
+_FUSED_ATTRIBUTES = {"_step_supports_amp_scaling", "_need_device_dtype_check_for_fused"}
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 # State that kernels index like the parameter.
 _ELEMENTWISE_STATE = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "sum")
@@ -78,24 +78,22 @@ def sync_free_(optimizer: AnyOptimizer) -> AnyOptimizer:
     for group in optimizer.param_groups:
         group.update(_FUSED)
     optimizer.defaults.update(_FUSED)
-    for name in _FUSED_ATTRIBUTES:
-        if hasattr(example, name):
-            setattr(optimizer, name, getattr(example, name))
+    for name in _FUSED_ATTRIBUTES & vars(example).keys():
+        setattr(optimizer, name, getattr(example, name))
     if _stay_fused not in optimizer._optimizer_load_state_dict_pre_hooks.values():
         optimizer.register_load_state_dict_pre_hook(_stay_fused)
     return optimizer
 
 
 def _wrong_type(optimizer: object) -> str:
-    kind = type(optimizer)
-    name = f"{kind.__module__}.{kind.__qualname__}"
     if isinstance(optimizer, _KINDS):
         remedy = "a subclass may step otherwise: pass fused=True to its constructor"
     elif isinstance(optimizer, torch.optim.Optimizer):
         remedy = "use one of those, or keep it, which GradScaler steps with one host sync"
     else:
         remedy = "if it wraps one of those, pass the wrapped optimizer"
-    return f"sync_free_ takes {_NAMES}, got {name}; {remedy}"
+    name = f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
+    return f"sync_free_ takes torch.optim.Adam, AdamW, SGD and Adagrad, got {name}; {remedy}"
 
 
 def _stay_fused(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
@@ -136,10 +134,9 @@ def _check_group(optimizer: torch.optim.Optimizer, index: int, group: dict[str, 
 def _check_hyperparameters(group: dict[str, Any], index: int, device: torch.device) -> None:
     for key, value in group.items():
         for one in value if isinstance(value, tuple) else (value,):
-            if not isinstance(one, Tensor) or one.device.type == "cpu":
-                continue
+            on_device = isinstance(one, Tensor) and one.device.type != "cpu"
             # Fused kernels read no tensor but the learning rate.
-            if key != "lr" or one.device != device:
+            if on_device and (key != "lr" or one.device != device):
                 raise ValueError(
                     f"{key!r} of group {index} is a tensor on {one.device}, which a step on "
                     f"{device} cannot read without a sync: make it a number or a CPU tensor"
@@ -193,12 +190,8 @@ def _check_memory(param: Tensor, tensors: dict[str, Any], where: str) -> None:
 
 def _counters(optimizer: torch.optim.Optimizer) -> Iterator[tuple[dict[str, Any], Tensor]]:
     """States with a step counter, each with its fused counter."""
-    for group in optimizer.param_groups:
-        for param in group["params"]:
-            state = optimizer.state.get(param, {})
-            if "step" not in state:
-                continue
-            step = state["step"]
-            if not isinstance(step, Tensor):
-                step = torch.full((), float(step), device="cpu")
-            yield state, step.to(param.device, torch.float32)
+    for param in chain.from_iterable(group["params"] for group in optimizer.param_groups):
+        state = optimizer.state.get(param, {})
+        if "step" in state:
+            step = torch.as_tensor(state["step"], dtype=torch.float32, device=param.device)
+            yield state, step
