@@ -62,6 +62,8 @@ class TrackedParameter:
 class ParameterOverflows(TrackedParameter):
     """Overflows of one parameter's gradient: steps in which a value that is used was not finite.
 
+    Name and place are as in `TrackedParameter`.
+
     Attributes:
         kind: Kind of the last overflow: "nan" if the gradient held a NaN, else "inf".
         step: Step of the last overflow, as the number of updates completed before it.
@@ -135,6 +137,8 @@ class OverflowReport:
 @dataclass(frozen=True)
 class ParameterHealth(TrackedParameter):
     """Range of one parameter's gradient, still scaled, against the range of float16.
+
+    Name and place are as in `TrackedParameter`.
 
     Attributes:
         elements: Number of elements; real and imaginary parts count separately.
