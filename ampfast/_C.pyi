@@ -1,4 +1,4 @@
-"""The compiled core; its sources stand in csrc/."""
+"""The compiled core, built from csrc/."""
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -23,12 +23,11 @@ def is_scalar(tensor: Tensor, dtype: torch.dtype) -> bool: ...
 def uploads() -> tuple[int, int]: ...
 def clear_tables() -> None: ...
 
-# Raw calls for regular gradients on the CPU; None, before any side effect, where the general way
-# must look. `usual_scale` gives the scale of an enabled scaler that takes the short way and has all
-# methods as `watch_hooks` was given them. `unscale_groups` tells whether the step is skipped;
-# `record` replaces the value beside a weak reference to the optimizer, if there is one by its id.
-# `state` is an optimizer's entry, which is marked with the stage `unscaled` and gets the flag
-# before the first write.
+# Raw calls for regular gradients on the CPU; None, before any side effect, for the general way.
+# `usual_scale` returns the scale of an enabled scaler that takes the short way and overrides no
+# method given to `watch_hooks`. `unscale_groups` returns whether the step is skipped; `record`
+# replaces the value next to an existing weak reference to the optimizer. `state` is an optimizer's
+# entry, which gets the stage `unscaled` and the flag before the first write.
 def watch_hooks(hooks: dict[str, Any], /) -> None: ...
 def usual_scale(scaler: Any, /) -> Tensor | None: ...
 def record(entries: dict[int, Any], optimizer: Any, value: Any, /) -> bool | None: ...

@@ -1,3 +1,3 @@
-"""The version, in the one place that both the build and the package read."""
+"""Version of the package, read by the build and at run time."""
 
 __version__ = "0.1.0"

@@ -1,4 +1,4 @@
-"""Global gradient norm and clipping by it."""
+"""Global gradient norm, and clipping by it."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ __all__ = [
     "skip_together",
 ]
 
-# The orders whose norm comes with the check, in one read.
+# Orders whose norm is computed in the pass of the check.
 FUSED_ORDERS = (2.0, math.inf)
 
 _WIDE = (torch.float64, torch.complex128)
@@ -46,7 +46,7 @@ class NormTerm:
         factor: The factor that unscales them.
         writes: Whether they will be clipped in place.
         flags: found_inf of the check, by device.
-        rows: Sum of squares and largest magnitude of each list, as `cpu.norms` writes them.
+        rows: Results of `cpu.norms` for each list.
         uncounted: The same for gradients whose norm another rank counts.
     """
 
@@ -60,7 +60,7 @@ class NormTerm:
 
 
 def order_of(norm_type: object) -> float:
-    """Order of a norm as a float; refuses what is none."""
+    """Returns the order of a norm as a float; raises for invalid ones."""
     if isinstance(norm_type, str):
         order = math.inf if norm_type == "inf" else math.nan
     else:
@@ -71,7 +71,7 @@ def order_of(norm_type: object) -> float:
 
 
 def limit_of(max_norm: object) -> float:
-    """Limit of a norm as a float; refuses what is none."""
+    """Returns the limit of a norm as a float; raises for invalid ones."""
     limit = _float_of("max_norm", max_norm)
     if not limit >= 0:
         raise ValueError(f"max_norm must be at least 0, got {limit}")
@@ -79,7 +79,7 @@ def limit_of(max_norm: object) -> float:
 
 
 def _float_of(name: str, value: object) -> float:
-    # The abstract class asks in Python.
+    # isinstance with the abstract class runs Python code.
     if type(value) is not float and (isinstance(value, bool) or not isinstance(value, Real)):
         raise TypeError(f"{name} must be a Python number, got {type(value).__name__}")
     return float(value)
@@ -94,9 +94,9 @@ def measure(
     divisor: Tensor | None = None,
     agreement: Agreement | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Global norm and clip coefficient; sets the flags of the terms, and `divisor`.
+    """Global norm and clip coefficient; sets the terms' flags, and `divisor`.
 
-    The gradients are only read, and what `clip_` would refuse is refused here.
+    Reads only; gradients that `clip_` would refuse are refused here.
     """
     rows: list[Tensor] = []
     places: list[torch.device] = []
@@ -117,7 +117,7 @@ def measure(
             places.append(device)
             for tensor in tensors:
                 dtype = torch.float64 if tensor.dtype in _WIDE else dtype
-    # As in torch, the norm is where the first gradient is.
+    # As in torch, the norm is on the device of the first gradient.
     places.append(torch.device("cpu") if scale is None else scale.device)
     device, largest = places[0], order == math.inf
     norm = torch.empty((), dtype=dtype, device=device)
@@ -181,14 +181,14 @@ def clip_(choice: Choice, terms: list[NormTerm], coefficient: Tensor) -> None:
 
 
 def _read_counted(choice: Choice, term: NormTerm, agreement: Agreement) -> None:
-    """Reads a term of which this rank does not count all gradients."""
+    """Computes a term, some of whose gradients another rank counts."""
     flags: dict[torch.device, list[Tensor]] = {}
     for grads, rows in zip(_split(term, agreement), (term.rows, term.uncounted), strict=True):
         found, norms = gradients.norms(grads, term.factor, choice=choice, writes=term.writes)
         rows += norms
         for device, flag in found.items():
             flags.setdefault(device, []).append(flag)
-    # Of partial sums the reduced ones.
+    # Partial sums are replaced by reduced ones.
     for number, reduced in term.grads.reduced():
         device = reduced.device
         row = aten.norms([reduced], term.factor.inverse_on(device))
@@ -196,7 +196,7 @@ def _read_counted(choice: Choice, term: NormTerm, agreement: Agreement) -> None:
         (term.rows if counts else term.uncounted).append(row)
         flags.setdefault(device, []).append((~row[1].isfinite()).float())
     for listed in term.grads.lists:
-        # Shards may be empty; a term without gradients has no flag.
+        # A device whose shards are all empty has no flag yet.
         flags.setdefault(listed.device, [gradients.new_flag(listed.device)])
     term.flags = {
         device: found[0] if len(found) == 1 else aten.any_found(found, device)
@@ -205,8 +205,8 @@ def _read_counted(choice: Choice, term: NormTerm, agreement: Agreement) -> None:
 
 
 def _split(term: NormTerm, agreement: Agreement) -> tuple[gradients.Gradients, gradients.Gradients]:
-    """Gradients whose norm this rank counts, and the others."""
-    # A partial sum has another norm than its summands.
+    """Splits the gradients into those whose norm this rank counts, and the others."""
+    # The norm of a partial sum is not that of a summand.
     counts = {
         number: not layout.is_partial and agreement.counts(layout)
         for number, layout in term.grads.layouts.items()
@@ -248,19 +248,19 @@ def _p_norms(term: NormTerm, order: float, agreement: Agreement | None) -> Itera
             yield aten.p_norm(values, order, term.factor.inverse_on(values.device))
 
 
-# The key, in an optimizer's entry of `_per_optimizer_states`, of a clipping that its step will do.
+# Key, in an optimizer's entry of `_per_optimizer_states`, of a clipping deferred to its step.
 DEFERRED = "deferred_clip"
 
 
 @dataclass(frozen=True)
 class Deferred:
-    """A clipping that an optimizer does which divides by `grad_scale`.
+    """Clipping by an optimizer that divides by `grad_scale`.
 
     Attributes:
         divisor: 0-dim float32: the scale over the coefficient.
         coefficient: 0-dim float64.
-        rows: For each list of gradients its norms, as `cpu.norms` writes them.
-        agreement: How ranks agree on the step, or None.
+        rows: Results of `cpu.norms` for each list of gradients.
+        agreement: Agreement of ranks on the step, or None.
     """
 
     divisor: Tensor
@@ -271,17 +271,17 @@ class Deferred:
     def handed_over(
         self, own: Tensor | float | None, flags: dict[Any, Tensor]
     ) -> tuple[Tensor, dict[Any, Tensor]]:
-        """Returns the `grad_scale` of the step, and the flags with what the user's `own` adds."""
+        """Returns the step's `grad_scale`, and its flags with those of the user's `own`."""
         if own is None:
             return self.divisor.clone(), flags
         if isinstance(own, Tensor):
             own = own.detach().reshape(())
         grad_scale = self.divisor * own
-        # By a zero, which it may have become, even a zero gradient is not divided.
+        # The product may underflow to zero, which even a zero gradient is not divided by.
         found = (~(grad_scale != 0) | grad_scale.isnan()).float()
         for row in self.rows:
             largest, coefficient = (aten.moved(t, found.device) for t in (row[1], self.coefficient))
-            # As the optimizer divides: all but float64 gradients in float32.
+            # In the optimizer's arithmetic: float32 for all but float64 gradients.
             quotient = (largest * coefficient / own).float()
             found.masked_fill_(~quotient.isfinite(), 1.0)
         both = {at: aten.any_found([flag, found], flag.device) for at, flag in flags.items()}
@@ -291,49 +291,45 @@ class Deferred:
 
 
 def optimizers_of(optimizer: object) -> list[Any]:
-    """The optimizers of a call: one, or a list or tuple of them."""
+    """Returns the optimizers of a call: one, or a list or tuple of them."""
     given: Any = optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]
     if not given:
         raise ValueError("the list of optimizers is empty")
     for each in given:
         if not hasattr(each, "param_groups"):
             raise TypeError(
-                "the norm is taken of an optimizer's gradients, or of those of a list of "
-                f"optimizers, not of parameters; got {type(each).__name__}, which has no "
-                "param_groups"
+                "expected an optimizer or a list of optimizers, not parameters; got "
+                f"{type(each).__name__}, which has no param_groups"
             )
     if len({id(each) for each in given}) < len(given):
         raise ValueError("the same optimizer is given twice")
     if len(given) > 1:
         params = [p for each in given for group in each.param_groups for p in group["params"]]
         if len({id(param) for param in params}) < len(params):
-            raise ValueError(
-                "two of the optimizers have a parameter in common, whose gradient would be "
-                "unscaled twice"
-            )
+            raise ValueError("two optimizers share a parameter, which would be unscaled twice")
     return list(given)
 
 
 def can_defer(optimizer: Any, overridden: bool) -> bool:
-    """Whether an optimizer can clip by itself; raises ValueError if it would not unscale either."""
+    """Whether an optimizer can clip by itself; raises ValueError if it cannot even unscale."""
     if not getattr(optimizer, "_step_supports_amp_scaling", False):
         raise ValueError(
-            f"in_place=False is for optimizers that take grad_scale, which this "
-            f"{type(optimizer).__name__} does not: create it with fused=True, or take "
+            f"in_place=False needs an optimizer that takes grad_scale, which "
+            f"{type(optimizer).__name__} does not: create it with fused=True, or use "
             "in_place=True"
         )
     if takes_grad_scaler(optimizer.step):
         return False
     if overridden:
         raise ValueError(
-            "in_place=False would go past this scaler's own unscale_, _unscale_grads_ or "
-            "_check_inf_per_device: take in_place=True"
+            "in_place=False would bypass this scaler's override of unscale_, _unscale_grads_ or "
+            "_check_inf_per_device: use in_place=True"
         )
     return True
 
 
 def skip_together(states: list[dict[str, Any]], device: torch.device) -> None:
-    """Skips all optimizers if one must be: what it found is in the coefficient of all."""
+    """Skips all optimizers if one must skip: its overflow is in the coefficient of all."""
     flags = [flag for state in states for flag in state["found_inf_per_device"].values()]
     found = aten.any_found(flags, device)
     for state in states:

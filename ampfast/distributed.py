@@ -1,4 +1,4 @@
-"""Distributed gradients: their layouts, agreement of ranks on flags and norms, rank comparison."""
+"""Distributed gradients: layouts, agreement of ranks on flags and norms, rank comparison."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ __all__ = [
 Value = TypeVar("Value")
 
 _replicated = WeakTensorKeyDictionary()
-# Placement classes that the user was warned of.
+# Placement classes with a warning so far.
 _warned: set[type] = set()
 # Bound of a scaler's cache of layouts and agreements.
 _MAX_CACHED = 1000
@@ -132,7 +132,7 @@ class LocalShards:
     def __call__(self, param: Tensor, grad: Tensor | None, number: int) -> Tensor | None:
         """Returns the local shard of a distributed gradient whose placements are known."""
         if grad is None:
-            # Another rank may have its shard of this gradient, and will share a flag.
+            # Another rank may have a shard of this gradient, and will share its flag.
             if self.is_distributed(param) and param.requires_grad:
                 self.layouts[number] = self._ranks.layout_of(param)
             return None
@@ -252,7 +252,7 @@ class Group:
         return [pickle.loads(each) for each in pickles]
 
     def _device_for(self, device: torch.device) -> torch.device:
-        """The device itself if the backend takes its tensors, else one that it does take."""
+        """Returns the device if the backend supports its tensors, else one that it supports."""
         types = [each.type for each in getattr(self.process_group, "_device_types", ())]
         if device.type in types or not types:
             return device
@@ -309,7 +309,7 @@ class Agreement:
         """
         # The bits of non-negative floats, as integers, keep their order, with NaN on top.
         first = value.view(torch.int64) if largest else value
-        # 0: no gradient; 1: finite ones; _FOUND and above: one that is not, also when summed.
+        # 0: no gradient; 1: finite ones; _FOUND and above: an overflow, also when summed.
         levels = [
             aten.any_found(flags.values(), device).to(first) * _FOUND + int(bool(flags))
             for flags in found
@@ -340,7 +340,7 @@ def agreed(agreement: Agreement | None, flags: Flags, device: torch.device) -> F
 def _shared_flags(
     found: list[Flags], bad: Tensor, is_known: Tensor, device: torch.device
 ) -> list[Flags]:
-    """Flags of all ranks on the devices of this rank's; none where no rank knows any."""
+    """Flags of all ranks on the devices of this rank's flags; none where no rank has any."""
     shared = []
     for local, flag, known in zip(found, bad.float(), is_known, strict=True):
         if local or is_capturing() or known.item():
@@ -416,13 +416,13 @@ class Ranks:
 
     def local_shards(self) -> LocalShards | None:
         """Returns a collector of local shards, or None while no DTensor can exist."""
-        # A module that is being imported lacks the name.
+        # A partially imported module lacks the name.
         dtensor = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
         return None if dtensor is None else LocalShards(dtensor, self)
 
     def layout_of(self, tensor: DTensor) -> Layout:
         mesh, placements = tensor.device_mesh, tensor.placements
-        # The layout keeps its mesh alive, and with it the id.
+        # The layout keeps its mesh alive, hence also its id.
         key = (id(mesh), placements)
         if key not in self._layouts:
             self._layouts[key] = _new_layout(mesh, placements)
@@ -473,7 +473,7 @@ class Ranks:
         own = self._own_lines()
         groups: list[Group] = []
         lines: list[list[int]] = []
-        # Sorted, as the order of parameters may differ between ranks.
+        # Sorted, as ranks may order parameters differently.
         meshes = {id(layout.mesh): layout.mesh for layout in layouts}.values()
         for mesh in sorted(meshes, key=_sort_key):
             if mesh.get_coordinate() is not None:
@@ -489,7 +489,7 @@ class Ranks:
             and all(layout.counts_among(line, is_own_group=False) for line in lines)
             for layout in layouts
         }
-        # Plain gradients are replicas on the ranks of a mesh, but shards on those of an own group.
+        # Plain gradients are replicas on the ranks of a mesh, but shards on those of the own group.
         replicas = [line for line in lines if not any(set(line) <= set(other) for other in own)]
         rank = groups[-1].rank()
         counted[None] = all(line[0] == rank for line in replicas)
@@ -512,7 +512,7 @@ def require_group(group: object, device: Any) -> None:
     if group is None:
         return
     if not dist.is_available():
-        raise TypeError("process_group needs a torch that was built with torch.distributed")
+        raise TypeError("process_group needs a torch built with torch.distributed")
     if _is_mesh(group):
         is_member = group.get_coordinate() is not None
         if group.device_type != torch.device(device).type:
@@ -579,7 +579,7 @@ def _in_words(ranks: list[int]) -> str:
 
 
 def _gather(value: Value, groups: Sequence[Group]) -> dict[int, Value]:
-    """Picklable values of all ranks, ascending; each group adds what its ranks have seen so far."""
+    """Picklable values of all ranks, ascending, exchanged over one group after the other."""
     seen = {groups[0].rank(): value}
     for group in groups:
         seen = {rank: each[rank] for each in group.gather_object(seen) for rank in each}
@@ -600,14 +600,14 @@ def _is_mesh(group: object) -> TypeGuard[DeviceMesh]:
 
 
 def _ranks_along(mesh: DeviceMesh, dim: int) -> list[int]:
-    """Ranks along a mesh dimension at this rank's coordinates."""
+    """Ranks along a mesh dimension through this rank's coordinates."""
     index: list[Any] = list(mesh.get_coordinate() or ())
     index[dim] = slice(None)
     return mesh.mesh[tuple(index)].tolist()
 
 
 def _without_subsets(groups: list[Group]) -> list[Group]:
-    """The groups without those whose ranks another one contains."""
+    """The groups, without those that are subsets of another."""
     sets = [set(group.ranks) for group in groups]
     return [
         group
@@ -625,6 +625,6 @@ def _sort_key(mesh: DeviceMesh) -> tuple[list[int], list[int], list[int]]:
 
 
 def _root_of(mesh: DeviceMesh) -> DeviceMesh | None:
-    """The mesh of which this is a slice, or itself; None in a torch that keeps no root."""
+    """Root of a mesh slice, or the mesh itself; None if torch keeps no root."""
     root: DeviceMesh | None = getattr(mesh, "_get_root_mesh", lambda: None)()
     return root

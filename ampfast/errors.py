@@ -12,7 +12,7 @@ __all__ = ["WARM_UP", "add_note", "is_capturing", "refuse_capture", "warn_caller
 
 WARM_UP = "run one iteration without capturing first"
 
-# Modules that `warn_caller` looks past.
+# Modules skipped by `warn_caller`.
 _SCALER_MODULES = (
     *("ampfast.grad_scaler", "ampfast.loss_scale", "ampfast.gradients", "ampfast.overflow"),
     *("ampfast.clipping", "ampfast.functional", "ampfast.distributed", "ampfast.fsdp"),
@@ -47,7 +47,7 @@ def warn_caller(message: str, category: type[Warning] = UserWarning) -> None:
 
 def is_capturing() -> bool:
     """Whether the current stream is being captured into a CUDA graph."""
-    # The second call fails in a build of torch without CUDA.
+    # The second call fails in a torch without CUDA.
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 

@@ -15,13 +15,13 @@ if TYPE_CHECKING:
 __all__ = ["ShardedGradScaler"]
 
 _named: Any = sharded_grad_scaler.ShardedGradScaler
-# torch's own class, also where an earlier import of ampfast has patched its name.
+# torch's own class, even if its name was patched before.
 TorchShardedGradScaler: Any = getattr(_named, "_stands_for", _named)
 
 
 # Only `scale` is torch's, whose class comes last in the method resolution order.
 class ShardedGradScaler(GradScaler, TorchShardedGradScaler):  # type: ignore[misc]
-    """`GradScaler` for FSDP1, whose ranks agree: all of them, or those of a process group.
+    """`GradScaler` for FSDP1: agreement over all ranks, or those of a process group.
 
     `scale` keeps the dtype of a loss, and float16 gradients, which FSDP's mixed precision makes,
     are unscaled. Unlike in torch's class, ranks agree with fused optimizers, too, flags are 0-dim,
@@ -42,7 +42,7 @@ class ShardedGradScaler(GradScaler, TorchShardedGradScaler):  # type: ignore[mis
     """
 
     _is_for_all = True
-    # torch's default is the group that existed when its module was imported.
+    # torch's default is the group at the import of its module.
     _base_arguments: ClassVar[dict[str, Any]] = {"process_group": None}
 
     def __init__(

@@ -1,4 +1,4 @@
-"""From an optimizer's gradients to the kernels, and around them for what is irregular."""
+"""From an optimizer's gradients to the kernels, or to torch's ops for irregular ones."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Gradients:
-    """The gradients of one pass.
+    """Gradients of one pass.
 
     Attributes:
-        lists: What the kernels take, one list per device.
-        set_aside: What takes torch's own op, by device: sparse, overlapping, subclasses, complex,
-            or on a device without kernels.
+        lists: Regular gradients, one list per device.
+        set_aside: Gradients for torch's own op, by device: sparse, overlapping, subclasses,
+            complex, or on a device without kernels.
         numbers: Numbers of the parameters whose gradients are set aside, by device.
         groups: All parameters by group, with or without gradient, if they are tracked.
         shards: Local shards of the distributed gradients, or None if none is distributed.
@@ -57,7 +57,7 @@ class Gradients:
         return {} if self.shards is None else self.shards.layouts
 
     def reduced(self) -> Iterator[tuple[int, Tensor]]:
-        """Gives parameter number and reduced local tensor of each gradient of partial sums."""
+        """Yields parameter number and reduced local tensor of gradients that are partial sums."""
         return iter(()) if self.shards is None else self.shards.reduced()
 
     def track(self, device: torch.device) -> Track | None:
@@ -65,7 +65,7 @@ class Gradients:
         return None if self.track_on is None else self.track_on(device)
 
     def split(self, numbers: set[int]) -> tuple[Gradients, Gradients]:
-        """Returns the gradients of the parameters of these numbers, and the others."""
+        """Splits the gradients into those of the parameters of these numbers, and the others."""
         inside: list[cpu.GradList] = []
         outside: list[cpu.GradList] = []
         for grads in self.lists:
@@ -103,22 +103,22 @@ def collect(
     Args:
         param_groups: Its `param_groups`.
         allow_fp16: Whether float16 gradients are accepted.
-        writes: Whether the gradients are about to be written.
+        writes: Whether the gradients will be written.
         choice: The kernels.
-        clips: Whether their norm is taken, for which sparse gradients are replaced by coalesced
-            ones, and what is written bumps versions, as torch's clipping does.
-        shards: Collector of local shards, which are read in place of distributed gradients.
-        tracked: Whether parameters are tracked, for which they are listed.
+        clips: Whether to clip: sparse gradients are replaced by coalesced ones, and writes bump
+            versions, as in torch's clipping.
+        shards: Collector of local shards, which replace distributed gradients.
+        tracked: Whether to list parameters for tracking.
 
     Raises:
         AssertionError: If a parameter is not a tensor.
         ValueError: If a gradient is float16 and `allow_fp16` is false.
-        RuntimeError: If the memory of a gradient was freed, or became too small for it; or if the
-            backend that was asked for does not run on its device.
+        RuntimeError: If the memory of a gradient was freed or is too small for it, or the requested
+            backend does not run on its device.
     """
     groups = []
     if tracked:
-        # Iterators, too, are read once.
+        # Iterators, too, are consumed once.
         groups = [list(group["params"]) for group in param_groups]
         param_groups = [{"params": params} for params in groups]
     lists, irregular, refused = cpu.walk(
@@ -127,7 +127,7 @@ def collect(
     if refused is not None:
         raise _refusal(*refused)
     if any(choice.kernels_for(grads.device) is None for grads in lists):
-        # One of several GPUs is not like the others, which the choice knows from now on.
+        # One of several GPUs differs, which the choice has recorded.
         lists, irregular, _ = cpu.walk(
             param_groups, allow_fp16, writes, choice.devices, False, shards
         )
@@ -145,7 +145,7 @@ def collect(
 
 
 def of_list(tensors: list[Tensor], device: torch.device) -> Gradients:
-    """Returns what a caller listed, all on one device that the kernels know."""
+    """Returns the gradients of a caller's list, all on one device with kernels."""
     regular: list[int] = []
     irregular: list[int] = []
     for number, tensor in enumerate(tensors):
@@ -157,10 +157,10 @@ def of_list(tensors: list[Tensor], device: torch.device) -> Gradients:
 
 
 class UnscaleFactor:
-    """Factor that a pass unscales by: the inverse scale, or the scale itself, on any device.
+    """Factor that unscales: the inverse scale, or the scale itself, on any device.
 
     Attributes:
-        value: One-element float32, or None for gradients that are unscaled already.
+        value: One-element float32, or None for unscaled gradients.
         is_scale: Whether the value is the scale.
     """
 
@@ -200,16 +200,16 @@ def unscale_(
     """Unscales in place; returns a new found_inf for each device that has a gradient.
 
     Args:
-        gradients: What to unscale.
+        gradients: The gradients.
         factor: The factor.
         choice: The kernels.
         found_inf: Initial value of the new flags, zero by default.
-        update: Applied behind the check, if all gradients are in one list.
-        before_write: Called when all is there for the first write.
+        update: Applied after the check, if all gradients are in one list.
+        before_write: Called right before the first write.
     """
     _measure(gradients, choice)
     flags: Flags = {}
-    # First what torch may refuse: then nothing else has been written.
+    # First gradients that torch may refuse, before any other is written.
     if len(gradients.set_aside) > 1 or before_write is not None:
         for tensors in gradients.set_aside.values():
             aten.require_unscalable(tensors)
@@ -242,13 +242,13 @@ def check_(
     choice: Choice,
     update: Update | None = None,
 ) -> Flags:
-    """Reads only; returns a new found_inf for each device that has a gradient.
+    """Checks gradients; returns a new found_inf for each device that has a gradient. Reads only.
 
     Args:
-        gradients: What to check.
-        grad_scale: One-element float32 by which the gradients will be divided, or None.
+        gradients: The gradients.
+        grad_scale: One-element float32 that will divide the gradients, or None.
         choice: The kernels.
-        update: Applied behind the check, if all gradients are in one list.
+        update: Applied after the check, if all gradients are in one list.
     """
     _measure(gradients, choice)
     flags: Flags = {}
@@ -274,7 +274,7 @@ def check_(
 def norms(
     gradients: Gradients, factor: UnscaleFactor, *, choice: Choice, writes: bool
 ) -> tuple[Flags, list[Tensor]]:
-    """Takes norms of the unscaled values and checks them, in one read of what kernels take.
+    """Computes norms of the unscaled values and checks them, in a single read; no writes.
 
     Nothing is written.
 
@@ -282,11 +282,10 @@ def norms(
         gradients: The gradients; sparse ones must be coalesced.
         factor: The factor.
         choice: The kernels.
-        writes: Whether they will be clipped in place: what torch refuses is then refused here.
+        writes: Whether they will be clipped in place: raises torch's refusals beforehand.
 
     Returns:
-        New flags, as `unscale_` would give them, and for each list, on its device, what
-        `cpu.norms` writes.
+        New flags as from `unscale_`, and for each list, on its device, the result of `cpu.norms`.
     """
     _measure(gradients, choice)
     flags: Flags = {}
@@ -319,21 +318,21 @@ def norms(
 
 
 def inverse(scale: Tensor) -> Tensor:
-    """Returns the factor that unscales, as float32: the float64 reciprocal where there is one."""
+    """Returns the inverse scale as float32, from a float64 reciprocal if the device has one."""
     if scale.device.type == "mps":
         return scale.reciprocal()
     return scale.double().reciprocal().float()
 
 
 def new_flag(device: torch.device, found_inf: Tensor | None = None) -> Tensor:
-    """Returns a new 0-dim float32 flag: 0, or what another one says."""
+    """Returns a new 0-dim float32 flag: 0, or a copy of another one."""
     if found_inf is None:
         return torch.zeros((), dtype=torch.float32, device=device)
     return aten.moved(found_inf, device, copy=True)
 
 
 class Copies(dict[torch.device, Tensor]):
-    """Copies of a scalar by device, made when they are asked for; of None, float32 ones."""
+    """Copies of a scalar by device, made on demand; float32 ones of None."""
 
     def __init__(self, scalar: Tensor | None) -> None:
         super().__init__({} if scalar is None else {scalar.device: scalar})
@@ -345,7 +344,7 @@ class Copies(dict[torch.device, Tensor]):
 
 
 def _measure(gradients: Gradients, choice: Choice) -> None:
-    """Gradient health of each parameter, before the gradients are unscaled."""
+    """Measures the gradient health of each parameter, before unscaling."""
     if gradients.track_on is None:
         return
     for device, tensors in gradients.set_aside.items():
@@ -359,18 +358,18 @@ def _measure(gradients: Gradients, choice: Choice) -> None:
 
 
 def _mark(gradients: Gradients, device: torch.device, divisor: Tensor | None = None) -> None:
-    """Overflow marks of the gradients that are set aside on a device, if they are tracked."""
+    """Marks overflows of the gradients set aside on a device, if they are tracked."""
     track = gradients.track(device)
     if track is not None:
         aten.mark_(track, gradients.numbers[device], gradients.set_aside[device], divisor)
 
 
 def _check_reduced(gradients: Gradients, flags: Flags, divisors: Copies | None) -> None:
-    """Checks partial sums as an optimizer uses them: reduced."""
+    """Checks reduced partial sums, as the optimizer uses them."""
     for number, reduced in gradients.reduced():
         device = reduced.device
         divisor = None if divisors is None else divisors[device]
-        copy = reduced.clone()  # torch's op writes what it reads
+        copy = reduced.clone()  # torch's op writes as it checks
         aten.check_([copy], flags.setdefault(device, new_flag(device)), divisor)
         track = gradients.track(device)
         if track is not None:
@@ -391,11 +390,11 @@ def _riding(gradients: Gradients, update: Update | None) -> Update | None:
 
 
 def _values_of(param: Tensor, grad: Tensor, coalesce: bool) -> Tensor:
-    """What torch's op takes of an irregular gradient: of a sparse one its values."""
+    """Tensor for torch's op: the values of a sparse gradient, else the gradient."""
     if not grad.is_sparse:
         return grad
     if coalesce or grad.dtype is torch.float16:
-        # Duplicates add up, which overflows easily in float16: the sums must be checked.
+        # Duplicates add up, which overflows easily in float16: the sums are checked.
         param.grad = grad = grad.coalesce()
     return grad._values()
 

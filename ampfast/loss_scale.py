@@ -192,7 +192,7 @@ class LossScale:
         factors: tuple[Any, Any, Any],
         choice: Choice,
     ) -> Update | None:
-        """Returns the update for the last program of a check to apply, or None where none can."""
+        """Returns an update for the last program of a check, or None if it cannot ride there."""
         given, kernels = _factors(factors), choice.kernels_for(scale.device)
         if given is None or kernels is None:
             return None
@@ -202,7 +202,7 @@ class LossScale:
     def record_norm(self, optimizers: Sequence[object], norm: Tensor, order: float) -> None:
         """Records the joint norm of these optimizers' gradients for the history.
 
-        It replaces norms of some of them, unless one of these and more optimizers is recorded.
+        It replaces norms of subsets, unless one of a superset is recorded.
         """
         ids = frozenset(map(id, optimizers))
         if not any(ids < others for others in self.norms):
@@ -221,7 +221,7 @@ class LossScale:
         return joint
 
     def words_on(self, device: torch.device) -> Tensor:
-        """Returns the words on `device`, created or moved there if need be."""
+        """Returns the words on `device`, created or moved there if necessary."""
         if self.words is None or self.words.device != device:
             if device.type != "cpu":
                 refuse_capture("the creation of the scaler's state, which every replay would reset")
@@ -279,7 +279,7 @@ class LossScale:
             self.words[layout.TOLERATED] = self._tolerated
 
     def reset_minimum(self) -> None:
-        """Forgets the steps skipped at the minimum, since the scale was set."""
+        """Restarts the count of steps skipped at the minimum, since the scale was set."""
         if self._watch is not None:
             self._watch = _MinimumWatch(self._watch.raises)
             if self.words is not None:
@@ -288,7 +288,7 @@ class LossScale:
     def check_min_scale(self) -> None:
         """Warns or raises if steps are skipped at the minimum scale; no host sync.
 
-        On a GPU the counters are those of the last update that has reached the host.
+        On a GPU it sees the counters of the last update that has arrived on the host.
         """
         if self._watch is not None and self.words is not None and not is_capturing():
             counters = self._watch.arrived(self.words[: layout.COUNTERS])
@@ -337,7 +337,7 @@ class _MinimumWatch:
         return {**self.__dict__, "_pending": None}
 
     def arrived(self, counters: Tensor) -> list[int] | None:
-        """Returns the counters whose copy has arrived, if any, and starts the next copy."""
+        """Returns the counters of an arrived copy, if any, and starts the next copy."""
         if not counters.is_cuda:
             return counters.tolist()
         arrived = None
@@ -380,16 +380,16 @@ def _float32(value: float) -> float:
 def is_static(state_dict: dict[str, Any]) -> bool:
     """Whether a scaler's checkpoint has a static scale."""
     if not state_dict:
-        return True  # of a disabled scaler; torch refuses it
+        return True  # a disabled scaler's; torch refuses it
     return state_dict.get("growth_interval") == 0 and state_dict.get("backoff_factor") == 1.0
 
 
 def _factors(given: tuple[Any, Any, Any]) -> cpu.UpdateFactors | None:
-    """Factors of an update for the kernels, or None for torch's op, which takes or refuses them."""
+    """Factors for the kernels, or None for torch's op, which accepts or refuses them."""
     growth_factor, backoff_factor, interval = given
     if not isinstance(growth_factor, (int, float)) or not isinstance(backoff_factor, (int, float)):
         return None
-    # torch's op takes numpy's integers, but no bool.
+    # torch's op accepts numpy's integers, but no bool.
     if type(interval) is bool or not isinstance(interval, Integral):
         return None
     return cpu.UpdateFactors(growth_factor, backoff_factor, int(interval))

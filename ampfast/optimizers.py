@@ -60,7 +60,7 @@ def no_inf_checks(optimizer: torch.optim.Optimizer) -> AssertionError:
     params = [param for group in groups for param in group["params"] if isinstance(param, Tensor)]
     if not params:
         why = "The optimizer has no parameters."
-    # Reading the gradient of a tensor that keeps none warns.
+    # Reading the gradient of a non-leaf tensor warns.
     elif not any((p.is_leaf or p.retains_grad) and p.grad is not None for p in params):
         frozen = sum(not param.requires_grad for param in params)
         why = (
@@ -77,7 +77,7 @@ class ByOptimizer(Generic[Value]):
     """Values keyed by optimizer identity, through weak references, since ids are reused.
 
     Attributes:
-        entries: A weak reference and the value, by the id of an optimizer.
+        entries: Weak reference and value, by the optimizer's id.
         held: Ids of optimizers without weak references, recorded in this iteration.
         expiring: Those last recorded in the previous iteration.
     """

@@ -18,7 +18,7 @@ from ampfast.backends import cpu
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 CACHED = (
     *("_choice", "_launcher", "_kernels"),
-    *("_why_not", "_why_it_fails", "_default_on_gpu", "_warn_once"),
+    *("_unavailable_reason", "_failure_reason", "_default_on_gpu", "_warn_once"),
 )
 
 
@@ -40,8 +40,8 @@ def machine(
 ) -> None:
     """Simulated machine with a GPU, whose backends are missing or fail for these reasons."""
     monkeypatch.setattr(backends, "_is_interpreted", lambda: False)
-    monkeypatch.setattr(backends, "_why_not", lambda name: missing.get(name, ""))
-    monkeypatch.setattr(backends, "_why_it_fails", lambda name, index: failing.get(name, ""))
+    monkeypatch.setattr(backends, "_unavailable_reason", lambda name: missing.get(name, ""))
+    monkeypatch.setattr(backends, "_failure_reason", lambda name, index: failing.get(name, ""))
     monkeypatch.setattr(backends, "_kernels", lambda name: None if name == "aten" else name)
 
 
@@ -80,7 +80,7 @@ def test_default_on_a_gpu(
             assert backends.default_for(GPU) == chosen
     reasons = {**dict.fromkeys(missing, "not there"), **dict.fromkeys(failing, "no compiler")}
     assert [str(w.message) for w in caught] == [
-        f"ampfast does without its backend {name!r}: {reasons[name]}"
+        f"ampfast does not use its backend {name!r}: {reasons[name]}"
         for name in ("triton", "cuda")
         if name in reasons
     ]
@@ -112,7 +112,7 @@ def test_interpreted_kernels_are_for_cpu_tensors(
 def test_an_old_card_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backends, "_is_interpreted", lambda: False)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 0))
-    reason = backends._why_it_fails("cuda", 0)
+    reason = backends._failure_reason("cuda", 0)
     assert reason == "cuda:0 has compute capability below 7.5"
 
 
@@ -125,7 +125,7 @@ def unlike_gpus(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
         return ""
 
     monkeypatch.setattr(backends, "_is_interpreted", lambda: False)
-    monkeypatch.setattr(backends, "_why_not", lambda name: "")
+    monkeypatch.setattr(backends, "_unavailable_reason", lambda name: "")
     monkeypatch.setattr(backends, "_try_out", try_out)
     monkeypatch.setattr(backends, "_kernels", lambda name: f"{name}'s")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -159,7 +159,7 @@ def test_the_default_is_that_of_each_gpu(monkeypatch: pytest.MonkeyPatch) -> Non
             assert choice.kernels_for(torch.device("cuda", 1)) == "aten's"
     old = "cuda:1 has compute capability below 7.5"
     assert [str(w.message) for w in caught] == [
-        f"ampfast does without its backend {name!r}: {old}" for name in ("triton", "cuda")
+        f"ampfast does not use its backend {name!r}: {old}" for name in ("triton", "cuda")
     ]
     assert tried == [("triton", "cuda:0")]
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
@@ -196,8 +196,8 @@ def test_common_reasons_of_gpus_warn_once(monkeypatch: pytest.MonkeyPatch) -> No
 def test_a_trial_without_plain_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backends, "_is_interpreted", lambda: True)
     monkeypatch.setattr(cpu, "list_of", lambda tensors, device: None)
-    reason = backends._why_it_fails("triton", None)
-    assert reason == "its kernel does not run: RuntimeError: tensors are not plain ones here"
+    reason = backends._failure_reason("triton", None)
+    assert reason == "its kernel does not run: RuntimeError: tensors are not plain here"
 
 
 def test_missing_requirements_have_a_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -206,8 +206,9 @@ def test_missing_requirements_have_a_remedy(monkeypatch: pytest.MonkeyPatch) -> 
 
     monkeypatch.setattr(backends, "_launcher", missing)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert backends._why_not("triton") == "no triton; pip install 'triton>=3.6'"
-    assert backends._why_not("cuda").startswith("no cuda; install ampfast again where nvcc")
+    assert backends._unavailable_reason("triton") == "no triton; pip install 'triton>=3.6'"
+    reason = backends._unavailable_reason("cuda")
+    assert reason.startswith("no cuda; install ampfast again where nvcc")
 
 
 @pytest.mark.parametrize("name", ["triton", "cuda"])
@@ -247,7 +248,7 @@ def test_a_named_backend_leaves_other_devices_theirs(monkeypatch: pytest.MonkeyP
 
 def test_cuda_is_not_initialised_for_a_choice(monkeypatch: pytest.MonkeyPatch) -> None:
     machine(monkeypatch, {}, {})
-    for name in ("_why_it_fails", "_default_on_gpu", "_current_gpu"):
+    for name in ("_failure_reason", "_default_on_gpu", "_current_gpu"):
         monkeypatch.setattr(backends, name, lambda *args: pytest.fail("asked for a GPU"))
     GradScaler("cpu").scale(torch.ones(()))
     assert backends.choose().devices == cpu.CPU | cpu.CUDA
@@ -267,14 +268,14 @@ def test_the_trial_does_not_depend_on_the_caller(
     monkeypatch.setattr(backends, "_launcher", lambda name: Interpreted())
     if around == "inference":
         with torch.inference_mode():
-            assert backends._why_it_fails("triton", None) == ""
+            assert backends._failure_reason("triton", None) == ""
     elif around == "mode":
         with FlopCounterMode(display=False):
-            assert backends._why_it_fails("triton", None) == ""
+            assert backends._failure_reason("triton", None) == ""
     else:
         torch.set_default_dtype(torch.float64)
         try:
-            assert backends._why_it_fails("triton", None) == ""
+            assert backends._failure_reason("triton", None) == ""
         finally:
             torch.set_default_dtype(torch.float32)
 

@@ -1,4 +1,4 @@
-"""Backends: their kernels, their requirements, and the choice among them for a device."""
+"""Backends: kernels, requirements, and the choice among them for a device."""
 
 from __future__ import annotations
 
@@ -64,8 +64,8 @@ class BackendReport:
     Attributes:
         name: One of `NAMES`.
         available: Whether it can run here.
-        reason: Why not; empty where it can.
-        device_types: The `torch.device` types whose gradients it takes; empty for all.
+        reason: Why it cannot run; else empty.
+        device_types: Supported `torch.device` types; empty for all.
     """
 
     name: str
@@ -75,14 +75,14 @@ class BackendReport:
 
 
 class Choice:
-    """The kernels for gradients on each type of device, where one backend was asked for or none.
+    """Kernels by device, for a requested backend or the default.
 
-    A named backend decides for the devices that it serves; the others keep their default, so that
-    gradients in mixed places work. "aten" serves all. Under TRITON_INTERPRET=1 "triton" serves CPU
-    tensors, and those on a GPU take the next backend.
+    A requested backend applies to the devices that it supports, "aten" to all; others keep their
+    default. Under TRITON_INTERPRET=1 "triton" takes CPU tensors, and those on a GPU take the next
+    backend.
 
     Args:
-        name: The backend that was asked for, or None.
+        name: Requested backend, or None.
     """
 
     def __init__(self, name: str | None) -> None:
@@ -96,22 +96,22 @@ class Choice:
 
     @property
     def devices(self) -> int:
-        """The device types whose gradients go through kernels, as a bit set for the core.
+        """Device types whose gradients go through kernels, as a bit set for the core.
 
-        No GPUs any more once one of them turned out to have no kernels.
+        Without GPUs once one of them turned out to have no kernels.
         """
         if self._name == "aten":
             return 0
         return cpu.CPU | cpu.CUDA if self._serves_gpus else cpu.CPU
 
     def name_for(self, device: torch.device) -> str:
-        """Returns the name of the backend for a device; "aten" where no kernel knows it.
+        """Returns the name of the backend for a device; "aten" if no kernel supports it.
 
         Args:
-            device: Where the gradients are.
+            device: Device of the gradients.
 
         Raises:
-            RuntimeError: If the backend that was asked for turns out not to run on it.
+            RuntimeError: If the requested backend does not run on it.
         """
         if device.type == "cpu":
             return self._on_cpu
@@ -120,13 +120,13 @@ class Choice:
         )
 
     def kernels_for(self, device: torch.device) -> Kernels | None:
-        """Returns the kernels for a device, or None where torch's own ops must do.
+        """Returns the kernels for a device, or None for torch's own ops.
 
         Args:
-            device: Where the gradients are.
+            device: Device of the gradients.
 
         Raises:
-            RuntimeError: As `name_for`.
+            RuntimeError: As for `name_for`.
         """
         if device.type == "cpu":
             return self._cpu_kernels
@@ -139,7 +139,7 @@ class Choice:
         if index is None:
             index = _current_gpu()
         if self._name in _GPU_NAMES and not (self._name == "triton" and _is_interpreted()):
-            if reason := _why_not(self._name) or _why_it_fails(self._name, index):
+            if reason := _unavailable_reason(self._name) or _failure_reason(self._name, index):
                 raise RuntimeError(f"backend {self._name!r} cannot run here: {reason}")
             return self._name
         return _default_on_gpu(index)
@@ -151,13 +151,12 @@ def report() -> list[BackendReport]:
 
 
 def default_for(device: torch.device) -> str:
-    """Returns the name of the backend that gradients on `device` get where none is asked for.
+    """Returns the name of the default backend for gradients on `device`.
 
-    `AMPFAST_BACKEND` is heeded. Gradients on a device that no kernel knows take torch's own op,
-    which is the backend "aten".
+    `AMPFAST_BACKEND` overrides the choice. Devices without kernels take "aten", torch's own op.
 
     Args:
-        device: Where they are.
+        device: Device of the gradients.
 
     Raises:
         ValueError: If `AMPFAST_BACKEND` names no backend.
@@ -170,7 +169,7 @@ def choose(name: str | None = None) -> Choice:
     """Returns the kernels to use; does not touch a GPU.
 
     Args:
-        name: A backend, or None for `AMPFAST_BACKEND` and else the default.
+        name: A backend, or None for `AMPFAST_BACKEND` or the default.
 
     Raises:
         TypeError: If `name` is neither a string nor None.
@@ -179,7 +178,7 @@ def choose(name: str | None = None) -> Choice:
     """
     if name is None:
         return _choice("AMPFAST_BACKEND", os.environ.get("AMPFAST_BACKEND") or None)
-    require_known(name)  # first: what is no string may not be hashable either
+    require_known(name)  # before hashing: a name that is no string may be unhashable
     return _choice("backend", name)
 
 
@@ -188,7 +187,7 @@ def require_known(name: str | None, source: str = "backend") -> None:
 
     Args:
         name: The name, or None.
-        source: Where it comes from, for the message.
+        source: Source of the name, for the message.
 
     Raises:
         TypeError: If it is neither a string nor None.
@@ -203,7 +202,7 @@ def require_known(name: str | None, source: str = "backend") -> None:
 @cache
 def _choice(source: str, name: str | None) -> Choice:
     require_known(name, source)
-    if name in _GPU_NAMES and (reason := _why_not(name)):
+    if name in _GPU_NAMES and (reason := _unavailable_reason(name)):
         raise RuntimeError(f"{source} {name!r} cannot run here: {reason}")
     return Choice(name)
 
@@ -211,7 +210,7 @@ def _choice(source: str, name: str | None) -> Choice:
 def _report(name: str) -> BackendReport:
     if name not in _GPU_NAMES:
         return BackendReport(name, True, "", ("cpu",) if name == "cpu" else ())
-    reason = _why_not(name) or _why_it_fails(name, _current_gpu())
+    reason = _unavailable_reason(name) or _failure_reason(name, _current_gpu())
     interpreted = name == "triton" and not reason and _is_interpreted()
     return BackendReport(name, not reason, reason, ("cpu",) if interpreted else ("cuda",))
 
@@ -235,8 +234,8 @@ def _is_interpreted() -> bool:
 
 
 @cache
-def _why_not(name: str) -> str:
-    """Why a GPU backend cannot run, as far as it can be told without a launch."""
+def _unavailable_reason(name: str) -> str:
+    """Reason why a GPU backend cannot run, if known without a launch."""
     has_gpu = torch.cuda.is_available()
     if name == "cuda" and not has_gpu:
         return _NO_GPU
@@ -253,10 +252,10 @@ def _current_gpu() -> int | None:
 
 
 @cache
-def _why_it_fails(name: str, index: int | None) -> str:
-    """Tries the kernels on one gradient: whether they compile shows only then.
+def _failure_reason(name: str, index: int | None) -> str:
+    """Reason why the kernels fail on one gradient; compilation errors show only then.
 
-    Each GPU is tried for itself, as they may differ; interpreted kernels on the CPU.
+    GPUs are tried separately, as they may differ; interpreted kernels on the CPU.
     """
     device = torch.device("cpu")
     if not (name == "triton" and _is_interpreted()):
@@ -267,10 +266,10 @@ def _why_it_fails(name: str, index: int | None) -> str:
             least = ".".join(map(str, _LEAST_CAPABILITY))
             return f"{device} has compute capability below {least}"
     try:
-        # In a thread of its own: no mode of the caller's counts there.
+        # In a thread of its own, without the caller's modes.
         with ThreadPoolExecutor(1) as aside:
             return aside.submit(_try_out, name, device).result()
-    except Exception as error:  # a compiler fails in many ways
+    except Exception as error:  # compilers raise errors of many types
         return f"its kernel does not run: {type(error).__name__}: {error}".splitlines()[0]
 
 
@@ -279,7 +278,7 @@ def _try_out(name: str, device: torch.device) -> str:
     scale = torch.full((), 4.0, dtype=torch.float32, device=device)
     grads = cpu.list_of([gradient], device)
     if grads is None:
-        raise RuntimeError("tensors are not plain ones here")
+        raise RuntimeError("tensors are not plain here")
     found_inf = DeviceKernels(cast(Any, _launcher(name))).unscale_(grads, scale, is_scale=True)
     seen = torch.cat([gradient, found_inf.reshape(1)])
     if device.type == "cuda":
@@ -297,18 +296,18 @@ def _try_out(name: str, device: torch.device) -> str:
 @cache
 def _default_on_gpu(index: int | None) -> str:
     for name in _GPU_NAMES:
-        reason = _why_not(name)
+        reason = _unavailable_reason(name)
         if not reason and name == "triton" and _is_interpreted():
             reason = "TRITON_INTERPRET is set, and interpreted kernels are for CPU tensors"
-        reason = reason or _why_it_fails(name, index)
+        reason = reason or _failure_reason(name, index)
         if not reason:
             return name
         if reason != _NO_GPU:
-            _warn_once(f"ampfast does without its backend {name!r}: {reason}")
+            _warn_once(f"ampfast does not use its backend {name!r}: {reason}")
     return "aten"
 
 
 @cache
 def _warn_once(message: str) -> None:
-    """Warns once of what several GPUs have in common."""
+    """Warns once for all GPUs with the same reason."""
     warnings.warn(message, stacklevel=3)

@@ -1,4 +1,4 @@
-"""torch's own ops over lists of tensors: the oracle, and what irregular gradients take."""
+"""torch's own ops over lists of tensors: the reference, and the path of irregular gradients."""
 
 from __future__ import annotations
 
@@ -38,33 +38,33 @@ _MAGNITUDE = 2**63 - 1
 # As float64 bits: float16's smallest subnormal and normal, its largest.
 _RANGE = (0x3E70000000000000, 0x3F10000000000000, 0x40EFFC0000000000)
 _LARGEST_INT32 = 2**31 - 1
-# Elements measured at a time, which bounds the temporaries.
+# Elements measured at a time, a bound on temporaries.
 _PART = 2**22
 
 
 @torch.no_grad()
 def unscale_(grads: list[Tensor], inv_scale: Tensor, found_inf: Tensor) -> None:
-    """Multiplies `grads` in place and sets `found_inf` if a value was not finite or became so.
+    """Unscales gradients in place; sets `found_inf` if a value was or becomes non-finite.
 
     Args:
-        grads: Tensors of one device, of any dtypes and layouts that torch's op takes.
+        grads: Tensors of one device, of dtypes and layouts that torch's op takes.
         inv_scale: One-element float32 on that device.
         found_inf: One-element float32 on that device.
 
     Raises:
-        RuntimeError: What torch's op raises, for instance for a tensor whose elements overlap.
+        RuntimeError: Errors of torch's op, such as for overlapping elements.
     """
-    if len(grads) > 1:  # torch's op refuses one before it writes it
+    if len(grads) > 1:  # torch's op refuses a tensor before it writes it
         require_unscalable(grads)
     for same_dtype in _by_dtype(grads):
         torch._amp_foreach_non_finite_check_and_unscale_(same_dtype, found_inf, inv_scale)
-    # torch's op looks at the values before it multiplies them, so the product may have overflowed.
+    # torch's op checks values before it multiplies them: a product may have overflowed.
     check_(grads, found_inf)
 
 
 @torch.no_grad()
 def require_unscalable(grads: list[Tensor]) -> None:
-    """Raises what torch's op raises for the first of `grads` that it refuses; no value changes.
+    """Raises torch's error for the first of `grads` that its op refuses; no value changes.
 
     Args:
         grads: Tensors of one device.
@@ -72,7 +72,7 @@ def require_unscalable(grads: list[Tensor]) -> None:
     one = torch.ones((), dtype=torch.float32, device=grads[0].device)
     for same_dtype in _by_dtype(grads):
         if type(same_dtype[0]) is Tensor and not _is_refused(same_dtype[0]):
-            # Of plain tensors the dtype decides.
+            # For plain tensors it depends on the dtype alone.
             same_dtype = [same_dtype[0].new_empty(0)]
         torch._amp_foreach_non_finite_check_and_unscale_(same_dtype, torch.zeros_like(one), one)
 
@@ -81,7 +81,7 @@ def require_unscalable(grads: list[Tensor]) -> None:
 def check_(grads: list[Tensor], found_inf: Tensor, grad_scale: Tensor | None = None) -> None:
     """Sets `found_inf` if a value is not finite, or would not be once divided by `grad_scale`.
 
-    torch's op writes what it reads, so it refuses here what it refuses when it unscales.
+    torch's op writes as it checks, so it refuses the same gradients as in unscaling.
     """
     one = torch.ones((), dtype=torch.float32, device=found_inf.device)
     for same_dtype in _by_dtype(grads):
@@ -89,7 +89,7 @@ def check_(grads: list[Tensor], found_inf: Tensor, grad_scale: Tensor | None = N
     if grad_scale is None:
         return
     for grad in grads:
-        # Only plain tensors: what a subclass does to a norm is its own affair.
+        # Only plain tensors: subclasses define their own norms.
         if type(grad) is Tensor and grad.numel():
             found_inf.masked_fill_(~_largest_used(grad, grad_scale).isfinite(), 1.0)
 
@@ -102,9 +102,9 @@ def update_scale_(
     state: Tensor | None = None,
     norm: Tensor | None = None,
 ) -> None:
-    """torch's `_amp_update_scale_`, except that a tracker beyond a lowered interval grows too.
+    """torch's `_amp_update_scale_`, except that a tracker beyond a lowered interval grows, too.
 
-    A `state` is written by the core, from copies on the host: with a sync unless it is there.
+    The core writes a `state` from copies on the host: with a sync, unless it is on the CPU.
     """
     if state is not None and state.is_cuda:
         refuse_capture("an update without kernels, whose steps the host counts")
@@ -116,7 +116,7 @@ def update_scale_(
     growth_tracker.data.copy_(lowered)
     if state is None:
         return
-    # Copies are plain tensors, whatever mode watches.
+    # Copies are plain tensors under any mode.
     with _disable_current_modes():
         after, tracker, flag, words = (t.to("cpu") for t in (*before, found_inf, state))
         told = None if norm is None else norm.to("cpu")
@@ -126,7 +126,7 @@ def update_scale_(
 
 
 def float_of(word: Tensor) -> Tensor:
-    """Returns the float32 values whose bits stand in int64 words."""
+    """Returns the float32 values of bits in int64 words."""
     return word.to(torch.int32).view(torch.float32)
 
 
@@ -137,7 +137,7 @@ def word_of(value: Tensor) -> Tensor:
 
 @torch.no_grad()
 def norms(grads: list[Tensor], inv_scale: Tensor | None = None) -> Tensor:
-    """Returns the sum of squares and the largest magnitude of what unscaling would write.
+    """Returns sum of squares and largest magnitude of the gradients as unscaling would write them.
 
     Args:
         grads: Tensors of one device.
@@ -154,10 +154,10 @@ def norms(grads: list[Tensor], inv_scale: Tensor | None = None) -> Tensor:
             continue
         norm, largest = p_norm(grad, 2.0), p_norm(grad, torch.inf)
         if inv_scale is not None:
-            # Rounded as it is written.
+            # Rounded as when written.
             dtype = grad.dtype.to_real()
             largest = _product(largest.to(dtype), inv_scale).abs().to(dtype)
-            # A norm that overflowed, times the inverse of an infinite scale, would be NaN.
+            # An overflowed norm times the inverse of an infinite scale would be NaN.
             factor = inv_scale.reshape(())
             norm = torch.where(factor == 0, largest.to(wide), norm * factor)
         squares = squares + norm.square()
@@ -167,24 +167,24 @@ def norms(grads: list[Tensor], inv_scale: Tensor | None = None) -> Tensor:
 
 @torch.no_grad()
 def p_norm(grad: Tensor, order: float, inv_scale: Tensor | None = None) -> Tensor:
-    """Returns the norm of a tensor times an inverse scale, in the widest type of its device.
+    """Returns the norm of a tensor times an inverse scale, in the widest dtype of its device.
 
     Products are not rounded to 16 bit.
     """
     values = grad.detach() if inv_scale is None else _product(grad, inv_scale)
-    # The maximum is exact in any type.
+    # The maximum is exact in any dtype.
     dtype = None if order == torch.inf else widest(grad.device, grad.is_complex())
     norm: Tensor = torch.linalg.vector_norm(values, order, dtype=dtype)
     if hasattr(norm, "full_tensor"):
-        norm = norm.full_tensor()  # of a distributed tensor
+        norm = norm.full_tensor()  # of a DTensor
     elif type(norm) is not Tensor:
-        norm = torch.tensor(norm.item(), device=grad.device)  # of a subclass that is unknown
+        norm = torch.tensor(norm.item(), device=grad.device)  # of an unknown subclass
     return norm.to(widest(grad.device))
 
 
 @torch.no_grad()
 def require_writable(grads: list[Tensor]) -> None:
-    """Raises what `multiply_` raises for tensors made in inference mode, after it has written."""
+    """Raises `multiply_`'s error for tensors made in inference mode, before any write."""
     for grad in grads:
         grad.copy_(grad)  # writes nothing
 
@@ -199,30 +199,30 @@ def multiply_(grads: list[Tensor], coefficient: Tensor) -> None:
 
 @torch.no_grad()
 def total_norm(rows: Tensor, largest: bool) -> Tensor:
-    """Returns the norm of which each row holds a sum of squares and a largest magnitude."""
+    """Returns the global norm from rows of sum of squares and largest magnitude."""
     squares, peaks = rows.unbind(1)
     return peaks.amax() if largest else squares.sum().sqrt()
 
 
 @torch.no_grad()
 def coefficient_of(norm: Tensor, max_norm: float) -> Tensor:
-    """Returns what gradients of this norm are multiplied by, at most 1."""
+    """Returns the clip coefficient of a norm, at most 1."""
     wide = norm.to(widest(norm.device))
     if max_norm > torch.finfo(wide.dtype).max:
         return torch.ones_like(wide)  # inf / inf would be NaN
-    # A number over a tensor would be its reciprocal times the number, rounded twice.
+    # A number over a tensor would be a reciprocal and a product, rounded twice.
     return (torch.full_like(wide, max_norm) / (wide + 1e-6)).clamp(max=1.0)
 
 
 def widest(device: torch.device, is_complex: bool = False) -> torch.dtype:
-    """The widest floating point type that a device has."""
+    """Widest floating point dtype of a device."""
     if device.type == "mps":
         return torch.complex64 if is_complex else torch.float32
     return torch.complex128 if is_complex else torch.float64
 
 
 def any_found(flags: Iterable[Tensor], device: torch.device) -> Tensor:
-    """Returns one new 0-dim float32 flag on `device`: 1 if any of `flags` is not 0, else 0."""
+    """Returns a new 0-dim float32 flag on `device`: 1 if any of `flags` is not 0, else 0."""
     found = torch.zeros((), dtype=torch.float32, device=device)
     for flag in flags:
         found.masked_fill_(moved(flag, device).reshape(()) != 0, 1.0)
@@ -230,17 +230,17 @@ def any_found(flags: Iterable[Tensor], device: torch.device) -> Tensor:
 
 
 def moved(tensor: Tensor, device: torch.device, copy: bool = False) -> Tensor:
-    """Returns a scalar on `device`; without waiting, except where the CPU will read it."""
+    """Returns a scalar on `device`; a sync only if the CPU will read it."""
     if tensor.device == device and not copy:
-        return tensor  # which to() would return, too, after a dispatch
+        return tensor  # as to() would return it, after a dispatch
     return tensor.to(device, non_blocking=device.type != "cpu", copy=copy)
 
 
 def copy_to_host_async(tensor: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
-    """Copies a tensor to pinned host memory without waiting.
+    """Copies a tensor to pinned host memory without a sync.
 
     Returns:
-        The copy and an event that is done when it has arrived; for a tensor on the host the tensor
+        The copy, and an event recorded behind it; for a tensor on the host the tensor
         itself and None.
     """
     if not tensor.is_cuda:
@@ -260,9 +260,9 @@ def mark_(
     """Marks the parameters of `numbers` whose gradients are not finite; no host sync.
 
     Args:
-        track: Where.
-        numbers: One for each of `grads`.
-        grads: As they are once unscaled or, with `grad_scale`, before they are divided by it.
+        track: Tracking tables.
+        numbers: Parameter number of each of `grads`.
+        grads: Unscaled gradients, or with `grad_scale` scaled ones.
         grad_scale: One-element float32, or None.
     """
     local = [(n, part) for n, g in zip(numbers, grads, strict=True) if (part := _local(g)).numel()]
@@ -273,14 +273,14 @@ def mark_(
     rows = [track.marks[number] for number, _ in local]
     step = track.now.reshape(-1)[0] + 1
     last, times = torch.stack(rows).split(2, dim=1)
-    # Once in a step, however often it is looked at.
+    # Counts once per step, in any number of passes.
     marked = [torch.where(found, step, last), times + (found & (last < step))]
     torch._foreach_copy_(rows, list(torch.cat(marked, dim=1).unbind()))
 
 
 @torch.no_grad()
 def measure_(health: Tensor, numbers: list[int], grads: list[Tensor]) -> None:
-    """Adds the range of the values of `grads` to the rows of `numbers`; no host sync."""
+    """Adds the range of values of `grads` to the rows of `numbers`; no host sync."""
     for number, grad in zip(numbers, grads, strict=True):
         values = _local(grad)
         if not values.numel():
@@ -293,7 +293,7 @@ def measure_(health: Tensor, numbers: list[int], grads: list[Tensor]) -> None:
 
 
 def _range_of(values: Tensor) -> list[Tensor]:
-    """A row of health, as csrc/track.h has it, of some values, but for their number."""
+    """Row of health (csrc/track.h) of some values, except their number."""
     bits = values.double().view(torch.int64) & _MAGNITUDE
     smallest_subnormal, smallest_normal, largest = _RANGE
     nonzero = bits != 0
@@ -308,7 +308,7 @@ def _range_of(values: Tensor) -> list[Tensor]:
 
 
 def _local(grad: Tensor) -> Tensor:
-    """The values of a gradient that are here: of a DTensor its shard, of another subclass none."""
+    """Values of a gradient on this rank: the shard of a DTensor, none of other subclasses."""
     local = grad.to_local() if hasattr(grad, "to_local") else grad
     if type(local) is not Tensor:
         return torch.empty(0)
@@ -322,7 +322,7 @@ def _product(grad: Tensor, inv_scale: Tensor) -> Tensor:
 
 
 def _largest_used(grad: Tensor, grad_scale: Tensor | None) -> Tensor:
-    """The largest magnitude, divided as fused optimizers do: of 16-bit gradients in float32."""
+    """Largest magnitude, divided as in fused optimizers: 16-bit gradients in float32."""
     peak: Tensor = torch.linalg.vector_norm(grad.detach(), torch.inf)
     if grad_scale is None:
         return peak
@@ -331,10 +331,10 @@ def _largest_used(grad: Tensor, grad_scale: Tensor | None) -> Tensor:
 
 
 def _by_dtype(grads: list[Tensor]) -> Iterator[list[Tensor]]:
-    """Yields what torch's op takes at once, first what it will refuse: then nothing is written."""
+    """Yields lists that torch's op takes at once, first those it refuses, before any write."""
     groups: dict[tuple[Any, ...], list[Tensor]] = {}
     for grad in grads:
-        mesh = getattr(grad, "device_mesh", None)  # one at a time for a distributed tensor
+        mesh = getattr(grad, "device_mesh", None)  # DTensors one at a time
         key = (not _is_refused(grad), grad.dtype, type(grad), id(mesh))
         groups.setdefault(key, []).append(grad)
     for key in sorted(groups, key=lambda key: key[0]):

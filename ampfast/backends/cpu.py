@@ -1,4 +1,4 @@
-"""The compiled core: gradient lists, CPU kernels over them, the scale update on the CPU."""
+"""The compiled core: gradient lists, CPU kernels, scale update on the CPU."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ _REMEDY = (
 
 
 def _require_torch(built_for: str, here: str) -> None:
-    """Raises ImportError if two versions of torch differ in more than the last number.
+    """Raises ImportError unless torch's version equals the build's, but for the patch number.
 
-    C++ classes may differ then, and some builds load all the same.
+    C++ classes may differ between minor versions, and some mismatched builds load all the same.
     """
     if built_for.split(".")[:2] != here.split(".")[:2]:
         raise ImportError(
@@ -28,7 +28,7 @@ def _require_torch(built_for: str, here: str) -> None:
 
 
 try:
-    # `from ampfast import _C` would call it a circular import if there is no core.
+    # `from ampfast import _C` would report a circular import if there is no core.
     import ampfast._C as _C
     from ampfast._C import DeviceTable, GradList, Segment
 except ImportError as error:
@@ -74,7 +74,7 @@ __all__ = [
     "watch_hooks",
 ]
 
-# The short way: raw calls that _C.pyi describes.
+# Raw calls of the short way, as in _C.pyi.
 watch_hooks = _C.watch_hooks
 usual_scale = _C.usual_scale
 record = _C.record
@@ -87,14 +87,14 @@ build_info = _C.build_info
 clear_tables = _C.clear_tables
 cpu_capability = _C.cpu_capability
 walk = _C.walk
-# The list of tensors on a device, or None if one of them is irregular or something else.
+# The list of tensors on a device, or None if one of them is irregular or of another type.
 list_of = _C.GradList.of
-# Whether a tensor is what kernels read and write as a scalar: plain, of a dtype, one element.
+# Whether a tensor is a plain one-element tensor of a dtype, as kernels take for a scalar.
 is_scalar = _C.is_scalar
-# Raises RuntimeError if the memory of a tensor was freed or became too small for it.
+# Raises RuntimeError if the memory of a tensor was freed or is too small for it.
 require_storage = _C.require_storage
-# Writes the norm, the clip coefficient and the divisor; takes what a `Clip` holds. Source of the
-# formula: torch.nn.utils.clip_grad_norm_, here in float64.
+# Writes norm, clip coefficient and divisor; takes the fields of a `Clip`. Formula:
+# torch.nn.utils.clip_grad_norm_, here in float64.
 clip_coefficient = _C.clip_coefficient
 # Whether a parameter with a gradient lacks an entry of its state.
 lacks_state = _C.lacks_state
@@ -104,21 +104,21 @@ WITH_CUDA: bool = _C.WITH_CUDA
 MARK_WORDS: int = _C.MARK_WORDS
 HEALTH_WORDS: int = _C.HEALTH_WORDS
 
-# Words of a scaler's state by name; csrc/scale.h explains them.
+# Words of a scaler's state by name, as in csrc/scale.h.
 state_layout = SimpleNamespace(**_C.state_layout())
 
-# The device types that kernels may serve, as bits.
+# Device types with kernels, as bits.
 CPU: int = _C.CPU
 CUDA: int = _C.CUDA
 
 
 class Track(NamedTuple):
-    """Tables of per-parameter tracking, a row for each; csrc/track.h explains the words.
+    """Tables of per-parameter tracking, a row for each parameter; csrc/track.h defines the words.
 
     Attributes:
-        marks: int64 of shape (P, MARK_WORDS) for P parameters: in which step each was last not
-            finite, as the optimizer uses its gradient, and how often so far.
-        now: int64, whose first element is the number of completed steps.
+        marks: int64 of shape (P, MARK_WORDS) for P parameters: last step with a non-finite value,
+            as the optimizer uses the gradient, and number of such steps.
+        now: int64, its first element the number of completed steps.
         health: int64 of shape (P, HEALTH_WORDS) for `measure_`, or None.
     """
 
@@ -139,11 +139,11 @@ class Clip(NamedTuple):
     """Arguments of `clip_coefficient`; all tensors are on one device.
 
     Attributes:
-        norms: float64 of shape (lists, 2): what `norms` wrote for each list.
-        max_norm: To which the norm is clipped.
+        norms: float64 of shape (lists, 2), a result of `norms` for each list.
+        max_norm: Limit of the norm.
         largest: Whether the norm is the largest magnitude, else the 2-norm.
         norm: One-element float32 or float64 that gets the norm.
-        coefficient: One-element float64 that gets what gradients are multiplied by, at most 1.
+        coefficient: One-element float64 that gets the clip coefficient, at most 1.
         scale: One-element float32, or None.
         divisor: One-element float32 that gets the scale over the coefficient, or None.
     """
@@ -171,18 +171,18 @@ def unscale_(
     track: Track | None = None,
     coefficient: Tensor | None = None,
 ) -> Tensor:
-    """Multiplies gradients in place by an inverse scale and looks for values that are not finite.
+    """Multiplies gradients in place by an inverse scale and checks that the results are finite.
 
     Args:
-        grads: The gradients of one device.
+        grads: Gradients of one device.
         factor: One-element float32 on that device: the inverse scale, or the scale itself.
-        is_scale: Whether `factor` is the scale; its float64 reciprocal, rounded, is then taken.
-        found_inf: One-element float32 that is set to 1 if a written value is not finite. Without
-            it a new 0-dim tensor is made that is 0 or 1.
-        update: What `scale_update` returned: None, for on a CPU no update rides in a pass.
+        is_scale: Whether `factor` is the scale, whose rounded float64 reciprocal is the inverse.
+        found_inf: One-element float32 that is set to 1 if a written value is not finite. By default
+            a new 0-dim tensor, 0 or 1.
+        update: Result of `scale_update`: None, since no update rides in a pass on a CPU.
         track: Tables whose `marks` get the overflows of each parameter.
-        coefficient: One-element float64 by which the rounded products are multiplied, or None. It
-            does not decide: the products do.
+        coefficient: One-element float64 by which the checked and rounded products are multiplied,
+            or None.
 
     Returns:
         `found_inf`, or the new tensor.
@@ -198,15 +198,14 @@ def norms(
     norms: Tensor,
     track: Track | None = None,
 ) -> Tensor:
-    """Takes norms and looks for values that are not finite as `unscale_` would; reads only.
+    """Computes norms and checks gradients as `unscale_` would; reads only.
 
     Args:
         grads: As for `unscale_`.
         factor: As for `unscale_`.
         is_scale: As for `unscale_`.
         norms: float64 of shape (2,) on the device of the gradients. Gets the sum of squares of the
-            products, which are not rounded to 16 bit, and the largest magnitude that would be
-            written; a NaN wins.
+            products, not rounded to 16 bit, and the largest magnitude to be written; NaN wins.
         track: As for `unscale_`.
 
     Returns:
@@ -220,7 +219,7 @@ def measure_(grads: GradList, health: Tensor) -> None:
 
     Args:
         grads: As for `unscale_`, before they are unscaled.
-        health: int64 of shape (P, HEALTH_WORDS), zero before, for P parameters on that device.
+        health: Zeroed int64 of shape (P, HEALTH_WORDS), for P parameters on that device.
     """
     _C.measure_(grads, health)
 
@@ -233,9 +232,9 @@ def check_(
     update: None = None,
     track: Track | None = None,
 ) -> Tensor:
-    """Looks for values that are not finite once divided by `grad_scale`; reads only.
+    """Checks that values are finite once divided by `grad_scale`; reads only.
 
-    Arguments and result are those of `unscale_`; without `grad_scale` the values themselves count.
+    Arguments and result as for `unscale_`; without `grad_scale` the values themselves are checked.
     """
     return _C.check_(grads, grad_scale, found_inf, _marks(track))
 
@@ -248,7 +247,7 @@ def scale_update(
     state: Tensor | None = None,
     norm: Tensor | None = None,
 ) -> None:
-    """An update that rides in a pass, which there is none of on a CPU; arguments as below."""
+    """No update rides in a pass on a CPU; arguments as for `update_scale_`."""
 
 
 def update_scale_(
@@ -259,20 +258,20 @@ def update_scale_(
     state: Tensor | None = None,
     norm: Tensor | None = None,
 ) -> bool:
-    """Writes the next scale and growth tracker in place, and the step into the state.
+    """Writes the next scale and growth tracker in place, and records the step in the state.
 
     Args:
         scale: One-element float32.
         growth_tracker: One-element int32 on the same device.
         found_infs: One-element float32 flags on that device; any that is not 0 counts.
-        factors: How the scale is updated.
-        state: Counters, history and policy: int64 words on that device, as `state_layout` names
-            them. Without it the policy is torch's.
+        factors: Factors and interval of the update.
+        state: Counters, history and policy: int64 words on that device, laid out as `state_layout`.
+            Without it the policy is torch's.
         norm: One-element float32, the norm of the gradients for the state.
 
     Returns:
-        False, and nothing is written, where the kernels do not know the tensors exactly; then
-        torch's own op must do.
+        False, with nothing written, if the kernels do not support the tensors, which are then
+        torch's op to take.
     """
     try:
         return _C.update_scale_(scale, growth_tracker, found_infs, *factors, state, norm)

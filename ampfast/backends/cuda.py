@@ -30,12 +30,12 @@ if not _C.WITH_CUDA:
 
 @cache
 def max_programs(device: torch.device) -> int:
-    """Returns the largest grid: what the plain kernels can have resident at once."""
+    """Returns the largest grid: all plain programs that can be resident at once."""
     return _C.cuda_max_programs(device.index)
 
 
 def prepare(work: Pass, segment: Segment, epilogue: Epilogue) -> None:
-    """Does nothing: all kernels are in the core, and `max_programs` has loaded them."""
+    """Does nothing: all kernels are in the core, loaded by `max_programs`."""
 
 
 def multi_tensor(work: Pass, segment: Segment, epilogue: Epilogue) -> None:
@@ -62,17 +62,17 @@ def multi_tensor(work: Pass, segment: Segment, epilogue: Epilogue) -> None:
 
 
 def measure(table: DeviceTable, segment: Segment, health: Tensor) -> None:
-    """Launches the count of the health of gradients of one dtype."""
+    """Launches the health pass over gradients of one dtype."""
     _C.cuda_measure(table, segment, health)
 
 
 def update_scale(update: ScaleUpdate, found_infs: list[Tensor]) -> None:
-    """Launches the update of the scale; there are one to four flags."""
+    """Launches the update of the scale; takes one to four flags."""
     _C.cuda_update_scale(
         update.scale, update.growth_tracker, found_infs, update.factors, update.state, update.norm
     )
 
 
 def clip_coefficient(clip: Clip) -> None:
-    """Launches what turns norms into a coefficient."""
+    """Launches the clip coefficient from norms."""
     _C.cuda_clip_coefficient(*clip)

@@ -1,4 +1,4 @@
-"""Passes over a table of gradients on a device, and the host side that Triton and CUDA share."""
+"""Passes over a table of gradients on a device: the host side shared by Triton and CUDA."""
 
 from __future__ import annotations
 
@@ -38,20 +38,20 @@ __all__ = [
     "on_gpu",
 ]
 
-# Flags that the kernel that updates the scale takes at once.
+# Largest number of flags for the kernel that updates the scale.
 MOST_FLAGS = 4
 
 _one_pass = threading.Lock()
 
-# For launches that update nothing.
+# Placeholder for launches without an update.
 NO_FACTORS = UpdateFactors(1.0, 1.0, 0)
 
-# Added to a norm before it divides, as torch does.
+# Added to the norm in the clip coefficient, as in torch.
 CLIP_EPSILON = 1e-6
 
 
 class Use(IntEnum):
-    """Use of the factor by the optimizer, which decides whether a value is finite."""
+    """Role of the factor in the optimizer, which decides whether a value is finite."""
 
     RAW = 0
     INVERSE = 1
@@ -68,7 +68,7 @@ class Epilogue(IntEnum):
 
 
 class Launcher(Protocol):
-    """One kind of kernels: the launches alone."""
+    """Launches of one kind of kernels."""
 
     def max_programs(self, device: torch.device) -> int: ...
 
@@ -77,7 +77,7 @@ class Launcher(Protocol):
     def is_capturing(self) -> bool: ...
 
     def prepare(self, work: Pass, segment: Segment, epilogue: Epilogue) -> None:
-        """Raises what would keep a launch from beginning; called before others of its pass."""
+        """Raises any error of a launch beforehand, before the first launch of its pass."""
 
     def multi_tensor(self, work: Pass, segment: Segment, epilogue: Epilogue) -> None: ...
 
@@ -89,16 +89,16 @@ class Launcher(Protocol):
 
 
 class ScaleUpdate:
-    """An update of the scale on its device, alone or behind the check that decides it.
+    """Update of the scale on its device, alone or in the last program of a check.
 
     Args:
         launcher: The kernels.
-        scale: As for `cpu.update_scale_`, like all that follow.
-        growth_tracker: See above.
+        scale: As for `cpu.update_scale_`.
+        growth_tracker: As for `cpu.update_scale_`.
         found_infs: Flags besides that of the check.
-        factors: See above.
-        state: See above.
-        norm: See above.
+        factors: As for `cpu.update_scale_`.
+        state: As for `cpu.update_scale_`.
+        norm: As for `cpu.update_scale_`.
     """
 
     def __init__(
@@ -127,12 +127,12 @@ class ScaleUpdate:
 
     @property
     def other(self) -> Tensor | None:
-        """The flag of another optimizer that was checked before, if there was one."""
+        """Flag of another optimizer that was checked before, if any."""
         return next(iter(self._found_infs), None)
 
     @property
     def rides(self) -> bool:
-        """Whether it can be applied behind a check, which heeds one more flag and no norm."""
+        """Whether it can ride in a check, which takes at most one more flag and no norm."""
         return len(self._found_infs) <= 1 and self.norm is None
 
     def apply(self) -> None:
@@ -145,7 +145,7 @@ class ScaleUpdate:
         self.applied = True
 
     def undo(self) -> None:
-        """Restores what the update replaced, as the state remembers it.
+        """Restores the replaced values from the state.
 
         Raises:
             RuntimeError: If there is no state.
@@ -166,7 +166,7 @@ class ScaleUpdate:
 
 
 def on_gpu(device: torch.device) -> AbstractContextManager[object]:
-    """Makes a GPU current, and with it its current stream."""
+    """Makes a GPU and its current stream current."""
     if device.index == torch.cuda.current_device():
         return nullcontext()
     return torch.cuda.device(device)
@@ -179,15 +179,15 @@ class Pass:
     Attributes:
         table: The gradients.
         write: Whether they are unscaled in place, else only read.
-        use: What the factor is.
+        use: Role of the factor.
         factor: One-element float32, or None.
-        coefficient: One-element float64 that multiplies what unscaling would write, or None.
-        found_inf: 0-dim float32 that is set.
-        accumulate: Whether a found_inf of 1 stays, else it is assigned.
+        coefficient: One-element float64 by which unscaled values are multiplied, or None.
+        found_inf: 0-dim float32 flag.
+        accumulate: Whether a flag of 1 stays, else it is assigned.
         norms: float64 of shape (2,) that gets the sum of squares and the largest magnitude of
             the values times the factor, or None.
-        track: Where overflows are marked by parameter, or None.
-        update: Applied behind the check, or None.
+        track: Tables for overflow marks by parameter, or None.
+        update: Update after the check, or None.
     """
 
     table: DeviceTable
@@ -203,7 +203,7 @@ class Pass:
 
 
 class DeviceKernels:
-    """The calls of `backends.cpu` for gradients in a table on their device."""
+    """The calls of `backends.cpu`, for gradients in a table on their device."""
 
     def __init__(self, launcher: Launcher) -> None:
         self._launcher = launcher
@@ -220,7 +220,7 @@ class DeviceKernels:
         norms: Tensor | None = None,
         track: Track | None = None,
     ) -> Tensor:
-        """As `cpu.unscale_`; the last two are those of `Pass`."""
+        """As `cpu.unscale_`, with the last two arguments of `Pass`."""
         use = Use.SCALE if is_scale else Use.INVERSE
         return self._run(grads, True, use, factor, found_inf, update, coefficient, norms, track)
 
@@ -275,7 +275,7 @@ class DeviceKernels:
         state: Tensor | None = None,
         norm: Tensor | None = None,
     ) -> ScaleUpdate | None:
-        """Returns an update to apply, or None where torch's own op must do or raise."""
+        """Returns an update to apply, or None for torch's own op or its error."""
         if not is_scalar(scale, torch.float32) or not is_scalar(growth_tracker, torch.int32):
             return None
         interval = factors.growth_interval
@@ -299,7 +299,7 @@ class DeviceKernels:
         state: Tensor | None = None,
         norm: Tensor | None = None,
     ) -> bool:
-        """Applies by itself what `scale_update` returns; false where that is None."""
+        """Applies the update of `scale_update`; False if that is None."""
         update = self.scale_update(scale, growth_tracker, found_infs, factors, state, norm)
         if update is None:
             return False
@@ -321,7 +321,7 @@ class DeviceKernels:
     ) -> Tensor:
         device = grads.device
         if update is not None and not update.rides:
-            update = None  # its caller sees to it
+            update = None  # required by its caller
         for name, scalar in (("factor", factor), ("found_inf", found_inf)):
             if scalar is not None:
                 _require_scalar(name, scalar, device, torch.float32)
@@ -333,7 +333,7 @@ class DeviceKernels:
         if grads.chunks == 0:
             if norms is not None:
                 norms.zero_()
-            # Nothing is launched in which an update could ride: its caller sees to it.
+            # Without a launch no update can ride: the caller applies it.
             return (
                 torch.zeros((), dtype=torch.float32, device=device)
                 if found_inf is None
@@ -353,16 +353,16 @@ class DeviceKernels:
             final = Epilogue.FINISH if update is None else Epilogue.UPDATE
             launches = [*((segment, Epilogue.NOTHING) for segment in first), (last, final)]
             if first:
-                # One that fails behind another would leave half of the gradients written.
+                # If a later launch failed, half of the gradients would be written.
                 for segment, epilogue in launches:
                     launcher.prepare(work, segment, epilogue)
-            # Another thread's pass over the same table must not come between.
+            # No other thread's pass over the same table may come between.
             with _one_pass:
                 try:
                     for segment, epilogue in launches:
                         launcher.multi_tensor(work, segment, epilogue)
                 except BaseException:
-                    # Launches between the first and the last leave something in it.
+                    # Intermediate launches leave results in it.
                     clear_tables()
                     raise
         if update is not None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from gpu_support import BACKENDS, gpu, why_not
+from gpu_support import BACKENDS, gpu, unavailable_reason
 
 HERE = Path(__file__).parent
 
@@ -46,6 +46,6 @@ def device() -> torch.device:
 @pytest.fixture(params=BACKENDS)
 def backend(request: pytest.FixtureRequest) -> str:
     """Name of a backend with kernels for GPUs."""
-    if reason := why_not(request.param):
+    if reason := unavailable_reason(request.param):
         pytest.skip(reason)
     return request.param

@@ -20,9 +20,9 @@ def gpu() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device())
 
 
-def why_not(name: str) -> str:
+def unavailable_reason(name: str) -> str:
     """Reason why a backend is missing; one that is present but fails must fail its tests."""
-    reason = backends._why_not(name)
+    reason = backends._unavailable_reason(name)
     if name == "triton" and not reason and backends._is_interpreted():
         return "Triton's kernels are interpreted here"
     return f"backend {name!r} is missing: {reason}" if reason else ""

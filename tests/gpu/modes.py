@@ -16,7 +16,7 @@ TESTS = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(TESTS.parent), str(TESTS), str(TESTS / "gpu")]
 
 import torch  # noqa: E402
-from gpu_support import BACKENDS, flag, gpu, grads_of, kernels_of, why_not  # noqa: E402
+from gpu_support import BACKENDS, flag, gpu, grads_of, kernels_of, unavailable_reason  # noqa: E402
 from kernel_parity import wide  # noqa: E402
 from support import FLOATS  # noqa: E402
 from tracked import track_for  # noqa: E402
@@ -124,7 +124,7 @@ def main(names: Sequence[str]) -> int:
     begin = time.monotonic()
     wrong = 0
     for backend in names or BACKENDS:
-        if reason := why_not(backend):
+        if reason := unavailable_reason(backend):
             print(f"WRONG {backend}: {reason}")
             wrong += 1
             continue

@@ -163,13 +163,13 @@ class Run:
             outcome.line = combined(ended or summaries)
             lines = [line for line in text.splitlines() if re.search(part.details, line)]
             outcome.details = cut_off + lines
-            why_not = part.unavailable and re.search(f"(?m)^.*({part.unavailable}).*$", text)
+            unavailable = part.unavailable and re.search(f"(?m)^.*({part.unavailable}).*$", text)
             if None in codes:
                 outcome.verdict = "cut off"
             elif not codes:
                 outcome.verdict = "not run"
-            elif why_not and codes[-1] and not any(codes[:-1]):
-                outcome.verdict, outcome.line = "unavailable", why_not[0].strip()
+            elif unavailable and codes[-1] and not any(codes[:-1]):
+                outcome.verdict, outcome.line = "unavailable", unavailable[0].strip()
             else:
                 outcome.verdict = "failed" if any(codes) else "ok"
         except OSError as error:

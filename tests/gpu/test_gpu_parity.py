@@ -16,7 +16,7 @@ from gpu_support import (
     inverse_of,
     kernels_of,
     require_memory,
-    why_not,
+    unavailable_reason,
 )
 from kernel_parity import wide
 from support import BITS, FLOATS, assert_same, difference, make_gradient
@@ -272,7 +272,7 @@ def test_an_update_behind_finite_gradients_takes_other_flags(
 
 def test_both_kinds_of_kernels_have_the_same_bits(device: torch.device) -> None:
     for backend in BACKENDS:
-        if reason := why_not(backend):
+        if reason := unavailable_reason(backend):
             pytest.skip(reason)
     for seed in range(20):
         lists = [[make_gradient("long", d, seed).to(device) for d in FLOATS] for _ in range(2)]

@@ -32,7 +32,7 @@ BAD = (math.inf, -math.inf, math.nan)
 DTYPES = (torch.float32, torch.float64)
 
 
-def why_not(kind: str, device: torch.device) -> str:
+def unavailable_reason(kind: str, device: torch.device) -> str:
     """Reason why an optimizer cannot run on this device in this torch."""
     p = torch.nn.Parameter(torch.ones(3, device=device))
     p.grad = torch.ones(3, device=device)
@@ -45,7 +45,7 @@ def why_not(kind: str, device: torch.device) -> str:
 
 @pytest.fixture(params=OPTIMIZERS)
 def kind(request: pytest.FixtureRequest, device: torch.device) -> str:
-    if reason := why_not(request.param, device):
+    if reason := unavailable_reason(request.param, device):
         pytest.skip(reason)
     return request.param
 
@@ -378,7 +378,7 @@ def test_states_move_between_scalers(backend: str, device: torch.device) -> None
 def test_first_step_of_fused_optimizers_may_overflow(
     backend: str, device: torch.device, kind: str
 ) -> None:
-    if reason := why_not(kind, device):
+    if reason := unavailable_reason(kind, device):
         pytest.skip(reason)
     make: Any = OPTIMIZERS[kind]
     if kind == "fused_sgd":

@@ -26,7 +26,7 @@ def plain(kind: str, device: torch.device, steps: int, **options: Any) -> Loop:
     return loop
 
 
-def why_not(kind: str, device: torch.device) -> str:
+def unavailable_reason(kind: str, device: torch.device) -> str:
     """Reason why this torch has no fused implementation for this device."""
     p = torch.nn.Parameter(torch.ones(3, device=device))
     p.grad = torch.ones(3, device=device)
@@ -39,14 +39,14 @@ def why_not(kind: str, device: torch.device) -> str:
 
 @pytest.fixture(params=CASES)
 def kind(request: pytest.FixtureRequest, device: torch.device) -> str:
-    if reason := why_not(request.param, device):
+    if reason := unavailable_reason(request.param, device):
         pytest.skip(reason)
     return request.param
 
 
 @pytest.mark.parametrize("kind", CASES)
 def test_is_refused_where_torch_has_no_kernel(kind: str, device: torch.device) -> None:
-    if not why_not(kind, device):
+    if not unavailable_reason(kind, device):
         pytest.skip("this torch has one")
     loop = plain(kind, device, 1)
     with pytest.raises(ValueError, match="cannot step parameter 0 of group 0"):

@@ -1,1 +1,1 @@
-"""Kernels written in Triton; importing this package imports triton."""
+"""Triton kernels; importing this package imports triton."""

@@ -1,26 +1,26 @@
-"""The Triton kernels; device code only."""
+"""Triton kernels; device code only."""
 
 import triton
 import triton.language as tl
 
 from ampfast.backends.cpu import state_layout
 
-# Use of the factor, which decides whether a step is skipped.
+# Role of the factor, which decides whether a step is skipped.
 RAW = tl.constexpr(0)  # no factor: the values themselves
 INVERSE = tl.constexpr(1)  # values times the factor
 SCALE = tl.constexpr(2)  # values times the factor's float64 reciprocal, rounded to float32
-DIVIDE = tl.constexpr(3)  # the largest value divided by the factor; reads only
+DIVIDE = tl.constexpr(3)  # largest value divided by the factor; reads only
 
 # Work of the last program of a launch.
 NOTHING = tl.constexpr(0)
-FINISH = tl.constexpr(1)  # writes the flag and the norms, and resets the header
+FINISH = tl.constexpr(1)  # writes flag and norms, and resets the header
 UPDATE = tl.constexpr(2)  # and the scale
 
-# Float64 bits: from here on a magnitude is not finite.
+# Float64 bits of infinity, from which magnitudes are not finite.
 _INFINITY = tl.constexpr(0x7FF0000000000000)
 _COMPLEMENT = tl.constexpr(0x7FFFFFFFFFFFFFFF)
 
-# Words of a table; csrc/table_layout.h explains them.
+# Words of a table, as in csrc/table_layout.h.
 _FINISHED = tl.constexpr(0)
 _PEAK = tl.constexpr(1)
 _PARTIALS = tl.constexpr(2)
@@ -33,7 +33,7 @@ _PARAMETERS = tl.constexpr(4)
 _SEGMENT_WORDS = tl.constexpr(8)
 _ALIGNMENT = tl.constexpr(16)
 
-# Words of a parameter's marks and of its health; csrc/track.h explains them.
+# Words of a parameter's marks and health, as in csrc/track.h.
 _LAST_NON_FINITE = tl.constexpr(0)
 _LAST_NAN = tl.constexpr(1)
 _TIMES_NON_FINITE = tl.constexpr(2)
@@ -48,7 +48,7 @@ _LARGEST = tl.constexpr(5)
 _SMALLEST = tl.constexpr(6)
 _HEALTH_WORDS = tl.constexpr(7)
 
-# Words of a scaler's state; csrc/scale.h explains them.
+# Words of a scaler's state, as in csrc/scale.h.
 _STEPS = tl.constexpr(state_layout.STEPS)
 _SKIPPED = tl.constexpr(state_layout.SKIPPED)
 _GROWTHS = tl.constexpr(state_layout.GROWTHS)
@@ -75,7 +75,7 @@ _RING_WORDS = tl.constexpr(state_layout.RING_WORDS)
 
 @triton.jit
 def _magnitude(value):
-    """Magnitudes as integers, which are ordered as they are, with NaN above infinity."""
+    """Magnitudes as integers, in the order of their values with NaN above infinity."""
     if value.dtype == tl.float64:
         return value.to(tl.int64, bitcast=True) & 0x7FFFFFFFFFFFFFFF
     elif value.dtype == tl.float32:
@@ -97,7 +97,7 @@ def _widen(value, SOFT: tl.constexpr):
 
 @triton.jit
 def _narrow(value, DTYPE: tl.constexpr, SOFT: tl.constexpr):
-    """To the type of the gradient, to the nearest, ties to even."""
+    """To the type of the gradient, to nearest, ties to even."""
     if SOFT and DTYPE == tl.bfloat16:
         bits = value.to(tl.uint32, bitcast=True)
         rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
@@ -125,7 +125,7 @@ def _times(value, factor):
 
 @triton.jit
 def _used_magnitude(peak, factor, FACTOR: tl.constexpr, DTYPE: tl.constexpr, SOFT: tl.constexpr):
-    """Float64 bits of the magnitude that a peak, given as bits of DTYPE, has once it is used."""
+    """Float64 bits of the magnitude of a peak, given as bits of DTYPE, as the optimizer uses it."""
     if DTYPE == tl.float64:
         value = peak.to(tl.float64, bitcast=True)
     elif DTYPE == tl.float32:
@@ -149,7 +149,7 @@ def _larger_or_nan(a, b):
 
 @triton.jit
 def _first_window(segment_ptr):
-    """Place where a program begins: columns of addresses and lengths, a row, a window, a count."""
+    """First window of a program: columns of addresses and lengths, row, window, count."""
     program = tl.program_id(0).to(tl.int64)
     tensors = tl.load(segment_ptr + _TENSORS)
     windows = tl.load(segment_ptr + _WINDOWS)
@@ -163,7 +163,7 @@ def _first_window(segment_ptr):
 
 @triton.jit
 def _bounds(address, length, window, DTYPE: tl.constexpr, WINDOW: tl.constexpr):
-    """Aligned address of a window, and where the tensor begins and ends, counted from there."""
+    """Aligned address of a window, and the tensor's bounds relative to it."""
     SIZE: tl.constexpr = DTYPE.primitive_bitwidth // 8
     base = (address & -_ALIGNMENT).to(tl.pointer_type(DTYPE)) + window * WINDOW
     low = (address & (_ALIGNMENT - 1)) // SIZE - window * WINDOW
@@ -197,7 +197,7 @@ def _take(
 ):
     """Takes one vector of each thread; returns the peak and the squares with it.
 
-    Reductions are inside each thread: threads exchange nothing here.
+    Reductions are per thread: threads exchange nothing here.
     """
     DTYPE: tl.constexpr = values.dtype
     VEC: tl.constexpr = values.shape[0] // THREADS
@@ -207,7 +207,7 @@ def _take(
         if WRITE:
             written = _narrow(used, DTYPE, SOFT)
             if coefficient_ptr is not None:
-                # Multiplies what unscaling would write.
+                # Multiplies unscaled values.
                 wide = _widen(written, SOFT)
                 written = _narrow(_times(wide, tl.load(coefficient_ptr)), DTYPE, SOFT)
             if WHOLE:
@@ -242,7 +242,7 @@ def _take_window(
     peak = tl.zeros([THREADS], dtype=tl.int64 if DTYPE == tl.float64 else tl.int32)
     squares = tl.zeros([THREADS], dtype=tl.float64 if DTYPE == tl.float64 else tl.float32)
     if WHOLE:
-        # All loads first: they cannot move above a store.
+        # All loads come first, as they cannot move above a store.
         a = _load(base, lane, low, high, WHOLE)
         b = _load(base, lane + PART, low, high, WHOLE)
         if LOADS == 4:
@@ -266,8 +266,8 @@ def _take_window(
                 *(peak, squares, WRITE, NORM, WHOLE, THREADS, SOFT),
             )
     else:
-        # One by one, and only where there is something: a load here is of single elements, each in
-        # a register of its own.
+        # Singly, and only where there is something: loads here are of single elements, each in a
+        # register of its own.
         for part in tl.static_range(LOADS):
             if part * PART < high:
                 values = _load(base, lane + part * PART, low, high, WHOLE)
@@ -280,11 +280,9 @@ def _take_window(
 
 @triton.jit
 def _mark(row_ptr, now_ptr, used):
-    """Counts this step for a parameter, once, if `used`, float64 bits of one or several threads,
-    are those of a value that is not finite.
-    """
+    """Counts this step once for a parameter if `used`, float64 bits of threads, is not finite."""
     bad = used >= _INFINITY
-    # By the first thread that raises it; without one nothing is read.
+    # Counted by the first thread to raise it; otherwise nothing is read.
     none = used * 0
     step = tl.load(now_ptr + none, mask=bad, other=0) + 1
     seen = tl.atomic_max(row_ptr + _LAST_NON_FINITE + none, step, mask=bad, sem="relaxed")
@@ -318,9 +316,9 @@ def _update(
     backoff_factor,
     growth_interval,
 ):
-    """Writes the next scale and growth tracker, and the step into the state, if there is one.
+    """Writes the next scale and growth tracker, and the step into the state, if any.
 
-    The same as `apply(Update)` of csrc/scale.h.
+    Equals `apply(Update)` of csrc/scale.h.
     """
     before = tl.load(scale_ptr)
     tracker = tl.load(growth_tracker_ptr).to(tl.int64)
@@ -342,7 +340,7 @@ def _update(
         refills = grows | (tl.load(state_ptr + _REFILLS_ON_FINITE_STEPS) != 0)
         tolerated = tl.where(found, tolerated + 1, tl.where(refills, 0, tolerated))
         scale = tl.where(found & (tolerated <= most_tolerated), before, scale)
-        # A scale that was set beyond them is not moved the wrong way.
+        # A scale set beyond the limits is not moved the wrong way.
         too_high = (scale > before) & (max_scale > 0) & (scale > max_scale)
         too_low = (scale < before) & (min_scale > 0) & (scale < min_scale)
         highest = tl.where(before > max_scale, before, max_scale)
@@ -381,14 +379,14 @@ def _update(
 
 @triton.jit
 def _sum_of_partials(table_ptr):
-    """Sum of what all programs of all launches left, in an order that does not change."""
+    """Sum of the partial sums of all programs of all launches, in a fixed order."""
     partials_ptr = table_ptr + tl.load(table_ptr + _PARTIALS)
     count = tl.load(table_ptr + _PROGRAMS)
     lane = tl.arange(0, 128)
     total = tl.zeros([128], dtype=tl.float64)
     first = count * 0
     while first < count:
-        # Past the first-level cache, which may hold what stood there at the last launch.
+        # Bypasses the first-level cache, which may hold values of the last launch.
         bits = tl.load(
             partials_ptr + first + lane, mask=first + lane < count, other=0, cache_modifier=".cg"
         )
@@ -452,7 +450,7 @@ def multi_tensor(
     peak = tl.zeros([THREADS], dtype=tl.int64 if DTYPE == tl.float64 else tl.int32)
     squares = tl.zeros([THREADS], dtype=tl.float64)
     while left > 0:
-        # Ahead of need: for many small tensors this is what a program waits for.
+        # Prefetched: many small tensors make a program wait for this.
         next_address = tl.load(addresses_ptr + tensor + 1)
         next_length = tl.load(lengths_ptr + tensor + 1)
         base, low, high = _bounds(address, length, window, DTYPE, WINDOW)
@@ -472,13 +470,13 @@ def multi_tensor(
             squares += window_squares.to(tl.float64)
         ends = high <= WINDOW
         if marks_ptr is not None:
-            is_done = ends | (left == 1)  # this program, with the tensor
+            is_done = ends | (left == 1)  # of this program and this tensor
             if is_done:
                 parameter = tl.load(table_ptr + tl.load(segment_ptr + _PARAMETERS) + tensor)
-                # Each thread by itself: they need not wait for each other.
+                # Per thread: threads need not wait for each other.
                 used = _used_magnitude(peak, factor, FACTOR, DTYPE, SOFT)
                 _mark(marks_ptr + parameter * _MARK_WORDS, now_ptr, used)
-                # So that the next tensor is judged by itself; a peak that passes may stay.
+                # Each tensor is judged separately; a finite peak may stay.
                 bad = used >= _INFINITY
                 tl.atomic_max(table_ptr + _PEAK + used * 0, used, mask=bad, sem="relaxed")
                 peak = tl.where(bad, 0, peak)
@@ -514,7 +512,7 @@ def multi_tensor(
                     *(scale_ptr, growth_tracker_ptr, state_ptr, None, any_found),
                     *(growth_factor, backoff_factor, growth_interval),
                 )
-            # All threads have loaded what the first one now stores.
+            # All threads have loaded the values that the first one now replaces.
             tl.debug_barrier()
             if ACCUMULATE:
                 tl.store(found_inf_ptr, 1.0, mask=found)
@@ -526,7 +524,7 @@ def multi_tensor(
 
 @triton.jit
 def _no_health(DTYPE: tl.constexpr, THREADS: tl.constexpr):
-    """Health of nothing, of each thread: the largest, the smallest less one, and counts."""
+    """Health of no values, per thread: largest, smallest less one, counts."""
     count = tl.zeros([THREADS], dtype=tl.int32)
     if DTYPE == tl.float64:
         largest = tl.zeros([THREADS], dtype=tl.int64)
@@ -550,13 +548,13 @@ def _count_window(
 ):
     """Counts a window by magnitude; zeros change nothing.
 
-    Magnitudes less one, as unsigned numbers, put zero behind all others: a single comparison tells
-    whether one is below a bound and not zero.
+    Magnitudes less one, unsigned, put zero last: a single comparison tests for nonzero below a
+    bound.
     """
     largest, smallest, nonzero, vanishing, subnormal, overflowing = health
     PART: tl.constexpr = THREADS * 16 // (DTYPE.primitive_bitwidth // 8)
     UNSIGNED: tl.constexpr = tl.uint64 if DTYPE == tl.float64 else tl.uint32
-    # Of 2^-24, 2^-14, and 65504 or what is next below it.
+    # Bounds 2^-24, 2^-14, and 65504 or the next value below.
     if DTYPE == tl.float64:
         RANGE: tl.constexpr = (0x3E70000000000000, 0x3F10000000000000, 0x40EFFC0000000000)
     elif DTYPE == tl.float32:
@@ -574,7 +572,7 @@ def _count_window(
             largest = tl.maximum(largest, tl.max(bits, axis=1))
             smallest = tl.minimum(smallest, tl.min(less_one, axis=1))
             nonzero += tl.sum((bits != 0).to(tl.int32), axis=1)
-            if RANGE[0] > 1:  # else nothing is
+            if RANGE[0] > 1:  # else no value is
                 vanishing += tl.sum((less_one < RANGE[0] - 1).to(tl.int32), axis=1)
             subnormal += tl.sum((less_one < RANGE[1] - 1).to(tl.int32), axis=1)
             overflowing += tl.sum((bits > RANGE[2]).to(tl.int32), axis=1)
@@ -583,7 +581,7 @@ def _count_window(
 
 @triton.jit
 def _add_health(row_ptr, length, health, DTYPE: tl.constexpr, SOFT: tl.constexpr):
-    """Adds what all threads of a program counted of a tensor."""
+    """Adds the counts of all threads of a program for a tensor."""
     largest, smallest, nonzero, vanishing, subnormal, overflowing = health
     tl.store(row_ptr + _ELEMENTS, length)
     tl.atomic_add(row_ptr + _NONZERO, tl.sum(nonzero, axis=0).to(tl.int64), sem="relaxed")
@@ -593,7 +591,7 @@ def _add_health(row_ptr, length, health, DTYPE: tl.constexpr, SOFT: tl.constexpr
     most = _used_magnitude(tl.max(largest, axis=0), 1.0, RAW, DTYPE, SOFT)
     tl.atomic_max(row_ptr + _LARGEST, most, sem="relaxed")
     SIGNED: tl.constexpr = tl.int64 if DTYPE == tl.float64 else tl.int32
-    # The greatest number stands for none, and becomes 0.
+    # The largest number stands for none, and becomes 0.
     least = tl.min(smallest, axis=0).to(SIGNED, bitcast=True) + 1
     least = tl.where(least > 0, _COMPLEMENT - _used_magnitude(least, 1.0, RAW, DTYPE, SOFT), 0)
     tl.atomic_max(row_ptr + _SMALLEST, least, sem="relaxed")
@@ -609,7 +607,7 @@ def measure(
     THREADS: tl.constexpr,
     SOFT: tl.constexpr,
 ):
-    """Health of the gradients of one dtype: adds the range of their values to parameters' rows."""
+    """Health of gradients of one dtype: adds the range of values to parameters' rows."""
     WINDOW: tl.constexpr = LOADS * THREADS * 16 // (DTYPE.primitive_bitwidth // 8)
     segment_ptr = table_ptr + segment
     addresses_ptr, lengths_ptr, tensor, window, left = _first_window(segment_ptr)
@@ -625,7 +623,7 @@ def measure(
             end = tl.minimum(high, WINDOW).to(tl.int32)
             health = _count_window(base, first, end, health, False, DTYPE, LOADS, THREADS)
         ends = high <= WINDOW
-        is_done = ends | (left == 1)  # this program, with the tensor
+        is_done = ends | (left == 1)  # of this program and this tensor
         if is_done:
             parameter = tl.load(table_ptr + tl.load(segment_ptr + _PARAMETERS) + tensor)
             _add_health(health_ptr + parameter * _HEALTH_WORDS, length, health, DTYPE, SOFT)
@@ -655,7 +653,7 @@ def update_scale(
     backoff_factor: tl.float64,
     growth_interval: tl.int64,
 ):
-    """Updates the scale by itself; any of the flags counts. One program."""
+    """Updates the scale alone; any of the flags counts. One program."""
     found = (tl.load(found_inf_a_ptr) != 0.0) | (tl.load(found_inf_b_ptr) != 0.0)
     found |= (tl.load(found_inf_c_ptr) != 0.0) | (tl.load(found_inf_d_ptr) != 0.0)
     _update(
@@ -681,7 +679,7 @@ def clip_coefficient(
     divisor_ptr,
     LARGEST: tl.constexpr,
 ):
-    """Writes the norm and what clipping multiplies by, from norms that passes left. One program.
+    """Norm and clip coefficient from the norms of passes. One program.
 
     `norms_ptr` has a row for each pass. With LARGEST the norm is the largest magnitude, else the
     2-norm. Where `divisor_ptr` is given, the scale over the coefficient is written there.

@@ -1,4 +1,4 @@
-"""Launches of the Triton kernels: grids, compile-time switches, devices."""
+"""Launches of Triton kernels: grids, compile-time switches, devices."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ __all__ = [
     "update_scale",
 ]
 
-# Whether the kernels run on CPU tensors, as TRITON_INTERPRET=1 has it.
+# Whether the kernels run on CPU tensors, as under TRITON_INTERPRET=1.
 INTERPRETED = not isinstance(kernels.multi_tensor, triton.JITFunction)
 
 _interpreter_lock = threading.Lock()
 
-# By occupancy: 128 threads of at most 64 registers.
+# Programs per multiprocessor: 128 threads of at most 64 registers.
 PROGRAMS_PER_SM = 8
-# So few that a list of a test's size takes several programs with several windows each.
+# Few, so that test lists take several programs with several windows each.
 INTERPRETED_PROGRAMS = 3
 
 _DTYPES = {
@@ -55,7 +55,7 @@ _DTYPES = {
     torch.bfloat16: tl.bfloat16,
 }
 
-# Variants that were launched before and hence are compiled.
+# Variants that were launched, hence compiled.
 _launched: set[tuple[object, ...]] = set()
 
 
@@ -67,20 +67,20 @@ def _threads(device: torch.device) -> int:
 
 @cache
 def max_programs(device: torch.device) -> int:
-    """Returns the largest grid: what the plain kernels can have resident at once."""
+    """Returns the largest grid: all plain programs that can be resident at once."""
     if INTERPRETED:
         return INTERPRETED_PROGRAMS
     return PROGRAMS_PER_SM * torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def on(device: torch.device) -> contextlib.AbstractContextManager[object]:
-    """Makes a device current for what is launched inside."""
+    """Makes a device current."""
     return _interpreter() if INTERPRETED else on_gpu(device)
 
 
 @contextlib.contextmanager
 def _interpreter() -> Iterator[None]:
-    """One thread at a time, since all share its state; silent where a GPU would be."""
+    """Runs one thread at a time, since all share the interpreter's state."""
     import numpy as np
 
     with _interpreter_lock, np.errstate(all="ignore"):
@@ -93,7 +93,7 @@ def is_capturing() -> bool:
 
 
 def prepare(work: Pass, segment: Segment, epilogue: Epilogue) -> None:
-    """Compiles what a launch needs; refuses what cannot be captured."""
+    """Compiles the kernel of a launch; refuses captures of uncompiled ones."""
     variant, arguments, options = _call(work, segment, epilogue)
     _require_compiled(variant)
     if variant not in _launched and not INTERPRETED:
@@ -122,7 +122,7 @@ def _geometry(table: DeviceTable, segment: Segment) -> dict[str, Any]:
 def _call(
     work: Pass, segment: Segment, epilogue: Epilogue
 ) -> tuple[tuple[object, ...], tuple[object, ...], dict[str, Any]]:
-    """Key of what is compiled for a launch, the kernel's arguments, its switches and options."""
+    """Key of the compiled code of a launch, the kernel's arguments, its switches and options."""
     update = work.update if epilogue is Epilogue.UPDATE else None
     factors = NO_FACTORS if update is None else update.factors
     switches: dict[str, Any] = {
@@ -137,7 +137,7 @@ def _call(
     other = None if update is None else update.other
     marks, now = (None, None) if work.track is None else work.track[:2]
     if marks is not None and torch.version.hip is None and segment.dtype is torch.float64:
-        # Without it the compiler takes too few, as the division is a call, and spills.
+        # Without it the compiler assigns too few registers, as the division is a call, and spills.
         switches["maxnreg"] = 64
     optional = (work.coefficient, work.norms, marks, state, other)
     variant = (work.table.buffer.device, *switches.values(), *(o is None for o in optional))
@@ -162,7 +162,7 @@ def _call(
 
 
 def measure(table: DeviceTable, segment: Segment, health: Tensor) -> None:
-    """Launches the count of the health of gradients of one dtype."""
+    """Launches the health pass over gradients of one dtype."""
     switches = _geometry(table, segment)
     variant = (table.buffer.device, "measure", *switches.values())
     _require_compiled(variant)
@@ -173,7 +173,7 @@ def measure(table: DeviceTable, segment: Segment, health: Tensor) -> None:
 
 
 def update_scale(update: ScaleUpdate, found_infs: list[Tensor]) -> None:
-    """Launches the update of the scale; there are one to four flags."""
+    """Launches the update of the scale; takes one to four flags."""
     optional = (update.state, update.norm)
     variant = (update.device, "update_scale", *(o is None for o in optional))
     _require_compiled(variant)
@@ -193,7 +193,7 @@ def update_scale(update: ScaleUpdate, found_infs: list[Tensor]) -> None:
 
 
 def clip_coefficient(clip: Clip) -> None:
-    """Launches what turns norms into a coefficient."""
+    """Launches the clip coefficient from norms."""
     what = ("clip_coefficient", clip.norm.dtype, clip.largest, clip.divisor is None)
     variant = (clip.norms.device, *what)
     _require_compiled(variant)
