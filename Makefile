@@ -1,20 +1,20 @@
-# Every command of ampfast; `make` lists them. Each makes what it needs first.
+# Commands of ampfast; `make` lists them. Each first makes its own requirements.
 #
-#   PYTHON=python3.12   the interpreter that .venv is made from (default: the first of python3,
-#                       python3.14 ... python3.10 that will do)
-#   VENV=.venv312       another place for the environment
-#   PYTHON=... VENV=    (VENV empty) uses that interpreter as it is, without an environment: it must
-#                       have torch, setuptools and what the command runs (for `make test` pytest and
-#                       numpy). Into it nothing is installed; the extension is built in place.
-#   ARGS=...            passed on: make test ARGS="-k patch", make bench ARGS=--help
+#   PYTHON=python3.12   interpreter of .venv (default: the first suitable one of python3,
+#                       python3.14 ... python3.10)
+#   VENV=.venv312       path of the environment
+#   PYTHON=... VENV=    (VENV empty) uses that interpreter unchanged, without an environment: it
+#                       needs torch, setuptools and the command's tools (for `make test` pytest and
+#                       numpy). The extension is built in place.
+#   ARGS=...            arguments: make test ARGS="-k patch", make bench ARGS=--help
 
 ifneq ($(filter gpu,$(MAKECMDGOALS)),)
-# A machine with a GPU has its own builds of everything.
+# Uses the builds that are installed on a machine with a GPU.
 VENV ?=
 endif
 VENV ?= .venv
 
-# 3.14 is the newest Python that the pinned torch has builds for.
+# 3.14 is the newest Python with builds of the pinned torch.
 ifndef PYTHON
 PYTHON := $(shell for python in python3 python3.14 python3.13 python3.12 python3.11 python3.10; do \
 	$$python -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 14))' \
@@ -57,7 +57,7 @@ help:  ## show this list
 	@sed -n 's/^\([a-z0-9-]*\):.*## /  make \1: /p' $(MAKEFILE_LIST)
 	@sed -n '/^# /!d; s/^#   /  /p' $(MAKEFILE_LIST)
 
-demo: build/built  ## train a small net with torch's scaler and with ours, and compare
+demo: build/built  ## train a small net with torch's scaler and with ours, and compare them
 	$(RUN) -m ampfast demo $(ARGS)
 
 test: build/built  ## run the tests
@@ -66,25 +66,25 @@ test: build/built  ## run the tests
 bench: build/built  ## measure against torch in under ten minutes; build/bench/report.html
 	$(RUN) -m benchmarks --folder build/bench --limit 530 $(ARGS)
 
-bench-compare: | $(READY)  ## what changed between two result files: A=before.json B=after.json
+bench-compare: | $(READY)  ## compare two result files: A=before.json B=after.json
 	@[ -n "$(A)" ] && [ -n "$(B)" ] || { echo "say which: make bench-compare A=before.json B=after.json" \
 		>&2; exit 2; }
 	$(RUN) -m benchmarks compare "$(A)" "$(B)" $(ARGS)
 
-coverage: build/built  ## run the tests and say which lines of ampfast/ they run, in a table
+coverage: build/built  ## measure which lines of ampfast/ the tests run
 	rm -rf build/coverage && mkdir build/coverage
 	$(RUN) -m coverage run -m pytest $(ARGS)
 	TRITON_INTERPRET=1 $(RUN) -m coverage run -m pytest tests/device_kernels
 	$(RUN) -m coverage combine --quiet
 	$(RUN) -m coverage report
 
-hostile: build/built  ## sanitizers, threads, failing allocations, damaged states, interrupts: all that is meant to break it
+hostile: build/built  ## stress tests: sanitizers, threads, failing allocations, damaged states, interrupts
 	$(RUN) tests/hostile $(ARGS)
 
-mutants: build/built  ## change the state machine line by line and say which changes no test notices
+mutants: build/built  ## mutation tests of the state machine
 	$(RUN) tests/mutation $(ARGS)
 
-gpu: | $(READY)  ## with the PYTHON of a GPU machine as it is: tests, sanitizer, benchmarks
+gpu: | $(READY)  ## on a GPU, with PYTHON unchanged: tests, sanitizer, benchmarks
 	$(RUN) tests/gpu $(ARGS)
 
 check: | $(READY)  ## lint, formatting and types; edits nothing
@@ -93,7 +93,7 @@ check: | $(READY)  ## lint, formatting and types; edits nothing
 	$(RUN) -m mypy
 	$(CLANG_FORMAT) --dry-run -Werror $(CSRC) $(PTX_MACHINE)
 
-format: | $(READY)  ## put every file into the form that check wants
+format: | $(READY)  ## format every file
 	$(RUN) -m ruff check --fix-only .
 	$(RUN) -m ruff format .
 	$(CLANG_FORMAT) -i $(CSRC) $(PTX_MACHINE)
@@ -104,8 +104,8 @@ test-triton36: build/built build/triton36/.installed  ## test the kernels under 
 	@$(MAKE) --no-print-directory --keep-going --jobs=2 --output-sync \
 		triton36-compiled triton36-interpreted triton36-run
 
-# The oldest Triton comes before that of the environment. Without a shell between, which would end
-# alone if make is told to.
+# The oldest Triton precedes that of the environment. No shell in between, which would end alone on a
+# signal to make.
 TRITON36 := PYTHONPATH="$(CURDIR)/build/triton36" $(RUN) -m pytest
 
 triton36-compiled:
@@ -123,7 +123,7 @@ build/triton36/.installed: requirements/triton36.txt build/key
 	$(RUN) -m pip install --target $(@D) -r $<
 	@touch $@
 
-test-trainers: build/built $(TRAINERS_READY)  ## run other people's trainers with ampfast's scaler
+test-trainers: build/built $(TRAINERS_READY)  ## test trainers of other projects with ampfast's scaler
 	$(TRAINERS) -m pytest tests/trainers $(ARGS)
 
 .venv-trainers/.installed: requirements/torch.txt requirements/trainers.txt
@@ -132,10 +132,10 @@ test-trainers: build/built $(TRAINERS_READY)  ## run other people's trainers wit
 	.venv-trainers/bin/python -m pip install -r requirements/trainers.txt -r requirements/torch.txt
 	@touch $@
 
-notebook: build/built  ## run the notebook of the examples and save what it prints and draws
+notebook: build/built  ## run the notebook of the examples and save its outputs
 	$(RUN) -m tests.notebook_cells examples/underflow.ipynb
 
-docs: $(DOCS_READY)  ## make the documentation, build/docs/index.html; no network beyond its packages
+docs: $(DOCS_READY)  ## build the documentation, build/docs/index.html
 	NO_MKDOCS_2_WARNING=1 $(DOCS) -m mkdocs build --strict $(ARGS)
 
 .venv-docs/.installed: requirements/docs.txt
@@ -143,17 +143,17 @@ docs: $(DOCS_READY)  ## make the documentation, build/docs/index.html; no networ
 	.venv-docs/bin/python -m pip install -r $<
 	@touch $@
 
-dist: | $(READY)  ## make the source distribution, and from it a wheel for this torch, in dist/
+dist: | $(READY)  ## build the source distribution and a wheel for this torch, in dist/
 	rm -rf dist && mkdir -p build
 	$(RUN) -c 'from setuptools.build_meta import build_sdist; build_sdist("dist")' > build/dist.log
 	$(RUN) -m pip wheel --no-cache-dir --no-build-isolation --no-deps --wheel-dir dist dist/*.tar.gz
 
-smoke: dist .venv-dist/.torch  ## install that wheel where there is torch alone and no compiler, and try it
+smoke: dist .venv-dist/.torch  ## test that wheel in an environment with torch alone and no compiler
 	.venv-dist/bin/python -m pip uninstall --quiet --yes ampfast
 	$(BARE) .venv-dist/bin/python -I -m pip install --no-index dist/*.whl
 	$(BARE) .venv-dist/bin/python -I tests/smoke.py
 
-# Neither a compiler nor anything else is found.
+# Hides compilers and all other programs.
 BARE := env PATH=/nowhere CC=false CXX=false
 
 .venv-dist/.torch: requirements/torch.txt
@@ -170,7 +170,7 @@ build-cuda: .venv-cuda/.installed  ## build against a CUDA build of torch (sever
 	.venv-cuda/bin/python -m pip install -r requirements/dev.txt -r requirements/cuda.txt
 	@touch $@
 
-clean:  ## remove what was built
+clean:  ## remove build results
 	rm -rf build dist *.egg-info ampfast/_C.*.so .mypy_cache .pytest_cache .ruff_cache ampfast-demo.png
 	find . -path './.venv*' -prune -o -name __pycache__ -prune -exec rm -rf {} +
 
@@ -194,17 +194,17 @@ $(VENV)/.installed: requirements/dev.txt $(VENV)/.torch
 	$(RUN) -m pip install -r $< -r requirements/torch.txt
 	@touch $@
 
-# Changes only when an extension built earlier no longer fits: another torch, Python or compiler.
+# Changes only when an earlier extension no longer fits: another torch, Python or compiler.
 build/key: FORCE | $(READY)
 	@mkdir -p build
 	@new=$@.$$$$; $(RUN) -Bc 'import setup; print(setup.build_key())' > $$new || { rm -f $$new; exit 1; }; \
 	if cmp -s $$new $@ && ls ampfast/_C.*.so >/dev/null 2>&1; then rm $$new; \
 		else rm -rf build/temp*; mv $$new $@; fi
 
-# The stamp bears the time of the start, so that an edit made while it was building is not lost.
+# The stamp has the time of the start, so that an edit during the build is not lost.
 build/built: build/key $(CSRC) setup.py pyproject.toml
 	@touch $@.new
-	@echo "building the extension, which takes a minute or two; what it says goes to build/log"
+	@echo "building the extension, which takes a minute or two; log: build/log"
 	@MAKEFLAGS= $(RUN) setup.py --quiet build_ext --inplace --force > build/log 2>&1 || \
 		{ cat build/log; exit 1; }
 	@mv $@.new $@

@@ -1,4 +1,4 @@
-"""Builds the extension `ampfast._C`; all else about the package stands in pyproject.toml."""
+"""Builds the extension `ampfast._C`; other metadata is in pyproject.toml."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from importlib import metadata
 from pathlib import Path
 
 OLDEST_TORCH = (2, 11)
-# Architectures of the CUDA kernels unless TORCH_CUDA_ARCH_LIST says otherwise; an nvcc that is
-# too old or too new for one of them leaves it out.
+# Default architectures of the CUDA kernels, unless TORCH_CUDA_ARCH_LIST is set; those that nvcc
+# does not support are left out.
 CUDA_ARCHITECTURES = ("7.5", "8.0", "8.6", "8.9", "9.0", "10.0", "11.0", "12.0")
-# A thread for each of them, for every file that is compiled at the time.
+# nvcc threads per file: one for each architecture.
 MOST_NVCC_THREADS = 8
-# Whatever else than the sources decides what a build gives.
+# Settings besides the sources that change the build.
 BUILD_VARIABLES = (
     *("AMPFAST_CUDA", "CUDA_HOME", "CUDA_PATH", "TORCH_CUDA_ARCH_LIST"),
     *("CC", "CXX", "CFLAGS", "CXXFLAGS", "CPPFLAGS", "LDFLAGS"),
@@ -40,7 +40,7 @@ def installed_torch() -> metadata.Distribution:
 
 
 def fits(torch_version: str, *, with_cuda: bool, is_source: bool) -> tuple[str, str]:
-    """Returns the label of the version and the requirement that say which torch this fits.
+    """Returns version label and requirement of the torch that a build is for.
 
     torch keeps its binary interface within a minor version, so that a build is for one of these:
     "+torch2.13" or, with CUDA kernels, "+torch2.13.cuda", and "torch==2.13.*". Sources fit all.
@@ -52,10 +52,10 @@ def fits(torch_version: str, *, with_cuda: bool, is_source: bool) -> tuple[str, 
 
 
 def require_toolchain() -> None:
-    """Exits with one line that says what to install if C++ cannot be compiled here."""
+    """Exits with one line of advice if C++ cannot be compiled here."""
     if sys.platform == "win32":
-        return  # setuptools finds MSVC by itself, off the PATH
-    # torch's build compiles with $CXX, or else c++.
+        return  # setuptools finds MSVC off the PATH
+    # torch's build compiles with $CXX, or c++.
     compiler = os.environ.get("CXX", "c++").split()
     if not compiler or shutil.which(compiler[0]) is None:
         raise SystemExit(
@@ -71,7 +71,7 @@ def require_toolchain() -> None:
 
 
 def build_key() -> str:
-    """Returns a text that differs whenever an extension built here before must be built again."""
+    """Returns a text that changes when an earlier extension must be rebuilt."""
     torch = installed_torch()
     where = str(torch.locate_file("torch"))
     parts = [sys.version, platform.machine(), torch.version, where]
@@ -82,10 +82,10 @@ def build_key() -> str:
 def wants_cuda(
     override: str | None, sources: list[str], torch_cuda: str | None, nvcc: str | None
 ) -> bool:
-    """Decides whether the CUDA kernels are built; no GPU is asked for.
+    """Decides whether to build the CUDA kernels, without looking for a GPU.
 
     Args:
-        override: The value of AMPFAST_CUDA: "0" never, "1" always, None or "" if it can be.
+        override: Value of AMPFAST_CUDA: "0" never, "1" always, None or "" if possible.
         sources: The CUDA sources of this version.
         torch_cuda: The CUDA version that torch is built with, or None.
         nvcc: The path of the CUDA compiler, or None.
@@ -123,7 +123,7 @@ def find_nvcc() -> str | None:
 
 
 def cuda_architectures(nvcc: str) -> str:
-    """Returns a TORCH_CUDA_ARCH_LIST of what `nvcc` can compile for, with PTX for newer cards."""
+    """Returns a TORCH_CUDA_ARCH_LIST of what `nvcc` supports, with PTX for newer architectures."""
     known = subprocess.run(
         [nvcc, "--list-gpu-code"], check=True, capture_output=True, text=True
     ).stdout.split()
@@ -135,11 +135,11 @@ def compile_flags(include_dirs: list[str]) -> tuple[list[str], list[str]]:
     """Returns the C++ compiler's and the linker's flags; the C++ standard is left to torch."""
     if sys.platform == "win32":
         return ["/O2", "/fp:strict", "/openmp"], []
-    # Results must be torch's bit for bit: no fast-math, no fused multiply-add; and one binary must
-    # run everywhere: no -march=native.
+    # Results must equal torch's bit for bit: no fast-math, no fused multiply-add; and one binary
+    # must run everywhere: no -march=native.
     compiling = ["-O3", "-ffp-contract=off", "-fno-math-errno", "-fvisibility=hidden", "-g0"]
     compiling += ["-Wall", "-Wextra"]
-    # The same folders again as system folders, so that only our own warnings show.
+    # As system folders, too, so that only warnings of our own sources show.
     for folder in include_dirs:
         compiling += ["-isystem", folder]
     # at::parallel_for is a header that is serial without OpenMP. libgomp resolves to torch's own
@@ -149,13 +149,13 @@ def compile_flags(include_dirs: list[str]) -> tuple[list[str], list[str]]:
 
 
 def nvcc_flags() -> list[str]:
-    """Returns the CUDA compiler's flags; the architectures of a file are compiled side by side."""
+    """Returns the CUDA compiler's flags; architectures are compiled in parallel."""
     threads = min(os.cpu_count() or 1, MOST_NVCC_THREADS)
     return ["-O3", "--fmad=false", "--threads", str(threads)]
 
 
 def found(*patterns: str) -> list[str]:
-    """Returns the files under csrc that match, as setuptools wants them: relative, with slashes."""
+    """Returns the files under csrc that match, relative and with slashes for setuptools."""
     root = Path(__file__).parent
     files = (file for pattern in patterns for file in root.glob(f"csrc/{pattern}"))
     return sorted(file.relative_to(root).as_posix() for file in files)
@@ -164,8 +164,7 @@ def found(*patterns: str) -> list[str]:
 def main() -> None:
     """Runs setuptools with the extension."""
     torch = installed_torch()
-    # torch looks for ninja on the PATH only, where that of a virtual environment that is not
-    # activated is not.
+    # torch looks for ninja on the PATH, which lacks the folder of an inactive virtual environment.
     os.environ["PATH"] = os.pathsep.join([sysconfig.get_path("scripts"), os.environ["PATH"]])
 
     from setuptools import setup
@@ -176,15 +175,14 @@ def main() -> None:
     nvcc = find_nvcc() if cuda_sources and torch_cuda else None
     with_cuda = wants_cuda(os.environ.get("AMPFAST_CUDA"), cuda_sources, torch_cuda, nvcc)
     if with_cuda and nvcc:
-        # torch reads the first when it is imported, and left without the second it would ask the
-        # GPU of this machine.
+        # torch reads the first at import; without the second it would query this machine's GPU.
         os.environ["CUDA_HOME"] = str(Path(nvcc).parent.parent)
         os.environ.setdefault("TORCH_CUDA_ARCH_LIST", cuda_architectures(nvcc))
 
     from torch.utils import cpp_extension
 
     class BuildExtension(cpp_extension.BuildExtension):
-        """torch's build, with one line instead of a traceback where there is no compiler."""
+        """torch's build, with one line instead of a traceback if there is no compiler."""
 
         def run(self) -> None:
             require_toolchain()
@@ -194,7 +192,7 @@ def main() -> None:
         """setuptools' metadata, with the label in the version."""
 
         def finalize_options(self) -> None:
-            # Here, since the setup.cfg of a source distribution says that there is none.
+            # Set here, since the setup.cfg of a source distribution has an empty tag.
             self.tag_build = label
             super().finalize_options()
 
@@ -204,7 +202,7 @@ def main() -> None:
     label, requirement = fits(torch.version, with_cuda=with_cuda, is_source="sdist" in sys.argv)
     extension = cpp_extension.CUDAExtension if with_cuda else cpp_extension.CppExtension
     setup(
-        # Here because setuptools before 77 refuses a plain name in pyproject.toml.
+        # setuptools before 77 refuses a plain license name in pyproject.toml.
         license="BSD-3-Clause",
         install_requires=[requirement],
         ext_modules=[

@@ -35,7 +35,7 @@ def on_page_markdown(markdown: str, *, files: Any, config: Any, **_: Any) -> str
 
 
 def on_page_content(html: str, **_: Any) -> str:
-    """HTML of a page, without the second colon of docstrings' literal blocks."""
+    """HTML of a page, without the double colons of docstrings' literal blocks."""
     return html.replace("::</p>", ":</p>")
 
 

@@ -56,7 +56,7 @@ def main(arguments: list[str] | None = None) -> None:
     model = network().to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
     classes = {"torch": torch.amp.GradScaler, "ampfast": ampfast.GradScaler}
-    # So high that the first steps overflow and are skipped.
+    # Overflows in the first steps, which are skipped.
     scaler = classes[options.scaler](device.type, init_scale=2.0**24, growth_interval=50)
 
     for epoch in range(options.epochs):

@@ -1,4 +1,4 @@
-"""Trains a network that two ranks share by FSDP2, in float16 mixed precision.
+"""Trains a network sharded over two ranks by FSDP2, in float16 mixed precision.
 
 Run plainly, it starts both ranks itself. An infinity that only one of them holds makes both skip.
 The last line is the same for both scalers:
@@ -35,12 +35,12 @@ def network() -> nn.Sequential:
 
 
 def train(options: argparse.Namespace) -> str:
-    """Trains on all ranks of the default group; returns what is printed last, alike on all."""
+    """Trains on all ranks of the default group; returns the last line of output, equal on all."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     device = torch.device(options.device)
     if device.type == "cuda":
         torch.cuda.set_device(rank % torch.cuda.device_count())
-    # All ranks make the same networks; of one of them each rank then keeps its shards.
+    # All ranks create the same networks; each keeps its shards of one of them.
     torch.manual_seed(0)
     teacher, model = network().to(device), network().to(device)
     unseen = torch.randn(1000, 16).to(device)
@@ -50,7 +50,7 @@ def train(options: argparse.Namespace) -> str:
         fully_shard(part, mesh=mesh, mp_policy=half)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     classes = {"torch": torch.amp.GradScaler, "ampfast": ampfast.GradScaler}
-    # So high that the first steps overflow and are skipped.
+    # Overflows in the first steps, which are skipped.
     scaler = classes[options.scaler](device.type, init_scale=2.0**24, growth_interval=50)
 
     def loss_of(inputs: torch.Tensor) -> torch.Tensor:
@@ -66,7 +66,7 @@ def train(options: argparse.Namespace) -> str:
         scaler.scale(loss).backward()
         infinite = step == options.steps // 2
         if infinite and rank == ranks - 1:
-            # In the shard of this rank, and nowhere else.
+            # Only in the shard of this rank.
             model[0].weight.grad.to_local()[0, 0] = math.inf
         before = scaler.get_scale()
         scaler.step(optimizer)
@@ -86,7 +86,7 @@ def train(options: argparse.Namespace) -> str:
 
 
 def run(rank: int, options: argparse.Namespace, ranks: int, store: str | None) -> None:
-    """One rank, of a group that meets at `store` or that torchrun has described."""
+    """Runs one rank of a group that meets at `store` or was started by torchrun."""
     torch.set_num_threads(1)
     backend = "nccl" if options.device == "cuda" else "gloo"
     dist.init_process_group(backend, init_method=store, rank=rank, world_size=ranks)
@@ -108,8 +108,8 @@ def main(arguments: list[str] | None = None) -> None:
     else:
         with tempfile.TemporaryDirectory() as folder:
             store = Path(folder, "store").as_uri()
-            # Such processes end without Python's finalization, in which gloo's threads, which
-            # outlive a mesh, may still let go of tensors and abort (pytorch/pytorch#179291).
+            # Without Python's finalization, in which gloo's threads, which outlive a mesh, may
+            # still free tensors and abort (pytorch/pytorch#179291).
             start = torch.multiprocessing.start_processes
             start(run, (options, 2, store), nprocs=2, start_method="forkserver")
 

@@ -25,7 +25,7 @@ BATCH = 256
 
 
 def centres(clouds: torch.Tensor) -> torch.Tensor:
-    """Returns where the clouds are, float32 of shape (points, 2)."""
+    """Returns the positions of the clouds, float32 of shape (points, 2)."""
     angles = clouds * (2 * math.pi / CLOUDS)
     return 2 * torch.stack([angles.cos(), angles.sin()], dim=1)
 
@@ -38,7 +38,7 @@ class Maker(nn.Sequential):
         )
 
     def forward(self, clouds: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
-        """Makes a point for each cloud that is asked for."""
+        """Generates a point for each requested cloud."""
         return super().forward(torch.cat([nn.functional.one_hot(clouds, CLOUDS), noise], dim=1))
 
 
@@ -50,7 +50,7 @@ class Critic(nn.Sequential):
         )
 
     def forward(self, points: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns logits, in float32: of being real, (points,), and of each cloud, (points, 8)."""
+        """Returns float32 logits: of being real, (points,), and of each cloud, (points, 8)."""
         real, clouds = super().forward(points).float().split([1, CLOUDS], dim=1)
         return real.flatten(), clouds
 
@@ -68,7 +68,7 @@ def main(arguments: list[str] | None = None) -> None:
     for_maker = torch.optim.Adam(maker.parameters(), lr=1e-3, betas=(0.5, 0.9))
     for_critic = torch.optim.Adam(critic.parameters(), lr=1e-3, betas=(0.5, 0.9))
     classes = {"torch": torch.amp.GradScaler, "ampfast": ampfast.GradScaler}
-    # So high that the first steps overflow and are skipped.
+    # Overflows in the first steps, which are skipped.
     scaler = classes[options.scaler](device.type, init_scale=2.0**26, growth_interval=100)
 
     for step in range(options.steps):
@@ -82,7 +82,7 @@ def main(arguments: list[str] | None = None) -> None:
             telling = nn.functional.softplus(torch.cat([-seems_real, seems_made])).mean()
             naming = nn.functional.cross_entropy(seems_from, clouds)
         for_critic.zero_grad()
-        # Every loss is scaled, and their gradients add up.
+        # Every loss is scaled, and their gradients accumulate.
         scaler.scale(telling).backward(retain_graph=True)
         scaler.scale(naming).backward()
         scaler.step(for_critic)
@@ -95,7 +95,7 @@ def main(arguments: list[str] | None = None) -> None:
         scaler.scale(fooling).backward(retain_graph=True)
         scaler.scale(belonging).backward()
         scaler.step(for_maker)
-        # Once, for both: each optimizer skips by itself, the scale backs off if any of them did.
+        # Once for both: optimizers skip separately, and the scale backs off if either did.
         scaler.update()
         if step % 100 == 0:
             print(

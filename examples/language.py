@@ -31,7 +31,7 @@ def library() -> torch.Tensor:
 
 
 class Writer(nn.Module):
-    """Says what may come next, at every place of a text of at most 64 characters."""
+    """Predicts the next character at every position of a text of at most 64 characters."""
 
     def __init__(self, width: int = 64, layers: int = 2) -> None:
         super().__init__()
@@ -46,7 +46,7 @@ class Writer(nn.Module):
         self.head = nn.Linear(width, CHARACTERS)
 
     def forward(self, text: torch.Tensor) -> torch.Tensor:
-        """Takes int64 of shape (texts, length), returns logits of shape (texts, length, 128)."""
+        """Maps int64 of shape (texts, length) to logits of shape (texts, length, 128)."""
         length = text.shape[1]
         past = nn.Transformer.generate_square_subsequent_mask(length, device=text.device)
         places = torch.arange(length, device=text.device)
@@ -55,14 +55,14 @@ class Writer(nn.Module):
 
 
 def windows(text: torch.Tensor, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
-    """Draws texts, int64 of shape (16, 64), and the characters that come next in each place."""
+    """Draws texts, int64 of shape (16, 64), and the next characters."""
     starts = torch.randint(len(text) - CONTEXT, (BATCH, 1), generator=generator)
     drawn = text[starts + torch.arange(CONTEXT + 1)]
     return drawn[:, :-1], drawn[:, 1:]
 
 
 def written(model: nn.Module, prompt: str, length: int, device: torch.device) -> str:
-    """Returns the prompt and what the model writes after it, one draw for each character."""
+    """Returns the prompt and a sampled continuation."""
     generator = torch.Generator().manual_seed(0)
     text = torch.tensor([[ord(character) for character in prompt]])
     for _ in range(length):
@@ -86,7 +86,7 @@ def main(arguments: list[str] | None = None) -> None:
     model = Writer().to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     classes = {"torch": torch.amp.GradScaler, "ampfast": ampfast.GradScaler}
-    # So high that the first steps overflow and are skipped.
+    # Overflows in the first steps, which are skipped.
     scaler = classes[options.scaler](device.type, init_scale=2.0**20, growth_interval=50)
 
     def loss_of(text: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
@@ -100,7 +100,7 @@ def main(arguments: list[str] | None = None) -> None:
         optimizer.zero_grad()
         loss = loss_of(seen, generator)
         scaler.scale(loss).backward()
-        # With ampfast alone, scaler.clip_grad_norm_(optimizer, 1.0) does both at once.
+        # ampfast's scaler.clip_grad_norm_(optimizer, 1.0) does both at once.
         scaler.unscale_(optimizer)
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         scaler.step(optimizer)

@@ -38,7 +38,7 @@ def main(arguments: list[str] | None = None) -> None:
     policy = nn.Sequential(nn.Linear(4, 64), nn.Tanh(), nn.Linear(64, 2)).to(device)
     optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-2)
     classes = {"torch": torch.amp.GradScaler, "ampfast": ampfast.GradScaler}
-    # So high that the first steps overflow and are skipped.
+    # Overflows in the first steps, which are skipped.
     scaler = classes[options.scaler](device.type, init_scale=2.0**24, growth_interval=10)
 
     def choices(observations: torch.Tensor) -> torch.distributions.Categorical:

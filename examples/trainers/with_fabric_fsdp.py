@@ -1,4 +1,4 @@
-"""Lightning Fabric with FSDP, on every GPU there is: its precision plugin is given the scaler.
+"""Lightning Fabric with FSDP on all GPUs: the scaler is an attribute of its precision plugin.
 
 pip install lightning
 """
@@ -15,7 +15,7 @@ import ampfast
 
 
 def main() -> None:
-    # The plugin has an argument for it too, but refuses every scaler.
+    # The plugin's argument for it refuses every scaler.
     precision = FSDPPrecision("16-mixed")
     precision.scaler = scaler = ampfast.ShardedGradScaler()
     fabric = lightning.Fabric(accelerator="cuda", strategy=FSDPStrategy(), plugins=[precision])

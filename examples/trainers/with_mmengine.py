@@ -1,4 +1,4 @@
-"""MMEngine, which needs a GPU for float16: `patch()` reaches the name that it has imported.
+"""MMEngine, which needs a GPU for float16: `patch()` replaces the name that it has imported.
 
 pip install mmengine
 """

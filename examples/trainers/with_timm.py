@@ -1,4 +1,4 @@
-"""timm: its NativeScaler makes the scaler itself, so that `patch()` comes before it.
+"""timm: its NativeScaler makes the scaler, so `patch()` comes first.
 
 pip install timm torchvision
 """
