@@ -91,8 +91,8 @@ class Layout:
 
         Args:
             ranks: Ranks along a mesh dimension or of a group, this one among them.
-            is_own_group: Whether ranks outside of the mesh hold other gradients, as those of a
-                scaler's own group do. Else they hold replicas if the mesh is a slice.
+            is_own_group: Whether ranks outside of the mesh hold other gradients, as in a scaler's
+                own group. Else they hold replicas if the mesh is a slice.
         """
         mine = self.coordinates.get(dist.get_rank())
         if mine is None:
@@ -116,11 +116,11 @@ class Layout:
 
 
 class LocalShards:
-    """Local shards of distributed gradients, which a walk over parameters passes one by one.
+    """Collector of local shards, called by the walk for each distributed gradient.
 
     Attributes:
         layouts: Layout by parameter number.
-        partial: Gradients of which ranks hold partial sums, by parameter number.
+        partial: Gradients that are partial sums, by parameter number.
     """
 
     def __init__(self, dtensor: type[DTensor], ranks: Ranks) -> None:
@@ -380,12 +380,12 @@ def replicated_numbers(param_groups: Iterable[dict[str, Any]]) -> set[int]:
 
 
 class Ranks:
-    """Ranks with which a scaler agrees: those of its process group and of gradients' meshes.
+    """Ranks that a scaler agrees with: its process group, and the meshes of gradients.
 
     Attributes:
         group: The scaler's process group or mesh, or None.
-        is_alone: Whether there is none: then only distributed gradients need agreement.
-        is_foreign: Whether torch.distributed does not know the group.
+        is_alone: Whether there is no group: only distributed gradients need agreement.
+        is_foreign: Whether the group is unknown to torch.distributed.
     """
 
     def __init__(

@@ -74,7 +74,7 @@ def beside(pytestconfig: pytest.Config) -> Queue:
 
 @pytest.fixture(autouse=True)
 def _fixed_seed() -> None:
-    """Seeds every test alike."""
+    """Seeds every test equally."""
     torch.manual_seed(20240607)
 
 

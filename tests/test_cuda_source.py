@@ -26,7 +26,7 @@ pytestmark = pytest.mark.skipif(NVCC is None, reason="nvcc is not on the PATH")
 
 
 class Variant(NamedTuple):
-    """Compile-time switches of a kernel over a table, but for the one that measures."""
+    """Compile-time switches of a kernel over a table, but for the measuring kernel."""
 
     kernel: str
     format: str

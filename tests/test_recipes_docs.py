@@ -111,7 +111,7 @@ class Run:
 
         scaler.scale, scaler.clip_grad_norm_ = planting, telling
         if not isinstance(scaler, GradScaler):
-            scaler.update = ending  # ours would take a replaced one for a hook, and tells by itself
+            scaler.update = ending  # an instance attribute would count as a hook of ours
         self.scaler = scaler
         return scaler
 

@@ -45,7 +45,7 @@ def _bars(values, **more):
 def test_bars_are_as_long_as_their_values():
     picture = _bars([("one", 10.0, 5.0, 20.0), ("two", 40.0, 0.0, None)], limit=10.0)
     lengths = [bar["width"] for tone in "01" for bar in _drawn(picture, "rect", f"t{tone}")]
-    lengths = [length for length in lengths if length != 8.0]  # without those of the legend
+    lengths = [length for length in lengths if length != 8.0]  # without the legend's
     unit = lengths[0] / 10
     assert lengths == pytest.approx([10 * unit, 40 * unit, 5 * unit, 0], abs=0.1)
     left = _drawn(picture, "rect", "t0")[0]["x"]

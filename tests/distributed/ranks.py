@@ -55,7 +55,7 @@ class Outcome:
         value: Return value of the job.
         error: The exception as "Type: message", "exit code N" of a process that died, or
             "still running".
-        details: The traceback, or where a rank was that ran on; then what it wrote.
+        details: Traceback, or stack of a rank that did not end; then its output.
     """
 
     value: Any = None
@@ -80,7 +80,7 @@ def run(job: Callable[..., Any], *args: Any, ranks: int = 2, seconds: float = JO
         seconds: Time limit.
 
     Raises:
-        RanksFailedError: If a rank raises, dies or runs on.
+        RanksFailedError: If a rank raises, dies or does not end.
     """
     outcomes = attempt(job, *args, ranks=ranks, seconds=seconds)
     if crashed := [outcome.details for outcome in outcomes if _is_of_torch(outcome)]:

@@ -181,7 +181,7 @@ def test_a_group_of_its_own() -> None:
 
 
 def of_several_groups() -> list[str | None]:
-    """All ranks compared, of which only some were given a group."""
+    """Compares all ranks, only some of which have a group."""
     rank, mesh = dist.get_rank(), init_device_mesh("cpu", (2, 2))
     given = [
         [None, dist.group.WORLD, dist.group.WORLD, dist.group.WORLD],

@@ -246,7 +246,7 @@ def test_saved_before_the_start(store: str, tmp_path: Path) -> None:
     go_on(Form("momentum", store, policy=POLICY), tmp_path, ours(2, 4), (0,))
 
 
-# A scaler by itself
+# The scaler alone
 
 
 def stepped(scaler: Any, gradients: Sequence[float]) -> Any:

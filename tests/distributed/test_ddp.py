@@ -140,7 +140,7 @@ def power(model: DistributedDataParallel) -> None:
 
 
 class Unused(Heads):
-    """Heads, one of which, by step and rank, has no gradient."""
+    """Heads, one of which has no gradient in a step, depending on the rank."""
 
     calls = 0
 

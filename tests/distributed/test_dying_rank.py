@@ -75,7 +75,7 @@ def trained(setting: str, kind: str, way: str, end: str) -> str | None:
         ("ddp", "fused_adamw", "step", "in backward", 2),
         ("group", "adamw", "step", "in backward", 2),
         ("group", "adamw", "step", "after backward", 2),
-        # Two of these are not neighbours of the one that dies.
+        # Two of these are not neighbours of the dying rank.
         ("group", "adamw", "step", "after backward", 4),
         ("group", "fused_adamw", "step", "after backward", 2),
         ("group", "fused_sgd", "unscale", "after backward", 2),

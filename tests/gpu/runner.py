@@ -73,10 +73,10 @@ class Run:
 
     Args:
         stages: The parts.
-        out: The folder of the logs and of `verdict.txt`, which is always up to date.
-        root: Where the commands run.
-        seconds: The limit of the whole run, which shortens those of the parts. Half of it at most
-            is kept for the `least` of later ones.
+        out: Folder of the logs and of `verdict.txt`, which is always up to date.
+        root: Working directory of the commands.
+        seconds: Limit of the whole run, which shortens those of the parts. At most half of it is
+            kept for the `least` of later ones.
     """
 
     def __init__(

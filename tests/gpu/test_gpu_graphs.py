@@ -167,7 +167,7 @@ def test_a_captured_list_is_uploaded_by_every_replay(backend: str, device: torch
 
 
 def refused(call: Callable[[], object], remedy: str, device: torch.device) -> None:
-    """Capture around a refused call: it goes on, ends, and can be replayed."""
+    """Capture around a refused call, which can still be ended and replayed."""
     counter = torch.zeros((), device=device)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()

@@ -157,7 +157,7 @@ def test_loss_on_the_cpu(backend: str, device: torch.device, kind: str, together
 
 
 def parameters_of(backend: str | None, grads: Callable[[int], list[torch.Tensor]]) -> Any:
-    """Started scaler and SGD; `grads` are set anew in each iteration."""
+    """Started scaler and SGD; `grads` are set in each iteration."""
     if backend is None:
         scaler = TorchScaler(init_scale=8.0, growth_interval=2)
     else:

@@ -1,4 +1,4 @@
-// malloc and its kin, of which one call of the thread that asked for it fails. For LD_PRELOAD.
+// malloc and related functions, with one failing call on the requesting thread. For LD_PRELOAD.
 #include <errno.h>
 #include <stddef.h>
 
@@ -9,7 +9,7 @@ extern void* __libc_memalign(size_t, size_t);
 
 static __thread long calls_left = -1;
 
-// The call after this many more fails; returns what was left. A negative number ends it.
+// Lets a call fail after so many more; returns the remaining number. A negative number disables it.
 long fail_after(long calls) {
   const long before = calls_left;
   calls_left = calls;

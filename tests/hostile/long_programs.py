@@ -14,7 +14,7 @@ from support import make_gradient, threads
 from tally import Tally, main
 from test_differential import LENGTH, OPERATIONS, VARIANTS, draw_program, first_difference
 
-# Programs beyond those of the tests.
+# Other seeds than the tests use.
 FIRST = 1_000_000
 
 

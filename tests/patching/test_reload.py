@@ -1,4 +1,4 @@
-"""`patch()` and `unpatch()` where ampfast is reloaded or imported anew."""
+"""`patch()` and `unpatch()` after a reload or a repeated import of ampfast."""
 
 from __future__ import annotations
 

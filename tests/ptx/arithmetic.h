@@ -1,4 +1,4 @@
-// What instructions of PTX calculate, bit for bit, from and to the bits of registers.
+// Arithmetic of PTX instructions, bit for bit, on register bits.
 #pragma once
 
 #include <cmath>
@@ -30,7 +30,7 @@ inline int64_t extended(uint64_t value, int bits) {
   return static_cast<int64_t>(value << unused) >> unused;
 }
 
-// The one NaN that float32 arithmetic of a GPU makes; of float64, one of its NaNs.
+// Canonical NaN of float32 arithmetic on a GPU; for float64 one of its NaNs.
 inline uint64_t canonical(float value) {
   return std::isnan(value) ? 0x7fffffff : bits_as<uint32_t>(value);
 }
@@ -39,7 +39,7 @@ inline uint64_t canonical(double value) {
   return std::isnan(value) ? 0x7ff8000000000000 : bits_as<uint64_t>(value);
 }
 
-// Every value of the types below float64 is one of float64, too.
+// float64 represents every value of the types below it.
 inline double number(uint64_t bits, Type type) {
   if (type.kind == Kind::kBFloat) {
     return ampfast::cpu::widen(ampfast::cpu::BFloat16{static_cast<uint16_t>(bits)});
@@ -56,7 +56,7 @@ inline double number(uint64_t bits, Type type) {
 
 inline bool is_float(Type type) { return type.kind == Kind::kFloat || type.kind == Kind::kBFloat; }
 
-// Rounds float32 to 16 bits; a GPU makes one NaN.
+// Rounds float32 to 16 bits; a GPU produces a single NaN.
 inline uint64_t narrowed(float value, Type type) {
   if (std::isnan(value)) {
     return 0x7fff;
@@ -222,7 +222,7 @@ inline uint64_t calculated_integer(const Operation& does, const uint64_t* from) 
   }
 }
 
-// The result of an instruction that only calculates.
+// Result of an arithmetic instruction.
 inline uint64_t calculated(const Operation& does, const uint64_t* from) {
   const Type type = does.type;
   if (does.op == Op::kCvt) {

@@ -1,6 +1,5 @@
-// What compiled CUDA code asks of its runtime, where kernels run on the CPU: it learns the kernels'
-// names and hands every launch to the launcher that was set. As a module of Python it offers the
-// bindings of the CUDA kernels.
+// CUDA runtime for compiled CUDA code whose kernels run on the CPU: registers kernel names and
+// passes launches to the current launcher. The Python module has the bindings of the CUDA kernels.
 #include <cuda_runtime_api.h>
 
 #include <map>
@@ -60,7 +59,7 @@ cudaError_t cudaLaunchKernel(const void* function, dim3 grid, dim3 block, void**
   return error == nullptr ? cudaSuccess : cudaErrorLaunchFailure;
 }
 
-// As newer compilers launch.
+// Launch API of newer compilers.
 cudaError_t __cudaGetKernel(cudaKernel_t* kernel, const void* function) {
   *kernel = reinterpret_cast<cudaKernel_t>(const_cast<void*>(function));
   return cudaSuccess;

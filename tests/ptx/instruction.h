@@ -1,4 +1,4 @@
-// The instructions of PTX that the machine runs.
+// PTX instructions that the machine supports.
 #pragma once
 
 #include <cstdint>
@@ -57,7 +57,7 @@ enum class Op {
 
 enum class Compare { kEqual, kNotEqual, kLess, kAtMost, kGreater, kAtLeast, kNan };
 
-// What an instruction calculates.
+// Arithmetic operations.
 struct Operation {
   Op op = Op::kRet;
   Type type;

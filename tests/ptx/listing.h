@@ -1,4 +1,4 @@
-// Reads a listing of instructions, a line each, as assembler.py writes it.
+// Parses a listing of instructions, one per line, from assembler.py.
 #pragma once
 
 #include <map>

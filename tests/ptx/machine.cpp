@@ -1,9 +1,8 @@
-// Runs kernels of PTX on the CPU, on the CPU's memory: every thread by itself, in an order drawn at
-// random, so that what only the order of one run makes right is soon wrong.
+// Runs PTX kernels on the CPU, thread by thread in random order, so that results that depend on the
+// order soon differ.
 //
-// Stricter than a GPU: it ends at the first access outside of what the launch was given, or not
-// aligned to its size, at a shuffle or a barrier that some threads do not reach, and, if asked for,
-// at accesses that nothing orders.
+// Stricter than a GPU: stops at accesses outside of the launch's memory, misaligned accesses,
+// shuffles or barriers that some threads do not reach and, on request, unordered accesses.
 #include <algorithm>
 #include <memory>
 #include <random>
@@ -64,7 +63,7 @@ class Machine {
   std::unique_ptr<Program> started(int64_t number) const {
     auto program = std::make_unique<Program>();
     program->number = number;
-    // What shared memory holds at first is anyone's guess.
+    // Shared memory is uninitialised.
     program->shared.assign(kernel_.shared_bytes + launch_.dynamic_shared_bytes, '\x5a');
     for (int64_t i = 0; i < launch_.threads; ++i) {
       program->threads.push_back(
@@ -98,7 +97,7 @@ class Machine {
     return done == launch_.threads;
   }
 
-  // Lets all threads go on, who must have come to the same barrier.
+  // Releases all threads from a barrier, which must be the same for all.
   void pass_barrier(Program& program) {
     const Thread& one = program.threads.front();
     for (Thread& thread : program.threads) {
@@ -116,7 +115,7 @@ class Machine {
     }
   }
 
-  // Shuffles and reductions, once all lanes are there.
+  // Shuffles and reductions, once all lanes have arrived.
   void meet_in_warp(Program& program, int64_t first, int64_t end) {
     Thread* lanes = program.threads.data() + first;
     const int64_t count = end - first;
@@ -228,7 +227,7 @@ class Machine {
     ++thread.at;
   }
 
-  // Also of parts that are joined to one, or one that is split into parts.
+  // Also packs several registers into one, or unpacks one.
   void move(const Instruction& in, const Program& program, Thread& thread) {
     const int joined = in.does.type.bits / static_cast<int>(in.from.size());
     const int split = in.does.type.bits / static_cast<int>(in.to.size());
@@ -293,7 +292,7 @@ class Machine {
     return calculated(does, from);
   }
 
-  // Where an instruction reads some bytes, or writes `stored`.
+  // Address at which an instruction reads, or writes `stored`.
   char* place(const Instruction& in, Program& program, const Thread& thread, int64_t bytes,
               Access access, const char* stored = nullptr) {
     const uint64_t base = in.base.place == Place::kNowhere ? 0 : value(in.base, program, thread);

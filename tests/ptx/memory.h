@@ -1,4 +1,4 @@
-// The memory that a launch may use, and how.
+// Memory that a launch may access.
 #pragma once
 
 #include <algorithm>
@@ -10,14 +10,14 @@
 
 namespace ptx {
 
-// Some of the CPU's memory.
+// A range of CPU memory.
 struct Range {
   uint64_t address;
   int64_t bytes;
   int64_t may_write;
 };
 
-// What machine.py asks for.
+// Request of machine.py.
 struct Launch {
   int64_t programs;
   int64_t threads;
@@ -28,7 +28,7 @@ struct Launch {
   int64_t range_count;
   uint64_t seed;
   int64_t watches_races;
-  // What it did, in bytes of global memory.
+  // Bytes of global memory accessed.
   int64_t read;
   int64_t written;
 };
@@ -44,8 +44,8 @@ class Memory {
     }
   }
 
-  // Where a thread, counted over all programs, may access some bytes; `stored` is what it writes.
-  // Throws if it may not.
+  // Address of an access by a thread, counted over all programs; `stored` is the value to write.
+  // Throws if it is not allowed.
   char* access(Space space, uint64_t address, int64_t bytes, Access access, int64_t thread,
                std::vector<char>& shared, const char* stored) {
     if (address % static_cast<uint64_t>(bytes) != 0) {
@@ -71,7 +71,7 @@ class Memory {
     return place;
   }
 
-  // What orders accesses; nothing unless they are watched.
+  // Race detector; null unless requested.
   std::optional<Races>& races() { return races_; }
 
  private:

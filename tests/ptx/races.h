@@ -1,5 +1,5 @@
-// Finds accesses of memory that nothing orders, by PTX's memory model: barriers order the threads
-// of a program, and atomics that release and acquire, by themselves or with fences, order programs.
+// Detects unordered accesses by PTX's memory model: barriers order the threads of a program, and
+// atomics that release and acquire, alone or with fences, order programs.
 #pragma once
 
 #include <algorithm>
@@ -23,7 +23,7 @@ class Races {
     }
   }
 
-  // Everything that a program's threads did so far comes before all that they do next.
+  // Orders all earlier accesses of a program's threads before all later ones.
   void barrier(int64_t program) {
     const auto first = views_.begin() + program * threads_;
     Clock all = first->seen;
@@ -43,7 +43,7 @@ class Races {
     advance(thread);
   }
 
-  // What an atomic at `address` lets this thread see, and others that come there later.
+  // Acquires and releases of an atomic at `address`.
   void synchronize(int64_t thread, uint64_t address, bool is_ordered) {
     View& view = views_[thread];
     Clock& there = released_.try_emplace(address, Clock(views_.size())).first->second;
@@ -52,9 +52,8 @@ class Races {
     advance(thread);
   }
 
-  // Notes an access of some bytes and throws if another one is not ordered with it. `program` is
-  // that whose shared memory it is, or -1. A write that does not change what another wrote is
-  // harmless.
+  // Records an access and throws if another one is not ordered with it. `program` is the owner of
+  // shared memory, or -1. Rewriting the same value is harmless.
   void note(int64_t thread, int64_t program, uint64_t address, int64_t bytes, Access access,
             bool changes) {
     const Clock& seen = views_[thread].seen;
@@ -85,7 +84,7 @@ class Races {
  private:
   using Clock = std::vector<uint32_t>;
 
-  // What a thread knows of all others: how far each had come.
+  // Vector clock of a thread.
   struct View {
     explicit View(size_t all) : seen(all), published(all), observed(all) {}
     Clock seen;
@@ -93,10 +92,10 @@ class Races {
     Clock observed;   // by atomics since then, to be seen after the next fence
   };
 
-  // How far threads had come when they accessed something.
+  // Clocks of the threads at their last accesses.
   using When = std::unordered_map<int64_t, uint32_t>;
 
-  // Two bytes; what came before a write was ordered with it.
+  // Two bytes; accesses before a write are ordered with it.
   struct Cell {
     int64_t writer = -1;
     uint32_t written = 0;

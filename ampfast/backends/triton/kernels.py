@@ -431,11 +431,10 @@ def multi_tensor(
 ):
     """One pass over the gradients of one dtype: checks them and, with WRITE, unscales them.
 
-    A program takes windows that follow one another. Only the first and the last window of a tensor
-    are masked; the others are read and written 16 bytes at a time. Pointers that are None leave out
-    what they are for: `coefficient_ptr` a second factor on what is written, `marks_ptr` the steps
-    in which parameters were not finite. SOFT is for the interpreter, which converts bfloat16
-    wrongly.
+    A program takes consecutive windows. Only the first and the last window of a tensor are masked;
+    the others are read and written 16 bytes at a time. Optional pointers may be None:
+    `coefficient_ptr` to a second factor of written values, `marks_ptr` to the overflow marks of
+    parameters. SOFT is for the interpreter, which converts bfloat16 wrongly.
     """
     WINDOW: tl.constexpr = LOADS * THREADS * 16 // (DTYPE.primitive_bitwidth // 8)
 
