@@ -46,17 +46,7 @@ def clip_groups(
     /,
 ) -> Tensor | None: ...
 def any_found(flags: dict[Any, Tensor], /) -> bool | None: ...
-def update_scale(
-    states: dict[int, dict[str, Any]],
-    scale: Tensor,
-    growth_tracker: Tensor,
-    growth_factor: float,
-    backoff_factor: float,
-    growth_interval: int,
-    words: Tensor,
-    norm: Tensor | None,
-    /,
-) -> bool | None: ...
+def update_scale(scaler: Any, words: Tensor | None, norm: Tensor | None, /) -> bool | None: ...
 
 class GradList:
     @staticmethod

@@ -51,6 +51,9 @@ _ONCE = "An iteration ends with update(), after the steps of all optimizers: is 
 # would cost a tenth of a step.
 _NEW: dict[str, Any] = _refresh_per_optimizer_state()
 
+# Cold, reading an enum's member from its class would cost as much as all other lines of `step`.
+_READY, _UNSCALED, _STEPPED = OptState
+
 # Why a step of a plain optimizer is not captured, and what to do.
 _HOST_DECIDES = (
     "a step that the host may skip",
@@ -266,12 +269,12 @@ class GradScaler(TorchGradScaler):
                 return
             scale, _ = self._check_scale_growth_tracker("unscale_")
         state = self._per_optimizer_states[id(optimizer)]
-        if state["stage"] is not OptState.READY:
+        if state["stage"] is not _READY:
             raise _not_ready(state, "clip_grad_norm_() unscales, too.")
         skips = None
         if is_usual:
             skips = cpu.unscale_groups(
-                *(optimizer.param_groups, scale, self._allow_fp16, state, OptState.UNSCALED)
+                *(optimizer.param_groups, scale, self._allow_fp16, state, _UNSCALED)
             )
         if skips is None:
             self._unscale(optimizer, state, scale)
@@ -314,7 +317,7 @@ class GradScaler(TorchGradScaler):
         ):
             states[key] = {**_NEW, "found_inf_per_device": {}}
         state = states[key]
-        if state["stage"] is OptState.STEPPED:
+        if state["stage"] is _STEPPED:
             raise add_note(
                 RuntimeError("step() has already been called since the last update()."), _ONCE
             )
@@ -332,11 +335,11 @@ class GradScaler(TorchGradScaler):
                 recorded = state.get("found_inf_per_device")
         else:
             skips = None
-            if state["stage"] is OptState.READY:
+            if state["stage"] is _READY:
                 if is_usual:
                     skips = cpu.unscale_groups(
                         *(optimizer.param_groups, scale, self._allow_fp16),
-                        *(state, OptState.UNSCALED),
+                        *(state, _UNSCALED),
                     )
                 if skips is None:
                     if scale.is_cuda and not self._overrides(_MAYBE_STEP):
@@ -354,7 +357,7 @@ class GradScaler(TorchGradScaler):
                 result = self._maybe_opt_step(optimizer, state, *args, **kwargs)
             else:
                 result = None if skips else optimizer.step(*args, **kwargs)
-        state["stage"] = OptState.STEPPED
+        state["stage"] = _STEPPED
         flags = state.get("found_inf_per_device")
         if flags is not None and flags is not recorded:
             self._last_checks.record(optimizer, flags)
@@ -372,39 +375,18 @@ class GradScaler(TorchGradScaler):
             AssertionError: If nothing was scaled or checked since the last update, or `new_scale`
                 is not as described.
         """
-        scale, growth_tracker = cpu.usual_scale(self), self.__dict__.get("_growth_tracker")
-        is_usual = scale is not None
-        if scale is None or growth_tracker is None:
-            if not self._enabled:
-                return
+        loss_scale, norm = self._loss_scale, None
+        if loss_scale.norms and self._scale is not None:
+            norm = loss_scale.joint_norm(self._scale.device)
+        if new_scale is None and cpu.update_scale(self, loss_scale.words, norm):
+            self._end_iteration()
+        elif self._enabled:
             scale, growth_tracker = self._check_scale_growth_tracker("update")
-        loss_scale = self._loss_scale
-        if new_scale is not None:
-            self._set_scale(new_scale, scale, growth_tracker)
-        elif not (
-            is_usual
-            and loss_scale.words is not None
-            and cpu.update_scale(
-                self._per_optimizer_states,
-                scale,
-                growth_tracker,
-                self._growth_factor,
-                self._backoff_factor,
-                self._growth_interval,
-                loss_scale.words,
-                loss_scale.joint_norm(scale.device) if loss_scale.norms else None,
-            )
-        ):
-            for state in self._per_optimizer_states.values():
-                self._agree_again(state, scale.device)
-            flags = self._flags_besides(None, scale.device)
-            if not flags:
-                raise add_note(
-                    AssertionError("No inf checks were recorded prior to update."),
-                    "Neither step() nor unscale_() found a gradient since the last update().",
-                )
-            loss_scale.update_(scale, growth_tracker, flags, self._factors(), self._choice)
-        self._end_iteration()
+            if new_scale is None:
+                self._update(scale, growth_tracker)
+            else:
+                self._set_scale(new_scale, scale, growth_tracker)
+            self._end_iteration()
         if new_scale is None and loss_scale.watches_minimum:
             loss_scale.check_min_scale()
 
@@ -513,7 +495,7 @@ class GradScaler(TorchGradScaler):
         scale, _ = self._check_scale_growth_tracker("clip_grad_norm_")
         for each in optimizers:
             state = self._per_optimizer_states.get(id(each), _NEW)
-            if state["stage"] is not OptState.READY:
+            if state["stage"] is not _READY:
                 raise _not_ready(
                     state,
                     "clip_grad_norm_() unscales by itself: call it once, in place of unscale_(), "
@@ -526,7 +508,7 @@ class GradScaler(TorchGradScaler):
             state = self._per_optimizer_states[id(only)]
             if order in clipping.FUSED_ORDERS:
                 norm = cpu.clip_groups(
-                    *(only.param_groups, scale, self._allow_fp16, state, OptState.UNSCALED),
+                    *(only.param_groups, scale, self._allow_fp16, state, _UNSCALED),
                     *(limit, order == math.inf),
                 )
         if norm is None:
@@ -570,21 +552,19 @@ class GradScaler(TorchGradScaler):
         scale: Tensor | None = None
         if self._enabled:
             scale, _ = self._check_scale_growth_tracker("grad_norm")
-            if any(state["stage"] is OptState.STEPPED for state in states):
+            if any(state["stage"] is _STEPPED for state in states):
                 raise add_note(RuntimeError("grad_norm() is being called after step()."), _ONCE)
         terms = [
             self._norm_term(
                 each,
-                None
-                if state["stage"] is OptState.UNSCALED and clipping.DEFERRED not in state
-                else scale,
+                None if state["stage"] is _UNSCALED and clipping.DEFERRED not in state else scale,
                 writes=False,
             )
             for each, state in zip(optimizers, states, strict=True)
         ]
         agreement = self._agreement(*(term.grads for term in terms))
         norm = clipping.measure(self._choice, terms, order, math.inf, scale, None, agreement)[0]
-        if self._enabled and all(state["stage"] is OptState.READY for state in states):
+        if self._enabled and all(state["stage"] is _READY for state in states):
             # Else it may be of gradients that were clipped.
             self._loss_scale.record_norm(optimizers, norm, order)
         return norm
@@ -878,7 +858,7 @@ class GradScaler(TorchGradScaler):
                 before_write=partial(_mark_unscaled, state),
             )
         state["found_inf_per_device"] = flags
-        state["stage"] = OptState.UNSCALED
+        state["stage"] = _UNSCALED
         if agreement is not None:
             state[_AGREEMENT] = agreement  # if it fails now, `step` or `update` will do it
             self._agree_again(state, scale.device)
@@ -916,7 +896,7 @@ class GradScaler(TorchGradScaler):
         checked = None
         if (
             usual_scale is not None
-            and state["stage"] is OptState.READY
+            and state["stage"] is _READY
             and not hasattr(optimizer, "grad_scale")
         ):
             checked = cpu.check_groups(optimizer.param_groups, usual_scale)
@@ -955,7 +935,7 @@ class GradScaler(TorchGradScaler):
     ) -> tuple[Any, Any]:
         """Returns the `found_inf` and the `grad_scale` for an optimizer that divides by it."""
         overridden = self._overrides(_CHECKS)
-        if state["stage"] is OptState.READY:
+        if state["stage"] is _READY:
             if overridden:
                 self._check_inf_per_device(optimizer)
             else:
@@ -963,7 +943,7 @@ class GradScaler(TorchGradScaler):
         scale = self._get_scale_async()
         if scale is None:
             raise AssertionError("_get_scale_async returned None")
-        is_unscaled = state["stage"] is OptState.UNSCALED
+        is_unscaled = state["stage"] is _UNSCALED
         deferred: clipping.Deferred | None = state.get(clipping.DEFERRED)
         if is_unscaled:
             grad_scale = getattr(optimizer, "grad_scale", None)
@@ -1090,6 +1070,18 @@ class GradScaler(TorchGradScaler):
     def _factors(self) -> tuple[Any, Any, Any]:
         return self._growth_factor, self._backoff_factor, self._growth_interval
 
+    def _update(self, scale: Tensor, growth_tracker: Tensor) -> None:
+        """Updates the scale by the general way."""
+        for state in self._per_optimizer_states.values():
+            self._agree_again(state, scale.device)
+        flags = self._flags_besides(None, scale.device)
+        if not flags:
+            raise add_note(
+                AssertionError("No inf checks were recorded prior to update."),
+                "Neither step() nor unscale_() found a gradient since the last update().",
+            )
+        self._loss_scale.update_(scale, growth_tracker, flags, self._factors(), self._choice)
+
     def _set_scale(self, new_scale: float | Tensor, scale: Tensor, growth_tracker: Tensor) -> None:
         """Takes a scale from the caller; the flags of this iteration count as a step."""
         before, flags = scale.detach().clone(), self._flags_besides(None, scale.device)
@@ -1136,7 +1128,7 @@ class GradScaler(TorchGradScaler):
         if scale is None:
             return grads
         state = self._per_optimizer_states.get(id(optimizer), _NEW)
-        is_scaled = state["stage"] is OptState.READY
+        is_scaled = state["stage"] is _READY
         steps = self._loss_scale.words_on(scale.device)
         track_on = self._tracking.start(optimizer, grads.groups, scale, steps, measures=is_scaled)
         return replace(grads, track_on=track_on)
@@ -1178,13 +1170,13 @@ def _mark_unscaled(*states: dict[str, Any]) -> None:
     flags = [torch.ones((), dtype=torch.float32, device="cpu") for _ in states]
     for state, flag in zip(states, flags, strict=True):
         state["found_inf_per_device"] = {flag.device: flag}
-        state["stage"] = OptState.UNSCALED
+        state["stage"] = _UNSCALED
 
 
 def _not_ready(state: dict[str, Any], note: str) -> RuntimeError:
     """The error of torch's `unscale_` for an optimizer that is past its turn."""
     text = "unscale_() is being called after step()."
-    if state["stage"] is OptState.UNSCALED:
+    if state["stage"] is _UNSCALED:
         text = "unscale_() has already been called on this optimizer since the last update()."
     return add_note(RuntimeError(text), f"{note} {_ONCE}")
 

@@ -93,17 +93,17 @@ bool update_scale_(const at::Tensor& scale, const at::Tensor& growth_tracker,
   const std::optional<Update> update =
       update_of(scale, growth_tracker, state ? &*state : nullptr, norm ? &*norm : nullptr,
                 growth_factor, backoff_factor, growth_interval);
-  bool found_inf = false;
+  float sum = 0;  // as torch takes it
   for (const at::Tensor& flag : found_infs) {
     if (!is_scalar(flag, at::kFloat, device_bit(at::kCPU))) {
       return false;
     }
-    found_inf |= *flag.const_data_ptr<float>() != 0;
+    sum += *flag.const_data_ptr<float>();
   }
   if (!update) {
     return false;
   }
-  apply(*update, found_inf);
+  apply(*update, sum != 0);
   scale.unsafeGetTensorImpl()->bump_version();  // as torch's op
   return true;
 }

@@ -52,10 +52,28 @@ py::object wrapped(const at::Tensor& tensor) {
   return py::reinterpret_steal<py::object>(object);
 }
 
-PyObject* found_name() {
-  static PyObject* const name = PyUnicode_InternFromString("found_inf_per_device");
-  return name;
+// Attributes of a scaler and keys of its entries for optimizers.
+struct Names {
+  PyObject* takes_short_way = PyUnicode_InternFromString("_takes_short_way");
+  PyObject* enabled = PyUnicode_InternFromString("_enabled");
+  PyObject* scale = PyUnicode_InternFromString("_scale");
+  PyObject* growth_tracker = PyUnicode_InternFromString("_growth_tracker");
+  PyObject* growth_factor = PyUnicode_InternFromString("_growth_factor");
+  PyObject* backoff_factor = PyUnicode_InternFromString("_backoff_factor");
+  PyObject* growth_interval = PyUnicode_InternFromString("_growth_interval");
+  PyObject* states = PyUnicode_InternFromString("_per_optimizer_states");
+  PyObject* stage = PyUnicode_InternFromString("stage");
+  PyObject* found_inf = PyUnicode_InternFromString("found_inf_per_device");
+  PyObject* agreement = PyUnicode_InternFromString("agreement");
+};
+
+const Names& names() {
+  static const Names names;
+  return names;
 }
+
+// Borrowed; null if there is none.
+PyObject* item(PyObject* dict, PyObject* name) { return PyDict_GetItemWithError(dict, name); }
 
 // The mark of an optimizer as unscaled, with a flag that says "skip" until its pass is over:
 // whatever ends that one early, nobody steps on gradients that are half written. Made before the
@@ -66,47 +84,42 @@ class Mark {
   explicit Mark(PyObject* state) : state_(state), flag_(new_scalar<float>(1)) {
     static PyObject* const device = THPDevice_New(at::Device(at::kCPU));
     set(flags_.ptr(), device, wrapped(flag_).ptr());
-    for (PyObject* name : {found_name(), stage_name()}) {
-      if (PyObject* before = PyDict_GetItemWithError(state, name)) {
+    for (PyObject* name : {names().found_inf, names().stage}) {
+      if (PyObject* before = item(state, name)) {
         before_.push_back(py::reinterpret_borrow<py::object>(before));
       }
     }
   }
 
-  void put(PyObject* unscaled) const {
-    set(state_, found_name(), flags_.ptr());
-    set(state_, stage_name(), unscaled);
+  // Returns the flag.
+  float* put(PyObject* unscaled) const {
+    set(state_, names().found_inf, flags_.ptr());
+    set(state_, names().stage, unscaled);
+    return flag_.mutable_data_ptr<float>();
   }
-
-  float* flag() const { return flag_.mutable_data_ptr<float>(); }
 
  private:
-  static PyObject* stage_name() {
-    static PyObject* const name = PyUnicode_InternFromString("stage");
-    return name;
-  }
-
   PyObject* state_;
   at::Tensor flag_;
   py::dict flags_;
   std::vector<py::object> before_;
 };
 
-// The sum of the flags in a dict by device, as torch takes it; nothing if one is unusual.
-std::optional<double> sum_of(PyObject* flags) {
+// Adds the flags in a dict by device, as torch does; tells whether none is unusual.
+template <class Sum>
+bool add_flags(PyObject* flags, Sum& sum) {
   if (!PyDict_CheckExact(flags)) {
-    return std::nullopt;
+    return false;
   }
-  double sum = 0;
   PyObject *device = nullptr, *flag = nullptr;
   for (Py_ssize_t place = 0; PyDict_Next(flags, &place, &device, &flag) != 0;) {
     const at::Tensor* tensor = scalar_of(flag, at::kFloat);
     if (tensor == nullptr) {
-      return std::nullopt;
+      return false;
     }
     sum += *tensor->const_data_ptr<float>();
   }
-  return sum;
+  return true;
 }
 
 // Methods that decide what a call does, by name, as the class of scalers has them.
@@ -158,31 +171,33 @@ bool has_original_hooks(PyTypeObject* type) {
   return true;
 }
 
-// usual_scale(scaler) -> scale
-PyObject* usual_scale(PyObject* const* args) {
-  static PyObject* const way = PyUnicode_InternFromString("_takes_short_way");
-  static PyObject* const enabled = PyUnicode_InternFromString("_enabled");
-  static PyObject* const scale_name = PyUnicode_InternFromString("_scale");
-  static PyObject* const tracker_name = PyUnicode_InternFromString("_growth_tracker");
-  const py::object own =
-      py::reinterpret_steal<py::object>(PyObject_GenericGetDict(args[0], nullptr));
-  if (!own || PyDict_GetItemWithError(own.ptr(), way) != Py_True ||
-      PyDict_GetItemWithError(own.ptr(), enabled) != Py_True || hooks == nullptr ||
-      !has_original_hooks(Py_TYPE(args[0]))) {
+// The own dict of a scaler for which the short way may do; null for another one.
+py::object usual_dict(PyObject* scaler) {
+  py::object held = py::reinterpret_steal<py::object>(PyObject_GenericGetDict(scaler, nullptr));
+  PyObject* own = held.ptr();
+  if (own == nullptr || item(own, names().takes_short_way) != Py_True ||
+      item(own, names().enabled) != Py_True || hooks == nullptr ||
+      !has_original_hooks(Py_TYPE(scaler))) {
     PyErr_Clear();
-    return nullptr;
+    return {};
   }
   PyObject *name = nullptr, *original = nullptr;
   for (Py_ssize_t place = 0; PyDict_Next(hooks, &place, &name, &original) != 0;) {
-    if (PyDict_GetItemWithError(own.ptr(), name) != nullptr) {
-      return nullptr;
+    if (item(own, name) != nullptr) {
+      return {};
     }
   }
-  PyObject* scale = PyDict_GetItemWithError(own.ptr(), scale_name);
-  PyObject* tracker = PyDict_GetItemWithError(own.ptr(), tracker_name);
-  const bool usual = scale != nullptr && scalar_of(scale, at::kFloat) != nullptr &&
-                     tracker != nullptr && tracker != Py_None;
-  return usual ? Py_NewRef(scale) : nullptr;
+  PyObject* scale = item(own, names().scale);
+  PyObject* tracker = item(own, names().growth_tracker);
+  const bool is_usual = scale != nullptr && scalar_of(scale, at::kFloat) != nullptr &&
+                        tracker != nullptr && tracker != Py_None;
+  return is_usual ? held : py::object();
+}
+
+// usual_scale(scaler) -> scale
+PyObject* usual_scale(PyObject* const* args) {
+  const py::object own = usual_dict(args[0]);
+  return own ? Py_NewRef(item(own.ptr(), names().scale)) : nullptr;
 }
 
 // record(entries, optimizer, value) -> True, where `entries` has a weak reference to it by its id
@@ -205,8 +220,9 @@ PyObject* record(PyObject* const* args) {
   return Py_NewRef(Py_True);
 }
 
-// Gradients that a pass will write, and the factor that unscales them.
+// A pass that will write gradients: the mark of their optimizer, not yet put, and their factor.
 struct Unscaling {
+  Mark mark;
   ShortWalk walk;
   float inv_scale;
 };
@@ -217,35 +233,28 @@ std::optional<Unscaling> unscaling(PyObject* const* args) {
   if (scale == nullptr || !PyDict_CheckExact(args[3])) {
     return std::nullopt;
   }
+  Mark mark(args[3]);
   std::optional<ShortWalk> walk = short_walk(args[0], args[2] == Py_True, true);
   if (!walk) {
     return std::nullopt;
   }
-  return Unscaling{*std::move(walk), inverse_scale(*scale->const_data_ptr<float>())};
+  const float inv_scale = inverse_scale(*scale->const_data_ptr<float>());
+  return Unscaling{std::move(mark), *std::move(walk), inv_scale};
 }
 
 // unscale_groups(param_groups, scale, allow_fp16, state, unscaled) -> whether the step is skipped
 PyObject* unscale_groups(PyObject* const* args) {
-  if (!PyDict_CheckExact(args[3])) {
-    return nullptr;
-  }
-  const Mark mark(args[3]);
   const std::optional<Unscaling> work = unscaling(args);
   if (!work) {
     return nullptr;
   }
-  mark.put(args[4]);
-  float* flag = mark.flag();
+  float* flag = work->mark.put(args[4]);
   run(work->walk, [&] { *flag = cpu::unscale(work->walk.list, work->inv_scale) ? 1 : 0; });
   return Py_NewRef(*flag != 0 ? Py_True : Py_False);
 }
 
 // clip_groups(param_groups, scale, allow_fp16, state, unscaled, max_norm, largest) -> norm
 PyObject* clip_groups(PyObject* const* args) {
-  if (!PyDict_CheckExact(args[3])) {
-    return nullptr;
-  }
-  const Mark mark(args[3]);
   const std::optional<Unscaling> work = unscaling(args);
   if (!work) {
     return nullptr;
@@ -265,8 +274,7 @@ PyObject* clip_groups(PyObject* const* args) {
   } else {
     clip.norm = norm.mutable_data_ptr<float>();
   }
-  mark.put(args[4]);
-  float* flag = mark.flag();
+  float* flag = work->mark.put(args[4]);
   for (const at::Tensor* grad : work->walk.grads) {
     grad->unsafeGetTensorImpl()->bump_version();
   }
@@ -300,49 +308,54 @@ PyObject* check_groups(PyObject* const* args) {
 
 // any_found(flags) -> bool
 PyObject* any_found(PyObject* const* args) {
-  const std::optional<double> sum = sum_of(args[0]);
-  return sum ? Py_NewRef(*sum != 0 ? Py_True : Py_False) : nullptr;
+  double sum = 0;  // of Python's floats
+  return add_flags(args[0], sum) ? Py_NewRef(sum != 0 ? Py_True : Py_False) : nullptr;
 }
 
-// update_scale(states, scale, growth_tracker, growth_factor, backoff_factor, growth_interval,
-// words, norm) -> True; `states` as the scaler has them by optimizer, `norm` may be None.
+// update_scale(scaler, words, norm) -> True; `norm` may be None.
 PyObject* update_scale(PyObject* const* args) {
-  static PyObject* const agreement_name = PyUnicode_InternFromString("agreement");
-  const at::Tensor* scale = scalar_of(args[1], at::kFloat);
-  const at::Tensor* tracker = scalar_of(args[2], at::kInt);
-  const at::Tensor* norm = args[7] == Py_None ? nullptr : scalar_of(args[7], at::kFloat);
-  if (scale == nullptr || tracker == nullptr || (norm == nullptr && args[7] != Py_None) ||
-      !PyDict_Check(args[0]) || !PyFloat_CheckExact(args[3]) || !PyFloat_CheckExact(args[4]) ||
-      !PyLong_CheckExact(args[5]) || !THPVariable_CheckExact(args[6])) {
+  const py::object held = usual_dict(args[0]);
+  PyObject* own = held.ptr();
+  if (own == nullptr || !THPVariable_CheckExact(args[1])) {
+    return nullptr;
+  }
+  const at::Tensor& scale = THPVariable_Unpack(item(own, names().scale));
+  const at::Tensor* tracker = scalar_of(item(own, names().growth_tracker), at::kInt);
+  const at::Tensor* norm = args[2] == Py_None ? nullptr : scalar_of(args[2], at::kFloat);
+  PyObject* growth_factor = item(own, names().growth_factor);
+  PyObject* backoff_factor = item(own, names().backoff_factor);
+  PyObject* growth_interval = item(own, names().growth_interval);
+  PyObject* states = item(own, names().states);
+  if (tracker == nullptr || (norm == nullptr && args[2] != Py_None) || growth_factor == nullptr ||
+      !PyFloat_CheckExact(growth_factor) || backoff_factor == nullptr ||
+      !PyFloat_CheckExact(backoff_factor) || growth_interval == nullptr ||
+      !PyLong_CheckExact(growth_interval) || states == nullptr || !PyDict_Check(states)) {
     return nullptr;
   }
   int overflow = 0;
-  const long long interval = PyLong_AsLongLongAndOverflow(args[5], &overflow);
+  const long long interval = PyLong_AsLongLongAndOverflow(growth_interval, &overflow);
   const std::optional<Update> update =
-      update_of(*scale, *tracker, &THPVariable_Unpack(args[6]), norm, PyFloat_AS_DOUBLE(args[3]),
-                PyFloat_AS_DOUBLE(args[4]), interval);
+      update_of(scale, *tracker, &THPVariable_Unpack(args[1]), norm,
+                PyFloat_AS_DOUBLE(growth_factor), PyFloat_AS_DOUBLE(backoff_factor), interval);
   if (overflow != 0 || !update) {
     return nullptr;
   }
-  bool found = false;
+  float sum = 0;
   bool checked = false;
   PyObject *key = nullptr, *state = nullptr;
-  for (Py_ssize_t place = 0; PyDict_Next(args[0], &place, &key, &state) != 0;) {
-    PyObject* flags =
-        PyDict_CheckExact(state) ? PyDict_GetItemWithError(state, found_name()) : nullptr;
-    const std::optional<double> sum = flags == nullptr ? std::nullopt : sum_of(flags);
+  for (Py_ssize_t place = 0; PyDict_Next(states, &place, &key, &state) != 0;) {
+    PyObject* flags = PyDict_CheckExact(state) ? item(state, names().found_inf) : nullptr;
     // Ranks may still have to agree on it.
-    if (!sum || PyDict_GetItemWithError(state, agreement_name) != nullptr) {
+    if (flags == nullptr || item(state, names().agreement) != nullptr || !add_flags(flags, sum)) {
       return nullptr;
     }
-    found |= *sum != 0;
     checked |= PyDict_GET_SIZE(flags) != 0;
   }
   if (!checked) {
     return nullptr;
   }
-  apply(*update, found);
-  scale->unsafeGetTensorImpl()->bump_version();
+  apply(*update, sum != 0);
+  scale.unsafeGetTensorImpl()->bump_version();
   return Py_NewRef(Py_True);
 }
 
@@ -387,7 +400,7 @@ void bind_short_way(py::module_& m) {
                                   method<check_groups, 2>("check_groups"),
                                   method<clip_groups, 7>("clip_groups"),
                                   method<any_found, 1>("any_found"),
-                                  method<update_scale, 8>("update_scale"),
+                                  method<update_scale, 3>("update_scale"),
                                   {nullptr, nullptr, 0, nullptr}};
   if (PyModule_AddFunctions(m.ptr(), methods) != 0) {
     throw py::error_already_set();

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -274,39 +274,67 @@ def test_a_declined_call_changes_nothing() -> None:
     assert all(grad.eq(1).all() for grad in grads)
 
 
-@pytest.fixture
-def arguments() -> Iterator[list[Any]]:
-    words = GradScaler("cpu")._loss_scale.words_on(torch.device("cpu"))
-    states = {1: {"found_inf_per_device": {torch.device("cpu"): torch.zeros(())}}}
-    tracker = torch.zeros((), dtype=torch.int32)
-    yield [states, torch.tensor(4.0), tracker, 2.0, 0.5, 1, words, None]
-
-
-UNUSUAL_UPDATES: dict[str, tuple[int, Any]] = {
-    "no check": (0, {}),
-    "a check of something else": (0, {1: {"found_inf_per_device": {"cpu": 0.0}}}),
-    "float64 scale": (1, torch.tensor(4.0, dtype=torch.float64)),
-    "scale of one dimension": (1, torch.tensor([4.0])),
-    "scale with a gradient": (1, torch.tensor(4.0, requires_grad=True)),
-    "int64 tracker": (2, torch.zeros((), dtype=torch.int64)),
-    "integer factor": (3, 2),
-    "bool interval": (5, True),
-    "huge interval": (5, 2**64),
-    "other words": (6, torch.zeros(3, dtype=torch.int64)),
-    "norm of another type": (7, torch.tensor(1.0, dtype=torch.float64)),
+CPU = torch.device("cpu")
+UNUSUAL_UPDATES: dict[str, tuple[str, Any]] = {
+    "no check": ("_per_optimizer_states", {}),
+    "a check of something else": (
+        "_per_optimizer_states",
+        {1: {"found_inf_per_device": {CPU: 0.0}}},
+    ),
+    "an agreement to come": (
+        "_per_optimizer_states",
+        {1: {"found_inf_per_device": {CPU: torch.zeros(())}, "agreement": None}},
+    ),
+    "no dict of states": ("_per_optimizer_states", []),
+    "float64 scale": ("_scale", torch.tensor(4.0, dtype=torch.float64)),
+    "scale of one dimension": ("_scale", torch.tensor([4.0])),
+    "scale with a gradient": ("_scale", torch.tensor(4.0, requires_grad=True)),
+    "int64 tracker": ("_growth_tracker", torch.zeros((), dtype=torch.int64)),
+    "integer growth factor": ("_growth_factor", 2),
+    "no backoff factor": ("_backoff_factor", None),
+    "bool interval": ("_growth_interval", True),
+    "huge interval": ("_growth_interval", 2**64),
+    "other words": ("words", torch.zeros(3, dtype=torch.int64)),
+    "no words": ("words", None),
+    "norm of another type": ("norm", torch.tensor(1.0, dtype=torch.float64)),
+    "disabled": ("_enabled", False),
+    "a hook": ("_found_inf_per_device", lambda optimizer: {}),
 }
 
 
 @pytest.mark.parametrize("change", UNUSUAL_UPDATES.values(), ids=UNUSUAL_UPDATES)
-def test_unusual_updates_change_nothing(change: tuple[int, Any], arguments: list[Any]) -> None:
-    place, value = change
-    scale, tracker = arguments[1], arguments[2]
-    usual, arguments[place] = arguments[place], value
-    assert cpu.update_scale(*arguments) is None
+def test_unusual_updates_change_nothing(change: tuple[str, Any]) -> None:
+    scaler = GradScaler("cpu", init_scale=4.0, growth_interval=1)
+    scaler.scale(torch.ones(()))
+    scale, tracker, words = scaler._scale, scaler._growth_tracker, scaler._loss_scale.words
+    assert scale is not None and tracker is not None
+    scaler._per_optimizer_states[1] = {"found_inf_per_device": {CPU: torch.zeros(())}}
+    arguments = {"words": words, "norm": None}
+    usual = dict(scaler.__dict__)
+
+    name, value = change
+    holder = arguments if name in arguments else scaler.__dict__
+    holder[name] = value
+    assert cpu.update_scale(scaler, *arguments.values()) is None
     assert (scale.item(), tracker.item()) == (4.0, 0)
-    arguments[place] = usual
-    assert cpu.update_scale(*arguments) is True
+
+    scaler.__dict__.clear()
+    scaler.__dict__.update(usual)
+    assert cpu.update_scale(scaler, words, None) is True
     assert (scale.item(), tracker.item()) == (8.0, 0)
+
+
+def test_flags_of_several_optimizers_are_summed() -> None:
+    """As torch does, which only shows where a flag is neither 0 nor 1."""
+    scales = []
+    for kind in (torch.amp.GradScaler, GradScaler):
+        scaler = kind("cpu", init_scale=4.0, growth_interval=1)
+        scaler.scale(torch.ones(()))
+        for key, flag in enumerate((1.0, -1.0)):
+            scaler._per_optimizer_states[key] = {"found_inf_per_device": {CPU: torch.tensor(flag)}}
+        scaler.update()
+        scales.append(scaler.get_scale())
+    assert scales == [8.0, 8.0]
 
 
 def scaled_alone(count: int = 1000) -> tuple[GradScaler, Any, torch.nn.Parameter]:
@@ -347,11 +375,6 @@ def test_the_entries_own_default_counts() -> None:
     with pytest.raises(KeyError):
         scaler.step(optimizer)
     assert param.grad is not None and param.grad.eq(8).all()
-
-
-def test_an_update_waits_for_an_agreement(arguments: list[Any]) -> None:
-    arguments[0][1]["agreement"] = object()
-    assert cpu.update_scale(*arguments) is None
 
 
 def test_a_property_of_a_subclass_counts() -> None:
