@@ -19,38 +19,15 @@ namespace ampfast::cpu {
 
 namespace {
 
-// Cost of a chunk besides its elements, in elements; balances many tiny tensors.
+// Cost of a chunk besides its elements, in elements, which counts with many tiny tensors.
 constexpr int64_t kChunkCost = 64;
 
-// The least work for a thread, in bytes. Where every core is busy, as in training with data
-// loaders, waking a thread can take a time slice, which is longer than a small list takes
-// altogether.
-std::atomic<int64_t> grain{3 * 1024 * 1024};
+// The least work for a thread, in bytes: waking one pays no sooner.
+std::atomic<int64_t> grain{1024 * 1024};
 
-struct Position {
-  size_t span;
-  int64_t chunk;
-};
-
-int64_t weight(const Span& span) { return span.numel + chunk_count(span.numel) * kChunkCost; }
-
-// Starts of `count` tasks of about the same work.
-std::vector<Position> shares(const DtypeList& list, int64_t total, int64_t count) {
-  std::vector<Position> starts;
-  int64_t before = 0;
-  for (size_t i = 0; i < list.spans.size(); ++i) {
-    const int64_t after = before + weight(list.spans[i]);
-    while (static_cast<int64_t>(starts.size()) < count) {
-      const int64_t target = total / count * static_cast<int64_t>(starts.size());
-      if (target >= after) {
-        break;
-      }
-      starts.push_back({i, (target - before) / (kChunk + kChunkCost)});
-    }
-    before = after;
-  }
-  return starts;
-}
+// Chunks that a thread takes at a time. Whoever is free takes the next, so that a thread that wakes
+// late, as where every core is busy, delays nobody.
+constexpr int64_t kTicket = 4;
 
 // In a forked child the threads of OpenMP are gone, and waiting for them would not end.
 std::atomic<bool> forked{false};
@@ -79,32 +56,29 @@ bool shares_memory(const DtypeList& list) {
 template <class Body>
 void for_each_chunk(const DtypeList& list, bool writes, const Body& body) {
   const int64_t size = list.element_size();
-  const int64_t total = list.elements + list.chunks * kChunkCost;
-  int64_t tasks = total * size / grain;
-  if (tasks > 1) {
-    tasks = std::min<int64_t>(at::get_num_threads(), tasks);
-  }
-  if (tasks < 2 || at::in_parallel_region() || forked || (writes && shares_memory(list))) {
-    for (const Span& span : list.spans) {
-      int64_t chunk = span.first_chunk;
-      for (int64_t offset = 0; offset < span.numel; offset += kChunk) {
-        body(span.address + offset * size, std::min(kChunk, span.numel - offset), chunk++);
+  const auto take = [&](int64_t chunk, int64_t end) {
+    const auto is_before = [](int64_t number, const Span& span) {
+      return number < span.first_chunk;
+    };
+    auto span = std::upper_bound(list.spans.begin(), list.spans.end(), chunk, is_before) - 1;
+    for (; chunk < end; ++span) {
+      int64_t offset = (chunk - span->first_chunk) * kChunk;
+      for (; offset < span->numel && chunk < end; offset += kChunk) {
+        body(span->address + offset * size, std::min(kChunk, span->numel - offset), chunk++);
       }
     }
+  };
+  const int64_t work = (list.elements + list.chunks * kChunkCost) * size;
+  const int64_t threads =
+      work < 2 * grain ? 1 : std::min<int64_t>(at::get_num_threads(), work / grain);
+  if (threads < 2 || at::in_parallel_region() || forked || (writes && shares_memory(list))) {
+    take(0, list.chunks);
     return;
   }
-  const std::vector<Position> starts = shares(list, total, tasks);
-  at::parallel_for(0, tasks, 1, [&](int64_t first, int64_t last) {
-    const Position end = last < tasks ? starts[last] : Position{list.spans.size(), 0};
-    Position at = starts[first];
-    for (; at.span < list.spans.size() && at.span <= end.span; ++at.span, at.chunk = 0) {
-      const Span& span = list.spans[at.span];
-      const int64_t stop = at.span < end.span ? chunk_count(span.numel) : end.chunk;
-      for (; at.chunk < stop; ++at.chunk) {
-        const int64_t offset = at.chunk * kChunk;
-        body(span.address + offset * size, std::min(kChunk, span.numel - offset),
-             span.first_chunk + at.chunk);
-      }
+  std::atomic<int64_t> next{0};
+  at::parallel_for(0, threads, 1, [&](int64_t /*first*/, int64_t /*last*/) {
+    for (int64_t chunk = 0; (chunk = next.fetch_add(kTicket)) < list.chunks;) {
+      take(chunk, std::min(chunk + kTicket, list.chunks));
     }
   });
 }
