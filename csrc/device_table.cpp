@@ -2,10 +2,10 @@
 
 #include <ATen/ops/empty.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
+#include <c10/util/hash.h>
 
 #include <algorithm>
 #include <cstring>
-#include <list>
 #include <unordered_map>
 
 namespace ampfast {
@@ -76,65 +76,57 @@ int64_t window_count(const Span& span, int64_t element_size) {
   return (bytes + kWindowBytes - 1) / kWindowBytes;
 }
 
-// Differs, almost surely, where the tables do; what is kept is found by it, since comparing whole
-// lists that differ at their ends takes long.
+// Finds a table among those that are kept, since comparing whole lists that differ at their ends
+// takes long.
 uint64_t fingerprint_of(const GradList& grads, int64_t max_programs, c10::StreamId stream) {
-  uint64_t hash = mixed(grads.lists().size(), static_cast<uint64_t>(grads.device().index()));
-  hash = mixed(mixed(hash, static_cast<uint64_t>(max_programs)), static_cast<uint64_t>(stream));
+  size_t hash = c10::get_hash(grads.device().index(), max_programs, stream);
   for (const DtypeList& list : grads.lists()) {
-    hash = mixed(hash, static_cast<uint64_t>(list.dtype));
+    hash = c10::hash_combine(hash, static_cast<size_t>(list.dtype));
     for (const Span& span : list.spans) {
-      hash = mixed(hash, static_cast<uint64_t>(address_of(span)));
-      hash = mixed(hash, static_cast<uint64_t>(span.numel));
-      hash = mixed(hash, static_cast<uint64_t>(span.parameter));
+      hash = c10::get_hash(hash, address_of(span), span.numel, span.parameter);
     }
   }
   return hash;
 }
 
-// Tables that may be used again.
+// Tables that may be used again, by fingerprint.
 class Recent {
  public:
   std::shared_ptr<DeviceTable> find(uint64_t fingerprint) {
-    const auto place = places_.find(fingerprint);
-    if (place == places_.end()) {
+    const auto place = entries_.find(fingerprint);
+    if (place == entries_.end()) {
       return nullptr;
     }
-    tables_.splice(tables_.begin(), tables_, place->second);
-    return tables_.front();
+    place->second.last_use = ++uses_;
+    return place->second.table;
   }
 
-  void add(const std::shared_ptr<DeviceTable>& table) {
-    const auto place = places_.find(table->fingerprint());
-    if (place != places_.end()) {
-      remove(place->second);
-    }
-    tables_.push_front(table);
-    places_[table->fingerprint()] = tables_.begin();
-    bytes_ += table->bytes();
-    while (tables_.size() > kLeastTables && bytes_ > kTableBytes) {
-      remove(std::prev(tables_.end()));
+  void add(uint64_t fingerprint, const std::shared_ptr<DeviceTable>& table) {
+    Entry& entry = entries_[fingerprint];
+    bytes_ += table->bytes() - (entry.table != nullptr ? entry.table->bytes() : 0);
+    entry = {table, ++uses_};
+    while (entries_.size() > kLeastTables && bytes_ > kTableBytes) {
+      const auto oldest = std::min_element(
+          entries_.begin(), entries_.end(),
+          [](const auto& a, const auto& b) { return a.second.last_use < b.second.last_use; });
+      bytes_ -= oldest->second.table->bytes();
+      entries_.erase(oldest);
     }
   }
 
   void clear() {
-    places_.clear();
-    tables_.clear();
+    entries_.clear();
     bytes_ = 0;
   }
 
  private:
-  using Tables = std::list<std::shared_ptr<DeviceTable>>;
-
-  void remove(Tables::iterator table) {
-    bytes_ -= (*table)->bytes();
-    places_.erase((*table)->fingerprint());
-    tables_.erase(table);
-  }
-
-  Tables tables_;  // the one that was used last comes first
-  std::unordered_map<uint64_t, Tables::iterator> places_;
+  struct Entry {
+    std::shared_ptr<DeviceTable> table;
+    int64_t last_use;
+  };
+  std::unordered_map<uint64_t, Entry> entries_;
   int64_t bytes_ = 0;
+  int64_t uses_ = 0;
 };
 
 // Neither this nor the reserve is ever destroyed: at the end of the process the device may be gone
@@ -147,12 +139,12 @@ Recent& recent() {
 }  // namespace
 
 DeviceTable::DeviceTable(const GradList& grads, int64_t max_programs, c10::StreamId stream)
-    : fingerprint_(fingerprint_of(grads, max_programs, stream)),
-      device_(grads.device()),
+    : device_(grads.device()),
+      lists_(grads.lists()),
       max_programs_(max_programs),
       stream_(stream),
       words_(kHeaderWords) {
-  for (const DtypeList& list : grads.lists()) {
+  for (const DtypeList& list : lists_) {
     add(list);
   }
   words_[kPartials] = static_cast<int64_t>(words_.size());
@@ -199,27 +191,8 @@ void DeviceTable::add(const DtypeList& list) {
 }
 
 bool DeviceTable::holds(const GradList& grads, int64_t max_programs, c10::StreamId stream) const {
-  if (grads.device() != device_ || max_programs != max_programs_ || stream != stream_ ||
-      grads.lists().size() != segments_.size()) {
-    return false;
-  }
-  for (size_t i = 0; i < segments_.size(); ++i) {
-    const DtypeList& list = grads.lists()[i];
-    const Segment& segment = segments_[i];
-    if (list.dtype != segment.dtype || static_cast<int64_t>(list.spans.size()) != segment.tensors) {
-      return false;
-    }
-    const int64_t* address = words_.data() + segment.word + kSegmentWords;
-    const int64_t* length = address + segment.tensors + 1;
-    const int64_t* parameter = words_.data() + words_[segment.word + kParameters];
-    for (const Span& span : list.spans) {
-      if (address_of(span) != *address++ || span.numel != *length++ ||
-          span.parameter != *parameter++) {
-        return false;
-      }
-    }
-  }
-  return true;
+  return device_ == grads.device() && max_programs_ == max_programs && stream_ == stream &&
+         lists_ == grads.lists();
 }
 
 void DeviceTable::upload(bool captured) {
@@ -244,8 +217,9 @@ std::shared_ptr<const DeviceTable> table_of(const GradList& grads, int64_t max_p
                                             bool capturing) {
   const c10::impl::VirtualGuardImpl guard(grads.device().type());
   const c10::StreamId stream = guard.getStream(grads.device()).id();
+  const uint64_t fingerprint = fingerprint_of(grads, max_programs, stream);
   if (!capturing) {
-    const auto known = recent().find(fingerprint_of(grads, max_programs, stream));
+    const auto known = recent().find(fingerprint);
     if (known != nullptr && known->holds(grads, max_programs, stream)) {
       known->prepare_capture();
       return known;
@@ -255,7 +229,7 @@ std::shared_ptr<const DeviceTable> table_of(const GradList& grads, int64_t max_p
   table->upload(capturing);
   if (!capturing) {
     table->prepare_capture();
-    recent().add(table);
+    recent().add(fingerprint, table);
   }
   return table;
 }

@@ -31,10 +31,9 @@ class DeviceTable {
   // Makes sure that this table, and others like it, could be captured from now on.
   void prepare_capture() const;
 
-  // Tells whether this is the table of `grads`, without making it.
+  // Tells whether this is the table of `grads`.
   bool holds(const GradList& grads, int64_t max_programs, c10::StreamId stream) const;
 
-  uint64_t fingerprint() const { return fingerprint_; }
   int64_t bytes() const { return static_cast<int64_t>(buffer_.nbytes()); }
   const at::Tensor& buffer() const { return buffer_; }
   const std::vector<Segment>& segments() const { return segments_; }
@@ -42,8 +41,8 @@ class DeviceTable {
  private:
   void add(const DtypeList& list);
 
-  uint64_t fingerprint_;
   at::Device device_;
+  std::vector<DtypeList> lists_;
   int64_t max_programs_;
   c10::StreamId stream_;
   std::vector<Segment> segments_;

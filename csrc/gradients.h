@@ -22,17 +22,13 @@ constexpr int64_t kChunk = 16 * 1024;
 
 constexpr int64_t chunk_count(int64_t numel) { return (numel + kChunk - 1) / kChunk; }
 
-// A hash that grows value by value.
-constexpr uint64_t mixed(uint64_t hash, uint64_t value) {
-  hash = (hash ^ value) * 0x9e3779b97f4a7c15;
-  return hash ^ (hash >> 32);
-}
-
 struct Span {
   char* address;
   int64_t numel;
   int64_t first_chunk;
   int64_t parameter;  // its number among all of the optimizer, without gradient too
+
+  bool operator==(const Span&) const = default;
 };
 
 struct DtypeList {
@@ -42,6 +38,7 @@ struct DtypeList {
   int64_t elements = 0;
 
   int64_t element_size() const { return static_cast<int64_t>(c10::elementSize(dtype)); }
+  bool operator==(const DtypeList&) const = default;
 };
 
 // Keeps the gradients alive, so it lives for one pass only.

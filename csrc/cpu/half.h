@@ -26,16 +26,6 @@ inline BFloat16 narrow(float value, BFloat16 /*tag*/) {
   return {static_cast<uint16_t>(nan ? 0x7fc0 : rounded)};
 }
 
-#if defined(__aarch64__) && defined(__ARM_FP16_FORMAT_IEEE)
-
-// Every 64-bit ARM converts float16 in hardware.
-inline float widen(Half value) { return bits_as<__fp16>(value); }
-
-// Rounds to nearest, ties to even.
-inline Half narrow(float value, Half /*tag*/) { return bits_as<Half>(static_cast<__fp16>(value)); }
-
-#else
-
 // Subnormals are made by arithmetic on normal floats, so that a flush-to-zero mode cannot lose
 // them.
 inline float widen(Half value) {
@@ -60,7 +50,5 @@ inline Half narrow(float value, Half /*tag*/) {
   const uint32_t finite = magnitude < 0x38800000 ? subnormal : normal;
   return {static_cast<uint16_t>(sign | (magnitude < 0x477ff000 ? finite : special))};
 }
-
-#endif
 
 }  // namespace ampfast::cpu

@@ -11,7 +11,6 @@
 
 #if (defined(__x86_64__) || defined(__i386__)) && (defined(__GNUC__) || defined(__clang__))
 #define AMPFAST_HAS_AVX2
-#include <cpuid.h>
 #include <immintrin.h>
 #endif
 
@@ -47,19 +46,11 @@ struct InstructionSet {
   const Loops* loops;
 };
 
-#ifdef AMPFAST_HAS_AVX2
-// Older compilers do not know the name of this one.
-bool has_f16c() {
-  unsigned int eax, ebx, ecx, edx;
-  return __get_cpuid(1, &eax, &ebx, &ecx, &edx) != 0 && (ecx & bit_F16C) != 0;
-}
-#endif
-
 // Best first.
 std::vector<InstructionSet> usable() {
   std::vector<InstructionSet> found;
 #ifdef AMPFAST_HAS_AVX2
-  if (__builtin_cpu_supports("avx2") && has_f16c()) {
+  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c")) {
     found.push_back({"avx2", avx2::kLoops});
   }
 #endif

@@ -8,40 +8,34 @@ T larger(T a, T b) {
   return a < b ? b : a;
 }
 
-// Several lanes, since every maximum waits for the one before it.
-template <class T, class Magnitude>
-int64_t largest_magnitude(const T* values, int64_t numel, Magnitude magnitude_of) {
-  using Bits = decltype(magnitude_of(*values));
-  constexpr int kLanes = 128 / sizeof(T);
-  Bits peak = 0;
-  int64_t i = 0;
-  if (numel >= kLanes) {
-    Bits lanes[kLanes] = {};
-    for (; i + kLanes <= numel; i += kLanes) {
-      for (int lane = 0; lane < kLanes; ++lane) {
-        lanes[lane] = larger(lanes[lane], magnitude_of(values[i + lane]));
-      }
-    }
-    for (const Bits lane : lanes) {
-      peak = larger(peak, lane);
-    }
-  }
-  for (; i < numel; ++i) {
-    peak = larger(peak, magnitude_of(values[i]));
-  }
-  return peak;
-}
-
 inline int32_t bits_of_magnitude(float value) { return magnitude(value); }
 inline int64_t bits_of_magnitude(double value) { return magnitude(value); }
 // Integers of that width, twice as many to a register as their floats.
 inline int16_t bits_of_magnitude(Half value) { return magnitude16(value.bits); }
 inline int16_t bits_of_magnitude(BFloat16 value) { return magnitude16(value.bits); }
 
+// Several lanes, since every maximum waits for the one before it.
 template <class T>
 int64_t peak_bits(const void* data, int64_t numel) {
-  return largest_magnitude(static_cast<const T*>(data), numel,
-                           [](T value) { return bits_of_magnitude(value); });
+  constexpr int kLanes = 128 / sizeof(T);
+  const T* values = static_cast<const T*>(data);
+  decltype(bits_of_magnitude(*values)) peak = 0;
+  int64_t i = 0;
+  if (numel >= kLanes) {
+    decltype(peak) lanes[kLanes] = {};
+    for (; i + kLanes <= numel; i += kLanes) {
+      for (int lane = 0; lane < kLanes; ++lane) {
+        lanes[lane] = larger(lanes[lane], bits_of_magnitude(values[i + lane]));
+      }
+    }
+    for (const auto bits : lanes) {
+      peak = larger(peak, bits);
+    }
+  }
+  for (; i < numel; ++i) {
+    peak = larger(peak, bits_of_magnitude(values[i]));
+  }
+  return peak;
 }
 
 template <class T, bool kTwice>
@@ -53,13 +47,6 @@ int64_t multiply(void* data, int64_t numel, T factor, T second) {
     values[i] = kTwice ? values[i] * factor * second : values[i] * factor;
   }
   return peak;
-}
-
-template <class T>
-int64_t unscale(void* data, int64_t numel, float inv_scale, double coefficient) {
-  const T second = static_cast<T>(coefficient);
-  return coefficient == 1 ? multiply<T, false>(data, numel, inv_scale, second)
-                          : multiply<T, true>(data, numel, inv_scale, second);
 }
 
 #ifdef AMPFAST_AVX2
@@ -154,10 +141,17 @@ int64_t multiply16(void* data, int64_t numel, float inv_scale, float coefficient
 }
 
 template <class T>
-int64_t unscale16(void* data, int64_t numel, float inv_scale, double coefficient) {
-  const float second = static_cast<float>(coefficient);
-  return coefficient == 1 ? multiply16<T, false>(data, numel, inv_scale, second)
-                          : multiply16<T, true>(data, numel, inv_scale, second);
+int64_t unscale(void* data, int64_t numel, float inv_scale, double coefficient) {
+  const bool once = coefficient == 1;
+  if constexpr (sizeof(T) == 2) {
+    const float second = static_cast<float>(coefficient);
+    return once ? multiply16<T, false>(data, numel, inv_scale, second)
+                : multiply16<T, true>(data, numel, inv_scale, second);
+  } else {
+    const T second = static_cast<T>(coefficient);
+    return once ? multiply<T, false>(data, numel, inv_scale, second)
+                : multiply<T, true>(data, numel, inv_scale, second);
+  }
 }
 
 // The sum of squares of the unscaled values is taken in float64, in which those of all other types
@@ -344,7 +338,7 @@ inline constexpr Loops kLoops[] = {
     {peak_bits<float>, unscale<float>, squares<float>, counts<uint32_t, kRangeInFloat32>},
     {peak_bits<double>, unscale<double>, squares_by_blocks<double>,
      counts<uint64_t, kRangeInFloat64>},
-    {peak_bits<Half>, unscale16<Half>, squares<Half>, counts<uint16_t, kRangeInFloat16>},
-    {peak_bits<BFloat16>, unscale16<BFloat16>, squares<BFloat16>,
+    {peak_bits<Half>, unscale<Half>, squares<Half>, counts<uint16_t, kRangeInFloat16>},
+    {peak_bits<BFloat16>, unscale<BFloat16>, squares<BFloat16>,
      counts<uint16_t, kRangeInBFloat16>},
 };
