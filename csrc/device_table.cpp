@@ -23,11 +23,6 @@ constexpr int64_t kTableBytes = int64_t{1} << 23;
 constexpr int64_t kLeastReserve = int64_t{1} << 17;
 constexpr int64_t kTablesInReserve = 16;
 
-Uploads& counted() {
-  static Uploads uploads{0, 0};
-  return uploads;
-}
-
 at::Tensor empty_words(int64_t words, at::TensorOptions options) {
   return at::empty({words}, options.dtype(at::kLong));
 }
@@ -209,8 +204,8 @@ void DeviceTable::upload(bool captured) {
   std::memcpy(source.mutable_data_ptr(), words_.data(), bytes);
   buffer_ = empty_words(words + words_[kPrograms], at::TensorOptions().device(device_));
   buffer_.narrow(0, 0, words).copy_(source, /*non_blocking=*/true);
-  counted().count += 1;
-  counted().bytes += static_cast<int64_t>(bytes);
+  uploads().count += 1;
+  uploads().bytes += static_cast<int64_t>(bytes);
 }
 
 std::shared_ptr<const DeviceTable> table_of(const GradList& grads, int64_t max_programs,
@@ -240,7 +235,10 @@ void DeviceTable::prepare_capture() const {
   }
 }
 
-Uploads uploads() { return counted(); }
+Uploads& uploads() {
+  static Uploads uploads{0, 0};
+  return uploads;
+}
 
 void clear_tables() { recent().clear(); }
 

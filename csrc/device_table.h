@@ -63,7 +63,7 @@ struct Uploads {
 std::shared_ptr<const DeviceTable> table_of(const GradList& grads, int64_t max_programs,
                                             bool capturing);
 
-Uploads uploads();
+Uploads& uploads();
 
 // Forgets the tables that are not captured.
 void clear_tables();

@@ -59,6 +59,12 @@ AMPFAST_ELEMENT int64_t magnitude(double value) {
   return bits_as<int64_t>(value) & 0x7fffffffffffffff;
 }
 
+// Not std::max: a copy of it compiled for one instruction set could end up in the code of another.
+template <class T>
+AMPFAST_ELEMENT T larger(T a, T b) {
+  return a < b ? b : a;
+}
+
 // The larger of two; a NaN wins, and stays.
 AMPFAST_ELEMENT double larger_or_nan(double a, double b) { return a != a || b <= a ? a : b; }
 

@@ -11,7 +11,6 @@
 #include <torch/csrc/autograd/variable.h>
 
 #include <algorithm>
-#include <numeric>
 
 namespace ampfast {
 
@@ -19,6 +18,9 @@ namespace {
 
 // Parameters looked at together.
 constexpr Py_ssize_t kTogether = 16;
+
+// Tensors of one dtype that a list has room for before it must grow.
+constexpr size_t kRoom = 512;
 
 // A plain tensor has the keys of its backend and of what every tensor has, and no others: no
 // conjugate, no negative, no functorch wrapper, no Python subclass, no sparse or quantized layout.
@@ -127,11 +129,13 @@ void GradList::add(at::ScalarType dtype, char* address, int64_t numel, int64_t p
                            [dtype](const DtypeList& each) { return each.dtype == dtype; });
   if (list == lists_.end()) {
     list = lists_.insert(list, DtypeList{dtype, {}, 0, 0});
-    list->spans.reserve(kTogether);
+    list->spans.reserve(kRoom);
   }
   list->spans.push_back({address, numel, list->chunks, parameter});
   list->chunks += chunk_count(numel);
   list->elements += numel;
+  chunks_ += chunk_count(numel);
+  elements_ += numel;
 }
 
 std::pair<GradList, GradList> GradList::split(const std::unordered_set<int64_t>& parameters) const {
@@ -143,16 +147,6 @@ std::pair<GradList, GradList> GradList::split(const std::unordered_set<int64_t>&
     }
   }
   return both;
-}
-
-int64_t GradList::chunks() const {
-  return std::accumulate(lists_.begin(), lists_.end(), int64_t{0},
-                         [](int64_t sum, const DtypeList& list) { return sum + list.chunks; });
-}
-
-int64_t GradList::elements() const {
-  return std::accumulate(lists_.begin(), lists_.end(), int64_t{0},
-                         [](int64_t sum, const DtypeList& list) { return sum + list.elements; });
 }
 
 namespace {
@@ -187,18 +181,22 @@ void with_python_warnings(const Body& body) {
 
 using Tensors = std::vector<at::Tensor>;
 
-// Regular gradients, and the number of each one's parameter.
-struct Regular {
-  std::shared_ptr<Tensors> tensors = std::make_shared<Tensors>();
-  std::vector<int64_t> parameters;
+// What a walk has found so far.
+struct Walk {
+  // Gradients that the kernels can take, and the number of each one's parameter.
+  std::shared_ptr<Tensors> regular = std::make_shared<Tensors>();
+  std::vector<int64_t> numbers;
+  std::vector<SetAside> set_aside;
+  std::optional<Place> refused;
+  int64_t parameters = 0;  // with gradient or without
 
   // Takes a gradient that the kernels can take, and tells whether it did.
-  bool take(at::Tensor& grad, uint64_t devices, int64_t parameter) {
+  bool take(at::Tensor& grad, uint64_t devices) {
     if (!grad.defined() || !is_regular(grad, devices)) {
       return false;
     }
-    tensors->push_back(std::move(grad));
-    parameters.push_back(parameter);
+    regular->push_back(std::move(grad));
+    numbers.push_back(parameters);
     return true;
   }
 };
@@ -226,7 +224,7 @@ at::Tensor local_shard(const py::object& local_shard_of, const py::object& param
 }
 
 void walk_group(const py::handle& params, int64_t group, bool allow_fp16, uint64_t devices,
-                const py::object& local_shard_of, Walk& walk, Regular& regular) {
+                const py::object& local_shard_of, Walk& walk) {
   int64_t index = 0;
   for (const py::handle item : params) {
     const py::object param = py::reinterpret_borrow<py::object>(item);
@@ -236,9 +234,9 @@ void walk_group(const py::handle& params, int64_t group, bool allow_fp16, uint64
       walk.refused = {group, index, param};
       return;
     }
-    if (!regular.take(grad, devices, walk.parameters)) {
+    if (!walk.take(grad, devices)) {
       grad = local_shard(local_shard_of, param, std::move(grad), walk.parameters);
-      if (!regular.take(grad, devices, walk.parameters) && grad.defined()) {
+      if (!walk.take(grad, devices) && grad.defined()) {
         require_storage(grad);
         walk.set_aside.emplace_back(param, std::move(grad), walk.parameters);
       }
@@ -250,34 +248,29 @@ void walk_group(const py::handle& params, int64_t group, bool allow_fp16, uint64
 
 }  // namespace
 
-Walk walk_gradients(const py::handle& param_groups, bool allow_fp16, bool writes,
-                    bool bumps_versions, uint64_t devices, const py::object& local_shard_of) {
+std::tuple<std::vector<GradList>, std::vector<SetAside>, std::optional<Place>> walk_gradients(
+    const py::handle& param_groups, bool allow_fp16, bool writes, uint64_t devices,
+    bool bumps_versions, const py::object& local_shard_of) {
   Walk walk;
-  Regular regular;
-  if (is_observed()) {
-    devices = 0;
-  }
   with_python_warnings([&] {
     int64_t index = 0;
     for (const py::handle group : param_groups) {
       const py::object params = py::reinterpret_borrow<py::object>(group)["params"];
-      walk_group(params, index++, allow_fp16, devices, local_shard_of, walk, regular);
+      walk_group(params, index++, allow_fp16, is_observed() ? 0 : devices, local_shard_of, walk);
       if (walk.refused) {
         return;
       }
     }
   });
-  if (walk.refused) {
-    return walk;
-  }
-  for (size_t i = 0; i < regular.parameters.size(); ++i) {
-    const at::Tensor& grad = (*regular.tensors)[i];
+  std::vector<GradList> lists;
+  for (size_t i = 0; i < walk.numbers.size() && !walk.refused; ++i) {
+    const at::Tensor& grad = (*walk.regular)[i];
     if (bumps_versions) {
       grad.unsafeGetTensorImpl()->bump_version();
     }
-    list_on(walk.lists, grad.device(), regular.tensors).add(grad, writes, regular.parameters[i]);
+    list_on(lists, grad.device(), walk.regular).add(grad, writes, walk.numbers[i]);
   }
-  return walk;
+  return {std::move(lists), std::move(walk.set_aside), std::move(walk.refused)};
 }
 
 namespace {
@@ -403,9 +396,8 @@ std::optional<GradList> regular_list(const py::sequence& tensors, at::Device dev
     throw py::error_already_set();
   }
   const auto owner = std::make_shared<const py::tuple>(py::reinterpret_steal<py::tuple>(items));
-  const size_t count = owner->size();
   GradList list(device, owner);
-  for (size_t i = 0; i < count; ++i) {
+  for (size_t i = 0; i < owner->size(); ++i) {
     PyObject* item = PyTuple_GET_ITEM(owner->ptr(), i);
     if (!THPVariable_CheckExact(item)) {
       return std::nullopt;
@@ -414,10 +406,7 @@ std::optional<GradList> regular_list(const py::sequence& tensors, at::Device dev
     if (tensor.device() != device || !is_regular(tensor, device_bit(device.type()))) {
       return std::nullopt;
     }
-  }
-  for (size_t i = 0; i < count; ++i) {
-    const int64_t number = parameters ? parameters->at(i) : static_cast<int64_t>(i);
-    list.add(THPVariable_Unpack(PyTuple_GET_ITEM(owner->ptr(), i)), true, number);
+    list.add(tensor, true, parameters ? parameters->at(i) : static_cast<int64_t>(i));
   }
   return list;
 }

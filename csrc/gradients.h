@@ -60,8 +60,8 @@ class GradList {
   const std::vector<DtypeList>& lists() const { return lists_; }
   // Whether a float64 tensor was added, also one without elements.
   bool has_float64() const { return has_float64_; }
-  int64_t chunks() const;
-  int64_t elements() const;
+  int64_t chunks() const { return chunks_; }
+  int64_t elements() const { return elements_; }
 
  private:
   void add(at::ScalarType dtype, char* address, int64_t numel, int64_t parameter);
@@ -70,6 +70,8 @@ class GradList {
   std::shared_ptr<const void> owner_;
   std::vector<DtypeList> lists_;
   bool has_float64_ = false;
+  int64_t chunks_ = 0;
+  int64_t elements_ = 0;
 };
 
 // Tells whether `tensor` is nothing but dense memory without overlap, on a device whose type is in
@@ -98,23 +100,22 @@ bool is_observed();
 // The bit of a device type in the sets above.
 constexpr uint64_t device_bit(at::DeviceType type) { return uint64_t{1} << static_cast<int>(type); }
 
-struct Walk {
-  std::vector<GradList> lists;  // one per device
-  // A parameter, its gradient, which takes torch's own op, and its number.
-  std::vector<std::tuple<py::object, at::Tensor, int64_t>> set_aside;
-  int64_t parameters = 0;  // with gradient or without
-  // The first that torch refuses, behind its group and its place there; the walk ends there.
-  std::optional<std::tuple<int64_t, int64_t, py::object>> refused;
-};
+// A parameter, its gradient, which takes torch's own op, and its number among all, without gradient
+// too.
+using SetAside = std::tuple<py::object, at::Tensor, int64_t>;
+// Number of a group, place in it, and the parameter there.
+using Place = std::tuple<int64_t, int64_t, py::object>;
 
-// Reads `.grad` of every parameter in `param_groups`, in order. A parameter that is not a tensor is
-// refused, and, without `allow_fp16`, one whose gradient is float16. With `writes` the gradients
-// are about to be written, with `bumps_versions` so that autograd knows. `devices` is the set of
-// device types with kernels. `local_shard_of`, unless None, is called with a parameter, its
-// gradient or None, and its number, where either is no plain tensor; it returns the local shard of
-// a distributed gradient, which is read in its place, or None.
-Walk walk_gradients(const py::handle& param_groups, bool allow_fp16, bool writes,
-                    bool bumps_versions, uint64_t devices, const py::object& local_shard_of);
+// Reads `.grad` of every parameter in `param_groups`, in order. Returns one list per device, what
+// is set aside, and the first parameter that torch refuses, where the walk ends: one that is not a
+// tensor or, without `allow_fp16`, whose gradient is float16. With `writes` the gradients are about
+// to be written, with `bumps_versions` so that autograd knows. `devices` is the set of device types
+// with kernels. `local_shard_of`, unless None, is called with a parameter, its gradient or None,
+// and its number, where either is no plain tensor; it returns the local shard of a distributed
+// gradient, which is read in its place, or None.
+std::tuple<std::vector<GradList>, std::vector<SetAside>, std::optional<Place>> walk_gradients(
+    const py::handle& param_groups, bool allow_fp16, bool writes, uint64_t devices,
+    bool bumps_versions, const py::object& local_shard_of);
 
 // The gradients of parameters that nobody touches while Python's lock is held.
 struct ShortWalk {

@@ -1,7 +1,5 @@
 // The Python face of the compiled core: bindings only, no arithmetic.
 #include <pybind11/stl.h>
-#include <torch/csrc/Dtype.h>
-#include <torch/csrc/DynamicTypes.h>
 #include <torch/csrc/utils/pybind.h>
 #include <torch/version.h>
 
@@ -136,23 +134,19 @@ std::map<std::string, int64_t> state_layout() {
 }
 
 std::map<std::string, std::string> build_info() {
-  return {
-      {"torch", TORCH_VERSION},
-#if defined(__clang__)
-      {"compiler", __VERSION__},  // begins with its name
-#elif defined(__GNUC__)
-      {"compiler", "GCC " __VERSION__},
-#elif defined(_MSC_VER)
-      {"compiler", "MSVC " + std::to_string(_MSC_VER)},
-#else
-      {"compiler", "unknown"},
-#endif
 #if defined(_OPENMP)
-      {"openmp", "yes"},
+  const char* openmp = "yes";
 #else
-      {"openmp", "no"},
+  const char* openmp = "no";
 #endif
-  };
+#if defined(__GNUC__) && !defined(__clang__)
+  const char* compiler = "GCC " __VERSION__;
+#elif defined(__VERSION__)
+  const char* compiler = __VERSION__;  // begins with its name
+#else
+  const char* compiler = "unknown";
+#endif
+  return {{"torch", TORCH_VERSION}, {"compiler", compiler}, {"openmp", openmp}};
 }
 
 }  // namespace
@@ -192,17 +186,12 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def_static("of", &regular_list, py::arg("tensors"), py::arg("device"),
                   py::arg("parameters") = std::nullopt)
       .def("split", &GradList::split, py::arg("parameters"))
-      .def_property_readonly("device", [](const GradList& list) { return py::cast(list.device()); })
+      .def_property_readonly("device", &GradList::device)
       .def_property_readonly("has_float64", &GradList::has_float64)
       .def_property_readonly("chunks", &GradList::chunks);
 
   py::class_<Segment>(m, "Segment")
-      .def_property_readonly("dtype",
-                             [](const Segment& segment) {
-                               PyObject* dtype =
-                                   reinterpret_cast<PyObject*>(torch::getTHPDtype(segment.dtype));
-                               return py::reinterpret_borrow<py::object>(dtype);
-                             })
+      .def_readonly("dtype", &Segment::dtype)
       .def_readonly("word", &Segment::word)
       .def_readonly("tensors", &Segment::tensors)
       .def_readonly("windows", &Segment::windows)
@@ -218,24 +207,15 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("uploads", [] { return std::pair(uploads().count, uploads().bytes); });
   m.def("clear_tables", &clear_tables);
 
-  m.def("is_scalar", [](const at::Tensor& tensor, const py::object& dtype) {
-    return is_scalar(tensor, reinterpret_cast<THPDtype*>(dtype.ptr())->scalar_type,
-                     device_bit(at::kCPU) | device_bit(at::kCUDA));
+  m.def("is_scalar", [](const at::Tensor& tensor, at::ScalarType dtype) {
+    return is_scalar(tensor, dtype, device_bit(at::kCPU) | device_bit(at::kCUDA));
   });
   m.def("update_scale_", &update_scale_);
   m.def("require_storage", &require_storage);
   m.def("lacks_state", &lacks_state);
-  m.def(
-      "walk",
-      [](const py::object& param_groups, bool allow_fp16, bool writes, uint64_t devices,
-         bool bumps_versions, const py::object& local_shard_of) {
-        Walk walk = walk_gradients(param_groups, allow_fp16, writes, bumps_versions, devices,
-                                   local_shard_of);
-        return std::tuple(std::move(walk.lists), std::move(walk.set_aside),
-                          std::move(walk.refused));
-      },
-      py::arg("param_groups"), py::arg("allow_fp16"), py::arg("writes"), py::arg("devices"),
-      py::arg("bumps_versions") = false, py::arg("local_shard_of") = py::none());
+  m.def("walk", &walk_gradients, py::arg("param_groups"), py::arg("allow_fp16"), py::arg("writes"),
+        py::arg("devices"), py::arg("bumps_versions") = false,
+        py::arg("local_shard_of") = py::none());
   m.def("unscale_", &unscale_);
   m.def("check_", &check_);
   m.def("norms", &norms);

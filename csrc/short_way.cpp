@@ -44,14 +44,6 @@ void set(PyObject* dict, PyObject* key, PyObject* value) {
   }
 }
 
-py::object wrapped(const at::Tensor& tensor) {
-  PyObject* object = THPVariable_Wrap(tensor);
-  if (object == nullptr) {
-    throw py::error_already_set();
-  }
-  return py::reinterpret_steal<py::object>(object);
-}
-
 // Attributes of a scaler and keys of its entries for optimizers.
 struct Names {
   PyObject* takes_short_way = PyUnicode_InternFromString("_takes_short_way");
@@ -83,7 +75,7 @@ class Mark {
  public:
   explicit Mark(PyObject* state) : state_(state), flag_(new_scalar<float>(1)) {
     static PyObject* const device = THPDevice_New(at::Device(at::kCPU));
-    set(flags_.ptr(), device, wrapped(flag_).ptr());
+    set(flags_.ptr(), device, py::cast(flag_).ptr());
     for (PyObject* name : {names().found_inf, names().stage}) {
       if (PyObject* before = item(state, name)) {
         before_.push_back(py::reinterpret_borrow<py::object>(before));
@@ -286,7 +278,7 @@ PyObject* clip_groups(PyObject* const* args) {
     cpu::unscale(list, work->inv_scale, nullptr, coefficient);
     *flag = std::isfinite(norms.absolute_maximum) ? 0 : 1;
   });
-  return wrapped(norm).release().ptr();
+  return py::cast(norm).release().ptr();
 }
 
 // check_groups(param_groups, grad_scale) -> (found_inf, grad_scale), new tensors
@@ -302,8 +294,8 @@ PyObject* check_groups(PyObject* const* args) {
   const float divisor = *scale->const_data_ptr<float>();
   bool found = false;
   run(*walk, [&] { found = cpu::check(walk->list, Use::kDivide, divisor); });
-  return PyTuple_Pack(2, wrapped(new_scalar<float>(found ? 1 : 0)).ptr(),
-                      wrapped(new_scalar(divisor)).ptr());
+  return PyTuple_Pack(2, py::cast(new_scalar<float>(found ? 1 : 0)).ptr(),
+                      py::cast(new_scalar(divisor)).ptr());
 }
 
 // any_found(flags) -> bool

@@ -46,20 +46,17 @@ struct InstructionSet {
   const Loops* loops;
 };
 
-// Best first.
-std::vector<InstructionSet> usable() {
-  std::vector<InstructionSet> found;
-#ifdef AMPFAST_HAS_AVX2
-  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c")) {
-    found.push_back({"avx2", avx2::kLoops});
-  }
-#endif
-  found.push_back({"baseline", baseline::kLoops});
-  return found;
-}
-
+// What this machine can run, best first.
 const std::vector<InstructionSet>& instruction_sets() {
-  static const std::vector<InstructionSet> found = usable();
+  static const std::vector<InstructionSet> found = [] {
+    std::vector<InstructionSet> sets{{"baseline", baseline::kLoops}};
+#ifdef AMPFAST_HAS_AVX2
+    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c")) {
+      sets.insert(sets.begin(), {"avx2", avx2::kLoops});
+    }
+#endif
+    return sets;
+  }();
   return found;
 }
 

@@ -2,12 +2,6 @@
 // and under the matching target, so there is no include guard. AMPFAST_AVX2 tells whether AVX2
 // and F16C are that target.
 
-// Not std::max: a copy of it compiled for one instruction set could end up in the code of another.
-template <class T>
-T larger(T a, T b) {
-  return a < b ? b : a;
-}
-
 inline int32_t bits_of_magnitude(float value) { return magnitude(value); }
 inline int64_t bits_of_magnitude(double value) { return magnitude(value); }
 // Integers of that width, twice as many to a register as their floats.
@@ -272,66 +266,28 @@ double squares(const void* data, int64_t numel, float inv_scale, int64_t* peak) 
 
 #endif
 
-// The counts of at most 2^15 lanes full of elements, so that 16-bit lanes count far enough.
-// Magnitudes less one, as unsigned numbers, put zero behind all others: a single comparison tells
-// whether one is below a bound and not zero.
-template <class Bits>
-void count_block(const Bits* values, int64_t rounds, const HalfRange& range, Counts& counts) {
-  constexpr int kLanes = 64 / sizeof(Bits);
-  constexpr Bits kMagnitude = static_cast<Bits>(~Bits{0}) >> 1;
-  const Bits vanishing = static_cast<Bits>(range.smallest_subnormal - 1);
-  const Bits subnormal = static_cast<Bits>(range.smallest_normal - 1);
-  const Bits too_large = static_cast<Bits>(range.largest);
-  Bits zero[kLanes] = {}, vanished[kLanes] = {}, small[kLanes] = {}, fits[kLanes] = {};
-  Bits largest[kLanes] = {}, smallest[kLanes];
-  for (Bits& lane : smallest) {
-    lane = static_cast<Bits>(~Bits{0});
-  }
-  for (int64_t i = 0; i < rounds; ++i) {
-    for (int lane = 0; lane < kLanes; ++lane) {
-      const Bits magnitude = values[i * kLanes + lane] & kMagnitude;
-      const Bits less_one = static_cast<Bits>(magnitude - 1);
-      zero[lane] += magnitude == 0;
-      vanished[lane] += less_one < vanishing;
-      small[lane] += less_one < subnormal;
-      fits[lane] += less_one < too_large;
-      largest[lane] = larger(largest[lane], magnitude);
-      smallest[lane] = less_one < smallest[lane] ? less_one : smallest[lane];
-    }
-  }
-  // Back from unsigned numbers, of which the greatest stands for none.
-  uint64_t none = static_cast<Bits>(~Bits{0});
-  uint64_t least = none;
-  for (int lane = 0; lane < kLanes; ++lane) {
-    counts.nonzero += rounds - static_cast<int64_t>(zero[lane]);
-    counts.vanishing += static_cast<int64_t>(vanished[lane]);
-    counts.subnormal += static_cast<int64_t>(small[lane]);
-    counts.overflowing +=
-        rounds - static_cast<int64_t>(zero[lane]) - static_cast<int64_t>(fits[lane]);
-    counts.largest = larger(counts.largest, static_cast<int64_t>(largest[lane]));
-    least = smallest[lane] < least ? smallest[lane] : least;
-  }
-  const int64_t smallest_nonzero = least == none ? 0 : static_cast<int64_t>(least + 1);
-  if (smallest_nonzero != 0 && (counts.smallest == 0 || smallest_nonzero < counts.smallest)) {
-    counts.smallest = smallest_nonzero;
-  }
-}
-
-// Of a block whose lanes do not count beyond their width, as a chunk is.
+// Of at most 2^16 - 1 elements, which 16 bits can count. Magnitudes less one, as unsigned numbers,
+// put zero behind all others: a single comparison tells whether one is below a bound and not zero.
 template <class Bits, const HalfRange& kRange>
 Counts counts(const void* data, int64_t numel) {
-  constexpr int64_t kLanes = 64 / sizeof(Bits);
+  constexpr Bits kNone = static_cast<Bits>(~Bits{0});
+  constexpr Bits kVanishing = static_cast<Bits>(kRange.smallest_subnormal - 1);
+  constexpr Bits kSubnormal = static_cast<Bits>(kRange.smallest_normal - 1);
   const Bits* values = static_cast<const Bits*>(data);
-  Counts total;
-  const int64_t rounds = numel / kLanes;
-  count_block(values, rounds, kRange, total);
-  // The others with zeros behind them, which nothing counts.
-  if (const int64_t rest = numel - rounds * kLanes) {
-    Bits last[kLanes] = {};
-    std::memcpy(last, values + rounds * kLanes, rest * sizeof(Bits));
-    count_block(last, 1, kRange, total);
+  Bits zero = 0, vanishing = 0, subnormal = 0, overflowing = 0, largest = 0, smallest = kNone;
+  for (int64_t i = 0; i < numel; ++i) {
+    const Bits magnitude = values[i] & (kNone >> 1);
+    const Bits less_one = static_cast<Bits>(magnitude - 1);
+    zero += magnitude == 0;
+    vanishing += less_one < kVanishing;
+    subnormal += less_one < kSubnormal;
+    overflowing += magnitude > static_cast<Bits>(kRange.largest);
+    largest = larger(largest, magnitude);
+    smallest = less_one < smallest ? less_one : smallest;
   }
-  return total;
+  const auto number = [](Bits bits) { return static_cast<int64_t>(bits); };
+  return {numel - number(zero), number(vanishing), number(subnormal),
+          number(overflowing),  number(largest),   number(static_cast<Bits>(smallest + 1))};
 }
 
 inline constexpr Loops kLoops[] = {
@@ -339,6 +295,5 @@ inline constexpr Loops kLoops[] = {
     {peak_bits<double>, unscale<double>, squares_by_blocks<double>,
      counts<uint64_t, kRangeInFloat64>},
     {peak_bits<Half>, unscale<Half>, squares<Half>, counts<uint16_t, kRangeInFloat16>},
-    {peak_bits<BFloat16>, unscale<BFloat16>, squares<BFloat16>,
-     counts<uint16_t, kRangeInBFloat16>},
+    {peak_bits<BFloat16>, unscale<BFloat16>, squares<BFloat16>, counts<uint16_t, kRangeInBFloat16>},
 };

@@ -216,6 +216,7 @@ Norms norms(const GradList& grads, float inv_scale, const Rows* marks) {
 }
 
 void measure(const GradList& grads, const Rows& health) {
+  static_assert(kChunk <= 0xffff, "the loops count in 16 bits");
   require_rows(grads, &health);
   for (const DtypeList& list : grads.lists()) {
     const Dtype dtype = dtype_of(list.dtype);

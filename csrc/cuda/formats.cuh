@@ -9,42 +9,28 @@
 
 namespace ampfast::cuda {
 
-template <class T>
-AMPFAST_ELEMENT T larger(T a, T b) {
-  return a < b ? b : a;
-}
-
 // Formats of gradients, read in words of one or two elements. `magnitudes` are the bits of each
 // without their sign.
 
-struct Float32 {
-  using Opmath = float;
-  using Element = uint32_t;
-  using Word = uint32_t;
-  using Peak = int32_t;
+template <class T, class Bits>
+struct Single {
+  using Opmath = T;
+  using Element = Bits;
+  using Word = Bits;
+  using Peak = decltype(magnitude(T{}));
   static constexpr int kPerWord = 1;
-  static constexpr HalfRange kRange = kRangeInFloat32;
-  AMPFAST_ELEMENT static void widen(Word word, float* values) { values[0] = bits_as<float>(word); }
-  AMPFAST_ELEMENT static Word narrow(const float* values) { return bits_as<Word>(values[0]); }
-  AMPFAST_ELEMENT static Peak peak(Word word) { return magnitude(bits_as<float>(word)); }
-  AMPFAST_ELEMENT static void magnitudes(Word word, Word* bits) { bits[0] = word & 0x7fffffff; }
+  AMPFAST_ELEMENT static void widen(Word word, T* values) { values[0] = bits_as<T>(word); }
+  AMPFAST_ELEMENT static Word narrow(const T* values) { return bits_as<Word>(values[0]); }
+  AMPFAST_ELEMENT static Peak peak(Word word) { return magnitude(bits_as<T>(word)); }
+  AMPFAST_ELEMENT static void magnitudes(Word word, Word* bits) { bits[0] = peak(word); }
 };
 
-struct Float64 {
-  using Opmath = double;
-  using Element = uint64_t;
-  using Word = uint64_t;
-  using Peak = int64_t;
-  static constexpr int kPerWord = 1;
+struct Float32 : Single<float, uint32_t> {
+  static constexpr HalfRange kRange = kRangeInFloat32;
+};
+
+struct Float64 : Single<double, uint64_t> {
   static constexpr HalfRange kRange = kRangeInFloat64;
-  AMPFAST_ELEMENT static void widen(Word word, double* values) {
-    values[0] = bits_as<double>(word);
-  }
-  AMPFAST_ELEMENT static Word narrow(const double* values) { return bits_as<Word>(values[0]); }
-  AMPFAST_ELEMENT static Peak peak(Word word) { return magnitude(bits_as<double>(word)); }
-  AMPFAST_ELEMENT static void magnitudes(Word word, Word* bits) {
-    bits[0] = word & 0x7fffffffffffffff;
-  }
 };
 
 struct Pair16 {
