@@ -34,7 +34,9 @@ def record(entries: dict[int, Any], optimizer: Any, value: Any, /) -> bool | Non
 def unscale_groups(
     param_groups: Any, scale: Tensor, allow_fp16: bool, state: dict[str, Any], unscaled: Any, /
 ) -> bool | None: ...
-def check_groups(param_groups: Any, grad_scale: Tensor, /) -> tuple[Tensor, Tensor] | None: ...
+def check_groups(
+    param_groups: Any, grad_scale: Tensor, /
+) -> tuple[Tensor, Tensor, Tensor] | None: ...
 def clip_groups(
     param_groups: Any,
     scale: Tensor,

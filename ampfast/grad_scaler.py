@@ -267,9 +267,9 @@ class GradScaler(TorchGradScaler):
         if scale is None:
             if not self._enabled:
                 return
-            scale, _ = self._check_scale_growth_tracker("unscale_")
+            scale = self._checked_scale("unscale_")
         state = self._per_optimizer_states[id(optimizer)]
-        if state["stage"] is not _READY:
+        if state["stage"] is _UNSCALED or state["stage"] is _STEPPED:
             raise _not_ready(state, "clip_grad_norm_() unscales, too.")
         skips = None
         if is_usual:
@@ -307,7 +307,7 @@ class GradScaler(TorchGradScaler):
         if "closure" in kwargs:
             raise RuntimeError("Closure use is not currently supported if GradScaler is enabled.")
         if scale is None:
-            scale, _ = self._check_scale_growth_tracker("step")
+            scale = self._checked_scale("step")
         states, key = self._per_optimizer_states, id(optimizer)
         if (
             is_usual
@@ -381,11 +381,10 @@ class GradScaler(TorchGradScaler):
         if new_scale is None and cpu.update_scale(self, loss_scale.words, norm):
             self._end_iteration()
         elif self._enabled:
-            scale, growth_tracker = self._check_scale_growth_tracker("update")
             if new_scale is None:
-                self._update(scale, growth_tracker)
+                self._update(*self._check_scale_growth_tracker("update"))
             else:
-                self._set_scale(new_scale, scale, growth_tracker)
+                self._set_scale(new_scale)
             self._end_iteration()
         if new_scale is None and loss_scale.watches_minimum:
             loss_scale.check_min_scale()
@@ -492,7 +491,7 @@ class GradScaler(TorchGradScaler):
         optimizers = clipping.optimizers_of(optimizer)
         if not self._enabled:
             return self._clip(optimizers, None, limit, order, in_place=True, overridden=False)
-        scale, _ = self._check_scale_growth_tracker("clip_grad_norm_")
+        scale = self._checked_scale("clip_grad_norm_")
         for each in optimizers:
             state = self._per_optimizer_states.get(id(each), _NEW)
             if state["stage"] is not _READY:
@@ -551,7 +550,7 @@ class GradScaler(TorchGradScaler):
         states = [entries.get(id(each), _NEW) for each in optimizers]
         scale: Tensor | None = None
         if self._enabled:
-            scale, _ = self._check_scale_growth_tracker("grad_norm")
+            scale = self._checked_scale("grad_norm")
             if any(state["stage"] is _STEPPED for state in states):
                 raise add_note(RuntimeError("grad_norm() is being called after step()."), _ONCE)
         terms = [
@@ -790,7 +789,9 @@ class GradScaler(TorchGradScaler):
             gradients.UnscaleFactor(inv_scale),
             choice=self._choice,
             found_inf=found_inf,
-            before_write=partial(_mark_unscaled, state) if _UNSCALING in state else None,
+            before_write=partial(_mark_unscaled, state, agreement=agreement)
+            if _UNSCALING in state
+            else None,
         )
         # `unscale_` agrees on them by itself.
         if _UNSCALING in state:
@@ -855,18 +856,18 @@ class GradScaler(TorchGradScaler):
                 gradients.UnscaleFactor.of_scale(scale),
                 choice=self._choice,
                 update=None if agreement else update,
-                before_write=partial(_mark_unscaled, state),
+                before_write=partial(_mark_unscaled, state, agreement=agreement),
             )
-        state["found_inf_per_device"] = flags
-        state["stage"] = _UNSCALED
         if agreement is not None:
             state[_AGREEMENT] = agreement  # if it fails now, `step` or `update` will do it
-            self._agree_again(state, scale.device)
+        state["found_inf_per_device"] = flags
+        state["stage"] = _UNSCALED
+        self._agree_again(state, scale.device)
 
     def _agree_again(self, state: dict[str, Any], device: torch.device) -> None:
         """Agrees on the flags of an optimizer if that is still to come."""
         agreement = state.get(_AGREEMENT)
-        if agreement is not None:
+        if agreement is not None and state["stage"] is not _READY:
             flags = distributed.agreed(agreement, state["found_inf_per_device"], device)
             state["found_inf_per_device"] = flags
             del state[_AGREEMENT]
@@ -901,8 +902,8 @@ class GradScaler(TorchGradScaler):
         ):
             checked = cpu.check_groups(optimizer.param_groups, usual_scale)
         if checked is not None:
-            found_inf, grad_scale = checked
-            state["found_inf_per_device"] = {found_inf.device: found_inf}
+            flag, found_inf, grad_scale = checked
+            state["found_inf_per_device"] = {flag.device: flag}
         else:
             found_inf, grad_scale = self._found_by_division(optimizer, state)
         flags = state["found_inf_per_device"]
@@ -964,7 +965,9 @@ class GradScaler(TorchGradScaler):
             state["found_inf_per_device"] = found
             flags = list(found.values())
             if len(flags) == 1 and flags[0].device == scale.device:
-                return flags[0], grad_scale  # exactly 0 or 1, and new
+                # Exactly 0 or 1, and new; only another's optimizer may write it.
+                is_torchs = type(optimizer).__module__.startswith("torch.optim.")
+                return flags[0] if is_torchs else flags[0].clone(), grad_scale
         flags = state["found_inf_per_device"].values()
         # Nothing checked is 0, as torch's sum over nothing.
         return aten.any_found(flags, scale.device) if flags else 0, grad_scale
@@ -1082,21 +1085,33 @@ class GradScaler(TorchGradScaler):
             )
         self._loss_scale.update_(scale, growth_tracker, flags, self._factors(), self._choice)
 
-    def _set_scale(self, new_scale: float | Tensor, scale: Tensor, growth_tracker: Tensor) -> None:
+    def _set_scale(self, new_scale: float | Tensor) -> None:
         """Takes a scale from the caller; the flags of this iteration count as a step."""
-        before, flags = scale.detach().clone(), self._flags_besides(None, scale.device)
+        scale, tracker, states = self._scale, self._growth_tracker, self._per_optimizer_states
+        before = None if scale is None else scale.detach().clone()
         super().update(new_scale)
-        if flags:
-            self._loss_scale.update_(
-                before, growth_tracker.clone(), flags, (1.0, 1.0, 0), self._choice
-            )
+        if before is not None and tracker is not None:
+            flags = self._flags_besides(None, before.device, states)
+            if flags:
+                self._loss_scale.update_(
+                    before, tracker.clone(), flags, (1.0, 1.0, 0), self._choice
+                )
         self._loss_scale.reset_minimum()
 
-    def _flags_besides(self, optimizer: object, device: torch.device) -> list[Tensor]:
+    def _checked_scale(self, method: str) -> Tensor:
+        """The scale, of which torch's own method checks that it was made."""
+        self._check_scale_growth_tracker(method)
+        if self._scale is None:
+            raise AssertionError(f"_scale is None in {method}")
+        return self._scale
+
+    def _flags_besides(
+        self, optimizer: object, device: torch.device, states: dict[int, Any] | None = None
+    ) -> list[Tensor]:
         """The found_inf tensors of this iteration, without those of one optimizer."""
         return [
             aten.moved(flag, device)
-            for key, state in self._per_optimizer_states.items()
+            for key, state in (self._per_optimizer_states if states is None else states).items()
             for flag in state["found_inf_per_device"].values()
             if key != id(optimizer)
         ]
@@ -1152,7 +1167,7 @@ class GradScaler(TorchGradScaler):
         if self._track is not None:
             self._tracking.end_iteration()
 
-    def _overrides(self, hooks: dict[str, Callable[..., Any]]) -> bool:
+    def _overrides(self, hooks: dict[str, Callable[..., Any] | None]) -> bool:
         """Whether a subclass or this instance replaced one of `hooks`."""
         kind, own = type(self), self.__dict__
         for name, hook in hooks.items():
@@ -1161,14 +1176,16 @@ class GradScaler(TorchGradScaler):
         return False
 
 
-def _mark_unscaled(*states: dict[str, Any]) -> None:
+def _mark_unscaled(*states: dict[str, Any], agreement: distributed.Agreement | None = None) -> None:
     """Marks optimizers as unscaled before their gradients are written.
 
-    Until the pass is over their flag says "skip": whatever ends that one early, neither a retry nor
-    a step takes gradients that are half written.
+    Until the pass is over their flag says "skip", on all ranks if there is an `agreement`: whatever
+    ends that pass early, neither a retry nor a step takes gradients that are half written.
     """
     flags = [torch.ones((), dtype=torch.float32, device="cpu") for _ in states]
     for state, flag in zip(states, flags, strict=True):
+        if agreement is not None:
+            state[_AGREEMENT] = agreement
         state["found_inf_per_device"] = {flag.device: flag}
         state["stage"] = _UNSCALED
 
@@ -1181,9 +1198,19 @@ def _not_ready(state: dict[str, Any], note: str) -> RuntimeError:
     return add_note(RuntimeError(text), f"{note} {_ONCE}")
 
 
-def _methods(*names: str) -> dict[str, Callable[..., Any]]:
-    """Methods as they are now: what replaces one later, on the class too, is a hook."""
-    return {name: getattr(GradScaler, name) for name in names}
+def _methods(*names: str) -> dict[str, Callable[..., Any] | None]:
+    """Methods as they are now: what replaces one later, on the class too, is a hook.
+
+    None for one of torch's that something has replaced before.
+    """
+    source = _refresh_per_optimizer_state.__code__.co_filename
+    found = {}
+    for name in names:
+        method = getattr(GradScaler, name)
+        code = getattr(method, "__code__", None)
+        is_original = name in GradScaler.__dict__ or (code and code.co_filename == source)
+        found[name] = method if is_original else None
+    return found
 
 
 _UNSCALE_GRADS = _methods("_unscale_grads_")

@@ -281,7 +281,8 @@ PyObject* clip_groups(PyObject* const* args) {
   return py::cast(norm).release().ptr();
 }
 
-// check_groups(param_groups, grad_scale) -> (found_inf, grad_scale), new tensors
+// check_groups(param_groups, grad_scale) -> (flag, found_inf, grad_scale), new tensors: the flag once
+// for the scaler and once for the optimizer, which may write it.
 PyObject* check_groups(PyObject* const* args) {
   const at::Tensor* scale = scalar_of(args[1], at::kFloat);
   if (scale == nullptr) {
@@ -294,8 +295,8 @@ PyObject* check_groups(PyObject* const* args) {
   const float divisor = *scale->const_data_ptr<float>();
   bool found = false;
   run(*walk, [&] { found = cpu::check(walk->list, Use::kDivide, divisor); });
-  return PyTuple_Pack(2, py::cast(new_scalar<float>(found ? 1 : 0)).ptr(),
-                      py::cast(new_scalar(divisor)).ptr());
+  const float flag = found ? 1 : 0;
+  return py::make_tuple(new_scalar(flag), new_scalar(flag), new_scalar(divisor)).release().ptr();
 }
 
 // any_found(flags) -> bool

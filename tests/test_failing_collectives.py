@@ -13,6 +13,7 @@ import torch.distributed as dist
 from support import parameter_with
 
 from ampfast import GradScaler
+from ampfast.backends import cpu
 
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="needs torch.distributed")
 
@@ -178,3 +179,40 @@ def test_the_users_own_grad_scale(path: str) -> None:
     assert_equal(param, 1.0)
     scaler.step(optimizer)
     assert_equal(param, 1.0 - GRADIENT / 0.5)
+
+
+class Counting(Failing):
+    """Group that counts its collectives, whose other rank found nothing."""
+
+    collectives = 0
+
+    def allreduce(self, tensors: list[torch.Tensor], options: object) -> Any:
+        self.collectives += 1
+        return super().allreduce(tensors, options)
+
+
+@pytest.mark.parametrize("make", [GradScaler, Overriding])
+def test_a_pass_that_ends_early_is_skipped_on_all_ranks(
+    make: type[GradScaler], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    param = parameter_with(torch.full((3,), SCALE * GRADIENT))
+    param.data.fill_(1.0)
+    group: Any = Counting()
+    scaler = make("cpu", init_scale=SCALE, process_group=group)
+    optimizer = KINDS["plain"]([param])
+    scaler.scale(torch.ones(()))
+
+    def interrupted(*args: Any, **kwargs: Any) -> Any:
+        unscale_(*args, **kwargs)
+        raise KeyboardInterrupt
+
+    unscale_ = cpu.unscale_
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(cpu, "unscale_", interrupted)
+        scaler.unscale_(optimizer)
+    assert group.collectives == 0
+    scaler.step(optimizer)
+    assert group.collectives == 1
+    assert_equal(param, 1.0)
+    scaler.update()
+    assert (group.collectives, scaler.get_scale()) == (1, SCALE / 2)

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import functools
+import math
+import subprocess
+import sys
 import types
 from collections.abc import Callable
 from typing import Any
@@ -381,3 +384,111 @@ def test_an_override_without_a_check_gives_torchs_result() -> None:
         one.scaler.scale(one.loss(0)).backward()
         one.scaler.step(one.optimizer)
     assert given == [0, 0]
+
+
+@pytest.mark.parametrize("optimizer", ["plain", "fused"])
+def test_only_update_uses_what_the_check_of_the_scale_returns(optimizer: str) -> None:
+    values = []
+    for base in (TorchScaler, GradScaler):
+
+        class Checked(base):  # type: ignore[misc, valid-type]
+            def _check_scale_growth_tracker(self, name: str) -> Any:
+                found = super()._check_scale_growth_tracker(name)
+                return found if name in ("update", "_check_inf_per_device") else None
+
+        scaler, param = Checked("cpu", init_scale=8.0), torch.nn.Parameter(torch.ones(3))
+        kind = torch.optim.SGD([param], lr=1.0, fused=optimizer == "fused")
+        scaler.scale(param.sum()).backward()
+        scaler.unscale_(kind)
+        scaler.step(kind)
+        scaler.update()
+        values.append((param.tolist(), scaler.state_dict()))
+    assert values[0] == values[1]
+
+
+def test_a_stage_of_its_own_is_not_past_its_turn() -> None:
+    values = []
+    for kind in (TorchScaler, GradScaler):
+        scaler, param = kind("cpu", init_scale=8.0), torch.nn.Parameter(torch.ones(3))
+        optimizer = torch.optim.SGD([param], lr=1.0)
+        scaler.scale(param.sum()).backward()
+        scaler._per_optimizer_states[id(optimizer)]["stage"] = None
+        scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        values.append(param.tolist())
+    assert values[0] == values[1] == [0.0] * 3
+
+
+def test_a_new_scale_is_checked_once() -> None:
+    counts = []
+    for base in (TorchScaler, GradScaler):
+
+        class Counted(base):  # type: ignore[misc, valid-type]
+            checks = 0
+
+            def _check_scale_growth_tracker(self, name: str) -> Any:
+                self.checks += 1
+                return super()._check_scale_growth_tracker(name)
+
+        scaler = Counted("cpu")
+        scaler.scale(torch.ones(()))
+        scaler.update(4.0)
+        counts.append(scaler.checks)
+    assert counts == [1, 1]
+
+
+PATCHED_BEFORE = """
+import torch
+calls = []
+for name in ("_check_scale_growth_tracker", "_get_scale_async"):
+    def hook(self, *args, original=getattr(torch.amp.GradScaler, name), name=name):
+        calls.append(name)
+        return original(self, *args)
+    setattr(torch.amp.GradScaler, name, hook)
+import ampfast
+seen = []
+for kind in (torch.amp.GradScaler, ampfast.GradScaler):
+    for fused in (False, True):
+        calls.clear()
+        param = torch.nn.Parameter(torch.ones(3))
+        optimizer = torch.optim.SGD([param], lr=1.0, fused=fused)
+        scaler = kind("cpu")
+        scaler.scale(param.sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        seen.append(list(calls))
+assert seen[:2] == seen[2:] and all(seen), seen
+"""
+
+
+def test_hooks_on_torchs_class_from_before_the_import() -> None:
+    subprocess.run([sys.executable, "-c", PATCHED_BEFORE], check=True, timeout=120)
+
+
+class Writing:
+    """Optimizer that writes the flag it is given."""
+
+    _step_supports_amp_scaling = True
+
+    def __init__(self, param: torch.Tensor, value: float) -> None:
+        self.param_groups = [{"params": [param]}]
+        self.value = value
+        self.found_inf = torch.zeros(())
+
+    def step(self) -> None:
+        self.found_inf.fill_(self.value)
+
+
+@pytest.mark.parametrize("backend", ["cpu", "aten"])
+@pytest.mark.parametrize("gradient", [1.0, math.inf])
+def test_a_flag_that_the_optimizer_writes_is_its_own(backend: str, gradient: float) -> None:
+    scales = []
+    for scaler in (TorchScaler("cpu"), GradScaler("cpu", backend=backend)):
+        param = torch.nn.Parameter(torch.ones(3))
+        optimizer: Any = Writing(param, float(gradient == 1.0))
+        scaler.scale(torch.ones(()))
+        param.grad = torch.full((3,), gradient)
+        scaler.step(optimizer)
+        scaler.update()
+        scales.append(scaler.get_scale())
+    assert scales[0] == scales[1]
