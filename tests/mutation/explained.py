@@ -14,7 +14,7 @@ _BY_REASON: dict[str, list[tuple[str, str, str, int]]] = {
         ("_not_compiled", "True", "False", 1),
         (
             "_methods",
-            "return {name: getattr(GradScaler, name) for name in names}",
+            "return found",
             "return None",
             1,
         ),
