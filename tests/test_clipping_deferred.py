@@ -273,7 +273,7 @@ def test_an_optimizer_that_cannot_divide_is_refused() -> None:
     gradient = torch.tensor([24.0, 32.0])
     plain, watched = sgd_with(gradient.clone()), Watched(gradient.clone())
     scaler = started(GradScaler, 8.0)
-    with pytest.raises(ValueError, match="SGD does not: create it with fused=True, or take in_"):
+    with pytest.raises(ValueError, match="SGD does not: create it with fused=True, or use in_"):
         scaler.clip_grad_norm_([watched, plain], 1.0, in_place=False)
     assert_same(grads_of(plain, watched), [gradient, gradient])
     scaler.clip_grad_norm_([watched, plain], 1.0)
