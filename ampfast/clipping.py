@@ -211,9 +211,8 @@ def _split(term: NormTerm, agreement: Agreement) -> tuple[gradients.Gradients, g
         number: not layout.is_partial and agreement.counts(layout)
         for number, layout in term.grads.layouts.items()
     }
-    if not isinstance(term.optimizer, list):
-        for number in replicated_numbers(term.optimizer.param_groups):
-            counts.setdefault(number, agreement.counts(None, is_replicated=True))
+    for number in replicated_numbers(term.grads.groups):
+        counts.setdefault(number, agreement.counts(None, is_replicated=True))
     counts_others = agreement.counts(None)
     numbers = {number for number, here in counts.items() if here != counts_others}
     apart, others = (
@@ -233,11 +232,10 @@ def _take(terms: list[NormTerm], flags: list[dict[torch.device, Tensor]]) -> Non
 
 def _p_norms(term: NormTerm, order: float, agreement: Agreement | None) -> Iterator[Tensor]:
     """Norm, of an order without kernels, of each gradient that this rank counts."""
-    grads, replicated = term.optimizer, set[int]()
+    grads, groups = term.optimizer, term.grads.groups
     if not isinstance(grads, list):
-        groups = term.optimizer.param_groups
-        grads = [param.grad for group in groups for param in group["params"]]
-        replicated = set() if agreement is None else replicated_numbers(groups)
+        grads = [param.grad for params in groups for param in params]
+    replicated = set() if agreement is None else replicated_numbers(groups)
     for number, grad in enumerate(grads):
         layout = term.grads.layouts.get(number)
         if grad is not None and layout is not None:

@@ -371,11 +371,11 @@ def mark_replicated(params: Iterable[Tensor]) -> None:
         _replicated[param] = True
 
 
-def replicated_numbers(param_groups: Iterable[dict[str, Any]]) -> set[int]:
+def replicated_numbers(groups: Iterable[Iterable[Tensor]]) -> set[int]:
     """Returns the numbers of the parameters that are marked as replicated."""
     if not len(_replicated):
         return set()
-    params = (param for group in param_groups for param in group["params"])
+    params = itertools.chain.from_iterable(groups)
     return {number for number, param in enumerate(params) if param in _replicated}
 
 

@@ -39,7 +39,7 @@ class Gradients:
         set_aside: Gradients for torch's own op, by device: sparse, overlapping, subclasses,
             complex, or on a device without kernels.
         numbers: Numbers of the parameters whose gradients are set aside, by device.
-        groups: All parameters by group, with or without gradient, if they are tracked.
+        groups: All parameters by group, with or without gradient, for tracking and norms.
         shards: Local shards of the distributed gradients, or None if none is distributed.
         track_on: Tracking tables by device, or None.
     """
@@ -108,7 +108,7 @@ def collect(
         clips: Whether to clip: sparse gradients are replaced by coalesced ones, and writes bump
             versions, as in torch's clipping.
         shards: Collector of local shards, which replace distributed gradients.
-        tracked: Whether to list parameters for tracking.
+        tracked: Whether to list the parameters for tracking; `clips` lists them, too.
 
     Raises:
         AssertionError: If a parameter is not a tensor.
@@ -117,7 +117,7 @@ def collect(
             backend does not run on its device.
     """
     groups = []
-    if tracked:
+    if tracked or clips:
         # Iterators, too, are consumed once.
         groups = [list(group["params"]) for group in param_groups]
         param_groups = [{"params": params} for params in groups]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -357,3 +359,20 @@ def test_a_disabled_scaler_does_not_clip_to_infinity(order: float) -> None:
         optimizer = sgd_with(*even(torch.finfo(dtype).max, dtype))
         GradScaler("cpu", enabled=False).clip_grad_norm_(optimizer, INF, order)
         assert_same(grads_of(optimizer), even(torch.finfo(dtype).max, dtype))
+
+
+@pytest.mark.parametrize("order", [2.0, 3.0, math.inf])
+def test_groups_of_parameters_that_can_be_read_once(order: float) -> None:
+    clipped = []
+    for once in (False, True):
+        params = [torch.nn.Parameter(torch.ones(2)) for _ in range(2)]
+        for param in params:
+            param.grad = torch.full((2,), 8.0)
+        optimizer: Any = SimpleNamespace(
+            param_groups=[{"params": iter(params) if once else params}]
+        )
+        scaler = GradScaler("cpu", init_scale=4.0)
+        scaler.scale(torch.ones(()))
+        norm = scaler.clip_grad_norm_(optimizer, 1.0, order)
+        clipped.append((norm, [param.grad for param in params]))
+    torch.testing.assert_close(clipped[1], clipped[0], rtol=1e-6, atol=0)
