@@ -18,16 +18,8 @@ TESTS = (
     *("clipping_states", "contract", "device_costs", "device_hosts", "differences"),
     *("differences_fused", "differences_sgd", "differential", "found_inf", "freed_memory"),
     *("functional", "functional_errors", "functional_norm", "grad_list", "health", "hooks"),
-    *(
-        "kernels",
-        "modes",
-        "overflow_report",
-        "projects",
-        "scale_state",
-        "scale_state_saved",
-        "short_way",
-    ),
-    *("state", "step_and_update", "threads", "torch_suite_gaps", "track_kernels"),
+    *("kernels", "modes", "overflow_report", "projects", "scale_state", "scale_state_saved"),
+    *("short_way", "state", "step_and_update", "threads", "torch_suite_gaps", "track_kernels"),
     *("unusual_objects", "written_values"),
 )
 # vptr needs type information of torch's classes, which its libraries do not export.
