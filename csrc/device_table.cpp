@@ -2,7 +2,6 @@
 
 #include <ATen/ops/empty.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
-#include <c10/util/hash.h>
 
 #include <algorithm>
 #include <cstring>
@@ -72,13 +71,21 @@ int64_t window_count(const Span& span, int64_t element_size) {
 }
 
 // Finds a table among those that are kept, since comparing whole lists that differ at their ends
-// takes long.
+// takes long. Lists that share one would upload their tables in turn, so it must mix well.
 uint64_t fingerprint_of(const GradList& grads, int64_t max_programs, c10::StreamId stream) {
-  size_t hash = c10::get_hash(grads.device().index(), max_programs, stream);
+  uint64_t hash = static_cast<uint64_t>(grads.device().index());
+  const auto mix = [&hash](auto value) {
+    hash = (hash ^ static_cast<uint64_t>(value)) * 0x9e3779b97f4a7c15;
+    hash ^= hash >> 32;
+  };
+  mix(max_programs);
+  mix(stream);
   for (const DtypeList& list : grads.lists()) {
-    hash = c10::hash_combine(hash, static_cast<size_t>(list.dtype));
+    mix(list.dtype);
     for (const Span& span : list.spans) {
-      hash = c10::get_hash(hash, address_of(span), span.numel, span.parameter);
+      mix(address_of(span));
+      mix(span.numel);
+      mix(span.parameter);
     }
   }
   return hash;
