@@ -375,9 +375,9 @@ class GradScaler(TorchGradScaler):
             AssertionError: If nothing was scaled or checked since the last update, or `new_scale`
                 is not as described.
         """
-        loss_scale, norm = self._loss_scale, None
-        if loss_scale.norms and self._scale is not None:
-            norm = loss_scale.joint_norm(self._scale.device)
+        loss_scale = self._loss_scale
+        usual_scale = cpu.usual_scale(self) if loss_scale.norms else None
+        norm = None if usual_scale is None else loss_scale.joint_norm(usual_scale.device)
         if new_scale is None and cpu.update_scale(self, loss_scale.words, norm):
             self._end_iteration()
         elif self._enabled:
