@@ -216,3 +216,13 @@ def test_a_pass_that_ends_early_is_skipped_on_all_ranks(
     assert_equal(param, 1.0)
     scaler.update()
     assert (group.collectives, scaler.get_scale()) == (1, SCALE / 2)
+
+
+def test_a_group_that_is_set_later_agrees() -> None:
+    param = parameter_with(torch.full((3,), SCALE * GRADIENT))
+    scaler, optimizer = GradScaler("cpu", init_scale=SCALE), KINDS["plain"]([param])
+    scaler.scale(torch.ones(()))
+    group: Any = Counting()
+    scaler.process_group = group
+    scaler.step(optimizer)
+    assert group.collectives == 1

@@ -21,7 +21,8 @@ TESTS = tuple(
     for name in (
         *("backend_choice", "bad_input", "capture_refusals", "clipping_deferred"),
         *("clipping_states", "contract", "device_costs", "world_of_one"),
-        *("device_hosts", "differences", "differences_fused", "differences_sgd", "found_inf"),
+        *("device_hosts", "differences", "differences_fused", "differences_sgd"),
+        *("failing_collectives", "found_inf"),
         *("health", "hooks", "lazy_copies", "overflow_report", "projects", "report"),
         *("scale_state", "state", "parameter_names", "scale_state_saved", "short_way"),
         *("step_and_update", "torch_suite_gaps", "unusual_objects", "written_values"),
