@@ -47,8 +47,7 @@ _UNSCALING = "unscaling"
 
 _ONCE = "An iteration ends with update(), after the steps of all optimizers: is the call missing?"
 
-# An optimizer's entry before anything is done, as torch makes it; cold, calling torch's factory
-# would cost a tenth of a step.
+# An optimizer's entry before anything is done, as torch makes it.
 _NEW: dict[str, Any] = _refresh_per_optimizer_state()
 
 # Cold, reading an enum's member from its class would cost as much as all other lines of `step`.
@@ -243,10 +242,9 @@ class GradScaler(TorchGradScaler):
         Args:
             outputs: A tensor, or an iterable of them.
         """
-        if type(outputs) is Tensor and self._takes_short_way and self._enabled:
-            scale = self._scale
-            if scale is not None and scale.is_cpu and outputs.is_cpu:
-                return outputs * scale
+        usual_scale = cpu.usual_scale(self)
+        if usual_scale is not None and type(outputs) is Tensor and outputs.is_cpu:
+            return outputs * usual_scale
         return super().scale(outputs)
 
     # A compiler that traces the state machine around a kernel loses what is written to its dicts.
@@ -308,15 +306,7 @@ class GradScaler(TorchGradScaler):
             raise RuntimeError("Closure use is not currently supported if GradScaler is enabled.")
         if scale is None:
             scale = self._checked_scale("step")
-        states, key = self._per_optimizer_states, id(optimizer)
-        if (
-            is_usual
-            and key not in states
-            and type(states) is defaultdict
-            and states.default_factory is _refresh_per_optimizer_state
-        ):
-            states[key] = {**_NEW, "found_inf_per_device": {}}
-        state = states[key]
+        state = self._per_optimizer_states[id(optimizer)]
         if state["stage"] is _STEPPED:
             raise add_note(
                 RuntimeError("step() has already been called since the last update()."), _ONCE

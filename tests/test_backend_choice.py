@@ -310,3 +310,10 @@ def test_kernels_are_tried(
     if triton.available:
         assert triton.device_types == ("cpu",), "an interpreter has no GPU"
         assert backends.choose("triton").name_for(CPU) == "triton"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the backend can run here")
+def test_a_disabled_scaler_needs_no_backend_that_runs() -> None:
+    GradScaler("cpu", enabled=False, backend="cuda")
+    with pytest.raises(RuntimeError, match="cannot run here"):
+        GradScaler("cpu", backend="cuda")

@@ -258,6 +258,25 @@ def test_torchs_fused_optimizers_are_handed_the_flag_itself() -> None:
     assert handed[0] is flag
 
 
+@pytest.mark.parametrize("general", [False, True])
+@pytest.mark.parametrize("value", [1.0, math.inf])
+def test_unscale_alone_tells_whether_the_step_will_be_taken(value: float, general: bool) -> None:
+    scaler = GradScaler("cpu", track="overflow" if general else None)
+    scaler.scale(torch.ones(()))
+    optimizer = torch.optim.SGD([parameter_with(torch.full((2,), value))])
+    scaler.unscale_(optimizer)
+    assert scaler.step_skipped(optimizer) == math.isinf(value)
+    scaler.clip_grad_norm_(other := torch.optim.SGD([parameter_with(torch.full((2,), value))]), 1.0)
+    assert scaler.step_skipped(other) == math.isinf(value)
+
+
+def test_without_gradients_there_is_no_check() -> None:
+    scaler, optimizer = started(), torch.optim.SGD([torch.nn.Parameter(torch.ones(2))])
+    scaler.unscale_(optimizer)
+    with pytest.raises(LookupError, match="never checked"):
+        scaler.found_inf(optimizer)
+
+
 def test_flags_of_dropped_gradients_count() -> None:
     scaler, optimizer = started(), optimizer_of("fused_adam", math.inf)
     scaler.unscale_(optimizer)
