@@ -242,9 +242,10 @@ class GradScaler(TorchGradScaler):
         Args:
             outputs: A tensor, or an iterable of them.
         """
-        usual_scale = cpu.usual_scale(self)
-        if usual_scale is not None and type(outputs) is Tensor and outputs.is_cpu:
-            return outputs * usual_scale
+        if type(outputs) is Tensor and self._takes_short_way and self._enabled:
+            scale = self._scale
+            if scale is not None and scale.is_cpu and outputs.is_cpu:
+                return outputs * scale
         return super().scale(outputs)
 
     # A compiler that traces the state machine around a kernel loses what is written to its dicts.
