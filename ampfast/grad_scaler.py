@@ -45,6 +45,8 @@ Flags = dict[Any, Tensor]
 _AGREEMENT = "agreement"
 _UNSCALING = "unscaling"
 
+_CPU = torch.device("cpu")
+
 _ONCE = "An iteration ends with update(), after the steps of all optimizers: is the call missing?"
 
 # An optimizer's entry before anything is done, as torch makes it.
@@ -261,17 +263,18 @@ class GradScaler(TorchGradScaler):
             RuntimeError: If called twice, or after `step`, since the last `update`.
             ValueError: If a gradient is float16 and `allow_fp16` is not set; its note says which.
         """
-        scale = cpu.usual_scale(self)
-        is_usual = scale is not None
-        if scale is None:
-            if not self._enabled:
-                return
+        usual = cpu.usual_entry(self, optimizer)
+        if usual is not None:
+            scale, state = usual
+        elif self._enabled:
             scale = self._checked_scale("unscale_")
-        state = self._per_optimizer_states[id(optimizer)]
+            state = self._per_optimizer_states[id(optimizer)]
+        else:
+            return
         if state["stage"] is _UNSCALED or state["stage"] is _STEPPED:
             raise _not_ready(state, "clip_grad_norm_() unscales, too.")
         skips = None
-        if is_usual:
+        if usual is not None:
             skips = cpu.unscale_groups(
                 *(optimizer.param_groups, scale, self._allow_fp16, state, _UNSCALED)
             )
@@ -298,16 +301,18 @@ class GradScaler(TorchGradScaler):
             ValueError: As `unscale_`.
         """
         result: float | None
-        scale = cpu.usual_scale(self)
-        is_usual = scale is not None
-        if not is_usual and not self._enabled:
+        if "closure" in kwargs and self._enabled:
+            raise RuntimeError("Closure use is not currently supported if GradScaler is enabled.")
+        usual = cpu.usual_entry(self, optimizer)
+        is_usual = usual is not None
+        if usual is not None:
+            scale, state = usual
+        elif self._enabled:
+            scale = self._checked_scale("step")
+            state = self._per_optimizer_states[id(optimizer)]
+        else:
             result = optimizer.step(*args, **kwargs)
             return result
-        if "closure" in kwargs:
-            raise RuntimeError("Closure use is not currently supported if GradScaler is enabled.")
-        if scale is None:
-            scale = self._checked_scale("step")
-        state = self._per_optimizer_states[id(optimizer)]
         if state["stage"] is _STEPPED:
             raise add_note(
                 RuntimeError("step() has already been called since the last update()."), _ONCE
@@ -367,8 +372,7 @@ class GradScaler(TorchGradScaler):
                 is not as described.
         """
         loss_scale = self._loss_scale
-        usual_scale = cpu.usual_scale(self) if loss_scale.norms else None
-        norm = None if usual_scale is None else loss_scale.joint_norm(usual_scale.device)
+        norm = loss_scale.joint_norm(_CPU) if loss_scale.norms and self._takes_short_way else None
         if new_scale is None and cpu.update_scale(self, loss_scale.words, norm):
             self._end_iteration()
         elif self._enabled:
@@ -493,10 +497,11 @@ class GradScaler(TorchGradScaler):
                 )
         overridden = self._overrides(_UNSCALES)
         norm: Tensor | None = None
-        if self._takes_short_way and in_place and len(optimizers) == 1 and not overridden:
+        if in_place and len(optimizers) == 1 and order in clipping.FUSED_ORDERS:
             (only,) = optimizers
-            state = self._per_optimizer_states[id(only)]
-            if order in clipping.FUSED_ORDERS:
+            usual = cpu.usual_entry(self, only)
+            if usual is not None:
+                scale, state = usual
                 norm = cpu.clip_groups(
                     *(only.param_groups, scale, self._allow_fp16, state, _UNSCALED),
                     *(limit, order == math.inf),
@@ -1038,9 +1043,10 @@ class GradScaler(TorchGradScaler):
 
     def _choose_way(self) -> None:
         """Decides whether the core's raw calls may try first, from what seldom changes."""
-        on_cpu = self._choice.kernels_for(torch.device("cpu"))
+        kernels: Any = self._choice.kernels_for(_CPU)
+        on_cpu = self._scale is not None and self._scale.is_cpu
         self._takes_short_way = (
-            self._track is None and self._ranks.is_alone and on_cpu is cast(Any, cpu)
+            on_cpu and kernels is cpu and self._track is None and self._ranks.is_alone
         )
 
     def _collect(
@@ -1213,4 +1219,4 @@ _HOOKS = _methods(
     *("_check_scale_growth_tracker", "_get_scale_async", "_found_inf_per_device"),
 )
 _ALL_HOOKS = {**_HOOKS, **_methods("step", "update")}
-cpu.watch_hooks(_HOOKS)
+cpu.watch_hooks(_HOOKS, _refresh_per_optimizer_state, _NEW)

@@ -54,6 +54,7 @@ struct Names {
   PyObject* backoff_factor = PyUnicode_InternFromString("_backoff_factor");
   PyObject* growth_interval = PyUnicode_InternFromString("_growth_interval");
   PyObject* states = PyUnicode_InternFromString("_per_optimizer_states");
+  PyObject* default_factory = PyUnicode_InternFromString("default_factory");
   PyObject* stage = PyUnicode_InternFromString("stage");
   PyObject* found_inf = PyUnicode_InternFromString("found_inf_per_device");
   PyObject* agreement = PyUnicode_InternFromString("agreement");
@@ -114,13 +115,17 @@ bool add_flags(PyObject* flags, Sum& sum) {
   return true;
 }
 
-// Methods that decide what a call does, by name, as the class of scalers has them.
+// Methods that decide what a call does, by name, as the class of scalers has them; the factory of
+// entries for optimizers, and one that it made.
 PyObject* hooks = nullptr;
+PyObject* factory = nullptr;
+PyObject* new_entry = nullptr;
 
-// watch_hooks(hooks)
+// watch_hooks(hooks, factory, new_entry)
 PyObject* watch_hooks(PyObject* const* args) {
-  Py_XDECREF(hooks);
-  hooks = Py_NewRef(args[0]);
+  for (PyObject** watched : {&hooks, &factory, &new_entry}) {
+    Py_XDECREF(std::exchange(*watched, Py_NewRef(*args++)));
+  }
   return nullptr;
 }
 
@@ -186,10 +191,30 @@ py::object usual_dict(PyObject* scaler) {
   return is_usual ? held : py::object();
 }
 
-// usual_scale(scaler) -> scale
-PyObject* usual_scale(PyObject* const* args) {
+// usual_entry(scaler, optimizer) -> (scale, entry): the optimizer's, made if there is none; without
+// a call to its factory, which cold takes as long as all else here.
+PyObject* usual_entry(PyObject* const* args) {
   const py::object own = usual_dict(args[0]);
-  return own ? Py_NewRef(item(own.ptr(), names().scale)) : nullptr;
+  PyObject* states = own ? item(own.ptr(), names().states) : nullptr;
+  if (states == nullptr || !PyDict_Check(states)) {
+    return nullptr;
+  }
+  const py::object key = py::reinterpret_steal<py::object>(PyLong_FromVoidPtr(args[1]));
+  PyObject* entry = key ? item(states, key.ptr()) : nullptr;
+  py::object made;
+  if (entry == nullptr) {
+    const py::object its_factory =
+        py::reinterpret_steal<py::object>(PyObject_GetAttr(states, names().default_factory));
+    made = py::reinterpret_steal<py::object>(PyDict_Copy(new_entry));
+    if (its_factory.ptr() != factory || !key || !made) {
+      PyErr_Clear();
+      return nullptr;
+    }
+    set(made.ptr(), names().found_inf, py::dict().ptr());
+    set(states, key.ptr(), made.ptr());
+    entry = made.ptr();
+  }
+  return PyTuple_Pack(2, item(own.ptr(), names().scale), entry);
 }
 
 // record(entries, optimizer, value) -> True, where `entries` has a weak reference to it by its id
@@ -281,8 +306,8 @@ PyObject* clip_groups(PyObject* const* args) {
   return py::cast(norm).release().ptr();
 }
 
-// check_groups(param_groups, grad_scale) -> (flag, found_inf, grad_scale), new tensors: the flag once
-// for the scaler and once for the optimizer, which may write it.
+// check_groups(param_groups, grad_scale) -> (flag, found_inf, grad_scale), new tensors: the flag
+// once for the scaler and once for the optimizer, which may write it.
 PyObject* check_groups(PyObject* const* args) {
   const at::Tensor* scale = scalar_of(args[1], at::kFloat);
   if (scale == nullptr) {
@@ -386,8 +411,8 @@ PyMethodDef method(const char* name) {
 }  // namespace
 
 void bind_short_way(py::module_& m) {
-  static PyMethodDef methods[] = {method<watch_hooks, 1>("watch_hooks"),
-                                  method<usual_scale, 1>("usual_scale"),
+  static PyMethodDef methods[] = {method<watch_hooks, 3>("watch_hooks"),
+                                  method<usual_entry, 2>("usual_entry"),
                                   method<record, 3>("record"),
                                   method<unscale_groups, 5>("unscale_groups"),
                                   method<check_groups, 2>("check_groups"),

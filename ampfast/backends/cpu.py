@@ -69,14 +69,14 @@ __all__ = [
     "unscale_groups",
     "update_scale",
     "update_scale_",
-    "usual_scale",
+    "usual_entry",
     "walk",
     "watch_hooks",
 ]
 
 # Raw calls of the short way, as in _C.pyi.
 watch_hooks = _C.watch_hooks
-usual_scale = _C.usual_scale
+usual_entry = _C.usual_entry
 record = _C.record
 unscale_groups = _C.unscale_groups
 check_groups = _C.check_groups
