@@ -27,9 +27,6 @@ using Marks = std::tuple<at::Tensor, at::Tensor>;
 using ClipArguments =
     std::tuple<at::Tensor, double, bool, at::Tensor, at::Tensor, OptionalTensor, OptionalTensor>;
 
-// From this many elements on, other threads may have the interpreter meanwhile.
-constexpr int64_t kElementsWorthReleasing = 8 * kChunk;
-
 template <class Kernel>
 auto run(const GradList& grads, const Kernel& kernel) {
   std::optional<py::gil_scoped_release> release;

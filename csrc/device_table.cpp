@@ -207,12 +207,10 @@ void DeviceTable::upload(bool captured) {
     // torch's allocator does not hand pinned memory out again before the copy from it is over.
     source = empty_words(words, at::TensorOptions().pinned_memory(!is_cpu));
   }
-  const size_t bytes = words_.size() * sizeof(int64_t);
-  std::memcpy(source.mutable_data_ptr(), words_.data(), bytes);
+  std::memcpy(source.mutable_data_ptr(), words_.data(), words_.size() * sizeof(int64_t));
   buffer_ = empty_words(words + words_[kPrograms], at::TensorOptions().device(device_));
   buffer_.narrow(0, 0, words).copy_(source, /*non_blocking=*/true);
-  uploads().count += 1;
-  uploads().bytes += static_cast<int64_t>(bytes);
+  ++uploads();
 }
 
 std::shared_ptr<const DeviceTable> table_of(const GradList& grads, int64_t max_programs,
@@ -242,9 +240,9 @@ void DeviceTable::prepare_capture() const {
   }
 }
 
-Uploads& uploads() {
-  static Uploads uploads{0, 0};
-  return uploads;
+int64_t& uploads() {
+  static int64_t count = 0;
+  return count;
 }
 
 void clear_tables() { recent().clear(); }

@@ -50,12 +50,6 @@ class DeviceTable {
   at::Tensor buffer_;
 };
 
-// Copies of tables to devices so far, by this process.
-struct Uploads {
-  int64_t count;
-  int64_t bytes;
-};
-
 // The table of `grads` for the current stream: one that is there already, if it has the same
 // addresses, lengths, dtypes and parameters, else a new one. While the stream is `capturing` it is
 // always new, and what it is copied from lives on, since every replay copies it again.
@@ -63,7 +57,8 @@ struct Uploads {
 std::shared_ptr<const DeviceTable> table_of(const GradList& grads, int64_t max_programs,
                                             bool capturing);
 
-Uploads& uploads();
+// Number of copies of tables to devices so far, by this process.
+int64_t& uploads();
 
 // Forgets the tables that are not captured.
 void clear_tables();

@@ -356,6 +356,11 @@ std::optional<ShortWalk> short_walk(PyObject* param_groups, bool allow_fp16, boo
   if (walk.grads.empty()) {
     return std::nullopt;
   }
+  if (walk.list.elements() >= kElementsWorthReleasing) {
+    for (const at::Tensor* grad : walk.grads) {
+      walk.owners.push_back(*grad);
+    }
+  }
   return walk;
 }
 

@@ -20,6 +20,9 @@ namespace py = pybind11;
 // The unit of work, in elements.
 constexpr int64_t kChunk = 16 * 1024;
 
+// From this many elements on, other threads may have the interpreter meanwhile.
+constexpr int64_t kElementsWorthReleasing = 8 * kChunk;
+
 constexpr int64_t chunk_count(int64_t numel) { return (numel + kChunk - 1) / kChunk; }
 
 struct Span {
@@ -120,6 +123,7 @@ std::tuple<std::vector<GradList>, std::vector<SetAside>, std::optional<Place>> w
 // The gradients of parameters that nobody touches while Python's lock is held.
 struct ShortWalk {
   std::vector<const at::Tensor*> grads;  // borrowed from the parameters
+  std::vector<at::Tensor> owners;        // of a list for which the lock is released
   GradList list{at::kCPU, nullptr};
 };
 

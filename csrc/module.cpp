@@ -204,7 +204,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
           })
       .def_property_readonly("buffer", &DeviceTable::buffer)
       .def_property_readonly("segments", &DeviceTable::segments);
-  m.def("uploads", [] { return std::pair(uploads().count, uploads().bytes); });
+  m.def("uploads", [] { return uploads(); });
   m.def("clear_tables", &clear_tables);
 
   m.def("is_scalar", [](const at::Tensor& tensor, at::ScalarType dtype) {

@@ -17,18 +17,6 @@ namespace {
 
 constexpr uint64_t kCpu = device_bit(at::kCPU);
 
-// Holds the gradients while other threads may have the interpreter.
-template <class Kernel>
-void run(const ShortWalk& walk, const Kernel& kernel) {
-  std::vector<at::Tensor> owners;
-  if (walk.list.elements() >= kElementsWorthReleasing) {
-    for (const at::Tensor* grad : walk.grads) {
-      owners.push_back(*grad);
-    }
-  }
-  run(walk.list, kernel);
-}
-
 // A 0-dim tensor on the CPU that kernels read or write, or null.
 const at::Tensor* scalar_of(PyObject* object, at::ScalarType dtype) {
   if (!THPVariable_CheckExact(object)) {
@@ -38,11 +26,7 @@ const at::Tensor* scalar_of(PyObject* object, at::ScalarType dtype) {
   return tensor.dim() == 0 && is_scalar(tensor, dtype, kCpu) ? &tensor : nullptr;
 }
 
-void set(PyObject* dict, PyObject* key, PyObject* value) {
-  if (PyDict_SetItem(dict, key, value) != 0) {
-    throw py::error_already_set();
-  }
-}
+py::dict dict_of(PyObject* dict) { return py::reinterpret_borrow<py::dict>(dict); }
 
 // Attributes of a scaler and keys of its entries for optimizers.
 struct Names {
@@ -76,7 +60,7 @@ class Mark {
  public:
   explicit Mark(PyObject* state) : state_(state), flag_(new_scalar<float>(1)) {
     static PyObject* const device = THPDevice_New(at::Device(at::kCPU));
-    set(flags_.ptr(), device, py::cast(flag_).ptr());
+    flags_[device] = flag_;
     for (PyObject* name : {names().found_inf, names().stage}) {
       if (PyObject* before = item(state, name)) {
         before_.push_back(py::reinterpret_borrow<py::object>(before));
@@ -86,8 +70,8 @@ class Mark {
 
   // Returns the flag.
   float* put(PyObject* unscaled) const {
-    set(state_, names().found_inf, flags_.ptr());
-    set(state_, names().stage, unscaled);
+    dict_of(state_)[names().found_inf] = flags_;
+    dict_of(state_)[names().stage] = unscaled;
     return flag_.mutable_data_ptr<float>();
   }
 
@@ -210,8 +194,8 @@ PyObject* usual_entry(PyObject* const* args) {
       PyErr_Clear();
       return nullptr;
     }
-    set(made.ptr(), names().found_inf, py::dict().ptr());
-    set(states, key.ptr(), made.ptr());
+    made[names().found_inf] = py::dict();
+    dict_of(states)[key] = made;
     entry = made.ptr();
   }
   return PyTuple_Pack(2, item(own.ptr(), names().scale), entry);
@@ -233,7 +217,7 @@ PyObject* record(PyObject* const* args) {
   if (!changed) {
     return nullptr;
   }
-  set(args[0], key.ptr(), changed.ptr());
+  dict_of(args[0])[key] = changed;
   return Py_NewRef(Py_True);
 }
 
@@ -265,8 +249,9 @@ PyObject* unscale_groups(PyObject* const* args) {
   if (!work) {
     return nullptr;
   }
+  const GradList& list = work->walk.list;
   float* flag = work->mark.put(args[4]);
-  run(work->walk, [&] { *flag = cpu::unscale(work->walk.list, work->inv_scale) ? 1 : 0; });
+  run(list, [&] { *flag = cpu::unscale(list, work->inv_scale) ? 1 : 0; });
   return Py_NewRef(*flag != 0 ? Py_True : Py_False);
 }
 
@@ -295,7 +280,7 @@ PyObject* clip_groups(PyObject* const* args) {
   for (const at::Tensor* grad : work->walk.grads) {
     grad->unsafeGetTensorImpl()->bump_version();
   }
-  run(work->walk, [&] {
+  run(list, [&] {
     const cpu::Norms norms = cpu::norms(list, work->inv_scale);
     row[0] = norms.sum_of_squares;
     row[1] = norms.absolute_maximum;
@@ -319,7 +304,7 @@ PyObject* check_groups(PyObject* const* args) {
   }
   const float divisor = *scale->const_data_ptr<float>();
   bool found = false;
-  run(*walk, [&] { found = cpu::check(walk->list, Use::kDivide, divisor); });
+  run(walk->list, [&] { found = cpu::check(walk->list, Use::kDivide, divisor); });
   const float flag = found ? 1 : 0;
   return py::make_tuple(new_scalar(flag), new_scalar(flag), new_scalar(divisor)).release().ptr();
 }

@@ -176,10 +176,10 @@ def test_every_dtype_is_a_launch_and_all_share_a_table(
     launcher: ReferenceLauncher, kind: str
 ) -> None:
     grads = [torch.full((n,), 8.0, dtype=dtype) for n in (1, 5000) for dtype in FLOATS]
-    before = _C.uploads()[0]
+    before = _C.uploads()
     functional.unscale_(grads, found := torch.zeros(()), torch.tensor(0.5))
     assert launcher.launches == ["unscale"] * len(FLOATS)
-    assert _C.uploads()[0] == before + 1
+    assert _C.uploads() == before + 1
     assert found.item() == 0.0
     for gradient in grads:
         assert_same(gradient, torch.full_like(gradient, 4.0))
@@ -291,9 +291,9 @@ def test_the_same_memory_of_another_parameter_is_another_table(
 
 def unscale(grads: list[torch.Tensor]) -> int:
     """Unscales by 1/2; returns the number of uploaded tables."""
-    before = _C.uploads()[0]
+    before = _C.uploads()
     functional.unscale_(grads, torch.zeros(()), torch.tensor(0.5))
-    return _C.uploads()[0] - before
+    return _C.uploads() - before
 
 
 def test_a_table_is_uploaded_once(launcher: ReferenceLauncher) -> None:
@@ -343,11 +343,11 @@ def test_tables_do_not_pile_up(launcher: ReferenceLauncher) -> None:
 
     def looked_up(first: int) -> tuple[int, int]:
         """Uploads, and bytes of the table of the tensors in that order."""
-        before = _C.uploads()[0]
+        before = _C.uploads()
         grads = _C.GradList.of(tensors[first:] + tensors[:first], torch.device("cpu"))
         assert grads is not None
         table = _C.DeviceTable.of(grads, 3, False)
-        return _C.uploads()[0] - before, table.buffer.nbytes
+        return _C.uploads() - before, table.buffer.nbytes
 
     assert unscale(tensors[:1]) == 1
     new = [looked_up(first) for first in range(32)]

@@ -182,20 +182,6 @@ inline double sum_of(const double* lanes) {
   return sum;
 }
 
-// Block by block, so that the second loop over a block finds it in the cache.
-template <class T>
-double squares_by_blocks(const void* data, int64_t numel, float inv_scale, int64_t* peak) {
-  constexpr int64_t kBlock = 1024;
-  const T* values = static_cast<const T*>(data);
-  double lanes[kSumLanes] = {};
-  for (int64_t i = 0; i < numel; i += kBlock) {
-    const int64_t count = numel - i < kBlock ? numel - i : kBlock;
-    *peak = larger(*peak, peak_bits<T>(values + i, count));
-    add_squares(values + i, count, inv_scale, lanes);
-  }
-  return sum_of(lanes);
-}
-
 #ifdef AMPFAST_AVX2
 
 inline __m256 widen8(const float* values) { return _mm256_loadu_ps(values); }
@@ -235,7 +221,7 @@ __m256i raised(__m256i peaks, const T* values) {
 }
 
 template <class T>
-double squares(const void* data, int64_t numel, float inv_scale, int64_t* peak) {
+double squares_by_registers(const void* data, int64_t numel, float inv_scale, int64_t* peak) {
   const T* values = static_cast<const T*>(data);
   const __m256 factor = _mm256_set1_ps(inv_scale);
   __m256d sums[kSumLanes / 4] = {_mm256_setzero_pd(), _mm256_setzero_pd(), _mm256_setzero_pd(),
@@ -257,14 +243,26 @@ double squares(const void* data, int64_t numel, float inv_scale, int64_t* peak) 
   return sum_of(lanes);
 }
 
-#else
+#endif
 
+// In general block by block, so that the second loop over a block finds it in the cache.
 template <class T>
 double squares(const void* data, int64_t numel, float inv_scale, int64_t* peak) {
-  return squares_by_blocks<T>(data, numel, inv_scale, peak);
-}
-
+#ifdef AMPFAST_AVX2
+  if constexpr (!std::is_same_v<T, double>) {
+    return squares_by_registers<T>(data, numel, inv_scale, peak);
+  }
 #endif
+  constexpr int64_t kBlock = 1024;
+  const T* values = static_cast<const T*>(data);
+  double lanes[kSumLanes] = {};
+  for (int64_t i = 0; i < numel; i += kBlock) {
+    const int64_t count = numel - i < kBlock ? numel - i : kBlock;
+    *peak = larger(*peak, peak_bits<T>(values + i, count));
+    add_squares(values + i, count, inv_scale, lanes);
+  }
+  return sum_of(lanes);
+}
 
 // Of at most 2^16 - 1 elements, which 16 bits can count. Magnitudes less one, as unsigned numbers,
 // put zero behind all others: a single comparison tells whether one is below a bound and not zero.
@@ -292,8 +290,7 @@ Counts counts(const void* data, int64_t numel) {
 
 inline constexpr Loops kLoops[] = {
     {peak_bits<float>, unscale<float>, squares<float>, counts<uint32_t, kRangeInFloat32>},
-    {peak_bits<double>, unscale<double>, squares_by_blocks<double>,
-     counts<uint64_t, kRangeInFloat64>},
+    {peak_bits<double>, unscale<double>, squares<double>, counts<uint64_t, kRangeInFloat64>},
     {peak_bits<Half>, unscale<Half>, squares<Half>, counts<uint16_t, kRangeInFloat16>},
     {peak_bits<BFloat16>, unscale<BFloat16>, squares<BFloat16>, counts<uint16_t, kRangeInBFloat16>},
 };

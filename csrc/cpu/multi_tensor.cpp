@@ -19,9 +19,6 @@ namespace ampfast::cpu {
 
 namespace {
 
-// Cost of a chunk besides its elements, in elements, which counts with many tiny tensors.
-constexpr int64_t kChunkCost = 64;
-
 // The least work for a thread, in bytes: waking one pays no sooner.
 std::atomic<int64_t> grain{1024 * 1024};
 
@@ -68,7 +65,7 @@ void for_each_chunk(const DtypeList& list, bool writes, const Body& body) {
       }
     }
   };
-  const int64_t work = (list.elements + list.chunks * kChunkCost) * size;
+  const int64_t work = list.elements * size;
   const int64_t threads =
       work < 2 * grain ? 1 : std::min<int64_t>(at::get_num_threads(), work / grain);
   if (threads < 2 || at::in_parallel_region() || forked || (writes && shares_memory(list))) {

@@ -261,13 +261,11 @@ cudaError_t load_kernels() {
   std::vector<const void*> all{reinterpret_cast<const void*>(update_alone),
                                reinterpret_cast<const void*>(clip_alone)};
   for (const Dtype dtype : {Dtype::kFloat32, Dtype::kFloat64, Dtype::kFloat16, Dtype::kBFloat16}) {
-    const Kernels& kernels = kernels_of(dtype);
-    for (const auto& by_norm : kernels.pass) {
-      all.push_back(reinterpret_cast<const void*>(by_norm[0]));
-      all.push_back(reinterpret_cast<const void*>(by_norm[1]));
+    const auto& [pass, clip, measure] = kernels_of(dtype);
+    for (const auto kernel : {pass[0][0], pass[0][1], pass[1][0], pass[1][1], clip}) {
+      all.push_back(reinterpret_cast<const void*>(kernel));
     }
-    all.push_back(reinterpret_cast<const void*>(kernels.clip));
-    all.push_back(reinterpret_cast<const void*>(kernels.measure));
+    all.push_back(reinterpret_cast<const void*>(measure));
   }
   for (const void* kernel : all) {
     cudaFuncAttributes attributes;
