@@ -1157,7 +1157,8 @@ class GradScaler(TorchGradScaler):
 
     def _end_iteration(self) -> None:
         self._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
-        self._loss_scale.norms = {}
+        if self._loss_scale.norms:
+            self._loss_scale.norms = {}
         checks = self._last_checks
         if checks.held or checks.expiring:
             checks.end_iteration()

@@ -19,9 +19,6 @@ namespace {
 // Parameters looked at together.
 constexpr Py_ssize_t kTogether = 16;
 
-// Tensors of one dtype that a list has room for before it must grow.
-constexpr size_t kRoom = 512;
-
 // A plain tensor has the keys of its backend and of what every tensor has, and no others: no
 // conjugate, no negative, no functorch wrapper, no Python subclass, no sparse or quantized layout.
 bool has_only_dense_keys(const at::Tensor& tensor) {
@@ -129,7 +126,7 @@ void GradList::add(at::ScalarType dtype, char* address, int64_t numel, int64_t p
                            [dtype](const DtypeList& each) { return each.dtype == dtype; });
   if (list == lists_.end()) {
     list = lists_.insert(list, DtypeList{dtype, {}, 0, 0});
-    list->spans.reserve(kRoom);
+    list->spans.reserve(expected_);
   }
   list->spans.push_back({address, numel, list->chunks, parameter});
   list->chunks += chunk_count(numel);
@@ -342,6 +339,7 @@ std::optional<ShortWalk> short_walk(PyObject* param_groups, bool allow_fp16, boo
     }
     const Py_ssize_t size = PyList_GET_SIZE(params);
     walk.grads.reserve(walk.grads.size() + size);
+    walk.list.expect(walk.grads.capacity());
     PyObject* const* items = reinterpret_cast<PyListObject*>(params)->ob_item;
     for (Py_ssize_t i = 0; i < size; i += kTogether) {
       try {

@@ -52,6 +52,9 @@ class GradList {
   GradList(at::Device device, std::shared_ptr<const void> owner)
       : device_(device), owner_(std::move(owner)) {}
 
+  // Room for so many tensors of a dtype, taken with the first of them.
+  void expect(size_t tensors) { expected_ = tensors; }
+
   // `tensor` must be one that `is_regular` takes, and the gradient of the parameter of that number.
   // With `writes`, its data may be written.
   void add(const at::Tensor& tensor, bool writes, int64_t parameter);
@@ -72,6 +75,7 @@ class GradList {
   at::Device device_;
   std::shared_ptr<const void> owner_;
   std::vector<DtypeList> lists_;
+  size_t expected_ = 0;
   bool has_float64_ = false;
   int64_t chunks_ = 0;
   int64_t elements_ = 0;

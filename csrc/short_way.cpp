@@ -61,11 +61,8 @@ class Mark {
   explicit Mark(PyObject* state) : state_(state), flag_(new_scalar<float>(1)) {
     static PyObject* const device = THPDevice_New(at::Device(at::kCPU));
     flags_[device] = flag_;
-    for (PyObject* name : {names().found_inf, names().stage}) {
-      if (PyObject* before = item(state, name)) {
-        before_.push_back(py::reinterpret_borrow<py::object>(before));
-      }
-    }
+    before_[0] = py::reinterpret_borrow<py::object>(item(state, names().found_inf));
+    before_[1] = py::reinterpret_borrow<py::object>(item(state, names().stage));
   }
 
   // Returns the flag.
@@ -79,7 +76,7 @@ class Mark {
   PyObject* state_;
   at::Tensor flag_;
   py::dict flags_;
-  std::vector<py::object> before_;
+  py::object before_[2];
 };
 
 // Adds the flags in a dict by device, as torch does; tells whether none is unusual.

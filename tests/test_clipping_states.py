@@ -402,3 +402,59 @@ def test_a_parameter_of_two_optimizers_is_refused() -> None:
         with pytest.raises(ValueError, match="share a parameter"):
             call([a, b], 1.0)
     assert shared.grad.tolist() == [1.0] * 3
+
+
+# Norms in the history
+
+
+def history_of(scaler: GradScaler) -> list[float]:
+    return scaler.history().grad_norm.tolist()
+
+
+def test_the_history_has_the_norm_before_clipping() -> None:
+    scaler, optimizer = started(GradScaler, 8.0), six()
+    scaler.clip_grad_norm_(optimizer, 1.0)
+    assert scaler.grad_norm(optimizer).item() == pytest.approx(1.0)
+    scaler.step(optimizer)
+    scaler.update()
+    assert history_of(scaler) == [5.0]
+
+
+def test_the_history_has_norms_that_were_only_measured() -> None:
+    scaler, optimizer = started(GradScaler, 8.0), six()
+    scaler.grad_norm(optimizer)
+    scaler.step(optimizer)
+    scaler.update()
+    assert history_of(scaler) == [5.0]
+
+
+def test_a_norm_of_clipped_and_other_gradients_is_not_in_the_history() -> None:
+    scaler, clipped, other = started(GradScaler, 8.0), six(), six()
+    scaler.clip_grad_norm_(clipped, 1.0)
+    scaler.grad_norm([clipped, other])
+    for optimizer in (clipped, other):
+        scaler.step(optimizer)
+    scaler.update()
+    assert history_of(scaler) == [5.0]
+
+
+def test_norms_after_a_step_are_refused() -> None:
+    scaler, stepped, other = started(GradScaler, 8.0), six(), six()
+    scaler.step(stepped)
+    with pytest.raises(RuntimeError, match="after step"):
+        scaler.grad_norm([stepped, other])
+
+
+@pytest.mark.parametrize("order", [2.0, 3.0])
+def test_float16_gradients_that_are_allowed(order: float) -> None:
+    scaler = GradScaler("cpu", init_scale=8.0, allow_fp16=True)
+    scaler.scale(torch.ones(()))
+    optimizer = sgd_with(torch.tensor([24.0, 32.0], dtype=torch.float16))
+    scaler.clip_grad_norm_(optimizer, math.inf, order)
+    assert grads_of(optimizer)[0].tolist() == [3.0, 4.0]
+
+
+def test_optimizers_that_are_clipped_together_are_skipped_together() -> None:
+    scaler, fine, bad = started(GradScaler, 8.0), six(), six(INF)
+    scaler.clip_grad_norm_([fine, bad], 1.0)
+    assert scaler.step_skipped(fine) and scaler.step_skipped(bad)

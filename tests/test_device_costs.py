@@ -377,3 +377,35 @@ def test_a_captured_table_is_never_one_that_eager_steps_use(launcher: ReferenceL
         unscale(grads)
     launcher.capturing = False
     assert unscale(grads) == 0
+
+
+# Updates that ride in a check
+
+
+def test_an_error_before_the_check_leaves_no_update(launcher: ReferenceLauncher) -> None:
+    run = warmed("sgd", launcher)
+    run.optimizer.param_groups.append({"params": [None]})
+    with pytest.raises(AssertionError, match=r"expected param to be torch\.Tensor"):
+        run.scaler.step_and_update(run.optimizer)
+    assert run.scaler._riding is None
+
+
+def test_an_update_that_rides_bumps_the_version(launcher: ReferenceLauncher) -> None:
+    run = warmed("sgd", launcher)
+    before = run.scaler._scale._version
+    run.scaler.step_and_update(run.optimizer)
+    assert run.scaler._scale._version == before + 1
+
+
+def test_an_update_that_rides_looks_for_the_minimum(launcher: ReferenceLauncher) -> None:
+    run = warmed("sgd", launcher, init_scale=4.0, min_scale=4.0, on_min_scale="raise")
+    next(run.model.parameters()).grad.view(-1)[0] = math.inf
+    with pytest.raises(FloatingPointError):
+        run.scaler.step_and_update(run.optimizer)
+
+
+def test_without_optimizers_there_is_nothing_to_update() -> None:
+    scaler = GradScaler("cpu", track="overflow")
+    scaler.scale(torch.ones(()))
+    with pytest.raises(AssertionError, match="No inf checks"):
+        scaler.step_and_update()

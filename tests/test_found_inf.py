@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from rigs import Legacy
 from support import FUSED, OPTIMIZERS, TorchScaler, assert_same, parameter_with
 
 from ampfast import GradScaler
@@ -313,3 +314,35 @@ def test_the_last_norm_of_the_same_gradients_counts() -> None:
     for value in (1.0, 3.0):
         loss_scale.record_norm([optimizer], torch.tensor(value), 2.0)
     assert loss_scale.joint_norm(torch.device("cpu")).item() == 3.0
+
+
+def test_the_check_of_a_legacy_optimizer_counts() -> None:
+    scaler, optimizer = started(), Legacy([parameter_with(torch.full((2,), math.inf))])
+    with pytest.warns(FutureWarning):
+        scaler.step(optimizer)
+    assert scaler.step_skipped(optimizer)
+
+
+class Slotted:
+    """Optimizer without weak references."""
+
+    __slots__ = ("param_groups",)
+
+    def __init__(self, param: torch.nn.Parameter) -> None:
+        self.param_groups = [{"params": [param]}]
+
+    def step(self) -> None:
+        pass
+
+
+def test_an_optimizer_without_weak_references_is_released() -> None:
+    scaler = started()
+    gone: Any = Slotted(parameter_with(torch.ones(2)))
+    other = torch.optim.SGD([parameter_with(torch.ones(2))])
+    for stepped in (gone, other):
+        assert scaler._last_checks.get(gone) is None or stepped is other
+        scaler.step(stepped)
+        scaler.update()
+    assert not scaler._last_checks.held
+    with pytest.raises(LookupError):
+        scaler.found_inf(gone)

@@ -492,3 +492,29 @@ def test_a_flag_that_the_optimizer_writes_is_its_own(backend: str, gradient: flo
         scaler.update()
         scales.append(scaler.get_scale())
     assert scales[0] == scales[1]
+
+
+def test_a_scale_that_nobody_made_is_an_error() -> None:
+    class Unchecked(GradScaler):
+        def _check_scale_growth_tracker(self, name: str) -> Any:
+            return None
+
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(2))])
+    for call in (Unchecked.unscale_, Unchecked.step, Unchecked.grad_norm):
+        with pytest.raises(AssertionError, match="_scale is None"):
+            call(Unchecked("cpu"), optimizer)
+
+
+def test_an_entry_has_torchs_keys_alone() -> None:
+    """Also behind an override, whose call is marked meanwhile."""
+
+    class Calls(GradScaler):
+        def _unscale_grads_(self, *args: Any) -> Any:
+            return super()._unscale_grads_(*args)
+
+    for kind in (TorchScaler, GradScaler, Calls):
+        scaler, param = kind("cpu"), torch.nn.Parameter(torch.ones(2))
+        optimizer = torch.optim.SGD([param])
+        scaler.scale(param.sum()).backward()
+        scaler.unscale_(optimizer)
+        assert set(scaler._per_optimizer_states[id(optimizer)]) == {"stage", "found_inf_per_device"}

@@ -58,3 +58,11 @@ def test_looking_copies_nothing(method: str) -> None:
     _, param = lazy()
     getattr(started(GradScaler), method)(Divides(param))
     assert torch._C._is_cow_tensor(param.grad)
+
+
+def test_unscaling_by_the_general_way_leaves_the_original() -> None:
+    original, param = lazy()
+    scaler = GradScaler("cpu", init_scale=4.0, track="overflow")
+    scaler.scale(torch.ones(()))
+    scaler.unscale_(torch.optim.SGD([param]))
+    assert (param.grad.tolist(), original.tolist()) == ([2.0] * 3, [8.0] * 3)

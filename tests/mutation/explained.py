@@ -3,22 +3,10 @@
 Each is named by place, original source, replacement, and number among equal ones in that place.
 """
 
+# Functions that run when their module is imported, before anything is changed.
+AT_IMPORT = ("_not_compiled", "_methods")
+
 _BY_REASON: dict[str, list[tuple[str, str, str, int]]] = {
-    "Runs when its module is imported, before anything is changed.": [
-        (
-            "_not_compiled",
-            "return cast(Method, torch._disable_dynamo(method, recursive=True))",
-            "return None",
-            1,
-        ),
-        ("_not_compiled", "True", "False", 1),
-        (
-            "_methods",
-            "return found",
-            "return None",
-            1,
-        ),
-    ],
     "Who asks takes None for False.": [
         ("GradScaler._overrides", "return False", "return None", 1),
         ("lacks_momentum", "return False", "return None", 1),
