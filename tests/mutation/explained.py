@@ -32,6 +32,18 @@ _BY_REASON: dict[str, list[tuple[str, str, str, int]]] = {
     ],
     "Both are None, or neither, unless a caller sets one of them.": [
         (
+            "GradScaler._set_scale",
+            "before is not None and tracker is not None",
+            "tracker is not None",
+            1,
+        ),
+        (
+            "GradScaler._set_scale",
+            "before is not None and tracker is not None",
+            "before is not None",
+            1,
+        ),
+        (
             "GradScaler.stats",
             "self._scale is None or self._growth_tracker is None",
             "self._growth_tracker is None",
@@ -114,6 +126,113 @@ _BY_REASON: dict[str, list[tuple[str, str, str, int]]] = {
     ],
     "Only the names of the entries are asked for.": [
         ("ScalePolicy._tracker_of", "0", "1", 1),
+    ],
+    "The general way, or torch's own method, comes to the same.": [
+        *(
+            ("GradScaler.scale", before, after, 1)
+            for before, after in (
+                (
+                    "type(outputs) is Tensor and self._takes_short_way and self._enabled",
+                    "type(outputs) is Tensor and self._enabled",
+                ),
+                (
+                    "scale is not None and scale.is_cpu and outputs.is_cpu",
+                    "scale.is_cpu and outputs.is_cpu",
+                ),
+                (
+                    "scale is not None and scale.is_cpu and outputs.is_cpu",
+                    "not (scale is not None and scale.is_cpu and outputs.is_cpu)",
+                ),
+                ("scale is not None", "scale is None"),
+            )
+        ),
+        (
+            "GradScaler._fused_step",
+            "usual_scale is not None and state['stage'] is _READY and (not hasattr(optimizer, 'grad_scale'))",
+            "state['stage'] is _READY and (not hasattr(optimizer, 'grad_scale'))",
+            1,
+        ),
+        (
+            "GradScaler.step_and_update",
+            "self._takes_short_way or not optimizers or (not self._enabled) or self._overrides(_ALL_HOOKS)",
+            "not optimizers or not self._enabled or self._overrides(_ALL_HOOKS)",
+            1,
+        ),
+    ],
+    "Makes a difference with scalars on a GPU only, where tests/gpu look.": [
+        (
+            "GradScaler.scale",
+            "scale is not None and scale.is_cpu and outputs.is_cpu",
+            "scale is not None and outputs.is_cpu",
+            1,
+        ),
+        (
+            "GradScaler.scale",
+            "scale is not None and scale.is_cpu and outputs.is_cpu",
+            "scale is not None and scale.is_cpu",
+            1,
+        ),
+        (
+            "GradScaler.step",
+            "scale.is_cuda and (not self._overrides(_MAYBE_STEP))",
+            "not self._overrides(_MAYBE_STEP)",
+            1,
+        ),
+    ],
+    "An entry has flags, unless a caller takes them away; recording them again changes nothing.": [
+        (
+            "GradScaler.step",
+            "flags is not None and flags is not recorded",
+            "flags is not recorded",
+            1,
+        ),
+        ("GradScaler.step", "flags is not None and flags is not recorded", "flags is not None", 1),
+    ],
+    "Without a watch, or behind a scale that was set, there is nothing to check.": [
+        (
+            "GradScaler.update",
+            "new_scale is None and loss_scale.watches_minimum",
+            "new_scale is None",
+            1,
+        ),
+        (
+            "GradScaler.update",
+            "new_scale is None and loss_scale.watches_minimum",
+            "loss_scale.watches_minimum",
+            1,
+        ),
+    ],
+    "An update that was not applied is not undone either.": [
+        (
+            "GradScaler.step_and_update",
+            "update is not None and update.applied",
+            "update is not None",
+            1,
+        ),
+    ],
+    "A disabled scaler's unscale_ does nothing.": [
+        ("GradScaler.clip_grad_norm_", "False", "True", 1),
+    ],
+    "Only whether the key is there counts.": [
+        ("GradScaler._unscale", "True", "False", 1),
+    ],
+    "Both lists are made for the same optimizers.": [
+        ("GradScaler._clip", "True", "False", 1),
+        ("_mark_unscaled", "True", "False", 1),
+    ],
+    "All norms are of the order of the first.": [
+        ("LossScale.joint_norm", "0", "1", 3),
+    ],
+    "Signatures are only kept so that nobody reads them twice.": [
+        (
+            "takes_grad_scaler",
+            "_signatures[key] = (weakref.ref(function, lambda _: _signatures.pop(key, None)), takes)",
+            "nothing",
+            1,
+        ),
+    ],
+    "Asked in vain, the host waits once and decides as the device would.": [
+        ("lacks_momentum", "False", "True", 1),
     ],
 }
 
