@@ -31,7 +31,9 @@ struct Span {
   int64_t first_chunk;
   int64_t parameter;  // its number among all of the optimizer, without gradient too
 
-  bool operator==(const Span&) const = default;
+  bool operator==(const Span& other) const {
+    return address == other.address && numel == other.numel && parameter == other.parameter;
+  }
 };
 
 struct DtypeList {
@@ -41,7 +43,9 @@ struct DtypeList {
   int64_t elements = 0;
 
   int64_t element_size() const { return static_cast<int64_t>(c10::elementSize(dtype)); }
-  bool operator==(const DtypeList&) const = default;
+  bool operator==(const DtypeList& other) const {
+    return dtype == other.dtype && spans == other.spans;
+  }
 };
 
 // Keeps the gradients alive, so it lives for one pass only.

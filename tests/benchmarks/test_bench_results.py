@@ -42,7 +42,7 @@ def test_a_csv_file_has_a_line_for_each_row(tmp_path):
         ('{"rows": [7], "goals": []}', "is not a result"),
         ('{"format": 2, "rows": []}', "it has no 'goals'"),
         ('{"format": 3, "rows": [], "goals": []}', "its format is 3; known formats are 1"),
-        ('{"format": "two"}', "its format is 'two', and"),
+        ('{"format": "two"}', "its format is 'two'; known formats are 1"),
         (f"{'[' * 100_000}", "is not a result"),
     ],
 )
