@@ -201,7 +201,7 @@ PyObject* usual_entry(PyObject* const* args) {
 // record(entries, optimizer, value) -> True, where `entries` has a weak reference to it by its id
 PyObject* record(PyObject* const* args) {
   const py::object key = py::reinterpret_steal<py::object>(PyLong_FromVoidPtr(args[1]));
-  PyObject* entry = key ? PyDict_GetItemWithError(args[0], key.ptr()) : nullptr;
+  PyObject* entry = key ? item(args[0], key.ptr()) : nullptr;
   PyObject* reference = entry == nullptr ? nullptr : PyTuple_GET_ITEM(entry, 0);
   if (reference == nullptr || !PyWeakref_CheckRef(reference)) {
     return nullptr;

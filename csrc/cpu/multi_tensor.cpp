@@ -65,13 +65,12 @@ void for_each_chunk(const DtypeList& list, bool writes, const Body& body) {
       }
     }
   };
-  const int64_t work = list.elements * size;
-  const int64_t threads =
-      work < 2 * grain ? 1 : std::min<int64_t>(at::get_num_threads(), work / grain);
-  if (threads < 2 || at::in_parallel_region() || forked || (writes && shares_memory(list))) {
+  const int64_t shares = list.elements * size / grain;
+  if (shares < 2 || at::in_parallel_region() || forked || (writes && shares_memory(list))) {
     take(0, list.chunks);
     return;
   }
+  const int64_t threads = std::min<int64_t>(at::get_num_threads(), shares);
   std::atomic<int64_t> next{0};
   at::parallel_for(0, threads, 1, [&](int64_t /*first*/, int64_t /*last*/) {
     for (int64_t chunk = 0; (chunk = next.fetch_add(kTicket)) < list.chunks;) {
