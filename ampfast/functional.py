@@ -17,7 +17,7 @@ __all__ = ["check_", "grad_norm", "unscale_", "unscale_and_update_", "update_sca
 
 
 def unscale_(grads: list[Tensor], found_inf: Tensor, inv_scale: Tensor) -> None:
-    """Multiplies gradients in place; sets `found_inf` to 1 if a value written is not finite.
+    """Multiplies gradients in place; sets `found_inf` to 1 if a value written is inf or NaN.
 
     Args:
         grads: Tensors on one device, of any shape, layout and dtype. If one is a DTensor, all ranks
@@ -43,7 +43,7 @@ def unscale_(grads: list[Tensor], found_inf: Tensor, inv_scale: Tensor) -> None:
 
 
 def check_(grads: list[Tensor], found_inf: Tensor) -> None:
-    """Sets `found_inf` to 1 if a gradient is not finite; the gradients are only read.
+    """Sets `found_inf` to 1 if a gradient has an inf or NaN; the gradients are only read.
 
     Args:
         grads: As for `unscale_`.

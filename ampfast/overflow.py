@@ -60,7 +60,7 @@ class TrackedParameter:
 
 @dataclass(frozen=True)
 class ParameterOverflows(TrackedParameter):
-    """Overflows of one parameter's gradient: steps in which a value that is used was not finite.
+    """Overflows of one parameter's gradient: steps in which a value that is used was inf or NaN.
 
     Name and place are as in `TrackedParameter`.
 

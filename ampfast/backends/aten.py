@@ -44,7 +44,7 @@ _PART = 2**22
 
 @torch.no_grad()
 def unscale_(grads: list[Tensor], inv_scale: Tensor, found_inf: Tensor) -> None:
-    """Unscales gradients in place; sets `found_inf` if a value was or becomes non-finite.
+    """Unscales gradients in place; sets `found_inf` if a value was or becomes inf or NaN.
 
     Args:
         grads: Tensors of one device, of dtypes and layouts that torch's op takes.
@@ -79,7 +79,7 @@ def require_unscalable(grads: list[Tensor]) -> None:
 
 @torch.no_grad()
 def check_(grads: list[Tensor], found_inf: Tensor, grad_scale: Tensor | None = None) -> None:
-    """Sets `found_inf` if a value is not finite, or would not be once divided by `grad_scale`.
+    """Sets `found_inf` if a value is inf or NaN, or would be once divided by `grad_scale`.
 
     torch's op writes as it checks, so it refuses the same gradients as in unscaling.
     """
@@ -257,7 +257,7 @@ def copy_to_host_async(tensor: Tensor) -> tuple[Tensor, torch.cuda.Event | None]
 def mark_(
     track: Track, numbers: list[int], grads: list[Tensor], grad_scale: Tensor | None = None
 ) -> None:
-    """Marks the parameters of `numbers` whose gradients are not finite; no host sync.
+    """Marks the parameters of `numbers` with inf/NaN gradients; no host sync.
 
     Args:
         track: Tracking tables.

@@ -116,7 +116,7 @@ class Track(NamedTuple):
     """Tables of per-parameter tracking, a row for each parameter; csrc/track.h defines the words.
 
     Attributes:
-        marks: int64 of shape (P, MARK_WORDS) for P parameters: last step with a non-finite value,
+        marks: int64 of shape (P, MARK_WORDS) for P parameters: last step with an inf or NaN value,
             as the optimizer uses the gradient, and number of such steps.
         now: int64, its first element the number of completed steps.
         health: int64 of shape (P, HEALTH_WORDS) for `measure_`, or None.
@@ -177,7 +177,7 @@ def unscale_(
         grads: Gradients of one device.
         factor: One-element float32 on that device: the inverse scale, or the scale itself.
         is_scale: Whether `factor` is the scale, whose rounded float64 reciprocal is the inverse.
-        found_inf: One-element float32 that is set to 1 if a written value is not finite. By default
+        found_inf: One-element float32 that is set to 1 if a written value is inf or NaN. By default
             a new 0-dim tensor, 0 or 1.
         update: Result of `scale_update`: None, since no update rides in a pass on a CPU.
         track: Tables whose `marks` get the overflows of each parameter.
