@@ -1,0 +1,30 @@
+"""Runs a notebook in a kernel of this interpreter; as a program, saves its outputs in it.
+
+python -m tests.run_notebook examples/underflow.ipynb
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import nbformat
+from nbclient import NotebookClient
+
+
+def executed(path: Path, *more: str) -> nbformat.NotebookNode:
+    """The notebook with its outputs, after running its cells and `more` code."""
+    notebook = nbformat.read(path, as_version=4)
+    cells = notebook.cells
+    notebook.cells = [*cells, *map(nbformat.v4.new_code_cell, more)]
+    # The kernel starts in this folder, whose ampfast it imports.
+    client = NotebookClient(notebook, timeout=600, record_timing=False, coalesce_streams=True)
+    client.execute()
+    notebook.cells = cells
+    # Of this interpreter.
+    notebook.metadata.language_info = {"name": "python"}
+    return notebook
+
+
+if __name__ == "__main__":
+    nbformat.write(executed(Path(sys.argv[1])), sys.argv[1])
