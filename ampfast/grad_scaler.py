@@ -87,15 +87,15 @@ class GradScaler(TorchGradScaler):
     One iteration, for gradients g, scale s and optimizer o::
 
         scale(loss)   s * loss, so that small float16 gradients do not vanish
-        unscale_(o)   g <- g * (1 / s); found_inf <- 1 if a value written is not finite, else 0
+        unscale_(o)   g <- g * (1 / s); found_inf <- 1 if a value written is inf or NaN, else 0
         step(o)       unscale_(o) unless done; o.step() unless found_inf. An optimizer that takes
                       `grad_scale` and `found_inf` (torch's fused ones) divides by itself: its
-                      gradients are only read, and found_inf <- max|g| / grad_scale is not finite
+                      gradients are only read, and found_inf <- max|g| / grad_scale is inf or NaN
         update()      if any found_inf: s <- s * backoff_factor; else, every growth_interval
                       iterations in a row: s <- s * growth_factor, unless that overflows
 
-    Everything observable is torch's bit for bit, except what the README lists under "Differences
-    from torch.amp.GradScaler". Source of the contract: torch/amp/grad_scaler.py.
+    Everything observable is torch's bit for bit, except for the differences in docs/differences.md.
+    Source of the contract: torch/amp/grad_scaler.py.
 
     Args:
         device: Device type, as for torch; with "cuda" and no CUDA the scaler disables itself.
@@ -455,7 +455,7 @@ class GradScaler(TorchGradScaler):
 
         In place of `unscale_` and `torch.nn.utils.clip_grad_norm_`: one read for check and norm,
         one pass that unscales and multiplies by min(1, max_norm / (norm + 1e-6)). Later writes to
-        the gradients are not checked. The step of a norm that is not finite is skipped, unless only
+        the gradients are not checked. The step of an inf or NaN norm is skipped, unless only
         the norm of finite gradients overflows, which makes them 0, as in torch.
 
         Args:
@@ -654,7 +654,7 @@ class GradScaler(TorchGradScaler):
             self._tracking.name(pairs)
 
     def overflow_report(self, *, local: bool = False) -> OverflowReport:
-        """Returns the parameters whose gradients were not finite in the last skipped step.
+        """Returns the parameters with inf/NaN gradients in the last skipped step.
 
         Values count as the optimizer would have used them. Counts are of living optimizers and are
         in no pickle or checkpoint. One host sync.

@@ -58,7 +58,7 @@ def test_the_scaler_that_it_makes_is_patched(plugins: object) -> None:
 
 @pytest.mark.parametrize("plugins", [fabric, pytorch], ids=["fabric", "trainer"])
 def test_its_argument_takes_no_scaler_yet(plugins: object) -> None:
-    """If this fails, the argument works, and example and README can say so."""
+    """If this fails, the argument works, and example and documentation can say so."""
     with pytest.raises(ValueError, match="does not use a scaler"):
         plugins.FSDPPrecision("16-mixed", scaler=ShardedGradScaler("cpu"))
 

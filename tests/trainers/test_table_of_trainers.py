@@ -1,4 +1,4 @@
-"""The README's table of trainers: tested versions, and links to the examples."""
+"""docs/trainers.md: tested versions, and links to the examples."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 TABLE = re.findall(
     r"^\| \[.*?\]\((.*?)\) \|.*\| (\S+) (\S+) \|$",
-    (ROOT / "README.md").read_text(encoding="utf-8").split("\n## Trainers\n")[1].split("\n## ")[0],
+    (ROOT / "docs" / "trainers.md").read_text(encoding="utf-8"),
     re.MULTILINE,
 )
 # Dependencies of trainers.
@@ -26,5 +26,5 @@ def test_versions() -> None:
 def test_examples() -> None:
     examples = (ROOT / "examples" / "trainers").glob("*.py")
     assert sorted(link for link, _, _ in TABLE) == sorted(
-        path.relative_to(ROOT).as_posix() for path in examples
+        f"../{path.relative_to(ROOT).as_posix()}" for path in examples
     )
