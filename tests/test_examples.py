@@ -124,6 +124,7 @@ def kinds(notebook: Any) -> list[list[Any]]:
     ]
 
 
+@pytest.mark.slow
 def test_the_notebook_runs_with_the_saved_outputs(monkeypatch: pytest.MonkeyPatch) -> None:
     for needed in ("matplotlib", "nbclient", "ipykernel"):
         pytest.importorskip(needed, reason=f"running the notebook needs {needed}")
