@@ -12,15 +12,13 @@ from torch import Tensor
 
 from ampfast.clipping import DEFERRED
 
-from . import counts, goals, providers
+from . import goals, providers
 from .cases import GradCase, make_gradients
-from .device_time import EventTimer, Queue, host_timer
 from .goals import CLIP, DEFERRED_CLIP
-from .harness import Contender, Effort, Measured, assert_same, interleave
-from .host_time import NoOptimizer
-from .machine import require_memory, tensors_per_launch
-from .rows import Timed, dtype_name
-from .steps import MOST_LISTS, lists_in_turn, make_scaler, optimizer_over
+from .harness import Contender, Measured, Setting, assert_same
+from .machine import require_memory
+from .steps import MOST_LISTS, NoOptimizer, lists_in_turn, make_scaler, optimizer_over
+from .timing import dtype_name, time_contenders
 
 REPLACES = {DEFERRED_CLIP: CLIP}
 # Multiples of a list's bytes: read for the norm, then read and written; or read once.
@@ -36,20 +34,14 @@ SCALE = 0.5
 DRIFT = 0.02
 
 
-def measure(
-    case: GradCase,
-    dtype: torch.dtype,
-    device: torch.device,
-    effort: Effort,
-    queue: Queue | None = None,
-) -> Measured:
+def measure(case: GradCase, dtype: torch.dtype, on: Setting) -> Measured:
     """Times `clip_grad_norm_` against `unscale_` and torch's `clip_grad_norm_`.
 
     Raises:
         AssertionError: If a result is not torch's, or the gradients drifted while timed.
         MemoryError: If the gradients would not fit.
     """
-    lists = lists_in_turn(case, dtype, device, queue)
+    lists, device = lists_in_turn(case, dtype, on), on.device
     names, notes = providers.available(device)
     measured = Measured(notes=notes)
     if dtype is torch.float16:
@@ -81,39 +73,18 @@ def measure(
             for path, name in subjects
         ]
 
-    counted: dict[tuple[str, str], counts.Counts | None] = {}
-    host = None
-    if queue is not None:
-        alone = contenders(1)
-        counted = counts.of_contenders(alone, queue)
-        host = interleave(alone, replace(effort, sample_s=0.0), timer=host_timer(queue))
-    in_turn = contenders(lists)
-    if queue is None:
-        timer_name, samples = "wall", interleave(in_turn, effort, cycle=2 * lists)
-    else:
-        timer = EventTimer(queue, counts.launches(counted))
-        timer_name = timer.name
-        samples = interleave(in_turn, effort, cycle=2 * lists, timer=timer)
-    for now, before in zip(gradients[0], first, strict=False):
-        torch.testing.assert_close(now, before, rtol=DRIFT, atol=0)
-
-    timed = Timed(
-        *("clip", case, dtype, lists, in_turn, samples, timer_name),
-        host=host,
-        counts=counted,
+    timed = time_contenders(
+        *("clip", case, dtype, contenders(lists), on),
+        lists=lists,
+        alone=contenders(1),
         replaces=REPLACES,
     )
+    for now, before in zip(gradients[0], first, strict=False):
+        torch.testing.assert_close(now, before, rtol=DRIFT, atol=0)
     for row in timed.rows():
-        moved = PASSES[row.path] * case.list_bytes(dtype)
-        measured.rows.append(replace(row, bytes=moved, gb_s=moved / (row.ms_p50 or 0.0) / 1e6))
-    few = None
-    if queue is not None:
-        few = tensors_per_launch(torch.__version__, torch.version.cuda)
-    place = goals.Place(
-        case.name, measured.rows[0].list_name, dtype_name(dtype), case.list_bytes(dtype), few
-    )
+        measured.rows.append(replace(row, bytes=PASSES[row.call] * timed.list_bytes))
     for name in names:
-        measured.goals += goals.of_clipping(place, name, samples)
+        measured.goals += goals.of_clipping(timed, name)
     return measured
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from .device_time import Queue
-from .harness import Contender
+from .harness import Contender, Key
 
 # Runtime and driver calls after which the host has waited.
 WAITS = frozenset(
@@ -39,9 +39,7 @@ class Counts:
     syncs: int
 
 
-def of_contenders(
-    contenders: Sequence[Contender], queue: Queue
-) -> dict[tuple[str, str], Counts | None]:
+def of_contenders(contenders: Sequence[Contender], queue: Queue) -> dict[Key, Counts | None]:
     """Calls each contender twice after a warm-up, and counts launches, copies and syncs.
 
     The two calls are a cycle, so that nothing drifts. None if the profiler sees no device.
@@ -105,6 +103,6 @@ def of_events(events: Iterable[Event]) -> dict[int, Counts]:
     }
 
 
-def launches(counted: dict[tuple[str, str], Counts | None]) -> dict[tuple[str, str], int | None]:
+def launches(counted: dict[Key, Counts | None]) -> dict[Key, int | None]:
     """Launches only."""
     return {key: None if found is None else found.launches for key, found in counted.items()}

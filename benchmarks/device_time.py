@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 import torch
 
-from .harness import Contender
+from .harness import Contender, Key
 
 # Lists below this are replayed from a graph: queued singly, the host would be timed, too.
 GRAPH_BELOW_BYTES = 512 << 20
@@ -129,13 +129,11 @@ class EventTimer:
 
     name = "events"
 
-    def __init__(
-        self, queue: Queue, launches: dict[tuple[str, str], int | None], cycle: int = 1
-    ) -> None:
+    def __init__(self, queue: Queue, launches: dict[Key, int | None], cycle: int = 1) -> None:
         self._queue = queue
         self._launches = launches
         self._cycle = cycle
-        self._holds: dict[tuple[str, str], float] = {}
+        self._holds: dict[Key, float] = {}
 
     def __call__(self, contender: Contender, calls: range) -> float:
         self._queue.synchronize()

@@ -7,11 +7,17 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+if TYPE_CHECKING:
+    from .device_time import Queue
 from .results import Goal, Row, Spread
+
+# Call and provider of a contender.
+Key = tuple[str, str]
 
 MIN_ROUNDS = 6
 MAX_ROUNDS = 400
@@ -36,7 +42,7 @@ class Contender:
     waits: bool = False
 
     @property
-    def key(self) -> tuple[str, str]:
+    def key(self) -> Key:
         return self.path, self.provider
 
 
@@ -68,25 +74,34 @@ class Effort:
 
 QUICK = Effort(quick=True, comparison_s=0.4)
 # All subjects fit into ten minutes on two cores.
-FULL = Effort(quick=False, comparison_s=1.5)
+FULL = Effort(quick=False, comparison_s=1.2)
 # On a GPU a sample holds hundreds of calls, and there are more contenders.
 GPU_QUICK = Effort(quick=True, comparison_s=0.3, sample_s=0.002)
 GPU_FULL = Effort(quick=False, comparison_s=1.0, sample_s=0.002)
 
 
+@dataclass(frozen=True)
+class Setting:
+    """Device of a run, duration of its comparisons, and the queue of a GPU."""
+
+    device: torch.device
+    effort: Effort
+    queue: Queue | None = None
+
+
+@dataclass(frozen=True)
 class Samples:
     """Seconds per call of each contender, one sample per round, paired by round."""
 
-    def __init__(self, seconds: dict[tuple[str, str], list[float]]) -> None:
-        self.seconds = seconds
+    seconds: dict[Key, list[float]]
 
-    def __contains__(self, key: tuple[str, str]) -> bool:
+    def __contains__(self, key: Key) -> bool:
         return key in self.seconds
 
-    def spread(self, path: str, provider: str) -> Spread:
-        return Spread.of(self.seconds[path, provider])
+    def spread(self, key: Key, factor: float = 1.0) -> Spread:
+        return Spread.of(self.seconds[key], factor)
 
-    def ratio(self, numerator: tuple[str, str], denominator: tuple[str, str]) -> Spread:
+    def ratio(self, numerator: Key, denominator: Key) -> Spread:
         """Spread over rounds of one contender's time over another's."""
         pairs = zip(self.seconds[numerator], self.seconds[denominator], strict=True)
         return Spread.of([a / b for a, b in pairs])
@@ -135,7 +150,7 @@ def interleave(
             seconds = cycle * timer(contender, range(cycle))
         calls.append(range(cycle * max(1, round(effort.sample_s / max(seconds, 1e-9)))))
 
-    seconds_of: dict[tuple[str, str], list[float]] = {c.key: [] for c in contenders}
+    seconds_of: dict[Key, list[float]] = {c.key: [] for c in contenders}
     collecting = gc.isenabled()
     gc.disable()
     try:

@@ -12,7 +12,7 @@ from . import providers
 from .cases import GradCase, make_gradients
 from .harness import assert_same
 from .providers import CHECK, NORM, UNSCALE, UPDATE, Scalars
-from .rows import dtype_name
+from .timing import dtype_name
 
 # Squares are summed in float32 within a window of 8 KiB, then in float64.
 NORM_TOLERANCE = 1e-5

@@ -15,15 +15,15 @@ from torch import Tensor
 from . import counts, goals, providers
 from .cases import CASES, GradCase, make_gradients
 from .device_time import GRAPH_BELOW_BYTES, EventTimer, GraphTimer, Queue, host_timer
-from .harness import Contender, Effort, Measured, interleave
+from .harness import Contender, Key, Measured, Setting, interleave
 from .kernel_parity import assert_parity
 from .machine import cache_bytes, require_memory, tensors_per_launch
 from .providers import COPY, HALF_COPY, NORM, Calls, Scalars, moved_bytes
-from .results import Row
-from .rows import Timed, dtype_name
+from .timing import Timed, dtype_name
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-GPU_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+# float64 gradients are rare, and take a third of the time of all.
+FULL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 QUICK_DTYPES = (torch.float32, torch.float16)
 CPU_CASES = ("1000x1k", "10000x256", "resnet50", "bert_base", "one_64m")
 CPU_QUICK_CASES = ("1000x1k", "10000x256", "resnet50", "one_16m")
@@ -41,33 +41,26 @@ SMALL = 1 << 16
 
 
 def chosen(
-    effort: Effort,
-    device: torch.device,
-    cases: tuple[str, ...] | None = None,
-    dtypes: tuple[torch.dtype, ...] | None = None,
+    on: Setting, cases: Sequence[str] | None = None, dtypes: Sequence[torch.dtype] = ()
 ) -> list[tuple[GradCase, torch.dtype]]:
     """Lists to measure on a device: the requested ones, else those that the time allows."""
-    if device.type == "cuda":
-        usual, all_dtypes = (GPU_QUICK_CASES if effort.quick else GPU_CASES), GPU_DTYPES
+    effort = on.effort
+    if on.device.type == "cuda":
+        usual = GPU_QUICK_CASES if effort.quick else GPU_CASES
     else:
-        usual, all_dtypes = (CPU_QUICK_CASES if effort.quick else CPU_CASES), DTYPES
-    dtypes = dtypes or (QUICK_DTYPES if effort.quick else all_dtypes)
+        usual = CPU_QUICK_CASES if effort.quick else CPU_CASES
+    dtypes = dtypes or (QUICK_DTYPES if effort.quick else FULL_DTYPES)
     return [(CASES[name], dtype) for name in cases or usual for dtype in dtypes]
 
 
-def measure(
-    case: GradCase,
-    dtype: torch.dtype,
-    device: torch.device,
-    effort: Effort,
-    queue: Queue | None = None,
-) -> Measured:
+def measure(case: GradCase, dtype: torch.dtype, on: Setting) -> Measured:
     """Times every provider's paths and a copy over one list.
 
     Raises:
         AssertionError: If a result is not torch's, or the gradients drifted while timed.
         MemoryError: If the lists would not fit.
     """
+    device, effort, queue = on.device, on.effort, on.queue
     rotation = lists_beyond_cache(case.list_bytes(dtype), device)
     require_memory(int(MEMORY_OF_LISTS * rotation * case.list_bytes(dtype)), device)
     names, notes = providers.available(device)
@@ -95,13 +88,9 @@ def measure(
         for lists in sorted({1, rotation}):
             gradients = Lists(case, dtype, device, lists)
             contenders = gradients.contenders(public) + gradients.copies()
-            timed = Timed(
-                *("kernels", case, dtype, lists, contenders),
-                interleave(contenders, effort, cycle=2 * lists),
-                "wall",
-            )
+            samples = interleave(contenders, effort, cycle=2 * lists)
             gradients.assert_steady(scalars.found_inf)
-            _add(measured, timed, names, None)
+            _add(measured, Timed("kernels", case, dtype, contenders, samples, lists=lists), names)
         return measured
 
     alone = Lists(case, dtype, device, 1)
@@ -122,12 +111,12 @@ def measure(
     samples = interleave(contenders, effort, cycle=cycle, timer=timer)
     gradients.assert_steady(scalars.found_inf)
     timed = Timed(
-        *("kernels", case, dtype, rotation, contenders, samples, timer.name),
+        *("kernels", case, dtype, contenders, samples, timer.name, rotation),
         host=host,
         counts=counted,
+        tensors_per_launch=tensors_per_launch(torch.__version__, torch.version.cuda),
     )
-    few = tensors_per_launch(torch.__version__, torch.version.cuda)
-    _add(measured, timed, names, few)
+    _add(measured, timed, names)
     return measured
 
 
@@ -220,7 +209,7 @@ def _device_timer(
     list_bytes: int,
     cycle: int,
     queue: Queue,
-    launches: dict[tuple[str, str], int | None],
+    launches: dict[Key, int | None],
     notes: list[str],
 ) -> GraphTimer | EventTimer:
     """Timer that suits the size, the same for all contenders."""
@@ -232,26 +221,9 @@ def _device_timer(
     return EventTimer(queue, launches, cycle)
 
 
-def _add(
-    measured: Measured, timed: Timed, names: Sequence[str], tensors_in_launch: int | None
-) -> None:
-    rows = [with_bandwidth(row) for row in timed.rows()]
-    by_path = {row.path: row.gb_s for row in rows if row.provider == "torch"}
-    for row in rows:
-        moved_alike = COPY if row.bytes == 2 * row.list_bytes else HALF_COPY
-        measured.rows.append(replace(row, copy_gb_s=by_path[moved_alike]))
-    place = goals.Place(
-        timed.case.name,
-        rows[0].list_name,
-        dtype_name(timed.dtype),
-        timed.case.list_bytes(timed.dtype),
-        tensors_in_launch,
-    )
+def _add(measured: Measured, timed: Timed, names: Sequence[str]) -> None:
+    rows = [replace(row, bytes=moved_bytes(row.call, timed.list_bytes)) for row in timed.rows()]
+    copies = {row.bytes: row.gb_s for row in rows if row.call in (COPY, HALF_COPY)}
+    measured.rows += [replace(row, copy_gb_s=copies[row.bytes]) for row in rows]
     for name in names:
-        measured.goals += goals.of_kernels(place, name, timed.samples)
-
-
-def with_bandwidth(row: Row) -> Row:
-    """Row with the bytes of its path, and its bandwidth."""
-    moved = moved_bytes(row.path, row.list_bytes)
-    return replace(row, bytes=moved, gb_s=moved / row.ms_p50 / 1e6)
+        measured.goals += goals.of_kernels(timed, name)

@@ -3,32 +3,30 @@
 from __future__ import annotations
 
 import functools
-import json
-import subprocess
-import sys
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from multiprocessing import get_context
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from ampfast import backends, functional
-from ampfast.backends import cpu
 
 from .cases import CASES, make_gradients
-from .harness import Effort, Job, Measured
-from .machine import REPOSITORY, require_memory
-from .results import Goal, Row
+from .harness import Job, Measured, Setting
+from .machine import require_memory
+from .results import Goal, Row, Spread
+from .timing import side
 
 FULL_CASES = ("one_64m", "bert_base", "10000x256")
 QUICK_CASES = ("one_16m",)
 
-# A copy of the gradients would be 1. Below this remain the table (under 64 bytes for a chunk of
-# some 64 KiB) and the granularity of the kernel's accounting, a few hundred KiB.
+# A copy of the gradients would be 1. Below this remain the list of addresses and lengths and the
+# granularity of the kernel's accounting, a few hundred KiB.
 EXTRA_GOAL = 0.01
 EXTRA_GOAL_FROM_BYTES = 64 << 20
-TABLE_BYTES_GOAL = 64
 CLEAR_REFS = Path("/proc/self/clear_refs")
 
 
@@ -41,19 +39,16 @@ class Usage:
     allocated_bytes: int
 
 
-def jobs(effort: Effort) -> list[Job]:
-    """One job for each list and path, and one for the table."""
-    names = QUICK_CASES if effort.quick else FULL_CASES
+def jobs(on: Setting) -> list[Job]:
+    """One job for each list and path."""
+    names = QUICK_CASES if on.effort.quick else FULL_CASES
     backend = backends.default_for(torch.device("cpu"))
     paths = (("unscale", "torch"), ("unscale", backend), ("check", backend))
     return [
-        Job(
-            f"{name} {path} {provider}",
-            functools.partial(measure, name, path, provider),
-        )
+        Job(f"{name} {path} by {side(provider)}", functools.partial(measure, name, path, provider))
         for name in names
         for path, provider in paths
-    ] + [Job(f"{name} table", functools.partial(measure_table, name)) for name in names]
+    ]
 
 
 def measure(name: str, path: str, provider: str) -> Measured:
@@ -65,62 +60,22 @@ def measure(name: str, path: str, provider: str) -> Measured:
     """
     needed = 2 * CASES[name].list_bytes(torch.float32) + (512 << 20)
     require_memory(needed, torch.device("cpu"))
-    command = [sys.executable, "-m", "benchmarks.memory", name, path, provider]
-    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
-    if done.returncode:
-        raise RuntimeError(f"{' '.join(command[1:])} failed: {done.stderr.strip()}")
-    usage = Usage(**json.loads(done.stdout))
-
-    measured = Measured(
-        [
-            Row(
-                subject="memory",
-                case=name,
-                dtype="float32",
-                path=path,
-                provider=provider,
-                list_bytes=usage.list_bytes,
-                extra_bytes=usage.extra_bytes,
-                allocated_bytes=usage.allocated_bytes,
-            )
-        ]
+    with ProcessPoolExecutor(1, get_context("spawn")) as pool:
+        usage = pool.submit(usage_of, name, path, provider).result()
+    row = Row(
+        *("memory", name, "float32", path, side(provider)),
+        list_bytes=usage.list_bytes,
+        extra_bytes=usage.extra_bytes,
+        allocated_bytes=usage.allocated_bytes,
     )
+    measured = Measured([row])
     # On a small list fixed costs would hide growth, or pass for it.
     large = usage.list_bytes >= EXTRA_GOAL_FROM_BYTES
     if provider != "torch" and usage.extra_bytes is not None and large:
         extra = max(usage.extra_bytes, usage.allocated_bytes) / usage.list_bytes
-        goal = Goal(
-            f"{path}_, extra memory over the gradients'",
-            name,
-            "float32",
-            "<=",
-            EXTRA_GOAL,
-            extra,
-        )
-        measured.goals.append(goal)
+        ratio = Spread(extra, extra, extra)
+        measured.goals.append(Goal(*row.name, "the gradients, memory", ratio, EXTRA_GOAL))
     return measured
-
-
-def measure_table(name: str) -> Measured:
-    """Size of the core's table of a list, for each chunk of work."""
-    # The table holds addresses and lengths, so the addresses need no memory.
-    gradients = [torch.empty(shape) for shape in CASES[name].shapes]
-    grads = cpu.list_of(gradients, torch.device("cpu"))
-    assert grads is not None
-    table_bytes = cpu.DeviceTable.of(grads, 1, False).buffer.nbytes
-    row = Row(
-        subject="memory",
-        case=name,
-        dtype="float32",
-        path="table",
-        provider="cpu",
-        list_bytes=CASES[name].list_bytes(torch.float32),
-        table_bytes=table_bytes,
-        chunks=grads.chunks,
-    )
-    per_chunk = table_bytes / grads.chunks
-    goal = Goal("table, bytes per chunk", name, "float32", "<", TABLE_BYTES_GOAL, per_chunk)
-    return Measured([row], [goal])
 
 
 def usage_of(name: str, path: str, provider: str) -> Usage:
@@ -185,7 +140,3 @@ def _allocated_peak(profile: torch.profiler.profile) -> int:
             held += event.nbytes()
             peak = max(peak, held)
     return peak
-
-
-if __name__ == "__main__":
-    print(json.dumps(asdict(usage_of(*sys.argv[1:4]))))

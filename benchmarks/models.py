@@ -64,6 +64,18 @@ def nets(device: torch.device) -> list[Net]:
     ]
 
 
+def perceptron(device: torch.device) -> Net:
+    """The net of the classic benchmark of mixed precision; on a CPU smaller."""
+    width, batch = (4096, 512) if device.type == "cuda" else (512, 128)
+    return Net(
+        f"perceptron 3x{width}, batch {batch}",
+        functools.partial(Perceptron, 3, width),
+        lambda: (torch.randn(batch, width), torch.randn(batch, width)),
+        torch.optim.SGD,
+        {"lr": 0.1},
+    )
+
+
 def autocast_dtype(
     device: torch.device, clock: Callable[[], float] = time.perf_counter
 ) -> tuple[torch.dtype, list[str]]:
@@ -100,6 +112,19 @@ def _seconds_of_product(dtype: torch.dtype, clock: Callable[[], float]) -> float
     start = clock()
     matrix @ matrix
     return clock() - start
+
+
+class Perceptron(nn.Module):
+    """Linear layers and squared error; with skips, as gradients would vanish in 500 layers."""
+
+    def __init__(self, layers: int, width: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(layers))
+
+    def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        for layer in self.layers:
+            inputs = torch.add(inputs, functional.relu(layer(inputs)), alpha=1 / len(self.layers))
+        return functional.mse_loss(inputs, targets)
 
 
 class _Layer(nn.Module):

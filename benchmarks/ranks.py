@@ -3,37 +3,43 @@
 from __future__ import annotations
 
 import functools
-import json
 import math
 import os
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from datetime import timedelta
-from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, multiprocessing
 
 import ampfast
 
-from . import counts, processes, providers
+from . import counts, providers, steps
 from .cases import CASES, GradCase, make_gradients
 from .clipping import DRIFT, SCALE
-from .device_time import CudaQueue, EventTimer, Queue, host_timer
-from .harness import Contender, Effort, Job, Measured, Samples, assert_same, interleave
-from .host_time import FUSED, STEP, UNSCALE, NoOptimizer
+from .device_time import CudaQueue
+from .harness import Contender, Job, Measured, Samples, Setting, assert_same, interleave
 from .kernels import MEMORY_OF_LISTS
-from .machine import REPOSITORY, require_memory
-from .results import Goal, Row
-from .rows import Timed, dtype_name
-from .steps import MOST_LISTS, NEVER, optimizer_over
+from .machine import require_memory
+from .steps import (
+    FUSED_STEP,
+    MOST_LISTS,
+    NEVER,
+    STEP,
+    UNSCALE,
+    NoOptimizer,
+    optimizer_over,
+    scaler_state,
+)
+from .timing import Timed, dtype_name, time_contenders
 
 CLIP = "clip + update"
-PATHS = (UNSCALE, STEP, FUSED, CLIP)
+PATHS = (UNSCALE, STEP, FUSED_STEP, CLIP)
 
 FULL_CASES = ("bert_base", "1000x1k")
 QUICK_CASES = ("1000x1k",)
@@ -51,41 +57,19 @@ FUSED_NOTE = (
 )
 
 
-@dataclass(frozen=True)
-class Task:
-    """Job of all ranks."""
-
-    case: GradCase
-    device: str
-    effort: Effort
-    ranks: int
-    threads: int
-
-    def write(self, path: Path) -> None:
-        path.write_text(json.dumps(asdict(self)), encoding="utf-8")
-
-    @classmethod
-    def read(cls, path: Path) -> Task:
-        content = json.loads(path.read_text(encoding="utf-8"))
-        shapes = tuple(map(tuple, content["case"]["shapes"]))
-        content["case"] = GradCase(content["case"]["name"], shapes)
-        content["effort"] = Effort(**content["effort"])
-        return cls(**content)
-
-
-def jobs(effort: Effort, device: torch.device, cases: Sequence[str] | None = None) -> list[Job]:
+def jobs(on: Setting, cases: Sequence[str] | None = None) -> list[Job]:
     """One job for each list, of the requested or the usual ones."""
-    names = cases or (QUICK_CASES if effort.quick else FULL_CASES)
+    names = cases or (QUICK_CASES if on.effort.quick else FULL_CASES)
     return [
         Job(
             f"{name} {dtype_name(DTYPE)}",
-            functools.partial(measure, CASES[name], device, effort),
+            functools.partial(measure, CASES[name], on),
         )
         for name in names
     ]
 
 
-def measure(case: GradCase, device: torch.device, effort: Effort) -> Measured:
+def measure(case: GradCase, on: Setting) -> Measured:
     """Starts the ranks, which share list and threads, and returns their measurements.
 
     Two ranks with gloo on a CPU; on a GPU one, which calls NCCL all the same.
@@ -94,6 +78,7 @@ def measure(case: GradCase, device: torch.device, effort: Effort) -> Measured:
         MemoryError: If the list would not fit.
         RuntimeError: If a rank failed, such as by finding that a result is not torch's.
     """
+    device = on.device
     on_gpu = device.type == "cuda"
     backend = "nccl" if on_gpu else "gloo"
     if not (dist.is_available() and dist.is_backend_available(backend)):
@@ -101,58 +86,70 @@ def measure(case: GradCase, device: torch.device, effort: Effort) -> Measured:
     require_memory(int(MEMORY_OF_LISTS * case.list_bytes(DTYPE)), device)
     ranks = 1 if on_gpu else RANKS
     threads = max(1, torch.get_num_threads() // ranks)
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        Task(case, str(device), effort, ranks, threads).write(folder / "task.json")
-        commands = [
-            [sys.executable, "-m", "benchmarks.ranks", name, str(rank)] for rank in range(ranks)
-        ]
-        processes.run_together(commands, REPOSITORY, folder, JOB_S)
-        content = json.loads((folder / "measured.json").read_text(encoding="utf-8"))
-    return Measured(
-        [Row(**row) for row in content["rows"]],
-        [Goal(**goal) for goal in content["goals"]],
-        content["notes"],
-    )
+    results = multiprocessing.get_context("spawn").SimpleQueue()
+    with tempfile.TemporaryDirectory() as folder:
+        task = (ranks, threads, f"{folder}/store", case, replace(on, queue=None), results)
+        started = multiprocessing.spawn(_rank, task, nprocs=ranks, join=False)
+        try:
+            deadline = time.monotonic() + JOB_S
+            # Ends the others when one fails.
+            while not started.join(1.0):
+                if time.monotonic() > deadline:
+                    raise RuntimeError(f"{ranks} ranks had not ended after {JOB_S:g} s")
+        finally:
+            for process in started.processes:
+                process.kill()
+                process.join()
+        return results.get()
 
 
-def work(folder: Path, rank: int) -> None:
-    """Process of a job; the first rank writes the measurements to the folder."""
-    task = Task.read(folder / "task.json")
-    device = torch.device(task.device)
-    torch.set_num_threads(task.threads)
-    queue = None
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-        queue = CudaQueue(device)
+def _rank(
+    rank: int,
+    ranks: int,
+    threads: int,
+    store_file: str,
+    case: GradCase,
+    on: Setting,
+    results: Any,
+) -> None:
+    """Process of a job; the first rank hands over the measurements."""
+    torch.set_num_threads(threads)
+    on_gpu = on.device.type == "cuda"
+    if on_gpu:
+        torch.cuda.set_device(on.device)
+        on = replace(on, queue=CudaQueue(on.device))
     # Ranks on one machine need no other network or host name.
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
-    store = dist.FileStore(str(folder / "store"), task.ranks)
+    store = dist.FileStore(store_file, ranks)
     dist.init_process_group(
-        "gloo" if queue is None else "nccl",
+        "nccl" if on_gpu else "gloo",
         store=store,
         rank=rank,
-        world_size=task.ranks,
+        world_size=ranks,
         timeout=timedelta(seconds=COLLECTIVE_S),
     )
-    measured = measure_here(task.case, device, task.effort, queue)
+    measured = measure_here(case, on)
     if rank == 0:
-        (folder / "measured.json").write_text(json.dumps(asdict(measured)), encoding="utf-8")
+        results.put(measured)
     # Data sent is lost if this process ends before the others have read it.
     store.set(f"done {rank}", "")
-    store.wait([f"done {each}" for each in range(task.ranks)])
+    store.wait([f"done {each}" for each in range(ranks)])
     dist.destroy_process_group()
+    # Without Python's finalization: torch's class keeps the group and thus gloo's threads, which
+    # may then still free tensors and abort (pytorch/pytorch#179291).
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
 
 
-def measure_here(
-    case: GradCase, device: torch.device, effort: Effort, queue: Queue | None = None
-) -> Measured:
+def measure_here(case: GradCase, on: Setting) -> Measured:
     """Times both scalers over this rank's shard of a list; a collective call.
 
     Raises:
         AssertionError: If a result is not torch's, or the gradients drifted while timed.
     """
     rank, ranks = dist.get_rank(), dist.get_world_size()
+    device, queue, effort = on.device, on.queue, on.effort
     torch.manual_seed(rank)
     mine = part_of(case, rank, ranks)
     names, notes = providers.available(device)
@@ -168,7 +165,7 @@ def measure_here(
         Contender(
             path,
             name,
-            caller(path, name, optimizers[path == FUSED], device, limit),
+            caller(path, name, optimizers[path == FUSED_STEP], device, limit),
             # All start together.
             prepare=None if ranks == 1 else lambda number: dist.barrier(),
             waits=queue is not None and path == STEP,
@@ -177,40 +174,25 @@ def measure_here(
         for name in ("torch", *names)
     ]
     collectives = {contender.key: collectives_of(contender) for contender in contenders}
-    host, counted = None, {}
     if queue is None:
         # Equal numbers of calls on every rank: one cycle per round, and rounds by one clock.
         together = replace(effort, comparison_s=effort.comparison_s * len(contenders), sample_s=0.0)
         samples = slowest(interleave(contenders, together, clock=clock_of_first))
-        timer_name = "wall"
+        timed = Timed("ranks", case, DTYPE, contenders, samples)
     else:
-        counted = counts.of_contenders(contenders, queue)
-        host = interleave(contenders, replace(effort, sample_s=0.0), timer=host_timer(queue))
-        timer = EventTimer(queue, counts.launches(counted), 2)
-        samples, timer_name = interleave(contenders, effort, timer=timer), timer.name
+        timed = time_contenders("ranks", case, DTYPE, contenders, on)
     for now, before in zip(gradients, first, strict=False):
         torch.testing.assert_close(now, before, rtol=DRIFT, atol=0)
 
-    timed = Timed(
-        *("ranks", case, DTYPE, 1, contenders, samples, timer_name), host=host, counts=counted
-    )
     rows = [
-        replace(row, ranks=ranks, collectives=collectives[row.path, row.provider])
-        for row in timed.rows()
+        replace(row, ranks=ranks, collectives=collectives[contender.key])
+        for contender, row in zip(contenders, timed.rows(), strict=True)
     ]
     threads = torch.get_num_threads()
     shared = f"ranks: {ranks}, threads of each: {threads}, each with its part of every tensor"
     measured = Measured(rows, notes=[*notes, shared, FUSED_NOTE])
-    if queue is None:
-        for name in names:
-            measured.goals.append(
-                Goal.of_spread(
-                    f"{UNSCALE} on {ranks} ranks, time over that of torch's ShardedGradScaler",
-                    *(case.name, dtype_name(DTYPE), "<=", GOAL),
-                    samples.ratio((UNSCALE, name), (UNSCALE, "torch")),
-                    spread_counts=True,
-                )
-            )
+    for name in names if queue is None else ():
+        measured.goals += timed.goal((UNSCALE, name), (UNSCALE, "torch"), GOAL, lenient=True)
     return measured
 
 
@@ -244,32 +226,23 @@ def caller(
 ) -> Callable[[int], object]:
     """Iterations that restore the gradients in pairs: halved, then doubled."""
     scales = (SCALE, SCALE) if path == CLIP else (2.0, 0.5)
-    pair = [iteration(path, make_scaler(name, device, s), optimizer, limit) for s in scales]
-    return lambda number: pair[number % 2]()
+    pair = [iteration(path, make_scaler(name, device, scale), limit) for scale in scales]
+    return lambda number: pair[number % 2](optimizer)
 
 
 def iteration(
-    path: str, scaler: torch.amp.GradScaler, optimizer: NoOptimizer, limit: float
-) -> Callable[[], Tensor | None]:
+    path: str, scaler: torch.amp.GradScaler, limit: float
+) -> Callable[[NoOptimizer], Tensor | None]:
     """Calls of a path, as in a training loop; clipping returns the norm."""
 
-    def unscale_and_update() -> None:
-        scaler.unscale_(optimizer)
-        scaler.update()
-
-    def step_and_update() -> None:
-        scaler.step(optimizer)
-        scaler.update()
-
-    def clip_and_update() -> Tensor:
+    def clip_and_update(optimizer: NoOptimizer) -> Tensor:
         norm = scaler.clip_grad_norm_(optimizer, limit)  # type: ignore[attr-defined]
         scaler.update()
         return norm
 
-    parameters = optimizer.param_groups[0]["params"]
-
-    def clip_with_torch() -> Tensor:
+    def clip_with_torch(optimizer: NoOptimizer) -> Tensor:
         scaler.unscale_(optimizer)
+        parameters = optimizer.param_groups[0]["params"]
         norm = torch.nn.utils.get_total_norm([parameter.grad for parameter in parameters])
         square = norm.square()
         dist.all_reduce(square)
@@ -278,9 +251,9 @@ def iteration(
         scaler.update()
         return norm
 
-    if path == CLIP:
-        return clip_and_update if isinstance(scaler, ampfast.GradScaler) else clip_with_torch
-    return unscale_and_update if path == UNSCALE else step_and_update
+    if path != CLIP:
+        return steps.iteration(path, scaler, None)
+    return clip_and_update if isinstance(scaler, ampfast.GradScaler) else clip_with_torch
 
 
 def assert_parity(case: GradCase, device: torch.device, path: str, name: str) -> None:
@@ -295,21 +268,19 @@ def assert_parity(case: GradCase, device: torch.device, path: str, name: str) ->
     ours, theirs = ([gradient.clone() for gradient in kept] for _ in range(2))
     limit = norm_of_all(kept) / 9
     scaler, oracle = (make_scaler(each, device, 3.0, 2) for each in (name, "torch"))
-    call = iteration(path, scaler, optimizer_over(ours, path == FUSED), limit)
-    oracle_path = UNSCALE if path == FUSED else path
-    call_theirs = iteration(oracle_path, oracle, optimizer_over(theirs, False), limit)
+    call, of_ours = iteration(path, scaler, limit), optimizer_over(ours, path == FUSED_STEP)
+    oracle_path = UNSCALE if path == FUSED_STEP else path
+    call_theirs, of_theirs = iteration(oracle_path, oracle, limit), optimizer_over(theirs, False)
     tolerance = 0.0
     for bad in (False, False, False, True):
         if bad and is_last:
             for tensors in (kept, ours, theirs):
                 max(tensors, key=Tensor.numel)[-1] = math.inf
         exact = norm_of_all(ours) / scaler._scale.item()
-        norms = call(), call_theirs()
-        state = [scaler._scale, scaler._growth_tracker]
-        expected = [oracle._scale, oracle._growth_tracker]
-        assert_same(state, expected, f"scale and tracker after {what}")
+        norms = call(of_ours), call_theirs(of_theirs)
+        assert_same(scaler_state(scaler), scaler_state(oracle), f"scale and tracker after {what}")
         if path != CLIP:
-            assert_same(ours, kept if path == FUSED else theirs, f"gradients of {what}")
+            assert_same(ours, kept if path == FUSED_STEP else theirs, f"gradients of {what}")
             continue
         our, their = (norm.item() for norm in norms if norm is not None)
         if bad:
@@ -358,12 +329,3 @@ def slowest(samples: Samples) -> Samples:
     seconds = torch.tensor(list(samples.seconds.values()), dtype=torch.float64)
     dist.all_reduce(seconds, dist.ReduceOp.MAX)
     return Samples(dict(zip(samples.seconds, seconds.tolist(), strict=True)))
-
-
-if __name__ == "__main__":
-    work(Path(sys.argv[1]), int(sys.argv[2]))
-    # Without Python's finalization: torch's class keeps the group and thus gloo's threads, which
-    # may then still free tensors and abort (pytorch/pytorch#179291).
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(0)

@@ -15,14 +15,13 @@ from torch.nn import functional
 
 from ampfast import backends, demo
 
-from . import goals
 from .cases import GradCase
-from .harness import Contender, Effort, Job, Measured, Samples, assert_same, interleave
-from .models import Net
-from .results import Row
-from .rows import dtype_name
-from .steps import make_scaler
-from .training import Lesson, scaler_state
+from .harness import Contender, Job, Measured, Setting, assert_same, interleave
+from .models import Net, Perceptron
+from .results import Row, Spread
+from .steps import make_scaler, scaler_state
+from .timing import Timed
+from .training import Lesson
 
 DTYPE = torch.bfloat16
 SCALE = 2.0**16
@@ -46,19 +45,6 @@ class Classifier(nn.Module):
         return functional.cross_entropy(self.net(images), classes)
 
 
-class Perceptron(nn.Module):
-    """Linear layers and squared error; with skips, as gradients would vanish in 500 layers."""
-
-    def __init__(self, layers: int, width: int) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(layers))
-
-    def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        for layer in self.layers:
-            inputs = torch.add(inputs, functional.relu(layer(inputs)), alpha=1 / len(self.layers))
-        return functional.mse_loss(inputs, targets)
-
-
 def _net(
     name: str, build: Callable[[], nn.Module], inputs: Callable[[], tuple[Tensor, ...]]
 ) -> Net:
@@ -68,7 +54,7 @@ def _net(
 def perceptron(layers: int, width: int, batch: int) -> Net:
     """A net of two parameters a layer."""
     return _net(
-        f"MLP {layers}x{width}, batch {batch}",
+        f"perceptron {layers}x{width}, batch {batch}",
         functools.partial(Perceptron, layers, width),
         lambda: (torch.randn(batch, width), torch.randn(batch, width)),
     )
@@ -84,8 +70,6 @@ GOALS: tuple[tuple[Net, dict[str, float]], ...] = (
     (perceptron(74, 32, 64), {ADAMW: 0.45, FUSED_ADAMW: 0.40}),
     (perceptron(500, 32, 64), {}),
     (perceptron(3, 512, 128), {ADAMW: 0.60, FUSED_ADAMW: 0.60}),
-    # Steps so long that the scaler hardly matters.
-    (perceptron(3, 512, 4096), {}),
 )
 
 
@@ -150,16 +134,16 @@ class Loop:
         return [*scaler_state(self._scaler), *self._parameters]
 
 
-def jobs(effort: Effort) -> list[Job]:
+def jobs(on: Setting) -> list[Job]:
     """One job for each net and optimizer."""
     return [
-        Job(f"{net.name}, {optimizer}", functools.partial(measure, net, optimizer, effort, limits))
+        Job(f"{net.name}, {optimizer}", functools.partial(measure, net, optimizer, on, limits))
         for net, limits in GOALS
         for optimizer in OPTIMIZERS
     ]
 
 
-def measure(net: Net, optimizer: str, effort: Effort, limits: dict[str, float]) -> Measured:
+def measure(net: Net, optimizer: str, on: Setting, limits: dict[str, float]) -> Measured:
     """Trains with torch's scaler and with ampfast's, step by step in turn.
 
     Raises:
@@ -178,7 +162,7 @@ def measure(net: Net, optimizer: str, effort: Effort, limits: dict[str, float]) 
     samples = interleave(
         [loop.contender for loop in loops],
         # A round has one step of each contender.
-        replace(effort, sample_s=0.0),
+        replace(on.effort, sample_s=0.0),
         cycle=1,
         timer=lambda contender, calls: loop_of[contender.key].timed(),
     )
@@ -186,36 +170,30 @@ def measure(net: Net, optimizer: str, effort: Effort, limits: dict[str, float]) 
     if loops[0].state()[0].item() != scale:
         raise AssertionError(f"{what}: a step was skipped while timed")
 
-    measured = Measured(rows=[_row(net, loop, samples) for loop in loops])
-    if optimizer in limits:
-        case = measured.rows[0].case
-        place = goals.Place(case, case, dtype_name(DTYPE), 0, None)
-        name = f"{optimizer}, scaler's time in a training loop over torch's"
-        over = ((optimizer, ours), (optimizer, "torch"))
-        measured.goals += place.goal(name, "<=", limits[optimizer], samples, over)
-    return measured
+    contenders = [loop.contender for loop in loops]
+    timed = Timed("loops", GradCase(net.name, net.shapes()), DTYPE, contenders, samples)
+    rows = [_with_parts(row, loop) for row, loop in zip(timed.rows(), loops, strict=True)]
+    if optimizer not in limits:
+        return Measured(rows)
+    return Measured(rows, timed.goal((optimizer, ours), (optimizer, "torch"), limits[optimizer]))
 
 
-def _row(net: Net, loop: Loop, samples: Samples) -> Row:
-    key = loop.contender.key
-    seconds = samples.spread(*key)
+def _with_parts(row: Row, loop: Loop) -> Row:
+    assert row.ms is not None and row.rounds is not None
     # Without warm-up.
-    steps = loop.steps[-len(samples.seconds[key]) :]
-    case = GradCase(net.name, net.shapes())
-
-    def median(read: Callable[[Step], float]) -> float:
-        return statistics.median(map(read, steps))
-
-    return Row(
-        *("loops", net.name, dtype_name(DTYPE), *key),
-        host_us_p20=seconds.p20 * 1e6,
-        host_us_p50=seconds.p50 * 1e6,
-        host_us_p80=seconds.p80 * 1e6,
-        vs_torch=None if key[1] == "torch" else samples.ratio((key[0], "torch"), key).p50,
-        scale_us=median(lambda step: step.scale / 1e3),
-        step_us=median(lambda step: step.step / 1e3),
-        update_us=median(lambda step: step.update / 1e3),
-        share=median(lambda step: step.scaler / step.whole),
-        tensors=len(case.shapes),
-        elements=case.elements,
+    steps = loop.steps[-row.rounds :]
+    shapes = [parameter.shape for parameter in loop._parameters]
+    return replace(
+        row,
+        ms=None,
+        timer=None,
+        list_bytes=None,
+        host_us=Spread(*(1e3 * ms for ms in row.ms)),
+        parts_us=tuple(
+            statistics.median(getattr(step, part) for step in steps) / 1e3
+            for part in ("scale", "step", "update")
+        ),
+        share=statistics.median(step.scaler / step.whole for step in steps),
+        tensors=len(shapes),
+        elements=sum(shape.numel() for shape in shapes),
     )

@@ -1,36 +1,26 @@
-"""Results of a run: rows, goals with verdicts, and their files."""
+"""Results of a run: rows, goals with verdicts, and their file."""
 
 from __future__ import annotations
 
-import csv
-import io
 import json
 import math
+import os
 import statistics
-import typing
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple
 
-from . import whole_files
-
-# Version of the files. The first one named neither itself nor the requested run.
-FORMAT = 2
-READABLE = (1, 2)
+# Version of the files.
+FORMAT = 3
 # Load average of the last minute from which other processes take a noticeable share of a core.
 BUSY = 0.5
-SENSES = ("<=", "<", ">=")
-# Far above any measurement; sums and ratios of smaller values are finite.
-LARGEST = 1e30
-# Fields that may be negative, such as the slope through noisy points.
-SIGNED = ("ns_each", "vs_torch")
 # Fraction of the limit. Identical contenders differ by up to 2% on a quiet machine.
 CLOSE = 0.05
+MET, NEAR, MISSED = VERDICTS = ("met", "met within spread", "not met")
 
 
-@dataclass(frozen=True)
-class Spread:
+class Spread(NamedTuple):
     """Three quantiles of a series of samples, in the unit of the samples."""
 
     p20: float
@@ -38,148 +28,128 @@ class Spread:
     p80: float
 
     @classmethod
-    def of(cls, samples: Sequence[float]) -> Spread:
+    def of(cls, samples: Sequence[float], factor: float = 1.0) -> Spread:
         fifths = statistics.quantiles(samples, n=5, method="inclusive")
-        return cls(fifths[0], statistics.median(samples), fifths[3])
+        return cls(factor * fifths[0], factor * statistics.median(samples), factor * fifths[3])
 
 
 @dataclass(frozen=True)
-class Row:
-    """A measurement; missing values are None, never an estimate.
+class Name:
+    """Name of a row, the same in files, tables, pictures, comparisons and goals.
 
-    `ms_*` is device time, on a CPU the wall time of the call; `timer` tells how it was taken:
-    "wall"; "graph", replayed from a CUDA graph; "events", queued behind one another; "waits",
-    including the call's wait for the device; "loop", one after another as in training, where the
-    slower of host and device counts. `host_us_*` is the time until the call returns, on a GPU from
-    an empty queue. `launches`, `copies` and `syncs` count kernels, copies and fills of memory, and
-    host waits per call on a GPU. `list_bytes` is the size of the gradients, `bytes` the least that
-    the path must move (`providers.moved_bytes`), `gb_s` that over `ms_p50`, `copy_gb_s` the
-    bandwidth of a copy of as many bytes. `vs_torch` is torch's time over this one's, the median
-    over rounds in which both ran, `host_vs_torch` the same for host time. `extra_bytes` is memory
-    of the call beyond the gradients: growth of the resident set; `allocated_bytes` is the peak of
-    torch's allocator. `table_bytes` describes `chunks` chunks of gradients. `lists` lists took
-    turns: a single one may stay in the cache, several never do. `ranks` processes shared the list,
-    each with a shard of every tensor; times are then those of the slowest rank of each round, and
-    `collectives` counts per call. `over_none` is the time relative to the same training without a
-    scaler, the median over rounds in which both ran. The gradients are `tensors` tensors of
-    `elements` elements in all. `ns_each` is a slope: nanoseconds per additional tensor or element.
-    In a training loop `host_us_*` is the scaler's own time per iteration, `scale_us`, `step_us` and
-    `update_us` its parts, and `share` its fraction of the iteration.
+    Attributes:
+        subject: Part of the run.
+        case: Gradients or net; "cold" if as many lists took turns as keep each out of the cache.
+        dtype: Dtype of the gradients, or of autocast.
+        call: Calls that were timed.
+        side: "torch", "ampfast" (on a GPU with its backend) or "no scaler".
     """
 
     subject: str
     case: str
     dtype: str
-    path: str
-    provider: str
-    ms_p20: float | None = None
-    ms_p50: float | None = None
-    ms_p80: float | None = None
-    host_us_p20: float | None = None
-    host_us_p50: float | None = None
-    host_us_p80: float | None = None
+    call: str
+    side: str
+
+    @property
+    def name(self) -> tuple[str, ...]:
+        return self.subject, self.case, self.dtype, self.call, self.side
+
+
+@dataclass(frozen=True)
+class Row(Name):
+    """A measurement; missing values are None, never an estimate.
+
+    Attributes:
+        ms: Device time; on a CPU the wall time of the call.
+        host_us: Time until the call returns, on a GPU from an empty queue. In a training loop the
+            scaler's own time.
+        rounds: Rounds in which all sides took turns.
+        timer: How `ms` was taken: "wall"; "graph", replayed from a CUDA graph; "events", queued
+            behind one another; "waits", including the call's wait for the device; "loop", one after
+            another as in training, where the slower of host and device counts.
+        replaces: torch's call that this one is compared with, if it has another name.
+        vs_torch: torch's time over this one's, the median over rounds.
+        host_vs_torch: The same for host time.
+        over_none: Time over that of the same training without a scaler, the median over rounds.
+        list_bytes: Size of the gradients.
+        bytes: The least that the call must move, as in `providers.moved_bytes`.
+        copy_gb_s: Bandwidth of a copy that moves as many bytes.
+        launches: Kernels per call on a GPU.
+        copies: Copies and fills of memory per call on a GPU.
+        syncs: Host waits per call on a GPU.
+        collectives: Collectives per call.
+        extra_bytes: Growth of the resident set by the call.
+        allocated_bytes: Peak of torch's allocator during the call.
+        ranks: Processes that share the list; times are those of the slowest rank of each round.
+        tensors: Number of gradients.
+        elements: Their elements in all.
+        ns_each: Nanoseconds per additional tensor or element.
+        parts_us: The scaler's own time in `scale`, `step` and `update`.
+        share: Its fraction of the iteration.
+    """
+
+    ms: Spread | None = None
+    host_us: Spread | None = None
+    rounds: int | None = None
     timer: str | None = None
-    lists: int | None = None
+    replaces: str | None = None
+    vs_torch: float | None = None
+    host_vs_torch: float | None = None
+    over_none: float | None = None
     list_bytes: int | None = None
     bytes: int | None = None
-    gb_s: float | None = None
     copy_gb_s: float | None = None
     launches: int | None = None
     copies: int | None = None
     syncs: int | None = None
-    vs_torch: float | None = None
-    host_vs_torch: float | None = None
+    collectives: int | None = None
     extra_bytes: int | None = None
     allocated_bytes: int | None = None
-    table_bytes: int | None = None
-    chunks: int | None = None
     ranks: int | None = None
-    collectives: int | None = None
-    over_none: float | None = None
     tensors: int | None = None
     elements: int | None = None
     ns_each: float | None = None
-    scale_us: float | None = None
-    step_us: float | None = None
-    update_us: float | None = None
+    parts_us: Spread | tuple[float, float, float] | None = None
     share: float | None = None
 
     @property
-    def list_name(self) -> str:
-        """List name, with a mark if it was kept out of the cache."""
-        return self.case if (self.lists or 1) == 1 else f"{self.case}, cold"
+    def gb_s(self) -> float | None:
+        """Bytes that the call must move over its median time."""
+        return self.bytes / self.ms.p50 / 1e6 if self.bytes and self.ms else None
 
     @property
     def percent_of_copy(self) -> float | None:
         """Percentage of the copy bandwidth in the same rounds."""
-        if self.gb_s is None or self.copy_gb_s is None:
-            return None
-        return 100 * self.gb_s / self.copy_gb_s
+        return 100 * self.gb_s / self.copy_gb_s if self.gb_s and self.copy_gb_s else None
 
 
 @dataclass(frozen=True)
-class Goal:
-    """Goal and its measurement.
+class Goal(Name):
+    """Limit of a row's ratio to another row.
 
-    `sense` is "<=", "<" or ">=". With `spread_counts`, for goals of the form "not slower",
-    the goal is also met if the better end of the spread (20% of the rounds) reaches the limit and
-    the median is close to it: else a busy machine, whose spread is wide, would meet any goal.
+    With `lenient`, for goals of the form "not slower", it is also met if the better end of the
+    spread reaches the limit and the median is close to it: else a busy machine, whose spread is
+    wide, would meet any goal.
+
+    Attributes:
+        over: Call and side of the other row.
+        ratio: Ratio to it, by rounds.
+        limit: Largest median that meets the goal.
+        lenient: Whether the spread counts.
     """
 
-    name: str
-    case: str
-    dtype: str
-    sense: str
+    over: str
+    ratio: Spread
     limit: float
-    ratio: float
-    ratio_p20: float | None = None
-    ratio_p80: float | None = None
-    spread_counts: bool = False
-
-    @classmethod
-    def of_spread(
-        cls,
-        name: str,
-        case: str,
-        dtype: str,
-        sense: str,
-        limit: float,
-        ratio: Spread,
-        spread_counts: bool = False,
-    ) -> Goal:
-        return cls(
-            name,
-            case,
-            dtype,
-            sense,
-            limit,
-            ratio.p50,
-            ratio.p20,
-            ratio.p80,
-            spread_counts,
-        )
-
-    def _reached_by(self, value: float) -> bool:
-        if self.sense == ">=":
-            return value >= self.limit
-        return value < self.limit if self.sense == "<" else value <= self.limit
+    lenient: bool = False
 
     @property
     def verdict(self) -> str:
-        if self._reached_by(self.ratio):
-            return "met"
-        best = self.ratio_p80 if self.sense == ">=" else self.ratio_p20
-        near = abs(self.ratio - self.limit) <= CLOSE * self.limit
-        if self.spread_counts and near and best is not None and self._reached_by(best):
-            return "met within spread"
-        return "not met"
-
-    @property
-    def met(self) -> bool:
-        return self.verdict != "not met"
-
-    def as_json(self) -> dict[str, Any]:
-        return {**asdict(self), "met": self.met, "verdict": self.verdict}
+        if self.ratio.p50 <= self.limit:
+            return MET
+        near = self.ratio.p50 - self.limit <= CLOSE * self.limit
+        return NEAR if self.lenient and near and self.ratio.p20 <= self.limit else MISSED
 
 
 @dataclass
@@ -197,11 +167,11 @@ class Results:
     commit: str | None
     date: str
     complete: bool = True
-    rows: list[Row] = field(default_factory=list)
-    goals: list[Goal] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
-    asked: dict[str, Any] = field(default_factory=dict)
     seconds: float | None = None
+    asked: dict[str, Any] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    goals: list[Goal] = field(default_factory=list)
+    rows: list[Row] = field(default_factory=list)
 
     @property
     def place(self) -> str:
@@ -222,105 +192,97 @@ class Results:
         return f"{versions}, commit {self.commit or 'unknown'}"
 
     @property
-    def disturbance(self) -> str:
-        """Sentence on other load at the start; empty if there was little."""
-        load = self.machine.get("load")
-        if not isinstance(load, (int, float)) or load <= BUSY:
-            return ""
-        return f"The load was {load:.1f} before it began: other processes disturb timings."
+    def caveats(self) -> list[str]:
+        """Sentences on what limits these figures."""
+        load = self.machine.get("load") or 0.0
+        failed = sum(note.startswith("FAILED") for note in self.notes)
+        missed = sum(goal.verdict == MISSED for goal in self.goals)
+        return [
+            *([] if self.complete else ["The run was not complete; its notes say why."]),
+            *([f"{failed} of its parts failed."] if failed else []),
+            *([f"{missed} of {len(self.goals)} goals were not met."] if missed else []),
+            *([f"The load was {load:.1f} when it began."] if load > BUSY else []),
+        ]
 
-    def write_json(self, path: Path) -> None:
-        """Writes the file atomically."""
-        content = {
-            "format": FORMAT,
-            **asdict(self),
-            "goals": [goal.as_json() for goal in self.goals],
-        }
-        whole_files.write(path, json.dumps(content, indent=1) + "\n")
+    def write(self, path: Path) -> None:
+        """Writes the file atomically, a line for each row."""
 
-    def write_csv(self, path: Path) -> None:
-        """Writes the rows atomically; missing values are empty."""
-        file = io.StringIO()
-        table = csv.DictWriter(file, [column.name for column in fields(Row)])
-        table.writeheader()
-        table.writerows(asdict(row) for row in self.rows)
-        whole_files.write(path, file.getvalue())
+        def lines(items: Sequence[Name]) -> str:
+            return "[\n" + ",\n".join(json.dumps(_small(item), **compact) for item in items) + "\n]"
+
+        compact: dict[str, Any] = {"separators": (",", ":")}
+        content = {"format": FORMAT, **{f.name: getattr(self, f.name) for f in fields(self)}}
+        parts = (
+            f"{json.dumps(key)}:"
+            + (lines(value) if key in ("goals", "rows") else json.dumps(value))
+            for key, value in content.items()
+        )
+        write_whole(path, "{" + ",\n".join(parts) + "}\n")
 
     @classmethod
-    def read_json(cls, path: Path) -> Results:
-        """Reads a file of `write_json`, of this or an earlier version.
+    def read(cls, path: Path) -> Results:
+        """Reads a file of `write`.
 
         Raises:
             OSError: If the file cannot be read.
-            ValueError: If it is no result, or of an unknown version.
+            ValueError: If it is no result, or of another version.
         """
         try:
             content = json.loads(path.read_text(encoding="utf-8"))
-            written = content.pop("format", 1) if isinstance(content, dict) else None
-            if written is None or (written == 1 and "rows" not in content):
-                raise ValueError("it holds something else")
-            if written not in READABLE:
-                known = " and ".join(map(str, READABLE))
-                raise ValueError(f"its format is {written!r}; known formats are {known}")
-            content["rows"] = [_made(Row, row) for row in content["rows"]]
-            content["goals"] = [
-                _made(Goal, goal, extra=("met", "verdict")) for goal in content["goals"]
-            ]
-            for goal in content["goals"]:
-                if goal.sense not in SENSES:
-                    raise ValueError(f"sense of a Goal is {goal.sense!r}")
-            results = _made(cls, content)
-            load = results.machine.get("load")
-            if not isinstance(load, (int, float, type(None))) or not _is_figure(load):
-                raise TypeError(f"load of the machine is {load!r}")
-            if not all(isinstance(note, str) for note in results.notes):
-                raise TypeError("a note is not a text")
-            return results
         except json.JSONDecodeError as error:
+            raise ValueError(f"{path} is damaged or cut off: it is not JSON ({error})") from error
+        except (UnicodeDecodeError, RecursionError) as error:
+            raise ValueError(f"{path} is not a result of `python -m benchmarks`") from error
+        if not isinstance(content, dict) or "rows" not in content:
+            raise ValueError(f"{path} is not a result of `python -m benchmarks`: it has no rows")
+        if (version := content.pop("format", 1)) != FORMAT:
             raise ValueError(
-                f"{path} is damaged or was cut off: it is not JSON ({error})"
-            ) from error
-        except (KeyError, TypeError, AttributeError, ValueError, RecursionError) as error:
+                f"{path} is of version {version}, not {FORMAT}: `make bench` makes a new one"
+            )
+        try:
+            rows = [_made(Row, row) for row in content.pop("rows")]
+            goals = [_made(Goal, goal) for goal in content.pop("goals")]
+            return cls(**content, rows=rows, goals=goals)
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            missing = "it has no " if isinstance(error, KeyError) else ""
             raise ValueError(
-                f"{path} is not a result of `python -m benchmarks`: {_told(error)}"
+                f"{path} is not a result of `python -m benchmarks`: {missing}{error}"
             ) from error
 
 
-Made = TypeVar("Made", Row, Goal, Results)
+def _small(item: Name) -> dict[str, Any]:
+    """Fields that have values, with five digits."""
+
+    def rounded(value: Any) -> Any:
+        if isinstance(value, tuple):
+            return [rounded(each) for each in value]
+        return float(f"{value:.5g}") if isinstance(value, float) else value
+
+    return {key: rounded(value) for key, value in asdict(item).items() if value is not None}
 
 
-def _made(kind: type[Made], content: dict[str, Any], extra: Sequence[str] = ()) -> Made:
-    """Object from a file's fields, each checked for its type.
-
-    Later uses of a figure would fail otherwise.
-    """
-    given = {name: value for name, value in content.items() if name not in extra}
-    made = kind(**given)
-    for name, wanted in TYPES[kind].items():
-        value = getattr(made, name)
-        origin = typing.get_origin(wanted)
-        allowed = origin if origin in (list, dict) else wanted
-        if isinstance(value, int) and not isinstance(value, bool) and _is_figure(value):
-            value = float(value) if allowed in (float, float | None) else value
-        if not isinstance(value, allowed):
-            raise TypeError(f"{name} of a {kind.__name__} is {value!r}")
-        least = 0 if kind is Row and name not in SIGNED else -math.inf
-        if isinstance(value, (int, float)) and not (_is_figure(value) and value >= least):
-            raise ValueError(f"{name} of a {kind.__name__} is {value!r}")
-    return made
+def _made(kind: type[Any], content: dict[str, Any]) -> Any:
+    """Row or goal, whose figures are checked, as later uses of a wrong one would fail."""
+    for key, value in content.items():
+        if isinstance(value, list):
+            if len(value) != 3 or not all(map(_is_figure, value)):
+                raise ValueError(f"{key} is {value!r}")
+            content[key] = Spread(*value)
+        elif not isinstance(value, str) and not _is_figure(value):
+            raise ValueError(f"{key} is {value!r}")
+    return kind(**content)
 
 
-def _is_figure(value: float | None) -> bool:
-    """Whether a number is a possible measurement that can be drawn."""
-    return value is None or abs(value) < LARGEST
+def _is_figure(value: object) -> bool:
+    return isinstance(value, (int, float)) and math.isfinite(value)
 
 
-def _told(error: Exception) -> str:
-    missing = f"it has no {error}" if isinstance(error, KeyError) else ""
-    return missing or str(error) or type(error).__name__
-
-
-# Cached, since a file has hundreds of rows.
-TYPES: dict[type, dict[str, Any]] = {
-    kind: typing.get_type_hints(kind) for kind in (Row, Goal, Results)
-}
+def write_whole(path: Path, text: str) -> None:
+    """Replaces or creates a file; an interrupted write leaves it unchanged."""
+    # Named by process, so that concurrent writes do not collide.
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}.part")
+    try:
+        unfinished.write_text(text, encoding="utf-8", newline="")
+        unfinished.replace(path)
+    finally:
+        unfinished.unlink(missing_ok=True)

@@ -1,30 +1,30 @@
-"""Whole steps, from scale(loss) to update(), over real lists: scalers of ampfast and torch."""
+"""Calls of the scaler over gradients, up to whole steps, beside torch's."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 import ampfast
 
-from . import counts, goals, providers
+from . import goals, providers
 from .cases import GradCase, make_gradients
-from .device_time import EventTimer, Queue, host_timer
 from .goals import FUSED_STEP, STEP
-from .harness import Contender, Effort, Measured, assert_same, interleave
-from .host_time import NoFusedOptimizer, NoOptimizer
+from .harness import Contender, Measured, Setting, assert_same
 from .kernels import MEMORY_OF_LISTS, Lists, lists_beyond_cache
-from .machine import require_memory, tensors_per_launch
-from .rows import Timed, dtype_name
+from .machine import require_memory
+from .timing import Timed, dtype_name, time_contenders
 
+UNSCALE = "unscale_ + update"
 STEP_AND_UPDATE = "step_and_update"
 FUSED_STEP_AND_UPDATE = "step_and_update, fused"
+# Calls without a counterpart in torch are compared with those that they replace.
 REPLACES = {STEP_AND_UPDATE: STEP, FUSED_STEP_AND_UPDATE: FUSED_STEP}
 FUSED = (FUSED_STEP, FUSED_STEP_AND_UPDATE)
+PATHS = (STEP, STEP_AND_UPDATE, *FUSED)
 
 # The scaler keeps some tens of tables; more lists would upload at every call, unlike a loop with
 # one optimizer.
@@ -33,97 +33,95 @@ MOST_LISTS = 8
 NEVER = 2**31 - 1
 
 
-def lists_in_turn(
-    case: GradCase, dtype: torch.dtype, device: torch.device, queue: Queue | None
-) -> int:
+class NoOptimizer(torch.optim.Optimizer):
+    """Optimizer that leaves its parameters alone."""
+
+    def __init__(self, parameters: list[Tensor]) -> None:
+        super().__init__(parameters, {})
+
+    def step(self, closure: Callable[[], float] | None = None) -> None:
+        return None
+
+
+class NoFusedOptimizer(NoOptimizer):
+    """The same with `grad_scale` and `found_inf`."""
+
+    _step_supports_amp_scaling = True
+
+
+def measure(case: GradCase, dtype: torch.dtype, on: Setting) -> Measured:
+    """Times the scaler's part of a step; raises the errors of `time_calls`."""
+    lists = lists_in_turn(case, dtype, on)
+    notes = []
+    if dtype is torch.float16:
+        notes.append("full step: float16 gradients are unscaled by fused optimizers only")
+    timed, more = time_calls("steps", PATHS, case, dtype, on, lists)
+    measured = Measured(timed.rows(), notes=notes + more)
+    for name in providers.available(on.device)[0]:
+        measured.goals += goals.of_steps(timed, name)
+    return measured
+
+
+def lists_in_turn(case: GradCase, dtype: torch.dtype, on: Setting) -> int:
     """Number of lists in turn for whole calls: more than one only on a GPU.
 
     Raises:
         MemoryError: If they would not fit.
     """
-    list_bytes = case.list_bytes(dtype)
-    lists = 1 if queue is None else lists_beyond_cache(list_bytes, device, MOST_LISTS)
-    require_memory(int(max(lists, MEMORY_OF_LISTS) * list_bytes), device)
+    size = case.list_bytes(dtype)
+    lists = 1 if on.queue is None else lists_beyond_cache(size, on.device, MOST_LISTS)
+    require_memory(int(max(lists, MEMORY_OF_LISTS) * size), on.device)
     return lists
 
 
-def measure(
+def time_calls(
+    subject: str,
+    paths: Sequence[str],
     case: GradCase,
     dtype: torch.dtype,
-    device: torch.device,
-    effort: Effort,
-    queue: Queue | None = None,
-) -> Measured:
-    """Times the scaler's part of a step, with optimizers without work.
+    on: Setting,
+    lists: int = 1,
+) -> tuple[Timed, list[str]]:
+    """Times calls of the scaler with optimizers without work, and returns notes.
 
     Raises:
         AssertionError: If a result is not torch's, or the gradients drifted while timed.
-        MemoryError: If the gradients would not fit.
     """
-    lists = lists_in_turn(case, dtype, device, queue)
-    names, notes = providers.available(device)
-    measured = Measured(notes=notes)
-    paths = [STEP, STEP_AND_UPDATE, FUSED_STEP, FUSED_STEP_AND_UPDATE]
+    names, notes = providers.available(on.device)
     if dtype is torch.float16:
         # torch refuses to unscale them, so there is no reference.
-        paths = list(FUSED)
-        measured.notes.append("full step: float16 gradients are unscaled by fused optimizers only")
-    takes = providers.torch_takes(dtype, device)
+        paths = [path for path in paths if path in FUSED]
     for path in paths:
         for name in names:
-            assert_parity(case, dtype, device, path, name)
-
-    gradients = Lists(case, dtype, device, lists)
-    subjects = [(path, name) for path in paths for name in names]
-    if takes:
-        subjects = [(path, "torch") for path in paths if path not in REPLACES] + subjects
+            assert_parity(case, dtype, on.device, path, name)
+    gradients = Lists(case, dtype, on.device, lists)
     optimizers = {
         fused: [optimizer_over(tensors, fused) for tensors in gradients.lists]
         for fused in (False, True)
     }
+    torchs = ("torch",) if providers.torch_takes(dtype, on.device) else ()
 
     def contenders(lists: int) -> list[Contender]:
         return [
             Contender(
                 path,
                 name,
-                caller(path, name, optimizers[path in FUSED][:lists], device),
+                caller(path, name, optimizers[path in FUSED][:lists], on.device),
                 # The host decides whether to skip a plain step.
-                waits=queue is not None and path not in FUSED,
+                waits=on.queue is not None and path not in (UNSCALE, *FUSED),
             )
-            for path, name in subjects
+            for path in paths
+            for name in (*(() if path in REPLACES else torchs), *names)
         ]
 
-    counted: dict[tuple[str, str], counts.Counts | None] = {}
-    host = None
-    if queue is not None:
-        alone = contenders(1)
-        counted = counts.of_contenders(alone, queue)
-        host = interleave(alone, replace(effort, sample_s=0.0), timer=host_timer(queue))
-    in_turn = contenders(lists)
-    if queue is None:
-        name, samples = "wall", interleave(in_turn, effort, cycle=2 * lists)
-    else:
-        timer = EventTimer(queue, counts.launches(counted), 2 * lists)
-        name, samples = timer.name, interleave(in_turn, effort, cycle=2 * lists, timer=timer)
-    gradients.assert_steady()
-
-    timed = Timed(
-        *("steps", case, dtype, lists, in_turn, samples, name),
-        host=host,
-        counts=counted,
+    timed = time_contenders(
+        *(subject, case, dtype, contenders(lists), on),
+        lists=lists,
+        alone=contenders(1),
         replaces=REPLACES,
     )
-    measured.rows += timed.rows()
-    few = None
-    if queue is not None:
-        few = tensors_per_launch(torch.__version__, torch.version.cuda)
-    place = goals.Place(
-        case.name, measured.rows[0].list_name, dtype_name(dtype), case.list_bytes(dtype), few
-    )
-    for name in names:
-        measured.goals += goals.of_steps(place, name, samples, host)
-    return measured
+    gradients.assert_steady()
+    return timed, notes
 
 
 def optimizer_over(gradients: Sequence[Tensor], fused: bool) -> NoOptimizer:
@@ -141,35 +139,55 @@ def optimizer_over(gradients: Sequence[Tensor], fused: bool) -> NoOptimizer:
 
 def make_scaler(name: str, device: torch.device, scale: float) -> torch.amp.GradScaler:
     """Started scaler of torch, or with one of ampfast's backends; its scale never grows."""
+    settings = {"init_scale": scale, "growth_interval": NEVER}
     if name == "torch":
-        scaler = torch.amp.GradScaler(device.type, init_scale=scale, growth_interval=NEVER)
+        scaler = torch.amp.GradScaler(device.type, **settings)
     else:
-        scaler = ampfast.GradScaler(
-            device.type, init_scale=scale, growth_interval=NEVER, backend=name
-        )
+        scaler = ampfast.GradScaler(device.type, **settings, backend=name)
     scaler.scale(torch.zeros((), device=device))
     return scaler
 
 
-def caller(
-    path: str, name: str, optimizers: Sequence[NoOptimizer], device: torch.device
-) -> Callable[[int], None]:
-    """One iteration per call: optimizers in turn, gradients halved and then doubled."""
-    scalers = [make_scaler(name, device, scale) for scale in (2.0, 0.5)]
-    loss = torch.ones((), device=device)
+def scaler_state(scaler: torch.amp.GradScaler) -> list[Tensor]:
+    """Scale and growth tracker of a used scaler."""
+    if scaler._scale is None or scaler._growth_tracker is None:
+        raise ValueError("nothing was scaled yet")
+    return [scaler._scale, scaler._growth_tracker]
 
-    def step(call: int) -> None:
-        scaler = scalers[call // len(optimizers) % 2]
-        scaler.scale(loss)
-        scaler.step(optimizers[call % len(optimizers)])
+
+def iteration(
+    path: str, scaler: torch.amp.GradScaler, loss: Tensor | None
+) -> Callable[[NoOptimizer], object]:
+    """Calls of a path, as in a training loop; with `scale(loss)` if there is a loss."""
+
+    def unscale_and_update(optimizer: NoOptimizer) -> None:
+        scaler.unscale_(optimizer)
         scaler.update()
 
-    def step_and_update(call: int) -> None:
-        scaler = scalers[call // len(optimizers) % 2]
-        scaler.scale(loss)
-        scaler.step_and_update(optimizers[call % len(optimizers)])
+    def step(optimizer: NoOptimizer) -> None:
+        if loss is not None:
+            scaler.scale(loss)
+        scaler.step(optimizer)
+        scaler.update()
 
-    return step_and_update if path in REPLACES else step
+    def step_and_update(optimizer: NoOptimizer) -> None:
+        scaler.scale(loss)
+        scaler.step_and_update(optimizer)  # type: ignore[attr-defined]
+
+    if path == UNSCALE:
+        return unscale_and_update
+    at_once = path in REPLACES and isinstance(scaler, ampfast.GradScaler)
+    return step_and_update if at_once else step
+
+
+def caller(
+    path: str, name: str, optimizers: Sequence[NoOptimizer], device: torch.device
+) -> Callable[[int], object]:
+    """One iteration per call: optimizers in turn, gradients halved and then doubled."""
+    loss = torch.ones((), device=device)
+    halve, double = (iteration(path, make_scaler(name, device, s), loss) for s in (2.0, 0.5))
+    count = len(optimizers)
+    return lambda call: (double if call // count % 2 else halve)(optimizers[call % count])
 
 
 def assert_parity(
@@ -180,29 +198,22 @@ def assert_parity(
     torch's scaler steps on the CPU where its op lacks the dtype on that device.
     """
     oracle = device if providers.torch_takes(dtype, device) else torch.device("cpu")
-    theirs = make_gradients(case, dtype, device)
-    ours = [gradient.clone() for gradient in theirs]
-    theirs = [gradient.to(oracle) for gradient in theirs]
-    fused = path in FUSED
+    ours = make_gradients(case, dtype, device)
+    theirs = [gradient.to(oracle, copy=True) for gradient in ours]
     states = []
     for provider, tensors, place in (("torch", theirs, oracle), (name, ours, device)):
-        scaler, optimizer = make_scaler(provider, place, 3.0), optimizer_over(tensors, fused)
-        states.append((scaler, optimizer, tensors))
+        scaler = make_scaler(provider, place, 3.0)
+        call = iteration(path, scaler, torch.ones((), device=place))
+        states.append((scaler, call, optimizer_over(tensors, path in FUSED), tensors))
     for bad in (False, True):
-        for scaler, optimizer, tensors in states:
+        for _, call, optimizer, tensors in states:
             if bad:
                 tensors[len(tensors) // 2].view(-1)[-1] = math.inf
-            if path in REPLACES and isinstance(scaler, ampfast.GradScaler):
-                scaler.step_and_update(optimizer)
-            else:
-                scaler.step(optimizer)
-                scaler.update()
-        expected, found = (
-            [*tensors, scaler._scale, scaler._growth_tracker] for scaler, _, tensors in states
-        )
-        what = f"{path} by {name}, {case.name} {dtype_name(dtype)}"
+            call(optimizer)
+        expected, found = ([*tensors, *scaler_state(scaler)] for scaler, _, _, tensors in states)
         assert_same(
             found,
             [tensor.to(device) for tensor in expected],
-            f"{what}, {'with' if bad else 'without'} an infinity",
+            f"{path} by {name}, {case.name} {dtype_name(dtype)}, "
+            f"{'with' if bad else 'without'} an infinity",
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,13 +15,12 @@ from ampfast.backends.cpu import Track
 
 from . import goals, providers
 from .cases import GradCase, make_gradients
-from .device_time import EventTimer, Queue
 from .goals import TRACKED_CHECKS, TRACKED_UNSCALES
-from .harness import Contender, Effort, Measured, assert_same, interleave
+from .harness import Contender, Measured, Setting, assert_same
 from .kernels import Lists
 from .providers import CHECK, UNSCALE
-from .rows import Timed, dtype_name
 from .steps import lists_in_turn
+from .timing import dtype_name, time_contenders
 
 # On a CPU, which has no goals.
 CPU_CASES = ("bert_base", "one_16m")
@@ -36,20 +36,14 @@ def chosen(
     return [(case, d) for case, d in lists if case.name in CPU_CASES and d in CPU_DTYPES]
 
 
-def measure(
-    case: GradCase,
-    dtype: torch.dtype,
-    device: torch.device,
-    effort: Effort,
-    queue: Queue | None = None,
-) -> Measured:
+def measure(case: GradCase, dtype: torch.dtype, on: Setting) -> Measured:
     """Times check and unscaling alone, with marks, and with marks and health.
 
     Raises:
         AssertionError: If a result differs from that without, or what is noted is wrong.
         MemoryError: If the gradients would not fit.
     """
-    lists = lists_in_turn(case, dtype, device, queue)
+    lists, device = lists_in_turn(case, dtype, on), on.device
     names, notes = providers.available(device)
     for name in names:
         assert_parity(case, dtype, device, name)
@@ -59,23 +53,15 @@ def measure(
         for path in (*TRACKED_CHECKS, *TRACKED_UNSCALES)
         for name in names
     ]
-    if queue is None:
-        timer, samples = "wall", interleave(contenders, effort, cycle=2 * lists)
-    else:
-        # One launch each, and two more where rows are cleared and gradients measured.
-        launches = {c.key: 1 + 2 * ("health" in c.path) for c in contenders}
-        events = EventTimer(queue, launches, 2 * lists)
-        timer, samples = events.name, interleave(contenders, effort, cycle=2 * lists, timer=events)
+    timed = time_contenders("tracking", case, dtype, contenders, on, lists=lists)
     gradients.assert_steady()
-    timed = Timed("tracking", case, dtype, lists, contenders, samples, timer)
-    measured = Measured(notes=notes, rows=timed.rows())
-    place = goals.Place(
-        *(case.name, measured.rows[0].list_name, dtype_name(dtype)),
-        case.list_bytes(dtype),
-        None if queue is None else 0,
-    )
+    measured = Measured(notes=notes)
+    for contender, row in zip(contenders, timed.rows(), strict=True):
+        plain, _, track = row.call.partition(", ")
+        over = timed.samples.ratio(contender.key, (plain, contender.provider)).p50
+        measured.rows.append(replace(row, over_none=over if track else None))
     for name in names:
-        measured.goals += goals.of_tracking(place, name, samples)
+        measured.goals += goals.of_tracking(timed, name)
     return measured
 
 

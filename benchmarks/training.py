@@ -12,17 +12,16 @@ from torch import Tensor, nn
 
 import ampfast
 
-from . import counts, goals, providers
+from . import goals, providers
 from .cases import GradCase
-from .device_time import EventTimer, Queue, host_timer
-from .goals import WITHOUT
-from .harness import Contender, Effort, Job, Measured, assert_same, interleave
+from .harness import Contender, Job, Measured, Setting, assert_same
 from .machine import require_memory
-from .models import Net, autocast_dtype, nets
-from .rows import Timed, dtype_name
-from .steps import make_scaler
+from .models import Net, autocast_dtype, nets, perceptron
+from .steps import make_scaler, scaler_state
+from .timing import WITHOUT, time_contenders
 
 CLIP = ", clip"
+NO_AUTOCAST = ", float32"
 # Replacement for `unscale_` and torch's `clip_grad_norm_`; gradients that a fused optimizer
 # unscales are only read.
 CLIP_AT_ONCE = ", clip by the scaler"
@@ -44,11 +43,12 @@ BYTES_PER_ELEMENT = 16
 
 @dataclass(frozen=True)
 class Plan:
-    """Net, with fused optimizer or not, clipped or not."""
+    """Net, with fused optimizer or not, clipped or not, and without autocast, too, or not."""
 
     net: Net
     fused: bool
     clip: bool
+    subject: str = "training"
 
     @property
     def label(self) -> str:
@@ -121,7 +121,8 @@ class Lesson:
 
     def loss(self) -> Tensor:
         """Loss of a forward pass: 0-dim float32, on the device of the inputs."""
-        with torch.autocast(self.inputs[0].device.type, dtype=self.dtype):
+        enabled = self.dtype is not torch.float32
+        with torch.autocast(self.inputs[0].device.type, self.dtype, enabled):
             loss: Tensor = self.module(*self.inputs)
         return loss
 
@@ -136,25 +137,27 @@ class Lesson:
         return call
 
 
-def jobs(effort: Effort, device: torch.device, queue: Queue | None) -> list[Job]:
-    """One job for each net, kind of optimizer, and clipping or not; `queue` is that of a GPU."""
-    plans = [
-        Plan(net, fused, clip)
-        for net in nets(device)
-        for fused in (False, True)
-        for clip in (False, True)
-    ]
+def jobs(subject: str, on: Setting) -> list[Job]:
+    """One job for each net, kind of optimizer, and clipping or not.
+
+    The subject "mlp" is the classic benchmark of mixed precision: a perceptron with plain SGD, with
+    and without autocast and scalers.
+    """
+    if subject == "mlp":
+        plans = [Plan(perceptron(on.device), False, False, subject)]
+    else:
+        plans = [
+            Plan(net, fused, clip)
+            for net in nets(on.device)
+            for fused in (False, True)
+            for clip in (False, True)
+        ]
     return [
-        Job(
-            f"{plan.net.name}, {plan.path}", functools.partial(measure, plan, device, effort, queue)
-        )
-        for plan in plans
+        Job(f"{plan.net.name}, {plan.path}", functools.partial(measure, plan, on)) for plan in plans
     ]
 
 
-def measure(
-    plan: Plan, device: torch.device, effort: Effort, queue: Queue | None = None
-) -> Measured:
+def measure(plan: Plan, on: Setting) -> Measured:
     """Times steps of a net with its optimizer and batch, with each scaler in turn.
 
     Raises:
@@ -162,6 +165,7 @@ def measure(
             timed.
         MemoryError: If the net would not fit.
     """
+    device = on.device
     names, notes = providers.available(device)
     case = GradCase(plan.net.name, plan.net.shapes())
     copies = 1 + sum(len(plan.paths(name)) for name in names)
@@ -183,49 +187,46 @@ def measure(
         for name in (WITHOUT, "torch", *names)
         for path in plan.paths(name)
     ]
+    lessons = [lesson] * len(students)
+    if plan.subject == "mlp":
+        path = plan.path + NO_AUTOCAST
+        students.append(Student(plan, path, WITHOUT, parameters, optimizer, None))
+        lessons.append(Lesson(module, inputs, torch.float32))
     contenders = [
         # Whole steps are longer than a queue, so none can be queued behind another.
         Contender(student.path, student.provider, lesson.step(student), waits=True)
-        for student in students
+        for student, lesson in zip(students, lessons, strict=True)
     ]
-    counted: dict[tuple[str, str], counts.Counts | None] = {}
-    host = None
-    longer = replace(effort, comparison_s=LONGER[device.type] * effort.comparison_s)
-    if queue is None:
-        timer_name, samples = "wall", interleave(contenders, longer, cycle=STEPS_IN_TURN)
-    else:
-        counted = counts.of_contenders(contenders, queue)
-        host = interleave(contenders, replace(effort, sample_s=0.0), timer=host_timer(queue))
-        timer_name = "loop"
-        samples = interleave(contenders, longer, STEPS_IN_TURN, EventTimer(queue, {}))
-    _assert_no_skip(students)
-
-    timed = Timed(
-        *("training", case, torch.float32, 1, contenders, samples, timer_name),
-        host=host,
-        counts=counted,
+    longer = replace(on.effort, comparison_s=LONGER[device.type] * on.effort.comparison_s)
+    timed = time_contenders(
+        *(plan.subject, case, dtype, contenders, replace(on, effort=longer)),
+        cycle=STEPS_IN_TURN,
         replaces={plan.at_once: plan.path},
     )
+    if on.queue is not None:
+        timed = replace(timed, timer="loop")
+    _assert_no_skip(students)
+
     without = (plan.path, WITHOUT)
-    for row in timed.rows():
-        over = samples.ratio((row.path, row.provider), without).p50
+    for contender, row in zip(contenders, timed.rows(), strict=True):
+        over = None
+        if contender.key != without:
+            over = timed.samples.ratio(contender.key, without).p50
         measured.rows.append(
             replace(
                 row,
-                dtype=dtype_name(dtype),
-                over_none=None if row.provider == WITHOUT else over,
+                vs_torch=None if contender.provider == WITHOUT else row.vs_torch,
+                over_none=over,
+                # That of the gradients.
+                list_bytes=case.list_bytes(torch.float32),
                 tensors=len(case.shapes),
                 elements=case.elements,
             )
         )
-    place = goals.Place(
-        *(case.name, case.name, dtype_name(dtype), case.list_bytes(torch.float32)),
-        None if queue is None else 0,
-    )
-    for student in students:
+    for student in students if plan.subject == "training" else ():
         if student.provider in names:
             key = (student.path, student.provider)
-            measured.goals += goals.of_training(place, key, without, samples)
+            measured.goals += goals.of_training(timed, key, plan.path)
     return measured
 
 
@@ -274,13 +275,6 @@ def assert_parity(plan: Plan, lesson: Lesson, names: Sequence[str]) -> None:
             for parameter, their in zip(each.parameters, torchs, strict=True):
                 torch.testing.assert_close(parameter, their, rtol=1e-5, atol=most)
     theirs.optimizer.zero_grad()
-
-
-def scaler_state(scaler: torch.amp.GradScaler) -> list[Tensor]:
-    """Scale and growth tracker of a used scaler."""
-    if scaler._scale is None or scaler._growth_tracker is None:
-        raise ValueError("nothing was scaled yet")
-    return [scaler._scale, scaler._growth_tracker]
 
 
 def _gradient(parameter: Tensor) -> Tensor:

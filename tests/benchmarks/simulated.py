@@ -10,13 +10,17 @@ import torch
 
 from ampfast.backends.gpu import DeviceKernels, Epilogue, Use
 from benchmarks.cases import GradCase
-from benchmarks.harness import Effort
+from benchmarks.harness import Effort, Setting
 
 CPU = torch.device("cpu")
 BRIEF = Effort(quick=True, comparison_s=0.01, sample_s=0.0001)
 SMALL = GradCase("small", ((3, 5), (7,), (), (0,), (1025,)))
 
 SEGMENT_WORDS = 8
+
+
+def on(queue=None):
+    return Setting(CPU, BRIEF, queue)
 
 
 class HostQueue:

@@ -8,9 +8,9 @@ from simulated import CPU, SMALL
 
 from benchmarks import goals, kernels, machine
 from benchmarks.cases import CASES, make_gradients
-from benchmarks.goals import Place
 from benchmarks.harness import Samples
 from benchmarks.results import Goal, Spread
+from benchmarks.timing import Timed
 
 MIB = 1 << 20
 
@@ -50,137 +50,154 @@ def test_quantiles():
 
 
 @pytest.mark.parametrize(
-    ("sense", "limit", "p20", "p50", "p80", "spread_counts", "verdict"),
+    ("limit", "spread", "lenient", "verdict"),
     [
-        ("<=", 0.1, 0.05, 0.1, 0.2, False, "met"),
-        ("<=", 0.1, 0.05, 0.11, 0.2, False, "not met"),
-        ("<=", 1.0, 0.99, 1.01, 1.2, True, "met within spread"),
-        ("<=", 1.0, 1.01, 1.02, 1.2, True, "not met"),
-        ("<=", 1.0, 0.50, 1.06, 2.0, True, "not met"),
-        (">=", 1.0, 0.9, 0.99, 1.0, True, "met within spread"),
-        (">=", 1.0, 0.5, 0.94, 2.0, True, "not met"),
-        (">=", 1.0, 0.9, 0.98, 0.99, True, "not met"),
-        (">=", 2.5, 2.4, 2.5, 2.6, False, "met"),
-        (">=", 2.5, 2.3, 2.4, 2.6, False, "not met"),
-        ("<", 64, 63, 64, 65, False, "not met"),
+        (0.1, (0.05, 0.1, 0.2), False, "met"),
+        (0.1, (0.05, 0.11, 0.2), False, "not met"),
+        (1.0, (0.99, 1.01, 1.2), True, "met within spread"),
+        (1.0, (1.01, 1.02, 1.2), True, "not met"),
+        (1.0, (0.50, 1.06, 2.0), True, "not met"),
+        (1.0, (0.99, 1.01, 1.2), False, "not met"),
     ],
 )
 def test_a_goal_is_met_only_where_the_median_or_a_spread_that_counts_reaches_it(
-    sense, limit, p20, p50, p80, spread_counts, verdict
+    limit, spread, lenient, verdict
 ):
-    spread = Spread(p20, p50, p80)
-    goal = Goal.of_spread("name", "case", "float32", sense, limit, spread, spread_counts)
+    goal = Goal("a", "b", "c", "d", "e", "f", Spread(*spread), limit, lenient)
     assert goal.verdict == verdict
-    assert goal.as_json()["met"] is (verdict != "not met")
 
 
-def _samples(**seconds):
-    """Constant samples by path and provider, as in `unscale_torch=2.0`."""
-    return Samples({tuple(key.rsplit("_", 1)): 6 * [value] for key, value in seconds.items()})
-
-
-def _place(case, list_bytes, tensors_per_launch):
-    return Place(case, f"{case}, cold", "float32", list_bytes, tensors_per_launch)
-
-
-GPU_SAMPLES = Samples(
-    {
-        ("check", "torch"): 6 * [8.0],
-        ("unscale", "torch"): 6 * [10.0],
-        ("unscale+update", "torch"): 6 * [11.0],
-        ("check", "cuda"): 6 * [0.5],
-        ("unscale", "cuda"): 6 * [2.0],
-        ("unscale+update", "cuda"): 6 * [2.5],
-        ("copy", "torch"): 6 * [1.5],
-        ("copy of half", "torch"): 6 * [0.4],
-    }
-)
+def _timed(case="gpt2_xl", dtype=torch.float32, few=110, lists=1, host=None, **seconds):
+    """Constant samples by call and provider, as in `unscale_torch=2.0`."""
+    samples = Samples({tuple(key.rsplit("_", 1)): 6 * [value] for key, value in seconds.items()})
+    if host:
+        host = samples
+    about = {"lists": lists, "host": host, "tensors_per_launch": few}
+    return Timed("subject", CASES[case], dtype, [], samples, **about)
 
 
 def _found(measured):
-    return {goal.name: (goal.sense, goal.limit, goal.ratio) for goal in measured}
+    return {(g.case, g.call, g.side, g.over): (g.limit, g.ratio.p50) for g in measured}
+
+
+GPU = {
+    "check_torch": 8.0,
+    "unscale_torch": 10.0,
+    "unscale+update_torch": 11.0,
+    "check_cuda": 0.5,
+    "unscale_cuda": 2.0,
+    "unscale+update_cuda": 2.5,
+    "copy_torch": 1.0,
+    "copy of half_torch": 0.5,
+}
 
 
 def test_a_large_list_must_come_near_to_a_copy_and_never_be_slower_than_torch():
-    measured = goals.of_kernels(_place("gpt2_xl", 10**9, 110), "cuda", GPU_SAMPLES)
-    assert _found(measured) == {
-        "cuda: check, part of a copy's bandwidth": (">=", 0.90, 0.8),
-        "cuda: unscale, part of a copy's bandwidth": (">=", 0.90, 0.75),
-        "cuda: check, times as fast as torch": (">=", 1.0, 16.0),
-        "cuda: unscale, times as fast as torch": (">=", 1.0, 5.0),
+    side = "ampfast, cuda"
+    assert _found(goals.of_kernels(_timed(lists=2, **GPU), "cuda")) == {
+        ("gpt2_xl, cold", "check", side, "copy of half, torch"): (1 / 0.90, 1.0),
+        ("gpt2_xl, cold", "check", side, "check, torch"): (1.0, 0.0625),
+        ("gpt2_xl, cold", "unscale", side, "copy, torch"): (1 / 0.90, 2.0),
+        ("gpt2_xl, cold", "unscale", side, "unscale, torch"): (1.0, 0.2),
     }
-    assert {goal.case for goal in measured} == {"gpt2_xl, cold"}
+    limits = [g.limit for g in goals.of_kernels(_timed("gpt2_124m", **GPU), "cuda")]
+    assert limits == [1 / 0.85, 1.0, 1 / 0.85, 1.0], "a smaller list may be further from a copy"
+
+
+@pytest.mark.parametrize(("case", "limit"), [("1000x1k", 1 / 5), ("10000x256", 1 / 8)])
+@pytest.mark.parametrize("few", [110, 770])
+def test_many_small_tensors_are_compared_with_a_torch_of_many_launches(case, limit, few):
+    found = _found(goals.of_kernels(_timed(case, few=few, **GPU), "cuda"))
+    for call, ratio in (("check", 0.0625), ("unscale", 0.2)):
+        name = (case, call, "ampfast, cuda", f"{call}, torch")
+        assert found.pop(name) == (limit if few == 110 else 1.0, ratio)
+    with_update = [((case, "unscale+update", "ampfast, cuda", "unscale, torch"), (0.25, 0.25))]
+    assert list(found.items()) == (with_update if (case, few) == ("1000x1k", 110) else [])
 
 
 @pytest.mark.parametrize(
-    ("list_bytes", "part"),
-    [(255_999_999, None), (256_000_000, 0.85), (999_999_999, 0.85), (1_000_000_000, 0.9)],
-)
-def test_how_near_to_a_copy_depends_on_the_size(list_bytes, part):
-    assert goals.part_of_copy(list_bytes) == part
-
-
-@pytest.mark.parametrize(("case", "speedup"), [("1000x1k", 5.0), ("10000x256", 8.0)])
-def test_many_small_tensors_are_compared_with_a_torch_of_many_launches(case, speedup):
-    found = _found(goals.of_kernels(_place(case, 10**6, 110), "cuda", GPU_SAMPLES))
-    for path, ratio in (("check", 16.0), ("unscale", 5.0)):
-        name = f"cuda: {path}, times as fast as torch's many launches"
-        assert found.pop(name) == (">=", speedup, ratio)
-    update = found.pop("cuda: unscale+update, times as fast as torch's unscale alone", None)
-    assert update == ((">=", 4.0, 4.0) if case == "1000x1k" else None)
-    assert len(found) == 2
-
-
-def test_a_torch_of_few_launches_is_not_held_to_goals_for_many():
-    found = _found(goals.of_kernels(_place("1000x1k", 10**6, 770), "cuda", GPU_SAMPLES))
-    assert list(found) == [
-        "cuda: check, times as fast as torch",
-        "cuda: unscale, times as fast as torch",
-    ]
-
-
-def test_missing_measurements_have_no_goal():
-    without_torch = Samples({("check", "cuda"): 6 * [1.0], ("unscale", "cuda"): 6 * [1.0]})
-    assert goals.of_kernels(_place("1000x1k", 10**9, 110), "cuda", without_torch) == []
-    assert goals.of_steps(_place("1000x1k", 10**6, 110), "cuda", without_torch, None) == []
-
-
-STEPS = Samples(
-    {
-        ("full step", "torch"): 6 * [10.0],
-        ("full step, fused", "torch"): 6 * [8.0],
-        ("full step", "cuda"): 6 * [1.0],
-        ("full step, fused", "cuda"): 6 * [2.0],
-    }
-)
-
-
-@pytest.mark.parametrize(
-    ("case", "tensors", "on_host"),
+    ("case", "few", "on_host"),
     [("1000x1k", 110, True), ("1000x1k", 770, False), ("gpt2_xl", 110, False)],
 )
-def test_a_whole_step_costs_half_on_the_device_and_a_fifth_on_the_host(case, tensors, on_host):
-    found = _found(goals.of_steps(_place(case, 10**6, tensors), "cuda", STEPS, STEPS))
-    assert found.pop("cuda: full step, fused, device time over torch's") == ("<=", 0.5, 0.25)
-    expected = {
-        "cuda: full step, torch's host time over ours": (">=", 5.0, 10.0),
-        "cuda: full step, fused, torch's host time over ours": (">=", 5.0, 4.0),
+def test_a_whole_step_costs_half_on_the_device_and_a_fifth_on_the_host(case, few, on_host):
+    seconds = {
+        "full step_torch": 10.0,
+        "full step, fused_torch": 8.0,
+        "full step_cuda": 1.0,
+        "full step, fused_cuda": 2.0,
     }
-    assert found == (expected if on_host else {})
+    measured = goals.of_steps(_timed(case, few=few, host=True, **seconds), "cuda")
+    assert [(g.limit, g.ratio.p50, g.over) for g in measured] == [
+        (0.5, 0.25, "full step, fused, torch"),
+        *([(0.2, 0.1, "full step, torch, host time")] if on_host else []),
+        *([(0.2, 0.25, "full step, fused, torch, host time")] if on_host else []),
+    ]
 
 
 def test_a_cpu_has_goals_of_its_own():
-    samples = _samples(unscale_torch=3.0, unscale_cpu=1.0, check_cpu=0.5)
-    alone = Place("1000x1k", "1000x1k", "float32", 10**6, None)
-    assert _found(goals.of_kernels(alone, "cpu", samples)) == {
-        "unscale_, times as fast as torch": (">=", 2.5, 3.0),
-        "check_, time over that of unscale_": ("<=", 1.0, 0.5),
+    seconds = {"unscale_torch": 3.0, "unscale_cpu": 1.0, "check_cpu": 0.5}
+    alone = _found(goals.of_kernels(_timed("1000x1k", few=None, **seconds), "cpu"))
+    check = ("check", "ampfast", "unscale, ampfast")
+    assert alone == {
+        ("1000x1k", "unscale", "ampfast", "unscale, torch"): (0.4, 1 / 3),
+        ("1000x1k", *check): (1.0, 0.5),
     }
-    cold = Place("1000x1k", "1000x1k, cold", "float32", 10**6, None)
-    assert list(_found(goals.of_kernels(cold, "cpu", samples))) == [
-        "check_, time over that of unscale_"
-    ]
-    assert goals.of_steps(alone, "cpu", samples, None) == []
+    cold = goals.of_kernels(_timed("1000x1k", few=None, lists=2, **seconds), "cpu")
+    assert list(_found(cold)) == [("1000x1k, cold", *check)]
+    assert goals.of_steps(_timed(few=None, **seconds), "cpu") == []
+
+
+@pytest.mark.parametrize(
+    ("case", "dtype", "few", "limits"),
+    [
+        ("1000x1k", torch.float32, None, [1 / 5, 1 / 5]),
+        ("bert_base", torch.float32, None, [1 / 1.3, 0.5]),
+        ("bert_base", torch.bfloat16, None, []),
+        ("one_64m", torch.float32, None, []),
+        ("gpt2_xl", torch.bfloat16, 110, [1 / 1.6, 1 / 4]),
+        ("1000x1k", torch.float32, 110, []),
+    ],
+)
+def test_goals_of_clipping(case, dtype, few, limits):
+    seconds = {"clip_torch": 3.0, "clip_cuda": 1.5, "clip, in_place=False_cuda": 0.5}
+    found = goals.of_clipping(_timed(case, dtype, few, **seconds), "cuda")
+    assert [goal.limit for goal in found] == limits
+    assert [goal.ratio.p50 for goal in found] == ([0.5, 1 / 6] if limits else [])
+
+
+@pytest.mark.parametrize(
+    ("case", "dtype", "few", "met"),
+    [
+        ("gpt2_xl", torch.float32, 0, [True, False]),
+        ("gpt2_xl", torch.float16, 0, [True, True]),
+        ("1000x1k", torch.float32, 0, []),
+        ("gpt2_xl", torch.float64, 0, []),
+        ("gpt2_xl", torch.float32, None, []),
+    ],
+)
+def test_goals_of_tracking(case, dtype, few, met):
+    seconds = {
+        "check_cuda": 1.0,
+        "check, overflow_cuda": 1.05,
+        "unscale_cuda": 1.0,
+        "unscale, overflow_cuda": 1.3,
+    }
+    found = goals.of_tracking(_timed(case, dtype, few, **seconds), "cuda")
+    assert [goal.verdict == "met" for goal in found] == met
+
+
+@pytest.mark.parametrize(
+    ("few", "seconds", "verdict"),
+    [(None, 1.05, "met"), (None, 1.06, "not met"), (0, 1.02, "met"), (0, 1.03, "not met")],
+)
+def test_goals_of_training(few, seconds, verdict):
+    timed = _timed(few=few, AdamW_cpu=seconds, AdamW_none=1.0)
+    (goal,) = goals.of_training(timed, ("AdamW", "cpu"), "AdamW")
+    assert (goal.over, goal.verdict) == ("AdamW, no scaler", verdict)
+
+
+def test_missing_measurements_have_no_goal():
+    assert goals.of_kernels(_timed("1000x1k", check_cuda=1.0, unscale_cuda=1.0), "cuda") == []
 
 
 @pytest.mark.parametrize(

@@ -5,17 +5,16 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
-import torch
-from simulated import BRIEF, CPU, HostQueue
+from simulated import BRIEF, CPU, HostQueue, on
 
 import ampfast
 from benchmarks import __main__ as command
-from benchmarks import growth, report
-from benchmarks.harness import FULL, QUICK
+from benchmarks import growth, steps, timing
+from benchmarks.harness import FULL, Setting
 from benchmarks.results import Results
 
-OURS = ampfast.backends.default_for(CPU)
-FULL_CURVES = {curve.path: curve for curve in growth.curves(FULL)}
+OURS = "ampfast"
+FULL_CURVES = {curve.call: curve for curve in growth.curves(False)}
 
 
 def _curve(path, **changes):
@@ -23,16 +22,16 @@ def _curve(path, **changes):
 
 
 def test_the_curves_go_as_far_as_they_should():
-    tensors, elements = growth.curves(FULL)
+    tensors, elements = growth.curves(False)
     assert (tensors.sizes[0], tensors.sizes[-1]) == (10, 100_000)
     assert (elements.sizes[0], elements.sizes[-1]) == (1_000, 1_000_000_000)
     assert tensors.case(30).shapes == 30 * ((100,),)
     assert elements.case(30).shapes == ((30,),)
-    for curve, quick in zip((tensors, elements), growth.curves(QUICK), strict=True):
+    for curve, quick in zip((tensors, elements), growth.curves(True), strict=True):
         assert set(quick.sizes) < set(curve.sizes)
         assert sum(size >= quick.linear_from for size in quick.sizes) >= 2
         assert list(curve.sizes) == sorted(curve.sizes)
-    jobs = growth.jobs(FULL, CPU, None)
+    jobs = growth.jobs(Setting(CPU, FULL))
     assert len(jobs) == len(tensors.sizes) + len(elements.sizes) + 2
     assert [job.label for job in jobs if "slope" in job.label] == [
         "slope by tensors",
@@ -44,15 +43,15 @@ def test_the_curves_go_as_far_as_they_should():
 @pytest.mark.parametrize(("path", "size"), [("by tensors", 20), ("by elements", 3000)])
 def test_a_point_has_torch_beside_ours(path, size, queue):
     curve = _curve(path)
-    measured = growth.measure(curve, size, CPU, BRIEF, queue)
-    assert [row.provider for row in measured.rows] == ["torch", OURS]
+    measured = growth.measure(curve, size, on(queue))
+    assert [row.side for row in measured.rows] == ["torch", OURS]
     for row in measured.rows:
-        assert (row.subject, row.path) == ("growth", path)
+        assert (row.subject, row.call) == ("growth", path)
         assert (row.tensors, row.elements) == ((20, 2000) if path == "by tensors" else (1, 3000))
         assert row.list_bytes == 4 * row.elements
-        assert (row.vs_torch is None) is (row.provider == "torch")
-        assert (row.host_us_p50 is None) is (queue is None)
-        assert curve.points[row.provider] == {size: row.ms_p50}
+        assert (row.vs_torch is None) is (row.side == "torch")
+        assert (row.host_us is None) is (queue is None)
+        assert curve.points[row.side] == {size: row.ms.p50}
 
 
 def test_the_slope_is_that_of_the_line_where_it_is_one():
@@ -65,11 +64,11 @@ def test_the_slope_is_that_of_the_line_where_it_is_one():
     measured = curve.slope()
     assert measured.notes == []
     torchs, ours = measured.rows
-    assert (torchs.provider, torchs.vs_torch) == ("torch", None)
+    assert (torchs.side, torchs.vs_torch) == ("torch", None)
     assert torchs.ns_each == pytest.approx(800)
     assert ours.ns_each == pytest.approx(40)
     assert ours.vs_torch == pytest.approx(20)
-    assert (ours.path, ours.case) == ("by tensors, slope", "100 to 10,000 tensors")
+    assert (ours.call, ours.case) == ("by tensors, slope", "100 to 10,000 tensors")
 
 
 def test_every_point_counts_for_the_slope_by_its_relative_distance():
@@ -107,26 +106,17 @@ def test_a_point_that_is_wrong_is_not_timed(monkeypatch, wrong):
 
     monkeypatch.setattr(ampfast.GradScaler, "unscale_", broken_unscale_)
     monkeypatch.setattr(ampfast.GradScaler, "update", broken_update)
-    monkeypatch.setattr(growth, "interleave", lambda *arguments: pytest.fail("was timed"))
-    with pytest.raises(AssertionError, match="6x100 by"):
-        growth.measure(_curve("by tensors"), 6, CPU, BRIEF)
-
-
-def test_the_comparison_leaves_the_gradients_unchanged():
-    case = FULL_CURVES["by tensors"].case(5)
-    gradients = growth.make_gradients(case, torch.float32, CPU)
-    before = [gradient.clone() for gradient in gradients]
-    growth.assert_parity(case, gradients, OURS)
-    for gradient, first in zip(gradients, before, strict=True):
-        assert torch.equal(gradient, first)
+    monkeypatch.setattr(timing, "interleave", lambda *arguments: pytest.fail("was timed"))
+    with pytest.raises(AssertionError, match="update by cpu, 6x100"):
+        growth.measure(_curve("by tensors"), 6, on())
 
 
 def test_gradients_that_drift_are_not_reported(monkeypatch):
-    plain = growth.make_scaler
-    monkeypatch.setattr(growth, "assert_parity", lambda *arguments: None)
-    monkeypatch.setattr(growth, "make_scaler", lambda name, device, scale: plain(name, device, 2.0))
+    plain = steps.make_scaler
+    monkeypatch.setattr(steps, "assert_parity", lambda *arguments: None)
+    monkeypatch.setattr(steps, "make_scaler", lambda name, device, scale: plain(name, device, 2.0))
     with pytest.raises(AssertionError, match="drifted"):
-        growth.measure(_curve("by tensors"), 5, CPU, BRIEF)
+        growth.measure(_curve("by tensors"), 5, on())
 
 
 def test_a_point_that_does_not_fit_is_left_out_with_a_message(monkeypatch, tmp_path, capsys):
@@ -134,28 +124,16 @@ def test_a_point_that_does_not_fit_is_left_out_with_a_message(monkeypatch, tmp_p
         _curve("by tensors", sizes=(10, 20, 30), linear_from=10),
         _curve("by elements", sizes=(10, 10**15), linear_from=10),
     ]
-    monkeypatch.setattr(growth, "curves", lambda effort: curves)
-    monkeypatch.setattr(command, "_effort", lambda quick, on_gpu: BRIEF)
-    path = tmp_path / "results.json"
-    arguments = ["--only", "growth", "--device", "cpu", "--json", str(path)]
+    monkeypatch.setattr(growth, "curves", lambda quick: curves)
+    monkeypatch.setattr(command, "FULL", BRIEF)
+    arguments = ["--only", "growth", "--device", "cpu", "--folder", str(tmp_path)]
     assert command.main(arguments) == 0
-    results = Results.read_json(path)
+    results = Results.read(tmp_path / command.JSON)
     assert not results.complete
     left_out, no_slope, *others = results.notes
     assert left_out.startswith("skipped growth: 1,000,000,000,000,000 elements: needs ")
     assert no_slope.startswith("growth: no slope by elements of torch")
     assert len(others) == 1
-    cases = [row.case for row in results.rows if row.provider == OURS]
+    cases = [row.case for row in results.rows if row.side == OURS]
     assert cases == ["10x100", "20x100", "30x100", "10 to 30 tensors", "1x10"]
     assert left_out in capsys.readouterr().out
-
-
-def test_the_table_shows_points_and_slopes():
-    curve = _curve("by tensors", sizes=(10, 20), linear_from=10)
-    rows = [row for size in (10, 20) for row in growth.measure(curve, size, CPU, BRIEF).rows]
-    table = report.growth_table("title", rows + curve.slope().rows)
-    assert [line[1:3] for line in table.lines] == [
-        *2 * [("by tensors", "torch"), ("by tensors", OURS)],
-        *(("by tensors, slope", "torch"), ("by tensors, slope", OURS)),
-    ]
-    assert [line[-1] == "-" for line in table.lines] == 4 * [True] + 2 * [False]

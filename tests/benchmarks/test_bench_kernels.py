@@ -6,13 +6,13 @@ import math
 
 import pytest
 import torch
-from simulated import BRIEF, CPU, SMALL, HostQueue, TableLauncher, kernels_over_tables
+from simulated import BRIEF, CPU, SMALL, HostQueue, TableLauncher, kernels_over_tables, on
 
 import ampfast
-from benchmarks import counts, host_time, kernels, machine, providers, steps
+from benchmarks import counts, host_time, kernels, machine, providers, steps, timing
 from benchmarks.cases import CASES
 from benchmarks.counts import Counts
-from benchmarks.harness import FULL
+from benchmarks.harness import FULL, Setting
 
 CACHE_BYTES = 1 << 13
 TORCH_OP = torch._amp_foreach_non_finite_check_and_unscale_
@@ -33,23 +33,24 @@ def tables(monkeypatch, small_cache):
 @pytest.mark.usefixtures("small_cache")
 @pytest.mark.parametrize("dtype", kernels.DTYPES, ids=str)
 def test_kernels_yield_a_row_for_each_contender(dtype):
-    measured = kernels.measure(SMALL, dtype, CPU, BRIEF)
+    measured = kernels.measure(SMALL, dtype, on())
     paths = [*("check", "check", "unscale", "unscale", "unscale+update", "unscale+update")]
     paths += ["copy", "copy of half"]
-    assert [row.path for row in measured.rows] == paths + paths
-    assert len({row.provider for row in measured.rows}) == 2
+    assert [row.call for row in measured.rows] == paths + paths
+    assert len({row.side for row in measured.rows}) == 2
     list_bytes = SMALL.elements * dtype.itemsize
     # One list alone, and enough lists in turn to overflow the cache.
     rotation = math.ceil(2 * CACHE_BYTES / list_bytes)
-    assert [row.lists for row in measured.rows] == 8 * [1] + 8 * [rotation]
+    assert rotation > 1
+    assert [row.case for row in measured.rows] == 8 * ["small"] + 8 * ["small, cold"]
     moved = [factor * list_bytes for factor in (1, 1, 2, 2, 2, 2, 2, 1)]
     assert [row.bytes for row in measured.rows] == moved + moved
     for row in measured.rows:
-        assert row.ms_p20 <= row.ms_p50 <= row.ms_p80
-        assert row.gb_s == pytest.approx(row.bytes / row.ms_p50 / 1e6)
+        assert row.ms.p20 <= row.ms.p50 <= row.ms.p80
+        assert row.gb_s == pytest.approx(row.bytes / row.ms.p50 / 1e6)
         assert row.timer == "wall"
         # Not measured on a CPU.
-        assert row.launches is row.copies is row.syncs is row.host_us_p50 is None
+        assert row.launches is row.copies is row.syncs is row.host_us is None
     for row in measured.rows[6:8]:
         assert row.percent_of_copy == pytest.approx(100)
     # A check is compared with a copy that moves as many bytes as it reads.
@@ -69,25 +70,22 @@ def test_a_gpu_has_host_times_and_counts_beside_its_device_times(monkeypatch, by
         lambda contenders, queue: {c.key: Counts(3, 2, 1) for c in contenders},
     )
     queue = HostQueue()
-    measured = kernels.measure(SMALL, torch.float32, CPU, BRIEF, queue)
+    measured = kernels.measure(SMALL, torch.float32, on(queue))
     paths = [path for path in providers.PATHS for _ in range(2)] + ["copy", "copy of half"]
-    assert [row.path for row in measured.rows] == paths
-    assert [row.provider for row in measured.rows] == 4 * ["torch", "cpu"] + 2 * ["torch"]
+    assert [row.call for row in measured.rows] == paths
+    assert [row.side for row in measured.rows] == 4 * ["torch", "ampfast"] + 2 * ["torch"]
     assert ("capture" in queue.asked) is by_graph
     for row in measured.rows:
         assert row.timer == ("graph" if by_graph else "events")
-        assert row.lists > 1
-        if "copy" in row.path:
-            assert row.launches is row.host_us_p50 is None
+        assert row.case == "small, cold"
+        if "copy" in row.call:
+            assert row.launches is row.host_us is None
         else:
             assert (row.launches, row.copies, row.syncs) == (3, 2, 1)
-            assert row.host_us_p20 <= row.host_us_p50 <= row.host_us_p80
-        assert (row.vs_torch is None) is (row.provider == "torch")
-        assert (row.host_vs_torch is None) is (row.provider == "torch")
-    assert {goal.name for goal in measured.goals} == {
-        "cpu: check, times as fast as torch",
-        "cpu: unscale, times as fast as torch",
-    }
+            assert row.host_us.p20 <= row.host_us.p50 <= row.host_us.p80
+        assert (row.vs_torch is None) is (row.side == "torch")
+        assert (row.host_vs_torch is None) is (row.side == "torch")
+    assert [goal.over for goal in measured.goals] == ["check, torch", "unscale, torch"]
     assert measured.notes == []
 
 
@@ -97,7 +95,7 @@ def test_where_no_graph_can_be_captured_all_are_timed_by_events():
         def capture(self, body):
             raise RuntimeError("operation not permitted")
 
-    measured = kernels.measure(SMALL, torch.float16, CPU, BRIEF, NoGraphs())
+    measured = kernels.measure(SMALL, torch.float16, on(NoGraphs()))
     assert {row.timer for row in measured.rows} == {"events"}
     (note,) = measured.notes
     assert "operation not permitted" in note
@@ -106,15 +104,15 @@ def test_where_no_graph_can_be_captured_all_are_timed_by_events():
 @pytest.mark.usefixtures("tables")
 def test_a_dtype_that_torch_does_not_know_is_measured_without_torch(monkeypatch):
     monkeypatch.setattr(providers, "torch_takes", lambda dtype, device: False)
-    measured = kernels.measure(SMALL, torch.bfloat16, CPU, BRIEF, HostQueue())
-    rows = {(row.path, row.provider): row for row in measured.rows}
+    measured = kernels.measure(SMALL, torch.bfloat16, on(HostQueue()))
+    rows = {(row.call, row.side): row for row in measured.rows}
     assert ("unscale", "torch") not in rows
-    assert rows["unscale", "cpu"].vs_torch is None
-    assert rows["unscale", "cpu"].percent_of_copy > 0
+    assert rows["unscale", "ampfast"].vs_torch is None
+    assert rows["unscale", "ampfast"].percent_of_copy > 0
     assert measured.goals == []
     assert "torch: not measured with bfloat16" in measured.notes[0]
-    whole = steps.measure(SMALL, torch.bfloat16, CPU, BRIEF, HostQueue())
-    assert {row.provider for row in whole.rows} == {"cpu"}
+    whole = steps.measure(SMALL, torch.bfloat16, on(HostQueue()))
+    assert {row.side for row in whole.rows} == {"ampfast"}
 
 
 def _wrong_launches(wrong):
@@ -148,7 +146,7 @@ def test_wrong_launches_are_not_timed(monkeypatch, wrong):
     monkeypatch.setattr(providers, "device_kernels", lambda name, device: found)
     monkeypatch.setattr(kernels, "interleave", lambda *arguments: pytest.fail("was timed"))
     with pytest.raises(AssertionError, match=r"small float32|norms of cpu"):
-        kernels.measure(SMALL, torch.float32, CPU, BRIEF, HostQueue())
+        kernels.measure(SMALL, torch.float32, on(HostQueue()))
 
 
 def _does_nothing(gradients, found_inf, inv_scale):
@@ -167,7 +165,7 @@ def _one_ulp_off(gradients, found_inf, inv_scale):
 def test_a_wrong_unscale_is_not_timed(monkeypatch, wrong):
     monkeypatch.setattr(providers.functional, "unscale_", wrong)
     with pytest.raises(AssertionError, match="small float32"):
-        kernels.measure(SMALL, torch.float32, CPU, BRIEF)
+        kernels.measure(SMALL, torch.float32, on())
 
 
 def test_a_check_that_writes_is_not_timed(monkeypatch):
@@ -176,7 +174,7 @@ def test_a_check_that_writes_is_not_timed(monkeypatch):
 
     monkeypatch.setattr(providers.functional, "check_", halves)
     with pytest.raises(AssertionError, match="small float32"):
-        kernels.measure(SMALL, torch.float32, CPU, BRIEF)
+        kernels.measure(SMALL, torch.float32, on())
 
 
 @pytest.mark.usefixtures("small_cache")
@@ -187,7 +185,7 @@ def test_gradients_that_drift_are_not_reported(monkeypatch):
     # Equal to torch in the parity test, where the inverse scale is smaller.
     monkeypatch.setattr(providers.functional, "unscale_", halves_when_timed)
     with pytest.raises(AssertionError, match="drifted"):
-        kernels.measure(SMALL, torch.float32, CPU, BRIEF)
+        kernels.measure(SMALL, torch.float32, on())
 
 
 @pytest.mark.parametrize("dtype", kernels.DTYPES, ids=str)
@@ -209,17 +207,16 @@ def test_lists_that_do_not_fit_are_refused_before_they_are_made(monkeypatch, sub
     monkeypatch.setattr(kernels, "make_gradients", lambda *arguments: pytest.fail("was made"))
     monkeypatch.setattr(steps, "make_gradients", lambda *arguments: pytest.fail("was made"))
     with pytest.raises(MemoryError, match="1 MiB are available"):
-        subject.measure(CASES["one_64m"], torch.float32, CPU, BRIEF)
+        subject.measure(CASES["one_64m"], torch.float32, on())
 
 
 def test_each_device_has_lists_of_its_own_and_a_choice_replaces_them():
     gpu = torch.device("cuda", 0)
-    full = dict.fromkeys(case.name for case, _ in kernels.chosen(FULL, gpu))
+    full = dict.fromkeys(case.name for case, _ in kernels.chosen(Setting(gpu, FULL)))
     assert tuple(full) == kernels.GPU_CASES
-    dtypes = {dtype for _, dtype in kernels.chosen(FULL, gpu)}
+    dtypes = {dtype for _, dtype in kernels.chosen(Setting(gpu, FULL))}
     assert dtypes == {torch.float32, torch.float16, torch.bfloat16}
-    assert torch.float64 in {dtype for _, dtype in kernels.chosen(FULL, CPU)}
-    chosen = kernels.chosen(BRIEF, gpu, ("gpt2_xl",), (torch.bfloat16,))
+    chosen = kernels.chosen(Setting(gpu, BRIEF), ("gpt2_xl",), (torch.bfloat16,))
     assert chosen == [(CASES["gpt2_xl"], torch.bfloat16)]
 
 
@@ -262,28 +259,28 @@ def test_backends_that_cannot_run_are_left_out_with_their_reason(monkeypatch):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 @pytest.mark.parametrize("queue", [None, HostQueue()], ids=["on a CPU", "as on a GPU"])
 def test_whole_steps_are_compared_with_the_steps_that_they_replace(small_cache, dtype, queue):
-    measured = steps.measure(SMALL, dtype, CPU, BRIEF, queue)
+    measured = steps.measure(SMALL, dtype, on(queue))
     plain = ["full step", "full step", "step_and_update"]
     fused = ["full step, fused", "full step, fused", "step_and_update, fused"]
     # torch does not unscale float16 gradients.
     expected = fused if dtype is torch.float16 else plain + fused
-    assert sorted(row.path for row in measured.rows) == sorted(expected)
+    assert sorted(row.call for row in measured.rows) == sorted(expected)
     for row in measured.rows:
         assert row.subject == "steps"
-        assert (row.vs_torch is None) is (row.provider == "torch")
-        assert (row.host_us_p50 is None) is (queue is None)
-        waits = queue is not None and not row.path.endswith("fused")
+        assert (row.vs_torch is None) is (row.side == "torch")
+        assert (row.host_us is None) is (queue is None)
+        waits = queue is not None and not row.call.endswith("fused")
         assert row.timer == ("wall" if queue is None else "waits" if waits else "events")
-        assert row.lists == 1 if queue is None else 1 < row.lists <= steps.MOST_LISTS
-    goals = [] if queue is None else ["cpu: full step, fused, device time over torch's"]
-    assert [goal.name for goal in measured.goals] == goals
+        assert row.case == ("small" if queue is None else "small, cold")
+    goals = [] if queue is None else ["full step, fused, torch"]
+    assert [goal.over for goal in measured.goals] == goals
 
 
 def test_a_step_that_forgets_to_update_is_not_timed(monkeypatch):
     monkeypatch.setattr(ampfast.GradScaler, "update", lambda self: self._end_iteration())
-    monkeypatch.setattr(steps, "interleave", lambda *arguments: pytest.fail("was timed"))
+    monkeypatch.setattr(timing, "interleave", lambda *arguments: pytest.fail("was timed"))
     with pytest.raises(AssertionError, match="full step by cpu, small float32"):
-        steps.measure(SMALL, torch.float32, CPU, BRIEF)
+        steps.measure(SMALL, torch.float32, on())
 
 
 def test_the_parameters_of_a_timed_optimizer_need_no_memory_of_their_own():
@@ -298,24 +295,23 @@ def test_the_parameters_of_a_timed_optimizer_need_no_memory_of_their_own():
 @pytest.mark.parametrize(
     "paths",
     [
-        (host_time.UNSCALE,),
-        (host_time.STEP, "step_and_update"),
-        (host_time.FUSED, "step_and_update, fused"),
+        (steps.UNSCALE,),
+        steps.PATHS[:2],
+        steps.PATHS[2:],
     ],
     ids=lambda paths: paths[0],
 )
 @pytest.mark.parametrize("queue", [None, HostQueue()], ids=["on a CPU", "as on a GPU"])
 def test_host_time_compares_each_path_with_the_calls_it_replaces(paths, queue):
-    measured = host_time.measure(10, paths, CPU, BRIEF, queue)
-    assert [row.path for row in measured.rows] == [paths[0], *paths]
-    assert measured.rows[0].provider == "torch"
+    measured = host_time.measure(10, paths, on(queue))
+    assert [row.call for row in measured.rows] == [paths[0], *paths]
+    assert measured.rows[0].side == "torch"
     assert measured.rows[0].vs_torch is None
     for row in measured.rows:
-        assert row.host_us_p20 <= row.host_us_p50 <= row.host_us_p80
-        # On a GPU the call returns before the work is done.
-        assert row.ms_p50 == (None if queue else pytest.approx(row.host_us_p50 / 1e3))
+        assert row.host_us.p20 <= row.host_us.p50 <= row.host_us.p80
+        assert row.ms is None
     for row in measured.rows[1:]:
-        assert row.provider == ampfast.backends.default_for(CPU)
+        assert row.side == "ampfast"
         assert row.vs_torch > 0
     limits = [host_time.GOALS[10]] if len(paths) == 1 and queue is None else []
     assert [goal.limit for goal in measured.goals] == limits
@@ -323,10 +319,13 @@ def test_host_time_compares_each_path_with_the_calls_it_replaces(paths, queue):
 
 def test_a_scaler_that_unscales_twice_is_not_timed(monkeypatch):
     class Twice(torch.amp.GradScaler):
+        def __init__(self, *arguments, backend, **settings):
+            super().__init__(*arguments, **settings)
+
         def _unscale_grads_(self, optimizer, inv_scale, found_inf, allow_fp16):
             super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
             return super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
 
     monkeypatch.setattr(ampfast, "GradScaler", Twice)
-    with pytest.raises(AssertionError, match="over 10 parameters, without an infinity"):
-        host_time.measure(10, (host_time.UNSCALE,), CPU, BRIEF)
+    with pytest.raises(AssertionError, match="by cpu, 10x4 float32, without an infinity"):
+        host_time.measure(10, (steps.UNSCALE,), on())

@@ -3,28 +3,29 @@
 from __future__ import annotations
 
 import math
-import subprocess
+import os
 import sys
-import time
-from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
-from simulated import BRIEF, CPU, SMALL, HostQueue
+from simulated import CPU, SMALL, HostQueue, on
 
 import ampfast
-from benchmarks import harness, processes, ranks, readme, report
-from benchmarks.harness import Contender, Effort, Samples
-from benchmarks.machine import REPOSITORY
-from benchmarks.results import Results
+from ampfast.distributed import Agreement
+from benchmarks import harness, ranks
+from benchmarks.harness import Contender, Effort, Samples, Setting
 
 pytestmark = pytest.mark.skipif(
     not (dist.is_available() and dist.is_gloo_available()), reason="this torch has no gloo"
 )
 # Collectives per iteration of each scaler and path.
-COLLECTIVES = {ranks.UNSCALE: (1, 1), ranks.STEP: (1, 1), ranks.FUSED: (0, 1), ranks.CLIP: (2, 1)}
-WORK = "import pathlib; ranks.work(pathlib.Path(sys.argv[1]), int(sys.argv[2]))"
+COLLECTIVES = {
+    ranks.UNSCALE: (1, 1),
+    ranks.STEP: (1, 1),
+    ranks.FUSED_STEP: (0, 1),
+    ranks.CLIP: (2, 1),
+}
 
 
 @pytest.fixture(scope="module")
@@ -42,134 +43,86 @@ def alone(tmp_path_factory):
 def started(monkeypatch):
     """Processes that the test started."""
     found = []
+    spawn = ranks.multiprocessing.spawn
 
-    class Recorded(subprocess.Popen):
-        def __init__(self, *arguments, **settings):
-            super().__init__(*arguments, **settings)
-            found.append(self)
+    def recorded(*arguments, **settings):
+        context = spawn(*arguments, **settings)
+        found.extend(context.processes)
+        return context
 
-    monkeypatch.setattr(processes.subprocess, "Popen", Recorded)
+    monkeypatch.setattr(ranks.multiprocessing, "spawn", recorded)
     return found
 
 
-def _assert_ended(started, count=2):
-    assert len(started) == count
-    # Set once a process has been waited for.
-    assert all(process.returncode is not None for process in started)
-
-
-def _python(code, rank):
-    return [sys.executable, "-I", "-S", "-c", code, str(rank)]
+def _assert_ended(started):
+    assert len(started) == 2
+    assert all(process.exitcode is not None for process in started)
 
 
 def test_two_ranks_share_a_list_and_the_first_reports(started):
-    measured = ranks.measure(SMALL, CPU, BRIEF)
+    measured = ranks.measure(SMALL, on())
     _assert_ended(started)
-    backend = ampfast.backends.default_for(CPU)
-    assert [(row.path, row.provider, row.collectives) for row in measured.rows] == [
+    assert [(row.call, row.side, row.collectives) for row in measured.rows] == [
         (path, provider, count)
         for path, counts in COLLECTIVES.items()
-        for provider, count in zip(("torch", backend), counts, strict=True)
+        for provider, count in zip(("torch", "ampfast"), counts, strict=True)
     ]
     for row in measured.rows:
         assert (row.subject, row.case, row.dtype, row.ranks) == ("ranks", "small", "float32", 2)
         assert row.list_bytes == SMALL.list_bytes(torch.float32)
-        assert 0 < row.ms_p20 <= row.ms_p50 <= row.ms_p80
-        assert (row.vs_torch is None) is (row.provider == "torch")
+        assert 0 < row.ms.p20 <= row.ms.p50 <= row.ms.p80
+        assert (row.vs_torch is None) is (row.side == "torch")
     (goal,) = measured.goals
-    assert goal.name.startswith(f"{ranks.UNSCALE} on 2 ranks")
-    assert (goal.case, goal.sense, goal.limit) == ("small", "<=", 1.0)
+    assert (goal.case, goal.call, goal.limit) == ("small", ranks.UNSCALE, 1.0)
     # The goal has our time over torch's, the row torch's over ours, of the same rounds: their
     # medians come from the same ratios unless the number of rounds is even.
-    ours = next(row for row in measured.rows if row.path == ranks.UNSCALE and row.vs_torch)
-    assert goal.ratio_p20 <= 1 / ours.vs_torch <= goal.ratio_p80
+    ours = next(row for row in measured.rows if row.call == ranks.UNSCALE and row.vs_torch)
+    assert goal.ratio.p20 <= 1 / ours.vs_torch <= goal.ratio.p80
     assert ranks.FUSED_NOTE in measured.notes
 
 
+def _disagrees(rank, *task):
+    Agreement.share = lambda self, found, device: found
+    ranks._rank(rank, *task)
+
+
+def _dies(rank, *task):
+    if rank == 1:
+        ranks.slowest = lambda samples: os._exit(7)
+    ranks._rank(rank, *task)
+
+
 @pytest.mark.parametrize(
-    ("code", "match"),
+    ("spoiled", "error", "match"),
     [
-        (
-            "from ampfast.distributed import Agreement\n"
-            "Agreement.share = lambda self, found, device: found",
-            r"ended with code .*scale and tracker after unscale_ \+ update by cpu, small",
-        ),
-        (
-            "if sys.argv[2] == '1': ranks.slowest = lambda samples: os._exit(7)",
-            "rank 1 ended with code 7",
-        ),
+        (_disagrees, Exception, r"scale and tracker after unscale_ \+ update by cpu, small"),
+        (_dies, Exception, "exit code 7"),
     ],
     ids=["does not agree", "dies"],
 )
-def test_a_rank_that_fails_ends_the_job(monkeypatch, started, code, match):
-    run = processes.run_together
-
-    def spoiled(commands, *rest):
-        head = f"import os, sys\nfrom benchmarks import ranks\n{code}\n{WORK}"
-        run([[sys.executable, "-c", head, *command[-2:]] for command in commands], *rest)
-
-    monkeypatch.setattr(processes, "run_together", spoiled)
-    with pytest.raises(RuntimeError, match=f"(?s){match}"):
-        ranks.measure(SMALL, CPU, BRIEF)
+def test_a_rank_that_fails_ends_the_job(monkeypatch, started, spoiled, error, match):
+    spawn = ranks.multiprocessing.spawn
+    monkeypatch.setattr(ranks.multiprocessing, "spawn", lambda f, *a, **k: spawn(spoiled, *a, **k))
+    with pytest.raises(error, match=match):
+        ranks.measure(SMALL, on())
     _assert_ended(started)
 
 
-def test_the_first_failure_ends_waiting_ranks(tmp_path, started):
-    code = "import sys, time\nif sys.argv[1] == '1': sys.exit('a reason')\ntime.sleep(600)"
-    commands = [_python(code, rank) for rank in range(3)]
-    with pytest.raises(RuntimeError, match=r"^rank 1 ended with code 1; rank 1 wrote: a reason$"):
-        processes.run_together(commands, REPOSITORY, tmp_path, 300)
-    _assert_ended(started, 3)
-
-
-def test_all_output_is_shown_whichever_process_ends_first(tmp_path, started):
-    code = f"""
-import sys, time
-if sys.argv[1] == "0":
-    print("the cause", flush=True)
-    time.sleep(600)
-while not open({str(tmp_path / "rank0.log")!r}).read():
-    time.sleep(0.01)
-sys.exit("lost rank 0")
-"""
-    match = r"^rank 1 ended with code 1; rank 0 wrote: the cause; rank 1 wrote: lost rank 0$"
-    with pytest.raises(RuntimeError, match=match):
-        processes.run_together([_python(code, rank) for rank in range(2)], tmp_path, tmp_path, 300)
-    _assert_ended(started)
-
-
-def test_ranks_that_do_not_end_are_ended(tmp_path, monkeypatch, started):
-    def clock():
-        """Clock that passes the time limit once the first process has ended."""
-        return 3.0 if started and started[0].returncode is not None else 0.0
-
-    monkeypatch.setattr(processes, "time", SimpleNamespace(monotonic=clock, sleep=time.sleep))
-    code = "import sys, time\nif sys.argv[1] != '0': time.sleep(600)"
-    commands = [_python(code, rank) for rank in range(3)]
-    with pytest.raises(RuntimeError, match=r"^rank 1 and rank 2 had not ended after 2 s$"):
-        processes.run_together(commands, REPOSITORY, tmp_path, 2)
-    _assert_ended(started, 3)
-
-
-def test_who_is_interrupted_leaves_no_rank(tmp_path, monkeypatch, started):
-    def interrupted(seconds):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(processes.time, "sleep", interrupted)
-    commands = [_python("import time\ntime.sleep(600)", rank) for rank in range(2)]
-    with pytest.raises(KeyboardInterrupt):
-        processes.run_together(commands, REPOSITORY, tmp_path, 300)
+def test_ranks_that_do_not_end_are_ended(monkeypatch, started):
+    monkeypatch.setattr(ranks, "JOB_S", 0.0)
+    with pytest.raises(RuntimeError, match="2 ranks had not ended after 0 s"):
+        ranks.measure(SMALL, on())
     _assert_ended(started)
 
 
 @pytest.mark.usefixtures("alone")
 def test_a_gpu_has_the_time_of_the_host_apart():
-    measured = ranks.measure_here(SMALL, CPU, BRIEF, HostQueue())
+    measured = ranks.measure_here(SMALL, on(HostQueue()))
     assert [row.timer for row in measured.rows] == 2 * ["events"] + 2 * ["waits"] + 4 * ["events"]
     for row in measured.rows:
         assert row.ranks == 1
-        assert row.host_us_p50 > 0
-        assert (row.host_vs_torch is None) is (row.provider == "torch")
+        assert row.host_us.p50 > 0
+        assert (row.host_vs_torch is None) is (row.side == "torch")
     assert measured.goals == []
 
 
@@ -179,7 +132,7 @@ def test_a_gpu_has_the_time_of_the_host_apart():
     [
         ("gradients", "gradients of unscale_"),
         ("scale", "scale and tracker after unscale_"),
-        ("written", "gradients of step [+] update, fused"),
+        ("written", "gradients of full step, fused"),
         ("norm", "the norm is"),
         ("clipped", "clip [+] update .* tensor 0"),
         ("finite", "with an infinity"),
@@ -223,14 +176,14 @@ def test_wrong_results_are_not_timed(monkeypatch, wrong, match):
         monkeypatch.setattr(kind, "clip_grad_norm_", wrong_clip)
     monkeypatch.setattr(ranks, "interleave", lambda *arguments, **more: pytest.fail("was timed"))
     with pytest.raises(AssertionError, match=match):
-        ranks.measure_here(SMALL, CPU, BRIEF)
+        ranks.measure_here(SMALL, on())
 
 
 @pytest.mark.usefixtures("alone")
 def test_gradients_that_drift_while_timed_are_noticed(monkeypatch):
     monkeypatch.setattr(ranks, "caller", lambda path, name, optimizer, *rest: _drifting(optimizer))
     with pytest.raises(AssertionError, match="not close"):
-        ranks.measure_here(SMALL, CPU, BRIEF)
+        ranks.measure_here(SMALL, on())
 
 
 def _drifting(optimizer):
@@ -272,44 +225,15 @@ def test_parts_make_up_the_list(count):
 
 def test_a_torch_without_the_backend_is_named(monkeypatch):
     monkeypatch.setattr(ranks.dist, "is_backend_available", lambda name: False)
-    measured = ranks.measure(SMALL, CPU, BRIEF)
+    measured = ranks.measure(SMALL, on())
     assert measured.rows == []
     assert measured.notes == ["ranks: not measured, this torch has no gloo"]
 
 
 def test_the_lists_of_a_run():
     def labels(quick, cases=None):
-        return [job.label for job in ranks.jobs(Effort(quick, 1.0), CPU, cases)]
+        return [job.label for job in ranks.jobs(Setting(CPU, Effort(quick, 1.0)), cases)]
 
     assert labels(quick=False) == ["bert_base float32", "1000x1k float32"]
     assert labels(quick=True) == ["1000x1k float32"]
     assert labels(quick=True, cases=("resnet50",)) == ["resnet50 float32"]
-
-
-@pytest.mark.usefixtures("alone")
-@pytest.mark.parametrize("gpu", [None, "a card"])
-def test_the_section_of_the_readme(tmp_path, gpu):
-    rows = ranks.measure_here(SMALL, CPU, BRIEF, HostQueue() if gpu else None).rows
-    machine = {"cpu": "a CPU", "cores": 1, "threads": 1, "gpu": gpu, "tensors_per_launch": 110}
-    results = Results(machine, "2.13", None, "0", None, "2026-01-01", rows=rows)
-    path = tmp_path / "results.json"
-    results.write_json(path)
-    assert Results.read_json(path) == results
-    lines = [x for x in readme.WHOLE.section(path).splitlines() if x.startswith("| small")]
-    assert len(lines) == len(ranks.PATHS)
-    for line, theirs, ours in zip(lines, rows[::2], rows[1::2], strict=True):
-        cells = line.strip("| ").split(" | ")
-        if gpu:
-            assert cells.pop(2) == "cpu"
-        faulty = " (torch's ranks do not agree)" if ours.path == ranks.FUSED else ""
-        times = (f"{theirs.ms_p50:.3f}", f"{ours.ms_p50:.3f}", f"{ours.vs_torch:.2f}x")
-        counts = map(str, COLLECTIVES[ours.path])
-        assert cells == ["small", "1", f"{ours.path}{faulty}", *times, *counts]
-    tables = []
-    report.show(results, tables.append)
-    (table,) = tables
-    assert [line[:3] for line in table.lines] == [("small", row.path, row.provider) for row in rows]
-    assert ("host us" in table.numbers) is bool(gpu)
-
-    Results(machine, "2.13", None, "0", None, "2026-01-01").write_json(path)
-    assert "ShardedGradScaler" not in readme.WHOLE.section(path)

@@ -8,15 +8,14 @@ import weakref
 
 import pytest
 import torch
-from simulated import BRIEF, CPU, HostQueue
+from simulated import CPU, HostQueue, on
 from torch import nn
 
 import ampfast
-from benchmarks import goals, machine, models, report, training
+from benchmarks import machine, models, timing, training
 from benchmarks.cases import CASES
 from benchmarks.harness import Samples
 from benchmarks.models import Net
-from benchmarks.results import Results
 from benchmarks.training import Plan
 
 CUDA = torch.device("cuda")
@@ -117,25 +116,33 @@ def test_the_products_that_tell_are_taken():
 @pytest.mark.parametrize("clip", [False, True], ids=["", "clip"])
 @pytest.mark.parametrize("fused", [False, True], ids=["plain", "fused"])
 def test_each_scaler_and_none_are_timed(fused, clip, queue):
-    measured = training.measure(Plan(tiny(), fused, clip), CPU, BRIEF, queue)
+    measured = training.measure(Plan(tiny(), fused, clip), on(queue))
     path = ("fused AdamW" if fused else "AdamW") + (", clip" if clip else "")
-    at_once = [(f"{path} by the scaler", OURS)] if clip else []
-    timed = [(path, "none"), (path, "torch"), (path, OURS), *at_once]
-    assert [(row.path, row.provider) for row in measured.rows] == timed
+    at_once = [(f"{path} by the scaler", "ampfast")] if clip else []
+    timed = [(path, "no scaler"), (path, "torch"), (path, "ampfast"), *at_once]
+    assert [(row.call, row.side) for row in measured.rows] == timed
     for row in measured.rows:
         assert (row.subject, row.case, row.dtype) == ("training", "tiny", "bfloat16")
         assert (row.tensors, row.elements, row.list_bytes) == (4, 26, 104)
-        assert (row.over_none is None) is (row.provider == "none")
-        assert (row.vs_torch is None) is (row.provider == "torch")
-        assert (row.host_us_p50 is None) is (queue is None)
+        assert (row.over_none is None) is (row.side == "no scaler")
+        assert (row.vs_torch is None) is (row.side in ("torch", "no scaler"))
+        assert (row.host_us is None) is (queue is None)
         assert row.timer == ("wall" if queue is None else "loop")
     limit = 1.05 if queue is None else 1.02
     assert [goal.limit for goal in measured.goals] == [limit] * len(timed[2:])
     assert measured.notes == ["training: why"]
-    tables = []
-    facts = {"cpu": "a cpu", "cores": 1, "threads": 1}
-    report.show(Results(facts, "2", None, "0", None, "", rows=measured.rows), tables.append)
-    assert [line[2:4] for line in tables[0].lines] == timed
+
+
+def test_the_perceptron_is_trained_in_float32_too(monkeypatch):
+    monkeypatch.setattr(training, "perceptron", lambda device: tiny(torch.optim.SGD))
+    (job,) = training.jobs("mlp", on())
+    measured = job.run()
+    assert [(row.subject, row.call, row.side) for row in measured.rows] == [
+        *(("mlp", "SGD", side) for side in ("no scaler", "torch", "ampfast")),
+        ("mlp", "SGD, float32", "no scaler"),
+    ]
+    assert [row.over_none is None for row in measured.rows] == [True, False, False, False]
+    assert measured.goals == []
 
 
 @pytest.mark.parametrize("clip", [False, True], ids=["", "clip"])
@@ -195,11 +202,11 @@ def test_ratios_are_to_the_same_step_without_a_scaler_and_with_torchs(monkeypatc
     def interleave(contenders, effort, cycle):
         return Samples({c.key: [seconds[c.provider] + ("by" in c.path)] * 3 for c in contenders})
 
-    monkeypatch.setattr(training, "interleave", interleave)
-    measured = training.measure(Plan(tiny(), False, True), CPU, BRIEF)
+    monkeypatch.setattr(timing, "interleave", interleave)
+    measured = training.measure(Plan(tiny(), False, True), on())
     assert [row.over_none for row in measured.rows] == [None, 1.5, 1.25, 2.25]
-    assert [row.vs_torch for row in measured.rows] == [1.5, None, 1.5 / 1.25, 1.5 / 2.25]
-    assert [goal.ratio for goal in measured.goals] == [1.25, 2.25]
+    assert [row.vs_torch for row in measured.rows] == [None, None, 1.5 / 1.25, 1.5 / 2.25]
+    assert [goal.ratio.p50 for goal in measured.goals] == [1.25, 2.25]
 
 
 @pytest.mark.parametrize("fused", [False, True], ids=["plain", "fused"])
@@ -235,9 +242,9 @@ def test_a_scaler_that_is_wrong_is_not_timed(monkeypatch, wrong, match):
         return result * 1.0001 if wrong == "scale" else result
 
     monkeypatch.setattr(ampfast.GradScaler, wrong, broken)
-    monkeypatch.setattr(training, "interleave", lambda *arguments: pytest.fail("was timed"))
+    monkeypatch.setattr(timing, "interleave", lambda *arguments: pytest.fail("was timed"))
     with pytest.raises(AssertionError, match=match):
-        training.measure(Plan(tiny(torch.optim.SGD), False, True), CPU, BRIEF)
+        training.measure(Plan(tiny(torch.optim.SGD), False, True), on())
 
 
 def test_the_comparison_includes_an_infinity(monkeypatch):
@@ -260,7 +267,7 @@ def test_the_comparison_includes_an_infinity(monkeypatch):
     ("spoil", "match"), [("scaler", "a step was skipped"), ("weight", "parameters overflowed")]
 )
 def test_steps_that_were_skipped_while_timed_are_not_reported(monkeypatch, spoil, match):
-    plain = training.interleave
+    plain = timing.interleave
 
     def interleave(contenders, *arguments, **options):
         samples = plain(contenders, *arguments, **options)
@@ -274,14 +281,14 @@ def test_steps_that_were_skipped_while_timed_are_not_reported(monkeypatch, spoil
             student.parameters[1].data.fill_(math.nan)
         return samples
 
-    monkeypatch.setattr(training, "interleave", interleave)
+    monkeypatch.setattr(timing, "interleave", interleave)
     with pytest.raises(AssertionError, match=match):
-        training.measure(Plan(tiny(), False, False), CPU, BRIEF)
+        training.measure(Plan(tiny(), False, False), on())
 
 
 def test_jobs_are_made_without_a_net_and_one_that_does_not_fit_is_not_built(monkeypatch):
     monkeypatch.setattr(nn.Module, "__init__", lambda self: pytest.fail("was built"))
-    jobs = training.jobs(BRIEF, CPU, None)
+    jobs = training.jobs("training", on())
     assert len({job.label for job in jobs}) == len(jobs) == 12
     monkeypatch.undo()
     monkeypatch.setattr(machine, "available_bytes", lambda device: 1 << 20)
@@ -300,26 +307,9 @@ def test_a_net_is_freed_after_its_measurement(monkeypatch):
         return module, inputs
 
     monkeypatch.setattr(Net, "made", made)
-    training.measure(Plan(tiny(), False, True), CPU, BRIEF)
+    training.measure(Plan(tiny(), False, True), on())
     gc.collect()
     assert [net() for net in nets] == [None]
-
-
-@pytest.mark.parametrize(
-    ("few", "times", "verdict"),
-    [
-        (None, [1.05, 1.0, 1.05], "met"),
-        (None, [1.06, 1.0, 1.06], "not met"),
-        (0, [1.02, 1.0, 1.02], "met"),
-        (0, [1.03, 1.0, 1.03], "not met"),
-    ],
-)
-def test_goals(few, times, verdict):
-    ours, without = ("AdamW", "ours"), ("AdamW", "none")
-    samples = Samples({ours: times, without: [1.0, 1.0, 1.0]})
-    place = goals.Place("net", "net", "bfloat16", 0, few)
-    (goal,) = goals.of_training(place, ours, without, samples)
-    assert (goal.name, goal.verdict) == ("ours: AdamW, time over that without a scaler", verdict)
 
 
 def test_the_clip_has_something_to_do():

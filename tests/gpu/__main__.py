@@ -31,15 +31,15 @@ print(json.dumps([name, torch.__version__, capability]))
 """
 
 
-def stages(results: Path, copy: Path, capability: str = "") -> list[list[Part]]:
+def stages(results: Path, out: Path, capability: str = "") -> list[list[Part]]:
     """Returns all parts by stage; those of one stage run side by side.
 
     Each file of GPU tests has its own process, as everything in a process fails after an illegal
     access. Every mode runs once before them, so that the sanitizer does not watch compilations.
 
     Args:
-        results: Output of the benchmarks.
-        copy: Copy of their results.
+        results: Committed copy of the benchmarks' results.
+        out: Folder of their output.
         capability: Compute capability to build for, unless TORCH_CUDA_ARCH_LIST is set.
     """
     # With this interpreter, and none of the variables of a make that runs this.
@@ -61,13 +61,15 @@ def stages(results: Path, copy: Path, capability: str = "") -> list[list[Part]]:
     sanitizer += ["--report-api-errors", "no", "--error-exitcode", "9", "--print-limit", "20"]
     unavailable = "Device not supported|is not installed"
     bench = [sys.executable, "-m", "benchmarks", "--only", "kernels,steps", "--limit", LEFT]
-    bench += ["--csv", str(copy.with_suffix(".csv")), "--plot", str(copy.with_suffix(".svg"))]
-    before = results.stat().st_mtime_ns if results.exists() else 0
+    bench += ["--folder", str(out / "bench")]
+    written = out / "bench" / "results.json"
+    before = written.stat().st_mtime_ns if written.exists() else 0
 
     def keep_results() -> None:
-        # Not the results of an earlier run on the same day.
-        if results.exists() and results.stat().st_mtime_ns > before:
-            shutil.copy(results, copy)
+        # Not the results of an earlier run.
+        if written.exists() and written.stat().st_mtime_ns > before:
+            results.parent.mkdir(exist_ok=True)
+            shutil.copy(written, results)
 
     return [
         [
@@ -113,7 +115,7 @@ def stages(results: Path, copy: Path, capability: str = "") -> list[list[Part]]:
                 unavailable=unavailable,
             ),
         ],
-        [Part("bench", [[*bench, "--json", str(results)]], 280, after=keep_results, least=150)],
+        [Part("bench", [bench], 280, after=keep_results, least=150)],
     ]
 
 
@@ -173,7 +175,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     results = ROOT / "benchmarks" / "results" / name
     chosen = [
         [part for part in stage if part.name in wanted]
-        for stage in stages(results, out / name, capability)
+        for stage in stages(results, out, capability)
     ]
     print(f"{gpu}, torch {torch_version}; logs in {out}", flush=True)
     run = Run(chosen, out, ROOT, options.seconds)

@@ -1,0 +1,127 @@
+"""Tables, sentences, pictures and page of results."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+
+import pytest
+from sample_results import both, cpu_results, gpu_results, results
+
+from benchmarks import pictures, report, tables
+from benchmarks.results import Row, Spread
+
+
+def _tables(made):
+    return {table.subject: table for table in tables.of(made)}
+
+
+def test_both_sides_of_a_call_stand_on_one_line():
+    found = _tables(cpu_results())
+    assert list(found) == ["loops", "host", "training", "growth", "kernels", "clip"]
+    clip = found["clip"]
+    assert clip.header == ("case", "dtype", "call", "torch, ms", "ampfast, ms", "faster", "spread")
+    assert clip.lines == [
+        ("bert_base", "float32", "clip", "4", "2", "2.00x", "±10%"),
+        ("bert_base", "float32", "clip, in_place=False", "4", "2", "8.00x", "±10%"),
+    ]
+    kernels = found["kernels"]
+    assert [line[2] for line in kernels.lines] == ["unscale"], "a copy has no line of its own"
+    assert dict(zip(kernels.header, kernels.lines[0], strict=True))["of a copy"] == "80%"
+    training = dict(zip(found["training"].header, found["training"].lines[0], strict=True))
+    assert training["no scaler, ms"] == "10"
+    assert (training["torch, over none"], training["ampfast, over none"]) == ("1.250", "1.000")
+
+
+def test_backends_of_a_gpu_have_lines_of_their_own():
+    (table,) = tables.of(gpu_results())
+    assert [line[3] for line in table.lines] == ["ampfast, triton", "ampfast, cuda"]
+    line = dict(zip(table.header, table.lines[0], strict=True))
+    assert (line["torch, kernels"], line["ampfast, kernels"]) == ("3", "1")
+    assert (line["torch, us"], line["torch, ms"], line["ampfast, syncs"]) == ("20", "1", "0")
+
+
+def test_an_unknown_subject_has_a_table_too():
+    (table,) = tables.of(results([Row("news", "a", "b", "c", "torch", ms=Spread(1, 2, 3))]))
+    assert (table.title, table.lines) == ("news", [("a", "b", "c", "2", "±50%")])
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(None, "-"), (0, "0"), (0.0043, "0.0043"), (0.5, "0.50"), (12.34, "12.3"), (1234, "1,234")],
+)
+def test_numbers_have_three_digits_and_no_exponent(value, text):
+    assert tables.number(value) == text
+
+
+def test_three_sentences_name_both_sides_and_their_ratio():
+    assert tables.sentences(cpu_results()) == [
+        "Scaler's own time in a real training loop: 130 us with torch, 50 us with ampfast, 2.60x "
+        "(conv net, 10 parameters, bfloat16, AdamW); over all 3 rows 1.25x to 2.60x.",
+        "Host time of warm calls: 800 us with torch, 80 us with ampfast, 10.00x (1000x4, float32, "
+        "unscale_ + update); over all 1 rows 10.00x to 10.00x.",
+        "Throughput: 4 GB/s with torch, 8 GB/s with ampfast, 2.00x (bert_base, float32, unscale); "
+        "over all 1 rows 2.00x to 2.00x.",
+    ]
+    assert all(sentence.endswith(": not measured.") for sentence in tables.sentences(results([])))
+
+
+def test_a_step_gains_what_torchs_takes_longer():
+    rows = [
+        *both("training", "a", "bfloat16", "SGD", 100.0, 95.0),
+        *both("training", "b", "bfloat16", "SGD", 99.0, 100.0),
+    ]
+    told = tables.gain_of_a_step(results(rows))
+    assert told == "On the nets measured (a; b), a whole training step gains -1.0% to 5.0%."
+    # Clipping by the scaler is another call than torch's.
+    other = dataclasses.replace(rows[1], call="SGD, clip by the scaler", vs_torch=2.0)
+    assert tables.gain_of_a_step(results([*rows, other])) == told
+    assert "not measured" in tables.gain_of_a_step(results([]))
+
+
+def test_goals_that_were_not_met_come_first():
+    (met,) = cpu_results().goals
+    missed = dataclasses.replace(met, ratio=Spread(0.6, 0.7, 0.8))
+    table = tables.of_goals([met, missed])
+    assert [line[0] for line in table.lines] == ["not met", "met"]
+    assert table.lines[0][1:] == (
+        *("loops", "conv net", "bfloat16", "AdamW", "ampfast", "AdamW, torch"),
+        *("0.5", "0.7", "0.6 to 0.8"),
+    )
+
+
+def test_pictures_show_what_was_measured():
+    drawn = pictures.draw(cpu_results())
+    assert list(drawn) == ["loops", "host", "throughput", "training", "growth", "clip"]
+    assert pictures.draw(results([])) == {}
+    (axes,) = drawn["loops"].axes
+    lengths = [bar.get_width() for bar in axes.patches][:6]
+    assert lengths == [130.0, 50.0, 200.0, 80.0, 100.0, 80.0]
+    (axes,) = drawn["growth"].axes
+    curves = {line.get_label(): list(line.get_ydata()) for line in axes.lines}
+    assert curves == {"torch": [10, 100], "ampfast": [1.0, 1.0]}
+    text = pictures.svg(drawn["loops"])
+    assert "Scaler's own time in training loops" in text
+    assert pictures.svg(pictures.draw(cpu_results())["loops"]) == text
+
+
+def test_pictures_are_written_in_both_forms_and_earlier_ones_go_away(tmp_path):
+    (tmp_path / "old.svg").touch()
+    (tmp_path / "kept.txt").touch()
+    pictures.write(pictures.draw(results(cpu_results().rows[:2])), tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {"loops.svg", "loops.png", "kept.txt"}
+
+
+def test_the_page_opens_with_sentences_and_pictures_and_folds_tables(tmp_path):
+    made = cpu_results(complete=False, notes=["FAILED <b>: torch's bits"])
+    text = report.write(made, tmp_path).read_text()
+    places = [text.index(part) for part in ("2.60x (conv net", "data:image", "<details", "<table>")]
+    assert places == sorted(places)
+    assert "The run was not complete; its notes say why." in text
+    assert "1 of its parts failed." in text
+    assert "FAILED &lt;b&gt;: torch&#39;s bits" in text
+    assert "Goals: 1 met, 0 met within spread, 0 not met." in text
+    assert not re.search(r"https?://", text), "nothing is fetched"
+    for table in tables.of(made):
+        assert f'<details id="{table.subject}">' in text
+    assert {path.name for path in tmp_path.iterdir()} == {report.PAGE, report.PLOTS}
