@@ -36,7 +36,7 @@ DOCS := $(PYTHON)
 endif
 
 CSRC := $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
-PTX_MACHINE := $(wildcard tests/ptx/*.cpp tests/ptx/*.h tests/ptx/include/c10/cuda/*.h)
+PTX_EMULATOR := $(wildcard tools/ptx_emulator/ptx_emulator/src/* tests/*.cpp tests/include/c10/cuda/*)
 CLANG_FORMAT := $(RUN) -c 'from clang_format import clang_format; clang_format()'
 
 # Says in one line what is missing, before anything is downloaded or compiled.
@@ -91,12 +91,12 @@ check: | $(READY)  ## lint, formatting and types; edits nothing
 	$(RUN) -m ruff check .
 	$(RUN) -m ruff format --check .
 	$(RUN) -m mypy
-	$(CLANG_FORMAT) --dry-run -Werror $(CSRC) $(PTX_MACHINE)
+	$(CLANG_FORMAT) --dry-run -Werror $(CSRC) $(PTX_EMULATOR)
 
 format: | $(READY)  ## format every file
 	$(RUN) -m ruff check --fix-only .
 	$(RUN) -m ruff format .
-	$(CLANG_FORMAT) -i $(CSRC) $(PTX_MACHINE)
+	$(CLANG_FORMAT) -i $(CSRC) $(PTX_EMULATOR)
 
 build: build/built  ## build the extension in place
 

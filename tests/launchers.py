@@ -1,15 +1,14 @@
 """Kernels for CPU tensors in tests without a GPU.
 
 `AMPFAST_TEST_KERNELS` selects a backend compiled for an architecture, such as "cuda-sm_90" or
-"triton-sm_75", run by the machine in tests/ptx; with the suffix "-races", unordered accesses are
-errors. The default is Triton's interpreter, if TRITON_INTERPRET=1 is set.
+"triton-sm_75", run by tools/ptx_emulator; with the suffix "-races", data races are errors. The
+default is Triton's interpreter, if TRITON_INTERPRET=1 is set.
 """
 
 from __future__ import annotations
 
 import os
 import re
-import sys
 from functools import cache
 from pathlib import Path
 from types import ModuleType
@@ -20,7 +19,7 @@ from nvcc import NVCC
 
 from ampfast import _C
 
-sys.path.insert(0, str(Path(__file__).with_name("ptx")))
+os.environ.setdefault("PTX_EMULATOR_CACHE", str(Path(__file__).parents[1] / "build" / "ptx"))
 
 VARIABLE = "AMPFAST_TEST_KERNELS"
 
@@ -41,9 +40,9 @@ def compiled() -> Any:
             f"{VARIABLE} is triton-sm_NN or cuda-sm_NN, with or without -races, not {name!r}"
         )
     module = (_compiled_cuda if found[1] == "cuda" else _compiled_triton)(found[2])
-    from on_machine import OnMachine
+    from emulated import EmulatedLauncher
 
-    return OnMachine(module, races=found[3] is not None)
+    return EmulatedLauncher(module, races=found[3] is not None)
 
 
 def chosen() -> Any:
@@ -69,9 +68,9 @@ def _compiled_triton(architecture: str) -> ModuleType:
         raise pytest.UsageError(f"{VARIABLE} needs Triton: {error}") from None
     if launch.INTERPRETED:
         raise pytest.UsageError(f"{VARIABLE} is for compiled kernels: unset TRITON_INTERPRET")
-    import triton_on_cpu
+    from ptx_emulator import triton_driver
 
-    triton_on_cpu.install(architecture)
+    triton_driver.activate(architecture)
     launch._threads = lambda device: 128
     return launch
 
@@ -79,12 +78,12 @@ def _compiled_triton(architecture: str) -> ModuleType:
 def _compiled_cuda(architecture: str) -> ModuleType:
     if NVCC is None:
         raise pytest.UsageError(f"{VARIABLE} needs nvcc on the PATH for the CUDA kernels")
-    import cuda_on_cpu
+    import emulated_cuda
 
-    if architecture not in cuda_on_cpu.ARCHITECTURES:
-        known = " or ".join(f"cuda-sm_{a}" for a in cuda_on_cpu.ARCHITECTURES)
+    if architecture not in emulated_cuda.ARCHITECTURES:
+        known = " or ".join(f"cuda-sm_{a}" for a in emulated_cuda.ARCHITECTURES)
         raise pytest.UsageError(f"{VARIABLE} is {known} for the CUDA kernels")
-    cuda_on_cpu.install(_C, architecture)
+    emulated_cuda.install(_C, architecture)
     from ampfast.backends import cuda
 
     return cuda

@@ -1,6 +1,6 @@
 """GPU kernels without a GPU, one process per kind, and the scaler over them.
 
-Triton's kernels run in its interpreter and, compiled like CUDA's, on the machine in tests/ptx.
+Triton's kernels run in its interpreter and, compiled like CUDA's, in tools/ptx_emulator.
 """
 
 from __future__ import annotations

@@ -57,7 +57,7 @@ def test_many_launches_find_every_infinity(
 @pytest.mark.skipif(not IS_COMPILED, reason="the interpreter does not count bytes")
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_a_check_reads_each_gradient_once_and_unscaling_writes_it_once(dtype: torch.dtype) -> None:
-    import machine
+    from ptx_emulator import emulation
 
     sizes = (5, window(dtype) + 3, 4 * window(dtype), 1)
 
@@ -65,12 +65,12 @@ def test_a_check_reads_each_gradient_once_and_unscaling_writes_it_once(dtype: to
         """Bytes read and written for the first tensors of a list."""
         grads = grads_of([guarded(normal(size, dtype), 1) for size in sizes[:count]])
         factor = flag(3.0)
-        with machine.watch() as watched:
+        with emulation() as record:
             if write:
                 KERNELS.unscale_(grads, factor, is_scale=True)
             else:
                 KERNELS.check_(grads, factor)
-        return watched.read, watched.written
+        return record.read, record.written
 
     total = sum(sizes) * dtype.itemsize
     reads, written = moved(False, len(sizes))

@@ -53,7 +53,7 @@ def stages(results: Path, out: Path, capability: str = "") -> list[list[Part]]:
     files = [path.relative_to(ROOT).as_posix() for path in paths]
     # Tests of ranks, trainers and kernels on a CPU pass elsewhere. Tests of benchmarks and CUDA
     # sources need no GPU, and would take all the time.
-    no_gpu = ("tests/gpu", "tests/distributed", "tests/trainers", "tests/ptx")
+    no_gpu = ("tests/gpu", "tests/distributed", "tests/trainers")
     no_gpu += ("tests/triton_kernels", "tests/test_over_kernels.py")
     no_gpu += ("tests/benchmarks", "tests/test_cuda_source.py", "tests/test_gpu_tools.py")
     modes = [sys.executable, "tests/gpu/modes.py"]

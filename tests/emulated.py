@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from types import ModuleType
 
 import torch
-from machine import Range, watch
+from ptx_emulator import Range, emulation
 from reference_launcher import spans_of
 from torch import Tensor
 
@@ -18,8 +18,8 @@ from ampfast.backends.gpu import Epilogue, Pass, ScaleUpdate
 PARTIALS = 2  # word of a table with the offset of the programs' sums
 
 
-class OnMachine:
-    """Launches of a module, run and checked by the PTX machine."""
+class EmulatedLauncher:
+    """Launches of a module, run and checked by the PTX emulator."""
 
     def __init__(self, module: ModuleType, *, races: bool) -> None:
         self._module = module
@@ -38,7 +38,7 @@ class OnMachine:
         self._module.prepare(work, segment, epilogue)
 
     def multi_tensor(self, work: Pass, segment: Segment, epilogue: Epilogue) -> None:
-        with self._watch(
+        with self._restricted(
             [
                 *_table(work.table, segment, work.write),
                 *_read(work.factor, work.coefficient),
@@ -49,21 +49,21 @@ class OnMachine:
             self._module.multi_tensor(work, segment, epilogue)
 
     def measure(self, table: DeviceTable, segment: Segment, health: Tensor) -> None:
-        with self._watch([*_table(table, segment, False), *_written(health)]):
+        with self._restricted([*_table(table, segment, False), *_written(health)]):
             self._module.measure(table, segment, health)
 
     def update_scale(self, update: ScaleUpdate, found_infs: list[Tensor]) -> None:
-        with self._watch(_of_update(update, found_infs)):
+        with self._restricted(_of_update(update, found_infs)):
             self._module.update_scale(update, found_infs)
 
     def clip_coefficient(self, clip: Clip) -> None:
         reads = _read(clip.norms, clip.scale)
-        with self._watch([*reads, *_written(clip.norm, clip.coefficient, clip.divisor)]):
+        with self._restricted([*reads, *_written(clip.norm, clip.coefficient, clip.divisor)]):
             self._module.clip_coefficient(clip)
 
     @contextlib.contextmanager
-    def _watch(self, memory: Sequence[Range]) -> Iterator[None]:
-        with watch(memory=_merged(memory), races=self._races):
+    def _restricted(self, memory: Sequence[Range]) -> Iterator[None]:
+        with emulation(memory=memory, races=self._races):
             yield
 
 
@@ -91,16 +91,3 @@ def _table(table: DeviceTable, segment: Segment, write: bool) -> Iterator[Range]
     yield from _read(buffer[PARTIALS : words[PARTIALS]])
     for address, length in spans_of(words, segment):
         yield Range(address, length * segment.dtype.itemsize, write)
-
-
-def _merged(memory: Sequence[Range]) -> list[Range]:
-    """Joins overlapping ranges: memory read in one role may be written in another."""
-    merged: list[Range] = []
-    for part in sorted(memory, key=lambda part: part.address):
-        if merged and part.address < merged[-1].address + merged[-1].bytes:
-            last = merged[-1]
-            last.bytes = max(last.bytes, part.address + part.bytes - last.address)
-            last.may_write |= part.may_write
-        else:
-            merged.append(part)
-    return merged

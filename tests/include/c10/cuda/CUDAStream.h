@@ -1,4 +1,4 @@
-// Stands in for torch's header where kernels run on the CPU.
+// Stands in for torch's header where the PTX emulator runs the kernels.
 #pragma once
 
 #include <c10/core/Device.h>

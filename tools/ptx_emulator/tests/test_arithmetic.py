@@ -1,4 +1,4 @@
-"""Arithmetic of the PTX machine, against torch."""
+"""Arithmetic of instructions, against torch."""
 
 from __future__ import annotations
 
@@ -82,6 +82,47 @@ def test_arithmetic_of_floats() -> None:
     assert_equal(calculated("cvt.rn.f32.f64 %r3, %rd4;", large, torch.float32), large.float())
     assert_equal(calculated("cvt.f64.f32 %rd5, %r2;", small, torch.float64), small.double())
     assert_equal(calculated("abs.f32 %r3, %r2;", small, torch.float32), small.abs())
+    assert_equal(calculated("neg.f64 %rd5, %rd4;", large, torch.float64), -large)
+
+
+def test_a_fused_product_is_rounded_once() -> None:
+    values = bits_of_floats(4, torch.float32)
+    third = "mov.b32 %r4, 0f3EAAAAAB;"
+    fused = calculated(f"{third} fma.rn.f32 %r3, %r2, %r4, %r4;", values, torch.float32)
+    once = (values.double() * torch.tensor(1 / 3).double() + torch.tensor(1 / 3).double()).float()
+    exact = values.abs() > 2**-20  # where float64 holds the sum before the rounding
+    assert_equal(fused[exact], once[exact])
+    twice = values * torch.tensor(1 / 3) + torch.tensor(1 / 3)
+    assert not torch.equal(fused[exact], twice[exact])
+
+
+def test_minimum_and_maximum_of_floats_prefer_numbers_and_order_zeros() -> None:
+    values = torch.tensor([-0.0, 0.0, 1.0, -1.0, torch.nan, torch.inf])
+    zero = "mov.b32 %r4, 0f00000000;"
+    most = calculated(f"{zero} max.f32 %r3, %r2, %r4;", values, torch.float32)
+    assert_equal(most, torch.tensor([0.0, 0.0, 1.0, 0.0, 0.0, torch.inf]))
+    least = calculated(f"{zero} min.f32 %r3, %r4, %r2;", values, torch.float32)
+    assert_equal(least, torch.tensor([-0.0, 0.0, 0.0, -1.0, 0.0, 0.0]))
+    assert least.signbit().tolist() == [True, False, False, True, False, False]
+    assert most.signbit().tolist() == [False] * 6
+
+
+def test_conversions_to_integers_saturate() -> None:
+    values = torch.tensor([1.9, -1.9, 3e9, -3e9, 5e9, torch.nan, torch.inf, -torch.inf])
+    top, bottom = 2**31 - 1, -(2**31)
+    signed = calculated("cvt.rzi.s32.f32 %r3, %r2;", values, torch.int32)
+    assert signed.tolist() == [1, -1, top, bottom, top, 0, top, bottom]
+    unsigned = calculated("cvt.rzi.u32.f32 %r3, %r2;", values, torch.int32).view(torch.uint32)
+    assert unsigned.tolist() == [1, 0, 3_000_000_000, 0, 2**32 - 1, 0, 2**32 - 1, 0]
+    wide = calculated("cvt.rzi.s64.f32 %rd5, %r2;", values, torch.int64)
+    assert wide.tolist() == [
+        *(1, -1, 3_000_000_000, -3_000_000_000, 5_000_000_000),
+        *(-(2**63), 2**63 - 1, -(2**63)),
+    ]
+    floats = calculated("cvt.rn.f32.s32 %r3, %r2;", INTEGERS, torch.float32)
+    assert_equal(floats, INTEGERS.float())
+    floats = calculated("cvt.rn.f32.u32 %r3, %r2;", INTEGERS, torch.float32)
+    assert_equal(floats, INTEGERS.view(torch.uint32).float())
 
 
 INTEGERS = torch.tensor([0, 1, -1, 5, -7, 2**31 - 1, -(2**31), 1234567], dtype=torch.int32)
@@ -99,6 +140,13 @@ INTEGERS = torch.tensor([0, 1, -1, 5, -7, 2**31 - 1, -(2**31), 1234567], dtype=t
         ("bfe.u32 %r3, %r2, 64, 8;", torch.zeros(8)),
         ("bfe.u32 %r3, %r2, 0, 255;", INTEGERS),
         ("prmt.b32 %r3, %r2, %r2, 0x0123;", INTEGERS.view(torch.uint8).reshape(8, 4).flip(1)),
+        ("mul.hi.s32 %r3, %r2, 1000000;", (INTEGERS.long() * 1_000_000) >> 32),
+        ("mul.hi.u32 %r3, %r2, 16;", INTEGERS >> 28 & 15),
+        ("mad.lo.s32 %r3, %r2, 3, 4;", INTEGERS * 3 + 4),
+        ("div.s32 %r3, %r2, -1;", -INTEGERS),
+        ("div.s32 %r3, %r2, 4;", INTEGERS.div(4, rounding_mode="trunc")),
+        ("rem.s32 %r3, %r2, 4;", INTEGERS.fmod(4)),
+        ("rem.s32 %r3, %r2, -1;", torch.zeros(8)),
         ("popc.b32 %r3, %r2;", torch.tensor([0, 1, 32, 2, 30, 31, 1, 11])),
         ("not.b32 %r3, %r2;", ~INTEGERS),
         ("cvt.s64.s32 %rd5, %r2; shr.u64 %rd5, %rd5, 32; cvt.u32.u64 %r3, %rd5;", INTEGERS >> 31),

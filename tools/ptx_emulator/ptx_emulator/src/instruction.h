@@ -1,4 +1,4 @@
-// PTX instructions that the machine supports.
+// PTX instructions that the emulator supports.
 #pragma once
 
 #include <cstdint>
@@ -9,6 +9,7 @@ namespace ptx {
 
 struct Error {
   std::string text;
+  bool is_unsupported = false;  // else an illegal operation
 };
 
 enum class Kind { kNone, kPredicate, kBits, kUnsigned, kSigned, kFloat, kBFloat };
@@ -30,6 +31,7 @@ enum class Op {
   kCvt,
   kDiv,
   kFence,
+  kFma,
   kInc,
   kLd,
   kMad,
@@ -43,6 +45,7 @@ enum class Op {
   kPopc,
   kPrmt,
   kRedux,
+  kRem,
   kRet,
   kSelp,
   kSetp,
@@ -65,15 +68,16 @@ struct Operation {
   Compare compare = Compare::kEqual;
   bool or_unordered = false;  // the comparison also holds where an operand is NaN
   bool is_wide = false;       // the result has twice the bits
+  bool is_high = false;       // the upper half of a product
 };
 
 enum class Space { kNone, kGlobal, kShared, kParameters };
 
-enum class Place { kNowhere, kRegister, kNumber, kThread, kProgram, kPrograms };
+enum class Place { kNowhere, kRegister, kNumber, kSpecial };
 
 struct Operand {
   Place place = Place::kNowhere;
-  int64_t value = 0;  // a register's number, or the number itself
+  int64_t value = 0;  // a register's number, the number itself, or a special register's index
 };
 
 struct Instruction {

@@ -2,9 +2,10 @@
 // order soon differ.
 //
 // Stricter than a GPU: stops at accesses outside of the launch's memory, misaligned accesses,
-// shuffles or barriers that some threads do not reach and, on request, unordered accesses.
+// shuffles or barriers that some threads do not reach and, on request, data races.
 #include <algorithm>
 #include <memory>
+#include <numeric>
 #include <random>
 
 #include "arithmetic.h"
@@ -38,13 +39,15 @@ struct Program {
 class Machine {
  public:
   Machine(const Kernel& kernel, Launch& launch)
-      : kernel_(kernel), launch_(launch), chance_(launch.seed), memory_(launch) {}
+      : kernel_(kernel),
+        launch_(launch),
+        threads_(launch.threads()),
+        chance_(launch.seed),
+        memory_(launch) {}
 
   void run() {
-    std::vector<int64_t> order(launch_.programs);
-    for (int64_t i = 0; i < launch_.programs; ++i) {
-      order[i] = i;
-    }
+    std::vector<int64_t> order(launch_.programs());
+    std::iota(order.begin(), order.end(), 0);
     std::shuffle(order.begin(), order.end(), chance_);
     std::vector<std::unique_ptr<Program>> running;
     while (!order.empty() || !running.empty()) {
@@ -65,7 +68,7 @@ class Machine {
     program->number = number;
     // Shared memory is uninitialised.
     program->shared.assign(kernel_.shared_bytes + launch_.dynamic_shared_bytes, '\x5a');
-    for (int64_t i = 0; i < launch_.threads; ++i) {
+    for (int64_t i = 0; i < threads_; ++i) {
       program->threads.push_back(
           {i, 0, Waits::kNot, std::vector<uint64_t>(kernel_.registers, 0x5a5a5a5a5a5a5a5a)});
     }
@@ -74,9 +77,9 @@ class Machine {
 
   // A turn of one warp, and what it and its program wait for.
   bool is_done_after_a_turn(Program& program) {
-    const int64_t warps = (launch_.threads + kLanes - 1) / kLanes;
+    const int64_t warps = (threads_ + kLanes - 1) / kLanes;
     const int64_t first = static_cast<int64_t>(chance_() % warps) * kLanes;
-    const int64_t end = std::min(first + kLanes, launch_.threads);
+    const int64_t end = std::min(first + kLanes, threads_);
     const int64_t turn = 1 + static_cast<int64_t>(chance_() % kLongestTurn);
     const int64_t ahead = static_cast<int64_t>(chance_() % kLanes);
     for (int64_t i = 0; i < end - first; ++i) {
@@ -91,10 +94,10 @@ class Machine {
                            [&](const Thread& thread) { return thread.waits == waits; });
     };
     const int64_t done = is(Waits::kIsDone);
-    if (done < launch_.threads && done + is(Waits::kForProgram) == launch_.threads) {
+    if (done < threads_ && done + is(Waits::kForProgram) == threads_) {
       pass_barrier(program);
     }
-    return done == launch_.threads;
+    return done == threads_;
   }
 
   // Releases all threads from a barrier, which must be the same for all.
@@ -171,7 +174,7 @@ class Machine {
   void step(Program& program, Thread& thread) {
     const Instruction& in = kernel_.instructions[thread.at];
     if (++steps_ > kMostSteps) {
-      fail(in, program, thread, "comes after more instructions than any test needs");
+      fail(in, program, thread, "comes after 2^31 instructions: an endless loop?");
     }
     if (in.predicate >= 0 && (thread.registers[in.predicate] != 0) != in.runs_if) {
       ++thread.at;
@@ -180,7 +183,7 @@ class Machine {
     try {
       perform(in, program, thread);
     } catch (const Error& error) {
-      fail(in, program, thread, error.text);
+      fail(in, program, thread, error.text, error.is_unsupported);
     }
   }
 
@@ -306,16 +309,34 @@ class Machine {
         return thread.registers[operand.value];
       case Place::kNumber:
         return static_cast<uint64_t>(operand.value);
-      case Place::kThread:
-        return static_cast<uint64_t>(thread.number);
-      case Place::kProgram:
-        return static_cast<uint64_t>(program.number);
-      case Place::kPrograms:
-        return static_cast<uint64_t>(launch_.programs);
+      case Place::kSpecial:
+        return static_cast<uint64_t>(special(operand.value, program, thread));
       case Place::kNowhere:
         break;
     }
-    throw Error{"reads nothing"};
+    refuse();
+  }
+
+  // Special registers by the index that assembler.py gives them.
+  int64_t special(int64_t index, const Program& program, const Thread& thread) const {
+    const int64_t axis = index % 3;
+    switch (index / 3) {
+      case 0:
+        return along(axis, thread.number, launch_.block);
+      case 1:
+        return launch_.block[axis];
+      case 2:
+        return along(axis, program.number, launch_.grid);
+      default:
+        return launch_.grid[axis];
+    }
+  }
+
+  static int64_t along(int64_t axis, int64_t number, const int64_t* sizes) {
+    for (int64_t i = 0; i < axis; ++i) {
+      number /= sizes[i];
+    }
+    return number % sizes[axis];
   }
 
   static void write(const Operand& operand, uint64_t value, Thread& thread) {
@@ -325,23 +346,36 @@ class Machine {
   }
 
   int64_t index(const Program& program, const Thread& thread) const {
-    return program.number * launch_.threads + thread.number;
+    return program.number * threads_ + thread.number;
   }
 
   [[noreturn]] static void fail(const Instruction& in, const Program& program, const Thread& thread,
-                                const std::string& why) {
+                                const std::string& why, bool is_unsupported = false) {
     throw Error{"`" + in.text + "` in thread " + std::to_string(thread.number) + " of program " +
-                std::to_string(program.number) + " " + why};
+                    std::to_string(program.number) + " " + why,
+                is_unsupported};
   }
 
   const Kernel& kernel_;
   const Launch& launch_;
+  const int64_t threads_;  // of a program
   std::mt19937_64 chance_;
   Memory memory_;
   int64_t steps_ = 0;
 };
 
 thread_local std::string last_error;
+
+template <class Call>
+int guarded(const Call& call) {
+  try {
+    call();
+    return 0;
+  } catch (const Error& error) {
+    last_error = error.text;
+    return error.is_unsupported ? 2 : 1;
+  }
+}
 
 }  // namespace
 
@@ -351,22 +385,12 @@ extern "C" {
 
 const char* ptx_error() { return ptx::last_error.c_str(); }
 
-ptx::Kernel* ptx_load(const char* listing) {
-  try {
-    return new ptx::Kernel(ptx::kernel_of(listing));
-  } catch (const ptx::Error& error) {
-    ptx::last_error = error.text;
-    return nullptr;
-  }
+// Both return 0, or 1 after an illegal operation, 2 where something is not supported.
+int ptx_load(const char* listing, const ptx::Kernel** kernel) {
+  return ptx::guarded([&] { *kernel = new ptx::Kernel(ptx::kernel_of(listing)); });
 }
 
-bool ptx_run(const ptx::Kernel* kernel, ptx::Launch* launch) {
-  try {
-    ptx::Machine(*kernel, *launch).run();
-    return true;
-  } catch (const ptx::Error& error) {
-    ptx::last_error = error.text;
-    return false;
-  }
+int ptx_run(const ptx::Kernel* kernel, ptx::Launch* launch) {
+  return ptx::guarded([&] { ptx::Machine(*kernel, *launch).run(); });
 }
 }

@@ -1,4 +1,4 @@
-"""Assembler: PTX text to listings of instructions for the machine that runs them."""
+"""Assembler: PTX text to listings of instructions, which `src/listing.h` reads."""
 
 from __future__ import annotations
 
@@ -6,12 +6,29 @@ import re
 import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
-__all__ = ["Kernel", "UnknownPtx", "kernels_of"]
+from .memory import Range
+
+__all__ = ["Kernel", "Parameter", "UnsupportedPtxError", "is_buffer", "load"]
 
 
-class UnknownPtx(Exception):  # noqa: N818
-    """Unsupported PTX."""
+class UnsupportedPtxError(NotImplementedError):
+    """PTX that the emulator has no meaning for."""
+
+
+class Parameter(NamedTuple):
+    """Parameter of a kernel.
+
+    Attributes:
+        offset: Offset in the parameter block in bytes.
+        bytes: Size.
+        type: PTX type, such as "u64"; "b8" for a structure.
+    """
+
+    offset: int
+    bytes: int
+    type: str
 
 
 @dataclass(frozen=True)
@@ -20,25 +37,62 @@ class Kernel:
 
     Attributes:
         name: Mangled name.
-        parameters: Offset and size of each parameter in bytes.
-        listing: Input of the machine.
+        parameters: Parameters in order.
+        listing: Instructions in the form that the machine reads.
     """
 
     name: str
-    parameters: list[tuple[int, int]]
+    parameters: tuple[Parameter, ...]
     listing: str
 
-    def packed(self, arguments: Sequence[bytes]) -> bytes:
-        """Parameter block with these arguments; missing ones at the end are zero."""
-        place, size = self.parameters[-1]
-        block = bytearray(place + size)
-        for (place, size), argument in zip(self.parameters, arguments, strict=False):
-            block[place : place + size] = argument
+    def pack(self, arguments: Sequence[Any]) -> bytes:
+        """Returns the parameter block with these arguments.
+
+        Args:
+            arguments: As for `launch`.
+
+        Raises:
+            TypeError: If an argument does not fit its parameter, or their numbers differ.
+        """
+        if len(arguments) != len(self.parameters):
+            count = len(self.parameters)
+            raise TypeError(f"{self.name} has {count} parameters, got {len(arguments)} arguments")
+        block = bytearray()
+        for number, (parameter, argument) in enumerate(
+            zip(self.parameters, arguments, strict=True)
+        ):
+            try:
+                packed = _packed(parameter, argument)
+            except (TypeError, OverflowError, struct.error) as error:
+                what = f"argument {number} of {self.name} (.{parameter.type})"
+                raise TypeError(f"{what}: {error}") from error
+            block.extend(bytes(parameter.offset - len(block)) + packed)
         return bytes(block)
+
+
+def is_buffer(argument: Any) -> bool:
+    """Whether an argument is memory for a pointer parameter."""
+    return not isinstance(argument, (bool, int, float, bytes))
+
+
+def _packed(parameter: Parameter, argument: Any) -> bytes:
+    size = parameter.bytes
+    if isinstance(argument, bytes):
+        if len(argument) != size:
+            raise TypeError(f"takes {size} bytes, got {len(argument)}")
+        return argument
+    if is_buffer(argument):
+        argument = Range.of(argument).address
+    if parameter.type in ("f32", "f64"):
+        return struct.pack("<f" if size == 4 else "<d", argument)
+    if isinstance(argument, float):
+        raise TypeError("takes an int, a buffer or bytes, got a float")
+    return int(argument).to_bytes(size, "little", signed=argument < 0)
 
 
 COMPARISONS = {"eq", "ne", "lt", "le", "gt", "ge"}
 COMBINATIONS = {"add", "max", "min", "inc"}
+PARTS = {"lo", "hi", "wide"}  # of a product
 SPACES = {"global": "global", "shared": "shared", "shared::cta": "shared", "param": "param"}
 FLOAT_COMPARISONS = {f"{how}u" for how in COMPARISONS} | {"nan"}
 ATOMIC = COMBINATIONS | {"global", "gpu", "relaxed", "acq_rel"}  # for all programs, not just one
@@ -46,7 +100,7 @@ ATOMIC = COMBINATIONS | {"global", "gpu", "relaxed", "acq_rel"}  # for all progr
 # cache, so some modifiers change nothing.
 SYNTAX: dict[str, tuple[set[int], set[str]]] = {
     **dict.fromkeys(("abs", "neg", "not", "popc", "mov"), ({2}, set())),
-    **dict.fromkeys(("and", "or", "xor", "max", "min", "shl", "shr"), ({3}, set())),
+    **dict.fromkeys(("and", "or", "xor", "max", "min", "rem", "shl", "shr"), ({3}, set())),
     **dict.fromkeys(("add", "sub", "div"), ({3}, {"rn"})),
     **dict.fromkeys(("sqrt", "rcp"), ({2}, {"rn"})),
     **dict.fromkeys(("bfe", "prmt", "selp"), ({4}, set())),
@@ -55,13 +109,14 @@ SYNTAX: dict[str, tuple[set[int], set[str]]] = {
     "atom": ({3}, ATOMIC),
     "red": ({2}, ATOMIC),
     "bra": ({1}, {"uni"}),
-    "cvt": ({2, 3}, {"rn"}),
+    "cvt": ({2, 3}, {"rn", "rzi"}),
     "cvta": ({2}, {"to", "global"}),
     "fence": ({0}, {"acq_rel", "sc", "gpu"}),
+    "fma": ({4}, {"rn"}),
     "ld": ({2}, {*SPACES, "cg", "v2", "v4"}),
-    "mad": ({4}, {"lo", "wide"}),
+    "mad": ({4}, PARTS),
     "membar": ({0}, {"gl"}),
-    "mul": ({3}, {"rn", "lo", "wide"}),
+    "mul": ({3}, {"rn", *PARTS}),
     "redux": ({3}, {"sync", *COMBINATIONS}),
     "setp": ({3}, COMPARISONS | FLOAT_COMPARISONS),
     "shfl": ({5}, {"sync", "bfly", "idx"}),
@@ -78,9 +133,14 @@ NEEDED = {
     "shfl": {"bfly", "idx"},
 }
 # Floating point ops without a rounding modifier may be contracted.
-ROUNDED = {"add", "sub", "mul", "div", "sqrt", "rcp"}
+ROUNDED = {"add", "sub", "mul", "div", "fma", "sqrt", "rcp"}
 SAME = {"membar": "fence", "barrier": "bar", "red": "atom", "cvta": "mov", "exit": "ret"}
-SPECIALS = {"%tid.x": "tid", "%ctaid.x": "ctaid", "%nctaid.x": "nctaid", "_": "_"}
+# In the order of machine.cpp.
+SPECIALS = {
+    f"%{name}.{axis}": f"s{3 * number + place}"
+    for number, name in enumerate(("tid", "ntid", "ctaid", "nctaid"))
+    for place, axis in enumerate("xyz")
+} | {"_": "_"}
 TYPE = re.compile(r"pred|(?:bf|[busf])\d+(?:x2)?")
 ENTRY = re.compile(r"\.entry\s+(\w+)\s*\((.*?)\)([^{;]*)\{", re.DOTALL)
 SHARED = re.compile(r"\.shared\s+(?:\.align\s+(\d+)\s+)?\.[busf](\d+)\s+([\w$]+)(?:\[(\d*)\])?\s*;")
@@ -88,21 +148,30 @@ INSTRUCTION = re.compile(r"(?:@(!?)(%\w+)\s+)?([a-z][\w.:]*)\s*(.*)", re.DOTALL)
 LABEL = re.compile(r"\s*([\w$%]+)\s*:(?!:)")
 
 
-def kernels_of(text: str) -> dict[str, Kernel]:
-    """Returns the kernels of a text by name.
+def load(text: str) -> dict[str, Kernel]:
+    """Assembles PTX.
+
+    Args:
+        text: PTX of one module.
+
+    Returns:
+        Its kernels by mangled name.
 
     Raises:
-        UnknownPtx: If something in it has no meaning here.
+        UnsupportedPtxError: If it contains anything that cannot be emulated; the message names the
+            instruction.
     """
     text = re.sub(r"//[^\n]*", "", text)
     text = re.split(r"^\s*\.section\b", text, maxsplit=1, flags=re.MULTILINE)[0]
     text = re.sub(r"^\s*\.(?:loc|file|pragma)\b[^\n]*", "", text, flags=re.MULTILINE)
-    found = {}
     outside = ENTRY.split(text)[0]
-    for entry in ENTRY.finditer(text):
-        body = _braced(text, entry.end())
-        found[entry[1]] = _kernel(entry[1], entry[2], outside, body)
-    return found
+    kernels = {
+        entry[1]: _kernel(entry[1], entry[2], outside, _braced(text, entry.end()))
+        for entry in ENTRY.finditer(text)
+    }
+    if not kernels:
+        raise UnsupportedPtxError("the text has no kernel (.entry)")
+    return kernels
 
 
 def _braced(text: str, start: int) -> str:
@@ -112,12 +181,12 @@ def _braced(text: str, start: int) -> str:
         depth += 1 if brace[0] == "{" else -1
         if depth == 0:
             return text[start : brace.start()]
-    raise UnknownPtx("a body without an end")
+    raise UnsupportedPtxError("a kernel without a closing brace")
 
 
 def _kernel(name: str, parameters: str, outside: str, body: str) -> Kernel:
-    places = _places_of_parameters(parameters)
-    symbols = {symbol: place for symbol, (place, _) in places.items()}
+    placed = _parameters(parameters)
+    symbols = {symbol: parameter.offset for symbol, parameter in placed.items()}
     shared_bytes = 0
     for alignment, bits, symbol, count in SHARED.findall(outside + body):
         shared_bytes = _aligned(shared_bytes, int(alignment or 1))
@@ -128,7 +197,7 @@ def _kernel(name: str, parameters: str, outside: str, body: str) -> Kernel:
         assembly.add(statement)
     lines = assembly.finished()
     head = f"{len(assembly.registers)} {shared_bytes}"
-    return Kernel(name, list(places.values()), "\n".join([head, *lines]))
+    return Kernel(name, tuple(placed.values()), "\n".join([head, *lines]))
 
 
 def _is_dynamic(outside: str, symbol: str) -> bool:
@@ -139,22 +208,23 @@ def _aligned(offset: int, alignment: int) -> int:
     return -(-offset // alignment) * alignment
 
 
-def _places_of_parameters(text: str) -> dict[str, tuple[int, int]]:
-    """Offsets of parameters, each aligned to its size or its own alignment."""
-    places = {}
+def _parameters(text: str) -> dict[str, Parameter]:
+    """Parameters by symbol, each aligned to its size or its own alignment."""
+    placed = {}
     offset = 0
-    for parameter in filter(None, map(str.strip, text.split(","))):
+    for declaration in filter(None, map(str.strip, text.split(","))):
         found = re.fullmatch(
-            r"\.param\s+(?:\.align\s+(\d+)\s+)?\.[busf](\d+)\s+(?:\.ptr\b.*\s)?(\w+)(?:\[(\d+)\])?",
-            parameter,
+            r"\.param\s+(?:\.align\s+(\d+)\s+)?\.([busf](\d+))\s+(?:\.ptr\b.*\s)?(\w+)(?:\[(\d+)\])?",
+            declaration,
         )
         if found is None:
-            raise UnknownPtx(f"a parameter `{parameter}`")
-        size = int(found[2]) // 8
-        offset = _aligned(offset, int(found[1] or size))
-        places[found[3]] = offset, size * int(found[4] or 1)
-        offset += places[found[3]][1]
-    return places
+            raise UnsupportedPtxError(f"unsupported parameter `{declaration}`")
+        alignment, kind, bits, symbol, count = found.groups()
+        size = int(bits) // 8
+        offset = _aligned(offset, int(alignment or size))
+        placed[symbol] = Parameter(offset, size * int(count or 1), kind)
+        offset += placed[symbol].bytes
+    return placed
 
 
 def _statements(body: str) -> Iterator[str]:
@@ -185,7 +255,7 @@ class _Assembly:
     def add(self, statement: str) -> None:
         if statement.endswith(":"):
             if statement[:-1] in self.labels:
-                raise UnknownPtx(f"a second label {statement}")
+                raise UnsupportedPtxError(f"duplicate label {statement}")
             self.labels[statement[:-1]] = len(self.lines)
             return
         if statement.startswith(".reg"):
@@ -194,21 +264,23 @@ class _Assembly:
             return
         found = INSTRUCTION.fullmatch(statement)
         if found is None:
-            raise UnknownPtx(f"`{statement}`")
+            raise UnsupportedPtxError(f"`{statement}`: not an instruction")
         negated, predicate, name, rest = found.groups()
         line = {"text": statement}
         if predicate:
             line["unless" if negated else "if"] = self._operand(predicate)
         try:
             self._instruct(line, name.split("."), _operands(rest))
-        except (UnknownPtx, IndexError, ValueError) as error:
-            raise UnknownPtx(f"`{statement}`: {error}") from error
+        except (UnsupportedPtxError, IndexError, ValueError) as error:
+            raise UnsupportedPtxError(f"`{statement}`: {error}") from error
         self.lines.append(line)
 
     def finished(self) -> Iterator[str]:
         # Target of a branch to the end.
         for line in [*self.lines, {"op": "ret", "text": "the end"}]:
             if "target" in line:
+                if line["target"] not in self.labels:
+                    raise UnsupportedPtxError(f"`{line['text']}`: no such label")
                 line = {**line, "target": str(self.labels[line["target"]])}
             yield "\t".join(f"{key}={value}" for key, value in line.items())
 
@@ -220,13 +292,13 @@ class _Assembly:
             line["op"] = "div"
             operands.insert(1, "0f3F800000")
             if "f32" not in modifiers:
-                raise UnknownPtx("a reciprocal of another type")
+                raise UnsupportedPtxError("rcp is supported for f32 alone")
         self._modify(line, modifiers)
         if op == "bra":
             line["target"] = operands[0]
         elif op in ("bar", "barrier"):
             if operands != ["0"]:
-                raise UnknownPtx("a barrier for a part of the program")
+                raise UnsupportedPtxError("only barrier 0 of all threads is supported")
         elif op in ("st", "red"):
             self._address(line, operands[0])
             line["from"] = self._list(operands[1:])
@@ -238,7 +310,7 @@ class _Assembly:
             line["to"] = self._list(operands[:1])
             line["from"] = self._list(operands[1:])
             if "|" in operands[0] and op != "shfl":
-                raise UnknownPtx("a second result")
+                raise UnsupportedPtxError("a second result is not supported")
 
     def _modify(self, line: dict[str, str], modifiers: list[str]) -> None:
         op = line["op"]
@@ -255,17 +327,17 @@ class _Assembly:
                 line["combine"] = modifier
             elif modifier == "bfly":
                 line["butterfly"] = "1"
-            elif modifier == "wide":
-                line["wide"] = "1"
+            elif modifier in ("hi", "wide"):
+                line["part"] = modifier
             elif modifier == "acq_rel" and op == "atom":
                 line["ordered"] = "1"
         if op in ("ld", "st", "atom") and "space" not in line:
-            raise UnknownPtx("an address of any kind of memory")
+            raise UnsupportedPtxError("generic addresses are not supported")
 
     def _address(self, line: dict[str, str], operand: str) -> None:
         found = re.fullmatch(r"\[\s*([%\w$]+)\s*(?:\+\s*(-?\w+)\s*)?\]", operand)
         if found is None:
-            raise UnknownPtx(f"the address {operand}")
+            raise UnsupportedPtxError(f"unsupported address {operand}")
         offset = int(found[2] or "0", 0)
         if found[1] in self.symbols:
             offset += self.symbols[found[1]]
@@ -291,30 +363,37 @@ class _Assembly:
             return f"n{_signed(int(text.removesuffix('U'), 0))}"
         if text in self.declared or text.rstrip("0123456789") in self.declared:
             return f"r{self.registers.setdefault(text, len(self.registers))}"
-        raise UnknownPtx(f"the operand {text}")
+        raise UnsupportedPtxError(f"unsupported operand {text}")
 
 
 def _require_known(op: str, modifiers: list[str], operands: list[str]) -> None:
     if op not in SYNTAX:
-        raise UnknownPtx(f"the instruction {op}")
+        raise UnsupportedPtxError(f"unsupported instruction {op}")
     counts, allowed = SYNTAX[op]
     if len(operands) not in counts:
-        raise UnknownPtx(f"{len(operands)} operands")
+        takes = " or ".join(map(str, sorted(counts)))
+        raise UnsupportedPtxError(f"takes {takes} operands, got {len(operands)}")
     types = [modifier for modifier in modifiers if TYPE.fullmatch(modifier)]
     others = set(modifiers) - set(types)
     if unknown := others - allowed:
-        raise UnknownPtx(f"the modifier {min(unknown)}")
+        raise UnsupportedPtxError(f"unsupported modifier .{min(unknown)}")
     if op in NEEDED and not others & NEEDED[op]:
-        raise UnknownPtx(f"none of {', '.join(sorted(NEEDED[op]))}")
-    is_float = any(name.startswith(("f", "bf")) for name in types)
+        raise UnsupportedPtxError(f"needs one of .{', .'.join(sorted(NEEDED[op]))}")
+    is_float = any(map(_is_float, types))
     if op in ROUNDED and is_float and "rn" not in others:
-        raise UnknownPtx("a rounding that is not said")
-    if op in ("mul", "mad") and not is_float and not others & {"lo", "wide"}:
-        raise UnknownPtx("a part of the product that is not said")
+        raise UnsupportedPtxError("needs .rn: without a rounding modifier it may be contracted")
+    if op in ("mul", "mad") and not is_float and not others & PARTS:
+        raise UnsupportedPtxError("needs .lo, .hi or .wide")
+    if op == "cvt" and ("rzi" in others) != (is_float and not _is_float(types[0])):
+        raise UnsupportedPtxError("takes .rzi from a float to an integer, and only there")
+
+
+def _is_float(kind: str) -> bool:
+    return kind.startswith(("f", "bf"))
 
 
 def _signed(number: int) -> int:
-    return struct.unpack("<q", struct.pack("<Q", number & 0xFFFF_FFFF_FFFF_FFFF))[0]
+    return (number + 2**63) % 2**64 - 2**63
 
 
 def _operands(text: str) -> list[str]:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Sequence
+from functools import cache
 
 import torch
-from assembler import kernels_of
-from machine import Range, Watch, run, watch
+from ptx_emulator import Emulation, Kernel, Range, emulation, launch, load
 
 THREADS = 64
 
@@ -31,6 +30,11 @@ def kernel(body: str, shared: str = "") -> str:
 }}"""
 
 
+@cache
+def assembled(text: str) -> Kernel:
+    return load(text)["tried"]
+
+
 def tried(
     text: str,
     first: torch.Tensor,
@@ -40,12 +44,11 @@ def tried(
     writes: Sequence[bool] = (True, True),
     races: bool = False,
     seed: int = 0,
-) -> Watch:
-    parameters = struct.pack("qq", first.data_ptr(), second.data_ptr())
+) -> Emulation:
     memory = [Range.of(t, may_write=w) for t, w in zip((first, second), writes, strict=True)]
-    with watch(memory=memory, races=races, seed=seed) as watched:
-        run(kernels_of(text)["tried"], programs, THREADS, parameters)
-    return watched
+    with emulation(memory=memory, races=races, seed=seed) as record:
+        launch(assembled(text), programs, THREADS, first, second)
+    return record
 
 
 def numbers(count: int = THREADS) -> torch.Tensor:

@@ -13,22 +13,22 @@ template <class T>
 T named(const std::map<std::string, T>& names, const std::string& name) {
   const auto found = names.find(name);
   if (found == names.end()) {
-    throw Error{"the machine does not know `" + name + "`"};
+    throw Error{"unsupported `" + name + "`", true};
   }
   return found->second;
 }
 
 inline Op op_of(const std::string& name) {
   static const std::map<std::string, Op> names{
-      {"abs", Op::kAbs},   {"add", Op::kAdd},     {"and", Op::kAnd},   {"atom", Op::kAtom},
-      {"bar", Op::kBar},   {"bfe", Op::kBfe},     {"bra", Op::kBra},   {"cvt", Op::kCvt},
-      {"div", Op::kDiv},   {"fence", Op::kFence}, {"inc", Op::kInc},   {"ld", Op::kLd},
-      {"mad", Op::kMad},   {"max", Op::kMax},     {"min", Op::kMin},   {"mov", Op::kMov},
-      {"mul", Op::kMul},   {"neg", Op::kNeg},     {"not", Op::kNot},   {"or", Op::kOr},
-      {"popc", Op::kPopc}, {"prmt", Op::kPrmt},   {"ret", Op::kRet},   {"redux", Op::kRedux},
-      {"selp", Op::kSelp}, {"setp", Op::kSetp},   {"shfl", Op::kShfl}, {"shl", Op::kShl},
-      {"shr", Op::kShr},   {"sqrt", Op::kSqrt},   {"st", Op::kSt},     {"sub", Op::kSub},
-      {"xor", Op::kXor},
+      {"abs", Op::kAbs},     {"add", Op::kAdd},     {"and", Op::kAnd},   {"atom", Op::kAtom},
+      {"bar", Op::kBar},     {"bfe", Op::kBfe},     {"bra", Op::kBra},   {"cvt", Op::kCvt},
+      {"div", Op::kDiv},     {"fence", Op::kFence}, {"fma", Op::kFma},   {"inc", Op::kInc},
+      {"ld", Op::kLd},       {"mad", Op::kMad},     {"max", Op::kMax},   {"min", Op::kMin},
+      {"mov", Op::kMov},     {"mul", Op::kMul},     {"neg", Op::kNeg},   {"not", Op::kNot},
+      {"or", Op::kOr},       {"popc", Op::kPopc},   {"prmt", Op::kPrmt}, {"ret", Op::kRet},
+      {"redux", Op::kRedux}, {"rem", Op::kRem},     {"selp", Op::kSelp}, {"setp", Op::kSetp},
+      {"shfl", Op::kShfl},   {"shl", Op::kShl},     {"shr", Op::kShr},   {"sqrt", Op::kSqrt},
+      {"st", Op::kSt},       {"sub", Op::kSub},     {"xor", Op::kXor},
   };
   return named(names, name);
 }
@@ -63,21 +63,18 @@ inline Type type_of(const std::string& name) {
   const Type type{named(kinds, name.substr(0, digits)), std::stoi(name.substr(digits)),
                   pair != std::string::npos};
   if (type.bits > 64) {
-    throw Error{"the machine does not know `" + name + "`"};
+    throw Error{"unsupported `" + name + "`", true};
   }
   return type;
 }
 
-// "r12" is a register, "n-1" a number.
+// "r12" is a register, "n-1" a number, "s0" a special register, "_" nothing.
 inline Operand operand_of(const std::string& name) {
-  static const std::map<std::string, Place> specials{{"tid", Place::kThread},
-                                                     {"ctaid", Place::kProgram},
-                                                     {"nctaid", Place::kPrograms},
-                                                     {"_", Place::kNowhere}};
-  if (name[0] == 'r' || (name[0] == 'n' && name != "nctaid")) {
-    return {name[0] == 'r' ? Place::kRegister : Place::kNumber, std::stoll(name.substr(1))};
-  }
-  return {named(specials, name), 0};
+  static const std::map<std::string, Place> places{{"r", Place::kRegister},
+                                                   {"n", Place::kNumber},
+                                                   {"s", Place::kSpecial},
+                                                   {"_", Place::kNowhere}};
+  return {named(places, name.substr(0, 1)), name == "_" ? 0 : std::stoll(name.substr(1))};
 }
 
 inline std::vector<Operand> operands_of(const std::string& names) {
@@ -106,8 +103,9 @@ inline Instruction instruction_of(const std::string& line) {
       in.does.compare = compare_of(value);
     } else if (key == "or_unordered") {
       in.does.or_unordered = true;
-    } else if (key == "wide") {
-      in.does.is_wide = true;
+    } else if (key == "part") {
+      in.does.is_wide = value == "wide";
+      in.does.is_high = value == "hi";
     } else if (key == "combine") {
       in.combine = op_of(value);
     } else if (key == "ordered") {
@@ -132,7 +130,7 @@ inline Instruction instruction_of(const std::string& line) {
     } else if (key == "text") {
       in.text = value;
     } else {
-      throw Error{"the machine does not know `" + field + "`"};
+      throw Error{"unsupported `" + field + "`", true};
     }
   }
   return in;

@@ -19,18 +19,21 @@ struct Range {
 
 // Request of machine.py.
 struct Launch {
-  int64_t programs;
-  int64_t threads;
+  int64_t grid[3];
+  int64_t block[3];
   int64_t dynamic_shared_bytes;
   const char* parameters;
   int64_t parameter_bytes;
   const Range* ranges;
   int64_t range_count;
   uint64_t seed;
-  int64_t watches_races;
+  int64_t checks_races;
   // Bytes of global memory accessed.
   int64_t read;
   int64_t written;
+
+  int64_t programs() const { return grid[0] * grid[1] * grid[2]; }
+  int64_t threads() const { return block[0] * block[1] * block[2]; }  // of a program
 };
 
 class Memory {
@@ -39,8 +42,8 @@ class Memory {
     ranges_.assign(launch.ranges, launch.ranges + launch.range_count);
     std::sort(ranges_.begin(), ranges_.end(),
               [](const Range& a, const Range& b) { return a.address < b.address; });
-    if (launch.watches_races != 0) {
-      races_.emplace(launch.programs, launch.threads);
+    if (launch.checks_races != 0) {
+      races_.emplace(launch.programs(), launch.threads());
     }
   }
 
@@ -49,7 +52,7 @@ class Memory {
   char* access(Space space, uint64_t address, int64_t bytes, Access access, int64_t thread,
                std::vector<char>& shared, const char* stored) {
     if (address % static_cast<uint64_t>(bytes) != 0) {
-      throw Error{"accesses an address that is not aligned"};
+      throw Error{"accesses a misaligned address"};
     }
     if (space == Space::kParameters) {
       require_within(address, bytes, launch_.parameter_bytes);
@@ -65,7 +68,7 @@ class Memory {
     char* place = is_shared ? shared.data() + address : reinterpret_cast<char*>(address);
     if (races_) {
       const bool changes = stored == nullptr || std::memcmp(place, stored, bytes) != 0;
-      races_->note(thread, is_shared ? thread / launch_.threads : -1, address, bytes, access,
+      races_->note(thread, is_shared ? thread / launch_.threads() : -1, address, bytes, access,
                    changes);
     }
     return place;
@@ -78,7 +81,7 @@ class Memory {
   static void require_within(uint64_t address, int64_t bytes, int64_t size) {
     const auto end = static_cast<uint64_t>(size);
     if (address > end || static_cast<uint64_t>(bytes) > end - address) {
-      throw Error{"accesses what is beyond its memory"};
+      throw Error{"accesses memory beyond the end of its state space"};
     }
   }
 
@@ -89,7 +92,8 @@ class Memory {
       return address + bytes <= r.address + r.bytes && (!writes || r.may_write != 0);
     };
     if (range == ranges_.begin() || !is_inside(*--range)) {
-      throw Error{std::string(writes ? "writes" : "reads") + " memory that is not its own"};
+      throw Error{std::string(writes ? "writes" : "reads") +
+                  " memory that the launch was not given"};
     }
   }
 
