@@ -44,6 +44,12 @@ def test_a_program_without_compilers_of_kernels() -> None:
     exec(compile(program("launch(kernels"), "README.md", "exec"), {})
 
 
+def test_the_core_imports_nothing_but_python(tmp_path: Path) -> None:
+    foreign = {"ampfast", "numpy", "torch", "triton"}
+    text = f"import sys, ptx_emulator.cuda; print(*{foreign} & {{*sys.modules}})"
+    assert run(text, tmp_path) == "\n"
+
+
 TRITON_ERRORS = """
 for given, options in ((x[:-1], {"enable_fp_fusion": False}), (x, {"enable_fp_fusion": True})):
     try:
