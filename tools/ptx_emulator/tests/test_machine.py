@@ -113,7 +113,7 @@ def test_impossible_sizes(grid: int, block: int, shared: int, why: str) -> None:
 
 
 TYPED = """
-.entry typed(.param .u32 a, .param .f32 b, .param .f64 c, .param .align 8 .b8 d[16], .param .u8 e)
+.entry typed(.param .u32 a, .param .f32 b, .param .u8 c, .param .align 8 .b8 d[16], .param .f64 e)
 { ret; }
 """
 
@@ -121,9 +121,9 @@ TYPED = """
 def test_arguments_are_packed_by_type() -> None:
     typed = load(TYPED)["typed"]
     structure = bytes(range(16))
-    packed = typed.pack([-2, 0.5, 0.25, structure, True])
-    assert packed == struct.pack("<ifd16sB", -2, 0.5, 0.25, structure, 1)
-    launch(typed, 1, 1, 2**32 - 1, 1, 1, structure, False)
+    packed = typed.pack([-2, 0.5, True, structure, 0.25])
+    assert packed == struct.pack("<ifB7x16sd", -2, 0.5, 1, structure, 0.25)
+    launch(typed, 1, 1, 2**32 - 1, 1, False, structure, 1)
 
 
 @pytest.mark.parametrize(
@@ -133,11 +133,11 @@ def test_arguments_are_packed_by_type() -> None:
         (0, 2**32, r"argument 0 of typed \(.u32\): int too big"),
         (1, 1e39, r"argument 1 of typed \(.f32\): float too large"),
         (3, b"short", r"argument 3 of typed \(.b8\): takes 16 bytes, got 5"),
-        (4, None, r"argument 4 of typed \(.u8\): no memory"),
+        (4, None, r"argument 4 of typed \(.f64\): no memory"),
     ],
 )
 def test_an_argument_that_does_not_fit(place: int, argument: object, why: str) -> None:
-    arguments = [1, 1.0, 1.0, bytes(16), 1]
+    arguments = [1, 1.0, 1, bytes(16), 1.0]
     arguments[place] = argument
     with emulation() as record, pytest.raises(TypeError, match=why):
         launch(load(TYPED)["typed"], 1, 1, *arguments)

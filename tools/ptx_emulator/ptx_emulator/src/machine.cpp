@@ -4,6 +4,7 @@
 // Stricter than a GPU: stops at accesses outside of the launch's memory, misaligned accesses,
 // shuffles or barriers that some threads do not reach and, on request, data races.
 #include <algorithm>
+#include <exception>
 #include <memory>
 #include <numeric>
 #include <random>
@@ -374,6 +375,9 @@ int guarded(const Call& call) {
   } catch (const Error& error) {
     last_error = error.text;
     return error.is_unsupported ? 2 : 1;
+  } catch (const std::exception& error) {  // memory runs out, for instance
+    last_error = error.what();
+    return 1;
   }
 }
 
