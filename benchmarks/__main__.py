@@ -133,9 +133,8 @@ def _bench(arguments: Sequence[str]) -> int:
     ):
         told = f"{told}, comma-separated: {','.join(known)}"
         parser.add_argument(f"--{flag}", type=_names_among(known), metavar="NAMES", help=told)
-    parser.add_argument(
-        "--device", type=_device, help="cpu or cuda (default: the GPU of a machine that has one)"
-    )
+    told = "default: the GPU of a machine that has one"
+    parser.add_argument("--device", choices=("cpu", "cuda"), help=told)
     parser.add_argument("--threads", type=_positive, metavar="N", help="threads of torch and ours")
     parser.add_argument(
         "--limit", type=_positive, metavar="SECONDS", help="start no further part after this time"
@@ -147,7 +146,9 @@ def _bench(arguments: Sequence[str]) -> int:
         f"folder {EARLIER}",
     )
     options = parser.parse_args(arguments)
-    device = options.device or default_device()
+    if options.device == "cuda" and not torch.cuda.is_available():
+        parser.error("torch sees no GPU")
+    device = torch.device("cpu") if options.device == "cpu" else default_device()
     try:
         backends.default_for(device)
         if options.folder is not None:
@@ -321,14 +322,6 @@ def _names_among(known: tuple[str, ...]) -> Callable[[str], tuple[str, ...]]:
         return tuple(name for name in known if name in given)
 
     return names
-
-
-def _device(text: str) -> torch.device:
-    if text not in ("cpu", "cuda"):
-        raise argparse.ArgumentTypeError(f"must be cpu or cuda, got {text!r}")
-    if text == "cuda" and not torch.cuda.is_available():
-        raise argparse.ArgumentTypeError("torch sees no GPU")
-    return torch.device("cpu") if text == "cpu" else default_device()
 
 
 def _positive(text: str) -> int:

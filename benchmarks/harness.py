@@ -22,7 +22,6 @@ Key = tuple[str, str]
 MIN_ROUNDS = 6
 MAX_ROUNDS = 400
 COMPARED_AT_ONCE = 1 << 22
-SMALL = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -170,37 +169,16 @@ def interleave(
 
 def assert_same(ours: Sequence[Tensor], theirs: Sequence[Tensor], what: str) -> None:
     """Raises AssertionError unless both lists hold equal values; all NaNs are equal."""
-    small: dict[torch.dtype, list[tuple[int, Tensor, Tensor]]] = {}
     for index, (our, their) in enumerate(zip(ours, theirs, strict=True)):
-        # Thousands of small tensors are compared jointly: on a GPU each comparison is a wait.
-        if our.numel() == their.numel() <= SMALL and our.dtype == their.dtype:
-            small.setdefault(our.dtype, []).append((index, our, their))
-        else:
-            _assert_equal(our, their, f"{what}, tensor {index}")
-    for together in small.values():
-        flat = [torch.cat([pair[side].reshape(-1) for pair in together]) for side in (1, 2)]
-        try:
-            _assert_equal(*flat, what)
-        except AssertionError:
-            for index, our, their in together:
-                _assert_equal(our, their, f"{what}, tensor {index}")
-            raise
-
-
-def _assert_equal(our: Tensor, their: Tensor, what: str) -> None:
-    # Piecewise, since comparing NaNs needs several times the memory of the values.
-    pieces = zip(
-        our.reshape(-1).split(COMPARED_AT_ONCE),
-        their.reshape(-1).split(COMPARED_AT_ONCE),
-        strict=True,
-    )
-    for our_piece, their_piece in pieces:
-        if not torch.equal(our_piece, their_piece):
+        if torch.equal(our, their):
+            continue
+        # Piecewise, since comparing NaNs needs several times the memory of the values.
+        pieces = [tensor.reshape(-1).split(COMPARED_AT_ONCE) for tensor in (our, their)]
+        for pair in zip(*pieces, strict=True):
             torch.testing.assert_close(
-                our_piece,
-                their_piece,
+                *pair,
                 rtol=0,
                 atol=0,
                 equal_nan=True,
-                msg=lambda text: f"{what}: {text}",
+                msg=lambda text, index=index: f"{what}, tensor {index}: {text}",
             )

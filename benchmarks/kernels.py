@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -16,9 +15,8 @@ from . import counts, goals, providers
 from .cases import CASES, GradCase, make_gradients
 from .device_time import GRAPH_BELOW_BYTES, EventTimer, GraphTimer, Queue, host_timer
 from .harness import Contender, Key, Measured, Setting, interleave
-from .kernel_parity import assert_parity
 from .machine import cache_bytes, require_memory, tensors_per_launch
-from .providers import COPY, HALF_COPY, NORM, Calls, Scalars, moved_bytes
+from .providers import COPY, HALF_COPY, Calls, Scalars, moved_bytes
 from .timing import Timed, dtype_name
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -34,10 +32,8 @@ GPU_CASES = (
 GPU_QUICK_CASES = ("1000x1k", "10000x256", "bert_large", "gpt2_124m")
 
 MAX_LISTS = 64
-# Gradients, and both ends of a copy; or three lists to compare.
-MEMORY_OF_LISTS = 3.5
-# Tensors up to this size are compared jointly.
-SMALL = 1 << 16
+# Gradients, both ends of a copy, and a copy to look for drift; or three lists to compare.
+MEMORY_OF_LISTS = 4
 
 
 def chosen(
@@ -72,15 +68,11 @@ def measure(case: GradCase, dtype: torch.dtype, on: Setting) -> Measured:
             f"{device.type} device; results were compared with those of its op on the CPU"
         )
     for name in names:
-        assert_parity(case, dtype, device, name)
-        if providers.device_kernels(name, device) is None:
-            measured.notes.append(f"{NORM}: not measured, backend {name!r} has no such call")
+        providers.assert_parity(case, dtype, device, name)
 
     scalars = Scalars.make(device)
     ours = [providers.public_calls(name, device, scalars) for name in names]
     torchs = [providers.torch_calls(scalars)] if takes else []
-    if takes and not any(NORM in calls.paths for calls in ours):
-        del torchs[0].paths[NORM]
     public = torchs + ours
     if queue is None:
         # One list alone, still cached after it was written; and enough lists in turn that even a
@@ -150,7 +142,6 @@ class Lists:
             )
             for path in providers.PATHS
             for provider in calls
-            if path in provider.paths
         ]
 
     def copies(self) -> list[Contender]:
@@ -176,9 +167,12 @@ class Lists:
 
     def assert_steady(self, found_inf: Tensor | None = None) -> None:
         """Raises AssertionError if a value has left [0.5, 2] or a flag was set."""
-        tensors = list(itertools.chain.from_iterable(self.lists))
-        found = found_inf is not None and found_inf.item()
-        if found or not all(map(_is_steady, _pieces(tensors))):
+        found = found_inf is not None and bool(found_inf.item())
+        for tensors in self.lists:
+            # Jointly, as checking each tensor alone would take seconds.
+            low, high = torch.aminmax(torch.cat([tensor.reshape(-1) for tensor in tensors]))
+            found |= not (low >= 0.5 and high <= 2.0)
+        if found:
             raise AssertionError(f"{self._what}: the gradients drifted while timed")
 
     def _in_turn(
@@ -190,18 +184,6 @@ class Lists:
 
 def _backend_of(provider: str) -> AbstractContextManager[object]:
     return nullcontext() if provider == "torch" else providers.default_backend(provider)
-
-
-def _is_steady(piece: Tensor) -> bool:
-    low, high = torch.aminmax(piece)
-    return bool(low >= 0.5) and bool(high <= 2.0)
-
-
-def _pieces(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """The same values in fewer tensors, as checking each alone would take seconds."""
-    small = [tensor.reshape(-1) for tensor in tensors if tensor.numel() < SMALL]
-    large = [tensor for tensor in tensors if tensor.numel() >= SMALL]
-    return large + ([torch.cat(small)] if any(tensor.numel() for tensor in small) else [])
 
 
 def _device_timer(

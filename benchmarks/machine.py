@@ -80,19 +80,13 @@ def left_to_group(folder: Path = CONTROL_GROUP) -> int | None:
 
     Cached files count as free.
     """
-    for limit, used, cached in (
-        ("memory.max", "memory.current", "inactive_file"),
-        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "total_inactive_file"),
-    ):
-        try:
-            most = int((folder / limit).read_text())
-            statistics = (folder / limit).with_name("memory.stat").read_text().splitlines()
-            free = most - int((folder / used).read_text())
-        except (OSError, ValueError):
-            continue  # no such cgroup, or "max"
-        given_back = [int(line.split()[1]) for line in statistics if line.split()[0] == cached]
-        return free + sum(given_back)
-    return None
+    try:
+        most = int((folder / "memory.max").read_text())
+        used = int((folder / "memory.current").read_text())
+        lines = (folder / "memory.stat").read_text().splitlines()
+    except (OSError, ValueError):
+        return None  # no such cgroup, or "max"
+    return most - used + sum(int(n) for key, n in map(str.split, lines) if key == "inactive_file")
 
 
 def require_memory(needed: int, device: torch.device) -> None:

@@ -127,28 +127,6 @@ class Perceptron(nn.Module):
         return functional.mse_loss(inputs, targets)
 
 
-class _Layer(nn.Module):
-    """Causal attention, then two linear layers, each after a norm."""
-
-    def __init__(self, width: int, heads: int) -> None:
-        super().__init__()
-        self.heads = heads
-        self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(2))
-        self.look = nn.Linear(width, 3 * width)
-        self.seen = nn.Linear(width, width)
-        self.wide = nn.Linear(width, 4 * width)
-        self.back = nn.Linear(4 * width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        parts = self.look(self.norms[0](x)).unflatten(2, (3, self.heads, -1))
-        query, key, value = parts.permute(2, 0, 3, 1, 4)
-        seen = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
-        x = x + self.seen(seen.transpose(1, 2).flatten(2))
-        wide = functional.gelu(self.wide(self.norms[1](x)), approximate="tanh")
-        beside: Tensor = self.back(wide)
-        return x + beside
-
-
 class _Transformer(nn.Module):
     """Radford et al. 2019: the output shares the embedding's weight."""
 
@@ -158,12 +136,18 @@ class _Transformer(nn.Module):
         self.places = nn.Embedding(length, width)
         for table in (self.tokens, self.places):
             nn.init.normal_(table.weight, std=0.02)
-        self.layers = nn.Sequential(*(_Layer(width, heads) for _ in range(12)))
+        layer = functools.partial(
+            nn.TransformerEncoderLayer, width, heads, 4 * width, dropout=0.0, activation="gelu"
+        )
+        self.layers = nn.ModuleList(layer(norm_first=True, batch_first=True) for _ in range(12))
         self.norm = nn.LayerNorm(width)
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.tokens(tokens) + self.places.weight
-        scores = functional.linear(self.norm(self.layers(x)), self.tokens.weight)
+        mask = nn.Transformer.generate_square_subsequent_mask(tokens.shape[1], device=x.device)
+        for layer in self.layers:
+            x = layer(x, mask, is_causal=True)
+        scores = functional.linear(self.norm(x), self.tokens.weight)
         return functional.cross_entropy(scores[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
 
 

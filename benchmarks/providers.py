@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -15,14 +17,17 @@ from ampfast import backends, functional
 from ampfast.backends import cpu
 from ampfast.backends.gpu import DeviceKernels, Epilogue, Pass, Use
 
+from .cases import GradCase, make_gradients
+from .harness import assert_same
+from .timing import dtype_name
+
 CHECK = "check"
 UNSCALE = "unscale"
-NORM = "unscale+norm"
 UPDATE = "unscale+update"
 COPY = "copy"
 # A copy whose reads and writes together are as many bytes as a check reads.
 HALF_COPY = "copy of half"
-PATHS = (CHECK, UNSCALE, NORM, UPDATE)
+PATHS = (CHECK, UNSCALE, UPDATE)
 
 # Never grows: the scale is constant while a path is timed.
 FACTORS = cpu.UpdateFactors(2.0, 0.5, 2**31 - 1)
@@ -33,8 +38,8 @@ Gradients = list[Tensor]
 def moved_bytes(path: str, list_bytes: int) -> int:
     """Bytes that a path must move for N elements of b bytes.
 
-    A check reads the list, b*N. Unscaling also writes as much, 2*b*N, and can take the norm and
-    update the scale on the way; so can a copy. That is the least: a provider that takes several
+    A check reads the list, b*N. Unscaling also writes as much, 2*b*N, and can update the scale on
+    the way; so does a copy. That is the least: a provider that takes several
     passes moves more, and its bytes per second are what it achieves of the work.
     """
     return list_bytes if path in (CHECK, HALF_COPY) else 2 * list_bytes
@@ -53,7 +58,6 @@ class Scalars:
     inverses: tuple[Tensor, Tensor]
     scales: tuple[Tensor, Tensor]
     trackers: tuple[Tensor, Tensor]
-    norms: Tensor
 
     @classmethod
     def make(cls, device: torch.device, inverse: float = 0.5) -> Scalars:
@@ -67,7 +71,6 @@ class Scalars:
             inverses=pair(inverse, 1 / inverse, torch.float32),
             scales=pair(1 / inverse, inverse, torch.float32),
             trackers=pair(0, 0, torch.int32),
-            norms=torch.zeros(2, dtype=torch.float64, device=device),
         )
 
 
@@ -94,18 +97,9 @@ def available(device: torch.device) -> tuple[list[str], list[str]]:
     return names, reasons
 
 
-@contextmanager
-def default_backend(name: str) -> Iterator[None]:
+def default_backend(name: str) -> AbstractContextManager[object]:
     """Makes a backend the default of the functional calls."""
-    before = os.environ.get("AMPFAST_BACKEND")
-    os.environ["AMPFAST_BACKEND"] = name
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ["AMPFAST_BACKEND"]
-        else:
-            os.environ["AMPFAST_BACKEND"] = before
+    return mock.patch.dict(os.environ, AMPFAST_BACKEND=name)
 
 
 def torch_takes(dtype: torch.dtype, device: torch.device) -> bool:
@@ -131,27 +125,17 @@ def torch_calls(scalars: Scalars) -> Calls:
     def check(gradients: Gradients, turn: int) -> None:
         _torch_unscale_(gradients, s.found_inf, s.one)
 
-    def unscale_and_norm(gradients: Gradients, turn: int) -> Tensor:
-        unscale(gradients, turn)
-        return torch.nn.utils.get_total_norm(gradients, foreach=True)
-
     def unscale_and_update(gradients: Gradients, turn: int) -> None:
         # The inverse is given; the scaler computes it with three kernels.
         unscale(gradients, turn)
         torch._amp_update_scale_(s.scales[turn], s.trackers[turn], s.found_inf, *FACTORS)
 
-    return Calls(
-        "torch",
-        lambda gradients: gradients,
-        {CHECK: check, UNSCALE: unscale, NORM: unscale_and_norm, UPDATE: unscale_and_update},
-    )
+    paths = {CHECK: check, UNSCALE: unscale, UPDATE: unscale_and_update}
+    return Calls("torch", lambda gradients: gradients, paths)
 
 
 def public_calls(name: str, device: torch.device, scalars: Scalars) -> Calls:
-    """ampfast's functional calls, for use within `default_backend(name)`.
-
-    The norm is the backend's own call, if it has one.
-    """
+    """ampfast's functional calls, for use within `default_backend(name)`."""
     s = scalars
 
     def check(gradients: Gradients, turn: int) -> None:
@@ -166,17 +150,7 @@ def public_calls(name: str, device: torch.device, scalars: Scalars) -> Calls:
         )
 
     paths = {CHECK: check, UNSCALE: unscale, UPDATE: unscale_and_update}
-    kernels = device_kernels(name, device)
-    if kernels is not None:
-
-        def unscale_and_norm(gradients: Gradients, turn: int) -> None:
-            listed = _listed(gradients, device)
-            kernels.unscale_(
-                listed, s.inverses[turn], is_scale=False, found_inf=s.found_inf, norms=s.norms
-            )
-
-        paths[NORM] = unscale_and_norm
-    return Calls(name, lambda gradients: gradients, _in_order(paths))
+    return Calls(name, lambda gradients: gradients, paths)
 
 
 def launches(name: str, device: torch.device, scalars: Scalars) -> Calls:
@@ -203,43 +177,29 @@ def launches(name: str, device: torch.device, scalars: Scalars) -> Calls:
         return cpu.DeviceTable.of(listed, launcher.max_programs(device), False)
 
     def launch(
-        table: cpu.DeviceTable,
-        write: bool,
-        use: Use,
-        factor: Tensor | None,
-        norms: Tensor | None = None,
-        update: Any = None,
+        table: cpu.DeviceTable, write: bool, use: Use, factor: Tensor | None, update: Any = None
     ) -> None:
         # As `DeviceKernels` does it; a list of one dtype is one segment.
         (segment,) = table.segments
-        work = Pass(table, write, use, factor, s.found_inf, True, None, norms, None, update)
+        work = Pass(table, write, use, factor, s.found_inf, True, None, None, None, update)
         with launcher.on(device):
             launcher.multi_tensor(work, segment, Epilogue.UPDATE if update else Epilogue.FINISH)
 
-    return Calls(
-        name,
-        table,
-        {
-            CHECK: lambda table, turn: launch(table, False, Use.RAW, None),
-            UNSCALE: lambda table, turn: launch(table, True, Use.INVERSE, s.inverses[turn]),
-            NORM: lambda table, turn: launch(
-                table, True, Use.INVERSE, s.inverses[turn], norms=s.norms
-            ),
-            UPDATE: lambda table, turn: launch(
-                table, True, Use.SCALE, s.scales[turn], update=updates[turn]
-            ),
-        },
-    )
+    def update(table: cpu.DeviceTable, turn: int) -> None:
+        launch(table, True, Use.SCALE, s.scales[turn], updates[turn])
+
+    paths = {
+        CHECK: lambda table, turn: launch(table, False, Use.RAW, None),
+        UNSCALE: lambda table, turn: launch(table, True, Use.INVERSE, s.inverses[turn]),
+        UPDATE: update,
+    }
+    return Calls(name, table, paths)
 
 
 def device_kernels(name: str, device: torch.device) -> DeviceKernels | None:
     """Kernels of a backend over tables on a device, or None if it has none."""
     kernels = backends.choose(name).kernels_for(device)
     return kernels if isinstance(kernels, DeviceKernels) else None
-
-
-def _in_order(paths: dict[str, Any]) -> dict[str, Any]:
-    return {path: paths[path] for path in PATHS if path in paths}
 
 
 def _listed(gradients: Gradients, device: torch.device) -> cpu.GradList:
@@ -251,3 +211,45 @@ def _listed(gradients: Gradients, device: torch.device) -> cpu.GradList:
 
 def _torch_unscale_(gradients: Gradients, found_inf: Tensor, inverse: Tensor) -> None:
     torch._amp_foreach_non_finite_check_and_unscale_(gradients, found_inf, inverse)
+
+
+def assert_parity(case: GradCase, dtype: torch.dtype, device: torch.device, name: str) -> None:
+    """Compares all calls of a backend with torch's, for finite and other gradients.
+
+    torch's op runs on the CPU where it lacks the dtype on that device.
+    """
+    oracle = device if torch_takes(dtype, device) else torch.device("cpu")
+    gradients = make_gradients(case, dtype, device)
+    for finite in (True, False):
+        if not finite:
+            for tensor in (gradients[len(gradients) // 2], gradients[-1]):
+                tensor.view(-1)[-1] = math.inf
+            gradients[-1].view(-1)[0] = math.nan
+        what = f"{case.name} {dtype_name(dtype)}, {'all' if finite else 'not all'} finite"
+        with default_backend(name):
+            _compare(gradients, name, oracle, what)
+
+
+def _compare(gradients: Gradients, name: str, oracle: torch.device, what: str) -> None:
+    """Compares each path, as calls and as launches alone, over fresh copies of `gradients`."""
+    device = gradients[0].device
+    expected = [gradient.to(oracle, copy=True) for gradient in gradients]
+    theirs = Scalars.make(oracle, inverse=1 / 3)
+    torch_calls(theirs).paths[UPDATE](expected, 0)
+    makers = [public_calls]
+    if device_kernels(name, device) is not None:
+        makers.append(launches)
+    for make in makers:
+        for path in PATHS:
+            ours = Scalars.make(device, inverse=1 / 3)
+            calls = make(name, device, ours)
+            copies = [gradient.clone() for gradient in gradients]
+            calls.paths[path](calls.prepare(copies), 0)
+            found, wanted = [ours.found_inf, *copies], [theirs.found_inf, *expected]
+            if path == CHECK:
+                wanted = [theirs.found_inf, *gradients]
+            elif path == UPDATE:
+                found += [ours.scales[0], ours.trackers[0]]
+                wanted += [theirs.scales[0], theirs.trackers[0]]
+            label = f"flag, gradients and scale of {path} by {make.__name__} of {name}, {what}"
+            assert_same(found, [tensor.to(device) for tensor in wanted], label)

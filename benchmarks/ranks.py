@@ -252,7 +252,7 @@ def iteration(
         return norm
 
     if path != CLIP:
-        return steps.iteration(path, scaler, None)
+        return steps.iteration(path, scaler, torch.ones_like(scaler_state(scaler)[0]))
     return clip_and_update if isinstance(scaler, ampfast.GradScaler) else clip_with_torch
 
 

@@ -156,17 +156,16 @@ def scaler_state(scaler: torch.amp.GradScaler) -> list[Tensor]:
 
 
 def iteration(
-    path: str, scaler: torch.amp.GradScaler, loss: Tensor | None
+    path: str, scaler: torch.amp.GradScaler, loss: Tensor
 ) -> Callable[[NoOptimizer], object]:
-    """Calls of a path, as in a training loop; with `scale(loss)` if there is a loss."""
+    """Calls of a path, as in a training loop."""
 
     def unscale_and_update(optimizer: NoOptimizer) -> None:
         scaler.unscale_(optimizer)
         scaler.update()
 
     def step(optimizer: NoOptimizer) -> None:
-        if loss is not None:
-            scaler.scale(loss)
+        scaler.scale(loss)
         scaler.step(optimizer)
         scaler.update()
 

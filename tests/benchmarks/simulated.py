@@ -76,10 +76,6 @@ class TableLauncher:
             inverse = work.factor
         targets = tensors if work.write else [tensor.clone() for tensor in tensors]
         torch._amp_foreach_non_finite_check_and_unscale_(targets, work.found_inf, inverse)
-        if work.norms is not None:
-            norms = [torch.linalg.vector_norm(t, dtype=torch.float64) for t in targets]
-            work.norms[0] = sum(norm.square() for norm in norms)
-            work.norms[1] = max(tensor.abs().max().double() for tensor in targets)
         if epilogue is Epilogue.UPDATE:
             update = work.update
             torch._amp_update_scale_(

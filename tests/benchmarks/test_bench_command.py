@@ -172,7 +172,7 @@ def test_a_terminated_run_writes_its_results(tmp_path):
         (["--cases", "1000x2k"], "'1000x2k' is not among"),
         (["--dtypes", "float8"], "'float8' is not among"),
         (["--threads", "0"], "must be at least 1"),
-        (["--device", "mps"], "must be cpu or cuda"),
+        (["--device", "mps"], "invalid choice: 'mps'"),
         (["--device", "cuda"], "torch sees no GPU"),
         (["--folder", __file__], "File exists"),
     ],
@@ -205,7 +205,7 @@ def test_loops_come_first_and_a_gpu_has_none():
     assert command.jobs_of(("loops", "memory"), Setting(torch.device("cuda"), BRIEF)) == []
 
 
-def test_one_list_is_measured_and_reported(tmp_path, capsys):
+def test_one_list_is_measured_and_reported(tmp_path):
     """Runs the whole command on the smallest list."""
     chosen = ("--only", "kernels,steps", "--cases", "1000x1k", "--dtypes", "float32")
     folder = ("--folder", str(tmp_path))
@@ -213,5 +213,4 @@ def test_one_list_is_measured_and_reported(tmp_path, capsys):
     results = _read(tmp_path)
     assert results.complete
     assert {row.call for row in results.rows} >= {"check", "unscale", "full step", "copy"}
-    assert "unscale+norm: not measured" in capsys.readouterr().out
     assert (tmp_path / report.PLOTS / "throughput.svg").exists()

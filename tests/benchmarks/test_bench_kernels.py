@@ -57,7 +57,7 @@ def test_kernels_yield_a_row_for_each_contender(dtype):
     assert measured.rows[1].copy_gb_s == measured.rows[7].gb_s
     assert measured.rows[3].copy_gb_s == measured.rows[6].gb_s
     assert [goal.case for goal in measured.goals] == ["small", "small, cold"]
-    assert measured.notes == ["unscale+norm: not measured, backend 'cpu' has no such call"]
+    assert measured.notes == []
 
 
 @pytest.mark.usefixtures("tables")
@@ -73,7 +73,7 @@ def test_a_gpu_has_host_times_and_counts_beside_its_device_times(monkeypatch, by
     measured = kernels.measure(SMALL, torch.float32, on(queue))
     paths = [path for path in providers.PATHS for _ in range(2)] + ["copy", "copy of half"]
     assert [row.call for row in measured.rows] == paths
-    assert [row.side for row in measured.rows] == 4 * ["torch", "ampfast"] + 2 * ["torch"]
+    assert [row.side for row in measured.rows] == 3 * ["torch", "ampfast"] + 2 * ["torch"]
     assert ("capture" in queue.asked) is by_graph
     for row in measured.rows:
         assert row.timer == ("graph" if by_graph else "events")
@@ -121,12 +121,6 @@ def _wrong_launches(wrong):
             if wrong == "writes nothing" and work.write:
                 return
             super().multi_tensor(work, segment, epilogue)
-            if wrong == "leaves norms" and work.norms is not None:
-                work.norms.fill_(math.nan)
-            if wrong == "largest off" and work.norms is not None:
-                work.norms[1] *= 1.01
-            if wrong == "sum off" and work.norms is not None:
-                work.norms[0] *= 1.0001
             if wrong == "finds" and not work.write:
                 work.found_inf.fill_(1)
             if wrong == "no update" and work.update is not None:
@@ -138,14 +132,14 @@ def _wrong_launches(wrong):
 @pytest.mark.usefixtures("small_cache")
 @pytest.mark.parametrize(
     "wrong",
-    ["writes nothing", "leaves norms", "largest off", "sum off", "finds", "no update"],
+    ["writes nothing", "finds", "no update"],
 )
 def test_wrong_launches_are_not_timed(monkeypatch, wrong):
     found = kernels_over_tables("cpu", CPU)
     monkeypatch.setattr(found, "_launcher", _wrong_launches(wrong))
     monkeypatch.setattr(providers, "device_kernels", lambda name, device: found)
     monkeypatch.setattr(kernels, "interleave", lambda *arguments: pytest.fail("was timed"))
-    with pytest.raises(AssertionError, match=r"small float32|norms of cpu"):
+    with pytest.raises(AssertionError, match="launches of cpu, small float32"):
         kernels.measure(SMALL, torch.float32, on(HostQueue()))
 
 
@@ -190,8 +184,7 @@ def test_gradients_that_drift_are_not_reported(monkeypatch):
 
 @pytest.mark.parametrize("dtype", kernels.DTYPES, ids=str)
 def test_a_value_that_drifted_is_seen_wherever_it_is(dtype):
-    case = CASES["one_16m"] if dtype is torch.float16 else SMALL
-    gradients = kernels.Lists(case, dtype, CPU, 2)
+    gradients = kernels.Lists(SMALL, dtype, CPU, 2)
     gradients.assert_steady(torch.zeros(()))
     with pytest.raises(AssertionError, match="drifted"):
         gradients.assert_steady(torch.ones(()))
