@@ -91,6 +91,7 @@ check: | $(READY)  ## lint, formatting and types; edits nothing
 	$(RUN) -m ruff check .
 	$(RUN) -m ruff format --check .
 	$(RUN) -m mypy
+	$(RUN) -c 'from importlinter.cli import lint_imports_command; lint_imports_command()' --no-cache
 	$(CLANG_FORMAT) --dry-run -Werror $(CSRC) $(PTX_EMULATOR)
 
 format: | $(READY)  ## format every file

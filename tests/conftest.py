@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from typing import TypeGuard
 
 import pytest
 import torch
-from beside import Queue
 from launchers import VARIABLE, compiled
 from reference_launcher import ReferenceLauncher
 
@@ -20,9 +18,6 @@ if os.environ.get("TRITON_INTERPRET") == "1":
     from quick_interpreter import patch_once_a_launch
 
     patch_once_a_launch()
-
-
-BESIDE = pytest.StashKey[Queue]()
 
 
 def pytest_report_header() -> str:
@@ -41,35 +36,8 @@ def pytest_configure() -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Sorts tests that wait for processes to the end."""
-
-    # A test that waits for a single process comes last: it would keep the queue from going on.
-    def place(item: pytest.Item) -> int:
-        return 2 if item.get_closest_marker("last") else _is_beside(item)
-
-    items.sort(key=place)
-
-
-def pytest_collection_finish(session: pytest.Session) -> None:
-    """Queues the processes that the collected tests wait for."""
-    waiting = [item for item in session.items if _is_beside(item)]
-    wanted = [item for item in waiting if item.get_closest_marker("skip") is None]
-    session.config.stash[BESIDE] = queue = Queue([item.callspec.params["run"] for item in wanted])
-    session.config.add_cleanup(queue.end)
-
-
-def pytest_runtest_setup(item: pytest.Item) -> None:
-    item.config.stash[BESIDE].go_on()
-
-
-def _is_beside(item: pytest.Item) -> TypeGuard[pytest.Function]:
-    return isinstance(item, pytest.Function) and "beside" in item.fixturenames
-
-
-@pytest.fixture
-def beside(pytestconfig: pytest.Config) -> Queue:
-    """Queue of processes that run beside the tests."""
-    return pytestconfig.stash[BESIDE]
+    """Begins with the slow tests, so that parallel workers end together."""
+    items.sort(key=lambda item: item.get_closest_marker("slow") is None)
 
 
 @pytest.fixture(autouse=True)

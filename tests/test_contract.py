@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import threading
 from collections import OrderedDict
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,7 +23,7 @@ from support import (
     started,
 )
 
-from ampfast import GradScaler
+from ampfast import GradScaler, errors
 
 OptState = torch.amp.grad_scaler.OptState
 
@@ -318,3 +319,16 @@ def test_two_scalers_in_two_threads() -> None:
         worker.join()
     for theirs, ours in zip(serial, parallel, strict=True):
         assert_same(ours.observe(), theirs.observe())
+
+
+def test_warnings_pass_by_every_module_that_gives_one() -> None:
+    """Warnings point at the caller's line, so `errors` lists the scaler's modules."""
+    package = Path(errors.__file__).parent
+    files = {
+        ".".join(path.relative_to(package.parent).with_suffix("").parts): path
+        for path in package.rglob("*.py")
+    }
+    listed = {name for name in errors._SCALER_MODULES if name.startswith("ampfast")}
+    assert listed <= files.keys()
+    giving = {name for name, path in files.items() if "warn_caller(" in path.read_text("utf-8")}
+    assert giving - {"ampfast.errors"} <= listed

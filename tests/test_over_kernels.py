@@ -6,12 +6,19 @@ Triton's kernels run in its interpreter and, compiled like CUDA's, in tools/ptx_
 from __future__ import annotations
 
 import importlib.util
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pytest
-from beside import Queue, Run
 from launchers import VARIABLE
 from nvcc import NVCC
+
+TESTS = Path(__file__).parent
 
 # Tests that depend on the scaler's kernels.
 OVER_THEM = ("contract", "differences", "differences_fused", "differences_sgd", "state")
@@ -20,6 +27,21 @@ OVER_COMPILED = (*OVER_THEM, "step_and_update", "scale_state", "overflow_report"
 # pairs: all values run there, too.
 ALL = "device_kernels"
 VALUES = "device_kernels/test_device_lists.py"
+
+
+@dataclass(frozen=True)
+class Run:
+    """Tests for one process, with interpreted kernels by default.
+
+    Attributes:
+        name: Name of the test that runs them.
+        paths: Files and folders of tests/.
+        environment: Variables of the process.
+    """
+
+    name: str
+    paths: tuple[str, ...]
+    environment: Mapping[str, str] = field(default_factory=dict)
 
 
 def scaler(*subjects: str) -> tuple[str, ...]:
@@ -53,6 +75,16 @@ NO_TRITON = None if importlib.util.find_spec("triton") else "triton is not insta
 NO_NVCC = None if NVCC else "nvcc is not on the PATH"
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("run", [*cases(OF_TRITON, NO_TRITON), *cases(OF_CUDA, NO_NVCC)])
-def test_in_a_process(beside: Queue, run: Run) -> None:
-    beside.check(run)
+def test_in_a_process(run: Run) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *run.paths],
+        cwd=TESTS,
+        env={**os.environ, "TRITON_INTERPRET": "1", VARIABLE: "", **run.environment},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout
