@@ -37,6 +37,9 @@ endif
 
 CSRC := $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
 PTX_EMULATOR := $(wildcard tools/ptx_emulator/ptx_emulator/src/* tests/*.cpp tests/include/c10/cuda/*)
+# In parallel, where pytest-xdist is installed.
+PYTEST = $(RUN) -m pytest --durations=15 $(shell $(RUN) -c 'import xdist' 2>/dev/null && \
+	echo -n auto --dist loadgroup --no-loadscope-reorder)
 CLANG_FORMAT := $(RUN) -c 'from clang_format import clang_format; clang_format()'
 
 # Says in one line what is missing, before anything is downloaded or compiled.
@@ -50,8 +53,8 @@ endef
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .PHONY: FORCE bench bench-compare build build-cuda check clean coverage demo dist distclean docs \
-	format gpu help hostile mutants notebook python smoke test test-trainers test-triton36 \
-	triton36-compiled triton36-interpreted triton36-run
+	format gpu help hostile mutants notebook python quick smoke test test-all test-sweeps \
+	test-trainers test-triton36 triton36-compiled triton36-interpreted triton36-run
 
 help:  ## show this list
 	@sed -n 's/^\([a-z0-9-]*\):.*## /  make \1: /p' $(MAKEFILE_LIST)
@@ -60,8 +63,16 @@ help:  ## show this list
 demo: build/built  ## train a small net with torch's scaler and with ours, and compare them
 	$(RUN) -m ampfast demo $(ARGS)
 
-test: build/built  ## run the tests
-	$(RUN) -m pytest $(ARGS)
+quick: build/built  ## run the product's own tests, in a minute
+	AMPFAST_FUZZ=60 $(PYTEST) -m "not slow and not sweep" tests/test_*.py $(ARGS)
+
+test: build/built  ## run the tests that a change can break, in five minutes
+	$(PYTEST) -m "not sweep" $(ARGS)
+
+test-all: test test-sweeps  ## run all tests, in fifteen minutes
+
+test-sweeps: build/built test-triton36  ## run the exhaustive tests that `make test` leaves out
+	$(PYTEST) -m sweep $(ARGS)
 
 bench: build/built  ## measure against torch in under ten minutes; build/bench/report.html
 	$(RUN) -m benchmarks --folder build/bench --limit 530 $(ARGS)

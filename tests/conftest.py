@@ -36,8 +36,11 @@ def pytest_configure() -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Begins with the slow tests, so that parallel workers end together."""
+    """Groups tests for parallel workers: a slow one alone and first, others by file."""
     items.sort(key=lambda item: item.get_closest_marker("slow") is None)
+    for item in items:
+        alone = item.get_closest_marker("slow") is not None
+        item.add_marker(pytest.mark.xdist_group(item.nodeid if alone else str(item.path)))
 
 
 @pytest.fixture(autouse=True)

@@ -22,7 +22,10 @@ REGISTERS = 64
 READ_AHEAD = 4
 SM = "90"
 
-pytestmark = pytest.mark.skipif(NVCC is None, reason="nvcc is not on the PATH")
+pytestmark = [
+    pytest.mark.sweep,
+    pytest.mark.skipif(NVCC is None, reason="nvcc is not on the PATH"),
+]
 
 
 class Variant(NamedTuple):

@@ -235,7 +235,9 @@ def whole_step(
     return result, scaled, updated * 3
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
+@pytest.mark.parametrize(
+    "backend", ["eager", "aot_eager", pytest.param("inductor", marks=pytest.mark.sweep)]
+)
 def test_compiled_whole(backend: str) -> None:
     torch._dynamo.reset()
     compiled = torch.compile(whole_step, fullgraph=True, backend=backend)

@@ -332,6 +332,7 @@ def test_norms_keep_a_nan_of_another_dtype(capability: str, order: int) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.sweep
 def test_more_elements_than_int32_counts() -> None:
     try:
         free = available_gibibytes()

@@ -37,11 +37,13 @@ class Run:
         name: Name of the test that runs them.
         paths: Files and folders of tests/.
         environment: Variables of the process.
+        in_every_test: Whether `make test` runs it, too.
     """
 
     name: str
     paths: tuple[str, ...]
     environment: Mapping[str, str] = field(default_factory=dict)
+    in_every_test: bool = False
 
 
 def scaler(*subjects: str) -> tuple[str, ...]:
@@ -53,7 +55,7 @@ def compiled(name: str) -> dict[str, str]:
 
 
 OF_TRITON = (
-    Run("interpreted", (ALL,)),
+    Run("interpreted", (ALL,), in_every_test=True),
     Run("triton-sm_90-races", (ALL,), compiled("triton-sm_90-races")),
     Run("triton-sm_75", (VALUES,), compiled("triton-sm_75")),
     Run("triton-sm_120", (VALUES,), compiled("triton-sm_120")),
@@ -61,14 +63,18 @@ OF_TRITON = (
 )
 OF_CUDA = (
     Run("cuda-sm_90-races", (ALL,), compiled("cuda-sm_90-races")),
-    Run("cuda-sm_75", (VALUES,), compiled("cuda-sm_75")),
+    Run("cuda-sm_75", (VALUES,), compiled("cuda-sm_75"), in_every_test=True),
     Run("scaler-cuda-sm_90", scaler(*OVER_COMPILED), compiled("cuda-sm_90")),
 )
 
 
 def cases(runs: tuple[Run, ...], missing: str | None) -> list[Any]:
-    marks = [pytest.mark.skip(reason=missing)] if missing else []
-    return [pytest.param(run, marks=marks, id=run.name) for run in runs]
+    skip = [pytest.mark.skip(reason=missing)] if missing else []
+    sweep = [pytest.mark.sweep]
+    return [
+        pytest.param(run, marks=skip + (sweep if not run.in_every_test else []), id=run.name)
+        for run in runs
+    ]
 
 
 NO_TRITON = None if importlib.util.find_spec("triton") else "triton is not installed"
@@ -79,9 +85,10 @@ NO_NVCC = None if NVCC else "nvcc is not on the PATH"
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("run", [*cases(OF_TRITON, NO_TRITON), *cases(OF_CUDA, NO_NVCC)])
 def test_in_a_process(run: Run) -> None:
+    paths = [str(TESTS / path) for path in run.paths]
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *run.paths],
-        cwd=TESTS,
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *paths],
+        cwd=TESTS.parent,
         env={**os.environ, "TRITON_INTERPRET": "1", VARIABLE: "", **run.environment},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

@@ -188,6 +188,7 @@ if found is not None:
 """
 
 
+@pytest.mark.sweep
 def test_without_assertions() -> None:
     """`python -O` removes `assert`, but no error."""
     program = OPTIMIZED.format(path=[str(Path(__file__).parent), *filter(None, sys.path)])

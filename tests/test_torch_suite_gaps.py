@@ -234,6 +234,7 @@ def test_the_gap_is_closed(
             asks(mutant(base))
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("mutant", [mutant for _, mutant in GAPS], ids=IDS)
 def test_random_programs_notice_the_fault(mutant: Callable[[Scaler], Scaler]) -> None:
     machine = lockstep((mutant(GradScaler), TorchScaler, {}))

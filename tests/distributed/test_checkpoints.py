@@ -197,6 +197,7 @@ def test_on_fewer_ranks(kind: str, store: str, tmp_path: Path) -> None:
     go_on(Form(kind, store), tmp_path, ours(4, 2, 1))
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(("kind", "store"), [("fused_adamw", "stateful"), ("momentum", "file")])
 def test_on_more_ranks(kind: str, store: str, tmp_path: Path) -> None:
     go_on(Form(kind, store), tmp_path, ours(2, 4), CUTS[:1])
@@ -240,6 +241,7 @@ def test_torchs_checkpoints_into_ours_and_back(
     go_on(Form("momentum", store), tmp_path, list(zip((2, 4, 1), scalers, strict=True)))
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("store", ["stateful", "file"])
 def test_saved_before_the_start(store: str, tmp_path: Path) -> None:
     # Not with Adam: to save its state, torch takes a step without gradients and counts it.

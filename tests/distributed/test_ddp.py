@@ -61,7 +61,7 @@ def test_as_one_process(kind: str, way: str) -> None:
         assert_same_traces(trace, expected(kind, way, 2, STEPS))
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.sweep)])
 @pytest.mark.parametrize(("kind", "way"), [("adamw", "accumulate"), ("fused_adam", "defer")])
 def test_two_hundred_steps(kind: str, way: str, world: int) -> None:
     for trace in ranks.run(under_ddp, kind, way, 200, {}, ranks=world):

@@ -82,6 +82,7 @@ def test_as_one_process(kind: str, way: str, orig: bool) -> None:
         assert_same_traces(trace, expected(kind, way, 2, STEPS))
 
 
+@pytest.mark.sweep
 def test_four_ranks() -> None:
     # With original parameters some ranks hold no element of most.
     for trace in ranks.run(sharded, "adamw", "clip", 40, {"use_orig_params": True}, ranks=4):

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import ranks
 
 ROOT = Path(__file__).parents[2]
@@ -22,6 +23,7 @@ def trained(scaler: str) -> str:
     return train(argparse.Namespace(scaler=scaler, steps=STEPS, device="cpu"))
 
 
+@pytest.mark.sweep
 def test_it_starts_its_ranks_and_both_scalers_give_the_same() -> None:
     done = subprocess.run(
         [sys.executable, EXAMPLE, "--steps", str(STEPS), "--device", "cpu"],

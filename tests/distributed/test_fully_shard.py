@@ -138,6 +138,7 @@ def test_two_ranks_as_one_process(index: int) -> None:
         assert_same_traces(traces[index], expected(kind, way, 2, STEPS, rows))
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("index", range(len(FOUR_RANKS)), ids=lambda i: str(FOUR_RANKS[i]))
 def test_four_ranks_as_one_process(index: int) -> None:
     kind, way, _, rows, *_ = FOUR_RANKS[index]
@@ -145,6 +146,7 @@ def test_four_ranks_as_one_process(index: int) -> None:
         assert_same_traces(traces[index], expected(kind, way, 4, STEPS, rows))
 
 
+@pytest.mark.sweep
 def test_two_hundred_steps() -> None:
     for trace in ranks.run(sharded, 200, *case("fused_adamw", "step")):
         assert_same_traces(trace, expected("fused_adamw", "step", 2, 200))

@@ -139,7 +139,11 @@ def test_stages_as_one_process(kind: str, way: str) -> None:
 
 @pytest.mark.parametrize(
     ("kind", "way", "world"),
-    [("fused_adamw", "step", 2), ("momentum", "clip", 4), ("fused_adam", "defer", 4)],
+    [
+        ("fused_adamw", "step", 2),
+        pytest.param("momentum", "clip", 4, marks=pytest.mark.sweep),
+        pytest.param("fused_adam", "defer", 4, marks=pytest.mark.sweep),
+    ],
 )
 def test_two_hundred_steps(kind: str, way: str, world: int) -> None:
     check(kind, way, world, steps=200)
@@ -150,7 +154,7 @@ def test_a_mesh_of_one_dimension(way: str) -> None:
     check("fused_adamw", way, world=4, mesh=True)
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.sweep)])
 @pytest.mark.parametrize("way", ["clip", "defer"])
 def test_marked_parameters_count_once(way: str, world: int) -> None:
     check("fused_adamw", way, world, shared=True)

@@ -116,13 +116,14 @@ def all_traces(job: Callable[[], list[Trace]], world: int) -> list[list[Trace]]:
     return ranks.run(job, ranks=world)
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.sweep)])
 @pytest.mark.parametrize(("kind", "way"), LINES)
 def test_as_one_process(kind: str, way: str, world: int) -> None:
     for traces in all_traces(on_lines, world):
         assert_same_traces(traces[LINES.index((kind, way))], expected(kind, way, 2, STEPS))
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(("kind", "way", "leave_out"), SQUARES)
 def test_under_fully_shard(kind: str, way: str, leave_out: bool) -> None:
     # The parameter left out is a plain tensor.

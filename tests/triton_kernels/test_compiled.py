@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from variants import (
     compiled_update,
     everywhere,
     kernels,
+    modes,
     recorded,
     usage,
     variants,
@@ -34,14 +36,22 @@ VECTOR_LOAD = r"ld\.global(?:\.\w+)*\.(?:v4\.[bf]32|v2\.[bf]64)\b"
 VECTOR_STORE = r"st\.global(?:\.\w+)*\.(?:v4\.[bf]32|v2\.[bf]64)\b"
 FINISHED = r"\batom\.global\.gpu\.acq_rel\.add\.u64\b"
 
-CASES = [
-    *(("sm_90", v) for dtype in FLOATS for v in variants(dtype)),
+# `make test` compiles each mode once.
+ONCE = [pytest.param("sm_90", v) for dtype in FLOATS for v in modes(dtype)]
+MORE = [
+    *(("sm_90", v) for dtype in FLOATS for v in variants(dtype) if v not in modes(dtype)),
     *((t, v) for t in CUDA if t != "sm_90" for dtype in FLOATS for v in everywhere(dtype)),
 ]
+CASES = [*ONCE, *(pytest.param(*case, marks=pytest.mark.sweep) for case in MORE)]
 HIP_CASES = [(t, v) for t in HIP for dtype in FLOATS for v in everywhere(dtype)]
 
 cuda_cases = pytest.mark.parametrize(("target", "variant"), CASES, ids=str)
-hip_cases = pytest.mark.parametrize(("target", "variant"), HIP_CASES, ids=str)
+
+
+def hip_cases(test: Any) -> Any:
+    return pytest.mark.sweep(
+        pytest.mark.parametrize(("target", "variant"), HIP_CASES, ids=str)(test)
+    )
 
 
 def most_registers(target: str, variant: Variant) -> int:
