@@ -166,6 +166,7 @@ def test_environment_sets_the_default(
     assert capsys.readouterr().out.splitlines() == trained(name)
 
 
+@pytest.mark.slow
 def test_environment_at_the_start() -> None:
     environment = {**os.environ, "AMPFAST_BACKEND": "aten"}
     done = subprocess.run(

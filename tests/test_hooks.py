@@ -461,6 +461,7 @@ assert seen[:2] == seen[2:] and all(seen), seen
 """
 
 
+@pytest.mark.slow
 def test_hooks_on_torchs_class_from_before_the_import() -> None:
     subprocess.run([sys.executable, "-c", PATCHED_BEFORE], check=True, timeout=120)
 

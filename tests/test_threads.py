@@ -99,6 +99,7 @@ assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system cannot fork")
 def test_a_forked_child_does_not_wait_for_threads_that_it_lacks() -> None:
     subprocess.run([sys.executable, "-c", FORK], check=True, timeout=600)

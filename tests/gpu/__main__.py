@@ -55,7 +55,7 @@ def stages(results: Path, out: Path, capability: str = "") -> list[list[Part]]:
     # sources need no GPU, and would take all the time.
     no_gpu = ("tests/gpu", "tests/distributed", "tests/trainers")
     no_gpu += ("tests/triton_kernels", "tests/test_over_kernels.py")
-    no_gpu += ("tests/benchmarks", "tests/test_cuda_source.py", "tests/test_gpu_tools.py")
+    no_gpu += ("tests/benchmarks", "tests/test_cuda_source.py", "tests/project")
     modes = [sys.executable, "tests/gpu/modes.py"]
     sanitizer = [compute_sanitizer(), "--target-processes", "application-only"]
     sanitizer += ["--report-api-errors", "no", "--error-exitcode", "9", "--print-limit", "20"]

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-FOLDER = Path(__file__).resolve().parent / "gpu"
+FOLDER = Path(__file__).resolve().parents[1] / "gpu"
 
 
 def test_a_trace_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:

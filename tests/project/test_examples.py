@@ -13,7 +13,9 @@ from typing import Any
 import pytest
 import torch
 
-ROOT = Path(__file__).parents[1]
+pytestmark = pytest.mark.sweep
+
+ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "examples"
 NOTEBOOK = FOLDER / "underflow.ipynb"
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 README, CONTRIBUTING = ROOT / "README.md", ROOT / "CONTRIBUTING.md"
 PAGES = sorted(DOCS.glob("**/*.md"))
@@ -37,6 +37,7 @@ def no_group_left() -> Iterator[None]:
         pytest.fail("it left a process group behind")
 
 
+@pytest.mark.sweep
 @pytest.mark.filterwarnings("error::FutureWarning")
 @pytest.mark.usefixtures("no_group_left")
 @pytest.mark.parametrize(

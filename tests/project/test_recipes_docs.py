@@ -13,7 +13,9 @@ from support import TorchScaler
 
 from ampfast import GradScaler
 
-PAGE = (Path(__file__).parents[1] / "docs" / "recipes.md").read_text(encoding="utf-8")
+pytestmark = pytest.mark.sweep
+
+PAGE = (Path(__file__).parents[2] / "docs" / "recipes.md").read_text(encoding="utf-8")
 # First code block below a heading, after nothing but prose.
 RECIPES = dict(
     re.findall(

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 from support import is_alive
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "tests" / "gpu"
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="ends groups of processes")

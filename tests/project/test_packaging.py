@@ -21,7 +21,9 @@ import ampfast
 from ampfast._version import __version__
 from ampfast.backends import cpu
 
-ROOT = Path(__file__).resolve().parents[1]
+pytestmark = pytest.mark.sweep
+
+ROOT = Path(__file__).resolve().parents[2]
 SOURCES = ["csrc/cuda/kernels.cu"]
 
 
