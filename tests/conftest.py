@@ -31,7 +31,9 @@ def pytest_report_header() -> str:
 
 
 def pytest_configure() -> None:
-    """Fails early if the requested kernels are missing."""
+    """Shares the cores among parallel workers; fails early if the requested kernels are missing."""
+    workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    torch.set_num_threads(max(torch.get_num_threads() // workers, 1))
     compiled()
 
 

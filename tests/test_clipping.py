@@ -123,6 +123,7 @@ def test_against_torch_within_its_own_error(order: float, size: int) -> None:
     torch.testing.assert_close(*grads_of(ours), *grads_of(theirs), rtol=tolerance, atol=0)
 
 
+@pytest.mark.slow
 def test_a_norm_of_many_elements_is_exact_where_torchs_is_not() -> None:
     # torch adds up float32 squares in float32.
     grad = torch.rand(10**8, generator=torch.Generator().manual_seed(3))

@@ -7,6 +7,7 @@ import torch
 from graph_breaks import assert_no_more_breaks
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["sgd", "fused_adam"])
 def test_compiled_steps_break_no_more_often(kind: str) -> None:
     assert_no_more_breaks(kind, torch.device("cpu"))

@@ -334,6 +334,7 @@ def test_groups_added_and_swapped() -> None:
     assert_same(*sides)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="needs Linux's /proc")
 @pytest.mark.parametrize("kind", ["unscale_", "check"])
 def test_no_memory_in_proportion_to_the_gradients(kind: str) -> None:
