@@ -27,6 +27,7 @@ OVER_COMPILED = (*OVER_THEM, "step_and_update", "scale_state", "overflow_report"
 # pairs: all values run there, too.
 ALL = "device_kernels"
 VALUES = "device_kernels/test_device_lists.py"
+SHORT = ("device_kernels/test_device_finish.py", "device_kernels/test_device_state.py")
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,8 @@ def compiled(name: str) -> dict[str, str]:
 
 
 OF_TRITON = (
-    Run("interpreted", (ALL,), in_every_test=True),
+    Run("interpreted", (ALL,)),
+    Run("interpreted-in-short", SHORT, in_every_test=True),
     Run("triton-sm_90-races", (ALL,), compiled("triton-sm_90-races")),
     Run("triton-sm_75", (VALUES,), compiled("triton-sm_75")),
     Run("triton-sm_120", (VALUES,), compiled("triton-sm_120")),

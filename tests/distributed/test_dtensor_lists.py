@@ -231,6 +231,7 @@ def torchs_lists() -> list[Any]:
     return ranks.run(decided, "torch", tuple(TORCHS_LISTS), TORCHS_PATHS, ranks=4)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("name", LISTS)
 def test_every_rank_decides_the_same(name: str) -> None:
     for rank, seen in enumerate(all_lists()):
