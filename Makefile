@@ -38,8 +38,9 @@ endif
 CSRC := $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
 PTX_EMULATOR := $(wildcard tools/ptx_emulator/ptx_emulator/src/* tests/*.cpp tests/include/c10/cuda/*)
 # In parallel, where pytest-xdist is installed.
-PYTEST = $(RUN) -m pytest --durations=15 $(shell $(RUN) -c 'import xdist' 2>/dev/null && \
+PARALLEL = $(shell $(RUN) -c 'import xdist' 2>/dev/null && \
 	echo -n auto --dist loadgroup --no-loadscope-reorder)
+PYTEST = $(RUN) -m pytest --durations=15 $(PARALLEL)
 CLANG_FORMAT := $(RUN) -c 'from clang_format import clang_format; clang_format()'
 
 # Says in one line what is missing, before anything is downloaded or compiled.
@@ -84,7 +85,7 @@ bench-compare: | $(READY)  ## compare two result files: A=before.json B=after.js
 
 coverage: build/built  ## measure which lines of ampfast/ the tests run
 	rm -rf build/coverage && mkdir build/coverage
-	$(RUN) -m coverage run -m pytest $(ARGS)
+	$(RUN) -m coverage run -m pytest $(PARALLEL) $(ARGS)
 	TRITON_INTERPRET=1 $(RUN) -m coverage run -m pytest tests/device_kernels
 	$(RUN) -m coverage combine --quiet
 	$(RUN) -m coverage report
