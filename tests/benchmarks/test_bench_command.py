@@ -205,8 +205,10 @@ def test_loops_come_first_and_a_gpu_has_none():
     assert command.jobs_of(("loops", "memory"), Setting(torch.device("cuda"), BRIEF)) == []
 
 
-def test_one_list_is_measured_and_reported(tmp_path):
+def test_one_list_is_measured_and_reported(monkeypatch, tmp_path):
     """Runs the whole command on the smallest list."""
+    monkeypatch.setattr(command, "QUICK", BRIEF)
+    monkeypatch.setattr(command.kernels, "cache_bytes", lambda device: 1 << 22)
     chosen = ("--only", "kernels,steps", "--cases", "1000x1k", "--dtypes", "float32")
     folder = ("--folder", str(tmp_path))
     assert command.main(["--quick", "--device", CPU.type, *chosen, *folder]) == 0

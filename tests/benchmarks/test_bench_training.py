@@ -36,15 +36,6 @@ def tiny(optimizer=torch.optim.AdamW, **options) -> Net:
 
 
 @pytest.fixture(autouse=True)
-def one_thread():
-    """Limits torch to one thread: on a busy machine more threads take ten times as long."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
-@pytest.fixture(autouse=True)
 def bfloat16(monkeypatch):
     """Fixes the dtype, whose choice takes time and has a test of its own."""
     monkeypatch.setattr(training, "autocast_dtype", lambda device: (torch.bfloat16, ["why"]))
