@@ -54,8 +54,8 @@ endef
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .PHONY: FORCE bench bench-compare build build-cuda check clean coverage demo dist distclean docs \
-	format gpu help hostile mutants notebook python quick smoke test test-all test-sweeps \
-	test-trainers test-triton36 triton36-compiled triton36-interpreted triton36-run
+	format gpu help hostile lint mutants notebook python quick smoke test test-all test-sweeps \
+	test-trainers test-triton36 triton36-compiled triton36-interpreted triton36-run types
 
 help:  ## show this list
 	@sed -n 's/^\([a-z0-9-]*\):.*## /  make \1: /p' $(MAKEFILE_LIST)
@@ -99,12 +99,16 @@ mutants: build/built  ## mutation tests of the state machine
 gpu: | $(READY)  ## on a GPU, with PYTHON unchanged: tests, sanitizer, benchmarks
 	$(RUN) tests/gpu $(ARGS)
 
-check: | $(READY)  ## lint, formatting and types; edits nothing
+check: lint types  ## lint, formatting and types; edits nothing
+
+lint: | $(READY)  ## the part of check that needs no torch
 	$(RUN) -m ruff check .
 	$(RUN) -m ruff format --check .
-	$(RUN) -m mypy
 	$(RUN) -c 'from importlinter.cli import lint_imports_command; lint_imports_command()' --no-cache
 	$(CLANG_FORMAT) --dry-run -Werror $(CSRC) $(PTX_EMULATOR)
+
+types: | $(READY)  ## the other part
+	$(RUN) -m mypy
 
 format: | $(READY)  ## format every file
 	$(RUN) -m ruff check --fix-only .
@@ -203,7 +207,7 @@ $(VENV)/.torch: requirements/torch.txt $(VENV)/pyvenv.cfg
 	$(RUN) -m pip install -r $<
 	@touch $@
 
-$(VENV)/.installed: requirements/dev.txt $(VENV)/.torch
+$(VENV)/.installed: requirements/dev.txt requirements/lint.txt $(VENV)/.torch
 	$(RUN) -m pip install -r $< -r requirements/torch.txt
 	@touch $@
 

@@ -257,7 +257,7 @@ def test_ci_has_the_oldest_the_pinned_and_the_newest_torch(build, automated):
         re.search(r"^torch==(\S+)", (ROOT / "requirements" / name).read_text(), re.MULTILINE)[1]
         for name in ("torch.txt", "cuda.txt")
     ]
-    for name in ("ci.yml", "wheels.yml"):
+    for name in ("weekly.yml", "wheels.yml"):
         listed = re.search(r"^ +torch: \[(.+)\]$", automated[name], re.MULTILINE)[1]
         versions = [version.strip('"') for version in listed.split(", ")]
         assert versions[0].startswith(f"{oldest}."), name
