@@ -53,9 +53,9 @@ endef
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: FORCE bench bench-compare build build-cuda check clean coverage demo dist distclean docs \
-	format gpu help hostile lint mutants notebook python quick smoke test test-all test-sweeps \
-	test-trainers test-triton36 triton36-compiled triton36-interpreted triton36-run types
+.PHONY: FORCE bench bench-compare build build-cuda check clean coverage demo distclean docs format \
+	gpu help hostile lint mutants notebook python quick smoke test test-all test-sweeps test-trainers \
+	test-triton36 triton36-compiled triton36-interpreted triton36-run types wheels
 
 help:  ## show this list
 	@sed -n 's/^\([a-z0-9-]*\):.*## /  make \1: /p' $(MAKEFILE_LIST)
@@ -160,23 +160,14 @@ docs: $(DOCS_READY)  ## build the documentation, build/docs/index.html
 	.venv-docs/bin/python -m pip install -r $<
 	@touch $@
 
-dist: | $(READY)  ## build the source distribution and a wheel for this torch, in dist/
-	rm -rf dist && mkdir -p build
-	$(RUN) -c 'from setuptools.build_meta import build_sdist; build_sdist("dist")' > build/dist.log
-	$(RUN) -m pip wheel --no-cache-dir --no-build-isolation --no-deps --wheel-dir dist dist/*.tar.gz
+# One of each minor version.
+TORCHES ?= $(shell sed -n 's/^torch==//p' requirements/torches.txt)
 
-smoke: dist .venv-dist/.torch  ## test that wheel in an environment with torch alone and no compiler
-	.venv-dist/bin/python -m pip uninstall --quiet --yes ampfast
-	$(BARE) .venv-dist/bin/python -I -m pip install --no-index dist/*.whl
-	$(BARE) .venv-dist/bin/python -I tests/smoke.py
+wheels: python  ## build the source distribution and a wheel for all of TORCHES="2.13.0 2.14.1", in dist/
+	@$(PYTHON) tools/wheels.py make $(TORCHES)
 
-# Hides compilers and all other programs.
-BARE := env PATH=/nowhere CC=false CXX=false
-
-.venv-dist/.torch: requirements/torch.txt
-	$(PYTHON) -m venv .venv-dist
-	.venv-dist/bin/python -m pip install -r $<
-	@touch $@
+smoke:  ## test that wheel with the first and the last of TORCHES, without a compiler
+	@$(PYTHON) tools/wheels.py try $(sort $(firstword $(TORCHES)) $(lastword $(TORCHES)))
 
 build-cuda: .venv-cuda/.installed  ## build against a CUDA build of torch (several GB), in .venv-cuda
 	AMPFAST_CUDA=1 $(MAKE) build VENV= PYTHON=.venv-cuda/bin/python

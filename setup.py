@@ -12,6 +12,7 @@ import sys
 import sysconfig
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 OLDEST_TORCH = (2, 11)
 # Default architectures of the CUDA kernels, unless TORCH_CUDA_ARCH_LIST is set; those that nvcc
@@ -39,16 +40,26 @@ def installed_torch() -> metadata.Distribution:
     return torch
 
 
-def fits(torch_version: str, *, with_cuda: bool, is_source: bool) -> tuple[str, str]:
+def fits(torch_version: str, *, with_cuda: bool) -> tuple[str, str]:
     """Returns version label and requirement of the torch that a build is for.
 
     torch keeps its binary interface within a minor version, so that a build is for one of these:
-    "+torch2.13" or, with CUDA kernels, "+torch2.13.cuda", and "torch==2.13.*". Sources fit all.
+    "+torch2.13" or, with CUDA kernels, "+torch2.13.cuda", and "torch==2.13.*".
     """
-    if is_source:
-        return "", "torch>={}.{}".format(*OLDEST_TORCH)
     minor = ".".join(torch_version.split(".")[:2])
     return f"+torch{minor}" + (".cuda" if with_cuda else ""), f"torch=={minor}.*"
+
+
+def served_by(cores: list[str]) -> str:
+    """Returns the requirement of a wheel with these cores, such as "torch>=2.11,<2.14,!=2.12.*".
+
+    Args:
+        cores: Names of their folders, "torch2.11" and "torch2.13".
+    """
+    minors = sorted(int(re.fullmatch(r"torch2\.(\d+)", name)[1]) for name in cores)
+    gaps = sorted(set(range(minors[0], minors[-1])) - set(minors))
+    bounds = [f">=2.{minors[0]}", f"<2.{minors[-1] + 1}", *(f"!=2.{gap}.*" for gap in gaps)]
+    return "torch" + ",".join(bounds)
 
 
 def require_toolchain() -> None:
@@ -161,14 +172,11 @@ def found(*patterns: str) -> list[str]:
     return sorted(file.relative_to(root).as_posix() for file in files)
 
 
-def main() -> None:
-    """Runs setuptools with the extension."""
-    torch = installed_torch()
+def extension(torch: metadata.Distribution) -> dict[str, Any]:
+    """Returns the arguments of setup() for a core that is built for the installed torch."""
     # torch looks for ninja on the PATH, which lacks the folder of an inactive virtual environment.
     os.environ["PATH"] = os.pathsep.join([sysconfig.get_path("scripts"), os.environ["PATH"]])
 
-    from setuptools import setup
-    from setuptools.command.egg_info import egg_info
     from torch.version import cuda as torch_cuda
 
     cuda_sources = found("cuda/*.cu")
@@ -188,6 +196,48 @@ def main() -> None:
             require_toolchain()
             super().run()
 
+    compiling, linking = compile_flags(
+        [*cpp_extension.include_paths(), sysconfig.get_path("include")]
+    )
+    kind = cpp_extension.CUDAExtension if with_cuda else cpp_extension.CppExtension
+    core = kind(
+        "ampfast._C",
+        found("*.cpp", "cpu/*.cpp", *(["cuda/*.cpp", "cuda/*.cu"] if with_cuda else [])),
+        depends=found("**/*.h", "**/*.cuh"),
+        define_macros=[("AMPFAST_WITH_CUDA", "1")] if with_cuda else [],
+        extra_compile_args={"cxx": compiling, "nvcc": nvcc_flags()},
+        extra_link_args=linking,
+    )
+    label, requirement = fits(torch.version, with_cuda=with_cuda)
+    return {
+        "label": label,
+        "install_requires": [requirement],
+        "ext_modules": [core],
+        "cmdclass": {"build_ext": BuildExtension},
+    }
+
+
+def main() -> None:
+    """Runs setuptools: for sources, for a wheel of cores that are built, or to build a core."""
+    from setuptools import Distribution, setup
+    from setuptools.command.egg_info import egg_info
+
+    class BinaryDistribution(Distribution):
+        """Distribution whose wheel is for one Python and platform, also without an extension."""
+
+        def has_ext_modules(self) -> bool:
+            return True
+
+    # tools/wheels.py puts them there.
+    cores = [folder.name for folder in Path(__file__).parent.glob("ampfast/cores/torch*")]
+    if "sdist" in sys.argv:
+        options = {"install_requires": ["torch>={}.{}".format(*OLDEST_TORCH)]}
+    elif cores:
+        options = {"install_requires": [served_by(cores)], "distclass": BinaryDistribution}
+    else:
+        options = extension(installed_torch())
+    label = options.pop("label", "")
+
     class LabelledInfo(egg_info):
         """setuptools' metadata, with the label in the version."""
 
@@ -196,27 +246,9 @@ def main() -> None:
             self.tag_build = label
             super().finalize_options()
 
-    compiling, linking = compile_flags(
-        [*cpp_extension.include_paths(), sysconfig.get_path("include")]
-    )
-    label, requirement = fits(torch.version, with_cuda=with_cuda, is_source="sdist" in sys.argv)
-    extension = cpp_extension.CUDAExtension if with_cuda else cpp_extension.CppExtension
-    setup(
-        # setuptools before 77 refuses a plain license name in pyproject.toml.
-        license="BSD-3-Clause",
-        install_requires=[requirement],
-        ext_modules=[
-            extension(
-                "ampfast._C",
-                found("*.cpp", "cpu/*.cpp", *(["cuda/*.cpp", "cuda/*.cu"] if with_cuda else [])),
-                depends=found("**/*.h", "**/*.cuh"),
-                define_macros=[("AMPFAST_WITH_CUDA", "1")] if with_cuda else [],
-                extra_compile_args={"cxx": compiling, "nvcc": nvcc_flags()},
-                extra_link_args=linking,
-            )
-        ],
-        cmdclass={"build_ext": BuildExtension, "egg_info": LabelledInfo},
-    )
+    options.setdefault("cmdclass", {})["egg_info"] = LabelledInfo
+    # setuptools before 77 refuses a plain license name in pyproject.toml.
+    setup(license="BSD-3-Clause", **options)
 
 
 if __name__ == "__main__":

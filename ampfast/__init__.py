@@ -4,6 +4,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ampfast.cores import folders_for
+
+# Where a wheel for several versions of torch has `ampfast._C`.
+__path__ = [*__path__, *folders_for(torch.__version__)]
+
 from ampfast import backends, functional, report
 from ampfast._version import __version__
 from ampfast.distributed import mark_replicated
