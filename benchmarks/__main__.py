@@ -20,8 +20,6 @@ from . import (
     growth,
     host_time,
     kernels,
-    memory,
-    ranks,
     readme,
     real_loops,
     report,
@@ -128,7 +126,7 @@ def _bench(arguments: Sequence[str]) -> int:
     parser.add_argument("--quick", action="store_true", help="fewer lists, shorter comparisons")
     for flag, known, told in (
         ("only", SUBJECTS, "parts of the run"),
-        ("cases", tuple(CASES), "gradient lists, but of loops, host and memory"),
+        ("cases", tuple(CASES), "gradient lists, but of loops and host"),
         ("dtypes", tuple(dtypes), "dtypes of kernels, steps, clip and tracking"),
     ):
         told = f"{told}, comma-separated: {','.join(known)}"
@@ -207,9 +205,6 @@ def jobs_of(
         "steps": lambda: for_each(steps.measure),
         "clip": lambda: for_each(clipping.measure),
         "tracking": lambda: for_each(tracking.measure, tracking.chosen(lists, on_gpu, cases)),
-        # Memory of the process besides the gradients is measured on a CPU.
-        "memory": lambda: [] if on_gpu else memory.jobs(on),
-        "ranks": lambda: ranks.jobs(on, cases),
     }
     return [(f"{subject}: {job.label}", job) for subject in subjects for job in makers[subject]()]
 

@@ -13,9 +13,9 @@ FASTER, SLOWER, SAME = "faster", "slower", "within spread"
 FEWER, MORE, UNKNOWN = "fewer", "more", "no spread"
 VERDICTS = (FASTER, SLOWER, SAME, FEWER, MORE, UNKNOWN)
 # Exact measures, whose differences all count.
-COUNTS = ("launches", "copies", "syncs", "collectives")
-# Measures taken once, with an unknown spread.
-SINGLE = ("ns_each", "extra_bytes", "allocated_bytes")
+COUNTS = ("launches", "copies", "syncs")
+# Measures without a spread.
+SINGLE = ("ns_each",)
 
 
 @dataclass(frozen=True)

@@ -174,8 +174,6 @@ def host_timer(queue: Queue) -> Callable[[Contender, range], float]:
     def seconds_of(contender: Contender, calls: range) -> float:
         total = 0.0
         for number in calls:
-            if contender.prepare is not None:
-                contender.prepare(number)
             queue.synchronize()
             start = time.perf_counter()
             contender.call(number)

@@ -28,15 +28,14 @@ COMPARED_AT_ONCE = 1 << 22
 class Contender:
     """One of the calls to compare.
 
-    `call` gets the running number of the call, so that it can alternate; `prepare` gets it before
-    each call, untimed, like the context `around` of each sample. `waits` says that the call waits
-    for its device, so that no other call can be queued behind it.
+    `call` gets the running number of the call, so that it can alternate; the context `around` each
+    sample is untimed. `waits` says that the call waits for its device, so that no other call can be
+    queued behind it.
     """
 
     path: str
     provider: str
     call: Callable[[int], object]
-    prepare: Callable[[int], object] | None = None
     around: Callable[[], AbstractContextManager[object]] = nullcontext
     waits: bool = False
 
@@ -107,20 +106,16 @@ class Samples:
 
 
 def time_on_host(contender: Contender, calls: range) -> float:
-    """Mean seconds per call, without the first one and without `prepare`.
+    """Mean seconds per call, without the first one.
 
     The first call pays for the previous contender, such as for dirty cache lines (measured: 9%
     between identical contenders, one after a copy).
     """
-    total = 0.0
-    for number in calls:
-        if contender.prepare is not None:
-            contender.prepare(number)
-        start = time.perf_counter()
+    contender.call(calls[0])
+    start = time.perf_counter()
+    for number in calls[1:]:
         contender.call(number)
-        if number != calls.start:
-            total += time.perf_counter() - start
-    return total / (len(calls) - 1)
+    return (time.perf_counter() - start) / (len(calls) - 1)
 
 
 def interleave(
@@ -128,7 +123,6 @@ def interleave(
     effort: Effort,
     cycle: int = 2,
     timer: Callable[[Contender, range], float] = time_on_host,
-    clock: Callable[[], float] = time.perf_counter,
 ) -> Samples:
     """Times the contenders in turn, until the time for the comparison is used up.
 
@@ -140,7 +134,6 @@ def interleave(
         cycle: Calls, at least 2, after which a contender has undone what it did; a sample is a
             multiple of it.
         timer: Gives the mean seconds of a range of calls.
-        clock: Gives the seconds by which the last round is told.
     """
     calls = []
     for contender in contenders:
@@ -153,9 +146,9 @@ def interleave(
     collecting = gc.isenabled()
     gc.disable()
     try:
-        deadline = clock() + effort.comparison_s
+        deadline = time.perf_counter() + effort.comparison_s
         for done in range(MAX_ROUNDS):
-            if done >= MIN_ROUNDS and clock() > deadline:
+            if done >= MIN_ROUNDS and time.perf_counter() > deadline:
                 break
             turns = list(zip(contenders, calls, strict=True))
             for contender, numbers in reversed(turns) if done % 2 else turns:

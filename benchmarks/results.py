@@ -13,8 +13,10 @@ from typing import Any, NamedTuple
 
 # Version of the files.
 FORMAT = 3
-# Load average of the last minute from which other processes take a noticeable share of a core.
-BUSY = 0.5
+# Subjects that only earlier files have; their rows are not read.
+DROPPED = ("memory", "ranks")
+# Load average of the last minute, per core, beyond which others take the cores from a run.
+BUSY = 1.5
 # Fraction of the limit. Identical contenders differ by up to 2% on a quiet machine.
 CLOSE = 0.05
 MET, NEAR, MISSED = VERDICTS = ("met", "met within spread", "not met")
@@ -78,10 +80,6 @@ class Row(Name):
         launches: Kernels per call on a GPU.
         copies: Copies and fills of memory per call on a GPU.
         syncs: Host waits per call on a GPU.
-        collectives: Collectives per call.
-        extra_bytes: Growth of the resident set by the call.
-        allocated_bytes: Peak of torch's allocator during the call.
-        ranks: Processes that share the list; times are those of the slowest rank of each round.
         tensors: Number of gradients.
         elements: Their elements in all.
         ns_each: Nanoseconds per additional tensor or element.
@@ -103,10 +101,6 @@ class Row(Name):
     launches: int | None = None
     copies: int | None = None
     syncs: int | None = None
-    collectives: int | None = None
-    extra_bytes: int | None = None
-    allocated_bytes: int | None = None
-    ranks: int | None = None
     tensors: int | None = None
     elements: int | None = None
     ns_each: float | None = None
@@ -195,13 +189,14 @@ class Results:
     def caveats(self) -> list[str]:
         """Sentences on what limits these figures."""
         load = self.machine.get("load") or 0.0
+        is_busy = load > BUSY * self.machine.get("cores", 1)
         failed = sum(note.startswith("FAILED") for note in self.notes)
         missed = sum(goal.verdict == MISSED for goal in self.goals)
         return [
             *([] if self.complete else ["The run was not complete; its notes say why."]),
             *([f"{failed} of its parts failed."] if failed else []),
             *([f"{missed} of {len(self.goals)} goals were not met."] if missed else []),
-            *([f"The load was {load:.1f} when it began."] if load > BUSY else []),
+            *([f"The load average was {load:.1f} when it began."] if is_busy else []),
         ]
 
     def write(self, path: Path) -> None:
@@ -240,9 +235,10 @@ class Results:
                 f"{path} is of version {version}, not {FORMAT}: `make bench` makes a new one"
             )
         try:
-            rows = [_made(Row, row) for row in content.pop("rows")]
-            goals = [_made(Goal, goal) for goal in content.pop("goals")]
-            return cls(**content, rows=rows, goals=goals)
+            for key, kind in (("rows", Row), ("goals", Goal)):
+                kept = [each for each in content[key] if each.get("subject") not in DROPPED]
+                content[key] = [_made(kind, each) for each in kept]
+            return cls(**content)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             missing = "it has no " if isinstance(error, KeyError) else ""
             raise ValueError(

@@ -59,15 +59,6 @@ SUBJECTS = {
         "Cost of tracking each parameter",
         "Over none is relative to the same pass without tracking.",
     ),
-    "memory": (
-        "Memory on top of the gradients",
-        "Each call in a process of its own: growth of its resident set, and peak of torch's "
-        "allocator.",
-    ),
-    "ranks": (
-        "Ranks that share a list, sharded scalers",
-        "Each process has a shard of every tensor; times are those of the slowest rank of a round.",
-    ),
 }
 
 
@@ -119,9 +110,6 @@ PAIRS: tuple[tuple[str, Cell, str, Cell | None], ...] = (
     ("% of a step", lambda row: percent(row.share and 100 * row.share), "", None),
     ("kernels", lambda row: number(row.launches), "", None),
     ("syncs", lambda row: number(row.syncs), "", None),
-    ("collectives", lambda row: number(row.collectives), "", None),
-    ("more bytes", lambda row: number(row.extra_bytes), "", None),
-    ("from the allocator", lambda row: number(row.allocated_bytes), "", None),
     (
         "scale + step + update",
         lambda row: " + ".join(map(number, row.parts_us)) if row.parts_us else "-",

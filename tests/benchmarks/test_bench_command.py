@@ -202,7 +202,7 @@ def test_a_backend_that_cannot_run_is_refused_before_anything_is_measured(
 
 def test_loops_come_first_and_a_gpu_has_none():
     assert command.jobs_of(command.SUBJECTS, on())[0][0] == "loops: conv net, AdamW"
-    assert command.jobs_of(("loops", "memory"), Setting(torch.device("cuda"), BRIEF)) == []
+    assert command.jobs_of(("loops",), Setting(torch.device("cuda"), BRIEF)) == []
 
 
 def test_one_list_is_measured_and_reported(monkeypatch, tmp_path):

@@ -100,6 +100,25 @@ def test_a_file_is_read_as_it_was_written(tmp_path, made):
     assert len(set(names)) == len(names), "a name is that of one row"
 
 
+def test_subjects_of_earlier_files_are_not_read(tmp_path):
+    """Reads a file with rows whose fields no longer exist."""
+    path = tmp_path / "results.json"
+    made = cpu_results()
+    made.write(path)
+    content = json.loads(path.read_text())
+    name = {"case": "a", "dtype": "b", "call": "c", "side": "d"}
+    content["rows"].insert(0, {"subject": "memory", **name, "extra_bytes": 1})
+    content["goals"].append({"subject": "ranks", **name, "ratio": [1, 1, 1]})
+    path.write_text(json.dumps(content))
+    assert Results.read(path) == made
+
+
+@pytest.mark.parametrize(("load", "told"), [(0.0, 0), (3.0, 0), (3.1, 1)])
+def test_only_a_load_beyond_three_halves_of_a_core_is_a_caveat(load, told):
+    made = cpu_results(machine={"cores": 2, "load": load})
+    assert len(made.caveats) == told
+
+
 def test_a_failed_write_leaves_the_file_unchanged(tmp_path, monkeypatch):
     path = tmp_path / "results.json"
     cpu_results().write(path)
