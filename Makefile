@@ -160,14 +160,11 @@ docs: $(DOCS_READY)  ## build the documentation, build/docs/index.html
 	.venv-docs/bin/python -m pip install -r $<
 	@touch $@
 
-# One of each minor version.
-TORCHES ?= $(shell sed -n 's/^torch==//p' requirements/torches.txt)
-
-wheels: python  ## build the source distribution and a wheel for all of TORCHES="2.13.0 2.14.1", in dist/
+wheels: python  ## build the source distribution and a wheel in dist/, for all torches or TORCHES="2.13.0 2.14.1"
 	@$(PYTHON) tools/wheels.py make $(TORCHES)
 
-smoke:  ## test that wheel with the first and the last of TORCHES, without a compiler
-	@$(PYTHON) tools/wheels.py try $(sort $(firstword $(TORCHES)) $(lastword $(TORCHES)))
+smoke:  ## test that wheel with the oldest and the newest torch, or with TORCHES, without a compiler
+	@$(PYTHON) tools/wheels.py try $(TORCHES)
 
 build-cuda: .venv-cuda/.installed  ## build against a CUDA build of torch (several GB), in .venv-cuda
 	AMPFAST_CUDA=1 $(MAKE) build VENV= PYTHON=.venv-cuda/bin/python

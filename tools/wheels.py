@@ -3,6 +3,7 @@
     python tools/wheels.py make 2.13.0 2.14.1    # into dist/, with the source distribution
     python tools/wheels.py try 2.13.0 2.14.1     # installs it beside each torch, without a compiler
 
+Without versions, `make` takes those of requirements/torches.txt, `try` the oldest and the newest.
 Every torch gets an environment of its own, deleted before the next is made. Cores are kept in
 build/wheels, so that an interrupted run continues with those that are missing.
 """
@@ -60,6 +61,13 @@ def environment(name: str, *requirements: str) -> Iterator[Path]:
         yield python
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def listed() -> list[str]:
+    """Returns the versions in requirements/torches.txt, from the oldest, that this Python has."""
+    text = (ROOT / "requirements/torches.txt").read_text()
+    lines = re.findall(r'^torch==([\d.]+)(?:; python_version >= "3\.(\d+)")?$', text, re.MULTILINE)
+    return [torch for torch, oldest in lines if sys.version_info >= (3, int(oldest or 0))]
 
 
 def minor(torch: str) -> str:
@@ -168,15 +176,19 @@ def main() -> None:
     """Reads the command line."""
     commands = {"make": make, "try": try_wheel}
     verb, *torches = sys.argv[1:] or [""]
-    if verb not in commands or not torches:
+    if verb not in commands:
         raise SystemExit(__doc__)
+    torches = torches or (listed() if verb == "make" else [listed()[0], listed()[-1]])
     if wrong := [torch for torch in torches if not re.fullmatch(r"\d+\.\d+\.\d+(\+\w+)?", torch)]:
         raise SystemExit(f"not a version of torch, such as 2.13.0: {wrong[0]}")
     if len({minor(torch) for torch in torches}) < len(torches):
         raise SystemExit(f"a wheel serves one patch release of a torch: {' '.join(torches)}")
     WORK.mkdir(parents=True, exist_ok=True)
     LOG.unlink(missing_ok=True)
-    commands[verb](torches)
+    try:
+        commands[verb](torches)
+    except KeyboardInterrupt:
+        raise SystemExit("interrupted; the cores that are built are kept") from None
 
 
 if __name__ == "__main__":
