@@ -37,13 +37,11 @@ def takes_grad_scaler(step: Callable[..., Any]) -> bool:
     return takes
 
 
-def lacks_momentum(optimizer: torch.optim.Optimizer) -> bool:
+def lacks_momentum(optimizer: torch.optim.SGD) -> bool:
     """Whether a skipped step of this fused SGD would leave a momentum buffer uninitialised.
 
     torch allocates the buffer before its kernel, which does not write it in a skipped step.
     """
-    if not isinstance(optimizer, torch.optim.SGD):
-        return False
     state = optimizer.state if isinstance(optimizer.state, dict) else dict(optimizer.state)
     params = chain.from_iterable(
         group["params"]

@@ -404,6 +404,34 @@ def test_an_update_that_rides_looks_for_the_minimum(launcher: ReferenceLauncher)
         run.scaler.step_and_update(run.optimizer)
 
 
+@pytest.mark.parametrize("kind", ["sgd", "fused_sgd"])
+def test_no_update_rides_past_an_override(launcher: ReferenceLauncher, kind: str) -> None:
+    class Counting(GradScaler):
+        updates = 0
+
+        def update(self, new_scale: Any = None) -> None:
+            self.updates += 1
+            super().update(new_scale)
+
+    run = side(Counting, kind)
+    for seed in range(3):
+        run.scaler.scale(run.loss(seed)).backward()
+        run.scaler.step_and_update(run.optimizer)
+    assert run.scaler.updates == 3
+
+
+def test_an_update_does_not_ride_in_a_second_check(launcher: ReferenceLauncher) -> None:
+    """The flag of `unscale_` counts, which a check of an own `grad_scale` does not know."""
+    run = warmed("fused_sgd", launcher, init_scale=4.0)
+    run.scaler.unscale_(run.optimizer)
+    for flag in run.scaler._found_inf_per_device(run.optimizer).values():
+        flag.fill_(1.0)
+    run.optimizer.grad_scale = torch.ones(())
+    run.scaler.step_and_update(run.optimizer)
+    assert launcher.launches == ["unscale", "check", "update"]
+    assert run.scaler.get_scale() == 2.0
+
+
 def test_without_optimizers_there_is_nothing_to_update() -> None:
     scaler = GradScaler("cpu", track="overflow")
     scaler.scale(torch.ones(()))

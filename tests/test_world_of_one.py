@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from reference_launcher import ReferenceLauncher
 from support import parameter_with
 
 from ampfast import GradScaler, distributed
@@ -109,6 +110,47 @@ def test_an_overflow_on_another_rank_decides(
     assert scaler.step_skipped(optimizer) is (says == "bad")
     assert scaler.get_scale() == (4.0 if says == "bad" else 16.0)
     assert scaler.stats().steps == 1
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_update_does_not_ride_before_the_ranks_agree(
+    kind: str, world: dist.ProcessGroup, heard: list[Any], launcher: ReferenceLauncher
+) -> None:
+    scaler, optimizer = started(process_group=world), optimizer_of(kind)
+    heard.append(["bad"])
+    scaler.step_and_update(optimizer)
+    assert launcher.launches == ["check" if kind == "fused" else "unscale", "update"]
+    assert scaler.step_skipped(optimizer) and scaler.get_scale() == 4.0
+
+
+def test_an_override_that_unscales_itself_is_agreed_on(
+    world: dist.ProcessGroup, heard: list[Any]
+) -> None:
+    class Own(GradScaler):
+        def _unscale_grads_(self, optimizer: Any, inv_scale: Any, found_inf: Any, _: bool) -> Any:
+            return {found_inf.device: found_inf}
+
+    scaler, optimizer = Own("cpu", init_scale=8.0, process_group=world), optimizer_of("plain")
+    scaler.scale(torch.ones(()))
+    heard.append(["bad"])
+    scaler.unscale_(optimizer)
+    assert heard[1:] == [[0.0]]
+    scaler.step(optimizer)
+    assert scaler.step_skipped(optimizer)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_rank_without_gradients_takes_the_others_flag(
+    kind: str, world: dist.ProcessGroup, heard: list[Any]
+) -> None:
+    scaler, optimizer = started(process_group=world), optimizer_of(kind)
+    optimizer.zero_grad()
+    heard.append(["bad"])
+    scaler.unscale_(optimizer)
+    assert heard[1:] == [[-1.0]]
+    scaler.step(optimizer)
+    scaler.update()
+    assert scaler.step_skipped(optimizer) and scaler.get_scale() == 4.0
 
 
 @pytest.mark.parametrize("kind", KINDS)

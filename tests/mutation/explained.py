@@ -9,7 +9,6 @@ AT_IMPORT = ("_not_compiled", "_methods")
 _BY_REASON: dict[str, list[tuple[str, str, str, int]]] = {
     "Who asks takes None for False.": [
         ("GradScaler._overrides", "return False", "return None", 1),
-        ("lacks_momentum", "return False", "return None", 1),
     ],
     "SGD with fused and other groups raises at the first step that is not skipped: torch does.": [
         (
@@ -210,6 +209,49 @@ _BY_REASON: dict[str, list[tuple[str, str, str, int]]] = {
             1,
         ),
     ],
+    "A shortcut past a call that would return None.": [
+        (
+            "GradScaler.update",
+            "loss_scale.norms and self._takes_short_way",
+            "self._takes_short_way",
+            1,
+        ),
+        ("GradScaler.update", "loss_scale.norms and self._takes_short_way", "loss_scale.norms", 1),
+        (
+            "GradScaler.update",
+            "loss_scale.joint_norm(_CPU) if loss_scale.norms and self._takes_short_way else None",
+            "loss_scale.joint_norm(_CPU)",
+            1,
+        ),
+    ],
+    "Only the type checker needs what is left out: without a scale there are no states.": [
+        (
+            "GradScaler._clip",
+            "not term.writes and divisor is not None",
+            "not term.writes",
+            1,
+        ),
+        ("GradScaler._clip", "scale is not None and len(states) > 1", "len(states) > 1", 1),
+    ],
+    "A disabled scaler has no history.": [
+        (
+            "GradScaler.grad_norm",
+            "self._enabled and all((state['stage'] is _READY for state in states))",
+            "all((state['stage'] is _READY for state in states))",
+            1,
+        ),
+    ],
+    "step_and_update ends it, too; between them nothing else is checked.": [
+        ("GradScaler._check", "self._riding = None", "nothing", 1),
+    ],
+    "Both are set by the same statements; the order matters to an interrupt between them.": [
+        (
+            "GradScaler._agree_again",
+            "agreement is not None and state['stage'] is not _READY",
+            "agreement is not None",
+            1,
+        ),
+    ],
     "A disabled scaler's unscale_ does nothing.": [
         ("GradScaler.clip_grad_norm_", "False", "True", 1),
     ],
@@ -218,6 +260,7 @@ _BY_REASON: dict[str, list[tuple[str, str, str, int]]] = {
     ],
     "Both lists are made for the same optimizers.": [
         ("GradScaler._clip", "True", "False", 1),
+        ("GradScaler.grad_norm", "True", "False", 1),
         ("_mark_unscaled", "True", "False", 1),
     ],
     "All norms are of the order of the first.": [
@@ -230,9 +273,6 @@ _BY_REASON: dict[str, list[tuple[str, str, str, int]]] = {
             "nothing",
             1,
         ),
-    ],
-    "Asked in vain, the host waits once and decides as the device would.": [
-        ("lacks_momentum", "False", "True", 1),
     ],
 }
 
