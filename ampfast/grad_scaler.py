@@ -235,8 +235,9 @@ class GradScaler(TorchGradScaler):
     def process_group(self, group: ProcessGroup | DeviceMesh | None) -> None:
         distributed.require_group(group, self._device)
         self._ranks = distributed.Ranks(group, is_default=self._is_for_all)
-        if self.__dict__.get("_scale") is not None:
-            self._choose_way()
+        scale: Tensor | None = self.__dict__.get("_scale")
+        if scale is not None:
+            self._choose_way(scale)
 
     def scale(self, outputs: Any) -> Any:
         """Returns a tensor, or the tensors of an iterable, times the scale; as torch's.
@@ -767,7 +768,7 @@ class GradScaler(TorchGradScaler):
         super()._lazy_init_scale_growth_tracker(dev)
         if self._scale is not None:
             self._loss_scale.words_on(self._scale.device)
-            self._choose_way()
+            self._choose_way(self._scale)
 
     def _unscale_grads_(
         self,
@@ -1041,12 +1042,11 @@ class GradScaler(TorchGradScaler):
 
     # What the steps above ask for.
 
-    def _choose_way(self) -> None:
+    def _choose_way(self, scale: Tensor) -> None:
         """Decides whether the core's raw calls may try first, from what seldom changes."""
         kernels: Any = self._choice.kernels_for(_CPU)
-        on_cpu = self._scale is not None and self._scale.is_cpu
         self._takes_short_way = (
-            on_cpu and kernels is cpu and self._track is None and self._ranks.is_alone
+            scale.is_cpu and kernels is cpu and self._track is None and self._ranks.is_alone
         )
 
     def _collect(
