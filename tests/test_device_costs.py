@@ -432,6 +432,14 @@ def test_an_update_does_not_ride_in_a_second_check(launcher: ReferenceLauncher) 
     assert run.scaler.get_scale() == 2.0
 
 
+def test_a_factor_that_is_no_number_is_refused_as_apart(launcher: ReferenceLauncher) -> None:
+    run = warmed("sgd", launcher)
+    run.scaler._growth_factor = "2"
+    with pytest.raises((TypeError, RuntimeError), match="growth_factor|scale_growth_factor"):
+        run.scaler.step_and_update(run.optimizer)
+    assert launcher.launches == ["unscale"]
+
+
 def test_without_optimizers_there_is_nothing_to_update() -> None:
     scaler = GradScaler("cpu", track="overflow")
     scaler.scale(torch.ones(()))

@@ -172,6 +172,12 @@ _BY_REASON: dict[str, list[tuple[str, str, str, int]]] = {
             1,
         ),
         (
+            "GradScaler._choose_way",
+            "scale.is_cpu and kernels is cpu and (self._track is None) and self._ranks.is_alone",
+            "kernels is cpu and self._track is None and self._ranks.is_alone",
+            1,
+        ),
+        (
             "GradScaler.step",
             "scale.is_cuda and (not self._overrides(_MAYBE_STEP))",
             "not self._overrides(_MAYBE_STEP)",
