@@ -272,6 +272,22 @@ _BY_REASON: dict[str, list[tuple[str, str, str, int]]] = {
     "All norms are of the order of the first.": [
         ("LossScale.joint_norm", "0", "1", 3),
     ],
+    "A copy has the same entries.": [
+        (
+            "lacks_momentum",
+            "optimizer.state if isinstance(optimizer.state, dict) else dict(optimizer.state)",
+            "dict(optimizer.state)",
+            1,
+        ),
+    ],
+    "The entry of a function goes with it, before its id comes back.": [
+        (
+            "takes_grad_scaler",
+            "known is not None and known[0]() is function",
+            "known is not None",
+            1,
+        ),
+    ],
     "Signatures are only kept so that nobody reads them twice.": [
         (
             "takes_grad_scaler",
