@@ -435,7 +435,7 @@ def test_an_update_does_not_ride_in_a_second_check(launcher: ReferenceLauncher) 
 def test_a_factor_that_is_no_number_is_refused_as_apart(launcher: ReferenceLauncher) -> None:
     run = warmed("sgd", launcher)
     run.scaler._growth_factor = "2"
-    with pytest.raises((TypeError, RuntimeError), match="growth_factor|scale_growth_factor"):
+    with pytest.raises((TypeError, RuntimeError), match=r"growth_factor|scale_growth_factor"):
         run.scaler.step_and_update(run.optimizer)
     assert launcher.launches == ["unscale"]
 
