@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import argparse
 import datetime
-import functools
+import math
 import signal
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -28,13 +28,11 @@ from . import (
     tracking,
     training,
 )
-from .cases import CASES, GradCase
 from .compare import Comparison
 from .device_time import CudaQueue
-from .harness import FULL, GPU_FULL, GPU_QUICK, QUICK, Job, Measured, Setting
+from .harness import FULL, GPU_FULL, GPU_QUICK, QUICK, Job, Setting
 from .machine import default_device, new_results
 from .results import Results
-from .timing import dtype_name
 
 try:
     import rich.console
@@ -45,8 +43,6 @@ except ModuleNotFoundError:
 # In the order of a run: the most informative parts come first, in case the time is up.
 SUBJECTS = tuple(tables.SUBJECTS)
 INTERRUPTED = 130
-# Seconds after which a run on a GPU starts no further part.
-GPU_LIMIT_S = {False: 330.0, True: 105.0}
 JSON = "results.json"
 EARLIER = "earlier"
 
@@ -62,11 +58,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         command(parser, arguments[1:])
     except OSError as error:
         print(f"{error.filename}: {error.strerror}", file=sys.stderr)
-        return 1
     except ValueError as error:
         print(error, file=sys.stderr)
-        return 1
-    return 0
+    else:
+        return 0
+    return 1
 
 
 def _compare(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> None:
@@ -79,11 +75,9 @@ def _compare(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> None:
     parser.add_argument("--all", action="store_true", help="also show changes within the spreads")
     options = parser.parse_args(arguments)
     comparison = Comparison.of(Results.read(options.first), Results.read(options.second))
-    for line in comparison.environments:
-        print(line)
+    print(*comparison.environments, sep="\n")
     show(comparison.table(options.all))
-    for line in comparison.summary():
-        print(line)
+    print(*comparison.summary(), sep="\n")
 
 
 def _report(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> None:
@@ -120,23 +114,13 @@ def _bench(arguments: Sequence[str]) -> int:
         prog="python -m benchmarks",
         description="Measures ampfast against torch, after comparing their results.",
         epilog=f"Result files are the input of `python -m benchmarks {'`, `'.join(COMMANDS)}`; "
-        "each has a --help.",
+        "each has a --help. OMP_NUM_THREADS sets the threads, CUDA_VISIBLE_DEVICES= takes the CPU.",
     )
-    dtypes = {dtype_name(dtype): dtype for dtype in kernels.DTYPES}
     parser.add_argument("--quick", action="store_true", help="fewer lists, shorter comparisons")
-    for flag, known, told in (
-        ("only", SUBJECTS, "parts of the run"),
-        ("cases", tuple(CASES), "gradient lists, but of loops and host"),
-        ("dtypes", tuple(dtypes), "dtypes of kernels, steps, clip and tracking"),
-    ):
-        told = f"{told}, comma-separated: {','.join(known)}"
-        parser.add_argument(f"--{flag}", type=_names_among(known), metavar="NAMES", help=told)
-    told = "default: the GPU of a machine that has one"
-    parser.add_argument("--device", choices=("cpu", "cuda"), help=told)
-    parser.add_argument("--threads", type=_positive, metavar="N", help="threads of torch and ours")
-    parser.add_argument(
-        "--limit", type=_positive, metavar="SECONDS", help="start no further part after this time"
-    )
+    told = f"parts of the run, comma-separated: {','.join(SUBJECTS)}"
+    parser.add_argument("--only", type=_subjects, metavar="NAMES", help=told)
+    told = "start no further part after this time"
+    parser.add_argument("--limit", type=float, metavar="SECONDS", default=math.inf, help=told)
     parser.add_argument(
         "--folder",
         type=Path,
@@ -144,69 +128,46 @@ def _bench(arguments: Sequence[str]) -> int:
         f"folder {EARLIER}",
     )
     options = parser.parse_args(arguments)
-    if options.device == "cuda" and not torch.cuda.is_available():
-        parser.error("torch sees no GPU")
-    device = torch.device("cpu") if options.device == "cpu" else default_device()
+    device = default_device()
     try:
         backends.default_for(device)
         if options.folder is not None:
             options.folder.mkdir(parents=True, exist_ok=True)
     except (OSError, RuntimeError, ValueError) as error:
         parser.error(str(error))
-    if options.threads is not None:
-        torch.set_num_threads(options.threads)
-    on_gpu = device.type == "cuda"
-    quick, full = (GPU_QUICK, GPU_FULL) if on_gpu else (QUICK, FULL)
-    queue = CudaQueue(device) if on_gpu else None
     results = new_results(device)
-    chosen = {name: getattr(options, name) for name in ("only", "cases", "dtypes")}
-    results.asked = {"quick": options.quick, **{k: list(v) for k, v in chosen.items() if v}}
-    limit = options.limit or (GPU_LIMIT_S[options.quick] if on_gpu else None)
-    deadline = None if limit is None else started + limit
+    results.asked = {"quick": options.quick, **({"only": options.only} if options.only else {})}
     exit_code = INTERRUPTED
     # As Ctrl-C; what was measured is kept.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        of_dtypes = tuple(dtypes[name] for name in options.dtypes or ())
-        on = Setting(device, quick if options.quick else full, queue)
-        jobs = jobs_of(options.only or SUBJECTS, on, options.cases, of_dtypes)
-        exit_code = _run(jobs, results, options.folder, started, deadline)
+        if device.type == "cuda":
+            on = Setting(device, GPU_QUICK if options.quick else GPU_FULL, CudaQueue(device))
+        else:
+            on = Setting(device, QUICK if options.quick else FULL)
+        jobs = jobs_of(options.only or SUBJECTS, on)
+        exit_code = _run(jobs, results, options.folder, started, started + options.limit)
     except KeyboardInterrupt:
+        results.complete = False
         print("stopped; results so far follow", flush=True)
     return max(exit_code, _finish(results, options.folder))
 
 
-def jobs_of(
-    subjects: Sequence[str],
-    on: Setting,
-    cases: tuple[str, ...] | None = None,
-    dtypes: tuple[torch.dtype, ...] = (),
-) -> list[tuple[str, Job]]:
+def jobs_of(subjects: Sequence[str], on: Setting) -> list[tuple[str, Job]]:
     """Named jobs of some subjects."""
-    on_gpu = on.device.type == "cuda"
-    lists = kernels.chosen(on, cases, dtypes)
-
-    def for_each(
-        measure: Callable[..., Measured], lists: list[tuple[GradCase, torch.dtype]] = lists
-    ) -> list[Job]:
-        return [
-            Job(f"{case.name} {dtype_name(dtype)}", functools.partial(measure, case, dtype, on))
-            for case, dtype in lists
-        ]
-
-    makers: dict[str, Callable[[], list[Job]]] = {
+    jobs = {
         # On a GPU, "training" has them.
-        "loops": lambda: [] if on_gpu else real_loops.jobs(on),
-        "host": lambda: host_time.jobs(on),
-        "mlp": lambda: training.jobs("mlp", on),
-        "training": lambda: training.jobs("training", on),
-        "growth": lambda: growth.jobs(on),
-        "kernels": lambda: for_each(kernels.measure),
-        "steps": lambda: for_each(steps.measure),
-        "clip": lambda: for_each(clipping.measure),
-        "tracking": lambda: for_each(tracking.measure, tracking.chosen(lists, on_gpu, cases)),
+        "loops": [] if on.queue else real_loops.jobs(on),
+        "host": host_time.jobs(on),
+        "mlp": training.jobs("mlp", on),
+        "training": training.jobs("training", on),
+        "growth": growth.jobs(on),
+        "kernels": kernels.jobs(on, kernels.measure),
+        "steps": kernels.jobs(on, steps.measure),
+        "clip": kernels.jobs(on, clipping.measure),
+        "tracking": tracking.jobs(on),
     }
-    return [(f"{subject}: {job.label}", job) for subject in subjects for job in makers[subject]()]
+    return [(f"{subject}: {job.label}", job) for subject in subjects for job in jobs[subject]]
 
 
 def _run(
@@ -214,7 +175,7 @@ def _run(
     results: Results,
     folder: Path | None,
     started: float,
-    deadline: float | None,
+    deadline: float,
 ) -> int:
     """Runs the jobs into `results`, which keeps its rows after a failure or Ctrl-C."""
 
@@ -226,22 +187,20 @@ def _run(
     # Incomplete until the last job is done, so a run that is cut off leaves a file that says so.
     results.complete = False
     for number, (name, job) in enumerate(jobs, 1):
-        if deadline is not None and time.monotonic() > deadline:
+        if time.monotonic() > deadline:
             left_out = True
             note(f"left out {name}: the time is up")
             continue
         print(f"[{number}/{len(jobs)}] {name}", flush=True)
         try:
             measured = job.run()
-        except KeyboardInterrupt:
-            note(f"stopped at {name}; results so far follow")
-            return INTERRUPTED
         except Exception as error:
             # A failing part does not keep the others from being measured; a smaller machine
             # measures less, which is no failure.
-            too_large = _is_of_memory(error)
-            failed, left_out = failed or not too_large, left_out or too_large
-            verb = "skipped" if too_large else "FAILED"
+            if _is_of_memory(error):
+                left_out, verb = True, "skipped"
+            else:
+                failed, verb = True, "FAILED"
             note(f"{verb} {name}: {str(error) or type(error).__name__}")
         else:
             results.rows += measured.rows
@@ -271,8 +230,7 @@ def _finish(results: Results, folder: Path | None) -> int:
         show(table)
     if results.goals:
         show(tables.of_goals(results.goals))
-    for line in (*results.notes, *results.caveats, *tables.sentences(results)):
-        print(line)
+    print(*results.notes, *results.caveats, *tables.sentences(results), sep="\n")
     if folder is None or not results.rows:
         return 0
     try:
@@ -306,24 +264,13 @@ def _is_of_memory(error: Exception) -> bool:
     return of_cpu or isinstance(error, (MemoryError, torch.OutOfMemoryError))
 
 
-def _names_among(known: tuple[str, ...]) -> Callable[[str], tuple[str, ...]]:
-    """argparse type of a comma-separated choice, in the order of `known`."""
-
-    def names(text: str) -> tuple[str, ...]:
-        given = text.split(",")
-        if unknown := [name for name in given if name not in known]:
-            told = f"{', '.join(map(repr, unknown))} is not among {', '.join(known)}"
-            raise argparse.ArgumentTypeError(told)
-        return tuple(name for name in known if name in given)
-
-    return names
-
-
-def _positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, got {number}")
-    return number
+def _subjects(text: str) -> list[str]:
+    """argparse type of a comma-separated choice, in the order of a run."""
+    given = text.split(",")
+    if unknown := [name for name in given if name not in SUBJECTS]:
+        told = f"{', '.join(map(repr, unknown))} is not among {', '.join(SUBJECTS)}"
+        raise argparse.ArgumentTypeError(told)
+    return [name for name in SUBJECTS if name in given]
 
 
 if __name__ == "__main__":

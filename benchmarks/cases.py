@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -84,18 +83,12 @@ CASES: dict[str, GradCase] = {
 }
 
 
-def make_gradients(
-    case: GradCase,
-    dtype: torch.dtype,
-    device: torch.device,
-    fill: Callable[[Tensor], object] = lambda gradient: gradient.uniform_(0.5, 2.0),
-) -> list[Tensor]:
+def make_gradients(case: GradCase, dtype: torch.dtype, device: torch.device) -> list[Tensor]:
     """Separately allocated tensors of these shapes, as autograd creates them.
 
     Values lie in [0.5, 2], where halving and doubling are exact in every dtype, so that they do not
     drift however often they are unscaled.
     """
-    gradients = [torch.empty(shape, dtype=dtype, device=device) for shape in case.shapes]
-    for gradient in gradients:
-        fill(gradient)
-    return gradients
+    return [
+        torch.empty(shape, dtype=dtype, device=device).uniform_(0.5, 2.0) for shape in case.shapes
+    ]

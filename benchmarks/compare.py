@@ -14,8 +14,6 @@ FEWER, MORE, UNKNOWN = "fewer", "more", "no spread"
 VERDICTS = (FASTER, SLOWER, SAME, FEWER, MORE, UNKNOWN)
 # Exact measures, whose differences all count.
 COUNTS = ("launches", "copies", "syncs")
-# Measures without a spread.
-SINGLE = ("ns_each",)
 
 
 @dataclass(frozen=True)
@@ -85,18 +83,18 @@ def _changes(first: Row, second: Row) -> Iterator[Change]:
         if a and b:
             verdict = FASTER if b.p80 < a.p20 else SLOWER if b.p20 > a.p80 else SAME
             yield Change(second, measure, a.p50, b.p50, verdict)
-    for measure in (*SINGLE, *COUNTS):
+    # A slope has no spread.
+    for measure in ("ns_each", *COUNTS):
         a, b = getattr(first, measure), getattr(second, measure)
         if a is not None and b is not None and a != b:
-            verdict = UNKNOWN if measure in SINGLE else FEWER if b < a else MORE
+            verdict = UNKNOWN if measure not in COUNTS else FEWER if b < a else MORE
             yield Change(second, measure, a, b, verdict)
 
 
 def _environments(first: Results, second: Results) -> Iterator[str]:
     """Machine and torch first, as ratios across these say little about ampfast."""
     both = [
-        {**{k: v for k, v in each.machine.items() if k != "load"}, "torch": each.torch}
-        | {"triton": each.triton}
+        {**each.machine, "load": None, "torch": each.torch, "triton": each.triton}
         for each in (first, second)
     ]
     keys = [key for key in both[0] | both[1] if both[0].get(key) != both[1].get(key)]

@@ -101,8 +101,3 @@ def of_events(events: Iterable[Event]) -> dict[int, Counts]:
         index: min(counts, key=lambda c: (c.launches, c.copies, c.syncs))
         for index, counts in found.items()
     }
-
-
-def launches(counted: dict[Key, Counts | None]) -> dict[Key, int | None]:
-    """Launches only."""
-    return {key: None if found is None else found.launches for key, found in counted.items()}

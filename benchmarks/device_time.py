@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
 from .harness import Contender, Key
+
+if TYPE_CHECKING:
+    from .counts import Counts
 
 # Lists below this are replayed from a graph: queued singly, the host would be timed, too.
 GRAPH_BELOW_BYTES = 512 << 20
@@ -85,10 +88,7 @@ class CudaQueue:
 class GraphTimer:
     """Mean device seconds per call, from graphs of one cycle of a contender's calls.
 
-    Args:
-        queue: Queue of the calls.
-        contenders: Contenders to capture; none may wait for the device.
-        cycle: Calls in a graph.
+    No call may wait for the device.
     """
 
     name = "graph"
@@ -97,7 +97,7 @@ class GraphTimer:
         self._queue = queue
         self._cycle = cycle
         self._replays = {
-            contender.key: queue.capture(lambda call=contender.call: _cycle(call, cycle))
+            contender.key: queue.capture(lambda call=contender.call: list(map(call, range(cycle))))
             for contender in contenders
         }
 
@@ -119,19 +119,15 @@ class EventTimer:
     """Mean device seconds per call, from stamps around calls queued beforehand.
 
     The device is kept busy until the last one is queued, so the host is not timed. Calls that
-    wait for the device cannot be queued: their time on the device includes the wait.
-
-    Args:
-        queue: Where the calls go.
-        launches: Kernels of a call by contender, as far as they are known.
-        cycle: After so many calls everything is as before; what has to be repeated is whole cycles.
+    wait for the device cannot be queued: their time on the device includes the wait. What has to be
+    repeated is whole cycles.
     """
 
     name = "events"
 
-    def __init__(self, queue: Queue, launches: dict[Key, int | None], cycle: int = 1) -> None:
+    def __init__(self, queue: Queue, counts: dict[Key, Counts | None], cycle: int = 1) -> None:
         self._queue = queue
-        self._launches = launches
+        self._counts = counts
         self._cycle = cycle
         self._holds: dict[Key, float] = {}
 
@@ -139,8 +135,9 @@ class EventTimer:
         self._queue.synchronize()
         if contender.waits:
             contender.call(calls[0])
-            return self._between_stamps(contender, calls[1:]) / (len(calls) - 1)
-        most = stretch(self._launches.get(contender.key))
+            return self._between_stamps(contender, calls[1:])[0] / (len(calls) - 1)
+        counted = self._counts.get(contender.key)
+        most = stretch(counted.launches if counted else None)
         most = max(self._cycle, most // self._cycle * self._cycle)
         parts = [calls[first : first + most] for first in range(0, len(calls), most)]
         return sum(self._held(contender, part) for part in parts) / len(calls)
@@ -149,23 +146,20 @@ class EventTimer:
         hold = self._holds.get(contender.key, FIRST_HOLD_S)
         while True:
             self._queue.hold(hold)
-            start = self._queue.stamp()
-            for number in calls:
-                contender.call(number)
-            late = self._queue.passed(start)
-            end = self._queue.stamp()
-            self._queue.synchronize()
-            if not late or hold >= LONGEST_HOLD_S:
-                return self._queue.seconds(start, end)
+            seconds, is_late = self._between_stamps(contender, calls)
+            if not is_late or hold >= LONGEST_HOLD_S:
+                return seconds
             hold = self._holds[contender.key] = 2 * hold
 
-    def _between_stamps(self, contender: Contender, calls: range) -> float:
+    def _between_stamps(self, contender: Contender, calls: range) -> tuple[float, bool]:
+        """Device seconds, and whether the device got ahead of the host."""
         start = self._queue.stamp()
         for number in calls:
             contender.call(number)
+        is_late = self._queue.passed(start)
         end = self._queue.stamp()
         self._queue.synchronize()
-        return self._queue.seconds(start, end)
+        return self._queue.seconds(start, end), is_late
 
 
 def host_timer(queue: Queue) -> Callable[[Contender, range], float]:
@@ -187,8 +181,3 @@ def host_timer(queue: Queue) -> Callable[[Contender, range], float]:
 def stretch(launches: int | None) -> int:
     """Number of calls that can be queued before the first one starts."""
     return USUAL_STRETCH if launches is None else max(1, MOST_QUEUED // max(1, launches))
-
-
-def _cycle(call: Callable[[int], object], cycle: int) -> None:
-    for number in range(cycle):
-        call(number)

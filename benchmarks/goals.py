@@ -18,16 +18,15 @@ GPU_WITH_UPDATE = {"1000x1k": 1 / 4}
 GPU_HOST = 1 / 5
 # Device time of a step whose optimizer unscales, over torch's.
 FUSED_SHARE = 0.5
-# A pass with tracking over the same without, on a GPU from so many bytes on.
-LEAST_TRACKED_BYTES = 256_000_000
+# Least bytes of the lists that a GPU has goals for in tracking and clipping.
+LARGE = 256_000_000
+# A pass with tracking over the same without.
 TRACKING = {"float32": 1.10, "float16": 1.5, "bfloat16": 1.5}
 TRACKED_CHECKS = (CHECK, "check, overflow", "check, health")
 TRACKED_UNSCALES = (UNSCALE, "unscale, overflow", "unscale, health")
-# One call over torch's two, in place and deferred: in float32 on a CPU; on a GPU from so many
-# bytes on.
+# One call over torch's two, in place and deferred; in float32 on a CPU.
 CPU_CLIP = {"1000x1k": (1 / 5, 1 / 5), "bert_base": (1 / 1.3, 0.5), "bert_large": (1 / 1.3, 0.5)}
 GPU_CLIP = (1 / 1.6, 1 / 4)
-GPU_CLIP_BYTES = 256_000_000
 # A training step over the same without a scaler.
 TRAINING = {"cpu": 1.05, "cuda": 1.02}
 
@@ -76,7 +75,7 @@ def of_tracking(timed: Timed, provider: str) -> list[Goal]:
     """Goals for passes that mark overflows; none on a CPU. Health is a pass of its own."""
     limit = TRACKING.get(dtype_name(timed.dtype))
     on_cpu = timed.tensors_per_launch is None
-    if on_cpu or limit is None or timed.list_bytes < LEAST_TRACKED_BYTES:
+    if on_cpu or limit is None or timed.list_bytes < LARGE:
         return []
     pairs = ((TRACKED_CHECKS[1], CHECK), (TRACKED_UNSCALES[1], UNSCALE))
     return [g for a, b in pairs for g in timed.goal((a, provider), (b, provider), limit)]
@@ -85,10 +84,9 @@ def of_tracking(timed: Timed, provider: str) -> list[Goal]:
 def of_clipping(timed: Timed, provider: str) -> list[Goal]:
     """Goals for clipping; those on a CPU are for float32."""
     if timed.tensors_per_launch is None:
-        is_float32 = timed.dtype.itemsize == 4
-        limits = CPU_CLIP.get(timed.case.name, ()) if is_float32 else ()
+        limits = CPU_CLIP.get(timed.case.name, ()) if timed.dtype.itemsize == 4 else ()
     else:
-        limits = GPU_CLIP if timed.list_bytes >= GPU_CLIP_BYTES else ()
+        limits = GPU_CLIP if timed.list_bytes >= LARGE else ()
     calls = zip((CLIP, DEFERRED_CLIP), limits, strict=False)
     return [g for c, limit in calls for g in timed.goal((c, provider), (CLIP, "torch"), limit)]
 

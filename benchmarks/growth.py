@@ -6,6 +6,7 @@ import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
+import numpy
 import torch
 
 from .cases import GradCase
@@ -25,13 +26,8 @@ PART_OF_COMPARISON = 1 / 3
 class Curve:
     """Cost as a function of one number, with the other fixed.
 
-    Attributes:
-        call: Name of the rows.
-        unit: Unit of the sizes.
-        sizes: Sizes to measure.
-        linear_from: Size from which fixed costs and caches no longer count.
-        case: Gradients for a size.
-        points: Measured milliseconds by side and size.
+    From `linear_from` on, fixed costs and caches no longer count. `points` are milliseconds by side
+    and size.
     """
 
     call: str
@@ -54,11 +50,8 @@ class Curve:
                 told = f"two points from {self.linear_from:,} {self.unit} on"
                 measured.notes.append(f"growth: no slope {self.call} of {side}: it takes {told}")
                 continue
-            sizes = torch.tensor(list(line), dtype=torch.float64)
-            times = torch.tensor(list(line.values()), dtype=torch.float64) * 1e6
-            fixed_and_each = torch.stack([1 / times, sizes / times], dim=1)
-            solved = torch.linalg.lstsq(fixed_and_each, torch.ones(len(line), 1).double())
-            each = solved.solution[1].item()
+            ns = 1e6 * numpy.array(list(line.values()))
+            each = float(numpy.polyfit(list(line), ns, 1, w=1 / ns)[0])
             torchs = each if side == "torch" else torchs
             faster = None if side == "torch" or torchs is None else torchs / each
             case = f"{min(line):,} to {max(line):,} {self.unit}"
@@ -94,12 +87,7 @@ def jobs(on: Setting) -> list[Job]:
 
 
 def measure(curve: Curve, size: int, on: Setting) -> Measured:
-    """Times a point and adds it to the curve.
-
-    Raises:
-        AssertionError: If gradients, scale or tracker are not torch's, or they drifted.
-        MemoryError: If the gradients would not fit.
-    """
+    """Times a point and adds it to the curve."""
     case = curve.case(size)
     lists_in_turn(case, DTYPE, on)
     short = replace(on.effort, comparison_s=PART_OF_COMPARISON * on.effort.comparison_s)
@@ -108,5 +96,5 @@ def measure(curve: Curve, size: int, on: Setting) -> Measured:
     for row in timed.rows():
         sizes = {"tensors": len(case.shapes), "elements": case.elements}
         measured.rows.append(replace(row, call=curve.call, **sizes))
-        curve.points.setdefault(row.side, {})[size] = row.ms.p50 if row.ms else 0.0
+        curve.points.setdefault(row.side, {})[size] = row.ms.p50
     return measured

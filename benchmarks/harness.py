@@ -55,7 +55,11 @@ class Measured:
 
 @dataclass(frozen=True)
 class Job:
-    """Part of a run, small enough for a progress bar."""
+    """Part of a run.
+
+    `run` raises AssertionError if a result is not torch's, gradients drifted or a step was skipped
+    while timed, and MemoryError, before anything is allocated, if the gradients would not fit.
+    """
 
     label: str
     run: Callable[[], Measured]
@@ -127,13 +131,8 @@ def interleave(
     """Times the contenders in turn, until the time for the comparison is used up.
 
     Every other round goes backwards (A B B A ...), so that no place in the order is an advantage.
-
-    Args:
-        contenders: Contenders, identified by (path, provider).
-        effort: Duration of the measurement.
-        cycle: Calls, at least 2, after which a contender has undone what it did; a sample is a
-            multiple of it.
-        timer: Gives the mean seconds of a range of calls.
+    After `cycle` calls, at least 2, a contender has undone what it did; a sample is a multiple of
+    it. `timer` gives the mean seconds of a range of calls.
     """
     calls = []
     for contender in contenders:

@@ -30,7 +30,7 @@ def jobs(on: Setting) -> list[Job]:
 
 
 def measure(parameters: int, paths: Sequence[str], on: Setting) -> Measured:
-    """Times calls until they return; raises the errors of `steps.time_calls`."""
+    """Times calls until they return."""
     case = GradCase(f"{parameters}x{ELEMENTS}", parameters * ((ELEMENTS,),))
     timed, notes = steps.time_calls("host", paths, case, torch.float32, on)
     measured = Measured([_of_host(row) for row in timed.rows()], notes=notes)

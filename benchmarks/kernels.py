@@ -11,17 +11,16 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from . import counts, goals, providers
+from . import goals, providers
 from .cases import CASES, GradCase, make_gradients
-from .device_time import GRAPH_BELOW_BYTES, EventTimer, GraphTimer, Queue, host_timer
-from .harness import Contender, Key, Measured, Setting, interleave
-from .machine import cache_bytes, require_memory, tensors_per_launch
+from .device_time import GRAPH_BELOW_BYTES
+from .harness import Contender, Job, Measured, Setting
+from .machine import cache_bytes, require_memory
 from .providers import COPY, HALF_COPY, Calls, Scalars, moved_bytes
-from .timing import Timed, dtype_name
+from .timing import dtype_name, time_contenders
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-# float64 gradients are rare, and take a third of the time of all.
-FULL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+# float64 gradients are rare, and would take a third of the time of all.
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 QUICK_DTYPES = (torch.float32, torch.float16)
 CPU_CASES = ("1000x1k", "10000x256", "resnet50", "bert_base", "one_64m")
 CPU_QUICK_CASES = ("1000x1k", "10000x256", "resnet50", "one_16m")
@@ -36,34 +35,36 @@ MAX_LISTS = 64
 MEMORY_OF_LISTS = 4
 
 
-def chosen(
-    on: Setting, cases: Sequence[str] | None = None, dtypes: Sequence[torch.dtype] = ()
-) -> list[tuple[GradCase, torch.dtype]]:
-    """Lists to measure on a device: the requested ones, else those that the time allows."""
-    effort = on.effort
-    if on.device.type == "cuda":
-        usual = GPU_QUICK_CASES if effort.quick else GPU_CASES
-    else:
-        usual = CPU_QUICK_CASES if effort.quick else CPU_CASES
-    dtypes = dtypes or (QUICK_DTYPES if effort.quick else FULL_DTYPES)
-    return [(CASES[name], dtype) for name in cases or usual for dtype in dtypes]
+def chosen(on: Setting) -> list[tuple[GradCase, torch.dtype]]:
+    """Lists to measure on a device."""
+    full, quick = (GPU_CASES, GPU_QUICK_CASES) if on.queue else (CPU_CASES, CPU_QUICK_CASES)
+    names, dtypes = (quick, QUICK_DTYPES) if on.effort.quick else (full, DTYPES)
+    return [(CASES[name], dtype) for name in names for dtype in dtypes]
+
+
+def jobs(
+    on: Setting,
+    of_list: Callable[[GradCase, torch.dtype, Setting], Measured],
+    lists: Sequence[tuple[GradCase, torch.dtype]] | None = None,
+) -> list[Job]:
+    """One job for each list."""
+    return [
+        Job(f"{c.name} {dtype_name(d)}", functools.partial(of_list, c, d, on))
+        for c, d in lists or chosen(on)
+    ]
 
 
 def measure(case: GradCase, dtype: torch.dtype, on: Setting) -> Measured:
-    """Times every provider's paths and a copy over one list.
-
-    Raises:
-        AssertionError: If a result is not torch's, or the gradients drifted while timed.
-        MemoryError: If the lists would not fit.
-    """
-    device, effort, queue = on.device, on.effort, on.queue
-    rotation = lists_beyond_cache(case.list_bytes(dtype), device)
-    require_memory(int(MEMORY_OF_LISTS * rotation * case.list_bytes(dtype)), device)
+    """Times every provider's paths and a copy over one list."""
+    device, queue = on.device, on.queue
+    list_bytes = case.list_bytes(dtype)
+    rotation = lists_beyond_cache(list_bytes, device)
+    require_memory((MEMORY_OF_LISTS * rotation + 1) * list_bytes, device)
     names, notes = providers.available(device)
     measured = Measured(notes=notes)
     takes = providers.torch_takes(dtype, device)
     if not takes:
-        measured.notes.append(
+        notes.append(
             f"torch: not measured with {dtype_name(dtype)}, its op has no kernel for it on a "
             f"{device.type} device; results were compared with those of its op on the CPU"
         )
@@ -71,44 +72,34 @@ def measure(case: GradCase, dtype: torch.dtype, on: Setting) -> Measured:
         providers.assert_parity(case, dtype, device, name)
 
     scalars = Scalars.make(device)
-    ours = [providers.public_calls(name, device, scalars) for name in names]
     torchs = [providers.torch_calls(scalars)] if takes else []
-    public = torchs + ours
-    if queue is None:
-        # One list alone, still cached after it was written; and enough lists in turn that even a
-        # small one has left the cache.
-        for lists in sorted({1, rotation}):
-            gradients = Lists(case, dtype, device, lists)
-            contenders = gradients.contenders(public) + gradients.copies()
-            samples = interleave(contenders, effort, cycle=2 * lists)
-            gradients.assert_steady(scalars.found_inf)
-            _add(measured, Timed("kernels", case, dtype, contenders, samples, lists=lists), names)
-        return measured
-
-    alone = Lists(case, dtype, device, 1)
-    calls = alone.contenders(public)
-    counted = counts.of_contenders(calls, queue)
-    host = interleave(calls, replace(effort, sample_s=0.0), timer=host_timer(queue))
-    alone.assert_steady(scalars.found_inf)
-    del alone, calls
-
-    gradients = Lists(case, dtype, device, rotation)
-    launched = torchs + [providers.launches(name, device, scalars) for name in names]
-    contenders = gradients.contenders(launched) + gradients.copies()
-    cycle = 2 * rotation
-    timer = _device_timer(
-        *(contenders, case.list_bytes(dtype), cycle, queue),
-        *(counts.launches(counted), measured.notes),
-    )
-    samples = interleave(contenders, effort, cycle=cycle, timer=timer)
-    gradients.assert_steady(scalars.found_inf)
-    timed = Timed(
-        *("kernels", case, dtype, contenders, samples, timer.name, rotation),
-        host=host,
-        counts=counted,
-        tensors_per_launch=tensors_per_launch(torch.__version__, torch.version.cuda),
-    )
-    _add(measured, timed, names)
+    calls = torchs + [providers.public_calls(name, device, scalars) for name in names]
+    repeated, rotations = calls, [1, rotation]
+    alone = None
+    if queue is not None:
+        repeated = torchs + [providers.launches(name, device, scalars) for name in names]
+        rotations = [rotation]
+        alone = Lists(case, dtype, device, 1)
+    # On a CPU one list alone, still cached after it was written; and enough lists in turn that even
+    # a small one has left the cache.
+    for lists in dict.fromkeys(rotations):
+        gradients = Lists(case, dtype, device, lists)
+        contenders = gradients.contenders(repeated) + gradients.copies()
+        timed = time_contenders(
+            *("kernels", case, dtype, contenders, on),
+            lists=lists,
+            alone=alone and alone.contenders(calls),
+            graphs=list_bytes < GRAPH_BELOW_BYTES,
+        )
+        for each in (gradients, alone):
+            if each is not None:
+                each.assert_steady(scalars.found_inf)
+        notes += timed.notes
+        rows = [replace(row, bytes=moved_bytes(row.call, list_bytes)) for row in timed.rows()]
+        copies = {row.bytes: row.gb_s for row in rows if row.call in (COPY, HALF_COPY)}
+        measured.rows += [replace(row, copy_gb_s=copies[row.bytes]) for row in rows]
+        for name in names:
+            measured.goals += goals.of_kernels(timed, name)
     return measured
 
 
@@ -184,28 +175,3 @@ class Lists:
 
 def _backend_of(provider: str) -> AbstractContextManager[object]:
     return nullcontext() if provider == "torch" else providers.default_backend(provider)
-
-
-def _device_timer(
-    contenders: Sequence[Contender],
-    list_bytes: int,
-    cycle: int,
-    queue: Queue,
-    launches: dict[Key, int | None],
-    notes: list[str],
-) -> GraphTimer | EventTimer:
-    """Timer that suits the size, the same for all contenders."""
-    if list_bytes < GRAPH_BELOW_BYTES:
-        try:
-            return GraphTimer(queue, contenders, cycle)
-        except RuntimeError as error:
-            notes.append(f"timed by events, since a graph could not be captured: {error}")
-    return EventTimer(queue, launches, cycle)
-
-
-def _add(measured: Measured, timed: Timed, names: Sequence[str]) -> None:
-    rows = [replace(row, bytes=moved_bytes(row.call, timed.list_bytes)) for row in timed.rows()]
-    copies = {row.bytes: row.gb_s for row in rows if row.call in (COPY, HALF_COPY)}
-    measured.rows += [replace(row, copy_gb_s=copies[row.bytes]) for row in rows]
-    for name in names:
-        measured.goals += goals.of_kernels(timed, name)

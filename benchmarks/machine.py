@@ -9,6 +9,7 @@ import os
 import platform
 import re
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +23,6 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 DEFAULT_CACHE_BYTES = 32 << 20
 DEFAULT_GPU_CACHE_BYTES = 64 << 20
 CONTROL_GROUP = Path("/sys/fs/cgroup")
-
-
-def cores() -> int:
-    """Number of cores available to this process."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 def default_device() -> torch.device:
@@ -116,7 +110,8 @@ def describe(device: torch.device) -> dict[str, Any]:
         "cpu": _cpu_name(),
         "arch": platform.machine(),
         "os": platform.system(),
-        "cores": cores(),
+        # Those available to this process, where the system tells.
+        "cores": len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count(),
         "threads": torch.get_num_threads(),
         "memory_bytes": _memory("MemTotal"),
         "cache_bytes": cache_bytes(torch.device("cpu")),

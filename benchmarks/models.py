@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -11,22 +10,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-# A CPU whose float16 products are at least this fast, relative to bfloat16, trains in float16.
-SLOWEST_FLOAT16 = 2.0
-PROBE_WIDTH = 256
-
 
 @dataclass(frozen=True)
 class Net:
-    """Net and its training.
+    """Net and its training; its name has sizes that are not the published ones.
 
-    Attributes:
-        name: Name, with sizes that are not the published ones.
-        build: Makes the module, whose forward returns the loss.
-        inputs: Makes a random batch for forward, on the CPU.
-        optimizer: torch's class of its optimizer.
-        options: Arguments of the optimizer, besides the parameters.
-        step_bytes: Bound of a step's memory besides parameters, gradients and optimizer state.
+    The module's forward takes `inputs`, a random batch, and returns the loss. `step_bytes` bounds a
+    step's memory besides parameters, gradients and optimizer state.
     """
 
     name: str
@@ -64,54 +54,29 @@ def nets(device: torch.device) -> list[Net]:
     ]
 
 
-def perceptron(device: torch.device) -> Net:
-    """The net of the classic benchmark of mixed precision; on a CPU smaller."""
-    width, batch = (4096, 512) if device.type == "cuda" else (512, 128)
+def perceptron(
+    layers: int,
+    width: int,
+    batch: int,
+    optimizer: type[torch.optim.Optimizer] = torch.optim.SGD,
+    lr: float = 0.1,
+) -> Net:
+    """A net of two parameters a layer."""
     return Net(
-        f"perceptron 3x{width}, batch {batch}",
-        functools.partial(Perceptron, 3, width),
+        f"perceptron {layers}x{width}, batch {batch}",
+        functools.partial(Perceptron, layers, width),
         lambda: (torch.randn(batch, width), torch.randn(batch, width)),
-        torch.optim.SGD,
-        {"lr": 0.1},
+        optimizer,
+        {"lr": lr},
     )
 
 
-def autocast_dtype(
-    device: torch.device, clock: Callable[[], float] = time.perf_counter
-) -> tuple[torch.dtype, list[str]]:
-    """16-bit dtype to train with on a device, and the reason if it is not float16.
+def autocast_dtype(device: torch.device) -> torch.dtype:
+    """16-bit dtype to train with; most CPUs have no float16 arithmetic.
 
-    Most CPUs have no float16 arithmetic. The scaler's work is the same in both: gradients are those
-    of float32 parameters.
-
-    Args:
-        device: Device of the training.
-        clock: Clock in seconds for the products on a CPU.
+    The scaler's work is the same in both: gradients are those of float32 parameters.
     """
-    if device.type == "cuda":
-        return torch.float16, []
-    threads = torch.get_num_threads()
-    # Threads that wait for each other on a busy machine would hide the difference.
-    torch.set_num_threads(1)
-    try:
-        half, brain = (
-            min(_seconds_of_product(dtype, clock) for _ in range(5))
-            for dtype in (torch.float16, torch.bfloat16)
-        )
-    finally:
-        torch.set_num_threads(threads)
-    if half <= SLOWEST_FLOAT16 * brain:
-        return torch.float16, []
-    return torch.bfloat16, [
-        "autocast to bfloat16: float16 products take many times as long on this CPU"
-    ]
-
-
-def _seconds_of_product(dtype: torch.dtype, clock: Callable[[], float]) -> float:
-    matrix = torch.ones(PROBE_WIDTH, PROBE_WIDTH, dtype=dtype)
-    start = clock()
-    matrix @ matrix
-    return clock() - start
+    return torch.float16 if device.type == "cuda" else torch.bfloat16
 
 
 class Perceptron(nn.Module):

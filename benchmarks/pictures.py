@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from .providers import COPY, UNSCALE
+from .providers import UNSCALE
 from .results import Results, Row, write_whole
-from .tables import NO_SCALER
+from .tables import NO_SCALER, percent
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -40,18 +40,81 @@ class Bar(NamedTuple):
     mark: float | None = None
 
 
-def draw(results: Results) -> dict[str, Figure]:
-    """Pictures by name, the most informative first; none for subjects without rows.
+class Chart(NamedTuple):
+    """Horizontal bars of the rows of a subject, with a vertical line at `line`."""
 
-    Raises:
-        ValueError: If matplotlib is not installed.
-    """
+    subject: str
+    title: str
+    axis: str
+    bar: Callable[[Row], Bar | None]
+    line: float | None = None
+    better: str = "lower"
+
+
+def _own_time(row: Row) -> Bar:
+    return _timed(row, f"{row.case}\n{row.tensors} parameters, {row.call}")
+
+
+def _warm_time(row: Row) -> Bar | None:
+    group = f"{row.case.partition('x')[0]} parameters\n{row.call}"
+    return None if row.replaces else _timed(row, group)
+
+
+def _timed(row: Row, group: str) -> Bar:
+    microseconds = row.host_us.p50 if row.host_us else 0.0
+    faster = "" if row.vs_torch is None else f" ({row.vs_torch:.1f}x faster)"
+    return Bar(group, row.side, microseconds, f"{microseconds:,.0f}{faster}")
+
+
+def _throughput(row: Row) -> Bar | None:
+    if row.call != UNSCALE or row.dtype != "float32" or not row.gb_s:
+        return None
+    return Bar(row.case, row.side, row.gb_s, percent(row.percent_of_copy), row.copy_gb_s)
+
+
+def _over_none(row: Row) -> Bar | None:
+    if not row.over_none or row.side == NO_SCALER:
+        return None
+    return Bar(f"{row.case}\n{row.call}", row.side, row.over_none, f"{row.over_none:.3f}")
+
+
+def _speedup(row: Row) -> Bar | None:
+    if not row.vs_torch or row.dtype != "float32":
+        return None
+    return Bar(f"{row.case}\n{row.call}", row.side, row.vs_torch, f"{row.vs_torch:.2f}x")
+
+
+OVER_NONE = "time over that without a scaler (the line)"
+# The most informative first.
+CHARTS = {
+    "loops": Chart(
+        "loops", "Scaler's own time in training loops", "microseconds a step", _own_time
+    ),
+    "host": Chart("host", "Host time of the scaler's calls, warm", "microseconds", _warm_time),
+    "throughput": Chart(
+        *("kernels", "Throughput of unscale_, float32"),
+        *("GB/s; percent of a copy, whose bandwidth is the black mark", _throughput),
+        better="higher",
+    ),
+    "training": Chart("training", "Whole training steps", OVER_NONE, _over_none, 1.0),
+    "mlp": Chart("mlp", "A perceptron in mixed precision", OVER_NONE, _over_none, 1.0),
+    "clip": Chart(
+        *("clip", "Unscaling and clipping, float32", "times as fast as torch (the line)"),
+        *(_speedup, 1.0, "higher"),
+    ),
+}
+
+
+def draw(results: Results) -> dict[str, Figure]:
+    """Pictures by name; none for subjects without rows."""
     try:
         import matplotlib
     except ModuleNotFoundError as error:
         raise ValueError("pictures need matplotlib: pip install matplotlib") from error
     with matplotlib.rc_context(STYLE):
-        return {name: figure for name, make in MAKERS.items() for figure in make(results)}
+        made = {name: _bars(chart, results) for name, chart in CHARTS.items()}
+        made["growth"] = _growth(results)
+    return {name: figure for name, figure in made.items() if figure}
 
 
 def svg(figure: Figure) -> str:
@@ -63,77 +126,23 @@ def svg(figure: Figure) -> str:
     return text.getvalue()
 
 
-def write(figures: dict[str, Figure], folder: Path, kinds: Sequence[str] = ("svg", "png")) -> None:
-    """Writes a file of each kind for each picture; removes those of an earlier run."""
+def write(figures: dict[str, Figure], folder: Path, png: bool = True) -> None:
+    """Writes each picture as SVG, and as PNG, too; removes those of an earlier run."""
     folder.mkdir(parents=True, exist_ok=True)
     for old in folder.iterdir():
         if old.suffix in (".svg", ".png"):
             old.unlink()
     for name, figure in figures.items():
-        if "svg" in kinds:
-            write_whole(folder / f"{name}.svg", svg(figure))
-        if "png" in kinds:
+        write_whole(folder / f"{name}.svg", svg(figure))
+        if png:
             figure.savefig(folder / f"{name}.png", dpi=144)
 
 
-def _loops(results: Results) -> Iterator[Figure]:
-    bars = [
-        Bar(f"{row.case}\n{row.tensors} parameters, {row.call}", *_timed(row))
-        for row in _of("loops", results)
-    ]
-    yield from _bars("Scaler's own time in training loops", "microseconds a step", bars)
-
-
-def _host(results: Results) -> Iterator[Figure]:
-    rows = _of("host", results)
-    calls = {row.call for row in rows if row.side == "torch"}
-    bars = [
-        Bar(f"{row.case.partition('x')[0]} parameters\n{row.call}", *_timed(row))
-        for row in rows
-        if row.call in calls
-    ]
-    yield from _bars("Host time of the scaler's calls, warm", "microseconds", bars)
-
-
-def _throughput(results: Results) -> Iterator[Figure]:
-    rows = [row for row in _of("kernels", results) if row.dtype == "float32" and row.gb_s]
-    copies = {row.case: row.gb_s for row in rows if row.call == COPY}
-    bars = [
-        Bar(row.case, row.side, row.gb_s or 0.0, number_of(row), copies.get(row.case))
-        for row in rows
-        if row.call == UNSCALE
-    ]
-    axis = "GB/s; percent of a copy, whose bandwidth is the black mark"
-    yield from _bars("Throughput of unscale_, float32", axis, bars, better="higher")
-
-
-def _training(subject: str, title: str) -> Callable[[Results], Iterator[Figure]]:
-    def make(results: Results) -> Iterator[Figure]:
-        bars = [
-            Bar(f"{row.case}\n{row.call}", row.side, row.over_none, f"{row.over_none:.3f}")
-            for row in _of(subject, results)
-            if row.over_none and row.side != NO_SCALER
-        ]
-        yield from _bars(title, "time over that without a scaler (the line)", bars, line=1.0)
-
-    return make
-
-
-def _clip(results: Results) -> Iterator[Figure]:
-    bars = [
-        Bar(f"{row.case}\n{row.call}", row.side, row.vs_torch, f"{row.vs_torch:.2f}x")
-        for row in _of("clip", results)
-        if row.vs_torch and row.dtype == "float32"
-    ]
-    axis = "times as fast as torch (the line)"
-    yield from _bars("Unscaling and clipping, float32", axis, bars, line=1.0, better="higher")
-
-
-def _growth(results: Results) -> Iterator[Figure]:
-    rows = [row for row in _of("growth", results) if row.ms]
+def _growth(results: Results) -> Figure | None:
+    rows = [row for row in results.rows if row.subject == "growth" and row.ms]
     calls = list(dict.fromkeys(row.call for row in rows))
     if not calls:
-        return
+        return None
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 3.6), layout="constrained")
@@ -151,22 +160,7 @@ def _growth(results: Results) -> Iterator[Figure]:
         axes.set(xscale="log", yscale="log", xlabel=call.removeprefix("by "), ylabel="milliseconds")
         axes.legend(frameon=False)
         axes.grid(alpha=0.3)
-    yield figure
-
-
-def number_of(row: Row) -> str:
-    return "" if row.percent_of_copy is None else f"{row.percent_of_copy:.0f}%"
-
-
-def _of(subject: str, results: Results) -> list[Row]:
-    return [row for row in results.rows if row.subject == subject]
-
-
-def _timed(row: Row) -> tuple[str, float, str]:
-    """Series, length and label of a bar of host time."""
-    microseconds = row.host_us.p50 if row.host_us else 0.0
-    faster = "" if row.vs_torch is None else f" ({row.vs_torch:.1f}x faster)"
-    return row.side, microseconds, f"{microseconds:,.0f}{faster}"
+    return figure
 
 
 def _colours(series: Sequence[str]) -> dict[str, str]:
@@ -174,12 +168,10 @@ def _colours(series: Sequence[str]) -> dict[str, str]:
     return {name: COLOURS.get(name) or next(more) for name in dict.fromkeys(series)}
 
 
-def _bars(
-    title: str, axis: str, bars: Sequence[Bar], line: float | None = None, better: str = "lower"
-) -> Iterator[Figure]:
-    """Horizontal bars by group, if there are any; a vertical line at `line`."""
-    if not bars:
-        return
+def _bars(chart: Chart, results: Results) -> Figure | None:
+    rows = [row for row in results.rows if row.subject == chart.subject]
+    if not (bars := [bar for bar in map(chart.bar, rows) if bar]):
+        return None
     from matplotlib.figure import Figure
 
     colours = _colours([bar.series for bar in bars])
@@ -208,21 +200,10 @@ def _bars(
     axes.invert_yaxis()
     axes.margins(x=0.15, y=0.01)
     axes.set_xlim(left=0)
-    axes.set_title(title)
-    axes.set_xlabel(f"{axis}; {better} is better")
-    if line is not None:
-        axes.axvline(line, color="k", ls="--", lw=1)
+    axes.set_title(chart.title)
+    axes.set_xlabel(f"{chart.axis}; {chart.better} is better")
+    if chart.line is not None:
+        axes.axvline(chart.line, color="k", ls="--", lw=1)
     handles = [axes.barh(0, 0, color=colour) for colour in colours.values()]
     figure.legend(handles, list(colours), loc="outside lower center", ncols=4, frameon=False)
-    yield figure
-
-
-MAKERS: dict[str, Callable[[Results], Iterator[Figure]]] = {
-    "loops": _loops,
-    "host": _host,
-    "throughput": _throughput,
-    "training": _training("training", "Whole training steps"),
-    "mlp": _training("mlp", "A perceptron in mixed precision"),
-    "growth": _growth,
-    "clip": _clip,
-}
+    return figure

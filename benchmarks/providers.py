@@ -34,6 +34,8 @@ FACTORS = cpu.UpdateFactors(2.0, 0.5, 2**31 - 1)
 
 Gradients = list[Tensor]
 
+_torch_unscale_ = torch._amp_foreach_non_finite_check_and_unscale_
+
 
 def moved_bytes(path: str, list_bytes: int) -> int:
     """Bytes that a path must move for N elements of b bytes.
@@ -61,16 +63,14 @@ class Scalars:
 
     @classmethod
     def make(cls, device: torch.device, inverse: float = 0.5) -> Scalars:
-        def pair(first: float, second: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-            values = [torch.full((), v, dtype=dtype, device=device) for v in (first, second)]
-            return values[0], values[1]
+        def scalar(value: float, dtype: torch.dtype = torch.float32) -> Tensor:
+            return torch.tensor(value, dtype=dtype, device=device)
 
         return cls(
-            found_inf=torch.zeros((), device=device),
-            one=torch.ones((), device=device),
-            inverses=pair(inverse, 1 / inverse, torch.float32),
-            scales=pair(1 / inverse, inverse, torch.float32),
-            trackers=pair(0, 0, torch.int32),
+            *(scalar(0), scalar(1)),
+            inverses=(scalar(inverse), scalar(1 / inverse)),
+            scales=(scalar(1 / inverse), scalar(inverse)),
+            trackers=(scalar(0, torch.int32), scalar(0, torch.int32)),
         )
 
 
@@ -122,15 +122,16 @@ def torch_calls(scalars: Scalars) -> Calls:
     def unscale(gradients: Gradients, turn: int) -> None:
         _torch_unscale_(gradients, s.found_inf, s.inverses[turn])
 
-    def check(gradients: Gradients, turn: int) -> None:
-        _torch_unscale_(gradients, s.found_inf, s.one)
-
     def unscale_and_update(gradients: Gradients, turn: int) -> None:
         # The inverse is given; the scaler computes it with three kernels.
         unscale(gradients, turn)
         torch._amp_update_scale_(s.scales[turn], s.trackers[turn], s.found_inf, *FACTORS)
 
-    paths = {CHECK: check, UNSCALE: unscale, UPDATE: unscale_and_update}
+    paths = {
+        CHECK: lambda gradients, turn: _torch_unscale_(gradients, s.found_inf, s.one),
+        UNSCALE: unscale,
+        UPDATE: unscale_and_update,
+    }
     return Calls("torch", lambda gradients: gradients, paths)
 
 
@@ -138,18 +139,15 @@ def public_calls(name: str, device: torch.device, scalars: Scalars) -> Calls:
     """ampfast's functional calls, for use within `default_backend(name)`."""
     s = scalars
 
-    def check(gradients: Gradients, turn: int) -> None:
-        functional.check_(gradients, s.found_inf)
-
-    def unscale(gradients: Gradients, turn: int) -> None:
-        functional.unscale_(gradients, s.found_inf, s.inverses[turn])
-
-    def unscale_and_update(gradients: Gradients, turn: int) -> None:
-        functional.unscale_and_update_(
+    paths = {
+        CHECK: lambda gradients, turn: functional.check_(gradients, s.found_inf),
+        UNSCALE: lambda gradients, turn: functional.unscale_(
+            gradients, s.found_inf, s.inverses[turn]
+        ),
+        UPDATE: lambda gradients, turn: functional.unscale_and_update_(
             gradients, s.found_inf, s.scales[turn], s.trackers[turn], *FACTORS
-        )
-
-    paths = {CHECK: check, UNSCALE: unscale, UPDATE: unscale_and_update}
+        ),
+    }
     return Calls(name, lambda gradients: gradients, paths)
 
 
@@ -158,14 +156,9 @@ def launches(name: str, device: torch.device, scalars: Scalars) -> Calls:
 
     Graphs capture these, since a whole call would include the upload of the table, which happens
     only when an address has changed.
-
-    Raises:
-        RuntimeError: If the backend has no kernels over tables.
     """
     s = scalars
     kernels = device_kernels(name, device)
-    if kernels is None:
-        raise RuntimeError(f"backend {name!r} launches nothing on {device}")
     launcher = kernels._launcher
     updates = [
         kernels.scale_update(scale, tracker, [], FACTORS)
@@ -173,8 +166,7 @@ def launches(name: str, device: torch.device, scalars: Scalars) -> Calls:
     ]
 
     def table(gradients: Gradients) -> cpu.DeviceTable:
-        listed = _listed(gradients, device)
-        return cpu.DeviceTable.of(listed, launcher.max_programs(device), False)
+        return cpu.DeviceTable.of(listed(gradients), launcher.max_programs(device), False)
 
     def launch(
         table: cpu.DeviceTable, write: bool, use: Use, factor: Tensor | None, update: Any = None
@@ -185,13 +177,10 @@ def launches(name: str, device: torch.device, scalars: Scalars) -> Calls:
         with launcher.on(device):
             launcher.multi_tensor(work, segment, Epilogue.UPDATE if update else Epilogue.FINISH)
 
-    def update(table: cpu.DeviceTable, turn: int) -> None:
-        launch(table, True, Use.SCALE, s.scales[turn], updates[turn])
-
     paths = {
         CHECK: lambda table, turn: launch(table, False, Use.RAW, None),
         UNSCALE: lambda table, turn: launch(table, True, Use.INVERSE, s.inverses[turn]),
-        UPDATE: update,
+        UPDATE: lambda table, turn: launch(table, True, Use.SCALE, s.scales[turn], updates[turn]),
     }
     return Calls(name, table, paths)
 
@@ -202,15 +191,9 @@ def device_kernels(name: str, device: torch.device) -> DeviceKernels | None:
     return kernels if isinstance(kernels, DeviceKernels) else None
 
 
-def _listed(gradients: Gradients, device: torch.device) -> cpu.GradList:
-    listed = cpu.list_of(gradients, device)
-    if listed is None:
-        raise RuntimeError("the gradients are not plain tensors on one device")
-    return listed
-
-
-def _torch_unscale_(gradients: Gradients, found_inf: Tensor, inverse: Tensor) -> None:
-    torch._amp_foreach_non_finite_check_and_unscale_(gradients, found_inf, inverse)
+def listed(gradients: Gradients) -> cpu.GradList:
+    """List of plain tensors on one device, as the kernels take it."""
+    return cpu.list_of(gradients, gradients[0].device)
 
 
 def assert_parity(case: GradCase, dtype: torch.dtype, device: torch.device, name: str) -> None:

@@ -17,9 +17,8 @@ DOCS = "docs/benchmarks.md"
 # Nothing else is kept there.
 PICTURES = "docs/measured"
 RESULTS = "benchmarks/results"
-# Loops and pictures to show in README.md, those that were measured.
+# To show in README.md.
 LOOPS = ("conv net", "perceptron 31x32, batch 64", "perceptron 3x512, batch 128")
-FIRST = ("loops", "training")
 
 
 def readme_block(results: Results) -> str:
@@ -40,8 +39,9 @@ def readme_block(results: Results) -> str:
         lines.append((told, *times, tables.times(ours and ours.vs_torch)))
     header = ("scaler's own time in a step of", "torch, us", "ampfast, us", "faster")
     table = tables.Table("", "", "", header, lines, 1).markdown()
-    drawn = [name for name in FIRST if any(row.subject == name for row in results.rows)]
-    picture = [_image(name, f"{PICTURES}/{name}.svg") for name in drawn[:1]]
+    measured = {row.subject for row in results.rows}
+    drawn = [name for name in ("loops", "training") if name in measured][:1]
+    picture = [f"![{name}]({PICTURES}/{name}.svg)" for name in drawn]
     return "\n\n".join(
         (_heading(results, f"{RESULTS}/"), table, tables.gain_of_a_step(results), *picture)
     )
@@ -54,7 +54,7 @@ def docs_block(results: Results) -> str:
     drawn = pictures.draw(results)
     for table in tables.of(results):
         name = names.get(table.subject, table.subject)
-        image = [_image(table.title, f"measured/{name}.svg")] if name in drawn else []
+        image = [f"![{table.title}](measured/{name}.svg)"] if name in drawn else []
         parts += [f"### {table.title}", table.how, *image, table.markdown()]
     return "\n\n".join(parts)
 
@@ -72,16 +72,8 @@ PAGES: dict[str, Callable[[Results], str]] = {README: readme_block, DOCS: docs_b
 def write(folder: Path, file: Path) -> None:
     """Writes a result file's figures into both pages, its pictures, and the file itself.
 
-    The result file that README.md named before is removed.
-
-    Args:
-        folder: The repository, or a copy of it.
-        file: Result file.
-
-    Raises:
-        OSError: If something cannot be read or written.
-        ValueError: If a page does not have each marker once, in order, the file is not a result,
-            or matplotlib is not installed; then nothing is written.
+    The result file that README.md named before is removed. Nothing is written if a page does not
+    have each marker once, in order, or matplotlib is not installed.
     """
     results = Results.read(file)
     texts, earlier = {}, []
@@ -92,7 +84,7 @@ def write(folder: Path, file: Path) -> None:
     figures = pictures.draw(results)
     (folder / RESULTS).mkdir(parents=True, exist_ok=True)
     results.write(folder / RESULTS / file_name(results))
-    pictures.write(figures, folder / PICTURES, ("svg",))
+    pictures.write(figures, folder / PICTURES, png=False)
     for page, text in texts.items():
         write_whole(folder / page, text)
     for name in set(earlier) - {file_name(results)}:
@@ -120,7 +112,3 @@ def _heading(results: Results, folder: str) -> str:
             *results.caveats,
         )
     )
-
-
-def _image(title: str, place: str) -> str:
-    return f"![{title}]({place})"

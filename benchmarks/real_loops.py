@@ -6,7 +6,6 @@ import functools
 import math
 import statistics
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -15,9 +14,10 @@ from torch.nn import functional
 
 from ampfast import backends, demo
 
+from . import models
 from .cases import GradCase
 from .harness import Contender, Job, Measured, Setting, assert_same, interleave
-from .models import Net, Perceptron
+from .models import Net
 from .results import Row, Spread
 from .steps import make_scaler, scaler_state
 from .timing import Timed
@@ -45,27 +45,17 @@ class Classifier(nn.Module):
         return functional.cross_entropy(self.net(images), classes)
 
 
-def _net(
-    name: str, build: Callable[[], nn.Module], inputs: Callable[[], tuple[Tensor, ...]]
-) -> Net:
-    return Net(name, build, inputs, demo.TimedAdamW, {"lr": 1e-4})
-
-
-def perceptron(layers: int, width: int, batch: int) -> Net:
-    """A net of two parameters a layer."""
-    return _net(
-        f"perceptron {layers}x{width}, batch {batch}",
-        functools.partial(Perceptron, layers, width),
-        lambda: (torch.randn(batch, width), torch.randn(batch, width)),
-    )
-
-
+CONV_NET = Net(
+    "conv net",
+    Classifier,
+    lambda: (torch.rand(64, 1, 8, 8), torch.randint(10, (64,))),
+    demo.TimedAdamW,
+    {"lr": 1e-4},
+)
+perceptron = functools.partial(models.perceptron, optimizer=demo.TimedAdamW, lr=1e-4)
 # By optimizer, limit of ampfast's time as a fraction of torch's.
 GOALS: tuple[tuple[Net, dict[str, float]], ...] = (
-    (
-        _net("conv net", Classifier, lambda: (torch.rand(64, 1, 8, 8), torch.randint(10, (64,)))),
-        {ADAMW: 0.40, FUSED_ADAMW: 0.35},
-    ),
+    (CONV_NET, {ADAMW: 0.40, FUSED_ADAMW: 0.35}),
     (perceptron(31, 32, 64), {ADAMW: 0.50, FUSED_ADAMW: 0.40}),
     (perceptron(74, 32, 64), {ADAMW: 0.45, FUSED_ADAMW: 0.40}),
     (perceptron(500, 32, 64), {}),
@@ -114,9 +104,7 @@ class Loop:
         # Else the scaler's time would include freeing the rest of the graph.
         del loss, scaled
         if bad:
-            gradient = self._parameters[0].grad
-            assert gradient is not None
-            gradient.view(-1)[-1] = math.inf
+            self._parameters[0].grad.view(-1)[-1] = math.inf
         start = now()
         scaler.step(optimizer)
         middle = now()
@@ -144,12 +132,7 @@ def jobs(on: Setting) -> list[Job]:
 
 
 def measure(net: Net, optimizer: str, on: Setting, limits: dict[str, float]) -> Measured:
-    """Trains with torch's scaler and with ampfast's, step by step in turn.
-
-    Raises:
-        AssertionError: If scale, growth tracker or parameters are not torch's, before or after it
-            was timed, or a step was skipped while timed.
-    """
+    """Trains with torch's scaler and with ampfast's, step by step in turn."""
     ours = backends.default_for(torch.device("cpu"))
     loops = [Loop(net, optimizer, provider) for provider in ("torch", ours)]
     what = f"{net.name}, {optimizer}"
@@ -179,7 +162,6 @@ def measure(net: Net, optimizer: str, on: Setting, limits: dict[str, float]) -> 
 
 
 def _with_parts(row: Row, loop: Loop) -> Row:
-    assert row.ms is not None and row.rounds is not None
     # Without warm-up.
     steps = loop.steps[-row.rounds :]
     shapes = [parameter.shape for parameter in loop._parameters]

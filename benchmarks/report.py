@@ -28,12 +28,7 @@ METHOD = (
 
 
 def write(results: Results, folder: Path) -> Path:
-    """Writes the page and its pictures, and returns the page's path.
-
-    Raises:
-        OSError: If one cannot be written.
-        ValueError: If matplotlib is not installed.
-    """
+    """Writes the page and its pictures, and returns the page's path."""
     figures = pictures.draw(results)
     drawn = [base64.b64encode(pictures.svg(each).encode()).decode() for each in figures.values()]
     environment = Environment(

@@ -201,27 +201,19 @@ class Results:
 
     def write(self, path: Path) -> None:
         """Writes the file atomically, a line for each row."""
-
-        def lines(items: Sequence[Name]) -> str:
-            return "[\n" + ",\n".join(json.dumps(_small(item), **compact) for item in items) + "\n]"
-
-        compact: dict[str, Any] = {"separators": (",", ":")}
-        content = {"format": FORMAT, **{f.name: getattr(self, f.name) for f in fields(self)}}
-        parts = (
-            f"{json.dumps(key)}:"
-            + (lines(value) if key in ("goals", "rows") else json.dumps(value))
-            for key, value in content.items()
-        )
+        parts = [f'"format":{FORMAT}']
+        for key in (each.name for each in fields(self)):
+            value = getattr(self, key)
+            if key in ("goals", "rows"):
+                items = (json.dumps(_small(item), separators=(",", ":")) for item in value)
+                parts.append(f'"{key}":[\n' + ",\n".join(items) + "\n]")
+            else:
+                parts.append(f'"{key}":{json.dumps(value)}')
         write_whole(path, "{" + ",\n".join(parts) + "}\n")
 
     @classmethod
     def read(cls, path: Path) -> Results:
-        """Reads a file of `write`.
-
-        Raises:
-            OSError: If the file cannot be read.
-            ValueError: If it is no result, or of another version.
-        """
+        """Reads a file of `write`; ValueError if it is no result, or of another version."""
         try:
             content = json.loads(path.read_text(encoding="utf-8"))
         except json.JSONDecodeError as error:

@@ -50,7 +50,7 @@ class NoFusedOptimizer(NoOptimizer):
 
 
 def measure(case: GradCase, dtype: torch.dtype, on: Setting) -> Measured:
-    """Times the scaler's part of a step; raises the errors of `time_calls`."""
+    """Times the scaler's part of a step."""
     lists = lists_in_turn(case, dtype, on)
     notes = []
     if dtype is torch.float16:
@@ -63,11 +63,7 @@ def measure(case: GradCase, dtype: torch.dtype, on: Setting) -> Measured:
 
 
 def lists_in_turn(case: GradCase, dtype: torch.dtype, on: Setting) -> int:
-    """Number of lists in turn for whole calls: more than one only on a GPU.
-
-    Raises:
-        MemoryError: If they would not fit.
-    """
+    """Number of lists in turn for whole calls, which must fit: more than one only on a GPU."""
     size = case.list_bytes(dtype)
     lists = 1 if on.queue is None else lists_beyond_cache(size, on.device, MOST_LISTS)
     require_memory(int(max(lists, MEMORY_OF_LISTS) * size), on.device)
@@ -82,11 +78,7 @@ def time_calls(
     on: Setting,
     lists: int = 1,
 ) -> tuple[Timed, list[str]]:
-    """Times calls of the scaler with optimizers without work, and returns notes.
-
-    Raises:
-        AssertionError: If a result is not torch's, or the gradients drifted while timed.
-    """
+    """Times calls of the scaler with optimizers without work, and returns notes."""
     names, notes = providers.available(on.device)
     if dtype is torch.float16:
         # torch refuses to unscale them, so there is no reference.
@@ -150,8 +142,6 @@ def make_scaler(name: str, device: torch.device, scale: float) -> torch.amp.Grad
 
 def scaler_state(scaler: torch.amp.GradScaler) -> list[Tensor]:
     """Scale and growth tracker of a used scaler."""
-    if scaler._scale is None or scaler._growth_tracker is None:
-        raise ValueError("nothing was scaled yet")
     return [scaler._scale, scaler._growth_tracker]
 
 
@@ -171,7 +161,7 @@ def iteration(
 
     def step_and_update(optimizer: NoOptimizer) -> None:
         scaler.scale(loss)
-        scaler.step_and_update(optimizer)  # type: ignore[attr-defined]
+        scaler.step_and_update(optimizer)
 
     if path == UNSCALE:
         return unscale_and_update

@@ -6,12 +6,10 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from .real_loops import ADAMW
-from .results import MISSED, NEAR, Goal, Results, Row, Spread
+from .results import VERDICTS, Goal, Results, Row, Spread
 from .steps import UNSCALE
 
 NOT_MEASURED = "not measured"
-# Number of leading columns that are names.
-NAMES = 3
 NO_SCALER = "no scaler"
 BOTH_SIDES = ("torch", NO_SCALER)
 
@@ -71,7 +69,7 @@ class Table:
     how: str
     header: tuple[str, ...]
     lines: list[tuple[str, ...]]
-    names: int = NAMES
+    names: int
 
     def markdown(self) -> str:
         rule = ["---"] * self.names + ["--:"] * (len(self.header) - self.names)
@@ -101,19 +99,23 @@ def _median(spread: Spread | None) -> str:
 
 
 Cell = Callable[[Row], str]
-# Columns of each side that has them, each followed by the ratio of both if there is one.
-PAIRS: tuple[tuple[str, Cell, str, Cell | None], ...] = (
-    ("us", lambda row: _median(row.host_us), "faster", lambda row: _of_host(row)),
-    ("ms", lambda row: _median(row.ms), "faster", lambda row: times(row.ms and row.vs_torch)),
-    ("ns each", lambda r: number(r.ns_each), "faster", lambda r: times(r.ns_each and r.vs_torch)),
-    ("over none", lambda row: "-" if row.over_none is None else f"{row.over_none:.3f}", "", None),
-    ("% of a step", lambda row: percent(row.share and 100 * row.share), "", None),
-    ("kernels", lambda row: number(row.launches), "", None),
-    ("syncs", lambda row: number(row.syncs), "", None),
+# Columns of each side that has them, each followed by the ratio of both, if there is one.
+PAIRS: tuple[tuple[str, Cell, Cell | None], ...] = (
+    (
+        "us",
+        lambda row: _median(row.host_us),
+        lambda row: times(row.host_us and (row.host_vs_torch if row.ms else row.vs_torch)),
+    ),
+    ("ms", lambda row: _median(row.ms), lambda row: times(row.ms and row.vs_torch)),
+    ("ns each", lambda r: number(r.ns_each), lambda r: times(r.ns_each and r.vs_torch)),
+    ("over none", lambda row: "-" if row.over_none is None else f"{row.over_none:.3f}", None),
+    ("% of a step", lambda row: percent(row.share and 100 * row.share), None),
+    ("kernels", lambda row: number(row.launches), None),
+    ("syncs", lambda row: number(row.syncs), None),
     (
         "scale + step + update",
         lambda row: " + ".join(map(number, row.parts_us)) if row.parts_us else "-",
-        *("", None),
+        None,
     ),
 )
 # Columns of the line.
@@ -122,10 +124,6 @@ SINGLES: tuple[tuple[str, Cell], ...] = (
     ("spread", lambda row: _relative(row.ms or row.host_us)),
     ("parameters", lambda row: "-" if row.tensors is None else f"{row.tensors:,}"),
 )
-
-
-def _of_host(row: Row) -> str:
-    return times(row.host_us and (row.host_vs_torch if row.ms else row.vs_torch))
 
 
 def _relative(spread: Spread | None) -> str:
@@ -144,62 +142,45 @@ def of_subject(subject: str, rows: Sequence[Row]) -> Table:
     """Both sides of each call on one line."""
     at = {row.name: row for row in rows}
     ours = list(dict.fromkeys(row.side for row in rows if row.side not in BOTH_SIDES))
-    lines: list[list[Row | None]] = []
-    taken: set[tuple[str, ...]] = set()
-    for row in rows:
-        place = (row.subject, row.case, row.dtype)
-        if row.name in taken:
-            continue
-        found_here = [at.get((*place, row.call, side)) for side in ours]
-        if ours and row.side == "torch" and not any(found_here):
+    # Row for the names, and those without a scaler, of torch and of ampfast.
+    lines: list[tuple[Row | None, ...]] = []
+    for *place, call in dict.fromkeys(row.name[:4] for row in rows):
+        none, theirs, *found = (at.get((*place, call, s)) for s in (NO_SCALER, "torch", *ours))
+        if ours and not none and not any(found):
             # A copy, which other rows are relative to.
             continue
-        for found in [each for each in found_here if each] or [None]:
-            first = found or row
-            theirs = at.get((*place, first.replaces or first.call, "torch"))
-            none = at.get((*place, row.call, NO_SCALER))
-            lines.append([first, none, theirs, found])
-        taken |= {(*place, row.call, side) for side in (*BOTH_SIDES, *ours)}
-    columns: list[tuple[str, list[str]]] = [
-        ("case", [line[0].case for line in lines if line[0]]),
-        ("dtype", [line[0].dtype for line in lines if line[0]]),
-        ("call", [line[0].call for line in lines if line[0]]),
-    ]
-    if len(ours) > 1:
-        columns.append(("side", [line[0].side for line in lines if line[0]]))
-    names = len(columns)
-    for unit, read, ratio, read_ratio in PAIRS:
+        for row in [row for row in found if row] or [None]:
+            if row and row.replaces:
+                theirs = at.get((*place, row.replaces, "torch"))
+            lines.append((row or theirs or none, none, theirs, row))
+    names = ("case", "dtype", "call", "side")[: 3 + (len(ours) > 1)]
+    columns = [(head, *(getattr(line[0], head) for line in lines)) for head in names]
+
+    def column(head: str, side: int, read: Cell) -> None:
+        cells = [read(row) if (row := line[side]) else "-" for line in lines]
+        if set(cells) != {"-"}:
+            columns.append((head, *cells))
+
+    for unit, read, read_ratio in PAIRS:
         for index, side in enumerate((NO_SCALER, "torch", "ampfast"), 1):
-            columns.append((f"{side}, {unit}", [_cell(line[index], read) for line in lines]))
+            column(f"{side}, {unit}", index, read)
         if read_ratio is not None:
-            columns.append((ratio, [_cell(line[3], read_ratio) for line in lines]))
-    columns += [(head, [_cell(line[0], read) for line in lines]) for head, read in SINGLES]
-    kept = [
-        (head, cells)
-        for index, (head, cells) in enumerate(columns)
-        if index < names or any(cell != "-" for cell in cells)
-    ]
+            column("faster", 3, read_ratio)
+    for head, read in SINGLES:
+        column(head, 0, read)
     title, how = SUBJECTS.get(subject, (subject, ""))
-    header = tuple(head for head, _ in kept)
-    body = list(zip(*(cells for _, cells in kept), strict=True))
-    return Table(subject, title, how, header, body, names)
-
-
-def _cell(row: Row | None, read: Cell) -> str:
-    return "-" if row is None else read(row)
+    header, *body = zip(*columns, strict=True)
+    return Table(subject, title, how, header, body, len(names))
 
 
 def of_goals(goals: Sequence[Goal]) -> Table:
     """Goals and measurements, those that were not met first."""
-    order = [MISSED, NEAR]
     lines = [
         (
             *(goal.verdict, *goal.name, goal.over, f"{goal.limit:.3g}"),
             *(f"{goal.ratio.p50:.3g}", f"{goal.ratio.p20:.3g} to {goal.ratio.p80:.3g}"),
         )
-        for goal in sorted(
-            goals, key=lambda g: order.index(g.verdict) if g.verdict in order else len(order)
-        )
+        for goal in sorted(goals, key=lambda goal: -VERDICTS.index(goal.verdict))
     ]
     names = ("verdict", "subject", "case", "dtype", "call", "side", "over")
     how = "Time of the row over that of another call, round by round, and its limit."
@@ -209,45 +190,32 @@ def of_goals(goals: Sequence[Goal]) -> Table:
 def sentences(results: Results) -> list[str]:
     """Real loops, host time and throughput: both sides and their ratio."""
     told = (
-        ("loops", ADAMW, "Scaler's own time in a real training loop", "us", _host_us),
-        ("host", UNSCALE, "Host time of warm calls", "us", _host_us),
-        ("kernels", "unscale", "Throughput", "GB/s", lambda row: row.gb_s),
+        ("loops", ADAMW, "Scaler's own time in a real training loop", "us"),
+        ("host", UNSCALE, "Host time of warm calls", "us"),
+        ("kernels", "unscale", "Throughput", "GB/s"),
     )
     return [
-        f"{what}: {_compared(results.rows, subject, call, unit, read)}."
-        for subject, call, what, unit, read in told
+        f"{what}: {_compared(results.rows, subject, call, unit)}."
+        for subject, call, what, unit in told
     ]
 
 
-def _host_us(row: Row) -> float | None:
-    return row.host_us and row.host_us.p50
-
-
-def _compared(
-    rows: Iterable[Row],
-    subject: str,
-    call: str,
-    unit: str,
-    read: Callable[[Row], float | None],
-) -> str:
-    rows = [row for row in rows if row.subject == subject]
-    both = [pair for pair in pairs(rows, subject) if pair[1].call == call]
-    # The largest real model among lists, which has the least to gain; else the first.
-    both.sort(key=lambda pair: pair[1].case.startswith("bert") and pair[1].dtype == "float32")
-    if not both:
+def _compared(rows: Iterable[Row], subject: str, call: str, unit: str) -> str:
+    both = pairs(rows, subject)
+    if not (of_call := [pair for pair in both if pair[1].call == call]):
         return NOT_MEASURED
-    theirs, ours = both[-1] if subject == "kernels" else both[0]
-    ratios = [row.vs_torch for row in rows if row.vs_torch and row.side not in BOTH_SIDES]
+    # Of lists the largest, which has the least to gain; else the first.
+    theirs, ours = max(of_call, key=lambda pair: pair[1].bytes or 0)
+    figures = [
+        number(row.gb_s) if unit == "GB/s" else _median(row.host_us) for row in (theirs, ours)
+    ]
+    parameters = f", {ours.tensors:,} parameters" if ours.tensors else ""
+    ratios = [row.vs_torch for _, row in both if row.vs_torch]
     return (
-        f"{number(read(theirs))} {unit} with torch, {number(read(ours))} {unit} with "
-        f"{ours.side}, {times(ours.vs_torch)} ({describe(ours)}); over all {len(ratios)} rows "
-        f"{times(min(ratios))} to {times(max(ratios))}"
+        f"{figures[0]} {unit} with torch, {figures[1]} {unit} with {ours.side}, "
+        f"{times(ours.vs_torch)} ({ours.case}{parameters}, {ours.dtype}, {ours.call}); over all "
+        f"{len(ratios)} rows {times(min(ratios))} to {times(max(ratios))}"
     )
-
-
-def describe(row: Row) -> str:
-    parameters = f", {row.tensors:,} parameters" if row.tensors else ""
-    return f"{row.case}{parameters}, {row.dtype}, {row.call}"
 
 
 def pairs(rows: Iterable[Row], subject: str) -> list[tuple[Row, Row]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -10,32 +10,21 @@ import torch
 from . import counts
 from .cases import GradCase
 from .counts import Counts
-from .device_time import EventTimer, host_timer
+from .device_time import EventTimer, GraphTimer, host_timer
 from .harness import Contender, Key, Samples, Setting, interleave
 from .machine import tensors_per_launch
 from .results import Goal, Row
 
 # Provider of rows without a scaler.
 WITHOUT = "none"
-Timer = Callable[[Contender, range], float]
 
 
 @dataclass(frozen=True)
 class Timed:
-    """Timed contenders over one list of gradients.
+    """Timed contenders over gradients: device time, on a CPU wall time, and on a GPU `host` time.
 
-    Attributes:
-        subject: Subject of the rows.
-        case: Gradients.
-        dtype: Dtype of the gradients.
-        contenders: Contenders in the order of the rows.
-        samples: Device time; on a CPU wall time.
-        timer: Name of the timer, as in `Row`.
-        lists: Number of lists taken in turn.
-        host: Host time, if it differs.
-        counts: Counts per call, if taken.
-        replaces: torch's call that one without a counterpart replaces.
-        tensors_per_launch: torch's on a GPU; None on a CPU, which has other goals.
+    `lists` took turns. `replaces` has torch's call for each one without a counterpart.
+    `tensors_per_launch` is torch's on a GPU, and None on a CPU, which has other goals.
     """
 
     subject: str
@@ -49,6 +38,7 @@ class Timed:
     counts: dict[Key, Counts | None] = field(default_factory=dict)
     replaces: dict[str, str] = field(default_factory=dict)
     tensors_per_launch: int | None = None
+    notes: list[str] = field(default_factory=list)
 
     @property
     def list_bytes(self) -> int:
@@ -104,19 +94,13 @@ def time_contenders(
     cycle: int | None = None,
     alone: Sequence[Contender] | None = None,
     replaces: dict[str, str] | None = None,
+    graphs: bool = False,
 ) -> Timed:
     """Times contenders in turn; on a GPU device time, host time and counts apart.
 
-    Args:
-        subject: Subject of the rows.
-        case: Gradients.
-        dtype: Dtype of the gradients.
-        contenders: Contenders.
-        on: Device and duration of a comparison.
-        lists: Number of lists taken in turn.
-        cycle: Calls after which a contender has undone what it did; default: two for each list.
-        alone: The same over one list, for host time and counts; default: `contenders`.
-        replaces: torch's call that one without a counterpart replaces.
+    After `cycle` calls, by default two for each list, a contender has undone what it did. `alone`
+    are the same contenders over one list, for host time and counts. Device time is taken from CUDA
+    graphs with `graphs`, if they can be captured.
     """
     cycle, effort, queue = cycle or 2 * lists, on.effort, on.queue
     about = {"lists": lists, "replaces": replaces or {}}
@@ -126,13 +110,20 @@ def time_contenders(
     alone = alone or contenders
     counted = counts.of_contenders(alone, queue)
     host = interleave(alone, replace(effort, sample_s=0.0), timer=host_timer(queue))
-    timer = EventTimer(queue, counts.launches(counted), cycle)
+    timer: GraphTimer | EventTimer = EventTimer(queue, counted, cycle)
+    notes = []
+    if graphs:
+        try:
+            timer = GraphTimer(queue, contenders, cycle)
+        except RuntimeError as error:
+            notes.append(f"timed by events, since a graph could not be captured: {error}")
     return Timed(
         *(subject, case, dtype, contenders, interleave(contenders, effort, cycle, timer)),
         timer=timer.name,
         host=host,
         counts=counted,
         tensors_per_launch=tensors_per_launch(torch.__version__, torch.version.cuda),
+        notes=notes,
         **about,
     )
 

@@ -13,10 +13,10 @@ from torch import Tensor
 from ampfast.backends import cpu
 from ampfast.backends.cpu import Track
 
-from . import goals, providers
+from . import goals, kernels, providers
 from .cases import GradCase, make_gradients
 from .goals import TRACKED_CHECKS, TRACKED_UNSCALES
-from .harness import Contender, Measured, Setting, assert_same
+from .harness import Contender, Job, Measured, Setting, assert_same
 from .kernels import Lists
 from .providers import CHECK, UNSCALE
 from .steps import lists_in_turn
@@ -24,25 +24,18 @@ from .timing import dtype_name, time_contenders
 
 # On a CPU, which has no goals.
 CPU_CASES = ("bert_base", "one_16m")
-CPU_DTYPES = (torch.float32, torch.float16)
 
 
-def chosen(
-    lists: Sequence[tuple[GradCase, torch.dtype]], on_gpu: bool, cases: Sequence[str] | None
-) -> list[tuple[GradCase, torch.dtype]]:
-    """Lists to measure: on a CPU some, unless requested."""
-    if on_gpu or cases:
-        return list(lists)
-    return [(case, d) for case, d in lists if case.name in CPU_CASES and d in CPU_DTYPES]
+def jobs(on: Setting) -> list[Job]:
+    """One job for each list; on a CPU for some."""
+    lists = kernels.chosen(on)
+    if on.queue is None:
+        lists = [(c, d) for c, d in lists if c.name in CPU_CASES and d in kernels.QUICK_DTYPES]
+    return kernels.jobs(on, measure, lists)
 
 
 def measure(case: GradCase, dtype: torch.dtype, on: Setting) -> Measured:
-    """Times check and unscaling alone, with marks, and with marks and health.
-
-    Raises:
-        AssertionError: If a result differs from that without, or what is noted is wrong.
-        MemoryError: If the gradients would not fit.
-    """
+    """Times check and unscaling alone, with marks, and with marks and health."""
     lists, device = lists_in_turn(case, dtype, on), on.device
     names, notes = providers.available(device)
     for name in names:
@@ -75,41 +68,34 @@ def track_for(path: str, parameters: int, device: torch.device) -> Track | None:
     return Track(marks, now, health if "health" in path else None)
 
 
-def run(path: str, kernels: Any, grads: Any, inverse: Tensor, track: Track | None) -> Tensor:
+def run(path: str, passes: Any, grads: Any, inverse: Tensor, track: Track | None) -> Tensor:
     """One pass, after the measuring pass, if any, into cleared rows."""
     if track is not None and track.health is not None:
         track.health.zero_()
-        kernels.measure_(grads, track.health)
+        passes.measure_(grads, track.health)
     if path in TRACKED_CHECKS:
-        return kernels.check_(grads, track=track)
-    return kernels.unscale_(grads, inverse, is_scale=False, track=track)
+        return passes.check_(grads, track=track)
+    return passes.unscale_(grads, inverse, is_scale=False, track=track)
 
 
-def _kernels(name: str, device: torch.device) -> Any:
+def _passes(name: str, device: torch.device) -> Any:
     return providers.device_kernels(name, device) or cpu
-
-
-def _listed(gradients: list[Tensor]) -> cpu.GradList:
-    grads = cpu.list_of(gradients, gradients[0].device)
-    if grads is None:
-        raise RuntimeError("the gradients are not plain tensors")
-    return grads
 
 
 def _caller(
     path: str, name: str, lists: Sequence[list[Tensor]], device: torch.device
 ) -> Callable[[int], object]:
     """One pass per call: lists in turn, gradients halved and then doubled."""
-    kernels, grads = _kernels(name, device), [_listed(gradients) for gradients in lists]
+    passes, grads = _passes(name, device), [providers.listed(gradients) for gradients in lists]
     track = track_for(path, len(lists[0]), device)
     factors = [torch.full((), factor, device=device) for factor in (0.5, 2.0)]
     count = len(lists)
-    return lambda call: run(path, kernels, grads[call % count], factors[call // count % 2], track)
+    return lambda call: run(path, passes, grads[call % count], factors[call // count % 2], track)
 
 
 def assert_parity(case: GradCase, dtype: torch.dtype, device: torch.device, name: str) -> None:
     """Compares results with those without tracking, and tracked values with torch's counts."""
-    kernels = _kernels(name, device)
+    passes = _passes(name, device)
     half = torch.full((), 0.5, device=device)
     for bad in (False, True):
         gradients = make_gradients(case, dtype, device)
@@ -118,12 +104,12 @@ def assert_parity(case: GradCase, dtype: torch.dtype, device: torch.device, name
             gradients[-1].view(-1)[0] = math.nan
         for paths in (TRACKED_CHECKS, TRACKED_UNSCALES):
             plain = [gradient.clone() for gradient in gradients]
-            found = run(paths[0], kernels, _listed(plain), half, None)
+            found = run(paths[0], passes, providers.listed(plain), half, None)
             for path in paths[1:]:
                 what = f"{path} by {name}, {case.name} {dtype_name(dtype)}"
                 tracked = [gradient.clone() for gradient in gradients]
                 track = track_for(path, len(gradients), device)
-                flag = run(path, kernels, _listed(tracked), half, track)
+                flag = run(path, passes, providers.listed(tracked), half, track)
                 assert_same([flag, *tracked], [found, *plain], f"results of {what}")
                 if track is not None:
                     _assert_noted(track, gradients, what)

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
-
-import ampfast
 
 from . import goals, providers
 from .cases import GradCase
@@ -19,12 +17,6 @@ from .machine import require_memory
 from .models import Net, autocast_dtype, nets, perceptron
 from .steps import make_scaler, scaler_state
 from .timing import WITHOUT, time_contenders
-
-CLIP = ", clip"
-NO_AUTOCAST = ", float32"
-# Replacement for `unscale_` and torch's `clip_grad_norm_`; gradients that a fused optimizer
-# unscales are only read.
-CLIP_AT_ONCE = ", clip by the scaler"
 
 SCALE = 2.0**10
 MAX_NORM = 0.1
@@ -51,64 +43,25 @@ class Plan:
     subject: str = "training"
 
     @property
-    def label(self) -> str:
-        """Prefix of the paths."""
-        return f"{'fused ' if self.fused else ''}{self.net.optimizer.__name__}"
-
-    @property
     def path(self) -> str:
         """Loop of all providers, with one of the scalers or none."""
-        return self.label + (CLIP if self.clip else "")
+        name = self.net.optimizer.__name__
+        return f"{'fused ' if self.fused else ''}{name}{', clip' if self.clip else ''}"
 
     @property
     def at_once(self) -> str:
-        """Loop of ampfast's scaler only."""
-        return self.label + CLIP_AT_ONCE
+        """Loop of ampfast's scaler alone, which replaces `unscale_` and torch's `clip_grad_norm_`.
+
+        Gradients that a fused optimizer unscales are only read.
+        """
+        return f"{self.path} by the scaler"
 
     def paths(self, provider: str) -> list[str]:
-        """Paths of a provider."""
         ours = provider not in (WITHOUT, "torch")
         return [self.path, *([self.at_once] if ours and self.clip else [])]
 
     def optimizer(self, parameters: Sequence[Tensor]) -> torch.optim.Optimizer:
-        """New optimizer for some parameters."""
-        make: Callable[..., torch.optim.Optimizer] = self.net.optimizer
-        return make(parameters, fused=self.fused or None, **self.net.options)
-
-
-@dataclass
-class Student:
-    """Parameters with optimizer and scaler, if any, and the end of their step."""
-
-    plan: Plan
-    path: str
-    provider: str
-    parameters: Sequence[Tensor]
-    optimizer: torch.optim.Optimizer
-    scaler: torch.amp.GradScaler | None
-
-    def scaled(self, loss: Tensor) -> Tensor:
-        """Scaled loss for the backward pass."""
-        return loss if self.scaler is None else self.scaler.scale(loss)
-
-    def state(self) -> list[Tensor]:
-        """Scale and growth tracker, if there is a scaler."""
-        return [] if self.scaler is None else scaler_state(self.scaler)
-
-    def finish(self) -> None:
-        """Calls after the backward pass."""
-        scaler, optimizer = self.scaler, self.optimizer
-        if self.path == self.plan.at_once and isinstance(scaler, ampfast.GradScaler):
-            scaler.clip_grad_norm_(optimizer, MAX_NORM, in_place=not self.plan.fused)
-        elif self.plan.clip:
-            if scaler is not None:
-                scaler.unscale_(optimizer)
-            torch.nn.utils.clip_grad_norm_(self.parameters, MAX_NORM)
-        if scaler is None:
-            optimizer.step()
-        else:
-            scaler.step(optimizer)
-            scaler.update()
+        return self.net.optimizer(parameters, fused=self.fused or None, **self.net.options)
 
 
 @dataclass(frozen=True)
@@ -123,18 +76,44 @@ class Lesson:
         """Loss of a forward pass: 0-dim float32, on the device of the inputs."""
         enabled = self.dtype is not torch.float32
         with torch.autocast(self.inputs[0].device.type, self.dtype, enabled):
-            loss: Tensor = self.module(*self.inputs)
-        return loss
+            return self.module(*self.inputs)
 
-    def step(self, student: Student) -> Callable[[int], None]:
-        """One iteration of a training loop."""
 
-        def call(number: int) -> None:
-            student.optimizer.zero_grad()
-            student.scaled(self.loss()).backward()
-            student.finish()
+@dataclass
+class Student:
+    """Parameters with optimizer and scaler, if any."""
 
-        return call
+    plan: Plan
+    path: str
+    provider: str
+    lesson: Lesson
+    parameters: Sequence[Tensor]
+    optimizer: torch.optim.Optimizer
+    scaler: torch.amp.GradScaler | None
+
+    def scaled(self, loss: Tensor) -> Tensor:
+        return loss if self.scaler is None else self.scaler.scale(loss)
+
+    def step(self, number: int = 0) -> None:
+        """One iteration of a training loop; as a contender's call it gets a number."""
+        self.optimizer.zero_grad()
+        self.scaled(self.lesson.loss()).backward()
+        self.finish()
+
+    def finish(self) -> None:
+        """Calls after the backward pass."""
+        scaler, optimizer = self.scaler, self.optimizer
+        if self.path == self.plan.at_once:
+            scaler.clip_grad_norm_(optimizer, MAX_NORM, in_place=not self.plan.fused)
+        elif self.plan.clip:
+            if scaler is not None:
+                scaler.unscale_(optimizer)
+            torch.nn.utils.clip_grad_norm_(self.parameters, MAX_NORM)
+        if scaler is None:
+            optimizer.step()
+        else:
+            scaler.step(optimizer)
+            scaler.update()
 
 
 def jobs(subject: str, on: Setting) -> list[Job]:
@@ -144,7 +123,8 @@ def jobs(subject: str, on: Setting) -> list[Job]:
     and without autocast and scalers.
     """
     if subject == "mlp":
-        plans = [Plan(perceptron(on.device), False, False, subject)]
+        width, batch = (4096, 512) if on.queue else (512, 128)
+        plans = [Plan(perceptron(3, width, batch), False, False, subject)]
     else:
         plans = [
             Plan(net, fused, clip)
@@ -158,20 +138,13 @@ def jobs(subject: str, on: Setting) -> list[Job]:
 
 
 def measure(plan: Plan, on: Setting) -> Measured:
-    """Times steps of a net with its optimizer and batch, with each scaler in turn.
-
-    Raises:
-        AssertionError: If scale, tracker or parameters are not torch's, or a step was skipped while
-            timed.
-        MemoryError: If the net would not fit.
-    """
+    """Times steps of a net with its optimizer and batch, with each scaler in turn."""
     device = on.device
     names, notes = providers.available(device)
     case = GradCase(plan.net.name, plan.net.shapes())
     copies = 1 + sum(len(plan.paths(name)) for name in names)
     require_memory(copies * BYTES_PER_ELEMENT * case.elements + plan.net.step_bytes, device)
-    dtype, reasons = autocast_dtype(device)
-    measured = Measured(notes=notes + [f"training: {reason}" for reason in reasons])
+    dtype, measured = autocast_dtype(device), Measured(notes=notes)
     module, inputs = plan.net.made(device)
     lesson = Lesson(module, inputs, dtype)
     assert_parity(plan, lesson, names)
@@ -181,21 +154,19 @@ def measure(plan: Plan, on: Setting) -> Measured:
     optimizer = plan.optimizer(parameters)
     students = [
         Student(
-            *(plan, path, name, parameters, optimizer),
+            *(plan, path, name, lesson, parameters, optimizer),
             None if name == WITHOUT else make_scaler(name, device, SCALE),
         )
         for name in (WITHOUT, "torch", *names)
         for path in plan.paths(name)
     ]
-    lessons = [lesson] * len(students)
     if plan.subject == "mlp":
-        path = plan.path + NO_AUTOCAST
-        students.append(Student(plan, path, WITHOUT, parameters, optimizer, None))
-        lessons.append(Lesson(module, inputs, torch.float32))
+        path, lesson = f"{plan.path}, float32", Lesson(module, inputs, torch.float32)
+        students.append(Student(plan, path, WITHOUT, lesson, parameters, optimizer, None))
     contenders = [
-        # Whole steps are longer than a queue, so none can be queued behind another.
-        Contender(student.path, student.provider, lesson.step(student), waits=True)
-        for student, lesson in zip(students, lessons, strict=True)
+        # Longer than a queue, so none can be queued behind another.
+        Contender(student.path, student.provider, student.step, waits=True)
+        for student in students
     ]
     longer = replace(on.effort, comparison_s=LONGER[device.type] * on.effort.comparison_s)
     timed = time_contenders(
@@ -243,7 +214,8 @@ def assert_parity(plan: Plan, lesson: Lesson, names: Sequence[str]) -> None:
     def student(path: str, provider: str, parameters: Sequence[Tensor]) -> Student:
         scaler = make_scaler(provider, device, SCALE)
         scaler.set_growth_interval(2)
-        return Student(plan, path, provider, parameters, plan.optimizer(parameters), scaler)
+        optimizer = plan.optimizer(parameters)
+        return Student(plan, path, provider, lesson, parameters, optimizer, scaler)
 
     theirs = student(plan.path, "torch", torchs)
     ours = [
@@ -257,17 +229,18 @@ def assert_parity(plan: Plan, lesson: Lesson, names: Sequence[str]) -> None:
         scaled = theirs.scaled(loss)
         scaled.backward()
         if step == BAD_STEP:
-            _gradient(torchs[len(torchs) // 2]).view(-1)[-1] = math.inf
+            torchs[len(torchs) // 2].grad.view(-1)[-1] = math.inf
         for each in ours:
             what = f"{plan.net.name}, {each.path} by {each.provider}, step {step}"
             assert_same([each.scaled(loss.detach())], [scaled.detach()], f"loss of {what}")
             for parameter, their in zip(each.parameters, torchs, strict=True):
-                parameter.grad = _gradient(their).clone()
+                parameter.grad = their.grad.clone()
         for each in (theirs, *ours):
             each.finish()
         for each in ours:
             what = f"{plan.net.name}, {each.path} by {each.provider}, step {step}"
-            assert_same(each.state(), theirs.state(), f"scale and tracker of {what}")
+            states = [scaler_state(of.scaler) for of in (each, theirs)]
+            assert_same(*states, f"scale and tracker of {what}")
             if each.path == plan.path:
                 assert_same(each.parameters, torchs, f"parameters of {what}")
                 continue
@@ -275,12 +248,6 @@ def assert_parity(plan: Plan, lesson: Lesson, names: Sequence[str]) -> None:
             for parameter, their in zip(each.parameters, torchs, strict=True):
                 torch.testing.assert_close(parameter, their, rtol=1e-5, atol=most)
     theirs.optimizer.zero_grad()
-
-
-def _gradient(parameter: Tensor) -> Tensor:
-    if parameter.grad is None:
-        raise AssertionError("a parameter took no part in the loss")
-    return parameter.grad
 
 
 def _assert_no_skip(students: Sequence[Student]) -> None:

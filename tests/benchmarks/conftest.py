@@ -1,14 +1,17 @@
-"""One thread: on a busy machine more threads take ten times as long."""
+"""One thread, as on a busy machine more threads take ten times as long; and the CPU."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
+from benchmarks import __main__ as command
+
 
 @pytest.fixture(autouse=True)
-def one_thread():
-    """Limits torch to one thread."""
+def one_thread_of_the_cpu(monkeypatch):
+    """Limits torch to one thread, and the command to the CPU."""
+    monkeypatch.setattr(command, "default_device", lambda: torch.device("cpu"))
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

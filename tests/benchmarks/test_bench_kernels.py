@@ -6,15 +6,15 @@ import math
 
 import pytest
 import torch
-from simulated import BRIEF, CPU, SMALL, HostQueue, TableLauncher, kernels_over_tables, on
+from simulated import CPU, SMALL, HostQueue, TableLauncher, kernels_over_tables, on
 
 import ampfast
 from benchmarks import counts, host_time, kernels, machine, providers, steps, timing
 from benchmarks.cases import CASES
 from benchmarks.counts import Counts
-from benchmarks.harness import FULL, Setting
 
 CACHE_BYTES = 1 << 13
+DTYPES = (*kernels.DTYPES, torch.float64)
 TORCH_OP = torch._amp_foreach_non_finite_check_and_unscale_
 
 
@@ -31,7 +31,7 @@ def tables(monkeypatch, small_cache):
 
 
 @pytest.mark.usefixtures("small_cache")
-@pytest.mark.parametrize("dtype", kernels.DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_kernels_yield_a_row_for_each_contender(dtype):
     measured = kernels.measure(SMALL, dtype, on())
     paths = [*("check", "check", "unscale", "unscale", "unscale+update", "unscale+update")]
@@ -138,7 +138,7 @@ def test_wrong_launches_are_not_timed(monkeypatch, wrong):
     found = kernels_over_tables("cpu", CPU)
     monkeypatch.setattr(found, "_launcher", _wrong_launches(wrong))
     monkeypatch.setattr(providers, "device_kernels", lambda name, device: found)
-    monkeypatch.setattr(kernels, "interleave", lambda *arguments: pytest.fail("was timed"))
+    monkeypatch.setattr(timing, "interleave", lambda *arguments: pytest.fail("was timed"))
     with pytest.raises(AssertionError, match="launches of cpu, small float32"):
         kernels.measure(SMALL, torch.float32, on(HostQueue()))
 
@@ -182,7 +182,7 @@ def test_gradients_that_drift_are_not_reported(monkeypatch):
         kernels.measure(SMALL, torch.float32, on())
 
 
-@pytest.mark.parametrize("dtype", kernels.DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_a_value_that_drifted_is_seen_wherever_it_is(dtype):
     gradients = kernels.Lists(SMALL, dtype, CPU, 2)
     gradients.assert_steady(torch.zeros(()))
@@ -201,35 +201,6 @@ def test_lists_that_do_not_fit_are_refused_before_they_are_made(monkeypatch, sub
     monkeypatch.setattr(steps, "make_gradients", lambda *arguments: pytest.fail("was made"))
     with pytest.raises(MemoryError, match="1 MiB are available"):
         subject.measure(CASES["one_64m"], torch.float32, on())
-
-
-def test_each_device_has_lists_of_its_own_and_a_choice_replaces_them():
-    gpu = torch.device("cuda", 0)
-    full = dict.fromkeys(case.name for case, _ in kernels.chosen(Setting(gpu, FULL)))
-    assert tuple(full) == kernels.GPU_CASES
-    dtypes = {dtype for _, dtype in kernels.chosen(Setting(gpu, FULL))}
-    assert dtypes == {torch.float32, torch.float16, torch.bfloat16}
-    chosen = kernels.chosen(Setting(gpu, BRIEF), ("gpt2_xl",), (torch.bfloat16,))
-    assert chosen == [(CASES["gpt2_xl"], torch.bfloat16)]
-
-
-@pytest.mark.parametrize("path", providers.PATHS)
-def test_the_bytes_of_a_path_are_a_lower_bound(path):
-    # b*N for a read, 2*b*N for a read and a write.
-    assert providers.moved_bytes(path, 1000) == (1000 if path == "check" else 2000)
-    assert providers.moved_bytes(providers.COPY, 1000) == 2000
-    assert providers.moved_bytes(providers.HALF_COPY, 1000) == 1000
-
-
-def test_the_default_backend_is_put_back(monkeypatch):
-    monkeypatch.setenv("AMPFAST_BACKEND", "aten")
-    with providers.default_backend("cpu"):
-        assert ampfast.backends.default_for(CPU) == "cpu"
-    assert ampfast.backends.default_for(CPU) == "aten"
-    monkeypatch.delenv("AMPFAST_BACKEND")
-    with providers.default_backend("aten"):
-        assert ampfast.backends.default_for(CPU) == "aten"
-    assert ampfast.backends.default_for(CPU) == "cpu"
 
 
 def test_backends_that_cannot_run_are_left_out_with_their_reason(monkeypatch):

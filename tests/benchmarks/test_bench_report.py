@@ -92,7 +92,7 @@ def test_goals_that_were_not_met_come_first():
 
 def test_pictures_show_what_was_measured():
     drawn = pictures.draw(cpu_results())
-    assert list(drawn) == ["loops", "host", "throughput", "training", "growth", "clip"]
+    assert list(drawn) == ["loops", "host", "throughput", "training", "clip", "growth"]
     assert pictures.draw(results([])) == {}
     (axes,) = drawn["loops"].axes
     lengths = [bar.get_width() for bar in axes.patches][:6]

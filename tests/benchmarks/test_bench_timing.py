@@ -118,7 +118,7 @@ def test_calls_are_queued_behind_a_device_that_is_kept_busy(clock):
     queue = HostQueue()
     contender = Contender("p", "a", _taking(clock, lambda number: 1 + number))
     # At 300 launches a call, two calls fit into the queue.
-    timer = EventTimer(queue, {("p", "a"): 300})
+    timer = EventTimer(queue, {("p", "a"): Counts(300, 0, 0)})
     assert timer(contender, range(5)) == 3.0
     part = ["hold 200 us", "stamp", "stamp", "synchronize"]
     assert queue.asked == ["synchronize", *part, *part, *part]
@@ -126,7 +126,7 @@ def test_calls_are_queued_behind_a_device_that_is_kept_busy(clock):
 
 def test_repeated_samples_are_whole_cycles():
     parts = []
-    timer = EventTimer(HostQueue(), {("p", "a"): 300}, cycle=4)
+    timer = EventTimer(HostQueue(), {("p", "a"): Counts(300, 0, 0)}, cycle=4)
     timer._held = lambda contender, calls: parts.append(calls) or 1.0
     timer(Contender("p", "a", lambda number: None), range(12))
     assert parts == [range(4), range(4, 8), range(8, 12)]

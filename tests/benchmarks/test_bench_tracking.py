@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from simulated import on
+from simulated import CPU, HostQueue, on
 
-from benchmarks import goals, tracking
+from benchmarks import goals, kernels, tracking
 from benchmarks.cases import CASES
+from benchmarks.harness import FULL, Setting
 
 CASE = CASES["1000x1k"]
 
@@ -40,12 +41,8 @@ def test_nothing_is_timed_that_is_wrong(broken: str, monkeypatch: pytest.MonkeyP
         tracking.measure(CASE, torch.float16, on())
 
 
-def test_lists_that_are_chosen() -> None:
-    lists = [(CASES[name], dtype) for name in CASES for dtype in (torch.float32, torch.float64)]
-    chosen = tracking.chosen(lists, False, None)
-    assert [(case.name, dtype) for case, dtype in chosen] == [
-        (case.name, torch.float32)
-        for case, dtype in lists
-        if case.name in tracking.CPU_CASES and dtype is torch.float32
-    ]
-    assert tracking.chosen(lists, True, None) == tracking.chosen(lists, False, ("x",)) == lists
+def test_a_cpu_has_fewer_lists_than_a_gpu() -> None:
+    lists = [job.label for job in tracking.jobs(Setting(CPU, FULL))]
+    assert lists == ["bert_base float32", "bert_base float16"]
+    gpu = Setting(CPU, FULL, HostQueue())
+    assert len(tracking.jobs(gpu)) == len(kernels.chosen(gpu)) == 21
