@@ -272,6 +272,14 @@ _BY_REASON: dict[str, list[tuple[str, str, str, int]]] = {
     "All norms are of the order of the first.": [
         ("LossScale.joint_norm", "0", "1", 3),
     ],
+    "The kernels read numpy's integers as they are, too.": [
+        (
+            "LossScale.update_",
+            "checked or cpu.UpdateFactors(*factors)",
+            "cpu.UpdateFactors(*factors)",
+            1,
+        ),
+    ],
     "A copy has the same entries.": [
         (
             "lacks_momentum",
