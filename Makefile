@@ -38,8 +38,8 @@ endif
 CSRC := $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
 PTX_EMULATOR := $(wildcard tools/ptx_emulator/ptx_emulator/src/* tests/*.cpp tests/include/c10/cuda/*)
 # In parallel, where pytest-xdist is installed.
-PARALLEL = $(shell $(RUN) -c 'import xdist' 2>/dev/null && \
-	echo -n auto --dist loadgroup --no-loadscope-reorder)
+PARALLEL = $(if $(shell $(RUN) -c 'import xdist' 2>/dev/null && echo yes),\
+	-n auto --dist loadgroup --no-loadscope-reorder)
 PYTEST = $(RUN) -m pytest --durations=15 $(PARALLEL)
 CLANG_FORMAT := $(RUN) -c 'from clang_format import clang_format; clang_format()'
 
