@@ -1,4 +1,4 @@
-"""Random programs of scaler operations, run on torch's scaler and on ours in lockstep."""
+"""Random programs of scaler operations on torch's scaler and on ours."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ import os
 from collections.abc import Iterator
 
 import pytest
+from random_programs import VARIANTS, draw_program, explain, first_difference, shrink, variant_of
+from support import threads
 
-pytest.importorskip("hypothesis", reason="hypothesis is not installed")
-
-from random_programs import VARIANTS, Lockstep, lockstep, run_programs
-
-# Number of programs.
+# AMPFAST_FUZZ sets the number of programs; AMPFAST_FUZZ_FROM the first seed.
 PROGRAMS = int(os.environ.get("AMPFAST_FUZZ", "300"))
+FIRST = int(os.environ.get("AMPFAST_FUZZ_FROM", "0"))
+BATCH = 25
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -25,13 +25,21 @@ def _short_collections() -> Iterator[None]:
     gc.unfreeze()
 
 
-@pytest.mark.parametrize("batch", range(4))
-def test_random_programs_agree(batch: int) -> None:
+@pytest.mark.parametrize("start", range(FIRST, FIRST + PROGRAMS, BATCH))
+def test_random_programs_agree(start: int) -> None:
     """Both worlds stay equal bit for bit after every operation."""
-    run_programs(Lockstep, PROGRAMS // 6, seed=batch)
+    for seed in range(start, min(start + BATCH, FIRST + PROGRAMS)):
+        # The tensors are small: a second thread mostly adds waiting, so few programs use it.
+        with threads(2 if seed % 20 == 0 else 1):
+            plan, program = draw_program(seed)
+            watch = seed % 4 != 0
+            found = first_difference(plan, program, VARIANTS[variant_of(seed)], watch=watch)
+            if found is not None:
+                pytest.fail(explain(seed, found, watch), pytrace=False)
 
 
-@pytest.mark.parametrize("variant", [name for name in VARIANTS if name != "plain"])
-def test_other_ways_agree(variant: str) -> None:
-    """Overridden hooks and torch's ops take other ways through our code, with equal results."""
-    run_programs(lockstep(VARIANTS[variant]), PROGRAMS // 24)
+def test_a_failing_program_is_shortened() -> None:
+    pytest.importorskip("hypothesis", reason="hypothesis is not installed")
+    _, program = draw_program(3)
+    wanted = [program[4], program[30]]
+    assert shrink(program, lambda ops: all(op in ops for op in wanted)) == wanted

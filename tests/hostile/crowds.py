@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from programs import Op, Plan, World
-from random_programs import draw_programs
+from random_programs import draw_program
 from support import TorchScaler, difference, started
 from tally import Tally, main
 
@@ -24,13 +24,11 @@ LIST, SIZE, SCALE = 24, 40_000, 8.0
 SHARED = ("reborn",)
 
 
-def prepared(seed: int) -> list[tuple[Plan, list[Op], dict[str, Any]]]:
-    """Random programs, each with its result with torch's scaler alone."""
-    programs = [
-        (plan, [op for op in program if op.name not in SHARED])
-        for plan, program in draw_programs(PROGRAMS, seed)
-    ]
-    return [(plan, program, played(TorchScaler, plan, program)) for plan, program in programs]
+def prepared(seed: int) -> tuple[Plan, list[Op], dict[str, Any]]:
+    """Random program, and its result with torch's scaler alone."""
+    plan, program = draw_program(seed)
+    program = [op for op in program if op.name not in SHARED]
+    return plan, program, played(TorchScaler, plan, program)
 
 
 def played(scaler_type: type[TorchScaler], plan: Plan, program: list[Op]) -> dict[str, Any]:
@@ -49,7 +47,7 @@ class Crowd:
 
     def __init__(self, seconds: float, seed: int) -> None:
         self.tally = Tally("rounds of threads")
-        self.programs = prepared(seed)
+        self.programs = [prepared(seed + number) for number in range(PROGRAMS)]
         self.end = time.monotonic() + seconds
         # Read by all, written by none.
         self.shared = started(GradScaler, SCALE)
