@@ -70,7 +70,8 @@ quick: build/built  ## run the product's own tests, in a minute
 test: build/built  ## run the tests that a change can break, in five minutes
 	$(PYTEST) -m "not sweep" $(ARGS)
 
-test-all: test test-sweeps  ## run all tests, in fifteen minutes
+test-all:  ## run all tests, in fifteen minutes
+	@$(MAKE) --no-print-directory --keep-going test test-sweeps
 
 test-sweeps: build/built test-triton36  ## run the exhaustive tests that `make test` leaves out
 	$(PYTEST) -m sweep $(ARGS)

@@ -147,6 +147,7 @@ def test_a_subclass_property_that_raises_is_heard() -> None:
     assert good.grad.tolist() == [1.0, 1.0]
 
 
+@pytest.mark.slow
 def test_a_subclass_property_that_gives_no_tensor() -> None:
     # In a process of its own, which such misuse may end.
     script = """

@@ -27,6 +27,7 @@ def test_bounds_of_float16(capability: str, dtype: torch.dtype) -> None:
     check_passes(cpu, [edges, *edges.split(1)], CPU, norms=False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_every_16_bit_value(capability: str, dtype: torch.dtype) -> None:
     every = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(dtype)

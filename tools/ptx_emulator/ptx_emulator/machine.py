@@ -175,7 +175,12 @@ def _raise(error: int, prefix: str = "") -> None:
 def _library() -> ctypes.CDLL:
     def make(folder: Path) -> None:
         output = ["-o", str(folder / "machine.so"), str(SOURCES / "machine.cpp")]
-        subprocess.run([*COMPILER, *FLAGS, *output], check=True)
+        try:
+            subprocess.run([*COMPILER, *FLAGS, *output], check=True)
+        except FileNotFoundError:
+            raise PtxError(
+                f"the emulator needs a C++ compiler, but there is no {COMPILER[0]}: set CXX"
+            ) from None
 
     sources = [*sorted(SOURCES.glob("*.h")), SOURCES / "machine.cpp"]
     library = ctypes.CDLL(str(built("machine", sources, FLAGS, make) / "machine.so"))
