@@ -5,11 +5,18 @@ python -m tests.run_notebook examples/underflow.ipynb
 
 from __future__ import annotations
 
+import hashlib
 import sys
 from pathlib import Path
 
 import nbformat
 from nbclient import NotebookClient
+
+
+def digest(notebook: nbformat.NotebookNode) -> str:
+    """Digest of the code, saved beside its outputs."""
+    cells = [cell.source for cell in notebook.cells if cell.cell_type == "code"]
+    return hashlib.sha256("\n\n".join(cells).encode()).hexdigest()
 
 
 def executed(path: Path, *more: str) -> nbformat.NotebookNode:
@@ -23,6 +30,7 @@ def executed(path: Path, *more: str) -> nbformat.NotebookNode:
     notebook.cells = cells
     # Of this interpreter.
     notebook.metadata.language_info = {"name": "python"}
+    notebook.metadata.code_sha256 = digest(notebook)
     return notebook
 
 

@@ -126,6 +126,15 @@ def kinds(notebook: Any) -> list[list[Any]]:
     ]
 
 
+def test_the_notebook_was_run_after_its_last_edit() -> None:
+    nbformat = pytest.importorskip("nbformat", reason="reading the notebook needs nbformat")
+    pytest.importorskip("nbclient", reason="reading the notebook needs nbclient")
+    from run_notebook import digest
+
+    notebook = nbformat.read(NOTEBOOK, as_version=4)
+    assert notebook.metadata.code_sha256 == digest(notebook), "run `make notebook`"
+
+
 @pytest.mark.slow
 def test_the_notebook_runs_with_the_saved_outputs(monkeypatch: pytest.MonkeyPatch) -> None:
     for needed in ("matplotlib", "nbclient", "ipykernel"):
