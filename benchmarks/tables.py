@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from statistics import median
 
 from .real_loops import ADAMW
 from .results import VERDICTS, Goal, Results, Row, Spread
@@ -237,6 +238,6 @@ def gain_of_a_step(results: Results) -> str:
         return f"What a whole training step gains: {NOT_MEASURED}."
     nets = "; ".join(dict.fromkeys(row.case for _, row in both))
     return (
-        f"On the nets measured ({nets}), a whole training step gains {gains[0]:.1%} to "
-        f"{gains[-1]:.1%}."
+        f"On the nets measured ({nets}), a whole training step gains {median(gains):.1%}, the "
+        f"median of {len(gains)} kinds of step between {gains[0]:.1%} and {gains[-1]:.1%}."
     )
