@@ -100,12 +100,7 @@ def updating(dtype: torch.dtype) -> Variant:
 
 
 def everywhere(dtype: torch.dtype) -> list[Variant]:
-    """Variants compiled for every target: all modes, and an update.
-
-    With the oldest Triton, those whose arithmetic differs most.
-    """
-    if not IS_OLDEST:
-        return [*modes(dtype), updating(dtype)]
+    """Variants compiled for every target: those whose arithmetic differs most."""
     return [
         Variant(dtype, False, Use.RAW),
         updating(dtype),
