@@ -7,6 +7,8 @@ import datetime
 import math
 import signal
 import sys
+import tempfile
+import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -132,21 +134,31 @@ def _bench(arguments: Sequence[str]) -> int:
     try:
         backends.default_for(device)
         if options.folder is not None:
-            options.folder.mkdir(parents=True, exist_ok=True)
+            _check_folder(options.folder)
     except (OSError, RuntimeError, ValueError) as error:
         parser.error(str(error))
     results = new_results(device)
     results.asked = {"quick": options.quick, **({"only": options.only} if options.only else {})}
     exit_code = INTERRUPTED
-    # As Ctrl-C; what was measured is kept.
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    stopped = threading.Event()
+
+    def stop(*_: object) -> None:
+        # Only the first signal interrupts, so that no other keeps results from being written.
+        if not stopped.is_set():
+            stopped.set()
+            raise KeyboardInterrupt
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, stop)
     try:
         if device.type == "cuda":
             on = Setting(device, GPU_QUICK if options.quick else GPU_FULL, CudaQueue(device))
         else:
             on = Setting(device, QUICK if options.quick else FULL)
         jobs = jobs_of(options.only or SUBJECTS, on)
-        exit_code = _run(jobs, results, options.folder, started, started + options.limit)
+        deadline = started + options.limit
+        exit_code = _run(jobs, results, options.folder, started, deadline, stopped)
+        stopped.set()
     except KeyboardInterrupt:
         results.complete = False
         print("stopped; results so far follow", flush=True)
@@ -176,6 +188,7 @@ def _run(
     folder: Path | None,
     started: float,
     deadline: float,
+    stopped: threading.Event,
 ) -> int:
     """Runs the jobs into `results`, which keeps its rows after a failure or Ctrl-C."""
 
@@ -187,6 +200,9 @@ def _run(
     # Incomplete until the last job is done, so a run that is cut off leaves a file that says so.
     results.complete = False
     for number, (name, job) in enumerate(jobs, 1):
+        if stopped.is_set():
+            # Python drops exceptions in some callbacks, such as those of weak references.
+            raise KeyboardInterrupt
         if time.monotonic() > deadline:
             left_out = True
             note(f"left out {name}: the time is up")
@@ -207,16 +223,36 @@ def _run(
             results.goals += measured.goals
             results.notes += [each for each in measured.notes if each not in results.notes]
         results.seconds = round(time.monotonic() - started, 1)
-        if folder is not None and results.rows:
-            _put_away(folder / JSON, results.date)
-            results.write(folder / JSON)
+        _save(results, folder)
     results.complete = not (failed or left_out)
     return 1 if failed else 0
 
 
+def _check_folder(folder: Path) -> None:
+    """Makes the folder; OSError if files cannot be written there or results not be replaced."""
+    folder.mkdir(parents=True, exist_ok=True)
+    tempfile.TemporaryFile(dir=folder).close()
+    if (folder / JSON).exists():
+        (folder / JSON).read_bytes()
+
+
+def _save(results: Results, folder: Path | None) -> bool:
+    """Writes the results, if there are any; prints a line and returns False where that fails."""
+    if folder is None or not results.rows:
+        return True
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        _put_away(folder / JSON, results.date)
+        results.write(folder / JSON)
+    except OSError as error:
+        print(f"cannot write {folder / JSON}: {error}", flush=True)
+        return False
+    return True
+
+
 def _put_away(file: Path, date: str) -> None:
     """Renames an earlier run's file, if any, to a name that no run writes."""
-    if file.exists() and f'"{date}"' not in file.read_text(encoding="utf-8"):
+    if file.exists() and f'"{date}"'.encode() not in file.read_bytes():
         written = datetime.datetime.fromtimestamp(file.stat().st_mtime, datetime.timezone.utc)
         (file.parent / EARLIER).mkdir(exist_ok=True)
         file.replace(file.parent / EARLIER / f"{written:%Y-%m-%d-%H%M%S}{file.suffix}")
@@ -224,6 +260,7 @@ def _put_away(file: Path, date: str) -> None:
 
 def _finish(results: Results, folder: Path | None) -> int:
     """Shows results and writes what is left to write; returns 1 where that fails."""
+    saved = _save(results, folder)
     if rich is None:
         print("rich is not installed, so no tables are shown: pip install rich")
     for table in tables.of(results):
@@ -231,17 +268,14 @@ def _finish(results: Results, folder: Path | None) -> int:
     if results.goals:
         show(tables.of_goals(results.goals))
     print(*results.notes, *results.caveats, *tables.sentences(results), sep="\n")
-    if folder is None or not results.rows:
-        return 0
+    if folder is None or not results.rows or not saved:
+        return 0 if saved else 1
     try:
-        results.write(folder / JSON)
         print(f"the report is {report.write(results, folder)}")
-    except OSError as error:
-        print(f"{error.filename}: {error.strerror}")
-        return 1
-    except ValueError as error:
+    except (OSError, ValueError) as error:
         # What was measured is kept.
         print(f"no report: {error}; then python -m benchmarks report {folder / JSON}")
+        return 1 if isinstance(error, OSError) else 0
     return 0
 
 

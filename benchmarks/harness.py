@@ -22,6 +22,8 @@ Key = tuple[str, str]
 MIN_ROUNDS = 6
 MAX_ROUNDS = 400
 COMPARED_AT_ONCE = 1 << 22
+# By bytes of an element.
+BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass(frozen=True)
@@ -160,17 +162,23 @@ def interleave(
 
 
 def assert_same(ours: Sequence[Tensor], theirs: Sequence[Tensor], what: str) -> None:
-    """Raises AssertionError unless both lists hold equal values; all NaNs are equal."""
+    """Raises AssertionError unless both lists have the same dtypes, shapes and bits.
+
+    All NaNs are equal.
+    """
     for index, (our, their) in enumerate(zip(ours, theirs, strict=True)):
-        if torch.equal(our, their):
+        where = f"{what}, tensor {index}"
+        for name in ("dtype", "shape"):
+            if getattr(our, name) != getattr(their, name):
+                found, wanted = getattr(our, name), getattr(their, name)
+                raise AssertionError(f"{where}: the {name} is {found}, not {wanted}")
+        bits = BITS[our.element_size()]
+        if torch.equal(our.detach().view(bits), their.detach().view(bits)):
             continue
         # Piecewise, since comparing NaNs needs several times the memory of the values.
-        pieces = [tensor.reshape(-1).split(COMPARED_AT_ONCE) for tensor in (our, their)]
-        for pair in zip(*pieces, strict=True):
-            torch.testing.assert_close(
-                *pair,
-                rtol=0,
-                atol=0,
-                equal_nan=True,
-                msg=lambda text, index=index: f"{what}, tensor {index}: {text}",
-            )
+        pieces = [each.detach().reshape(-1).split(COMPARED_AT_ONCE) for each in (our, their)]
+        for a, b in zip(*pieces, strict=True):
+            differ = (a.view(bits) != b.view(bits)) & ~(a.isnan() & b.isnan())
+            if differ.any():
+                first = int(differ.int().argmax())
+                raise AssertionError(f"{where}: {a[first].item()}, not {b[first].item()}")

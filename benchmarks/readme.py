@@ -8,7 +8,7 @@ from pathlib import Path
 
 from . import pictures, tables
 from .real_loops import ADAMW
-from .results import Results, write_whole
+from .results import Results, Row, write_whole
 
 START = "<!-- bench:start -->"
 END = "<!-- bench:end -->"
@@ -21,13 +21,15 @@ RESULTS = "benchmarks/results"
 LOOPS = ("conv net", "perceptron 31x32, batch 64", "perceptron 3x512, batch 128")
 
 
+def loops_of(results: Results) -> dict[str, tuple[Row, Row]]:
+    """torch's row and ampfast's of each real loop, by its case."""
+    both = tables.pairs(results.rows, "loops")
+    return {row.case: (theirs, row) for theirs, row in both if row.call == ADAMW}
+
+
 def readme_block(results: Results) -> str:
     """Three real loops, what a whole step gains, and a picture."""
-    rows = {
-        row.case: (theirs, row)
-        for theirs, row in tables.pairs(results.rows, "loops")
-        if row.call == ADAMW
-    }
+    rows = loops_of(results)
     lines = []
     for case in LOOPS:
         theirs, ours = rows.get(case, (None, None))
@@ -72,10 +74,13 @@ PAGES: dict[str, Callable[[Results], str]] = {README: readme_block, DOCS: docs_b
 def write(folder: Path, file: Path) -> None:
     """Writes a result file's figures into both pages, its pictures, and the file itself.
 
-    The result file that README.md named before is removed. Nothing is written if a page does not
-    have each marker once, in order, or matplotlib is not installed.
+    The result file that README.md named before is removed. Nothing is written if the result lacks a
+    loop that README.md shows, a page does not have each marker once, in order, or matplotlib is not
+    installed.
     """
     results = Results.read(file)
+    if missing := [case for case in LOOPS if case not in loops_of(results)]:
+        raise ValueError(f"{file} lacks loops that {README} shows: {'; '.join(missing)}")
     texts, earlier = {}, []
     for page, block in PAGES.items():
         before, old, after = split(folder / page)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import statistics
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -189,7 +189,7 @@ class Results:
     def caveats(self) -> list[str]:
         """Sentences on what limits these figures."""
         load = self.machine.get("load") or 0.0
-        is_busy = load > BUSY * self.machine.get("cores", 1)
+        is_busy = load > BUSY * (self.machine.get("cores") or 1)
         failed = sum(note.startswith("FAILED") for note in self.notes)
         missed = sum(goal.verdict == MISSED for goal in self.goals)
         return [
@@ -218,7 +218,7 @@ class Results:
             content = json.loads(path.read_text(encoding="utf-8"))
         except json.JSONDecodeError as error:
             raise ValueError(f"{path} is damaged or cut off: it is not JSON ({error})") from error
-        except (UnicodeDecodeError, RecursionError) as error:
+        except (ValueError, RecursionError) as error:
             raise ValueError(f"{path} is not a result of `python -m benchmarks`") from error
         if not isinstance(content, dict) or "rows" not in content:
             raise ValueError(f"{path} is not a result of `python -m benchmarks`: it has no rows")
@@ -227,11 +227,15 @@ class Results:
                 f"{path} is of version {version}, not {FORMAT}: `make bench` makes a new one"
             )
         try:
+            _check(cls, content)
+            for key in ("load", "cores"):
+                if not _is_figure(content["machine"].get(key) or 0):
+                    raise ValueError(f"machine.{key} is {content['machine'][key]!r}")
             for key, kind in (("rows", Row), ("goals", Goal)):
                 kept = [each for each in content[key] if each.get("subject") not in DROPPED]
                 content[key] = [_made(kind, each) for each in kept]
             return cls(**content)
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
+        except (KeyError, TypeError, ValueError) as error:
             missing = "it has no " if isinstance(error, KeyError) else ""
             raise ValueError(
                 f"{path} is not a result of `python -m benchmarks`: {missing}{error}"
@@ -250,19 +254,47 @@ def _small(item: Name) -> dict[str, Any]:
 
 
 def _made(kind: type[Any], content: dict[str, Any]) -> Any:
-    """Row or goal, whose figures are checked, as later uses of a wrong one would fail."""
-    for key, value in content.items():
-        if isinstance(value, list):
-            if len(value) != 3 or not all(map(_is_figure, value)):
-                raise ValueError(f"{key} is {value!r}")
-            content[key] = Spread(*value)
-        elif not isinstance(value, str) and not _is_figure(value):
-            raise ValueError(f"{key} is {value!r}")
-    return kind(**content)
+    """Row or goal of a file."""
+    _check(kind, content)
+    return kind(**{k: Spread(*v) if isinstance(v, list) else v for k, v in content.items()})
+
+
+def _check(kind: type[Any], content: dict[str, Any]) -> None:
+    """Raises ValueError for a value that is not of its field's type, as later uses would fail."""
+    for each in fields(kind):
+        value = content.get(each.name)
+        named = each.name in content
+        if named and not any(FITS[name](value) for name in str(each.type).split(" | ")):
+            raise ValueError(f"{each.name} is {value!r}")
 
 
 def _is_figure(value: object) -> bool:
-    return isinstance(value, (int, float)) and math.isfinite(value)
+    return isinstance(value, (int, float)) and abs(value) <= sys.float_info.max
+
+
+def _are_three(value: object) -> bool:
+    return isinstance(value, list) and len(value) == 3 and all(map(_is_figure, value))
+
+
+def _are_all(kind: type[Any]) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, list) and all(isinstance(v, kind) for v in value)
+
+
+# By annotation, whether a value of a file is of that type.
+FITS: dict[str, Callable[[Any], bool]] = {
+    "None": lambda value: value is None,
+    "str": lambda value: isinstance(value, str),
+    "bool": lambda value: isinstance(value, bool),
+    "int": _is_figure,
+    "float": _is_figure,
+    # Others are divided by the median.
+    "Spread": lambda value: _are_three(value) and value[1] > 0,
+    "tuple[float, float, float]": _are_three,
+    "dict[str, Any]": lambda value: isinstance(value, dict),
+    "list[str]": _are_all(str),
+    "list[Goal]": _are_all(dict),
+    "list[Row]": _are_all(dict),
+}
 
 
 def write_whole(path: Path, text: str) -> None:

@@ -1,6 +1,8 @@
-"""One thread, as on a busy machine more threads take ten times as long; and the CPU."""
+"""One thread, as on a busy machine more threads take ten times as long; CPU; signals."""
 
 from __future__ import annotations
+
+import signal
 
 import pytest
 import torch
@@ -16,3 +18,12 @@ def one_thread_of_the_cpu(monkeypatch):
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture(autouse=True)
+def signals_as_before():
+    """Undoes what the command does to signals."""
+    before = {each: signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)}
+    yield
+    for each, handler in before.items():
+        signal.signal(each, handler)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
+import weakref
 
 import pytest
 import torch
@@ -38,9 +41,7 @@ def runs(monkeypatch, tmp_path):
         arguments = ["--only", "host", "--folder", str(tmp_path), *more]
         return command.main(arguments)
 
-    handler = signal.getsignal(signal.SIGTERM)
-    yield run
-    signal.signal(signal.SIGTERM, handler)
+    return run
 
 
 def _read(folder):
@@ -114,6 +115,80 @@ def test_an_earlier_run_is_put_away_unless_the_new_one_has_measured_nothing(
     assert [row.case for row in _read(tmp_path).rows] == ["second"]
 
 
+def test_a_file_that_is_not_of_a_run_is_put_away_too(runs, tmp_path):
+    (tmp_path / command.JSON).write_bytes(b"\xff\xfe\x00")
+    assert runs("first") == 0
+    (earlier,) = (tmp_path / command.EARLIER).iterdir()
+    assert earlier.read_bytes() == b"\xff\xfe\x00"
+    assert [row.case for row in _read(tmp_path).rows] == ["first"]
+
+
+def test_a_folder_that_is_removed_is_made_again(runs, tmp_path):
+    def remove():
+        shutil.rmtree(tmp_path)
+        return _job("second").run()
+
+    assert runs("first", Job("removes", remove), "third") == 0
+    assert [row.case for row in _read(tmp_path).rows] == ["first", "second", "third"]
+    assert (tmp_path / report.PAGE).exists()
+
+
+def test_results_that_cannot_be_written_are_shown(runs, monkeypatch, tmp_path, capsys):
+    def fail(self, path):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Results, "write", fail)
+    assert runs("first", "second") == 1
+    printed = capsys.readouterr().out
+    told = [line for line in printed.splitlines() if "No space left" in line]
+    assert all(line.startswith(f"cannot write {tmp_path / command.JSON}: ") for line in told)
+    assert len(told) == 3, "after each job, and at the end"
+    assert "first" in printed and "second" in printed
+
+
+def test_a_report_that_cannot_be_written_leaves_the_results(runs, tmp_path, capsys):
+    (tmp_path / report.PAGE).mkdir()
+    assert runs("first") == 1
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if "no report" in line]
+    assert report.PAGE in line
+    assert _read(tmp_path).complete
+
+
+@pytest.mark.parametrize("interrupted", [False, True])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_while_the_report_is_written_is_ignored(
+    runs, monkeypatch, tmp_path, interrupted, number
+):
+    write = report.write
+
+    def signalled(*arguments):
+        signal.raise_signal(number)
+        return write(*arguments)
+
+    monkeypatch.setattr(report, "write", signalled)
+    last = Job("stops", lambda: signal.raise_signal(number)) if interrupted else "second"
+    assert runs("first", last) == (command.INTERRUPTED if interrupted else 0)
+    assert _read(tmp_path).complete is not interrupted
+    assert (tmp_path / report.PAGE).exists()
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_a_signal_whose_interrupt_is_dropped_ends_the_run_after_its_job(runs, tmp_path):
+    class Some:
+        pass
+
+    def drop():
+        some = Some()
+        reference = weakref.ref(some, lambda _: signal.raise_signal(signal.SIGTERM))
+        del some
+        assert reference() is None
+        return _job("second").run()
+
+    assert runs("first", Job("drops", drop), "third") == command.INTERRUPTED
+    assert [row.case for row in _read(tmp_path).rows] == ["first", "second"]
+    assert not _read(tmp_path).complete
+
+
 def test_no_job_is_started_when_the_time_is_up(runs, monkeypatch, tmp_path):
     now = [0.0]
     monkeypatch.setattr(command.time, "monotonic", lambda: now[0])
@@ -180,6 +255,23 @@ def test_wrong_arguments_are_refused_before_anything_is_measured(capsys, argumen
         command.main(arguments)
     assert stopped.value.code == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("why", ["a folder", "not writable"])
+def test_a_folder_that_takes_no_results_is_refused_before_anything_is_measured(
+    runs, monkeypatch, tmp_path, capsys, why
+):
+    def fail(dir):
+        raise PermissionError(errno.EACCES, "Permission denied", str(dir))
+
+    if why == "a folder":
+        (tmp_path / command.JSON).mkdir()
+    else:
+        monkeypatch.setattr(command.tempfile, "TemporaryFile", fail)
+    with pytest.raises(SystemExit) as stopped:
+        runs("first")
+    assert stopped.value.code == 2
+    assert str(tmp_path) in capsys.readouterr().err.splitlines()[-1]
 
 
 @pytest.mark.parametrize("name", ["triton", "fastest"])

@@ -77,6 +77,16 @@ def test_only_text_between_the_markers_is_replaced_and_links_lead_to_files(pages
     assert kept.name == "cpu-torch2.99-2031-01-01.json"
 
 
+def test_a_result_without_the_loops_of_the_readme_is_refused(pages):
+    made = cpu_results()
+    rows = [row for row in made.rows if row.case != readme.LOOPS[1]]
+    file = _file(pages, dataclasses.replace(made, rows=rows))
+    before = {path: path.read_text() for path in pages.rglob("*.*")}
+    with pytest.raises(ValueError, match=f"run.json lacks .*: {readme.LOOPS[1]}$"):
+        readme.write(pages, file)
+    assert {path: path.read_text() for path in pages.rglob("*.*")} == before
+
+
 @pytest.mark.parametrize("text", ["", readme.START, readme.END + readme.START, 2 * readme.START])
 @pytest.mark.parametrize("page", readme.PAGES)
 def test_pages_are_left_alone_if_one_has_not_its_markers(pages, page, text):

@@ -13,6 +13,7 @@ from benchmarks import __main__ as command
 from benchmarks import machine, readme
 from benchmarks.results import FORMAT, Results
 
+ROW = {"subject": "a", "case": "b", "dtype": "c", "call": "d", "side": "e"}
 COMMANDS = {"compare": ["good.json"], "report": [], "readme": ["--write", "."]}
 BAD = {
     "missing.json": "No such file or directory",
@@ -26,7 +27,28 @@ BAD = {
     "unknown.json": "unexpected keyword argument 'speed'",
     "nan.json": "limit is nan",
     "text.json": "ms is [1, 'fast', 2]",
-    "short.json": "it has no 'goals'",
+    "short.json": "it has no 'machine'",
+    "digits.json": "is not a result",
+}
+# Each makes a good file a bad one: top level, machine, and a row or goal.
+WRONG = {
+    "machine is None": {"machine": None},
+    "machine is []": {"machine": []},
+    "machine.load is 'high'": {"machine": {"load": "high"}},
+    "machine.cores is [2]": {"machine": {"cores": [2]}},
+    "date is None": {"date": None},
+    "notes is 3": {"notes": 3},
+    "notes is [3]": {"notes": [3]},
+    "seconds is 'long'": {"seconds": "long"},
+    "asked is []": {"asked": []},
+    "rows is None": {"rows": None},
+    "rows is [1]": {"rows": [1]},
+    "case is 1": {"rows": [{**ROW, "case": 1}]},
+    "host_us is 5": {"rows": [{**ROW, "host_us": 5}]},
+    "ms is [0, 0, 0]": {"rows": [{**ROW, "ms": [0, 0, 0]}]},
+    "vs_torch is 'x'": {"rows": [{**ROW, "vs_torch": "x"}]},
+    "bytes is 1000": {"rows": [{**ROW, "bytes": 10**400}]},
+    "ratio is 1": {"goals": [{**ROW, "over": "f", "ratio": 1, "limit": 1}]},
 }
 
 
@@ -38,22 +60,22 @@ def place(tmp_path, monkeypatch):
     text = (tmp_path / "good.json").read_text()
     (tmp_path / "folder.json").mkdir()
     (tmp_path / "bytes.json").write_bytes(b"\xff\xfe\x00results")
-    row = {"subject": "a", "case": "b", "dtype": "c", "call": "d", "side": "e"}
 
     def changed(**changes):
         return json.dumps({**json.loads(text), **changes})
 
-    goal = {**row, "over": "f", "ratio": [1, 1, 1], "limit": math.nan}
+    goal = {**ROW, "over": "f", "ratio": [1, 1, 1], "limit": math.nan}
     for name, content in {
         "cut": text[: len(text) // 2],
         "list": "[]",
         "other": '{"name": "a package"}',
         "older": changed(format=2),
         "first": '{"rows": [], "goals": []}',
-        "unknown": changed(rows=[{**row, "speed": 1}]),
+        "unknown": changed(rows=[{**ROW, "speed": 1}]),
         "nan": changed(goals=[goal]),
-        "text": changed(rows=[{**row, "ms": [1, "fast", 2]}]),
+        "text": changed(rows=[{**ROW, "ms": [1, "fast", 2]}]),
         "short": json.dumps({"format": FORMAT, "rows": []}),
+        "digits": f"[{'1' * 5000}]",
     }.items():
         (tmp_path / f"{name}.json").write_text(content)
     (tmp_path / "docs").mkdir()
@@ -77,6 +99,16 @@ def test_a_bad_file_is_one_line_of_error_and_nothing_is_overwritten(place, capsy
     assert BAD[name] in line
     assert printed.out == ""
     assert _content(place) == before
+
+
+@pytest.mark.parametrize("what", COMMANDS)
+@pytest.mark.parametrize("told", WRONG)
+def test_a_value_of_another_type_is_one_line_of_error(place, capsys, what, told):
+    content = {**json.loads((place / "good.json").read_text()), **WRONG[told]}
+    (place / "bad.json").write_text(json.dumps(content))
+    assert command.main([what, "bad.json", *COMMANDS[what]]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("bad.json is not a result of `python -m benchmarks`: " + told)
 
 
 @pytest.mark.parametrize("what", ["report", "readme"])

@@ -261,5 +261,13 @@ def test_equality_takes_nan_for_nan_and_nothing_else():
     close = torch.tensor([1.0])
     with pytest.raises(AssertionError):
         harness.assert_same([close], [torch.nextafter(close, 2 * close)], "one ulp")
+    for ours, theirs, message in (
+        (torch.ones(6), torch.ones(2, 3), r"the shape is torch.Size\(\[6\]\), not"),
+        (torch.full((6,), math.nan), torch.full((3, 2), math.nan), "the shape is"),
+        (torch.ones(2), torch.ones(2).half(), "the dtype is torch.float32, not torch.float16"),
+        (torch.tensor([1.0, 0.0]), torch.tensor([1.0, -0.0]), "tensor 0: 0.0, not -0.0"),
+    ):
+        with pytest.raises(AssertionError, match=message):
+            harness.assert_same([ours], [theirs], "bits")
     with pytest.raises(ValueError, match="zip"):
         harness.assert_same(same, same[:1], "length")
