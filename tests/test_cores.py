@@ -43,6 +43,7 @@ def test_a_build_for_one_torch_has_no_choice(tmp_path):
     assert cores.folders_for("2.15.0", tmp_path) == []
 
 
+@pytest.mark.slow
 def test_the_package_imports_the_chosen_core(tmp_path):
     """A copy of the package, laid out as in a wheel."""
     source = Path(ampfast.__file__).parent

@@ -38,6 +38,7 @@ def test_random_programs_agree(start: int) -> None:
                 pytest.fail(explain(seed, found, watch), pytrace=False)
 
 
+@pytest.mark.slow
 def test_a_failing_program_is_shortened() -> None:
     pytest.importorskip("hypothesis", reason="hypothesis is not installed")
     _, program = draw_program(3)
