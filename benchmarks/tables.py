@@ -202,7 +202,7 @@ def sentences(results: Results) -> list[str]:
 
 
 def _compared(rows: Iterable[Row], subject: str, call: str, unit: str) -> str:
-    both = pairs(rows, subject)
+    both = [pair for pair in pairs(rows, subject) if pair[1].vs_torch]
     if not (of_call := [pair for pair in both if pair[1].call == call]):
         return NOT_MEASURED
     # Of lists the largest, which has the least to gain; else the first.

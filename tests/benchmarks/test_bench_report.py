@@ -64,6 +64,8 @@ def test_three_sentences_name_both_sides_and_their_ratio():
         "over all 1 rows 2.00x to 2.00x.",
     ]
     assert all(sentence.endswith(": not measured.") for sentence in tables.sentences(results([])))
+    bare = [dataclasses.replace(row, vs_torch=None) for row in cpu_results().rows]
+    assert all(each.endswith(": not measured.") for each in tables.sentences(results(bare)))
 
 
 def test_a_step_gains_what_torchs_takes_longer():
