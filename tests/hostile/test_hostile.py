@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator
 
 import allocations
@@ -57,6 +58,7 @@ def test_interrupts_at_every_call(scenario: Scenario, track: str | None) -> None
     tally.require_success()
 
 
+@pytest.mark.skipif(sys.gettrace() is not None, reason="a tracer allocates between statements")
 def test_failing_allocations() -> None:
     pytest.importorskip("_testcapi", reason="lets Python's allocations fail")
     allocations.run_in_process({}, 4).require_success()
