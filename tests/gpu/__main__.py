@@ -51,11 +51,12 @@ def stages(results: Path, out: Path, capability: str = "") -> list[list[Part]]:
     # NCCL hangs rather than fails, so its file comes last.
     paths = sorted(HERE.glob("test_*.py"), key=lambda p: (p.stem == "test_gpu_distributed", p))
     files = [path.relative_to(ROOT).as_posix() for path in paths]
-    # Tests of ranks, trainers and kernels on a CPU pass elsewhere. Tests of benchmarks and CUDA
-    # sources need no GPU, and would take all the time.
+    # Tests of ranks, trainers and kernels on a CPU pass elsewhere. Tests of benchmarks, CUDA
+    # sources and packaging need no GPU, and would take all the time.
     no_gpu = ("tests/gpu", "tests/distributed", "tests/trainers")
     no_gpu += ("tests/triton_kernels", "tests/test_over_kernels.py")
-    no_gpu += ("tests/benchmarks", "tests/test_cuda_source.py", "tests/project")
+    no_gpu += ("tests/benchmarks", "tests/test_cuda_source.py")
+    no_gpu += ("tests/project/test_gpu_tools.py", "tests/project/test_packaging.py")
     modes = [sys.executable, "tests/gpu/modes.py"]
     sanitizer = [compute_sanitizer(), "--target-processes", "application-only"]
     sanitizer += ["--report-api-errors", "no", "--error-exitcode", "9", "--print-limit", "20"]
