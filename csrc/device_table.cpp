@@ -17,48 +17,8 @@ namespace {
 constexpr size_t kLeastTables = 32;
 constexpr int64_t kTableBytes = int64_t{1} << 23;
 
-// Words of pinned memory kept ready for captured tables, since nothing can be allocated under
-// capture: at least this, and room for several of the largest table so far.
-constexpr int64_t kLeastReserve = int64_t{1} << 17;
-constexpr int64_t kTablesInReserve = 16;
-
 at::Tensor empty_words(int64_t words, at::TensorOptions options) {
   return at::empty({words}, options.dtype(at::kLong));
-}
-
-// Pinned memory for captured tables. What was taken from it is never given back: a graph may be
-// replayed at any time.
-class Reserve {
- public:
-  void ensure(int64_t words) {
-    const int64_t wanted = std::max(kLeastReserve, kTablesInReserve * words);
-    if (!memory_.defined() || memory_.numel() - used_ < wanted) {
-      if (used_ > 0) {
-        spent_.push_back(memory_);
-      }
-      memory_ = empty_words(2 * wanted, at::TensorOptions().pinned_memory(true));
-      used_ = 0;
-    }
-  }
-
-  at::Tensor take(int64_t words) {
-    TORCH_CHECK(memory_.defined() && memory_.numel() - used_ >= words,
-                "a CUDA graph cannot capture this: the memory for its gradient lists must exist "
-                "before; run one iteration without capturing first, and capture fewer steps in "
-                "one graph if that is not enough");
-    used_ += words;
-    return memory_.narrow(0, used_ - words, words);
-  }
-
- private:
-  std::vector<at::Tensor> spent_;
-  at::Tensor memory_;
-  int64_t used_ = 0;
-};
-
-Reserve& reserve() {
-  static Reserve& reserve = *new Reserve;
-  return reserve;
 }
 
 int64_t address_of(const Span& span) {
@@ -131,8 +91,7 @@ class Recent {
   int64_t uses_ = 0;
 };
 
-// Neither this nor the reserve is ever destroyed: at the end of the process the device may be gone
-// before them.
+// Never destroyed: at the end of the process the device may be gone before it.
 Recent& recent() {
   static Recent& recent = *new Recent;
   return recent;
@@ -197,16 +156,12 @@ bool DeviceTable::holds(const GradList& grads, int64_t max_programs, c10::Stream
          lists_ == grads.lists();
 }
 
-void DeviceTable::upload(bool captured) {
+void DeviceTable::upload() {
   const int64_t words = static_cast<int64_t>(words_.size());
-  const bool is_cpu = device_.is_cpu();
-  at::Tensor source;
-  if (captured) {
-    source = reserve().take(words);
-  } else {
-    // torch's allocator does not hand pinned memory out again before the copy from it is over.
-    source = empty_words(words, at::TensorOptions().pinned_memory(!is_cpu));
-  }
+  // torch's allocator does not hand pinned memory out again before the copy from it is over, nor
+  // ever what a graph copies from, since each replay reads it again.
+  const at::Tensor source =
+      empty_words(words, at::TensorOptions().pinned_memory(!device_.is_cpu()));
   std::memcpy(source.mutable_data_ptr(), words_.data(), words_.size() * sizeof(int64_t));
   buffer_ = empty_words(words + words_[kPrograms], at::TensorOptions().device(device_));
   buffer_.narrow(0, 0, words).copy_(source, /*non_blocking=*/true);
@@ -221,23 +176,15 @@ std::shared_ptr<const DeviceTable> table_of(const GradList& grads, int64_t max_p
   if (!capturing) {
     const auto known = recent().find(fingerprint);
     if (known != nullptr && known->holds(grads, max_programs, stream)) {
-      known->prepare_capture();
       return known;
     }
   }
   auto table = std::make_shared<DeviceTable>(grads, max_programs, stream);
-  table->upload(capturing);
+  table->upload();
   if (!capturing) {
-    table->prepare_capture();
     recent().add(fingerprint, table);
   }
   return table;
-}
-
-void DeviceTable::prepare_capture() const {
-  if (!device_.is_cpu()) {
-    reserve().ensure(static_cast<int64_t>(words_.size()));
-  }
 }
 
 int64_t& uploads() {

@@ -26,10 +26,7 @@ class DeviceTable {
   DeviceTable(const GradList& grads, int64_t max_programs, c10::StreamId stream);
 
   // Copies the table to its device, on the current stream.
-  void upload(bool captured);
-
-  // Makes sure that this table, and others like it, could be captured from now on.
-  void prepare_capture() const;
+  void upload();
 
   // Tells whether this is the table of `grads`.
   bool holds(const GradList& grads, int64_t max_programs, c10::StreamId stream) const;
@@ -52,7 +49,7 @@ class DeviceTable {
 
 // The table of `grads` for the current stream: one that is there already, if it has the same
 // addresses, lengths, dtypes and parameters, else a new one. While the stream is `capturing` it is
-// always new, and what it is copied from lives on, since every replay copies it again.
+// always new, in the memory of the graph, and every replay copies it again.
 // `max_programs` bounds the grid of a launch. Python's lock must be held.
 std::shared_ptr<const DeviceTable> table_of(const GradList& grads, int64_t max_programs,
                                             bool capturing);

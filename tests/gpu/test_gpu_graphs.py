@@ -277,6 +277,20 @@ def test_the_memory_of_captured_lists_is_never_given_back(
     assert bool((decoy == 8.0).all())
 
 
+def test_memory_is_pinned_for_tables_alone(backend: str, device: torch.device) -> None:
+    kernels = kernels_of(backend, device)
+    memory = torch.ones(40_000, device=device)
+    pinned = []
+    for _ in range(3):
+        pinned.append(torch.cuda.host_memory_stats()["allocated_bytes.current"])
+        kernels.check_(grads_of(list(memory.split(2))))
+        torch.cuda.synchronize()
+        _C.clear_tables()
+    # At most 8 words for each of 20,000 tensors, rounded up to a power of two; reused.
+    assert pinned[1] - pinned[0] <= 2 * 8 * 8 * 20_000
+    assert pinned[2] == pinned[1]
+
+
 # Last, since a capture that it breaks cannot be repaired in this process.
 @pytest.mark.parametrize("read", ["get_scale", "step_skipped", "state_dict"])
 def test_refuses_reads_by_the_host(backend: str, device: torch.device, read: str) -> None:
