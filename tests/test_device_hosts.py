@@ -190,7 +190,7 @@ def test_the_device_of_a_launch_is_current(monkeypatch: pytest.MonkeyPatch) -> N
 def test_uncompiled_kernels_are_not_captured(monkeypatch: pytest.MonkeyPatch) -> None:
     launch = pytest.importorskip("ampfast.backends.triton.launch")
     monkeypatch.setattr(errors, "is_capturing", lambda: True)
-    monkeypatch.setattr(launch, "_launched", {("known",)})
+    monkeypatch.setattr(launch, "_launched", {("known",): None})
     launch._require_compiled(("known",))
     with pytest.raises(RuntimeError, match="not compiled yet; run one iteration without"):
         launch._require_compiled(("unknown",))

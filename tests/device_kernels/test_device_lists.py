@@ -146,7 +146,7 @@ def compiling(monkeypatch: pytest.MonkeyPatch) -> Any:
     module = getattr(launch, "_module", launch)
     if not hasattr(module, "_launched"):
         pytest.skip("these kernels are compiled with the core")
-    monkeypatch.setattr(module, "_launched", set())
+    monkeypatch.setattr(module, "_launched", {})
     return module
 
 

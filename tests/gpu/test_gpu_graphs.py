@@ -224,7 +224,7 @@ def test_refused_a_kernel_that_is_not_compiled(
     kernels = kernels_of("triton", device)
     grad = torch.full((5,), 3.0, device=device)
     kernels.check_(grads_of([grad]))
-    monkeypatch.setattr(launch, "_launched", set())
+    monkeypatch.setattr(launch, "_launched", {})
     refused(lambda: kernels.check_(grads_of([grad])), "cannot capture.*one iteration", device)
     assert kernels.check_(grads_of([grad])).item() == 0.0
 

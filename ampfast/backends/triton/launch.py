@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator
-from functools import cache
+from collections.abc import Callable, Iterator
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -55,8 +55,11 @@ _DTYPES = {
     torch.bfloat16: tl.bfloat16,
 }
 
-# Variants that were launched, hence compiled.
-_launched: set[tuple[object, ...]] = set()
+_Arguments = tuple[Any, ...]
+
+# How variants that were launched, hence compiled and loaded, are launched again: with a number of
+# programs and the kernel's arguments.
+_launched: dict[tuple[object, ...], Callable[[int, _Arguments], object]] = {}
 
 
 @cache
@@ -94,55 +97,37 @@ def is_capturing() -> bool:
 
 def prepare(work: Pass, segment: Segment, epilogue: Epilogue) -> None:
     """Compiles the kernel of a launch; refuses captures of uncompiled ones."""
-    variant, arguments, options = _call(work, segment, epilogue)
+    variant, arguments = _call(work, segment, epilogue)
     _require_compiled(variant)
     if variant not in _launched and not INTERPRETED:
+        options = _options(work, segment, epilogue)
         kernels.multi_tensor.warmup(*arguments, **options, grid=(segment.programs,))
 
 
 def multi_tensor(work: Pass, segment: Segment, epilogue: Epilogue) -> None:
     """Launches one pass over the gradients of one dtype."""
-    variant, arguments, options = _call(work, segment, epilogue)
-    _require_compiled(variant)
-    kernels.multi_tensor[(segment.programs,)](*arguments, **options)
-    _launched.add(variant)
-
-
-def _geometry(table: DeviceTable, segment: Segment) -> dict[str, Any]:
-    """Switches of all kernels over a table."""
-    threads = 128 if INTERPRETED else _threads(table.buffer.device)
-    return {
-        "DTYPE": _DTYPES[segment.dtype],
-        "LOADS": WINDOW_BYTES // (16 * threads),
-        "THREADS": threads,
-        "SOFT": INTERPRETED,
-    }
+    variant, arguments = _call(work, segment, epilogue)
+    options = partial(_options, work, segment, epilogue)
+    _launch(kernels.multi_tensor, variant, segment.programs, arguments, options)
 
 
 def _call(
     work: Pass, segment: Segment, epilogue: Epilogue
-) -> tuple[tuple[object, ...], tuple[object, ...], dict[str, Any]]:
-    """Key of the compiled code of a launch, the kernel's arguments, its switches and options."""
+) -> tuple[tuple[object, ...], _Arguments]:
+    """Key of the compiled code of a launch, and the kernel's arguments."""
     update = work.update if epilogue is Epilogue.UPDATE else None
     factors = NO_FACTORS if update is None else update.factors
-    switches: dict[str, Any] = {
-        **_geometry(work.table, segment),
-        "WRITE": work.write,
-        "FACTOR": int(work.use),
-        "NORM": work.norms is not None,
-        "EPILOGUE": int(epilogue),
-        "ACCUMULATE": work.accumulate,
-    }
+    table = work.table.buffer
     state = None if update is None else update.state
     other = None if update is None else update.other
     marks, now = (None, None) if work.track is None else work.track[:2]
-    if marks is not None and torch.version.hip is None and segment.dtype is torch.float64:
-        # Without it the compiler assigns too few registers, as the division is a call, and spills.
-        switches["maxnreg"] = 64
-    optional = (work.coefficient, work.norms, marks, state, other)
-    variant = (work.table.buffer.device, *switches.values(), *(o is None for o in optional))
+    variant = (
+        *("multi_tensor", table.device, segment.dtype, work.write, work.use, work.norms is None),
+        *(epilogue, work.accumulate, work.coefficient is None, marks is None),
+        *(state is None, other is None),
+    )
     arguments = (
-        work.table.buffer,
+        table,
         segment.word,
         work.factor,
         work.coefficient,
@@ -158,46 +143,65 @@ def _call(
         factors.backoff_factor,
         factors.growth_interval,
     )
-    return variant, arguments, {**switches, "num_warps": 4, "enable_fp_fusion": False}
+    return variant, arguments
+
+
+def _options(work: Pass, segment: Segment, epilogue: Epilogue) -> dict[str, Any]:
+    """Switches and compiler options of a launch."""
+    options = {
+        **_geometry(work.table, segment),
+        "WRITE": work.write,
+        "FACTOR": int(work.use),
+        "NORM": work.norms is not None,
+        "EPILOGUE": int(epilogue),
+        "ACCUMULATE": work.accumulate,
+    }
+    if work.track is not None and torch.version.hip is None and segment.dtype is torch.float64:
+        # Without it the compiler assigns too few registers, as the division is a call, and spills.
+        options["maxnreg"] = 64
+    return options
+
+
+def _geometry(table: DeviceTable, segment: Segment) -> dict[str, Any]:
+    """Switches and options of all kernels over a table."""
+    threads = 128 if INTERPRETED else _threads(table.buffer.device)
+    return {
+        "DTYPE": _DTYPES[segment.dtype],
+        "LOADS": WINDOW_BYTES // (16 * threads),
+        "THREADS": threads,
+        "SOFT": INTERPRETED,
+        "num_warps": 4,
+        "enable_fp_fusion": False,
+    }
 
 
 def measure(table: DeviceTable, segment: Segment, health: Tensor) -> None:
     """Launches the health pass over gradients of one dtype."""
-    switches = _geometry(table, segment)
-    variant = (table.buffer.device, "measure", *switches.values())
-    _require_compiled(variant)
-    kernels.measure[(segment.programs,)](
-        *(table.buffer, segment.word, health), **switches, num_warps=4, enable_fp_fusion=False
-    )
-    _launched.add(variant)
+    variant = ("measure", table.buffer.device, segment.dtype)
+    arguments = (table.buffer, segment.word, health)
+    options = partial(_geometry, table, segment)
+    _launch(kernels.measure, variant, segment.programs, arguments, options)
 
 
 def update_scale(update: ScaleUpdate, found_infs: list[Tensor]) -> None:
     """Launches the update of the scale; takes one to four flags."""
-    optional = (update.state, update.norm)
-    variant = (update.device, "update_scale", *(o is None for o in optional))
-    _require_compiled(variant)
-    flags = [*found_infs, *(found_infs[:1] * (4 - len(found_infs)))]
-    kernels.update_scale[(1,)](
+    variant = ("update_scale", update.device, update.state is None, update.norm is None)
+    arguments = (
         update.scale,
         update.growth_tracker,
-        *optional,
-        *flags,
-        update.factors.growth_factor,
-        update.factors.backoff_factor,
-        update.factors.growth_interval,
-        num_warps=1,
-        enable_fp_fusion=False,
+        update.state,
+        update.norm,
+        *found_infs,
+        *(found_infs[:1] * (4 - len(found_infs))),
+        *update.factors,
     )
-    _launched.add(variant)
+    _launch(kernels.update_scale, variant, 1, arguments, _of_one_warp)
 
 
 def clip_coefficient(clip: Clip) -> None:
     """Launches the clip coefficient from norms."""
-    what = ("clip_coefficient", clip.norm.dtype, clip.largest, clip.divisor is None)
-    variant = (clip.norms.device, *what)
-    _require_compiled(variant)
-    kernels.clip_coefficient[(1,)](
+    kind = (clip.norm.dtype, clip.largest, clip.divisor is None)
+    arguments = (
         clip.norms,
         clip.norms.shape[0],
         clip.max_norm,
@@ -206,11 +210,100 @@ def clip_coefficient(clip: Clip) -> None:
         clip.coefficient,
         None if clip.divisor is None else clip.scale,
         clip.divisor,
-        LARGEST=clip.largest,
-        num_warps=1,
-        enable_fp_fusion=False,
     )
-    _launched.add(variant)
+    options = partial(_of_one_warp, LARGEST=clip.largest)
+    variant = ("clip_coefficient", clip.norms.device, *kind)
+    _launch(kernels.clip_coefficient, variant, 1, arguments, options)
+
+
+def _of_one_warp(**switches: Any) -> dict[str, Any]:
+    return {**switches, "num_warps": 1, "enable_fp_fusion": False}
+
+
+def _launch(
+    function: Any,
+    variant: tuple[object, ...],
+    programs: int,
+    arguments: _Arguments,
+    options: Callable[[], dict[str, Any]],
+) -> None:
+    """Launches a variant: the first time as Triton does, which compiles it, then directly."""
+    again = _launched.get(variant)
+    if again is not None:
+        again(programs, arguments)
+        return
+    _require_compiled(variant)
+    given = options()
+    kernel = function[(programs,)](*arguments, **given)
+    _launched[variant] = _again(function, kernel, arguments, given)
+
+
+def _again(
+    function: Any, kernel: Any, arguments: _Arguments, options: dict[str, Any]
+) -> Callable[[int, _Arguments], object]:
+    """How a compiled kernel is launched from its second time on.
+
+    Directly, where this Triton does it in a known way. `JITFunction.run` takes ten times as long:
+    it specializes the arguments, of which the variant tells all (tables, which alone are
+    specialized by alignment, are aligned as torch's allocator does), and looks for changes of the
+    kernel's source, of globals and of Triton's settings. These apply only to variants that are
+    launched later.
+    """
+    kind: Any = type(kernel)
+    if not _is_known(kind):
+        return lambda programs, arguments: function[(programs,)](*arguments, **options)
+    constants = [options[name] for name in function.arg_names[len(arguments) :]]
+    run, code, metadata = kernel.run, kernel.function, kernel.packed_metadata
+    active, hooks = triton.runtime.driver.active, triton.knobs.runtime
+    stream_on, device = active.get_current_stream, active.get_current_device()
+
+    def launch(programs: int, arguments: _Arguments) -> None:
+        # Of a tensor Triton would ask the driver, too, whether the device can access it.
+        given = [each.data_ptr() if type(each) is Tensor else each for each in arguments]
+        given += constants
+        stream, told = stream_on(device), None
+        enter, leave = hooks.launch_enter_hook, hooks.launch_exit_hook
+        if getattr(enter, "calls", enter) or getattr(leave, "calls", leave):
+            told = kernel.launch_metadata((programs, 1, 1), stream, *given)
+        else:
+            enter = leave = None  # chains without a link
+        run(programs, 1, 1, stream, code, metadata, told, enter, leave, *given)
+
+    return launch
+
+
+@cache
+def _is_known(kind: Any) -> bool:
+    """Whether Triton launches compiled kernels of this type as `_again` does.
+
+    Its own launch of them is asked, with a stand-in for a kernel that records the call.
+    """
+    calls = []
+
+    class Recorder:
+        function, packed_metadata = object(), object()
+
+        def _init_handles(self) -> None:
+            pass
+
+        def launch_metadata(self, *arguments: Any) -> Any:
+            return arguments
+
+        def run(self, *arguments: Any) -> None:
+            calls.append(arguments)
+
+    try:
+        kind.__getitem__(Recorder(), (2, 3, 4))("argument", stream=5)
+        active, hooks = triton.runtime.driver.active, triton.knobs.runtime
+        active.get_current_stream(active.get_current_device())
+        expected = (
+            *(2, 3, 4, 5, Recorder.function, Recorder.packed_metadata),
+            ((2, 3, 4), 5, "argument"),
+            *(hooks.launch_enter_hook, hooks.launch_exit_hook, "argument"),
+        )
+    except Exception:  # of whatever is missing
+        return False
+    return calls == [expected]
 
 
 def _require_compiled(variant: tuple[object, ...]) -> None:

@@ -1,0 +1,267 @@
+"""Launches of compiled kernels by Triton, the first and later ones, over a driver that records."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from triton import knobs
+from triton.compiler import CompiledKernel
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+from variants import TARGETS, kernels, launch, table_of, track
+
+from ampfast.backends import cpu
+from ampfast.backends.gpu import Clip, DeviceKernels, ScaleUpdate
+
+CPU = torch.device("cpu")
+KERNELS = DeviceKernels(launch)
+
+
+class Recording:
+    """Driver of a GPU that runs nothing."""
+
+    def __init__(self) -> None:
+        self.utils = self
+        self.launches: list[tuple[Any, ...]] = []
+        self.stream = 7
+
+    def get_current_target(self) -> Any:
+        return TARGETS["sm_90"]
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return self.stream
+
+    def get_device_properties(self, device: int) -> dict[str, int]:
+        return {"max_shared_mem": 49_152}
+
+    def load_binary(self, *_: Any) -> tuple[Any, ...]:
+        return "module", "function", 0, 0, 1024
+
+    def unload_module(self, module: Any) -> None:
+        pass
+
+    def launcher_cls(self, source: Any, metadata: Any) -> Callable[..., None]:
+        def run(*given: Any) -> None:
+            *_, enter, leave = given[:9]
+            for hook in (enter, leave):
+                if hook is not None:
+                    hook(given[6])
+            self.launches.append(given)
+
+        return run
+
+
+@pytest.fixture
+def recording(monkeypatch: pytest.MonkeyPatch) -> Iterator[Recording]:
+    """A driver that has loaded no kernel, and kernels that were never launched."""
+    recording = Recording()
+    monkeypatch.setattr(driver, "_active", recording)
+    monkeypatch.setattr(launch, "_launched", {})
+    monkeypatch.setattr(launch, "_threads", lambda device: 128)
+    monkeypatch.setattr(launch, "max_programs", lambda device: 4)
+    monkeypatch.setattr(launch, "is_capturing", lambda: False)
+    monkeypatch.setattr(launch, "on", lambda device: threading.Lock())
+    for name in ("multi_tensor", "measure", "update_scale", "clip_coefficient"):
+        getattr(kernels, name).device_caches.clear()
+    launch._is_known.cache_clear()
+    yield recording
+    for name in ("multi_tensor", "measure", "update_scale", "clip_coefficient"):
+        getattr(kernels, name).device_caches.clear()
+    launch._is_known.cache_clear()
+
+
+@pytest.fixture
+def ordinary(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Kernels launched by `JITFunction.run`, in order."""
+    launched: list[Any] = []
+    run = JITFunction.run
+
+    def recorded(function: Any, *args: Any, **options: Any) -> Any:
+        if not options["warmup"]:
+            launched.append(function)
+        return run(function, *args, **options)
+
+    monkeypatch.setattr(JITFunction, "run", recorded)
+    return launched
+
+
+def multi_tensor() -> Callable[[], object]:
+    grads = cpu.list_of([torch.ones(3)], CPU)
+    found_inf, scale = torch.zeros(()), torch.tensor(4.0)
+    return lambda: KERNELS.unscale_(grads, scale, is_scale=True, found_inf=found_inf)
+
+
+def measure() -> Callable[[], object]:
+    table, health = table_of(torch.float16), track().health
+    return lambda: launch.measure(table, table.segments[0], health)
+
+
+def update_scale() -> Callable[[], object]:
+    one, tracker = torch.ones(()), torch.zeros((), dtype=torch.int32)
+    factors = cpu.UpdateFactors(2.0, 0.5, 2000)
+    update = ScaleUpdate(launch, one, tracker, [one], factors, None, one)
+    return lambda: launch.update_scale(update, [one])
+
+
+def clip_coefficient() -> Callable[[], object]:
+    one, norms = torch.ones(()), torch.ones(3, 2, dtype=torch.float64)
+    clip = Clip(norms, 1.0, True, one, one.double(), one, one)
+    return lambda: launch.clip_coefficient(clip)
+
+
+CALLS = {each.__name__: each for each in (multi_tensor, measure, update_scale, clip_coefficient)}
+
+
+def alike(given: tuple[Any, ...]) -> list[Any]:
+    """Arguments of a launch with addresses for tensors, without what hooks get."""
+    code = [a.data_ptr() if isinstance(a, torch.Tensor) else a for a in given]
+    return code[:6] + code[9:]
+
+
+@pytest.mark.parametrize("make", CALLS.values(), ids=CALLS)
+def test_later_launches_are_direct_and_alike(
+    make: Callable[[], Callable[[], object]], recording: Recording, ordinary: list[Any]
+) -> None:
+    call = make()
+    call()
+    assert ordinary == [getattr(kernels, make.__name__)]
+    for recording.stream in (7, 8):
+        call()
+    assert len(ordinary) == 1
+    first, second, third = recording.launches
+    assert alike(first) == alike(second)
+    assert (first[3], second[3], third[3]) == (7, 7, 8)
+    assert second[6:9] == (None, None, None), "hooks without a call"
+    # Nothing that the driver would be asked about.
+    assert not any(isinstance(argument, torch.Tensor) for argument in second)
+
+
+@pytest.mark.parametrize("make", CALLS.values(), ids=CALLS)
+def test_without_the_known_internals_all_launches_are_ordinary(
+    make: Callable[[], Callable[[], object]],
+    recording: Recording,
+    ordinary: list[Any],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def with_one_more(kernel: Any, grid: tuple[int, ...]) -> Callable[..., None]:
+        def runner(*args: Any, stream: int) -> None:
+            kernel.run(*grid, stream, kernel.function, kernel.packed_metadata, None, *args)
+
+        return runner
+
+    monkeypatch.setattr(CompiledKernel, "__getitem__", with_one_more)
+    call = make()
+    for _ in range(3):
+        call()
+    assert ordinary == [getattr(kernels, make.__name__)] * 3
+    assert len({tuple(alike(given)) for given in recording.launches}) == 1
+
+
+def without_launch(patch: pytest.MonkeyPatch) -> None:
+    patch.delattr(CompiledKernel, "__getitem__")
+
+
+def without_hooks(patch: pytest.MonkeyPatch) -> None:
+    patch.delattr(type(knobs.runtime), "launch_enter_hook")
+
+
+def without_streams(patch: pytest.MonkeyPatch) -> None:
+    patch.delattr(Recording, "get_current_stream")
+
+
+@pytest.mark.parametrize("take", [without_launch, without_hooks, without_streams])
+@pytest.mark.usefixtures("recording")
+def test_missing_internals_are_noticed(
+    take: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert launch._is_known(CompiledKernel)
+    launch._is_known.cache_clear()
+    take(monkeypatch)
+    assert not launch._is_known(CompiledKernel)
+
+
+@pytest.mark.parametrize("make", CALLS.values(), ids=CALLS)
+def test_hooks_set_later_see_each_launch(
+    make: Callable[[], Callable[[], object]], recording: Recording
+) -> None:
+    seen: list[tuple[str, Any]] = []
+    call = make()
+    for _ in range(2):
+        call()
+    chains = (knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook)
+    hooks = [lambda told, at=at: seen.append((at, told.get())) for at in ("enter", "exit")]
+    for chain, hook in zip(chains, hooks, strict=True):
+        chain.add(hook)
+    try:
+        call()
+    finally:
+        for chain, hook in zip(chains, hooks, strict=True):
+            chain.remove(hook)
+    call()
+    assert [at for at, _ in seen] == ["enter", "exit"]
+    assert all(told["name"] == make.__name__ and told["stream"] == 7 for _, told in seen)
+
+
+def test_a_plain_function_as_hook(recording: Recording, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Any] = []
+    call = multi_tensor()
+    call()
+    monkeypatch.setattr(knobs.runtime, "launch_enter_hook", seen.append)
+    call()
+    assert len(seen) == 1
+
+
+def test_a_dtype_that_appears_later_fails_before_the_first_write(
+    recording: Recording, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scale = torch.tensor(4.0)
+    plain, wide = torch.ones(3), torch.ones(3, dtype=torch.float64)
+
+    def unscale(*grads: torch.Tensor) -> None:
+        KERNELS.unscale_(cpu.list_of(list(grads), CPU), scale, is_scale=True)
+
+    def broken(*_: Any, **__: Any) -> None:
+        raise RuntimeError("no compiler")
+
+    unscale(plain)
+    with monkeypatch.context() as patch:
+        patch.setattr(JITFunction, "_do_compile", broken)
+        unscale(plain)
+        for grads in ((wide,), (plain, wide)):
+            before = len(recording.launches)
+            with pytest.raises(RuntimeError, match="no compiler"):
+                unscale(*grads)
+            assert len(recording.launches) == before
+    unscale(plain, wide)
+    assert len(recording.launches) == 4
+
+
+def test_several_threads_launch_a_variant_first(recording: Recording) -> None:
+    """Whoever comes second may compile once more, and launches the same."""
+    calls = [multi_tensor() for _ in range(4)]
+    errors: list[BaseException] = []
+
+    def often(call: Callable[[], object]) -> None:
+        try:
+            for _ in range(50):
+                call()
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=often, args=(call,)) for call in calls]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert errors == []
+    tables = [given[9] for given in recording.launches]
+    addresses = [a.data_ptr() if isinstance(a, torch.Tensor) else a for a in tables]
+    assert len(addresses) == 200
+    assert sorted(map(addresses.count, set(addresses))) == [50] * 4
