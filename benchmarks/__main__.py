@@ -19,6 +19,7 @@ from ampfast import backends
 
 from . import (
     clipping,
+    decisive,
     growth,
     host_time,
     kernels,
@@ -31,8 +32,8 @@ from . import (
     training,
 )
 from .compare import Comparison
-from .device_time import CudaQueue
-from .harness import FULL, GPU_FULL, GPU_QUICK, QUICK, Job, Setting
+from .device_time import CudaQueue, HostQueue
+from .harness import FULL, GPU_FULL, GPU_QUICK, QUICK, REHEARSAL, Job, Setting
 from .machine import default_device, new_results
 from .results import Results
 
@@ -129,12 +130,17 @@ def _bench(arguments: Sequence[str]) -> int:
         help=f"write {JSON}, {report.PAGE} and {report.PLOTS}/ there; earlier results go to its "
         f"folder {EARLIER}",
     )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there alone")
+    told = "run the GPU's code on the CPU, over small lists; with TRITON_INTERPRET=1 and "
+    told += "AMPFAST_BACKEND=triton its kernels, too"
+    parser.add_argument("--rehearse", action="store_true", help=told)
     options = parser.parse_args(arguments)
+    file = options.json or (options.folder and options.folder / JSON)
     device = default_device()
     try:
         backends.default_for(device)
-        if options.folder is not None:
-            _check_folder(options.folder)
+        if file is not None:
+            _check_place(file)
     except (OSError, RuntimeError, ValueError) as error:
         parser.error(str(error))
     results = new_results(device)
@@ -151,18 +157,20 @@ def _bench(arguments: Sequence[str]) -> int:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, stop)
     try:
-        if device.type == "cuda":
+        if options.rehearse:
+            on = Setting(torch.device("cpu"), REHEARSAL, HostQueue())
+        elif device.type == "cuda":
             on = Setting(device, GPU_QUICK if options.quick else GPU_FULL, CudaQueue(device))
         else:
             on = Setting(device, QUICK if options.quick else FULL)
         jobs = jobs_of(options.only or SUBJECTS, on)
         deadline = started + options.limit
-        exit_code = _run(jobs, results, options.folder, started, deadline, stopped)
+        exit_code = _run(jobs, results, file, started, deadline, stopped)
         stopped.set()
     except KeyboardInterrupt:
         results.complete = False
         print("stopped; results so far follow", flush=True)
-    return max(exit_code, _finish(results, options.folder))
+    return max(exit_code, _finish(results, file, options.folder))
 
 
 def jobs_of(subjects: Sequence[str], on: Setting) -> list[tuple[str, Job]]:
@@ -178,6 +186,7 @@ def jobs_of(subjects: Sequence[str], on: Setting) -> list[tuple[str, Job]]:
         "steps": kernels.jobs(on, steps.measure),
         "clip": kernels.jobs(on, clipping.measure),
         "tracking": tracking.jobs(on),
+        "decisive": decisive.jobs(on),
     }
     return [(f"{subject}: {job.label}", job) for subject in subjects for job in jobs[subject]]
 
@@ -185,7 +194,7 @@ def jobs_of(subjects: Sequence[str], on: Setting) -> list[tuple[str, Job]]:
 def _run(
     jobs: Sequence[tuple[str, Job]],
     results: Results,
-    folder: Path | None,
+    file: Path | None,
     started: float,
     deadline: float,
     stopped: threading.Event,
@@ -219,33 +228,38 @@ def _run(
                 failed, verb = True, "FAILED"
             note(f"{verb} {name}: {str(error) or type(error).__name__}")
         else:
+            for row in measured.rows:
+                print(tables.line(row), flush=True)
             results.rows += measured.rows
             results.goals += measured.goals
-            results.notes += [each for each in measured.notes if each not in results.notes]
+            for told in dict.fromkeys(measured.notes):
+                if told not in results.notes:
+                    note(told)
+                failed |= told.startswith("FAILED")
         results.seconds = round(time.monotonic() - started, 1)
-        _save(results, folder)
+        _save(results, file)
     results.complete = not (failed or left_out)
     return 1 if failed else 0
 
 
-def _check_folder(folder: Path) -> None:
-    """Makes the folder; OSError if files cannot be written there or results not be replaced."""
-    folder.mkdir(parents=True, exist_ok=True)
-    tempfile.TemporaryFile(dir=folder).close()
-    if (folder / JSON).exists():
-        (folder / JSON).read_bytes()
+def _check_place(file: Path) -> None:
+    """Makes the file's folder; OSError if none can be written there or it not be replaced."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    tempfile.TemporaryFile(dir=file.parent).close()
+    if file.exists():
+        file.read_bytes()
 
 
-def _save(results: Results, folder: Path | None) -> bool:
+def _save(results: Results, file: Path | None) -> bool:
     """Writes the results, if there are any; prints a line and returns False where that fails."""
-    if folder is None or not results.rows:
+    if file is None or not results.rows:
         return True
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        _put_away(folder / JSON, results.date)
-        results.write(folder / JSON)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        _put_away(file, results.date)
+        results.write(file)
     except OSError as error:
-        print(f"cannot write {folder / JSON}: {error}", flush=True)
+        print(f"cannot write {file}: {error}", flush=True)
         return False
     return True
 
@@ -258,9 +272,9 @@ def _put_away(file: Path, date: str) -> None:
         file.replace(file.parent / EARLIER / f"{written:%Y-%m-%d-%H%M%S}{file.suffix}")
 
 
-def _finish(results: Results, folder: Path | None) -> int:
+def _finish(results: Results, file: Path | None, folder: Path | None) -> int:
     """Shows results and writes what is left to write; returns 1 where that fails."""
-    saved = _save(results, folder)
+    saved = _save(results, file)
     if rich is None:
         print("rich is not installed, so no tables are shown: pip install rich")
     for table in tables.of(results):
@@ -274,7 +288,7 @@ def _finish(results: Results, folder: Path | None) -> int:
         print(f"the report is {report.write(results, folder)}")
     except (OSError, ValueError) as error:
         # What was measured is kept.
-        print(f"no report: {error}; then python -m benchmarks report {folder / JSON}")
+        print(f"no report: {error}; then python -m benchmarks report {file}")
         return 1 if isinstance(error, OSError) else 0
     return 0
 

@@ -66,6 +66,12 @@ def _resnet50() -> list[Shape]:
     return shapes + _linear(1000, inputs)
 
 
+def _llama(layers: int, width: int, inner: int, vocabulary: int = 32000) -> list[Shape]:
+    """Touvron et al. 2023: no biases, gated MLP, the output has a weight of its own."""
+    layer = [*(4 * [(width, width)]), *(2 * [(inner, width)]), (width, inner), (width,), (width,)]
+    return [(vocabulary, width), *(layers * layer), (width,), (vocabulary, width)]
+
+
 CASES: dict[str, GradCase] = {
     name: GradCase(name, tuple(shapes))
     for name, shapes in {
@@ -76,9 +82,13 @@ CASES: dict[str, GradCase] = {
         "bert_large": _bert(layers=24, width=1024),
         "gpt2_124m": _gpt2(layers=12, width=768),
         "gpt2_xl": _gpt2(layers=48, width=1600),
+        "llama_7b": _llama(layers=32, width=4096, inner=11008),
+        "500_matrices": 500 * [(450, 1000)],
         "one_16m": [(1 << 24,)],
         "one_64m": [(1 << 26,)],
         "one_512m": [(1 << 29,)],
+        "one_1g": [(1 << 30,)],
+        "one_1540m": [(1_540_000_000,)],
     }.items()
 }
 

@@ -85,6 +85,29 @@ class CudaQueue:
         return graph.replay
 
 
+class HostQueue:
+    """Stand-in without a device, whose work is done at once."""
+
+    def synchronize(self) -> None:
+        pass
+
+    def stamp(self) -> float:
+        return time.perf_counter()
+
+    def passed(self, stamp: float) -> bool:
+        return False
+
+    def seconds(self, start: float, end: float) -> float:
+        return end - start
+
+    def hold(self, seconds: float) -> None:
+        pass
+
+    def capture(self, body: Callable[[], object]) -> Callable[[], object]:
+        body()
+        return body
+
+
 class GraphTimer:
     """Mean device seconds per call, from graphs of one cycle of a contender's calls.
 

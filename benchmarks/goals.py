@@ -8,13 +8,15 @@ from .timing import WITHOUT, Timed, dtype_name
 
 # `unscale_` over torch's on a CPU; a huge tensor and a real model must not get slower.
 CPU_KERNELS = {"1000x1k": 0.4, "bert_base": 1.0, "bert_large": 1.0, "one_64m": 1.0}
-# Over a copy on a GPU, from so many bytes on.
-GPU_OVER_COPY = ((1_000_000_000, 1 / 0.90), (256_000_000, 1 / 0.85))
+# Check and unscaling over a copy on a GPU, from so many bytes on.
+GPU_OVER_COPY = ((1_000_000_000, (1 / 0.95, 1 / 0.92)), (256_000_000, (1 / 0.85, 1 / 0.85)))
+# Over torch's op on a GPU.
+GPU_MODELS = {"bert_large": 1 / 1.15}
 # Over a torch with at most this many tensors per launch: device time, the same with the scale
 # update in the launch, and host time of a whole step.
 FEW_TENSORS = 110
-GPU_KERNELS = {"1000x1k": 1 / 5, "10000x256": 1 / 8}
-GPU_WITH_UPDATE = {"1000x1k": 1 / 4}
+GPU_KERNELS = {"1000x1k": 1 / 2, "10000x256": 1 / 8}
+GPU_WITH_UPDATE = {"1000x1k": 1 / 2}
 GPU_HOST = 1 / 5
 # Device time of a step whose optimizer unscales, over torch's.
 FUSED_SHARE = 0.5
@@ -48,13 +50,15 @@ def of_kernels(timed: Timed, provider: str) -> list[Goal]:
             goals += timed.goal(unscale, (UNSCALE, "torch"), limit, lenient=limit == 1.0)
         return goals + timed.goal(check, unscale, 1.0, lenient=True)
     goals = []
-    over_copy = next((part for least, part in GPU_OVER_COPY if timed.list_bytes >= least), None)
+    over_copy = next((limits for least, limits in GPU_OVER_COPY if timed.list_bytes >= least), ())
     many = _many_launches(GPU_KERNELS, timed)
-    for ours, copy in ((check, HALF_COPY), (unscale, COPY)):
-        if over_copy is not None:
-            goals += timed.goal(ours, (copy, "torch"), over_copy)
-        limit = 1.0 if many is None else many
-        goals += timed.goal(ours, (ours[0], "torch"), limit, lenient=many is None)
+    known = GPU_MODELS.get(timed.case.name) if many is None else many
+    copies = zip((HALF_COPY, COPY), over_copy, strict=False)
+    for ours, (copy, limit) in zip((check, unscale), copies, strict=False):
+        goals += timed.goal(ours, (copy, "torch"), limit)
+    for ours in (check, unscale):
+        limit = 1.0 if known is None else known
+        goals += timed.goal(ours, (ours[0], "torch"), limit, lenient=known is None)
     if (limit := _many_launches(GPU_WITH_UPDATE, timed)) is not None:
         goals += timed.goal((UPDATE, provider), (UNSCALE, "torch"), limit)
     return goals

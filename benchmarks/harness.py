@@ -69,11 +69,15 @@ class Job:
 
 @dataclass(frozen=True)
 class Effort:
-    """Seconds for all rounds of a comparison, and for one sample."""
+    """Seconds for all rounds of a comparison, and for one sample.
+
+    With `profiled`, launches, copies and waits on a GPU are counted, too.
+    """
 
     quick: bool
     comparison_s: float
     sample_s: float = 0.004
+    profiled: bool = True
 
 
 QUICK = Effort(quick=True, comparison_s=0.4)
@@ -82,6 +86,7 @@ FULL = Effort(quick=False, comparison_s=1.2)
 # On a GPU a sample holds hundreds of calls, and there are more contenders.
 GPU_QUICK = Effort(quick=True, comparison_s=0.3, sample_s=0.002)
 GPU_FULL = Effort(quick=False, comparison_s=1.0, sample_s=0.002)
+REHEARSAL = Effort(quick=True, comparison_s=0.0, sample_s=0.0)
 
 
 @dataclass(frozen=True)

@@ -118,7 +118,9 @@ class Lists:
         self._case, self._dtype, self._device = case, dtype, device
         self.lists = [make_gradients(case, dtype, device) for _ in range(lists)]
 
-    def contenders(self, calls: Sequence[Calls]) -> list[Contender]:
+    def contenders(
+        self, calls: Sequence[Calls], paths: Sequence[str] = providers.PATHS
+    ) -> list[Contender]:
         """One for each path and provider; a call takes the next list."""
         prepared = {
             provider.provider: [provider.prepare(gradients) for gradients in self.lists]
@@ -131,20 +133,20 @@ class Lists:
                 self._in_turn(provider.paths[path], prepared[provider.provider]),
                 around=functools.partial(_backend_of, provider.provider),
             )
-            for path in providers.PATHS
+            for path in paths
             for provider in calls
         ]
 
-    def copies(self) -> list[Contender]:
+    def pieces(self) -> list[tuple[Tensor, Tensor]]:
+        """Target and source of a copy for each list, of as much memory in one piece."""
+        size = self._case.elements
+        make = functools.partial(torch.full, (size,), dtype=self._dtype, device=self._device)
+        return [(make(0.0), make(1.0)) for _ in self.lists]
+
+    def copies(self, ends: Sequence[tuple[Tensor, Tensor]] | None = None) -> list[Contender]:
         """A copy of as many bytes as unscaling moves, and one of as many as a check."""
+        ends = ends or self.pieces()
         elements = self._case.elements
-        ends = [
-            tuple(
-                torch.full((elements,), value, dtype=self._dtype, device=self._device)
-                for value in (0.0, 1.0)
-            )
-            for _ in self.lists
-        ]
         half = max(1, elements // 2)
         halves = [(target[:half], source[:half]) for target, source in ends]
 

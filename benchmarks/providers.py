@@ -27,7 +27,15 @@ UPDATE = "unscale+update"
 COPY = "copy"
 # A copy whose reads and writes together are as many bytes as a check reads.
 HALF_COPY = "copy of half"
+# The largest value of memory in one piece.
+READ = "read"
 PATHS = (CHECK, UNSCALE, UPDATE)
+# Of `torch_calls` and `launches` alone: a check with the 2-norm; that and a multiplication by the
+# clip coefficient, which is 1.
+NORM = "norm"
+CLIP = "norm and clip"
+# Comma-separated backends to leave out, such as those whose results were wrong before.
+WITHOUT = "AMPFAST_BENCH_WITHOUT"
 
 # Never grows: the scale is constant while a path is timed.
 FACTORS = cpu.UpdateFactors(2.0, 0.5, 2**31 - 1)
@@ -40,11 +48,13 @@ _torch_unscale_ = torch._amp_foreach_non_finite_check_and_unscale_
 def moved_bytes(path: str, list_bytes: int) -> int:
     """Bytes that a path must move for N elements of b bytes.
 
-    A check reads the list, b*N. Unscaling also writes as much, 2*b*N, and can update the scale on
-    the way; so does a copy. That is the least: a provider that takes several
-    passes moves more, and its bytes per second are what it achieves of the work.
+    A check reads the list, b*N, and can take the norm on the way. Unscaling also writes as much,
+    2*b*N, and can update the scale on the way; so does a copy. Clipping needs the norm first. That
+    is the least: a provider that takes several passes moves more, and its bytes per second are what
+    it achieves of the work.
     """
-    return list_bytes if path in (CHECK, HALF_COPY) else 2 * list_bytes
+    passes = {CHECK: 1, HALF_COPY: 1, NORM: 1, READ: 1, CLIP: 3}
+    return passes.get(path, 2) * list_bytes
 
 
 @dataclass(frozen=True)
@@ -88,9 +98,12 @@ def available(device: torch.device) -> tuple[list[str], list[str]]:
     if device.type == "cpu":
         return [backends.default_for(device)], []
     names, reasons = [], []
+    without = os.environ.get(WITHOUT, "").split(",")
     for report in backends.report():
         if device.type in report.device_types:
-            if report.available:
+            if report.name in without:
+                reasons.append(f"{report.name}: not measured, {WITHOUT} names it")
+            elif report.available:
                 names.append(report.name)
             else:
                 reasons.append(f"{report.name}: not measured, {report.reason}")
@@ -127,10 +140,17 @@ def torch_calls(scalars: Scalars) -> Calls:
         unscale(gradients, turn)
         torch._amp_update_scale_(s.scales[turn], s.trackers[turn], s.found_inf, *FACTORS)
 
+    def clip(gradients: Gradients, turn: int) -> None:
+        # As torch's clip_grad_norm_ without a limit, where it multiplies, too.
+        norm = torch.nn.utils.get_total_norm(gradients)
+        torch._foreach_mul_(gradients, torch.clamp(math.inf / (norm + 1e-6), max=1.0))
+
     paths = {
         CHECK: lambda gradients, turn: _torch_unscale_(gradients, s.found_inf, s.one),
         UNSCALE: unscale,
         UPDATE: unscale_and_update,
+        NORM: lambda gradients, turn: torch.nn.utils.get_total_norm(gradients),
+        CLIP: clip,
     }
     return Calls("torch", lambda gradients: gradients, paths)
 
@@ -168,19 +188,39 @@ def launches(name: str, device: torch.device, scalars: Scalars) -> Calls:
     def table(gradients: Gradients) -> cpu.DeviceTable:
         return cpu.DeviceTable.of(listed(gradients), launcher.max_programs(device), False)
 
+    norms = torch.zeros(1, 2, dtype=torch.float64, device=device)
+    limits = cpu.Clip(norms, math.inf, False, torch.zeros((), device=device), norms.new_zeros(()))
+
     def launch(
-        table: cpu.DeviceTable, write: bool, use: Use, factor: Tensor | None, update: Any = None
+        table: cpu.DeviceTable,
+        write: bool,
+        use: Use,
+        factor: Tensor | None,
+        update: Any = None,
+        **more: Tensor,
     ) -> None:
         # As `DeviceKernels` does it; a list of one dtype is one segment.
         (segment,) = table.segments
-        work = Pass(table, write, use, factor, s.found_inf, True, None, None, None, update)
+        work = Pass(table, write, use, factor, s.found_inf, True, update=update, **more)
         with launcher.on(device):
             launcher.multi_tensor(work, segment, Epilogue.UPDATE if update else Epilogue.FINISH)
+
+    def norm(table: cpu.DeviceTable, turn: int) -> Tensor:
+        launch(table, False, Use.SCALE, s.scales[turn], norms=norms[0])
+        return norms[0, 0]
+
+    def clip(table: cpu.DeviceTable, turn: int) -> None:
+        norm(table, turn)
+        with launcher.on(device):
+            launcher.clip_coefficient(limits)
+        launch(table, True, Use.SCALE, s.scales[turn], coefficient=limits.coefficient)
 
     paths = {
         CHECK: lambda table, turn: launch(table, False, Use.RAW, None),
         UNSCALE: lambda table, turn: launch(table, True, Use.INVERSE, s.inverses[turn]),
         UPDATE: lambda table, turn: launch(table, True, Use.SCALE, s.scales[turn], updates[turn]),
+        NORM: norm,
+        CLIP: clip,
     }
     return Calls(name, table, paths)
 

@@ -85,6 +85,7 @@ class Row(Name):
         ns_each: Nanoseconds per additional tensor or element.
         parts_us: The scaler's own time in `scale`, `step` and `update`.
         share: Its fraction of the iteration.
+        missing: Why it has no figures, such as a dtype that this side has no kernel for.
     """
 
     ms: Spread | None = None
@@ -106,6 +107,7 @@ class Row(Name):
     ns_each: float | None = None
     parts_us: Spread | tuple[float, float, float] | None = None
     share: float | None = None
+    missing: str | None = None
 
     @property
     def gb_s(self) -> float | None:

@@ -58,6 +58,11 @@ SUBJECTS = {
         "Cost of tracking each parameter",
         "Over none is relative to the same pass without tracking.",
     ),
+    "decisive": (
+        "What a GPU is asked first",
+        "Cold lists, by graph replay where they are small; the norm comes with a check. A read is "
+        "the maximum of as much memory in one piece, a copy that of one piece, too.",
+    ),
 }
 
 
@@ -125,6 +130,20 @@ SINGLES: tuple[tuple[str, Cell], ...] = (
     ("spread", lambda row: _relative(row.ms or row.host_us)),
     ("parameters", lambda row: "-" if row.tensors is None else f"{row.tensors:,}"),
 )
+
+
+def line(row: Row) -> str:
+    """Row on one line, with all that it has."""
+    figures = [
+        row.missing,
+        row.ms and f"{number(row.ms.p50)} ms {_relative(row.ms)}",
+        row.host_us and f"{number(row.host_us.p50)} us on the host {_relative(row.host_us)}",
+        row.gb_s and f"{number(row.gb_s)} GB/s",
+        row.percent_of_copy and f"{percent(row.percent_of_copy)} of a copy",
+        row.vs_torch and f"{times(row.vs_torch)} as fast as torch",
+        row.over_none and f"{row.over_none:.3f} of no scaler",
+    ]
+    return f"{', '.join(row.name)}: {', '.join(filter(None, figures))}"
 
 
 def _relative(spread: Spread | None) -> str:

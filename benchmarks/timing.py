@@ -108,7 +108,7 @@ def time_contenders(
         samples = interleave(contenders, effort, cycle)
         return Timed(subject, case, dtype, contenders, samples, **about)
     alone = alone or contenders
-    counted = counts.of_contenders(alone, queue)
+    counted = counts.of_contenders(alone, queue) if effort.profiled else {}
     host = interleave(alone, replace(effort, sample_s=0.0), timer=host_timer(queue))
     timer: GraphTimer | EventTimer = EventTimer(queue, counted, cycle)
     notes = []

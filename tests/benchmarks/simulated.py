@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import ctypes
-import time
 from contextlib import nullcontext
 
 import torch
 
+from ampfast.backends import cpu
 from ampfast.backends.gpu import DeviceKernels, Epilogue, Use
+from benchmarks import device_time
 from benchmarks.cases import GradCase
 from benchmarks.harness import Effort, Setting
 
@@ -23,8 +24,8 @@ def on(queue=None):
     return Setting(CPU, BRIEF, queue)
 
 
-class HostQueue:
-    """Queue whose work is done at once; records its calls."""
+class HostQueue(device_time.HostQueue):
+    """The same, which records its calls."""
 
     def __init__(self) -> None:
         self.asked: list[str] = []
@@ -34,21 +35,14 @@ class HostQueue:
 
     def stamp(self) -> float:
         self.asked.append("stamp")
-        return time.perf_counter()
-
-    def passed(self, stamp: float) -> bool:
-        return False
-
-    def seconds(self, start: float, end: float) -> float:
-        return end - start
+        return super().stamp()
 
     def hold(self, seconds: float) -> None:
         self.asked.append(f"hold {seconds * 1e6:.0f} us")
 
     def capture(self, body):
         self.asked.append("capture")
-        body()
-        return body
+        return super().capture(body)
 
 
 class TableLauncher:
@@ -75,12 +69,20 @@ class TableLauncher:
         else:
             inverse = work.factor
         targets = tensors if work.write else [tensor.clone() for tensor in tensors]
+        if work.norms is not None:
+            wide = [tensor.double() * inverse for tensor in tensors]
+            work.norms[0] = sum(tensor.square().sum() for tensor in wide)
         torch._amp_foreach_non_finite_check_and_unscale_(targets, work.found_inf, inverse)
+        if work.coefficient is not None:
+            torch._foreach_mul_(targets, work.coefficient.to(targets[0].dtype))
         if epilogue is Epilogue.UPDATE:
             update = work.update
             torch._amp_update_scale_(
                 update.scale, update.growth_tracker, work.found_inf, *update.factors
             )
+
+    def clip_coefficient(self, clip) -> None:
+        cpu.clip_coefficient(*clip)
 
     def update_scale(self, update, found_infs) -> None:
         raise NotImplementedError("no path that is measured launches this alone")

@@ -29,6 +29,10 @@ MIB = 1 << 20
         ("bert_large", 335_141_888, 391),
         ("gpt2_124m", 124_439_808, 148),
         ("gpt2_xl", 1_557_611_200, 580),
+        ("llama_7b", 6_738_415_616, 291),
+        ("500_matrices", 225_000_000, 500),
+        ("one_1g", 1024 * MIB, 1),
+        ("one_1540m", 1_540_000_000, 1),
     ],
 )
 def test_the_lists_have_the_sizes_of_their_models(name, elements, tensors):
@@ -95,23 +99,25 @@ GPU = {
 def test_a_large_list_must_come_near_to_a_copy_and_never_be_slower_than_torch():
     side = "ampfast, cuda"
     assert _found(goals.of_kernels(_timed(lists=2, **GPU), "cuda")) == {
-        ("gpt2_xl, cold", "check", side, "copy of half, torch"): (1 / 0.90, 1.0),
+        ("gpt2_xl, cold", "check", side, "copy of half, torch"): (1 / 0.95, 1.0),
         ("gpt2_xl, cold", "check", side, "check, torch"): (1.0, 0.0625),
-        ("gpt2_xl, cold", "unscale", side, "copy, torch"): (1 / 0.90, 2.0),
+        ("gpt2_xl, cold", "unscale", side, "copy, torch"): (1 / 0.92, 2.0),
         ("gpt2_xl, cold", "unscale", side, "unscale, torch"): (1.0, 0.2),
     }
     limits = [g.limit for g in goals.of_kernels(_timed("gpt2_124m", **GPU), "cuda")]
-    assert limits == [1 / 0.85, 1.0, 1 / 0.85, 1.0], "a smaller list may be further from a copy"
+    assert limits == [1 / 0.85, 1 / 0.85, 1.0, 1.0], "a smaller list may be further from a copy"
+    limits = [g.limit for g in goals.of_kernels(_timed("bert_large", **GPU), "cuda")]
+    assert limits == [1 / 0.95, 1 / 0.92, 1 / 1.15, 1 / 1.15], "a real model must be faster"
 
 
-@pytest.mark.parametrize(("case", "limit"), [("1000x1k", 1 / 5), ("10000x256", 1 / 8)])
+@pytest.mark.parametrize(("case", "limit"), [("1000x1k", 1 / 2), ("10000x256", 1 / 8)])
 @pytest.mark.parametrize("few", [110, 770])
 def test_many_small_tensors_are_compared_with_a_torch_of_many_launches(case, limit, few):
     found = _found(goals.of_kernels(_timed(case, few=few, **GPU), "cuda"))
     for call, ratio in (("check", 0.0625), ("unscale", 0.2)):
         name = (case, call, "ampfast, cuda", f"{call}, torch")
         assert found.pop(name) == (limit if few == 110 else 1.0, ratio)
-    with_update = [((case, "unscale+update", "ampfast, cuda", "unscale, torch"), (0.25, 0.25))]
+    with_update = [((case, "unscale+update", "ampfast, cuda", "unscale, torch"), (0.5, 0.25))]
     assert list(found.items()) == (with_update if (case, few) == ("1000x1k", 110) else [])
 
 

@@ -1,4 +1,4 @@
-"""The proof on a GPU, `python tests/gpu`: builds, tests, sanitizes and measures."""
+"""The proof on a GPU, `python tests/gpu`: builds, measures, tests and sanitizes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,12 @@ sys.path.insert(0, str(HERE))
 from runner import LEFT, Part, Run, stopped_by_signals  # noqa: E402
 
 # Seconds of the whole run; a machine may be available for ten minutes.
-SECONDS = 550
+SECONDS = 560
+LOGS = ROOT / "build" / "gpu-logs"
+COMMIT = "AMPFAST_COMMIT"
+WITHOUT = "AMPFAST_BENCH_WITHOUT"
+BACKENDS = ("triton", "cuda")
+SWEEP = "sweep"
 PYTEST_SUMMARY = r"\d+ (passed|failed|skipped|error|deselected).* in [\d.]+s|no tests ran"
 FACTS = """
 import json, torch
@@ -34,43 +39,52 @@ print(json.dumps([name, torch.__version__, capability]))
 def stages(results: Path, out: Path, capability: str = "") -> list[list[Part]]:
     """Returns all parts by stage; those of one stage run side by side.
 
-    Each file of GPU tests has its own process, as everything in a process fails after an illegal
-    access. Every mode runs once before them, so that the sanitizer does not watch compilations.
+    What decides comes first, in case the time is up. Each file of GPU tests has its own process, as
+    everything in a process fails after an illegal access; so has the smoke test of each backend,
+    and what fails there is not measured. Every mode runs once before the tests, so that the
+    sanitizer does not watch compilations.
 
     Args:
         results: Committed copy of the benchmarks' results.
-        out: Folder of their output.
+        out: Folder of the results.
         capability: Compute capability to build for, unless TORCH_CUDA_ARCH_LIST is set.
     """
     # With this interpreter, and none of the variables of a make that runs this.
-    build = ["make", "--no-print-directory", "VENV=", f"PYTHON={sys.executable}", "build"]
+    make = ["make", "--no-print-directory", "VENV=", f"PYTHON={sys.executable}", "build"]
+    told = "WRONG the CUDA kernels could not be built: Triton alone"
+    build = ["sh", "-c", f'"$@" || {{ echo "{told}"; AMPFAST_CUDA=0 "$@"; }}', "build", *make]
     building = {"MAKEFLAGS": ""}
     if capability and not os.environ.get("TORCH_CUDA_ARCH_LIST"):
         building["TORCH_CUDA_ARCH_LIST"] = capability
     pytest = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--durations=5"]
     # NCCL hangs rather than fails, so its file comes last.
     paths = sorted(HERE.glob("test_*.py"), key=lambda p: (p.stem == "test_gpu_distributed", p))
-    files = [path.relative_to(ROOT).as_posix() for path in paths]
-    # Tests of ranks, trainers and kernels on a CPU pass elsewhere. Tests of benchmarks, CUDA
-    # sources and packaging need no GPU, and would take all the time.
-    no_gpu = ("tests/gpu", "tests/distributed", "tests/trainers")
-    no_gpu += ("tests/triton_kernels", "tests/test_over_kernels.py")
-    no_gpu += ("tests/benchmarks", "tests/test_cuda_source.py")
-    no_gpu += ("tests/project/test_gpu_tools.py", "tests/project/test_packaging.py")
     modes = [sys.executable, "tests/gpu/modes.py"]
     sanitizer = [compute_sanitizer(), "--target-processes", "application-only"]
     sanitizer += ["--report-api-errors", "no", "--error-exitcode", "9", "--print-limit", "20"]
     unavailable = "Device not supported|is not installed"
-    bench = [sys.executable, "-m", "benchmarks", "--only", "kernels,steps", "--limit", LEFT]
-    bench += ["--folder", str(out / "bench")]
-    written = out / "bench" / "results.json"
-    before = written.stat().st_mtime_ns if written.exists() else 0
+    sound: dict[str, str] = {}
 
-    def keep_results() -> None:
-        # Not the results of an earlier run.
-        if written.exists() and written.stat().st_mtime_ns > before:
-            results.parent.mkdir(exist_ok=True)
-            shutil.copy(written, results)
+    def leave_out(codes: list[int | None]) -> None:
+        wrong = [name for name, code in zip(BACKENDS, codes, strict=False) if code != 0]
+        sound[WITHOUT] = ",".join(wrong)
+
+    def measuring(name: str, subjects: str, seconds: float, least: float = 0.0) -> Part:
+        """Benchmarks whose results are written to `name`.json after each of their jobs."""
+        written = out / f"{name}.json"
+        before = written.stat().st_mtime_ns if written.exists() else 0
+        command = [sys.executable, "-m", "benchmarks", "--only", subjects, "--limit", LEFT]
+
+        def keep(codes: list[int | None]) -> None:
+            # Not the results of an earlier run.
+            if written.exists() and written.stat().st_mtime_ns > before:
+                results.parent.mkdir(exist_ok=True)
+                shutil.copy(written, results.with_name(f"{results.stem}-{name}.json"))
+
+        command += ["--json", str(written)]
+        details = r"^(FAILED|skipped|left out|stopped)\b"
+        more = {"details": details, "after": keep, "least": least, "shown": True}
+        return Part(name, [command], seconds, sound, **more)
 
     return [
         [
@@ -85,17 +99,21 @@ def stages(results: Path, out: Path, capability: str = "") -> list[list[Part]]:
         ],
         [
             Part(
-                "gpu",
-                [modes, *([*pytest, file] for file in files)],
-                300,
-                summary=PYTEST_SUMMARY,
-                each=120,
-            ),
+                "smoke",
+                [[sys.executable, "tests/gpu/smoke.py", name] for name in BACKENDS],
+                80,
+                each=40,
+                after=leave_out,
+            )
+        ],
+        [measuring("decisive", "decisive", 110, least=110)],
+        [
             Part(
-                "suite",
-                [[*pytest, "-q", "-m", "not gpu", *map("--ignore={}".format, no_gpu), "tests"]],
+                "gpu",
+                [modes, *([*pytest, path.relative_to(ROOT).as_posix()] for path in paths)],
                 240,
                 summary=PYTEST_SUMMARY,
+                each=120,
             ),
         ],
         [
@@ -106,7 +124,7 @@ def stages(results: Path, out: Path, capability: str = "") -> list[list[Part]]:
                 {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"},
                 summary="ERROR SUMMARY|wrong",
                 unavailable=unavailable,
-                least=60,
+                least=50,
             ),
             Part(
                 "racecheck",
@@ -116,7 +134,7 @@ def stages(results: Path, out: Path, capability: str = "") -> list[list[Part]]:
                 unavailable=unavailable,
             ),
         ],
-        [Part("bench", [bench], 280, after=keep_results, least=150)],
+        [measuring("bench", "kernels,steps", 300, least=90)],
     ]
 
 
@@ -153,14 +171,27 @@ def results_name(gpu: str, torch_version: str, date: datetime.date) -> str:
     return f"{short}-torch{torch_version.split('+')[0]}-{date.isoformat()}.json"
 
 
+def commit() -> str:
+    """Commit of the tree, marked if tracked files differ from it; empty where git knows none."""
+    command = ["git", "-C", str(ROOT), "describe", "--always", "--abbrev=12", "--dirty"]
+    try:
+        done = subprocess.run([*command, "--exclude=*"], check=True, capture_output=True, text=True)
+    except (OSError, subprocess.CalledProcessError):
+        return ""
+    return done.stdout.strip()
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the selected parts; returns 0 if none failed."""
     names = [part.name for stage in stages(Path("none"), Path("none")) for part in stage]
+    usual = [name for name in names if name != SWEEP]
     parser = argparse.ArgumentParser(prog="python tests/gpu", description=__doc__)
-    parser.add_argument("--parts", default=",".join(names), help="comma-separated: %(default)s")
+    parser.add_argument("--parts", default=",".join(usual), help=f"of {','.join(names)}")
     default = os.environ.get("OUT") or str(ROOT / "build" / "gpu")
-    parser.add_argument("--out", type=Path, default=Path(default), help="folder for the logs")
+    parser.add_argument("--out", type=Path, default=Path(default), help="folder for the results")
     parser.add_argument("--seconds", type=float, default=SECONDS, help="limit of the whole run")
+    known = os.environ.get(COMMIT) or commit()
+    parser.add_argument("--commit", default=known, help="where git does not know it")
     options = parser.parse_args(arguments)
     wanted = options.parts.split(",")
     if unknown := [name for name in wanted if name not in names]:
@@ -170,6 +201,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if gpu is None:
         print(f"this needs a GPU, and torch {torch_version} sees none", file=sys.stderr)
         return 1
+    os.environ[COMMIT] = options.commit
     out = options.out.resolve()
     today = datetime.datetime.now(datetime.timezone.utc).date()
     name = results_name(gpu, torch_version, today)
@@ -178,8 +210,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         [part for part in stage if part.name in wanted]
         for stage in stages(results, out, capability)
     ]
-    print(f"{gpu}, torch {torch_version}; logs in {out}", flush=True)
-    run = Run(chosen, out, ROOT, options.seconds)
+    about = {"commit": options.commit or "unknown", "GPU": gpu, "torch": torch_version}
+    print(f"{gpu}, torch {torch_version}; results in {out}, logs in {LOGS}", flush=True)
+    run = Run(chosen, out, ROOT, options.seconds, LOGS, about)
     with stopped_by_signals(run):
         code = run.run()
     print(f"\n{run.verdict()}", flush=True)

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import io
+import json
 import math
 import os
 import re
+import shutil
 import signal
 import subprocess
+import sys
+import tarfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -20,9 +25,15 @@ GRACE_SECONDS = 10.0
 MISSING = 127
 LEFT = "SECONDS_LEFT"
 # Seconds that a command with a time limit keeps for its end.
-MARGIN_SECONDS = 25
+MARGIN_SECONDS = 15
 WIDTH = 100
 MOST_LINES = 15
+# Of each log, its end: all of them are one file of a few megabytes.
+LOG_BYTES = 2 << 20
+CLOCKS = (
+    *("clocks.sm", "clocks.mem", "clocks_event_reasons.active"),
+    *("temperature.gpu", "power.draw", "pstate"),
+)
 
 
 @dataclass(frozen=True)
@@ -37,11 +48,12 @@ class Part:
         each: Time limit of each command; later ones run in any case.
         least: Seconds of the run that earlier parts must leave, as far as it has as many.
         vital: Whether a failure of the first command ends the run.
+        shown: Whether its output is printed, too.
         environment: Variables added to those of this process.
         summary: Pattern; the last matching line of each command is shown.
         details: Pattern; matching lines are shown below the verdict.
         unavailable: Pattern of a line that tells why this machine cannot run the part.
-        after: Called at the end of the part, in any case.
+        after: Called at the end of the part, in any case, with the exit codes of its commands.
     """
 
     name: str
@@ -51,10 +63,11 @@ class Part:
     summary: str = ""
     details: str = r"^(FAILED|ERROR|WRONG)\b|\bExit: "
     unavailable: str = ""
-    after: Callable[[], None] | None = None
+    after: Callable[[list[int | None]], None] | None = None
     each: float = math.inf
     least: float = 0.0
     vital: bool = False
+    shown: bool = False
 
 
 @dataclass
@@ -66,6 +79,8 @@ class Outcome:
     seconds: float = 0.0
     line: str = ""
     details: list[str] = field(default_factory=list)
+    # Clocks of the GPU before and after.
+    clocks: list[dict[str, str]] = field(default_factory=list)
 
 
 class Run:
@@ -73,19 +88,29 @@ class Run:
 
     Args:
         stages: The parts.
-        out: Folder of the logs and of `verdict.txt`, which is always up to date.
+        out: Folder of `verdict.txt`, `run.json` and `logs.tar.gz`, which are always up to date.
         root: Working directory of the commands.
         seconds: Limit of the whole run, which shortens those of the parts. At most half of it is
             kept for the `least` of later ones.
+        logs: Folder of the logs, which is emptied.
+        facts: Machine and versions, for the two files.
     """
 
     def __init__(
-        self, stages: Sequence[Sequence[Part]], out: Path, root: Path, seconds: float
+        self,
+        stages: Sequence[Sequence[Part]],
+        out: Path,
+        root: Path,
+        seconds: float,
+        logs: Path,
+        facts: dict[str, str],
     ) -> None:
         self.outcomes = [Outcome(part) for stage in stages for part in stage]
         self._stages = stages
         self._out = out
         self._root = root
+        self._logs = logs
+        self._facts = facts
         end = time.monotonic() + seconds
         least = [max((part.least for part in stage), default=0.0) for stage in stages]
         share = min(1.0, seconds / 2 / (sum(least) or 1.0))
@@ -101,6 +126,8 @@ class Run:
     def run(self) -> int:
         """Runs everything; returns 0 if no part failed, else 1."""
         self._out.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(self._logs, ignore_errors=True)
+        self._logs.mkdir(parents=True)
         self._write()
         for stage, end in zip(self._stages, self._ends, strict=True):
             of_stage = [o for o in self.outcomes if o.part in stage]
@@ -119,9 +146,9 @@ class Run:
         return 0 if all(o.verdict in ("ok", "unavailable") for o in self.outcomes) else 1
 
     def verdict(self) -> str:
-        """Table of part, verdict, seconds and summary; then details."""
+        """Facts; a table of part, verdict, seconds and summary; then details."""
         width = max((len(o.part.name) for o in self.outcomes), default=0)
-        lines = []
+        lines = [", ".join(f"{name} {value}" for name, value in self._facts.items())]
         for outcome in self.outcomes:
             line = f"{outcome.part.name:<{width}}  {outcome.verdict:<11}  {outcome.seconds:6.1f} s"
             lines.append(f"{line}  {outcome.line[:WIDTH]}".rstrip())
@@ -138,10 +165,11 @@ class Run:
         part = outcome.part
         begin = time.monotonic()
         end = min(begin + part.seconds, end)
-        path = self._out / f"{part.name}.log"
+        path = self._logs / f"{part.name}.log"
         codes: list[int | None] = []
         summaries: list[str] = []
         cut_off: list[str] = []
+        outcome.clocks.append(clocks())
         try:
             with open(path, "wb") as log:
                 for command in part.commands:
@@ -178,8 +206,9 @@ class Run:
             if part.vital and (not codes or codes[0] != 0):
                 self._broken = part.name
             outcome.seconds = time.monotonic() - begin
+            outcome.clocks.append(clocks())
             if part.after is not None:
-                part.after()
+                part.after(codes)
             self._write()
         print(f"{part.name}: {outcome.verdict}, {outcome.seconds:.0f} s", flush=True)
 
@@ -201,19 +230,76 @@ class Run:
         except FileNotFoundError:
             os.write(log, f"{command[0]} is not installed\n".encode())
             return MISSING
-        try:
-            while not self._stopped.is_set() and time.monotonic() < end:
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    return process.wait(0.1)
-            return None
-        finally:
-            _end(process)
+        with open(self._logs / f"{part.name}.log", "rb") as written:
+            written.seek(0, os.SEEK_END)
+            try:
+                while not self._stopped.is_set() and time.monotonic() < end:
+                    with contextlib.suppress(subprocess.TimeoutExpired):
+                        return process.wait(0.1)
+                    _show(part, written)
+                return None
+            finally:
+                _end(process)
+                _show(part, written)
 
     def _write(self) -> None:
+        parts = [
+            {
+                "name": o.part.name,
+                "verdict": o.verdict,
+                "seconds": round(o.seconds, 1),
+                "line": o.line,
+                "details": o.details,
+                "clocks": o.clocks,
+            }
+            for o in self.outcomes
+        ]
+        content = json.dumps({**self._facts, "parts": parts}, indent=1)
         with self._lock:
-            partial = self._out / "verdict.txt.new"
-            partial.write_text(self.verdict() + "\n")
-            partial.replace(self._out / "verdict.txt")
+            _replace(self._out / "verdict.txt", f"{self.verdict()}\n".encode())
+            _replace(self._out / "run.json", f"{content}\n".encode())
+            _replace(self._out / "logs.tar.gz", archive(self._logs))
+
+
+def clocks() -> dict[str, str]:
+    """Clocks, reasons of throttling, temperature and power of the GPU, as nvidia-smi tells."""
+    command = ["nvidia-smi", f"--query-gpu={','.join(CLOCKS)}", "--format=csv,noheader"]
+    try:
+        done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=20)
+    except (OSError, subprocess.SubprocessError) as error:
+        return {"error": str(error)}
+    values = done.stdout.partition("\n")[0].split(", ")
+    if done.returncode or len(values) != len(CLOCKS):
+        return {"error": (done.stdout + done.stderr).strip()}
+    return dict(zip(CLOCKS, values, strict=True))
+
+
+def archive(folder: Path) -> bytes:
+    """Files of a folder as a tar.gz, of each its last `LOG_BYTES`."""
+    packed = io.BytesIO()
+    with tarfile.open(fileobj=packed, mode="w:gz") as tar:
+        for path in sorted(each for each in folder.rglob("*") if each.is_file()):
+            with open(path, "rb") as file:
+                file.seek(max(0, path.stat().st_size - LOG_BYTES))
+                content = file.read(LOG_BYTES)
+            info = tarfile.TarInfo(path.relative_to(folder).as_posix())
+            info.size = len(content)
+            tar.addfile(info, io.BytesIO(content))
+    return packed.getvalue()
+
+
+def _show(part: Part, written: io.BufferedReader) -> None:
+    """Prints what a part has written since."""
+    if part.shown and (text := written.read().decode(errors="replace")):
+        sys.stdout.write(text)
+        sys.stdout.flush()
+
+
+def _replace(path: Path, content: bytes) -> None:
+    """Writes a file that is whole at any time."""
+    partial = path.with_name(f"{path.name}.new")
+    partial.write_bytes(content)
+    partial.replace(path)
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

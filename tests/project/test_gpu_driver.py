@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import datetime
 import importlib.util
+import io
+import json
 import os
 import shutil
 import signal
 import subprocess
 import sys
+import tarfile
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +20,8 @@ from typing import Any
 
 import pytest
 from support import is_alive
+
+from benchmarks import providers
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "tests" / "gpu"
@@ -55,10 +60,20 @@ def run(
     runner: ModuleType, out: Path, *stages: list[Any], seconds: float = 3600
 ) -> tuple[int, Any]:
     """Returns exit code and outcomes by name."""
-    it = runner.Run(stages, out, ROOT, seconds)
+    it = runner.Run(stages, out, ROOT, seconds, logs_of(out), {"commit": "abc"})
     code = it.run()
     assert (out / "verdict.txt").read_text() == it.verdict() + "\n"
-    return code, {outcome.part.name: outcome for outcome in it.outcomes}
+    content = json.loads((out / "run.json").read_text())
+    assert content["commit"] == "abc"
+    outcomes = {outcome.part.name: outcome for outcome in it.outcomes}
+    assert [(p["name"], p["verdict"]) for p in content["parts"]] == [
+        (name, outcome.verdict) for name, outcome in outcomes.items()
+    ]
+    return code, outcomes
+
+
+def logs_of(out: Path) -> Path:
+    return out.with_name(f"{out.name}-logs")
 
 
 def late_from(runner: ModuleType, sign: Path, seconds: float) -> Path:
@@ -87,9 +102,13 @@ def test_all_parts_run_whatever_fails(runner: ModuleType, tmp_path: Path) -> Non
     assert outcomes["first"].line == "FAILED one; 5"
     assert outcomes["second"].line == "all well"
     assert outcomes["third"].line == "no-such-command-here is not installed"
-    assert (tmp_path / "out" / "first.log").read_text() == "FAILED one\n5\n"
+    with tarfile.open(tmp_path / "out" / "logs.tar.gz") as packed:
+        assert packed.getnames() == ["first.log", "second.log", "third.log"]
+        log = packed.extractfile("first.log")
+        assert log is not None and log.read() == b"FAILED one\n5\n"
     verdict = (tmp_path / "out" / "verdict.txt").read_text().splitlines()
-    assert [line.split()[0] for line in verdict[:3]] == ["first", "second", "third"]
+    assert verdict[0] == "commit abc"
+    assert [line.split()[0] for line in verdict[1:4]] == ["first", "second", "third"]
     assert verdict[-1] == "  FAILED one"
 
 
@@ -128,13 +147,13 @@ time.sleep(600)
     ended = []
     hangs = runner.Part(
         *("hangs", [[*python(code), str(sign)], python("print(1)")], 300),
-        after=lambda: ended.append(1),
+        after=ended.append,
     )
     code, outcomes = run(runner, tmp_path, [hangs], [runner.Part("next", [python("pass")], 300)])
     assert code == 1
     assert outcomes["hangs"].verdict == "cut off"
     assert outcomes["next"].verdict == "ok"
-    assert ended == [1]
+    assert ended == [[None, None]]
     child = int(outcomes["hangs"].line.split()[1])
     deadline = time.monotonic() + 300
     while is_alive(child) and time.monotonic() < deadline:
@@ -228,7 +247,8 @@ def test_time_is_kept_for_the_last_parts(runner: ModuleType, tmp_path: Path) -> 
         # The limit given to the command leaves it time to end.
         assert 200 < int(outcomes["last"].line) <= 350 - runner.MARGIN_SECONDS
     # A short run keeps at most half of its time.
-    limits = runner.Run([[last], [replace(last, least=400)]], tmp_path, ROOT, 100)._ends
+    stages = [[last], [replace(last, least=400)]]
+    limits = runner.Run(stages, tmp_path, ROOT, 100, tmp_path / "logs", {})._ends
     assert limits[1] - limits[0] == pytest.approx(50)
 
 
@@ -270,27 +290,31 @@ from runner import Part, Run, stopped_by_signals
 quick = [sys.executable, "-c", "print('quick')"]
 slow = [sys.executable, "-c", "import time; print('begun'); time.sleep(600)"]
 parts = [[Part("quick", [quick], 300)], [Part("slow", [slow], 300)], [Part("never", [quick], 300)]]
-run = Run(parts, Path({str(tmp_path / "out")!r}), Path("."), 3600)
+out = Path({str(tmp_path / "out")!r})
+run = Run(parts, out, Path("."), 3600, Path({str(tmp_path / "logs")!r}), {{}})
 with stopped_by_signals(run):
     code = run.run()
 print(run.verdict())
 sys.exit(code)
 """)
     process = subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, text=True)
-    log = tmp_path / "out" / "slow.log"
+    log = tmp_path / "logs" / "slow.log"
     begin = time.monotonic()
     while not (log.exists() and "begun" in log.read_text()):
         assert time.monotonic() - begin < 300 and process.poll() is None
         time.sleep(0.05)
+    killed = {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()}
+    assert b"quick  ok" in killed["verdict.txt"]
+    assert json.loads(killed["run.json"])["parts"][0]["verdict"] == "ok"
     process.send_signal(signal.SIGTERM)
     said, _ = process.communicate(timeout=300)
     assert process.returncode == 1
     table = (tmp_path / "out" / "verdict.txt").read_text()
     assert said.endswith(table)
     verdicts = [" ".join(line.split()[:3]) for line in table.splitlines()]
-    assert verdicts[0].startswith("quick ok")
-    assert verdicts[1] == "slow cut off"
-    assert verdicts[2] == "never not run"
+    assert verdicts[1].startswith("quick ok")
+    assert verdicts[2] == "slow cut off"
+    assert verdicts[3] == "never not run"
 
 
 def test_results_are_named_after_card_torch_and_day(driver: ModuleType) -> None:
@@ -303,25 +327,121 @@ def test_results_are_named_after_card_torch_and_day(driver: ModuleType) -> None:
 def test_parts_of_the_real_run(driver: ModuleType, tmp_path: Path) -> None:
     results, out = tmp_path / "results" / "a.json", tmp_path / "out"
     parts = [part for stage in driver.stages(results, out) for part in stage]
-    assert len({part.name for part in parts}) == len(parts)
+    names = [part.name for part in parts]
+    # Numbers first.
+    assert names[:4] == ["build", "smoke", "decisive", "gpu"]
+    assert len(set(names)) == len(names)
     for part in parts:
         for command in part.commands:
             for word in command[1:]:
-                path = word.removeprefix("--ignore=")
-                assert not path.endswith(".py") or (ROOT / path).is_file(), word
-    assert parts[0].name == "build" and parts[0].vital
-    [gpu] = [part for part in parts if part.name == "gpu"]
+                assert not word.endswith(".py") or (ROOT / word).is_file(), word
+    assert parts[0].vital
+    gpu = parts[3]
     assert gpu.commands[-1][-1] == "tests/gpu/test_gpu_distributed.py"
     assert len(gpu.commands) == 1 + len(list(FOLDER.glob("test_*.py")))
-    # Logs, verdict and results.
-    assert len(parts) + 2 <= 8
+    # Verdict, run and logs are written by the runner, all else to files that are named here.
+    written = [c[c.index("--json") + 1] for p in parts for c in p.commands if "--json" in c]
+    assert written == [str(out / f"{name}.json") for name in ("decisive", "bench")]
+    assert len(written) + 3 <= 8
     [bench] = [part for part in parts if part.name == "bench"]
-    bench.after()
-    assert not results.exists()
-    (out / "bench").mkdir(parents=True)
-    (out / "bench" / "results.json").write_text("{}")
-    bench.after()
-    assert results.read_text() == "{}"
+    bench.after([0])
+    assert not results.parent.exists()
+    out.mkdir()
+    (out / "bench.json").write_text("{}")
+    bench.after([0])
+    assert (results.parent / "a-bench.json").read_text() == "{}"
+
+
+def test_a_backend_with_wrong_results_is_not_measured(driver: ModuleType, tmp_path: Path) -> None:
+    parts = [part for stage in driver.stages(tmp_path / "a.json", tmp_path) for part in stage]
+    smoke, decisive = parts[1:3]
+    for codes, left_out in (([0, 0], ""), ([0, 1], "cuda"), ([None], "triton"), ([0], "")):
+        smoke.after(codes)
+        assert decisive.environment == {driver.WITHOUT: left_out}
+    assert driver.WITHOUT == providers.WITHOUT
+
+
+@pytest.mark.parametrize("breaks", ["nothing", "CUDA", "everything"])
+def test_a_cuda_build_that_fails_leaves_triton(
+    runner: ModuleType, driver: ModuleType, tmp_path: Path, breaks: str
+) -> None:
+    fake = tmp_path / "make"
+    fails = {"nothing": "false", "CUDA": '[ "$AMPFAST_CUDA" != 0 ]', "everything": "true"}[breaks]
+    fake.write_text(f'#!/bin/sh\necho built with "$AMPFAST_CUDA"\nif {fails}; then exit 2; fi\n')
+    fake.chmod(0o755)
+    [[build], *_] = driver.stages(tmp_path / "a.json", tmp_path)
+    path = {"PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}", "AMPFAST_CUDA": "1"}
+    commands = [build.commands[0], python("print('then')")]
+    build = replace(build, commands=commands, environment=path)
+    tests = runner.Part("tests", [python("pass")], 300)
+    _, outcomes = run(runner, tmp_path / "out", [build], [tests])
+    told = outcomes["build"].details
+    assert any("Triton alone" in line for line in told) is (breaks != "nothing")
+    assert outcomes["build"].verdict == ("failed" if breaks == "everything" else "ok")
+    assert outcomes["tests"].verdict == ("not run" if breaks == "everything" else "ok")
+    log = (logs_of(tmp_path / "out") / "build.log").read_text().splitlines()
+    assert [line for line in log if line.startswith("built with")] == (
+        ["built with 1"] if breaks == "nothing" else ["built with 1", "built with 0"]
+    )
+
+
+def test_output_is_shown_as_it_comes(
+    runner: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def prints(word: str) -> list[list[str]]:
+        return [python(f"print('{word} and', flush=True); print('more')")]
+
+    shown = runner.Part("shown", prints("seen"), 300, shown=True)
+    run(runner, tmp_path, [shown, runner.Part("hidden", prints("unseen"), 300)])
+    said = capsys.readouterr().out
+    assert said.count("seen and\nmore\n") == 1 and "unseen" not in said
+
+
+def test_logs_are_one_small_file(
+    runner: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runner, "LOG_BYTES", 3)
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "long.log").write_text("12345")
+    with tarfile.open(fileobj=io.BytesIO(runner.archive(tmp_path))) as packed:
+        log = packed.extractfile("a/long.log")
+        assert log is not None and log.read() == b"345"
+
+
+def test_clocks_are_kept_or_the_reason_why_not(
+    runner: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake = tmp_path / "nvidia-smi"
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    values = ["1980 MHz", "3201 MHz", "0x0000000000000001", "34", "120.10 W", "P0"]
+    for said, code, clocks in (
+        (", ".join(values), 0, dict(zip(runner.CLOCKS, values, strict=True))),
+        ("no such field", 2, {"error": "no such field"}),
+    ):
+        fake.write_text(f"#!/bin/sh\necho '{said}'\nexit {code}\n")
+        fake.chmod(0o755)
+        _, outcomes = run(runner, tmp_path / "out", [runner.Part("a", [python("pass")], 300)])
+        assert outcomes["a"].clocks == [clocks, clocks]
+    fake.unlink()
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert "nvidia-smi" in runner.clocks()["error"]
+
+
+def test_the_commit_reaches_every_part(
+    driver: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(driver.COMMIT, "")  # restored afterwards
+    monkeypatch.setattr(driver, "facts", lambda: ("a card", "2.11.0", "9.0"))
+    monkeypatch.setattr(driver, "LOGS", tmp_path / "logs")
+    says = python("import os; print('commit', os.environ['AMPFAST_COMMIT'])")
+    part = driver.Part("says", [says], 300)
+    monkeypatch.setattr(driver, "stages", lambda *arguments: [[part]])
+    assert driver.main(["--out", str(tmp_path / "out"), "--commit", "abc"]) == 0
+    assert (
+        "commit abc, GPU a card, torch 2.11.0\nsays  ok"
+        in (tmp_path / "out" / "verdict.txt").read_text()
+    )
+    assert (tmp_path / "logs" / "says.log").read_text() == "commit abc\n"
 
 
 def test_it_builds_for_its_card_with_its_interpreter(
@@ -353,7 +473,7 @@ def test_unknown_parts_are_refused(driver: ModuleType, capsys: pytest.CaptureFix
     with pytest.raises(SystemExit) as refused:
         driver.main(["--parts", "gpu,fast"])
     assert refused.value.code == 2
-    assert "fast: not among build, gpu, suite" in capsys.readouterr().err
+    assert "fast: not among build, smoke, decisive, gpu" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("by_make", [False, True])

@@ -1,0 +1,187 @@
+"""What a GPU is asked first: ceilings and passes over a few lists, host time, one training."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from . import ceilings, goals, host_time, providers, steps, training
+from .cases import CASES, GradCase
+from .device_time import GRAPH_BELOW_BYTES, EventTimer, GraphTimer
+from .harness import Contender, Job, Measured, Setting, assert_same, interleave
+from .kernels import Lists, lists_beyond_cache
+from .machine import require_memory, tensors_per_launch
+from .models import nets, perceptron
+from .providers import CHECK, CLIP, COPY, NORM, READ, UNSCALE, Gradients, Scalars
+from .results import Row
+from .timing import Timed, dtype_name
+
+SUBJECT = "decisive"
+PASSES = (CHECK, UNSCALE, NORM)
+# The last three are those of NVIDIA-NeMo/Automodel#3685.
+LISTS = (
+    ("1000x1k", torch.float32, PASSES),
+    ("bert_large", torch.float32, PASSES),
+    ("one_1g", torch.float32, PASSES),
+    ("llama_7b", torch.bfloat16, PASSES),
+    ("500_matrices", torch.float32, (NORM, CLIP)),
+    ("500_matrices", torch.bfloat16, (NORM, CLIP)),
+    ("one_1540m", torch.bfloat16, (NORM, CLIP)),
+)
+# Of torch's paths, those that need its op for unscaling.
+BY_OP = (CHECK, UNSCALE)
+COMPARISON_S = 0.5
+# Gradients, both ends of a copy, and a copy to compare.
+MEMORY_OF_LISTS = 4
+PIECE = 1 << 26
+INVERSE = 1 / 3
+# Relative tolerance of a norm of float32 squares summed in float64.
+NORM_TOLERANCE = 1e-6
+
+
+def jobs(on: Setting) -> list[Job]:
+    """Lists, host time, and a training; on a CPU small ones, to rehearse it all."""
+    if on.queue is None:
+        return []
+    effort = replace(
+        on.effort, comparison_s=min(COMPARISON_S, on.effort.comparison_s), profiled=False
+    )
+    on = replace(on, effort=effort)
+    on_cpu = on.device.type == "cpu"
+    net = perceptron(2, 8, 4, torch.optim.AdamW) if on_cpu else nets(on.device)[0]
+    plan = training.Plan(net, fused=True, clip=False)
+    counts = (3,) if on_cpu else tuple(host_time.GOALS)
+    kinds = ((steps.UNSCALE,), (steps.STEP,), (steps.FUSED_STEP,))
+    return [
+        *(
+            Job(
+                f"{name} {dtype_name(dtype)}",
+                functools.partial(measure, _small(name) if on_cpu else CASES[name], dtype, p, on),
+            )
+            for name, dtype, p in LISTS
+        ),
+        *(
+            Job(
+                f"{kind[0]}, {count} parameters",
+                functools.partial(host_time.measure, count, kind, on),
+            )
+            for count in counts
+            for kind in kinds
+        ),
+        Job(f"{net.name}, {plan.path}", functools.partial(training.measure, plan, on)),
+    ]
+
+
+def _small(name: str) -> GradCase:
+    shapes = CASES[name].shapes[:3]
+    return GradCase(name, tuple(tuple(min(size, 25) for size in shape) for shape in shapes))
+
+
+def measure(case: GradCase, dtype: torch.dtype, paths: Sequence[str], on: Setting) -> Measured:
+    """Times each provider's passes over existing tables, beside a copy and a read.
+
+    A backend with wrong results is left out, with a note.
+    """
+    device, list_bytes = on.device, case.list_bytes(dtype)
+    # A rehearsal takes two turns, to see that they are taken.
+    lists = 2 if device.type == "cpu" else lists_beyond_cache(list_bytes, device)
+    require_memory((MEMORY_OF_LISTS * lists + 1) * list_bytes, device)
+    names, notes = providers.available(device)
+    gradients = Lists(case, dtype, device, lists)
+    scalars = Scalars.make(device)
+    calls = []
+    for name in names:
+        try:
+            assert_parity(gradients.lists[0], name, paths)
+            calls.append(providers.launches(name, device, scalars))
+        except Exception as error:
+            notes.append(f"FAILED {name}, {case.name} {dtype_name(dtype)}: {error}")
+    takes = providers.torch_takes(dtype, device)
+    torchs = [path for path in paths if takes or path not in BY_OP]
+    contenders = [
+        *_ceilings(gradients),
+        *gradients.contenders([providers.torch_calls(scalars)], torchs),
+        *gradients.contenders(calls, paths),
+    ]
+    timed = _timed(case, dtype, contenders, lists, on, list_bytes < GRAPH_BELOW_BYTES)
+    gradients.assert_steady(scalars.found_inf)
+    rows = [replace(row, bytes=providers.moved_bytes(row.call, list_bytes)) for row in timed.rows()]
+    [copy] = [row.gb_s for row in rows if row.call == COPY]
+    measured = Measured([replace(row, copy_gb_s=copy) for row in rows], notes=notes + timed.notes)
+    for path in [path for path in paths if path not in torchs]:
+        name = timed.name((path, "torch"))
+        why = f"torch {torch.__version__} has no kernel for {dtype_name(dtype)} here"
+        measured.rows.append(Row(*name, missing=why))
+    for name in names:
+        measured.goals += goals.of_kernels(timed, name)
+    return measured
+
+
+def assert_parity(gradients: Gradients, name: str, paths: Sequence[str]) -> None:
+    """Compares each path with torch's elementwise operations on the same device."""
+    device = gradients[0].device
+    for path in paths:
+        ours = Scalars.make(device, INVERSE)
+        calls = providers.launches(name, device, ours)
+        copies = [gradient.clone() for gradient in gradients]
+        prepared = calls.prepare(copies)
+        squares = calls.paths[path](prepared, 0)
+        what = f"{path} by {name}"
+        factor = ours.inverses[0] if path in (UNSCALE, CLIP) else ours.one
+        for copy, gradient in zip(copies, gradients, strict=True):
+            pieces = [each.reshape(-1).split(PIECE) for each in (copy, gradient)]
+            for our, before in zip(*pieces, strict=True):
+                expected = (before.float() * factor).to(before.dtype)
+                assert_same([our], [expected], what)
+        if path == NORM:
+            norms = [torch.linalg.vector_norm(each, dtype=torch.float64) for each in gradients]
+            exact = (torch.stack(norms).square().sum() * ours.inverses[0].double() ** 2).item()
+            if not abs(squares.item() - exact) <= NORM_TOLERANCE * exact:
+                raise AssertionError(f"{what}: {squares.item()} as sum of squares, not {exact}")
+        copies[len(copies) // 2].view(-1)[-1] = torch.inf
+        for planted in (False, True):
+            if ours.found_inf.item() != planted:
+                state = "with" if planted else "without"
+                raise AssertionError(f"{what}: wrong flag {state} an infinity")
+            if not planted:
+                calls.paths[path](prepared, 0)
+
+
+def _ceilings(gradients: Lists) -> list[Contender]:
+    """A copy, and a read of its source."""
+    pieces = gradients.pieces()
+    contenders = gradients.copies(pieces)
+    if ceilings.triton is not None:
+        reads = [ceilings.reader(source) for _, source in pieces]
+        read = Contender(READ, "torch", lambda number: reads[number % len(reads)]())
+        contenders.append(read)
+    return contenders
+
+
+def _timed(
+    case: GradCase,
+    dtype: torch.dtype,
+    contenders: Sequence[Contender],
+    lists: int,
+    on: Setting,
+    by_graph: bool,
+) -> Timed:
+    """Device time alone, by graphs if they can be captured."""
+    assert on.queue is not None
+    cycle, notes = 2 * lists, []
+    timer: GraphTimer | EventTimer = EventTimer(on.queue, {}, cycle)
+    if by_graph:
+        try:
+            timer = GraphTimer(on.queue, contenders, cycle)
+        except RuntimeError as error:
+            notes.append(f"{case.name}: by events, since no graph could be captured: {error}")
+    return Timed(
+        *(SUBJECT, case, dtype, contenders, interleave(contenders, on.effort, cycle, timer)),
+        timer=timer.name,
+        lists=lists,
+        tensors_per_launch=tensors_per_launch(torch.__version__, torch.version.cuda),
+        notes=notes,
+    )
