@@ -51,6 +51,24 @@ def clip_groups(
 def any_found(flags: dict[Any, Tensor], /) -> bool | None: ...
 def update_scale(scaler: Any, words: Tensor | None, norm: Tensor | None, /) -> bool | None: ...
 
+# The same for gradients and a scale on a device, whose kernels `launch` queues. `pass_on_device`
+# returns its result, which is for a table of the gradients, the scale, a new flag to write, and
+# whether a gradient is float64; without a `state` gradients are only read.
+def pass_on_device(
+    param_groups: Any,
+    scale: Tensor,
+    allow_fp16: bool,
+    state: dict[str, Any] | None,
+    unscaled: Any,
+    clips: bool,
+    max_programs: int,
+    launch: Callable[[DeviceTable, Tensor, Tensor, bool], Any],
+    /,
+) -> Any: ...
+def update_on_device(
+    scaler: Any, words: Tensor | None, norm: Tensor | None, launch: Callable[..., object], /
+) -> bool | None: ...
+
 class GradList:
     @staticmethod
     def of(

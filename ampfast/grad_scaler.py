@@ -45,8 +45,6 @@ Flags = dict[Any, Tensor]
 _AGREEMENT = "agreement"
 _UNSCALING = "unscaling"
 
-_CPU = torch.device("cpu")
-
 _ONCE = "An iteration ends with update(), after the steps of all optimizers: is the call missing?"
 
 # An optimizer's entry before anything is done, as torch makes it.
@@ -145,8 +143,8 @@ class GradScaler(TorchGradScaler):
     _dynamic = True
     # The update of the scale that rides in the next check.
     _riding: gpu.ScaleUpdate | None = None
-    # Whether the core's raw calls may try first; decided with the scale.
-    _takes_short_way = False
+    # The kernels whose raw calls may try first; chosen with the scale.
+    _short_way: Any = None
     _track: str | None = None
     _warned_of_zero = False
 
@@ -245,9 +243,9 @@ class GradScaler(TorchGradScaler):
         Args:
             outputs: A tensor, or an iterable of them.
         """
-        if type(outputs) is Tensor and self._takes_short_way and self._enabled:
+        if type(outputs) is Tensor and self._short_way is not None and self._enabled:
             scale = self._scale
-            if scale is not None and scale.is_cpu and outputs.is_cpu:
+            if scale is not None and scale.device == outputs.device:
                 return outputs * scale
         return super().scale(outputs)
 
@@ -276,7 +274,7 @@ class GradScaler(TorchGradScaler):
             raise _not_ready(state, "clip_grad_norm_() unscales, too.")
         skips = None
         if usual is not None:
-            skips = cpu.unscale_groups(
+            skips = self._short_way.unscale_groups(
                 *(optimizer.param_groups, scale, self._allow_fp16, state, _UNSCALED)
             )
         if skips is None:
@@ -334,7 +332,7 @@ class GradScaler(TorchGradScaler):
             skips = None
             if state["stage"] is _READY:
                 if is_usual:
-                    skips = cpu.unscale_groups(
+                    skips = self._short_way.unscale_groups(
                         *(optimizer.param_groups, scale, self._allow_fp16),
                         *(state, _UNSCALED),
                     )
@@ -373,8 +371,13 @@ class GradScaler(TorchGradScaler):
                 is not as described.
         """
         loss_scale = self._loss_scale
-        norm = loss_scale.joint_norm(_CPU) if loss_scale.norms and self._takes_short_way else None
-        if new_scale is None and cpu.update_scale(self, loss_scale.words, norm):
+        short_way, is_done = self._short_way, None
+        if new_scale is None and short_way is not None:
+            scale, norm = self._scale, None
+            if loss_scale.norms and scale is not None:
+                norm = loss_scale.joint_norm(scale.device)
+            is_done = short_way.update_scale(self, loss_scale.words, norm)
+        if is_done:
             self._end_iteration()
         elif self._enabled:
             if new_scale is None:
@@ -409,7 +412,7 @@ class GradScaler(TorchGradScaler):
                     f"got a {type(optimizer).__name__}"
                 )
         if (
-            self._takes_short_way
+            self._short_way is cpu
             or not optimizers
             or not self._enabled
             or self._overrides(_ALL_HOOKS)
@@ -503,7 +506,7 @@ class GradScaler(TorchGradScaler):
             usual = cpu.usual_entry(self, only)
             if usual is not None:
                 scale, state = usual
-                norm = cpu.clip_groups(
+                norm = self._short_way.clip_groups(
                     *(only.param_groups, scale, self._allow_fp16, state, _UNSCALED),
                     *(limit, order == math.inf),
                 )
@@ -752,7 +755,7 @@ class GradScaler(TorchGradScaler):
     def __getstate__(self) -> dict[str, Any]:
         state = super().__getstate__()
         # Of this process and this iteration; weak references among them.
-        for name in ("_choice", "_last_checks", "_riding", "_takes_short_way", "_tracking"):
+        for name in ("_choice", "_last_checks", "_riding", "_short_way", "_tracking"):
             state.pop(name, None)
         if self._ranks.is_alone:
             state.pop("_ranks", None)
@@ -897,9 +900,11 @@ class GradScaler(TorchGradScaler):
             and state["stage"] is _READY
             and not hasattr(optimizer, "grad_scale")
         ):
-            checked = cpu.check_groups(optimizer.param_groups, usual_scale)
+            checked = self._short_way.check_groups(optimizer.param_groups, usual_scale)
         if checked is not None:
             flag, found_inf, grad_scale = checked
+            if found_inf is flag and not _is_torchs(optimizer):
+                found_inf = flag.clone()
             state["found_inf_per_device"] = {flag.device: flag}
         else:
             found_inf, grad_scale = self._found_by_division(optimizer, state)
@@ -963,8 +968,7 @@ class GradScaler(TorchGradScaler):
             flags = list(found.values())
             if len(flags) == 1 and flags[0].device == scale.device:
                 # Exactly 0 or 1, and new; only another's optimizer may write it.
-                is_torchs = type(optimizer).__module__.startswith("torch.optim.")
-                return flags[0] if is_torchs else flags[0].clone(), grad_scale
+                return flags[0] if _is_torchs(optimizer) else flags[0].clone(), grad_scale
         flags = state["found_inf_per_device"].values()
         # Nothing checked is 0, as torch's sum over nothing.
         return aten.any_found(flags, scale.device) if flags else 0, grad_scale
@@ -1043,11 +1047,10 @@ class GradScaler(TorchGradScaler):
     # What the steps above ask for.
 
     def _choose_way(self, scale: Tensor) -> None:
-        """Decides whether the core's raw calls may try first, from what seldom changes."""
-        kernels: Any = self._choice.kernels_for(_CPU)
-        self._takes_short_way = (
-            scale.is_cpu and kernels is cpu and self._track is None and self._ranks.is_alone
-        )
+        """Chooses the kernels whose raw calls may try first, from what seldom changes."""
+        self._short_way = None
+        if self._track is None and self._ranks.is_alone:
+            self._short_way = self._choice.kernels_for(scale.device)
 
     def _collect(
         self,
@@ -1194,6 +1197,11 @@ def _not_ready(state: dict[str, Any], note: str) -> RuntimeError:
     if state["stage"] is _UNSCALED:
         text = "unscale_() has already been called on this optimizer since the last update()."
     return add_note(RuntimeError(text), f"{note} {_ONCE}")
+
+
+def _is_torchs(optimizer: object) -> bool:
+    """Whether an optimizer is torch's own."""
+    return type(optimizer).__module__.startswith("torch.optim.")
 
 
 def _methods(*names: str) -> dict[str, Callable[..., Any] | None]:

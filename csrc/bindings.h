@@ -76,18 +76,21 @@ inline Clip clip_of(const ClipArguments& arguments, at::Device device) {
   return clip;
 }
 
-// An update on the CPU; nothing where the kernels do not know the tensors exactly. `state` and
-// `norm` may be null.
-inline std::optional<Update> update_of(const at::Tensor& scale, const at::Tensor& growth_tracker,
-                                       const at::Tensor* state, const at::Tensor* norm,
-                                       double growth_factor, double backoff_factor,
-                                       int64_t growth_interval) {
-  constexpr uint64_t kCpu = device_bit(at::kCPU);
-  if (!is_scalar(scale, at::kFloat, kCpu) || scale.is_inference() || scale.requires_grad() ||
-      !is_scalar(growth_tracker, at::kInt, kCpu) ||
-      (norm != nullptr && !is_scalar(*norm, at::kFloat, kCpu)) ||
+// An update on a device; nothing where the kernels do not know the tensors exactly.
+// `state` and `norm` may be null.
+inline std::optional<Update> update_of(at::Device device, const at::Tensor& scale,
+                                       const at::Tensor& growth_tracker, const at::Tensor* state,
+                                       const at::Tensor* norm, double growth_factor,
+                                       double backoff_factor, int64_t growth_interval) {
+  const uint64_t devices = device_bit(device.type());
+  const auto is_scalar_there = [=](const at::Tensor& tensor, at::ScalarType dtype) {
+    return is_scalar(tensor, dtype, devices) && tensor.device() == device;
+  };
+  if (!is_scalar_there(scale, at::kFloat) || scale.is_inference() || scale.requires_grad() ||
+      !is_scalar_there(growth_tracker, at::kInt) ||
+      (norm != nullptr && !is_scalar_there(*norm, at::kFloat)) ||
       (state != nullptr && (state->scalar_type() != at::kLong || state->numel() != kStateWords ||
-                            !is_plain(*state, kCpu)))) {
+                            !is_plain(*state, devices) || state->device() != device))) {
     return std::nullopt;
   }
   Update update;

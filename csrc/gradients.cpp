@@ -280,10 +280,12 @@ void prefetch(const void* address, int cache_lines) {
 #endif
 }
 
-// Takes the gradients of at most `kTogether` parameters: the memory of one arrives while the next
-// is asked for.
-bool take_some(PyObject* const* params, Py_ssize_t count, bool allow_fp16, bool writes,
-               ShortWalk& walk) {
+// Takes the gradients of at most `kTogether` parameters, the first of which has this number: the
+// memory of one arrives while the next is asked for.
+bool take_some(PyObject* const* params, Py_ssize_t count, int64_t first, bool allow_fp16,
+               bool writes, ShortWalk& walk) {
+  const at::Device device = walk.list.device();
+  int64_t numbers[kTogether];
   const torch::autograd::AutogradMeta* metas[kTogether];
   for (Py_ssize_t i = 0; i < count; ++i) {
     if (!THPVariable_CheckExact(params[i])) {
@@ -302,6 +304,7 @@ bool take_some(PyObject* const* params, Py_ssize_t count, bool allow_fp16, bool 
       continue;
     }
     if (metas[i]->grad_.defined()) {
+      numbers[walk.grads.size() - before] = first + i;
       walk.grads.push_back(&metas[i]->grad_);
       prefetch(metas[i]->grad_.unsafeGetTensorImpl(), 4);
     } else if (metas[i]->grad_fn_) {
@@ -313,24 +316,34 @@ bool take_some(PyObject* const* params, Py_ssize_t count, bool allow_fp16, bool 
   }
   for (size_t i = before; i < walk.grads.size(); ++i) {
     const at::Tensor& grad = *walk.grads[i];
-    if (!is_regular(grad, device_bit(at::kCPU)) ||
+    if (!is_regular(grad, device_bit(device.type())) || grad.device() != device ||
         (!allow_fp16 && grad.scalar_type() == at::kHalf)) {
       return false;
     }
-    walk.list.add(grad, writes, 0);
+    walk.list.add(grad, writes, numbers[i - before]);
   }
   return true;
 }
 
 }  // namespace
 
-std::optional<ShortWalk> short_walk(PyObject* param_groups, bool allow_fp16, bool writes) {
+void ShortWalk::own() {
+  owners.clear();
+  owners.reserve(grads.size());
+  for (const at::Tensor* grad : grads) {
+    owners.push_back(*grad);
+  }
+}
+
+std::optional<ShortWalk> short_walk(PyObject* param_groups, at::Device device, bool allow_fp16,
+                                    bool writes) {
   static PyObject* const name = PyUnicode_InternFromString("params");
   if (!PyList_CheckExact(param_groups) || is_observed() ||
       at::impl::torch_function_mode_enabled()) {
     return std::nullopt;
   }
-  ShortWalk walk;
+  ShortWalk walk(device);
+  int64_t parameters = 0;
   for (Py_ssize_t g = 0; g < PyList_GET_SIZE(param_groups); ++g) {
     PyObject* group = PyList_GET_ITEM(param_groups, g);
     PyObject* params = PyDict_CheckExact(group) ? PyDict_GetItemWithError(group, name) : nullptr;
@@ -343,21 +356,21 @@ std::optional<ShortWalk> short_walk(PyObject* param_groups, bool allow_fp16, boo
     PyObject* const* items = reinterpret_cast<PyListObject*>(params)->ob_item;
     for (Py_ssize_t i = 0; i < size; i += kTogether) {
       try {
-        if (!take_some(items + i, std::min(kTogether, size - i), allow_fp16, writes, walk)) {
+        if (!take_some(items + i, std::min(kTogether, size - i), parameters + i, allow_fp16, writes,
+                       walk)) {
           return std::nullopt;
         }
       } catch (const c10::Error&) {  // memory that was freed
         return std::nullopt;
       }
     }
+    parameters += size;
   }
   if (walk.grads.empty()) {
     return std::nullopt;
   }
   if (walk.list.elements() >= kElementsWorthReleasing) {
-    for (const at::Tensor* grad : walk.grads) {
-      walk.owners.push_back(*grad);
-    }
+    walk.own();
   }
   return walk;
 }

@@ -111,6 +111,9 @@ bool is_observed();
 // The bit of a device type in the sets above.
 constexpr uint64_t device_bit(at::DeviceType type) { return uint64_t{1} << static_cast<int>(type); }
 
+// The device types with kernels.
+constexpr uint64_t kKernelDevices = device_bit(at::kCPU) | device_bit(at::kCUDA);
+
 // A parameter, its gradient, which takes torch's own op, and its number among all, without gradient
 // too.
 using SetAside = std::tuple<py::object, at::Tensor, int64_t>;
@@ -132,12 +135,17 @@ std::tuple<std::vector<GradList>, std::vector<SetAside>, std::optional<Place>> w
 struct ShortWalk {
   std::vector<const at::Tensor*> grads;  // borrowed from the parameters
   std::vector<at::Tensor> owners;        // of a list for which the lock is released
-  GradList list{at::kCPU, nullptr};
+  GradList list;
+
+  explicit ShortWalk(at::Device device) : list(device, nullptr) {}
+  void own();
 };
 
-// The same for plain lists of plain parameters on the CPU, whose memory is fetched ahead. Nothing
-// where there is no gradient or one that `walk_gradients` must look at; all is as before then.
-std::optional<ShortWalk> short_walk(PyObject* param_groups, bool allow_fp16, bool writes);
+// The same for plain lists of plain parameters, whose memory is fetched ahead. Nothing where there
+// is no gradient, or one that `walk_gradients` must look at or that is elsewhere than on `device`;
+// all is as before then.
+std::optional<ShortWalk> short_walk(PyObject* param_groups, at::Device device, bool allow_fp16,
+                                    bool writes);
 
 // Tells whether a parameter that has a gradient lacks an entry of that name in the optimizer's
 // state, a dict by parameter. Keys are told apart as tensors are: by identity.

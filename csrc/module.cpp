@@ -89,7 +89,7 @@ bool update_scale_(const at::Tensor& scale, const at::Tensor& growth_tracker,
                    double backoff_factor, int64_t growth_interval, const OptionalTensor& state,
                    const OptionalTensor& norm) {
   const std::optional<Update> update =
-      update_of(scale, growth_tracker, state ? &*state : nullptr, norm ? &*norm : nullptr,
+      update_of(at::kCPU, scale, growth_tracker, state ? &*state : nullptr, norm ? &*norm : nullptr,
                 growth_factor, backoff_factor, growth_interval);
   float sum = 0;  // as torch takes it
   for (const at::Tensor& flag : found_infs) {
@@ -208,7 +208,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("clear_tables", &clear_tables);
 
   m.def("is_scalar", [](const at::Tensor& tensor, at::ScalarType dtype) {
-    return is_scalar(tensor, dtype, device_bit(at::kCPU) | device_bit(at::kCUDA));
+    return is_scalar(tensor, dtype, kKernelDevices);
   });
   m.def("update_scale_", &update_scale_);
   m.def("require_storage", &require_storage);

@@ -1,6 +1,7 @@
 // Called with CPython's own convention, since a cold call through pybind costs as much as all the
 // rest. Each function returns None, before any side effect, where the general way must look. Where
 // Python has no global lock, that is always.
+#include <ATen/ops/empty.h>
 #include <torch/csrc/Device.h>
 #include <torch/csrc/autograd/python_variable.h>
 
@@ -11,26 +12,27 @@
 
 #include "bindings.h"
 #include "cpu/multi_tensor.h"
+#include "device_table.h"
 
 namespace ampfast {
 namespace {
 
-constexpr uint64_t kCpu = device_bit(at::kCPU);
-
-// A 0-dim tensor on the CPU that kernels read or write, or null.
-const at::Tensor* scalar_of(PyObject* object, at::ScalarType dtype) {
+// A 0-dim tensor that kernels read or write, or null.
+const at::Tensor* scalar_of(PyObject* object, at::ScalarType dtype,
+                            uint64_t devices = device_bit(at::kCPU)) {
   if (!THPVariable_CheckExact(object)) {
     return nullptr;
   }
   const at::Tensor& tensor = THPVariable_Unpack(object);
-  return tensor.dim() == 0 && is_scalar(tensor, dtype, kCpu) ? &tensor : nullptr;
+  return tensor.dim() == 0 && is_scalar(tensor, dtype, devices) ? &tensor : nullptr;
 }
 
 py::dict dict_of(PyObject* dict) { return py::reinterpret_borrow<py::dict>(dict); }
 
 // Attributes of a scaler and keys of its entries for optimizers.
 struct Names {
-  PyObject* takes_short_way = PyUnicode_InternFromString("_takes_short_way");
+  PyObject* short_way = PyUnicode_InternFromString("_short_way");
+  PyObject* riding = PyUnicode_InternFromString("_riding");
   PyObject* enabled = PyUnicode_InternFromString("_enabled");
   PyObject* scale = PyUnicode_InternFromString("_scale");
   PyObject* growth_tracker = PyUnicode_InternFromString("_growth_tracker");
@@ -79,21 +81,29 @@ class Mark {
   py::object before_[2];
 };
 
-// Adds the flags in a dict by device, as torch does; tells whether none is unusual.
-template <class Sum>
-bool add_flags(PyObject* flags, Sum& sum) {
+// Takes the flags in a dict by key; tells whether none is unusual.
+template <class Take>
+bool take_flags(PyObject* flags, const Take& take) {
   if (!PyDict_CheckExact(flags)) {
     return false;
   }
-  PyObject *device = nullptr, *flag = nullptr;
-  for (Py_ssize_t place = 0; PyDict_Next(flags, &place, &device, &flag) != 0;) {
-    const at::Tensor* tensor = scalar_of(flag, at::kFloat);
-    if (tensor == nullptr) {
+  PyObject *key = nullptr, *flag = nullptr;
+  for (Py_ssize_t place = 0; PyDict_Next(flags, &place, &key, &flag) != 0;) {
+    if (!take(flag)) {
       return false;
     }
-    sum += *tensor->const_data_ptr<float>();
   }
   return true;
+}
+
+// Adds flags on the CPU, as torch does.
+template <class Sum>
+auto adding(Sum& sum) {
+  return [&sum](PyObject* flag) {
+    const at::Tensor* tensor = scalar_of(flag, at::kFloat);
+    sum += tensor != nullptr ? *tensor->const_data_ptr<float>() : 0;
+    return tensor != nullptr;
+  };
 }
 
 // Methods that decide what a call does, by name, as the class of scalers has them; the factory of
@@ -153,7 +163,11 @@ bool has_original_hooks(PyTypeObject* type) {
 py::object usual_dict(PyObject* scaler) {
   py::object held = py::reinterpret_steal<py::object>(PyObject_GenericGetDict(scaler, nullptr));
   PyObject* own = held.ptr();
-  if (own == nullptr || item(own, names().takes_short_way) != Py_True ||
+  const auto has = [own](PyObject* name) {
+    PyObject* value = item(own, name);
+    return value != nullptr && value != Py_None;
+  };
+  if (own == nullptr || !has(names().short_way) || has(names().riding) ||
       item(own, names().enabled) != Py_True || hooks == nullptr ||
       !has_original_hooks(Py_TYPE(scaler))) {
     PyErr_Clear();
@@ -166,9 +180,9 @@ py::object usual_dict(PyObject* scaler) {
     }
   }
   PyObject* scale = item(own, names().scale);
-  PyObject* tracker = item(own, names().growth_tracker);
-  const bool is_usual = scale != nullptr && scalar_of(scale, at::kFloat) != nullptr &&
-                        tracker != nullptr && tracker != Py_None;
+  const bool is_usual = scale != nullptr &&
+                        scalar_of(scale, at::kFloat, kKernelDevices) != nullptr &&
+                        has(names().growth_tracker);
   return is_usual ? held : py::object();
 }
 
@@ -232,7 +246,7 @@ std::optional<Unscaling> unscaling(PyObject* const* args) {
     return std::nullopt;
   }
   Mark mark(args[3]);
-  std::optional<ShortWalk> walk = short_walk(args[0], args[2] == Py_True, true);
+  std::optional<ShortWalk> walk = short_walk(args[0], at::kCPU, args[2] == Py_True, true);
   if (!walk) {
     return std::nullopt;
   }
@@ -295,7 +309,7 @@ PyObject* check_groups(PyObject* const* args) {
   if (scale == nullptr) {
     return nullptr;
   }
-  const std::optional<ShortWalk> walk = short_walk(args[0], true, false);
+  const std::optional<ShortWalk> walk = short_walk(args[0], at::kCPU, true, false);
   if (!walk) {
     return nullptr;
   }
@@ -306,56 +320,140 @@ PyObject* check_groups(PyObject* const* args) {
   return py::make_tuple(new_scalar(flag), new_scalar(flag), new_scalar(divisor)).release().ptr();
 }
 
+// pass_on_device(param_groups, scale, allow_fp16, state, unscaled, clips, max_programs, launch) ->
+// launch(table, scale, flag, is_wide), with a new flag for it to write. With a `state` the
+// gradients are written, and it is marked.
+PyObject* pass_on_device(PyObject* const* args) {
+  const at::Tensor* scale = scalar_of(args[1], at::kFloat, kKernelDevices);
+  const bool writes = args[3] != Py_None;
+  if (scale == nullptr || (writes && !PyDict_CheckExact(args[3]))) {
+    return nullptr;
+  }
+  const at::Device device = scale->device();
+  std::optional<Mark> mark;
+  if (writes) {
+    mark.emplace(args[3]);
+  }
+  const py::object flag = py::cast(at::empty({}, at::TensorOptions(at::kFloat).device(device)));
+  py::dict flags;
+  flags[py::reinterpret_steal<py::object>(THPDevice_New(device))] = flag;
+  std::optional<ShortWalk> walk = short_walk(args[0], device, args[2] == Py_True, writes);
+  if (!walk || walk->list.chunks() == 0) {
+    return nullptr;
+  }
+  walk->own();  // until the launch, before which Python runs
+  const py::object table = py::cast(std::const_pointer_cast<DeviceTable>(
+      table_of(walk->list, PyLong_AsLongLong(args[6]), /*capturing=*/false)));
+  if (mark) {
+    mark->put(args[4]);
+  }
+  if (args[5] == Py_True) {
+    for (const at::Tensor& grad : walk->owners) {
+      grad.unsafeGetTensorImpl()->bump_version();
+    }
+  }
+  py::object result = py::reinterpret_steal<py::object>(
+      PyObject_CallFunctionObjArgs(args[7], table.ptr(), args[1], flag.ptr(),
+                                   walk->list.has_float64() ? Py_True : Py_False, nullptr));
+  if (result && mark) {
+    dict_of(args[3])[names().found_inf] = flags;
+  }
+  return result.release().ptr();
+}
+
 // any_found(flags) -> bool
 PyObject* any_found(PyObject* const* args) {
   double sum = 0;  // of Python's floats
-  return add_flags(args[0], sum) ? Py_NewRef(sum != 0 ? Py_True : Py_False) : nullptr;
+  return take_flags(args[0], adding(sum)) ? Py_NewRef(sum != 0 ? Py_True : Py_False) : nullptr;
 }
 
-// update_scale(scaler, words, norm) -> True; `norm` may be None.
-PyObject* update_scale(PyObject* const* args) {
-  const py::object held = usual_dict(args[0]);
-  PyObject* own = held.ptr();
-  if (own == nullptr || !THPVariable_CheckExact(args[1])) {
-    return nullptr;
-  }
+// The update of a scaler on the device of its scale, with words and norm as in the next functions.
+// `take` gets the flags of its optimizers.
+template <class Take>
+std::optional<Update> usual_update(PyObject* own, at::Device device, PyObject* words,
+                                   PyObject* norm, const Take& take) {
+  const uint64_t devices = device_bit(device.type());
   const at::Tensor& scale = THPVariable_Unpack(item(own, names().scale));
-  const at::Tensor* tracker = scalar_of(item(own, names().growth_tracker), at::kInt);
-  const at::Tensor* norm = args[2] == Py_None ? nullptr : scalar_of(args[2], at::kFloat);
+  const at::Tensor* tracker = scalar_of(item(own, names().growth_tracker), at::kInt, devices);
+  const at::Tensor* its_norm = norm == Py_None ? nullptr : scalar_of(norm, at::kFloat, devices);
   PyObject* growth_factor = item(own, names().growth_factor);
   PyObject* backoff_factor = item(own, names().backoff_factor);
   PyObject* growth_interval = item(own, names().growth_interval);
   PyObject* states = item(own, names().states);
-  if (tracker == nullptr || (norm == nullptr && args[2] != Py_None) || growth_factor == nullptr ||
+  if (!THPVariable_CheckExact(words) || tracker == nullptr ||
+      (its_norm == nullptr && norm != Py_None) || growth_factor == nullptr ||
       !PyFloat_CheckExact(growth_factor) || backoff_factor == nullptr ||
       !PyFloat_CheckExact(backoff_factor) || growth_interval == nullptr ||
       !PyLong_CheckExact(growth_interval) || states == nullptr || !PyDict_Check(states)) {
-    return nullptr;
+    return std::nullopt;
   }
   int overflow = 0;
   const long long interval = PyLong_AsLongLongAndOverflow(growth_interval, &overflow);
-  const std::optional<Update> update =
-      update_of(scale, *tracker, &THPVariable_Unpack(args[1]), norm,
-                PyFloat_AS_DOUBLE(growth_factor), PyFloat_AS_DOUBLE(backoff_factor), interval);
-  if (overflow != 0 || !update) {
-    return nullptr;
+  if (overflow != 0) {
+    return std::nullopt;
   }
-  float sum = 0;
   bool checked = false;
   PyObject *key = nullptr, *state = nullptr;
   for (Py_ssize_t place = 0; PyDict_Next(states, &place, &key, &state) != 0;) {
     PyObject* flags = PyDict_CheckExact(state) ? item(state, names().found_inf) : nullptr;
     // Ranks may still have to agree on it.
-    if (flags == nullptr || item(state, names().agreement) != nullptr || !add_flags(flags, sum)) {
-      return nullptr;
+    if (flags == nullptr || item(state, names().agreement) != nullptr || !take_flags(flags, take)) {
+      return std::nullopt;
     }
     checked |= PyDict_GET_SIZE(flags) != 0;
   }
   if (!checked) {
+    return std::nullopt;
+  }
+  return update_of(device, scale, *tracker, &THPVariable_Unpack(words), its_norm,
+                   PyFloat_AS_DOUBLE(growth_factor), PyFloat_AS_DOUBLE(backoff_factor), interval);
+}
+
+// update_scale(scaler, words, norm) -> True; `norm` may be None.
+PyObject* update_scale(PyObject* const* args) {
+  const py::object own = usual_dict(args[0]);
+  if (!own) {
+    return nullptr;
+  }
+  float sum = 0;
+  const std::optional<Update> update =
+      usual_update(own.ptr(), at::kCPU, args[1], args[2], adding(sum));
+  if (!update) {
     return nullptr;
   }
   apply(*update, sum != 0);
+  const at::Tensor& scale = THPVariable_Unpack(item(own.ptr(), names().scale));
   scale.unsafeGetTensorImpl()->bump_version();
+  return Py_NewRef(Py_True);
+}
+
+// update_on_device(scaler, words, norm, launch) -> True, after launch(scale, growth_tracker, flags,
+// factors, words, norm)
+PyObject* update_on_device(PyObject* const* args) {
+  const py::object own = usual_dict(args[0]);
+  if (!own) {
+    return nullptr;
+  }
+  PyObject* scale = item(own.ptr(), names().scale);
+  const at::Device device = THPVariable_Unpack(scale).device();
+  py::list flags;
+  const auto update = usual_update(own.ptr(), device, args[1], args[2], [&](PyObject* flag) {
+    const at::Tensor* tensor = scalar_of(flag, at::kFloat, device_bit(device.type()));
+    return tensor != nullptr && tensor->device() == device && PyList_Append(flags.ptr(), flag) == 0;
+  });
+  if (!update) {
+    return nullptr;
+  }
+  const py::object factors = py::reinterpret_steal<py::object>(PyTuple_Pack(
+      3, item(own.ptr(), names().growth_factor), item(own.ptr(), names().backoff_factor),
+      item(own.ptr(), names().growth_interval)));
+  const py::object launched = py::reinterpret_steal<py::object>(
+      PyObject_CallFunctionObjArgs(args[3], scale, item(own.ptr(), names().growth_tracker),
+                                   flags.ptr(), factors.ptr(), args[1], args[2], nullptr));
+  if (!launched) {
+    return nullptr;
+  }
+  THPVariable_Unpack(scale).unsafeGetTensorImpl()->bump_version();
   return Py_NewRef(Py_True);
 }
 
@@ -401,6 +499,8 @@ void bind_short_way(py::module_& m) {
                                   method<clip_groups, 7>("clip_groups"),
                                   method<any_found, 1>("any_found"),
                                   method<update_scale, 3>("update_scale"),
+                                  method<pass_on_device, 8>("pass_on_device"),
+                                  method<update_on_device, 4>("update_on_device"),
                                   {nullptr, nullptr, 0, nullptr}};
   if (PyModule_AddFunctions(m.ptr(), methods) != 0) {
     throw py::error_already_set();

@@ -61,12 +61,14 @@ __all__ = [
     "list_of",
     "measure_",
     "norms",
+    "pass_on_device",
     "record",
     "require_storage",
     "scale_update",
     "state_layout",
     "unscale_",
     "unscale_groups",
+    "update_on_device",
     "update_scale",
     "update_scale_",
     "usual_entry",
@@ -83,6 +85,8 @@ check_groups = _C.check_groups
 clip_groups = _C.clip_groups
 any_found = _C.any_found
 update_scale = _C.update_scale
+pass_on_device = _C.pass_on_device
+update_on_device = _C.update_on_device
 build_info = _C.build_info
 clear_tables = _C.clear_tables
 cpu_capability = _C.cpu_capability

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from enum import IntEnum
-from typing import Any, Protocol
+from functools import partial
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -22,7 +22,9 @@ from ampfast.backends.cpu import (
     UpdateFactors,
     clear_tables,
     is_scalar,
+    pass_on_device,
     state_layout,
+    update_on_device,
 )
 
 __all__ = [
@@ -172,8 +174,7 @@ def on_gpu(device: torch.device) -> AbstractContextManager[object]:
     return torch.cuda.device(device)
 
 
-@dataclass(frozen=True)
-class Pass:
+class Pass(NamedTuple):
     """One pass over a table.
 
     Attributes:
@@ -307,6 +308,117 @@ class DeviceKernels:
         update.bump_version()
         return True
 
+    # The raw calls of the short way, as in the core; flags and norms are tensors on the device.
+
+    def unscale_groups(
+        self,
+        param_groups: Any,
+        scale: Tensor,
+        allow_fp16: bool,
+        state: dict[str, Any],
+        unscaled: Any,
+    ) -> Tensor | None:
+        """As `cpu.unscale_groups`."""
+        flag: Tensor | None = self._over_groups(
+            self._unscale, param_groups, scale, allow_fp16, state, unscaled, False
+        )
+        return flag
+
+    def clip_groups(
+        self,
+        param_groups: Any,
+        scale: Tensor,
+        allow_fp16: bool,
+        state: dict[str, Any],
+        unscaled: Any,
+        max_norm: float,
+        largest: bool,
+    ) -> Tensor | None:
+        """As `cpu.clip_groups`."""
+        total: Tensor | None = self._over_groups(
+            partial(self._clip, max_norm, largest),
+            *(param_groups, scale, allow_fp16, state, unscaled, True),
+        )
+        return total
+
+    def check_groups(
+        self, param_groups: Any, grad_scale: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor] | None:
+        """As `cpu.check_groups`, with one flag for both."""
+        checked: tuple[Tensor, Tensor, Tensor] | None = self._over_groups(
+            self._check, param_groups, grad_scale, True, None, None, False
+        )
+        return checked
+
+    def update_scale(self, scaler: Any, words: Tensor | None, norm: Tensor | None) -> bool | None:
+        """As `cpu.update_scale`."""
+        return update_on_device(scaler, words, norm, self._update)
+
+    def _over_groups(
+        self,
+        launch: Callable[[DeviceTable, Tensor, Tensor, bool], Any],
+        param_groups: Any,
+        scale: Tensor,
+        allow_fp16: bool,
+        state: dict[str, Any] | None,
+        unscaled: Any,
+        clips: bool,
+    ) -> Any:
+        launcher = self._launcher
+        if launcher.is_capturing():
+            return None  # each launch needs a table of its own
+        programs = launcher.max_programs(scale.device)
+        return pass_on_device(
+            *(param_groups, scale, allow_fp16, state, unscaled, clips, programs, launch)
+        )
+
+    def _unscale(self, table: DeviceTable, scale: Tensor, found_inf: Tensor, _: bool) -> Tensor:
+        with self._launcher.on(scale.device):
+            self._launch(Pass(table, True, Use.SCALE, scale, found_inf, False))
+        return found_inf
+
+    def _check(
+        self, table: DeviceTable, scale: Tensor, found_inf: Tensor, _: bool
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        with self._launcher.on(scale.device):
+            self._launch(Pass(table, False, Use.DIVIDE, scale, found_inf, False))
+        return found_inf, found_inf, scale * 1
+
+    def _clip(
+        self,
+        max_norm: float,
+        largest: bool,
+        table: DeviceTable,
+        scale: Tensor,
+        found_inf: Tensor,
+        is_wide: bool,
+    ) -> Tensor:
+        norms = scale.new_empty((1, 2), dtype=torch.float64)
+        norm = scale.new_empty((), dtype=torch.float64 if is_wide else torch.float32)
+        coefficient = scale.new_empty((), dtype=torch.float64)
+        with self._launcher.on(scale.device):
+            read = Pass(table, False, Use.SCALE, scale, found_inf, False, norms=norms[0])
+            self._launch(read)
+            self._launcher.clip_coefficient(Clip(norms, max_norm, largest, norm, coefficient))
+            # Its own flag: only the first pass sees what the scale makes of the values.
+            rest = read._replace(write=True, norms=None, coefficient=coefficient)
+            self._launch(rest._replace(found_inf=torch.empty_like(found_inf)))
+        return norm
+
+    def _update(
+        self,
+        scale: Tensor,
+        growth_tracker: Tensor,
+        found_infs: list[Tensor],
+        factors: tuple[float, float, int],
+        state: Tensor | None,
+        norm: Tensor | None,
+    ) -> None:
+        ScaleUpdate(
+            *(self._launcher, scale, growth_tracker, found_infs),
+            *(UpdateFactors(*factors), state, norm),
+        ).apply()
+
     def _run(
         self,
         grads: GradList,
@@ -345,29 +457,37 @@ class DeviceKernels:
             table = DeviceTable.of(grads, programs, launcher.is_capturing())
             if found_inf is None:
                 found_inf = torch.empty((), dtype=torch.float32, device=device)
-            work = Pass(
-                *(table, write, use, factor, found_inf, accumulate),
-                *(coefficient, norms, track, update),
+            self._launch(
+                Pass(
+                    *(table, write, use, factor, found_inf, accumulate),
+                    *(coefficient, norms, track, update),
+                )
             )
-            *first, last = table.segments
-            final = Epilogue.FINISH if update is None else Epilogue.UPDATE
-            launches = [*((segment, Epilogue.NOTHING) for segment in first), (last, final)]
-            if first:
-                # If a later launch failed, half of the gradients would be written.
-                for segment, epilogue in launches:
-                    launcher.prepare(work, segment, epilogue)
-            # No other thread's pass over the same table may come between.
-            with _one_pass:
-                try:
-                    for segment, epilogue in launches:
-                        launcher.multi_tensor(work, segment, epilogue)
-                except BaseException:
-                    # Intermediate launches leave results in it.
-                    clear_tables()
-                    raise
         if update is not None:
             update.applied = True
         return found_inf
+
+    def _launch(self, work: Pass) -> None:
+        """Launches a pass, whose device is current."""
+        launcher = self._launcher
+        *first, last = work.table.segments
+        final = Epilogue.FINISH if work.update is None else Epilogue.UPDATE
+        if not first:
+            launcher.multi_tensor(work, last, final)
+            return
+        launches = [*((segment, Epilogue.NOTHING) for segment in first), (last, final)]
+        # If a later launch failed, half of the gradients would be written.
+        for segment, epilogue in launches:
+            launcher.prepare(work, segment, epilogue)
+        # No other thread's pass over the same table may come between.
+        with _one_pass:
+            try:
+                for segment, epilogue in launches:
+                    launcher.multi_tensor(work, segment, epilogue)
+            except BaseException:
+                # Intermediate launches leave results in it.
+                clear_tables()
+                raise
 
 
 def _require_scalar(name: str, tensor: Tensor, device: torch.device, dtype: torch.dtype) -> None:

@@ -131,16 +131,16 @@ _BY_REASON: dict[str, list[tuple[str, str, str, int]]] = {
             ("GradScaler.scale", before, after, 1)
             for before, after in (
                 (
-                    "type(outputs) is Tensor and self._takes_short_way and self._enabled",
+                    "type(outputs) is Tensor and self._short_way is not None and self._enabled",
                     "type(outputs) is Tensor and self._enabled",
                 ),
                 (
-                    "scale is not None and scale.is_cpu and outputs.is_cpu",
-                    "scale.is_cpu and outputs.is_cpu",
+                    "scale is not None and scale.device == outputs.device",
+                    "scale.device == outputs.device",
                 ),
                 (
-                    "scale is not None and scale.is_cpu and outputs.is_cpu",
-                    "not (scale is not None and scale.is_cpu and outputs.is_cpu)",
+                    "scale is not None and scale.device == outputs.device",
+                    "not (scale is not None and scale.device == outputs.device)",
                 ),
                 ("scale is not None", "scale is None"),
             )
@@ -153,7 +153,7 @@ _BY_REASON: dict[str, list[tuple[str, str, str, int]]] = {
         ),
         (
             "GradScaler.step_and_update",
-            "self._takes_short_way or not optimizers or (not self._enabled) or self._overrides(_ALL_HOOKS)",
+            "self._short_way is cpu or not optimizers or (not self._enabled) or self._overrides(_ALL_HOOKS)",
             "not optimizers or not self._enabled or self._overrides(_ALL_HOOKS)",
             1,
         ),
@@ -161,20 +161,8 @@ _BY_REASON: dict[str, list[tuple[str, str, str, int]]] = {
     "Makes a difference with scalars on a GPU only, where tests/gpu look.": [
         (
             "GradScaler.scale",
-            "scale is not None and scale.is_cpu and outputs.is_cpu",
-            "scale is not None and outputs.is_cpu",
-            1,
-        ),
-        (
-            "GradScaler.scale",
-            "scale is not None and scale.is_cpu and outputs.is_cpu",
-            "scale is not None and scale.is_cpu",
-            1,
-        ),
-        (
-            "GradScaler._choose_way",
-            "scale.is_cpu and kernels is cpu and (self._track is None) and self._ranks.is_alone",
-            "kernels is cpu and self._track is None and self._ranks.is_alone",
+            "scale is not None and scale.device == outputs.device",
+            "scale is not None",
             1,
         ),
         (
@@ -218,19 +206,13 @@ _BY_REASON: dict[str, list[tuple[str, str, str, int]]] = {
     "A shortcut past a call that would return None.": [
         (
             "GradScaler.update",
-            "loss_scale.norms and self._takes_short_way",
-            "self._takes_short_way",
-            1,
-        ),
-        ("GradScaler.update", "loss_scale.norms and self._takes_short_way", "loss_scale.norms", 1),
-        (
-            "GradScaler.update",
-            "loss_scale.joint_norm(_CPU) if loss_scale.norms and self._takes_short_way else None",
-            "loss_scale.joint_norm(_CPU)",
+            "loss_scale.norms and scale is not None",
+            "scale is not None",
             1,
         ),
     ],
     "Only the type checker needs what is left out: without a scale there are no states.": [
+        ("GradScaler.update", "loss_scale.norms and scale is not None", "loss_scale.norms", 1),
         (
             "GradScaler._clip",
             "not term.writes and divisor is not None",
