@@ -42,7 +42,8 @@ def machine(
     monkeypatch.setattr(backends, "_is_interpreted", lambda: False)
     monkeypatch.setattr(backends, "_unavailable_reason", lambda name: missing.get(name, ""))
     monkeypatch.setattr(backends, "_failure_reason", lambda name, index: failing.get(name, ""))
-    monkeypatch.setattr(backends, "_kernels", lambda name: None if name == "aten" else name)
+    kernels = {"aten": None, "cpu": cpu}
+    monkeypatch.setattr(backends, "_kernels", lambda name: kernels.get(name, name))
 
 
 def walk_over(monkeypatch: pytest.MonkeyPatch, gradient: torch.Tensor, gpu: torch.device) -> None:
@@ -59,10 +60,13 @@ def walk_over(monkeypatch: pytest.MonkeyPatch, gradient: torch.Tensor, gpu: torc
 @pytest.mark.parametrize(
     ("missing", "failing", "chosen"),
     [
-        ((), (), "triton"),
+        ((), (), "cuda"),
         (("triton",), (), "cuda"),
         ((), ("triton",), "cuda"),
+        (("cuda",), (), "triton"),
+        ((), ("cuda",), "triton"),
         (("triton", "cuda"), (), "aten"),
+        (("triton",), ("cuda",), "aten"),
         (("cuda",), ("triton",), "aten"),
         ((), ("triton", "cuda"), "aten"),
     ],
@@ -78,12 +82,14 @@ def test_default_on_a_gpu(
         warnings.simplefilter("always")
         for _ in range(3):
             assert backends.default_for(GPU) == chosen
-    reasons = {**dict.fromkeys(missing, "not there"), **dict.fromkeys(failing, "no compiler")}
-    assert [str(w.message) for w in caught] == [
-        f"ampfast does not use its backend {name!r}: {reasons[name]}"
-        for name in ("triton", "cuda")
-        if name in reasons
-    ]
+    # Nobody misses the kernels that precede those that run, or follow them.
+    reasons = dict.fromkeys(missing if chosen == "aten" else (), "not there")
+    if chosen != "cuda":
+        reasons |= dict.fromkeys(failing, "no compiler")
+    assert {str(w.message) for w in caught} == {
+        f"ampfast does not use its backend {name!r}: {reason}" for name, reason in reasons.items()
+    }
+    assert len(caught) == len(reasons)
     both = cpu.CPU | cpu.CUDA
     choice = backends.choose()
     assert (choice.kernels_for(GPU) is None) == (chosen == "aten")
@@ -104,9 +110,18 @@ def test_interpreted_kernels_are_for_cpu_tensors(
 ) -> None:
     machine(monkeypatch, {}, {})
     monkeypatch.setattr(backends, "_is_interpreted", lambda: True)
-    with pytest.warns(UserWarning, match="'triton': TRITON_INTERPRET is set"):
-        assert backends.choose(name).name_for(GPU) == "cuda"
+    assert backends.choose(name).name_for(GPU) == "cuda"
     assert backends.choose(name).name_for(CPU) == ("triton" if name else "cpu")
+
+
+def test_interpreted_kernels_leave_a_gpu_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine(monkeypatch, {"cuda": "not there"}, {})
+    monkeypatch.setattr(backends, "_is_interpreted", lambda: True)
+    with pytest.warns(UserWarning) as caught:
+        assert backends.choose("triton").name_for(GPU) == "aten"
+    missing, interpreted = (str(w.message) for w in caught)
+    assert missing.endswith("'cuda': not there")
+    assert "'triton': TRITON_INTERPRET is set" in interpreted
 
 
 def test_an_old_card_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -154,14 +169,14 @@ def test_the_default_is_that_of_each_gpu(monkeypatch: pytest.MonkeyPatch) -> Non
     choice = backends.choose()
     with pytest.warns(UserWarning) as caught:
         for _ in range(2):
-            assert choice.name_for(GPU) == choice.name_for(torch.device("cuda")) == "triton"
+            assert choice.name_for(GPU) == choice.name_for(torch.device("cuda")) == "cuda"
             assert choice.name_for(torch.device("cuda", 1)) == "aten"
             assert choice.kernels_for(torch.device("cuda", 1)) == "aten's"
     old = "cuda:1 has compute capability below 7.5"
     assert [str(w.message) for w in caught] == [
-        f"ampfast does not use its backend {name!r}: {old}" for name in ("triton", "cuda")
+        f"ampfast does not use its backend {name!r}: {old}" for name in ("cuda", "triton")
     ]
-    assert tried == [("triton", "cuda:0")]
+    assert tried == [("cuda", "cuda:0")]
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
     assert choice.name_for(torch.device("cuda")) == "aten", "another one is current"
 
@@ -185,11 +200,11 @@ def test_gradients_on_a_gpu_without_kernels_take_torchs_op(monkeypatch: pytest.M
 
 
 def test_common_reasons_of_gpus_warn_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    machine(monkeypatch, {"triton": "not there"}, {})
+    machine(monkeypatch, {}, {"cuda": "no image"})
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for index in range(3):
-            assert backends.default_for(torch.device("cuda", index)) == "cuda"
+            assert backends.default_for(torch.device("cuda", index)) == "triton"
     assert len(caught) == 1
 
 
@@ -240,7 +255,8 @@ def test_a_named_backend_leaves_other_devices_theirs(monkeypatch: pytest.MonkeyP
     machine(monkeypatch, {}, {})
     assert backends.choose("cuda").name_for(GPU) == "cuda"
     assert backends.choose("cuda").name_for(CPU) == "cpu"
-    assert backends.choose("cpu").name_for(GPU) == "triton"
+    assert backends.choose("cpu").name_for(GPU) == "cuda"
+    assert backends.choose("triton").name_for(GPU) == "triton"
     assert backends.choose("aten").name_for(GPU) == "aten"
     assert backends.choose("aten").devices == 0
     assert backends.choose().name_for(torch.device("meta")) == "aten"
