@@ -186,7 +186,7 @@ def launches(name: str, device: torch.device, scalars: Scalars) -> Calls:
     ]
 
     def table(gradients: Gradients) -> cpu.DeviceTable:
-        return cpu.DeviceTable.of(listed(gradients), launcher.max_programs(device), False)
+        return cpu.DeviceTable.of(listed(gradients), False)
 
     norms = torch.zeros(1, 2, dtype=torch.float64, device=device)
     limits = cpu.Clip(norms, math.inf, False, torch.zeros((), device=device), norms.new_zeros(()))

@@ -25,20 +25,24 @@ int64_t address_of(const Span& span) {
   return static_cast<int64_t>(reinterpret_cast<uintptr_t>(span.address));
 }
 
-int64_t window_count(const Span& span, int64_t element_size) {
-  const int64_t bytes = address_of(span) % kAddressAlignment + span.numel * element_size;
-  return (bytes + kWindowBytes - 1) / kWindowBytes;
+int64_t bytes_of(const DtypeList& list) { return list.elements * list.element_size(); }
+
+int64_t enough_chunks = kEnoughChunks;
+
+// Depends on the list alone, and so does the order in which a norm is summed.
+int64_t chunk_bytes(const DtypeList& list) {
+  const int64_t share = (bytes_of(list) / enough_chunks + kWindowBytes) & -kWindowBytes;
+  return std::min(share, kMostChunkBytes);
 }
 
 // Finds a table among those that are kept, since comparing whole lists that differ at their ends
 // takes long. Lists that share one would upload their tables in turn, so it must mix well.
-uint64_t fingerprint_of(const GradList& grads, int64_t max_programs, c10::StreamId stream) {
+uint64_t fingerprint_of(const GradList& grads, c10::StreamId stream) {
   uint64_t hash = static_cast<uint64_t>(grads.device().index());
   const auto mix = [&hash](auto value) {
     hash = (hash ^ static_cast<uint64_t>(value)) * 0x9e3779b97f4a7c15;
     hash ^= hash >> 32;
   };
-  mix(max_programs);
   mix(stream);
   for (const DtypeList& list : grads.lists()) {
     mix(list.dtype);
@@ -99,61 +103,38 @@ Recent& recent() {
 
 }  // namespace
 
-DeviceTable::DeviceTable(const GradList& grads, int64_t max_programs, c10::StreamId stream)
-    : device_(grads.device()),
-      lists_(grads.lists()),
-      max_programs_(max_programs),
-      stream_(stream),
-      words_(kHeaderWords) {
+DeviceTable::DeviceTable(const GradList& grads, c10::StreamId stream)
+    : device_(grads.device()), lists_(grads.lists()), stream_(stream), words_(kHeaderWords) {
   for (const DtypeList& list : lists_) {
     add(list);
   }
   words_[kPartials] = static_cast<int64_t>(words_.size());
+  for (Segment& segment : segments_) {
+    segment.partials += words_[kPartials];
+  }
 }
 
 void DeviceTable::add(const DtypeList& list) {
-  const int64_t count = static_cast<int64_t>(list.spans.size());
+  const int64_t most = chunk_bytes(list);
   const int64_t size = list.element_size();
-  int64_t windows = 0;
+  Segment segment{list.dtype, static_cast<int64_t>(words_.size()), 0, words_[kChunks]};
   for (const Span& span : list.spans) {
-    windows += window_count(span, size);
-  }
-  const int64_t programs = std::min(windows, max_programs_);
-  const int64_t word = static_cast<int64_t>(words_.size());
-  const int64_t parameters_word = word + kSegmentWords + 2 * (count + 1) + 2 * programs;
-  words_.resize(parameters_word + count);
-
-  int64_t* segment = words_.data() + word;
-  segment[kTensors] = count;
-  segment[kWindows] = windows;
-  segment[kSegmentPrograms] = programs;
-  segment[kFirstProgram] = words_[kPrograms];
-  segment[kParameters] = parameters_word;
-  int64_t* addresses = segment + kSegmentWords;
-  int64_t* lengths = addresses + count + 1;
-  int64_t* starts = lengths + count + 1;
-  int64_t* parameters = words_.data() + parameters_word;
-  int64_t before = 0;
-  int64_t program = 0;
-  for (int64_t i = 0; i < count; ++i) {
-    const Span& span = list.spans[i];
-    addresses[i] = address_of(span);
-    lengths[i] = span.numel;
-    parameters[i] = span.parameter;
-    const int64_t after = before + window_count(span, size);
-    for (; program < programs && program * windows / programs < after; ++program) {
-      starts[2 * program] = i;
-      starts[2 * program + 1] = program * windows / programs - before;
+    int64_t address = address_of(span);
+    const int64_t end = address + span.numel * size;
+    while (address < end) {
+      const int64_t next = std::min((address & -kAddressAlignment) + most, end);
+      words_.push_back(address);
+      words_.push_back((span.parameter << kParameterShift) | (next - address));
+      address = next;
+      ++segment.chunks;
     }
-    before = after;
   }
-  words_[kPrograms] += programs;
-  segments_.push_back({list.dtype, word, count, windows, programs});
+  words_[kChunks] += segment.chunks;
+  segments_.push_back(segment);
 }
 
-bool DeviceTable::holds(const GradList& grads, int64_t max_programs, c10::StreamId stream) const {
-  return device_ == grads.device() && max_programs_ == max_programs && stream_ == stream &&
-         lists_ == grads.lists();
+bool DeviceTable::holds(const GradList& grads, c10::StreamId stream) const {
+  return device_ == grads.device() && stream_ == stream && lists_ == grads.lists();
 }
 
 void DeviceTable::upload() {
@@ -163,23 +144,22 @@ void DeviceTable::upload() {
   const at::Tensor source =
       empty_words(words, at::TensorOptions().pinned_memory(!device_.is_cpu()));
   std::memcpy(source.mutable_data_ptr(), words_.data(), words_.size() * sizeof(int64_t));
-  buffer_ = empty_words(words + words_[kPrograms], at::TensorOptions().device(device_));
+  buffer_ = empty_words(words + words_[kChunks], at::TensorOptions().device(device_));
   buffer_.narrow(0, 0, words).copy_(source, /*non_blocking=*/true);
   ++uploads();
 }
 
-std::shared_ptr<const DeviceTable> table_of(const GradList& grads, int64_t max_programs,
-                                            bool capturing) {
+std::shared_ptr<const DeviceTable> table_of(const GradList& grads, bool capturing) {
   const c10::impl::VirtualGuardImpl guard(grads.device().type());
   const c10::StreamId stream = guard.getStream(grads.device()).id();
-  const uint64_t fingerprint = fingerprint_of(grads, max_programs, stream);
+  const uint64_t fingerprint = fingerprint_of(grads, stream);
   if (!capturing) {
     const auto known = recent().find(fingerprint);
-    if (known != nullptr && known->holds(grads, max_programs, stream)) {
+    if (known != nullptr && known->holds(grads, stream)) {
       return known;
     }
   }
-  auto table = std::make_shared<DeviceTable>(grads, max_programs, stream);
+  auto table = std::make_shared<DeviceTable>(grads, stream);
   table->upload();
   if (!capturing) {
     recent().add(fingerprint, table);
@@ -193,5 +173,11 @@ int64_t& uploads() {
 }
 
 void clear_tables() { recent().clear(); }
+
+void set_enough_chunks(int64_t count) {
+  TORCH_CHECK(count > 0, "the number of chunks must be positive, got ", count);
+  enough_chunks = count;
+  clear_tables();
+}
 
 }  // namespace ampfast

@@ -12,24 +12,24 @@
 
 namespace ampfast {
 
+// The chunks of one dtype.
 struct Segment {
   at::ScalarType dtype;
-  int64_t word;
-  int64_t tensors;
-  int64_t windows;
-  int64_t programs;
+  int64_t word;  // at which its chunks begin
+  int64_t chunks;
+  int64_t partials;  // the word at which their sums of squares begin
 };
 
 // One table, for launches on the stream on which it was uploaded.
 class DeviceTable {
  public:
-  DeviceTable(const GradList& grads, int64_t max_programs, c10::StreamId stream);
+  DeviceTable(const GradList& grads, c10::StreamId stream);
 
   // Copies the table to its device, on the current stream.
   void upload();
 
   // Tells whether this is the table of `grads`.
-  bool holds(const GradList& grads, int64_t max_programs, c10::StreamId stream) const;
+  bool holds(const GradList& grads, c10::StreamId stream) const;
 
   int64_t bytes() const { return static_cast<int64_t>(buffer_.nbytes()); }
   const at::Tensor& buffer() const { return buffer_; }
@@ -40,7 +40,6 @@ class DeviceTable {
 
   at::Device device_;
   std::vector<DtypeList> lists_;
-  int64_t max_programs_;
   c10::StreamId stream_;
   std::vector<Segment> segments_;
   std::vector<int64_t> words_;
@@ -49,15 +48,17 @@ class DeviceTable {
 
 // The table of `grads` for the current stream: one that is there already, if it has the same
 // addresses, lengths, dtypes and parameters, else a new one. While the stream is `capturing` it is
-// always new, in the memory of the graph, and every replay copies it again.
-// `max_programs` bounds the grid of a launch. Python's lock must be held.
-std::shared_ptr<const DeviceTable> table_of(const GradList& grads, int64_t max_programs,
-                                            bool capturing);
+// always new, in the memory of the graph, and every replay copies it again. Python's lock must be
+// held.
+std::shared_ptr<const DeviceTable> table_of(const GradList& grads, bool capturing);
 
 // Number of copies of tables to devices so far, by this process.
 int64_t& uploads();
 
 // Forgets the tables that are not captured.
 void clear_tables();
+
+// From so many chunks on they become larger instead of more, up to their limit; for tests.
+void set_enough_chunks(int64_t count);
 
 }  // namespace ampfast

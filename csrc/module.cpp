@@ -163,6 +163,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.attr("CPU") = device_bit(at::kCPU);
   m.attr("CUDA") = device_bit(at::kCUDA);
   m.attr("WINDOW_BYTES") = kWindowBytes;
+  m.attr("MOST_CHUNK_BYTES") = kMostChunkBytes;
+  m.attr("ENOUGH_CHUNKS") = kEnoughChunks;
   m.attr("MARK_WORDS") = static_cast<int64_t>(kMarkWords);
   m.attr("HEALTH_WORDS") = static_cast<int64_t>(kHealthWords);
   m.def("build_info", &build_info);
@@ -193,19 +195,18 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   py::class_<Segment>(m, "Segment")
       .def_readonly("dtype", &Segment::dtype)
       .def_readonly("word", &Segment::word)
-      .def_readonly("tensors", &Segment::tensors)
-      .def_readonly("windows", &Segment::windows)
-      .def_readonly("programs", &Segment::programs);
+      .def_readonly("chunks", &Segment::chunks)
+      .def_readonly("partials", &Segment::partials);
   py::class_<DeviceTable, std::shared_ptr<DeviceTable>>(m, "DeviceTable")
-      .def_static(
-          "of",
-          [](const GradList& grads, int64_t max_programs, bool capturing) {
-            return std::const_pointer_cast<DeviceTable>(table_of(grads, max_programs, capturing));
-          })
+      .def_static("of",
+                  [](const GradList& grads, bool capturing) {
+                    return std::const_pointer_cast<DeviceTable>(table_of(grads, capturing));
+                  })
       .def_property_readonly("buffer", &DeviceTable::buffer)
       .def_property_readonly("segments", &DeviceTable::segments);
   m.def("uploads", [] { return uploads(); });
   m.def("clear_tables", &clear_tables);
+  m.def("set_enough_chunks", &set_enough_chunks);
 
   m.def("is_scalar", [](const at::Tensor& tensor, at::ScalarType dtype) {
     return is_scalar(tensor, dtype, kKernelDevices);

@@ -6,31 +6,32 @@
 
 namespace ampfast {
 
-// The unit of work. A tensor's windows are counted from its address rounded down to
-// kAddressAlignment, so all but its first and last are accessed with vectors at any address.
-constexpr int64_t kWindowBytes = 8192;
 constexpr int64_t kAddressAlignment = 16;
+
+// What a program loads at once.
+constexpr int64_t kWindowBytes = 8192;
+
+// Programs take chunks in turn: parts of one tensor, of at most so many bytes, smaller in lists
+// that have too few of them. A chunk begins at an aligned address unless its tensor begins with it.
+constexpr int64_t kMostChunkBytes = 32 * kWindowBytes;
+constexpr int64_t kEnoughChunks = 4096;
 
 // The table begins with this; the first two are zero between launches.
 enum HeaderWord : int64_t {
   kFinished,  // how many programs are done
   kPeak,      // float64 bits of the largest magnitude that the optimizer would use
-  kPartials,  // the word at which the programs' sums of squares begin
-  kPrograms,  // of all segments
+  kPartials,  // the word at which the chunks' sums of squares begin
+  kChunks,    // of all dtypes
   kHeaderWords = 8,
 };
 
-// Then comes a segment for each dtype, which begins with this.
-enum SegmentWord : int64_t {
-  kTensors,
-  kWindows,
-  kSegmentPrograms,
-  kFirstProgram,  // among those of all segments
-  kParameters,    // the word at which the parameters' numbers begin
-  kSegmentWords = 8,
+// Then come the chunks of each dtype: where one begins, and its bytes with the number of its
+// parameter in the upper half.
+enum ChunkWord : int64_t {
+  kAddress,
+  kExtent,
+  kChunkWords,
 };
-// Behind it: addresses[tensors + 1], lengths[tensors + 1] in elements, whose last are padding,
-// starts[programs] as pairs of a tensor and a window within it, and parameters[tensors], the number
-// of each tensor's parameter among all of the optimizer.
+constexpr int kParameterShift = 32;
 
 }  // namespace ampfast

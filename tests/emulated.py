@@ -15,7 +15,9 @@ from torch import Tensor
 from ampfast.backends.cpu import Clip, DeviceTable, Segment
 from ampfast.backends.gpu import Epilogue, Pass, ScaleUpdate
 
-PARTIALS = 2  # word of a table with the offset of the programs' sums
+PARTIALS = 2  # word of a table with the offset of the sums of its chunks
+# Few, so that test lists take several programs with several chunks each.
+PROGRAMS = 3
 
 
 class EmulatedLauncher:
@@ -24,9 +26,10 @@ class EmulatedLauncher:
     def __init__(self, module: ModuleType, *, races: bool) -> None:
         self._module = module
         self._races = races
+        self.limit_programs(None)
 
-    def max_programs(self, device: torch.device) -> int:
-        return 3
+    def limit_programs(self, programs: int | None) -> None:
+        self._module.limit_programs(programs or PROGRAMS)
 
     def on(self, device: torch.device) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
@@ -42,7 +45,7 @@ class EmulatedLauncher:
             [
                 *_table(work.table, segment, work.write),
                 *_read(work.factor, work.coefficient),
-                *_written(work.found_inf, work.norms, *(work.track or ())[:2]),
+                *_written(work.found_inf, work.norms, work.divisor, *(work.track or ())[:2]),
                 *(() if work.update is None else _of_update(work.update, [])),
             ]
         ):
@@ -89,5 +92,5 @@ def _table(table: DeviceTable, segment: Segment, write: bool) -> Iterator[Range]
     words = (ctypes.c_int64 * buffer.numel()).from_address(buffer.data_ptr())
     yield from _written(buffer[:PARTIALS], buffer[words[PARTIALS] :])
     yield from _read(buffer[PARTIALS : words[PARTIALS]])
-    for address, length in spans_of(words, segment):
-        yield Range(address, length * segment.dtype.itemsize, write)
+    for address, size, _ in spans_of(words, segment):
+        yield Range(address, size, write)

@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from ampfast import _C
 from ampfast.backends import aten, cpu
 from ampfast.backends.cpu import Clip, DeviceTable, Segment
 from ampfast.backends.gpu import Epilogue, Pass, ScaleUpdate, Use
 
 HEADER = 8
-PARAMETERS = 4  # word of a segment with the offset of the parameters' numbers
 _INFINITE = 0x7FF0000000000000
 
 
@@ -25,15 +22,11 @@ _INFINITE = 0x7FF0000000000000
 class ReferenceLauncher:
     """Counts launches, and bytes of gradients read and written."""
 
-    programs: int = 3
     launches: list[str] = field(default_factory=list)
     read: int = 0
     written: int = 0
     capturing: bool = False
     _squares: float = 0.0
-
-    def max_programs(self, device: torch.device) -> int:
-        return self.programs
 
     def on(self, device: torch.device) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
@@ -51,8 +44,7 @@ class ReferenceLauncher:
         factor = torch.tensor(1.0) if work.factor is None else work.factor.reshape(())
         if work.use is Use.SCALE:
             factor = factor.double().reciprocal().float()
-        covered = windows_of(words, segment)
-        for place, gradient in enumerate(tensors_of(words, segment)):
+        for number, gradient in chunks_of(words, segment):
             self.read += gradient.nbytes
             wide = gradient.to(torch.promote_types(gradient.dtype, torch.float32))
             if work.use is Use.DIVIDE:
@@ -64,7 +56,6 @@ class ReferenceLauncher:
             if work.norms is not None:
                 self._squares += (wide * factor.to(wide.dtype)).double().square().sum().item()
             if work.track is not None:
-                number = int(words[int(words[segment.word + PARAMETERS]) + place])
                 aten.mark_(work.track, [number], [used])
             if work.write:
                 written = used
@@ -74,7 +65,6 @@ class ReferenceLauncher:
                 self.written += gradient.nbytes
             peak = used.double().abs().max()
             used_peak = torch.maximum(used_peak, peak)  # a NaN wins
-        assert covered == list(range(segment.windows)), "programs must share the windows"
         bits = used_peak.view(torch.int64) & 0x7FFFFFFFFFFFFFFF
         words[1] = torch.maximum(words[1], bits)
         if epilogue is Epilogue.NOTHING:
@@ -86,6 +76,8 @@ class ReferenceLauncher:
         found = bool(words[1] >= _INFINITE)
         if found or not work.accumulate:
             work.found_inf.fill_(float(found))
+        if work.divisor is not None:
+            work.divisor.copy_(work.factor)
         if epilogue is Epilogue.UPDATE:
             update = work.update
             flags = [work.found_inf] if update.other is None else [work.found_inf, update.other]
@@ -94,11 +86,11 @@ class ReferenceLauncher:
 
     def measure(self, table: DeviceTable, segment: Segment, health: Tensor) -> None:
         self.launches.append("measure")
-        words = table.buffer
-        numbers = words[int(words[segment.word + PARAMETERS]) :][: segment.tensors].tolist()
-        gradients = list(tensors_of(words, segment))
-        self.read += sum(gradient.nbytes for gradient in gradients)
-        aten.measure_(health, numbers, gradients)
+        chunks = list(chunks_of(table.buffer, segment))
+        self.read += sum(chunk.nbytes for _, chunk in chunks)
+        for number in dict(chunks):
+            parts = [chunk for other, chunk in chunks if other == number]
+            aten.measure_(health, [number], [torch.cat(parts)])
 
     def update_scale(self, update: ScaleUpdate, found_infs: list[Tensor]) -> None:
         self.launches.append("update")
@@ -114,37 +106,15 @@ class ReferenceLauncher:
         assert cpu.update_scale_(*state, flags, update.factors, update.state, update.norm)
 
 
-def spans_of(words: Sequence[int], segment: Segment) -> list[tuple[int, int]]:
-    """Address and length in elements of each gradient of a segment."""
-    addresses = segment.word + HEADER
-    lengths = addresses + segment.tensors + 1
-    return [(words[addresses + i], words[lengths + i]) for i in range(segment.tensors)]
+def spans_of(words: Sequence[int], segment: Segment) -> list[tuple[int, int, int]]:
+    """Address, bytes and parameter of each chunk of a segment."""
+    first = segment.word
+    pairs = [words[first + 2 * i : first + 2 * i + 2] for i in range(segment.chunks)]
+    return [(address, extent % 2**32, extent >> 32) for address, extent in pairs]
 
 
-def tensors_of(words: Tensor, segment: Segment) -> Iterator[Tensor]:
-    """Gradients of a segment, from the addresses and lengths in its table."""
-    for address, length in spans_of(words.tolist(), segment):
-        memory = (ctypes.c_char * (length * segment.dtype.itemsize)).from_address(address)
-        yield torch.frombuffer(memory, dtype=segment.dtype)
-
-
-def windows_of(words: Tensor, segment: Segment) -> list[int]:
-    """Windows of the programs of a launch, by their starts, numbered over the list."""
-    first = segment.word + HEADER
-    starts = words[first + 2 * (segment.tensors + 1) :][: 2 * segment.programs].tolist()
-    counts = [
-        math.ceil((address % 16 + length * segment.dtype.itemsize) / _C.WINDOW_BYTES)
-        for address, length in spans_of(words.tolist(), segment)
-    ]
-    taken = []
-    for program in range(segment.programs):
-        share = (program + 1) * segment.windows // segment.programs
-        share -= program * segment.windows // segment.programs
-        tensor, window = starts[2 * program : 2 * program + 2]
-        for _ in range(share):
-            assert window < counts[tensor], "a start beyond its tensor"
-            taken.append(sum(counts[:tensor]) + window)
-            window += 1
-            if window == counts[tensor]:
-                tensor, window = tensor + 1, 0
-    return taken
+def chunks_of(words: Tensor, segment: Segment) -> Iterator[tuple[int, Tensor]]:
+    """Parameter and values of each chunk of a segment, from the addresses in its table."""
+    for address, size, parameter in spans_of(words.tolist(), segment):
+        memory = (ctypes.c_char * size).from_address(address)
+        yield parameter, torch.frombuffer(memory, dtype=segment.dtype)

@@ -347,7 +347,7 @@ def test_tables_do_not_pile_up(launcher: ReferenceLauncher) -> None:
         before = _C.uploads()
         grads = _C.GradList.of(tensors[first:] + tensors[:first], torch.device("cpu"))
         assert grads is not None
-        table = _C.DeviceTable.of(grads, 3, False)
+        table = _C.DeviceTable.of(grads, False)
         return _C.uploads() - before, table.buffer.nbytes
 
     assert unscale(tensors[:1]) == 1
@@ -358,15 +358,6 @@ def test_tables_do_not_pile_up(launcher: ReferenceLauncher) -> None:
     assert unscale(tensors[:1]) == 1, "long unused tables are forgotten"
     assert looked_up(1)[0] == 0
     assert looked_up(0)[0] == 1
-
-
-def test_more_programs_than_windows_and_more_windows_than_programs(
-    launcher: ReferenceLauncher,
-) -> None:
-    for programs in (1, 2, 5, 1000):
-        launcher.programs = programs
-        _C.clear_tables()
-        unscale([torch.ones(n + 3)[3:] for n in (1, 2047, 2048, 2049, 40_000)])
 
 
 def test_a_captured_table_is_never_one_that_eager_steps_use(launcher: ReferenceLauncher) -> None:

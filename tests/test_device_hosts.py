@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import re
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from reference_launcher import ReferenceLauncher
+from reference_launcher import ReferenceLauncher, spans_of
 
 from ampfast import _C, errors
 from ampfast.backends import cpu, gpu
@@ -82,14 +83,62 @@ def test_lists_that_differ_at_their_end_are_distinguished() -> None:
     assert _C.uploads() - before == len(last)
 
 
-def test_a_table_has_room_for_the_partial_sums() -> None:
+def test_a_table_has_room_for_the_sum_of_each_chunk() -> None:
     tensors = [torch.ones(5_000), torch.ones(7_000, dtype=torch.float64)]
-    for programs in (1, 2, 3, 1000):
-        _C.clear_tables()
-        table = cpu.DeviceTable.of(grads_of(tensors), programs, False)
-        launched = sum(segment.programs for segment in table.segments)
-        assert table.buffer[3] == launched
-        assert table.buffer.numel() == table.buffer[2] + launched
+    table = cpu.DeviceTable.of(grads_of(tensors), False)
+    first, second = table.segments
+    assert (first.chunks, second.chunks) == (3, 7)
+    assert (first.partials, second.partials) == (table.buffer[2], table.buffer[2] + 3)
+    assert table.buffer[3] == 10
+    assert table.buffer.numel() == table.buffer[2] + 10
+
+
+@pytest.fixture
+def few_chunks() -> Iterator[None]:
+    """Chunks of several windows also in short lists."""
+    _C.set_enough_chunks(4)
+    yield
+    _C.set_enough_chunks(_C.ENOUGH_CHUNKS)
+
+
+def chunks_of(tensors: list[torch.Tensor]) -> list[tuple[int, int, int]]:
+    table = cpu.DeviceTable.of(grads_of(tensors), False)
+    [segment] = table.segments
+    return spans_of(table.buffer.tolist(), segment)
+
+
+@pytest.mark.usefixtures("few_chunks")
+@pytest.mark.parametrize("windows", [1, 3, 4, 11, 500])
+@pytest.mark.parametrize("offset", [0, 1, 3])
+def test_chunks_cover_every_tensor_once(windows: int, offset: int) -> None:
+    memory = torch.ones(windows * _C.WINDOW_BYTES // 4 + 8)
+    tensors = [memory[offset : memory.numel() - 5], torch.ones(0), torch.ones(3)]
+    chunks = chunks_of(tensors)
+    address = tensors[0].data_ptr()
+    for begin, size, parameter in chunks[:-1]:
+        assert (begin, parameter) == (address, 0)
+        assert 0 < size <= _C.MOST_CHUNK_BYTES
+        # An equal number of windows each, counted from an aligned address.
+        assert begin == tensors[0].data_ptr() or begin % 16 == 0
+        address += size
+    assert address == tensors[0].data_ptr() + tensors[0].nbytes
+    assert chunks[-1] == (tensors[2].data_ptr(), 12, 2)
+    assert len(chunks) <= max(6, tensors[0].nbytes // _C.MOST_CHUNK_BYTES + 3)
+
+
+def test_chunks_of_long_lists() -> None:
+    # Never touched, so they take no memory.
+    for numel, size in ((2**22, 8192), (2**23, 16384), (2**28, 2**18), (2**31 + 5, 2**18)):
+        tensor = torch.empty(numel)
+        found = chunks_of([tensor])
+        assert found[1][1] == size
+        assert found[-1][0] + found[-1][1] == tensor.data_ptr() + 4 * numel
+        assert len(found) <= max(_C.ENOUGH_CHUNKS + 1, 4 * numel // _C.MOST_CHUNK_BYTES + 2)
+
+
+def test_enough_chunks_are_at_least_one() -> None:
+    with pytest.raises(RuntimeError, match="the number of chunks must be positive, got 0"):
+        _C.set_enough_chunks(0)
 
 
 def test_an_update_bumps_the_version_of_the_scale() -> None:

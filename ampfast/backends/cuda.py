@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from functools import cache
 
 import torch
@@ -9,14 +10,13 @@ from torch import Tensor
 
 from ampfast import _C
 from ampfast.backends.cpu import DeviceTable, Segment
-from ampfast.backends.gpu import NO_FACTORS, Clip, Epilogue, Pass, ScaleUpdate
-from ampfast.backends.gpu import on_gpu as on
+from ampfast.backends.gpu import NO_FACTORS, Clip, Epilogue, Pass, ScaleUpdate, on_gpu
 from ampfast.errors import is_capturing
 
 __all__ = [
     "clip_coefficient",
     "is_capturing",
-    "max_programs",
+    "limit_programs",
     "measure",
     "multi_tensor",
     "on",
@@ -28,14 +28,27 @@ if not _C.WITH_CUDA:
     raise ImportError("the compiled core was built without its CUDA kernels")
 
 
+def on(device: torch.device) -> AbstractContextManager[object]:
+    """Makes a device current, with all kernels loaded."""
+    _load_kernels(device.index)
+    return on_gpu(device)
+
+
 @cache
-def max_programs(device: torch.device) -> int:
-    """Returns the largest grid: all plain programs that can be resident at once."""
-    return _C.cuda_max_programs(device.index)
+def _load_kernels(index: int | None) -> None:
+    _C.cuda_load_kernels(index)
+
+
+def limit_programs(programs: int | None) -> None:
+    """Limits the grid, for tests and measurements; None restores the default.
+
+    That is as many programs as a device holds at once.
+    """
+    _C.cuda_limit_programs(programs or 0)
 
 
 def prepare(work: Pass, segment: Segment, epilogue: Epilogue) -> None:
-    """Does nothing: all kernels are in the core, loaded by `max_programs`."""
+    """Does nothing: all kernels are in the core, loaded by `on`."""
 
 
 def multi_tensor(work: Pass, segment: Segment, epilogue: Epilogue) -> None:
@@ -58,6 +71,7 @@ def multi_tensor(work: Pass, segment: Segment, epilogue: Epilogue) -> None:
         state=None if update is None else update.state,
         other_found_inf=None if update is None else update.other,
         factors=NO_FACTORS if update is None else update.factors,
+        divisor=work.divisor,
     )
 
 

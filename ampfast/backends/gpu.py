@@ -72,8 +72,6 @@ class Epilogue(IntEnum):
 class Launcher(Protocol):
     """Launches of one kind of kernels."""
 
-    def max_programs(self, device: torch.device) -> int: ...
-
     def on(self, device: torch.device) -> AbstractContextManager[object]: ...
 
     def is_capturing(self) -> bool: ...
@@ -189,6 +187,7 @@ class Pass(NamedTuple):
             the values times the factor, or None.
         track: Tables for overflow marks by parameter, or None.
         update: Update after the check, or None.
+        divisor: 0-dim float32 that gets the factor as it is before the update, or None.
     """
 
     table: DeviceTable
@@ -201,6 +200,7 @@ class Pass(NamedTuple):
     norms: Tensor | None = None
     track: Track | None = None
     update: ScaleUpdate | None = None
+    divisor: Tensor | None = None
 
 
 class DeviceKernels:
@@ -257,8 +257,7 @@ class DeviceKernels:
             return
         launcher = self._launcher
         with launcher.on(grads.device):
-            programs = launcher.max_programs(grads.device)
-            table = DeviceTable.of(grads, programs, launcher.is_capturing())
+            table = DeviceTable.of(grads, launcher.is_capturing())
             for segment in table.segments:
                 launcher.measure(table, segment, health)
 
@@ -453,8 +452,7 @@ class DeviceKernels:
             )
         launcher = self._launcher
         with launcher.on(device):
-            programs = launcher.max_programs(device)
-            table = DeviceTable.of(grads, programs, launcher.is_capturing())
+            table = DeviceTable.of(grads, launcher.is_capturing())
             if found_inf is None:
                 found_inf = torch.empty((), dtype=torch.float32, device=device)
             self._launch(

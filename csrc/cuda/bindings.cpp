@@ -40,14 +40,15 @@ void launch_multi_tensor(const DeviceTable& table, const Segment& segment, bool 
                          bool epilogue, const at::Tensor& found_inf, bool accumulate,
                          const OptionalTensor& scale, const OptionalTensor& growth_tracker,
                          const OptionalTensor& state, const OptionalTensor& other_found_inf,
-                         const Factors& factors) {
+                         const Factors& factors, const OptionalTensor& divisor) {
   const at::Device device = table.buffer().device();
   const c10::cuda::CUDAGuard guard(device);
   Launch pass;
   pass.dtype = dtype_of(segment.dtype);
   pass.table = static_cast<int64_t*>(table.buffer().data_ptr());
   pass.segment = segment.word;
-  pass.programs = segment.programs;
+  pass.chunks = segment.chunks;
+  pass.partials = segment.partials;
   pass.write = write;
   pass.factor_use = static_cast<Factor>(use);
   pass.factor = data<float>(factor);
@@ -62,6 +63,7 @@ void launch_multi_tensor(const DeviceTable& table, const Segment& segment, bool 
   pass.accumulate = accumulate;
   pass.update = update_of(scale, growth_tracker, state, std::nullopt, factors);
   pass.other_found_inf = data<float>(other_found_inf);
+  pass.divisor = data<float>(divisor);
   pass.stream = current_stream(device);
   require(launch(pass));
 }
@@ -70,7 +72,7 @@ void launch_measure(const DeviceTable& table, const Segment& segment, const at::
   const at::Device device = table.buffer().device();
   const c10::cuda::CUDAGuard guard(device);
   require(measure(dtype_of(segment.dtype), data<const int64_t>(table.buffer()), segment.word,
-                  segment.programs, data<int64_t>(health), current_stream(device)));
+                  segment.chunks, data<int64_t>(health), current_stream(device)));
 }
 
 void launch_update_scale(const at::Tensor& scale, const at::Tensor& growth_tracker,
@@ -97,17 +99,16 @@ void launch_clip_coefficient(const py::args& arguments) {
 }  // namespace
 
 void bind(py::module_& m) {
-  m.def("cuda_max_programs", [](int device) {
-    const char* error = nullptr;
-    const int64_t programs = max_programs(device, &error);
-    require(error);
-    return programs;
+  m.def("cuda_load_kernels", [](int device) {
+    const c10::cuda::CUDAGuard guard(at::Device(at::kCUDA, static_cast<c10::DeviceIndex>(device)));
+    require(load_kernels());
   });
+  m.def("cuda_limit_programs", &limit_programs);
   m.def("cuda_multi_tensor", &launch_multi_tensor, py::arg("table"), py::arg("segment"),
         py::kw_only(), py::arg("write"), py::arg("use"), py::arg("factor"), py::arg("coefficient"),
         py::arg("norms"), py::arg("marks"), py::arg("epilogue"), py::arg("found_inf"),
         py::arg("accumulate"), py::arg("scale"), py::arg("growth_tracker"), py::arg("state"),
-        py::arg("other_found_inf"), py::arg("factors"));
+        py::arg("other_found_inf"), py::arg("factors"), py::arg("divisor"));
   m.def("cuda_measure", &launch_measure);
   m.def("cuda_clip_coefficient", &launch_clip_coefficient);
   m.def("cuda_update_scale", &launch_update_scale);

@@ -1,10 +1,24 @@
-// Windows of a tensor, which the threads of a program take together: whole vectors, and the edges
-// one by one; and what a thread gathers while it unscales or checks them.
+// Chunks of a list, which the threads of a program take together: whole vectors, and the edges one
+// by one; and what a thread gathers while it unscales or checks them.
 #pragma once
 
 #include <cstring>
 
 #include "formats.cuh"
+
+// Switches that change no result, for measurements.
+#ifndef AMPFAST_VECTORS  // that a thread loads at once
+#define AMPFAST_VECTORS (kWindowBytes / (kThreads * kVectorBytes))
+#endif
+#ifndef AMPFAST_PREFETCH  // loads the next window before it writes one
+#define AMPFAST_PREFETCH false
+#endif
+#ifndef AMPFAST_CONTIGUOUS  // gives each program chunks that follow one another
+#define AMPFAST_CONTIGUOUS false
+#endif
+#ifndef AMPFAST_STREAM  // marks gradients as used once, for the caches
+#define AMPFAST_STREAM false
+#endif
 
 namespace ampfast::cuda {
 
@@ -12,84 +26,132 @@ constexpr int kThreads = 128;
 constexpr int kWarp = 32;
 constexpr unsigned int kAllLanes = 0xffffffff;
 constexpr int kVectorBytes = 16;
-constexpr int kVectors = kWindowBytes / (kThreads * kVectorBytes);
+constexpr int kVectors = AMPFAST_VECTORS;
+constexpr int kStride = kThreads * kVectorBytes;
 
-constexpr int kNoEdge = -1;
-
-// Place of the element outside of whole vectors that this thread takes. The first threads share the
-// vector in which a tensor begins, those behind them the one in which it ends.
-template <class Format>
-AMPFAST_ELEMENT int edge_place(int begin, int end, int thread) {
-  constexpr int kSize = sizeof(typename Format::Element);
-  constexpr int kElements = kVectorBytes / kSize;
-  const int last = end / kVectorBytes * kVectorBytes;
-  const bool is_first = thread < kElements;
-  // A tensor that begins and ends in one vector has one edge.
-  const bool has_edge = is_first ? begin > 0 : last != end && (begin == 0 || last > 0);
-  const int place = (is_first ? 0 : last) + thread % kElements * kSize;
-  const bool is_inside = begin <= place && place < end;
-  return thread < 2 * kElements && has_edge && is_inside ? place : kNoEdge;
+// Gives `visit` the chunks of this program: their number, first byte, length in bytes, parameter.
+template <class Visit>
+__device__ void for_chunks(const int64_t* chunks, int count, const Visit& visit) {
+  const int program = static_cast<int>(blockIdx.x);
+  const int programs = static_cast<int>(gridDim.x);
+  // In turn, so that all read one part of the list at a time.
+  int chunk = program;
+  int end = count;
+  int step = programs;
+  if (AMPFAST_CONTIGUOUS) {
+    chunk = static_cast<int>(int64_t{program} * count / programs);
+    end = static_cast<int>((int64_t{program} + 1) * count / programs);
+    step = 1;
+  }
+  // Threads of an even number load addresses and the others extents. Were all to load the same, the
+  // compiler would want it in a register for all, and wait for it.
+  const int64_t* fields = chunks + threadIdx.x % kChunkWords;
+  int64_t field = fields[int64_t{chunk} * kChunkWords];
+  while (chunk < end) {
+    const int64_t address = __shfl_sync(kAllLanes, field, kAddress);
+    const int64_t extent = __shfl_sync(kAllLanes, field, kExtent);
+    // Needed when this chunk is done, and by then it is there.
+    const int next = chunk + step < count ? chunk + step : chunk;
+    field = fields[int64_t{next} * kChunkWords];
+    visit(chunk, reinterpret_cast<char*>(address), static_cast<int>(extent),
+          extent >> kParameterShift);
+    chunk += step;
+  }
 }
 
-// Gives `taker` this thread's part of the window at `base`, whose elements are the bytes from
-// `begin` up to `end`, and with kWrite stores what it makes of them.
-template <class Format, bool kWhole, bool kWrite, class Taker>
-__device__ void take_window(Taker& taker, char* base, int begin, int end) {
+__device__ inline uint4 load_vector(const char* place) {
+  const auto* vector = reinterpret_cast<const uint4*>(place);
+  return AMPFAST_STREAM ? __ldcs(vector) : *vector;
+}
+
+__device__ inline void store_vector(char* place, uint4 value) {
+  auto* vector = reinterpret_cast<uint4*>(place);
+  if (AMPFAST_STREAM) {
+    __stcs(vector, value);
+  } else {
+    *vector = value;
+  }
+}
+
+// This thread's vectors of a window, of whose bytes `left` are in it: those that are not are 0.
+__device__ inline void load_window(uint4 (&vectors)[kVectors], const char* place, int left) {
+#pragma unroll
+  for (int i = 0; i < kVectors; ++i) {
+    vectors[i] = i * kStride < left ? load_vector(place + i * kStride) : uint4{};
+  }
+}
+
+// Gives `taker` this thread's part of a chunk, and with kWrite stores what it makes of it.
+template <class Format, bool kWrite, class Taker>
+__device__ void take_chunk(Taker& taker, char* address, int bytes) {
   using Element = typename Format::Element;
   using Word = typename Format::Word;
-  // The table holds plain numbers; without this they would be accessed as generic addresses.
-  __builtin_assume(__isGlobal(base));
+  constexpr int kSize = sizeof(Element);
+  constexpr int kElements = kVectorBytes / kSize;
   constexpr int kWords = kVectorBytes / sizeof(Word);
+  constexpr int kWindow = kVectors * kStride;
+  // The table holds plain numbers; without this they would be accessed as generic addresses.
+  __builtin_assume(__isGlobal(address));
   const int thread = static_cast<int>(threadIdx.x);
-  const int place = thread * kVectorBytes;
-  constexpr int kStride = kThreads * kVectorBytes;
-  // Whether vector `i` of this thread is within. The beginning is in the window's first vector.
-  const auto is_within = [begin, end, place](int i) {
-    const bool is_begun = i > 0 || begin == 0 || place > 0;
-    return kWhole || (is_begun && place <= end - kVectorBytes - i * kStride);
-  };
+  const int to_aligned =
+      static_cast<int>(-reinterpret_cast<intptr_t>(address)) & (kVectorBytes - 1);
+  const int head = to_aligned < bytes ? to_aligned : bytes;
+  const int whole = (bytes - head) / kVectorBytes * kVectorBytes;
 
-  // Loads cannot move above stores, so all come first.
-  uint4 vectors[kVectors] = {};
-#pragma unroll
-  for (int i = 0; i < kVectors; ++i) {
-    if (is_within(i)) {
-      vectors[i] = *reinterpret_cast<const uint4*>(base + place + i * kStride);
-    }
-  }
-  const int edge = kWhole ? kNoEdge : edge_place<Format>(begin, end, thread);
+  // The first threads take the elements before the whole vectors, as many others those behind.
+  // Loads cannot move above stores, so this one comes first.
+  const bool is_head = thread < kElements;
+  const int edge = is_head ? thread * kSize : head + whole + (thread - kElements) * kSize;
+  const bool has_edge = thread < 2 * kElements && edge < (is_head ? head : bytes);
   Word edge_word = 0;
-  if (edge != kNoEdge) {
-    edge_word = *reinterpret_cast<const Element*>(base + edge);
+  if (has_edge) {
+    edge_word = *reinterpret_cast<const Element*>(address + edge);
   }
 
+  char* place = address + head + thread * kVectorBytes;
+  uint4 vectors[kVectors];
+  uint4 ahead[kVectors];
+  if (AMPFAST_PREFETCH) {
+    load_window(ahead, place, whole - thread * kVectorBytes);
+  }
+  for (int left = whole - thread * kVectorBytes; left > 0; left -= kWindow) {
+    if (AMPFAST_PREFETCH) {
+      std::memcpy(vectors, ahead, sizeof(vectors));
+      load_window(ahead, place + kWindow, left - kWindow);
+    } else {
+      load_window(vectors, place, left);
+    }
 #pragma unroll
-  for (int i = 0; i < kVectors; ++i) {
-    if (is_within(i)) {
-      Word words[kWords];
-      std::memcpy(words, &vectors[i], kVectorBytes);
+    for (int i = 0; i < kVectors; ++i) {
+      if (i * kStride < left) {
+        Word words[kWords];
+        std::memcpy(words, &vectors[i], kVectorBytes);
 #pragma unroll
-      for (int k = 0; k < kWords; ++k) {
-        taker.template take<Format::kPerWord>(words[k]);
-      }
-      taker.end_vector();
-      if (kWrite) {
-        std::memcpy(&vectors[i], words, kVectorBytes);
-        *reinterpret_cast<uint4*>(base + place + i * kStride) = vectors[i];
+        for (int k = 0; k < kWords; ++k) {
+          taker.template take<Format::kPerWord>(words[k]);
+        }
+        taker.end_vector();
+        if (kWrite) {
+          std::memcpy(&vectors[i], words, kVectorBytes);
+          store_vector(place + i * kStride, vectors[i]);
+        }
       }
     }
+    taker.end_window();
+    place += kWindow;
   }
-  if (edge != kNoEdge) {
+  if (has_edge) {
     taker.template take<1>(edge_word);
     taker.end_vector();
+    taker.end_window();
     if (kWrite) {
-      *reinterpret_cast<Element*>(base + edge) = static_cast<Element>(edge_word);
+      *reinterpret_cast<Element*>(address + edge) = static_cast<Element>(edge_word);
     }
   }
 }
 
 // Peak and squares that one thread gathers.
-template <class Format, bool kWrite, bool kNorm, bool kCoefficient>
+template <class Format, bool kNorm, bool kCoefficient>
 struct Gatherer {
   using Opmath = typename Format::Opmath;
   using Word = typename Format::Word;
@@ -113,11 +175,9 @@ struct Gatherer {
     vector_squares = 0;
   }
 
-  template <bool kWhole>
-  __device__ void window(char* base, int begin, int end) {
-    window_squares = 0;
-    take_window<Format, kWhole, kWrite>(*this, base, begin, end);
+  __device__ void end_window() {
     squares += window_squares;
+    window_squares = 0;
   }
 };
 

@@ -1,7 +1,9 @@
-// CUDA kernels over a table of gradients. Every program walks over windows that follow one another,
-// and the last one to finish decides, sums up and updates the scale.
+// CUDA kernels over a table of gradients. Programs take its chunks in turn, and the last one to
+// finish decides, sums up and updates the scale.
 #include <cuda_runtime.h>
 
+#include <map>
+#include <utility>
 #include <vector>
 
 #include "gatherer.cuh"
@@ -13,19 +15,7 @@ namespace ampfast::cuda {
 namespace {
 
 // As many as sm_75 has threads for, and it leaves 64 registers to a thread.
-constexpr int kProgramsPerSm = 8;
-
-// A tensor of the table.
-struct Span {
-  int64_t address;
-  int64_t bytes;
-
-  AMPFAST_ELEMENT int head() const { return static_cast<int>(address & (kAddressAlignment - 1)); }
-  AMPFAST_ELEMENT int windows() const {
-    return static_cast<int>(static_cast<uint64_t>(head() + bytes + kWindowBytes - 1) /
-                            kWindowBytes);
-  }
-};
+constexpr int kLeastProgramsPerSm = 8;
 
 struct Max {
   template <class T>
@@ -69,7 +59,8 @@ __device__ void finish(const Launch& launch) {
   double squares = 0;
   if (launch.norms != nullptr) {
     const auto* partials = reinterpret_cast<const double*>(header + header[kPartials]);
-    const int64_t count = header[kPrograms];
+    const int64_t count = header[kChunks];
+#pragma unroll 8
     for (int64_t i = threadIdx.x; i < count; i += kThreads) {
       squares += __ldcg(partials + i);
     }
@@ -90,6 +81,9 @@ __device__ void finish(const Launch& launch) {
   } else {
     *launch.found_inf = flag;
   }
+  if (launch.divisor != nullptr) {
+    *launch.divisor = *launch.factor;
+  }
   if (launch.update.scale != nullptr) {
     const bool other = launch.other_found_inf != nullptr && *launch.other_found_inf != 0;
     apply(launch.update, flag != 0 || other);
@@ -102,61 +96,8 @@ __device__ void raise_peak(int64_t* header, double used) {
             static_cast<unsigned long long>(magnitude(used)));
 }
 
-// Gives `visitor` the windows of this program, and calls `end_tensor(tensor, elements)` behind
-// those of each tensor.
-template <class Format, class Visitor, class EndTensor>
-__device__ void walk(const int64_t* segment, Visitor& visitor, const EndTensor& end_tensor) {
-  constexpr int64_t kSize = sizeof(typename Format::Element);
-  const int64_t tensors = segment[kTensors];
-  const int64_t* addresses = segment + kSegmentWords;
-  const int64_t* start = addresses + 2 * (tensors + 1 + static_cast<int64_t>(blockIdx.x));
-  // Threads of an even number load addresses and the others lengths. Were all to load the same, the
-  // compiler would want it in a register for all, and wait for it.
-  const int64_t* fields = addresses + threadIdx.x % 2 * (tensors + 1);
-  // A card has memory for less than 2^31 windows, so for as many tensors.
-  int tensor = static_cast<int>(start[0]);
-  int window = static_cast<int>(start[1]);
-  // Where the next program starts, this one ends.
-  const bool is_end = blockIdx.x + 1 == gridDim.x;
-  const int last_tensor = static_cast<int>(is_end ? tensors : start[2]);
-  const int last_window = static_cast<int>(is_end ? 0 : start[3]);
-  int64_t field = fields[tensor];
-  while (true) {
-    const bool is_last = tensor == last_tensor;
-    const Span now{__shfl_sync(kAllLanes, field, 0), __shfl_sync(kAllLanes, field, 1) * kSize};
-    // Needed when this tensor is done, and by then it is there. Behind the last one is padding.
-    field = fields[is_last ? tensor : tensor + 1];
-    const int end = is_last ? last_window : now.windows();
-    const bool is_touched = window < end;
-    const int64_t skipped = window * kWindowBytes;
-    char* base = reinterpret_cast<char*>(now.address - now.head() + skipped);
-    // The bytes of the window, which ends before `bytes` where it is not the tensor's last.
-    int begin = window == 0 ? now.head() : 0;
-    int64_t bytes = now.head() + now.bytes - skipped;
-    for (int left = end - window; left > 0; --left) {
-      if (begin == 0 && bytes >= kWindowBytes) {
-        visitor.template window<true>(base, 0, kWindowBytes);
-      } else {
-        visitor.template window<false>(
-            base, begin, static_cast<int>(bytes < kWindowBytes ? bytes : kWindowBytes));
-      }
-      base += kWindowBytes;
-      begin = 0;
-      bytes -= kWindowBytes;
-    }
-    if (is_touched) {
-      end_tensor(tensor, now.bytes / kSize);
-    }
-    if (is_last) {
-      return;
-    }
-    ++tensor;
-    window = 0;
-  }
-}
-
 template <class Format, bool kWrite, bool kNorm, bool kCoefficient>
-__global__ void __launch_bounds__(kThreads, kProgramsPerSm) pass(const Launch launch) {
+__global__ void __launch_bounds__(kThreads, kLeastProgramsPerSm) pass(const Launch launch) {
   __shared__ bool is_last;
   // Loaded first, to be there when the way through the table is known.
   float factor = launch.factor_use == kRaw ? 1.0f : *launch.factor;
@@ -166,31 +107,36 @@ __global__ void __launch_bounds__(kThreads, kProgramsPerSm) pass(const Launch la
 
   using Opmath = typename Format::Opmath;
   int64_t* header = launch.table;
-  const int64_t* segment = header + launch.segment;
-  Gatherer<Format, kWrite, kNorm, kCoefficient> gatherer{
+  Gatherer<Format, kNorm, kCoefficient> gatherer{
       factor, kCoefficient ? static_cast<Opmath>(*launch.coefficient) : 1};
-  walk<Format>(segment, gatherer, [&](int tensor, int64_t /*elements*/) {
+  const auto visit = [&](int chunk, char* address, int bytes, int64_t parameter) {
+    take_chunk<Format, kWrite>(gatherer, address, bytes);
+    if (kNorm) {
+      const double squares = reduced(gatherer.squares, Sum{});
+      gatherer.squares = 0;
+      if (threadIdx.x == 0) {
+        reinterpret_cast<double*>(header + launch.partials)[chunk] = squares;
+      }
+    }
     if (launch.marks == nullptr) {
       return;
     }
     const auto used = used_peak<Format>(gatherer.peak, launch.factor_use, gatherer.factor);
     if (!std::isfinite(used)) {
-      const int64_t parameter = header[segment[kParameters] + tensor];
       mark(launch.marks + parameter * kMarkWords, *launch.now + 1, std::isnan(used));
       // So that the next tensor is judged by itself; a peak that passes may stay.
       raise_peak(header, used);
       gatherer.peak = 0;
     }
-  });
+  };
+  for_chunks(header + launch.segment, static_cast<int>(launch.chunks), visit);
 
   const auto peak = reduced(gatherer.peak, Max{});
-  const double squares = kNorm ? reduced(gatherer.squares, Sum{}) : 0;
   if (threadIdx.x == 0) {
-    if (kNorm) {
-      auto* partials = reinterpret_cast<double*>(header + header[kPartials]);
-      partials[segment[kFirstProgram] + blockIdx.x] = squares;
+    const auto used = used_peak<Format>(peak, launch.factor_use, gatherer.factor);
+    if (kNorm || !std::isfinite(used)) {
+      raise_peak(header, used);
     }
-    raise_peak(header, used_peak<Format>(peak, launch.factor_use, gatherer.factor));
     is_last = false;
     if (launch.epilogue) {
       // Covers what other threads wrote too, which the barriers of `reduced` put before it. The
@@ -211,13 +157,18 @@ __global__ void __launch_bounds__(kThreads, kProgramsPerSm) pass(const Launch la
 }
 
 template <class Format>
-__global__ void __launch_bounds__(kThreads, kProgramsPerSm)
-    measure_alone(const int64_t* table, int64_t segment_word, int64_t* rows) {
-  const int64_t* segment = table + segment_word;
+__global__ void __launch_bounds__(kThreads, kLeastProgramsPerSm)
+    measure_alone(const int64_t* table, int64_t segment, int chunks, int64_t* rows) {
   Health<Format> health;
-  walk<Format>(segment, health, [&](int tensor, int64_t elements) {
-    health.add_to(rows + table[segment[kParameters] + tensor] * kHealthWords, elements);
-  });
+  const auto visit = [&](int /*chunk*/, char* address, int bytes, int64_t parameter) {
+    int64_t* row = rows + parameter * kHealthWords;
+    take_chunk<Format, false>(health, address, bytes);
+    health.add_to(row);
+    if (threadIdx.x == 0) {
+      add(row + kElements, bytes / static_cast<int>(sizeof(typename Format::Element)));
+    }
+  };
+  for_chunks(table + segment, chunks, visit);
 }
 
 __global__ void update_alone(const Update update, const Flags flags) {
@@ -234,7 +185,7 @@ __global__ void clip_alone(const Clip clip) { apply(clip); }
 struct Kernels {
   void (*pass[2][2])(Launch);  // by whether it writes, and whether it takes norms
   void (*clip)(Launch);        // writes with a coefficient
-  void (*measure)(const int64_t*, int64_t, int64_t*);
+  void (*measure)(const int64_t*, int64_t, int, int64_t*);
 };
 
 template <class Format>
@@ -255,9 +206,44 @@ const char* text_of(cudaError_t error) {
   return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
 }
 
-// Loads all kernels on the current device, which otherwise happens at the first launch of each:
-// amid a capture, perhaps.
-cudaError_t load_kernels() {
+int64_t most_programs = 0;
+
+// Programs of a kernel that the current device holds at once; asking loads it, which must not
+// happen amid a capture.
+cudaError_t ask_resident(int device, const void* kernel, int64_t* programs) {
+  int multiprocessors = 0;
+  int of_each = 0;
+  cudaError_t status =
+      cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device);
+  if (status == cudaSuccess) {
+    status = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&of_each, kernel, kThreads, 0);
+  }
+  *programs = static_cast<int64_t>(multiprocessors) * of_each;
+  return status;
+}
+
+// The grid of a kernel over so many chunks: no more than the device holds at once.
+cudaError_t grid_of(const void* kernel, int64_t chunks, unsigned int* grid) {
+  static std::map<std::pair<int, const void*>, int64_t> known;
+  int device = 0;
+  cudaError_t status = cudaGetDevice(&device);
+  if (status != cudaSuccess) {
+    return status;
+  }
+  int64_t& programs = known[{device, kernel}];
+  if (programs == 0) {
+    status = ask_resident(device, kernel, &programs);
+  }
+  const int64_t most = most_programs > 0 ? most_programs : programs;
+  *grid = static_cast<unsigned int>(chunks < most ? chunks : most);
+  return status;
+}
+
+}  // namespace
+
+void limit_programs(int64_t programs) { most_programs = programs; }
+
+const char* load_kernels() {
   std::vector<const void*> all{reinterpret_cast<const void*>(update_alone),
                                reinterpret_cast<const void*>(clip_alone)};
   for (const Dtype dtype : {Dtype::kFloat32, Dtype::kFloat64, Dtype::kFloat16, Dtype::kBFloat16}) {
@@ -268,31 +254,38 @@ cudaError_t load_kernels() {
     all.push_back(reinterpret_cast<const void*>(measure));
   }
   for (const void* kernel : all) {
-    cudaFuncAttributes attributes;
-    if (const cudaError_t status = cudaFuncGetAttributes(&attributes, kernel)) {
-      return status;
+    unsigned int grid = 0;
+    if (const cudaError_t status = grid_of(kernel, 1, &grid)) {
+      return text_of(status);
     }
   }
-  return cudaSuccess;
+  return nullptr;
 }
-
-}  // namespace
 
 const char* launch(const Launch& launch) {
   const Kernels& kernels = kernels_of(launch.dtype);
   const auto kernel = launch.coefficient != nullptr
                           ? kernels.clip
                           : kernels.pass[launch.write ? 1 : 0][launch.norms != nullptr ? 1 : 0];
-  kernel<<<static_cast<unsigned int>(launch.programs), kThreads, 0,
-           static_cast<cudaStream_t>(launch.stream)>>>(launch);
+  unsigned int grid = 0;
+  const cudaError_t status = grid_of(reinterpret_cast<const void*>(kernel), launch.chunks, &grid);
+  if (status != cudaSuccess) {
+    return text_of(status);
+  }
+  kernel<<<grid, kThreads, 0, static_cast<cudaStream_t>(launch.stream)>>>(launch);
   return text_of(cudaGetLastError());
 }
 
-const char* measure(Dtype dtype, const int64_t* table, int64_t segment, int64_t programs,
+const char* measure(Dtype dtype, const int64_t* table, int64_t segment, int64_t chunks,
                     int64_t* health, void* stream) {
-  kernels_of(dtype)
-      .measure<<<static_cast<unsigned int>(programs), kThreads, 0,
-                 static_cast<cudaStream_t>(stream)>>>(table, segment, health);
+  const auto kernel = kernels_of(dtype).measure;
+  unsigned int grid = 0;
+  const cudaError_t status = grid_of(reinterpret_cast<const void*>(kernel), chunks, &grid);
+  if (status != cudaSuccess) {
+    return text_of(status);
+  }
+  kernel<<<grid, kThreads, 0, static_cast<cudaStream_t>(stream)>>>(
+      table, segment, static_cast<int>(chunks), health);
   return text_of(cudaGetLastError());
 }
 
@@ -304,17 +297,6 @@ const char* update_scale(const Update& update, const Flags& flags, void* stream)
 const char* clip_coefficient(const Clip& clip, void* stream) {
   clip_alone<<<1, 1, 0, static_cast<cudaStream_t>(stream)>>>(clip);
   return text_of(cudaGetLastError());
-}
-
-int64_t max_programs(int device, const char** error) {
-  int multiprocessors = 0;
-  cudaError_t status =
-      cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device);
-  if (status == cudaSuccess) {
-    status = load_kernels();
-  }
-  *error = text_of(status);
-  return static_cast<int64_t>(multiprocessors) * kProgramsPerSm;
 }
 
 }  // namespace ampfast::cuda

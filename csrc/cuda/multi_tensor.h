@@ -23,8 +23,9 @@ enum Factor {
 struct Launch {
   Dtype dtype = Dtype::kFloat32;
   int64_t* table = nullptr;
-  int64_t segment = 0;   // the word at which the segment begins
-  int64_t programs = 0;  // of the segment: the size of the grid
+  int64_t segment = 0;  // the word at which its chunks begin
+  int64_t chunks = 0;
+  int64_t partials = 0;  // the word at which the sums of their squares begin
   bool write = false;    // else the gradients are only read
   Factor factor_use = kRaw;
   const float* factor = nullptr;        // null with kRaw alone
@@ -39,8 +40,9 @@ struct Launch {
   // Only the last segment has an epilogue; without it all that follows is ignored.
   bool epilogue = false;
   float* found_inf = nullptr;
-  bool accumulate = false;  // leaves a flag that is set already, else 0 or 1 is written
-  Update update;            // without a scale: none
+  bool accumulate = false;   // leaves a flag that is set already, else 0 or 1 is written
+  float* divisor = nullptr;  // gets the factor as it is before the update; null: none
+  Update update;             // without a scale: none
   const float* other_found_inf = nullptr;  // one more flag that the update heeds; null: none
 
   void* stream = nullptr;  // a cudaStream_t of the current device
@@ -51,7 +53,7 @@ const char* launch(const Launch& launch);
 
 // Queues a pass that adds the range of each gradient's values to its parameter's row of
 // kHealthWords; `stream` is a cudaStream_t of the current device. Returns null, or why it failed.
-const char* measure(Dtype dtype, const int64_t* table, int64_t segment, int64_t programs,
+const char* measure(Dtype dtype, const int64_t* table, int64_t segment, int64_t chunks,
                     int64_t* health, void* stream);
 
 // Queues an update of the scale by itself, on a cudaStream_t of the current device. Of the flags,
@@ -65,9 +67,12 @@ const char* update_scale(const Update& update, const Flags& flags, void* stream)
 // are to its memory. Returns null, or why it failed.
 const char* clip_coefficient(const Clip& clip, void* stream);
 
-// Programs that run at once on the current device: the largest grid worth launching. Loads the
-// kernels, so that launches may be captured from then on. Sets `error` to null, or to why the
-// device could not tell.
-int64_t max_programs(int device, const char** error);
+// Loads all kernels on the current device, so that launches may be captured from then on. Returns
+// null, or why it failed.
+const char* load_kernels();
+
+// Limits the grid to so many programs, for tests and measurements; 0: to those that a device holds
+// at once.
+void limit_programs(int64_t programs);
 
 }  // namespace ampfast::cuda

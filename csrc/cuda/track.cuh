@@ -61,13 +61,10 @@ struct Health {
 
   __device__ void end_vector() {}
 
-  template <bool kWhole>
-  __device__ void window(char* base, int begin, int end) {
-    take_window<Format, kWhole, false>(*this, base, begin, end);
-  }
+  __device__ void end_window() {}
 
   // Adds what all threads of a warp counted to the row of a parameter, and starts anew.
-  __device__ void add_to(int64_t* row, int64_t elements) {
+  __device__ void add_to(int64_t* row) {
 #pragma unroll
     for (int distance = kWarp / 2; distance > 0; distance /= 2) {
       largest = larger(largest, __shfl_xor_sync(kAllLanes, largest, distance));
@@ -79,7 +76,6 @@ struct Health {
       overflowing += __shfl_xor_sync(kAllLanes, overflowing, distance);
     }
     if (threadIdx.x % kWarp == 0) {
-      row[kElements] = elements;
       add(row + kNonzero, nonzero);
       add(row + kVanishing, vanishing);
       add(row + kSubnormal, subnormal);

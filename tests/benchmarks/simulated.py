@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import ctypes
 from contextlib import nullcontext
 
 import torch
+from reference_launcher import chunks_of
 
 from ampfast.backends import cpu
 from ampfast.backends.gpu import DeviceKernels, Epilogue, Use
@@ -16,8 +16,6 @@ from benchmarks.harness import Effort, Setting
 CPU = torch.device("cpu")
 BRIEF = Effort(quick=True, comparison_s=0.01, sample_s=0.0001)
 SMALL = GradCase("small", ((3, 5), (7,), (), (0,), (1025,)))
-
-SEGMENT_WORDS = 8
 
 
 def on(queue=None):
@@ -48,9 +46,6 @@ class HostQueue(device_time.HostQueue):
 class TableLauncher:
     """Launcher that reads tables and calls torch's ops."""
 
-    def max_programs(self, device: torch.device) -> int:
-        return 3
-
     def on(self, device: torch.device) -> nullcontext[None]:
         return nullcontext()
 
@@ -61,7 +56,7 @@ class TableLauncher:
         pass
 
     def multi_tensor(self, work, segment, epilogue: Epilogue) -> None:
-        tensors = tensors_of(work.table, segment)
+        tensors = [chunk for _, chunk in chunks_of(work.table.buffer, segment)]
         if work.use is Use.RAW:
             inverse = torch.ones(())
         elif work.use is Use.SCALE:
@@ -86,22 +81,6 @@ class TableLauncher:
 
     def update_scale(self, update, found_infs) -> None:
         raise NotImplementedError("no path that is measured launches this alone")
-
-
-def tensors_of(table, segment) -> list[torch.Tensor]:
-    """Tensors over the memory that a table points to."""
-    words = table.buffer.tolist()
-    first = segment.word + SEGMENT_WORDS
-    addresses = words[first : first + segment.tensors]
-    lengths = words[first + segment.tensors + 1 :][: segment.tensors]
-    return [
-        torch.frombuffer(
-            (ctypes.c_char * (length * segment.dtype.itemsize)).from_address(address),
-            dtype=segment.dtype,
-        )
-        for address, length in zip(addresses, lengths, strict=True)
-        if length
-    ]
 
 
 def kernels_over_tables(name: str, device: torch.device) -> DeviceKernels:

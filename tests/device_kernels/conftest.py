@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+
+from ampfast import _C
 
 # Fewer cases than on a GPU.
 sys.path.append(str(Path(__file__).parents[1] / "gpu"))
@@ -64,3 +67,20 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> None:
                 assert work.found_inf.item() in (0.0, 1.0)
 
     monkeypatch.setattr(launch, "multi_tensor", multi_tensor)
+
+
+@pytest.fixture
+def limit_programs() -> Iterator[Callable[[int], None]]:
+    """Sets the number of programs in the test."""
+    from device_parity import launch
+
+    yield launch.limit_programs
+    launch.limit_programs(None)
+
+
+@pytest.fixture
+def few_chunks() -> Iterator[None]:
+    """Chunks of several windows also in short lists."""
+    _C.set_enough_chunks(2)
+    yield
+    _C.set_enough_chunks(_C.ENOUGH_CHUNKS)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
@@ -12,7 +12,6 @@ from device_parity import (
     assert_same_memory,
     grads_of,
     guarded,
-    launch,
     mixed,
     normal,
     offsets,
@@ -23,7 +22,7 @@ from kernel_parity import exact_bits, flag, random_bits, reference_norms, wide
 from support import FLOATS, assert_same
 from tracked import marked, track_for
 
-from ampfast.backends.cpu import UpdateFactors
+from ampfast.backends.cpu import GradList, UpdateFactors
 from ampfast.backends.cpu import state_layout as layout
 
 pytestmark = pytest.mark.usefixtures("watched")
@@ -137,12 +136,12 @@ def test_norms(dtype: torch.dtype, is_scale: bool) -> None:
 
 
 @pytest.mark.parametrize("programs", [1, 2, 3, 200])
-def test_norms_of_all_dtypes(programs: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "max_programs", lambda device: programs)
+def test_norms_of_all_dtypes(programs: int, limit_programs: Callable[[int], None]) -> None:
+    limit_programs(programs)
 
     def make() -> list[torch.Tensor]:
-        # More than the 128 partial sums that are added at once.
-        return [*mixed(), *(normal(2, torch.float32, n) for n in range(140))]
+        # More than the partial sums that are added at once.
+        return [*mixed(), *(normal(2, torch.float32, n) for n in range(1030))]
 
     squares, largest = reference_norms([g for g in make() if g.numel()], 0.1)
     twice = []
@@ -153,6 +152,31 @@ def test_norms_of_all_dtypes(programs: int, monkeypatch: pytest.MonkeyPatch) -> 
         assert norms[1].item() == largest
         twice.append(norms)
     assert torch.equal(*twice)
+
+
+@pytest.mark.usefixtures("few_chunks")
+@pytest.mark.parametrize("write", [False, True])
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_norms_have_the_same_bits_on_every_grid(
+    dtype: torch.dtype, write: bool, limit_programs: Callable[[int], None]
+) -> None:
+    """Chunks of one to three windows, more of them than partial sums that are added at once."""
+    sizes = [2 * window(dtype) + 5, window(dtype), *[3] * 40, 3 * window(dtype) + 1]
+
+    def grads() -> GradList:
+        return grads_of([guarded(normal(n, dtype, n), n % 2) for n in sizes])
+
+    seen = []
+    for programs in (1, 2, 3, 7, 45, 4096):
+        limit_programs(programs)
+        norms = torch.empty(2, dtype=torch.float64)
+        if write:
+            KERNELS.unscale_(grads(), flag(0.1), is_scale=False, norms=norms)
+        else:
+            KERNELS.norms(grads(), flag(0.1), is_scale=False, norms=norms)
+        seen.append(norms.tolist())
+    assert seen == seen[:1] * len(seen)
+    assert len(set(seen[0])) == 2
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
@@ -223,8 +247,10 @@ def test_fused_update(case: str, bad: bool) -> None:
 
 @pytest.mark.parametrize("programs", [1, 2, 1000])
 @pytest.mark.parametrize("bad", [False, True])
-def test_fused_update_on_grids(programs: int, bad: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "max_programs", lambda device: programs)
+def test_fused_update_on_grids(
+    programs: int, bad: bool, limit_programs: Callable[[int], None]
+) -> None:
+    limit_programs(programs)
     for grads in (mixed(), [normal(9001, torch.float32)]):
         if bad:
             grads[0][0] = math.nan

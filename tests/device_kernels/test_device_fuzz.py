@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 
 import pytest
 import torch
 from batches import KINDS, every_offset_batch, random_batch, run_batch
-from device_parity import BACKEND, CPU, KERNELS, grads_of, guarded, launch, normal, window
+from device_parity import BACKEND, CPU, KERNELS, grads_of, guarded, normal, window
 from epilogues import epilogues
 from kernel_parity import flag
 from support import FLOATS
@@ -22,9 +23,13 @@ FACTORS = (1 / 3, 2.0**-16, 3.0, -0.75, 1.0, 2.0**-128, 3e38, 0.0, torch.inf, to
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_random_lists(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_random_lists(
+    seed: int, limit_programs: Callable[[int], None], request: pytest.FixtureRequest
+) -> None:
     chance = random.Random(f"batch {seed}")
-    monkeypatch.setattr(launch, "max_programs", lambda device: seed % 5 + 1)
+    limit_programs(seed % 5 + 1)
+    if seed % 2:
+        request.getfixturevalue("few_chunks")
     batch = random_batch(seed, LISTS)
     kind, factor = KINDS[seed % 3], FACTORS[seed]
     is_scale = chance.random() < 0.5
@@ -44,9 +49,9 @@ def test_sizes_around_the_window_at_every_offset(dtype: torch.dtype) -> None:
     ("programs", "launches"), [(1, LAUNCHES), (4, LAUNCHES), (13, LAUNCHES // 4)]
 )
 def test_many_launches_find_every_infinity(
-    programs: int, launches: int, monkeypatch: pytest.MonkeyPatch
+    programs: int, launches: int, limit_programs: Callable[[int], None]
 ) -> None:
-    monkeypatch.setattr(launch, "max_programs", lambda device: programs)
+    limit_programs(programs)
     elements = programs * WINDOW_BYTES // 2
     factors = UpdateFactors(2.0, 0.5, 3)
     found, expected, state = epilogues(KERNELS, CPU, elements, launches, launches, factors)

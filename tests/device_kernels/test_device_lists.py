@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 from device_parity import (
     CPU,
     KERNELS,
-    VECTOR_BYTES,
+    Make,
     assert_same_memory,
     check_reads,
     check_unscales,
@@ -85,8 +86,8 @@ def test_bad_value_at_the_edges(dtype: torch.dtype, bad: float) -> None:
 
 
 @pytest.mark.parametrize("programs", [1, 2, 3, 1000])
-def test_grid_sizes(programs: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "max_programs", lambda device: programs)
+def test_grid_sizes(programs: int, limit_programs: Callable[[int], None]) -> None:
+    limit_programs(programs)
     check_unscales(mixed, 1 / 3)
     check_unscales(mixed, 3.0, is_scale=True)
     check_reads(mixed, [3.0])
@@ -101,13 +102,27 @@ def test_grid_sizes(programs: int, monkeypatch: pytest.MonkeyPatch) -> None:
         check_reads(make)
 
 
-def test_the_grid_follows_the_windows(monkeypatch: pytest.MonkeyPatch) -> None:
-    grads = [normal(n, torch.float32) for n in (2049, 1, 4096)]
-    assert all(g.data_ptr() % VECTOR_BYTES == 0 for g in grads)
-    for limit, programs in ((1, 1), (3, 3), (5, 5), (1000, 5)):
-        table = cpu.DeviceTable.of(grads_of(grads), limit, False)
-        [segment] = table.segments
-        assert (segment.windows, segment.programs) == (5, programs)
+@pytest.mark.usefixtures("few_chunks")
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_chunks_of_several_windows(dtype: torch.dtype) -> None:
+    one = window(dtype)
+    for size in (one, 2 * one, 2 * one + 3, 4 * one + 1, 5 * one - 1):
+        for offset in (0, 1, len(offsets(dtype)) - 1):
+
+            def make(size: int = size, offset: int = offset) -> list[torch.Tensor]:
+                return [guarded(normal(size, dtype), offset), guarded(normal(3, dtype))]
+
+            check_unscales(make, 1 / 3)
+            check_reads(make, [3.0])
+            for place in (one - offset, 2 * one - offset - 1, size - 1):
+                if place < size:
+
+                    def bad(place: int = place, make: Make = make) -> list[torch.Tensor]:
+                        grads = make()
+                        grads[0][place] = math.nan
+                        return grads
+
+                    check_reads(bad)
 
 
 @pytest.mark.parametrize("factor", FACTORS)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
-from device_parity import CPU, KERNELS, guarded, launch, offsets, window
+from device_parity import CPU, KERNELS, guarded, offsets, window
 from support import FLOATS
 from track_parity import check_passes, check_random_lists, check_times
 from tracked import edges_of_half
@@ -13,8 +15,8 @@ pytestmark = pytest.mark.usefixtures("watched")
 
 
 @pytest.mark.parametrize("programs", [1, 3, 100])
-def test_random_lists(programs: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "max_programs", lambda device: programs)
+def test_random_lists(programs: int, limit_programs: Callable[[int], None]) -> None:
+    limit_programs(programs)
     check_random_lists(KERNELS, CPU, range(3 * programs % 7, 3 * programs % 7 + 3))
 
 

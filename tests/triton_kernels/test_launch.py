@@ -65,7 +65,7 @@ def recording(monkeypatch: pytest.MonkeyPatch) -> Iterator[Recording]:
     monkeypatch.setattr(driver, "_active", recording)
     monkeypatch.setattr(launch, "_launched", {})
     monkeypatch.setattr(launch, "_threads", lambda device: 128)
-    monkeypatch.setattr(launch, "max_programs", lambda device: 4)
+    monkeypatch.setattr(launch, "_most_programs", 4)
     monkeypatch.setattr(launch, "is_capturing", lambda: False)
     monkeypatch.setattr(launch, "on", lambda device: threading.Lock())
     for name in ("multi_tensor", "measure", "update_scale", "clip_coefficient"):

@@ -149,7 +149,7 @@ class _Recorder:
 def table_of(dtype: torch.dtype) -> cpu.DeviceTable:
     grads = cpu.list_of([torch.ones(3, dtype=dtype)], torch.device("cpu"))
     assert grads is not None
-    return cpu.DeviceTable.of(grads, 1, False)
+    return cpu.DeviceTable.of(grads, False)
 
 
 def track() -> cpu.Track:
@@ -179,6 +179,7 @@ def recorded(variant: Variant, target: Any) -> tuple[tuple[Any, ...], dict[str, 
     )
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(launch, "_threads", lambda device: 4 * target.warp_size)
+        patch.setattr(launch, "_most_programs", 1)
         patch.setattr(launch, "is_capturing", lambda: False)
         patch.setattr(kernels, "multi_tensor", _Recorder())
         with pytest.raises(_Recorded) as launched:
@@ -191,6 +192,7 @@ def recorded_measure(dtype: torch.dtype, target: Any) -> tuple[tuple[Any, ...], 
     table = table_of(dtype)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(launch, "_threads", lambda device: 4 * target.warp_size)
+        patch.setattr(launch, "_most_programs", 1)
         patch.setattr(launch, "is_capturing", lambda: False)
         patch.setattr(kernels, "measure", _Recorder())
         with pytest.raises(_Recorded) as launched:

@@ -24,14 +24,12 @@ _COMPLEMENT = tl.constexpr(0x7FFFFFFFFFFFFFFF)
 _FINISHED = tl.constexpr(0)
 _PEAK = tl.constexpr(1)
 _PARTIALS = tl.constexpr(2)
-_PROGRAMS = tl.constexpr(3)
-_TENSORS = tl.constexpr(0)
-_WINDOWS = tl.constexpr(1)
-_SEGMENT_PROGRAMS = tl.constexpr(2)
-_FIRST_PROGRAM = tl.constexpr(3)
-_PARAMETERS = tl.constexpr(4)
-_SEGMENT_WORDS = tl.constexpr(8)
-_ALIGNMENT = tl.constexpr(16)
+_CHUNKS = tl.constexpr(3)
+_ADDRESS = tl.constexpr(0)
+_EXTENT = tl.constexpr(1)
+_CHUNK_WORDS = tl.constexpr(2)
+_PARAMETER_SHIFT = tl.constexpr(32)
+_VECTOR_BYTES = tl.constexpr(16)
 
 # Words of a parameter's marks and health, as in csrc/track.h.
 _LAST_NON_FINITE = tl.constexpr(0)
@@ -148,134 +146,95 @@ def _larger_or_nan(a, b):
 
 
 @triton.jit
-def _first_window(segment_ptr):
-    """First window of a program: columns of addresses and lengths, row, window, count."""
-    program = tl.program_id(0).to(tl.int64)
-    tensors = tl.load(segment_ptr + _TENSORS)
-    windows = tl.load(segment_ptr + _WINDOWS)
-    programs = tl.load(segment_ptr + _SEGMENT_PROGRAMS)
-    addresses_ptr = segment_ptr + _SEGMENT_WORDS
-    lengths_ptr = addresses_ptr + tensors + 1
-    start_ptr = lengths_ptr + tensors + 1 + 2 * program
-    count = (program + 1) * windows // programs - program * windows // programs
-    return addresses_ptr, lengths_ptr, tl.load(start_ptr), tl.load(start_ptr + 1), count
+def _share(chunks, CONTIGUOUS: tl.constexpr):
+    """Chunks of a program: the first, the end, and the step from one to the next.
 
-
-@triton.jit
-def _bounds(address, length, window, DTYPE: tl.constexpr, WINDOW: tl.constexpr):
-    """Aligned address of a window, and the tensor's bounds relative to it."""
-    SIZE: tl.constexpr = DTYPE.primitive_bitwidth // 8
-    base = (address & -_ALIGNMENT).to(tl.pointer_type(DTYPE)) + window * WINDOW
-    low = (address & (_ALIGNMENT - 1)) // SIZE - window * WINDOW
-    return tl.multiple_of(base, 16), low, low + length
-
-
-@triton.jit
-def _load(base, lane, low, high, WHOLE: tl.constexpr):
-    if WHOLE:
-        return tl.load(base + lane)
+    In turn, so that all read one part of the list at a time; CONTIGUOUS is for comparison.
+    """
+    program = tl.program_id(0)
+    programs = tl.num_programs(0)
+    if CONTIGUOUS:
+        first = (program.to(tl.int64) * chunks // programs).to(tl.int32)
+        end = ((program + 1).to(tl.int64) * chunks // programs).to(tl.int32)
+        return first, end, first * 0 + 1
     else:
-        return tl.load(base + lane, mask=(lane >= low) & (lane < high), other=0.0)
+        return program, chunks, programs
+
+
+@triton.jit
+def _load_chunk(chunks_ptr, chunk):
+    chunk_ptr = chunks_ptr + chunk.to(tl.int64) * _CHUNK_WORDS
+    return tl.load(chunk_ptr + _ADDRESS), tl.load(chunk_ptr + _EXTENT)
+
+
+@triton.jit
+def _parts(address, extent, DTYPE: tl.constexpr, THREADS: tl.constexpr):
+    """Whole vectors of a chunk, their number, and the edges: a pointer for each thread, a mask.
+
+    Up to a vector less one element lies before and as much behind the whole vectors. Each takes as
+    many threads as a vector has elements.
+    """
+    SIZE: tl.constexpr = DTYPE.primitive_bitwidth // 8
+    PER_VECTOR: tl.constexpr = _VECTOR_BYTES // SIZE
+    thread = tl.arange(0, THREADS)
+    size = extent.to(tl.int32)
+    head = tl.minimum((-address).to(tl.int32) & (_VECTOR_BYTES - 1), size)
+    vectors = (size - head) // _VECTOR_BYTES
+    is_head = thread < PER_VECTOR
+    place = tl.where(
+        is_head, thread, (head + vectors * _VECTOR_BYTES) // SIZE + thread - PER_VECTOR
+    )
+    end = tl.where(is_head, head, size) // SIZE
+    is_edge = (thread < 2 * PER_VECTOR) & (place < end)
+    edge_ptr = address.to(tl.pointer_type(DTYPE)) + place
+    base = tl.multiple_of((address + head).to(tl.pointer_type(DTYPE)), 16)
+    return base, vectors, edge_ptr, is_edge
+
+
+@triton.jit
+def _lanes(DTYPE: tl.constexpr, LOADS: tl.constexpr, THREADS: tl.constexpr):
+    """Vectors and elements of a window, by load, thread and place in the vector."""
+    PER_VECTOR: tl.constexpr = _VECTOR_BYTES // (DTYPE.primitive_bitwidth // 8)
+    vector = tl.arange(0, LOADS)[:, None, None] * THREADS + tl.arange(0, THREADS)[None, :, None]
+    return vector, vector * PER_VECTOR + tl.arange(0, PER_VECTOR)[None, None, :]
+
+
+@triton.jit
+def _load(ptr, mask, EVICT: tl.constexpr):
+    return tl.load(ptr, mask=mask, other=0.0, eviction_policy=EVICT)
 
 
 @triton.jit
 def _take(
     values,
-    base,
-    lane,
-    low,
-    high,
+    mask,
     factor,
-    coefficient_ptr,
+    coefficient,
     peak,
     squares,
     WRITE: tl.constexpr,
     NORM: tl.constexpr,
-    WHOLE: tl.constexpr,
-    THREADS: tl.constexpr,
     SOFT: tl.constexpr,
 ):
-    """Takes one vector of each thread; returns the peak and the squares with it.
+    """Takes values of shape [loads, threads, elements]: what is written, the peak, the squares.
 
     Reductions are per thread: threads exchange nothing here.
     """
     DTYPE: tl.constexpr = values.dtype
-    VEC: tl.constexpr = values.shape[0] // THREADS
-    peak = tl.maximum(peak, tl.max(tl.reshape(_magnitude(values), [THREADS, VEC]), axis=1))
+    peak = tl.maximum(peak, tl.max(tl.max(_magnitude(values), axis=2), axis=0))
+    written = values
     if WRITE or NORM:
         used = _times(_widen(values, SOFT), factor)
+        if NORM:
+            # Beside the values there are zeros, which an infinite factor makes NaN.
+            counted = tl.where(mask, used, 0.0)
+            squares += tl.sum(tl.sum(counted * counted, axis=2), axis=0).to(tl.float64)
         if WRITE:
             written = _narrow(used, DTYPE, SOFT)
-            if coefficient_ptr is not None:
+            if coefficient is not None:
                 # Multiplies unscaled values.
-                wide = _widen(written, SOFT)
-                written = _narrow(_times(wide, tl.load(coefficient_ptr)), DTYPE, SOFT)
-            if WHOLE:
-                tl.store(base + lane, written)
-            else:
-                tl.store(base + lane, written, mask=(lane >= low) & (lane < high))
-        if NORM:
-            if not WHOLE:
-                used = tl.where((lane >= low) & (lane < high), used, 0.0)
-            squares += tl.sum(tl.reshape(used * used, [THREADS, VEC]), axis=1)
-    return peak, squares
-
-
-@triton.jit
-def _take_window(
-    base,
-    low,
-    high,
-    factor,
-    coefficient_ptr,
-    WRITE: tl.constexpr,
-    NORM: tl.constexpr,
-    WHOLE: tl.constexpr,
-    DTYPE: tl.constexpr,
-    LOADS: tl.constexpr,
-    THREADS: tl.constexpr,
-    SOFT: tl.constexpr,
-):
-    """Takes a window; returns each thread's peak, and its squares in opmath."""
-    PART: tl.constexpr = THREADS * 16 // (DTYPE.primitive_bitwidth // 8)
-    lane = tl.arange(0, PART)
-    peak = tl.zeros([THREADS], dtype=tl.int64 if DTYPE == tl.float64 else tl.int32)
-    squares = tl.zeros([THREADS], dtype=tl.float64 if DTYPE == tl.float64 else tl.float32)
-    if WHOLE:
-        # All loads come first, as they cannot move above a store.
-        a = _load(base, lane, low, high, WHOLE)
-        b = _load(base, lane + PART, low, high, WHOLE)
-        if LOADS == 4:
-            c = _load(base, lane + 2 * PART, low, high, WHOLE)
-            d = _load(base, lane + 3 * PART, low, high, WHOLE)
-        peak, squares = _take(
-            *(a, base, lane, low, high, factor, coefficient_ptr),
-            *(peak, squares, WRITE, NORM, WHOLE, THREADS, SOFT),
-        )
-        peak, squares = _take(
-            *(b, base, lane + PART, low, high, factor, coefficient_ptr),
-            *(peak, squares, WRITE, NORM, WHOLE, THREADS, SOFT),
-        )
-        if LOADS == 4:
-            peak, squares = _take(
-                *(c, base, lane + 2 * PART, low, high, factor, coefficient_ptr),
-                *(peak, squares, WRITE, NORM, WHOLE, THREADS, SOFT),
-            )
-            peak, squares = _take(
-                *(d, base, lane + 3 * PART, low, high, factor, coefficient_ptr),
-                *(peak, squares, WRITE, NORM, WHOLE, THREADS, SOFT),
-            )
-    else:
-        # Singly, and only where there is something: loads here are of single elements, each in a
-        # register of its own.
-        for part in tl.static_range(LOADS):
-            if part * PART < high:
-                values = _load(base, lane + part * PART, low, high, WHOLE)
-                peak, squares = _take(
-                    *(values, base, lane + part * PART, low, high, factor, coefficient_ptr),
-                    *(peak, squares, WRITE, NORM, WHOLE, THREADS, SOFT),
-                )
-    return peak, squares
+                written = _narrow(_times(_widen(written, SOFT), coefficient), DTYPE, SOFT)
+    return written, peak, squares
 
 
 @triton.jit
@@ -379,25 +338,27 @@ def _update(
 
 @triton.jit
 def _sum_of_partials(table_ptr):
-    """Sum of the partial sums of all programs of all launches, in a fixed order."""
+    """Sum of the chunks' sums of all launches, in a fixed order."""
+    AT_ONCE: tl.constexpr = 8
     partials_ptr = table_ptr + tl.load(table_ptr + _PARTIALS)
-    count = tl.load(table_ptr + _PROGRAMS)
-    lane = tl.arange(0, 128)
+    count = tl.load(table_ptr + _CHUNKS)
+    place = count * 0 + tl.arange(0, 128)
     total = tl.zeros([128], dtype=tl.float64)
     first = count * 0
     while first < count:
-        # Bypasses the first-level cache, which may hold values of the last launch.
-        bits = tl.load(
-            partials_ptr + first + lane, mask=first + lane < count, other=0, cache_modifier=".cg"
-        )
-        total += bits.to(tl.float64, bitcast=True)
-        first += 128
+        for _ in tl.static_range(AT_ONCE):
+            # Bypasses the first-level cache, which may hold values of the last launch.
+            bits = tl.load(partials_ptr + place, mask=place < count, other=0, cache_modifier=".cg")
+            total += bits.to(tl.float64, bitcast=True)
+            place += 128
+        first += 128 * AT_ONCE
     return tl.sum(total, axis=0)
 
 
 @triton.jit(
     do_not_specialize=[
-        *("segment", "factor_ptr", "coefficient_ptr", "found_inf_ptr", "norms_ptr"),
+        *("word", "chunks", "partials"),
+        *("factor_ptr", "coefficient_ptr", "found_inf_ptr", "norms_ptr", "divisor_ptr"),
         *("marks_ptr", "now_ptr"),
         *("scale_ptr", "growth_tracker_ptr", "state_ptr", "other_found_inf_ptr"),
         *("growth_factor", "backoff_factor", "growth_interval"),
@@ -405,11 +366,14 @@ def _sum_of_partials(table_ptr):
 )
 def multi_tensor(
     table_ptr,
-    segment: tl.int64,
+    word: tl.int64,
+    chunks: tl.int32,
+    partials: tl.int64,
     factor_ptr,
     coefficient_ptr,
     found_inf_ptr,
     norms_ptr,
+    divisor_ptr,
     marks_ptr,
     now_ptr,
     scale_ptr,
@@ -428,79 +392,96 @@ def multi_tensor(
     LOADS: tl.constexpr,
     THREADS: tl.constexpr,
     SOFT: tl.constexpr,
+    PREFETCH: tl.constexpr,
+    CONTIGUOUS: tl.constexpr,
+    EVICT: tl.constexpr,
 ):
     """One pass over the gradients of one dtype: checks them and, with WRITE, unscales them.
 
-    A program takes consecutive windows. Only the first and the last window of a tensor are masked;
-    the others are read and written 16 bytes at a time. Optional pointers may be None:
-    `coefficient_ptr` to a second factor of written values, `marks_ptr` to the overflow marks of
-    parameters. SOFT is for the interpreter, which converts bfloat16 wrongly.
+    Its chunks are at `word` of `table_ptr`, the sums of their squares at `partials`. Optional
+    pointers may be None: `coefficient_ptr` to a second factor of written values, `divisor_ptr` to a
+    copy of the factor, `marks_ptr` to the overflow marks of parameters. A window is what a program
+    loads at once: LOADS vectors of 16 bytes a thread. SOFT is for the interpreter, which converts
+    bfloat16 wrongly. The last three change no result and are for measurements: PREFETCH loads the
+    next window before one is written, CONTIGUOUS orders chunks, EVICT is Triton's eviction policy.
     """
-    WINDOW: tl.constexpr = LOADS * THREADS * 16 // (DTYPE.primitive_bitwidth // 8)
+    WINDOW: tl.constexpr = LOADS * THREADS
+    PER_VECTOR: tl.constexpr = _VECTOR_BYTES // (DTYPE.primitive_bitwidth // 8)
 
-    program = tl.program_id(0).to(tl.int64)
-    segment_ptr = table_ptr + segment
-    programs = tl.load(segment_ptr + _SEGMENT_PROGRAMS)
-    addresses_ptr, lengths_ptr, tensor, window, left = _first_window(segment_ptr)
-    address = tl.load(addresses_ptr + tensor)
-    length = tl.load(lengths_ptr + tensor)
+    chunks_ptr = table_ptr + word
+    chunk, end, step = _share(chunks, CONTIGUOUS)
+    address, extent = _load_chunk(chunks_ptr, chunk)
     factor = _load_factor(factor_ptr, FACTOR)
+    coefficient = None
+    if coefficient_ptr is not None:
+        coefficient = tl.load(coefficient_ptr)
+    vector, lane = _lanes(DTYPE, LOADS, THREADS)
 
     peak = tl.zeros([THREADS], dtype=tl.int64 if DTYPE == tl.float64 else tl.int32)
-    squares = tl.zeros([THREADS], dtype=tl.float64)
-    while left > 0:
+    while chunk < end:
         # Prefetched: many small tensors make a program wait for this.
-        next_address = tl.load(addresses_ptr + tensor + 1)
-        next_length = tl.load(lengths_ptr + tensor + 1)
-        base, low, high = _bounds(address, length, window, DTYPE, WINDOW)
-        if (low <= 0) & (high >= WINDOW):
-            window_peak, window_squares = _take_window(
-                *(base, 0, WINDOW, factor, coefficient_ptr),
-                *(WRITE, NORM, True, DTYPE, LOADS, THREADS, SOFT),
+        next_address, next_extent = _load_chunk(chunks_ptr, tl.minimum(chunk + step, chunks - 1))
+        base, left, edge_ptr, is_edge = _parts(address, extent, DTYPE, THREADS)
+        # Loads cannot move above stores, so this one comes first.
+        edges = _load(edge_ptr, is_edge, EVICT)
+        squares = tl.zeros([THREADS], dtype=tl.float64)
+        if PREFETCH:
+            ahead = _load(base + lane, vector < left, EVICT)
+        while left > 0:
+            mask = vector < left
+            if PREFETCH:
+                values = ahead
+                ahead = _load(base + WINDOW * PER_VECTOR + lane, vector < left - WINDOW, EVICT)
+            else:
+                values = _load(base + lane, mask, EVICT)
+            written, peak, squares = _take(
+                values, mask, factor, coefficient, peak, squares, WRITE, NORM, SOFT
             )
-        else:
-            window_peak, window_squares = _take_window(
-                *(base, tl.maximum(low, 0).to(tl.int32), tl.minimum(high, WINDOW).to(tl.int32)),
-                *(factor, coefficient_ptr),
-                *(WRITE, NORM, False, DTYPE, LOADS, THREADS, SOFT),
-            )
-        peak = tl.maximum(peak, window_peak)
+            if WRITE:
+                tl.store(base + lane, written, mask=mask, eviction_policy=EVICT)
+            base += WINDOW * PER_VECTOR
+            left -= WINDOW
+        edges = edges[None, :, None]
+        mask = is_edge[None, :, None]
+        written, peak, squares = _take(
+            edges, mask, factor, coefficient, peak, squares, WRITE, NORM, SOFT
+        )
+        if WRITE:
+            tl.store(edge_ptr, tl.reshape(written, [THREADS]), mask=is_edge)
         if NORM:
-            squares += window_squares.to(tl.float64)
-        ends = high <= WINDOW
+            total = tl.sum(squares, axis=0)
+            tl.store(table_ptr + partials + chunk, total.to(tl.int64, bitcast=True))
         if marks_ptr is not None:
-            is_done = ends | (left == 1)  # of this program and this tensor
-            if is_done:
-                parameter = tl.load(table_ptr + tl.load(segment_ptr + _PARAMETERS) + tensor)
-                # Per thread: threads need not wait for each other.
-                used = _used_magnitude(peak, factor, FACTOR, DTYPE, SOFT)
-                _mark(marks_ptr + parameter * _MARK_WORDS, now_ptr, used)
-                # Each tensor is judged separately; a finite peak may stay.
-                bad = used >= _INFINITY
-                tl.atomic_max(table_ptr + _PEAK + used * 0, used, mask=bad, sem="relaxed")
-                peak = tl.where(bad, 0, peak)
-        left -= 1
-        tensor += ends.to(tl.int64)
-        window = tl.where(ends, 0, window + 1)
-        address = tl.where(ends, next_address, address)
-        length = tl.where(ends, next_length, length)
+            # Per thread: threads need not wait for each other.
+            used = _used_magnitude(peak, factor, FACTOR, DTYPE, SOFT)
+            row_ptr = marks_ptr + (extent >> _PARAMETER_SHIFT) * _MARK_WORDS
+            _mark(row_ptr, now_ptr, used)
+            # Each tensor is judged separately; a finite peak may stay.
+            bad = used >= _INFINITY
+            tl.atomic_max(table_ptr + _PEAK + used * 0, used, mask=bad, sem="relaxed")
+            peak = tl.where(bad, 0, peak)
+        chunk += step
+        address = next_address
+        extent = next_extent
 
     largest = _used_magnitude(tl.max(peak, axis=0), factor, FACTOR, DTYPE, SOFT)
-    tl.atomic_max(table_ptr + _PEAK, largest, sem="relaxed")
     if NORM:
-        partial = tl.load(table_ptr + _PARTIALS) + tl.load(segment_ptr + _FIRST_PROGRAM) + program
-        tl.store(table_ptr + partial, tl.sum(squares, axis=0).to(tl.int64, bitcast=True))
+        tl.atomic_max(table_ptr + _PEAK, largest, sem="relaxed")
+    else:
+        tl.atomic_max(table_ptr + _PEAK, largest, mask=largest >= _INFINITY, sem="relaxed")
     if EPILOGUE != NOTHING:
         # Some versions of Triton put no barrier between the stores above and the atomic.
         tl.debug_barrier()
         finished = tl.atomic_add(table_ptr + _FINISHED, 1, sem="acq_rel", scope="gpu")
-        if finished == programs - 1:
+        if finished == tl.num_programs(0) - 1:
             tl.debug_barrier()
             worst = tl.atomic_max(table_ptr + _PEAK, tl.zeros([], dtype=tl.int64), sem="relaxed")
             found = worst >= _INFINITY
             if NORM:
                 tl.store(norms_ptr, _sum_of_partials(table_ptr))
                 tl.store(norms_ptr + 1, worst.to(tl.float64, bitcast=True))
+            if divisor_ptr is not None:
+                tl.store(divisor_ptr, factor)
             any_found = found
             if ACCUMULATE:
                 any_found = found | (tl.load(found_inf_ptr) != 0.0)
@@ -535,23 +516,14 @@ def _no_health(DTYPE: tl.constexpr, THREADS: tl.constexpr):
 
 
 @triton.jit
-def _count_window(
-    base,
-    low,
-    high,
-    health,
-    WHOLE: tl.constexpr,
-    DTYPE: tl.constexpr,
-    LOADS: tl.constexpr,
-    THREADS: tl.constexpr,
-):
-    """Counts a window by magnitude; zeros change nothing.
+def _count(values, health):
+    """Counts values of shape [loads, threads, elements] by magnitude; zeros change nothing.
 
     Magnitudes less one, unsigned, put zero last: a single comparison tests for nonzero below a
     bound.
     """
     largest, smallest, nonzero, vanishing, subnormal, overflowing = health
-    PART: tl.constexpr = THREADS * 16 // (DTYPE.primitive_bitwidth // 8)
+    DTYPE: tl.constexpr = values.dtype
     UNSIGNED: tl.constexpr = tl.uint64 if DTYPE == tl.float64 else tl.uint32
     # Bounds 2^-24, 2^-14, and 65504 or the next value below.
     if DTYPE == tl.float64:
@@ -562,27 +534,28 @@ def _count_window(
         RANGE: tl.constexpr = (0x3380, 0x3880, 0x477F)
     else:
         RANGE: tl.constexpr = (0x0001, 0x0400, 0x7BFF)
-    lane = tl.arange(0, PART)
-    for part in tl.static_range(LOADS):
-        if WHOLE or part * PART < high:
-            values = _load(base, lane + part * PART, low, high, WHOLE)
-            bits = tl.reshape(_magnitude(values), [THREADS, PART // THREADS])
-            less_one = (bits - 1).to(UNSIGNED, bitcast=True)
-            largest = tl.maximum(largest, tl.max(bits, axis=1))
-            smallest = tl.minimum(smallest, tl.min(less_one, axis=1))
-            nonzero += tl.sum((bits != 0).to(tl.int32), axis=1)
-            if RANGE[0] > 1:  # else no value is
-                vanishing += tl.sum((less_one < RANGE[0] - 1).to(tl.int32), axis=1)
-            subnormal += tl.sum((less_one < RANGE[1] - 1).to(tl.int32), axis=1)
-            overflowing += tl.sum((bits > RANGE[2]).to(tl.int32), axis=1)
+    bits = _magnitude(values)
+    less_one = (bits - 1).to(UNSIGNED, bitcast=True)
+    largest = tl.maximum(largest, tl.max(tl.max(bits, axis=2), axis=0))
+    smallest = tl.minimum(smallest, tl.min(tl.min(less_one, axis=2), axis=0))
+    nonzero += _number(bits != 0)
+    if RANGE[0] > 1:  # else no value is
+        vanishing += _number(less_one < RANGE[0] - 1)
+    subnormal += _number(less_one < RANGE[1] - 1)
+    overflowing += _number(bits > RANGE[2])
     return largest, smallest, nonzero, vanishing, subnormal, overflowing
 
 
 @triton.jit
-def _add_health(row_ptr, length, health, DTYPE: tl.constexpr, SOFT: tl.constexpr):
-    """Adds the counts of all threads of a program for a tensor."""
+def _number(condition):
+    return tl.sum(tl.sum(condition.to(tl.int32), axis=2), axis=0)
+
+
+@triton.jit
+def _add_health(row_ptr, elements, health, DTYPE: tl.constexpr, SOFT: tl.constexpr):
+    """Adds the counts of all threads of a program for a chunk."""
     largest, smallest, nonzero, vanishing, subnormal, overflowing = health
-    tl.store(row_ptr + _ELEMENTS, length)
+    tl.atomic_add(row_ptr + _ELEMENTS, elements.to(tl.int64), sem="relaxed")
     tl.atomic_add(row_ptr + _NONZERO, tl.sum(nonzero, axis=0).to(tl.int64), sem="relaxed")
     tl.atomic_add(row_ptr + _VANISHING, tl.sum(vanishing, axis=0).to(tl.int64), sem="relaxed")
     tl.atomic_add(row_ptr + _SUBNORMAL, tl.sum(subnormal, axis=0).to(tl.int64), sem="relaxed")
@@ -596,10 +569,11 @@ def _add_health(row_ptr, length, health, DTYPE: tl.constexpr, SOFT: tl.constexpr
     tl.atomic_max(row_ptr + _SMALLEST, least, sem="relaxed")
 
 
-@triton.jit(do_not_specialize=["segment", "health_ptr"])
+@triton.jit(do_not_specialize=["word", "chunks", "health_ptr"])
 def measure(
     table_ptr,
-    segment: tl.int64,
+    word: tl.int64,
+    chunks: tl.int32,
     health_ptr,
     DTYPE: tl.constexpr,
     LOADS: tl.constexpr,
@@ -607,29 +581,25 @@ def measure(
     SOFT: tl.constexpr,
 ):
     """Health of gradients of one dtype: adds the range of values to parameters' rows."""
-    WINDOW: tl.constexpr = LOADS * THREADS * 16 // (DTYPE.primitive_bitwidth // 8)
-    segment_ptr = table_ptr + segment
-    addresses_ptr, lengths_ptr, tensor, window, left = _first_window(segment_ptr)
-    health = _no_health(DTYPE, THREADS)
-    while left > 0:
-        address = tl.load(addresses_ptr + tensor)
-        length = tl.load(lengths_ptr + tensor)
-        base, low, high = _bounds(address, length, window, DTYPE, WINDOW)
-        if (low <= 0) & (high >= WINDOW):
-            health = _count_window(base, 0, WINDOW, health, True, DTYPE, LOADS, THREADS)
-        else:
-            first = tl.maximum(low, 0).to(tl.int32)
-            end = tl.minimum(high, WINDOW).to(tl.int32)
-            health = _count_window(base, first, end, health, False, DTYPE, LOADS, THREADS)
-        ends = high <= WINDOW
-        is_done = ends | (left == 1)  # of this program and this tensor
-        if is_done:
-            parameter = tl.load(table_ptr + tl.load(segment_ptr + _PARAMETERS) + tensor)
-            _add_health(health_ptr + parameter * _HEALTH_WORDS, length, health, DTYPE, SOFT)
-            health = _no_health(DTYPE, THREADS)
-        left -= 1
-        tensor += ends.to(tl.int64)
-        window = tl.where(ends, 0, window + 1)
+    WINDOW: tl.constexpr = LOADS * THREADS
+    SIZE: tl.constexpr = DTYPE.primitive_bitwidth // 8
+    PER_VECTOR: tl.constexpr = _VECTOR_BYTES // SIZE
+    chunks_ptr = table_ptr + word
+    chunk, end, step = _share(chunks, False)
+    vector, lane = _lanes(DTYPE, LOADS, THREADS)
+    while chunk < end:
+        address, extent = _load_chunk(chunks_ptr, chunk)
+        base, left, edge_ptr, is_edge = _parts(address, extent, DTYPE, THREADS)
+        health = _no_health(DTYPE, THREADS)
+        edges = _load(edge_ptr, is_edge, "")
+        while left > 0:
+            health = _count(_load(base + lane, vector < left, ""), health)
+            base += WINDOW * PER_VECTOR
+            left -= WINDOW
+        health = _count(edges[None, :, None], health)
+        row_ptr = health_ptr + (extent >> _PARAMETER_SHIFT) * _HEALTH_WORDS
+        _add_health(row_ptr, extent.to(tl.int32) // SIZE, health, DTYPE, SOFT)
+        chunk += step
 
 
 @triton.jit(

@@ -30,11 +30,12 @@ __all__ = [
     "INTERPRETED",
     "clip_coefficient",
     "is_capturing",
-    "max_programs",
+    "limit_programs",
     "measure",
     "multi_tensor",
     "on",
     "prepare",
+    "tune",
     "update_scale",
 ]
 
@@ -43,10 +44,13 @@ INTERPRETED = not isinstance(kernels.multi_tensor, triton.JITFunction)
 
 _interpreter_lock = threading.Lock()
 
-# Programs per multiprocessor: 128 threads of at most 64 registers.
-PROGRAMS_PER_SM = 8
-# Few, so that test lists take several programs with several windows each.
+# Few, so that test lists take several programs with several chunks each.
 INTERPRETED_PROGRAMS = 3
+_most_programs = INTERPRETED_PROGRAMS if INTERPRETED else None
+
+# Switches of `multi_tensor` that change no result.
+TUNING: dict[str, Any] = {"PREFETCH": False, "CONTIGUOUS": False, "EVICT": ""}
+_tuning = dict(TUNING)
 
 _DTYPES = {
     torch.float32: tl.float32,
@@ -57,9 +61,9 @@ _DTYPES = {
 
 _Arguments = tuple[Any, ...]
 
-# How variants that were launched, hence compiled and loaded, are launched again: with a number of
-# programs and the kernel's arguments.
-_launched: dict[tuple[object, ...], Callable[[int, _Arguments], object]] = {}
+# Of variants that were launched, hence compiled and loaded, their most programs and how they are
+# launched again: with a number of programs and the kernel's arguments.
+_launched: dict[tuple[object, ...], tuple[int, Callable[[int, _Arguments], object]]] = {}
 
 
 @cache
@@ -68,12 +72,28 @@ def _threads(device: torch.device) -> int:
     return 4 * (getattr(torch.cuda.get_device_properties(device), "warp_size", 32))
 
 
-@cache
-def max_programs(device: torch.device) -> int:
-    """Returns the largest grid: all plain programs that can be resident at once."""
-    if INTERPRETED:
-        return INTERPRETED_PROGRAMS
-    return PROGRAMS_PER_SM * torch.cuda.get_device_properties(device).multi_processor_count
+def limit_programs(programs: int | None) -> None:
+    """Limits the grid, for tests and measurements; None restores the default.
+
+    That is as many programs as a device holds at once.
+    """
+    global _most_programs
+    _most_programs = programs or (INTERPRETED_PROGRAMS if INTERPRETED else None)
+    _launched.clear()
+
+
+def tune(loads: int | None = None, **switches: Any) -> None:
+    """Sets switches of `multi_tensor` that change no result, for measurements.
+
+    Args:
+        loads: Vectors of 16 bytes that a thread loads at once; None for the default.
+        **switches: Of `TUNING`; those that are not given have their defaults.
+    """
+    _tuning.clear()
+    _tuning.update({**TUNING, **switches})
+    if loads is not None:
+        _tuning["LOADS"] = loads
+    _launched.clear()
 
 
 def on(device: torch.device) -> contextlib.AbstractContextManager[object]:
@@ -101,14 +121,14 @@ def prepare(work: Pass, segment: Segment, epilogue: Epilogue) -> None:
     _require_compiled(variant)
     if variant not in _launched and not INTERPRETED:
         options = _options(work, segment, epilogue)
-        kernels.multi_tensor.warmup(*arguments, **options, grid=(segment.programs,))
+        kernels.multi_tensor.warmup(*arguments, **options, grid=(1,))
 
 
 def multi_tensor(work: Pass, segment: Segment, epilogue: Epilogue) -> None:
     """Launches one pass over the gradients of one dtype."""
     variant, arguments = _call(work, segment, epilogue)
     options = partial(_options, work, segment, epilogue)
-    _launch(kernels.multi_tensor, variant, segment.programs, arguments, options)
+    _launch(kernels.multi_tensor, variant, segment.chunks, arguments, options)
 
 
 def _call(
@@ -124,15 +144,18 @@ def _call(
     variant = (
         *("multi_tensor", table.device, segment.dtype, work.write, work.use, work.norms is None),
         *(epilogue, work.accumulate, work.coefficient is None, marks is None),
-        *(state is None, other is None),
+        *(work.divisor is None, state is None, other is None),
     )
     arguments = (
         table,
         segment.word,
+        segment.chunks,
+        segment.partials,
         work.factor,
         work.coefficient,
         work.found_inf,
         work.norms,
+        work.divisor,
         marks,
         now,
         None if update is None else update.scale,
@@ -155,10 +178,12 @@ def _options(work: Pass, segment: Segment, epilogue: Epilogue) -> dict[str, Any]
         "NORM": work.norms is not None,
         "EPILOGUE": int(epilogue),
         "ACCUMULATE": work.accumulate,
+        **_tuning,
     }
-    if work.track is not None and torch.version.hip is None and segment.dtype is torch.float64:
-        # Without it the compiler assigns too few registers, as the division is a call, and spills.
-        options["maxnreg"] = 64
+    if torch.version.hip is None:
+        # Without a limit the compiler may assign too few, and spill. These need a few more.
+        needs_more = work.write and work.norms is not None and segment.dtype.itemsize == 2
+        options["maxnreg"] = 80 if needs_more else 64
     return options
 
 
@@ -178,9 +203,9 @@ def _geometry(table: DeviceTable, segment: Segment) -> dict[str, Any]:
 def measure(table: DeviceTable, segment: Segment, health: Tensor) -> None:
     """Launches the health pass over gradients of one dtype."""
     variant = ("measure", table.buffer.device, segment.dtype)
-    arguments = (table.buffer, segment.word, health)
+    arguments = (table.buffer, segment.word, segment.chunks, health)
     options = partial(_geometry, table, segment)
-    _launch(kernels.measure, variant, segment.programs, arguments, options)
+    _launch(kernels.measure, variant, segment.chunks, arguments, options)
 
 
 def update_scale(update: ScaleUpdate, found_infs: list[Tensor]) -> None:
@@ -223,19 +248,37 @@ def _of_one_warp(**switches: Any) -> dict[str, Any]:
 def _launch(
     function: Any,
     variant: tuple[object, ...],
-    programs: int,
+    chunks: int,
     arguments: _Arguments,
     options: Callable[[], dict[str, Any]],
 ) -> None:
     """Launches a variant: the first time as Triton does, which compiles it, then directly."""
-    again = _launched.get(variant)
-    if again is not None:
-        again(programs, arguments)
+    known = _launched.get(variant)
+    if known is not None:
+        resident, again = known
+        again(min(chunks, resident), arguments)
         return
     _require_compiled(variant)
     given = options()
-    kernel = function[(programs,)](*arguments, **given)
-    _launched[variant] = _again(function, kernel, arguments, given)
+    resident = _most_programs or _resident_programs(
+        function.warmup(*arguments, grid=(1,), **given), arguments[0].device
+    )
+    kernel = function[(min(chunks, resident),)](*arguments, **given)
+    _launched[variant] = resident, _again(function, kernel, arguments, given)
+
+
+def _resident_programs(kernel: Any, device: torch.device) -> int:
+    """Programs of a compiled kernel that a device holds at once."""
+    properties = torch.cuda.get_device_properties(device)
+    threads = _threads(device)
+    of_each = properties.max_threads_per_multi_processor // threads
+    if torch.version.hip is None:
+        with contextlib.suppress(AttributeError):  # of a Triton with other internals
+            kernel._init_handles()
+            # Registers are given to a warp in units of 8 a thread.
+            registers = threads * -(-kernel.n_regs // 8) * 8
+            of_each = min(of_each, properties.regs_per_multiprocessor // registers)
+    return of_each * int(properties.multi_processor_count)
 
 
 def _again(
