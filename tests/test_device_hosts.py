@@ -282,13 +282,3 @@ def test_growth_intervals_that_no_word_holds_are_torchs_to_refuse() -> None:
         assert kernels.update_scale_(scale, tracker, [torch.zeros(())], factors) == is_known
     assert kernels.scale_update(scale, tracker, [], UpdateFactors(2.0, 0.5, 2.5)) is None
     assert (scale.item(), tracker.item()) == (8.0, 2)
-
-
-def test_both_kinds_of_kernels_have_the_same_grid() -> None:
-    launch = pytest.importorskip("ampfast.backends.triton.launch")
-    source = "".join(path.read_text() for path in sorted((ROOT / "csrc/cuda").iterdir()))
-    per_sm = re.search(r"kProgramsPerSm = (\d+);", source)
-    threads = re.search(r"kThreads = (\d+);", source)
-    assert int(per_sm[1]) == launch.PROGRAMS_PER_SM
-    # Registers per thread left by that many programs, of a multiprocessor's 65,536.
-    assert launch.PROGRAMS_PER_SM * int(threads[1]) * 64 == 65_536

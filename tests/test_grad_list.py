@@ -398,4 +398,4 @@ def test_the_table_is_small(sizes: list[int]) -> None:
     assert table is not None
     assert table.chunks >= sum(math.ceil(n / _C.CHUNK) for n in sizes)
     assert table.chunks <= sum(math.ceil(n / _C.CHUNK) + 1 for n in sizes)
-    assert _C.DeviceTable.of(table, 1, False).buffer.nbytes < 64 * (table.chunks + 2)
+    assert _C.DeviceTable.of(table, False).buffer.nbytes < 64 * (table.chunks + 2)

@@ -114,6 +114,7 @@ __device__ void take_chunk(Taker& taker, char* address, int bytes) {
   if (AMPFAST_PREFETCH) {
     load_window(ahead, place, whole - thread * kVectorBytes);
   }
+#pragma unroll 1
   for (int left = whole - thread * kVectorBytes; left > 0; left -= kWindow) {
     if (AMPFAST_PREFETCH) {
       std::memcpy(vectors, ahead, sizeof(vectors));

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -265,3 +266,62 @@ def test_several_threads_launch_a_variant_first(recording: Recording) -> None:
     addresses = [a.data_ptr() if isinstance(a, torch.Tensor) else a for a in tables]
     assert len(addresses) == 200
     assert sorted(map(addresses.count, set(addresses))) == [50] * 4
+
+
+@pytest.mark.parametrize(
+    ("registers", "most_threads", "programs"),
+    [
+        *((32, 2048, 16), (33, 2048, 12), (48, 2048, 10), (64, 2048, 8), (65, 2048, 7)),
+        *((40, 1024, 8), (72, 1536, 7), (40, 1536, 12)),
+    ],
+)
+def test_the_grid_is_what_a_device_holds(
+    registers: int, most_threads: int, programs: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    properties = SimpleNamespace(
+        max_threads_per_multi_processor=most_threads, multi_processor_count=132, warp_size=32
+    )
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    kernel = SimpleNamespace(n_regs=registers, _init_handles=lambda: None)
+    assert launch._resident_programs(kernel, torch.device("cuda", 7)) == 132 * programs
+
+
+def test_the_grid_without_the_registers(monkeypatch: pytest.MonkeyPatch) -> None:
+    properties = SimpleNamespace(
+        max_threads_per_multi_processor=2048, multi_processor_count=10, warp_size=32
+    )
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    for kernel in (object(), SimpleNamespace(_init_handles=lambda: None)):
+        assert launch._resident_programs(kernel, torch.device("cuda", 8)) == 160
+    # AMD's registers are counted otherwise.
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    properties.warp_size = 64
+    kernel = SimpleNamespace(n_regs=128, _init_handles=lambda: None)
+    assert launch._resident_programs(kernel, torch.device("cuda", 9)) == 80
+
+
+def test_no_more_programs_than_chunks(
+    recording: Recording, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launch, "_most_programs", 6)
+    for numel, programs in ((3, 1), (5 * 2048, 5), (9 * 2048, 6)):
+        grads = cpu.list_of([torch.ones(numel)], CPU)
+        for _ in range(2):  # the first launch and a later one
+            KERNELS.check_(grads, torch.tensor(4.0))
+            assert recording.launches[-1][0] == programs
+
+
+def test_switches_for_measurements(recording: Recording) -> None:
+    """Each makes a variant of its own, and the default comes back."""
+    check = multi_tensor()
+    check()
+    switches: list[dict[str, Any]] = [{"PREFETCH": True}, {"CONTIGUOUS": True}]
+    switches += [{"EVICT": "evict_first"}, {"loads": 8}, {}]
+    try:
+        for switch in switches:
+            launch.tune(**switch)
+            check()
+            cache = kernels.multi_tensor.device_caches[0][0]
+        assert len(cache) == len(switches)
+    finally:
+        launch.tune()

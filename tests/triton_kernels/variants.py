@@ -139,11 +139,8 @@ class _Recorded(Exception):  # noqa: N818
 
 
 class _Recorder:
-    def __getitem__(self, grid: Any) -> Any:
-        def record(*args: Any, **switches: Any) -> None:
-            raise _Recorded(args, switches)
-
-        return record
+    def warmup(self, *args: Any, grid: Any, **switches: Any) -> None:
+        raise _Recorded(args, switches)
 
 
 def table_of(dtype: torch.dtype) -> cpu.DeviceTable:
@@ -179,7 +176,6 @@ def recorded(variant: Variant, target: Any) -> tuple[tuple[Any, ...], dict[str, 
     )
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(launch, "_threads", lambda device: 4 * target.warp_size)
-        patch.setattr(launch, "_most_programs", 1)
         patch.setattr(launch, "is_capturing", lambda: False)
         patch.setattr(kernels, "multi_tensor", _Recorder())
         with pytest.raises(_Recorded) as launched:
@@ -192,7 +188,6 @@ def recorded_measure(dtype: torch.dtype, target: Any) -> tuple[tuple[Any, ...], 
     table = table_of(dtype)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(launch, "_threads", lambda device: 4 * target.warp_size)
-        patch.setattr(launch, "_most_programs", 1)
         patch.setattr(launch, "is_capturing", lambda: False)
         patch.setattr(kernels, "measure", _Recorder())
         with pytest.raises(_Recorded) as launched:

@@ -44,6 +44,8 @@ INTERPRETED = not isinstance(kernels.multi_tensor, triton.JITFunction)
 
 _interpreter_lock = threading.Lock()
 
+# Of every NVIDIA GPU from compute capability 7.5 on.
+REGISTERS_PER_SM = 65_536
 # Few, so that test lists take several programs with several chunks each.
 INTERPRETED_PROGRAMS = 3
 _most_programs = INTERPRETED_PROGRAMS if INTERPRETED else None
@@ -181,9 +183,8 @@ def _options(work: Pass, segment: Segment, epilogue: Epilogue) -> dict[str, Any]
         **_tuning,
     }
     if torch.version.hip is None:
-        # Without a limit the compiler may assign too few, and spill. These need a few more.
-        needs_more = work.write and work.norms is not None and segment.dtype.itemsize == 2
-        options["maxnreg"] = 80 if needs_more else 64
+        # Without a limit the compiler may assign too few, and spill; these need a few more.
+        options["maxnreg"] = 80 if work.write and work.norms is not None else 64
     return options
 
 
@@ -277,7 +278,7 @@ def _resident_programs(kernel: Any, device: torch.device) -> int:
             kernel._init_handles()
             # Registers are given to a warp in units of 8 a thread.
             registers = threads * -(-kernel.n_regs // 8) * 8
-            of_each = min(of_each, properties.regs_per_multiprocessor // registers)
+            of_each = min(of_each, REGISTERS_PER_SM // registers)
     return of_each * int(properties.multi_processor_count)
 
 
