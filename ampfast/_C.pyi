@@ -64,7 +64,6 @@ def pass_on_device(
     state: dict[str, Any] | None,
     unscaled: Any,
     clips: bool,
-    max_programs: int,
     launch: Callable[[DeviceTable, Tensor, Tensor, bool], Any],
     /,
 ) -> Any: ...

@@ -320,9 +320,9 @@ PyObject* check_groups(PyObject* const* args) {
   return py::make_tuple(new_scalar(flag), new_scalar(flag), new_scalar(divisor)).release().ptr();
 }
 
-// pass_on_device(param_groups, scale, allow_fp16, state, unscaled, clips, max_programs, launch) ->
-// launch(table, scale, flag, is_wide), with a new flag for it to write. With a `state` the
-// gradients are written, and it is marked.
+// pass_on_device(param_groups, scale, allow_fp16, state, unscaled, clips, launch) -> launch(table,
+// scale, flag, is_wide), with a new flag for it to write. With a `state` the gradients are written,
+// and it is marked.
 PyObject* pass_on_device(PyObject* const* args) {
   const at::Tensor* scale = scalar_of(args[1], at::kFloat, kKernelDevices);
   const bool writes = args[3] != Py_None;
@@ -342,8 +342,8 @@ PyObject* pass_on_device(PyObject* const* args) {
     return nullptr;
   }
   walk->own();  // until the launch, before which Python runs
-  const py::object table = py::cast(std::const_pointer_cast<DeviceTable>(
-      table_of(walk->list, PyLong_AsLongLong(args[6]), /*capturing=*/false)));
+  const py::object table =
+      py::cast(std::const_pointer_cast<DeviceTable>(table_of(walk->list, /*capturing=*/false)));
   if (mark) {
     mark->put(args[4]);
   }
@@ -353,7 +353,7 @@ PyObject* pass_on_device(PyObject* const* args) {
     }
   }
   py::object result = py::reinterpret_steal<py::object>(
-      PyObject_CallFunctionObjArgs(args[7], table.ptr(), args[1], flag.ptr(),
+      PyObject_CallFunctionObjArgs(args[6], table.ptr(), args[1], flag.ptr(),
                                    walk->list.has_float64() ? Py_True : Py_False, nullptr));
   if (result && mark) {
     dict_of(args[3])[names().found_inf] = flags;
@@ -499,7 +499,7 @@ void bind_short_way(py::module_& m) {
                                   method<clip_groups, 7>("clip_groups"),
                                   method<any_found, 1>("any_found"),
                                   method<update_scale, 3>("update_scale"),
-                                  method<pass_on_device, 8>("pass_on_device"),
+                                  method<pass_on_device, 7>("pass_on_device"),
                                   method<update_on_device, 4>("update_on_device"),
                                   {nullptr, nullptr, 0, nullptr}};
   if (PyModule_AddFunctions(m.ptr(), methods) != 0) {

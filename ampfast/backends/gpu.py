@@ -363,13 +363,9 @@ class DeviceKernels:
         unscaled: Any,
         clips: bool,
     ) -> Any:
-        launcher = self._launcher
-        if launcher.is_capturing():
+        if self._launcher.is_capturing():
             return None  # each launch needs a table of its own
-        programs = launcher.max_programs(scale.device)
-        return pass_on_device(
-            *(param_groups, scale, allow_fp16, state, unscaled, clips, programs, launch)
-        )
+        return pass_on_device(param_groups, scale, allow_fp16, state, unscaled, clips, launch)
 
     def _unscale(self, table: DeviceTable, scale: Tensor, found_inf: Tensor, _: bool) -> Tensor:
         with self._launcher.on(scale.device):
@@ -379,9 +375,10 @@ class DeviceKernels:
     def _check(
         self, table: DeviceTable, scale: Tensor, found_inf: Tensor, _: bool
     ) -> tuple[Tensor, Tensor, Tensor]:
+        divisor = torch.empty_like(scale)
         with self._launcher.on(scale.device):
-            self._launch(Pass(table, False, Use.DIVIDE, scale, found_inf, False))
-        return found_inf, found_inf, scale * 1
+            self._launch(Pass(table, False, Use.DIVIDE, scale, found_inf, False, divisor=divisor))
+        return found_inf, found_inf, divisor
 
     def _clip(
         self,
