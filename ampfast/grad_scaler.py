@@ -948,8 +948,12 @@ class GradScaler(TorchGradScaler):
             raise AssertionError("_get_scale_async returned None")
         is_unscaled = state["stage"] is _UNSCALED
         deferred: clipping.Deferred | None = state.get(clipping.DEFERRED)
+        riding = None
         if is_unscaled:
             grad_scale = getattr(optimizer, "grad_scale", None)
+        elif self._riding and deferred is None and not hasattr(optimizer, "grad_scale"):
+            riding, grad_scale = self._riding, scale
+            riding.divisor = torch.empty_like(scale)
         else:
             grad_scale = scale * getattr(optimizer, "grad_scale", 1)
         if deferred is not None:
@@ -958,6 +962,8 @@ class GradScaler(TorchGradScaler):
         elif isinstance(grad_scale, Tensor) and not overridden:
             divisor = grad_scale.detach().float()
             found = self._check(optimizer, scale.device, divisor, rides=not is_unscaled)
+            if riding is not None:
+                grad_scale = riding.divisor if riding.applied else scale * 1
             if is_unscaled:
                 # What unscale_ found counts too; in new tensors, for its own may have been handed
                 # out.

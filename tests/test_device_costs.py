@@ -53,6 +53,39 @@ def test_plain_step_reads_and_writes_once(launcher: ReferenceLauncher, kind: str
     assert launcher.read == launcher.written == gradient_bytes(run)
 
 
+@pytest.mark.parametrize("together", [False, True])
+@pytest.mark.parametrize("kind", FUSED)
+def test_the_check_writes_the_grad_scale(
+    launcher: ReferenceLauncher, kind: str, together: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No launch of its own: with the next scale written first, it would be too late."""
+    run = warmed(kind, launcher, growth_interval=1)
+    given, written = [], []
+    step, plain = run.optimizer.step, launcher.multi_tensor
+
+    def spied_step() -> None:
+        given.append((run.optimizer.grad_scale, run.optimizer.grad_scale.item()))
+        step()
+
+    def spied_launch(work: Any, *more: Any) -> None:
+        written.append(work.divisor)
+        plain(work, *more)
+
+    monkeypatch.setattr(run.optimizer, "step", spied_step)
+    monkeypatch.setattr(launcher, "multi_tensor", spied_launch)
+    before = run.scaler.get_scale()
+    if together:
+        run.scaler.step_and_update(run.optimizer)
+    else:
+        run.scaler.step(run.optimizer)
+        run.scaler.update()
+    assert run.scaler.get_scale() == 2 * before
+    [(grad_scale, value)] = given
+    assert value == grad_scale.item() == before
+    assert written == [grad_scale] and written[0] is grad_scale
+    assert grad_scale is not run.scaler._scale
+
+
 @pytest.mark.parametrize("kind", FUSED)
 def test_fused_step_only_reads(launcher: ReferenceLauncher, kind: str) -> None:
     run = warmed(kind, launcher)

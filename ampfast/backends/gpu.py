@@ -91,6 +91,8 @@ class Launcher(Protocol):
 class ScaleUpdate:
     """Update of the scale on its device, alone or in the last program of a check.
 
+    `divisor`, if set, gets the scale as it was where the update rides.
+
     Args:
         launcher: The kernels.
         scale: As for `cpu.update_scale_`.
@@ -116,6 +118,7 @@ class ScaleUpdate:
         self.factors = factors
         self.state = state
         self.norm = norm
+        self.divisor: Tensor | None = None
         self.applied = False
         self._launcher = launcher
         self._found_infs = found_infs
@@ -452,10 +455,11 @@ class DeviceKernels:
             table = DeviceTable.of(grads, launcher.is_capturing())
             if found_inf is None:
                 found_inf = torch.empty((), dtype=torch.float32, device=device)
+            divisor = None if update is None else update.divisor
             self._launch(
                 Pass(
                     *(table, write, use, factor, found_inf, accumulate),
-                    *(coefficient, norms, track, update),
+                    *(coefficient, norms, track, update, divisor),
                 )
             )
         if update is not None:

@@ -261,6 +261,24 @@ def test_fused_update_on_grids(
             assert_same([scale, tracker], list(torch_updated(case, float(bad))))
 
 
+@pytest.mark.parametrize("programs", [1, 3])
+@pytest.mark.parametrize("bad", [False, True])
+def test_the_divisor_is_the_scale_before_the_update(
+    bad: bool, programs: int, limit_programs: Callable[[int], None]
+) -> None:
+    limit_programs(programs)
+    for case in ("grows", "counts"):
+        scale, tracker, factors = state(case)
+        before, grads = scale.clone(), mixed()
+        if bad:
+            grads[0][0] = math.inf
+        update = KERNELS.scale_update(scale, tracker, NO_FLAG, factors)
+        update.divisor = torch.full((), math.nan)
+        KERNELS.check_(grads_of(grads), scale, update=update)
+        assert_same([scale, tracker], list(torch_updated(case, float(bad))))
+        assert_same(update.divisor, before)
+
+
 @pytest.mark.parametrize("given", [None, 0.0, -0.0, 1.0, math.nan])
 @pytest.mark.parametrize("other", [0.0, -0.0, 0.5, 1.0, 2.0, math.nan])
 def test_fused_update_takes_another_flag(other: float, given: float | None) -> None:
