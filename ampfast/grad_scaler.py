@@ -17,10 +17,10 @@ from torch import Tensor
 from torch.amp.grad_scaler import OptState, _refresh_per_optimizer_state
 from torch.cuda.amp.common import amp_definitely_not_available
 
-from ampfast import backends, clipping, distributed, gradients, overflow
+from ampfast import backends, clipping, cuda_graphs, distributed, gradients, overflow
 from ampfast._version import __version__
 from ampfast.backends import aten, cpu, gpu
-from ampfast.errors import add_note, refuse_capture, warn_caller
+from ampfast.errors import add_note, is_capturing, refuse_capture, warn_caller
 from ampfast.loss_scale import LossScale, ScalePolicy, is_static
 from ampfast.optimizers import LastChecks, lacks_momentum, no_inf_checks, takes_grad_scaler
 from ampfast.overflow import GradientHealth, OverflowReport
@@ -52,13 +52,6 @@ _NEW: dict[str, Any] = _refresh_per_optimizer_state()
 
 # Cold, reading an enum's member from its class would cost as much as all other lines of `step`.
 _READY, _UNSCALED, _STEPPED = OptState
-
-# Why a step of a plain optimizer is not captured, and what to do.
-_HOST_DECIDES = (
-    "a step that the host may skip",
-    "take an optimizer with fused=True, which decides on the device, and capturable=True if it has "
-    "that argument",
-)
 
 
 def _not_compiled(method: Method) -> Method:
@@ -292,11 +285,13 @@ class GradScaler(TorchGradScaler):
             **kwargs: Passed on; a closure is refused.
 
         Returns:
-            What `optimizer.step` returned, or None if the step was skipped.
+            What `optimizer.step` returned, or None if the step was skipped. In a CUDA graph what it
+            returned while it was captured: whether a step is skipped is decided at each replay.
 
         Raises:
             AssertionError: If nothing was scaled yet, or no gradient was found.
-            RuntimeError: If called twice since the last `update`, or with a closure.
+            RuntimeError: If called twice since the last `update`, with a closure, or under a
+                capture that cannot skip the step; its text names what can.
             ValueError: As `unscale_`.
         """
         result: float | None
@@ -330,6 +325,9 @@ class GradScaler(TorchGradScaler):
                 recorded = state.get("found_inf_per_device")
         else:
             skips = None
+            if scale.is_cuda and is_capturing() and not self._overrides(_MAYBE_STEP):
+                # Here, or the gradients would count as unscaled.
+                cuda_graphs.require_skippable(optimizer)
             if state["stage"] is _READY:
                 if is_usual:
                     skips = self._short_way.unscale_groups(
@@ -337,9 +335,6 @@ class GradScaler(TorchGradScaler):
                         *(state, _UNSCALED),
                     )
                 if skips is None:
-                    if scale.is_cuda and not self._overrides(_MAYBE_STEP):
-                        # Here, or the gradients would count as unscaled.
-                        refuse_capture(*_HOST_DECIDES)
                     self.unscale_(optimizer)
             recorded = state["found_inf_per_device"]
             if not recorded:
@@ -822,8 +817,10 @@ class GradScaler(TorchGradScaler):
         found = cpu.any_found(flags)
         if found is None:
             on_gpu = [flag for flag in flags.values() if isinstance(flag, Tensor) and flag.is_cuda]
-            if on_gpu:
-                refuse_capture(*_HOST_DECIDES)
+            if on_gpu and is_capturing():
+                with cuda_graphs.skipped_where(flags.values()):
+                    result: float | None = optimizer.step(*args, **kwargs)
+                return result
             if len(on_gpu) > 1:
                 # In one place, so that the host waits once.
                 place = on_gpu[0].device

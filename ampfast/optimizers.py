@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from itertools import chain
 from types import FunctionType
 from typing import Any, Generic, TypeVar
@@ -15,7 +15,14 @@ from torch import Tensor
 from ampfast.backends import cpu
 from ampfast.errors import add_note
 
-__all__ = ["ByOptimizer", "LastChecks", "lacks_momentum", "no_inf_checks", "takes_grad_scaler"]
+__all__ = [
+    "ByOptimizer",
+    "LastChecks",
+    "lacks_momentum",
+    "makes_state",
+    "no_inf_checks",
+    "takes_grad_scaler",
+]
 
 Flags = dict[Any, Tensor]
 Value = TypeVar("Value")
@@ -50,6 +57,25 @@ def lacks_momentum(optimizer: torch.optim.SGD) -> bool:
     )
     # All groups at once, since the whole state is read.
     return cpu.lacks_state(params, state, "momentum_buffer")
+
+
+def makes_state(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether the next step would make the state of a parameter.
+
+    Known of optimizers that have `capturable`, all of which keep state, and of torch's SGD.
+    """
+    state: Mapping[Any, Any] = getattr(optimizer, "state", {})
+    is_sgd = isinstance(optimizer, torch.optim.SGD)
+    for group in optimizer.param_groups:
+        has_momentum = is_sgd and group["momentum"] != 0
+        for param in group["params"]:
+            if getattr(param, "grad", None) is not None:
+                entry = state.get(param, {})
+                if "capturable" in group and not entry:
+                    return True
+                if has_momentum and entry.get("momentum_buffer") is None:
+                    return True
+    return False
 
 
 def no_inf_checks(optimizer: torch.optim.Optimizer) -> AssertionError:

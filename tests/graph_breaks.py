@@ -13,10 +13,18 @@ from ampfast import GradScaler
 SHAPE = (37, 129)
 OPTIMIZERS: dict[str, Callable[..., Any]] = {
     "sgd": lambda params: torch.optim.SGD(params, lr=0.25),
+    "momentum": lambda params: torch.optim.SGD(params, lr=0.25, momentum=0.5),
+    "adam": lambda params: torch.optim.Adam(params, lr=0.1, capturable=True),
+    "one_by_one_adam": lambda params: torch.optim.Adam(
+        params, lr=torch.tensor(0.1, device=params[0].device), capturable=True, foreach=False
+    ),
+    "rmsprop": lambda params: torch.optim.RMSprop(params, lr=0.1, capturable=True),
     "fused_sgd": lambda params: torch.optim.SGD(params, lr=0.25, momentum=0.5, fused=True),
     "fused_adam": lambda params: torch.optim.Adam(params, lr=0.1, fused=True, capturable=True),
     "fused_adamw": lambda params: torch.optim.AdamW(params, lr=0.1, fused=True, capturable=True),
 }
+# Plain ones, whose steps the replays of a CUDA graph can skip.
+SKIPPABLE = ("sgd", "momentum", "adam", "one_by_one_adam", "rmsprop")
 # More finite iterations in a row than the interval, and more than one overflow.
 BAD_AT = (4, 5, 9)
 SETTINGS: dict[str, Any] = {"init_scale": 2.0**10, "growth_interval": 2}

@@ -45,7 +45,12 @@ class Number:
 def pretend(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     """Simulates a capture that never ends."""
     monkeypatch.setattr(OnGpu, "waits", [], raising=False)
-    return lambda: monkeypatch.setattr(errors, "is_capturing", lambda: True)
+
+    def begin() -> None:
+        for module in (errors, grad_scaler):
+            monkeypatch.setattr(module, "is_capturing", lambda: True)
+
+    return begin
 
 
 def started(**arguments: Any) -> GradScaler:

@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from captures import Capturing
+from graph_breaks import Training
 from reference_launcher import ReferenceLauncher
 from support import parameter_with
 
@@ -110,6 +112,27 @@ def test_an_overflow_on_another_rank_decides(
     assert scaler.step_skipped(optimizer) is (says == "bad")
     assert scaler.get_scale() == (4.0 if says == "bad" else 16.0)
     assert scaler.stats().steps == 1
+
+
+def test_a_replay_skips_for_another_rank(
+    world: dist.ProcessGroup, launcher: ReferenceLauncher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    says = torch.zeros(())
+    monkeypatch.setattr(dist, "all_reduce", lambda tensor, op, group: tensor.add_(says))
+    capturing = Capturing(launcher, monkeypatch)
+    training = Training(started(process_group=world), "sgd", torch.device("cpu"))
+    training.iterate(0)
+    scales = [16.0]
+    with capturing.of(training.scaler) as graph:
+        training.step()
+    for bad in (0.0, 1.0, 0.0):
+        says.fill_(bad)
+        training.weight.grad.fill_(1.0)
+        before = training.weight.detach().clone()
+        graph.replay()
+        assert torch.equal(training.weight, before) is (bad == 1.0)
+        scales.append(training.scaler.get_scale())
+    assert scales == [16.0, 32.0, 16.0, 32.0]
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -8,14 +8,21 @@ from collections.abc import Callable
 import pytest
 import torch
 from gpu_support import flag, grads_of, kernels_of
-from graph_breaks import OPTIMIZERS, SETTINGS, Training, assert_no_more_breaks
+from graph_breaks import OPTIMIZERS, SETTINGS, SKIPPABLE, Training, assert_no_more_breaks
 from support import TorchScaler, assert_same
 
 from ampfast import _C, GradScaler
 
 pytestmark = pytest.mark.gpu
 
-CAPTURABLE = ("fused_sgd", "fused_adam", "fused_adamw")
+HAS_NODES = hasattr(torch.cuda.CUDAGraph, "begin_capture_to_if_node") and not torch.version.hip
+needs_nodes = pytest.mark.skipif(
+    not HAS_NODES, reason="steps are skipped by conditional nodes: torch 2.12 or newer, CUDA"
+)
+CAPTURABLE = (
+    *("fused_sgd", "fused_adam", "fused_adamw"),
+    *(pytest.param(kind, marks=needs_nodes) for kind in SKIPPABLE),
+)
 ITERATIONS = 14
 
 
@@ -198,6 +205,7 @@ def test_refused_the_creation_of_the_scale(backend: str, device: torch.device) -
     assert scaler.get_scale() == 2.0**16
 
 
+@pytest.mark.skipif(HAS_NODES, reason="this torch captures it")
 @pytest.mark.parametrize("together", [False, True])
 def test_refused_a_plain_step(backend: str, device: torch.device, together: bool) -> None:
     ours, _ = trainings(backend, "sgd", device)
@@ -215,6 +223,33 @@ def test_refused_the_first_step_with_momentum(backend: str, device: torch.device
     optimizer = OPTIMIZERS["fused_sgd"](ours.params)
     refused(lambda: ours.scaler.step(optimizer), WITHOUT_CAPTURE, device)
     assert not hasattr(optimizer, "grad_scale") and not hasattr(optimizer, "found_inf")
+
+
+@needs_nodes
+@pytest.mark.parametrize("kind", ["momentum", "adam"])
+def test_refused_the_first_plain_step(backend: str, device: torch.device, kind: str) -> None:
+    ours, _ = trainings(backend, "sgd", device)
+    optimizer = OPTIMIZERS[kind](ours.params)
+    refused(lambda: ours.scaler.step(optimizer), "cannot capture the first step of", device)
+    assert not ours.scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
+    assert ours.scaler.step(optimizer) is None
+    assert not ours.scaler.step_skipped(optimizer)
+
+
+@needs_nodes
+@pytest.mark.parametrize("together", [False, True])
+def test_a_plain_step_that_raises_ends_its_body(
+    backend: str, device: torch.device, together: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ours, _ = trainings(backend, "sgd", device)
+
+    def fails() -> None:
+        raise RuntimeError("the step fails")
+
+    monkeypatch.setattr(ours.optimizer, "step", fails)
+    refused(lambda: ours.step(together), "the step fails", device)
+    state = ours.scaler._per_optimizer_states[id(ours.optimizer)]
+    assert state["stage"] is torch.amp.grad_scaler.OptState.UNSCALED
 
 
 def test_refused_a_kernel_that_is_not_compiled(

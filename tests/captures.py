@@ -1,0 +1,222 @@
+"""Captures on CPU tensors: ops and launches are recorded, not run, and replayed like a CUDA graph.
+
+Tensors that the scaler asks for their device claim to be on a GPU.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from graph_breaks import BAD_AT, SETTINGS, Training
+from support import assert_same
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves, tree_map
+
+from ampfast import GradScaler, backends, cuda_graphs, errors, grad_scaler, gradients, loss_scale
+from ampfast.backends.gpu import DeviceKernels
+
+ITERATIONS = 12
+LAUNCHES = ("multi_tensor", "measure", "update_scale", "clip_coefficient")
+KERNELS = ("unscale_", "check_", "norms", "scale_update", "clip_coefficient")
+
+Node = Callable[[], None]
+
+
+class OnGpu(torch.Tensor):
+    """CPU tensor that claims to be on a GPU."""
+
+    is_cuda = property(lambda self: True)
+
+
+class Capture(TorchDispatchMode):
+    """A graph of CPU tensors, and the mode that captures it.
+
+    Attributes:
+        calls: The calls that began and ended the bodies of conditional nodes, and `note`d ones.
+        fails: Name of the call that raises.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[str] = []
+        self.fails = ""
+        self.is_active = False
+        self._nodes: list[Node] = []
+        self._open: list[list[Node]] = []
+
+    def note(self, call: str) -> None:
+        self.calls.append(call)
+        if call == self.fails:
+            raise RuntimeError(f"{call} fails")
+
+    def record(self, node: Node) -> None:
+        (self._open[-1] if self._open else self._nodes).append(node)
+
+    def replay(self) -> None:
+        assert not self._open, "the body of a conditional node was not ended"
+        with torch.no_grad():
+            for node in self._nodes:
+                node()
+
+    # As torch.cuda.CUDAGraph.
+
+    def get_currently_capturing_graph(self) -> Capture:
+        assert self.is_active
+        self.note("get")
+        return self
+
+    def begin_capture_to_if_node(self, predicate: torch.Tensor) -> None:
+        self.note("begin")
+        assert predicate.dtype is torch.bool and predicate.numel() == 1
+        body: list[Node] = []
+
+        def run() -> None:
+            if predicate.tolist():
+                for node in body:
+                    node()
+
+        self.record(run)
+        self._open.append(body)
+
+    def end_capture_to_conditional_node(self) -> None:
+        self._open.pop()
+        self.note("end")
+
+    def __torch_dispatch__(
+        self, op: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if op.namespace != "aten":
+            return op(*args, **kwargs)
+        assert op is not torch.ops.aten._local_scalar_dense.default, "the host reads a value"
+        named = dict(zip((argument.name for argument in op._schema.arguments), args, strict=False))
+        written = [
+            {**named, **kwargs}[argument.name]
+            for argument in op._schema.arguments
+            if argument.alias_info is not None and argument.alias_info.is_write
+        ]
+        if written:  # which must not happen before a replay
+            self.record(functools.partial(op, *args, **kwargs))
+            return written[0] if op._schema.returns else None
+        result = op(*args, **kwargs)
+        if not any(argument.alias_info for argument in op._schema.arguments):  # no view
+            self.record(lambda: _copy_all(result, op(*args, **kwargs)))
+        return result
+
+
+def _copy_all(targets: Any, sources: Any) -> None:
+    for target, source in zip(tree_leaves(targets), tree_leaves(sources), strict=True):
+        if isinstance(target, torch.Tensor):
+            target.copy_(source)
+
+
+class _Recorded:
+    """A launcher whose launches become nodes under a capture."""
+
+    def __init__(self, launcher: Any, capture: Capture) -> None:
+        self._launcher, self._capture = launcher, capture
+
+    def __getattr__(self, name: str) -> Any:
+        call = getattr(self._launcher, name)
+        if name not in LAUNCHES or not self._capture.is_active:
+            return call
+        return lambda *args, **kwargs: self._capture.record(
+            functools.partial(call, *args, **kwargs)
+        )
+
+    def is_capturing(self) -> bool:
+        return self._capture.is_active
+
+
+class _Kernels:
+    """Kernels that take and return tensors that claim to be on a GPU under a capture."""
+
+    def __init__(self, launcher: Any, capture: Capture) -> None:
+        self._kernels = DeviceKernels(_Recorded(launcher, capture))
+        self._capture = capture
+
+    def __getattr__(self, name: str) -> Any:
+        call = getattr(self._kernels, name)
+        if name not in KERNELS or not self._capture.is_active:
+            return call
+
+        def unobserved(*args: Any, **kwargs: Any) -> Any:
+            with _disable_current_modes():
+                args, kwargs = _as(torch.Tensor, (args, kwargs))
+                return _as(OnGpu, call(*args, **kwargs))
+
+        return unobserved
+
+
+def _as(kind: type[torch.Tensor], values: Any) -> Any:
+    return tree_map(lambda v: v.as_subclass(kind) if isinstance(v, torch.Tensor) else v, values)
+
+
+class Capturing:
+    """Captures of a scaler's calls, over the kernels of `launcher`."""
+
+    def __init__(self, launcher: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.graph = Capture()
+        graph = self.graph
+        kernels = _Kernels(launcher, graph)
+        monkeypatch.setattr(backends.Choice, "kernels_for", lambda choice, device: kernels)
+        for module in (errors, grad_scaler, loss_scale):
+            monkeypatch.setattr(module, "is_capturing", lambda: graph.is_active)
+        monkeypatch.setattr(torch.cuda, "CUDAGraph", graph)
+        monkeypatch.setattr(cuda_graphs, "_current_device", lambda: torch.device("cpu"))
+        collect = gradients.collect
+
+        def unobserved(*args: Any, **kwargs: Any) -> Any:
+            with _disable_current_modes():
+                return collect(*args, **kwargs)
+
+        monkeypatch.setattr(gradients, "collect", unobserved)
+        for optimizer in (torch.optim.Adam, torch.optim.RMSprop):
+            module = sys.modules[optimizer.__module__]
+            monkeypatch.setattr(module, "_get_capturable_supported_devices", lambda **_: ["cpu"])
+
+    @contextlib.contextmanager
+    def of(self, scaler: Any) -> Iterator[Capture]:
+        """Captures the calls in its body."""
+        scale = scaler._scale
+        scaler._scale = scale.as_subclass(OnGpu)
+        self.graph.is_active = True
+        try:
+            with self.graph:
+                yield self.graph
+        finally:
+            self.graph.is_active = False
+            scaler._scale = scale
+
+
+def assert_replays_are_eager(
+    capturing: Capturing, kind: str, calls: Callable[[Training], None], rival: Any
+) -> None:
+    """Compares replays of captured `calls` of our scaler with eager steps of `rival`."""
+    settings: dict[str, Any] = {"device": "cpu", **SETTINGS}
+    ours = Training(GradScaler(**settings), kind, torch.device("cpu"))
+    theirs = Training(rival(**settings), kind, torch.device("cpu"))
+    for iteration in range(2):
+        ours.iterate(iteration)
+        theirs.iterate(iteration)
+    before = copy.deepcopy(ours.observe())
+    ours.optimizer.zero_grad(set_to_none=False)
+    with capturing.of(ours.scaler) as graph:
+        calls(ours)
+    assert_same(ours.observe(), before, "a capture runs nothing")
+    for iteration in range(2, ITERATIONS):
+        for side in (ours, theirs):
+            side.feed(iteration)
+            side.optimizer.zero_grad(set_to_none=False)
+            side.backward()
+        graph.replay()
+        calls(theirs)
+        assert_same(ours.observe(), theirs.observe(), f"iteration {iteration}")
+        assert ours.scaler.step_skipped(ours.optimizer) == (iteration in BAD_AT)

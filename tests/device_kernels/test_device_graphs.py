@@ -1,0 +1,17 @@
+"""Captured steps of plain optimizers, replayed over the kernels."""
+
+from __future__ import annotations
+
+import pytest
+from captures import Capturing, assert_replays_are_eager
+from device_parity import launch
+from support import TorchScaler
+
+
+@pytest.mark.parametrize("together", [False, True])
+@pytest.mark.parametrize("kind", ["momentum", "adam"])
+def test_replays_are_torchs_eager_steps(
+    kind: str, together: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    capturing = Capturing(launch, monkeypatch)
+    assert_replays_are_eager(capturing, kind, lambda training: training.step(together), TorchScaler)
