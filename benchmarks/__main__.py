@@ -27,6 +27,7 @@ from . import (
     real_loops,
     report,
     steps,
+    sweep,
     tables,
     tracking,
     training,
@@ -45,6 +46,8 @@ except ModuleNotFoundError:
 
 # In the order of a run: the most informative parts come first, in case the time is up.
 SUBJECTS = tuple(tables.SUBJECTS)
+# Not in a run that names none.
+ON_REQUEST = ("decisive", "bulk", "sweep")
 INTERRUPTED = 130
 JSON = "results.json"
 EARLIER = "earlier"
@@ -163,7 +166,8 @@ def _bench(arguments: Sequence[str]) -> int:
             on = Setting(device, GPU_QUICK if options.quick else GPU_FULL, CudaQueue(device))
         else:
             on = Setting(device, QUICK if options.quick else FULL)
-        jobs = jobs_of(options.only or SUBJECTS, on)
+        usual = [subject for subject in SUBJECTS if subject not in ON_REQUEST]
+        jobs = jobs_of(options.only or usual, on)
         deadline = started + options.limit
         exit_code = _run(jobs, results, file, started, deadline, stopped)
         stopped.set()
@@ -187,6 +191,8 @@ def jobs_of(subjects: Sequence[str], on: Setting) -> list[tuple[str, Job]]:
         "clip": kernels.jobs(on, clipping.measure),
         "tracking": tracking.jobs(on),
         "decisive": decisive.jobs(on),
+        "bulk": sweep.bulk_jobs(on),
+        "sweep": sweep.jobs(on),
     }
     return [(f"{subject}: {job.label}", job) for subject in subjects for job in jobs[subject]]
 
@@ -214,8 +220,9 @@ def _run(
             raise KeyboardInterrupt
         if time.monotonic() > deadline:
             left_out = True
-            note(f"left out {name}: the time is up")
-            continue
+            more = len(jobs) - number
+            note(f"left out {name}{f' and {more} more' if more else ''}: the time is up")
+            break
         print(f"[{number}/{len(jobs)}] {name}", flush=True)
         try:
             measured = job.run()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
@@ -15,7 +15,7 @@ from .harness import Contender, Job, Measured, Setting, assert_same, interleave
 from .kernels import Lists, lists_beyond_cache
 from .machine import require_memory, tensors_per_launch
 from .models import nets, perceptron
-from .providers import CHECK, CLIP, COPY, NORM, READ, UNSCALE, Gradients, Scalars
+from .providers import CHECK, CLIP, COPY, NORM, READ, UNSCALE, Calls, Gradients, Scalars
 from .results import Row
 from .timing import Timed, dtype_name
 
@@ -59,7 +59,7 @@ def jobs(on: Setting) -> list[Job]:
         *(
             Job(
                 f"{name} {dtype_name(dtype)}",
-                functools.partial(measure, _small(name) if on_cpu else CASES[name], dtype, p, on),
+                functools.partial(measure, case_for(name, on.device), dtype, p, on),
             )
             for name, dtype, p in LISTS
         ),
@@ -75,9 +75,21 @@ def jobs(on: Setting) -> list[Job]:
     ]
 
 
-def _small(name: str) -> GradCase:
-    shapes = CASES[name].shapes[:3]
-    return GradCase(name, tuple(tuple(min(size, 25) for size in shape) for shape in shapes))
+def case_for(name: str, device: torch.device) -> GradCase:
+    """List of a name; on a CPU a small one."""
+    shapes = CASES[name].shapes
+    if device.type == "cpu":
+        shapes = tuple(tuple(min(size, 25) for size in shape) for shape in shapes[:3])
+    return GradCase(name, shapes)
+
+
+def lists_in_turn(case: GradCase, dtype: torch.dtype, device: torch.device) -> int:
+    """Number of lists that take turns, for which there must be memory."""
+    size = case.list_bytes(dtype)
+    # A rehearsal takes two turns, to see that they are taken.
+    lists = 2 if device.type == "cpu" else lists_beyond_cache(size, device)
+    require_memory((MEMORY_OF_LISTS * lists + 1) * size, device)
+    return lists
 
 
 def measure(case: GradCase, dtype: torch.dtype, paths: Sequence[str], on: Setting) -> Measured:
@@ -85,18 +97,17 @@ def measure(case: GradCase, dtype: torch.dtype, paths: Sequence[str], on: Settin
 
     A backend with wrong results is left out, with a note.
     """
-    device, list_bytes = on.device, case.list_bytes(dtype)
-    # A rehearsal takes two turns, to see that they are taken.
-    lists = 2 if device.type == "cpu" else lists_beyond_cache(list_bytes, device)
-    require_memory((MEMORY_OF_LISTS * lists + 1) * list_bytes, device)
+    device = on.device
+    lists = lists_in_turn(case, dtype, device)
     names, notes = providers.available(device)
     gradients = Lists(case, dtype, device, lists)
     scalars = Scalars.make(device)
     calls = []
     for name in names:
+        launches = functools.partial(providers.launches, name, device)
         try:
-            assert_parity(gradients.lists[0], name, paths)
-            calls.append(providers.launches(name, device, scalars))
+            assert_parity(gradients.lists[0], launches, paths)
+            calls.append(launches(scalars))
         except Exception as error:
             notes.append(f"FAILED {name}, {case.name} {dtype_name(dtype)}: {error}")
     takes = providers.torch_takes(dtype, device)
@@ -106,11 +117,9 @@ def measure(case: GradCase, dtype: torch.dtype, paths: Sequence[str], on: Settin
         *gradients.contenders([providers.torch_calls(scalars)], torchs),
         *gradients.contenders(calls, paths),
     ]
-    timed = _timed(case, dtype, contenders, lists, on, list_bytes < GRAPH_BELOW_BYTES)
+    timed = time_on_device(SUBJECT, case, dtype, contenders, lists, on)
     gradients.assert_steady(scalars.found_inf)
-    rows = [replace(row, bytes=providers.moved_bytes(row.call, list_bytes)) for row in timed.rows()]
-    [copy] = [row.gb_s for row in rows if row.call == COPY]
-    measured = Measured([replace(row, copy_gb_s=copy) for row in rows], notes=notes + timed.notes)
+    measured = Measured(rows_of(timed), notes=notes + timed.notes)
     for path in [path for path in paths if path not in torchs]:
         name = timed.name((path, "torch"))
         why = f"torch {torch.__version__} has no kernel for {dtype_name(dtype)} here"
@@ -120,16 +129,18 @@ def measure(case: GradCase, dtype: torch.dtype, paths: Sequence[str], on: Settin
     return measured
 
 
-def assert_parity(gradients: Gradients, name: str, paths: Sequence[str]) -> None:
+def assert_parity(
+    gradients: Gradients, launches: Callable[[Scalars], Calls], paths: Sequence[str]
+) -> None:
     """Compares each path with torch's elementwise operations on the same device."""
     device = gradients[0].device
     for path in paths:
         ours = Scalars.make(device, INVERSE)
-        calls = providers.launches(name, device, ours)
+        calls = launches(ours)
         copies = [gradient.clone() for gradient in gradients]
         prepared = calls.prepare(copies)
         squares = calls.paths[path](prepared, 0)
-        what = f"{path} by {name}"
+        what = f"{path} by {calls.provider}"
         factor = ours.inverses[0] if path in (UNSCALE, CLIP) else ours.one
         for copy, gradient in zip(copies, gradients, strict=True):
             pieces = [each.reshape(-1).split(PIECE) for each in (copy, gradient)]
@@ -161,27 +172,35 @@ def _ceilings(gradients: Lists) -> list[Contender]:
     return contenders
 
 
-def _timed(
+def time_on_device(
+    subject: str,
     case: GradCase,
     dtype: torch.dtype,
     contenders: Sequence[Contender],
     lists: int,
     on: Setting,
-    by_graph: bool,
 ) -> Timed:
-    """Device time alone, by graphs if they can be captured."""
+    """Device time alone, of small lists by graphs if they can be captured."""
     assert on.queue is not None
     cycle, notes = 2 * lists, []
     timer: GraphTimer | EventTimer = EventTimer(on.queue, {}, cycle)
-    if by_graph:
+    if case.list_bytes(dtype) < GRAPH_BELOW_BYTES:
         try:
             timer = GraphTimer(on.queue, contenders, cycle)
         except RuntimeError as error:
             notes.append(f"{case.name}: by events, since no graph could be captured: {error}")
     return Timed(
-        *(SUBJECT, case, dtype, contenders, interleave(contenders, on.effort, cycle, timer)),
+        *(subject, case, dtype, contenders, interleave(contenders, on.effort, cycle, timer)),
         timer=timer.name,
         lists=lists,
         tensors_per_launch=tensors_per_launch(torch.__version__, torch.version.cuda),
         notes=notes,
     )
+
+
+def rows_of(timed: Timed) -> list[Row]:
+    """Rows with bytes, relative to the copy of the whole list."""
+    size = timed.list_bytes
+    rows = [replace(row, bytes=providers.moved_bytes(row.call, size)) for row in timed.rows()]
+    [copy] = [row.gb_s for row in rows if row.call == COPY]
+    return [replace(row, copy_gb_s=copy) for row in rows]

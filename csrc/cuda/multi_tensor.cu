@@ -15,7 +15,10 @@ namespace ampfast::cuda {
 namespace {
 
 // As many as sm_75 has threads for, and it leaves 64 registers to a thread.
-constexpr int kLeastProgramsPerSm = 8;
+#ifndef AMPFAST_LEAST_PROGRAMS  // for measurements
+#define AMPFAST_LEAST_PROGRAMS 8
+#endif
+constexpr int kLeastProgramsPerSm = AMPFAST_LEAST_PROGRAMS;
 
 struct Max {
   template <class T>

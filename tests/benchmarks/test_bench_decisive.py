@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from dataclasses import replace
 
 import pytest
 import torch
@@ -55,17 +54,26 @@ def test_a_dtype_without_a_kernel_of_torch_has_rows_that_say_so(monkeypatch):
     assert tables.of_subject("decisive", measured.rows).lines
 
 
-@pytest.mark.parametrize("wrong", ["value", "finds", "finds nothing", "norm", "coefficient"])
-def test_a_wrong_backend_is_left_out_with_a_note(monkeypatch, wrong):
+@pytest.mark.parametrize(
+    ("wrong", "told"),
+    [
+        ("value", "unscale by cpu, tensor 0: "),
+        ("finds", "check by cpu: wrong flag without an infinity"),
+        ("finds nothing", "check by cpu: wrong flag with an infinity"),
+        ("norm", "as sum of squares, not "),
+        ("coefficient", "norm and clip by cpu, tensor 0: "),
+    ],
+)
+def test_a_wrong_backend_is_left_out_with_a_note(monkeypatch, wrong, told):
     class Wrong(TableLauncher):
         def multi_tensor(self, work, segment, epilogue):
             super().multi_tensor(work, segment, epilogue)
             if wrong.startswith("finds"):
                 work.found_inf.fill_(wrong == "finds")
             if wrong == "value" and work.write:
-                super().multi_tensor(replace(work, use=providers.Use.INVERSE), segment, epilogue)
+                super().multi_tensor(work._replace(use=providers.Use.INVERSE), segment, epilogue)
             if wrong == "norm" and work.norms is not None:
-                work.norms *= 1 + 1e-5
+                work.norms.mul_(1 + 1e-5)
 
         def clip_coefficient(self, clip):
             super().clip_coefficient(clip)
@@ -75,7 +83,7 @@ def test_a_wrong_backend_is_left_out_with_a_note(monkeypatch, wrong):
     monkeypatch.setattr(providers, "device_kernels", lambda name, device: DeviceKernels(Wrong()))
     measured = decisive.measure(SMALL, torch.float32, (*PASSES, CLIP), on(HostQueue()))
     (note,) = measured.notes
-    assert note.startswith("FAILED cpu, small float32: ")
+    assert note.startswith("FAILED cpu, small float32: ") and told in note
     assert {row.side for row in measured.rows} == {"torch"}
     assert measured.goals == []
 

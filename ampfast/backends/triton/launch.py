@@ -184,7 +184,7 @@ def _options(work: Pass, segment: Segment, epilogue: Epilogue) -> dict[str, Any]
     }
     if torch.version.hip is None:
         # Without a limit the compiler may assign too few, and spill; these need a few more.
-        options["maxnreg"] = 80 if work.write and work.norms is not None else 64
+        options.setdefault("maxnreg", 80 if work.write and work.norms is not None else 64)
     return options
 
 

@@ -1,0 +1,200 @@
+"""The sweep over the kernels' switches: order, results, libraries, ranking."""
+
+from __future__ import annotations
+
+import contextlib
+import subprocess
+
+import pytest
+import torch
+import torch.utils.cpp_extension
+from nvcc import NVCC
+from simulated import CPU, HostQueue, TableLauncher, on
+
+from ampfast.backends.gpu import DeviceKernels, Epilogue, Pass, Use
+from benchmarks import __main__ as command
+from benchmarks import decisive, machine, providers, sweep, tables
+from benchmarks.results import Results, Row, Spread
+from benchmarks.sweep import BACKENDS, FIRST, Variant
+
+
+@pytest.fixture
+def backends(monkeypatch):
+    monkeypatch.setattr(providers, "available", lambda device: (["triton"], []))
+
+
+@pytest.fixture
+def applied(monkeypatch, backends):
+    """Variants run torch's ops; returns those that did."""
+    found = []
+
+    @contextlib.contextmanager
+    def apply(variant, device):
+        found.append(variant)
+        yield DeviceKernels(TableLauncher())
+
+    monkeypatch.setattr(sweep, "applied", apply)
+    return found
+
+
+def test_what_changes_least_comes_first_and_cuda_has_time_to_compile():
+    found = sweep.variants(BACKENDS)
+    assert len(set(found)) == len(found) == 2 * 6 * 3 * 2**3
+    assert len({each.name for each in found}) == len(found)
+    assert found[0] == FIRST
+    single = 5 + 2 + 3
+    assert [each.backend for each in found[: 2 * single + 2]] == [
+        *((single + 1) * ["triton"]),
+        *((single + 1) * ["cuda"]),
+    ]
+    assert found[single + 1] == Variant("cuda")
+    last = Variant("triton", 16, 16, True, True, True)
+    assert last.name == "triton, 16 programs, 32 KiB, contiguous, prefetch, stream"
+    assert last in found[-20:]
+    assert {each.backend for each in sweep.variants(["cuda"])} == {"cuda"}
+
+
+def test_a_sweep_is_written_and_ranked(applied, tmp_path, capsys, monkeypatch):
+    few = sweep.variants(["triton"])[:3]
+    monkeypatch.setattr(sweep, "variants", lambda backends: few)
+    file = tmp_path / "sweep.json"
+    assert command.main(["--only", "sweep", "--rehearse", "--json", str(file)]) == 0
+    assert applied == few
+    rows = Results.read(file).rows
+    calls = [(name, call) for name, _ in sweep.LISTS for call in ("check", "unscale")]
+    for variant in few:
+        of = [r for r in rows if r.side == f"ampfast, {variant.name}"]
+        assert [(row.case.removesuffix(", cold"), row.call) for row in of] == calls
+        assert all(row.percent_of_copy for row in of)
+    table = tables.ranking(rows)
+    assert sorted(line[0] for line in table.lines) == sorted(f"ampfast, {v.name}" for v in few)
+    assert len(table.header) == len(table.lines[0]) == 2 + len(calls)
+    assert "the best come first" in table.how
+
+
+def test_a_wrong_variant_is_not_timed(monkeypatch, backends):
+    class Wrong(TableLauncher):
+        def multi_tensor(self, work, segment, epilogue):
+            super().multi_tensor(work._replace(write=False), segment, epilogue)
+
+    monkeypatch.setattr(sweep, "applied", lambda *_: contextlib.nullcontext(DeviceKernels(Wrong())))
+    monkeypatch.setattr(decisive, "interleave", lambda *arguments: pytest.fail("was timed"))
+    with pytest.raises(AssertionError, match="unscale by triton"):
+        sweep.measure(FIRST, (), on(HostQueue()))
+
+
+def test_tritons_switches_are_set_and_reset(monkeypatch):
+    launch = pytest.importorskip("ampfast.backends.triton.launch")
+    calls = []
+    monkeypatch.setattr(launch, "tune", lambda *given, **switches: calls.append((given, switches)))
+    monkeypatch.setattr(launch, "limit_programs", calls.append)
+    with sweep.applied(Variant("triton", 8, 16, stream=True), CPU) as kernels:
+        assert isinstance(kernels, DeviceKernels)
+        switches = {"CONTIGUOUS": False, "PREFETCH": False, "EVICT": "evict_first"}
+        assert calls == [((16,), {**switches, "maxnreg": sweep.MORE_REGISTERS[16]}), 8]
+        assert set(launch.TUNING) == set(switches)
+        calls.clear()
+    assert calls == [((), {}), None]
+
+
+def _row(variant, call, percent):
+    spread = Spread(1.0, 1.0, 1.0)
+    name = ("sweep", "a", "float32", call, f"ampfast, {variant.name}")
+    return Row(*name, ms=spread, bytes=10_000 * percent, copy_gb_s=1.0)
+
+
+def test_the_best_and_the_usual_are_ranked_and_profiled():
+    bad, best = Variant("triton", 4), Variant("triton", loads=8)
+    cuda, unfinished = Variant("cuda"), Variant("cuda", prefetch=True)
+    rows = [
+        _row(variant, call, percent)
+        for variant, percents in {
+            FIRST: (50, 80),
+            bad: (1, 2),
+            best: (60, 90),
+            cuda: (90, 10),
+        }.items()
+        for call, percent in zip(("check", "unscale"), percents, strict=True)
+    ]
+    rows.append(_row(unfinished, "check", 100))
+    table = tables.ranking(rows)
+    assert [line[0].removeprefix("ampfast, ") for line in table.lines] == [
+        *("triton, 16 KiB", "triton", "cuda", "triton, 4 programs")
+    ]
+    assert table.lines[0][1:] == ("73%", "60%", "90%")
+    results = Results({}, "", None, "", None, "", rows=rows)
+    assert sweep.chosen(results) == [FIRST, best, cuda]
+
+
+def test_the_library_is_called_with_the_fields_of_a_pass(monkeypatch):
+    calls = []
+
+    class Function:
+        def __call__(self, *arguments):
+            calls.append([getattr(each, "value", each) for each in arguments])
+
+    class Loaded:
+        sweep_launch, sweep_bulk_read = Function(), Function()
+
+    monkeypatch.setattr(sweep.ctypes, "CDLL", lambda path: Loaded())
+    stream = type("Stream", (), {"cuda_stream": 7})
+    monkeypatch.setattr(torch.cuda, "current_stream", stream)
+    tensor, factor, flag = torch.zeros(3, dtype=torch.int64), torch.ones(()), torch.zeros(())
+    segment = type("Segment", (), {"dtype": torch.bfloat16, "word": 8, "chunks": 5, "partials": 9})
+    table = type("Table", (), {"buffer": tensor})
+    work = Pass(table, True, Use.SCALE, factor, flag, True)
+    sweep.Library("a.so").multi_tensor(work, segment, Epilogue.FINISH)
+    pointers = [each.data_ptr() for each in (tensor, factor, flag)]
+    assert calls == [[3, pointers[0], 8, 5, 9, 1, 2, *pointers[1:], 7]]
+
+
+def test_all_libraries_are_compiled_at_once_and_a_failure_is_one_line(monkeypatch, tmp_path):
+    nvcc = tmp_path / "bin" / "nvcc"
+    nvcc.parent.mkdir()
+    nvcc.write_text("""#!/bin/sh
+echo "$@" >> "$0.log"
+case "$*" in *VECTORS=16*) echo first; echo "error: too many"; exit 2 ;; esac
+""")
+    nvcc.chmod(0o755)
+    monkeypatch.setattr(torch.utils.cpp_extension, "CUDA_HOME", str(tmp_path))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(sweep, "REPOSITORY", tmp_path)
+    sweep._compiler.cache_clear()
+    found = dict.fromkeys(each.defines for each in sweep.variants(["cuda"]))
+    paths = {sweep._compiler(defines, CPU)[0] for defines in found}
+    assert len(paths) == 24
+    for _ in range(2):  # variants share libraries
+        for variant in (Variant("cuda"), Variant("cuda", 4)):
+            assert sweep.built(variant.defines, CPU) in paths
+        with pytest.raises(RuntimeError, match="nvcc: error: too many"):
+            sweep.built(Variant("cuda", loads=16).defines, CPU)
+    for defines in found:
+        sweep._compiler(defines, CPU)[1].wait()
+    lines = nvcc.with_suffix(".log").read_text().splitlines()
+    assert len(lines) == 24 and all("-arch=sm_90" in line for line in lines)
+    sweep._compiler.cache_clear()
+
+
+@pytest.mark.sweep
+@pytest.mark.skipif(NVCC is None, reason="needs nvcc")
+@pytest.mark.parametrize(
+    "variant",
+    [Variant("cuda"), Variant("cuda", None, 16, True, True, True)],
+    ids=lambda variant: variant.name,
+)
+def test_the_libraries_compile(tmp_path, variant):
+    path = tmp_path / "sweep.so"
+    flags = [*sweep.FLAGS, "-arch=sm_90", *variant.defines]
+    subprocess.run([NVCC, *flags, str(sweep.SOURCE), "-o", str(path)], check=True)
+    exported = subprocess.run(["nm", "-D", path], capture_output=True, text=True).stdout
+    for name in ("sweep_launch", "sweep_limit", "sweep_bulk_read"):
+        assert f" T {name}\n" in exported
+
+
+def test_macros_are_those_of_the_kernels():
+    sources = "".join(
+        path.read_text() for path in (machine.REPOSITORY / "csrc" / "cuda").glob("*.cu*")
+    )
+    for define in Variant("cuda").defines:
+        name = define.removeprefix("-D").partition("=")[0]
+        assert f"#ifndef {name} " in sources
