@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import pytest
 from nvcc import FLAGS, NVCC, SETUP
+from registers import DOCUMENTED, cells, registers_table
 
 ROOT = Path(__file__).resolve().parents[1]
 SOURCE = ROOT / "csrc" / "cuda" / "multi_tensor.cu"
@@ -21,6 +22,11 @@ FORMATS = ("Float32", "Float64", "Float16", "BFloat16")
 REGISTERS = 64
 READ_AHEAD = 4
 SM = "90"
+IS_DOCUMENTED = (
+    NVCC is not None
+    and "release 13.0"
+    in subprocess.run([NVCC, "--version"], capture_output=True, text=True, check=False).stdout
+)
 
 pytestmark = [
     pytest.mark.sweep,
@@ -155,6 +161,27 @@ def test_nothing_is_kept_in_memory_for_want_of_registers(build):
     assert usages
     assert [usage for usage in usages if usage.stack or usage.spilled] == []
     assert [usage for usage in usages if usage.registers > REGISTERS] == []
+
+
+KINDS = {
+    "check": ("pass", False, False, False),
+    "check and norm": ("pass", False, True, False),
+    "unscale": ("pass", True, False, False),
+    "unscale and clip": ("pass", True, False, True),
+    "health": ("measure_alone", False, False, False),
+}
+
+
+@pytest.mark.skipif(not IS_DOCUMENTED, reason="the table of the docs is of nvcc 13.0")
+def test_registers_in_the_docs(build):
+    used = {variant_of(u.symbol): u.registers for u in build.usages() if u.architecture == SM}
+    names = [str(dtype).removeprefix("torch.").capitalize() for dtype in DOCUMENTED]
+    for kind, (kernel, *switches) in KINDS.items():
+        found = [
+            used[Variant(kernel, "BFloat16" if name == "Bfloat16" else name, *switches)]
+            for name in names
+        ]
+        assert registers_table()["CUDA", kind] == cells(found), kind
 
 
 def test_arithmetic_is_exact_in_ptx(build):

@@ -136,6 +136,13 @@ def test_chunks_of_long_lists() -> None:
         assert len(found) <= max(_C.ENOUGH_CHUNKS + 1, 4 * numel // _C.MOST_CHUNK_BYTES + 2)
 
 
+def test_chunks_of_100_000_tensors() -> None:
+    memory = torch.ones(400_000)
+    tensors = list(memory.split(4))
+    chunks = chunks_of(tensors)
+    assert chunks == [(tensor.data_ptr(), 16, i) for i, tensor in enumerate(tensors)]
+
+
 def test_enough_chunks_are_at_least_one() -> None:
     with pytest.raises(RuntimeError, match="the number of chunks must be positive, got 0"):
         _C.set_enough_chunks(0)
