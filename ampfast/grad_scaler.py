@@ -272,8 +272,9 @@ class GradScaler(TorchGradScaler):
             )
         if skips is None:
             self._unscale(optimizer, state, scale)
-        if state["found_inf_per_device"]:
-            self._last_checks.record(optimizer, state["found_inf_per_device"])
+        flags = state["found_inf_per_device"]
+        if flags and cpu.record(self._last_checks.entries, optimizer, flags) is None:
+            self._last_checks.record(optimizer, flags)
 
     @_not_compiled
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:

@@ -386,7 +386,7 @@ def _kernels(choice: Choice, device: torch.device) -> Kernels:
 def _riding(gradients: Gradients, update: Update | None) -> Update | None:
     if update is None or len(gradients.lists) != 1 or gradients.set_aside:
         return None
-    return update if gradients.lists[0].device == update.device else None
+    return update if gradients.lists[0].device == update.scale.device else None
 
 
 def _values_of(param: Tensor, grad: Tensor, coalesce: bool) -> Tensor:

@@ -22,15 +22,16 @@ ARCHITECTURES = ("75", "90")
 NAME = "ampfast_emulated_cuda"
 
 
-def install(core: ModuleType, architecture: str) -> None:
+def install(core: ModuleType, architecture: str, *, runs: bool = True) -> None:
     """Gives the compiled core CUDA kernels, which it was built without.
 
     Args:
         core: `ampfast._C`.
         architecture: Target of the code, of `ARCHITECTURES`.
+        runs: Whether launches run, else they return at once.
     """
     library = _built()
-    library.load(architecture)
+    library.load(architecture, runs=runs)
     loader = importlib.machinery.ExtensionFileLoader(NAME, str(library.path))
     module = importlib.util.module_from_spec(importlib.util.spec_from_loader(NAME, loader))
     loader.exec_module(module)

@@ -124,11 +124,6 @@ class ScaleUpdate:
         self._found_infs = found_infs
 
     @property
-    def device(self) -> torch.device:
-        """Device of the scale."""
-        return self.scale.device
-
-    @property
     def other(self) -> Tensor | None:
         """Flag of another optimizer that was checked before, if any."""
         return next(iter(self._found_infs), None)
@@ -140,10 +135,10 @@ class ScaleUpdate:
 
     def apply(self) -> None:
         """Launches the update alone."""
-        flags = list(self._found_infs)
+        flags, device = list(self._found_infs), self.scale.device
         if len(flags) > MOST_FLAGS:
-            flags = [aten.any_found(flags, self.device)]
-        with self._launcher.on(self.device):
+            flags = [aten.any_found(flags, device)]
+        with self._launcher.on(device):
             self._launcher.update_scale(self, flags)
         self.applied = True
 

@@ -211,7 +211,7 @@ def measure(table: DeviceTable, segment: Segment, health: Tensor) -> None:
 
 def update_scale(update: ScaleUpdate, found_infs: list[Tensor]) -> None:
     """Launches the update of the scale; takes one to four flags."""
-    variant = ("update_scale", update.device, update.state is None, update.norm is None)
+    variant = ("update_scale", update.scale.device, update.state is None, update.norm is None)
     arguments = (
         update.scale,
         update.growth_tracker,
@@ -297,14 +297,16 @@ def _again(
     if not _is_known(kind):
         return lambda programs, arguments: function[(programs,)](*arguments, **options)
     constants = [options[name] for name in function.arg_names[len(arguments) :]]
+    tensors = [place for place, each in enumerate(arguments) if isinstance(each, Tensor)]
     run, code, metadata = kernel.run, kernel.function, kernel.packed_metadata
     active, hooks = triton.runtime.driver.active, triton.knobs.runtime
     stream_on, device = active.get_current_stream, active.get_current_device()
 
     def launch(programs: int, arguments: _Arguments) -> None:
-        # Of a tensor Triton would ask the driver, too, whether the device can access it.
-        given = [each.data_ptr() if type(each) is Tensor else each for each in arguments]
-        given += constants
+        given = [*arguments, *constants]
+        for place in tensors:
+            # Of a tensor Triton would ask the driver, too, whether the device can access it.
+            given[place] = given[place].data_ptr()
         stream, told = stream_on(device), None
         enter, leave = hooks.launch_enter_hook, hooks.launch_exit_hook
         if getattr(enter, "calls", enter) or getattr(leave, "calls", leave):

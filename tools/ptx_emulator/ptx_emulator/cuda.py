@@ -41,7 +41,7 @@ class Library:
     path: Path
     architectures: tuple[str, ...]
 
-    def load(self, architecture: str | None = None) -> ctypes.CDLL:
+    def load(self, architecture: str | None = None, *, runs: bool = True) -> ctypes.CDLL:
         """Loads the library; its launches run the PTX of one architecture.
 
         Host code sees failed launches as `cudaErrorLaunchFailure`, with the emulator's message in
@@ -49,6 +49,7 @@ class Library:
 
         Args:
             architecture: One of `architectures`; the first by default.
+            runs: If False, launches return at once, for the time that they take.
 
         Returns:
             The library, for calls of its `extern "C"` functions.
@@ -62,8 +63,9 @@ class Library:
             known = " or ".join(self.architectures)
             raise ValueError(f"the library has PTX for {known}, not for {chosen}")
         library = ctypes.CDLL(str(self.path))
-        pattern = "*" if len(self.architectures) == 1 else f"*compute_{chosen}"
-        library.ptx_emulator_set_launcher(_launcher(self.path.parent, pattern))
+        if runs:
+            pattern = "*" if len(self.architectures) == 1 else f"*compute_{chosen}"
+            library.ptx_emulator_set_launcher(_launcher(self.path.parent, pattern))
         return library
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
 from .assembler import Kernel, load
+from .cache import COMPILER, SOURCES, built
 from .machine import launch
 
 __all__ = ["activate"]
@@ -21,7 +24,8 @@ class _Driver:
     """Driver of a GPU whose memory is the CPU's."""
 
     def __init__(self, architecture: int) -> None:
-        self.utils = _Utils()
+        self.utils: Any = _Utils()
+        self.launcher_cls: Any = self._launcher
         self._target = GPUTarget("cuda", architecture, 32)
 
     def get_current_target(self) -> GPUTarget:
@@ -36,7 +40,7 @@ class _Driver:
     def get_active_torch_device(self) -> torch.device:
         return torch.device("cpu")
 
-    def launcher_cls(self, source: Any, metadata: Any) -> Callable[..., None]:
+    def _launcher(self, source: Any, metadata: Any) -> Callable[..., None]:
         types = list(source.signature.values())
         threads = metadata.num_warps * self._target.warp_size
 
@@ -69,13 +73,32 @@ class _Utils:
         return kernel, kernel, 0, 0, 1024
 
 
-def activate(architecture: int | str) -> None:
+def _idle(driver: _Driver) -> None:
+    """Gives a driver Triton's own utilities and launcher, over one of CUDA that does nothing."""
+    source = SOURCES / "idle_driver.cpp"
+    flags = ["-shared", "-fPIC", "-O1", "-Wl,-soname,libcuda.so.1"]
+
+    def make(folder: Path) -> None:
+        output = ["-o", str(folder / "libcuda.so.1"), str(source)]
+        subprocess.run([*COMPILER, *flags, *output], check=True)
+
+    folder = built("idle_driver", [source], flags, make)
+    ctypes.CDLL(str(folder / "libcuda.so.1"), mode=ctypes.RTLD_GLOBAL)
+    knobs.nvidia.libcuda_path = str(folder)
+    from triton.backends.nvidia.driver import CudaLauncher, CudaUtils
+
+    driver.utils, driver.launcher_cls = CudaUtils(), CudaLauncher
+
+
+def activate(architecture: int | str, *, runs: bool = True) -> None:
     """Makes Triton compile for a GPU and run on the CPU, for the rest of the process.
 
     Launches then take CPU tensors. `TRITON_INTERPRET` must not be set.
 
     Args:
         architecture: Compute capability without a dot, such as 90.
+        runs: If False, Triton's own launcher is used, over a driver of CUDA that does nothing, for
+            the time that launches take.
 
     Raises:
         RuntimeError: If Triton's interpreter is on, which compiles nothing.
@@ -84,4 +107,7 @@ def activate(architecture: int | str) -> None:
         raise RuntimeError("the driver runs compiled kernels: unset TRITON_INTERPRET")
     emulated = _Driver(int(architecture))
     driver.set_active(emulated)
+    if not runs:
+        _idle(emulated)
+        return
     knobs.runtime.kernel_load_start_hook = emulated.utils.about_to_load

@@ -11,7 +11,7 @@ namespace {
 using Launcher = const char* (*)(const char* kernel, const unsigned int* sizes, size_t shared_bytes,
                                  void** arguments);
 
-Launcher launcher = nullptr;
+Launcher launcher = nullptr;  // without one launches do nothing
 std::string last_error;
 
 struct Configuration {
@@ -65,6 +65,9 @@ cudaError_t __cudaPopCallConfiguration(dim3* grid, dim3* block, size_t* shared_b
 
 cudaError_t cudaLaunchKernel(const void* function, dim3 grid, dim3 block, void** arguments,
                              size_t shared_bytes, cudaStream_t) {
+  if (launcher == nullptr) {
+    return cudaSuccess;
+  }
   const unsigned int sizes[] = {grid.x, grid.y, grid.z, block.x, block.y, block.z};
   const char* error = launcher(names().at(function).c_str(), sizes, shared_bytes, arguments);
   last_error = error == nullptr ? "" : error;

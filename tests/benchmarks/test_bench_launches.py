@@ -1,0 +1,71 @@
+"""Host time of launches over a driver that does nothing: what is timed, and what is printed."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from nvcc import NVCC
+
+ROOT = Path(__file__).parents[2]
+
+PROGRAM = """
+import sys
+from benchmarks import launches
+from benchmarks.steps import NoOptimizer
+import torch
+
+kind = sys.argv[1]
+launches.main([kind, "--rounds", "1", "--calls", "2"])
+if kind == "triton":
+    from ampfast.backends.triton import kernels, launch
+    from triton.backends.nvidia.driver import CudaLauncher
+    [caches] = kernels.multi_tensor.device_caches.values()
+    compiled = caches[0].values()
+    assert compiled and all(type(kernel.run) is CudaLauncher for kernel in compiled)
+    assert len(launch._launched) == 2
+from ampfast import GradScaler, _C
+uploads = _C.uploads()
+param = torch.nn.Parameter(torch.zeros(4))
+param.grad = torch.full((4,), 8.0)
+scaler = GradScaler("cpu", init_scale=4.0)
+scaler.scale(torch.ones(()))
+scaler.unscale_(NoOptimizer([param]))
+scaler.update()
+print(param.grad.tolist(), _C.uploads() - uploads)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "missing"),
+    [
+        ("triton", None if importlib.util.find_spec("triton") else "triton is not installed"),
+        pytest.param(
+            *("cuda", None if NVCC else "nvcc is not on the PATH"), marks=pytest.mark.sweep
+        ),
+        ("torch", None),
+    ],
+)
+def test_a_row(kind: str, missing: str | None) -> None:
+    if missing:
+        pytest.skip(missing)
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, kind],
+        cwd=ROOT,
+        env={**os.environ, "TRITON_INTERPRET": "0"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    said, _, header, _, row, left = done.stdout.splitlines()
+    assert "host time only" in said
+    assert header.count("|") == row.count("|") == 5
+    times = [float(cell) for cell in row.split("|")[2:5]]
+    assert all(us > 0 for us in times)
+    # Nothing is unscaled where no kernel runs, for which there is a table.
+    assert left == ("[2.0, 2.0, 2.0, 2.0] 0" if kind == "torch" else "[8.0, 8.0, 8.0, 8.0] 1")
