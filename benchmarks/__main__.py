@@ -23,6 +23,7 @@ from . import (
     growth,
     host_time,
     kernels,
+    model,
     readme,
     real_loops,
     report,
@@ -35,7 +36,7 @@ from . import (
 from .compare import Comparison
 from .device_time import CudaQueue, HostQueue
 from .harness import FULL, GPU_FULL, GPU_QUICK, QUICK, REHEARSAL, Job, Setting
-from .machine import default_device, new_results
+from .machine import REPOSITORY, default_device, new_results
 from .results import Results
 
 try:
@@ -111,7 +112,18 @@ def _readme(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> None:
         readme.write(options.write, options.file)
 
 
-COMMANDS = {"compare": _compare, "report": _report, "readme": _readme}
+def _model(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> None:
+    parser.description = f"Prints the table of {model.PAGE}: bytes, launches and times of passes."
+    told = "write it into the page of this repository instead"
+    parser.add_argument("--write", type=Path, metavar="FOLDER", help=told)
+    options = parser.parse_args(arguments)
+    if options.write is None:
+        print(model.block(model.committed(REPOSITORY)))
+    else:
+        model.write(options.write)
+
+
+COMMANDS = {"compare": _compare, "report": _report, "readme": _readme, "model": _model}
 
 
 def _bench(arguments: Sequence[str]) -> int:

@@ -386,15 +386,30 @@ def test_a_cuda_build_that_fails_leaves_triton(
 
 
 def test_output_is_shown_as_it_comes(
-    runner: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    runner: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def prints(word: str) -> list[list[str]]:
-        return [python(f"print('{word} and', flush=True); print('more')")]
+    seen = tmp_path / "seen"
+    code = f"""
+import pathlib, time
+print("first", flush=True)
+while not pathlib.Path({str(seen)!r}).exists():
+    time.sleep(0.01)
+print("second")
+"""
 
-    shown = runner.Part("shown", prints("seen"), 300, shown=True)
-    run(runner, tmp_path, [shown, runner.Part("hidden", prints("unseen"), 300)])
-    said = capsys.readouterr().out
-    assert said.count("seen and\nmore\n") == 1 and "unseen" not in said
+    class Terminal(io.StringIO):
+        def write(self, text: str) -> int:
+            if "first" in text:
+                seen.touch()
+            return super().write(text)
+
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stdout", terminal)
+    shown = runner.Part("shown", [python(code)], 300, shown=True)
+    hidden = runner.Part("hidden", [python("print('unseen')")], 300)
+    assert run(runner, tmp_path / "out", [shown], [hidden])[0] == 0
+    said = terminal.getvalue()
+    assert said.count("first\nsecond\n") == 1 and "unseen" not in said
 
 
 def test_logs_are_one_small_file(

@@ -1,0 +1,127 @@
+"""Model of a pass on a GPU beside its measurement: the table of docs/kernels.md."""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ampfast.backends import cpu, gpu
+
+from . import readme, tables
+from .cases import CASES, GradCase
+from .decisive import LISTS, SUBJECT
+from .providers import CHECK, UNSCALE
+from .results import Results, Row, write_whole
+from .timing import dtype_name
+
+PAGE = "docs/kernels.md"
+# What CUB's reduction reaches on an H200, by NVIDIA/cccl#9722.
+BYTES_PER_SECOND = 4.3e12
+MODELLED = [(name, dtype) for name, dtype, paths in LISTS if CHECK in paths]
+
+
+@dataclass
+class Cost:
+    """Launcher that runs nothing and adds up what launches would move."""
+
+    launches: int = 0
+    bytes: int = 0
+    table_bytes: int = 0
+
+    @property
+    def seconds(self) -> float:
+        """Least time to move it all."""
+        return (self.bytes + self.table_bytes) / BYTES_PER_SECOND
+
+    def on(self, device: torch.device) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    def is_capturing(self) -> bool:
+        return False
+
+    def multi_tensor(self, work: gpu.Pass, segment: Any, epilogue: gpu.Epilogue) -> None:
+        self.launches += 1
+        words = work.table.buffer[segment.word :][: 2 * segment.chunks]
+        covered = int((words[1::2] & 0xFFFFFFFF).sum())
+        self.bytes += (2 if work.write else 1) * covered
+        self.table_bytes = work.table.buffer.nbytes
+
+
+def cost(case: GradCase, dtype: torch.dtype, call: str) -> Cost:
+    """Counts a pass over a list of a case, whose memory is never touched."""
+    size = max(torch.Size(shape).numel() for shape in case.shapes) * dtype.itemsize
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0x4000)
+    memory = torch.frombuffer(mmap.mmap(-1, size, flags=flags), dtype=dtype)
+    tensors = [memory[: torch.Size(shape).numel()].view(shape) for shape in case.shapes]
+    grads = cpu.list_of(tensors, memory.device)
+    counted = Cost()
+    kernels = gpu.DeviceKernels(counted)
+    if call == CHECK:
+        kernels.check_(grads)
+    else:
+        kernels.unscale_(grads, torch.ones(()), is_scale=True)
+    return counted
+
+
+def block(results: Sequence[Results]) -> str:
+    """Table of the model, with the measurements of the newest results from a GPU, if any."""
+    of_gpus = [each for each in results if each.machine.get("gpu") and _rows(each)]
+    newest = max(of_gpus, key=lambda each: each.date, default=None)
+    lines = []
+    for name, dtype in MODELLED:
+        for call in (CHECK, UNSCALE):
+            case = CASES[name]
+            counted = cost(case, dtype, call)
+            lines.append(
+                (
+                    *(name, dtype_name(dtype), call),
+                    *(f"{len(case.shapes):,}", f"{counted.launches}"),
+                    f"{counted.bytes / 1e6:,.1f} MB",
+                    f"{counted.table_bytes / 1e3:,.1f} kB",
+                    f"{counted.seconds * 1e6:,.1f} us",
+                    _measured(_rows(newest), name, dtype_name(dtype), call),
+                )
+            )
+    header = ("list", "dtype", "pass", "tensors", "launches", "bytes", "table", "expected")
+    table = tables.Table("", "", "", (*header, "measured"), lines, 3).markdown()
+    if newest is None:
+        return table
+    return f"{table}\n\nMeasured on {newest.place} with {newest.versions}, {newest.date[:10]}."
+
+
+def _rows(results: Results | None) -> list[Row]:
+    return [row for row in results.rows if row.subject == SUBJECT and row.ms] if results else []
+
+
+def _measured(rows: Sequence[Row], name: str, dtype: str, call: str) -> str:
+    """The faster backend's median."""
+    wanted = (name, dtype, call)
+    found = [
+        (row.ms.p50, row.side.removeprefix("ampfast, "))
+        for row in rows
+        if row.ms and row.side not in tables.BOTH_SIDES
+        if (row.case.removesuffix(", cold"), row.dtype, row.call) == wanted
+    ]
+    if not found:
+        return tables.NOT_MEASURED
+    ms, side = min(found)
+    return f"{tables.number(1e3 * ms)} us, {side}"
+
+
+def committed(folder: Path) -> list[Results]:
+    """All results in a repository."""
+    return [Results.read(file) for file in sorted((folder / readme.RESULTS).glob("*.json"))]
+
+
+def write(folder: Path) -> None:
+    """Renews the table in the documentation of a repository."""
+    page = folder / PAGE
+    before, _, after = readme.split(page)
+    text = f"{before}{readme.START}\n{block(committed(folder))}\n{readme.END}{after}"
+    write_whole(page, text)

@@ -1,0 +1,75 @@
+"""The model of docs/kernels.md: counted with the code, beside what was measured."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from reference_launcher import ReferenceLauncher
+from simulated import CPU
+
+from ampfast.backends import cpu
+from ampfast.backends.gpu import DeviceKernels
+from benchmarks import __main__ as command
+from benchmarks import machine, model, readme
+from benchmarks.cases import CASES, GradCase, make_gradients
+from benchmarks.results import Results, Row, Spread
+
+
+def test_the_page_has_the_table_of_the_code_and_of_the_committed_results():
+    _, block, _ = readme.split(machine.REPOSITORY / model.PAGE)
+    expected = model.block(model.committed(machine.REPOSITORY))
+    assert block.strip() == expected, "renew it: python -m benchmarks model --write ."
+
+
+@pytest.mark.parametrize("call", ["check", "unscale"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_the_model_counts_what_a_launcher_reads_and_writes(call, dtype):
+    case = GradCase("mixed", (*(20 * [(257,)]), (3, 100_000), (), (7,)))
+    counted = model.cost(case, dtype, call)
+    launcher = ReferenceLauncher()
+    grads = cpu.list_of(make_gradients(case, dtype, CPU), CPU)
+    kernels = DeviceKernels(launcher)
+    if call == "check":
+        kernels.check_(grads)
+    else:
+        kernels.unscale_(grads, torch.ones(()), is_scale=True)
+    assert counted.launches == len(launcher.launches) == 1
+    assert counted.bytes == launcher.read + launcher.written
+    # Of every tensor at least an address and an extent.
+    assert counted.table_bytes >= 16 * len(case.shapes)
+    moved = counted.bytes + counted.table_bytes
+    assert counted.seconds == pytest.approx(moved / model.BYTES_PER_SECOND)
+
+
+def _results(gpu, date, ms, side="ampfast, cuda", case="1000x1k, cold"):
+    row = Row("decisive", case, "float32", "check", side, ms=Spread(ms, ms, ms))
+    machine = {"gpu": gpu} if gpu else {"cpu": "a"}
+    return Results(machine, "2.11.0", "3.6.0", "0.1", "abc", date, rows=[row])
+
+
+def test_measurements_are_of_the_newest_run_on_a_gpu_and_the_faster_backend(monkeypatch):
+    monkeypatch.setattr(model, "MODELLED", [("1000x1k", torch.float32)])
+    old, new = _results("H1", "2026-01-01", 0.001), _results("H2", "2026-02-01", 0.004)
+    new.rows += _results("H2", "", 0.003, "ampfast, triton").rows
+    new.rows += _results("H2", "", 0.001, "torch").rows
+    on_cpu = _results(None, "2026-03-01", 0.001)
+    block = model.block([new, on_cpu, old])
+    assert block.count(" 3 us, triton |") == 1 and block.count("| not measured |") == 1
+    assert "Measured on H2 " in block and block.endswith("commit abc, 2026-02-01.")
+    without = model.block([on_cpu])
+    assert without.count("| not measured |") == 2 and "Measured" not in without
+
+
+def test_the_command_prints_or_writes_the_table(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(model, "MODELLED", [("1000x1k", torch.float32)])
+    assert command.main(["model"]) == 0
+    printed = capsys.readouterr().out
+    assert f"| {CASES['1000x1k'].list_bytes(torch.float32) / 1e6:.1f} MB |" in printed
+    (tmp_path / "docs").mkdir()
+    page = tmp_path / model.PAGE
+    page.write_text(f"a\n{readme.START}\nold\n{readme.END}\nb\n")
+    assert command.main(["model", "--write", str(tmp_path)]) == 0
+    assert page.read_text() == f"a\n{readme.START}\n{printed}{readme.END}\nb\n"
+    page.write_text("no markers")
+    assert command.main(["model", "--write", str(tmp_path)]) == 1
+    assert str(page) in capsys.readouterr().err
