@@ -44,9 +44,10 @@ __all__ = [
 MOST_FLAGS = 4
 
 _one_pass = threading.Lock()
+_HERE = nullcontext()
 
 # Placeholder for launches without an update.
-NO_FACTORS = UpdateFactors(1.0, 1.0, 0)
+NO_FACTORS = (1.0, 1.0, 0)
 
 # Added to the norm in the clip coefficient, as in torch.
 CLIP_EPSILON = 1e-6
@@ -109,7 +110,7 @@ class ScaleUpdate:
         scale: Tensor,
         growth_tracker: Tensor,
         found_infs: Sequence[Tensor],
-        factors: UpdateFactors,
+        factors: tuple[float, float, int],
         state: Tensor | None,
         norm: Tensor | None,
     ) -> None:
@@ -166,7 +167,7 @@ class ScaleUpdate:
 def on_gpu(device: torch.device) -> AbstractContextManager[object]:
     """Makes a GPU and its current stream current."""
     if device.index == torch.cuda.current_device():
-        return nullcontext()
+        return _HERE
     return torch.cuda.device(device)
 
 
@@ -408,10 +409,7 @@ class DeviceKernels:
         state: Tensor | None,
         norm: Tensor | None,
     ) -> None:
-        ScaleUpdate(
-            *(self._launcher, scale, growth_tracker, found_infs),
-            *(UpdateFactors(*factors), state, norm),
-        ).apply()
+        ScaleUpdate(self._launcher, scale, growth_tracker, found_infs, factors, state, norm).apply()
 
     def _run(
         self,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterator
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 import torch
@@ -129,8 +129,8 @@ def prepare(work: Pass, segment: Segment, epilogue: Epilogue) -> None:
 def multi_tensor(work: Pass, segment: Segment, epilogue: Epilogue) -> None:
     """Launches one pass over the gradients of one dtype."""
     variant, arguments = _call(work, segment, epilogue)
-    options = partial(_options, work, segment, epilogue)
-    _launch(kernels.multi_tensor, variant, segment.chunks, arguments, options)
+    options = (_options, work, segment, epilogue)
+    _launch(kernels.multi_tensor, variant, segment.chunks, arguments, *options)
 
 
 def _call(
@@ -164,9 +164,7 @@ def _call(
         None if update is None else update.growth_tracker,
         state,
         other,
-        factors.growth_factor,
-        factors.backoff_factor,
-        factors.growth_interval,
+        *factors,
     )
     return variant, arguments
 
@@ -205,8 +203,8 @@ def measure(table: DeviceTable, segment: Segment, health: Tensor) -> None:
     """Launches the health pass over gradients of one dtype."""
     variant = ("measure", table.buffer.device, segment.dtype)
     arguments = (table.buffer, segment.word, segment.chunks, health)
-    options = partial(_geometry, table, segment)
-    _launch(kernels.measure, variant, segment.chunks, arguments, options)
+    options = (_geometry, table, segment)
+    _launch(kernels.measure, variant, segment.chunks, arguments, *options)
 
 
 def update_scale(update: ScaleUpdate, found_infs: list[Tensor]) -> None:
@@ -237,13 +235,13 @@ def clip_coefficient(clip: Clip) -> None:
         None if clip.divisor is None else clip.scale,
         clip.divisor,
     )
-    options = partial(_of_one_warp, LARGEST=clip.largest)
+    options = (_of_one_warp, ("LARGEST", clip.largest))
     variant = ("clip_coefficient", clip.norms.device, *kind)
-    _launch(kernels.clip_coefficient, variant, 1, arguments, options)
+    _launch(kernels.clip_coefficient, variant, 1, arguments, *options)
 
 
-def _of_one_warp(**switches: Any) -> dict[str, Any]:
-    return {**switches, "num_warps": 1, "enable_fp_fusion": False}
+def _of_one_warp(*switches: tuple[str, Any]) -> dict[str, Any]:
+    return {**dict(switches), "num_warps": 1, "enable_fp_fusion": False}
 
 
 def _launch(
@@ -251,16 +249,20 @@ def _launch(
     variant: tuple[object, ...],
     chunks: int,
     arguments: _Arguments,
-    options: Callable[[], dict[str, Any]],
+    options: Callable[..., dict[str, Any]],
+    *of: Any,
 ) -> None:
-    """Launches a variant: the first time as Triton does, which compiles it, then directly."""
+    """Launches a variant: the first time as Triton does, which compiles it, then directly.
+
+    Only the first time `options(*of)` is called.
+    """
     known = _launched.get(variant)
     if known is not None:
         resident, again = known
         again(min(chunks, resident), arguments)
         return
     _require_compiled(variant)
-    given = options()
+    given = options(*of)
     resident = _most_programs or _resident_programs(
         function.warmup(*arguments, grid=(1,), **given), arguments[0].device
     )
