@@ -97,7 +97,7 @@ hostile: build/built  ## stress tests: sanitizers, threads, failing allocations,
 mutants: build/built  ## mutation tests of the state machine
 	$(RUN) tests/mutation $(ARGS)
 
-gpu: | $(READY)  ## on a GPU, with PYTHON unchanged: tests, sanitizer, benchmarks
+gpu: | $(READY)  ## on a GPU, with PYTHON unchanged: measure what decides, test, sanitize, benchmark
 	$(RUN) tests/gpu $(ARGS)
 
 check: lint types  ## lint, formatting and types; edits nothing

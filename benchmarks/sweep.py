@@ -20,7 +20,7 @@ from ampfast import errors
 from ampfast.backends import gpu
 
 from . import ceilings, decisive, providers, tables
-from .cases import CASES, GradCase, make_gradients
+from .cases import GradCase, make_gradients
 from .harness import Contender, Job, Measured, Setting
 from .kernels import Lists
 from .machine import REPOSITORY
@@ -304,13 +304,12 @@ def chosen(results: Results) -> list[Variant]:
     return found
 
 
-def main(file: str) -> None:
+def profile(results: Results, device: torch.device) -> None:
     """Runs the chosen variants of a sweep for a profiler: each pass once, over one list."""
-    device = torch.device("cuda", torch.cuda.current_device())
     name, dtype = LISTS[0]
-    gradients = make_gradients(CASES[name], dtype, device)
+    gradients = make_gradients(decisive.case_for(name, device), dtype, device)
     scalars = Scalars.make(device)
-    for variant in chosen(Results.read(Path(file))):
+    for variant in chosen(results):
         print(f"{variant.name}: {' and '.join(PATHS)} of {name}", flush=True)
         with applied(variant, device) as kernels:
             calls = providers.launches(variant.name, device, scalars, kernels)
@@ -327,4 +326,5 @@ def main(file: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    current = torch.device("cuda", torch.cuda.current_device())
+    profile(Results.read(Path(sys.argv[1])), current)

@@ -177,6 +177,34 @@ def test_the_ceiling_reads_all():
     assert done.stdout == "read\n", done.stderr
 
 
+COMPILE = """
+import re, triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from benchmarks import ceilings
+types = {"words_ptr": "*i32", "partials_ptr": "*i32", "count": "i64"}
+types |= {"BLOCK": "constexpr", "BLOCKS": "constexpr"}
+values = {"BLOCK": ceilings.BLOCK, "BLOCKS": ceilings.BLOCKS}
+aligned = {(place,): [["tt.divisibility", 16]] for place in (0, 1)}
+source = ASTSource(ceilings._largest_word, types, values, aligned)
+options = {"num_warps": 4, "enable_fp_fusion": False}
+compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+print(len(re.findall(r"ld\\.global\\.v4", compiled.asm["ptx"])))
+"""
+
+
+def test_the_ceiling_reads_16_bytes_at_a_time():
+    pytest.importorskip("triton")
+    done = subprocess.run(
+        [sys.executable, "-c", COMPILE],
+        cwd=machine.REPOSITORY,
+        env={**os.environ, "TRITON_INTERPRET": "0"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.stdout == "16\n", done.stderr
+
+
 @pytest.mark.sweep
 def test_the_rehearsal_runs_the_kernels(tmp_path):
     pytest.importorskip("triton")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import subprocess
 
 import pytest
@@ -124,6 +125,57 @@ def test_the_best_and_the_usual_are_ranked_and_profiled():
     assert table.lines[0][1:] == ("73%", "60%", "90%")
     results = Results({}, "", None, "", None, "", rows=rows)
     assert sweep.chosen(results) == [FIRST, best, cuda]
+
+
+def test_each_chosen_variant_is_profiled_once_behind_what_compiles(monkeypatch, capsys):
+    calls = []
+
+    class Recorder(TableLauncher):
+        def multi_tensor(self, work, segment, epilogue):
+            calls.append("unscale" if work.write else "check")
+            super().multi_tensor(work, segment, epilogue)
+
+    monkeypatch.setattr(
+        sweep, "applied", lambda *_: contextlib.nullcontext(DeviceKernels(Recorder()))
+    )
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: calls.append("wait"))
+    for name in ("start", "stop"):
+        monkeypatch.setattr(torch.cuda.profiler, name, functools.partial(calls.append, name))
+    rows = [_row(v, call, 1) for v in (FIRST, Variant("cuda")) for call in sweep.PATHS]
+    sweep.profile(Results({}, "", None, "", None, "", rows=rows), CPU)
+    once = ["wait", "check", "unscale", "wait"]
+    assert calls == 2 * [*once, "wait", "start", *once[1:], "stop"]
+    told = capsys.readouterr().out.splitlines()
+    assert told == [f"{name}: check and unscale of one_256m" for name in ("triton", "cuda")]
+
+
+@pytest.mark.parametrize("largest", [0, 1])
+def test_bulk_copies_are_timed_beside_a_plain_read(monkeypatch, largest):
+    class Bulk:
+        def __init__(self, path):
+            assert path == Variant("cuda").defines
+
+        def bulk_read(self, memory, partials):
+            partials[-1] = memory.max() - largest
+
+    properties = type("Properties", (), {"multi_processor_count": 3})
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    monkeypatch.setattr(sweep, "built", lambda defines, device: defines)
+    monkeypatch.setattr(sweep, "Library", Bulk)
+    monkeypatch.setattr(sweep.ceilings, "reader", lambda memory: memory.max)
+    monkeypatch.setattr(providers, "available", lambda device: (["triton", "cuda"], []))
+    [job] = sweep.bulk_jobs(on(HostQueue()))
+    if largest:
+        with pytest.raises(AssertionError, match="as maximum, not"):
+            job.run()
+        return
+    rows = job.run().rows
+    assert [(row.call, row.side) for row in rows] == [
+        ("read", "torch"),
+        *(("read", f"ampfast, bulk copies, {programs} programs") for programs in (1, 2, 4)),
+        ("copy", "torch"),
+    ]
+    assert all(row.gb_s and row.subject == "bulk" for row in rows)
 
 
 def test_the_library_is_called_with_the_fields_of_a_pass(monkeypatch):

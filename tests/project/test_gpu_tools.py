@@ -72,3 +72,34 @@ def test_batches_find_wrong_kernels(monkeypatch: pytest.MonkeyPatch, kind: str) 
     for name in ("flag", "value", "found_inf"):
         with pytest.raises(AssertionError):
             batches.run_batch(Wrong(name), batches.random_batch(5, 40), device, **arguments)
+
+
+@pytest.mark.parametrize("state", ["right", "wrong", "missing", "broken"])
+def test_the_smoke_test_tells_a_wrong_backend(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], state: str
+) -> None:
+    import torch
+
+    from ampfast.backends import cpu
+
+    monkeypatch.syspath_prepend(str(FOLDER))
+    import smoke
+
+    class Kernels:
+        def __getattr__(self, name: str) -> Any:
+            if state == "broken":
+                raise RuntimeError("an illegal access")
+            return getattr(cpu, name)
+
+        def unscale_(self, grads: Any, factor: Any, *, is_scale: bool) -> torch.Tensor:
+            factor = factor * 2 if state == "wrong" else factor
+            return cpu.unscale_(grads, factor, is_scale=is_scale)
+
+    monkeypatch.setattr(smoke, "SECONDS", 0.0)
+    monkeypatch.setattr(smoke, "gpu", lambda: torch.device("cpu"))
+    monkeypatch.setattr(smoke, "kernels_of", lambda *arguments: Kernels())
+    reason = "it is missing" if state == "missing" else ""
+    monkeypatch.setattr(smoke, "unavailable_reason", lambda name: reason)
+    assert smoke.main("cuda") == (state != "right")
+    said = capsys.readouterr().out
+    assert said.startswith({"right": "cuda: 120 lists", "missing": "WRONG it"}.get(state, "WRONG"))
