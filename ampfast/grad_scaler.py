@@ -96,7 +96,7 @@ class GradScaler(TorchGradScaler):
         growth_interval: Iterations without overflow before the scale grows; below 1: never.
         enabled: If False, every method is a no-op, `step` calls the optimizer's, `clip_grad_norm_`
             clips as torch's function does, in place, and `grad_norm` measures.
-        backend: "triton", "cuda", "cpu" or "aten" for the devices that it serves; None for
+        backend: "cuda", "triton", "cpu" or "aten" for the devices that it serves; None for
             `AMPFAST_BACKEND`, else the best there is.
         allow_fp16: Whether float16 gradients may be unscaled; torch always refuses.
         min_scale: Lower limit of the scale when it backs off. A scale that is set beyond its limits

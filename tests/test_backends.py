@@ -16,7 +16,7 @@ from support import FUSED, OPTIMIZERS, assert_sides_same, side
 
 from ampfast import GradScaler, backends
 
-NAMES = ["triton", "cuda", "cpu", "aten"]
+NAMES = ["cuda", "triton", "cpu", "aten"]
 CPU = torch.device("cpu")
 
 

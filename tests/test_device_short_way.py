@@ -125,7 +125,7 @@ def test_few_frames(launcher: ReferenceLauncher, dtypes: int) -> None:
         loop.scaler.update()
 
     frames = frames_of(call, but=nothing)
-    assert len(frames) <= (30 if dtypes == 1 else 38), frames
+    assert len(frames) <= (22 if dtypes == 1 else 26), frames
 
 
 @pytest.mark.parametrize("kind", ["plain", "fused"])
@@ -143,7 +143,7 @@ def test_unusual_gradients_take_the_general_way(
     assert not any(answers["unscale_groups"] + answers["check_groups"])
 
 
-@pytest.mark.parametrize("why", ["capturing", "strided", "elsewhere", "empty"])
+@pytest.mark.parametrize("why", ["capturing", "strided", "elsewhere", "also elsewhere", "empty"])
 def test_a_declined_call_changes_nothing(why: str, launcher: ReferenceLauncher) -> None:
     state: dict[str, Any] = {"stage": "ready", "found_inf_per_device": {}}
     param = torch.nn.Parameter(torch.zeros(4))
@@ -154,13 +154,18 @@ def test_a_declined_call_changes_nothing(why: str, launcher: ReferenceLauncher) 
     if why == "empty":
         param = torch.nn.Parameter(torch.zeros(0))
         param.grad = torch.ones(0)
+    if why == "also elsewhere":
+        other = torch.nn.Parameter(torch.zeros(4, device="meta"))
+        other.grad = torch.ones(4, device="meta")
     launcher.capturing = why == "capturing"
-    groups, scale, kernels = [{"params": [param]}], torch.tensor(4.0), DeviceKernels(launcher)
+    params = [param, other] if why == "also elsewhere" else [param]
+    groups, scale, kernels = [{"params": params}], torch.tensor(4.0), DeviceKernels(launcher)
     assert kernels.unscale_groups(groups, scale, False, state, "unscaled") is None
     assert kernels.clip_groups(groups, scale, False, state, "unscaled", 1.0, False) is None
     assert kernels.check_groups(groups, scale) is None
     assert state == {"stage": "ready", "found_inf_per_device": {}}
     assert launcher.launches == []
+    assert why in ("elsewhere", "empty") or param.grad.eq(1).all()
 
 
 @pytest.mark.parametrize("call", ["unscale_", "clip_grad_norm_"])

@@ -32,10 +32,10 @@ __all__ = [
     "require_known",
 ]
 
-NAMES = ("triton", "cuda", "cpu", "aten")
-
 # In order of preference: a launch of the CUDA kernels takes the host less time, and no compilation.
-_GPU_NAMES = ("cuda", "triton")
+NAMES = ("cuda", "triton", "cpu", "aten")
+
+_GPU_NAMES = NAMES[:2]
 _LAUNCHERS = {"triton": "ampfast.backends.triton.launch", "cuda": "ampfast.backends.cuda"}
 _LEAST_CAPABILITY = (7, 5)
 _NO_GPU = "torch sees no GPU"

@@ -13,7 +13,7 @@ import ampfast
 from ampfast import _C, backends, info
 from ampfast import __main__ as command_line
 
-NAMES = ["triton", "cuda", "cpu", "aten"]
+NAMES = ["cuda", "triton", "cpu", "aten"]
 KINDS = {
     "schema": int,
     "versions": dict,

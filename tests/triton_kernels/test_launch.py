@@ -9,12 +9,14 @@ from typing import Any
 
 import pytest
 import torch
+from test_short_way import frames_of
 from triton import knobs
 from triton.compiler import CompiledKernel
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 from variants import TARGETS, kernels, launch, table_of, track
 
+from ampfast import _C, GradScaler, backends
 from ampfast.backends import cpu
 from ampfast.backends.gpu import Clip, DeviceKernels, ScaleUpdate
 
@@ -242,6 +244,27 @@ def test_a_dtype_that_appears_later_fails_before_the_first_write(
             assert len(recording.launches) == before
     unscale(plain, wide)
     assert len(recording.launches) == 4
+
+
+def test_few_frames(recording: Recording, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python's own between `unscale_` and the driver, with torch's none and Triton's launcher."""
+    monkeypatch.setattr(backends.Choice, "kernels_for", lambda choice, device: KERNELS)
+    scaler, param = GradScaler("cpu"), torch.nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.SGD([param], lr=0.1)
+    uploads = _C.uploads()
+
+    def call() -> None:
+        scaler.unscale_(optimizer)
+        scaler.update()
+
+    scaler.scale(torch.ones(()))
+    param.grad = torch.ones(3)
+    call()
+    recording.launches.clear()
+    frames = frames_of(call, but=Recording.launcher_cls)
+    assert len(recording.launches) == 2
+    assert _C.uploads() - uploads == 1
+    assert len(frames) <= 28, frames
 
 
 def test_several_threads_launch_a_variant_first(recording: Recording) -> None:
