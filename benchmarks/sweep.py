@@ -44,6 +44,7 @@ KIB_OF_LOAD = 2
 # In the order of the kernels' enumeration of dtypes.
 DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 SOURCE = Path(__file__).with_suffix(".cu")
+BULK_SOURCE = SOURCE.with_name("bulk.cu")
 FLAGS = ("-O3", "--fmad=false", "-std=c++17", "-shared", "-Xcompiler", "-fPIC")
 # Registers of a thread that holds more than the usual window.
 MORE_REGISTERS = {8: 96, 16: 168}
@@ -136,7 +137,7 @@ def measure(variant: Variant, libraries: Sequence[tuple[str, ...]], on: Setting)
     """
     device = on.device
     for defines in libraries:
-        _compiler(defines, device)
+        _compiler(SOURCE, defines, device)
     measured = Measured()
     with applied(variant, device) as kernels:
 
@@ -176,8 +177,8 @@ def applied(variant: Variant, device: torch.device) -> Iterator[gpu.DeviceKernel
         processors = torch.cuda.get_device_properties(device).multi_processor_count
     most = variant.programs and variant.programs * processors
     if variant.backend == "cuda":
-        library = Library(built(variant.defines, device))
-        library.limit(most or 0)
+        library = Library(built(SOURCE, variant.defines, device))
+        library.limit_programs(most)
         yield gpu.DeviceKernels(library)
         return
     from ampfast.backends.triton import launch
@@ -203,10 +204,10 @@ class Library:
 
     def __init__(self, path: Path) -> None:
         self._library = ctypes.CDLL(str(path))
-        self._library.sweep_launch.restype = self._library.sweep_bulk_read.restype = ctypes.c_char_p
+        self._library.sweep_launch.restype = ctypes.c_char_p
 
-    def limit(self, programs: int) -> None:
-        self._library.sweep_limit(ctypes.c_int64(programs))
+    def limit_programs(self, programs: int | None) -> None:
+        self._library.sweep_limit(ctypes.c_int64(programs or 0))
 
     def on(self, device: torch.device) -> contextlib.AbstractContextManager[object]:
         return gpu.on_gpu(device)
@@ -217,7 +218,7 @@ class Library:
     def multi_tensor(self, work: gpu.Pass, segment: Any, epilogue: gpu.Epilogue) -> None:
         """Launches a pass without norm, coefficient, tracking and update."""
         words = map(ctypes.c_int64, (segment.word, segment.chunks, segment.partials))
-        self._call(
+        _call(
             self._library.sweep_launch,
             DTYPES.index(segment.dtype),
             work.table.buffer,
@@ -228,23 +229,20 @@ class Library:
             work.found_inf,
         )
 
-    def bulk_read(self, memory: Tensor, partials: Tensor) -> None:
-        size = ctypes.c_int64(memory.nbytes)
-        self._call(self._library.sweep_bulk_read, memory, size, partials.numel(), partials)
 
-    def _call(self, function: Callable[..., bytes | None], *arguments: Any) -> None:
-        given = [
-            ctypes.c_void_p(each.data_ptr()) if isinstance(each, Tensor) else each
-            for each in arguments
-        ]
-        stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
-        if error := function(*given, stream):
-            raise RuntimeError(error.decode())
+def _call(function: Callable[..., bytes | None], *arguments: Any) -> None:
+    """Calls a function of a library, on the current stream."""
+    given = [
+        ctypes.c_void_p(each.data_ptr()) if isinstance(each, Tensor) else each for each in arguments
+    ]
+    stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
+    if error := function(*given, stream):
+        raise RuntimeError(error.decode())
 
 
-def built(defines: tuple[str, ...], device: torch.device) -> Path:
+def built(source: Path, defines: tuple[str, ...], device: torch.device) -> Path:
     """Library with these macros; waits until it is compiled."""
-    path, compiler = _compiler(defines, device)
+    path, compiler = _compiler(source, defines, device)
     if compiler.wait():
         told = path.with_suffix(".log").read_text().strip().splitlines()
         raise RuntimeError(f"nvcc: {(told or [compiler.returncode])[-1]}")
@@ -253,17 +251,17 @@ def built(defines: tuple[str, ...], device: torch.device) -> Path:
 
 @functools.cache
 def _compiler(
-    defines: tuple[str, ...], device: torch.device
+    source: Path, defines: tuple[str, ...], device: torch.device
 ) -> tuple[Path, subprocess.Popen[bytes]]:
     """What is compiled, and its compiler, which runs beside others."""
     from torch.utils.cpp_extension import CUDA_HOME
 
     values = "-".join(define.partition("=")[2] for define in defines)
-    path = REPOSITORY / "build" / "sweep" / f"{values}.so"
+    path = REPOSITORY / "build" / "sweep" / f"{source.stem}-{values}.so"
     path.parent.mkdir(parents=True, exist_ok=True)
     nvcc = str(Path(CUDA_HOME, "bin", "nvcc")) if CUDA_HOME else "nvcc"
     architecture = "-arch=sm_{}{}".format(*torch.cuda.get_device_capability(device))
-    command = [nvcc, *FLAGS, architecture, *defines, str(SOURCE), "-o", str(path)]
+    command = [nvcc, *FLAGS, architecture, *defines, str(source), "-o", str(path)]
     with open(path.with_suffix(".log"), "wb") as log:
         return path, subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
 
@@ -272,21 +270,21 @@ def measure_bulk(on: Setting) -> Measured:
     """Times reads by bulk copies beside plain ones, over the largest list's memory in one piece."""
     device, (name, dtype) = on.device, LISTS[0]
     case = decisive.case_for(name, device)
-    library = Library(built(Variant("cuda").defines, device))
+    library = ctypes.CDLL(str(built(BULK_SOURCE, (), device)))
+    library.bulk_read.restype = ctypes.c_char_p
     memory = torch.randint(0, 2**31 - 1, (case.elements,), dtype=torch.int32, device=device)
     processors = torch.cuda.get_device_properties(device).multi_processor_count
     read = ceilings.reader(memory)
     contenders = [Contender(READ, "torch", lambda _: read())]
     for programs in (1, 2, 4):
         partials = torch.zeros(programs * processors, dtype=torch.int32, device=device)
-        library.bulk_read(memory, partials)
+        size = ctypes.c_int64(memory.nbytes)
+        call = functools.partial(_call, library.bulk_read, memory, size, partials.numel(), partials)
+        call()
         if partials.max() != memory.max():
             raise AssertionError(f"bulk copies: {partials.max()} as maximum, not {memory.max()}")
-
-        def bulk_read(_: int, partials: Tensor = partials) -> None:
-            library.bulk_read(memory, partials)
-
-        contenders.append(Contender(READ, f"bulk copies, {programs} programs", bulk_read))
+        provider = f"bulk copies, {programs} programs"
+        contenders.append(Contender(READ, provider, lambda _, call=call: call()))
     gradients, copies = _lists(case, dtype, device)
     contenders += copies
     timed = decisive.time_on_device(BULK, case, dtype, contenders, len(gradients.lists), on)

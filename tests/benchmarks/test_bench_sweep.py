@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
 import subprocess
 
@@ -151,17 +152,18 @@ def test_each_chosen_variant_is_profiled_once_behind_what_compiles(monkeypatch, 
 
 @pytest.mark.parametrize("largest", [0, 1])
 def test_bulk_copies_are_timed_beside_a_plain_read(monkeypatch, largest):
-    class Bulk:
-        def __init__(self, path):
-            assert path == Variant("cuda").defines
+    class BulkRead:
+        def __call__(self, memory, size, programs, partials, stream):
+            words = (ctypes.c_int32 * (size.value // 4)).from_address(memory.value)
+            found = (ctypes.c_int32 * programs).from_address(partials.value)
+            found[-1] = max(words) - largest
 
-        def bulk_read(self, memory, partials):
-            partials[-1] = memory.max() - largest
-
+    library = type("Library", (), {"bulk_read": BulkRead()})
     properties = type("Properties", (), {"multi_processor_count": 3})
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
-    monkeypatch.setattr(sweep, "built", lambda defines, device: defines)
-    monkeypatch.setattr(sweep, "Library", Bulk)
+    monkeypatch.setattr(sweep, "built", lambda source, defines, device: source)
+    monkeypatch.setattr(sweep.ctypes, "CDLL", {str(sweep.BULK_SOURCE): library}.__getitem__)
+    monkeypatch.setattr(torch.cuda, "current_stream", type("Stream", (), {"cuda_stream": 0}))
     monkeypatch.setattr(sweep.ceilings, "reader", lambda memory: memory.max)
     monkeypatch.setattr(providers, "available", lambda device: (["triton", "cuda"], []))
     [job] = sweep.bulk_jobs(on(HostQueue()))
@@ -186,7 +188,7 @@ def test_the_library_is_called_with_the_fields_of_a_pass(monkeypatch):
             calls.append([getattr(each, "value", each) for each in arguments])
 
     class Loaded:
-        sweep_launch, sweep_bulk_read = Function(), Function()
+        sweep_launch = Function()
 
     monkeypatch.setattr(sweep.ctypes, "CDLL", lambda path: Loaded())
     stream = type("Stream", (), {"cuda_stream": 7})
@@ -213,15 +215,15 @@ case "$*" in *VECTORS=16*) echo first; echo "error: too many"; exit 2 ;; esac
     monkeypatch.setattr(sweep, "REPOSITORY", tmp_path)
     sweep._compiler.cache_clear()
     found = dict.fromkeys(each.defines for each in sweep.variants(["cuda"]))
-    paths = {sweep._compiler(defines, CPU)[0] for defines in found}
+    paths = {sweep._compiler(sweep.SOURCE, defines, CPU)[0] for defines in found}
     assert len(paths) == 24
     for _ in range(2):  # variants share libraries
         for variant in (Variant("cuda"), Variant("cuda", 4)):
-            assert sweep.built(variant.defines, CPU) in paths
+            assert sweep.built(sweep.SOURCE, variant.defines, CPU) in paths
         with pytest.raises(RuntimeError, match="nvcc: error: too many"):
-            sweep.built(Variant("cuda", loads=16).defines, CPU)
+            sweep.built(sweep.SOURCE, Variant("cuda", loads=16).defines, CPU)
     for defines in found:
-        sweep._compiler(defines, CPU)[1].wait()
+        sweep._compiler(sweep.SOURCE, defines, CPU)[1].wait()
     lines = nvcc.with_suffix(".log").read_text().splitlines()
     assert len(lines) == 24 and all("-arch=sm_90" in line for line in lines)
     sweep._compiler.cache_clear()
@@ -231,16 +233,40 @@ case "$*" in *VECTORS=16*) echo first; echo "error: too many"; exit 2 ;; esac
 @pytest.mark.skipif(NVCC is None, reason="needs nvcc")
 @pytest.mark.parametrize(
     "variant",
-    [Variant("cuda"), Variant("cuda", None, 16, True, True, True)],
+    # The emulator has no cache for the last switch.
+    [Variant("cuda"), Variant("cuda", None, 16, contiguous=True, prefetch=True)],
     ids=lambda variant: variant.name,
 )
-def test_the_libraries_compile(tmp_path, variant):
-    path = tmp_path / "sweep.so"
-    flags = [*sweep.FLAGS, "-arch=sm_90", *variant.defines]
-    subprocess.run([NVCC, *flags, str(sweep.SOURCE), "-o", str(path)], check=True)
-    exported = subprocess.run(["nm", "-D", path], capture_output=True, text=True).stdout
-    for name in ("sweep_launch", "sweep_limit", "sweep_bulk_read"):
-        assert f" T {name}\n" in exported
+def test_a_library_has_torchs_results(monkeypatch, variant):
+    emulator = pytest.importorskip("ptx_emulator.cuda")
+    from emulated import EmulatedLauncher
+
+    flags = [flag for flag in sweep.FLAGS if flag.startswith(("-O", "--fmad", "-std"))]
+    headers = [*(machine.REPOSITORY / "csrc").rglob("*.h"), *sweep.SOURCE.parent.rglob("*.cu")]
+    headers += (machine.REPOSITORY / "csrc" / "cuda").glob("*.cu*")
+    library = emulator.build([sweep.SOURCE], flags=[*flags, *variant.defines], headers=headers)
+    library.load()
+    monkeypatch.setattr(torch.cuda, "current_stream", type("Stream", (), {"cuda_stream": 0}))
+    kernels = DeviceKernels(EmulatedLauncher(sweep.Library(library.path), races=False))
+
+    def calls(scalars):
+        return providers.launches(variant.name, CPU, scalars, kernels)
+
+    gradients = [torch.rand(shape) + 0.5 for shape in ((3, 5), (0,), (7,), (1025,), (70_001,))]
+    for dtype in (torch.float32, torch.bfloat16):
+        decisive.assert_parity([each.to(dtype) for each in gradients], calls, sweep.PATHS)
+
+
+@pytest.mark.sweep
+@pytest.mark.skipif(NVCC is None, reason="needs nvcc")
+def test_bulk_copies_compile(tmp_path):
+    library, ptx = tmp_path / "bulk.so", tmp_path / "bulk.ptx"
+    for flags, path in ((sweep.FLAGS, library), (["-std=c++17", "-ptx"], ptx)):
+        command = [NVCC, *flags, "-arch=sm_90", str(sweep.BULK_SOURCE), "-o", str(path)]
+        subprocess.run(command, check=True)
+    assert "cp.async.bulk.shared" in ptx.read_text()
+    exported = subprocess.run(["nm", "-D", library], capture_output=True, text=True).stdout
+    assert " T bulk_read\n" in exported
 
 
 def test_macros_are_those_of_the_kernels():
