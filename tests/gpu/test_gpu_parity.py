@@ -164,6 +164,29 @@ def test_norms_are_right_and_the_same_every_time(
     assert math.isclose(results[0][0], float(squares), rel_tol=1e-5)
 
 
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_norms_have_the_same_bits_on_every_grid(
+    backend: str, device: torch.device, dtype: torch.dtype
+) -> None:
+    """Of chunks of one window and of several."""
+    kernels = kernels_of(backend, device)
+    generator = torch.Generator(device).manual_seed(5)
+    seen: dict[int, list[list[float]]] = {}
+    try:
+        for numel in (300_001, 40_000_003):
+            values = torch.randn(numel, generator=generator, device=device).to(dtype)
+            grads = grads_of([values[1:], values[:7].clone(), values[:4096].clone()])
+            for programs in (None, 1, 2, 3, 131, 1_000, 4_096):
+                kernels._launcher.limit_programs(programs)
+                norms = torch.empty(2, dtype=torch.float64, device=device)
+                kernels.norms(grads, flag(0.1, device), is_scale=False, norms=norms)
+                seen.setdefault(numel, []).append(norms.tolist())
+    finally:
+        kernels._launcher.limit_programs(None)
+    assert all(each == found[0] for found in seen.values() for each in found)
+    assert all(math.isfinite(found[0][0]) and found[0][0] > 0 for found in seen.values())
+
+
 def test_norms_keep_a_nan(backend: str, device: torch.device) -> None:
     kernels = kernels_of(backend, device)
     grads = [make_gradient("long", dtype).to(device) for dtype in FLOATS]
