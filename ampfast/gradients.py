@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
+from ampfast import backends
 from ampfast.backends import Choice, Kernels, Update, aten, cpu
 from ampfast.backends.cpu import Track
 from ampfast.distributed import Layout, LocalShards
@@ -17,17 +18,106 @@ from ampfast.errors import add_note
 Flags = dict[torch.device, Tensor]
 
 __all__ = [
+    "SIXTEEN_BIT",
+    "Casts",
     "Copies",
     "Gradients",
     "UnscaleFactor",
+    "cast_",
     "check_",
     "collect",
     "inverse",
+    "local_tensor",
+    "narrow_",
     "new_flag",
     "norms",
     "of_list",
+    "pass_over_pairs",
     "unscale_",
+    "version_of",
 ]
+
+SIXTEEN_BIT = (torch.float16, torch.bfloat16)
+_CPU = torch.device("cpu")
+
+
+class Casts:
+    """Casts of 16-bit gradients to float32, by the pass that unscales them where kernels can.
+
+    Args:
+        params: Parameters by number, whose gradients become float32.
+        buffer: Memory of earlier ones, used again if nobody else holds it.
+
+    Attributes:
+        buffer: Memory of those that the pass writes, or None.
+    """
+
+    def __init__(self, params: dict[int, Tensor], buffer: Tensor | None = None) -> None:
+        self.buffer = buffer
+        self._params = params
+        self._wide: dict[int, Tensor] = {}
+
+    def start(self, choice: Choice) -> list[Tensor]:
+        """Casts what no kernel casts; returns the gradients that a pass over pairs will cast."""
+        narrow: dict[int, Tensor] = {}
+        others: list[int] = []
+        on_cpu = _has_pairs(choice, _CPU)
+        for number, param in self._params.items():
+            grad = param.grad
+            if grad is None or grad.dtype not in SIXTEEN_BIT:
+                continue
+            if on_cpu and grad.is_cpu and type(grad) is Tensor and grad.layout is torch.strided:
+                narrow[number] = grad
+            else:
+                others.append(number)
+        self.finish_by_torch(others)
+        grads = list(narrow.values())
+        if grads:
+            wide, self.buffer = cpu.float32_like(grads, self.buffer)
+            self._wide = dict(zip(narrow, wide, strict=True))
+        return grads
+
+    def paired(self, grads: cpu.GradList) -> cpu.GradList:
+        """Returns the list with the memory that its 16-bit gradients will be cast to."""
+        return grads.paired(self._wide) if self._wide else grads
+
+    @torch.no_grad()
+    def finish_by_torch(self, numbers: Iterable[int]) -> None:
+        """Casts the gradients of these numbers now."""
+        params = [self._params[number] for number in numbers if number in self._params]
+        grads = [cast(Tensor, param.grad) for param in params]
+        wide = [torch.empty_like(grad, dtype=torch.float32) for grad in grads if _is_dense(grad)]
+        if wide:
+            torch._foreach_copy_(wide, [grad for grad in grads if _is_dense(grad)])
+        dense = iter(wide)
+        for param, grad in zip(params, grads, strict=True):
+            _set_grad(param, next(dense) if _is_dense(grad) else grad.to(torch.float32))
+        for number in numbers:
+            self._wide.pop(number, None)
+
+    def has(self, number: int) -> bool:
+        """Whether the gradient of a number is still to be cast."""
+        return number in self._wide
+
+    def pending(self) -> list[tuple[int, Tensor]]:
+        """Returns numbers and gradients that are still to be cast."""
+        return [(number, cast(Tensor, self._params[number].grad)) for number in self._wide]
+
+    def finish(self) -> None:
+        """Sets the gradients that a pass has written."""
+        for number, wide in self._wide.items():
+            _set_grad(self._params[number], wide)
+        self._wide = {}
+
+
+def _is_dense(grad: Tensor) -> bool:
+    return type(grad) is Tensor and grad.layout is torch.strided
+
+
+def _set_grad(param: Tensor, grad: Tensor) -> None:
+    if param.grad_dtype not in (None, grad.dtype):
+        param.grad_dtype = None
+    param.grad = grad
 
 
 @dataclass(frozen=True)
@@ -42,6 +132,7 @@ class Gradients:
         groups: All parameters by group, with or without gradient, for tracking and norms.
         shards: Local shards of the distributed gradients, or None if none is distributed.
         track_on: Tracking tables by device, or None.
+        casts: Casts by a pass that writes, or None.
     """
 
     lists: list[cpu.GradList]
@@ -50,6 +141,7 @@ class Gradients:
     groups: list[list[Tensor]] = field(default_factory=list)
     shards: LocalShards | None = None
     track_on: Callable[[torch.device], Track] | None = None
+    casts: Casts | None = None
 
     @property
     def layouts(self) -> dict[int, Layout]:
@@ -97,6 +189,7 @@ def collect(
     clips: bool = False,
     shards: LocalShards | None = None,
     tracked: bool = False,
+    casts: Casts | None = None,
 ) -> Gradients:
     """Reads the gradients of an optimizer's parameters, in order.
 
@@ -109,6 +202,8 @@ def collect(
             versions, as in torch's clipping.
         shards: Collector of local shards, which replace distributed gradients.
         tracked: Whether to list the parameters for tracking; `clips` lists them, too.
+        casts: Casts of 16-bit gradients, which are then accepted; those that the pass itself
+            cannot cast are cast here, if it writes.
 
     Raises:
         AssertionError: If a parameter is not a tensor.
@@ -121,6 +216,10 @@ def collect(
         # Iterators, too, are consumed once.
         groups = [list(group["params"]) for group in param_groups]
         param_groups = [{"params": params} for params in groups]
+    if casts is not None:
+        allow_fp16 = True
+        if writes:
+            casts.start(choice)
     lists, irregular, refused = cpu.walk(
         param_groups, allow_fp16, writes, choice.devices, clips and writes, shards
     )
@@ -131,6 +230,10 @@ def collect(
         lists, irregular, _ = cpu.walk(
             param_groups, allow_fp16, writes, choice.devices, False, shards
         )
+    if casts is not None and writes:
+        casts.finish_by_torch([number for _, _, number in irregular if casts.has(number)])
+        irregular = [(param, cast(Tensor, param.grad), n) for param, _, n in irregular]
+        lists = [casts.paired(grads) for grads in lists]
     set_aside: dict[torch.device, list[Tensor]] = {}
     numbers: dict[torch.device, list[int]] = {}
     if irregular:
@@ -141,7 +244,7 @@ def collect(
                 numbers.setdefault(values.device, []).append(number)
     if shards is not None and not shards.layouts:
         shards = None
-    return Gradients(lists, set_aside, numbers, groups, shards)
+    return Gradients(lists, set_aside, numbers, groups, shards, casts=casts)
 
 
 def of_list(tensors: list[Tensor], device: torch.device) -> Gradients:
@@ -231,6 +334,8 @@ def unscale_(
             update=_riding(gradients, update),
             track=gradients.track(device),
         )
+    if gradients.casts is not None:
+        gradients.casts.finish()
     _check_reduced(gradients, flags, None)
     return flags
 
@@ -315,6 +420,95 @@ def norms(
         flags[device] = found
         rows.append(row)
     return flags, rows
+
+
+def cast_(casts: Casts, choice: Choice) -> None:
+    """Casts gradients without a factor."""
+    grads = casts.start(choice)
+    irregular = [n for n, grad in casts.pending() if cpu.list_of([grad], _CPU) is None]
+    casts.finish_by_torch(irregular)
+    regular = [grad for _, grad in casts.pending()]
+    listed = cpu.list_of(regular, _CPU, [n for n, _ in casts.pending()])
+    if grads and listed is not None:
+        one = torch.ones((), dtype=torch.float32, device=_CPU)
+        cpu.unscale_(casts.paired(listed), one, is_scale=False)
+        casts.finish()
+
+
+def pass_over_pairs(
+    narrow: Sequence[Tensor],
+    wide: Sequence[Tensor],
+    found_inf: Tensor | None,
+    inv_scale: Tensor | None = None,
+) -> bool:
+    """Widens 16-bit tensors with an inverse scale, narrows float32 ones without, by kernels.
+
+    Args:
+        narrow: 16-bit tensors.
+        wide: float32 tensors of their shapes.
+        found_inf: One-element float32, or None for narrowing.
+        inv_scale: One-element float32, or None.
+
+    Returns:
+        False, with nothing written, if the kernels cannot take the tensors.
+    """
+    device = narrow[0].device if narrow else _CPU
+    if torch.compiler.is_compiling() or not _has_pairs(backends.choose(), device):
+        return False
+    scalars = [scalar for scalar in (found_inf, inv_scale) if scalar is not None]
+    if not all(cpu.is_scalar(each, torch.float32) for each in scalars):
+        return False
+    if any(a.stride() != b.stride() for a, b in zip(narrow, wide, strict=True)):
+        return False
+    listed, floats = cpu.list_of(narrow, device), cpu.list_of(wide, device)
+    if listed is None or floats is None:
+        return False
+    pairs = listed.paired(dict(enumerate(wide)))
+    if inv_scale is None:
+        cpu.narrow_(pairs, found_inf)
+    else:
+        cpu.unscale_(pairs, inv_scale, is_scale=False, found_inf=found_inf)
+    return True
+
+
+def _has_pairs(choice: Choice, device: torch.device) -> bool:
+    """Whether the kernels for a device take pairs."""
+    kernels: object = choice.kernels_for(device)
+    return kernels is cpu
+
+
+def narrow_(params: list[Tensor], masters: list[Tensor], found_inf: Tensor | None) -> None:
+    """Rounds float32 tensors to 16-bit parameters on any devices, unless a flag is set.
+
+    Args:
+        params: 16-bit parameters.
+        masters: float32 tensors of their shapes and devices.
+        found_inf: One-element float32, or None.
+    """
+    flags = None if found_inf is None else Copies(found_inf.detach())
+    by_device: dict[torch.device, tuple[list[Tensor], list[Tensor]]] = {}
+    for param, master in zip(params, masters, strict=True):
+        narrow, wide = by_device.setdefault(param.device, ([], []))
+        narrow.append(local_tensor(param).detach())
+        wide.append(local_tensor(master).detach())
+    for device, (narrow, wide) in by_device.items():
+        flag = None if flags is None else flags[device]
+        if not pass_over_pairs(narrow, wide, flag):
+            aten.narrow_(narrow, wide, flag)
+        else:
+            torch.autograd.graph.increment_version(narrow)
+
+
+def local_tensor(tensor: Tensor) -> Tensor:
+    """Returns the local shard of a DTensor, else the tensor."""
+    local: Tensor = getattr(tensor, "_local_tensor", tensor)
+    return local
+
+
+def version_of(tensor: Tensor) -> tuple[int, int]:
+    """Returns address and version, one of which changes where autograd sees an edit."""
+    local = local_tensor(tensor)
+    return local.data_ptr(), local._version
 
 
 def inverse(scale: Tensor) -> Tensor:

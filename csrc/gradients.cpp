@@ -3,6 +3,7 @@
 #include <ATen/EmptyTensor.h>
 #include <ATen/PythonTorchFunctionTLS.h>
 #include <ATen/SparseTensorImpl.h>
+#include <ATen/ops/as_strided.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/core/impl/TorchDispatchModeTLS.h>
 #include <c10/util/flat_hash_map.h>
@@ -15,6 +16,8 @@
 namespace ampfast {
 
 namespace {
+
+using Tensors = std::vector<at::Tensor>;
 
 // Parameters looked at together.
 constexpr Py_ssize_t kTogether = 16;
@@ -121,14 +124,17 @@ void GradList::add(const at::Tensor& tensor, bool writes, int64_t parameter) {
   add(dtype, static_cast<char*>(base) + impl->storage_offset() * size, numel, parameter);
 }
 
-void GradList::add(at::ScalarType dtype, char* address, int64_t numel, int64_t parameter) {
-  auto list = std::find_if(lists_.begin(), lists_.end(),
-                           [dtype](const DtypeList& each) { return each.dtype == dtype; });
+void GradList::add(at::ScalarType dtype, char* address, int64_t numel, int64_t parameter,
+                   float* wide) {
+  const bool is_paired = wide != nullptr;
+  auto list = std::find_if(lists_.begin(), lists_.end(), [=](const DtypeList& each) {
+    return each.dtype == dtype && each.is_paired == is_paired;
+  });
   if (list == lists_.end()) {
-    list = lists_.insert(list, DtypeList{dtype, {}, 0, 0});
+    list = lists_.insert(list, DtypeList{dtype, {}, 0, 0, is_paired});
     list->spans.reserve(expected_);
   }
-  list->spans.push_back({address, numel, list->chunks, parameter});
+  list->spans.push_back({address, numel, list->chunks, parameter, wide});
   list->chunks += chunk_count(numel);
   list->elements += numel;
   chunks_ += chunk_count(numel);
@@ -140,10 +146,35 @@ std::pair<GradList, GradList> GradList::split(const std::unordered_set<int64_t>&
   for (const DtypeList& list : lists_) {
     for (const Span& span : list.spans) {
       GradList& grads = parameters.count(span.parameter) != 0 ? both.first : both.second;
-      grads.add(list.dtype, span.address, span.numel, span.parameter);
+      grads.add(list.dtype, span.address, span.numel, span.parameter, span.wide);
     }
   }
   return both;
+}
+
+GradList GradList::paired(const std::unordered_map<int64_t, at::Tensor>& wide) const {
+  const auto owners = std::make_shared<std::pair<std::shared_ptr<const void>, Tensors>>();
+  owners->first = owner_;
+  GradList pairs(device_, owners);
+  pairs.has_float64_ = has_float64_;
+  for (const DtypeList& list : lists_) {
+    for (const Span& span : list.spans) {
+      const auto found = list.element_size() == 2 ? wide.find(span.parameter) : wide.end();
+      float* values = nullptr;
+      if (found != wide.end()) {
+        const at::Tensor& tensor = found->second;
+        TORCH_CHECK(
+            tensor.scalar_type() == at::kFloat && tensor.device() == device_ &&
+                is_regular(tensor, device_bit(device_.type())) && tensor.numel() == span.numel,
+            "number ", span.parameter, " needs ", span.numel, " dense float32 values on ", device_);
+        require_storage(tensor);
+        values = tensor.mutable_data_ptr<float>();
+        owners->second.push_back(tensor);
+      }
+      pairs.add(list.dtype, span.address, span.numel, span.parameter, values);
+    }
+  }
+  return pairs;
 }
 
 namespace {
@@ -175,8 +206,6 @@ void with_python_warnings(const Body& body) {
     throw;
   }
 }
-
-using Tensors = std::vector<at::Tensor>;
 
 // What a walk has found so far.
 struct Walk {
@@ -373,6 +402,27 @@ std::optional<ShortWalk> short_walk(PyObject* param_groups, at::Device device, b
     walk.own();
   }
   return walk;
+}
+
+std::pair<std::vector<at::Tensor>, at::Tensor> float32_like(
+    const std::vector<at::Tensor>& tensors, const std::optional<at::Tensor>& buffer) {
+  constexpr int64_t kAlignment = 64 / sizeof(float);
+  const at::AutoDispatchBelowADInplaceOrView no_autograd;
+  int64_t length = 0;
+  for (const at::Tensor& tensor : tensors) {
+    length += (tensor.numel() + kAlignment - 1) / kAlignment * kAlignment;
+  }
+  const bool is_free = buffer && buffer->numel() == length && buffer->storage().use_count() == 1;
+  const at::Tensor memory =
+      is_free ? *buffer : at::Tensor(at::detail::empty_cpu({length}, at::kFloat));
+  std::vector<at::Tensor> like;
+  like.reserve(tensors.size());
+  int64_t offset = 0;
+  for (const at::Tensor& tensor : tensors) {
+    like.push_back(at::as_strided(memory, tensor.sizes(), tensor.strides(), offset));
+    offset += (tensor.numel() + kAlignment - 1) / kAlignment * kAlignment;
+  }
+  return {std::move(like), memory};
 }
 
 bool lacks_state(const py::iterable& params, const py::dict& state, const py::str& name) {

@@ -7,6 +7,7 @@
 #include <memory>
 #include <optional>
 #include <tuple>
+#include <unordered_map>
 #include <unordered_set>
 #include <utility>
 #include <vector>
@@ -29,10 +30,12 @@ struct Span {
   char* address;
   int64_t numel;
   int64_t first_chunk;
-  int64_t parameter;  // its number among all of the optimizer, without gradient too
+  int64_t parameter;      // its number among all of the optimizer, without gradient too
+  float* wide = nullptr;  // as many float32 values, of a list that has them
 
   bool operator==(const Span& other) const {
-    return address == other.address && numel == other.numel && parameter == other.parameter;
+    return address == other.address && numel == other.numel && parameter == other.parameter &&
+           wide == other.wide;
   }
 };
 
@@ -41,6 +44,7 @@ struct DtypeList {
   std::vector<Span> spans;
   int64_t chunks = 0;
   int64_t elements = 0;
+  bool is_paired = false;  // with float32 values, which a pass writes in place of 16-bit ones
 
   int64_t element_size() const { return static_cast<int64_t>(c10::elementSize(dtype)); }
   bool operator==(const DtypeList& other) const {
@@ -63,6 +67,10 @@ class GradList {
   // With `writes`, its data may be written.
   void add(const at::Tensor& tensor, bool writes, int64_t parameter);
 
+  // The same list, in which 16-bit tensors are paired with float32 ones: those of their parameters'
+  // numbers, in the same order in memory.
+  GradList paired(const std::unordered_map<int64_t, at::Tensor>& wide) const;
+
   // The gradients of the parameters of these numbers, and the others.
   std::pair<GradList, GradList> split(const std::unordered_set<int64_t>& parameters) const;
 
@@ -74,7 +82,8 @@ class GradList {
   int64_t elements() const { return elements_; }
 
  private:
-  void add(at::ScalarType dtype, char* address, int64_t numel, int64_t parameter);
+  void add(at::ScalarType dtype, char* address, int64_t numel, int64_t parameter,
+           float* wide = nullptr);
 
   at::Device device_;
   std::shared_ptr<const void> owner_;
@@ -146,6 +155,11 @@ struct ShortWalk {
 // all is as before then.
 std::optional<ShortWalk> short_walk(PyObject* param_groups, at::Device device, bool allow_fp16,
                                     bool writes);
+
+// Float32 tensors like these, which are dense, in a buffer on the CPU: the given one, if nobody
+// else holds its memory and it has the length, else a new one.
+std::pair<std::vector<at::Tensor>, at::Tensor> float32_like(
+    const std::vector<at::Tensor>& tensors, const std::optional<at::Tensor>& buffer);
 
 // Tells whether a parameter that has a gradient lacks an entry of that name in the optimizer's
 // state, a dict by parameter. Keys are told apart as tensors are: by identity.

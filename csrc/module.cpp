@@ -76,6 +76,16 @@ at::Tensor norms(const GradList& grads, const at::Tensor& factor, bool is_scale,
   });
 }
 
+// Rounds pairs unless the flag is set; tells whether it did.
+bool narrow_(const GradList& pairs, const OptionalTensor& found_inf) {
+  const float* flag = data_of<const float>(found_inf, "found_inf", at::kCPU);
+  if (flag != nullptr && *flag != 0) {
+    return false;
+  }
+  run(pairs, [&] { cpu::narrow(pairs); });
+  return true;
+}
+
 void measure_(const GradList& grads, const at::Tensor& health) {
   const int64_t parameters = health.size(0);
   const cpu::Rows rows{data_of<int64_t>(health, "health", at::kCPU, parameters * kHealthWords),
@@ -188,6 +198,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def_static("of", &regular_list, py::arg("tensors"), py::arg("device"),
                   py::arg("parameters") = std::nullopt)
       .def("split", &GradList::split, py::arg("parameters"))
+      .def("paired", &GradList::paired, py::arg("wide"))
       .def_property_readonly("device", &GradList::device)
       .def_property_readonly("has_float64", &GradList::has_float64)
       .def_property_readonly("chunks", &GradList::chunks);
@@ -214,6 +225,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("update_scale_", &update_scale_);
   m.def("require_storage", &require_storage);
   m.def("lacks_state", &lacks_state);
+  m.def("float32_like", &float32_like);
   m.def("walk", &walk_gradients, py::arg("param_groups"), py::arg("allow_fp16"), py::arg("writes"),
         py::arg("devices"), py::arg("bumps_versions") = false,
         py::arg("local_shard_of") = py::none());
@@ -221,6 +233,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("check_", &check_);
   m.def("norms", &norms);
   m.def("measure_", &measure_);
+  m.def("narrow_", &narrow_);
   m.def("clip_coefficient", [](const py::args& arguments) {
     apply(clip_of(arguments.cast<ClipArguments>(), at::kCPU));
   });

@@ -56,10 +56,12 @@ __all__ = [
     "clip_coefficient",
     "clip_groups",
     "cpu_capability",
+    "float32_like",
     "is_scalar",
     "lacks_state",
     "list_of",
     "measure_",
+    "narrow_",
     "norms",
     "pass_on_device",
     "record",
@@ -100,6 +102,9 @@ require_storage = _C.require_storage
 # Writes norm, clip coefficient and divisor; takes the fields of a `Clip`. Formula:
 # torch.nn.utils.clip_grad_norm_, here in float64.
 clip_coefficient = _C.clip_coefficient
+# Float32 tensors like some dense ones on the CPU, and their buffer: that of an earlier call, unless
+# someone else holds its memory or it has another length.
+float32_like = _C.float32_like
 # Whether a parameter with a gradient lacks an entry of its state.
 lacks_state = _C.lacks_state
 WINDOW_BYTES: int = _C.WINDOW_BYTES
@@ -177,6 +182,8 @@ def unscale_(
 ) -> Tensor:
     """Multiplies gradients in place by an inverse scale and checks that the results are finite.
 
+    The products of 16-bit gradients that are paired (`GradList.paired`) are written as float32.
+
     Args:
         grads: Gradients of one device.
         factor: One-element float32 on that device: the inverse scale, or the scale itself.
@@ -192,6 +199,16 @@ def unscale_(
         `found_inf`, or the new tensor.
     """
     return _C.unscale_(grads, factor, is_scale, found_inf, _marks(track), coefficient)
+
+
+def narrow_(pairs: GradList, found_inf: Tensor | None = None) -> None:
+    """Rounds float32 values to the 16-bit tensors that they are paired with, to nearest even.
+
+    Args:
+        pairs: A result of `GradList.paired` without unpaired tensors.
+        found_inf: One-element float32; where it is not 0, nothing is written.
+    """
+    _C.narrow_(pairs, found_inf)
 
 
 def norms(

@@ -288,9 +288,85 @@ Counts counts(const void* data, int64_t numel) {
           number(overflowing),  number(largest),   number(static_cast<Bits>(smallest + 1))};
 }
 
+// Times as many factors: where there is none, not even a subnormal is flushed.
+template <class T, int kFactors>
+int64_t widen_times(const void* data, float* wide, int64_t numel, float first, float second) {
+  const T* values = static_cast<const T*>(data);
+  int16_t peak = 0;
+  int64_t i = 0;
+#ifdef AMPFAST_AVX2
+  const __m256 factor = _mm256_set1_ps(first);
+  const __m256 coefficient = _mm256_set1_ps(second);
+  __m256i peaks = _mm256_setzero_si256();
+  for (; i + 16 <= numel; i += 16) {
+    peaks = raised(peaks, values + i);
+    for (int64_t k = i; k < i + 16; k += 8) {
+      __m256 value = widen8(values + k);
+      value = kFactors > 0 ? _mm256_mul_ps(value, factor) : value;
+      value = kFactors > 1 ? _mm256_mul_ps(value, coefficient) : value;
+      _mm256_storeu_ps(wide + k, value);
+    }
+  }
+  peak = largest_of<int16_t>(peaks);
+#endif
+  for (; i < numel; ++i) {
+    peak = larger(peak, magnitude16(values[i].bits));
+    float value = widen(values[i]);
+    value = kFactors > 0 ? value * first : value;
+    wide[i] = kFactors > 1 ? value * second : value;
+  }
+  return peak;
+}
+
+template <class T>
+int64_t widen_all(const void* data, float* wide, int64_t numel, float inv_scale,
+                  double coefficient) {
+  const float second = static_cast<float>(coefficient);
+  if (coefficient != 1) {
+    return widen_times<T, 2>(data, wide, numel, inv_scale, second);
+  }
+  return inv_scale != 1 ? widen_times<T, 1>(data, wide, numel, inv_scale, second)
+                        : widen_times<T, 0>(data, wide, numel, inv_scale, second);
+}
+
+#ifdef AMPFAST_AVX2
+
+inline __m128i narrow8(const float* wide, Half /*tag*/) {
+  return _mm256_cvtps_ph(_mm256_loadu_ps(wide), _MM_FROUND_TO_NEAREST_INT);
+}
+
+inline __m128i narrow8(const float* wide, BFloat16 /*tag*/) {
+  const __m256 value = _mm256_loadu_ps(wide);
+  const __m256i is_nan = _mm256_castps_si256(_mm256_cmp_ps(value, value, _CMP_UNORD_Q));
+  const __m256i bits =
+      _mm256_blendv_epi8(rounded_to_bfloat16(value), _mm256_set1_epi32(0x7fc00000), is_nan);
+  const __m256i upper = _mm256_srli_epi32(bits, 16);
+  return _mm_packus_epi32(_mm256_castsi256_si128(upper), _mm256_extracti128_si256(upper, 1));
+}
+
+#endif
+
+template <class T>
+void narrow_all(void* data, const float* wide, int64_t numel) {
+  T* values = static_cast<T*>(data);
+  int64_t i = 0;
+#ifdef AMPFAST_AVX2
+  for (; i + 8 <= numel; i += 8) {
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(values + i), narrow8(wide + i, T{}));
+  }
+#endif
+  for (; i < numel; ++i) {
+    values[i] = narrow(wide[i], T{});
+  }
+}
+
 inline constexpr Loops kLoops[] = {
-    {peak_bits<float>, unscale<float>, squares<float>, counts<uint32_t, kRangeInFloat32>},
-    {peak_bits<double>, unscale<double>, squares<double>, counts<uint64_t, kRangeInFloat64>},
-    {peak_bits<Half>, unscale<Half>, squares<Half>, counts<uint16_t, kRangeInFloat16>},
-    {peak_bits<BFloat16>, unscale<BFloat16>, squares<BFloat16>, counts<uint16_t, kRangeInBFloat16>},
+    {peak_bits<float>, unscale<float>, squares<float>, counts<uint32_t, kRangeInFloat32>, nullptr,
+     nullptr},
+    {peak_bits<double>, unscale<double>, squares<double>, counts<uint64_t, kRangeInFloat64>,
+     nullptr, nullptr},
+    {peak_bits<Half>, unscale<Half>, squares<Half>, counts<uint16_t, kRangeInFloat16>,
+     widen_all<Half>, narrow_all<Half>},
+    {peak_bits<BFloat16>, unscale<BFloat16>, squares<BFloat16>, counts<uint16_t, kRangeInBFloat16>,
+     widen_all<BFloat16>, narrow_all<BFloat16>},
 };

@@ -34,8 +34,12 @@ std::atomic<bool> forked{false};
 
 // torch takes tensors one after another. Where they share memory the order shows, and threads would
 // race.
-bool shares_memory(const DtypeList& list) {
-  const auto by_address = [](const Span& a, const Span& b) { return a.address < b.address; };
+bool shares_memory(const DtypeList& list, bool of_pairs) {
+  const auto begin = [=](const Span& span) {
+    return of_pairs ? reinterpret_cast<const char*>(span.wide) : span.address;
+  };
+  const int64_t size = of_pairs ? sizeof(float) : list.element_size();
+  const auto by_address = [=](const Span& a, const Span& b) { return begin(a) < begin(b); };
   std::vector<Span> sorted;
   const std::vector<Span>* spans = &list.spans;
   if (!std::is_sorted(spans->begin(), spans->end(), by_address)) {
@@ -43,15 +47,19 @@ bool shares_memory(const DtypeList& list) {
     std::sort(sorted.begin(), sorted.end(), by_address);
     spans = &sorted;
   }
-  const auto overlaps = [&list](const Span& a, const Span& b) {
-    return a.address + a.numel * list.element_size() > b.address;
+  const auto overlaps = [=](const Span& a, const Span& b) {
+    return begin(a) + a.numel * size > begin(b);
   };
   return std::adjacent_find(spans->begin(), spans->end(), overlaps) != spans->end();
 }
 
-// Calls `body(address, numel, chunk)` for every chunk, from several threads if that pays.
+// The memory that a pass writes.
+enum class Writes { kNothing, kTensors, kPairs };
+
+// Calls `body(address, numel, chunk, wide)` for every chunk, whose float32 values are `wide`, null
+// in a list without pairs, from several threads if that pays.
 template <class Body>
-void for_each_chunk(const DtypeList& list, bool writes, const Body& body) {
+void for_each_chunk(const DtypeList& list, Writes writes, const Body& body) {
   const int64_t size = list.element_size();
   const auto take = [&](int64_t chunk, int64_t end) {
     const auto is_before = [](int64_t number, const Span& span) {
@@ -61,12 +69,15 @@ void for_each_chunk(const DtypeList& list, bool writes, const Body& body) {
     for (; chunk < end; ++span) {
       int64_t offset = (chunk - span->first_chunk) * kChunk;
       for (; offset < span->numel && chunk < end; offset += kChunk) {
-        body(span->address + offset * size, std::min(kChunk, span->numel - offset), chunk++);
+        const int64_t numel = std::min(kChunk, span->numel - offset);
+        float* wide = span->wide != nullptr ? span->wide + offset : nullptr;
+        body(span->address + offset * size, numel, chunk++, wide);
       }
     }
   };
   const int64_t shares = list.elements * size / grain;
-  if (shares < 2 || at::in_parallel_region() || forked || (writes && shares_memory(list))) {
+  if (shares < 2 || at::in_parallel_region() || forked ||
+      (writes != Writes::kNothing && shares_memory(list, writes == Writes::kPairs))) {
     take(0, list.chunks);
     return;
   }
@@ -80,23 +91,23 @@ void for_each_chunk(const DtypeList& list, bool writes, const Body& body) {
 }
 
 template <class T>
-float used_peak16(T value, Use use, float factor) {
+float used_peak16(T value, Use use, float factor, bool rounds) {
   const float used = used_value(widen(value), use, factor);
-  return use == Use::kMultiply ? widen(narrow(used, T{})) : used;
+  return rounds && use == Use::kMultiply ? widen(narrow(used, T{})) : used;
 }
 
-// The magnitude `bits` as it is used: rounded to its dtype where that is written, as fused
-// optimizers see it otherwise. Rounding is monotone, so the largest magnitude tells of all.
-double used_peak(Dtype dtype, int64_t bits, Use use, float factor) {
-  switch (dtype) {
+// The magnitude `bits` as it is used: rounded to the dtype that is written, as fused optimizers see
+// it otherwise. Rounding is monotone, so the largest magnitude tells of all.
+double used_peak(const DtypeList& list, int64_t bits, Use use, float factor) {
+  switch (dtype_of(list.dtype)) {
     case Dtype::kFloat64:
       return used_value(bits_as<double>(bits), use, factor);
     case Dtype::kFloat32:
       return used_value(bits_as<float>(static_cast<uint32_t>(bits)), use, factor);
     case Dtype::kFloat16:
-      return used_peak16(Half{static_cast<uint16_t>(bits)}, use, factor);
+      return used_peak16(Half{static_cast<uint16_t>(bits)}, use, factor, !list.is_paired);
     default:
-      return used_peak16(BFloat16{static_cast<uint16_t>(bits)}, use, factor);
+      return used_peak16(BFloat16{static_cast<uint16_t>(bits)}, use, factor, !list.is_paired);
   }
 }
 
@@ -125,27 +136,26 @@ void mark(int64_t step, int64_t& last, int64_t& times) {
   last = step;
 }
 
-// Calls `body(address, numel, chunk)` for every chunk, which returns its peak as bits. Returns what
-// becomes of the largest, and marks the parameters whose values are not finite then.
+// As `for_each_chunk`, where `body` returns the peak of a chunk as bits. Returns what becomes of
+// the largest, and marks the parameters whose values are not finite then.
 template <class Body>
-double largest_used(const DtypeList& list, bool writes, Use use, float factor, const Rows* marks,
+double largest_used(const DtypeList& list, Writes writes, Use use, float factor, const Rows* marks,
                     const Body& body) {
-  const Dtype dtype = dtype_of(list.dtype);
   std::vector<int64_t> peaks(marks != nullptr ? list.chunks : 0);
   std::atomic<int64_t> peak{0};
-  for_each_chunk(list, writes, [&](char* address, int64_t numel, int64_t chunk) {
-    const int64_t bits = body(address, numel, chunk);
+  for_each_chunk(list, writes, [&](char* address, int64_t numel, int64_t chunk, float* wide) {
+    const int64_t bits = body(address, numel, chunk, wide);
     raise(peak, bits);
     if (marks != nullptr) {
       peaks[chunk] = bits;
     }
   });
-  const double largest = std::fabs(used_peak(dtype, peak, use, factor));
+  const double largest = std::fabs(used_peak(list, peak, use, factor));
   if (marks != nullptr && !std::isfinite(largest)) {
     for (const Span& span : list.spans) {
       const auto first = peaks.begin() + span.first_chunk;
       const int64_t bits = *std::max_element(first, first + chunk_count(span.numel));
-      const double used = used_peak(dtype, bits, use, factor);
+      const double used = used_peak(list, bits, use, factor);
       int64_t* row = marks->words + span.parameter * kMarkWords;
       if (!std::isfinite(used)) {
         mark(marks->step, row[kLastNonFinite], row[kTimesNonFinite]);
@@ -167,26 +177,32 @@ bool check(const GradList& grads, Use use, float factor, const Rows* marks) {
   bool found = false;
   for (const DtypeList& list : grads.lists()) {
     const Loops& loops = loops_for(dtype_of(list.dtype));
-    const auto body = [&](const char* address, int64_t numel, int64_t /*chunk*/) {
+    const auto body = [&](const char* address, int64_t numel, int64_t /*chunk*/, float* /*wide*/) {
       return loops.peak_bits(address, numel);
     };
-    found |= !std::isfinite(largest_used(list, false, use, factor, marks, body));
+    found |= !std::isfinite(largest_used(list, Writes::kNothing, use, factor, marks, body));
   }
   return found;
 }
 
 bool unscale(const GradList& grads, float inv_scale, const Rows* marks, double coefficient) {
-  if (inv_scale == 1 && coefficient == 1) {
-    return check(grads, Use::kNothing, 1, marks);  // as torch: not even a subnormal is flushed
-  }
   require_rows(grads, marks);
+  // As torch: not even a subnormal is flushed then.
+  const bool changes = inv_scale != 1 || coefficient != 1;
+  const Use use = changes ? Use::kMultiply : Use::kNothing;
   bool found = false;
   for (const DtypeList& list : grads.lists()) {
     const Loops& loops = loops_for(dtype_of(list.dtype));
-    const auto body = [&](char* address, int64_t numel, int64_t /*chunk*/) {
-      return loops.unscale(address, numel, inv_scale, coefficient);
+    const Writes in_place = changes ? Writes::kTensors : Writes::kNothing;
+    const auto body = [&](char* address, int64_t numel, int64_t /*chunk*/, float* wide) {
+      if (wide != nullptr) {
+        return loops.widen(address, wide, numel, inv_scale, coefficient);
+      }
+      return changes ? loops.unscale(address, numel, inv_scale, coefficient)
+                     : loops.peak_bits(address, numel);
     };
-    found |= !std::isfinite(largest_used(list, true, Use::kMultiply, inv_scale, marks, body));
+    const Writes writes = list.is_paired ? Writes::kPairs : in_place;
+    found |= !std::isfinite(largest_used(list, writes, use, inv_scale, marks, body));
   }
   return found;
 }
@@ -197,12 +213,13 @@ Norms norms(const GradList& grads, float inv_scale, const Rows* marks) {
   for (const DtypeList& list : grads.lists()) {
     const Loops& loops = loops_for(dtype_of(list.dtype));
     std::vector<double> partials(list.chunks);
-    const auto body = [&](const char* address, int64_t numel, int64_t chunk) {
+    const auto body = [&](const char* address, int64_t numel, int64_t chunk, float* /*wide*/) {
       int64_t bits = 0;
       partials[chunk] = loops.squares(address, numel, inv_scale, &bits);
       return bits;
     };
-    const double largest = largest_used(list, false, Use::kMultiply, inv_scale, marks, body);
+    const double largest =
+        largest_used(list, Writes::kNothing, Use::kMultiply, inv_scale, marks, body);
     total.absolute_maximum = larger_or_nan(total.absolute_maximum, largest);
     for (const double squares : partials) {
       total.sum_of_squares += squares;
@@ -211,18 +228,29 @@ Norms norms(const GradList& grads, float inv_scale, const Rows* marks) {
   return total;
 }
 
+void narrow(const GradList& pairs) {
+  for (const DtypeList& list : pairs.lists()) {
+    TORCH_CHECK(list.is_paired, "a tensor has no float32 values");
+    const Loops& loops = loops_for(dtype_of(list.dtype));
+    for_each_chunk(list, Writes::kTensors,
+                   [&](char* address, int64_t numel, int64_t /*chunk*/, const float* wide) {
+                     loops.narrow(address, wide, numel);
+                   });
+  }
+}
+
 void measure(const GradList& grads, const Rows& health) {
   static_assert(kChunk <= 0xffff, "the loops count in 16 bits");
   require_rows(grads, &health);
   for (const DtypeList& list : grads.lists()) {
-    const Dtype dtype = dtype_of(list.dtype);
-    const Loops& loops = loops_for(dtype);
+    const Loops& loops = loops_for(dtype_of(list.dtype));
     std::vector<Counts> counts(list.chunks);
-    for_each_chunk(list, false, [&](const char* address, int64_t numel, int64_t chunk) {
-      counts[chunk] = loops.counts(address, numel);
-    });
-    const auto as_double = [dtype](int64_t bits) {
-      return magnitude(used_peak(dtype, bits, Use::kNothing, 1));
+    for_each_chunk(list, Writes::kNothing,
+                   [&](const char* address, int64_t numel, int64_t chunk, const float* /*wide*/) {
+                     counts[chunk] = loops.counts(address, numel);
+                   });
+    const auto as_double = [&list](int64_t bits) {
+      return magnitude(used_peak(list, bits, Use::kNothing, 1));
     };
     for (const Span& span : list.spans) {
       int64_t* row = health.words + span.parameter * kHealthWords;

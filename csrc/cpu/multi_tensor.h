@@ -17,8 +17,9 @@ struct Rows {
 // With rows of kMarkWords, marks the parameters of such values.
 bool check(const GradList& grads, Use use, float factor, const Rows* marks = nullptr);
 
-// Multiplies in place and tells whether a product is not finite, rounded to its dtype. `marks` as
-// above. With a coefficient the rounded products are multiplied by it, which decides nothing.
+// Multiplies in place, or writes the float32 values of a pair, and tells whether a product is not
+// finite, rounded to the dtype written. `marks` as above. With a coefficient the rounded products
+// are multiplied by it, which decides nothing.
 bool unscale(const GradList& grads, float inv_scale, const Rows* marks = nullptr,
              double coefficient = 1);
 
@@ -33,6 +34,9 @@ Norms norms(const GradList& grads, float inv_scale, const Rows* marks = nullptr)
 
 // Adds the range of each gradient's values to its parameter's row of kHealthWords.
 void measure(const GradList& grads, const Rows& health);
+
+// Rounds the float32 values of pairs to their 16-bit tensors.
+void narrow(const GradList& pairs);
 
 // Sets the least work for a thread, in bytes, and returns what it was: a switch for tests.
 int64_t set_grain(int64_t bytes);
