@@ -14,6 +14,7 @@ from ampfast._version import __version__
 from ampfast.distributed import mark_replicated
 from ampfast.grad_scaler import GradScaler
 from ampfast.lr_scheduler import LateScheduler
+from ampfast.master_weights import MasterWeights, master_weights_
 from ampfast.patch import Patch, patch, unpatch
 from ampfast.sync_free import sync_free_
 
@@ -23,11 +24,13 @@ if TYPE_CHECKING:
 __all__ = [
     "GradScaler",
     "LateScheduler",
+    "MasterWeights",
     "Patch",
     "__version__",
     "backends",
     "functional",
     "mark_replicated",
+    "master_weights_",
     "patch",
     "report",
     "sync_free_",

@@ -14,6 +14,7 @@ from torch import Tensor
 from ampfast import gradients
 from ampfast.backends import Choice, aten, cpu
 from ampfast.distributed import Agreement, replicated_numbers
+from ampfast.master_weights import MasterWeights
 from ampfast.optimizers import takes_grad_scaler
 
 __all__ = [
@@ -178,6 +179,8 @@ def clip_(choice: Choice, terms: list[NormTerm], coefficient: Tensor) -> None:
                 is_scale=factor.is_scale,
                 coefficient=coefficients[device],
             )
+        if term.grads.casts is not None:
+            term.grads.casts.finish()
 
 
 def _read_counted(choice: Choice, term: NormTerm, agreement: Agreement) -> None:
@@ -316,7 +319,7 @@ def can_defer(optimizer: Any, overridden: bool) -> bool:
             f"{type(optimizer).__name__} does not: create it with fused=True, or use "
             "in_place=True"
         )
-    if takes_grad_scaler(optimizer.step):
+    if takes_grad_scaler(optimizer.step) or isinstance(optimizer, MasterWeights):
         return False
     if overridden:
         raise ValueError(

@@ -22,6 +22,7 @@ from ampfast._version import __version__
 from ampfast.backends import aten, cpu, gpu
 from ampfast.errors import add_note, is_capturing, refuse_capture, warn_caller
 from ampfast.loss_scale import LossScale, ScalePolicy, is_static
+from ampfast.master_weights import MasterWeights, casts_of
 from ampfast.optimizers import LastChecks, lacks_momentum, no_inf_checks, takes_grad_scaler
 from ampfast.overflow import GradientHealth, OverflowReport
 from ampfast.report import History, ScalerStats
@@ -935,6 +936,8 @@ class GradScaler(TorchGradScaler):
         self, optimizer: torch.optim.Optimizer, state: dict[str, Any]
     ) -> tuple[Any, Any]:
         """Returns the `found_inf` and the `grad_scale` for an optimizer that divides by it."""
+        if state["stage"] is _READY and isinstance(optimizer, MasterWeights):
+            self.unscale_(optimizer)  # its gradients are cast anyway
         overridden = self._overrides(_CHECKS)
         if state["stage"] is _READY:
             if overridden:
@@ -1072,6 +1075,7 @@ class GradScaler(TorchGradScaler):
             clips=clips,
             shards=self._ranks.local_shards(),
             tracked=self._track is not None,
+            casts=casts_of(optimizer),
         )
 
     def _factors(self) -> tuple[Any, Any, Any]:
@@ -1232,4 +1236,4 @@ _HOOKS = _methods(
     *("_check_scale_growth_tracker", "_get_scale_async", "_found_inf_per_device"),
 )
 _ALL_HOOKS = {**_HOOKS, **_methods("step", "update")}
-cpu.watch_hooks(_HOOKS, _refresh_per_optimizer_state, _NEW)
+cpu.watch_hooks(_HOOKS, _refresh_per_optimizer_state, _NEW, MasterWeights)

@@ -39,6 +39,7 @@ __all__ = [
 
 SIXTEEN_BIT = (torch.float16, torch.bfloat16)
 _CPU = torch.device("cpu")
+_PLAIN = (Tensor, torch.nn.Parameter)
 
 
 class Casts:
@@ -46,15 +47,12 @@ class Casts:
 
     Args:
         params: Parameters by number, whose gradients become float32.
-        buffer: Memory of earlier ones, used again if nobody else holds it.
-
-    Attributes:
-        buffer: Memory of those that the pass writes, or None.
+        keeper: Object whose `buffer` is the memory of earlier ones, or None; it is used again if
+            nobody else holds it.
     """
 
-    def __init__(self, params: dict[int, Tensor], buffer: Tensor | None = None) -> None:
-        self.buffer = buffer
-        self._params = params
+    def __init__(self, params: dict[int, Tensor], keeper: Any) -> None:
+        self._params, self._keeper = params, keeper
         self._wide: dict[int, Tensor] = {}
 
     def start(self, choice: Choice) -> list[Tensor]:
@@ -73,7 +71,7 @@ class Casts:
         self.finish_by_torch(others)
         grads = list(narrow.values())
         if grads:
-            wide, self.buffer = cpu.float32_like(grads, self.buffer)
+            wide, self._keeper.buffer = cpu.float32_like(grads, self._keeper.buffer)
             self._wide = dict(zip(narrow, wide, strict=True))
         return grads
 
@@ -489,8 +487,8 @@ def narrow_(params: list[Tensor], masters: list[Tensor], found_inf: Tensor | Non
     by_device: dict[torch.device, tuple[list[Tensor], list[Tensor]]] = {}
     for param, master in zip(params, masters, strict=True):
         narrow, wide = by_device.setdefault(param.device, ([], []))
-        narrow.append(local_tensor(param).detach())
-        wide.append(local_tensor(master).detach())
+        narrow.append(local_tensor(param))
+        wide.append(local_tensor(master))
     for device, (narrow, wide) in by_device.items():
         flag = None if flags is None else flags[device]
         if not pass_over_pairs(narrow, wide, flag):
@@ -501,6 +499,8 @@ def narrow_(params: list[Tensor], masters: list[Tensor], found_inf: Tensor | Non
 
 def local_tensor(tensor: Tensor) -> Tensor:
     """Returns the local shard of a DTensor, else the tensor."""
+    if type(tensor) in _PLAIN:
+        return tensor
     local: Tensor = getattr(tensor, "_local_tensor", tensor)
     return local
 

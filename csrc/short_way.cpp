@@ -107,14 +107,15 @@ auto adding(Sum& sum) {
 }
 
 // Methods that decide what a call does, by name, as the class of scalers has them; the factory of
-// entries for optimizers, and one that it made.
+// entries for optimizers, and one that it made; the class of optimizers whose gradients are cast.
 PyObject* hooks = nullptr;
 PyObject* factory = nullptr;
 PyObject* new_entry = nullptr;
+PyObject* casting = nullptr;
 
-// watch_hooks(hooks, factory, new_entry)
+// watch_hooks(hooks, factory, new_entry, casting)
 PyObject* watch_hooks(PyObject* const* args) {
-  for (PyObject** watched : {&hooks, &factory, &new_entry}) {
+  for (PyObject** watched : {&hooks, &factory, &new_entry, &casting}) {
     Py_XDECREF(std::exchange(*watched, Py_NewRef(*args++)));
   }
   return nullptr;
@@ -191,7 +192,8 @@ py::object usual_dict(PyObject* scaler) {
 PyObject* usual_entry(PyObject* const* args) {
   const py::object own = usual_dict(args[0]);
   PyObject* states = own ? item(own.ptr(), names().states) : nullptr;
-  if (states == nullptr || !PyDict_Check(states)) {
+  if (states == nullptr || !PyDict_Check(states) ||
+      PyType_IsSubtype(Py_TYPE(args[1]), reinterpret_cast<PyTypeObject*>(casting)) != 0) {
     return nullptr;
   }
   const py::object key = py::reinterpret_steal<py::object>(PyLong_FromVoidPtr(args[1]));
@@ -491,7 +493,7 @@ PyMethodDef method(const char* name) {
 }  // namespace
 
 void bind_short_way(py::module_& m) {
-  static PyMethodDef methods[] = {method<watch_hooks, 3>("watch_hooks"),
+  static PyMethodDef methods[] = {method<watch_hooks, 4>("watch_hooks"),
                                   method<usual_entry, 2>("usual_entry"),
                                   method<record, 3>("record"),
                                   method<unscale_groups, 5>("unscale_groups"),

@@ -1,0 +1,470 @@
+"""Float32 master weights for the 16-bit parameters of any optimizer."""
+
+from __future__ import annotations
+
+import inspect
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import cache
+from typing import Any, TypeVar, cast
+
+import torch
+from torch import Tensor
+
+from ampfast import backends
+from ampfast.errors import refuse_capture
+from ampfast.gradients import SIXTEEN_BIT, Casts, cast_, local_tensor, narrow_, version_of
+
+__all__ = ["MasterWeights", "casts_of", "master_weights_"]
+
+AnyOptimizer = TypeVar("AnyOptimizer", bound=torch.optim.Optimizer)
+
+# Key of a master weight in a checkpoint, as in Transformer Engine's.
+_KEY = "master_param"
+# Attributes in which optimizers that wrap another one hold it.
+_WRAPPED = ("optimizer", "optim")
+
+
+class _Master:
+    """Master weight of a parameter.
+
+    Attributes:
+        param: The parameter.
+        weight: Its float32 weight, which an optimizer steps in its place.
+        seen: Address and version of the parameter when both were last equal; None: compare them.
+    """
+
+    __slots__ = ("param", "seen", "weight")
+
+    def __init__(self, param: Tensor, weight: Tensor) -> None:
+        self.param, self.weight = param, weight
+        self.seen: tuple[int, int] | None = None
+
+    @classmethod
+    def of(cls, param: Tensor) -> _Master:
+        refuse_capture("the making of master weights")
+        with torch.inference_mode(False), torch.no_grad():
+            weight = param.detach().to(torch.float32)
+        master = cls(param, weight.requires_grad_())
+        master.seen = version_of(param)
+        return master
+
+    @torch.no_grad()
+    def catch_up(self) -> None:
+        """Takes the elements in which the parameter differs; others keep their low bits."""
+        param, weight = local_tensor(self.param), local_tensor(self.weight)
+        # Bits, for the sign of zero.
+        differs = weight.to(param.dtype).view(torch.int16) != param.view(torch.int16)
+        weight.copy_(torch.where(differs, param.to(torch.float32), weight))
+        self.seen = version_of(self.param)
+
+
+class _Masters(dict[int, _Master]):
+    """Master weights of an optimizer, by the id of their parameters.
+
+    Attributes:
+        inner: The state by master weight, as the last step left it, or None.
+        buffer: Memory of float32 gradients, or None.
+    """
+
+    inner: defaultdict[Any, Any] | None = None
+    buffer: Tensor | None = None
+
+    def make(self, param: Tensor) -> _Master:
+        self[id(param)] = made = _Master.of(param)
+        self.inner = None
+        return made
+
+
+class _View(Mapping[Tensor, Tensor]):
+    """Master weights by parameter."""
+
+    def __init__(self, optimizer: MasterWeights) -> None:
+        self._optimizer = optimizer
+
+    def __getitem__(self, param: Tensor) -> Tensor:
+        masters = self._optimizer._masters
+        master = masters.get(id(param))
+        if master is None:
+            if not any(param is each for each in _params(self._optimizer)) or not _fits(param):
+                raise KeyError("no 16-bit parameter of this optimizer")
+            master = masters.make(param)
+        return master.weight.detach()
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return (master.param for master in self._optimizer._masters.values())
+
+    def __len__(self) -> int:
+        return len(self._optimizer._masters)
+
+
+class MasterWeights(torch.optim.Optimizer):
+    """Base of optimizers that `master_weights_` gave float32 master weights; for `isinstance`.
+
+    Groups and state hold the parameters of the model, except inside of `step`, where master weights
+    stand in for those that are 16 bit.
+    """
+
+    # The only names besides torch's, which an optimizer's own would hide.
+    _masters: _Masters
+    _master_weights_of: type[torch.optim.Optimizer]
+
+    @property
+    def master_weights(self) -> Mapping[Tensor, Tensor]:
+        """Float32 weights by parameter, sharing memory with those that `step` uses."""
+        return _View(self)
+
+    def step(self, *args: Any, **kwargs: Any) -> Any:
+        """Steps the master weights and rounds them to the parameters that have a gradient.
+
+        Gradients become float32 tensors. A closure sees the model's parameters.
+
+        Args:
+            *args: Passed on.
+            **kwargs: Passed on.
+
+        Returns:
+            What the optimizer's own method returns.
+
+        Raises:
+            RuntimeError: If dtype or shape of a parameter changed since its master weight was made.
+            ValueError: If a group is differentiable.
+        """
+        closure = args[0] if args else kwargs.get("closure")
+        step = cast(Any, self._master_weights_of.step)
+        if getattr(step, "hooked", False):
+            step = step.__wrapped__  # the hooks of this step run around it
+        try:
+            _prepare(self)
+            with _standing_in(self) as swap:
+                if callable(closure):
+                    closure = _seeing_parameters(closure, swap)
+                    args = (closure, *args[1:]) if args else ()
+                    kwargs = kwargs if args else {**kwargs, "closure": closure}
+                result = step(self, *args, **kwargs)
+            _write_back(self)
+        except BaseException:
+            # Parameters win over what the step has written.
+            for master in self._masters.values():
+                master.seen = None
+            raise
+        finally:
+            for master in self._masters.values():
+                master.weight.grad = None
+        return result
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As torch's; a gradient that is not set to None becomes 16 bit again.
+
+        Args:
+            set_to_none: Whether to set gradients to None.
+        """
+        if not set_to_none:
+            for master in self._masters.values():
+                grad = master.param.grad
+                if grad is not None and grad.dtype is not master.param.dtype:
+                    master.param.grad = torch.zeros_like(master.param)
+        super().zero_grad(set_to_none)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns torch's, in which `state[i]["master_param"]` is a master weight."""
+        saved: dict[str, Any] = super().state_dict()
+        state = dict(saved["state"])
+        for index, param in _numbered(self, saved):
+            master = self._masters.get(id(param))
+            if master is not None:
+                state[index] = {**state.get(index, {}), _KEY: master.weight.detach()}
+        return {**saved, "state": state}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Goes on where a checkpoint was taken, before or after the model's is loaded.
+
+        Where it has no master weights, as one of a plain optimizer, they are made from the
+        parameters at the next step. State stays float32.
+
+        Args:
+            state_dict: What `state_dict` returned.
+
+        Raises:
+            ValueError: If a master weight has another shape, or as torch. Nothing is loaded then.
+        """
+        masters = _Masters(self._masters)
+        for index, param in _numbered(self, state_dict):
+            if id(param) not in masters and index in state_dict["state"] and _fits(param):
+                masters.make(param)
+            weight = state_dict["state"].get(index, {}).get(_KEY)
+            if weight is not None and weight.shape != param.shape:
+                raise ValueError(
+                    f"the master weight of parameter {index} has shape {tuple(weight.shape)}, and "
+                    f"the parameter {tuple(param.shape)}"
+                )
+        before, self._masters = self._masters, masters
+        try:
+            with _standing_in(self):
+                super().load_state_dict(state_dict)
+        except BaseException:
+            self._masters = before
+            raise
+        loaded = _Masters()
+        for key, entry in list(self.state.items()):
+            weight = entry.pop(_KEY, None) if isinstance(entry, dict) else None
+            if weight is None:
+                continue
+            if not entry:
+                del self.state[key]
+            if id(key) in masters:
+                loaded[id(key)] = master = masters[id(key)]
+                with torch.no_grad():
+                    master.weight.copy_(weight)
+                master.seen = None
+        self._masters = loaded
+
+    def __getstate__(self) -> dict[str, Any]:
+        masters = [(master.param, master.weight) for master in self._masters.values()]
+        return {**super().__getstate__(), "master_weights": masters}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        state = dict(state)
+        masters = state.pop("master_weights", None)
+        super().__setstate__(state)
+        if masters is not None:
+            pairs = {id(param): _Master(param, weight) for param, weight in masters}
+            self._masters = _Masters(pairs)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        # Its class is made when it is needed.
+        return _restored, (self._master_weights_of,), self.__getstate__()
+
+
+def casts_of(optimizer: torch.optim.Optimizer) -> Casts | None:
+    """Returns the casts of an optimizer's gradients in a pass; None without master weights."""
+    if not isinstance(optimizer, MasterWeights):
+        return None
+    numbered = enumerate(_params(optimizer))
+    return Casts({n: param for n, param in numbered if _fits(param)}, optimizer._masters)
+
+
+def _params(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
+    return (param for group in optimizer.param_groups for param in group["params"])
+
+
+def _numbered(optimizer: MasterWeights, state_dict: dict[str, Any]) -> list[tuple[Any, Tensor]]:
+    """Parameters and the keys of their state in a state dict; torch checks how many."""
+    keys = (key for group in state_dict["param_groups"] for key in group["params"])
+    return list(zip(keys, _params(optimizer), strict=False))
+
+
+def _prepare(optimizer: MasterWeights) -> None:
+    """Makes master weights equal to the parameters, and gradients float32."""
+    masters = optimizer._masters
+    for index, group in enumerate(optimizer.param_groups):
+        _refuse_differentiable(index, group)
+        for number, param in enumerate(group["params"]):
+            master = masters.get(id(param))
+            if master is None:
+                if _fits(param) and (param.requires_grad or param.grad is not None):
+                    masters.make(param)
+                continue
+            weight = master.weight
+            if param.dtype not in SIXTEEN_BIT or param.shape != weight.shape:
+                raise RuntimeError(
+                    f"parameter {number} of group {index} is {param.dtype} of shape "
+                    f"{tuple(param.shape)}, and its master weight was made for 16 bit and "
+                    f"{tuple(weight.shape)}: make the optimizer after the model's conversion"
+                )
+            if weight.device != param.device:
+                master.weight = weight.detach().to(param.device).requires_grad_()
+                master.seen = masters.inner = None
+            if master.seen != version_of(param):
+                master.catch_up()
+    cast_(cast(Casts, casts_of(optimizer)), backends.choose())
+    for master in masters.values():
+        master.weight.grad = master.param.grad
+
+
+def _write_back(optimizer: MasterWeights) -> None:
+    """Rounds master weights to the parameters that have a gradient, unless a flag is set."""
+    stepped = [each for each in optimizer._masters.values() if each.weight.grad is not None]
+    params = [master.param for master in stepped]
+    found_inf = getattr(optimizer, "found_inf", None)
+    narrow_(params, [master.weight for master in stepped], found_inf)
+    for master in stepped:
+        master.seen = version_of(master.param)
+
+
+@contextmanager
+def _standing_in(optimizer: MasterWeights) -> Iterator[_Swap]:
+    """Master weights in place of parameters, in groups and state."""
+    swap = _Swap(optimizer)
+    swap.enter()
+    try:
+        yield swap
+    finally:
+        swap.leave()
+
+
+def _seeing_parameters(closure: Callable[[], Any], swap: _Swap) -> Callable[[], Any]:
+    """The closure as a step calls it, while master weights stand in."""
+
+    def evaluate() -> Any:
+        with torch.no_grad():
+            _write_back(swap.optimizer)
+        swap.leave()
+        try:
+            loss = closure()
+            with torch.no_grad():
+                _prepare(swap.optimizer)
+        finally:
+            swap.enter()
+        return loss
+
+    return evaluate
+
+
+class _Swap:
+    """Groups and state of an optimizer, by parameter or by master weight."""
+
+    def __init__(self, optimizer: MasterWeights) -> None:
+        self.optimizer = optimizer
+
+    def enter(self) -> None:
+        optimizer = self.optimizer
+        weights = {key: master.weight for key, master in optimizer._masters.items()}
+        self._own = [(group["params"], list(group["params"])) for group in optimizer.param_groups]
+        self._state, inner = optimizer.state, optimizer._masters.inner
+        if inner is None or not _same_entries(self._state, inner):
+            inner = _rekeyed(self._state, weights)
+        self._inner = optimizer._masters.inner = inner
+        optimizer.state = inner
+        for params, own in self._own:
+            params[:] = [weights.get(id(param), param) for param in own]
+
+    def leave(self) -> None:
+        optimizer = self.optimizer
+        for params, own in self._own:
+            params[:] = own
+        if optimizer.state is self._inner and _same_entries(self._state, self._inner):
+            optimizer.state = self._state
+            return
+        params_of = {id(master.weight): master.param for master in optimizer._masters.values()}
+        entries = _rekeyed(optimizer.state, params_of)
+        if optimizer.state is self._inner:
+            # The same object, which others may hold.
+            self._state.clear()
+            self._state.update(entries)
+            entries = cast(Any, self._state)
+        optimizer.state = entries
+
+
+def _same_entries(a: Mapping[Any, Any], b: Mapping[Any, Any]) -> bool:
+    return len(a) == len(b) and all(x is y for x, y in zip(a.values(), b.values(), strict=True))
+
+
+def _rekeyed(state: Mapping[Any, Any], by_id: dict[int, Tensor]) -> defaultdict[Any, Any]:
+    """The state with other tensors as keys, in the same order."""
+    return defaultdict(dict, {by_id.get(id(key), key): entry for key, entry in state.items()})
+
+
+def master_weights_(optimizer: AnyOptimizer) -> AnyOptimizer:
+    """Gives an optimizer float32 master weights for its 16-bit parameters, in place.
+
+    Each step casts their gradients to float32, updates the master weights, and rounds these to the
+    parameters, which hold the model's weights as before: bit for bit the training with master
+    weights by hand. A `GradScaler` casts as it unscales, float16 gradients too; bfloat16 needs no
+    scaler. Other parameters are stepped as they are. State is float32.
+
+    The class becomes a subclass of its own and of `MasterWeights`, whose `master_weights` maps
+    parameters to master weights. A second call has no effect.
+
+    Where a parameter was edited since the last step, by an operation that autograd sees or by a
+    loaded checkpoint, it wins: element by element, so that others keep their low bits.
+
+    Args:
+        optimizer: Any `torch.optim.Optimizer`, before schedulers and trainers get it.
+
+    Returns:
+        The optimizer.
+
+    Raises:
+        TypeError: If it is none, wraps another one, or has a flat parameter of FSDP1.
+        ValueError: If a group is differentiable.
+        RuntimeError: If its `step` was replaced on the instance, under CUDA graph capture, or in a
+            torch without `Tensor.grad_dtype`.
+
+    The optimizer is unchanged where an error is raised.
+    """
+    if isinstance(optimizer, MasterWeights):
+        return cast(AnyOptimizer, optimizer)
+    kind = type(optimizer)
+    wraps = any(
+        isinstance(getattr(optimizer, name, None), torch.optim.Optimizer) for name in _WRAPPED
+    )
+    if not isinstance(optimizer, torch.optim.Optimizer) or wraps:
+        raise TypeError(
+            f"master_weights_ takes a torch.optim.Optimizer, got {kind.__module__}."
+            f"{kind.__qualname__}; if it wraps one, pass the inner one"
+        )
+    if not hasattr(torch.Tensor, "grad_dtype"):
+        raise RuntimeError(
+            "master_weights_ needs Tensor.grad_dtype, which torch has from 2.10 on; this is torch "
+            f"{torch.__version__}"
+        )
+    if "step" in vars(optimizer):
+        raise RuntimeError(
+            "the optimizer's step was replaced on the instance: call master_weights_ before the "
+            "scheduler or trainer gets it"
+        )
+    refuse_capture("master_weights_, which makes float32 weights", "call it before")
+    for index, group in enumerate(optimizer.param_groups):
+        _refuse_differentiable(index, group)
+        for param in group["params"]:
+            if getattr(param, "_is_flat_param", False):
+                raise TypeError(
+                    "master_weights_ cannot take a flat parameter of FSDP1, which keeps float32 "
+                    "weights by itself: use its MixedPrecision policy"
+                )
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    masters = _Masters({id(p): _Master.of(p) for p in params if p.requires_grad and _fits(p)})
+    converted = cast(MasterWeights, optimizer)
+    held = optimizer.state_dict() if optimizer.state else None
+    converted.__class__ = _class_of(cast(Any, kind))
+    converted._masters = masters
+    if held is not None:
+        # State of 16 bit becomes float32, as torch loads it.
+        converted.load_state_dict(held)
+        for param in params:
+            if id(param) in masters:
+                converted._masters.setdefault(id(param), masters[id(param)])
+    return optimizer
+
+
+def _fits(param: Tensor) -> bool:
+    return param.dtype in SIXTEEN_BIT
+
+
+def _refuse_differentiable(index: int, group: dict[str, Any]) -> None:
+    if group.get("differentiable"):
+        raise ValueError(
+            f"group {index} has differentiable=True, which master weights do not support"
+        )
+
+
+@cache
+def _class_of(kind: Any) -> type[MasterWeights]:
+    names = {name: getattr(kind, name) for name in ("__module__", "__qualname__", "__doc__")}
+    made = type(kind.__name__, (MasterWeights, kind), {**names, "_master_weights_of": kind})
+    step: Any = torch.optim.Optimizer.profile_hook_step(MasterWeights.step)
+    step.hooked = True
+    # For those who ask whether it takes a closure or a scaler.
+    step.__signature__ = inspect.signature(kind.step)
+    cast(Any, made).step = step
+    return made
+
+
+def _restored(kind: type[torch.optim.Optimizer]) -> MasterWeights:
+    """An optimizer without its state, for pickle and copy."""
+    made = _class_of(cast(Any, kind))
+    optimizer = made.__new__(made)
+    optimizer._masters = _Masters()
+    return optimizer

@@ -1,0 +1,825 @@
+"""Optimizers with float32 master weights, against master weights written by hand, bit for bit."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import io
+import math
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from support import assert_same, outcome
+from torch import Tensor, nn
+
+import ampfast
+
+HALVES = (torch.float16, torch.bfloat16)
+STEPS = 9
+BAD = {2: math.inf, 5: math.nan}
+
+Make = Callable[[list[Tensor]], torch.optim.Optimizer]
+
+
+def optimizers() -> dict[str, Make]:
+    """Every optimizer of torch.optim with a dense step, and its variants."""
+    adam = torch.optim.Adam
+    kinds: dict[str, tuple[Any, dict[str, Any]]] = {
+        "sgd": (torch.optim.SGD, {"lr": 0.1}),
+        "momentum": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01}),
+        "adam": (adam, {"lr": 0.01, "amsgrad": True}),
+        "adamw": (torch.optim.AdamW, {"lr": 0.01}),
+        "adamax": (torch.optim.Adamax, {"lr": 0.01}),
+        "nadam": (torch.optim.NAdam, {"lr": 0.01}),
+        "radam": (torch.optim.RAdam, {"lr": 0.01}),
+        "rmsprop": (torch.optim.RMSprop, {"lr": 0.01, "momentum": 0.9}),
+        "rprop": (torch.optim.Rprop, {"lr": 0.01}),
+        "adagrad": (torch.optim.Adagrad, {"lr": 0.01}),
+        "adadelta": (torch.optim.Adadelta, {"lr": 0.1}),
+        "asgd": (torch.optim.ASGD, {"lr": 0.1}),
+    }
+    made: dict[str, Make] = {}
+    for name, (kind, options) in kinds.items():
+        for variant in ("plain", "foreach", "fused"):
+            if variant == "fused" and kind not in (
+                *(torch.optim.SGD, adam, torch.optim.AdamW, torch.optim.Adagrad),
+            ):
+                continue
+            chosen = {"foreach": variant == "foreach"} if variant != "fused" else {"fused": True}
+            made[f"{name}-{variant}"] = lambda params, kind=kind, options={**options, **chosen}: (
+                kind(params, **options)
+            )
+    made["adafactor"] = lambda params: torch.optim.Adafactor(params, lr=0.01)
+    if hasattr(torch.optim, "Muon"):
+        made["muon"] = lambda params: torch.optim.Muon([p for p in params if p.dim() == 2])
+    return made
+
+
+OPTIMIZERS = optimizers()
+FEW = ("momentum-plain", "adamw-foreach", "adamw-fused", "momentum-fused")
+
+
+def small_model(dtype: torch.dtype) -> nn.Module:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1)
+        return nn.Sequential(nn.Linear(8, 7), nn.Tanh(), nn.Linear(7, 3)).to(dtype)
+
+
+def loss_of(model: nn.Module, seed: int) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    first = next(model.parameters())
+    values = torch.randn(5, 8, generator=generator).to(first.dtype)
+    return model(values).float().square().mean()
+
+
+class ByHand:
+    """Master weights by hand: an optimizer of float32 copies, and torch's scaler."""
+
+    def __init__(self, model: nn.Module, make: Make, scaler: Any = None) -> None:
+        self.model = model
+        self.masters = {
+            p: p.detach().float().requires_grad_() if p.dtype in HALVES else p
+            for p in model.parameters()
+        }
+        self.floats = list(self.masters.values())
+        self.optimizer = make(self.floats)
+        stepped = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
+        self.masters = {p: m if id(m) in stepped else p for p, m in self.masters.items()}
+        self.scaler = scaler or torch.amp.GradScaler("cpu", init_scale=64.0)
+
+    def backward(self, seed: int, bad: float | None = None) -> None:
+        self.model.zero_grad()
+        self.optimizer.zero_grad()
+        self.scaler.scale(loss_of(self.model, seed)).backward()
+        if bad is not None:
+            next(self.model.parameters()).grad.view(-1)[3] = bad
+        for param, master in self.masters.items():
+            if master is not param and param.grad is not None:
+                master.grad = param.grad.float()
+
+    def step(self) -> None:
+        if "found_inf_per_device" not in self.scaler._per_optimizer_states[id(self.optimizer)]:
+            raise AssertionError
+        if not self.scaler._per_optimizer_states[id(self.optimizer)]["found_inf_per_device"]:
+            self.scaler.unscale_(self.optimizer)
+        found = self.scaler._found_inf_per_device(self.optimizer)
+        skipped = any(flag.item() for flag in found.values())
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        if not skipped:
+            self.round()
+
+    @torch.no_grad()
+    def round(self) -> None:
+        for param, master in self.masters.items():
+            if master.grad is not None and master is not param:
+                param.copy_(master)
+
+    def train(self, seed: int, bad: float | None = None) -> None:
+        self.backward(seed, bad)
+        self.step()
+
+
+class Ours:
+    """The same model under `master_weights_` and our scaler."""
+
+    def __init__(self, model: nn.Module, make: Make, **options: Any) -> None:
+        self.model = model
+        self.optimizer: Any = ampfast.master_weights_(make(list(model.parameters())))
+        self.scaler = ampfast.GradScaler("cpu", init_scale=64.0, **options)
+
+    def backward(self, seed: int, bad: float | None = None) -> None:
+        self.optimizer.zero_grad()
+        self.scaler.scale(loss_of(self.model, seed)).backward()
+        if bad is not None:
+            next(self.model.parameters()).grad.view(-1)[3] = bad
+
+    def train(self, seed: int, bad: float | None = None) -> None:
+        self.backward(seed, bad)
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+
+
+def weights_of(side: Ours | ByHand) -> list[Tensor]:
+    if isinstance(side, ByHand):
+        return [master.detach() for master in side.masters.values()]
+    masters = side.optimizer.master_weights
+    return [masters[p] if p in masters else p.detach() for p in side.model.parameters()]
+
+
+def state_of(side: Ours | ByHand) -> dict[str, Any]:
+    state = side.optimizer.state_dict()["state"]
+    kept = {
+        index: {name: value for name, value in entry.items() if name != "master_param"}
+        for index, entry in state.items()
+    }
+    return {index: entry for index, entry in kept.items() if entry}
+
+
+def assert_equal(ours: Ours, hand: ByHand) -> None:
+    assert_same([p.detach() for p in ours.model.parameters()], [p.detach() for p in hand.masters])
+    assert_same(weights_of(ours), weights_of(hand), "masters")
+    assert_same(state_of(ours), state_of(hand), "state")
+    assert_same(ours.scaler.get_scale(), hand.scaler.get_scale(), "scale")
+
+
+def both(name: str, dtype: torch.dtype, **options: Any) -> tuple[Ours, ByHand]:
+    make = OPTIMIZERS[name]
+    return Ours(small_model(dtype), make, **options), ByHand(small_model(dtype), make)
+
+
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_every_optimizer(name: str, dtype: torch.dtype) -> None:
+    ours, hand = both(name, dtype)
+    for seed in range(STEPS):
+        ours.train(seed, BAD.get(seed))
+        hand.train(seed, BAD.get(seed))
+        assert_equal(ours, hand)
+    assert ours.scaler.get_scale() == 16.0
+    assert isinstance(ours.optimizer, ampfast.MasterWeights)
+    moved = [p for p in ours.model.parameters() if p in ours.optimizer.master_weights]
+    rounds = [torch.equal(ours.optimizer.master_weights[p], p.float()) for p in moved]
+    assert not all(rounds), "low bits must be in use"
+
+
+@pytest.mark.parametrize("backend", ["cpu", "aten"])
+@pytest.mark.parametrize("name", FEW)
+def test_backends_and_step_and_update(
+    monkeypatch: pytest.MonkeyPatch, name: str, backend: str
+) -> None:
+    monkeypatch.setenv("AMPFAST_BACKEND", backend)
+    ours, hand = both(name, torch.float16, track="health")
+    ours.scaler.name_parameters(ours.model)
+    for seed in range(STEPS):
+        ours.backward(seed, BAD.get(seed))
+        ours.scaler.step_and_update(ours.optimizer)
+        hand.train(seed, BAD.get(seed))
+        assert_equal(ours, hand)
+    overflow = ours.scaler.overflow_report().parameters
+    assert [each.name for each in overflow] == ["0.weight"]
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+@pytest.mark.parametrize("name", FEW)
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+def test_clipping(dtype: torch.dtype, name: str, in_place: bool) -> None:
+    ours, hand = both(name, dtype)
+    hand.scaler = ampfast.GradScaler("cpu", init_scale=64.0)  # whose norms are in float64, too
+    if not in_place and "fused" not in name:
+        with pytest.raises(ValueError, match="fused=True"):
+            ours.train(0)
+            ours.scaler.clip_grad_norm_(ours.optimizer, 0.05, in_place=False)
+        return
+    for seed in range(STEPS):
+        ours.backward(seed, BAD.get(seed))
+        hand.backward(seed, BAD.get(seed))
+        before = ours.scaler.grad_norm(ours.optimizer)
+        norm = ours.scaler.clip_grad_norm_(ours.optimizer, 0.05, in_place=in_place)
+        theirs = hand.scaler.clip_grad_norm_(hand.optimizer, 0.05)
+        assert_same([before, norm], [theirs, theirs], "norms")
+        clipped = ours.scaler.grad_norm(ours.optimizer)
+        assert seed in BAD or clipped <= 0.0501
+        grads = [p.grad for p in ours.model.parameters()]
+        assert_same(grads, [m.grad for m in hand.masters.values()], "gradients")
+        ours.scaler.step(ours.optimizer)
+        ours.scaler.update()
+        hand.step()
+        assert_equal(ours, hand)
+
+
+def test_torchs_clipping_after_unscale() -> None:
+    ours, hand = both("adamw-fused", torch.float16)
+    for seed in range(STEPS):
+        ours.backward(seed, BAD.get(seed))
+        hand.backward(seed, BAD.get(seed))
+        ours.scaler.unscale_(ours.optimizer)
+        hand.scaler.unscale_(hand.optimizer)
+        norm = nn.utils.clip_grad_norm_(ours.model.parameters(), 0.05)
+        assert_same(norm, nn.utils.clip_grad_norm_(list(hand.masters.values()), 0.05), "norm")
+        ours.scaler.step(ours.optimizer)
+        ours.scaler.update()
+        hand.step()
+        assert_equal(ours, hand)
+
+
+@pytest.mark.parametrize("name", FEW)
+def test_without_a_scaler(name: str) -> None:
+    make = OPTIMIZERS[name]
+    ours, theirs = small_model(torch.bfloat16), small_model(torch.bfloat16)
+    optimizer: Any = ampfast.master_weights_(make(list(ours.parameters())))
+    hand = ByHand(theirs, make)
+    for seed in range(STEPS):
+        optimizer.zero_grad()
+        loss_of(ours, seed).backward()
+        optimizer.step()
+        theirs.zero_grad()
+        loss_of(theirs, seed).backward()
+        for param, master in hand.masters.items():
+            master.grad = param.grad.float()
+        hand.optimizer.step()
+        hand.round()
+        assert_same([p.detach() for p in ours.parameters()], [p.detach() for p in hand.masters])
+    masters = [optimizer.master_weights[p] for p in ours.parameters()]
+    assert_same(masters, [m.detach() for m in hand.masters.values()])
+
+
+def test_a_disabled_scaler() -> None:
+    ours, hand = both("momentum-plain", torch.bfloat16, enabled=False)
+    hand.scaler = ampfast.GradScaler("cpu", enabled=False)
+    for seed in range(4):
+        ours.backward(seed)
+        hand.backward(seed)
+        ours.scaler.clip_grad_norm_(ours.optimizer, 0.05)
+        hand.scaler.clip_grad_norm_(hand.optimizer, 0.05)
+        ours.scaler.step(ours.optimizer)
+        ours.scaler.update()
+        hand.optimizer.step()
+        hand.round()
+        assert_same(weights_of(ours), weights_of(hand), "masters")
+
+
+def test_a_factor_beyond_float16_is_no_overflow() -> None:
+    param = nn.Parameter(torch.ones(3, dtype=torch.float16))
+    optimizer: Any = ampfast.master_weights_(torch.optim.SGD([param], lr=2.0**-20))
+    for clips in (False, True):
+        scaler = ampfast.GradScaler("cpu", init_scale=0.25)
+        scaler.scale(torch.ones(()))
+        param.grad = torch.full((3,), 60000.0, dtype=torch.float16)
+        if clips:
+            scaler.clip_grad_norm_(optimizer, 1e9)
+        scaler.step(optimizer)
+        assert not scaler.step_skipped(optimizer)
+        assert param.grad.tolist() == [240000.0] * 3
+        optimizer.zero_grad()
+
+
+class Mixed(nn.Module):
+    """An embedding tied to the output, a float32 parameter, and a frozen layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.embedding = nn.Embedding(11, 8).half()
+        self.frozen = nn.Linear(8, 8).half().requires_grad_(False)
+        self.gain = nn.Parameter(torch.full((8,), 1.5))
+        self.output = nn.Linear(8, 11, bias=False).half()
+        self.output.weight = self.embedding.weight
+
+    def forward(self, _: Tensor) -> Tensor:
+        hidden = self.frozen(self.embedding(torch.arange(5)))
+        return self.output((hidden * self.gain).half())
+
+
+@pytest.mark.parametrize("name", FEW[:3])  # torch's fused SGD takes no parameter later
+def test_tied_float32_and_thawed_parameters(name: str) -> None:
+    make = OPTIMIZERS[name]
+    ours, hand = Ours(Mixed(), make), ByHand(Mixed(), make)
+    assert len(ours.optimizer.master_weights) == 1
+    for seed in range(STEPS):
+        if seed == 4:
+            ours.model.frozen.requires_grad_(True)
+            hand.model.frozen.requires_grad_(True)
+        ours.train(seed, BAD.get(seed))
+        hand.train(seed, BAD.get(seed))
+        assert_same(
+            [p.detach() for p in ours.model.parameters()], [p.detach() for p in hand.masters]
+        )
+        assert ours.model.gain.dtype is torch.float32
+        assert ours.model.gain not in ours.optimizer.master_weights
+    assert len(ours.optimizer.master_weights) == 3
+    assert_equal(ours, hand)
+
+
+@pytest.mark.parametrize("name", FEW)
+def test_edits_by_hand_win_element_by_element(name: str) -> None:
+    ours, hand = both(name, torch.float16)
+    for seed in range(STEPS):
+        for side in (ours, hand):
+            param = next(side.model.parameters())
+            if seed in (2, 4, 5):
+                with torch.no_grad():
+                    param[1, :3] = torch.tensor([0.0, -0.0, 0.125])
+            if seed == 7:
+                param.data = param.data.clone().fill_(0.75)
+        if seed in (2, 4, 5, 7):
+            param, master = next(iter(hand.masters.items()))
+            place = (1, slice(3)) if seed != 7 else ...
+            with torch.no_grad():
+                edited = param[place].float()
+                differs = master[place].half().view(torch.int16) != param[place].view(torch.int16)
+                master[place] = torch.where(differs, edited, master[place])
+        # A fused step that is skipped must keep the edit.
+        ours.train(seed, BAD.get(seed))
+        hand.train(seed, BAD.get(seed))
+        if seed not in BAD or "fused" in name:
+            assert_equal(ours, hand)
+        assert_same(
+            [p.detach() for p in ours.model.parameters()], [p.detach() for p in hand.masters]
+        )
+
+
+@pytest.mark.parametrize("name", ["adamw-fused", "adamw-foreach"])
+def test_a_skipped_step_writes_no_parameter(name: str) -> None:
+    ours, _ = both(name, torch.float16)
+    ours.train(0)
+    payload = torch.tensor([0x7E01], dtype=torch.int16).view(torch.float16)
+    param = next(ours.model.parameters())
+    ours.backward(1, math.inf)
+    with torch.no_grad():
+        param.view(-1)[0] = payload[0]
+    bits = param.view(torch.int16).clone()
+    ours.scaler.step(ours.optimizer)
+    assert torch.equal(param.view(torch.int16), bits)
+
+
+def closures() -> dict[str, Make]:
+    return {
+        "lbfgs": lambda params: torch.optim.LBFGS(params, lr=0.1, max_iter=3),
+        "sgd": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9),
+    }
+
+
+@pytest.mark.parametrize("keyword", [False, True])
+@pytest.mark.parametrize("name", closures())
+def test_closures(name: str, keyword: bool) -> None:
+    make = closures()[name]
+    ours, theirs = small_model(torch.bfloat16), small_model(torch.bfloat16)
+    optimizer: Any = ampfast.master_weights_(make(list(ours.parameters())))
+    hand = ByHand(theirs, make)
+    for seed in range(4):
+
+        def our_closure(seed: int = seed) -> Tensor:
+            assert optimizer.param_groups[0]["params"][0] is next(ours.parameters())
+            optimizer.zero_grad()
+            loss = loss_of(ours, seed)
+            loss.backward()
+            return loss
+
+        def their_closure(seed: int = seed) -> Tensor:
+            hand.round()
+            theirs.zero_grad()
+            loss = loss_of(theirs, seed)
+            loss.backward()
+            for param, master in hand.masters.items():
+                master.grad = param.grad.float()
+            return loss
+
+        loss = optimizer.step(closure=our_closure) if keyword else optimizer.step(our_closure)
+        assert_same(loss, hand.optimizer.step(their_closure))
+        hand.round()
+        assert_same([p.detach() for p in ours.parameters()], [p.detach() for p in hand.masters])
+        assert optimizer.param_groups[0]["params"][0] is next(ours.parameters())
+
+
+def test_hooks_and_schedulers_see_the_parameters() -> None:
+    ours, _ = both("momentum-foreach", torch.float16)
+    first = next(ours.model.parameters())
+    seen: list[tuple[str, bool, Tensor]] = []
+
+    def hook(name: str) -> Callable[..., None]:
+        return lambda optimizer, args, kwargs: seen.append(
+            (name, optimizer.param_groups[0]["params"][0] is first, first.detach().clone())
+        )
+
+    ours.optimizer.register_step_pre_hook(hook("pre"))
+    ours.optimizer.register_step_post_hook(hook("post"))
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(ours.optimizer, 0.5)
+    before = first.detach().clone()
+    ours.train(0)
+    scheduler.step()
+    assert [(name, own) for name, own, _ in seen] == [("pre", True), ("post", True)]
+    assert_same(seen[0][2], before)
+    assert_same(seen[1][2], first.detach())
+    assert not torch.equal(before, first)
+    assert ours.optimizer.param_groups[0]["lr"] == 0.05
+
+
+def saved(value: Any) -> Any:
+    file = io.BytesIO()
+    torch.save(value, file)
+    file.seek(0)
+    return torch.load(file)
+
+
+@pytest.mark.parametrize("optimizer_first", [True, False])
+@pytest.mark.parametrize("name", FEW)
+def test_checkpoints_in_both_orders(name: str, optimizer_first: bool) -> None:
+    ours, hand = both(name, torch.float16)
+    for seed in range(4):
+        ours.train(seed, BAD.get(seed))
+        hand.train(seed, BAD.get(seed))
+    state = saved(ours.optimizer.state_dict())
+    assert state["state"][0]["master_param"].dtype is torch.float32
+    model = saved(ours.model.state_dict())
+    scaler = ours.scaler.state_dict()
+    ours = Ours(small_model(torch.float16), OPTIMIZERS[name])
+    ours.train(17)  # other weights
+    ours.scaler.load_state_dict(scaler)
+    loads = [
+        lambda: ours.optimizer.load_state_dict(state),
+        lambda: ours.model.load_state_dict(model),
+    ]
+    for load in loads if optimizer_first else reversed(loads):
+        load()
+    assert_equal(ours, hand)
+    for seed in range(4, STEPS):
+        ours.train(seed, BAD.get(seed))
+        hand.train(seed, BAD.get(seed))
+        assert_equal(ours, hand)
+    # What was loaded is not written.
+    assert_same(state["state"][0]["master_param"].half(), model["0.weight"])
+
+
+def test_a_checkpoint_of_a_plain_optimizer_keeps_float32_state() -> None:
+    make = OPTIMIZERS["adamw-foreach"]
+    full = small_model(torch.float32)
+    plain = make(list(full.parameters()))
+    for seed in range(3):
+        plain.zero_grad()
+        loss_of(full, seed).backward()
+        plain.step()
+    ours = Ours(small_model(torch.float16), make)
+    ours.train(5)
+    ours.optimizer.load_state_dict(saved(plain.state_dict()))
+    ours.model.load_state_dict(full.state_dict())
+    assert_same(state_of(ours), plain.state_dict()["state"], "state")
+    assert_same(weights_of(ours), [p.detach().half().float() for p in full.parameters()])
+    for ours_too, theirs in zip(ours.model.parameters(), full.parameters(), strict=True):
+        ours.optimizer.master_weights[ours_too].copy_(theirs.detach())
+    hand = ByHand(small_model(torch.float16), make)
+    hand.model.load_state_dict(full.state_dict())
+    hand.optimizer.load_state_dict(saved(plain.state_dict()))
+    with torch.no_grad():
+        for master, theirs in zip(hand.masters.values(), full.parameters(), strict=True):
+            master.copy_(theirs)
+    hand.scaler.load_state_dict(ours.scaler.state_dict())
+    ours.train(6)
+    hand.train(6)
+    assert_same(weights_of(ours), weights_of(hand), "masters")
+
+
+def test_an_optimizer_in_use_is_converted_with_its_state() -> None:
+    model = small_model(torch.bfloat16)
+    optimizer: Any = torch.optim.AdamW(model.parameters(), lr=0.01)
+    loss_of(model, 0).backward()
+    optimizer.step()
+    before = {k: dict(v) for k, v in optimizer.state_dict()["state"].items()}
+    ampfast.master_weights_(optimizer)
+    for index, entry in optimizer.state_dict()["state"].items():
+        assert_same(entry["exp_avg"], before[index]["exp_avg"].float())
+    loss_of(model, 1).backward()
+    optimizer.step()
+    assert len(optimizer.master_weights) == 4
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda both: pickle.loads(pickle.dumps(both))])
+def test_copies(copied: Callable[[Any], Any]) -> None:
+    ours, hand = both("momentum-foreach", torch.float16)
+    for seed in range(3):
+        ours.train(seed)
+        hand.train(seed)
+    model, optimizer = copied((ours.model, ours.optimizer))
+    assert type(optimizer) is type(ours.optimizer)
+    before = weights_of(ours)[0].clone()
+    ours.model, ours.optimizer = model, optimizer
+    assert_equal(ours, hand)
+    for seed in range(3, 6):
+        ours.train(seed)
+        hand.train(seed)
+        assert_equal(ours, hand)
+    assert not torch.equal(before, weights_of(ours)[0])
+
+
+def test_distributed_checkpoint() -> None:
+    state_dict = pytest.importorskip("torch.distributed.checkpoint.state_dict")
+    ours, hand = both("adamw-foreach", torch.float16)
+    for seed in range(3):
+        ours.train(seed)
+        hand.train(seed)
+    model, optimizer = state_dict.get_state_dict(ours.model, ours.optimizer)
+    assert optimizer["state"]["0.weight"]["master_param"].dtype is torch.float32
+    model, optimizer = saved(model), saved(optimizer)
+    scale = ours.scaler.state_dict()
+    ours = Ours(small_model(torch.float16), OPTIMIZERS["adamw-foreach"])
+    ours.scaler.load_state_dict(scale)
+    state_dict.set_state_dict(
+        ours.model, ours.optimizer, model_state_dict=model, optim_state_dict=optimizer
+    )
+    assert_equal(ours, hand)
+    ours.train(4)
+    hand.train(4)
+    assert_equal(ours, hand)
+
+
+def test_an_added_group() -> None:
+    sides = [small_model(torch.float16), small_model(torch.float16)]
+    ours = Ours(sides[0], lambda params: torch.optim.SGD(params[:2], lr=0.1, momentum=0.9))
+    hand = ByHand(sides[1], lambda params: torch.optim.SGD(params[:2], lr=0.1, momentum=0.9))
+    hand.train(0)
+    ours.train(0)
+    hand.masters = dict(zip(sides[1].parameters(), hand.floats, strict=True))
+    ours.optimizer.add_param_group({"params": list(sides[0].parameters())[2:], "lr": 0.2})
+    hand.optimizer.add_param_group({"params": hand.floats[2:], "lr": 0.2})
+    for seed in range(1, 5):
+        ours.train(seed)
+        hand.train(seed)
+        assert_same([p.detach() for p in sides[0].parameters()], [p.detach() for p in hand.masters])
+    assert len(ours.optimizer.master_weights) == 4
+
+
+def test_zero_grad_gives_16_bit_zeros() -> None:
+    ours, _ = both("momentum-plain", torch.float16)
+    ours.train(0)
+    grads = [p.grad for p in ours.model.parameters()]
+    assert {grad.dtype for grad in grads} == {torch.float32}
+    ours.optimizer.zero_grad(set_to_none=False)
+    for param in ours.model.parameters():
+        assert_same(param.grad, torch.zeros_like(param.detach()))
+    ours.optimizer.zero_grad()
+    assert all(p.grad is None for p in ours.model.parameters())
+
+
+def test_sparse_gradients() -> None:
+    def make() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Embedding(6, 4, sparse=True).half()
+
+    def loss(model: nn.Module) -> Tensor:
+        return model(torch.tensor([1, 3, 1])).float().square().sum()
+
+    model, theirs = make(), make()
+    optimizer: Any = ampfast.master_weights_(torch.optim.SGD(model.parameters(), lr=0.1))
+    scaler = ampfast.GradScaler("cpu", init_scale=8.0)
+    master = theirs.weight.detach().float().requires_grad_()
+    hand = torch.optim.SGD([master], lr=0.1)
+    for _ in range(3):
+        optimizer.zero_grad()
+        scaler.scale(loss(model)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        theirs.zero_grad()
+        (8 * loss(theirs)).backward()
+        master.grad = theirs.weight.grad.float() / 8
+        hand.step()
+        with torch.no_grad():
+            theirs.weight.copy_(master)
+        assert_same(model.weight.detach(), theirs.weight.detach())
+    assert_same(optimizer.master_weights[model.weight], master.detach())
+
+
+def test_memory_order_is_kept() -> None:
+    param = nn.Parameter(torch.randn(2, 3, 4, 5).bfloat16().to(memory_format=torch.channels_last))
+    param.grad = torch.randn(2, 3, 4, 5).bfloat16().to(memory_format=torch.channels_last)
+    expected = param.detach().float() - 0.5 * param.grad.float()
+    optimizer: Any = ampfast.master_weights_(torch.optim.SGD([param], lr=0.5))
+    optimizer.step()
+    assert param.grad.stride() == param.stride()
+    assert_same(optimizer.master_weights[param], expected)
+    assert_same(param.detach(), expected.bfloat16())
+
+
+def test_held_gradients_are_not_overwritten() -> None:
+    ours, _ = both("momentum-plain", torch.float16)
+    ours.train(0)
+    address = next(ours.model.parameters()).grad.data_ptr()
+    held = next(ours.model.parameters()).grad
+    copied = held.clone()
+    ours.train(1)
+    assert_same(held, copied)
+    address = next(ours.model.parameters()).grad.data_ptr()
+    ours.train(2)
+    assert next(ours.model.parameters()).grad.data_ptr() == address, "memory is used again"
+
+
+def test_the_view_of_masters() -> None:
+    ours, _ = both("momentum-plain", torch.float16)
+    param = next(ours.model.parameters())
+    masters = ours.optimizer.master_weights
+    assert next(iter(masters)) is param
+    assert masters[param].shape == param.shape
+    assert not masters[param].requires_grad
+    assert masters[param].data_ptr() == masters[param].data_ptr()
+    with pytest.raises(KeyError, match="no 16-bit parameter of this optimizer"):
+        masters[nn.Parameter(torch.ones(1).half())]
+
+
+def test_a_second_call_returns_the_optimizer() -> None:
+    ours, _ = both("momentum-plain", torch.float16)
+    kind = type(ours.optimizer)
+    assert ampfast.master_weights_(ours.optimizer) is ours.optimizer
+    assert type(ours.optimizer) is kind
+    assert isinstance(ours.optimizer, torch.optim.SGD)
+    assert kind.__name__ == "SGD"
+
+
+def test_torchs_scaler_still_refuses_float16() -> None:
+    ours, _ = both("momentum-plain", torch.float16)
+    theirs = torch.amp.GradScaler("cpu", init_scale=2.0)
+    theirs.scale(loss_of(ours.model, 0)).backward()
+    with pytest.raises(ValueError, match="Attempting to unscale FP16 gradients"):
+        theirs.unscale_(ours.optimizer)
+    plain = torch.optim.SGD(small_model(torch.float16).parameters(), lr=0.1)
+    plain.param_groups[0]["params"][0].grad = torch.zeros(7, 8, dtype=torch.float16)
+    ours.scaler.scale(torch.ones(()))
+    with pytest.raises(ValueError, match="Attempting to unscale FP16 gradients"):
+        ours.scaler.unscale_(plain)
+
+
+class Wrapper(torch.optim.Optimizer):
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+
+
+def with_replaced_step() -> torch.optim.Optimizer:
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(2).half())], lr=0.1)
+    torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    return optimizer
+
+
+def with_flat_parameter() -> torch.optim.Optimizer:
+    param = nn.Parameter(torch.ones(2).half())
+    param._is_flat_param = True
+    return torch.optim.SGD([param], lr=0.1)
+
+
+REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
+    "no_optimizer": (
+        lambda: nn.Linear(1, 1),
+        TypeError,
+        "master_weights_ takes a torch.optim.Optimizer, got torch.nn.modules.linear.Linear",
+    ),
+    "wrapped": (lambda: Wrapper(with_flat_parameter()), TypeError, "pass the inner one"),
+    "flat": (with_flat_parameter, TypeError, "flat parameter of FSDP1"),
+    "differentiable": (
+        lambda: torch.optim.Adam([nn.Parameter(torch.ones(2).half())], differentiable=True),
+        ValueError,
+        "group 0 has differentiable=True",
+    ),
+    "replaced": (with_replaced_step, RuntimeError, "before the scheduler or trainer"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refusals(name: str) -> None:
+    make, error, text = REFUSED[name]
+    optimizer = make()
+    kind = type(optimizer)
+    with pytest.raises(error, match=text):
+        ampfast.master_weights_(optimizer)
+    assert type(optimizer) is kind
+    assert not hasattr(optimizer, "_masters")
+
+
+def test_a_torch_without_grad_dtype_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    from ampfast import master_weights
+
+    class Old:
+        pass
+
+    optimizer = torch.optim.SGD([torch.ones(1).requires_grad_()], lr=0.1)
+    monkeypatch.setattr(master_weights.torch, "Tensor", Old)
+    with pytest.raises(RuntimeError, match="needs Tensor"):
+        ampfast.master_weights_(optimizer)
+
+
+def test_errors_of_a_step_change_nothing() -> None:
+    ours, _ = both("momentum-plain", torch.float16)
+    ours.train(0)
+    model = ours.model
+    before = [p.detach().clone() for p in model.parameters()]
+    ours.backward(1)
+    model[0].float()
+    with pytest.raises(RuntimeError, match=r"parameter 0 of group 0 is torch\.float32"):
+        ours.scaler.step(ours.optimizer)
+    model[0].half()
+    ours.optimizer.param_groups[0]["differentiable"] = True
+    with pytest.raises(ValueError, match="differentiable=True"):
+        ours.optimizer.step()
+    ours.optimizer.param_groups[0]["differentiable"] = False
+    state = ours.optimizer.state_dict()
+    state["state"][1] = {"master_param": torch.zeros(5)}
+    with pytest.raises(ValueError, match=r"parameter 1 has shape \(5,\), and the parameter \(7,\)"):
+        ours.optimizer.load_state_dict(state)
+    state["param_groups"] *= 2
+    del state["state"][1]
+    with pytest.raises(ValueError, match="different number of parameter groups"):
+        ours.optimizer.load_state_dict(state)
+    assert_same([p.detach() for p in model.parameters()], before)
+    assert len(ours.optimizer.master_weights) == 4
+
+
+class Failing(torch.optim.SGD):
+    fails = False
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        if self.fails:
+            self.param_groups[0]["params"][0].add_(1.0)
+            raise MemoryError("in the middle")
+        return super().step(closure)
+
+
+def test_an_error_inside_step_restores() -> None:
+    ours = Ours(small_model(torch.float16), lambda params: Failing(params, lr=0.1, momentum=0.9))
+    hand = ByHand(small_model(torch.float16), OPTIMIZERS["sgd-plain"])
+    hand.optimizer = torch.optim.SGD(list(hand.masters.values()), lr=0.1, momentum=0.9)
+    ours.train(0)
+    hand.train(0)
+    state = ours.optimizer.state
+    held = list(ours.optimizer.param_groups[0]["params"])
+    ours.backward(1)
+    ours.optimizer.fails = True
+    with pytest.raises(MemoryError):
+        ours.scaler.step(ours.optimizer)
+    ours.optimizer.fails = False
+    ours.scaler.update()
+    assert ours.optimizer.state is state
+    assert [id(p) for p in ours.optimizer.param_groups[0]["params"]] == [id(p) for p in held]
+    assert_same([p.detach() for p in ours.model.parameters()], [p.detach() for p in hand.masters])
+    # Where the failed step wrote a master weight, the parameter wins.
+    first, master = next(iter(hand.masters.items()))
+    with torch.no_grad():
+        wrote = (master + 1).half() != first
+        master.copy_(torch.where(wrote, first.float(), master + 1))
+    hand.train(2)
+    ours.train(2)
+    assert_same(weights_of(ours), weights_of(hand), "masters")
+
+
+def test_a_failed_allocation_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    from ampfast.backends import cpu
+
+    ours, hand = both("adamw-foreach", torch.float16)
+    ours.train(0)
+    hand.train(0)
+
+    def fails(*_: object) -> None:
+        raise MemoryError
+
+    ours.backward(1)
+    grads = [p.grad.clone() for p in ours.model.parameters()]
+    with monkeypatch.context() as patch:
+        patch.setattr(cpu, "float32_like", fails)
+        assert isinstance(outcome(lambda: ours.scaler.step(ours.optimizer)).error, MemoryError)
+    assert_same([p.grad for p in ours.model.parameters()], grads)
+    ours.scaler.step(ours.optimizer)
+    ours.scaler.update()
+    hand.train(1)
+    assert_equal(ours, hand)
+
+
+def test_nothing_keeps_an_optimizer_alive() -> None:
+    import weakref
+
+    ours, _ = both("momentum-plain", torch.float16)
+    ours.train(0)
+    reference = weakref.ref(ours.optimizer)
+    master = weakref.ref(ours.optimizer._masters[id(next(ours.model.parameters()))].weight)
+    ours.optimizer = None
+    gc.collect()
+    assert reference() is None
+    assert master() is None
