@@ -6,6 +6,8 @@
 #include <algorithm>
 #include <cstring>
 #include <unordered_map>
+#include <utility>
+#include <vector>
 
 namespace ampfast {
 
@@ -68,21 +70,25 @@ class Recent {
   }
 
   void add(uint64_t fingerprint, const std::shared_ptr<DeviceTable>& table) {
+    // Freed at the end: that may run Python, which may ask for tables.
+    std::vector<std::shared_ptr<DeviceTable>> dropped;
     Entry& entry = entries_[fingerprint];
     bytes_ += table->bytes() - (entry.table != nullptr ? entry.table->bytes() : 0);
-    entry = {table, ++uses_};
+    dropped.push_back(std::exchange(entry.table, table));
+    entry.last_use = ++uses_;
     while (entries_.size() > kLeastTables && bytes_ > kTableBytes) {
       const auto oldest = std::min_element(
           entries_.begin(), entries_.end(),
           [](const auto& a, const auto& b) { return a.second.last_use < b.second.last_use; });
       bytes_ -= oldest->second.table->bytes();
+      dropped.push_back(std::move(oldest->second.table));
       entries_.erase(oldest);
     }
   }
 
   void clear() {
-    entries_.clear();
     bytes_ = 0;
+    const auto dropped = std::exchange(entries_, {});
   }
 
  private:

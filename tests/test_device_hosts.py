@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import threading
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -81,6 +82,30 @@ def test_lists_that_differ_at_their_end_are_distinguished() -> None:
         for tensor in last:
             kernels.check_(grads_of([*common, tensor]))
     assert _C.uploads() - before == len(last)
+
+
+@pytest.mark.parametrize("drops", ["cleared", "evicted"])
+def test_a_table_that_dies_may_ask_for_others(drops: str) -> None:
+    """Freeing its memory may run Python, or another thread."""
+    memory = torch.ones(20_040)
+    lists = [list(memory[i : i + 20_000].split(1)) for i in range(40)]
+    deaths: list[int] = []
+
+    def died(_: object) -> None:
+        deaths.append(_C.uploads())
+        if len(deaths) < len(lists):
+            _C.clear_tables()
+            table_of(lists[len(deaths)])
+
+    def table_of(tensors: list[torch.Tensor]) -> cpu.DeviceTable:
+        return cpu.DeviceTable.of(grads_of(tensors), False)
+
+    watches = [weakref.ref(table_of(tensors).buffer, died) for tensors in lists]
+    if drops == "cleared":
+        _C.clear_tables()
+        assert not any(watch() is not None for watch in watches)
+    # Else there were more than are kept.
+    assert deaths
 
 
 def test_a_table_has_room_for_the_sum_of_each_chunk() -> None:
