@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from ampfast.errors import WARM_UP
-from ampfast.optimizers import makes_state
+from ampfast.optimizers import counts_on_host, makes_state
 
 __all__ = ["require_skippable", "skipped_where"]
 
@@ -27,6 +27,11 @@ def require_skippable(optimizer: torch.optim.Optimizer) -> None:
         raise RuntimeError(
             f"a CUDA graph cannot capture a step of {name} with capturable=False: "
             "make it with capturable=True"
+        )
+    if counts_on_host(optimizer):
+        raise RuntimeError(
+            f"a CUDA graph cannot capture a step of {name}, which counts steps on the host, where "
+            "no replay counts: call scaler.step and update outside of the graph"
         )
     if makes_state(optimizer):
         raise RuntimeError(

@@ -18,6 +18,7 @@ from ampfast.errors import add_note
 __all__ = [
     "ByOptimizer",
     "LastChecks",
+    "counts_on_host",
     "lacks_momentum",
     "makes_state",
     "no_inf_checks",
@@ -62,18 +63,31 @@ def lacks_momentum(optimizer: torch.optim.SGD) -> bool:
 def makes_state(optimizer: torch.optim.Optimizer) -> bool:
     """Whether the next step would make the state of a parameter.
 
-    Known of optimizers that have `capturable`, all of which keep state, and of torch's SGD.
+    Known of torch's, and of others that have `capturable`: all but SGD keep state.
     """
     state: Mapping[Any, Any] = getattr(optimizer, "state", {})
     is_sgd = isinstance(optimizer, torch.optim.SGD)
+    is_torchs = type(optimizer).__module__.startswith("torch.optim") and not is_sgd
     for group in optimizer.param_groups:
         has_momentum = is_sgd and group["momentum"] != 0
         for param in group["params"]:
             if getattr(param, "grad", None) is not None:
                 entry = state.get(param, {})
-                if "capturable" in group and not entry:
+                if (is_torchs or "capturable" in group) and not entry:
                     return True
                 if has_momentum and entry.get("momentum_buffer") is None:
+                    return True
+    return False
+
+
+def counts_on_host(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether the count of a parameter's steps is not kept on the device of its gradient."""
+    state: Mapping[Any, Any] = getattr(optimizer, "state", {})
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            if getattr(param, "grad", None) is not None:
+                entry = state.get(param, {})
+                if "step" in entry and getattr(entry["step"], "device", None) != param.grad.device:
                     return True
     return False
 

@@ -177,6 +177,20 @@ def test_refused_a_step_that_counts_on_the_host(capturing: Capturing) -> None:
     refused(training, capturing, "a step of Adam with capturable=False")
 
 
+def test_refused_the_first_step_of_one_without_capturable(capturing: Capturing) -> None:
+    training = trained()
+    training.optimizer = torch.optim.Muon(training.params)
+    refused(training, capturing, "the first step of Muon, .*: run one iteration")
+
+
+@pytest.mark.parametrize("count", [1, torch.ones((), device="meta")], ids=["int", "elsewhere"])
+def test_refused_a_count_of_steps_on_the_host(capturing: Capturing, count: Any) -> None:
+    training = trained()
+    training.optimizer = torch.optim.Adagrad(training.params)
+    training.optimizer.state[training.weight]["step"] = count
+    refused(training, capturing, "a step of Adagrad, which counts steps on the host")
+
+
 def test_an_eager_step_is_not_asked(capturing: Capturing) -> None:
     training = trained("adam", 0)
     training.scaler.unscale_(training.optimizer)
