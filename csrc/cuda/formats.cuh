@@ -115,6 +115,11 @@ AMPFAST_ELEMENT typename Format::Opmath used_peak(typename Format::Peak peak, Fa
   if (use == Use::kMultiply) {
     Format::widen(Format::narrow(values), values);
   }
+  // An infinite factor makes zeros NaN and others infinite; which of them a thread saw must not
+  // decide.
+  if (peak == 0 && !std::isnan(factor) && std::isnan(values[0])) {
+    return static_cast<typename Format::Opmath>(INFINITY);
+  }
   return values[0];
 }
 

@@ -192,6 +192,20 @@ def test_norms_of_bad_values(dtype: torch.dtype, bad: float) -> None:
         assert_same(norms, torch.full((2,), abs(bad), dtype=torch.float64))
 
 
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_zeros_times_infinity_do_not_depend_on_the_grid(
+    dtype: torch.dtype, limit_programs: Callable[[int], None]
+) -> None:
+    """Some programs see zeros alone."""
+    grads = grads_of([torch.full((3,), value, dtype=dtype) for value in (0.0, 1.0, 0.0)])
+    for scale, largest in ((0.0, math.inf), (math.nan, math.nan)):
+        for programs in (1, 2, 3):
+            limit_programs(programs)
+            norms = torch.empty(2, dtype=torch.float64)
+            assert KERNELS.norms(grads, flag(scale), is_scale=True, norms=norms).item() == 1.0
+            assert_same(norms[1].item(), largest)
+
+
 def test_squares_are_taken_before_rounding_to_16_bit() -> None:
     value = torch.tensor([3.0], dtype=torch.bfloat16)
     norms = torch.empty(2, dtype=torch.float64)
@@ -273,11 +287,16 @@ def test_the_divisor_is_the_scale_before_the_update(
         before, grads = scale.clone(), mixed()
         if bad:
             grads[0][0] = math.inf
-        update = KERNELS.scale_update(scale, tracker, NO_FLAG, factors)
-        update.divisor = torch.full((), math.nan)
-        KERNELS.check_(grads_of(grads), scale, update=update)
-        assert_same([scale, tracker], list(torch_updated(case, float(bad))))
-        assert_same(update.divisor, before)
+        for write in (False, True):
+            scale, tracker, _ = state(case)
+            update = KERNELS.scale_update(scale, tracker, NO_FLAG, factors)
+            update.divisor = torch.full((), math.nan)
+            if write:
+                KERNELS.unscale_(grads_of(grads), scale, is_scale=True, update=update)
+            else:
+                KERNELS.check_(grads_of(grads), scale, update=update)
+            assert_same([scale, tracker], list(torch_updated(case, float(bad))))
+            assert_same(update.divisor, before)
 
 
 @pytest.mark.parametrize("given", [None, 0.0, -0.0, 1.0, math.nan])

@@ -6,10 +6,11 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from device_parity import CPU, KERNELS, guarded, offsets, window
+from device_parity import CPU, KERNELS, grads_of, guarded, offsets, window
+from kernel_parity import flag
 from support import FLOATS
 from track_parity import check_passes, check_random_lists, check_times
-from tracked import edges_of_half
+from tracked import edges_of_half, track_for
 
 pytestmark = pytest.mark.usefixtures("watched")
 
@@ -39,6 +40,21 @@ def test_windows(dtype: torch.dtype) -> None:
         grads += [guarded(values[:n], offset) for n in (5, size, 5)]
         grads[-3][0], grads[-2][-1] = torch.nan, torch.inf
     check_passes(KERNELS, grads, CPU)
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_an_infinite_factor_makes_no_nan_of_ones(dtype: torch.dtype) -> None:
+    """Nor do threads without a value; of a NaN they do."""
+    for factor, marks in ((0.0, [1, 0, 1, 0]), (torch.nan, [1, 1, 1, 1])):
+        for write in (False, True):
+            grads = grads_of([torch.ones(5, dtype=dtype), torch.ones(1, dtype=dtype)])
+            track = track_for(2)
+            if write:
+                found = KERNELS.unscale_(grads, flag(factor), is_scale=True, track=track)
+            else:
+                found = KERNELS.check_(grads, flag(factor), track=track)
+            assert found.item() == 1.0
+            assert track.marks.tolist() == [marks] * 2
 
 
 def test_a_step_counts_once() -> None:

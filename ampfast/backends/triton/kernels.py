@@ -137,6 +137,11 @@ def _used_magnitude(peak, factor, FACTOR: tl.constexpr, DTYPE: tl.constexpr, SOF
             value = tl.div_rn(value, factor)
     elif FACTOR != RAW:
         value = _widen(_narrow(_times(value, factor), DTYPE, SOFT), SOFT)
+    if FACTOR != RAW:
+        # An infinite factor makes zeros NaN and others infinite; which of them a thread saw must
+        # not decide.
+        infinite = (factor * factor + float("inf")).to(value.dtype)  # but NaN stays
+        value = tl.where((peak == 0) & (value != value), infinite, value)
     return _magnitude(value.to(tl.float64))
 
 
@@ -481,7 +486,7 @@ def multi_tensor(
                 tl.store(norms_ptr, _sum_of_partials(table_ptr))
                 tl.store(norms_ptr + 1, worst.to(tl.float64, bitcast=True))
             if divisor_ptr is not None:
-                tl.store(divisor_ptr, factor)
+                tl.store(divisor_ptr, tl.load(factor_ptr))
             any_found = found
             if ACCUMULATE:
                 any_found = found | (tl.load(found_inf_ptr) != 0.0)
