@@ -1,14 +1,22 @@
-"""Notes on torch's errors, warnings at the caller's line, refusals under capture."""
+"""Notes on torch's errors, warnings at the caller's line, limits of capture and compilation."""
 
 from __future__ import annotations
 
 import sys
 import warnings
-from typing import TypeVar
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
 
 import torch
 
-__all__ = ["WARM_UP", "add_note", "is_capturing", "refuse_capture", "warn_caller"]
+__all__ = [
+    "WARM_UP",
+    "add_note",
+    "is_capturing",
+    "not_compiled",
+    "refuse_capture",
+    "warn_caller",
+]
 
 WARM_UP = "run one iteration without capturing first"
 
@@ -23,6 +31,7 @@ _SCALER_MODULES = (
 )
 
 AnyError = TypeVar("AnyError", bound=BaseException)
+Method = TypeVar("Method", bound=Callable[..., Any])
 
 
 def add_note(error: AnyError, note: str) -> AnyError:
@@ -56,3 +65,21 @@ def refuse_capture(what: str, remedy: str = WARM_UP) -> None:
     # Compiled code runs later.
     if not torch.compiler.is_compiling() and is_capturing():
         raise RuntimeError(f"a CUDA graph cannot capture {what}: {remedy}")
+
+
+def not_compiled(method: Method) -> Method:
+    """Keeps torch.compile out of a method and of what it calls.
+
+    As `torch.compiler.disable` does, but by a mark on the code: a wrapper would cost each call
+    several Python frames.
+    """
+    try:
+        frames = torch._C._dynamo.eval_frame
+        skip = frames._FrameAction.SKIP
+        strategy = frames._FrameExecStrategy(skip, skip)
+        frames.set_code_exec_strategy(cast(Any, method).__code__, strategy)
+    except AttributeError:  # another torch
+        return cast(Method, torch._disable_dynamo(method, recursive=True))  # type: ignore[attr-defined]
+    for name in ("_torchdynamo_disable", "_torchdynamo_disable_recursive"):
+        setattr(method, name, True)
+    return method

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
 from numbers import Number
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -20,7 +20,7 @@ from torch.cuda.amp.common import amp_definitely_not_available
 from ampfast import backends, clipping, cuda_graphs, distributed, gradients, overflow
 from ampfast._version import __version__
 from ampfast.backends import aten, cpu, gpu
-from ampfast.errors import add_note, is_capturing, refuse_capture, warn_caller
+from ampfast.errors import add_note, is_capturing, not_compiled, refuse_capture, warn_caller
 from ampfast.loss_scale import LossScale, ScalePolicy, is_static
 from ampfast.master_weights import MasterWeights, casts_of
 from ampfast.optimizers import LastChecks, lacks_momentum, no_inf_checks, takes_grad_scaler
@@ -37,7 +37,6 @@ else:
 
 __all__ = ["GradScaler", "OptState"]
 
-Method = TypeVar("Method", bound=Callable[..., Any])
 Flags = dict[Any, Tensor]
 
 # Keys of an optimizer's entry in `_per_optimizer_states` besides torch's, only where needed: the
@@ -53,24 +52,6 @@ _NEW: dict[str, Any] = _refresh_per_optimizer_state()
 
 # Cold, reading an enum's member from its class would cost as much as all other lines of `step`.
 _READY, _UNSCALED, _STEPPED = OptState
-
-
-def _not_compiled(method: Method) -> Method:
-    """Keeps torch.compile out of a method and of what it calls.
-
-    As `torch.compiler.disable` does, but by a mark on the code: a wrapper would cost each call
-    several Python frames.
-    """
-    try:
-        frames = torch._C._dynamo.eval_frame
-        skip = frames._FrameAction.SKIP
-        strategy = frames._FrameExecStrategy(skip, skip)
-        frames.set_code_exec_strategy(cast(Any, method).__code__, strategy)
-    except AttributeError:  # another torch
-        return cast(Method, torch._disable_dynamo(method, recursive=True))  # type: ignore[attr-defined]
-    for name in ("_torchdynamo_disable", "_torchdynamo_disable_recursive"):
-        setattr(method, name, True)
-    return method
 
 
 class GradScaler(TorchGradScaler):
@@ -244,7 +225,7 @@ class GradScaler(TorchGradScaler):
         return super().scale(outputs)
 
     # A compiler that traces the state machine around a kernel loses what is written to its dicts.
-    @_not_compiled
+    @not_compiled
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
         """Unscales the optimizer's gradients in place and checks them; no host sync.
 
@@ -277,7 +258,7 @@ class GradScaler(TorchGradScaler):
         if flags and cpu.record(self._last_checks.entries, optimizer, flags) is None:
             self._last_checks.record(optimizer, flags)
 
-    @_not_compiled
+    @not_compiled
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
         """Unscales unless that is done, then calls the optimizer's step if all is finite.
 
@@ -355,7 +336,7 @@ class GradScaler(TorchGradScaler):
             self._last_checks.record(optimizer, flags)
         return result
 
-    @_not_compiled
+    @not_compiled
     def update(self, new_scale: float | Tensor | None = None) -> None:
         """Updates the scale from the flags of this iteration, or sets it; no host sync.
 
@@ -385,7 +366,7 @@ class GradScaler(TorchGradScaler):
         if new_scale is None and loss_scale.watches_minimum:
             loss_scale.check_min_scale()
 
-    @_not_compiled
+    @not_compiled
     def step_and_update(self, *optimizers: torch.optim.Optimizer) -> list[float | None]:
         """`step` for each optimizer, then `update`, which on a GPU rides in the last check.
 
@@ -443,7 +424,7 @@ class GradScaler(TorchGradScaler):
             self.update()
         return results
 
-    @_not_compiled
+    @not_compiled
     def clip_grad_norm_(
         self,
         optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
@@ -518,7 +499,7 @@ class GradScaler(TorchGradScaler):
         self._loss_scale.record_norm(optimizers, norm, order)
         return norm
 
-    @_not_compiled
+    @not_compiled
     def grad_norm(
         self,
         optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ampfast import backends
-from ampfast.errors import refuse_capture
+from ampfast.errors import not_compiled, refuse_capture
 from ampfast.gradients import SIXTEEN_BIT, Casts, cast_, local_tensor, narrow_, version_of
 
 __all__ = ["MasterWeights", "casts_of", "master_weights_"]
@@ -115,6 +115,7 @@ class MasterWeights(torch.optim.Optimizer):
         """Float32 weights by parameter, sharing memory with those that `step` uses."""
         return _View(self)
 
+    @not_compiled
     def step(self, *args: Any, **kwargs: Any) -> Any:
         """Steps the master weights and rounds them to the parameters that have a gradient.
 

@@ -415,6 +415,21 @@ def test_closures(name: str, keyword: bool) -> None:
         assert optimizer.param_groups[0]["params"][0] is next(ours.parameters())
 
 
+def test_a_compiled_step_runs_as_it_is() -> None:
+    model, theirs = small_model(torch.bfloat16), small_model(torch.bfloat16)
+    make = OPTIMIZERS["adamw-foreach"]
+    sides = [ampfast.master_weights_(make(list(each.parameters()))) for each in (model, theirs)]
+    compiled = torch.compile(sides[0].step, backend="eager")
+    for seed in range(3):
+        for each, step in ((model, compiled), (theirs, sides[1].step)):
+            each.zero_grad()
+            loss_of(each, seed).backward()
+            step()
+        assert_same(
+            [p.detach() for p in model.parameters()], [p.detach() for p in theirs.parameters()]
+        )
+
+
 def test_hooks_and_schedulers_see_the_parameters() -> None:
     ours, _ = both("momentum-foreach", torch.float16)
     first = next(ours.model.parameters())

@@ -4,7 +4,7 @@ Each is named by place, original source, replacement, and number among equal one
 """
 
 # Functions that run when their module is imported, before anything is changed.
-AT_IMPORT = ("_not_compiled", "_methods")
+AT_IMPORT = ("_methods",)
 
 _BY_REASON: dict[str, list[tuple[str, str, str, int]]] = {
     "Who asks takes None for False.": [
