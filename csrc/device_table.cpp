@@ -5,6 +5,8 @@
 
 #include <algorithm>
 #include <cstring>
+#include <iterator>
+#include <list>
 #include <unordered_map>
 #include <utility>
 #include <vector>
@@ -57,48 +59,55 @@ uint64_t fingerprint_of(const GradList& grads, c10::StreamId stream) {
   return hash;
 }
 
-// Tables that may be used again, by fingerprint.
+// Tables that may be used again, by fingerprint. Adding one to many takes no longer than to few:
+// where gradients move at every step, each step does.
 class Recent {
  public:
   std::shared_ptr<DeviceTable> find(uint64_t fingerprint) {
-    const auto place = entries_.find(fingerprint);
-    if (place == entries_.end()) {
+    const auto place = places_.find(fingerprint);
+    if (place == places_.end()) {
       return nullptr;
     }
-    place->second.last_use = ++uses_;
-    return place->second.table;
+    by_use_.splice(by_use_.begin(), by_use_, place->second);
+    return by_use_.front().table;
   }
 
   void add(uint64_t fingerprint, const std::shared_ptr<DeviceTable>& table) {
     // Freed at the end: that may run Python, which may ask for tables.
-    std::vector<std::shared_ptr<DeviceTable>> dropped;
-    Entry& entry = entries_[fingerprint];
-    bytes_ += table->bytes() - (entry.table != nullptr ? entry.table->bytes() : 0);
-    dropped.push_back(std::exchange(entry.table, table));
-    entry.last_use = ++uses_;
-    while (entries_.size() > kLeastTables && bytes_ > kTableBytes) {
-      const auto oldest = std::min_element(
-          entries_.begin(), entries_.end(),
-          [](const auto& a, const auto& b) { return a.second.last_use < b.second.last_use; });
-      bytes_ -= oldest->second.table->bytes();
-      dropped.push_back(std::move(oldest->second.table));
-      entries_.erase(oldest);
+    std::list<Entry> dropped;
+    const auto place = places_.find(fingerprint);
+    if (place != places_.end()) {
+      drop(place->second, dropped);
+    }
+    by_use_.push_front({fingerprint, table});
+    places_[fingerprint] = by_use_.begin();
+    bytes_ += table->bytes();
+    while (places_.size() > kLeastTables && bytes_ > kTableBytes) {
+      drop(std::prev(by_use_.end()), dropped);
     }
   }
 
   void clear() {
     bytes_ = 0;
-    const auto dropped = std::exchange(entries_, {});
+    places_.clear();
+    const auto dropped = std::exchange(by_use_, {});
   }
 
  private:
   struct Entry {
+    uint64_t fingerprint;
     std::shared_ptr<DeviceTable> table;
-    int64_t last_use;
   };
-  std::unordered_map<uint64_t, Entry> entries_;
+
+  void drop(std::list<Entry>::iterator entry, std::list<Entry>& dropped) {
+    bytes_ -= entry->table->bytes();
+    places_.erase(entry->fingerprint);
+    dropped.splice(dropped.begin(), by_use_, entry);
+  }
+
+  std::list<Entry> by_use_;  // the last used comes first
+  std::unordered_map<uint64_t, std::list<Entry>::iterator> places_;
   int64_t bytes_ = 0;
-  int64_t uses_ = 0;
 };
 
 // Never destroyed: at the end of the process the device may be gone before it.
@@ -152,6 +161,7 @@ void DeviceTable::upload() {
   std::memcpy(source.mutable_data_ptr(), words_.data(), words_.size() * sizeof(int64_t));
   buffer_ = empty_words(words + words_[kChunks], at::TensorOptions().device(device_));
   buffer_.narrow(0, 0, words).copy_(source, /*non_blocking=*/true);
+  words_ = {};
   ++uploads();
 }
 

@@ -42,7 +42,7 @@ class DeviceTable {
   std::vector<DtypeList> lists_;
   c10::StreamId stream_;
   std::vector<Segment> segments_;
-  std::vector<int64_t> words_;
+  std::vector<int64_t> words_;  // until they are copied
   at::Tensor buffer_;
 };
 
