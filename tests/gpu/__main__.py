@@ -180,7 +180,9 @@ def facts() -> tuple[str | None, str, str]:
     )
     if done.returncode != 0:
         why = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
-        raise SystemExit(f"{sys.executable} cannot look for a GPU: {why}; say PYTHON=path")
+        own = ROOT / ".venv" / "bin" / "python"
+        path = own.relative_to(ROOT) if own.exists() else "path"
+        raise SystemExit(f"{sys.executable} cannot look for a GPU: {why}; say PYTHON={path}")
     name, version, capability = json.loads(done.stdout.splitlines()[-1])
     return name, version, capability
 

@@ -522,5 +522,5 @@ def test_an_interpreter_without_torch_is_reported(
         driver.facts()
     assert str(why.value).startswith(sys.executable)
     monkeypatch.setattr(driver, "FACTS", "import os; os._exit(3)")
-    with pytest.raises(SystemExit, match="exit code 3; say PYTHON=path"):
+    with pytest.raises(SystemExit, match="exit code 3; say PYTHON="):
         driver.facts()
