@@ -33,8 +33,8 @@ __all__ = [
     "norms",
     "of_list",
     "pass_over_pairs",
+    "stamp_of",
     "unscale_",
-    "version_of",
 ]
 
 SIXTEEN_BIT = (torch.float16, torch.bfloat16)
@@ -46,76 +46,59 @@ class Casts:
     """Casts of 16-bit gradients to float32, by the pass that unscales them where kernels can.
 
     Args:
-        params: Parameters by number, whose gradients become float32.
-        keeper: Object whose `buffer` is the memory of earlier ones, or None; it is used again if
+        params: All parameters of an optimizer, by number.
+        keeper: Object whose `buffer` is the memory of earlier casts, or None; it is used again if
             nobody else holds it.
     """
 
-    def __init__(self, params: dict[int, Tensor], keeper: Any) -> None:
+    def __init__(self, params: list[Tensor], keeper: Any) -> None:
         self._params, self._keeper = params, keeper
-        self._wide: dict[int, Tensor] = {}
+        self._numbers: list[int] = []
+        self._wide: list[Tensor] = []
 
-    def start(self, choice: Choice) -> list[Tensor]:
-        """Casts what no kernel casts; returns the gradients that a pass over pairs will cast."""
-        narrow: dict[int, Tensor] = {}
-        others: list[int] = []
-        on_cpu = _has_pairs(choice, _CPU)
-        for number, param in self._params.items():
-            grad = param.grad
-            if grad is None or grad.dtype not in SIXTEEN_BIT:
-                continue
-            if on_cpu and grad.is_cpu and type(grad) is Tensor and grad.layout is torch.strided:
-                narrow[number] = grad
-            else:
-                others.append(number)
-        self.finish_by_torch(others)
-        grads = list(narrow.values())
-        if grads:
-            wide, self._keeper.buffer = cpu.float32_like(grads, self._keeper.buffer)
-            self._wide = dict(zip(narrow, wide, strict=True))
-        return grads
+    def start(self, choice: Choice) -> None:
+        """Makes memory for those that a pass over pairs casts, and casts the others."""
+        with_kernels = bool(choice.devices & cpu.CPU) and _has_pairs(choice, _CPU)
+        self._numbers, others, self._wide, self._keeper.buffer = cpu.narrow_grads(
+            self._params, self._keeper.buffer, with_kernels
+        )
+        self._finish_by_torch(others)
+
+    def listed(self) -> cpu.GradList | None:
+        """Returns the pairs without other gradients, if there are any."""
+        grads = [cast(Tensor, self._params[number].grad) for number in self._numbers]
+        listed = cpu.list_of(grads, _CPU, self._numbers) if grads else None
+        return None if listed is None else self.paired(listed)
 
     def paired(self, grads: cpu.GradList) -> cpu.GradList:
         """Returns the list with the memory that its 16-bit gradients will be cast to."""
-        return grads.paired(self._wide) if self._wide else grads
-
-    @torch.no_grad()
-    def finish_by_torch(self, numbers: Iterable[int]) -> None:
-        """Casts the gradients of these numbers now."""
-        params = [self._params[number] for number in numbers if number in self._params]
-        grads = [cast(Tensor, param.grad) for param in params]
-        wide = [torch.empty_like(grad, dtype=torch.float32) for grad in grads if _is_dense(grad)]
-        if wide:
-            torch._foreach_copy_(wide, [grad for grad in grads if _is_dense(grad)])
-        dense = iter(wide)
-        for param, grad in zip(params, grads, strict=True):
-            _set_grad(param, next(dense) if _is_dense(grad) else grad.to(torch.float32))
-        for number in numbers:
-            self._wide.pop(number, None)
-
-    def has(self, number: int) -> bool:
-        """Whether the gradient of a number is still to be cast."""
-        return number in self._wide
-
-    def pending(self) -> list[tuple[int, Tensor]]:
-        """Returns numbers and gradients that are still to be cast."""
-        return [(number, cast(Tensor, self._params[number].grad)) for number in self._wide]
+        if not self._numbers:
+            return grads
+        return grads.paired(dict(zip(self._numbers, self._wide, strict=True)))
 
     def finish(self) -> None:
         """Sets the gradients that a pass has written."""
-        for number, wide in self._wide.items():
-            _set_grad(self._params[number], wide)
-        self._wide = {}
+        cpu.set_grads([self._params[number] for number in self._numbers], self._wide)
+        self._numbers, self._wide = [], []
+
+    @torch.no_grad()
+    def _finish_by_torch(self, numbers: list[int]) -> None:
+        params = [self._params[number] for number in numbers]
+        grads = [cast(Tensor, param.grad) for param in params]
+        dense = [grad for grad in grads if _is_dense(grad)]
+        wide = [torch.empty_like(grad, dtype=torch.float32) for grad in dense]
+        if wide:
+            torch._foreach_copy_(wide, dense)
+        done = iter(wide)
+        for param, grad in zip(params, grads, strict=True):
+            cast_grad = next(done) if _is_dense(grad) else grad.to(torch.float32)
+            if param.grad_dtype not in (None, torch.float32):
+                param.grad_dtype = None
+            param.grad = cast_grad
 
 
 def _is_dense(grad: Tensor) -> bool:
     return type(grad) is Tensor and grad.layout is torch.strided
-
-
-def _set_grad(param: Tensor, grad: Tensor) -> None:
-    if param.grad_dtype not in (None, grad.dtype):
-        param.grad_dtype = None
-    param.grad = grad
 
 
 @dataclass(frozen=True)
@@ -229,8 +212,6 @@ def collect(
             param_groups, allow_fp16, writes, choice.devices, False, shards
         )
     if casts is not None and writes:
-        casts.finish_by_torch([number for _, _, number in irregular if casts.has(number)])
-        irregular = [(param, cast(Tensor, param.grad), n) for param, _, n in irregular]
         lists = [casts.paired(grads) for grads in lists]
     set_aside: dict[torch.device, list[Tensor]] = {}
     numbers: dict[torch.device, list[int]] = {}
@@ -422,14 +403,11 @@ def norms(
 
 def cast_(casts: Casts, choice: Choice) -> None:
     """Casts gradients without a factor."""
-    grads = casts.start(choice)
-    irregular = [n for n, grad in casts.pending() if cpu.list_of([grad], _CPU) is None]
-    casts.finish_by_torch(irregular)
-    regular = [grad for _, grad in casts.pending()]
-    listed = cpu.list_of(regular, _CPU, [n for n, _ in casts.pending()])
-    if grads and listed is not None:
+    casts.start(choice)
+    pairs = casts.listed()
+    if pairs is not None:
         one = torch.ones((), dtype=torch.float32, device=_CPU)
-        cpu.unscale_(casts.paired(listed), one, is_scale=False)
+        cpu.unscale_(pairs, one, is_scale=False)
         casts.finish()
 
 
@@ -438,6 +416,8 @@ def pass_over_pairs(
     wide: Sequence[Tensor],
     found_inf: Tensor | None,
     inv_scale: Tensor | None = None,
+    *,
+    in_same_order: bool = False,
 ) -> bool:
     """Widens 16-bit tensors with an inverse scale, narrows float32 ones without, by kernels.
 
@@ -446,6 +426,7 @@ def pass_over_pairs(
         wide: float32 tensors of their shapes.
         found_inf: One-element float32, or None for narrowing.
         inv_scale: One-element float32, or None.
+        in_same_order: Whether strides are known to be the same.
 
     Returns:
         False, with nothing written, if the kernels cannot take the tensors.
@@ -456,16 +437,17 @@ def pass_over_pairs(
     scalars = [scalar for scalar in (found_inf, inv_scale) if scalar is not None]
     if not all(cpu.is_scalar(each, torch.float32) for each in scalars):
         return False
-    if any(a.stride() != b.stride() for a, b in zip(narrow, wide, strict=True)):
+    pairs = zip(narrow, wide, strict=True)
+    if not in_same_order and any(a.stride() != b.stride() for a, b in pairs):
         return False
     listed, floats = cpu.list_of(narrow, device), cpu.list_of(wide, device)
     if listed is None or floats is None:
         return False
-    pairs = listed.paired(dict(enumerate(wide)))
+    paired = listed.paired(dict(enumerate(wide)))
     if inv_scale is None:
-        cpu.narrow_(pairs, found_inf)
+        cpu.narrow_(paired, found_inf)
     else:
-        cpu.unscale_(pairs, inv_scale, is_scale=False, found_inf=found_inf)
+        cpu.unscale_(paired, inv_scale, is_scale=False, found_inf=found_inf)
     return True
 
 
@@ -475,14 +457,24 @@ def _has_pairs(choice: Choice, device: torch.device) -> bool:
     return kernels is cpu
 
 
-def narrow_(params: list[Tensor], masters: list[Tensor], found_inf: Tensor | None) -> None:
+def narrow_(
+    params: list[Tensor],
+    masters: list[Tensor],
+    found_inf: Tensor | None,
+    *,
+    in_same_order: bool = False,
+) -> None:
     """Rounds float32 tensors to 16-bit parameters on any devices, unless a flag is set.
 
     Args:
         params: 16-bit parameters.
         masters: float32 tensors of their shapes and devices.
         found_inf: One-element float32, or None.
+        in_same_order: As for `pass_over_pairs`.
     """
+    if pass_over_pairs(params, masters, found_inf, in_same_order=in_same_order):
+        torch.autograd.graph.increment_version(params)
+        return
     flags = None if found_inf is None else Copies(found_inf.detach())
     by_device: dict[torch.device, tuple[list[Tensor], list[Tensor]]] = {}
     for param, master in zip(params, masters, strict=True):
@@ -491,10 +483,10 @@ def narrow_(params: list[Tensor], masters: list[Tensor], found_inf: Tensor | Non
         wide.append(local_tensor(master))
     for device, (narrow, wide) in by_device.items():
         flag = None if flags is None else flags[device]
-        if not pass_over_pairs(narrow, wide, flag):
-            aten.narrow_(narrow, wide, flag)
-        else:
+        if pass_over_pairs(narrow, wide, flag):
             torch.autograd.graph.increment_version(narrow)
+        else:
+            aten.narrow_(narrow, wide, flag)
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
@@ -505,10 +497,15 @@ def local_tensor(tensor: Tensor) -> Tensor:
     return local
 
 
-def version_of(tensor: Tensor) -> tuple[int, int]:
-    """Returns address and version, one of which changes where autograd sees an edit."""
-    local = local_tensor(tensor)
-    return local.data_ptr(), local._version
+def stamp_of(params: list[Tensor]) -> object:
+    """Returns what changes where autograd sees an edit of parameters, or these are others."""
+    stamp = cpu.stamp_of(params)
+    if stamp is not None:
+        return stamp
+    local = [local_tensor(param) for param in params]
+    needs = [param.requires_grad or param.grad is not None for param in params]
+    versions = [(tensor.data_ptr(), tensor._version) for tensor in local]
+    return [id(param) for param in params], needs, versions
 
 
 def inverse(scale: Tensor) -> Tensor:

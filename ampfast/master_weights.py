@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from ampfast import backends
+from ampfast.backends import cpu
 from ampfast.errors import not_compiled, refuse_capture
-from ampfast.gradients import SIXTEEN_BIT, Casts, cast_, local_tensor, narrow_, version_of
+from ampfast.gradients import SIXTEEN_BIT, Casts, cast_, local_tensor, narrow_, stamp_of
 
 __all__ = ["MasterWeights", "casts_of", "master_weights_"]
 
@@ -32,23 +33,19 @@ class _Master:
     Attributes:
         param: The parameter.
         weight: Its float32 weight, which an optimizer steps in its place.
-        seen: Address and version of the parameter when both were last equal; None: compare them.
     """
 
-    __slots__ = ("param", "seen", "weight")
+    __slots__ = ("param", "weight")
 
     def __init__(self, param: Tensor, weight: Tensor) -> None:
         self.param, self.weight = param, weight
-        self.seen: tuple[int, int] | None = None
 
     @classmethod
     def of(cls, param: Tensor) -> _Master:
         refuse_capture("the making of master weights")
         with torch.inference_mode(False), torch.no_grad():
             weight = param.detach().to(torch.float32)
-        master = cls(param, weight.requires_grad_())
-        master.seen = version_of(param)
-        return master
+        return cls(param, weight.requires_grad_())
 
     @torch.no_grad()
     def catch_up(self) -> None:
@@ -57,24 +54,41 @@ class _Master:
         # Bits, for the sign of zero.
         differs = weight.to(param.dtype).view(torch.int16) != param.view(torch.int16)
         weight.copy_(torch.where(differs, param.to(torch.float32), weight))
-        self.seen = version_of(self.param)
 
 
 class _Masters(dict[int, _Master]):
     """Master weights of an optimizer, by the id of their parameters.
 
     Attributes:
+        stamp: `stamp_of` its parameters when both were last equal; None: compare them.
         inner: The state by master weight, as the last step left it, or None.
         buffer: Memory of float32 gradients, or None.
     """
 
+    stamp: object = None
     inner: defaultdict[Any, Any] | None = None
     buffer: Tensor | None = None
+    _columns: tuple[list[Tensor], list[Tensor], dict[int, Tensor], bool] | None = None
 
     def make(self, param: Tensor) -> _Master:
         self[id(param)] = made = _Master.of(param)
-        self.inner = None
+        self.changed()
         return made
+
+    def changed(self) -> None:
+        """Forgets what depends on which master weights there are."""
+        self.stamp = self.inner = self._columns = None
+
+    @property
+    def columns(self) -> tuple[list[Tensor], list[Tensor], dict[int, Tensor], bool]:
+        """Parameters, their weights, these by id, and whether all are in the same order."""
+        if self._columns is None:
+            params = [master.param for master in self.values()]
+            weights = [master.weight for master in self.values()]
+            pairs = list(zip(params, weights, strict=True))
+            alike = all(param.stride() == weight.stride() for param, weight in pairs)
+            self._columns = params, weights, dict(zip(self, weights, strict=True)), alike
+        return self._columns
 
 
 class _View(Mapping[Tensor, Tensor]):
@@ -146,13 +160,10 @@ class MasterWeights(torch.optim.Optimizer):
                 result = step(self, *args, **kwargs)
             _write_back(self)
         except BaseException:
-            # Parameters win over what the step has written.
-            for master in self._masters.values():
-                master.seen = None
+            self._masters.stamp = None  # parameters win over what the step has written
             raise
         finally:
-            for master in self._masters.values():
-                master.weight.grad = None
+            cpu.lend_grads([], self._masters.columns[1])
         return result
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -218,7 +229,6 @@ class MasterWeights(torch.optim.Optimizer):
                 loaded[id(key)] = master = masters[id(key)]
                 with torch.no_grad():
                     master.weight.copy_(weight)
-                master.seen = None
         self._masters = loaded
 
     def __getstate__(self) -> dict[str, Any]:
@@ -242,12 +252,11 @@ def casts_of(optimizer: torch.optim.Optimizer) -> Casts | None:
     """Returns the casts of an optimizer's gradients in a pass; None without master weights."""
     if not isinstance(optimizer, MasterWeights):
         return None
-    numbered = enumerate(_params(optimizer))
-    return Casts({n: param for n, param in numbered if _fits(param)}, optimizer._masters)
+    return Casts(_params(optimizer), optimizer._masters)
 
 
-def _params(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
-    return (param for group in optimizer.param_groups for param in group["params"])
+def _params(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    return [param for group in optimizer.param_groups for param in group["params"]]
 
 
 def _numbered(optimizer: MasterWeights, state_dict: dict[str, Any]) -> list[tuple[Any, Tensor]]:
@@ -261,37 +270,46 @@ def _prepare(optimizer: MasterWeights) -> None:
     masters = optimizer._masters
     for index, group in enumerate(optimizer.param_groups):
         _refuse_differentiable(index, group)
-        for number, param in enumerate(group["params"]):
-            master = masters.get(id(param))
-            if master is None:
-                if _fits(param) and (param.requires_grad or param.grad is not None):
-                    masters.make(param)
-                continue
-            weight = master.weight
-            if param.dtype not in SIXTEEN_BIT or param.shape != weight.shape:
-                raise RuntimeError(
-                    f"parameter {number} of group {index} is {param.dtype} of shape "
-                    f"{tuple(param.shape)}, and its master weight was made for 16 bit and "
-                    f"{tuple(weight.shape)}: make the optimizer after the model's conversion"
-                )
-            if weight.device != param.device:
-                master.weight = weight.detach().to(param.device).requires_grad_()
-                master.seen = masters.inner = None
-            if master.seen != version_of(param):
-                master.catch_up()
-    cast_(cast(Casts, casts_of(optimizer)), backends.choose())
-    for master in masters.values():
-        master.weight.grad = master.param.grad
+    stamp = stamp_of(_params(optimizer))
+    if stamp != masters.stamp:
+        for index, group in enumerate(optimizer.param_groups):
+            for number, param in enumerate(group["params"]):
+                _follow(masters, param, f"parameter {number} of group {index}")
+        masters.stamp = stamp
+    cast_(Casts(_params(optimizer), masters), backends.choose())
+    params, weights, *_ = masters.columns
+    cpu.lend_grads(params, weights)
+
+
+def _follow(masters: _Masters, param: Tensor, where: str) -> None:
+    """Makes the master weight of a parameter, or makes it equal to it."""
+    master = masters.get(id(param))
+    if master is None:
+        if _fits(param) and (param.requires_grad or param.grad is not None):
+            masters.make(param)
+        return
+    weight = master.weight
+    if not _fits(param) or param.shape != weight.shape:
+        raise RuntimeError(
+            f"{where} is {param.dtype} of shape {tuple(param.shape)}, and its master weight was "
+            f"made for 16 bit and {tuple(weight.shape)}: make the optimizer after the model's "
+            "conversion"
+        )
+    if weight.device != param.device:
+        master.weight = weight.detach().to(param.device).requires_grad_()
+    masters.changed()  # strides may be others, too
+    master.catch_up()
 
 
 def _write_back(optimizer: MasterWeights) -> None:
     """Rounds master weights to the parameters that have a gradient, unless a flag is set."""
-    stepped = [each for each in optimizer._masters.values() if each.weight.grad is not None]
-    params = [master.param for master in stepped]
+    params, weights, _, alike = optimizer._masters.columns
+    if any(weight.grad is None for weight in weights):
+        stepped = [pair for pair in zip(params, weights, strict=True) if pair[1].grad is not None]
+        params, weights = [p for p, _ in stepped], [w for _, w in stepped]
     found_inf = getattr(optimizer, "found_inf", None)
-    narrow_(params, [master.weight for master in stepped], found_inf)
-    for master in stepped:
-        master.seen = version_of(master.param)
+    narrow_(params, weights, found_inf, in_same_order=alike)
+    optimizer._masters.stamp = stamp_of(_params(optimizer))
 
 
 @contextmanager
@@ -331,7 +349,7 @@ class _Swap:
 
     def enter(self) -> None:
         optimizer = self.optimizer
-        weights = {key: master.weight for key, master in optimizer._masters.items()}
+        weights = optimizer._masters.columns[2]
         self._own = [(group["params"], list(group["params"])) for group in optimizer.param_groups]
         self._state, inner = optimizer.state, optimizer._masters.inner
         if inner is None or not _same_entries(self._state, inner):

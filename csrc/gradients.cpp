@@ -404,25 +404,70 @@ std::optional<ShortWalk> short_walk(PyObject* param_groups, at::Device device, b
   return walk;
 }
 
-std::pair<std::vector<at::Tensor>, at::Tensor> float32_like(
-    const std::vector<at::Tensor>& tensors, const std::optional<at::Tensor>& buffer) {
+NarrowGrads narrow_grads(const std::vector<at::Tensor>& params,
+                         const std::optional<at::Tensor>& buffer, bool with_kernels) {
   constexpr int64_t kAlignment = 64 / sizeof(float);
+  const auto room = [](const at::Tensor& grad) {
+    return (grad.numel() + kAlignment - 1) / kAlignment * kAlignment;
+  };
+  const uint64_t devices = with_kernels && !is_observed() ? device_bit(at::kCPU) : 0;
   const at::AutoDispatchBelowADInplaceOrView no_autograd;
+  NarrowGrads found;
   int64_t length = 0;
-  for (const at::Tensor& tensor : tensors) {
-    length += (tensor.numel() + kAlignment - 1) / kAlignment * kAlignment;
+  for (size_t i = 0; i < params.size(); ++i) {
+    const at::Tensor& grad = params[i].grad();
+    if (!grad.defined() ||
+        (grad.scalar_type() != at::kHalf && grad.scalar_type() != at::kBFloat16)) {
+      continue;
+    }
+    const bool takes = is_regular(grad, devices);
+    (takes ? found.places : found.others).push_back(static_cast<int64_t>(i));
+    length += takes ? room(grad) : 0;
+  }
+  if (found.places.empty()) {
+    found.buffer = buffer ? *buffer : at::Tensor();
+    return found;
   }
   const bool is_free = buffer && buffer->numel() == length && buffer->storage().use_count() == 1;
-  const at::Tensor memory =
-      is_free ? *buffer : at::Tensor(at::detail::empty_cpu({length}, at::kFloat));
-  std::vector<at::Tensor> like;
-  like.reserve(tensors.size());
+  found.buffer = is_free ? *buffer : at::Tensor(at::detail::empty_cpu({length}, at::kFloat));
+  found.wide.reserve(found.places.size());
   int64_t offset = 0;
-  for (const at::Tensor& tensor : tensors) {
-    like.push_back(at::as_strided(memory, tensor.sizes(), tensor.strides(), offset));
-    offset += (tensor.numel() + kAlignment - 1) / kAlignment * kAlignment;
+  for (const int64_t place : found.places) {
+    const at::Tensor& grad = params[place].grad();
+    found.wide.push_back(at::as_strided(found.buffer, grad.sizes(), grad.strides(), offset));
+    offset += room(grad);
   }
-  return {std::move(like), memory};
+  return found;
+}
+
+void set_grads(const std::vector<at::Tensor>& params, const std::vector<at::Tensor>& grads) {
+  for (size_t i = 0; i < params.size(); ++i) {
+    if (params[i].grad_dtype().has_value() && params[i].grad_dtype() != grads.at(i).scalar_type()) {
+      params[i].set_grad_dtype(std::nullopt);
+    }
+    params[i].mutable_grad() = grads.at(i);
+  }
+}
+
+void lend_grads(const std::vector<at::Tensor>& params, const std::vector<at::Tensor>& to) {
+  for (size_t i = 0; i < to.size(); ++i) {
+    to[i].mutable_grad() = params.empty() ? at::Tensor() : params.at(i).grad();
+  }
+}
+
+std::optional<std::string> stamp_of(const py::sequence& params) {
+  std::string stamp;
+  for (const py::handle item : params) {
+    if (!THPVariable_CheckExact(item.ptr())) {
+      return std::nullopt;
+    }
+    const at::Tensor& param = THPVariable_Unpack(item.ptr());
+    const int64_t words[] = {
+        reinterpret_cast<int64_t>(item.ptr()), reinterpret_cast<int64_t>(param.const_data_ptr()),
+        static_cast<int64_t>(param._version()), param.requires_grad() || param.grad().defined()};
+    stamp.append(reinterpret_cast<const char*>(words), sizeof(words));
+  }
+  return stamp;
 }
 
 bool lacks_state(const py::iterable& params, const py::dict& state, const py::str& name) {

@@ -6,6 +6,7 @@
 
 #include <memory>
 #include <optional>
+#include <string>
 #include <tuple>
 #include <unordered_map>
 #include <unordered_set>
@@ -156,10 +157,28 @@ struct ShortWalk {
 std::optional<ShortWalk> short_walk(PyObject* param_groups, at::Device device, bool allow_fp16,
                                     bool writes);
 
-// Float32 tensors like these, which are dense, in a buffer on the CPU: the given one, if nobody
-// else holds its memory and it has the length, else a new one.
-std::pair<std::vector<at::Tensor>, at::Tensor> float32_like(
-    const std::vector<at::Tensor>& tensors, const std::optional<at::Tensor>& buffer);
+// The 16-bit gradients of parameters on the CPU, and of others.
+struct NarrowGrads {
+  std::vector<int64_t> places;  // among the parameters, of those that kernels take
+  std::vector<int64_t> others;
+  std::vector<at::Tensor> wide;  // float32 tensors like the former, in `buffer`
+  at::Tensor buffer;
+};
+
+// The buffer is the given one if nobody else holds its memory and it has the length. Without
+// kernels all are others.
+NarrowGrads narrow_grads(const std::vector<at::Tensor>& params,
+                         const std::optional<at::Tensor>& buffer, bool with_kernels);
+
+// Sets gradients of any dtype.
+void set_grads(const std::vector<at::Tensor>& params, const std::vector<at::Tensor>& grads);
+
+// Gives others the gradients of parameters.
+void lend_grads(const std::vector<at::Tensor>& params, const std::vector<at::Tensor>& to);
+
+// What changes where autograd sees an edit of parameters, or where these are others. Nothing where
+// one is no plain tensor.
+std::optional<std::string> stamp_of(const py::sequence& params);
 
 // Tells whether a parameter that has a gradient lacks an entry of that name in the optimizer's
 // state, a dict by parameter. Keys are told apart as tensors are: by identity.

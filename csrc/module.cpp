@@ -225,7 +225,18 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("update_scale_", &update_scale_);
   m.def("require_storage", &require_storage);
   m.def("lacks_state", &lacks_state);
-  m.def("float32_like", &float32_like);
+  m.def("narrow_grads", [](const std::vector<at::Tensor>& params,
+                           const std::optional<at::Tensor>& buffer, bool with_kernels) {
+    NarrowGrads found = narrow_grads(params, buffer, with_kernels);
+    return py::make_tuple(std::move(found.places), std::move(found.others), std::move(found.wide),
+                          std::move(found.buffer));
+  });
+  m.def("set_grads", &set_grads);
+  m.def("lend_grads", &lend_grads);
+  m.def("stamp_of", [](const py::sequence& params) -> py::object {
+    const std::optional<std::string> stamp = stamp_of(params);
+    return stamp ? py::object(py::bytes(*stamp)) : py::none();
+  });
   m.def("walk", &walk_gradients, py::arg("param_groups"), py::arg("allow_fp16"), py::arg("writes"),
         py::arg("devices"), py::arg("bumps_versions") = false,
         py::arg("local_shard_of") = py::none());

@@ -56,17 +56,20 @@ __all__ = [
     "clip_coefficient",
     "clip_groups",
     "cpu_capability",
-    "float32_like",
     "is_scalar",
     "lacks_state",
+    "lend_grads",
     "list_of",
     "measure_",
     "narrow_",
+    "narrow_grads",
     "norms",
     "pass_on_device",
     "record",
     "require_storage",
     "scale_update",
+    "set_grads",
+    "stamp_of",
     "state_layout",
     "unscale_",
     "unscale_groups",
@@ -102,9 +105,15 @@ require_storage = _C.require_storage
 # Writes norm, clip coefficient and divisor; takes the fields of a `Clip`. Formula:
 # torch.nn.utils.clip_grad_norm_, here in float64.
 clip_coefficient = _C.clip_coefficient
-# Float32 tensors like some dense ones on the CPU, and their buffer: that of an earlier call, unless
-# someone else holds its memory or it has another length.
-float32_like = _C.float32_like
+# Of parameters with 16-bit gradients: the places of those that the CPU kernels take, and of others;
+# float32 tensors like the former's gradients, and their buffer: that of an earlier call, unless
+# someone else holds its memory or it has another length. Without kernels all are others.
+narrow_grads = _C.narrow_grads
+# Sets gradients of any dtype; gives the gradients of parameters to others, or takes them away.
+set_grads = _C.set_grads
+lend_grads = _C.lend_grads
+# Bytes that change where autograd sees an edit of plain parameters, or these are others; else None.
+stamp_of = _C.stamp_of
 # Whether a parameter with a gradient lacks an entry of its state.
 lacks_state = _C.lacks_state
 WINDOW_BYTES: int = _C.WINDOW_BYTES

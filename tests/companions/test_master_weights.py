@@ -818,7 +818,7 @@ def test_a_failed_allocation_changes_nothing(monkeypatch: pytest.MonkeyPatch) ->
     ours.backward(1)
     grads = [p.grad.clone() for p in ours.model.parameters()]
     with monkeypatch.context() as patch:
-        patch.setattr(cpu, "float32_like", fails)
+        patch.setattr(cpu, "narrow_grads", fails)
         assert isinstance(outcome(lambda: ours.scaler.step(ours.optimizer)).error, MemoryError)
     assert_same([p.grad for p in ours.model.parameters()], grads)
     ours.scaler.step(ours.optimizer)
