@@ -461,7 +461,7 @@ def saved(value: Any) -> Any:
 
 
 @pytest.mark.parametrize("optimizer_first", [True, False])
-@pytest.mark.parametrize("name", FEW)
+@pytest.mark.parametrize("name", [*FEW, "sgd-plain"])
 def test_checkpoints_in_both_orders(name: str, optimizer_first: bool) -> None:
     ours, hand = both(name, torch.float16)
     for seed in range(4):
@@ -487,6 +487,51 @@ def test_checkpoints_in_both_orders(name: str, optimizer_first: bool) -> None:
         assert_equal(ours, hand)
     # What was loaded is not written.
     assert_same(state["state"][0]["master_param"].half(), model["0.weight"])
+
+
+def test_a_checkpoint_of_a_thawed_parameter() -> None:
+    make = OPTIMIZERS["adamw-foreach"]
+    model = small_model(torch.float16)
+    ours = Ours(model, make)
+    ours.train(0)
+    state = saved(ours.optimizer.state_dict())
+    frozen = small_model(torch.float16).requires_grad_(False)
+    optimizer: Any = ampfast.master_weights_(make(list(frozen.parameters())))
+    assert len(optimizer.master_weights) == 0
+    optimizer.load_state_dict(state)
+    frozen.load_state_dict(model.state_dict())
+    assert_same(optimizer.state_dict()["state"], state["state"])
+    assert optimizer.state_dict()["state"][0]["exp_avg"].dtype is torch.float32
+    # A checkpoint that does not fit leaves everything.
+    with pytest.raises(ValueError, match="different number of parameter groups"):
+        optimizer.load_state_dict({**state, "param_groups": []})
+    assert_same(optimizer.state_dict()["state"], state["state"])
+
+
+def test_state_is_the_users() -> None:
+    ours, hand = both("momentum-foreach", torch.float16)
+    for seed in range(6):
+        if seed == 2:
+            ours.optimizer.state.clear()
+            hand.optimizer.state.clear()
+        if seed == 4:
+            for side in (ours, hand):
+                first = side.optimizer.param_groups[0]["params"][0]
+                buffer = side.optimizer.state[first]["momentum_buffer"]
+                side.optimizer.state[first] = {"momentum_buffer": buffer * 2}
+        ours.train(seed)
+        hand.train(seed)
+        assert_equal(ours, hand)
+        assert set(map(id, ours.optimizer.state)) == set(map(id, ours.model.parameters()))
+
+
+def test_a_gradient_that_is_set_steps_a_frozen_parameter() -> None:
+    frozen, idle = (nn.Parameter(torch.ones(3).half(), requires_grad=False) for _ in range(2))
+    optimizer: Any = ampfast.master_weights_(torch.optim.SGD([frozen, idle], lr=0.5))
+    frozen.grad = torch.ones(3).half()
+    optimizer.step()
+    assert frozen.tolist() == [0.5] * 3
+    assert list(map(id, optimizer.master_weights)) == [id(frozen)]
 
 
 def test_a_checkpoint_of_a_plain_optimizer_keeps_float32_state() -> None:
@@ -594,6 +639,13 @@ def test_zero_grad_gives_16_bit_zeros() -> None:
     ours.optimizer.zero_grad(set_to_none=False)
     for param in ours.model.parameters():
         assert_same(param.grad, torch.zeros_like(param.detach()))
+    first, second = list(ours.model.parameters())[:2]
+    first.grad.fill_(1.0)
+    kept, second.grad = first.grad, None
+    ours.optimizer.zero_grad(set_to_none=False)
+    assert first.grad is kept, "of 16 bit, as in a bucket"
+    assert not kept.any()
+    assert second.grad is None
     ours.optimizer.zero_grad()
     assert all(p.grad is None for p in ours.model.parameters())
 
@@ -751,6 +803,11 @@ def test_errors_of_a_step_change_nothing() -> None:
     with pytest.raises(RuntimeError, match=r"parameter 0 of group 0 is torch\.float32"):
         ours.scaler.step(ours.optimizer)
     model[0].half()
+    weight = model[2].weight.data
+    model[2].weight.data = weight[:1]
+    with pytest.raises(RuntimeError, match=r"parameter 2 of group 0 is .* of shape \(1, 7\)"):
+        ours.optimizer.step()
+    model[2].weight.data = weight
     ours.optimizer.param_groups[0]["differentiable"] = True
     with pytest.raises(ValueError, match="differentiable=True"):
         ours.optimizer.step()
