@@ -689,6 +689,33 @@ def test_memory_order_is_kept() -> None:
     assert_same(param.detach(), expected.bfloat16())
 
 
+def test_a_parameter_in_another_order() -> None:
+    params = [nn.Parameter(torch.randn(3, 5).half()) for _ in range(2)]
+    optimizer: Any = ampfast.master_weights_(torch.optim.SGD(params, lr=0.5))
+    for turned in (False, True):
+        if turned:
+            params[0].data = params[0].data.t().contiguous().t()
+        before = [optimizer.master_weights[param].clone() for param in params]
+        grads = [torch.randn(3, 5).half() for _ in params]
+        for param, grad in zip(params, grads, strict=True):
+            param.grad = grad
+        optimizer.step()
+        for param, weight, grad in zip(params, before, grads, strict=True):
+            assert torch.equal(param, (weight - 0.5 * grad.float()).half())
+
+
+def test_no_master_weight_is_made_under_capture(monkeypatch: pytest.MonkeyPatch) -> None:
+    param, other = (nn.Parameter(torch.ones(3).half()) for _ in range(2))
+    optimizer: Any = ampfast.master_weights_(torch.optim.SGD([param], lr=0.5))
+    optimizer.add_param_group({"params": [other]})
+    monkeypatch.setattr("ampfast.errors.is_capturing", lambda: True)
+    for call in (optimizer.step, lambda: optimizer.master_weights[other]):
+        with pytest.raises(RuntimeError, match="cannot capture the making of master weights"):
+            call()
+    with pytest.raises(RuntimeError, match="cannot capture master_weights_"):
+        ampfast.master_weights_(torch.optim.SGD([other], lr=0.5))
+
+
 def test_held_gradients_are_not_overwritten() -> None:
     ours, _ = both("momentum-plain", torch.float16)
     ours.train(0)
