@@ -58,16 +58,18 @@ class Casts:
 
     def start(self, choice: Choice) -> None:
         """Makes memory for those that a pass over pairs casts, and casts the others."""
-        with_kernels = bool(choice.devices & cpu.CPU) and _has_pairs(choice, _CPU)
-        self._numbers, others, self._wide, self._keeper.buffer = cpu.narrow_grads(
-            self._params, self._keeper.buffer, with_kernels
-        )
+        found = cpu.narrow_grads(self._params, self._keeper.buffer, choice.devices)
+        wide = found[2]
+        if wide and choice.kernels_for(wide[0].device) is None:
+            # They do not run there, which the choice has recorded.
+            found = cpu.narrow_grads(self._params, self._keeper.buffer, choice.devices)
+        self._numbers, others, self._wide, self._keeper.buffer = found
         self._finish_by_torch(others)
 
     def listed(self) -> cpu.GradList | None:
         """Returns the pairs without other gradients, if there are any."""
         grads = [cast(Tensor, self._params[number].grad) for number in self._numbers]
-        listed = cpu.list_of(grads, _CPU, self._numbers) if grads else None
+        listed = cpu.list_of(grads, grads[0].device, self._numbers) if grads else None
         return None if listed is None else self.paired(listed)
 
     def paired(self, grads: cpu.GradList) -> cpu.GradList:
@@ -406,8 +408,8 @@ def cast_(casts: Casts, choice: Choice) -> None:
     casts.start(choice)
     pairs = casts.listed()
     if pairs is not None:
-        one = torch.ones((), dtype=torch.float32, device=_CPU)
-        cpu.unscale_(pairs, one, is_scale=False)
+        one = torch.ones((), dtype=torch.float32, device=pairs.device)
+        _kernels(choice, pairs.device).unscale_(pairs, one, is_scale=False)
         casts.finish()
 
 
@@ -432,7 +434,8 @@ def pass_over_pairs(
         False, with nothing written, if the kernels cannot take the tensors.
     """
     device = narrow[0].device if narrow else _CPU
-    if torch.compiler.is_compiling() or not _has_pairs(backends.choose(), device):
+    kernels = None if torch.compiler.is_compiling() else backends.choose().kernels_for(device)
+    if kernels is None:
         return False
     scalars = [scalar for scalar in (found_inf, inv_scale) if scalar is not None]
     if not all(cpu.is_scalar(each, torch.float32) for each in scalars):
@@ -445,16 +448,10 @@ def pass_over_pairs(
         return False
     paired = listed.paired(dict(enumerate(wide)))
     if inv_scale is None:
-        cpu.narrow_(paired, found_inf)
+        kernels.narrow_(paired, found_inf)
     else:
-        cpu.unscale_(paired, inv_scale, is_scale=False, found_inf=found_inf)
+        kernels.unscale_(paired, inv_scale, is_scale=False, found_inf=found_inf)
     return True
-
-
-def _has_pairs(choice: Choice, device: torch.device) -> bool:
-    """Whether the kernels for a device take pairs."""
-    kernels: object = choice.kernels_for(device)
-    return kernels is cpu
 
 
 def narrow_(

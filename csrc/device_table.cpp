@@ -54,6 +54,7 @@ uint64_t fingerprint_of(const GradList& grads, c10::StreamId stream) {
       mix(address_of(span));
       mix(span.numel);
       mix(span.parameter);
+      mix(reinterpret_cast<uintptr_t>(span.wide));
     }
   }
   return hash;
@@ -132,7 +133,8 @@ DeviceTable::DeviceTable(const GradList& grads, c10::StreamId stream)
 void DeviceTable::add(const DtypeList& list) {
   const int64_t most = chunk_bytes(list);
   const int64_t size = list.element_size();
-  Segment segment{list.dtype, static_cast<int64_t>(words_.size()), 0, words_[kChunks]};
+  Segment segment{
+      list.dtype, static_cast<int64_t>(words_.size()), 0, words_[kChunks], list.is_paired, true};
   for (const Span& span : list.spans) {
     int64_t address = address_of(span);
     const int64_t end = address + span.numel * size;
@@ -140,6 +142,12 @@ void DeviceTable::add(const DtypeList& list) {
       const int64_t next = std::min((address & -kAddressAlignment) + most, end);
       words_.push_back(address);
       words_.push_back((span.parameter << kParameterShift) | (next - address));
+      if (list.is_paired) {
+        const float* wide = span.wide + (address - address_of(span)) / size;
+        words_.push_back(static_cast<int64_t>(reinterpret_cast<uintptr_t>(wide)));
+        const int64_t head = (-address & (kAddressAlignment - 1)) / size;
+        segment.is_aligned &= reinterpret_cast<uintptr_t>(wide + head) % kAddressAlignment == 0;
+      }
       address = next;
       ++segment.chunks;
     }

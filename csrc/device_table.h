@@ -18,6 +18,8 @@ struct Segment {
   int64_t word;  // at which its chunks begin
   int64_t chunks;
   int64_t partials;  // the word at which their sums of squares begin
+  bool is_paired;    // with float32 values
+  bool is_aligned;   // those of each chunk's first whole vector are, too
 };
 
 // One table, for launches on the stream on which it was uploaded.

@@ -4,6 +4,7 @@
 #include <ATen/PythonTorchFunctionTLS.h>
 #include <ATen/SparseTensorImpl.h>
 #include <ATen/ops/as_strided.h>
+#include <ATen/ops/empty.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/core/impl/TorchDispatchModeTLS.h>
 #include <c10/util/flat_hash_map.h>
@@ -405,22 +406,29 @@ std::optional<ShortWalk> short_walk(PyObject* param_groups, at::Device device, b
 }
 
 NarrowGrads narrow_grads(const std::vector<at::Tensor>& params,
-                         const std::optional<at::Tensor>& buffer, bool with_kernels) {
+                         const std::optional<at::Tensor>& buffer, uint64_t devices) {
   constexpr int64_t kAlignment = 64 / sizeof(float);
-  const auto room = [](const at::Tensor& grad) {
-    return (grad.numel() + kAlignment - 1) / kAlignment * kAlignment;
+  // Vectors of the gradient that are aligned are so in float32, too.
+  const auto phase = [](const at::Tensor& grad) {
+    constexpr uintptr_t kVector = 16;
+    return static_cast<int64_t>(reinterpret_cast<uintptr_t>(grad.const_data_ptr()) % kVector / 2);
   };
-  const uint64_t devices = with_kernels && !is_observed() ? device_bit(at::kCPU) : 0;
+  const auto room = [&phase](const at::Tensor& grad) {
+    return (phase(grad) + grad.numel() + kAlignment - 1) / kAlignment * kAlignment;
+  };
+  devices = is_observed() ? 0 : devices;
   const at::AutoDispatchBelowADInplaceOrView no_autograd;
   NarrowGrads found;
   int64_t length = 0;
+  std::optional<at::Device> device;
   for (size_t i = 0; i < params.size(); ++i) {
     const at::Tensor& grad = params[i].grad();
     if (!grad.defined() ||
         (grad.scalar_type() != at::kHalf && grad.scalar_type() != at::kBFloat16)) {
       continue;
     }
-    const bool takes = is_regular(grad, devices);
+    const bool takes = is_regular(grad, devices) && (!device || grad.device() == *device);
+    device = takes ? grad.device() : device;
     (takes ? found.places : found.others).push_back(static_cast<int64_t>(i));
     length += takes ? room(grad) : 0;
   }
@@ -428,13 +436,22 @@ NarrowGrads narrow_grads(const std::vector<at::Tensor>& params,
     found.buffer = buffer ? *buffer : at::Tensor();
     return found;
   }
-  const bool is_free = buffer && buffer->numel() == length && buffer->storage().use_count() == 1;
-  found.buffer = is_free ? *buffer : at::Tensor(at::detail::empty_cpu({length}, at::kFloat));
+  at::Tensor memory;
+  if (device->is_cpu()) {
+    const bool is_free = buffer && buffer->numel() == length && buffer->storage().use_count() == 1;
+    memory = is_free ? *buffer : at::Tensor(at::detail::empty_cpu({length}, at::kFloat));
+    found.buffer = memory;
+  } else {
+    // The allocator of a device hands the memory of the last step out again.
+    memory = at::empty({length}, at::TensorOptions(at::kFloat).device(*device));
+    found.buffer = buffer ? *buffer : at::Tensor();
+  }
   found.wide.reserve(found.places.size());
   int64_t offset = 0;
   for (const int64_t place : found.places) {
     const at::Tensor& grad = params[place].grad();
-    found.wide.push_back(at::as_strided(found.buffer, grad.sizes(), grad.strides(), offset));
+    const int64_t first = offset + phase(grad);
+    found.wide.push_back(at::as_strided(memory, grad.sizes(), grad.strides(), first));
     offset += room(grad);
   }
   return found;

@@ -168,7 +168,7 @@ struct NarrowGrads {
 // The buffer is the given one if nobody else holds its memory and it has the length. Without
 // kernels all are others.
 NarrowGrads narrow_grads(const std::vector<at::Tensor>& params,
-                         const std::optional<at::Tensor>& buffer, bool with_kernels);
+                         const std::optional<at::Tensor>& buffer, uint64_t devices);
 
 // Sets gradients of any dtype.
 void set_grads(const std::vector<at::Tensor>& params, const std::vector<at::Tensor>& grads);

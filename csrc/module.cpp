@@ -207,7 +207,9 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def_readonly("dtype", &Segment::dtype)
       .def_readonly("word", &Segment::word)
       .def_readonly("chunks", &Segment::chunks)
-      .def_readonly("partials", &Segment::partials);
+      .def_readonly("partials", &Segment::partials)
+      .def_readonly("is_paired", &Segment::is_paired)
+      .def_readonly("is_aligned", &Segment::is_aligned);
   py::class_<DeviceTable, std::shared_ptr<DeviceTable>>(m, "DeviceTable")
       .def_static("of",
                   [](const GradList& grads, bool capturing) {
@@ -226,8 +228,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("require_storage", &require_storage);
   m.def("lacks_state", &lacks_state);
   m.def("narrow_grads", [](const std::vector<at::Tensor>& params,
-                           const std::optional<at::Tensor>& buffer, bool with_kernels) {
-    NarrowGrads found = narrow_grads(params, buffer, with_kernels);
+                           const std::optional<at::Tensor>& buffer, uint64_t devices) {
+    NarrowGrads found = narrow_grads(params, buffer, devices);
     return py::make_tuple(std::move(found.places), std::move(found.others), std::move(found.wide),
                           std::move(found.buffer));
   });

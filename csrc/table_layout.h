@@ -26,11 +26,13 @@ enum HeaderWord : int64_t {
 };
 
 // Then come the chunks of each dtype: where one begins, and its bytes with the number of its
-// parameter in the upper half.
+// parameter in the upper half; of pairs also where its float32 values begin.
 enum ChunkWord : int64_t {
   kAddress,
   kExtent,
   kChunkWords,
+  kWide = kChunkWords,
+  kPairWords,
 };
 constexpr int kParameterShift = 32;
 

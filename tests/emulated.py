@@ -55,6 +55,10 @@ class EmulatedLauncher:
         with self._restricted([*_table(table, segment, False), *_written(health)]):
             self._module.measure(table, segment, health)
 
+    def narrow(self, table: DeviceTable, segment: Segment, found_inf: Tensor | None) -> None:
+        with self._restricted([*_table(table, segment, False, True), *_read(found_inf)]):
+            self._module.narrow(table, segment, found_inf)
+
     def update_scale(self, update: ScaleUpdate, found_infs: list[Tensor]) -> None:
         with self._restricted(_of_update(update, found_infs)):
             self._module.update_scale(update, found_infs)
@@ -83,7 +87,9 @@ def _of_update(update: ScaleUpdate, found_infs: Sequence[Tensor]) -> Iterator[Ra
     yield from _read(update.norm, update.other, *found_infs)
 
 
-def _table(table: DeviceTable, segment: Segment, write: bool) -> Iterator[Range]:
+def _table(
+    table: DeviceTable, segment: Segment, write: bool, narrows: bool = False
+) -> Iterator[Range]:
     """Memory of a table: header and partial sums are writable, the rest is read-only.
 
     Read as raw memory, since tests count reads of tensors.
@@ -92,5 +98,12 @@ def _table(table: DeviceTable, segment: Segment, write: bool) -> Iterator[Range]
     words = (ctypes.c_int64 * buffer.numel()).from_address(buffer.data_ptr())
     yield from _written(buffer[:PARTIALS], buffer[words[PARTIALS] :])
     yield from _read(buffer[PARTIALS : words[PARTIALS]])
-    for address, size, _ in spans_of(words, segment):
-        yield Range(address, size, write)
+    for chunk in spans_of(words, segment):
+        if chunk.wide is None:
+            yield Range(chunk.address, chunk.size, write)
+        else:
+            # Those that are not written are read.
+            numel = chunk.size // segment.dtype.itemsize
+            yield Range(chunk.address, chunk.size, narrows)
+            if write or narrows:
+                yield Range(chunk.wide, 4 * numel, not narrows)

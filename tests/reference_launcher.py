@@ -44,7 +44,8 @@ class ReferenceLauncher:
         factor = torch.tensor(1.0) if work.factor is None else work.factor.reshape(())
         if work.use is Use.SCALE:
             factor = factor.double().reciprocal().float()
-        for number, gradient in chunks_of(words, segment):
+        for chunk in spans_of(words.tolist(), segment):
+            number, gradient = chunk.parameter, chunk.values(segment.dtype)
             self.read += gradient.nbytes
             wide = gradient.to(torch.promote_types(gradient.dtype, torch.float32))
             if work.use is Use.DIVIDE:
@@ -52,7 +53,9 @@ class ReferenceLauncher:
             elif work.use is Use.RAW:
                 used = wide
             else:
-                used = (wide * factor.to(wide.dtype)).to(gradient.dtype)
+                used = wide * factor.to(wide.dtype)
+                if not segment.is_paired:
+                    used = used.to(gradient.dtype)
             if work.norms is not None:
                 self._squares += (wide * factor.to(wide.dtype)).double().square().sum().item()
             if work.track is not None:
@@ -61,8 +64,9 @@ class ReferenceLauncher:
                 written = used
                 if work.coefficient is not None:
                     written = used.to(wide.dtype) * work.coefficient.to(wide.dtype)
-                gradient.copy_(written)
-                self.written += gradient.nbytes
+                target = chunk.floats(segment.dtype) if segment.is_paired else gradient
+                target.copy_(written)
+                self.written += target.nbytes
             peak = used.double().abs().max()
             used_peak = torch.maximum(used_peak, peak)  # a NaN wins
         bits = used_peak.view(torch.int64) & 0x7FFFFFFFFFFFFFFF
@@ -92,6 +96,15 @@ class ReferenceLauncher:
             parts = [chunk for other, chunk in chunks if other == number]
             aten.measure_(health, [number], [torch.cat(parts)])
 
+    def narrow(self, table: DeviceTable, segment: Segment, found_inf: Tensor | None) -> None:
+        self.launches.append("narrow")
+        if found_inf is None or not found_inf:
+            for chunk in spans_of(table.buffer.tolist(), segment):
+                values = chunk.values(segment.dtype)
+                values.copy_(chunk.floats(segment.dtype))
+                self.read += 4 * values.numel()
+                self.written += values.nbytes
+
     def update_scale(self, update: ScaleUpdate, found_infs: list[Tensor]) -> None:
         self.launches.append("update")
         assert 1 <= len(found_infs) <= 4
@@ -106,15 +119,45 @@ class ReferenceLauncher:
         assert cpu.update_scale_(*state, flags, update.factors, update.state, update.norm)
 
 
-def spans_of(words: Sequence[int], segment: Segment) -> list[tuple[int, int, int]]:
-    """Address, bytes and parameter of each chunk of a segment."""
-    first = segment.word
-    pairs = [words[first + 2 * i : first + 2 * i + 2] for i in range(segment.chunks)]
-    return [(address, extent % 2**32, extent >> 32) for address, extent in pairs]
+@dataclass
+class Chunk:
+    """Chunk of a table: its memory, its parameter, and the float32 values of a pair.
+
+    Attributes:
+        address: Where it begins.
+        size: Its bytes.
+        parameter: Number of its parameter.
+        wide: Where its float32 values begin; None if it is not of a pair.
+    """
+
+    address: int
+    size: int
+    parameter: int
+    wide: int | None
+
+    def values(self, dtype: torch.dtype) -> Tensor:
+        return _at(self.address, self.size, dtype)
+
+    def floats(self, dtype: torch.dtype) -> Tensor:
+        return _at(self.wide, self.size // dtype.itemsize * 4, torch.float32)
+
+
+def _at(address: int, size: int, dtype: torch.dtype) -> Tensor:
+    return torch.frombuffer((ctypes.c_char * size).from_address(address), dtype=dtype)
+
+
+def spans_of(words: Sequence[int], segment: Segment) -> list[Chunk]:
+    """Chunks of a segment."""
+    count = 3 if segment.is_paired else 2
+    found = []
+    for number in range(segment.chunks):
+        first = segment.word + count * number
+        address, extent, *wide = words[first : first + count]
+        found.append(Chunk(address, extent % 2**32, extent >> 32, wide[0] if wide else None))
+    return found
 
 
 def chunks_of(words: Tensor, segment: Segment) -> Iterator[tuple[int, Tensor]]:
     """Parameter and values of each chunk of a segment, from the addresses in its table."""
-    for address, size, parameter in spans_of(words.tolist(), segment):
-        memory = (ctypes.c_char * size).from_address(address)
-        yield parameter, torch.frombuffer(memory, dtype=segment.dtype)
+    for chunk in spans_of(words.tolist(), segment):
+        yield chunk.parameter, chunk.values(segment.dtype)

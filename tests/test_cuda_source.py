@@ -42,6 +42,7 @@ class Variant(NamedTuple):
     write: bool = False
     norm: bool = False
     coefficient: bool = False
+    pairs: bool = False
 
 
 MODES = [
@@ -50,7 +51,9 @@ MODES = [
 ]
 VARIANTS = [
     *(Variant("pass", name, *mode) for name in FORMATS for mode in MODES),
+    *(Variant("pass", name, *mode, pairs=True) for name in FORMATS[2:] for mode in MODES),
     *(Variant("measure_alone", name) for name in FORMATS),
+    *(Variant("measure_alone", name, pairs=True) for name in FORMATS[2:]),
 ]
 
 
@@ -59,7 +62,8 @@ def variant_of(symbol: str) -> Variant | None:
     found = re.search(r"\d(pass|measure_alone)I.*?\d(B?Float\d\d)E((?:Lb[01]E)*)", symbol)
     if found is None:
         return None
-    return Variant(*found.groups()[:2], *(switch == "1" for switch in re.findall("[01]", found[3])))
+    *switches, pairs = (switch == "1" for switch in re.findall("[01]", found[3]))
+    return Variant(*found.groups()[:2], *switches, pairs=pairs)
 
 
 class Usage(NamedTuple):
@@ -203,7 +207,8 @@ def test_windows_are_vectors_in_ptx(build):
             loads = re.findall(r"\bld\.global\.v(?:4\.[buf]32|2\.[buf]64)", body)
             stores = re.findall(r"\bst\.global\.v(?:4\.[buf]32|2\.[buf]64)", body)
             assert len(loads) == READ_AHEAD, (architecture, variant)
-            assert len(stores) == (READ_AHEAD if variant.write else 0), (architecture, variant)
+            each = 2 if variant.pairs else 1  # of float32 values
+            assert len(stores) == each * READ_AHEAD * variant.write, (architecture, variant)
             generic = re.findall(r"\b(?:ld|st)\.(?:v\d\.)?[busf]\d+\b.*$", body, re.MULTILINE)
             assert generic == [], (architecture, variant)
 

@@ -129,7 +129,8 @@ def few_chunks() -> Iterator[None]:
 def chunks_of(tensors: list[torch.Tensor]) -> list[tuple[int, int, int]]:
     table = cpu.DeviceTable.of(grads_of(tensors), False)
     [segment] = table.segments
-    return spans_of(table.buffer.tolist(), segment)
+    chunks = spans_of(table.buffer.tolist(), segment)
+    return [(chunk.address, chunk.size, chunk.parameter) for chunk in chunks]
 
 
 @pytest.mark.usefixtures("few_chunks")

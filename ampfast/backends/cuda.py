@@ -19,6 +19,7 @@ __all__ = [
     "limit_programs",
     "measure",
     "multi_tensor",
+    "narrow",
     "on",
     "prepare",
     "update_scale",
@@ -78,6 +79,11 @@ def multi_tensor(work: Pass, segment: Segment, epilogue: Epilogue) -> None:
 def measure(table: DeviceTable, segment: Segment, health: Tensor) -> None:
     """Launches the health pass over gradients of one dtype."""
     _C.cuda_measure(table, segment, health)
+
+
+def narrow(table: DeviceTable, segment: Segment, found_inf: Tensor | None) -> None:
+    """Launches the rounding of the float32 values of one dtype's pairs."""
+    _C.cuda_narrow(table, segment, found_inf)
 
 
 def update_scale(update: ScaleUpdate, found_infs: list[Tensor]) -> None:

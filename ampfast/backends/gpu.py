@@ -84,6 +84,8 @@ class Launcher(Protocol):
 
     def measure(self, table: DeviceTable, segment: Segment, health: Tensor) -> None: ...
 
+    def narrow(self, table: DeviceTable, segment: Segment, found_inf: Tensor | None) -> None: ...
+
     def update_scale(self, update: ScaleUpdate, found_infs: list[Tensor]) -> None: ...
 
     def clip_coefficient(self, clip: Clip) -> None: ...
@@ -259,6 +261,21 @@ class DeviceKernels:
             table = DeviceTable.of(grads, launcher.is_capturing())
             for segment in table.segments:
                 launcher.measure(table, segment, health)
+
+    def narrow_(self, pairs: GradList, found_inf: Tensor | None = None) -> None:
+        """As `cpu.narrow_`."""
+        if pairs.chunks == 0:
+            return
+        if found_inf is not None:
+            _require_scalar("found_inf", found_inf, pairs.device, torch.float32)
+        launcher = self._launcher
+        with launcher.on(pairs.device):
+            table = DeviceTable.of(pairs, launcher.is_capturing())
+            for segment in table.segments:
+                if not segment.is_paired:
+                    raise RuntimeError("a tensor has no float32 values")
+            for segment in table.segments:
+                launcher.narrow(table, segment, found_inf)
 
     def clip_coefficient(self, norms: Tensor, *more: Any) -> None:
         """As `cpu.clip_coefficient`."""

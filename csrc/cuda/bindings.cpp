@@ -49,6 +49,8 @@ void launch_multi_tensor(const DeviceTable& table, const Segment& segment, bool 
   pass.segment = segment.word;
   pass.chunks = segment.chunks;
   pass.partials = segment.partials;
+  pass.is_paired = segment.is_paired;
+  pass.is_aligned = segment.is_aligned;
   pass.write = write;
   pass.factor_use = static_cast<Factor>(use);
   pass.factor = data<float>(factor);
@@ -71,8 +73,17 @@ void launch_multi_tensor(const DeviceTable& table, const Segment& segment, bool 
 void launch_measure(const DeviceTable& table, const Segment& segment, const at::Tensor& health) {
   const at::Device device = table.buffer().device();
   const c10::cuda::CUDAGuard guard(device);
-  require(measure(dtype_of(segment.dtype), data<const int64_t>(table.buffer()), segment.word,
-                  segment.chunks, data<int64_t>(health), current_stream(device)));
+  require(measure(dtype_of(segment.dtype), segment.is_paired, data<const int64_t>(table.buffer()),
+                  segment.word, segment.chunks, data<int64_t>(health), current_stream(device)));
+}
+
+void launch_narrow(const DeviceTable& table, const Segment& segment,
+                   const OptionalTensor& found_inf) {
+  const at::Device device = table.buffer().device();
+  const c10::cuda::CUDAGuard guard(device);
+  require(narrow(dtype_of(segment.dtype), data<const int64_t>(table.buffer()), segment.word,
+                 segment.chunks, data<const float>(found_inf), segment.is_aligned,
+                 current_stream(device)));
 }
 
 void launch_update_scale(const at::Tensor& scale, const at::Tensor& growth_tracker,
@@ -110,6 +121,7 @@ void bind(py::module_& m) {
         py::arg("accumulate"), py::arg("scale"), py::arg("growth_tracker"), py::arg("state"),
         py::arg("other_found_inf"), py::arg("factors"), py::arg("divisor"));
   m.def("cuda_measure", &launch_measure);
+  m.def("cuda_narrow", &launch_narrow);
   m.def("cuda_clip_coefficient", &launch_clip_coefficient);
   m.def("cuda_update_scale", &launch_update_scale);
 }

@@ -74,14 +74,11 @@ struct BFloat16 : Pair16 {
   }
 };
 
-// Returns what is written for the first `kCount` elements of a word, and adds their squares to
-// `squares`. Other elements are 0, which an infinite factor would turn into NaN.
-template <class Format, bool kNorm, bool kCoefficient, int kCount = Format::kPerWord>
-AMPFAST_ELEMENT typename Format::Word unscaled(typename Format::Word word,
-                                               typename Format::Opmath inverse,
-                                               typename Format::Opmath coefficient,
-                                               typename Format::Opmath& squares) {
-  typename Format::Opmath values[Format::kPerWord];
+// The products of the first `kCount` elements of a word, and their squares, added to `squares`.
+// Other elements are 0, which an infinite factor would turn into NaN.
+template <class Format, bool kNorm, int kCount>
+AMPFAST_ELEMENT void multiply(typename Format::Word word, typename Format::Opmath inverse,
+                              typename Format::Opmath* values, typename Format::Opmath& squares) {
   Format::widen(word, values);
 #pragma unroll
   for (int i = 0; i < kCount; ++i) {
@@ -90,6 +87,16 @@ AMPFAST_ELEMENT typename Format::Word unscaled(typename Format::Word word,
       squares += values[i] * values[i];
     }
   }
+}
+
+// Returns what is written for these elements.
+template <class Format, bool kNorm, bool kCoefficient, int kCount = Format::kPerWord>
+AMPFAST_ELEMENT typename Format::Word unscaled(typename Format::Word word,
+                                               typename Format::Opmath inverse,
+                                               typename Format::Opmath coefficient,
+                                               typename Format::Opmath& squares) {
+  typename Format::Opmath values[Format::kPerWord];
+  multiply<Format, kNorm, kCount>(word, inverse, values, squares);
   if (kCoefficient) {
     // Rounded twice, as by an unscaling and then a multiplication.
     Format::widen(Format::narrow(values), values);
@@ -101,9 +108,9 @@ AMPFAST_ELEMENT typename Format::Word unscaled(typename Format::Word word,
   return Format::narrow(values);
 }
 
-// The largest magnitude as it is used: rounded to its dtype where that is written, as fused
-// optimizers see it otherwise. Rounding is monotone, so the largest magnitude tells of all.
-template <class Format>
+// The largest magnitude as it is used: with kRounds rounded to its dtype where that is written, as
+// fused optimizers see it otherwise. Rounding is monotone, so the largest magnitude tells of all.
+template <class Format, bool kRounds = true>
 AMPFAST_ELEMENT typename Format::Opmath used_peak(typename Format::Peak peak, Factor factor_use,
                                                   typename Format::Opmath factor) {
   const Use use = factor_use == kRaw      ? Use::kNothing
@@ -112,7 +119,7 @@ AMPFAST_ELEMENT typename Format::Opmath used_peak(typename Format::Peak peak, Fa
   typename Format::Opmath values[Format::kPerWord] = {};
   Format::widen(static_cast<typename Format::Word>(peak), values);
   values[0] = used_value(values[0], use, static_cast<float>(factor));
-  if (use == Use::kMultiply) {
+  if (kRounds && use == Use::kMultiply) {
     Format::widen(Format::narrow(values), values);
   }
   // An infinite factor makes zeros NaN and others infinite; which of them a thread saw must not

@@ -29,8 +29,9 @@ constexpr int kVectorBytes = 16;
 constexpr int kVectors = AMPFAST_VECTORS;
 constexpr int kStride = kThreads * kVectorBytes;
 
-// Gives `visit` the chunks of this program: their number, first byte, length in bytes, parameter.
-template <class Visit>
+// Gives `visit` the chunks of this program: their number, first byte, length in bytes, parameter,
+// and the float32 values of pairs, else null.
+template <bool kPairs, class Visit>
 __device__ void for_chunks(const int64_t* chunks, int count, const Visit& visit) {
   const int program = static_cast<int>(blockIdx.x);
   const int programs = static_cast<int>(gridDim.x);
@@ -43,18 +44,20 @@ __device__ void for_chunks(const int64_t* chunks, int count, const Visit& visit)
     end = static_cast<int>((int64_t{program} + 1) * count / programs);
     step = 1;
   }
-  // Threads of an even number load addresses and the others extents. Were all to load the same, the
-  // compiler would want it in a register for all, and wait for it.
-  const int64_t* fields = chunks + threadIdx.x % kChunkWords;
-  int64_t field = fields[int64_t{chunk} * kChunkWords];
+  // Each thread loads one word. Were all to load the same, the compiler would want it in a register
+  // for all, and wait for it.
+  constexpr int kWords = kPairs ? kPairWords : kChunkWords;
+  const int64_t* fields = chunks + threadIdx.x % kWarp % kWords;
+  int64_t field = fields[int64_t{chunk} * kWords];
   while (chunk < end) {
     const int64_t address = __shfl_sync(kAllLanes, field, kAddress);
     const int64_t extent = __shfl_sync(kAllLanes, field, kExtent);
+    const int64_t wide = kPairs ? __shfl_sync(kAllLanes, field, kWide) : 0;
     // Needed when this chunk is done, and by then it is there.
     const int next = chunk + step < count ? chunk + step : chunk;
-    field = fields[int64_t{next} * kChunkWords];
+    field = fields[int64_t{next} * kWords];
     visit(chunk, reinterpret_cast<char*>(address), static_cast<int>(extent),
-          extent >> kParameterShift);
+          extent >> kParameterShift, reinterpret_cast<float*>(wide));
     chunk += step;
   }
 }
@@ -73,6 +76,26 @@ __device__ inline void store_vector(char* place, uint4 value) {
   }
 }
 
+// Float32 values of a vector's elements, which are aligned for vectors or not.
+template <class T, int kCount>
+__device__ void store_floats(float* place, const T (&values)[kCount], bool is_aligned) {
+  __builtin_assume(__isGlobal(place));
+  if (is_aligned) {
+    constexpr int kEach = kVectorBytes / sizeof(float);
+#pragma unroll
+    for (int i = 0; i < kCount; i += kEach) {
+      uint4 vector;
+      std::memcpy(&vector, values + i, kVectorBytes);
+      store_vector(reinterpret_cast<char*>(place + i), vector);
+    }
+    return;
+  }
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) {
+    place[i] = static_cast<float>(values[i]);
+  }
+}
+
 // This thread's vectors of a window, of whose bytes `left` are in it: those that are not are 0.
 __device__ inline void load_window(uint4 (&vectors)[kVectors], const char* place, int left) {
 #pragma unroll
@@ -81,41 +104,52 @@ __device__ inline void load_window(uint4 (&vectors)[kVectors], const char* place
   }
 }
 
-// Gives `taker` this thread's part of a chunk, and with kWrite stores what it makes of it.
-template <class Format, bool kWrite, class Taker>
+// Where the whole vectors of a chunk are, in bytes behind its beginning, and the element outside of
+// them that this thread takes: the first threads take those before, as many others those behind.
+template <class Format>
+struct Parts {
+  int head;
+  int whole;
+  int edge;
+  bool has_edge;
+
+  __device__ Parts(const char* address, int bytes) {
+    constexpr int kSize = sizeof(typename Format::Element);
+    constexpr int kElements = kVectorBytes / kSize;
+    const int thread = static_cast<int>(threadIdx.x);
+    const int to_aligned =
+        static_cast<int>(-reinterpret_cast<intptr_t>(address)) & (kVectorBytes - 1);
+    head = to_aligned < bytes ? to_aligned : bytes;
+    whole = (bytes - head) / kVectorBytes * kVectorBytes;
+    const bool is_head = thread < kElements;
+    edge = is_head ? thread * kSize : head + whole + (thread - kElements) * kSize;
+    has_edge = thread < 2 * kElements && edge < (is_head ? head : bytes);
+  }
+};
+
+// Gives `taker` this thread's part of a chunk, with its places.
+template <class Format, class Taker>
 __device__ void take_chunk(Taker& taker, char* address, int bytes) {
   using Element = typename Format::Element;
-  using Word = typename Format::Word;
-  constexpr int kSize = sizeof(Element);
-  constexpr int kElements = kVectorBytes / kSize;
-  constexpr int kWords = kVectorBytes / sizeof(Word);
   constexpr int kWindow = kVectors * kStride;
   // The table holds plain numbers; without this they would be accessed as generic addresses.
   __builtin_assume(__isGlobal(address));
-  const int thread = static_cast<int>(threadIdx.x);
-  const int to_aligned =
-      static_cast<int>(-reinterpret_cast<intptr_t>(address)) & (kVectorBytes - 1);
-  const int head = to_aligned < bytes ? to_aligned : bytes;
-  const int whole = (bytes - head) / kVectorBytes * kVectorBytes;
-
-  // The first threads take the elements before the whole vectors, as many others those behind.
+  const Parts<Format> parts(address, bytes);
   // Loads cannot move above stores, so this one comes first.
-  const bool is_head = thread < kElements;
-  const int edge = is_head ? thread * kSize : head + whole + (thread - kElements) * kSize;
-  const bool has_edge = thread < 2 * kElements && edge < (is_head ? head : bytes);
-  Word edge_word = 0;
-  if (has_edge) {
-    edge_word = *reinterpret_cast<const Element*>(address + edge);
+  typename Format::Word edge_word = 0;
+  if (parts.has_edge) {
+    edge_word = *reinterpret_cast<const Element*>(address + parts.edge);
   }
 
-  char* place = address + head + thread * kVectorBytes;
+  const int first = static_cast<int>(threadIdx.x) * kVectorBytes;
+  char* place = address + parts.head + first;
   uint4 vectors[kVectors];
   uint4 ahead[kVectors];
   if (AMPFAST_PREFETCH) {
-    load_window(ahead, place, whole - thread * kVectorBytes);
+    load_window(ahead, place, parts.whole - first);
   }
 #pragma unroll 1
-  for (int left = whole - thread * kVectorBytes; left > 0; left -= kWindow) {
+  for (int left = parts.whole - first; left > 0; left -= kWindow) {
     if (AMPFAST_PREFETCH) {
       std::memcpy(vectors, ahead, sizeof(vectors));
       load_window(ahead, place + kWindow, left - kWindow);
@@ -125,37 +159,26 @@ __device__ void take_chunk(Taker& taker, char* address, int bytes) {
 #pragma unroll
     for (int i = 0; i < kVectors; ++i) {
       if (i * kStride < left) {
-        Word words[kWords];
-        std::memcpy(words, &vectors[i], kVectorBytes);
-#pragma unroll
-        for (int k = 0; k < kWords; ++k) {
-          taker.template take<Format::kPerWord>(words[k]);
-        }
-        taker.end_vector();
-        if (kWrite) {
-          std::memcpy(&vectors[i], words, kVectorBytes);
-          store_vector(place + i * kStride, vectors[i]);
-        }
+        taker.vector(vectors[i], place + i * kStride);
       }
     }
     taker.end_window();
     place += kWindow;
   }
-  if (has_edge) {
-    taker.template take<1>(edge_word);
-    taker.end_vector();
+  if (parts.has_edge) {
+    taker.edge(edge_word, address + parts.edge);
     taker.end_window();
-    if (kWrite) {
-      *reinterpret_cast<Element*>(address + edge) = static_cast<Element>(edge_word);
-    }
   }
 }
 
-// Peak and squares that one thread gathers.
-template <class Format, bool kNorm, bool kCoefficient>
+// Peak and squares that one thread gathers. With kWrite the products are stored: in their place, or
+// with kPairs as float32.
+template <class Format, bool kWrite, bool kNorm, bool kCoefficient, bool kPairs>
 struct Gatherer {
   using Opmath = typename Format::Opmath;
   using Word = typename Format::Word;
+  static constexpr int kWords = kVectorBytes / sizeof(Word);
+  static constexpr int kElements = kWords * Format::kPerWord;
 
   Opmath factor;
   Opmath coefficient;
@@ -164,22 +187,120 @@ struct Gatherer {
   // By vectors and then by windows, since the error of a sum grows with the number of its terms.
   Opmath vector_squares = 0;
   Opmath window_squares = 0;
+  // Of pairs: where a chunk begins, its float32 values, and whether these are aligned for vectors.
+  const char* chunk = nullptr;
+  float* wide = nullptr;
+  bool is_aligned = false;
 
-  template <int kCount>
-  __device__ void take(Word& word) {
-    peak = larger(peak, Format::peak(word));
-    word = unscaled<Format, kNorm, kCoefficient, kCount>(word, factor, coefficient, vector_squares);
+  __device__ void vector(uint4 vector, char* place) {
+    Word words[kWords];
+    Opmath values[kElements];
+    std::memcpy(words, &vector, kVectorBytes);
+#pragma unroll
+    for (int k = 0; k < kWords; ++k) {
+      take<Format::kPerWord>(words[k], values + k * Format::kPerWord);
+    }
+    end_vector();
+    if (kWrite && kPairs) {
+      store_floats(wide + (place - chunk) / static_cast<int>(sizeof(typename Format::Element)),
+                   values, is_aligned);
+    } else if (kWrite) {
+      std::memcpy(&vector, words, kVectorBytes);
+      store_vector(place, vector);
+    }
   }
 
-  __device__ void end_vector() {
-    window_squares += vector_squares;
-    vector_squares = 0;
+  __device__ void edge(Word word, char* place) {
+    using Element = typename Format::Element;
+    Opmath values[Format::kPerWord];
+    take<1>(word, values);
+    end_vector();
+    if (kWrite && kPairs) {
+      float* target = wide + (place - chunk) / static_cast<int>(sizeof(Element));
+      __builtin_assume(__isGlobal(target));
+      *target = static_cast<float>(values[0]);
+    } else if (kWrite) {
+      *reinterpret_cast<Element*>(place) = static_cast<Element>(word);
+    }
   }
 
   __device__ void end_window() {
     squares += window_squares;
     window_squares = 0;
   }
+
+ private:
+  // Of pairs the products are in `values`, else rounded in the word.
+  template <int kCount>
+  __device__ void take(Word& word, Opmath* values) {
+    peak = larger(peak, Format::peak(word));
+    if (kPairs) {
+      multiply<Format, kNorm, kCount>(word, factor, values, vector_squares);
+      if (kCoefficient) {
+#pragma unroll
+        for (int i = 0; i < kCount; ++i) {
+          values[i] = values[i] * coefficient;
+        }
+      }
+    } else {
+      word =
+          unscaled<Format, kNorm, kCoefficient, kCount>(word, factor, coefficient, vector_squares);
+    }
+  }
+
+  __device__ void end_vector() {
+    window_squares += vector_squares;
+    vector_squares = 0;
+  }
 };
+
+// Rounds float32 values to a chunk of 16-bit elements.
+template <class Format>
+__device__ void narrow_chunk(char* address, int bytes, const float* wide, bool is_aligned) {
+  using Word = typename Format::Word;
+  using Element = typename Format::Element;
+  constexpr int kSize = sizeof(Element);
+  constexpr int kElements = kVectorBytes / kSize;
+  constexpr int kEach = kVectorBytes / static_cast<int>(sizeof(float));
+  __builtin_assume(__isGlobal(address));
+  __builtin_assume(__isGlobal(wide));
+  const Parts<Format> parts(address, bytes);
+  float edge_values[Format::kPerWord] = {};
+  if (parts.has_edge) {
+    const float* source = wide + parts.edge / kSize;
+    __builtin_assume(__isGlobal(source));
+    edge_values[0] = *source;
+  }
+  for (int place = static_cast<int>(threadIdx.x) * kVectorBytes; place < parts.whole;
+       place += kStride) {
+    const float* source = wide + (parts.head + place) / kSize;
+    __builtin_assume(__isGlobal(source));
+    float values[kElements];
+    if (is_aligned) {
+#pragma unroll
+      for (int i = 0; i < kElements; i += kEach) {
+        const uint4 vector = load_vector(reinterpret_cast<const char*>(source + i));
+        std::memcpy(values + i, &vector, kVectorBytes);
+      }
+    } else {
+#pragma unroll
+      for (int i = 0; i < kElements; ++i) {
+        values[i] = source[i];
+      }
+    }
+    Word words[kVectorBytes / sizeof(Word)];
+#pragma unroll
+    for (int k = 0; k < kElements / Format::kPerWord; ++k) {
+      words[k] = Format::narrow(values + k * Format::kPerWord);
+    }
+    uint4 vector;
+    std::memcpy(&vector, words, kVectorBytes);
+    store_vector(address + parts.head + place, vector);
+  }
+  if (parts.has_edge) {
+    *reinterpret_cast<Element*>(address + parts.edge) =
+        static_cast<Element>(Format::narrow(edge_values));
+  }
+}
 
 }  // namespace ampfast::cuda

@@ -99,7 +99,7 @@ __device__ void raise_peak(int64_t* header, double used) {
             static_cast<unsigned long long>(magnitude(used)));
 }
 
-template <class Format, bool kWrite, bool kNorm, bool kCoefficient>
+template <class Format, bool kWrite, bool kNorm, bool kCoefficient, bool kPairs>
 __global__ void __launch_bounds__(kThreads, kLeastProgramsPerSm) pass(const Launch launch) {
   __shared__ bool is_last;
   // Loaded first, to be there when the way through the table is known.
@@ -110,10 +110,13 @@ __global__ void __launch_bounds__(kThreads, kLeastProgramsPerSm) pass(const Laun
 
   using Opmath = typename Format::Opmath;
   int64_t* header = launch.table;
-  Gatherer<Format, kNorm, kCoefficient> gatherer{
+  Gatherer<Format, kWrite, kNorm, kCoefficient, kPairs> gatherer{
       factor, kCoefficient ? static_cast<Opmath>(*launch.coefficient) : 1};
-  const auto visit = [&](int chunk, char* address, int bytes, int64_t parameter) {
-    take_chunk<Format, kWrite>(gatherer, address, bytes);
+  gatherer.is_aligned = launch.is_aligned;
+  const auto visit = [&](int chunk, char* address, int bytes, int64_t parameter, float* wide) {
+    gatherer.chunk = address;
+    gatherer.wide = wide;
+    take_chunk<Format>(gatherer, address, bytes);
     if (kNorm) {
       const double squares = reduced(gatherer.squares, Sum{});
       gatherer.squares = 0;
@@ -124,7 +127,7 @@ __global__ void __launch_bounds__(kThreads, kLeastProgramsPerSm) pass(const Laun
     if (launch.marks == nullptr) {
       return;
     }
-    const auto used = used_peak<Format>(gatherer.peak, launch.factor_use, gatherer.factor);
+    const auto used = used_peak<Format, !kPairs>(gatherer.peak, launch.factor_use, gatherer.factor);
     if (!std::isfinite(used)) {
       mark(launch.marks + parameter * kMarkWords, *launch.now + 1, std::isnan(used));
       // So that the next tensor is judged by itself; a peak that passes may stay.
@@ -132,11 +135,11 @@ __global__ void __launch_bounds__(kThreads, kLeastProgramsPerSm) pass(const Laun
       gatherer.peak = 0;
     }
   };
-  for_chunks(header + launch.segment, static_cast<int>(launch.chunks), visit);
+  for_chunks<kPairs>(header + launch.segment, static_cast<int>(launch.chunks), visit);
 
   const auto peak = reduced(gatherer.peak, Max{});
   if (threadIdx.x == 0) {
-    const auto used = used_peak<Format>(peak, launch.factor_use, gatherer.factor);
+    const auto used = used_peak<Format, !kPairs>(peak, launch.factor_use, gatherer.factor);
     if (kNorm || !std::isfinite(used)) {
       raise_peak(header, used);
     }
@@ -159,19 +162,35 @@ __global__ void __launch_bounds__(kThreads, kLeastProgramsPerSm) pass(const Laun
   }
 }
 
-template <class Format>
+template <class Format, bool kPairs>
 __global__ void __launch_bounds__(kThreads, kLeastProgramsPerSm)
     measure_alone(const int64_t* table, int64_t segment, int chunks, int64_t* rows) {
   Health<Format> health;
-  const auto visit = [&](int /*chunk*/, char* address, int bytes, int64_t parameter) {
+  const auto visit = [&](int /*chunk*/, char* address, int bytes, int64_t parameter,
+                         const float* /*wide*/) {
     int64_t* row = rows + parameter * kHealthWords;
-    take_chunk<Format, false>(health, address, bytes);
+    take_chunk<Format>(health, address, bytes);
     health.add_to(row);
     if (threadIdx.x == 0) {
       add(row + kElements, bytes / static_cast<int>(sizeof(typename Format::Element)));
     }
   };
-  for_chunks(table + segment, chunks, visit);
+  for_chunks<kPairs>(table + segment, chunks, visit);
+}
+
+// Rounds the float32 values of pairs to 16 bits, unless the flag is set; `flag` may be null.
+template <class Format>
+__global__ void __launch_bounds__(kThreads, kLeastProgramsPerSm)
+    narrow_alone(const int64_t* table, int64_t segment, int chunks, const float* flag,
+                 bool is_aligned) {
+  if (flag != nullptr && *flag != 0) {
+    return;
+  }
+  const auto visit = [&](int /*chunk*/, char* address, int bytes, int64_t /*parameter*/,
+                         const float* wide) {
+    narrow_chunk<Format>(address, bytes, wide, is_aligned);
+  };
+  for_chunks<true>(table + segment, chunks, visit);
 }
 
 __global__ void update_alone(const Update update, const Flags flags) {
@@ -184,25 +203,37 @@ __global__ void update_alone(const Update update, const Flags flags) {
 
 __global__ void clip_alone(const Clip clip) { apply(clip); }
 
-// All kernels over a table for one dtype.
+using Pass = void (*)(Launch);
+using Measure = void (*)(const int64_t*, int64_t, int, int64_t*);
+using Narrow = void (*)(const int64_t*, int64_t, int, const float*, bool);
+
+// All kernels over a table for one dtype, or for its pairs.
 struct Kernels {
-  void (*pass[2][2])(Launch);  // by whether it writes, and whether it takes norms
-  void (*clip)(Launch);        // writes with a coefficient
-  void (*measure)(const int64_t*, int64_t, int, int64_t*);
+  Pass pass[2][2];  // by whether it writes, and whether it takes norms
+  Pass clip;        // writes with a coefficient
+  Measure measure;
+  Narrow narrow;  // of pairs alone
 };
 
-template <class Format>
+template <class Format, bool kPairs>
 constexpr Kernels kernels() {
-  return {{{pass<Format, false, false, false>, pass<Format, false, true, false>},
-           {pass<Format, true, false, false>, pass<Format, true, true, false>}},
-          pass<Format, true, false, true>,
-          measure_alone<Format>};
+  Narrow narrow = nullptr;
+  if constexpr (kPairs) {
+    narrow = narrow_alone<Format>;
+  }
+  return {{{pass<Format, false, false, false, kPairs>, pass<Format, false, true, false, kPairs>},
+           {pass<Format, true, false, false, kPairs>, pass<Format, true, true, false, kPairs>}},
+          pass<Format, true, false, true, kPairs>,
+          measure_alone<Format, kPairs>,
+          narrow};
 }
 
-const Kernels& kernels_of(Dtype dtype) {
-  static const Kernels all[] = {kernels<Float32>(), kernels<Float64>(), kernels<Float16>(),
-                                kernels<BFloat16>()};  // in the order of Dtype
-  return all[static_cast<int>(dtype)];
+const Kernels& kernels_of(Dtype dtype, bool is_paired) {
+  // In the order of Dtype.
+  static const Kernels all[] = {kernels<Float32, false>(), kernels<Float64, false>(),
+                                kernels<Float16, false>(), kernels<BFloat16, false>()};
+  static const Kernels pairs[] = {kernels<Float16, true>(), kernels<BFloat16, true>()};
+  return is_paired ? pairs[dtype == Dtype::kBFloat16 ? 1 : 0] : all[static_cast<int>(dtype)];
 }
 
 const char* text_of(cudaError_t error) {
@@ -249,13 +280,21 @@ void limit_programs(int64_t programs) { most_programs = programs; }
 const char* load_kernels() {
   std::vector<const void*> all{reinterpret_cast<const void*>(update_alone),
                                reinterpret_cast<const void*>(clip_alone)};
-  for (const Dtype dtype : {Dtype::kFloat32, Dtype::kFloat64, Dtype::kFloat16, Dtype::kBFloat16}) {
-    const auto& [pass, clip, measure] = kernels_of(dtype);
+  const auto add = [&all](const Kernels& kernels) {
+    const auto& [pass, clip, measure, narrow] = kernels;
     for (const auto kernel : {pass[0][0], pass[0][1], pass[1][0], pass[1][1], clip}) {
       all.push_back(reinterpret_cast<const void*>(kernel));
     }
     all.push_back(reinterpret_cast<const void*>(measure));
+    if (narrow != nullptr) {
+      all.push_back(reinterpret_cast<const void*>(narrow));
+    }
+  };
+  for (const Dtype dtype : {Dtype::kFloat32, Dtype::kFloat64, Dtype::kFloat16, Dtype::kBFloat16}) {
+    add(kernels_of(dtype, false));
   }
+  add(kernels_of(Dtype::kFloat16, true));
+  add(kernels_of(Dtype::kBFloat16, true));
   for (const void* kernel : all) {
     unsigned int grid = 0;
     if (const cudaError_t status = grid_of(kernel, 1, &grid)) {
@@ -266,7 +305,7 @@ const char* load_kernels() {
 }
 
 const char* launch(const Launch& launch) {
-  const Kernels& kernels = kernels_of(launch.dtype);
+  const Kernels& kernels = kernels_of(launch.dtype, launch.is_paired);
   const auto kernel = launch.coefficient != nullptr
                           ? kernels.clip
                           : kernels.pass[launch.write ? 1 : 0][launch.norms != nullptr ? 1 : 0];
@@ -279,9 +318,9 @@ const char* launch(const Launch& launch) {
   return text_of(cudaGetLastError());
 }
 
-const char* measure(Dtype dtype, const int64_t* table, int64_t segment, int64_t chunks,
-                    int64_t* health, void* stream) {
-  const auto kernel = kernels_of(dtype).measure;
+const char* measure(Dtype dtype, bool is_paired, const int64_t* table, int64_t segment,
+                    int64_t chunks, int64_t* health, void* stream) {
+  const auto kernel = kernels_of(dtype, is_paired).measure;
   unsigned int grid = 0;
   const cudaError_t status = grid_of(reinterpret_cast<const void*>(kernel), chunks, &grid);
   if (status != cudaSuccess) {
@@ -289,6 +328,19 @@ const char* measure(Dtype dtype, const int64_t* table, int64_t segment, int64_t 
   }
   kernel<<<grid, kThreads, 0, static_cast<cudaStream_t>(stream)>>>(
       table, segment, static_cast<int>(chunks), health);
+  return text_of(cudaGetLastError());
+}
+
+const char* narrow(Dtype dtype, const int64_t* table, int64_t segment, int64_t chunks,
+                   const float* found_inf, bool is_aligned, void* stream) {
+  const auto kernel = kernels_of(dtype, true).narrow;
+  unsigned int grid = 0;
+  const cudaError_t status = grid_of(reinterpret_cast<const void*>(kernel), chunks, &grid);
+  if (status != cudaSuccess) {
+    return text_of(status);
+  }
+  kernel<<<grid, kThreads, 0, static_cast<cudaStream_t>(stream)>>>(
+      table, segment, static_cast<int>(chunks), found_inf, is_aligned);
   return text_of(cudaGetLastError());
 }
 

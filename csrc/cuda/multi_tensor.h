@@ -25,8 +25,10 @@ struct Launch {
   int64_t* table = nullptr;
   int64_t segment = 0;  // the word at which its chunks begin
   int64_t chunks = 0;
-  int64_t partials = 0;  // the word at which the sums of their squares begin
-  bool write = false;    // else the gradients are only read
+  int64_t partials = 0;     // the word at which the sums of their squares begin
+  bool is_paired = false;   // with float32 values, which are written in place of 16-bit ones
+  bool is_aligned = false;  // those of each chunk's first whole vector are
+  bool write = false;       // else the gradients are only read
   Factor factor_use = kRaw;
   const float* factor = nullptr;        // null with kRaw alone
   const double* coefficient = nullptr;  // multiplies what is written, without norms; null: nothing
@@ -53,8 +55,13 @@ const char* launch(const Launch& launch);
 
 // Queues a pass that adds the range of each gradient's values to its parameter's row of
 // kHealthWords; `stream` is a cudaStream_t of the current device. Returns null, or why it failed.
-const char* measure(Dtype dtype, const int64_t* table, int64_t segment, int64_t chunks,
-                    int64_t* health, void* stream);
+const char* measure(Dtype dtype, bool is_paired, const int64_t* table, int64_t segment,
+                    int64_t chunks, int64_t* health, void* stream);
+
+// Queues the rounding of the float32 values of pairs to 16 bits, unless `found_inf`, which may be
+// null, is set; `stream` is a cudaStream_t of the current device. Returns null, or why it failed.
+const char* narrow(Dtype dtype, const int64_t* table, int64_t segment, int64_t chunks,
+                   const float* found_inf, bool is_aligned, void* stream);
 
 // Queues an update of the scale by itself, on a cudaStream_t of the current device. Of the flags,
 // repeated where there are fewer, any that is not 0 counts. Returns null, or why it failed.

@@ -40,8 +40,22 @@ struct Health {
   int subnormal = 0;
   int overflowing = 0;
 
+  __device__ void vector(uint4 vector, const char* /*place*/) {
+    constexpr int kWords = kVectorBytes / sizeof(Word);
+    Word words[kWords];
+    std::memcpy(words, &vector, kVectorBytes);
+#pragma unroll
+    for (int k = 0; k < kWords; ++k) {
+      take<Format::kPerWord>(words[k]);
+    }
+  }
+
+  __device__ void edge(Word word, const char* /*place*/) { take<1>(word); }
+
+  __device__ void end_window() {}
+
   template <int kCount>
-  __device__ void take(Word& word) {
+  __device__ void take(Word word) {
     constexpr HalfRange kRange = Format::kRange;
     Word bits[Format::kPerWord];
     Format::magnitudes(word, bits);
@@ -58,10 +72,6 @@ struct Health {
       overflowing += bits[i] > static_cast<Word>(kRange.largest);
     }
   }
-
-  __device__ void end_vector() {}
-
-  __device__ void end_window() {}
 
   // Adds what all threads of a warp counted to the row of a parameter, and starts anew.
   __device__ void add_to(int64_t* row) {

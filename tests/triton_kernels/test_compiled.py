@@ -19,6 +19,7 @@ from variants import (
     compiled,
     compiled_clip,
     compiled_measure,
+    compiled_narrow,
     compiled_update,
     everywhere,
     kernels,
@@ -58,8 +59,8 @@ def hip_cases(test: Any) -> Any:
 
 
 def most_registers(variant: Variant) -> int:
-    """Registers for eight programs, for six of passes that unscale and take norms."""
-    return 80 if variant.write and variant.norm else REGISTERS
+    """Registers for eight programs; for six or five of pairs, and with norms beside writes."""
+    return REGISTERS + 16 * (variant.paired + (variant.write and variant.norm))
 
 
 def ptx(target: str, variant: Variant) -> str:
@@ -165,6 +166,29 @@ def test_measure(target: str, dtype: torch.dtype) -> None:
     assert not re.search(r"\b(setp|min|max)\.\S*f(16|32|64)\b", code)
 
 
+@pytest.mark.parametrize("dtype", SIXTEEN_BIT, ids=str)
+@pytest.mark.parametrize("target", ["sm_75", "sm_90"])
+def test_pairs(target: str, dtype: torch.dtype) -> None:
+    """Float32 values are accessed 16 bytes at a time, and threads exchange nothing for it."""
+    plain = Variant(dtype, True, Use.SCALE, paired=True)
+    for variant in (plain, replace(plain, coefficient=True), replace(plain, norm=True)):
+        kernel = compiled(variant, target)
+        check_resources(target, variant)
+        code = kernel.asm["ptx"]
+        # Twice as many, of eight bytes each.
+        assert len(re.findall(r"ld\.global(?:\.\w+)*\.v2\.b32", code)) == 8
+        assert len(re.findall(VECTOR_STORE, code)) == 8
+        assert "ldmatrix" not in code
+    kernel = compiled_narrow(target, dtype)
+    used = usage(kernel)
+    assert (used.stack, used.local) == (0, 0)
+    assert used.registers <= REGISTERS
+    code = kernel.asm["ptx"]
+    assert len(re.findall(VECTOR_LOAD, code)) == 8
+    assert len(re.findall(r"st\.global(?:\.\w+)*\.v2\.b32", code)) == 8
+    assert "ldmatrix" not in code and "bar.sync" not in code
+
+
 KINDS = {
     "check": Variant(torch.float32, False, Use.DIVIDE),
     "check and norm": Variant(torch.float32, False, Use.SCALE, norm=True),
@@ -203,6 +227,7 @@ def test_factors_are_float64(dtype: torch.dtype) -> None:
     [
         ("multi_tensor", ("growth_factor", "backoff_factor"), "growth_interval"),
         ("measure", (), "word"),
+        ("narrow", (), "word"),
         ("update_scale", ("growth_factor", "backoff_factor"), "growth_interval"),
         ("clip_coefficient", ("max_norm", "epsilon"), "rows"),
     ],
@@ -214,7 +239,9 @@ def test_arguments_are_not_specialized(name: str, wide: tuple[str, ...], count: 
     # Else a count of 1, or an unaligned address, would compile in mid-training.
     specialized = {p.name for p in parameters.values() if not p.is_constexpr}
     specialized -= {p.name for p in parameters.values() if p.do_not_specialize}
-    assert specialized == ({"table_ptr"} if name in ("multi_tensor", "measure") else set())
+    assert specialized == (
+        {"table_ptr"} if name in ("multi_tensor", "measure", "narrow") else set()
+    )
 
 
 @pytest.mark.parametrize("target", CUDA)

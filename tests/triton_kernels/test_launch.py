@@ -71,11 +71,11 @@ def recording(monkeypatch: pytest.MonkeyPatch) -> Iterator[Recording]:
     monkeypatch.setattr(launch, "_most_programs", 4)
     monkeypatch.setattr(launch, "is_capturing", lambda: False)
     monkeypatch.setattr(launch, "on", lambda device: threading.Lock())
-    for name in ("multi_tensor", "measure", "update_scale", "clip_coefficient"):
+    for name in ("multi_tensor", "measure", "narrow", "update_scale", "clip_coefficient"):
         getattr(kernels, name).device_caches.clear()
     launch._is_known.cache_clear()
     yield recording
-    for name in ("multi_tensor", "measure", "update_scale", "clip_coefficient"):
+    for name in ("multi_tensor", "measure", "narrow", "update_scale", "clip_coefficient"):
         getattr(kernels, name).device_caches.clear()
     launch._is_known.cache_clear()
 

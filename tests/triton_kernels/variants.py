@@ -66,6 +66,7 @@ class Variant:
     epilogue: Epilogue = Epilogue.FINISH
     accumulate: bool = False
     other: bool = False
+    paired: bool = False
 
     def __str__(self) -> str:
         """A readable test id."""
@@ -73,7 +74,7 @@ class Variant:
         words += [self.use.name.lower()]
         words += [n for n in ("norm", "coefficient", "marks") if getattr(self, n)]
         words += [self.epilogue.name.lower()]
-        words += [n for n in ("accumulate", "other") if getattr(self, n)]
+        words += [n for n in ("accumulate", "other", "paired") if getattr(self, n)]
         return " ".join(words)
 
 
@@ -143,9 +144,11 @@ class _Recorder:
         raise _Recorded(args, switches)
 
 
-def table_of(dtype: torch.dtype) -> cpu.DeviceTable:
+def table_of(dtype: torch.dtype, paired: bool = False) -> cpu.DeviceTable:
     grads = cpu.list_of([torch.ones(3, dtype=dtype)], torch.device("cpu"))
     assert grads is not None
+    if paired:
+        grads = grads.paired({0: torch.ones(3)})
     return cpu.DeviceTable.of(grads, False)
 
 
@@ -159,7 +162,7 @@ def track() -> cpu.Track:
 def recorded(variant: Variant, target: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Arguments of `launch` for a variant on a device like `target`."""
     one = torch.ones(())
-    table = table_of(variant.dtype)
+    table = table_of(variant.dtype, variant.paired)
     tracker = torch.zeros((), dtype=torch.int32)
     flags = [one] if variant.other else []
     work = Pass(
@@ -192,6 +195,18 @@ def recorded_measure(dtype: torch.dtype, target: Any) -> tuple[tuple[Any, ...], 
         patch.setattr(kernels, "measure", _Recorder())
         with pytest.raises(_Recorded) as launched:
             launch.measure(table, table.segments[0], track().health)
+    return launched.value.args
+
+
+def recorded_narrow(dtype: torch.dtype, target: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """As `recorded`, for the rounding of pairs."""
+    table = table_of(dtype, True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(launch, "_threads", lambda device: 4 * target.warp_size)
+        patch.setattr(launch, "is_capturing", lambda: False)
+        patch.setattr(kernels, "narrow", _Recorder())
+        with pytest.raises(_Recorded) as launched:
+            launch.narrow(table, table.segments[0], torch.ones(()))
     return launched.value.args
 
 
@@ -264,6 +279,12 @@ def compiled(variant: Variant, target_name: str) -> Any:
 def compiled_measure(target_name: str, dtype: torch.dtype) -> Any:
     target = TARGETS[target_name]
     return _compiled(kernels.measure, *recorded_measure(dtype, target), target)
+
+
+@cache
+def compiled_narrow(target_name: str, dtype: torch.dtype) -> Any:
+    target = TARGETS[target_name]
+    return _compiled(kernels.narrow, *recorded_narrow(dtype, target), target)
 
 
 @cache

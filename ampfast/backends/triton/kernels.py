@@ -16,6 +16,11 @@ NOTHING = tl.constexpr(0)
 FINISH = tl.constexpr(1)  # writes flag and norms, and resets the header
 UPDATE = tl.constexpr(2)  # and the scale
 
+# Float32 values of 16-bit ones: none, at any address, or with whole vectors at aligned ones.
+NO_PAIRS = tl.constexpr(0)
+PAIRS = tl.constexpr(1)
+ALIGNED_PAIRS = tl.constexpr(2)
+
 # Float64 bits of infinity, from which magnitudes are not finite.
 _INFINITY = tl.constexpr(0x7FF0000000000000)
 _COMPLEMENT = tl.constexpr(0x7FFFFFFFFFFFFFFF)
@@ -28,8 +33,9 @@ _CHUNKS = tl.constexpr(3)
 _ADDRESS = tl.constexpr(0)
 _EXTENT = tl.constexpr(1)
 _CHUNK_WORDS = tl.constexpr(2)
+_WIDE = tl.constexpr(2)
+_PAIR_WORDS = tl.constexpr(3)
 _PARAMETER_SHIFT = tl.constexpr(32)
-_VECTOR_BYTES = tl.constexpr(16)
 
 # Words of a parameter's marks and health, as in csrc/track.h.
 _LAST_NON_FINITE = tl.constexpr(0)
@@ -122,8 +128,18 @@ def _times(value, factor):
 
 
 @triton.jit
-def _used_magnitude(peak, factor, FACTOR: tl.constexpr, DTYPE: tl.constexpr, SOFT: tl.constexpr):
-    """Float64 bits of the magnitude of a peak, given as bits of DTYPE, as the optimizer uses it."""
+def _used_magnitude(
+    peak,
+    factor,
+    FACTOR: tl.constexpr,
+    DTYPE: tl.constexpr,
+    SOFT: tl.constexpr,
+    ROUNDS: tl.constexpr = True,
+):
+    """Float64 bits of the magnitude of a peak, given as bits of DTYPE, as the optimizer uses it.
+
+    With ROUNDS products are rounded to DTYPE.
+    """
     if DTYPE == tl.float64:
         value = peak.to(tl.float64, bitcast=True)
     elif DTYPE == tl.float32:
@@ -136,7 +152,9 @@ def _used_magnitude(peak, factor, FACTOR: tl.constexpr, DTYPE: tl.constexpr, SOF
         else:
             value = tl.div_rn(value, factor)
     elif FACTOR != RAW:
-        value = _widen(_narrow(_times(value, factor), DTYPE, SOFT), SOFT)
+        value = _times(value, factor)
+        if ROUNDS:
+            value = _widen(_narrow(value, DTYPE, SOFT), SOFT)
     if FACTOR != RAW:
         # An infinite factor makes zeros NaN and others infinite; which of them a thread saw must
         # not decide.
@@ -167,39 +185,59 @@ def _share(chunks, CONTIGUOUS: tl.constexpr):
 
 
 @triton.jit
-def _load_chunk(chunks_ptr, chunk):
-    chunk_ptr = chunks_ptr + chunk.to(tl.int64) * _CHUNK_WORDS
-    return tl.load(chunk_ptr + _ADDRESS), tl.load(chunk_ptr + _EXTENT)
+def _load_chunk(chunks_ptr, chunk, PAIRED: tl.constexpr):
+    """Address, extent, and address of the float32 values or that of the chunk."""
+    if PAIRED != NO_PAIRS:
+        chunk_ptr = chunks_ptr + chunk.to(tl.int64) * _PAIR_WORDS
+        wide = tl.load(chunk_ptr + _WIDE)
+        return tl.load(chunk_ptr + _ADDRESS), tl.load(chunk_ptr + _EXTENT), wide
+    else:
+        chunk_ptr = chunks_ptr + chunk.to(tl.int64) * _CHUNK_WORDS
+        address = tl.load(chunk_ptr + _ADDRESS)
+        return address, tl.load(chunk_ptr + _EXTENT), address
 
 
 @triton.jit
-def _parts(address, extent, DTYPE: tl.constexpr, THREADS: tl.constexpr):
-    """Whole vectors of a chunk, their number, and the edges: a pointer for each thread, a mask.
+def _parts(address, extent, DTYPE: tl.constexpr, THREADS: tl.constexpr, VECTOR: tl.constexpr):
+    """Parts of a chunk: where whole vectors begin, their number, an edge of each thread, a mask.
 
-    Up to a vector less one element lies before and as much behind the whole vectors. Each takes as
-    many threads as a vector has elements.
+    In elements behind the chunk's first. Up to a vector less one lie before and as many behind the
+    whole vectors, each of which some thread takes as its edge.
     """
     SIZE: tl.constexpr = DTYPE.primitive_bitwidth // 8
-    PER_VECTOR: tl.constexpr = _VECTOR_BYTES // SIZE
+    PER_VECTOR: tl.constexpr = VECTOR // SIZE
     thread = tl.arange(0, THREADS)
     size = extent.to(tl.int32)
-    head = tl.minimum((-address).to(tl.int32) & (_VECTOR_BYTES - 1), size)
-    vectors = (size - head) // _VECTOR_BYTES
+    head = tl.minimum((-address).to(tl.int32) & (VECTOR - 1), size)
+    vectors = (size - head) // VECTOR
     is_head = thread < PER_VECTOR
-    place = tl.where(
-        is_head, thread, (head + vectors * _VECTOR_BYTES) // SIZE + thread - PER_VECTOR
-    )
+    behind = (head + vectors * VECTOR) // SIZE
+    edge = tl.where(is_head, thread, behind + thread - PER_VECTOR)
     end = tl.where(is_head, head, size) // SIZE
-    is_edge = (thread < 2 * PER_VECTOR) & (place < end)
-    edge_ptr = address.to(tl.pointer_type(DTYPE)) + place
-    base = tl.multiple_of((address + head).to(tl.pointer_type(DTYPE)), 16)
-    return base, vectors, edge_ptr, is_edge
+    return head // SIZE, vectors, edge, (thread < 2 * PER_VECTOR) & (edge < end)
 
 
 @triton.jit
-def _lanes(DTYPE: tl.constexpr, LOADS: tl.constexpr, THREADS: tl.constexpr):
+def _places(
+    address, wide, head, edge, DTYPE: tl.constexpr, PAIRED: tl.constexpr, VECTOR: tl.constexpr
+):
+    """Pointers to the whole vectors and the edges, then to their float32 values, if paired."""
+    chunk_ptr = address.to(tl.pointer_type(DTYPE))
+    base = tl.multiple_of(chunk_ptr + head, VECTOR)
+    if PAIRED == NO_PAIRS:
+        return base, chunk_ptr + edge, base, chunk_ptr + edge
+    else:
+        wide_ptr = wide.to(tl.pointer_type(tl.float32))
+        wide_base = wide_ptr + head
+        if PAIRED == ALIGNED_PAIRS:
+            wide_base = tl.multiple_of(wide_base, 16)
+        return base, chunk_ptr + edge, wide_base, wide_ptr + edge
+
+
+@triton.jit
+def _lanes(DTYPE: tl.constexpr, LOADS: tl.constexpr, THREADS: tl.constexpr, VECTOR: tl.constexpr):
     """Vectors and elements of a window, by load, thread and place in the vector."""
-    PER_VECTOR: tl.constexpr = _VECTOR_BYTES // (DTYPE.primitive_bitwidth // 8)
+    PER_VECTOR: tl.constexpr = VECTOR // (DTYPE.primitive_bitwidth // 8)
     vector = tl.arange(0, LOADS)[:, None, None] * THREADS + tl.arange(0, THREADS)[None, :, None]
     return vector, vector * PER_VECTOR + tl.arange(0, PER_VECTOR)[None, None, :]
 
@@ -219,6 +257,7 @@ def _take(
     squares,
     WRITE: tl.constexpr,
     NORM: tl.constexpr,
+    PAIRED: tl.constexpr,
     SOFT: tl.constexpr,
 ):
     """Takes values of shape [loads, threads, elements]: what is written, the peak, the squares.
@@ -234,7 +273,11 @@ def _take(
             # Beside the values there are zeros, which an infinite factor makes NaN.
             counted = tl.where(mask, used, 0.0)
             squares += tl.sum(tl.sum(counted * counted, axis=2), axis=0).to(tl.float64)
-        if WRITE:
+        if WRITE and PAIRED != NO_PAIRS:
+            written = used
+            if coefficient is not None:
+                written = _times(used, coefficient)
+        elif WRITE:
             written = _narrow(used, DTYPE, SOFT)
             if coefficient is not None:
                 # Multiplies unscaled values.
@@ -396,7 +439,9 @@ def multi_tensor(
     ACCUMULATE: tl.constexpr,
     LOADS: tl.constexpr,
     THREADS: tl.constexpr,
+    VECTOR: tl.constexpr,
     SOFT: tl.constexpr,
+    PAIRED: tl.constexpr,
     PREFETCH: tl.constexpr,
     CONTIGUOUS: tl.constexpr,
     EVICT: tl.constexpr,
@@ -406,27 +451,30 @@ def multi_tensor(
     Its chunks are at `word` of `table_ptr`, the sums of their squares at `partials`. Optional
     pointers may be None: `coefficient_ptr` to a second factor of written values, `divisor_ptr` to a
     copy of the factor, `marks_ptr` to the overflow marks of parameters. A window is what a program
-    loads at once: LOADS vectors of 16 bytes a thread. SOFT is for the interpreter, which converts
-    bfloat16 wrongly. The last three change no result and are for measurements: PREFETCH loads the
-    next window before one is written, CONTIGUOUS orders chunks, EVICT is Triton's eviction policy.
+    loads at once: LOADS vectors of VECTOR bytes a thread. Of pairs float32 values are written. SOFT
+    is for the interpreter, which converts bfloat16 wrongly. The last three change no result and are
+    for measurements: PREFETCH loads the next window before one is written, CONTIGUOUS orders
+    chunks, EVICT is Triton's eviction policy.
     """
     WINDOW: tl.constexpr = LOADS * THREADS
-    PER_VECTOR: tl.constexpr = _VECTOR_BYTES // (DTYPE.primitive_bitwidth // 8)
+    PER_VECTOR: tl.constexpr = VECTOR // (DTYPE.primitive_bitwidth // 8)
 
     chunks_ptr = table_ptr + word
     chunk, end, step = _share(chunks, CONTIGUOUS)
-    address, extent = _load_chunk(chunks_ptr, chunk)
+    address, extent, wide = _load_chunk(chunks_ptr, chunk, PAIRED)
     factor = _load_factor(factor_ptr, FACTOR)
     coefficient = None
     if coefficient_ptr is not None:
         coefficient = tl.load(coefficient_ptr)
-    vector, lane = _lanes(DTYPE, LOADS, THREADS)
+    vector, lane = _lanes(DTYPE, LOADS, THREADS, VECTOR)
 
     peak = tl.zeros([THREADS], dtype=tl.int64 if DTYPE == tl.float64 else tl.int32)
     while chunk < end:
         # Prefetched: many small tensors make a program wait for this.
-        next_address, next_extent = _load_chunk(chunks_ptr, tl.minimum(chunk + step, chunks - 1))
-        base, left, edge_ptr, is_edge = _parts(address, extent, DTYPE, THREADS)
+        following = tl.minimum(chunk + step, chunks - 1)
+        next_address, next_extent, next_wide = _load_chunk(chunks_ptr, following, PAIRED)
+        head, left, edge, is_edge = _parts(address, extent, DTYPE, THREADS, VECTOR)
+        base, edge_ptr, out, edge_out = _places(address, wide, head, edge, DTYPE, PAIRED, VECTOR)
         # Loads cannot move above stores, so this one comes first.
         edges = _load(edge_ptr, is_edge, EVICT)
         squares = tl.zeros([THREADS], dtype=tl.float64)
@@ -440,25 +488,26 @@ def multi_tensor(
             else:
                 values = _load(base + lane, mask, EVICT)
             written, peak, squares = _take(
-                values, mask, factor, coefficient, peak, squares, WRITE, NORM, SOFT
+                values, mask, factor, coefficient, peak, squares, WRITE, NORM, PAIRED, SOFT
             )
             if WRITE:
-                tl.store(base + lane, written, mask=mask, eviction_policy=EVICT)
+                tl.store(out + lane, written, mask=mask, eviction_policy=EVICT)
             base += WINDOW * PER_VECTOR
+            out += WINDOW * PER_VECTOR
             left -= WINDOW
         edges = edges[None, :, None]
         mask = is_edge[None, :, None]
         written, peak, squares = _take(
-            edges, mask, factor, coefficient, peak, squares, WRITE, NORM, SOFT
+            edges, mask, factor, coefficient, peak, squares, WRITE, NORM, PAIRED, SOFT
         )
         if WRITE:
-            tl.store(edge_ptr, tl.reshape(written, [THREADS]), mask=is_edge)
+            tl.store(edge_out, tl.reshape(written, [THREADS]), mask=is_edge)
         if NORM:
             total = tl.sum(squares, axis=0)
             tl.store(table_ptr + partials + chunk, total.to(tl.int64, bitcast=True))
         if marks_ptr is not None:
             # Per thread: threads need not wait for each other.
-            used = _used_magnitude(peak, factor, FACTOR, DTYPE, SOFT)
+            used = _used_magnitude(peak, factor, FACTOR, DTYPE, SOFT, PAIRED == NO_PAIRS)
             row_ptr = marks_ptr + (extent >> _PARAMETER_SHIFT) * _MARK_WORDS
             _mark(row_ptr, now_ptr, used)
             # Each tensor is judged separately; a finite peak may stay.
@@ -468,8 +517,11 @@ def multi_tensor(
         chunk += step
         address = next_address
         extent = next_extent
+        if PAIRED != NO_PAIRS:
+            wide = next_wide
 
-    largest = _used_magnitude(tl.max(peak, axis=0), factor, FACTOR, DTYPE, SOFT)
+    largest = tl.max(peak, axis=0)
+    largest = _used_magnitude(largest, factor, FACTOR, DTYPE, SOFT, PAIRED == NO_PAIRS)
     if NORM:
         tl.atomic_max(table_ptr + _PEAK, largest, sem="relaxed")
     else:
@@ -583,18 +635,21 @@ def measure(
     DTYPE: tl.constexpr,
     LOADS: tl.constexpr,
     THREADS: tl.constexpr,
+    VECTOR: tl.constexpr,
     SOFT: tl.constexpr,
+    PAIRED: tl.constexpr,
 ):
     """Health of gradients of one dtype: adds the range of values to parameters' rows."""
     WINDOW: tl.constexpr = LOADS * THREADS
     SIZE: tl.constexpr = DTYPE.primitive_bitwidth // 8
-    PER_VECTOR: tl.constexpr = _VECTOR_BYTES // SIZE
+    PER_VECTOR: tl.constexpr = VECTOR // SIZE
     chunks_ptr = table_ptr + word
     chunk, end, step = _share(chunks, False)
-    vector, lane = _lanes(DTYPE, LOADS, THREADS)
+    vector, lane = _lanes(DTYPE, LOADS, THREADS, VECTOR)
     while chunk < end:
-        address, extent = _load_chunk(chunks_ptr, chunk)
-        base, left, edge_ptr, is_edge = _parts(address, extent, DTYPE, THREADS)
+        address, extent, wide = _load_chunk(chunks_ptr, chunk, PAIRED)
+        head, left, edge, is_edge = _parts(address, extent, DTYPE, THREADS, VECTOR)
+        base, edge_ptr, _, _ = _places(address, wide, head, edge, DTYPE, NO_PAIRS, VECTOR)
         health = _no_health(DTYPE, THREADS)
         edges = _load(edge_ptr, is_edge, "")
         while left > 0:
@@ -604,6 +659,45 @@ def measure(
         health = _count(edges[None, :, None], health)
         row_ptr = health_ptr + (extent >> _PARAMETER_SHIFT) * _HEALTH_WORDS
         _add_health(row_ptr, extent.to(tl.int32) // SIZE, health, DTYPE, SOFT)
+        chunk += step
+
+
+@triton.jit(do_not_specialize=["word", "chunks", "found_inf_ptr"])
+def narrow(
+    table_ptr,
+    word: tl.int64,
+    chunks: tl.int32,
+    found_inf_ptr,
+    DTYPE: tl.constexpr,
+    LOADS: tl.constexpr,
+    THREADS: tl.constexpr,
+    VECTOR: tl.constexpr,
+    SOFT: tl.constexpr,
+    PAIRED: tl.constexpr,
+):
+    """Rounds the float32 values of pairs to 16 bits, unless a flag is set."""
+    WINDOW: tl.constexpr = LOADS * THREADS
+    PER_VECTOR: tl.constexpr = VECTOR // (DTYPE.primitive_bitwidth // 8)
+    chunks_ptr = table_ptr + word
+    chunk, end, step = _share(chunks, False)
+    if found_inf_ptr is not None:
+        end = tl.where(tl.load(found_inf_ptr) != 0.0, 0, end)
+    vector, lane = _lanes(DTYPE, LOADS, THREADS, VECTOR)
+    while chunk < end:
+        address, extent, wide = _load_chunk(chunks_ptr, chunk, PAIRED)
+        head, left, edge, is_edge = _parts(address, extent, DTYPE, THREADS, VECTOR)
+        base, edge_ptr, source, edge_source = _places(
+            address, wide, head, edge, DTYPE, PAIRED, VECTOR
+        )
+        edges = _load(edge_source, is_edge, "")
+        while left > 0:
+            mask = vector < left
+            values = _load(source + lane, mask, "")
+            tl.store(base + lane, _narrow(values, DTYPE, SOFT), mask=mask)
+            base += WINDOW * PER_VECTOR
+            source += WINDOW * PER_VECTOR
+            left -= WINDOW
+        tl.store(edge_ptr, _narrow(edges, DTYPE, SOFT), mask=is_edge)
         chunk += step
 
 

@@ -33,6 +33,7 @@ __all__ = [
     "limit_programs",
     "measure",
     "multi_tensor",
+    "narrow",
     "on",
     "prepare",
     "tune",
@@ -144,7 +145,8 @@ def _call(
     other = None if update is None else update.other
     marks, now = (None, None) if work.track is None else work.track[:2]
     variant = (
-        *("multi_tensor", table.device, segment.dtype, work.write, work.use, work.norms is None),
+        *("multi_tensor", table.device, segment.dtype, segment.is_paired, segment.is_aligned),
+        *(work.write, work.use, work.norms is None),
         *(epilogue, work.accumulate, work.coefficient is None, marks is None),
         *(work.divisor is None, state is None, other is None),
     )
@@ -181,27 +183,42 @@ def _options(work: Pass, segment: Segment, epilogue: Epilogue) -> dict[str, Any]
         **_tuning,
     }
     if torch.version.hip is None:
-        # Without a limit the compiler may assign too few, and spill; these need a few more.
-        options.setdefault("maxnreg", 80 if work.write and work.norms is not None else 64)
+        # Without a limit the compiler may assign too few, and spill. What a pass does besides needs
+        # more.
+        more = segment.is_paired + (work.write and work.norms is not None)
+        options.setdefault("maxnreg", 64 + 16 * more)
     return options
 
 
 def _geometry(table: DeviceTable, segment: Segment) -> dict[str, Any]:
     """Switches and options of all kernels over a table."""
     threads = 128 if INTERPRETED else _threads(table.buffer.device)
+    paired = 2 if segment.is_paired and segment.is_aligned else int(segment.is_paired)
+    # Of pairs what is one access of float32 values, or threads would exchange them in between.
+    vector = (16, segment.dtype.itemsize, 8)[paired]
     return {
         "DTYPE": _DTYPES[segment.dtype],
-        "LOADS": WINDOW_BYTES // (16 * threads),
+        "LOADS": min(WINDOW_BYTES // (vector * threads), 8),
         "THREADS": threads,
+        "VECTOR": vector,
         "SOFT": INTERPRETED,
+        "PAIRED": paired,
         "num_warps": 4,
         "enable_fp_fusion": False,
     }
 
 
+def narrow(table: DeviceTable, segment: Segment, found_inf: Tensor | None) -> None:
+    """Launches the rounding of the float32 values of one dtype's pairs."""
+    kind = ("narrow", table.buffer.device, segment.dtype, segment.is_aligned)
+    arguments = (table.buffer, segment.word, segment.chunks, found_inf)
+    options = (_geometry, table, segment)
+    _launch(kernels.narrow, (*kind, found_inf is None), segment.chunks, arguments, *options)
+
+
 def measure(table: DeviceTable, segment: Segment, health: Tensor) -> None:
     """Launches the health pass over gradients of one dtype."""
-    variant = ("measure", table.buffer.device, segment.dtype)
+    variant = ("measure", table.buffer.device, segment.dtype, segment.is_paired, segment.is_aligned)
     arguments = (table.buffer, segment.word, segment.chunks, health)
     options = (_geometry, table, segment)
     _launch(kernels.measure, variant, segment.chunks, arguments, *options)

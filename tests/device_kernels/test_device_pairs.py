@@ -1,0 +1,164 @@
+"""Kernels over pairs of 16-bit and float32 tensors, against torch's arithmetic."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import pytest
+import torch
+from device_parity import (
+    KERNELS,
+    assert_same_memory,
+    every_16_bit_value,
+    grads_of,
+    guarded,
+    normal,
+    offsets,
+    window,
+)
+from kernel_parity import exact_bits, flag, random_bits, wide
+from support import assert_same
+from tracked import marked, marks_of, track_for
+
+from ampfast.backends import cpu
+
+pytestmark = pytest.mark.usefixtures("watched")
+
+HALVES = (torch.float16, torch.bfloat16)
+FACTORS = (1 / 3, 2.0**-16, 3.0, 2.0**100, -0.75, 0.0, 1.0, 2.0**-149, math.inf, math.nan)
+
+dtypes = pytest.mark.parametrize("dtype", HALVES, ids=str)
+
+
+def paired(halves: Sequence[torch.Tensor], floats: Sequence[torch.Tensor]) -> cpu.GradList:
+    return grads_of(halves).paired(dict(enumerate(floats)))
+
+
+def phased(half: torch.Tensor, shift: int = 0) -> torch.Tensor:
+    """NaN between guard bands, in the phase of another tensor or out of it."""
+    phase = half.data_ptr() % 16 // half.itemsize % 4 + shift
+    return guarded(torch.full((half.numel(),), math.nan), phase % 4)
+
+
+def check_widens(halves: list[torch.Tensor], factor: float, shift: int = 0) -> None:
+    before = [exact_bits(half) for half in halves]
+    floats = [phased(half, shift) for half in halves]
+    theirs = [phased(half, shift) for half in halves]
+    for target, half in zip(theirs, halves, strict=True):
+        target.copy_(half.float() * flag(factor))
+    found = KERNELS.unscale_(paired(halves, floats), flag(factor), is_scale=False)
+    assert found.item() == float(any(not t.isfinite().all() for t in theirs))
+    assert_same_memory(floats, theirs)
+    for half, bits in zip(halves, before, strict=True):
+        assert torch.equal(exact_bits(half), bits), "a 16-bit gradient was written"
+
+
+@dtypes
+@pytest.mark.parametrize("factor", FACTORS)
+def test_every_value_is_widened(dtype: torch.dtype, factor: float) -> None:
+    every = every_16_bit_value(dtype)
+    check_widens([guarded(every, 1)], factor)
+    finite = every[every.isfinite()]
+    check_widens([guarded(finite, 3)], factor)
+
+
+@dtypes
+@pytest.mark.parametrize("shift", [0, 1, 2, 3])
+@pytest.mark.usefixtures("few_chunks")
+def test_sizes_and_addresses(dtype: torch.dtype, shift: int) -> None:
+    one = window(dtype)
+    sizes = [*range(1, 20), one - 1, one, one + 1, 3 * one + 5]
+    for offset in offsets(dtype):
+        check_widens([guarded(normal(n, dtype, n), offset) for n in sizes[offset::3]], 1 / 3, shift)
+
+
+@dtypes
+def test_beside_gradients_without_pair(dtype: torch.dtype) -> None:
+    halves = [guarded(normal(n, dtype, n), 1) for n in (5, 9, 3)]
+    others = [guarded(normal(7, torch.float32)), guarded(normal(6, dtype))]
+    floats = {0: phased(halves[0]), 2: phased(halves[2])}
+    expected = {number: (halves[number].float() * (1 / 3)) for number in floats}
+    rest = [g.float() * (1 / 3) for g in (halves[1], *others)]
+    grads = grads_of([*halves, *others]).paired(floats)
+    assert KERNELS.unscale_(grads, flag(1 / 3), is_scale=False).item() == 0
+    for number, values in expected.items():
+        assert_same(floats[number], values)
+    for ours, values in zip((halves[1], *others), rest, strict=True):
+        assert_same(ours, values.to(ours.dtype))
+
+
+@dtypes
+def test_marks_norms_coefficients_and_health(dtype: torch.dtype) -> None:
+    def halves() -> list[torch.Tensor]:
+        return [guarded(normal(n, dtype, n), n % 8) for n in (5, window(dtype) + 3, 40)]
+
+    grads = halves()
+    floats = [phased(grad) for grad in grads]
+    norms = torch.empty(2, dtype=torch.float64)
+    KERNELS.norms(paired(grads, floats), flag(0.1), is_scale=False, norms=norms)
+    squares = sum((g.float() * flag(0.1)).double().square().sum().item() for g in grads)
+    assert norms[0].item() == pytest.approx(squares, rel=33 * 2.0**-24)
+    largest = max((g.float() * flag(0.1)).abs().max().item() for g in grads)
+    assert norms[1].item() == largest  # not rounded to 16 bits
+    assert all(f.isnan().all() for f in floats), "norms are only read"
+
+    found = KERNELS.unscale_(
+        *(paired(grads, floats), flag(0.1)), is_scale=False, coefficient=wide(1 / 3)
+    )
+    assert found.item() == 0
+    for grad, values in zip(grads, floats, strict=True):
+        assert_same(values, grad.float() * flag(0.1) * flag(1 / 3))
+
+    grads = halves()
+    grads[1][-1], grads[2][0] = math.inf, math.nan
+    track = track_for(3, health=True)
+    KERNELS.unscale_(paired(grads, floats), flag(0.5), is_scale=False, track=track)
+    assert marked(track) == [False, True, True]
+    KERNELS.measure_(paired(grads, floats), track.health)
+    assert track.marks.tolist() == marks_of(grads)
+
+
+@dtypes
+def test_products_beyond_16_bits_are_finite(dtype: torch.dtype) -> None:
+    half = torch.tensor([torch.finfo(torch.float16).max], dtype=dtype)
+    floats = [phased(half)]
+    assert KERNELS.unscale_(paired([half], floats), flag(4.0), is_scale=False).item() == 0
+    assert_same(floats[0], half.float() * 4)
+    assert KERNELS.unscale_(paired([half], floats), flag(3e38), is_scale=False).item() == 1
+
+
+@dtypes
+@pytest.mark.parametrize("found", [None, 0.0, -0.0, 1.0, math.nan])
+def test_narrow(dtype: torch.dtype, found: float | None) -> None:
+    values = torch.cat([random_bits(9_000, torch.float32, 7), torch.tensor(SPECIAL)])
+    for offset, shift in ((0, 0), (1, 0), (3, 1), (7, 2)):
+        for size in (values.numel(), 1, 7, 8, 9, 4096, 4097):
+            half = guarded(torch.zeros(size, dtype=dtype), offset)
+            floats = phased(half, shift)
+            floats.copy_(values[-size:])
+            expected = guarded(torch.zeros(size, dtype=dtype), offset)
+            if found is None or found == 0:
+                expected.copy_(floats)
+            before = exact_bits(floats)
+            KERNELS.narrow_(paired([half], [floats]), None if found is None else flag(found))
+            assert_same_memory([half], [expected])
+            assert torch.equal(exact_bits(floats), before)
+
+
+# Ties of both formats, the limits of their exponents, subnormals, infinities, NaN.
+SPECIAL = [
+    *(1 + 2.0**-9, 1 + 3 * 2.0**-9, 1 + 2.0**-11, 1 + 3 * 2.0**-11, -1 - 2.0**-9),
+    *(65504.0, 65519.996, 65520.0, -65520.0, 3.3895314e38, 3.4028235e38, -3.4028235e38),
+    *(2.0**-24, 2.0**-25, 1.5 * 2.0**-25, 2.0**-14, 2.0**-126, 2.0**-133, 2.0**-134, 2.0**-149),
+    *(0.0, -0.0, math.inf, -math.inf, math.nan),
+]
+
+
+def test_narrow_needs_pairs() -> None:
+    half, other = torch.zeros(3, dtype=torch.float16), torch.zeros(3, dtype=torch.bfloat16)
+    grads = grads_of([half, other]).paired({0: torch.ones(3)})
+    with pytest.raises(RuntimeError, match="a tensor has no float32 values"):
+        KERNELS.narrow_(grads)
+    assert half.tolist() == [0.0] * 3
+    KERNELS.narrow_(grads_of([torch.zeros(0, dtype=torch.float16)]))
