@@ -92,10 +92,27 @@ def modes(kernels: Any, device: torch.device) -> list[tuple[str, Callable[..., A
     ]
 
 
+def wrong_pairs(backend: str, kernels: Any, device: torch.device) -> int:
+    """Returns the number of wrong launches over pairs of 16-bit and float32 tensors."""
+    wrong = 0
+    for dtype, shift in itertools.product((torch.float16, torch.bfloat16), (0, 1)):
+        halves = gradients([dtype], device)
+        floats = [torch.zeros(half.numel() + shift, device=device)[shift:] for half in halves]
+        pairs = grads_of(halves).paired(dict(enumerate(floats)))
+        kernels.unscale_(pairs, flag(4.0, device), is_scale=True)
+        kernels.unscale_(pairs, flag(4.0, device), is_scale=True, coefficient=wide(1.0, device))
+        widened = all(bool((each == 2).all()) for each in floats)
+        kernels.narrow_(pairs, flag(0.0, device))
+        if not widened or not all(bool((each == 2).all()) for each in halves):
+            wrong += 1
+            print(f"WRONG {backend}: pairs of {dtype}, shifted by {shift}")
+    return wrong
+
+
 def run(backend: str, device: torch.device) -> int:
     """Returns the number of wrong launches."""
     kernels = kernels_of(backend, device)
-    wrong = 0
+    wrong = wrong_pairs(backend, kernels, device)
     lists = [[dtype] for dtype in FLOATS] + [list(FLOATS)]
     for dtypes, (name, call, expected) in itertools.product(lists, modes(kernels, device)):
         for bad in (False, True):
