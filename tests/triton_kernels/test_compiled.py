@@ -14,6 +14,7 @@ from support import FLOATS
 from variants import (
     CUDA,
     HIP,
+    IS_OLDEST,
     TARGETS,
     Variant,
     compiled,
@@ -59,8 +60,11 @@ def hip_cases(test: Any) -> Any:
 
 
 def most_registers(variant: Variant) -> int:
-    """Registers for eight programs; for six or five of pairs, and with norms beside writes."""
-    return REGISTERS + 16 * (variant.paired + (variant.write and variant.norm))
+    """Registers for eight programs, or for the four to six of other variants."""
+    if variant.write and variant.norm:
+        return 128
+    needs_more = variant.paired or (variant.norm and variant.dtype == torch.float64)
+    return 80 if needs_more else REGISTERS
 
 
 def ptx(target: str, variant: Variant) -> str:
@@ -146,7 +150,8 @@ def test_marks_make_nobody_wait(dtype: torch.dtype, use: Use) -> None:
     plain = Variant(dtype, use is Use.SCALE, use)
     marked = replace(plain, marks=True)
     barriers = [ptx("sm_90", v).count("bar.sync") for v in (plain, marked)]
-    assert barriers[0] == barriers[1]
+    # The oldest Triton moves what is marked from one layout to another, once a chunk.
+    assert IS_OLDEST or barriers[0] == barriers[1]
     # Only for a bad value.
     added = re.findall(r"^.*\b(?:atom|red)\.\S*relaxed.*$", ptx("sm_90", marked), re.MULTILINE)
     assert added
@@ -159,7 +164,7 @@ def test_measure(target: str, dtype: torch.dtype) -> None:
     kernel = compiled_measure(target, dtype)
     used = usage(kernel)
     assert (used.stack, used.local) == (0, 0)
-    assert used.registers <= (96 if dtype in SIXTEEN_BIT else REGISTERS)
+    assert used.registers <= (96 if dtype in SIXTEEN_BIT or IS_OLDEST else REGISTERS)
     code = kernel.asm["ptx"]
     assert len(re.findall(VECTOR_LOAD, code)) == 4
     # Counted in integers.
@@ -182,7 +187,7 @@ def test_pairs(target: str, dtype: torch.dtype) -> None:
     kernel = compiled_narrow(target, dtype)
     used = usage(kernel)
     assert (used.stack, used.local) == (0, 0)
-    assert used.registers <= REGISTERS
+    assert used.registers <= (96 if IS_OLDEST else REGISTERS)
     code = kernel.asm["ptx"]
     assert len(re.findall(VECTOR_LOAD, code)) == 8
     assert len(re.findall(r"st\.global(?:\.\w+)*\.v2\.b32", code)) == 8

@@ -183,10 +183,10 @@ def _options(work: Pass, segment: Segment, epilogue: Epilogue) -> dict[str, Any]
         **_tuning,
     }
     if torch.version.hip is None:
-        # Without a limit the compiler may assign too few, and spill. What a pass does besides needs
-        # more.
-        more = segment.is_paired + (work.write and work.norms is not None)
-        options.setdefault("maxnreg", 64 + 16 * more)
+        # Without a limit the compiler may assign too few registers, and with a lower one it spills.
+        has_norm = work.norms is not None
+        more = segment.is_paired or (has_norm and segment.dtype is torch.float64)
+        options.setdefault("maxnreg", 128 if work.write and has_norm else 80 if more else 64)
     return options
 
 
