@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from raw_calls import Answers, watched
 from reference_launcher import ReferenceLauncher
 from support import OPTIMIZERS, assert_same, assert_sides_same, side
 from test_short_way import UNUSUAL, Loop, frames_of
@@ -17,27 +18,12 @@ from ampfast.backends import gpu
 from ampfast.backends.gpu import DeviceKernels
 
 CALLS = ("unscale_groups", "check_groups", "clip_groups", "update_scale")
-Answers = dict[str, list[bool]]
 
 
 @pytest.fixture
 def answers(launcher: ReferenceLauncher, monkeypatch: pytest.MonkeyPatch) -> Answers:
     """Raw calls by name, and whether each took the short way."""
-    found: Answers = {name: [] for name in CALLS}
-
-    def watched(name: str) -> Callable[..., Any]:
-        original = getattr(DeviceKernels, name)
-
-        def call(*args: Any) -> Any:
-            answer = original(*args)
-            found[name].append(answer is not None)
-            return answer
-
-        return call
-
-    for name in CALLS:
-        monkeypatch.setattr(DeviceKernels, name, watched(name))
-    return found
+    return watched(DeviceKernels, CALLS, monkeypatch)
 
 
 def short(answers: Answers) -> set[str]:

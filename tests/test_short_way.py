@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from raw_calls import Answers, watched
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ampfast import GradScaler
@@ -110,27 +111,10 @@ def test_no_more_aten_calls_than_torch(kind: str) -> None:
     assert ours <= 5 < theirs
 
 
-Answers = dict[str, list[bool]]
-
-
 @pytest.fixture
 def answers(monkeypatch: pytest.MonkeyPatch) -> Answers:
     """Raw calls by name, and whether each took the short way."""
-    found: Answers = {name: [] for name in CALLS}
-
-    def watched(name: str) -> Callable[..., Any]:
-        original = getattr(cpu, name)
-
-        def call(*args: Any) -> Any:
-            answer = original(*args)
-            found[name].append(answer is not None)
-            return answer
-
-        return call
-
-    for name in CALLS:
-        monkeypatch.setattr(cpu, name, watched(name))
-    return found
+    return watched(cpu, CALLS, monkeypatch)
 
 
 def short(answers: Answers) -> set[str]:
