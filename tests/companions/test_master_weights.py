@@ -489,6 +489,19 @@ def test_checkpoints_in_both_orders(name: str, optimizer_first: bool) -> None:
     assert_same(state["state"][0]["master_param"].half(), model["0.weight"])
 
 
+@pytest.mark.xfail(
+    raises=KeyError, reason="a state of the master weight alone reaches Adam's __setstate__"
+)
+@pytest.mark.parametrize("name", ["adamw-foreach", "adamw-fused"])
+def test_a_checkpoint_before_the_first_step(name: str) -> None:
+    """Accelerate and Transformers load one in `prepare`."""
+    ours, hand = both(name, torch.float16)
+    ours.optimizer.load_state_dict(saved(ours.optimizer.state_dict()))
+    ours.train(0)
+    hand.train(0)
+    assert_equal(ours, hand)
+
+
 def test_a_checkpoint_of_a_thawed_parameter() -> None:
     make = OPTIMIZERS["adamw-foreach"]
     model = small_model(torch.float16)
