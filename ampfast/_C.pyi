@@ -1,6 +1,6 @@
 """The compiled core, built from csrc/."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -28,17 +28,26 @@ def set_enough_chunks(count: int, /) -> None: ...
 
 # Raw calls for regular gradients on the CPU; None, before any side effect, for the general way.
 # `usual_entry` returns the scale of an enabled scaler that takes the short way and overrides no
-# method given to `watch_hooks`, and the entry in it of an optimizer that is not `casting`.
+# method given to `watch_hooks`, the entry in it of an optimizer, and the casts of one of the class
+# `casting`.
 # `unscale_groups` returns whether the step is skipped; `record` replaces the value next to an
 # existing weak reference to the optimizer. `state` is an optimizer's entry, which gets the stage
 # `unscaled` and the flag before the first write.
 def watch_hooks(
     hooks: dict[str, Any], factory: Any, new_entry: dict[str, Any], casting: type, /
 ) -> None: ...
-def usual_entry(scaler: Any, optimizer: Any, /) -> tuple[Tensor, dict[str, Any]] | None: ...
+def usual_entry(
+    scaler: Any, optimizer: Any, /
+) -> tuple[Tensor, dict[str, Any], Casts | None] | None: ...
 def record(entries: dict[int, Any], optimizer: Any, value: Any, /) -> bool | None: ...
 def unscale_groups(
-    param_groups: Any, scale: Tensor, allow_fp16: bool, state: dict[str, Any], unscaled: Any, /
+    param_groups: Any,
+    scale: Tensor,
+    allow_fp16: bool,
+    state: dict[str, Any],
+    unscaled: Any,
+    casts: Casts | None,
+    /,
 ) -> bool | None: ...
 def check_groups(
     param_groups: Any, grad_scale: Tensor, /
@@ -49,6 +58,7 @@ def clip_groups(
     allow_fp16: bool,
     state: dict[str, Any],
     unscaled: Any,
+    casts: Casts | None,
     max_norm: float,
     largest: bool,
     /,
@@ -65,6 +75,7 @@ def pass_on_device(
     allow_fp16: bool,
     state: dict[str, Any] | None,
     unscaled: Any,
+    casts: Casts | None,
     clips: bool,
     launch: Callable[[DeviceTable, Tensor, Tensor, bool], Any],
     /,
@@ -76,10 +87,13 @@ def update_on_device(
 class GradList:
     @staticmethod
     def of(
-        tensors: Sequence[Tensor], device: torch.device, parameters: list[int] | None = ...
+        tensors: Sequence[Tensor],
+        device: torch.device,
+        parameters: list[int] | None = ...,
+        wide: Sequence[Tensor | None] | None = ...,
     ) -> GradList | None: ...
     def split(self, parameters: set[int]) -> tuple[GradList, GradList]: ...
-    def paired(self, wide: dict[int, Tensor]) -> GradList: ...
+    def pairs(self) -> GradList: ...
     @property
     def device(self) -> torch.device: ...
     @property
@@ -162,6 +176,7 @@ def walk(
     devices: int,
     bumps_versions: bool = ...,
     local_shard_of: Callable[[Tensor, Tensor | None, int], Tensor | None] | None = ...,
+    casts: Casts | None = ...,
 ) -> tuple[list[GradList], list[tuple[Tensor, Tensor, int]], tuple[int, int, object] | None]: ...
 def unscale_(
     grads: GradList,
@@ -189,12 +204,20 @@ def norms(
 ) -> Tensor: ...
 def measure_(grads: GradList, health: Tensor, /) -> None: ...
 def narrow_(pairs: GradList, found_inf: Tensor | None, /) -> bool: ...
-def narrow_grads(
-    params: list[Tensor], buffer: Tensor | None, devices: int, /
-) -> tuple[list[int], list[int], list[Tensor], Tensor | None]: ...
-def set_grads(params: list[Tensor], grads: list[Tensor], /) -> None: ...
-def lend_grads(params: list[Tensor], to: list[Tensor], /) -> None: ...
-def stamp_of(params: list[Tensor], /) -> bytes | None: ...
+def irregular_casts(param_groups: Any, devices: int, /) -> list[Tensor]: ...
+def stamp_of(param_groups: Any, /) -> bytes | None: ...
+def lend_grads(
+    param_groups: Any, weights: tuple[Tensor | None, ...], stamp: object, /
+) -> bool | None: ...
+def stepped_pairs(
+    param_groups: Any, weights: tuple[Tensor | None, ...], /
+) -> tuple[GradList, bytes] | None: ...
+def take_grads(weights: tuple[Tensor | None, ...], /) -> bool: ...
+def have_same_entries(a: Mapping[Any, Any], b: Mapping[Any, Any], /) -> bool: ...
+
+class Casts:
+    def __init__(self) -> None: ...
+    def finish(self) -> None: ...
 
 # Arguments: those of `backends.cpu.Clip`, in order.
 def clip_coefficient(*clip: Any) -> None: ...

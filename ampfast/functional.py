@@ -204,7 +204,7 @@ def widen_(out: list[Tensor], grads: list[Tensor], found_inf: Tensor, inv_scale:
     """
     _require_scalars(found_inf=found_inf, inv_scale=inv_scale)
     _require_pairs(found_inf.device, grads=grads, out=out)
-    if not gradients.pass_over_pairs(grads, out, found_inf, inv_scale):
+    if not gradients.widen_(out, grads, found_inf, inv_scale):
         torch.ops.ampfast.widen_(list(out), list(grads), found_inf, inv_scale)
         return
     torch.autograd.graph.increment_version([*out, found_inf])
@@ -228,7 +228,7 @@ def narrow_(params: list[Tensor], masters: list[Tensor], found_inf: Tensor | Non
         place = found_inf
     device = place.device if isinstance(place, Tensor) else torch.device("cpu")
     _require_pairs(device, params=params, masters=masters)
-    if not gradients.pass_over_pairs(params, masters, found_inf):
+    if not gradients.narrow_(params, masters, found_inf):
         torch.ops.ampfast.narrow_(list(params), list(masters), found_inf)
         return
     torch.autograd.graph.increment_version(params)
@@ -236,13 +236,13 @@ def narrow_(params: list[Tensor], masters: list[Tensor], found_inf: Tensor | Non
 
 @torch.library.custom_op("ampfast::widen_", mutates_args=("out", "found_inf"))
 def _widen_op(out: list[Tensor], grads: list[Tensor], found_inf: Tensor, inv_scale: Tensor) -> None:
-    if not gradients.pass_over_pairs(grads, out, found_inf, inv_scale):
+    if not gradients.widen_(out, grads, found_inf, inv_scale):
         aten.widen_(out, grads, inv_scale, found_inf)
 
 
 @torch.library.custom_op("ampfast::narrow_", mutates_args=("params",))
 def _narrow_op(params: list[Tensor], masters: list[Tensor], found_inf: Tensor | None) -> None:
-    if not gradients.pass_over_pairs(params, masters, found_inf):
+    if not gradients.narrow_(params, masters, found_inf):
         aten.narrow_(params, masters, found_inf)
 
 

@@ -237,9 +237,10 @@ class GradScaler(TorchGradScaler):
             RuntimeError: If called twice, or after `step`, since the last `update`.
             ValueError: If a gradient is float16 and `allow_fp16` is not set; its note says which.
         """
+        casts = None
         usual = cpu.usual_entry(self, optimizer)
         if usual is not None:
-            scale, state = usual
+            scale, state, casts = usual
         elif self._enabled:
             scale = self._checked_scale("unscale_")
             state = self._per_optimizer_states[id(optimizer)]
@@ -250,7 +251,7 @@ class GradScaler(TorchGradScaler):
         skips = None
         if usual is not None:
             skips = self._short_way.unscale_groups(
-                *(optimizer.param_groups, scale, self._allow_fp16, state, _UNSCALED)
+                *(optimizer.param_groups, scale, self._allow_fp16, state, _UNSCALED, casts)
             )
         if skips is None:
             self._unscale(optimizer, state, scale)
@@ -281,9 +282,9 @@ class GradScaler(TorchGradScaler):
         if "closure" in kwargs and self._enabled:
             raise RuntimeError("Closure use is not currently supported if GradScaler is enabled.")
         usual = cpu.usual_entry(self, optimizer)
-        is_usual = usual is not None
+        is_usual, casts = usual is not None, None
         if usual is not None:
-            scale, state = usual
+            scale, state, casts = usual
         elif self._enabled:
             scale = self._checked_scale("step")
             state = self._per_optimizer_states[id(optimizer)]
@@ -302,9 +303,9 @@ class GradScaler(TorchGradScaler):
             if takes_grad_scaler(optimizer.step):
                 result = self._legacy_step(optimizer, args, kwargs)
             else:
-                result = self._fused_step(
-                    optimizer, state, scale if is_usual else None, args, kwargs
-                )
+                # Gradients that are cast are written, and not only read.
+                usual_scale = scale if is_usual and casts is None else None
+                result = self._fused_step(optimizer, state, usual_scale, args, kwargs)
                 recorded = state.get("found_inf_per_device")
         else:
             skips = None
@@ -315,7 +316,7 @@ class GradScaler(TorchGradScaler):
                 if is_usual:
                     skips = self._short_way.unscale_groups(
                         *(optimizer.param_groups, scale, self._allow_fp16),
-                        *(state, _UNSCALED),
+                        *(state, _UNSCALED, casts),
                     )
                 if skips is None:
                     self.unscale_(optimizer)
@@ -483,9 +484,9 @@ class GradScaler(TorchGradScaler):
             (only,) = optimizers
             usual = cpu.usual_entry(self, only)
             if usual is not None:
-                scale, state = usual
+                scale, state, casts = usual
                 norm = self._short_way.clip_groups(
-                    *(only.param_groups, scale, self._allow_fp16, state, _UNSCALED),
+                    *(only.param_groups, scale, self._allow_fp16, state, _UNSCALED, casts),
                     *(limit, order == math.inf),
                 )
         if norm is None:

@@ -19,7 +19,6 @@ Flags = dict[torch.device, Tensor]
 
 __all__ = [
     "SIXTEEN_BIT",
-    "Casts",
     "Copies",
     "Gradients",
     "UnscaleFactor",
@@ -29,74 +28,19 @@ __all__ = [
     "inverse",
     "local_tensor",
     "narrow_",
+    "narrow_on_devices",
+    "narrow_pairs",
     "new_flag",
     "norms",
     "of_list",
-    "pass_over_pairs",
     "stamp_of",
     "unscale_",
+    "widen_",
 ]
 
 SIXTEEN_BIT = (torch.float16, torch.bfloat16)
 _CPU = torch.device("cpu")
 _PLAIN = (Tensor, torch.nn.Parameter)
-
-
-class Casts:
-    """Casts of 16-bit gradients to float32, by the pass that unscales them where kernels can.
-
-    Args:
-        params: All parameters of an optimizer, by number.
-        keeper: Object whose `buffer` is the memory of earlier casts, or None; it is used again if
-            nobody else holds it.
-    """
-
-    def __init__(self, params: list[Tensor], keeper: Any) -> None:
-        self._params, self._keeper = params, keeper
-        self._numbers: list[int] = []
-        self._wide: list[Tensor] = []
-
-    def start(self, choice: Choice) -> None:
-        """Makes memory for those that a pass over pairs casts, and casts the others."""
-        found = cpu.narrow_grads(self._params, self._keeper.buffer, choice.devices)
-        wide = found[2]
-        if wide and choice.kernels_for(wide[0].device) is None:
-            # They do not run there, which the choice has recorded.
-            found = cpu.narrow_grads(self._params, self._keeper.buffer, choice.devices)
-        self._numbers, others, self._wide, self._keeper.buffer = found
-        self._finish_by_torch(others)
-
-    def listed(self) -> cpu.GradList | None:
-        """Returns the pairs without other gradients, if there are any."""
-        grads = [cast(Tensor, self._params[number].grad) for number in self._numbers]
-        listed = cpu.list_of(grads, grads[0].device, self._numbers) if grads else None
-        return None if listed is None else self.paired(listed)
-
-    def paired(self, grads: cpu.GradList) -> cpu.GradList:
-        """Returns the list with the memory that its 16-bit gradients will be cast to."""
-        if not self._numbers:
-            return grads
-        return grads.paired(dict(zip(self._numbers, self._wide, strict=True)))
-
-    def finish(self) -> None:
-        """Sets the gradients that a pass has written."""
-        cpu.set_grads([self._params[number] for number in self._numbers], self._wide)
-        self._numbers, self._wide = [], []
-
-    @torch.no_grad()
-    def _finish_by_torch(self, numbers: list[int]) -> None:
-        params = [self._params[number] for number in numbers]
-        grads = [cast(Tensor, param.grad) for param in params]
-        dense = [grad for grad in grads if _is_dense(grad)]
-        wide = [torch.empty_like(grad, dtype=torch.float32) for grad in dense]
-        if wide:
-            torch._foreach_copy_(wide, dense)
-        done = iter(wide)
-        for param, grad in zip(params, grads, strict=True):
-            cast_grad = next(done) if _is_dense(grad) else grad.to(torch.float32)
-            if param.grad_dtype not in (None, torch.float32):
-                param.grad_dtype = None
-            param.grad = cast_grad
 
 
 def _is_dense(grad: Tensor) -> bool:
@@ -115,7 +59,7 @@ class Gradients:
         groups: All parameters by group, with or without gradient, for tracking and norms.
         shards: Local shards of the distributed gradients, or None if none is distributed.
         track_on: Tracking tables by device, or None.
-        casts: Casts by a pass that writes, or None.
+        casts: Casts by a pass that writes, which are to be finished, or None.
     """
 
     lists: list[cpu.GradList]
@@ -124,7 +68,7 @@ class Gradients:
     groups: list[list[Tensor]] = field(default_factory=list)
     shards: LocalShards | None = None
     track_on: Callable[[torch.device], Track] | None = None
-    casts: Casts | None = None
+    casts: cpu.Casts | None = None
 
     @property
     def layouts(self) -> dict[int, Layout]:
@@ -172,7 +116,7 @@ def collect(
     clips: bool = False,
     shards: LocalShards | None = None,
     tracked: bool = False,
-    casts: Casts | None = None,
+    casts: cpu.Casts | None = None,
 ) -> Gradients:
     """Reads the gradients of an optimizer's parameters, in order.
 
@@ -185,8 +129,8 @@ def collect(
             versions, as in torch's clipping.
         shards: Collector of local shards, which replace distributed gradients.
         tracked: Whether to list the parameters for tracking; `clips` lists them, too.
-        casts: Casts of 16-bit gradients, which are then accepted; those that the pass itself
-            cannot cast are cast here, if it writes.
+        casts: Casts of 16-bit gradients, which are then accepted; those that the kernels cannot
+            cast are cast here, if the pass writes.
 
     Raises:
         AssertionError: If a parameter is not a tensor.
@@ -199,22 +143,22 @@ def collect(
         # Iterators, too, are consumed once.
         groups = [list(group["params"]) for group in param_groups]
         param_groups = [{"params": params} for params in groups]
-    if casts is not None:
-        allow_fp16 = True
-        if writes:
-            casts.start(choice)
-    lists, irregular, refused = cpu.walk(
-        param_groups, allow_fp16, writes, choice.devices, clips and writes, shards
-    )
+    allow_fp16 = allow_fp16 or casts is not None
+    casts = casts if writes else None
+
+    def walk(bumps_versions: bool) -> tuple[list[cpu.GradList], list[Any], Any]:
+        if casts is not None:
+            _cast_by_torch(cpu.irregular_casts(param_groups, choice.devices))
+        return cpu.walk(
+            param_groups, allow_fp16, writes, choice.devices, bumps_versions, shards, casts
+        )
+
+    lists, irregular, refused = walk(clips and writes)
     if refused is not None:
         raise _refusal(*refused)
     if any(choice.kernels_for(grads.device) is None for grads in lists):
         # One of several GPUs differs, which the choice has recorded.
-        lists, irregular, _ = cpu.walk(
-            param_groups, allow_fp16, writes, choice.devices, False, shards
-        )
-    if casts is not None and writes:
-        lists = [casts.paired(grads) for grads in lists]
+        lists, irregular, _ = walk(False)
     set_aside: dict[torch.device, list[Tensor]] = {}
     numbers: dict[torch.device, list[int]] = {}
     if irregular:
@@ -403,84 +347,102 @@ def norms(
     return flags, rows
 
 
-def cast_(casts: Casts, choice: Choice) -> None:
-    """Casts gradients without a factor."""
-    casts.start(choice)
-    pairs = casts.listed()
-    if pairs is not None:
-        one = torch.ones((), dtype=torch.float32, device=pairs.device)
-        _kernels(choice, pairs.device).unscale_(pairs, one, is_scale=False)
-        casts.finish()
-
-
-def pass_over_pairs(
-    narrow: Sequence[Tensor],
-    wide: Sequence[Tensor],
-    found_inf: Tensor | None,
-    inv_scale: Tensor | None = None,
-    *,
-    in_same_order: bool = False,
-) -> bool:
-    """Widens 16-bit tensors with an inverse scale, narrows float32 ones without, by kernels.
+def cast_(param_groups: Iterable[dict[str, Any]], casts: cpu.Casts, choice: Choice) -> None:
+    """Casts 16-bit gradients to float32, without a factor.
 
     Args:
-        narrow: 16-bit tensors.
-        wide: float32 tensors of their shapes.
-        found_inf: One-element float32, or None for narrowing.
-        inv_scale: One-element float32, or None.
-        in_same_order: Whether strides are known to be the same.
-
-    Returns:
-        False, with nothing written, if the kernels cannot take the tensors.
+        param_groups: As for `collect`.
+        casts: As for `collect`.
+        choice: The kernels.
     """
-    device = narrow[0].device if narrow else _CPU
-    kernels = None if torch.compiler.is_compiling() else backends.choose().kernels_for(device)
-    if kernels is None:
+    found = collect(param_groups, allow_fp16=True, writes=True, choice=choice, casts=casts)
+    for grads in found.lists:
+        pairs = grads.pairs()
+        if pairs.chunks:
+            one = torch.ones((), dtype=torch.float32, device=grads.device)
+            _kernels(choice, grads.device).unscale_(pairs, one, is_scale=False)
+    casts.finish()
+
+
+@torch.no_grad()
+def _cast_by_torch(params: list[Tensor]) -> None:
+    grads = [cast(Tensor, param.grad) for param in params]
+    dense = [grad for grad in grads if _is_dense(grad)]
+    wide = [torch.empty_like(grad, dtype=torch.float32) for grad in dense]
+    if wide:
+        torch._foreach_copy_(wide, dense)
+    done = iter(wide)
+    for param, grad in zip(params, grads, strict=True):
+        cast_grad = next(done) if _is_dense(grad) else grad.to(torch.float32)
+        if param.grad_dtype not in (None, torch.float32):
+            param.grad_dtype = None
+        param.grad = cast_grad
+
+
+def widen_(
+    wide: Sequence[Tensor], narrow: Sequence[Tensor], found_inf: Tensor, inv_scale: Tensor
+) -> bool:
+    """Widens as `functional.widen_` by kernels; False, with nothing written, if they cannot."""
+    kernels, pairs = _pairs(narrow, wide, found_inf, inv_scale)
+    if kernels is None or pairs is None:
         return False
-    scalars = [scalar for scalar in (found_inf, inv_scale) if scalar is not None]
-    if not all(cpu.is_scalar(each, torch.float32) for each in scalars):
-        return False
-    pairs = zip(narrow, wide, strict=True)
-    if not in_same_order and any(a.stride() != b.stride() for a, b in pairs):
-        return False
-    listed, floats = cpu.list_of(narrow, device), cpu.list_of(wide, device)
-    if listed is None or floats is None:
-        return False
-    paired = listed.paired(dict(enumerate(wide)))
-    if inv_scale is None:
-        kernels.narrow_(paired, found_inf)
-    else:
-        kernels.unscale_(paired, inv_scale, is_scale=False, found_inf=found_inf)
+    kernels.unscale_(pairs, inv_scale, is_scale=False, found_inf=found_inf)
     return True
 
 
-def narrow_(
-    params: list[Tensor],
-    masters: list[Tensor],
-    found_inf: Tensor | None,
-    *,
-    in_same_order: bool = False,
+def narrow_(narrow: Sequence[Tensor], wide: Sequence[Tensor], found_inf: Tensor | None) -> bool:
+    """Narrows as `functional.narrow_` by kernels; False, with nothing written, if they cannot."""
+    kernels, pairs = _pairs(narrow, wide, found_inf)
+    if kernels is None or pairs is None:
+        return False
+    kernels.narrow_(pairs, found_inf)
+    return True
+
+
+def narrow_pairs(pairs: cpu.GradList, found_inf: Tensor | None) -> bool:
+    """Narrows a list of pairs by kernels; False, with nothing written, if they cannot."""
+    kernels = backends.choose().kernels_for(pairs.device)
+    if kernels is None or not _are_scalars(found_inf):
+        return False
+    if pairs.chunks:
+        at = None if found_inf is None else aten.moved(found_inf, pairs.device)
+        kernels.narrow_(pairs, at)
+    return True
+
+
+def _pairs(
+    narrow: Sequence[Tensor], wide: Sequence[Tensor], *scalars: Tensor | None
+) -> tuple[Kernels | None, cpu.GradList | None]:
+    device = narrow[0].device if narrow else _CPU
+    kernels = None if torch.compiler.is_compiling() else backends.choose().kernels_for(device)
+    if not _are_scalars(*scalars):
+        return None, None
+    return kernels, None if kernels is None else cpu.list_of(narrow, device, None, wide)
+
+
+def _are_scalars(*tensors: Tensor | None) -> bool:
+    return all(each is None or cpu.is_scalar(each, torch.float32) for each in tensors)
+
+
+def narrow_on_devices(
+    params: list[Tensor], weights: list[Tensor], found_inf: Tensor | None
 ) -> None:
-    """Rounds float32 tensors to 16-bit parameters on any devices, unless a flag is set.
+    """Rounds master weights to parameters on any devices, DTensors too, unless a flag is set.
 
     Args:
         params: 16-bit parameters.
-        masters: float32 tensors of their shapes and devices.
+        weights: float32 tensors of their shapes and devices.
         found_inf: One-element float32, or None.
-        in_same_order: As for `pass_over_pairs`.
     """
-    if pass_over_pairs(params, masters, found_inf, in_same_order=in_same_order):
-        torch.autograd.graph.increment_version(params)
-        return
     flags = None if found_inf is None else Copies(found_inf.detach())
     by_device: dict[torch.device, tuple[list[Tensor], list[Tensor]]] = {}
-    for param, master in zip(params, masters, strict=True):
+    for param, weight in zip(params, weights, strict=True):
         narrow, wide = by_device.setdefault(param.device, ([], []))
         narrow.append(local_tensor(param))
-        wide.append(local_tensor(master))
+        wide.append(local_tensor(weight))
     for device, (narrow, wide) in by_device.items():
         flag = None if flags is None else flags[device]
-        if pass_over_pairs(narrow, wide, flag):
+        if narrow_(narrow, wide, flag):
             torch.autograd.graph.increment_version(narrow)
         else:
             aten.narrow_(narrow, wide, flag)
@@ -494,15 +456,18 @@ def local_tensor(tensor: Tensor) -> Tensor:
     return local
 
 
-def stamp_of(params: list[Tensor]) -> object:
-    """Returns what changes where autograd sees an edit of parameters, or these are others."""
-    stamp = cpu.stamp_of(params)
+def stamp_of(param_groups: list[dict[str, Any]]) -> object:
+    """Returns what changes where autograd sees an edit of a parameter, or groups have others."""
+    stamp = cpu.stamp_of(param_groups)
     if stamp is not None:
         return stamp
-    local = [local_tensor(param) for param in params]
-    needs = [param.requires_grad or param.grad is not None for param in params]
+    params = [
+        (param, place) for place, group in enumerate(param_groups) for param in group["params"]
+    ]
+    needs = [param.requires_grad or param.grad is not None for param, _ in params]
+    local = [local_tensor(param) for param, _ in params]
     versions = [(tensor.data_ptr(), tensor._version) for tensor in local]
-    return [id(param) for param in params], needs, versions
+    return [(id(param), place) for param, place in params], needs, versions
 
 
 def inverse(scale: Tensor) -> Tensor:

@@ -15,7 +15,14 @@ from torch import Tensor
 from ampfast import backends
 from ampfast.backends import cpu
 from ampfast.errors import not_compiled, refuse_capture
-from ampfast.gradients import SIXTEEN_BIT, Casts, cast_, local_tensor, narrow_, stamp_of
+from ampfast.gradients import (
+    SIXTEEN_BIT,
+    cast_,
+    local_tensor,
+    narrow_on_devices,
+    narrow_pairs,
+    stamp_of,
+)
 
 __all__ = ["MasterWeights", "casts_of", "master_weights_"]
 
@@ -60,15 +67,22 @@ class _Masters(dict[int, _Master]):
     """Master weights of an optimizer, by the id of their parameters.
 
     Attributes:
-        stamp: `stamp_of` its parameters when both were last equal; None: compare them.
+        casts: Casts of the optimizer's gradients.
+        stamp: `stamp_of` the groups when parameters and master weights were last equal; None:
+            compare them.
+        weights: The weight of each parameter in the groups, None for others; of that stamp.
+        standing: The parameters of each group with master weights in their place, or None.
         inner: The state by master weight, as the last step left it, or None.
-        buffer: Memory of float32 gradients, or None.
     """
 
     stamp: object = None
+    weights: tuple[Tensor | None, ...] = ()
+    standing: list[list[Tensor]] | None = None
     inner: defaultdict[Any, Any] | None = None
-    buffer: Tensor | None = None
-    _columns: tuple[list[Tensor], list[Tensor], dict[int, Tensor], bool] | None = None
+
+    def __init__(self, masters: Mapping[int, _Master] | None = None) -> None:
+        super().__init__(masters or {})
+        self.casts = cpu.Casts()
 
     def make(self, param: Tensor) -> _Master:
         self[id(param)] = made = _Master.of(param)
@@ -77,18 +91,21 @@ class _Masters(dict[int, _Master]):
 
     def changed(self) -> None:
         """Forgets what depends on which master weights there are."""
-        self.stamp = self.inner = self._columns = None
+        self.stamp = self.standing = self.inner = None
 
-    @property
-    def columns(self) -> tuple[list[Tensor], list[Tensor], dict[int, Tensor], bool]:
-        """Parameters, their weights, these by id, and whether all are in the same order."""
-        if self._columns is None:
-            params = [master.param for master in self.values()]
-            weights = [master.weight for master in self.values()]
-            pairs = list(zip(params, weights, strict=True))
-            alike = all(param.stride() == weight.stride() for param, weight in pairs)
-            self._columns = params, weights, dict(zip(self, weights, strict=True)), alike
-        return self._columns
+    def weight_of(self, param: Tensor) -> Tensor | None:
+        master = self.get(id(param))
+        return None if master is None else master.weight
+
+    def stand_in_for(self, groups: list[list[Tensor]]) -> list[list[Tensor]]:
+        """The parameters of groups with master weights in their place."""
+        if self.standing is None:
+            weights = [[self.weight_of(param) for param in params] for params in groups]
+            self.standing = [
+                [param if weight is None else weight for param, weight in zip(*both, strict=True)]
+                for both in zip(groups, weights, strict=True)
+            ]
+        return self.standing
 
 
 class _View(Mapping[Tensor, Tensor]):
@@ -163,7 +180,7 @@ class MasterWeights(torch.optim.Optimizer):
             self._masters.stamp = None  # parameters win over what the step has written
             raise
         finally:
-            cpu.lend_grads([], self._masters.columns[1])
+            cpu.take_grads(self._masters.weights)
         return result
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -201,35 +218,35 @@ class MasterWeights(torch.optim.Optimizer):
         Raises:
             ValueError: If a master weight has another shape, or as torch. Nothing is loaded then.
         """
-        masters = _Masters(self._masters)
+        masters, weights, state = _Masters(self._masters), {}, dict(state_dict["state"])
         for index, param in _numbered(self, state_dict):
-            if id(param) not in masters and index in state_dict["state"] and _fits(param):
+            entry = state.get(index)
+            if isinstance(entry, dict) and _KEY in entry:
+                # torch knows nothing of it; an entry that is empty otherwise is none.
+                state[index] = {key: value for key, value in entry.items() if key != _KEY}
+                if not state[index]:
+                    del state[index]
+                weight = entry[_KEY]
+                if weight.shape != param.shape:
+                    raise ValueError(
+                        f"the master weight of parameter {index} has shape {tuple(weight.shape)}, "
+                        f"and the parameter {tuple(param.shape)}"
+                    )
+                if _fits(param):
+                    weights[id(param)] = weight
+            if entry is not None and _fits(param) and id(param) not in masters:
                 masters.make(param)
-            weight = state_dict["state"].get(index, {}).get(_KEY)
-            if weight is not None and weight.shape != param.shape:
-                raise ValueError(
-                    f"the master weight of parameter {index} has shape {tuple(weight.shape)}, and "
-                    f"the parameter {tuple(param.shape)}"
-                )
         before, self._masters = self._masters, masters
         try:
             with _standing_in(self):
-                super().load_state_dict(state_dict)
+                super().load_state_dict({**state_dict, "state": state})
         except BaseException:
             self._masters = before
             raise
-        loaded = _Masters()
-        for key, entry in list(self.state.items()):
-            weight = entry.pop(_KEY, None) if isinstance(entry, dict) else None
-            if weight is None:
-                continue
-            if not entry:
-                del self.state[key]
-            if id(key) in masters:
-                loaded[id(key)] = master = masters[id(key)]
-                with torch.no_grad():
-                    master.weight.copy_(weight)
-        self._masters = loaded
+        self._masters = _Masters({key: masters[key] for key in weights})
+        with torch.no_grad():
+            for key, weight in weights.items():
+                masters[key].weight.copy_(weight)
 
     def __getstate__(self) -> dict[str, Any]:
         masters = [(master.param, master.weight) for master in self._masters.values()]
@@ -248,11 +265,9 @@ class MasterWeights(torch.optim.Optimizer):
         return _restored, (self._master_weights_of,), self.__getstate__()
 
 
-def casts_of(optimizer: torch.optim.Optimizer) -> Casts | None:
-    """Returns the casts of an optimizer's gradients in a pass; None without master weights."""
-    if not isinstance(optimizer, MasterWeights):
-        return None
-    return Casts(_params(optimizer), optimizer._masters)
+def casts_of(optimizer: torch.optim.Optimizer) -> cpu.Casts | None:
+    """Returns the casts of an optimizer's gradients; None without master weights."""
+    return optimizer._masters.casts if isinstance(optimizer, MasterWeights) else None
 
 
 def _params(optimizer: torch.optim.Optimizer) -> list[Tensor]:
@@ -270,15 +285,19 @@ def _prepare(optimizer: MasterWeights) -> None:
     masters = optimizer._masters
     for index, group in enumerate(optimizer.param_groups):
         _refuse_differentiable(index, group)
-    stamp = stamp_of(_params(optimizer))
+    groups = optimizer.param_groups
+    if isinstance(masters.stamp, bytes) and cpu.lend_grads(groups, masters.weights, masters.stamp):
+        return
+    stamp = stamp_of(groups)
     if stamp != masters.stamp:
-        for index, group in enumerate(optimizer.param_groups):
+        for index, group in enumerate(groups):
             for number, param in enumerate(group["params"]):
                 _follow(masters, param, f"parameter {number} of group {index}")
+        masters.changed()
+        masters.weights = tuple(masters.weight_of(param) for param in _params(optimizer))
         masters.stamp = stamp
-    cast_(Casts(_params(optimizer), masters), backends.choose())
-    params, weights, *_ = masters.columns
-    cpu.lend_grads(params, weights)
+    cast_(groups, masters.casts, backends.choose())
+    cpu.lend_grads(groups, masters.weights, None)
 
 
 def _follow(masters: _Masters, param: Tensor, where: str) -> None:
@@ -297,19 +316,20 @@ def _follow(masters: _Masters, param: Tensor, where: str) -> None:
         )
     if weight.device != param.device:
         master.weight = weight.detach().to(param.device).requires_grad_()
-    masters.changed()  # strides may be others, too
     master.catch_up()
 
 
 def _write_back(optimizer: MasterWeights) -> None:
     """Rounds master weights to the parameters that have a gradient, unless a flag is set."""
-    params, weights, _, alike = optimizer._masters.columns
-    if any(weight.grad is None for weight in weights):
-        stepped = [pair for pair in zip(params, weights, strict=True) if pair[1].grad is not None]
-        params, weights = [p for p, _ in stepped], [w for _, w in stepped]
+    masters, groups = optimizer._masters, optimizer.param_groups
     found_inf = getattr(optimizer, "found_inf", None)
-    narrow_(params, weights, found_inf, in_same_order=alike)
-    optimizer._masters.stamp = stamp_of(_params(optimizer))
+    stepped = cpu.stepped_pairs(groups, masters.weights)
+    if stepped is not None and narrow_pairs(stepped[0], found_inf):
+        masters.stamp = stepped[1]
+        return
+    pairs = [each for each in masters.values() if each.weight.grad is not None]
+    narrow_on_devices([each.param for each in pairs], [each.weight for each in pairs], found_inf)
+    masters.stamp = stamp_of(groups)
 
 
 @contextmanager
@@ -348,22 +368,21 @@ class _Swap:
         self.optimizer = optimizer
 
     def enter(self) -> None:
-        optimizer = self.optimizer
-        weights = optimizer._masters.columns[2]
+        optimizer, masters = self.optimizer, self.optimizer._masters
         self._own = [(group["params"], list(group["params"])) for group in optimizer.param_groups]
-        self._state, inner = optimizer.state, optimizer._masters.inner
-        if inner is None or not _same_entries(self._state, inner):
-            inner = _rekeyed(self._state, weights)
-        self._inner = optimizer._masters.inner = inner
-        optimizer.state = inner
-        for params, own in self._own:
-            params[:] = [weights.get(id(param), param) for param in own]
+        self._state, inner = optimizer.state, masters.inner
+        if inner is None or not cpu.have_same_entries(self._state, inner):
+            inner = _rekeyed(self._state, {key: each.weight for key, each in masters.items()})
+        self._inner = optimizer.state = masters.inner = inner
+        standing = masters.stand_in_for([own for _, own in self._own])
+        for (params, _), weights in zip(self._own, standing, strict=True):
+            params[:] = weights
 
     def leave(self) -> None:
         optimizer = self.optimizer
         for params, own in self._own:
             params[:] = own
-        if optimizer.state is self._inner and _same_entries(self._state, self._inner):
+        if optimizer.state is self._inner and cpu.have_same_entries(self._state, self._inner):
             optimizer.state = self._state
             return
         params_of = {id(master.weight): master.param for master in optimizer._masters.values()}
@@ -374,10 +393,6 @@ class _Swap:
             self._state.update(entries)
             entries = cast(Any, self._state)
         optimizer.state = entries
-
-
-def _same_entries(a: Mapping[Any, Any], b: Mapping[Any, Any]) -> bool:
-    return len(a) == len(b) and all(x is y for x, y in zip(a.values(), b.values(), strict=True))
 
 
 def _rekeyed(state: Mapping[Any, Any], by_id: dict[int, Tensor]) -> defaultdict[Any, Any]:

@@ -14,6 +14,8 @@ namespace ampfast {
 
 // The raw calls of the short way; the stub _C.pyi describes them.
 void bind_short_way(py::module_& m);
+// What a step with master weights does for all parameters.
+void bind_master_weights(py::module_& m);
 
 namespace cuda {
 // Calls of the CUDA kernels; only in builds that have them.
@@ -102,6 +104,42 @@ inline std::optional<Update> update_of(at::Device device, const at::Tensor& scal
   update.backoff_factor = backoff_factor;
   update.growth_interval = growth_interval;
   return update;
+}
+
+// Functions with CPython's own convention, since a cold call through pybind costs as much as all
+// the rest. Null without an error is None, and every exception of C++ is one of Python. Where
+// Python has no global lock, all return None at once.
+template <PyObject* (*kBody)(PyObject* const*), Py_ssize_t kArguments>
+PyObject* call(PyObject*, PyObject* const* args, Py_ssize_t count) {
+  if (count != kArguments) {
+    return PyErr_Format(PyExc_TypeError, "takes %zd arguments, got %zd", kArguments, count);
+  }
+  try {
+    PyObject* result = kBody(args);
+    if (result != nullptr || PyErr_Occurred() != nullptr) {
+      return result;
+    }
+  } catch (py::error_already_set& error) {
+    error.restore();
+    return nullptr;
+  } catch (const std::exception& error) {
+    PyErr_SetString(PyExc_RuntimeError, error.what());
+    return nullptr;
+  }
+  return Py_NewRef(Py_None);
+}
+
+template <PyObject* (*kBody)(PyObject* const*), Py_ssize_t kArguments>
+PyMethodDef method(const char* name) {
+  // Through void, as CPython's own casts go: the flag tells the true type.
+  void* function = reinterpret_cast<void*>(&call<kBody, kArguments>);
+  return {name, reinterpret_cast<PyCFunction>(function), METH_FASTCALL, nullptr};
+}
+
+inline void add_methods(py::module_& m, PyMethodDef* methods) {
+  if (PyModule_AddFunctions(m.ptr(), methods) != 0) {
+    throw py::error_already_set();
+  }
 }
 
 }  // namespace ampfast

@@ -14,6 +14,8 @@
 
 #include <algorithm>
 
+#include "master_weights.h"
+
 namespace ampfast {
 
 namespace {
@@ -153,29 +155,38 @@ std::pair<GradList, GradList> GradList::split(const std::unordered_set<int64_t>&
   return both;
 }
 
-GradList GradList::paired(const std::unordered_map<int64_t, at::Tensor>& wide) const {
-  const auto owners = std::make_shared<std::pair<std::shared_ptr<const void>, Tensors>>();
-  owners->first = owner_;
-  GradList pairs(device_, owners);
-  pairs.has_float64_ = has_float64_;
-  for (const DtypeList& list : lists_) {
-    for (const Span& span : list.spans) {
-      const auto found = list.element_size() == 2 ? wide.find(span.parameter) : wide.end();
-      float* values = nullptr;
-      if (found != wide.end()) {
-        const at::Tensor& tensor = found->second;
-        TORCH_CHECK(
-            tensor.scalar_type() == at::kFloat && tensor.device() == device_ &&
-                is_regular(tensor, device_bit(device_.type())) && tensor.numel() == span.numel,
-            "number ", span.parameter, " needs ", span.numel, " dense float32 values on ", device_);
-        require_storage(tensor);
-        values = tensor.mutable_data_ptr<float>();
-        owners->second.push_back(tensor);
+void GradList::add(const at::Tensor& tensor, const at::Tensor& wide, int64_t parameter) {
+  const int64_t numel = tensor.numel();
+  if (numel == 0) {
+    return;
+  }
+  require_storage(tensor);
+  require_storage(wide);
+  add(tensor.scalar_type(), static_cast<char*>(tensor.mutable_data_ptr()), numel, parameter,
+      wide.mutable_data_ptr<float>());
+}
+
+void GradList::pair(at::ScalarType dtype, const std::vector<float*>& wide) {
+  for (DtypeList& list : lists_) {
+    if (list.dtype == dtype) {
+      list.is_paired = true;
+      for (size_t i = 0; i < list.spans.size(); ++i) {
+        list.spans[i].wide = wide.at(i);
       }
-      pairs.add(list.dtype, span.address, span.numel, span.parameter, values);
     }
   }
-  return pairs;
+}
+
+GradList GradList::pairs() const {
+  GradList found(device_, owner_);
+  for (const DtypeList& list : lists_) {
+    if (list.is_paired) {
+      found.lists_.push_back(list);
+      found.chunks_ += list.chunks;
+      found.elements_ += list.elements;
+    }
+  }
+  return found;
 }
 
 namespace {
@@ -213,17 +224,19 @@ struct Walk {
   // Gradients that the kernels can take, and the number of each one's parameter.
   std::shared_ptr<Tensors> regular = std::make_shared<Tensors>();
   std::vector<int64_t> numbers;
+  std::vector<py::object> params;
   std::vector<SetAside> set_aside;
   std::optional<Place> refused;
   int64_t parameters = 0;  // with gradient or without
 
   // Takes a gradient that the kernels can take, and tells whether it did.
-  bool take(at::Tensor& grad, uint64_t devices) {
+  bool take(const py::object& param, at::Tensor& grad, uint64_t devices) {
     if (!grad.defined() || !is_regular(grad, devices)) {
       return false;
     }
     regular->push_back(std::move(grad));
     numbers.push_back(parameters);
+    params.push_back(param);
     return true;
   }
 };
@@ -261,9 +274,9 @@ void walk_group(const py::handle& params, int64_t group, bool allow_fp16, uint64
       walk.refused = {group, index, param};
       return;
     }
-    if (!walk.take(grad, devices)) {
+    if (!walk.take(param, grad, devices)) {
       grad = local_shard(local_shard_of, param, std::move(grad), walk.parameters);
-      if (!walk.take(grad, devices) && grad.defined()) {
+      if (!walk.take(param, grad, devices) && grad.defined()) {
         require_storage(grad);
         walk.set_aside.emplace_back(param, std::move(grad), walk.parameters);
       }
@@ -277,7 +290,7 @@ void walk_group(const py::handle& params, int64_t group, bool allow_fp16, uint64
 
 std::tuple<std::vector<GradList>, std::vector<SetAside>, std::optional<Place>> walk_gradients(
     const py::handle& param_groups, bool allow_fp16, bool writes, uint64_t devices,
-    bool bumps_versions, const py::object& local_shard_of) {
+    bool bumps_versions, const py::object& local_shard_of, Casts* casts) {
   Walk walk;
   with_python_warnings([&] {
     int64_t index = 0;
@@ -297,25 +310,26 @@ std::tuple<std::vector<GradList>, std::vector<SetAside>, std::optional<Place>> w
     }
     list_on(lists, grad.device(), walk.regular).add(grad, writes, walk.numbers[i]);
   }
+  if (casts != nullptr) {
+    std::vector<Taken> taken;
+    for (size_t i = 0; i < walk.numbers.size(); ++i) {
+      taken.push_back({&(*walk.regular)[i], walk.params[i].ptr(), walk.numbers[i]});
+    }
+    casts->reset();
+    for (GradList& list : lists) {
+      casts->start(list, taken);
+    }
+  }
   return {std::move(lists), std::move(walk.set_aside), std::move(walk.refused)};
 }
 
 namespace {
-
-void prefetch(const void* address, int cache_lines) {
-#if defined(__GNUC__)
-  for (int line = 0; line < cache_lines; ++line) {
-    __builtin_prefetch(static_cast<const char*>(address) + 64 * line);
-  }
-#endif
-}
 
 // Takes the gradients of at most `kTogether` parameters, the first of which has this number: the
 // memory of one arrives while the next is asked for.
 bool take_some(PyObject* const* params, Py_ssize_t count, int64_t first, bool allow_fp16,
                bool writes, ShortWalk& walk) {
   const at::Device device = walk.list.device();
-  int64_t numbers[kTogether];
   const torch::autograd::AutogradMeta* metas[kTogether];
   for (Py_ssize_t i = 0; i < count; ++i) {
     if (!THPVariable_CheckExact(params[i])) {
@@ -334,23 +348,22 @@ bool take_some(PyObject* const* params, Py_ssize_t count, int64_t first, bool al
       continue;
     }
     if (metas[i]->grad_.defined()) {
-      numbers[walk.grads.size() - before] = first + i;
-      walk.grads.push_back(&metas[i]->grad_);
+      walk.grads.push_back({&metas[i]->grad_, params[i], first + i});
       prefetch(metas[i]->grad_.unsafeGetTensorImpl(), 4);
     } else if (metas[i]->grad_fn_) {
       return false;  // not a leaf: reading its gradient may warn
     }
   }
   for (size_t i = before; i < walk.grads.size(); ++i) {
-    prefetch(walk.grads[i]->unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl(), 2);
+    prefetch(walk.grads[i].grad->unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl(), 2);
   }
   for (size_t i = before; i < walk.grads.size(); ++i) {
-    const at::Tensor& grad = *walk.grads[i];
+    const at::Tensor& grad = *walk.grads[i].grad;
     if (!is_regular(grad, device_bit(device.type())) || grad.device() != device ||
         (!allow_fp16 && grad.scalar_type() == at::kHalf)) {
       return false;
     }
-    walk.list.add(grad, writes, numbers[i - before]);
+    walk.list.add(grad, writes, walk.grads[i].number);
   }
   return true;
 }
@@ -360,13 +373,13 @@ bool take_some(PyObject* const* params, Py_ssize_t count, int64_t first, bool al
 void ShortWalk::own() {
   owners.clear();
   owners.reserve(grads.size());
-  for (const at::Tensor* grad : grads) {
-    owners.push_back(*grad);
+  for (const Taken& taken : grads) {
+    owners.push_back(*taken.grad);
   }
 }
 
 std::optional<ShortWalk> short_walk(PyObject* param_groups, at::Device device, bool allow_fp16,
-                                    bool writes) {
+                                    bool writes, Casts* casts) {
   static PyObject* const name = PyUnicode_InternFromString("params");
   if (!PyList_CheckExact(param_groups) || is_observed() ||
       at::impl::torch_function_mode_enabled()) {
@@ -402,89 +415,11 @@ std::optional<ShortWalk> short_walk(PyObject* param_groups, at::Device device, b
   if (walk.list.elements() >= kElementsWorthReleasing) {
     walk.own();
   }
+  if (casts != nullptr) {
+    casts->reset();
+    casts->start(walk.list, walk.grads);
+  }
   return walk;
-}
-
-NarrowGrads narrow_grads(const std::vector<at::Tensor>& params,
-                         const std::optional<at::Tensor>& buffer, uint64_t devices) {
-  constexpr int64_t kAlignment = 64 / sizeof(float);
-  // Vectors of the gradient that are aligned are so in float32, too.
-  const auto phase = [](const at::Tensor& grad) {
-    constexpr uintptr_t kVector = 16;
-    return static_cast<int64_t>(reinterpret_cast<uintptr_t>(grad.const_data_ptr()) % kVector / 2);
-  };
-  const auto room = [&phase](const at::Tensor& grad) {
-    return (phase(grad) + grad.numel() + kAlignment - 1) / kAlignment * kAlignment;
-  };
-  devices = is_observed() ? 0 : devices;
-  const at::AutoDispatchBelowADInplaceOrView no_autograd;
-  NarrowGrads found;
-  int64_t length = 0;
-  std::optional<at::Device> device;
-  for (size_t i = 0; i < params.size(); ++i) {
-    const at::Tensor& grad = params[i].grad();
-    if (!grad.defined() ||
-        (grad.scalar_type() != at::kHalf && grad.scalar_type() != at::kBFloat16)) {
-      continue;
-    }
-    const bool takes = is_regular(grad, devices) && (!device || grad.device() == *device);
-    device = takes ? grad.device() : device;
-    (takes ? found.places : found.others).push_back(static_cast<int64_t>(i));
-    length += takes ? room(grad) : 0;
-  }
-  if (found.places.empty()) {
-    found.buffer = buffer ? *buffer : at::Tensor();
-    return found;
-  }
-  at::Tensor memory;
-  if (device->is_cpu()) {
-    const bool is_free = buffer && buffer->numel() == length && buffer->storage().use_count() == 1;
-    memory = is_free ? *buffer : at::Tensor(at::detail::empty_cpu({length}, at::kFloat));
-    found.buffer = memory;
-  } else {
-    // The allocator of a device hands the memory of the last step out again.
-    memory = at::empty({length}, at::TensorOptions(at::kFloat).device(*device));
-    found.buffer = buffer ? *buffer : at::Tensor();
-  }
-  found.wide.reserve(found.places.size());
-  int64_t offset = 0;
-  for (const int64_t place : found.places) {
-    const at::Tensor& grad = params[place].grad();
-    const int64_t first = offset + phase(grad);
-    found.wide.push_back(at::as_strided(memory, grad.sizes(), grad.strides(), first));
-    offset += room(grad);
-  }
-  return found;
-}
-
-void set_grads(const std::vector<at::Tensor>& params, const std::vector<at::Tensor>& grads) {
-  for (size_t i = 0; i < params.size(); ++i) {
-    if (params[i].grad_dtype().has_value() && params[i].grad_dtype() != grads.at(i).scalar_type()) {
-      params[i].set_grad_dtype(std::nullopt);
-    }
-    params[i].mutable_grad() = grads.at(i);
-  }
-}
-
-void lend_grads(const std::vector<at::Tensor>& params, const std::vector<at::Tensor>& to) {
-  for (size_t i = 0; i < to.size(); ++i) {
-    to[i].mutable_grad() = params.empty() ? at::Tensor() : params.at(i).grad();
-  }
-}
-
-std::optional<std::string> stamp_of(const py::sequence& params) {
-  std::string stamp;
-  for (const py::handle item : params) {
-    if (!THPVariable_CheckExact(item.ptr())) {
-      return std::nullopt;
-    }
-    const at::Tensor& param = THPVariable_Unpack(item.ptr());
-    const int64_t words[] = {
-        reinterpret_cast<int64_t>(item.ptr()), reinterpret_cast<int64_t>(param.const_data_ptr()),
-        static_cast<int64_t>(param._version()), param.requires_grad() || param.grad().defined()};
-    stamp.append(reinterpret_cast<const char*>(words), sizeof(words));
-  }
-  return stamp;
 }
 
 bool lacks_state(const py::iterable& params, const py::dict& state, const py::str& name) {
@@ -511,30 +446,61 @@ bool lacks_state(const py::iterable& params, const py::dict& state, const py::st
   return lacks;
 }
 
-std::optional<GradList> regular_list(const py::sequence& tensors, at::Device device,
-                                     const std::optional<std::vector<int64_t>>& parameters) {
-  if (is_observed()) {
-    return std::nullopt;
+bool add_pair(GradList& list, const at::Tensor& tensor, PyObject* wide, int64_t number) {
+  const at::Tensor* values = regular_tensor(wide, list.device());
+  if (values == nullptr || tensor.element_size() != 2 || values->scalar_type() != at::kFloat ||
+      values->sizes() != tensor.sizes() || values->strides() != tensor.strides()) {
+    return false;
   }
-  // References to Python's objects: taking one from C++ to a tensor that only Python holds is slow.
-  // A list's own items, as torch reads them, whatever a subclass iterates over.
+  list.add(tensor, *values, number);
+  return true;
+}
+
+const at::Tensor* regular_tensor(PyObject* object, at::Device device) {
+  if (!THPVariable_CheckExact(object)) {
+    return nullptr;
+  }
+  const at::Tensor& tensor = THPVariable_Unpack(object);
+  const bool takes = tensor.device() == device && is_regular(tensor, device_bit(device.type()));
+  return takes ? &tensor : nullptr;
+}
+
+namespace {
+
+// A list's own items, as torch reads them, whatever a subclass iterates over.
+py::tuple items_of(const py::sequence& tensors) {
   PyObject* items =
       PyList_Check(tensors.ptr()) ? PyList_AsTuple(tensors.ptr()) : PySequence_Tuple(tensors.ptr());
   if (items == nullptr) {
     throw py::error_already_set();
   }
-  const auto owner = std::make_shared<const py::tuple>(py::reinterpret_steal<py::tuple>(items));
+  return py::reinterpret_steal<py::tuple>(items);
+}
+
+}  // namespace
+
+std::optional<GradList> regular_list(const py::sequence& tensors, at::Device device,
+                                     const std::optional<std::vector<int64_t>>& parameters,
+                                     const std::optional<py::sequence>& wide) {
+  if (is_observed()) {
+    return std::nullopt;
+  }
+  // References to Python's objects: taking one from C++ to a tensor that only Python holds is slow.
+  const auto owner = std::make_shared<const std::pair<py::tuple, py::tuple>>(
+      items_of(tensors), wide ? items_of(*wide) : py::tuple());
   GradList list(device, owner);
-  for (size_t i = 0; i < owner->size(); ++i) {
-    PyObject* item = PyTuple_GET_ITEM(owner->ptr(), i);
-    if (!THPVariable_CheckExact(item)) {
+  for (size_t i = 0; i < owner->first.size(); ++i) {
+    const int64_t number = parameters ? parameters->at(i) : static_cast<int64_t>(i);
+    const at::Tensor* tensor = regular_tensor(PyTuple_GET_ITEM(owner->first.ptr(), i), device);
+    PyObject* other = wide ? PyTuple_GetItem(owner->second.ptr(), i) : Py_None;
+    if (tensor == nullptr) {
       return std::nullopt;
     }
-    const at::Tensor& tensor = THPVariable_Unpack(item);
-    if (tensor.device() != device || !is_regular(tensor, device_bit(device.type()))) {
+    if (other == Py_None) {
+      list.add(*tensor, true, number);
+    } else if (!add_pair(list, *tensor, other, number)) {
       return std::nullopt;
     }
-    list.add(tensor, true, parameters ? parameters->at(i) : static_cast<int64_t>(i));
   }
   return list;
 }

@@ -6,9 +6,7 @@
 
 #include <memory>
 #include <optional>
-#include <string>
 #include <tuple>
-#include <unordered_map>
 #include <unordered_set>
 #include <utility>
 #include <vector>
@@ -24,6 +22,8 @@ constexpr int64_t kChunk = 16 * 1024;
 
 // From this many elements on, other threads may have the interpreter meanwhile.
 constexpr int64_t kElementsWorthReleasing = 8 * kChunk;
+
+class Casts;
 
 constexpr int64_t chunk_count(int64_t numel) { return (numel + kChunk - 1) / kChunk; }
 
@@ -68,9 +68,14 @@ class GradList {
   // With `writes`, its data may be written.
   void add(const at::Tensor& tensor, bool writes, int64_t parameter);
 
-  // The same list, in which 16-bit tensors are paired with float32 ones: those of their parameters'
-  // numbers, in the same order in memory.
-  GradList paired(const std::unordered_map<int64_t, at::Tensor>& wide) const;
+  // The same, and the float32 tensor of its shape and strides that a pass writes in its place.
+  void add(const at::Tensor& tensor, const at::Tensor& wide, int64_t parameter);
+
+  // Pairs the tensors of a 16-bit dtype, in order, with float32 values.
+  void pair(at::ScalarType dtype, const std::vector<float*>& wide);
+
+  // Only the pairs.
+  GradList pairs() const;
 
   // The gradients of the parameters of these numbers, and the others.
   std::pair<GradList, GradList> split(const std::unordered_set<int64_t>& parameters) const;
@@ -118,6 +123,15 @@ void require_storage(const at::Tensor& tensor);
 // gradients take torch's own op, so that it sees them.
 bool is_observed();
 
+// Asks for memory that is read soon.
+inline void prefetch(const void* address, int cache_lines) {
+#if defined(__GNUC__)
+  for (int line = 0; line < cache_lines; ++line) {
+    __builtin_prefetch(static_cast<const char*>(address) + 64 * line);
+  }
+#endif
+}
+
 // The bit of a device type in the sets above.
 constexpr uint64_t device_bit(at::DeviceType type) { return uint64_t{1} << static_cast<int>(type); }
 
@@ -136,15 +150,22 @@ using Place = std::tuple<int64_t, int64_t, py::object>;
 // to be written, with `bumps_versions` so that autograd knows. `devices` is the set of device types
 // with kernels. `local_shard_of`, unless None, is called with a parameter, its gradient or None,
 // and its number, where either is no plain tensor; it returns the local shard of a distributed
-// gradient, which is read in its place, or None.
+// gradient, which is read in its place, or None. `casts`, unless null, begin.
 std::tuple<std::vector<GradList>, std::vector<SetAside>, std::optional<Place>> walk_gradients(
     const py::handle& param_groups, bool allow_fp16, bool writes, uint64_t devices,
-    bool bumps_versions, const py::object& local_shard_of);
+    bool bumps_versions, const py::object& local_shard_of, Casts* casts);
+
+// A gradient in a list, and its parameter; both borrowed.
+struct Taken {
+  const at::Tensor* grad;
+  PyObject* param;
+  int64_t number;
+};
 
 // The gradients of parameters that nobody touches while Python's lock is held.
 struct ShortWalk {
-  std::vector<const at::Tensor*> grads;  // borrowed from the parameters
-  std::vector<at::Tensor> owners;        // of a list for which the lock is released
+  std::vector<Taken> grads;
+  std::vector<at::Tensor> owners;  // of a list for which the lock is released
   GradList list;
 
   explicit ShortWalk(at::Device device) : list(device, nullptr) {}
@@ -155,39 +176,24 @@ struct ShortWalk {
 // is no gradient, or one that `walk_gradients` must look at or that is elsewhere than on `device`;
 // all is as before then.
 std::optional<ShortWalk> short_walk(PyObject* param_groups, at::Device device, bool allow_fp16,
-                                    bool writes);
-
-// The 16-bit gradients of parameters on the CPU, and of others.
-struct NarrowGrads {
-  std::vector<int64_t> places;  // among the parameters, of those that kernels take
-  std::vector<int64_t> others;
-  std::vector<at::Tensor> wide;  // float32 tensors like the former, in `buffer`
-  at::Tensor buffer;
-};
-
-// The buffer is the given one if nobody else holds its memory and it has the length. Without
-// kernels all are others.
-NarrowGrads narrow_grads(const std::vector<at::Tensor>& params,
-                         const std::optional<at::Tensor>& buffer, uint64_t devices);
-
-// Sets gradients of any dtype.
-void set_grads(const std::vector<at::Tensor>& params, const std::vector<at::Tensor>& grads);
-
-// Gives others the gradients of parameters.
-void lend_grads(const std::vector<at::Tensor>& params, const std::vector<at::Tensor>& to);
-
-// What changes where autograd sees an edit of parameters, or where these are others. Nothing where
-// one is no plain tensor.
-std::optional<std::string> stamp_of(const py::sequence& params);
+                                    bool writes, Casts* casts = nullptr);
 
 // Tells whether a parameter that has a gradient lacks an entry of that name in the optimizer's
 // state, a dict by parameter. Keys are told apart as tensors are: by identity.
 bool lacks_state(const py::iterable& params, const py::dict& state, const py::str& name);
 
+// The tensor, if the kernels can take it there; else null.
+const at::Tensor* regular_tensor(PyObject* object, at::Device device);
+
+// Adds a 16-bit tensor and the float32 one of its shape and strides, and tells whether they fit.
+bool add_pair(GradList& list, const at::Tensor& tensor, PyObject* wide, int64_t number);
+
 // The list of `tensors`, about to be written; nothing if one of them is not a regular tensor on
-// `device`. Their parameters have the numbers of their places, or those of `parameters`.
+// `device`. Their parameters have the numbers of their places, or those of `parameters`. Where
+// `wide` is given, it has the float32 tensor that one is paired with, or None, for each.
 std::optional<GradList> regular_list(
     const py::sequence& tensors, at::Device device,
-    const std::optional<std::vector<int64_t>>& parameters = std::nullopt);
+    const std::optional<std::vector<int64_t>>& parameters = std::nullopt,
+    const std::optional<py::sequence>& wide = std::nullopt);
 
 }  // namespace ampfast

@@ -11,6 +11,7 @@
 #include "cpu/instruction_set.h"
 #include "cpu/multi_tensor.h"
 #include "device_table.h"
+#include "master_weights.h"
 #include "track.h"
 
 namespace ampfast {
@@ -169,6 +170,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.attr("WITH_CUDA") = false;
 #endif
   bind_short_way(m);
+  bind_master_weights(m);
   m.attr("CHUNK") = kChunk;
   m.attr("CPU") = device_bit(at::kCPU);
   m.attr("CUDA") = device_bit(at::kCUDA);
@@ -196,9 +198,9 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   });
   py::class_<GradList>(m, "GradList", checked_alloc)
       .def_static("of", &regular_list, py::arg("tensors"), py::arg("device"),
-                  py::arg("parameters") = std::nullopt)
+                  py::arg("parameters") = std::nullopt, py::arg("wide") = std::nullopt)
       .def("split", &GradList::split, py::arg("parameters"))
-      .def("paired", &GradList::paired, py::arg("wide"))
+      .def("pairs", &GradList::pairs)
       .def_property_readonly("device", &GradList::device)
       .def_property_readonly("has_float64", &GradList::has_float64)
       .def_property_readonly("chunks", &GradList::chunks);
@@ -227,21 +229,9 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("update_scale_", &update_scale_);
   m.def("require_storage", &require_storage);
   m.def("lacks_state", &lacks_state);
-  m.def("narrow_grads", [](const std::vector<at::Tensor>& params,
-                           const std::optional<at::Tensor>& buffer, uint64_t devices) {
-    NarrowGrads found = narrow_grads(params, buffer, devices);
-    return py::make_tuple(std::move(found.places), std::move(found.others), std::move(found.wide),
-                          std::move(found.buffer));
-  });
-  m.def("set_grads", &set_grads);
-  m.def("lend_grads", &lend_grads);
-  m.def("stamp_of", [](const py::sequence& params) -> py::object {
-    const std::optional<std::string> stamp = stamp_of(params);
-    return stamp ? py::object(py::bytes(*stamp)) : py::none();
-  });
   m.def("walk", &walk_gradients, py::arg("param_groups"), py::arg("allow_fp16"), py::arg("writes"),
         py::arg("devices"), py::arg("bumps_versions") = false,
-        py::arg("local_shard_of") = py::none());
+        py::arg("local_shard_of") = py::none(), py::arg("casts") = nullptr);
   m.def("unscale_", &unscale_);
   m.def("check_", &check_);
   m.def("norms", &norms);

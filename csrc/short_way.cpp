@@ -1,6 +1,5 @@
-// Called with CPython's own convention, since a cold call through pybind costs as much as all the
-// rest. Each function returns None, before any side effect, where the general way must look. Where
-// Python has no global lock, that is always.
+// The raw calls of the short way. Each returns None, before any side effect, where the general way
+// must look; where Python has no global lock, that is always.
 #include <ATen/ops/empty.h>
 #include <torch/csrc/Device.h>
 #include <torch/csrc/autograd/python_variable.h>
@@ -13,6 +12,7 @@
 #include "bindings.h"
 #include "cpu/multi_tensor.h"
 #include "device_table.h"
+#include "master_weights.h"
 
 namespace ampfast {
 namespace {
@@ -26,6 +26,12 @@ const at::Tensor* scalar_of(PyObject* object, at::ScalarType dtype,
   const at::Tensor& tensor = THPVariable_Unpack(object);
   return tensor.dim() == 0 && is_scalar(tensor, dtype, devices) ? &tensor : nullptr;
 }
+
+#ifdef Py_GIL_DISABLED
+constexpr bool kHasLock = false;
+#else
+constexpr bool kHasLock = true;
+#endif
 
 py::dict dict_of(PyObject* dict) { return py::reinterpret_borrow<py::dict>(dict); }
 
@@ -160,8 +166,12 @@ bool has_original_hooks(PyTypeObject* type) {
   return true;
 }
 
-// The own dict of a scaler for which the short way may do; null for another one.
+// The own dict of a scaler for which the short way may do; null for another one, and where Python
+// has no global lock.
 py::object usual_dict(PyObject* scaler) {
+  if (!kHasLock) {
+    return {};
+  }
   py::object held = py::reinterpret_steal<py::object>(PyObject_GenericGetDict(scaler, nullptr));
   PyObject* own = held.ptr();
   const auto has = [own](PyObject* name) {
@@ -187,15 +197,23 @@ py::object usual_dict(PyObject* scaler) {
   return is_usual ? held : py::object();
 }
 
-// usual_entry(scaler, optimizer) -> (scale, entry): the optimizer's, made if there is none; without
-// a call to its factory, which cold takes as long as all else here.
+// The casts of an optimizer's gradients, or None.
+py::object casts_of_optimizer(PyObject* optimizer) {
+  if (PyType_IsSubtype(Py_TYPE(optimizer), reinterpret_cast<PyTypeObject*>(casting)) == 0) {
+    return py::none();
+  }
+  return py::reinterpret_borrow<py::object>(optimizer).attr("_masters").attr("casts");
+}
+
+// usual_entry(scaler, optimizer) -> (scale, entry, casts): the optimizer's entry, made if there is
+// none; without a call to its factory, which cold takes as long as all else here.
 PyObject* usual_entry(PyObject* const* args) {
   const py::object own = usual_dict(args[0]);
   PyObject* states = own ? item(own.ptr(), names().states) : nullptr;
-  if (states == nullptr || !PyDict_Check(states) ||
-      PyType_IsSubtype(Py_TYPE(args[1]), reinterpret_cast<PyTypeObject*>(casting)) != 0) {
+  if (states == nullptr || !PyDict_Check(states)) {
     return nullptr;
   }
+  const py::object casts = casts_of_optimizer(args[1]);
   const py::object key = py::reinterpret_steal<py::object>(PyLong_FromVoidPtr(args[1]));
   PyObject* entry = key ? item(states, key.ptr()) : nullptr;
   py::object made;
@@ -211,13 +229,13 @@ PyObject* usual_entry(PyObject* const* args) {
     dict_of(states)[key] = made;
     entry = made.ptr();
   }
-  return PyTuple_Pack(2, item(own.ptr(), names().scale), entry);
+  return PyTuple_Pack(3, item(own.ptr(), names().scale), entry, casts.ptr());
 }
 
 // record(entries, optimizer, value) -> True, where `entries` has a weak reference to it by its id
 PyObject* record(PyObject* const* args) {
   const py::object key = py::reinterpret_steal<py::object>(PyLong_FromVoidPtr(args[1]));
-  PyObject* entry = key ? item(args[0], key.ptr()) : nullptr;
+  PyObject* entry = key && kHasLock ? item(args[0], key.ptr()) : nullptr;
   PyObject* reference = entry == nullptr ? nullptr : PyTuple_GET_ITEM(entry, 0);
   if (reference == nullptr || !PyWeakref_CheckRef(reference)) {
     return nullptr;
@@ -234,11 +252,21 @@ PyObject* record(PyObject* const* args) {
   return Py_NewRef(Py_True);
 }
 
-// A pass that will write gradients: the mark of their optimizer, not yet put, and their factor.
+// A pass that will write gradients: the mark of their optimizer, not yet put, their factor, and
+// their casts, or null.
 struct Unscaling {
   Mark mark;
   ShortWalk walk;
   float inv_scale;
+  Casts* casts;
+
+  template <class Kernel>
+  void run(const Kernel& kernel) const {
+    ampfast::run(walk.list, kernel);
+    if (casts != nullptr) {
+      casts->finish();
+    }
+  }
 };
 
 // From the first arguments of the next two functions.
@@ -248,15 +276,18 @@ std::optional<Unscaling> unscaling(PyObject* const* args) {
     return std::nullopt;
   }
   Mark mark(args[3]);
-  std::optional<ShortWalk> walk = short_walk(args[0], at::kCPU, args[2] == Py_True, true);
+  Casts* casts = casts_of(args[5]);
+  const bool allow_fp16 = args[2] == Py_True || casts != nullptr;
+  std::optional<ShortWalk> walk = short_walk(args[0], at::kCPU, allow_fp16, true, casts);
   if (!walk) {
     return std::nullopt;
   }
   const float inv_scale = inverse_scale(*scale->const_data_ptr<float>());
-  return Unscaling{std::move(mark), *std::move(walk), inv_scale};
+  return Unscaling{std::move(mark), *std::move(walk), inv_scale, casts};
 }
 
-// unscale_groups(param_groups, scale, allow_fp16, state, unscaled) -> whether the step is skipped
+// unscale_groups(param_groups, scale, allow_fp16, state, unscaled, casts) -> whether the step is
+// skipped
 PyObject* unscale_groups(PyObject* const* args) {
   const std::optional<Unscaling> work = unscaling(args);
   if (!work) {
@@ -264,11 +295,11 @@ PyObject* unscale_groups(PyObject* const* args) {
   }
   const GradList& list = work->walk.list;
   float* flag = work->mark.put(args[4]);
-  run(list, [&] { *flag = cpu::unscale(list, work->inv_scale) ? 1 : 0; });
+  work->run([&] { *flag = cpu::unscale(list, work->inv_scale) ? 1 : 0; });
   return Py_NewRef(*flag != 0 ? Py_True : Py_False);
 }
 
-// clip_groups(param_groups, scale, allow_fp16, state, unscaled, max_norm, largest) -> norm
+// clip_groups(param_groups, scale, allow_fp16, state, unscaled, casts, max_norm, largest) -> norm
 PyObject* clip_groups(PyObject* const* args) {
   const std::optional<Unscaling> work = unscaling(args);
   if (!work) {
@@ -281,8 +312,8 @@ PyObject* clip_groups(PyObject* const* args) {
   Clip clip;
   clip.norms = row;
   clip.rows = 1;
-  clip.max_norm = PyFloat_AsDouble(args[5]);
-  clip.largest = args[6] == Py_True;
+  clip.max_norm = PyFloat_AsDouble(args[6]);
+  clip.largest = args[7] == Py_True;
   clip.coefficient = &coefficient;
   if (list.has_float64()) {
     clip.wide_norm = norm.mutable_data_ptr<double>();
@@ -290,10 +321,10 @@ PyObject* clip_groups(PyObject* const* args) {
     clip.norm = norm.mutable_data_ptr<float>();
   }
   float* flag = work->mark.put(args[4]);
-  for (const at::Tensor* grad : work->walk.grads) {
-    grad->unsafeGetTensorImpl()->bump_version();
+  for (const Taken& taken : work->walk.grads) {
+    taken.grad->unsafeGetTensorImpl()->bump_version();
   }
-  run(list, [&] {
+  work->run([&] {
     const cpu::Norms norms = cpu::norms(list, work->inv_scale);
     row[0] = norms.sum_of_squares;
     row[1] = norms.absolute_maximum;
@@ -322,9 +353,9 @@ PyObject* check_groups(PyObject* const* args) {
   return py::make_tuple(new_scalar(flag), new_scalar(flag), new_scalar(divisor)).release().ptr();
 }
 
-// pass_on_device(param_groups, scale, allow_fp16, state, unscaled, clips, launch) -> launch(table,
-// scale, flag, is_wide), with a new flag for it to write. With a `state` the gradients are written,
-// and it is marked.
+// pass_on_device(param_groups, scale, allow_fp16, state, unscaled, casts, clips, launch) ->
+// launch(table, scale, flag, is_wide), with a new flag for it to write. With a `state` the
+// gradients are written, and it is marked.
 PyObject* pass_on_device(PyObject* const* args) {
   const at::Tensor* scale = scalar_of(args[1], at::kFloat, kKernelDevices);
   const bool writes = args[3] != Py_None;
@@ -339,7 +370,8 @@ PyObject* pass_on_device(PyObject* const* args) {
   const py::object flag = py::cast(at::empty({}, at::TensorOptions(at::kFloat).device(device)));
   py::dict flags;
   flags[py::reinterpret_steal<py::object>(THPDevice_New(device))] = flag;
-  std::optional<ShortWalk> walk = short_walk(args[0], device, args[2] == Py_True, writes);
+  Casts* casts = casts_of(args[5]);
+  std::optional<ShortWalk> walk = short_walk(args[0], device, args[2] == Py_True, writes, casts);
   if (!walk || walk->list.chunks() == 0) {
     return nullptr;
   }
@@ -349,16 +381,19 @@ PyObject* pass_on_device(PyObject* const* args) {
   if (mark) {
     mark->put(args[4]);
   }
-  if (args[5] == Py_True) {
+  if (args[6] == Py_True) {
     for (const at::Tensor& grad : walk->owners) {
       grad.unsafeGetTensorImpl()->bump_version();
     }
   }
   py::object result = py::reinterpret_steal<py::object>(
-      PyObject_CallFunctionObjArgs(args[6], table.ptr(), args[1], flag.ptr(),
+      PyObject_CallFunctionObjArgs(args[7], table.ptr(), args[1], flag.ptr(),
                                    walk->list.has_float64() ? Py_True : Py_False, nullptr));
   if (result && mark) {
     dict_of(args[3])[names().found_inf] = flags;
+    if (casts != nullptr) {
+      casts->finish();
+    }
   }
   return result.release().ptr();
 }
@@ -366,7 +401,8 @@ PyObject* pass_on_device(PyObject* const* args) {
 // any_found(flags) -> bool
 PyObject* any_found(PyObject* const* args) {
   double sum = 0;  // of Python's floats
-  return take_flags(args[0], adding(sum)) ? Py_NewRef(sum != 0 ? Py_True : Py_False) : nullptr;
+  return kHasLock && take_flags(args[0], adding(sum)) ? Py_NewRef(sum != 0 ? Py_True : Py_False)
+                                                      : nullptr;
 }
 
 // The update of a scaler on the device of its scale, with words and norm as in the next functions.
@@ -459,54 +495,21 @@ PyObject* update_on_device(PyObject* const* args) {
   return Py_NewRef(Py_True);
 }
 
-// Calls a body with the arguments of a function: null without an error is None, and every
-// exception of C++ is one of Python.
-template <PyObject* (*kBody)(PyObject* const*), Py_ssize_t kArguments>
-PyObject* call(PyObject*, PyObject* const* args, Py_ssize_t count) {
-  if (count != kArguments) {
-    return PyErr_Format(PyExc_TypeError, "takes %zd arguments, got %zd", kArguments, count);
-  }
-#ifndef Py_GIL_DISABLED
-  try {
-    PyObject* result = kBody(args);
-    if (result != nullptr || PyErr_Occurred() != nullptr) {
-      return result;
-    }
-  } catch (py::error_already_set& error) {
-    error.restore();
-    return nullptr;
-  } catch (const std::exception& error) {
-    PyErr_SetString(PyExc_RuntimeError, error.what());
-    return nullptr;
-  }
-#endif
-  return Py_NewRef(Py_None);
-}
-
-template <PyObject* (*kBody)(PyObject* const*), Py_ssize_t kArguments>
-PyMethodDef method(const char* name) {
-  // Through void, as CPython's own casts go: the flag tells the true type.
-  void* function = reinterpret_cast<void*>(&call<kBody, kArguments>);
-  return {name, reinterpret_cast<PyCFunction>(function), METH_FASTCALL, nullptr};
-}
-
 }  // namespace
 
 void bind_short_way(py::module_& m) {
   static PyMethodDef methods[] = {method<watch_hooks, 4>("watch_hooks"),
                                   method<usual_entry, 2>("usual_entry"),
                                   method<record, 3>("record"),
-                                  method<unscale_groups, 5>("unscale_groups"),
+                                  method<unscale_groups, 6>("unscale_groups"),
                                   method<check_groups, 2>("check_groups"),
-                                  method<clip_groups, 7>("clip_groups"),
+                                  method<clip_groups, 8>("clip_groups"),
                                   method<any_found, 1>("any_found"),
                                   method<update_scale, 3>("update_scale"),
-                                  method<pass_on_device, 7>("pass_on_device"),
+                                  method<pass_on_device, 8>("pass_on_device"),
                                   method<update_on_device, 4>("update_on_device"),
                                   {nullptr, nullptr, 0, nullptr}};
-  if (PyModule_AddFunctions(m.ptr(), methods) != 0) {
-    throw py::error_already_set();
-  }
+  add_methods(m, methods);
 }
 
 }  // namespace ampfast

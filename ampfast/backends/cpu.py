@@ -30,7 +30,7 @@ def _require_torch(built_for: str, here: str) -> None:
 try:
     # `from ampfast import _C` would report a circular import if there is no core.
     import ampfast._C as _C
-    from ampfast._C import DeviceTable, GradList, Segment
+    from ampfast._C import Casts, DeviceTable, GradList, Segment
 except ImportError as error:
     raise ImportError(f"ampfast's compiled core cannot be loaded ({error}); {_REMEDY}") from error
 _require_torch(_C.build_info()["torch"], torch.__version__)
@@ -42,6 +42,7 @@ __all__ = [
     "MARK_WORDS",
     "WINDOW_BYTES",
     "WITH_CUDA",
+    "Casts",
     "Clip",
     "DeviceTable",
     "GradList",
@@ -56,21 +57,23 @@ __all__ = [
     "clip_coefficient",
     "clip_groups",
     "cpu_capability",
+    "have_same_entries",
+    "irregular_casts",
     "is_scalar",
     "lacks_state",
     "lend_grads",
     "list_of",
     "measure_",
     "narrow_",
-    "narrow_grads",
     "norms",
     "pass_on_device",
     "record",
     "require_storage",
     "scale_update",
-    "set_grads",
     "stamp_of",
     "state_layout",
+    "stepped_pairs",
+    "take_grads",
     "unscale_",
     "unscale_groups",
     "update_on_device",
@@ -96,7 +99,8 @@ build_info = _C.build_info
 clear_tables = _C.clear_tables
 cpu_capability = _C.cpu_capability
 walk = _C.walk
-# The list of tensors on a device, or None if one of them is irregular or of another type.
+# The list of tensors on a device, or of pairs of 16-bit and float32 tensors; None if one of them is
+# irregular or of another type, or the tensors of a pair differ in strides.
 list_of = _C.GradList.of
 # Whether a tensor is a plain one-element tensor of a dtype, as kernels take for a scalar.
 is_scalar = _C.is_scalar
@@ -105,15 +109,20 @@ require_storage = _C.require_storage
 # Writes norm, clip coefficient and divisor; takes the fields of a `Clip`. Formula:
 # torch.nn.utils.clip_grad_norm_, here in float64.
 clip_coefficient = _C.clip_coefficient
-# Of parameters with 16-bit gradients: the places of those that the CPU kernels take, and of others;
-# float32 tensors like the former's gradients, and their buffer: that of an earlier call, unless
-# someone else holds its memory or it has another length. Without kernels all are others.
-narrow_grads = _C.narrow_grads
-# Sets gradients of any dtype; gives the gradients of parameters to others, or takes them away.
-set_grads = _C.set_grads
-lend_grads = _C.lend_grads
-# Bytes that change where autograd sees an edit of plain parameters, or these are others; else None.
+# Parameters whose 16-bit gradients the kernels on these devices cannot cast.
+irregular_casts = _C.irregular_casts
+# Bytes that change where autograd sees an edit of plain parameters or groups have others; or None.
 stamp_of = _C.stamp_of
+# Gives the gradients of parameters to a tuple of their master weights, None where there is none.
+# None, with nothing done, if a gradient is 16 bit, or a stamp, where one is given, has changed.
+lend_grads = _C.lend_grads
+# Pairs of the parameters and master weights of which the latter have a gradient, to write the
+# former, and the stamp afterwards; None where the kernels cannot take one.
+stepped_pairs = _C.stepped_pairs
+# Takes the gradients of such a tuple away.
+take_grads = _C.take_grads
+# Whether dicts have the same objects as values, in the same order.
+have_same_entries = _C.have_same_entries
 # Whether a parameter with a gradient lacks an entry of its state.
 lacks_state = _C.lacks_state
 WINDOW_BYTES: int = _C.WINDOW_BYTES
@@ -191,7 +200,7 @@ def unscale_(
 ) -> Tensor:
     """Multiplies gradients in place by an inverse scale and checks that the results are finite.
 
-    The products of 16-bit gradients that are paired (`GradList.paired`) are written as float32.
+    The products of 16-bit gradients in pairs (`GradList.of`) are written to the float32 tensors.
 
     Args:
         grads: Gradients of one device.
@@ -214,7 +223,7 @@ def narrow_(pairs: GradList, found_inf: Tensor | None = None) -> None:
     """Rounds float32 values to the 16-bit tensors that they are paired with, to nearest even.
 
     Args:
-        pairs: A result of `GradList.paired` without unpaired tensors.
+        pairs: A list of nothing but pairs (`GradList.of`).
         found_inf: One-element float32; where it is not 0, nothing is written.
     """
     _C.narrow_(pairs, found_inf)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ampfast.backends import aten
 from ampfast.backends.cpu import (
+    Casts,
     Clip,
     DeviceTable,
     GradList,
@@ -332,10 +333,11 @@ class DeviceKernels:
         allow_fp16: bool,
         state: dict[str, Any],
         unscaled: Any,
+        casts: Casts | None,
     ) -> Tensor | None:
         """As `cpu.unscale_groups`."""
         flag: Tensor | None = self._over_groups(
-            self._unscale, param_groups, scale, allow_fp16, state, unscaled, False
+            self._unscale, param_groups, scale, allow_fp16, state, unscaled, casts, False
         )
         return flag
 
@@ -346,13 +348,14 @@ class DeviceKernels:
         allow_fp16: bool,
         state: dict[str, Any],
         unscaled: Any,
+        casts: Casts | None,
         max_norm: float,
         largest: bool,
     ) -> Tensor | None:
         """As `cpu.clip_groups`."""
         total: Tensor | None = self._over_groups(
             partial(self._clip, max_norm, largest),
-            *(param_groups, scale, allow_fp16, state, unscaled, True),
+            *(param_groups, scale, allow_fp16, state, unscaled, casts, True),
         )
         return total
 
@@ -361,7 +364,7 @@ class DeviceKernels:
     ) -> tuple[Tensor, Tensor, Tensor] | None:
         """As `cpu.check_groups`, with one flag for both."""
         checked: tuple[Tensor, Tensor, Tensor] | None = self._over_groups(
-            self._check, param_groups, grad_scale, True, None, None, False
+            self._check, param_groups, grad_scale, True, None, None, None, False
         )
         return checked
 
@@ -377,11 +380,14 @@ class DeviceKernels:
         allow_fp16: bool,
         state: dict[str, Any] | None,
         unscaled: Any,
+        casts: Casts | None,
         clips: bool,
     ) -> Any:
         if self._launcher.is_capturing():
             return None  # each launch needs a table of its own
-        return pass_on_device(param_groups, scale, allow_fp16, state, unscaled, clips, launch)
+        return pass_on_device(
+            param_groups, scale, allow_fp16, state, unscaled, casts, clips, launch
+        )
 
     def _unscale(self, table: DeviceTable, scale: Tensor, found_inf: Tensor, _: bool) -> Tensor:
         with self._launcher.on(scale.device):

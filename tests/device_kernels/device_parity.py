@@ -24,8 +24,10 @@ VECTOR_BYTES = 16
 Make = Callable[[], list[torch.Tensor]]
 
 
-def grads_of(tensors: Sequence[torch.Tensor]) -> cpu.GradList:
-    grads = cpu.list_of(list(tensors), CPU)
+def grads_of(
+    tensors: Sequence[torch.Tensor], floats: Sequence[torch.Tensor | None] | None = None
+) -> cpu.GradList:
+    grads = cpu.list_of(list(tensors), CPU, None, floats)
     assert grads is not None
     return grads
 

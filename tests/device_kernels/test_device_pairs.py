@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
 import pytest
 import torch
@@ -21,18 +20,12 @@ from kernel_parity import exact_bits, flag, random_bits, wide
 from support import assert_same
 from tracked import marked, marks_of, track_for
 
-from ampfast.backends import cpu
-
 pytestmark = pytest.mark.usefixtures("watched")
 
 HALVES = (torch.float16, torch.bfloat16)
 FACTORS = (1 / 3, 2.0**-16, 3.0, 2.0**100, -0.75, 0.0, 1.0, 2.0**-149, math.inf, math.nan)
 
 dtypes = pytest.mark.parametrize("dtype", HALVES, ids=str)
-
-
-def paired(halves: Sequence[torch.Tensor], floats: Sequence[torch.Tensor]) -> cpu.GradList:
-    return grads_of(halves).paired(dict(enumerate(floats)))
 
 
 def phased(half: torch.Tensor, shift: int = 0) -> torch.Tensor:
@@ -47,7 +40,7 @@ def check_widens(halves: list[torch.Tensor], factor: float, shift: int = 0) -> N
     theirs = [phased(half, shift) for half in halves]
     for target, half in zip(theirs, halves, strict=True):
         target.copy_(half.float() * flag(factor))
-    found = KERNELS.unscale_(paired(halves, floats), flag(factor), is_scale=False)
+    found = KERNELS.unscale_(grads_of(halves, floats), flag(factor), is_scale=False)
     assert found.item() == float(any(not t.isfinite().all() for t in theirs))
     assert_same_memory(floats, theirs)
     for half, bits in zip(halves, before, strict=True):
@@ -80,7 +73,7 @@ def test_beside_gradients_without_pair(dtype: torch.dtype) -> None:
     floats = {0: phased(halves[0]), 2: phased(halves[2])}
     expected = {number: (halves[number].float() * (1 / 3)) for number in floats}
     rest = [g.float() * (1 / 3) for g in (halves[1], *others)]
-    grads = grads_of([*halves, *others]).paired(floats)
+    grads = grads_of([*halves, *others], [floats.get(number) for number in range(5)])
     assert KERNELS.unscale_(grads, flag(1 / 3), is_scale=False).item() == 0
     for number, values in expected.items():
         assert_same(floats[number], values)
@@ -96,7 +89,7 @@ def test_marks_norms_coefficients_and_health(dtype: torch.dtype) -> None:
     grads = halves()
     floats = [phased(grad) for grad in grads]
     norms = torch.empty(2, dtype=torch.float64)
-    KERNELS.norms(paired(grads, floats), flag(0.1), is_scale=False, norms=norms)
+    KERNELS.norms(grads_of(grads, floats), flag(0.1), is_scale=False, norms=norms)
     squares = sum((g.float() * flag(0.1)).double().square().sum().item() for g in grads)
     assert norms[0].item() == pytest.approx(squares, rel=33 * 2.0**-24)
     largest = max((g.float() * flag(0.1)).abs().max().item() for g in grads)
@@ -104,7 +97,7 @@ def test_marks_norms_coefficients_and_health(dtype: torch.dtype) -> None:
     assert all(f.isnan().all() for f in floats), "norms are only read"
 
     found = KERNELS.unscale_(
-        *(paired(grads, floats), flag(0.1)), is_scale=False, coefficient=wide(1 / 3)
+        *(grads_of(grads, floats), flag(0.1)), is_scale=False, coefficient=wide(1 / 3)
     )
     assert found.item() == 0
     for grad, values in zip(grads, floats, strict=True):
@@ -113,9 +106,9 @@ def test_marks_norms_coefficients_and_health(dtype: torch.dtype) -> None:
     grads = halves()
     grads[1][-1], grads[2][0] = math.inf, math.nan
     track = track_for(3, health=True)
-    KERNELS.unscale_(paired(grads, floats), flag(0.5), is_scale=False, track=track)
+    KERNELS.unscale_(grads_of(grads, floats), flag(0.5), is_scale=False, track=track)
     assert marked(track) == [False, True, True]
-    KERNELS.measure_(paired(grads, floats), track.health)
+    KERNELS.measure_(grads_of(grads, floats), track.health)
     assert track.marks.tolist() == marks_of(grads)
 
 
@@ -123,9 +116,9 @@ def test_marks_norms_coefficients_and_health(dtype: torch.dtype) -> None:
 def test_products_beyond_16_bits_are_finite(dtype: torch.dtype) -> None:
     half = torch.tensor([torch.finfo(torch.float16).max], dtype=dtype)
     floats = [phased(half)]
-    assert KERNELS.unscale_(paired([half], floats), flag(4.0), is_scale=False).item() == 0
+    assert KERNELS.unscale_(grads_of([half], floats), flag(4.0), is_scale=False).item() == 0
     assert_same(floats[0], half.float() * 4)
-    assert KERNELS.unscale_(paired([half], floats), flag(3e38), is_scale=False).item() == 1
+    assert KERNELS.unscale_(grads_of([half], floats), flag(3e38), is_scale=False).item() == 1
 
 
 @dtypes
@@ -141,7 +134,7 @@ def test_narrow(dtype: torch.dtype, found: float | None) -> None:
             if found is None or found == 0:
                 expected.copy_(floats)
             before = exact_bits(floats)
-            KERNELS.narrow_(paired([half], [floats]), None if found is None else flag(found))
+            KERNELS.narrow_(grads_of([half], [floats]), None if found is None else flag(found))
             assert_same_memory([half], [expected])
             assert torch.equal(exact_bits(floats), before)
 
@@ -157,7 +150,7 @@ SPECIAL = [
 
 def test_narrow_needs_pairs() -> None:
     half, other = torch.zeros(3, dtype=torch.float16), torch.zeros(3, dtype=torch.bfloat16)
-    grads = grads_of([half, other]).paired({0: torch.ones(3)})
+    grads = grads_of([half, other], [torch.ones(3), None])
     with pytest.raises(RuntimeError, match="a tensor has no float32 values"):
         KERNELS.narrow_(grads)
     assert half.tolist() == [0.0] * 3

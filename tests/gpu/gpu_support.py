@@ -35,8 +35,10 @@ def kernels_of(backend: str, device: torch.device) -> Any:
     return kernels
 
 
-def grads_of(tensors: Sequence[torch.Tensor]) -> cpu.GradList:
-    grads = cpu.list_of(list(tensors), tensors[0].device)
+def grads_of(
+    tensors: Sequence[torch.Tensor], wide: Sequence[torch.Tensor] | None = None
+) -> cpu.GradList:
+    grads = cpu.list_of(list(tensors), tensors[0].device, None, wide)
     assert grads is not None, "a tensor is irregular"
     return grads
 

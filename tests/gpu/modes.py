@@ -98,7 +98,7 @@ def wrong_pairs(backend: str, kernels: Any, device: torch.device) -> int:
     for dtype, shift in itertools.product((torch.float16, torch.bfloat16), (0, 1)):
         halves = gradients([dtype], device)
         floats = [torch.zeros(half.numel() + shift, device=device)[shift:] for half in halves]
-        pairs = grads_of(halves).paired(dict(enumerate(floats)))
+        pairs = grads_of(halves, floats)
         kernels.unscale_(pairs, flag(4.0, device), is_scale=True)
         kernels.unscale_(pairs, flag(4.0, device), is_scale=True, coefficient=wide(1.0, device))
         widened = all(bool((each == 2).all()) for each in floats)

@@ -145,10 +145,9 @@ class _Recorder:
 
 
 def table_of(dtype: torch.dtype, paired: bool = False) -> cpu.DeviceTable:
-    grads = cpu.list_of([torch.ones(3, dtype=dtype)], torch.device("cpu"))
+    wide = [torch.ones(3)] if paired else None
+    grads = cpu.list_of([torch.ones(3, dtype=dtype)], torch.device("cpu"), None, wide)
     assert grads is not None
-    if paired:
-        grads = grads.paired({0: torch.ones(3)})
     return cpu.DeviceTable.of(grads, False)
 
 

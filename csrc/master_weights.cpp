@@ -1,0 +1,397 @@
+#include "master_weights.h"
+
+#include <ATen/EmptyTensor.h>
+#include <ATen/ops/empty.h>
+#include <torch/csrc/autograd/python_variable.h>
+#include <torch/csrc/autograd/variable.h>
+
+#include <algorithm>
+#include <cstring>
+#include <utility>
+
+#include "bindings.h"
+
+namespace ampfast {
+namespace {
+
+bool is_16_bit(const at::Tensor& tensor) {
+  return tensor.scalar_type() == at::kHalf || tensor.scalar_type() == at::kBFloat16;
+}
+
+// Place in float32 memory from 64 bytes on: vectors of the gradient that are aligned are so there,
+// too.
+int64_t phase_of(const at::Tensor& grad) {
+  constexpr uintptr_t kVector = 16;
+  return static_cast<int64_t>(reinterpret_cast<uintptr_t>(grad.const_data_ptr()) % kVector / 2);
+}
+
+// The memory that a gradient takes, in elements.
+int64_t room_of(const at::Tensor& grad) {
+  constexpr int64_t kAlignment = 64 / sizeof(float);
+  return (phase_of(grad) + grad.numel() + kAlignment - 1) / kAlignment * kAlignment;
+}
+
+// A tensor in that memory, no view to autograd.
+at::Tensor tensor_in(const at::Tensor& memory, const at::Tensor& grad, int64_t offset) {
+  at::Tensor made = at::detail::make_tensor<at::TensorImpl>(c10::Storage(memory.storage()),
+                                                            memory.key_set(), memory.dtype());
+  made.unsafeGetTensorImpl()->set_sizes_and_strides(grad.sizes(), grad.strides(), offset);
+  return made;
+}
+
+bool is_like(const at::Tensor& tensor, const at::Tensor& grad, int64_t offset) {
+  return tensor.storage_offset() == offset && tensor.sizes() == grad.sizes() &&
+         tensor.strides() == grad.strides();
+}
+
+// Whether a reference in C++ to a tensor is one of its Python object's, too, so that the object
+// lives as long as the tensor; in older torch the tensor's owner changes instead.
+bool objects_are_shared() {
+  static const bool shared = [] {
+    const at::Tensor tensor = at::detail::empty_cpu({}, at::kFloat);
+    return Py_REFCNT(py::cast(tensor).ptr()) == 2;
+  }();
+  return shared;
+}
+
+// Tells whether nobody holds a tensor besides the caller.
+bool is_held_once(const at::Tensor& tensor) {
+#ifdef Py_GIL_DISABLED
+  return false;  // counts of references are approximate
+#endif
+  PyObject* object = tensor.unsafeGetTensorImpl()->pyobj_slot()->load_pyobj();
+  if (object == nullptr) {
+    return tensor.use_count() == 1;
+  }
+  return Py_REFCNT(object) == 1 && tensor.use_count() == (objects_are_shared() ? 2 : 1);
+}
+
+}  // namespace
+
+bool Casts::Wide::is_free() const {
+  if (!memory.defined() || memory.storage().use_count() != grads.size() + 1) {
+    return false;  // views hold the memory
+  }
+  for (size_t i = 0; i < grads.size(); ++i) {
+    const at::Tensor& grad = grads[i];
+    prefetch(grads[std::min(i + 8, grads.size() - 1)].unsafeGetTensorImpl(), 4);
+    if (!is_held_once(grad) || grad.unsafeGetTensorImpl()->autograd_meta() != nullptr) {
+      return false;
+    }
+  }
+  return true;
+}
+
+void Casts::reset() {
+  on_cpu_.params.clear();
+  elsewhere_.clear();
+}
+
+void Casts::start(GradList& list, const std::vector<Taken>& taken) {
+  const at::Device device = list.device();
+  int64_t length = 0;
+  size_t count = 0;
+  for (const Taken& each : taken) {
+    if (is_16_bit(*each.grad) && each.grad->device() == device) {
+      length += room_of(*each.grad);
+      ++count;
+    }
+  }
+  if (count == 0) {
+    return;
+  }
+  const c10::InferenceMode usual(false);
+  // The allocator of a GPU hands the memory of the last pass out again.
+  Wide& wide = device.is_cpu() ? on_cpu_ : elsewhere_.emplace_back();
+  if (!wide.memory.defined() || wide.memory.numel() != length || !wide.is_free()) {
+    const at::Tensor memory = at::empty({length}, at::TensorOptions(at::kFloat).device(device));
+    wide = {memory, {}, {}};
+  }
+  wide.grads.resize(count);
+  wide.params.reserve(count);
+  std::vector<float*> values[2];
+  int64_t offset = 0;
+  size_t place = 0;
+  for (const Taken& each : taken) {
+    const at::Tensor& grad = *each.grad;
+    if (!is_16_bit(grad) || grad.device() != device) {
+      continue;
+    }
+    at::Tensor& cast = wide.grads[place++];
+    const int64_t first = offset + phase_of(grad);
+    if (!cast.defined() || !is_like(cast, grad, first)) {
+      cast = tensor_in(wide.memory, grad, first);
+    }
+    if (grad.numel() != 0) {
+      values[grad.scalar_type() == at::kHalf].push_back(wide.memory.mutable_data_ptr<float>() +
+                                                        first);
+    }
+    wide.params.push_back(py::reinterpret_borrow<py::object>(each.param));
+    offset += room_of(grad);
+  }
+  list.pair(at::kBFloat16, values[0]);
+  list.pair(at::kHalf, values[1]);
+}
+
+void Casts::finish() {
+  // Dropping tensors may run Python, which comes last.
+  std::vector<at::Tensor> dropped;
+  std::vector<Wide> wide = std::move(elsewhere_);
+  elsewhere_.clear();
+  const auto set = [&dropped](const std::vector<py::object>& params,
+                              const std::vector<at::Tensor>& grads) {
+    for (size_t i = 0; i < params.size(); ++i) {
+      const at::Tensor& param = THPVariable_Unpack(params[i].ptr());
+      const auto dtype = param.grad_dtype();
+      if (dtype.has_value() && *dtype != at::kFloat) {
+        param.set_grad_dtype(std::nullopt);
+      }
+      dropped.push_back(std::exchange(param.mutable_grad(), grads.at(i)));
+    }
+  };
+  dropped.reserve(on_cpu_.params.size());
+  const std::vector<py::object> params = std::exchange(on_cpu_.params, {});
+  set(params, on_cpu_.grads);
+  for (const Wide& each : wide) {
+    set(each.params, each.grads);
+  }
+}
+
+Casts* casts_of(PyObject* object) {
+  return object == Py_None ? nullptr : py::cast<Casts*>(py::handle(object));
+}
+
+namespace {
+
+torch::autograd::AutogradMeta* meta_of(const at::Tensor& tensor) {
+  return static_cast<torch::autograd::AutogradMeta*>(tensor.unsafeGetTensorImpl()->autograd_meta());
+}
+
+// The gradient of a leaf; null without one.
+const at::Tensor* grad_of(const at::Tensor& tensor) {
+  const auto* meta = meta_of(tensor);
+  return meta != nullptr && meta->grad_.defined() ? &meta->grad_ : nullptr;
+}
+
+// Fetches what a loop over tensors will read a few turns later.
+void fetch_ahead(PyObject* const* items, Py_ssize_t i, Py_ssize_t count) {
+  constexpr Py_ssize_t kTurns = 4;
+  if (i + 3 * kTurns < count) {
+    prefetch(items[i + 3 * kTurns], 1);
+  }
+  PyObject* item = i + 2 * kTurns < count ? items[i + 2 * kTurns] : Py_None;
+  if (THPVariable_CheckExact(item)) {
+    prefetch(THPVariable_Unpack(item).unsafeGetTensorImpl(), 4);
+  }
+  item = i + kTurns < count ? items[i + kTurns] : Py_None;
+  if (THPVariable_CheckExact(item)) {
+    const at::Tensor& tensor = THPVariable_Unpack(item);
+    prefetch(meta_of(tensor), 2);
+    prefetch(tensor.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl(), 2);
+  }
+}
+
+// Calls `body(group, param, weight)` for each parameter of the groups, and the item of a tuple in
+// that order; false as soon as it says false or the groups are unusual.
+template <class Body>
+bool for_each_param(PyObject* param_groups, PyObject* weights, const Body& body) {
+  static PyObject* const name = PyUnicode_InternFromString("params");
+  if (!PyList_CheckExact(param_groups)) {
+    return false;
+  }
+  Py_ssize_t number = 0;
+  for (Py_ssize_t g = 0; g < PyList_GET_SIZE(param_groups); ++g) {
+    PyObject* group = PyList_GET_ITEM(param_groups, g);
+    PyObject* params = PyDict_CheckExact(group) ? PyDict_GetItemWithError(group, name) : nullptr;
+    if (params == nullptr || !PyList_CheckExact(params)) {
+      return false;
+    }
+    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(params); ++i, ++number) {
+      PyObject* item = PyList_GET_ITEM(params, i);
+      fetch_ahead(reinterpret_cast<PyListObject*>(params)->ob_item, i, PyList_GET_SIZE(params));
+      PyObject* weight = Py_None;
+      if (weights != nullptr) {
+        if (number >= PyTuple_GET_SIZE(weights)) {
+          return false;
+        }
+        fetch_ahead(reinterpret_cast<PyTupleObject*>(weights)->ob_item, number,
+                    PyTuple_GET_SIZE(weights));
+        weight = PyTuple_GET_ITEM(weights, number);
+      }
+      if (!THPVariable_Check(item) || !body(g, item, weight)) {
+        return false;
+      }
+    }
+  }
+  return true;
+}
+
+// What changes where autograd sees an edit of a parameter, or a group has another one.
+struct Stamp {
+  int64_t words[4];
+
+  Stamp(int64_t group, PyObject* item) {
+    const at::Tensor& param = THPVariable_Unpack(item);
+    const auto* meta = meta_of(param);
+    const bool needs = meta != nullptr && (meta->requires_grad_ || meta->grad_.defined());
+    words[0] = group * 2 + (needs ? 1 : 0);
+    words[1] = reinterpret_cast<int64_t>(item);
+    words[2] = reinterpret_cast<int64_t>(param.const_data_ptr());
+    words[3] = static_cast<int64_t>(param._version());
+  }
+};
+
+PyObject* bytes_of(const std::vector<Stamp>& stamps) {
+  return PyBytes_FromStringAndSize(reinterpret_cast<const char*>(stamps.data()),
+                                   static_cast<Py_ssize_t>(stamps.size() * sizeof(Stamp)));
+}
+
+// stamp_of(param_groups) -> the stamps of plain parameters
+PyObject* stamp_of(PyObject* const* args) {
+  std::vector<Stamp> stamps;
+  const bool are_plain = for_each_param(args[0], nullptr, [&](auto group, auto* item, auto*) {
+    if (THPVariable_CheckExact(item)) {
+      stamps.emplace_back(group, item);
+    }
+    return THPVariable_CheckExact(item);
+  });
+  return are_plain ? bytes_of(stamps) : nullptr;
+}
+
+// Takes the gradients of a tuple of tensors and Nones away.
+void take_all(PyObject* weights) {
+  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(weights); ++i) {
+    PyObject* weight = PyTuple_GET_ITEM(weights, i);
+    if (weight != Py_None) {
+      meta_of(THPVariable_Unpack(weight))->grad_.reset();
+    }
+  }
+}
+
+// take_grads(weights) -> True
+PyObject* take_grads(PyObject* const* args) {
+  take_all(args[0]);
+  return Py_NewRef(Py_True);
+}
+
+// lend_grads(param_groups, weights, stamp) -> True; None, with nothing lent, if a gradient is 16
+// bit or a stamp has changed, unless None was given
+PyObject* lend_grads(PyObject* const* args) {
+  const bool compares = PyBytes_Check(args[2]) != 0;
+  const char* stamp = compares ? PyBytes_AS_STRING(args[2]) : nullptr;
+  const char* const end = compares ? stamp + PyBytes_GET_SIZE(args[2]) : nullptr;
+  const bool lent = for_each_param(args[0], args[1], [&](auto group, auto* item, auto* weight) {
+    if (compares) {
+      if (!THPVariable_CheckExact(item) || stamp == end) {
+        return false;
+      }
+      const Stamp now(group, item);
+      if (std::memcmp(&now, stamp, sizeof(now)) != 0) {
+        return false;
+      }
+      stamp += sizeof(now);
+    }
+    const at::Tensor* grad = weight != Py_None ? grad_of(THPVariable_Unpack(item)) : nullptr;
+    if (grad != nullptr && is_16_bit(*grad)) {
+      return false;
+    }
+    if (grad != nullptr) {
+      meta_of(THPVariable_Unpack(weight))->grad_ = *grad;
+    }
+    return true;
+  });
+  if (!lent || stamp != end) {
+    take_all(args[1]);
+    return nullptr;
+  }
+  return Py_NewRef(Py_True);
+}
+
+// stepped_pairs(param_groups, weights) -> (pairs, stamps afterwards), of parameters whose master
+// weight has a gradient, to write the parameters; None where the kernels cannot take one
+PyObject* stepped_pairs(PyObject* const* args) {
+  if (is_observed()) {
+    return nullptr;
+  }
+  // Who has the weights has their parameters, too.
+  const auto owner =
+      std::make_shared<const py::object>(py::reinterpret_borrow<py::object>(args[1]));
+  const auto count = static_cast<size_t>(PyTuple_GET_SIZE(args[1]));
+  std::optional<GradList> list;
+  std::vector<Stamp> stamps;
+  stamps.reserve(count);
+  const bool takes = for_each_param(args[0], args[1], [&](auto group, auto* item, auto* weight) {
+    if (weight != Py_None && grad_of(THPVariable_Unpack(weight)) != nullptr) {
+      const at::Tensor& param = THPVariable_Unpack(item);
+      if (!list) {
+        list.emplace(param.device(), owner);
+        list->expect(count);
+      }
+      const at::Tensor* narrow = regular_tensor(item, list->device());
+      if (narrow == nullptr ||
+          !add_pair(*list, *narrow, weight, static_cast<int64_t>(stamps.size()))) {
+        return false;
+      }
+      narrow->unsafeGetTensorImpl()->bump_version();
+    }
+    if (THPVariable_CheckExact(item)) {
+      stamps.emplace_back(group, item);
+    }
+    return THPVariable_CheckExact(item);
+  });
+  if (!takes) {
+    return nullptr;
+  }
+  if (!list) {
+    list.emplace(at::Device(at::kCPU), owner);
+  }
+  return py::make_tuple(std::move(*list), py::reinterpret_steal<py::bytes>(bytes_of(stamps)))
+      .release()
+      .ptr();
+}
+
+// have_same_entries(a, b) -> whether two dicts have the same objects as values, in the same order
+PyObject* have_same_entries(PyObject* const* args) {
+  if (!PyDict_Check(args[0]) || !PyDict_Check(args[1]) ||
+      PyDict_GET_SIZE(args[0]) != PyDict_GET_SIZE(args[1])) {
+    return Py_NewRef(Py_False);
+  }
+  PyObject *key = nullptr, *one = nullptr, *other = nullptr;
+  Py_ssize_t place = 0, other_place = 0;
+  while (PyDict_Next(args[0], &place, &key, &one) != 0) {
+    if (PyDict_Next(args[1], &other_place, &key, &other) == 0 || one != other) {
+      return Py_NewRef(Py_False);
+    }
+  }
+  return Py_NewRef(Py_True);
+}
+
+}  // namespace
+
+std::vector<py::object> irregular_casts(const py::handle& param_groups, uint64_t devices) {
+  std::vector<py::object> found;
+  devices = is_observed() ? 0 : devices;
+  for (const py::handle group : param_groups) {
+    for (const py::handle item : py::reinterpret_borrow<py::object>(group)["params"]) {
+      const at::Tensor& grad = THPVariable_Unpack(item.ptr()).grad();
+      if (grad.defined() && is_16_bit(grad) && !is_regular(grad, devices)) {
+        found.push_back(py::reinterpret_borrow<py::object>(item));
+      }
+    }
+  }
+  return found;
+}
+
+void bind_master_weights(py::module_& m) {
+  py::class_<Casts>(m, "Casts").def(py::init<>()).def("finish", &Casts::finish);
+  m.def("irregular_casts", &irregular_casts);
+  static PyMethodDef methods[] = {method<stamp_of, 1>("stamp_of"),
+                                  method<lend_grads, 3>("lend_grads"),
+                                  method<take_grads, 1>("take_grads"),
+                                  method<stepped_pairs, 2>("stepped_pairs"),
+                                  method<have_same_entries, 2>("have_same_entries"),
+                                  {nullptr, nullptr, 0, nullptr}};
+  add_methods(m, methods);
+}
+
+}  // namespace ampfast

@@ -1,0 +1,45 @@
+// Master weights: the casts of 16-bit gradients to float32, and what a step does for all
+// parameters.
+#pragma once
+
+#include <vector>
+
+#include "gradients.h"
+
+namespace ampfast {
+
+// Float32 gradients of an optimizer in place of 16-bit ones: made before a pass, written by it, and
+// set after it.
+class Casts {
+ public:
+  // Forgets a pass that did not come to its end.
+  void reset();
+
+  // Pairs all 16-bit gradients of a list with float32 memory: on the CPU that of the last pass, if
+  // nobody else holds one of its gradients or a view. `taken` has those of the list, in its order.
+  void start(GradList& list, const std::vector<Taken>& taken);
+
+  // Sets the gradients.
+  void finish();
+
+ private:
+  struct Wide {
+    at::Tensor memory;
+    std::vector<at::Tensor> grads;   // in it
+    std::vector<py::object> params;  // to which they are to be set
+
+    // Whether nobody else holds any of it.
+    bool is_free() const;
+  };
+
+  Wide on_cpu_;
+  std::vector<Wide> elsewhere_;
+};
+
+// Casts of an argument, or null.
+Casts* casts_of(PyObject* object);
+
+// Gradients that the kernels on these devices cannot cast: their parameters. Takes param_groups.
+std::vector<py::object> irregular_casts(const py::handle& param_groups, uint64_t devices);
+
+}  // namespace ampfast
