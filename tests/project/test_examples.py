@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import math
 import re
 import sys
 from collections.abc import Iterator
@@ -69,6 +70,37 @@ def test_both_scalers_give_the_same(
         counts = [re.search(r"steps=(\d+), skipped=(\d+)", line) for line in lines]
         [(steps, skipped)] = [map(int, count.groups()) for count in counts if count]
         assert 0 < skipped < steps
+
+
+def test_fine_tuning_in_16_bit(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.syspath_prepend(str(FOLDER))
+    example("finetune_16bit").main(["--steps", "30", "--device", "cpu"])
+    before, _, *rows = capsys.readouterr().out.splitlines()
+    first = float(before.split()[-1])
+    gains = {row[:14].strip(): [first - float(loss) for loss in row[14:].split()] for row in rows}
+    fp32, bf16, bf16_masters, fp16, fp16_masters = gains.values()
+    assert fp32[1] > 5 * fp32[0] > 0
+    # 30 steps of 1e-5 are below the spacing of most bfloat16 weights.
+    assert bf16[0] < fp32[0] / 4 and bf16[1] < fp32[1] / 2
+    assert all(map(math.isnan, fp16))
+    # Twice what was seen; forward and backward are 16 bit.
+    assert bf16_masters[1] == pytest.approx(fp32[1], rel=0.1)
+    assert fp16_masters == pytest.approx(fp32, rel=0.02, abs=2e-4)
+
+
+def test_the_picture_of_fine_tuning(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="the picture needs matplotlib")
+    monkeypatch.syspath_prepend(str(FOLDER))
+    module = example("finetune_16bit")
+    curves = {(way, rate): [(0, 2.0), (30, 1.5)] for way in module.WAYS for rate in module.RATES}
+    curves["fp16", 1e-4] = [(0, 2.0), (30, math.nan)]
+    for name in "ab":
+        module.draw(curves, tmp_path / f"{name}.svg")
+    drawn = (tmp_path / "a.svg").read_text(encoding="utf-8")
+    assert drawn == (tmp_path / "b.svg").read_text(encoding="utf-8")
+    assert drawn.count(">fp32<") == 2 and drawn.count(">fp16, then NaN<") == 1
 
 
 @pytest.mark.parametrize(
