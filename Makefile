@@ -130,7 +130,7 @@ triton36-compiled:
 	@exec env $(TRITON36) tests/triton_kernels $(ARGS)
 
 triton36-interpreted:
-	@exec env TRITON_INTERPRET=1 $(TRITON36) tests/device_kernels $(ARGS)
+	@exec env TRITON_INTERPRET=1 $(TRITON36) $(PARALLEL) tests/device_kernels $(ARGS)
 
 triton36-run:
 	@exec env AMPFAST_TEST_KERNELS=triton-sm_90-races $(TRITON36) \

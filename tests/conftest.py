@@ -37,6 +37,7 @@ def pytest_configure() -> None:
     compiled()
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Groups tests for parallel workers: a slow one alone and first, others by file."""
     items.sort(key=lambda item: item.get_closest_marker("slow") is None)
