@@ -85,10 +85,10 @@ def check_random_lists(
             check_passes(kernels, grads, device, norms=norms)
 
 
-def check_times(kernels: Any, device: torch.device) -> None:
+def check_times(kernels: Any, device: torch.device, elements: int = 70_000) -> None:
     """A step counts once in any number of passes, with the kind found by the last one."""
     track = track_for(2, device=device)
-    good, bad = torch.ones(70_000, device=device), torch.ones(70_000, device=device)
+    good, bad = torch.ones(elements, device=device), torch.ones(elements, device=device)
     for step, value in ((0, torch.inf), (1, 1.0), (2, torch.nan), (5, -torch.inf), (6, 1.0)):
         track.now.fill_(step)
         bad.fill_(value)

@@ -68,6 +68,11 @@ def torch_updated(case: str, found: float) -> tuple[torch.Tensor, torch.Tensor]:
     return scale, tracker
 
 
+def few() -> list[torch.Tensor]:
+    """Two short gradients of each dtype, where the update is the subject."""
+    return [guarded(normal(n, dtype, n), 1) for dtype in FLOATS for n in (5, 3)]
+
+
 def flag_values() -> tuple[float, ...]:
     return (1.0, 2.0, 0.5, -1.0, math.inf, math.nan)
 
@@ -135,7 +140,7 @@ def test_norms(dtype: torch.dtype, is_scale: bool) -> None:
     assert torch.equal(seen[0], seen[1]) and torch.equal(seen[0], seen[2])
 
 
-@pytest.mark.parametrize("programs", [1, 2, 3, 200])
+@pytest.mark.parametrize("programs", [1, 3, 200])
 def test_norms_of_all_dtypes(programs: int, limit_programs: Callable[[int], None]) -> None:
     limit_programs(programs)
 
@@ -145,14 +150,10 @@ def test_norms_of_all_dtypes(programs: int, limit_programs: Callable[[int], None
         return [*mixed(), *(normal(2, torch.float32, n) for n in range(more))]
 
     squares, largest = reference_norms([g for g in make() if g.numel()], 0.1)
-    twice = []
-    for _ in range(2):
-        norms = torch.empty(2, dtype=torch.float64)
-        KERNELS.norms(grads_of(make()), flag(0.1), is_scale=False, norms=norms)
-        assert norms[0].item() == pytest.approx(squares, rel=33 * 2.0**-24, abs=0)
-        assert norms[1].item() == largest
-        twice.append(norms)
-    assert torch.equal(*twice)
+    norms = torch.empty(2, dtype=torch.float64)
+    KERNELS.norms(grads_of(make()), flag(0.1), is_scale=False, norms=norms)
+    assert norms[0].item() == pytest.approx(squares, rel=33 * 2.0**-24, abs=0)
+    assert norms[1].item() == largest
 
 
 @pytest.mark.usefixtures("few_chunks")
@@ -168,7 +169,7 @@ def test_norms_have_the_same_bits_on_every_grid(
         return grads_of([guarded(normal(n, dtype, n), n % 2) for n in sizes])
 
     seen = []
-    for programs in (1, 2, 3, 7, 4096):
+    for programs in (1, 3, 4096):
         limit_programs(programs)
         norms = torch.empty(2, dtype=torch.float64)
         if write:
@@ -229,7 +230,7 @@ def test_values_outside_of_a_tensor_are_not_in_its_norms() -> None:
 @pytest.mark.parametrize("case", CASES)
 def test_fused_update(case: str, bad: bool) -> None:
     def make() -> list[torch.Tensor]:
-        grads = mixed()
+        grads = few()
         if bad:
             grads[2][1] = math.inf
         return grads
@@ -284,7 +285,7 @@ def test_the_divisor_is_the_scale_before_the_update(
     limit_programs(programs)
     for case in ("grows", "counts"):
         scale, tracker, factors = state(case)
-        before, grads = scale.clone(), mixed()
+        before, grads = scale.clone(), few()
         if bad:
             grads[0][0] = math.inf
         for write in (False, True):

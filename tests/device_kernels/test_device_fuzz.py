@@ -17,8 +17,8 @@ from ampfast.backends.cpu import WINDOW_BYTES, UpdateFactors
 
 IS_COMPILED = BACKEND is None
 # The interpreter is ten times slower.
-LISTS = 20 if IS_COMPILED else 2
-LAUNCHES = 400 if IS_COMPILED else 20
+LISTS = 12 if IS_COMPILED else 2
+LAUNCHES = 200 if IS_COMPILED else 20
 FACTORS = (1 / 3, 2.0**-16, 3.0, -0.75, 1.0, 2.0**-128, 3e38, 0.0, torch.inf, torch.nan)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -69,17 +70,17 @@ def test_sizes_around_the_window_at_every_offset(dtype: torch.dtype, beyond: str
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
-@pytest.mark.parametrize("bad", [-math.inf, math.nan])
-def test_bad_value_at_the_edges(dtype: torch.dtype, bad: float) -> None:
-    one = window(dtype)
+def test_bad_value_at_the_edges(dtype: torch.dtype) -> None:
+    one, bads = window(dtype), itertools.cycle((-math.inf, math.nan))
     for size, offset in ((3, 1), (one + 2, 1), (2 * one + 3, 0)):
         places = {0, 1, size // 2, size - 2, size - 1, one - 1 - offset, one - offset}
         for place in sorted(p for p in places if 0 <= p < size):
+            gradient = guarded(normal(size, dtype), offset)
+            gradient[place] = next(bads)
 
-            def make(size: int = size, offset: int = offset, place: int = place) -> list:
-                gradient = guarded(normal(size, dtype), offset)
-                gradient[place] = bad
-                return [guarded(normal(5, dtype)), gradient, guarded(normal(3, dtype))]
+            def make(gradient: torch.Tensor = gradient, offset: int = offset) -> list:
+                copy = guarded(gradient, offset)
+                return [guarded(normal(5, dtype)), copy, guarded(normal(3, dtype))]
 
             check_unscales(make, 0.25)
             check_reads(make, [4.0])
@@ -92,7 +93,8 @@ def test_grid_sizes(programs: int, limit_programs: Callable[[int], None]) -> Non
     check_unscales(mixed, 3.0, is_scale=True)
     check_reads(mixed, [3.0])
     total = sum(1 for g in mixed() if g.numel())
-    for bad in range(total):
+    # Where programs take several chunks, in turn.
+    for bad in range(total if programs in (2, 3) else 0):
 
         def make(bad: int = bad) -> list[torch.Tensor]:
             grads = mixed()
@@ -106,7 +108,7 @@ def test_grid_sizes(programs: int, limit_programs: Callable[[int], None]) -> Non
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_chunks_of_several_windows(dtype: torch.dtype) -> None:
     one = window(dtype)
-    for size in (one, 2 * one, 2 * one + 3, 4 * one + 1, 5 * one - 1):
+    for size in (2 * one, 2 * one + 3, 5 * one - 1):
         for offset in (0, 1, len(offsets(dtype)) - 1):
 
             def make(size: int = size, offset: int = offset) -> list[torch.Tensor]:
@@ -338,17 +340,16 @@ def test_coefficient_multiplies_unscaled_values(dtype: torch.dtype, coefficient:
         windows = [guarded(normal(window(dtype), dtype, o), o) for o in offsets(dtype)]
         return [guarded(values[values.isfinite()], 1), *windows]
 
-    for inverse in (1 / 3, 0.01):
-        theirs, expected = torch_unscaled(make, inverse)
-        for gradient in theirs:
-            values = gradient if dtype == torch.float64 else gradient.float()
-            gradient.copy_((values * wide(coefficient).to(values.dtype)).to(dtype))
-        ours = make()
-        found = KERNELS.unscale_(
-            grads_of(ours), flag(inverse), is_scale=False, coefficient=wide(coefficient)
-        )
-        assert_same_memory(ours, theirs)
-        assert found.item() == expected
+    theirs, expected = torch_unscaled(make, 1 / 3)
+    for gradient in theirs:
+        values = gradient if dtype == torch.float64 else gradient.float()
+        gradient.copy_((values * wide(coefficient).to(values.dtype)).to(dtype))
+    ours = make()
+    found = KERNELS.unscale_(
+        grads_of(ours), flag(1 / 3), is_scale=False, coefficient=wide(coefficient)
+    )
+    assert_same_memory(ours, theirs)
+    assert found.item() == expected
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
