@@ -19,7 +19,6 @@ from .results import Goal, Row, Spread
 # Call and provider of a contender.
 Key = tuple[str, str]
 
-MIN_ROUNDS = 6
 MAX_ROUNDS = 400
 COMPARED_AT_ONCE = 1 << 22
 # By bytes of an element.
@@ -69,7 +68,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Effort:
-    """Seconds for all rounds of a comparison, and for one sample.
+    """Seconds for all rounds of a comparison, and for one sample, and the least rounds.
 
     With `profiled`, launches, copies and waits on a GPU are counted, too.
     """
@@ -78,6 +77,7 @@ class Effort:
     comparison_s: float
     sample_s: float = 0.004
     profiled: bool = True
+    rounds: int = 6
 
 
 QUICK = Effort(quick=True, comparison_s=0.4)
@@ -86,7 +86,7 @@ FULL = Effort(quick=False, comparison_s=1.2)
 # On a GPU a sample holds hundreds of calls, and there are more contenders.
 GPU_QUICK = Effort(quick=True, comparison_s=0.3, sample_s=0.002)
 GPU_FULL = Effort(quick=False, comparison_s=1.0, sample_s=0.002)
-REHEARSAL = Effort(quick=True, comparison_s=0.0, sample_s=0.0)
+REHEARSAL = Effort(quick=True, comparison_s=0.0, sample_s=0.0, rounds=2)
 
 
 @dataclass(frozen=True)
@@ -154,7 +154,7 @@ def interleave(
     try:
         deadline = time.perf_counter() + effort.comparison_s
         for done in range(MAX_ROUNDS):
-            if done >= MIN_ROUNDS and time.perf_counter() > deadline:
+            if done >= effort.rounds and time.perf_counter() > deadline:
                 break
             turns = list(zip(contenders, calls, strict=True))
             for contender, numbers in reversed(turns) if done % 2 else turns:

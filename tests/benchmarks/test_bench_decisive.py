@@ -205,6 +205,7 @@ def test_the_ceiling_reads_16_bytes_at_a_time():
     assert done.stdout == "16\n", done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.sweep
 def test_the_rehearsal_runs_the_kernels(tmp_path):
     pytest.importorskip("triton")

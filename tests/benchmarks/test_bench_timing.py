@@ -29,7 +29,7 @@ def test_contenders_take_turns_and_every_sample_is_a_whole_number_of_cycles():
     # After a warm-up, one trial per contender sets the number of cycles per sample.
     assert turns[:4] == [("a", 4), ("a", 4), ("b", 4), ("b", 4)]
     forwards = [("a", 16), ("b", 32)]
-    assert turns[4:] == harness.MIN_ROUNDS // 2 * (forwards + forwards[::-1])
+    assert turns[4:] == effort.rounds // 2 * (forwards + forwards[::-1])
     assert samples.spread(("path", "a")) == Spread(2.0, 2.0, 2.0)
     assert samples.ratio(("path", "b"), ("path", "a")) == Spread(0.5, 0.5, 0.5)
     assert ("path", "a") in samples
