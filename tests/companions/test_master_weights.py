@@ -665,7 +665,8 @@ def test_zero_grad_gives_16_bit_zeros() -> None:
     assert all(p.grad is None for p in ours.model.parameters())
 
 
-def test_sparse_gradients() -> None:
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.SparseAdam])
+def test_sparse_gradients(kind: Any) -> None:
     def make() -> nn.Module:
         torch.manual_seed(0)
         return nn.Embedding(6, 4, sparse=True).half()
@@ -674,10 +675,10 @@ def test_sparse_gradients() -> None:
         return model(torch.tensor([1, 3, 1])).float().square().sum()
 
     model, theirs = make(), make()
-    optimizer: Any = ampfast.master_weights_(torch.optim.SGD(model.parameters(), lr=0.1))
+    optimizer: Any = ampfast.master_weights_(kind(model.parameters(), lr=0.1))
     scaler = ampfast.GradScaler("cpu", init_scale=8.0)
     master = theirs.weight.detach().float().requires_grad_()
-    hand = torch.optim.SGD([master], lr=0.1)
+    hand = kind([master], lr=0.1)
     for _ in range(3):
         optimizer.zero_grad()
         scaler.scale(loss(model)).backward()

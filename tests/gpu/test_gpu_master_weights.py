@@ -23,6 +23,7 @@ Make = Callable[[list[torch.Tensor]], torch.optim.Optimizer]
 OPTIMIZERS: dict[str, Make] = {
     "plain AdamW": lambda params: torch.optim.AdamW(params, lr=1e-2),
     "fused AdamW": lambda params: torch.optim.AdamW(params, lr=1e-2, fused=True),
+    "capturable AdamW": lambda params: torch.optim.AdamW(params, lr=1e-2, capturable=True),
     "fused SGD": lambda params: torch.optim.SGD(params, lr=1e-2, momentum=0.9, fused=True),
 }
 
@@ -93,3 +94,19 @@ def test_every_value_is_widened_and_rounded_back(
             assert not back.view(torch.int16).any(), "written in spite of the flag"
             kernels.narrow_(grads_of([back], [floats]), flag(0.0, device))
             assert_same(back, floats.to(dtype))
+
+
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+def test_master_weights_follow_a_model_that_moves(device: torch.device, dtype: torch.dtype) -> None:
+    model = torch.nn.Linear(5, 3).to(dtype)
+    optimizer = ampfast.master_weights_(torch.optim.SGD(model.parameters(), lr=0.5))
+    low = optimizer.master_weights[model.weight].add_(2.0**-20).clone()
+    for place in (device, torch.device("cpu"), device):
+        model.to(place)
+        optimizer.zero_grad()
+        model(torch.ones(2, 5, dtype=dtype, device=place)).sum().backward()
+        optimizer.step()
+        weight = optimizer.master_weights[model.weight]
+        low = low.to(place) - 0.5 * model.weight.grad
+        assert_same(weight, low)
+        assert_same(model.weight.detach(), low.to(dtype))
