@@ -89,7 +89,7 @@ def caller(
     """Calls for optimizers in turn, dropping the previous record, as there is no update."""
     scaler = make_scaler(name, device, SCALE)
     parameters = [optimizer.param_groups[0]["params"] for optimizer in optimizers]
-    limits = [_norm([p.grad for p in of]) for of in parameters]
+    limits = [exact_norm([p.grad for p in of]) for of in parameters]
 
     def call(number: int) -> Tensor:
         scaler._per_optimizer_states.clear()
@@ -106,7 +106,7 @@ def assert_parity(case: GradCase, dtype: torch.dtype, device: torch.device, name
     """Compares norms and gradients with torch's, within the error of torch's own norm."""
     oracle = device if providers.torch_takes(dtype, device) else torch.device("cpu")
     gradients = make_gradients(case, dtype, device)
-    exact = _norm(gradients) / SCALE
+    exact = exact_norm(gradients) / SCALE
     limit = exact / 3
     theirs = [gradient.to(oracle, copy=True) for gradient in gradients]
     optimizer = optimizer_over(theirs, fused=False)
@@ -135,6 +135,7 @@ def assert_parity(case: GradCase, dtype: torch.dtype, device: torch.device, name
             torch.testing.assert_close(our, their.to(device), rtol=tolerance, atol=0)
 
 
-def _norm(gradients: Sequence[Tensor]) -> float:
+def exact_norm(gradients: Sequence[Tensor]) -> float:
+    """2-norm in float64."""
     norms = [torch.linalg.vector_norm(g, dtype=torch.float64) for g in gradients]
     return float(torch.linalg.vector_norm(torch.stack(norms)).item())

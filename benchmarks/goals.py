@@ -29,11 +29,20 @@ TRACKED_UNSCALES = (UNSCALE, "unscale, overflow", "unscale, health")
 # One call over torch's two, in place and deferred; in float32 on a CPU.
 CPU_CLIP = {"1000x1k": (1 / 5, 1 / 5), "bert_base": (1 / 1.3, 0.5), "bert_large": (1 / 1.3, 0.5)}
 GPU_CLIP = (1 / 1.6, 1 / 4)
+# A step with master weights over the foreach way, without the optimizer's own; plain and clipped.
+MASTER_WEIGHTS = {
+    "1000x4": (1 / 3, None),
+    "1000x1k": (1 / 2, 1 / 3),
+    "resnet50": (1 / 1.3, None),
+    "bert_base": (1 / 1.3, 1 / 1.8),
+}
 # A training step over the same without a scaler.
 TRAINING = {"cpu": 1.05, "cuda": 1.02}
 
 CLIP = "clip"
 DEFERRED_CLIP = "clip, in_place=False"
+MASTERS = "master weights"
+CLIPPED_MASTERS = "master weights, clip"
 STEP = "full step"
 FUSED_STEP = "full step, fused"
 
@@ -93,6 +102,17 @@ def of_clipping(timed: Timed, provider: str) -> list[Goal]:
         limits = GPU_CLIP if timed.list_bytes >= LARGE else ()
     calls = zip((CLIP, DEFERRED_CLIP), limits, strict=False)
     return [g for c, limit in calls for g in timed.goal((c, provider), (CLIP, "torch"), limit)]
+
+
+def of_masters(timed: Timed, provider: str) -> list[Goal]:
+    """Goals for steps with master weights, over the foreach way."""
+    limits = zip((MASTERS, CLIPPED_MASTERS), MASTER_WEIGHTS.get(timed.case.name, ()), strict=False)
+    return [
+        goal
+        for call, limit in limits
+        if limit is not None
+        for goal in timed.goal((call, provider), (call, "torch"), limit)
+    ]
 
 
 def of_training(timed: Timed, ours: tuple[str, str], call: str) -> list[Goal]:

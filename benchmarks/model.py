@@ -107,7 +107,7 @@ def _measured(rows: Sequence[Row], name: str, dtype: str, call: str) -> str:
     found = [
         (row.ms.p50, row.side.removeprefix("ampfast, "))
         for row in rows
-        if row.ms and row.side not in tables.BOTH_SIDES
+        if row.ms and row.side not in tables.OTHERS
         if (row.case.removesuffix(", cold"), row.dtype, row.call) == wanted
     ]
     if not found:

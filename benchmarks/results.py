@@ -44,7 +44,7 @@ class Name:
         case: Gradients or net; "cold" if as many lists took turns as keep each out of the cache.
         dtype: Dtype of the gradients, or of autocast.
         call: Calls that were timed.
-        side: "torch", "ampfast" (on a GPU with its backend) or "no scaler".
+        side: "torch", "ampfast" (on a GPU with its backend), "no scaler" or "a loop".
     """
 
     subject: str

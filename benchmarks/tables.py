@@ -12,7 +12,8 @@ from .steps import UNSCALE
 
 NOT_MEASURED = "not measured"
 NO_SCALER = "no scaler"
-BOTH_SIDES = ("torch", NO_SCALER)
+LOOP = "a loop"
+OTHERS = (NO_SCALER, LOOP, "torch")
 
 # Title and method of each subject, in the order of a run.
 SUBJECTS = {
@@ -57,6 +58,12 @@ SUBJECTS = {
     "tracking": (
         "Cost of tracking each parameter",
         "Over none is relative to the same pass without tracking.",
+    ),
+    "masters": (
+        "Steps with float32 master weights",
+        "Check, unscaling, cast, clipping, rounding back, scale update and zero_grad, of float16 "
+        "parameters with new gradients in each step; the optimizer's own step does nothing. torch "
+        "is by hand, by its foreach calls, and a loop takes one parameter after the other.",
     ),
     "decisive": (
         "What a GPU is asked first",
@@ -170,10 +177,10 @@ def of(results: Results) -> list[Table]:
 
 def ranking(rows: Sequence[Row]) -> Table:
     """The best variants of a sweep, and those without a change."""
-    places = list(dict.fromkeys((row.case, row.call) for row in rows if row.side not in BOTH_SIDES))
+    places = list(dict.fromkeys((row.case, row.call) for row in rows if row.side not in OTHERS))
     found: dict[str, dict[tuple[str, str], float]] = {}
     for row in rows:
-        if row.percent_of_copy and (row.case, row.call) in places and row.side not in BOTH_SIDES:
+        if row.percent_of_copy and (row.case, row.call) in places and row.side not in OTHERS:
             found.setdefault(row.side, {})[row.case, row.call] = row.percent_of_copy
     means = {
         side: geometric_mean(by.values()) for side, by in found.items() if len(by) == len(places)
@@ -193,18 +200,18 @@ def of_subject(subject: str, rows: Sequence[Row]) -> Table:
     if subject == "sweep":
         return ranking(rows)
     at = {row.name: row for row in rows}
-    ours = list(dict.fromkeys(row.side for row in rows if row.side not in BOTH_SIDES))
-    # Row for the names, and those without a scaler, of torch and of ampfast.
+    ours = list(dict.fromkeys(row.side for row in rows if row.side not in OTHERS))
+    # Row for the names, those of the others, and ampfast's.
     lines: list[tuple[Row | None, ...]] = []
     for *place, call in dict.fromkeys(row.name[:4] for row in rows):
-        none, theirs, *found = (at.get((*place, call, s)) for s in (NO_SCALER, "torch", *ours))
+        none, loop, theirs, *found = (at.get((*place, call, s)) for s in (*OTHERS, *ours))
         if ours and not none and not any(found):
             # A copy, which other rows are relative to.
             continue
         for row in [row for row in found if row] or [None]:
             if row and row.replaces:
                 theirs = at.get((*place, row.replaces, "torch"))
-            lines.append((row or theirs or none, none, theirs, row))
+            lines.append((row or theirs or none, none, loop, theirs, row))
     names = ("case", "dtype", "call", "side")[: 3 + (len(ours) > 1)]
     columns = [(head, *(getattr(line[0], head) for line in lines)) for head in names]
 
@@ -214,10 +221,10 @@ def of_subject(subject: str, rows: Sequence[Row]) -> Table:
             columns.append((head, *cells))
 
     for unit, read, read_ratio in PAIRS:
-        for index, side in enumerate((NO_SCALER, "torch", "ampfast"), 1):
+        for index, side in enumerate((*OTHERS, "ampfast"), 1):
             column(f"{side}, {unit}", index, read)
         if read_ratio is not None:
-            column("faster", 3, read_ratio)
+            column("faster", -1, read_ratio)
     for head, read in SINGLES:
         column(head, 0, read)
     title, how = SUBJECTS.get(subject, (subject, ""))
@@ -277,7 +284,7 @@ def pairs(rows: Iterable[Row], subject: str) -> list[tuple[Row, Row]]:
     return [
         (theirs[row.name[:4]], row)
         for row in rows
-        if row.side not in BOTH_SIDES and row.name[:4] in theirs
+        if row.side not in OTHERS and row.name[:4] in theirs
     ]
 
 

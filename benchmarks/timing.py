@@ -17,6 +17,8 @@ from .results import Goal, Row
 
 # Provider of rows without a scaler.
 WITHOUT = "none"
+# Of torch's calls for one parameter after the other.
+LOOP = "loop"
 
 
 @dataclass(frozen=True)
@@ -136,7 +138,7 @@ def _over(samples: Samples, theirs: Key, ours: Key) -> float | None:
 
 def side(provider: str) -> str:
     """Provider as shown to readers."""
-    known = {"torch": "torch", WITHOUT: "no scaler", "cpu": "ampfast"}
+    known = {"torch": "torch", WITHOUT: "no scaler", LOOP: "a loop", "cpu": "ampfast"}
     return known.get(provider, f"ampfast, {provider}")
 
 

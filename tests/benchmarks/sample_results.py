@@ -59,6 +59,8 @@ def cpu_results(**changes):
     )
     clip, deferred = both("clip", "bert_base", "float32", "clip", 4.0, 2.0), "clip, in_place=False"
     rows += [*clip, dataclasses.replace(clip[1], call=deferred, replaces="clip", vs_torch=8.0)]
+    rows += both("masters", "1000x4", "float16", "master weights", 4.0, 1.0)
+    rows.append(dataclasses.replace(rows[-2], side="a loop", ms=spread(8.0)))
     goal = Goal(*rows[1].name, "AdamW, torch", Spread(0.3, 0.4, 0.5), 0.5)
     return results(rows, **{"goals": [goal], **changes})
 

@@ -18,7 +18,7 @@ def _tables(made):
 
 def test_both_sides_of_a_call_stand_on_one_line():
     found = _tables(cpu_results())
-    assert list(found) == ["loops", "host", "training", "growth", "kernels", "clip"]
+    assert list(found) == ["loops", "host", "training", "growth", "kernels", "clip", "masters"]
     clip = found["clip"]
     assert clip.header == ("case", "dtype", "call", "torch, ms", "ampfast, ms", "faster", "spread")
     assert clip.lines == [
@@ -31,6 +31,9 @@ def test_both_sides_of_a_call_stand_on_one_line():
     training = dict(zip(found["training"].header, found["training"].lines[0], strict=True))
     assert training["no scaler, ms"] == "10"
     assert (training["torch, over none"], training["ampfast, over none"]) == ("1.250", "1.000")
+    masters = found["masters"]
+    assert masters.header[3:6] == ("a loop, ms", "torch, ms", "ampfast, ms")
+    assert [line[3:6] for line in masters.lines] == [("8", "4", "1")]
 
 
 def test_backends_of_a_gpu_have_lines_of_their_own():

@@ -1,0 +1,211 @@
+"""Steps with float32 master weights without the optimizer's own, beside those by hand."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+import ampfast
+
+from . import goals, providers
+from .cases import CASES, GradCase, make_gradients
+from .clipping import exact_norm
+from .goals import CLIPPED_MASTERS, MASTERS
+from .harness import Contender, Job, Measured, Setting, assert_same, interleave
+from .machine import require_memory
+from .steps import NoOptimizer, make_scaler, scaler_state
+from .timing import LOOP, Timed, dtype_name
+
+DTYPE = torch.float16
+LISTS = (
+    GradCase("1000x4", 1000 * ((4,),)),
+    *(CASES[name] for name in ("1000x1k", "resnet50", "bert_base")),
+)
+QUICK_LISTS = LISTS[:2]
+SCALE = 2.0**7
+PARITY_STEPS = 4
+BAD_STEP = 2
+# Relative tolerance of clipped weights: torch sums the norm of up to 1e8 values in float32, which
+# on a CPU differs by 2e-5 there.
+CLIP_TOLERANCE = 1e-4
+# Of SGD: weights from 0.5 on stay far from 0, where the tolerance would be.
+LEARNING_RATE = 8.0
+# Parameters and master weights with their gradients, for three sides; both lists, and copies.
+BYTES_PER_ELEMENT = 3 * 12 + 3 * 2 + 4
+
+Optimizer = Callable[[list[Tensor]], torch.optim.Optimizer]
+
+
+class Ours:
+    """`master_weights_` and `ampfast.GradScaler`."""
+
+    def __init__(self, weights: Sequence[Tensor], optimizer: Optimizer, limit: float | None):
+        self.parameters = [weight.clone().requires_grad_() for weight in weights]
+        self._limit = limit
+        self._optimizer = ampfast.master_weights_(optimizer(self.parameters))
+        self._scaler = make_scaler(backend(), torch.device("cpu"), SCALE)
+
+    def step(self) -> None:
+        """The calls of an iteration behind the backward pass."""
+        if self._limit is not None:
+            self._scaler.clip_grad_norm_(self._optimizer, self._limit)
+        self._scaler.step(self._optimizer)
+        self._scaler.update()
+        self._optimizer.zero_grad()
+
+    def masters(self) -> list[Tensor]:
+        return [self._optimizer.master_weights[each] for each in self.parameters]
+
+    def scale(self) -> Tensor:
+        return scaler_state(self._scaler)[0]
+
+
+class Foreach:
+    """The same by hand, by torch's foreach calls, with float32 gradients that are kept."""
+
+    def __init__(self, weights: Sequence[Tensor], optimizer: Optimizer, limit: float | None):
+        self.parameters = [weight.clone().requires_grad_() for weight in weights]
+        self._limit = limit
+        self._masters = [each.detach().float().requires_grad_() for each in self.parameters]
+        self._wide = [torch.empty_like(master) for master in self._masters]
+        for master, gradient in zip(self._masters, self._wide, strict=True):
+            master.grad = gradient
+        self._optimizer = optimizer(self._masters)
+        # The gradients of the parameters alone.
+        self._zero_grad = NoOptimizer(self.parameters).zero_grad
+        self._scale = torch.tensor(SCALE)
+        self._tracker = torch.zeros((), dtype=torch.int32)
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """The calls of an iteration behind the backward pass."""
+        found_inf = torch.zeros(())
+        self._unscale(found_inf, self._scale.double().reciprocal().float())
+        if not found_inf.item():
+            self._optimizer.step()
+            self._round()
+        torch._amp_update_scale_(self._scale, self._tracker, found_inf, *providers.FACTORS)
+        self._zero_grad()
+
+    def _unscale(self, found_inf: Tensor, inverse: Tensor) -> None:
+        torch._foreach_copy_(self._wide, [each.grad for each in self.parameters])
+        torch._amp_foreach_non_finite_check_and_unscale_(self._wide, found_inf, inverse)
+        if self._limit is not None:
+            torch.nn.utils.clip_grad_norm_(self._masters, self._limit, foreach=True)
+
+    def _round(self) -> None:
+        torch._foreach_copy_(self.parameters, self._masters)
+
+    def masters(self) -> list[Tensor]:
+        return [master.detach() for master in self._masters]
+
+    def scale(self) -> Tensor:
+        return self._scale
+
+
+class Loop(Foreach):
+    """The same for one parameter after the other, with new float32 gradients."""
+
+    def _unscale(self, found_inf: Tensor, inverse: Tensor) -> None:
+        for master, parameter in zip(self._masters, self.parameters, strict=True):
+            master.grad = parameter.grad.float()
+            torch._amp_foreach_non_finite_check_and_unscale_([master.grad], found_inf, inverse)
+        if self._limit is not None:
+            torch.nn.utils.clip_grad_norm_(self._masters, self._limit, foreach=False)
+
+    def _round(self) -> None:
+        for master, parameter in zip(self._masters, self.parameters, strict=True):
+            parameter.copy_(master)
+
+
+def backend() -> str:
+    """ampfast's backend on a CPU."""
+    (name,), _ = providers.available(torch.device("cpu"))
+    return name
+
+
+def sides_over(
+    weights: Sequence[Tensor], optimizer: Optimizer, limit: float | None
+) -> dict[str, Ours | Foreach]:
+    """Sides by provider, with parameters of their own."""
+    kinds = {"torch": Foreach, LOOP: Loop, backend(): Ours}
+    return {name: kind(weights, optimizer, limit) for name, kind in kinds.items()}
+
+
+def backward(side: Ours | Foreach, gradients: Sequence[Tensor]) -> None:
+    """Sets new gradients, as a backward pass does."""
+    for parameter, gradient in zip(side.parameters, gradients, strict=True):
+        parameter.grad = gradient.clone()
+
+
+def jobs(on: Setting) -> list[Job]:
+    """One job for each list, unclipped and clipped; none on a GPU."""
+    lists = QUICK_LISTS if on.effort.quick else LISTS
+    return [
+        Job(f"{call}, {case.name}", functools.partial(measure, case, call, on))
+        for case, call in itertools.product(lists, (MASTERS, CLIPPED_MASTERS))
+        if on.queue is None
+    ]
+
+
+def measure(case: GradCase, call: str, on: Setting) -> Measured:
+    """Times steps, each with new gradients, but for backward pass and optimizer."""
+    require_memory(BYTES_PER_ELEMENT * case.elements, on.device)
+    weights, gradients = (make_gradients(case, DTYPE, on.device) for _ in range(2))
+    limit = exact_norm(gradients) / SCALE / 2 if call == CLIPPED_MASTERS else None
+    what = f"{call}, {case.name} {dtype_name(DTYPE)}"
+    assert_parity(weights, gradients, limit, what)
+    sides = sides_over(weights, NoOptimizer, limit)
+
+    def timer(contender: Contender, calls: range) -> float:
+        side, seconds = sides[contender.provider], 0.0
+        for _ in calls:
+            backward(side, gradients)
+            start = time.perf_counter()
+            side.step()
+            seconds += time.perf_counter() - start
+        return seconds / len(calls)
+
+    contenders = [Contender(call, name, lambda number: None) for name in sides]
+    # One step of each side in a round.
+    effort = replace(on.effort, sample_s=0.0)
+    timed = Timed(
+        *("masters", case, DTYPE, contenders),
+        interleave(contenders, effort, cycle=1, timer=timer),
+    )
+    for name, side in sides.items():
+        assert_same(side.parameters, weights, f"{what}, by {name}, after it was timed")
+        if side.scale().item() != SCALE:
+            raise AssertionError(f"{what}, by {name}: a step was skipped while timed")
+    return Measured(timed.rows(), goals.of_masters(timed, backend()))
+
+
+def assert_parity(
+    weights: Sequence[Tensor], gradients: Sequence[Tensor], limit: float | None, what: str
+) -> None:
+    """Compares master weights, parameters and scale after each step of SGD; one step is skipped."""
+    sides = sides_over(weights, functools.partial(torch.optim.SGD, lr=LEARNING_RATE), limit)
+    theirs = sides["torch"]
+    bad = [*gradients[:-1], gradients[-1].clone()]
+    bad[-1].view(-1)[-1] = math.inf
+    for number in range(PARITY_STEPS):
+        for name, side in sides.items():
+            backward(side, bad if number == BAD_STEP else gradients)
+            side.step()
+            where = f"{what}, by {name}, step {number}"
+            assert_same([side.scale()], [theirs.scale()], f"scale of {where}")
+            masters = side.masters()
+            rounded = [each.to(DTYPE) for each in masters]
+            assert_same(side.parameters, rounded, f"parameters of {where}")
+            if limit is None:
+                assert_same(masters, theirs.masters(), f"master weights of {where}")
+                continue
+            for our, their in zip(masters, theirs.masters(), strict=True):
+                torch.testing.assert_close(our, their, rtol=CLIP_TOLERANCE, atol=0)
