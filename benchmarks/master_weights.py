@@ -50,15 +50,15 @@ class Ours:
         self.parameters = [weight.clone().requires_grad_() for weight in weights]
         self._limit = limit
         self._optimizer = ampfast.master_weights_(optimizer(self.parameters))
+        self.zero_grad = self._optimizer.zero_grad
         self._scaler = make_scaler(backend(), torch.device("cpu"), SCALE)
 
     def step(self) -> None:
-        """The calls of an iteration behind the backward pass."""
+        """The calls of an iteration between backward and `zero_grad`."""
         if self._limit is not None:
             self._scaler.clip_grad_norm_(self._optimizer, self._limit)
         self._scaler.step(self._optimizer)
         self._scaler.update()
-        self._optimizer.zero_grad()
 
     def masters(self) -> list[Tensor]:
         return [self._optimizer.master_weights[each] for each in self.parameters]
@@ -79,20 +79,19 @@ class Foreach:
             master.grad = gradient
         self._optimizer = optimizer(self._masters)
         # The gradients of the parameters alone.
-        self._zero_grad = NoOptimizer(self.parameters).zero_grad
+        self.zero_grad = NoOptimizer(self.parameters).zero_grad
         self._scale = torch.tensor(SCALE)
         self._tracker = torch.zeros((), dtype=torch.int32)
 
     @torch.no_grad()
     def step(self) -> None:
-        """The calls of an iteration behind the backward pass."""
+        """The calls of an iteration between backward and `zero_grad`."""
         found_inf = torch.zeros(())
         self._unscale(found_inf, self._scale.double().reciprocal().float())
         if not found_inf.item():
             self._optimizer.step()
             self._round()
         torch._amp_update_scale_(self._scale, self._tracker, found_inf, *providers.FACTORS)
-        self._zero_grad()
 
     def _unscale(self, found_inf: Tensor, inverse: Tensor) -> None:
         torch._foreach_copy_(self._wide, [each.grad for each in self.parameters])
@@ -156,7 +155,7 @@ def jobs(on: Setting) -> list[Job]:
 
 
 def measure(case: GradCase, call: str, on: Setting) -> Measured:
-    """Times steps, each with new gradients, but for backward pass and optimizer."""
+    """Times steps, each with new gradients, but for backward, optimizer and `zero_grad`."""
     require_memory(BYTES_PER_ELEMENT * case.elements, on.device)
     weights, gradients = (make_gradients(case, DTYPE, on.device) for _ in range(2))
     limit = exact_norm(gradients) / SCALE / 2 if call == CLIPPED_MASTERS else None
@@ -171,6 +170,7 @@ def measure(case: GradCase, call: str, on: Setting) -> Measured:
             start = time.perf_counter()
             side.step()
             seconds += time.perf_counter() - start
+            side.zero_grad()
         return seconds / len(calls)
 
     contenders = [Contender(call, name, lambda number: None) for name in sides]
@@ -199,6 +199,7 @@ def assert_parity(
         for name, side in sides.items():
             backward(side, bad if number == BAD_STEP else gradients)
             side.step()
+            side.zero_grad()
             where = f"{what}, by {name}, step {number}"
             assert_same([side.scale()], [theirs.scale()], f"scale of {where}")
             masters = side.masters()

@@ -61,9 +61,9 @@ SUBJECTS = {
     ),
     "masters": (
         "Steps with float32 master weights",
-        "Check, unscaling, cast, clipping, rounding back, scale update and zero_grad, of float16 "
-        "parameters with new gradients in each step; the optimizer's own step does nothing. torch "
-        "is by hand, by its foreach calls, and a loop takes one parameter after the other.",
+        "Check, unscaling, cast, clipping, rounding back and scale update, of float16 parameters "
+        "with new gradients in each step; the optimizer's own step does nothing. torch is by "
+        "hand, by its foreach calls, and a loop takes one parameter after the other.",
     ),
     "decisive": (
         "What a GPU is asked first",
