@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from sixteen_bit import CASES, Case, Part, assert_as_by_hand
 from support import Scaler, TorchScaler
 from trajectories import SETTINGS, STEPS, HalfNet, Run, assert_same_run, batches, optimizer_for
 
@@ -96,6 +97,29 @@ def test_the_scalers_that_it_makes_are_patched() -> None:
         assert isinstance(made, ampfast.GradScaler)
     sharded = modeling.get_grad_scaler(accelerate.DistributedType.FSDP)
     assert isinstance(sharded, ampfast.ShardedGradScaler)
+
+
+def train_16_bit(part: Part) -> None:
+    precision = "fp16" if part.case.scaled else "bf16"
+    accelerator = accelerate.Accelerator(cpu=True, mixed_precision=precision)
+    if part.case.scaled:
+        accelerator.native_amp = True
+        accelerator.scaler = part.make_scaler()
+    model, optimizer = accelerator.prepare(part.model, part.make_optimizer())
+    if part.resumes:
+        accelerator.load_state(str(part.folder))
+    for data, target in part.batches:
+        optimizer.zero_grad()
+        accelerator.backward(part.loss(model(data), target))
+        if part.case.clip is not None:
+            accelerator.clip_grad_norm_(model.parameters(), part.case.clip)
+        optimizer.step()
+    accelerator.save_state(str(part.folder))
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_16_bit_models(case: Case, tmp_path: Path) -> None:
+    assert_as_by_hand(train_16_bit, case, tmp_path)
 
 
 def test_example(run_example: Callable[[str], str]) -> None:

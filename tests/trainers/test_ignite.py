@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
+from sixteen_bit import CASES, Case, Part, assert_as_by_hand
 from support import Scaler, TorchScaler
 from trajectories import SETTINGS, HalfNet, Run, assert_same_run, batches, optimizer_for
 
 import ampfast
 
 engine = pytest.importorskip("ignite.engine", reason="needs pytorch-ignite")
+handlers = pytest.importorskip("ignite.handlers", reason="needs pytorch-ignite")
 
 
 def train(scaler_type: Scaler, optimizer: str) -> Run:
@@ -41,6 +44,27 @@ def test_the_scaler_that_it_makes_is_patched() -> None:
         model, optimizer_for(model), torch.nn.functional.cross_entropy, amp_mode="amp", scaler=True
     )
     assert isinstance(trainer.state.scaler, ampfast.GradScaler)
+
+
+def train_16_bit(part: Part) -> None:
+    mode = {"amp_mode": "amp", "scaler": part.make_scaler()} if part.case.scaled else {}
+    optimizer = part.make_optimizer()
+    trainer = engine.create_supervised_trainer(part.model, optimizer, part.loss, **mode)
+    saved = {"model": part.model, "optimizer": optimizer, "trainer": trainer}
+    if part.scaler:
+        saved["scaler"] = part.scaler
+    if part.resumes:
+        checkpoint = torch.load(next(part.folder.glob("*.pt")))
+        handlers.Checkpoint.load_objects(saved, checkpoint)
+    disk = handlers.DiskSaver(str(part.folder), require_empty=False)
+    trainer.add_event_handler(engine.Events.EPOCH_COMPLETED, handlers.Checkpoint(saved, disk))
+    trainer.run(part.batches, max_epochs=1 + part.resumes)
+
+
+@pytest.mark.usefixtures("cuda_on_cpu")
+@pytest.mark.parametrize("case", [case for case in CASES if case.clip is None], ids=str)
+def test_16_bit_models(case: Case, tmp_path: Path) -> None:
+    assert_as_by_hand(train_16_bit, case, tmp_path)
 
 
 def test_example(run_example: Callable[[str], str]) -> None:

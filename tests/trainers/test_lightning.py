@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from sixteen_bit import CASES, Case, Part, assert_as_by_hand
 from support import Scaler, TorchScaler, assert_same
 from torch import Tensor
 from trajectories import (
@@ -89,6 +90,48 @@ def test_its_checkpoint_of_torchs_scaler_is_resumed(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("patched")
 def test_the_scaler_that_it_makes_is_patched() -> None:
     assert isinstance(plugins.MixedPrecision("16-mixed", "cpu").scaler, ampfast.GradScaler)
+
+
+class Classifier16(L.LightningModule):
+    """A 16-bit model."""
+
+    def __init__(self, part: Part) -> None:
+        super().__init__()
+        self.part, self.net = part, part.model
+
+    def training_step(self, batch: tuple[Tensor, Tensor]) -> Tensor:
+        data, target = batch
+        return self.part.loss(self.net(data), target)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return self.part.make_optimizer()
+
+
+def train_16_bit(part: Part) -> None:
+    if part.case.scaled:
+        precision = plugins.MixedPrecision("16-mixed", "cpu", scaler=part.make_scaler())
+    else:
+        precision = plugins.HalfPrecision("bf16-true")
+        part.model.float()  # which it converts
+    fitted = L.Trainer(
+        max_epochs=1 + part.resumes,
+        accelerator="cpu",
+        plugins=[precision],
+        gradient_clip_val=part.case.clip,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    checkpoint = part.folder / "half.ckpt"
+    model, data = Classifier16(part), loader(part.batches)
+    fitted.fit(model, data, ckpt_path=checkpoint if part.resumes else None)
+    fitted.save_checkpoint(checkpoint)
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if not case.clips_fused], ids=str)
+def test_16_bit_models(case: Case, tmp_path: Path) -> None:
+    assert_as_by_hand(train_16_bit, case, tmp_path)
 
 
 def test_example(run_example: Callable[[str], str]) -> None:

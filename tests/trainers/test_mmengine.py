@@ -5,15 +5,21 @@ It refuses to scale without a GPU; these tests skip that check.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
 
 import pytest
+import torch
+from sixteen_bit import CASES, Case, Part, assert_as_by_hand
 from torch import Tensor
 from trajectories import SETTINGS, HalfNet, Run, assert_same_run, batches, optimizer_for
 
 import ampfast
 
 model = pytest.importorskip("mmengine.model", reason="needs mmengine")
+amp = pytest.importorskip("mmengine.runner.amp", reason="needs mmengine")
+optim = pytest.importorskip("mmengine.optim", reason="needs mmengine")
 wrapper = pytest.importorskip(
     "mmengine.optim.optimizer.amp_optimizer_wrapper", reason="needs mmengine"
 )
@@ -61,6 +67,49 @@ def test_patch(optimizer: str, clip: dict[str, float] | None) -> None:
 def test_the_scaler_that_it_makes_for_fsdp_is_patched() -> None:
     made = wrapper.AmpOptimWrapper(use_fsdp=True, optimizer=optimizer_for(HalfNet()))
     assert isinstance(made.loss_scaler, ampfast.ShardedGradScaler)
+
+
+class Classifier16(model.BaseModel):
+    """A 16-bit model."""
+
+    def __init__(self, part: Part) -> None:
+        super().__init__()
+        self.part, self.net = part, part.model
+
+    def forward(self, data: Tensor, target: Tensor, mode: str) -> dict[str, Tensor]:
+        return {"loss": self.part.loss(self.net(data), target)}
+
+
+def train_16_bit(part: Part) -> None:
+    clip = {"max_norm": part.case.clip} if part.case.clip is not None else None
+
+    def build(params: Iterator[Tensor]) -> torch.optim.Optimizer:
+        return part.make_optimizer()
+
+    trained, checkpoint = Classifier16(part), part.folder / "half.pt"
+    kind = "AmpOptimWrapper" if part.case.scaled else "OptimWrapper"
+    config = {"type": kind, "optimizer": {"type": build}, "clip_grad": clip}
+    stepped = optim.build_optim_wrapper(trained, config)
+    if part.case.scaled:
+        part.adopt(stepped.loss_scaler)
+    if part.resumes:
+        saved = torch.load(checkpoint)
+        trained.load_state_dict(saved["model"])
+        stepped.load_state_dict(saved["optimizer"])
+    for batch in part.batches:
+        trained.train_step(batch, stepped)
+    saved = {"model": trained.state_dict(), "optimizer": stepped.state_dict()}
+    torch.save(saved, checkpoint)
+
+
+@pytest.mark.usefixtures("patched")
+@pytest.mark.filterwarnings("ignore:.*torch.cuda.amp.GradScaler.*is deprecated:FutureWarning")
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_16_bit_models(case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Its own takes bfloat16 alone on a CPU.
+    half = partial(torch.autocast, "cpu", torch.float16)
+    monkeypatch.setattr(amp, "autocast", lambda dtype: half())
+    assert_as_by_hand(train_16_bit, case, tmp_path)
 
 
 def test_example(run_example: Callable[[str], str]) -> None:

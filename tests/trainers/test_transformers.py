@@ -6,11 +6,13 @@ It uses none on the CPU; these tests set its `native_amp` to take the path of a 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from sixteen_bit import CASES, Case, Part, assert_as_by_hand
 from support import Scaler, TorchScaler, assert_same
 from torch import Tensor, nn
 from trajectories import SETTINGS, STEPS, HalfNet, Run, assert_same_run, batches
@@ -100,6 +102,65 @@ def test_the_scaler_that_it_makes_is_patched(monkeypatch: pytest.MonkeyPatch) ->
     arguments = transformers.TrainingArguments(fp16=True, use_cpu=True, report_to="none")
     trainer = transformers.Trainer(Classifier(), arguments)
     assert isinstance(trainer.accelerator.scaler, ampfast.GradScaler)
+
+
+class Classifier16(nn.Module):
+    """Loss of a 16-bit model."""
+
+    def __init__(self, part: Part) -> None:
+        super().__init__()
+        self.part, self.net = part, part.model
+
+    def forward(self, data: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        return {"loss": self.part.loss(self.net(data), labels)}
+
+
+class Trainer16(transformers.Trainer):
+    def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
+        return self.model.part.with_masters(super().create_optimizer(model))
+
+
+def train_16_bit(part: Part, *, by_argument: bool = False) -> None:
+    rows = [
+        {"data": row, "labels": label}
+        for data, labels in part.batches
+        for row, label in zip(data, labels, strict=True)
+    ]
+    settings = transformers.TrainingArguments(
+        output_dir=str(part.folder),
+        use_cpu=True,
+        fp16=part.case.scaled,
+        bf16=not part.case.scaled,
+        optim={"adam": "adamw_torch", "fused_adam": "adamw_torch_fused"}[part.case.optimizer],
+        learning_rate=0.02,
+        lr_scheduler_type="constant",
+        max_grad_norm=part.case.clip or 0.0,
+        num_train_epochs=1 + part.resumes,
+        per_device_train_batch_size=len(rows) // len(part.batches),
+        train_sampling_strategy="sequential",
+        save_steps=len(part.batches),
+        report_to="none",
+        disable_tqdm=True,
+    )
+    classifier = Classifier16(part)
+    if by_argument:
+        given = (part.make_optimizer(), None)
+        trainer = transformers.Trainer(classifier, settings, train_dataset=rows, optimizers=given)
+    else:
+        trainer = Trainer16(classifier, settings, train_dataset=rows)
+    if part.case.scaled:
+        trainer.accelerator.native_amp = True
+        trainer.accelerator.scaler = part.make_scaler()
+    trainer.train(resume_from_checkpoint=part.resumes)
+
+
+def test_the_optimizer_of_a_16_bit_model_as_argument(tmp_path: Path) -> None:
+    assert_as_by_hand(partial(train_16_bit, by_argument=True), CASES[0], tmp_path)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_16_bit_models(case: Case, tmp_path: Path) -> None:
+    assert_as_by_hand(train_16_bit, case, tmp_path)
 
 
 def test_example(run_example: Callable[[str], str]) -> None:
