@@ -94,7 +94,7 @@ coverage: build/built  ## measure which lines of ampfast/ the tests run
 hostile: build/built  ## stress tests: sanitizers, threads, failing allocations, damaged states, interrupts
 	$(RUN) tests/hostile $(ARGS)
 
-mutants: build/built  ## mutation tests of the state machine
+mutants: build/built  ## mutation tests of the state machine and master weights
 	$(RUN) tests/mutation $(ARGS)
 
 gpu: | $(READY)  ## on a GPU, with PYTHON unchanged: measure what decides, test, sanitize, benchmark

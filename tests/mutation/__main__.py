@@ -1,4 +1,4 @@
-"""Mutates the scaler's state machine and reports mutants that no test notices."""
+"""Mutates the state machine and master weights, and reports mutants that no test notices."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mutants import FILES, Mutant, mutants_of
 from trials import Outcome, outcomes, with_collected
 
 ROOT = Path(__file__).parents[2]
-# Tests of the state machine that run in this process.
+# Tests of them that run in this process.
 TESTS = tuple(
     f"tests/test_{name}.py"
     for name in (
@@ -27,7 +27,7 @@ TESTS = tuple(
         *("scale_state", "state", "parameter_names", "scale_state_saved", "short_way"),
         *("step_and_update", "torch_suite_gaps", "unusual_objects", "written_values"),
     )
-)
+) + tuple(f"tests/companions/test_master_weights{name}.py" for name in ("", "_costs"))
 
 
 def main() -> int:

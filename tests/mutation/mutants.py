@@ -9,10 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import CodeType
 
-# The state machine, from the root of the repository.
+# The state machine and master weights, from the root of the repository.
 FILES = (
     "ampfast/grad_scaler.py",
     "ampfast/loss_scale.py",
+    "ampfast/master_weights.py",
     "ampfast/optimizers.py",
 )
 
