@@ -86,7 +86,6 @@ class _Masters(dict[int, _Master]):
 
     def make(self, param: Tensor) -> _Master:
         self[id(param)] = made = _Master.of(param)
-        self.changed()
         return made
 
     def changed(self) -> None:
@@ -234,15 +233,11 @@ class MasterWeights(torch.optim.Optimizer):
                     )
                 if _fits(param):
                     weights[id(param)] = weight
-            if entry is not None and _fits(param) and id(param) not in masters:
-                masters.make(param)
-        before, self._masters = self._masters, masters
-        try:
-            with _standing_in(self):
-                super().load_state_dict({**state_dict, "state": state})
-        except BaseException:
-            self._masters = before
-            raise
+            if _fits(param) and id(param) not in masters:
+                masters.make(param)  # or torch would load its state in 16 bit
+        self._masters = masters
+        with _standing_in(self):
+            super().load_state_dict({**state_dict, "state": state})
         self._masters = _Masters({key: masters[key] for key in weights})
         with torch.no_grad():
             for key, weight in weights.items():
@@ -467,9 +462,7 @@ def master_weights_(optimizer: AnyOptimizer) -> AnyOptimizer:
     if held is not None:
         # State of 16 bit becomes float32, as torch loads it.
         converted.load_state_dict(held)
-        for param in params:
-            if id(param) in masters:
-                converted._masters.setdefault(id(param), masters[id(param)])
+        converted._masters = masters
     return optimizer
 
 
@@ -499,6 +492,4 @@ def _class_of(kind: Any) -> type[MasterWeights]:
 def _restored(kind: type[torch.optim.Optimizer]) -> MasterWeights:
     """An optimizer without its state, for pickle and copy."""
     made = _class_of(cast(Any, kind))
-    optimizer = made.__new__(made)
-    optimizer._masters = _Masters()
-    return optimizer
+    return made.__new__(made)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import inspect
 import io
 import math
 import os
@@ -420,6 +421,26 @@ def test_closures(name: str, keyword: bool) -> None:
         assert optimizer.param_groups[0]["params"][0] is next(ours.parameters())
 
 
+class Positional(torch.optim.SGD):
+    @torch.no_grad()
+    def step(self, closure: Any = None, times: int = 1, more: int = 0) -> Any:
+        for _ in range(times + more):
+            loss = super().step(closure)
+        return loss
+
+
+def test_arguments_beside_a_closure() -> None:
+    param = nn.Parameter(torch.zeros(3, dtype=torch.bfloat16))
+    optimizer: Any = ampfast.master_weights_(Positional([param], lr=1.0))
+
+    def closure() -> Tensor:
+        param.grad = torch.ones_like(param)
+        return param.sum()
+
+    assert optimizer.step(closure, 2, more=1).item() == -6
+    assert param.tolist() == [-3.0] * 3
+
+
 def test_a_compiled_step_runs_as_it_is() -> None:
     model, theirs = small_model(torch.bfloat16), small_model(torch.bfloat16)
     make = OPTIMIZERS["adamw-foreach"]
@@ -456,6 +477,29 @@ def test_hooks_and_schedulers_see_the_parameters() -> None:
     assert_same(seen[1][2], first.detach())
     assert not torch.equal(before, first)
     assert ours.optimizer.param_groups[0]["lr"] == 0.05
+
+
+def test_hooks_run_once_around_a_step_of_any_class() -> None:
+    class Own(torch.optim.Optimizer):
+        def __init__(self, params: list[Tensor]) -> None:
+            super().__init__(params, {})
+
+        @torch.no_grad()
+        def step(self, closure: Any = None, rate: float = 0.5) -> None:
+            (param,) = self.param_groups[0]["params"]
+            param.sub_(rate * param.grad)
+
+    calls = []
+    original: Any = Own([nn.Parameter(torch.zeros(3, dtype=torch.float16))])
+    signature = inspect.signature(original.step)
+    optimizer: Any = ampfast.master_weights_(original)
+    for each in (optimizer, copy.deepcopy(optimizer)):
+        assert inspect.signature(each.step) == signature
+        (param,) = each.param_groups[0]["params"]
+        each.register_step_post_hook(lambda *_, param=param: calls.append(param.tolist()))
+        param.grad = torch.ones_like(param)
+        each.step()
+    assert calls == [[-0.5] * 3] * 2
 
 
 def saved(value: Any) -> Any:
@@ -502,6 +546,48 @@ def test_a_checkpoint_before_the_first_step(name: str) -> None:
     ours.train(0)
     hand.train(0)
     assert_equal(ours, hand)
+
+
+class Strict(torch.optim.SGD):
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        assert all("momentum_buffer" in entry for entry in self.state.values())
+
+
+def test_a_checkpoint_has_no_entries_without_state() -> None:
+    """Optimizers of others, too, expect what they have saved."""
+    params = [nn.Parameter(torch.zeros(3, dtype=torch.float16)) for _ in range(2)]
+    optimizer: Any = ampfast.master_weights_(Strict(params, lr=0.5, momentum=0.5))
+    optimizer.load_state_dict(saved(optimizer.state_dict()))
+    params[0].grad = torch.ones_like(params[0])
+    optimizer.step()
+    optimizer.load_state_dict(saved(optimizer.state_dict()))
+    assert list(optimizer.state) == params[:1]
+
+
+def test_loading_writes_master_weights_that_are_held() -> None:
+    ours, _ = both("adamw-foreach", torch.float16)
+    ours.train(0)
+    param = next(ours.model.parameters())
+    held = ours.optimizer.master_weights[param]
+    state = saved(ours.optimizer.state_dict())
+    before = held.clone()
+    ours.train(1)
+    assert not torch.equal(held, before)
+    ours.optimizer.load_state_dict(state)
+    assert_same(held, before)
+
+
+def test_state_of_other_parameters_keeps_its_dtype() -> None:
+    params = [nn.Parameter(torch.zeros(3, dtype=d)) for d in (torch.float64, torch.float16)]
+    optimizer: Any = ampfast.master_weights_(torch.optim.SGD(params, lr=0.5, momentum=0.5))
+    for _ in range(2):
+        for param in params:
+            param.grad = torch.ones_like(param)
+        optimizer.step()
+        optimizer.load_state_dict(saved(optimizer.state_dict()))
+        buffers = [optimizer.state[param]["momentum_buffer"] for param in params]
+        assert [buffer.dtype for buffer in buffers] == [torch.float64, torch.float32]
 
 
 def test_a_checkpoint_of_a_thawed_parameter() -> None:
@@ -586,6 +672,7 @@ def test_an_optimizer_in_use_is_converted_with_its_state() -> None:
     ampfast.master_weights_(optimizer)
     for index, entry in optimizer.state_dict()["state"].items():
         assert_same(entry["exp_avg"], before[index]["exp_avg"].float())
+    assert len(optimizer.master_weights) == 4
     loss_of(model, 1).backward()
     optimizer.step()
     assert len(optimizer.master_weights) == 4

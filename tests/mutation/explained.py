@@ -27,6 +27,23 @@ _BY_REASON: dict[str, list[tuple[str, str, str, int]]] = {
             1,
         ),
     ],
+    "Makes a difference on a GPU only: tests/gpu/test_gpu_master_weights.py.": [
+        (
+            "_follow",
+            "master.weight = weight.detach().to(param.device).requires_grad_()",
+            "nothing",
+            1,
+        ),
+    ],
+    "Saves the next step a comparison of equal tensors.": [
+        ("_write_back", "masters.stamp = stamp_of(groups)", "nothing", 1),
+    ],
+    "Changes no class that was made before, as in the process that tries mutants.": [
+        ("_class_of", "step.hooked = True", "nothing", 1),
+        ("_class_of", "True", "False", 1),
+        ("_class_of", "step.__signature__ = inspect.signature(kind.step)", "nothing", 1),
+        ("_class_of", "cast(Any, made).step = step", "nothing", 1),
+    ],
     "What is left out is done again where the group is kept.": [
         ("GradScaler.__init__", "distributed.require_group(process_group, device)", "nothing", 1),
     ],
