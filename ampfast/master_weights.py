@@ -30,8 +30,6 @@ AnyOptimizer = TypeVar("AnyOptimizer", bound=torch.optim.Optimizer)
 
 # Key of a master weight in a checkpoint, as in Transformer Engine's.
 _KEY = "master_param"
-# Attributes in which optimizers that wrap another one hold it.
-_WRAPPED = ("optimizer", "optim")
 
 
 class _Master:
@@ -426,13 +424,12 @@ def master_weights_(optimizer: AnyOptimizer) -> AnyOptimizer:
     if isinstance(optimizer, MasterWeights):
         return cast(AnyOptimizer, optimizer)
     kind = type(optimizer)
-    wraps = any(
-        isinstance(getattr(optimizer, name, None), torch.optim.Optimizer) for name in _WRAPPED
-    )
-    if not isinstance(optimizer, torch.optim.Optimizer) or wraps:
+    if not isinstance(optimizer, torch.optim.Optimizer) or any(
+        isinstance(held, torch.optim.Optimizer) for held in vars(optimizer).values()
+    ):
         raise TypeError(
             f"master_weights_ takes a torch.optim.Optimizer, got {kind.__module__}."
-            f"{kind.__qualname__}; if it wraps one, pass the inner one"
+            f"{kind.__qualname__}; if it wraps one, pass the inner one, before it is wrapped"
         )
     if not hasattr(torch.Tensor, "grad_dtype"):
         raise RuntimeError(

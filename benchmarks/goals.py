@@ -29,7 +29,8 @@ TRACKED_UNSCALES = (UNSCALE, "unscale, overflow", "unscale, health")
 # One call over torch's two, in place and deferred; in float32 on a CPU.
 CPU_CLIP = {"1000x1k": (1 / 5, 1 / 5), "bert_base": (1 / 1.3, 0.5), "bert_large": (1 / 1.3, 0.5)}
 GPU_CLIP = (1 / 1.6, 1 / 4)
-# A step with master weights over the foreach way, without the optimizer's own; plain and clipped.
+# A step with master weights, without the optimizer's own, over torch's foreach copies and scaler;
+# plain and clipped.
 MASTER_WEIGHTS = {
     "1000x4": (1 / 3, None),
     "1000x1k": (1 / 2, 1 / 3),

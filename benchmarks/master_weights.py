@@ -68,7 +68,7 @@ class Ours:
 
 
 class Foreach:
-    """The same by hand, by torch's foreach calls, with float32 gradients that are kept."""
+    """The same by hand: torch's foreach copies around its scaler, float32 gradients kept."""
 
     def __init__(self, weights: Sequence[Tensor], optimizer: Optimizer, limit: float | None):
         self.parameters = [weight.clone().requires_grad_() for weight in weights]
@@ -80,24 +80,21 @@ class Foreach:
         self._optimizer = optimizer(self._masters)
         # The gradients of the parameters alone.
         self.zero_grad = NoOptimizer(self.parameters).zero_grad
-        self._scale = torch.tensor(SCALE)
-        self._tracker = torch.zeros((), dtype=torch.int32)
+        self._scaler = make_scaler("torch", torch.device("cpu"), SCALE)
 
     @torch.no_grad()
     def step(self) -> None:
         """The calls of an iteration between backward and `zero_grad`."""
-        found_inf = torch.zeros(())
-        self._unscale(found_inf, self._scale.double().reciprocal().float())
-        if not found_inf.item():
-            self._optimizer.step()
-            self._round()
-        torch._amp_update_scale_(self._scale, self._tracker, found_inf, *providers.FACTORS)
-
-    def _unscale(self, found_inf: Tensor, inverse: Tensor) -> None:
-        torch._foreach_copy_(self._wide, [each.grad for each in self.parameters])
-        torch._amp_foreach_non_finite_check_and_unscale_(self._wide, found_inf, inverse)
+        self._cast()
         if self._limit is not None:
-            torch.nn.utils.clip_grad_norm_(self._masters, self._limit, foreach=True)
+            self._scaler.unscale_(self._optimizer)
+            torch.nn.utils.clip_grad_norm_(self._masters, self._limit)
+        self._scaler.step(self._optimizer)
+        self._scaler.update()
+        self._round()
+
+    def _cast(self) -> None:
+        torch._foreach_copy_(self._wide, [each.grad for each in self.parameters])
 
     def _round(self) -> None:
         torch._foreach_copy_(self.parameters, self._masters)
@@ -106,18 +103,15 @@ class Foreach:
         return [master.detach() for master in self._masters]
 
     def scale(self) -> Tensor:
-        return self._scale
+        return scaler_state(self._scaler)[0]
 
 
 class Loop(Foreach):
-    """The same for one parameter after the other, with new float32 gradients."""
+    """The same with copies one by one, and new float32 gradients."""
 
-    def _unscale(self, found_inf: Tensor, inverse: Tensor) -> None:
+    def _cast(self) -> None:
         for master, parameter in zip(self._masters, self.parameters, strict=True):
             master.grad = parameter.grad.float()
-            torch._amp_foreach_non_finite_check_and_unscale_([master.grad], found_inf, inverse)
-        if self._limit is not None:
-            torch.nn.utils.clip_grad_norm_(self._masters, self._limit, foreach=False)
 
     def _round(self) -> None:
         for master, parameter in zip(self._masters, self.parameters, strict=True):
@@ -139,9 +133,8 @@ def sides_over(
 
 
 def backward(side: Ours | Foreach, gradients: Sequence[Tensor]) -> None:
-    """Sets new gradients, as a backward pass does."""
-    for parameter, gradient in zip(side.parameters, gradients, strict=True):
-        parameter.grad = gradient.clone()
+    """Leaves new gradients."""
+    torch.autograd.backward(side.parameters, gradients)
 
 
 def jobs(on: Setting) -> list[Job]:

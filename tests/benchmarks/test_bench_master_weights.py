@@ -32,21 +32,21 @@ def test_three_sides_are_timed(call):
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize(
     ("wrong", "match"),
-    [("unscaled", "master weights of|not close"), ("rounded", "parameters of"), ("scale", "scale")],
+    [("cast", "master weights of|not close"), ("rounded", "parameters of"), ("scale", "scale")],
 )
 def test_nothing_is_timed_that_is_wrong(monkeypatch, call, wrong, match):
     class Wrong(master_weights.Loop):
-        def _unscale(self, found_inf, inverse):
-            super()._unscale(found_inf, inverse)
-            if wrong == "unscaled":
+        def _cast(self):
+            super()._cast()
+            if wrong == "cast":
                 self._masters[1].grad[3] *= 1.1
-            if wrong == "scale":
-                found_inf.zero_()
 
         def _round(self):
             super()._round()
             if wrong == "rounded":
                 self.parameters[1][3] += 0.01
+            if wrong == "scale":
+                self._scaler.update(1.0)
 
     monkeypatch.setattr(master_weights, "Loop", Wrong)
     monkeypatch.setattr(master_weights, "interleave", lambda *a, **k: pytest.fail("was timed"))
