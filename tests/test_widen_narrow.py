@@ -264,3 +264,18 @@ def test_freed_memory_is_refused() -> None:
     half.untyped_storage().resize_(0)
     with pytest.raises(RuntimeError):
         functional.widen_([torch.zeros(5)], [half], flag(), flag())
+
+
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+def test_lists_beyond_the_caches(dtype: torch.dtype) -> None:
+    """From 64 MiB of float32 on it is stored past the caches, where addresses allow."""
+    patterns = all_patterns(dtype)
+    large = patterns.repeat(256)
+    offset = torch.cat([patterns[:3], patterns])[3:]
+    grads = [large[1:], patterns.clone(), offset[:1001], large.clone()]
+    check_widen(grads, 1 / 3)
+    check_widen([patterns.clone(), large], 1.0)
+    values = special_floats()
+    values = values.repeat(-(-(2**24) // values.numel()))
+    params = [torch.zeros_like(values, dtype=dtype), torch.zeros(1004, dtype=dtype)[1:]]
+    check_narrow(params, [values, values[-1003:].clone()])

@@ -28,11 +28,12 @@ struct Loops {
   // The sum of squares of the unscaled values; raises `peak` to the largest magnitude, as bits.
   double (*squares)(const void* data, int64_t numel, float inv_scale, int64_t* peak);
   Counts (*counts)(const void* data, int64_t numel);
-  // As `unscale`, of 16-bit data, which is only read: the products are written as float32.
+  // As `unscale`, of 16-bit data, which is only read: the products are written as float32, past the
+  // caches if that is asked for and possible.
   int64_t (*widen)(const void* data, float* wide, int64_t numel, float inv_scale,
-                   double coefficient);
-  // Rounds float32 values to 16-bit data.
-  void (*narrow)(void* data, const float* wide, int64_t numel);
+                   double coefficient, bool streams);
+  // Rounds float32 values to 16-bit data; as above.
+  void (*narrow)(void* data, const float* wide, int64_t numel, bool streams);
 };
 
 const Loops& loops_for(Dtype dtype);

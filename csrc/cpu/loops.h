@@ -288,9 +288,20 @@ Counts counts(const void* data, int64_t numel) {
           number(overflowing),  number(largest),   number(static_cast<Bits>(smallest + 1))};
 }
 
+#ifdef AMPFAST_AVX2
+
+// Tells whether 32 or 16 bytes at a time may be stored past the caches.
+template <class Vector>
+bool may_stream(bool streams, const void* to) {
+  return streams && reinterpret_cast<uintptr_t>(to) % sizeof(Vector) == 0;
+}
+
+#endif
+
 // Times as many factors: where there is none, not even a subnormal is flushed.
 template <class T, int kFactors>
-int64_t widen_times(const void* data, float* wide, int64_t numel, float first, float second) {
+int64_t widen_times(const void* data, float* wide, int64_t numel, float first, float second,
+                    [[maybe_unused]] bool streams) {
   const T* values = static_cast<const T*>(data);
   int16_t peak = 0;
   int64_t i = 0;
@@ -298,14 +309,22 @@ int64_t widen_times(const void* data, float* wide, int64_t numel, float first, f
   const __m256 factor = _mm256_set1_ps(first);
   const __m256 coefficient = _mm256_set1_ps(second);
   __m256i peaks = _mm256_setzero_si256();
+  streams = may_stream<__m256>(streams, wide);
   for (; i + 16 <= numel; i += 16) {
     peaks = raised(peaks, values + i);
     for (int64_t k = i; k < i + 16; k += 8) {
       __m256 value = widen8(values + k);
       value = kFactors > 0 ? _mm256_mul_ps(value, factor) : value;
       value = kFactors > 1 ? _mm256_mul_ps(value, coefficient) : value;
-      _mm256_storeu_ps(wide + k, value);
+      if (streams) {
+        _mm256_stream_ps(wide + k, value);
+      } else {
+        _mm256_storeu_ps(wide + k, value);
+      }
     }
+  }
+  if (streams) {
+    _mm_sfence();
   }
   peak = largest_of<int16_t>(peaks);
 #endif
@@ -319,14 +338,14 @@ int64_t widen_times(const void* data, float* wide, int64_t numel, float first, f
 }
 
 template <class T>
-int64_t widen_all(const void* data, float* wide, int64_t numel, float inv_scale,
-                  double coefficient) {
+int64_t widen_all(const void* data, float* wide, int64_t numel, float inv_scale, double coefficient,
+                  bool streams) {
   const float second = static_cast<float>(coefficient);
   if (coefficient != 1) {
-    return widen_times<T, 2>(data, wide, numel, inv_scale, second);
+    return widen_times<T, 2>(data, wide, numel, inv_scale, second, streams);
   }
-  return inv_scale != 1 ? widen_times<T, 1>(data, wide, numel, inv_scale, second)
-                        : widen_times<T, 0>(data, wide, numel, inv_scale, second);
+  return inv_scale != 1 ? widen_times<T, 1>(data, wide, numel, inv_scale, second, streams)
+                        : widen_times<T, 0>(data, wide, numel, inv_scale, second, streams);
 }
 
 #ifdef AMPFAST_AVX2
@@ -347,12 +366,21 @@ inline __m128i narrow8(const float* wide, BFloat16 /*tag*/) {
 #endif
 
 template <class T>
-void narrow_all(void* data, const float* wide, int64_t numel) {
+void narrow_all(void* data, const float* wide, int64_t numel, [[maybe_unused]] bool streams) {
   T* values = static_cast<T*>(data);
   int64_t i = 0;
 #ifdef AMPFAST_AVX2
+  streams = may_stream<__m128i>(streams, data);
   for (; i + 8 <= numel; i += 8) {
-    _mm_storeu_si128(reinterpret_cast<__m128i*>(values + i), narrow8(wide + i, T{}));
+    auto* to = reinterpret_cast<__m128i*>(values + i);
+    if (streams) {
+      _mm_stream_si128(to, narrow8(wide + i, T{}));
+    } else {
+      _mm_storeu_si128(to, narrow8(wide + i, T{}));
+    }
+  }
+  if (streams) {
+    _mm_sfence();
   }
 #endif
   for (; i < numel; ++i) {

@@ -56,6 +56,12 @@ bool shares_memory(const DtypeList& list, bool of_pairs) {
 // The memory that a pass writes.
 enum class Writes { kNothing, kTensors, kPairs };
 
+// Whether pairs that are written leave the caches before anyone reads them.
+bool streams(const DtypeList& list) {
+  constexpr int64_t kElements = int64_t{16} << 20;  // 64 MiB of float32
+  return list.elements >= kElements;
+}
+
 // Calls `body(address, numel, chunk, wide)` for every chunk, whose float32 values are `wide`, null
 // in a list without pairs, from several threads if that pays.
 template <class Body>
@@ -196,7 +202,7 @@ bool unscale(const GradList& grads, float inv_scale, const Rows* marks, double c
     const Writes in_place = changes ? Writes::kTensors : Writes::kNothing;
     const auto body = [&](char* address, int64_t numel, int64_t /*chunk*/, float* wide) {
       if (wide != nullptr) {
-        return loops.widen(address, wide, numel, inv_scale, coefficient);
+        return loops.widen(address, wide, numel, inv_scale, coefficient, streams(list));
       }
       return changes ? loops.unscale(address, numel, inv_scale, coefficient)
                      : loops.peak_bits(address, numel);
@@ -234,7 +240,7 @@ void narrow(const GradList& pairs) {
     const Loops& loops = loops_for(dtype_of(list.dtype));
     for_each_chunk(list, Writes::kTensors,
                    [&](char* address, int64_t numel, int64_t /*chunk*/, const float* wide) {
-                     loops.narrow(address, wide, numel);
+                     loops.narrow(address, wide, numel, streams(list));
                    });
   }
 }
