@@ -59,6 +59,16 @@ void require_bytes(size_t needed, const c10::Storage& storage) {
               " bytes are left of ", needed);
 }
 
+// Where a dense tensor that is not empty begins.
+char* memory_of(const at::Tensor& tensor, bool writes) {
+  const c10::TensorImpl* impl = tensor.unsafeGetTensorImpl();
+  const c10::Storage& storage = impl->unsafe_storage();
+  const size_t size = impl->itemsize();
+  require_bytes((impl->storage_offset() + impl->numel()) * size, storage);
+  void* base = writes ? storage.mutable_data() : const_cast<void*>(storage.data());
+  return static_cast<char*>(base) + impl->storage_offset() * size;
+}
+
 }  // namespace
 
 Dtype dtype_of(at::ScalarType type) {
@@ -113,18 +123,10 @@ void require_storage(const at::Tensor& tensor) {
 }
 
 void GradList::add(const at::Tensor& tensor, bool writes, int64_t parameter) {
-  const c10::TensorImpl* impl = tensor.unsafeGetTensorImpl();
-  const at::ScalarType dtype = tensor.scalar_type();
-  const int64_t numel = impl->numel();
-  has_float64_ |= dtype == at::kDouble;
-  if (numel == 0) {
-    return;
+  has_float64_ |= tensor.scalar_type() == at::kDouble;
+  if (tensor.numel() != 0) {
+    add(tensor.scalar_type(), memory_of(tensor, writes), tensor.numel(), parameter);
   }
-  const c10::Storage& storage = impl->unsafe_storage();
-  const size_t size = impl->itemsize();
-  require_bytes((impl->storage_offset() + numel) * size, storage);
-  void* base = writes ? storage.mutable_data() : const_cast<void*>(storage.data());
-  add(dtype, static_cast<char*>(base) + impl->storage_offset() * size, numel, parameter);
 }
 
 void GradList::add(at::ScalarType dtype, char* address, int64_t numel, int64_t parameter,
@@ -156,14 +158,10 @@ std::pair<GradList, GradList> GradList::split(const std::unordered_set<int64_t>&
 }
 
 void GradList::add(const at::Tensor& tensor, const at::Tensor& wide, int64_t parameter) {
-  const int64_t numel = tensor.numel();
-  if (numel == 0) {
-    return;
+  if (tensor.numel() != 0) {
+    add(tensor.scalar_type(), memory_of(tensor, true), tensor.numel(), parameter,
+        reinterpret_cast<float*>(memory_of(wide, true)));
   }
-  require_storage(tensor);
-  require_storage(wide);
-  add(tensor.scalar_type(), static_cast<char*>(tensor.mutable_data_ptr()), numel, parameter,
-      wide.mutable_data_ptr<float>());
 }
 
 void GradList::pair(at::ScalarType dtype, const std::vector<float*>& wide) {
