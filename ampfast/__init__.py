@@ -12,7 +12,7 @@ __path__ = [*__path__, *folders_for(torch.__version__)]
 from ampfast import backends, functional, report
 from ampfast._version import __version__
 from ampfast.distributed import mark_replicated
-from ampfast.grad_scaler import GradScaler
+from ampfast.grad_scaler import GradScaler, StepGuard
 from ampfast.lr_scheduler import LateScheduler
 from ampfast.master_weights import MasterWeights, master_weights_
 from ampfast.patch import Patch, patch, unpatch
@@ -26,6 +26,7 @@ __all__ = [
     "LateScheduler",
     "MasterWeights",
     "Patch",
+    "StepGuard",
     "__version__",
     "backends",
     "functional",

@@ -35,7 +35,7 @@ else:
     # torch's own class, also where an earlier import of ampfast has patched its name.
     TorchGradScaler = getattr(torch.amp.GradScaler, "_stands_for", torch.amp.GradScaler)
 
-__all__ = ["GradScaler", "OptState"]
+__all__ = ["GradScaler", "OptState", "StepGuard"]
 
 Flags = dict[Any, Tensor]
 
@@ -92,6 +92,8 @@ class GradScaler(TorchGradScaler):
         hysteresis_refill: "growth", when the scale's growth is due, as in Megatron-LM, or
             "finite_step", as in apex.
         dynamic: If False, the scale is constant: `growth_interval` is 0 and `backoff_factor` 1.
+            With an `init_scale` of 1 nothing is multiplied, and gradients are only read; see
+            `StepGuard`.
         process_group: Ranks that hold other parts of the gradients, as shards, stages or
             tensor-parallel parts: a group, or a mesh with all its dimensions. They skip together,
             with one small collective per optimizer, and norms are global; `mark_replicated` names
@@ -116,6 +118,8 @@ class GradScaler(TorchGradScaler):
     _allow_fp16 = False
     _backend: str | None = None
     _dynamic = True
+    # Whether the scale is 1 forever, so that nothing is multiplied or divided by it.
+    _is_guard = False
     # The update of the scale that rides in the next check.
     _riding: gpu.ScaleUpdate | None = None
     # The kernels whose raw calls may try first; chosen with the scale.
@@ -197,6 +201,7 @@ class GradScaler(TorchGradScaler):
         self._dynamic = dynamic
         if enabled and not dynamic:
             self._growth_interval, self._backoff_factor = 0, 1.0
+            self._is_guard = init_scale == 1
         self._track = track
 
     @property
@@ -221,7 +226,7 @@ class GradScaler(TorchGradScaler):
         if type(outputs) is Tensor and self._short_way is not None and self._enabled:
             scale = self._scale
             if scale is not None and scale.device == outputs.device:
-                return outputs * scale
+                return outputs if self._is_guard else outputs * scale
         return super().scale(outputs)
 
     # A compiler that traces the state machine around a kernel loses what is written to its dicts.
@@ -303,8 +308,9 @@ class GradScaler(TorchGradScaler):
             if takes_grad_scaler(optimizer.step):
                 result = self._legacy_step(optimizer, args, kwargs)
             else:
-                # Gradients that are cast are written, and not only read.
-                usual_scale = scale if is_usual and casts is None else None
+                # Gradients that are cast are written, and those of a guard not divided.
+                divides = casts is None and not self._is_guard
+                usual_scale = scale if is_usual and divides else None
                 result = self._fused_step(optimizer, state, usual_scale, args, kwargs)
                 recorded = state.get("found_inf_per_device")
         else:
@@ -348,6 +354,7 @@ class GradScaler(TorchGradScaler):
         Raises:
             AssertionError: If nothing was scaled or checked since the last update, or `new_scale`
                 is not as described.
+            ValueError: If `new_scale` is given and the scale is always 1, as a `StepGuard`'s.
         """
         loss_scale = self._loss_scale
         short_way, is_done = self._short_way, None
@@ -712,8 +719,9 @@ class GradScaler(TorchGradScaler):
         Raises:
             RuntimeError: If the checkpoint is of a disabled scaler.
             ValueError: If it is of a scaler with other limits or hysteresis, its scale is beyond
-                this one's limits, or only one of the two is static. As with torch, a scaler
-                without limits and hysteresis becomes static. Nothing is loaded then.
+                this one's limits or not the 1 that this one's always is, or only one of the two
+                is static. As with torch, a scaler without limits and hysteresis becomes static.
+                Nothing is loaded then.
         """
         loss_scale = self._loss_scale
         tracker = loss_scale.policy.hysteresis
@@ -723,6 +731,11 @@ class GradScaler(TorchGradScaler):
                     "this scaler was made with dynamic=False, but the checkpoint's scale changes: "
                     f"growth_interval {state_dict.get('growth_interval')}, backoff_factor "
                     f"{state_dict.get('backoff_factor')}"
+                )
+            if self._is_guard and state_dict.get("scale") != 1:
+                raise ValueError(
+                    "this scaler's scale is always 1, but the checkpoint's is "
+                    f"{state_dict.get('scale')}: it was made with dynamic=False and init_scale=1"
                 )
             if state_dict:
                 tracker = loss_scale.policy.require_loadable(state_dict)
@@ -830,15 +843,22 @@ class GradScaler(TorchGradScaler):
                 del state[_UNSCALING]
             agreement = self._ranks.agreement_on(optimizer.param_groups)
         else:
-            grads, agreement = self._begin_pass(optimizer, allow_fp16=self._allow_fp16, writes=True)
-            update, self._riding = self._riding, None
-            flags = gradients.unscale_(
-                grads,
-                gradients.UnscaleFactor.of_scale(scale),
-                choice=self._choice,
-                update=None if agreement else update,
-                before_write=partial(_mark_unscaled, state, agreement=agreement),
+            only_reads = self._is_guard and casts_of(optimizer) is None
+            grads, agreement = self._begin_pass(
+                optimizer, allow_fp16=self._allow_fp16, writes=not only_reads
             )
+            riding, self._riding = self._riding, None
+            update = None if agreement else riding
+            if only_reads:
+                flags = gradients.check_(grads, choice=self._choice, update=update)
+            else:
+                flags = gradients.unscale_(
+                    grads,
+                    gradients.UnscaleFactor.of_scale(scale),
+                    choice=self._choice,
+                    update=update,
+                    before_write=partial(_mark_unscaled, state, agreement=agreement),
+                )
         if agreement is not None:
             state[_AGREEMENT] = agreement  # if it fails now, `step` or `update` will do it
         state["found_inf_per_device"] = flags
@@ -918,9 +938,10 @@ class GradScaler(TorchGradScaler):
         self, optimizer: torch.optim.Optimizer, state: dict[str, Any]
     ) -> tuple[Any, Any]:
         """Returns the `found_inf` and the `grad_scale` for an optimizer that divides by it."""
-        if state["stage"] is _READY and isinstance(optimizer, MasterWeights):
-            self.unscale_(optimizer)  # its gradients are cast anyway
         overridden = self._overrides(_CHECKS)
+        divides = not isinstance(optimizer, MasterWeights) and (overridden or not self._is_guard)
+        if state["stage"] is _READY and not divides:
+            self.unscale_(optimizer)  # which casts, or only reads
         if state["stage"] is _READY:
             if overridden:
                 self._check_inf_per_device(optimizer)
@@ -1039,7 +1060,10 @@ class GradScaler(TorchGradScaler):
         """Chooses the kernels whose raw calls may try first, from what seldom changes."""
         self._short_way = None
         if self._track is None and self._ranks.is_alone:
-            self._short_way = self._choice.kernels_for(scale.device)
+            kernels: Any = self._choice.kernels_for(scale.device)
+            if self._is_guard and isinstance(kernels, gpu.DeviceKernels):
+                kernels = kernels.reading()
+            self._short_way = kernels
 
     def _collect(
         self,
@@ -1077,6 +1101,11 @@ class GradScaler(TorchGradScaler):
 
     def _set_scale(self, new_scale: float | Tensor) -> None:
         """Takes a scale from the caller; the flags of this iteration count as a step."""
+        if self._is_guard:
+            raise ValueError(
+                f"this scaler's scale is always 1, got {new_scale}: it was made with dynamic=False "
+                "and init_scale=1"
+            )
         scale, tracker, states = self._scale, self._growth_tracker, self._per_optimizer_states
         before = None if scale is None else scale.detach().clone()
         super().update(new_scale)
@@ -1165,6 +1194,28 @@ class GradScaler(TorchGradScaler):
             if getattr(kind, name) is not hook or name in own:
                 return True
         return False
+
+
+class StepGuard(GradScaler):
+    """Skips steps whose gradients have inf or NaN, and scales nothing; for bfloat16 and float32.
+
+    `GradScaler(device, init_scale=1.0, dynamic=False)`: `scale` returns its argument, and gradients
+    are only read, once. Clipping, counts, tracking and the agreement of ranks are `GradScaler`'s.
+
+    Args:
+        device: As for `GradScaler`.
+        enabled: As for `GradScaler`.
+        options: Its other keyword arguments that do not concern the scale: `allow_fp16`, `backend`,
+            `process_group` and `track`.
+
+    Raises:
+        TypeError: As `GradScaler`, or if the scale is given.
+        ValueError: As `GradScaler`.
+        RuntimeError: As `GradScaler`.
+    """
+
+    def __init__(self, device: str = "cuda", *, enabled: bool = True, **options: Any) -> None:
+        super().__init__(device, init_scale=1.0, enabled=enabled, dynamic=False, **options)
 
 
 def _mark_unscaled(*states: dict[str, Any], agreement: distributed.Agreement | None = None) -> None:

@@ -211,6 +211,10 @@ class DeviceKernels:
     def __init__(self, launcher: Launcher) -> None:
         self._launcher = launcher
 
+    def reading(self) -> DeviceKernels:
+        """Returns the calls for a scale of 1, with which `unscale_groups` only reads."""
+        return _Reading(self._launcher)
+
     def unscale_(
         self,
         grads: GradList,
@@ -503,6 +507,14 @@ class DeviceKernels:
                 # Intermediate launches leave results in it.
                 clear_tables()
                 raise
+
+
+class _Reading(DeviceKernels):
+    def _unscale(self, table: DeviceTable, scale: Tensor, found_inf: Tensor, _: bool) -> Tensor:
+        writes = any(segment.is_paired for segment in table.segments)
+        with self._launcher.on(scale.device):
+            self._launch(Pass(table, writes, Use.SCALE, scale, found_inf, False))
+        return found_inf
 
 
 def _require_scalar(name: str, tensor: Tensor, device: torch.device, dtype: torch.dtype) -> None:

@@ -1,0 +1,251 @@
+"""A scaler whose scale is always 1: gradients are only read, and bad steps skipped."""
+
+from __future__ import annotations
+
+import copy
+import math
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from reference_launcher import ReferenceLauncher
+from support import assert_same, outcome
+from torch import Tensor, nn
+
+import ampfast
+
+STEPS = 7
+BAD = {2: math.inf, 4: math.nan}
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "plain": lambda params: torch.optim.AdamW(params, lr=0.1),
+    "fused": lambda params: torch.optim.AdamW(params, lr=0.1, fused=True),
+    "fused momentum": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9, fused=True),
+}
+
+Guarded = Callable[[Any, Any], None]
+
+
+def stepped(guard: Any, optimizer: Any) -> None:
+    guard.step(optimizer)
+    guard.update()
+
+
+def stepped_and_updated(guard: Any, optimizer: Any) -> None:
+    guard.step_and_update(optimizer)
+
+
+def unscaled_before(guard: Any, optimizer: Any) -> None:
+    guard.unscale_(optimizer)
+    stepped(guard, optimizer)
+
+
+def clipped(guard: Any, optimizer: Any) -> None:
+    guard.clip_grad_norm_(optimizer, 0.5)
+    stepped(guard, optimizer)
+
+
+WAYS: dict[str, Guarded] = {
+    each.__name__: each for each in (stepped, stepped_and_updated, unscaled_before, clipped)
+}
+
+
+def model_of(dtype: torch.dtype) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 5), nn.Tanh(), nn.Linear(5, 3)).to(dtype)
+
+
+def weights_of(model: nn.Module) -> list[Tensor]:
+    return [param.detach() for param in model.parameters()]
+
+
+def backward(model: nn.Module, seed: int, scale: Callable[[Tensor], Tensor] = lambda x: x) -> None:
+    model.zero_grad()
+    generator = torch.Generator().manual_seed(seed)
+    dtype = next(model.parameters()).dtype
+    loss = model(torch.randn(4, 8, generator=generator).to(dtype)).float().square().mean()
+    scale(loss).backward()
+    if seed in BAD:
+        next(model.parameters()).grad.view(-1)[3] = BAD[seed]
+
+
+@pytest.mark.parametrize("on_device", [False, True], ids=["cpu", "device"])
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_steps_are_those_without_a_scaler(
+    dtype: torch.dtype, name: str, way: str, on_device: bool, request: pytest.FixtureRequest
+) -> None:
+    """But for bad ones, which are left out there."""
+    if on_device:
+        request.getfixturevalue("launcher")
+    ours, theirs = model_of(dtype), model_of(dtype)
+    optimizer, plain = (OPTIMIZERS[name](m.parameters()) for m in (ours, theirs))
+    guard = ampfast.StepGuard("cpu")
+    for seed in range(STEPS):
+        backward(ours, seed, guard.scale)
+        grads = [p.grad.clone() for p in ours.parameters()]
+        WAYS[way](guard, optimizer)
+        assert guard.step_skipped(optimizer) is (seed in BAD)
+        if seed not in BAD:
+            backward(theirs, seed)
+            if way == "clipped":
+                clipping = ampfast.GradScaler("cpu", init_scale=1.0)
+                clipping.scale(torch.ones(()))
+                clipping.clip_grad_norm_(plain, 0.5)
+            plain.step()
+        elif way != "clipped":
+            assert_same([p.grad for p in ours.parameters()], grads)
+        assert_same(weights_of(ours), weights_of(theirs), str(seed))
+    stats = guard.stats()
+    assert (stats.steps, stats.skipped, stats.scale) == (STEPS, len(BAD), 1.0)
+
+
+@pytest.mark.parametrize("way", ["stepped", "stepped_and_updated", "unscaled_before"])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_gradients_are_read_once_and_never_written(
+    name: str, way: str, launcher: ReferenceLauncher
+) -> None:
+    model, guard = model_of(torch.float32), ampfast.StepGuard("cpu")
+    optimizer: Any = OPTIMIZERS[name](model.parameters())
+    given = []
+    step = type(optimizer).step
+
+    class Watched(type(optimizer)):  # type: ignore[misc]
+        def step(self, closure: Any = None) -> None:
+            given.append(getattr(self, "grad_scale", None))
+            step(self)
+
+    optimizer.__class__ = Watched
+    for seed in range(2):
+        backward(model, seed, guard.scale)
+        grads = [(p.grad, p.grad._version, p.grad.clone()) for p in model.parameters()]
+        launcher.launches.clear()
+        launcher.read = launcher.written = 0
+        WAYS[way](guard, optimizer)
+        expected = ["check"] if way == "stepped_and_updated" else ["check", "update"]
+        assert launcher.launches == expected
+        assert launcher.read == sum(grad.nbytes for grad, *_ in grads)
+        assert launcher.written == 0
+        for grad, version, values in grads:
+            assert grad._version == version
+            assert_same(grad, values)
+    assert given == [None, None]
+
+
+def test_a_loss_is_returned_as_it_is() -> None:
+    guard = ampfast.StepGuard("cpu")
+    assert guard.scale(torch.ones(())).item() == 1
+    loss = torch.ones((), dtype=torch.float32)
+    assert guard.scale(loss) is loss
+    assert_same(guard.scale([loss, loss]), [loss, loss])
+    assert guard.get_scale() == 1.0
+    plain = ampfast.GradScaler("cpu", init_scale=1.0, dynamic=False)
+    plain.scale(loss)
+    assert plain.scale(loss) is loss
+    disabled = ampfast.StepGuard("cpu", enabled=False)
+    assert disabled.scale(loss) is loss
+    assert disabled.get_scale() == 1.0
+
+
+@pytest.mark.parametrize("way", ["stepped", "stepped_and_updated"])
+def test_master_weights_are_cast_once(way: str, launcher: ReferenceLauncher) -> None:
+    ours, theirs = model_of(torch.bfloat16), model_of(torch.bfloat16)
+    make = OPTIMIZERS["fused"]
+    optimizer, plain = (ampfast.master_weights_(make(m.parameters())) for m in (ours, theirs))
+    guard = ampfast.StepGuard("cpu")
+    for seed in range(STEPS):
+        backward(ours, seed, guard.scale)
+        launcher.launches.clear()
+        WAYS[way](guard, optimizer)
+        assert launcher.launches == ["unscale", "narrow", *(["update"] if way == "stepped" else [])]
+        if seed not in BAD:
+            backward(theirs, seed)
+            plain.step()
+        assert_same(weights_of(ours), weights_of(theirs), str(seed))
+
+
+@pytest.mark.parametrize("name", ["fused", "fused momentum"])
+def test_an_own_grad_scale_still_counts(name: str) -> None:
+    """The optimizer divides by it, and what becomes infinite is skipped."""
+    model = model_of(torch.float32)
+    optimizer: Any = OPTIMIZERS[name](model.parameters())
+    guard = ampfast.StepGuard("cpu")
+    backward(model, 0, guard.scale)
+    before = [weight.clone() for weight in weights_of(model)]
+    optimizer.grad_scale = torch.tensor(1e-45)
+    guard.step(optimizer)
+    assert guard.step_skipped(optimizer)
+    assert_same(weights_of(model), before)
+
+
+class Hooked(ampfast.GradScaler):
+    def _check_inf_per_device(self, optimizer: Any) -> Any:
+        flags = {torch.device("cpu"): torch.ones(())}
+        self._per_optimizer_states[id(optimizer)]["found_inf_per_device"] = flags
+        return flags
+
+
+def test_an_override_of_the_check_decides() -> None:
+    model = model_of(torch.float32)
+    optimizer = OPTIMIZERS["fused"](model.parameters())
+    guard = Hooked("cpu", init_scale=1.0, dynamic=False)
+    backward(model, 0, guard.scale)
+    guard.step(optimizer)
+    assert guard.step_skipped(optimizer)
+
+
+def test_the_scale_stays_1() -> None:
+    guard = ampfast.StepGuard("cpu")
+    guard.scale(torch.ones(()))
+    for value in (2.0, torch.tensor(1.0)):
+        with pytest.raises(ValueError, match="this scaler's scale is always 1, got"):
+            guard.update(value)
+    other = ampfast.GradScaler("cpu", init_scale=8.0, dynamic=False)
+    other.scale(torch.ones(()))
+    before = guard.state_dict()
+    with pytest.raises(ValueError, match=r"always 1, but the checkpoint's is 8\.0"):
+        guard.load_state_dict(other.state_dict())
+    dynamic = ampfast.GradScaler("cpu", init_scale=1.0)
+    with pytest.raises(ValueError, match="made with dynamic=False, but"):
+        guard.load_state_dict(dynamic.state_dict())
+    assert guard.state_dict() == before
+    guard.load_state_dict(before)
+    with pytest.raises(TypeError, match="init_scale"):
+        ampfast.StepGuard("cpu", init_scale=2.0)
+    with pytest.raises(ValueError, match="min_scale"):
+        ampfast.StepGuard("cpu", min_scale=1.0)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda g: pickle.loads(pickle.dumps(g))])
+def test_copies_are_guards(copied: Callable[[Any], Any]) -> None:
+    model, guard = model_of(torch.float32), ampfast.StepGuard("cpu")
+    guard.scale(torch.ones(()))
+    guard = copied(guard)
+    assert type(guard) is ampfast.StepGuard
+    optimizer = OPTIMIZERS["fused"](model.parameters())
+    backward(model, 2, guard.scale)
+    stepped(guard, optimizer)
+    assert guard.stats().skipped == 1
+    loss = torch.ones(())
+    assert guard.scale(loss) is loss
+
+
+def test_tracking_and_refusals() -> None:
+    model, guard = model_of(torch.float32), ampfast.StepGuard("cpu", track="overflow")
+    guard.name_parameters(model)
+    optimizer = OPTIMIZERS["plain"](model.parameters())
+    backward(model, 2, guard.scale)
+    stepped(guard, optimizer)
+    assert [each.name for each in guard.overflow_report().parameters] == ["0.weight"]
+    half = nn.Parameter(torch.ones(3, dtype=torch.float16))
+    half.grad = torch.ones_like(half)
+    error = outcome(lambda: guard.unscale_(torch.optim.SGD([half], lr=0.1))).error
+    assert isinstance(error, ValueError)
+    assert str(error) == "Attempting to unscale FP16 gradients."
+    sparse = nn.Embedding(4, 2, sparse=True)
+    optimizer = torch.optim.SGD(sparse.parameters(), lr=0.1)
+    guard.scale(sparse(torch.tensor([1, 1])).sum()).backward()
+    stepped(guard, optimizer)
+    assert sparse.weight.grad.coalesce().values().tolist() == [[2.0, 2.0]]
