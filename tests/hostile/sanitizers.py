@@ -20,7 +20,8 @@ TESTS = (
     *("functional", "functional_errors", "functional_norm", "grad_list", "health", "hooks"),
     *("kernels", "modes", "overflow_report", "projects", "scale_state", "scale_state_saved"),
     *("short_way", "state", "step_and_update", "threads", "torch_suite_gaps", "track_kernels"),
-    *("unusual_objects", "written_values"),
+    *("unusual_objects", "widen_narrow", "written_values"),
+    *("companions/test_master_weights", "companions/test_master_weights_costs"),
 )
 # vptr needs type information of torch's classes, which its libraries do not export.
 FLAGS = "-fsanitize=address,undefined -fno-sanitize=vptr -fno-omit-frame-pointer -g1 -O1"
@@ -71,7 +72,9 @@ def main() -> int:
         "UBSAN_OPTIONS": "halt_on_error=1:print_stacktrace=1",
         "PYTHONPATH": str(TREE),
     }
-    files = [f"tests/test_{name}.py" for name in options.tests.split(",")]
+    files = [
+        f"tests/{name if '/' in name else f'test_{name}'}.py" for name in options.tests.split(",")
+    ]
     # Output of a sanitizer at exit is lost when the descriptor is captured.
     command = [sys.executable, "-m", "pytest", "-q", "--capture=sys", *files, *more]
     return subprocess.run(command, cwd=TREE, env=environment, check=False).returncode
