@@ -224,10 +224,12 @@ class MasterWeights(torch.optim.Optimizer):
                 if not state[index]:
                     del state[index]
                 weight = entry[_KEY]
-                if weight.shape != param.shape:
+                if not isinstance(weight, Tensor) or weight.shape != param.shape:
+                    is_tensor = isinstance(weight, Tensor)
+                    found = f"shape {tuple(weight.shape)}" if is_tensor else f"no shape: {weight!r}"
                     raise ValueError(
-                        f"the master weight of parameter {index} has shape {tuple(weight.shape)}, "
-                        f"and the parameter {tuple(param.shape)}"
+                        f"the master weight of parameter {index} has {found}, and the parameter "
+                        f"{tuple(param.shape)}"
                     )
                 if _fits(param):
                     weights[id(param)] = weight

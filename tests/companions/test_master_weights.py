@@ -946,6 +946,9 @@ def test_errors_of_a_step_change_nothing() -> None:
     state["state"][1] = {"master_param": torch.zeros(5)}
     with pytest.raises(ValueError, match=r"parameter 1 has shape \(5,\), and the parameter \(7,\)"):
         ours.optimizer.load_state_dict(state)
+    state["state"][1] = {"master_param": 3.0}
+    with pytest.raises(ValueError, match=r"parameter 1 has no shape: 3\.0, and the parameter"):
+        ours.optimizer.load_state_dict(state)
     state["param_groups"] *= 2
     del state["state"][1]
     with pytest.raises(ValueError, match="different number of parameter groups"):
