@@ -62,7 +62,7 @@ def test_each_step_has_new_gradients_in_16_bit(monkeypatch):
             def step(self):
                 found = [each.grad for each in self.parameters]
                 assert {each.dtype for each in found} == {torch.float16}
-                seen.setdefault(id(self), []).append(found)
+                seen.setdefault(self, []).append(found)
                 super().step()
 
         return Stepping

@@ -27,6 +27,11 @@ TESTS = (
 FLAGS = "-fsanitize=address,undefined -fno-sanitize=vptr -fno-omit-frame-pointer -g1 -O1"
 
 
+def file_of(name: str) -> str:
+    """Path of a file of tests, from the root: of `tests/` by its name, of a folder by its path."""
+    return f"tests/{name if '/' in name else f'test_{name}'}.py"
+
+
 def library(name: str) -> str:
     """Path of one of the compiler's libraries."""
     compiler = os.environ.get("CXX", "c++").split()
@@ -72,9 +77,7 @@ def main() -> int:
         "UBSAN_OPTIONS": "halt_on_error=1:print_stacktrace=1",
         "PYTHONPATH": str(TREE),
     }
-    files = [
-        f"tests/{name if '/' in name else f'test_{name}'}.py" for name in options.tests.split(",")
-    ]
+    files = map(file_of, options.tests.split(","))
     # Output of a sanitizer at exit is lost when the descriptor is captured.
     command = [sys.executable, "-m", "pytest", "-q", "--capture=sys", *files, *more]
     return subprocess.run(command, cwd=TREE, env=environment, check=False).returncode

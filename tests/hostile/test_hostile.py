@@ -65,5 +65,5 @@ def test_failing_allocations() -> None:
 
 
 def test_sanitized_tests_exist() -> None:
-    files = [sanitizers.ROOT / "tests" / f"test_{name}.py" for name in sanitizers.TESTS]
-    assert [file.name for file in files if not file.exists()] == []
+    files = [sanitizers.file_of(name) for name in sanitizers.TESTS]
+    assert [file for file in files if not (sanitizers.ROOT / file).exists()] == []
