@@ -71,12 +71,14 @@ class _Masters(dict[int, _Master]):
         weights: The weight of each parameter in the groups, None for others; of that stamp.
         standing: The parameters of each group with master weights in their place, or None.
         inner: The state by master weight, as the last step left it, or None.
+        state_keys: The keys of the state and of `inner` then.
     """
 
     stamp: object = None
     weights: tuple[Tensor | None, ...] = ()
     standing: list[list[Tensor]] | None = None
     inner: defaultdict[Any, Any] | None = None
+    state_keys: tuple[tuple[Any, ...], tuple[Any, ...]] = ((), ())
 
     def __init__(self, masters: Mapping[int, _Master] | None = None) -> None:
         super().__init__(masters or {})
@@ -89,6 +91,10 @@ class _Masters(dict[int, _Master]):
     def changed(self) -> None:
         """Forgets what depends on which master weights there are."""
         self.stamp = self.standing = self.inner = None
+
+    def have_same_entries(self, state: Mapping[Any, Any], inner: Mapping[Any, Any]) -> bool:
+        """Whether both have the entries of the last step, under the keys of then."""
+        return cpu.have_same_entries(state, self.state_keys[0], inner, self.state_keys[1])
 
     def weight_of(self, param: Tensor) -> Tensor | None:
         master = self.get(id(param))
@@ -366,8 +372,9 @@ class _Swap:
         optimizer, masters = self.optimizer, self.optimizer._masters
         self._own = [(group["params"], list(group["params"])) for group in optimizer.param_groups]
         self._state, inner = optimizer.state, masters.inner
-        if inner is None or not cpu.have_same_entries(self._state, inner):
+        if inner is None or not masters.have_same_entries(self._state, inner):
             inner = _rekeyed(self._state, {key: each.weight for key, each in masters.items()})
+            masters.state_keys = tuple(self._state), tuple(inner)
         self._inner = optimizer.state = masters.inner = inner
         standing = masters.stand_in_for([own for _, own in self._own])
         for (params, _), weights in zip(self._own, standing, strict=True):
@@ -377,12 +384,15 @@ class _Swap:
         optimizer = self.optimizer
         for params, own in self._own:
             params[:] = own
-        if optimizer.state is self._inner and cpu.have_same_entries(self._state, self._inner):
+        masters = optimizer._masters
+        is_inner = optimizer.state is self._inner
+        if is_inner and masters.have_same_entries(self._state, self._inner):
             optimizer.state = self._state
             return
-        params_of = {id(master.weight): master.param for master in optimizer._masters.values()}
+        params_of = {id(master.weight): master.param for master in masters.values()}
         entries = _rekeyed(optimizer.state, params_of)
-        if optimizer.state is self._inner:
+        masters.state_keys = tuple(entries), tuple(optimizer.state)
+        if is_inner:
             # The same object, which others may hold.
             self._state.clear()
             self._state.update(entries)

@@ -72,10 +72,15 @@ bool Casts::Wide::is_free() const {
   if (!memory.defined() || memory.storage().use_count() != grads.size() + 1) {
     return false;  // views hold the memory
   }
+  const c10::StorageImpl* storage = memory.storage().unsafeGetStorageImpl();
   for (size_t i = 0; i < grads.size(); ++i) {
     const at::Tensor& grad = grads[i];
     prefetch(grads[std::min(i + 8, grads.size() - 1)].unsafeGetTensorImpl(), 4);
-    if (!is_held_once(grad) || grad.unsafeGetTensorImpl()->autograd_meta() != nullptr) {
+    const c10::TensorImpl* impl = grad.unsafeGetTensorImpl();
+    // Someone may have set its data.
+    if (!is_held_once(grad) || impl->autograd_meta() != nullptr ||
+        impl->unsafe_storage().unsafeGetStorageImpl() != storage ||
+        grad.scalar_type() != at::kFloat) {
       return false;
     }
   }
@@ -228,7 +233,7 @@ bool for_each_param(PyObject* param_groups, PyObject* weights, const Body& body)
 
 // What changes where autograd sees an edit of a parameter, or a group has another one.
 struct Stamp {
-  int64_t words[4];
+  int64_t words[5];
 
   Stamp(int64_t group, PyObject* item) {
     const at::Tensor& param = THPVariable_Unpack(item);
@@ -238,6 +243,12 @@ struct Stamp {
     words[1] = reinterpret_cast<int64_t>(item);
     words[2] = reinterpret_cast<int64_t>(param.const_data_ptr());
     words[3] = static_cast<int64_t>(param._version());
+    words[4] = static_cast<int64_t>(param.scalar_type());
+    for (const c10::IntArrayRef extents : {param.sizes(), param.strides()}) {
+      for (const int64_t extent : extents) {
+        words[4] = words[4] * 1'000'003 + extent;
+      }
+    }
   }
 };
 
@@ -350,16 +361,19 @@ PyObject* stepped_pairs(PyObject* const* args) {
       .ptr();
 }
 
-// have_same_entries(a, b) -> whether two dicts have the same objects as values, in the same order
+// have_same_entries(a, keys, b, other_keys) -> whether two dicts have these keys, and the same
+// objects as values, in order
 PyObject* have_same_entries(PyObject* const* args) {
-  if (!PyDict_Check(args[0]) || !PyDict_Check(args[1]) ||
-      PyDict_GET_SIZE(args[0]) != PyDict_GET_SIZE(args[1])) {
+  const Py_ssize_t count = PyTuple_GET_SIZE(args[1]);
+  if (!PyDict_Check(args[0]) || !PyDict_Check(args[2]) || PyDict_GET_SIZE(args[0]) != count ||
+      PyDict_GET_SIZE(args[2]) != count || PyTuple_GET_SIZE(args[3]) != count) {
     return Py_NewRef(Py_False);
   }
-  PyObject *key = nullptr, *one = nullptr, *other = nullptr;
+  PyObject *key = nullptr, *value = nullptr, *other_key = nullptr, *other = nullptr;
   Py_ssize_t place = 0, other_place = 0;
-  while (PyDict_Next(args[0], &place, &key, &one) != 0) {
-    if (PyDict_Next(args[1], &other_place, &key, &other) == 0 || one != other) {
+  for (Py_ssize_t i = 0; PyDict_Next(args[0], &place, &key, &value) != 0; ++i) {
+    if (PyDict_Next(args[2], &other_place, &other_key, &other) == 0 || value != other ||
+        key != PyTuple_GET_ITEM(args[1], i) || other_key != PyTuple_GET_ITEM(args[3], i)) {
       return Py_NewRef(Py_False);
     }
   }
@@ -389,7 +403,7 @@ void bind_master_weights(py::module_& m) {
                                   method<lend_grads, 3>("lend_grads"),
                                   method<take_grads, 1>("take_grads"),
                                   method<stepped_pairs, 2>("stepped_pairs"),
-                                  method<have_same_entries, 2>("have_same_entries"),
+                                  method<have_same_entries, 4>("have_same_entries"),
                                   {nullptr, nullptr, 0, nullptr}};
   add_methods(m, methods);
 }

@@ -121,7 +121,7 @@ lend_grads = _C.lend_grads
 stepped_pairs = _C.stepped_pairs
 # Takes the gradients of such a tuple away.
 take_grads = _C.take_grads
-# Whether dicts have the same objects as values, in the same order.
+# Whether two dicts have the keys given after each, and the same objects as values, in order.
 have_same_entries = _C.have_same_entries
 # Whether a parameter with a gradient lacks an entry of its state.
 lacks_state = _C.lacks_state

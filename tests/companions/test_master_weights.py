@@ -832,6 +832,57 @@ def test_held_gradients_are_not_overwritten() -> None:
     assert next(ours.model.parameters()).grad.data_ptr() == address, "memory is used again"
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_gradients_whose_data_was_set_are_left_alone(dtype: torch.dtype) -> None:
+    param = nn.Parameter(torch.ones(64, dtype=torch.bfloat16))
+    optimizer = ampfast.master_weights_(torch.optim.SGD([param], lr=0.5))
+    param.grad = torch.ones_like(param)
+    optimizer.step()
+    held = param.grad.detach()  # one more reference to the memory, as the gradient had
+    param.grad.data = torch.full((64,), 7.0, dtype=dtype)
+    param.grad = torch.full_like(param, 2)
+    optimizer.step()
+    assert param.grad.dtype is torch.float32
+    assert param.grad.tolist() == [2.0] * 64
+    assert held.tolist() == [1.0] * 64
+    assert param.tolist() == [-0.5] * 64
+
+
+@pytest.mark.parametrize("seen_as", [torch.Tensor.t, lambda data: data.view(torch.float16)])
+def test_data_seen_in_another_way_is_an_edit(seen_as: Callable[[Tensor], Tensor]) -> None:
+    """At the same address and of the same version."""
+    param = nn.Parameter(torch.arange(4.0).reshape(2, 2).to(torch.bfloat16))
+    optimizer: Any = ampfast.master_weights_(torch.optim.SGD([param], lr=0.0))
+    param.grad = torch.ones_like(param)
+    optimizer.step()
+    optimizer.zero_grad()
+    param.data = seen_as(param.data)
+    expected = param.detach().clone()
+    param.grad = torch.ones_like(param)
+    optimizer.step()
+    assert torch.equal(param.detach(), expected)
+    assert torch.equal(optimizer.master_weights[param], expected.float())
+
+
+def test_entries_of_the_state_that_change_places() -> None:
+    def moved(params: list[Tensor], optimizer: Any) -> list[float]:
+        for step in range(2):
+            for number, param in enumerate(params, 1):
+                param.grad = torch.full_like(param, number)
+            optimizer.step()
+            if step == 0:
+                one, other = (optimizer.state.pop(param) for param in params)
+                optimizer.state[params[1]], optimizer.state[params[0]] = one, other
+        return [param[0].item() for param in params]
+
+    ours, theirs = (
+        [nn.Parameter(torch.ones(4, dtype=d)) for _ in range(2)]
+        for d in (torch.bfloat16, torch.float32)
+    )
+    sgd = [torch.optim.SGD(params, lr=1.0, momentum=0.5) for params in (ours, theirs)]
+    assert moved(ours, ampfast.master_weights_(sgd[0])) == moved(theirs, sgd[1])
+
+
 def test_the_view_of_masters() -> None:
     ours, _ = both("momentum-plain", torch.float16)
     param = next(ours.model.parameters())
