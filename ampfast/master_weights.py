@@ -298,7 +298,11 @@ def _prepare(optimizer: MasterWeights) -> None:
         masters.weights = tuple(masters.weight_of(param) for param in _params(optimizer))
         masters.stamp = stamp
     cast_(groups, masters.casts, backends.choose())
-    cpu.lend_grads(groups, masters.weights, None)
+    if cpu.lend_grads(groups, masters.weights, None) is None:
+        # Groups that are no plain dicts of lists.
+        for param, weight in zip(_params(optimizer), masters.weights, strict=True):
+            if weight is not None:
+                weight.grad = param.grad
 
 
 def _follow(masters: _Masters, param: Tensor, where: str) -> None:
@@ -370,6 +374,9 @@ class _Swap:
 
     def enter(self) -> None:
         optimizer, masters = self.optimizer, self.optimizer._masters
+        for group in optimizer.param_groups:
+            if not isinstance(group["params"], list):
+                group["params"] = list(group["params"])
         self._own = [(group["params"], list(group["params"])) for group in optimizer.param_groups]
         self._state, inner = optimizer.state, masters.inner
         if inner is None or not masters.have_same_entries(self._state, inner):

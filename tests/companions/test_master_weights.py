@@ -864,6 +864,25 @@ def test_data_seen_in_another_way_is_an_edit(seen_as: Callable[[Tensor], Tensor]
     assert torch.equal(optimizer.master_weights[param], expected.float())
 
 
+class Group(dict[str, Any]):
+    pass
+
+
+@pytest.mark.parametrize("kind", [dict, Group])
+@pytest.mark.parametrize("params_in", [list, tuple])
+def test_groups_that_are_no_plain_dicts_of_lists(kind: Any, params_in: Any) -> None:
+    param = nn.Parameter(torch.zeros(3, dtype=torch.float16))
+    optimizer: Any = ampfast.master_weights_(torch.optim.SGD([param], lr=1.0, momentum=0.5))
+    (group,) = optimizer.param_groups
+    optimizer.param_groups[0] = kind(group, params=params_in([param]))
+    for moved in (-1.0, -2.5):
+        param.grad = torch.ones_like(param)
+        optimizer.step()
+        assert param.tolist() == [moved] * 3
+    (key,) = optimizer.state
+    assert key is param
+
+
 def test_entries_of_the_state_that_change_places() -> None:
     def moved(params: list[Tensor], optimizer: Any) -> list[float]:
         for step in range(2):
