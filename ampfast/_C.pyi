@@ -7,6 +7,8 @@ import torch
 from torch import Tensor
 
 CHUNK: int
+SPIKE: float
+SPIKE_BOUND: float
 CPU: int
 CUDA: int
 HEALTH_WORDS: int
@@ -61,6 +63,8 @@ def clip_groups(
     casts: Casts | None,
     max_norm: float,
     largest: bool,
+    skip_above: float | None,
+    taken: Tensor | None,
     /,
 ) -> Tensor | None: ...
 def any_found(flags: dict[Any, Tensor], /) -> bool | None: ...

@@ -16,6 +16,7 @@ from ampfast.grad_scaler import GradScaler, StepGuard
 from ampfast.lr_scheduler import LateScheduler
 from ampfast.master_weights import MasterWeights, master_weights_
 from ampfast.patch import Patch, patch, unpatch
+from ampfast.spikes import Sigmas
 from ampfast.sync_free import sync_free_
 
 if TYPE_CHECKING:
@@ -26,6 +27,7 @@ __all__ = [
     "LateScheduler",
     "MasterWeights",
     "Patch",
+    "Sigmas",
     "StepGuard",
     "__version__",
     "backends",

@@ -16,6 +16,7 @@ from ampfast.backends import Choice, aten, cpu
 from ampfast.distributed import Agreement, replicated_numbers
 from ampfast.master_weights import MasterWeights
 from ampfast.optimizers import takes_grad_scaler
+from ampfast.spikes import SpikeRule
 
 __all__ = [
     "DEFERRED",
@@ -94,8 +95,9 @@ def measure(
     scale: Tensor | None,
     divisor: Tensor | None = None,
     agreement: Agreement | None = None,
+    spikes: SpikeRule | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Global norm and clip coefficient; sets the terms' flags, and `divisor`.
+    """Global norm and clip coefficient; sets the terms' flags, also of a spike, and `divisor`.
 
     Reads only; gradients that `clip_` would refuse are refused here.
     """
@@ -142,7 +144,12 @@ def measure(
             and cpu.is_scalar(coefficient, torch.float64)
             and (divisor is None or _is_float32_on(scale, device))
         ):
-            kernels.clip_coefficient(together, limit, largest, norm, coefficient, scale, divisor)
+            flag = None if spikes is None else _joint(terms, device)
+            rule = () if flag is None or spikes is None else (flag, *spikes)
+            kernels.clip_coefficient(
+                together, limit, largest, norm, coefficient, scale, divisor, *rule
+            )
+            _spread(terms, flag)
             return norm, coefficient
         norm.copy_(aten.total_norm(together, largest))
     else:
@@ -153,6 +160,9 @@ def measure(
             _take(terms, agreement.share([term.flags for term in terms], device))
             total = agreement.norm(total, order)
         norm.copy_(total)
+    if spikes is not None and (flag := _joint(terms, device)) is not None:
+        aten.spike_(flag, norm, *spikes)
+        _spread(terms, flag)
     coefficient = aten.coefficient_of(norm, limit)
     if divisor is not None and scale is not None:
         divisor.copy_(scale.detach().reshape(()) / aten.moved(coefficient, scale.device))
@@ -228,6 +238,26 @@ def _is_float32_on(tensor: Tensor | None, device: torch.device) -> bool:
     return tensor is not None and cpu.is_scalar(tensor, torch.float32) and tensor.device == device
 
 
+def _joint(terms: list[NormTerm], device: torch.device) -> Tensor | None:
+    """The flag of all gradients of a norm, on its device; None for none."""
+    flags = [flag for term in terms for flag in term.flags.values()]
+    if not flags:
+        return None
+    if len(flags) == 1 and _is_float32_on(flags[0], device):
+        return flags[0]
+    return aten.joint_flag(flags, device)
+
+
+def _spread(terms: list[NormTerm], found: Tensor | None) -> None:
+    """Sets the terms' flags to that of all, if there is one."""
+    if found is not None:
+        for term in terms:
+            term.flags = {
+                at: flag if flag is found else aten.moved(found, at, copy=True)
+                for at, flag in term.flags.items()
+            }
+
+
 def _take(terms: list[NormTerm], flags: list[dict[torch.device, Tensor]]) -> None:
     for term, agreed in zip(terms, flags, strict=True):
         term.flags = agreed
@@ -285,7 +315,7 @@ class Deferred:
             # In the optimizer's arithmetic: float32 for all but float64 gradients.
             quotient = (largest * coefficient / own).float()
             found.masked_fill_(~quotient.isfinite(), 1.0)
-        both = {at: aten.any_found([flag, found], flag.device) for at, flag in flags.items()}
+        both = {at: aten.joint_flag([flag, found], flag.device) for at, flag in flags.items()}
         if self.agreement is not None:
             (both,) = self.agreement.share([both], found.device)
         return grad_scale, both
@@ -332,9 +362,9 @@ def can_defer(optimizer: Any, overridden: bool) -> bool:
 def skip_together(states: list[dict[str, Any]], device: torch.device) -> None:
     """Skips all optimizers if one must skip: its overflow is in the coefficient of all."""
     flags = [flag for state in states for flag in state["found_inf_per_device"].values()]
-    found = aten.any_found(flags, device)
+    found = aten.joint_flag(flags, device)
     for state in states:
         places = state["found_inf_per_device"]
         state["found_inf_per_device"] = {
-            at: aten.any_found([found], flag.device) for at, flag in places.items()
+            at: aten.moved(found, flag.device, copy=True) for at, flag in places.items()
         }

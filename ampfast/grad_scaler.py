@@ -26,6 +26,7 @@ from ampfast.master_weights import MasterWeights, casts_of
 from ampfast.optimizers import LastChecks, lacks_momentum, no_inf_checks, takes_grad_scaler
 from ampfast.overflow import GradientHealth, OverflowReport
 from ampfast.report import History, ScalerStats
+from ampfast.spikes import Sigmas, SpikeRule, SpikeRules, limit_of, require_norms
 
 if TYPE_CHECKING:
     from torch.amp.grad_scaler import GradScaler as TorchGradScaler
@@ -49,6 +50,9 @@ _ONCE = "An iteration ends with update(), after the steps of all optimizers: is 
 
 # An optimizer's entry before anything is done, as torch makes it.
 _NEW: dict[str, Any] = _refresh_per_optimizer_state()
+
+# What the kernels take in place of a rule.
+_NO_SPIKES = (None, None)
 
 # Cold, reading an enum's member from its class would cost as much as all other lines of `step`.
 _READY, _UNSCALED, _STEPPED = OptState
@@ -129,11 +133,13 @@ class GradScaler(TorchGradScaler):
 
     # Made when first asked for, also for instances that torch pickled or whose __init__ was not
     # called: the kernels by device, the flags of each living optimizer's last check, the state of
-    # the scale besides torch's two tensors, the ranks to agree with, the per-parameter tables.
+    # the scale besides torch's two tensors, the ranks to agree with, the norms of steps taken, the
+    # per-parameter tables.
     _choice = cached_property(lambda self: backends.choose(self._backend))
     _last_checks = cached_property(lambda self: LastChecks())
     _loss_scale = cached_property(lambda self: LossScale(ScalePolicy()))
     _ranks = cached_property(lambda self: distributed.Ranks(is_default=self._is_for_all))
+    _spike_rules = cached_property(lambda self: SpikeRules())
     _tracking = cached_property(lambda self: overflow.Tracking(health=self._track == "health"))
 
     def __init__(
@@ -440,6 +446,7 @@ class GradScaler(TorchGradScaler):
         norm_type: float = 2.0,
         *,
         in_place: bool = True,
+        skip_above: float | Sigmas | None = None,
     ) -> Tensor:
         """Unscales gradients and clips them by their total norm; no host sync.
 
@@ -457,6 +464,10 @@ class GradScaler(TorchGradScaler):
             in_place: If False, gradients are only read: an optimizer that takes `grad_scale` gets
                 scale / coefficient for it, times its own; they count as 0 where that overflows
                 float32. One with the older `grad_scaler` keyword is clipped in place all the same.
+            skip_above: Norm before clipping above which the step is skipped as after an overflow,
+                but the scale and its growth tracker stay: a number, at least 0, or `Sigmas` for a
+                limit that follows the norms of the steps taken by these optimizers, which are known
+                by the first one. Decided on the device. Ignored if the scaler is disabled.
 
         Returns:
             The norm before clipping: a new 0-dim tensor on the device of the first gradients,
@@ -467,15 +478,16 @@ class GradScaler(TorchGradScaler):
             AssertionError: If nothing was scaled yet.
             RuntimeError: After `unscale_`, `clip_grad_norm_` or `step` since the last `update`.
             TypeError: If an argument has the wrong type.
-            ValueError: If `max_norm` or `norm_type` is out of range, an optimizer is given twice or
-                cannot take `in_place=False`, or as `unscale_`.
+            ValueError: If `max_norm`, `norm_type` or `skip_above` is out of range, an optimizer is
+                given twice or cannot take `in_place=False`, or as `unscale_`.
         """
         limit, order = clipping.limit_of(max_norm), clipping.order_of(norm_type)
+        highest = limit_of(skip_above)
         if not isinstance(in_place, bool):
             raise TypeError(f"in_place must be a bool, got {type(in_place).__name__}")
         optimizers = clipping.optimizers_of(optimizer)
         if not self._enabled:
-            return self._clip(optimizers, None, limit, order, in_place=True, overridden=False)
+            return self._clip(optimizers, None, limit, order, None, in_place=True, overridden=False)
         scale = self._checked_scale("clip_grad_norm_")
         for each in optimizers:
             state = self._per_optimizer_states.get(id(each), _NEW)
@@ -486,6 +498,9 @@ class GradScaler(TorchGradScaler):
                     f"before step(). The optimizer: {type(each).__name__}.",
                 )
         overridden = self._overrides(_UNSCALES)
+        spikes = None
+        if highest is not None:
+            spikes = self._spike_rules.rule(optimizers, highest, scale.device)
         norm: Tensor | None = None
         if in_place and len(optimizers) == 1 and order in clipping.FUSED_ORDERS:
             (only,) = optimizers
@@ -494,11 +509,13 @@ class GradScaler(TorchGradScaler):
                 scale, state, casts = usual
                 norm = self._short_way.clip_groups(
                     *(only.param_groups, scale, self._allow_fp16, state, _UNSCALED, casts),
-                    *(limit, order == math.inf),
+                    *(limit, order == math.inf, *(spikes or _NO_SPIKES)),
                 )
         if norm is None:
             norm = self._clip(
-                optimizers, scale, limit, order, in_place=in_place, overridden=overridden
+                *(optimizers, scale, limit, order, spikes),
+                in_place=in_place,
+                overridden=overridden,
             )
         for each in optimizers:
             flags = self._per_optimizer_states[id(each)]["found_inf_per_device"]
@@ -555,7 +572,9 @@ class GradScaler(TorchGradScaler):
         return norm
 
     def found_inf(self, optimizer: torch.optim.Optimizer) -> Tensor:
-        """Returns whether the optimizer's last check found infinities or NaN; no host sync.
+        """Returns whether the optimizer's last check found a reason to skip; no host sync.
+
+        That is inf or NaN, or a norm above `skip_above`: `skip_reason` tells which.
 
         Args:
             optimizer: One that was given to `step` or `unscale_`.
@@ -566,15 +585,8 @@ class GradScaler(TorchGradScaler):
         Raises:
             LookupError: If this optimizer was never checked.
         """
-        if not self._enabled:
-            return torch.zeros((), dtype=torch.float32, device="cpu")
-        flags = self._last_checks.get(optimizer)
-        if flags is None:
-            raise LookupError(
-                f"this optimizer ({type(optimizer).__name__}) was never checked: "
-                "call step() or unscale_() first"
-            )
-        scale = self._get_scale_async()
+        flags = self._last_flags(optimizer)
+        scale = self._get_scale_async() if self._enabled else None
         device = torch.device("cpu") if scale is None else scale.device
         return aten.any_found(flags.values(), device)
 
@@ -591,6 +603,25 @@ class GradScaler(TorchGradScaler):
         """
         refuse_capture("a question that the host asks", "ask after the replay")
         return bool(self.found_inf(optimizer).item())
+
+    def skip_reason(self, optimizer: torch.optim.Optimizer) -> str | None:
+        """Returns why the optimizer's last step was skipped, with one host sync.
+
+        Args:
+            optimizer: As for `found_inf`.
+
+        Returns:
+            "overflow" for inf or NaN, "spike" for a norm above `clip_grad_norm_`'s `skip_above`, or
+            None if it was not skipped.
+
+        Raises:
+            LookupError: If this optimizer was never checked.
+        """
+        refuse_capture("a question that the host asks", "ask after the replay")
+        flags = self._last_flags(optimizer)
+        device = next(iter(flags.values())).device if flags else torch.device("cpu")
+        flag = aten.joint_flag(flags.values(), device).item()
+        return None if flag == 0 else "overflow" if flag == 1 else "spike"
 
     def get_scale(self) -> float:
         """Returns the scale, with one host sync, or 1.0 if disabled; warns once that 0 stays 0."""
@@ -612,7 +643,7 @@ class GradScaler(TorchGradScaler):
             FloatingPointError: As `update`, with `on_min_scale="raise"`.
         """
         if not self._enabled:
-            return ScalerStats(0, 0, 0, 0, 0, 1.0, 0)
+            return ScalerStats(0, 0, 0, 0, 0, 1.0, 0, 0)
         if self._scale is None or self._growth_tracker is None:
             scale = torch.tensor(self.get_scale(), dtype=torch.float32, device="cpu")
             tracker = torch.tensor(self._init_growth_tracker, dtype=torch.int32, device="cpu")
@@ -703,11 +734,13 @@ class GradScaler(TorchGradScaler):
         distributed.require_same(settings, self._ranks)
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns torch's; with limits of the scale or hysteresis, one more entry, "ampfast"."""
+        """Returns torch's; with limits of the scale, hysteresis or `Sigmas` one more, "ampfast"."""
         state = super().state_dict()
-        loss_scale = self._loss_scale
-        if self._enabled and not loss_scale.policy.is_torchs:
+        loss_scale, norms = self._loss_scale, self._spike_rules.norms()
+        if self._enabled and (norms or not loss_scale.policy.is_torchs):
             state["ampfast"] = loss_scale.policy.state_dict(loss_scale.hysteresis_tracker())
+            if norms:
+                state["ampfast"]["norms"] = norms
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -724,7 +757,7 @@ class GradScaler(TorchGradScaler):
                 Nothing is loaded then.
         """
         loss_scale = self._loss_scale
-        tracker = loss_scale.policy.hysteresis
+        tracker, norms = loss_scale.policy.hysteresis, []
         if self._enabled:
             if not self._dynamic and not is_static(state_dict):
                 raise ValueError(
@@ -739,8 +772,10 @@ class GradScaler(TorchGradScaler):
                 )
             if state_dict:
                 tracker = loss_scale.policy.require_loadable(state_dict)
+                norms = require_norms(state_dict.get("ampfast", {}).get("norms", []))
         super().load_state_dict(state_dict)
         if self._enabled:
+            self._spike_rules.load(norms)
             loss_scale.set_hysteresis_tracker(tracker)
             loss_scale.reset_minimum()
 
@@ -753,6 +788,7 @@ class GradScaler(TorchGradScaler):
             state.pop("_ranks", None)
         # A shallow copy of a scaler counts by itself, too.
         state["_loss_scale"] = copy.deepcopy(self._loss_scale)
+        state["_spike_rules"] = copy.deepcopy(self._spike_rules)
         return state
 
     # torch's private methods, which subclasses override and other projects call.
@@ -973,10 +1009,10 @@ class GradScaler(TorchGradScaler):
                 # out.
                 for device, flag in state["found_inf_per_device"].items():
                     both = [flag, found[device]] if device in found else [flag]
-                    found[device] = aten.any_found(both, flag.device)
+                    found[device] = aten.joint_flag(both, flag.device)
             state["found_inf_per_device"] = found
             flags = list(found.values())
-            if len(flags) == 1 and flags[0].device == scale.device:
+            if not is_unscaled and len(flags) == 1 and flags[0].device == scale.device:
                 # Exactly 0 or 1, and new; only another's optimizer may write it.
                 return flags[0] if _is_torchs(optimizer) else flags[0].clone(), grad_scale
         flags = state["found_inf_per_device"].values()
@@ -1007,6 +1043,7 @@ class GradScaler(TorchGradScaler):
         scale: Tensor | None,
         limit: float,
         order: float,
+        spikes: SpikeRule | None,
         *,
         in_place: bool,
         overridden: bool,
@@ -1032,8 +1069,15 @@ class GradScaler(TorchGradScaler):
             term.grads = self._tracked(term.optimizer, term.grads)
         agreement = self._agreement(*(term.grads for term in terms))
         norm, coefficient = clipping.measure(
-            self._choice, terms, order, limit, scale, divisor, agreement
+            self._choice, terms, order, limit, scale, divisor, agreement, spikes
         )
+        if overridden and spikes is not None:
+            for state, term in zip(states, terms, strict=True):
+                flags = state["found_inf_per_device"]
+                state["found_inf_per_device"] = {
+                    at: aten.joint_flag([flag, *term.flags.values()], flag.device)
+                    for at, flag in flags.items()
+                }
         for state, term in checked:
             if not term.writes and divisor is not None:
                 rows = term.rows + term.uncounted
@@ -1055,6 +1099,18 @@ class GradScaler(TorchGradScaler):
         return clipping.NormTerm(optimizer, grads, gradients.UnscaleFactor.of_scale(scale), writes)
 
     # What the steps above ask for.
+
+    def _last_flags(self, optimizer: torch.optim.Optimizer) -> Flags:
+        """The flags of the optimizer's last check, by device; none if disabled."""
+        if not self._enabled:
+            return {}
+        flags = self._last_checks.get(optimizer)
+        if flags is None:
+            raise LookupError(
+                f"this optimizer ({type(optimizer).__name__}) was never checked: "
+                "call step() or unscale_() first"
+            )
+        return flags
 
     def _choose_way(self, scale: Tensor) -> None:
         """Chooses the kernels whose raw calls may try first, from what seldom changes."""
@@ -1186,6 +1242,8 @@ class GradScaler(TorchGradScaler):
             checks.end_iteration()
         if self._track is not None:
             self._tracking.end_iteration()
+        if "_spike_rules" in self.__dict__:
+            self._spike_rules.end_iteration()
 
     def _overrides(self, hooks: dict[str, Callable[..., Any] | None]) -> bool:
         """Whether a subclass or this instance replaced one of `hooks`."""

@@ -97,7 +97,7 @@ class ScalePolicy:
             ValueError: If the entry is damaged or of another policy.
         """
         names = list(self.state_dict(0))
-        if not isinstance(saved, dict) or set(saved) != set(names):
+        if not isinstance(saved, dict) or set(saved) - {"norms"} != set(names):
             raise ValueError(
                 f"the checkpoint's 'ampfast' entry must be a dict of {', '.join(names)}, "
                 f"got {saved!r}"
@@ -245,6 +245,7 @@ class LossScale:
             consecutive_skips=counters[layout.CONSECUTIVE_SKIPS],
             scale=aten.float_of(torch.tensor(scale_word, device="cpu")).item(),
             growth_tracker=tracker,
+            spikes=counters[layout.SPIKES],
         )
 
     def history(self) -> History:
@@ -265,6 +266,7 @@ class LossScale:
             skipped=status & 1 != 0,
             grad_norm=norm.masked_fill(~has_norm, math.nan),
             has_norm=has_norm,
+            spiked=status & 4 != 0,
         )
 
     def hysteresis_tracker(self) -> int:

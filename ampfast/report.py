@@ -30,12 +30,14 @@ class ScalerStats:
 
     Attributes:
         steps: Number of steps.
-        skipped: Number of steps in which some optimizer's gradients were not all finite.
+        skipped: Number of steps in which some optimizer's gradients were not all finite, or their
+            norm was above `skip_above`.
         growths: Number of steps after which the scale grew.
         backoffs: Number of steps after which the scale backed off.
         consecutive_skips: Number of skipped steps since the last one that was taken.
         scale: Current scale.
         growth_tracker: Number of steps without overflow since the scale last changed.
+        spikes: Number of the steps skipped that were skipped for their gradients' norm.
     """
 
     steps: int
@@ -45,6 +47,7 @@ class ScalerStats:
     consecutive_skips: int
     scale: float
     growth_tracker: int
+    spikes: int = 0
 
 
 @dataclass(frozen=True)
@@ -54,10 +57,11 @@ class History:
     Attributes:
         step: int64, step number, from 0.
         scale: float32, scale of the step.
-        skipped: bool, whether some optimizer's gradients were not all finite.
+        skipped: bool, whether some optimizer's gradients were not all finite, or a spike.
         grad_norm: float32, norm of the unscaled gradients before clipping, jointly of all
             optimizers if their norms are of one type; NaN where no norm was taken.
         has_norm: bool, whether a norm was taken.
+        spiked: bool, whether the step was skipped for the norm of finite gradients alone.
     """
 
     step: Tensor
@@ -65,6 +69,7 @@ class History:
     skipped: Tensor
     grad_norm: Tensor
     has_norm: Tensor
+    spiked: Tensor
 
     def __len__(self) -> int:
         return self.step.numel()
@@ -110,6 +115,8 @@ def log(writer: SummaryWriter, step: int, stats: ScalerStats, prefix: str = "sca
 def plot(history: History, path: str | os.PathLike[str] | None = None) -> Any:
     """Plots the scale, the skipped steps and the gradient norms, if any were taken.
 
+    Red crosses are overflows, orange triangles spikes.
+
     Args:
         history: Result of `GradScaler.history()`.
         path: File to save the plot to, in the format of its suffix; None saves nothing.
@@ -130,23 +137,27 @@ def plot(history: History, path: str | os.PathLike[str] | None = None) -> Any:
     with_norm = bool(taken.any())
     figure = _figure(8, 5 if with_norm else 3)
     panels = figure.subplots(1 + with_norm, sharex=True, squeeze=False)[:, 0]
-    steps, scale, skipped = history.step, history.scale, history.skipped
+    steps, scale, spiked = history.step, history.scale, history.spiked
     line = {"color": "tab:blue", "label": "scale", **_POINTS}
     panels[0].step(steps.tolist(), scale.tolist(), where="post", **line)
     if bool((scale > 0).any()):
         panels[0].set_yscale("log", base=2)
     panels[0].set_ylabel("scale")
-    label = f"skipped: {int(skipped.sum())} of {len(history)}"
-    panels[0].plot(steps[skipped].tolist(), scale[skipped].tolist(), label=label, **_CROSSES)
+    overflows = history.skipped & ~spiked
+    for kind, where, marker in (("overflows", overflows, _CROSSES), ("spikes", spiked, _SPIKES)):
+        if kind == "overflows" or bool(where.any()):
+            label = f"{kind}: {int(where.sum())} of {len(history)}"
+            panels[0].plot(steps[where].tolist(), scale[where].tolist(), label=label, **marker)
     panels[0].legend(loc="best")
     if with_norm:
-        steps, norms = steps[taken], history.grad_norm[taken]
+        steps, norms, spiked = steps[taken], history.grad_norm[taken], spiked[taken]
         # A gap in the line and a cross above it stand for a norm that is not finite.
         nonfinite = ~norms.isfinite()
         finite = norms.masked_fill(nonfinite, math.nan).tolist()
         panels[1].plot(steps.tolist(), finite, color="tab:green", **_POINTS)
         top = {"transform": panels[1].get_xaxis_transform(), "clip_on": False}
         panels[1].plot(steps[nonfinite].tolist(), [1.0] * int(nonfinite.sum()), **top, **_CROSSES)
+        panels[1].plot(steps[spiked].tolist(), norms[spiked].tolist(), **_SPIKES)
         if bool((norms[~nonfinite] > 0).any()):
             panels[1].set_yscale("log")
         panels[1].set_ylabel("gradient norm")
@@ -223,6 +234,7 @@ def plot_health(health: GradientHealth, path: str | os.PathLike[str] | None = No
 # Markers, so that a single point is visible.
 _POINTS = {"marker": ".", "markersize": 4}
 _CROSSES = {"marker": "x", "linestyle": "none", "color": "tab:red"}
+_SPIKES = {"marker": "^", "linestyle": "none", "color": "tab:orange"}
 
 # Exponents of float16's smallest subnormal, its smallest normal and the first overflow.
 _HALF_SUBNORMAL = -24
@@ -241,7 +253,7 @@ def _exponents(row: ParameterHealth) -> tuple[float, float] | None:
 def empty_history() -> History:
     """Returns a history without steps."""
     none = torch.empty(0, dtype=torch.float32, device="cpu")
-    return History(none.long(), none, none.bool(), none, none.bool())
+    return History(none.long(), none, none.bool(), none, none.bool(), none.bool())
 
 
 def _figure(width: float, height: float) -> Any:

@@ -25,9 +25,10 @@ void bind(py::module_& m);
 using OptionalTensor = std::optional<at::Tensor>;
 // Rows of marks, and the number of completed steps.
 using Marks = std::tuple<at::Tensor, at::Tensor>;
-// Norms, their limit, whether the largest magnitude is the norm; norm, coefficient, scale, divisor.
-using ClipArguments =
-    std::tuple<at::Tensor, double, bool, at::Tensor, at::Tensor, OptionalTensor, OptionalTensor>;
+// Norms, their limit, whether the largest magnitude is the norm; norm, coefficient, scale, divisor;
+// found_inf, its limit for spikes, norms of the steps taken.
+using ClipArguments = std::tuple<at::Tensor, double, bool, at::Tensor, at::Tensor, OptionalTensor,
+                                 OptionalTensor, OptionalTensor, double, OptionalTensor>;
 
 template <class Kernel>
 auto run(const GradList& grads, const Kernel& kernel) {
@@ -60,8 +61,13 @@ T* data_of(const OptionalTensor& tensor, const char* name, at::Device device, in
   return tensor->data_ptr<Value>();
 }
 
+inline TakenNorms taken_of(const at::Tensor& words, at::Device device) {
+  return {data_of<double>(words, "taken", device, words.numel()), words.numel() - 1};
+}
+
 inline Clip clip_of(const ClipArguments& arguments, at::Device device) {
-  const auto& [norms, max_norm, largest, norm, coefficient, scale, divisor] = arguments;
+  const auto& [norms, max_norm, largest, norm, coefficient, scale, divisor, found_inf, skip_above,
+               taken] = arguments;
   Clip clip;
   clip.rows = norms.numel() / 2;
   clip.norms = data_of<const double>(norms, "norms", device, 2 * clip.rows);
@@ -75,6 +81,11 @@ inline Clip clip_of(const ClipArguments& arguments, at::Device device) {
   clip.coefficient = data_of<double>(coefficient, "coefficient", device);
   clip.scale = data_of<const float>(scale, "scale", device);
   clip.divisor = data_of<float>(divisor, "divisor", device);
+  clip.found_inf = data_of<float>(found_inf, "found_inf", device);
+  clip.skip_above = skip_above;
+  if (taken) {
+    clip.taken = taken_of(*taken, device);
+  }
   return clip;
 }
 

@@ -112,7 +112,7 @@ bool update_scale_(const at::Tensor& scale, const at::Tensor& growth_tracker,
   if (!update) {
     return false;
   }
-  apply(*update, sum != 0);
+  apply(*update, sum);
   scale.unsafeGetTensorImpl()->bump_version();  // as torch's op
   return true;
 }
@@ -127,6 +127,7 @@ std::map<std::string, int64_t> state_layout() {
           {"SKIPS_AT_MINIMUM", kSkipsAtMinimum},
           {"TOLERATED", kTolerated},
           {"LAST_SKIPPED", kLastSkipped},
+          {"SPIKES", kSpikes},
           {"COUNTERS", kCounters},
           {"BEFORE", kBefore},
           {"SCALE_BEFORE", kScaleBefore},
@@ -226,6 +227,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("is_scalar", [](const at::Tensor& tensor, at::ScalarType dtype) {
     return is_scalar(tensor, dtype, kKernelDevices);
   });
+  m.attr("SPIKE") = kSpike;
+  m.attr("SPIKE_BOUND") = kSpikeBound;
   m.def("update_scale_", &update_scale_);
   m.def("require_storage", &require_storage);
   m.def("lacks_state", &lacks_state);

@@ -18,7 +18,8 @@ enum StateWord : int64_t {
   kSkipsAtMinimum,  // in a row, with a scale that was at its minimum already
   kTolerated,       // overflows since the hysteresis was refilled
   kLastSkipped,     // the number of the last skipped step, counted from 1; 0: none
-  kCounters,
+  kSpikes,          // steps skipped for their norm alone
+  kCounters = 16,   // a power of two, for Triton
   // Counters, scale and growth tracker before the last update.
   kBefore = kCounters,
   kScaleBefore = kBefore + kCounters,
@@ -28,18 +29,30 @@ enum StateWord : int64_t {
   kMaxScale,              // 0: none
   kMostTolerated,         // overflows without a backoff
   kRefillsOnFiniteSteps,  // 1: after every finite step, as apex; 0: when the scale grows
-  kRing = 32,
+  kRing = 40,
 };
 
 // Behind it, the last steps: step i at i % kRingSteps.
 constexpr int64_t kRingSteps = 1024;
 enum RingWord : int64_t {
   kRingScale,   // with which the step was taken
-  kRingStatus,  // 1 if it was skipped, plus 2 if there is a norm
+  kRingStatus,  // 1 if it was skipped, plus 2 if there is a norm, plus 4 if it was a spike
   kRingNorm,
   kRingWords,
 };
 constexpr int64_t kStateWords = kRing + kRingSteps * kRingWords;
+
+// The found_inf of a spike: finite gradients whose norm is too large. Like the 1 of an overflow it
+// is not 0, so that the step is skipped, but next to a 1 it is lost in any sum or maximum.
+constexpr float kSpike = 0x1p-100f;
+
+// The bound of flags of spikes, also after a reduction over ranks.
+constexpr float kSpikeBound = 0x1p-50f;
+
+// One flag for two: that of an overflow if one of them is.
+AMPFAST_ELEMENT float joint(float a, float b) {
+  return static_cast<float>(larger_or_nan(std::fabs(a), std::fabs(b)));
+}
 
 // One update of the scale; all pointers are to memory of one device.
 struct Update {
@@ -57,12 +70,16 @@ AMPFAST_ELEMENT int64_t word_of(float value) { return bits_as<uint32_t>(value); 
 AMPFAST_ELEMENT float float_in(int64_t word) { return bits_as<float>(static_cast<uint32_t>(word)); }
 
 // torch's `_amp_update_scale_`, except that a tracker beyond a lowered interval grows too; then the
-// policy of the state, and what it keeps.
-AMPFAST_ELEMENT void apply(const Update& update, bool found_inf) {
+// policy of the state, and what it keeps. A spike, which only a state knows, leaves the scale and
+// its tracker alone.
+AMPFAST_ELEMENT void apply(const Update& update, float flag) {
+  const bool skipped = flag != 0;
+  const bool spiked = skipped && update.state != nullptr && std::fabs(flag) < kSpikeBound;
+  const bool found_inf = skipped && !spiked;
   const float before = *update.scale;
   const int64_t tracker = *update.growth_tracker;
   const bool grows =
-      !found_inf && update.growth_interval >= 1 && tracker + 1 >= update.growth_interval;
+      !skipped && update.growth_interval >= 1 && tracker + 1 >= update.growth_interval;
   float next = before;
   if (found_inf) {
     next = static_cast<float>(before * update.backoff_factor);
@@ -79,7 +96,7 @@ AMPFAST_ELEMENT void apply(const Update& update, bool found_inf) {
 
     if (found_inf) {
       state[kTolerated] += 1;
-    } else if (grows || state[kRefillsOnFiniteSteps] != 0) {
+    } else if (grows || (!spiked && state[kRefillsOnFiniteSteps] != 0)) {
       state[kTolerated] = 0;
     }
     if (found_inf && state[kTolerated] <= state[kMostTolerated]) {
@@ -97,20 +114,62 @@ AMPFAST_ELEMENT void apply(const Update& update, bool found_inf) {
 
     int64_t* entry = state + kRing + state[kSteps] % kRingSteps * kRingWords;
     entry[kRingScale] = word_of(before);
-    entry[kRingStatus] = (found_inf ? 1 : 0) + (update.norm != nullptr ? 2 : 0);
+    entry[kRingStatus] = (skipped ? 1 : 0) + (update.norm != nullptr ? 2 : 0) + (spiked ? 4 : 0);
     entry[kRingNorm] = update.norm != nullptr ? word_of(*update.norm) : 0;
 
     const bool at_minimum = min_scale > 0 && before <= min_scale;
     state[kSteps] += 1;
-    state[kSkipped] += found_inf ? 1 : 0;
+    state[kSkipped] += skipped ? 1 : 0;
+    state[kSpikes] += spiked ? 1 : 0;
     state[kGrowths] += next > before ? 1 : 0;
     state[kBackoffs] += next < before ? 1 : 0;
-    state[kConsecutiveSkips] = found_inf ? state[kConsecutiveSkips] + 1 : 0;
-    state[kSkipsAtMinimum] = found_inf && at_minimum ? state[kSkipsAtMinimum] + 1 : 0;
-    state[kLastSkipped] = found_inf ? state[kSteps] : state[kLastSkipped];
+    state[kConsecutiveSkips] = skipped ? state[kConsecutiveSkips] + 1 : 0;
+    if (!spiked) {
+      state[kSkipsAtMinimum] = found_inf && at_minimum ? state[kSkipsAtMinimum] + 1 : 0;
+    }
+    state[kLastSkipped] = skipped ? state[kSteps] : state[kLastSkipped];
   }
-  *update.scale = next;
-  *update.growth_tracker = found_inf || grows ? 0 : static_cast<int32_t>(tracker + 1);
+  if (!spiked) {
+    *update.scale = next;
+    *update.growth_tracker = found_inf || grows ? 0 : static_cast<int32_t>(tracker + 1);
+  }
+}
+
+// The norms of the last steps that were taken: how many there were, then a ring of float64.
+struct TakenNorms {
+  double* words = nullptr;
+  int64_t window = 0;  // of the ring
+};
+
+// Whether a norm is above the mean of the ring by more than `sigmas` standard deviations; a norm
+// that is not joins it. False until the ring is full. Sums go from the oldest norm on, so that they
+// are the same where a checkpoint was loaded.
+AMPFAST_ELEMENT bool is_outlier(const TakenNorms& taken, double norm, double sigmas) {
+  double* ring = taken.words + 1;
+  const auto count = static_cast<int64_t>(taken.words[0]);
+  const int64_t oldest = count % taken.window;
+  if (count >= taken.window) {
+    const auto number = static_cast<double>(taken.window);
+    double sum = 0;
+    for (int64_t i = 0; i < taken.window; ++i) {
+      sum += ring[oldest + i < taken.window ? oldest + i : oldest + i - taken.window];
+    }
+    const double mean = sum / number;
+    double squares = 0;
+    for (int64_t i = 0; i < taken.window; ++i) {
+      const double deviation =
+          ring[oldest + i < taken.window ? oldest + i : oldest + i - taken.window] - mean;
+      squares += deviation * deviation;
+    }
+    if (!(norm <= mean + sigmas * std::sqrt(squares / (number - 1)))) {
+      return true;
+    }
+  }
+  if (std::isfinite(norm)) {
+    ring[oldest] = norm;
+    taken.words[0] = static_cast<double>(count + 1);
+  }
+  return false;
 }
 
 // The coefficient of a clipping, from norms that passes left.
@@ -125,6 +184,11 @@ struct Clip {
   // Scale over coefficient, where both are given.
   const float* scale = nullptr;
   float* divisor = nullptr;
+  // The flag of the gradients, which becomes that of a spike if it is 0 and the norm is above
+  // `skip_above` or, with a ring, an outlier by as many sigmas; null: no spikes.
+  float* found_inf = nullptr;
+  double skip_above = 0;
+  TakenNorms taken;
 };
 
 AMPFAST_ELEMENT void apply(const Clip& clip) {
@@ -148,6 +212,13 @@ AMPFAST_ELEMENT void apply(const Clip& clip) {
   *clip.coefficient = coefficient;
   if (clip.scale != nullptr && clip.divisor != nullptr) {
     *clip.divisor = static_cast<float>(*clip.scale / coefficient);
+  }
+  if (clip.found_inf != nullptr && *clip.found_inf == 0) {
+    const bool spiked = clip.taken.words != nullptr ? is_outlier(clip.taken, total, clip.skip_above)
+                                                    : !(total <= clip.skip_above);
+    if (spiked) {
+      *clip.found_inf = kSpike;
+    }
   }
 }
 

@@ -299,7 +299,8 @@ PyObject* unscale_groups(PyObject* const* args) {
   return Py_NewRef(*flag != 0 ? Py_True : Py_False);
 }
 
-// clip_groups(param_groups, scale, allow_fp16, state, unscaled, casts, max_norm, largest) -> norm
+// clip_groups(param_groups, scale, allow_fp16, state, unscaled, casts, max_norm, largest,
+// skip_above, taken) -> norm; without spikes `skip_above` is None, and `taken` may be.
 PyObject* clip_groups(PyObject* const* args) {
   const std::optional<Unscaling> work = unscaling(args);
   if (!work) {
@@ -320,6 +321,14 @@ PyObject* clip_groups(PyObject* const* args) {
   } else {
     clip.norm = norm.mutable_data_ptr<float>();
   }
+  float found = 0;
+  if (args[8] != Py_None) {
+    clip.found_inf = &found;
+    clip.skip_above = PyFloat_AsDouble(args[8]);
+    if (args[9] != Py_None) {
+      clip.taken = taken_of(THPVariable_Unpack(args[9]), at::kCPU);
+    }
+  }
   float* flag = work->mark.put(args[4]);
   for (const Taken& taken : work->walk.grads) {
     taken.grad->unsafeGetTensorImpl()->bump_version();
@@ -328,9 +337,10 @@ PyObject* clip_groups(PyObject* const* args) {
     const cpu::Norms norms = cpu::norms(list, work->inv_scale);
     row[0] = norms.sum_of_squares;
     row[1] = norms.absolute_maximum;
+    found = std::isfinite(norms.absolute_maximum) ? 0 : 1;
     apply(clip);
     cpu::unscale(list, work->inv_scale, nullptr, coefficient);
-    *flag = std::isfinite(norms.absolute_maximum) ? 0 : 1;
+    *flag = found;
   });
   return py::cast(norm).release().ptr();
 }
@@ -459,7 +469,7 @@ PyObject* update_scale(PyObject* const* args) {
   if (!update) {
     return nullptr;
   }
-  apply(*update, sum != 0);
+  apply(*update, sum);
   const at::Tensor& scale = THPVariable_Unpack(item(own.ptr(), names().scale));
   scale.unsafeGetTensorImpl()->bump_version();
   return Py_NewRef(Py_True);
@@ -503,7 +513,7 @@ void bind_short_way(py::module_& m) {
                                   method<record, 3>("record"),
                                   method<unscale_groups, 6>("unscale_groups"),
                                   method<check_groups, 2>("check_groups"),
-                                  method<clip_groups, 8>("clip_groups"),
+                                  method<clip_groups, 10>("clip_groups"),
                                   method<any_found, 1>("any_found"),
                                   method<update_scale, 3>("update_scale"),
                                   method<pass_on_device, 8>("pass_on_device"),

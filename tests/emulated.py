@@ -65,7 +65,8 @@ class EmulatedLauncher:
 
     def clip_coefficient(self, clip: Clip) -> None:
         reads = _read(clip.norms, clip.scale)
-        with self._restricted([*reads, *_written(clip.norm, clip.coefficient, clip.divisor)]):
+        writes = (clip.norm, clip.coefficient, clip.divisor, clip.found_inf, clip.taken)
+        with self._restricted([*reads, *_written(*writes)]):
             self._module.clip_coefficient(clip)
 
     @contextlib.contextmanager

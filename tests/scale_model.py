@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from ampfast.backends.cpu import UpdateFactors
+from ampfast.backends.cpu import SPIKE, UpdateFactors
 from ampfast.backends.cpu import state_layout as layout
 from ampfast.loss_scale import LossScale, ScalePolicy
 
@@ -33,13 +33,24 @@ class ScaleModel:
     skips_at_minimum: int = 0
     tolerated: int = 0
     last_skipped: int = 0
-    history: list[tuple[float, bool, float | None]] = field(default_factory=list)
+    spikes: int = 0
+    history: list[tuple[float, float, float | None]] = field(default_factory=list)
 
-    def update(self, found: bool, norm: float | None = None) -> None:
+    def update(self, flag: float, norm: float | None = None) -> None:
+        self.history.append((self.scale, flag, norm))
+        self.steps += 1
+        self.skipped += flag != 0
+        self.consecutive_skips = self.consecutive_skips + 1 if flag else 0
+        if flag:
+            self.last_skipped = self.steps
+        if flag == SPIKE:
+            self.spikes += 1
+        else:
+            self._move(bool(flag))
+
+    def _move(self, found: bool) -> None:
         growth, backoff, interval = self.factors
         before, policy = self.scale, self.policy
-        self.history.append((before, found, norm))
-        self.steps += 1
         after = before
         if found:
             self.tracker = 0
@@ -59,21 +70,18 @@ class ScaleModel:
             after = min(after, max(before, float32(policy.max_scale)))
         elif after < before and policy.min_scale is not None:
             after = max(after, min(before, float32(policy.min_scale)))
-        self.skipped += found
         self.growths += after > before
         self.backoffs += after < before
-        self.consecutive_skips = self.consecutive_skips + 1 if found else 0
         stuck = found and policy.min_scale is not None and before <= float32(policy.min_scale)
         self.skips_at_minimum = self.skips_at_minimum + 1 if stuck else 0
-        if found:
-            self.last_skipped = self.steps
         self.scale = after
 
     def counters(self) -> list[int]:
-        return [
+        known = [
             *(self.steps, self.skipped, self.growths, self.backoffs, self.consecutive_skips),
-            *(self.skips_at_minimum, self.tolerated, self.last_skipped),
+            *(self.skips_at_minimum, self.tolerated, self.last_skipped, self.spikes),
         ]
+        return known + [0] * (layout.COUNTERS - len(known))
 
 
 POLICIES = {
@@ -88,16 +96,18 @@ POLICIES = {
 FACTORS = UpdateFactors(1.9, 0.3, 3)
 
 
-def random_steps(count: int, seed: int) -> list[tuple[bool, float | None]]:
-    """Random overflows, often enough to reach both limits, with a norm now and then."""
+def random_steps(count: int, seed: int, spikes: bool = False) -> list[tuple[float, float | None]]:
+    """Flags of random overflows, often enough to reach both limits, and norms now and then."""
     chance = random.Random(seed)
     steps = []
     while len(steps) < count:
         overflows = chance.random() < 0.4
         for _ in range(chance.randint(1, 12)):
-            found = overflows and chance.random() < 0.9
+            flag = float(overflows and chance.random() < 0.9)
+            if spikes and chance.random() < 0.2:
+                flag = SPIKE
             norm = chance.choice([None, math.inf, math.nan, chance.random()])
-            steps.append((found, norm if norm is None else float32(norm)))
+            steps.append((flag, norm if norm is None else float32(norm)))
     return steps[:count]
 
 
@@ -110,11 +120,12 @@ def assert_state(words: torch.Tensor, model: ScaleModel) -> None:
     history = kept.history()
     expected = model.history[-layout.RING_STEPS :]
     assert history.step.tolist() == list(range(model.steps - len(expected), model.steps))
-    rows = zip(
-        history.scale.tolist(), history.skipped.tolist(), history.grad_norm.tolist(), strict=True
-    )
-    norms = [math.nan if norm is None else norm for _, _, norm in expected]
+    columns = (history.scale, history.skipped, history.spiked, history.grad_norm)
+    rows = zip(*(column.tolist() for column in columns), strict=True)
     assert repr(list(rows)) == repr(
-        [(scale, found, norm) for (scale, found, _), norm in zip(expected, norms, strict=True)]
+        [
+            (scale, flag != 0, flag == SPIKE, math.nan if norm is None else norm)
+            for scale, flag, norm in expected
+        ]
     )
     assert history.has_norm.tolist() == [norm is not None for _, _, norm in expected]

@@ -147,7 +147,8 @@ def test_a_declined_call_changes_nothing(why: str, launcher: ReferenceLauncher) 
     params = [param, other] if why == "also elsewhere" else [param]
     groups, scale, kernels = [{"params": params}], torch.tensor(4.0), DeviceKernels(launcher)
     assert kernels.unscale_groups(groups, scale, False, state, "unscaled", None) is None
-    assert kernels.clip_groups(groups, scale, False, state, "unscaled", None, 1.0, False) is None
+    clips = (groups, scale, False, state, "unscaled", None, 1.0, False, None, None)
+    assert kernels.clip_groups(*clips) is None
     assert kernels.check_groups(groups, scale) is None
     assert state == {"stage": "ready", "found_inf_per_device": {}}
     assert launcher.launches == []

@@ -11,7 +11,7 @@ import torch
 from ampfast import GradScaler, report
 from ampfast.report import History, ScalerStats
 
-STATS = ScalerStats(10, 2, 1, 2, 0, 4.0, 3)
+STATS = ScalerStats(10, 2, 1, 2, 0, 4.0, 3, 1)
 
 
 class Writer:
@@ -25,16 +25,18 @@ class Writer:
 def history(norms: bool = True) -> History:
     count = 40
     skipped = torch.zeros(count, dtype=torch.bool)
-    skipped[[7, 8, 30]] = True
+    skipped[[7, 8, 12, 30]] = True
+    spiked = torch.arange(count) == 12
     has_norm = torch.arange(count) % 2 == 0 if norms else torch.zeros(count, dtype=torch.bool)
     norm = torch.rand(count, generator=torch.Generator().manual_seed(1))
     norm[8] = math.inf
     return History(
         step=torch.arange(100, 100 + count),
-        scale=2.0 ** (16 - skipped.cumsum(0)),
+        scale=2.0 ** (16 - (skipped & ~spiked).cumsum(0)),
         skipped=skipped,
         grad_norm=norm.masked_fill(~has_norm, math.nan),
         has_norm=has_norm,
+        spiked=spiked,
     )
 
 
@@ -49,6 +51,7 @@ def test_log() -> None:
         ("scaler/consecutive_skips", 0, 7),
         ("scaler/scale", 4.0, 7),
         ("scaler/growth_tracker", 3, 7),
+        ("scaler/spikes", 1, 7),
     ]
     writer.written.clear()
     report.log(writer, 8, STATS, prefix="amp/")
@@ -70,15 +73,18 @@ def test_plot(tmp_path, norms: bool) -> None:
     assert path.read_bytes().startswith(b"\x89PNG")
     scale, *others = figure.axes
     assert len(others) == norms
-    line, skipped = scale.get_lines()
+    line, overflows, spikes = scale.get_lines()
     assert line.get_xdata()[0] == 100 and line.get_ydata()[-1] == 2.0**13
-    assert skipped.get_xdata().tolist() == [107, 108, 130]
-    assert "skipped: 3 of 40" in scale.get_legend().get_texts()[1].get_text()
+    assert overflows.get_xdata().tolist() == [107, 108, 130]
+    assert spikes.get_xdata().tolist() == [112]
+    labels = [text.get_text() for text in scale.get_legend().get_texts()]
+    assert labels == ["scale", "overflows: 3 of 40", "spikes: 1 of 40"]
     if norms:
-        line, lost = others[0].get_lines()
+        line, lost, spikes = others[0].get_lines()
         assert len(line.get_xdata()) == 20
         assert math.isnan(line.get_ydata()[4])  # a gap where it is not finite
         assert lost.get_xdata().tolist() == [108]
+        assert spikes.get_xdata().tolist() == [112]
 
 
 def test_plot_of_an_empty_history() -> None:

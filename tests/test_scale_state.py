@@ -37,8 +37,8 @@ def test_random_steps(backend: str, policy: str, start: float) -> None:
     words = LossScale(model.policy).words_on(torch.device("cpu"))
     scale = torch.tensor(model.scale)
     tracker = torch.tensor(model.tracker, dtype=torch.int32)
-    for found, norm in random_steps(1100, seed=len(policy)):
-        flag = torch.tensor(float(found))
+    for found, norm in random_steps(1100, seed=len(policy), spikes=True):
+        flag = torch.tensor(found)
         given = None if norm is None else torch.tensor(norm)
         if backend == "cpu":
             assert cpu.update_scale_(scale, tracker, [flag], FACTORS, words, given)

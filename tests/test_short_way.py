@@ -252,7 +252,8 @@ def test_a_declined_call_changes_nothing() -> None:
         param.grad = grad
     groups, scale = [{"params": params}], torch.tensor(4.0)
     assert cpu.unscale_groups(groups, scale, False, state, "unscaled", None) is None
-    assert cpu.clip_groups(groups, scale, False, state, "unscaled", None, 1.0, False) is None
+    clips = (groups, scale, False, state, "unscaled", None, 1.0, False, None, None)
+    assert cpu.clip_groups(*clips) is None
     assert cpu.check_groups(groups, scale) is None
     assert state == {"stage": "ready", "found_inf_per_device": {}}
     assert all(grad.eq(1).all() for grad in grads)

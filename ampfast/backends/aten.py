@@ -19,6 +19,7 @@ __all__ = [
     "coefficient_of",
     "copy_to_host_async",
     "float_of",
+    "joint_flag",
     "mark_",
     "measure_",
     "moved",
@@ -28,6 +29,7 @@ __all__ = [
     "p_norm",
     "require_unscalable",
     "require_writable",
+    "spike_",
     "total_norm",
     "unscale_",
     "update_scale_",
@@ -159,6 +161,7 @@ def update_scale_(
         told = None if norm is None else norm.to("cpu")
         if cpu.update_scale_(after, tracker, [flag], factors, words, told):
             scale.data.copy_(after)
+            growth_tracker.data.copy_(tracker)
             state.copy_(words)
 
 
@@ -264,6 +267,41 @@ def any_found(flags: Iterable[Tensor], device: torch.device) -> Tensor:
     for flag in flags:
         found.masked_fill_(moved(flag, device).reshape(()) != 0, 1.0)
     return found
+
+
+def joint_flag(flags: Iterable[Tensor], device: torch.device) -> Tensor:
+    """Returns a new flag as `any_found`, but `cpu.SPIKE` if all that are not 0 are spikes'."""
+    joint = torch.zeros((), dtype=torch.float32, device=device)
+    for flag in flags:
+        here = moved(flag, device).reshape(()).abs()
+        # The comparison is false for NaN.
+        here = torch.where(here < cpu.SPIKE_BOUND, here.clamp(max=cpu.SPIKE), 1.0)
+        joint = torch.maximum(joint, here)
+    return joint
+
+
+@torch.no_grad()
+def spike_(found_inf: Tensor, norm: Tensor, skip_above: float, taken: Tensor | None) -> None:
+    """Turns a flag of 0 into that of a spike if the norm is too large; no host sync.
+
+    Args:
+        found_inf: 0-dim float32 on the device of the norm.
+        norm: 0-dim.
+        skip_above: As for `cpu.Clip`.
+        taken: As for `cpu.Clip`, but of any floating-point dtype.
+    """
+    is_finite = found_inf == 0
+    if taken is None:
+        spiked = ~(norm <= skip_above)
+    else:
+        count, ring = taken[0], taken[1:]
+        std, mean = torch.std_mean(ring)
+        spiked = (count >= ring.numel()) & ~(norm <= mean + skip_above * std)
+        is_taken = is_finite & ~spiked & norm.isfinite()
+        place = torch.arange(ring.numel(), device=ring.device) == count % ring.numel()
+        ring.copy_(torch.where(place & is_taken, norm.to(ring.dtype), ring))
+        count.add_(is_taken)
+    found_inf.masked_fill_(is_finite & spiked, cpu.SPIKE)
 
 
 def moved(tensor: Tensor, device: torch.device, copy: bool = False) -> Tensor:

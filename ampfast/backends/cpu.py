@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from types import SimpleNamespace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -40,6 +41,8 @@ __all__ = [
     "CUDA",
     "HEALTH_WORDS",
     "MARK_WORDS",
+    "SPIKE",
+    "SPIKE_BOUND",
     "WINDOW_BYTES",
     "WITH_CUDA",
     "Casts",
@@ -106,9 +109,6 @@ list_of = _C.GradList.of
 is_scalar = _C.is_scalar
 # Raises RuntimeError if the memory of a tensor was freed or is too small for it.
 require_storage = _C.require_storage
-# Writes norm, clip coefficient and divisor; takes the fields of a `Clip`. Formula:
-# torch.nn.utils.clip_grad_norm_, here in float64.
-clip_coefficient = _C.clip_coefficient
 # Parameters whose 16-bit gradients the kernels on these devices cannot cast.
 irregular_casts = _C.irregular_casts
 # Bytes that change where autograd sees an edit of plain parameters or groups have others; or None.
@@ -133,6 +133,10 @@ HEALTH_WORDS: int = _C.HEALTH_WORDS
 
 # Words of a scaler's state by name, as in csrc/scale.h.
 state_layout = SimpleNamespace(**_C.state_layout())
+
+# The found_inf of a spike, and the bound of such flags after reductions; csrc/scale.h.
+SPIKE: float = _C.SPIKE
+SPIKE_BOUND: float = _C.SPIKE_BOUND
 
 # Device types with kernels, as bits.
 CPU: int = _C.CPU
@@ -173,6 +177,12 @@ class Clip(NamedTuple):
         coefficient: One-element float64 that gets the clip coefficient, at most 1.
         scale: One-element float32, or None.
         divisor: One-element float32 that gets the scale over the coefficient, or None.
+        found_inf: One-element float32, the flag of these gradients, or None: where it is 0 and the
+            norm too large, it becomes `SPIKE`.
+        skip_above: Largest norm of a step that is taken or, with `taken`, its distance from their
+            mean in standard deviations.
+        taken: float64 of shape (1 + window,): number of norms of steps that were taken, and ring of
+            the last ones; a step that is taken joins it.
     """
 
     norms: Tensor
@@ -182,6 +192,9 @@ class Clip(NamedTuple):
     coefficient: Tensor
     scale: Tensor | None = None
     divisor: Tensor | None = None
+    found_inf: Tensor | None = None
+    skip_above: float = math.inf
+    taken: Tensor | None = None
 
 
 def _marks(track: Track | None) -> tuple[Tensor, Tensor] | None:
@@ -276,6 +289,18 @@ def check_(
     Arguments and result as for `unscale_`; without `grad_scale` the values themselves are checked.
     """
     return _C.check_(grads, grad_scale, found_inf, _marks(track))
+
+
+def clip_coefficient(norms: Tensor, *more: Any) -> None:
+    """Writes norm, clip coefficient and divisor, and the flag of a spike.
+
+    Formula: torch.nn.utils.clip_grad_norm_, here in float64.
+
+    Args:
+        norms: As for `Clip`.
+        *more: The other fields of a `Clip`.
+    """
+    _C.clip_coefficient(*Clip(norms, *more))
 
 
 def scale_update(

@@ -141,7 +141,7 @@ class ScaleUpdate:
         """Launches the update alone."""
         flags, device = list(self._found_infs), self.scale.device
         if len(flags) > MOST_FLAGS:
-            flags = [aten.any_found(flags, device)]
+            flags = [aten.joint_flag(flags, device)]
         with self._launcher.on(device):
             self._launcher.update_scale(self, flags)
         self.applied = True
@@ -355,10 +355,12 @@ class DeviceKernels:
         casts: Casts | None,
         max_norm: float,
         largest: bool,
+        skip_above: float | None,
+        taken: Tensor | None,
     ) -> Tensor | None:
         """As `cpu.clip_groups`."""
         total: Tensor | None = self._over_groups(
-            partial(self._clip, max_norm, largest),
+            partial(self._clip, max_norm, largest, skip_above, taken),
             *(param_groups, scale, allow_fp16, state, unscaled, casts, True),
         )
         return total
@@ -410,6 +412,8 @@ class DeviceKernels:
         self,
         max_norm: float,
         largest: bool,
+        skip_above: float | None,
+        taken: Tensor | None,
         table: DeviceTable,
         scale: Tensor,
         found_inf: Tensor,
@@ -421,7 +425,10 @@ class DeviceKernels:
         with self._launcher.on(scale.device):
             read = Pass(table, False, Use.SCALE, scale, found_inf, False, norms=norms[0])
             self._launch(read)
-            self._launcher.clip_coefficient(Clip(norms, max_norm, largest, norm, coefficient))
+            clip = Clip(norms, max_norm, largest, norm, coefficient)
+            if skip_above is not None:
+                clip = clip._replace(found_inf=found_inf, skip_above=skip_above, taken=taken)
+            self._launcher.clip_coefficient(clip)
             # Its own flag: only the first pass sees what the scale makes of the values.
             rest = read._replace(write=True, norms=None, coefficient=coefficient)
             self._launch(rest._replace(found_inf=torch.empty_like(found_inf)))

@@ -88,8 +88,8 @@ __device__ void finish(const Launch& launch) {
     *launch.divisor = *launch.factor;
   }
   if (launch.update.scale != nullptr) {
-    const bool other = launch.other_found_inf != nullptr && *launch.other_found_inf != 0;
-    apply(launch.update, flag != 0 || other);
+    const float other = launch.other_found_inf != nullptr ? *launch.other_found_inf : 0;
+    apply(launch.update, joint(flag, other));
   }
   header[kPeak] = 0;
 }
@@ -194,9 +194,9 @@ __global__ void __launch_bounds__(kThreads, kLeastProgramsPerSm)
 }
 
 __global__ void update_alone(const Update update, const Flags flags) {
-  bool found_inf = false;
+  float found_inf = 0;
   for (const float* flag : flags.found_infs) {
-    found_inf |= *flag != 0;
+    found_inf = joint(found_inf, *flag);
   }
   apply(update, found_inf);
 }

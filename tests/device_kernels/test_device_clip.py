@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import random
 from typing import Any
 
 import pytest
@@ -52,6 +53,28 @@ def test_the_coefficient_is_that_of_the_cpu(rows: list, largest: bool) -> None:
     for limit, scale in itertools.product(LIMITS, (None, 3.0, 2.0**16, 0.0)):
         ours = results(KERNELS, rows, limit, largest, scale)
         assert_same(ours, results(cpu, rows, limit, largest, scale), f"{limit} {scale}")
+
+
+@pytest.mark.parametrize("window", [None, 2, 5, 128])
+def test_spikes_are_those_of_the_cpu(window: int | None) -> None:
+    chance = random.Random(8)
+    count = 20 if window is None else 2 * window + 20
+    sides = []
+    for kernels in (KERNELS, cpu):
+        chance.seed(8)
+        words = None if window is None else torch.zeros(1 + window, dtype=torch.float64)
+        flags = []
+        for _ in range(count):
+            norm = chance.uniform(1.0, 2.0) * chance.choice([1.0, 1.0, 1.0, 3.0, INF, NAN])
+            found = flag(chance.choice([0.0, 0.0, 0.0, 1.0]))
+            rows = torch.tensor([[norm * norm, norm]], dtype=torch.float64)
+            outputs = [torch.zeros(()), torch.zeros((), dtype=torch.float64)]
+            rule = (1.8 if window is None else 1.0, words)
+            kernels.clip_coefficient(rows, 1.0, False, *outputs, None, None, found, *rule)
+            flags.append(found.item())
+        sides.append((flags, words))
+    assert_same(sides[0], sides[1])
+    assert {0.0, 1.0, cpu.SPIKE} == set(sides[0][0])
 
 
 @pytest.mark.parametrize("largest", [False, True])

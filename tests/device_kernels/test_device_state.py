@@ -22,18 +22,21 @@ def test_random_steps(policy: str) -> None:
     # Near the end of the ring, so that it wraps around.
     ahead = state_layout.RING_STEPS - 20
     words[state_layout.STEPS] = model.steps = ahead
-    model.history = [(0.0, False, None)] * ahead
+    model.history = [(0.0, 0.0, None)] * ahead
     words[state_layout.RING :][: ahead * state_layout.RING_WORDS] = 0
     scale = torch.tensor(model.scale)
     tracker = torch.tensor(model.tracker, dtype=torch.int32)
-    for turn, (found, norm) in enumerate(random_steps(80, seed=len(policy))):
+    for turn, (found, norm) in enumerate(random_steps(80, len(policy), spikes=True)):
         riding = turn % 2 == 0
         norm = None if riding else norm
         given = None if norm is None else torch.tensor(norm)
-        flags = [] if riding else [torch.tensor(float(found))]
+        infinite = riding and found == 1
+        flags = [] if infinite else [torch.tensor(found)]
         update = KERNELS.scale_update(scale, tracker, flags, FACTORS, words, given)
         if riding:
-            KERNELS.check_(grads_of([torch.full((3,), math.nan if found else 1.0)]), update=update)
+            KERNELS.check_(
+                grads_of([torch.full((3,), math.nan if infinite else 1.0)]), update=update
+            )
         else:
             update.apply()
         assert update.applied

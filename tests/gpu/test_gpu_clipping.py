@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from clipping_support import assert_clipped, assert_norm, exact_norm, grads_of
 from gpu_support import flag, kernels_of
 from support import FLOATS, assert_same, make_gradient, sgd_with, side
 
-from ampfast import GradScaler
+from ampfast import GradScaler, Sigmas
 from ampfast.backends import cpu
 
 pytestmark = pytest.mark.gpu
@@ -47,6 +48,25 @@ def test_the_coefficient_is_that_of_the_cpu(
                 assert_same(written[1], written[0], f"{rows} {limit}")
 
 
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("above", [20.0, Sigmas(6.0, 2)], ids=str)
+def test_spikes(backend: str, device: torch.device, above: Any, fused: bool) -> None:
+    param = torch.nn.Parameter(torch.zeros(4, device=device))
+    optimizer = torch.optim.Adam([param], fused=fused)
+    scaler = scaler_on(device, backend, 8.0)
+    reasons = []
+    for size in (1.0, 1.1, 50.0, math.inf, 1.0):
+        param.grad = torch.full_like(param, 8.0 * size)
+        scaler.clip_grad_norm_(optimizer, 1.0, skip_above=above)
+        before = param.detach().clone()
+        scaler.step(optimizer)
+        scaler.update()
+        reasons.append(scaler.skip_reason(optimizer))
+        assert torch.equal(before, param) == (reasons[-1] is not None)
+    assert reasons == [None, None, "spike", "overflow", None]
+    assert (scaler.stats().spikes, scaler.get_scale()) == (1, 4.0)
+
+
 @pytest.mark.parametrize("order", [2.0, math.inf, 3.0])
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_norm_and_gradients(
@@ -65,8 +85,9 @@ def test_norm_and_gradients(
     assert_clipped([g.cpu() for g in grads_of(optimizer)], before, 3.0, norm.cpu(), 0.5)
 
 
+@pytest.mark.parametrize("above", [None, 1e6, Sigmas(1e6, 2)], ids=str)
 @pytest.mark.parametrize("in_place", [True, False])
-def test_nothing_waits(backend: str, device: torch.device, in_place: bool) -> None:
+def test_nothing_waits(backend: str, device: torch.device, in_place: bool, above: Any) -> None:
     run = side(GradScaler, "fused_adam", device="cuda", init_scale=64.0, backend=backend)
     run.model.to(device)
     inputs = torch.randn(5, 8, device=device)
@@ -77,7 +98,7 @@ def test_nothing_waits(backend: str, device: torch.device, in_place: bool) -> No
         if turn == 2:
             torch.cuda.set_sync_debug_mode("error")
         try:
-            run.scaler.clip_grad_norm_(run.optimizer, 0.1, in_place=in_place)
+            run.scaler.clip_grad_norm_(run.optimizer, 0.1, in_place=in_place, skip_above=above)
             run.scaler.step(run.optimizer)
             run.scaler.update()
         finally:

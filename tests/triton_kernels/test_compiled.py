@@ -262,17 +262,20 @@ def test_update_alone(target: str) -> None:
         assert refused not in code
 
 
+@pytest.mark.parametrize("sigmas", [False, True])
 @pytest.mark.parametrize("divisor", [False, True])
 @pytest.mark.parametrize("largest", [False, True])
 @pytest.mark.parametrize("norm", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("target", CUDA)
-def test_clip_coefficient(target: str, norm: torch.dtype, largest: bool, divisor: bool) -> None:
-    kernel = compiled_clip(target, norm, largest, divisor)
+def test_clip_coefficient(
+    target: str, norm: torch.dtype, largest: bool, divisor: bool, sigmas: bool
+) -> None:
+    kernel = compiled_clip(target, norm, largest, divisor, sigmas)
     used = usage(kernel)
     assert (used.stack, used.local) == (0, 0)
     code = kernel.asm["ptx"]
     assert "div.rn.f64" in code
-    assert ("sqrt.rn.f64" in code) == (not largest)
+    assert ("sqrt.rn.f64" in code) == (sigmas or not largest)
     assert ("cvt.rn.f32.f64" in code) == (divisor or norm == torch.float32)
     for refused in (".ftz", ".approx", "div.full", "fma."):
         assert refused not in code
@@ -281,10 +284,10 @@ def test_clip_coefficient(target: str, norm: torch.dtype, largest: bool, divisor
 @pytest.mark.parametrize("target", HIP)
 def test_clip_coefficient_on_amd(target: str) -> None:
     for largest in (False, True):
-        code = compiled_clip(target, torch.float32, largest, True).asm["amdgcn"]
+        code = compiled_clip(target, torch.float32, largest, True, True).asm["amdgcn"]
         assert re.findall(r"\.amdhsa_private_segment_fixed_size (\d+)", code) == ["0"]
         assert re.search(r"\bv_div_fixup_f64\b", code)
-        assert bool(re.search(r"\bv_(rsq|sqrt)_f64", code)) == (not largest)
+        assert re.search(r"\bv_(rsq|sqrt)_f64", code)
 
 
 @hip_cases

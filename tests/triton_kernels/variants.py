@@ -223,12 +223,14 @@ def recorded_update() -> tuple[tuple[Any, ...], dict[str, Any]]:
     return launched.value.args
 
 
-def recorded_clip(norm: torch.dtype, largest: bool, divisor: bool) -> Any:
-    """As `recorded`, for the clip coefficient."""
+def recorded_clip(norm: torch.dtype, largest: bool, divisor: bool, sigmas: bool) -> Any:
+    """As `recorded`, for the clip coefficient; with a flag where there is a divisor."""
     one = torch.ones(())
     clip = cpu.Clip(
         *(torch.ones(3, 2, dtype=torch.float64), 1.0, largest),
         *(one.to(norm), one.double(), one, one if divisor else None),
+        *(one if divisor or sigmas else None, 6.0),
+        torch.ones(129, dtype=torch.float64) if sigmas else None,
     )
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(launch, "is_capturing", lambda: False)
@@ -292,8 +294,10 @@ def compiled_update(target_name: str) -> Any:
 
 
 @cache
-def compiled_clip(target_name: str, norm: torch.dtype, largest: bool, divisor: bool) -> Any:
-    arguments = recorded_clip(norm, largest, divisor)
+def compiled_clip(
+    target_name: str, norm: torch.dtype, largest: bool, divisor: bool, sigmas: bool = False
+) -> Any:
+    arguments = recorded_clip(norm, largest, divisor, sigmas)
     return _compiled(kernels.clip_coefficient, *arguments, TARGETS[target_name])
 
 

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from ampfast.backends.cpu import state_layout
+from ampfast.backends.cpu import SPIKE, SPIKE_BOUND, state_layout
 
 # Role of the factor, which decides whether a step is skipped.
 RAW = tl.constexpr(0)  # no factor: the values themselves
@@ -20,6 +20,10 @@ UPDATE = tl.constexpr(2)  # and the scale
 NO_PAIRS = tl.constexpr(0)
 PAIRS = tl.constexpr(1)
 ALIGNED_PAIRS = tl.constexpr(2)
+
+# The found_inf of a spike, and the bound of such flags, as in csrc/scale.h.
+_SPIKE = tl.constexpr(SPIKE)
+_SPIKE_BOUND = tl.constexpr(SPIKE_BOUND)
 
 # Float64 bits of infinity, from which magnitudes are not finite.
 _INFINITY = tl.constexpr(0x7FF0000000000000)
@@ -61,6 +65,7 @@ _CONSECUTIVE_SKIPS = tl.constexpr(state_layout.CONSECUTIVE_SKIPS)
 _SKIPS_AT_MINIMUM = tl.constexpr(state_layout.SKIPS_AT_MINIMUM)
 _TOLERATED = tl.constexpr(state_layout.TOLERATED)
 _LAST_SKIPPED = tl.constexpr(state_layout.LAST_SKIPPED)
+_SPIKES = tl.constexpr(state_layout.SPIKES)
 _COUNTERS = tl.constexpr(state_layout.COUNTERS)
 _BEFORE = tl.constexpr(state_layout.BEFORE)
 _SCALE_BEFORE = tl.constexpr(state_layout.SCALE_BEFORE)
@@ -313,12 +318,18 @@ def _word(value):
 
 
 @triton.jit
+def _joint(a, b):
+    """One flag for two, as `joint` of csrc/scale.h."""
+    return _larger_or_nan(tl.abs(a), tl.abs(b))
+
+
+@triton.jit
 def _update(
     scale_ptr,
     growth_tracker_ptr,
     state_ptr,
     norm_ptr,
-    found,
+    flag,
     growth_factor,
     backoff_factor,
     growth_interval,
@@ -327,24 +338,31 @@ def _update(
 
     Equals `apply(Update)` of csrc/scale.h.
     """
+    skipped = flag != 0.0
+    found = skipped
+    if state_ptr is not None:
+        # Only a state knows of spikes.
+        found = skipped & ~(tl.abs(flag) < _SPIKE_BOUND)
+    spiked = skipped & ~found
     before = tl.load(scale_ptr)
     tracker = tl.load(growth_tracker_ptr).to(tl.int64)
     wide = before.to(tl.float64)
     grown = (wide * growth_factor).to(tl.float32)
     grown = tl.where(_magnitude(grown) < 0x7F800000, grown, before)
-    grows = (growth_interval >= 1) & (tracker + 1 >= growth_interval) & (found == 0)
+    grows = (growth_interval >= 1) & (tracker + 1 >= growth_interval) & ~skipped
     scale = tl.where(found, (wide * backoff_factor).to(tl.float32), tl.where(grows, grown, before))
     if state_ptr is not None:
-        one = found.to(tl.int64)
+        one = skipped.to(tl.int64)
         word = tl.arange(0, _COUNTERS)
         counters = tl.load(state_ptr + word)
         steps = tl.load(state_ptr + _STEPS)
-        last_skipped = tl.where(found, steps + 1, tl.load(state_ptr + _LAST_SKIPPED))
+        last_skipped = tl.where(skipped, steps + 1, tl.load(state_ptr + _LAST_SKIPPED))
         tolerated = tl.load(state_ptr + _TOLERATED)
         most_tolerated = tl.load(state_ptr + _MOST_TOLERATED)
         min_scale = _float_at(state_ptr + _MIN_SCALE)
         max_scale = _float_at(state_ptr + _MAX_SCALE)
-        refills = grows | (tl.load(state_ptr + _REFILLS_ON_FINITE_STEPS) != 0)
+        refills_each = tl.load(state_ptr + _REFILLS_ON_FINITE_STEPS) != 0
+        refills = grows | (refills_each & ~spiked)
         tolerated = tl.where(found, tolerated + 1, tl.where(refills, 0, tolerated))
         scale = tl.where(found & (tolerated <= most_tolerated), before, scale)
         # A scale set beyond the limits is not moved the wrong way.
@@ -360,13 +378,14 @@ def _update(
         counted = tl.where(word == _GROWTHS, counters + (scale > before).to(tl.int64), counted)
         counted = tl.where(word == _BACKOFFS, counters + (scale < before).to(tl.int64), counted)
         counted = tl.where(word == _CONSECUTIVE_SKIPS, (counters + 1) * one, counted)
-        stuck = (counters + 1) * is_stuck.to(tl.int64)
+        stuck = tl.where(spiked, counters, (counters + 1) * is_stuck.to(tl.int64))
         counted = tl.where(word == _SKIPS_AT_MINIMUM, stuck, counted)
         counted = tl.where(word == _TOLERATED, tolerated, counted)
         counted = tl.where(word == _LAST_SKIPPED, last_skipped, counted)
+        counted = tl.where(word == _SPIKES, counters + spiked.to(tl.int64), counted)
 
         entry_ptr = state_ptr + _RING + steps % _RING_STEPS * _RING_WORDS
-        status = one
+        status = one + 4 * spiked.to(tl.int64)
         norm = one * 0
         if norm_ptr is not None:
             status += 2
@@ -380,8 +399,9 @@ def _update(
         tl.store(entry_ptr + _RING_NORM, norm)
         tl.store(state_ptr + word, counted)
     tl.debug_barrier()
-    tl.store(scale_ptr, scale)
-    tl.store(growth_tracker_ptr, tl.where(found | grows, 0, tracker + 1).to(tl.int32))
+    tl.store(scale_ptr, tl.where(spiked, before, scale))
+    tracked = tl.where(found | grows, 0, tracker + 1)
+    tl.store(growth_tracker_ptr, tl.where(spiked, tracker, tracked).to(tl.int32))
 
 
 @triton.jit
@@ -539,14 +559,14 @@ def multi_tensor(
                 tl.store(norms_ptr + 1, worst.to(tl.float64, bitcast=True))
             if divisor_ptr is not None:
                 tl.store(divisor_ptr, tl.load(factor_ptr))
-            any_found = found
+            flag = found.to(tl.float32)
             if ACCUMULATE:
-                any_found = found | (tl.load(found_inf_ptr) != 0.0)
+                flag = _joint(flag, tl.load(found_inf_ptr))
             if EPILOGUE == UPDATE:
                 if other_found_inf_ptr is not None:
-                    any_found |= tl.load(other_found_inf_ptr) != 0.0
+                    flag = _joint(flag, tl.load(other_found_inf_ptr))
                 _update(
-                    *(scale_ptr, growth_tracker_ptr, state_ptr, None, any_found),
+                    *(scale_ptr, growth_tracker_ptr, state_ptr, None, flag),
                     *(growth_factor, backoff_factor, growth_interval),
                 )
             # All threads have loaded the values that the first one now replaces.
@@ -722,18 +742,43 @@ def update_scale(
     growth_interval: tl.int64,
 ):
     """Updates the scale alone; any of the flags counts. One program."""
-    found = (tl.load(found_inf_a_ptr) != 0.0) | (tl.load(found_inf_b_ptr) != 0.0)
-    found |= (tl.load(found_inf_c_ptr) != 0.0) | (tl.load(found_inf_d_ptr) != 0.0)
+    flag = _joint(tl.load(found_inf_a_ptr), tl.load(found_inf_b_ptr))
+    flag = _joint(flag, tl.load(found_inf_c_ptr))
+    flag = _joint(flag, tl.load(found_inf_d_ptr))
     _update(
-        *(scale_ptr, growth_tracker_ptr, state_ptr, norm_ptr, found),
+        *(scale_ptr, growth_tracker_ptr, state_ptr, norm_ptr, flag),
         *(growth_factor, backoff_factor, growth_interval),
     )
+
+
+@triton.jit
+def _is_outlier(taken_ptr, window, norm, sigmas):
+    """As `is_outlier` of csrc/scale.h: one norm after the other, for the same sums."""
+    ring_ptr = taken_ptr + 1
+    count = tl.load(taken_ptr).to(tl.int64)
+    oldest = count % window
+    number = window.to(tl.float64)
+    total = tl.zeros([], dtype=tl.float64)
+    place = oldest
+    while place < oldest + window:
+        total += tl.load(ring_ptr + tl.where(place < window, place, place - window))
+        place += 1
+    mean = total / number
+    squares = tl.zeros([], dtype=tl.float64)
+    place = oldest
+    while place < oldest + window:
+        norm_then = tl.load(ring_ptr + tl.where(place < window, place, place - window))
+        squares += (norm_then - mean) * (norm_then - mean)
+        place += 1
+    limit = mean + sigmas * tl.sqrt(squares / (number - 1.0))
+    return (count >= window) & ~(norm <= limit), count
 
 
 @triton.jit(
     do_not_specialize=[
         *("norms_ptr", "rows", "max_norm", "epsilon"),
         *("norm_ptr", "coefficient_ptr", "scale_ptr", "divisor_ptr"),
+        *("found_inf_ptr", "skip_above", "taken_ptr", "window"),
     ]
 )
 def clip_coefficient(
@@ -745,12 +790,17 @@ def clip_coefficient(
     coefficient_ptr,
     scale_ptr,
     divisor_ptr,
+    found_inf_ptr,
+    skip_above: tl.float64,
+    taken_ptr,
+    window: tl.int64,
     LARGEST: tl.constexpr,
 ):
     """Norm and clip coefficient from the norms of passes. One program.
 
     `norms_ptr` has a row for each pass. With LARGEST the norm is the largest magnitude, else the
-    2-norm. Where `divisor_ptr` is given, the scale over the coefficient is written there.
+    2-norm. Where `divisor_ptr` is given, the scale over the coefficient is written there; where
+    `found_inf_ptr` is, a flag of 0 becomes that of a spike as in `apply(Clip)` of csrc/scale.h.
     """
     squares = tl.zeros([], dtype=tl.float64)
     peak = tl.zeros([], dtype=tl.float64)
@@ -768,3 +818,17 @@ def clip_coefficient(
     tl.store(coefficient_ptr, coefficient)
     if divisor_ptr is not None:
         tl.store(divisor_ptr, (tl.load(scale_ptr).to(tl.float64) / coefficient).to(tl.float32))
+    if found_inf_ptr is not None:
+        total = norm.to(tl.float64)
+        is_finite = tl.load(found_inf_ptr) == 0.0
+        if taken_ptr is not None:
+            spiked, count = _is_outlier(taken_ptr, window, total, skip_above)
+            is_taken = is_finite & ~spiked & (_magnitude(total) < _INFINITY)
+            # All threads have loaded the norms, one of which the first one now replaces.
+            tl.debug_barrier()
+            tl.store(taken_ptr + 1 + count % window, total, mask=is_taken)
+            tl.store(taken_ptr, (count + 1).to(tl.float64), mask=is_taken)
+        else:
+            spiked = ~(total <= skip_above)
+        tl.debug_barrier()
+        tl.store(found_inf_ptr, _SPIKE, mask=is_finite & spiked)

@@ -241,7 +241,8 @@ def update_scale(update: ScaleUpdate, found_infs: list[Tensor]) -> None:
 
 def clip_coefficient(clip: Clip) -> None:
     """Launches the clip coefficient from norms."""
-    kind = (clip.norm.dtype, clip.largest, clip.divisor is None)
+    spikes = (clip.found_inf is None, clip.taken is None)
+    kind = (clip.norm.dtype, clip.largest, clip.divisor is None, *spikes)
     arguments = (
         clip.norms,
         clip.norms.shape[0],
@@ -251,6 +252,8 @@ def clip_coefficient(clip: Clip) -> None:
         clip.coefficient,
         None if clip.divisor is None else clip.scale,
         clip.divisor,
+        *(clip.found_inf, clip.skip_above),
+        *(clip.taken, 1 if clip.taken is None else clip.taken.numel() - 1),
     )
     options = (_of_one_warp, ("LARGEST", clip.largest))
     variant = ("clip_coefficient", clip.norms.device, *kind)

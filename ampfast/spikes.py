@@ -1,0 +1,163 @@
+"""Steps that are skipped since the norm of their gradients is too large."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from numbers import Real
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ampfast.backends import aten
+from ampfast.backends.cpu import state_layout
+from ampfast.errors import refuse_capture
+from ampfast.optimizers import ByOptimizer
+
+__all__ = ["Sigmas", "SpikeRule", "SpikeRules", "limit_of", "require_norms"]
+
+
+@dataclass(frozen=True)
+class Sigmas:
+    """Limit of a gradient norm by the norms of the last steps: mean plus standard deviations.
+
+    The first `window` steps that are taken are never skipped. Source: the rule of OLMo's
+    SkipStep optimizers, here over the steps that were taken.
+
+    Args:
+        sigmas: Number of standard deviations (of a sample) above the mean; at least 0.
+        window: Number of norms, from 2 to 1,024.
+
+    Raises:
+        TypeError: If an argument has the wrong type.
+        ValueError: If an argument is out of range.
+    """
+
+    sigmas: float = 6.0
+    window: int = 128
+
+    def __post_init__(self) -> None:
+        _require_number("sigmas", self.sigmas)
+        if not 0 <= self.sigmas < math.inf:
+            raise ValueError(f"sigmas must be at least 0 and finite, got {self.sigmas}")
+        if isinstance(self.window, bool) or not isinstance(self.window, int):
+            raise TypeError(f"window must be an int, got {type(self.window).__name__}")
+        if not 2 <= self.window <= state_layout.RING_STEPS:
+            raise ValueError(
+                f"window must be from 2 to {state_layout.RING_STEPS}, got {self.window}"
+            )
+
+
+class SpikeRule(NamedTuple):
+    """The arguments of a clipping that skips spikes.
+
+    Attributes:
+        skip_above: As for `cpu.Clip`.
+        taken: As for `cpu.Clip`; in the widest dtype of its device.
+    """
+
+    skip_above: float
+    taken: Tensor | None = None
+
+
+def limit_of(skip_above: object) -> float | Sigmas | None:
+    """Returns the limit of norms, checked.
+
+    Raises:
+        TypeError: If it is neither a number nor `Sigmas` nor None.
+        ValueError: If it is NaN or below 0.
+    """
+    if skip_above is None or isinstance(skip_above, Sigmas):
+        return skip_above
+    _require_number("skip_above", skip_above, " or ampfast.Sigmas")
+    limit = float(skip_above)  # type: ignore[arg-type]
+    if not limit >= 0:
+        raise ValueError(f"skip_above must be at least 0, got {limit}")
+    return limit
+
+
+class SpikeRules:
+    """The norms of the steps taken, by optimizer, for limits of `Sigmas`."""
+
+    def __init__(self) -> None:
+        self._taken = ByOptimizer[Tensor]()
+        # Of a checkpoint or a pickle, for optimizers yet to come, in this order.
+        self._kept: list[list[float]] = []
+
+    def rule(
+        self, optimizers: Sequence[Any], limit: float | Sigmas, device: torch.device
+    ) -> SpikeRule:
+        """Returns the rule for the joint norm of optimizers, which is known by the first one."""
+        if not isinstance(limit, Sigmas):
+            return SpikeRule(limit)
+        first, window = optimizers[0], limit.window
+        taken = self._taken.get(first)
+        if taken is None or taken.device != device or taken.numel() != 1 + window:
+            refuse_capture("the creation of the norms of Sigmas, which every replay would reset")
+            if taken is not None:
+                norms = _norms_in(taken)
+            else:
+                norms = self._kept.pop(0) if self._kept else []
+            taken = _ring_of(norms, window, device)
+        self._taken.record(first, taken)
+        return SpikeRule(limit.sigmas, taken)
+
+    def norms(self) -> list[list[float]]:
+        """Returns the norms by optimizer, oldest first, with a host sync for each."""
+        return [_norms_in(taken) for _, taken in self._taken] + self._kept
+
+    def load(self, norms: list[list[float]]) -> None:
+        """Takes what `norms` returned: living optimizers first, then those yet to come."""
+        rest = list(norms)
+        for _, taken in self._taken:
+            given = rest.pop(0) if rest else []
+            # In place, since a captured graph may read it.
+            taken.copy_(_ring_of(given, taken.numel() - 1, taken.device))
+        self._kept = rest
+
+    def end_iteration(self) -> None:
+        self._taken.end_iteration()
+
+    def __getstate__(self) -> dict[str, Any]:
+        # An optimizer is not the same in another process.
+        return {"_taken": ByOptimizer[Tensor](), "_kept": self.norms()}
+
+
+def require_norms(saved: object) -> list[list[float]]:
+    """Returns the norms of a checkpoint.
+
+    Raises:
+        ValueError: If they are not lists of finite numbers.
+    """
+    is_valid = isinstance(saved, list) and all(
+        isinstance(norms, list)
+        and len(norms) <= state_layout.RING_STEPS
+        and all(type(norm) is float and 0 <= norm < math.inf for norm in norms)
+        for norms in saved
+    )
+    if not is_valid:
+        raise ValueError(
+            "the checkpoint's norms of steps taken must be lists of at most "
+            f"{state_layout.RING_STEPS} finite floats, got {saved!r}"
+        )
+    return saved  # type: ignore[return-value]
+
+
+def _ring_of(norms: list[float], window: int, device: torch.device) -> Tensor:
+    last = norms[-window:]
+    words = [float(len(last)), *last, *[0.0] * (window - len(last))]
+    with torch.inference_mode(False):
+        return torch.tensor(words, dtype=aten.widest(device), device=device)
+
+
+def _norms_in(taken: Tensor) -> list[float]:
+    count, *ring = taken.tolist()
+    start = int(count) % len(ring)
+    return ring[: int(count)] if count < len(ring) else ring[start:] + ring[:start]
+
+
+def _require_number(name: str, value: object, others: str = "") -> None:
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise TypeError(f"{name} must be a Python number{others}, got {type(value).__name__}")

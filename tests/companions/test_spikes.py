@@ -1,0 +1,540 @@
+"""Steps skipped for the norm of their gradients, against the rule in plain Python."""
+
+from __future__ import annotations
+
+import copy
+import math
+import pickle
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from reference_launcher import ReferenceLauncher
+from support import assert_same
+from torch import Tensor, nn
+
+import ampfast
+from ampfast import Sigmas
+from ampfast.backends import aten, cpu
+
+WINDOW = 4
+
+
+class Rule:
+    """Mean and sample deviation of the norms of the last steps taken, summed from the oldest."""
+
+    def __init__(self, limit: float | Sigmas) -> None:
+        self.limit, self.taken = limit, []
+
+    def flag(self, norm: float) -> float:
+        if not isinstance(self.limit, Sigmas):
+            return 0.0 if norm <= self.limit else cpu.SPIKE
+        last = self.taken[-self.limit.window :]
+        if len(last) == self.limit.window:
+            mean = total(last) / len(last)
+            squares = total([(norm - mean) * (norm - mean) for norm in last])
+            if not norm <= mean + self.limit.sigmas * math.sqrt(squares / (len(last) - 1)):
+                return cpu.SPIKE
+        if math.isfinite(norm):
+            self.taken.append(norm)
+        return 0.0
+
+
+def total(values: list[float]) -> float:
+    # sum() of Python 3.12 and newer is more exact.
+    result = 0.0
+    for value in values:
+        result += value
+    return result
+
+
+def random_norms(count: int, seed: int) -> list[float]:
+    """Norms, some of them far off, others infinite, as float32 has them."""
+    chance = random.Random(seed)
+    scales = [1.0] * 8 + [1.3, 5.0, 1e6, math.inf]
+    return [
+        torch.tensor(chance.uniform(0.5, 1.5) * chance.choice(scales)).item() for _ in range(count)
+    ]
+
+
+def clipped_by(clip: Callable[..., None], norm: float, flag: Tensor, *rule: Any) -> None:
+    one = torch.zeros((), dtype=torch.float64)
+    rows = torch.tensor([[norm * norm, norm]], dtype=torch.float64)
+    clip(rows, 1.0, True, torch.zeros(()), one, None, None, flag, *rule)
+
+
+@pytest.mark.parametrize(
+    "limit", [1.2, 0.0, Sigmas(2.0, 4), Sigmas(0.0, 2), Sigmas(6.0, 128)], ids=str
+)
+def test_the_kernel_follows_the_rule(limit: float | Sigmas) -> None:
+    rule, words = Rule(limit), None
+    above = limit.sigmas if isinstance(limit, Sigmas) else limit
+    if isinstance(limit, Sigmas):
+        words = torch.zeros(1 + limit.window, dtype=torch.float64)
+    found = []
+    for norm in random_norms(600, seed=3):
+        flag = torch.zeros(())
+        clipped_by(cpu.clip_coefficient, norm, flag, above, words)
+        found.append(flag.item())
+        assert flag.item() == rule.flag(norm)
+    assert 0.0 in found or limit == 0.0
+    assert cpu.SPIKE in found
+    if words is not None:
+        last = rule.taken[-limit.window :]
+        count = len(rule.taken)
+        ring = [last[(place - count) % limit.window] for place in range(limit.window)]
+        assert words.tolist() == [count, *ring]
+
+
+def test_an_overflow_stays_and_joins_no_norms() -> None:
+    words = torch.zeros(5, dtype=torch.float64)
+    for above, taken in ((0.5, None), (0.0, words)):
+        flag = torch.ones(())
+        clipped_by(cpu.clip_coefficient, math.nan, flag, above, taken)
+        assert flag.item() == 1
+        flag = torch.ones(())
+        aten.spike_(flag, torch.tensor(7.0), above, taken)
+        assert flag.item() == 1
+    assert not words.any()
+
+
+@pytest.mark.parametrize("limit", [1.2, Sigmas(2.0, 4)], ids=str)
+def test_torchs_ops_follow_the_rule(limit: float | Sigmas) -> None:
+    rule = Rule(limit)
+    sigmas = isinstance(limit, Sigmas)
+    words = torch.zeros(5, dtype=torch.float64) if sigmas else None
+    for norm in random_norms(300, seed=4):
+        flag = torch.zeros(())
+        aten.spike_(flag, torch.tensor(norm), limit.sigmas if sigmas else limit, words)
+        assert flag.item() == rule.flag(norm)
+
+
+# Scaler
+
+
+def adam(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.Adam(params, lr=0.1)
+
+
+def fused_adam(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.Adam(params, lr=0.1, fused=True)
+
+
+def momentum(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=0.1, momentum=0.9, fused=True)
+
+
+class Loop:
+    """A parameter of two elements whose gradient has the norm that is asked for."""
+
+    def __init__(
+        self, make: Any = adam, dtype: torch.dtype = torch.float32, **options: Any
+    ) -> None:
+        self.param = nn.Parameter(torch.zeros(2, dtype=dtype))
+        self.optimizer = make([self.param])
+        self.scaler = ampfast.GradScaler(
+            "cpu", **{"init_scale": 8.0, "growth_interval": 3, **options}
+        )
+
+    def clip(self, norm: float, above: Any, *more: Any, **options: Any) -> Tensor:
+        self.optimizer.zero_grad()
+        direction = torch.tensor([0.6, 0.8], dtype=self.param.dtype)
+        self.scaler.scale((self.param * direction * norm).sum()).backward()
+        return self.scaler.clip_grad_norm_(self.optimizer, 1.0, *more, skip_above=above, **options)
+
+    def step(
+        self, norm: float, above: Any, *more: Any, together: bool = False, **options: Any
+    ) -> Any:
+        """Returns the reason of the skip; checks that the step is as it says."""
+        self.clip(norm, above, *more, **options)
+        before = self.param.detach().clone()
+        state = copy.deepcopy(self.optimizer.state_dict()["state"])
+        if together:
+            self.scaler.step_and_update(self.optimizer)
+        else:
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+        reason = self.scaler.skip_reason(self.optimizer)
+        skipped = reason is not None
+        assert self.scaler.step_skipped(self.optimizer) == skipped
+        assert self.scaler.found_inf(self.optimizer).item() == float(skipped)
+        assert torch.equal(before, self.param) == skipped
+        if skipped and state:
+            assert_same(self.optimizer.state_dict()["state"], state)
+        return reason
+
+    def now(self) -> tuple[float, int]:
+        return self.scaler.get_scale(), self.scaler.stats().growth_tracker
+
+
+PROGRAM = [
+    *((1.0, None, 8.0, 1), (1.5, None, 8.0, 2), (50.0, "spike", 8.0, 2), (20.0, None, 16.0, 0)),
+    *((math.inf, "overflow", 8.0, 0), (2.0, None, 8.0, 1), (21.0, "spike", 8.0, 1)),
+    *((math.nan, "overflow", 4.0, 0), (30.0, "spike", 4.0, 0), (1.0, None, 4.0, 1)),
+]
+
+
+@pytest.mark.parametrize("together", [False, True])
+@pytest.mark.parametrize("in_place", [True, False])
+@pytest.mark.parametrize("order", [2.0, math.inf, 3.0])
+@pytest.mark.parametrize("make", [adam, fused_adam, momentum])
+@pytest.mark.parametrize("backend", ["cpu", "aten"])
+def test_a_spike_is_skipped_and_leaves_the_scale(
+    backend: str, make: Any, order: float, in_place: bool, together: bool
+) -> None:
+    if make is adam and not in_place:
+        pytest.skip("a plain optimizer's gradients are written")
+    loop = Loop(make, backend=backend)
+    # Norms of the other orders are smaller.
+    shrink = {2.0: 1.0, math.inf: 0.8, 3.0: (0.6**3 + 0.8**3) ** (1 / 3)}[order]
+    above = 20.5 * shrink
+    for norm, reason, *state in PROGRAM:
+        found = loop.step(norm, above, order, in_place=in_place, together=together)
+        assert (found, *loop.now()) == (reason, *state)
+    stats, history = loop.scaler.stats(), loop.scaler.history()
+    assert (stats.steps, stats.skipped, stats.spikes) == (10, 5, 3)
+    assert (stats.growths, stats.backoffs, stats.consecutive_skips) == (1, 2, 0)
+    reasons = [reason for _, reason, *_ in PROGRAM]
+    assert history.spiked.tolist() == [reason == "spike" for reason in reasons]
+    assert history.skipped.tolist() == [reason is not None for reason in reasons]
+
+
+@pytest.mark.parametrize("make", [adam, fused_adam])
+def test_sigmas(make: Any) -> None:
+    loop, rule = Loop(make), Rule(Sigmas(3.0, WINDOW))
+    reasons = []
+    for norm in random_norms(60, seed=5):
+        # A new one in each step, as loops are written.
+        total = loop.clip(norm, Sigmas(3.0, WINDOW)).item()
+        loop.scaler.step(loop.optimizer)
+        loop.scaler.update()
+        overflows = not math.isfinite(loop.param.grad.sum())
+        expected = 1.0 if overflows else rule.flag(total)
+        reason = loop.scaler.skip_reason(loop.optimizer)
+        assert reason == {0.0: None, 1.0: "overflow", cpu.SPIKE: "spike"}[expected]
+        reasons.append(reason)
+    assert set(reasons) == {None, "overflow", "spike"}
+
+
+def test_optimizers_have_norms_of_their_own() -> None:
+    loop, other = Loop(), Loop()
+    other.scaler = loop.scaler
+    sigmas = Sigmas(3.0, 2)
+    for norm in (1.0, 1.1, 1.05):
+        assert loop.step(norm, sigmas) is None
+        assert other.step(100 * norm, sigmas) is None
+    assert loop.step(100.0, sigmas) == "spike"
+    assert other.step(100.0, sigmas) is None
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+def test_optimizers_clipped_together_are_skipped_together(in_place: bool) -> None:
+    params = [nn.Parameter(torch.zeros(2)) for _ in range(2)]
+    optimizers = [fused_adam([param]) for param in params]
+    scaler = ampfast.GradScaler("cpu", init_scale=8.0, growth_interval=10)
+    for size, reason in ((1.0, None), (40.0, "spike"), (math.inf, "overflow"), (1.0, None)):
+        for param, factor in zip(params, (size, 1.0), strict=True):
+            param.grad = torch.full((2,), 8.0 * factor)
+        scaler.scale(torch.zeros(()))
+        scaler.clip_grad_norm_(
+            optimizers, 1.0, skip_above=Sigmas(5.0, 2) if size < 0 else 20.0, in_place=in_place
+        )
+        before = [param.detach().clone() for param in params]
+        for optimizer in optimizers:
+            scaler.step(optimizer)
+        scaler.update()
+        for optimizer, param, old in zip(optimizers, params, before, strict=True):
+            assert scaler.skip_reason(optimizer) == reason
+            assert torch.equal(param, old) == (reason is not None)
+    assert (scaler.stats().spikes, scaler.get_scale()) == (1, 4.0)
+
+
+def test_a_spike_beside_a_step_and_beside_an_overflow() -> None:
+    loops = [Loop(), Loop()]
+    loops[1].scaler = scaler = loops[0].scaler
+    for norms, after in (
+        ((1.0, 50.0), (8.0, 0)),
+        ((math.inf, 50.0), (4.0, 0)),
+        ((1.0, 1.0), (4.0, 1)),
+    ):
+        for loop, norm in zip(loops, norms, strict=True):
+            loop.clip(norm, 20.0)
+        for loop in loops:
+            scaler.step(loop.optimizer)
+        reasons = [scaler.skip_reason(loop.optimizer) for loop in loops]
+        assert reasons[0] == (None if norms[0] == 1 else "overflow")
+        assert reasons[1] == (None if norms[1] == 1 else "spike")
+        scaler.update()
+        assert loops[0].now() == after
+    assert scaler.history().spiked.tolist() == [True, False, False]
+
+
+def test_five_optimizers_one_of_which_spiked() -> None:
+    loops = [Loop() for _ in range(6)]
+    for loop in loops:
+        loop.scaler = loops[0].scaler
+        loop.clip(50.0 if loop is loops[3] else 1.0, 20.0)
+    for loop in loops:
+        loop.scaler.step(loop.optimizer)
+    loops[0].scaler.update()
+    assert loops[0].now() == (8.0, 0)
+    assert loops[0].scaler.stats().spikes == 1
+
+
+@pytest.mark.parametrize("reduced", ["SUM", "MAX", "AVG"])
+def test_flags_that_ranks_reduce_keep_their_meaning(reduced: str) -> None:
+    loop = Loop()
+    for others, backs_off in (([0.0], False), ([cpu.SPIKE], False), ([1.0], True)):
+        loop.clip(50.0, 20.0)
+        (flag,) = loop.scaler._per_optimizer_states[id(loop.optimizer)][
+            "found_inf_per_device"
+        ].values()
+        flags = torch.stack([flag, *map(torch.tensor, others)])
+        flag.copy_({"SUM": flags.sum(), "MAX": flags.max(), "AVG": flags.mean()}[reduced])
+        before = loop.now()[0]
+        loop.scaler.step(loop.optimizer)
+        assert loop.scaler.step_skipped(loop.optimizer)
+        loop.scaler.update()
+        assert loop.now()[0] == (before / 2 if backs_off else before)
+
+
+def test_a_fused_optimizer_with_its_own_grad_scale() -> None:
+    loop, handed = Loop(fused_adam), []
+    loop.optimizer.register_step_pre_hook(lambda o, *_: handed.append(o.found_inf.item()))
+    for norm, reason in ((1.0, None), (50.0, "spike"), (math.inf, "overflow")):
+        loop.clip(norm, 20.0)
+        loop.optimizer.grad_scale = torch.tensor(2.0)
+        before = loop.param.detach().clone()
+        loop.scaler.step(loop.optimizer)
+        loop.scaler.update()
+        assert loop.scaler.skip_reason(loop.optimizer) == reason
+        assert handed[-1] == float(reason is not None)
+        assert torch.equal(before, loop.param) == (reason is not None)
+
+
+def test_the_hysteresis_and_the_minimum_do_not_count_spikes() -> None:
+    loop = Loop(hysteresis=2, hysteresis_refill="finite_step", min_scale=4.0, on_min_scale="raise")
+    for norm in (math.inf, 50.0, 50.0, math.inf):
+        loop.step(norm, 20.0)
+    assert loop.now() == (4.0, 0)
+    for _ in range(3):
+        assert loop.step(50.0, 20.0) == "spike"
+
+
+def test_sparse_gradients_and_several_dtypes() -> None:
+    table = nn.Embedding(4, 3, sparse=True)
+    wide = nn.Parameter(torch.ones(2, dtype=torch.float64))
+    optimizer = torch.optim.SGD([*table.parameters(), wide], lr=0.1)
+    scaler = ampfast.GradScaler("cpu", init_scale=8.0)
+    for factor, reason in ((1.0, None), (100.0, "spike")):
+        optimizer.zero_grad()
+        scaler.scale(factor * (table(torch.tensor([1, 1, 2])).sum() + wide.sum())).backward()
+        scaler.clip_grad_norm_(optimizer, 1.0, skip_above=20)
+        scaler.step(optimizer)
+        scaler.update()
+        assert scaler.skip_reason(optimizer) == reason
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_step_guard_skips_spikes(fused: bool) -> None:
+    guard = ampfast.StepGuard("cpu")
+    loop = Loop(fused_adam if fused else adam, torch.bfloat16)
+    loop.scaler = guard
+    reasons = [loop.step(norm, Sigmas(6.0, 2)) for norm in (1.0, 1.1, 1.0, 90.0, math.nan, 1.0)]
+    assert reasons == [None, None, None, "spike", "overflow", None]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_master_weights(dtype: torch.dtype) -> None:
+    param = nn.Parameter(torch.zeros(2, dtype=dtype))
+    optimizer = ampfast.master_weights_(fused_adam([param]))
+    scaler = ampfast.GradScaler("cpu", init_scale=8.0)
+    for norm, reason in ((1.0, None), (90.0, "spike"), (1.0, None)):
+        optimizer.zero_grad()
+        scaler.scale((param * norm).sum()).backward()
+        scaler.clip_grad_norm_(optimizer, 1.0, skip_above=20.0)
+        before, master = param.detach().clone(), optimizer.master_weights[param].clone()
+        scaler.step(optimizer)
+        scaler.update()
+        assert scaler.skip_reason(optimizer) == reason
+        assert torch.equal(before, param) == (reason is not None)
+        assert torch.equal(master, optimizer.master_weights[param]) == (reason is not None)
+
+
+class Overriding(ampfast.GradScaler):
+    def _unscale_grads_(self, *args: Any) -> dict[torch.device, Tensor]:
+        return super()._unscale_grads_(*args)
+
+
+def test_a_subclass_that_unscales() -> None:
+    loop = Loop()
+    loop.scaler = Overriding("cpu", init_scale=8.0, growth_interval=3)
+    for norm, reason, *state in PROGRAM:
+        assert (loop.step(norm, 20.5), *loop.now()) == (reason, *state)
+
+
+def test_a_disabled_scaler_clips_only() -> None:
+    loop = Loop(enabled=False)
+    assert loop.step(50.0, 20.0) is None
+    assert loop.scaler.stats().spikes == 0
+
+
+def test_the_schedule_waits() -> None:
+    loop = Loop()
+    schedule = torch.optim.lr_scheduler.StepLR(loop.optimizer, 1)
+    late = ampfast.LateScheduler(schedule, loop.scaler, loop.optimizer)
+    for norm in (1.0, 50.0, 1.0):
+        loop.clip(norm, 20.0)
+        loop.scaler.step(loop.optimizer)
+        loop.scaler.update()
+        late.step()
+    late.flush()
+    assert schedule.last_epoch == 2
+
+
+# Costs
+
+
+@pytest.mark.parametrize("above", [20.0, Sigmas(6.0, 2)], ids=str)
+@pytest.mark.parametrize("in_place", [True, False])
+@pytest.mark.parametrize("make", [adam, fused_adam])
+def test_no_launch_is_added(
+    launcher: ReferenceLauncher, make: Any, in_place: bool, above: Any
+) -> None:
+    if make is adam and not in_place:
+        pytest.skip("a plain optimizer's gradients are written")
+    counts = []
+    for limit in (None, above):
+        loop = Loop(make)
+        for norm in (1.0, 1.1, 50.0):
+            launcher.launches.clear()
+            launcher.read = launcher.written = 0
+            loop.clip(norm, limit, in_place=in_place)
+            loop.scaler.step(loop.optimizer)
+            loop.scaler.update()
+        counts.append((launcher.launches[:], launcher.read, launcher.written))
+        assert loop.scaler.stats().spikes == (limit is not None)
+    assert counts[0] == counts[1]
+
+
+# What is kept
+
+
+def run(loop: Loop, norms: list[float]) -> list[str | None]:
+    return [loop.step(norm, Sigmas(2.0, WINDOW)) for norm in norms]
+
+
+def by_checkpoint(loop: Loop) -> Loop:
+    saved = Loop()
+    saved.scaler.load_state_dict(pickle.loads(pickle.dumps(loop.scaler.state_dict())))
+    return saved
+
+
+def by_checkpoint_later(loop: Loop) -> Loop:
+    saved = Loop()
+    run(saved, [3.0, 2.0])
+    saved.scaler.load_state_dict(loop.scaler.state_dict())
+    return saved
+
+
+def by_pickle(loop: Loop) -> Loop:
+    saved = Loop()
+    saved.scaler = pickle.loads(pickle.dumps(loop.scaler))
+    return saved
+
+
+def by_copy(loop: Loop) -> Loop:
+    saved = Loop()
+    saved.scaler = copy.copy(loop.scaler)
+    return saved
+
+
+@pytest.mark.parametrize("keep", [by_checkpoint, by_checkpoint_later, by_pickle, by_copy])
+@pytest.mark.parametrize("before", [2, 9])
+def test_the_norms_are_kept(keep: Callable[[Loop], Loop], before: int) -> None:
+    norms = [norm for norm in random_norms(40, seed=6) if math.isfinite(norm)]
+    loop = Loop()
+    run(loop, norms[:before])
+    other = keep(loop)
+    expected = run(loop, norms[before:])
+    assert run(other, norms[before:]) == expected
+    assert other.scaler._spike_rules.norms() == loop.scaler._spike_rules.norms()
+    assert "spike" in expected
+
+
+def test_another_window_takes_the_last_norms() -> None:
+    loop = Loop()
+    run(loop, [1.0, 2.0, 3.0, 2.5, 2.6])
+    loop.clip(2.0, Sigmas(2.0, 3))
+    assert [round(norm, 5) for norm in loop.scaler._spike_rules.norms()[0]] == [2.5, 2.6, 2.0]
+    loop.scaler.step(loop.optimizer)
+    loop.scaler.update()
+    assert loop.step(50.0, Sigmas(2.0, 3)) == "spike"
+
+
+def test_only_sigmas_add_to_a_checkpoint() -> None:
+    loop = Loop()
+    loop.step(1.0, 20.0)
+    theirs = torch.amp.GradScaler("cpu")
+    assert set(loop.scaler.state_dict()) == set(theirs.state_dict())
+    loop.step(1.0, Sigmas())
+    state = loop.scaler.state_dict()
+    assert set(state) == {*theirs.state_dict(), "ampfast"}
+    theirs.load_state_dict(state)
+    assert theirs.get_scale() == 8.0
+
+
+@pytest.mark.parametrize(
+    "norms", [1.0, [1.0], [[1]], [[math.nan]], [[-1.0]], [[1.0] * 1025], [(1.0,)]], ids=str
+)
+def test_damaged_norms_are_refused(norms: Any) -> None:
+    loop = Loop()
+    run(loop, [1.0, 2.0])
+    state = loop.scaler.state_dict()
+    state["ampfast"]["norms"] = norms
+    state["scale"] = 2.0
+    with pytest.raises(ValueError, match="norms of steps taken must be lists"):
+        loop.scaler.load_state_dict(state)
+    assert loop.scaler.get_scale() == 8.0
+    assert len(loop.scaler._spike_rules.norms()[0]) == 2
+
+
+# Bad input
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "text"),
+    [
+        (lambda: Sigmas(-1.0), ValueError, "sigmas must be at least 0 and finite, got -1.0"),
+        (lambda: Sigmas(math.nan), ValueError, "sigmas must be at least 0 and finite, got nan"),
+        (lambda: Sigmas(math.inf), ValueError, "sigmas must be at least 0 and finite, got inf"),
+        (lambda: Sigmas("6"), TypeError, "sigmas must be a Python number, got str"),
+        (lambda: Sigmas(6, 1), ValueError, "window must be from 2 to 1024, got 1"),
+        (lambda: Sigmas(6, 1025), ValueError, "window must be from 2 to 1024, got 1025"),
+        (lambda: Sigmas(6, 2.0), TypeError, "window must be an int, got float"),
+        (lambda: Sigmas(6, True), TypeError, "window must be an int, got bool"),
+    ],
+)
+def test_bad_sigmas(make: Callable[[], Sigmas], error: type[Exception], text: str) -> None:
+    with pytest.raises(error, match=text):
+        make()
+
+
+@pytest.mark.parametrize(
+    ("above", "error", "text"),
+    [
+        (math.nan, ValueError, "skip_above must be at least 0, got nan"),
+        (-1, ValueError, "skip_above must be at least 0, got -1"),
+        ("20", TypeError, "skip_above must be a Python number or ampfast.Sigmas, got str"),
+        (True, TypeError, "skip_above must be a Python number or ampfast.Sigmas, got bool"),
+        (torch.tensor(2.0), TypeError, "or ampfast.Sigmas, got Tensor"),
+    ],
+)
+def test_a_bad_limit_changes_nothing(above: Any, error: type[Exception], text: str) -> None:
+    loop = Loop()
+    with pytest.raises(error, match=text):
+        loop.clip(1.0, above)
+    assert loop.param.grad.norm().item() == pytest.approx(8.0)
+    assert loop.step(1.0, 20.0) is None
