@@ -1,0 +1,74 @@
+"""Spikes of a global norm: all ranks skip alike, with no more traffic."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import ranks
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+from traffic import sent
+
+import ampfast
+
+# The norms of two ranks' parts: only their joint norm is beyond the limit of 20.
+STEPS = [(3.0, 4.0), (3.3, 4.0), (15.0, 15.0), (math.inf, 1.0), (3.0, 4.1)]
+REASONS = [None, None, "spike", "overflow", None]
+
+
+def parameter(layout: str) -> nn.Parameter:
+    if layout == "parts":
+        return nn.Parameter(torch.zeros(1))
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    return nn.Parameter(distribute_tensor(torch.zeros(2), mesh, [Shard(0)]))
+
+
+def on_rank(layout: str, fused: bool, above: Any) -> tuple[Any, ...]:
+    group = {"process_group": dist.group.WORLD} if layout == "parts" else {}
+    scaler = ampfast.GradScaler("cpu", init_scale=8.0, **group)
+    param = parameter(layout)
+    optimizer = torch.optim.AdamW([param], lr=0.1, fused=fused)
+    reasons = []
+    for norms in STEPS:
+        scaler.scale(torch.zeros(()))
+        param.grad = scaler.get_scale() * norms[dist.get_rank()] * torch.ones_like(param)
+        scaler.clip_grad_norm_(optimizer, 1.0, skip_above=above)
+        scaler.step(optimizer)
+        scaler.update()
+        reasons.append(scaler.skip_reason(optimizer))
+    return reasons, scaler.get_scale(), scaler.stats().spikes, scaler._spike_rules.norms()
+
+
+@pytest.mark.parametrize("above", [20.0, ampfast.Sigmas(9.0, 2)], ids=str)
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("layout", ["parts", "dtensor"])
+def test_ranks_skip_alike(layout: str, fused: bool, above: Any) -> None:
+    first, second = ranks.run(on_rank, layout, fused, above)
+    assert first == second
+    reasons, scale, spikes, _ = first
+    assert (reasons, scale, spikes) == (REASONS, 4.0, 1)
+
+
+def traffic_of(above: Any) -> list[tuple[str, int]]:
+    scaler = ampfast.GradScaler("cpu", init_scale=8.0, process_group=dist.group.WORLD)
+    param = parameter("parts")
+    param.grad = torch.ones_like(param)
+    optimizer = torch.optim.AdamW([param], lr=0.1, fused=True)
+    scaler.scale(torch.zeros(()))
+
+    def iterate() -> None:
+        scaler.clip_grad_norm_(optimizer, 1.0, skip_above=above)
+        scaler.step(optimizer)
+        scaler.update()
+
+    return sent(iterate)
+
+
+@pytest.mark.parametrize("above", [None, 20.0, ampfast.Sigmas(6.0)], ids=str)
+def test_the_norms_collective_is_the_only_one(above: Any) -> None:
+    assert ranks.run(traffic_of, above) == [[("gloo:all_reduce", 16)]] * 2
