@@ -26,7 +26,7 @@ class Sigmas:
     The first `window` steps that are taken are never skipped. Source: the rule of OLMo's
     SkipStep optimizers, here over the steps that were taken.
 
-    Args:
+    Attributes:
         sigmas: Number of standard deviations (of a sample) above the mean; at least 0.
         window: Number of norms, from 2 to 1,024.
 
@@ -155,7 +155,7 @@ def _ring_of(norms: list[float], window: int, device: torch.device) -> Tensor:
 def _norms_in(taken: Tensor) -> list[float]:
     count, *ring = taken.tolist()
     start = int(count) % len(ring)
-    return ring[: int(count)] if count < len(ring) else ring[start:] + ring[:start]
+    return (ring[start:] + ring[:start])[max(0, len(ring) - int(count)) :]
 
 
 def _require_number(name: str, value: object, others: str = "") -> None:

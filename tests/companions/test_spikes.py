@@ -16,7 +16,7 @@ from support import assert_same
 from torch import Tensor, nn
 
 import ampfast
-from ampfast import Sigmas
+from ampfast import Sigmas, clipping, errors
 from ampfast.backends import aten, cpu
 
 WINDOW = 4
@@ -229,18 +229,22 @@ def test_optimizers_have_norms_of_their_own() -> None:
     assert other.step(100.0, sigmas) is None
 
 
+@pytest.mark.parametrize("order", [2.0, 3.0])
 @pytest.mark.parametrize("in_place", [True, False])
-def test_optimizers_clipped_together_are_skipped_together(in_place: bool) -> None:
+def test_optimizers_clipped_together_are_skipped_together(in_place: bool, order: float) -> None:
     params = [nn.Parameter(torch.zeros(2)) for _ in range(2)]
     optimizers = [fused_adam([param]) for param in params]
     scaler = ampfast.GradScaler("cpu", init_scale=8.0, growth_interval=10)
-    for size, reason in ((1.0, None), (40.0, "spike"), (math.inf, "overflow"), (1.0, None)):
-        for param, factor in zip(params, (size, 1.0), strict=True):
-            param.grad = torch.full((2,), 8.0 * factor)
+    program = [((1.0, 1.0), None), ((40.0, 1.0), "spike"), ((math.inf, 1.0), "overflow")]
+    program += [((1.0, math.nan), "overflow"), ((1.0, 40.0), "spike"), ((1.0, 1.0), None)]
+    for sizes, reason in program:
+        for param, size in zip(params, sizes, strict=True):
+            param.grad = torch.full((2,), scaler.get_scale() * size)
         scaler.scale(torch.zeros(()))
-        scaler.clip_grad_norm_(
-            optimizers, 1.0, skip_above=Sigmas(5.0, 2) if size < 0 else 20.0, in_place=in_place
-        )
+        scaler.clip_grad_norm_(optimizers, 1.0, order, skip_above=20.0, in_place=in_place)
+        entries = [scaler._per_optimizer_states[id(each)] for each in optimizers]
+        flags = [flag for entry in entries for flag in entry["found_inf_per_device"].values()]
+        assert flags[0].data_ptr() != flags[1].data_ptr()
         before = [param.detach().clone() for param in params]
         for optimizer in optimizers:
             scaler.step(optimizer)
@@ -248,7 +252,7 @@ def test_optimizers_clipped_together_are_skipped_together(in_place: bool) -> Non
         for optimizer, param, old in zip(optimizers, params, before, strict=True):
             assert scaler.skip_reason(optimizer) == reason
             assert torch.equal(param, old) == (reason is not None)
-    assert (scaler.stats().spikes, scaler.get_scale()) == (1, 4.0)
+    assert (scaler.stats().spikes, scaler.get_scale()) == (2, 2.0)
 
 
 def test_a_spike_beside_a_step_and_beside_an_overflow() -> None:
@@ -419,6 +423,19 @@ def test_no_launch_is_added(
     assert counts[0] == counts[1]
 
 
+def test_one_flag_is_written_in_place_on_the_general_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*args: Any, **kwargs: Any) -> None:
+        raise AssertionError("an operator for the flag of a single list")
+
+    loop = Loop()
+    monkeypatch.setattr(loop.scaler, "_choose_way", lambda scale: None)
+    monkeypatch.setattr(aten, "joint_flag", refused)
+    monkeypatch.setattr(clipping.aten, "moved", refused)
+    loop.clip(50.0, 20.0)
+    (flag,) = loop.scaler._last_flags(loop.optimizer).values()
+    assert flag.item() == cpu.SPIKE
+
+
 # What is kept
 
 
@@ -474,6 +491,71 @@ def test_another_window_takes_the_last_norms() -> None:
     assert loop.step(50.0, Sigmas(2.0, 3)) == "spike"
 
 
+def test_the_ring_stays_where_it_is() -> None:
+    loop, rings = Loop(), []
+    for norm in (1.0, 2.0, 3.0):
+        run(loop, [norm])
+        rings += [ring for _, ring in loop.scaler._spike_rules._taken]
+    loop.scaler.load_state_dict(loop.scaler.state_dict())
+    rings += [ring for _, ring in loop.scaler._spike_rules._taken]
+    assert len({ring.data_ptr() for ring in rings}) == 1
+
+
+def test_the_longest_checkpoint_and_a_norm_of_zero() -> None:
+    saved, loop = Loop().scaler.state_dict(), Loop()
+    run(loop, [1.0])
+    saved["ampfast"] = loop.scaler.state_dict()["ampfast"]
+    saved["ampfast"]["norms"] = [[0.0] * 1024]
+    loop.scaler.load_state_dict(saved)
+    assert loop.scaler._spike_rules.norms() == [[0.0] * WINDOW]
+
+
+def test_a_checkpoint_without_norms_begins_anew() -> None:
+    loop = Loop()
+    run(loop, [1.0, 1.1, 1.0, 1.1, 1.0])
+    loop.scaler.load_state_dict(torch.amp.GradScaler("cpu").state_dict() | {"scale": 8.0})
+    assert loop.scaler._spike_rules.norms() == [[]]
+    assert run(loop, [50.0]) == [None]
+
+
+def test_a_capture_refuses_new_norms(monkeypatch: pytest.MonkeyPatch) -> None:
+    loop = Loop()
+    monkeypatch.setattr(errors, "is_capturing", lambda: True)
+    with pytest.raises(RuntimeError, match="the norms of Sigmas, which every replay"):
+        loop.clip(1.0, Sigmas())
+
+
+class Slotted:
+    __slots__ = ("_step_supports_amp_scaling", "found_inf", "grad_scale", "inner")
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        self.inner, self._step_supports_amp_scaling = inner, False
+
+    @property
+    def param_groups(self) -> Any:
+        return self.inner.param_groups
+
+    def zero_grad(self) -> None:
+        self.inner.zero_grad()
+
+    def step(self) -> None:
+        self.inner.step()
+
+
+def test_an_optimizer_without_weak_references_is_let_go() -> None:
+    loop = Loop(lambda params: Slotted(adam(params)))
+    for norm in (1.0, 2.0, 3.0):
+        loop.clip(norm, Sigmas(2.0, WINDOW))
+        loop.scaler.step(loop.optimizer)
+        loop.scaler.update()
+    assert [len(norms) for norms in loop.scaler._spike_rules.norms()] == [3]
+    other = Loop()
+    other.scaler = loop.scaler
+    for _ in range(2):
+        other.step(1.0, 20.0)
+    assert loop.scaler._spike_rules.norms() == []
+
+
 def test_only_sigmas_add_to_a_checkpoint() -> None:
     loop = Loop()
     loop.step(1.0, 20.0)
@@ -487,7 +569,12 @@ def test_only_sigmas_add_to_a_checkpoint() -> None:
 
 
 @pytest.mark.parametrize(
-    "norms", [1.0, [1.0], [[1]], [[math.nan]], [[-1.0]], [[1.0] * 1025], [(1.0,)]], ids=str
+    "norms",
+    [
+        *(1.0, [1.0], [[1]], [[math.inf]], [[-1.0]], [[1.0] * 1025], [(1.0,)]),
+        *([[1.0], [math.nan]], [[1.0, math.nan]]),
+    ],
+    ids=lambda norms: str(norms)[:20],
 )
 def test_damaged_norms_are_refused(norms: Any) -> None:
     loop = Loop()
@@ -520,6 +607,13 @@ def test_damaged_norms_are_refused(norms: Any) -> None:
 def test_bad_sigmas(make: Callable[[], Sigmas], error: type[Exception], text: str) -> None:
     with pytest.raises(error, match=text):
         make()
+
+
+def test_limits_at_their_bounds() -> None:
+    loop = Loop()
+    assert loop.step(1.0, 0) == loop.step(0.7, 0.6) == "spike"
+    assert loop.step(1.0, Sigmas(0.0, 1024)) is None
+    assert Sigmas(0.5).sigmas == 0.5
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,10 @@ TESTS = tuple(
         *("scale_state", "state", "parameter_names", "scale_state_saved", "short_way"),
         *("step_and_update", "torch_suite_gaps", "unusual_objects", "written_values"),
     )
-) + tuple(f"tests/companions/test_master_weights{name}.py" for name in ("", "_costs"))
+) + tuple(
+    f"tests/companions/test_{name}.py"
+    for name in ("master_weights", "master_weights_costs", "spikes")
+)
 
 
 def main() -> int:

@@ -22,11 +22,20 @@ _BY_REASON: dict[str, list[tuple[str, str, str, int]]] = {
     "Makes a difference on a GPU only: test_fused_optimizer_in_mixed_places of tests/gpu.": [
         (
             "GradScaler._found_by_division",
-            "len(flags) == 1 and flags[0].device == scale.device",
-            "len(flags) == 1",
+            "not is_unscaled and len(flags) == 1 and (flags[0].device == scale.device)",
+            "not is_unscaled and len(flags) == 1",
             1,
         ),
     ],
+    "Makes a difference on several devices only.": [
+        (
+            "SpikeRules.rule",
+            "taken is None or taken.device != device or taken.numel() != 1 + window",
+            "taken is None or taken.numel() != 1 + window",
+            1,
+        ),
+    ],
+    "Is replaced before it is read.": [("_ring_of", "0.0", "1.0", 1)],
     "Makes a difference on a GPU only: tests/gpu/test_gpu_master_weights.py.": [
         (
             "_follow",
