@@ -23,7 +23,13 @@ from ampfast.backends import aten, cpu, gpu
 from ampfast.errors import add_note, is_capturing, not_compiled, refuse_capture, warn_caller
 from ampfast.loss_scale import LossScale, ScalePolicy, is_static
 from ampfast.master_weights import MasterWeights, casts_of
-from ampfast.optimizers import LastChecks, lacks_momentum, no_inf_checks, takes_grad_scaler
+from ampfast.optimizers import (
+    LastChecks,
+    lacks_momentum,
+    no_inf_checks,
+    steps_are_watched,
+    takes_grad_scaler,
+)
 from ampfast.overflow import GradientHealth, OverflowReport
 from ampfast.report import History, ScalerStats
 from ampfast.spikes import Sigmas, SpikeRule, SpikeRules, limit_of, require_norms
@@ -951,12 +957,14 @@ class GradScaler(TorchGradScaler):
         try:
             optimizer.grad_scale = grad_scale  # type: ignore[attr-defined]
             optimizer.found_inf = found_inf  # type: ignore[attr-defined]
+            waits = steps_are_watched(optimizer) and not is_capturing()
             if isinstance(optimizer, torch.optim.SGD) and flags and lacks_momentum(optimizer):
                 refuse_capture(
                     "the first step of a fused SGD with momentum, which may have to be skipped"
                 )
-                if found_inf.item():
-                    return None
+                waits = True
+            if waits and flags and found_inf.item():
+                return None
             result: float | None = optimizer.step(*args, **kwargs)
             return result
         finally:

@@ -22,6 +22,7 @@ __all__ = [
     "lacks_momentum",
     "makes_state",
     "no_inf_checks",
+    "steps_are_watched",
     "takes_grad_scaler",
 ]
 
@@ -43,6 +44,14 @@ def takes_grad_scaler(step: Callable[..., Any]) -> bool:
         key = id(function)
         _signatures[key] = weakref.ref(function, lambda _: _signatures.pop(key, None)), takes
     return takes
+
+
+def steps_are_watched(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether a trainer takes a step that is not called, and no other, for a skipped one.
+
+    So does Accelerate, with a wrapper on the instance, and advances its schedulers by that.
+    """
+    return getattr(optimizer.step, "__module__", None) == "accelerate.optimizer"
 
 
 def lacks_momentum(optimizer: torch.optim.SGD) -> bool:

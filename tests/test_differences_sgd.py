@@ -1,4 +1,4 @@
-"""First step of fused SGD with momentum; no other fused step reads on the host."""
+"""Fused steps that the host waits for: the first of SGD with momentum, and watched ones."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 from one_step import TAKE_GRAD_SCALE, Setup, floats, host_reads, setup
 from support import TorchScaler, parameter_with
 
-from ampfast import GradScaler
+from ampfast import GradScaler, grad_scaler
 from ampfast.backends import cpu
 from ampfast.optimizers import lacks_momentum
 
@@ -183,3 +183,32 @@ def test_other_fused_optimizers_never_read_on_the_host(optimizer: str, bad: floa
         assert host_reads(run.scaler.update) == 0
     assert len(run.calls) == 3
     assert run.untouched() == (bad == math.inf)
+
+
+@pytest.mark.parametrize("optimizer", TAKE_GRAD_SCALE)
+def test_steps_that_a_trainer_watches(optimizer: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It learns by a wrapper that a step was not called, and advances its schedule by that."""
+    run = setup(GradScaler, optimizer, [floats(1.0), floats(2.0)])
+    step = run.optimizer.step
+
+    def watched(*args: Any) -> Any:
+        return step(*args)
+
+    watched.__module__ = "accelerate.optimizer"
+    run.optimizer.step = watched
+    counts = []
+    for gradient, limit in [(math.inf, None), (2.0, None), (2.0, 0.0), (2.0, None)]:
+        run.parameters[1].grad = floats(gradient)
+        if limit is not None:
+            run.scaler.clip_grad_norm_(run.optimizer, 1.0, skip_above=limit)
+        assert host_reads(run.step) == 1
+        run.scaler.update()
+        counts.append(len(run.calls))
+    assert counts == [0, 1, 1, 2]
+    assert run.finite()
+    # A graph is captured with the step, which skips by itself at each replay.
+    monkeypatch.setattr(grad_scaler, "is_capturing", lambda: True)
+    run.parameters[1].grad = floats(math.inf)
+    assert host_reads(run.step) == 0
+    assert len(run.calls) == 3
+    assert run.finite()

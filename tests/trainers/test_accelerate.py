@@ -5,6 +5,7 @@ It uses none on the CPU; these tests set its `native_amp` to take the path of a 
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,17 @@ import pytest
 import torch
 from sixteen_bit import CASES, Case, Part, assert_as_by_hand
 from support import Scaler, TorchScaler
-from trajectories import SETTINGS, STEPS, HalfNet, Run, assert_same_run, batches, optimizer_for
+from torch import nn
+from trajectories import (
+    SETTINGS,
+    STEPS,
+    HalfNet,
+    Run,
+    assert_same_run,
+    batches,
+    optimizer_for,
+    planted,
+)
 
 import ampfast
 
@@ -29,15 +40,16 @@ def _its_state_is_forgotten() -> Iterator[None]:
     accelerate.state.GradientState._reset_state()
 
 
-def accelerator_with(scaler_type: Scaler) -> Any:
-    accelerator = accelerate.Accelerator(cpu=True, mixed_precision="fp16")
+def accelerator_with(scaler: TorchScaler, **settings: Any) -> Any:
+    accelerator = accelerate.Accelerator(cpu=True, mixed_precision="fp16", **settings)
     accelerator.native_amp = True
-    accelerator.scaler = scaler_type("cpu", **SETTINGS)
+    accelerator.scaler = scaler
     return accelerator
 
 
 def train(scaler_type: Scaler, name: str, clip: float | None, checkpoint: Path) -> Run:
-    accelerator, run, model = accelerator_with(scaler_type), Run(), HalfNet()
+    accelerator = accelerator_with(scaler_type("cpu", **SETTINGS))
+    run, model = Run(), HalfNet()
     optimizer = optimizer_for(model, name)
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, gamma=0.99)
     model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
@@ -65,30 +77,95 @@ def test_attribute(clip: float | None, tmp_path: Path) -> None:
     assert sum(ours.state["skipped"]) == ours.skipped
 
 
-@pytest.mark.parametrize("clip", [None, 0.05], ids=["", "clip"])
-def test_a_fused_optimizer(clip: float | None, tmp_path: Path) -> None:
-    """Its `step` always runs, so Accelerate takes no step for skipped, with either scaler."""
-    ours = train(ampfast.GradScaler, "fused_adamw", clip, tmp_path / "ours")
-    assert_same_run(ours, train(TorchScaler, "fused_adamw", clip, tmp_path / "torch"))
-    assert not any(ours.state["skipped"])
-
-
-@pytest.mark.parametrize("name", ["adam", "fused_adamw"])
-@pytest.mark.filterwarnings("error:Detected call of `lr_scheduler.step")
-def test_the_scaler_knows_when_a_scheduler_is_due(name: str) -> None:
-    accelerator, model, run = accelerator_with(ampfast.GradScaler), HalfNet(), Run()
+def by_hand(name: str, clip: float | None) -> Run:
+    """`train` with torch's scaler and without Accelerate, by the exact schedule."""
+    run, model, scaler, skipped = Run(), HalfNet(), TorchScaler("cpu", **SETTINGS), []
     optimizer = optimizer_for(model, name)
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, gamma=0.99)
-    model, optimizer = accelerator.prepare(model, optimizer)
     for data, target in batches():
         optimizer.zero_grad()
-        accelerator.backward(run.loss(model(data), target, accelerator.scaler))
-        optimizer.step()
-        if not accelerator.scaler.step_skipped(optimizer.optimizer):
+        scaler.scale(run.loss(model(data), target, scaler)).backward()
+        if clip is not None:
+            scaler.unscale_(optimizer)
+            torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
+        scaler.step(optimizer)
+        before = scaler.get_scale()
+        scaler.update()
+        skipped.append(scaler.get_scale() < before)
+        if not skipped[-1]:
             scheduler.step()
-    skipped = run.finish(model).skipped
-    assert skipped >= 2
-    assert scheduler.last_epoch == STEPS - skipped
+    return run.finish(
+        model, skipped=skipped, rates=scheduler.get_last_lr(), optimizer=optimizer.state_dict()
+    )
+
+
+@pytest.mark.parametrize("clip", [None, 0.05], ids=["", "clip"])
+def test_a_fused_optimizer(clip: float | None, tmp_path: Path) -> None:
+    ours = train(ampfast.GradScaler, "fused_adamw", clip, tmp_path)
+    assert_same_run(ours, by_hand("fused_adamw", clip))
+
+
+def schedules(accelerator: Any, name: str) -> list[list[tuple[float, bool]]]:
+    """Learning rate after each step, and whether it was skipped, of two models in turn.
+
+    Gradients of the first one overflow in the steps of `PLANTED`.
+    """
+    models = [HalfNet(), HalfNet()]
+    optimizers = [optimizer_for(model, name) for model in models]
+    schedulers = [torch.optim.lr_scheduler.ExponentialLR(each, 0.99) for each in optimizers]
+    prepared = accelerator.prepare(*models, *optimizers, *schedulers)
+    records: list[list[tuple[float, bool]]] = [[], []]
+    for step, (data, target) in enumerate(batches()):
+        with accelerator.accumulate(*models):
+            for index in range(2):
+                model, optimizer, scheduler = prepared[index::2]
+                loss = nn.functional.cross_entropy(model(data), target)
+                accelerator.backward(loss if index else planted(loss, model, step))
+                optimizer.step()
+                scheduler.step()
+                optimizer.zero_grad()
+                records[index].append((scheduler.get_last_lr()[0], optimizer.step_was_skipped))
+    return records
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("given", [True, False], ids=["given", "patched"])
+@pytest.mark.usefixtures("cuda_on_cpu")
+def test_schedules_with_overflows(given: bool, accumulation: int) -> None:
+    def run(name: str, make: Callable[..., TorchScaler]) -> Any:
+        accelerator = accelerator_with(
+            make(init_scale=64.0), gradient_accumulation_steps=accumulation
+        )
+        return schedules(accelerator, name)
+
+    plain = run("adam", TorchScaler)
+    assert [any(skipped for _, skipped in record) for record in plain] == [True, False]
+    with contextlib.nullcontext() if given else ampfast.patch():
+        make = ampfast.GradScaler if given else modeling.get_grad_scaler
+        assert run("adam", make) == run("fused_adamw", make) == plain
+    # With torch's scaler Accelerate is as ever.
+    overflowing, finite = run("fused_adamw", modeling.get_grad_scaler)
+    assert overflowing == finite
+
+
+def test_a_schedule_without_a_host_sync() -> None:
+    accelerator, model = accelerator_with(ampfast.GradScaler("cpu")), HalfNet()
+    optimizer = optimizer_for(model, "fused_adamw")
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, gamma=0.99)
+    calls = []
+    optimizer.register_step_post_hook(lambda *_: calls.append(True))
+    model, optimizer = accelerator.prepare(model, optimizer)
+    scheduler = ampfast.LateScheduler(scheduler, accelerator.scaler, optimizer.optimizer)
+    for step, (data, target) in enumerate(batches()):
+        optimizer.zero_grad()
+        loss = nn.functional.cross_entropy(model(data), target)
+        accelerator.backward(planted(loss, model, step))
+        accelerator.scaler.step(optimizer.optimizer)
+        accelerator.scaler.update()
+        scheduler.step()
+    scheduler.flush()
+    assert len(calls) == STEPS  # without a read of the flag every step is called
+    assert scheduler.last_epoch == STEPS - accelerator.scaler.stats().skipped < STEPS
 
 
 @pytest.mark.usefixtures("cuda_on_cpu", "patched")

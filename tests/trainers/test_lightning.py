@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ from sixteen_bit import CASES, Case, Part, assert_as_by_hand
 from support import Scaler, TorchScaler, assert_same
 from torch import Tensor
 from trajectories import (
+    PLANTED,
     SETTINGS,
     STEPS,
     HalfNet,
@@ -20,6 +23,7 @@ from trajectories import (
     batches,
     loader,
     optimizer_for,
+    planted,
 )
 
 import ampfast
@@ -43,8 +47,7 @@ class Classifier(L.LightningModule):
         return optimizer_for(self.net, self.optimizer)
 
 
-def trainer(scaler_type: Scaler, steps: int = STEPS, clip: float | None = None) -> Any:
-    scaler = scaler_type("cpu", **SETTINGS)
+def trainer(scaler: TorchScaler, steps: int = STEPS, clip: float | None = None) -> Any:
     return L.Trainer(
         max_steps=steps,
         accelerator="cpu",
@@ -59,7 +62,7 @@ def trainer(scaler_type: Scaler, steps: int = STEPS, clip: float | None = None) 
 
 def train(scaler_type: Scaler, optimizer: str, clip: float | None) -> Run:
     model = Classifier(optimizer)
-    trainer(scaler_type, clip=clip).fit(model, loader(batches()))
+    trainer(scaler_type("cpu", **SETTINGS), clip=clip).fit(model, loader(batches()))
     return model.run.finish(model)
 
 
@@ -70,14 +73,15 @@ def test_argument(optimizer: str, clip: float | None) -> None:
 
 
 def test_its_checkpoint_of_torchs_scaler_is_resumed(tmp_path: Path) -> None:
-    begun = trainer(TorchScaler, steps=STEPS // 2)
+    begun = trainer(TorchScaler("cpu", **SETTINGS), steps=STEPS // 2)
     begun.fit(Classifier("adam"), loader(batches()))
     begun.save_checkpoint(tmp_path / "half.ckpt")
 
     resumed = []
     for scaler_type in (ampfast.GradScaler, TorchScaler):
         model = Classifier("adam")
-        trainer(scaler_type).fit(model, loader(batches()), ckpt_path=tmp_path / "half.ckpt")
+        resumes = trainer(scaler_type("cpu", **SETTINGS))
+        resumes.fit(model, loader(batches()), ckpt_path=tmp_path / "half.ckpt")
         resumed.append(model.run.finish(model))
     ours, theirs = resumed
     assert len(ours.losses) == STEPS // 2
@@ -85,6 +89,60 @@ def test_its_checkpoint_of_torchs_scaler_is_resumed(tmp_path: Path) -> None:
         [ours.losses, ours.scales, ours.state], [theirs.losses, theirs.scales, theirs.state]
     )
     assert ours.scales[0] == begun.precision_plugin.scaler.get_scale() < SETTINGS["init_scale"]
+
+
+class Scheduled(Classifier):
+    """Overflows in the steps of `PLANTED`, with a schedule by step."""
+
+    def __init__(self, optimizer: str) -> None:
+        super().__init__(optimizer)
+        self.rates: list[float] = []
+
+    def training_step(self, batch: tuple[Tensor, Tensor]) -> Tensor:
+        return planted(super().training_step(batch), self, len(self.run.losses) - 1)
+
+    def configure_optimizers(self) -> dict[str, Any]:
+        optimizer = super().configure_optimizers()
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, gamma=0.99)
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {"scheduler": scheduler, "interval": "step"},
+        }
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.rates.append(self.lr_schedulers().get_last_lr()[0])
+
+
+class ScheduledByTheScaler(Scheduled):
+    """The two lines of docs/trainers.md."""
+
+    def lr_scheduler_step(self, scheduler: Any, metric: Any) -> None:
+        if not self.trainer.scaler.step_skipped(scheduler.optimizer):
+            super().lr_scheduler_step(scheduler, metric)
+
+
+@pytest.mark.parametrize("given", [True, False], ids=["given", "patched"])
+def test_schedules_with_overflows(given: bool) -> None:
+    def rates(kind: type[Scheduled], optimizer: str, scaler: TorchScaler) -> list[float]:
+        model = kind(optimizer)
+        trainer(scaler).fit(model, loader(batches()))
+        assert len(model.rates) == STEPS
+        return model.rates
+
+    with contextlib.nullcontext() if given else ampfast.patch():
+        make = ampfast.GradScaler if given else torch.amp.GradScaler
+        plain, fused = (
+            rates(ScheduledByTheScaler, name, make("cpu", init_scale=64.0))
+            for name in ("adam", "fused_adamw")
+        )
+        ahead = rates(Scheduled, "fused_adamw", make("cpu", init_scale=64.0))
+    assert fused == plain
+    held = [step for step, (a, b) in enumerate(pairwise([0.02, *fused])) if a == b]
+    assert held == list(PLANTED)
+    # Without the two lines Lightning advances in every step, with any optimizer and scaler.
+    for name in ("adam", "fused_adamw"):
+        assert ahead == rates(Scheduled, name, TorchScaler("cpu", init_scale=64.0))
+    assert len(set(ahead)) == STEPS
 
 
 @pytest.mark.usefixtures("patched")

@@ -5,8 +5,10 @@ It uses none on the CPU; these tests set its `native_amp` to take the path of a 
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +17,21 @@ import torch
 from sixteen_bit import CASES, Case, Part, assert_as_by_hand
 from support import Scaler, TorchScaler, assert_same
 from torch import Tensor, nn
-from trajectories import SETTINGS, STEPS, HalfNet, Run, assert_same_run, batches
+from trajectories import (
+    PLANTED,
+    SETTINGS,
+    STEPS,
+    HalfNet,
+    Run,
+    assert_same_run,
+    batches,
+    planted,
+)
 
 import ampfast
 
 accelerate = pytest.importorskip("accelerate", reason="needs accelerate")
+modeling = pytest.importorskip("accelerate.utils.modeling", reason="needs accelerate")
 transformers = pytest.importorskip("transformers", reason="needs transformers")
 
 
@@ -34,7 +46,9 @@ class Classifier(nn.Module):
         return {"loss": self.run.loss(self.net(data), labels, self.scaler)}
 
 
-def trainer_with(scaler_type: Scaler, folder: Path, **arguments: Any) -> Any:
+def trainer_with(
+    scaler: TorchScaler, folder: Path, model: Classifier | None = None, **arguments: Any
+) -> Any:
     rows = [
         {"data": row, "labels": label}
         for data, labels in batches()
@@ -52,10 +66,10 @@ def trainer_with(scaler_type: Scaler, folder: Path, **arguments: Any) -> Any:
         disable_tqdm=True,
         **{"save_strategy": "no", **arguments},
     )
-    model = Classifier()
+    model = Classifier() if model is None else model
     trainer = transformers.Trainer(model, settings, train_dataset=rows)
     trainer.accelerator.native_amp = True
-    trainer.accelerator.scaler = model.scaler = scaler_type("cpu", **SETTINGS)
+    trainer.accelerator.scaler = model.scaler = scaler
     return trainer
 
 
@@ -69,7 +83,7 @@ def finished(trainer: Any) -> Run:
 
 
 def train(scaler_type: Scaler, folder: Path, **arguments: Any) -> Run:
-    trainer = trainer_with(scaler_type, folder, **arguments)
+    trainer = trainer_with(scaler_type("cpu", **SETTINGS), folder, **arguments)
     trainer.train()
     return finished(trainer)
 
@@ -78,22 +92,68 @@ def train(scaler_type: Scaler, folder: Path, **arguments: Any) -> Run:
 @pytest.mark.parametrize("optim", ["adamw_torch", "adamw_torch_fused"])
 def test_attribute(optim: str, max_grad_norm: float, tmp_path: Path) -> None:
     arguments = {"optim": optim, "max_grad_norm": max_grad_norm}
+    if optim == "adamw_torch_fused":
+        arguments["lr_scheduler_type"] = "constant"  # which torch's scaler lets run ahead
     ours = train(ampfast.GradScaler, tmp_path / "ours", **arguments)
     assert_same_run(ours, train(TorchScaler, tmp_path / "torch", **arguments))
 
 
-def test_its_checkpoint_of_torchs_scaler_is_resumed(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "begin, optim",
+    [(TorchScaler, "adamw_torch"), (ampfast.GradScaler, "adamw_torch_fused")],
+    ids=["torch", "ours_fused"],
+)
+def test_checkpoints_are_resumed(begin: Scaler, optim: str, tmp_path: Path) -> None:
     saving = {"save_strategy": "steps", "save_steps": STEPS // 2}
-    begun = train(TorchScaler, tmp_path / "begun", **saving)
+    begun = train(begin, tmp_path / "begun", optim=optim, **saving)
     resumed = []
-    for scaler_type in (ampfast.GradScaler, TorchScaler):
-        trainer = trainer_with(scaler_type, tmp_path / "resumed")
+    for scaler_type in {ampfast.GradScaler, begin}:
+        scaler = scaler_type("cpu", **SETTINGS)
+        trainer = trainer_with(scaler, tmp_path / "resumed", optim=optim)
         trainer.train(resume_from_checkpoint=str(tmp_path / f"begun/checkpoint-{STEPS // 2}"))
         resumed.append(finished(trainer))
     for run in resumed:
         assert_same(run.losses, begun.losses[STEPS // 2 :])
         assert_same(run.scales, begun.scales[STEPS // 2 :])
         assert_same(run.state, begun.state)
+
+
+class Overflowing(Classifier):
+    """Has an infinite gradient in the steps of `PLANTED`."""
+
+    def forward(self, data: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        loss = super().forward(data, labels)["loss"]
+        return {"loss": planted(loss, self, len(self.run.losses) - 1)}
+
+
+@pytest.mark.parametrize("max_grad_norm", [0.0, 0.5], ids=["", "clip"])
+@pytest.mark.parametrize("given", [True, False], ids=["given", "patched"])
+@pytest.mark.usefixtures("cuda_on_cpu")
+def test_schedules_and_norms_with_overflows(
+    given: bool, max_grad_norm: float, tmp_path: Path
+) -> None:
+    def logs(optim: str, scaler: TorchScaler) -> list[dict[str, float]]:
+        arguments = {"optim": optim, "max_grad_norm": max_grad_norm}
+        trainer = trainer_with(scaler, tmp_path, Overflowing(), **arguments)
+        trainer.train()
+        return trainer.state.log_history[:STEPS]
+
+    def rates(logs: list[dict[str, float]]) -> list[float]:
+        return [log["learning_rate"] for log in logs]
+
+    plain = logs("adamw_torch", TorchScaler("cpu", init_scale=64.0))
+    with contextlib.nullcontext() if given else ampfast.patch():
+        make = partial(ampfast.GradScaler, "cpu") if given else modeling.get_grad_scaler
+        fused = logs("adamw_torch_fused", make(init_scale=64.0))
+    assert rates(fused) == rates(plain)
+    # The rate after a step is logged with the next one.
+    held = [step for step, (a, b) in enumerate(pairwise(rates(fused))) if a == b]
+    assert held == list(PLANTED)
+    for step, log in enumerate(fused):
+        assert log["grad_norm"] == float("inf") if step in PLANTED else 0 < log["grad_norm"] < 1e3
+    # With torch's scaler Transformers is as ever.
+    theirs = logs("adamw_torch_fused", TorchScaler("cpu", init_scale=64.0))
+    assert len(set(rates(theirs))) == STEPS
 
 
 @pytest.mark.usefixtures("cuda_on_cpu", "patched")
