@@ -14,6 +14,8 @@ from typing import Any
 import pytest
 import torch
 
+from ampfast import report
+
 pytestmark = pytest.mark.sweep
 
 ROOT = Path(__file__).parents[2]
@@ -101,6 +103,32 @@ def test_the_picture_of_fine_tuning(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     drawn = (tmp_path / "a.svg").read_text(encoding="utf-8")
     assert drawn == (tmp_path / "b.svg").read_text(encoding="utf-8")
     assert drawn.count(">fp32<") == 2 and drawn.count(">fp16, then NaN<") == 1
+
+
+def test_bad_batches_are_skipped(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.syspath_prepend(str(FOLDER))
+    example("spikes").main(["--steps", "130", "--device", "cpu"])
+    *_, clean, clipped, skipped = (row[18:].split() for row in capsys.readouterr().out.splitlines())
+    assert clean[1:] == clipped[1:] == ["0", "0"]
+    assert skipped[1] == "8" and int(skipped[2]) <= 2
+    assert float(skipped[0]) - float(clean[0]) < 0.1 < float(clipped[0]) - float(clean[0])
+
+
+def test_the_picture_of_spikes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="the picture needs matplotlib")
+    monkeypatch.syspath_prepend(str(FOLDER))
+    module = example("spikes")
+    curves = {way: [(10, 2.0), (20, 1.5)] for way in module.WAYS}
+    steps, spiked = torch.arange(20), torch.arange(20) >= 17
+    norms = torch.ones(20)
+    history = report.History(steps, norms, spiked, norms, ~steps.isnan(), spiked)
+    for name in "ab":
+        module.draw(curves, history, tmp_path / f"{name}.svg")
+    drawn = (tmp_path / "a.svg").read_text(encoding="utf-8")
+    assert drawn == (tmp_path / "b.svg").read_text(encoding="utf-8")
+    assert all(f">{way}<" in drawn for way in module.WAYS) and ">skipped: 3 of 20<" in drawn
 
 
 @pytest.mark.parametrize(
