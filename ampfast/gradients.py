@@ -466,8 +466,10 @@ def stamp_of(param_groups: list[dict[str, Any]]) -> object:
     ]
     needs = [param.requires_grad or param.grad is not None for param, _ in params]
     local = [local_tensor(param) for param, _ in params]
-    versions = [(tensor.data_ptr(), tensor._version) for tensor in local]
-    return [(id(param), place) for param, place in params], needs, versions
+    seen = [
+        (each.data_ptr(), each._version, each.dtype, each.shape, each.stride()) for each in local
+    ]
+    return [(id(param), place) for param, place in params], needs, seen
 
 
 def inverse(scale: Tensor) -> Tensor:

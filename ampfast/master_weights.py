@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections import defaultdict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
@@ -170,44 +170,50 @@ class MasterWeights(torch.optim.Optimizer):
         step = cast(Any, self._master_weights_of.step)
         if getattr(step, "hooked", False):
             step = step.__wrapped__  # the hooks of this step run around it
+        swap = _Swap(self)
+        if callable(closure):
+            closure = _seeing_parameters(closure, swap)
+            args = (closure, *args[1:]) if args else ()
+            kwargs = kwargs if args else {**kwargs, "closure": closure}
         try:
             _prepare(self)
-            with _standing_in(self) as swap:
-                if callable(closure):
-                    closure = _seeing_parameters(closure, swap)
-                    args = (closure, *args[1:]) if args else ()
-                    kwargs = kwargs if args else {**kwargs, "closure": closure}
-                result = step(self, *args, **kwargs)
+            swap.enter()
+            result = step(self, *args, **kwargs)
+            swap.leave()
             _write_back(self)
-        except BaseException:
-            self._masters.stamp = None  # parameters win over what the step has written
-            raise
-        finally:
             cpu.take_grads(self._masters.weights)
+        except BaseException:
+            # An interrupt may come between any two lines, so each of these can be done again.
+            swap.leave()
+            self._masters.stamp = None  # parameters win over what the step has written
+            cpu.take_grads(self._masters.weights)
+            raise
         return result
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As torch's; a gradient that is not set to None becomes 16 bit again.
+        """As torch's; a gradient that is not set to None gets the dtype of `grad_dtype` again.
 
         Args:
             set_to_none: Whether to set gradients to None.
         """
         if not set_to_none:
             for master in self._masters.values():
-                grad = master.param.grad
-                if grad is not None and grad.dtype is not master.param.dtype:
-                    master.param.grad = torch.zeros_like(master.param)
+                param = master.param
+                dtype = param.grad_dtype or param.dtype
+                if param.grad is not None and param.grad.dtype is not dtype:
+                    param.grad = torch.zeros_like(param, dtype=dtype)
         super().zero_grad(set_to_none)
 
     def state_dict(self) -> dict[str, Any]:
         """Returns torch's, in which `state[i]["master_param"]` is a master weight."""
-        saved: dict[str, Any] = super().state_dict()
+        with _hooks_aside(self, "_optimizer_state_dict_post_hooks") as (hooks,):
+            saved: dict[str, Any] = super().state_dict()
         state = dict(saved["state"])
         for index, param in _numbered(self, saved):
             master = self._masters.get(id(param))
             if master is not None:
                 state[index] = {**state.get(index, {}), _KEY: master.weight.detach()}
-        return {**saved, "state": state}
+        return _run_hooks(self, hooks, {**saved, "state": state})
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Goes on where a checkpoint was taken, before or after the model's is loaded.
@@ -221,29 +227,37 @@ class MasterWeights(torch.optim.Optimizer):
         Raises:
             ValueError: If a master weight has another shape, or as torch. Nothing is loaded then.
         """
-        masters, weights, state = _Masters(self._masters), {}, dict(state_dict["state"])
-        for index, param in _numbered(self, state_dict):
+        names = (f"_optimizer_load_state_dict_{when}_hooks" for when in ("pre", "post"))
+        with _hooks_aside(self, *names) as (before, after):
+            self._load(_run_hooks(self, before, dict(state_dict)), super().load_state_dict)
+        for hook in list(after.values()):
+            hook(self)
+
+    def _load(self, saved: dict[str, Any], load: Callable[[dict[str, Any]], None]) -> None:
+        held = self._masters
+        masters, weights, state = _Masters(held), {}, dict(saved["state"])
+        for index, param in _numbered(self, saved):
             entry = state.get(index)
             if isinstance(entry, dict) and _KEY in entry:
                 # torch knows nothing of it; an entry that is empty otherwise is none.
                 state[index] = {key: value for key, value in entry.items() if key != _KEY}
                 if not state[index]:
                     del state[index]
-                weight = entry[_KEY]
-                if not isinstance(weight, Tensor) or weight.shape != param.shape:
-                    is_tensor = isinstance(weight, Tensor)
-                    found = f"shape {tuple(weight.shape)}" if is_tensor else f"no shape: {weight!r}"
-                    raise ValueError(
-                        f"the master weight of parameter {index} has {found}, and the parameter "
-                        f"{tuple(param.shape)}"
-                    )
+                _refuse_unlike(entry[_KEY], param, index)
                 if _fits(param):
-                    weights[id(param)] = weight
+                    weights[id(param)] = entry[_KEY]
             if _fits(param) and id(param) not in masters:
                 masters.make(param)  # or torch would load its state in 16 bit
-        self._masters = masters
-        with _standing_in(self):
-            super().load_state_dict({**state_dict, "state": state})
+        swap = _Swap(self)
+        try:
+            self._masters = masters
+            swap.enter()
+            load({**saved, "state": state})
+            swap.leave()
+        except BaseException:
+            swap.leave()
+            self._masters = held
+            raise
         self._masters = _Masters({key: masters[key] for key in weights})
         with torch.no_grad():
             for key, weight in weights.items():
@@ -294,6 +308,9 @@ def _prepare(optimizer: MasterWeights) -> None:
         for index, group in enumerate(groups):
             for number, param in enumerate(group["params"]):
                 _follow(masters, param, f"parameter {number} of group {index}")
+        present = {id(param) for param in _params(optimizer)}
+        for key in masters.keys() - present:
+            del masters[key]
         masters.changed()
         masters.weights = tuple(masters.weight_of(param) for param in _params(optimizer))
         masters.stamp = stamp
@@ -338,14 +355,42 @@ def _write_back(optimizer: MasterWeights) -> None:
 
 
 @contextmanager
-def _standing_in(optimizer: MasterWeights) -> Iterator[_Swap]:
-    """Master weights in place of parameters, in groups and state."""
-    swap = _Swap(optimizer)
-    swap.enter()
+def _hooks_aside(optimizer: MasterWeights, *names: str) -> Iterator[list[OrderedDict[int, Any]]]:
+    """Hooks of these names, which torch does not run meanwhile.
+
+    They see the optimizer and its checkpoints with master weights added.
+    """
+    hooks = [getattr(optimizer, name) for name in names]
     try:
-        yield swap
+        vars(optimizer).update((name, OrderedDict()) for name in names)
+        yield hooks
     finally:
-        swap.leave()
+        vars(optimizer).update(zip(names, hooks, strict=True))
+
+
+def _run_hooks(
+    optimizer: MasterWeights, hooks: OrderedDict[int, Any], saved: dict[str, Any]
+) -> dict[str, Any]:
+    for hook in list(hooks.values()):
+        changed = hook(optimizer, saved)
+        saved = saved if changed is None else changed
+    return saved
+
+
+def _refuse_unlike(weight: object, param: Tensor, index: Any) -> None:
+    """Refuses what is no master weight of a parameter."""
+    if not isinstance(weight, Tensor):
+        found = f"no shape: {weight!r}"
+    elif weight.shape != param.shape:
+        found = f"shape {tuple(weight.shape)}"
+    elif weight.is_meta or weight.layout is not torch.strided or not weight.is_floating_point():
+        found = f"dtype {weight.dtype} and layout {weight.layout} on {weight.device}"
+    else:
+        return
+    raise ValueError(
+        f"the master weight of parameter {index} has {found}, and the parameter "
+        f"{tuple(param.shape)}: it must be a dense float32 tensor of that shape"
+    )
 
 
 def _seeing_parameters(closure: Callable[[], Any], swap: _Swap) -> Callable[[], Any]:
@@ -371,40 +416,49 @@ class _Swap:
 
     def __init__(self, optimizer: MasterWeights) -> None:
         self.optimizer = optimizer
+        self._own: list[tuple[list[Tensor], list[Tensor]]] | None = None
 
     def enter(self) -> None:
         optimizer, masters = self.optimizer, self.optimizer._masters
         for group in optimizer.param_groups:
             if not isinstance(group["params"], list):
                 group["params"] = list(group["params"])
-        self._own = [(group["params"], list(group["params"])) for group in optimizer.param_groups]
-        self._state, inner = optimizer.state, masters.inner
-        if inner is None or not masters.have_same_entries(self._state, inner):
-            inner = _rekeyed(self._state, {key: each.weight for key, each in masters.items()})
-            masters.state_keys = tuple(self._state), tuple(inner)
-        self._inner = optimizer.state = masters.inner = inner
-        standing = masters.stand_in_for([own for _, own in self._own])
-        for (params, _), weights in zip(self._own, standing, strict=True):
+        own = [(group["params"], list(group["params"])) for group in optimizer.param_groups]
+        state, inner = optimizer.state, masters.inner
+        if inner is None or not masters.have_same_entries(state, inner):
+            inner = _rekeyed(state, {key: each.weight for key, each in masters.items()})
+            masters.state_keys = tuple(state), tuple(inner)
+        standing = masters.stand_in_for([params for _, params in own])
+        # What `leave` restores is noted before anything is written.
+        self._own, self._state, self._inner = own, state, inner
+        optimizer.state = masters.inner = inner
+        for (params, _), weights in zip(own, standing, strict=True):
             params[:] = weights
 
     def leave(self) -> None:
-        optimizer = self.optimizer
+        """Undoes `enter`, also one that was interrupted, as a `leave` may have been."""
+        if self._own is None:
+            return
         for params, own in self._own:
             params[:] = own
-        masters = optimizer._masters
+        if self.optimizer.state is not self._state:
+            self._leave_state()
+        self._own = None
+
+    def _leave_state(self) -> None:
+        optimizer, masters = self.optimizer, self.optimizer._masters
         is_inner = optimizer.state is self._inner
-        if is_inner and masters.have_same_entries(self._state, self._inner):
-            optimizer.state = self._state
-            return
-        params_of = {id(master.weight): master.param for master in masters.values()}
-        entries = _rekeyed(optimizer.state, params_of)
-        masters.state_keys = tuple(entries), tuple(optimizer.state)
-        if is_inner:
-            # The same object, which others may hold.
-            self._state.clear()
-            self._state.update(entries)
-            entries = cast(Any, self._state)
-        optimizer.state = entries
+        if not is_inner or not masters.have_same_entries(self._state, self._inner):
+            params_of = {id(master.weight): master.param for master in masters.values()}
+            entries = _rekeyed(optimizer.state, params_of)
+            masters.state_keys = tuple(entries), tuple(optimizer.state)
+            if is_inner:
+                # The same object, which others may hold.
+                self._state.clear()
+                self._state.update(entries)
+            else:
+                self._state = entries
+        optimizer.state = self._state
 
 
 def _rekeyed(state: Mapping[Any, Any], by_id: dict[int, Tensor]) -> defaultdict[Any, Any]:
@@ -433,7 +487,8 @@ def master_weights_(optimizer: AnyOptimizer) -> AnyOptimizer:
         The optimizer.
 
     Raises:
-        TypeError: If it is none, wraps another one, or has a flat parameter of FSDP1.
+        TypeError: If it is none, wraps another one, has a flat parameter of FSDP1, or an attribute
+            `master_weights` of its own.
         ValueError: If a group is differentiable.
         RuntimeError: If its `step` was replaced on the instance, under CUDA graph capture, or in a
             torch without `Tensor.grad_dtype`.
@@ -460,6 +515,12 @@ def master_weights_(optimizer: AnyOptimizer) -> AnyOptimizer:
             "the optimizer's step was replaced on the instance: call master_weights_ before the "
             "scheduler or trainer gets it"
         )
+    for name in ("master_weights", *MasterWeights.__annotations__):
+        if hasattr(optimizer, name):
+            raise TypeError(
+                f"{kind.__qualname__} has an attribute {name} of its own, which master_weights_ "
+                "needs"
+            )
     refuse_capture("master_weights_, which makes float32 weights", "call it before")
     for index, group in enumerate(optimizer.param_groups):
         _refuse_differentiable(index, group)
@@ -473,12 +534,17 @@ def master_weights_(optimizer: AnyOptimizer) -> AnyOptimizer:
     masters = _Masters({id(p): _Master.of(p) for p in params if p.requires_grad and _fits(p)})
     converted = cast(MasterWeights, optimizer)
     held = optimizer.state_dict() if optimizer.state else None
-    converted.__class__ = _class_of(cast(Any, kind))
-    converted._masters = masters
-    if held is not None:
-        # State of 16 bit becomes float32, as torch loads it.
-        converted.load_state_dict(held)
+    try:
+        converted.__class__ = _class_of(cast(Any, kind))
         converted._masters = masters
+        if held is not None:
+            # State of 16 bit becomes float32, as torch loads it.
+            converted.load_state_dict(held)
+            converted._masters = masters
+    except BaseException:
+        converted.__class__ = cast(Any, kind)
+        vars(converted).pop("_masters", None)
+        raise
     return optimizer
 
 

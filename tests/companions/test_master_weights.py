@@ -752,6 +752,19 @@ def test_zero_grad_gives_16_bit_zeros() -> None:
     assert all(p.grad is None for p in ours.model.parameters())
 
 
+def test_zero_grad_keeps_float32_gradients_of_the_users() -> None:
+    param = nn.Parameter(torch.ones(4, dtype=torch.bfloat16))
+    param.grad_dtype = torch.float32
+    optimizer = ampfast.master_weights_(torch.optim.SGD([param], lr=0.5))
+    for _ in range(2):
+        (param * 2).sum().backward()
+        assert param.grad_dtype is torch.float32
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=False)
+        assert_same(param.grad, torch.zeros(4))
+    assert param.tolist() == [-1.0] * 4
+
+
 @pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.SparseAdam])
 def test_sparse_gradients(kind: Any) -> None:
     def make() -> nn.Module:
@@ -848,10 +861,17 @@ def test_gradients_whose_data_was_set_are_left_alone(dtype: torch.dtype) -> None
     assert param.tolist() == [-0.5] * 64
 
 
+class Subclassed(nn.Parameter):
+    pass
+
+
+@pytest.mark.parametrize("kind", [nn.Parameter, Subclassed])
 @pytest.mark.parametrize("seen_as", [torch.Tensor.t, lambda data: data.view(torch.float16)])
-def test_data_seen_in_another_way_is_an_edit(seen_as: Callable[[Tensor], Tensor]) -> None:
+def test_data_seen_in_another_way_is_an_edit(
+    seen_as: Callable[[Tensor], Tensor], kind: type[nn.Parameter]
+) -> None:
     """At the same address and of the same version."""
-    param = nn.Parameter(torch.arange(4.0).reshape(2, 2).to(torch.bfloat16))
+    param = kind(torch.arange(4.0).reshape(2, 2).to(torch.bfloat16))
     optimizer: Any = ampfast.master_weights_(torch.optim.SGD([param], lr=0.0))
     param.grad = torch.ones_like(param)
     optimizer.step()
@@ -900,6 +920,27 @@ def test_entries_of_the_state_that_change_places() -> None:
     )
     sgd = [torch.optim.SGD(params, lr=1.0, momentum=0.5) for params in (ours, theirs)]
     assert moved(ours, ampfast.master_weights_(sgd[0])) == moved(theirs, sgd[1])
+
+
+def test_parameters_that_are_removed_are_forgotten() -> None:
+    import weakref
+
+    kept, other = (nn.Parameter(torch.ones(4, dtype=torch.bfloat16)) for _ in range(2))
+    optimizer: Any = ampfast.master_weights_(torch.optim.SGD([kept, other], lr=2**-10))
+    for params in ([kept, other], [kept], [kept, other]):
+        optimizer.param_groups[0]["params"] = params
+        for param in params:
+            param.grad = torch.ones_like(param)
+        optimizer.step()
+        assert len(optimizer.master_weights) == len(params)
+    assert optimizer.master_weights[kept].tolist() == [1 - 3 * 2**-10] * 4
+    assert optimizer.master_weights[other].tolist() == [1 - 2**-10] * 4, "from 16 bit again"
+    del params[1]
+    optimizer.step()
+    reference = weakref.ref(other)
+    del other, param
+    gc.collect()
+    assert reference() is None
 
 
 def test_the_view_of_masters() -> None:
@@ -979,6 +1020,96 @@ def test_refusals(name: str) -> None:
         ampfast.master_weights_(optimizer)
     assert type(optimizer) is kind
     assert not hasattr(optimizer, "_masters")
+
+
+@pytest.mark.parametrize("name", ["master_weights", "_masters"])
+def test_attributes_of_these_names_are_refused(name: str) -> None:
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(2).half())], lr=0.1)
+    setattr(optimizer, name, False)
+    with pytest.raises(TypeError, match=f"SGD has an attribute {name} of its own"):
+        ampfast.master_weights_(optimizer)
+    assert type(optimizer) is torch.optim.SGD
+    assert getattr(optimizer, name) is False
+
+
+def test_a_failed_conversion_changes_nothing() -> None:
+    param = nn.Parameter(torch.ones(4, dtype=torch.bfloat16))
+    optimizer = torch.optim.Adam([param], lr=0.1)
+    param.grad = torch.ones_like(param)
+    optimizer.step()
+
+    def fails(*_: Any) -> None:
+        raise ValueError("by a hook")
+
+    optimizer.register_load_state_dict_pre_hook(fails)
+    state, attributes = optimizer.state, set(vars(optimizer))
+    with pytest.raises(ValueError, match="by a hook"):
+        ampfast.master_weights_(optimizer)
+    assert type(optimizer) is torch.optim.Adam
+    assert set(vars(optimizer)) == attributes
+    assert optimizer.state is state
+    assert next(iter(state)) is param
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        lambda weight: weight.to("meta"),
+        torch.Tensor.to_sparse,
+        lambda weight: weight.to(torch.complex64),
+    ],
+)
+def test_master_weights_of_other_kinds_are_refused_before_loading(
+    made: Callable[[Tensor], Tensor],
+) -> None:
+    ours, _ = both("adamw-plain", torch.bfloat16)
+    ours.train(0)
+    saved = copy.deepcopy(ours.optimizer.state_dict())
+    ours.train(1)
+    before = copy.deepcopy(ours.optimizer.state_dict())
+    saved["param_groups"][0]["lr"] = 7.0
+    saved["state"][1]["master_param"] = made(saved["state"][1]["master_param"])
+    with pytest.raises(ValueError, match="master weight of parameter 1 has dtype"):
+        ours.optimizer.load_state_dict(saved)
+    assert_same(saved_tensors(ours.optimizer.state_dict()), saved_tensors(before))
+    assert ours.optimizer.param_groups[0]["lr"] == 0.01
+
+
+def saved_tensors(saved: dict[str, Any]) -> list[Tensor]:
+    return [value for entry in saved["state"].values() for value in entry.values()]
+
+
+def test_hooks_of_checkpoints() -> None:
+    """They see parameters in the groups, and master weights in the checkpoint."""
+    ours, _ = both("adamw-plain", torch.bfloat16)
+    ours.train(0)
+    optimizer = ours.optimizer
+    seen: list[Any] = []
+
+    def wrapped(optimizer: Any, saved: dict[str, Any]) -> dict[str, Any]:
+        seen.append("master_param" in saved["state"][0])
+        return {"optimizer": saved}
+
+    def unwrapped(optimizer: Any, saved: dict[str, Any]) -> Any:
+        seen.append(optimizer.param_groups[0]["params"][0] is params[0])
+        return saved["optimizer"]
+
+    def loaded(optimizer: Any) -> None:
+        seen.append(set(optimizer.state) == set(params))
+        seen.append(optimizer.master_weights[params[0]].tolist() == master.tolist())
+
+    params = list(ours.model.parameters())
+    optimizer.register_state_dict_post_hook(wrapped)
+    optimizer.register_load_state_dict_pre_hook(unwrapped)
+    optimizer.register_load_state_dict_post_hook(loaded)
+    master = optimizer.master_weights[params[0]].clone()
+    saved = copy.deepcopy(optimizer.state_dict())
+    assert list(saved) == ["optimizer"]
+    ours.train(1)
+    assert optimizer.master_weights[params[0]].tolist() != master.tolist()
+    optimizer.load_state_dict(saved)
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert seen == [True, True, True, True, True, True, True, True]
 
 
 def test_a_torch_without_grad_dtype_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -1063,6 +1194,84 @@ def test_an_error_inside_step_restores() -> None:
     hand.train(2)
     ours.train(2)
     assert_same(weights_of(ours), weights_of(hand), "masters")
+
+
+@contextmanager
+def interrupted(at: int) -> Iterator[list[int]]:
+    """An interrupt at a line of the package, by number; the lines so far."""
+    import sys
+
+    package = os.path.dirname(ampfast.__file__)
+    lines, tracing = [0], sys.gettrace()
+
+    def on_line(frame: Any, event: str, _: Any) -> Any:
+        if event == "line":
+            lines[0] += 1
+            if lines[0] == at:
+                sys.settrace(tracing)
+                raise KeyboardInterrupt
+        return on_line
+
+    def on_call(frame: Any, event: str, _: Any) -> Any:
+        return on_line if frame.f_code.co_filename.startswith(package) else None
+
+    sys.settrace(on_call)
+    try:
+        yield lines
+    finally:
+        sys.settrace(tracing)
+
+
+@pytest.mark.parametrize("edited", [False, True])
+@pytest.mark.parametrize("name", ["adamw-plain", "adamw-fused"])
+@pytest.mark.parametrize("way", ["step", "closure", "load"])
+def test_an_interrupt_at_any_line_restores(way: str, name: str, edited: bool) -> None:
+    def with_gradients(seed: int) -> Tensor:
+        generator = torch.Generator().manual_seed(seed)
+        for param in params:
+            param.grad = torch.randn(5, generator=generator).half()
+        return torch.zeros(())
+
+    def call() -> None:
+        if way == "load":
+            optimizer.load_state_dict(saved)
+        else:
+            optimizer.step(*([lambda: with_gradients(2)] if way == "closure" else []))
+
+    for at in range(1, 10_000):
+        params = [nn.Parameter(torch.linspace(1, 2, 5).half()) for _ in range(2)]
+        optimizer: Any = OPTIMIZERS[name](params[:1])
+        optimizer.add_param_group({"params": params[1:]})
+        ampfast.master_weights_(optimizer)
+        with_gradients(0)
+        optimizer.step()
+        saved = copy.deepcopy(optimizer.state_dict())
+        with_gradients(1)
+        if edited:
+            with torch.no_grad():
+                params[0].mul_(2)
+        state = optimizer.state
+        gradients = [param.grad.float() for param in params]
+        try:
+            with interrupted(at) as lines:
+                call()
+        except KeyboardInterrupt:
+            pass
+        else:
+            break
+        grouped = [id(param) for group in optimizer.param_groups for param in group["params"]]
+        assert grouped == [id(param) for param in optimizer.state] == [id(p) for p in params]
+        assert way == "load" or optimizer.state is state
+        assert [m.weight.grad for m in optimizer._masters.values()] == [None, None]
+        assert way == "closure" or all(
+            torch.equal(p.grad.float(), g) for p, g in zip(params, gradients, strict=True)
+        )
+        before = [param.tolist() for param in params]
+        with_gradients(3)
+        optimizer.step()
+        assert all(p.tolist() != each for p, each in zip(params, before, strict=True))
+        assert all(torch.equal(p, optimizer.master_weights[p].half()) for p in params)
+    assert lines[0] == at - 1 > 50
 
 
 @contextmanager
