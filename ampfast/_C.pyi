@@ -141,6 +141,7 @@ def cuda_update_scale(
     factors: tuple[float, float, int],
     state: Tensor | None,
     norm: Tensor | None,
+    peak: Tensor | None,
     /,
 ) -> None: ...
 
@@ -169,6 +170,7 @@ def update_scale_(
     growth_interval: int,
     state: Tensor | None,
     norm: Tensor | None,
+    peak: Tensor | None,
     /,
 ) -> bool: ...
 def require_storage(tensor: Tensor) -> None: ...
@@ -189,6 +191,7 @@ def unscale_(
     found_inf: Tensor | None,
     marks: tuple[Tensor, Tensor] | None,
     coefficient: Tensor | None,
+    norms: Tensor | None,
     /,
 ) -> Tensor: ...
 def check_(
@@ -196,6 +199,7 @@ def check_(
     grad_scale: Tensor | None,
     found_inf: Tensor | None,
     marks: tuple[Tensor, Tensor] | None,
+    norms: Tensor | None,
     /,
 ) -> Tensor: ...
 def norms(

@@ -13,6 +13,7 @@ from ampfast import backends, functional, report
 from ampfast._version import __version__
 from ampfast.distributed import mark_replicated
 from ampfast.grad_scaler import GradScaler, StepGuard
+from ampfast.loss_scale import LogMax
 from ampfast.lr_scheduler import LateScheduler
 from ampfast.master_weights import MasterWeights, master_weights_
 from ampfast.patch import Patch, patch, unpatch
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 __all__ = [
     "GradScaler",
     "LateScheduler",
+    "LogMax",
     "MasterWeights",
     "Patch",
     "Sigmas",

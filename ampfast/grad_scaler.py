@@ -21,7 +21,7 @@ from ampfast import backends, clipping, cuda_graphs, distributed, gradients, ove
 from ampfast._version import __version__
 from ampfast.backends import aten, cpu, gpu
 from ampfast.errors import add_note, is_capturing, not_compiled, refuse_capture, warn_caller
-from ampfast.loss_scale import LossScale, ScalePolicy, is_static
+from ampfast.loss_scale import LogMax, LossScale, ScalePolicy, is_static
 from ampfast.master_weights import MasterWeights, casts_of
 from ampfast.optimizers import (
     LastChecks,
@@ -110,6 +110,7 @@ class GradScaler(TorchGradScaler):
             the parameters that are alike on all ranks. DTensor gradients need no group.
         track: Per-parameter record: "overflow" for `overflow_report`, "health" for `health`, too,
             or None.
+        policy: `LogMax` for a scale that follows the largest gradients; None for torch's rule.
 
     Raises:
         AssertionError: If a factor is on the wrong side of 1.
@@ -167,6 +168,7 @@ class GradScaler(TorchGradScaler):
         dynamic: bool = True,
         process_group: ProcessGroup | DeviceMesh | None = None,
         track: str | None = None,
+        policy: LogMax | None = None,
     ) -> None:
         if isinstance(device, Number):
             raise TypeError(
@@ -177,13 +179,13 @@ class GradScaler(TorchGradScaler):
         for name, value in (("allow_fp16", allow_fp16), ("dynamic", dynamic)):
             if not isinstance(value, bool):
                 raise TypeError(f"{name} must be a bool, got {type(value).__name__}")
-        policy = ScalePolicy(min_scale, max_scale, hysteresis, hysteresis_refill)
-        loss_scale = LossScale(policy, on_min_scale)
-        policy.require_within(init_scale)
-        if not dynamic and not policy.is_torchs:
+        rules = ScalePolicy(min_scale, max_scale, hysteresis, hysteresis_refill, policy)
+        loss_scale = LossScale(rules, on_min_scale)
+        rules.require_within(init_scale)
+        if not dynamic and not rules.is_torchs:
             raise ValueError(
-                "a scale with dynamic=False never changes: it takes no min_scale, max_scale or "
-                "hysteresis"
+                "a scale with dynamic=False never changes: it takes no min_scale, max_scale, "
+                "hysteresis or policy"
             )
         overflow.require_known(track)
         distributed.require_group(process_group, device)
@@ -740,11 +742,11 @@ class GradScaler(TorchGradScaler):
         distributed.require_same(settings, self._ranks)
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns torch's; with limits of the scale, hysteresis or `Sigmas` one more, "ampfast"."""
+        """Returns torch's; with a policy of the scale or `Sigmas` one more, "ampfast"."""
         state = super().state_dict()
         loss_scale, norms = self._loss_scale, self._spike_rules.norms()
         if self._enabled and (norms or not loss_scale.policy.is_torchs):
-            state["ampfast"] = loss_scale.policy.state_dict(loss_scale.hysteresis_tracker())
+            state["ampfast"] = loss_scale.state_dict()
             if norms:
                 state["ampfast"]["norms"] = norms
         return state
@@ -763,7 +765,8 @@ class GradScaler(TorchGradScaler):
                 Nothing is loaded then.
         """
         loss_scale = self._loss_scale
-        tracker, norms = loss_scale.policy.hysteresis, []
+        words: dict[int, int] = {}
+        norms: list[list[float]] = []
         if self._enabled:
             if not self._dynamic and not is_static(state_dict):
                 raise ValueError(
@@ -776,13 +779,12 @@ class GradScaler(TorchGradScaler):
                     "this scaler's scale is always 1, but the checkpoint's is "
                     f"{state_dict.get('scale')}: it was made with dynamic=False and init_scale=1"
                 )
-            if state_dict:
-                tracker = loss_scale.policy.require_loadable(state_dict)
-                norms = require_norms(state_dict.get("ampfast", {}).get("norms", []))
+            words = loss_scale.require_loadable(state_dict)
+            norms = require_norms(state_dict.get("ampfast", {}).get("norms", []))
         super().load_state_dict(state_dict)
         if self._enabled:
             self._spike_rules.load(norms)
-            loss_scale.set_hysteresis_tracker(tracker)
+            loss_scale.load(words)
             loss_scale.reset_minimum()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -875,6 +877,7 @@ class GradScaler(TorchGradScaler):
         self, optimizer: torch.optim.Optimizer, state: dict[str, Any], scale: Tensor
     ) -> None:
         """Unscales by the general way."""
+        peaks = self._loss_scale.new_peaks()
         if self._overrides(_UNSCALE_GRADS):
             inv_scale = gradients.inverse(scale)
             found_inf = torch.full((), 0.0, dtype=torch.float32, device=scale.device)
@@ -900,20 +903,42 @@ class GradScaler(TorchGradScaler):
                     choice=self._choice,
                     update=update,
                     before_write=partial(_mark_unscaled, state, agreement=agreement),
+                    peaks=peaks,
                 )
         if agreement is not None:
             state[_AGREEMENT] = agreement  # if it fails now, `step` or `update` will do it
         state["found_inf_per_device"] = flags
         state["stage"] = _UNSCALED
-        self._agree_again(state, scale.device)
+        if agreement is None:
+            self._loss_scale.take(peaks)
+        self._agree_again(state, scale.device, peaks)
 
-    def _agree_again(self, state: dict[str, Any], device: torch.device) -> None:
+    def _agree_again(
+        self, state: dict[str, Any], device: torch.device, peaks: list[Tensor] | None = None
+    ) -> None:
         """Agrees on the flags of an optimizer if that is still to come."""
         agreement = state.get(_AGREEMENT)
         if agreement is not None and state["stage"] is not _READY:
-            flags = distributed.agreed(agreement, state["found_inf_per_device"], device)
+            flags = self._agreed(agreement, state["found_inf_per_device"], device, peaks)
             state["found_inf_per_device"] = flags
             del state[_AGREEMENT]
+
+    def _agreed(
+        self,
+        agreement: distributed.Agreement | None,
+        flags: Flags,
+        device: torch.device,
+        peaks: list[Tensor] | None,
+    ) -> Flags:
+        """The flags, and the largest of the peaks, on which ranks agree."""
+        loss_scale = self._loss_scale
+        if agreement is None or loss_scale.peaks is None:
+            loss_scale.take(peaks)
+            return distributed.agreed(agreement, flags, device)
+        peak = aten.largest(peaks or [], device)
+        (flags,), peak = agreement.share_norm([flags], device, peak, largest=True)
+        loss_scale.take([peak])
+        return flags
 
     def _legacy_step(
         self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -1042,8 +1067,9 @@ class GradScaler(TorchGradScaler):
         grads, agreement = self._begin_pass(optimizer, allow_fp16=True, writes=False)
         update = self._riding if rides and agreement is None else None
         self._riding = None
-        flags = gradients.check_(grads, grad_scale, choice=self._choice, update=update)
-        return distributed.agreed(agreement, flags, device)
+        peaks = None if grad_scale is None else self._loss_scale.new_peaks()
+        flags = gradients.check_(grads, grad_scale, choice=self._choice, update=update, peaks=peaks)
+        return self._agreed(agreement, flags, device, peaks)
 
     def _clip(
         self,
@@ -1090,6 +1116,11 @@ class GradScaler(TorchGradScaler):
             if not term.writes and divisor is not None:
                 rows = term.rows + term.uncounted
                 state[clipping.DEFERRED] = clipping.Deferred(divisor, coefficient, rows, agreement)
+        if self._loss_scale.peaks is not None:
+            peaks = [row[1] for term in terms for row in term.rows + term.uncounted]
+            if agreement is not None:
+                peaks = [agreement.norm(aten.largest(peaks, norm.device), math.inf)]
+            self._loss_scale.take(peaks)
         _mark_unscaled(*(state for state, _ in checked))
         clipping.clip_(self._choice, terms, coefficient)
         for state, term in checked:
@@ -1123,7 +1154,7 @@ class GradScaler(TorchGradScaler):
     def _choose_way(self, scale: Tensor) -> None:
         """Chooses the kernels whose raw calls may try first, from what seldom changes."""
         self._short_way = None
-        if self._track is None and self._ranks.is_alone:
+        if self._track is None and self._ranks.is_alone and self._loss_scale.peaks is None:
             kernels: Any = self._choice.kernels_for(scale.device)
             if self._is_guard and isinstance(kernels, gpu.DeviceKernels):
                 kernels = kernels.reading()
@@ -1243,8 +1274,7 @@ class GradScaler(TorchGradScaler):
 
     def _end_iteration(self) -> None:
         self._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
-        if self._loss_scale.norms:
-            self._loss_scale.norms = {}
+        self._loss_scale.end_iteration()
         checks = self._last_checks
         if checks.held or checks.expiring:
             checks.end_iteration()

@@ -224,6 +224,7 @@ def unscale_(
     found_inf: Tensor | None = None,
     update: Update | None = None,
     before_write: Callable[[], None] | None = None,
+    peaks: list[Tensor] | None = None,
 ) -> Flags:
     """Unscales in place; returns a new found_inf for each device that has a gradient.
 
@@ -234,6 +235,7 @@ def unscale_(
         found_inf: Initial value of the new flags, zero by default.
         update: Applied after the check, if all gradients are in one list.
         before_write: Called right before the first write.
+        peaks: Gets the largest unscaled magnitude of each list, as a one-element tensor.
     """
     _measure(gradients, choice)
     flags: Flags = {}
@@ -247,6 +249,8 @@ def unscale_(
         flags[device] = new_flag(device, found_inf)
         aten.unscale_(tensors, cast(Tensor, factor.inverse_on(device)), flags[device])
         _mark(gradients, device)
+        if peaks is not None:
+            peaks.append(_peak_of(tensors, None))
     for grads in gradients.lists:
         device = grads.device
         if found_inf is not None and device not in flags:
@@ -258,10 +262,11 @@ def unscale_(
             found_inf=flags.get(device),
             update=_riding(gradients, update),
             track=gradients.track(device),
+            norms=_row_for(peaks, device),
         )
     if gradients.casts is not None:
         gradients.casts.finish()
-    _check_reduced(gradients, flags, None)
+    _check_reduced(gradients, flags, None, peaks)
     return flags
 
 
@@ -271,6 +276,7 @@ def check_(
     *,
     choice: Choice,
     update: Update | None = None,
+    peaks: list[Tensor] | None = None,
 ) -> Flags:
     """Checks gradients; returns a new found_inf for each device that has a gradient. Reads only.
 
@@ -279,6 +285,7 @@ def check_(
         grad_scale: One-element float32 that will divide the gradients, or None.
         choice: The kernels.
         update: Applied after the check, if all gradients are in one list.
+        peaks: As for `unscale_`, of the values once divided.
     """
     _measure(gradients, choice)
     flags: Flags = {}
@@ -288,6 +295,8 @@ def check_(
         divisor = None if divisors is None else divisors[device]
         aten.check_(tensors, flags[device], divisor)
         _mark(gradients, device, divisor)
+        if peaks is not None:
+            peaks.append(_peak_of(tensors, divisor))
     for grads in gradients.lists:
         device = grads.device
         flags[device] = _kernels(choice, device).check_(
@@ -296,8 +305,9 @@ def check_(
             found_inf=flags.get(device),
             update=_riding(gradients, update),
             track=gradients.track(device),
+            norms=_row_for(peaks, device),
         )
-    _check_reduced(gradients, flags, divisors)
+    _check_reduced(gradients, flags, divisors, peaks)
     return flags
 
 
@@ -519,16 +529,34 @@ def _mark(gradients: Gradients, device: torch.device, divisor: Tensor | None = N
         aten.mark_(track, gradients.numbers[device], gradients.set_aside[device], divisor)
 
 
-def _check_reduced(gradients: Gradients, flags: Flags, divisors: Copies | None) -> None:
+def _check_reduced(
+    gradients: Gradients, flags: Flags, divisors: Copies | None, peaks: list[Tensor] | None
+) -> None:
     """Checks reduced partial sums, as the optimizer uses them."""
     for number, reduced in gradients.reduced():
         device = reduced.device
         divisor = None if divisors is None else divisors[device]
         copy = reduced.clone()  # torch's op writes as it checks
         aten.check_([copy], flags.setdefault(device, new_flag(device)), divisor)
+        if peaks is not None:
+            peaks.append(_peak_of([copy], divisor))
         track = gradients.track(device)
         if track is not None:
             aten.mark_(track, [number], [copy], divisor)
+
+
+def _row_for(peaks: list[Tensor] | None, device: torch.device) -> Tensor | None:
+    """The row of norms for a pass whose largest magnitude joins the peaks."""
+    if peaks is None:
+        return None
+    row = torch.zeros(2, dtype=torch.float64, device=device)
+    peaks.append(row[1])
+    return row
+
+
+def _peak_of(tensors: list[Tensor], divisor: Tensor | None) -> Tensor:
+    largest = aten.norms(tensors)[1]
+    return largest if divisor is None else largest / divisor.detach().reshape(())
 
 
 def _kernels(choice: Choice, device: torch.device) -> Kernels:

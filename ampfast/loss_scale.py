@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, astuple, dataclass
 from numbers import Integral
 from typing import Any
 
@@ -16,22 +16,63 @@ from ampfast.backends.cpu import state_layout as layout
 from ampfast.errors import is_capturing, refuse_capture, warn_caller
 from ampfast.report import History, ScalerStats, empty_history
 
-__all__ = ["LossScale", "ScalePolicy", "is_static"]
+__all__ = ["LogMax", "LossScale", "ScalePolicy", "is_static"]
 
 _ON_MIN_SCALE = ("ignore", "warn", "raise")
 _REFILLS = ("growth", "finite_step")
+_AVERAGES = (
+    *(layout.MEAN, layout.WEIGHT),
+    *(layout.SLOW_MEAN, layout.SLOW_SQUARE, layout.SLOW_WEIGHT),
+)
+
+
+@dataclass(frozen=True)
+class LogMax:
+    """Scale that follows the largest gradients, so that overflows are as rare as is asked for.
+
+    With x = log2 of each step's largest unscaled magnitude, linear between powers of two, the next
+    scale is the power of two at or below 2^(16 - headroom - mean(x) - sigmas * std(x)). Moving
+    averages: x with a share of 1/128; x and x^2, for the deviation, with 1/1024; of steps taken
+    only. After an overflow the scale stays below the one that overflowed, until torch's rule
+    has grown that limit: growth_interval steps without overflow for each factor of growth.
+
+    Source: the LogMax scaling of OpenSeq2Seq.
+
+    Attributes:
+        sigmas: Standard deviations between the mean and the largest value that does not overflow;
+            at least 0. With normal x, 3.09 lets one step in a thousand overflow, without headroom.
+        headroom: Powers of two that stay free above it; at least 0.
+
+    Raises:
+        TypeError: If an argument is no number.
+        ValueError: If an argument is below 0 or not finite.
+    """
+
+    sigmas: float = 3.09
+    headroom: float = 1
+
+    def __post_init__(self) -> None:
+        for name, value in asdict(self).items():
+            if isinstance(value, bool) or not isinstance(value, (int, float)):
+                raise TypeError(f"{name} must be a number, got {type(value).__name__}")
+            if not 0 <= value < math.inf:
+                raise ValueError(f"{name} must be at least 0 and finite, got {value}")
 
 
 @dataclass(frozen=True)
 class ScalePolicy:
-    """Limits and hysteresis of a scale, as `GradScaler` describes them."""
+    """Limits, hysteresis and prediction of a scale, as `GradScaler` describes them."""
 
     min_scale: float | None = None
     max_scale: float | None = None
     hysteresis: int = 1
     hysteresis_refill: str = "growth"
+    log_max: LogMax | None = None
 
     def __post_init__(self) -> None:
+        given: object = self.log_max
+        if given is not None and not isinstance(given, LogMax):
+            raise TypeError(f"policy must be ampfast.LogMax or None, got {type(given).__name__}")
         for name in ("min_scale", "max_scale"):
             value = getattr(self, name)
             if value is None:
@@ -52,10 +93,12 @@ class ScalePolicy:
                 f"hysteresis_refill must be one of {', '.join(_REFILLS)}, "
                 f"got {self.hysteresis_refill!r}"
             )
+        if self.log_max is not None and self.hysteresis > 1:
+            raise ValueError("LogMax takes no hysteresis: its scale backs off at every overflow")
 
     @property
     def is_torchs(self) -> bool:
-        """Whether the policy is torch's: no limits, no hysteresis."""
+        """Whether the policy is torch's: no limits, no hysteresis, no prediction."""
         return self == ScalePolicy()
 
     def require_within(self, init_scale: float, name: str = "init_scale") -> None:
@@ -85,8 +128,8 @@ class ScalePolicy:
             self.require_within(state_dict["scale"], "the checkpoint's scale")
             if is_static(state_dict):
                 raise ValueError(
-                    "the checkpoint's scale is static, but this scaler has limits or hysteresis, "
-                    "which need a dynamic one"
+                    "the checkpoint's scale is static, but this scaler has limits, hysteresis or a "
+                    "policy, which need a dynamic one"
                 )
         return tracker
 
@@ -97,7 +140,7 @@ class ScalePolicy:
             ValueError: If the entry is damaged or of another policy.
         """
         names = list(self.state_dict(0))
-        if not isinstance(saved, dict) or set(saved) - {"norms"} != set(names):
+        if not isinstance(saved, dict) or set(saved) - {"averages", "norms"} != set(names):
             raise ValueError(
                 f"the checkpoint's 'ampfast' entry must be a dict of {', '.join(names)}, "
                 f"got {saved!r}"
@@ -131,6 +174,8 @@ class LossScale:
         words: Device state, laid out as `backends.cpu.state_layout`; None before the first update.
         watches_minimum: Whether `on_min_scale` is "warn" or "raise".
         norms: Norm and order by the ids of the optimizers that were measured, in this iteration.
+        peaks: Largest unscaled magnitudes of this iteration's checks, as one-element tensors; None
+            where the policy needs none.
     """
 
     def __init__(self, policy: ScalePolicy, on_min_scale: str = "ignore") -> None:
@@ -143,7 +188,9 @@ class LossScale:
         self.policy = policy
         self.words: Tensor | None = None
         self.norms: dict[frozenset[int], tuple[Tensor, float]] = {}
-        self._tolerated = 0
+        self.peaks: list[Tensor] | None = None if policy.log_max is None else []
+        # What was loaded before there are words.
+        self._loaded: dict[int, int] = {}
         self.watches_minimum = on_min_scale != "ignore"
         self._watch = _MinimumWatch(on_min_scale == "raise") if self.watches_minimum else None
 
@@ -157,6 +204,42 @@ class LossScale:
         """Returns the settings that must be equal on all ranks, with a host sync."""
         tracker = self.hysteresis_tracker()
         return {**self.policy.state_dict(tracker), "on_min_scale": self.on_min_scale}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the checkpoint's entry, with a host sync."""
+        entry = self.policy.state_dict(self.hysteresis_tracker())
+        if self.policy.log_max is not None:
+            words = self._new_words() if self.words is None else self.words.cpu()
+            averages = words[list(_AVERAGES)].view(torch.float64).tolist()
+            ceiling = aten.float_of(words[layout.CEILING]).item()
+            entry["averages"] = [*averages, ceiling]
+        return entry
+
+    def require_loadable(self, state_dict: dict[str, Any]) -> dict[int, int]:
+        """Returns the words of a scaler's checkpoint, for `load`.
+
+        Raises:
+            ValueError: As `ScalePolicy.require_loadable`, or if the averages are damaged.
+        """
+        words = dict.fromkeys((*_AVERAGES, layout.CEILING), 0)
+        tracker = self.policy.hysteresis
+        if state_dict:
+            tracker = self.policy.require_loadable(state_dict)
+        averages = state_dict.get("ampfast", {}).get("averages")
+        if averages is not None:
+            _require_averages(averages)
+            *given, ceiling = averages
+            bits = torch.tensor(given, dtype=torch.float64, device="cpu").view(torch.int64)
+            words.update(zip(_AVERAGES, bits.tolist(), strict=True))
+            words[layout.CEILING] = int(aten.word_of(torch.tensor(ceiling, device="cpu")))
+        return {**words, layout.TOLERATED: self.policy.hysteresis - tracker}
+
+    def load(self, words: dict[int, int]) -> None:
+        """Sets words by number, now or when there are words."""
+        self._loaded = words
+        if self.words is not None:
+            places = torch.tensor(list(words), device=self.words.device)
+            self.words[places] = torch.tensor(list(words.values()), device=self.words.device)
 
     def update_(
         self,
@@ -178,7 +261,8 @@ class LossScale:
         checked = _factors(factors)
         kernels = None if checked is None else choice.kernels_for(scale.device)
         given = checked or cpu.UpdateFactors(*factors)
-        state = (given, self.words_on(scale.device), self.joint_norm(scale.device))
+        device = scale.device
+        state = (given, self.words_on(device), self.joint_norm(device), self.joint_peak(device))
         if kernels is None or not kernels.update_scale_(scale, growth_tracker, found_infs, *state):
             first, *others = found_infs
             # Out of place, since callers may hold the flags.
@@ -194,7 +278,7 @@ class LossScale:
     ) -> Update | None:
         """Returns an update for the last program of a check, or None if it cannot ride there."""
         given, kernels = _factors(factors), choice.kernels_for(scale.device)
-        if given is None or kernels is None:
+        if given is None or kernels is None or self.peaks is not None:
             return None
         words, norm = self.words_on(scale.device), self.joint_norm(scale.device)
         return kernels.scale_update(scale, growth_tracker, found_infs, given, words, norm)
@@ -219,6 +303,21 @@ class LossScale:
             return parts[0]
         joint: Tensor = torch.linalg.vector_norm(torch.stack(parts), norms[0][1])
         return joint
+
+    def joint_peak(self, device: torch.device) -> Tensor | None:
+        """Returns the largest peak, 0 if none is known, or None where the policy needs none."""
+        if self.peaks is None:
+            return None
+        return aten.largest(self.peaks, device)
+
+    def new_peaks(self) -> list[Tensor] | None:
+        """Returns a list for the peaks of a pass, or None where the policy needs none."""
+        return None if self.peaks is None else []
+
+    def take(self, peaks: list[Tensor] | None) -> None:
+        """Adds the peaks of a pass to those of this iteration."""
+        if self.peaks is not None and peaks is not None:
+            self.peaks += peaks
 
     def words_on(self, device: torch.device) -> Tensor:
         """Returns the words on `device`, created or moved there if necessary."""
@@ -273,12 +372,14 @@ class LossScale:
         """Returns the number of overflows until the scale backs off, with a host sync."""
         if self.words is not None:
             return self.policy.hysteresis - int(self.words[layout.TOLERATED])
-        return self.policy.hysteresis - self._tolerated
+        return self.policy.hysteresis - self._loaded.get(layout.TOLERATED, 0)
 
-    def set_hysteresis_tracker(self, tracker: int) -> None:
-        self._tolerated = self.policy.hysteresis - tracker
-        if self.words is not None:
-            self.words[layout.TOLERATED] = self._tolerated
+    def end_iteration(self) -> None:
+        """Forgets the norms and peaks of this iteration."""
+        if self.norms:
+            self.norms = {}
+        if self.peaks:
+            self.peaks = []
 
     def reset_minimum(self) -> None:
         """Restarts the count of steps skipped at the minimum, since the scale was set."""
@@ -298,7 +399,7 @@ class LossScale:
                 self._watch.report(counters, self.policy)
 
     def __getstate__(self) -> dict[str, Any]:
-        state = {**self.__dict__, "norms": {}}
+        state = {**self.__dict__, "norms": {}, "peaks": None if self.peaks is None else []}
         if self.words is not None:
             # As numbers, since a pickled tensor would be shared with other processes.
             words = self.words.tolist()
@@ -322,7 +423,11 @@ class LossScale:
                 words[word] = aten.word_of(torch.tensor(limit, dtype=torch.float32, device="cpu"))
         words[layout.MOST_TOLERATED] = self.policy.hysteresis - 1
         words[layout.REFILLS_ON_FINITE_STEPS] = int(self.policy.hysteresis_refill == "finite_step")
-        words[layout.TOLERATED] = self._tolerated
+        if self.policy.log_max is not None:
+            given = torch.tensor(astuple(self.policy.log_max), dtype=torch.float64, device="cpu")
+            words[[layout.SIGMAS, layout.HEADROOM]] = given.view(torch.int64)
+        for word, value in self._loaded.items():
+            words[word] = value
         return words
 
 
@@ -370,6 +475,19 @@ class _MinimumWatch:
         if skips >= 2 * self._warned_at:
             self._warned_at = skips
             warn_caller(text)
+
+
+def _require_averages(saved: object) -> None:
+    """Raises ValueError unless these are the averages and the ceiling of a checkpoint."""
+    count = len(_AVERAGES) + 1
+    if (
+        not isinstance(saved, list)
+        or len(saved) != count
+        or not all(type(each) is float and math.isfinite(each) for each in saved)
+    ):
+        raise ValueError(
+            f"the checkpoint's averages must be a list of {count} finite floats, got {saved!r}"
+        )
 
 
 def _float32(value: float) -> float:

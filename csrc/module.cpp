@@ -33,33 +33,41 @@ float read_inverse(const at::Tensor& factor, bool is_scale) {
   return is_scale ? inverse_scale(value) : value;
 }
 
-// The flag of a pass, which finds something with these marks: the given one accumulates.
+// The flag of a pass, which returns the largest magnitude, with these marks: the given one
+// accumulates. `norms`, if given, gets that magnitude as its second element.
 template <class Pass>
 at::Tensor flag_of(const GradList& grads, const OptionalTensor& found_inf,
-                   const std::optional<Marks>& marks, const Pass& pass) {
+                   const std::optional<Marks>& marks, const OptionalTensor& norms,
+                   const Pass& pass) {
   const std::optional<cpu::Rows> rows = read_marks(marks);
   const at::Tensor flag = found_inf ? *found_inf : new_scalar<float>(0);
   float* written = data_of<float>(flag, "found_inf", at::kCPU);
-  if (run(grads, [&] { return pass(rows ? &*rows : nullptr); })) {
+  double* its_norms = data_of<double>(norms, "norms", at::kCPU, 2);
+  const double largest = run(grads, [&] { return pass(rows ? &*rows : nullptr); });
+  if (!std::isfinite(largest)) {
     *written = 1;
+  }
+  if (its_norms != nullptr) {
+    its_norms[1] = largest;
   }
   return flag;
 }
 
 at::Tensor unscale_(const GradList& grads, const at::Tensor& factor, bool is_scale,
                     const OptionalTensor& found_inf, const std::optional<Marks>& marks,
-                    const OptionalTensor& coefficient) {
+                    const OptionalTensor& coefficient, const OptionalTensor& norms) {
   const float inv_scale = read_inverse(factor, is_scale);
   const double* second = data_of<const double>(coefficient, "coefficient", at::kCPU);
-  return flag_of(grads, found_inf, marks, [&](const cpu::Rows* rows) {
+  return flag_of(grads, found_inf, marks, norms, [&](const cpu::Rows* rows) {
     return cpu::unscale(grads, inv_scale, rows, second != nullptr ? *second : 1);
   });
 }
 
 at::Tensor check_(const GradList& grads, const OptionalTensor& grad_scale,
-                  const OptionalTensor& found_inf, const std::optional<Marks>& marks) {
+                  const OptionalTensor& found_inf, const std::optional<Marks>& marks,
+                  const OptionalTensor& norms) {
   const float* divisor = data_of<const float>(grad_scale, "grad_scale", at::kCPU);
-  return flag_of(grads, found_inf, marks, [&](const cpu::Rows* rows) {
+  return flag_of(grads, found_inf, marks, norms, [&](const cpu::Rows* rows) {
     return divisor != nullptr ? cpu::check(grads, Use::kDivide, *divisor, rows)
                               : cpu::check(grads, Use::kNothing, 1, rows);
   });
@@ -69,11 +77,10 @@ at::Tensor norms(const GradList& grads, const at::Tensor& factor, bool is_scale,
                  const at::Tensor& norms, const std::optional<Marks>& marks) {
   const float inv_scale = read_inverse(factor, is_scale);
   double* written = data_of<double>(norms, "norms", at::kCPU, 2);
-  return flag_of(grads, std::nullopt, marks, [&](const cpu::Rows* rows) {
+  return flag_of(grads, std::nullopt, marks, norms, [&](const cpu::Rows* rows) {
     const cpu::Norms total = cpu::norms(grads, inv_scale, rows);
     written[0] = total.sum_of_squares;
-    written[1] = total.absolute_maximum;
-    return !std::isfinite(total.absolute_maximum);
+    return total.absolute_maximum;
   });
 }
 
@@ -98,8 +105,8 @@ void measure_(const GradList& grads, const at::Tensor& health) {
 bool update_scale_(const at::Tensor& scale, const at::Tensor& growth_tracker,
                    const std::vector<at::Tensor>& found_infs, double growth_factor,
                    double backoff_factor, int64_t growth_interval, const OptionalTensor& state,
-                   const OptionalTensor& norm) {
-  const std::optional<Update> update =
+                   const OptionalTensor& norm, const OptionalTensor& peak) {
+  std::optional<Update> update =
       update_of(at::kCPU, scale, growth_tracker, state ? &*state : nullptr, norm ? &*norm : nullptr,
                 growth_factor, backoff_factor, growth_interval);
   float sum = 0;  // as torch takes it
@@ -112,6 +119,7 @@ bool update_scale_(const at::Tensor& scale, const at::Tensor& growth_tracker,
   if (!update) {
     return false;
   }
+  update->peak = data_of<const double>(peak, "peak", at::kCPU);
   apply(*update, sum);
   scale.unsafeGetTensorImpl()->bump_version();  // as torch's op
   return true;
@@ -128,6 +136,12 @@ std::map<std::string, int64_t> state_layout() {
           {"TOLERATED", kTolerated},
           {"LAST_SKIPPED", kLastSkipped},
           {"SPIKES", kSpikes},
+          {"MEAN", kMean},
+          {"WEIGHT", kWeight},
+          {"SLOW_MEAN", kSlowMean},
+          {"SLOW_SQUARE", kSlowSquare},
+          {"SLOW_WEIGHT", kSlowWeight},
+          {"CEILING", kCeiling},
           {"COUNTERS", kCounters},
           {"BEFORE", kBefore},
           {"SCALE_BEFORE", kScaleBefore},
@@ -136,6 +150,8 @@ std::map<std::string, int64_t> state_layout() {
           {"MAX_SCALE", kMaxScale},
           {"MOST_TOLERATED", kMostTolerated},
           {"REFILLS_ON_FINITE_STEPS", kRefillsOnFiniteSteps},
+          {"SIGMAS", kSigmas},
+          {"HEADROOM", kHeadroom},
           {"RING", kRing},
           {"RING_STEPS", kRingSteps},
           {"RING_SCALE", kRingScale},

@@ -19,7 +19,16 @@ enum StateWord : int64_t {
   kTolerated,       // overflows since the hysteresis was refilled
   kLastSkipped,     // the number of the last skipped step, counted from 1; 0: none
   kSpikes,          // steps skipped for their norm alone
-  kCounters = 16,   // a power of two, for Triton
+  // Moving averages of LogMax as bits of float64, each with its weight so far: of the logarithm,
+  // and
+  // slower ones of it and of its square.
+  kMean,
+  kWeight,
+  kSlowMean,
+  kSlowSquare,
+  kSlowWeight,
+  kCeiling,        // the scale that torch's rule allows it; 0: none
+  kCounters = 16,  // a power of two, for Triton
   // Counters, scale and growth tracker before the last update.
   kBefore = kCounters,
   kScaleBefore = kBefore + kCounters,
@@ -29,7 +38,9 @@ enum StateWord : int64_t {
   kMaxScale,              // 0: none
   kMostTolerated,         // overflows without a backoff
   kRefillsOnFiniteSteps,  // 1: after every finite step, as apex; 0: when the scale grows
-  kRing = 40,
+  kSigmas,                // of LogMax, as bits of float64
+  kHeadroom,              // likewise
+  kRing = 48,
 };
 
 // Behind it, the last steps: step i at i % kRingSteps.
@@ -60,6 +71,8 @@ struct Update {
   int32_t* growth_tracker = nullptr;
   int64_t* state = nullptr;     // null: nothing is kept, and the policy is torch's
   const float* norm = nullptr;  // of the gradients; null: none was taken
+  // Their largest magnitude, unscaled, where the policy is LogMax; 0: there is none.
+  const double* peak = nullptr;
   double growth_factor = 1;
   double backoff_factor = 1;
   int64_t growth_interval = 0;
@@ -68,6 +81,54 @@ struct Update {
 AMPFAST_ELEMENT int64_t word_of(float value) { return bits_as<uint32_t>(value); }
 
 AMPFAST_ELEMENT float float_in(int64_t word) { return bits_as<float>(static_cast<uint32_t>(word)); }
+
+// The logarithm to base 2, linear between powers of two: exact arithmetic everywhere.
+AMPFAST_ELEMENT double log2_of(double value) {
+  const int64_t bits = magnitude(value);
+  const int64_t fraction = bits & 0xfffffffffffff;
+  return static_cast<double>((bits >> 52) - 1023) +
+         static_cast<double>(fraction) / static_cast<double>(int64_t{1} << 52);
+}
+
+// The power of two that an exponent is rounded down to, as a normal float32.
+AMPFAST_ELEMENT float power_of_two(double exponent) {
+  const double bounded = exponent < -126 ? -126 : exponent > 127 ? 127 : exponent;
+  // Positive, so that what a conversion drops rounds down; the exponent of 1 is 127.
+  return bits_as<float>(static_cast<uint32_t>(bounded + 127) << 23);
+}
+
+// Moves an average a share of the way to a value.
+AMPFAST_ELEMENT double moved(int64_t* word, double value, double share) {
+  const double average = bits_as<double>(*word);
+  const double next = average + share * (value - average);
+  *word = bits_as<int64_t>(next);
+  return next;
+}
+
+// The scale by LogMax, or `otherwise` before the first peak: with headroom, the largest with which
+// no float16 gradient overflows whose logarithm is up to that many standard deviations above the
+// mean. A peak of 0 or one that is not finite changes no average.
+AMPFAST_ELEMENT float predicted(int64_t* state, double peak, float otherwise) {
+  if (peak > 0 && std::isfinite(peak)) {
+    const double value = log2_of(peak);
+    moved(state + kMean, value, 1.0 / 128);
+    moved(state + kWeight, 1, 1.0 / 128);
+    moved(state + kSlowMean, value, 1.0 / 1024);
+    moved(state + kSlowSquare, value * value, 1.0 / 1024);
+    moved(state + kSlowWeight, 1, 1.0 / 1024);
+  }
+  const double weight = bits_as<double>(state[kWeight]);
+  if (!(weight > 0)) {
+    return otherwise;
+  }
+  const double slow_weight = bits_as<double>(state[kSlowWeight]);
+  const double slow_mean = bits_as<double>(state[kSlowMean]) / slow_weight;
+  const double variance = bits_as<double>(state[kSlowSquare]) / slow_weight - slow_mean * slow_mean;
+  const double deviation = std::sqrt(variance > 0 ? variance : 0);
+  const double highest =
+      bits_as<double>(state[kMean]) / weight + bits_as<double>(state[kSigmas]) * deviation;
+  return power_of_two(16 - bits_as<double>(state[kHeadroom]) - highest);
+}
 
 // torch's `_amp_update_scale_`, except that a tracker beyond a lowered interval grows too; then the
 // policy of the state, and what it keeps. A spike, which only a state knows, leaves the scale and
@@ -101,6 +162,18 @@ AMPFAST_ELEMENT void apply(const Update& update, float flag) {
     }
     if (found_inf && state[kTolerated] <= state[kMostTolerated]) {
       next = before;
+    }
+    if (update.peak != nullptr && !spiked) {
+      // Beyond a scale that overflowed, torch's rule probes for it.
+      const float grown = static_cast<float>(float_in(state[kCeiling]) * update.growth_factor);
+      if (found_inf) {
+        state[kCeiling] = word_of(next);
+      } else if (grows && std::isfinite(grown)) {
+        state[kCeiling] = word_of(grown);
+      }
+      const float ceiling = float_in(state[kCeiling]);
+      next = predicted(state, found_inf ? 0 : *update.peak, next);
+      next = ceiling > 0 && next > ceiling ? ceiling : next;
     }
     const float min_scale = float_in(state[kMinScale]);
     const float max_scale = float_in(state[kMaxScale]);

@@ -295,7 +295,7 @@ PyObject* unscale_groups(PyObject* const* args) {
   }
   const GradList& list = work->walk.list;
   float* flag = work->mark.put(args[4]);
-  work->run([&] { *flag = cpu::unscale(list, work->inv_scale) ? 1 : 0; });
+  work->run([&] { *flag = std::isfinite(cpu::unscale(list, work->inv_scale)) ? 0 : 1; });
   return Py_NewRef(*flag != 0 ? Py_True : Py_False);
 }
 
@@ -358,7 +358,7 @@ PyObject* check_groups(PyObject* const* args) {
   }
   const float divisor = *scale->const_data_ptr<float>();
   bool found = false;
-  run(walk->list, [&] { found = cpu::check(walk->list, Use::kDivide, divisor); });
+  run(walk->list, [&] { found = !std::isfinite(cpu::check(walk->list, Use::kDivide, divisor)); });
   const float flag = found ? 1 : 0;
   return py::make_tuple(new_scalar(flag), new_scalar(flag), new_scalar(divisor)).release().ptr();
 }

@@ -116,7 +116,8 @@ class ReferenceLauncher:
 
     def _update(self, update: ScaleUpdate, flags: list[Tensor]) -> None:
         state = (update.scale.data, update.growth_tracker.data)
-        assert cpu.update_scale_(*state, flags, update.factors, update.state, update.norm)
+        given = (update.factors, update.state, update.norm, update.peak)
+        assert cpu.update_scale_(*state, flags, *given)
 
 
 @dataclass

@@ -10,11 +10,46 @@ import torch
 
 from ampfast.backends.cpu import SPIKE, UpdateFactors
 from ampfast.backends.cpu import state_layout as layout
-from ampfast.loss_scale import LossScale, ScalePolicy
+from ampfast.loss_scale import LogMax, LossScale, ScalePolicy
 
 
 def float32(value: float) -> float:
     return torch.tensor(value, dtype=torch.float64).float().item()
+
+
+@dataclass
+class Prediction:
+    """LogMax in plain Python."""
+
+    mean: float = 0.0
+    weight: float = 0.0
+    slow_mean: float = 0.0
+    slow_square: float = 0.0
+    slow_weight: float = 0.0
+    ceiling: float = 0.0
+
+    def see(self, peak: float) -> None:
+        fraction, exponent = math.frexp(peak)
+        value = exponent - 1 + (2 * fraction - 1)
+        for name, target, share in (
+            *(("mean", value, 1 / 128), ("weight", 1.0, 1 / 128)),
+            *(("slow_mean", value, 1 / 1024), ("slow_square", value * value, 1 / 1024)),
+            ("slow_weight", 1.0, 1 / 1024),
+        ):
+            average = getattr(self, name)
+            setattr(self, name, average + share * (target - average))
+
+    def scale(self, policy: LogMax) -> float:
+        far = self.slow_mean / self.slow_weight
+        variance = self.slow_square / self.slow_weight - far * far
+        highest = self.mean / self.weight + policy.sigmas * math.sqrt(max(variance, 0.0))
+        exponent = min(max(16 - policy.headroom - highest, -126.0), 127.0)
+        return 2.0 ** (math.floor(exponent + 127) - 127)
+
+    def words(self) -> list[int]:
+        averages = [*(self.mean, self.weight, self.slow_mean), self.slow_square, self.slow_weight]
+        bits = torch.tensor(averages, dtype=torch.float64).view(torch.int64).tolist()
+        return [*bits, int(torch.tensor(self.ceiling).view(torch.int32))]
 
 
 @dataclass
@@ -35,8 +70,9 @@ class ScaleModel:
     last_skipped: int = 0
     spikes: int = 0
     history: list[tuple[float, float, float | None]] = field(default_factory=list)
+    prediction: Prediction = field(default_factory=Prediction)
 
-    def update(self, flag: float, norm: float | None = None) -> None:
+    def update(self, flag: float, norm: float | None = None, peak: float = 0.0) -> None:
         self.history.append((self.scale, flag, norm))
         self.steps += 1
         self.skipped += flag != 0
@@ -46,9 +82,9 @@ class ScaleModel:
         if flag == SPIKE:
             self.spikes += 1
         else:
-            self._move(bool(flag))
+            self._move(bool(flag), peak)
 
-    def _move(self, found: bool) -> None:
+    def _move(self, found: bool, peak: float) -> None:
         growth, backoff, interval = self.factors
         before, policy = self.scale, self.policy
         after = before
@@ -66,6 +102,8 @@ class ScaleModel:
                 self.tolerated = 0
                 grown = float32(before * growth)
                 after = grown if math.isfinite(grown) else before
+        if policy.log_max is not None:
+            after = self._predicted(found, after, peak)
         if after > before and policy.max_scale is not None:
             after = min(after, max(before, float32(policy.max_scale)))
         elif after < before and policy.min_scale is not None:
@@ -76,10 +114,24 @@ class ScaleModel:
         self.skips_at_minimum = self.skips_at_minimum + 1 if stuck else 0
         self.scale = after
 
+    def _predicted(self, found: bool, by_torch: float, peak: float) -> float:
+        prediction, policy = self.prediction, self.policy.log_max
+        if found:
+            prediction.ceiling = by_torch
+        else:
+            if self.tracker == 0 and self.factors.growth_interval >= 1:
+                grown = float32(prediction.ceiling * self.factors.growth_factor)
+                prediction.ceiling = grown if math.isfinite(grown) else prediction.ceiling
+            if 0 < peak < math.inf:
+                prediction.see(peak)
+        after = by_torch if prediction.weight == 0 else prediction.scale(policy)
+        return min(after, prediction.ceiling) if prediction.ceiling > 0 else after
+
     def counters(self) -> list[int]:
         known = [
             *(self.steps, self.skipped, self.growths, self.backoffs, self.consecutive_skips),
             *(self.skips_at_minimum, self.tolerated, self.last_skipped, self.spikes),
+            *self.prediction.words(),
         ]
         return known + [0] * (layout.COUNTERS - len(known))
 
@@ -92,6 +144,8 @@ POLICIES = {
     "hysteresis": ScalePolicy(hysteresis=3),
     "hysteresis refilled": ScalePolicy(hysteresis=2, hysteresis_refill="finite_step"),
     "all": ScalePolicy(0.5, 30.0, 2, "growth"),
+    "log max": ScalePolicy(log_max=LogMax()),
+    "log max, limits": ScalePolicy(2.0**-20, 2.0**20, log_max=LogMax(0.5, 2.5)),
 }
 FACTORS = UpdateFactors(1.9, 0.3, 3)
 
@@ -109,6 +163,19 @@ def random_steps(count: int, seed: int, spikes: bool = False) -> list[tuple[floa
             norm = chance.choice([None, math.inf, math.nan, chance.random()])
             steps.append((flag, norm if norm is None else float32(norm)))
     return steps[:count]
+
+
+def random_peaks(count: int, policy: ScalePolicy) -> list[float | None]:
+    """Peaks for a policy that needs them, else None: a walk, with zeros and extremes."""
+    if policy.log_max is None:
+        return [None] * count
+    chance, level = random.Random(count), 0.0
+    peaks = []
+    for _ in range(count):
+        level += chance.gauss(0.0, 1.0)
+        usual = 2.0 ** (level / 4)
+        peaks.append(chance.choice([usual] * 20 + [0.0, 1e-300, 2.0**-149, 3e38, math.inf]))
+    return peaks
 
 
 def assert_state(words: torch.Tensor, model: ScaleModel) -> None:

@@ -9,7 +9,15 @@ import warnings
 import pytest
 import scaler_loop
 import torch
-from scale_model import FACTORS, POLICIES, ScaleModel, assert_state, float32, random_steps
+from scale_model import (
+    FACTORS,
+    POLICIES,
+    ScaleModel,
+    assert_state,
+    float32,
+    random_peaks,
+    random_steps,
+)
 from scaler_loop import Loop
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -37,14 +45,17 @@ def test_random_steps(backend: str, policy: str, start: float) -> None:
     words = LossScale(model.policy).words_on(torch.device("cpu"))
     scale = torch.tensor(model.scale)
     tracker = torch.tensor(model.tracker, dtype=torch.int32)
-    for found, norm in random_steps(1100, seed=len(policy), spikes=True):
+    peaks = random_peaks(1100, model.policy)
+    steps = random_steps(1100, seed=len(policy), spikes=True)
+    for (found, norm), peak in zip(steps, peaks, strict=True):
         flag = torch.tensor(found)
-        given = None if norm is None else torch.tensor(norm)
+        given = [None if norm is None else torch.tensor(norm)]
+        given += [None if peak is None else torch.tensor(peak, dtype=torch.float64)]
         if backend == "cpu":
-            assert cpu.update_scale_(scale, tracker, [flag], FACTORS, words, given)
+            assert cpu.update_scale_(scale, tracker, [flag], FACTORS, words, *given)
         else:
-            aten.update_scale_(scale, tracker, flag, FACTORS, words, given)
-        model.update(found, norm)
+            aten.update_scale_(scale, tracker, flag, FACTORS, words, *given)
+        model.update(found, norm, peak or 0.0)
         assert (scale.item(), tracker.item()) == (model.scale, model.tracker)
     assert model.growths
     assert_state(words, model)

@@ -20,6 +20,7 @@ __all__ = [
     "copy_to_host_async",
     "float_of",
     "joint_flag",
+    "largest",
     "mark_",
     "measure_",
     "moved",
@@ -140,6 +141,7 @@ def update_scale_(
     factors: UpdateFactors,
     state: Tensor | None = None,
     norm: Tensor | None = None,
+    peak: Tensor | None = None,
 ) -> None:
     """torch's `_amp_update_scale_`, except that a tracker beyond a lowered interval grows, too.
 
@@ -159,7 +161,8 @@ def update_scale_(
     with _disable_current_modes():
         after, tracker, flag, words = (t.to("cpu") for t in (*before, found_inf, state))
         told = None if norm is None else norm.to("cpu")
-        if cpu.update_scale_(after, tracker, [flag], factors, words, told):
+        seen = None if peak is None else peak.to("cpu").double()
+        if cpu.update_scale_(after, tracker, [flag], factors, words, told, seen):
             scale.data.copy_(after)
             growth_tracker.data.copy_(tracker)
             state.copy_(words)
@@ -278,6 +281,15 @@ def joint_flag(flags: Iterable[Tensor], device: torch.device) -> Tensor:
         here = torch.where(here < cpu.SPIKE_BOUND, here.clamp(max=cpu.SPIKE), 1.0)
         joint = torch.maximum(joint, here)
     return joint
+
+
+def largest(values: list[Tensor], device: torch.device) -> Tensor:
+    """Returns the largest of non-negative scalars, 0 if there is none, in its widest dtype."""
+    here = [moved(value, device).reshape(()) for value in values]
+    if len(here) == 1:
+        return here[0]
+    none = torch.zeros((), dtype=widest(device), device=device)
+    return torch.stack([none, *here]).amax()
 
 
 @torch.no_grad()

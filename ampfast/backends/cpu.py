@@ -210,6 +210,7 @@ def unscale_(
     update: None = None,
     track: Track | None = None,
     coefficient: Tensor | None = None,
+    norms: Tensor | None = None,
 ) -> Tensor:
     """Multiplies gradients in place by an inverse scale and checks that the results are finite.
 
@@ -225,11 +226,13 @@ def unscale_(
         track: Tables whose `marks` get the overflows of each parameter.
         coefficient: One-element float64 by which the checked and rounded products are multiplied,
             or None.
+        norms: float64 of shape (2,) whose second element gets the largest magnitude of the checked
+            values, as in `norms`, or None. Its first element is undefined afterwards.
 
     Returns:
         `found_inf`, or the new tensor.
     """
-    return _C.unscale_(grads, factor, is_scale, found_inf, _marks(track), coefficient)
+    return _C.unscale_(grads, factor, is_scale, found_inf, _marks(track), coefficient, norms)
 
 
 def narrow_(pairs: GradList, found_inf: Tensor | None = None) -> None:
@@ -283,12 +286,13 @@ def check_(
     found_inf: Tensor | None = None,
     update: None = None,
     track: Track | None = None,
+    norms: Tensor | None = None,
 ) -> Tensor:
     """Checks that values are finite once divided by `grad_scale`; reads only.
 
     Arguments and result as for `unscale_`; without `grad_scale` the values themselves are checked.
     """
-    return _C.check_(grads, grad_scale, found_inf, _marks(track))
+    return _C.check_(grads, grad_scale, found_inf, _marks(track), norms)
 
 
 def clip_coefficient(norms: Tensor, *more: Any) -> None:
@@ -310,6 +314,7 @@ def scale_update(
     factors: UpdateFactors,
     state: Tensor | None = None,
     norm: Tensor | None = None,
+    peak: Tensor | None = None,
 ) -> None:
     """No update rides in a pass on a CPU; arguments as for `update_scale_`."""
 
@@ -321,6 +326,7 @@ def update_scale_(
     factors: UpdateFactors,
     state: Tensor | None = None,
     norm: Tensor | None = None,
+    peak: Tensor | None = None,
 ) -> bool:
     """Writes the next scale and growth tracker in place, and records the step in the state.
 
@@ -332,12 +338,14 @@ def update_scale_(
         state: Counters, history and policy: int64 words on that device, laid out as `state_layout`.
             Without it the policy is torch's.
         norm: One-element float32, the norm of the gradients for the state.
+        peak: One-element float64, the largest magnitude of the unscaled gradients, or 0 for none:
+            the scale follows LogMax, whose parameters are in the state.
 
     Returns:
         False, with nothing written, if the kernels do not support the tensors, which are then
         torch's op to take.
     """
     try:
-        return _C.update_scale_(scale, growth_tracker, found_infs, *factors, state, norm)
+        return _C.update_scale_(scale, growth_tracker, found_infs, *factors, state, norm, peak)
     except TypeError:
         return False

@@ -105,6 +105,7 @@ class ScaleUpdate:
         factors: As for `cpu.update_scale_`.
         state: As for `cpu.update_scale_`.
         norm: As for `cpu.update_scale_`.
+        peak: As for `cpu.update_scale_`.
     """
 
     def __init__(
@@ -116,12 +117,14 @@ class ScaleUpdate:
         factors: tuple[float, float, int],
         state: Tensor | None,
         norm: Tensor | None,
+        peak: Tensor | None = None,
     ) -> None:
         self.scale = scale
         self.growth_tracker = growth_tracker
         self.factors = factors
         self.state = state
         self.norm = norm
+        self.peak = peak
         self.divisor: Tensor | None = None
         self.applied = False
         self._launcher = launcher
@@ -134,8 +137,8 @@ class ScaleUpdate:
 
     @property
     def rides(self) -> bool:
-        """Whether it can ride in a check, which takes at most one more flag and no norm."""
-        return len(self._found_infs) <= 1 and self.norm is None
+        """Whether it can ride in a check: with at most one more flag, no norm and no peak."""
+        return len(self._found_infs) <= 1 and self.norm is None and self.peak is None
 
     def apply(self) -> None:
         """Launches the update alone."""
@@ -227,7 +230,7 @@ class DeviceKernels:
         norms: Tensor | None = None,
         track: Track | None = None,
     ) -> Tensor:
-        """As `cpu.unscale_`, with the last two arguments of `Pass`."""
+        """As `cpu.unscale_`."""
         use = Use.SCALE if is_scale else Use.INVERSE
         return self._run(grads, True, use, factor, found_inf, update, coefficient, norms, track)
 
@@ -239,10 +242,11 @@ class DeviceKernels:
         found_inf: Tensor | None = None,
         update: ScaleUpdate | None = None,
         track: Track | None = None,
+        norms: Tensor | None = None,
     ) -> Tensor:
         """As `cpu.check_`."""
         use = Use.RAW if grad_scale is None else Use.DIVIDE
-        return self._run(grads, False, use, grad_scale, found_inf, update, None, None, track)
+        return self._run(grads, False, use, grad_scale, found_inf, update, None, norms, track)
 
     def norms(
         self,
@@ -295,6 +299,7 @@ class DeviceKernels:
         factors: UpdateFactors,
         state: Tensor | None = None,
         norm: Tensor | None = None,
+        peak: Tensor | None = None,
     ) -> ScaleUpdate | None:
         """Returns an update to apply, or None for torch's own op or its error."""
         if not is_scalar(scale, torch.float32) or not is_scalar(growth_tracker, torch.int32):
@@ -309,7 +314,8 @@ class DeviceKernels:
                 return None
         if norm is not None and not is_scalar(norm, torch.float32):
             return None
-        return ScaleUpdate(self._launcher, scale, growth_tracker, found_infs, factors, state, norm)
+        given = (scale, growth_tracker, found_infs, factors, state, norm, peak)
+        return ScaleUpdate(self._launcher, *given)
 
     def update_scale_(
         self,
@@ -319,9 +325,10 @@ class DeviceKernels:
         factors: UpdateFactors,
         state: Tensor | None = None,
         norm: Tensor | None = None,
+        peak: Tensor | None = None,
     ) -> bool:
         """Applies the update of `scale_update`; False if that is None."""
-        update = self.scale_update(scale, growth_tracker, found_infs, factors, state, norm)
+        update = self.scale_update(scale, growth_tracker, found_infs, factors, state, norm, peak)
         if update is None:
             return False
         update.apply()

@@ -178,25 +178,26 @@ double largest_used(const DtypeList& list, Writes writes, Use use, float factor,
 
 int64_t set_grain(int64_t bytes) { return grain.exchange(bytes); }
 
-bool check(const GradList& grads, Use use, float factor, const Rows* marks) {
+double check(const GradList& grads, Use use, float factor, const Rows* marks) {
   require_rows(grads, marks);
-  bool found = false;
+  double largest = 0;
   for (const DtypeList& list : grads.lists()) {
     const Loops& loops = loops_for(dtype_of(list.dtype));
     const auto body = [&](const char* address, int64_t numel, int64_t /*chunk*/, float* /*wide*/) {
       return loops.peak_bits(address, numel);
     };
-    found |= !std::isfinite(largest_used(list, Writes::kNothing, use, factor, marks, body));
+    largest =
+        larger_or_nan(largest, largest_used(list, Writes::kNothing, use, factor, marks, body));
   }
-  return found;
+  return largest;
 }
 
-bool unscale(const GradList& grads, float inv_scale, const Rows* marks, double coefficient) {
+double unscale(const GradList& grads, float inv_scale, const Rows* marks, double coefficient) {
   require_rows(grads, marks);
   // As torch: not even a subnormal is flushed then.
   const bool changes = inv_scale != 1 || coefficient != 1;
   const Use use = changes ? Use::kMultiply : Use::kNothing;
-  bool found = false;
+  double largest = 0;
   for (const DtypeList& list : grads.lists()) {
     const Loops& loops = loops_for(dtype_of(list.dtype));
     const Writes in_place = changes ? Writes::kTensors : Writes::kNothing;
@@ -208,9 +209,9 @@ bool unscale(const GradList& grads, float inv_scale, const Rows* marks, double c
                      : loops.peak_bits(address, numel);
     };
     const Writes writes = list.is_paired ? Writes::kPairs : in_place;
-    found |= !std::isfinite(largest_used(list, writes, use, inv_scale, marks, body));
+    largest = larger_or_nan(largest, largest_used(list, writes, use, inv_scale, marks, body));
   }
-  return found;
+  return largest;
 }
 
 Norms norms(const GradList& grads, float inv_scale, const Rows* marks) {

@@ -13,15 +13,15 @@ struct Rows {
   int64_t step = 0;  // of marks: the number of this step, counted from 1
 };
 
-// Tells whether a value of the list is not finite, as `use` and `factor` will use it. Reads only.
-// With rows of kMarkWords, marks the parameters of such values.
-bool check(const GradList& grads, Use use, float factor, const Rows* marks = nullptr);
+// The largest magnitude of the list, NaN if there is one, as `use` and `factor` will use it. Reads
+// only. With rows of kMarkWords, marks the parameters of values that are not finite then.
+double check(const GradList& grads, Use use, float factor, const Rows* marks = nullptr);
 
-// Multiplies in place, or writes the float32 values of a pair, and tells whether a product is not
-// finite, rounded to the dtype written. `marks` as above. With a coefficient the rounded products
-// are multiplied by it, which decides nothing.
-bool unscale(const GradList& grads, float inv_scale, const Rows* marks = nullptr,
-             double coefficient = 1);
+// Multiplies in place, or writes the float32 values of a pair. Returns the largest product, rounded
+// to the dtype written, as above; `marks`, too. With a coefficient the rounded products are
+// multiplied by it, which decides nothing.
+double unscale(const GradList& grads, float inv_scale, const Rows* marks = nullptr,
+               double coefficient = 1);
 
 struct Norms {
   double sum_of_squares;

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 from device_parity import KERNELS, grads_of
-from scale_model import FACTORS, POLICIES, ScaleModel, assert_state, random_steps
+from scale_model import FACTORS, POLICIES, ScaleModel, assert_state, random_peaks, random_steps
 
 from ampfast.backends.cpu import state_layout
 from ampfast.loss_scale import LossScale
@@ -26,13 +26,16 @@ def test_random_steps(policy: str) -> None:
     words[state_layout.RING :][: ahead * state_layout.RING_WORDS] = 0
     scale = torch.tensor(model.scale)
     tracker = torch.tensor(model.tracker, dtype=torch.int32)
+    peaks = random_peaks(80, model.policy)
     for turn, (found, norm) in enumerate(random_steps(80, len(policy), spikes=True)):
-        riding = turn % 2 == 0
+        peak = peaks[turn]
+        riding = turn % 2 == 0 and peak is None
         norm = None if riding else norm
         given = None if norm is None else torch.tensor(norm)
         infinite = riding and found == 1
         flags = [] if infinite else [torch.tensor(found)]
-        update = KERNELS.scale_update(scale, tracker, flags, FACTORS, words, given)
+        seen = None if peak is None else torch.tensor(peak, dtype=torch.float64)
+        update = KERNELS.scale_update(scale, tracker, flags, FACTORS, words, given, seen)
         if riding:
             KERNELS.check_(
                 grads_of([torch.full((3,), math.nan if infinite else 1.0)]), update=update
@@ -40,7 +43,7 @@ def test_random_steps(policy: str) -> None:
         else:
             update.apply()
         assert update.applied
-        model.update(found, norm)
+        model.update(found, norm, peak or 0.0)
         assert (scale.item(), tracker.item()) == (model.scale, model.tracker)
     assert_state(words, model)
 

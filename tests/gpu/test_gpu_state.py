@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from gpu_support import flag, grads_of, kernels_of
-from scale_model import FACTORS, POLICIES, ScaleModel, assert_state, random_steps
+from scale_model import FACTORS, POLICIES, ScaleModel, assert_state, random_peaks, random_steps
 
 from ampfast import GradScaler
 from ampfast.loss_scale import LossScale
@@ -24,18 +24,21 @@ def test_random_steps(backend: str, device: torch.device, policy: str) -> None:
     scale, tracker = flag(model.scale, device), torch.full((), 1, dtype=torch.int32, device=device)
     finite = grads_of([torch.ones(3, device=device)])
     infinite = grads_of([torch.full((3,), math.inf, device=device)])
+    peaks = random_peaks(1100, model.policy)
     for turn, (found, norm) in enumerate(random_steps(1100, len(policy), spikes=True)):
-        riding = turn % 2 == 0
+        peak = peaks[turn]
+        riding = turn % 2 == 0 and peak is None
         norm = None if riding else norm
         given = None if norm is None else flag(norm, device)
         overflows = riding and found == 1
         flags = [] if overflows else [flag(found, device)]
-        update = kernels.scale_update(scale, tracker, flags, FACTORS, words, given)
+        seen = None if peak is None else torch.tensor(peak, dtype=torch.float64, device=device)
+        update = kernels.scale_update(scale, tracker, flags, FACTORS, words, given, seen)
         if riding:
             kernels.check_(infinite if overflows else finite, update=update)
         else:
             update.apply()
-        model.update(found, norm)
+        model.update(found, norm, peak or 0.0)
     assert (scale.item(), tracker.item()) == (model.scale, model.tracker)
     assert_state(words, model)
 

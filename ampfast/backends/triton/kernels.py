@@ -66,6 +66,12 @@ _SKIPS_AT_MINIMUM = tl.constexpr(state_layout.SKIPS_AT_MINIMUM)
 _TOLERATED = tl.constexpr(state_layout.TOLERATED)
 _LAST_SKIPPED = tl.constexpr(state_layout.LAST_SKIPPED)
 _SPIKES = tl.constexpr(state_layout.SPIKES)
+_MEAN = tl.constexpr(state_layout.MEAN)
+_WEIGHT = tl.constexpr(state_layout.WEIGHT)
+_SLOW_MEAN = tl.constexpr(state_layout.SLOW_MEAN)
+_SLOW_SQUARE = tl.constexpr(state_layout.SLOW_SQUARE)
+_SLOW_WEIGHT = tl.constexpr(state_layout.SLOW_WEIGHT)
+_CEILING = tl.constexpr(state_layout.CEILING)
 _COUNTERS = tl.constexpr(state_layout.COUNTERS)
 _BEFORE = tl.constexpr(state_layout.BEFORE)
 _SCALE_BEFORE = tl.constexpr(state_layout.SCALE_BEFORE)
@@ -74,6 +80,8 @@ _MIN_SCALE = tl.constexpr(state_layout.MIN_SCALE)
 _MAX_SCALE = tl.constexpr(state_layout.MAX_SCALE)
 _MOST_TOLERATED = tl.constexpr(state_layout.MOST_TOLERATED)
 _REFILLS_ON_FINITE_STEPS = tl.constexpr(state_layout.REFILLS_ON_FINITE_STEPS)
+_SIGMAS = tl.constexpr(state_layout.SIGMAS)
+_HEADROOM = tl.constexpr(state_layout.HEADROOM)
 _RING = tl.constexpr(state_layout.RING)
 _RING_STEPS = tl.constexpr(state_layout.RING_STEPS)
 _RING_SCALE = tl.constexpr(state_layout.RING_SCALE)
@@ -324,11 +332,65 @@ def _joint(a, b):
 
 
 @triton.jit
+def _double_at(ptr):
+    return tl.load(ptr).to(tl.float64, bitcast=True)
+
+
+@triton.jit
+def _log2(value):
+    """Logarithm to base 2, linear between powers of two, as `log2_of` of csrc/scale.h."""
+    bits = _magnitude(value)
+    fraction = (bits & 0xFFFFFFFFFFFFF).to(tl.float64)
+    return ((bits >> 52) - 1023).to(tl.float64) + fraction * 2.0**-52
+
+
+@triton.jit
+def _power_of_two(exponent):
+    """Power of two that an exponent is rounded down to, as a normal float32."""
+    bounded = tl.minimum(tl.maximum(exponent, -126.0), 127.0)
+    # Positive, so that what a conversion drops rounds down; the exponent of 1 is 127.
+    return ((bounded + 127.0).to(tl.int32) << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _predict(state_ptr, word, counted, peak, otherwise):
+    """Scale by LogMax, and the counters with its averages, as `predicted` of csrc/scale.h."""
+    is_known = (peak > 0.0) & (_magnitude(peak) < _INFINITY)
+    value = _log2(tl.where(is_known, peak, 1.0))
+    mean = _double_at(state_ptr + _MEAN)
+    weight = _double_at(state_ptr + _WEIGHT)
+    slow_mean = _double_at(state_ptr + _SLOW_MEAN)
+    slow_square = _double_at(state_ptr + _SLOW_SQUARE)
+    slow_weight = _double_at(state_ptr + _SLOW_WEIGHT)
+    # Shares that are exact in float32, as which Triton takes constants.
+    mean = tl.where(is_known, mean + 0.0078125 * (value - mean), mean)
+    weight = tl.where(is_known, weight + 0.0078125 * (1.0 - weight), weight)
+    slow_mean = tl.where(is_known, slow_mean + 0.0009765625 * (value - slow_mean), slow_mean)
+    moved = slow_square + 0.0009765625 * (value * value - slow_square)
+    slow_square = tl.where(is_known, moved, slow_square)
+    moved = slow_weight + 0.0009765625 * (1.0 - slow_weight)
+    slow_weight = tl.where(is_known, moved, slow_weight)
+    counted = tl.where(word == _MEAN, mean.to(tl.int64, bitcast=True), counted)
+    counted = tl.where(word == _WEIGHT, weight.to(tl.int64, bitcast=True), counted)
+    counted = tl.where(word == _SLOW_MEAN, slow_mean.to(tl.int64, bitcast=True), counted)
+    counted = tl.where(word == _SLOW_SQUARE, slow_square.to(tl.int64, bitcast=True), counted)
+    counted = tl.where(word == _SLOW_WEIGHT, slow_weight.to(tl.int64, bitcast=True), counted)
+    far = slow_mean / slow_weight
+    variance = slow_square / slow_weight - far * far
+    deviation = tl.sqrt(tl.where(variance > 0.0, variance, 0.0))
+    highest = mean / weight + _double_at(state_ptr + _SIGMAS) * deviation
+    exponent = 16.0 - _double_at(state_ptr + _HEADROOM) - highest
+    scale = _power_of_two(tl.where(weight > 0.0, exponent, 0.0))
+    return tl.where(weight > 0.0, scale, otherwise), counted
+
+
+@triton.jit
 def _update(
     scale_ptr,
     growth_tracker_ptr,
     state_ptr,
     norm_ptr,
+    peak_ptr,
     flag,
     growth_factor,
     backoff_factor,
@@ -365,6 +427,18 @@ def _update(
         refills = grows | (refills_each & ~spiked)
         tolerated = tl.where(found, tolerated + 1, tl.where(refills, 0, tolerated))
         scale = tl.where(found & (tolerated <= most_tolerated), before, scale)
+        if peak_ptr is not None:
+            ceiling = _float_at(state_ptr + _CEILING)
+            higher = (ceiling.to(tl.float64) * growth_factor).to(tl.float32)
+            higher = tl.where(grows & (_magnitude(higher) < 0x7F800000), higher, ceiling)
+            ceiling = tl.where(found, scale, tl.where(spiked, ceiling, higher))
+            peak = tl.where(skipped, 0.0, tl.load(peak_ptr))
+            scale, counters_then = _predict(state_ptr, word, counters, peak, scale)
+            ceiling_word = _word(ceiling)
+            counters_then = tl.where(word == _CEILING, ceiling_word, counters_then)
+            scale = tl.where((ceiling > 0) & (scale > ceiling), ceiling, scale)
+        else:
+            counters_then = counters
         # A scale set beyond the limits is not moved the wrong way.
         too_high = (scale > before) & (max_scale > 0) & (scale > max_scale)
         too_low = (scale < before) & (min_scale > 0) & (scale < min_scale)
@@ -373,7 +447,7 @@ def _update(
         scale = tl.where(too_high, highest, tl.where(too_low, lowest, scale))
         is_stuck = found & (min_scale > 0) & (before <= min_scale)
 
-        counted = tl.where(word == _STEPS, steps + 1, counters)
+        counted = tl.where(word == _STEPS, steps + 1, counters_then)
         counted = tl.where(word == _SKIPPED, counters + one, counted)
         counted = tl.where(word == _GROWTHS, counters + (scale > before).to(tl.int64), counted)
         counted = tl.where(word == _BACKOFFS, counters + (scale < before).to(tl.int64), counted)
@@ -566,7 +640,7 @@ def multi_tensor(
                 if other_found_inf_ptr is not None:
                     flag = _joint(flag, tl.load(other_found_inf_ptr))
                 _update(
-                    *(scale_ptr, growth_tracker_ptr, state_ptr, None, flag),
+                    *(scale_ptr, growth_tracker_ptr, state_ptr, None, None, flag),
                     *(growth_factor, backoff_factor, growth_interval),
                 )
             # All threads have loaded the values that the first one now replaces.
@@ -723,7 +797,7 @@ def narrow(
 
 @triton.jit(
     do_not_specialize=[
-        *("scale_ptr", "growth_tracker_ptr", "state_ptr", "norm_ptr"),
+        *("scale_ptr", "growth_tracker_ptr", "state_ptr", "norm_ptr", "peak_ptr"),
         *("found_inf_a_ptr", "found_inf_b_ptr", "found_inf_c_ptr", "found_inf_d_ptr"),
         *("growth_factor", "backoff_factor", "growth_interval"),
     ]
@@ -733,6 +807,7 @@ def update_scale(
     growth_tracker_ptr,
     state_ptr,
     norm_ptr,
+    peak_ptr,
     found_inf_a_ptr,
     found_inf_b_ptr,
     found_inf_c_ptr,
@@ -746,7 +821,7 @@ def update_scale(
     flag = _joint(flag, tl.load(found_inf_c_ptr))
     flag = _joint(flag, tl.load(found_inf_d_ptr))
     _update(
-        *(scale_ptr, growth_tracker_ptr, state_ptr, norm_ptr, flag),
+        *(scale_ptr, growth_tracker_ptr, state_ptr, norm_ptr, peak_ptr, flag),
         *(growth_factor, backoff_factor, growth_interval),
     )
 

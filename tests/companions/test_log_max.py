@@ -1,0 +1,350 @@
+"""A scale that follows the largest gradients, against the rule in plain Python."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import math
+import pickle
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from reference_launcher import ReferenceLauncher
+from scale_model import ScaleModel
+from torch import Tensor, nn
+
+import ampfast
+from ampfast import LogMax
+from ampfast.backends.cpu import UpdateFactors
+from ampfast.loss_scale import ScalePolicy
+
+FACTORS = UpdateFactors(2.0, 0.5, 7)
+
+
+def plain(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=1e-3)
+
+
+def fused(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.Adam(params, lr=1e-3, fused=True)
+
+
+def stepped(scaler: Any, optimizer: Any) -> None:
+    scaler.step(optimizer)
+    scaler.update()
+
+
+def together(scaler: Any, optimizer: Any) -> None:
+    scaler.step_and_update(optimizer)
+
+
+def unscaled(scaler: Any, optimizer: Any) -> None:
+    scaler.unscale_(optimizer)
+    stepped(scaler, optimizer)
+
+
+def clipped(scaler: Any, optimizer: Any) -> None:
+    scaler.clip_grad_norm_(optimizer, 1.0)
+    stepped(scaler, optimizer)
+
+
+def clipped_by_largest(scaler: Any, optimizer: Any) -> None:
+    scaler.clip_grad_norm_(optimizer, 1.0, math.inf)
+    stepped(scaler, optimizer)
+
+
+def deferred(scaler: Any, optimizer: Any) -> None:
+    if optimizer.param_groups[0].get("fused"):
+        scaler.clip_grad_norm_(optimizer, 1.0, in_place=False)
+    stepped(scaler, optimizer)
+
+
+WAYS: dict[str, Callable[[Any, Any], None]] = {
+    each.__name__: each
+    for each in (stepped, together, unscaled, clipped, clipped_by_largest, deferred)
+}
+
+
+def random_peaks(count: int, seed: int) -> list[float]:
+    """Powers of two, which no scaling rounds, drifting; some steps overflow, some are zero."""
+    chance, level = random.Random(seed), 0.0
+    peaks = []
+    for _ in range(count):
+        level += chance.gauss(0.0, 0.7)
+        usual = 2.0 ** round(level + chance.gauss(0.0, 1.0))
+        peaks.append(chance.choice([usual] * 12 + [0.0, math.inf]))
+    return peaks
+
+
+class Loop:
+    """Parameters whose largest gradient is given, and the model of their scale."""
+
+    def __init__(self, make: Any = plain, policy: Any = None, **options: Any) -> None:
+        self.policy = LogMax(2.0, 1) if policy is None else policy
+        shapes = [(3,), (5, 2), (4, 3)]
+        dtypes = [torch.float32, torch.float64, torch.float32]
+        self.params = [
+            nn.Parameter(torch.zeros(shape, dtype=dtype))
+            for shape, dtype in zip(shapes, dtypes, strict=True)
+        ]
+        self.optimizer = make(self.params)
+        self.scaler = ampfast.GradScaler(
+            "cpu", init_scale=8.0, growth_interval=7, policy=self.policy, **options
+        )
+        limits = (options.get("min_scale"), options.get("max_scale"))
+        self.model = ScaleModel(8.0, 0, FACTORS, ScalePolicy(*limits, log_max=self.policy))
+        self.turn = 0
+
+    def backward(self, peak: float) -> None:
+        self.scaler.scale(torch.zeros(()))
+        scale = self.scaler.get_scale()
+        for number, param in enumerate(self.params):
+            param.grad = torch.full_like(param, peak * scale / 4)
+            if number == self.turn % len(self.params):
+                param.grad.view(-1)[1] = -peak * scale
+        self.turn += 1
+
+    def step(self, peak: float, way: Any = stepped) -> None:
+        self.backward(peak)
+        way(self.scaler, self.optimizer)
+        self.model.update(float(math.isinf(peak)), peak=peak)
+        assert self.scaler.get_scale() == self.model.scale
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("make", [plain, fused])
+@pytest.mark.parametrize("backend", ["cpu", "aten"])
+def test_every_way_follows_the_rule(backend: str, make: Any, way: str) -> None:
+    loop = Loop(make, backend=backend)
+    scales = set()
+    for peak in random_peaks(80, seed=1):
+        loop.step(peak, WAYS[way])
+        scales.add(loop.scaler.get_scale())
+    assert len(scales) > 5
+    averages = loop.scaler.state_dict()["ampfast"]["averages"]
+    prediction = loop.model.prediction
+    assert averages == [
+        *(prediction.mean, prediction.weight, prediction.slow_mean),
+        *(prediction.slow_square, prediction.slow_weight, prediction.ceiling),
+    ]
+    assert loop.scaler.stats().skipped == loop.model.skipped > 0
+
+
+@pytest.mark.parametrize("make", [plain, fused])
+def test_device_kernels_follow_the_rule(launcher: ReferenceLauncher, make: Any) -> None:
+    loop = Loop(make)
+    for turn, peak in enumerate(random_peaks(60, seed=2)):
+        loop.step(peak, list(WAYS.values())[turn % len(WAYS)])
+
+
+def test_no_launch_is_added(launcher: ReferenceLauncher) -> None:
+    counts = []
+    for policy in (None, LogMax()):
+        scaler = ampfast.GradScaler("cpu", policy=policy)
+        param = nn.Parameter(torch.zeros(3))
+        optimizer = fused([param])
+        for _ in range(2):
+            scaler.scale(param.sum()).backward()
+            launcher.launches.clear()
+            launcher.read = 0
+            stepped(scaler, optimizer)
+        counts.append((launcher.launches[:], launcher.read))
+    assert counts[0] == counts[1]
+
+
+def test_the_largest_of_several_optimizers_counts() -> None:
+    loop, other = Loop(), Loop(fused)
+    other.scaler = loop.scaler
+    for peak in (1.0, 4.0, 2.0**-7, 2.0**9):
+        loop.backward(peak)
+        other.backward(peak / 8)
+        for each in (other, loop):
+            loop.scaler.step(each.optimizer)
+        loop.scaler.update()
+        loop.model.update(0.0, peak=peak)
+        assert loop.scaler.get_scale() == loop.model.scale
+
+
+def test_limits_hold() -> None:
+    loop = Loop(min_scale=2.0, max_scale=64.0)
+    for peak in random_peaks(120, seed=3):
+        loop.step(peak)
+        assert 2.0 <= loop.scaler.get_scale() <= 64.0
+
+
+def test_a_scale_that_overflowed_is_probed_as_torch_probes() -> None:
+    """Where gradients are small, and something else overflows at 2^12 and above."""
+    loop = Loop()
+    overflows = []
+    for turn in range(60):
+        if loop.scaler.get_scale() >= 2.0**12:
+            overflows.append(turn)
+            loop.step(math.inf)
+        else:
+            loop.step(2.0**-10)
+    late = overflows[-4:]
+    assert loop.model.prediction.weight > 0
+    assert [b - a for a, b in itertools.pairwise(late)] == [8, 8, 8]
+
+
+def test_a_spike_changes_nothing() -> None:
+    loop = Loop()
+    for peak in (1.0, 2.0, 0.5):
+        loop.step(peak)
+    before = loop.scaler.state_dict()
+    loop.backward(64.0)
+    loop.scaler.clip_grad_norm_(loop.optimizer, 1.0, skip_above=10.0)
+    stepped(loop.scaler, loop.optimizer)
+    assert loop.scaler.skip_reason(loop.optimizer) == "spike"
+    assert loop.scaler.state_dict() == before
+
+
+def test_sparse_gradients_count() -> None:
+    table = nn.Embedding(4, 3, sparse=True)
+    optimizer = torch.optim.SGD(table.parameters(), lr=0.1)
+    scaler = ampfast.GradScaler("cpu", init_scale=8.0, policy=LogMax(0.0, 1))
+    scaler.scale(4 * table(torch.tensor([1])).sum()).backward()
+    stepped(scaler, optimizer)
+    assert scaler.get_scale() == 2.0**13
+
+
+class Overriding(ampfast.GradScaler):
+    def _unscale_grads_(
+        self, optimizer: Any, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
+    ) -> dict[torch.device, Tensor]:
+        return {inv_scale.device: found_inf}
+
+
+def test_without_a_peak_the_rule_is_torchs() -> None:
+    scaler = Overriding("cpu", init_scale=8.0, growth_interval=2, policy=LogMax())
+    param = nn.Parameter(torch.zeros(3))
+    scales = []
+    for _ in range(4):
+        scaler.scale(param.sum()).backward()
+        stepped(scaler, plain([param]))
+        scales.append(scaler.get_scale())
+    assert scales == [8.0, 16.0, 16.0, 32.0]
+
+
+def test_a_scale_that_is_set_is_predicted_anew() -> None:
+    loop = Loop()
+    loop.step(1.0)
+    scale = loop.scaler.get_scale()
+    loop.backward(1.0)
+    loop.scaler.step(loop.optimizer)
+    loop.scaler.update(4.0)
+    assert loop.scaler.get_scale() == 4.0
+    loop.backward(1.0)
+    stepped(loop.scaler, loop.optimizer)
+    assert loop.scaler.get_scale() == scale
+
+
+# What is kept
+
+
+def by_checkpoint(loop: Loop) -> Any:
+    saved = Loop(policy=loop.policy).scaler
+    saved.load_state_dict(pickle.loads(pickle.dumps(loop.scaler.state_dict())))
+    return saved
+
+
+def by_checkpoint_later(loop: Loop) -> Any:
+    other = Loop(policy=loop.policy)
+    other.step(64.0)
+    other.step(math.inf)
+    other.scaler.load_state_dict(loop.scaler.state_dict())
+    return other.scaler
+
+
+def by_pickle(loop: Loop) -> Any:
+    return pickle.loads(pickle.dumps(loop.scaler))
+
+
+def by_copy(loop: Loop) -> Any:
+    return copy.deepcopy(loop.scaler)
+
+
+@pytest.mark.parametrize("keep", [by_checkpoint, by_checkpoint_later, by_pickle, by_copy])
+@pytest.mark.parametrize("before", [0, 1, 30])
+def test_the_averages_are_kept(keep: Callable[[Loop], Any], before: int) -> None:
+    loop = Loop()
+    peaks = random_peaks(60, seed=5)
+    for peak in peaks[:before]:
+        loop.step(peak)
+    loop.scaler = keep(loop)
+    for peak in peaks[before:]:
+        loop.step(peak)
+
+
+def test_torchs_checkpoint_begins_anew() -> None:
+    loop = Loop()
+    loop.step(1.0)
+    theirs = torch.amp.GradScaler("cpu", init_scale=4.0)
+    theirs.load_state_dict(loop.scaler.state_dict())
+    assert theirs.get_scale() == loop.scaler.get_scale()
+    loop.scaler.load_state_dict(torch.amp.GradScaler("cpu", init_scale=4.0).state_dict())
+    assert loop.scaler.state_dict()["ampfast"]["averages"] == [0.0] * 6
+
+
+@pytest.mark.parametrize("policy", [None, LogMax(3.0), LogMax(2.0, 2)], ids=str)
+def test_another_policys_checkpoint_is_refused(policy: Any) -> None:
+    loop = Loop()
+    loop.step(1.0)
+    other = ampfast.GradScaler("cpu", init_scale=4.0, policy=policy)
+    with pytest.raises(ValueError, match=r"another policy .*log_max"):
+        other.load_state_dict(loop.scaler.state_dict())
+    assert other.get_scale() == 4.0
+
+
+@pytest.mark.parametrize(
+    "averages", [1.0, [], [0.0] * 5, [0] * 6, [math.nan] * 6, [0.0] * 5 + [math.inf]], ids=str
+)
+def test_damaged_averages_are_refused(averages: Any) -> None:
+    loop = Loop()
+    loop.step(1.0)
+    state, before = loop.scaler.state_dict(), loop.scaler.state_dict()
+    state["scale"], state["ampfast"]["averages"] = 2.0, averages
+    with pytest.raises(ValueError, match="averages must be a list of 6 finite floats"):
+        loop.scaler.load_state_dict(state)
+    assert loop.scaler.state_dict() == before
+
+
+# Bad input
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "text"),
+    [
+        (lambda: LogMax(-1.0), ValueError, "sigmas must be at least 0 and finite, got -1.0"),
+        (lambda: LogMax(3.0, -1), ValueError, "headroom must be at least 0 and finite, got -1"),
+        (lambda: LogMax(math.nan), ValueError, "sigmas must be at least 0 and finite, got nan"),
+        (lambda: LogMax(math.inf), ValueError, "sigmas must be at least 0 and finite, got inf"),
+        (lambda: LogMax("3"), TypeError, "sigmas must be a number, got str"),
+        (lambda: LogMax(3.0, True), TypeError, "headroom must be a number, got bool"),
+        (
+            lambda: ampfast.GradScaler("cpu", policy="LogMax"),
+            TypeError,
+            "policy must be ampfast.LogMax or None, got str",
+        ),
+        (
+            lambda: ampfast.GradScaler("cpu", policy=LogMax(), dynamic=False),
+            ValueError,
+            "dynamic=False never changes: it takes no .* policy",
+        ),
+        (
+            lambda: ampfast.GradScaler("cpu", policy=LogMax(), hysteresis=2),
+            ValueError,
+            "LogMax takes no hysteresis",
+        ),
+    ],
+)
+def test_bad_input(make: Callable[[], Any], error: type[Exception], text: str) -> None:
+    with pytest.raises(error, match=text):
+        make()
+
+
+def test_bounds() -> None:
+    assert LogMax(0, 0) == LogMax(0.0, 0.0)
