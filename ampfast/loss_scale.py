@@ -112,7 +112,10 @@ class ScalePolicy:
 
     def state_dict(self, hysteresis_tracker: int) -> dict[str, Any]:
         """Returns the checkpoint's entry; its tracker counts down, as Megatron-LM's."""
-        return {**asdict(self), "hysteresis_tracker": hysteresis_tracker}
+        entry = {**asdict(self), "hysteresis_tracker": hysteresis_tracker}
+        if self.log_max is None:
+            del entry["log_max"]
+        return entry
 
     def require_loadable(self, state_dict: dict[str, Any]) -> int:
         """Returns the hysteresis tracker of a scaler's checkpoint.
@@ -140,15 +143,16 @@ class ScalePolicy:
             ValueError: If the entry is damaged or of another policy.
         """
         names = list(self.state_dict(0))
-        if not isinstance(saved, dict) or set(saved) - {"averages", "norms"} != set(names):
+        others = {"averages", "log_max", "norms"}
+        if not isinstance(saved, dict) or set(saved) - others != set(names) - others:
             raise ValueError(
                 f"the checkpoint's 'ampfast' entry must be a dict of {', '.join(names)}, "
                 f"got {saved!r}"
             )
         differences = [
-            f"{name} {saved[name]!r} there, {value!r} here"
+            f"{name} {saved.get(name)!r} there, {value!r} here"
             for name, value in asdict(self).items()
-            if saved[name] != value
+            if saved.get(name) != value
         ]
         if differences:
             raise ValueError(
@@ -316,8 +320,8 @@ class LossScale:
 
     def take(self, peaks: list[Tensor] | None) -> None:
         """Adds the peaks of a pass to those of this iteration."""
-        if self.peaks is not None and peaks is not None:
-            self.peaks += peaks
+        if self.peaks is not None:
+            self.peaks += peaks or []
 
     def words_on(self, device: torch.device) -> Tensor:
         """Returns the words on `device`, created or moved there if necessary."""

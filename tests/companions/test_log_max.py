@@ -180,6 +180,8 @@ def test_a_scale_that_overflowed_is_probed_as_torch_probes() -> None:
     loop = Loop()
     overflows = []
     for turn in range(60):
+        if turn % 5 == 4:
+            loop.scaler = by_checkpoint(loop)
         if loop.scaler.get_scale() >= 2.0**12:
             overflows.append(turn)
             loop.step(math.inf)

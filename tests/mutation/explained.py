@@ -35,6 +35,9 @@ _BY_REASON: dict[str, list[tuple[str, str, str, int]]] = {
             1,
         ),
     ],
+    "Costs a row that nobody reads.": [
+        ("LossScale.new_peaks", "None if self.peaks is None else []", "[]", 1),
+    ],
     "Is replaced before it is read.": [("_ring_of", "0.0", "1.0", 1)],
     "Makes a difference on a GPU only: tests/gpu/test_gpu_master_weights.py.": [
         (
