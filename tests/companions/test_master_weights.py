@@ -1253,7 +1253,8 @@ def test_an_interrupt_at_any_line_restores(way: str, name: str, edited: bool) ->
         state = optimizer.state
         gradients = [param.grad.float() for param in params]
         try:
-            with interrupted(at) as lines:
+            # Grad mode is left as well where torch's own `with` is interrupted.
+            with torch.enable_grad(), interrupted(at) as lines:
                 call()
         except KeyboardInterrupt:
             pass
