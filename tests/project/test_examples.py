@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from ampfast import report
+from ampfast import LogMax, report
 
 pytestmark = pytest.mark.sweep
 
@@ -90,6 +90,26 @@ def test_fine_tuning_in_16_bit(
     # Twice what was seen; forward and backward are 16 bit.
     assert bf16_masters[1] == pytest.approx(fp32[1], rel=0.1)
     assert fp16_masters == pytest.approx(fp32, rel=0.02, abs=2e-4)
+
+
+def test_policies_are_replayed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.syspath_prepend(str(FOLDER))
+    module = example("policies")
+    module.main(["--steps", "10", "--device", "cpu"])
+    _, *rows = capsys.readouterr().out.splitlines()
+    assert [row[:26].strip() for row in rows] == list(module.POLICIES)
+    assert all(row[26:].split()[0] == "0" for row in rows)
+    # Peaks that torch's scale of 2^16 makes overflow twice, and values that vanish at 2^14.
+    counts = torch.zeros(300, dtype=torch.int64)
+    counts[[-40 - module.FIRST, -39 - module.FIRST, -module.FIRST]] = torch.tensor([1, 2, 1])
+    steps = [(2.0, counts)] * 10
+    assert module.replayed(steps, {}) == (2, 0.25, 14.0)
+    # The first step decides: the others are scaled by 2^13.
+    policy = {"init_scale": 2.0**14, "policy": LogMax(headroom=2)}
+    skipped, vanished, _ = module.replayed(steps[2:], policy)
+    assert skipped == 0 and vanished == pytest.approx((0.25 + 7 * 0.75) / 8)
 
 
 def test_the_picture_of_fine_tuning(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
