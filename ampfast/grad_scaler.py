@@ -1274,7 +1274,9 @@ class GradScaler(TorchGradScaler):
 
     def _end_iteration(self) -> None:
         self._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
-        self._loss_scale.end_iteration()
+        loss_scale = self._loss_scale
+        if loss_scale.norms or loss_scale.peaks:
+            loss_scale.end_iteration()
         checks = self._last_checks
         if checks.held or checks.expiring:
             checks.end_iteration()

@@ -380,10 +380,8 @@ class LossScale:
 
     def end_iteration(self) -> None:
         """Forgets the norms and peaks of this iteration."""
-        if self.norms:
-            self.norms = {}
-        if self.peaks:
-            self.peaks = []
+        self.norms = {}
+        self.peaks = self.new_peaks()
 
     def reset_minimum(self) -> None:
         """Restarts the count of steps skipped at the minimum, since the scale was set."""
