@@ -206,9 +206,17 @@ def test_steps_that_a_trainer_watches(optimizer: str, monkeypatch: pytest.Monkey
         counts.append(len(run.calls))
     assert counts == [0, 1, 1, 2]
     assert run.finite()
+    others = setup(GradScaler, optimizer, [floats(1.0)])
+    run.scaler.unscale_(others.optimizer)
+    for param in run.parameters:
+        param.grad = None
+    assert host_reads(run.step) == 0
+    run.scaler.update()
+    assert len(run.calls) == 3, "without gradients there is nothing to skip"
+    run.parameters[0].grad = floats(1.0)
     # A graph is captured with the step, which skips by itself at each replay.
     monkeypatch.setattr(grad_scaler, "is_capturing", lambda: True)
     run.parameters[1].grad = floats(math.inf)
     assert host_reads(run.step) == 0
-    assert len(run.calls) == 3
+    assert len(run.calls) == 4
     assert run.finite()
