@@ -141,7 +141,7 @@ def cuda_update_scale(
     factors: tuple[float, float, int],
     state: Tensor | None,
     norm: Tensor | None,
-    peak: Tensor | None,
+    observed: Tensor | None,
     /,
 ) -> None: ...
 
@@ -170,7 +170,7 @@ def update_scale_(
     growth_interval: int,
     state: Tensor | None,
     norm: Tensor | None,
-    peak: Tensor | None,
+    observed: Tensor | None,
     /,
 ) -> bool: ...
 def require_storage(tensor: Tensor) -> None: ...

@@ -13,7 +13,7 @@ from ampfast import backends, functional, report
 from ampfast._version import __version__
 from ampfast.distributed import mark_replicated
 from ampfast.grad_scaler import GradScaler, StepGuard
-from ampfast.loss_scale import LogMax
+from ampfast.loss_scale import LogMax, UnderflowTarget
 from ampfast.lr_scheduler import LateScheduler
 from ampfast.master_weights import MasterWeights, master_weights_
 from ampfast.patch import Patch, patch, unpatch
@@ -31,6 +31,7 @@ __all__ = [
     "Patch",
     "Sigmas",
     "StepGuard",
+    "UnderflowTarget",
     "__version__",
     "backends",
     "functional",

@@ -21,7 +21,7 @@ from ampfast import backends, clipping, cuda_graphs, distributed, gradients, ove
 from ampfast._version import __version__
 from ampfast.backends import aten, cpu, gpu
 from ampfast.errors import add_note, is_capturing, not_compiled, refuse_capture, warn_caller
-from ampfast.loss_scale import LogMax, LossScale, ScalePolicy, is_static
+from ampfast.loss_scale import LogMax, LossScale, ScalePolicy, UnderflowTarget, is_static
 from ampfast.master_weights import MasterWeights, casts_of
 from ampfast.optimizers import (
     LastChecks,
@@ -110,7 +110,8 @@ class GradScaler(TorchGradScaler):
             the parameters that are alike on all ranks. DTensor gradients need no group.
         track: Per-parameter record: "overflow" for `overflow_report`, "health" for `health`, too,
             or None.
-        policy: `LogMax` for a scale that follows the largest gradients; None for torch's rule.
+        policy: `LogMax` for a scale that follows the largest gradients, `UnderflowTarget` for one
+            that grows only while values vanish; None for torch's rule.
 
     Raises:
         AssertionError: If a factor is on the wrong side of 1.
@@ -168,7 +169,7 @@ class GradScaler(TorchGradScaler):
         dynamic: bool = True,
         process_group: ProcessGroup | DeviceMesh | None = None,
         track: str | None = None,
-        policy: LogMax | None = None,
+        policy: LogMax | UnderflowTarget | None = None,
     ) -> None:
         if isinstance(device, Number):
             raise TypeError(
@@ -188,6 +189,8 @@ class GradScaler(TorchGradScaler):
                 "hysteresis or policy"
             )
         overflow.require_known(track)
+        if isinstance(policy, UnderflowTarget) and track != "health":
+            raise ValueError(f"UnderflowTarget needs track='health', got track={track!r}")
         distributed.require_group(process_group, device)
         backends.require_known(backend)
         choice = backends.choose(backend) if enabled else None
@@ -877,7 +880,7 @@ class GradScaler(TorchGradScaler):
         self, optimizer: torch.optim.Optimizer, state: dict[str, Any], scale: Tensor
     ) -> None:
         """Unscales by the general way."""
-        peaks = self._loss_scale.new_peaks()
+        observed: list[Tensor] | None = None
         if self._overrides(_UNSCALE_GRADS):
             inv_scale = gradients.inverse(scale)
             found_inf = torch.full((), 0.0, dtype=torch.float32, device=scale.device)
@@ -894,6 +897,7 @@ class GradScaler(TorchGradScaler):
             )
             riding, self._riding = self._riding, None
             update = None if agreement else riding
+            peaks = self._peaks()
             if only_reads:
                 flags = gradients.check_(grads, choice=self._choice, update=update)
             else:
@@ -905,21 +909,22 @@ class GradScaler(TorchGradScaler):
                     before_write=partial(_mark_unscaled, state, agreement=agreement),
                     peaks=peaks,
                 )
+            observed = self._observed(grads, peaks)
         if agreement is not None:
             state[_AGREEMENT] = agreement  # if it fails now, `step` or `update` will do it
         state["found_inf_per_device"] = flags
         state["stage"] = _UNSCALED
         if agreement is None:
-            self._loss_scale.take(peaks)
-        self._agree_again(state, scale.device, peaks)
+            self._loss_scale.observe(observed)
+        self._agree_again(state, scale.device, observed)
 
     def _agree_again(
-        self, state: dict[str, Any], device: torch.device, peaks: list[Tensor] | None = None
+        self, state: dict[str, Any], device: torch.device, observed: list[Tensor] | None = None
     ) -> None:
         """Agrees on the flags of an optimizer if that is still to come."""
         agreement = state.get(_AGREEMENT)
         if agreement is not None and state["stage"] is not _READY:
-            flags = self._agreed(agreement, state["found_inf_per_device"], device, peaks)
+            flags = self._agreed(agreement, state["found_inf_per_device"], device, observed)
             state["found_inf_per_device"] = flags
             del state[_AGREEMENT]
 
@@ -928,16 +933,16 @@ class GradScaler(TorchGradScaler):
         agreement: distributed.Agreement | None,
         flags: Flags,
         device: torch.device,
-        peaks: list[Tensor] | None,
+        observed: list[Tensor] | None,
     ) -> Flags:
-        """The flags, and the largest of the peaks, on which ranks agree."""
+        """The flags, and the largest of what was observed, on which ranks agree."""
         loss_scale = self._loss_scale
-        if agreement is None or loss_scale.peaks is None:
-            loss_scale.take(peaks)
+        if agreement is None or loss_scale.observed is None:
+            loss_scale.observe(observed)
             return distributed.agreed(agreement, flags, device)
-        peak = aten.largest(peaks or [], device)
-        (flags,), peak = agreement.share_norm([flags], device, peak, largest=True)
-        loss_scale.take([peak])
+        largest = aten.largest(observed or [], device)
+        (flags,), largest = agreement.share_norm([flags], device, largest, largest=True)
+        loss_scale.observe([largest])
         return flags
 
     def _legacy_step(
@@ -1067,9 +1072,9 @@ class GradScaler(TorchGradScaler):
         grads, agreement = self._begin_pass(optimizer, allow_fp16=True, writes=False)
         update = self._riding if rides and agreement is None else None
         self._riding = None
-        peaks = None if grad_scale is None else self._loss_scale.new_peaks()
+        peaks = None if grad_scale is None else self._peaks()
         flags = gradients.check_(grads, grad_scale, choice=self._choice, update=update, peaks=peaks)
-        return self._agreed(agreement, flags, device, peaks)
+        return self._agreed(agreement, flags, device, self._observed(grads, peaks))
 
     def _clip(
         self,
@@ -1116,11 +1121,14 @@ class GradScaler(TorchGradScaler):
             if not term.writes and divisor is not None:
                 rows = term.rows + term.uncounted
                 state[clipping.DEFERRED] = clipping.Deferred(divisor, coefficient, rows, agreement)
-        if self._loss_scale.peaks is not None:
-            peaks = [row[1] for term in terms for row in term.rows + term.uncounted]
+        if self._loss_scale.observed is not None:
+            observed = []
+            for term in terms:
+                peaks = [row[1] for row in term.rows + term.uncounted]
+                observed += self._observed(term.grads, peaks) or []
             if agreement is not None:
-                peaks = [agreement.norm(aten.largest(peaks, norm.device), math.inf)]
-            self._loss_scale.take(peaks)
+                observed = [agreement.norm(aten.largest(observed, norm.device), math.inf)]
+            self._loss_scale.observe(observed)
         _mark_unscaled(*(state for state, _ in checked))
         clipping.clip_(self._choice, terms, coefficient)
         for state, term in checked:
@@ -1139,6 +1147,18 @@ class GradScaler(TorchGradScaler):
 
     # What the steps above ask for.
 
+    def _peaks(self) -> list[Tensor] | None:
+        """A list for the peaks of a pass, or None where no policy needs them."""
+        return [] if isinstance(self._loss_scale.policy.policy, LogMax) else None
+
+    def _observed(
+        self, grads: gradients.Gradients, peaks: list[Tensor] | None
+    ) -> list[Tensor] | None:
+        """What the policy follows, of a pass over these gradients."""
+        if isinstance(self._loss_scale.policy.policy, UnderflowTarget):
+            return gradients.vanishing_shares(grads)
+        return peaks
+
     def _last_flags(self, optimizer: torch.optim.Optimizer) -> Flags:
         """The flags of the optimizer's last check, by device; none if disabled."""
         if not self._enabled:
@@ -1154,7 +1174,7 @@ class GradScaler(TorchGradScaler):
     def _choose_way(self, scale: Tensor) -> None:
         """Chooses the kernels whose raw calls may try first, from what seldom changes."""
         self._short_way = None
-        if self._track is None and self._ranks.is_alone and self._loss_scale.peaks is None:
+        if self._track is None and self._ranks.is_alone and self._loss_scale.observed is None:
             kernels: Any = self._choice.kernels_for(scale.device)
             if self._is_guard and isinstance(kernels, gpu.DeviceKernels):
                 kernels = kernels.reading()
@@ -1275,7 +1295,7 @@ class GradScaler(TorchGradScaler):
     def _end_iteration(self) -> None:
         self._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
         loss_scale = self._loss_scale
-        if loss_scale.norms or loss_scale.peaks:
+        if loss_scale.norms or loss_scale.observed:
             loss_scale.end_iteration()
         checks = self._last_checks
         if checks.held or checks.expiring:

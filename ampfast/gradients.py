@@ -522,6 +522,17 @@ def _measure(gradients: Gradients, choice: Choice) -> None:
             _kernels(choice, grads.device).measure_(grads, health)
 
 
+def vanishing_shares(gradients: Gradients) -> list[Tensor]:
+    """Returns, by device, the share of measured nonzero values that float16 rounds away."""
+    shares = []
+    for device in {*gradients.set_aside, *(grads.device for grads in gradients.lists)}:
+        track = gradients.track(device)
+        if track is not None and track.health is not None:
+            _, nonzero, vanishing, *_ = track.health.sum(0).to(aten.widest(device)).unbind()
+            shares.append(vanishing / nonzero.clamp(min=1))
+    return shares
+
+
 def _mark(gradients: Gradients, device: torch.device, divisor: Tensor | None = None) -> None:
     """Marks overflows of the gradients set aside on a device, if they are tracked."""
     track = gradients.track(device)

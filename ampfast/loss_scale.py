@@ -16,7 +16,7 @@ from ampfast.backends.cpu import state_layout as layout
 from ampfast.errors import is_capturing, refuse_capture, warn_caller
 from ampfast.report import History, ScalerStats, empty_history
 
-__all__ = ["LogMax", "LossScale", "ScalePolicy", "is_static"]
+__all__ = ["LogMax", "LossScale", "ScalePolicy", "UnderflowTarget", "is_static"]
 
 _ON_MIN_SCALE = ("ignore", "warn", "raise")
 _REFILLS = ("growth", "finite_step")
@@ -53,10 +53,33 @@ class LogMax:
 
     def __post_init__(self) -> None:
         for name, value in asdict(self).items():
-            if isinstance(value, bool) or not isinstance(value, (int, float)):
-                raise TypeError(f"{name} must be a number, got {type(value).__name__}")
+            _require_number(name, value)
             if not 0 <= value < math.inf:
                 raise ValueError(f"{name} must be at least 0 and finite, got {value}")
+
+
+@dataclass(frozen=True)
+class UnderflowTarget:
+    """torch's rule, but the scale grows only while too many values vanish.
+
+    Growth that is due waits until more than a share of an optimizer's nonzero gradient values, as
+    they are scaled, lie below the smallest number of float16. It needs `track="health"`, which
+    counts them. Values that have been rounded to zero do not count, as in float16 gradients.
+
+    Attributes:
+        share: Above 0 and below 1.
+
+    Raises:
+        TypeError: If it is no number.
+        ValueError: If it is out of range.
+    """
+
+    share: float = 1e-3
+
+    def __post_init__(self) -> None:
+        _require_number("share", self.share)
+        if not 0 < self.share < 1:
+            raise ValueError(f"share must be above 0 and below 1, got {self.share}")
 
 
 @dataclass(frozen=True)
@@ -67,12 +90,15 @@ class ScalePolicy:
     max_scale: float | None = None
     hysteresis: int = 1
     hysteresis_refill: str = "growth"
-    log_max: LogMax | None = None
+    policy: LogMax | UnderflowTarget | None = None
 
     def __post_init__(self) -> None:
-        given: object = self.log_max
-        if given is not None and not isinstance(given, LogMax):
-            raise TypeError(f"policy must be ampfast.LogMax or None, got {type(given).__name__}")
+        given: object = self.policy
+        if given is not None and not isinstance(given, (LogMax, UnderflowTarget)):
+            raise TypeError(
+                "policy must be ampfast.LogMax, ampfast.UnderflowTarget or None, got "
+                f"{type(given).__name__}"
+            )
         for name in ("min_scale", "max_scale"):
             value = getattr(self, name)
             if value is None:
@@ -93,7 +119,7 @@ class ScalePolicy:
                 f"hysteresis_refill must be one of {', '.join(_REFILLS)}, "
                 f"got {self.hysteresis_refill!r}"
             )
-        if self.log_max is not None and self.hysteresis > 1:
+        if isinstance(given, LogMax) and self.hysteresis > 1:
             raise ValueError("LogMax takes no hysteresis: its scale backs off at every overflow")
 
     @property
@@ -112,10 +138,15 @@ class ScalePolicy:
 
     def state_dict(self, hysteresis_tracker: int) -> dict[str, Any]:
         """Returns the checkpoint's entry; its tracker counts down, as Megatron-LM's."""
-        entry = {**asdict(self), "hysteresis_tracker": hysteresis_tracker}
-        if self.log_max is None:
-            del entry["log_max"]
-        return entry
+        return {**self._settings(), "hysteresis_tracker": hysteresis_tracker}
+
+    def _settings(self) -> dict[str, Any]:
+        settings = asdict(self)
+        if self.policy is None:
+            del settings["policy"]
+        else:
+            settings["policy"]["name"] = type(self.policy).__name__
+        return settings
 
     def require_loadable(self, state_dict: dict[str, Any]) -> int:
         """Returns the hysteresis tracker of a scaler's checkpoint.
@@ -143,7 +174,7 @@ class ScalePolicy:
             ValueError: If the entry is damaged or of another policy.
         """
         names = list(self.state_dict(0))
-        others = {"averages", "log_max", "norms"}
+        others = {"averages", "policy", "norms"}
         if not isinstance(saved, dict) or set(saved) - others != set(names) - others:
             raise ValueError(
                 f"the checkpoint's 'ampfast' entry must be a dict of {', '.join(names)}, "
@@ -151,7 +182,7 @@ class ScalePolicy:
             )
         differences = [
             f"{name} {saved.get(name)!r} there, {value!r} here"
-            for name, value in asdict(self).items()
+            for name, value in {"policy": None, **self._settings()}.items()
             if saved.get(name) != value
         ]
         if differences:
@@ -178,8 +209,9 @@ class LossScale:
         words: Device state, laid out as `backends.cpu.state_layout`; None before the first update.
         watches_minimum: Whether `on_min_scale` is "warn" or "raise".
         norms: Norm and order by the ids of the optimizers that were measured, in this iteration.
-        peaks: Largest unscaled magnitudes of this iteration's checks, as one-element tensors; None
-            where the policy needs none.
+        observed: What the policy follows, of this iteration's checks, as one-element tensors: for
+            LogMax the largest unscaled magnitudes, for UnderflowTarget the shares of values that
+            vanish; None where torch's rule needs nothing.
     """
 
     def __init__(self, policy: ScalePolicy, on_min_scale: str = "ignore") -> None:
@@ -192,7 +224,7 @@ class LossScale:
         self.policy = policy
         self.words: Tensor | None = None
         self.norms: dict[frozenset[int], tuple[Tensor, float]] = {}
-        self.peaks: list[Tensor] | None = None if policy.log_max is None else []
+        self.observed: list[Tensor] | None = None if policy.policy is None else []
         # What was loaded before there are words.
         self._loaded: dict[int, int] = {}
         self.watches_minimum = on_min_scale != "ignore"
@@ -212,7 +244,7 @@ class LossScale:
     def state_dict(self) -> dict[str, Any]:
         """Returns the checkpoint's entry, with a host sync."""
         entry = self.policy.state_dict(self.hysteresis_tracker())
-        if self.policy.log_max is not None:
+        if isinstance(self.policy.policy, LogMax):
             words = self._new_words() if self.words is None else self.words.cpu()
             averages = words[list(_AVERAGES)].view(torch.float64).tolist()
             ceiling = aten.float_of(words[layout.CEILING]).item()
@@ -266,7 +298,7 @@ class LossScale:
         kernels = None if checked is None else choice.kernels_for(scale.device)
         given = checked or cpu.UpdateFactors(*factors)
         device = scale.device
-        state = (given, self.words_on(device), self.joint_norm(device), self.joint_peak(device))
+        state = (given, self.words_on(device), self.joint_norm(device), self._observed(device))
         if kernels is None or not kernels.update_scale_(scale, growth_tracker, found_infs, *state):
             first, *others = found_infs
             # Out of place, since callers may hold the flags.
@@ -282,7 +314,7 @@ class LossScale:
     ) -> Update | None:
         """Returns an update for the last program of a check, or None if it cannot ride there."""
         given, kernels = _factors(factors), choice.kernels_for(scale.device)
-        if given is None or kernels is None or self.peaks is not None:
+        if given is None or kernels is None or self.observed is not None:
             return None
         words, norm = self.words_on(scale.device), self.joint_norm(scale.device)
         return kernels.scale_update(scale, growth_tracker, found_infs, given, words, norm)
@@ -308,20 +340,13 @@ class LossScale:
         joint: Tensor = torch.linalg.vector_norm(torch.stack(parts), norms[0][1])
         return joint
 
-    def joint_peak(self, device: torch.device) -> Tensor | None:
-        """Returns the largest peak, 0 if none is known, or None where the policy needs none."""
-        if self.peaks is None:
-            return None
-        return aten.largest(self.peaks, device)
+    def _observed(self, device: torch.device) -> Tensor | None:
+        return None if self.observed is None else aten.largest(self.observed, device)
 
-    def new_peaks(self) -> list[Tensor] | None:
-        """Returns a list for the peaks of a pass, or None where the policy needs none."""
-        return None if self.peaks is None else []
-
-    def take(self, peaks: list[Tensor] | None) -> None:
-        """Adds the peaks of a pass to those of this iteration."""
-        if self.peaks is not None:
-            self.peaks += peaks or []
+    def observe(self, values: list[Tensor] | None) -> None:
+        """Adds what was observed in a pass."""
+        if self.observed is not None:
+            self.observed += values or []
 
     def words_on(self, device: torch.device) -> Tensor:
         """Returns the words on `device`, created or moved there if necessary."""
@@ -379,9 +404,9 @@ class LossScale:
         return self.policy.hysteresis - self._loaded.get(layout.TOLERATED, 0)
 
     def end_iteration(self) -> None:
-        """Forgets the norms and peaks of this iteration."""
+        """Forgets the norms of this iteration, and what was observed."""
         self.norms = {}
-        self.peaks = self.new_peaks()
+        self.observed = None if self.observed is None else []
 
     def reset_minimum(self) -> None:
         """Restarts the count of steps skipped at the minimum, since the scale was set."""
@@ -401,7 +426,9 @@ class LossScale:
                 self._watch.report(counters, self.policy)
 
     def __getstate__(self) -> dict[str, Any]:
-        state = {**self.__dict__, "norms": {}, "peaks": None if self.peaks is None else []}
+        state = {**self.__dict__, "norms": {}}
+        if self.observed is not None:
+            state["observed"] = []
         if self.words is not None:
             # As numbers, since a pickled tensor would be shared with other processes.
             words = self.words.tolist()
@@ -425,9 +452,11 @@ class LossScale:
                 words[word] = aten.word_of(torch.tensor(limit, dtype=torch.float32, device="cpu"))
         words[layout.MOST_TOLERATED] = self.policy.hysteresis - 1
         words[layout.REFILLS_ON_FINITE_STEPS] = int(self.policy.hysteresis_refill == "finite_step")
-        if self.policy.log_max is not None:
-            given = torch.tensor(astuple(self.policy.log_max), dtype=torch.float64, device="cpu")
-            words[[layout.SIGMAS, layout.HEADROOM]] = given.view(torch.int64)
+        if self.policy.policy is not None:
+            follows = isinstance(self.policy.policy, LogMax)
+            places = [layout.SIGMAS, layout.HEADROOM] if follows else [layout.SHARE]
+            given = torch.tensor(astuple(self.policy.policy), dtype=torch.float64, device="cpu")
+            words[places] = given.view(torch.int64)
         for word, value in self._loaded.items():
             words[word] = value
         return words
@@ -490,6 +519,11 @@ def _require_averages(saved: object) -> None:
         raise ValueError(
             f"the checkpoint's averages must be a list of {count} finite floats, got {saved!r}"
         )
+
+
+def _require_number(name: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"{name} must be a number, got {type(value).__name__}")
 
 
 def _float32(value: float) -> float:

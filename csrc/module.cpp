@@ -105,7 +105,7 @@ void measure_(const GradList& grads, const at::Tensor& health) {
 bool update_scale_(const at::Tensor& scale, const at::Tensor& growth_tracker,
                    const std::vector<at::Tensor>& found_infs, double growth_factor,
                    double backoff_factor, int64_t growth_interval, const OptionalTensor& state,
-                   const OptionalTensor& norm, const OptionalTensor& peak) {
+                   const OptionalTensor& norm, const OptionalTensor& observed) {
   std::optional<Update> update =
       update_of(at::kCPU, scale, growth_tracker, state ? &*state : nullptr, norm ? &*norm : nullptr,
                 growth_factor, backoff_factor, growth_interval);
@@ -119,7 +119,7 @@ bool update_scale_(const at::Tensor& scale, const at::Tensor& growth_tracker,
   if (!update) {
     return false;
   }
-  update->peak = data_of<const double>(peak, "peak", at::kCPU);
+  update->observed = data_of<const double>(observed, "observed", at::kCPU);
   apply(*update, sum);
   scale.unsafeGetTensorImpl()->bump_version();  // as torch's op
   return true;
@@ -152,6 +152,7 @@ std::map<std::string, int64_t> state_layout() {
           {"REFILLS_ON_FINITE_STEPS", kRefillsOnFiniteSteps},
           {"SIGMAS", kSigmas},
           {"HEADROOM", kHeadroom},
+          {"SHARE", kShare},
           {"RING", kRing},
           {"RING_STEPS", kRingSteps},
           {"RING_SCALE", kRingScale},

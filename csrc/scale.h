@@ -40,6 +40,7 @@ enum StateWord : int64_t {
   kRefillsOnFiniteSteps,  // 1: after every finite step, as apex; 0: when the scale grows
   kSigmas,                // of LogMax, as bits of float64
   kHeadroom,              // likewise
+  kShare,                 // of UnderflowTarget, likewise; 0: another policy
   kRing = 48,
 };
 
@@ -71,8 +72,9 @@ struct Update {
   int32_t* growth_tracker = nullptr;
   int64_t* state = nullptr;     // null: nothing is kept, and the policy is torch's
   const float* norm = nullptr;  // of the gradients; null: none was taken
-  // Their largest magnitude, unscaled, where the policy is LogMax; 0: there is none.
-  const double* peak = nullptr;
+  // What the policy follows; null: torch's rule. With LogMax their largest magnitude, unscaled, or
+  // 0 if it is not known; with UnderflowTarget the share of their values that vanish.
+  const double* observed = nullptr;
   double growth_factor = 1;
   double backoff_factor = 1;
   int64_t growth_interval = 0;
@@ -139,8 +141,10 @@ AMPFAST_ELEMENT void apply(const Update& update, float flag) {
   const bool found_inf = skipped && !spiked;
   const float before = *update.scale;
   const int64_t tracker = *update.growth_tracker;
+  const double share = update.observed != nullptr ? bits_as<double>(update.state[kShare]) : 0;
+  const bool waits = share > 0 && !(*update.observed > share);
   const bool grows =
-      !skipped && update.growth_interval >= 1 && tracker + 1 >= update.growth_interval;
+      !skipped && !waits && update.growth_interval >= 1 && tracker + 1 >= update.growth_interval;
   float next = before;
   if (found_inf) {
     next = static_cast<float>(before * update.backoff_factor);
@@ -163,7 +167,7 @@ AMPFAST_ELEMENT void apply(const Update& update, float flag) {
     if (found_inf && state[kTolerated] <= state[kMostTolerated]) {
       next = before;
     }
-    if (update.peak != nullptr && !spiked) {
+    if (update.observed != nullptr && share == 0 && !spiked) {
       // Beyond a scale that overflowed, torch's rule probes for it.
       const float grown = static_cast<float>(float_in(state[kCeiling]) * update.growth_factor);
       if (found_inf) {
@@ -172,7 +176,7 @@ AMPFAST_ELEMENT void apply(const Update& update, float flag) {
         state[kCeiling] = word_of(grown);
       }
       const float ceiling = float_in(state[kCeiling]);
-      next = predicted(state, found_inf ? 0 : *update.peak, next);
+      next = predicted(state, found_inf ? 0 : *update.observed, next);
       next = ceiling > 0 && next > ceiling ? ceiling : next;
     }
     const float min_scale = float_in(state[kMinScale]);

@@ -116,7 +116,7 @@ class ReferenceLauncher:
 
     def _update(self, update: ScaleUpdate, flags: list[Tensor]) -> None:
         state = (update.scale.data, update.growth_tracker.data)
-        given = (update.factors, update.state, update.norm, update.peak)
+        given = (update.factors, update.state, update.norm, update.observed)
         assert cpu.update_scale_(*state, flags, *given)
 
 

@@ -10,7 +10,7 @@ import torch
 
 from ampfast.backends.cpu import SPIKE, UpdateFactors
 from ampfast.backends.cpu import state_layout as layout
-from ampfast.loss_scale import LogMax, LossScale, ScalePolicy
+from ampfast.loss_scale import LogMax, LossScale, ScalePolicy, UnderflowTarget
 
 
 def float32(value: float) -> float:
@@ -95,14 +95,15 @@ class ScaleModel:
                 after = float32(before * backoff)
         else:
             self.tracker += 1
+            waits = isinstance(policy.policy, UnderflowTarget) and not peak > policy.policy.share
             if policy.hysteresis_refill == "finite_step":
                 self.tolerated = 0
-            if 1 <= interval <= self.tracker:
+            if 1 <= interval <= self.tracker and not waits:
                 self.tracker = 0
                 self.tolerated = 0
                 grown = float32(before * growth)
                 after = grown if math.isfinite(grown) else before
-        if policy.log_max is not None:
+        if isinstance(policy.policy, LogMax):
             after = self._predicted(found, after, peak)
         if after > before and policy.max_scale is not None:
             after = min(after, max(before, float32(policy.max_scale)))
@@ -115,7 +116,7 @@ class ScaleModel:
         self.scale = after
 
     def _predicted(self, found: bool, by_torch: float, peak: float) -> float:
-        prediction, policy = self.prediction, self.policy.log_max
+        prediction, policy = self.prediction, self.policy.policy
         if found:
             prediction.ceiling = by_torch
         else:
@@ -144,8 +145,9 @@ POLICIES = {
     "hysteresis": ScalePolicy(hysteresis=3),
     "hysteresis refilled": ScalePolicy(hysteresis=2, hysteresis_refill="finite_step"),
     "all": ScalePolicy(0.5, 30.0, 2, "growth"),
-    "log max": ScalePolicy(log_max=LogMax()),
-    "log max, limits": ScalePolicy(2.0**-20, 2.0**20, log_max=LogMax(0.5, 2.5)),
+    "log max": ScalePolicy(policy=LogMax()),
+    "underflow target": ScalePolicy(policy=UnderflowTarget(1.0 / 3.0)),
+    "log max, limits": ScalePolicy(2.0**-20, 2.0**20, policy=LogMax(0.5, 2.5)),
 }
 FACTORS = UpdateFactors(1.9, 0.3, 3)
 
@@ -167,7 +169,7 @@ def random_steps(count: int, seed: int, spikes: bool = False) -> list[tuple[floa
 
 def random_peaks(count: int, policy: ScalePolicy) -> list[float | None]:
     """Peaks for a policy that needs them, else None: a walk, with zeros and extremes."""
-    if policy.log_max is None:
+    if policy.policy is None:
         return [None] * count
     chance, level = random.Random(count), 0.0
     peaks = []

@@ -95,7 +95,7 @@ class Loop:
             "cpu", init_scale=8.0, growth_interval=7, policy=self.policy, **options
         )
         limits = (options.get("min_scale"), options.get("max_scale"))
-        self.model = ScaleModel(8.0, 0, FACTORS, ScalePolicy(*limits, log_max=self.policy))
+        self.model = ScaleModel(8.0, 0, FACTORS, ScalePolicy(*limits, policy=self.policy))
         self.turn = 0
 
     def backward(self, peak: float) -> None:
@@ -296,7 +296,7 @@ def test_another_policys_checkpoint_is_refused(policy: Any) -> None:
     loop = Loop()
     loop.step(1.0)
     other = ampfast.GradScaler("cpu", init_scale=4.0, policy=policy)
-    with pytest.raises(ValueError, match=r"another policy .*log_max"):
+    with pytest.raises(ValueError, match=r"another policy .*LogMax"):
         other.load_state_dict(loop.scaler.state_dict())
     assert other.get_scale() == 4.0
 
@@ -329,7 +329,7 @@ def test_damaged_averages_are_refused(averages: Any) -> None:
         (
             lambda: ampfast.GradScaler("cpu", policy="LogMax"),
             TypeError,
-            "policy must be ampfast.LogMax or None, got str",
+            "policy must be ampfast.LogMax, ampfast.UnderflowTarget or None, got str",
         ),
         (
             lambda: ampfast.GradScaler("cpu", policy=LogMax(), dynamic=False),

@@ -29,7 +29,7 @@ TESTS = tuple(
     )
 ) + tuple(
     f"tests/companions/test_{name}.py"
-    for name in ("log_max", "master_weights", "master_weights_costs", "spikes")
+    for name in ("log_max", "master_weights", "master_weights_costs", "spikes", "underflow_target")
 )
 
 

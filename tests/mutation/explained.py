@@ -36,7 +36,12 @@ _BY_REASON: dict[str, list[tuple[str, str, str, int]]] = {
         ),
     ],
     "Costs a row that nobody reads.": [
-        ("LossScale.new_peaks", "None if self.peaks is None else []", "[]", 1),
+        (
+            "GradScaler._peaks",
+            "[] if isinstance(self._loss_scale.policy.policy, LogMax) else None",
+            "[]",
+            1,
+        ),
     ],
     "Is replaced before it is read.": [("_ring_of", "0.0", "1.0", 1)],
     "Makes a difference on a GPU only: tests/gpu/test_gpu_master_weights.py.": [

@@ -82,6 +82,7 @@ _MOST_TOLERATED = tl.constexpr(state_layout.MOST_TOLERATED)
 _REFILLS_ON_FINITE_STEPS = tl.constexpr(state_layout.REFILLS_ON_FINITE_STEPS)
 _SIGMAS = tl.constexpr(state_layout.SIGMAS)
 _HEADROOM = tl.constexpr(state_layout.HEADROOM)
+_SHARE = tl.constexpr(state_layout.SHARE)
 _RING = tl.constexpr(state_layout.RING)
 _RING_STEPS = tl.constexpr(state_layout.RING_STEPS)
 _RING_SCALE = tl.constexpr(state_layout.RING_SCALE)
@@ -390,7 +391,7 @@ def _update(
     growth_tracker_ptr,
     state_ptr,
     norm_ptr,
-    peak_ptr,
+    observed_ptr,
     flag,
     growth_factor,
     backoff_factor,
@@ -412,6 +413,10 @@ def _update(
     grown = (wide * growth_factor).to(tl.float32)
     grown = tl.where(_magnitude(grown) < 0x7F800000, grown, before)
     grows = (growth_interval >= 1) & (tracker + 1 >= growth_interval) & ~skipped
+    if observed_ptr is not None:
+        observed = tl.load(observed_ptr)
+        share = _double_at(state_ptr + _SHARE)
+        grows = grows & ((share == 0.0) | (observed > share))
     scale = tl.where(found, (wide * backoff_factor).to(tl.float32), tl.where(grows, grown, before))
     if state_ptr is not None:
         one = skipped.to(tl.int64)
@@ -427,16 +432,18 @@ def _update(
         refills = grows | (refills_each & ~spiked)
         tolerated = tl.where(found, tolerated + 1, tl.where(refills, 0, tolerated))
         scale = tl.where(found & (tolerated <= most_tolerated), before, scale)
-        if peak_ptr is not None:
+        if observed_ptr is not None:
             ceiling = _float_at(state_ptr + _CEILING)
             higher = (ceiling.to(tl.float64) * growth_factor).to(tl.float32)
             higher = tl.where(grows & (_magnitude(higher) < 0x7F800000), higher, ceiling)
             ceiling = tl.where(found, scale, tl.where(spiked, ceiling, higher))
-            peak = tl.where(skipped, 0.0, tl.load(peak_ptr))
-            scale, counters_then = _predict(state_ptr, word, counters, peak, scale)
+            peak = tl.where(skipped, 0.0, observed)
+            predicted, counters_then = _predict(state_ptr, word, counters, peak, scale)
             ceiling_word = _word(ceiling)
             counters_then = tl.where(word == _CEILING, ceiling_word, counters_then)
-            scale = tl.where((ceiling > 0) & (scale > ceiling), ceiling, scale)
+            predicted = tl.where((ceiling > 0) & (predicted > ceiling), ceiling, predicted)
+            scale = tl.where(share == 0.0, predicted, scale)
+            counters_then = tl.where(share == 0.0, counters_then, counters)
         else:
             counters_then = counters
         # A scale set beyond the limits is not moved the wrong way.
@@ -797,7 +804,7 @@ def narrow(
 
 @triton.jit(
     do_not_specialize=[
-        *("scale_ptr", "growth_tracker_ptr", "state_ptr", "norm_ptr", "peak_ptr"),
+        *("scale_ptr", "growth_tracker_ptr", "state_ptr", "norm_ptr", "observed_ptr"),
         *("found_inf_a_ptr", "found_inf_b_ptr", "found_inf_c_ptr", "found_inf_d_ptr"),
         *("growth_factor", "backoff_factor", "growth_interval"),
     ]
@@ -807,7 +814,7 @@ def update_scale(
     growth_tracker_ptr,
     state_ptr,
     norm_ptr,
-    peak_ptr,
+    observed_ptr,
     found_inf_a_ptr,
     found_inf_b_ptr,
     found_inf_c_ptr,
@@ -821,7 +828,7 @@ def update_scale(
     flag = _joint(flag, tl.load(found_inf_c_ptr))
     flag = _joint(flag, tl.load(found_inf_d_ptr))
     _update(
-        *(scale_ptr, growth_tracker_ptr, state_ptr, norm_ptr, peak_ptr, flag),
+        *(scale_ptr, growth_tracker_ptr, state_ptr, norm_ptr, observed_ptr, flag),
         *(growth_factor, backoff_factor, growth_interval),
     )
 

@@ -1,4 +1,4 @@
-"""LogMax on ranks: all follow the largest gradient of all, in the collective of the flag."""
+"""Policies on ranks: all follow what was observed on any, in the collective of the flag."""
 
 from __future__ import annotations
 
@@ -89,3 +89,30 @@ def test_traffic(way: str) -> None:
     both = ("gloo:all_reduce", 16)
     # The norm's collective adds up, so that the peak needs one of its own.
     assert ranks.run(traffic_of, way) == [[both] * (2 if way == "clip" else 1)] * 2
+
+
+def grown_on_rank(fused: bool) -> list[float]:
+    scaler = ampfast.GradScaler(
+        "cpu",
+        init_scale=8.0,
+        growth_interval=1,
+        process_group=dist.group.WORLD,
+        track="health",
+        policy=ampfast.UnderflowTarget(0.4),
+    )
+    param = nn.Parameter(torch.zeros(4))
+    optimizer = torch.optim.AdamW([param], lr=0.1, fused=fused)
+    result = []
+    for vanishing in ((0, 1), (3, 0), (0, 2), (1, 1)):
+        scaler.scale(torch.zeros(()))
+        values = torch.ones(4)
+        values[: vanishing[dist.get_rank()]] = 2.0**-40
+        param.grad = values * scaler.get_scale()
+        iterate(scaler, optimizer, "step")
+        result.append(scaler.get_scale())
+    return result
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_the_largest_share_of_a_rank_decides(fused: bool) -> None:
+    assert ranks.run(grown_on_rank, fused) == [[8.0, 16.0, 32.0, 32.0]] * 2
