@@ -1234,7 +1234,13 @@ class GradScaler(TorchGradScaler):
 
     def _checked_scale(self, method: str) -> Tensor:
         """The scale, of which torch's own method checks that it was made."""
-        self._check_scale_growth_tracker(method)
+        try:
+            self._check_scale_growth_tracker(method)
+        except AssertionError as error:
+            add_note(
+                error, "Gradients that need no scale: see ampfast.StepGuard, or enabled=False."
+            )
+            raise
         if self._scale is None:
             raise AssertionError(f"_scale is None in {method}")
         return self._scale

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from . import pictures, tables
 from .real_loops import ADAMW
-from .results import Results, Row, write_whole
+from .results import MISSED, Results, Row, write_whole
 
 START = "<!-- bench:start -->"
 END = "<!-- bench:end -->"
@@ -58,6 +58,11 @@ def docs_block(results: Results) -> str:
         name = names.get(table.subject, table.subject)
         image = [f"![{table.title}](measured/{name}.svg)"] if name in drawn else []
         parts += [f"### {table.title}", table.how, *image, table.markdown()]
+    missed = tables.of_goals([goal for goal in results.goals if goal.verdict == MISSED])
+    parts += [
+        "### Goals that were not met",
+        *([missed.how, missed.markdown()] if missed.lines else ["None."]),
+    ]
     return "\n\n".join(parts)
 
 

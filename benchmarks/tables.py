@@ -296,6 +296,11 @@ def gain_of_a_step(results: Results) -> str:
         return f"What a whole training step gains: {NOT_MEASURED}."
     nets = "; ".join(dict.fromkeys(row.case for _, row in both))
     return (
-        f"On the nets measured ({nets}), a whole training step gains {median(gains):.1%}, the "
-        f"median of {len(gains)} kinds of step between {gains[0]:.1%} and {gains[-1]:.1%}."
+        f"On the nets measured ({nets}), a whole training step is {_shorter(median(gains))} than "
+        f"with torch's scaler, the median of {len(gains)} kinds of step between "
+        f"{_shorter(gains[0])} and {_shorter(gains[-1])}."
     )
+
+
+def _shorter(gain: float) -> str:
+    return f"{abs(gain):.1%} {'longer' if gain < 0 else 'shorter'}"

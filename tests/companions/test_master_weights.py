@@ -273,6 +273,38 @@ def test_without_a_scaler(name: str) -> None:
     assert_same(masters, [m.detach() for m in hand.masters.values()])
 
 
+def test_a_guard_clips_bfloat16_in_float32() -> None:
+    ours, hand = both("momentum-plain", torch.bfloat16)
+    guard = ampfast.StepGuard("cpu")
+    for seed in range(3):
+        ours.optimizer.zero_grad()
+        guard.scale(loss_of(ours.model, seed)).backward()
+        norm = guard.clip_grad_norm_(ours.optimizer, 0.01)
+        for param in ours.model.parameters():
+            assert param.grad.dtype is torch.float32
+            assert (param.grad != param.grad.bfloat16()).any(), "not rounded"
+        guard.step(ours.optimizer)
+        guard.update()
+        hand.model.zero_grad()
+        loss_of(hand.model, seed).backward()
+        for param, master in hand.masters.items():
+            master.grad = param.grad.float()
+        expected = nn.utils.clip_grad_norm_(hand.floats, 0.01)
+        torch.testing.assert_close(norm, expected)
+        hand.optimizer.step()
+        hand.round()
+        torch.testing.assert_close(weights_of(ours), weights_of(hand), rtol=1e-6, atol=1e-7)
+
+
+def test_gradients_without_a_scale_are_told_of_the_guard() -> None:
+    optimizer = torch.optim.SGD([torch.ones(1).requires_grad_()], lr=0.1)
+    with pytest.raises(
+        AssertionError, match="Attempted clip_grad_norm_ but _scale is None"
+    ) as told:
+        ampfast.GradScaler("cpu").clip_grad_norm_(optimizer, 1.0)
+    assert "ampfast.StepGuard" in told.value.__notes__[0]
+
+
 def test_a_disabled_scaler() -> None:
     ours, hand = both("momentum-plain", torch.bfloat16, enabled=False)
     hand.scaler = ampfast.GradScaler("cpu", enabled=False)
@@ -1253,7 +1285,7 @@ def test_an_interrupt_at_any_line_restores(way: str, name: str, edited: bool) ->
         state = optimizer.state
         gradients = [param.grad.float() for param in params]
         try:
-            # Grad mode is left as well where torch's own `with` is interrupted.
+            # Where the end of a `with torch.no_grad()` is interrupted, gradients stay off.
             with torch.enable_grad(), interrupted(at) as lines:
                 call()
         except KeyboardInterrupt:
