@@ -163,7 +163,7 @@ class MasterWeights(torch.optim.Optimizer):
             What the optimizer's own method returns.
 
         Raises:
-            RuntimeError: If a parameter with a master weight is not 16 bit or has another shape now.
+            RuntimeError: If a parameter with a master weight is not 16 bit or has another shape.
             ValueError: If a group is differentiable.
         """
         closure = args[0] if args else kwargs.get("closure")
