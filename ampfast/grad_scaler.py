@@ -21,7 +21,14 @@ from ampfast import backends, clipping, cuda_graphs, distributed, gradients, ove
 from ampfast._version import __version__
 from ampfast.backends import aten, cpu, gpu
 from ampfast.errors import add_note, is_capturing, not_compiled, refuse_capture, warn_caller
-from ampfast.loss_scale import LogMax, LossScale, ScalePolicy, UnderflowTarget, is_static
+from ampfast.loss_scale import (
+    LogMax,
+    LossScale,
+    ScalePolicy,
+    UnderflowTarget,
+    entry_of,
+    is_static,
+)
 from ampfast.master_weights import MasterWeights, casts_of
 from ampfast.optimizers import (
     LastChecks,
@@ -783,7 +790,8 @@ class GradScaler(TorchGradScaler):
                     f"{state_dict.get('scale')}: it was made with dynamic=False and init_scale=1"
                 )
             words = loss_scale.require_loadable(state_dict)
-            norms = require_norms(state_dict.get("ampfast", {}).get("norms", []))
+            if state_dict:
+                norms = require_norms(entry_of(state_dict).get("norms", []))
         super().load_state_dict(state_dict)
         if self._enabled:
             self._spike_rules.load(norms)

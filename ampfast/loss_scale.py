@@ -16,7 +16,7 @@ from ampfast.backends.cpu import state_layout as layout
 from ampfast.errors import is_capturing, refuse_capture, warn_caller
 from ampfast.report import History, ScalerStats, empty_history
 
-__all__ = ["LogMax", "LossScale", "ScalePolicy", "UnderflowTarget", "is_static"]
+__all__ = ["LogMax", "LossScale", "ScalePolicy", "UnderflowTarget", "entry_of", "is_static"]
 
 _ON_MIN_SCALE = ("ignore", "warn", "raise")
 _REFILLS = ("growth", "finite_step")
@@ -258,10 +258,10 @@ class LossScale:
             ValueError: As `ScalePolicy.require_loadable`, or if the averages are damaged.
         """
         words = dict.fromkeys((*_AVERAGES, layout.CEILING), 0)
-        tracker = self.policy.hysteresis
+        tracker, averages = self.policy.hysteresis, None
         if state_dict:
             tracker = self.policy.require_loadable(state_dict)
-        averages = state_dict.get("ampfast", {}).get("averages")
+            averages = entry_of(state_dict).get("averages")
         if averages is not None:
             _require_averages(averages)
             *given, ceiling = averages
@@ -531,6 +531,14 @@ def _float32(value: float) -> float:
         return torch.tensor(value, dtype=torch.float32, device="cpu").item()
     except OverflowError:  # an int beyond all floats
         return math.inf
+
+
+def entry_of(state_dict: dict[str, Any]) -> dict[str, Any]:
+    """The entry of ours in a scaler's checkpoint, which may be no dict for torch to refuse."""
+    if "ampfast" not in state_dict:
+        return {}
+    entry: dict[str, Any] = state_dict["ampfast"]
+    return entry
 
 
 def is_static(state_dict: dict[str, Any]) -> bool:

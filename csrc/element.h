@@ -66,6 +66,9 @@ AMPFAST_ELEMENT T larger(T a, T b) {
 }
 
 // The larger of two; a NaN wins, and stays.
-AMPFAST_ELEMENT double larger_or_nan(double a, double b) { return a != a || b <= a ? a : b; }
+template <class T>
+AMPFAST_ELEMENT T larger_or_nan(T a, T b) {
+  return a != a || b <= a ? a : b;
+}
 
 }  // namespace ampfast

@@ -62,9 +62,7 @@ constexpr float kSpike = 0x1p-100f;
 constexpr float kSpikeBound = 0x1p-50f;
 
 // One flag for two: that of an overflow if one of them is.
-AMPFAST_ELEMENT float joint(float a, float b) {
-  return static_cast<float>(larger_or_nan(std::fabs(a), std::fabs(b)));
-}
+AMPFAST_ELEMENT float joint(float a, float b) { return larger_or_nan(std::fabs(a), std::fabs(b)); }
 
 // One update of the scale; all pointers are to memory of one device.
 struct Update {
@@ -134,15 +132,18 @@ AMPFAST_ELEMENT float predicted(int64_t* state, double peak, float otherwise) {
 
 // torch's `_amp_update_scale_`, except that a tracker beyond a lowered interval grows too; then the
 // policy of the state, and what it keeps. A spike, which only a state knows, leaves the scale and
-// its tracker alone.
+// its tracker alone. Without `kFollows` nothing may be observed: the code of policies that follow
+// gradients would cost a pass registers in which updates ride.
+template <bool kFollows = true>
 AMPFAST_ELEMENT void apply(const Update& update, float flag) {
   const bool skipped = flag != 0;
   const bool spiked = skipped && update.state != nullptr && std::fabs(flag) < kSpikeBound;
   const bool found_inf = skipped && !spiked;
   const float before = *update.scale;
   const int64_t tracker = *update.growth_tracker;
-  const double share = update.observed != nullptr ? bits_as<double>(update.state[kShare]) : 0;
-  const bool waits = share > 0 && !(*update.observed > share);
+  const double* observed = kFollows ? update.observed : nullptr;
+  const double share = observed != nullptr ? bits_as<double>(update.state[kShare]) : 0;
+  const bool waits = share > 0 && !(*observed > share);
   const bool grows =
       !skipped && !waits && update.growth_interval >= 1 && tracker + 1 >= update.growth_interval;
   float next = before;
@@ -153,6 +154,9 @@ AMPFAST_ELEMENT void apply(const Update& update, float flag) {
     next = std::isfinite(grown) ? grown : before;
   }
   if (int64_t* state = update.state) {
+#ifdef __CUDACC__
+#pragma unroll 4  // more loads at once would take registers from the pass in which this rides
+#endif
     for (int64_t i = 0; i < kCounters; ++i) {
       state[kBefore + i] = state[i];
     }
@@ -167,7 +171,7 @@ AMPFAST_ELEMENT void apply(const Update& update, float flag) {
     if (found_inf && state[kTolerated] <= state[kMostTolerated]) {
       next = before;
     }
-    if (update.observed != nullptr && share == 0 && !spiked) {
+    if (observed != nullptr && share == 0 && !spiked) {
       // Beyond a scale that overflowed, torch's rule probes for it.
       const float grown = static_cast<float>(float_in(state[kCeiling]) * update.growth_factor);
       if (found_inf) {
@@ -176,7 +180,7 @@ AMPFAST_ELEMENT void apply(const Update& update, float flag) {
         state[kCeiling] = word_of(grown);
       }
       const float ceiling = float_in(state[kCeiling]);
-      next = predicted(state, found_inf ? 0 : *update.observed, next);
+      next = predicted(state, found_inf ? 0 : *observed, next);
       next = ceiling > 0 && next > ceiling ? ceiling : next;
     }
     const float min_scale = float_in(state[kMinScale]);

@@ -264,8 +264,7 @@ def test_update_alone(target: str, peak: bool) -> None:
         assert refused not in code
 
 
-@pytest.mark.parametrize("sigmas", [False, True])
-@pytest.mark.parametrize("divisor", [False, True])
+@pytest.mark.parametrize(("divisor", "sigmas"), [(False, False), (True, False), (True, True)])
 @pytest.mark.parametrize("largest", [False, True])
 @pytest.mark.parametrize("norm", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("target", CUDA)
