@@ -516,6 +516,9 @@ class GradScaler(TorchGradScaler):
                     f"before step(). The optimizer: {type(each).__name__}.",
                 )
         overridden = self._overrides(_UNSCALES)
+        if not in_place:
+            for each in optimizers:
+                clipping.can_defer(each, overridden)
         spikes = None
         if highest is not None:
             spikes = self._spike_rules.rule(optimizers, highest, scale.device)
@@ -540,6 +543,8 @@ class GradScaler(TorchGradScaler):
             if flags:
                 self._last_checks.record(each, flags)
         self._loss_scale.record_norm(optimizers, norm, order)
+        if spikes is not None:
+            self._spike_rules.record(optimizers, spikes)
         return norm
 
     @not_compiled
@@ -1047,7 +1052,11 @@ class GradScaler(TorchGradScaler):
             grad_scale, state["found_inf_per_device"] = deferred.handed_over(grad_scale, flags)
         elif isinstance(grad_scale, Tensor) and not overridden:
             divisor = grad_scale.detach().float()
-            found = self._check(optimizer, scale.device, divisor, rides=not is_unscaled)
+            # With a scale of the optimizer's own it sees other values than the policy.
+            observes = not is_unscaled and not hasattr(optimizer, "grad_scale")
+            found = self._check(
+                optimizer, scale.device, divisor, rides=not is_unscaled, observes=observes
+            )
             if riding is not None:
                 grad_scale = riding.divisor if riding.applied else scale * 1
             if is_unscaled:
@@ -1072,6 +1081,7 @@ class GradScaler(TorchGradScaler):
         grad_scale: Tensor | None = None,
         *,
         rides: bool = False,
+        observes: bool = False,
     ) -> Flags:
         """Flags of the gradients as an optimizer uses them; an update may ride in the check.
 
@@ -1080,7 +1090,7 @@ class GradScaler(TorchGradScaler):
         grads, agreement = self._begin_pass(optimizer, allow_fp16=True, writes=False)
         update = self._riding if rides and agreement is None else None
         self._riding = None
-        peaks = None if grad_scale is None else self._peaks()
+        peaks = self._peaks() if observes else None
         flags = gradients.check_(grads, grad_scale, choice=self._choice, update=update, peaks=peaks)
         return self._agreed(agreement, flags, device, self._observed(grads, peaks))
 
@@ -1236,7 +1246,7 @@ class GradScaler(TorchGradScaler):
             flags = self._flags_besides(None, before.device, states)
             if flags:
                 self._loss_scale.update_(
-                    before, tracker.clone(), flags, (1.0, 1.0, 0), self._choice
+                    before, tracker.clone(), flags, (1.0, 1.0, 0), self._choice, follows=False
                 )
         self._loss_scale.reset_minimum()
 

@@ -54,7 +54,7 @@ class LogMax:
     def __post_init__(self) -> None:
         for name, value in asdict(self).items():
             _require_number(name, value)
-            if not 0 <= value < math.inf:
+            if not 0 <= _float32(value) < math.inf:
                 raise ValueError(f"{name} must be at least 0 and finite, got {value}")
 
 
@@ -261,9 +261,11 @@ class LossScale:
         tracker, averages = self.policy.hysteresis, None
         if state_dict:
             tracker = self.policy.require_loadable(state_dict)
-            averages = entry_of(state_dict).get("averages")
+            entry = entry_of(state_dict)
+            if entry and isinstance(self.policy.policy, LogMax):
+                averages = entry.get("averages")
+                _require_averages(averages)
         if averages is not None:
-            _require_averages(averages)
             *given, ceiling = averages
             bits = torch.tensor(given, dtype=torch.float64, device="cpu").view(torch.int64)
             words.update(zip(_AVERAGES, bits.tolist(), strict=True))
@@ -284,6 +286,8 @@ class LossScale:
         found_infs: list[Tensor],
         factors: tuple[Any, Any, Any],
         choice: Choice,
+        *,
+        follows: bool = True,
     ) -> None:
         """Updates the scale and the growth tracker in place.
 
@@ -293,12 +297,14 @@ class LossScale:
             found_infs: The flags of this iteration, at least one, on the device of the scale.
             factors: Growth factor, backoff factor and growth interval; any real numbers.
             choice: Kernels by device.
+            follows: Whether the scale follows what was observed.
         """
         checked = _factors(factors)
         kernels = None if checked is None else choice.kernels_for(scale.device)
         given = checked or cpu.UpdateFactors(*factors)
         device = scale.device
-        state = (given, self.words_on(device), self.joint_norm(device), self._observed(device))
+        observed = self._observed(device) if follows else None
+        state = (given, self.words_on(device), self.joint_norm(device), observed)
         if kernels is None or not kernels.update_scale_(scale, growth_tracker, found_infs, *state):
             first, *others = found_infs
             # Out of place, since callers may hold the flags.
@@ -508,16 +514,26 @@ class _MinimumWatch:
             warn_caller(text)
 
 
+_LARGEST_AVERAGE = 1100.0**2
+
+
 def _require_averages(saved: object) -> None:
     """Raises ValueError unless these are the averages and the ceiling of a checkpoint."""
     count = len(_AVERAGES) + 1
-    if (
-        not isinstance(saved, list)
-        or len(saved) != count
-        or not all(type(each) is float and math.isfinite(each) for each in saved)
-    ):
+    values: list[Any] = saved if isinstance(saved, list) else []
+    is_valid = len(values) == count and all(type(each) is float for each in values)
+    if is_valid:
+        mean, weight, slow_mean, slow_square, slow_weight, ceiling = values
+        # Of exponents of float64; the first one has these shares.
+        is_valid = all(abs(each) <= _LARGEST_AVERAGE for each in (mean, slow_mean, slow_square))
+        is_valid &= (weight, slow_weight) == (0, 0) or (
+            1 / 128 <= weight <= 1 and 1 / 1024 <= slow_weight <= 1
+        )
+        is_valid &= slow_square >= 0 and 0 <= ceiling <= torch.finfo(torch.float32).max
+    if not is_valid:
         raise ValueError(
-            f"the checkpoint's averages must be a list of {count} finite floats, got {saved!r}"
+            f"the checkpoint's averages must be a list of {count} finite floats, as LogMax "
+            f"writes them, got {saved!r}"
         )
 
 

@@ -16,7 +16,7 @@ from ampfast.backends.cpu import state_layout
 from ampfast.errors import refuse_capture
 from ampfast.optimizers import ByOptimizer
 
-__all__ = ["Sigmas", "SpikeRule", "SpikeRules", "limit_of", "require_norms"]
+__all__ = ["Sigmas", "SpikeRule", "SpikeRules", "float_of", "limit_of", "require_norms"]
 
 
 @dataclass(frozen=True)
@@ -40,8 +40,10 @@ class Sigmas:
 
     def __post_init__(self) -> None:
         _require_number("sigmas", self.sigmas)
-        if not 0 <= self.sigmas < math.inf:
+        sigmas = float_of(self.sigmas)
+        if not 0 <= sigmas < math.inf:
             raise ValueError(f"sigmas must be at least 0 and finite, got {self.sigmas}")
+        object.__setattr__(self, "sigmas", sigmas)
         if isinstance(self.window, bool) or not isinstance(self.window, int):
             raise TypeError(f"window must be an int, got {type(self.window).__name__}")
         if not 2 <= self.window <= state_layout.RING_STEPS:
@@ -72,7 +74,7 @@ def limit_of(skip_above: object) -> float | Sigmas | None:
     if skip_above is None or isinstance(skip_above, Sigmas):
         return skip_above
     _require_number("skip_above", skip_above, " or ampfast.Sigmas")
-    limit = float(skip_above)  # type: ignore[arg-type]
+    limit = float_of(skip_above)
     if not limit >= 0:
         raise ValueError(f"skip_above must be at least 0, got {limit}")
     return limit
@@ -89,20 +91,27 @@ class SpikeRules:
     def rule(
         self, optimizers: Sequence[Any], limit: float | Sigmas, device: torch.device
     ) -> SpikeRule:
-        """Returns the rule for the joint norm of optimizers, which is known by the first one."""
+        """Returns the rule for the joint norm of optimizers, which is known by the first one.
+
+        What is new about it is kept by `record`, once the clipping has succeeded.
+        """
         if not isinstance(limit, Sigmas):
             return SpikeRule(limit)
         first, window = optimizers[0], limit.window
         taken = self._taken.get(first)
         if taken is None or taken.device != device or taken.numel() != 1 + window:
             refuse_capture("the creation of the norms of Sigmas, which every replay would reset")
-            if taken is not None:
-                norms = _norms_in(taken)
-            else:
-                norms = self._kept.pop(0) if self._kept else []
+            kept = self._kept[0] if self._kept else []
+            norms = kept if taken is None else _norms_in(taken)
             taken = _ring_of(norms, window, device)
-        self._taken.record(first, taken)
         return SpikeRule(limit.sigmas, taken)
+
+    def record(self, optimizers: Sequence[Any], rule: SpikeRule) -> None:
+        """Keeps the norms of a rule that was used."""
+        if rule.taken is not None:
+            if self._kept and self._taken.get(optimizers[0]) is None:
+                del self._kept[0]
+            self._taken.record(optimizers[0], rule.taken)
 
     def norms(self) -> list[list[float]]:
         """Returns the norms by optimizer, oldest first, with a host sync for each."""
@@ -156,6 +165,14 @@ def _norms_in(taken: Tensor) -> list[float]:
     count, *ring = taken.tolist()
     start = int(count) % len(ring)
     return (ring[start:] + ring[:start])[max(0, len(ring) - int(count)) :]
+
+
+def float_of(value: Any) -> float:
+    """Returns a number as a float, infinite where it is too large for one."""
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf if value > 0 else -math.inf
 
 
 def _require_number(name: str, value: object, others: str = "") -> None:

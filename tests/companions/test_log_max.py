@@ -235,13 +235,27 @@ def test_a_scale_that_is_set_is_predicted_anew() -> None:
     loop = Loop()
     loop.step(1.0)
     scale = loop.scaler.get_scale()
-    loop.backward(1.0)
+    before = loop.scaler.state_dict()["ampfast"]["averages"]
+    loop.backward(math.inf)
     loop.scaler.step(loop.optimizer)
     loop.scaler.update(4.0)
     assert loop.scaler.get_scale() == 4.0
+    assert loop.scaler.state_dict()["ampfast"]["averages"] == before
+    stats = loop.scaler.stats()
+    assert (stats.growths, stats.backoffs, stats.skipped) == (1, 0, 1)
     loop.backward(1.0)
     stepped(loop.scaler, loop.optimizer)
     assert loop.scaler.get_scale() == scale
+
+
+def test_an_optimizers_own_grad_scale_is_not_observed() -> None:
+    loop = Loop(fused)
+    loop.step(1.0)
+    before = loop.scaler.state_dict()
+    loop.backward(2.0**9)
+    loop.optimizer.grad_scale = torch.tensor(0.25)
+    stepped(loop.scaler, loop.optimizer)
+    assert loop.scaler.state_dict()["ampfast"] == before["ampfast"]
 
 
 # What is kept
@@ -302,7 +316,15 @@ def test_another_policys_checkpoint_is_refused(policy: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "averages", [1.0, [], [0.0] * 5, [0] * 6, [math.nan] * 6, [0.0] * 5 + [math.inf]], ids=str
+    "averages",
+    [
+        *(None, 1.0, [], [0.0] * 5, [0] * 6, [math.nan] * 6, [0.0] * 5 + [math.inf]),
+        *([0.0, 0.5, 0.0, 0.0, 0.0, 0.0], [0.0, -1.0, 0.0, 0.0, 0.5, 0.0]),
+        *([1e308, 0.5, 0.0, 0.0, 0.5, 0.0], [0.0, 0.5, 0.0, -1.0, 0.5, 0.0]),
+        *([0.0, 0.5, 0.0, 0.0, 0.5, -1.0], [0.0, 0.5, 0.0, 0.0, 1.5, 0.0]),
+        [0.0, 0.5, 0.0, 0.0, 0.5, 1e300],
+    ],
+    ids=str,
 )
 def test_damaged_averages_are_refused(averages: Any) -> None:
     loop = Loop()
@@ -324,6 +346,7 @@ def test_damaged_averages_are_refused(averages: Any) -> None:
         (lambda: LogMax(3.0, -1), ValueError, "headroom must be at least 0 and finite, got -1"),
         (lambda: LogMax(math.nan), ValueError, "sigmas must be at least 0 and finite, got nan"),
         (lambda: LogMax(math.inf), ValueError, "sigmas must be at least 0 and finite, got inf"),
+        (lambda: LogMax(10**400), ValueError, "sigmas must be at least 0 and finite"),
         (lambda: LogMax("3"), TypeError, "sigmas must be a number, got str"),
         (lambda: LogMax(3.0, True), TypeError, "headroom must be a number, got bool"),
         (

@@ -7,6 +7,7 @@ import math
 import pickle
 import random
 from collections.abc import Callable
+from fractions import Fraction
 from typing import Any
 
 import pytest
@@ -596,6 +597,7 @@ def test_damaged_norms_are_refused(norms: Any) -> None:
         (lambda: Sigmas(-1.0), ValueError, "sigmas must be at least 0 and finite, got -1.0"),
         (lambda: Sigmas(math.nan), ValueError, "sigmas must be at least 0 and finite, got nan"),
         (lambda: Sigmas(math.inf), ValueError, "sigmas must be at least 0 and finite, got inf"),
+        (lambda: Sigmas(10**400), ValueError, "sigmas must be at least 0 and finite"),
         (lambda: Sigmas("6"), TypeError, "sigmas must be a Python number, got str"),
         (lambda: Sigmas(6, 1), ValueError, "window must be from 2 to 1024, got 1"),
         (lambda: Sigmas(6, 1025), ValueError, "window must be from 2 to 1024, got 1025"),
@@ -608,8 +610,29 @@ def test_bad_sigmas(make: Callable[[], Sigmas], error: type[Exception], text: st
         make()
 
 
+def test_a_clip_that_is_refused_keeps_the_norms() -> None:
+    loop = Loop()
+    run(loop, [1.0, 1.1, 1.0, 1.1])
+    before = loop.scaler._spike_rules.norms()
+    with pytest.raises(ValueError, match="in_place=False needs an optimizer"):
+        loop.clip(1.0, Sigmas(2.0, 2), in_place=False)
+    assert loop.scaler._spike_rules.norms() == before
+    other = by_checkpoint(loop)
+    half = nn.Parameter(torch.zeros(2, dtype=torch.float16))
+    half.grad = torch.ones_like(half)
+    refused = adam([half])
+    other.scaler.scale(torch.zeros(()))
+    with pytest.raises(ValueError, match="FP16"):
+        other.scaler.clip_grad_norm_(refused, 1.0, skip_above=Sigmas(2.0, WINDOW))
+    other.scaler._per_optimizer_states.pop(id(refused))
+    assert other.step(50.0, Sigmas(2.0, WINDOW)) == "spike"
+
+
 def test_limits_at_their_bounds() -> None:
     loop = Loop()
+    assert loop.step(1.0, Fraction(1, 2)) == "spike"
+    assert loop.step(1.0, 10**400) is None
+    assert Loop().step(1.0, Sigmas(Fraction(13, 2)), 3.0) is None
     assert loop.step(1.0, 0) == loop.step(0.7, 0.6) == "spike"
     assert loop.step(1.0, Sigmas(0.0, 1024)) is None
     assert Sigmas(0.5).sigmas == 0.5
