@@ -505,7 +505,8 @@ class GradScaler(TorchGradScaler):
             raise TypeError(f"in_place must be a bool, got {type(in_place).__name__}")
         optimizers = clipping.optimizers_of(optimizer)
         if not self._enabled:
-            return self._clip(optimizers, None, limit, order, None, in_place=True, overridden=False)
+            defers = [False] * len(optimizers)
+            return self._clip(optimizers, None, limit, order, None, defers, overridden=False)
         scale = self._checked_scale("clip_grad_norm_")
         for each in optimizers:
             state = self._per_optimizer_states.get(id(each), _NEW)
@@ -516,9 +517,7 @@ class GradScaler(TorchGradScaler):
                     f"before step(). The optimizer: {type(each).__name__}.",
                 )
         overridden = self._overrides(_UNSCALES)
-        if not in_place:
-            for each in optimizers:
-                clipping.can_defer(each, overridden)
+        defers = [not in_place and clipping.can_defer(each, overridden) for each in optimizers]
         spikes = None
         if highest is not None:
             spikes = self._spike_rules.rule(optimizers, highest, scale.device)
@@ -534,9 +533,7 @@ class GradScaler(TorchGradScaler):
                 )
         if norm is None:
             norm = self._clip(
-                *(optimizers, scale, limit, order, spikes),
-                in_place=in_place,
-                overridden=overridden,
+                optimizers, scale, limit, order, spikes, defers, overridden=overridden
             )
         for each in optimizers:
             flags = self._per_optimizer_states[id(each)]["found_inf_per_device"]
@@ -1101,12 +1098,14 @@ class GradScaler(TorchGradScaler):
         limit: float,
         order: float,
         spikes: SpikeRule | None,
+        defers: list[bool],
         *,
-        in_place: bool,
         overridden: bool,
     ) -> Tensor:
-        """Clips gradients, scaled by `scale`; `overridden`: a hook decides on infinities."""
-        defers = [not in_place and clipping.can_defer(each, overridden) for each in optimizers]
+        """Clips gradients, scaled by `scale`, or lets the step of those that defer clip.
+
+        `overridden`: a hook decides on infinities.
+        """
         if overridden:
             # What the hook finds counts, and what it writes is clipped.
             for each in optimizers:

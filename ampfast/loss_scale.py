@@ -258,18 +258,15 @@ class LossScale:
             ValueError: As `ScalePolicy.require_loadable`, or if the averages are damaged.
         """
         words = dict.fromkeys((*_AVERAGES, layout.CEILING), 0)
-        tracker, averages = self.policy.hysteresis, None
+        tracker = self.policy.hysteresis
         if state_dict:
             tracker = self.policy.require_loadable(state_dict)
             entry = entry_of(state_dict)
             if entry and isinstance(self.policy.policy, LogMax):
-                averages = entry.get("averages")
-                _require_averages(averages)
-        if averages is not None:
-            *given, ceiling = averages
-            bits = torch.tensor(given, dtype=torch.float64, device="cpu").view(torch.int64)
-            words.update(zip(_AVERAGES, bits.tolist(), strict=True))
-            words[layout.CEILING] = int(aten.word_of(torch.tensor(ceiling, device="cpu")))
+                *averages, ceiling = _averages_of(entry.get("averages"))
+                bits = torch.tensor(averages, dtype=torch.float64, device="cpu").view(torch.int64)
+                words.update(zip(_AVERAGES, bits.tolist(), strict=True))
+                words[layout.CEILING] = int(aten.word_of(torch.tensor(ceiling, device="cpu")))
         return {**words, layout.TOLERATED: self.policy.hysteresis - tracker}
 
     def load(self, words: dict[int, int]) -> None:
@@ -517,8 +514,8 @@ class _MinimumWatch:
 _LARGEST_AVERAGE = 1100.0**2
 
 
-def _require_averages(saved: object) -> None:
-    """Raises ValueError unless these are the averages and the ceiling of a checkpoint."""
+def _averages_of(saved: object) -> list[float]:
+    """Returns the averages and the ceiling of a checkpoint; raises ValueError for anything else."""
     count = len(_AVERAGES) + 1
     values: list[Any] = saved if isinstance(saved, list) else []
     is_valid = len(values) == count and all(type(each) is float for each in values)
@@ -535,6 +532,7 @@ def _require_averages(saved: object) -> None:
             f"the checkpoint's averages must be a list of {count} finite floats, as LogMax "
             f"writes them, got {saved!r}"
         )
+    return values
 
 
 def _require_number(name: str, value: object) -> None:

@@ -16,7 +16,7 @@ from ampfast.backends.cpu import state_layout
 from ampfast.errors import refuse_capture
 from ampfast.optimizers import ByOptimizer
 
-__all__ = ["Sigmas", "SpikeRule", "SpikeRules", "float_of", "limit_of", "require_norms"]
+__all__ = ["Sigmas", "SpikeRule", "SpikeRules", "limit_of", "require_norms"]
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Sigmas:
 
     def __post_init__(self) -> None:
         _require_number("sigmas", self.sigmas)
-        sigmas = float_of(self.sigmas)
+        sigmas = _as_float(self.sigmas)
         if not 0 <= sigmas < math.inf:
             raise ValueError(f"sigmas must be at least 0 and finite, got {self.sigmas}")
         object.__setattr__(self, "sigmas", sigmas)
@@ -74,7 +74,7 @@ def limit_of(skip_above: object) -> float | Sigmas | None:
     if skip_above is None or isinstance(skip_above, Sigmas):
         return skip_above
     _require_number("skip_above", skip_above, " or ampfast.Sigmas")
-    limit = float_of(skip_above)
+    limit = _as_float(skip_above)
     if not limit >= 0:
         raise ValueError(f"skip_above must be at least 0, got {limit}")
     return limit
@@ -167,7 +167,7 @@ def _norms_in(taken: Tensor) -> list[float]:
     return (ring[start:] + ring[:start])[max(0, len(ring) - int(count)) :]
 
 
-def float_of(value: Any) -> float:
+def _as_float(value: Any) -> float:
     """Returns a number as a float, infinite where it is too large for one."""
     try:
         return float(value)
