@@ -525,6 +525,14 @@ def test_a_capture_refuses_new_norms(monkeypatch: pytest.MonkeyPatch) -> None:
         loop.clip(1.0, Sigmas())
 
 
+def test_a_capture_refuses_to_tell_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    loop = Loop()
+    loop.step(1.0, 20.0)
+    monkeypatch.setattr(errors, "is_capturing", lambda: True)
+    with pytest.raises(RuntimeError, match="a question that the host asks"):
+        loop.scaler.skip_reason(loop.optimizer)
+
+
 class Slotted:
     __slots__ = ("_step_supports_amp_scaling", "found_inf", "grad_scale", "inner")
 
