@@ -471,7 +471,7 @@ class _MinimumWatch:
     def __init__(self, raises: bool) -> None:
         self.raises = raises
         self._warned_at = 0
-        self._raised_at = 0
+        self._reported: int | None = None
         self._pending: tuple[Tensor, torch.cuda.Event | None] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -494,6 +494,10 @@ class _MinimumWatch:
         if counters[layout.SKIPS_AT_MINIMUM] == 0:
             self._warned_at = 0
             return
+        overflows = counters[layout.SKIPPED] - counters[layout.SPIKES]
+        if overflows == self._reported:
+            return
+        self._reported = overflows
         skips = counters[layout.CONSECUTIVE_SKIPS]
         text = (
             f"The scale is at its minimum, {policy.min_scale}, and {skips} "
@@ -502,10 +506,7 @@ class _MinimumWatch:
             "or infinity at any scale."
         )
         if self.raises:
-            if counters[layout.STEPS] > self._raised_at:
-                self._raised_at = counters[layout.STEPS]
-                raise FloatingPointError(text)
-            return
+            raise FloatingPointError(text)
         if skips >= 2 * self._warned_at:
             self._warned_at = skips
             warn_caller(text)

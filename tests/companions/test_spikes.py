@@ -6,6 +6,7 @@ import copy
 import math
 import pickle
 import random
+import warnings
 from collections.abc import Callable
 from fractions import Fraction
 from typing import Any
@@ -326,6 +327,20 @@ def test_the_hysteresis_and_the_minimum_do_not_count_spikes() -> None:
     assert loop.now() == (4.0, 0)
     for _ in range(3):
         assert loop.step(50.0, 20.0) == "spike"
+
+
+@pytest.mark.parametrize("then", ["warn", "raise"])
+def test_a_spike_after_an_overflow_at_the_minimum_tells_nothing_again(then: str) -> None:
+    loop = Loop(min_scale=8.0, on_min_scale=then)
+    error = UserWarning if then == "warn" else FloatingPointError
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(2):
+            with pytest.raises(error, match="1 step was skipped"):
+                loop.step(math.inf, 20.0)
+            assert loop.step(50.0, 20.0) == "spike"
+            assert loop.scaler.stats().consecutive_skips == 2
+            loop.step(1.0, 20.0)
 
 
 def test_sparse_gradients_and_several_dtypes() -> None:
