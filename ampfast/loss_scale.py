@@ -391,6 +391,9 @@ class LossScale:
         status = entries[:, layout.RING_STATUS]
         has_norm = status & 2 != 0
         norm = aten.float_of(entries[:, layout.RING_NORM])
+        # Each step's entry has the prediction for the next one.
+        predicted = aten.float_of(status >> 32).roll(1)
+        predicted[:1] = 0
         return History(
             step=step,
             scale=aten.float_of(entries[:, layout.RING_SCALE]),
@@ -398,6 +401,7 @@ class LossScale:
             grad_norm=norm.masked_fill(~has_norm, math.nan),
             has_norm=has_norm,
             spiked=status & 4 != 0,
+            predicted=predicted.masked_fill(predicted == 0, math.nan),
         )
 
     def hysteresis_tracker(self) -> int:

@@ -62,6 +62,8 @@ class History:
             optimizers if their norms are of one type; NaN where no norm was taken.
         has_norm: bool, whether a norm was taken.
         spiked: bool, whether the step was skipped for the norm of finite gradients alone.
+        predicted: float32, scale that `LogMax` predicted for the step, before limits and what
+            overflows allow; NaN where none is known, as after a spike.
     """
 
     step: Tensor
@@ -70,6 +72,7 @@ class History:
     grad_norm: Tensor
     has_norm: Tensor
     spiked: Tensor
+    predicted: Tensor
 
     def __len__(self) -> int:
         return self.step.numel()
@@ -115,7 +118,8 @@ def log(writer: SummaryWriter, step: int, stats: ScalerStats, prefix: str = "sca
 def plot(history: History, path: str | os.PathLike[str] | None = None) -> Any:
     """Plots the scale, the skipped steps and the gradient norms, if any were taken.
 
-    Red crosses are overflows, orange triangles spikes.
+    Red crosses are overflows, orange triangles spikes. A pale line is the prediction of `LogMax`,
+    above the scale where limits or overflows keep that lower.
 
     Args:
         history: Result of `GradScaler.history()`.
@@ -140,6 +144,9 @@ def plot(history: History, path: str | os.PathLike[str] | None = None) -> Any:
     steps, scale, spiked = history.step, history.scale, history.spiked
     line = {"color": "tab:blue", "label": "scale", **_POINTS}
     panels[0].step(steps.tolist(), scale.tolist(), where="post", **line)
+    if not bool(history.predicted.isnan().all()):
+        pale = {"color": "tab:purple", "alpha": 0.35, "linewidth": 5, "label": "prediction"}
+        panels[0].step(steps.tolist(), history.predicted.tolist(), where="post", **pale)
     if bool((scale > 0).any()):
         panels[0].set_yscale("log", base=2)
     panels[0].set_ylabel("scale")
@@ -253,7 +260,7 @@ def _exponents(row: ParameterHealth) -> tuple[float, float] | None:
 def empty_history() -> History:
     """Returns a history without steps."""
     none = torch.empty(0, dtype=torch.float32, device="cpu")
-    return History(none.long(), none, none.bool(), none, none.bool(), none.bool())
+    return History(none.long(), none, none.bool(), none, none.bool(), none.bool(), none)
 
 
 def _figure(width: float, height: float) -> Any:

@@ -20,8 +20,7 @@ enum StateWord : int64_t {
   kLastSkipped,     // the number of the last skipped step, counted from 1; 0: none
   kSpikes,          // steps skipped for their norm alone
   // Moving averages of LogMax as bits of float64, each with its weight so far: of the logarithm,
-  // and
-  // slower ones of it and of its square.
+  // and slower ones of it and of its square.
   kMean,
   kWeight,
   kSlowMean,
@@ -47,8 +46,10 @@ enum StateWord : int64_t {
 // Behind it, the last steps: step i at i % kRingSteps.
 constexpr int64_t kRingSteps = 1024;
 enum RingWord : int64_t {
-  kRingScale,   // with which the step was taken
-  kRingStatus,  // 1 if it was skipped, plus 2 if there is a norm, plus 4 if it was a spike
+  kRingScale,  // with which the step was taken
+  // 1 if it was skipped, plus 2 if there is a norm, plus 4 if it was a spike. The upper half is the
+  // scale that LogMax predicts for the next step; 0: none.
+  kRingStatus,
   kRingNorm,
   kRingWords,
 };
@@ -105,10 +106,10 @@ AMPFAST_ELEMENT double moved(int64_t* word, double value, double share) {
   return next;
 }
 
-// The scale by LogMax, or `otherwise` before the first peak: with headroom, the largest with which
-// no float16 gradient overflows whose logarithm is up to that many standard deviations above the
-// mean. A peak of 0 or one that is not finite changes no average.
-AMPFAST_ELEMENT float predicted(int64_t* state, double peak, float otherwise) {
+// The scale by LogMax, or 0 before the first peak: with headroom, the largest with which no float16
+// gradient overflows whose logarithm is up to that many standard deviations above the mean. A peak
+// of 0 or one that is not finite changes no average.
+AMPFAST_ELEMENT float predicted(int64_t* state, double peak) {
   if (peak > 0 && std::isfinite(peak)) {
     const double value = log2_of(peak);
     moved(state + kMean, value, 1.0 / 128);
@@ -119,7 +120,7 @@ AMPFAST_ELEMENT float predicted(int64_t* state, double peak, float otherwise) {
   }
   const double weight = bits_as<double>(state[kWeight]);
   if (!(weight > 0)) {
-    return otherwise;
+    return 0;
   }
   const double slow_weight = bits_as<double>(state[kSlowWeight]);
   const double slow_mean = bits_as<double>(state[kSlowMean]) / slow_weight;
@@ -171,6 +172,7 @@ AMPFAST_ELEMENT void apply(const Update& update, float flag) {
     if (found_inf && state[kTolerated] <= state[kMostTolerated]) {
       next = before;
     }
+    float prediction = 0;
     if (observed != nullptr && share == 0 && !spiked) {
       // Beyond a scale that overflowed, torch's rule probes for it.
       const float grown = static_cast<float>(float_in(state[kCeiling]) * update.growth_factor);
@@ -180,7 +182,8 @@ AMPFAST_ELEMENT void apply(const Update& update, float flag) {
         state[kCeiling] = word_of(grown);
       }
       const float ceiling = float_in(state[kCeiling]);
-      next = predicted(state, found_inf ? 0 : *observed, next);
+      prediction = predicted(state, found_inf ? 0 : *observed);
+      next = prediction > 0 ? prediction : next;
       next = ceiling > 0 && next > ceiling ? ceiling : next;
     }
     const float min_scale = float_in(state[kMinScale]);
@@ -195,7 +198,8 @@ AMPFAST_ELEMENT void apply(const Update& update, float flag) {
 
     int64_t* entry = state + kRing + state[kSteps] % kRingSteps * kRingWords;
     entry[kRingScale] = word_of(before);
-    entry[kRingStatus] = (skipped ? 1 : 0) + (update.norm != nullptr ? 2 : 0) + (spiked ? 4 : 0);
+    entry[kRingStatus] = (word_of(prediction) << 32) + (skipped ? 1 : 0) +
+                         (update.norm != nullptr ? 2 : 0) + (spiked ? 4 : 0);
     entry[kRingNorm] = update.norm != nullptr ? word_of(*update.norm) : 0;
 
     const bool at_minimum = min_scale > 0 && before <= min_scale;

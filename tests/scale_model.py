@@ -69,11 +69,13 @@ class ScaleModel:
     tolerated: int = 0
     last_skipped: int = 0
     spikes: int = 0
-    history: list[tuple[float, float, float | None]] = field(default_factory=list)
+    history: list[tuple[float, float, float | None, float]] = field(default_factory=list)
     prediction: Prediction = field(default_factory=Prediction)
+    predicted: float = math.nan  # for the next step
 
     def update(self, flag: float, norm: float | None = None, peak: float = 0.0) -> None:
-        self.history.append((self.scale, flag, norm))
+        self.history.append((self.scale, flag, norm, self.predicted))
+        self.predicted = math.nan
         self.steps += 1
         self.skipped += flag != 0
         self.consecutive_skips = self.consecutive_skips + 1 if flag else 0
@@ -125,7 +127,9 @@ class ScaleModel:
                 prediction.ceiling = grown if math.isfinite(grown) else prediction.ceiling
             if 0 < peak < math.inf:
                 prediction.see(peak)
-        after = by_torch if prediction.weight == 0 else prediction.scale(policy)
+        after = by_torch
+        if prediction.weight:
+            after = self.predicted = prediction.scale(policy)
         return min(after, prediction.ceiling) if prediction.ceiling > 0 else after
 
     def counters(self) -> list[int]:
@@ -188,13 +192,15 @@ def assert_state(words: torch.Tensor, model: ScaleModel) -> None:
     kept.words = words
     history = kept.history()
     expected = model.history[-layout.RING_STEPS :]
+    if model.steps > len(expected):
+        expected[0] = (*expected[0][:3], math.nan)  # that entry is overwritten
     assert history.step.tolist() == list(range(model.steps - len(expected), model.steps))
     columns = (history.scale, history.skipped, history.spiked, history.grad_norm)
-    rows = zip(*(column.tolist() for column in columns), strict=True)
+    rows = zip(*(each.tolist() for each in (*columns, history.predicted)), strict=True)
     assert repr(list(rows)) == repr(
         [
-            (scale, flag != 0, flag == SPIKE, math.nan if norm is None else norm)
-            for scale, flag, norm in expected
+            (scale, flag != 0, flag == SPIKE, math.nan if norm is None else norm, predicted)
+            for scale, flag, norm, predicted in expected
         ]
     )
-    assert history.has_norm.tolist() == [norm is not None for _, _, norm in expected]
+    assert history.has_norm.tolist() == [norm is not None for _, _, norm, _ in expected]

@@ -22,7 +22,7 @@ class Writer:
         self.written.append((tag, scalar_value, global_step))
 
 
-def history(norms: bool = True) -> History:
+def history(norms: bool = True, predicted: float = math.nan) -> History:
     count = 40
     skipped = torch.zeros(count, dtype=torch.bool)
     skipped[[7, 8, 12, 30]] = True
@@ -37,6 +37,7 @@ def history(norms: bool = True) -> History:
         grad_norm=norm.masked_fill(~has_norm, math.nan),
         has_norm=has_norm,
         spiked=spiked,
+        predicted=torch.full((count,), predicted),
     )
 
 
@@ -85,6 +86,14 @@ def test_plot(tmp_path, norms: bool) -> None:
         assert math.isnan(line.get_ydata()[4])  # a gap where it is not finite
         assert lost.get_xdata().tolist() == [108]
         assert spikes.get_xdata().tolist() == [112]
+
+
+def test_plot_of_a_prediction() -> None:
+    pytest.importorskip("matplotlib")
+    (panel,) = report.plot(history(norms=False, predicted=2.0**17)).axes
+    assert [line.get_label() for line in panel.get_lines()][:2] == ["scale", "prediction"]
+    assert set(panel.get_lines()[1].get_ydata()) == {2.0**17}
+    assert "prediction" in [text.get_text() for text in panel.get_legend().get_texts()]
 
 
 def test_plot_of_an_empty_history() -> None:

@@ -57,6 +57,9 @@ def test_random_steps(backend: str, policy: str, start: float) -> None:
             aten.update_scale_(scale, tracker, flag, FACTORS, words, *given)
         model.update(found, norm, peak or 0.0)
         assert (scale.item(), tracker.item()) == (model.scale, model.tracker)
+        if model.steps % 17 == 16:
+            model.scale = 6.0
+            scale.fill_(model.scale)
     assert model.growths
     assert_state(words, model)
 

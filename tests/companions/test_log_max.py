@@ -192,6 +192,17 @@ def test_a_scale_that_overflowed_is_probed_as_torch_probes() -> None:
     assert [b - a for a, b in itertools.pairwise(late)] == [8, 8, 8]
 
 
+def test_instead_of_0_the_scale_is_the_prediction_again() -> None:
+    loop = Loop()
+    loop.step(1.0)
+    first = loop.scaler.get_scale()
+    scales = []
+    for _ in range(165):
+        loop.step(math.inf)
+        scales.append(loop.scaler.get_scale())
+    assert scales[scales.index(2.0**-149) + 1] == first
+
+
 def test_a_spike_changes_nothing() -> None:
     loop = Loop()
     for peak in (1.0, 2.0, 0.5):

@@ -22,7 +22,7 @@ def test_random_steps(policy: str) -> None:
     # Near the end of the ring, so that it wraps around.
     ahead = state_layout.RING_STEPS - 20
     words[state_layout.STEPS] = model.steps = ahead
-    model.history = [(0.0, 0.0, None)] * ahead
+    model.history = [(0.0, 0.0, None, math.nan)] * ahead
     words[state_layout.RING :][: ahead * state_layout.RING_WORDS] = 0
     scale = torch.tensor(model.scale)
     tracker = torch.tensor(model.tracker, dtype=torch.int32)
@@ -45,6 +45,9 @@ def test_random_steps(policy: str) -> None:
         assert update.applied
         model.update(found, norm, peak or 0.0)
         assert (scale.item(), tracker.item()) == (model.scale, model.tracker)
+        if turn % 17 == 16:
+            model.scale = 6.0
+            scale.fill_(model.scale)
     assert_state(words, model)
 
 

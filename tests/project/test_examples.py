@@ -143,7 +143,8 @@ def test_the_picture_of_spikes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
     curves = {way: [(10, 2.0), (20, 1.5)] for way in module.WAYS}
     steps, spiked = torch.arange(20), torch.arange(20) >= 17
     norms = torch.ones(20)
-    history = report.History(steps, norms, spiked, norms, ~steps.isnan(), spiked)
+    unknown = norms * math.nan
+    history = report.History(steps, norms, spiked, norms, ~steps.isnan(), spiked, unknown)
     for name in "ab":
         module.draw(curves, history, tmp_path / f"{name}.svg")
     drawn = (tmp_path / "a.svg").read_text(encoding="utf-8")

@@ -354,8 +354,8 @@ def _power_of_two(exponent):
 
 
 @triton.jit
-def _predict(state_ptr, word, counted, peak, otherwise):
-    """Scale by LogMax, and the counters with its averages, as `predicted` of csrc/scale.h."""
+def _predict(state_ptr, word, counted, peak):
+    """Scale by LogMax or 0, and the counters with its averages, as `predicted` of csrc/scale.h."""
     is_known = (peak > 0.0) & (_magnitude(peak) < _INFINITY)
     value = _log2(tl.where(is_known, peak, 1.0))
     mean = _double_at(state_ptr + _MEAN)
@@ -382,7 +382,7 @@ def _predict(state_ptr, word, counted, peak, otherwise):
     highest = mean / weight + _double_at(state_ptr + _SIGMAS) * deviation
     exponent = 16.0 - _double_at(state_ptr + _HEADROOM) - highest
     scale = _power_of_two(tl.where(weight > 0.0, exponent, 0.0))
-    return tl.where(weight > 0.0, scale, otherwise), counted
+    return tl.where(weight > 0.0, scale, 0.0), counted
 
 
 @triton.jit
@@ -438,14 +438,17 @@ def _update(
             higher = tl.where(grows & (_magnitude(higher) < 0x7F800000), higher, ceiling)
             ceiling = tl.where(found, scale, tl.where(spiked, ceiling, higher))
             peak = tl.where(skipped, 0.0, observed)
-            predicted, counters_then = _predict(state_ptr, word, counters, peak, scale)
-            ceiling_word = _word(ceiling)
-            counters_then = tl.where(word == _CEILING, ceiling_word, counters_then)
-            predicted = tl.where((ceiling > 0) & (predicted > ceiling), ceiling, predicted)
-            scale = tl.where(share == 0.0, predicted, scale)
-            counters_then = tl.where(share == 0.0, counters_then, counters)
+            predicted, counters_then = _predict(state_ptr, word, counters, peak)
+            follows = (share == 0.0) & ~spiked
+            counters_then = tl.where(word == _CEILING, _word(ceiling), counters_then)
+            counters_then = tl.where(follows, counters_then, counters)
+            predicted = tl.where(follows, predicted, 0.0)
+            scale = tl.where(predicted > 0, predicted, scale)
+            scale = tl.where(follows & (ceiling > 0) & (scale > ceiling), ceiling, scale)
+            status = _word(predicted) << 32
         else:
             counters_then = counters
+            status = one * 0
         # A scale set beyond the limits is not moved the wrong way.
         too_high = (scale > before) & (max_scale > 0) & (scale > max_scale)
         too_low = (scale < before) & (min_scale > 0) & (scale < min_scale)
@@ -466,7 +469,7 @@ def _update(
         counted = tl.where(word == _SPIKES, counters + spiked.to(tl.int64), counted)
 
         entry_ptr = state_ptr + _RING + steps % _RING_STEPS * _RING_WORDS
-        status = one + 4 * spiked.to(tl.int64)
+        status += one + 4 * spiked.to(tl.int64)
         norm = one * 0
         if norm_ptr is not None:
             status += 2
