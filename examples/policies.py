@@ -3,7 +3,8 @@
 A transformer with float16 parameters and float32 master weights is trained. The gradients of a
 float32 copy know no limits: their magnitudes are counted by power of two, step by step. Then each
 policy scales those steps: a step overflows if its largest gradient does in float16, and a value
-vanishes if it is rounded to 0. One row for each policy:
+vanishes if it is rounded to 0. Below each interval of torch's rule comes the LogMax
+of the most sigmas with which no more values vanish:
 
     python examples/policies.py
 """
@@ -11,6 +12,7 @@ vanishes if it is rounded to 0. One row for each policy:
 from __future__ import annotations
 
 import argparse
+import bisect
 import copy
 
 import torch
@@ -19,14 +21,7 @@ from torch import Tensor, nn
 
 import ampfast
 
-POLICIES = {
-    "torch, interval 2000": {"growth_interval": 2000},
-    "torch, interval 200": {"growth_interval": 200},
-    "torch, interval 50": {"growth_interval": 50},
-    "LogMax(3.09, headroom=0)": {"policy": ampfast.LogMax(3.09, 0)},
-    "LogMax(3.09, headroom=1)": {"policy": ampfast.LogMax(3.09, 1)},
-    "LogMax(6, headroom=1)": {"policy": ampfast.LogMax(6, 1)},
-}
+INTERVALS = (2000, 200, 50, 20, 10)
 # Exponents of half of float16's smallest subnormal number, below which values are rounded to 0, and
 # of the smallest float32, where counts begin.
 LEAST, FIRST = -25, -149
@@ -82,6 +77,17 @@ def replayed(steps: list[tuple[float, Tensor]], options: dict) -> tuple[int, flo
     return len(steps) - int(taken), vanished / taken, logs / taken
 
 
+def log_max(sigmas: float, headroom: float = 0) -> dict:
+    return {"policy": ampfast.LogMax(sigmas, headroom)}
+
+
+def sigmas_for(steps: list[tuple[float, Tensor]], vanished: float) -> float | None:
+    """The most sigmas, in tenths up to 6, with which no larger share of values vanishes."""
+    tenths = range(61)
+    count = bisect.bisect(tenths, vanished, key=lambda each: replayed(steps, log_max(each / 10))[1])
+    return tenths[count - 1] / 10 if count else None
+
+
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=1000)
@@ -89,9 +95,18 @@ def main(arguments: list[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     steps = recorded(options.steps, options.device)
     print(f"{'policy':<26} {'skipped':>8} {'vanished':>10} {'mean log2 scale':>16}")
-    for name, policy in POLICIES.items():
+
+    def show(name: str, policy: dict) -> float:
         skipped, vanished, log = replayed(steps, policy)
         print(f"{name:<26} {skipped:>8} {vanished:>10.2e} {log:>16.1f}", flush=True)
+        return vanished
+
+    for interval in INTERVALS:
+        vanished = show(f"torch, interval {interval}", {"growth_interval": interval})
+        sigmas = sigmas_for(steps, vanished)
+        if sigmas is not None:
+            show(f"LogMax({sigmas}, headroom=0)", log_max(sigmas))
+    show("LogMax()", {"policy": ampfast.LogMax()})
 
 
 if __name__ == "__main__":

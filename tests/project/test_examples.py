@@ -99,8 +99,9 @@ def test_policies_are_replayed(
     module = example("policies")
     module.main(["--steps", "10", "--device", "cpu"])
     _, *rows = capsys.readouterr().out.splitlines()
-    assert [row[:26].strip() for row in rows] == list(module.POLICIES)
-    assert all(row[26:].split()[0] == "0" for row in rows)
+    names = [f"torch, interval {interval}" for interval in module.INTERVALS]
+    assert [row[:26].strip() for row in rows if "LogMax(" not in row] == names
+    assert rows[-1].startswith("LogMax()") and all(row[26:].split()[0] == "0" for row in rows)
     # Peaks that torch's scale of 2^16 makes overflow twice, and values that vanish at 2^14.
     counts = torch.zeros(300, dtype=torch.int64)
     counts[[-40 - module.FIRST, -39 - module.FIRST, -module.FIRST]] = torch.tensor([1, 2, 1])
@@ -110,6 +111,21 @@ def test_policies_are_replayed(
     policy = {"init_scale": 2.0**14, "policy": LogMax(headroom=2)}
     skipped, vanished, _ = module.replayed(steps[2:], policy)
     assert skipped == 0 and vanished == pytest.approx((0.25 + 7 * 0.75) / 8)
+
+
+def test_policies_are_compared_where_as_many_values_vanish(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.syspath_prepend(str(FOLDER))
+    module = example("policies")
+    counts = torch.zeros(300, dtype=torch.int64)
+    counts[[exponent - module.FIRST for exponent in range(-40, -30)]] = 1
+    steps = [(2.0 ** (turn % 3), counts) for turn in range(60)]
+    shares = [module.replayed(steps, module.log_max(tenths / 10))[1] for tenths in range(61)]
+    assert shares == sorted(shares) and len(set(shares)) > 3
+    sigmas = module.sigmas_for(steps, shares[20])
+    assert sigmas == max(tenths for tenths in range(61) if shares[tenths] == shares[20]) / 10
+    assert module.sigmas_for(steps, shares[0] / 2) is None
 
 
 def test_the_picture_of_fine_tuning(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
