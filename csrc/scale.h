@@ -204,15 +204,21 @@ AMPFAST_ELEMENT void apply(const Update& update, float flag) {
 
     const bool at_minimum = min_scale > 0 && before <= min_scale;
     state[kSteps] += 1;
-    state[kSkipped] += skipped ? 1 : 0;
-    state[kSpikes] += spiked ? 1 : 0;
-    state[kGrowths] += next > before ? 1 : 0;
-    state[kBackoffs] += next < before ? 1 : 0;
-    state[kConsecutiveSkips] = skipped ? state[kConsecutiveSkips] + 1 : 0;
-    if (!spiked) {
+    // Branches, since counters that are loaded together would take registers from the pass, too.
+    if (skipped) {
+      state[kSkipped] += 1;
+      state[kConsecutiveSkips] += 1;
+      state[kLastSkipped] = state[kSteps];
+    } else {
+      state[kConsecutiveSkips] = 0;
+    }
+    if (spiked) {
+      state[kSpikes] += 1;
+    } else {
       state[kSkipsAtMinimum] = found_inf && at_minimum ? state[kSkipsAtMinimum] + 1 : 0;
     }
-    state[kLastSkipped] = skipped ? state[kSteps] : state[kLastSkipped];
+    state[kGrowths] += next > before ? 1 : 0;
+    state[kBackoffs] += next < before ? 1 : 0;
   }
   if (!spiked) {
     *update.scale = next;
