@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from numbers import Real
 from typing import Any
 
 import torch
@@ -14,6 +13,7 @@ from torch import Tensor
 from ampfast import gradients
 from ampfast.backends import Choice, aten, cpu
 from ampfast.distributed import Agreement, replicated_numbers
+from ampfast.errors import float_of
 from ampfast.master_weights import MasterWeights
 from ampfast.optimizers import takes_grad_scaler
 from ampfast.spikes import SpikeRule
@@ -66,7 +66,7 @@ def order_of(norm_type: object) -> float:
     if isinstance(norm_type, str):
         order = math.inf if norm_type == "inf" else math.nan
     else:
-        order = _float_of("norm_type", norm_type)
+        order = float_of("norm_type", norm_type)
     if not order > 0:
         raise ValueError(f'norm_type must be a number above 0 or "inf", got {norm_type!r}')
     return order
@@ -74,17 +74,10 @@ def order_of(norm_type: object) -> float:
 
 def limit_of(max_norm: object) -> float:
     """Returns the limit of a norm as a float; raises for invalid ones."""
-    limit = _float_of("max_norm", max_norm)
+    limit = float_of("max_norm", max_norm)
     if not limit >= 0:
         raise ValueError(f"max_norm must be at least 0, got {limit}")
     return limit
-
-
-def _float_of(name: str, value: object) -> float:
-    # isinstance with the abstract class runs Python code.
-    if type(value) is not float and (isinstance(value, bool) or not isinstance(value, Real)):
-        raise TypeError(f"{name} must be a Python number, got {type(value).__name__}")
-    return float(value)
 
 
 def measure(

@@ -1,10 +1,12 @@
-"""Notes on torch's errors, warnings at the caller's line, limits of capture and compilation."""
+"""Notes on torch's errors, warnings at the caller's line, checks of numbers, limits of capture."""
 
 from __future__ import annotations
 
+import math
 import sys
 import warnings
 from collections.abc import Callable
+from numbers import Real
 from typing import Any, TypeVar, cast
 
 import torch
@@ -12,6 +14,7 @@ import torch
 __all__ = [
     "WARM_UP",
     "add_note",
+    "float_of",
     "is_capturing",
     "not_compiled",
     "refuse_capture",
@@ -41,6 +44,21 @@ def add_note(error: AnyError, note: str) -> AnyError:
     else:
         error.__notes__ = [*getattr(error, "__notes__", []), note]
     return error
+
+
+def float_of(name: str, value: object, others: str = "") -> float:
+    """Returns a real number as a float, infinite where it is too large for one.
+
+    Raises:
+        TypeError: If it is no real Python number, naming it and what `others` are allowed.
+    """
+    # isinstance with the abstract class runs Python code.
+    if type(value) is not float and (isinstance(value, bool) or not isinstance(value, Real)):
+        raise TypeError(f"{name} must be a Python number{others}, got {type(value).__name__}")
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf if cast(Any, value) > 0 else -math.inf
 
 
 def warn_caller(message: str, category: type[Warning] = UserWarning) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ampfast.backends import Choice, Update, aten, cpu
 from ampfast.backends.cpu import state_layout as layout
-from ampfast.errors import is_capturing, refuse_capture, warn_caller
+from ampfast.errors import float_of, is_capturing, refuse_capture, warn_caller
 from ampfast.report import History, ScalerStats, empty_history
 
 __all__ = ["LogMax", "LossScale", "ScalePolicy", "UnderflowTarget", "entry_of", "is_static"]
@@ -52,10 +52,11 @@ class LogMax:
     headroom: float = 1
 
     def __post_init__(self) -> None:
-        for name, value in asdict(self).items():
-            _require_number(name, value)
+        for name, given in asdict(self).items():
+            value = float_of(name, given)
             if not 0 <= _float32(value) < math.inf:
                 raise ValueError(f"{name} must be at least 0 and finite, got {value}")
+            object.__setattr__(self, name, value)
 
 
 @dataclass(frozen=True)
@@ -77,9 +78,10 @@ class UnderflowTarget:
     share: float = 1e-3
 
     def __post_init__(self) -> None:
-        _require_number("share", self.share)
-        if not 0 < self.share < 1:
-            raise ValueError(f"share must be above 0 and below 1, got {self.share}")
+        share = float_of("share", self.share)
+        if not 0 < share < 1:
+            raise ValueError(f"share must be above 0 and below 1, got {share}")
+        object.__setattr__(self, "share", share)
 
 
 @dataclass(frozen=True)
@@ -100,13 +102,13 @@ class ScalePolicy:
                 f"{type(given).__name__}"
             )
         for name in ("min_scale", "max_scale"):
-            value = getattr(self, name)
-            if value is None:
+            limit = getattr(self, name)
+            if limit is None:
                 continue
-            if isinstance(value, bool) or not isinstance(value, (int, float)):
-                raise TypeError(f"{name} must be a number or None, got {type(value).__name__}")
+            value = float_of(name, limit, " or None")
             if not 0 < _float32(value) < math.inf:
                 raise ValueError(f"{name} must be above 0 and finite in float32, got {value}")
+            object.__setattr__(self, name, value)
         least, most = self.min_scale, self.max_scale
         if least is not None and most is not None and least > most:
             raise ValueError(f"min_scale must not be above max_scale, got {least} and {most}")
@@ -540,16 +542,8 @@ def _averages_of(saved: object) -> list[float]:
     return values
 
 
-def _require_number(name: str, value: object) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise TypeError(f"{name} must be a number, got {type(value).__name__}")
-
-
 def _float32(value: float) -> float:
-    try:
-        return torch.tensor(value, dtype=torch.float32, device="cpu").item()
-    except OverflowError:  # an int beyond all floats
-        return math.inf
+    return torch.tensor(value, dtype=torch.float32, device="cpu").item()
 
 
 def entry_of(state_dict: dict[str, Any]) -> dict[str, Any]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from numbers import Real
 from typing import Any, NamedTuple
 
 import torch
@@ -13,7 +12,7 @@ from torch import Tensor
 
 from ampfast.backends import aten
 from ampfast.backends.cpu import state_layout
-from ampfast.errors import refuse_capture
+from ampfast.errors import float_of, refuse_capture
 from ampfast.optimizers import ByOptimizer
 
 __all__ = ["Sigmas", "SpikeRule", "SpikeRules", "limit_of", "require_norms"]
@@ -39,8 +38,7 @@ class Sigmas:
     window: int = 128
 
     def __post_init__(self) -> None:
-        _require_number("sigmas", self.sigmas)
-        sigmas = _as_float(self.sigmas)
+        sigmas = float_of("sigmas", self.sigmas)
         if not 0 <= sigmas < math.inf:
             raise ValueError(f"sigmas must be at least 0 and finite, got {self.sigmas}")
         object.__setattr__(self, "sigmas", sigmas)
@@ -73,8 +71,7 @@ def limit_of(skip_above: object) -> float | Sigmas | None:
     """
     if skip_above is None or isinstance(skip_above, Sigmas):
         return skip_above
-    _require_number("skip_above", skip_above, " or ampfast.Sigmas")
-    limit = _as_float(skip_above)
+    limit = float_of("skip_above", skip_above, " or ampfast.Sigmas")
     if not limit >= 0:
         raise ValueError(f"skip_above must be at least 0, got {limit}")
     return limit
@@ -165,16 +162,3 @@ def _norms_in(taken: Tensor) -> list[float]:
     count, *ring = taken.tolist()
     start = int(count) % len(ring)
     return (ring[start:] + ring[:start])[max(0, len(ring) - int(count)) :]
-
-
-def _as_float(value: Any) -> float:
-    """Returns a number as a float, infinite where it is too large for one."""
-    try:
-        return float(value)
-    except OverflowError:
-        return math.inf if value > 0 else -math.inf
-
-
-def _require_number(name: str, value: object, others: str = "") -> None:
-    if isinstance(value, bool) or not isinstance(value, Real):
-        raise TypeError(f"{name} must be a Python number{others}, got {type(value).__name__}")

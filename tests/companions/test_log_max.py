@@ -8,6 +8,7 @@ import math
 import pickle
 import random
 from collections.abc import Callable
+from fractions import Fraction
 from typing import Any
 
 import pytest
@@ -358,8 +359,8 @@ def test_damaged_averages_are_refused(averages: Any) -> None:
         (lambda: LogMax(math.nan), ValueError, "sigmas must be at least 0 and finite, got nan"),
         (lambda: LogMax(math.inf), ValueError, "sigmas must be at least 0 and finite, got inf"),
         (lambda: LogMax(10**400), ValueError, "sigmas must be at least 0 and finite"),
-        (lambda: LogMax("3"), TypeError, "sigmas must be a number, got str"),
-        (lambda: LogMax(3.0, True), TypeError, "headroom must be a number, got bool"),
+        (lambda: LogMax("3"), TypeError, "sigmas must be a Python number, got str"),
+        (lambda: LogMax(3.0, True), TypeError, "headroom must be a Python number, got bool"),
         (
             lambda: ampfast.GradScaler("cpu", policy="LogMax"),
             TypeError,
@@ -384,3 +385,13 @@ def test_bad_input(make: Callable[[], Any], error: type[Exception], text: str) -
 
 def test_bounds() -> None:
     assert LogMax(0, 0) == LogMax(0.0, 0.0)
+
+
+def test_numbers_are_kept_as_floats() -> None:
+    scaler = ampfast.GradScaler(
+        "cpu", policy=LogMax(Fraction(3), 1), min_scale=Fraction(2), max_scale=2**20
+    )
+    entry = scaler.state_dict()["ampfast"]
+    policy = entry["policy"]
+    kept = [entry["min_scale"], entry["max_scale"], policy["sigmas"], policy["headroom"]]
+    assert [str(each) for each in kept] == ["2.0", "1048576.0", "3.0", "1.0"]

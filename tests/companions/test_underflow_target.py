@@ -103,7 +103,7 @@ def test_checkpoints() -> None:
         (lambda: UnderflowTarget(0), ValueError, "share must be above 0 and below 1, got 0"),
         (lambda: UnderflowTarget(1.0), ValueError, "share must be above 0 and below 1, got 1.0"),
         (lambda: UnderflowTarget(math.nan), ValueError, "above 0 and below 1, got nan"),
-        (lambda: UnderflowTarget("1"), TypeError, "share must be a number, got str"),
+        (lambda: UnderflowTarget("1"), TypeError, "share must be a Python number, got str"),
         (lambda: Loop(track=None), ValueError, "needs track='health', got track=None"),
         (lambda: Loop(track="overflow"), ValueError, "needs track='health', got track='overflow'"),
         (lambda: Loop(dynamic=False), ValueError, "dynamic=False never changes"),
