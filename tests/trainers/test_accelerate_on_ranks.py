@@ -1,0 +1,109 @@
+"""Accelerate on two ranks: an overflow on one of them holds step and schedule on both."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from copy import deepcopy
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from support import Scaler, TorchScaler, assert_same, difference
+from torch import nn
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+from torch.utils.data import DataLoader, TensorDataset
+from trajectories import PLANTED, STEPS, HalfNet, batches, optimizer_for, planted
+
+import ampfast
+from tests.distributed import ranks
+
+accelerate = pytest.importorskip("accelerate", reason="needs accelerate")
+
+
+class Setting(NamedTuple):
+    """Gradients averaged over ranks or each rank's own, and Accelerate's settings."""
+
+    averages: bool
+    splits: bool
+    accumulation: int
+
+
+def accelerator_with(scaler: TorchScaler, setting: Setting) -> Any:
+    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
+    accelerate.state.GradientState._reset_state()
+    os.environ |= {
+        **{f"{prefix}RANK": str(dist.get_rank()) for prefix in ("", "LOCAL_")},
+        **{f"{prefix}WORLD_SIZE": str(dist.get_world_size()) for prefix in ("", "LOCAL_")},
+        "OMP_NUM_THREADS": "1",
+    }
+    accelerator = accelerate.Accelerator(
+        cpu=True,
+        mixed_precision="fp16",
+        gradient_accumulation_steps=setting.accumulation,
+        dataloader_config=accelerate.DataLoaderConfiguration(split_batches=setting.splits),
+    )
+    accelerator.native_amp = True
+    accelerator.scaler = scaler
+    return accelerator
+
+
+def train(scaler_type: Scaler, name: str, setting: Setting, bad: bool) -> tuple[Any, ...]:
+    """Skipped steps, the schedule after each step, and final states.
+
+    Gradients of rank 1 overflow in the micro-batches of `PLANTED`, if `bad`.
+    """
+    accelerator = accelerator_with(scaler_type("cpu", init_scale=64.0), setting)
+    world = accelerator.num_processes
+    torch.manual_seed(0)
+    model = HalfNet()
+    optimizer = optimizer_for(model, name)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, gamma=0.99)
+    rows = TensorDataset(*(torch.cat(each * world) for each in zip(*batches(), strict=True)))
+    loader = DataLoader(rows, len(rows) // STEPS // (1 if setting.splits else world))
+    model = accelerator.prepare_model(model, evaluation_mode=not setting.averages)
+    optimizer, scheduler, loader = accelerator.prepare(optimizer, scheduler, loader)
+
+    def state() -> Any:
+        return list(model.parameters()), optimizer.state_dict()
+
+    skipped, epochs = [], []
+    for step, (data, target) in enumerate(loader):
+        before = deepcopy(state())
+        with accelerator.accumulate(model):
+            loss = nn.functional.cross_entropy(model(data), target)
+            accelerator.backward(planted(loss, model, step) if bad and dist.get_rank() else loss)
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+        if accelerator.sync_gradients:
+            skipped.append(optimizer.step_was_skipped)
+            epochs.append(scheduler.scheduler.last_epoch)
+            assert skipped[-1] == (difference(before, state()) is None)
+    return skipped, epochs, scheduler.state_dict(), accelerator.scaler.state_dict(), state()
+
+
+def on_rank(setting: Setting) -> tuple[Any, ...]:
+    """A run with a fused optimizer and overflows, after comparisons with torch's scaler."""
+    theirs, ours = TorchScaler, ampfast.GradScaler
+    if not setting.averages:
+        theirs, ours = ShardedGradScaler, ampfast.ShardedGradScaler
+    for name, bad in (("adam", True), ("adam", False), ("fused_adam", False)):
+        assert_same(train(ours, name, setting, bad), train(theirs, name, setting, bad))
+    return train(ours, "fused_adam", setting, bad=True)
+
+
+@pytest.mark.parametrize("accumulation", [1, 3])
+@pytest.mark.parametrize("splits", [False, True], ids=["", "split"])
+@pytest.mark.parametrize("averages", [True, False], ids=["averaged", "own"])
+def test_overflows_on_one_rank(averages: bool, splits: bool, accumulation: int) -> None:
+    first, second = ranks.run(on_rank, Setting(averages, splits, accumulation))
+    # Each rank's own gradients make models of its own.
+    same = len(first) if averages else -1
+    assert_same(first[:same], second[:same])
+    ends = [*range(accumulation - 1, STEPS - 1, accumulation), STEPS - 1]
+    hit = {next(end for end in ends if end >= step) for step in PLANTED}
+    skipped, epochs, *_ = first
+    assert skipped == [end in hit for end in ends]
+    assert epochs == list(itertools.accumulate((1 if splits else 2) * (not s) for s in skipped))
