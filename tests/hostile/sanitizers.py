@@ -22,6 +22,8 @@ TESTS = (
     *("short_way", "state", "step_and_update", "threads", "torch_suite_gaps", "track_kernels"),
     *("unusual_objects", "widen_narrow", "written_values"),
     *("companions/test_master_weights", "companions/test_master_weights_costs"),
+    *("companions/test_spikes", "companions/test_log_max", "companions/test_underflow_target"),
+    "companions/test_step_guard",
 )
 # vptr needs type information of torch's classes, which its libraries do not export.
 FLAGS = "-fsanitize=address,undefined -fno-sanitize=vptr -fno-omit-frame-pointer -g1 -O1"
