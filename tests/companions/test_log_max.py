@@ -395,3 +395,4 @@ def test_numbers_are_kept_as_floats() -> None:
     policy = entry["policy"]
     kept = [entry["min_scale"], entry["max_scale"], policy["sigmas"], policy["headroom"]]
     assert [str(each) for each in kept] == ["2.0", "1048576.0", "3.0", "1.0"]
+    assert str(ampfast.UnderflowTarget(Fraction(1, 4)).share) == "0.25"
