@@ -754,13 +754,12 @@ class GradScaler(TorchGradScaler):
         distributed.require_same(settings, self._ranks)
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns torch's; with a policy of the scale or `Sigmas` one more, "ampfast"."""
+        """Returns torch's; with a policy, `dynamic=False` or `Sigmas` one more, "ampfast"."""
         state = super().state_dict()
         loss_scale, norms = self._loss_scale, self._spike_rules.norms()
-        if self._enabled and (norms or not loss_scale.policy.is_torchs):
-            state["ampfast"] = loss_scale.state_dict()
-            if norms:
-                state["ampfast"]["norms"] = norms
+        if self._enabled and (norms or not self._dynamic or not loss_scale.policy.is_torchs):
+            # With no norms, too: torch.distributed.checkpoint loads only what is there already.
+            state["ampfast"] = {**loss_scale.state_dict(), "norms": norms}
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -1254,9 +1253,10 @@ class GradScaler(TorchGradScaler):
         try:
             self._check_scale_growth_tracker(method)
         except AssertionError as error:
-            add_note(
-                error, "Gradients that need no scale: see ampfast.StepGuard, or enabled=False."
-            )
+            remedy = "Gradients that need no scale: see ampfast.StepGuard, or enabled=False."
+            if self._is_guard:
+                remedy = "Call scale(loss).backward(): a scale of 1 returns the loss itself."
+            add_note(error, remedy)
             raise
         if self._scale is None:
             raise AssertionError(f"_scale is None in {method}")

@@ -157,16 +157,16 @@ class ScalePolicy:
             ValueError: If the checkpoint has another policy, a scale beyond the limits or, unless
                 this policy is torch's, a static scale.
         """
+        if not self.is_torchs and is_static(state_dict):
+            raise ValueError(
+                "the checkpoint's scale is static, but this scaler has limits, hysteresis or a "
+                "policy, which need a dynamic one"
+            )
         tracker = self.hysteresis
         if "ampfast" in state_dict:
             tracker = self._tracker_of(state_dict["ampfast"])
         if not self.is_torchs:
             self.require_within(state_dict["scale"], "the checkpoint's scale")
-            if is_static(state_dict):
-                raise ValueError(
-                    "the checkpoint's scale is static, but this scaler has limits, hysteresis or a "
-                    "policy, which need a dynamic one"
-                )
         return tracker
 
     def _tracker_of(self, saved: object) -> int:

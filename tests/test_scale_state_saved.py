@@ -30,6 +30,7 @@ def test_checkpoints_keep_the_policy() -> None:
         **POLICY,
         "hysteresis_refill": "growth",
         "hysteresis_tracker": 2,
+        "norms": [],
     }
     buffer = io.BytesIO()
     torch.save(saved, buffer)

@@ -6,6 +6,8 @@ import copy
 import math
 import pickle
 from collections.abc import Callable
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +15,7 @@ import torch
 from reference_launcher import ReferenceLauncher
 from support import assert_same, outcome
 from torch import Tensor, nn
+from torch.distributed import checkpoint
 
 import ampfast
 
@@ -230,6 +233,31 @@ def test_copies_are_guards(copied: Callable[[Any], Any]) -> None:
     assert guard.stats().skipped == 1
     loss = torch.ones(())
     assert guard.scale(loss) is loss
+
+
+@pytest.mark.parametrize("options", [{}, {"min_scale": 1.0}], ids=["guard", "limits"])
+def test_distributed_checkpoints_keep_norms(options: dict[str, Any], tmp_path: Path) -> None:
+    make = partial(ampfast.GradScaler, **options) if options else ampfast.StepGuard
+    saved, loaded = make("cpu"), make("cpu")
+    param = nn.Parameter(torch.zeros(1))
+    optimizer = torch.optim.SGD([param], lr=0.1)
+    for norm in (1.0, 2.0, 3.0):
+        saved.scale(torch.zeros(()))
+        param.grad = torch.tensor([norm * saved.get_scale()])
+        saved.clip_grad_norm_(optimizer, 1.0, skip_above=ampfast.Sigmas(6, window=4))
+        stepped(saved, optimizer)
+    checkpoint.save({"scaler": saved}, checkpoint_id=tmp_path)
+    checkpoint.load({"scaler": loaded}, checkpoint_id=tmp_path)
+    assert loaded.state_dict() == saved.state_dict()
+    assert loaded.state_dict()["ampfast"]["norms"] == [[1.0, 2.0, 3.0]]
+
+
+def test_a_guard_without_a_loss_says_what_to_call() -> None:
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)
+    with pytest.raises(AssertionError) as caught:
+        ampfast.StepGuard("cpu").clip_grad_norm_(optimizer, 1.0)
+    (note,) = (each for each in caught.value.__notes__ if "scale of 1" in each)
+    assert "Call scale(loss).backward()" in note
 
 
 def test_tracking_and_refusals() -> None:
