@@ -6,6 +6,7 @@ It uses none on the CPU; these tests set its `native_amp` to take the path of a 
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -166,6 +167,29 @@ def test_a_schedule_without_a_host_sync() -> None:
     scheduler.flush()
     assert len(calls) == STEPS  # without a read of the flag every step is called
     assert scheduler.last_epoch == STEPS - accelerator.scaler.stats().skipped < STEPS
+
+
+@pytest.mark.parametrize("name", ["adam", "fused_adamw"])
+def test_a_guard_in_bfloat16(name: str) -> None:
+    accelerator, model = accelerate.Accelerator(cpu=True, mixed_precision="bf16"), HalfNet().layers
+    accelerator.scaler = guard = ampfast.StepGuard("cpu")
+    optimizer = optimizer_for(model, name)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, gamma=0.99)
+    model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
+    reasons = []
+    for step, (data, target) in enumerate(batches()):
+        optimizer.zero_grad()
+        factor = {3: math.nan, 5: 1e6}.get(step, 1.0)
+        accelerator.backward(factor * nn.functional.cross_entropy(model(data), target))
+        before = [param.detach().clone() for param in model.parameters()]
+        guard.clip_grad_norm_(optimizer.optimizer, 1.0, skip_above=100.0)
+        optimizer.step()
+        scheduler.step()
+        reasons.append(guard.skip_reason(optimizer.optimizer))
+        kept = all(map(torch.equal, before, model.parameters()))
+        assert kept == optimizer.step_was_skipped == (reasons[-1] is not None)
+    assert {step: why for step, why in enumerate(reasons) if why} == {3: "overflow", 5: "spike"}
+    assert scheduler.scheduler.last_epoch == STEPS - 2
 
 
 @pytest.mark.usefixtures("cuda_on_cpu", "patched")
