@@ -251,7 +251,40 @@ class GradScaler(TorchGradScaler):
             scale = self._scale
             if scale is not None and scale.device == outputs.device:
                 return outputs if self._is_guard else outputs * scale
-        return super().scale(outputs)
+        return self._scaled_by_1(outputs) if self._is_guard else super().scale(outputs)
+
+    def _scaled_by_1(self, outputs: Any) -> Any:
+        """What torch's `scale` returns, without a multiplication; makes the scale as it does."""
+        if isinstance(outputs, Tensor):
+            if self._scale is None:
+                self._lazy_init_scale_growth_tracker(outputs.device)
+            return outputs
+        if not isinstance(outputs, Iterable):
+            raise ValueError("outputs must be a Tensor or an iterable of Tensors")
+        items = map(self._scaled_by_1, outputs)
+        return type(outputs)(items) if isinstance(outputs, (list, tuple)) else items
+
+    def set_backoff_factor(self, new_factor: float) -> None:
+        """Sets the backoff factor, as torch's.
+
+        Raises:
+            ValueError: With `dynamic=False`.
+        """
+        self._require_dynamic("backoff_factor")
+        super().set_backoff_factor(new_factor)
+
+    def set_growth_interval(self, new_interval: int) -> None:
+        """Sets the growth interval, as torch's.
+
+        Raises:
+            ValueError: With `dynamic=False`.
+        """
+        self._require_dynamic("growth_interval")
+        super().set_growth_interval(new_interval)
+
+    def _require_dynamic(self, name: str) -> None:
+        if self._enabled and not self._dynamic:
+            raise ValueError(f"a scale with dynamic=False never changes: it takes no {name}")
 
     # A compiler that traces the state machine around a kernel loses what is written to its dicts.
     @not_compiled

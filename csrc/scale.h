@@ -290,10 +290,11 @@ AMPFAST_ELEMENT void apply(const Clip& clip) {
     peak = larger_or_nan(peak, clip.norms[2 * row + 1]);
   }
   double total = clip.largest ? peak : std::sqrt(squares);
+  // Decides on spikes: ranks whose own gradients are of other dtypes decide alike.
+  const float rounded = static_cast<float>(total);
   if (clip.wide_norm != nullptr) {
     *clip.wide_norm = total;
   } else {
-    const float rounded = static_cast<float>(total);
     *clip.norm = rounded;
     total = rounded;
   }
@@ -305,8 +306,9 @@ AMPFAST_ELEMENT void apply(const Clip& clip) {
     *clip.divisor = static_cast<float>(*clip.scale / coefficient);
   }
   if (clip.found_inf != nullptr && *clip.found_inf == 0) {
-    const bool spiked = clip.taken.words != nullptr ? is_outlier(clip.taken, total, clip.skip_above)
-                                                    : !(total <= clip.skip_above);
+    const bool spiked = clip.taken.words != nullptr
+                            ? is_outlier(clip.taken, rounded, clip.skip_above)
+                            : !(rounded <= clip.skip_above);
     if (spiked) {
       *clip.found_inf = kSpike;
     }

@@ -302,7 +302,7 @@ def spike_(found_inf: Tensor, norm: Tensor, skip_above: float, taken: Tensor | N
         skip_above: As for `cpu.Clip`.
         taken: As for `cpu.Clip`, but of any floating-point dtype.
     """
-    is_finite = found_inf == 0
+    is_finite, norm = found_inf == 0, norm.float()
     if taken is None:
         spiked = ~(norm <= skip_above)
     else:

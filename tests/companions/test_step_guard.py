@@ -137,13 +137,20 @@ def test_gradients_are_read_once_and_never_written(
     assert given == [None, None]
 
 
-def test_a_loss_is_returned_as_it_is() -> None:
-    guard = ampfast.StepGuard("cpu")
-    assert guard.scale(torch.ones(())).item() == 1
-    loss = torch.ones((), dtype=torch.float32)
-    assert guard.scale(loss) is loss
-    assert_same(guard.scale([loss, loss]), [loss, loss])
-    assert guard.get_scale() == 1.0
+@pytest.mark.parametrize("track", [None, "overflow"])
+def test_a_loss_is_returned_as_it_is(track: str | None) -> None:
+    loss = torch.ones((), dtype=torch.bfloat16)
+    for first in (loss, [loss, (loss,)], nn.Parameter(loss)):
+        guard = ampfast.StepGuard("cpu", track=track)
+        given = guard.scale(first)
+        assert given is first or (type(given) is list and given == first and given[0] is loss)
+        assert guard.scale(loss) is loss
+        assert [each is loss for each in guard.scale(iter([loss, loss]))] == [True, True]
+        assert guard.get_scale() == 1.0
+        assert guard._scale is not None
+    for wrong in (1.0, [loss, None]):
+        with pytest.raises(ValueError, match="must be a Tensor or an iterable of Tensors"):
+            guard.scale(wrong)
     plain = ampfast.GradScaler("cpu", init_scale=1.0, dynamic=False)
     plain.scale(loss)
     assert plain.scale(loss) is loss
@@ -205,6 +212,11 @@ def test_the_scale_stays_1() -> None:
     for value in (2.0, torch.tensor(1.0)):
         with pytest.raises(ValueError, match="this scaler's scale is always 1, got"):
             guard.update(value)
+    with pytest.raises(ValueError, match="never changes: it takes no backoff_factor"):
+        guard.set_backoff_factor(0.5)
+    with pytest.raises(ValueError, match="never changes: it takes no growth_interval"):
+        guard.set_growth_interval(1)
+    ampfast.StepGuard("cpu", enabled=False).set_growth_interval(1)
     other = ampfast.GradScaler("cpu", init_scale=8.0, dynamic=False)
     other.scale(torch.ones(()))
     before = guard.state_dict()

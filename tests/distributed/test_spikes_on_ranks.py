@@ -54,6 +54,53 @@ def test_ranks_skip_alike(layout: str, fused: bool, above: Any) -> None:
     assert (reasons, scale, spikes) == (REASONS, 4.0, 1)
 
 
+def just_above(order: float, above: Any) -> tuple[list[str | None], list[list[float]]]:
+    """The last norm is above the others by less than a float32 can tell."""
+    dtype = [torch.float64, torch.float32][dist.get_rank()]
+    guard = ampfast.StepGuard("cpu", process_group=dist.group.WORLD)
+    param = nn.Parameter(torch.zeros(1, dtype=dtype))
+    optimizer = torch.optim.SGD([param], lr=0.1)
+    reasons = []
+    for norm in (20.0, 20.0, 20.0 * (1 + 1e-9), 20.0 * (1 + 1e-6)):
+        guard.scale(torch.zeros(()))
+        param.grad = torch.full_like(param, norm if dtype == torch.float64 else 0.0)
+        guard.clip_grad_norm_(optimizer, 1.0, order, skip_above=above)
+        guard.step(optimizer)
+        guard.update()
+        reasons.append(guard.skip_reason(optimizer))
+    return reasons, guard._spike_rules.norms()
+
+
+@pytest.mark.parametrize("above", [20.0, ampfast.Sigmas(0.0, 2)], ids=str)
+@pytest.mark.parametrize("order", [2.0, 3.0, math.inf])
+def test_ranks_of_other_dtypes_skip_alike(order: float, above: Any) -> None:
+    first, second = ranks.run(just_above, order, above)
+    assert first == second
+    assert first[0] == [None, None, None, "spike"]
+
+
+def sometimes_without_gradients(above: Any) -> Any:
+    scaler = ampfast.GradScaler("cpu", init_scale=8.0, process_group=dist.group.WORLD)
+    param = nn.Parameter(torch.zeros(1))
+    optimizer = torch.optim.SGD([param], lr=0.1)
+    reasons = []
+    for turn, norm in enumerate((3.0, 4.0, 30.0, 3.5, 4.0, 30.0)):
+        scaler.scale(torch.zeros(()))
+        param.grad = None if turn % 2 == dist.get_rank() else torch.full_like(param, 8.0 * norm)
+        scaler.clip_grad_norm_(optimizer, 1.0, skip_above=above)
+        scaler.step(optimizer)
+        scaler.update()
+        reasons.append(scaler.skip_reason(optimizer))
+    return reasons, scaler.get_scale(), scaler.stats().spikes, scaler._spike_rules.norms()
+
+
+@pytest.mark.parametrize("above", [20.0, ampfast.Sigmas(9.0, 2)], ids=str)
+def test_ranks_without_gradients_skip_alike(above: Any) -> None:
+    first, second = ranks.run(sometimes_without_gradients, above)
+    assert first == second
+    assert first[:3] == ([None, None, "spike", None, None, "spike"], 8.0, 2)
+
+
 def traffic_of(above: Any) -> list[tuple[str, int]]:
     scaler = ampfast.GradScaler("cpu", init_scale=8.0, process_group=dist.group.WORLD)
     param = parameter("parts")

@@ -904,7 +904,7 @@ def clip_coefficient(
     if divisor_ptr is not None:
         tl.store(divisor_ptr, (tl.load(scale_ptr).to(tl.float64) / coefficient).to(tl.float32))
     if found_inf_ptr is not None:
-        total = norm.to(tl.float64)
+        total = norm.to(tl.float32).to(tl.float64)
         is_finite = tl.load(found_inf_ptr) == 0.0
         if taken_ptr is not None:
             spiked, count = _is_outlier(taken_ptr, window, total, skip_above)
