@@ -267,6 +267,9 @@ class GradScaler(TorchGradScaler):
     def set_backoff_factor(self, new_factor: float) -> None:
         """Sets the backoff factor, as torch's.
 
+        Args:
+            new_factor: The next overflows multiply the scale by it.
+
         Raises:
             ValueError: With `dynamic=False`.
         """
@@ -275,6 +278,9 @@ class GradScaler(TorchGradScaler):
 
     def set_growth_interval(self, new_interval: int) -> None:
         """Sets the growth interval, as torch's.
+
+        Args:
+            new_interval: Number of steps without overflow after which the scale grows.
 
         Raises:
             ValueError: With `dynamic=False`.
@@ -982,7 +988,7 @@ class GradScaler(TorchGradScaler):
         if agreement is None or loss_scale.observed is None:
             loss_scale.observe(observed)
             return distributed.agreed(agreement, flags, device)
-        largest = aten.largest(observed or [], device)
+        largest = loss_scale.largest(observed, device)
         (flags,), largest = agreement.share_norm([flags], device, largest, largest=True)
         loss_scale.observe([largest])
         return flags
@@ -1379,17 +1385,36 @@ class StepGuard(GradScaler):
     Args:
         device: As for `GradScaler`.
         enabled: As for `GradScaler`.
-        options: Its other keyword arguments that do not concern the scale: `allow_fp16`, `backend`,
-            `process_group` and `track`.
+        backend: As for `GradScaler`.
+        allow_fp16: As for `GradScaler`.
+        process_group: As for `GradScaler`.
+        track: As for `GradScaler`.
 
     Raises:
-        TypeError: As `GradScaler`, or if the scale is given.
+        TypeError: As `GradScaler`.
         ValueError: As `GradScaler`.
         RuntimeError: As `GradScaler`.
     """
 
-    def __init__(self, device: str = "cuda", *, enabled: bool = True, **options: Any) -> None:
-        super().__init__(device, init_scale=1.0, enabled=enabled, dynamic=False, **options)
+    def __init__(
+        self,
+        device: str = "cuda",
+        *,
+        enabled: bool = True,
+        backend: str | None = None,
+        allow_fp16: bool = False,
+        process_group: ProcessGroup | DeviceMesh | None = None,
+        track: str | None = None,
+    ) -> None:
+        super().__init__(
+            *(device, 1.0),
+            enabled=enabled,
+            backend=backend,
+            allow_fp16=allow_fp16,
+            dynamic=False,
+            process_group=process_group,
+            track=track,
+        )
 
 
 def _mark_unscaled(*states: dict[str, Any], agreement: distributed.Agreement | None = None) -> None:

@@ -346,7 +346,14 @@ class LossScale:
         return joint
 
     def _observed(self, device: torch.device) -> Tensor | None:
-        return None if self.observed is None else aten.largest(self.observed, device)
+        return None if self.observed is None else self.largest(self.observed or None, device)
+
+    def largest(self, observed: list[Tensor] | None, device: torch.device) -> Tensor:
+        """Returns the largest of what was observed; None stands for what is not known."""
+        if observed is None and isinstance(self.policy.policy, UnderflowTarget):
+            # Above every target: torch's rule applies.
+            return torch.ones((), dtype=aten.widest(device), device=device)
+        return aten.largest(observed or [], device)
 
     def observe(self, values: list[Tensor] | None) -> None:
         """Adds what was observed in a pass."""

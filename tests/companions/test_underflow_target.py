@@ -80,6 +80,20 @@ def test_the_largest_share_of_several_optimizers_counts() -> None:
     assert loop.scaler.get_scale() == 16.0
 
 
+class Overriding(ampfast.GradScaler):
+    def _unscale_grads_(self, *args: Any, **kwargs: Any) -> Any:
+        return super()._unscale_grads_(*args, **kwargs)
+
+
+@pytest.mark.parametrize("way", ["step", "unscale"])
+@pytest.mark.parametrize("make", [plain, fused])
+def test_where_the_share_is_not_known_the_rule_is_torchs(make: Any, way: str) -> None:
+    loop = Loop(make)
+    settings = {"init_scale": 8.0, "growth_interval": 2, "track": "health"}
+    loop.scaler = Overriding("cpu", policy=UnderflowTarget(), **settings)
+    assert [loop.step(0, way) for _ in range(4)] == [8.0, 16.0, 16.0, 32.0]
+
+
 def test_device_kernels(launcher: ReferenceLauncher) -> None:
     loop = Loop(fused)
     assert [loop.step(1) for _ in range(2)] == [8.0, 8.0]

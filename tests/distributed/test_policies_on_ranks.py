@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import ranks
@@ -116,3 +117,27 @@ def grown_on_rank(fused: bool) -> list[float]:
 @pytest.mark.parametrize("fused", [False, True])
 def test_the_largest_share_of_a_rank_decides(fused: bool) -> None:
     assert ranks.run(grown_on_rank, fused) == [[8.0, 16.0, 32.0, 32.0]] * 2
+
+
+class Overriding(ampfast.GradScaler):
+    def _unscale_grads_(self, *args: Any, **kwargs: Any) -> Any:
+        return super()._unscale_grads_(*args, **kwargs)
+
+
+def scales_of_unknown_shares() -> list[float]:
+    settings = {"init_scale": 8.0, "growth_interval": 2, "track": "health"}
+    scaler = Overriding(
+        "cpu", policy=ampfast.UnderflowTarget(), process_group=dist.group.WORLD, **settings
+    )
+    param, result = parameter("parts"), []
+    optimizer = torch.optim.SGD([param], lr=0.1)
+    for _ in range(4):
+        scaler.scale(torch.zeros(()))
+        param.grad = torch.ones_like(param)
+        iterate(scaler, optimizer, "step")
+        result.append(scaler.get_scale())
+    return result
+
+
+def test_where_no_rank_knows_the_share_the_rule_is_torchs() -> None:
+    assert ranks.run(scales_of_unknown_shares) == [[8.0, 16.0, 16.0, 32.0]] * 2
