@@ -515,7 +515,8 @@ class GradScaler(TorchGradScaler):
         Args:
             optimizer: Any object with `param_groups`, or a list or tuple of them, which are clipped
                 by their joint norm and skipped together.
-            max_norm: At least 0; infinity leaves the gradients at what `unscale_` writes.
+            max_norm: At least 0; infinity leaves the gradients at what `unscale_` writes, and with
+                a scale that is always 1 writes none.
             norm_type: Above 0; "inf" for the largest magnitude. torch's ops take orders other than
                 2 and infinity.
             in_place: If False, gradients are only read: an optimizer that takes `grad_scale` gets
@@ -561,7 +562,8 @@ class GradScaler(TorchGradScaler):
         if highest is not None:
             spikes = self._spike_rules.rule(optimizers, highest, scale.device)
         norm: Tensor | None = None
-        if in_place and len(optimizers) == 1 and order in clipping.FUSED_ORDERS:
+        writes_all = in_place and not (self._is_guard and limit == math.inf)
+        if writes_all and len(optimizers) == 1 and order in clipping.FUSED_ORDERS:
             (only,) = optimizers
             usual = cpu.usual_entry(self, only)
             if usual is not None:
@@ -797,8 +799,9 @@ class GradScaler(TorchGradScaler):
         state = super().state_dict()
         loss_scale, norms = self._loss_scale, self._spike_rules.norms()
         if self._enabled and (norms or not self._dynamic or not loss_scale.policy.is_torchs):
-            # With no norms, too: torch.distributed.checkpoint loads only what is there already.
-            state["ampfast"] = {**loss_scale.state_dict(), "norms": norms}
+            entry = {} if loss_scale.policy.is_torchs else loss_scale.state_dict()
+            # Without norms, too: torch.distributed.checkpoint loads only what is there already.
+            state["ampfast"] = {**entry, "norms": norms}
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -809,10 +812,10 @@ class GradScaler(TorchGradScaler):
 
         Raises:
             RuntimeError: If the checkpoint is of a disabled scaler.
-            ValueError: If it is of a scaler with other limits or hysteresis, its scale is beyond
-                this one's limits or not the 1 that this one's always is, or only one of the two
-                is static. As with torch, a scaler without limits and hysteresis becomes static.
-                Nothing is loaded then.
+            ValueError: If it is of a scaler with other limits, hysteresis or policy, its entry
+                "ampfast" is damaged, its scale is beyond this one's limits or not the 1 that
+                this one's always is, or only one of the two is static. As with torch, a scaler
+                without limits, hysteresis and policy becomes static. Nothing is loaded then.
         """
         loss_scale = self._loss_scale
         words: dict[int, int] = {}
@@ -1148,8 +1151,13 @@ class GradScaler(TorchGradScaler):
             # What the hook finds counts, and what it writes is clipped.
             for each in optimizers:
                 self.unscale_(each)
+        keeps = self._is_guard and limit == math.inf  # values times 1 are not written
         terms = [
-            self._norm_term(each, None if overridden else scale, writes=not deferred)
+            self._norm_term(
+                each,
+                None if overridden else scale,
+                writes=not deferred and not (keeps and casts_of(each) is None),
+            )
             for each, deferred in zip(optimizers, defers, strict=True)
         ]
         divisor = None
@@ -1172,8 +1180,8 @@ class GradScaler(TorchGradScaler):
                     at: aten.joint_flag([flag, *term.flags.values()], flag.device)
                     for at, flag in flags.items()
                 }
-        for state, term in checked:
-            if not term.writes and divisor is not None:
+        for (state, term), deferred in zip(checked, defers, strict=False):
+            if deferred and divisor is not None:
                 rows = term.rows + term.uncounted
                 state[clipping.DEFERRED] = clipping.Deferred(divisor, coefficient, rows, agreement)
         if self._loss_scale.observed is not None:

@@ -163,7 +163,7 @@ class ScalePolicy:
                 "policy, which need a dynamic one"
             )
         tracker = self.hysteresis
-        if "ampfast" in state_dict:
+        if _has_policy(state_dict):
             tracker = self._tracker_of(state_dict["ampfast"])
         if not self.is_torchs:
             self.require_within(state_dict["scale"], "the checkpoint's scale")
@@ -263,9 +263,8 @@ class LossScale:
         tracker = self.policy.hysteresis
         if state_dict:
             tracker = self.policy.require_loadable(state_dict)
-            entry = entry_of(state_dict)
-            if entry and isinstance(self.policy.policy, LogMax):
-                *averages, ceiling = _averages_of(entry.get("averages"))
+            if _has_policy(state_dict) and isinstance(self.policy.policy, LogMax):
+                *averages, ceiling = _averages_of(entry_of(state_dict).get("averages"))
                 bits = torch.tensor(averages, dtype=torch.float64, device="cpu").view(torch.int64)
                 words.update(zip(_AVERAGES, bits.tolist(), strict=True))
                 words[layout.CEILING] = int(aten.word_of(torch.tensor(ceiling, device="cpu")))
@@ -559,6 +558,12 @@ def entry_of(state_dict: dict[str, Any]) -> dict[str, Any]:
         return {}
     entry: dict[str, Any] = state_dict["ampfast"]
     return entry
+
+
+def _has_policy(state_dict: dict[str, Any]) -> bool:
+    """Whether a scaler's checkpoint has more of ours than the norms of `Sigmas`."""
+    entry = state_dict.get("ampfast", {"norms": []})
+    return not (isinstance(entry, dict) and list(entry) == ["norms"])
 
 
 def is_static(state_dict: dict[str, Any]) -> bool:

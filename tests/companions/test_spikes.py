@@ -329,6 +329,15 @@ def test_the_hysteresis_and_the_minimum_do_not_count_spikes() -> None:
         assert loop.step(50.0, 20.0) == "spike"
 
 
+@pytest.mark.parametrize("options", [{}, {"min_scale": 1.0}, {"policy": ampfast.LogMax()}], ids=str)
+def test_norms_bind_no_checkpoint_to_a_policy(options: dict[str, Any]) -> None:
+    loop, other = Loop(), Loop(**options)
+    for norm in (1.0, 2.0):
+        loop.step(norm, Sigmas(6.0, 4))
+    other.scaler.load_state_dict(loop.scaler.state_dict())
+    assert other.scaler.state_dict()["ampfast"]["norms"] == [[1.0, 2.0]]
+
+
 @pytest.mark.parametrize("then", ["warn", "raise"])
 def test_a_spike_after_an_overflow_at_the_minimum_tells_nothing_again(then: str) -> None:
     loop = Loop(min_scale=8.0, on_min_scale=then)

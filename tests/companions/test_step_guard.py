@@ -263,6 +263,26 @@ def test_distributed_checkpoints_keep_norms(options: dict[str, Any], tmp_path: P
     assert loaded.state_dict()["ampfast"]["norms"] == [[1.0, 2.0, 3.0]]
 
 
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_norm_that_clips_nothing_is_only_read(name: str, launcher: ReferenceLauncher) -> None:
+    model, guard = model_of(torch.float32), ampfast.StepGuard("cpu")
+    optimizer = OPTIMIZERS[name](model.parameters())
+    for factor, reason in ((1.0, None), (1e6, "spike"), (math.inf, "overflow")):
+        backward(model, 0, guard.scale)
+        for param in model.parameters():
+            param.grad = param.grad * factor
+        before = [(p.grad, p.grad._version, p.grad.clone()) for p in model.parameters()]
+        launcher.written = launcher.read = 0
+        guard.clip_grad_norm_(optimizer, math.inf, skip_above=100.0)
+        assert launcher.written == 0
+        assert launcher.read == sum(grad.nbytes for grad, *_ in before)
+        for grad, version, values in before:
+            assert grad._version == version
+            assert_same(grad, values)
+        stepped(guard, optimizer)
+        assert guard.skip_reason(optimizer) == reason
+
+
 def test_a_guard_without_a_loss_says_what_to_call() -> None:
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)
     with pytest.raises(AssertionError) as caught:
