@@ -157,17 +157,16 @@ class ScalePolicy:
             ValueError: If the checkpoint has another policy, a scale beyond the limits or, unless
                 this policy is torch's, a static scale.
         """
-        if not self.is_torchs and is_static(state_dict):
-            raise ValueError(
-                "the checkpoint's scale is static, but this scaler has limits, hysteresis or a "
-                "policy, which need a dynamic one"
-            )
-        tracker = self.hysteresis
-        if _has_policy(state_dict):
-            tracker = self._tracker_of(state_dict["ampfast"])
         if not self.is_torchs:
             self.require_within(state_dict["scale"], "the checkpoint's scale")
-        return tracker
+            if is_static(state_dict):
+                raise ValueError(
+                    "the checkpoint's scale is static, but this scaler has limits, hysteresis or a "
+                    "policy, which need a dynamic one"
+                )
+        return (
+            self._tracker_of(state_dict["ampfast"]) if _has_policy(state_dict) else self.hysteresis
+        )
 
     def _tracker_of(self, saved: object) -> int:
         """Returns the hysteresis tracker of a checkpoint's entry.
@@ -562,8 +561,9 @@ def entry_of(state_dict: dict[str, Any]) -> dict[str, Any]:
 
 def _has_policy(state_dict: dict[str, Any]) -> bool:
     """Whether a scaler's checkpoint has more of ours than the norms of `Sigmas`."""
-    entry = state_dict.get("ampfast", {"norms": []})
-    return not (isinstance(entry, dict) and list(entry) == ["norms"])
+    entry: object = entry_of(state_dict)
+    has_only_norms = isinstance(entry, dict) and list(entry) == ["norms"]
+    return "ampfast" in state_dict and not has_only_norms
 
 
 def is_static(state_dict: dict[str, Any]) -> bool:

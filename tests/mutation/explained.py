@@ -242,12 +242,7 @@ _BY_REASON: dict[str, list[tuple[str, str, str, int]]] = {
     ],
     "Only the type checker needs what is left out: without a scale there are no states.": [
         ("GradScaler.update", "loss_scale.norms and scale is not None", "loss_scale.norms", 1),
-        (
-            "GradScaler._clip",
-            "not term.writes and divisor is not None",
-            "not term.writes",
-            1,
-        ),
+        ("GradScaler._clip", "deferred and divisor is not None", "deferred", 1),
         ("GradScaler._clip", "scale is not None and len(states) > 1", "len(states) > 1", 1),
     ],
     "A disabled scaler has no history.": [
