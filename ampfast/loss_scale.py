@@ -164,9 +164,9 @@ class ScalePolicy:
                     "the checkpoint's scale is static, but this scaler has limits, hysteresis or a "
                     "policy, which need a dynamic one"
                 )
-        return (
-            self._tracker_of(state_dict["ampfast"]) if _has_policy(state_dict) else self.hysteresis
-        )
+        if _has_policy(state_dict):
+            return self._tracker_of(state_dict["ampfast"])
+        return self.hysteresis
 
     def _tracker_of(self, saved: object) -> int:
         """Returns the hysteresis tracker of a checkpoint's entry.
