@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ampfast.backends import aten
 from ampfast.backends.cpu import state_layout
-from ampfast.errors import float_of, refuse_capture
+from ampfast.errors import float_of, is_capturing, refuse_capture
 from ampfast.optimizers import ByOptimizer
 
 __all__ = ["Sigmas", "SpikeRule", "SpikeRules", "limit_of", "require_norms"]
@@ -77,13 +77,38 @@ def limit_of(skip_above: object) -> float | Sigmas | None:
     return limit
 
 
+class _Ring(NamedTuple):
+    """The norms of the steps taken by one optimizer.
+
+    Attributes:
+        words: As `SpikeRule.taken`.
+        clip: Number of its last clip.
+        wait: The most clips from one of its own to the next, 0 after its first one; infinite if a
+            CUDA graph captured one, since a replay clips without a call.
+    """
+
+    words: Tensor
+    clip: int
+    wait: float
+
+
 class SpikeRules:
-    """The norms of the steps taken, by optimizer, for limits of `Sigmas`."""
+    """The norms of the steps taken, by optimizer, for limits of `Sigmas`.
+
+    Loaded norms belong to the optimizers that are clipped next, in this order, which alone tells
+    which of the checkpoint's optimizers is which one here. An optimizer whose clip was captured
+    gets those in its place at once, in the same memory: replays ask for nothing.
+
+    They are saved in the order of the first clips, but those of optimizers that have waited longer
+    than ever for their next clip come last: they are not in use any more, as those of a stage that
+    is over.
+    """
 
     def __init__(self) -> None:
-        self._taken = ByOptimizer[Tensor]()
+        self._taken = ByOptimizer[_Ring]()
         # Of a checkpoint or a pickle, for optimizers yet to come, in this order.
         self._kept: list[list[float]] = []
+        self._clips = 0
 
     def rule(
         self, optimizers: Sequence[Any], limit: float | Sigmas, device: torch.device
@@ -94,8 +119,8 @@ class SpikeRules:
         """
         if not isinstance(limit, Sigmas):
             return SpikeRule(limit)
-        first, window = optimizers[0], limit.window
-        taken = self._taken.get(first)
+        ring, window = self._taken.get(optimizers[0]), limit.window
+        taken = None if ring is None else ring.words
         if taken is None or taken.device != device or taken.numel() != 1 + window:
             refuse_capture("the creation of the norms of Sigmas, which every replay would reset")
             kept = self._kept[0] if self._kept else []
@@ -105,30 +130,46 @@ class SpikeRules:
 
     def record(self, optimizers: Sequence[Any], rule: SpikeRule) -> None:
         """Keeps the norms of a rule that was used."""
-        if rule.taken is not None:
-            if self._kept and self._taken.get(optimizers[0]) is None:
-                del self._kept[0]
-            self._taken.record(optimizers[0], rule.taken)
+        if rule.taken is None:
+            return
+        self._clips += 1
+        ring, wait = self._taken.get(optimizers[0]), 0.0
+        if ring is None:
+            del self._kept[:1]
+        else:
+            wait = max(ring.wait, self._clips - ring.clip)
+        if is_capturing():
+            wait = math.inf
+        self._taken.record(optimizers[0], _Ring(rule.taken, self._clips, wait))
+
+    def _in_order(self) -> list[tuple[Any, _Ring]]:
+        def is_over(entry: tuple[Any, _Ring]) -> bool:
+            _, ring = entry
+            return 0 < ring.wait < self._clips - ring.clip
+
+        return sorted(self._taken, key=is_over)
 
     def norms(self) -> list[list[float]]:
         """Returns the norms by optimizer, oldest first, with a host sync for each."""
-        return [_norms_in(taken) for _, taken in self._taken] + self._kept
+        return [_norms_in(ring.words) for _, ring in self._in_order()] + self._kept
 
     def load(self, norms: list[list[float]]) -> None:
-        """Takes what `norms` returned: living optimizers first, then those yet to come."""
-        rest = list(norms)
-        for _, taken in self._taken:
-            given = rest.pop(0) if rest else []
-            # In place, since a captured graph may read it.
-            taken.copy_(_ring_of(given, taken.numel() - 1, taken.device))
-        self._kept = rest
+        """Takes what `norms` returned, for captured clips and those to come."""
+        places = dict(enumerate(norms))
+        before, self._taken = self._in_order(), ByOptimizer()
+        for place, (optimizer, ring) in enumerate(before):
+            if ring.wait == math.inf:
+                words, given = ring.words, places.pop(place, [])
+                words.copy_(_ring_of(given, words.numel() - 1, words.device))
+                self._taken.record(optimizer, ring)
+        self._kept = list(places.values())
 
     def end_iteration(self) -> None:
         self._taken.end_iteration()
 
     def __getstate__(self) -> dict[str, Any]:
         # An optimizer is not the same in another process.
-        return {"_taken": ByOptimizer[Tensor](), "_kept": self.norms()}
+        return {**SpikeRules().__dict__, "_kept": self.norms()}
 
 
 def require_norms(saved: object) -> list[list[float]]:

@@ -9,6 +9,7 @@ import random
 import warnings
 from collections.abc import Callable
 from fractions import Fraction
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,9 +17,10 @@ import torch
 from reference_launcher import ReferenceLauncher
 from support import assert_same
 from torch import Tensor, nn
+from torch.distributed import checkpoint
 
 import ampfast
-from ampfast import Sigmas, clipping, errors
+from ampfast import Sigmas, clipping, errors, spikes
 from ampfast.backends import aten, cpu
 
 WINDOW = 4
@@ -515,14 +517,120 @@ def test_another_window_takes_the_last_norms() -> None:
     assert loop.step(50.0, Sigmas(2.0, 3)) == "spike"
 
 
-def test_the_ring_stays_where_it_is() -> None:
+def test_the_ring_stays_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     loop, rings = Loop(), []
     for norm in (1.0, 2.0, 3.0):
         run(loop, [norm])
-        rings += [ring for _, ring in loop.scaler._spike_rules._taken]
-    loop.scaler.load_state_dict(loop.scaler.state_dict())
-    rings += [ring for _, ring in loop.scaler._spike_rules._taken]
+        rings += [ring.words for _, ring in loop.scaler._spike_rules._taken]
+    with monkeypatch.context() as patch:
+        patch.setattr(spikes, "is_capturing", lambda: True)
+        run(loop, [4.0])
+    run(loop, [5.0])
+    saved = loop.scaler.state_dict()
+    for norms in (saved["ampfast"]["norms"], [[7.0]], []):
+        saved["ampfast"]["norms"] = norms
+        loop.scaler.load_state_dict(saved)
+        rings += [ring.words for _, ring in loop.scaler._spike_rules._taken]
+        assert loop.scaler._spike_rules.norms() == (norms or [[]])
+    assert len(rings) == 6
     assert len({ring.data_ptr() for ring in rings}) == 1
+
+
+class Several:
+    """Optimizers of one scaler, each with a parameter of one element."""
+
+    def __init__(self, count: int, **options: Any) -> None:
+        self.scaler = ampfast.GradScaler("cpu", init_scale=8.0, **options)
+        self.params = [nn.Parameter(torch.zeros(1)) for _ in range(count)]
+        self.optimizers = [torch.optim.SGD([param], lr=0.1) for param in self.params]
+
+    def step(self, which: int, norm: float) -> str | None:
+        optimizer, param = self.optimizers[which], self.params[which]
+        self.scaler.scale(torch.zeros(()))
+        param.grad = torch.full((1,), norm * 8.0)
+        self.scaler.clip_grad_norm_(optimizer, 1.0, skip_above=Sigmas(2.0, WINDOW))
+        self.scaler.step(optimizer)
+        self.scaler.update()
+        return self.scaler.skip_reason(optimizer)
+
+    def norms(self) -> list[list[float]]:
+        return self.scaler.state_dict()["ampfast"]["norms"]
+
+
+STAGE = [1.0, 1.1, 1.0, 1.1, 1.0]
+
+
+def test_loaded_norms_are_for_the_next_clip() -> None:
+    """Not for an optimizer that is alive, but no longer used."""
+    several = Several(2)
+    for norm in STAGE:
+        several.step(0, 1000 * norm)
+    saved = several.scaler.state_dict()
+    saved["ampfast"]["norms"] = [STAGE]
+    several.scaler.load_state_dict(saved)
+    assert several.norms() == [STAGE]
+    assert several.step(1, 1000.0) == "spike"
+    assert several.step(1, 1.05) is None
+    assert several.step(0, 1000.0) is None
+    assert [norms[-1] for norms in several.norms()] == [torch.tensor(1.05).item(), 1000.0]
+
+
+@pytest.mark.parametrize("how", ["state_dict", "same process", "pickle", "distributed"])
+def test_a_second_stage_resumes_with_its_own_norms(how: str, tmp_path: Path) -> None:
+    several = Several(2, max_scale=8.0)
+    for which, factor in ((0, 1.0), (1, 1000.0)):
+        for norm in STAGE:
+            several.step(which, factor * norm)
+    other = several if how == "same process" else Several(2, max_scale=8.0)
+    if how == "pickle":
+        other.scaler = pickle.loads(pickle.dumps(several.scaler))
+    elif how == "distributed":
+        checkpoint.save({"scaler": several.scaler}, checkpoint_id=tmp_path)
+        checkpoint.load({"scaler": other.scaler}, checkpoint_id=tmp_path)
+    else:
+        other.scaler.load_state_dict(several.scaler.state_dict())
+    assert other.step(1, 1e6) == "spike"
+    assert other.step(1, 1050.0) is None
+    other.scaler.load_state_dict(other.scaler.state_dict())
+    assert other.step(1, 1e6) == "spike"
+    assert other.step(0, 1000.0) == "spike"
+
+
+@pytest.mark.parametrize(
+    ("clips", "order"),
+    [
+        *(([0, 1], [0, 1]), ([0, 1] * 3, [0, 1]), ([0, 1, 0], [0, 1])),
+        *(([0, 0, 0, 1], [0, 1]), ([0, 0, 0, 1, 1], [1, 0]), ([0, 0, 0, 1] * 2, [0, 1])),
+        *(([0, 1, 1, 1], [0, 1]), ([0, 1, 1, 1] * 2, [0, 1]), ([0, 1, 0, 1, 1, 1], [1, 0])),
+        *(([0, 0, 1, 2, 1, 2], [1, 2, 0]), ([0, 0, 1, 2, 1, 2, 0, 0, 0], [0, 1, 2])),
+    ],
+    ids=str,
+)
+def test_norms_are_saved_in_the_order_of_the_clips_to_come(
+    clips: list[int], order: list[int]
+) -> None:
+    several = Several(3)
+    for which in clips:
+        several.step(which, 1.0 + which)
+    assert [norms[-1] - 1.0 for norms in several.norms()] == order
+
+
+def test_a_captured_clip_takes_the_norms_of_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    several = Several(3)
+    for which in (0, 1, 2) * 2:
+        several.step(which, 1.0 + which)
+    with monkeypatch.context() as patch:
+        patch.setattr(spikes, "is_capturing", lambda: True)
+        several.step(1, 2.0)
+    for _ in range(3):  # it counts as used, however long it is only replayed
+        several.step(2, 3.0)
+    saved = several.scaler.state_dict()
+    assert [norms[0] for norms in saved["ampfast"]["norms"]] == [2.0, 3.0, 1.0]
+    saved["ampfast"]["norms"] = [[7.0], [8.0], [9.0]]
+    several.scaler.load_state_dict(saved)
+    assert several.norms() == [[7.0], [8.0], [9.0]]
+    several.step(0, 10.0)
+    assert several.norms() == [[7.0], [8.0, 10.0], [9.0]]
 
 
 def test_the_longest_checkpoint_and_a_norm_of_zero() -> None:
@@ -531,6 +639,7 @@ def test_the_longest_checkpoint_and_a_norm_of_zero() -> None:
     saved["ampfast"] = loop.scaler.state_dict()["ampfast"]
     saved["ampfast"]["norms"] = [[0.0] * 1024]
     loop.scaler.load_state_dict(saved)
+    run(loop, [0.0])
     assert loop.scaler._spike_rules.norms() == [[0.0] * WINDOW]
 
 
@@ -538,7 +647,7 @@ def test_a_checkpoint_without_norms_begins_anew() -> None:
     loop = Loop()
     run(loop, [1.0, 1.1, 1.0, 1.1, 1.0])
     loop.scaler.load_state_dict(torch.amp.GradScaler("cpu").state_dict() | {"scale": 8.0})
-    assert loop.scaler._spike_rules.norms() == [[]]
+    assert loop.scaler._spike_rules.norms() == []
     assert run(loop, [50.0]) == [None]
 
 
