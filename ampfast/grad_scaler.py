@@ -98,8 +98,8 @@ class GradScaler(TorchGradScaler):
         backend: "cuda", "triton", "cpu" or "aten" for the devices that it serves; None for
             `AMPFAST_BACKEND`, else the best there is.
         allow_fp16: Whether float16 gradients may be unscaled; torch always refuses.
-        min_scale: Lower limit of the scale when it backs off. A scale that is set beyond its limits
-            is left until it comes within.
+        min_scale: Lower limit of the scale when it backs off. A scale that is set or loaded beyond
+            its limits is left until it comes within.
         max_scale: Upper limit of the scale when it grows.
         on_min_scale: "ignore", "warn" or "raise" FloatingPointError, from `update` and `stats`,
             when a step is skipped with the scale at its minimum; on a GPU, where nothing waits for
@@ -813,9 +813,9 @@ class GradScaler(TorchGradScaler):
         Raises:
             RuntimeError: If the checkpoint is of a disabled scaler.
             ValueError: If it is of a scaler with other limits, hysteresis or policy, its entry
-                "ampfast" is damaged, its scale is beyond this one's limits or not the 1 that
-                this one's always is, or only one of the two is static. As with torch, a scaler
-                without limits, hysteresis and policy becomes static. Nothing is loaded then.
+                "ampfast" is damaged, its scale is not the 1 that this one's always is, or only
+                one of the two is static. As with torch, a scaler without limits, hysteresis and
+                policy becomes static. Nothing is loaded then.
         """
         loss_scale = self._loss_scale
         words: dict[int, int] = {}
@@ -827,7 +827,7 @@ class GradScaler(TorchGradScaler):
                     f"growth_interval {state_dict.get('growth_interval')}, backoff_factor "
                     f"{state_dict.get('backoff_factor')}"
                 )
-            if self._is_guard and state_dict.get("scale") != 1:
+            if self._is_guard and state_dict and state_dict.get("scale") != 1:
                 raise ValueError(
                     "this scaler's scale is always 1, but the checkpoint's is "
                     f"{state_dict.get('scale')}: it was made with dynamic=False and init_scale=1"

@@ -129,12 +129,12 @@ class ScalePolicy:
         """Whether the policy is torch's: no limits, no hysteresis, no prediction."""
         return self == ScalePolicy()
 
-    def require_within(self, init_scale: float, name: str = "init_scale") -> None:
+    def require_within(self, init_scale: float) -> None:
         """Raises ValueError if an initial scale is beyond the limits."""
         low_enough = self.max_scale is None or init_scale <= self.max_scale
         if not low_enough or not (self.min_scale is None or init_scale >= self.min_scale):
             raise ValueError(
-                f"{name} must be from min_scale to max_scale, got {init_scale} with "
+                f"init_scale must be from min_scale to max_scale, got {init_scale} with "
                 f"min_scale={self.min_scale} and max_scale={self.max_scale}"
             )
 
@@ -154,16 +154,14 @@ class ScalePolicy:
         """Returns the hysteresis tracker of a scaler's checkpoint.
 
         Raises:
-            ValueError: If the checkpoint has another policy, a scale beyond the limits or, unless
-                this policy is torch's, a static scale.
+            ValueError: If the checkpoint has another policy or, unless this policy is torch's, a
+                static scale.
         """
-        if not self.is_torchs:
-            self.require_within(state_dict["scale"], "the checkpoint's scale")
-            if is_static(state_dict):
-                raise ValueError(
-                    "the checkpoint's scale is static, but this scaler has limits, hysteresis or a "
-                    "policy, which need a dynamic one"
-                )
+        if not self.is_torchs and is_static(state_dict):
+            raise ValueError(
+                "the checkpoint's scale is static, but this scaler has limits, hysteresis or a "
+                "policy, which need a dynamic one"
+            )
         if _has_policy(state_dict):
             return self._tracker_of(state_dict["ampfast"])
         return self.hysteresis

@@ -13,7 +13,7 @@ import pytest
 import torch
 from support import Scaler, TorchScaler, assert_same, parameter_with, side
 
-from ampfast import GradScaler
+from ampfast import GradScaler, StepGuard
 
 
 def started(**arguments: Any) -> GradScaler:
@@ -111,7 +111,8 @@ def test_a_copy_keeps_the_backend_that_was_asked_for() -> None:
 
 
 def test_an_empty_checkpoint_is_refused_as_torch_does() -> None:
-    for scaler in (started(), started(min_scale=1.0), started(dynamic=False)):
+    guard = StepGuard("cpu")
+    for scaler in (started(), started(min_scale=1.0), started(dynamic=False), guard):
         with pytest.raises(RuntimeError, match="source state dict is empty"):
             scaler.load_state_dict({})
 

@@ -49,12 +49,27 @@ def test_checkpoints_keep_the_policy() -> None:
     torch.amp.GradScaler("cpu").load_state_dict(saved)
 
 
-def test_checkpoints_beyond_the_limits() -> None:
+@pytest.mark.filterwarnings("ignore:The scale is 0")
+@pytest.mark.parametrize("started", [False, True])
+@pytest.mark.parametrize("scale", [0.125, 128.0, 0.0, math.inf, math.nan])
+def test_checkpoints_beyond_the_limits(scale: float, started: bool) -> None:
+    """They load as a scale that was set, which is left until it comes within."""
+    given, loaded = Loop(**POLICY), Loop(**POLICY)
+    given.scaler.update(scale)
+    if not started:
+        loaded.scaler = GradScaler("cpu", init_scale=1.0, **POLICY)
+    loaded.scaler.load_state_dict(given.scaler.state_dict())
+    loaded.scaler.scale(torch.zeros(()))
+    for value in (1.0, 1.0, 1.0, math.inf, math.inf, math.inf):
+        scales = torch.tensor([loop.scaler.get_scale() for loop in (given, loaded)])
+        assert scales[0].equal(scales[1]) or scales.isnan().all()
+        assert loaded.scaler.state_dict()["ampfast"] == given.scaler.state_dict()["ampfast"]
+        for loop in (given, loaded):
+            loop.step(value)
+
+
+def test_a_static_checkpoint_is_not_for_limits() -> None:
     scaler = Loop(**POLICY).scaler
-    for scale in (0.125, 128.0, math.nan):
-        saved = torch.amp.GradScaler("cpu", init_scale=scale).state_dict()
-        with pytest.raises(ValueError, match="the checkpoint's scale must be from min_scale"):
-            scaler.load_state_dict(saved)
     saved = GradScaler("cpu", init_scale=2.0, dynamic=False).state_dict()
     with pytest.raises(ValueError, match="the checkpoint's scale is static, but this scaler"):
         scaler.load_state_dict(saved)
