@@ -338,8 +338,10 @@ class LossScale:
         parts = [aten.moved(norm.detach(), device).float().reshape(()) for norm, _ in norms]
         if len(parts) == 1:
             return parts[0]
-        joint: Tensor = torch.linalg.vector_norm(torch.stack(parts), norms[0][1])
-        return joint
+        # In float64, since the squares of float32 overflow.
+        order, wide = norms[0][1], aten.widest(device)
+        joint: Tensor = torch.linalg.vector_norm(torch.stack(parts), order, dtype=wide)
+        return joint.float()
 
     def _observed(self, device: torch.device) -> Tensor | None:
         return None if self.observed is None else self.largest(self.observed or None, device)

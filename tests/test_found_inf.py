@@ -316,6 +316,23 @@ def test_the_last_norm_of_the_same_gradients_counts() -> None:
     assert loss_scale.joint_norm(torch.device("cpu")).item() == 3.0
 
 
+@pytest.mark.parametrize("norm", [1.7e25, 1e-30])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_joint_norm_whose_squares_float32_cannot_hold(norm: float, dtype: torch.dtype) -> None:
+    scaler = GradScaler("cpu", init_scale=1.0)
+    scaler.scale(torch.ones(()))
+    optimizers = [
+        torch.optim.SGD([parameter_with(torch.tensor([factor * norm], dtype=dtype))])
+        for factor in (3.0, 4.0)
+    ]
+    for optimizer in optimizers:
+        scaler.clip_grad_norm_(optimizer, 1.0)
+        scaler.step(optimizer)
+    scaler.update()
+    assert scaler.history().grad_norm.dtype == torch.float32
+    assert scaler.history().grad_norm.item() == pytest.approx(5.0 * norm, rel=1e-6, abs=0.0)
+
+
 def test_the_check_of_a_legacy_optimizer_counts() -> None:
     scaler, optimizer = started(), Legacy([parameter_with(torch.full((2,), math.inf))])
     with pytest.warns(FutureWarning):
