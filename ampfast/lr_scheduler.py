@@ -46,13 +46,17 @@ class LateScheduler:
         scheduler: The wrapped scheduler.
 
     Raises:
-        TypeError: If the scaler has no `found_inf`, as torch's.
+        TypeError: If the scheduler has no `step`, or the scaler no `found_inf`, as torch's.
     """
 
     def __init__(self, scheduler: Any, scaler: Any, optimizer: Any) -> None:
-        if not hasattr(scaler, "found_inf"):
-            kind = f"{type(scaler).__module__}.{type(scaler).__qualname__}"
-            raise TypeError(f"LateScheduler needs an ampfast.GradScaler, got {kind}")
+        for given, method, expected in (
+            (scheduler, "step", "a scheduler with step"),
+            (scaler, "found_inf", "an ampfast.GradScaler"),
+        ):
+            if not hasattr(given, method):
+                kind = f"{type(given).__module__}.{type(given).__qualname__}"
+                raise TypeError(f"LateScheduler needs {expected}, got {kind}")
         self.scheduler = scheduler
         self._scaler = scaler
         self._optimizer = optimizer

@@ -262,6 +262,14 @@ def test_torchs_scaler_is_refused() -> None:
         LateScheduler(SCHEDULERS["StepLR"](optimizer), TorchScaler("cpu"), optimizer)
 
 
+@pytest.mark.parametrize("given", [None, 0.1, "StepLR"])
+def test_what_is_no_scheduler_is_refused(given: object) -> None:
+    optimizer = torch.optim.SGD([torch.ones(1)], lr=0.1)
+    kind = type(given).__name__
+    with pytest.raises(TypeError, match=rf"needs a scheduler with step, got builtins\.{kind}"):
+        LateScheduler(given, GradScaler("cpu"), optimizer)
+
+
 def test_an_optimizer_that_was_never_checked() -> None:
     one, scheduler = late_one("adam", "ExponentialLR")
     one.train(1)
