@@ -32,6 +32,7 @@ from ampfast.loss_scale import (
 from ampfast.master_weights import MasterWeights, casts_of
 from ampfast.optimizers import (
     LastChecks,
+    explain,
     lacks_momentum,
     no_inf_checks,
     steps_are_watched,
@@ -317,12 +318,16 @@ class GradScaler(TorchGradScaler):
         if state["stage"] is _UNSCALED or state["stage"] is _STEPPED:
             raise _not_ready(state, "clip_grad_norm_() unscales, too.")
         skips = None
-        if usual is not None:
-            skips = self._short_way.unscale_groups(
-                *(optimizer.param_groups, scale, self._allow_fp16, state, _UNSCALED, casts)
-            )
-        if skips is None:
-            self._unscale(optimizer, state, scale)
+        try:
+            if usual is not None:
+                skips = self._short_way.unscale_groups(
+                    *(optimizer.param_groups, scale, self._allow_fp16, state, _UNSCALED, casts)
+                )
+            if skips is None:
+                self._unscale(optimizer, state, scale)
+        except AttributeError as error:
+            explain(error, optimizer, "param_groups")
+            raise
         flags = state["found_inf_per_device"]
         if flags and cpu.record(self._last_checks.entries, optimizer, flags) is None:
             self._last_checks.record(optimizer, flags)
@@ -357,7 +362,11 @@ class GradScaler(TorchGradScaler):
             scale = self._checked_scale("step")
             state = self._per_optimizer_states[id(optimizer)]
         else:
-            result = optimizer.step(*args, **kwargs)
+            try:
+                result = optimizer.step(*args, **kwargs)
+            except AttributeError as error:
+                explain(error, optimizer, "step")
+                raise
             return result
         if state["stage"] is _STEPPED:
             raise add_note(
@@ -383,10 +392,14 @@ class GradScaler(TorchGradScaler):
                 cuda_graphs.require_skippable(optimizer)
             if state["stage"] is _READY:
                 if is_usual:
-                    skips = self._short_way.unscale_groups(
-                        *(optimizer.param_groups, scale, self._allow_fp16),
-                        *(state, _UNSCALED, casts),
-                    )
+                    try:
+                        skips = self._short_way.unscale_groups(
+                            *(optimizer.param_groups, scale, self._allow_fp16),
+                            *(state, _UNSCALED, casts),
+                        )
+                    except AttributeError as error:
+                        explain(error, optimizer, "param_groups")
+                        raise
                 if skips is None:
                     self.unscale_(optimizer)
             recorded = state["found_inf_per_device"]

@@ -19,6 +19,7 @@ __all__ = [
     "ByOptimizer",
     "LastChecks",
     "counts_on_host",
+    "explain",
     "lacks_momentum",
     "makes_state",
     "no_inf_checks",
@@ -118,6 +119,13 @@ def no_inf_checks(optimizer: torch.optim.Optimizer) -> AssertionError:
     else:
         why = "The gradients came after unscale_(), or an override of it recorded no check."
     return add_note(AssertionError("No inf checks were recorded for this optimizer."), why)
+
+
+def explain(error: AttributeError, given: object, needed: str) -> None:
+    """Adds a note to the error if the object is no optimizer, as it lacks the attribute needed."""
+    if not hasattr(given, needed):
+        kind = f"{type(given).__module__}.{type(given).__qualname__}"
+        add_note(error, f"expected an optimizer, an object with param_groups and step, got {kind}")
 
 
 class ByOptimizer(Generic[Value]):

@@ -345,3 +345,45 @@ def test_an_optimizer_that_was_never_checked(question: str) -> None:
 def test_asking_with_no_optimizer(question: str) -> None:
     with pytest.raises((LookupError, TypeError)):
         getattr(started(), question)(None)
+
+
+# Optimizers
+
+
+@pytest.mark.parametrize("given", [torch.nn.Linear(1, 1), None, "sgd", 0.1], ids=type)
+@pytest.mark.parametrize("method", ["step", "unscale_", "step_and_update"])
+@pytest.mark.parametrize(
+    "arguments", [{}, {"backend": "aten"}, {"track": "overflow"}, {"enabled": False}], ids=str
+)
+def test_what_is_no_optimizer_is_named(
+    arguments: dict[str, Any], method: str, given: object
+) -> None:
+    scaler = started(**arguments)
+    theirs = TorchScaler("cpu", enabled=arguments.get("enabled", True))
+    theirs.scale(torch.ones(()))
+    if method == "unscale_" and arguments == {"enabled": False}:
+        assert scaler.unscale_(given) is theirs.unscale_(given) is None
+        return
+    with pytest.raises(AttributeError) as of_theirs:
+        getattr(theirs, "step" if method == "step_and_update" else method)(given)
+    with pytest.raises(AttributeError) as caught:
+        getattr(scaler, method)(given)
+    assert str(caught.value) == str(of_theirs.value)
+    (note,) = caught.value.__notes__
+    assert note.startswith("expected an optimizer, an object with param_groups and step, got ")
+    assert note.endswith(f".{type(given).__name__}")
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_an_error_of_an_optimizer_is_its_own(enabled: bool) -> None:
+    class Own:
+        def __init__(self) -> None:
+            if enabled:
+                self.param_groups = [{"params": [parameter_with(torch.ones(1))]}]
+
+        def step(self) -> None:
+            raise AttributeError("mine")
+
+    with pytest.raises(AttributeError, match="mine") as caught:
+        started(enabled=enabled).step(Own())
+    assert not notes(caught.value)
