@@ -11,7 +11,7 @@ from graph_breaks import SKIPPABLE, Training
 from reference_launcher import ReferenceLauncher
 from support import TorchScaler
 
-from ampfast import GradScaler, cuda_graphs
+from ampfast import GradScaler, Sigmas, cuda_graphs
 
 OptState = torch.amp.grad_scaler.OptState
 
@@ -49,6 +49,31 @@ def test_replays_are_torchs_eager_steps(capturing: Capturing, kind: str, calls: 
 @pytest.mark.parametrize("kind", SKIPPABLE)
 def test_replays_clip_as_eager_steps(capturing: Capturing, kind: str) -> None:
     assert_replays_are_eager(capturing, kind, clip_then_step, GradScaler)
+
+
+def test_replays_follow_norms_that_were_loaded(capturing: Capturing) -> None:
+    training = trained()
+    scaler, optimizer = training.scaler, training.optimizer
+
+    def clip_and_step() -> None:
+        scaler.clip_grad_norm_(optimizer, 0.5, skip_above=Sigmas(2.0, 4))
+        training.step()
+
+    clip_and_step()
+    with capturing.of(scaler) as graph:
+        clip_and_step()
+    for last, reason in ((1.0, "spike"), (1e6, None)):
+        saved, norms = scaler.state_dict(), [0.0, last, 0.0, last]
+        saved["ampfast"]["norms"] = [norms]
+        scaler.load_state_dict(saved)
+        training.feed(1)
+        optimizer.zero_grad(set_to_none=False)
+        training.backward()
+        graph.replay()
+        assert scaler.skip_reason(optimizer) == reason
+        (kept,) = scaler.state_dict()["ampfast"]["norms"]
+        expected = norms if reason else [*norms[1:], kept[-1]]
+        assert kept == expected and kept[-1] != 0.0
 
 
 # Calls that capture a step, each of which fails in turn
