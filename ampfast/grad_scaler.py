@@ -1304,7 +1304,12 @@ class GradScaler(TorchGradScaler):
             flags = self._flags_besides(None, before.device, states)
             if flags:
                 self._loss_scale.update_(
-                    before, tracker.clone(), flags, (1.0, 1.0, 0), self._choice, follows=False
+                    before,
+                    tracker.detach().clone(),
+                    flags,
+                    (1.0, 1.0, 0),
+                    self._choice,
+                    follows=False,
                 )
         self._loss_scale.reset_minimum()
 

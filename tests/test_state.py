@@ -5,11 +5,13 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+from types import NoneType
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from support import Scaler, TorchScaler, agree, assert_same, paired, side, started
+from support import Scaler, TorchScaler, agree, assert_same, paired, parameter_with, side, started
 
 from ampfast import GradScaler
 
@@ -99,6 +101,24 @@ def test_loading_writes_in_place() -> None:
         return [scaler._scale is scale, scaler._growth_tracker is tracker, scale, tracker]
 
     assert agree(use).value[:2] == [True, True]
+
+
+@pytest.mark.parametrize("factor", [2.0, np.int32(2), None], ids=str)
+@pytest.mark.parametrize("new_scale", [None, 5.0])
+@pytest.mark.parametrize("backend", ["cpu", "aten"])
+def test_a_loaded_tracker_that_requires_a_gradient(
+    backend: str, new_scale: float | None, factor: Any
+) -> None:
+    def use(scaler_type: Scaler) -> Any:
+        scaler = started(scaler_type, **({"backend": backend} if scaler_type is GradScaler else {}))
+        tracker = torch.tensor(4.0, requires_grad=True)
+        scaler.load_state_dict({**FIVE, "growth_factor": factor, "_growth_tracker": tracker})
+        optimizer = torch.optim.SGD([parameter_with(torch.ones(3))], lr=0.5)
+        scaler.step(optimizer)
+        scaler.update(new_scale)
+        return [scaler.get_scale(), scaler._get_growth_tracker()]
+
+    assert isinstance(agree(use).error, TypeError if factor is new_scale is None else NoneType)
 
 
 @pytest.mark.parametrize(("source", "target"), [(0, 1), (1, 0), (1, 1)], ids=str)

@@ -149,6 +149,8 @@ def update_scale_(
     """
     if state is not None and state.is_cuda:
         refuse_capture("an update without kernels, whose steps the host counts")
+    # It requires a gradient if a checkpoint's tensor that does was loaded into it.
+    growth_tracker = growth_tracker.detach()
     before = scale.detach().clone(), growth_tracker.clone()
     interval, lowered = factors.growth_interval, growth_tracker
     if isinstance(interval, int) and interval >= 1:
