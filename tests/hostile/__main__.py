@@ -55,9 +55,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     wanted = options.parts.split(",")
     if unknown := [name for name in wanted if name not in PARTS]:
         parser.error(f"{', '.join(unknown)}: not among {', '.join(PARTS)}")
-    print(f"logs in {options.out}", flush=True)
+    print(f"logs in {options.out / 'logs'}", flush=True)
     parts = [part(name, options.seconds, options.seed) for name in PARTS if name in wanted]
-    run = Run([[each] for each in parts], options.out, ROOT, sum(p.seconds for p in parts))
+    run = Run(
+        [[each] for each in parts],
+        options.out,
+        ROOT,
+        sum(each.seconds for each in parts),
+        options.out / "logs",
+        {"seed": str(options.seed)},
+    )
     with stopped_by_signals(run):
         code = run.run()
     print(f"\n{run.verdict()}", flush=True)
