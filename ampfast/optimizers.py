@@ -5,8 +5,9 @@ from __future__ import annotations
 import inspect
 import weakref
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from itertools import chain
-from types import FunctionType
+from types import MethodType
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -30,19 +31,21 @@ __all__ = [
 Flags = dict[Any, Tensor]
 Value = TypeVar("Value")
 
-# By the id of a function: reading a signature takes longer than checking a thousand gradients.
-_signatures: dict[int, tuple[weakref.ref[FunctionType], bool]] = {}
+# By the id of a callable that lives: reading a signature takes longer than checking a thousand
+# gradients.
+_signatures: dict[int, tuple[weakref.ref[Callable[..., Any]], bool]] = {}
 
 
 def takes_grad_scaler(step: Callable[..., Any]) -> bool:
     """Whether an optimizer's step takes torch's legacy keyword `grad_scaler`."""
-    function = getattr(step, "__func__", None)
+    # Each access makes a bound method anew; a schedule puts a plain function on the instance.
+    function = step.__func__ if type(step) is MethodType else step
     known = _signatures.get(id(function))
     if known is not None and known[0]() is function:
         return known[1]
     takes = "grad_scaler" in inspect.signature(step).parameters
-    if isinstance(function, FunctionType):
-        key = id(function)
+    key = id(function)
+    with suppress(TypeError):  # Some callables take no weak reference.
         _signatures[key] = weakref.ref(function, lambda _: _signatures.pop(key, None)), takes
     return takes
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -22,7 +25,8 @@ from support import (
     threads,
 )
 
-from ampfast import GradScaler
+from ampfast import GradScaler, optimizers
+from ampfast.optimizers import takes_grad_scaler
 
 # Written values
 
@@ -308,6 +312,106 @@ def test_legacy_optimizers_get_the_scaler_and_a_warning_at_the_users_line() -> N
     result = agree(use)
     [(category, _, filename, _)] = result.warned
     assert category is FutureWarning and filename == __file__
+
+
+class Unhashable:
+    """Callable that wraps a step, equals every other one, and has the attribute of a method."""
+
+    def __init__(self, step: Callable[..., Any]) -> None:
+        self.step, self.__func__ = step, getattr(step, "__func__", None)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.step(*args, **kwargs)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Unhashable)
+
+
+class Slotted:
+    """Callable that wraps a step, and takes no weak reference."""
+
+    __slots__ = ("step",)
+
+    def __init__(self, step: Callable[..., Any]) -> None:
+        self.step = step
+
+    def __call__(self, *, grad_scaler: Any = None) -> Any:
+        return self.step(grad_scaler=grad_scaler)
+
+
+def scheduled(optimizer: torch.optim.Optimizer) -> Callable[..., Any]:
+    """The plain function that a schedule puts on the instance."""
+    torch.optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: 0.5)
+    return optimizer.step
+
+
+STEPS: dict[str, Callable[[torch.optim.Optimizer], Callable[..., Any]]] = {
+    "method": lambda optimizer: optimizer.step,
+    "schedule": scheduled,
+    "partial": lambda optimizer: functools.partial(optimizer.step),
+    "callable": lambda optimizer: Unhashable(optimizer.step),
+}
+
+
+@pytest.mark.parametrize("kind", STEPS)
+@pytest.mark.parametrize("name", FUSED)
+def test_a_signature_is_read_in_the_first_step_only(
+    name: str, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scaler, optimizer = started(GradScaler), OPTIMIZERS[name]([parameter_with(torch.ones(2))])
+    optimizer.step = STEPS[kind](optimizer)  # type: ignore[method-assign]
+    read: list[Any] = []
+    signature = inspect.signature
+    monkeypatch.setattr(inspect, "signature", lambda c: (read.append(c), signature(c))[1])
+    for _ in range(3):
+        read.clear()
+        scaler.step(optimizer)
+        scaler.update()
+    assert read == []
+
+
+@pytest.mark.parametrize("kind", [*STEPS, "slots"])
+def test_legacy_optimizers_whose_step_is_wrapped(kind: str) -> None:
+    wrap = STEPS.get(kind, lambda optimizer: Slotted(optimizer.step))
+
+    def use(scaler_type: Scaler) -> Any:
+        scaler, optimizer = started(scaler_type), Legacy([parameter_with(torch.ones(2))], lr=0.1)
+        seen = []
+        for _ in range(3):
+            seen.append(outcome(lambda: scaler.step(optimizer)).comparable())
+            scaler.update()
+            optimizer.step = wrap(optimizer)  # type: ignore[method-assign]
+        return seen
+
+    agree(use)
+
+
+@pytest.mark.parametrize("weak", [True, False])
+def test_a_step_at_the_address_of_another_has_a_signature_of_its_own(weak: bool) -> None:
+    class Taking:
+        if not weak:
+            __slots__ = ()
+
+        def __call__(self, grad_scaler: Any = None) -> None:
+            """Takes the scaler."""
+
+    class Without(Taking):
+        if not weak:
+            __slots__ = ()
+
+        def __call__(self) -> None:  # type: ignore[override]
+            """Takes nothing."""
+
+    known = len(optimizers._signatures)
+    addresses = set()
+    for number in range(20):
+        step = (Without if number % 2 else Taking)()
+        addresses.add(id(step))
+        assert takes_grad_scaler(step) is not bool(number % 2)
+        assert takes_grad_scaler(step) is not bool(number % 2)
+        del step
+    assert len(addresses) < 20, "each had an address of its own"
+    assert len(optimizers._signatures) == known
 
 
 class Overriding(GradScaler):
