@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from .providers import UNSCALE
 from .results import Results, Row, write_whole
-from .tables import NO_SCALER, percent
+from .tables import NO_SCALER, percent, usual_loops
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -170,6 +170,8 @@ def _colours(series: Sequence[str]) -> dict[str, str]:
 
 def _bars(chart: Chart, results: Results) -> Figure | None:
     rows = [row for row in results.rows if row.subject == chart.subject]
+    if chart.subject == "loops":
+        rows = usual_loops(rows)
     if not (bars := [bar for bar in map(chart.bar, rows) if bar]):
         return None
     from matplotlib.figure import Figure

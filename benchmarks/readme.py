@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from . import pictures, tables
-from .real_loops import ADAMW
+from .real_loops import ADAMW, SCHEDULED_ADAMW
 from .results import MISSED, Results, Row, write_whole
 
 START = "<!-- bench:start -->"
@@ -22,9 +22,10 @@ LOOPS = ("conv net", "perceptron 31x32, batch 64", "perceptron 3x512, batch 128"
 
 
 def loops_of(results: Results) -> dict[str, tuple[Row, Row]]:
-    """torch's row and ampfast's of each real loop, by its case."""
-    both = tables.pairs(results.rows, "loops")
-    return {row.case: (theirs, row) for theirs, row in both if row.call == ADAMW}
+    """torch's row and ampfast's of each real loop with plain AdamW, by its case."""
+    both = tables.pairs(tables.usual_loops(results.rows), "loops")
+    plain = (ADAMW, SCHEDULED_ADAMW)
+    return {row.case: (theirs, row) for theirs, row in both if row.call in plain}
 
 
 def readme_block(results: Results) -> str:
@@ -33,7 +34,9 @@ def readme_block(results: Results) -> str:
     lines = []
     for case in LOOPS:
         theirs, ours = rows.get(case, (None, None))
-        told = case if ours is None else f"{case}, {ours.tensors} parameters"
+        told = case
+        if ours is not None:
+            told += f", {ours.tensors} parameters{ours.call.removeprefix(ADAMW)}"
         times = [
             tables.number(r.host_us.p50) if r and r.host_us else tables.NOT_MEASURED
             for r in (theirs, ours)

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
+import os
 import statistics
+import sys
 import time
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ampfast import backends, demo
+import ampfast
+from ampfast import backends
 
 from . import models
 from .cases import GradCase
@@ -25,21 +31,96 @@ from .training import Lesson
 
 DTYPE = torch.bfloat16
 SCALE = 2.0**16
-# Warm-up iterations; an infinity in one of them halves the scale.
+# Warm-up iterations; an infinity in one of them halves torch's scale.
 PARITY_STEPS = 5
 BAD_STEP = 2
 
+
+@dataclass(frozen=True)
+class Kind:
+    """Optimizer of a loop, with a schedule or not, and what ampfast's scaler does besides.
+
+    Attributes:
+        optimizer: Options of AdamW.
+        scheduled: Whether its learning rate follows a schedule, whose wrapper of `step` counts as
+            the scaler's time on both sides.
+        features: Keywords of ampfast's scaler; torch's is the plain one.
+        guards: Whether ampfast's scaler is a `StepGuard`.
+        follows_torch: Whether scale and growth tracker are torch's, too.
+        grouped: Whether ampfast's scaler agrees with a process group, of this process alone.
+    """
+
+    optimizer: dict[str, bool]
+    scheduled: bool = False
+    features: dict[str, Any] = field(default_factory=dict)
+    guards: bool = False
+    follows_torch: bool = True
+    grouped: bool = False
+
+
+PLAIN = {"foreach": False}
+FUSED = {"fused": True}
 ADAMW = "AdamW"
 FUSED_ADAMW = "fused AdamW"
-OPTIMIZERS = {ADAMW: {"foreach": False}, FUSED_ADAMW: {"fused": True}}
+SCHEDULED_ADAMW = "AdamW, schedule"
+SCHEDULED_FUSED_ADAMW = "fused AdamW, schedule"
+TRACK = 'AdamW, track="overflow"'
+LIMITS = "AdamW, limits"
+GUARD = "AdamW, StepGuard"
+LOG_MAX = "AdamW, LogMax"
+GROUP = "AdamW, group of one"
+WITH_LIMITS = {"min_scale": 1.0, "max_scale": 2.0**24, "hysteresis": 2}
+# By call.
+KINDS = {
+    ADAMW: Kind(PLAIN),
+    FUSED_ADAMW: Kind(FUSED),
+    SCHEDULED_ADAMW: Kind(PLAIN, scheduled=True),
+    SCHEDULED_FUSED_ADAMW: Kind(FUSED, scheduled=True),
+    TRACK: Kind(PLAIN, features={"track": "overflow"}),
+    LIMITS: Kind(PLAIN, features=WITH_LIMITS, follows_torch=False),
+    GUARD: Kind(PLAIN, guards=True, follows_torch=False),
+    LOG_MAX: Kind(PLAIN, features={"policy": ampfast.LogMax()}, follows_torch=False),
+    GROUP: Kind(PLAIN, grouped=True),
+}
+# The usual training, and the same without.
+SCHEDULED = (SCHEDULED_ADAMW, SCHEDULED_FUSED_ADAMW)
+WITHOUT_SCHEDULE = (ADAMW, FUSED_ADAMW)
+
+
+class TimedAdamW(torch.optim.AdamW):
+    """AdamW that records the time of each step, in nanoseconds."""
+
+    def __init__(self, params: Any, **options: Any) -> None:
+        super().__init__(params, **options)
+        self.steps_ns: list[int] = []
+
+    def step(self, closure: Callable[[], float] | None = None) -> Any:
+        start = time.perf_counter_ns()
+        result = super().step(closure)
+        self.steps_ns.append(time.perf_counter_ns() - start)
+        return result
+
+    # Keeps out torch's wrapper for its profiler, whose time would count as the scaler's.
+    step.hooked = True  # type: ignore[attr-defined]
 
 
 class Classifier(nn.Module):
-    """The conv net of the demo, and its loss."""
+    """Conv net of ten parameters for 8 x 8 images of ten classes, and its loss."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.net = demo.network()
+        self.net = nn.Sequential(
+            nn.Conv2d(1, 16, 3, padding=1, bias=False),
+            nn.BatchNorm2d(16),
+            nn.ReLU(),
+            nn.Conv2d(16, 32, 3, padding=1, stride=2, bias=False),
+            nn.BatchNorm2d(32),
+            nn.ReLU(),
+            nn.Flatten(),
+            nn.Linear(32 * 4 * 4, 64),
+            nn.ReLU(),
+            nn.Linear(64, 10),
+        )
 
     def forward(self, images: Tensor, classes: Tensor) -> Tensor:
         return functional.cross_entropy(self.net(images), classes)
@@ -49,17 +130,28 @@ CONV_NET = Net(
     "conv net",
     Classifier,
     lambda: (torch.rand(64, 1, 8, 8), torch.randint(10, (64,))),
-    demo.TimedAdamW,
+    TimedAdamW,
     {"lr": 1e-4},
 )
-perceptron = functools.partial(models.perceptron, optimizer=demo.TimedAdamW, lr=1e-4)
-# By optimizer, limit of ampfast's time as a fraction of torch's.
-GOALS: tuple[tuple[Net, dict[str, float]], ...] = (
-    (CONV_NET, {ADAMW: 0.40, FUSED_ADAMW: 0.35}),
-    (perceptron(31, 32, 64), {ADAMW: 0.50, FUSED_ADAMW: 0.40}),
-    (perceptron(74, 32, 64), {ADAMW: 0.45, FUSED_ADAMW: 0.40}),
-    (perceptron(500, 32, 64), {}),
-    (perceptron(3, 512, 128), {ADAMW: 0.60, FUSED_ADAMW: 0.60}),
+perceptron = functools.partial(models.perceptron, optimizer=TimedAdamW, lr=1e-4)
+
+
+# By call, limit of ampfast's time as a fraction of torch's; None where there is none.
+GOALS: tuple[tuple[Net, dict[str, float | None]], ...] = (
+    (
+        CONV_NET,
+        {ADAMW: 0.40, FUSED_ADAMW: 0.35}
+        | dict.fromkeys(SCHEDULED, 0.50)
+        | {TRACK: 0.9, LIMITS: 0.5, GUARD: 0.5, LOG_MAX: 1.3, GROUP: 1.3},
+    ),
+    (
+        perceptron(31, 32, 64),
+        dict.fromkeys((*WITHOUT_SCHEDULE, *SCHEDULED), 0.40)
+        | {TRACK: 0.6, LIMITS: 0.4, GUARD: 0.4, LOG_MAX: 1.0, GROUP: 1.1},
+    ),
+    (perceptron(74, 32, 64), dict.fromkeys((*WITHOUT_SCHEDULE, *SCHEDULED), 0.36)),
+    (perceptron(500, 32, 64), dict.fromkeys(SCHEDULED)),
+    (perceptron(3, 512, 128), dict.fromkeys(SCHEDULED, 0.60)),
 )
 
 
@@ -80,13 +172,25 @@ class Step:
 class Loop:
     """Contender: a training loop with its own net, optimizer and scaler."""
 
-    def __init__(self, net: Net, optimizer: str, provider: str) -> None:
-        self.contender = Contender(optimizer, provider, lambda call: self.step())
+    def __init__(self, net: Net, call: str, provider: str) -> None:
+        self.contender = Contender(call, provider, lambda number: self.step())
+        self.kind = kind = KINDS[call]
         device = torch.device("cpu")
         self._lesson = Lesson(*net.made(device), DTYPE)
         self._parameters = list(self._lesson.module.parameters())
-        self._optimizer = demo.TimedAdamW(self._parameters, **net.options, **OPTIMIZERS[optimizer])
-        self._scaler = make_scaler(provider, device, SCALE)
+        self._optimizer = TimedAdamW(self._parameters, **net.options, **kind.optimizer)
+        self._schedule = None
+        if kind.scheduled:
+            decay = torch.optim.lr_scheduler.LambdaLR
+            self._schedule = decay(self._optimizer, lambda step: 0.9999**step)
+        if provider == "torch":
+            self._scaler = make_scaler(provider, device, SCALE)
+        elif kind.guards:
+            self._scaler = ampfast.StepGuard("cpu", backend=provider)
+            self._scaler.scale(torch.zeros(()))
+        else:
+            group = {"process_group": torch.distributed.group.WORLD} if kind.grouped else {}
+            self._scaler = make_scaler(provider, device, SCALE, **kind.features, **group)
         self.steps: list[Step] = []
 
     def step(self, bad: bool = False) -> Step:
@@ -110,6 +214,8 @@ class Loop:
         middle = now()
         scaler.update()
         end = now()
+        if self._schedule is not None:
+            self._schedule.step()
         own = sum(optimizer.steps_ns)
         return Step(scale, middle - start - own, end - middle, end - begun)
 
@@ -119,28 +225,54 @@ class Loop:
         return self.steps[-1].scaler / 1e9
 
     def state(self) -> list[Tensor]:
-        return [*scaler_state(self._scaler), *self._parameters]
+        """Scale, tracker and parameters, those that are to equal torch's."""
+        state = scaler_state(self._scaler) if self.kind.follows_torch else []
+        return [*state, *self._parameters]
+
+    def scale(self) -> float:
+        return self._scaler.get_scale()
 
 
 def jobs(on: Setting) -> list[Job]:
-    """One job for each net and optimizer."""
+    """One job for each net and kind of loop."""
     return [
-        Job(f"{net.name}, {optimizer}", functools.partial(measure, net, optimizer, on, limits))
+        Job(f"{net.name}, {call}", functools.partial(measure, net, call, on, limits))
         for net, limits in GOALS
-        for optimizer in OPTIMIZERS
+        for call in limits
     ]
 
 
-def measure(net: Net, optimizer: str, on: Setting, limits: dict[str, float]) -> Measured:
+def measure(net: Net, call: str, on: Setting, limits: Mapping[str, float | None]) -> Measured:
     """Trains with torch's scaler and with ampfast's, step by step in turn."""
+    if not KINDS[call].grouped:
+        return _measure(net, call, on, limits.get(call))
+    if not (torch.distributed.is_available() and torch.distributed.is_gloo_available()):
+        return Measured(notes=[f"loops: left out {call}, since this torch has no gloo"])
+    with group_of_one():
+        return _measure(net, call, on, limits.get(call))
+
+
+@contextlib.contextmanager
+def group_of_one() -> Iterator[None]:
+    """Default process group of this process alone."""
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
+    store = torch.distributed.HashStore()
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def _measure(net: Net, call: str, on: Setting, limit: float | None) -> Measured:
     ours = backends.default_for(torch.device("cpu"))
-    loops = [Loop(net, optimizer, provider) for provider in ("torch", ours)]
-    what = f"{net.name}, {optimizer}"
+    loops = [Loop(net, call, provider) for provider in ("torch", ours)]
+    what = f"{net.name}, {call}"
     for number in range(PARITY_STEPS):
         for loop in loops:
             loop.step(number == BAD_STEP)
-        assert_same(loops[1].state(), loops[0].state(), f"{what}, step {number}")
-    scale = loops[0].state()[0].item()
+        _assert_same(loops, f"{what}, step {number}")
+    scale = loops[0].scale()
     loop_of = {loop.contender.key: loop for loop in loops}
     samples = interleave(
         [loop.contender for loop in loops],
@@ -149,16 +281,25 @@ def measure(net: Net, optimizer: str, on: Setting, limits: dict[str, float]) -> 
         cycle=1,
         timer=lambda contender, calls: loop_of[contender.key].timed(),
     )
-    assert_same(loops[1].state(), loops[0].state(), f"{what}, after it was timed")
-    if loops[0].state()[0].item() != scale:
+    _assert_same(loops, f"{what}, after it was timed")
+    if loops[0].scale() != scale:
         raise AssertionError(f"{what}: a step was skipped while timed")
 
     contenders = [loop.contender for loop in loops]
     timed = Timed("loops", GradCase(net.name, net.shapes()), DTYPE, contenders, samples)
     rows = [_with_parts(row, loop) for row, loop in zip(timed.rows(), loops, strict=True)]
-    if optimizer not in limits:
+    if limit is None:
         return Measured(rows)
-    return Measured(rows, timed.goal((optimizer, ours), (optimizer, "torch"), limits[optimizer]))
+    return Measured(rows, timed.goal((call, ours), (call, "torch"), limit))
+
+
+def _assert_same(loops: list[Loop], what: str) -> None:
+    """Raises unless both have trained alike, at scales that lose no bit of a gradient."""
+    theirs, ours = loops
+    assert_same(ours.state(), theirs.state(), what)
+    for loop in loops:
+        if math.frexp(loop.scale())[0] != 0.5:
+            raise AssertionError(f"{what}: the scale {loop.scale()} is no power of two")
 
 
 def _with_parts(row: Row, loop: Loop) -> Row:

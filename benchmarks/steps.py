@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -129,13 +130,18 @@ def optimizer_over(gradients: Sequence[Tensor], fused: bool) -> NoOptimizer:
     return (NoFusedOptimizer if fused else NoOptimizer)(parameters)
 
 
-def make_scaler(name: str, device: torch.device, scale: float) -> torch.amp.GradScaler:
-    """Started scaler of torch, or with one of ampfast's backends; its scale never grows."""
+def make_scaler(
+    name: str, device: torch.device, scale: float, **features: Any
+) -> torch.amp.GradScaler:
+    """Started scaler of torch, or with one of ampfast's backends; its scale never grows.
+
+    `features` are for ampfast's alone.
+    """
     settings = {"init_scale": scale, "growth_interval": NEVER}
     if name == "torch":
         scaler = torch.amp.GradScaler(device.type, **settings)
     else:
-        scaler = ampfast.GradScaler(device.type, **settings, backend=name)
+        scaler = ampfast.GradScaler(device.type, **settings, backend=name, **features)
     scaler.scale(torch.zeros((), device=device))
     return scaler
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from statistics import geometric_mean, median
 
-from .real_loops import ADAMW
+from .real_loops import ADAMW, SCHEDULED, WITHOUT_SCHEDULE
 from .results import VERDICTS, Goal, Results, Row, Spread
 from .steps import UNSCALE
 
@@ -248,14 +248,20 @@ def of_goals(goals: Sequence[Goal]) -> Table:
 
 def sentences(results: Results) -> list[str]:
     """Real loops, host time and throughput: both sides and their ratio."""
+    loops = usual_loops(results.rows)
     told = (
-        ("loops", ADAMW, "Scaler's own time in a real training loop", "us"),
+        (
+            "loops",
+            loops[0].call if loops else ADAMW,
+            "Scaler's own time in a real training loop",
+            "us",
+        ),
         ("host", UNSCALE, "Host time of warm calls", "us"),
         ("kernels", "unscale", "Throughput", "GB/s"),
     )
+    rows = [*loops, *(row for row in results.rows if row.subject != "loops")]
     return [
-        f"{what}: {_compared(results.rows, subject, call, unit)}."
-        for subject, call, what, unit in told
+        f"{what}: {_compared(rows, subject, call, unit)}." for subject, call, what, unit in told
     ]
 
 
@@ -275,6 +281,13 @@ def _compared(rows: Iterable[Row], subject: str, call: str, unit: str) -> str:
         f"{times(ours.vs_torch)} ({ours.case}{parameters}, {ours.dtype}, {ours.call}); over all "
         f"{len(ratios)} rows {times(min(ratios))} to {times(max(ratios))}"
     )
+
+
+def usual_loops(rows: Iterable[Row]) -> list[Row]:
+    """Rows of real loops with a schedule, of an earlier file those without."""
+    loops = [row for row in rows if row.subject == "loops"]
+    scheduled = [row for row in loops if row.call in SCHEDULED]
+    return scheduled or [row for row in loops if row.call in WITHOUT_SCHEDULE]
 
 
 def pairs(rows: Iterable[Row], subject: str) -> list[tuple[Row, Row]]:

@@ -2,18 +2,33 @@
 
 from __future__ import annotations
 
+import math
 import weakref
 
 import pytest
 import torch
+import torch.distributed as dist
 from simulated import CPU, on
 
 import ampfast
 from benchmarks import real_loops
-from benchmarks.real_loops import ADAMW, FUSED_ADAMW, Loop
+from benchmarks.real_loops import (
+    ADAMW,
+    FUSED_ADAMW,
+    GROUP,
+    GUARD,
+    KINDS,
+    LIMITS,
+    LOG_MAX,
+    SCHEDULED,
+    SCHEDULED_ADAMW,
+    TRACK,
+    Loop,
+)
 from benchmarks.results import Row, Spread
 
 OURS = ampfast.backends.default_for(CPU)
+FEATURES = (TRACK, LIMITS, GUARD, LOG_MAX, GROUP)
 NETS = {net.name: (net, limits) for net, limits in real_loops.GOALS}
 SMALL = real_loops.perceptron(2, 32, 64)
 
@@ -47,20 +62,98 @@ def clock(monkeypatch):
         (torch.amp.GradScaler, "update", 3),
         (torch.Tensor, "backward", 70_000),
         (real_loops.Lesson, "loss", 900_000),
+        (torch.optim.lr_scheduler.LambdaLR, "step", 4_000_000),
     ):
         monkeypatch.setattr(owner, name, slow(getattr(owner, name), nanoseconds))
     return clock
 
 
-@pytest.mark.parametrize("optimizer", [ADAMW, FUSED_ADAMW])
-def test_each_part_has_the_scalers_time_and_nothing_else(monkeypatch, clock, optimizer):
+@pytest.mark.parametrize("optimizer", [ADAMW, FUSED_ADAMW, *SCHEDULED])
+def test_each_part_has_the_scalers_time_and_nothing_else(clock, optimizer):
     loop = Loop(SMALL, optimizer, "torch")
-    loop._optimizer._now = clock.perf_counter_ns
     for _ in range(2):
         assert loop.step() == real_loops.Step(10, 200, 3, 975_213)
     assert loop.timed() == 213e-9
     assert loop.step(bad=True).scaler == 213
     assert len(loop.steps) == 1
+
+
+NAMED = {
+    TRACK: {"track": "overflow"},
+    LIMITS: {"min_scale": 1.0, "max_scale": 2.0**24, "hysteresis": 2},
+    LOG_MAX: {"policy": ampfast.LogMax()},
+}
+
+
+@pytest.mark.parametrize("call", [each for each in KINDS if each != GROUP])
+def test_scalers_and_optimizers_are_what_a_call_names(monkeypatch, call):
+    given = {}
+    plain = ampfast.GradScaler.__init__
+
+    def init(self, *args, **options):
+        given.update(options)
+        plain(self, *args, **options)
+
+    monkeypatch.setattr(ampfast.GradScaler, "__init__", init)
+    loops = [Loop(SMALL, call, provider) for provider in ("torch", OURS)]
+    kind = ampfast.StepGuard if call == GUARD else ampfast.GradScaler
+    assert [type(loop._scaler) for loop in loops] == [torch.amp.GradScaler, kind]
+    settings = {"init_scale": real_loops.SCALE, "growth_interval": 2**31 - 1, "backend": OURS}
+    assert call == GUARD or given == settings | NAMED.get(call, {})
+    for loop in loops:
+        (group,) = loop._optimizer.param_groups
+        assert bool(group["fused"]) is (call in (FUSED_ADAMW, SCHEDULED[1]))
+        for step in range(3):
+            assert group["lr"] == 1e-4 * (0.9999**step if call in SCHEDULED else 1)
+            loop.step()
+        assert ("step" in vars(loop._optimizer)) is (call in SCHEDULED)
+
+
+@pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="needs gloo")
+def test_a_group_is_of_this_process_alone_and_ends(monkeypatch):
+    reduced = []
+    plain = dist.all_reduce
+    monkeypatch.setattr(dist, "all_reduce", lambda *a, **k: (reduced.append(1), plain(*a, **k))[1])
+    measured = real_loops.measure(SMALL, GROUP, on(), {})
+    assert [(row.call, row.side) for row in measured.rows] == [(GROUP, "torch"), (GROUP, "ampfast")]
+    assert len(reduced) >= real_loops.PARITY_STEPS + measured.rows[0].rounds
+    assert not dist.is_initialized()
+
+
+def test_a_torch_without_gloo_leaves_the_group_out(monkeypatch):
+    monkeypatch.setattr(dist, "is_available", lambda: False)
+    measured = real_loops.measure(SMALL, GROUP, on(), {})
+    told = "loops: left out AdamW, group of one, since this torch has no gloo"
+    assert (measured.rows, measured.notes) == ([], [told])
+
+
+@pytest.mark.parametrize("call", [each for each in FEATURES if each != GROUP])
+def test_features_are_judged_beside_torchs_plain_scaler(call):
+    measured = real_loops.measure(SMALL, call, on(), {call: math.inf})
+    assert [(row.call, row.side) for row in measured.rows] == [(call, "torch"), (call, "ampfast")]
+    (goal,) = measured.goals
+    assert (goal.call, goal.over, goal.verdict) == (call, f"{call}, torch", "met")
+
+
+@pytest.mark.parametrize("call", [SCHEDULED_ADAMW, LIMITS, GUARD, LOG_MAX])
+def test_a_feature_that_trains_otherwise_is_not_reported(monkeypatch, call):
+    plain = ampfast.GradScaler.step
+
+    def step(self, optimizer):
+        optimizer.param_groups[0]["lr"] *= 2
+        return plain(self, optimizer)
+
+    monkeypatch.setattr(ampfast.GradScaler, "step", step)
+    with pytest.raises(AssertionError, match=f"perceptron 2x32, batch 64, {call}, step 0"):
+        real_loops.measure(SMALL, call, on(), {})
+
+
+def test_a_scale_that_rounds_is_not_reported(monkeypatch):
+    monkeypatch.setattr(real_loops, "SCALE", 3 * 2.0**14)
+    with pytest.raises(
+        AssertionError, match=r"AdamW, step 0: the scale 49152\.0 is no power of two"
+    ):
+        real_loops.measure(SMALL, ADAMW, on(), {})
 
 
 def test_the_graph_is_freed_before_the_calls_that_are_timed(monkeypatch):
@@ -85,7 +178,15 @@ def test_the_graph_is_freed_before_the_calls_that_are_timed(monkeypatch):
 
 def test_nets_have_the_parameters_that_goals_are_set_for():
     assert [(len(net.shapes()), *limits.values()) for net, limits in NETS.values()] == [
-        *((10, 0.40, 0.35), (62, 0.50, 0.40), (148, 0.45, 0.40), (1000,), (6, 0.60, 0.60)),
+        (10, 0.40, 0.35, 0.50, 0.50, 0.9, 0.5, 0.5, 1.3, 1.3),
+        (62, 0.40, 0.40, 0.40, 0.40, 0.6, 0.4, 0.4, 1.0, 1.1),
+        (148, 0.36, 0.36, 0.36, 0.36),
+        (1000, None, None),
+        (6, 0.60, 0.60),
+    ]
+    calls = list(KINDS)
+    assert [list(limits) for _, limits in real_loops.GOALS] == [
+        *(calls, calls, calls[:4], list(SCHEDULED), list(SCHEDULED)),
     ]
 
 

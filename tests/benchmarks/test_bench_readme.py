@@ -6,9 +6,9 @@ import dataclasses
 import re
 
 import pytest
-from sample_results import cpu_results, gpu_results, results
+from sample_results import both, cpu_results, gpu_results, results
 
-from benchmarks import machine, readme
+from benchmarks import machine, pictures, readme, tables
 from benchmarks.results import Results
 
 NAME = "cpu-torch2.99-2030-01-02.json"
@@ -45,6 +45,21 @@ def test_the_readme_has_three_loops_the_gain_of_a_step_and_one_picture():
         "\n"
         "![loops](docs/measured/loops.svg)"
     )
+
+
+def test_loops_with_a_schedule_are_shown_first():
+    made = cpu_results()
+    more = {"tensors": 62, "parts_us": (1.0, 2.0, 3.0), "share": 0.01}
+    loop = ("loops", "perceptron 31x32, batch 64", "bfloat16")
+    for call, ours in (("AdamW, schedule", 50.0), ("AdamW, LogMax", 400.0)):
+        made.rows += both(*loop, call, 200.0, ours, **more)
+    block = readme.readme_block(made)
+    assert "| perceptron 31x32, batch 64, 62 parameters, schedule | 200 | 50 | 4.00x |" in block
+    assert "| conv net | not measured | not measured | - |" in block
+    (axes,) = pictures.draw(made)["loops"].axes
+    (label,) = [text.get_text() for text in axes.get_yticklabels()]
+    assert label == "perceptron 31x32, batch 64\n62 parameters, AdamW, schedule"
+    assert "over all 1 rows 4.00x to 4.00x" in tables.sentences(made)[0]
 
 
 def test_what_was_not_measured_is_named():
