@@ -467,19 +467,20 @@ def local_tensor(tensor: Tensor) -> Tensor:
 
 
 def stamp_of(param_groups: list[dict[str, Any]]) -> object:
-    """Returns what changes where autograd sees an edit of a parameter, or groups have others."""
+    """Returns a part for each parameter, which differs after an edit or in another group.
+
+    Edits are those that autograd sees.
+    """
     stamp = cpu.stamp_of(param_groups)
     if stamp is not None:
         return stamp
-    params = [
-        (param, place) for place, group in enumerate(param_groups) for param in group["params"]
-    ]
-    needs = [param.requires_grad or param.grad is not None for param, _ in params]
-    local = [local_tensor(param) for param, _ in params]
-    seen = [
-        (each.data_ptr(), each._version, each.dtype, each.shape, each.stride()) for each in local
-    ]
-    return [(id(param), place) for param, place in params], needs, seen
+    stamps = []
+    for place, group in enumerate(param_groups):
+        for param in group["params"]:
+            each, needs = local_tensor(param), param.requires_grad or param.grad is not None
+            seen = (each.data_ptr(), each._version, each.dtype, each.shape, each.stride())
+            stamps.append((id(param), place, needs, seen))
+    return stamps
 
 
 def inverse(scale: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
+from itertools import compress
 from typing import Any, TypeVar, cast
 
 import torch
@@ -69,13 +70,15 @@ class _Masters(dict[int, _Master]):
         stamp: `stamp_of` the groups when parameters and master weights were last equal; None:
             compare them.
         weights: The weight of each parameter in the groups, None for others; of that stamp.
+        lent: A byte for each of them: 1 if its gradient was lent to its weight for this step.
         standing: The parameters of each group with master weights in their place, or None.
         inner: The state by master weight, as the last step left it, or None.
         state_keys: The keys of the state and of `inner` then.
     """
 
-    stamp: object = None
+    stamp: Any = None
     weights: tuple[Tensor | None, ...] = ()
+    lent: Any = None
     standing: list[list[Tensor]] | None = None
     inner: defaultdict[Any, Any] | None = None
     state_keys: tuple[tuple[Any, ...], tuple[Any, ...]] = ((), ())
@@ -87,10 +90,6 @@ class _Masters(dict[int, _Master]):
     def make(self, param: Tensor) -> _Master:
         self[id(param)] = made = _Master.of(param)
         return made
-
-    def changed(self) -> None:
-        """Forgets what depends on which master weights there are."""
-        self.stamp = self.standing = self.inner = None
 
     def have_same_entries(self, state: Mapping[Any, Any], inner: Mapping[Any, Any]) -> bool:
         """Whether both have the entries of the last step, under the keys of then."""
@@ -153,7 +152,8 @@ class MasterWeights(torch.optim.Optimizer):
     def step(self, *args: Any, **kwargs: Any) -> Any:
         """Steps the master weights and rounds them to the parameters that have a gradient.
 
-        Gradients become float32 tensors. A closure sees the model's parameters.
+        Gradients become float32 tensors; those that the optimizer sets to None are None afterwards.
+        A closure sees the model's parameters.
 
         Args:
             *args: Passed on.
@@ -163,7 +163,8 @@ class MasterWeights(torch.optim.Optimizer):
             What the optimizer's own method returns.
 
         Raises:
-            RuntimeError: If a parameter with a master weight is not 16 bit or has another shape.
+            RuntimeError: If a parameter with a master weight is not 16 bit or has another shape, or
+                if the optimizer changed it itself, as one does that steps a list of its own.
             ValueError: If a group is differentiable.
         """
         closure = args[0] if args else kwargs.get("closure")
@@ -181,7 +182,6 @@ class MasterWeights(torch.optim.Optimizer):
             result = step(self, *args, **kwargs)
             swap.leave()
             _write_back(self)
-            cpu.take_grads(self._masters.weights)
         except BaseException:
             # An interrupt may come between any two lines, so each of these can be done again.
             swap.leave()
@@ -225,7 +225,8 @@ class MasterWeights(torch.optim.Optimizer):
             state_dict: What `state_dict` returned.
 
         Raises:
-            ValueError: If a master weight has another shape, or as torch. Nothing is loaded then.
+            ValueError: If a master weight has another shape, if a checkpoint by parameters' names
+                has none, or as torch. Nothing is loaded then.
         """
         names = (f"_optimizer_load_state_dict_{when}_hooks" for when in ("pre", "post"))
         with _hooks_aside(self, *names) as (before, after):
@@ -246,6 +247,12 @@ class MasterWeights(torch.optim.Optimizer):
                 _refuse_unlike(entry[_KEY], param, index)
                 if _fits(param):
                     weights[id(param)] = entry[_KEY]
+            elif isinstance(index, str) and index in state and _fits(param):
+                raise ValueError(
+                    f"the checkpoint has no master weight of {index}: torch drops it on loading "
+                    "with flatten_optimizer_state_dict=True. Save and load without that, or add "
+                    f'state["{index}"]["{_KEY}"] in a pre-hook of load_state_dict'
+                )
             if _fits(param) and id(param) not in masters:
                 masters.make(param)  # or torch would load its state in 16 bit
         swap = _Swap(self)
@@ -297,12 +304,15 @@ def _numbered(optimizer: MasterWeights, state_dict: dict[str, Any]) -> list[tupl
 
 def _prepare(optimizer: MasterWeights) -> None:
     """Makes master weights equal to the parameters, and gradients float32."""
-    masters = optimizer._masters
-    for index, group in enumerate(optimizer.param_groups):
+    masters, groups = optimizer._masters, optimizer.param_groups
+    for index, group in enumerate(groups):
         _refuse_differentiable(index, group)
-    groups = optimizer.param_groups
-    if isinstance(masters.stamp, bytes) and cpu.lend_grads(groups, masters.weights, masters.stamp):
-        return
+        if not isinstance(group["params"], list):
+            group["params"] = list(group["params"])
+    if isinstance(masters.stamp, bytes):
+        masters.lent = cpu.lend_grads(groups, masters.weights, masters.stamp)
+        if masters.lent is not None:
+            return
     stamp = stamp_of(groups)
     if stamp != masters.stamp:
         for index, group in enumerate(groups):
@@ -311,15 +321,12 @@ def _prepare(optimizer: MasterWeights) -> None:
         present = {id(param) for param in _params(optimizer)}
         for key in masters.keys() - present:
             del masters[key]
-        masters.changed()
+        masters.standing = masters.inner = None
         masters.weights = tuple(masters.weight_of(param) for param in _params(optimizer))
         masters.stamp = stamp
     cast_(groups, masters.casts, backends.choose())
-    if cpu.lend_grads(groups, masters.weights, None) is None:
-        # Groups that are no plain dicts of lists.
-        for param, weight in zip(_params(optimizer), masters.weights, strict=True):
-            if weight is not None:
-                weight.grad = param.grad
+    # Groups may be other containers than the core knows.
+    masters.lent = cpu.lend_grads([{"params": _params(optimizer)}], masters.weights, None)
 
 
 def _follow(masters: _Masters, param: Tensor, where: str) -> None:
@@ -342,16 +349,38 @@ def _follow(masters: _Masters, param: Tensor, where: str) -> None:
 
 
 def _write_back(optimizer: MasterWeights) -> None:
-    """Rounds master weights to the parameters that have a gradient, unless a flag is set."""
+    """Rounds master weights to the parameters that have a gradient, unless a flag is set.
+
+    Takes back what gradients were lent, even if the step dropped them.
+    """
     masters, groups = optimizer._masters, optimizer.param_groups
     found_inf = getattr(optimizer, "found_inf", None)
-    stepped = cpu.stepped_pairs(groups, masters.weights)
-    if stepped is not None and narrow_pairs(stepped[0], found_inf):
-        masters.stamp = stepped[1]
-        return
-    pairs = [each for each in masters.values() if each.weight.grad is not None]
-    narrow_on_devices([each.param for each in pairs], [each.weight for each in pairs], found_inf)
-    masters.stamp = stamp_of(groups)
+    pairs = cpu.stepped_pairs(groups, masters.weights, masters.lent, masters.stamp)
+    if pairs is None:
+        _refuse_changes(masters, stamp_of(groups))
+    if pairs is not None and narrow_pairs(pairs[0], found_inf):
+        masters.stamp = pairs[1]
+    else:
+        stepped = [masters[id(param)] for param in compress(_params(optimizer), masters.lent)]
+        for each in stepped:
+            if each.weight.grad is None:
+                each.param.grad = None
+        narrow_on_devices([s.param for s in stepped], [s.weight for s in stepped], found_inf)
+        masters.stamp = stamp_of(groups)
+    cpu.take_grads(masters.weights)
+
+
+def _refuse_changes(masters: _Masters, stamp: Any) -> None:
+    """Refuses a step that changed a parameter itself, which its master weight would overwrite."""
+    size = len(masters.stamp) // max(1, len(masters.weights))
+    for number, weight in enumerate(masters.weights):
+        part = slice(number * size, (number + 1) * size)
+        if weight is not None and masters.stamp[part] != stamp[part]:
+            raise RuntimeError(
+                f"the optimizer's step changed parameter {number} while a master weight stood in "
+                "for it: master_weights_ serves optimizers that step the parameters in their "
+                "param_groups, none with a list of its own"
+            )
 
 
 @contextmanager
@@ -397,10 +426,10 @@ def _seeing_parameters(closure: Callable[[], Any], swap: _Swap) -> Callable[[], 
     """The closure as a step calls it, while master weights stand in."""
 
     def evaluate() -> Any:
-        with torch.no_grad():
-            _write_back(swap.optimizer)
         swap.leave()
         try:
+            with torch.no_grad():
+                _write_back(swap.optimizer)
             loss = closure()
             with torch.no_grad():
                 _prepare(swap.optimizer)
@@ -474,6 +503,10 @@ def master_weights_(optimizer: AnyOptimizer) -> AnyOptimizer:
     weights by hand. A `GradScaler` casts as it unscales, float16 gradients too; bfloat16 needs no
     scaler. Other parameters are stepped as they are. State is float32.
 
+    Two things are equal up to rounding: a fused optimizer under a scale that is no power of two,
+    by which its kernel would divide, while the cast multiplies with the inverse, as torch's
+    `unscale_`; and state that the constructor made in 16 bit, as Adagrad its sums.
+
     The class becomes a subclass of its own and of `MasterWeights`, whose `master_weights` maps
     parameters to master weights. A second call has no effect.
 
@@ -530,8 +563,8 @@ def master_weights_(optimizer: AnyOptimizer) -> AnyOptimizer:
                     "master_weights_ cannot take a flat parameter of FSDP1, which keeps float32 "
                     "weights by itself: use its MixedPrecision policy"
                 )
-    params = [param for group in optimizer.param_groups for param in group["params"]]
-    masters = _Masters({id(p): _Master.of(p) for p in params if p.requires_grad and _fits(p)})
+    params = [param for param in _params(optimizer) if param.requires_grad and _fits(param)]
+    masters = _Masters({id(param): _Master.of(param) for param in params})
     converted = cast(MasterWeights, optimizer)
     held = optimizer.state_dict() if optimizer.state else None
     try:
@@ -562,13 +595,21 @@ def _refuse_differentiable(index: int, group: dict[str, Any]) -> None:
 @cache
 def _class_of(kind: Any) -> type[MasterWeights]:
     names = {name: getattr(kind, name) for name in ("__module__", "__qualname__", "__doc__")}
-    made = type(kind.__name__, (MasterWeights, kind), {**names, "_master_weights_of": kind})
+    # In this order, or an instance could not change to the class where the first base of its kind
+    # is no optimizer.
+    base, bases = cast(Any, type(kind)), (kind, MasterWeights)
+
+    def mro(cls: type) -> Any:
+        """Puts the methods of MasterWeights before those of the kind all the same."""
+        return [cls, MasterWeights, *kind.__mro__] if cls.__bases__ == bases else base.mro(cls)
+
+    made: Any = type(base.__name__, (base,), {"mro": mro})(kind.__name__, bases, names)
     step: Any = torch.optim.Optimizer.profile_hook_step(MasterWeights.step)
     step.hooked = True
     # For those who ask whether it takes a closure or a scaler.
     step.__signature__ = inspect.signature(kind.step)
-    cast(Any, made).step = step
-    return made
+    made.step, made._master_weights_of = step, kind
+    return cast(type[MasterWeights], made)
 
 
 def _restored(kind: type[torch.optim.Optimizer]) -> MasterWeights:

@@ -7,6 +7,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <string>
 #include <utility>
 
 #include "bindings.h"
@@ -233,6 +234,7 @@ bool for_each_param(PyObject* param_groups, PyObject* weights, const Body& body)
 
 // What changes where autograd sees an edit of a parameter, or a group has another one.
 struct Stamp {
+  static constexpr size_t kVersion = 3;
   int64_t words[5];
 
   Stamp(int64_t group, PyObject* item) {
@@ -242,7 +244,7 @@ struct Stamp {
     words[0] = group * 2 + (needs ? 1 : 0);
     words[1] = reinterpret_cast<int64_t>(item);
     words[2] = reinterpret_cast<int64_t>(param.const_data_ptr());
-    words[3] = static_cast<int64_t>(param._version());
+    words[kVersion] = static_cast<int64_t>(param._version());
     words[4] = static_cast<int64_t>(param.scalar_type());
     for (const c10::IntArrayRef extents : {param.sizes(), param.strides()}) {
       for (const int64_t extent : extents) {
@@ -285,13 +287,16 @@ PyObject* take_grads(PyObject* const* args) {
   return Py_NewRef(Py_True);
 }
 
-// lend_grads(param_groups, weights, stamp) -> True; None, with nothing lent, if a gradient is 16
-// bit or a stamp has changed, unless None was given
+// lend_grads(param_groups, weights, stamp) -> a byte for each parameter, 1 if its gradient was
+// lent; None, with nothing lent, if a gradient is 16 bit or a stamp has changed, unless None was
+// given
 PyObject* lend_grads(PyObject* const* args) {
   const bool compares = PyBytes_Check(args[2]) != 0;
   const char* stamp = compares ? PyBytes_AS_STRING(args[2]) : nullptr;
   const char* const end = compares ? stamp + PyBytes_GET_SIZE(args[2]) : nullptr;
-  const bool lent = for_each_param(args[0], args[1], [&](auto group, auto* item, auto* weight) {
+  std::string lent;
+  lent.reserve(static_cast<size_t>(PyTuple_GET_SIZE(args[1])));
+  const bool are_lent = for_each_param(args[0], args[1], [&](auto group, auto* item, auto* weight) {
     if (compares) {
       if (!THPVariable_CheckExact(item) || stamp == end) {
         return false;
@@ -309,56 +314,90 @@ PyObject* lend_grads(PyObject* const* args) {
     if (grad != nullptr) {
       meta_of(THPVariable_Unpack(weight))->grad_ = *grad;
     }
+    lent.push_back(grad != nullptr ? 1 : 0);
     return true;
   });
-  if (!lent || stamp != end) {
+  if (!are_lent || stamp != end) {
     take_all(args[1]);
     return nullptr;
   }
-  return Py_NewRef(Py_True);
+  return PyBytes_FromStringAndSize(lent.data(), static_cast<Py_ssize_t>(lent.size()));
 }
 
-// stepped_pairs(param_groups, weights) -> (pairs, stamps afterwards), of parameters whose master
-// weight has a gradient, to write the parameters; None where the kernels cannot take one
+// stepped_pairs(param_groups, weights, lent, stamp) -> (pairs, stamps afterwards), of parameters
+// whose master weight was lent a gradient, to write the parameters. Gradients that the step dropped
+// are dropped there, too. None, with nothing done, where the kernels cannot take a parameter or one
+// with a master weight has changed since the stamp.
 PyObject* stepped_pairs(PyObject* const* args) {
-  if (is_observed()) {
+  const auto count = static_cast<size_t>(PyTuple_GET_SIZE(args[1]));
+  if (is_observed() || !PyBytes_Check(args[2]) ||
+      static_cast<size_t>(PyBytes_GET_SIZE(args[2])) != count || !PyBytes_Check(args[3]) ||
+      static_cast<size_t>(PyBytes_GET_SIZE(args[3])) != count * sizeof(Stamp)) {
     return nullptr;
   }
+  const char* const lent = PyBytes_AS_STRING(args[2]);
+  const char* const stamp = PyBytes_AS_STRING(args[3]);
   // Who has the weights has their parameters, too.
   const auto owner =
       std::make_shared<const py::object>(py::reinterpret_borrow<py::object>(args[1]));
-  const auto count = static_cast<size_t>(PyTuple_GET_SIZE(args[1]));
   std::optional<GradList> list;
   std::vector<Stamp> stamps;
+  std::vector<std::pair<c10::TensorImpl*, size_t>> written;
+  std::vector<const at::Tensor*> losing;
   stamps.reserve(count);
+  written.reserve(count);
   const bool takes = for_each_param(args[0], args[1], [&](auto group, auto* item, auto* weight) {
-    if (weight != Py_None && grad_of(THPVariable_Unpack(weight)) != nullptr) {
-      const at::Tensor& param = THPVariable_Unpack(item);
-      if (!list) {
-        list.emplace(param.device(), owner);
-        list->expect(count);
-      }
-      const at::Tensor* narrow = regular_tensor(item, list->device());
-      if (narrow == nullptr ||
-          !add_pair(*list, *narrow, weight, static_cast<int64_t>(stamps.size()))) {
-        return false;
-      }
-      narrow->unsafeGetTensorImpl()->bump_version();
+    if (!THPVariable_CheckExact(item)) {
+      return false;
     }
-    if (THPVariable_CheckExact(item)) {
-      stamps.emplace_back(group, item);
+    const size_t number = stamps.size();
+    const Stamp& now = stamps.emplace_back(group, item);
+    if (weight == Py_None) {
+      return true;
     }
-    return THPVariable_CheckExact(item);
+    if (std::memcmp(&now, stamp + number * sizeof(now), sizeof(now)) != 0) {
+      return false;
+    }
+    if (lent[number] == 0) {
+      return true;
+    }
+    const at::Tensor& param = THPVariable_Unpack(item);
+    if (!list) {
+      list.emplace(param.device(), owner);
+      list->expect(count);
+    }
+    const at::Tensor* narrow = regular_tensor(item, list->device());
+    if (narrow == nullptr || !add_pair(*list, *narrow, weight, static_cast<int64_t>(number))) {
+      return false;
+    }
+    written.emplace_back(param.unsafeGetTensorImpl(), number);
+    if (grad_of(THPVariable_Unpack(weight)) == nullptr) {
+      losing.push_back(&param);
+    }
+    return true;
   });
   if (!takes) {
     return nullptr;
   }
+  // Parameters may share a version.
+  for (const auto& [impl, number] : written) {
+    impl->bump_version();
+  }
+  for (const auto& [impl, number] : written) {
+    stamps[number].words[Stamp::kVersion] =
+        static_cast<int64_t>(impl->version_counter().current_version());
+  }
   if (!list) {
     list.emplace(at::Device(at::kCPU), owner);
   }
-  return py::make_tuple(std::move(*list), py::reinterpret_steal<py::bytes>(bytes_of(stamps)))
-      .release()
-      .ptr();
+  py::object made =
+      py::make_tuple(std::move(*list), py::reinterpret_steal<py::bytes>(bytes_of(stamps)));
+  // Dropping tensors may run Python, which comes last.
+  std::vector<at::Tensor> dropped;
+  for (const at::Tensor* param : losing) {
+    dropped.push_back(std::move(param->mutable_grad()));
+  }
+  return made.release().ptr();
 }
 
 // have_same_entries(a, keys, b, other_keys) -> whether two dicts have these keys, and the same
@@ -402,7 +441,7 @@ void bind_master_weights(py::module_& m) {
   static PyMethodDef methods[] = {method<stamp_of, 1>("stamp_of"),
                                   method<lend_grads, 3>("lend_grads"),
                                   method<take_grads, 1>("take_grads"),
-                                  method<stepped_pairs, 2>("stepped_pairs"),
+                                  method<stepped_pairs, 4>("stepped_pairs"),
                                   method<have_same_entries, 4>("have_same_entries"),
                                   {nullptr, nullptr, 0, nullptr}};
   add_methods(m, methods);
