@@ -62,7 +62,7 @@ help:  ## show this list
 	@sed -n '/^# /!d; s/^#   /  /p' $(MAKEFILE_LIST)
 
 demo: build/built  ## train a small net with torch's scaler and with ours, and compare them
-	$(RUN) -m ampfast demo $(ARGS)
+	PYTHONPATH=. $(RUN) examples/demo.py $(ARGS)
 
 quick: build/built  ## run the product's own tests, in a minute
 	AMPFAST_FUZZ=60 $(PYTEST) -m "not slow and not sweep" tests/test_*.py $(ARGS)

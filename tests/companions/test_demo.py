@@ -1,5 +1,6 @@
 """The demo: equal runs, different runs, and every reason not to start."""
 
+import importlib.util
 import re
 import sys
 import weakref
@@ -13,13 +14,17 @@ import pytest
 import torch
 
 import ampfast
-from ampfast import __main__ as command_line
-from ampfast import demo
 
 pytest.importorskip("sklearn", reason="the demo needs scikit-learn")
 pytest.importorskip("tqdm", reason="the demo needs tqdm")
 image = pytest.importorskip("matplotlib.image", reason="the demo needs matplotlib")
 colors = pytest.importorskip("matplotlib.colors", reason="the demo needs matplotlib")
+
+_spec = importlib.util.spec_from_file_location(
+    "demo", Path(__file__).parents[2] / "examples" / "demo.py"
+)
+demo = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(demo)
 
 STEPS = 16
 LABELS = ["torch.amp.GradScaler", "ampfast.GradScaler", "ampfast step_and_update"]
@@ -387,9 +392,9 @@ def test_an_older_picture_survives_a_refusal(tmp_path: Path) -> None:
 def test_command_line(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
     monkeypatch.setattr(demo, "run", lambda *arguments: calls.append(arguments) or 1)
-    assert command_line.main(["demo"]) == 1
+    assert demo.main([]) == 1
     arguments = ["--steps", "7", "--device", "cuda:1", "--seed", "5", "--output", "a/b.png"]
-    assert command_line.main(["demo", *arguments]) == 1
+    assert demo.main(arguments) == 1
     assert calls == [
         (300, None, 0, Path("ampfast-demo.png")),
         (7, "cuda:1", 5, Path("a/b.png")),
@@ -401,7 +406,7 @@ def test_command_line(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_command_line_refuses(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as refused:
-        command_line.main(["demo", *arguments])
+        demo.main(arguments)
     assert refused.value.code == 2
     assert arguments[0] in capsys.readouterr().err
 

@@ -145,7 +145,7 @@ def test_metadata_of_the_sources(sources):
     assert info["Version"] == ampfast.__version__ == __version__
     assert info["Requires-Python"] == ">=3.10"
     assert info["License"] == "BSD-3-Clause"
-    assert {"demo", "dev", "triton"} <= set(info.get_all("Provides-Extra", []))
+    assert {"dev", "examples", "triton"} <= set(info.get_all("Provides-Extra", []))
     required = info.get_all("Requires-Dist")
     assert [line for line in required if "extra ==" not in line] == ["torch>=2.11"]
 
