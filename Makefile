@@ -106,7 +106,7 @@ lint: | $(READY)  ## the part of check that needs no torch
 	$(RUN) -m ruff check .
 	$(RUN) -m ruff format --check .
 	$(RUN) -c 'from importlinter.cli import lint_imports_command; lint_imports_command()' --no-cache
-	$(CLANG_FORMAT) --dry-run -Werror $(CSRC) $(PTX_EMULATOR) benchmarks/*.cu
+	$(CLANG_FORMAT) --dry-run -Werror $(CSRC) $(PTX_EMULATOR)
 
 types: | $(READY)  ## the other part
 	$(RUN) -m mypy
@@ -114,7 +114,7 @@ types: | $(READY)  ## the other part
 format: | $(READY)  ## format every file
 	$(RUN) -m ruff check --fix-only .
 	$(RUN) -m ruff format .
-	$(CLANG_FORMAT) -i $(CSRC) $(PTX_EMULATOR) benchmarks/*.cu
+	$(CLANG_FORMAT) -i $(CSRC) $(PTX_EMULATOR)
 
 build: build/built  ## build the extension in place
 

@@ -29,7 +29,6 @@ from . import (
     real_loops,
     report,
     steps,
-    sweep,
     tables,
     tracking,
     training,
@@ -49,7 +48,7 @@ except ModuleNotFoundError:
 # In the order of a run: the most informative parts come first, in case the time is up.
 SUBJECTS = tuple(tables.SUBJECTS)
 # Not in a run that names none.
-ON_REQUEST = ("decisive", "bulk", "sweep")
+ON_REQUEST = ("decisive",)
 INTERRUPTED = 130
 JSON = "results.json"
 EARLIER = "earlier"
@@ -205,8 +204,6 @@ def jobs_of(subjects: Sequence[str], on: Setting) -> list[tuple[str, Job]]:
         "tracking": tracking.jobs(on),
         "masters": master_weights.jobs(on),
         "decisive": decisive.jobs(on),
-        "bulk": sweep.bulk_jobs(on),
-        "sweep": sweep.jobs(on),
     }
     return [(f"{subject}: {job.label}", job) for subject in subjects for job in jobs[subject]]
 

@@ -171,16 +171,14 @@ def public_calls(name: str, device: torch.device, scalars: Scalars) -> Calls:
     return Calls(name, lambda gradients: gradients, paths)
 
 
-def launches(
-    name: str, device: torch.device, scalars: Scalars, kernels: DeviceKernels | None = None
-) -> Calls:
-    """Launches over existing tables, by other kernels if given: the device's work in steady state.
+def launches(name: str, device: torch.device, scalars: Scalars) -> Calls:
+    """Launches over existing tables: the device's work in steady state.
 
     Graphs capture these, since a whole call would include the upload of the table, which happens
     only when an address has changed.
     """
     s = scalars
-    kernels = kernels or device_kernels(name, device)
+    kernels = device_kernels(name, device)
     launcher = kernels._launcher
     updates = [
         kernels.scale_update(scale, tracker, [], FACTORS)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from statistics import geometric_mean, median
+from statistics import median
 
 from .real_loops import ADAMW, SCHEDULED, WITHOUT_SCHEDULE
 from .results import VERDICTS, Goal, Results, Row, Spread
@@ -70,17 +70,7 @@ SUBJECTS = {
         "Cold lists, by graph replay where they are small; the norm comes with a check. A read is "
         "the maximum of as much memory in one piece, a copy that of one piece, too.",
     ),
-    "bulk": (
-        "Reads by bulk copies",
-        "The maximum of memory in one piece, which the copy engine brings to shared memory.",
-    ),
-    "sweep": (
-        "Switches of the kernels",
-        "Percent of a copy in the same rounds; the mean is geometric, and the best come first.",
-    ),
 }
-# Of the variants of a sweep.
-BEST = 12
 
 
 @dataclass(frozen=True)
@@ -175,30 +165,8 @@ def of(results: Results) -> list[Table]:
     return [of_subject(subject, found) for subject, found in rows.items() if found]
 
 
-def ranking(rows: Sequence[Row]) -> Table:
-    """The best variants of a sweep, and those without a change."""
-    places = list(dict.fromkeys((row.case, row.call) for row in rows if row.side not in OTHERS))
-    found: dict[str, dict[tuple[str, str], float]] = {}
-    for row in rows:
-        if row.percent_of_copy and (row.case, row.call) in places and row.side not in OTHERS:
-            found.setdefault(row.side, {})[row.case, row.call] = row.percent_of_copy
-    means = {
-        side: geometric_mean(by.values()) for side, by in found.items() if len(by) == len(places)
-    }
-    order = sorted(means, key=lambda side: -means[side])
-    shown = [s for place, s in enumerate(order) if place < BEST or s.count(",") == 1]
-    lines = [
-        (side, percent(means[side]), *(percent(found[side][place]) for place in places))
-        for side in shown
-    ]
-    header = ("side", "mean", *(f"{case}, {call}" for case, call in places))
-    return Table("sweep", *SUBJECTS["sweep"], header, lines, 1)
-
-
 def of_subject(subject: str, rows: Sequence[Row]) -> Table:
     """Both sides of each call on one line."""
-    if subject == "sweep":
-        return ranking(rows)
     at = {row.name: row for row in rows}
     ours = list(dict.fromkeys(row.side for row in rows if row.side not in OTHERS))
     # Row for the names, those of the others, and ampfast's.

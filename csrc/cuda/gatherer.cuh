@@ -6,50 +6,29 @@
 
 #include "formats.cuh"
 
-// Switches that change no result, for measurements.
-#ifndef AMPFAST_VECTORS  // that a thread loads at once
-#define AMPFAST_VECTORS (kWindowBytes / (kThreads * kVectorBytes))
-#endif
-#ifndef AMPFAST_PREFETCH  // loads the next window before it writes one
-#define AMPFAST_PREFETCH false
-#endif
-#ifndef AMPFAST_CONTIGUOUS  // gives each program chunks that follow one another
-#define AMPFAST_CONTIGUOUS false
-#endif
-#ifndef AMPFAST_STREAM  // marks gradients as used once, for the caches
-#define AMPFAST_STREAM false
-#endif
-
 namespace ampfast::cuda {
 
 constexpr int kThreads = 128;
 constexpr int kWarp = 32;
 constexpr unsigned int kAllLanes = 0xffffffff;
 constexpr int kVectorBytes = 16;
-constexpr int kVectors = AMPFAST_VECTORS;
+// Vectors that a thread loads at once.
+constexpr int kVectors = kWindowBytes / (kThreads * kVectorBytes);
 constexpr int kStride = kThreads * kVectorBytes;
 
 // Gives `visit` the chunks of this program: their number, first byte, length in bytes, parameter,
 // and the float32 values of pairs, else null.
 template <bool kPairs, class Visit>
 __device__ void for_chunks(const int64_t* chunks, int count, const Visit& visit) {
-  const int program = static_cast<int>(blockIdx.x);
-  const int programs = static_cast<int>(gridDim.x);
-  // In turn, so that all read one part of the list at a time.
-  int chunk = program;
-  int end = count;
-  int step = programs;
-  if (AMPFAST_CONTIGUOUS) {
-    chunk = static_cast<int>(int64_t{program} * count / programs);
-    end = static_cast<int>((int64_t{program} + 1) * count / programs);
-    step = 1;
-  }
+  // In turn, so that all programs read one part of the list at a time.
+  int chunk = static_cast<int>(blockIdx.x);
+  const int step = static_cast<int>(gridDim.x);
   // Each thread loads one word. Were all to load the same, the compiler would want it in a register
   // for all, and wait for it.
   constexpr int kWords = kPairs ? kPairWords : kChunkWords;
   const int64_t* fields = chunks + threadIdx.x % kWarp % kWords;
   int64_t field = fields[int64_t{chunk} * kWords];
-  while (chunk < end) {
+  while (chunk < count) {
     const int64_t address = __shfl_sync(kAllLanes, field, kAddress);
     const int64_t extent = __shfl_sync(kAllLanes, field, kExtent);
     const int64_t wide = kPairs ? __shfl_sync(kAllLanes, field, kWide) : 0;
@@ -63,17 +42,11 @@ __device__ void for_chunks(const int64_t* chunks, int count, const Visit& visit)
 }
 
 __device__ inline uint4 load_vector(const char* place) {
-  const auto* vector = reinterpret_cast<const uint4*>(place);
-  return AMPFAST_STREAM ? __ldcs(vector) : *vector;
+  return *reinterpret_cast<const uint4*>(place);
 }
 
 __device__ inline void store_vector(char* place, uint4 value) {
-  auto* vector = reinterpret_cast<uint4*>(place);
-  if (AMPFAST_STREAM) {
-    __stcs(vector, value);
-  } else {
-    *vector = value;
-  }
+  *reinterpret_cast<uint4*>(place) = value;
 }
 
 // Float32 values of a vector's elements, which are aligned for vectors or not.
@@ -144,18 +117,9 @@ __device__ void take_chunk(Taker& taker, char* address, int bytes) {
   const int first = static_cast<int>(threadIdx.x) * kVectorBytes;
   char* place = address + parts.head + first;
   uint4 vectors[kVectors];
-  uint4 ahead[kVectors];
-  if (AMPFAST_PREFETCH) {
-    load_window(ahead, place, parts.whole - first);
-  }
 #pragma unroll 1
   for (int left = parts.whole - first; left > 0; left -= kWindow) {
-    if (AMPFAST_PREFETCH) {
-      std::memcpy(vectors, ahead, sizeof(vectors));
-      load_window(ahead, place + kWindow, left - kWindow);
-    } else {
-      load_window(vectors, place, left);
-    }
+    load_window(vectors, place, left);
 #pragma unroll
     for (int i = 0; i < kVectors; ++i) {
       if (i * kStride < left) {

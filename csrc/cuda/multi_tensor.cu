@@ -15,10 +15,7 @@ namespace ampfast::cuda {
 namespace {
 
 // As many as sm_75 has threads for, and it leaves 64 registers to a thread.
-#ifndef AMPFAST_LEAST_PROGRAMS  // for measurements
-#define AMPFAST_LEAST_PROGRAMS 8
-#endif
-constexpr int kLeastProgramsPerSm = AMPFAST_LEAST_PROGRAMS;
+constexpr int kLeastProgramsPerSm = 8;
 
 struct Max {
   template <class T>

@@ -127,32 +127,6 @@ def test_chunks_of_several_windows(dtype: torch.dtype) -> None:
                     check_reads(bad)
 
 
-SWITCHES = (
-    *({"PREFETCH": True}, {"CONTIGUOUS": True}, {"EVICT": "evict_first"}, {"loads": 8}),
-    {"PREFETCH": True, "CONTIGUOUS": True, "EVICT": "evict_first", "loads": 16},
-)
-
-
-@pytest.mark.usefixtures("few_chunks")
-@pytest.mark.parametrize("switches", SWITCHES, ids=str)
-def test_switches_for_measurements_change_no_result(switches: dict[str, Any]) -> None:
-    module = getattr(launch, "_module", launch)
-    if not hasattr(module, "tune"):
-        pytest.skip("the switches of these kernels are macros")
-    if "EVICT" in switches and not module.INTERPRETED:
-        pytest.skip("the emulator knows no policy of caches")
-    module.tune(**switches)
-    try:
-        for dtype in FLOATS:
-            sizes = (5 * window(dtype) + 3, 17 * window(dtype) - 1, 7)
-            grads = [normal(size, dtype, size) for size in sizes]
-            check_unscales(lambda grads=grads: [guarded(g, 1) for g in grads], 1 / 3)
-            grads[1][-1] = math.nan
-            check_reads(lambda grads=grads: [guarded(g, 1) for g in grads], [3.0])
-    finally:
-        module.tune()
-
-
 @pytest.mark.parametrize("factor", FACTORS)
 def test_mixed_dtypes(factor: float) -> None:
     check_unscales(mixed, factor)

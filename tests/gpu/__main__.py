@@ -25,8 +25,6 @@ LOGS = ROOT / "build" / "gpu-logs"
 COMMIT = "AMPFAST_COMMIT"
 WITHOUT = "AMPFAST_BENCH_WITHOUT"
 BACKENDS = ("triton", "cuda")
-# Those that are not in a usual run: the last two come with the first.
-SWEEP, BULK, PROFILE = ON_REQUEST = ("sweep", "bulk", "ncu")
 PYTEST_SUMMARY = r"\d+ (passed|failed|skipped|error|deselected).* in [\d.]+s|no tests ran"
 FACTS = """
 import json, torch
@@ -64,10 +62,6 @@ def stages(results: Path, out: Path, capability: str = "") -> list[list[Part]]:
     sanitizer = [compute_sanitizer(), "--target-processes", "application-only"]
     sanitizer += ["--report-api-errors", "no", "--error-exitcode", "9", "--print-limit", "20"]
     unavailable = "Device not supported|is not installed"
-    sections = ("SpeedOfLight", "MemoryWorkloadAnalysis", "Occupancy", "WarpStateStats")
-    profiler = ["ncu", "--clock-control", "none", "--profile-from-start", "off"]
-    profiler += [word for name in sections for word in ("--section", name)]
-    profiler += ["--metrics", "dram__bytes_read.sum,dram__bytes_write.sum"]
     sound: dict[str, str] = {}
 
     def leave_out(codes: list[int | None]) -> None:
@@ -141,20 +135,6 @@ def stages(results: Path, out: Path, capability: str = "") -> list[list[Part]]:
             ),
         ],
         [measuring("bench", "kernels,steps", 300, least=90)],
-        # A process of its own, as it might hang.
-        [measuring(BULK, BULK, 60)],
-        [measuring(SWEEP, SWEEP, 400)],
-        [
-            Part(
-                PROFILE,
-                [[*profiler, sys.executable, "-m", "benchmarks.sweep", str(out / "sweep.json")]],
-                100,
-                summary="==ERROR==|==WARNING==|DRAM Throughput",
-                details="==ERROR==|DRAM Throughput|: check and unscale of",
-                unavailable="ERR_NVGPUCTRPERM|is not installed|Failed to initialize",
-                least=60,
-            )
-        ],
     ]
 
 
@@ -206,9 +186,8 @@ def commit() -> str:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the selected parts; returns 0 if none failed."""
     names = [part.name for stage in stages(Path("none"), Path("none")) for part in stage]
-    usual = [name for name in names if name not in ON_REQUEST]
     parser = argparse.ArgumentParser(prog="python tests/gpu", description=__doc__)
-    parser.add_argument("--parts", default=",".join(usual), help=f"of {','.join(names)}")
+    parser.add_argument("--parts", default=",".join(names), help=f"of {','.join(names)}")
     default = os.environ.get("OUT") or str(ROOT / "build" / "gpu")
     parser.add_argument("--out", type=Path, default=Path(default), help="folder for the results")
     parser.add_argument("--seconds", type=float, default=SECONDS, help="limit of the whole run")
@@ -219,7 +198,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if unknown := [name for name in wanted if name not in names]:
         parser.error(f"{', '.join(unknown)}: not among {', '.join(names)}")
     # Nothing goes without the first, which takes no time where it was done.
-    wanted += [names[0], *(ON_REQUEST if SWEEP in wanted else ())]
+    wanted.append(names[0])
 
     gpu, torch_version, capability = facts()
     if gpu is None:

@@ -341,7 +341,7 @@ def test_parts_of_the_real_run(driver: ModuleType, tmp_path: Path) -> None:
     assert len(gpu.commands) == 1 + len(list(FOLDER.glob("test_*.py")))
     # Verdict, run and logs are written by the runner, all else to files that are named here.
     written = [c[c.index("--json") + 1] for p in parts for c in p.commands if "--json" in c]
-    assert written == [str(out / f"{name}.json") for name in ("decisive", "bench", "bulk", "sweep")]
+    assert written == [str(out / f"{name}.json") for name in ("decisive", "bench")]
     assert len(written) + 3 <= 8
     [bench] = [part for part in parts if part.name == "bench"]
     bench.after([0])

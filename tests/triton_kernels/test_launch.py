@@ -332,19 +332,3 @@ def test_no_more_programs_than_chunks(
         for _ in range(2):  # the first launch and a later one
             KERNELS.check_(grads, torch.tensor(4.0))
             assert recording.launches[-1][0] == programs
-
-
-def test_switches_for_measurements(recording: Recording) -> None:
-    """Each makes a variant of its own, and the default comes back."""
-    check = multi_tensor()
-    check()
-    switches: list[dict[str, Any]] = [{"PREFETCH": True}, {"CONTIGUOUS": True}]
-    switches += [{"EVICT": "evict_first"}, {"loads": 8}, {}]
-    try:
-        for switch in switches:
-            launch.tune(**switch)
-            check()
-            cache = kernels.multi_tensor.device_caches[0][0]
-        assert len(cache) == len(switches)
-    finally:
-        launch.tune()

@@ -183,22 +183,6 @@ def _larger_or_nan(a, b):
 
 
 @triton.jit
-def _share(chunks, CONTIGUOUS: tl.constexpr):
-    """Chunks of a program: the first, the end, and the step from one to the next.
-
-    In turn, so that all read one part of the list at a time; CONTIGUOUS is for comparison.
-    """
-    program = tl.program_id(0)
-    programs = tl.num_programs(0)
-    if CONTIGUOUS:
-        first = (program.to(tl.int64) * chunks // programs).to(tl.int32)
-        end = ((program + 1).to(tl.int64) * chunks // programs).to(tl.int32)
-        return first, end, first * 0 + 1
-    else:
-        return program, chunks, programs
-
-
-@triton.jit
 def _load_chunk(chunks_ptr, chunk, PAIRED: tl.constexpr):
     """Address, extent, and address of the float32 values or that of the chunk."""
     if PAIRED != NO_PAIRS:
@@ -254,11 +238,6 @@ def _lanes(DTYPE: tl.constexpr, LOADS: tl.constexpr, THREADS: tl.constexpr, VECT
     PER_VECTOR: tl.constexpr = VECTOR // (DTYPE.primitive_bitwidth // 8)
     vector = tl.arange(0, LOADS)[:, None, None] * THREADS + tl.arange(0, THREADS)[None, :, None]
     return vector, vector * PER_VECTOR + tl.arange(0, PER_VECTOR)[None, None, :]
-
-
-@triton.jit
-def _load(ptr, mask, EVICT: tl.constexpr):
-    return tl.load(ptr, mask=mask, other=0.0, eviction_policy=EVICT)
 
 
 @triton.jit
@@ -546,9 +525,6 @@ def multi_tensor(
     VECTOR: tl.constexpr,
     SOFT: tl.constexpr,
     PAIRED: tl.constexpr,
-    PREFETCH: tl.constexpr,
-    CONTIGUOUS: tl.constexpr,
-    EVICT: tl.constexpr,
 ):
     """One pass over the gradients of one dtype: checks them and, with WRITE, unscales them.
 
@@ -556,15 +532,15 @@ def multi_tensor(
     pointers may be None: `coefficient_ptr` to a second factor of written values, `divisor_ptr` to a
     copy of the factor, `marks_ptr` to the overflow marks of parameters. A window is what a program
     loads at once: LOADS vectors of VECTOR bytes a thread. Of pairs float32 values are written. SOFT
-    is for the interpreter, which converts bfloat16 wrongly. The last three change no result and are
-    for measurements: PREFETCH loads the next window before one is written, CONTIGUOUS orders
-    chunks, EVICT is Triton's eviction policy.
+    is for the interpreter, which converts bfloat16 wrongly.
     """
     WINDOW: tl.constexpr = LOADS * THREADS
     PER_VECTOR: tl.constexpr = VECTOR // (DTYPE.primitive_bitwidth // 8)
 
     chunks_ptr = table_ptr + word
-    chunk, end, step = _share(chunks, CONTIGUOUS)
+    chunk = tl.program_id(0)
+    # In turn, so that all programs read one part of the list at a time.
+    step = tl.num_programs(0)
     address, extent, wide = _load_chunk(chunks_ptr, chunk, PAIRED)
     factor = _load_factor(factor_ptr, FACTOR)
     coefficient = None
@@ -573,29 +549,23 @@ def multi_tensor(
     vector, lane = _lanes(DTYPE, LOADS, THREADS, VECTOR)
 
     peak = tl.zeros([THREADS], dtype=tl.int64 if DTYPE == tl.float64 else tl.int32)
-    while chunk < end:
+    while chunk < chunks:
         # Prefetched: many small tensors make a program wait for this.
         following = tl.minimum(chunk + step, chunks - 1)
         next_address, next_extent, next_wide = _load_chunk(chunks_ptr, following, PAIRED)
         head, left, edge, is_edge = _parts(address, extent, DTYPE, THREADS, VECTOR)
         base, edge_ptr, out, edge_out = _places(address, wide, head, edge, DTYPE, PAIRED, VECTOR)
         # Loads cannot move above stores, so this one comes first.
-        edges = _load(edge_ptr, is_edge, EVICT)
+        edges = tl.load(edge_ptr, mask=is_edge, other=0.0)
         squares = tl.zeros([THREADS], dtype=tl.float64)
-        if PREFETCH:
-            ahead = _load(base + lane, vector < left, EVICT)
         while left > 0:
             mask = vector < left
-            if PREFETCH:
-                values = ahead
-                ahead = _load(base + WINDOW * PER_VECTOR + lane, vector < left - WINDOW, EVICT)
-            else:
-                values = _load(base + lane, mask, EVICT)
+            values = tl.load(base + lane, mask=mask, other=0.0)
             written, peak, squares = _take(
                 values, mask, factor, coefficient, peak, squares, WRITE, NORM, PAIRED, SOFT
             )
             if WRITE:
-                tl.store(out + lane, written, mask=mask, eviction_policy=EVICT)
+                tl.store(out + lane, written, mask=mask)
             base += WINDOW * PER_VECTOR
             out += WINDOW * PER_VECTOR
             left -= WINDOW
@@ -748,16 +718,17 @@ def measure(
     SIZE: tl.constexpr = DTYPE.primitive_bitwidth // 8
     PER_VECTOR: tl.constexpr = VECTOR // SIZE
     chunks_ptr = table_ptr + word
-    chunk, end, step = _share(chunks, False)
+    chunk = tl.program_id(0)
+    step = tl.num_programs(0)
     vector, lane = _lanes(DTYPE, LOADS, THREADS, VECTOR)
-    while chunk < end:
+    while chunk < chunks:
         address, extent, wide = _load_chunk(chunks_ptr, chunk, PAIRED)
         head, left, edge, is_edge = _parts(address, extent, DTYPE, THREADS, VECTOR)
         base, edge_ptr, _, _ = _places(address, wide, head, edge, DTYPE, NO_PAIRS, VECTOR)
         health = _no_health(DTYPE, THREADS)
-        edges = _load(edge_ptr, is_edge, "")
+        edges = tl.load(edge_ptr, mask=is_edge, other=0.0)
         while left > 0:
-            health = _count(_load(base + lane, vector < left, ""), health)
+            health = _count(tl.load(base + lane, mask=vector < left, other=0.0), health)
             base += WINDOW * PER_VECTOR
             left -= WINDOW
         health = _count(edges[None, :, None], health)
@@ -783,7 +754,8 @@ def narrow(
     WINDOW: tl.constexpr = LOADS * THREADS
     PER_VECTOR: tl.constexpr = VECTOR // (DTYPE.primitive_bitwidth // 8)
     chunks_ptr = table_ptr + word
-    chunk, end, step = _share(chunks, False)
+    chunk = tl.program_id(0)
+    end, step = chunks, tl.num_programs(0)
     if found_inf_ptr is not None:
         end = tl.where(tl.load(found_inf_ptr) != 0.0, 0, end)
     vector, lane = _lanes(DTYPE, LOADS, THREADS, VECTOR)
@@ -793,10 +765,10 @@ def narrow(
         base, edge_ptr, source, edge_source = _places(
             address, wide, head, edge, DTYPE, PAIRED, VECTOR
         )
-        edges = _load(edge_source, is_edge, "")
+        edges = tl.load(edge_source, mask=is_edge, other=0.0)
         while left > 0:
             mask = vector < left
-            values = _load(source + lane, mask, "")
+            values = tl.load(source + lane, mask=mask, other=0.0)
             tl.store(base + lane, _narrow(values, DTYPE, SOFT), mask=mask)
             base += WINDOW * PER_VECTOR
             source += WINDOW * PER_VECTOR

@@ -36,7 +36,6 @@ __all__ = [
     "narrow",
     "on",
     "prepare",
-    "tune",
     "update_scale",
 ]
 
@@ -50,10 +49,6 @@ REGISTERS_PER_SM = 65_536
 # Few, so that test lists take several programs with several chunks each.
 INTERPRETED_PROGRAMS = 3
 _most_programs = INTERPRETED_PROGRAMS if INTERPRETED else None
-
-# Switches of `multi_tensor` that change no result.
-TUNING: dict[str, Any] = {"PREFETCH": False, "CONTIGUOUS": False, "EVICT": ""}
-_tuning = dict(TUNING)
 
 _DTYPES = {
     torch.float32: tl.float32,
@@ -82,20 +77,6 @@ def limit_programs(programs: int | None) -> None:
     """
     global _most_programs
     _most_programs = programs or (INTERPRETED_PROGRAMS if INTERPRETED else None)
-    _launched.clear()
-
-
-def tune(loads: int | None = None, **switches: Any) -> None:
-    """Sets switches of `multi_tensor` that change no result, for measurements.
-
-    Args:
-        loads: Vectors of 16 bytes that a thread loads at once; None for the default.
-        **switches: Of `TUNING`; those that are not given have their defaults.
-    """
-    _tuning.clear()
-    _tuning.update({**TUNING, **switches})
-    if loads is not None:
-        _tuning["LOADS"] = loads
     _launched.clear()
 
 
@@ -180,13 +161,12 @@ def _options(work: Pass, segment: Segment, epilogue: Epilogue) -> dict[str, Any]
         "NORM": work.norms is not None,
         "EPILOGUE": int(epilogue),
         "ACCUMULATE": work.accumulate,
-        **_tuning,
     }
     if torch.version.hip is None:
         # Without a limit the compiler may assign too few registers, and with a lower one it spills.
         has_norm = work.norms is not None
         more = segment.is_paired or (has_norm and segment.dtype is torch.float64)
-        options.setdefault("maxnreg", 128 if work.write and has_norm else 80 if more else 64)
+        options["maxnreg"] = 128 if work.write and has_norm else 80 if more else 64
     return options
 
 
