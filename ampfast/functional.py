@@ -16,11 +16,9 @@ from ampfast.distributed import LocalShards, Ranks
 __all__ = [
     "check_",
     "grad_norm",
-    "narrow_",
     "unscale_",
     "unscale_and_update_",
     "update_scale_",
-    "widen_",
 ]
 
 
@@ -186,66 +184,6 @@ def unscale_and_update_(
     return current_scale
 
 
-def widen_(out: list[Tensor], grads: list[Tensor], found_inf: Tensor, inv_scale: Tensor) -> None:
-    """Writes 16-bit gradients times an inverse scale as float32, in one read.
-
-    Products are computed and checked in float32, in which few overflow.
-
-    Args:
-        out: float32 tensors of the shapes of `grads`, in memory of their own.
-        grads: float16 or bfloat16 tensors on one device, of any shape and strides.
-        found_inf: One-element float32 on that device; set to 1 if a value written is inf or NaN,
-            else unchanged.
-        inv_scale: One-element float32 on that device.
-
-    Raises:
-        TypeError: If `out` or `grads` is not a list or tuple of tensors.
-        RuntimeError: If a length, device, dtype or shape is wrong, or torch's op refuses a tensor.
-    """
-    _require_scalars(found_inf=found_inf, inv_scale=inv_scale)
-    _require_pairs(found_inf.device, grads=grads, out=out)
-    if not gradients.widen_(out, grads, found_inf, inv_scale):
-        torch.ops.ampfast.widen_(list(out), list(grads), found_inf, inv_scale)
-        return
-    torch.autograd.graph.increment_version([*out, found_inf])
-
-
-def narrow_(params: list[Tensor], masters: list[Tensor], found_inf: Tensor | None = None) -> None:
-    """Rounds float32 tensors to 16-bit ones, to nearest even; no host sync.
-
-    Args:
-        params: float16 or bfloat16 tensors on one device, of any shape and strides.
-        masters: float32 tensors of their shapes, in memory of their own.
-        found_inf: One-element float32 on that device; where it is not 0, nothing is written.
-
-    Raises:
-        TypeError: If `params` or `masters` is not a list or tuple of tensors.
-        RuntimeError: If a length, device, dtype or shape is wrong.
-    """
-    place = params[0] if isinstance(params, (list, tuple)) and params else found_inf
-    if found_inf is not None:
-        _require_scalars(found_inf=found_inf)
-        place = found_inf
-    device = place.device if isinstance(place, Tensor) else torch.device("cpu")
-    _require_pairs(device, params=params, masters=masters)
-    if not gradients.narrow_(params, masters, found_inf):
-        torch.ops.ampfast.narrow_(list(params), list(masters), found_inf)
-        return
-    torch.autograd.graph.increment_version(params)
-
-
-@torch.library.custom_op("ampfast::widen_", mutates_args=("out", "found_inf"))
-def _widen_op(out: list[Tensor], grads: list[Tensor], found_inf: Tensor, inv_scale: Tensor) -> None:
-    if not gradients.widen_(out, grads, found_inf, inv_scale):
-        aten.widen_(out, grads, inv_scale, found_inf)
-
-
-@torch.library.custom_op("ampfast::narrow_", mutates_args=("params",))
-def _narrow_op(params: list[Tensor], masters: list[Tensor], found_inf: Tensor | None) -> None:
-    if not gradients.narrow_(params, masters, found_inf):
-        aten.narrow_(params, masters, found_inf)
-
-
 @torch.library.custom_op("ampfast::unscale_", mutates_args=("grads", "found_inf"))
 def _unscale_op(grads: list[Tensor], found_inf: Tensor, inv_scale: Tensor) -> None:
     kernels, listed = _listed(grads, found_inf.device)
@@ -311,10 +249,7 @@ def _unscale_and_update_op(
     )
 
 
-for _op in (
-    *(_unscale_op, _check_op, _update_scale_op, _unscale_and_update_op),
-    *(_widen_op, _narrow_op),
-):
+for _op in (_unscale_op, _check_op, _update_scale_op, _unscale_and_update_op):
     _op.register_fake(lambda *args: None)
 
 
@@ -362,31 +297,6 @@ def _regular(
         return None
     listed = cpu.list_of(grads, found_inf.device)
     return None if listed is None else (kernels, listed)
-
-
-def _require_pairs(device: torch.device, **lists: list[Tensor]) -> None:
-    """Checks a list of 16-bit tensors, and one of float32 tensors of their shapes, on a device."""
-    (narrow, tensors), (wide, floats) = lists.items()
-    for name, each in lists.items():
-        if not isinstance(each, (list, tuple)):
-            raise TypeError(f"{name} must be a list of tensors, got {type(each).__name__}")
-        for index, tensor in enumerate(each):
-            if not isinstance(tensor, Tensor):
-                raise TypeError(f"{name}[{index}] must be a tensor, got {type(tensor).__name__}")
-            dtypes = gradients.SIXTEEN_BIT if name == narrow else (torch.float32,)
-            if tensor.dtype not in dtypes or tensor.device != device:
-                raise RuntimeError(
-                    f"{name}[{index}] must be {' or '.join(map(str, dtypes))} on {device}, got "
-                    f"{tensor.dtype} on {tensor.device}"
-                )
-    if len(tensors) != len(floats):
-        raise RuntimeError(f"{narrow} has {len(tensors)} tensors, and {wide} has {len(floats)}")
-    for index, (tensor, other) in enumerate(zip(tensors, floats, strict=True)):
-        if tensor.shape != other.shape:
-            raise RuntimeError(
-                f"{wide}[{index}] must have the shape of {narrow}[{index}], "
-                f"{tuple(tensor.shape)}, got {tuple(other.shape)}"
-            )
 
 
 def _local(

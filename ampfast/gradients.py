@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
@@ -27,7 +27,6 @@ __all__ = [
     "collect",
     "inverse",
     "local_tensor",
-    "narrow_",
     "narrow_on_devices",
     "narrow_pairs",
     "new_flag",
@@ -35,11 +34,9 @@ __all__ = [
     "of_list",
     "stamp_of",
     "unscale_",
-    "widen_",
 ]
 
 SIXTEEN_BIT = (torch.float16, torch.bfloat16)
-_CPU = torch.device("cpu")
 _PLAIN = (Tensor, torch.nn.Parameter)
 
 
@@ -389,49 +386,15 @@ def _cast_by_torch(params: list[Tensor]) -> None:
         param.grad = cast_grad
 
 
-def widen_(
-    wide: Sequence[Tensor], narrow: Sequence[Tensor], found_inf: Tensor, inv_scale: Tensor
-) -> bool:
-    """Widens as `functional.widen_` by kernels; False, with nothing written, if they cannot."""
-    kernels, pairs = _pairs(narrow, wide, found_inf, inv_scale)
-    if kernels is None or pairs is None:
-        return False
-    kernels.unscale_(pairs, inv_scale, is_scale=False, found_inf=found_inf)
-    return True
-
-
-def narrow_(narrow: Sequence[Tensor], wide: Sequence[Tensor], found_inf: Tensor | None) -> bool:
-    """Narrows as `functional.narrow_` by kernels; False, with nothing written, if they cannot."""
-    kernels, pairs = _pairs(narrow, wide, found_inf)
-    if kernels is None or pairs is None:
-        return False
-    kernels.narrow_(pairs, found_inf)
-    return True
-
-
 def narrow_pairs(pairs: cpu.GradList, found_inf: Tensor | None) -> bool:
     """Narrows a list of pairs by kernels; False, with nothing written, if they cannot."""
     kernels = backends.choose().kernels_for(pairs.device)
-    if kernels is None or not _are_scalars(found_inf):
+    if kernels is None or not (found_inf is None or cpu.is_scalar(found_inf, torch.float32)):
         return False
     if pairs.chunks:
         at = None if found_inf is None else aten.moved(found_inf, pairs.device)
         kernels.narrow_(pairs, at)
     return True
-
-
-def _pairs(
-    narrow: Sequence[Tensor], wide: Sequence[Tensor], *scalars: Tensor | None
-) -> tuple[Kernels | None, cpu.GradList | None]:
-    device = narrow[0].device if narrow else _CPU
-    kernels = None if torch.compiler.is_compiling() else backends.choose().kernels_for(device)
-    if not _are_scalars(*scalars):
-        return None, None
-    return kernels, None if kernels is None else cpu.list_of(narrow, device, None, wide)
-
-
-def _are_scalars(*tensors: Tensor | None) -> bool:
-    return all(each is None or cpu.is_scalar(each, torch.float32) for each in tensors)
 
 
 def narrow_on_devices(
@@ -452,7 +415,8 @@ def narrow_on_devices(
         wide.append(local_tensor(weight))
     for device, (narrow, wide) in by_device.items():
         flag = None if flags is None else flags[device]
-        if narrow_(narrow, wide, flag):
+        pairs = cpu.list_of(narrow, device, None, wide)
+        if pairs is not None and narrow_pairs(pairs, flag):
             torch.autograd.graph.increment_version(narrow)
         else:
             aten.narrow_(narrow, wide, flag)

@@ -34,7 +34,6 @@ __all__ = [
     "total_norm",
     "unscale_",
     "update_scale_",
-    "widen_",
     "widest",
     "word_of",
 ]
@@ -68,22 +67,6 @@ def unscale_(grads: list[Tensor], inv_scale: Tensor, found_inf: Tensor) -> None:
 
 
 @torch.no_grad()
-def widen_(out: list[Tensor], grads: list[Tensor], inv_scale: Tensor, found_inf: Tensor) -> None:
-    """Writes 16-bit gradients times `inv_scale` as float32, and checks them as `unscale_`.
-
-    Args:
-        out: float32 tensors of the shapes of `grads`.
-        grads: Tensors of one device.
-        inv_scale: One-element float32 on that device.
-        found_inf: One-element float32 on that device.
-    """
-    if out:
-        require_unscalable(out)
-        torch._foreach_copy_(out, grads)
-        unscale_(out, inv_scale, found_inf)
-
-
-@torch.no_grad()
 def narrow_(params: list[Tensor], masters: list[Tensor], found_inf: Tensor | None = None) -> None:
     """Rounds float32 tensors to 16-bit ones, unless a flag is set; no host sync.
 
@@ -92,8 +75,6 @@ def narrow_(params: list[Tensor], masters: list[Tensor], found_inf: Tensor | Non
         masters: float32 tensors of their shapes.
         found_inf: One-element float32 on that device, or None.
     """
-    if not params:
-        return
     values = masters
     if found_inf is not None:
         kept = found_inf.reshape(()) != 0
