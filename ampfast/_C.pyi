@@ -71,8 +71,8 @@ def any_found(flags: dict[Any, Tensor], /) -> bool | None: ...
 def update_scale(scaler: Any, words: Tensor | None, norm: Tensor | None, /) -> bool | None: ...
 
 # The same for gradients and a scale on a device, whose kernels `launch` queues. `pass_on_device`
-# returns its result, which is for a table of the gradients, the scale, a new flag to write, and
-# whether a gradient is float64; without a `state` gradients are only read.
+# returns its result, which is for a table of the gradients, the scale, a new flag to write, and if
+# it clips whether a gradient is float64; without a `state` gradients are only read.
 def pass_on_device(
     param_groups: Any,
     scale: Tensor,
@@ -81,7 +81,7 @@ def pass_on_device(
     unscaled: Any,
     casts: Casts | None,
     clips: bool,
-    launch: Callable[[DeviceTable, Tensor, Tensor, bool], Any],
+    launch: Callable[..., Any],
     /,
 ) -> Any: ...
 def update_on_device(

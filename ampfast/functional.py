@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ampfast import backends, clipping, gradients
 from ampfast.backends import aten, cpu
+from ampfast.backends.gpu import DeviceKernels
 from ampfast.distributed import LocalShards, Ranks
 
 __all__ = [
@@ -167,7 +168,9 @@ def unscale_and_update_(
     _require_state(*state, found_inf, factors)
     if regular := _regular(grads, found_inf, current_scale):
         kernels, listed = regular
-        update = kernels.scale_update(*state, [], factors)
+        update = None
+        if isinstance(kernels, DeviceKernels):
+            update = kernels.scale_update(*state, [], factors)
         kernels.unscale_(listed, current_scale, is_scale=True, found_inf=found_inf, update=update)
         if update is not None and update.applied:
             update.bump_version()

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ampfast.backends import Choice, Update, aten, cpu
 from ampfast.backends.cpu import state_layout as layout
+from ampfast.backends.gpu import DeviceKernels
 from ampfast.errors import float_of, is_capturing, refuse_capture, warn_caller
 from ampfast.report import History, ScalerStats, empty_history
 
@@ -314,8 +315,9 @@ class LossScale:
         choice: Choice,
     ) -> Update | None:
         """Returns an update for the last program of a check, or None if it cannot ride there."""
-        given, kernels = _factors(factors), choice.kernels_for(scale.device)
-        if given is None or kernels is None or self.observed is not None:
+        given = _factors(factors)
+        kernels: Any = choice.kernels_for(scale.device)
+        if given is None or not isinstance(kernels, DeviceKernels) or self.observed is not None:
             return None
         words, norm = self.words_on(scale.device), self.joint_norm(scale.device)
         return kernels.scale_update(scale, growth_tracker, found_infs, given, words, norm)

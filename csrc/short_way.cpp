@@ -364,8 +364,8 @@ PyObject* check_groups(PyObject* const* args) {
 }
 
 // pass_on_device(param_groups, scale, allow_fp16, state, unscaled, casts, clips, launch) ->
-// launch(table, scale, flag, is_wide), with a new flag for it to write. With a `state` the
-// gradients are written, and it is marked.
+// launch(table, scale, flag), with a new flag for it to write, or where it clips
+// launch(table, scale, flag, is_wide). With a `state` the gradients are written, and it is marked.
 PyObject* pass_on_device(PyObject* const* args) {
   const at::Tensor* scale = scalar_of(args[1], at::kFloat, kKernelDevices);
   const bool writes = args[3] != Py_None;
@@ -391,14 +391,15 @@ PyObject* pass_on_device(PyObject* const* args) {
   if (mark) {
     mark->put(args[4]);
   }
+  PyObject* is_wide = nullptr;
   if (args[6] == Py_True) {
+    is_wide = walk->list.has_float64() ? Py_True : Py_False;
     for (const at::Tensor& grad : walk->owners) {
       grad.unsafeGetTensorImpl()->bump_version();
     }
   }
   py::object result = py::reinterpret_steal<py::object>(
-      PyObject_CallFunctionObjArgs(args[7], table.ptr(), args[1], flag.ptr(),
-                                   walk->list.has_float64() ? Py_True : Py_False, nullptr));
+      PyObject_CallFunctionObjArgs(args[7], table.ptr(), args[1], flag.ptr(), is_wide, nullptr));
   if (result && mark) {
     dict_of(args[3])[names().found_inf] = flags;
     if (casts != nullptr) {

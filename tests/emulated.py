@@ -38,7 +38,8 @@ class EmulatedLauncher:
         return False
 
     def prepare(self, work: Pass, segment: Segment, epilogue: Epilogue) -> None:
-        self._module.prepare(work, segment, epilogue)
+        if prepare := getattr(self._module, "prepare", None):
+            prepare(work, segment, epilogue)
 
     def multi_tensor(self, work: Pass, segment: Segment, epilogue: Epilogue) -> None:
         with self._restricted(

@@ -34,9 +34,6 @@ class ReferenceLauncher:
     def is_capturing(self) -> bool:
         return self.capturing
 
-    def prepare(self, work: Pass, segment: Segment, epilogue: Epilogue) -> None:
-        pass
-
     def multi_tensor(self, work: Pass, segment: Segment, epilogue: Epilogue) -> None:
         self.launches.append("unscale" if work.write else "check")
         words = work.table.buffer

@@ -54,7 +54,6 @@ class Kernels(Protocol):
     measure_: Callable[[cpu.GradList, Tensor], None]
     narrow_: Callable[[cpu.GradList, Tensor | None], None]
     clip_coefficient: Callable[..., None]
-    scale_update: Callable[..., Update | None]  # None on a CPU, where no update rides in a pass
     update_scale_: Callable[..., bool]
 
 

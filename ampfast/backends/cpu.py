@@ -72,7 +72,6 @@ __all__ = [
     "pass_on_device",
     "record",
     "require_storage",
-    "scale_update",
     "stamp_of",
     "state_layout",
     "stepped_pairs",
@@ -222,7 +221,7 @@ def unscale_(
         is_scale: Whether `factor` is the scale, whose rounded float64 reciprocal is the inverse.
         found_inf: One-element float32 that is set to 1 if a written value is inf or NaN. By default
             a new 0-dim tensor, 0 or 1.
-        update: Result of `scale_update`: None, since no update rides in a pass on a CPU.
+        update: None, since no update rides in a pass on a CPU.
         track: Tables whose `marks` get the overflows of each parameter.
         coefficient: One-element float64 by which the checked and rounded products are multiplied,
             or None.
@@ -305,18 +304,6 @@ def clip_coefficient(norms: Tensor, *more: Any) -> None:
         *more: The other fields of a `Clip`.
     """
     _C.clip_coefficient(*Clip(norms, *more))
-
-
-def scale_update(
-    scale: Tensor,
-    growth_tracker: Tensor,
-    found_infs: Sequence[Tensor],
-    factors: UpdateFactors,
-    state: Tensor | None = None,
-    norm: Tensor | None = None,
-    observed: Tensor | None = None,
-) -> None:
-    """No update rides in a pass on a CPU; arguments as for `update_scale_`."""
 
 
 def update_scale_(

@@ -21,7 +21,6 @@ __all__ = [
     "multi_tensor",
     "narrow",
     "on",
-    "prepare",
     "update_scale",
 ]
 
@@ -46,10 +45,6 @@ def limit_programs(programs: int | None) -> None:
     That is as many programs as a device holds at once.
     """
     _C.cuda_limit_programs(programs or 0)
-
-
-def prepare(work: Pass, segment: Segment, epilogue: Epilogue) -> None:
-    """Does nothing: all kernels are in the core, loaded by `on`."""
 
 
 def multi_tensor(work: Pass, segment: Segment, epilogue: Epilogue) -> None:

@@ -72,14 +72,15 @@ class Epilogue(IntEnum):
 
 
 class Launcher(Protocol):
-    """Launches of one kind of kernels."""
+    """Launches of one kind of kernels.
+
+    Kernels that are compiled at their launch have `prepare`, too, with the arguments of
+    `multi_tensor`. It raises any error of that launch.
+    """
 
     def on(self, device: torch.device) -> AbstractContextManager[object]: ...
 
     def is_capturing(self) -> bool: ...
-
-    def prepare(self, work: Pass, segment: Segment, epilogue: Epilogue) -> None:
-        """Raises any error of a launch beforehand, before the first launch of its pass."""
 
     def multi_tensor(self, work: Pass, segment: Segment, epilogue: Epilogue) -> None: ...
 
@@ -389,7 +390,7 @@ class DeviceKernels:
 
     def _over_groups(
         self,
-        launch: Callable[[DeviceTable, Tensor, Tensor, bool], Any],
+        launch: Callable[..., Any],
         param_groups: Any,
         scale: Tensor,
         allow_fp16: bool,
@@ -404,13 +405,13 @@ class DeviceKernels:
             param_groups, scale, allow_fp16, state, unscaled, casts, clips, launch
         )
 
-    def _unscale(self, table: DeviceTable, scale: Tensor, found_inf: Tensor, _: bool) -> Tensor:
+    def _unscale(self, table: DeviceTable, scale: Tensor, found_inf: Tensor) -> Tensor:
         with self._launcher.on(scale.device):
             self._launch(Pass(table, True, Use.SCALE, scale, found_inf, False))
         return found_inf
 
     def _check(
-        self, table: DeviceTable, scale: Tensor, found_inf: Tensor, _: bool
+        self, table: DeviceTable, scale: Tensor, found_inf: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         divisor = torch.empty_like(scale)
         with self._launcher.on(scale.device):
@@ -512,8 +513,9 @@ class DeviceKernels:
             return
         launches = [*((segment, Epilogue.NOTHING) for segment in first), (last, final)]
         # If a later launch failed, half of the gradients would be written.
-        for segment, epilogue in launches:
-            launcher.prepare(work, segment, epilogue)
+        if prepare := getattr(launcher, "prepare", None):
+            for segment, epilogue in launches:
+                prepare(work, segment, epilogue)
         # No other thread's pass over the same table may come between.
         with _one_pass:
             try:
@@ -526,7 +528,7 @@ class DeviceKernels:
 
 
 class _Reading(DeviceKernels):
-    def _unscale(self, table: DeviceTable, scale: Tensor, found_inf: Tensor, _: bool) -> Tensor:
+    def _unscale(self, table: DeviceTable, scale: Tensor, found_inf: Tensor) -> Tensor:
         writes = any(segment.is_paired for segment in table.segments)
         with self._launcher.on(scale.device):
             self._launch(Pass(table, writes, Use.SCALE, scale, found_inf, False))

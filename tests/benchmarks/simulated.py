@@ -52,9 +52,6 @@ class TableLauncher:
     def is_capturing(self) -> bool:
         return False
 
-    def prepare(self, work, segment, epilogue: Epilogue) -> None:
-        pass
-
     def multi_tensor(self, work, segment, epilogue: Epilogue) -> None:
         tensors = [chunk for _, chunk in chunks_of(work.table.buffer, segment)]
         if work.use is Use.RAW:
