@@ -141,7 +141,6 @@ def cuda_update_scale(
     factors: tuple[float, float, int],
     state: Tensor | None,
     norm: Tensor | None,
-    observed: Tensor | None,
     /,
 ) -> None: ...
 
@@ -170,7 +169,6 @@ def update_scale_(
     growth_interval: int,
     state: Tensor | None,
     norm: Tensor | None,
-    observed: Tensor | None,
     /,
 ) -> bool: ...
 def require_storage(tensor: Tensor) -> None: ...

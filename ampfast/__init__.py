@@ -13,10 +13,10 @@ from ampfast import backends, functional, report
 from ampfast._version import __version__
 from ampfast.distributed import mark_replicated
 from ampfast.grad_scaler import GradScaler, StepGuard
-from ampfast.loss_scale import LogMax, UnderflowTarget
 from ampfast.lr_scheduler import LateScheduler
 from ampfast.master_weights import MasterWeights, master_weights_
 from ampfast.patch import Patch, patch, unpatch
+from ampfast.policies import LogMax, UnderflowTarget
 from ampfast.spikes import Sigmas
 from ampfast.sync_free import sync_free_
 

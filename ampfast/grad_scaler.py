@@ -21,14 +21,7 @@ from ampfast import backends, clipping, cuda_graphs, distributed, gradients, ove
 from ampfast._version import __version__
 from ampfast.backends import aten, cpu, gpu
 from ampfast.errors import add_note, is_capturing, not_compiled, refuse_capture, warn_caller
-from ampfast.loss_scale import (
-    LogMax,
-    LossScale,
-    ScalePolicy,
-    UnderflowTarget,
-    entry_of,
-    is_static,
-)
+from ampfast.loss_scale import LossScale, ScalePolicy, entry_of, is_static
 from ampfast.master_weights import MasterWeights, casts_of
 from ampfast.optimizers import (
     LastChecks,
@@ -39,6 +32,7 @@ from ampfast.optimizers import (
     takes_grad_scaler,
 )
 from ampfast.overflow import GradientHealth, OverflowReport
+from ampfast.policies import LogMax, UnderflowTarget
 from ampfast.report import History, ScalerStats
 from ampfast.spikes import Sigmas, SpikeRule, SpikeRules, limit_of, require_norms
 
@@ -831,7 +825,7 @@ class GradScaler(TorchGradScaler):
                 policy becomes static. Nothing is loaded then.
         """
         loss_scale = self._loss_scale
-        words: dict[int, int] = {}
+        loaded: Any = ()
         norms: list[list[float]] = []
         if self._enabled:
             if not self._dynamic and not is_static(state_dict):
@@ -845,13 +839,13 @@ class GradScaler(TorchGradScaler):
                     "this scaler's scale is always 1, but the checkpoint's is "
                     f"{state_dict.get('scale')}: it was made with dynamic=False and init_scale=1"
                 )
-            words = loss_scale.require_loadable(state_dict)
+            loaded = loss_scale.require_loadable(state_dict)
             if state_dict:
                 norms = require_norms(entry_of(state_dict).get("norms", []))
         super().load_state_dict(state_dict)
         if self._enabled:
             self._spike_rules.load(norms)
-            loss_scale.load(words)
+            loss_scale.load(*loaded)
             loss_scale.reset_minimum()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -978,8 +972,9 @@ class GradScaler(TorchGradScaler):
             state[_AGREEMENT] = agreement  # if it fails now, `step` or `update` will do it
         state["found_inf_per_device"] = flags
         state["stage"] = _UNSCALED
-        if agreement is None:
-            self._loss_scale.observe(observed)
+        follower = self._loss_scale.follower
+        if agreement is None and follower is not None:
+            follower.observe(observed)
         self._agree_again(state, scale.device, observed)
 
     def _agree_again(
@@ -1000,14 +995,15 @@ class GradScaler(TorchGradScaler):
         observed: list[Tensor] | None,
     ) -> Flags:
         """The flags, and the largest of what was observed, on which ranks agree."""
-        loss_scale = self._loss_scale
-        if agreement is None or loss_scale.observed is None:
-            loss_scale.observe(observed)
-            return distributed.agreed(agreement, flags, device)
-        largest = loss_scale.largest(observed, device)
-        (flags,), largest = agreement.share_norm([flags], device, largest, largest=True)
-        loss_scale.observe([largest])
-        return flags
+        follower = self._loss_scale.follower
+        if agreement is not None and follower is not None:
+            largest = follower.largest(observed, device)
+            (flags,), largest = agreement.share_norm([flags], device, largest, largest=True)
+            follower.observe([largest])
+            return flags
+        if follower is not None:
+            follower.observe(observed)
+        return distributed.agreed(agreement, flags, device)
 
     def _legacy_step(
         self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -1197,14 +1193,15 @@ class GradScaler(TorchGradScaler):
             if deferred and divisor is not None:
                 rows = term.rows + term.uncounted
                 state[clipping.DEFERRED] = clipping.Deferred(divisor, coefficient, rows, agreement)
-        if self._loss_scale.observed is not None:
+        follower = self._loss_scale.follower
+        if follower is not None:
             observed = []
             for term in terms:
                 peaks = [row[1] for row in term.rows + term.uncounted]
                 observed += self._observed(term.grads, peaks) or []
             if agreement is not None:
                 observed = [agreement.norm(aten.largest(observed, norm.device), math.inf)]
-            self._loss_scale.observe(observed)
+            follower.observe(observed)
         _mark_unscaled(*(state for state, _ in checked))
         clipping.clip_(self._choice, terms, coefficient)
         for state, term in checked:
@@ -1225,13 +1222,15 @@ class GradScaler(TorchGradScaler):
 
     def _peaks(self) -> list[Tensor] | None:
         """A list for the peaks of a pass, or None where no policy needs them."""
-        return [] if isinstance(self._loss_scale.policy.policy, LogMax) else None
+        follower = self._loss_scale.follower
+        return [] if follower is not None and follower.observes == "peak" else None
 
     def _observed(
         self, grads: gradients.Gradients, peaks: list[Tensor] | None
     ) -> list[Tensor] | None:
         """What the policy follows, of a pass over these gradients."""
-        if isinstance(self._loss_scale.policy.policy, UnderflowTarget):
+        follower = self._loss_scale.follower
+        if follower is not None and follower.observes == "share":
             return gradients.vanishing_shares(grads)
         return peaks
 
@@ -1250,7 +1249,7 @@ class GradScaler(TorchGradScaler):
     def _choose_way(self, scale: Tensor) -> None:
         """Chooses the kernels whose raw calls may try first, from what seldom changes."""
         self._short_way = None
-        if self._track is None and self._ranks.is_alone and self._loss_scale.observed is None:
+        if self._track is None and self._ranks.is_alone and self._loss_scale.follower is None:
             kernels: Any = self._choice.kernels_for(scale.device)
             if self._is_guard and isinstance(kernels, gpu.DeviceKernels):
                 kernels = kernels.reading()
@@ -1383,7 +1382,7 @@ class GradScaler(TorchGradScaler):
     def _end_iteration(self) -> None:
         self._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
         loss_scale = self._loss_scale
-        if loss_scale.norms or loss_scale.observed:
+        if loss_scale.norms or loss_scale.follower is not None:
             loss_scale.end_iteration()
         checks = self._last_checks
         if checks.held or checks.expiring:

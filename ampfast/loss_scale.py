@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, astuple, dataclass
+from dataclasses import asdict, dataclass
 from numbers import Integral
 from typing import Any
 
@@ -15,74 +15,13 @@ from ampfast.backends import Choice, Update, aten, cpu
 from ampfast.backends.cpu import state_layout as layout
 from ampfast.backends.gpu import DeviceKernels
 from ampfast.errors import float_of, is_capturing, refuse_capture, warn_caller
+from ampfast.policies import LogMax, UnderflowTarget, float32, follower
 from ampfast.report import History, ScalerStats, empty_history
 
-__all__ = ["LogMax", "LossScale", "ScalePolicy", "UnderflowTarget", "entry_of", "is_static"]
+__all__ = ["LossScale", "ScalePolicy", "entry_of", "is_static"]
 
 _ON_MIN_SCALE = ("ignore", "warn", "raise")
 _REFILLS = ("growth", "finite_step")
-_AVERAGES = (
-    *(layout.MEAN, layout.WEIGHT),
-    *(layout.SLOW_MEAN, layout.SLOW_SQUARE, layout.SLOW_WEIGHT),
-)
-
-
-@dataclass(frozen=True)
-class LogMax:
-    """Scale that follows the largest gradients, so that overflows are as rare as is asked for.
-
-    With x = log2 of each step's largest unscaled magnitude, linear between powers of two, the next
-    scale is the power of two at or below 2^(16 - headroom - mean(x) - sigmas * std(x)). Moving
-    averages: x with a share of 1/128; x and x^2, for the deviation, with 1/1024; of steps taken
-    only. After an overflow the scale stays below the one that overflowed, until torch's rule
-    has grown that limit: growth_interval steps without overflow for each factor of growth.
-
-    Source: the LogMax scaling of OpenSeq2Seq.
-
-    Attributes:
-        sigmas: Standard deviations between the mean and the largest value that does not overflow;
-            at least 0. With normal x, 3.09 lets one step in a thousand overflow, without headroom.
-        headroom: Powers of two that stay free above it; at least 0.
-
-    Raises:
-        TypeError: If an argument is no number.
-        ValueError: If an argument is below 0 or not finite.
-    """
-
-    sigmas: float = 3.09
-    headroom: float = 1
-
-    def __post_init__(self) -> None:
-        for name, given in asdict(self).items():
-            value = float_of(name, given)
-            if not 0 <= _float32(value) < math.inf:
-                raise ValueError(f"{name} must be at least 0 and finite, got {value}")
-            object.__setattr__(self, name, value)
-
-
-@dataclass(frozen=True)
-class UnderflowTarget:
-    """torch's rule, but the scale grows only while too many values vanish.
-
-    Growth that is due waits until more than a share of an optimizer's nonzero gradient values, as
-    they are scaled, lie below the smallest number of float16. It needs `track="health"`, which
-    counts them. Values that have been rounded to zero do not count, as in float16 gradients.
-
-    Attributes:
-        share: Above 0 and below 1.
-
-    Raises:
-        TypeError: If it is no number.
-        ValueError: If it is out of range.
-    """
-
-    share: float = 1e-3
-
-    def __post_init__(self) -> None:
-        share = float_of("share", self.share)
-        if not 0 < share < 1:
-            raise ValueError(f"share must be above 0 and below 1, got {share}")
-        object.__setattr__(self, "share", share)
 
 
 @dataclass(frozen=True)
@@ -107,7 +46,7 @@ class ScalePolicy:
             if limit is None:
                 continue
             value = float_of(name, limit, " or None")
-            if not 0 < _float32(value) < math.inf:
+            if not 0 < float32(value) < math.inf:
                 raise ValueError(f"{name} must be above 0 and finite in float32, got {value}")
             object.__setattr__(self, name, value)
         least, most = self.min_scale, self.max_scale
@@ -209,9 +148,7 @@ class LossScale:
         words: Device state, laid out as `backends.cpu.state_layout`; None before the first update.
         watches_minimum: Whether `on_min_scale` is "warn" or "raise".
         norms: Norm and order by the ids of the optimizers that were measured, in this iteration.
-        observed: What the policy follows, of this iteration's checks, as one-element tensors: for
-            LogMax the largest unscaled magnitudes, for UnderflowTarget the shares of values that
-            vanish; None where torch's rule needs nothing.
+        follower: Carries out the policy; None for torch's rule.
     """
 
     def __init__(self, policy: ScalePolicy, on_min_scale: str = "ignore") -> None:
@@ -224,9 +161,9 @@ class LossScale:
         self.policy = policy
         self.words: Tensor | None = None
         self.norms: dict[frozenset[int], tuple[Tensor, float]] = {}
-        self.observed: list[Tensor] | None = None if policy.policy is None else []
+        self.follower = follower(policy.policy)
         # What was loaded before there are words.
-        self._loaded: dict[int, int] = {}
+        self._tolerated = 0
         self.watches_minimum = on_min_scale != "ignore"
         self._watch = _MinimumWatch(on_min_scale == "raise") if self.watches_minimum else None
 
@@ -244,36 +181,28 @@ class LossScale:
     def state_dict(self) -> dict[str, Any]:
         """Returns the checkpoint's entry, with a host sync."""
         entry = self.policy.state_dict(self.hysteresis_tracker())
-        if isinstance(self.policy.policy, LogMax):
-            words = self._new_words() if self.words is None else self.words.cpu()
-            averages = words[list(_AVERAGES)].view(torch.float64).tolist()
-            ceiling = aten.float_of(words[layout.CEILING]).item()
-            entry["averages"] = [*averages, ceiling]
-        return entry
+        return entry if self.follower is None else {**entry, **self.follower.state_dict()}
 
-    def require_loadable(self, state_dict: dict[str, Any]) -> dict[int, int]:
-        """Returns the words of a scaler's checkpoint, for `load`.
+    def require_loadable(self, state_dict: dict[str, Any]) -> tuple[int, list[float]]:
+        """Returns the arguments of `load` for a scaler's checkpoint.
 
         Raises:
-            ValueError: As `ScalePolicy.require_loadable`, or if the averages are damaged.
+            ValueError: As `ScalePolicy.require_loadable`, or if the policy's entry is damaged.
         """
-        words = dict.fromkeys((*_AVERAGES, layout.CEILING), 0)
-        tracker = self.policy.hysteresis
-        if state_dict:
-            tracker = self.policy.require_loadable(state_dict)
-            if _has_policy(state_dict) and isinstance(self.policy.policy, LogMax):
-                *averages, ceiling = _averages_of(entry_of(state_dict).get("averages"))
-                bits = torch.tensor(averages, dtype=torch.float64, device="cpu").view(torch.int64)
-                words.update(zip(_AVERAGES, bits.tolist(), strict=True))
-                words[layout.CEILING] = int(aten.word_of(torch.tensor(ceiling, device="cpu")))
-        return {**words, layout.TOLERATED: self.policy.hysteresis - tracker}
+        tracker = self.policy.require_loadable(state_dict) if state_dict else self.policy.hysteresis
+        values: list[float] = []
+        if self.follower is not None:
+            has_entry = state_dict and _has_policy(state_dict)
+            values = self.follower.require_loadable(entry_of(state_dict) if has_entry else None)
+        return self.policy.hysteresis - tracker, values
 
-    def load(self, words: dict[int, int]) -> None:
-        """Sets words by number, now or when there are words."""
-        self._loaded = words
+    def load(self, tolerated: int, values: list[float]) -> None:
+        """Sets the overflows since the last refill, and the state of the policy."""
+        self._tolerated = tolerated
         if self.words is not None:
-            places = torch.tensor(list(words), device=self.words.device)
-            self.words[places] = torch.tensor(list(words.values()), device=self.words.device)
+            self.words[layout.TOLERATED] = tolerated
+        if self.follower is not None:
+            self.follower.load(values)
 
     def update_(
         self,
@@ -293,18 +222,21 @@ class LossScale:
             found_infs: The flags of this iteration, at least one, on the device of the scale.
             factors: Growth factor, backoff factor and growth interval; any real numbers.
             choice: Kernels by device.
-            follows: Whether the scale follows what was observed.
+            follows: Whether the policy may move the scale.
         """
         checked = _factors(factors)
         kernels = None if checked is None else choice.kernels_for(scale.device)
         given = checked or cpu.UpdateFactors(*factors)
         device = scale.device
-        observed = self._observed(device) if follows else None
-        state = (given, self.words_on(device), self.joint_norm(device), observed)
+        state = (given, self.words_on(device), self.joint_norm(device))
+        if self.follower is not None and follows:
+            self.follower.before_update(scale, growth_tracker, found_infs, given)
         if kernels is None or not kernels.update_scale_(scale, growth_tracker, found_infs, *state):
             first, *others = found_infs
             # Out of place, since callers may hold the flags.
             aten.update_scale_(scale, growth_tracker, sum(others, start=first), *state)
+        if self.follower is not None:
+            self.follower.after_update(scale, growth_tracker)
 
     def riding_update(
         self,
@@ -317,7 +249,7 @@ class LossScale:
         """Returns an update for the last program of a check, or None if it cannot ride there."""
         given = _factors(factors)
         kernels: Any = choice.kernels_for(scale.device)
-        if given is None or not isinstance(kernels, DeviceKernels) or self.observed is not None:
+        if given is None or not isinstance(kernels, DeviceKernels) or self.follower is not None:
             return None
         words, norm = self.words_on(scale.device), self.joint_norm(scale.device)
         return kernels.scale_update(scale, growth_tracker, found_infs, given, words, norm)
@@ -345,21 +277,6 @@ class LossScale:
         joint: Tensor = torch.linalg.vector_norm(torch.stack(parts), order, dtype=wide)
         return joint.float()
 
-    def _observed(self, device: torch.device) -> Tensor | None:
-        return None if self.observed is None else self.largest(self.observed or None, device)
-
-    def largest(self, observed: list[Tensor] | None, device: torch.device) -> Tensor:
-        """Returns the largest of what was observed; None stands for what is not known."""
-        if observed is None and isinstance(self.policy.policy, UnderflowTarget):
-            # Above every target: torch's rule applies.
-            return torch.ones((), dtype=aten.widest(device), device=device)
-        return aten.largest(observed or [], device)
-
-    def observe(self, values: list[Tensor] | None) -> None:
-        """Adds what was observed in a pass."""
-        if self.observed is not None:
-            self.observed += values or []
-
     def words_on(self, device: torch.device) -> Tensor:
         """Returns the words on `device`, created or moved there if necessary."""
         if self.words is None or self.words.device != device:
@@ -368,6 +285,8 @@ class LossScale:
             with torch.inference_mode(False):
                 words = self._new_words() if self.words is None else self.words
                 self.words = words.to(device)
+            if self.follower is not None:
+                self.follower.bind(self.words)
         return self.words
 
     def stats(self, scale: Tensor, growth_tracker: Tensor) -> ScalerStats:
@@ -400,9 +319,11 @@ class LossScale:
         status = entries[:, layout.RING_STATUS]
         has_norm = status & 2 != 0
         norm = aten.float_of(entries[:, layout.RING_NORM])
-        # Each step's entry has the prediction for the next one.
-        predicted = aten.float_of(status >> 32).roll(1)
-        predicted[:1] = 0
+        predicted = torch.zeros(len(step), dtype=torch.float32, device="cpu")
+        if self.follower is not None and end > 1:
+            # Each update predicts for the next step.
+            predictions = self.follower.predictions()[-len(step) : -1]
+            predicted[1:] = torch.tensor(predictions, dtype=torch.float32, device="cpu")
         return History(
             step=step,
             scale=aten.float_of(entries[:, layout.RING_SCALE]),
@@ -417,12 +338,13 @@ class LossScale:
         """Returns the number of overflows until the scale backs off, with a host sync."""
         if self.words is not None:
             return self.policy.hysteresis - int(self.words[layout.TOLERATED])
-        return self.policy.hysteresis - self._loaded.get(layout.TOLERATED, 0)
+        return self.policy.hysteresis - self._tolerated
 
     def end_iteration(self) -> None:
         """Forgets the norms of this iteration, and what was observed."""
         self.norms = {}
-        self.observed = None if self.observed is None else []
+        if self.follower is not None:
+            self.follower.end_iteration()
 
     def reset_minimum(self) -> None:
         """Restarts the count of steps skipped at the minimum, since the scale was set."""
@@ -443,8 +365,6 @@ class LossScale:
 
     def __getstate__(self) -> dict[str, Any]:
         state = {**self.__dict__, "norms": {}}
-        if self.observed is not None:
-            state["observed"] = []
         if self.words is not None:
             # As numbers, since a pickled tensor would be shared with other processes.
             words = self.words.tolist()
@@ -459,6 +379,8 @@ class LossScale:
             with torch.inference_mode(False):
                 self.words = self._new_words()
                 self.words[: len(given)] = torch.tensor(given, dtype=torch.int64, device="cpu")
+            if self.follower is not None:
+                self.follower.bind(self.words)
 
     def _new_words(self) -> Tensor:
         words = torch.zeros(layout.STATE_WORDS, dtype=torch.int64, device="cpu")
@@ -468,13 +390,7 @@ class LossScale:
                 words[word] = aten.word_of(torch.tensor(limit, dtype=torch.float32, device="cpu"))
         words[layout.MOST_TOLERATED] = self.policy.hysteresis - 1
         words[layout.REFILLS_ON_FINITE_STEPS] = int(self.policy.hysteresis_refill == "finite_step")
-        if self.policy.policy is not None:
-            follows = isinstance(self.policy.policy, LogMax)
-            places = [layout.SIGMAS, layout.HEADROOM] if follows else [layout.SHARE]
-            given = torch.tensor(astuple(self.policy.policy), dtype=torch.float64, device="cpu")
-            words[places] = given.view(torch.int64)
-        for word, value in self._loaded.items():
-            words[word] = value
+        words[layout.TOLERATED] = self._tolerated
         return words
 
 
@@ -525,34 +441,6 @@ class _MinimumWatch:
             warn_caller(text)
 
 
-_LARGEST_AVERAGE = 1100.0**2
-
-
-def _averages_of(saved: object) -> list[float]:
-    """Returns the averages and the ceiling of a checkpoint; raises ValueError for anything else."""
-    count = len(_AVERAGES) + 1
-    values: list[Any] = saved if isinstance(saved, list) else []
-    is_valid = len(values) == count and all(type(each) is float for each in values)
-    if is_valid:
-        mean, weight, slow_mean, slow_square, slow_weight, ceiling = values
-        # Of exponents of float64; the first one has these shares.
-        is_valid = all(abs(each) <= _LARGEST_AVERAGE for each in (mean, slow_mean, slow_square))
-        is_valid &= (weight, slow_weight) == (0, 0) or (
-            1 / 128 <= weight <= 1 and 1 / 1024 <= slow_weight <= 1
-        )
-        is_valid &= slow_square >= 0 and 0 <= ceiling <= torch.finfo(torch.float32).max
-    if not is_valid:
-        raise ValueError(
-            f"the checkpoint's averages must be a list of {count} finite floats, as LogMax "
-            f"writes them, got {saved!r}"
-        )
-    return values
-
-
-def _float32(value: float) -> float:
-    return torch.tensor(value, dtype=torch.float32, device="cpu").item()
-
-
 def entry_of(state_dict: dict[str, Any]) -> dict[str, Any]:
     """The entry of ours in a scaler's checkpoint, which may be no dict for torch to refuse."""
     if "ampfast" not in state_dict:
@@ -580,7 +468,7 @@ def _factors(given: tuple[Any, Any, Any]) -> cpu.UpdateFactors | None:
     growth_factor, backoff_factor, interval = given
     if not isinstance(growth_factor, (int, float)) or not isinstance(backoff_factor, (int, float)):
         return None
-    # torch's op accepts numpy's integers, but no bool.
-    if type(interval) is bool or not isinstance(interval, Integral):
+    # torch's op accepts numpy's integers, but no bool. An abstract class is slow to ask.
+    if type(interval) is not int and (type(interval) is bool or not isinstance(interval, Integral)):
         return None
     return cpu.UpdateFactors(growth_factor, backoff_factor, int(interval))

@@ -105,8 +105,8 @@ void measure_(const GradList& grads, const at::Tensor& health) {
 bool update_scale_(const at::Tensor& scale, const at::Tensor& growth_tracker,
                    const std::vector<at::Tensor>& found_infs, double growth_factor,
                    double backoff_factor, int64_t growth_interval, const OptionalTensor& state,
-                   const OptionalTensor& norm, const OptionalTensor& observed) {
-  std::optional<Update> update =
+                   const OptionalTensor& norm) {
+  const std::optional<Update> update =
       update_of(at::kCPU, scale, growth_tracker, state ? &*state : nullptr, norm ? &*norm : nullptr,
                 growth_factor, backoff_factor, growth_interval);
   float sum = 0;  // as torch takes it
@@ -119,7 +119,6 @@ bool update_scale_(const at::Tensor& scale, const at::Tensor& growth_tracker,
   if (!update) {
     return false;
   }
-  update->observed = data_of<const double>(observed, "observed", at::kCPU);
   apply(*update, sum);
   scale.unsafeGetTensorImpl()->bump_version();  // as torch's op
   return true;
@@ -136,12 +135,6 @@ std::map<std::string, int64_t> state_layout() {
           {"TOLERATED", kTolerated},
           {"LAST_SKIPPED", kLastSkipped},
           {"SPIKES", kSpikes},
-          {"MEAN", kMean},
-          {"WEIGHT", kWeight},
-          {"SLOW_MEAN", kSlowMean},
-          {"SLOW_SQUARE", kSlowSquare},
-          {"SLOW_WEIGHT", kSlowWeight},
-          {"CEILING", kCeiling},
           {"COUNTERS", kCounters},
           {"BEFORE", kBefore},
           {"SCALE_BEFORE", kScaleBefore},
@@ -150,9 +143,7 @@ std::map<std::string, int64_t> state_layout() {
           {"MAX_SCALE", kMaxScale},
           {"MOST_TOLERATED", kMostTolerated},
           {"REFILLS_ON_FINITE_STEPS", kRefillsOnFiniteSteps},
-          {"SIGMAS", kSigmas},
-          {"HEADROOM", kHeadroom},
-          {"SHARE", kShare},
+          {"PROPOSAL", kProposal},
           {"RING", kRing},
           {"RING_STEPS", kRingSteps},
           {"RING_SCALE", kRingScale},

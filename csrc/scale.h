@@ -19,14 +19,6 @@ enum StateWord : int64_t {
   kTolerated,       // overflows since the hysteresis was refilled
   kLastSkipped,     // the number of the last skipped step, counted from 1; 0: none
   kSpikes,          // steps skipped for their norm alone
-  // Moving averages of LogMax as bits of float64, each with its weight so far: of the logarithm,
-  // and slower ones of it and of its square.
-  kMean,
-  kWeight,
-  kSlowMean,
-  kSlowSquare,
-  kSlowWeight,
-  kCeiling,        // the scale that torch's rule allows it; 0: none
   kCounters = 16,  // a power of two, for Triton
   // Counters, scale and growth tracker before the last update.
   kBefore = kCounters,
@@ -37,19 +29,17 @@ enum StateWord : int64_t {
   kMaxScale,              // 0: none
   kMostTolerated,         // overflows without a backoff
   kRefillsOnFiniteSteps,  // 1: after every finite step, as apex; 0: when the scale grows
-  kSigmas,                // of LogMax, as bits of float64
-  kHeadroom,              // likewise
-  kShare,                 // of UnderflowTarget, likewise; 0: another policy
-  kRing = 48,
+  // What a policy wants of the next update, which resets it: the scale before the limits; below 0:
+  // torch's scale, but no growth; 0: torch's scale.
+  kProposal,
+  kRing = 40,
 };
 
 // Behind it, the last steps: step i at i % kRingSteps.
 constexpr int64_t kRingSteps = 1024;
 enum RingWord : int64_t {
   kRingScale,  // with which the step was taken
-  // 1 if it was skipped, plus 2 if there is a norm, plus 4 if it was a spike. The upper half is the
-  // scale that LogMax predicts for the next step; 0: none.
-  kRingStatus,
+  kRingStatus,  // 1 if it was skipped, plus 2 if there is a norm, plus 4 if it was a spike
   kRingNorm,
   kRingWords,
 };
@@ -71,9 +61,6 @@ struct Update {
   int32_t* growth_tracker = nullptr;
   int64_t* state = nullptr;     // null: nothing is kept, and the policy is torch's
   const float* norm = nullptr;  // of the gradients; null: none was taken
-  // What the policy follows; null: torch's rule. With LogMax their largest magnitude, unscaled, or
-  // 0 if it is not known; with UnderflowTarget the share of their values that vanish.
-  const double* observed = nullptr;
   double growth_factor = 1;
   double backoff_factor = 1;
   int64_t growth_interval = 0;
@@ -83,70 +70,18 @@ AMPFAST_ELEMENT int64_t word_of(float value) { return bits_as<uint32_t>(value); 
 
 AMPFAST_ELEMENT float float_in(int64_t word) { return bits_as<float>(static_cast<uint32_t>(word)); }
 
-// The logarithm to base 2, linear between powers of two: exact arithmetic everywhere.
-AMPFAST_ELEMENT double log2_of(double value) {
-  const int64_t bits = magnitude(value);
-  const int64_t fraction = bits & 0xfffffffffffff;
-  return static_cast<double>((bits >> 52) - 1023) +
-         static_cast<double>(fraction) / static_cast<double>(int64_t{1} << 52);
-}
-
-// The power of two that an exponent is rounded down to, as a normal float32.
-AMPFAST_ELEMENT float power_of_two(double exponent) {
-  const double bounded = exponent < -126 ? -126 : exponent > 127 ? 127 : exponent;
-  // Positive, so that what a conversion drops rounds down; the exponent of 1 is 127.
-  return bits_as<float>(static_cast<uint32_t>(bounded + 127) << 23);
-}
-
-// Moves an average a share of the way to a value.
-AMPFAST_ELEMENT double moved(int64_t* word, double value, double share) {
-  const double average = bits_as<double>(*word);
-  const double next = average + share * (value - average);
-  *word = bits_as<int64_t>(next);
-  return next;
-}
-
-// The scale by LogMax, or 0 before the first peak: with headroom, the largest with which no float16
-// gradient overflows whose logarithm is up to that many standard deviations above the mean. A peak
-// of 0 or one that is not finite changes no average.
-AMPFAST_ELEMENT float predicted(int64_t* state, double peak) {
-  if (peak > 0 && std::isfinite(peak)) {
-    const double value = log2_of(peak);
-    moved(state + kMean, value, 1.0 / 128);
-    moved(state + kWeight, 1, 1.0 / 128);
-    moved(state + kSlowMean, value, 1.0 / 1024);
-    moved(state + kSlowSquare, value * value, 1.0 / 1024);
-    moved(state + kSlowWeight, 1, 1.0 / 1024);
-  }
-  const double weight = bits_as<double>(state[kWeight]);
-  if (!(weight > 0)) {
-    return 0;
-  }
-  const double slow_weight = bits_as<double>(state[kSlowWeight]);
-  const double slow_mean = bits_as<double>(state[kSlowMean]) / slow_weight;
-  const double variance = bits_as<double>(state[kSlowSquare]) / slow_weight - slow_mean * slow_mean;
-  const double deviation = std::sqrt(variance > 0 ? variance : 0);
-  const double highest =
-      bits_as<double>(state[kMean]) / weight + bits_as<double>(state[kSigmas]) * deviation;
-  return power_of_two(16 - bits_as<double>(state[kHeadroom]) - highest);
-}
-
 // torch's `_amp_update_scale_`, except that a tracker beyond a lowered interval grows too; then the
 // policy of the state, and what it keeps. A spike, which only a state knows, leaves the scale and
-// its tracker alone. Without `kFollows` nothing may be observed: the code of policies that follow
-// gradients would cost a pass registers in which updates ride.
-template <bool kFollows = true>
+// its tracker alone.
 AMPFAST_ELEMENT void apply(const Update& update, float flag) {
   const bool skipped = flag != 0;
   const bool spiked = skipped && update.state != nullptr && std::fabs(flag) < kSpikeBound;
   const bool found_inf = skipped && !spiked;
   const float before = *update.scale;
   const int64_t tracker = *update.growth_tracker;
-  const double* observed = kFollows ? update.observed : nullptr;
-  const double share = observed != nullptr ? bits_as<double>(update.state[kShare]) : 0;
-  const bool waits = share > 0 && !(*observed > share);
+  const float proposal = update.state != nullptr ? float_in(update.state[kProposal]) : 0;
   const bool grows =
-      !skipped && !waits && update.growth_interval >= 1 && tracker + 1 >= update.growth_interval;
+      !skipped && !(proposal < 0) && update.growth_interval >= 1 && tracker + 1 >= update.growth_interval;
   float next = before;
   if (found_inf) {
     next = static_cast<float>(before * update.backoff_factor);
@@ -172,20 +107,10 @@ AMPFAST_ELEMENT void apply(const Update& update, float flag) {
     if (found_inf && state[kTolerated] <= state[kMostTolerated]) {
       next = before;
     }
-    float prediction = 0;
-    if (observed != nullptr && share == 0 && !spiked) {
-      // Beyond a scale that overflowed, torch's rule probes for it.
-      const float grown = static_cast<float>(float_in(state[kCeiling]) * update.growth_factor);
-      if (found_inf) {
-        state[kCeiling] = word_of(next);
-      } else if (grows && std::isfinite(grown)) {
-        state[kCeiling] = word_of(grown);
-      }
-      const float ceiling = float_in(state[kCeiling]);
-      prediction = predicted(state, found_inf ? 0 : *observed);
-      next = prediction > 0 ? prediction : next;
-      next = ceiling > 0 && next > ceiling ? ceiling : next;
+    if (proposal > 0 && !spiked) {
+      next = proposal;
     }
+    state[kProposal] = 0;
     const float min_scale = float_in(state[kMinScale]);
     const float max_scale = float_in(state[kMaxScale]);
     // A scale that was set beyond them is not moved the wrong way.
@@ -198,8 +123,7 @@ AMPFAST_ELEMENT void apply(const Update& update, float flag) {
 
     int64_t* entry = state + kRing + state[kSteps] % kRingSteps * kRingWords;
     entry[kRingScale] = word_of(before);
-    entry[kRingStatus] = (word_of(prediction) << 32) + (skipped ? 1 : 0) +
-                         (update.norm != nullptr ? 2 : 0) + (spiked ? 4 : 0);
+    entry[kRingStatus] = (skipped ? 1 : 0) + (update.norm != nullptr ? 2 : 0) + (spiked ? 4 : 0);
     entry[kRingNorm] = update.norm != nullptr ? word_of(*update.norm) : 0;
 
     const bool at_minimum = min_scale > 0 && before <= min_scale;

@@ -86,7 +86,7 @@ def _written(*tensors: Tensor | None) -> Iterator[Range]:
 
 def _of_update(update: ScaleUpdate, found_infs: Sequence[Tensor]) -> Iterator[Range]:
     yield from _written(update.scale, update.growth_tracker, update.state)
-    yield from _read(update.norm, update.observed, update.other, *found_infs)
+    yield from _read(update.norm, update.other, *found_infs)
 
 
 def _table(

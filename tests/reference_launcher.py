@@ -113,7 +113,7 @@ class ReferenceLauncher:
 
     def _update(self, update: ScaleUpdate, flags: list[Tensor]) -> None:
         state = (update.scale.data, update.growth_tracker.data)
-        given = (update.factors, update.state, update.norm, update.observed)
+        given = (update.factors, update.state, update.norm)
         assert cpu.update_scale_(*state, flags, *given)
 
 

@@ -10,7 +10,8 @@ import torch
 
 from ampfast.backends.cpu import SPIKE, UpdateFactors
 from ampfast.backends.cpu import state_layout as layout
-from ampfast.loss_scale import LogMax, LossScale, ScalePolicy, UnderflowTarget
+from ampfast.loss_scale import LossScale, ScalePolicy
+from ampfast.policies import LogMax, UnderflowTarget
 
 
 def float32(value: float) -> float:
@@ -46,10 +47,9 @@ class Prediction:
         exponent = min(max(16 - policy.headroom - highest, -126.0), 127.0)
         return 2.0 ** (math.floor(exponent + 127) - 127)
 
-    def words(self) -> list[int]:
+    def averages(self) -> list[float]:
         averages = [*(self.mean, self.weight, self.slow_mean), self.slow_square, self.slow_weight]
-        bits = torch.tensor(averages, dtype=torch.float64).view(torch.int64).tolist()
-        return [*bits, int(torch.tensor(self.ceiling).view(torch.int32))]
+        return [*averages, self.ceiling]
 
 
 @dataclass
@@ -136,7 +136,6 @@ class ScaleModel:
         known = [
             *(self.steps, self.skipped, self.growths, self.backoffs, self.consecutive_skips),
             *(self.skips_at_minimum, self.tolerated, self.last_skipped, self.spikes),
-            *self.prediction.words(),
         ]
         return known + [0] * (layout.COUNTERS - len(known))
 
@@ -184,12 +183,31 @@ def random_peaks(count: int, policy: ScalePolicy) -> list[float | None]:
     return peaks
 
 
-def assert_state(words: torch.Tensor, model: ScaleModel) -> None:
-    """Compares counters and ring with those of the model."""
-    words = words.cpu()
+def propose(
+    kept: LossScale, scale: torch.Tensor, tracker: torch.Tensor, found: float, peak: float | None
+) -> None:
+    """Lets the policy, if there is one, propose a scale for an update of these by `FACTORS`."""
+    if kept.follower is not None:
+        device = scale.device
+        kept.follower.observe([torch.tensor(peak, dtype=torch.float64, device=device)])
+        flags = [torch.tensor(found, device=device)]
+        kept.follower.before_update(scale, tracker, flags, FACTORS)
+
+
+def conclude(kept: LossScale, scale: torch.Tensor, tracker: torch.Tensor) -> None:
+    """Tells the policy that the update is done."""
+    if kept.follower is not None:
+        kept.follower.after_update(scale, tracker)
+    kept.end_iteration()
+
+
+def assert_state(kept: LossScale, model: ScaleModel) -> None:
+    """Compares counters, averages and ring with those of the model."""
+    words = kept.words.cpu()
     assert words[: layout.COUNTERS].tolist() == model.counters()
-    kept = LossScale(model.policy)
-    kept.words = words
+    assert words[layout.PROPOSAL] == 0
+    if isinstance(model.policy.policy, LogMax):
+        assert kept.state_dict()["averages"] == model.prediction.averages()
     history = kept.history()
     expected = model.history[-layout.RING_STEPS :]
     if model.steps > len(expected):

@@ -14,7 +14,9 @@ from scale_model import (
     POLICIES,
     ScaleModel,
     assert_state,
+    conclude,
     float32,
+    propose,
     random_peaks,
     random_steps,
 )
@@ -42,26 +44,28 @@ def test_the_layout_has_no_overlap() -> None:
 @pytest.mark.parametrize("backend", ["cpu", "aten"])
 def test_random_steps(backend: str, policy: str, start: float) -> None:
     model = ScaleModel(float32(start), 1, FACTORS, POLICIES[policy])
-    words = LossScale(model.policy).words_on(torch.device("cpu"))
+    kept = LossScale(model.policy)
+    words = kept.words_on(torch.device("cpu"))
     scale = torch.tensor(model.scale)
     tracker = torch.tensor(model.tracker, dtype=torch.int32)
     peaks = random_peaks(1100, model.policy)
     steps = random_steps(1100, seed=len(policy), spikes=True)
     for (found, norm), peak in zip(steps, peaks, strict=True):
         flag = torch.tensor(found)
-        given = [None if norm is None else torch.tensor(norm)]
-        given += [None if peak is None else torch.tensor(peak, dtype=torch.float64)]
+        given = None if norm is None else torch.tensor(norm)
+        propose(kept, scale, tracker, found, peak)
         if backend == "cpu":
-            assert cpu.update_scale_(scale, tracker, [flag], FACTORS, words, *given)
+            assert cpu.update_scale_(scale, tracker, [flag], FACTORS, words, given)
         else:
-            aten.update_scale_(scale, tracker, flag, FACTORS, words, *given)
+            aten.update_scale_(scale, tracker, flag, FACTORS, words, given)
+        conclude(kept, scale, tracker)
         model.update(found, norm, peak or 0.0)
         assert (scale.item(), tracker.item()) == (model.scale, model.tracker)
         if model.steps % 17 == 16:
             model.scale = 6.0
             scale.fill_(model.scale)
     assert model.growths
-    assert_state(words, model)
+    assert_state(kept, model)
 
 
 # Scaler
@@ -82,7 +86,7 @@ def test_the_scaler_follows_the_model(backend: str, riding: bool, fused: bool) -
     assert stats.scale == model.scale and stats.growth_tracker == model.tracker
     assert [stats.steps, stats.skipped, stats.growths, stats.backoffs] == model.counters()[:4]
     assert stats.consecutive_skips == model.consecutive_skips
-    assert_state(loop.scaler._loss_scale.words, model)
+    assert_state(loop.scaler._loss_scale, model)
 
 
 def test_steps_under_a_dispatch_mode_are_counted() -> None:

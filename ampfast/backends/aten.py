@@ -122,7 +122,6 @@ def update_scale_(
     factors: UpdateFactors,
     state: Tensor | None = None,
     norm: Tensor | None = None,
-    observed: Tensor | None = None,
 ) -> None:
     """torch's `_amp_update_scale_`, except that a tracker beyond a lowered interval grows, too.
 
@@ -144,8 +143,7 @@ def update_scale_(
     with _disable_current_modes():
         after, tracker, flag, words = (t.to("cpu") for t in (*before, found_inf, state))
         told = None if norm is None else norm.to("cpu")
-        seen = None if observed is None else observed.to("cpu").double()
-        if cpu.update_scale_(after, tracker, [flag], factors, words, told, seen):
+        if cpu.update_scale_(after, tracker, [flag], factors, words, told):
             scale.data.copy_(after)
             growth_tracker.data.copy_(tracker)
             state.copy_(words)

@@ -313,7 +313,6 @@ def update_scale_(
     factors: UpdateFactors,
     state: Tensor | None = None,
     norm: Tensor | None = None,
-    observed: Tensor | None = None,
 ) -> bool:
     """Writes the next scale and growth tracker in place, and records the step in the state.
 
@@ -325,15 +324,12 @@ def update_scale_(
         state: Counters, history and policy: int64 words on that device, laid out as `state_layout`.
             Without it the policy is torch's.
         norm: One-element float32, the norm of the gradients for the state.
-        observed: One-element float64, what a policy of the state follows, or 0 for nothing: the
-            largest magnitude of the unscaled gradients for LogMax, the share of values that vanish
-            for UnderflowTarget.
 
     Returns:
         False, with nothing written, if the kernels do not support the tensors, which are then
         torch's op to take.
     """
     try:
-        return _C.update_scale_(scale, growth_tracker, found_infs, *factors, state, norm, observed)
+        return _C.update_scale_(scale, growth_tracker, found_infs, *factors, state, norm)
     except TypeError:
         return False

@@ -85,7 +85,7 @@ def update_scale(update: ScaleUpdate, found_infs: list[Tensor]) -> None:
     """Launches the update of the scale; takes one to four flags."""
     _C.cuda_update_scale(
         *(update.scale, update.growth_tracker, found_infs, update.factors),
-        *(update.state, update.norm, update.observed),
+        *(update.state, update.norm),
     )
 
 

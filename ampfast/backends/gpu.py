@@ -106,7 +106,6 @@ class ScaleUpdate:
         factors: As for `cpu.update_scale_`.
         state: As for `cpu.update_scale_`.
         norm: As for `cpu.update_scale_`.
-        observed: As for `cpu.update_scale_`.
     """
 
     def __init__(
@@ -118,14 +117,12 @@ class ScaleUpdate:
         factors: tuple[float, float, int],
         state: Tensor | None,
         norm: Tensor | None,
-        observed: Tensor | None = None,
     ) -> None:
         self.scale = scale
         self.growth_tracker = growth_tracker
         self.factors = factors
         self.state = state
         self.norm = norm
-        self.observed = observed
         self.divisor: Tensor | None = None
         self.applied = False
         self._launcher = launcher
@@ -139,7 +136,7 @@ class ScaleUpdate:
     @property
     def rides(self) -> bool:
         """Whether it can ride in a check: with at most one more flag and nothing else."""
-        return len(self._found_infs) <= 1 and self.norm is None and self.observed is None
+        return len(self._found_infs) <= 1 and self.norm is None
 
     def apply(self) -> None:
         """Launches the update alone."""
@@ -300,7 +297,6 @@ class DeviceKernels:
         factors: UpdateFactors,
         state: Tensor | None = None,
         norm: Tensor | None = None,
-        observed: Tensor | None = None,
     ) -> ScaleUpdate | None:
         """Returns an update to apply, or None for torch's own op or its error."""
         if not is_scalar(scale, torch.float32) or not is_scalar(growth_tracker, torch.int32):
@@ -315,7 +311,7 @@ class DeviceKernels:
                 return None
         if norm is not None and not is_scalar(norm, torch.float32):
             return None
-        given = (scale, growth_tracker, found_infs, factors, state, norm, observed)
+        given = (scale, growth_tracker, found_infs, factors, state, norm)
         return ScaleUpdate(self._launcher, *given)
 
     def update_scale_(
@@ -326,12 +322,9 @@ class DeviceKernels:
         factors: UpdateFactors,
         state: Tensor | None = None,
         norm: Tensor | None = None,
-        observed: Tensor | None = None,
     ) -> bool:
         """Applies the update of `scale_update`; False if that is None."""
-        update = self.scale_update(
-            scale, growth_tracker, found_infs, factors, state, norm, observed
-        )
+        update = self.scale_update(scale, growth_tracker, found_infs, factors, state, norm)
         if update is None:
             return False
         update.apply()

@@ -88,8 +88,7 @@ void launch_narrow(const DeviceTable& table, const Segment& segment,
 
 void launch_update_scale(const at::Tensor& scale, const at::Tensor& growth_tracker,
                          const std::vector<at::Tensor>& found_infs, const Factors& factors,
-                         const OptionalTensor& state, const OptionalTensor& norm,
-                         const OptionalTensor& observed) {
+                         const OptionalTensor& state, const OptionalTensor& norm) {
   const c10::cuda::CUDAGuard guard(scale.device());
   Flags flags;
   TORCH_CHECK(!found_infs.empty() && found_infs.size() <= std::size(flags.found_infs),
@@ -97,8 +96,7 @@ void launch_update_scale(const at::Tensor& scale, const at::Tensor& growth_track
   for (size_t i = 0; i < std::size(flags.found_infs); ++i) {
     flags.found_infs[i] = data<const float>(found_infs[i < found_infs.size() ? i : 0]);
   }
-  Update update = update_of(scale, growth_tracker, state, norm, factors);
-  update.observed = data<const double>(observed);
+  const Update update = update_of(scale, growth_tracker, state, norm, factors);
   require(update_scale(update, flags, current_stream(scale.device())));
 }
 

@@ -86,7 +86,7 @@ __device__ void finish(const Launch& launch) {
   }
   if (launch.update.scale != nullptr) {
     const float other = launch.other_found_inf != nullptr ? *launch.other_found_inf : 0;
-    apply<false>(launch.update, joint(flag, other));
+    apply(launch.update, joint(flag, other));
   }
   header[kPeak] = 0;
 }

@@ -7,7 +7,16 @@ import math
 import pytest
 import torch
 from device_parity import KERNELS, grads_of
-from scale_model import FACTORS, POLICIES, ScaleModel, assert_state, random_peaks, random_steps
+from scale_model import (
+    FACTORS,
+    POLICIES,
+    ScaleModel,
+    assert_state,
+    conclude,
+    propose,
+    random_peaks,
+    random_steps,
+)
 
 from ampfast.backends.cpu import state_layout
 from ampfast.loss_scale import LossScale
@@ -18,7 +27,8 @@ pytestmark = pytest.mark.usefixtures("watched")
 @pytest.mark.parametrize("policy", POLICIES)
 def test_random_steps(policy: str) -> None:
     model = ScaleModel(3.0, 1, FACTORS, POLICIES[policy])
-    words = LossScale(model.policy).words_on(torch.device("cpu"))
+    kept = LossScale(model.policy)
+    words = kept.words_on(torch.device("cpu"))
     # Near the end of the ring, so that it wraps around.
     ahead = state_layout.RING_STEPS - 20
     words[state_layout.STEPS] = model.steps = ahead
@@ -34,8 +44,8 @@ def test_random_steps(policy: str) -> None:
         given = None if norm is None else torch.tensor(norm)
         infinite = riding and found == 1
         flags = [] if infinite else [torch.tensor(found)]
-        seen = None if peak is None else torch.tensor(peak, dtype=torch.float64)
-        update = KERNELS.scale_update(scale, tracker, flags, FACTORS, words, given, seen)
+        propose(kept, scale, tracker, found, peak)
+        update = KERNELS.scale_update(scale, tracker, flags, FACTORS, words, given)
         if riding:
             KERNELS.check_(
                 grads_of([torch.full((3,), math.nan if infinite else 1.0)]), update=update
@@ -43,12 +53,13 @@ def test_random_steps(policy: str) -> None:
         else:
             update.apply()
         assert update.applied
+        conclude(kept, scale, tracker)
         model.update(found, norm, peak or 0.0)
         assert (scale.item(), tracker.item()) == (model.scale, model.tracker)
         if turn % 17 == 16:
             model.scale = 6.0
             scale.fill_(model.scale)
-    assert_state(words, model)
+    assert_state(kept, model)
 
 
 def test_an_update_with_a_norm_does_not_ride() -> None:

@@ -8,7 +8,16 @@ from typing import Any
 import pytest
 import torch
 from gpu_support import flag, grads_of, kernels_of
-from scale_model import FACTORS, POLICIES, ScaleModel, assert_state, random_peaks, random_steps
+from scale_model import (
+    FACTORS,
+    POLICIES,
+    ScaleModel,
+    assert_state,
+    conclude,
+    propose,
+    random_peaks,
+    random_steps,
+)
 
 from ampfast import GradScaler
 from ampfast.loss_scale import LossScale
@@ -20,7 +29,8 @@ pytestmark = pytest.mark.gpu
 def test_random_steps(backend: str, device: torch.device, policy: str) -> None:
     kernels = kernels_of(backend, device)
     model = ScaleModel(3.0, 1, FACTORS, POLICIES[policy])
-    words = LossScale(model.policy).words_on(device)
+    kept = LossScale(model.policy)
+    words = kept.words_on(device)
     scale, tracker = flag(model.scale, device), torch.full((), 1, dtype=torch.int32, device=device)
     finite = grads_of([torch.ones(3, device=device)])
     infinite = grads_of([torch.full((3,), math.inf, device=device)])
@@ -32,15 +42,16 @@ def test_random_steps(backend: str, device: torch.device, policy: str) -> None:
         given = None if norm is None else flag(norm, device)
         overflows = riding and found == 1
         flags = [] if overflows else [flag(found, device)]
-        seen = None if peak is None else torch.tensor(peak, dtype=torch.float64, device=device)
-        update = kernels.scale_update(scale, tracker, flags, FACTORS, words, given, seen)
+        propose(kept, scale, tracker, found, peak)
+        update = kernels.scale_update(scale, tracker, flags, FACTORS, words, given)
         if riding:
             kernels.check_(infinite if overflows else finite, update=update)
         else:
             update.apply()
+        conclude(kept, scale, tracker)
         model.update(found, norm, peak or 0.0)
     assert (scale.item(), tracker.item()) == (model.scale, model.tracker)
-    assert_state(words, model)
+    assert_state(kept, model)
 
 
 class Loop:
@@ -80,7 +91,7 @@ def test_counters_of_a_captured_step(backend: str, device: torch.device, togethe
         graph.replay()
         model.update(found)
     assert loop.scaler.get_scale() == model.scale
-    assert_state(loop.scaler._loss_scale.words, model)
+    assert_state(loop.scaler._loss_scale, model)
     assert loop.scaler.stats().skipped == model.skipped
 
 

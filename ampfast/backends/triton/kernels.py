@@ -66,12 +66,6 @@ _SKIPS_AT_MINIMUM = tl.constexpr(state_layout.SKIPS_AT_MINIMUM)
 _TOLERATED = tl.constexpr(state_layout.TOLERATED)
 _LAST_SKIPPED = tl.constexpr(state_layout.LAST_SKIPPED)
 _SPIKES = tl.constexpr(state_layout.SPIKES)
-_MEAN = tl.constexpr(state_layout.MEAN)
-_WEIGHT = tl.constexpr(state_layout.WEIGHT)
-_SLOW_MEAN = tl.constexpr(state_layout.SLOW_MEAN)
-_SLOW_SQUARE = tl.constexpr(state_layout.SLOW_SQUARE)
-_SLOW_WEIGHT = tl.constexpr(state_layout.SLOW_WEIGHT)
-_CEILING = tl.constexpr(state_layout.CEILING)
 _COUNTERS = tl.constexpr(state_layout.COUNTERS)
 _BEFORE = tl.constexpr(state_layout.BEFORE)
 _SCALE_BEFORE = tl.constexpr(state_layout.SCALE_BEFORE)
@@ -80,9 +74,7 @@ _MIN_SCALE = tl.constexpr(state_layout.MIN_SCALE)
 _MAX_SCALE = tl.constexpr(state_layout.MAX_SCALE)
 _MOST_TOLERATED = tl.constexpr(state_layout.MOST_TOLERATED)
 _REFILLS_ON_FINITE_STEPS = tl.constexpr(state_layout.REFILLS_ON_FINITE_STEPS)
-_SIGMAS = tl.constexpr(state_layout.SIGMAS)
-_HEADROOM = tl.constexpr(state_layout.HEADROOM)
-_SHARE = tl.constexpr(state_layout.SHARE)
+_PROPOSAL = tl.constexpr(state_layout.PROPOSAL)
 _RING = tl.constexpr(state_layout.RING)
 _RING_STEPS = tl.constexpr(state_layout.RING_STEPS)
 _RING_SCALE = tl.constexpr(state_layout.RING_SCALE)
@@ -312,65 +304,11 @@ def _joint(a, b):
 
 
 @triton.jit
-def _double_at(ptr):
-    return tl.load(ptr).to(tl.float64, bitcast=True)
-
-
-@triton.jit
-def _log2(value):
-    """Logarithm to base 2, linear between powers of two, as `log2_of` of csrc/scale.h."""
-    bits = _magnitude(value)
-    fraction = (bits & 0xFFFFFFFFFFFFF).to(tl.float64)
-    return ((bits >> 52) - 1023).to(tl.float64) + fraction * 2.0**-52
-
-
-@triton.jit
-def _power_of_two(exponent):
-    """Power of two that an exponent is rounded down to, as a normal float32."""
-    bounded = tl.minimum(tl.maximum(exponent, -126.0), 127.0)
-    # Positive, so that what a conversion drops rounds down; the exponent of 1 is 127.
-    return ((bounded + 127.0).to(tl.int32) << 23).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def _predict(state_ptr, word, counted, peak):
-    """Scale by LogMax or 0, and the counters with its averages, as `predicted` of csrc/scale.h."""
-    is_known = (peak > 0.0) & (_magnitude(peak) < _INFINITY)
-    value = _log2(tl.where(is_known, peak, 1.0))
-    mean = _double_at(state_ptr + _MEAN)
-    weight = _double_at(state_ptr + _WEIGHT)
-    slow_mean = _double_at(state_ptr + _SLOW_MEAN)
-    slow_square = _double_at(state_ptr + _SLOW_SQUARE)
-    slow_weight = _double_at(state_ptr + _SLOW_WEIGHT)
-    # Shares that are exact in float32, as which Triton takes constants.
-    mean = tl.where(is_known, mean + 0.0078125 * (value - mean), mean)
-    weight = tl.where(is_known, weight + 0.0078125 * (1.0 - weight), weight)
-    slow_mean = tl.where(is_known, slow_mean + 0.0009765625 * (value - slow_mean), slow_mean)
-    moved = slow_square + 0.0009765625 * (value * value - slow_square)
-    slow_square = tl.where(is_known, moved, slow_square)
-    moved = slow_weight + 0.0009765625 * (1.0 - slow_weight)
-    slow_weight = tl.where(is_known, moved, slow_weight)
-    counted = tl.where(word == _MEAN, mean.to(tl.int64, bitcast=True), counted)
-    counted = tl.where(word == _WEIGHT, weight.to(tl.int64, bitcast=True), counted)
-    counted = tl.where(word == _SLOW_MEAN, slow_mean.to(tl.int64, bitcast=True), counted)
-    counted = tl.where(word == _SLOW_SQUARE, slow_square.to(tl.int64, bitcast=True), counted)
-    counted = tl.where(word == _SLOW_WEIGHT, slow_weight.to(tl.int64, bitcast=True), counted)
-    far = slow_mean / slow_weight
-    variance = slow_square / slow_weight - far * far
-    deviation = tl.sqrt(tl.where(variance > 0.0, variance, 0.0))
-    highest = mean / weight + _double_at(state_ptr + _SIGMAS) * deviation
-    exponent = 16.0 - _double_at(state_ptr + _HEADROOM) - highest
-    scale = _power_of_two(tl.where(weight > 0.0, exponent, 0.0))
-    return tl.where(weight > 0.0, scale, 0.0), counted
-
-
-@triton.jit
 def _update(
     scale_ptr,
     growth_tracker_ptr,
     state_ptr,
     norm_ptr,
-    observed_ptr,
     flag,
     growth_factor,
     backoff_factor,
@@ -392,10 +330,9 @@ def _update(
     grown = (wide * growth_factor).to(tl.float32)
     grown = tl.where(_magnitude(grown) < 0x7F800000, grown, before)
     grows = (growth_interval >= 1) & (tracker + 1 >= growth_interval) & ~skipped
-    if observed_ptr is not None:
-        observed = tl.load(observed_ptr)
-        share = _double_at(state_ptr + _SHARE)
-        grows = grows & ((share == 0.0) | (observed > share))
+    if state_ptr is not None:
+        proposal = _float_at(state_ptr + _PROPOSAL)
+        grows = grows & ~(proposal < 0.0)
     scale = tl.where(found, (wide * backoff_factor).to(tl.float32), tl.where(grows, grown, before))
     if state_ptr is not None:
         one = skipped.to(tl.int64)
@@ -411,23 +348,7 @@ def _update(
         refills = grows | (refills_each & ~spiked)
         tolerated = tl.where(found, tolerated + 1, tl.where(refills, 0, tolerated))
         scale = tl.where(found & (tolerated <= most_tolerated), before, scale)
-        if observed_ptr is not None:
-            ceiling = _float_at(state_ptr + _CEILING)
-            higher = (ceiling.to(tl.float64) * growth_factor).to(tl.float32)
-            higher = tl.where(grows & (_magnitude(higher) < 0x7F800000), higher, ceiling)
-            ceiling = tl.where(found, scale, tl.where(spiked, ceiling, higher))
-            peak = tl.where(skipped, 0.0, observed)
-            predicted, counters_then = _predict(state_ptr, word, counters, peak)
-            follows = (share == 0.0) & ~spiked
-            counters_then = tl.where(word == _CEILING, _word(ceiling), counters_then)
-            counters_then = tl.where(follows, counters_then, counters)
-            predicted = tl.where(follows, predicted, 0.0)
-            scale = tl.where(predicted > 0, predicted, scale)
-            scale = tl.where(follows & (ceiling > 0) & (scale > ceiling), ceiling, scale)
-            status = _word(predicted) << 32
-        else:
-            counters_then = counters
-            status = one * 0
+        scale = tl.where((proposal > 0.0) & ~spiked, proposal, scale)
         # A scale set beyond the limits is not moved the wrong way.
         too_high = (scale > before) & (max_scale > 0) & (scale > max_scale)
         too_low = (scale < before) & (min_scale > 0) & (scale < min_scale)
@@ -436,7 +357,7 @@ def _update(
         scale = tl.where(too_high, highest, tl.where(too_low, lowest, scale))
         is_stuck = found & (min_scale > 0) & (before <= min_scale)
 
-        counted = tl.where(word == _STEPS, steps + 1, counters_then)
+        counted = tl.where(word == _STEPS, steps + 1, counters)
         counted = tl.where(word == _SKIPPED, counters + one, counted)
         counted = tl.where(word == _GROWTHS, counters + (scale > before).to(tl.int64), counted)
         counted = tl.where(word == _BACKOFFS, counters + (scale < before).to(tl.int64), counted)
@@ -448,7 +369,7 @@ def _update(
         counted = tl.where(word == _SPIKES, counters + spiked.to(tl.int64), counted)
 
         entry_ptr = state_ptr + _RING + steps % _RING_STEPS * _RING_WORDS
-        status += one + 4 * spiked.to(tl.int64)
+        status = one + 4 * spiked.to(tl.int64)
         norm = one * 0
         if norm_ptr is not None:
             status += 2
@@ -461,6 +382,7 @@ def _update(
         tl.store(entry_ptr + _RING_STATUS, status)
         tl.store(entry_ptr + _RING_NORM, norm)
         tl.store(state_ptr + word, counted)
+        tl.store(state_ptr + _PROPOSAL, one * 0)
     tl.debug_barrier()
     tl.store(scale_ptr, tl.where(spiked, before, scale))
     tracked = tl.where(found | grows, 0, tracker + 1)
@@ -620,7 +542,7 @@ def multi_tensor(
                 if other_found_inf_ptr is not None:
                     flag = _joint(flag, tl.load(other_found_inf_ptr))
                 _update(
-                    *(scale_ptr, growth_tracker_ptr, state_ptr, None, None, flag),
+                    *(scale_ptr, growth_tracker_ptr, state_ptr, None, flag),
                     *(growth_factor, backoff_factor, growth_interval),
                 )
             # All threads have loaded the values that the first one now replaces.
@@ -779,7 +701,7 @@ def narrow(
 
 @triton.jit(
     do_not_specialize=[
-        *("scale_ptr", "growth_tracker_ptr", "state_ptr", "norm_ptr", "observed_ptr"),
+        *("scale_ptr", "growth_tracker_ptr", "state_ptr", "norm_ptr"),
         *("found_inf_a_ptr", "found_inf_b_ptr", "found_inf_c_ptr", "found_inf_d_ptr"),
         *("growth_factor", "backoff_factor", "growth_interval"),
     ]
@@ -789,7 +711,6 @@ def update_scale(
     growth_tracker_ptr,
     state_ptr,
     norm_ptr,
-    observed_ptr,
     found_inf_a_ptr,
     found_inf_b_ptr,
     found_inf_c_ptr,
@@ -803,7 +724,7 @@ def update_scale(
     flag = _joint(flag, tl.load(found_inf_c_ptr))
     flag = _joint(flag, tl.load(found_inf_d_ptr))
     _update(
-        *(scale_ptr, growth_tracker_ptr, state_ptr, norm_ptr, observed_ptr, flag),
+        *(scale_ptr, growth_tracker_ptr, state_ptr, norm_ptr, flag),
         *(growth_factor, backoff_factor, growth_interval),
     )
 

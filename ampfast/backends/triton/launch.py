@@ -206,13 +206,12 @@ def measure(table: DeviceTable, segment: Segment, health: Tensor) -> None:
 
 def update_scale(update: ScaleUpdate, found_infs: list[Tensor]) -> None:
     """Launches the update of the scale; takes one to four flags."""
-    given = (update.state is None, update.norm is None, update.observed is None)
-    variant = ("update_scale", update.scale.device, *given)
+    variant = ("update_scale", update.scale.device, update.state is None, update.norm is None)
     arguments = (
         update.scale,
         update.growth_tracker,
         update.state,
-        *(update.norm, update.observed),
+        update.norm,
         *found_infs,
         *(found_infs[:1] * (4 - len(found_infs))),
         *update.factors,
