@@ -252,7 +252,7 @@ class _LogMaxFollower(Follower):
         grows = finite & (interval >= 1) & (tracker + 1 >= interval)
         # Beyond a scale that overflowed, torch's rule probes for it.
         limit = on.select(kept, state[-1], before)
-        ceiling = on.by_torch(limit, kept, grows, growth, backoff)
+        ceiling, following = on.by_torch(limit, before, kept, grows, growth, backoff)
         is_known = finite & (peak > 0) & (peak < math.inf)
         averages = on.averages(state[_STEPS:-1], peak, is_known, self._shares)
         mean, weight, slow_mean, slow_square, slow_weight = averages
@@ -265,7 +265,7 @@ class _LogMaxFollower(Follower):
         predicts = (weight > 0) & (finite == kept)
         power = on.power_of_two(16 - self._policy.headroom - highest)
         prediction = on.select(predicts, power, 0.0)
-        wanted = on.select(predicts, power, on.by_torch(before, kept, grows, growth, backoff))
+        wanted = on.select(predicts, power, following)
         self._propose(on.select((ceiling > 0) & (wanted > ceiling), ceiling, prediction))
         self._next = on.joined(prediction, averages, ceiling)
 
@@ -334,11 +334,17 @@ class _Floats:
     sqrt = staticmethod(math.sqrt)
 
     @staticmethod
-    def by_torch(value: float, kept: bool, grows: bool, growth: float, backoff: float) -> float:
+    def by_torch(
+        limit: float, scale: float, kept: bool, grows: bool, growth: float, backoff: float
+    ) -> tuple[float, ...]:
         if kept and not grows:
-            return value
-        moved = float32(value * (growth if kept else backoff))
-        return moved if math.isfinite(moved) else value
+            return limit, scale
+        factor = growth if kept else backoff
+        moved = float32(limit * factor), float32(scale * factor)
+        return tuple(
+            new if math.isfinite(new) else old
+            for new, old in zip(moved, (limit, scale), strict=True)
+        )
 
     @staticmethod
     def averages(averages: list[float], peak: float, is_known: bool, _: object) -> list[float]:
@@ -371,11 +377,12 @@ class _Tensors:
 
     @staticmethod
     def by_torch(
-        value: Tensor, kept: Tensor, grows: Tensor, growth: float, backoff: float
+        limit: Tensor, scale: Tensor, kept: Tensor, grows: Tensor, growth: float, backoff: float
     ) -> Tensor:
-        grown = torch.where(grows, value * growth, value)
-        moved = torch.where(kept, grown, value * backoff).float().double()
-        return torch.where(moved.abs() < math.inf, moved, value)
+        both = torch.stack([limit, scale])
+        grown = torch.where(grows, both * growth, both)
+        moved = torch.where(kept, grown, both * backoff).float().double()
+        return torch.where(moved.abs() < math.inf, moved, both)
 
     @staticmethod
     def averages(averages: Tensor, peak: Tensor, is_known: Tensor, shares: Tensor) -> Tensor:

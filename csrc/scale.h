@@ -19,7 +19,7 @@ enum StateWord : int64_t {
   kTolerated,       // overflows since the hysteresis was refilled
   kLastSkipped,     // the number of the last skipped step, counted from 1; 0: none
   kSpikes,          // steps skipped for their norm alone
-  kCounters = 16,  // a power of two, for Triton
+  kCounters = 16,   // a power of two, for Triton
   // Counters, scale and growth tracker before the last update.
   kBefore = kCounters,
   kScaleBefore = kBefore + kCounters,
@@ -38,7 +38,7 @@ enum StateWord : int64_t {
 // Behind it, the last steps: step i at i % kRingSteps.
 constexpr int64_t kRingSteps = 1024;
 enum RingWord : int64_t {
-  kRingScale,  // with which the step was taken
+  kRingScale,   // with which the step was taken
   kRingStatus,  // 1 if it was skipped, plus 2 if there is a norm, plus 4 if it was a spike
   kRingNorm,
   kRingWords,
@@ -80,8 +80,8 @@ AMPFAST_ELEMENT void apply(const Update& update, float flag) {
   const float before = *update.scale;
   const int64_t tracker = *update.growth_tracker;
   const float proposal = update.state != nullptr ? float_in(update.state[kProposal]) : 0;
-  const bool grows =
-      !skipped && !(proposal < 0) && update.growth_interval >= 1 && tracker + 1 >= update.growth_interval;
+  const bool grows = !skipped && !(proposal < 0) && update.growth_interval >= 1 &&
+                     tracker + 1 >= update.growth_interval;
   float next = before;
   if (found_inf) {
     next = static_cast<float>(before * update.backoff_factor);

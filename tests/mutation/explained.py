@@ -38,7 +38,7 @@ _BY_REASON: dict[str, list[tuple[str, str, str, int]]] = {
     "Costs a row that nobody reads.": [
         (
             "GradScaler._peaks",
-            "[] if isinstance(self._loss_scale.policy.policy, LogMax) else None",
+            "[] if follower is not None and follower.observes == 'peak' else None",
             "[]",
             1,
         ),

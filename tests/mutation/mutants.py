@@ -15,6 +15,7 @@ FILES = (
     "ampfast/loss_scale.py",
     "ampfast/master_weights.py",
     "ampfast/optimizers.py",
+    "ampfast/policies.py",
     "ampfast/spikes.py",
 )
 
