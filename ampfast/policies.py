@@ -127,8 +127,9 @@ class Follower:
         with torch.inference_mode(False):
             # The lower half of a word.
             self._proposal = words.view(torch.float32)[2 * cpu.state_layout.PROPOSAL]
+        self._memory = None
         if words.device.type == "cpu":
-            # An op would cost a third of an update.
+            # An op would take microseconds.
             self._memory = ctypes.c_float.from_address(self._proposal.data_ptr())
 
     def before_update(

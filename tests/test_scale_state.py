@@ -33,8 +33,8 @@ from ampfast.loss_scale import LossScale, ScalePolicy
 def test_the_layout_has_no_overlap() -> None:
     words = [state_layout.SCALE_BEFORE, state_layout.TRACKER_BEFORE, state_layout.MIN_SCALE]
     words += [state_layout.MAX_SCALE, state_layout.MOST_TOLERATED]
-    words += [state_layout.REFILLS_ON_FINITE_STEPS]
-    assert len(set(words)) == 6
+    words += [state_layout.REFILLS_ON_FINITE_STEPS, state_layout.PROPOSAL]
+    assert len(set(words)) == 7
     assert min(words) >= state_layout.BEFORE + state_layout.COUNTERS
     assert max(words) < state_layout.RING
 

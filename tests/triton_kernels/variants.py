@@ -209,7 +209,7 @@ def recorded_narrow(dtype: torch.dtype, target: Any) -> tuple[tuple[Any, ...], d
     return launched.value.args
 
 
-def recorded_update(peak: bool) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def recorded_update() -> tuple[tuple[Any, ...], dict[str, Any]]:
     """As `recorded`, for the update alone."""
     one, tracker = torch.ones(()), torch.zeros((), dtype=torch.int32)
     with pytest.MonkeyPatch.context() as patch:
@@ -218,11 +218,7 @@ def recorded_update(peak: bool) -> tuple[tuple[Any, ...], dict[str, Any]]:
         with pytest.raises(_Recorded) as launched:
             factors = cpu.UpdateFactors(2.0, 0.5, 2000)
             launch.update_scale(
-                ScaleUpdate(
-                    *(launch, one, tracker, [one], factors, STATE, one),
-                    one.double() if peak else None,
-                ),
-                [one],
+                ScaleUpdate(launch, one, tracker, [one], factors, STATE, one), [one]
             )
     return launched.value.args
 
@@ -293,8 +289,8 @@ def compiled_narrow(target_name: str, dtype: torch.dtype) -> Any:
 
 
 @cache
-def compiled_update(target_name: str, peak: bool = False) -> Any:
-    return _compiled(kernels.update_scale, *recorded_update(peak), TARGETS[target_name])
+def compiled_update(target_name: str) -> Any:
+    return _compiled(kernels.update_scale, *recorded_update(), TARGETS[target_name])
 
 
 @cache
