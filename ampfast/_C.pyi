@@ -6,7 +6,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ampfast.backends.core import Pass, Update
+
 CHUNK: int
+FACTORS: dict[str, int]
 SPIKE: float
 SPIKE_BOUND: float
 CPU: int
@@ -28,39 +31,18 @@ def uploads() -> int: ...
 def clear_tables() -> None: ...
 def set_enough_chunks(count: int, /) -> None: ...
 
-# Raw calls for regular gradients on the CPU; None, before any side effect, for the general way.
-# `usual_entry` returns the scale of an enabled scaler that takes the short way and overrides no
-# method given to `watch_hooks`, the entry in it of an optimizer, and the casts of one of the class
-# `casting`.
-# `unscale_groups` returns whether the step is skipped; `record` replaces the value next to an
-# existing weak reference to the optimizer. `state` is an optimizer's entry, which gets the stage
-# `unscaled` and the flag before the first write.
-def watch_hooks(
-    hooks: dict[str, Any], factory: Any, new_entry: dict[str, Any], casting: type, /
-) -> None: ...
-def usual_entry(
-    scaler: Any, optimizer: Any, /
-) -> tuple[Tensor, dict[str, Any], Casts | None] | None: ...
-def record(entries: dict[int, Any], optimizer: Any, value: Any, /) -> bool | None: ...
-def unscale_groups(
-    param_groups: Any,
-    scale: Tensor,
-    allow_fp16: bool,
-    state: dict[str, Any],
+# None, with nothing done, where tensors or numbers are not known exactly, or gradients must be
+# sorted first.
+def run(grads: GradList, work: Pass, /) -> Tensor: ...
+def pass_over(
+    optimizer: Any, entry: dict[str, Any] | None, unscaled: Any, work: Pass, allow_fp16: bool, /
+) -> Tensor | None: ...
+def clip_over(
+    optimizer: Any,
+    entry: dict[str, Any],
     unscaled: Any,
-    casts: Casts | None,
-    /,
-) -> bool | None: ...
-def check_groups(
-    param_groups: Any, grad_scale: Tensor, /
-) -> tuple[Tensor, Tensor, Tensor] | None: ...
-def clip_groups(
-    param_groups: Any,
-    scale: Tensor,
+    work: Pass,
     allow_fp16: bool,
-    state: dict[str, Any],
-    unscaled: Any,
-    casts: Casts | None,
     max_norm: float,
     largest: bool,
     skip_above: float | None,
@@ -68,25 +50,13 @@ def clip_groups(
     /,
 ) -> Tensor | None: ...
 def any_found(flags: dict[Any, Tensor], /) -> bool | None: ...
-def update_scale(scaler: Any, words: Tensor | None, norm: Tensor | None, /) -> bool | None: ...
-
-# The same for gradients and a scale on a device, whose kernels `launch` queues. `pass_on_device`
-# returns its result, which is for a table of the gradients, the scale, a new flag to write, and if
-# it clips whether a gradient is float64; without a `state` gradients are only read.
-def pass_on_device(
-    param_groups: Any,
-    scale: Tensor,
-    allow_fp16: bool,
-    state: dict[str, Any] | None,
-    unscaled: Any,
-    casts: Casts | None,
-    clips: bool,
-    launch: Callable[..., Any],
-    /,
-) -> Any: ...
-def update_on_device(
-    scaler: Any, words: Tensor | None, norm: Tensor | None, launch: Callable[..., object], /
-) -> bool | None: ...
+def copy_of(scalar: Tensor, /) -> Tensor | None: ...
+def update(update: Update, /) -> bool | None: ...
+def overrides(scaler: Any, hooks: dict[str, Any], /) -> bool: ...
+def has_parameters(
+    param_groups: Any, references: tuple[Callable[[], object], ...], sizes: tuple[int, ...], /
+) -> bool: ...
+def watch_casts(casting: type, /) -> None: ...
 
 class GradList:
     @staticmethod
@@ -112,37 +82,12 @@ WITH_CUDA: bool
 def cuda_load_kernels(device: int | None) -> None: ...
 def cuda_limit_programs(programs: int) -> None: ...
 def cuda_multi_tensor(
-    table: DeviceTable,
-    segment: Segment,
-    *,
-    write: bool,
-    use: int,
-    factor: Tensor | None,
-    coefficient: Tensor | None,
-    norms: Tensor | None,
-    marks: tuple[Tensor, Tensor] | None,
-    epilogue: bool,
-    found_inf: Tensor,
-    accumulate: bool,
-    scale: Tensor | None,
-    growth_tracker: Tensor | None,
-    state: Tensor | None,
-    other_found_inf: Tensor | None,
-    factors: tuple[float, float, int],
-    divisor: Tensor | None,
+    table: DeviceTable, segment: Segment, work: Pass, epilogue: bool, update: Update | None, /
 ) -> None: ...
 def cuda_measure(table: DeviceTable, segment: Segment, health: Tensor, /) -> None: ...
 def cuda_narrow(table: DeviceTable, segment: Segment, found_inf: Tensor | None, /) -> None: ...
 def cuda_clip_coefficient(*clip: Any) -> None: ...
-def cuda_update_scale(
-    scale: Tensor,
-    growth_tracker: Tensor,
-    found_infs: Sequence[Tensor],
-    factors: tuple[float, float, int],
-    state: Tensor | None,
-    norm: Tensor | None,
-    /,
-) -> None: ...
+def cuda_update_scale(update: Update, /) -> None: ...
 
 class Segment:
     dtype: torch.dtype
@@ -160,17 +105,6 @@ class DeviceTable:
     @property
     def segments(self) -> list[Segment]: ...
 
-def update_scale_(
-    scale: Tensor,
-    growth_tracker: Tensor,
-    found_infs: Sequence[Tensor],
-    growth_factor: float,
-    backoff_factor: float,
-    growth_interval: int,
-    state: Tensor | None,
-    norm: Tensor | None,
-    /,
-) -> bool: ...
 def require_storage(tensor: Tensor) -> None: ...
 def lacks_state(params: Iterable[Tensor], state: dict[Any, Any], name: str, /) -> bool: ...
 def walk(
@@ -182,32 +116,6 @@ def walk(
     local_shard_of: Callable[[Tensor, Tensor | None, int], Tensor | None] | None = ...,
     casts: Casts | None = ...,
 ) -> tuple[list[GradList], list[tuple[Tensor, Tensor, int]], tuple[int, int, object] | None]: ...
-def unscale_(
-    grads: GradList,
-    factor: Tensor,
-    is_scale: bool,
-    found_inf: Tensor | None,
-    marks: tuple[Tensor, Tensor] | None,
-    coefficient: Tensor | None,
-    norms: Tensor | None,
-    /,
-) -> Tensor: ...
-def check_(
-    grads: GradList,
-    grad_scale: Tensor | None,
-    found_inf: Tensor | None,
-    marks: tuple[Tensor, Tensor] | None,
-    norms: Tensor | None,
-    /,
-) -> Tensor: ...
-def norms(
-    grads: GradList,
-    factor: Tensor,
-    is_scale: bool,
-    norms: Tensor,
-    marks: tuple[Tensor, Tensor] | None,
-    /,
-) -> Tensor: ...
 def measure_(grads: GradList, health: Tensor, /) -> None: ...
 def narrow_(pairs: GradList, found_inf: Tensor | None, /) -> bool: ...
 def irregular_casts(param_groups: Any, devices: int, /) -> list[Tensor]: ...
@@ -231,5 +139,5 @@ class Casts:
     def __init__(self) -> None: ...
     def finish(self) -> None: ...
 
-# Arguments: those of `backends.cpu.Clip`, in order.
+# The fields of a `Clip`, in order.
 def clip_coefficient(*clip: Any) -> None: ...

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ampfast import gradients
-from ampfast.backends import Choice, aten, cpu
+from ampfast.backends import Choice, torch_ops
+from ampfast.backends.core import Clip, Factor, Pass, is_scalar
+from ampfast.backends.scalars import any_found, inverse, joint_flag, moved, new_flag, widest
+from ampfast.backends.torch_ops import TensorList, finish_clip, p_norm
 from ampfast.distributed import Agreement, replicated_numbers
 from ampfast.errors import float_of
 from ampfast.master_weights import MasterWeights
@@ -35,8 +38,6 @@ __all__ = [
 # Orders whose norm is computed in the pass of the check.
 FUSED_ORDERS = (2.0, math.inf)
 
-_WIDE = (torch.float64, torch.complex128)
-
 
 @dataclass
 class NormTerm:
@@ -45,20 +46,27 @@ class NormTerm:
     Attributes:
         optimizer: The optimizer, or the list.
         grads: The gradients, as kernels take them.
-        factor: The factor that unscales them.
+        unscaling: How and by what they are unscaled, as by `gradients.unscaling`.
         writes: Whether they will be clipped in place.
         flags: found_inf of the check, by device.
-        rows: Results of `cpu.norms` for each list.
+        rows: Sums of each list, as of a `Pass`.
         uncounted: The same for gradients whose norm another rank counts.
     """
 
     optimizer: Any
     grads: gradients.Gradients
-    factor: gradients.UnscaleFactor
+    unscaling: tuple[Factor, Tensor | None]
     writes: bool
     flags: dict[torch.device, Tensor] = field(default_factory=dict)
     rows: list[Tensor] = field(default_factory=list)
     uncounted: list[Tensor] = field(default_factory=list)
+
+    def inverse_on(self, device: torch.device) -> Tensor | None:
+        """Returns the inverse scale on a device, if there is one."""
+        how, factor = self.unscaling
+        if factor is None:
+            return None
+        return moved(inverse(factor) if how is Factor.TIMES_RECIPROCAL else factor, device)
 
 
 def order_of(norm_type: object) -> float:
@@ -99,30 +107,30 @@ def measure(
     dtype = torch.float32
     for term in terms:
         if agreement is None:
-            term.flags, term.rows = gradients.norms(
-                term.grads, term.factor, choice=choice, writes=term.writes
-            )
+            term.flags, term.rows = _sums(term, term.grads)
         else:
-            _read_counted(choice, term, agreement)
+            _read_counted(term, agreement)
         rows += term.rows
-        for grads in term.grads.lists:
-            places.append(grads.device)
-            dtype = torch.float64 if grads.has_float64 else dtype
-    for term in terms:
-        for device, tensors in term.grads.set_aside.items():
-            places.append(device)
-            for tensor in tensors:
-                dtype = torch.float64 if tensor.dtype in _WIDE else dtype
     # As in torch, the norm is on the device of the first gradient.
+    for kind in (False, True):
+        for term in terms:
+            for _, grads in term.grads.lists:
+                if isinstance(grads, TensorList) is kind:
+                    places.append(grads.device)
+                    dtype = torch.float64 if grads.has_float64 else dtype
     places.append(torch.device("cpu") if scale is None else scale.device)
     device, largest = places[0], order == math.inf
+    wide = widest(device)
     norm = torch.empty((), dtype=dtype, device=device)
+    coefficient = torch.empty((), dtype=wide, device=device)
+    rule = SpikeRule(math.inf) if spikes is None else spikes
     if order in FUSED_ORDERS:
         if len(rows) == 1 and rows[0].device == device:
             together = rows[0].unsqueeze(0)
+        elif rows:
+            together = torch.stack([moved(row, device) for row in rows])
         else:
-            none = torch.zeros(2, dtype=aten.widest(device), device=device)
-            together = torch.stack([none, *(aten.moved(row, device) for row in rows)])
+            together = torch.zeros((1, 2), dtype=wide, device=device)
         if agreement is not None:
             mine = together[:, 1].amax() if largest else together[:, 0].sum()
             found, total = agreement.share_norm(
@@ -130,82 +138,69 @@ def measure(
             )
             _take(terms, found)
             together = torch.stack([total, total]).unsqueeze(0)
-        coefficient = torch.empty((), dtype=together.dtype, device=device)
-        kernels = choice.kernels_for(device)
-        if (
-            kernels is not None
-            and cpu.is_scalar(coefficient, torch.float64)
-            and (divisor is None or _is_float32_on(scale, device))
-        ):
-            flag = None if spikes is None else _joint(terms, device)
-            rule = () if flag is None or spikes is None else (flag, *spikes)
-            kernels.clip_coefficient(
-                together, limit, largest, norm, coefficient, scale, divisor, *rule
-            )
-            _spread(terms, flag)
-            return norm, coefficient
-        norm.copy_(aten.total_norm(together, largest))
     else:
-        norms = [torch.zeros((), dtype=aten.widest(device), device=device)]
-        norms += [aten.moved(n, device) for term in terms for n in _p_norms(term, order, agreement)]
+        norms = [torch.zeros((), dtype=wide, device=device)]
+        norms += [moved(n, device) for term in terms for n in _p_norms(term, order, agreement)]
         total = torch.linalg.vector_norm(torch.stack(norms), order)
         if agreement is not None:
             _take(terms, agreement.share([term.flags for term in terms], device))
             total = agreement.norm(total, order)
         norm.copy_(total)
-    if spikes is not None and (flag := _joint(terms, device)) is not None:
-        aten.spike_(flag, norm, *spikes)
+        together = total.reshape(1, 1)
+    flag = None if spikes is None else _joint(terms, device)
+    given = None if divisor is None else scale
+    clip = Clip(together, limit, largest, norm, coefficient, given, divisor, flag, *rule)
+    if order not in FUSED_ORDERS:
+        finish_clip(clip)
+    elif is_scalar(coefficient, torch.float64) and (given is None or _is_float32_on(given, device)):
+        choice.kernels_for(device).clip(clip)
+    else:
+        torch_ops.clip(clip)
+    if flag is not None:
         _spread(terms, flag)
-    coefficient = aten.coefficient_of(norm, limit)
-    if divisor is not None and scale is not None:
-        divisor.copy_(scale.detach().reshape(()) / aten.moved(coefficient, scale.device))
     return norm, coefficient
 
 
-def clip_(choice: Choice, terms: list[NormTerm], coefficient: Tensor) -> None:
+def clip_(terms: list[NormTerm], coefficient: Tensor) -> None:
     """Multiplies gradients in place by the inverse scale, then by the coefficient."""
-    coefficients = gradients.Copies(coefficient)
     for term in terms:
-        if not term.writes:
-            continue
-        factor = term.factor
-        for device, tensors in term.grads.set_aside.items():
-            inv_scale = factor.inverse_on(device)
-            if inv_scale is not None:
-                aten.unscale_(tensors, inv_scale, gradients.new_flag(device))
-            aten.multiply_(tensors, coefficients[device])
-        for grads in term.grads.lists:
-            device = grads.device
-            kernels: Any = choice.kernels_for(device)
-            kernels.unscale_(
-                *(grads, factor.on(device)),
-                is_scale=factor.is_scale,
-                coefficient=coefficients[device],
-            )
-        if term.grads.casts is not None:
-            term.grads.casts.finish()
+        if term.writes:
+            # Their overflows were marked as they were read.
+            grads = replace(term.grads, track_on=None)
+            gradients.run(grads, Pass(True, *term.unscaling, coefficient=coefficient))
 
 
-def _read_counted(choice: Choice, term: NormTerm, agreement: Agreement) -> None:
+def _sums(term: NormTerm, grads: gradients.Gradients) -> tuple[gradients.Flags, list[Tensor]]:
+    """Flags and sums of the unscaled values, in a single read; refuses what cannot be clipped."""
+    if term.writes:
+        for each in grads.for_torch():
+            if term.unscaling[0] is not Factor.NONE:
+                torch_ops.require_unscalable(each.tensors)
+            torch_ops.require_writable(each.tensors)
+    rows: list[Tensor] = []
+    return gradients.run(grads, Pass(False, *term.unscaling), rows=rows), rows
+
+
+def _read_counted(term: NormTerm, agreement: Agreement) -> None:
     """Computes a term, some of whose gradients another rank counts."""
     flags: dict[torch.device, list[Tensor]] = {}
     for grads, rows in zip(_split(term, agreement), (term.rows, term.uncounted), strict=True):
-        found, norms = gradients.norms(grads, term.factor, choice=choice, writes=term.writes)
-        rows += norms
+        found, sums = _sums(term, grads)
+        rows += sums
         for device, flag in found.items():
             flags.setdefault(device, []).append(flag)
     # Partial sums are replaced by reduced ones.
     for number, reduced in term.grads.reduced():
         device = reduced.device
-        row = aten.norms([reduced], term.factor.inverse_on(device))
+        row = torch_ops.norms([reduced], term.inverse_on(device))
         counts = agreement.counts(term.grads.layouts[number])
         (term.rows if counts else term.uncounted).append(row)
         flags.setdefault(device, []).append((~row[1].isfinite()).float())
-    for listed in term.grads.lists:
+    for _, each in term.grads.lists:
         # A device whose shards are all empty has no flag yet.
-        flags.setdefault(listed.device, [gradients.new_flag(listed.device)])
+        flags.setdefault(each.device, [new_flag(each.device)])
     term.flags = {
-        device: found[0] if len(found) == 1 else aten.any_found(found, device)
+        device: found[0] if len(found) == 1 else any_found(found, device)
         for device, found in flags.items()
     }
 
@@ -221,14 +216,12 @@ def _split(term: NormTerm, agreement: Agreement) -> tuple[gradients.Gradients, g
         counts.setdefault(number, agreement.counts(None, is_replicated=True))
     counts_others = agreement.counts(None)
     numbers = {number for number, here in counts.items() if here != counts_others}
-    apart, others = (
-        term.grads.split(numbers) if numbers else (gradients.Gradients([], {}), term.grads)
-    )
+    apart, others = term.grads.split(numbers) if numbers else (gradients.Gradients([]), term.grads)
     return (others, apart) if counts_others else (apart, others)
 
 
 def _is_float32_on(tensor: Tensor | None, device: torch.device) -> bool:
-    return tensor is not None and cpu.is_scalar(tensor, torch.float32) and tensor.device == device
+    return tensor is not None and is_scalar(tensor, torch.float32) and tensor.device == device
 
 
 def _joint(terms: list[NormTerm], device: torch.device) -> Tensor | None:
@@ -238,7 +231,7 @@ def _joint(terms: list[NormTerm], device: torch.device) -> Tensor | None:
         return None
     if len(flags) == 1 and _is_float32_on(flags[0], device):
         return flags[0]
-    return aten.joint_flag(flags, device)
+    return joint_flag(flags, device)
 
 
 def _spread(terms: list[NormTerm], found: Tensor | None) -> None:
@@ -246,7 +239,7 @@ def _spread(terms: list[NormTerm], found: Tensor | None) -> None:
     if found is not None:
         for term in terms:
             term.flags = {
-                at: flag if flag is found else aten.moved(found, at, copy=True)
+                at: flag if flag is found else moved(found, at, copy=True)
                 for at, flag in term.flags.items()
             }
 
@@ -269,7 +262,7 @@ def _p_norms(term: NormTerm, order: float, agreement: Agreement | None) -> Itera
         counts = agreement is None or agreement.counts(layout, is_replicated=number in replicated)
         if grad is not None and counts:
             values = grad._values() if grad.is_sparse else grad
-            yield aten.p_norm(values, order, term.factor.inverse_on(values.device))
+            yield p_norm(values, order, term.inverse_on(values.device))
 
 
 # Key, in an optimizer's entry of `_per_optimizer_states`, of a clipping deferred to its step.
@@ -283,7 +276,7 @@ class Deferred:
     Attributes:
         divisor: 0-dim float32: the scale over the coefficient.
         coefficient: 0-dim float64.
-        rows: Results of `cpu.norms` for each list of gradients.
+        rows: Sums of each list of gradients, as of a `Pass`.
         agreement: Agreement of ranks on the step, or None.
     """
 
@@ -304,11 +297,11 @@ class Deferred:
         # The product may underflow to zero, which even a zero gradient is not divided by.
         found = (~(grad_scale != 0) | grad_scale.isnan()).float()
         for row in self.rows:
-            largest, coefficient = (aten.moved(t, found.device) for t in (row[1], self.coefficient))
+            largest, coefficient = (moved(t, found.device) for t in (row[1], self.coefficient))
             # In the optimizer's arithmetic: float32 for all but float64 gradients.
             quotient = (largest * coefficient / own).float()
             found.masked_fill_(~quotient.isfinite(), 1.0)
-        both = {at: aten.joint_flag([flag, found], flag.device) for at, flag in flags.items()}
+        both = {at: joint_flag([flag, found], flag.device) for at, flag in flags.items()}
         if self.agreement is not None:
             (both,) = self.agreement.share([both], found.device)
         return grad_scale, both
@@ -355,9 +348,9 @@ def can_defer(optimizer: Any, overridden: bool) -> bool:
 def skip_together(states: list[dict[str, Any]], device: torch.device) -> None:
     """Skips all optimizers if one must skip: its overflow is in the coefficient of all."""
     flags = [flag for state in states for flag in state["found_inf_per_device"].values()]
-    found = aten.joint_flag(flags, device)
+    found = joint_flag(flags, device)
     for state in states:
         places = state["found_inf_per_device"]
         state["found_inf_per_device"] = {
-            at: aten.moved(found, flag.device, copy=True) for at, flag in places.items()
+            at: moved(found, flag.device, copy=True) for at, flag in places.items()
         }

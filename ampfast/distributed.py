@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from ampfast.backends import aten
+from ampfast.backends import scalars, torch_ops
 from ampfast.errors import is_capturing, warn_caller
 
 if TYPE_CHECKING:
@@ -164,7 +164,7 @@ class LocalShards:
     def agree_(self, found_inf: Tensor) -> None:
         """Reduces a flag of 0 or 1 over the ranks, with reduced partial sums checked, too."""
         for _, reduced in self.reduced():
-            aten.check_([reduced.clone()], found_inf)
+            torch_ops.check_([reduced.clone()], found_inf)
         agreement = self.agreement()
         if agreement is not None:
             agreement.reduce_(found_inf, dist.ReduceOp.MAX)
@@ -203,6 +203,8 @@ class Group:
     def __init__(self, group: ProcessGroup | None = None) -> None:
         self.process_group = dist.distributed_c10d._get_default_group() if group is None else group
         registered = dist.distributed_c10d._world.pg_group_ranks
+        # Those whose tensors its backend is known to support.
+        self._devices: set[torch.device] = set()
         self.is_foreign = (
             type(group) is not dist.ProcessGroup and self.process_group not in registered
         )
@@ -225,7 +227,9 @@ class Group:
         return self.process_group.size()
 
     def all_reduce_(self, tensor: Tensor, op: Any) -> None:
-        there = tensor.to(self._device_for(tensor.device))
+        there = tensor
+        if tensor.device not in self._devices:
+            there = tensor.to(self._device_for(tensor.device))
         if not self.is_foreign:
             dist.all_reduce(there, op, group=self.process_group)
         else:
@@ -255,6 +259,7 @@ class Group:
         """Returns the device if the backend supports its tensors, else one that it supports."""
         types = [each.type for each in getattr(self.process_group, "_device_types", ())]
         if device.type in types or not types:
+            self._devices.add(device)
             return device
         if "cuda" in types:
             return torch.device("cuda", torch.cuda.current_device())
@@ -288,10 +293,11 @@ class Agreement:
         if len(found) == 1 and len(found[0]) == 1:
             flag = next(iter(found[0].values()))
             if flag.dim() == 0:
-                self.reduce_(flag, dist.ReduceOp.MAX)
+                for group in self.groups:
+                    group.all_reduce_(flag, dist.ReduceOp.MAX)
                 return found
         # -1: no gradient.
-        levels = [aten.any_found(flags.values(), device) - int(not flags) for flags in found]
+        levels = [scalars.any_found(flags.values(), device) - int(not flags) for flags in found]
         shared = torch.stack(levels)
         self.reduce_(shared, dist.ReduceOp.MAX)
         return _shared_flags(found, shared > 0, shared >= 0, device)
@@ -311,7 +317,7 @@ class Agreement:
         first = value.view(torch.int64) if largest else value
         # 0: no gradient; 1: finite ones; _FOUND and above: an overflow, also when summed.
         levels = [
-            aten.any_found(flags.values(), device).to(first) * _FOUND + int(bool(flags))
+            scalars.any_found(flags.values(), device).to(first) * _FOUND + int(bool(flags))
             for flags in found
         ]
         shared = torch.stack([first, *levels])
@@ -344,7 +350,7 @@ def _shared_flags(
     shared = []
     for local, flag, known in zip(found, bad.float(), is_known, strict=True):
         if local or is_capturing() or known.item():
-            shared.append({at: aten.any_found([flag], at) for at in local or [device]})
+            shared.append({at: scalars.any_found([flag], at) for at in local or [device]})
         else:
             shared.append({})
     return shared

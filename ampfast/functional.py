@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from ampfast import backends, clipping, gradients
-from ampfast.backends import aten, cpu
+from ampfast.backends import core, torch_ops
+from ampfast.backends.core import Factor, Pass, Update
 from ampfast.backends.gpu import DeviceKernels
+from ampfast.backends.scalars import inverse
 from ampfast.distributed import LocalShards, Ranks
 
 __all__ = [
@@ -41,7 +42,7 @@ def unscale_(grads: list[Tensor], found_inf: Tensor, inv_scale: Tensor) -> None:
     _require_scalars(found_inf=found_inf, inv_scale=inv_scale)
     if regular := _regular(grads, found_inf, inv_scale):
         kernels, listed = regular
-        kernels.unscale_(listed, inv_scale, is_scale=False, found_inf=found_inf)
+        kernels.run(listed, Pass(True, Factor.TIMES, inv_scale, found_inf))
         return
     tensors, shards = _local(grads, found_inf)
     torch.ops.ampfast.unscale_(tensors, found_inf, inv_scale)
@@ -63,7 +64,7 @@ def check_(grads: list[Tensor], found_inf: Tensor) -> None:
     _require_scalars(found_inf=found_inf)
     if regular := _regular(grads, found_inf):
         kernels, listed = regular
-        kernels.check_(listed, found_inf=found_inf)
+        kernels.run(listed, Pass(False, Factor.NONE, None, found_inf))
         torch.autograd.graph.increment_version(found_inf)
         return
     tensors, shards = _local(grads, found_inf)
@@ -130,7 +131,7 @@ def update_scale_(
     Source: torch's `_amp_update_scale_`; here a tracker beyond the interval grows, too.
     """
     state = (current_scale, growth_tracker)
-    factors = cpu.UpdateFactors(growth_factor, backoff_factor, growth_interval)
+    factors = (growth_factor, backoff_factor, growth_interval)
     _require_state(*state, found_inf, factors)
     torch.ops.ampfast.update_scale_(*state, found_inf, *factors)
     return current_scale
@@ -164,16 +165,17 @@ def unscale_and_update_(
         RuntimeError: As `unscale_` and `update_scale_`.
     """
     state = (current_scale, growth_tracker)
-    factors = cpu.UpdateFactors(growth_factor, backoff_factor, growth_interval)
+    factors = (growth_factor, backoff_factor, growth_interval)
     _require_state(*state, found_inf, factors)
     if regular := _regular(grads, found_inf, current_scale):
         kernels, listed = regular
-        update = None
+        ending = None
         if isinstance(kernels, DeviceKernels):
-            update = kernels.scale_update(*state, [], factors)
-        kernels.unscale_(listed, current_scale, is_scale=True, found_inf=found_inf, update=update)
-        if update is not None and update.applied:
-            update.bump_version()
+            ending = kernels.ending(_update_of(*state, [], factors))
+        work = Pass(True, Factor.TIMES_RECIPROCAL, current_scale, found_inf)
+        kernels.run(listed, work._replace(ending=ending))
+        if ending is not None and ending.applied:
+            torch.autograd.graph.increment_version(current_scale)
         else:
             torch.ops.ampfast.update_scale_(*state, found_inf, *factors)
         return current_scale
@@ -181,7 +183,7 @@ def unscale_and_update_(
     if shards is None:
         torch.ops.ampfast.unscale_and_update_(tensors, found_inf, *state, *factors)
     else:
-        torch.ops.ampfast.unscale_(tensors, found_inf, gradients.inverse(current_scale))
+        torch.ops.ampfast.unscale_(tensors, found_inf, inverse(current_scale))
         shards.agree_(found_inf)
         torch.ops.ampfast.update_scale_(*state, found_inf, *factors)
     return current_scale
@@ -189,20 +191,15 @@ def unscale_and_update_(
 
 @torch.library.custom_op("ampfast::unscale_", mutates_args=("grads", "found_inf"))
 def _unscale_op(grads: list[Tensor], found_inf: Tensor, inv_scale: Tensor) -> None:
-    kernels, listed = _listed(grads, found_inf.device)
-    for tensors in listed.set_aside.values():
-        aten.unscale_(tensors, inv_scale, found_inf)
-    for regular in listed.lists:
-        kernels.unscale_(regular, inv_scale, is_scale=False, found_inf=found_inf)
+    _require_scalars(found_inf=found_inf, inv_scale=inv_scale)
+    for kernels, each in gradients.of_list(grads, found_inf.device).lists:
+        kernels.run(each, Pass(True, Factor.TIMES, inv_scale, found_inf))
 
 
 @torch.library.custom_op("ampfast::check_", mutates_args=("found_inf",))
 def _check_op(grads: list[Tensor], found_inf: Tensor) -> None:
-    kernels, listed = _listed(grads, found_inf.device)
-    for tensors in listed.set_aside.values():
-        aten.check_(tensors, found_inf)
-    for regular in listed.lists:
-        kernels.check_(regular, found_inf=found_inf)
+    for kernels, each in gradients.of_list(grads, found_inf.device).lists:
+        kernels.run(each, Pass(False, Factor.NONE, None, found_inf))
 
 
 @torch.library.custom_op("ampfast::grad_norm", mutates_args=())
@@ -227,10 +224,10 @@ def _update_scale_op(
     growth_interval: int,
 ) -> None:
     state = (current_scale, growth_tracker)
-    factors = cpu.UpdateFactors(growth_factor, backoff_factor, growth_interval)
-    kernels = backends.choose().kernels_for(current_scale.device)
-    if kernels is None or not kernels.update_scale_(*state, [found_inf], factors):
-        aten.update_scale_(*state, found_inf, factors)
+    factors = (growth_factor, backoff_factor, growth_interval)
+    update = _update_of(*state, [found_inf], factors)
+    if not backends.choose().kernels_for(current_scale.device).update(update):
+        torch_ops.update(update)
 
 
 @torch.library.custom_op(
@@ -246,7 +243,7 @@ def _unscale_and_update_op(
     backoff_factor: float,
     growth_interval: int,
 ) -> None:
-    _unscale_op(grads, found_inf, gradients.inverse(current_scale))
+    _unscale_op(grads, found_inf, inverse(current_scale))
     _update_scale_op(
         current_scale, growth_tracker, found_inf, growth_factor, backoff_factor, growth_interval
     )
@@ -265,28 +262,17 @@ def _grad_norm(
 ) -> Tensor:
     first = grads[0] if grads else inv_scale
     device = torch.device("cpu") if first is None else first.device
-    listed = replace(_listed(grads if local is None else local, device)[1], shards=shards)
-    factor = gradients.UnscaleFactor(inv_scale)
-    term = clipping.NormTerm(grads, listed, factor, writes=False)
+    listed = replace(gradients.of_list(grads if local is None else local, device), shards=shards)
+    how = Factor.NONE if inv_scale is None else Factor.TIMES
+    term = clipping.NormTerm(grads, listed, (how, inv_scale), writes=False)
     agreement = None if shards is None else shards.agreement()
     choice = backends.choose()
     return clipping.measure(choice, [term], order, math.inf, inv_scale, agreement=agreement)[0]
 
 
-def _listed(grads: list[Tensor], device: torch.device) -> tuple[Any, gradients.Gradients]:
-    """Kernels of a device, if any, and the gradients sorted for them."""
-    for grad in grads:
-        cpu.require_storage(grad)
-    kernels = backends.choose().kernels_for(device)
-    if kernels is not None:
-        return kernels, gradients.of_list(grads, device)
-    numbers = {device: list(range(len(grads)))}
-    return None, gradients.Gradients([], {device: grads} if grads else {}, numbers)
-
-
 def _regular(
     grads: list[Tensor], found_inf: Tensor, factor: Tensor | None = None
-) -> tuple[backends.Kernels, cpu.GradList] | None:
+) -> tuple[backends.Kernels, core.GradList] | None:
     """Kernels and a list that they take directly, or None for the custom op.
 
     Converting a list for an op takes longer than the kernel for a thousand small tensors.
@@ -294,11 +280,11 @@ def _regular(
     if torch.compiler.is_compiling() or not isinstance(grads, (list, tuple)):
         return None
     kernels = backends.choose().kernels_for(found_inf.device)
-    if kernels is None or not cpu.is_scalar(found_inf, torch.float32):
+    if kernels is backends.TORCH_OPS or not core.is_scalar(found_inf, torch.float32):
         return None
-    if factor is not None and not cpu.is_scalar(factor, torch.float32):
+    if factor is not None and not core.is_scalar(factor, torch.float32):
         return None
-    listed = cpu.list_of(grads, found_inf.device)
+    listed = core.list_of(grads, found_inf.device)
     return None if listed is None else (kernels, listed)
 
 
@@ -317,7 +303,7 @@ def _local(
                 f"got grads[{index}] on {grad.device}"
             )
         if not torch.compiler.is_compiling():  # the compiled op checks when it runs
-            cpu.require_storage(grad)
+            core.require_storage(grad)
     shards = None if torch.compiler.is_compiling() else Ranks().local_shards()
     if shards is None:
         return list(grads), None
@@ -326,8 +312,23 @@ def _local(
     return tensors, shards if shards.layouts else None
 
 
+def _update_of(
+    current_scale: Tensor,
+    growth_tracker: Tensor,
+    found_infs: list[Tensor],
+    factors: tuple[float, float, int],
+) -> Update:
+    growth, backoff, interval = factors
+    return Update(
+        current_scale, growth_tracker, found_infs, float(growth), float(backoff), interval
+    )
+
+
 def _require_state(
-    current_scale: Tensor, growth_tracker: Tensor, found_inf: Tensor, factors: cpu.UpdateFactors
+    current_scale: Tensor,
+    growth_tracker: Tensor,
+    found_inf: Tensor,
+    factors: tuple[float, float, int],
 ) -> None:
     tensors = {"current_scale": current_scale, "growth_tracker": growth_tracker}
     _require_scalars(**tensors, found_inf=found_inf)

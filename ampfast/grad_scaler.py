@@ -6,7 +6,6 @@ import copy
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
 from functools import cached_property, partial
 from numbers import Number
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -19,16 +18,18 @@ from torch.cuda.amp.common import amp_definitely_not_available
 
 from ampfast import backends, clipping, cuda_graphs, distributed, gradients, overflow
 from ampfast._version import __version__
-from ampfast.backends import aten, cpu, gpu
+from ampfast.backends import scalars
+from ampfast.backends.core import Factor, Pass, any_found, copy_of, overrides, watch_casts
+from ampfast.backends.gpu import DeviceKernels, Ending
+from ampfast.backends.scalars import inverse, joint_flag, moved
 from ampfast.errors import add_note, is_capturing, not_compiled, refuse_capture, warn_caller
 from ampfast.loss_scale import LossScale, ScalePolicy, entry_of, is_static
 from ampfast.master_weights import MasterWeights, casts_of
 from ampfast.optimizers import (
-    LastChecks,
+    ByOptimizer,
     explain,
     lacks_momentum,
     no_inf_checks,
-    steps_are_watched,
     takes_grad_scaler,
 )
 from ampfast.overflow import GradientHealth, OverflowReport
@@ -47,20 +48,17 @@ else:
 __all__ = ["GradScaler", "OptState", "StepGuard"]
 
 Flags = dict[Any, Tensor]
+# Of a pass over gradients: flags, the agreement of ranks that they need, what the policy observed.
+_Passed = tuple[Flags, distributed.Agreement | None, list[Tensor] | None]
 
-# Keys of an optimizer's entry in `_per_optimizer_states` besides torch's, only where needed: the
-# agreement of ranks on flags that is still to come, and a sign that `_unscale_grads_` is called by
-# `unscale_`.
+# Key of an optimizer's entry in `_per_optimizer_states` besides torch's: the agreement of ranks on
+# its flags that is still to come.
 _AGREEMENT = "agreement"
-_UNSCALING = "unscaling"
 
 _ONCE = "An iteration ends with update(), after the steps of all optimizers: is the call missing?"
 
 # An optimizer's entry before anything is done, as torch makes it.
 _NEW: dict[str, Any] = _refresh_per_optimizer_state()
-
-# What the kernels take in place of a rule.
-_NO_SPIKES = (None, None)
 
 # Cold, reading an enum's member from its class would cost as much as all other lines of `step`.
 _READY, _UNSCALED, _STEPPED = OptState
@@ -135,9 +133,11 @@ class GradScaler(TorchGradScaler):
     # Whether the scale is 1 forever, so that nothing is multiplied or divided by it.
     _is_guard = False
     # The update of the scale that rides in the next check.
-    _riding: gpu.ScaleUpdate | None = None
-    # The kernels whose raw calls may try first; chosen with the scale.
-    _short_way: Any = None
+    _ending: Ending | None = None
+    # The passes by the scale, while it is the same tensor.
+    _passes = (Pass(True, Factor.NONE), Pass(False, Factor.NONE))
+    # The kernels for the device of the scale, once chosen.
+    _kernels: backends.Kernels | None = None
     _track: str | None = None
     _warned_of_zero = False
 
@@ -146,7 +146,7 @@ class GradScaler(TorchGradScaler):
     # the scale besides torch's two tensors, the ranks to agree with, the norms of steps taken, the
     # per-parameter tables.
     _choice = cached_property(lambda self: backends.choose(self._backend))
-    _last_checks = cached_property(lambda self: LastChecks())
+    _last_checks = cached_property(lambda self: ByOptimizer[Flags]())
     _loss_scale = cached_property(lambda self: LossScale(ScalePolicy()))
     _ranks = cached_property(lambda self: distributed.Ranks(is_default=self._is_for_all))
     _spike_rules = cached_property(lambda self: SpikeRules())
@@ -232,9 +232,6 @@ class GradScaler(TorchGradScaler):
     def process_group(self, group: ProcessGroup | DeviceMesh | None) -> None:
         distributed.require_group(group, self._device)
         self._ranks = distributed.Ranks(group, is_default=self._is_for_all)
-        scale: Tensor | None = self.__dict__.get("_scale")
-        if scale is not None:
-            self._choose_way(scale)
 
     def scale(self, outputs: Any) -> Any:
         """Returns a tensor, or the tensors of an iterable, times the scale; as torch's.
@@ -242,11 +239,13 @@ class GradScaler(TorchGradScaler):
         Args:
             outputs: A tensor, or an iterable of them.
         """
-        if type(outputs) is Tensor and self._short_way is not None and self._enabled:
-            scale = self._scale
-            if scale is not None and scale.device == outputs.device:
-                return outputs if self._is_guard else outputs * scale
-        return self._scaled_by_1(outputs) if self._is_guard else super().scale(outputs)
+        if self._is_guard:
+            return self._scaled_by_1(outputs)
+        is_usual = type(outputs) is Tensor and outputs.dtype is torch.float32 and self._enabled
+        scale = self._scale if is_usual else None
+        if scale is not None and scale.device == outputs.device:
+            return outputs * scale
+        return super().scale(outputs)
 
     def _scaled_by_1(self, outputs: Any) -> Any:
         """What torch's `scale` returns, without a multiplication; makes the scale as it does."""
@@ -300,31 +299,46 @@ class GradScaler(TorchGradScaler):
             RuntimeError: If called twice, or after `step`, since the last `update`.
             ValueError: If a gradient is float16 and `allow_fp16` is not set; its note says which.
         """
-        casts = None
-        usual = cpu.usual_entry(self, optimizer)
-        if usual is not None:
-            scale, state, casts = usual
-        elif self._enabled:
-            scale = self._checked_scale("unscale_")
-            state = self._per_optimizer_states[id(optimizer)]
-        else:
+        if not self._enabled:
             return
-        if state["stage"] is _UNSCALED or state["stage"] is _STEPPED:
-            raise _not_ready(state, "clip_grad_norm_() unscales, too.")
-        skips = None
-        try:
-            if usual is not None:
-                skips = self._short_way.unscale_groups(
-                    *(optimizer.param_groups, scale, self._allow_fp16, state, _UNSCALED, casts)
+        scale = self._scale
+        if scale is None or self._growth_tracker is None or overrides(self, _CHECK_SCALE):
+            scale = self._checked_scale("unscale_")
+        entry = self._per_optimizer_states[id(optimizer)]
+        if entry["stage"] is _UNSCALED or entry["stage"] is _STEPPED:
+            raise _not_ready(entry, "clip_grad_norm_() unscales, too.")
+        if overrides(self, _UNSCALE_GRADS):
+            found_inf = torch.full((), 0.0, dtype=torch.float32, device=scale.device)
+            agreement = self._ranks.agreement_on(optimizer.param_groups)
+            try:
+                flags = self._unscale_grads_(optimizer, inverse(scale), found_inf, self._allow_fp16)
+                entry["stage"] = _UNSCALED
+            except Exception:
+                raise
+            except BaseException:  # an interrupt, which may have left gradients half written
+                _mark_unscaled(entry, agreement=agreement)
+                raise
+            passed: _Passed = flags, agreement, None
+        else:
+            if self._is_guard:
+                work = Pass(casts_of(optimizer) is not None, Factor.NONE)
+            else:
+                work, _ = (
+                    self._passes if self._passes[0].factor is scale else self._passes_by(scale)
                 )
-            if skips is None:
-                self._unscale(optimizer, state, scale)
-        except AttributeError as error:
-            explain(error, optimizer, "param_groups")
-            raise
-        flags = state["found_inf_per_device"]
-        if flags and cpu.record(self._last_checks.entries, optimizer, flags) is None:
-            self._last_checks.record(optimizer, flags)
+            if self._ending is not None:
+                work, self._ending = work._replace(ending=self._ending), None
+            try:
+                passed = self._pass(optimizer, entry, work, scale, allow_fp16=self._allow_fp16)
+            except AttributeError as error:
+                explain(error, optimizer, "param_groups")
+                raise
+        entry["stage"] = _UNSCALED
+        entry["found_inf_per_device"], agreement, observed = passed
+        if agreement is not None:
+            self._agree(entry, scale, agreement, observed)
+        if entry["found_inf_per_device"]:
+            self._last_checks.record(optimizer, entry["found_inf_per_device"])
 
     @not_compiled
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
@@ -348,68 +362,40 @@ class GradScaler(TorchGradScaler):
         result: float | None
         if "closure" in kwargs and self._enabled:
             raise RuntimeError("Closure use is not currently supported if GradScaler is enabled.")
-        usual = cpu.usual_entry(self, optimizer)
-        is_usual, casts = usual is not None, None
-        if usual is not None:
-            scale, state, casts = usual
-        elif self._enabled:
-            scale = self._checked_scale("step")
-            state = self._per_optimizer_states[id(optimizer)]
-        else:
+        if not self._enabled:
             try:
                 result = optimizer.step(*args, **kwargs)
             except AttributeError as error:
                 explain(error, optimizer, "step")
                 raise
             return result
-        if state["stage"] is _STEPPED:
+        scale = self._scale
+        if scale is None or self._growth_tracker is None or overrides(self, _CHECK_SCALE):
+            scale = self._checked_scale("step")
+        entry = self._per_optimizer_states[id(optimizer)]
+        if entry["stage"] is _STEPPED:
             raise add_note(
                 RuntimeError("step() has already been called since the last update()."), _ONCE
             )
-        if _AGREEMENT in state:
-            self._agree_again(state, scale.device)
-
-        recorded = None
+        if _AGREEMENT in entry and entry["stage"] is not _READY:
+            self._agree(entry, scale, entry[_AGREEMENT])
         if getattr(optimizer, "_step_supports_amp_scaling", False):
-            if takes_grad_scaler(optimizer.step):
-                result = self._legacy_step(optimizer, args, kwargs)
-            else:
-                # Gradients that are cast are written, and those of a guard not divided.
-                divides = casts is None and not self._is_guard
-                usual_scale = scale if is_usual and divides else None
-                result = self._fused_step(optimizer, state, usual_scale, args, kwargs)
-                recorded = state.get("found_inf_per_device")
+            result = self._step_fused(optimizer, entry, args, kwargs)
         else:
-            skips = None
-            if scale.is_cuda and is_capturing() and not self._overrides(_MAYBE_STEP):
+            if scale.is_cuda and is_capturing() and not overrides(self, _MAYBE_STEP):
                 # Here, or the gradients would count as unscaled.
                 cuda_graphs.require_skippable(optimizer)
-            if state["stage"] is _READY:
-                if is_usual:
-                    try:
-                        skips = self._short_way.unscale_groups(
-                            *(optimizer.param_groups, scale, self._allow_fp16),
-                            *(state, _UNSCALED, casts),
-                        )
-                    except AttributeError as error:
-                        explain(error, optimizer, "param_groups")
-                        raise
-                if skips is None:
-                    self.unscale_(optimizer)
-            recorded = state["found_inf_per_device"]
-            if not recorded:
+            if entry["stage"] is _READY:
+                self.unscale_(optimizer)
+            flags = entry["found_inf_per_device"]
+            if not flags:
                 raise no_inf_checks(optimizer)
-            if cpu.record(self._last_checks.entries, optimizer, recorded) is None:
-                self._last_checks.record(optimizer, recorded)
-            if is_usual and skips is None:
-                skips = cpu.any_found(recorded)
-            if skips is None:
-                result = self._maybe_opt_step(optimizer, state, *args, **kwargs)
-            else:
-                result = None if skips else optimizer.step(*args, **kwargs)
-        state["stage"] = _STEPPED
-        flags = state.get("found_inf_per_device")
-        if flags is not None and flags is not recorded:
+            if flags is not self._last_checks.latest:
+                self._last_checks.record(optimizer, flags)
+            result = self._maybe_opt_step(optimizer, entry, *args, **kwargs)
+        entry["stage"] = _STEPPED
+        flags = entry.get("found_inf_per_device")
+        if flags is not None and flags is not self._last_checks.latest:
             self._last_checks.record(optimizer, flags)
         return result
 
@@ -426,23 +412,33 @@ class GradScaler(TorchGradScaler):
                 is not as described.
             ValueError: If `new_scale` is given and the scale is always 1, as a `StepGuard`'s.
         """
-        loss_scale = self._loss_scale
-        short_way, is_done = self._short_way, None
-        if new_scale is None and short_way is not None:
-            scale, norm = self._scale, None
-            if loss_scale.norms and scale is not None:
-                norm = loss_scale.joint_norm(scale.device)
-            is_done = short_way.update_scale(self, loss_scale.words, norm)
-        if is_done:
+        if not self._enabled:
+            return
+        if new_scale is not None:
+            self._set_scale(new_scale)
             self._end_iteration()
-        elif self._enabled:
-            if new_scale is None:
-                self._update(*self._check_scale_growth_tracker("update"))
-            else:
-                self._set_scale(new_scale)
-            self._end_iteration()
-        if new_scale is None and loss_scale.watches_minimum:
-            loss_scale.check_min_scale()
+            return
+        scale, growth_tracker = self._scale, self._growth_tracker
+        if scale is None or growth_tracker is None or overrides(self, _CHECK_SCALE):
+            scale, growth_tracker = self._check_scale_growth_tracker("update")
+        flags = []
+        for entry in self._per_optimizer_states.values():
+            if _AGREEMENT in entry and entry["stage"] is not _READY:
+                self._agree(entry, scale, entry[_AGREEMENT])
+            for flag in entry["found_inf_per_device"].values():
+                is_there = isinstance(flag, Tensor) and flag.device == scale.device
+                flags.append(flag if is_there else moved(flag, scale.device))
+        if not flags:
+            raise add_note(
+                AssertionError("No inf checks were recorded prior to update."),
+                "Neither step() nor unscale_() found a gradient since the last update().",
+            )
+        factors = self._growth_factor, self._backoff_factor, self._growth_interval
+        kernels = self._kernels or self._choose_kernels(scale.device)
+        self._loss_scale.update_(scale, growth_tracker, flags, factors, kernels)
+        self._end_iteration()
+        if self._loss_scale.watches_minimum:
+            self._loss_scale.check_min_scale()
 
     @not_compiled
     def step_and_update(self, *optimizers: torch.optim.Optimizer) -> list[float | None]:
@@ -467,37 +463,28 @@ class GradScaler(TorchGradScaler):
                     "step_and_update takes optimizers one by one, as in step_and_update(a, b), "
                     f"got a {type(optimizer).__name__}"
                 )
-        if (
-            self._short_way is cpu
-            or not optimizers
-            or not self._enabled
-            or self._overrides(_ALL_HOOKS)
-        ):
-            results = []
-            for optimizer in optimizers:
-                results.append(self.step(optimizer))
-            self.update()
-            return results
-        *first, last = optimizers
-        results = [self.step(optimizer) for optimizer in first]
-        scale, growth_tracker = self._check_scale_growth_tracker("step")
-        loss_scale, flags = self._loss_scale, self._flags_besides(last, scale.device)
-        update = loss_scale.riding_update(
-            scale, growth_tracker, flags, self._factors(), self._choice
-        )
-        self._riding = update
+        ending = None
+        results = [self.step(optimizer) for optimizer in optimizers[:-1]]
+        if optimizers and self._enabled and not overrides(self, _ALL_HOOKS):
+            scale, growth_tracker = self._check_scale_growth_tracker("step")
+            kernels = self._choice.kernels_for(scale.device)
+            if isinstance(kernels, DeviceKernels):
+                flags = self._flags_besides(optimizers[-1], scale.device)
+                given = (scale, growth_tracker, flags, self._factors())
+                ending = self._loss_scale.ending(*given, kernels)
+        self._ending = ending
         try:
-            results.append(self.step(last))
+            results += [self.step(optimizer) for optimizer in optimizers[-1:]]
         except BaseException:
-            if update is not None and update.applied:
-                update.undo()
+            if ending is not None:
+                ending.undo()
             raise
         finally:
-            self._riding = None
-        if update is not None and update.applied:
-            update.bump_version()
+            self._ending = None
+        if ending is not None and ending.applied:
+            torch.autograd.graph.increment_version(scale)
             self._end_iteration()
-            loss_scale.check_min_scale()
+            self._loss_scale.check_min_scale()
         else:
             self.update()
         return results
@@ -563,22 +550,14 @@ class GradScaler(TorchGradScaler):
                     "clip_grad_norm_() unscales by itself: call it once, in place of unscale_(), "
                     f"before step(). The optimizer: {type(each).__name__}.",
                 )
-        overridden = self._overrides(_UNSCALES)
+        overridden = overrides(self, _UNSCALES)
         defers = [not in_place and clipping.can_defer(each, overridden) for each in optimizers]
         spikes = None
         if highest is not None:
             spikes = self._spike_rules.rule(optimizers, highest, scale.device)
         norm: Tensor | None = None
-        writes_all = in_place and not (self._is_guard and limit == math.inf)
-        if writes_all and len(optimizers) == 1 and order in clipping.FUSED_ORDERS:
-            (only,) = optimizers
-            usual = cpu.usual_entry(self, only)
-            if usual is not None:
-                scale, state, casts = usual
-                norm = self._short_way.clip_groups(
-                    *(only.param_groups, scale, self._allow_fp16, state, _UNSCALED, casts),
-                    *(limit, order == math.inf, *(spikes or _NO_SPIKES)),
-                )
+        if len(optimizers) == 1 and not overridden and not defers[0]:
+            norm = self._clip_over(optimizers[0], scale, limit, order, spikes)
         if norm is None:
             norm = self._clip(
                 optimizers, scale, limit, order, spikes, defers, overridden=overridden
@@ -656,7 +635,7 @@ class GradScaler(TorchGradScaler):
         flags = self._last_flags(optimizer)
         scale = self._get_scale_async() if self._enabled else None
         device = torch.device("cpu") if scale is None else scale.device
-        return aten.any_found(flags.values(), device)
+        return scalars.any_found(flags.values(), device)
 
     def step_skipped(self, optimizer: torch.optim.Optimizer) -> bool:
         """Returns whether the optimizer's last step was skipped, with one host sync.
@@ -688,7 +667,7 @@ class GradScaler(TorchGradScaler):
         refuse_capture("a question that the host asks", "ask after the replay")
         flags = self._last_flags(optimizer)
         device = next(iter(flags.values())).device if flags else torch.device("cpu")
-        flag = aten.joint_flag(flags.values(), device).item()
+        flag = joint_flag(flags.values(), device).item()
         return None if flag == 0 else "overflow" if flag == 1 else "spike"
 
     def get_scale(self) -> float:
@@ -851,7 +830,7 @@ class GradScaler(TorchGradScaler):
     def __getstate__(self) -> dict[str, Any]:
         state = super().__getstate__()
         # Of this process and this iteration; weak references among them.
-        for name in ("_choice", "_last_checks", "_riding", "_short_way", "_tracking"):
+        for name in ("_choice", "_ending", "_kernels", "_last_checks", "_passes", "_tracking"):
             state.pop(name, None)
         if self._ranks.is_alone:
             state.pop("_ranks", None)
@@ -868,7 +847,6 @@ class GradScaler(TorchGradScaler):
         super()._lazy_init_scale_growth_tracker(dev)
         if self._scale is not None:
             self._loss_scale.words_on(self._scale.device)
-            self._choose_way(self._scale)
 
     def _unscale_grads_(
         self,
@@ -879,34 +857,25 @@ class GradScaler(TorchGradScaler):
     ) -> dict[torch.device, Tensor]:
         if allow_fp16 is None:
             allow_fp16 = self._allow_fp16  # FSDP's scaler need not be told
-        grads, agreement = self._begin_pass(optimizer, allow_fp16=allow_fp16, writes=True)
-        state = self._per_optimizer_states.get(id(optimizer), _NEW)
-        flags = gradients.unscale_(
-            grads,
-            gradients.UnscaleFactor(inv_scale),
-            choice=self._choice,
-            found_inf=found_inf,
-            before_write=partial(_mark_unscaled, state, agreement=agreement)
-            if _UNSCALING in state
-            else None,
-        )
-        # `unscale_` agrees on them by itself.
-        if _UNSCALING in state:
-            return flags
-        return distributed.agreed(agreement, flags, inv_scale.device)
+        grads = self._collect(optimizer, allow_fp16=allow_fp16, writes=True)
+        return gradients.run(grads, Pass(True, Factor.TIMES, inv_scale, found_inf))
 
     def _check_inf_per_device(self, optimizer: torch.optim.Optimizer) -> Flags:
         scale, _ = self._check_scale_growth_tracker("_check_inf_per_device")
-        if self._overrides(_UNSCALE_GRADS):
+        if overrides(self, _UNSCALE_GRADS):
             one = torch.full((), 1.0, dtype=torch.float32, device=scale.device)
             zero = torch.full((), 0.0, dtype=torch.float32, device=scale.device)
             flags = self._unscale_grads_(optimizer, one, zero, True)
-            agreement = self._ranks.agreement_on(optimizer.param_groups)
-            flags = distributed.agreed(agreement, flags, scale.device)
+            passed: _Passed = flags, self._ranks.agreement_on(optimizer.param_groups), None
         else:
-            flags = self._check(optimizer, scale.device)
-        self._per_optimizer_states[id(optimizer)]["found_inf_per_device"] = flags
-        return flags
+            work = Pass(False, Factor.NONE)
+            passed = self._pass(optimizer, _NEW, work, scale, allow_fp16=True, observes=False)
+        entry = self._per_optimizer_states[id(optimizer)]
+        entry["found_inf_per_device"], agreement, _ = passed
+        if agreement is not None:
+            self._agree(entry, scale, agreement)
+        found: Flags = entry["found_inf_per_device"]
+        return found
 
     def _maybe_opt_step(
         self,
@@ -916,7 +885,7 @@ class GradScaler(TorchGradScaler):
         **kwargs: Any,
     ) -> float | None:
         flags = optimizer_state["found_inf_per_device"]
-        found = cpu.any_found(flags)
+        found = any_found(flags)
         if found is None:
             on_gpu = [flag for flag in flags.values() if isinstance(flag, Tensor) and flag.is_cuda]
             if on_gpu and is_capturing():
@@ -926,7 +895,7 @@ class GradScaler(TorchGradScaler):
             if len(on_gpu) > 1:
                 # In one place, so that the host waits once.
                 place = on_gpu[0].device
-                total = sum(aten.moved(flag, place) for flag in on_gpu)
+                total = sum(moved(flag, place) for flag in on_gpu)
                 flags = {key: flag for key, flag in flags.items() if not flag.is_cuda}
                 flags[place] = total
             found = bool(sum(flag.item() for flag in flags.values()))
@@ -934,76 +903,79 @@ class GradScaler(TorchGradScaler):
 
     # The steps of the state machine.
 
-    def _unscale(
-        self, optimizer: torch.optim.Optimizer, state: dict[str, Any], scale: Tensor
-    ) -> None:
-        """Unscales by the general way."""
-        observed: list[Tensor] | None = None
-        if self._overrides(_UNSCALE_GRADS):
-            inv_scale = gradients.inverse(scale)
-            found_inf = torch.full((), 0.0, dtype=torch.float32, device=scale.device)
-            state[_UNSCALING] = True
-            try:
-                flags = self._unscale_grads_(optimizer, inv_scale, found_inf, self._allow_fp16)
-            finally:
-                del state[_UNSCALING]
-            agreement = self._ranks.agreement_on(optimizer.param_groups)
-        else:
-            only_reads = self._is_guard and casts_of(optimizer) is None
-            grads, agreement = self._begin_pass(
-                optimizer, allow_fp16=self._allow_fp16, writes=not only_reads
-            )
-            riding, self._riding = self._riding, None
-            update = None if agreement else riding
-            peaks = self._peaks()
-            if only_reads:
-                flags = gradients.check_(grads, choice=self._choice, update=update)
-            else:
-                flags = gradients.unscale_(
-                    grads,
-                    gradients.UnscaleFactor.of_scale(scale),
-                    choice=self._choice,
-                    update=update,
-                    before_write=partial(_mark_unscaled, state, agreement=agreement),
-                    peaks=peaks,
-                )
-            observed = self._observed(grads, peaks)
-        if agreement is not None:
-            state[_AGREEMENT] = agreement  # if it fails now, `step` or `update` will do it
-        state["found_inf_per_device"] = flags
-        state["stage"] = _UNSCALED
-        follower = self._loss_scale.follower
-        if agreement is None and follower is not None:
-            follower.observe(observed)
-        self._agree_again(state, scale.device, observed)
-
-    def _agree_again(
-        self, state: dict[str, Any], device: torch.device, observed: list[Tensor] | None = None
-    ) -> None:
-        """Agrees on the flags of an optimizer if that is still to come."""
-        agreement = state.get(_AGREEMENT)
-        if agreement is not None and state["stage"] is not _READY:
-            flags = self._agreed(agreement, state["found_inf_per_device"], device, observed)
-            state["found_inf_per_device"] = flags
-            del state[_AGREEMENT]
-
-    def _agreed(
+    def _pass(
         self,
-        agreement: distributed.Agreement | None,
-        flags: Flags,
-        device: torch.device,
-        observed: list[Tensor] | None,
-    ) -> Flags:
-        """The flags, and the largest of what was observed, on which ranks agree."""
-        follower = self._loss_scale.follower
-        if agreement is not None and follower is not None:
+        optimizer: torch.optim.Optimizer,
+        entry: dict[str, Any],
+        work: Pass,
+        scale: Tensor,
+        *,
+        allow_fp16: bool,
+        observes: bool = True,
+    ) -> _Passed:
+        """Runs a pass over an optimizer's gradients.
+
+        One that writes marks the entry as unscaled first: whatever ends it early, neither a retry
+        nor a step takes gradients that are half written.
+
+        Returns:
+            Flags by device, the agreement of ranks that they need, what the policy observed.
+        """
+        follower, grads, agreement = self._loss_scale.follower, None, None
+        if follower is not None and observes:
+            work = follower.before(work, scale.device)
+        plain: Pass | None = work
+        if self._track is not None:
+            plain = self._tracking.before(optimizer, work, self._loss_scale.words)
+        if not self._ranks.is_alone:
+            agreement = self._ranks.agreement(())
+            if work.write:
+                entry[_AGREEMENT] = agreement
+        flag = None
+        if plain is not None:
+            kernels = self._kernels or self._choose_kernels(scale.device)
+            marked = entry if work.write else None
+            flag = kernels.pass_over(optimizer, marked, _UNSCALED, plain, allow_fp16)
+        if flag is not None:
+            flags = {flag.device: flag}
+        else:
+            grads = self._collect(optimizer, allow_fp16=allow_fp16, writes=work.write)
+            agreement = self._agreement(grads)
+            if agreement is not None:
+                work = work._replace(ending=None)
+            mark = partial(_mark_unscaled, entry, agreement=agreement) if work.write else None
+            flags = gradients.run(grads, work, before_write=mark)
+        observed = None if work.sums is None else [work.sums[1]]
+        if follower is not None and grads is not None and observed is None:
+            observed = follower.seen(grads)
+        if follower is not None and agreement is None:
+            follower.observed += observed or []
+            observed = None
+        return flags, agreement, observed
+
+    def _agree(
+        self,
+        entry: dict[str, Any],
+        scale: Tensor,
+        agreement: distributed.Agreement,
+        observed: list[Tensor] | None = None,
+    ) -> None:
+        """Gives an entry the flags of all ranks, and the policy what they observed.
+
+        Of an optimizer that was unscaled, `step` or `update` takes a collective again that fails.
+        """
+        follower, flags = self._loss_scale.follower, entry["found_inf_per_device"]
+        if entry["stage"] is not _READY:
+            entry[_AGREEMENT] = agreement
+        if follower is None:
+            (flags,) = agreement.share([flags], scale.device)
+        else:
+            device = scale.device
             largest = follower.largest(observed, device)
             (flags,), largest = agreement.share_norm([flags], device, largest, largest=True)
-            follower.observe([largest])
-            return flags
-        if follower is not None:
-            follower.observe(observed)
-        return distributed.agreed(agreement, flags, device)
+            follower.observed.append(largest)
+        entry["found_inf_per_device"] = flags
+        entry.pop(_AGREEMENT, None)
 
     def _legacy_step(
         self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -1018,43 +990,29 @@ class GradScaler(TorchGradScaler):
         result: float | None = optimizer.step(*args, **{**kwargs, "grad_scaler": self})
         return result
 
-    def _fused_step(
+    def _step_fused(
         self,
         optimizer: torch.optim.Optimizer,
-        state: dict[str, Any],
-        usual_scale: Tensor | None,
+        entry: dict[str, Any],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> float | None:
         """Steps an optimizer that divides by `grad_scale` and skips by `found_inf` itself."""
-        checked = None
-        if (
-            usual_scale is not None
-            and state["stage"] is _READY
-            and not hasattr(optimizer, "grad_scale")
-        ):
-            checked = self._short_way.check_groups(optimizer.param_groups, usual_scale)
-        if checked is not None:
-            flag, found_inf, grad_scale = checked
-            if found_inf is flag and not _is_torchs(optimizer):
-                found_inf = flag.clone()
-            state["found_inf_per_device"] = {flag.device: flag}
-        else:
-            found_inf, grad_scale = self._found_by_division(optimizer, state)
-        flags = state["found_inf_per_device"]
-        if cpu.record(self._last_checks.entries, optimizer, flags) is None:
+        if takes_grad_scaler(optimizer.step):
+            return self._legacy_step(optimizer, args, kwargs)
+        found_inf, grad_scale = self._found_by_division(optimizer, entry)
+        flags = entry["found_inf_per_device"]
+        if flags is not self._last_checks.latest:
             self._last_checks.record(optimizer, flags)
         try:
             optimizer.grad_scale = grad_scale  # type: ignore[attr-defined]
             optimizer.found_inf = found_inf  # type: ignore[attr-defined]
-            waits = steps_are_watched(optimizer) and not is_capturing()
             if isinstance(optimizer, torch.optim.SGD) and flags and lacks_momentum(optimizer):
                 refuse_capture(
                     "the first step of a fused SGD with momentum, which may have to be skipped"
                 )
-                waits = True
-            if waits and flags and found_inf.item():
-                return None
+                if found_inf.item():
+                    return None
             result: float | None = optimizer.step(*args, **kwargs)
             return result
         finally:
@@ -1069,77 +1027,83 @@ class GradScaler(TorchGradScaler):
                 pass
 
     def _found_by_division(
-        self, optimizer: torch.optim.Optimizer, state: dict[str, Any]
+        self, optimizer: torch.optim.Optimizer, entry: dict[str, Any]
     ) -> tuple[Any, Any]:
         """Returns the `found_inf` and the `grad_scale` for an optimizer that divides by it."""
-        overridden = self._overrides(_CHECKS)
+        overridden = overrides(self, _CHECKS)
         divides = not isinstance(optimizer, MasterWeights) and (overridden or not self._is_guard)
-        if state["stage"] is _READY and not divides:
+        if entry["stage"] is _READY and not divides:
             self.unscale_(optimizer)  # which casts, or only reads
-        if state["stage"] is _READY:
-            if overridden:
-                self._check_inf_per_device(optimizer)
-            else:
+        scale = self._scale
+        if scale is None or overrides(self, _SCALE_HOOKS):
+            if entry["stage"] is _READY and not overridden:
                 self._check_scale_growth_tracker("_check_inf_per_device")
-        scale = self._get_scale_async()
+            scale = None
+        if entry["stage"] is _READY and overridden:
+            self._check_inf_per_device(optimizer)
+        if scale is None:
+            scale = self._get_scale_async()
         if scale is None:
             raise AssertionError("_get_scale_async returned None")
-        is_unscaled = state["stage"] is _UNSCALED
-        deferred: clipping.Deferred | None = state.get(clipping.DEFERRED)
-        riding = None
+        is_unscaled = entry["stage"] is _UNSCALED
+        has_own = hasattr(optimizer, "grad_scale")
+        deferred: clipping.Deferred | None = entry.get(clipping.DEFERRED)
         if is_unscaled:
             grad_scale = getattr(optimizer, "grad_scale", None)
-        elif self._riding and deferred is None and not hasattr(optimizer, "grad_scale"):
-            riding, grad_scale = self._riding, scale
-            riding.divisor = torch.empty_like(scale)
-        else:
+        elif has_own or overridden or deferred is not None:
             grad_scale = scale * getattr(optimizer, "grad_scale", 1)
+        else:
+            return self._checked_by_scale(optimizer, entry, scale)
         if deferred is not None:
-            flags = state["found_inf_per_device"]
-            grad_scale, state["found_inf_per_device"] = deferred.handed_over(grad_scale, flags)
+            flags = entry["found_inf_per_device"]
+            grad_scale, entry["found_inf_per_device"] = deferred.handed_over(grad_scale, flags)
         elif isinstance(grad_scale, Tensor) and not overridden:
-            divisor = grad_scale.detach().float()
             # With a scale of the optimizer's own it sees other values than the policy.
-            observes = not is_unscaled and not hasattr(optimizer, "grad_scale")
-            found = self._check(
-                optimizer, scale.device, divisor, rides=not is_unscaled, observes=observes
+            work = Pass(False, Factor.DIVIDE, grad_scale.detach().float())
+            flags, agreement, _ = self._pass(
+                optimizer, entry, work, scale, allow_fp16=True, observes=False
             )
-            if riding is not None:
-                grad_scale = riding.divisor if riding.applied else scale * 1
+            if agreement is not None:
+                (flags,) = agreement.share([flags], scale.device)
             if is_unscaled:
                 # What unscale_ found counts too; in new tensors, for its own may have been handed
                 # out.
-                for device, flag in state["found_inf_per_device"].items():
-                    both = [flag, found[device]] if device in found else [flag]
-                    found[device] = aten.joint_flag(both, flag.device)
-            state["found_inf_per_device"] = found
-            flags = list(found.values())
-            if not is_unscaled and len(flags) == 1 and flags[0].device == scale.device:
-                # Exactly 0 or 1, and new; only another's optimizer may write it.
-                return flags[0] if _is_torchs(optimizer) else flags[0].clone(), grad_scale
-        flags = state["found_inf_per_device"].values()
+                for device, flag in entry["found_inf_per_device"].items():
+                    both = [flag, flags[device]] if device in flags else [flag]
+                    flags[device] = joint_flag(both, flag.device)
+            entry["found_inf_per_device"] = flags
+        flags = entry["found_inf_per_device"].values()
         # Nothing checked is 0, as torch's sum over nothing.
-        return aten.any_found(flags, scale.device) if flags else 0, grad_scale
+        return scalars.any_found(flags, scale.device) if flags else 0, grad_scale
 
-    def _check(
-        self,
-        optimizer: torch.optim.Optimizer,
-        device: torch.device,
-        grad_scale: Tensor | None = None,
-        *,
-        rides: bool = False,
-        observes: bool = False,
-    ) -> Flags:
-        """Flags of the gradients as an optimizer uses them; an update may ride in the check.
-
-        An optimizer without gradients gets the flag of other ranks on `device`.
-        """
-        grads, agreement = self._begin_pass(optimizer, allow_fp16=True, writes=False)
-        update = self._riding if rides and agreement is None else None
-        self._riding = None
-        peaks = self._peaks() if observes else None
-        flags = gradients.check_(grads, grad_scale, choice=self._choice, update=update, peaks=peaks)
-        return self._agreed(agreement, flags, device, self._observed(grads, peaks))
+    def _checked_by_scale(
+        self, optimizer: torch.optim.Optimizer, entry: dict[str, Any], scale: Tensor
+    ) -> tuple[Any, Any]:
+        """Checks still scaled gradients for an optimizer that divides by the scale alone."""
+        _, work = self._passes if self._passes[0].factor is scale else self._passes_by(scale)
+        ending = None
+        kernels = self._kernels or self._choose_kernels(scale.device)
+        if scale.dtype is torch.float32 and isinstance(kernels, DeviceKernels):
+            ending, self._ending = self._ending or Ending(None, scale), None
+            work = work._replace(factor=scale.detach(), ending=ending)
+        flags, agreement, observed = self._pass(optimizer, entry, work, scale, allow_fp16=True)
+        entry["found_inf_per_device"] = flags
+        if agreement is not None:
+            self._agree(entry, scale, agreement, observed)
+            flags = entry["found_inf_per_device"]
+        if ending is not None and ending.applied:
+            grad_scale = ending.divisor
+        else:
+            copied = copy_of(scale)
+            grad_scale = scale * 1 if copied is None else copied
+        if len(flags) != 1 or scale.device not in flags:
+            # Nothing checked is 0, as torch's sum over nothing.
+            found = scalars.any_found(flags.values(), scale.device) if flags else 0
+            return found, grad_scale
+        # Exactly 0 or 1, and new; only another's optimizer may write it.
+        flag = flags[scale.device]
+        is_torchs = type(optimizer).__module__.startswith("torch.optim.")
+        return flag if is_torchs else flag.clone(), grad_scale
 
     def _clip(
         self,
@@ -1170,69 +1134,87 @@ class GradScaler(TorchGradScaler):
             for each, deferred in zip(optimizers, defers, strict=True)
         ]
         divisor = None
-        states: list[dict[str, Any]] = []
+        entries: list[dict[str, Any]] = []
         if scale is not None:
-            states = [self._per_optimizer_states[id(each)] for each in optimizers]
+            entries = [self._per_optimizer_states[id(each)] for each in optimizers]
             if any(defers):
                 divisor = torch.empty((), dtype=torch.float32, device=scale.device)
-        checked = [] if overridden else list(zip(states, terms, strict=False))
-        for _, term in checked:
-            term.grads = self._tracked(term.optimizer, term.grads)
+        if overridden:
+            for term in terms:
+                term.grads.track_on = None
+        checked = [] if overridden else list(zip(entries, terms, strict=False))
         agreement = self._agreement(*(term.grads for term in terms))
         norm, coefficient = clipping.measure(
             self._choice, terms, order, limit, scale, divisor, agreement, spikes
         )
         if overridden and spikes is not None:
-            for state, term in zip(states, terms, strict=True):
-                flags = state["found_inf_per_device"]
-                state["found_inf_per_device"] = {
-                    at: aten.joint_flag([flag, *term.flags.values()], flag.device)
+            for entry, term in zip(entries, terms, strict=True):
+                flags = entry["found_inf_per_device"]
+                entry["found_inf_per_device"] = {
+                    at: joint_flag([flag, *term.flags.values()], flag.device)
                     for at, flag in flags.items()
                 }
-        for (state, term), deferred in zip(checked, defers, strict=False):
+        for (entry, term), deferred in zip(checked, defers, strict=False):
             if deferred and divisor is not None:
                 rows = term.rows + term.uncounted
-                state[clipping.DEFERRED] = clipping.Deferred(divisor, coefficient, rows, agreement)
+                entry[clipping.DEFERRED] = clipping.Deferred(divisor, coefficient, rows, agreement)
         follower = self._loss_scale.follower
         if follower is not None:
             observed = []
             for term in terms:
-                peaks = [row[1] for row in term.rows + term.uncounted]
-                observed += self._observed(term.grads, peaks) or []
+                observed += follower.seen_in_norm(term.rows + term.uncounted, term.grads)
             if agreement is not None:
-                observed = [agreement.norm(aten.largest(observed, norm.device), math.inf)]
-            follower.observe(observed)
-        _mark_unscaled(*(state for state, _ in checked))
-        clipping.clip_(self._choice, terms, coefficient)
-        for state, term in checked:
-            state["found_inf_per_device"] = term.flags
-        if scale is not None and len(states) > 1:
-            clipping.skip_together(states, scale.device)
+                observed = [agreement.norm(scalars.largest(observed, norm.device), math.inf)]
+            follower.observed += observed
+        _mark_unscaled(*(entry for entry, _ in checked))
+        clipping.clip_(terms, coefficient)
+        for entry, term in checked:
+            entry["found_inf_per_device"] = term.flags
+        if scale is not None and len(entries) > 1:
+            clipping.skip_together(entries, scale.device)
+        return norm
+
+    def _clip_over(
+        self,
+        optimizer: torch.optim.Optimizer,
+        scale: Tensor,
+        limit: float,
+        order: float,
+        spikes: SpikeRule | None,
+    ) -> Tensor | None:
+        """Clips an optimizer's gradients by one call, or returns None where that cannot."""
+        keeps = self._is_guard and limit == math.inf
+        if keeps or order not in clipping.FUSED_ORDERS or not self._ranks.is_alone:
+            return None
+        entry, follower = self._per_optimizer_states[id(optimizer)], self._loss_scale.follower
+        work = Pass(False, Factor.TIMES_RECIPROCAL, scale)
+        if follower is not None:
+            work = follower.before(work, scale.device)
+        seen = None if work.sums is None else [work.sums[1]]
+        plain: Pass | None = work
+        if self._track is not None:
+            plain = self._tracking.before(optimizer, work, self._loss_scale.words)
+        if plain is None:
+            return None
+        kernels = self._kernels or self._choose_kernels(scale.device)
+        rule = (None, None) if spikes is None else spikes
+        given = (optimizer, entry, _UNSCALED, plain, self._allow_fp16)
+        norm = kernels.clip_over(*given, limit, order == math.inf, *rule)
+        if norm is not None and follower is not None and seen is not None:
+            follower.observed += seen
         return norm
 
     def _norm_term(
-        self, optimizer: Any, scale: Tensor | None, *, writes: bool
+        self, optimizer: Any, scale: Tensor | None, *, writes: bool, tracks: bool = True
     ) -> clipping.NormTerm:
         """The gradients of an optimizer in a norm; `scale` is None where they are not scaled."""
         allow_fp16 = scale is None or self._allow_fp16 or not writes
         grads = self._collect(optimizer, allow_fp16=allow_fp16, writes=writes, clips=True)
-        return clipping.NormTerm(optimizer, grads, gradients.UnscaleFactor.of_scale(scale), writes)
+        if not tracks:
+            grads.track_on = None
+        return clipping.NormTerm(optimizer, grads, gradients.unscaling(scale), writes)
 
     # What the steps above ask for.
-
-    def _peaks(self) -> list[Tensor] | None:
-        """A list for the peaks of a pass, or None where no policy needs them."""
-        follower = self._loss_scale.follower
-        return [] if follower is not None and follower.observes == "peak" else None
-
-    def _observed(
-        self, grads: gradients.Gradients, peaks: list[Tensor] | None
-    ) -> list[Tensor] | None:
-        """What the policy follows, of a pass over these gradients."""
-        follower = self._loss_scale.follower
-        if follower is not None and follower.observes == "share":
-            return gradients.vanishing_shares(grads)
-        return peaks
 
     def _last_flags(self, optimizer: torch.optim.Optimizer) -> Flags:
         """The flags of the optimizer's last check, by device; none if disabled."""
@@ -1246,14 +1228,17 @@ class GradScaler(TorchGradScaler):
             )
         return flags
 
-    def _choose_way(self, scale: Tensor) -> None:
-        """Chooses the kernels whose raw calls may try first, from what seldom changes."""
-        self._short_way = None
-        if self._track is None and self._ranks.is_alone and self._loss_scale.follower is None:
-            kernels: Any = self._choice.kernels_for(scale.device)
-            if self._is_guard and isinstance(kernels, gpu.DeviceKernels):
-                kernels = kernels.reading()
-            self._short_way = kernels
+    def _passes_by(self, scale: Tensor) -> tuple[Pass, Pass]:
+        """Makes the pass that unscales, and the one that checks for a division by the scale."""
+        divisor = scale if scale.dtype is torch.float32 else scale.float()
+        unscaling = Pass(True, *gradients.unscaling(scale))
+        self._passes = unscaling, Pass(False, Factor.DIVIDE, divisor)
+        return self._passes
+
+    def _choose_kernels(self, device: torch.device) -> backends.Kernels:
+        """Chooses the kernels for the device of the scale."""
+        self._kernels = self._choice.kernels_for(device)
+        return self._kernels
 
     def _collect(
         self,
@@ -1263,7 +1248,8 @@ class GradScaler(TorchGradScaler):
         writes: bool,
         clips: bool = False,
     ) -> gradients.Gradients:
-        return gradients.collect(
+        """Walks over an optimizer's gradients, which are tracked."""
+        grads = gradients.collect(
             optimizer.param_groups,
             allow_fp16=allow_fp16,
             writes=writes,
@@ -1273,21 +1259,18 @@ class GradScaler(TorchGradScaler):
             tracked=self._track is not None,
             casts=casts_of(optimizer),
         )
+        scale = None if self._track is None else self._get_scale_async()
+        if scale is not None:
+            entry = self._per_optimizer_states.get(id(optimizer), _NEW)
+            is_scaled = entry["stage"] is _READY
+            steps = self._loss_scale.words_on(scale.device)
+            grads.track_on = self._tracking.start(
+                optimizer, grads.groups, scale, steps, measures=is_scaled
+            )
+        return grads
 
     def _factors(self) -> tuple[Any, Any, Any]:
         return self._growth_factor, self._backoff_factor, self._growth_interval
-
-    def _update(self, scale: Tensor, growth_tracker: Tensor) -> None:
-        """Updates the scale by the general way."""
-        for state in self._per_optimizer_states.values():
-            self._agree_again(state, scale.device)
-        flags = self._flags_besides(None, scale.device)
-        if not flags:
-            raise add_note(
-                AssertionError("No inf checks were recorded prior to update."),
-                "Neither step() nor unscale_() found a gradient since the last update().",
-            )
-        self._loss_scale.update_(scale, growth_tracker, flags, self._factors(), self._choice)
 
     def _set_scale(self, new_scale: float | Tensor) -> None:
         """Takes a scale from the caller; the flags of this iteration count as a step."""
@@ -1307,7 +1290,7 @@ class GradScaler(TorchGradScaler):
                     tracker.detach().clone(),
                     flags,
                     (1.0, 1.0, 0),
-                    self._choice,
+                    self._choice.kernels_for(before.device),
                     follows=False,
                 )
         self._loss_scale.reset_minimum()
@@ -1331,19 +1314,11 @@ class GradScaler(TorchGradScaler):
     ) -> list[Tensor]:
         """The found_inf tensors of this iteration, without those of one optimizer."""
         return [
-            aten.moved(flag, device)
+            moved(flag, device)
             for key, state in (self._per_optimizer_states if states is None else states).items()
             for flag in state["found_inf_per_device"].values()
             if key != id(optimizer)
         ]
-
-    def _begin_pass(
-        self, optimizer: torch.optim.Optimizer, *, allow_fp16: bool, writes: bool
-    ) -> tuple[gradients.Gradients, distributed.Agreement | None]:
-        """The gradients of one pass, tracked, and the agreement of ranks on them."""
-        grads = self._collect(optimizer, allow_fp16=allow_fp16, writes=writes)
-        agreement = self._agreement(grads)
-        return self._tracked(optimizer, grads), agreement
 
     def _agreement(self, *passes: gradients.Gradients) -> distributed.Agreement | None:
         """The agreement of the ranks that hold other shards of these gradients, if there are any.
@@ -1356,23 +1331,10 @@ class GradScaler(TorchGradScaler):
             return None
         return ranks.agreement(layouts)
 
-    def _tracked(
-        self, optimizer: torch.optim.Optimizer, grads: gradients.Gradients
-    ) -> gradients.Gradients:
-        """The gradients with the tables in which a pass tracks their parameters."""
-        scale = None if self._track is None else self._get_scale_async()
-        if scale is None:
-            return grads
-        state = self._per_optimizer_states.get(id(optimizer), _NEW)
-        is_scaled = state["stage"] is _READY
-        steps = self._loss_scale.words_on(scale.device)
-        track_on = self._tracking.start(optimizer, grads.groups, scale, steps, measures=is_scaled)
-        return replace(grads, track_on=track_on)
-
     def _tracking_for(self, method: str, *kinds: str) -> overflow.Tracking:
         """The tables that a report is made of; raises RuntimeError where there are none."""
         overflow.require_tracked(self._track, method, kinds)
-        if self._enabled and self._tracking.is_empty and self._overrides(_UNSCALE_GRADS):
+        if self._enabled and self._tracking.is_empty and overrides(self, _UNSCALE_GRADS):
             raise RuntimeError(
                 f"{method}() knows nothing: {type(self).__name__} overrides _unscale_grads_, and "
                 "only gradients that ampfast's own method reads are tracked"
@@ -1382,23 +1344,9 @@ class GradScaler(TorchGradScaler):
     def _end_iteration(self) -> None:
         self._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
         loss_scale = self._loss_scale
-        if loss_scale.norms or loss_scale.follower is not None:
-            loss_scale.end_iteration()
-        checks = self._last_checks
-        if checks.held or checks.expiring:
-            checks.end_iteration()
-        if self._track is not None:
-            self._tracking.end_iteration()
-        if "_spike_rules" in self.__dict__:
-            self._spike_rules.end_iteration()
-
-    def _overrides(self, hooks: dict[str, Callable[..., Any] | None]) -> bool:
-        """Whether a subclass or this instance replaced one of `hooks`."""
-        kind, own = type(self), self.__dict__
-        for name, hook in hooks.items():
-            if getattr(kind, name) is not hook or name in own:
-                return True
-        return False
+        loss_scale.norms = {}
+        if loss_scale.follower is not None:
+            loss_scale.follower.observed = []
 
 
 class StepGuard(GradScaler):
@@ -1464,11 +1412,6 @@ def _not_ready(state: dict[str, Any], note: str) -> RuntimeError:
     return add_note(RuntimeError(text), f"{note} {_ONCE}")
 
 
-def _is_torchs(optimizer: object) -> bool:
-    """Whether an optimizer is torch's own."""
-    return type(optimizer).__module__.startswith("torch.optim.")
-
-
 def _methods(*names: str) -> dict[str, Callable[..., Any] | None]:
     """Methods as they are now: what replaces one later, on the class too, is a hook.
 
@@ -1486,11 +1429,13 @@ def _methods(*names: str) -> dict[str, Callable[..., Any] | None]:
 
 _UNSCALE_GRADS = _methods("_unscale_grads_")
 _MAYBE_STEP = _methods("_maybe_opt_step")
+_CHECK_SCALE = _methods("_check_scale_growth_tracker")
+_SCALE_HOOKS = _methods("_check_scale_growth_tracker", "_get_scale_async")
 _CHECKS = _methods("_unscale_grads_", "_check_inf_per_device")
 _UNSCALES = _methods("_unscale_grads_", "_check_inf_per_device", "unscale_")
-_HOOKS = _methods(
+_ALL_HOOKS = _methods(
     *("_unscale_grads_", "_check_inf_per_device", "_maybe_opt_step", "unscale_"),
     *("_check_scale_growth_tracker", "_get_scale_async", "_found_inf_per_device"),
+    *("step", "update"),
 )
-_ALL_HOOKS = {**_HOOKS, **_methods("step", "update")}
-cpu.watch_hooks(_HOOKS, _refresh_per_optimizer_state, _NEW, MasterWeights)
+watch_casts(MasterWeights)

@@ -10,30 +10,29 @@ import torch
 from torch import Tensor
 
 from ampfast import backends
-from ampfast.backends import Choice, Kernels, Update, aten, cpu
-from ampfast.backends.cpu import Track
+from ampfast.backends import TORCH_OPS, Choice, Kernels, core, torch_ops
+from ampfast.backends.core import Factor, Pass, Track
+from ampfast.backends.scalars import Copies, inverse, largest, moved, new_flag, widest
+from ampfast.backends.torch_ops import TensorList
 from ampfast.distributed import Layout, LocalShards
 from ampfast.errors import add_note
 
 Flags = dict[torch.device, Tensor]
+Batch = core.GradList | TensorList
 
 __all__ = [
     "SIXTEEN_BIT",
-    "Copies",
     "Gradients",
-    "UnscaleFactor",
     "cast_",
-    "check_",
     "collect",
-    "inverse",
     "local_tensor",
     "narrow_on_devices",
     "narrow_pairs",
-    "new_flag",
-    "norms",
     "of_list",
+    "run",
     "stamp_of",
-    "unscale_",
+    "unscaling",
+    "vanishing_fractions",
 ]
 
 SIXTEEN_BIT = (torch.float16, torch.bfloat16)
@@ -44,28 +43,23 @@ def _is_dense(grad: Tensor) -> bool:
     return type(grad) is Tensor and grad.layout is torch.strided
 
 
-@dataclass(frozen=True)
+@dataclass
 class Gradients:
-    """Gradients of one pass.
+    """Gradients of one pass, in lists of one device.
 
     Attributes:
-        lists: Regular gradients, one list per device.
-        set_aside: Gradients for torch's own op, by device: sparse, overlapping, subclasses,
-            complex, or on a device without kernels.
-        numbers: Numbers of the parameters whose gradients are set aside, by device.
+        lists: Those for torch's ops first, each with the kernels that take it.
         groups: All parameters by group, with or without gradient, for tracking and norms.
         shards: Local shards of the distributed gradients, or None if none is distributed.
         track_on: Tracking tables by device, or None.
         casts: Casts by a pass that writes, which are to be finished, or None.
     """
 
-    lists: list[cpu.GradList]
-    set_aside: dict[torch.device, list[Tensor]]
-    numbers: dict[torch.device, list[int]] = field(default_factory=dict)
+    lists: list[tuple[Kernels, Batch]]
     groups: list[list[Tensor]] = field(default_factory=list)
     shards: LocalShards | None = None
     track_on: Callable[[torch.device], Track] | None = None
-    casts: cpu.Casts | None = None
+    casts: core.Casts | None = None
 
     @property
     def layouts(self) -> dict[int, Layout]:
@@ -80,28 +74,19 @@ class Gradients:
         """Returns the tracking tables on a device, or None."""
         return None if self.track_on is None else self.track_on(device)
 
+    def for_torch(self) -> Iterator[TensorList]:
+        """Yields the lists for torch's ops."""
+        return (each for _, each in self.lists if isinstance(each, TensorList))
+
     def split(self, numbers: set[int]) -> tuple[Gradients, Gradients]:
         """Splits the gradients into those of the parameters of these numbers, and the others."""
-        inside: list[cpu.GradList] = []
-        outside: list[cpu.GradList] = []
-        for grads in self.lists:
-            for some, lists in zip(grads.split(numbers), (inside, outside), strict=True):
+        parts: tuple[list[tuple[Kernels, Batch]], ...] = ([], [])
+        for kernels, each in self.lists:
+            both: tuple[Batch, Batch] = each.split(numbers)
+            for some, lists in zip(both, parts, strict=True):
                 if some.chunks:
-                    lists.append(some)
-        return (
-            self._only(inside, lambda number: number in numbers),
-            self._only(outside, lambda number: number not in numbers),
-        )
-
-    def _only(self, lists: list[cpu.GradList], has: Callable[[int], bool]) -> Gradients:
-        aside: dict[torch.device, list[Tensor]] = {}
-        numbers: dict[torch.device, list[int]] = {}
-        for device, tensors in self.set_aside.items():
-            for number, tensor in zip(self.numbers[device], tensors, strict=True):
-                if has(number):
-                    aside.setdefault(device, []).append(tensor)
-                    numbers.setdefault(device, []).append(number)
-        return replace(self, lists=lists, set_aside=aside, numbers=numbers)
+                    lists.append((kernels, some))
+        return replace(self, lists=parts[0]), replace(self, lists=parts[1])
 
 
 def collect(
@@ -113,7 +98,7 @@ def collect(
     clips: bool = False,
     shards: LocalShards | None = None,
     tracked: bool = False,
-    casts: cpu.Casts | None = None,
+    casts: core.Casts | None = None,
 ) -> Gradients:
     """Reads the gradients of an optimizer's parameters, in order.
 
@@ -143,218 +128,131 @@ def collect(
     allow_fp16 = allow_fp16 or casts is not None
     casts = casts if writes else None
 
-    def walk(bumps_versions: bool) -> tuple[list[cpu.GradList], list[Any], Any]:
+    def walk(devices: int, bumps_versions: bool) -> tuple[list[core.GradList], list[Any], Any]:
         if casts is not None:
-            _cast_by_torch(cpu.irregular_casts(param_groups, choice.devices))
-        return cpu.walk(
-            param_groups, allow_fp16, writes, choice.devices, bumps_versions, shards, casts
-        )
+            _cast_by_torch(core.irregular_casts(param_groups, devices))
+        return core.walk(param_groups, allow_fp16, writes, devices, bumps_versions, shards, casts)
 
-    lists, irregular, refused = walk(clips and writes)
+    regular, irregular, refused = walk(choice.devices, clips and writes)
     if refused is not None:
         raise _refusal(*refused)
-    if any(choice.kernels_for(grads.device) is None for grads in lists):
-        # One of several GPUs differs, which the choice has recorded.
-        lists, irregular, _ = walk(False)
-    set_aside: dict[torch.device, list[Tensor]] = {}
-    numbers: dict[torch.device, list[int]] = {}
+    lists = [(choice.kernels_for(grads.device), grads) for grads in regular]
+    if any(kernels is TORCH_OPS for kernels, _ in lists):
+        # A GPU without kernels.
+        regular, irregular, _ = walk(choice.devices & core.CPU, False)
+        lists = [(choice.kernels_for(grads.device), grads) for grads in regular]
+    aside: dict[torch.device, TensorList] = {}
     if irregular:
         with torch.no_grad():
             for param, grad, number in irregular:
                 values = _values_of(param, grad, clips)
-                set_aside.setdefault(values.device, []).append(values)
-                numbers.setdefault(values.device, []).append(number)
+                device = values.device
+                each = aside.setdefault(device, TensorList(device, [], []))
+                each.tensors.append(values)
+                each.numbers.append(number)
     if shards is not None and not shards.layouts:
         shards = None
-    return Gradients(lists, set_aside, numbers, groups, shards, casts=casts)
+    by_torch = [(TORCH_OPS, each) for each in aside.values()]
+    return Gradients([*by_torch, *lists], groups, shards, casts=casts)
 
 
 def of_list(tensors: list[Tensor], device: torch.device) -> Gradients:
-    """Returns the gradients of a caller's list, all on one device with kernels."""
+    """Returns the gradients of a caller's list, all on one device."""
+    kernels = backends.choose().kernels_for(device)
+    by_torch = kernels is TORCH_OPS
     regular: list[int] = []
     irregular: list[int] = []
     for number, tensor in enumerate(tensors):
-        known = cpu.list_of([tensor], device) is not None
+        core.require_storage(tensor)
+        known = not by_torch and core.list_of([tensor], device) is not None
         (regular if known else irregular).append(number)
-    listed = cpu.list_of([tensors[number] for number in regular], device, regular)
-    set_aside = {device: [tensors[number] for number in irregular]} if irregular else {}
-    return Gradients([listed] if listed and regular else [], set_aside, {device: irregular})
+    lists: list[tuple[Kernels, Batch]] = []
+    if irregular:
+        aside = TensorList(device, [tensors[number] for number in irregular], irregular)
+        lists.append((TORCH_OPS, aside))
+    listed = core.list_of([tensors[number] for number in regular], device, regular)
+    if listed is not None and regular:
+        lists.append((kernels, listed))
+    return Gradients(lists)
 
 
-class UnscaleFactor:
-    """Factor that unscales: the inverse scale, or the scale itself, on any device.
-
-    Attributes:
-        value: One-element float32, or None for unscaled gradients.
-        is_scale: Whether the value is the scale.
-    """
-
-    def __init__(self, value: Tensor | None, *, is_scale: bool = False) -> None:
-        self.value, self.is_scale = value, is_scale
-        self._copies = Copies(value)
-        self._inverses = Copies(None) if is_scale else self._copies
-
-    @classmethod
-    def of_scale(cls, scale: Tensor | None) -> UnscaleFactor:
-        if scale is None or scale.dtype is torch.float32:
-            return cls(scale, is_scale=scale is not None)
-        return cls(inverse(scale))
-
-    def on(self, device: torch.device) -> Tensor:
-        """Returns the value on a device; 1 where there is none."""
-        return self._copies[device]
-
-    def inverse_on(self, device: torch.device) -> Tensor | None:
-        """Returns the inverse scale on a device, if there is one."""
-        if self.value is None:
-            return None
-        if device not in self._inverses and self.is_scale:
-            self._inverses[device] = inverse(self._copies[device])
-        return self._inverses[device]
+def unscaling(scale: Tensor | None) -> tuple[Factor, Tensor | None]:
+    """Returns how a scale unscales, and the factor; None is for unscaled gradients."""
+    if scale is None:
+        return Factor.NONE, None
+    if scale.dtype is torch.float32:
+        return Factor.TIMES_RECIPROCAL, scale
+    return Factor.TIMES, inverse(scale)
 
 
-def unscale_(
+def run(
     gradients: Gradients,
-    factor: UnscaleFactor,
+    work: Pass,
     *,
-    choice: Choice,
-    found_inf: Tensor | None = None,
-    update: Update | None = None,
     before_write: Callable[[], None] | None = None,
-    peaks: list[Tensor] | None = None,
+    rows: list[Tensor] | None = None,
 ) -> Flags:
-    """Unscales in place; returns a new found_inf for each device that has a gradient.
+    """Runs a pass; returns a new found_inf for each device that has a gradient.
 
     Args:
         gradients: The gradients.
-        factor: The factor.
-        choice: The kernels.
-        found_inf: Initial value of the new flags, zero by default.
-        update: Applied after the check, if all gradients are in one list.
-        before_write: Called right before the first write.
-        peaks: Gets the largest unscaled magnitude of each list, as a one-element tensor.
+        work: The pass, with its scalars on any device, and its `found_inf` the initial value of the
+            new flags. Its `sums`, if given, get the largest magnitude of all. Its ending is done if
+            all gradients are in one list.
+        before_write: Called right before the first write, after torch's refusals.
+        rows: Gets the sums of each list, on its device.
     """
-    _measure(gradients, choice)
-    flags: Flags = {}
-    # First gradients that torch may refuse, before any other is written.
-    if len(gradients.set_aside) > 1 or before_write is not None:
-        for tensors in gradients.set_aside.values():
-            aten.require_unscalable(tensors)
-    if before_write is not None and (gradients.set_aside or gradients.lists):
+    _measure(gradients)
+    if work.write and work.coefficient is None:
+        # First gradients that torch may refuse, before any other is written.
+        for aside in gradients.for_torch():
+            torch_ops.require_unscalable(aside.tensors)
+    if before_write is not None and gradients.lists:
         before_write()
-    for device, tensors in gradients.set_aside.items():
-        flags[device] = new_flag(device, found_inf)
-        aten.unscale_(tensors, cast(Tensor, factor.inverse_on(device)), flags[device])
-        _mark(gradients, device)
-        if peaks is not None:
-            peaks.append(_peak_of(tensors, None))
-    for grads in gradients.lists:
-        device = grads.device
-        if found_inf is not None and device not in flags:
-            flags[device] = new_flag(device, found_inf)
-        flags[device] = _kernels(choice, device).unscale_(
-            grads,
-            factor.on(device),
-            is_scale=factor.is_scale,
-            found_inf=flags.get(device),
-            update=_riding(gradients, update),
-            track=gradients.track(device),
-            norms=_row_for(peaks, device),
+    factors, coefficients = Copies(work.factor), Copies(work.coefficient)
+    alone = len(gradients.lists) == 1 and gradients.shards is None
+    flags: Flags = {}
+    found_rows: list[Tensor] = [] if rows is None else rows
+
+    def run_over(kernels: Kernels, each: Batch, work: Pass) -> None:
+        device, row = each.device, None
+        if work.found_inf is not None and device not in flags:
+            flags[device] = new_flag(device, work.found_inf)
+        if work.sums is not None or rows is not None:
+            row = torch.empty(2, dtype=widest(device), device=device)
+            if alone and rows is None and work.sums is not None and work.sums.device == device:
+                row = work.sums  # which no op need copy
+            found_rows.append(row)
+        track = gradients.track(device)
+        flags[device] = kernels.run(
+            each,
+            work._replace(
+                factor=factors.on(device) if work.how else None,
+                found_inf=flags.get(device),
+                coefficient=coefficients.on(device),
+                sums=row,
+                marks=None if track is None else track.marks,
+                now=None if track is None else track.now,
+                ending=work.ending if alone else None,
+            ),
         )
-    if gradients.casts is not None:
+
+    for kernels, each in gradients.lists:
+        run_over(kernels, each, work)
+    if work.write and gradients.casts is not None:
         gradients.casts.finish()
-    _check_reduced(gradients, flags, None, peaks)
+    if work.coefficient is None and rows is None:
+        # As the optimizer uses them; torch's op writes as it checks.
+        how = Factor.NONE if work.write else work.how
+        for number, reduced in gradients.reduced():
+            aside = TensorList(reduced.device, [reduced.clone()], [number])
+            run_over(TORCH_OPS, aside, work._replace(write=False, how=how))
+    if work.sums is not None and not any(row is work.sums for row in found_rows):
+        work.sums[1] = largest([row[1] for row in found_rows], work.sums.device)
     return flags
 
 
-def check_(
-    gradients: Gradients,
-    grad_scale: Tensor | None = None,
-    *,
-    choice: Choice,
-    update: Update | None = None,
-    peaks: list[Tensor] | None = None,
-) -> Flags:
-    """Checks gradients; returns a new found_inf for each device that has a gradient. Reads only.
-
-    Args:
-        gradients: The gradients.
-        grad_scale: One-element float32 that will divide the gradients, or None.
-        choice: The kernels.
-        update: Applied after the check, if all gradients are in one list.
-        peaks: As for `unscale_`, of the values once divided.
-    """
-    _measure(gradients, choice)
-    flags: Flags = {}
-    divisors = None if grad_scale is None else Copies(grad_scale)
-    for device, tensors in gradients.set_aside.items():
-        flags[device] = new_flag(device)
-        divisor = None if divisors is None else divisors[device]
-        aten.check_(tensors, flags[device], divisor)
-        _mark(gradients, device, divisor)
-        if peaks is not None:
-            peaks.append(_peak_of(tensors, divisor))
-    for grads in gradients.lists:
-        device = grads.device
-        flags[device] = _kernels(choice, device).check_(
-            grads,
-            None if divisors is None else divisors[device],
-            found_inf=flags.get(device),
-            update=_riding(gradients, update),
-            track=gradients.track(device),
-            norms=_row_for(peaks, device),
-        )
-    _check_reduced(gradients, flags, divisors, peaks)
-    return flags
-
-
-def norms(
-    gradients: Gradients, factor: UnscaleFactor, *, choice: Choice, writes: bool
-) -> tuple[Flags, list[Tensor]]:
-    """Computes norms of the unscaled values and checks them, in a single read; no writes.
-
-    Nothing is written.
-
-    Args:
-        gradients: The gradients; sparse ones must be coalesced.
-        factor: The factor.
-        choice: The kernels.
-        writes: Whether they will be clipped in place: raises torch's refusals beforehand.
-
-    Returns:
-        New flags as from `unscale_`, and for each list, on its device, the result of `cpu.norms`.
-    """
-    _measure(gradients, choice)
-    flags: Flags = {}
-    rows: list[Tensor] = []
-    for device, tensors in gradients.set_aside.items():
-        flags[device] = new_flag(device)
-        inv_scale = factor.inverse_on(device)
-        if writes:
-            if inv_scale is not None:
-                aten.check_(tensors, flags[device])
-            aten.require_writable(tensors)
-        rows.append(aten.norms(tensors, inv_scale))
-        _mark(gradients, device, None if inv_scale is None else inv_scale.reciprocal())
-        flags[device].masked_fill_(~rows[-1][1].isfinite(), 1.0)
-    for grads in gradients.lists:
-        device = grads.device
-        row = torch.empty(2, dtype=torch.float64, device=device)
-        found = _kernels(choice, device).norms(
-            grads,
-            factor.on(device),
-            is_scale=factor.is_scale,
-            norms=row,
-            track=gradients.track(device),
-        )
-        if device in flags:
-            found = aten.any_found([flags[device], found], device)
-        flags[device] = found
-        rows.append(row)
-    return flags, rows
-
-
-def cast_(param_groups: Iterable[dict[str, Any]], casts: cpu.Casts, choice: Choice) -> None:
+def cast_(param_groups: Iterable[dict[str, Any]], casts: core.Casts, choice: Choice) -> None:
     """Casts 16-bit gradients to float32, without a factor.
 
     Args:
@@ -363,11 +261,9 @@ def cast_(param_groups: Iterable[dict[str, Any]], casts: cpu.Casts, choice: Choi
         choice: The kernels.
     """
     found = collect(param_groups, allow_fp16=True, writes=True, choice=choice, casts=casts)
-    for grads in found.lists:
-        pairs = grads.pairs()
-        if pairs.chunks:
-            one = torch.ones((), dtype=torch.float32, device=grads.device)
-            _kernels(choice, grads.device).unscale_(pairs, one, is_scale=False)
+    for kernels, grads in found.lists:
+        if isinstance(grads, core.GradList):
+            kernels.run(grads.pairs(), Pass(True, Factor.NONE))
     casts.finish()
 
 
@@ -386,14 +282,14 @@ def _cast_by_torch(params: list[Tensor]) -> None:
         param.grad = cast_grad
 
 
-def narrow_pairs(pairs: cpu.GradList, found_inf: Tensor | None) -> bool:
+def narrow_pairs(pairs: core.GradList, found_inf: Tensor | None) -> bool:
     """Narrows a list of pairs by kernels; False, with nothing written, if they cannot."""
     kernels = backends.choose().kernels_for(pairs.device)
-    if kernels is None or not (found_inf is None or cpu.is_scalar(found_inf, torch.float32)):
+    is_known = found_inf is None or core.is_scalar(found_inf, torch.float32)
+    if kernels is TORCH_OPS or not is_known:
         return False
     if pairs.chunks:
-        at = None if found_inf is None else aten.moved(found_inf, pairs.device)
-        kernels.narrow_(pairs, at)
+        kernels.narrow(pairs, None if found_inf is None else moved(found_inf, pairs.device))
     return True
 
 
@@ -407,19 +303,18 @@ def narrow_on_devices(
         weights: float32 tensors of their shapes and devices.
         found_inf: One-element float32, or None.
     """
-    flags = None if found_inf is None else Copies(found_inf.detach())
+    flags = Copies(None if found_inf is None else found_inf.detach())
     by_device: dict[torch.device, tuple[list[Tensor], list[Tensor]]] = {}
     for param, weight in zip(params, weights, strict=True):
         narrow, wide = by_device.setdefault(param.device, ([], []))
         narrow.append(local_tensor(param))
         wide.append(local_tensor(weight))
     for device, (narrow, wide) in by_device.items():
-        flag = None if flags is None else flags[device]
-        pairs = cpu.list_of(narrow, device, None, wide)
-        if pairs is not None and narrow_pairs(pairs, flag):
+        pairs = core.list_of(narrow, device, None, wide)
+        if pairs is not None and narrow_pairs(pairs, flags.on(device)):
             torch.autograd.graph.increment_version(narrow)
         else:
-            aten.narrow_(narrow, wide, flag)
+            torch_ops.narrow(narrow, wide, flags.on(device))
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
@@ -435,7 +330,7 @@ def stamp_of(param_groups: list[dict[str, Any]]) -> object:
 
     Edits are those that autograd sees.
     """
-    stamp = cpu.stamp_of(param_groups)
+    stamp = core.stamp_of(param_groups)
     if stamp is not None:
         return stamp
     stamps = []
@@ -447,105 +342,24 @@ def stamp_of(param_groups: list[dict[str, Any]]) -> object:
     return stamps
 
 
-def inverse(scale: Tensor) -> Tensor:
-    """Returns the inverse scale as float32, from a float64 reciprocal if the device has one."""
-    if scale.device.type == "mps":
-        return scale.reciprocal()
-    return scale.double().reciprocal().float()
-
-
-def new_flag(device: torch.device, found_inf: Tensor | None = None) -> Tensor:
-    """Returns a new 0-dim float32 flag: 0, or a copy of another one."""
-    if found_inf is None:
-        return torch.zeros((), dtype=torch.float32, device=device)
-    return aten.moved(found_inf, device, copy=True)
-
-
-class Copies(dict[torch.device, Tensor]):
-    """Copies of a scalar by device, made on demand; float32 ones of None."""
-
-    def __init__(self, scalar: Tensor | None) -> None:
-        super().__init__({} if scalar is None else {scalar.device: scalar})
-
-    def __missing__(self, device: torch.device) -> Tensor:
-        for tensor in self.values():
-            return self.setdefault(device, aten.moved(tensor, device))
-        return self.setdefault(device, torch.ones((), dtype=torch.float32, device=device))
-
-
-def _measure(gradients: Gradients, choice: Choice) -> None:
-    """Measures the gradient health of each parameter, before unscaling."""
-    if gradients.track_on is None:
-        return
-    for device, tensors in gradients.set_aside.items():
-        health = gradients.track_on(device).health
-        if health is not None:
-            aten.measure_(health, gradients.numbers[device], tensors)
-    for grads in gradients.lists:
-        health = gradients.track_on(grads.device).health
-        if health is not None:
-            _kernels(choice, grads.device).measure_(grads, health)
-
-
-def vanishing_shares(gradients: Gradients) -> list[Tensor]:
-    """Returns, by device, the share of measured nonzero values that float16 rounds away."""
-    shares = []
-    for device in {*gradients.set_aside, *(grads.device for grads in gradients.lists)}:
+def vanishing_fractions(gradients: Gradients) -> list[Tensor]:
+    """Returns, by device, the fraction of measured nonzero values that float16 rounds away."""
+    fractions = []
+    for device in {each.device for _, each in gradients.lists}:
         track = gradients.track(device)
         if track is not None and track.health is not None:
-            _, nonzero, vanishing, *_ = track.health.sum(0).to(aten.widest(device)).unbind()
-            shares.append(vanishing / nonzero.clamp(min=1))
-    return shares
+            _, nonzero, vanishing, *_ = track.health.sum(0).to(widest(device)).unbind()
+            fractions.append(vanishing / nonzero.clamp(min=1))
+    return fractions
 
 
-def _mark(gradients: Gradients, device: torch.device, divisor: Tensor | None = None) -> None:
-    """Marks overflows of the gradients set aside on a device, if they are tracked."""
-    track = gradients.track(device)
-    if track is not None:
-        aten.mark_(track, gradients.numbers[device], gradients.set_aside[device], divisor)
-
-
-def _check_reduced(
-    gradients: Gradients, flags: Flags, divisors: Copies | None, peaks: list[Tensor] | None
-) -> None:
-    """Checks reduced partial sums, as the optimizer uses them."""
-    for number, reduced in gradients.reduced():
-        device = reduced.device
-        divisor = None if divisors is None else divisors[device]
-        copy = reduced.clone()  # torch's op writes as it checks
-        aten.check_([copy], flags.setdefault(device, new_flag(device)), divisor)
-        if peaks is not None:
-            peaks.append(_peak_of([copy], divisor))
-        track = gradients.track(device)
-        if track is not None:
-            aten.mark_(track, [number], [copy], divisor)
-
-
-def _row_for(peaks: list[Tensor] | None, device: torch.device) -> Tensor | None:
-    """The row of norms for a pass whose largest magnitude joins the peaks."""
-    if peaks is None:
-        return None
-    row = torch.zeros(2, dtype=torch.float64, device=device)
-    peaks.append(row[1])
-    return row
-
-
-def _peak_of(tensors: list[Tensor], divisor: Tensor | None) -> Tensor:
-    largest = aten.norms(tensors)[1]
-    return largest if divisor is None else largest / divisor.detach().reshape(())
-
-
-def _kernels(choice: Choice, device: torch.device) -> Kernels:
-    kernels = choice.kernels_for(device)
-    if kernels is None:
-        raise RuntimeError(f"no backend has kernels for gradients on {device}")
-    return kernels
-
-
-def _riding(gradients: Gradients, update: Update | None) -> Update | None:
-    if update is None or len(gradients.lists) != 1 or gradients.set_aside:
-        return None
-    return update if gradients.lists[0].device == update.scale.device else None
+def _measure(gradients: Gradients) -> None:
+    """Measures the gradient health of each parameter, before unscaling."""
+    if gradients.track_on is not None:
+        for kernels, each in gradients.lists:
+            health = gradients.track_on(each.device).health
+            if health is not None:
+                kernels.measure(each, health)
 
 
 def _values_of(param: Tensor, grad: Tensor, coalesce: bool) -> Tensor:

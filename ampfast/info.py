@@ -11,7 +11,7 @@ import torch
 
 import ampfast
 from ampfast import backends
-from ampfast.backends import cpu
+from ampfast.backends import core
 
 SCHEMA = 1
 
@@ -54,9 +54,9 @@ def collect() -> dict[str, Any]:
             "triton": _triton_version(),
         },
         "extension": {
-            **cpu.build_info(),
-            "cpu_capability": cpu.cpu_capability(),
-            "cuda_kernels": "built" if cpu.WITH_CUDA else "not built",
+            **core.build_info(),
+            "cpu_capability": core.cpu_capability(),
+            "cuda_kernels": "built" if core.WITH_CUDA else "not built",
         },
         "devices": _devices(),
         "backends": [

@@ -11,9 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ampfast.backends import Choice, Update, aten, cpu
-from ampfast.backends.cpu import state_layout as layout
-from ampfast.backends.gpu import DeviceKernels
+from ampfast.backends import Kernels, scalars, torch_ops
+from ampfast.backends.core import Update
+from ampfast.backends.core import state_layout as layout
+from ampfast.backends.gpu import DeviceKernels, Ending
 from ampfast.errors import float_of, is_capturing, refuse_capture, warn_caller
 from ampfast.policies import LogMax, UnderflowTarget, float32, follower
 from ampfast.report import History, ScalerStats, empty_history
@@ -210,7 +211,7 @@ class LossScale:
         growth_tracker: Tensor,
         found_infs: list[Tensor],
         factors: tuple[Any, Any, Any],
-        choice: Choice,
+        kernels: Kernels,
         *,
         follows: bool = True,
     ) -> None:
@@ -221,38 +222,38 @@ class LossScale:
             growth_tracker: One-element int32.
             found_infs: The flags of this iteration, at least one, on the device of the scale.
             factors: Growth factor, backoff factor and growth interval; any real numbers.
-            choice: Kernels by device.
+            kernels: Kernels for that device.
             follows: Whether the policy may move the scale.
         """
-        checked = _factors(factors)
-        kernels = None if checked is None else choice.kernels_for(scale.device)
-        given = checked or cpu.UpdateFactors(*factors)
-        device = scale.device
-        state = (given, self.words_on(device), self.joint_norm(device))
-        if self.follower is not None and follows:
-            self.follower.before_update(scale, growth_tracker, found_infs, given)
-        if kernels is None or not kernels.update_scale_(scale, growth_tracker, found_infs, *state):
-            first, *others = found_infs
-            # Out of place, since callers may hold the flags.
-            aten.update_scale_(scale, growth_tracker, sum(others, start=first), *state)
-        if self.follower is not None:
-            self.follower.after_update(scale, growth_tracker)
+        follower = self.follower
+        norm = self.joint_norm(scale.device) if self.norms else None
+        words = self.words_on(scale.device) if self.words is None else self.words
+        update = Update(scale, growth_tracker, found_infs, *factors, words, norm)
+        if words.device != scale.device:
+            update = update._replace(state=self.words_on(scale.device))
+        if follower is not None and follows:
+            follower.before_update(update)
+        if not kernels.update(update):
+            numbers = _factors(factors)
+            if numbers is None or not kernels.update(Update(*update[:3], *numbers, *update[6:])):
+                torch_ops.update(update)
+        if follower is not None:
+            follower.after_update()
 
-    def riding_update(
+    def ending(
         self,
         scale: Tensor,
         growth_tracker: Tensor,
         found_infs: list[Tensor],
         factors: tuple[Any, Any, Any],
-        choice: Choice,
-    ) -> Update | None:
-        """Returns an update for the last program of a check, or None if it cannot ride there."""
-        given = _factors(factors)
-        kernels: Any = choice.kernels_for(scale.device)
-        if given is None or not isinstance(kernels, DeviceKernels) or self.follower is not None:
+        kernels: DeviceKernels,
+    ) -> Ending | None:
+        """Returns an update for the last program of a check, or None if it cannot be there."""
+        numbers = _factors(factors)
+        if numbers is None or self.follower is not None:
             return None
         words, norm = self.words_on(scale.device), self.joint_norm(scale.device)
-        return kernels.scale_update(scale, growth_tracker, found_infs, given, words, norm)
+        return kernels.ending(Update(scale, growth_tracker, found_infs, *numbers, words, norm))
 
     def record_norm(self, optimizers: Sequence[object], norm: Tensor, order: float) -> None:
         """Records the joint norm of these optimizers' gradients for the history.
@@ -269,11 +270,11 @@ class LossScale:
         norms = list(self.norms.values())
         if not norms or any(order != norms[0][1] for _, order in norms):
             return None
-        parts = [aten.moved(norm.detach(), device).float().reshape(()) for norm, _ in norms]
+        parts = [scalars.moved(norm.detach(), device).float().reshape(()) for norm, _ in norms]
         if len(parts) == 1:
             return parts[0]
         # In float64, since the squares of float32 overflow.
-        order, wide = norms[0][1], aten.widest(device)
+        order, wide = norms[0][1], scalars.widest(device)
         joint: Tensor = torch.linalg.vector_norm(torch.stack(parts), order, dtype=wide)
         return joint.float()
 
@@ -292,7 +293,10 @@ class LossScale:
     def stats(self, scale: Tensor, growth_tracker: Tensor) -> ScalerStats:
         """Reads the counters with one host sync."""
         words = self.words_on(scale.device)
-        now = [aten.word_of(scale.detach().reshape(1)), growth_tracker.detach().reshape(1).long()]
+        now = [
+            scalars.word_of(scale.detach().reshape(1)),
+            growth_tracker.detach().reshape(1).long(),
+        ]
         *counters, scale_word, tracker = torch.cat([words[: layout.COUNTERS], *now]).tolist()
         if self._watch is not None:
             self._watch.report(counters, self.policy)
@@ -302,7 +306,7 @@ class LossScale:
             growths=counters[layout.GROWTHS],
             backoffs=counters[layout.BACKOFFS],
             consecutive_skips=counters[layout.CONSECUTIVE_SKIPS],
-            scale=aten.float_of(torch.tensor(scale_word, device="cpu")).item(),
+            scale=scalars.float_of(torch.tensor(scale_word, device="cpu")).item(),
             growth_tracker=tracker,
             spikes=counters[layout.SPIKES],
         )
@@ -318,7 +322,7 @@ class LossScale:
         entries = ring[step % layout.RING_STEPS]
         status = entries[:, layout.RING_STATUS]
         has_norm = status & 2 != 0
-        norm = aten.float_of(entries[:, layout.RING_NORM])
+        norm = scalars.float_of(entries[:, layout.RING_NORM])
         predicted = torch.zeros(len(step), dtype=torch.float32, device="cpu")
         if self.follower is not None and end > 1:
             # Each update predicts for the next step.
@@ -326,7 +330,7 @@ class LossScale:
             predicted[1:] = torch.tensor(predictions, dtype=torch.float32, device="cpu")
         return History(
             step=step,
-            scale=aten.float_of(entries[:, layout.RING_SCALE]),
+            scale=scalars.float_of(entries[:, layout.RING_SCALE]),
             skipped=status & 1 != 0,
             grad_norm=norm.masked_fill(~has_norm, math.nan),
             has_norm=has_norm,
@@ -339,12 +343,6 @@ class LossScale:
         if self.words is not None:
             return self.policy.hysteresis - int(self.words[layout.TOLERATED])
         return self.policy.hysteresis - self._tolerated
-
-    def end_iteration(self) -> None:
-        """Forgets the norms of this iteration, and what was observed."""
-        self.norms = {}
-        if self.follower is not None:
-            self.follower.end_iteration()
 
     def reset_minimum(self) -> None:
         """Restarts the count of steps skipped at the minimum, since the scale was set."""
@@ -387,7 +385,9 @@ class LossScale:
         limits = {layout.MIN_SCALE: self.policy.min_scale, layout.MAX_SCALE: self.policy.max_scale}
         for word, limit in limits.items():
             if limit is not None:
-                words[word] = aten.word_of(torch.tensor(limit, dtype=torch.float32, device="cpu"))
+                words[word] = scalars.word_of(
+                    torch.tensor(limit, dtype=torch.float32, device="cpu")
+                )
         words[layout.MOST_TOLERATED] = self.policy.hysteresis - 1
         words[layout.REFILLS_ON_FINITE_STEPS] = int(self.policy.hysteresis_refill == "finite_step")
         words[layout.TOLERATED] = self._tolerated
@@ -416,7 +416,7 @@ class _MinimumWatch:
             if arrival is None or arrival.query():
                 arrived, self._pending = buffer.tolist(), None
         if self._pending is None:
-            self._pending = aten.copy_to_host_async(counters)
+            self._pending = scalars.copy_to_host_async(counters)
         return arrived
 
     def report(self, counters: list[int], policy: ScalePolicy) -> None:
@@ -463,12 +463,12 @@ def is_static(state_dict: dict[str, Any]) -> bool:
     return state_dict.get("growth_interval") == 0 and state_dict.get("backoff_factor") == 1.0
 
 
-def _factors(given: tuple[Any, Any, Any]) -> cpu.UpdateFactors | None:
+def _factors(given: tuple[Any, Any, Any]) -> tuple[float, float, int] | None:
     """Factors for the kernels, or None for torch's op, which accepts or refuses them."""
     growth_factor, backoff_factor, interval = given
     if not isinstance(growth_factor, (int, float)) or not isinstance(backoff_factor, (int, float)):
         return None
-    # torch's op accepts numpy's integers, but no bool. An abstract class is slow to ask.
-    if type(interval) is not int and (type(interval) is bool or not isinstance(interval, Integral)):
+    # torch's op accepts numpy's integers, but no bool.
+    if type(interval) is bool or not isinstance(interval, Integral):
         return None
-    return cpu.UpdateFactors(growth_factor, backoff_factor, int(interval))
+    return float(growth_factor), float(backoff_factor), int(interval)

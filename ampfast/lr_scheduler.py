@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ampfast.backends import aten
+from ampfast.backends import scalars
 from ampfast.errors import refuse_capture
 
 __all__ = ["LateScheduler"]
@@ -77,7 +77,7 @@ class LateScheduler:
         """
         refuse_capture("a scheduler step on the host", "call it after the replay")
         found_inf = self._scaler.found_inf(self._optimizer)
-        outstanding = _Outstanding(*aten.copy_to_host_async(found_inf), args, kwargs)
+        outstanding = _Outstanding(*scalars.copy_to_host_async(found_inf), args, kwargs)
         last, self._outstanding = self._outstanding, outstanding
         self._advance(last)
 

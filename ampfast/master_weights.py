@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ampfast import backends
-from ampfast.backends import cpu
+from ampfast.backends import core
 from ampfast.errors import not_compiled, refuse_capture
 from ampfast.gradients import (
     SIXTEEN_BIT,
@@ -85,7 +85,7 @@ class _Masters(dict[int, _Master]):
 
     def __init__(self, masters: Mapping[int, _Master] | None = None) -> None:
         super().__init__(masters or {})
-        self.casts = cpu.Casts()
+        self.casts = core.Casts()
 
     def make(self, param: Tensor) -> _Master:
         self[id(param)] = made = _Master.of(param)
@@ -93,7 +93,7 @@ class _Masters(dict[int, _Master]):
 
     def have_same_entries(self, state: Mapping[Any, Any], inner: Mapping[Any, Any]) -> bool:
         """Whether both have the entries of the last step, under the keys of then."""
-        return cpu.have_same_entries(state, self.state_keys[0], inner, self.state_keys[1])
+        return core.have_same_entries(state, self.state_keys[0], inner, self.state_keys[1])
 
     def weight_of(self, param: Tensor) -> Tensor | None:
         master = self.get(id(param))
@@ -186,7 +186,7 @@ class MasterWeights(torch.optim.Optimizer):
             # An interrupt may come between any two lines, so each of these can be done again.
             swap.leave()
             self._masters.stamp = None  # parameters win over what the step has written
-            cpu.take_grads(self._masters.weights)
+            core.take_grads(self._masters.weights)
             raise
         return result
 
@@ -287,7 +287,7 @@ class MasterWeights(torch.optim.Optimizer):
         return _restored, (self._master_weights_of,), self.__getstate__()
 
 
-def casts_of(optimizer: torch.optim.Optimizer) -> cpu.Casts | None:
+def casts_of(optimizer: torch.optim.Optimizer) -> core.Casts | None:
     """Returns the casts of an optimizer's gradients; None without master weights."""
     return optimizer._masters.casts if isinstance(optimizer, MasterWeights) else None
 
@@ -310,7 +310,7 @@ def _prepare(optimizer: MasterWeights) -> None:
         if not isinstance(group["params"], list):
             group["params"] = list(group["params"])
     if isinstance(masters.stamp, bytes):
-        masters.lent = cpu.lend_grads(groups, masters.weights, masters.stamp)
+        masters.lent = core.lend_grads(groups, masters.weights, masters.stamp)
         if masters.lent is not None:
             return
     stamp = stamp_of(groups)
@@ -326,7 +326,7 @@ def _prepare(optimizer: MasterWeights) -> None:
         masters.stamp = stamp
     cast_(groups, masters.casts, backends.choose())
     # Groups may be other containers than the core knows.
-    masters.lent = cpu.lend_grads([{"params": _params(optimizer)}], masters.weights, None)
+    masters.lent = core.lend_grads([{"params": _params(optimizer)}], masters.weights, None)
 
 
 def _follow(masters: _Masters, param: Tensor, where: str) -> None:
@@ -355,7 +355,7 @@ def _write_back(optimizer: MasterWeights) -> None:
     """
     masters, groups = optimizer._masters, optimizer.param_groups
     found_inf = getattr(optimizer, "found_inf", None)
-    pairs = cpu.stepped_pairs(groups, masters.weights, masters.lent, masters.stamp)
+    pairs = core.stepped_pairs(groups, masters.weights, masters.lent, masters.stamp)
     if pairs is None:
         _refuse_changes(masters, stamp_of(groups))
     if pairs is not None and narrow_pairs(pairs[0], found_inf):
@@ -367,7 +367,7 @@ def _write_back(optimizer: MasterWeights) -> None:
                 each.param.grad = None
         narrow_on_devices([s.param for s in stepped], [s.weight for s in stepped], found_inf)
         masters.stamp = stamp_of(groups)
-    cpu.take_grads(masters.weights)
+    core.take_grads(masters.weights)
 
 
 def _refuse_changes(masters: _Masters, stamp: Any) -> None:

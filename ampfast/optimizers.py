@@ -6,6 +6,7 @@ import inspect
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
+from functools import partial
 from itertools import chain
 from types import MethodType
 from typing import Any, Generic, TypeVar
@@ -13,22 +14,19 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor
 
-from ampfast.backends import cpu
+from ampfast.backends import core
 from ampfast.errors import add_note
 
 __all__ = [
     "ByOptimizer",
-    "LastChecks",
     "counts_on_host",
     "explain",
     "lacks_momentum",
     "makes_state",
     "no_inf_checks",
-    "steps_are_watched",
     "takes_grad_scaler",
 ]
 
-Flags = dict[Any, Tensor]
 Value = TypeVar("Value")
 
 # By the id of a callable that lives: reading a signature takes longer than checking a thousand
@@ -50,14 +48,6 @@ def takes_grad_scaler(step: Callable[..., Any]) -> bool:
     return takes
 
 
-def steps_are_watched(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether a trainer takes a step that is not called, and no other, for a skipped one.
-
-    So does Accelerate, with a wrapper on the instance, and advances its schedulers by that.
-    """
-    return getattr(optimizer.step, "__module__", None) == "accelerate.optimizer"
-
-
 def lacks_momentum(optimizer: torch.optim.SGD) -> bool:
     """Whether a skipped step of this fused SGD would leave a momentum buffer uninitialised.
 
@@ -70,7 +60,7 @@ def lacks_momentum(optimizer: torch.optim.SGD) -> bool:
         if group.get("fused") and group["momentum"] != 0
     )
     # All groups at once, since the whole state is read.
-    return cpu.lacks_state(params, state, "momentum_buffer")
+    return core.lacks_state(params, state, "momentum_buffer")
 
 
 def makes_state(optimizer: torch.optim.Optimizer) -> bool:
@@ -132,58 +122,45 @@ def explain(error: AttributeError, given: object, needed: str) -> None:
 
 
 class ByOptimizer(Generic[Value]):
-    """Values keyed by optimizer identity, through weak references, since ids are reused.
+    """Values keyed by optimizer identity, since ids are reused.
+
+    Optimizers are held by weak reference; those that take none, as long as this.
 
     Attributes:
-        entries: Weak reference and value, by the optimizer's id.
-        held: Ids of optimizers without weak references, recorded in this iteration.
-        expiring: Those last recorded in the previous iteration.
+        latest: The value that was recorded last.
     """
 
     def __init__(self) -> None:
-        self.entries: dict[int, tuple[Callable[[], object], Value]] = {}
-        self.held: set[int] = set()
-        self.expiring: set[int] = set()
+        self.latest: Value | None = None
+        self._entries: dict[int, tuple[Callable[[], object], Value]] = {}
 
     def __iter__(self) -> Iterator[tuple[Any, Value]]:
         """Iterates over living optimizers and their values, in order of their first record."""
-        for reference, value in list(self.entries.values()):
+        for reference, value in list(self._entries.values()):
             optimizer = reference()
             if optimizer is not None:
                 yield optimizer, value
 
     def record(self, optimizer: object, value: Value) -> None:
         """Sets the value of an optimizer."""
-        key = id(optimizer)
-        entry = self.entries.get(key)
-        if entry is not None and entry[0]() is optimizer:
-            reference = entry[0]
-        else:
-            reference = self._reference(optimizer)
-        self.entries[key] = (reference, value)
-        if key in self.expiring:
-            self.expiring.discard(key)
-            self.held.add(key)
+        key, entries = id(optimizer), self._entries
+        self.latest = value
+        reference, _ = entries.get(key, _NONE)
+        if reference() is not optimizer:
+            try:
+                reference = weakref.ref(optimizer, lambda _: entries.pop(key, None))
+            except TypeError:
+                reference = partial(_same, optimizer)
+        entries[key] = reference, value
 
     def get(self, optimizer: object) -> Value | None:
         """Returns the value of this very object, or None."""
-        entry = self.entries.get(id(optimizer))
+        entry = self._entries.get(id(optimizer))
         return entry[1] if entry is not None and entry[0]() is optimizer else None
 
-    def end_iteration(self) -> None:
-        """Releases optimizers without weak references that were not recorded again."""
-        for key in self.expiring:
-            self.entries.pop(key, None)
-        self.expiring, self.held = self.held, set()
 
-    def _reference(self, optimizer: object) -> Callable[[], object]:
-        key, entries = id(optimizer), self.entries
-        try:
-            return weakref.ref(optimizer, lambda _: entries.pop(key, None))
-        except TypeError:
-            self.held.add(key)
-            return lambda: optimizer
+def _same(optimizer: object) -> object:
+    return optimizer
 
 
-# `found_inf` by device, of each optimizer's last check.
-LastChecks = ByOptimizer[Flags]
+_NONE: tuple[Callable[[], object], Any] = type(None), None

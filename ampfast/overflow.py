@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from ampfast.backends import aten
-from ampfast.backends.cpu import HEALTH_WORDS, MARK_WORDS, Track
+from ampfast.backends import scalars
+from ampfast.backends.core import HEALTH_WORDS, MARK_WORDS, Pass, Track, has_parameters
 from ampfast.errors import refuse_capture
 from ampfast.optimizers import ByOptimizer
 
@@ -253,9 +253,21 @@ class Tracking:
             record.clear_health(device, scale)
         return partial(record.tables_on, steps=steps[:1], scale=scale)
 
-    def end_iteration(self) -> None:
-        """Releases optimizers that cannot be weakly referenced."""
-        self._records.end_iteration()
+    def before(self, optimizer: Any, work: Pass, steps: Tensor | None) -> Pass | None:
+        """Returns a pass over plain gradients that marks overflows, without a walk in Python.
+
+        None if the gradients must be sorted first: for health, for parameters without table, and
+        for those of other groups than last.
+        """
+        record = None if self._health else self._records.get(optimizer)
+        marks = None if record is None or steps is None else record.marks.get(steps.device)
+        if (
+            record is None
+            or marks is None
+            or not has_parameters(optimizer.param_groups, record.references, record.sizes)
+        ):
+            return None
+        return Pass(*work[:7], marks, steps, *work[9:])
 
     def overflow_report(self) -> OverflowReport:
         """Overflows of all optimizers' parameters; one host sync."""
@@ -305,7 +317,7 @@ class Tracking:
 
     def _locations(self, number: int, kind: str, record: _Record) -> Iterator[_Location]:
         params = iter(record.living())
-        for group, size in enumerate(record.group_sizes):
+        for group, size in enumerate(record.sizes):
             for index, param in enumerate(islice(params, size)):
                 place = f"group {group}, parameter {index}"
                 name = place if param is None else self._names.get(param, place)
@@ -317,9 +329,9 @@ class _Record:
 
     def __init__(self, groups: Groups, last: _Record | None = None) -> None:
         params = list(chain.from_iterable(groups))
-        self.group_sizes = [len(group) for group in groups]
         # An address may be that of a new parameter; a weak reference dies with the old one.
-        self._references = [weakref.ref(param) for param in params]
+        self.references = tuple(weakref.ref(param) for param in params)
+        self.sizes = tuple(len(group) for group in groups)
         self.marks: dict[torch.device, Tensor] = {}
         # One more row begins with the scale as float32 bits.
         self.health: dict[torch.device, Tensor] = {}
@@ -335,12 +347,12 @@ class _Record:
 
     def living(self) -> list[Tensor | None]:
         """The parameters, in order; None for one that is gone."""
-        return [reference() for reference in self._references]
+        return [reference() for reference in self.references]
 
     def has(self, groups: Groups) -> bool:
         """Whether the rows are those of these very parameters, in these groups."""
         params = chain.from_iterable(groups)
-        return self.group_sizes == list(map(len, groups)) and all(map(is_, self.living(), params))
+        return self.sizes == tuple(map(len, groups)) and all(map(is_, self.living(), params))
 
     def tables_on(self, device: torch.device, *, steps: Tensor, scale: Tensor | None) -> Track:
         """The tables for one pass over gradients on a device; health with the `scale` only."""
@@ -349,11 +361,11 @@ class _Record:
         if scale is not None and device not in self.health:
             self.clear_health(device, scale)
         health = None if scale is None else self.health[device][:-1]
-        return Track(self.marks_on(device), aten.moved(steps, device), health)
+        return Track(self.marks_on(device), scalars.moved(steps, device), health)
 
     def marks_on(self, device: torch.device) -> Tensor:
         if device not in self.marks:
-            size = len(self._references), MARK_WORDS
+            size = len(self.references), MARK_WORDS
             self.marks[device] = torch.zeros(size, dtype=torch.int64, device=device)
         return self.marks[device]
 
@@ -361,13 +373,13 @@ class _Record:
     def clear_health(self, device: torch.device, scale: Tensor) -> None:
         """Clears the table, made where there is none, and writes the scale, in one launch."""
         if device not in self.health:
-            size = len(self._references) + 1, HEALTH_WORDS
+            size = len(self.references) + 1, HEALTH_WORDS
             table = torch.zeros(size, dtype=torch.int64, device=device)
             mask = torch.zeros_like(table.view(torch.float32), dtype=torch.bool)
             mask[-1, 0] = True
             zero = torch.zeros((), dtype=torch.float32, device=device)
             self.health[device], self._scale_mask[device] = table, (mask, zero)
-        scale = aten.moved(scale.detach().float(), device).reshape(())
+        scale = scalars.moved(scale.detach().float(), device).reshape(())
         mask, zero = self._scale_mask[device]
         torch.where(mask, scale, zero, out=self.health[device].view(torch.float32))
 
@@ -415,7 +427,7 @@ def _to_host(tables: list[Tensor]) -> list[list[list[int]]]:
     if not tables:
         return []
     device = next((t.device for t in tables if t.device.type != "cpu"), tables[0].device)
-    joined = torch.cat([aten.moved(table, device).reshape(-1) for table in tables]).cpu()
+    joined = torch.cat([scalars.moved(table, device).reshape(-1) for table in tables]).cpu()
     pieces = joined.split([table.numel() for table in tables])
     return [piece.view(t.shape).tolist() for piece, t in zip(pieces, tables, strict=True)]
 

@@ -10,8 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ampfast.backends import aten, cpu
+from ampfast.backends import core, scalars
+from ampfast.backends.core import Pass, Update
 from ampfast.errors import float_of
+from ampfast.gradients import Gradients, vanishing_fractions
 
 __all__ = ["Follower", "LogMax", "UnderflowTarget", "float32", "follower"]
 
@@ -20,7 +22,7 @@ __all__ = ["Follower", "LogMax", "UnderflowTarget", "float32", "follower"]
 _SHARE, _SLOW_SHARE = 1 / 128, 1 / 1024
 _SHARES = (_SHARE, _SHARE, _SLOW_SHARE, _SLOW_SHARE, _SLOW_SHARE)
 _LARGEST_AVERAGE = 1100.0**2
-_STEPS = cpu.state_layout.RING_STEPS
+_STEPS = core.state_layout.RING_STEPS
 
 
 @dataclass(frozen=True)
@@ -100,66 +102,45 @@ class Follower:
     before the limits; below 0: torch's scale, but no growth; 0: torch's scale.
 
     Attributes:
-        observes: What it needs of each check: "peak" for the largest unscaled magnitude, "share"
-            for the fraction of values that vanish.
-        observed: These of this iteration, one-element tensors.
+        observed: What was observed in this iteration, one-element tensors.
     """
-
-    observes = ""
 
     def __init__(self) -> None:
         self.observed: list[Tensor] = []
-        self._on: Any = _Floats
         self._proposal: Any = None
         self._memory: ctypes.c_float | None = None  # of the proposal, on a CPU
 
-    def observe(self, values: list[Tensor] | None) -> None:
-        """Adds what was observed in a pass; None if that is not known."""
-        self.observed += values or []
+    def before(self, work: Pass, device: torch.device) -> Pass:
+        """Returns a pass over gradients, still scaled, with what it is to observe."""
+        return work
+
+    def seen(self, grads: Gradients) -> list[Tensor] | None:
+        """Returns what it observes of gradients after a pass, but for sums; None: nothing."""
+        return None
+
+    def seen_in_norm(self, rows: list[Tensor], grads: Gradients) -> list[Tensor]:
+        """Returns the same of a norm with these sums."""
+        return []
 
     def largest(self, values: list[Tensor] | None, device: torch.device) -> Tensor:
         """Returns the largest observed value, on which ranks agree; None if it is not known."""
-        return aten.largest(values or [], device)
+        return scalars.largest(values or [], device)
 
     def bind(self, words: Tensor) -> None:
         """Moves to the device of the scaler's state, into which proposals go."""
-        self._on = _Floats if _host_reads(words.device) else _Tensors
+        self._memory = None
         with torch.inference_mode(False):
             # The lower half of a word.
-            self._proposal = words.view(torch.float32)[2 * cpu.state_layout.PROPOSAL]
-        self._memory = None
+            self._proposal = words.view(torch.float32)[2 * core.state_layout.PROPOSAL]
         if words.device.type == "cpu":
             # An op would take microseconds.
             self._memory = ctypes.c_float.from_address(self._proposal.data_ptr())
 
-    def before_update(
-        self,
-        scale: Tensor,
-        growth_tracker: Tensor,
-        found_infs: list[Tensor],
-        factors: tuple[Any, Any, Any],
-    ) -> None:
-        """Proposes a scale, without a host sync.
+    def before_update(self, update: Update) -> None:
+        """Proposes a scale, without a host sync."""
 
-        Args:
-            scale: One-element float32.
-            growth_tracker: One-element int32.
-            found_infs: The flags of this iteration, at least one, on the device of the scale.
-            factors: Growth factor, backoff factor and growth interval.
-        """
-
-    def after_update(self, scale: Tensor, growth_tracker: Tensor) -> None:
+    def after_update(self) -> None:
         """Concludes an update, also one without a call of `before_update`; no host sync."""
-
-    def _propose(self, value: Any) -> None:
-        if isinstance(value, float) and self._memory is not None:
-            self._memory.value = value
-        else:
-            self._proposal.fill_(value)
-
-    def end_iteration(self) -> None:
-        """Forgets what was observed."""
-        self.observed = []
 
     def predictions(self) -> list[float]:
         """Returns the predictions made in the last 1,024 updates, 0 for none; a host sync."""
@@ -187,33 +168,29 @@ class Follower:
 class _TargetFollower(Follower):
     """Lets growth wait; where no share is known, torch's rule applies."""
 
-    observes = "share"
-
     def __init__(self, policy: UnderflowTarget) -> None:
         super().__init__()
         self._share = policy.share
 
+    def seen(self, grads: Gradients) -> list[Tensor] | None:
+        return vanishing_fractions(grads)
+
+    def seen_in_norm(self, rows: list[Tensor], grads: Gradients) -> list[Tensor]:
+        return vanishing_fractions(grads)
+
     def largest(self, values: list[Tensor] | None, device: torch.device) -> Tensor:
         if values is None:  # above every target
-            return torch.ones((), dtype=aten.widest(device), device=device)
+            return torch.ones((), dtype=scalars.widest(device), device=device)
         return super().largest(values, device)
 
-    def before_update(
-        self,
-        scale: Tensor,
-        growth_tracker: Tensor,
-        found_infs: list[Tensor],
-        factors: tuple[Any, Any, Any],
-    ) -> None:
+    def before_update(self, update: Update) -> None:
         if self.observed:
-            share = self._on.read(self.largest(self.observed, scale.device))
-            self._propose(self._on.select(share > self._share, 0.0, -1.0))
+            waits = self.largest(self.observed, update.scale.device) <= self._share
+            self._proposal.fill_(-waits.float())
 
 
 class _LogMaxFollower(Follower):
     """Predicts scales, and keeps them at or below a ceiling once one has overflowed."""
-
-    observes = "peak"
 
     def __init__(self, policy: LogMax) -> None:
         super().__init__()
@@ -225,9 +202,17 @@ class _LogMaxFollower(Follower):
         # The last prediction, averages and ceiling of the update under way.
         self._next: Any = None
 
+    def before(self, work: Pass, device: torch.device) -> Pass:
+        wide = torch.float64 if device.type == "cpu" else scalars.widest(device)
+        sums = torch.zeros(2, dtype=wide, device=device)
+        return Pass(*work[:6], sums, *work[7:])
+
+    def seen_in_norm(self, rows: list[Tensor], grads: Gradients) -> list[Tensor]:
+        return [row[1] for row in rows]
+
     def bind(self, words: Tensor) -> None:
         super().bind(words)
-        if self._on is _Floats:
+        if _host_reads(words.device):
             self._state = self._floats()
         else:
             settings: Any = {"dtype": torch.float64, "device": words.device}
@@ -235,42 +220,88 @@ class _LogMaxFollower(Follower):
                 self._state = torch.as_tensor(self._state, **settings)
                 self._shares = torch.tensor(_SHARES, **settings)
 
-    def before_update(
-        self,
-        scale: Tensor,
-        growth_tracker: Tensor,
-        found_infs: list[Tensor],
-        factors: tuple[Any, Any, Any],
-    ) -> None:
-        on, observed, state = self._on, self.observed, self._state
-        growth, backoff, interval = float(factors[0]), float(factors[1]), int(factors[2])
-        before, tracker = on.read(scale), on.read(growth_tracker)
-        flag = sum(map(on.read, found_infs))
-        one_peak = observed[0] if len(observed) == 1 else self.largest(observed, scale.device)
-        peak = on.read(one_peak)
-
-        finite, kept = flag == 0, abs(flag) < cpu.SPIKE_BOUND
-        grows = finite & (interval >= 1) & (tracker + 1 >= interval)
+    def before_update(self, update: Update) -> None:
+        observed, state = self.observed, self._state
+        peak = observed[0] if len(observed) == 1 else self.largest(observed, update.scale.device)
+        if not isinstance(state, list):
+            self._propose_on_device(update, peak)
+            return
+        _, _, flags, growth, backoff, interval, *_ = update
+        before, tracker, largest = update.scale.item(), update.growth_tracker.item(), peak.item()
+        flag = sum(each.item() for each in flags) if len(flags) > 1 else flags[0].item()
+        finite, kept = flag == 0, abs(flag) < core.SPIKE_BOUND
+        grows = finite and 1 <= interval <= tracker + 1
+        factor = growth if grows else 1.0 if kept else backoff
+        mean, weight, slow_mean, slow_square, slow_weight, ceiling = state[_STEPS:]
         # Beyond a scale that overflowed, torch's rule probes for it.
-        limit = on.select(kept, state[-1], before)
-        ceiling, following = on.by_torch(limit, before, kept, grows, growth, backoff)
+        ceiling, following = ceiling if kept else before, before
+        if factor != 1:
+            ceiling, following = _times(ceiling, factor), _times(before, factor)
+        if finite and 0 < largest < math.inf:
+            fraction, exponent = math.frexp(largest)
+            log = exponent - 2 + 2 * fraction
+            mean += _SHARE * (log - mean)
+            weight += _SHARE * (1 - weight)
+            slow_mean += _SLOW_SHARE * (log - slow_mean)
+            slow_square += _SLOW_SHARE * (log * log - slow_square)
+            slow_weight += _SLOW_SHARE * (1 - slow_weight)
+        prediction = 0.0
+        # A spike predicts nothing.
+        if weight > 0 and finite == kept:
+            far = slow_mean / slow_weight
+            variance = slow_square / slow_weight - far * far
+            deviation = math.sqrt(max(variance, 0.0))
+            highest = mean / weight + self._policy.sigmas * deviation
+            power = 16 - self._policy.headroom - highest
+            # A sum of positive numbers, which may round up; the exponent of 1 is 127.
+            biased = int(min(max(power, -126.0), 127.0) + 127)
+            prediction = math.ldexp(1.0, biased - 127)
+        wanted = prediction or following
+        proposal = ceiling if 0 < ceiling < wanted else prediction
+        if self._memory is not None:
+            self._memory.value = proposal
+        else:
+            self._proposal.fill_(proposal)
+        averages = mean, weight, slow_mean, slow_square, slow_weight
+        self._next = [prediction, *averages, ceiling]
+
+    def _propose_on_device(self, update: Update, peak: Tensor) -> None:
+        """The same in torch's ops, of which the host reads nothing."""
+        scale, growth_tracker, flags, growth, backoff, interval, *_ = update
+        before, tracker, peak, *rest = (
+            tensor.detach().reshape(()).double() for tensor in (scale, growth_tracker, peak, *flags)
+        )
+        flag = torch.stack(rest).sum()
+        finite, kept = flag == 0, flag.abs() < core.SPIKE_BOUND
+        grows = finite & (interval >= 1) & (tracker + 1 >= interval)
+        one = torch.ones_like(before)
+        factor = torch.where(grows, one * growth, torch.where(kept, one, one * backoff))
+
+        def times(value: Tensor) -> Tensor:
+            moved = (value * factor).float().double()
+            return torch.where(moved.abs() < math.inf, moved, value)
+
+        ceiling = times(torch.where(kept, self._state[-1], before))
+        fraction, exponent = torch.frexp(peak)
+        log = exponent - 2 + 2 * fraction
+        averages, targets = self._state[_STEPS:-1], torch.stack([log, one, log, log * log, one])
         is_known = finite & (peak > 0) & (peak < math.inf)
-        averages = on.averages(state[_STEPS:-1], peak, is_known, self._shares)
+        averages = torch.where(is_known, averages.lerp(targets, self._shares), averages)
         mean, weight, slow_mean, slow_square, slow_weight = averages
         is_new = weight == 0
         far = slow_mean / (slow_weight + is_new)
         variance = slow_square / (slow_weight + is_new) - far * far
-        deviation = on.sqrt(variance * (variance > 0))
+        deviation = torch.sqrt(variance * (variance > 0))
         highest = mean / (weight + is_new) + self._policy.sigmas * deviation
-        # A spike predicts nothing.
+        power = (16 - self._policy.headroom - highest).clamp(-126.0, 127.0)
+        predicted = ((power + 127).to(torch.int32) << 23).view(torch.float32).double()
         predicts = (weight > 0) & (finite == kept)
-        power = on.power_of_two(16 - self._policy.headroom - highest)
-        prediction = on.select(predicts, power, 0.0)
-        wanted = on.select(predicts, power, following)
-        self._propose(on.select((ceiling > 0) & (wanted > ceiling), ceiling, prediction))
-        self._next = on.joined(prediction, averages, ceiling)
+        prediction = torch.where(predicts, predicted, 0.0)
+        wanted = torch.where(predicts, predicted, times(before))
+        self._proposal.fill_(torch.where((ceiling > 0) & (wanted > ceiling), ceiling, prediction))
+        self._next = torch.cat([prediction.reshape(1), averages, ceiling.reshape(1)])
 
-    def after_update(self, scale: Tensor, growth_tracker: Tensor) -> None:
+    def after_update(self) -> None:
         state, following = self._state, self._next
         self._next = None
         if isinstance(state, list):
@@ -323,81 +354,10 @@ class _LogMaxFollower(Follower):
 
 def _host_reads(device: torch.device) -> bool:
     """Whether the host computes: where it reads at no cost, or the device lacks float64."""
-    return device.type == "cpu" or aten.widest(device) is not torch.float64
+    return device.type == "cpu" or scalars.widest(device) is not torch.float64
 
 
-class _Floats:
-    """What the rule of LogMax takes besides operators, for Python's floats."""
-
-    joined = staticmethod(lambda prediction, averages, ceiling: [prediction, *averages, ceiling])
-    read = staticmethod(Tensor.item)
-    select = staticmethod(lambda condition, value, other: value if condition else other)
-    sqrt = staticmethod(math.sqrt)
-
-    @staticmethod
-    def by_torch(
-        limit: float, scale: float, kept: bool, grows: bool, growth: float, backoff: float
-    ) -> tuple[float, ...]:
-        if kept and not grows:
-            return limit, scale
-        factor = growth if kept else backoff
-        moved = float32(limit * factor), float32(scale * factor)
-        return tuple(
-            new if math.isfinite(new) else old
-            for new, old in zip(moved, (limit, scale), strict=True)
-        )
-
-    @staticmethod
-    def averages(averages: list[float], peak: float, is_known: bool, _: object) -> list[float]:
-        if not is_known:
-            return averages
-        fraction, exponent = math.frexp(peak)
-        log = exponent - 2 + 2 * fraction
-        mean, weight, slow_mean, slow_square, slow_weight = averages
-        # Without a loop, which would cost more than all of it.
-        return [
-            mean + _SHARE * (log - mean),
-            weight + _SHARE * (1 - weight),
-            slow_mean + _SLOW_SHARE * (log - slow_mean),
-            slow_square + _SLOW_SHARE * (log * log - slow_square),
-            slow_weight + _SLOW_SHARE * (1 - slow_weight),
-        ]
-
-    @staticmethod
-    def power_of_two(exponent: float) -> float:
-        # A sum of positive numbers, which may round up; the exponent of 1 is 127.
-        return math.ldexp(1.0, int(min(max(exponent, -126.0), 127.0) + 127) - 127)
-
-
-class _Tensors:
-    """The same for 0-dim float64 tensors, of which the host reads none."""
-
-    read = staticmethod(lambda tensor: tensor.detach().reshape(()).double())
-    select = staticmethod(torch.where)
-    sqrt = staticmethod(torch.sqrt)
-
-    @staticmethod
-    def by_torch(
-        limit: Tensor, scale: Tensor, kept: Tensor, grows: Tensor, growth: float, backoff: float
-    ) -> Tensor:
-        both = torch.stack([limit, scale])
-        grown = torch.where(grows, both * growth, both)
-        moved = torch.where(kept, grown, both * backoff).float().double()
-        return torch.where(moved.abs() < math.inf, moved, both)
-
-    @staticmethod
-    def averages(averages: Tensor, peak: Tensor, is_known: Tensor, shares: Tensor) -> Tensor:
-        fraction, exponent = torch.frexp(peak)
-        log = exponent - 2 + 2 * fraction
-        one = torch.ones_like(log)
-        targets = torch.stack([log, one, log, log * log, one])
-        return torch.where(is_known, averages.lerp(targets, shares), averages)
-
-    @staticmethod
-    def joined(prediction: Tensor, averages: Tensor, ceiling: Tensor) -> Tensor:
-        return torch.cat([prediction.reshape(1), averages, ceiling.reshape(1)])
-
-    @staticmethod
-    def power_of_two(exponent: Tensor) -> Tensor:
-        biased = (exponent.clamp(-126.0, 127.0) + 127).to(torch.int32)
-        return (biased << 23).view(torch.float32).double()
+def _times(value: float, factor: float) -> float:
+    """The product as float32, or the value where that is not finite."""
+    moved = float32(value * factor)
+    return moved if math.isfinite(moved) else value

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ampfast.backends import aten
-from ampfast.backends.cpu import state_layout
+from ampfast.backends import scalars
+from ampfast.backends.core import state_layout
 from ampfast.errors import float_of, is_capturing, refuse_capture
 from ampfast.optimizers import ByOptimizer
 
@@ -164,9 +164,6 @@ class SpikeRules:
                 self._taken.record(optimizer, ring)
         self._kept = list(places.values())
 
-    def end_iteration(self) -> None:
-        self._taken.end_iteration()
-
     def __getstate__(self) -> dict[str, Any]:
         # An optimizer is not the same in another process.
         return {**SpikeRules().__dict__, "_kept": self.norms()}
@@ -196,7 +193,7 @@ def _ring_of(norms: list[float], window: int, device: torch.device) -> Tensor:
     last = norms[-window:]
     words = [float(len(last)), *last, *[0.0] * (window - len(last))]
     with torch.inference_mode(False):
-        return torch.tensor(words, dtype=aten.widest(device), device=device)
+        return torch.tensor(words, dtype=scalars.widest(device), device=device)
 
 
 def _norms_in(taken: Tensor) -> list[float]:

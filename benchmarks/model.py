@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 
-from ampfast.backends import cpu, gpu
+from ampfast.backends import core, gpu
+from ampfast.backends.core import Factor, Pass
 
 from . import readme, tables
 from .cases import CASES, GradCase
@@ -21,10 +22,14 @@ from .results import Results, Row, write_whole
 from .timing import dtype_name
 
 PAGE = "docs/kernels.md"
-# What CUB's reduction reaches on an H200, by NVIDIA/cccl#9722.
 # Word of a table with its length, behind which the sums of chunks are.
 PARTIALS = 2
+# What CUB's reduction reaches on an H200, by NVIDIA/cccl#9722.
 BYTES_PER_SECOND = 4.3e12
+PASSES = {
+    CHECK: Pass(False, Factor.NONE),
+    UNSCALE: Pass(True, Factor.TIMES_RECIPROCAL, torch.ones(())),
+}
 MODELLED = [(name, dtype) for name, dtype, paths in LISTS if CHECK in paths]
 
 
@@ -47,12 +52,14 @@ class Cost:
     def is_capturing(self) -> bool:
         return False
 
-    def multi_tensor(self, work: gpu.Pass, segment: Any, epilogue: gpu.Epilogue) -> None:
+    def multi_tensor(
+        self, work: Pass, table: core.DeviceTable, segment: Any, epilogue: gpu.Epilogue
+    ) -> None:
         self.launches += 1
-        words = work.table.buffer[segment.word :][: 2 * segment.chunks]
+        words = table.buffer[segment.word :][: 2 * segment.chunks]
         covered = int((words[1::2] & 0xFFFFFFFF).sum())
         self.bytes += (2 if work.write else 1) * covered
-        self.table_bytes = 8 * int(work.table.buffer[PARTIALS])
+        self.table_bytes = 8 * int(table.buffer[PARTIALS])
 
 
 def cost(case: GradCase, dtype: torch.dtype, call: str) -> Cost:
@@ -61,13 +68,10 @@ def cost(case: GradCase, dtype: torch.dtype, call: str) -> Cost:
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0x4000)
     memory = torch.frombuffer(mmap.mmap(-1, size, flags=flags), dtype=dtype)
     tensors = [memory[: torch.Size(shape).numel()].view(shape) for shape in case.shapes]
-    grads = cpu.list_of(tensors, memory.device)
+    grads = core.list_of(tensors, memory.device)
     counted = Cost()
     kernels = gpu.DeviceKernels(counted)
-    if call == CHECK:
-        kernels.check_(grads)
-    else:
-        kernels.unscale_(grads, torch.ones(()), is_scale=True)
+    kernels.run(grads, PASSES[call])
     return counted
 
 

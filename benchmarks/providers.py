@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from ampfast import backends, functional
-from ampfast.backends import cpu
-from ampfast.backends.gpu import DeviceKernels, Epilogue, Pass, Use
+from ampfast.backends import core
+from ampfast.backends.core import Factor, Pass, Update
+from ampfast.backends.gpu import DeviceKernels, Epilogue
 
 from .cases import GradCase, make_gradients
 from .harness import assert_same
@@ -37,8 +38,9 @@ CLIP = "norm and clip"
 # Comma-separated backends to leave out, such as those whose results were wrong before.
 WITHOUT = "AMPFAST_BENCH_WITHOUT"
 
-# Never grows: the scale is constant while a path is timed.
-FACTORS = cpu.UpdateFactors(2.0, 0.5, 2**31 - 1)
+# Growth factor, backoff factor and growth interval. Never grows: the scale is constant while a path
+# is timed.
+FACTORS = (2.0, 0.5, 2**31 - 1)
 
 Gradients = list[Tensor]
 
@@ -180,45 +182,45 @@ def launches(name: str, device: torch.device, scalars: Scalars) -> Calls:
     s = scalars
     kernels = device_kernels(name, device)
     launcher = kernels._launcher
-    updates = [
-        kernels.scale_update(scale, tracker, [], FACTORS)
+    endings = [
+        kernels.ending(Update(scale, tracker, [], *FACTORS))
         for scale, tracker in zip(s.scales, s.trackers, strict=True)
     ]
 
-    def table(gradients: Gradients) -> cpu.DeviceTable:
-        return cpu.DeviceTable.of(listed(gradients), False)
+    def table(gradients: Gradients) -> core.DeviceTable:
+        return core.DeviceTable.of(listed(gradients), False)
 
-    norms = torch.zeros(1, 2, dtype=torch.float64, device=device)
-    limits = cpu.Clip(norms, math.inf, False, torch.zeros((), device=device), norms.new_zeros(()))
+    sums = torch.zeros(1, 2, dtype=torch.float64, device=device)
+    limits = core.Clip(sums, math.inf, False, torch.zeros((), device=device), sums.new_zeros(()))
 
     def launch(
-        table: cpu.DeviceTable,
-        write: bool,
-        use: Use,
-        factor: Tensor | None,
-        update: Any = None,
-        **more: Tensor,
+        table: core.DeviceTable, write: bool, how: Factor, factor: Tensor | None, **more: Any
     ) -> None:
         # As `DeviceKernels` does it; a list of one dtype is one segment.
         (segment,) = table.segments
-        work = Pass(table, write, use, factor, s.found_inf, True, update=update, **more)
+        work = Pass(write, how, factor, s.found_inf, **more)
+        epilogue = Epilogue.UPDATE if work.ending else Epilogue.FINISH
         with launcher.on(device):
-            launcher.multi_tensor(work, segment, Epilogue.UPDATE if update else Epilogue.FINISH)
+            launcher.multi_tensor(work, table, segment, epilogue)
 
-    def norm(table: cpu.DeviceTable, turn: int) -> Tensor:
-        launch(table, False, Use.SCALE, s.scales[turn], norms=norms[0])
-        return norms[0, 0]
+    def norm(table: core.DeviceTable, turn: int) -> Tensor:
+        launch(table, False, Factor.TIMES_RECIPROCAL, s.scales[turn], sums=sums[0])
+        return sums[0, 0]
 
-    def clip(table: cpu.DeviceTable, turn: int) -> None:
+    def clip(table: core.DeviceTable, turn: int) -> None:
         norm(table, turn)
         with launcher.on(device):
             launcher.clip_coefficient(limits)
-        launch(table, True, Use.SCALE, s.scales[turn], coefficient=limits.coefficient)
+        more = {"coefficient": limits.coefficient}
+        launch(table, True, Factor.TIMES_RECIPROCAL, s.scales[turn], **more)
+
+    def unscale_and_update(table: core.DeviceTable, turn: int) -> None:
+        launch(table, True, Factor.TIMES_RECIPROCAL, s.scales[turn], ending=endings[turn])
 
     paths = {
-        CHECK: lambda table, turn: launch(table, False, Use.RAW, None),
-        UNSCALE: lambda table, turn: launch(table, True, Use.INVERSE, s.inverses[turn]),
-        UPDATE: lambda table, turn: launch(table, True, Use.SCALE, s.scales[turn], updates[turn]),
+        CHECK: lambda table, turn: launch(table, False, Factor.NONE, None),
+        UNSCALE: lambda table, turn: launch(table, True, Factor.TIMES, s.inverses[turn]),
+        UPDATE: unscale_and_update,
         NORM: norm,
         CLIP: clip,
     }
@@ -231,9 +233,9 @@ def device_kernels(name: str, device: torch.device) -> DeviceKernels | None:
     return kernels if isinstance(kernels, DeviceKernels) else None
 
 
-def listed(gradients: Gradients) -> cpu.GradList:
+def listed(gradients: Gradients) -> core.GradList:
     """List of plain tensors on one device, as the kernels take it."""
-    return cpu.list_of(gradients, gradients[0].device)
+    return core.list_of(gradients, gradients[0].device)
 
 
 def assert_parity(case: GradCase, dtype: torch.dtype, device: torch.device, name: str) -> None:

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ampfast.backends import cpu
-from ampfast.backends.cpu import Track
+from ampfast.backends import core, cpu
+from ampfast.backends.core import Factor, Pass, Track
 
 from . import goals, kernels, providers
 from .cases import GradCase, make_gradients
@@ -62,8 +62,8 @@ def track_for(path: str, parameters: int, device: torch.device) -> Track | None:
     """Tracking tables of a path, if it has any."""
     if path in (CHECK, UNSCALE):
         return None
-    marks = torch.zeros(parameters, cpu.MARK_WORDS, dtype=torch.int64, device=device)
-    health = torch.zeros(parameters, cpu.HEALTH_WORDS, dtype=torch.int64, device=device)
+    marks = torch.zeros(parameters, core.MARK_WORDS, dtype=torch.int64, device=device)
+    health = torch.zeros(parameters, core.HEALTH_WORDS, dtype=torch.int64, device=device)
     now = torch.zeros(1, dtype=torch.int64, device=device)
     return Track(marks, now, health if "health" in path else None)
 
@@ -72,10 +72,13 @@ def run(path: str, passes: Any, grads: Any, inverse: Tensor, track: Track | None
     """One pass, after the measuring pass, if any, into cleared rows."""
     if track is not None and track.health is not None:
         track.health.zero_()
-        passes.measure_(grads, track.health)
+        passes.measure(grads, track.health)
+    work = Pass(True, Factor.TIMES, inverse)
     if path in TRACKED_CHECKS:
-        return passes.check_(grads, track=track)
-    return passes.unscale_(grads, inverse, is_scale=False, track=track)
+        work = Pass(False, Factor.NONE)
+    if track is not None:
+        work = work._replace(marks=track.marks, now=track.now)
+    return passes.run(grads, work)
 
 
 def _passes(name: str, device: torch.device) -> Any:

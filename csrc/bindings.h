@@ -12,8 +12,8 @@
 
 namespace ampfast {
 
-// The raw calls of the short way; the stub _C.pyi describes them.
-void bind_short_way(py::module_& m);
+// Calls over gradients and the update of a scale; the stub _C.pyi describes them.
+void bind_steps(py::module_& m);
 // What a step with master weights does for all parameters.
 void bind_master_weights(py::module_& m);
 
@@ -23,15 +23,13 @@ void bind(py::module_& m);
 }  // namespace cuda
 
 using OptionalTensor = std::optional<at::Tensor>;
-// Rows of marks, and the number of completed steps.
-using Marks = std::tuple<at::Tensor, at::Tensor>;
-// Norms, their limit, whether the largest magnitude is the norm; norm, coefficient, scale, divisor;
+// Sums, their limit, whether the largest magnitude is the norm; norm, coefficient, scale, divisor;
 // found_inf, its limit for spikes, norms of the steps taken.
 using ClipArguments = std::tuple<at::Tensor, double, bool, at::Tensor, at::Tensor, OptionalTensor,
                                  OptionalTensor, OptionalTensor, double, OptionalTensor>;
 
 template <class Kernel>
-auto run(const GradList& grads, const Kernel& kernel) {
+auto without_gil_if_long(const GradList& grads, const Kernel& kernel) {
   std::optional<py::gil_scoped_release> release;
   if (grads.elements() >= kElementsWorthReleasing) {
     release.emplace();
@@ -66,11 +64,11 @@ inline TakenNorms taken_of(const at::Tensor& words, at::Device device) {
 }
 
 inline Clip clip_of(const ClipArguments& arguments, at::Device device) {
-  const auto& [norms, max_norm, largest, norm, coefficient, scale, divisor, found_inf, skip_above,
+  const auto& [sums, max_norm, largest, norm, coefficient, scale, divisor, found_inf, skip_above,
                taken] = arguments;
   Clip clip;
-  clip.rows = norms.numel() / 2;
-  clip.norms = data_of<const double>(norms, "norms", device, 2 * clip.rows);
+  clip.rows = sums.numel() / 2;
+  clip.sums = data_of<const double>(sums, "sums", device, 2 * clip.rows);
   clip.max_norm = max_norm;
   clip.largest = largest;
   if (norm.scalar_type() == at::kDouble) {
@@ -89,37 +87,35 @@ inline Clip clip_of(const ClipArguments& arguments, at::Device device) {
   return clip;
 }
 
-// An update on a device; nothing where the kernels do not know the tensors exactly.
-// `state` and `norm` may be null.
-inline std::optional<Update> update_of(at::Device device, const at::Tensor& scale,
-                                       const at::Tensor& growth_tracker, const at::Tensor* state,
-                                       const at::Tensor* norm, double growth_factor,
-                                       double backoff_factor, int64_t growth_interval) {
-  const uint64_t devices = device_bit(device.type());
-  const auto is_scalar_there = [=](const at::Tensor& tensor, at::ScalarType dtype) {
-    return is_scalar(tensor, dtype, devices) && tensor.device() == device;
-  };
-  if (!is_scalar_there(scale, at::kFloat) || scale.is_inference() || scale.requires_grad() ||
-      !is_scalar_there(growth_tracker, at::kInt) ||
-      (norm != nullptr && !is_scalar_there(*norm, at::kFloat)) ||
-      (state != nullptr && (state->scalar_type() != at::kLong || state->numel() != kStateWords ||
-                            !is_plain(*state, devices) || state->device() != device))) {
-    return std::nullopt;
-  }
-  Update update;
-  update.scale = scale.mutable_data_ptr<float>();
-  update.growth_tracker = growth_tracker.mutable_data_ptr<int32_t>();
-  update.state = state != nullptr ? state->mutable_data_ptr<int64_t>() : nullptr;
-  update.norm = norm != nullptr ? norm->const_data_ptr<float>() : nullptr;
-  update.growth_factor = growth_factor;
-  update.backoff_factor = backoff_factor;
-  update.growth_interval = growth_interval;
-  return update;
-}
+// One pass over gradients, as Python's `Pass`: borrowed, and null where that has None.
+struct Pass {
+  bool write;
+  Factor how;
+  const at::Tensor* factor;
+  const at::Tensor* found_inf;
+  bool accumulate;
+  const at::Tensor* coefficient;
+  const at::Tensor* sums;
+  const at::Tensor* marks;
+  const at::Tensor* now;
+  const at::Tensor* divisor;
+  PyObject* update;
+
+  explicit Pass(PyObject* tuple);
+};
+
+// A tensor, or null for None.
+const at::Tensor* tensor_of(PyObject* object);
+
+// The fields of Python's `Update`, in order.
+enum UpdateField { kScale, kTracker, kFlags, kGrowth, kBackoff, kInterval, kState, kNorm };
+
+// An update of Python's, without its flags; nothing where the kernels do not know its tensors and
+// numbers exactly.
+std::optional<Update> update_of(PyObject* tuple);
 
 // Functions with CPython's own convention, since a cold call through pybind costs as much as all
-// the rest. Null without an error is None, and every exception of C++ is one of Python. Where
-// Python has no global lock, all return None at once.
+// the rest. Null without an error is None, and every exception of C++ is one of Python.
 template <PyObject* (*kBody)(PyObject* const*), Py_ssize_t kArguments>
 PyObject* call(PyObject*, PyObject* const* args, Py_ssize_t count) {
   if (count != kArguments) {
@@ -132,6 +128,12 @@ PyObject* call(PyObject*, PyObject* const* args, Py_ssize_t count) {
     }
   } catch (py::error_already_set& error) {
     error.restore();
+    return nullptr;
+  } catch (const py::builtin_exception& error) {
+    error.set_error();
+    return nullptr;
+  } catch (const c10::Error& error) {
+    PyErr_SetString(PyExc_RuntimeError, error.what_without_backtrace());
     return nullptr;
   } catch (const std::exception& error) {
     PyErr_SetString(PyExc_RuntimeError, error.what());

@@ -29,23 +29,25 @@ AMPFAST_ELEMENT float inverse_scale(float scale) {
   return static_cast<float>(1.0 / static_cast<double>(scale));
 }
 
-// Use of the factor by the optimizer, which decides whether a step is skipped.
-enum class Use {
-  kNothing,   // the gradient is taken as it is
-  kMultiply,  // the gradient is multiplied: what unscaling writes
-  kDivide,    // the gradient is divided: what fused optimizers do with their grad_scale
+// How an optimizer applies a factor to a gradient, which decides whether a step is skipped.
+enum class Factor {
+  kNone,             // the gradient is taken as it is
+  kTimes,            // it is multiplied by the factor: what unscaling writes
+  kTimesReciprocal,  // it is multiplied by `inverse_scale` of the factor
+  kDivide,           // it is divided by the factor: what fused optimizers do with their grad_scale
 };
 
-// `Opmath` is float for 16- and 32-bit gradients and double for 64-bit ones.
+// A gradient as it is used, where the reciprocal of a factor was taken beforehand. `Opmath` is float
+// for 16- and 32-bit gradients and double for 64-bit ones.
 template <class Opmath>
-AMPFAST_ELEMENT Opmath used_value(Opmath value, Use use, float factor) {
-  switch (use) {
-    case Use::kMultiply:
-      return value * static_cast<Opmath>(factor);
-    case Use::kDivide:
+AMPFAST_ELEMENT Opmath used_value(Opmath value, Factor how, float factor) {
+  switch (how) {
+    case Factor::kNone:
+      return value;
+    case Factor::kDivide:
       return value / static_cast<Opmath>(factor);
     default:
-      return value;
+      return value * static_cast<Opmath>(factor);
   }
 }
 

@@ -1,7 +1,6 @@
 #include "gradients.h"
 
 #include <ATen/EmptyTensor.h>
-#include <ATen/PythonTorchFunctionTLS.h>
 #include <ATen/SparseTensorImpl.h>
 #include <ATen/ops/as_strided.h>
 #include <ATen/ops/empty.h>
@@ -19,8 +18,6 @@
 namespace ampfast {
 
 namespace {
-
-using Tensors = std::vector<at::Tensor>;
 
 // Parameters looked at together.
 constexpr Py_ssize_t kTogether = 16;
@@ -217,207 +214,229 @@ void with_python_warnings(const Body& body) {
   }
 }
 
-// What a walk has found so far.
-struct Walk {
-  // Gradients that the kernels can take, and the number of each one's parameter.
-  std::shared_ptr<Tensors> regular = std::make_shared<Tensors>();
-  std::vector<int64_t> numbers;
-  std::vector<py::object> params;
-  std::vector<SetAside> set_aside;
-  std::optional<Place> refused;
-  int64_t parameters = 0;  // with gradient or without
-
-  // Takes a gradient that the kernels can take, and tells whether it did.
-  bool take(const py::object& param, at::Tensor& grad, uint64_t devices) {
-    if (!grad.defined() || !is_regular(grad, devices)) {
-      return false;
-    }
-    regular->push_back(std::move(grad));
-    numbers.push_back(parameters);
-    params.push_back(param);
-    return true;
-  }
-};
-
-GradList& list_on(std::vector<GradList>& lists, at::Device device,
-                  const std::shared_ptr<const Tensors>& owner) {
-  for (GradList& list : lists) {
-    if (list.device() == device) {
-      return list;
-    }
-  }
-  return lists.emplace_back(device, owner);
-}
-
 // The local shard of a distributed gradient, else the gradient. A parameter that may be distributed
 // is passed on without gradient, too.
-at::Tensor local_shard(const py::object& local_shard_of, const py::object& param, at::Tensor grad,
+at::Tensor local_shard(const py::object& local_shard_of, PyObject* param, at::Tensor grad,
                        int64_t number) {
-  if (local_shard_of.is_none() || (!grad.defined() && THPVariable_CheckExact(param.ptr()))) {
+  if (local_shard_of.is_none() || (!grad.defined() && THPVariable_CheckExact(param))) {
     return grad;
   }
   const py::object shard =
-      local_shard_of(param, grad.defined() ? py::cast(grad) : py::none(), number);
+      local_shard_of(py::handle(param), grad.defined() ? py::cast(grad) : py::none(), number);
   return shard.is_none() ? grad : py::cast<at::Tensor>(shard);
 }
 
-void walk_group(const py::handle& params, int64_t group, bool allow_fp16, uint64_t devices,
-                const py::object& local_shard_of, Walk& walk) {
-  int64_t index = 0;
-  for (const py::handle item : params) {
-    const py::object param = py::reinterpret_borrow<py::object>(item);
-    const bool is_tensor = THPVariable_Check(param.ptr());
-    at::Tensor grad = is_tensor ? gradient_of(param) : at::Tensor();
-    if (!is_tensor || (grad.defined() && !allow_fp16 && grad.scalar_type() == at::kHalf)) {
-      walk.refused = {group, index, param};
-      return;
+const torch::autograd::AutogradMeta* meta_of(const at::Tensor& tensor) {
+  return static_cast<const torch::autograd::AutogradMeta*>(
+      tensor.unsafeGetTensorImpl()->autograd_meta());
+}
+
+// A walk that is under way.
+class Walker {
+ public:
+  // With `only`, a walk that ends where a gradient is irregular or elsewhere than on that device.
+  Walker(const Reading& reading, std::optional<at::Device> only)
+      : reading_(reading), only_(only), devices_(is_observed() ? 0 : reading.devices) {
+    if (only) {
+      found.lists.emplace_back(*only, nullptr);
+    } else {
+      found.owners = std::make_shared<std::deque<at::Tensor>>();
     }
-    if (!walk.take(param, grad, devices)) {
-      grad = local_shard(local_shard_of, param, std::move(grad), walk.parameters);
-      if (!walk.take(param, grad, devices) && grad.defined()) {
-        require_storage(grad);
-        walk.set_aside.emplace_back(param, std::move(grad), walk.parameters);
+  }
+
+  // Tells whether the walk goes on.
+  bool take_group(PyObject* params) {
+    if (only_ && !PyList_CheckExact(params)) {
+      return false;
+    }
+    py::object held;
+    if (!only_) {
+      // Reading a gradient may run Python, which may change a list.
+      held = py::reinterpret_steal<py::object>(PySequence_Tuple(params));
+      if (!held) {
+        throw py::error_already_set();
+      }
+      params = held.ptr();
+      kept_.push_back(held);
+    }
+    PyObject* const* items = PySequence_Fast_ITEMS(params);
+    const Py_ssize_t size = PySequence_Fast_GET_SIZE(params);
+    found.grads.reserve(found.grads.size() + size);
+    if (only_) {
+      found.lists.front().expect(found.grads.capacity());
+    }
+    for (Py_ssize_t i = 0; i < size;) {
+      const Py_ssize_t taken = take_some(items + i, std::min(kTogether, size - i), i);
+      if (taken == 0) {
+        return false;
+      }
+      i += taken;
+    }
+    ++group_;
+    parameters_ += size;
+    return true;
+  }
+
+  // Sorts the gradients into lists, and begins to cast them.
+  void finish() {
+    for (size_t i = 0; i < found.grads.size() && !only_; ++i) {
+      const GradRef& ref = found.grads[i];
+      GradList* list = nullptr;
+      for (GradList& each : found.lists) {
+        list = each.device() == ref.grad->device() ? &each : list;
+      }
+      if (list == nullptr) {
+        list = &found.lists.emplace_back(ref.grad->device(), found.owners);
+        list->expect(found.grads.size());
+      }
+      list->add(*ref.grad, reading_.writes, ref.number);
+    }
+    if (reading_.casts != nullptr) {
+      reading_.casts->reset();
+      for (GradList& list : found.lists) {
+        reading_.casts->start(list, found.grads);
       }
     }
-    ++index;
-    ++walk.parameters;
   }
-}
+
+  Walk found;
+
+ private:
+  // Takes the gradients of at most `kTogether` parameters: the memory of one arrives while the next
+  // is asked for. Returns of how many, 0 where the walk ends.
+  Py_ssize_t take_some(PyObject* const* items, Py_ssize_t count, Py_ssize_t index) {
+    const at::Tensor* params[kTogether];
+    const torch::autograd::AutogradMeta* metas[kTogether] = {};
+    for (Py_ssize_t i = 0; i < count; ++i) {
+      params[i] = THPVariable_CheckExact(items[i]) ? &THPVariable_Unpack(items[i]) : nullptr;
+      if (params[i] != nullptr) {
+        prefetch(params[i]->unsafeGetTensorImpl(), 1);
+      } else if (only_) {
+        return 0;
+      }
+    }
+    for (Py_ssize_t i = 0; i < count; ++i) {
+      metas[i] = params[i] != nullptr ? meta_of(*params[i]) : nullptr;
+      prefetch(metas[i], 2);
+    }
+    const auto has_grad = [&metas](Py_ssize_t i) {
+      return metas[i] != nullptr && metas[i]->grad_.defined();
+    };
+    for (Py_ssize_t i = 0; i < count; ++i) {
+      if (has_grad(i)) {
+        prefetch(metas[i]->grad_.unsafeGetTensorImpl(), 4);
+      }
+    }
+    for (Py_ssize_t i = 0; i < count; ++i) {
+      if (has_grad(i) && metas[i]->grad_.has_storage()) {
+        prefetch(metas[i]->grad_.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl(), 2);
+      }
+    }
+    for (Py_ssize_t i = 0; i < count; ++i) {
+      const int64_t number = parameters_ + index + i;
+      if (has_grad(i) && is_accepted(metas[i]->grad_)) {
+        found.grads.push_back({own(metas[i]->grad_), items[i], number});
+        if (only_) {
+          found.lists.front().add(metas[i]->grad_, reading_.writes, number);
+        }
+      } else if (has_grad(i) || params[i] == nullptr || (metas[i] && metas[i]->grad_fn_)) {
+        // It runs Python, after which the others must be read again.
+        return !only_ && take_irregular(items[i], index + i, number) ? i + 1 : 0;
+      }
+    }
+    return count;
+  }
+
+  bool is_accepted(const at::Tensor& grad) const {
+    return is_regular(grad, devices_) && (reading_.allow_fp16 || grad.scalar_type() != at::kHalf) &&
+           (!only_ || grad.device() == *only_);
+  }
+
+  bool take_irregular(PyObject* item, Py_ssize_t index, int64_t number) {
+    const bool is_tensor = THPVariable_Check(item);
+    at::Tensor grad;
+    if (is_tensor) {
+      with_python_warnings([&] { grad = gradient_of(item); });
+    }
+    if (!is_tensor || (grad.defined() && !reading_.allow_fp16 && grad.scalar_type() == at::kHalf)) {
+      found.refused = {group_, index, py::reinterpret_borrow<py::object>(item)};
+      return false;
+    }
+    if (!grad.defined() || !is_accepted(grad)) {
+      grad = local_shard(reading_.local_shard_of, item, std::move(grad), number);
+    }
+    if (grad.defined() && is_accepted(grad)) {
+      found.grads.push_back({own(grad), item, number});
+    } else if (grad.defined()) {
+      require_storage(grad);
+      found.set_aside.emplace_back(py::reinterpret_borrow<py::object>(item), std::move(grad),
+                                   number);
+    }
+    return true;
+  }
+
+  // A walk that ends at anything irregular runs no Python, and may borrow.
+  const at::Tensor* own(const at::Tensor& grad) {
+    return only_ ? &grad : &found.owners->emplace_back(grad);
+  }
+
+  const Reading& reading_;
+  std::optional<at::Device> only_;
+  uint64_t devices_;
+  int64_t group_ = 0;
+  int64_t parameters_ = 0;
+  std::vector<py::object> kept_;  // the parameters of borrowed references
+};
 
 }  // namespace
 
-std::tuple<std::vector<GradList>, std::vector<SetAside>, std::optional<Place>> walk_gradients(
-    const py::handle& param_groups, bool allow_fp16, bool writes, uint64_t devices,
-    bool bumps_versions, const py::object& local_shard_of, Casts* casts) {
-  Walk walk;
-  with_python_warnings([&] {
-    int64_t index = 0;
-    for (const py::handle group : param_groups) {
-      const py::object params = py::reinterpret_borrow<py::object>(group)["params"];
-      walk_group(params, index++, allow_fp16, is_observed() ? 0 : devices, local_shard_of, walk);
-      if (walk.refused) {
-        return;
-      }
-    }
-  });
-  std::vector<GradList> lists;
-  for (size_t i = 0; i < walk.numbers.size() && !walk.refused; ++i) {
-    const at::Tensor& grad = (*walk.regular)[i];
-    if (bumps_versions) {
-      grad.unsafeGetTensorImpl()->bump_version();
-    }
-    list_on(lists, grad.device(), walk.regular).add(grad, writes, walk.numbers[i]);
-  }
-  if (casts != nullptr) {
-    std::vector<Taken> taken;
-    for (size_t i = 0; i < walk.numbers.size(); ++i) {
-      taken.push_back({&(*walk.regular)[i], walk.params[i].ptr(), walk.numbers[i]});
-    }
-    casts->reset();
-    for (GradList& list : lists) {
-      casts->start(list, taken);
-    }
-  }
-  return {std::move(lists), std::move(walk.set_aside), std::move(walk.refused)};
-}
-
-namespace {
-
-// Takes the gradients of at most `kTogether` parameters, the first of which has this number: the
-// memory of one arrives while the next is asked for.
-bool take_some(PyObject* const* params, Py_ssize_t count, int64_t first, bool allow_fp16,
-               bool writes, ShortWalk& walk) {
-  const at::Device device = walk.list.device();
-  const torch::autograd::AutogradMeta* metas[kTogether];
-  for (Py_ssize_t i = 0; i < count; ++i) {
-    if (!THPVariable_CheckExact(params[i])) {
-      return false;
-    }
-    prefetch(THPVariable_Unpack(params[i]).unsafeGetTensorImpl(), 1);
-  }
-  for (Py_ssize_t i = 0; i < count; ++i) {
-    metas[i] = static_cast<const torch::autograd::AutogradMeta*>(
-        THPVariable_Unpack(params[i]).unsafeGetTensorImpl()->autograd_meta());
-    prefetch(metas[i], 2);
-  }
-  const size_t before = walk.grads.size();
-  for (Py_ssize_t i = 0; i < count; ++i) {
-    if (metas[i] == nullptr) {
-      continue;
-    }
-    if (metas[i]->grad_.defined()) {
-      walk.grads.push_back({&metas[i]->grad_, params[i], first + i});
-      prefetch(metas[i]->grad_.unsafeGetTensorImpl(), 4);
-    } else if (metas[i]->grad_fn_) {
-      return false;  // not a leaf: reading its gradient may warn
-    }
-  }
-  for (size_t i = before; i < walk.grads.size(); ++i) {
-    prefetch(walk.grads[i].grad->unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl(), 2);
-  }
-  for (size_t i = before; i < walk.grads.size(); ++i) {
-    const at::Tensor& grad = *walk.grads[i].grad;
-    if (!is_regular(grad, device_bit(device.type())) || grad.device() != device ||
-        (!allow_fp16 && grad.scalar_type() == at::kHalf)) {
-      return false;
-    }
-    walk.list.add(grad, writes, walk.grads[i].number);
-  }
-  return true;
-}
-
-}  // namespace
-
-void ShortWalk::own() {
-  owners.clear();
-  owners.reserve(grads.size());
-  for (const Taken& taken : grads) {
-    owners.push_back(*taken.grad);
+void Walk::bump_versions() const {
+  for (const GradRef& ref : grads) {
+    ref.grad->unsafeGetTensorImpl()->bump_version();
   }
 }
 
-std::optional<ShortWalk> short_walk(PyObject* param_groups, at::Device device, bool allow_fp16,
-                                    bool writes, Casts* casts) {
+Walk walk(PyObject* param_groups, const Reading& reading) {
+  Walker walker(reading, std::nullopt);
+  for (const py::handle group : py::handle(param_groups)) {
+    const py::object params = py::reinterpret_borrow<py::object>(group)["params"];
+    if (!walker.take_group(params.ptr())) {
+      return std::move(walker.found);
+    }
+  }
+  walker.finish();
+  return std::move(walker.found);
+}
+
+std::optional<Walk> plain_walk(PyObject* param_groups, at::Device device, const Reading& reading) {
   static PyObject* const name = PyUnicode_InternFromString("params");
-  if (!PyList_CheckExact(param_groups) || is_observed() ||
-      at::impl::torch_function_mode_enabled()) {
+  if (!PyList_CheckExact(param_groups) || is_observed()) {
     return std::nullopt;
   }
-  ShortWalk walk(device);
-  int64_t parameters = 0;
-  for (Py_ssize_t g = 0; g < PyList_GET_SIZE(param_groups); ++g) {
-    PyObject* group = PyList_GET_ITEM(param_groups, g);
-    PyObject* params = PyDict_CheckExact(group) ? PyDict_GetItemWithError(group, name) : nullptr;
-    if (params == nullptr || !PyList_CheckExact(params)) {
-      return std::nullopt;
-    }
-    const Py_ssize_t size = PyList_GET_SIZE(params);
-    walk.grads.reserve(walk.grads.size() + size);
-    walk.list.expect(walk.grads.capacity());
-    PyObject* const* items = reinterpret_cast<PyListObject*>(params)->ob_item;
-    for (Py_ssize_t i = 0; i < size; i += kTogether) {
-      try {
-        if (!take_some(items + i, std::min(kTogether, size - i), parameters + i, allow_fp16, writes,
-                       walk)) {
-          return std::nullopt;
-        }
-      } catch (const c10::Error&) {  // memory that was freed
+  Walker walker(reading, device);
+  try {
+    for (Py_ssize_t g = 0; g < PyList_GET_SIZE(param_groups); ++g) {
+      PyObject* group = PyList_GET_ITEM(param_groups, g);
+      PyObject* params = PyDict_CheckExact(group) ? PyDict_GetItemWithError(group, name) : nullptr;
+      if (params == nullptr || !walker.take_group(params)) {
         return std::nullopt;
       }
     }
-    parameters += size;
-  }
-  if (walk.grads.empty()) {
+  } catch (const c10::Error&) {  // memory that was freed
     return std::nullopt;
   }
-  if (walk.list.elements() >= kElementsWorthReleasing) {
-    walk.own();
+  if (walker.found.grads.empty()) {
+    return std::nullopt;
   }
-  if (casts != nullptr) {
-    casts->reset();
-    casts->start(walk.list, walk.grads);
+  walker.finish();
+  Walk& found = walker.found;
+  if (found.lists.front().elements() >= kElementsWorthReleasing) {
+    found.owners = std::make_shared<std::deque<at::Tensor>>();
+    for (const GradRef& ref : found.grads) {
+      found.owners->push_back(*ref.grad);
+    }
   }
-  return walk;
+  return std::move(walker.found);
 }
 
 bool lacks_state(const py::iterable& params, const py::dict& state, const py::str& name) {

@@ -4,6 +4,7 @@
 
 #include <torch/csrc/utils/pybind.h>
 
+#include <deque>
 #include <memory>
 #include <optional>
 #include <tuple>
@@ -144,39 +145,45 @@ using SetAside = std::tuple<py::object, at::Tensor, int64_t>;
 // Number of a group, place in it, and the parameter there.
 using Place = std::tuple<int64_t, int64_t, py::object>;
 
-// Reads `.grad` of every parameter in `param_groups`, in order. Returns one list per device, what
-// is set aside, and the first parameter that torch refuses, where the walk ends: one that is not a
-// tensor or, without `allow_fp16`, whose gradient is float16. With `writes` the gradients are about
-// to be written, with `bumps_versions` so that autograd knows. `devices` is the set of device types
-// with kernels. `local_shard_of`, unless None, is called with a parameter, its gradient or None,
-// and its number, where either is no plain tensor; it returns the local shard of a distributed
-// gradient, which is read in its place, or None. `casts`, unless null, begin.
-std::tuple<std::vector<GradList>, std::vector<SetAside>, std::optional<Place>> walk_gradients(
-    const py::handle& param_groups, bool allow_fp16, bool writes, uint64_t devices,
-    bool bumps_versions, const py::object& local_shard_of, Casts* casts);
-
-// A gradient in a list, and its parameter; both borrowed.
-struct Taken {
+// A gradient that the kernels can take, its parameter, and the number of that; both borrowed.
+struct GradRef {
   const at::Tensor* grad;
   PyObject* param;
   int64_t number;
 };
 
-// The gradients of parameters that nobody touches while Python's lock is held.
-struct ShortWalk {
-  std::vector<Taken> grads;
-  std::vector<at::Tensor> owners;  // of a list for which the lock is released
-  GradList list;
-
-  explicit ShortWalk(at::Device device) : list(device, nullptr) {}
-  void own();
+// How a walk reads gradients.
+struct Reading {
+  bool allow_fp16 = false;
+  bool writes = false;                 // they are about to be written
+  uint64_t devices = kKernelDevices;   // the set of device types with kernels
+  // Unless None, called with a parameter, its gradient or None, and its number, where either is no
+  // plain tensor; returns the local shard of a distributed gradient, which is read in its place.
+  py::object local_shard_of = py::none();
+  Casts* casts = nullptr;  // unless null, begin
 };
 
-// The same for plain lists of plain parameters, whose memory is fetched ahead. Nothing where there
-// is no gradient, or one that `walk_gradients` must look at or that is elsewhere than on `device`;
-// all is as before then.
-std::optional<ShortWalk> short_walk(PyObject* param_groups, at::Device device, bool allow_fp16,
-                                    bool writes, Casts* casts = nullptr);
+// What a walk over an optimizer's parameters has found, in order.
+struct Walk {
+  std::vector<GradList> lists;  // one for each device
+  std::vector<GradRef> grads;   // those of all lists
+  std::vector<SetAside> set_aside;
+  // The first parameter that torch refuses, where the walk ends: one that is not a tensor or, unless
+  // float16 is allowed, whose gradient is float16.
+  std::optional<Place> refused;
+  // Keeps the gradients alive; null while nobody can touch them, as Python's lock is held.
+  std::shared_ptr<std::deque<at::Tensor>> owners;
+
+  // Tells autograd that the gradients are written.
+  void bump_versions() const;
+};
+
+// Reads `.grad` of every parameter in `param_groups`.
+Walk walk(PyObject* param_groups, const Reading& reading);
+
+// The same for plain lists of plain parameters, with all gradients in one list on `device`. Nothing
+// for anything else, or where there is no gradient; all is as before then.
+std::optional<Walk> plain_walk(PyObject* param_groups, at::Device device, const Reading& reading);
 
 // Tells whether a parameter that has a gradient lacks an entry of that name in the optimizer's
 // state, a dict by parameter. Keys are told apart as tensors are: by identity.

@@ -93,11 +93,11 @@ void Casts::reset() {
   elsewhere_.clear();
 }
 
-void Casts::start(GradList& list, const std::vector<Taken>& taken) {
+void Casts::start(GradList& list, const std::vector<GradRef>& grads) {
   const at::Device device = list.device();
   int64_t length = 0;
   size_t count = 0;
-  for (const Taken& each : taken) {
+  for (const GradRef& each : grads) {
     if (is_16_bit(*each.grad) && each.grad->device() == device) {
       length += room_of(*each.grad);
       ++count;
@@ -118,7 +118,7 @@ void Casts::start(GradList& list, const std::vector<Taken>& taken) {
   std::vector<float*> values[2];
   int64_t offset = 0;
   size_t place = 0;
-  for (const Taken& each : taken) {
+  for (const GradRef& each : grads) {
     const at::Tensor& grad = *each.grad;
     if (!is_16_bit(grad) || grad.device() != device) {
       continue;

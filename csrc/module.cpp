@@ -17,80 +17,13 @@
 namespace ampfast {
 namespace {
 
-std::optional<cpu::Rows> read_marks(const std::optional<Marks>& marks) {
-  if (!marks) {
-    return std::nullopt;
-  }
-  const auto& [rows, now] = *marks;
-  const int64_t parameters = rows.size(0);
-  return cpu::Rows{
-      data_of<int64_t>(rows, "marks", at::kCPU, parameters * kMarkWords), parameters,
-      *data_of<const int64_t>(now, "steps", at::kCPU, std::max<int64_t>(now.numel(), 1)) + 1};
-}
-
-float read_inverse(const at::Tensor& factor, bool is_scale) {
-  const float value = *data_of<const float>(factor, "inv_scale", at::kCPU);
-  return is_scale ? inverse_scale(value) : value;
-}
-
-// The flag of a pass, which returns the largest magnitude, with these marks: the given one
-// accumulates. `norms`, if given, gets that magnitude as its second element.
-template <class Pass>
-at::Tensor flag_of(const GradList& grads, const OptionalTensor& found_inf,
-                   const std::optional<Marks>& marks, const OptionalTensor& norms,
-                   const Pass& pass) {
-  const std::optional<cpu::Rows> rows = read_marks(marks);
-  const at::Tensor flag = found_inf ? *found_inf : new_scalar<float>(0);
-  float* written = data_of<float>(flag, "found_inf", at::kCPU);
-  double* its_norms = data_of<double>(norms, "norms", at::kCPU, 2);
-  const double largest = run(grads, [&] { return pass(rows ? &*rows : nullptr); });
-  if (!std::isfinite(largest)) {
-    *written = 1;
-  }
-  if (its_norms != nullptr) {
-    its_norms[1] = largest;
-  }
-  return flag;
-}
-
-at::Tensor unscale_(const GradList& grads, const at::Tensor& factor, bool is_scale,
-                    const OptionalTensor& found_inf, const std::optional<Marks>& marks,
-                    const OptionalTensor& coefficient, const OptionalTensor& norms) {
-  const float inv_scale = read_inverse(factor, is_scale);
-  const double* second = data_of<const double>(coefficient, "coefficient", at::kCPU);
-  return flag_of(grads, found_inf, marks, norms, [&](const cpu::Rows* rows) {
-    return cpu::unscale(grads, inv_scale, rows, second != nullptr ? *second : 1);
-  });
-}
-
-at::Tensor check_(const GradList& grads, const OptionalTensor& grad_scale,
-                  const OptionalTensor& found_inf, const std::optional<Marks>& marks,
-                  const OptionalTensor& norms) {
-  const float* divisor = data_of<const float>(grad_scale, "grad_scale", at::kCPU);
-  return flag_of(grads, found_inf, marks, norms, [&](const cpu::Rows* rows) {
-    return divisor != nullptr ? cpu::check(grads, Use::kDivide, *divisor, rows)
-                              : cpu::check(grads, Use::kNothing, 1, rows);
-  });
-}
-
-at::Tensor norms(const GradList& grads, const at::Tensor& factor, bool is_scale,
-                 const at::Tensor& norms, const std::optional<Marks>& marks) {
-  const float inv_scale = read_inverse(factor, is_scale);
-  double* written = data_of<double>(norms, "norms", at::kCPU, 2);
-  return flag_of(grads, std::nullopt, marks, norms, [&](const cpu::Rows* rows) {
-    const cpu::Norms total = cpu::norms(grads, inv_scale, rows);
-    written[0] = total.sum_of_squares;
-    return total.absolute_maximum;
-  });
-}
-
 // Rounds pairs unless the flag is set; tells whether it did.
 bool narrow_(const GradList& pairs, const OptionalTensor& found_inf) {
   const float* flag = data_of<const float>(found_inf, "found_inf", at::kCPU);
   if (flag != nullptr && *flag != 0) {
     return false;
   }
-  run(pairs, [&] { cpu::narrow(pairs); });
+  without_gil_if_long(pairs, [&] { cpu::narrow(pairs); });
   return true;
 }
 
@@ -98,30 +31,7 @@ void measure_(const GradList& grads, const at::Tensor& health) {
   const int64_t parameters = health.size(0);
   const cpu::Rows rows{data_of<int64_t>(health, "health", at::kCPU, parameters * kHealthWords),
                        parameters};
-  run(grads, [&] { cpu::measure(grads, rows); });
-}
-
-// False where the kernels do not know the tensors exactly; then torch's own op decides.
-bool update_scale_(const at::Tensor& scale, const at::Tensor& growth_tracker,
-                   const std::vector<at::Tensor>& found_infs, double growth_factor,
-                   double backoff_factor, int64_t growth_interval, const OptionalTensor& state,
-                   const OptionalTensor& norm) {
-  const std::optional<Update> update =
-      update_of(at::kCPU, scale, growth_tracker, state ? &*state : nullptr, norm ? &*norm : nullptr,
-                growth_factor, backoff_factor, growth_interval);
-  float sum = 0;  // as torch takes it
-  for (const at::Tensor& flag : found_infs) {
-    if (!is_scalar(flag, at::kFloat, device_bit(at::kCPU))) {
-      return false;
-    }
-    sum += *flag.const_data_ptr<float>();
-  }
-  if (!update) {
-    return false;
-  }
-  apply(*update, sum);
-  scale.unsafeGetTensorImpl()->bump_version();  // as torch's op
-  return true;
+  without_gil_if_long(grads, [&] { cpu::measure(grads, rows); });
 }
 
 // Layout of a scaler's state, by name.
@@ -178,7 +88,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
 #else
   m.attr("WITH_CUDA") = false;
 #endif
-  bind_short_way(m);
+  bind_steps(m);
   bind_master_weights(m);
   m.attr("CHUNK") = kChunk;
   m.attr("CPU") = device_bit(at::kCPU);
@@ -235,17 +145,29 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("is_scalar", [](const at::Tensor& tensor, at::ScalarType dtype) {
     return is_scalar(tensor, dtype, kKernelDevices);
   });
+  m.attr("FACTORS") = std::map<std::string, int>{
+      {"NONE", static_cast<int>(Factor::kNone)},
+      {"TIMES", static_cast<int>(Factor::kTimes)},
+      {"TIMES_RECIPROCAL", static_cast<int>(Factor::kTimesReciprocal)},
+      {"DIVIDE", static_cast<int>(Factor::kDivide)}};
   m.attr("SPIKE") = kSpike;
   m.attr("SPIKE_BOUND") = kSpikeBound;
-  m.def("update_scale_", &update_scale_);
   m.def("require_storage", &require_storage);
   m.def("lacks_state", &lacks_state);
-  m.def("walk", &walk_gradients, py::arg("param_groups"), py::arg("allow_fp16"), py::arg("writes"),
-        py::arg("devices"), py::arg("bumps_versions") = false,
-        py::arg("local_shard_of") = py::none(), py::arg("casts") = nullptr);
-  m.def("unscale_", &unscale_);
-  m.def("check_", &check_);
-  m.def("norms", &norms);
+  m.def(
+      "walk",
+      [](const py::object& param_groups, bool allow_fp16, bool writes, uint64_t devices,
+         bool bumps_versions, const py::object& local_shard_of, Casts* casts) {
+        Walk found = walk(param_groups.ptr(), {allow_fp16, writes, devices, local_shard_of, casts});
+        if (bumps_versions && !found.refused) {
+          found.bump_versions();
+        }
+        return std::make_tuple(std::move(found.lists), std::move(found.set_aside),
+                               std::move(found.refused));
+      },
+      py::arg("param_groups"), py::arg("allow_fp16"), py::arg("writes"), py::arg("devices"),
+      py::arg("bumps_versions") = false, py::arg("local_shard_of") = py::none(),
+      py::arg("casts") = nullptr);
   m.def("measure_", &measure_);
   m.def("narrow_", &narrow_);
   m.def("clip_coefficient", [](const py::args& arguments) {

@@ -187,9 +187,9 @@ AMPFAST_ELEMENT bool is_outlier(const TakenNorms& taken, double norm, double sig
   return false;
 }
 
-// The coefficient of a clipping, from norms that passes left.
+// The coefficient of a clipping, from sums that passes left.
 struct Clip {
-  const double* norms = nullptr;  // a row for each pass: its sum of squares, its largest magnitude
+  const double* sums = nullptr;  // a row for each pass: its sum of squares, its largest magnitude
   int64_t rows = 0;
   double max_norm = 0;
   bool largest = false;         // takes the largest magnitude for the norm, else the 2-norm
@@ -210,8 +210,8 @@ AMPFAST_ELEMENT void apply(const Clip& clip) {
   double squares = 0;
   double peak = 0;
   for (int64_t row = 0; row < clip.rows; ++row) {
-    squares += clip.norms[2 * row];
-    peak = larger_or_nan(peak, clip.norms[2 * row + 1]);
+    squares += clip.sums[2 * row];
+    peak = larger_or_nan(peak, clip.sums[2 * row + 1]);
   }
   double total = clip.largest ? peak : std::sqrt(squares);
   // Decides on spikes: ranks whose own gradients are of other dtypes decide alike.

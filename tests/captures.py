@@ -33,7 +33,6 @@ from ampfast.backends.gpu import DeviceKernels
 
 ITERATIONS = 12
 LAUNCHES = ("multi_tensor", "measure", "update_scale", "clip_coefficient")
-KERNELS = ("unscale_", "check_", "norms", "scale_update", "clip_coefficient")
 
 Node = Callable[[], None]
 
@@ -144,24 +143,27 @@ class _Recorded:
         return self._capture.is_active
 
 
-class _Kernels:
+def _unobserved(call: Callable[..., Any]) -> Callable[..., Any]:
+    def over(kernels: _Kernels, *args: Any) -> Any:
+        if not kernels.capture.is_active:
+            return call(kernels, *args)
+        with _disable_current_modes():
+            return _as(OnGpu, call(kernels, *_as(torch.Tensor, args)))
+
+    return over
+
+
+class _Kernels(DeviceKernels):
     """Kernels that take and return tensors that claim to be on a GPU under a capture."""
 
     def __init__(self, launcher: Any, capture: Capture) -> None:
-        self._kernels = DeviceKernels(_Recorded(launcher, capture))
-        self._capture = capture
+        super().__init__(_Recorded(launcher, capture))
+        self.capture = capture
 
-    def __getattr__(self, name: str) -> Any:
-        call = getattr(self._kernels, name)
-        if name not in KERNELS or not self._capture.is_active:
-            return call
-
-        def unobserved(*args: Any, **kwargs: Any) -> Any:
-            with _disable_current_modes():
-                args, kwargs = _as(torch.Tensor, (args, kwargs))
-                return _as(OnGpu, call(*args, **kwargs))
-
-        return unobserved
+    run = _unobserved(DeviceKernels.run)
+    clip = _unobserved(DeviceKernels.clip)
+    update = _unobserved(DeviceKernels.update)
+    ending = _unobserved(DeviceKernels.ending)
 
 
 def _as(kind: type[torch.Tensor], values: Any) -> Any:

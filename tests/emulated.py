@@ -12,8 +12,8 @@ from ptx_emulator import Range, emulation
 from reference_launcher import spans_of
 from torch import Tensor
 
-from ampfast.backends.cpu import Clip, DeviceTable, Segment
-from ampfast.backends.gpu import Epilogue, Pass, ScaleUpdate
+from ampfast.backends.core import Clip, DeviceTable, Pass, Segment, Update
+from ampfast.backends.gpu import Epilogue
 
 PARTIALS = 2  # word of a table with the offset of the sums of its chunks
 # Few, so that test lists take several programs with several chunks each.
@@ -37,20 +37,23 @@ class EmulatedLauncher:
     def is_capturing(self) -> bool:
         return False
 
-    def prepare(self, work: Pass, segment: Segment, epilogue: Epilogue) -> None:
+    def prepare(self, work: Pass, table: DeviceTable, segment: Segment, epilogue: Epilogue) -> None:
         if prepare := getattr(self._module, "prepare", None):
-            prepare(work, segment, epilogue)
+            prepare(work, table, segment, epilogue)
 
-    def multi_tensor(self, work: Pass, segment: Segment, epilogue: Epilogue) -> None:
+    def multi_tensor(
+        self, work: Pass, table: DeviceTable, segment: Segment, epilogue: Epilogue
+    ) -> None:
+        update = None if work.ending is None else work.ending.update
         with self._restricted(
             [
-                *_table(work.table, segment, work.write),
+                *_table(table, segment, work.write),
                 *_read(work.factor, work.coefficient),
-                *_written(work.found_inf, work.norms, work.divisor, *(work.track or ())[:2]),
-                *(() if work.update is None else _of_update(work.update, [])),
+                *_written(work.found_inf, work.sums, work.divisor, work.marks, work.now),
+                *(() if update is None else _of_update(update)),
             ]
         ):
-            self._module.multi_tensor(work, segment, epilogue)
+            self._module.multi_tensor(work, table, segment, epilogue)
 
     def measure(self, table: DeviceTable, segment: Segment, health: Tensor) -> None:
         with self._restricted([*_table(table, segment, False), *_written(health)]):
@@ -60,12 +63,12 @@ class EmulatedLauncher:
         with self._restricted([*_table(table, segment, False, True), *_read(found_inf)]):
             self._module.narrow(table, segment, found_inf)
 
-    def update_scale(self, update: ScaleUpdate, found_infs: list[Tensor]) -> None:
-        with self._restricted(_of_update(update, found_infs)):
-            self._module.update_scale(update, found_infs)
+    def update_scale(self, update: Update) -> None:
+        with self._restricted(_of_update(update)):
+            self._module.update_scale(update)
 
     def clip_coefficient(self, clip: Clip) -> None:
-        reads = _read(clip.norms, clip.scale)
+        reads = _read(clip.sums, clip.scale)
         writes = (clip.norm, clip.coefficient, clip.divisor, clip.found_inf, clip.taken)
         with self._restricted([*reads, *_written(*writes)]):
             self._module.clip_coefficient(clip)
@@ -84,9 +87,9 @@ def _written(*tensors: Tensor | None) -> Iterator[Range]:
     yield from (Range.of(t, may_write=True) for t in tensors if t is not None)
 
 
-def _of_update(update: ScaleUpdate, found_infs: Sequence[Tensor]) -> Iterator[Range]:
+def _of_update(update: Update) -> Iterator[Range]:
     yield from _written(update.scale, update.growth_tracker, update.state)
-    yield from _read(update.norm, update.other, *found_infs)
+    yield from _read(update.norm, *update.found_infs)
 
 
 def _table(

@@ -50,7 +50,7 @@ def _built() -> cuda.Library:
     return cuda.build(
         [
             *(CSRC / "cuda" / name for name in ("multi_tensor.cu", "bindings.cpp")),
-            *(CSRC / name for name in ("gradients.cpp", "master_weights.cpp")),
+            *(CSRC / name for name in ("arguments.cpp", "gradients.cpp", "master_weights.cpp")),
             TESTS / "emulated_cuda.cpp",
         ],
         architectures=ARCHITECTURES,

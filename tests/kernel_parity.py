@@ -9,6 +9,8 @@ import torch
 from support import BITS, FLOATS, assert_same
 
 from ampfast import _C, functional
+from ampfast.backends import core, cpu
+from ampfast.backends.core import Factor, Pass
 
 CHUNK = _C.CHUNK
 
@@ -98,9 +100,9 @@ def reference_norms(tensors: list[torch.Tensor], inverse: float) -> tuple[float,
 
 def norms(tensors: list[torch.Tensor], inverse: float) -> tuple[float, float]:
     written = torch.full((2,), math.nan, dtype=torch.float64)
-    grads = _C.GradList.of(tensors, torch.device("cpu"))
+    grads = core.list_of(tensors, torch.device("cpu"))
     assert grads is not None
-    found = _C.norms(grads, flag(inverse), False, written, None)
+    found = cpu.run(grads, Pass(False, Factor.TIMES, flag(inverse), sums=written))
     assert found.item() == float(not math.isfinite(written[1].item()))
     return tuple(written.tolist())
 

@@ -10,9 +10,10 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from ampfast.backends import aten, cpu
-from ampfast.backends.cpu import Clip, DeviceTable, Segment
-from ampfast.backends.gpu import Epilogue, Pass, ScaleUpdate, Use
+from ampfast.backends import cpu, torch_ops
+from ampfast.backends.core import Clip, DeviceTable, Factor, Pass, Segment, Update
+from ampfast.backends.gpu import Epilogue
+from ampfast.backends.torch_ops import TensorList
 
 HEADER = 8
 _INFINITE = 0x7FF0000000000000
@@ -34,29 +35,31 @@ class ReferenceLauncher:
     def is_capturing(self) -> bool:
         return self.capturing
 
-    def multi_tensor(self, work: Pass, segment: Segment, epilogue: Epilogue) -> None:
+    def multi_tensor(
+        self, work: Pass, table: DeviceTable, segment: Segment, epilogue: Epilogue
+    ) -> None:
         self.launches.append("unscale" if work.write else "check")
-        words = work.table.buffer
+        words = table.buffer
         used_peak = torch.tensor(0.0, dtype=torch.float64)
         factor = torch.tensor(1.0) if work.factor is None else work.factor.reshape(())
-        if work.use is Use.SCALE:
+        if work.how is Factor.TIMES_RECIPROCAL:
             factor = factor.double().reciprocal().float()
         for chunk in spans_of(words.tolist(), segment):
             number, gradient = chunk.parameter, chunk.values(segment.dtype)
             self.read += gradient.nbytes
             wide = gradient.to(torch.promote_types(gradient.dtype, torch.float32))
-            if work.use is Use.DIVIDE:
+            if work.how is Factor.DIVIDE:
                 used = wide / factor.to(wide.dtype)
-            elif work.use is Use.RAW:
+            elif work.how is Factor.NONE:
                 used = wide
             else:
                 used = wide * factor.to(wide.dtype)
                 if not segment.is_paired:
                     used = used.to(gradient.dtype)
-            if work.norms is not None:
+            if work.sums is not None:
                 self._squares += (wide * factor.to(wide.dtype)).double().square().sum().item()
-            if work.track is not None:
-                aten.mark_(work.track, [number], [used])
+            if work.marks is not None:
+                torch_ops.mark_(work.marks, work.now, _one(number, used))
             if work.write:
                 written = used
                 if work.coefficient is not None:
@@ -70,9 +73,9 @@ class ReferenceLauncher:
         words[1] = torch.maximum(words[1], bits)
         if epilogue is Epilogue.NOTHING:
             return
-        if work.norms is not None:
-            work.norms[0] = self._squares
-            work.norms[1] = words[1:2].view(torch.float64)[0]
+        if work.sums is not None:
+            work.sums[0] = self._squares
+            work.sums[1] = words[1:2].view(torch.float64)[0]
             self._squares = 0.0
         found = bool(words[1] >= _INFINITE)
         if found or not work.accumulate:
@@ -80,9 +83,8 @@ class ReferenceLauncher:
         if work.divisor is not None:
             work.divisor.copy_(work.factor)
         if epilogue is Epilogue.UPDATE:
-            update = work.update
-            flags = [work.found_inf] if update.other is None else [work.found_inf, update.other]
-            self._update(update, flags)
+            update = work.ending.update
+            self._update(update._replace(found_infs=[work.found_inf, *update.found_infs]))
         words[:2] = 0
 
     def measure(self, table: DeviceTable, segment: Segment, health: Tensor) -> None:
@@ -91,7 +93,7 @@ class ReferenceLauncher:
         self.read += sum(chunk.nbytes for _, chunk in chunks)
         for number in dict(chunks):
             parts = [chunk for other, chunk in chunks if other == number]
-            aten.measure_(health, [number], [torch.cat(parts)])
+            torch_ops.measure(_one(number, torch.cat(parts)), health)
 
     def narrow(self, table: DeviceTable, segment: Segment, found_inf: Tensor | None) -> None:
         self.launches.append("narrow")
@@ -102,19 +104,18 @@ class ReferenceLauncher:
                 self.read += 4 * values.numel()
                 self.written += values.nbytes
 
-    def update_scale(self, update: ScaleUpdate, found_infs: list[Tensor]) -> None:
+    def update_scale(self, update: Update) -> None:
         self.launches.append("update")
-        assert 1 <= len(found_infs) <= 4
-        self._update(update, found_infs)
+        assert 1 <= len(update.found_infs) <= 4
+        self._update(update)
 
     def clip_coefficient(self, clip: Clip) -> None:
         self.launches.append("clip")
-        cpu.clip_coefficient(*clip)
+        cpu.clip(clip)
 
-    def _update(self, update: ScaleUpdate, flags: list[Tensor]) -> None:
-        state = (update.scale.data, update.growth_tracker.data)
-        given = (update.factors, update.state, update.norm)
-        assert cpu.update_scale_(*state, flags, *given)
+    def _update(self, update: Update) -> None:
+        scale, tracker = update.scale.data, update.growth_tracker.data
+        assert cpu.update(update._replace(scale=scale, growth_tracker=tracker))
 
 
 @dataclass
@@ -138,6 +139,10 @@ class Chunk:
 
     def floats(self, dtype: torch.dtype) -> Tensor:
         return _at(self.wide, self.size // dtype.itemsize * 4, torch.float32)
+
+
+def _one(number: int, values: Tensor) -> TensorList:
+    return TensorList(values.device, [values], [number])
 
 
 def _at(address: int, size: int, dtype: torch.dtype) -> Tensor:

@@ -5,13 +5,22 @@ from __future__ import annotations
 import math
 import random
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 
-from ampfast.backends.cpu import SPIKE, UpdateFactors
-from ampfast.backends.cpu import state_layout as layout
+from ampfast.backends.core import SPIKE, Update
+from ampfast.backends.core import state_layout as layout
 from ampfast.loss_scale import LossScale, ScalePolicy
 from ampfast.policies import LogMax, UnderflowTarget
+
+
+class Factors(NamedTuple):
+    """Growth factor, backoff factor and growth interval."""
+
+    growth: float
+    backoff: float
+    interval: int
 
 
 def float32(value: float) -> float:
@@ -58,7 +67,7 @@ class ScaleModel:
 
     scale: float
     tracker: int
-    factors: UpdateFactors
+    factors: Factors
     policy: ScalePolicy
     steps: int = 0
     skipped: int = 0
@@ -122,8 +131,8 @@ class ScaleModel:
         if found:
             prediction.ceiling = by_torch
         else:
-            if self.tracker == 0 and self.factors.growth_interval >= 1:
-                grown = float32(prediction.ceiling * self.factors.growth_factor)
+            if self.tracker == 0 and self.factors.interval >= 1:
+                grown = float32(prediction.ceiling * self.factors.growth)
                 prediction.ceiling = grown if math.isfinite(grown) else prediction.ceiling
             if 0 < peak < math.inf:
                 prediction.see(peak)
@@ -152,7 +161,7 @@ POLICIES = {
     "underflow target": ScalePolicy(policy=UnderflowTarget(1.0 / 3.0)),
     "log max, limits": ScalePolicy(2.0**-20, 2.0**20, policy=LogMax(0.5, 2.5)),
 }
-FACTORS = UpdateFactors(1.9, 0.3, 3)
+FACTORS = Factors(1.9, 0.3, 3)
 
 
 def random_steps(count: int, seed: int, spikes: bool = False) -> list[tuple[float, float | None]]:
@@ -183,22 +192,29 @@ def random_peaks(count: int, policy: ScalePolicy) -> list[float | None]:
     return peaks
 
 
-def propose(
-    kept: LossScale, scale: torch.Tensor, tracker: torch.Tensor, found: float, peak: float | None
-) -> None:
-    """Lets the policy, if there is one, propose a scale for an update of these by `FACTORS`."""
+def update_of(
+    kept: LossScale, scale: torch.Tensor, tracker: torch.Tensor, found: float, norm: float | None
+) -> Update:
+    """An update of these by `FACTORS`."""
+    device = scale.device
+    given = None if norm is None else torch.tensor(norm, device=device)
+    words = kept.words_on(device)
+    return Update(scale, tracker, [torch.tensor(found, device=device)], *FACTORS, words, given)
+
+
+def propose(kept: LossScale, update: Update, peak: float | None) -> None:
+    """Lets the policy, if there is one, propose a scale for an update."""
     if kept.follower is not None:
-        device = scale.device
-        kept.follower.observe([torch.tensor(peak, dtype=torch.float64, device=device)])
-        flags = [torch.tensor(found, device=device)]
-        kept.follower.before_update(scale, tracker, flags, FACTORS)
+        peaks = torch.tensor(peak, dtype=torch.float64, device=update.scale.device)
+        kept.follower.observed.append(peaks)
+        kept.follower.before_update(update)
 
 
-def conclude(kept: LossScale, scale: torch.Tensor, tracker: torch.Tensor) -> None:
+def conclude(kept: LossScale) -> None:
     """Tells the policy that the update is done."""
     if kept.follower is not None:
-        kept.follower.after_update(scale, tracker)
-    kept.end_iteration()
+        kept.follower.after_update()
+        kept.follower.observed = []
 
 
 def assert_state(kept: LossScale, model: ScaleModel) -> None:

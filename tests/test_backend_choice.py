@@ -13,7 +13,8 @@ from reference_launcher import ReferenceLauncher
 from torch.utils.flop_counter import FlopCounterMode
 
 from ampfast import GradScaler, backends, gradients
-from ampfast.backends import cpu
+from ampfast.backends import core, cpu
+from ampfast.backends.torch_ops import TensorList
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 CACHED = (
@@ -42,7 +43,7 @@ def machine(
     monkeypatch.setattr(backends, "_is_interpreted", lambda: False)
     monkeypatch.setattr(backends, "_unavailable_reason", lambda name: missing.get(name, ""))
     monkeypatch.setattr(backends, "_failure_reason", lambda name, index: failing.get(name, ""))
-    kernels = {"aten": None, "cpu": cpu}
+    kernels = {"aten": backends.TORCH_OPS, "cpu": cpu}
     monkeypatch.setattr(backends, "_kernels", lambda name: kernels.get(name, name))
 
 
@@ -50,11 +51,11 @@ def walk_over(monkeypatch: pytest.MonkeyPatch, gradient: torch.Tensor, gpu: torc
     """Gradients of a walk that finds one on a GPU, in a list if kernels serve GPUs."""
 
     def walk(param_groups: Any, allow_fp16: bool, writes: bool, devices: int, *_: Any) -> Any:
-        if devices & cpu.CUDA:
+        if devices & core.CUDA:
             return [SimpleNamespace(device=gpu)], [], None
         return [], [(gradient, gradient, 0)], None
 
-    monkeypatch.setattr(cpu, "walk", walk)
+    monkeypatch.setattr(core, "walk", walk)
 
 
 @pytest.mark.parametrize(
@@ -90,10 +91,10 @@ def test_default_on_a_gpu(
         f"ampfast does not use its backend {name!r}: {reason}" for name, reason in reasons.items()
     }
     assert len(caught) == len(reasons)
-    both = cpu.CPU | cpu.CUDA
+    both = core.CPU | core.CUDA
     choice = backends.choose()
-    assert (choice.kernels_for(GPU) is None) == (chosen == "aten")
-    assert choice.devices == (cpu.CPU if chosen == "aten" else both)
+    assert (choice.kernels_for(GPU) is backends.TORCH_OPS) == (chosen == "aten")
+    assert choice.devices == both
     assert backends.default_for(CPU) == "cpu"
 
 
@@ -183,7 +184,9 @@ def test_the_default_is_that_of_each_gpu(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_gradients_on_a_gpu_without_kernels_take_torchs_op(monkeypatch: pytest.MonkeyPatch) -> None:
     unlike_gpus(monkeypatch)
-    monkeypatch.setattr(backends, "_kernels", lambda name: None if name == "aten" else name)
+    monkeypatch.setattr(
+        backends, "_kernels", lambda name: backends.TORCH_OPS if name == "aten" else name
+    )
     gradient = torch.ones(3)
     choice = backends.choose()
 
@@ -191,12 +194,11 @@ def test_gradients_on_a_gpu_without_kernels_take_torchs_op(monkeypatch: pytest.M
         return gradients.collect([], allow_fp16=False, writes=True, choice=choice)
 
     walk_over(monkeypatch, gradient, GPU)
-    assert len(collect().lists) == 1
+    assert [kernels for kernels, _ in collect().lists] == ["cuda"]
     walk_over(monkeypatch, gradient, torch.device("cuda", 1))
     with pytest.warns(UserWarning, match="cuda:1 has compute capability below"):
         aside = collect()
-    assert aside.lists == [] and aside.set_aside == {CPU: [gradient]}
-    assert choice.devices == cpu.CPU, "nobody has to find out again"
+    assert aside.lists == [(backends.TORCH_OPS, TensorList(CPU, [gradient], [0]))]
 
 
 def test_common_reasons_of_gpus_warn_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -210,7 +212,7 @@ def test_common_reasons_of_gpus_warn_once(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_a_trial_without_plain_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backends, "_is_interpreted", lambda: True)
-    monkeypatch.setattr(cpu, "list_of", lambda tensors, device: None)
+    monkeypatch.setattr(core, "list_of", lambda tensors, device: None)
     reason = backends._failure_reason("triton", None)
     assert reason == "its kernel does not run: RuntimeError: tensors are not plain here"
 
@@ -267,7 +269,7 @@ def test_cuda_is_not_initialised_for_a_choice(monkeypatch: pytest.MonkeyPatch) -
     for name in ("_failure_reason", "_default_on_gpu", "_current_gpu"):
         monkeypatch.setattr(backends, name, lambda *args: pytest.fail("asked for a GPU"))
     GradScaler("cpu").scale(torch.ones(()))
-    assert backends.choose().devices == cpu.CPU | cpu.CUDA
+    assert backends.choose().devices == core.CPU | core.CUDA
 
 
 # Trial of the kernels
@@ -297,13 +299,13 @@ def test_the_trial_does_not_depend_on_the_caller(
 
 
 class Wrong(Interpreted):
-    def multi_tensor(self, work: Any, segment: Any, epilogue: Any) -> None:
-        super().multi_tensor(work, segment, epilogue)
+    def multi_tensor(self, work: Any, *more: Any) -> None:
+        super().multi_tensor(work, *more)
         work.found_inf.fill_(1.0)
 
 
 class Broken(Interpreted):
-    def multi_tensor(self, work: Any, segment: Any, epilogue: Any) -> None:
+    def multi_tensor(self, *given: Any) -> None:
         raise ValueError("cannot be compiled\nand much more")
 
 

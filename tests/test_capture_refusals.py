@@ -12,6 +12,7 @@ import torch
 from support import parameter_with
 
 from ampfast import GradScaler, errors, grad_scaler, loss_scale
+from ampfast.backends import scalars
 from ampfast.loss_scale import LossScale, ScalePolicy
 
 REFUSED = pytest.raises(RuntimeError, match="a CUDA graph cannot capture")
@@ -196,7 +197,7 @@ def test_the_minimum_is_checked_when_the_counters_arrive(monkeypatch: pytest.Mon
         ways.append((counters.clone(), None if len(ways) == 2 else Arrival()))
         return ways[-1]
 
-    monkeypatch.setattr(loss_scale.aten, "copy_to_host_async", copy)
+    monkeypatch.setattr(scalars, "copy_to_host_async", copy)
     watch = loss_scale._MinimumWatch(True)
 
     def arrived(value: int) -> list[int] | None:

@@ -162,10 +162,10 @@ def test_a_launch_that_fails_leaves_no_flag_behind(
     grads = [torch.full((3,), math.inf), torch.ones(3, dtype=torch.float16)]
     plain = launcher.multi_tensor
 
-    def fails(work: Any, segment: Any, epilogue: Any) -> None:
+    def fails(work: Any, table: Any, segment: Any, epilogue: Any) -> None:
         if segment.dtype is torch.float16:
             raise RuntimeError("no compiler")
-        plain(work, segment, epilogue)
+        plain(work, table, segment, epilogue)
 
     with monkeypatch.context() as broken:
         broken.setattr(launcher, "multi_tensor", fails)
@@ -233,7 +233,6 @@ VIEWS = ("view", "slice", "select", "reshape", "detach", "alias", "as_strided", 
 def ops_of(kind: str, launcher: ReferenceLauncher, track: str | None) -> tuple[Any, Counter[str]]:
     """Kernel launches of a step, and torch's ops around them."""
     run = warmed(kind, launcher, track=track)
-    run.scaler._short_way = None  # which tracking does not take
     # The reference launcher calls ops, too.
     kernels = launcher.multi_tensor
     measure = launcher.measure
@@ -410,7 +409,7 @@ def test_an_error_before_the_check_leaves_no_update(launcher: ReferenceLauncher)
     run.optimizer.param_groups.append({"params": [None]})
     with pytest.raises(AssertionError, match=r"expected param to be torch\.Tensor"):
         run.scaler.step_and_update(run.optimizer)
-    assert run.scaler._riding is None
+    assert run.scaler._ending is None
 
 
 def test_an_update_that_rides_bumps_the_version(launcher: ReferenceLauncher) -> None:

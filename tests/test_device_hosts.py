@@ -11,19 +11,20 @@ from typing import Any
 
 import pytest
 import torch
+from passes import run_check, run_unscale
 from reference_launcher import ReferenceLauncher, spans_of
 
 from ampfast import _C, errors
-from ampfast.backends import cpu, gpu
-from ampfast.backends.cpu import UpdateFactors
+from ampfast.backends import core, cpu, gpu
+from ampfast.backends.core import Update
 from ampfast.backends.gpu import DeviceKernels, Epilogue
 
 CPU = torch.device("cpu")
 ROOT = Path(__file__).parent.parent
 
 
-def grads_of(tensors: list[torch.Tensor]) -> cpu.GradList:
-    grads = cpu.list_of(tensors, CPU)
+def grads_of(tensors: list[torch.Tensor]) -> core.GradList:
+    grads = core.list_of(tensors, CPU)
     assert grads is not None
     return grads
 
@@ -39,8 +40,8 @@ def test_another_thread_does_not_come_between_two_launches() -> None:
     between, found = threading.Event(), {}
 
     class Interrupted(ReferenceLauncher):
-        def multi_tensor(self, work: Any, segment: Any, epilogue: Epilogue) -> None:
-            super().multi_tensor(work, segment, epilogue)
+        def multi_tensor(self, work: Any, table: Any, segment: Any, epilogue: Epilogue) -> None:
+            super().multi_tensor(work, table, segment, epilogue)
             if epilogue is Epilogue.NOTHING and threading.current_thread().name == "first":
                 between.set()
                 second.join(0.2)
@@ -48,7 +49,7 @@ def test_another_thread_does_not_come_between_two_launches() -> None:
     kernels = DeviceKernels(Interrupted())
 
     def check() -> None:
-        found[threading.current_thread().name] = kernels.check_(grads_of(grads)).item()
+        found[threading.current_thread().name] = run_check(kernels, grads_of(grads)).item()
 
     def check_later() -> None:
         assert between.wait(600)
@@ -68,9 +69,9 @@ def test_elements_off_their_own_alignment_are_irregular() -> None:
     for dtype in (torch.float32, torch.float64, torch.float16, torch.bfloat16):
         for offset in range(1, dtype.itemsize):
             odd = torch.frombuffer(memory, dtype=dtype, count=3, offset=offset)
-            assert cpu.list_of([odd], CPU) is None
+            assert core.list_of([odd], CPU) is None
         even = torch.frombuffer(memory, dtype=dtype, count=3, offset=dtype.itemsize)
-        assert cpu.list_of([even], CPU) is not None
+        assert core.list_of([even], CPU) is not None
 
 
 def test_lists_that_differ_at_their_end_are_distinguished() -> None:
@@ -80,7 +81,7 @@ def test_lists_that_differ_at_their_end_are_distinguished() -> None:
     before = _C.uploads()
     for _ in range(2):
         for tensor in last:
-            kernels.check_(grads_of([*common, tensor]))
+            run_check(kernels, grads_of([*common, tensor]))
     assert _C.uploads() - before == len(last)
 
 
@@ -97,8 +98,8 @@ def test_a_table_that_dies_may_ask_for_others(drops: str) -> None:
             _C.clear_tables()
             table_of(lists[len(deaths)])
 
-    def table_of(tensors: list[torch.Tensor]) -> cpu.DeviceTable:
-        return cpu.DeviceTable.of(grads_of(tensors), False)
+    def table_of(tensors: list[torch.Tensor]) -> core.DeviceTable:
+        return core.DeviceTable.of(grads_of(tensors), False)
 
     watches = [weakref.ref(table_of(tensors).buffer, died) for tensors in lists]
     if drops == "cleared":
@@ -110,7 +111,7 @@ def test_a_table_that_dies_may_ask_for_others(drops: str) -> None:
 
 def test_a_table_has_room_for_the_sum_of_each_chunk() -> None:
     tensors = [torch.ones(5_000), torch.ones(7_000, dtype=torch.float64)]
-    table = cpu.DeviceTable.of(grads_of(tensors), False)
+    table = core.DeviceTable.of(grads_of(tensors), False)
     first, second = table.segments
     assert (first.chunks, second.chunks) == (3, 7)
     assert (first.partials, second.partials) == (table.buffer[2], table.buffer[2] + 3)
@@ -127,7 +128,7 @@ def few_chunks() -> Iterator[None]:
 
 
 def chunks_of(tensors: list[torch.Tensor]) -> list[tuple[int, int, int]]:
-    table = cpu.DeviceTable.of(grads_of(tensors), False)
+    table = core.DeviceTable.of(grads_of(tensors), False)
     [segment] = table.segments
     chunks = spans_of(table.buffer.tolist(), segment)
     return [(chunk.address, chunk.size, chunk.parameter) for chunk in chunks]
@@ -174,33 +175,25 @@ def test_enough_chunks_are_at_least_one() -> None:
         _C.set_enough_chunks(0)
 
 
-def test_an_update_bumps_the_version_of_the_scale() -> None:
-    scale, tracker = torch.tensor(2.0), torch.tensor(0, dtype=torch.int32)
-    kernels = DeviceKernels(ReferenceLauncher())
-    update = kernels.scale_update(scale, tracker, [torch.tensor(0.0)], UpdateFactors(2.0, 0.5, 1))
-    before = scale._version
-    update.bump_version()
-    assert scale._version == before + 1
-
-
 @pytest.mark.parametrize("kernels", [DeviceKernels(ReferenceLauncher()), cpu])
 def test_an_update_in_one_call(kernels: Any) -> None:
     scale, tracker = torch.tensor(2.0), torch.tensor(0, dtype=torch.int32)
     before = scale._version
     for found, wanted in ((0.0, 6.0), (1.0, 3.0)):
         flags = [torch.tensor(0.0), torch.tensor(found)]
-        assert kernels.update_scale_(scale, tracker, flags, UpdateFactors(3.0, 0.5, 1)) is True
+        assert kernels.update(Update(scale, tracker, flags, 3.0, 0.5, 1)) is True
         assert scale.item() == wanted
     assert scale._version == before + 2
 
 
 def test_an_update_without_a_state_cannot_be_undone() -> None:
     scale, tracker = torch.tensor(2.0), torch.tensor(0, dtype=torch.int32)
-    update = DeviceKernels(ReferenceLauncher()).scale_update(
-        scale, tracker, [], UpdateFactors(2.0, 0.5, 1)
-    )
+    kernels = DeviceKernels(ReferenceLauncher())
+    ending = kernels.ending(Update(scale, tracker, [], 2.0, 0.5, 1))
+    run_check(kernels, grads_of([torch.ones(3)]), ending=ending)
+    assert (ending.applied, scale.item()) == (True, 4.0)
     with pytest.raises(RuntimeError, match="without a state cannot be undone"):
-        update.undo()
+        ending.undo()
 
 
 @pytest.mark.parametrize(
@@ -221,16 +214,20 @@ def test_an_update_of_other_tensors_is_left_to_torch(other: dict[str, Any]) -> N
         "scale": torch.tensor(2.0),
         "growth_tracker": torch.tensor(0, dtype=torch.int32),
         "found_infs": [torch.tensor(0.0)],
-        "norm": torch.tensor(1.0),
-        "factors": UpdateFactors(2.0, 0.5, 1),
+        "growth_factor": 2.0,
+        "backoff_factor": 0.5,
+        "growth_interval": 1,
     }
     on_device = DeviceKernels(ReferenceLauncher())
-    unknown = {**known, **other}
-    assert on_device.scale_update(**known) is not None
-    assert on_device.scale_update(**unknown) is None
+    assert on_device.ending(Update(**known)) is not None
+    unknown = Update(**{**known, **other})
+    assert on_device.ending(unknown) is None
     for kernels in (on_device, cpu):
-        assert kernels.update_scale_(**unknown) is False
-        assert unknown["scale"].item() == 2.0
+        assert not kernels.update(unknown)
+        assert unknown.scale.item() == 2.0
+    known["norm"] = torch.tensor(1.0)
+    for kernels in (on_device, cpu):
+        assert kernels.update(Update(**known))
 
 
 @pytest.mark.parametrize(
@@ -239,11 +236,11 @@ def test_an_update_of_other_tensors_is_left_to_torch(other: dict[str, Any]) -> N
         ({"found_inf": torch.zeros(2)}, "found_inf must be a one-element float32 tensor on cpu"),
         ({"found_inf": torch.zeros((), device="meta")}, "of shape () on meta"),
         ({"coefficient": torch.ones(())}, "coefficient must be a one-element float64 tensor"),
-        ({"norms": torch.zeros(2)}, "norms must be a contiguous float64 tensor of 2 elements"),
-        ({"norms": torch.zeros(2, device="meta").double()}, "norms must be on cpu, got meta"),
+        ({"sums": torch.zeros(2)}, "sums must be a contiguous float64 tensor of 2 elements"),
+        ({"sums": torch.zeros(2, device="meta").double()}, "sums must be on cpu, got meta"),
         (
-            {"norms": torch.zeros(2).double(), "coefficient": torch.ones(()).double()},
-            "norms are taken in the pass before the one with a coefficient",
+            {"sums": torch.zeros(2).double(), "coefficient": torch.ones(()).double()},
+            "sums are taken in the pass before the one with a coefficient",
         ),
     ],
 )
@@ -252,9 +249,8 @@ def test_arguments_that_a_pass_cannot_take_are_refused(
 ) -> None:
     launcher, gradient = ReferenceLauncher(), torch.full((3,), 8.0)
     with pytest.raises(RuntimeError, match=re.escape(said)):
-        DeviceKernels(launcher).unscale_(
-            grads_of([gradient]), torch.tensor(4.0), is_scale=True, **wrong
-        )
+        kernels, scale = DeviceKernels(launcher), torch.tensor(4.0)
+        run_unscale(kernels, grads_of([gradient]), scale, is_scale=True, **wrong)
     assert launcher.launches == []
     assert gradient.tolist() == [8.0] * 3
 
@@ -280,7 +276,7 @@ def test_uncompiled_kernels_are_not_captured(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_a_launch_that_cannot_begin_holds_earlier_ones_back() -> None:
     class NoBfloat16(ReferenceLauncher):
-        def prepare(self, work: Any, segment: Any, epilogue: Epilogue) -> None:
+        def prepare(self, work: Any, table: Any, segment: Any, epilogue: Epilogue) -> None:
             prepared.append((segment.dtype, epilogue))
             if segment.dtype is torch.bfloat16:
                 raise RuntimeError("no compiler for bfloat16")
@@ -292,7 +288,7 @@ def test_a_launch_that_cannot_begin_holds_earlier_ones_back() -> None:
     found, scale = torch.zeros(()), torch.tensor(4.0)
     for _ in range(2):
         with pytest.raises(RuntimeError, match="no compiler for bfloat16"):
-            kernels.unscale_(grads_of(grads), scale, is_scale=True, found_inf=found)
+            run_unscale(kernels, grads_of(grads), scale, is_scale=True, found_inf=found)
     assert launcher.launches == []
     assert [grad.tolist() for grad in grads] == [[8.0] * 3] * 2
     assert set(prepared) == {
@@ -300,7 +296,7 @@ def test_a_launch_that_cannot_begin_holds_earlier_ones_back() -> None:
         (torch.bfloat16, Epilogue.FINISH),
     }
     prepared.clear()
-    kernels.unscale_(grads_of(grads[:1]), scale, is_scale=True, found_inf=found)
+    run_unscale(kernels, grads_of(grads[:1]), scale, is_scale=True, found_inf=found)
     assert grads[0].tolist() == [2.0] * 3
     assert prepared == [], "one launch alone cannot leave another behind"
 
@@ -309,9 +305,8 @@ def test_growth_intervals_that_no_word_holds_are_torchs_to_refuse() -> None:
     scale, tracker = torch.tensor(8.0), torch.tensor(0, dtype=torch.int32)
     kernels = DeviceKernels(ReferenceLauncher())
     for interval, is_known in [(2**63 - 1, True), (-(2**63), True), (2**63, False), (2**64, False)]:
-        factors = UpdateFactors(2.0, 0.5, interval)
-        update = kernels.scale_update(scale, tracker, [torch.zeros(())], factors)
-        assert (update is not None) == is_known
-        assert kernels.update_scale_(scale, tracker, [torch.zeros(())], factors) == is_known
-    assert kernels.scale_update(scale, tracker, [], UpdateFactors(2.0, 0.5, 2.5)) is None
+        update = Update(scale, tracker, [torch.zeros(())], 2.0, 0.5, interval)
+        assert (kernels.ending(update) is not None) == is_known
+        assert kernels.update(update) == is_known
+    assert kernels.ending(Update(scale, tracker, [], 2.0, 0.5, 2.5)) is None
     assert (scale.item(), tracker.item()) == (8.0, 2)

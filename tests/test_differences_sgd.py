@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 from one_step import TAKE_GRAD_SCALE, Setup, floats, host_reads, setup
-from support import TorchScaler, parameter_with
+from support import TorchScaler, assert_same, parameter_with
 
-from ampfast import GradScaler, grad_scaler
-from ampfast.backends import cpu
+from ampfast import GradScaler
+from ampfast.backends import core
 from ampfast.optimizers import lacks_momentum
 
 pytest_plugins = ["verdicts"]
@@ -67,8 +67,8 @@ def test_many_groups_read_the_state_once(monkeypatch: pytest.MonkeyPatch) -> Non
         read.append(state)
         return native_lacks_state(params, state, name)
 
-    native_lacks_state = cpu.lacks_state
-    monkeypatch.setattr(cpu, "lacks_state", lacks_state)
+    native_lacks_state = core.lacks_state
+    monkeypatch.setattr(core, "lacks_state", lacks_state)
     assert not lacks_momentum(optimizer)
     assert len(read) == 1
 
@@ -186,37 +186,24 @@ def test_other_fused_optimizers_never_read_on_the_host(optimizer: str, bad: floa
 
 
 @pytest.mark.parametrize("optimizer", TAKE_GRAD_SCALE)
-def test_steps_that_a_trainer_watches(optimizer: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It learns by a wrapper that a step was not called, and advances its schedule by that."""
-    run = setup(GradScaler, optimizer, [floats(1.0), floats(2.0)])
-    step = run.optimizer.step
+def test_a_wrapped_step_is_called_without_a_wait(optimizer: str) -> None:
+    """As by torch's scaler: a wrapper such as Accelerate's sees every step of a fused optimizer."""
+    kinds = (GradScaler, TorchScaler)
+    runs = [setup(kind, optimizer, [floats(1.0), floats(2.0)]) for kind in kinds]
+    for run in runs:
+        step = run.optimizer.step
 
-    def watched(*args: Any) -> Any:
-        return step(*args)
+        def watched(*args: Any, step: Any = step) -> Any:
+            return step(*args)
 
-    watched.__module__ = "accelerate.optimizer"
-    run.optimizer.step = watched
-    counts = []
-    for gradient, limit in [(math.inf, None), (2.0, None), (2.0, 0.0), (2.0, None)]:
-        run.parameters[1].grad = floats(gradient)
-        if limit is not None:
-            run.scaler.clip_grad_norm_(run.optimizer, 1.0, skip_above=limit)
-        assert host_reads(run.step) == 1
-        run.scaler.update()
-        counts.append(len(run.calls))
-    assert counts == [0, 1, 1, 2]
-    assert run.finite()
-    others = setup(GradScaler, optimizer, [floats(1.0)])
-    run.scaler.unscale_(others.optimizer)
-    for param in run.parameters:
-        param.grad = None
-    assert host_reads(run.step) == 0
-    run.scaler.update()
-    assert len(run.calls) == 3, "without gradients there is nothing to skip"
-    run.parameters[0].grad = floats(1.0)
-    # A graph is captured with the step, which skips by itself at each replay.
-    monkeypatch.setattr(grad_scaler, "is_capturing", lambda: True)
-    run.parameters[1].grad = floats(math.inf)
-    assert host_reads(run.step) == 0
-    assert len(run.calls) == 4
-    assert run.finite()
+        watched.__module__ = "accelerate.optimizer"
+        run.optimizer.step = watched
+        for count, gradient in enumerate((math.inf, 2.0), start=1):
+            run.parameters[1].grad = floats(gradient)
+            if run is runs[0]:
+                assert host_reads(run.step) == 0
+            else:
+                run.step()
+            run.scaler.update()
+            assert len(run.calls) == count
+    assert_same(*(run.parameters for run in runs))

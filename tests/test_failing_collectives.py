@@ -191,31 +191,34 @@ class Counting(Failing):
         return super().allreduce(tensors, options)
 
 
-@pytest.mark.parametrize("make", [GradScaler, Overriding])
-def test_a_pass_that_ends_early_is_skipped_on_all_ranks(
-    make: type[GradScaler], monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("path", ["plain gradients", "walked", "overridden"])
+def test_a_pass_that_ends_early_is_agreed_on(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is skipped on all ranks, unless one call did all of it."""
+    make = Overriding if path == "overridden" else GradScaler
+    settings: Any = {"track": "health"} if path == "walked" else {}
     param = parameter_with(torch.full((3,), SCALE * GRADIENT))
     param.data.fill_(1.0)
     group: Any = Counting()
-    scaler = make("cpu", init_scale=SCALE, process_group=group)
+    scaler = make("cpu", init_scale=SCALE, process_group=group, **settings)
     optimizer = KINDS["plain"]([param])
     scaler.scale(torch.ones(()))
 
     def interrupted(*args: Any, **kwargs: Any) -> Any:
-        unscale_(*args, **kwargs)
+        run(*args, **kwargs)
         raise KeyboardInterrupt
 
-    unscale_ = cpu.unscale_
+    is_whole = path == "plain gradients"
+    name = "pass_over" if is_whole else "run"
+    run = getattr(cpu, name)
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(cpu, "unscale_", interrupted)
+        patch.setattr(cpu, name, interrupted)
         scaler.unscale_(optimizer)
     assert group.collectives == 0
     scaler.step(optimizer)
     assert group.collectives == 1
-    assert_equal(param, 1.0)
+    assert_equal(param, STEPPED if is_whole else 1.0)
     scaler.update()
-    assert (group.collectives, scaler.get_scale()) == (1, SCALE / 2)
+    assert (group.collectives, scaler.get_scale()) == (1, SCALE if is_whole else SCALE / 2)
 
 
 def test_a_group_that_is_set_later_agrees() -> None:

@@ -17,7 +17,7 @@ from support import FUSED, OPTIMIZERS, TorchScaler, assert_same, parameter_with
 
 from ampfast import GradScaler
 from ampfast.loss_scale import LossScale, ScalePolicy
-from ampfast.optimizers import LastChecks
+from ampfast.optimizers import ByOptimizer
 
 
 def started(**arguments: Any) -> GradScaler:
@@ -288,25 +288,24 @@ def test_flags_of_dropped_gradients_count() -> None:
 
 
 def test_an_id_that_comes_back_is_another_optimizer() -> None:
-    checks, first, second = LastChecks(), optimizer_of("sgd"), optimizer_of("sgd")
+    checks, first, second = ByOptimizer[Any](), optimizer_of("sgd"), optimizer_of("sgd")
     checks.record(first, {"flag": torch.zeros(())})
-    checks.entries[id(second)] = checks.entries[id(first)]
+    checks._entries[id(second)] = checks._entries[id(first)]
     assert checks.get(second) is None
     checks.record(second, {})
     assert checks.get(second) == {}
 
 
-def test_objects_without_weak_references_are_held_for_an_iteration() -> None:
+def test_objects_without_weak_references_are_held() -> None:
     class Slotted:
         __slots__ = ()
 
-    checks, optimizer = LastChecks(), Slotted()
-    for _ in range(2):
-        checks.record(optimizer, {})
-        checks.end_iteration()
-        assert checks.get(optimizer) == {}
-    checks.end_iteration()
-    assert checks.get(optimizer) is None
+    checks, optimizer = ByOptimizer[Any](), Slotted()
+    for value in (1, 2):
+        checks.record(optimizer, value)
+        assert checks.get(optimizer) == value
+    assert checks.get(Slotted()) is None
+    assert [each for each, _ in checks] == [optimizer]
 
 
 def test_the_last_norm_of_the_same_gradients_counts() -> None:
@@ -350,16 +349,3 @@ class Slotted:
 
     def step(self) -> None:
         pass
-
-
-def test_an_optimizer_without_weak_references_is_released() -> None:
-    scaler = started()
-    gone: Any = Slotted(parameter_with(torch.ones(2)))
-    other = torch.optim.SGD([parameter_with(torch.ones(2))])
-    for stepped in (gone, other):
-        assert scaler._last_checks.get(gone) is None or stepped is other
-        scaler.step(stepped)
-        scaler.update()
-    assert not scaler._last_checks.held
-    with pytest.raises(LookupError):
-        scaler.found_inf(gone)

@@ -114,7 +114,6 @@ def test_under_another_default_device() -> None:
 def test_reports_under_another_default_device() -> None:
     scaler, p = started(GradScaler, 8.0), six(3)
     scaler._track = "health"
-    scaler._choose_way(scaler._scale)
     optimizer = torch.optim.SGD([p], lr=0.1)
     torch.set_default_dtype(torch.float64)
     try:

@@ -275,23 +275,6 @@ def test_any_object_as_optimizer() -> None:
         assert [p.infinities for p in scaler.overflow_report().totals] == [expected]
 
 
-def test_optimizers_without_weak_references_are_released() -> None:
-    class Parameters(list[Any]):
-        """List that supports weak references."""
-
-    scaler = started()
-    params = Parameters(parameters(1.0))
-    alive = weakref.ref(params)
-    scaler.step(Bare(params))
-    scaler.update()
-    del params
-    assert alive() is not None
-    for _ in range(2):
-        scaler.step(Bare(parameters(1.0)))
-        scaler.update()
-    assert alive() is None
-
-
 def test_parameters_that_are_added_and_removed() -> None:
     scaler = started()
     params = parameters(math.inf, 1.0)

@@ -12,6 +12,7 @@ import torch
 from scale_model import (
     FACTORS,
     POLICIES,
+    Factors,
     ScaleModel,
     assert_state,
     conclude,
@@ -19,14 +20,15 @@ from scale_model import (
     propose,
     random_peaks,
     random_steps,
+    update_of,
 )
 from scaler_loop import Loop
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import ampfast
 from ampfast import GradScaler, loss_scale
-from ampfast.backends import aten, cpu
-from ampfast.backends.cpu import state_layout
+from ampfast.backends import cpu, torch_ops
+from ampfast.backends.core import state_layout
 from ampfast.loss_scale import LossScale, ScalePolicy
 
 
@@ -45,20 +47,15 @@ def test_the_layout_has_no_overlap() -> None:
 def test_random_steps(backend: str, policy: str, start: float) -> None:
     model = ScaleModel(float32(start), 1, FACTORS, POLICIES[policy])
     kept = LossScale(model.policy)
-    words = kept.words_on(torch.device("cpu"))
     scale = torch.tensor(model.scale)
     tracker = torch.tensor(model.tracker, dtype=torch.int32)
     peaks = random_peaks(1100, model.policy)
     steps = random_steps(1100, seed=len(policy), spikes=True)
     for (found, norm), peak in zip(steps, peaks, strict=True):
-        flag = torch.tensor(found)
-        given = None if norm is None else torch.tensor(norm)
-        propose(kept, scale, tracker, found, peak)
-        if backend == "cpu":
-            assert cpu.update_scale_(scale, tracker, [flag], FACTORS, words, given)
-        else:
-            aten.update_scale_(scale, tracker, flag, FACTORS, words, given)
-        conclude(kept, scale, tracker)
+        update = update_of(kept, scale, tracker, found, norm)
+        propose(kept, update, peak)
+        assert (cpu if backend == "cpu" else torch_ops).update(update)
+        conclude(kept)
         model.update(found, norm, peak or 0.0)
         assert (scale.item(), tracker.item()) == (model.scale, model.tracker)
         if model.steps % 17 == 16:
@@ -77,7 +74,7 @@ def test_random_steps(backend: str, policy: str, start: float) -> None:
 def test_the_scaler_follows_the_model(backend: str, riding: bool, fused: bool) -> None:
     policy = POLICIES["all"]
     loop = Loop(fused, backend=backend, min_scale=0.5, max_scale=30.0, hysteresis=2)
-    model = ScaleModel(8.0, 0, cpu.UpdateFactors(2.0, 0.5, 3), policy)
+    model = ScaleModel(8.0, 0, Factors(2.0, 0.5, 3), policy)
     for found, _ in random_steps(120, seed=4):
         loop.step(math.inf if found else 1.0, riding)
         model.update(found)
@@ -173,7 +170,7 @@ def test_a_scale_that_is_set_takes_the_kernel(monkeypatch: pytest.MonkeyPatch) -
     loop.param.grad = torch.ones(3)
     loop.scaler.step(loop.optimizer)
     # torch's ops would be a hundred small ones.
-    monkeypatch.setattr(aten, "update_scale_", lambda *args: pytest.fail("took torch's ops"))
+    monkeypatch.setattr(torch_ops, "update", lambda update: pytest.fail("took torch's ops"))
     loop.scaler.update(2.0)
     assert loop.scaler.stats().steps == 1
 

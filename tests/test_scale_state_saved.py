@@ -13,7 +13,7 @@ import torch
 from scaler_loop import Loop
 
 from ampfast import GradScaler
-from ampfast.backends.cpu import state_layout
+from ampfast.backends.core import state_layout
 from ampfast.loss_scale import LossScale, ScalePolicy
 
 POLICY = {"min_scale": 0.25, "max_scale": 64.0, "hysteresis": 3}

@@ -6,32 +6,34 @@ import pytest
 import torch
 from kernel_parity import flag
 from support import FLOATS
-from track_parity import check_passes, check_random_lists, check_times, listed
+from track_parity import check_passes, check_random_lists, check_times, listed, tracked
 from tracked import assert_ranges, edges_of_half, track_for
 
 from ampfast import _C
 from ampfast.backends import cpu
+from ampfast.backends.core import Factor, Pass
 
 CPU = torch.device("cpu")
+CHECK = Pass(False, Factor.NONE)
 CAPABILITIES = tuple(_C.cpu_capabilities())
 
 
 @pytest.mark.parametrize("start", range(0, 60, 10))
 def test_random_lists(capability: str, start: int) -> None:
-    check_random_lists(cpu, CPU, range(start, start + 10), norms=False)
+    check_random_lists(cpu, CPU, range(start, start + 10))
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_bounds_of_float16(capability: str, dtype: torch.dtype) -> None:
     edges = edges_of_half(dtype)
-    check_passes(cpu, [edges, *edges.split(1)], CPU, norms=False)
+    check_passes(cpu, [edges, *edges.split(1)], CPU)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_every_16_bit_value(capability: str, dtype: torch.dtype) -> None:
     every = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(dtype)
-    check_passes(cpu, [every, *every[::23].clone().split(1)], CPU, norms=False)
+    check_passes(cpu, [every, *every[::23].clone().split(1)], CPU)
 
 
 def test_a_step_counts_once(capability: str) -> None:
@@ -43,7 +45,7 @@ def test_a_step_counts_once(capability: str) -> None:
 def test_counts_of_many_alike(capability: str, dtype: torch.dtype, value: float) -> None:
     grads = [torch.full((count,), value, dtype=dtype) for count in (1, 31, 16_384, 70_001)]
     track = track_for(len(grads), health=True)
-    cpu.measure_(listed(grads), track.health)
+    cpu.measure(listed(grads), track.health)
     assert_ranges(track, grads)
 
 
@@ -57,8 +59,8 @@ def test_threads_do_not_change_marks() -> None:
         for count in (1, 2, 4):
             torch.set_num_threads(count)
             track = track_for(len(grads), health=True)
-            cpu.check_(listed(grads), track=track)
-            cpu.measure_(listed(grads), track.health)
+            cpu.run(listed(grads), tracked(CHECK, track))
+            cpu.measure(listed(grads), track.health)
             found.append((track.marks.tolist(), track.health.tolist()))
     finally:
         torch.set_num_threads(threads)
@@ -76,22 +78,17 @@ def test_rows_that_cannot_be_written() -> None:
         (good._replace(now=torch.zeros(1)), "Long"),
     ):
         with pytest.raises(RuntimeError, match=said):
-            cpu.check_(grads, track=track)
+            cpu.run(grads, tracked(CHECK, track))
     with pytest.raises(RuntimeError, match="health must be"):
-        cpu.measure_(grads, torch.zeros(2, 3, dtype=torch.int64))
+        cpu.measure(grads, torch.zeros(2, 3, dtype=torch.int64))
     few = track_for(1, health=True)
     with pytest.raises(RuntimeError, match="tracking is of 1 parameters"):
-        cpu.measure_(grads, few.health)
+        cpu.measure(grads, few.health)
     with pytest.raises(RuntimeError, match="tracking is of 1 parameters"):
-        cpu.norms(
-            grads,
-            flag(0.5),
-            is_scale=False,
-            norms=torch.zeros(2, dtype=torch.float64),
-            track=few,
-        )
+        sums = torch.zeros(2, dtype=torch.float64)
+        cpu.run(grads, tracked(Pass(False, Factor.TIMES, flag(0.5), sums=sums), few))
     gradients = [torch.ones(3), torch.ones(3)]
     for track, said in ((good._replace(now=flag()), "Long"), (few, "1 parameters")):
         with pytest.raises(RuntimeError, match=said):
-            cpu.unscale_(listed(gradients), flag(0.5), is_scale=False, track=track)
+            cpu.run(listed(gradients), tracked(Pass(True, Factor.TIMES, flag(0.5)), track))
     assert all(gradient.tolist() == [1.0, 1.0, 1.0] for gradient in gradients)

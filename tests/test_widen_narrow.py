@@ -11,7 +11,8 @@ from kernel_parity import CHUNK, flag
 from support import WRITABLE_LAYOUTS, assert_same, make_gradient, threads
 
 from ampfast import gradients
-from ampfast.backends import cpu
+from ampfast.backends import core, cpu
+from ampfast.backends.core import Factor, Pass
 
 HALVES = (torch.float16, torch.bfloat16)
 FACTORS = (1.0, 0.5, 2.0**-16, 1 / 3, 3.0, 2.0**100, 2.0**-140, 0.0, math.inf, math.nan, -0.75)
@@ -42,18 +43,18 @@ def dense(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
     return [tensor.contiguous() for tensor in tensors]
 
 
-def pairs_of(halves: list[torch.Tensor], floats: list[torch.Tensor]) -> cpu.GradList:
-    pairs = cpu.list_of(halves, CPU, None, floats)
+def pairs_of(halves: list[torch.Tensor], floats: list[torch.Tensor]) -> core.GradList:
+    pairs = core.list_of(halves, CPU, None, floats)
     assert pairs is not None
     return pairs
 
 
 def widen_(out: list[torch.Tensor], grads: list[torch.Tensor], found: torch.Tensor, by: float):
-    cpu.unscale_(pairs_of(grads, out), flag(by), is_scale=False, found_inf=found)
+    cpu.run(pairs_of(grads, out), Pass(True, Factor.TIMES, flag(by), found))
 
 
 def narrow_(params: list[torch.Tensor], masters: list[torch.Tensor]) -> None:
-    cpu.narrow_(pairs_of(params, masters))
+    cpu.narrow(pairs_of(params, masters))
 
 
 def narrow_on_devices(params: list[torch.Tensor], masters: list[torch.Tensor]) -> None:
@@ -111,7 +112,7 @@ def test_a_narrowed_pattern_is_itself(capability: str, dtype: torch.dtype) -> No
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 def test_layouts(capability: str, dtype: torch.dtype, layout: str) -> None:
     grads = [make_gradient(layout, dtype, seed) for seed in range(3)]
-    if cpu.list_of(grads, CPU, None, poisoned(grads, torch.float32)) is not None:
+    if core.list_of(grads, CPU, None, poisoned(grads, torch.float32)) is not None:
         check_widen(grads, 1 / 3)
     masters = [make_gradient(layout, torch.float32, seed) for seed in range(3, 6)]
     if layout != "overlapping":

@@ -220,3 +220,38 @@ def test_a_disabled_scaler_measures_alone_without_a_world() -> None:
     scaler = GradScaler("cpu", enabled=False)
     scaler._is_for_all = True
     assert scaler.grad_norm(KINDS["plain"]([parameter_with(torch.ones(4))])).item() == 2.0
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_interrupt_anywhere_loses_no_agreement(
+    kind: str, world: dist.ProcessGroup, heard: list[list[float]]
+) -> None:
+    """Other ranks wait for this one, and must step or skip with it."""
+    lines = 0
+
+    def trace(frame: Any, event: str, _: object) -> Any:
+        nonlocal lines
+        if not frame.f_code.co_filename.startswith(os.path.dirname(distributed.__file__)):
+            return None
+        lines -= event == "line"
+        if lines < 0:
+            raise KeyboardInterrupt
+        return trace
+
+    is_over, point = False, 0
+    while not is_over:
+        scaler, optimizer = started(process_group=world), optimizer_of(kind)
+        before, lines = sys.gettrace(), point
+        heard.clear()
+        sys.settrace(trace)
+        try:
+            scaler.unscale_(optimizer)
+            is_over = True
+        except KeyboardInterrupt:
+            pass
+        finally:
+            sys.settrace(before)
+        scaler.step(optimizer)
+        assert heard, f"interrupted at line {point}"
+        point += 1
+    assert point > 20

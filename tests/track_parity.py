@@ -10,11 +10,12 @@ from kernel_parity import flag, storage
 from support import FLOATS
 from tracked import assert_ranges, assert_surroundings_kept, marks_of, random_list, track_for
 
-from ampfast.backends import cpu
+from ampfast.backends import core
+from ampfast.backends.core import Factor, Pass, Track
 
 
-def listed(grads: Sequence[torch.Tensor]) -> cpu.GradList:
-    found = cpu.list_of(list(grads), grads[0].device)
+def listed(grads: Sequence[torch.Tensor]) -> core.GradList:
+    found = core.list_of(list(grads), grads[0].device)
     assert found is not None
     return found
 
@@ -30,20 +31,22 @@ def wide(grads: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     return [g if g.dtype == torch.float64 else g.float() for g in grads]
 
 
-def check_passes(
-    kernels: Any, make: Sequence[torch.Tensor], device: torch.device, *, norms: bool = True
-) -> None:
+def tracked(work: Pass, track: Track) -> Pass:
+    return work._replace(marks=track.marks, now=track.now)
+
+
+def check_passes(kernels: Any, make: Sequence[torch.Tensor], device: torch.device) -> None:
     """Compares health, marks of every kind of pass, and results with and without tracking."""
     count = len(make)
     inverse, divisor = 1.5, 0.75
 
-    def run(name: str, used: Sequence[torch.Tensor], call: Any) -> None:
+    def run(name: str, used: Sequence[torch.Tensor], work: Pass) -> None:
         expected = marks_of(used, 4)
         plain = copies(make, device)
-        found = call(listed(plain)).item()
+        found = kernels.run(listed(plain), work).item()
         grads = copies(make, device)
         track = track_for(count, step=4, device=device)
-        assert call(listed(grads), track=track).item() == found, name
+        assert kernels.run(listed(grads), tracked(work, track)).item() == found, name
         assert track.marks.tolist() == expected, name
         assert_surroundings_kept(track)
         for ours, theirs in zip(grads, plain, strict=True):
@@ -52,52 +55,44 @@ def check_passes(
 
     track = track_for(count, health=True, device=device)
     measured = copies(make, device)
-    kernels.measure_(listed(measured), track.health)
+    kernels.measure(listed(measured), track.health)
     assert_ranges(track, measured)
     assert_surroundings_kept(track)
 
-    run("raw", make, kernels.check_)
+    run("raw", make, Pass(False, Factor.NONE))
     quotients = [g / divisor for g in wide(make)]
-    factor = flag(divisor).to(device)
-    run("divided", quotients, lambda g, **k: kernels.check_(g, factor, **k))
+    run("divided", quotients, Pass(False, Factor.DIVIDE, flag(divisor).to(device)))
     written = [(w * inverse).to(g.dtype) for w, g in zip(wide(make), make, strict=True)]
-    factor_ = flag(inverse).to(device)
-    run("unscaled", written, lambda g, **k: kernels.unscale_(g, factor_, is_scale=False, **k))
+    factor = flag(inverse).to(device)
+    run("unscaled", written, Pass(True, Factor.TIMES, factor))
     scale = flag(4.0).to(device)
-    run(
-        "scaled",
-        [g / 4 for g in make],
-        lambda g, **k: kernels.unscale_(g, scale, is_scale=True, **k),
-    )
-    if norms:
-        sums = torch.zeros(2, dtype=torch.float64, device=device)
-        more = {"is_scale": False, "norms": sums}
-        run("norms", written, lambda g, **k: kernels.norms(g, factor_, **more, **k))
+    run("scaled", [g / 4 for g in make], Pass(True, Factor.TIMES_RECIPROCAL, scale))
+    sums = torch.zeros(2, dtype=torch.float64, device=device)
+    run("norms", written, Pass(False, Factor.TIMES, factor, sums=sums))
 
 
-def check_random_lists(
-    kernels: Any, device: torch.device, seeds: range, *, norms: bool = True
-) -> None:
+def check_random_lists(kernels: Any, device: torch.device, seeds: range) -> None:
     for seed in seeds:
         dtypes = FLOATS if seed % 2 else FLOATS[seed // 2 % 4 :][:1]
         grads = random_list(seed, dtypes)
         if any(g.numel() for g in grads):
-            check_passes(kernels, grads, device, norms=norms)
+            check_passes(kernels, grads, device)
 
 
 def check_times(kernels: Any, device: torch.device, elements: int = 70_000) -> None:
     """A step counts once in any number of passes, with the kind found by the last one."""
     track = track_for(2, device=device)
+    check = tracked(Pass(False, Factor.NONE), track)
     good, bad = torch.ones(elements, device=device), torch.ones(elements, device=device)
     for step, value in ((0, torch.inf), (1, 1.0), (2, torch.nan), (5, -torch.inf), (6, 1.0)):
         track.now.fill_(step)
         bad.fill_(value)
         for _ in range(3):
-            kernels.check_(listed([good, bad]), track=track)
+            kernels.run(listed([good, bad]), check)
     assert track.marks.tolist() == [[0, 0, 0, 0], [6, 3, 3, 1]]
     # First infinities, then NaN in the same step, which makes it a step with NaN.
     track.now.fill_(7)
     for value in (torch.inf, torch.nan, torch.inf):
         bad.fill_(value)
-        kernels.check_(listed([bad, good]), track=track)
+        kernels.run(listed([bad, good]), check)
     assert track.marks.tolist() == [[8, 8, 1, 1], [6, 3, 3, 1]]

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from support import assert_same
 
-from ampfast.backends.cpu import HEALTH_WORDS, MARK_WORDS, Track
+from ampfast.backends.core import HEALTH_WORDS, MARK_WORDS, Track
 
 NEVER = [0, 0, 0, 0]
 

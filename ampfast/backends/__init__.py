@@ -15,17 +15,17 @@ from typing import Any, Protocol, cast
 import torch
 from torch import Tensor
 
-from ampfast.backends import cpu
+from ampfast.backends import core, cpu, torch_ops
+from ampfast.backends.core import Clip, Factor, Pass, Update
 from ampfast.backends.gpu import DeviceKernels
-from ampfast.backends.gpu import ScaleUpdate as Update
 from ampfast.errors import refuse_capture
 
 __all__ = [
     "NAMES",
+    "TORCH_OPS",
     "BackendReport",
     "Choice",
     "Kernels",
-    "Update",
     "choose",
     "default_for",
     "report",
@@ -46,15 +46,52 @@ _REMEDIES = {
 
 
 class Kernels(Protocol):
-    """Kernels of a backend; arguments and results are those of `backends.cpu`."""
+    """Kernels of a backend over lists of gradients of a device."""
 
-    unscale_: Callable[..., Tensor]
-    norms: Callable[..., Tensor]
-    check_: Callable[..., Tensor]
-    measure_: Callable[[cpu.GradList, Tensor], None]
-    narrow_: Callable[[cpu.GradList, Tensor | None], None]
-    clip_coefficient: Callable[..., None]
-    update_scale_: Callable[..., bool]
+    def run(self, grads: Any, work: Pass, /) -> Tensor:
+        """Runs a pass over a list.
+
+        Args:
+            grads: The list.
+            work: The pass.
+
+        Returns:
+            Its found_inf.
+        """
+
+    def measure(self, grads: Any, health: Tensor, /) -> None:
+        """As `cpu.measure`."""
+
+    def narrow(self, pairs: Any, found_inf: Tensor | None, /) -> None:
+        """As `cpu.narrow`."""
+
+    def clip(self, clip: Clip, /) -> None:
+        """As `cpu.clip`."""
+
+    def update(self, update: Update, /) -> bool | None:
+        """Writes the next scale and growth tracker in place, and records the step in the state.
+
+        Args:
+            update: The update.
+
+        Returns:
+            Whether it was done; else nothing was written, and torch's op does it.
+        """
+
+    @property
+    def pass_over(self) -> Callable[..., Tensor | None]:
+        """Runs a pass over an optimizer's gradients at once, as in _C.pyi.
+
+        None, with nothing done, where these must be sorted first.
+        """
+
+    @property
+    def clip_over(self) -> Callable[..., Tensor | None]:
+        """Clips an optimizer's gradients at once, under the same condition."""
+
+
+# Those of every device.
+TORCH_OPS = cast(Kernels, torch_ops)
 
 
 @dataclass(frozen=True)
@@ -91,18 +128,11 @@ class Choice:
             self._on_cpu = "aten"
         else:
             self._on_cpu = "triton" if name == "triton" and _is_interpreted() else "cpu"
-        self._cpu_kernels = _kernels(self._on_cpu)
-        self._serves_gpus = True
 
     @property
     def devices(self) -> int:
-        """Device types whose gradients go through kernels, as a bit set for the core.
-
-        Without GPUs once one of them turned out to have no kernels.
-        """
-        if self._name == "aten":
-            return 0
-        return cpu.CPU | cpu.CUDA if self._serves_gpus else cpu.CPU
+        """Device types whose gradients go through kernels, as a bit set for the core."""
+        return 0 if self._name == "aten" else core.CPU | core.CUDA
 
     def name_for(self, device: torch.device) -> str:
         """Returns the name of the backend for a device; "aten" if no kernel supports it.
@@ -119,8 +149,8 @@ class Choice:
             "aten" if device.type != "cuda" or self._name == "aten" else self._on_gpu(device.index)
         )
 
-    def kernels_for(self, device: torch.device) -> Kernels | None:
-        """Returns the kernels for a device, or None for torch's own ops.
+    def kernels_for(self, device: torch.device) -> Kernels:
+        """Returns the kernels for a device, or torch's own ops.
 
         Args:
             device: Device of the gradients.
@@ -128,12 +158,8 @@ class Choice:
         Raises:
             RuntimeError: As for `name_for`.
         """
-        if device.type == "cpu":
-            return self._cpu_kernels
-        kernels = _kernels(self.name_for(device))
-        if kernels is None and device.type == "cuda":
-            self._serves_gpus = False
-        return kernels
+        # Without a call of `name_for`, since every step asks.
+        return _kernels(self._on_cpu if device.type == "cpu" else self.name_for(device))
 
     def _on_gpu(self, index: int | None) -> str:
         if index is None:
@@ -221,12 +247,12 @@ def _launcher(name: str) -> ModuleType:
 
 
 @cache
-def _kernels(name: str) -> Kernels | None:
+def _kernels(name: str) -> Kernels:
     if name == "aten":
-        return None
+        return TORCH_OPS
     if name == "cpu":
         return cast(Kernels, cpu)
-    return cast(Kernels, DeviceKernels(cast(Any, _launcher(name))))
+    return DeviceKernels(cast(Any, _launcher(name)))
 
 
 def _is_interpreted() -> bool:
@@ -276,10 +302,10 @@ def _failure_reason(name: str, index: int | None) -> str:
 def _try_out(name: str, device: torch.device) -> str:
     gradient = torch.full((3,), 8.0, dtype=torch.float32, device=device)
     scale = torch.full((), 4.0, dtype=torch.float32, device=device)
-    grads = cpu.list_of([gradient], device)
+    grads = core.list_of([gradient], device)
     if grads is None:
         raise RuntimeError("tensors are not plain here")
-    found_inf = DeviceKernels(cast(Any, _launcher(name))).unscale_(grads, scale, is_scale=True)
+    found_inf = _kernels(name).run(grads, Pass(True, Factor.TIMES_RECIPROCAL, scale))
     seen = torch.cat([gradient, found_inf.reshape(1)])
     if device.type == "cuda":
         held = torch.cuda.get_sync_debug_mode()

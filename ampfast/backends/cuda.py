@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from ampfast import _C
-from ampfast.backends.cpu import DeviceTable, Segment
-from ampfast.backends.gpu import NO_FACTORS, Clip, Epilogue, Pass, ScaleUpdate, on_gpu
+from ampfast.backends.core import Clip, DeviceTable, Pass, Segment, Update
+from ampfast.backends.gpu import Epilogue, on_gpu
 from ampfast.errors import is_capturing
 
 __all__ = [
@@ -47,28 +47,10 @@ def limit_programs(programs: int | None) -> None:
     _C.cuda_limit_programs(programs or 0)
 
 
-def multi_tensor(work: Pass, segment: Segment, epilogue: Epilogue) -> None:
+def multi_tensor(work: Pass, table: DeviceTable, segment: Segment, epilogue: Epilogue) -> None:
     """Launches one pass over the gradients of one dtype."""
-    update = work.update if epilogue is Epilogue.UPDATE else None
-    _C.cuda_multi_tensor(
-        work.table,
-        segment,
-        write=work.write,
-        use=int(work.use),
-        factor=work.factor,
-        coefficient=work.coefficient,
-        norms=work.norms,
-        marks=None if work.track is None else work.track[:2],
-        epilogue=epilogue is not Epilogue.NOTHING,
-        found_inf=work.found_inf,
-        accumulate=work.accumulate,
-        scale=None if update is None else update.scale,
-        growth_tracker=None if update is None else update.growth_tracker,
-        state=None if update is None else update.state,
-        other_found_inf=None if update is None else update.other,
-        factors=NO_FACTORS if update is None else update.factors,
-        divisor=work.divisor,
-    )
+    update = work.ending.update if epilogue is Epilogue.UPDATE else None
+    _C.cuda_multi_tensor(table, segment, work, epilogue is not Epilogue.NOTHING, update)
 
 
 def measure(table: DeviceTable, segment: Segment, health: Tensor) -> None:
@@ -81,12 +63,9 @@ def narrow(table: DeviceTable, segment: Segment, found_inf: Tensor | None) -> No
     _C.cuda_narrow(table, segment, found_inf)
 
 
-def update_scale(update: ScaleUpdate, found_infs: list[Tensor]) -> None:
+def update_scale(update: Update) -> None:
     """Launches the update of the scale; takes one to four flags."""
-    _C.cuda_update_scale(
-        *(update.scale, update.growth_tracker, found_infs, update.factors),
-        *(update.state, update.norm),
-    )
+    _C.cuda_update_scale(update)
 
 
 def clip_coefficient(clip: Clip) -> None:

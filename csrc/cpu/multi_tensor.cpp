@@ -97,23 +97,23 @@ void for_each_chunk(const DtypeList& list, Writes writes, const Body& body) {
 }
 
 template <class T>
-float used_peak16(T value, Use use, float factor, bool rounds) {
-  const float used = used_value(widen(value), use, factor);
-  return rounds && use == Use::kMultiply ? widen(narrow(used, T{})) : used;
+float used_peak16(T value, Factor how, float factor, bool rounds) {
+  const float used = used_value(widen(value), how, factor);
+  return rounds && how == Factor::kTimes ? widen(narrow(used, T{})) : used;
 }
 
 // The magnitude `bits` as it is used: rounded to the dtype that is written, as fused optimizers see
 // it otherwise. Rounding is monotone, so the largest magnitude tells of all.
-double used_peak(const DtypeList& list, int64_t bits, Use use, float factor) {
+double used_peak(const DtypeList& list, int64_t bits, Factor how, float factor) {
   switch (dtype_of(list.dtype)) {
     case Dtype::kFloat64:
-      return used_value(bits_as<double>(bits), use, factor);
+      return used_value(bits_as<double>(bits), how, factor);
     case Dtype::kFloat32:
-      return used_value(bits_as<float>(static_cast<uint32_t>(bits)), use, factor);
+      return used_value(bits_as<float>(static_cast<uint32_t>(bits)), how, factor);
     case Dtype::kFloat16:
-      return used_peak16(Half{static_cast<uint16_t>(bits)}, use, factor, !list.is_paired);
+      return used_peak16(Half{static_cast<uint16_t>(bits)}, how, factor, !list.is_paired);
     default:
-      return used_peak16(BFloat16{static_cast<uint16_t>(bits)}, use, factor, !list.is_paired);
+      return used_peak16(BFloat16{static_cast<uint16_t>(bits)}, how, factor, !list.is_paired);
   }
 }
 
@@ -145,7 +145,7 @@ void mark(int64_t step, int64_t& last, int64_t& times) {
 // As `for_each_chunk`, where `body` returns the peak of a chunk as bits. Returns what becomes of
 // the largest, and marks the parameters whose values are not finite then.
 template <class Body>
-double largest_used(const DtypeList& list, Writes writes, Use use, float factor, const Rows* marks,
+double largest_used(const DtypeList& list, Writes writes, Factor how, float factor, const Rows* marks,
                     const Body& body) {
   std::vector<int64_t> peaks(marks != nullptr ? list.chunks : 0);
   std::atomic<int64_t> peak{0};
@@ -156,12 +156,12 @@ double largest_used(const DtypeList& list, Writes writes, Use use, float factor,
       peaks[chunk] = bits;
     }
   });
-  const double largest = std::fabs(used_peak(list, peak, use, factor));
+  const double largest = std::fabs(used_peak(list, peak, how, factor));
   if (marks != nullptr && !std::isfinite(largest)) {
     for (const Span& span : list.spans) {
       const auto first = peaks.begin() + span.first_chunk;
       const int64_t bits = *std::max_element(first, first + chunk_count(span.numel));
-      const double used = used_peak(list, bits, use, factor);
+      const double used = used_peak(list, bits, how, factor);
       int64_t* row = marks->words + span.parameter * kMarkWords;
       if (!std::isfinite(used)) {
         mark(marks->step, row[kLastNonFinite], row[kTimesNonFinite]);
@@ -178,55 +178,31 @@ double largest_used(const DtypeList& list, Writes writes, Use use, float factor,
 
 int64_t set_grain(int64_t bytes) { return grain.exchange(bytes); }
 
-double check(const GradList& grads, Use use, float factor, const Rows* marks) {
-  require_rows(grads, marks);
-  double largest = 0;
+Norms run(const GradList& grads, const Work& work) {
+  require_rows(grads, work.marks);
+  // As torch: where nothing changes, not even a subnormal is flushed.
+  const bool changes = work.write && (work.factor != 1 || work.coefficient != 1);
+  const Factor how = work.write && !changes ? Factor::kNone : work.how;
+  Norms total;
   for (const DtypeList& list : grads.lists()) {
     const Loops& loops = loops_for(dtype_of(list.dtype));
-    const auto body = [&](const char* address, int64_t numel, int64_t /*chunk*/, float* /*wide*/) {
-      return loops.peak_bits(address, numel);
-    };
-    largest =
-        larger_or_nan(largest, largest_used(list, Writes::kNothing, use, factor, marks, body));
-  }
-  return largest;
-}
-
-double unscale(const GradList& grads, float inv_scale, const Rows* marks, double coefficient) {
-  require_rows(grads, marks);
-  // As torch: not even a subnormal is flushed then.
-  const bool changes = inv_scale != 1 || coefficient != 1;
-  const Use use = changes ? Use::kMultiply : Use::kNothing;
-  double largest = 0;
-  for (const DtypeList& list : grads.lists()) {
-    const Loops& loops = loops_for(dtype_of(list.dtype));
-    const Writes in_place = changes ? Writes::kTensors : Writes::kNothing;
-    const auto body = [&](char* address, int64_t numel, int64_t /*chunk*/, float* wide) {
-      if (wide != nullptr) {
-        return loops.widen(address, wide, numel, inv_scale, coefficient, streams(list));
+    std::vector<double> partials(work.squares ? list.chunks : 0);
+    const auto body = [&](char* address, int64_t numel, int64_t chunk, float* wide) {
+      if (work.squares) {
+        int64_t bits = 0;
+        partials[chunk] = loops.squares(address, numel, work.factor, &bits);
+        return bits;
       }
-      return changes ? loops.unscale(address, numel, inv_scale, coefficient)
+      if (work.write && wide != nullptr) {
+        return loops.widen(address, wide, numel, work.factor, work.coefficient, streams(list));
+      }
+      return changes ? loops.unscale(address, numel, work.factor, work.coefficient)
                      : loops.peak_bits(address, numel);
     };
-    const Writes writes = list.is_paired ? Writes::kPairs : in_place;
-    largest = larger_or_nan(largest, largest_used(list, writes, use, inv_scale, marks, body));
-  }
-  return largest;
-}
-
-Norms norms(const GradList& grads, float inv_scale, const Rows* marks) {
-  require_rows(grads, marks);
-  Norms total{0, 0};
-  for (const DtypeList& list : grads.lists()) {
-    const Loops& loops = loops_for(dtype_of(list.dtype));
-    std::vector<double> partials(list.chunks);
-    const auto body = [&](const char* address, int64_t numel, int64_t chunk, float* /*wide*/) {
-      int64_t bits = 0;
-      partials[chunk] = loops.squares(address, numel, inv_scale, &bits);
-      return bits;
-    };
-    const double largest =
-        largest_used(list, Writes::kNothing, Use::kMultiply, inv_scale, marks, body);
+    const Writes writes = work.write && list.is_paired ? Writes::kPairs
+                          : changes                    ? Writes::kTensors
+                                                       : Writes::kNothing;
+    const double largest = largest_used(list, writes, how, work.factor, work.marks, body);
     total.absolute_maximum = larger_or_nan(total.absolute_maximum, largest);
     for (const double squares : partials) {
       total.sum_of_squares += squares;
@@ -257,7 +233,7 @@ void measure(const GradList& grads, const Rows& health) {
                      counts[chunk] = loops.counts(address, numel);
                    });
     const auto as_double = [&list](int64_t bits) {
-      return magnitude(used_peak(list, bits, Use::kNothing, 1));
+      return magnitude(used_peak(list, bits, Factor::kNone, 1));
     };
     for (const Span& span : list.spans) {
       int64_t* row = health.words + span.parameter * kHealthWords;

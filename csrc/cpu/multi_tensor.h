@@ -13,24 +13,25 @@ struct Rows {
   int64_t step = 0;  // of marks: the number of this step, counted from 1
 };
 
-// The largest magnitude of the list, NaN if there is one, as `use` and `factor` will use it. Reads
-// only. With rows of kMarkWords, marks the parameters of values that are not finite then.
-double check(const GradList& grads, Use use, float factor, const Rows* marks = nullptr);
-
-// Multiplies in place, or writes the float32 values of a pair. Returns the largest product, rounded
-// to the dtype written, as above; `marks`, too. With a coefficient the rounded products are
-// multiplied by it, which decides nothing.
-double unscale(const GradList& grads, float inv_scale, const Rows* marks = nullptr,
-               double coefficient = 1);
-
-struct Norms {
-  double sum_of_squares;
-  double absolute_maximum;
+// One pass over a list, whose factor is on the host; `how` is no reciprocal.
+struct Work {
+  bool write = false;    // multiplies in place, or writes the float32 values of pairs; else reads
+  bool squares = false;  // sums the squares of the values times the factor
+  Factor how = Factor::kNone;
+  float factor = 1;
+  double coefficient = 1;  // by which the rounded products are multiplied; decides nothing
+  const Rows* marks = nullptr;  // rows of kMarkWords for the parameters of values not finite as used
 };
 
-// Of the unscaled values. The sum is in float64, over chunks in order: the same bits every run,
-// however many threads there are.
-Norms norms(const GradList& grads, float inv_scale, const Rows* marks = nullptr);
+struct Norms {
+  double sum_of_squares = 0;
+  double absolute_maximum = 0;
+};
+
+// The largest magnitude as it is used, rounded to the dtype that is written; NaN if there is one.
+// The sum of squares is in float64, over chunks in order: the same bits every run, however many
+// threads there are.
+Norms run(const GradList& grads, const Work& work);
 
 // Adds the range of each gradient's values to its parameter's row of kHealthWords.
 void measure(const GradList& grads, const Rows& health);

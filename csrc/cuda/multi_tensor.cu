@@ -57,7 +57,7 @@ __device__ T reduced(T value, Combine combine) {
 __device__ void finish(const Launch& launch) {
   int64_t* header = launch.table;
   double squares = 0;
-  if (launch.norms != nullptr) {
+  if (launch.sums != nullptr) {
     const auto* partials = reinterpret_cast<const double*>(header + header[kPartials]);
     const int64_t count = header[kChunks];
 #pragma unroll 8
@@ -70,9 +70,9 @@ __device__ void finish(const Launch& launch) {
     return;
   }
   const int64_t peak = __ldcg(header + kPeak);
-  if (launch.norms != nullptr) {
-    launch.norms[0] = squares;
-    launch.norms[1] = bits_as<double>(peak);
+  if (launch.sums != nullptr) {
+    launch.sums[0] = squares;
+    launch.sums[1] = bits_as<double>(peak);
   }
   const bool found = peak >= kInfinityBits;
   float flag = found ? 1.0f : 0.0f;
@@ -100,8 +100,8 @@ template <class Format, bool kWrite, bool kNorm, bool kCoefficient, bool kPairs>
 __global__ void __launch_bounds__(kThreads, kLeastProgramsPerSm) pass(const Launch launch) {
   __shared__ bool is_last;
   // Loaded first, to be there when the way through the table is known.
-  float factor = launch.factor_use == kRaw ? 1.0f : *launch.factor;
-  if (launch.factor_use == kScale) {
+  float factor = launch.how == Factor::kNone ? 1.0f : *launch.factor;
+  if (launch.how == Factor::kTimesReciprocal) {
     factor = inverse_scale(factor);
   }
 
@@ -124,7 +124,7 @@ __global__ void __launch_bounds__(kThreads, kLeastProgramsPerSm) pass(const Laun
     if (launch.marks == nullptr) {
       return;
     }
-    const auto used = used_peak<Format, !kPairs>(gatherer.peak, launch.factor_use, gatherer.factor);
+    const auto used = used_peak<Format, !kPairs>(gatherer.peak, launch.how, gatherer.factor);
     if (!std::isfinite(used)) {
       mark(launch.marks + parameter * kMarkWords, *launch.now + 1, std::isnan(used));
       // So that the next tensor is judged by itself; a peak that passes may stay.
@@ -136,7 +136,7 @@ __global__ void __launch_bounds__(kThreads, kLeastProgramsPerSm) pass(const Laun
 
   const auto peak = reduced(gatherer.peak, Max{});
   if (threadIdx.x == 0) {
-    const auto used = used_peak<Format, !kPairs>(peak, launch.factor_use, gatherer.factor);
+    const auto used = used_peak<Format, !kPairs>(peak, launch.how, gatherer.factor);
     if (kNorm || !std::isfinite(used)) {
       raise_peak(header, used);
     }
@@ -206,7 +206,7 @@ using Narrow = void (*)(const int64_t*, int64_t, int, const float*, bool);
 
 // All kernels over a table for one dtype, or for its pairs.
 struct Kernels {
-  Pass pass[2][2];  // by whether it writes, and whether it takes norms
+  Pass pass[2][2];  // by whether it writes, and whether it sums squares
   Pass clip;        // writes with a coefficient
   Measure measure;
   Narrow narrow;  // of pairs alone
@@ -305,7 +305,7 @@ const char* launch(const Launch& launch) {
   const Kernels& kernels = kernels_of(launch.dtype, launch.is_paired);
   const auto kernel = launch.coefficient != nullptr
                           ? kernels.clip
-                          : kernels.pass[launch.write ? 1 : 0][launch.norms != nullptr ? 1 : 0];
+                          : kernels.pass[launch.write ? 1 : 0][launch.sums != nullptr ? 1 : 0];
   unsigned int grid = 0;
   const cudaError_t status = grid_of(reinterpret_cast<const void*>(kernel), launch.chunks, &grid);
   if (status != cudaSuccess) {

@@ -10,14 +10,6 @@
 
 namespace ampfast::cuda {
 
-// Use of `Launch::factor` on a value before it is looked at.
-enum Factor {
-  kRaw,      // nothing; there is no factor
-  kInverse,  // it is multiplied by the factor
-  kScale,    // it is multiplied by the reciprocal of the factor
-  kDivide,   // it is divided by the factor, as fused optimizers do; read only and without norms
-};
-
 // One pass over a segment of a table. All pointers are to memory of the device; those that may be
 // null say what that means.
 struct Launch {
@@ -29,12 +21,12 @@ struct Launch {
   bool is_paired = false;   // with float32 values, which are written in place of 16-bit ones
   bool is_aligned = false;  // those of each chunk's first whole vector are
   bool write = false;       // else the gradients are only read
-  Factor factor_use = kRaw;
-  const float* factor = nullptr;        // null with kRaw alone
-  const double* coefficient = nullptr;  // multiplies what is written, without norms; null: nothing
+  Factor how = Factor::kNone;  // of a division neither products nor squares are defined
+  const float* factor = nullptr;        // null with kNone alone
+  const double* coefficient = nullptr;  // multiplies what is written, without sums; null: nothing
   // The sum of squares and the largest magnitude of the used values of all segments; null: no sum.
   // Given for all segments, written by the one with the epilogue.
-  double* norms = nullptr;
+  double* sums = nullptr;
   // Rows of kMarkWords by parameter, of the steps in which a used value is not finite; null: none.
   int64_t* marks = nullptr;
   const int64_t* now = nullptr;  // how many steps are complete; null without marks alone

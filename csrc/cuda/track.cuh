@@ -102,7 +102,7 @@ struct Health {
  private:
   // The float64 bits of a magnitude.
   __device__ static int64_t as_double(typename Format::Peak bits) {
-    return magnitude(static_cast<double>(used_peak<Format>(bits, kRaw, 1)));
+    return magnitude(static_cast<double>(used_peak<Format>(bits, Factor::kNone, 1)));
   }
 };
 

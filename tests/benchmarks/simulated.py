@@ -8,7 +8,8 @@ import torch
 from reference_launcher import chunks_of
 
 from ampfast.backends import cpu
-from ampfast.backends.gpu import DeviceKernels, Epilogue, Use
+from ampfast.backends.core import Factor
+from ampfast.backends.gpu import DeviceKernels, Epilogue
 from benchmarks import device_time
 from benchmarks.cases import GradCase
 from benchmarks.harness import Effort, Setting
@@ -52,31 +53,29 @@ class TableLauncher:
     def is_capturing(self) -> bool:
         return False
 
-    def multi_tensor(self, work, segment, epilogue: Epilogue) -> None:
-        tensors = [chunk for _, chunk in chunks_of(work.table.buffer, segment)]
-        if work.use is Use.RAW:
+    def multi_tensor(self, work, table, segment, epilogue: Epilogue) -> None:
+        tensors = [chunk for _, chunk in chunks_of(table.buffer, segment)]
+        if work.how is Factor.NONE:
             inverse = torch.ones(())
-        elif work.use is Use.SCALE:
+        elif work.how is Factor.TIMES_RECIPROCAL:
             inverse = work.factor.double().reciprocal().float()
         else:
             inverse = work.factor
         targets = tensors if work.write else [tensor.clone() for tensor in tensors]
-        if work.norms is not None:
+        if work.sums is not None:
             wide = [tensor.double() * inverse for tensor in tensors]
-            work.norms[0] = sum(tensor.square().sum() for tensor in wide)
+            work.sums[0] = sum(tensor.square().sum() for tensor in wide)
         torch._amp_foreach_non_finite_check_and_unscale_(targets, work.found_inf, inverse)
         if work.coefficient is not None:
             torch._foreach_mul_(targets, work.coefficient.to(targets[0].dtype))
         if epilogue is Epilogue.UPDATE:
-            update = work.update
-            torch._amp_update_scale_(
-                update.scale, update.growth_tracker, work.found_inf, *update.factors
-            )
+            scale, growth_tracker, _, *factors = work.ending.update[:6]
+            torch._amp_update_scale_(scale, growth_tracker, work.found_inf, *factors)
 
     def clip_coefficient(self, clip) -> None:
-        cpu.clip_coefficient(*clip)
+        cpu.clip(clip)
 
-    def update_scale(self, update, found_infs) -> None:
+    def update_scale(self, update) -> None:
         raise NotImplementedError("no path that is measured launches this alone")
 
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from simulated import CPU, SMALL, HostQueue, TableLauncher, kernels_over_tables, on
 
+from ampfast.backends.core import Factor
 from ampfast.backends.gpu import DeviceKernels
 from benchmarks import __main__ as command
 from benchmarks import ceilings, decisive, machine, providers, tables
@@ -66,14 +67,14 @@ def test_a_dtype_without_a_kernel_of_torch_has_rows_that_say_so(monkeypatch):
 )
 def test_a_wrong_backend_is_left_out_with_a_note(monkeypatch, wrong, told):
     class Wrong(TableLauncher):
-        def multi_tensor(self, work, segment, epilogue):
-            super().multi_tensor(work, segment, epilogue)
+        def multi_tensor(self, work, *more):
+            super().multi_tensor(work, *more)
             if wrong.startswith("finds"):
                 work.found_inf.fill_(wrong == "finds")
             if wrong == "value" and work.write:
-                super().multi_tensor(work._replace(use=providers.Use.INVERSE), segment, epilogue)
-            if wrong == "norm" and work.norms is not None:
-                work.norms.mul_(1 + 1e-5)
+                super().multi_tensor(work._replace(how=Factor.TIMES), *more)
+            if wrong == "norm" and work.sums is not None:
+                work.sums.mul_(1 + 1e-5)
 
         def clip_coefficient(self, clip):
             super().clip_coefficient(clip)

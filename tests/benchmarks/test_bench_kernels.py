@@ -117,14 +117,14 @@ def test_a_dtype_that_torch_does_not_know_is_measured_without_torch(monkeypatch)
 
 def _wrong_launches(wrong):
     class Wrong(TableLauncher):
-        def multi_tensor(self, work, segment, epilogue):
+        def multi_tensor(self, work, *more):
             if wrong == "writes nothing" and work.write:
                 return
-            super().multi_tensor(work, segment, epilogue)
+            super().multi_tensor(work, *more)
             if wrong == "finds" and not work.write:
                 work.found_inf.fill_(1)
-            if wrong == "no update" and work.update is not None:
-                work.update.growth_tracker.zero_()
+            if wrong == "no update" and work.ending is not None:
+                work.ending.update.growth_tracker.zero_()
 
     return Wrong()
 

@@ -14,15 +14,14 @@ from typing import Any
 import pytest
 import torch
 from reference_launcher import ReferenceLauncher
-from scale_model import ScaleModel
+from scale_model import Factors, ScaleModel
 from torch import Tensor, nn
 
 import ampfast
 from ampfast import LogMax
-from ampfast.backends.cpu import UpdateFactors
 from ampfast.loss_scale import ScalePolicy
 
-FACTORS = UpdateFactors(2.0, 0.5, 7)
+FACTORS = Factors(2.0, 0.5, 7)
 
 
 def plain(params: Any) -> torch.optim.Optimizer:

@@ -151,7 +151,7 @@ def test_a_flag_is_read_once_it_has_arrived(kind: str, monkeypatch: pytest.Monke
         sent += 1
         return flag, Arrival(sent - 1, waits, flag)
 
-    monkeypatch.setattr(module_under_test.aten, "copy_to_host_async", send)
+    monkeypatch.setattr(module_under_test.scalars, "copy_to_host_async", send)
     one, scheduler = late_one(kind, "ExponentialLR")
     seen = []
     for step in range(STEPS):

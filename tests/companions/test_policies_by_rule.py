@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 import torch
-from scale_model import ScaleModel, float32
+from scale_model import Factors, ScaleModel, float32
 from torch import nn
 
 import ampfast
 from ampfast import LogMax, UnderflowTarget, policies
-from ampfast.backends import cpu
-from ampfast.backends.cpu import SPIKE, UpdateFactors
+from ampfast.backends import core
+from ampfast.backends.core import SPIKE, Update
 from ampfast.loss_scale import ScalePolicy
 
 SIZE = 10
@@ -60,7 +60,7 @@ class Life:
         scale = float32(chance.choice([0.5, 3.0, 8.0, 100.0 / 3]))
         growth, backoff = chance.choice([(2.0, 0.5), (1.9, 0.3), (1.001, 0.99), (4.0, 0.125)])
         self.model = ScaleModel(
-            *(scale, 0, UpdateFactors(growth, backoff, chance.choice([0, 1, 2, 5]))),
+            *(scale, 0, Factors(growth, backoff, chance.choice([0, 1, 2, 5]))),
             ScalePolicy(least, most, hysteresis, refill, policy),
         )
         self.scaler = self.made()
@@ -97,7 +97,7 @@ class Life:
         if event == "overflow":
             peak = chance.choice([math.inf, math.nan])
         if event == "factors":
-            model.factors = UpdateFactors(
+            model.factors = Factors(
                 *chance.choice([(2.0, 0.5), (3.3, 0.7)]), chance.choice([0, 1, 3])
             )
             growth, backoff, interval = model.factors
@@ -138,7 +138,7 @@ class Life:
     def set_scale(self, flag: float, norm: float | None, new: float) -> None:
         model = self.model
         factors, policy, tracker = model.factors, model.policy, model.tracker
-        model.factors, model.policy = UpdateFactors(1.0, 1.0, 0), replace(policy, policy=None)
+        model.factors, model.policy = Factors(1.0, 1.0, 0), replace(policy, policy=None)
         model.update(flag, norm)
         model.factors, model.policy, model.tracker = factors, policy, tracker
         model.scale, model.skips_at_minimum = new, 0
@@ -217,11 +217,11 @@ def test_nothing_is_read(policy: Any) -> None:
     follower = policies.follower(policy)
     with torch.device("meta"):  # whose tensors have no values
         scale, tracker = torch.zeros(()), torch.zeros((), dtype=torch.int32)
-        follower.bind(torch.zeros(cpu.state_layout.STATE_WORDS, dtype=torch.int64))
-        follower.observe([torch.zeros((), dtype=torch.float64)] * 2)
-        follower.before_update(scale, tracker, [torch.zeros(())] * 2, (1.9, 0.3, 5))
-        follower.after_update(scale, tracker)
-        follower.after_update(scale, tracker)
+        follower.bind(torch.zeros(core.state_layout.STATE_WORDS, dtype=torch.int64))
+        follower.observed += [torch.zeros((), dtype=torch.float64)] * 2
+        follower.before_update(Update(scale, tracker, [torch.zeros(())] * 2, 1.9, 0.3, 5))
+        follower.after_update()
+        follower.after_update()
 
 
 @pytest.mark.usefixtures("on_device")

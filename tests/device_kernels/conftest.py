@@ -32,30 +32,30 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> None:
 
     plain = launch.multi_tensor
 
-    def multi_tensor(work: Any, segment: Any, epilogue: Epilogue) -> None:
-        buffer = work.table.buffer
+    def multi_tensor(work: Any, table: Any, segment: Any, epilogue: Epilogue) -> None:
+        buffer = table.buffer
         partials = int(buffer[2])
         if segment.word == HEADER_WORDS:  # the first launch of a pass
             assert buffer[:2].tolist() == [0, 0], "scratch left by an earlier launch"
             buffer[partials:] = NAN_BITS
             if not work.accumulate:
                 work.found_inf.fill_(torch.nan)
-            if work.norms is not None:
-                work.norms.fill_(-1.0)
+            if work.sums is not None:
+                work.sums.fill_(-1.0)
         inputs = [t for t in (work.factor, work.coefficient) if t is not None]
-        if work.update is not None:
-            inputs = [t for t in inputs if t is not work.update.scale]
-        assigned = [t for t in (work.found_inf, work.norms) if t is not None]
+        if work.ending is not None and work.ending.update is not None:
+            inputs = [t for t in inputs if t is not work.ending.update.scale]
+        assigned = [t for t in (work.found_inf, work.sums) if t is not None]
         before = [t.clone() for t in (buffer, *inputs)]
         unassigned = [t.clone() for t in assigned]
 
-        plain(work, segment, epilogue)
+        plain(work, table, segment, epilogue)
 
         assert torch.equal(buffer[HEADER_WORDS:partials], before[0][HEADER_WORDS:partials])
         assert torch.equal(buffer[2:HEADER_WORDS], before[0][2:HEADER_WORDS])
         for tensor, value in zip(inputs, before[1:], strict=True):
             assert bits(tensor) == bits(value), "wrote a factor"
-        if work.norms is None:
+        if work.sums is None:
             assert torch.equal(buffer[partials:], before[0][partials:])
         if epilogue is Epilogue.NOTHING:
             assert int(buffer[0]) == 0, "counted without an epilogue"

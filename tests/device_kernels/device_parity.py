@@ -7,9 +7,10 @@ from collections.abc import Callable, Sequence
 import torch
 from kernel_parity import exact_bits, flag, storage
 from launchers import chosen, compiled
+from passes import run_check, run_unscale
 from support import BITS, FLOATS, assert_same
 
-from ampfast.backends import cpu
+from ampfast.backends import core
 from ampfast.backends.gpu import DeviceKernels
 
 launch = chosen()
@@ -26,15 +27,15 @@ Make = Callable[[], list[torch.Tensor]]
 
 def grads_of(
     tensors: Sequence[torch.Tensor], floats: Sequence[torch.Tensor | None] | None = None
-) -> cpu.GradList:
-    grads = cpu.list_of(list(tensors), CPU, None, floats)
+) -> core.GradList:
+    grads = core.list_of(list(tensors), CPU, None, floats)
     assert grads is not None
     return grads
 
 
 def window(dtype: torch.dtype) -> int:
     """Elements per window."""
-    return cpu.WINDOW_BYTES // dtype.itemsize
+    return core.WINDOW_BYTES // dtype.itemsize
 
 
 def offsets(dtype: torch.dtype) -> range:
@@ -113,9 +114,9 @@ def check_reads(make: Make, divisors: Sequence[float] = (), *, raw: bool = True)
     before = [exact_bits(g) for g in grads]
     table = grads_of(grads)
     if raw:
-        assert KERNELS.check_(table).item() == found_in(grads)
+        assert run_check(KERNELS, table).item() == found_in(grads)
     for divisor in divisors:
-        found = KERNELS.check_(table, flag(divisor)).item()
+        found = run_check(KERNELS, table, flag(divisor)).item()
         assert found == found_in(quotients(grads, divisor)), divisor
     for gradient, bits in zip(grads, before, strict=True):
         assert torch.equal(exact_bits(gradient), bits), "a check wrote"
@@ -125,7 +126,7 @@ def check_unscales(make: Make, factor: float, *, is_scale: bool = False) -> None
     """Unscales copies of the same gradients here and in torch and compares all memory."""
     theirs, expected = torch_unscaled(make, inverse_of(factor) if is_scale else factor)
     ours = make()
-    found = KERNELS.unscale_(grads_of(ours), flag(factor), is_scale=is_scale)
+    found = run_unscale(KERNELS, grads_of(ours), flag(factor), is_scale=is_scale)
     assert found.shape == () and found.dtype == torch.float32
     assert_same_memory(ours, theirs)
     assert found.item() == expected

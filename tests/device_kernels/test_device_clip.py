@@ -15,7 +15,8 @@ from kernel_parity import flag
 from support import FLOATS, assert_same, sgd_with
 
 from ampfast import functional
-from ampfast.backends import cpu
+from ampfast.backends import core, cpu
+from ampfast.backends.core import Clip
 
 pytestmark = pytest.mark.usefixtures("watched")
 
@@ -38,11 +39,11 @@ def results(kernels: Any, rows: list, limit: float, largest: bool, scale: float 
         norm = torch.full((), NAN, dtype=dtype)
         coefficient = torch.full((), -7.0, dtype=torch.float64)
         divisor = None if scale is None else flag(-7.0)
-        norms = torch.tensor(rows, dtype=torch.float64)
-        before = norms.clone()
+        sums = torch.tensor(rows, dtype=torch.float64)
+        before = sums.clone()
         scales = None if scale is None else flag(scale)
-        kernels.clip_coefficient(norms, limit, largest, norm, coefficient, scales, divisor)
-        assert_same(norms, before)
+        kernels.clip(Clip(sums, limit, largest, norm, coefficient, scales, divisor))
+        assert_same(sums, before)
         written.append([norm, coefficient, divisor])
     return written
 
@@ -70,11 +71,11 @@ def test_spikes_are_those_of_the_cpu(window: int | None) -> None:
             rows = torch.tensor([[norm * norm, norm]], dtype=torch.float64)
             outputs = [torch.zeros(()), torch.zeros((), dtype=torch.float64)]
             rule = (1.8 if window is None else 1.0, words)
-            kernels.clip_coefficient(rows, 1.0, False, *outputs, None, None, found, *rule)
+            kernels.clip(Clip(rows, 1.0, False, *outputs, None, None, found, *rule))
             flags.append(found.item())
         sides.append((flags, words))
     assert_same(sides[0], sides[1])
-    assert {0.0, 1.0, cpu.SPIKE} == set(sides[0][0])
+    assert {0.0, 1.0, core.SPIKE} == set(sides[0][0])
 
 
 @pytest.mark.parametrize("largest", [False, True])

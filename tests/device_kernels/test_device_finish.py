@@ -19,11 +19,12 @@ from device_parity import (
     window,
 )
 from kernel_parity import exact_bits, flag, random_bits, reference_norms, wide
+from passes import run_check, run_sums, run_unscale
 from support import FLOATS, assert_same
 from tracked import marked, track_for
 
-from ampfast.backends.cpu import GradList, UpdateFactors
-from ampfast.backends.cpu import state_layout as layout
+from ampfast.backends.core import GradList, Update
+from ampfast.backends.core import state_layout as layout
 
 pytestmark = pytest.mark.usefixtures("watched")
 
@@ -38,26 +39,26 @@ SQUARES_TOLERANCE = {
 }
 NO_FLAG = ()
 
-Case = tuple[float, int, UpdateFactors]
+Case = tuple[float, int, tuple[float, float, int]]
 # Scale, tracker and factors.
 CASES: dict[str, Case] = {
-    "counts": (3.0, 3, UpdateFactors(1.1, 0.3, 5)),
+    "counts": (3.0, 3, (1.1, 0.3, 5)),
     # In float32, 1.1 * 3 and 0.3 * 3 differ from the rounded float64 products.
-    "grows": (3.0, 4, UpdateFactors(1.1, 0.3, 5)),
-    "defaults": (65536.0, 1999, UpdateFactors(2.0, 0.5, 2000)),
-    "cannot grow": (3e38, 0, UpdateFactors(2.0, 0.5, 1)),
-    "underflows": (2.0**-149, 0, UpdateFactors(0.25, 0.25, 1)),
-    "interval 0": (3.0, 7, UpdateFactors(1.1, 0.3, 0)),
-    "negative interval": (3.0, 7, UpdateFactors(1.1, 0.3, -1)),
-    "long interval": (3.0, 2**31 - 2, UpdateFactors(1.1, 0.3, 2**31 + 5)),
-    "negative tracker": (3.0, -4, UpdateFactors(1.1, 0.3, 1)),
-    "infinite scale": (math.inf, 0, UpdateFactors(2.0, 0.5, 1)),
-    "NaN scale": (math.nan, 0, UpdateFactors(2.0, 0.5, 1)),
-    "zero scale": (0.0, 0, UpdateFactors(2.0, 0.5, 1)),
+    "grows": (3.0, 4, (1.1, 0.3, 5)),
+    "defaults": (65536.0, 1999, (2.0, 0.5, 2000)),
+    "cannot grow": (3e38, 0, (2.0, 0.5, 1)),
+    "underflows": (2.0**-149, 0, (0.25, 0.25, 1)),
+    "interval 0": (3.0, 7, (1.1, 0.3, 0)),
+    "negative interval": (3.0, 7, (1.1, 0.3, -1)),
+    "long interval": (3.0, 2**31 - 2, (1.1, 0.3, 2**31 + 5)),
+    "negative tracker": (3.0, -4, (1.1, 0.3, 1)),
+    "infinite scale": (math.inf, 0, (2.0, 0.5, 1)),
+    "NaN scale": (math.nan, 0, (2.0, 0.5, 1)),
+    "zero scale": (0.0, 0, (2.0, 0.5, 1)),
 }
 
 
-def state(case: str) -> tuple[torch.Tensor, torch.Tensor, UpdateFactors]:
+def state(case: str) -> tuple[torch.Tensor, torch.Tensor, tuple[float, float, int]]:
     scale, tracker, factors = CASES[case]
     return flag(scale), torch.tensor(tracker, dtype=torch.int32), factors
 
@@ -89,9 +90,11 @@ def test_a_given_flag_accumulates(given: float, bad: bool) -> None:
         return grads
 
     for call in (
-        lambda found: KERNELS.check_(grads_of(make()), found_inf=found),
-        lambda found: KERNELS.check_(grads_of(make()), flag(2.0), found_inf=found),
-        lambda found: KERNELS.unscale_(grads_of(make()), flag(2.0), is_scale=True, found_inf=found),
+        lambda found: run_check(KERNELS, grads_of(make()), found_inf=found),
+        lambda found: run_check(KERNELS, grads_of(make()), flag(2.0), found_inf=found),
+        lambda found: run_unscale(
+            KERNELS, grads_of(make()), flag(2.0), is_scale=True, found_inf=found
+        ),
     ):
         memory = torch.tensor([7.5, given, 7.5])
         found = memory[1:2]
@@ -104,9 +107,9 @@ def test_every_segment_counts(bad_dtype: torch.dtype) -> None:
     grads = mixed()
     next(g for g in grads if g.dtype == bad_dtype)[1] = math.inf
     for _ in range(2):
-        assert KERNELS.check_(grads_of(grads)).item() == 1.0
+        assert run_check(KERNELS, grads_of(grads)).item() == 1.0
     clean = mixed()
-    assert KERNELS.check_(grads_of(clean)).item() == 0.0
+    assert run_check(KERNELS, grads_of(clean)).item() == 0.0
 
 
 # Norms
@@ -125,18 +128,20 @@ def test_norms(dtype: torch.dtype, is_scale: bool) -> None:
     squares, largest = reference_norms(make(), inverse)
     seen = []
     for write in (False, True, False):
-        grads, norms = make(), torch.empty(2, dtype=torch.float64)
+        grads, sums = make(), torch.empty(2, dtype=torch.float64)
         before = [exact_bits(g) for g in grads]
         if write:
-            found = KERNELS.unscale_(grads_of(grads), flag(factor), is_scale=is_scale, norms=norms)
+            found = run_unscale(
+                KERNELS, grads_of(grads), flag(factor), is_scale=is_scale, sums=sums
+            )
             assert_same_memory(grads, torch_unscaled(make, inverse)[0])
         else:
-            found = KERNELS.norms(grads_of(grads), flag(factor), is_scale=is_scale, norms=norms)
+            found = run_sums(KERNELS, grads_of(grads), flag(factor), is_scale=is_scale, sums=sums)
             assert all(torch.equal(exact_bits(g), b) for g, b in zip(grads, before, strict=True))
         assert found.item() == 0.0
-        assert norms[0].item() == pytest.approx(squares, rel=SQUARES_TOLERANCE[dtype], abs=0)
-        assert norms[1].item() == largest
-        seen.append(norms)
+        assert sums[0].item() == pytest.approx(squares, rel=SQUARES_TOLERANCE[dtype], abs=0)
+        assert sums[1].item() == largest
+        seen.append(sums)
     assert torch.equal(seen[0], seen[1]) and torch.equal(seen[0], seen[2])
 
 
@@ -150,10 +155,10 @@ def test_norms_of_all_dtypes(programs: int, limit_programs: Callable[[int], None
         return [*mixed(), *(normal(2, torch.float32, n) for n in range(more))]
 
     squares, largest = reference_norms([g for g in make() if g.numel()], 0.1)
-    norms = torch.empty(2, dtype=torch.float64)
-    KERNELS.norms(grads_of(make()), flag(0.1), is_scale=False, norms=norms)
-    assert norms[0].item() == pytest.approx(squares, rel=33 * 2.0**-24, abs=0)
-    assert norms[1].item() == largest
+    sums = torch.empty(2, dtype=torch.float64)
+    run_sums(KERNELS, grads_of(make()), flag(0.1), is_scale=False, sums=sums)
+    assert sums[0].item() == pytest.approx(squares, rel=33 * 2.0**-24, abs=0)
+    assert sums[1].item() == largest
 
 
 @pytest.mark.usefixtures("few_chunks")
@@ -171,12 +176,12 @@ def test_norms_have_the_same_bits_on_every_grid(
     seen = []
     for programs in (1, 3, 4096):
         limit_programs(programs)
-        norms = torch.empty(2, dtype=torch.float64)
+        sums = torch.empty(2, dtype=torch.float64)
         if write:
-            KERNELS.unscale_(grads(), flag(0.1), is_scale=False, norms=norms)
+            run_unscale(KERNELS, grads(), flag(0.1), is_scale=False, sums=sums)
         else:
-            KERNELS.norms(grads(), flag(0.1), is_scale=False, norms=norms)
-        seen.append(norms.tolist())
+            run_sums(KERNELS, grads(), flag(0.1), is_scale=False, sums=sums)
+        seen.append(sums.tolist())
     assert seen == seen[:1] * len(seen)
     assert len(set(seen[0])) == 2
 
@@ -187,10 +192,10 @@ def test_norms_of_bad_values(dtype: torch.dtype, bad: float) -> None:
     for place in (0, 700, -1):
         gradient = normal(window(dtype) + 9, dtype)
         gradient[place] = bad
-        norms = torch.empty(2, dtype=torch.float64)
-        found = KERNELS.norms(grads_of([gradient]), flag(0.5), is_scale=False, norms=norms)
+        sums = torch.empty(2, dtype=torch.float64)
+        found = run_sums(KERNELS, grads_of([gradient]), flag(0.5), is_scale=False, sums=sums)
         assert found.item() == 1.0
-        assert_same(norms, torch.full((2,), abs(bad), dtype=torch.float64))
+        assert_same(sums, torch.full((2,), abs(bad), dtype=torch.float64))
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
@@ -202,25 +207,25 @@ def test_zeros_times_infinity_do_not_depend_on_the_grid(
     for scale, largest in ((0.0, math.inf), (math.nan, math.nan)):
         for programs in (1, 2, 3):
             limit_programs(programs)
-            norms = torch.empty(2, dtype=torch.float64)
-            assert KERNELS.norms(grads, flag(scale), is_scale=True, norms=norms).item() == 1.0
-            assert_same(norms[1].item(), largest)
+            sums = torch.empty(2, dtype=torch.float64)
+            assert run_sums(KERNELS, grads, flag(scale), is_scale=True, sums=sums).item() == 1.0
+            assert_same(sums[1].item(), largest)
 
 
 def test_squares_are_taken_before_rounding_to_16_bit() -> None:
     value = torch.tensor([3.0], dtype=torch.bfloat16)
-    norms = torch.empty(2, dtype=torch.float64)
-    KERNELS.unscale_(grads_of([value]), flag(1 / 3 + 0.001), is_scale=False, norms=norms)
+    sums = torch.empty(2, dtype=torch.float64)
+    run_unscale(KERNELS, grads_of([value]), flag(1 / 3 + 0.001), is_scale=False, sums=sums)
     product = flag(3.0) * flag(1 / 3 + 0.001)
-    assert norms.tolist() == [(product * product).item(), value.item()]
-    assert norms[1].item() != product.item()
+    assert sums.tolist() == [(product * product).item(), value.item()]
+    assert sums[1].item() != product.item()
 
 
 def test_values_outside_of_a_tensor_are_not_in_its_norms() -> None:
     # Times an infinite inverse, padding zeros would be NaN.
-    norms = torch.empty(2, dtype=torch.float64)
-    KERNELS.norms(grads_of([guarded(torch.ones(3), 1)]), flag(0.0), is_scale=True, norms=norms)
-    assert norms.tolist() == [math.inf, math.inf]
+    sums = torch.empty(2, dtype=torch.float64)
+    run_sums(KERNELS, grads_of([guarded(torch.ones(3), 1)]), flag(0.0), is_scale=True, sums=sums)
+    assert sums.tolist() == [math.inf, math.inf]
 
 
 # The update behind a pass
@@ -238,25 +243,25 @@ def test_fused_update(case: str, bad: bool) -> None:
     for mode in ("check", "divide", "unscale"):
         scale, tracker, factors = state(case)
         kept = torch.zeros(layout.STATE_WORDS, dtype=torch.int64)
-        update = KERNELS.scale_update(scale, tracker, NO_FLAG, factors, kept)
-        assert update is not None and not update.applied
+        ending = KERNELS.ending(Update(scale, tracker, NO_FLAG, *factors, kept))
+        assert ending is not None and not ending.applied
         if mode == "unscale":
             # The replaced scale is the factor of the same pass.
             inverse = state(case)[0].double().reciprocal().float().item()
             theirs, expected = torch_unscaled(make, inverse)
             ours = make()
-            found = KERNELS.unscale_(grads_of(ours), scale, is_scale=True, update=update)
+            found = run_unscale(KERNELS, grads_of(ours), scale, is_scale=True, ending=ending)
             assert_same_memory(ours, theirs)
         else:
             expected = float(bad)
             divisor = flag(2.0) if mode == "divide" else None
-            found = KERNELS.check_(grads_of(make()), divisor, update=update)
-        assert update.applied
+            found = run_check(KERNELS, grads_of(make()), divisor, ending=ending)
+        assert ending.applied
         assert found.item() == expected
         theirs_scale, theirs_tracker = torch_updated(case, expected)
         assert_same([scale, tracker], [theirs_scale, theirs_tracker])
         assert kept[layout.STEPS] == 1
-        update.undo()
+        ending.undo()
         assert_same([scale, tracker], list(state(case)[:2]))
         assert kept[: layout.COUNTERS].eq(0).all()
 
@@ -272,8 +277,8 @@ def test_fused_update_on_grids(
             grads[0][0] = math.nan
         for case in ("grows", "counts"):
             scale, tracker, factors = state(case)
-            update = KERNELS.scale_update(scale, tracker, NO_FLAG, factors)
-            KERNELS.check_(grads_of(grads), update=update)
+            ending = KERNELS.ending(Update(scale, tracker, NO_FLAG, *factors))
+            run_check(KERNELS, grads_of(grads), ending=ending)
             assert_same([scale, tracker], list(torch_updated(case, float(bad))))
 
 
@@ -290,23 +295,24 @@ def test_the_divisor_is_the_scale_before_the_update(
             grads[0][0] = math.inf
         for write in (False, True):
             scale, tracker, _ = state(case)
-            update = KERNELS.scale_update(scale, tracker, NO_FLAG, factors)
-            update.divisor = torch.full((), math.nan)
+            ending = KERNELS.ending(Update(scale, tracker, NO_FLAG, *factors))
+            ending.divisor.fill_(math.nan)
             if write:
-                KERNELS.unscale_(grads_of(grads), scale, is_scale=True, update=update)
+                more = {"divisor": ending.divisor, "ending": ending}
+                run_unscale(KERNELS, grads_of(grads), scale, is_scale=True, **more)
             else:
-                KERNELS.check_(grads_of(grads), scale, update=update)
+                run_check(KERNELS, grads_of(grads), scale, ending=ending)
             assert_same([scale, tracker], list(torch_updated(case, float(bad))))
-            assert_same(update.divisor, before)
+            assert_same(ending.divisor, before)
 
 
 @pytest.mark.parametrize("given", [None, 0.0, -0.0, 1.0, math.nan])
 @pytest.mark.parametrize("other", [0.0, -0.0, 0.5, 1.0, 2.0, math.nan])
 def test_fused_update_takes_another_flag(other: float, given: float | None) -> None:
     scale, tracker, factors = state("grows")
-    update = KERNELS.scale_update(scale, tracker, [flag(other)], factors)
+    ending = KERNELS.ending(Update(scale, tracker, [flag(other)], *factors))
     found_inf = None if given is None else flag(given)
-    found = KERNELS.check_(grads_of([torch.ones(3)]), found_inf=found_inf, update=update)
+    found = run_check(KERNELS, grads_of([torch.ones(3)]), found_inf=found_inf, ending=ending)
     assert_same(found, flag(given or 0.0) if given is None else flag(given))
     skipped = float(other != 0 or (given is not None and given != 0))
     assert_same([scale, tracker], list(torch_updated("grows", skipped)))
@@ -316,18 +322,17 @@ def test_fused_update_takes_another_flag(other: float, given: float | None) -> N
 def test_an_update_with_more_flags_is_left_to_its_caller(others: int) -> None:
     scale, tracker, factors = state("grows")
     before = [scale.clone(), tracker.clone()]
-    update = KERNELS.scale_update(scale, tracker, [flag(0.0)] * others, factors)
-    KERNELS.check_(grads_of([torch.ones(3)]), update=update)
-    assert not update.applied
+    update = Update(scale, tracker, [flag(0.0)] * others, *factors)
+    assert KERNELS.ending(update) is None
     assert_same([scale, tracker], before)
-    update.apply()
+    KERNELS.update(update)
     assert_same([scale, tracker], list(torch_updated("grows", 0.0)))
 
 
 def test_fused_update_where_a_bad_value_meets_a_given_flag() -> None:
     scale, tracker, factors = state("grows")
-    update = KERNELS.scale_update(scale, tracker, NO_FLAG, factors)
-    KERNELS.check_(grads_of([torch.tensor([math.inf])]), found_inf=flag(0.0), update=update)
+    ending = KERNELS.ending(Update(scale, tracker, NO_FLAG, *factors))
+    run_check(KERNELS, grads_of([torch.tensor([math.inf])]), found_inf=flag(0.0), ending=ending)
     assert_same([scale, tracker], list(torch_updated("grows", 1.0)))
 
 
@@ -335,16 +340,17 @@ def test_norms_and_marks_ride_with_the_update() -> None:
     grads = [g for g in mixed() if g.numel()]
     grads[4][2] = math.nan
     scale, tracker, factors = state("defaults")
-    update = KERNELS.scale_update(scale, tracker, NO_FLAG, factors)
-    norms, track = torch.empty(2, dtype=torch.float64), track_for(len(grads))
-    KERNELS.unscale_(
+    ending = KERNELS.ending(Update(scale, tracker, NO_FLAG, *factors))
+    sums, track = torch.empty(2, dtype=torch.float64), track_for(len(grads))
+    run_unscale(
+        KERNELS,
         *(grads_of(grads), scale),
         is_scale=True,
-        update=update,
-        norms=norms,
+        ending=ending,
+        sums=sums,
         track=track,
     )
-    assert norms.isnan().all()
+    assert sums.isnan().all()
     assert marked(track).index(True) == 4 and sum(marked(track)) == 1
     assert_same([scale, tracker], list(torch_updated("defaults", 1.0)))
 
@@ -352,10 +358,10 @@ def test_norms_and_marks_ride_with_the_update() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"norms": torch.empty(2)}, "norms must be a contiguous float64 tensor of 2 elements"),
-        ({"norms": torch.empty(3, dtype=torch.float64)}, r"got torch\.float64 of shape \(3,\)"),
-        ({"norms": torch.empty(2, dtype=torch.float64, device="meta")}, "must be on cpu, got meta"),
-        ({"norms": torch.empty(2, dtype=torch.float64), "coefficient": wide(0.5)}, "pass before"),
+        ({"sums": torch.empty(2)}, "sums must be a contiguous float64 tensor of 2 elements"),
+        ({"sums": torch.empty(3, dtype=torch.float64)}, r"got torch\.float64 of shape \(3,\)"),
+        ({"sums": torch.empty(2, dtype=torch.float64, device="meta")}, "must be on cpu, got meta"),
+        ({"sums": torch.empty(2, dtype=torch.float64), "coefficient": wide(0.5)}, "pass before"),
         ({"coefficient": flag(0.5)}, "coefficient must be a one-element"),
         ({"found_inf": wide(0.0)}, "found_inf must be a one-element"),
     ],
@@ -363,17 +369,16 @@ def test_norms_and_marks_ride_with_the_update() -> None:
 def test_arguments_that_kernels_would_misread(arguments: dict, message: str) -> None:
     grad = torch.full((3,), 8.0)
     with pytest.raises(RuntimeError, match=message):
-        KERNELS.unscale_(grads_of([grad]), flag(4.0), is_scale=True, **arguments)
+        run_unscale(KERNELS, grads_of([grad]), flag(4.0), is_scale=True, **arguments)
     assert grad.tolist() == [8.0] * 3
 
 
 def test_an_empty_list_leaves_the_update_to_its_caller() -> None:
     scale, tracker, factors = state("grows")
-    update = KERNELS.scale_update(scale, tracker, NO_FLAG, factors)
-    assert KERNELS.check_(grads_of([]), update=update).item() == 0.0
-    assert not update.applied
-    with pytest.raises(RuntimeError, match="cannot be undone"):
-        update.undo()
+    ending = KERNELS.ending(Update(scale, tracker, NO_FLAG, *factors))
+    assert run_check(KERNELS, grads_of([]), ending=ending).item() == 0.0
+    assert not ending.applied
+    ending.undo()
     assert_same([scale, tracker], list(state("grows")[:2]))
 
 
@@ -382,10 +387,7 @@ def test_an_empty_list_leaves_the_update_to_its_caller() -> None:
 
 def updated(case: str, flags: Sequence[float]) -> list[torch.Tensor]:
     scale, tracker, factors = state(case)
-    update = KERNELS.scale_update(scale, tracker, [flag(f) for f in flags], factors)
-    assert update is not None
-    update.apply()
-    assert update.applied
+    assert KERNELS.update(Update(scale, tracker, [flag(f) for f in flags], *factors))
     return [scale, tracker]
 
 
@@ -411,13 +413,13 @@ def test_a_lowered_interval_still_grows(fused: bool) -> None:
     # torch compares for equality, so its tracker would never equal the interval again.
     for interval, tracker_before in ((5, 5), (5, 1000), (1, 2**31 - 2)):
         scale, tracker = flag(3.0), torch.tensor(tracker_before, dtype=torch.int32)
-        factors = UpdateFactors(1.1, 0.3, interval)
+        factors = (1.1, 0.3, interval)
         flags = NO_FLAG if fused else [flag()]
-        update = KERNELS.scale_update(scale, tracker, flags, factors)
+        update = Update(scale, tracker, flags, *factors)
         if fused:
-            KERNELS.check_(grads_of([torch.ones(1)]), update=update)
+            run_check(KERNELS, grads_of([torch.ones(1)]), ending=KERNELS.ending(update))
         else:
-            update.apply()
+            KERNELS.update(update)
         assert scale.item() == torch.tensor(3.0 * 1.1, dtype=torch.float64).float().item()
         assert tracker.item() == 0
 
@@ -430,9 +432,7 @@ def test_random_updates() -> None:
             arguments = (1.0 + factor, factor, 1)
             ours, theirs = flag(scale_before), flag(scale_before)
             tracker = torch.zeros((), dtype=torch.int32)
-            KERNELS.scale_update(
-                ours, tracker.clone(), [flag(found)], UpdateFactors(*arguments)
-            ).apply()
+            KERNELS.update(Update(ours, tracker.clone(), [flag(found)], *arguments))
             torch._amp_update_scale_(theirs, tracker, flag(found), *arguments)
             assert_same(ours, theirs, f"{scale_before} {factor}")
 
@@ -451,4 +451,6 @@ def test_random_updates() -> None:
 def test_arguments_unknown_to_the_kernels_are_refused(
     scale: torch.Tensor, tracker: torch.Tensor, flags: list[torch.Tensor]
 ) -> None:
-    assert KERNELS.scale_update(scale, tracker, flags, UpdateFactors(2.0, 0.5, 1)) is None
+    update = Update(scale, tracker, flags, 2.0, 0.5, 1)
+    assert KERNELS.ending(update) is None
+    assert not KERNELS.update(update)

@@ -11,9 +11,10 @@ from batches import KINDS, every_offset_batch, random_batch, run_batch
 from device_parity import BACKEND, CPU, KERNELS, grads_of, guarded, normal, window
 from epilogues import epilogues
 from kernel_parity import flag
+from passes import run_check, run_unscale
 from support import FLOATS
 
-from ampfast.backends.cpu import WINDOW_BYTES, UpdateFactors
+from ampfast.backends.core import WINDOW_BYTES
 
 IS_COMPILED = BACKEND is None
 # The interpreter is ten times slower.
@@ -53,7 +54,7 @@ def test_many_launches_find_every_infinity(
 ) -> None:
     limit_programs(programs)
     elements = programs * WINDOW_BYTES // 2
-    factors = UpdateFactors(2.0, 0.5, 3)
+    factors = (2.0, 0.5, 3)
     found, expected, state = epilogues(KERNELS, CPU, elements, launches, launches, factors)
     assert found == 0, f"{found} of {launches} flags are wrong"
     assert state == expected
@@ -72,9 +73,9 @@ def test_a_check_reads_each_gradient_once_and_unscaling_writes_it_once(dtype: to
         factor = flag(3.0)
         with emulation() as record:
             if write:
-                KERNELS.unscale_(grads, factor, is_scale=True)
+                run_unscale(KERNELS, grads, factor, is_scale=True)
             else:
-                KERNELS.check_(grads, factor)
+                run_check(KERNELS, grads, factor)
         return record.read, record.written
 
     total = sum(sizes) * dtype.itemsize

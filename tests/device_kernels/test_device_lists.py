@@ -29,11 +29,12 @@ from device_parity import (
     window,
 )
 from kernel_parity import exact_bits, flag, random_bits, wide
+from passes import run_check, run_sums, run_unscale
 from support import BITS, FLOATS, LAYOUTS, make_gradient
 from tracked import marked, track_for
 
 from ampfast import errors
-from ampfast.backends import cpu
+from ampfast.backends import core
 
 pytestmark = pytest.mark.usefixtures("watched")
 
@@ -151,7 +152,7 @@ def test_inverse_of_random_scales(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_layouts(layout: str, dtype: torch.dtype) -> None:
     if layout in IRREGULAR:
-        assert cpu.list_of([make_gradient(layout, dtype)], CPU) is None
+        assert core.list_of([make_gradient(layout, dtype)], CPU) is None
         return
     check_unscales(lambda: [make_gradient(layout, dtype, seed) for seed in range(2)], 1 / 3)
     check_reads(lambda: [make_gradient(layout, dtype, seed) for seed in range(2)])
@@ -175,16 +176,16 @@ def eights(*dtypes: torch.dtype) -> list[torch.Tensor]:
 def test_a_refused_capture_leaves_all_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
     known, new = eights(torch.float32, torch.float64), eights(torch.float32, torch.bfloat16)
     scale = torch.tensor(4.0)
-    KERNELS.unscale_(grads_of(known), scale, is_scale=True)
+    run_unscale(KERNELS, grads_of(known), scale, is_scale=True)
     with monkeypatch.context() as captured:
         captured.setattr(errors, "is_capturing", lambda: True)
-        KERNELS.unscale_(grads_of(known), scale, is_scale=True)
+        run_unscale(KERNELS, grads_of(known), scale, is_scale=True)
         for _ in range(2):
             with pytest.raises(RuntimeError, match="its kernel is not compiled yet"):
-                KERNELS.unscale_(grads_of(new), scale, is_scale=True)
+                run_unscale(KERNELS, grads_of(new), scale, is_scale=True)
     assert [grad.tolist() for grad in known] == [[0.5] * 3] * 2
     assert [grad.tolist() for grad in new] == [[8.0] * 3] * 2
-    KERNELS.unscale_(grads_of(new), scale, is_scale=True)
+    run_unscale(KERNELS, grads_of(new), scale, is_scale=True)
     assert [grad.tolist() for grad in new] == [[2.0] * 3] * 2
 
 
@@ -206,23 +207,23 @@ def test_a_failed_compilation_leaves_all_gradients(
         broken.setattr(kernel, "warmup", no_bfloat16)
         for _ in range(2):
             with pytest.raises(RuntimeError, match="no compiler for bfloat16"):
-                KERNELS.unscale_(grads_of(grads), scale, is_scale=True)
+                run_unscale(KERNELS, grads_of(grads), scale, is_scale=True)
     assert [grad.tolist() for grad in grads] == [[8.0] * 3] * 2
-    KERNELS.unscale_(grads_of(grads), scale, is_scale=True)
+    run_unscale(KERNELS, grads_of(grads), scale, is_scale=True)
     assert [grad.tolist() for grad in grads] == [[2.0] * 3] * 2
 
 
 def test_nothing_is_launched_for_no_elements(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "multi_tensor", lambda *_: pytest.fail("launched"))
-    norms = torch.full((2,), math.nan, dtype=torch.float64)
+    sums = torch.full((2,), math.nan, dtype=torch.float64)
     for grads in ([], [torch.ones(0), torch.ones(3, 0, dtype=torch.float16)]):
-        assert KERNELS.check_(grads_of(grads)).item() == 0.0
-        assert KERNELS.unscale_(grads_of(grads), flag(0.5), is_scale=False).item() == 0.0
+        assert run_check(KERNELS, grads_of(grads)).item() == 0.0
+        assert run_unscale(KERNELS, grads_of(grads), flag(0.5), is_scale=False).item() == 0.0
         given = flag(1.0)
-        assert KERNELS.check_(grads_of(grads), found_inf=given) is given
+        assert run_check(KERNELS, grads_of(grads), found_inf=given) is given
         assert given.item() == 1.0
-        KERNELS.norms(grads_of(grads), flag(2.0), is_scale=True, norms=norms)
-        assert norms.tolist() == [0.0, 0.0]
+        run_sums(KERNELS, grads_of(grads), flag(2.0), is_scale=True, sums=sums)
+        assert sums.tolist() == [0.0, 0.0]
 
 
 @pytest.mark.parametrize("factor", FACTORS)
@@ -246,7 +247,7 @@ def test_each_16_bit_value_is_judged(dtype: torch.dtype) -> None:
     edge = torch.tensor(torch.finfo(dtype).max, dtype=dtype).view(torch.int16).int()
     chosen = every[(bits - edge).abs() <= 40].view(-1, 1)
     track = track_for(len(chosen))
-    assert KERNELS.check_(grads_of(list(chosen.unbind())), track=track).item() == 1.0
+    assert run_check(KERNELS, grads_of(list(chosen.unbind())), track=track).item() == 1.0
     assert marked(track) == (~chosen.flatten().isfinite()).tolist()
     assert 0 < sum(marked(track)) < len(chosen)
     check_reads(lambda: [every[every.isfinite()].clone()])
@@ -319,8 +320,8 @@ def test_coefficient_multiplies_unscaled_values(dtype: torch.dtype, coefficient:
         values = gradient if dtype == torch.float64 else gradient.float()
         gradient.copy_((values * wide(coefficient).to(values.dtype)).to(dtype))
     ours = make()
-    found = KERNELS.unscale_(
-        grads_of(ours), flag(1 / 3), is_scale=False, coefficient=wide(coefficient)
+    found = run_unscale(
+        KERNELS, grads_of(ours), flag(1 / 3), is_scale=False, coefficient=wide(coefficient)
     )
     assert_same_memory(ours, theirs)
     assert found.item() == expected
@@ -333,7 +334,9 @@ def test_coefficient_does_not_decide(dtype: torch.dtype) -> None:
         *((math.inf, 2.0, 0.0), (math.nan, 2.0, 0.0)),
     ):
         grads = grads_of([torch.tensor([1.0, bad], dtype=dtype)])
-        found = KERNELS.unscale_(grads, flag(1.0), is_scale=False, coefficient=wide(coefficient))
+        found = run_unscale(
+            KERNELS, grads, flag(1.0), is_scale=False, coefficient=wide(coefficient)
+        )
         assert found.item() == expected
 
 
@@ -341,10 +344,10 @@ def test_the_same_table_serves_again() -> None:
     grads = mixed()
     for _ in range(3):
         theirs, expected = torch_unscaled(lambda: [guarded(g) for g in grads], 0.5)
-        assert KERNELS.unscale_(grads_of(grads), flag(0.5), is_scale=False).item() == expected
+        assert run_unscale(KERNELS, grads_of(grads), flag(0.5), is_scale=False).item() == expected
         for ours, wanted in zip(grads, theirs, strict=True):
             assert torch.equal(exact_bits(ours.clone()), exact_bits(wanted.clone()))
     grads[0][0] = math.inf
-    assert KERNELS.check_(grads_of(grads)).item() == 1.0
+    assert run_check(KERNELS, grads_of(grads)).item() == 1.0
     grads[0][0] = 1.0
-    assert KERNELS.check_(grads_of(grads)).item() == 0.0
+    assert run_check(KERNELS, grads_of(grads)).item() == 0.0

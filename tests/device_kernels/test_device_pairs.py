@@ -17,6 +17,7 @@ from device_parity import (
     window,
 )
 from kernel_parity import exact_bits, flag, random_bits, wide
+from passes import run_sums, run_unscale
 from support import assert_same
 from tracked import marked, marks_of, track_for
 
@@ -40,7 +41,7 @@ def check_widens(halves: list[torch.Tensor], factor: float, shift: int = 0) -> N
     theirs = [phased(half, shift) for half in halves]
     for target, half in zip(theirs, halves, strict=True):
         target.copy_(half.float() * flag(factor))
-    found = KERNELS.unscale_(grads_of(halves, floats), flag(factor), is_scale=False)
+    found = run_unscale(KERNELS, grads_of(halves, floats), flag(factor), is_scale=False)
     assert found.item() == float(any(not t.isfinite().all() for t in theirs))
     assert_same_memory(floats, theirs)
     for half, bits in zip(halves, before, strict=True):
@@ -74,7 +75,7 @@ def test_beside_gradients_without_pair(dtype: torch.dtype) -> None:
     expected = {number: (halves[number].float() * (1 / 3)) for number in floats}
     rest = [g.float() * (1 / 3) for g in (halves[1], *others)]
     grads = grads_of([*halves, *others], [floats.get(number) for number in range(5)])
-    assert KERNELS.unscale_(grads, flag(1 / 3), is_scale=False).item() == 0
+    assert run_unscale(KERNELS, grads, flag(1 / 3), is_scale=False).item() == 0
     for number, values in expected.items():
         assert_same(floats[number], values)
     for ours, values in zip((halves[1], *others), rest, strict=True):
@@ -88,16 +89,16 @@ def test_marks_norms_coefficients_and_health(dtype: torch.dtype) -> None:
 
     grads = halves()
     floats = [phased(grad) for grad in grads]
-    norms = torch.empty(2, dtype=torch.float64)
-    KERNELS.norms(grads_of(grads, floats), flag(0.1), is_scale=False, norms=norms)
+    sums = torch.empty(2, dtype=torch.float64)
+    run_sums(KERNELS, grads_of(grads, floats), flag(0.1), is_scale=False, sums=sums)
     squares = sum((g.float() * flag(0.1)).double().square().sum().item() for g in grads)
-    assert norms[0].item() == pytest.approx(squares, rel=33 * 2.0**-24)
+    assert sums[0].item() == pytest.approx(squares, rel=33 * 2.0**-24)
     largest = max((g.float() * flag(0.1)).abs().max().item() for g in grads)
-    assert norms[1].item() == largest  # not rounded to 16 bits
+    assert sums[1].item() == largest  # not rounded to 16 bits
     assert all(f.isnan().all() for f in floats), "norms are only read"
 
-    found = KERNELS.unscale_(
-        *(grads_of(grads, floats), flag(0.1)), is_scale=False, coefficient=wide(1 / 3)
+    found = run_unscale(
+        KERNELS, *(grads_of(grads, floats), flag(0.1)), is_scale=False, coefficient=wide(1 / 3)
     )
     assert found.item() == 0
     for grad, values in zip(grads, floats, strict=True):
@@ -106,9 +107,9 @@ def test_marks_norms_coefficients_and_health(dtype: torch.dtype) -> None:
     grads = halves()
     grads[1][-1], grads[2][0] = math.inf, math.nan
     track = track_for(3, health=True)
-    KERNELS.unscale_(grads_of(grads, floats), flag(0.5), is_scale=False, track=track)
+    run_unscale(KERNELS, grads_of(grads, floats), flag(0.5), is_scale=False, track=track)
     assert marked(track) == [False, True, True]
-    KERNELS.measure_(grads_of(grads, floats), track.health)
+    KERNELS.measure(grads_of(grads, floats), track.health)
     assert track.marks.tolist() == marks_of(grads)
 
 
@@ -116,9 +117,9 @@ def test_marks_norms_coefficients_and_health(dtype: torch.dtype) -> None:
 def test_products_beyond_16_bits_are_finite(dtype: torch.dtype) -> None:
     half = torch.tensor([torch.finfo(torch.float16).max], dtype=dtype)
     floats = [phased(half)]
-    assert KERNELS.unscale_(grads_of([half], floats), flag(4.0), is_scale=False).item() == 0
+    assert run_unscale(KERNELS, grads_of([half], floats), flag(4.0), is_scale=False).item() == 0
     assert_same(floats[0], half.float() * 4)
-    assert KERNELS.unscale_(grads_of([half], floats), flag(3e38), is_scale=False).item() == 1
+    assert run_unscale(KERNELS, grads_of([half], floats), flag(3e38), is_scale=False).item() == 1
 
 
 @dtypes
@@ -134,7 +135,7 @@ def test_narrow(dtype: torch.dtype, found: float | None) -> None:
             if found is None or found == 0:
                 expected.copy_(floats)
             before = exact_bits(floats)
-            KERNELS.narrow_(grads_of([half], [floats]), None if found is None else flag(found))
+            KERNELS.narrow(grads_of([half], [floats]), None if found is None else flag(found))
             assert_same_memory([half], [expected])
             assert torch.equal(exact_bits(floats), before)
 
@@ -152,6 +153,6 @@ def test_narrow_needs_pairs() -> None:
     half, other = torch.zeros(3, dtype=torch.float16), torch.zeros(3, dtype=torch.bfloat16)
     grads = grads_of([half, other], [torch.ones(3), None])
     with pytest.raises(RuntimeError, match="a tensor has no float32 values"):
-        KERNELS.narrow_(grads)
+        KERNELS.narrow(grads)
     assert half.tolist() == [0.0] * 3
-    KERNELS.narrow_(grads_of([torch.zeros(0, dtype=torch.float16)]))
+    KERNELS.narrow(grads_of([torch.zeros(0, dtype=torch.float16)]))

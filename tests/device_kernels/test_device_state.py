@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 from device_parity import KERNELS, grads_of
+from passes import run_check
 from scale_model import (
     FACTORS,
     POLICIES,
@@ -18,7 +19,7 @@ from scale_model import (
     random_steps,
 )
 
-from ampfast.backends.cpu import state_layout
+from ampfast.backends.core import Update, state_layout
 from ampfast.loss_scale import LossScale
 
 pytestmark = pytest.mark.usefixtures("watched")
@@ -44,16 +45,16 @@ def test_random_steps(policy: str) -> None:
         given = None if norm is None else torch.tensor(norm)
         infinite = riding and found == 1
         flags = [] if infinite else [torch.tensor(found)]
-        propose(kept, scale, tracker, found, peak)
-        update = KERNELS.scale_update(scale, tracker, flags, FACTORS, words, given)
+        update = Update(scale, tracker, flags, *FACTORS, words, given)
+        propose(kept, update, peak)
         if riding:
-            KERNELS.check_(
-                grads_of([torch.full((3,), math.nan if infinite else 1.0)]), update=update
-            )
+            ending = KERNELS.ending(update)
+            grads = grads_of([torch.full((3,), math.nan if infinite else 1.0)])
+            run_check(KERNELS, grads, ending=ending)
+            assert ending.applied
         else:
-            update.apply()
-        assert update.applied
-        conclude(kept, scale, tracker)
+            assert KERNELS.update(update)
+        conclude(kept)
         model.update(found, norm, peak or 0.0)
         assert (scale.item(), tracker.item()) == (model.scale, model.tracker)
         if turn % 17 == 16:
@@ -65,6 +66,5 @@ def test_random_steps(policy: str) -> None:
 def test_an_update_with_a_norm_does_not_ride() -> None:
     words = LossScale(POLICIES["torch's"]).words_on(torch.device("cpu"))
     scale, tracker = torch.tensor(4.0), torch.tensor(0, dtype=torch.int32)
-    update = KERNELS.scale_update(scale, tracker, [], FACTORS, words, torch.tensor(1.0))
-    KERNELS.check_(grads_of([torch.ones(3)]), update=update)
-    assert not update.applied
+    update = Update(scale, tracker, [], *FACTORS, words, torch.tensor(1.0))
+    assert KERNELS.ending(update) is None

@@ -8,6 +8,7 @@ import pytest
 import torch
 from device_parity import CPU, KERNELS, grads_of, guarded, offsets, window
 from kernel_parity import flag
+from passes import run_check, run_unscale
 from support import FLOATS
 from track_parity import check_passes, check_random_lists, check_times
 from tracked import edges_of_half, track_for
@@ -50,9 +51,9 @@ def test_an_infinite_factor_makes_no_nan_of_ones(dtype: torch.dtype) -> None:
             grads = grads_of([torch.ones(5, dtype=dtype), torch.ones(1, dtype=dtype)])
             track = track_for(2)
             if write:
-                found = KERNELS.unscale_(grads, flag(factor), is_scale=True, track=track)
+                found = run_unscale(KERNELS, grads, flag(factor), is_scale=True, track=track)
             else:
-                found = KERNELS.check_(grads, flag(factor), track=track)
+                found = run_check(KERNELS, grads, flag(factor), track=track)
             assert found.item() == 1.0
             assert track.marks.tolist() == [marks] * 2
 

@@ -13,9 +13,10 @@ from typing import Any
 
 import torch
 from gpu_support import flag, grads_of, inverse_of
+from passes import run_check, run_unscale
 from support import BITS, FLOATS
 
-from ampfast.backends import cpu
+from ampfast.backends import core
 
 ALIGNMENT = 16
 
@@ -49,7 +50,7 @@ class Batch:
 
 
 def window(dtype: torch.dtype) -> int:
-    return cpu.WINDOW_BYTES // dtype.itemsize
+    return core.WINDOW_BYTES // dtype.itemsize
 
 
 def random_batch(seed: int, lists: int) -> Batch:
@@ -218,13 +219,13 @@ def run_batch(
 
     lists = [grads_of(views) for views in ours.lists()]
     scalar = flag(factor, device)
-    raw = torch.stack([kernels.check_(grads) for grads in lists])
-    divided = torch.stack([kernels.check_(grads, scalar) for grads in lists])
+    raw = torch.stack([run_check(kernels, grads) for grads in lists])
+    divided = torch.stack([run_check(kernels, grads, scalar) for grads in lists])
     assert int(ours.differences(theirs)) == 0, f"a check wrote: {where}"
     assert torch.equal(raw, theirs.found()), f"check: {where}"
     assert torch.equal(divided, theirs.found(scalar)), f"check of quotients: {where}"
 
-    found = [kernels.unscale_(grads, scalar, is_scale=is_scale) for grads in lists]
+    found = [run_unscale(kernels, grads, scalar, is_scale=is_scale) for grads in lists]
     torch_found = theirs.unscale_with_torch_(inverse_of(factor) if is_scale else factor)
     assert int(ours.differences(theirs)) == 0, f"unscale: {where}"
     expected = theirs.found()

@@ -6,8 +6,9 @@ from typing import Any
 
 import torch
 from gpu_support import flag, grads_of
+from passes import run_check
 
-from ampfast.backends.cpu import UpdateFactors
+from ampfast.backends.core import Update
 
 
 def epilogues(
@@ -16,7 +17,7 @@ def epilogues(
     elements: int,
     launches: int,
     chunk: int,
-    factors: UpdateFactors,
+    factors: tuple[float, float, int],
 ) -> tuple[int, tuple[float, int], tuple[float, int]]:
     """Checks with a scale update in the same launch, compared on the device.
 
@@ -44,8 +45,8 @@ def epilogues(
         where, put = pairs[begin : begin + chunk].unbind(), values[begin : begin + chunk].unbind()
         for index, value in zip(where, put, strict=True):
             grad.scatter_(0, index, value)
-            update = kernels.scale_update(*states[0], [], factors)
-            found.append(kernels.check_(grads, update=update))
+            ending = kernels.ending(Update(*states[0], [], *factors))
+            found.append(run_check(kernels, grads, ending=ending))
         for one in truth[begin : begin + chunk].unbind():
             torch._amp_update_scale_(*states[1], one, *factors)
         wrong += (torch.stack(found) != truth[begin : begin + chunk]).sum()

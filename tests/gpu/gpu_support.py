@@ -10,7 +10,7 @@ import torch
 from support import OPTIMIZERS, TorchScaler, assert_same, make_gradient
 
 from ampfast import GradScaler, backends
-from ampfast.backends import cpu
+from ampfast.backends import core, torch_ops
 
 BACKENDS = ("triton", "cuda")
 GIB = 2**30
@@ -31,14 +31,14 @@ def unavailable_reason(name: str) -> str:
 def kernels_of(backend: str, device: torch.device) -> Any:
     """Kernels of a backend; `cpu` for the CPU."""
     kernels = backends.choose(backend).kernels_for(device)
-    assert kernels is not None
+    assert kernels is not torch_ops
     return kernels
 
 
 def grads_of(
     tensors: Sequence[torch.Tensor], wide: Sequence[torch.Tensor] | None = None
-) -> cpu.GradList:
-    grads = cpu.list_of(list(tensors), tensors[0].device, None, wide)
+) -> core.GradList:
+    grads = core.list_of(list(tensors), tensors[0].device, None, wide)
     assert grads is not None, "a tensor is irregular"
     return grads
 

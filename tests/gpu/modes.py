@@ -18,18 +18,19 @@ sys.path[:0] = [str(TESTS.parent), str(TESTS), str(TESTS / "gpu")]
 import torch  # noqa: E402
 from gpu_support import BACKENDS, flag, gpu, grads_of, kernels_of, unavailable_reason  # noqa: E402
 from kernel_parity import wide  # noqa: E402
+from passes import run_check, run_sums, run_unscale  # noqa: E402
 from support import FLOATS  # noqa: E402
 from tracked import track_for  # noqa: E402
 
-from ampfast.backends import cpu  # noqa: E402
-from ampfast.backends.cpu import (  # noqa: E402
+from ampfast.backends import core  # noqa: E402
+from ampfast.backends.core import (  # noqa: E402
     WINDOW_BYTES,
     Track,
-    UpdateFactors,
+    Update,
 )
 from ampfast.loss_scale import LossScale, ScalePolicy  # noqa: E402
 
-FACTORS = UpdateFactors(2.0, 0.5, 1)
+FACTORS = (2.0, 0.5, 1)
 
 
 def gradients(dtypes: Sequence[torch.dtype], device: torch.device) -> list[torch.Tensor]:
@@ -48,47 +49,47 @@ def modes(kernels: Any, device: torch.device) -> list[tuple[str, Callable[..., A
     scale = flag(4.0, device)
 
     def unscale(**more: Callable[[], Any]) -> Callable[..., Any]:
-        def call(grads: cpu.GradList) -> torch.Tensor:
+        def call(grads: core.GradList) -> torch.Tensor:
             # New ones for each launch, which may write them.
             arguments = {name: make() for name, make in more.items()}
-            return kernels.unscale_(grads, scale, is_scale=True, **arguments)
+            return run_unscale(kernels, grads, scale, is_scale=True, **arguments)
 
         return call
 
     def zero() -> torch.Tensor:
         return flag(0.0, device)
 
-    def norms() -> torch.Tensor:
+    def sums() -> torch.Tensor:
         return torch.zeros(2, dtype=torch.float64, device=device)
 
     def marks() -> Track:
         return track_for(1_000, device=device)
 
     def measured(g: Any) -> torch.Tensor:
-        kernels.measure_(g, track_for(1_000, health=True, device=device).health)
-        return kernels.check_(g)
+        kernels.measure(g, track_for(1_000, health=True, device=device).health)
+        return run_check(kernels, g)
 
-    def update(others: int = 0) -> Any:
+    def ending(others: int = 0) -> Any:
         state = (flag(4.0, device), torch.zeros((), dtype=torch.int32, device=device))
         words = LossScale(ScalePolicy()).words_on(device)
-        return kernels.scale_update(*state, [zero()] * others, FACTORS, words)
+        return kernels.ending(Update(*state, [zero()] * others, *FACTORS, words))
 
     return [
-        ("check", kernels.check_, 8.0),
-        ("check of quotients", lambda g: kernels.check_(g, scale), 8.0),
-        ("check, accumulated", lambda g: kernels.check_(g, found_inf=zero()), 8.0),
-        ("check with marks", lambda g: kernels.check_(g, track=marks()), 8.0),
+        ("check", lambda g: run_check(kernels, g), 8.0),
+        ("check of quotients", lambda g: run_check(kernels, g, scale), 8.0),
+        ("check, accumulated", lambda g: run_check(kernels, g, found_inf=zero()), 8.0),
+        ("check with marks", lambda g: run_check(kernels, g, track=marks()), 8.0),
         ("check of what was measured", measured, 8.0),
-        ("check and update", lambda g: kernels.check_(g, scale, update=update(1)), 8.0),
-        ("norms", lambda g: kernels.norms(g, scale, is_scale=True, norms=norms()), 8.0),
+        ("check and update", lambda g: run_check(kernels, g, scale, ending=ending(1)), 8.0),
+        ("norms", lambda g: run_sums(kernels, g, scale, is_scale=True, sums=sums()), 8.0),
         ("unscale", unscale(), 2.0),
-        ("unscale by the inverse", lambda g: kernels.unscale_(g, scale, is_scale=False), 32.0),
+        ("unscale by the inverse", lambda g: run_unscale(kernels, g, scale, is_scale=False), 32.0),
         ("unscale, accumulated", unscale(found_inf=zero), 2.0),
-        ("unscale with norms", unscale(norms=norms), 2.0),
+        ("unscale with norms", unscale(sums=sums), 2.0),
         ("unscale with marks", unscale(track=marks), 2.0),
         ("unscale with a coefficient", unscale(coefficient=lambda: wide(0.5, device)), 1.0),
-        ("unscale and update", unscale(update=update), 2.0),
-        ("all at once", unscale(norms=norms, track=marks, update=lambda: update(1)), 2.0),
+        ("unscale and update", unscale(ending=ending), 2.0),
+        ("all at once", unscale(sums=sums, track=marks, ending=lambda: ending(1)), 2.0),
     ]
 
 
@@ -99,10 +100,10 @@ def wrong_pairs(backend: str, kernels: Any, device: torch.device) -> int:
         halves = gradients([dtype], device)
         floats = [torch.zeros(half.numel() + shift, device=device)[shift:] for half in halves]
         pairs = grads_of(halves, floats)
-        kernels.unscale_(pairs, flag(4.0, device), is_scale=True)
-        kernels.unscale_(pairs, flag(4.0, device), is_scale=True, coefficient=wide(1.0, device))
+        run_unscale(kernels, pairs, flag(4.0, device), is_scale=True)
+        run_unscale(kernels, pairs, flag(4.0, device), is_scale=True, coefficient=wide(1.0, device))
         widened = all(bool((each == 2).all()) for each in floats)
-        kernels.narrow_(pairs, flag(0.0, device))
+        kernels.narrow(pairs, flag(0.0, device))
         if not widened or not all(bool((each == 2).all()) for each in halves):
             wrong += 1
             print(f"WRONG {backend}: pairs of {dtype}, shifted by {shift}")
@@ -128,12 +129,8 @@ def run(backend: str, device: torch.device) -> int:
             if not right or found != float(bad):
                 wrong += 1
                 print(f"WRONG {backend}: {name}, {dtypes}, bad {bad}: found {found}")
-    kernels.scale_update(
-        flag(4.0, device),
-        torch.zeros((), dtype=torch.int32, device=device),
-        [flag(0.0, device) for _ in range(6)],
-        FACTORS,
-    ).apply()
+    scale, tracker = flag(4.0, device), torch.zeros((), dtype=torch.int32, device=device)
+    kernels.update(Update(scale, tracker, [flag(0.0, device) for _ in range(6)], *FACTORS))
     return wrong
 
 

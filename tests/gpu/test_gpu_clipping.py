@@ -13,6 +13,7 @@ from support import FLOATS, assert_same, make_gradient, sgd_with, side
 
 from ampfast import GradScaler, Sigmas
 from ampfast.backends import cpu
+from ampfast.backends.core import Clip
 
 pytestmark = pytest.mark.gpu
 
@@ -36,14 +37,12 @@ def test_the_coefficient_is_that_of_the_cpu(
         for limit in (0.0, 1e-3, 1.0, math.inf):
             for dtype in (torch.float32, torch.float64):
                 written = []
-                for place, clip in (("cpu", cpu.clip_coefficient), (device, None)):
+                for place, each in (("cpu", cpu), (device, kernels)):
                     norm = torch.zeros((), dtype=dtype, device=place)
                     coefficient = torch.zeros((), dtype=torch.float64, device=place)
                     scale, divisor = (torch.full((), 3.0, device=place) for _ in range(2))
-                    norms = torch.tensor(rows, dtype=torch.float64, device=place)
-                    (clip or kernels.clip_coefficient)(
-                        norms, limit, largest, norm, coefficient, scale, divisor
-                    )
+                    sums = torch.tensor(rows, dtype=torch.float64, device=place)
+                    each.clip(Clip(sums, limit, largest, norm, coefficient, scale, divisor))
                     written.append([norm.cpu(), coefficient.cpu(), divisor.cpu()])
                 assert_same(written[1], written[0], f"{rows} {limit}")
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from gpu_support import flag, grads_of, kernels_of
 from graph_breaks import OPTIMIZERS, SETTINGS, SKIPPABLE, Training, assert_no_more_breaks
+from passes import run_check, run_unscale
 from support import TorchScaler, assert_same
 
 from ampfast import _C, GradScaler
@@ -121,7 +122,7 @@ def test_eager_steps_between_the_replays(
                 assert bool((p == -8.0).all())
             side.scaler.update()
         for size in range(40):  # more than the number of kept tables
-            kernels_of(backend, device).check_(grads_of([torch.ones(size + 1, device=device)]))
+            run_check(kernels_of(backend, device), grads_of([torch.ones(size + 1, device=device)]))
         _C.clear_tables()
         ours.feed(iteration)
         torch.cuda._sleep(1_000_000)
@@ -155,15 +156,15 @@ def test_a_captured_list_is_uploaded_by_every_replay(backend: str, device: torch
     kernels = kernels_of(backend, device)
     grads = [torch.full((n,), 8.0, device=device) for n in (5, 70_003)]
     inverse = flag(0.5, device)
-    kernels.check_(grads_of(grads))
-    kernels.unscale_(grads_of(grads), inverse, is_scale=False)
+    run_check(kernels, grads_of(grads))
+    run_unscale(kernels, grads_of(grads), inverse, is_scale=False)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        found = kernels.unscale_(grads_of(grads), inverse, is_scale=False)
+        found = run_unscale(kernels, grads_of(grads), inverse, is_scale=False)
     for replay in range(5):
         # Freed pinned memory is reused at once; that of the graph is never freed.
         for _ in range(50):
-            kernels.check_(grads_of([torch.ones(replay + 1, device=device) for _ in range(20)]))
+            run_check(kernels, grads_of([torch.ones(replay + 1, device=device) for _ in range(20)]))
             _C.clear_tables()
         graph.replay()
         assert found.item() == 0.0
@@ -258,10 +259,10 @@ def test_refused_a_kernel_that_is_not_compiled(
     launch = pytest.importorskip("ampfast.backends.triton.launch")
     kernels = kernels_of("triton", device)
     grad = torch.full((5,), 3.0, device=device)
-    kernels.check_(grads_of([grad]))
+    run_check(kernels, grads_of([grad]))
     monkeypatch.setattr(launch, "_launched", {})
-    refused(lambda: kernels.check_(grads_of([grad])), "cannot capture.*one iteration", device)
-    assert kernels.check_(grads_of([grad])).item() == 0.0
+    refused(lambda: run_check(kernels, grads_of([grad])), "cannot capture.*one iteration", device)
+    assert run_check(kernels, grads_of([grad])).item() == 0.0
 
 
 @pytest.mark.parametrize("kind", ["sgd", "fused_adam"])
@@ -294,15 +295,15 @@ def test_the_memory_of_captured_lists_is_never_given_back(
     for _ in range(24):
         memory = torch.full((20_000,), 8.0, device=device)
         grads = grads_of(list(memory.split(2)))
-        kernels.unscale_(grads, inverse, is_scale=False)
+        run_unscale(kernels, grads, inverse, is_scale=False)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            kernels.unscale_(grads, inverse, is_scale=False)
+            run_unscale(kernels, grads, inverse, is_scale=False)
         captured.append((graph, memory, grads))
     decoy = torch.full((200_000,), 8.0, device=device)
     for tensors in (2_000, 10_000, 40_000, 100_000):
         for _ in range(4):
-            kernels.check_(grads_of(list(decoy[: 2 * tensors].split(2))))
+            run_check(kernels, grads_of(list(decoy[: 2 * tensors].split(2))))
             _C.clear_tables()
     for graph, _, _ in captured:
         graph.replay()
@@ -318,7 +319,7 @@ def test_memory_is_pinned_for_tables_alone(backend: str, device: torch.device) -
     pinned = []
     for _ in range(3):
         pinned.append(torch.cuda.host_memory_stats()["allocated_bytes.current"])
-        kernels.check_(grads_of(list(memory.split(2))))
+        run_check(kernels, grads_of(list(memory.split(2))))
         torch.cuda.synchronize()
         _C.clear_tables()
     # At most 8 words for each of 20,000 tensors, rounded up to a power of two; reused.

@@ -19,12 +19,13 @@ from gpu_support import (
     unavailable_reason,
 )
 from kernel_parity import wide
+from passes import run_check, run_sums, run_unscale
 from support import BITS, FLOATS, assert_same, difference, make_gradient
 from track_parity import check_passes, check_random_lists, check_times
 from tracked import assert_ranges, edges_of_half, marked, marks_of, track_for
 
 from ampfast import functional
-from ampfast.backends.cpu import UpdateFactors
+from ampfast.backends.core import Update
 
 pytest_plugins = ["verdicts"]
 pytestmark = pytest.mark.gpu
@@ -44,8 +45,8 @@ def test_float64_is_judged_as_float64(backend: str, device: torch.device, torch_
     torch._amp_foreach_non_finite_check_and_unscale_([gradient.clone()], found, flag(0.25, device))
     torch_fails("float64 gradients beyond float32's range on a GPU", found.item() != 0)
     kernels = kernels_of(backend, device)
-    assert kernels.check_(grads_of([gradient])).item() == 0
-    assert kernels.unscale_(grads_of([gradient]), flag(4.0, device), is_scale=True).item() == 0
+    assert run_check(kernels, grads_of([gradient])).item() == 0
+    assert run_unscale(kernels, grads_of([gradient]), flag(4.0, device), is_scale=True).item() == 0
     assert gradient.tolist() == [2.5e299] * 3
 
 
@@ -98,9 +99,13 @@ def test_all_values_of_16_bits(
         # Each value alone, too, for its own flag.
         judged = track_for(2**16, device=device)
         alone = every.to(device)
-        kernels.unscale_(grads_of([ours]), flag(factor, device), is_scale=is_scale)
-        kernels.unscale_(
-            grads_of(list(alone.split(1))), flag(factor, device), is_scale=is_scale, track=judged
+        run_unscale(kernels, grads_of([ours]), flag(factor, device), is_scale=is_scale)
+        run_unscale(
+            kernels,
+            grads_of(list(alone.split(1))),
+            flag(factor, device),
+            is_scale=is_scale,
+            track=judged,
         )
         assert_same(ours.cpu(), expected, "all at once")
         assert_same(alone.cpu(), expected, "each alone")
@@ -125,8 +130,8 @@ def test_a_coefficient_multiplies_unscaled_values(
         values = grad if dtype is torch.float64 else grad.float()
         unscaled = (values * flag(1 / 3, device).to(values.dtype)).to(dtype).to(values.dtype)
         expected.append((unscaled * wide(0.7, device).to(values.dtype)).to(dtype))
-    found = kernels.unscale_(
-        grads_of(grads), flag(1 / 3, device), is_scale=False, coefficient=wide(0.7, device)
+    found = run_unscale(
+        kernels, grads_of(grads), flag(1 / 3, device), is_scale=False, coefficient=wide(0.7, device)
     )
     assert found.item() == 0.0
     assert_same(grads, expected, "gradients")
@@ -149,15 +154,15 @@ def test_norms_are_right_and_the_same_every_time(
     for _ in range(20):
         grads = [g.clone() for g in drawn]
         # Poisoned, since the last program must assign them.
-        norms = torch.full((2,), math.nan, dtype=torch.float64, device=device)
+        sums = torch.full((2,), math.nan, dtype=torch.float64, device=device)
         if writes:
-            found = kernels.unscale_(grads_of(grads), inverse, is_scale=False, norms=norms)
+            found = run_unscale(kernels, grads_of(grads), inverse, is_scale=False, sums=sums)
             assert_same(grads, written, "gradients")
         else:
-            found = kernels.norms(grads_of(grads), inverse, is_scale=False, norms=norms)
+            found = run_sums(kernels, grads_of(grads), inverse, is_scale=False, sums=sums)
             assert_same(grads, drawn, "gradients")
         assert found.item() == 0.0
-        results.append(norms.tolist())
+        results.append(sums.tolist())
     assert all(result == results[0] for result in results), "other bits in another run"
     assert results[0][1] == largest
     # float32 sums over a window's few hundred squares per thread, then float64.
@@ -178,9 +183,9 @@ def test_norms_have_the_same_bits_on_every_grid(
             grads = grads_of([values[1:], values[:7].clone(), values[:4096].clone()])
             for programs in (None, 1, 2, 3, 131, 1_000, 4_096):
                 kernels._launcher.limit_programs(programs)
-                norms = torch.empty(2, dtype=torch.float64, device=device)
-                kernels.norms(grads, flag(0.1, device), is_scale=False, norms=norms)
-                seen.setdefault(numel, []).append(norms.tolist())
+                sums = torch.empty(2, dtype=torch.float64, device=device)
+                run_sums(kernels, grads, flag(0.1, device), is_scale=False, sums=sums)
+                seen.setdefault(numel, []).append(sums.tolist())
     finally:
         kernels._launcher.limit_programs(None)
     assert all(each == found[0] for found in seen.values() for each in found)
@@ -191,10 +196,10 @@ def test_norms_keep_a_nan(backend: str, device: torch.device) -> None:
     kernels = kernels_of(backend, device)
     grads = [make_gradient("long", dtype).to(device) for dtype in FLOATS]
     grads[1][12_345] = math.nan
-    norms = torch.zeros(2, dtype=torch.float64, device=device)
-    found = kernels.norms(grads_of(grads), flag(1.0, device), is_scale=True, norms=norms)
+    sums = torch.zeros(2, dtype=torch.float64, device=device)
+    found = run_sums(kernels, grads_of(grads), flag(1.0, device), is_scale=True, sums=sums)
     assert found.item() == 1.0
-    assert norms.isnan().all()
+    assert sums.isnan().all()
 
 
 def test_random_lists_are_tracked(backend: str, device: torch.device) -> None:
@@ -215,8 +220,8 @@ def test_many_windows_of_one_bad_tensor(backend: str, device: torch.device) -> N
     for value in (math.nan, math.inf, 2.0**-20):
         grads = [torch.ones(5, device=device), torch.full((3_000_001,), value, device=device)]
         track = track_for(2, health=True, device=device)
-        kernels_of(backend, device).check_(grads_of(grads), track=track)
-        kernels_of(backend, device).measure_(grads_of(grads), track.health)
+        run_check(kernels_of(backend, device), grads_of(grads), track=track)
+        kernels_of(backend, device).measure(grads_of(grads), track.health)
         assert track.marks.tolist() == marks_of(grads)
         assert_ranges(track, grads)
 
@@ -226,10 +231,12 @@ def test_found_inf_is_accumulated_as_torch_does(backend: str, device: torch.devi
     good, bad = torch.ones(5, device=device), torch.full((5,), math.inf, device=device)
     for before, grad, after in ((0, good, 0), (1, good, 1), (0, bad, 1), (1, bad, 1), (2, good, 2)):
         found = flag(before, device)
-        kernels.unscale_(grads_of([grad.clone()]), flag(1, device), is_scale=False, found_inf=found)
+        run_unscale(
+            kernels, grads_of([grad.clone()]), flag(1, device), is_scale=False, found_inf=found
+        )
         assert found.item() == after
         found = flag(before, device)
-        assert kernels.check_(grads_of([grad]), found_inf=found) is found
+        assert run_check(kernels, grads_of([grad]), found_inf=found) is found
         assert found.item() == after
 
 
@@ -248,13 +255,13 @@ def test_the_scale_is_updated_as_torch_does(
             ]
             for step in range(9):
                 found = flag(float(step in (3, 7)), device)
-                factors = UpdateFactors(growth, backoff, interval)
+                factors = (growth, backoff, interval)
                 torch._amp_update_scale_(*states[0], found, *factors)
-                kernels.scale_update(*states[1], [found], factors).apply()
+                kernels.update(Update(*states[1], [found], *factors))
                 # The same behind a check that finds nothing itself.
-                update = kernels.scale_update(*states[2], [found], factors)
-                kernels.check_(grads_of([grad]), update=update)
-                assert update.applied
+                ending = kernels.ending(Update(*states[2], [found], *factors))
+                run_check(kernels, grads_of([grad]), ending=ending)
+                assert ending.applied
                 for state in states[1:]:
                     assert_same(state, states[0], f"interval {interval}, start {start}, {step}")
 
@@ -267,12 +274,14 @@ def test_more_flags_than_the_kernel_takes(backend: str, device: torch.device) ->
             for rides in (False, True):
                 scale = flag(8.0, device)
                 tracker = torch.full((), 3, dtype=torch.int32, device=device)
-                update = kernels.scale_update(scale, tracker, flags, UpdateFactors(2.0, 0.5, 100))
-                if rides:
-                    kernels.check_(grads_of([torch.ones(3, device=device)]), update=update)
-                    assert update.applied == (count == 1)
-                if not update.applied:
-                    update.apply()
+                update = Update(scale, tracker, flags, 2.0, 0.5, 100)
+                ending = kernels.ending(update) if rides else None
+                assert (ending is not None) == (rides and count == 1)
+                if ending is not None:
+                    run_check(kernels, grads_of([torch.ones(3, device=device)]), ending=ending)
+                    assert ending.applied
+                else:
+                    kernels.update(update)
                 expected = (8.0, 4) if bad is None else (4.0, 0)
                 assert (scale.item(), tracker.item()) == expected, (count, bad, rides)
 
@@ -284,10 +293,10 @@ def test_an_update_behind_finite_gradients_takes_other_flags(
 ) -> None:
     scale, tracker = flag(8.0, device), torch.zeros((), dtype=torch.int32, device=device)
     kernels = kernels_of(backend, device)
-    update = kernels.scale_update(scale, tracker, [flag(other, device)], UpdateFactors(2.0, 0.5, 1))
+    ending = kernels.ending(Update(scale, tracker, [flag(other, device)], 2.0, 0.5, 1))
     found_inf = None if given is None else flag(given, device)
-    found = kernels.check_(
-        grads_of([torch.ones(3, device=device)]), found_inf=found_inf, update=update
+    found = run_check(
+        kernels, grads_of([torch.ones(3, device=device)]), found_inf=found_inf, ending=ending
     )
     assert_same(found, flag(given or 0.0, device))
     assert scale.item() == (4.0 if other or given else 16.0)
@@ -301,7 +310,7 @@ def test_both_kinds_of_kernels_have_the_same_bits(device: torch.device) -> None:
         lists = [[make_gradient("long", d, seed).to(device) for d in FLOATS] for _ in range(2)]
         factor = flag(inverse_of(3.0 + seed), device)
         found = [
-            kernels_of(backend, device).unscale_(grads_of(grads), factor, is_scale=False)
+            run_unscale(kernels_of(backend, device), grads_of(grads), factor, is_scale=False)
             for backend, grads in zip(BACKENDS, lists, strict=True)
         ]
         assert_same([lists[0], found[0]], [lists[1], found[1]])
@@ -337,7 +346,7 @@ def test_layouts_are_walked_over_as_memory(backend: str, device: torch.device) -
         for dtype in FLOATS:
             ours = make_gradient(layout, dtype).to(device)
             theirs = make_gradient(layout, dtype)
-            kernels.unscale_(grads_of([ours]), flag(3.0, device), is_scale=True)
+            run_unscale(kernels, grads_of([ours]), flag(3.0, device), is_scale=True)
             torch._amp_foreach_non_finite_check_and_unscale_(
                 [theirs], torch.zeros(()), torch.tensor(inverse_of(3.0))
             )
@@ -356,8 +365,8 @@ def test_more_elements_than_32_bits_count(backend: str, device: torch.device) ->
         part = grad[begin : begin + piece]
         part.copy_(pattern[: part.numel()])
     expected = (pattern.float() * flag(1 / 3, device)).half()
-    assert kernels.check_(grads_of([grad])).item() == 0.0
-    found = kernels.unscale_(grads_of([grad]), flag(1 / 3, device), is_scale=False)
+    assert run_check(kernels, grads_of([grad])).item() == 0.0
+    found = run_unscale(kernels, grads_of([grad]), flag(1 / 3, device), is_scale=False)
     assert found.item() == 0.0
     for begin in range(0, count, piece):
         part = grad[begin : begin + piece].view(torch.int16)
@@ -365,9 +374,9 @@ def test_more_elements_than_32_bits_count(backend: str, device: torch.device) ->
     for place in (-1, 2**31, 2**31 - 1, count - 4096):
         kept = grad[place].clone()
         grad[place] = math.inf
-        assert kernels.check_(grads_of([grad])).item() == 1.0, place
+        assert run_check(kernels, grads_of([grad])).item() == 1.0, place
         grad[place] = kept
-    assert kernels.check_(grads_of([grad])).item() == 0.0
+    assert run_check(kernels, grads_of([grad])).item() == 0.0
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
@@ -382,12 +391,12 @@ def test_ten_thousand_tensors(backend: str, device: torch.device, dtype: torch.d
         [expected], torch.zeros(()), torch.tensor(1 / 3)
     )
     grads = list(memory.split(sizes))
-    found = kernels.unscale_(grads_of(grads), flag(1 / 3, device), is_scale=False)
+    found = run_unscale(kernels, grads_of(grads), flag(1 / 3, device), is_scale=False)
     assert found.item() == 0.0
     assert torch.equal(memory.cpu().view(BITS[dtype]), expected.view(BITS[dtype]))
     for bad in (0, 77, 5_000, 9_999):
         kept = grads[bad].clone()
         grads[bad][-1] = math.nan
-        assert kernels.check_(grads_of(grads)).item() == 1.0, bad
+        assert run_check(kernels, grads_of(grads)).item() == 1.0, bad
         grads[bad].copy_(kept)
-    assert kernels.check_(grads_of(grads)).item() == 0.0
+    assert run_check(kernels, grads_of(grads)).item() == 0.0

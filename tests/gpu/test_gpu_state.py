@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from gpu_support import flag, grads_of, kernels_of
+from passes import run_check
 from scale_model import (
     FACTORS,
     POLICIES,
@@ -20,6 +21,7 @@ from scale_model import (
 )
 
 from ampfast import GradScaler
+from ampfast.backends.core import Update
 from ampfast.loss_scale import LossScale
 
 pytestmark = pytest.mark.gpu
@@ -42,13 +44,14 @@ def test_random_steps(backend: str, device: torch.device, policy: str) -> None:
         given = None if norm is None else flag(norm, device)
         overflows = riding and found == 1
         flags = [] if overflows else [flag(found, device)]
-        propose(kept, scale, tracker, found, peak)
-        update = kernels.scale_update(scale, tracker, flags, FACTORS, words, given)
+        update = Update(scale, tracker, flags, *FACTORS, words, given)
+        propose(kept, update, peak)
         if riding:
-            kernels.check_(infinite if overflows else finite, update=update)
+            ending = kernels.ending(update)
+            run_check(kernels, infinite if overflows else finite, ending=ending)
         else:
-            update.apply()
-        conclude(kept, scale, tracker)
+            kernels.update(update)
+        conclude(kept)
         model.update(found, norm, peak or 0.0)
     assert (scale.item(), tracker.item()) == (model.scale, model.tracker)
     assert_state(kept, model)

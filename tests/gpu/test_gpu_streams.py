@@ -7,6 +7,7 @@ import random
 import pytest
 import torch
 from gpu_support import assert_twins_same, flag, grads_of, kernels_of, no_syncs, twins
+from passes import run_check, run_unscale
 from support import BITS, FLOATS, make_gradient
 
 from ampfast import _C, GradScaler
@@ -46,8 +47,8 @@ def test_one_address_with_other_sizes_and_dtypes(backend: str, device: torch.dev
             grad[-1] = torch.inf
         expected = torch_unscaled(grad, 1 / 3)
         memory[count * dtype.itemsize :] = 0xFF  # NaN in any dtype, which must not count
-        assert kernels.check_(grads_of([grad])).item() == float(bad), step
-        assert kernels.unscale_(grads_of([grad]), inverse, is_scale=False).item() == float(bad)
+        assert run_check(kernels, grads_of([grad])).item() == float(bad), step
+        assert run_unscale(kernels, grads_of([grad]), inverse, is_scale=False).item() == float(bad)
         assert same_bits(grad, expected), (step, dtype, count)
 
 
@@ -80,7 +81,7 @@ def test_many_steps_in_flight(backend: str, device: torch.device) -> None:
     ]
     expected = [[torch_unscaled(torch_unscaled(g, 0.5), 0.5) for g in grads] for grads in lists]
     inverse = flag(0.5, device)
-    kernels.unscale_(grads_of([g.clone() for g in lists[0]]), inverse, is_scale=False)
+    run_unscale(kernels, grads_of([g.clone() for g in lists[0]]), inverse, is_scale=False)
     torch.cuda.synchronize()
     found = []
     before = _C.uploads()
@@ -88,7 +89,7 @@ def test_many_steps_in_flight(backend: str, device: torch.device) -> None:
         torch.cuda._sleep(A_WHILE)
         for _ in range(2):
             for grads in lists:
-                found.append(kernels.unscale_(grads_of(grads), inverse, is_scale=False))
+                found.append(run_unscale(kernels, grads_of(grads), inverse, is_scale=False))
     assert _C.uploads() - before >= len(lists), "there was nothing to upload"
     for grads, reference in zip(lists, expected, strict=True):
         assert all(map(same_bits, grads, reference))
@@ -103,7 +104,7 @@ def test_flags_in_flight_keep_their_values(backend: str, device: torch.device) -
     expected = torch.tensor([float(i % 3 == 0) for i in range(40)] * 5)
     torch.cuda.synchronize()
     torch.cuda._sleep(A_WHILE)
-    found = [kernels.check_(grads_of([grad])) for _ in range(5) for grad in grads]
+    found = [run_check(kernels, grads_of([grad])) for _ in range(5) for grad in grads]
     assert torch.equal(torch.stack(found).cpu(), expected)
 
 
@@ -138,7 +139,7 @@ def test_a_table_belongs_to_a_stream(backend: str, device: torch.device) -> None
         for stream in streams:
             with torch.cuda.stream(stream):
                 before = _C.uploads()
-                kernels.unscale_(grads_of(grads), inverse, is_scale=False)
+                run_unscale(kernels, grads_of(grads), inverse, is_scale=False)
                 uploads.append(_C.uploads() - before)
             torch.cuda.synchronize()
     assert uploads == [1, 1, 1, 0, 0, 0]
@@ -158,7 +159,7 @@ def test_two_streams_at_once(backend: str, device: torch.device) -> None:
     for _ in range(200):
         for stream, grads, _, found in sides:
             with torch.cuda.stream(stream):
-                found.append(kernels.check_(grads))
+                found.append(run_check(kernels, grads))
     torch.cuda.synchronize()
     assert not torch.stack(sides[0][3]).any()
     assert torch.stack(sides[1][3]).all()
@@ -196,4 +197,4 @@ def test_freed_storage_is_refused(backend: str, device: torch.device, how: str) 
     grad = torch.ones(5_000, device=device)
     grad.untyped_storage().resize_(0 if how == "freed" else 100)
     with pytest.raises(RuntimeError, match="storage of a gradient was freed or resized"):
-        kernels_of(backend, device).check_(grads_of([grad]))
+        run_check(kernels_of(backend, device), grads_of([grad]))

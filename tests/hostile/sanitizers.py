@@ -19,7 +19,7 @@ TESTS = (
     *("differences_fused", "differences_sgd", "differential", "found_inf", "freed_memory"),
     *("functional", "functional_errors", "functional_norm", "grad_list", "health", "hooks"),
     *("kernels", "modes", "overflow_report", "projects", "scale_state", "scale_state_saved"),
-    *("short_way", "state", "step_and_update", "threads", "torch_suite_gaps", "track_kernels"),
+    *("raw_calls", "state", "step_and_update", "threads", "torch_suite_gaps", "track_kernels"),
     *("unusual_objects", "widen_narrow", "written_values"),
     *("companions/test_master_weights", "companions/test_master_weights_costs"),
     *("companions/test_spikes", "companions/test_log_max", "companions/test_underflow_target"),

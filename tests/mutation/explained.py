@@ -8,7 +8,6 @@ AT_IMPORT = ("_methods",)
 
 _BY_REASON: dict[str, list[tuple[str, str, str, int]]] = {
     "Who asks takes None for False.": [
-        ("GradScaler._overrides", "return False", "return None", 1),
         ("makes_state", "return False", "return None", 1),
     ],
     "SGD with fused and other groups raises at the first step that is not skipped: torch does.": [
@@ -19,27 +18,11 @@ _BY_REASON: dict[str, list[tuple[str, str, str, int]]] = {
             1,
         ),
     ],
-    "Makes a difference on a GPU only: test_fused_optimizer_in_mixed_places of tests/gpu.": [
-        (
-            "GradScaler._found_by_division",
-            "not is_unscaled and len(flags) == 1 and (flags[0].device == scale.device)",
-            "not is_unscaled and len(flags) == 1",
-            1,
-        ),
-    ],
     "Makes a difference on several devices only.": [
         (
             "SpikeRules.rule",
             "taken is None or taken.device != device or taken.numel() != 1 + window",
             "taken is None or taken.numel() != 1 + window",
-            1,
-        ),
-    ],
-    "Costs a row that nobody reads.": [
-        (
-            "GradScaler._peaks",
-            "[] if follower is not None and follower.observes == 'peak' else None",
-            "[]",
             1,
         ),
     ],
@@ -160,89 +143,23 @@ _BY_REASON: dict[str, list[tuple[str, str, str, int]]] = {
     "Only the names of the entries are asked for.": [
         ("ScalePolicy._tracker_of", "0", "1", 1),
     ],
-    "The general way, or torch's own method, comes to the same.": [
-        *(
-            ("GradScaler.scale", before, after, 1)
-            for before, after in (
-                (
-                    "type(outputs) is Tensor and self._short_way is not None and self._enabled",
-                    "type(outputs) is Tensor and self._enabled",
-                ),
-                (
-                    "scale is not None and scale.device == outputs.device",
-                    "scale.device == outputs.device",
-                ),
-                (
-                    "scale is not None and scale.device == outputs.device",
-                    "not (scale is not None and scale.device == outputs.device)",
-                ),
-                ("scale is not None", "scale is None"),
-            )
-        ),
-        (
-            "GradScaler._fused_step",
-            "usual_scale is not None and state['stage'] is _READY and (not hasattr(optimizer, 'grad_scale'))",
-            "state['stage'] is _READY and (not hasattr(optimizer, 'grad_scale'))",
-            1,
-        ),
-        (
-            "GradScaler.step_and_update",
-            "self._short_way is cpu or not optimizers or (not self._enabled) or self._overrides(_ALL_HOOKS)",
-            "not optimizers or not self._enabled or self._overrides(_ALL_HOOKS)",
-            1,
-        ),
-    ],
-    "Makes a difference with scalars on a GPU only, where tests/gpu look.": [
-        (
-            "GradScaler.scale",
-            "scale is not None and scale.device == outputs.device",
-            "scale is not None",
-            1,
-        ),
-    ],
     "An entry has flags, unless a caller takes them away; recording them again changes nothing.": [
         (
             "GradScaler.step",
-            "flags is not None and flags is not recorded",
-            "flags is not recorded",
-            1,
-        ),
-        ("GradScaler.step", "flags is not None and flags is not recorded", "flags is not None", 1),
-    ],
-    "Without a watch, or behind a scale that was set, there is nothing to check.": [
-        (
-            "GradScaler.update",
-            "new_scale is None and loss_scale.watches_minimum",
-            "new_scale is None",
+            "flags is not None and flags is not self._last_checks.latest",
+            "flags is not self._last_checks.latest",
             1,
         ),
         (
-            "GradScaler.update",
-            "new_scale is None and loss_scale.watches_minimum",
-            "loss_scale.watches_minimum",
-            1,
-        ),
-    ],
-    "An update that was not applied is not undone either.": [
-        (
-            "GradScaler.step_and_update",
-            "update is not None and update.applied",
-            "update is not None",
-            1,
-        ),
-    ],
-    "A shortcut past a call that would return None.": [
-        (
-            "GradScaler.update",
-            "loss_scale.norms and scale is not None",
-            "scale is not None",
+            "GradScaler.step",
+            "flags is not None and flags is not self._last_checks.latest",
+            "flags is not None",
             1,
         ),
     ],
     "Only the type checker needs what is left out: without a scale there are no states.": [
-        ("GradScaler.update", "loss_scale.norms and scale is not None", "loss_scale.norms", 1),
         ("GradScaler._clip", "deferred and divisor is not None", "deferred", 1),
-        ("GradScaler._clip", "scale is not None and len(states) > 1", "len(states) > 1", 1),
+        ("GradScaler._clip", "scale is not None and len(entries) > 1", "len(entries) > 1", 1),
     ],
     "A disabled scaler has no history.": [
         (
@@ -252,22 +169,8 @@ _BY_REASON: dict[str, list[tuple[str, str, str, int]]] = {
             1,
         ),
     ],
-    "step_and_update ends it, too; between them nothing else is checked.": [
-        ("GradScaler._check", "self._riding = None", "nothing", 1),
-    ],
-    "Both are set by the same statements; the order matters to an interrupt between them.": [
-        (
-            "GradScaler._agree_again",
-            "agreement is not None and state['stage'] is not _READY",
-            "agreement is not None",
-            1,
-        ),
-    ],
     "A disabled scaler's unscale_ does nothing.": [
         ("GradScaler.clip_grad_norm_", "False", "True", 1),
-    ],
-    "Only whether the key is there counts.": [
-        ("GradScaler._unscale", "True", "False", 1),
     ],
     "Both lists are made for the same optimizers.": [
         ("GradScaler._clip", "True", "False", 1),
@@ -276,14 +179,6 @@ _BY_REASON: dict[str, list[tuple[str, str, str, int]]] = {
     ],
     "All norms are of the order of the first.": [
         ("LossScale.joint_norm", "0", "1", 3),
-    ],
-    "The kernels read numpy's integers as they are, too.": [
-        (
-            "LossScale.update_",
-            "checked or cpu.UpdateFactors(*factors)",
-            "cpu.UpdateFactors(*factors)",
-            1,
-        ),
     ],
     "A copy has the same entries.": [
         (

@@ -59,15 +59,13 @@ def test_batches_find_wrong_kernels(monkeypatch: pytest.MonkeyPatch, kind: str) 
         def __init__(self, name: str) -> None:
             self.name = name
 
-        def check_(self, grads: Any, scale: Any = None) -> torch.Tensor:
-            found = cpu.check_(grads, scale)
-            return 1 - found if self.name == "flag" else found
-
-        def unscale_(self, grads: Any, factor: Any, *, is_scale: bool) -> torch.Tensor:
-            if self.name == "value":
-                factor = factor * (1 + 1e-6)
-            found = cpu.unscale_(grads, factor, is_scale=is_scale)
-            return torch.zeros(()) if self.name == "found_inf" else found
+        def run(self, grads: Any, work: Any) -> torch.Tensor:
+            if self.name == "value" and work.write:
+                work = work._replace(factor=work.factor * (1 + 1e-6))
+            found = cpu.run(grads, work)
+            if self.name == "flag" and not work.write:
+                return 1 - found
+            return torch.zeros(()) if self.name == "found_inf" and work.write else found
 
     for name in ("flag", "value", "found_inf"):
         with pytest.raises(AssertionError):
@@ -87,13 +85,14 @@ def test_the_smoke_test_tells_a_wrong_backend(
 
     class Kernels:
         def __getattr__(self, name: str) -> Any:
-            if state == "broken":
-                raise RuntimeError("an illegal access")
             return getattr(cpu, name)
 
-        def unscale_(self, grads: Any, factor: Any, *, is_scale: bool) -> torch.Tensor:
-            factor = factor * 2 if state == "wrong" else factor
-            return cpu.unscale_(grads, factor, is_scale=is_scale)
+        def run(self, grads: Any, work: Any) -> torch.Tensor:
+            if state == "broken":
+                raise RuntimeError("an illegal access")
+            if state == "wrong" and work.write:
+                work = work._replace(factor=work.factor * 2)
+            return cpu.run(grads, work)
 
     monkeypatch.setattr(smoke, "SECONDS", 0.0)
     monkeypatch.setattr(smoke, "gpu", lambda: torch.device("cpu"))

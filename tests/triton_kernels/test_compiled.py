@@ -30,7 +30,8 @@ from variants import (
     variants,
 )
 
-from ampfast.backends.gpu import Epilogue, Use
+from ampfast.backends.core import Factor
+from ampfast.backends.gpu import Epilogue
 
 IS_DOCUMENTED = triton.__version__.startswith("3.9.")
 # Registers per thread left by eight programs of 128 threads on a multiprocessor.
@@ -105,14 +106,14 @@ def check_arithmetic(target: str, variant: Variant) -> None:
     for refused in (r"\.ftz\b", r"\.approx\b", r"\bdiv\.full\b", r"\bfma\b", r"\bmad\.\w+\.f\d\d"):
         assert not re.search(refused, code), refused
     wide = "f64" if variant.dtype == torch.float64 else "f32"
-    if variant.use is Use.DIVIDE:
+    if variant.how is Factor.DIVIDE:
         assert f"div.rn.{wide}" in code
-    if variant.use is Use.SCALE:
+    if variant.how is Factor.TIMES_RECIPROCAL:
         assert re.search(r"(div|rcp)\.rn\.f64", code)
         assert "cvt.rn.f32.f64" in code
-    if variant.dtype == torch.float16 and variant.use in (Use.INVERSE, Use.SCALE):
+    if variant.dtype == torch.float16 and variant.how in (Factor.TIMES, Factor.TIMES_RECIPROCAL):
         assert re.search(r"\bcvt\.rn\.f16(x2)?\.f32\b", code)
-    if variant.dtype == torch.bfloat16 and variant.use in (Use.INVERSE, Use.SCALE):
+    if variant.dtype == torch.bfloat16 and variant.how in (Factor.TIMES, Factor.TIMES_RECIPROCAL):
         found = bool(re.search(r"\bcvt\.rn\.bf16(x2)?\.f32\b", code))
         assert found == (target != "sm_75")  # which has no instruction for it
 
@@ -144,10 +145,10 @@ def check_last_program(target: str, variant: Variant) -> None:
     assert variant.epilogue is not Epilogue.UPDATE or "barrier" in counted[-7]
 
 
-@pytest.mark.parametrize("use", [Use.RAW, Use.DIVIDE, Use.SCALE])
+@pytest.mark.parametrize("how", [Factor.NONE, Factor.DIVIDE, Factor.TIMES_RECIPROCAL])
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
-def test_marks_make_nobody_wait(dtype: torch.dtype, use: Use) -> None:
-    plain = Variant(dtype, use is Use.SCALE, use)
+def test_marks_make_nobody_wait(dtype: torch.dtype, how: Factor) -> None:
+    plain = Variant(dtype, how is Factor.TIMES_RECIPROCAL, how)
     marked = replace(plain, marks=True)
     barriers = [ptx("sm_90", v).count("bar.sync") for v in (plain, marked)]
     # The oldest Triton moves what is marked from one layout to another, once a chunk.
@@ -175,7 +176,7 @@ def test_measure(target: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("target", ["sm_75", "sm_90"])
 def test_pairs(target: str, dtype: torch.dtype) -> None:
     """Float32 values are accessed 16 bytes at a time, and threads exchange nothing for it."""
-    plain = Variant(dtype, True, Use.SCALE, paired=True)
+    plain = Variant(dtype, True, Factor.TIMES_RECIPROCAL, paired=True)
     for variant in (plain, replace(plain, coefficient=True), replace(plain, norm=True)):
         kernel = compiled(variant, target)
         check_resources(target, variant)
@@ -195,10 +196,10 @@ def test_pairs(target: str, dtype: torch.dtype) -> None:
 
 
 KINDS = {
-    "check": Variant(torch.float32, False, Use.DIVIDE),
-    "check and norm": Variant(torch.float32, False, Use.SCALE, norm=True),
-    "unscale": Variant(torch.float32, True, Use.SCALE),
-    "unscale and clip": Variant(torch.float32, True, Use.SCALE, coefficient=True),
+    "check": Variant(torch.float32, False, Factor.DIVIDE),
+    "check and norm": Variant(torch.float32, False, Factor.TIMES_RECIPROCAL, norm=True),
+    "unscale": Variant(torch.float32, True, Factor.TIMES_RECIPROCAL),
+    "unscale and clip": Variant(torch.float32, True, Factor.TIMES_RECIPROCAL, coefficient=True),
 }
 
 
@@ -221,7 +222,7 @@ def test_measure_on_amd(target: str) -> None:
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_factors_are_float64(dtype: torch.dtype) -> None:
-    update = Variant(dtype, True, Use.SCALE, epilogue=Epilogue.UPDATE)
+    update = Variant(dtype, True, Factor.TIMES_RECIPROCAL, epilogue=Epilogue.UPDATE)
     assert len(re.findall(r"\.param \.f64", ptx("sm_90", update))) == 2
     assert ".param .f32" not in ptx("sm_90", update)
     assert re.search(r"\bmul\.(rn\.)?f64\b", ptx("sm_90", update))
@@ -302,7 +303,7 @@ def test_amd(target: str, variant: Variant) -> None:
     assert not re.search(r"\bscratch_(load|store)", code)
     *_, finished = re.finditer(r"\bglobal_atomic_add_(x2|u64)\b", code)
     assert "s_barrier" in code[: finished.start()]
-    if variant.use is Use.DIVIDE:
+    if variant.how is Factor.DIVIDE:
         assert re.search(r"\bv_div_fixup_f(32|64)\b", code)
 
 

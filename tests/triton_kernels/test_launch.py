@@ -9,16 +9,18 @@ from typing import Any
 
 import pytest
 import torch
-from test_short_way import frames_of
+from frames import frames_of
+from passes import run_check, run_unscale
 from triton import knobs
 from triton.compiler import CompiledKernel
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 from variants import TARGETS, kernels, launch, table_of, track
 
-from ampfast import _C, GradScaler, backends
-from ampfast.backends import cpu
-from ampfast.backends.gpu import Clip, DeviceKernels, ScaleUpdate
+from ampfast import _C
+from ampfast.backends import core
+from ampfast.backends.core import Clip, Factor, Pass, Update
+from ampfast.backends.gpu import DeviceKernels
 
 CPU = torch.device("cpu")
 KERNELS = DeviceKernels(launch)
@@ -96,9 +98,9 @@ def ordinary(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 
 def multi_tensor() -> Callable[[], object]:
-    grads = cpu.list_of([torch.ones(3)], CPU)
+    grads = core.list_of([torch.ones(3)], CPU)
     found_inf, scale = torch.zeros(()), torch.tensor(4.0)
-    return lambda: KERNELS.unscale_(grads, scale, is_scale=True, found_inf=found_inf)
+    return lambda: run_unscale(KERNELS, grads, scale, is_scale=True, found_inf=found_inf)
 
 
 def measure() -> Callable[[], object]:
@@ -108,14 +110,13 @@ def measure() -> Callable[[], object]:
 
 def update_scale() -> Callable[[], object]:
     one, tracker = torch.ones(()), torch.zeros((), dtype=torch.int32)
-    factors = cpu.UpdateFactors(2.0, 0.5, 2000)
-    update = ScaleUpdate(launch, one, tracker, [one], factors, None, one)
-    return lambda: launch.update_scale(update, [one])
+    update = Update(one, tracker, [one], 2.0, 0.5, 2000, None, one)
+    return lambda: launch.update_scale(update)
 
 
 def clip_coefficient() -> Callable[[], object]:
-    one, norms = torch.ones(()), torch.ones(3, 2, dtype=torch.float64)
-    clip = Clip(norms, 1.0, True, one, one.double(), one, one)
+    one, sums = torch.ones(()), torch.ones(3, 2, dtype=torch.float64)
+    clip = Clip(sums, 1.0, True, one, one.double(), one, one)
     return lambda: launch.clip_coefficient(clip)
 
 
@@ -228,7 +229,7 @@ def test_a_dtype_that_appears_later_fails_before_the_first_write(
     plain, wide = torch.ones(3), torch.ones(3, dtype=torch.float64)
 
     def unscale(*grads: torch.Tensor) -> None:
-        KERNELS.unscale_(cpu.list_of(list(grads), CPU), scale, is_scale=True)
+        run_unscale(KERNELS, core.list_of(list(grads), CPU), scale, is_scale=True)
 
     def broken(*_: Any, **__: Any) -> None:
         raise RuntimeError("no compiler")
@@ -246,25 +247,26 @@ def test_a_dtype_that_appears_later_fails_before_the_first_write(
     assert len(recording.launches) == 4
 
 
-def test_few_frames(recording: Recording, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Python's own between `unscale_` and the driver, with torch's none and Triton's launcher."""
-    monkeypatch.setattr(backends.Choice, "kernels_for", lambda choice, device: KERNELS)
-    scaler, param = GradScaler("cpu"), torch.nn.Parameter(torch.ones(3))
-    optimizer = torch.optim.SGD([param], lr=0.1)
+def test_few_frames(recording: Recording) -> None:
+    """Python's own between a pass, an update and the driver, with Triton's launcher."""
+    grads = core.list_of([torch.ones(3)], CPU)
+    scale, tracker = torch.tensor(4.0), torch.zeros((), dtype=torch.int32)
+    update = Update(scale, tracker, [torch.zeros(())], 2.0, 0.5, 2000)
+    work = Pass(True, Factor.TIMES_RECIPROCAL, scale)
+    # A table of an earlier list at these addresses would do.
+    _C.clear_tables()
     uploads = _C.uploads()
 
     def call() -> None:
-        scaler.unscale_(optimizer)
-        scaler.update()
+        KERNELS.run(grads, work)
+        KERNELS.update(update)
 
-    scaler.scale(torch.ones(()))
-    param.grad = torch.ones(3)
     call()
     recording.launches.clear()
     frames = frames_of(call, but=Recording.launcher_cls)
     assert len(recording.launches) == 2
     assert _C.uploads() - uploads == 1
-    assert len(frames) <= 28, frames
+    assert len(frames) <= 25, frames
 
 
 def test_several_threads_launch_a_variant_first(recording: Recording) -> None:
@@ -328,7 +330,7 @@ def test_no_more_programs_than_chunks(
 ) -> None:
     monkeypatch.setattr(launch, "_most_programs", 6)
     for numel, programs in ((3, 1), (5 * 2048, 5), (9 * 2048, 6)):
-        grads = cpu.list_of([torch.ones(numel)], CPU)
+        grads = core.list_of([torch.ones(numel)], CPU)
         for _ in range(2):  # the first launch and a later one
-            KERNELS.check_(grads, torch.tensor(4.0))
+            run_check(KERNELS, grads, torch.tensor(4.0))
             assert recording.launches[-1][0] == programs

@@ -17,9 +17,10 @@ from typing import Any
 import pytest
 import torch
 
-from ampfast.backends import cpu
-from ampfast.backends.cpu import state_layout as layout
-from ampfast.backends.gpu import Epilogue, Pass, ScaleUpdate, Use
+from ampfast.backends import core
+from ampfast.backends.core import Factor, Pass, Update
+from ampfast.backends.core import state_layout as layout
+from ampfast.backends.gpu import Ending, Epilogue
 
 try:
     import triton
@@ -59,7 +60,7 @@ class Variant:
 
     dtype: torch.dtype
     write: bool
-    use: Use
+    how: Factor
     norm: bool = False
     coefficient: bool = False
     marks: bool = False
@@ -71,7 +72,7 @@ class Variant:
     def __str__(self) -> str:
         """A readable test id."""
         words = [str(self.dtype).removeprefix("torch."), "unscale" if self.write else "check"]
-        words += [self.use.name.lower()]
+        words += [self.how.name.lower()]
         words += [n for n in ("norm", "coefficient", "marks") if getattr(self, n)]
         words += [self.epilogue.name.lower()]
         words += [n for n in ("accumulate", "other", "paired") if getattr(self, n)]
@@ -80,9 +81,10 @@ class Variant:
 
 def modes(dtype: torch.dtype) -> list[Variant]:
     """Modes of `DeviceKernels`, without epilogues."""
-    reads = [Variant(dtype, False, use) for use in (Use.RAW, Use.DIVIDE)]
-    norms = [Variant(dtype, False, use, norm=True) for use in (Use.INVERSE, Use.SCALE)]
-    writes = [Variant(dtype, True, use) for use in (Use.INVERSE, Use.SCALE)]
+    times = (Factor.TIMES, Factor.TIMES_RECIPROCAL)
+    reads = [Variant(dtype, False, how) for how in (Factor.NONE, Factor.DIVIDE)]
+    norms = [Variant(dtype, False, how, norm=True) for how in times]
+    writes = [Variant(dtype, True, how) for how in times]
     scale = writes[1]
     return [
         *reads,
@@ -97,17 +99,17 @@ def modes(dtype: torch.dtype) -> list[Variant]:
 
 
 def updating(dtype: torch.dtype) -> Variant:
-    return Variant(dtype, False, Use.DIVIDE, epilogue=Epilogue.UPDATE)
+    return Variant(dtype, False, Factor.DIVIDE, epilogue=Epilogue.UPDATE)
 
 
 def everywhere(dtype: torch.dtype) -> list[Variant]:
     """Variants compiled for every target: those whose arithmetic differs most."""
     return [
-        Variant(dtype, False, Use.RAW),
+        Variant(dtype, False, Factor.NONE),
         updating(dtype),
-        Variant(dtype, True, Use.SCALE),
-        Variant(dtype, True, Use.INVERSE, norm=True, marks=True),
-        Variant(dtype, True, Use.INVERSE, coefficient=True),
+        Variant(dtype, True, Factor.TIMES_RECIPROCAL),
+        Variant(dtype, True, Factor.TIMES, norm=True, marks=True),
+        Variant(dtype, True, Factor.TIMES, coefficient=True),
     ]
 
 
@@ -144,18 +146,18 @@ class _Recorder:
         raise _Recorded(args, switches)
 
 
-def table_of(dtype: torch.dtype, paired: bool = False) -> cpu.DeviceTable:
+def table_of(dtype: torch.dtype, paired: bool = False) -> core.DeviceTable:
     wide = [torch.ones(3)] if paired else None
-    grads = cpu.list_of([torch.ones(3, dtype=dtype)], torch.device("cpu"), None, wide)
+    grads = core.list_of([torch.ones(3, dtype=dtype)], torch.device("cpu"), None, wide)
     assert grads is not None
-    return cpu.DeviceTable.of(grads, False)
+    return core.DeviceTable.of(grads, False)
 
 
-def track() -> cpu.Track:
+def track() -> core.Track:
     """Tables of one parameter."""
-    marks = torch.zeros(1, cpu.MARK_WORDS, dtype=torch.int64)
-    health = torch.zeros(1, cpu.HEALTH_WORDS, dtype=torch.int64)
-    return cpu.Track(marks, torch.zeros((), dtype=torch.int64), health)
+    marks = torch.zeros(1, core.MARK_WORDS, dtype=torch.int64)
+    health = torch.zeros(1, core.HEALTH_WORDS, dtype=torch.int64)
+    return core.Track(marks, torch.zeros((), dtype=torch.int64), health)
 
 
 def recorded(variant: Variant, target: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -164,24 +166,25 @@ def recorded(variant: Variant, target: Any) -> tuple[tuple[Any, ...], dict[str, 
     table = table_of(variant.dtype, variant.paired)
     tracker = torch.zeros((), dtype=torch.int32)
     flags = [one] if variant.other else []
+    tables = track() if variant.marks else None
     work = Pass(
-        table,
         variant.write,
-        variant.use,
-        None if variant.use is Use.RAW else one,
+        variant.how,
+        None if variant.how is Factor.NONE else one,
         one,
         variant.accumulate,
-        one.double() if variant.coefficient else None,
-        torch.ones(2, dtype=torch.float64) if variant.norm else None,
-        track() if variant.marks else None,
-        ScaleUpdate(launch, one, tracker, flags, cpu.UpdateFactors(2.0, 0.5, 2000), STATE, None),
+        coefficient=one.double() if variant.coefficient else None,
+        sums=torch.ones(2, dtype=torch.float64) if variant.norm else None,
+        marks=None if tables is None else tables.marks,
+        now=None if tables is None else tables.now,
+        ending=Ending(Update(one, tracker, flags, 2.0, 0.5, 2000, STATE), one),
     )
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(launch, "_threads", lambda device: 4 * target.warp_size)
         patch.setattr(launch, "is_capturing", lambda: False)
         patch.setattr(kernels, "multi_tensor", _Recorder())
         with pytest.raises(_Recorded) as launched:
-            launch.multi_tensor(work, table.segments[0], variant.epilogue)
+            launch.multi_tensor(work, table, table.segments[0], variant.epilogue)
     return launched.value.args
 
 
@@ -216,17 +219,14 @@ def recorded_update() -> tuple[tuple[Any, ...], dict[str, Any]]:
         patch.setattr(launch, "is_capturing", lambda: False)
         patch.setattr(kernels, "update_scale", _Recorder())
         with pytest.raises(_Recorded) as launched:
-            factors = cpu.UpdateFactors(2.0, 0.5, 2000)
-            launch.update_scale(
-                ScaleUpdate(launch, one, tracker, [one], factors, STATE, one), [one]
-            )
+            launch.update_scale(Update(one, tracker, [one], 2.0, 0.5, 2000, STATE, one))
     return launched.value.args
 
 
 def recorded_clip(norm: torch.dtype, largest: bool, divisor: bool, sigmas: bool) -> Any:
     """As `recorded`, for the clip coefficient; with a flag where there is a divisor."""
     one = torch.ones(())
-    clip = cpu.Clip(
+    clip = core.Clip(
         *(torch.ones(3, 2, dtype=torch.float64), 1.0, largest),
         *(one.to(norm), one.double(), one, one if divisor else None),
         *(one if divisor or sigmas else None, 6.0),

@@ -3,13 +3,12 @@
 import triton
 import triton.language as tl
 
-from ampfast.backends.cpu import SPIKE, SPIKE_BOUND, state_layout
+from ampfast.backends.core import SPIKE, SPIKE_BOUND, Factor, state_layout
 
-# Role of the factor, which decides whether a step is skipped.
-RAW = tl.constexpr(0)  # no factor: the values themselves
-INVERSE = tl.constexpr(1)  # values times the factor
-SCALE = tl.constexpr(2)  # values times the factor's float64 reciprocal, rounded to float32
-DIVIDE = tl.constexpr(3)  # largest value divided by the factor; reads only
+# How the factor is applied, which decides whether a step is skipped.
+NONE = tl.constexpr(int(Factor.NONE))
+TIMES_RECIPROCAL = tl.constexpr(int(Factor.TIMES_RECIPROCAL))
+DIVIDE = tl.constexpr(int(Factor.DIVIDE))
 
 # Work of the last program of a launch.
 NOTHING = tl.constexpr(0)
@@ -119,9 +118,9 @@ def _narrow(value, DTYPE: tl.constexpr, SOFT: tl.constexpr):
 
 @triton.jit
 def _load_factor(factor_ptr, FACTOR: tl.constexpr):
-    if FACTOR == RAW:
+    if FACTOR == NONE:
         return 1.0
-    elif FACTOR == SCALE:
+    elif FACTOR == TIMES_RECIPROCAL:
         return (1.0 / tl.load(factor_ptr).to(tl.float64)).to(tl.float32)
     else:
         return tl.load(factor_ptr)
@@ -157,11 +156,11 @@ def _used_magnitude(
             value = value / factor.to(tl.float64)
         else:
             value = tl.div_rn(value, factor)
-    elif FACTOR != RAW:
+    elif FACTOR != NONE:
         value = _times(value, factor)
         if ROUNDS:
             value = _widen(_narrow(value, DTYPE, SOFT), SOFT)
-    if FACTOR != RAW:
+    if FACTOR != NONE:
         # An infinite factor makes zeros NaN and others infinite; which of them a thread saw must
         # not decide.
         infinite = (factor * factor + float("inf")).to(value.dtype)  # but NaN stays
@@ -411,7 +410,7 @@ def _sum_of_partials(table_ptr):
 @triton.jit(
     do_not_specialize=[
         *("word", "chunks", "partials"),
-        *("factor_ptr", "coefficient_ptr", "found_inf_ptr", "norms_ptr", "divisor_ptr"),
+        *("factor_ptr", "coefficient_ptr", "found_inf_ptr", "sums_ptr", "divisor_ptr"),
         *("marks_ptr", "now_ptr"),
         *("scale_ptr", "growth_tracker_ptr", "state_ptr", "other_found_inf_ptr"),
         *("growth_factor", "backoff_factor", "growth_interval"),
@@ -425,7 +424,7 @@ def multi_tensor(
     factor_ptr,
     coefficient_ptr,
     found_inf_ptr,
-    norms_ptr,
+    sums_ptr,
     divisor_ptr,
     marks_ptr,
     now_ptr,
@@ -531,8 +530,8 @@ def multi_tensor(
             worst = tl.atomic_max(table_ptr + _PEAK, tl.zeros([], dtype=tl.int64), sem="relaxed")
             found = worst >= _INFINITY
             if NORM:
-                tl.store(norms_ptr, _sum_of_partials(table_ptr))
-                tl.store(norms_ptr + 1, worst.to(tl.float64, bitcast=True))
+                tl.store(sums_ptr, _sum_of_partials(table_ptr))
+                tl.store(sums_ptr + 1, worst.to(tl.float64, bitcast=True))
             if divisor_ptr is not None:
                 tl.store(divisor_ptr, tl.load(factor_ptr))
             flag = found.to(tl.float32)
@@ -613,12 +612,12 @@ def _add_health(row_ptr, elements, health, DTYPE: tl.constexpr, SOFT: tl.constex
     tl.atomic_add(row_ptr + _VANISHING, tl.sum(vanishing, axis=0).to(tl.int64), sem="relaxed")
     tl.atomic_add(row_ptr + _SUBNORMAL, tl.sum(subnormal, axis=0).to(tl.int64), sem="relaxed")
     tl.atomic_add(row_ptr + _OVERFLOWING, tl.sum(overflowing, axis=0).to(tl.int64), sem="relaxed")
-    most = _used_magnitude(tl.max(largest, axis=0), 1.0, RAW, DTYPE, SOFT)
+    most = _used_magnitude(tl.max(largest, axis=0), 1.0, NONE, DTYPE, SOFT)
     tl.atomic_max(row_ptr + _LARGEST, most, sem="relaxed")
     SIGNED: tl.constexpr = tl.int64 if DTYPE == tl.float64 else tl.int32
     # The largest number stands for none, and becomes 0.
     least = tl.min(smallest, axis=0).to(SIGNED, bitcast=True) + 1
-    least = tl.where(least > 0, _COMPLEMENT - _used_magnitude(least, 1.0, RAW, DTYPE, SOFT), 0)
+    least = tl.where(least > 0, _COMPLEMENT - _used_magnitude(least, 1.0, NONE, DTYPE, SOFT), 0)
     tl.atomic_max(row_ptr + _SMALLEST, least, sem="relaxed")
 
 
@@ -754,13 +753,13 @@ def _is_outlier(taken_ptr, window, norm, sigmas):
 
 @triton.jit(
     do_not_specialize=[
-        *("norms_ptr", "rows", "max_norm", "epsilon"),
+        *("sums_ptr", "rows", "max_norm", "epsilon"),
         *("norm_ptr", "coefficient_ptr", "scale_ptr", "divisor_ptr"),
         *("found_inf_ptr", "skip_above", "taken_ptr", "window"),
     ]
 )
 def clip_coefficient(
-    norms_ptr,
+    sums_ptr,
     rows: tl.int64,
     max_norm: tl.float64,
     epsilon: tl.float64,
@@ -776,7 +775,7 @@ def clip_coefficient(
 ):
     """Norm and clip coefficient from the norms of passes. One program.
 
-    `norms_ptr` has a row for each pass. With LARGEST the norm is the largest magnitude, else the
+    `sums_ptr` has a row for each pass. With LARGEST the norm is the largest magnitude, else the
     2-norm. Where `divisor_ptr` is given, the scale over the coefficient is written there; where
     `found_inf_ptr` is, a flag of 0 becomes that of a spike as in `apply(Clip)` of csrc/scale.h.
     """
@@ -784,8 +783,8 @@ def clip_coefficient(
     peak = tl.zeros([], dtype=tl.float64)
     row = rows * 0
     while row < rows:
-        squares += tl.load(norms_ptr + 2 * row)
-        peak = _larger_or_nan(peak, tl.load(norms_ptr + 2 * row + 1))
+        squares += tl.load(sums_ptr + 2 * row)
+        peak = _larger_or_nan(peak, tl.load(sums_ptr + 2 * row + 1))
         row += 1
     total = peak if LARGEST else tl.sqrt(squares)
     norm = total.to(norm_ptr.dtype.element_ty)

@@ -14,16 +14,8 @@ import triton.language as tl
 from torch import Tensor
 
 from ampfast import errors
-from ampfast.backends.cpu import WINDOW_BYTES, DeviceTable, Segment
-from ampfast.backends.gpu import (
-    CLIP_EPSILON,
-    NO_FACTORS,
-    Clip,
-    Epilogue,
-    Pass,
-    ScaleUpdate,
-    on_gpu,
-)
+from ampfast.backends.core import WINDOW_BYTES, Clip, DeviceTable, Pass, Segment, Update
+from ampfast.backends.gpu import CLIP_EPSILON, Epilogue, on_gpu
 from ampfast.backends.triton import kernels
 
 __all__ = [
@@ -99,50 +91,48 @@ def is_capturing() -> bool:
     return not INTERPRETED and errors.is_capturing()
 
 
-def prepare(work: Pass, segment: Segment, epilogue: Epilogue) -> None:
+def prepare(work: Pass, table: DeviceTable, segment: Segment, epilogue: Epilogue) -> None:
     """Compiles the kernel of a launch; refuses captures of uncompiled ones."""
-    variant, arguments = _call(work, segment, epilogue)
+    variant, arguments = _call(work, table, segment, epilogue)
     _require_compiled(variant)
     if variant not in _launched and not INTERPRETED:
-        options = _options(work, segment, epilogue)
+        options = _options(work, table, segment, epilogue)
         kernels.multi_tensor.warmup(*arguments, **options, grid=(1,))
 
 
-def multi_tensor(work: Pass, segment: Segment, epilogue: Epilogue) -> None:
+def multi_tensor(work: Pass, table: DeviceTable, segment: Segment, epilogue: Epilogue) -> None:
     """Launches one pass over the gradients of one dtype."""
-    variant, arguments = _call(work, segment, epilogue)
-    options = (_options, work, segment, epilogue)
+    variant, arguments = _call(work, table, segment, epilogue)
+    options = (_options, work, table, segment, epilogue)
     _launch(kernels.multi_tensor, variant, segment.chunks, arguments, *options)
 
 
 def _call(
-    work: Pass, segment: Segment, epilogue: Epilogue
+    work: Pass, table: DeviceTable, segment: Segment, epilogue: Epilogue
 ) -> tuple[tuple[object, ...], _Arguments]:
     """Key of the compiled code of a launch, and the kernel's arguments."""
-    update = work.update if epilogue is Epilogue.UPDATE else None
-    factors = NO_FACTORS if update is None else update.factors
-    table = work.table.buffer
+    update: Update | None = work.ending.update if epilogue is Epilogue.UPDATE else None
+    factors = (1.0, 1.0, 0) if update is None else update[3:6]
     state = None if update is None else update.state
-    other = None if update is None else update.other
-    marks, now = (None, None) if work.track is None else work.track[:2]
+    other = next(iter(update.found_infs), None) if update is not None else None
     variant = (
-        *("multi_tensor", table.device, segment.dtype, segment.is_paired, segment.is_aligned),
-        *(work.write, work.use, work.norms is None),
-        *(epilogue, work.accumulate, work.coefficient is None, marks is None),
+        *("multi_tensor", table.buffer.device, segment.dtype, segment.is_paired),
+        *(segment.is_aligned, work.write, work.how, work.sums is None),
+        *(epilogue, work.accumulate, work.coefficient is None, work.marks is None),
         *(work.divisor is None, state is None, other is None),
     )
     arguments = (
-        table,
+        table.buffer,
         segment.word,
         segment.chunks,
         segment.partials,
         work.factor,
         work.coefficient,
         work.found_inf,
-        work.norms,
+        work.sums,
         work.divisor,
-        marks,
-        now,
+        work.marks,
+        work.now,
         None if update is None else update.scale,
         None if update is None else update.growth_tracker,
         state,
@@ -152,19 +142,21 @@ def _call(
     return variant, arguments
 
 
-def _options(work: Pass, segment: Segment, epilogue: Epilogue) -> dict[str, Any]:
+def _options(
+    work: Pass, table: DeviceTable, segment: Segment, epilogue: Epilogue
+) -> dict[str, Any]:
     """Switches and compiler options of a launch."""
     options = {
-        **_geometry(work.table, segment),
+        **_geometry(table, segment),
         "WRITE": work.write,
-        "FACTOR": int(work.use),
-        "NORM": work.norms is not None,
+        "FACTOR": int(work.how),
+        "NORM": work.sums is not None,
         "EPILOGUE": int(epilogue),
         "ACCUMULATE": work.accumulate,
     }
     if torch.version.hip is None:
         # Without a limit the compiler may assign too few registers, and with a lower one it spills.
-        has_norm = work.norms is not None
+        has_norm = work.sums is not None
         more = segment.is_paired or (has_norm and segment.dtype is torch.float64)
         options["maxnreg"] = 128 if work.write and has_norm else 80 if more else 64
     return options
@@ -204,18 +196,12 @@ def measure(table: DeviceTable, segment: Segment, health: Tensor) -> None:
     _launch(kernels.measure, variant, segment.chunks, arguments, *options)
 
 
-def update_scale(update: ScaleUpdate, found_infs: list[Tensor]) -> None:
+def update_scale(update: Update) -> None:
     """Launches the update of the scale; takes one to four flags."""
-    variant = ("update_scale", update.scale.device, update.state is None, update.norm is None)
-    arguments = (
-        update.scale,
-        update.growth_tracker,
-        update.state,
-        update.norm,
-        *found_infs,
-        *(found_infs[:1] * (4 - len(found_infs))),
-        *update.factors,
-    )
+    scale, growth_tracker, found_infs, *factors, state, norm = update
+    variant = ("update_scale", scale.device, state is None, norm is None)
+    flags = [*found_infs, *[found_infs[0]] * (4 - len(found_infs))]
+    arguments = (scale, growth_tracker, state, norm, *flags, *factors)
     _launch(kernels.update_scale, variant, 1, arguments, _of_one_warp)
 
 
@@ -224,8 +210,8 @@ def clip_coefficient(clip: Clip) -> None:
     spikes = (clip.found_inf is None, clip.taken is None)
     kind = (clip.norm.dtype, clip.largest, clip.divisor is None, *spikes)
     arguments = (
-        clip.norms,
-        clip.norms.shape[0],
+        clip.sums,
+        clip.sums.shape[0],
         clip.max_norm,
         CLIP_EPSILON,
         clip.norm,
@@ -236,7 +222,7 @@ def clip_coefficient(clip: Clip) -> None:
         *(clip.taken, 1 if clip.taken is None else clip.taken.numel() - 1),
     )
     options = (_of_one_warp, ("LARGEST", clip.largest))
-    variant = ("clip_coefficient", clip.norms.device, *kind)
+    variant = ("clip_coefficient", clip.sums.device, *kind)
     _launch(kernels.clip_coefficient, variant, 1, arguments, *options)
 
 

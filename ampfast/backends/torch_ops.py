@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -10,32 +11,29 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ampfast.backends import cpu
-from ampfast.backends.cpu import Track, UpdateFactors
+from ampfast.backends.core import SPIKE, Clip, Factor, Pass, Update
+from ampfast.backends.scalars import inverse, moved, new_flag, widest
 from ampfast.errors import refuse_capture
 
 __all__ = [
-    "any_found",
+    "TensorList",
     "check_",
+    "clip",
+    "clip_over",
     "coefficient_of",
-    "copy_to_host_async",
-    "float_of",
-    "joint_flag",
-    "largest",
     "mark_",
-    "measure_",
-    "moved",
+    "measure",
     "multiply_",
-    "narrow_",
+    "narrow",
     "norms",
     "p_norm",
+    "pass_over",
     "require_unscalable",
     "require_writable",
+    "run",
     "spike_",
-    "total_norm",
     "unscale_",
-    "update_scale_",
-    "widest",
-    "word_of",
+    "update",
 ]
 
 _MAGNITUDE = 2**63 - 1
@@ -44,6 +42,132 @@ _RANGE = (0x3E70000000000000, 0x3F10000000000000, 0x40EFFC0000000000)
 _LARGEST_INT32 = 2**31 - 1
 # Elements measured at a time, a bound on temporaries.
 _PART = 2**22
+
+
+@dataclass(frozen=True)
+class TensorList:
+    """Gradients of one device for torch's ops: sparse, overlapping, subclasses, complex and others.
+
+    Attributes:
+        device: The device.
+        tensors: The gradients.
+        numbers: Number of the parameter of each.
+    """
+
+    device: torch.device
+    tensors: list[Tensor]
+    numbers: list[int]
+
+    @property
+    def has_float64(self) -> bool:
+        return any(tensor.dtype in (torch.float64, torch.complex128) for tensor in self.tensors)
+
+    @property
+    def chunks(self) -> int:
+        return len(self.tensors)
+
+    def split(self, numbers: set[int]) -> tuple[TensorList, TensorList]:
+        """Splits the list into the gradients of the parameters of these numbers, and the others."""
+        parts: tuple[TensorList, TensorList] = (
+            TensorList(self.device, [], []),
+            TensorList(self.device, [], []),
+        )
+        for number, tensor in zip(self.numbers, self.tensors, strict=True):
+            part = parts[number not in numbers]
+            part.tensors.append(tensor)
+            part.numbers.append(number)
+        return parts
+
+
+def pass_over(*given: Any) -> None:
+    """Leaves a pass over an optimizer's gradients to a walk that sorts them."""
+
+
+clip_over = pass_over
+
+
+@torch.no_grad()
+def run(grads: TensorList, work: Pass) -> Tensor:
+    """Runs a pass over a list; returns its found_inf. No update rides in it."""
+    tensors, divisor = grads.tensors, work.factor if work.how is Factor.DIVIDE else None
+    found_inf = new_flag(grads.device) if work.found_inf is None else work.found_inf
+    if not work.accumulate:
+        found_inf.zero_()
+    inv_scale = None if divisor is not None else work.factor
+    if inv_scale is not None and work.how is Factor.TIMES_RECIPROCAL:
+        inv_scale = inverse(inv_scale)
+    if work.coefficient is not None:
+        if inv_scale is not None:
+            unscale_(tensors, inv_scale, new_flag(grads.device))
+        multiply_(tensors, work.coefficient)
+        return found_inf
+    if work.write and inv_scale is not None:
+        unscale_(tensors, inv_scale, found_inf)
+        inv_scale = None
+    elif work.sums is None or divisor is not None:
+        check_(tensors, found_inf, divisor)
+    if work.sums is not None:
+        row = norms(tensors, inv_scale)
+        work.sums.copy_(row if divisor is None else row / divisor.detach().reshape(()))
+        found_inf.masked_fill_(~work.sums[1].isfinite(), 1.0)
+    if work.marks is not None and work.now is not None:
+        used = divisor if inv_scale is None else inv_scale.reciprocal()
+        mark_(work.marks, work.now, grads, used)
+    return found_inf
+
+
+def update(update: Update) -> bool:
+    """torch's `_amp_update_scale_`, except that a tracker beyond a lowered interval grows, too.
+
+    The core writes a state from copies on the host: with a sync, unless it is on the CPU.
+    """
+    scale, growth_tracker, flags, growth_factor, backoff_factor, interval, state, norm = update
+    # It requires a gradient if a checkpoint's tensor that does was loaded into it.
+    growth_tracker = growth_tracker.detach()
+    if state is not None and state.is_cuda:
+        refuse_capture("an update without kernels, whose steps the host counts")
+    first, *others = flags
+    # Out of place, since callers may hold the flags.
+    found_inf = sum(others, start=first)
+    before = scale.detach().clone(), growth_tracker.clone()
+    lowered = growth_tracker
+    if isinstance(interval, int) and interval >= 1:
+        lowered = growth_tracker.clamp(max=min(interval - 1, _LARGEST_INT32))
+    torch._amp_update_scale_(scale, lowered, found_inf, growth_factor, backoff_factor, interval)
+    growth_tracker.data.copy_(lowered)
+    if state is None:
+        return True
+    # Copies are plain tensors under any mode.
+    with _disable_current_modes():
+        after, tracker, flag, words = (t.to("cpu") for t in (*before, found_inf, state))
+        told = None if norm is None else norm.to("cpu")
+        on_host = Update(
+            after, tracker, [flag], float(growth_factor), float(backoff_factor), int(interval)
+        )
+        if cpu.update(on_host._replace(state=words, norm=told)):
+            scale.data.copy_(after)
+            growth_tracker.data.copy_(tracker)
+            state.copy_(words)
+    return True
+
+
+@torch.no_grad()
+def clip(clip: Clip) -> None:
+    """Writes norm, clip coefficient and divisor, and the flag of a spike."""
+    squares, peaks = clip.sums.unbind(1)
+    clip.norm.copy_(peaks.amax() if clip.largest else squares.sum().sqrt())
+    finish_clip(clip)
+
+
+@torch.no_grad()
+def finish_clip(clip: Clip) -> None:
+    """As `clip`, from a norm that is there already."""
+    if clip.found_inf is not None:
+        spike_(clip.found_inf, clip.norm, clip.skip_above, clip.taken)
+    clip.coefficient.copy_(coefficient_of(clip.norm, clip.max_norm))
+    if clip.divisor is not None and clip.scale is not None:
+        scale = clip.scale.detach().reshape(())
+        clip.divisor.copy_(scale / moved(clip.coefficient, scale.device))
 
 
 @torch.no_grad()
@@ -67,7 +191,7 @@ def unscale_(grads: list[Tensor], inv_scale: Tensor, found_inf: Tensor) -> None:
 
 
 @torch.no_grad()
-def narrow_(params: list[Tensor], masters: list[Tensor], found_inf: Tensor | None = None) -> None:
+def narrow(params: list[Tensor], masters: list[Tensor], found_inf: Tensor | None = None) -> None:
     """Rounds float32 tensors to 16-bit ones, unless a flag is set; no host sync.
 
     Args:
@@ -113,50 +237,6 @@ def check_(grads: list[Tensor], found_inf: Tensor, grad_scale: Tensor | None = N
         # Only plain tensors: subclasses define their own norms.
         if type(grad) is Tensor and grad.numel():
             found_inf.masked_fill_(~_largest_used(grad, grad_scale).isfinite(), 1.0)
-
-
-def update_scale_(
-    scale: Tensor,
-    growth_tracker: Tensor,
-    found_inf: Tensor,
-    factors: UpdateFactors,
-    state: Tensor | None = None,
-    norm: Tensor | None = None,
-) -> None:
-    """torch's `_amp_update_scale_`, except that a tracker beyond a lowered interval grows, too.
-
-    The core writes a `state` from copies on the host: with a sync, unless it is on the CPU.
-    """
-    if state is not None and state.is_cuda:
-        refuse_capture("an update without kernels, whose steps the host counts")
-    # It requires a gradient if a checkpoint's tensor that does was loaded into it.
-    growth_tracker = growth_tracker.detach()
-    before = scale.detach().clone(), growth_tracker.clone()
-    interval, lowered = factors.growth_interval, growth_tracker
-    if isinstance(interval, int) and interval >= 1:
-        lowered = growth_tracker.clamp(max=min(interval - 1, _LARGEST_INT32))
-    torch._amp_update_scale_(scale, lowered, found_inf, *factors)
-    growth_tracker.data.copy_(lowered)
-    if state is None:
-        return
-    # Copies are plain tensors under any mode.
-    with _disable_current_modes():
-        after, tracker, flag, words = (t.to("cpu") for t in (*before, found_inf, state))
-        told = None if norm is None else norm.to("cpu")
-        if cpu.update_scale_(after, tracker, [flag], factors, words, told):
-            scale.data.copy_(after)
-            growth_tracker.data.copy_(tracker)
-            state.copy_(words)
-
-
-def float_of(word: Tensor) -> Tensor:
-    """Returns the float32 values of bits in int64 words."""
-    return word.to(torch.int32).view(torch.float32)
-
-
-def word_of(value: Tensor) -> Tensor:
-    """Returns the bits of float32 values as int64 words."""
-    return value.float().view(torch.int32).to(torch.int64) & 0xFFFFFFFF
 
 
 @torch.no_grad()
@@ -222,13 +302,6 @@ def multiply_(grads: list[Tensor], coefficient: Tensor) -> None:
 
 
 @torch.no_grad()
-def total_norm(rows: Tensor, largest: bool) -> Tensor:
-    """Returns the global norm from rows of sum of squares and largest magnitude."""
-    squares, peaks = rows.unbind(1)
-    return peaks.amax() if largest else squares.sum().sqrt()
-
-
-@torch.no_grad()
 def coefficient_of(norm: Tensor, max_norm: float) -> Tensor:
     """Returns the clip coefficient of a norm, at most 1."""
     wide = norm.to(widest(norm.device))
@@ -238,41 +311,6 @@ def coefficient_of(norm: Tensor, max_norm: float) -> Tensor:
     return (torch.full_like(wide, max_norm) / (wide + 1e-6)).clamp(max=1.0)
 
 
-def widest(device: torch.device, is_complex: bool = False) -> torch.dtype:
-    """Widest floating point dtype of a device."""
-    if device.type == "mps":
-        return torch.complex64 if is_complex else torch.float32
-    return torch.complex128 if is_complex else torch.float64
-
-
-def any_found(flags: Iterable[Tensor], device: torch.device) -> Tensor:
-    """Returns a new 0-dim float32 flag on `device`: 1 if any of `flags` is not 0, else 0."""
-    found = torch.zeros((), dtype=torch.float32, device=device)
-    for flag in flags:
-        found.masked_fill_(moved(flag, device).reshape(()) != 0, 1.0)
-    return found
-
-
-def joint_flag(flags: Iterable[Tensor], device: torch.device) -> Tensor:
-    """Returns a new flag as `any_found`, but `cpu.SPIKE` if all that are not 0 are spikes'."""
-    joint = torch.zeros((), dtype=torch.float32, device=device)
-    for flag in flags:
-        here = moved(flag, device).reshape(()).abs()
-        # The comparison is false for NaN.
-        here = torch.where(here < cpu.SPIKE_BOUND, here.clamp(max=cpu.SPIKE), 1.0)
-        joint = torch.maximum(joint, here)
-    return joint
-
-
-def largest(values: list[Tensor], device: torch.device) -> Tensor:
-    """Returns the largest of non-negative scalars, 0 if there is none, in its widest dtype."""
-    here = [moved(value, device).reshape(()) for value in values]
-    if len(here) == 1:
-        return here[0]
-    none = torch.zeros((), dtype=widest(device), device=device)
-    return torch.stack([none, *here]).amax()
-
-
 @torch.no_grad()
 def spike_(found_inf: Tensor, norm: Tensor, skip_above: float, taken: Tensor | None) -> None:
     """Turns a flag of 0 into that of a spike if the norm is too large; no host sync.
@@ -280,8 +318,8 @@ def spike_(found_inf: Tensor, norm: Tensor, skip_above: float, taken: Tensor | N
     Args:
         found_inf: 0-dim float32 on the device of the norm.
         norm: 0-dim.
-        skip_above: As for `cpu.Clip`.
-        taken: As for `cpu.Clip`, but of any floating-point dtype.
+        skip_above: As for `Clip`.
+        taken: As for `Clip`, but of any floating-point dtype.
     """
     is_finite, norm = found_inf == 0, norm.float()
     if taken is None:
@@ -294,52 +332,27 @@ def spike_(found_inf: Tensor, norm: Tensor, skip_above: float, taken: Tensor | N
         place = torch.arange(ring.numel(), device=ring.device) == count % ring.numel()
         ring.copy_(torch.where(place & is_taken, norm.to(ring.dtype), ring))
         count.add_(is_taken)
-    found_inf.masked_fill_(is_finite & spiked, cpu.SPIKE)
-
-
-def moved(tensor: Tensor, device: torch.device, copy: bool = False) -> Tensor:
-    """Returns a scalar on `device`; a sync only if the CPU will read it."""
-    if tensor.device == device and not copy:
-        return tensor  # as to() would return it, after a dispatch
-    return tensor.to(device, non_blocking=device.type != "cpu", copy=copy)
-
-
-def copy_to_host_async(tensor: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
-    """Copies a tensor to pinned host memory without a sync.
-
-    Returns:
-        The copy, and an event recorded behind it; for a tensor on the host the tensor
-        itself and None.
-    """
-    if not tensor.is_cuda:
-        return tensor, None
-    buffer = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
-    with torch.cuda.device(tensor.device):
-        buffer.copy_(tensor, non_blocking=True)
-        arrival = torch.cuda.Event()
-        arrival.record()
-    return buffer, arrival
+    found_inf.masked_fill_(is_finite & spiked, SPIKE)
 
 
 @torch.no_grad()
-def mark_(
-    track: Track, numbers: list[int], grads: list[Tensor], grad_scale: Tensor | None = None
-) -> None:
-    """Marks the parameters of `numbers` with inf/NaN gradients; no host sync.
+def mark_(marks: Tensor, now: Tensor, grads: TensorList, grad_scale: Tensor | None = None) -> None:
+    """Marks the parameters with inf/NaN gradients; no host sync.
 
     Args:
-        track: Tracking tables.
-        numbers: Parameter number of each of `grads`.
+        marks: As for `Pass`.
+        now: As for `Pass`.
         grads: Unscaled gradients, or with `grad_scale` scaled ones.
         grad_scale: One-element float32, or None.
     """
-    local = [(n, part) for n, g in zip(numbers, grads, strict=True) if (part := _local(g)).numel()]
+    pairs = zip(grads.numbers, grads.tensors, strict=True)
+    local = [(number, part) for number, grad in pairs if (part := _local(grad)).numel()]
     if not local:
         return
     used = [_largest_used(part, grad_scale) for _, part in local]
     found = torch.stack([torch.stack([~u.isfinite(), u.isnan()]) for u in used])
-    rows = [track.marks[number] for number, _ in local]
-    step = track.now.reshape(-1)[0] + 1
+    rows = [marks[number] for number, _ in local]
+    step = now.reshape(-1)[0] + 1
     last, times = torch.stack(rows).split(2, dim=1)
     # Counts once per step, in any number of passes.
     marked = [torch.where(found, step, last), times + (found & (last < step))]
@@ -347,9 +360,9 @@ def mark_(
 
 
 @torch.no_grad()
-def measure_(health: Tensor, numbers: list[int], grads: list[Tensor]) -> None:
-    """Adds the range of values of `grads` to the rows of `numbers`; no host sync."""
-    for number, grad in zip(numbers, grads, strict=True):
+def measure(grads: TensorList, health: Tensor) -> None:
+    """Adds the range of each gradient's values to the row of its parameter; no host sync."""
+    for number, grad in zip(grads.numbers, grads.tensors, strict=True):
         values = _local(grad)
         if not values.numel():
             continue

@@ -1,0 +1,243 @@
+"""The compiled core: gradient lists, tables on devices, layouts, and what kernels are given."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from enum import IntEnum
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+_REMEDY = (
+    "build it against the torch that is installed: `make build` in a checkout, or `pip install "
+    "--no-build-isolation .` and start Python outside of the checkout, whose own folder hides what "
+    "was installed"
+)
+
+
+def _require_torch(built_for: str, here: str) -> None:
+    """Raises ImportError unless torch's version equals the build's, but for the patch number.
+
+    C++ classes may differ between minor versions, and some mismatched builds load all the same.
+    """
+    if built_for.split(".")[:2] != here.split(".")[:2]:
+        raise ImportError(
+            f"ampfast's compiled core is for torch {built_for}, and this is torch {here}; {_REMEDY}"
+        )
+
+
+try:
+    # `from ampfast import _C` would report a circular import if there is no core.
+    import ampfast._C as _C
+    from ampfast._C import Casts, DeviceTable, GradList, Segment
+except ImportError as error:
+    raise ImportError(f"ampfast's compiled core cannot be loaded ({error}); {_REMEDY}") from error
+_require_torch(_C.build_info()["torch"], torch.__version__)
+
+__all__ = [
+    "CPU",
+    "CUDA",
+    "HEALTH_WORDS",
+    "MARK_WORDS",
+    "SPIKE",
+    "SPIKE_BOUND",
+    "WINDOW_BYTES",
+    "WITH_CUDA",
+    "Casts",
+    "Clip",
+    "DeviceTable",
+    "Factor",
+    "GradList",
+    "Pass",
+    "Segment",
+    "Track",
+    "Update",
+    "any_found",
+    "build_info",
+    "clear_tables",
+    "copy_of",
+    "cpu_capability",
+    "has_parameters",
+    "have_same_entries",
+    "irregular_casts",
+    "is_scalar",
+    "lacks_state",
+    "lend_grads",
+    "list_of",
+    "overrides",
+    "require_storage",
+    "stamp_of",
+    "state_layout",
+    "stepped_pairs",
+    "take_grads",
+    "walk",
+    "watch_casts",
+]
+
+# As in _C.pyi.
+any_found = _C.any_found
+build_info = _C.build_info
+clear_tables = _C.clear_tables
+copy_of = _C.copy_of
+cpu_capability = _C.cpu_capability
+has_parameters = _C.has_parameters
+overrides = _C.overrides
+walk = _C.walk
+watch_casts = _C.watch_casts
+# The list of tensors on a device, or of pairs of 16-bit and float32 tensors; None if one of them is
+# irregular or of another type, or the tensors of a pair differ in strides.
+list_of = _C.GradList.of
+# Whether a tensor is a plain one-element tensor of a dtype, as kernels take for a scalar.
+is_scalar = _C.is_scalar
+# Raises RuntimeError if the memory of a tensor was freed or is too small for it.
+require_storage = _C.require_storage
+# Parameters whose 16-bit gradients the kernels on these devices cannot cast.
+irregular_casts = _C.irregular_casts
+# Bytes that change where autograd sees an edit of plain parameters or groups have others; or None.
+stamp_of = _C.stamp_of
+# Gives the gradients of parameters to a tuple of their master weights, None where there is none.
+# None, with nothing done, if a gradient is 16 bit, or a stamp, where one is given, has changed.
+lend_grads = _C.lend_grads
+# Pairs of the parameters and master weights of which the latter have a gradient, to write the
+# former, and the stamp afterwards; None where the kernels cannot take one.
+stepped_pairs = _C.stepped_pairs
+# Takes the gradients of such a tuple away.
+take_grads = _C.take_grads
+# Whether two dicts have the keys given after each, and the same objects as values, in order.
+have_same_entries = _C.have_same_entries
+# Whether a parameter with a gradient lacks an entry of its state.
+lacks_state = _C.lacks_state
+WINDOW_BYTES: int = _C.WINDOW_BYTES
+WITH_CUDA: bool = _C.WITH_CUDA
+# Columns of a `Track`.
+MARK_WORDS: int = _C.MARK_WORDS
+HEALTH_WORDS: int = _C.HEALTH_WORDS
+
+# Words of a scaler's state by name, as in csrc/scale.h.
+state_layout = SimpleNamespace(**_C.state_layout())
+
+# The found_inf of a spike, and the bound of such flags after reductions; csrc/scale.h.
+SPIKE: float = _C.SPIKE
+SPIKE_BOUND: float = _C.SPIKE_BOUND
+
+# Device types with kernels, as bits.
+CPU: int = _C.CPU
+CUDA: int = _C.CUDA
+
+
+class Factor(IntEnum):
+    """How an optimizer applies the factor of a pass, which decides whether a value is finite."""
+
+    NONE = _C.FACTORS["NONE"]
+    TIMES = _C.FACTORS["TIMES"]
+    TIMES_RECIPROCAL = _C.FACTORS["TIMES_RECIPROCAL"]  # a float64 one, rounded to float32
+    DIVIDE = _C.FACTORS["DIVIDE"]
+
+
+class Update(NamedTuple):
+    """One update of a scale; all tensors are on one device.
+
+    Attributes:
+        scale: One-element float32, written in place.
+        growth_tracker: One-element int32, written in place.
+        found_infs: One-element float32 flags; any that is not 0 counts.
+        growth_factor: As for `functional.update_scale_`.
+        backoff_factor: As for `functional.update_scale_`.
+        growth_interval: As for `functional.update_scale_`.
+        state: Counters, history and limits: int64 words, laid out as `state_layout`. Without it
+            the rule is torch's.
+        norm: One-element float32, the norm of the gradients for the state.
+    """
+
+    scale: Tensor
+    growth_tracker: Tensor
+    found_infs: Sequence[Tensor]
+    growth_factor: float
+    backoff_factor: float
+    growth_interval: int
+    state: Tensor | None = None
+    norm: Tensor | None = None
+
+
+class Pass(NamedTuple):
+    """One pass over gradients of one device; all tensors are on it.
+
+    Attributes:
+        write: Whether values times the factor are written, in place or, of 16-bit gradients in
+            pairs (`GradList.of`), to their float32 tensors; else gradients are only read.
+        how: How the factor is applied; a division never writes.
+        factor: One-element float32; None with `Factor.NONE`.
+        found_inf: One-element float32 that is set to 1 if a value as it is used is inf or NaN; by
+            default a new 0-dim tensor.
+        accumulate: Whether a `found_inf` that is set stays; else it is assigned, 0 or 1.
+        coefficient: One-element float64 by which the checked and rounded products are multiplied,
+            or None.
+        sums: float64 of shape (2,) that gets the sum of squares of the products, not rounded to 16
+            bits, and the largest magnitude as it is used; NaN wins. Where values are written or
+            divided, the first is undefined. Or None.
+        marks: int64 of shape (P, MARK_WORDS), for P parameters: the last step with an inf or NaN
+            value as it is used, and the number of such steps. Or None.
+        now: int64 whose first element is the number of completed steps; None without marks.
+        divisor: 0-dim float32 that gets the factor, or None.
+        ending: What the last program of the pass does besides (`gpu.Ending`), or None.
+    """
+
+    write: bool
+    how: Factor
+    factor: Tensor | None = None
+    found_inf: Tensor | None = None
+    accumulate: bool = True
+    coefficient: Tensor | None = None
+    sums: Tensor | None = None
+    marks: Tensor | None = None
+    now: Tensor | None = None
+    divisor: Tensor | None = None
+    ending: Any = None
+
+
+class Track(NamedTuple):
+    """Tables of per-parameter tracking, a row for each parameter; csrc/track.h defines the words.
+
+    Attributes:
+        marks: As for `Pass`.
+        now: As for `Pass`.
+        health: int64 of shape (P, HEALTH_WORDS) for the range of values, or None.
+    """
+
+    marks: Tensor
+    now: Tensor
+    health: Tensor | None
+
+
+class Clip(NamedTuple):
+    """The norm and coefficient of a clipping; all tensors are on one device.
+
+    Attributes:
+        sums: float64 of shape (passes, 2), those of each pass.
+        max_norm: Limit of the norm.
+        largest: Whether the norm is the largest magnitude, else the 2-norm.
+        norm: One-element float32 or float64 that gets the norm.
+        coefficient: One-element float64 that gets the clip coefficient, at most 1.
+        scale: One-element float32, or None.
+        divisor: One-element float32 that gets the scale over the coefficient, or None.
+        found_inf: One-element float32, the flag of these gradients, or None: where it is 0 and the
+            norm too large, it becomes `SPIKE`.
+        skip_above: Largest norm of a step that is taken or, with `taken`, its distance from their
+            mean in standard deviations.
+        taken: float64 of shape (1 + window,): number of norms of steps that were taken, and ring of
+            the last ones; a step that is taken joins it.
+    """
+
+    sums: Tensor
+    max_norm: float
+    largest: bool
+    norm: Tensor
+    coefficient: Tensor
+    scale: Tensor | None = None
+    divisor: Tensor | None = None
+    found_inf: Tensor | None = None
+    skip_above: float = math.inf
+    taken: Tensor | None = None

@@ -1,0 +1,122 @@
+"""Scalars on devices: copies, flags of several, the widest dtype, bits in words."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from ampfast.backends.core import SPIKE, SPIKE_BOUND
+
+__all__ = [
+    "Copies",
+    "any_found",
+    "copy_to_host_async",
+    "float_of",
+    "inverse",
+    "joint_flag",
+    "largest",
+    "moved",
+    "new_flag",
+    "widest",
+    "word_of",
+]
+
+
+def widest(device: torch.device, is_complex: bool = False) -> torch.dtype:
+    """Widest floating point dtype of a device."""
+    if device.type == "mps":
+        return torch.complex64 if is_complex else torch.float32
+    return torch.complex128 if is_complex else torch.float64
+
+
+def any_found(flags: Iterable[Tensor], device: torch.device) -> Tensor:
+    """Returns a new 0-dim float32 flag on `device`: 1 if any of `flags` is not 0, else 0."""
+    found = torch.zeros((), dtype=torch.float32, device=device)
+    for flag in flags:
+        found.masked_fill_(moved(flag, device).reshape(()) != 0, 1.0)
+    return found
+
+
+def joint_flag(flags: Iterable[Tensor], device: torch.device) -> Tensor:
+    """Returns a new flag as `any_found`, but `SPIKE` if all that are not 0 are spikes'."""
+    joint = torch.zeros((), dtype=torch.float32, device=device)
+    for flag in flags:
+        here = moved(flag, device).reshape(()).abs()
+        # The comparison is false for NaN.
+        here = torch.where(here < SPIKE_BOUND, here.clamp(max=SPIKE), 1.0)
+        joint = torch.maximum(joint, here)
+    return joint
+
+
+def largest(values: list[Tensor], device: torch.device) -> Tensor:
+    """Returns the largest of non-negative scalars, 0 if there is none, in its widest dtype."""
+    here = [moved(value, device).reshape(()) for value in values]
+    if len(here) == 1:
+        return here[0]
+    none = torch.zeros((), dtype=widest(device), device=device)
+    return torch.stack([none, *here]).amax()
+
+
+def inverse(scale: Tensor) -> Tensor:
+    """Returns the inverse scale as float32, from a float64 reciprocal if the device has one."""
+    if scale.device.type == "mps":
+        return scale.reciprocal()
+    return scale.double().reciprocal().float()
+
+
+def new_flag(device: torch.device, found_inf: Tensor | None = None) -> Tensor:
+    """Returns a new 0-dim float32 flag: 0, or a copy of another one."""
+    if found_inf is None:
+        return torch.zeros((), dtype=torch.float32, device=device)
+    return moved(found_inf, device, copy=True)
+
+
+class Copies:
+    """Copies of a scalar by device, made on demand; None of None."""
+
+    def __init__(self, scalar: Tensor | None) -> None:
+        self._scalar = scalar
+        self._copies: dict[torch.device, Tensor] = {}
+
+    def on(self, device: torch.device) -> Tensor | None:
+        if self._scalar is None or self._scalar.device == device:
+            return self._scalar
+        if device not in self._copies:
+            self._copies[device] = moved(self._scalar, device)
+        return self._copies[device]
+
+
+def moved(tensor: Tensor, device: torch.device, copy: bool = False) -> Tensor:
+    """Returns a scalar on `device`; a sync only if the CPU will read it."""
+    if tensor.device == device and not copy:
+        return tensor  # as to() would return it, after a dispatch
+    return tensor.to(device, non_blocking=device.type != "cpu", copy=copy)
+
+
+def copy_to_host_async(tensor: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
+    """Copies a tensor to pinned host memory without a sync.
+
+    Returns:
+        The copy, and an event recorded behind it; for a tensor on the host the tensor
+        itself and None.
+    """
+    if not tensor.is_cuda:
+        return tensor, None
+    buffer = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
+    with torch.cuda.device(tensor.device):
+        buffer.copy_(tensor, non_blocking=True)
+        arrival = torch.cuda.Event()
+        arrival.record()
+    return buffer, arrival
+
+
+def float_of(word: Tensor) -> Tensor:
+    """Returns the float32 values of bits in int64 words."""
+    return word.to(torch.int32).view(torch.float32)
+
+
+def word_of(value: Tensor) -> Tensor:
+    """Returns the bits of float32 values as int64 words."""
+    return value.float().view(torch.int32).to(torch.int64) & 0xFFFFFFFF

@@ -1,0 +1,388 @@
+// Calls over gradients and the update of a scale, for Python's steps. One that returns None has done
+// nothing: Python goes on with a walk that takes everything.
+#include <torch/csrc/Device.h>
+#include <torch/csrc/autograd/python_variable.h>
+
+#include <cmath>
+#include <optional>
+#include <utility>
+#include <vector>
+
+#include "bindings.h"
+#include "cpu/multi_tensor.h"
+#include "master_weights.h"
+#include "track.h"
+
+namespace ampfast {
+
+namespace {
+
+OptionalTensor optional_of(const at::Tensor* tensor) {
+  return tensor != nullptr ? OptionalTensor(*tensor) : std::nullopt;
+}
+
+// A 0-dim tensor on the CPU that kernels read or write, or null.
+const at::Tensor* scalar_of(PyObject* object, at::ScalarType dtype) {
+  if (!THPVariable_CheckExact(object)) {
+    return nullptr;
+  }
+  const at::Tensor& tensor = THPVariable_Unpack(object);
+  return tensor.dim() == 0 && is_scalar(tensor, dtype, device_bit(at::kCPU)) ? &tensor : nullptr;
+}
+
+#ifdef Py_GIL_DISABLED
+constexpr bool kHasLock = false;
+#else
+constexpr bool kHasLock = true;
+#endif
+
+// A pass of the CPU's kernels.
+class HostPass {
+ public:
+  explicit HostPass(const Pass& pass) {
+    const char* name = pass.how == Factor::kDivide ? "grad_scale" : "inv_scale";
+    const float* factor = data_of<const float>(optional_of(pass.factor), name, at::kCPU);
+    const double* coefficient =
+        data_of<const double>(optional_of(pass.coefficient), "coefficient", at::kCPU);
+    work_.write = pass.write;
+    work_.how = pass.how;
+    work_.factor = factor != nullptr ? *factor : 1;
+    work_.coefficient = coefficient != nullptr ? *coefficient : 1;
+    if (pass.how == Factor::kTimesReciprocal) {
+      work_.how = Factor::kTimes;
+      work_.factor = inverse_scale(work_.factor);
+    }
+    sums_ = data_of<double>(optional_of(pass.sums), "sums", at::kCPU, 2);
+    work_.squares = sums_ != nullptr && !pass.write && pass.how != Factor::kDivide;
+    if (pass.marks != nullptr) {
+      const int64_t parameters = pass.marks->size(0);
+      const auto* now = data_of<const int64_t>(optional_of(pass.now), "steps", at::kCPU,
+                                               std::max<int64_t>(pass.now->numel(), 1));
+      marks_ = cpu::Rows{data_of<int64_t>(*pass.marks, "marks", at::kCPU, parameters * kMarkWords),
+                         parameters, *now + 1};
+    }
+  }
+
+  const cpu::Work& work() const { return work_; }
+
+  // Tells whether a value is not finite as it is used.
+  bool run(const GradList& list) {
+    work_.marks = marks_ ? &*marks_ : nullptr;
+    const cpu::Norms norms = cpu::run(list, work_);
+    if (sums_ != nullptr) {
+      sums_[0] = norms.sum_of_squares;
+      sums_[1] = norms.absolute_maximum;
+    }
+    return !std::isfinite(norms.absolute_maximum);
+  }
+
+  // Takes norms, too, whoever asked for sums.
+  void sum_into(double* sums) {
+    work_.squares = true;
+    sums_ = sums_ != nullptr ? sums_ : sums;
+  }
+  const double* sums() const { return sums_; }
+
+ private:
+  cpu::Work work_;
+  std::optional<cpu::Rows> marks_;
+  double* sums_ = nullptr;
+};
+
+// run(list, pass) -> found_inf, of the pass or a new one
+PyObject* run(PyObject* const* args) {
+  const auto& list = py::cast<const GradList&>(py::handle(args[0]));
+  const Pass pass(args[1]);
+  HostPass host(pass);
+  const at::Tensor flag = pass.found_inf != nullptr ? *pass.found_inf : new_scalar<float>(0);
+  float* written = data_of<float>(flag, "found_inf", at::kCPU);
+  const bool found = without_gil_if_long(list, [&] { return host.run(list); });
+  if (found || !pass.accumulate) {
+    *written = found ? 1 : 0;
+  }
+  return THPVariable_Wrap(flag);
+}
+
+// The mark of an optimizer as unscaled, with a flag that says "skip" until its pass is over:
+// whatever ends that one early, nobody steps on gradients that are half written. Made before the
+// walk, and with what it replaces kept until after the pass: what makes or drops objects may run
+// Python, which could take gradients away.
+class Mark {
+ public:
+  explicit Mark(PyObject* entry) : entry_(entry), flag_(new_scalar<float>(1)) {
+    static PyObject* const device = THPDevice_New(at::Device(at::kCPU));
+    flags_[device] = flag_;
+    before_[0] = py::reinterpret_borrow<py::object>(PyDict_GetItemWithError(entry, flags_name()));
+    before_[1] = py::reinterpret_borrow<py::object>(PyDict_GetItemWithError(entry, stage_name()));
+  }
+
+  void put(PyObject* unscaled) {
+    const py::dict entry = py::reinterpret_borrow<py::dict>(entry_);
+    entry[flags_name()] = flags_;
+    entry[stage_name()] = unscaled;
+  }
+
+  const at::Tensor& flag() const { return flag_; }
+  void set(bool found) const { *flag_.mutable_data_ptr<float>() = found ? 1 : 0; }
+
+ private:
+  static PyObject* flags_name() {
+    static PyObject* const name = PyUnicode_InternFromString("found_inf_per_device");
+    return name;
+  }
+  static PyObject* stage_name() {
+    static PyObject* const name = PyUnicode_InternFromString("stage");
+    return name;
+  }
+
+  PyObject* entry_;
+  at::Tensor flag_;
+  py::dict flags_;
+  py::object before_[2];
+};
+
+// The class of optimizers whose gradients are cast; null without one.
+PyObject* casting = nullptr;
+
+// watch_casts(casting)
+PyObject* watch_casts(PyObject* const* args) {
+  Py_XDECREF(std::exchange(casting, Py_NewRef(args[0])));
+  return nullptr;
+}
+
+// An optimizer's gradients, if a plain walk takes them and the factor of a pass over them is plain.
+struct Gradients {
+  py::object casts = py::none();
+  py::object groups;
+  std::optional<Walk> walk;
+
+  Gradients(PyObject* optimizer, PyObject* pass, bool writes, bool allow_fp16) {
+    static PyObject* const name = PyUnicode_InternFromString("param_groups");
+    PyObject* factor = PyTuple_GET_ITEM(pass, 2);
+    if (!kHasLock || (factor != Py_None && scalar_of(factor, at::kFloat) == nullptr)) {
+      return;
+    }
+    groups = py::reinterpret_steal<py::object>(PyObject_GetAttr(optimizer, name));
+    if (!groups) {
+      throw py::error_already_set();
+    }
+    if (writes && casting != nullptr &&
+        PyType_IsSubtype(Py_TYPE(optimizer), reinterpret_cast<PyTypeObject*>(casting)) != 0) {
+      casts = py::reinterpret_borrow<py::object>(optimizer).attr("_masters").attr("casts");
+    }
+    Reading reading;
+    reading.allow_fp16 = allow_fp16 || !casts.is_none();
+    reading.writes = writes;
+    reading.casts = casts_of(casts.ptr());
+    walk = plain_walk(groups.ptr(), at::kCPU, reading);
+  }
+
+  const GradList& list() const { return walk->lists.front(); }
+
+  void finish() const {
+    if (Casts* begun = casts_of(casts.ptr())) {
+      begun->finish();
+    }
+  }
+};
+
+// pass_over(optimizer, entry, unscaled, pass, allow_fp16) -> a new found_inf. An `entry` is marked
+// with the stage `unscaled` and gets the flag; without one, None, gradients are only read.
+PyObject* pass_over(PyObject* const* args) {
+  std::optional<Mark> mark;
+  if (args[1] != Py_None) {
+    if (!PyDict_CheckExact(args[1])) {
+      return nullptr;
+    }
+    mark.emplace(args[1]);
+  }
+  const Pass pass(args[3]);
+  const Gradients gradients(args[0], args[3], pass.write, args[4] == Py_True);
+  if (!gradients.walk) {
+    return nullptr;
+  }
+  HostPass host(pass);
+  const GradList& list = gradients.list();
+  if (mark) {
+    mark->put(args[2]);
+  }
+  const bool found = without_gil_if_long(list, [&] { return host.run(list); });
+  gradients.finish();
+  if (!mark) {
+    return THPVariable_Wrap(new_scalar<float>(found ? 1 : 0));
+  }
+  mark->set(found);
+  return THPVariable_Wrap(mark->flag());
+}
+
+// clip_over(optimizer, entry, unscaled, pass, allow_fp16, max_norm, largest, skip_above, taken) ->
+// norm. The pass reads; then gradients are unscaled and clipped, and the entry is marked. Without
+// spikes `skip_above` is None, and `taken` may be.
+PyObject* clip_over(PyObject* const* args) {
+  if (!PyDict_CheckExact(args[1])) {
+    return nullptr;
+  }
+  Mark mark(args[1]);
+  const Pass pass(args[3]);
+  const Gradients gradients(args[0], args[3], true, args[4] == Py_True);
+  if (!gradients.walk) {
+    return nullptr;
+  }
+  HostPass host(pass);
+  const GradList& list = gradients.list();
+  const at::Tensor norm = list.has_float64() ? new_scalar<double>(0) : new_scalar<float>(0);
+  double row[2] = {};
+  host.sum_into(row);
+  double coefficient = 1;
+  Clip clip;
+  clip.sums = host.sums();
+  clip.rows = 1;
+  clip.max_norm = PyFloat_AsDouble(args[5]);
+  clip.largest = args[6] == Py_True;
+  clip.coefficient = &coefficient;
+  if (list.has_float64()) {
+    clip.wide_norm = norm.mutable_data_ptr<double>();
+  } else {
+    clip.norm = norm.mutable_data_ptr<float>();
+  }
+  float found = 0;
+  if (args[7] != Py_None) {
+    clip.found_inf = &found;
+    clip.skip_above = PyFloat_AsDouble(args[7]);
+    if (args[8] != Py_None) {
+      clip.taken = taken_of(THPVariable_Unpack(args[8]), at::kCPU);
+    }
+  }
+  mark.put(args[2]);
+  gradients.walk->bump_versions();
+  without_gil_if_long(list, [&] {
+    found = host.run(list) ? 1 : 0;
+    apply(clip);
+    cpu::Work rest = host.work();
+    rest.write = true;
+    rest.squares = false;
+    rest.coefficient = coefficient;
+    rest.marks = nullptr;
+    return cpu::run(list, rest);
+  });
+  gradients.finish();
+  *mark.flag().mutable_data_ptr<float>() = found;
+  return THPVariable_Wrap(norm);
+}
+
+// any_found(flags) -> bool, as torch adds flags on the CPU
+PyObject* any_found(PyObject* const* args) {
+  if (!kHasLock || !PyDict_CheckExact(args[0])) {
+    return nullptr;
+  }
+  double sum = 0;  // of Python's floats
+  PyObject *key = nullptr, *flag = nullptr;
+  for (Py_ssize_t place = 0; PyDict_Next(args[0], &place, &key, &flag) != 0;) {
+    const at::Tensor* tensor = scalar_of(flag, at::kFloat);
+    if (tensor == nullptr) {
+      return nullptr;
+    }
+    sum += *tensor->const_data_ptr<float>();
+  }
+  return Py_NewRef(sum != 0 ? Py_True : Py_False);
+}
+
+// copy_of(scalar) -> a new 0-dim float32 tensor on the CPU
+PyObject* copy_of(PyObject* const* args) {
+  const at::Tensor* tensor = scalar_of(args[0], at::kFloat);
+  return tensor == nullptr ? nullptr
+                           : THPVariable_Wrap(new_scalar(*tensor->const_data_ptr<float>()));
+}
+
+// update(update) -> True, with the scale and its tracker written
+PyObject* update(PyObject* const* args) {
+  const std::optional<Update> update = update_of(args[0]);
+  if (!update) {
+    return nullptr;
+  }
+  const py::object flags = py::reinterpret_steal<py::object>(
+      PySequence_Fast(PyTuple_GET_ITEM(args[0], kFlags), "expected flags"));
+  if (!flags) {
+    throw py::error_already_set();
+  }
+  float sum = 0;  // as torch adds them
+  for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(flags.ptr()); ++i) {
+    const at::Tensor* flag = tensor_of(PySequence_Fast_GET_ITEM(flags.ptr(), i));
+    if (flag == nullptr || !is_scalar(*flag, at::kFloat, device_bit(at::kCPU))) {
+      return nullptr;
+    }
+    sum += *flag->const_data_ptr<float>();
+  }
+  const at::Tensor& scale = *tensor_of(PyTuple_GET_ITEM(args[0], kScale));
+  if (!scale.is_cpu()) {
+    return nullptr;
+  }
+  apply(*update, sum);
+  scale.unsafeGetTensorImpl()->bump_version();  // as torch's op
+  return Py_NewRef(Py_True);
+}
+
+// overrides(scaler, hooks) -> whether its class or the scaler itself has another method than the one
+// given for one of the names
+PyObject* overrides(PyObject* const* args) {
+  const py::object own =
+      py::reinterpret_steal<py::object>(PyObject_GenericGetDict(args[0], nullptr));
+  PyObject* const kind = reinterpret_cast<PyObject*>(Py_TYPE(args[0]));
+  if (!own) {
+    throw py::error_already_set();
+  }
+  PyObject *name = nullptr, *original = nullptr;
+  for (Py_ssize_t place = 0; PyDict_Next(args[1], &place, &name, &original) != 0;) {
+    const py::object method = py::reinterpret_steal<py::object>(PyObject_GetAttr(kind, name));
+    if (method.ptr() != original || PyDict_GetItemWithError(own.ptr(), name) != nullptr) {
+      PyErr_Clear();
+      return Py_NewRef(Py_True);
+    }
+  }
+  return Py_NewRef(Py_False);
+}
+
+// has_parameters(param_groups, references, sizes) -> whether these plain lists have the parameters
+// of a tuple of weak references, in groups of these sizes
+PyObject* has_parameters(PyObject* const* args) {
+  static PyObject* const name = PyUnicode_InternFromString("params");
+  const auto differ = [] { return Py_NewRef(Py_False); };
+  if (!PyList_CheckExact(args[0]) || PyList_GET_SIZE(args[0]) != PyTuple_GET_SIZE(args[2])) {
+    return differ();
+  }
+  Py_ssize_t number = 0;
+  for (Py_ssize_t g = 0; g < PyList_GET_SIZE(args[0]); ++g) {
+    PyObject* group = PyList_GET_ITEM(args[0], g);
+    PyObject* params = PyDict_CheckExact(group) ? PyDict_GetItemWithError(group, name) : nullptr;
+    if (params == nullptr || !PyList_CheckExact(params) ||
+        PyList_GET_SIZE(params) != PyLong_AsSsize_t(PyTuple_GET_ITEM(args[2], g))) {
+      return differ();
+    }
+    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(params); ++i, ++number) {
+      const py::object held = py::reinterpret_steal<py::object>(
+          PyObject_CallNoArgs(PyTuple_GET_ITEM(args[1], number)));
+      if (held.ptr() != PyList_GET_ITEM(params, i)) {
+        return differ();
+      }
+    }
+  }
+  return Py_NewRef(Py_True);
+}
+
+}  // namespace
+
+void bind_steps(py::module_& m) {
+  static PyMethodDef methods[] = {method<watch_casts, 1>("watch_casts"),
+                                  method<run, 2>("run"),
+                                  method<pass_over, 5>("pass_over"),
+                                  method<clip_over, 9>("clip_over"),
+                                  method<any_found, 1>("any_found"),
+                                  method<copy_of, 1>("copy_of"),
+                                  method<has_parameters, 3>("has_parameters"),
+                                  method<overrides, 2>("overrides"),
+                                  method<update, 1>("update"),
+                                  {nullptr, nullptr, 0, nullptr}};
+  add_methods(m, methods);
+}
+
+}  // namespace ampfast
