@@ -37,8 +37,8 @@ enum class Factor {
   kDivide,           // it is divided by the factor: what fused optimizers do with their grad_scale
 };
 
-// A gradient as it is used, where the reciprocal of a factor was taken beforehand. `Opmath` is float
-// for 16- and 32-bit gradients and double for 64-bit ones.
+// A gradient as it is used, where the reciprocal of a factor was taken beforehand. `Opmath` is
+// float for 16- and 32-bit gradients and double for 64-bit ones.
 template <class Opmath>
 AMPFAST_ELEMENT Opmath used_value(Opmath value, Factor how, float factor) {
   switch (how) {

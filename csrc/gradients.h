@@ -155,8 +155,8 @@ struct GradRef {
 // How a walk reads gradients.
 struct Reading {
   bool allow_fp16 = false;
-  bool writes = false;                 // they are about to be written
-  uint64_t devices = kKernelDevices;   // the set of device types with kernels
+  bool writes = false;                // they are about to be written
+  uint64_t devices = kKernelDevices;  // the set of device types with kernels
   // Unless None, called with a parameter, its gradient or None, and its number, where either is no
   // plain tensor; returns the local shard of a distributed gradient, which is read in its place.
   py::object local_shard_of = py::none();
@@ -168,8 +168,8 @@ struct Walk {
   std::vector<GradList> lists;  // one for each device
   std::vector<GradRef> grads;   // those of all lists
   std::vector<SetAside> set_aside;
-  // The first parameter that torch refuses, where the walk ends: one that is not a tensor or, unless
-  // float16 is allowed, whose gradient is float16.
+  // The first parameter that torch refuses, where the walk ends: one that is not a tensor or,
+  // unless float16 is allowed, whose gradient is float16.
   std::optional<Place> refused;
   // Keeps the gradients alive; null while nobody can touch them, as Python's lock is held.
   std::shared_ptr<std::deque<at::Tensor>> owners;

@@ -16,7 +16,8 @@ class Casts {
   void reset();
 
   // Pairs all 16-bit gradients of a list with float32 memory: on the CPU that of the last pass, if
-  // nobody else holds one of its gradients or a view. `grads` has those of the list, in its order, and perhaps others.
+  // nobody else holds one of its gradients or a view. `grads` has those of the list, in its order,
+  // and perhaps others.
   void start(GradList& list, const std::vector<GradRef>& grads);
 
   // Sets the gradients.

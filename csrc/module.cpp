@@ -145,11 +145,11 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("is_scalar", [](const at::Tensor& tensor, at::ScalarType dtype) {
     return is_scalar(tensor, dtype, kKernelDevices);
   });
-  m.attr("FACTORS") = std::map<std::string, int>{
-      {"NONE", static_cast<int>(Factor::kNone)},
-      {"TIMES", static_cast<int>(Factor::kTimes)},
-      {"TIMES_RECIPROCAL", static_cast<int>(Factor::kTimesReciprocal)},
-      {"DIVIDE", static_cast<int>(Factor::kDivide)}};
+  m.attr("FACTORS") =
+      std::map<std::string, int>{{"NONE", static_cast<int>(Factor::kNone)},
+                                 {"TIMES", static_cast<int>(Factor::kTimes)},
+                                 {"TIMES_RECIPROCAL", static_cast<int>(Factor::kTimesReciprocal)},
+                                 {"DIVIDE", static_cast<int>(Factor::kDivide)}};
   m.attr("SPIKE") = kSpike;
   m.attr("SPIKE_BOUND") = kSpikeBound;
   m.def("require_storage", &require_storage);

@@ -1,5 +1,5 @@
-// Calls over gradients and the update of a scale, for Python's steps. One that returns None has done
-// nothing: Python goes on with a walk that takes everything.
+// Calls over gradients and the update of a scale, for Python's steps. One that returns None has
+// done nothing: Python goes on with a walk that takes everything.
 #include <torch/csrc/Device.h>
 #include <torch/csrc/autograd/python_variable.h>
 
@@ -322,8 +322,8 @@ PyObject* update(PyObject* const* args) {
   return Py_NewRef(Py_True);
 }
 
-// overrides(scaler, hooks) -> whether its class or the scaler itself has another method than the one
-// given for one of the names
+// overrides(scaler, hooks) -> whether its class or the scaler itself has another method than the
+// one given for one of the names
 PyObject* overrides(PyObject* const* args) {
   const py::object own =
       py::reinterpret_steal<py::object>(PyObject_GenericGetDict(args[0], nullptr));
@@ -359,8 +359,8 @@ PyObject* has_parameters(PyObject* const* args) {
       return differ();
     }
     for (Py_ssize_t i = 0; i < PyList_GET_SIZE(params); ++i, ++number) {
-      const py::object held = py::reinterpret_steal<py::object>(
-          PyObject_CallNoArgs(PyTuple_GET_ITEM(args[1], number)));
+      const py::object held =
+          py::reinterpret_steal<py::object>(PyObject_CallNoArgs(PyTuple_GET_ITEM(args[1], number)));
       if (held.ptr() != PyList_GET_ITEM(params, i)) {
         return differ();
       }

@@ -46,6 +46,7 @@ __all__ = [
     "SPIKE_BOUND",
     "WINDOW_BYTES",
     "WITH_CUDA",
+    "_C",
     "Casts",
     "Clip",
     "DeviceTable",

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-import ampfast._C as _C
-from ampfast.backends.core import Clip, GradList
+from ampfast.backends.core import _C, Clip, GradList
 
 __all__ = ["clip", "clip_over", "measure", "narrow", "pass_over", "run", "update"]
 

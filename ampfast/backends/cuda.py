@@ -8,8 +8,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from ampfast import _C
-from ampfast.backends.core import Clip, DeviceTable, Pass, Segment, Update
+from ampfast.backends.core import _C, Clip, DeviceTable, Pass, Segment, Update
 from ampfast.backends.gpu import Epilogue, on_gpu
 from ampfast.errors import is_capturing
 

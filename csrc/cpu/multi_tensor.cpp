@@ -145,8 +145,8 @@ void mark(int64_t step, int64_t& last, int64_t& times) {
 // As `for_each_chunk`, where `body` returns the peak of a chunk as bits. Returns what becomes of
 // the largest, and marks the parameters whose values are not finite then.
 template <class Body>
-double largest_used(const DtypeList& list, Writes writes, Factor how, float factor, const Rows* marks,
-                    const Body& body) {
+double largest_used(const DtypeList& list, Writes writes, Factor how, float factor,
+                    const Rows* marks, const Body& body) {
   std::vector<int64_t> peaks(marks != nullptr ? list.chunks : 0);
   std::atomic<int64_t> peak{0};
   for_each_chunk(list, writes, [&](char* address, int64_t numel, int64_t chunk, float* wide) {

@@ -20,7 +20,8 @@ struct Work {
   Factor how = Factor::kNone;
   float factor = 1;
   double coefficient = 1;  // by which the rounded products are multiplied; decides nothing
-  const Rows* marks = nullptr;  // rows of kMarkWords for the parameters of values not finite as used
+  const Rows* marks =
+      nullptr;  // rows of kMarkWords for the parameters of values not finite as used
 };
 
 struct Norms {

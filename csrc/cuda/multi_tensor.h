@@ -17,12 +17,12 @@ struct Launch {
   int64_t* table = nullptr;
   int64_t segment = 0;  // the word at which its chunks begin
   int64_t chunks = 0;
-  int64_t partials = 0;     // the word at which the sums of their squares begin
-  bool is_paired = false;   // with float32 values, which are written in place of 16-bit ones
-  bool is_aligned = false;  // those of each chunk's first whole vector are
-  bool write = false;       // else the gradients are only read
-  Factor how = Factor::kNone;  // of a division neither products nor squares are defined
-  const float* factor = nullptr;        // null with kNone alone
+  int64_t partials = 0;           // the word at which the sums of their squares begin
+  bool is_paired = false;         // with float32 values, which are written in place of 16-bit ones
+  bool is_aligned = false;        // those of each chunk's first whole vector are
+  bool write = false;             // else the gradients are only read
+  Factor how = Factor::kNone;     // of a division neither products nor squares are defined
+  const float* factor = nullptr;  // null with kNone alone
   const double* coefficient = nullptr;  // multiplies what is written, without sums; null: nothing
   // The sum of squares and the largest magnitude of the used values of all segments; null: no sum.
   // Given for all segments, written by the one with the epilogue.
