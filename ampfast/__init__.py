@@ -12,12 +12,13 @@ __path__ = [*__path__, *folders_for(torch.__version__)]
 from ampfast import backends, functional, report
 from ampfast._version import __version__
 from ampfast.distributed import mark_replicated
-from ampfast.grad_scaler import GradScaler, StepGuard
+from ampfast.grad_scaler import GradScaler
 from ampfast.lr_scheduler import LateScheduler
 from ampfast.master_weights import MasterWeights, master_weights_
 from ampfast.patch import Patch, patch, unpatch
 from ampfast.policies import LogMax, UnderflowTarget
 from ampfast.spikes import Sigmas
+from ampfast.step_guard import StepGuard
 from ampfast.sync_free import sync_free_
 
 if TYPE_CHECKING:

@@ -25,7 +25,13 @@ WARM_UP = "run one iteration without capturing first"
 
 # Modules skipped by `warn_caller`.
 _SCALER_MODULES = (
-    *("ampfast.grad_scaler", "ampfast.loss_scale", "ampfast.gradients", "ampfast.overflow"),
+    *(
+        "ampfast.grad_scaler",
+        "ampfast.step_guard",
+        "ampfast.loss_scale",
+        "ampfast.gradients",
+        "ampfast.overflow",
+    ),
     *("ampfast.clipping", "ampfast.functional", "ampfast.distributed", "ampfast.fsdp"),
     "ampfast.patch",
     *("torch.amp.grad_scaler", "torch._compile"),

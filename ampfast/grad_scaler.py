@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from functools import cached_property, partial
 from numbers import Number
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -23,6 +23,7 @@ from ampfast.backends.core import Factor, Pass, any_found, copy_of, overrides, w
 from ampfast.backends.gpu import DeviceKernels, Ending
 from ampfast.backends.scalars import inverse, joint_flag, moved
 from ampfast.errors import add_note, is_capturing, not_compiled, refuse_capture, warn_caller
+from ampfast.hooks import original_methods
 from ampfast.loss_scale import LossScale, ScalePolicy, entry_of, is_static
 from ampfast.master_weights import MasterWeights, casts_of
 from ampfast.optimizers import (
@@ -45,7 +46,7 @@ else:
     # torch's own class, also where an earlier import of ampfast has patched its name.
     TorchGradScaler = getattr(torch.amp.GradScaler, "_stands_for", torch.amp.GradScaler)
 
-__all__ = ["GradScaler", "OptState", "StepGuard"]
+__all__ = ["GradScaler", "OptState"]
 
 Flags = dict[Any, Tensor]
 # Of a pass over gradients: flags, the agreement of ranks that they need, what the policy observed.
@@ -322,10 +323,10 @@ class GradScaler(TorchGradScaler):
         else:
             if self._is_guard:
                 work = Pass(casts_of(optimizer) is not None, Factor.NONE)
+            elif self._passes[0].factor is scale:
+                work = self._passes[0]
             else:
-                work, _ = (
-                    self._passes if self._passes[0].factor is scale else self._passes_by(scale)
-                )
+                work, _ = self._passes_by(scale)
             if self._ending is not None:
                 work, self._ending = work._replace(ending=self._ending), None
             try:
@@ -333,12 +334,13 @@ class GradScaler(TorchGradScaler):
             except AttributeError as error:
                 explain(error, optimizer, "param_groups")
                 raise
-        entry["stage"] = _UNSCALED
-        entry["found_inf_per_device"], agreement, observed = passed
+        flags, agreement, observed = passed
+        entry["found_inf_per_device"], entry["stage"] = flags, _UNSCALED
         if agreement is not None:
-            self._agree(entry, scale, agreement, observed)
-        if entry["found_inf_per_device"]:
-            self._last_checks.record(optimizer, entry["found_inf_per_device"])
+            self._agree(entry, scale, flags, agreement, observed)
+            flags = entry["found_inf_per_device"]
+        if flags:
+            self._last_checks.record(optimizer, flags)
 
     @not_compiled
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
@@ -378,7 +380,7 @@ class GradScaler(TorchGradScaler):
                 RuntimeError("step() has already been called since the last update()."), _ONCE
             )
         if _AGREEMENT in entry and entry["stage"] is not _READY:
-            self._agree(entry, scale, entry[_AGREEMENT])
+            self._agree(entry, scale, entry["found_inf_per_device"], entry[_AGREEMENT])
         if getattr(optimizer, "_step_supports_amp_scaling", False):
             result = self._step_fused(optimizer, entry, args, kwargs)
         else:
@@ -424,7 +426,7 @@ class GradScaler(TorchGradScaler):
         flags = []
         for entry in self._per_optimizer_states.values():
             if _AGREEMENT in entry and entry["stage"] is not _READY:
-                self._agree(entry, scale, entry[_AGREEMENT])
+                self._agree(entry, scale, entry["found_inf_per_device"], entry[_AGREEMENT])
             for flag in entry["found_inf_per_device"].values():
                 is_there = isinstance(flag, Tensor) and flag.device == scale.device
                 flags.append(flag if is_there else moved(flag, scale.device))
@@ -470,7 +472,8 @@ class GradScaler(TorchGradScaler):
             kernels = self._choice.kernels_for(scale.device)
             if isinstance(kernels, DeviceKernels):
                 flags = self._flags_besides(optimizers[-1], scale.device)
-                given = (scale, growth_tracker, flags, self._factors())
+                factors = self._growth_factor, self._backoff_factor, self._growth_interval
+                given = (scale, growth_tracker, flags, factors)
                 ending = self._loss_scale.ending(*given, kernels)
         self._ending = ending
         try:
@@ -870,12 +873,11 @@ class GradScaler(TorchGradScaler):
         else:
             work = Pass(False, Factor.NONE)
             passed = self._pass(optimizer, _NEW, work, scale, allow_fp16=True, observes=False)
-        entry = self._per_optimizer_states[id(optimizer)]
-        entry["found_inf_per_device"], agreement, _ = passed
+        flags, agreement, _ = passed
         if agreement is not None:
-            self._agree(entry, scale, agreement)
-        found: Flags = entry["found_inf_per_device"]
-        return found
+            (flags,) = agreement.share([flags], scale.device)
+        self._per_optimizer_states[id(optimizer)]["found_inf_per_device"] = flags
+        return flags
 
     def _maybe_opt_step(
         self,
@@ -957,6 +959,7 @@ class GradScaler(TorchGradScaler):
         self,
         entry: dict[str, Any],
         scale: Tensor,
+        flags: Flags,
         agreement: distributed.Agreement,
         observed: list[Tensor] | None = None,
     ) -> None:
@@ -964,9 +967,9 @@ class GradScaler(TorchGradScaler):
 
         Of an optimizer that was unscaled, `step` or `update` takes a collective again that fails.
         """
-        follower, flags = self._loss_scale.follower, entry["found_inf_per_device"]
+        follower = self._loss_scale.follower
         if entry["stage"] is not _READY:
-            entry[_AGREEMENT] = agreement
+            entry["found_inf_per_device"], entry[_AGREEMENT] = flags, agreement
         if follower is None:
             (flags,) = agreement.share([flags], scale.device)
         else:
@@ -1087,9 +1090,10 @@ class GradScaler(TorchGradScaler):
             ending, self._ending = self._ending or Ending(None, scale), None
             work = work._replace(factor=scale.detach(), ending=ending)
         flags, agreement, observed = self._pass(optimizer, entry, work, scale, allow_fp16=True)
-        entry["found_inf_per_device"] = flags
-        if agreement is not None:
-            self._agree(entry, scale, agreement, observed)
+        if agreement is None:
+            entry["found_inf_per_device"] = flags
+        else:
+            self._agree(entry, scale, flags, agreement, observed)
             flags = entry["found_inf_per_device"]
         if ending is not None and ending.applied:
             grad_scale = ending.divisor
@@ -1205,13 +1209,11 @@ class GradScaler(TorchGradScaler):
         return norm
 
     def _norm_term(
-        self, optimizer: Any, scale: Tensor | None, *, writes: bool, tracks: bool = True
+        self, optimizer: Any, scale: Tensor | None, *, writes: bool
     ) -> clipping.NormTerm:
         """The gradients of an optimizer in a norm; `scale` is None where they are not scaled."""
         allow_fp16 = scale is None or self._allow_fp16 or not writes
         grads = self._collect(optimizer, allow_fp16=allow_fp16, writes=writes, clips=True)
-        if not tracks:
-            grads.track_on = None
         return clipping.NormTerm(optimizer, grads, gradients.unscaling(scale), writes)
 
     # What the steps above ask for.
@@ -1269,9 +1271,6 @@ class GradScaler(TorchGradScaler):
             )
         return grads
 
-    def _factors(self) -> tuple[Any, Any, Any]:
-        return self._growth_factor, self._backoff_factor, self._growth_interval
-
     def _set_scale(self, new_scale: float | Tensor) -> None:
         """Takes a scale from the caller; the flags of this iteration count as a step."""
         if self._is_guard:
@@ -1279,20 +1278,14 @@ class GradScaler(TorchGradScaler):
                 f"this scaler's scale is always 1, got {new_scale}: it was made with dynamic=False "
                 "and init_scale=1"
             )
-        scale, tracker, states = self._scale, self._growth_tracker, self._per_optimizer_states
+        scale, tracker = self._scale, self._growth_tracker
         before = None if scale is None else scale.detach().clone()
+        flags = [] if scale is None else self._flags_besides(None, scale.device)
         super().update(new_scale)
-        if before is not None and tracker is not None:
-            flags = self._flags_besides(None, before.device, states)
-            if flags:
-                self._loss_scale.update_(
-                    before,
-                    tracker.detach().clone(),
-                    flags,
-                    (1.0, 1.0, 0),
-                    self._choice.kernels_for(before.device),
-                    follows=False,
-                )
+        if before is not None and tracker is not None and flags:
+            given = (before, tracker.detach().clone(), flags, (1.0, 1.0, 0))
+            kernels = self._choice.kernels_for(before.device)
+            self._loss_scale.update_(*given, kernels, follows=False)
         self._loss_scale.reset_minimum()
 
     def _checked_scale(self, method: str) -> Tensor:
@@ -1309,14 +1302,12 @@ class GradScaler(TorchGradScaler):
             raise AssertionError(f"_scale is None in {method}")
         return self._scale
 
-    def _flags_besides(
-        self, optimizer: object, device: torch.device, states: dict[int, Any] | None = None
-    ) -> list[Tensor]:
+    def _flags_besides(self, optimizer: object, device: torch.device) -> list[Tensor]:
         """The found_inf tensors of this iteration, without those of one optimizer."""
         return [
             moved(flag, device)
-            for key, state in (self._per_optimizer_states if states is None else states).items()
-            for flag in state["found_inf_per_device"].values()
+            for key, entry in self._per_optimizer_states.items()
+            for flag in entry["found_inf_per_device"].values()
             if key != id(optimizer)
         ]
 
@@ -1349,47 +1340,6 @@ class GradScaler(TorchGradScaler):
             loss_scale.follower.observed = []
 
 
-class StepGuard(GradScaler):
-    """Skips steps whose gradients have inf or NaN, and scales nothing; for bfloat16 and float32.
-
-    `GradScaler(device, init_scale=1.0, dynamic=False)`: `scale` returns its argument, and gradients
-    are only read, once. Clipping, counts, tracking and the agreement of ranks are `GradScaler`'s.
-
-    Args:
-        device: As for `GradScaler`.
-        enabled: As for `GradScaler`.
-        backend: As for `GradScaler`.
-        allow_fp16: As for `GradScaler`.
-        process_group: As for `GradScaler`.
-        track: As for `GradScaler`.
-
-    Raises:
-        TypeError: As `GradScaler`.
-        ValueError: As `GradScaler`.
-        RuntimeError: As `GradScaler`.
-    """
-
-    def __init__(
-        self,
-        device: str = "cuda",
-        *,
-        enabled: bool = True,
-        backend: str | None = None,
-        allow_fp16: bool = False,
-        process_group: ProcessGroup | DeviceMesh | None = None,
-        track: str | None = None,
-    ) -> None:
-        super().__init__(
-            *(device, 1.0),
-            enabled=enabled,
-            backend=backend,
-            allow_fp16=allow_fp16,
-            dynamic=False,
-            process_group=process_group,
-            track=track,
-        )
-
-
 def _mark_unscaled(*states: dict[str, Any], agreement: distributed.Agreement | None = None) -> None:
     """Marks optimizers as unscaled before their gradients are written.
 
@@ -1412,28 +1362,14 @@ def _not_ready(state: dict[str, Any], note: str) -> RuntimeError:
     return add_note(RuntimeError(text), f"{note} {_ONCE}")
 
 
-def _methods(*names: str) -> dict[str, Callable[..., Any] | None]:
-    """Methods as they are now: what replaces one later, on the class too, is a hook.
-
-    None for one of torch's that something has replaced before.
-    """
-    source = _refresh_per_optimizer_state.__code__.co_filename
-    found = {}
-    for name in names:
-        method = getattr(GradScaler, name)
-        code = getattr(method, "__code__", None)
-        is_original = name in GradScaler.__dict__ or (code and code.co_filename == source)
-        found[name] = method if is_original else None
-    return found
-
-
-_UNSCALE_GRADS = _methods("_unscale_grads_")
-_MAYBE_STEP = _methods("_maybe_opt_step")
-_CHECK_SCALE = _methods("_check_scale_growth_tracker")
-_SCALE_HOOKS = _methods("_check_scale_growth_tracker", "_get_scale_async")
-_CHECKS = _methods("_unscale_grads_", "_check_inf_per_device")
-_UNSCALES = _methods("_unscale_grads_", "_check_inf_per_device", "unscale_")
-_ALL_HOOKS = _methods(
+_UNSCALE_GRADS = original_methods(GradScaler, "_unscale_grads_")
+_MAYBE_STEP = original_methods(GradScaler, "_maybe_opt_step")
+_CHECK_SCALE = original_methods(GradScaler, "_check_scale_growth_tracker")
+_SCALE_HOOKS = original_methods(GradScaler, "_check_scale_growth_tracker", "_get_scale_async")
+_CHECKS = original_methods(GradScaler, "_unscale_grads_", "_check_inf_per_device")
+_UNSCALES = original_methods(GradScaler, "_unscale_grads_", "_check_inf_per_device", "unscale_")
+_ALL_HOOKS = original_methods(
+    GradScaler,
     *("_unscale_grads_", "_check_inf_per_device", "_maybe_opt_step", "unscale_"),
     *("_check_scale_growth_tracker", "_get_scale_async", "_found_inf_per_device"),
     *("step", "update"),

@@ -4,7 +4,7 @@ Each is named by place, original source, replacement, and number among equal one
 """
 
 # Functions that run when their module is imported, before anything is changed.
-AT_IMPORT = ("_methods",)
+AT_IMPORT: tuple[str, ...] = ()
 
 _BY_REASON: dict[str, list[tuple[str, str, str, int]]] = {
     "Who asks takes None for False.": [
@@ -49,14 +49,14 @@ _BY_REASON: dict[str, list[tuple[str, str, str, int]]] = {
     "Both are None, or neither, unless a caller sets one of them.": [
         (
             "GradScaler._set_scale",
-            "before is not None and tracker is not None",
-            "tracker is not None",
+            "before is not None and tracker is not None and flags",
+            "tracker is not None and flags",
             1,
         ),
         (
             "GradScaler._set_scale",
-            "before is not None and tracker is not None",
-            "before is not None",
+            "before is not None and tracker is not None and flags",
+            "before is not None and flags",
             1,
         ),
         (

@@ -1,0 +1,25 @@
+"""Methods of the scaler that a subclass or an instance may replace."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch.amp.grad_scaler import _refresh_per_optimizer_state
+
+__all__ = ["original_methods"]
+
+
+def original_methods(kind: type, *names: str) -> dict[str, Callable[..., Any] | None]:
+    """Returns methods as they are now: what replaces one later, on the class too, is a hook.
+
+    None for one of torch's that something has replaced before.
+    """
+    source = _refresh_per_optimizer_state.__code__.co_filename
+    found = {}
+    for name in names:
+        method = getattr(kind, name)
+        code = getattr(method, "__code__", None)
+        is_original = name in kind.__dict__ or (code and code.co_filename == source)
+        found[name] = method if is_original else None
+    return found
