@@ -17,7 +17,8 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ampfast.backends import scalars, torch_ops
-from ampfast.errors import is_capturing, warn_caller
+from ampfast.capture import is_capturing
+from ampfast.errors import warn_caller
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

@@ -1,4 +1,4 @@
-"""Notes on torch's errors, warnings at the caller's line, checks of numbers, limits of capture."""
+"""Notes on torch's errors, warnings at the caller's line, checks of numbers."""
 
 from __future__ import annotations
 
@@ -12,26 +12,16 @@ from typing import Any, TypeVar, cast
 import torch
 
 __all__ = [
-    "WARM_UP",
     "add_note",
     "float_of",
-    "is_capturing",
     "not_compiled",
-    "refuse_capture",
     "warn_caller",
 ]
 
-WARM_UP = "run one iteration without capturing first"
-
 # Modules skipped by `warn_caller`.
 _SCALER_MODULES = (
-    *(
-        "ampfast.grad_scaler",
-        "ampfast.step_guard",
-        "ampfast.loss_scale",
-        "ampfast.gradients",
-        "ampfast.overflow",
-    ),
+    *("ampfast.grad_scaler", "ampfast.step_guard", "ampfast.loss_scale"),
+    *("ampfast.gradients", "ampfast.tracking"),
     *("ampfast.clipping", "ampfast.functional", "ampfast.distributed", "ampfast.fsdp"),
     "ampfast.patch",
     *("torch.amp.grad_scaler", "torch._compile"),
@@ -76,19 +66,6 @@ def warn_caller(message: str, category: type[Warning] = UserWarning) -> None:
             break
         level, frame = level + 1, frame.f_back
     warnings.warn(message, category, stacklevel=level)
-
-
-def is_capturing() -> bool:
-    """Whether the current stream is being captured into a CUDA graph."""
-    # The second call fails in a torch without CUDA.
-    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
-
-
-def refuse_capture(what: str, remedy: str = WARM_UP) -> None:
-    """Raises RuntimeError, naming `what` and its `remedy`, if the current stream is captured."""
-    # Compiled code runs later.
-    if not torch.compiler.is_compiling() and is_capturing():
-        raise RuntimeError(f"a CUDA graph cannot capture {what}: {remedy}")
 
 
 def not_compiled(method: Method) -> Method:

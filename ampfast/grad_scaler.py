@@ -16,13 +16,14 @@ from torch import Tensor
 from torch.amp.grad_scaler import OptState, _refresh_per_optimizer_state
 from torch.cuda.amp.common import amp_definitely_not_available
 
-from ampfast import backends, clipping, cuda_graphs, distributed, gradients, overflow
+from ampfast import backends, capture, clipping, distributed, gradients, tracking
 from ampfast._version import __version__
 from ampfast.backends import scalars
 from ampfast.backends.core import Factor, Pass, any_found, copy_of, overrides, watch_casts
 from ampfast.backends.gpu import DeviceKernels, Ending
 from ampfast.backends.scalars import inverse, joint_flag, moved
-from ampfast.errors import add_note, is_capturing, not_compiled, refuse_capture, warn_caller
+from ampfast.capture import is_capturing, refuse_capture
+from ampfast.errors import add_note, not_compiled, warn_caller
 from ampfast.hooks import original_methods
 from ampfast.loss_scale import LossScale, ScalePolicy, entry_of, is_static
 from ampfast.master_weights import MasterWeights, casts_of
@@ -33,10 +34,10 @@ from ampfast.optimizers import (
     no_inf_checks,
     takes_grad_scaler,
 )
-from ampfast.overflow import GradientHealth, OverflowReport
 from ampfast.policies import LogMax, UnderflowTarget
 from ampfast.report import History, ScalerStats
 from ampfast.spikes import Sigmas, SpikeRule, SpikeRules, limit_of, require_norms
+from ampfast.tracking import GradientHealth, OverflowReport
 
 if TYPE_CHECKING:
     from torch.amp.grad_scaler import GradScaler as TorchGradScaler
@@ -151,7 +152,7 @@ class GradScaler(TorchGradScaler):
     _loss_scale = cached_property(lambda self: LossScale(ScalePolicy()))
     _ranks = cached_property(lambda self: distributed.Ranks(is_default=self._is_for_all))
     _spike_rules = cached_property(lambda self: SpikeRules())
-    _tracking = cached_property(lambda self: overflow.Tracking(health=self._track == "health"))
+    _tracking = cached_property(lambda self: tracking.Tracking(health=self._track == "health"))
 
     def __init__(
         self,
@@ -191,7 +192,7 @@ class GradScaler(TorchGradScaler):
                 "a scale with dynamic=False never changes: it takes no min_scale, max_scale, "
                 "hysteresis or policy"
             )
-        overflow.require_known(track)
+        tracking.require_known(track)
         if isinstance(policy, UnderflowTarget) and track != "health":
             raise ValueError(f"UnderflowTarget needs track='health', got track={track!r}")
         distributed.require_group(process_group, device)
@@ -386,7 +387,7 @@ class GradScaler(TorchGradScaler):
         else:
             if scale.is_cuda and is_capturing() and not overrides(self, _MAYBE_STEP):
                 # Here, or the gradients would count as unscaled.
-                cuda_graphs.require_skippable(optimizer)
+                capture.require_skippable(optimizer)
             if entry["stage"] is _READY:
                 self.unscale_(optimizer)
             flags = entry["found_inf_per_device"]
@@ -720,7 +721,7 @@ class GradScaler(TorchGradScaler):
             TypeError: If it is something else.
             ValueError: If a name is given twice.
         """
-        pairs = overflow.named(model)
+        pairs = tracking.named(model)
         if self._track is not None:
             self._tracking.name(pairs)
 
@@ -891,7 +892,7 @@ class GradScaler(TorchGradScaler):
         if found is None:
             on_gpu = [flag for flag in flags.values() if isinstance(flag, Tensor) and flag.is_cuda]
             if on_gpu and is_capturing():
-                with cuda_graphs.skipped_where(flags.values()):
+                with capture.skipped_where(flags.values()):
                     result: float | None = optimizer.step(*args, **kwargs)
                 return result
             if len(on_gpu) > 1:
@@ -1322,9 +1323,9 @@ class GradScaler(TorchGradScaler):
             return None
         return ranks.agreement(layouts)
 
-    def _tracking_for(self, method: str, *kinds: str) -> overflow.Tracking:
+    def _tracking_for(self, method: str, *kinds: str) -> tracking.Tracking:
         """The tables that a report is made of; raises RuntimeError where there are none."""
-        overflow.require_tracked(self._track, method, kinds)
+        tracking.require_tracked(self._track, method, kinds)
         if self._enabled and self._tracking.is_empty and overrides(self, _UNSCALE_GRADS):
             raise RuntimeError(
                 f"{method}() knows nothing: {type(self).__name__} overrides _unscale_grads_, and "

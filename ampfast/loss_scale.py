@@ -15,7 +15,8 @@ from ampfast.backends import Kernels, scalars, torch_ops
 from ampfast.backends.core import Update
 from ampfast.backends.core import state_layout as layout
 from ampfast.backends.gpu import DeviceKernels, Ending
-from ampfast.errors import float_of, is_capturing, refuse_capture, warn_caller
+from ampfast.capture import is_capturing, refuse_capture
+from ampfast.errors import float_of, warn_caller
 from ampfast.policies import LogMax, UnderflowTarget, float32, follower
 from ampfast.report import History, ScalerStats, empty_history
 

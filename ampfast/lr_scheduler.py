@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ampfast.backends import scalars
-from ampfast.errors import refuse_capture
+from ampfast.capture import refuse_capture
 
 __all__ = ["LateScheduler"]
 

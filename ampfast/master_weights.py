@@ -15,7 +15,8 @@ from torch import Tensor
 
 from ampfast import backends
 from ampfast.backends import core
-from ampfast.errors import not_compiled, refuse_capture
+from ampfast.capture import refuse_capture
+from ampfast.errors import not_compiled
 from ampfast.gradients import (
     SIXTEEN_BIT,
     cast_,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
 from itertools import chain
@@ -19,10 +19,8 @@ from ampfast.errors import add_note
 
 __all__ = [
     "ByOptimizer",
-    "counts_on_host",
     "explain",
     "lacks_momentum",
-    "makes_state",
     "no_inf_checks",
     "takes_grad_scaler",
 ]
@@ -61,38 +59,6 @@ def lacks_momentum(optimizer: torch.optim.SGD) -> bool:
     )
     # All groups at once, since the whole state is read.
     return core.lacks_state(params, state, "momentum_buffer")
-
-
-def makes_state(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether the next step would make the state of a parameter.
-
-    Known of torch's, and of others that have `capturable`: all but SGD keep state.
-    """
-    state: Mapping[Any, Any] = getattr(optimizer, "state", {})
-    is_sgd = isinstance(optimizer, torch.optim.SGD)
-    is_torchs = type(optimizer).__module__.startswith("torch.optim") and not is_sgd
-    for group in optimizer.param_groups:
-        has_momentum = is_sgd and group["momentum"] != 0
-        for param in group["params"]:
-            if getattr(param, "grad", None) is not None:
-                entry = state.get(param, {})
-                if (is_torchs or "capturable" in group) and not entry:
-                    return True
-                if has_momentum and entry.get("momentum_buffer") is None:
-                    return True
-    return False
-
-
-def counts_on_host(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether the count of a parameter's steps is not kept on the device of its gradient."""
-    state: Mapping[Any, Any] = getattr(optimizer, "state", {})
-    for group in optimizer.param_groups:
-        for param in group["params"]:
-            if getattr(param, "grad", None) is not None:
-                entry = state.get(param, {})
-                if "step" in entry and getattr(entry["step"], "device", None) != param.grad.device:
-                    return True
-    return False
 
 
 def no_inf_checks(optimizer: torch.optim.Optimizer) -> AssertionError:

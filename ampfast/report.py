@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from ampfast.overflow import GradientHealth, OverflowReport, ParameterHealth
+from ampfast.tracking import GradientHealth, OverflowReport, ParameterHealth
 
 __all__ = [
     "GradientHealth",

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from ampfast.backends import scalars
 from ampfast.backends.core import state_layout
-from ampfast.errors import float_of, is_capturing, refuse_capture
+from ampfast.capture import is_capturing, refuse_capture
+from ampfast.errors import float_of
 from ampfast.optimizers import ByOptimizer
 
 __all__ = ["Sigmas", "SpikeRule", "SpikeRules", "limit_of", "require_norms"]

@@ -10,8 +10,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from ampfast.capture import refuse_capture
 from ampfast.distributed import replicated
-from ampfast.errors import refuse_capture
 
 __all__ = ["sync_free_"]
 

@@ -19,16 +19,7 @@ from support import assert_same
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
-from ampfast import (
-    GradScaler,
-    backends,
-    cuda_graphs,
-    errors,
-    grad_scaler,
-    gradients,
-    loss_scale,
-    spikes,
-)
+from ampfast import GradScaler, backends, capture, grad_scaler, gradients, loss_scale, spikes
 from ampfast.backends.gpu import DeviceKernels
 
 ITERATIONS = 12
@@ -178,10 +169,10 @@ class Capturing:
         graph = self.graph
         kernels = _Kernels(launcher, graph)
         monkeypatch.setattr(backends.Choice, "kernels_for", lambda choice, device: kernels)
-        for module in (errors, grad_scaler, loss_scale, spikes):
+        for module in (capture, grad_scaler, loss_scale, spikes):
             monkeypatch.setattr(module, "is_capturing", lambda: graph.is_active)
         monkeypatch.setattr(torch.cuda, "CUDAGraph", graph)
-        monkeypatch.setattr(cuda_graphs, "_current_device", lambda: torch.device("cpu"))
+        monkeypatch.setattr(capture, "_current_device", lambda: torch.device("cpu"))
         collect = gradients.collect
 
         def unobserved(*args: Any, **kwargs: Any) -> Any:

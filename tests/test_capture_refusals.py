@@ -11,7 +11,7 @@ import pytest
 import torch
 from support import parameter_with
 
-from ampfast import GradScaler, errors, grad_scaler, loss_scale
+from ampfast import GradScaler, capture, grad_scaler, loss_scale
 from ampfast.backends import scalars
 from ampfast.loss_scale import LossScale, ScalePolicy
 
@@ -48,7 +48,7 @@ def pretend(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     monkeypatch.setattr(OnGpu, "waits", [], raising=False)
 
     def begin() -> None:
-        for module in (errors, grad_scaler):
+        for module in (capture, grad_scaler):
             monkeypatch.setattr(module, "is_capturing", lambda: True)
 
     return begin

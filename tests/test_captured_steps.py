@@ -11,7 +11,7 @@ from graph_breaks import SKIPPABLE, Training
 from reference_launcher import ReferenceLauncher
 from support import TorchScaler
 
-from ampfast import GradScaler, Sigmas, cuda_graphs
+from ampfast import GradScaler, Sigmas, capture
 
 OptState = torch.amp.grad_scaler.OptState
 
@@ -177,7 +177,7 @@ def test_refused_with_a_torch_without_conditional_nodes(
 
 
 def test_refused_on_another_device(capturing: Capturing, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda_graphs, "_current_device", lambda: torch.device("cuda", 1))
+    monkeypatch.setattr(capture, "_current_device", lambda: torch.device("cuda", 1))
     refused(trained(), capturing, "on cpu, too")
 
 

@@ -14,7 +14,7 @@ import torch
 from passes import run_check, run_unscale
 from reference_launcher import ReferenceLauncher, spans_of
 
-from ampfast import _C, errors
+from ampfast import _C, capture
 from ampfast.backends import core, cpu, gpu
 from ampfast.backends.core import Update
 from ampfast.backends.gpu import DeviceKernels, Epilogue
@@ -267,7 +267,7 @@ def test_the_device_of_a_launch_is_current(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_uncompiled_kernels_are_not_captured(monkeypatch: pytest.MonkeyPatch) -> None:
     launch = pytest.importorskip("ampfast.backends.triton.launch")
-    monkeypatch.setattr(errors, "is_capturing", lambda: True)
+    monkeypatch.setattr(capture, "is_capturing", lambda: True)
     monkeypatch.setattr(launch, "_launched", {("known",): None})
     launch._require_compiled(("known",))
     with pytest.raises(RuntimeError, match="not compiled yet; run one iteration without"):

@@ -12,8 +12,8 @@ import torch
 from support import FLOATS, OPTIMIZERS, assert_same, parameter_with, side
 from tracked import edges_of_half, random_list, range_of
 
-from ampfast import GradScaler, overflow, report
-from ampfast.overflow import GradientHealth, ParameterHealth
+from ampfast import GradScaler, report, tracking
+from ampfast.tracking import GradientHealth, ParameterHealth
 
 BACKENDS = ("cpu", "aten")
 
@@ -200,7 +200,7 @@ def test_table_is_worst_first() -> None:
     assert lines[2].split()[5:] == ["-", "<0.01%", "50.00%", "-", "1024"]
     assert len({len(line) for line in lines}) == 1
     many = str(GradientHealth(tuple(row(f"layer {i}", 1.0, 2.0) for i in range(100))))
-    assert many.endswith(f"... and {100 - overflow.MOST_LINES} more")
+    assert many.endswith(f"... and {100 - tracking.MOST_LINES} more")
 
 
 def test_rows_are_plain_data() -> None:

@@ -11,7 +11,7 @@ import torch
 from support import Scaler, agree, outcome, parameter_with, six, started
 
 from ampfast import GradScaler
-from ampfast.errors import refuse_capture
+from ampfast.capture import refuse_capture
 
 CPU = torch.device("cpu")
 

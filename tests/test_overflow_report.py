@@ -15,8 +15,8 @@ from support import TorchScaler, assert_same, parameter_with
 from torch.testing._internal.two_tensor import TwoTensor
 from tracking_support import net, parameters, set_values, started, summary
 
-from ampfast import GradScaler, errors
-from ampfast.overflow import OverflowReport
+from ampfast import GradScaler, capture
+from ampfast.tracking import OverflowReport
 
 BACKENDS = ("cpu", "aten")
 
@@ -398,7 +398,7 @@ def test_new_parameters_are_not_captured(monkeypatch: pytest.MonkeyPatch) -> Non
     optimizer: Any = Bare(params)
     scaler.unscale_(optimizer)
     scaler.update()
-    monkeypatch.setattr(errors, "is_capturing", lambda: True)
+    monkeypatch.setattr(capture, "is_capturing", lambda: True)
     scaler.unscale_(optimizer)
     scaler.update()
     params[:] = parameters(1.0)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from ampfast import GradScaler
-from ampfast.overflow import OverflowReport
+from ampfast.tracking import OverflowReport
 
 
 def net() -> torch.nn.Module:

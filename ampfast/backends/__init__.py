@@ -18,7 +18,7 @@ from torch import Tensor
 from ampfast.backends import core, cpu, torch_ops
 from ampfast.backends.core import Clip, Factor, Pass, Update
 from ampfast.backends.gpu import DeviceKernels
-from ampfast.errors import refuse_capture
+from ampfast.capture import refuse_capture
 
 __all__ = [
     "NAMES",

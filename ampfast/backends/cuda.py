@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ampfast.backends.core import _C, Clip, DeviceTable, Pass, Segment, Update
 from ampfast.backends.gpu import Epilogue, on_gpu
-from ampfast.errors import is_capturing
+from ampfast.capture import is_capturing
 
 __all__ = [
     "clip_coefficient",

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from ampfast.backends.core import _C, SPIKE, Clip, Factor, Pass, Update
 from ampfast.backends.scalars import inverse, moved, new_flag, widest
-from ampfast.errors import refuse_capture
+from ampfast.capture import refuse_capture
 
 __all__ = [
     "TensorList",

@@ -27,7 +27,7 @@ from support import TorchScaler, assert_same, side
 from torch.optim import lr_scheduler
 
 import ampfast
-from ampfast import GradScaler, LateScheduler, errors
+from ampfast import GradScaler, LateScheduler, capture
 from ampfast import lr_scheduler as module_under_test
 
 
@@ -287,7 +287,7 @@ def test_is_refused_under_capture(monkeypatch: pytest.MonkeyPatch) -> None:
     one.train(1)
     scheduler.step()
     with monkeypatch.context() as patch:
-        patch.setattr(errors, "is_capturing", lambda: True)
+        patch.setattr(capture, "is_capturing", lambda: True)
         with pytest.raises(RuntimeError, match="call it after the replay"):
             scheduler.step()
     assert scheduler.last_epoch == 0

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.distributed import checkpoint
 
 import ampfast
-from ampfast import Sigmas, clipping, errors, spikes
+from ampfast import Sigmas, capture, clipping, spikes
 from ampfast.backends import core, cpu, torch_ops
 
 WINDOW = 4
@@ -653,7 +653,7 @@ def test_a_checkpoint_without_norms_begins_anew() -> None:
 
 def test_a_capture_refuses_new_norms(monkeypatch: pytest.MonkeyPatch) -> None:
     loop = Loop()
-    monkeypatch.setattr(errors, "is_capturing", lambda: True)
+    monkeypatch.setattr(capture, "is_capturing", lambda: True)
     with pytest.raises(RuntimeError, match="the norms of Sigmas, which every replay"):
         loop.clip(1.0, Sigmas())
 
@@ -661,7 +661,7 @@ def test_a_capture_refuses_new_norms(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_capture_refuses_to_tell_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     loop = Loop()
     loop.step(1.0, 20.0)
-    monkeypatch.setattr(errors, "is_capturing", lambda: True)
+    monkeypatch.setattr(capture, "is_capturing", lambda: True)
     with pytest.raises(RuntimeError, match="a question that the host asks"):
         loop.scaler.skip_reason(loop.optimizer)
 

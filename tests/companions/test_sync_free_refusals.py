@@ -190,6 +190,6 @@ def test_hyperparameters_elsewhere(kind: str, group: dict[str, Any], fits: str) 
 
 
 def test_while_a_graph_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ampfast.errors.is_capturing", lambda: True)
+    monkeypatch.setattr("ampfast.capture.is_capturing", lambda: True)
     text = refusal(plain("adam", 2).optimizer, RuntimeError)
     assert "cannot capture" in text and "call it before" in text

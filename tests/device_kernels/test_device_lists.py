@@ -33,7 +33,7 @@ from passes import run_check, run_sums, run_unscale
 from support import BITS, FLOATS, LAYOUTS, make_gradient
 from tracked import marked, track_for
 
-from ampfast import errors
+from ampfast import capture
 from ampfast.backends import core
 
 pytestmark = pytest.mark.usefixtures("watched")
@@ -178,7 +178,7 @@ def test_a_refused_capture_leaves_all_gradients(monkeypatch: pytest.MonkeyPatch)
     scale = torch.tensor(4.0)
     run_unscale(KERNELS, grads_of(known), scale, is_scale=True)
     with monkeypatch.context() as captured:
-        captured.setattr(errors, "is_capturing", lambda: True)
+        captured.setattr(capture, "is_capturing", lambda: True)
         run_unscale(KERNELS, grads_of(known), scale, is_scale=True)
         for _ in range(2):
             with pytest.raises(RuntimeError, match="its kernel is not compiled yet"):

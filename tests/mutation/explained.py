@@ -7,9 +7,6 @@ Each is named by place, original source, replacement, and number among equal one
 AT_IMPORT: tuple[str, ...] = ()
 
 _BY_REASON: dict[str, list[tuple[str, str, str, int]]] = {
-    "Who asks takes None for False.": [
-        ("makes_state", "return False", "return None", 1),
-    ],
     "SGD with fused and other groups raises at the first step that is not skipped: torch does.": [
         (
             "lacks_momentum",

@@ -11,6 +11,7 @@ from types import CodeType
 
 # The state machine and master weights, from the root of the repository.
 FILES = (
+    "ampfast/capture.py",
     "ampfast/grad_scaler.py",
     "ampfast/loss_scale.py",
     "ampfast/master_weights.py",

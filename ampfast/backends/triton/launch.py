@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ampfast import errors
+from ampfast import capture
 from ampfast.backends.core import WINDOW_BYTES, Clip, DeviceTable, Pass, Segment, Update
 from ampfast.backends.gpu import CLIP_EPSILON, Epilogue, on_gpu
 from ampfast.backends.triton import kernels
@@ -88,7 +88,7 @@ def _interpreter() -> Iterator[None]:
 
 def is_capturing() -> bool:
     """Whether the current stream is being captured into a CUDA graph."""
-    return not INTERPRETED and errors.is_capturing()
+    return not INTERPRETED and capture.is_capturing()
 
 
 def prepare(work: Pass, table: DeviceTable, segment: Segment, epilogue: Epilogue) -> None:
@@ -342,5 +342,5 @@ def _is_known(kind: Any) -> bool:
 
 def _require_compiled(variant: tuple[object, ...]) -> None:
     if variant not in _launched:
-        remedy = f"its kernel is not compiled yet; {errors.WARM_UP}"
-        errors.refuse_capture("this", remedy)
+        remedy = f"its kernel is not compiled yet; {capture.WARM_UP}"
+        capture.refuse_capture("this", remedy)

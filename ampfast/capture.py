@@ -1,8 +1,8 @@
-"""Steps that a replay of a CUDA graph skips: bodies of its conditional nodes."""
+"""CUDA graphs: what a capture refuses, and steps that a replay skips."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import reduce
 from operator import add
@@ -10,34 +10,62 @@ from typing import Any
 
 import torch
 
-from ampfast.errors import WARM_UP
-from ampfast.optimizers import counts_on_host, makes_state
+__all__ = ["WARM_UP", "is_capturing", "refuse_capture", "require_skippable", "skipped_where"]
 
-__all__ = ["require_skippable", "skipped_where"]
+WARM_UP = "run one iteration without capturing first"
+
+
+def is_capturing() -> bool:
+    """Whether the current stream is being captured into a CUDA graph."""
+    # The second call fails in a torch without CUDA.
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+
+
+def refuse_capture(what: str, remedy: str = WARM_UP) -> None:
+    """Raises RuntimeError, naming `what` and its `remedy`, if the current stream is captured."""
+    # Compiled code runs later.
+    if not torch.compiler.is_compiling() and is_capturing():
+        raise RuntimeError(f"a CUDA graph cannot capture {what}: {remedy}")
 
 
 def require_skippable(optimizer: torch.optim.Optimizer) -> None:
     """Raises RuntimeError if the graph that is being captured could not skip this step."""
-    groups = optimizer.param_groups
-    params = [param for group in groups for param in group["params"]]
-    grads = [param.grad for param in params if getattr(param, "grad", None) is not None]
-    _capturing_graph(grad.device for grad in grads)
+    states: Mapping[Any, Any] = getattr(optimizer, "state", {})
+    used = [
+        (group, param.grad.device, states.get(param, {}))
+        for group in optimizer.param_groups
+        for param in group["params"]
+        if getattr(param, "grad", None) is not None
+    ]
+    _capturing_graph(device for _, device, _ in used)
     name = type(optimizer).__name__
-    if not all(group.get("capturable", True) for group in groups):
+    if not all(group.get("capturable", True) for group in optimizer.param_groups):
         raise RuntimeError(
             f"a CUDA graph cannot capture a step of {name} with capturable=False: "
             "make it with capturable=True"
         )
-    if counts_on_host(optimizer):
+    if any(getattr(s["step"], "device", None) != at for _, at, s in used if "step" in s):
         raise RuntimeError(
             f"a CUDA graph cannot capture a step of {name}, which counts steps on the host, where "
             "no replay counts: call scaler.step and update outside of the graph"
         )
-    if makes_state(optimizer):
+    if any(_lacks_state(optimizer, group, state) for group, _, state in used):
         raise RuntimeError(
             f"a CUDA graph cannot capture the first step of {name}, whose state every replay "
             f"would make anew: {WARM_UP}, in which it is not skipped"
         )
+
+
+def _lacks_state(optimizer: object, group: dict[str, Any], state: dict[str, Any]) -> bool:
+    """Whether the next step would make the state of a parameter.
+
+    Known of torch's optimizers, and of others that have `capturable`: all but SGD keep state.
+    """
+    is_sgd = isinstance(optimizer, torch.optim.SGD)
+    if is_sgd and group["momentum"] != 0 and state.get("momentum_buffer") is None:
+        return True
+    is_torchs = type(optimizer).__module__.startswith("torch.optim") and not is_sgd
+    return not state and (is_torchs or "capturable" in group)
 
 
 @contextmanager

@@ -18,7 +18,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from ampfast.backends import scalars
 from ampfast.backends.core import HEALTH_WORDS, MARK_WORDS, Pass, Track, has_parameters
-from ampfast.errors import refuse_capture
+from ampfast.capture import refuse_capture
 from ampfast.optimizers import ByOptimizer
 
 __all__ = [
