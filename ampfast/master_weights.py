@@ -6,6 +6,7 @@ import inspect
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import cache
 from itertools import compress
 from typing import Any, TypeVar, cast
@@ -27,6 +28,7 @@ AnyOptimizer = TypeVar("AnyOptimizer", bound=torch.optim.Optimizer)
 _KEY = "master_param"
 
 
+@dataclass(eq=False)
 class _Master:
     """Master weight of a parameter.
 
@@ -35,10 +37,8 @@ class _Master:
         weight: Its float32 weight, which an optimizer steps in its place.
     """
 
-    __slots__ = ("param", "weight")
-
-    def __init__(self, param: Tensor, weight: Tensor) -> None:
-        self.param, self.weight = param, weight
+    param: Tensor
+    weight: Tensor
 
     @classmethod
     def of(cls, param: Tensor) -> _Master:
@@ -89,19 +89,9 @@ class _Masters(dict[int, _Master]):
         """Whether both have the entries of the last step, under the keys of then."""
         return core.have_same_entries(state, self.state_keys[0], inner, self.state_keys[1])
 
-    def weight_of(self, param: Tensor) -> Tensor | None:
+    def weight_of(self, param: Tensor, default: Any = None) -> Any:
         master = self.get(id(param))
-        return None if master is None else master.weight
-
-    def stand_in_for(self, groups: list[list[Tensor]]) -> list[list[Tensor]]:
-        """The parameters of groups with master weights in their place."""
-        if self.standing is None:
-            weights = [[self.weight_of(param) for param in params] for params in groups]
-            self.standing = [
-                [param if weight is None else weight for param, weight in zip(*both, strict=True)]
-                for both in zip(groups, weights, strict=True)
-            ]
-        return self.standing
+        return default if master is None else master.weight
 
 
 class _View(Mapping[Tensor, Tensor]):
@@ -520,11 +510,14 @@ class _Swap:
         if inner is None or not masters.have_same_entries(state, inner):
             inner = _rekeyed(state, {key: each.weight for key, each in masters.items()})
             masters.state_keys = tuple(state), tuple(inner)
-        standing = masters.stand_in_for([params for _, params in own])
+        if masters.standing is None:
+            masters.standing = [
+                [masters.weight_of(param, param) for param in params] for _, params in own
+            ]
         # What `leave` restores is noted before anything is written.
         self._own, self._state, self._inner = own, state, inner
         optimizer.state = masters.inner = inner
-        for (params, _), weights in zip(own, standing, strict=True):
+        for (params, _), weights in zip(own, masters.standing, strict=True):
             params[:] = weights
 
     def leave(self) -> None:

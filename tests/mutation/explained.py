@@ -140,9 +140,6 @@ _BY_REASON: dict[str, list[tuple[str, str, str, int]]] = {
         ("GradScaler._maybe_opt_step", "len(on_gpu) > 1", "len(on_gpu) >= 1", 1),
         ("GradScaler._maybe_opt_step", "0", "1", 1),
     ],
-    "Only the names of the entries are asked for.": [
-        ("ScalePolicy._tracker_of", "0", "1", 1),
-    ],
     "An entry has flags, unless a caller takes them away; recording them again changes nothing.": [
         (
             "GradScaler.step",
