@@ -25,7 +25,7 @@ from ampfast.backends.scalars import inverse, joint_flag, moved
 from ampfast.capture import is_capturing, refuse_capture
 from ampfast.errors import add_note, not_compiled, warn_caller
 from ampfast.hooks import original_methods
-from ampfast.loss_scale import LossScale, ScalePolicy, entry_of, is_static
+from ampfast.loss_scale import Limits, LossScale, entry_of, is_static
 from ampfast.master_weights import MasterWeights, casts_of
 from ampfast.optimizers import (
     ByOptimizer,
@@ -149,7 +149,7 @@ class GradScaler(TorchGradScaler):
     # per-parameter tables.
     _choice = cached_property(lambda self: backends.choose(self._backend))
     _last_checks = cached_property(lambda self: ByOptimizer[Flags]())
-    _loss_scale = cached_property(lambda self: LossScale(ScalePolicy()))
+    _loss_scale = cached_property(lambda self: LossScale(Limits()))
     _ranks = cached_property(lambda self: distributed.Ranks(is_default=self._is_for_all))
     _spike_rules = cached_property(lambda self: SpikeRules())
     _tracking = cached_property(lambda self: tracking.Tracking(health=self._track == "health"))
@@ -184,7 +184,7 @@ class GradScaler(TorchGradScaler):
         for name, value in (("allow_fp16", allow_fp16), ("dynamic", dynamic)):
             if not isinstance(value, bool):
                 raise TypeError(f"{name} must be a bool, got {type(value).__name__}")
-        rules = ScalePolicy(min_scale, max_scale, hysteresis, hysteresis_refill, policy)
+        rules = Limits(min_scale, max_scale, hysteresis, hysteresis_refill, policy)
         loss_scale = LossScale(rules, on_min_scale)
         rules.require_within(init_scale)
         if not dynamic and not rules.is_torchs:
@@ -788,8 +788,8 @@ class GradScaler(TorchGradScaler):
         """Returns torch's; with a policy, `dynamic=False` or `Sigmas` one more, "ampfast"."""
         state = super().state_dict()
         loss_scale, norms = self._loss_scale, self._spike_rules.norms()
-        if self._enabled and (norms or not self._dynamic or not loss_scale.policy.is_torchs):
-            entry = {} if loss_scale.policy.is_torchs else loss_scale.state_dict()
+        if self._enabled and (norms or not self._dynamic or not loss_scale.limits.is_torchs):
+            entry = {} if loss_scale.limits.is_torchs else loss_scale.state_dict()
             # Without norms, too: torch.distributed.checkpoint loads only what is there already.
             state["ampfast"] = {**entry, "norms": norms}
         return state

@@ -12,7 +12,7 @@ from torch import Tensor
 from ampfast import backends
 from ampfast.backends import TORCH_OPS, Choice, Kernels, core, torch_ops
 from ampfast.backends.core import Factor, Pass, Track
-from ampfast.backends.scalars import Copies, inverse, largest, moved, new_flag, widest
+from ampfast.backends.scalars import Copies, inverse, largest, new_flag, widest
 from ampfast.backends.torch_ops import TensorList
 from ampfast.distributed import Layout, LocalShards
 from ampfast.errors import add_note
@@ -21,22 +21,13 @@ Flags = dict[torch.device, Tensor]
 Batch = core.GradList | TensorList
 
 __all__ = [
-    "SIXTEEN_BIT",
     "Gradients",
-    "cast_",
     "collect",
-    "local_tensor",
-    "narrow_on_devices",
-    "narrow_pairs",
     "of_list",
     "run",
-    "stamp_of",
     "unscaling",
     "vanishing_fractions",
 ]
-
-SIXTEEN_BIT = (torch.float16, torch.bfloat16)
-_PLAIN = (Tensor, torch.nn.Parameter)
 
 
 def _is_dense(grad: Tensor) -> bool:
@@ -252,21 +243,6 @@ def run(
     return flags
 
 
-def cast_(param_groups: Iterable[dict[str, Any]], casts: core.Casts, choice: Choice) -> None:
-    """Casts 16-bit gradients to float32, without a factor.
-
-    Args:
-        param_groups: As for `collect`.
-        casts: As for `collect`.
-        choice: The kernels.
-    """
-    found = collect(param_groups, allow_fp16=True, writes=True, choice=choice, casts=casts)
-    for kernels, grads in found.lists:
-        if isinstance(grads, core.GradList):
-            kernels.run(grads.pairs(), Pass(True, Factor.NONE))
-    casts.finish()
-
-
 @torch.no_grad()
 def _cast_by_torch(params: list[Tensor]) -> None:
     grads = [cast(Tensor, param.grad) for param in params]
@@ -280,66 +256,6 @@ def _cast_by_torch(params: list[Tensor]) -> None:
         if param.grad_dtype not in (None, torch.float32):
             param.grad_dtype = None
         param.grad = cast_grad
-
-
-def narrow_pairs(pairs: core.GradList, found_inf: Tensor | None) -> bool:
-    """Narrows a list of pairs by kernels; False, with nothing written, if they cannot."""
-    kernels = backends.choose().kernels_for(pairs.device)
-    is_known = found_inf is None or core.is_scalar(found_inf, torch.float32)
-    if kernels is TORCH_OPS or not is_known:
-        return False
-    if pairs.chunks:
-        kernels.narrow(pairs, None if found_inf is None else moved(found_inf, pairs.device))
-    return True
-
-
-def narrow_on_devices(
-    params: list[Tensor], weights: list[Tensor], found_inf: Tensor | None
-) -> None:
-    """Rounds master weights to parameters on any devices, DTensors too, unless a flag is set.
-
-    Args:
-        params: 16-bit parameters.
-        weights: float32 tensors of their shapes and devices.
-        found_inf: One-element float32, or None.
-    """
-    flags = Copies(None if found_inf is None else found_inf.detach())
-    by_device: dict[torch.device, tuple[list[Tensor], list[Tensor]]] = {}
-    for param, weight in zip(params, weights, strict=True):
-        narrow, wide = by_device.setdefault(param.device, ([], []))
-        narrow.append(local_tensor(param))
-        wide.append(local_tensor(weight))
-    for device, (narrow, wide) in by_device.items():
-        pairs = core.list_of(narrow, device, None, wide)
-        if pairs is not None and narrow_pairs(pairs, flags.on(device)):
-            torch.autograd.graph.increment_version(narrow)
-        else:
-            torch_ops.narrow(narrow, wide, flags.on(device))
-
-
-def local_tensor(tensor: Tensor) -> Tensor:
-    """Returns the local shard of a DTensor, else the tensor."""
-    if type(tensor) in _PLAIN:
-        return tensor
-    local: Tensor = getattr(tensor, "_local_tensor", tensor)
-    return local
-
-
-def stamp_of(param_groups: list[dict[str, Any]]) -> object:
-    """Returns a part for each parameter, which differs after an edit or in another group.
-
-    Edits are those that autograd sees.
-    """
-    stamp = core.stamp_of(param_groups)
-    if stamp is not None:
-        return stamp
-    stamps = []
-    for place, group in enumerate(param_groups):
-        for param in group["params"]:
-            each, needs = local_tensor(param), param.requires_grad or param.grad is not None
-            seen = (each.data_ptr(), each._version, each.dtype, each.shape, each.stride())
-            stamps.append((id(param), place, needs, seen))
-    return stamps
 
 
 def vanishing_fractions(gradients: Gradients) -> list[Tensor]:

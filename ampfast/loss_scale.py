@@ -1,4 +1,4 @@
-"""Policy, device state, counters and history of the loss scale."""
+"""Limits, device state, counters and history of the loss scale."""
 
 from __future__ import annotations
 
@@ -17,18 +17,25 @@ from ampfast.backends.core import state_layout as layout
 from ampfast.backends.gpu import DeviceKernels, Ending
 from ampfast.capture import is_capturing, refuse_capture
 from ampfast.errors import float_of, warn_caller
-from ampfast.policies import LogMax, UnderflowTarget, float32, follower
+from ampfast.policies import (
+    NO_AVERAGES,
+    LogMax,
+    UnderflowTarget,
+    float32,
+    follower,
+    require_averages,
+)
 from ampfast.report import History, ScalerStats, empty_history
 
-__all__ = ["LossScale", "ScalePolicy", "entry_of", "is_static"]
+__all__ = ["Limits", "LossScale", "entry_of", "is_static"]
 
 _ON_MIN_SCALE = ("ignore", "warn", "raise")
 _REFILLS = ("growth", "finite_step")
 
 
 @dataclass(frozen=True)
-class ScalePolicy:
-    """Limits, hysteresis and prediction of a scale, as `GradScaler` describes them."""
+class Limits:
+    """Limits, hysteresis and policy of a scale, as `GradScaler` describes them."""
 
     min_scale: float | None = None
     max_scale: float | None = None
@@ -68,8 +75,8 @@ class ScalePolicy:
 
     @property
     def is_torchs(self) -> bool:
-        """Whether the policy is torch's: no limits, no hysteresis, no prediction."""
-        return self == ScalePolicy()
+        """Whether the rule is torch's: no limits, no hysteresis, no policy."""
+        return self == Limits()
 
     def require_within(self, init_scale: float) -> None:
         """Raises ValueError if an initial scale is beyond the limits."""
@@ -80,11 +87,8 @@ class ScalePolicy:
                 f"min_scale={self.min_scale} and max_scale={self.max_scale}"
             )
 
-    def state_dict(self, hysteresis_tracker: int) -> dict[str, Any]:
-        """Returns the checkpoint's entry; its tracker counts down, as Megatron-LM's."""
-        return {**self._settings(), "hysteresis_tracker": hysteresis_tracker}
-
-    def _settings(self) -> dict[str, Any]:
+    def settings(self) -> dict[str, Any]:
+        """Returns the settings by name, as in a checkpoint."""
         settings = asdict(self)
         if self.policy is None:
             del settings["policy"]
@@ -92,39 +96,23 @@ class ScalePolicy:
             settings["policy"]["name"] = type(self.policy).__name__
         return settings
 
-    def require_loadable(self, state_dict: dict[str, Any]) -> int:
-        """Returns the hysteresis tracker of a scaler's checkpoint.
-
-        Raises:
-            ValueError: If the checkpoint has another policy or, unless this policy is torch's, a
-                static scale.
-        """
-        if not self.is_torchs and is_static(state_dict):
-            raise ValueError(
-                "the checkpoint's scale is static, but this scaler has limits, hysteresis or a "
-                "policy, which need a dynamic one"
-            )
-        if _has_policy(state_dict):
-            return self._tracker_of(state_dict["ampfast"])
-        return self.hysteresis
-
-    def _tracker_of(self, saved: object) -> int:
+    def require_loadable(self, entry: object) -> int:
         """Returns the hysteresis tracker of a checkpoint's entry.
 
         Raises:
             ValueError: If the entry is damaged or of another policy.
         """
-        names = list(self.state_dict(0))
-        others = {"averages", "policy", "norms"}
-        if not isinstance(saved, dict) or set(saved) - others != set(names) - others:
+        settings = self.settings()
+        names, others = [*settings, "hysteresis_tracker"], {"averages", "policy", "norms"}
+        if not isinstance(entry, dict) or set(entry) - others != set(names) - others:
             raise ValueError(
                 f"the checkpoint's 'ampfast' entry must be a dict of {', '.join(names)}, "
-                f"got {saved!r}"
+                f"got {entry!r}"
             )
         differences = [
-            f"{name} {saved.get(name)!r} there, {value!r} here"
-            for name, value in {"policy": None, **self._settings()}.items()
-            if saved.get(name) != value
+            f"{name} {entry.get(name)!r} there, {value!r} here"
+            for name, value in {"policy": None, **settings}.items()
+            if entry.get(name) != value
         ]
         if differences:
             raise ValueError(
@@ -132,7 +120,7 @@ class ScalePolicy:
                 "construct the scaler with the checkpoint's policy, or delete the checkpoint's "
                 "entry 'ampfast' to keep this scaler's"
             )
-        tracker = saved["hysteresis_tracker"]
+        tracker = entry["hysteresis_tracker"]
         is_int = isinstance(tracker, int) and not isinstance(tracker, bool)
         if not is_int or not -(2**31) < tracker <= self.hysteresis:
             raise ValueError(
@@ -143,68 +131,73 @@ class ScalePolicy:
 
 
 class LossScale:
-    """Updates of a scale, with policy, counters and history in one int64 tensor.
+    """Updates of a scale, with limits, counters and history in one int64 tensor.
 
     Attributes:
-        policy: Limits and hysteresis.
-        words: Device state, laid out as `backends.cpu.state_layout`; None before the first update.
-        watches_minimum: Whether `on_min_scale` is "warn" or "raise".
+        limits: Limits, hysteresis and policy.
+        on_min_scale: "ignore", "warn" or "raise".
+        watches_minimum: Whether it is "warn" or "raise".
+        words: Device state, laid out as `backends.core.state_layout`; None before the first update.
         norms: Norm and order by the ids of the optimizers that were measured, in this iteration.
         follower: Carries out the policy; None for torch's rule.
     """
 
-    def __init__(self, policy: ScalePolicy, on_min_scale: str = "ignore") -> None:
+    def __init__(self, limits: Limits, on_min_scale: str = "ignore") -> None:
         if on_min_scale not in _ON_MIN_SCALE:
             raise ValueError(
                 f"on_min_scale must be one of {', '.join(_ON_MIN_SCALE)}, got {on_min_scale!r}"
             )
-        if on_min_scale != "ignore" and policy.min_scale is None:
+        if on_min_scale != "ignore" and limits.min_scale is None:
             raise ValueError(f"on_min_scale={on_min_scale!r} needs a min_scale")
-        self.policy = policy
+        self.limits = limits
+        self.on_min_scale = on_min_scale
+        self.watches_minimum = on_min_scale != "ignore"
         self.words: Tensor | None = None
         self.norms: dict[frozenset[int], tuple[Tensor, float]] = {}
-        self.follower = follower(policy.policy)
+        self.follower = follower(limits.policy)
         # What was loaded before there are words.
         self._tolerated = 0
-        self.watches_minimum = on_min_scale != "ignore"
         self._watch = _MinimumWatch(on_min_scale == "raise") if self.watches_minimum else None
-
-    @property
-    def on_min_scale(self) -> str:
-        if self._watch is None:
-            return "ignore"
-        return "raise" if self._watch.raises else "warn"
 
     def settings(self) -> dict[str, object]:
         """Returns the settings that must be equal on all ranks, with a host sync."""
-        tracker = self.hysteresis_tracker()
-        return {**self.policy.state_dict(tracker), "on_min_scale": self.on_min_scale}
+        tracker = {"hysteresis_tracker": self.hysteresis_tracker()}
+        return {**self.limits.settings(), **tracker, "on_min_scale": self.on_min_scale}
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the checkpoint's entry, with a host sync."""
-        entry = self.policy.state_dict(self.hysteresis_tracker())
-        return entry if self.follower is None else {**entry, **self.follower.state_dict()}
+        # The tracker counts down, as Megatron-LM's.
+        tracker = {"hysteresis_tracker": self.hysteresis_tracker()}
+        averages = [] if self.follower is None else self.follower.averages()
+        return {**self.limits.settings(), **tracker, **({"averages": averages} if averages else {})}
 
     def require_loadable(self, state_dict: dict[str, Any]) -> tuple[int, list[float]]:
         """Returns the arguments of `load` for a scaler's checkpoint.
 
         Raises:
-            ValueError: As `ScalePolicy.require_loadable`, or if the policy's entry is damaged.
+            ValueError: If the checkpoint is damaged, has other limits or another policy or, unless
+                the rule is torch's, a static scale.
         """
-        tracker = self.policy.require_loadable(state_dict) if state_dict else self.policy.hysteresis
-        values: list[float] = []
-        if self.follower is not None:
-            has_entry = state_dict and _has_policy(state_dict)
-            values = self.follower.require_loadable(entry_of(state_dict) if has_entry else None)
-        return self.policy.hysteresis - tracker, values
+        if state_dict and not self.limits.is_torchs and is_static(state_dict):
+            raise ValueError(
+                "the checkpoint's scale is static, but this scaler has limits, hysteresis or a "
+                "policy, which need a dynamic one"
+            )
+        entry, tolerated = entry_of(state_dict), 0
+        is_ours = not isinstance(entry, dict) or list(entry) != ["norms"]
+        if is_ours:
+            tolerated = self.limits.hysteresis - self.limits.require_loadable(entry)
+        if not isinstance(self.limits.policy, LogMax):
+            return tolerated, []
+        return tolerated, require_averages(entry.get("averages") if is_ours else NO_AVERAGES)
 
-    def load(self, tolerated: int, values: list[float]) -> None:
-        """Sets the overflows since the last refill, and the state of the policy."""
+    def load(self, tolerated: int, averages: list[float]) -> None:
+        """Sets the overflows since the last refill, and the averages of the policy."""
         self._tolerated = tolerated
         if self.words is not None:
             self.words[layout.TOLERATED] = tolerated
         if self.follower is not None:
-            self.follower.load(values)
+            self.follower.load(averages)
 
     def update_(
         self,
@@ -228,10 +221,10 @@ class LossScale:
         """
         follower = self.follower
         norm = self.joint_norm(scale.device) if self.norms else None
-        words = self.words_on(scale.device) if self.words is None else self.words
+        words = self.words
+        if words is None or words.device != scale.device:
+            words = self.words_on(scale.device)
         update = Update(scale, growth_tracker, found_infs, *factors, words, norm)
-        if words.device != scale.device:
-            update = update._replace(state=self.words_on(scale.device))
         if follower is not None and follows:
             follower.before_update(update)
         if not kernels.update(update):
@@ -300,7 +293,7 @@ class LossScale:
         ]
         *counters, scale_word, tracker = torch.cat([words[: layout.COUNTERS], *now]).tolist()
         if self._watch is not None:
-            self._watch.report(counters, self.policy)
+            self._watch.report(counters, self.limits)
         return ScalerStats(
             steps=counters[layout.STEPS],
             skipped=counters[layout.SKIPPED],
@@ -325,10 +318,10 @@ class LossScale:
         has_norm = status & 2 != 0
         norm = scalars.float_of(entries[:, layout.RING_NORM])
         predicted = torch.zeros(len(step), dtype=torch.float32, device="cpu")
-        if self.follower is not None and end > 1:
+        predictions = [] if self.follower is None else self.follower.predictions()
+        if predictions and end > 1:
             # Each update predicts for the next step.
-            predictions = self.follower.predictions()[-len(step) : -1]
-            predicted[1:] = torch.tensor(predictions, dtype=torch.float32, device="cpu")
+            predicted[1:] = torch.tensor(predictions[-len(step) : -1], device="cpu")
         return History(
             step=step,
             scale=scalars.float_of(entries[:, layout.RING_SCALE]),
@@ -342,8 +335,8 @@ class LossScale:
     def hysteresis_tracker(self) -> int:
         """Returns the number of overflows until the scale backs off, with a host sync."""
         if self.words is not None:
-            return self.policy.hysteresis - int(self.words[layout.TOLERATED])
-        return self.policy.hysteresis - self._tolerated
+            return self.limits.hysteresis - int(self.words[layout.TOLERATED])
+        return self.limits.hysteresis - self._tolerated
 
     def reset_minimum(self) -> None:
         """Restarts the count of steps skipped at the minimum, since the scale was set."""
@@ -360,7 +353,7 @@ class LossScale:
         if self._watch is not None and self.words is not None and not is_capturing():
             counters = self._watch.arrived(self.words[: layout.COUNTERS])
             if counters is not None:
-                self._watch.report(counters, self.policy)
+                self._watch.report(counters, self.limits)
 
     def __getstate__(self) -> dict[str, Any]:
         state = {**self.__dict__, "norms": {}}
@@ -383,14 +376,14 @@ class LossScale:
 
     def _new_words(self) -> Tensor:
         words = torch.zeros(layout.STATE_WORDS, dtype=torch.int64, device="cpu")
-        limits = {layout.MIN_SCALE: self.policy.min_scale, layout.MAX_SCALE: self.policy.max_scale}
+        limits = {layout.MIN_SCALE: self.limits.min_scale, layout.MAX_SCALE: self.limits.max_scale}
         for word, limit in limits.items():
             if limit is not None:
                 words[word] = scalars.word_of(
                     torch.tensor(limit, dtype=torch.float32, device="cpu")
                 )
-        words[layout.MOST_TOLERATED] = self.policy.hysteresis - 1
-        words[layout.REFILLS_ON_FINITE_STEPS] = int(self.policy.hysteresis_refill == "finite_step")
+        words[layout.MOST_TOLERATED] = self.limits.hysteresis - 1
+        words[layout.REFILLS_ON_FINITE_STEPS] = int(self.limits.hysteresis_refill == "finite_step")
         words[layout.TOLERATED] = self._tolerated
         return words
 
@@ -420,7 +413,7 @@ class _MinimumWatch:
             self._pending = scalars.copy_to_host_async(counters)
         return arrived
 
-    def report(self, counters: list[int], policy: ScalePolicy) -> None:
+    def report(self, counters: list[int], limits: Limits) -> None:
         if counters[layout.SKIPS_AT_MINIMUM] == 0:
             self._warned_at = 0
             return
@@ -430,7 +423,7 @@ class _MinimumWatch:
         self._reported = overflows
         skips = counters[layout.CONSECUTIVE_SKIPS]
         text = (
-            f"The scale is at its minimum, {policy.min_scale}, and {skips} "
+            f"The scale is at its minimum, {limits.min_scale}, and {skips} "
             f"{'step was' if skips == 1 else 'steps in a row were'} skipped: it cannot go lower. "
             "Either the minimum is too high for these gradients, or the model or its input has NaN "
             "or infinity at any scale."
@@ -442,19 +435,14 @@ class _MinimumWatch:
             warn_caller(text)
 
 
-def entry_of(state_dict: dict[str, Any]) -> dict[str, Any]:
-    """The entry of ours in a scaler's checkpoint, which may be no dict for torch to refuse."""
+def entry_of(state_dict: dict[str, Any]) -> Any:
+    """The entry of ours in a scaler's checkpoint; without one that of a scaler by torch's rule.
+
+    The checkpoint may be no dict for torch to refuse.
+    """
     if "ampfast" not in state_dict:
-        return {}
-    entry: dict[str, Any] = state_dict["ampfast"]
-    return entry
-
-
-def _has_policy(state_dict: dict[str, Any]) -> bool:
-    """Whether a scaler's checkpoint has more of ours than the norms of `Sigmas`."""
-    entry: object = entry_of(state_dict)
-    has_only_norms = isinstance(entry, dict) and list(entry) == ["norms"]
-    return "ampfast" in state_dict and not has_only_norms
+        return {"norms": []}
+    return state_dict["ampfast"]
 
 
 def is_static(state_dict: dict[str, Any]) -> bool:

@@ -6,6 +6,7 @@ import inspect
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import cache
 from itertools import compress
 from typing import Any, TypeVar, cast
@@ -13,18 +14,12 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor
 
-from ampfast import backends
-from ampfast.backends import core
+from ampfast import backends, gradients
+from ampfast.backends import TORCH_OPS, core, torch_ops
+from ampfast.backends.core import Factor, Pass
+from ampfast.backends.scalars import Copies, moved
 from ampfast.capture import refuse_capture
 from ampfast.errors import not_compiled
-from ampfast.gradients import (
-    SIXTEEN_BIT,
-    cast_,
-    local_tensor,
-    narrow_on_devices,
-    narrow_pairs,
-    stamp_of,
-)
 
 __all__ = ["MasterWeights", "casts_of", "master_weights_"]
 
@@ -34,6 +29,7 @@ AnyOptimizer = TypeVar("AnyOptimizer", bound=torch.optim.Optimizer)
 _KEY = "master_param"
 
 
+@dataclass(eq=False)
 class _Master:
     """Master weight of a parameter.
 
@@ -42,10 +38,8 @@ class _Master:
         weight: Its float32 weight, which an optimizer steps in its place.
     """
 
-    __slots__ = ("param", "weight")
-
-    def __init__(self, param: Tensor, weight: Tensor) -> None:
-        self.param, self.weight = param, weight
+    param: Tensor
+    weight: Tensor
 
     @classmethod
     def of(cls, param: Tensor) -> _Master:
@@ -57,7 +51,7 @@ class _Master:
     @torch.no_grad()
     def catch_up(self) -> None:
         """Takes the elements in which the parameter differs; others keep their low bits."""
-        param, weight = local_tensor(self.param), local_tensor(self.weight)
+        param, weight = _local(self.param), _local(self.weight)
         # Bits, for the sign of zero.
         differs = weight.to(param.dtype).view(torch.int16) != param.view(torch.int16)
         weight.copy_(torch.where(differs, param.to(torch.float32), weight))
@@ -68,16 +62,16 @@ class _Masters(dict[int, _Master]):
 
     Attributes:
         casts: Casts of the optimizer's gradients.
-        stamp: `stamp_of` the groups when parameters and master weights were last equal; None:
+        fingerprint: That of the groups when parameters and master weights were last equal; None:
             compare them.
-        weights: The weight of each parameter in the groups, None for others; of that stamp.
+        weights: The weight of each parameter in the groups then, None for others.
         lent: A byte for each of them: 1 if its gradient was lent to its weight for this step.
         standing: The parameters of each group with master weights in their place, or None.
         inner: The state by master weight, as the last step left it, or None.
         state_keys: The keys of the state and of `inner` then.
     """
 
-    stamp: Any = None
+    fingerprint: Any = None
     weights: tuple[Tensor | None, ...] = ()
     lent: Any = None
     standing: list[list[Tensor]] | None = None
@@ -96,19 +90,9 @@ class _Masters(dict[int, _Master]):
         """Whether both have the entries of the last step, under the keys of then."""
         return core.have_same_entries(state, self.state_keys[0], inner, self.state_keys[1])
 
-    def weight_of(self, param: Tensor) -> Tensor | None:
+    def weight_of(self, param: Tensor, default: Any = None) -> Any:
         master = self.get(id(param))
-        return None if master is None else master.weight
-
-    def stand_in_for(self, groups: list[list[Tensor]]) -> list[list[Tensor]]:
-        """The parameters of groups with master weights in their place."""
-        if self.standing is None:
-            weights = [[self.weight_of(param) for param in params] for params in groups]
-            self.standing = [
-                [param if weight is None else weight for param, weight in zip(*both, strict=True)]
-                for both in zip(groups, weights, strict=True)
-            ]
-        return self.standing
+        return default if master is None else master.weight
 
 
 class _View(Mapping[Tensor, Tensor]):
@@ -186,7 +170,7 @@ class MasterWeights(torch.optim.Optimizer):
         except BaseException:
             # An interrupt may come between any two lines, so each of these can be done again.
             swap.leave()
-            self._masters.stamp = None  # parameters win over what the step has written
+            self._masters.fingerprint = None  # parameters win over what the step has written
             core.take_grads(self._masters.weights)
             raise
         return result
@@ -310,12 +294,12 @@ def _prepare(optimizer: MasterWeights) -> None:
         _refuse_differentiable(index, group)
         if not isinstance(group["params"], list):
             group["params"] = list(group["params"])
-    if isinstance(masters.stamp, bytes):
-        masters.lent = core.lend_grads(groups, masters.weights, masters.stamp)
+    if isinstance(masters.fingerprint, bytes):
+        masters.lent = core.lend_grads(groups, masters.weights, masters.fingerprint)
         if masters.lent is not None:
             return
-    stamp = stamp_of(groups)
-    if stamp != masters.stamp:
+    fingerprint = _fingerprint_of(groups)
+    if fingerprint != masters.fingerprint:
         for index, group in enumerate(groups):
             for number, param in enumerate(group["params"]):
                 _follow(masters, param, f"parameter {number} of group {index}")
@@ -324,10 +308,21 @@ def _prepare(optimizer: MasterWeights) -> None:
             del masters[key]
         masters.standing = masters.inner = None
         masters.weights = tuple(masters.weight_of(param) for param in _params(optimizer))
-        masters.stamp = stamp
-    cast_(groups, masters.casts, backends.choose())
+        masters.fingerprint = fingerprint
+    _cast(optimizer)
     # Groups may be other containers than the core knows.
     masters.lent = core.lend_grads([{"params": _params(optimizer)}], masters.weights, None)
+
+
+def _cast(optimizer: MasterWeights) -> None:
+    """Casts 16-bit gradients to float32, without a factor."""
+    groups, casts = optimizer.param_groups, optimizer._masters.casts
+    choice = backends.choose()
+    found = gradients.collect(groups, allow_fp16=True, writes=True, choice=choice, casts=casts)
+    for kernels, grads in found.lists:
+        if isinstance(grads, core.GradList):
+            kernels.run(grads.pairs(), Pass(True, Factor.NONE))
+    casts.finish()
 
 
 def _follow(masters: _Masters, param: Tensor, where: str) -> None:
@@ -356,27 +351,85 @@ def _write_back(optimizer: MasterWeights) -> None:
     """
     masters, groups = optimizer._masters, optimizer.param_groups
     found_inf = getattr(optimizer, "found_inf", None)
-    pairs = core.stepped_pairs(groups, masters.weights, masters.lent, masters.stamp)
+    pairs = core.stepped_pairs(groups, masters.weights, masters.lent, masters.fingerprint)
     if pairs is None:
-        _refuse_changes(masters, stamp_of(groups))
-    if pairs is not None and narrow_pairs(pairs[0], found_inf):
-        masters.stamp = pairs[1]
+        _refuse_changes(masters, _fingerprint_of(groups))
+    if pairs is not None and _narrow_pairs(pairs[0], found_inf):
+        masters.fingerprint = pairs[1]
     else:
         stepped = [masters[id(param)] for param in compress(_params(optimizer), masters.lent)]
         for each in stepped:
             if each.weight.grad is None:
                 each.param.grad = None
         narrow_on_devices([s.param for s in stepped], [s.weight for s in stepped], found_inf)
-        masters.stamp = stamp_of(groups)
+        masters.fingerprint = _fingerprint_of(groups)
     core.take_grads(masters.weights)
 
 
-def _refuse_changes(masters: _Masters, stamp: Any) -> None:
+def _narrow_pairs(pairs: core.GradList, found_inf: Tensor | None) -> bool:
+    """Narrows a list of pairs by kernels; False, with nothing written, if they cannot."""
+    kernels = backends.choose().kernels_for(pairs.device)
+    is_known = found_inf is None or core.is_scalar(found_inf, torch.float32)
+    if kernels is TORCH_OPS or not is_known:
+        return False
+    if pairs.chunks:
+        kernels.narrow(pairs, None if found_inf is None else moved(found_inf, pairs.device))
+    return True
+
+
+def narrow_on_devices(
+    params: list[Tensor], weights: list[Tensor], found_inf: Tensor | None
+) -> None:
+    """Rounds master weights to parameters on any devices, DTensors too, unless a flag is set.
+
+    Args:
+        params: 16-bit parameters.
+        weights: float32 tensors of their shapes and devices.
+        found_inf: One-element float32, or None.
+    """
+    flags = Copies(None if found_inf is None else found_inf.detach())
+    by_device: dict[torch.device, tuple[list[Tensor], list[Tensor]]] = {}
+    for param, weight in zip(params, weights, strict=True):
+        narrow, wide = by_device.setdefault(param.device, ([], []))
+        narrow.append(_local(param))
+        wide.append(_local(weight))
+    for device, (narrow, wide) in by_device.items():
+        pairs = core.list_of(narrow, device, None, wide)
+        if pairs is not None and _narrow_pairs(pairs, flags.on(device)):
+            torch.autograd.graph.increment_version(narrow)
+        else:
+            torch_ops.narrow(narrow, wide, flags.on(device))
+
+
+def _local(tensor: Tensor) -> Tensor:
+    """The local shard of a DTensor, else the tensor."""
+    is_plain = type(tensor) in (Tensor, torch.nn.Parameter)
+    return tensor if is_plain else getattr(tensor, "_local_tensor", tensor)
+
+
+def _fingerprint_of(param_groups: list[dict[str, Any]]) -> Any:
+    """A fingerprint of the parameters, of a part for each.
+
+    It differs after any edit that bumps a version, and after any change of the groups.
+    """
+    fingerprint = core.stamp_of(param_groups)
+    if fingerprint is not None:
+        return fingerprint
+    parts = []
+    for place, group in enumerate(param_groups):
+        for param in group["params"]:
+            each, needs = _local(param), param.requires_grad or param.grad is not None
+            seen = (each.data_ptr(), each._version, each.dtype, each.shape, each.stride())
+            parts.append((id(param), place, needs, seen))
+    return parts
+
+
+def _refuse_changes(masters: _Masters, fingerprint: Any) -> None:
     """Refuses a step that changed a parameter itself, which its master weight would overwrite."""
-    size = len(masters.stamp) // max(1, len(masters.weights))
+    size = len(masters.fingerprint) // max(1, len(masters.weights))
     for number, weight in enumerate(masters.weights):
         part = slice(number * size, (number + 1) * size)
-        if weight is not None and masters.stamp[part] != stamp[part]:
+        if weight is not None and masters.fingerprint[part] != fingerprint[part]:
             raise RuntimeError(
                 f"the optimizer's step changed parameter {number} while a master weight stood in "
                 "for it: master_weights_ serves optimizers that step the parameters in their "
@@ -458,11 +511,14 @@ class _Swap:
         if inner is None or not masters.have_same_entries(state, inner):
             inner = _rekeyed(state, {key: each.weight for key, each in masters.items()})
             masters.state_keys = tuple(state), tuple(inner)
-        standing = masters.stand_in_for([params for _, params in own])
+        if masters.standing is None:
+            masters.standing = [
+                [masters.weight_of(param, param) for param in params] for _, params in own
+            ]
         # What `leave` restores is noted before anything is written.
         self._own, self._state, self._inner = own, state, inner
         optimizer.state = masters.inner = inner
-        for (params, _), weights in zip(own, standing, strict=True):
+        for (params, _), weights in zip(own, masters.standing, strict=True):
             params[:] = weights
 
     def leave(self) -> None:
@@ -583,7 +639,7 @@ def master_weights_(optimizer: AnyOptimizer) -> AnyOptimizer:
 
 
 def _fits(param: Tensor) -> bool:
-    return param.dtype in SIXTEEN_BIT
+    return param.dtype in (torch.float16, torch.bfloat16)
 
 
 def _refuse_differentiable(index: int, group: dict[str, Any]) -> None:

@@ -15,13 +15,23 @@ from ampfast.backends.core import Pass, Update
 from ampfast.errors import float_of
 from ampfast.gradients import Gradients, vanishing_fractions
 
-__all__ = ["Follower", "LogMax", "UnderflowTarget", "float32", "follower"]
+__all__ = [
+    "NO_AVERAGES",
+    "Follower",
+    "LogMax",
+    "UnderflowTarget",
+    "float32",
+    "follower",
+    "require_averages",
+]
 
 # Of the moving averages of LogMax: the logarithm and its weight so far; slower ones of the
 # logarithm, its square and their weight.
-_SHARE, _SLOW_SHARE = 1 / 128, 1 / 1024
-_SHARES = (_SHARE, _SHARE, _SLOW_SHARE, _SLOW_SHARE, _SLOW_SHARE)
+_FRACTION, _SLOW_FRACTION = 1 / 128, 1 / 1024
+_FRACTIONS = (_FRACTION, _FRACTION, _SLOW_FRACTION, _SLOW_FRACTION, _SLOW_FRACTION)
 _LARGEST_AVERAGE = 1100.0**2
+# The averages of LogMax before the first step, and its ceiling.
+NO_AVERAGES = [0.0] * (len(_FRACTIONS) + 1)
 _STEPS = core.state_layout.RING_STEPS
 
 
@@ -31,7 +41,7 @@ class LogMax:
 
     With x = log2 of each step's largest unscaled magnitude, linear between powers of two, the next
     scale is the power of two at or below 2^(16 - headroom - mean(x) - sigmas * std(x)). Moving
-    averages: x with a share of 1/128; x and x^2, for the deviation, with 1/1024; of steps taken
+    averages: x with a fraction of 1/128; x and x^2, for the deviation, with 1/1024; of steps taken
     only. After an overflow the scale stays below the one that overflowed, until torch's rule
     has grown that limit: growth_interval steps without overflow for each factor of growth.
 
@@ -62,8 +72,8 @@ class LogMax:
 class UnderflowTarget:
     """torch's rule, but the scale grows only while too many values vanish.
 
-    Growth that is due waits until more than a share of an optimizer's nonzero gradient values, as
-    they are scaled, lie below the smallest number of float16. It needs `track="health"`, which
+    Growth that is due waits until more than a fraction of an optimizer's nonzero gradient values,
+    as they are scaled, lie below the smallest number of float16. It needs `track="health"`, which
     counts them. Values that have been rounded to zero do not count, as in float16 gradients.
 
     Attributes:
@@ -109,6 +119,12 @@ class Follower:
         self.observed: list[Tensor] = []
         self._proposal: Any = None
         self._memory: ctypes.c_float | None = None  # of the proposal, on a CPU
+        # Predictions, the oldest first, and averages, if any: floats beside a scale that the host
+        # reads without waiting, else one float64 tensor.
+        self._state: Any = []
+        self._fractions: Tensor | None = None
+        # The last prediction and the averages of the update under way.
+        self._next: Any = None
 
     def before(self, work: Pass, device: torch.device) -> Pass:
         """Returns a pass over gradients, still scaled, with what it is to observe."""
@@ -141,36 +157,45 @@ class Follower:
 
     def after_update(self) -> None:
         """Concludes an update, also one without a call of `before_update`; no host sync."""
+        state, following = self._state, self._next
+        self._next = None
+        if isinstance(state, list):
+            state[_STEPS:] = following or (0.0, *state[_STEPS:])
+            del state[:1]
+        else:
+            if following is None:
+                following = torch.nn.functional.pad(state[_STEPS:], (1, 0))
+            state.copy_(torch.cat([state[1:_STEPS], following]))
 
     def predictions(self) -> list[float]:
-        """Returns the predictions made in the last 1,024 updates, 0 for none; a host sync."""
-        return [0.0] * _STEPS
+        """Returns the predictions of the last 1,024 updates, 0 for none; a host sync."""
+        return self._floats()[:_STEPS]
 
-    def state_dict(self) -> dict[str, Any]:
-        """Returns its part of a checkpoint's entry, with a host sync."""
-        return {}
+    def averages(self) -> list[float]:
+        """Returns what a checkpoint keeps, with a host sync."""
+        return self._floats()[_STEPS:]
 
-    def require_loadable(self, entry: dict[str, Any] | None) -> list[float]:
-        """Returns the argument of `load` for a checkpoint's entry; None for a new state.
+    def load(self, averages: list[float]) -> None:
+        """Sets what a checkpoint kept, in place."""
+        given: Any = averages
+        if isinstance(self._state, Tensor):
+            given = torch.tensor(averages, dtype=torch.float64, device="cpu")
+        self._state[_STEPS:] = given
 
-        Raises:
-            ValueError: If the entry is damaged.
-        """
-        return []
-
-    def load(self, values: list[float]) -> None:
-        """Sets the state in place."""
+    def _floats(self) -> list[float]:
+        return self._state if isinstance(self._state, list) else self._state.tolist()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "observed": [], "_proposal": None, "_memory": None}
+        nothing = dict.fromkeys(("_proposal", "_memory", "_fractions", "_next"))
+        return {**self.__dict__, **nothing, "observed": [], "_state": self._floats()}
 
 
 class _TargetFollower(Follower):
-    """Lets growth wait; where no share is known, torch's rule applies."""
+    """Lets growth wait; where no fraction is known, torch's rule applies."""
 
     def __init__(self, policy: UnderflowTarget) -> None:
         super().__init__()
-        self._share = policy.share
+        self._fraction = policy.share
 
     def seen(self, grads: Gradients) -> list[Tensor] | None:
         return vanishing_fractions(grads)
@@ -185,7 +210,7 @@ class _TargetFollower(Follower):
 
     def before_update(self, update: Update) -> None:
         if self.observed:
-            waits = self.largest(self.observed, update.scale.device) <= self._share
+            waits = self.largest(self.observed, update.scale.device) <= self._fraction
             self._proposal.fill_(-waits.float())
 
 
@@ -195,12 +220,7 @@ class _LogMaxFollower(Follower):
     def __init__(self, policy: LogMax) -> None:
         super().__init__()
         self._policy = policy
-        # Predictions, the oldest first, averages and ceiling: floats beside a scale that the host
-        # reads without waiting, else one float64 tensor.
-        self._state: Any = [0.0] * (_STEPS + len(_SHARES) + 1)
-        self._shares: Tensor | None = None
-        # The last prediction, averages and ceiling of the update under way.
-        self._next: Any = None
+        self._state = [0.0] * _STEPS + NO_AVERAGES
 
     def before(self, work: Pass, device: torch.device) -> Pass:
         wide = torch.float64 if device.type == "cpu" else scalars.widest(device)
@@ -218,7 +238,7 @@ class _LogMaxFollower(Follower):
             settings: Any = {"dtype": torch.float64, "device": words.device}
             with torch.inference_mode(False):
                 self._state = torch.as_tensor(self._state, **settings)
-                self._shares = torch.tensor(_SHARES, **settings)
+                self._fractions = torch.tensor(_FRACTIONS, **settings)
 
     def before_update(self, update: Update) -> None:
         observed, state = self.observed, self._state
@@ -240,11 +260,11 @@ class _LogMaxFollower(Follower):
         if finite and 0 < largest < math.inf:
             fraction, exponent = math.frexp(largest)
             log = exponent - 2 + 2 * fraction
-            mean += _SHARE * (log - mean)
-            weight += _SHARE * (1 - weight)
-            slow_mean += _SLOW_SHARE * (log - slow_mean)
-            slow_square += _SLOW_SHARE * (log * log - slow_square)
-            slow_weight += _SLOW_SHARE * (1 - slow_weight)
+            mean += _FRACTION * (log - mean)
+            weight += _FRACTION * (1 - weight)
+            slow_mean += _SLOW_FRACTION * (log - slow_mean)
+            slow_square += _SLOW_FRACTION * (log * log - slow_square)
+            slow_weight += _SLOW_FRACTION * (1 - slow_weight)
         prediction = 0.0
         # A spike predicts nothing.
         if weight > 0 and finite == kept:
@@ -286,7 +306,7 @@ class _LogMaxFollower(Follower):
         log = exponent - 2 + 2 * fraction
         averages, targets = self._state[_STEPS:-1], torch.stack([log, one, log, log * log, one])
         is_known = finite & (peak > 0) & (peak < math.inf)
-        averages = torch.where(is_known, averages.lerp(targets, self._shares), averages)
+        averages = torch.where(is_known, averages.lerp(targets, self._fractions), averages)
         mean, weight, slow_mean, slow_square, slow_weight = averages
         is_new = weight == 0
         far = slow_mean / (slow_weight + is_new)
@@ -301,55 +321,29 @@ class _LogMaxFollower(Follower):
         self._proposal.fill_(torch.where((ceiling > 0) & (wanted > ceiling), ceiling, prediction))
         self._next = torch.cat([prediction.reshape(1), averages, ceiling.reshape(1)])
 
-    def after_update(self) -> None:
-        state, following = self._state, self._next
-        self._next = None
-        if isinstance(state, list):
-            state[_STEPS:] = following or (0.0, *state[_STEPS:])
-            del state[0]
-        else:
-            if following is None:
-                following = torch.nn.functional.pad(state[_STEPS:], (1, 0))
-            state.copy_(torch.cat([state[1:_STEPS], following]))
 
-    def predictions(self) -> list[float]:
-        return self._floats()[:_STEPS]
+def require_averages(saved: object) -> list[float]:
+    """Returns the averages of a checkpoint.
 
-    def state_dict(self) -> dict[str, Any]:
-        return {"averages": self._floats()[_STEPS:]}
-
-    def require_loadable(self, entry: dict[str, Any] | None) -> list[float]:
-        count = len(_SHARES) + 1
-        saved = [0.0] * count if entry is None else entry.get("averages")
-        values: list[Any] = saved if isinstance(saved, list) else []
-        is_valid = len(values) == count and all(type(each) is float for each in values)
-        if is_valid:
-            mean, weight, slow_mean, slow_square, slow_weight, ceiling = values
-            # Of exponents of float64; the first one has these shares.
-            is_valid = all(abs(each) <= _LARGEST_AVERAGE for each in (mean, slow_mean, slow_square))
-            is_valid &= (weight, slow_weight) == (0, 0) or (
-                _SHARE <= weight <= 1 and _SLOW_SHARE <= slow_weight <= 1
-            )
-            is_valid &= slow_square >= 0 and 0 <= ceiling <= torch.finfo(torch.float32).max
-        if not is_valid:
-            raise ValueError(
-                f"the checkpoint's averages must be a list of {count} finite floats, as LogMax "
-                f"writes them, got {saved!r}"
-            )
-        return [*values[:-1], float32(values[-1])]
-
-    def load(self, values: list[float]) -> None:
-        state: Any = values
-        if isinstance(self._state, Tensor):
-            state = torch.tensor(values, dtype=torch.float64, device="cpu")
-        self._state[_STEPS:] = state
-
-    def _floats(self) -> list[float]:
-        return self._state if isinstance(self._state, list) else self._state.tolist()
-
-    def __getstate__(self) -> dict[str, Any]:
-        state = {"_state": self._floats(), "_shares": None, "_next": None}
-        return {**super().__getstate__(), **state}
+    Raises:
+        ValueError: If they are not as LogMax writes them.
+    """
+    values: list[Any] = saved if isinstance(saved, list) else []
+    is_valid = len(values) == len(NO_AVERAGES) and all(type(each) is float for each in values)
+    if is_valid:
+        mean, weight, slow_mean, slow_square, slow_weight, ceiling = values
+        # Of exponents of float64; the first one has these fractions.
+        is_valid = all(abs(each) <= _LARGEST_AVERAGE for each in (mean, slow_mean, slow_square))
+        is_valid &= (weight, slow_weight) == (0, 0) or (
+            _FRACTION <= weight <= 1 and _SLOW_FRACTION <= slow_weight <= 1
+        )
+        is_valid &= slow_square >= 0 and 0 <= ceiling <= torch.finfo(torch.float32).max
+    if not is_valid:
+        raise ValueError(
+            f"the checkpoint's averages must be a list of {len(NO_AVERAGES)} finite floats, as "
+            f"LogMax writes them, got {saved!r}"
+        )
+    return [*values[:-1], float32(values[-1])]
 
 
 def _host_reads(device: torch.device) -> bool:

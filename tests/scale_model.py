@@ -11,7 +11,7 @@ import torch
 
 from ampfast.backends.core import SPIKE, Update
 from ampfast.backends.core import state_layout as layout
-from ampfast.loss_scale import LossScale, ScalePolicy
+from ampfast.loss_scale import Limits, LossScale
 from ampfast.policies import LogMax, UnderflowTarget
 
 
@@ -68,7 +68,7 @@ class ScaleModel:
     scale: float
     tracker: int
     factors: Factors
-    policy: ScalePolicy
+    limits: Limits
     steps: int = 0
     skipped: int = 0
     growths: int = 0
@@ -97,37 +97,37 @@ class ScaleModel:
 
     def _move(self, found: bool, peak: float) -> None:
         growth, backoff, interval = self.factors
-        before, policy = self.scale, self.policy
+        before, limits, policy = self.scale, self.limits, self.limits.policy
         after = before
         if found:
             self.tracker = 0
             self.tolerated += 1
-            if self.tolerated >= policy.hysteresis:
+            if self.tolerated >= limits.hysteresis:
                 after = float32(before * backoff)
         else:
             self.tracker += 1
-            waits = isinstance(policy.policy, UnderflowTarget) and not peak > policy.policy.share
-            if policy.hysteresis_refill == "finite_step":
+            waits = isinstance(policy, UnderflowTarget) and not peak > policy.share
+            if limits.hysteresis_refill == "finite_step":
                 self.tolerated = 0
             if 1 <= interval <= self.tracker and not waits:
                 self.tracker = 0
                 self.tolerated = 0
                 grown = float32(before * growth)
                 after = grown if math.isfinite(grown) else before
-        if isinstance(policy.policy, LogMax):
+        if isinstance(policy, LogMax):
             after = self._predicted(found, after, peak)
-        if after > before and policy.max_scale is not None:
-            after = min(after, max(before, float32(policy.max_scale)))
-        elif after < before and policy.min_scale is not None:
-            after = max(after, min(before, float32(policy.min_scale)))
+        if after > before and limits.max_scale is not None:
+            after = min(after, max(before, float32(limits.max_scale)))
+        elif after < before and limits.min_scale is not None:
+            after = max(after, min(before, float32(limits.min_scale)))
         self.growths += after > before
         self.backoffs += after < before
-        stuck = found and policy.min_scale is not None and before <= float32(policy.min_scale)
+        stuck = found and limits.min_scale is not None and before <= float32(limits.min_scale)
         self.skips_at_minimum = self.skips_at_minimum + 1 if stuck else 0
         self.scale = after
 
     def _predicted(self, found: bool, by_torch: float, peak: float) -> float:
-        prediction, policy = self.prediction, self.policy.policy
+        prediction, policy = self.prediction, self.limits.policy
         if found:
             prediction.ceiling = by_torch
         else:
@@ -150,16 +150,16 @@ class ScaleModel:
 
 
 POLICIES = {
-    "torch's": ScalePolicy(),
-    "limits": ScalePolicy(min_scale=0.3, max_scale=40.0),
-    "minimum": ScalePolicy(min_scale=1.1),
-    "maximum": ScalePolicy(max_scale=7.7),
-    "hysteresis": ScalePolicy(hysteresis=3),
-    "hysteresis refilled": ScalePolicy(hysteresis=2, hysteresis_refill="finite_step"),
-    "all": ScalePolicy(0.5, 30.0, 2, "growth"),
-    "log max": ScalePolicy(policy=LogMax()),
-    "underflow target": ScalePolicy(policy=UnderflowTarget(1.0 / 3.0)),
-    "log max, limits": ScalePolicy(2.0**-20, 2.0**20, policy=LogMax(0.5, 2.5)),
+    "torch's": Limits(),
+    "limits": Limits(min_scale=0.3, max_scale=40.0),
+    "minimum": Limits(min_scale=1.1),
+    "maximum": Limits(max_scale=7.7),
+    "hysteresis": Limits(hysteresis=3),
+    "hysteresis refilled": Limits(hysteresis=2, hysteresis_refill="finite_step"),
+    "all": Limits(0.5, 30.0, 2, "growth"),
+    "log max": Limits(policy=LogMax()),
+    "underflow target": Limits(policy=UnderflowTarget(1.0 / 3.0)),
+    "log max, limits": Limits(2.0**-20, 2.0**20, policy=LogMax(0.5, 2.5)),
 }
 FACTORS = Factors(1.9, 0.3, 3)
 
@@ -179,9 +179,9 @@ def random_steps(count: int, seed: int, spikes: bool = False) -> list[tuple[floa
     return steps[:count]
 
 
-def random_peaks(count: int, policy: ScalePolicy) -> list[float | None]:
+def random_peaks(count: int, limits: Limits) -> list[float | None]:
     """Peaks for a policy that needs them, else None: a walk, with zeros and extremes."""
-    if policy.policy is None:
+    if limits.policy is None:
         return [None] * count
     chance, level = random.Random(count), 0.0
     peaks = []
@@ -222,7 +222,7 @@ def assert_state(kept: LossScale, model: ScaleModel) -> None:
     words = kept.words.cpu()
     assert words[: layout.COUNTERS].tolist() == model.counters()
     assert words[layout.PROPOSAL] == 0
-    if isinstance(model.policy.policy, LogMax):
+    if isinstance(model.limits.policy, LogMax):
         assert kept.state_dict()["averages"] == model.prediction.averages()
     history = kept.history()
     expected = model.history[-layout.RING_STEPS :]

@@ -13,7 +13,7 @@ from support import parameter_with
 
 from ampfast import GradScaler, capture, grad_scaler, loss_scale
 from ampfast.backends import scalars
-from ampfast.loss_scale import LossScale, ScalePolicy
+from ampfast.loss_scale import Limits, LossScale
 
 REFUSED = pytest.raises(RuntimeError, match="a CUDA graph cannot capture")
 
@@ -98,19 +98,19 @@ def test_refuses_to_create_state_off_the_cpu(pretend: Callable[[], None]) -> Non
     pretend()
     for begins in (
         GradScaler("cpu", backend="aten")._lazy_init_scale_growth_tracker,
-        LossScale(ScalePolicy()).words_on,
+        LossScale(Limits()).words_on,
     ):
         with REFUSED:
             begins(meta)
         begins(cpu)
-    moved = LossScale(ScalePolicy())
+    moved = LossScale(Limits())
     assert moved.words_on(cpu) is moved.words_on(cpu)
     with REFUSED:
         moved.words_on(meta)
 
 
 def test_kept_state_moves_with_the_scale() -> None:
-    state = LossScale(ScalePolicy())
+    state = LossScale(Limits())
     state.words_on(torch.device("cpu"))
     state._new_words = lambda: pytest.fail("made anew")
     assert state.words_on(torch.device("meta")).device.type == "meta"

@@ -16,7 +16,7 @@ from rigs import Legacy
 from support import FUSED, OPTIMIZERS, TorchScaler, assert_same, parameter_with
 
 from ampfast import GradScaler
-from ampfast.loss_scale import LossScale, ScalePolicy
+from ampfast.loss_scale import Limits, LossScale
 from ampfast.optimizers import ByOptimizer
 
 
@@ -309,7 +309,7 @@ def test_objects_without_weak_references_are_held() -> None:
 
 
 def test_the_last_norm_of_the_same_gradients_counts() -> None:
-    loss_scale, optimizer = LossScale(ScalePolicy()), optimizer_of("sgd")
+    loss_scale, optimizer = LossScale(Limits()), optimizer_of("sgd")
     for value in (1.0, 3.0):
         loss_scale.record_norm([optimizer], torch.tensor(value), 2.0)
     assert loss_scale.joint_norm(torch.device("cpu")).item() == 3.0

@@ -29,7 +29,7 @@ import ampfast
 from ampfast import GradScaler, loss_scale
 from ampfast.backends import cpu, torch_ops
 from ampfast.backends.core import state_layout
-from ampfast.loss_scale import LossScale, ScalePolicy
+from ampfast.loss_scale import Limits, LossScale
 
 
 def test_the_layout_has_no_overlap() -> None:
@@ -46,10 +46,10 @@ def test_the_layout_has_no_overlap() -> None:
 @pytest.mark.parametrize("backend", ["cpu", "aten"])
 def test_random_steps(backend: str, policy: str, start: float) -> None:
     model = ScaleModel(float32(start), 1, FACTORS, POLICIES[policy])
-    kept = LossScale(model.policy)
+    kept = LossScale(model.limits)
     scale = torch.tensor(model.scale)
     tracker = torch.tensor(model.tracker, dtype=torch.int32)
-    peaks = random_peaks(1100, model.policy)
+    peaks = random_peaks(1100, model.limits)
     steps = random_steps(1100, seed=len(policy), spikes=True)
     for (found, norm), peak in zip(steps, peaks, strict=True):
         update = update_of(kept, scale, tracker, found, norm)
@@ -229,7 +229,7 @@ def test_warns_at_the_minimum_each_time_the_streak_doubles() -> None:
 
 def skipping(on_min_scale: str, skips: int) -> LossScale:
     """State after that many skipped steps in a row at the minimum."""
-    state = LossScale(ScalePolicy(min_scale=1.0), on_min_scale)
+    state = LossScale(Limits(min_scale=1.0), on_min_scale)
     words = state.words_on(torch.device("cpu"))
     for word in ("STEPS", "SKIPPED", "CONSECUTIVE_SKIPS", "SKIPS_AT_MINIMUM"):
         words[getattr(state_layout, word)] = skips
@@ -271,7 +271,7 @@ def test_a_scale_that_is_set_forgets_the_minimum_and_refills_nothing() -> None:
 def test_the_minimum_is_not_checked_before_the_start_or_under_capture(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    LossScale(ScalePolicy(min_scale=1.0), "raise").check_min_scale()
+    LossScale(Limits(min_scale=1.0), "raise").check_min_scale()
     state = skipping("raise", 1)
     monkeypatch.setattr(loss_scale, "is_capturing", lambda: True)
     state.check_min_scale()

@@ -14,7 +14,7 @@ from scaler_loop import Loop
 
 from ampfast import GradScaler
 from ampfast.backends.core import state_layout
-from ampfast.loss_scale import LossScale, ScalePolicy
+from ampfast.loss_scale import Limits, LossScale
 
 POLICY = {"min_scale": 0.25, "max_scale": 64.0, "hysteresis": 3}
 
@@ -119,26 +119,26 @@ def test_checkpoints_of_another_policy(change: dict | None, message: str) -> Non
     assert loop.scaler.state_dict() == before
 
 
-def checkpoint_of(policy: ScalePolicy, tracker: Any) -> dict[str, Any]:
-    return {"scale": 1.0, "ampfast": policy.state_dict(tracker)}
+def entry_of(limits: Limits, tracker: Any) -> dict[str, Any]:
+    return {**limits.settings(), "hysteresis_tracker": tracker}
 
 
 @pytest.mark.parametrize("tracker", [3, 2, 0, -1, -63, 1 - 2**31])
 def test_trackers_of_a_checkpoint(tracker: int) -> None:
-    policy = ScalePolicy(hysteresis=3)
-    assert policy.require_loadable(checkpoint_of(policy, tracker)) == tracker
+    limits = Limits(hysteresis=3)
+    assert limits.require_loadable(entry_of(limits, tracker)) == tracker
 
 
 @pytest.mark.parametrize("tracker", [4, -(2**31), True, 1.0, None])
 def test_trackers_that_cannot_be(tracker: Any) -> None:
-    policy = ScalePolicy(hysteresis=3)
+    limits = Limits(hysteresis=3)
     with pytest.raises(ValueError, match="hysteresis_tracker must be an int"):
-        policy.require_loadable(checkpoint_of(policy, tracker))
+        limits.require_loadable(entry_of(limits, tracker))
 
 
 @pytest.mark.parametrize("on_min_scale", ["ignore", "warn", "raise"])
 def test_a_new_state_keeps_its_arguments(on_min_scale: str) -> None:
-    state = LossScale(ScalePolicy(min_scale=1.0, hysteresis=3), on_min_scale)
+    state = LossScale(Limits(min_scale=1.0, hysteresis=3), on_min_scale)
     assert state.on_min_scale == on_min_scale
     assert state.hysteresis_tracker() == 3
 

@@ -10,7 +10,7 @@ import torch
 from kernel_parity import CHUNK, flag
 from support import WRITABLE_LAYOUTS, assert_same, make_gradient, threads
 
-from ampfast import gradients
+from ampfast import master_weights
 from ampfast.backends import core, cpu
 from ampfast.backends.core import Factor, Pass
 
@@ -58,7 +58,7 @@ def narrow_(params: list[torch.Tensor], masters: list[torch.Tensor]) -> None:
 
 
 def narrow_on_devices(params: list[torch.Tensor], masters: list[torch.Tensor]) -> None:
-    gradients.narrow_on_devices(params, masters, None)
+    master_weights.narrow_on_devices(params, masters, None)
 
 
 def check_widen(grads: list[torch.Tensor], inverse: float) -> None:
@@ -173,7 +173,7 @@ def test_a_product_beyond_float16_is_finite() -> None:
 def test_a_set_flag_keeps_the_parameters(capability: str, found: float) -> None:
     for dtype in HALVES:
         params = all_patterns(dtype).clone()
-        gradients.narrow_on_devices([params], [torch.ones(2**16)], flag(found))
+        master_weights.narrow_on_devices([params], [torch.ones(2**16)], flag(found))
         expected = all_patterns(dtype) if found else torch.ones(2**16, dtype=dtype)
         assert torch.equal(params.view(torch.int16), expected.view(torch.int16))
 
@@ -204,7 +204,7 @@ def test_empty_lists() -> None:
     found = flag()
     widen_([], [], found, 1.0)
     narrow_([], [])
-    gradients.narrow_on_devices([], [], found)
+    master_weights.narrow_on_devices([], [], found)
     assert found.item() == 0
 
 

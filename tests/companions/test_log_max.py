@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 import ampfast
 from ampfast import LogMax
-from ampfast.loss_scale import ScalePolicy
+from ampfast.loss_scale import Limits
 
 FACTORS = Factors(2.0, 0.5, 7)
 
@@ -95,7 +95,7 @@ class Loop:
             "cpu", init_scale=8.0, growth_interval=7, policy=self.policy, **options
         )
         limits = (options.get("min_scale"), options.get("max_scale"))
-        self.model = ScaleModel(8.0, 0, FACTORS, ScalePolicy(*limits, policy=self.policy))
+        self.model = ScaleModel(8.0, 0, FACTORS, Limits(*limits, policy=self.policy))
         self.turn = 0
 
     def backward(self, peak: float) -> None:

@@ -18,7 +18,7 @@ import ampfast
 from ampfast import LogMax, UnderflowTarget, policies
 from ampfast.backends import core
 from ampfast.backends.core import SPIKE, Update
-from ampfast.loss_scale import ScalePolicy
+from ampfast.loss_scale import Limits
 
 SIZE = 10
 EVENTS = {"step": 12, "overflow": 3, "spike": 2, "unknown": 2, "set": 1, "factors": 1, "save": 1}
@@ -61,7 +61,7 @@ class Life:
         growth, backoff = chance.choice([(2.0, 0.5), (1.9, 0.3), (1.001, 0.99), (4.0, 0.125)])
         self.model = ScaleModel(
             *(scale, 0, Factors(growth, backoff, chance.choice([0, 1, 2, 5]))),
-            ScalePolicy(least, most, hysteresis, refill, policy),
+            Limits(least, most, hysteresis, refill, policy),
         )
         self.scaler = self.made()
         self.param = nn.Parameter(torch.zeros(SIZE))
@@ -77,7 +77,7 @@ class Life:
         """Sets gradients, and returns what the policy sees of them."""
         self.scaler.scale(torch.zeros(()))
         scale = torch.tensor(self.model.scale)
-        if isinstance(self.model.policy.policy, LogMax):
+        if isinstance(self.model.limits.policy, LogMax):
             scaled = torch.tensor(peak) * scale
             self.param.grad = torch.full((SIZE,), scaled.item() / 4)
             self.param.grad[3] = -scaled
@@ -117,7 +117,7 @@ class Life:
             scaler._unscale_grads_ = lambda optimizer, inv_scale, found_inf, allow: {
                 inv_scale.device: found_inf
             }
-            seen = 0.0 if isinstance(model.policy.policy, LogMax) else 1.0
+            seen = 0.0 if isinstance(model.limits.policy, LogMax) else 1.0
         norm, flag = None, 0.0
         if event == "spike" or (event == "step" and self.chance.random() < 0.2):
             limit = 0.0 if event == "spike" else math.inf
@@ -137,10 +137,10 @@ class Life:
 
     def set_scale(self, flag: float, norm: float | None, new: float) -> None:
         model = self.model
-        factors, policy, tracker = model.factors, model.policy, model.tracker
-        model.factors, model.policy = Factors(1.0, 1.0, 0), replace(policy, policy=None)
+        factors, limits, tracker = model.factors, model.limits, model.tracker
+        model.factors, model.limits = Factors(1.0, 1.0, 0), replace(limits, policy=None)
         model.update(flag, norm)
-        model.factors, model.policy, model.tracker = factors, policy, tracker
+        model.factors, model.limits, model.tracker = factors, limits, tracker
         model.scale, model.skips_at_minimum = new, 0
 
     def saved(self) -> None:
@@ -154,13 +154,13 @@ class Life:
             state = pickle.loads(pickle.dumps(scaler.state_dict()))
             if way == "checkpoint":
                 self.scaler = self.made()
-                self.model = ScaleModel(model.scale, model.tracker, model.factors, model.policy)
+                self.model = ScaleModel(model.scale, model.tracker, model.factors, model.limits)
                 self.model.tolerated, self.model.prediction = model.tolerated, model.prediction
             self.scaler.load_state_dict(state)
 
     def limited(self) -> bool:
         """Whether the scale is within its limits, as that of a loadable checkpoint."""
-        policy, scale = self.model.policy, self.model.scale
+        policy, scale = self.model.limits, self.model.scale
         return (policy.min_scale or 0.0) <= scale <= (policy.max_scale or math.inf)
 
     def compare(self) -> None:
@@ -169,8 +169,8 @@ class Life:
         assert (scaler.get_scale(), stats.growth_tracker) == (model.scale, model.tracker)
         assert [getattr(stats, name) for name in KEPT] == [getattr(model, name) for name in KEPT]
         entry = state["ampfast"]
-        assert entry["hysteresis_tracker"] == model.policy.hysteresis - model.tolerated
-        if isinstance(model.policy.policy, LogMax):
+        assert entry["hysteresis_tracker"] == model.limits.hysteresis - model.tolerated
+        if isinstance(model.limits.policy, LogMax):
             prediction = model.prediction
             averages = [*(prediction.mean, prediction.weight, prediction.slow_mean)]
             averages += [prediction.slow_square, prediction.slow_weight, prediction.ceiling]
@@ -229,7 +229,7 @@ def test_a_graph_finds_the_state_where_it_was() -> None:
     """Replays read and write the memory of the capture."""
     life = Life("LogMax", 0).live(20)
     follower = life.scaler._loss_scale.follower
-    tensors = (follower._state, follower._shares, follower._proposal)
+    tensors = (follower._state, follower._fractions, follower._proposal)
     places = [each.data_ptr() for each in tensors]
     life.happen("step")
     life.happen("set")
@@ -237,7 +237,7 @@ def test_a_graph_finds_the_state_where_it_was() -> None:
     assert all(
         each is now
         for each, now in zip(
-            tensors, (follower._state, follower._shares, follower._proposal), strict=True
+            tensors, (follower._state, follower._fractions, follower._proposal), strict=True
         )
     )
     assert [each.data_ptr() for each in tensors] == places

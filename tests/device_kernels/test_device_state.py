@@ -28,7 +28,7 @@ pytestmark = pytest.mark.usefixtures("watched")
 @pytest.mark.parametrize("policy", POLICIES)
 def test_random_steps(policy: str) -> None:
     model = ScaleModel(3.0, 1, FACTORS, POLICIES[policy])
-    kept = LossScale(model.policy)
+    kept = LossScale(model.limits)
     words = kept.words_on(torch.device("cpu"))
     # Near the end of the ring, so that it wraps around.
     ahead = state_layout.RING_STEPS - 20
@@ -37,7 +37,7 @@ def test_random_steps(policy: str) -> None:
     words[state_layout.RING :][: ahead * state_layout.RING_WORDS] = 0
     scale = torch.tensor(model.scale)
     tracker = torch.tensor(model.tracker, dtype=torch.int32)
-    peaks = random_peaks(80, model.policy)
+    peaks = random_peaks(80, model.limits)
     for turn, (found, norm) in enumerate(random_steps(80, len(policy), spikes=True)):
         peak = peaks[turn]
         riding = turn % 2 == 0 and peak is None

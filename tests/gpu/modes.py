@@ -28,7 +28,7 @@ from ampfast.backends.core import (  # noqa: E402
     Track,
     Update,
 )
-from ampfast.loss_scale import LossScale, ScalePolicy  # noqa: E402
+from ampfast.loss_scale import Limits, LossScale  # noqa: E402
 
 FACTORS = (2.0, 0.5, 1)
 
@@ -71,7 +71,7 @@ def modes(kernels: Any, device: torch.device) -> list[tuple[str, Callable[..., A
 
     def ending(others: int = 0) -> Any:
         state = (flag(4.0, device), torch.zeros((), dtype=torch.int32, device=device))
-        words = LossScale(ScalePolicy()).words_on(device)
+        words = LossScale(Limits()).words_on(device)
         return kernels.ending(Update(*state, [zero()] * others, *FACTORS, words))
 
     return [

@@ -31,12 +31,12 @@ pytestmark = pytest.mark.gpu
 def test_random_steps(backend: str, device: torch.device, policy: str) -> None:
     kernels = kernels_of(backend, device)
     model = ScaleModel(3.0, 1, FACTORS, POLICIES[policy])
-    kept = LossScale(model.policy)
+    kept = LossScale(model.limits)
     words = kept.words_on(device)
     scale, tracker = flag(model.scale, device), torch.full((), 1, dtype=torch.int32, device=device)
     finite = grads_of([torch.ones(3, device=device)])
     infinite = grads_of([torch.full((3,), math.inf, device=device)])
-    peaks = random_peaks(1100, model.policy)
+    peaks = random_peaks(1100, model.limits)
     for turn, (found, norm) in enumerate(random_steps(1100, len(policy), spikes=True)):
         peak = peaks[turn]
         riding = turn % 2 == 0 and peak is None

@@ -33,7 +33,7 @@ _BY_REASON: dict[str, list[tuple[str, str, str, int]]] = {
         ),
     ],
     "Saves the next step a comparison of equal tensors.": [
-        ("_write_back", "masters.stamp = stamp_of(groups)", "nothing", 1),
+        ("_write_back", "masters.fingerprint = _fingerprint_of(groups)", "nothing", 1),
     ],
     "Changes no class that was made before, as in the process that tries mutants.": [
         ("_class_of", "step.hooked = True", "nothing", 1),
@@ -136,9 +136,6 @@ _BY_REASON: dict[str, list[tuple[str, str, str, int]]] = {
     "A sum of one flag is that flag, and any of their devices will do for several.": [
         ("GradScaler._maybe_opt_step", "len(on_gpu) > 1", "len(on_gpu) >= 1", 1),
         ("GradScaler._maybe_opt_step", "0", "1", 1),
-    ],
-    "Only the names of the entries are asked for.": [
-        ("ScalePolicy._tracker_of", "0", "1", 1),
     ],
     "An entry has flags, unless a caller takes them away; recording them again changes nothing.": [
         (
