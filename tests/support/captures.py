@@ -14,8 +14,6 @@ from typing import Any
 
 import pytest
 import torch
-from graph_breaks import BAD_AT, SETTINGS, Training
-from support import assert_same
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -30,6 +28,8 @@ from ampfast import (
     spikes,
 )
 from ampfast.backends.gpu import DeviceKernels
+from support.comparison import assert_same
+from support.compiled_training import BAD_AT, SETTINGS, Training
 
 ITERATIONS = 12
 LAUNCHES = ("multi_tensor", "measure", "update_scale", "clip_coefficient")
