@@ -36,7 +36,7 @@ DOCS := $(PYTHON)
 endif
 
 CSRC := $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
-PTX_EMULATOR := $(wildcard tools/ptx_emulator/ptx_emulator/src/* tests/*.cpp tests/include/c10/cuda/*)
+PTX_EMULATOR := $(wildcard tools/ptx_emulator/ptx_emulator/src/* tests/support/*.cpp tests/support/include/c10/cuda/*)
 # In parallel, where pytest-xdist is installed.
 PARALLEL = $(if $(shell $(RUN) -c 'import xdist' 2>/dev/null && echo yes),\
 	-n auto --dist loadgroup --no-loadscope-reorder)
@@ -151,7 +151,7 @@ test-trainers: build/built $(TRAINERS_READY)  ## test trainers of other projects
 	@touch $@
 
 notebook: build/built  ## run the notebook of the examples and save its outputs
-	$(RUN) -m tests.run_notebook examples/underflow.ipynb
+	$(RUN) -m tests.support.notebook examples/underflow.ipynb
 
 docs: $(DOCS_READY)  ## build the documentation, build/docs/index.html
 	NO_MKDOCS_2_WARNING=1 $(DOCS) -m mkdocs build --strict $(ARGS)

@@ -79,7 +79,7 @@ def prepare_triton() -> tuple[str, ModuleType]:
 
 
 def prepare_cuda() -> tuple[str, ModuleType]:
-    import emulated_cuda
+    from support import emulated_cuda
 
     emulated_cuda.install(_C, ARCHITECTURE, runs=False)
     from ampfast.backends import cuda

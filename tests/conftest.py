@@ -7,15 +7,15 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from launchers import VARIABLE, compiled
-from reference_launcher import ReferenceLauncher
+from support.reference_launcher import ReferenceLauncher
+from support.requested_kernels import VARIABLE, compiled
 
 import ampfast
 from ampfast import _C, backends, info
 from ampfast.backends.gpu import DeviceKernels
 
 if os.environ.get("TRITON_INTERPRET") == "1":
-    from quick_interpreter import patch_once_a_launch
+    from support.quick_interpreter import patch_once_a_launch
 
     patch_once_a_launch()
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from reference_launcher import ReferenceLauncher
+from support.reference_launcher import ReferenceLauncher
 from torch.utils.flop_counter import FlopCounterMode
 
 from ampfast import GradScaler, backends, gradients

@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 import torch
-from one_step import floats, setup
-from support import FUSED, OPTIMIZERS, assert_sides_same, side
+from support.one_step import floats, setup
+from support.optimizers import FUSED, OPTIMIZERS
+from support.twins import assert_sides_same, side
 
 from ampfast import GradScaler, backends
 

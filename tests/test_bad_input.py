@@ -11,7 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support import Scaler, TorchScaler, assert_same, parameter_with, side
+from support.comparison import assert_same
+from support.gradients import parameter_with
+from support.scalers import Scaler, TorchScaler
+from support.twins import side
 
 from ampfast import GradScaler, StepGuard
 

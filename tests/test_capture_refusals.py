@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from support import parameter_with
+from support.gradients import parameter_with
 
 from ampfast import GradScaler, capture, grad_scaler, loss_scale
 from ampfast.backends import scalars

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from captures import Capturing, OnGpu, assert_replays_are_eager
-from graph_breaks import SKIPPABLE, Training
-from reference_launcher import ReferenceLauncher
-from support import TorchScaler
+from support.captures import Capturing, OnGpu, assert_replays_are_eager
+from support.compiled_training import SKIPPABLE, Training
+from support.reference_launcher import ReferenceLauncher
+from support.scalers import TorchScaler
 
 from ampfast import GradScaler, Sigmas, capture
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from clipping_support import (
+from support.clipping_reference import (
     NORM_ULPS,
     assert_clipped,
     assert_norm,
@@ -19,22 +19,12 @@ from clipping_support import (
     ulps,
     unscaled,
 )
-from support import (
-    FLOATS,
-    FUSED,
-    OPTIMIZERS,
-    WRITABLE_LAYOUTS,
-    assert_same,
-    assert_sides_same,
-    make_gradient,
-    paired,
-    parameter_with,
-    plant,
-    sgd_with,
-    small_model,
-    started,
-    threads,
-)
+from support.comparison import FLOATS, assert_same
+from support.gradients import WRITABLE_LAYOUTS, make_gradient, parameter_with, plant, sgd_with
+from support.optimizers import FUSED, OPTIMIZERS
+from support.processes import threads
+from support.scalers import started
+from support.twins import assert_sides_same, paired, small_model
 
 from ampfast import GradScaler, functional
 

@@ -6,10 +6,13 @@ import math
 
 import pytest
 import torch
-from clipping_support import coefficient_of, grads_of
-from one_step import TAKE_GRAD_SCALE
-from reference_launcher import ReferenceLauncher
-from support import FLOATS, assert_same, sgd_with, side, started
+from support.clipping_reference import coefficient_of, grads_of
+from support.comparison import FLOATS, assert_same
+from support.gradients import sgd_with
+from support.one_step import TAKE_GRAD_SCALE
+from support.reference_launcher import ReferenceLauncher
+from support.scalers import started
+from support.twins import side
 
 from ampfast import _C, GradScaler
 

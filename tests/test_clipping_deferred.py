@@ -9,21 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from clipping_support import coefficient_of, exact_norm, grads_of
-from one_step import TAKE_GRAD_SCALE
-from rigs import Legacy
-from support import (
-    FLOATS,
-    assert_same,
-    assert_sides_same,
-    make_gradient,
-    paired,
-    parameter_with,
-    plant,
-    sgd_with,
-    side,
-    started,
-)
+from support.clipping_reference import coefficient_of, exact_norm, grads_of
+from support.comparison import FLOATS, assert_same
+from support.gradients import make_gradient, parameter_with, plant, sgd_with
+from support.one_step import TAKE_GRAD_SCALE
+from support.optimizers import Legacy
+from support.scalers import started
+from support.twins import assert_sides_same, paired, side
 
 from ampfast import GradScaler
 

@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from clipping_support import clip_by_hand, coefficient_of, exact_norm, grads_of
-from support import FLOATS, assert_same, make_gradient, parameter_with, sgd_with, started
+from support.clipping_reference import clip_by_hand, coefficient_of, exact_norm, grads_of
+from support.comparison import FLOATS, assert_same
+from support.gradients import make_gradient, parameter_with, sgd_with
+from support.scalers import started
 from torch.testing._internal.two_tensor import TwoTensor
 
 from ampfast import GradScaler, functional

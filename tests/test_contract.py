@@ -10,18 +10,11 @@ from typing import Any
 
 import pytest
 import torch
-from support import (
-    Scaler,
-    Side,
-    TorchScaler,
-    agree,
-    assert_same,
-    make_gradient,
-    parameter_with,
-    sgd_with,
-    side,
-    started,
-)
+from support.comparison import assert_same
+from support.gradients import make_gradient, parameter_with, sgd_with
+from support.outcomes import agree
+from support.scalers import Scaler, TorchScaler, started
+from support.twins import Side, side
 
 from ampfast import GradScaler, errors
 

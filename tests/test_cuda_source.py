@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-from nvcc import FLAGS, NVCC, SETUP
-from registers import DOCUMENTED, cells, registers_table
+from support.nvcc import FLAGS, NVCC, SETUP
+from support.registers_table import DOCUMENTED, cells, registers_table
 
 ROOT = Path(__file__).resolve().parents[1]
 SOURCE = ROOT / "csrc" / "cuda" / "multi_tensor.cu"

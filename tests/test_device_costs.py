@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from reference_launcher import ReferenceLauncher
-from support import FLOATS, OPTIMIZERS, assert_same, assert_sides_same, side
+from support.comparison import FLOATS, assert_same
+from support.optimizers import OPTIMIZERS
+from support.reference_launcher import ReferenceLauncher
+from support.twins import assert_sides_same, side
 
 from ampfast import _C, GradScaler, functional
 

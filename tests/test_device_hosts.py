@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from passes import run_check, run_unscale
-from reference_launcher import ReferenceLauncher, spans_of
+from support.kernel_calls import run_check, run_unscale
+from support.reference_launcher import ReferenceLauncher, spans_of
 
 from ampfast import _C, capture
 from ampfast.backends import core, cpu, gpu

@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from reference_launcher import ReferenceLauncher
-from support import OPTIMIZERS, assert_same, assert_sides_same, side
+from support.comparison import assert_same
+from support.optimizers import OPTIMIZERS
+from support.reference_launcher import ReferenceLauncher
+from support.twins import assert_sides_same, side
 
 from ampfast import _C, GradScaler, backends
 from ampfast.backends.gpu import DeviceKernels

@@ -9,21 +9,15 @@ from typing import Any
 
 import pytest
 import torch
-from one_step import F32_MAX, TAKE_GRAD_SCALE, TINY, both, flags, floats, setup
-from support import (
-    BITS,
-    LAYOUTS,
-    TorchScaler,
-    assert_same,
-    make_gradient,
-    outcome,
-    parameter_with,
-    plant,
-)
+from support.comparison import BITS, assert_same
+from support.gradients import LAYOUTS, make_gradient, parameter_with, plant
+from support.one_step import F32_MAX, TAKE_GRAD_SCALE, TINY, both, flags, floats, setup
+from support.outcomes import outcome
+from support.scalers import TorchScaler
 
 from ampfast import GradScaler
 
-pytest_plugins = ["verdicts"]
+pytest_plugins = ["support.torch_failures"]
 OptState = torch.amp.grad_scaler.OptState
 
 

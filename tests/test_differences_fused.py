@@ -7,12 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from one_step import F32_MAX, TAKE_GRAD_SCALE, TINY, Setup, both, floats, setup
-from support import TorchScaler, assert_same, outcome
+from support.comparison import assert_same
+from support.one_step import F32_MAX, TAKE_GRAD_SCALE, TINY, Setup, both, floats, setup
+from support.outcomes import outcome
+from support.scalers import TorchScaler
 
 from ampfast import GradScaler
 
-pytest_plugins = ["verdicts"]
+pytest_plugins = ["support.torch_failures"]
 OptState = torch.amp.grad_scaler.OptState
 
 

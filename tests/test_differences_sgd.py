@@ -10,14 +10,16 @@ from typing import Any
 
 import pytest
 import torch
-from one_step import TAKE_GRAD_SCALE, Setup, floats, host_reads, setup
-from support import TorchScaler, assert_same, parameter_with
+from support.comparison import assert_same
+from support.gradients import parameter_with
+from support.one_step import TAKE_GRAD_SCALE, Setup, floats, host_reads, setup
+from support.scalers import TorchScaler
 
 from ampfast import GradScaler
 from ampfast.backends import core
 from ampfast.optimizers import lacks_momentum
 
-pytest_plugins = ["verdicts"]
+pytest_plugins = ["support.torch_failures"]
 OptState = torch.amp.grad_scaler.OptState
 
 

@@ -7,8 +7,15 @@ import os
 from collections.abc import Iterator
 
 import pytest
-from random_programs import VARIANTS, draw_program, explain, first_difference, shrink, variant_of
-from support import threads
+from support.processes import threads
+from support.random_programs import (
+    VARIANTS,
+    draw_program,
+    explain,
+    first_difference,
+    shrink,
+    variant_of,
+)
 
 # AMPFAST_FUZZ sets the number of programs; AMPFAST_FUZZ_FROM the first seed.
 PROGRAMS = int(os.environ.get("AMPFAST_FUZZ", "300"))

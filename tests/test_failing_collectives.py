@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from support import parameter_with
+from support.gradients import parameter_with
 
 from ampfast import GradScaler
 from ampfast.backends import cpu

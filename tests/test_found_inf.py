@@ -12,8 +12,10 @@ from typing import Any
 
 import pytest
 import torch
-from rigs import Legacy
-from support import FUSED, OPTIMIZERS, TorchScaler, assert_same, parameter_with
+from support.comparison import assert_same
+from support.gradients import parameter_with
+from support.optimizers import FUSED, OPTIMIZERS, Legacy
+from support.scalers import TorchScaler
 
 from ampfast import GradScaler
 from ampfast.loss_scale import Limits, LossScale

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from frames import Loop, frames_of
+from support.frames import Loop, frames_of
 
 from ampfast import GradScaler, LogMax, StepGuard
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from support import parameter_with
+from support.gradients import parameter_with
 from torch.utils.flop_counter import FlopCounterMode
 
 from ampfast import GradScaler, functional

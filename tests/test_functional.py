@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from reference_launcher import ReferenceLauncher
-from support import FLOATS, WRITABLE_LAYOUTS, assert_same, make_gradient
+from support.comparison import FLOATS, assert_same
+from support.gradients import WRITABLE_LAYOUTS, make_gradient
+from support.reference_launcher import ReferenceLauncher
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils._python_dispatch import TorchDispatchMode

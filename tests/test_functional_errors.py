@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from support import assert_same
+from support.comparison import assert_same
 
 from ampfast import functional
 

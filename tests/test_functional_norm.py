@@ -6,8 +6,9 @@ import math
 
 import pytest
 import torch
-from clipping_support import exact_norm
-from support import FLOATS, assert_same, make_gradient
+from support.clipping_reference import exact_norm
+from support.comparison import FLOATS, assert_same
+from support.gradients import make_gradient
 
 from ampfast import functional
 

@@ -15,7 +15,9 @@ from typing import Any
 
 import pytest
 import torch
-from support import TorchScaler, assert_same, parameter_with
+from support.comparison import assert_same
+from support.gradients import parameter_with
+from support.scalers import TorchScaler
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ampfast import _C, GradScaler

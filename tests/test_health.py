@@ -9,8 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from support import FLOATS, OPTIMIZERS, assert_same, parameter_with, side
-from tracked import edges_of_half, random_list, range_of
+from support.comparison import FLOATS, assert_same
+from support.gradients import parameter_with
+from support.optimizers import OPTIMIZERS
+from support.tracking_reference import edges_of_half, random_list, range_of
+from support.twins import side
 
 from ampfast import GradScaler, report, tracking
 from ampfast.tracking import GradientHealth, ParameterHealth

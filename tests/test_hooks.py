@@ -12,7 +12,9 @@ from typing import Any
 
 import pytest
 import torch
-from support import Scaler, TorchScaler, agree, side
+from support.outcomes import agree
+from support.scalers import Scaler, TorchScaler
+from support.twins import side
 
 from ampfast import GradScaler
 

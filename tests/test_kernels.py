@@ -6,7 +6,9 @@ import math
 
 import pytest
 import torch
-from kernel_parity import (
+from support.comparison import BITS, FLOATS, assert_same
+from support.gradients import LAYOUTS, WRITABLE_LAYOUTS, make_gradient
+from support.kernel_parity import (
     CHUNK,
     available_gibibytes,
     check_parity,
@@ -19,7 +21,6 @@ from kernel_parity import (
     storage,
     torch_unscale_,
 )
-from support import BITS, FLOATS, LAYOUTS, WRITABLE_LAYOUTS, assert_same, make_gradient
 
 from ampfast import _C, functional
 

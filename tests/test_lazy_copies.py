@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from support import TorchScaler
+from support.scalers import TorchScaler
 
 from ampfast import GradScaler
 

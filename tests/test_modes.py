@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from support import Scaler, agree, outcome, parameter_with, six, started
+from support.gradients import parameter_with, six
+from support.outcomes import agree, outcome
+from support.scalers import Scaler, started
 
 from ampfast import GradScaler
 from ampfast.capture import refuse_capture

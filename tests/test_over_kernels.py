@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from launchers import VARIABLE
-from nvcc import NVCC
+from support.nvcc import NVCC
+from support.requested_kernels import VARIABLE
 
 TESTS = Path(__file__).parent
 

@@ -11,9 +11,11 @@ from typing import Any
 
 import pytest
 import torch
-from support import TorchScaler, assert_same, parameter_with
+from support.comparison import assert_same
+from support.gradients import parameter_with
+from support.scalers import TorchScaler
+from support.tracking_scalers import net, parameters, set_values, started, summary
 from torch.testing._internal.two_tensor import TwoTensor
-from tracking_support import net, parameters, set_values, started, summary
 
 from ampfast import GradScaler, capture
 from ampfast.tracking import OverflowReport

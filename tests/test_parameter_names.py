@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from tracking_support import net, parameters, started
+from support.tracking_scalers import net, parameters, started
 
 
 def test_names_of_a_model() -> None:

@@ -7,7 +7,7 @@ import pickle
 
 import pytest
 import torch
-from support import side
+from support.twins import side
 
 from ampfast import GradScaler
 

@@ -8,7 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from support import OPTIMIZERS, Scaler, agree, side, small_model
+from support.optimizers import OPTIMIZERS
+from support.outcomes import agree
+from support.scalers import Scaler
+from support.twins import side, small_model
 
 OptState = torch.amp.grad_scaler.OptState
 INF = float("inf")

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from frames import Loop
+from support.frames import Loop
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ampfast import GradScaler

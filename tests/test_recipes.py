@@ -9,7 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from support import OPTIMIZERS, Scaler, agree, side, small_model
+from support.optimizers import OPTIMIZERS
+from support.outcomes import agree
+from support.scalers import Scaler
+from support.twins import side, small_model
 
 OptState = torch.amp.grad_scaler.OptState
 INF = float("inf")
@@ -166,8 +169,11 @@ import sys, torch
 sys.path[:0] = {path!r}
 if __debug__:
     raise SystemExit("assertions are on")
-from support import TorchScaler, difference, outcome, side
 from ampfast import GradScaler
+from support.comparison import difference
+from support.outcomes import outcome
+from support.scalers import TorchScaler
+from support.twins import side
 
 def use(scaler_type):
     one = side(scaler_type, "adam", init_scale=64.0, growth_interval=2)

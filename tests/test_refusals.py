@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from support import Scaler, TorchScaler, assert_same, started
+from support.comparison import assert_same
+from support.scalers import Scaler, TorchScaler, started
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_map_only
 

@@ -7,9 +7,9 @@ import re
 import warnings
 
 import pytest
-import scaler_loop
 import torch
-from scale_model import (
+from support import scaler_loop
+from support.scale_model import (
     FACTORS,
     POLICIES,
     Factors,
@@ -22,7 +22,7 @@ from scale_model import (
     random_steps,
     update_of,
 )
-from scaler_loop import Loop
+from support.scaler_loop import Loop
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import ampfast

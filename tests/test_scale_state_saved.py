@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from scaler_loop import Loop
+from support.scaler_loop import Loop
 
 from ampfast import GradScaler
 from ampfast.backends.core import state_layout

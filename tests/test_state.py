@@ -11,7 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support import Scaler, TorchScaler, agree, assert_same, paired, parameter_with, side, started
+from support.comparison import assert_same
+from support.gradients import parameter_with
+from support.outcomes import agree
+from support.scalers import Scaler, TorchScaler, started
+from support.twins import paired, side
 
 from ampfast import GradScaler
 

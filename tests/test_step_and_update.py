@@ -8,7 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from support import FUSED, OPTIMIZERS, TorchScaler, assert_same, assert_sides_same, outcome, side
+from support.comparison import assert_same
+from support.optimizers import FUSED, OPTIMIZERS
+from support.outcomes import outcome
+from support.scalers import TorchScaler
+from support.twins import assert_sides_same, side
 
 from ampfast import GradScaler
 

@@ -9,8 +9,8 @@ import sys
 
 import pytest
 import torch
-from kernel_parity import CHUNK, check_parity, flag, mixed_list, norms
-from support import threads
+from support.kernel_parity import CHUNK, check_parity, flag, mixed_list, norms
+from support.processes import threads
 
 from ampfast import functional
 

@@ -9,8 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from random_programs import draw_program, first_difference
-from support import Scaler, Side, TorchScaler, parameter_with, plant, side, threads
+from support.gradients import parameter_with, plant
+from support.processes import threads
+from support.random_programs import draw_program, first_difference
+from support.scalers import Scaler, TorchScaler
+from support.twins import Side, side
 
 from ampfast import GradScaler
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from kernel_parity import flag
-from support import FLOATS
-from track_parity import check_passes, check_random_lists, check_times, listed, tracked
-from tracked import assert_ranges, edges_of_half, track_for
+from support.comparison import FLOATS
+from support.kernel_parity import flag
+from support.tracking_parity import check_passes, check_random_lists, check_times, listed, tracked
+from support.tracking_reference import assert_ranges, edges_of_half, track_for
 
 from ampfast import _C
 from ampfast.backends import cpu

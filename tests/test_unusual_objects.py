@@ -10,7 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-from support import Scaler, TorchScaler, agree, outcome, parameter_with, six, started
+from support.gradients import parameter_with, six
+from support.outcomes import agree, outcome
+from support.scalers import Scaler, TorchScaler, started
 
 from ampfast import GradScaler
 

@@ -7,8 +7,10 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from kernel_parity import CHUNK, flag
-from support import WRITABLE_LAYOUTS, assert_same, make_gradient, threads
+from support.comparison import assert_same
+from support.gradients import WRITABLE_LAYOUTS, make_gradient
+from support.kernel_parity import CHUNK, flag
+from support.processes import threads
 
 from ampfast import master_weights
 from ampfast.backends import core, cpu

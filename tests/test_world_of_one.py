@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from captures import Capturing
-from graph_breaks import Training
-from reference_launcher import ReferenceLauncher
-from support import parameter_with
+from support.captures import Capturing
+from support.compiled_training import Training
+from support.gradients import parameter_with
+from support.reference_launcher import ReferenceLauncher
 
 from ampfast import GradScaler, distributed
 

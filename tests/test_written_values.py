@@ -9,21 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from support import (
-    FUSED,
-    OPTIMIZERS,
-    Scaler,
-    agree,
-    assert_sides_same,
-    outcome,
-    paired,
-    parameter_with,
-    plant,
-    sgd_with,
-    side,
-    started,
-    threads,
-)
+from support.gradients import parameter_with, plant, sgd_with
+from support.optimizers import FUSED, OPTIMIZERS
+from support.outcomes import agree, outcome
+from support.processes import threads
+from support.scalers import Scaler, started
+from support.twins import assert_sides_same, paired, side
 
 from ampfast import GradScaler, optimizers
 from ampfast.optimizers import takes_grad_scaler

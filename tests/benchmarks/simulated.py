@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import nullcontext
 
 import torch
-from reference_launcher import chunks_of
+from support.reference_launcher import chunks_of
 
 from ampfast.backends import cpu
 from ampfast.backends.core import Factor

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from nvcc import NVCC
+from support.nvcc import NVCC
 
 ROOT = Path(__file__).parents[2]
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from reference_launcher import ReferenceLauncher
 from simulated import CPU
+from support.reference_launcher import ReferenceLauncher
 
 from ampfast.backends import core
 from ampfast.backends.gpu import DeviceKernels

@@ -6,7 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from support import OPTIMIZERS, Side, side, small_model
+from support.optimizers import OPTIMIZERS
+from support.twins import Side, side, small_model
 from torch.optim import lr_scheduler, swa_utils
 
 from ampfast import GradScaler, LateScheduler

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 import torch
-from reference_launcher import ReferenceLauncher
-from scale_model import Factors, ScaleModel
+from support.reference_launcher import ReferenceLauncher
+from support.scale_model import Factors, ScaleModel
 from torch import Tensor, nn
 
 import ampfast

@@ -23,7 +23,9 @@ from schedule_support import (
     trained,
     without_scaler,
 )
-from support import TorchScaler, assert_same, side
+from support.comparison import assert_same
+from support.scalers import TorchScaler
+from support.twins import side
 from torch.optim import lr_scheduler
 
 import ampfast

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from schedule_support import INF, KINDS, STEPS, late, late_one, rates, trained
-from support import assert_same
+from support.comparison import assert_same
 
 
 def saved(*things: Any) -> list[Any]:

@@ -17,8 +17,9 @@ from typing import Any
 
 import pytest
 import torch
-from launchers import VARIABLE
-from support import assert_same, outcome
+from support.comparison import assert_same
+from support.outcomes import outcome
+from support.requested_kernels import VARIABLE
 from torch import Tensor, nn
 
 import ampfast

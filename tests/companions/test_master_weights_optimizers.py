@@ -10,7 +10,7 @@ from typing import Any, Generic, TypeVar
 
 import pytest
 import torch
-from support import assert_same
+from support.comparison import assert_same
 from torch import Tensor, nn
 
 import ampfast

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from scale_model import Factors, ScaleModel, float32
+from support.scale_model import Factors, ScaleModel, float32
 from torch import nn
 
 import ampfast

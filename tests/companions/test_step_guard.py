@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 import torch
-from reference_launcher import ReferenceLauncher
-from support import assert_same, outcome
+from support.comparison import assert_same
+from support.outcomes import outcome
+from support.reference_launcher import ReferenceLauncher
 from torch import Tensor, nn
 from torch.distributed import checkpoint
 

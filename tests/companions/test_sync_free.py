@@ -9,9 +9,19 @@ from typing import Any
 
 import pytest
 import torch
-from one_step import floats, host_reads, setup
-from support import Scaler, TorchScaler, assert_same
-from sync_free_support import BAD, KINDS, Loop, fused_twin, in_groups, make_free, parameters, plain
+from support.comparison import assert_same
+from support.one_step import floats, host_reads, setup
+from support.scalers import Scaler, TorchScaler
+from support.sync_free_loops import (
+    BAD,
+    KINDS,
+    Loop,
+    fused_twin,
+    in_groups,
+    make_free,
+    parameters,
+    plain,
+)
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import ampfast

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from support import assert_same, parameter_with
-from sync_free_support import KINDS, make_free, parameters, plain
+from support.comparison import assert_same
+from support.gradients import parameter_with
+from support.sync_free_loops import KINDS, make_free, parameters, plain
 
 import ampfast
 

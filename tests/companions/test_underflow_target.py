@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from reference_launcher import ReferenceLauncher
+from support.reference_launcher import ReferenceLauncher
 from torch import nn
 
 import ampfast

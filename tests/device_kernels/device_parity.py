@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import torch
-from kernel_parity import exact_bits, flag, storage
-from launchers import chosen, compiled
-from passes import run_check, run_unscale
-from support import BITS, FLOATS, assert_same
+from support.comparison import BITS, FLOATS, assert_same
+from support.kernel_calls import run_check, run_unscale
+from support.kernel_parity import exact_bits, flag, storage
+from support.requested_kernels import chosen, compiled
 
 from ampfast.backends import core
 from ampfast.backends.gpu import DeviceKernels

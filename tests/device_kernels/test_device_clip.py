@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from clipping_support import assert_clipped, assert_norm, exact_norm, grads_of, ready
 from device_parity import BACKEND, KERNELS, guarded, normal, window
-from kernel_parity import flag
-from support import FLOATS, assert_same, sgd_with
+from support.clipping_reference import assert_clipped, assert_norm, exact_norm, grads_of, ready
+from support.comparison import FLOATS, assert_same
+from support.gradients import sgd_with
+from support.kernel_parity import flag
 
 from ampfast import functional
 from ampfast.backends import core, cpu

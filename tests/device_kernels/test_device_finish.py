@@ -18,10 +18,10 @@ from device_parity import (
     torch_unscaled,
     window,
 )
-from kernel_parity import exact_bits, flag, random_bits, reference_norms, wide
-from passes import run_check, run_sums, run_unscale
-from support import FLOATS, assert_same
-from tracked import marked, track_for
+from support.comparison import FLOATS, assert_same
+from support.kernel_calls import run_check, run_sums, run_unscale
+from support.kernel_parity import exact_bits, flag, random_bits, reference_norms, wide
+from support.tracking_reference import marked, track_for
 
 from ampfast.backends.core import GradList, Update
 from ampfast.backends.core import state_layout as layout

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from captures import Capturing, assert_replays_are_eager
 from device_parity import launch
-from support import TorchScaler
+from support.captures import Capturing, assert_replays_are_eager
+from support.scalers import TorchScaler
 
 
 @pytest.mark.parametrize("together", [False, True])

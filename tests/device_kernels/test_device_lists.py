@@ -28,10 +28,11 @@ from device_parity import (
     torch_unscaled,
     window,
 )
-from kernel_parity import exact_bits, flag, random_bits, wide
-from passes import run_check, run_sums, run_unscale
-from support import BITS, FLOATS, LAYOUTS, make_gradient
-from tracked import marked, track_for
+from support.comparison import BITS, FLOATS
+from support.gradients import LAYOUTS, make_gradient
+from support.kernel_calls import run_check, run_sums, run_unscale
+from support.kernel_parity import exact_bits, flag, random_bits, wide
+from support.tracking_reference import marked, track_for
 
 from ampfast import capture
 from ampfast.backends import core

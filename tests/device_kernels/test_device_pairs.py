@@ -16,10 +16,10 @@ from device_parity import (
     offsets,
     window,
 )
-from kernel_parity import exact_bits, flag, random_bits, wide
-from passes import run_sums, run_unscale
-from support import assert_same
-from tracked import marked, marks_of, track_for
+from support.comparison import assert_same
+from support.kernel_calls import run_sums, run_unscale
+from support.kernel_parity import exact_bits, flag, random_bits, wide
+from support.tracking_reference import marked, marks_of, track_for
 
 pytestmark = pytest.mark.usefixtures("watched")
 

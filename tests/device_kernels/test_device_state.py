@@ -7,8 +7,8 @@ import math
 import pytest
 import torch
 from device_parity import KERNELS, grads_of
-from passes import run_check
-from scale_model import (
+from support.kernel_calls import run_check
+from support.scale_model import (
     FACTORS,
     POLICIES,
     ScaleModel,

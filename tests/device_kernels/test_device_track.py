@@ -7,11 +7,11 @@ from collections.abc import Callable
 import pytest
 import torch
 from device_parity import CPU, KERNELS, grads_of, guarded, offsets, window
-from kernel_parity import flag
-from passes import run_check, run_unscale
-from support import FLOATS
-from track_parity import check_passes, check_random_lists, check_times
-from tracked import edges_of_half, track_for
+from support.comparison import FLOATS
+from support.kernel_calls import run_check, run_unscale
+from support.kernel_parity import flag
+from support.tracking_parity import check_passes, check_random_lists, check_times
+from support.tracking_reference import edges_of_half, track_for
 
 pytestmark = pytest.mark.usefixtures("watched")
 

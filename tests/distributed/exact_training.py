@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from support import TorchScaler, assert_same
+from support.comparison import assert_same
+from support.scalers import TorchScaler
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 

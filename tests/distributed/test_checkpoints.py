@@ -16,7 +16,7 @@ import ranks
 import torch
 import torch.distributed as dist
 from exact_training import OPTIMIZERS, SCALERS, Heads, batches_of
-from support import assert_same
+from support.comparison import assert_same
 from torch.distributed import checkpoint
 from torch.distributed.checkpoint import state_dict as sharding
 from torch.distributed.checkpoint.stateful import Stateful

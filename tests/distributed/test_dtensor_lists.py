@@ -10,14 +10,14 @@ import pytest
 import ranks
 import torch
 import torch.distributed as dist
-from clipping_support import coefficient_of
 from exact_training import SCALERS, whole
+from support.clipping_reference import coefficient_of
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from ampfast import GradScaler
 
-pytest_plugins = ["verdicts"]
+pytest_plugins = ["support.torch_failures"]
 
 SCALE = 4.0
 MAX_NORM = 2.0

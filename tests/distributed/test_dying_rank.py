@@ -12,7 +12,7 @@ import ranks
 import torch
 import torch.distributed as dist
 from exact_training import OPTIMIZERS, SETTINGS, WAYS, Heads, Trace, batches_of
-from support import assert_same
+from support.comparison import assert_same
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.distributed.fsdp import fully_shard

@@ -13,7 +13,7 @@ import ranks
 import torch
 import torch.distributed as dist
 from exact_training import OPTIMIZERS
-from support import parameter_with
+from support.gradients import parameter_with
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 

@@ -24,14 +24,14 @@ from exact_training import (
     no_sync_but_last,
     train,
 )
-from support import assert_same
+from support.comparison import assert_same
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, ShardingStrategy
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler as TorchShardedGradScaler
 
 import ampfast
 
-pytest_plugins = ["verdicts"]
+pytest_plugins = ["support.torch_failures"]
 
 SHARDED: dict[str, Any] = {"ours": ampfast.ShardedGradScaler, "torch": TorchShardedGradScaler}
 

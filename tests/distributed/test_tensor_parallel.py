@@ -27,7 +27,7 @@ from exact_training import (
     train,
     whole,
 )
-from support import assert_same
+from support.comparison import assert_same
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard

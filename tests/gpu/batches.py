@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 from gpu_support import flag, grads_of, inverse_of
-from passes import run_check, run_unscale
-from support import BITS, FLOATS
+from support.comparison import BITS, FLOATS
+from support.kernel_calls import run_check, run_unscale
 
 from ampfast.backends import core
 

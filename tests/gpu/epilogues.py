@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from gpu_support import flag, grads_of
-from passes import run_check
+from support.kernel_calls import run_check
 
 from ampfast.backends.core import Update
 

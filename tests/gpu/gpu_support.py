@@ -7,7 +7,10 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-from support import OPTIMIZERS, TorchScaler, assert_same, make_gradient
+from support.comparison import assert_same
+from support.gradients import make_gradient
+from support.optimizers import OPTIMIZERS
+from support.scalers import TorchScaler
 
 from ampfast import GradScaler, backends
 from ampfast.backends import core, torch_ops

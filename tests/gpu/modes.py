@@ -17,10 +17,10 @@ sys.path[:0] = [str(TESTS.parent), str(TESTS), str(TESTS / "gpu")]
 
 import torch  # noqa: E402
 from gpu_support import BACKENDS, flag, gpu, grads_of, kernels_of, unavailable_reason  # noqa: E402
-from kernel_parity import wide  # noqa: E402
-from passes import run_check, run_sums, run_unscale  # noqa: E402
-from support import FLOATS  # noqa: E402
-from tracked import track_for  # noqa: E402
+from support.comparison import FLOATS  # noqa: E402
+from support.kernel_calls import run_check, run_sums, run_unscale  # noqa: E402
+from support.kernel_parity import wide  # noqa: E402
+from support.tracking_reference import track_for  # noqa: E402
 
 from ampfast.backends import core  # noqa: E402
 from ampfast.backends.core import (  # noqa: E402

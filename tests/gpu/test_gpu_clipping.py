@@ -7,9 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from clipping_support import assert_clipped, assert_norm, exact_norm, grads_of
 from gpu_support import flag, kernels_of
-from support import FLOATS, assert_same, make_gradient, sgd_with, side
+from support.clipping_reference import assert_clipped, assert_norm, exact_norm, grads_of
+from support.comparison import FLOATS, assert_same
+from support.gradients import make_gradient, sgd_with
+from support.twins import side
 
 from ampfast import GradScaler, Sigmas
 from ampfast.backends import cpu

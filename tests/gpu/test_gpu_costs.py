@@ -10,8 +10,10 @@ import pytest
 import torch
 from epilogues import epilogues
 from gpu_support import Quiet, QuietFused, flag, grads_of, kernels_of, no_syncs
-from passes import run_check, run_unscale
-from support import FLOATS, OPTIMIZERS, make_gradient
+from support.comparison import FLOATS
+from support.gradients import make_gradient
+from support.kernel_calls import run_check, run_unscale
+from support.optimizers import OPTIMIZERS
 from tracing import Counts, counted, why_profiler_is_blind
 
 from ampfast import _C, GradScaler

@@ -10,7 +10,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from gpu_support import Twin, no_syncs
-from support import OPTIMIZERS, TorchScaler, assert_same, make_gradient, small_model
+from support.comparison import assert_same
+from support.gradients import make_gradient
+from support.optimizers import OPTIMIZERS
+from support.scalers import TorchScaler
+from support.twins import small_model
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard

@@ -8,9 +8,16 @@ from collections.abc import Callable
 import pytest
 import torch
 from gpu_support import flag, grads_of, kernels_of
-from graph_breaks import OPTIMIZERS, SETTINGS, SKIPPABLE, Training, assert_no_more_breaks
-from passes import run_check, run_unscale
-from support import TorchScaler, assert_same
+from support.comparison import assert_same
+from support.compiled_training import (
+    OPTIMIZERS,
+    SETTINGS,
+    SKIPPABLE,
+    Training,
+    assert_no_more_breaks,
+)
+from support.kernel_calls import run_check, run_unscale
+from support.scalers import TorchScaler
 
 from ampfast import _C, GradScaler
 

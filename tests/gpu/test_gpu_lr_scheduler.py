@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from gpu_support import no_syncs
-from support import OPTIMIZERS
+from support.optimizers import OPTIMIZERS
 
 from ampfast import GradScaler, LateScheduler
 

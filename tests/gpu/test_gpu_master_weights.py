@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 from gpu_support import flag, grads_of, kernels_of
-from passes import run_unscale
-from support import assert_same
+from support.comparison import assert_same
+from support.kernel_calls import run_unscale
 
 import ampfast
 

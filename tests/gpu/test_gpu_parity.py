@@ -18,16 +18,17 @@ from gpu_support import (
     require_memory,
     unavailable_reason,
 )
-from kernel_parity import wide
-from passes import run_check, run_sums, run_unscale
-from support import BITS, FLOATS, assert_same, difference, make_gradient
-from track_parity import check_passes, check_random_lists, check_times
-from tracked import assert_ranges, edges_of_half, marked, marks_of, track_for
+from support.comparison import BITS, FLOATS, assert_same, difference
+from support.gradients import make_gradient
+from support.kernel_calls import run_check, run_sums, run_unscale
+from support.kernel_parity import wide
+from support.tracking_parity import check_passes, check_random_lists, check_times
+from support.tracking_reference import assert_ranges, edges_of_half, marked, marks_of, track_for
 
 from ampfast import functional
 from ampfast.backends.core import Update
 
-pytest_plugins = ["verdicts"]
+pytest_plugins = ["support.torch_failures"]
 pytestmark = pytest.mark.gpu
 
 LISTS = 10_000

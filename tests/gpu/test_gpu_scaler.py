@@ -20,7 +20,11 @@ from gpu_support import (
     flag,
     twins,
 )
-from support import FUSED, OPTIMIZERS, TorchScaler, agree, assert_same, difference, make_gradient
+from support.comparison import assert_same, difference
+from support.gradients import make_gradient
+from support.optimizers import FUSED, OPTIMIZERS
+from support.outcomes import agree
+from support.scalers import TorchScaler
 
 from ampfast import GradScaler
 

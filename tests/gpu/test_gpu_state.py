@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 from gpu_support import flag, grads_of, kernels_of
-from passes import run_check
-from scale_model import (
+from support.kernel_calls import run_check
+from support.scale_model import (
     FACTORS,
     POLICIES,
     ScaleModel,

@@ -7,8 +7,9 @@ import random
 import pytest
 import torch
 from gpu_support import assert_twins_same, flag, grads_of, kernels_of, no_syncs, twins
-from passes import run_check, run_unscale
-from support import BITS, FLOATS, make_gradient
+from support.comparison import BITS, FLOATS
+from support.gradients import make_gradient
+from support.kernel_calls import run_check, run_unscale
 
 from ampfast import _C, GradScaler
 

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import torch
 from gpu_support import no_syncs
-from support import TorchScaler, assert_same
-from sync_free_support import BAD, KINDS, Loop, fused_twin, in_groups, parameters
+from support.comparison import assert_same
+from support.scalers import TorchScaler
+from support.sync_free_loops import BAD, KINDS, Loop, fused_twin, in_groups, parameters
 
 import ampfast
 from ampfast import GradScaler

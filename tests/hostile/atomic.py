@@ -16,7 +16,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from support import difference, make_gradient, started
+from support.comparison import difference
+from support.gradients import make_gradient
+from support.scalers import started
 
 from ampfast import GradScaler
 from ampfast.grad_scaler import OptState

@@ -10,8 +10,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from clipping_support import inverse_of, ordered_bits, unscaled
-from support import FLOATS, started
+from support.clipping_reference import inverse_of, ordered_bits, unscaled
+from support.comparison import FLOATS
+from support.scalers import started
 from tally import Tally, main
 
 from ampfast import GradScaler

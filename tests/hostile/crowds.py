@@ -9,9 +9,10 @@ import time
 from typing import Any
 
 import torch
-from programs import Op, Plan, World
-from random_programs import draw_program
-from support import TorchScaler, difference, started
+from support.comparison import difference
+from support.program_world import Op, Plan, World
+from support.random_programs import draw_program
+from support.scalers import TorchScaler, started
 from tally import Tally, main
 
 from ampfast import GradScaler

@@ -9,9 +9,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from programs import Op, World
-from random_programs import LENGTH, OPERATIONS, VARIANTS, draw_program, first_difference
-from support import make_gradient, threads
+from support.gradients import make_gradient
+from support.processes import threads
+from support.program_world import Op, World
+from support.random_programs import LENGTH, OPERATIONS, VARIANTS, draw_program, first_difference
 from tally import Tally, main
 
 # Other seeds than the tests use.

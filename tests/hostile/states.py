@@ -13,7 +13,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from support import Scaler, TorchScaler, difference, outcome, parameter_with, started
+from support.comparison import difference
+from support.gradients import parameter_with
+from support.outcomes import outcome
+from support.scalers import Scaler, TorchScaler, started
 from tally import Tally, main
 
 from ampfast import GradScaler

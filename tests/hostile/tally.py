@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from support import threads
+from support.processes import threads
 
 
 @dataclass

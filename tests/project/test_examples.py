@@ -226,7 +226,7 @@ def kinds(notebook: Any) -> list[list[Any]]:
 def test_the_notebook_was_run_after_its_last_edit() -> None:
     nbformat = pytest.importorskip("nbformat", reason="reading the notebook needs nbformat")
     pytest.importorskip("nbclient", reason="reading the notebook needs nbclient")
-    from run_notebook import digest
+    from support.notebook import digest
 
     notebook = nbformat.read(NOTEBOOK, as_version=4)
     assert notebook.metadata.code_sha256 == digest(notebook), "run `make notebook`"
@@ -237,10 +237,10 @@ def test_the_notebook_runs_with_the_saved_outputs(monkeypatch: pytest.MonkeyPatc
     for needed in ("matplotlib", "nbclient", "ipykernel"):
         pytest.importorskip(needed, reason=f"running the notebook needs {needed}")
     import nbformat
-    import run_notebook
+    from support import notebook
 
     monkeypatch.chdir(ROOT)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     saved = nbformat.read(NOTEBOOK, as_version=4)
     again = f"run `make notebook`: the outputs in {NOTEBOOK.name} are not those of its code"
-    assert kinds(run_notebook.executed(NOTEBOOK, NOTEBOOK_CLAIMS)) == kinds(saved), again
+    assert kinds(notebook.executed(NOTEBOOK, NOTEBOOK_CLAIMS)) == kinds(saved), again

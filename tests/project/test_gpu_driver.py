@@ -19,7 +19,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
-from support import is_alive
+from support.processes import is_alive
 
 from benchmarks import providers
 

@@ -14,7 +14,7 @@ from importlib import util
 from pathlib import Path
 
 import pytest
-from nvcc import SETUP
+from support.nvcc import SETUP
 
 import ampfast
 from ampfast._version import __version__

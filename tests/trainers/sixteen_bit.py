@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from support import assert_same, small_model
+from support.comparison import assert_same
+from support.twins import small_model
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
 from trajectories import SETTINGS, STEPS, batches, optimizer_for
@@ -37,7 +38,7 @@ class Case:
 
     Attributes:
         scaled: Whether it is a float16 model with a scaler, or a bfloat16 model without.
-        optimizer: Name in `support.OPTIMIZERS`.
+        optimizer: Name in `OPTIMIZERS`.
         clip: Norm to which gradients are clipped, or None.
         wide: Whether the backward pass writes float32 gradients.
     """

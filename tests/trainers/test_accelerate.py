@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from sixteen_bit import CASES, Case, Part, assert_as_by_hand
-from support import Scaler, TorchScaler
+from support.scalers import Scaler, TorchScaler
 from torch import nn
 from trajectories import (
     SETTINGS,

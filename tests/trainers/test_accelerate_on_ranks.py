@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
-from support import Scaler, TorchScaler, assert_same, difference
+from support.comparison import assert_same, difference
+from support.scalers import Scaler, TorchScaler
 from torch import nn
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.utils.data import DataLoader, TensorDataset

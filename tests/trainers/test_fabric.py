@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from sixteen_bit import CASES, Case, Part, assert_as_by_hand
-from support import Scaler, TorchScaler
+from support.scalers import Scaler, TorchScaler
 from trajectories import SETTINGS, HalfNet, Run, assert_same_run, batches, optimizer_for
 
 import ampfast

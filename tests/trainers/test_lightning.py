@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import torch
 from sixteen_bit import CASES, Case, Part, assert_as_by_hand
-from support import Scaler, TorchScaler, assert_same
+from support.comparison import assert_same
+from support.scalers import Scaler, TorchScaler
 from torch import Tensor
 from trajectories import (
     PLANTED,

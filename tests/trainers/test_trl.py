@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 import trajectories
-from support import TorchScaler
+from support.scalers import TorchScaler
 from trajectories import STEPS, Run, assert_same_run
 
 import ampfast

@@ -9,7 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from support import OPTIMIZERS, TorchScaler, assert_same, small_model
+from support.comparison import assert_same
+from support.optimizers import OPTIMIZERS
+from support.scalers import TorchScaler
+from support.twins import small_model
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -53,7 +56,7 @@ def loader(batches: Iterable[tuple[Tensor, Tensor]]) -> DataLoader:
 
 
 def optimizer_for(model: nn.Module, name: str = "adam") -> torch.optim.Optimizer:
-    """An optimizer of `support.OPTIMIZERS`, with a learning rate that lets overflows go on."""
+    """An optimizer of `OPTIMIZERS`, with a learning rate that lets overflows go on."""
     optimizer = OPTIMIZERS[name](list(model.parameters()))
     for group in optimizer.param_groups:
         group["lr"] = 0.02

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 import triton
-from registers import DOCUMENTED, cells, registers_table
-from support import FLOATS
+from support.comparison import FLOATS
+from support.registers_table import DOCUMENTED, cells, registers_table
 from variants import (
     CUDA,
     HIP,

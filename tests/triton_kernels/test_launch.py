@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from frames import frames_of
-from passes import run_check, run_unscale
+from support.frames import frames_of
+from support.kernel_calls import run_check, run_unscale
 from triton import knobs
 from triton.compiler import CompiledKernel
 from triton.runtime import driver

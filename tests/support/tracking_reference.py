@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from support import assert_same
 
 from ampfast.backends.core import HEALTH_WORDS, MARK_WORDS, Track
+from support.comparison import assert_same
 
 NEVER = [0, 0, 0, 0]
 

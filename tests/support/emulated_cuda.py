@@ -9,14 +9,15 @@ from pathlib import Path
 from types import ModuleType
 
 import torch
-from nvcc import FLAGS
 from ptx_emulator import cuda
 from torch.utils.cpp_extension import include_paths
 
+from support.nvcc import FLAGS
+
 __all__ = ["ARCHITECTURES", "install"]
 
-TESTS = Path(__file__).parent
-CSRC = TESTS.parent / "csrc"
+HERE = Path(__file__).parent
+CSRC = HERE.parents[1] / "csrc"
 # The oldest architecture converts bfloat16 in software.
 ARCHITECTURES = ("75", "90")
 NAME = "ampfast_emulated_cuda"
@@ -42,7 +43,7 @@ def install(core: ModuleType, architecture: str, *, runs: bool = True) -> None:
 
 
 def _built() -> cuda.Library:
-    include = TESTS / "include"  # torch's headers of CUDA need its CUDA build
+    include = HERE / "include"  # torch's headers of CUDA need its CUDA build
     system = [*include_paths(), sysconfig.get_path("include")]
     flags = [*FLAGS, f"-I{include}", *(f"-isystem={path}" for path in system)]
     flags += [f"-DTORCH_EXTENSION_NAME={NAME}", "-Xcompiler=-O1,-fvisibility=hidden"]
@@ -51,7 +52,7 @@ def _built() -> cuda.Library:
         [
             *(CSRC / "cuda" / name for name in ("multi_tensor.cu", "bindings.cpp")),
             *(CSRC / name for name in ("arguments.cpp", "gradients.cpp", "master_weights.cpp")),
-            TESTS / "emulated_cuda.cpp",
+            HERE / "emulated_cuda.cpp",
         ],
         architectures=ARCHITECTURES,
         flags=flags,

@@ -15,11 +15,11 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-from nvcc import NVCC
 
 from ampfast import _C
+from support.nvcc import NVCC
 
-os.environ.setdefault("PTX_EMULATOR_CACHE", str(Path(__file__).parents[1] / "build" / "ptx"))
+os.environ.setdefault("PTX_EMULATOR_CACHE", str(Path(__file__).parents[2] / "build" / "ptx"))
 
 VARIABLE = "AMPFAST_TEST_KERNELS"
 
@@ -40,7 +40,7 @@ def compiled() -> Any:
             f"{VARIABLE} is triton-sm_NN or cuda-sm_NN, with or without -races, not {name!r}"
         )
     module = (_compiled_cuda if found[1] == "cuda" else _compiled_triton)(found[2])
-    from emulated import EmulatedLauncher
+    from support.emulated_launcher import EmulatedLauncher
 
     return EmulatedLauncher(module, races=found[3] is not None)
 
@@ -78,7 +78,7 @@ def _compiled_triton(architecture: str) -> ModuleType:
 def _compiled_cuda(architecture: str) -> ModuleType:
     if NVCC is None:
         raise pytest.UsageError(f"{VARIABLE} needs nvcc on the PATH for the CUDA kernels")
-    import emulated_cuda
+    from support import emulated_cuda
 
     if architecture not in emulated_cuda.ARCHITECTURES:
         known = " or ".join(f"cuda-sm_{a}" for a in emulated_cuda.ARCHITECTURES)

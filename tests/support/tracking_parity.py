@@ -6,12 +6,18 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from kernel_parity import flag, storage
-from support import FLOATS
-from tracked import assert_ranges, assert_surroundings_kept, marks_of, random_list, track_for
 
 from ampfast.backends import core
 from ampfast.backends.core import Factor, Pass, Track
+from support.comparison import FLOATS
+from support.kernel_parity import flag, storage
+from support.tracking_reference import (
+    assert_ranges,
+    assert_surroundings_kept,
+    marks_of,
+    random_list,
+    track_for,
+)
 
 
 def listed(grads: Sequence[torch.Tensor]) -> core.GradList:

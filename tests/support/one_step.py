@@ -8,9 +8,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from support import FUSED, OPTIMIZERS, TorchScaler, parameter_with
 
 from ampfast import GradScaler
+from support.gradients import parameter_with
+from support.optimizers import FUSED, OPTIMIZERS
+from support.scalers import TorchScaler
 
 F32_MAX = torch.finfo(torch.float32).max
 # An inverse of this scale or a smaller one is infinite in float32.

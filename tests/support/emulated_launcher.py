@@ -9,11 +9,11 @@ from types import ModuleType
 
 import torch
 from ptx_emulator import Range, emulation
-from reference_launcher import spans_of
 from torch import Tensor
 
 from ampfast.backends.core import Clip, DeviceTable, Pass, Segment, Update
 from ampfast.backends.gpu import Epilogue
+from support.reference_launcher import spans_of
 
 PARTIALS = 2  # word of a table with the offset of the sums of its chunks
 # Few, so that test lists take several programs with several chunks each.

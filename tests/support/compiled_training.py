@@ -6,9 +6,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from support import TorchScaler
 
 from ampfast import GradScaler
+from support.scalers import TorchScaler
 
 SHAPE = (37, 129)
 OPTIMIZERS: dict[str, Callable[..., Any]] = {

@@ -7,7 +7,19 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-from support import FUSED, OPTIMIZERS, make_gradient
+
+from support.gradients import make_gradient
+
+OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "sgd": lambda params: torch.optim.SGD(params, lr=0.5),
+    "momentum": lambda params: torch.optim.SGD(params, lr=0.5, momentum=0.9, weight_decay=0.01),
+    "adam": lambda params: torch.optim.Adam(params, lr=0.1),
+    "fused_sgd": lambda params: torch.optim.SGD(params, lr=0.5, fused=True),
+    "fused_adam": lambda params: torch.optim.Adam(params, lr=0.1, fused=True),
+    "fused_adamw": lambda params: torch.optim.AdamW(params, lr=0.1, fused=True),
+    "fused_adagrad": lambda params: torch.optim.Adagrad(params, lr=0.1, fused=True),
+}
+FUSED = tuple(name for name in OPTIMIZERS if name.startswith("fused"))
 
 
 class RigPlan(NamedTuple):

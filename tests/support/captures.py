@@ -14,13 +14,13 @@ from typing import Any
 
 import pytest
 import torch
-from graph_breaks import BAD_AT, SETTINGS, Training
-from support import assert_same
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ampfast import GradScaler, backends, capture, grad_scaler, gradients, loss_scale, spikes
 from ampfast.backends.gpu import DeviceKernels
+from support.comparison import assert_same
+from support.compiled_training import BAD_AT, SETTINGS, Training
 
 ITERATIONS = 12
 LAUNCHES = ("multi_tensor", "measure", "update_scale", "clip_coefficient")

@@ -9,7 +9,7 @@ import torch
 
 # Its columns.
 DOCUMENTED = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
-PAGE = Path(__file__).parents[1] / "docs" / "kernels.md"
+PAGE = Path(__file__).parents[2] / "docs" / "kernels.md"
 REGISTERS, THREADS, MOST_PROGRAMS = 65_536, 128, 16
 
 

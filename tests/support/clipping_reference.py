@@ -8,9 +8,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from support import BITS, assert_same, started
 
 from ampfast import GradScaler
+from support.comparison import BITS, assert_same
+from support.scalers import started
 
 # Bound on the relative error of a norm against the float64 norm of the unscaled values: one
 # rounding of each value, whose mean counts, and one of the norm. A float64 norm sums thousands of

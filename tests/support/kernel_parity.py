@@ -6,11 +6,11 @@ import math
 from collections.abc import Callable
 
 import torch
-from support import BITS, FLOATS, assert_same
 
 from ampfast import _C, functional
 from ampfast.backends import core, cpu
 from ampfast.backends.core import Factor, Pass
+from support.comparison import BITS, FLOATS, assert_same
 
 CHUNK = _C.CHUNK
 

@@ -8,9 +8,9 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from support import plant
 
 import ampfast
+from support.gradients import plant
 
 KINDS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
     "adam": (torch.optim.Adam, {"lr": 0.1}),

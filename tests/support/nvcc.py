@@ -12,7 +12,7 @@ NVCC = shutil.which("nvcc")
 
 def _setup() -> ModuleType:
     """Imports setup.py, which then builds nothing."""
-    path = Path(__file__).parents[1] / "setup.py"
+    path = Path(__file__).parents[2] / "setup.py"
     spec = importlib.util.spec_from_file_location("ampfast_setup", path)
     assert spec is not None and spec.loader is not None
     setup = importlib.util.module_from_spec(spec)

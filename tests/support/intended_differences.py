@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import torch
-from rigs import Rig
-from support import TorchScaler
+
+from support.optimizers import Rig
+from support.scalers import TorchScaler
 
 OptState = torch.amp.grad_scaler.OptState
 

@@ -12,11 +12,14 @@ from functools import partial
 from typing import Any
 
 import torch
-from programs import Op, Plan, World
-from rigs import KINDS, RigPlan
-from support import FUSED, WRITABLE_LAYOUTS, TorchScaler, difference, outcome
 
 from ampfast import GradScaler
+from support.comparison import difference
+from support.gradients import WRITABLE_LAYOUTS
+from support.optimizers import FUSED, KINDS, RigPlan
+from support.outcomes import outcome
+from support.program_world import Op, Plan, World
+from support.scalers import TorchScaler
 
 LENGTH = 40
 

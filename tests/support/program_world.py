@@ -11,9 +11,15 @@ from collections import defaultdict
 from typing import Any, NamedTuple
 
 import torch
-from rigs import Bare, Rig, RigPlan
-from stepping_aside import current_scale, drop_own_scale, keep_interval_above_tracker, tame
-from support import make_gradient, plant
+
+from support.gradients import make_gradient, plant
+from support.intended_differences import (
+    current_scale,
+    drop_own_scale,
+    keep_interval_above_tracker,
+    tame,
+)
+from support.optimizers import Bare, Rig, RigPlan
 
 OptState = torch.amp.grad_scaler.OptState
 CPU = torch.device("cpu")

@@ -1,0 +1,1 @@
+"""What several test files share; each module says what it gives."""

@@ -1,0 +1,83 @@
+"""Comparison of values bit for bit."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+BITS = {
+    torch.float64: torch.int64,
+    torch.float32: torch.int32,
+    torch.float16: torch.int16,
+    torch.bfloat16: torch.int16,
+}
+FLOATS = tuple(BITS)
+
+
+def _same_strided(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
+    if ours.dtype.is_complex:
+        return _same_strided(torch.view_as_real(ours), torch.view_as_real(theirs))
+    if ours.dtype not in BITS:
+        return torch.equal(ours, theirs)
+    ours, theirs = ours.detach().resolve_neg(), theirs.detach().resolve_neg()
+    our_bits, their_bits = ours.view(BITS[ours.dtype]), theirs.view(BITS[ours.dtype])
+    # torch's CPU op writes two kinds of NaN, so all count as equal.
+    return torch.equal(our_bits, their_bits) or bool(
+        ((our_bits == their_bits) | (ours.isnan() & theirs.isnan())).all()
+    )
+
+
+def _tensor_difference(ours: torch.Tensor, theirs: torch.Tensor, where: str) -> str | None:
+    for name in ("dtype", "shape", "device", "layout", "requires_grad"):
+        a, b = getattr(ours, name), getattr(theirs, name)
+        if a != b:
+            return f"{where}.{name}: ours {a}, torch {b}"
+    if ours.is_sparse:
+        if ours.is_coalesced() != theirs.is_coalesced():
+            return f"{where}.is_coalesced(): ours {ours.is_coalesced()}"
+        return difference(ours._indices(), theirs._indices(), f"{where}._indices()") or difference(
+            ours._values(), theirs._values(), f"{where}._values()"
+        )
+    if ours.layout is torch.strided and ours.stride() != theirs.stride():
+        return f"{where}.stride(): ours {ours.stride()}, torch {theirs.stride()}"
+    if not _same_strided(ours, theirs):
+        return f"{where}: ours {ours.detach()}, torch {theirs.detach()}"
+    return None
+
+
+def difference(ours: Any, theirs: Any, where: str = "value") -> str | None:
+    """Describes the first difference between two values, or returns None.
+
+    Tensors are compared by dtype, shape, strides, layout and bits, floats by bits. All NaNs are
+    alike and the sign of zero counts. Containers are walked and must be of the same type; other
+    objects are compared by ``==``.
+    """
+    if isinstance(ours, torch.Tensor) and isinstance(theirs, torch.Tensor):
+        return _tensor_difference(ours, theirs, where)
+    if type(ours) is not type(theirs):
+        return f"{where}: ours {ours!r}, torch {theirs!r}"
+    if isinstance(ours, float):
+        if ours != ours and theirs != theirs:
+            return None
+        same = struct.pack("d", ours) == struct.pack("d", theirs)
+        return None if same else f"{where}: ours {ours!r}, torch {theirs!r}"
+    if isinstance(ours, Mapping):
+        if list(ours) != list(theirs):
+            return f"{where} keys: ours {list(ours)}, torch {list(theirs)}"
+        pairs = [(f"{where}[{key!r}]", ours[key], theirs[key]) for key in ours]
+    elif isinstance(ours, (list, tuple)):
+        if len(ours) != len(theirs):
+            return f"len({where}): ours {len(ours)}, torch {len(theirs)}"
+        pairs = [(f"{where}[{i}]", a, b) for i, (a, b) in enumerate(zip(ours, theirs, strict=True))]
+    else:
+        return None if ours == theirs else f"{where}: ours {ours!r}, torch {theirs!r}"
+    return next((d for path, a, b in pairs if (d := difference(a, b, path))), None)
+
+
+def assert_same(ours: Any, theirs: Any, where: str = "value") -> None:
+    """Fails with the first difference."""
+    found = difference(ours, theirs, where)
+    assert found is None, found
