@@ -162,6 +162,15 @@ def test_a_call_that_wrote_nothing_may_be_repeated(path: str) -> None:
     assert_equal(param, STEPPED)
 
 
+def test_flags_on_which_ranks_could_not_agree_update_nothing() -> None:
+    """A check that wrote nothing leaves no flags of this rank alone."""
+    scaler, _, param = failed(GradScaler.step, "fused")
+    with pytest.raises(AssertionError, match="No inf checks were recorded prior to update"):
+        scaler.update()
+    assert scaler.stats().steps == 0
+    assert_equal(param, 1.0)
+
+
 @pytest.mark.parametrize("path", ["unscale_", "defer"])
 def test_the_users_own_grad_scale(path: str) -> None:
     """`step` agrees on the quotients and may be repeated."""
