@@ -62,6 +62,8 @@ _ONCE = "An iteration ends with update(), after the steps of all optimizers: is 
 # An optimizer's entry before anything is done, as torch makes it.
 _NEW: dict[str, Any] = _refresh_per_optimizer_state()
 
+_FLOAT32 = torch.float32
+
 # Cold, reading an enum's member from its class would cost as much as all other lines of `step`.
 _READY, _UNSCALED, _STEPPED = OptState
 
@@ -243,7 +245,7 @@ class GradScaler(TorchGradScaler):
         """
         if self._is_guard:
             return self._scaled_by_1(outputs)
-        is_usual = type(outputs) is Tensor and outputs.dtype is torch.float32 and self._enabled
+        is_usual = type(outputs) is Tensor and outputs.dtype is _FLOAT32 and self._enabled
         scale = self._scale if is_usual else None
         if scale is not None and scale.device == outputs.device:
             return outputs * scale
@@ -424,13 +426,11 @@ class GradScaler(TorchGradScaler):
         scale, growth_tracker = self._scale, self._growth_tracker
         if scale is None or growth_tracker is None or overrides(self, _CHECK_SCALE):
             scale, growth_tracker = self._check_scale_growth_tracker("update")
-        flags = []
+        flags: list[Tensor] = []
         for entry in self._per_optimizer_states.values():
             if _AGREEMENT in entry and entry["stage"] is not _READY:
                 self._agree(entry, scale, entry["found_inf_per_device"], entry[_AGREEMENT])
-            for flag in entry["found_inf_per_device"].values():
-                is_there = isinstance(flag, Tensor) and flag.device == scale.device
-                flags.append(flag if is_there else moved(flag, scale.device))
+            flags += entry["found_inf_per_device"].values()
         if not flags:
             raise add_note(
                 AssertionError("No inf checks were recorded prior to update."),
@@ -940,7 +940,7 @@ class GradScaler(TorchGradScaler):
             marked = entry if work.write else None
             flag = kernels.pass_over(optimizer, marked, _UNSCALED, plain, allow_fp16)
         if flag is not None:
-            flags = {flag.device: flag}
+            flags = entry["found_inf_per_device"] if work.write else {flag.device: flag}
         else:
             grads = self._collect(optimizer, allow_fp16=allow_fp16, writes=work.write)
             agreement = self._agreement(grads)

@@ -214,20 +214,20 @@ class LossScale:
         Args:
             scale: One-element float32.
             growth_tracker: One-element int32.
-            found_infs: The flags of this iteration, at least one, on the device of the scale.
+            found_infs: The flags of this iteration, at least one, on any devices.
             factors: Growth factor, backoff factor and growth interval; any real numbers.
             kernels: Kernels for that device.
             follows: Whether the policy may move the scale.
         """
         follower = self.follower
         norm = self.joint_norm(scale.device) if self.norms else None
-        words = self.words
-        if words is None or words.device != scale.device:
-            words = self.words_on(scale.device)
+        words = self.words_on(scale.device) if self.words is None else self.words
         update = Update(scale, growth_tracker, found_infs, *factors, words, norm)
         if follower is not None and follows:
             follower.before_update(update)
         if not kernels.update(update):
+            there = [scalars.moved(flag, scale.device) for flag in found_infs]
+            update = update._replace(found_infs=there, state=self.words_on(scale.device))
             numbers = _factors(factors)
             if numbers is None or not kernels.update(Update(*update[:3], *numbers, *update[6:])):
                 torch_ops.update(update)

@@ -289,7 +289,8 @@ class _LogMaxFollower(Follower):
         """The same in torch's ops, of which the host reads nothing."""
         scale, growth_tracker, flags, growth, backoff, interval, *_ = update
         before, tracker, peak, *rest = (
-            tensor.detach().reshape(()).double() for tensor in (scale, growth_tracker, peak, *flags)
+            scalars.moved(tensor.detach(), scale.device).reshape(()).double()
+            for tensor in (scale, growth_tracker, peak, *flags)
         )
         flag = torch.stack(rest).sum()
         finite, kept = flag == 0, flag.abs() < core.SPIKE_BOUND
