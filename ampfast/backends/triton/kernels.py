@@ -1,85 +1,56 @@
 """Triton kernels; device code only."""
 
+import inspect
+from types import SimpleNamespace
+
 import triton
 import triton.language as tl
 
-from ampfast.backends.core import SPIKE, SPIKE_BOUND, Factor, state_layout
+from ampfast.backends import core, gpu
 
-# How the factor is applied, which decides whether a step is skipped.
-NONE = tl.constexpr(int(Factor.NONE))
-TIMES_RECIPROCAL = tl.constexpr(int(Factor.TIMES_RECIPROCAL))
-DIVIDE = tl.constexpr(int(Factor.DIVIDE))
 
-# Work of the last program of a launch.
-NOTHING = tl.constexpr(0)
-FINISH = tl.constexpr(1)  # writes flag and norms, and resets the header
-UPDATE = tl.constexpr(2)  # and the scale
+def _constants(**values):
+    """Constants by name: of the value for the compiler, and of the object for the interpreter."""
+    constants = tl.constexpr(SimpleNamespace(**values))
+    vars(constants).update(values)
+    return constants
 
-# Float32 values of 16-bit ones: none, at any address, or with whole vectors at aligned ones.
-NO_PAIRS = tl.constexpr(0)
-PAIRS = tl.constexpr(1)
+
+def _enumerated(names):
+    return _constants(**{name: place for place, name in enumerate(names.split())})
+
+
+def _kernel(function):
+    """Of arguments only the table is specialized, which is aligned as torch's allocator does."""
+    names = inspect.signature(function).parameters
+    others = [name for name in names if name.islower() and name != "table_ptr"]
+    return triton.jit(function, do_not_specialize=others)
+
+
+# Whether the kernels are interpreted: the interpreter converts bfloat16 wrongly.
+_SOFT = tl.constexpr(triton.knobs.runtime.interpret)
+
+_FACTOR = _constants(**core.Factor.__members__)
+_EPILOGUE = _constants(**gpu.Epilogue.__members__)
+
+# PAIRED of pairs whose float32 values are aligned where the 16-bit ones are.
 ALIGNED_PAIRS = tl.constexpr(2)
 
-# The found_inf of a spike, and the bound of such flags, as in csrc/scale.h.
-_SPIKE = tl.constexpr(SPIKE)
-_SPIKE_BOUND = tl.constexpr(SPIKE_BOUND)
+_SPIKE = tl.constexpr(core.SPIKE)
+_SPIKE_BOUND = tl.constexpr(core.SPIKE_BOUND)
 
 # Float64 bits of infinity, from which magnitudes are not finite.
 _INFINITY = tl.constexpr(0x7FF0000000000000)
 _COMPLEMENT = tl.constexpr(0x7FFFFFFFFFFFFFFF)
 
-# Words of a table, as in csrc/table_layout.h.
-_FINISHED = tl.constexpr(0)
-_PEAK = tl.constexpr(1)
-_PARTIALS = tl.constexpr(2)
-_CHUNKS = tl.constexpr(3)
-_ADDRESS = tl.constexpr(0)
-_EXTENT = tl.constexpr(1)
-_CHUNK_WORDS = tl.constexpr(2)
-_WIDE = tl.constexpr(2)
-_PAIR_WORDS = tl.constexpr(3)
-_PARAMETER_SHIFT = tl.constexpr(32)
-
+# Words of a table, of its header and of a chunk, as in csrc/table_layout.h.
+_HEADER = _enumerated("FINISHED PEAK PARTIALS CHUNKS")
+_CHUNK = _constants(ADDRESS=0, EXTENT=1, WIDE=2, WORDS=2, PAIR_WORDS=3, PARAMETER_SHIFT=32)
 # Words of a parameter's marks and health, as in csrc/track.h.
-_LAST_NON_FINITE = tl.constexpr(0)
-_LAST_NAN = tl.constexpr(1)
-_TIMES_NON_FINITE = tl.constexpr(2)
-_TIMES_NAN = tl.constexpr(3)
-_MARK_WORDS = tl.constexpr(4)
-_ELEMENTS = tl.constexpr(0)
-_NONZERO = tl.constexpr(1)
-_VANISHING = tl.constexpr(2)
-_SUBNORMAL = tl.constexpr(3)
-_OVERFLOWING = tl.constexpr(4)
-_LARGEST = tl.constexpr(5)
-_SMALLEST = tl.constexpr(6)
-_HEALTH_WORDS = tl.constexpr(7)
-
+_MARKS = _enumerated("LAST_NON_FINITE LAST_NAN TIMES_NON_FINITE TIMES_NAN WORDS")
+_HEALTH = _enumerated("ELEMENTS NONZERO VANISHING SUBNORMAL OVERFLOWING LARGEST SMALLEST WORDS")
 # Words of a scaler's state, as in csrc/scale.h.
-_STEPS = tl.constexpr(state_layout.STEPS)
-_SKIPPED = tl.constexpr(state_layout.SKIPPED)
-_GROWTHS = tl.constexpr(state_layout.GROWTHS)
-_BACKOFFS = tl.constexpr(state_layout.BACKOFFS)
-_CONSECUTIVE_SKIPS = tl.constexpr(state_layout.CONSECUTIVE_SKIPS)
-_SKIPS_AT_MINIMUM = tl.constexpr(state_layout.SKIPS_AT_MINIMUM)
-_TOLERATED = tl.constexpr(state_layout.TOLERATED)
-_LAST_SKIPPED = tl.constexpr(state_layout.LAST_SKIPPED)
-_SPIKES = tl.constexpr(state_layout.SPIKES)
-_COUNTERS = tl.constexpr(state_layout.COUNTERS)
-_BEFORE = tl.constexpr(state_layout.BEFORE)
-_SCALE_BEFORE = tl.constexpr(state_layout.SCALE_BEFORE)
-_TRACKER_BEFORE = tl.constexpr(state_layout.TRACKER_BEFORE)
-_MIN_SCALE = tl.constexpr(state_layout.MIN_SCALE)
-_MAX_SCALE = tl.constexpr(state_layout.MAX_SCALE)
-_MOST_TOLERATED = tl.constexpr(state_layout.MOST_TOLERATED)
-_REFILLS_ON_FINITE_STEPS = tl.constexpr(state_layout.REFILLS_ON_FINITE_STEPS)
-_PROPOSAL = tl.constexpr(state_layout.PROPOSAL)
-_RING = tl.constexpr(state_layout.RING)
-_RING_STEPS = tl.constexpr(state_layout.RING_STEPS)
-_RING_SCALE = tl.constexpr(state_layout.RING_SCALE)
-_RING_STATUS = tl.constexpr(state_layout.RING_STATUS)
-_RING_NORM = tl.constexpr(state_layout.RING_NORM)
-_RING_WORDS = tl.constexpr(state_layout.RING_WORDS)
+_STATE = _constants(**vars(core.state_layout))
 
 
 @triton.jit
@@ -94,20 +65,20 @@ def _magnitude(value):
 
 
 @triton.jit
-def _widen(value, SOFT: tl.constexpr):
+def _widen(value):
     """To opmath: float64 for itself, float32 for all others."""
     if value.dtype == tl.float64:
         return value
-    elif SOFT and value.dtype == tl.bfloat16:
+    elif _SOFT and value.dtype == tl.bfloat16:
         return (value.to(tl.int16, bitcast=True).to(tl.int32) << 16).to(tl.float32, bitcast=True)
     else:
         return value.to(tl.float32)
 
 
 @triton.jit
-def _narrow(value, DTYPE: tl.constexpr, SOFT: tl.constexpr):
+def _narrow(value, DTYPE: tl.constexpr):
     """To the type of the gradient, to nearest, ties to even."""
-    if SOFT and DTYPE == tl.bfloat16:
+    if _SOFT and DTYPE == tl.bfloat16:
         bits = value.to(tl.uint32, bitcast=True)
         rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
         rounded = tl.where((bits & 0x7FFFFFFF) > 0x7F800000, 0x7FC0, rounded)
@@ -118,9 +89,9 @@ def _narrow(value, DTYPE: tl.constexpr, SOFT: tl.constexpr):
 
 @triton.jit
 def _load_factor(factor_ptr, FACTOR: tl.constexpr):
-    if FACTOR == NONE:
+    if FACTOR == _FACTOR.NONE:
         return 1.0
-    elif FACTOR == TIMES_RECIPROCAL:
+    elif FACTOR == _FACTOR.TIMES_RECIPROCAL:
         return (1.0 / tl.load(factor_ptr).to(tl.float64)).to(tl.float32)
     else:
         return tl.load(factor_ptr)
@@ -138,7 +109,6 @@ def _used_magnitude(
     factor,
     FACTOR: tl.constexpr,
     DTYPE: tl.constexpr,
-    SOFT: tl.constexpr,
     ROUNDS: tl.constexpr = True,
 ):
     """Float64 bits of the magnitude of a peak, given as bits of DTYPE, as the optimizer uses it.
@@ -150,17 +120,17 @@ def _used_magnitude(
     elif DTYPE == tl.float32:
         value = peak.to(tl.float32, bitcast=True)
     else:
-        value = _widen(peak.to(tl.int16).to(DTYPE, bitcast=True), SOFT)
-    if FACTOR == DIVIDE:
+        value = _widen(peak.to(tl.int16).to(DTYPE, bitcast=True))
+    if FACTOR == _FACTOR.DIVIDE:
         if DTYPE == tl.float64:
             value = value / factor.to(tl.float64)
         else:
             value = tl.div_rn(value, factor)
-    elif FACTOR != NONE:
+    elif FACTOR != _FACTOR.NONE:
         value = _times(value, factor)
         if ROUNDS:
-            value = _widen(_narrow(value, DTYPE, SOFT), SOFT)
-    if FACTOR != NONE:
+            value = _widen(_narrow(value, DTYPE))
+    if FACTOR != _FACTOR.NONE:
         # An infinite factor makes zeros NaN and others infinite; which of them a thread saw must
         # not decide.
         infinite = (factor * factor + float("inf")).to(value.dtype)  # but NaN stays
@@ -175,52 +145,50 @@ def _larger_or_nan(a, b):
 
 @triton.jit
 def _load_chunk(chunks_ptr, chunk, PAIRED: tl.constexpr):
-    """Address, extent, and address of the float32 values or that of the chunk."""
-    if PAIRED != NO_PAIRS:
-        chunk_ptr = chunks_ptr + chunk.to(tl.int64) * _PAIR_WORDS
-        wide = tl.load(chunk_ptr + _WIDE)
-        return tl.load(chunk_ptr + _ADDRESS), tl.load(chunk_ptr + _EXTENT), wide
+    """Address, extent and, of pairs, address of the float32 values."""
+    if PAIRED:
+        chunk_ptr = chunks_ptr + chunk.to(tl.int64) * _CHUNK.PAIR_WORDS
+        wide = tl.load(chunk_ptr + _CHUNK.WIDE)
+        return tl.load(chunk_ptr + _CHUNK.ADDRESS), tl.load(chunk_ptr + _CHUNK.EXTENT), wide
     else:
-        chunk_ptr = chunks_ptr + chunk.to(tl.int64) * _CHUNK_WORDS
-        address = tl.load(chunk_ptr + _ADDRESS)
-        return address, tl.load(chunk_ptr + _EXTENT), address
+        chunk_ptr = chunks_ptr + chunk.to(tl.int64) * _CHUNK.WORDS
+        return tl.load(chunk_ptr + _CHUNK.ADDRESS), tl.load(chunk_ptr + _CHUNK.EXTENT)
 
 
 @triton.jit
-def _parts(address, extent, DTYPE: tl.constexpr, THREADS: tl.constexpr, VECTOR: tl.constexpr):
-    """Parts of a chunk: where whole vectors begin, their number, an edge of each thread, a mask.
+def _parts(
+    fields, DTYPE: tl.constexpr, THREADS: tl.constexpr, VECTOR: tl.constexpr, PAIRED: tl.constexpr
+):
+    """Parts of a chunk: the number of its whole vectors, a mask of edges, and pointers.
 
-    In elements behind the chunk's first. Up to a vector less one lie before and as many behind the
-    whole vectors, each of which some thread takes as its edge.
+    These are to whole vectors and to an edge of each thread, then to their float32 values, if
+    paired. Up to a vector less one lie before and as many behind the whole vectors, each of which
+    some thread takes as its edge.
     """
+    address = fields[_CHUNK.ADDRESS]
     SIZE: tl.constexpr = DTYPE.primitive_bitwidth // 8
     PER_VECTOR: tl.constexpr = VECTOR // SIZE
     thread = tl.arange(0, THREADS)
-    size = extent.to(tl.int32)
+    size = fields[_CHUNK.EXTENT].to(tl.int32)
     head = tl.minimum((-address).to(tl.int32) & (VECTOR - 1), size)
     vectors = (size - head) // VECTOR
     is_head = thread < PER_VECTOR
     behind = (head + vectors * VECTOR) // SIZE
     edge = tl.where(is_head, thread, behind + thread - PER_VECTOR)
     end = tl.where(is_head, head, size) // SIZE
-    return head // SIZE, vectors, edge, (thread < 2 * PER_VECTOR) & (edge < end)
-
-
-@triton.jit
-def _places(
-    address, wide, head, edge, DTYPE: tl.constexpr, PAIRED: tl.constexpr, VECTOR: tl.constexpr
-):
-    """Pointers to the whole vectors and the edges, then to their float32 values, if paired."""
+    first = head // SIZE
+    is_edge = (thread < 2 * PER_VECTOR) & (edge < end)
     chunk_ptr = address.to(tl.pointer_type(DTYPE))
-    base = tl.multiple_of(chunk_ptr + head, VECTOR)
-    if PAIRED == NO_PAIRS:
-        return base, chunk_ptr + edge, base, chunk_ptr + edge
+    base = tl.multiple_of(chunk_ptr + first, VECTOR)
+    edge_ptr = chunk_ptr + edge
+    if not PAIRED:
+        return vectors, is_edge, base, edge_ptr, base, edge_ptr
     else:
-        wide_ptr = wide.to(tl.pointer_type(tl.float32))
-        wide_base = wide_ptr + head
+        wide_ptr = fields[_CHUNK.WIDE].to(tl.pointer_type(tl.float32))
+        wide_base = wide_ptr + first
         if PAIRED == ALIGNED_PAIRS:
             wide_base = tl.multiple_of(wide_base, 16)
-        return base, chunk_ptr + edge, wide_base, wide_ptr + edge
+        return vectors, is_edge, base, edge_ptr, wide_base, wide_ptr + edge
 
 
 @triton.jit
@@ -242,7 +210,6 @@ def _take(
     WRITE: tl.constexpr,
     NORM: tl.constexpr,
     PAIRED: tl.constexpr,
-    SOFT: tl.constexpr,
 ):
     """Takes values of shape [loads, threads, elements]: what is written, the peak, the squares.
 
@@ -252,20 +219,20 @@ def _take(
     peak = tl.maximum(peak, tl.max(tl.max(_magnitude(values), axis=2), axis=0))
     written = values
     if WRITE or NORM:
-        used = _times(_widen(values, SOFT), factor)
+        used = _times(_widen(values), factor)
         if NORM:
             # Beside the values there are zeros, which an infinite factor makes NaN.
             counted = tl.where(mask, used, 0.0)
             squares += tl.sum(tl.sum(counted * counted, axis=2), axis=0).to(tl.float64)
-        if WRITE and PAIRED != NO_PAIRS:
+        if WRITE and PAIRED:
             written = used
             if coefficient is not None:
                 written = _times(used, coefficient)
         elif WRITE:
-            written = _narrow(used, DTYPE, SOFT)
+            written = _narrow(used, DTYPE)
             if coefficient is not None:
                 # Multiplies unscaled values.
-                written = _narrow(_times(_widen(written, SOFT), coefficient), DTYPE, SOFT)
+                written = _narrow(_times(_widen(written), coefficient), DTYPE)
     return written, peak, squares
 
 
@@ -276,12 +243,12 @@ def _mark(row_ptr, now_ptr, used):
     # Counted by the first thread to raise it; otherwise nothing is read.
     none = used * 0
     step = tl.load(now_ptr + none, mask=bad, other=0) + 1
-    seen = tl.atomic_max(row_ptr + _LAST_NON_FINITE + none, step, mask=bad, sem="relaxed")
-    times_ptr = row_ptr + _TIMES_NON_FINITE + none
+    seen = tl.atomic_max(row_ptr + _MARKS.LAST_NON_FINITE + none, step, mask=bad, sem="relaxed")
+    times_ptr = row_ptr + _MARKS.TIMES_NON_FINITE + none
     tl.atomic_add(times_ptr, none + 1, mask=bad & (seen < step), sem="relaxed")
     bad = used > _INFINITY
-    seen = tl.atomic_max(row_ptr + _LAST_NAN + none, step, mask=bad, sem="relaxed")
-    times_ptr = row_ptr + _TIMES_NAN + none
+    seen = tl.atomic_max(row_ptr + _MARKS.LAST_NAN + none, step, mask=bad, sem="relaxed")
+    times_ptr = row_ptr + _MARKS.TIMES_NAN + none
     tl.atomic_add(times_ptr, none + 1, mask=bad & (seen < step), sem="relaxed")
 
 
@@ -330,20 +297,20 @@ def _update(
     grown = tl.where(_magnitude(grown) < 0x7F800000, grown, before)
     grows = (growth_interval >= 1) & (tracker + 1 >= growth_interval) & ~skipped
     if state_ptr is not None:
-        proposal = _float_at(state_ptr + _PROPOSAL)
+        proposal = _float_at(state_ptr + _STATE.PROPOSAL)
         grows = grows & ~(proposal < 0.0)
     scale = tl.where(found, (wide * backoff_factor).to(tl.float32), tl.where(grows, grown, before))
     if state_ptr is not None:
         one = skipped.to(tl.int64)
-        word = tl.arange(0, _COUNTERS)
+        word = tl.arange(0, _STATE.COUNTERS)
         counters = tl.load(state_ptr + word)
-        steps = tl.load(state_ptr + _STEPS)
-        last_skipped = tl.where(skipped, steps + 1, tl.load(state_ptr + _LAST_SKIPPED))
-        tolerated = tl.load(state_ptr + _TOLERATED)
-        most_tolerated = tl.load(state_ptr + _MOST_TOLERATED)
-        min_scale = _float_at(state_ptr + _MIN_SCALE)
-        max_scale = _float_at(state_ptr + _MAX_SCALE)
-        refills_each = tl.load(state_ptr + _REFILLS_ON_FINITE_STEPS) != 0
+        steps = tl.load(state_ptr + _STATE.STEPS)
+        last_skipped = tl.where(skipped, steps + 1, tl.load(state_ptr + _STATE.LAST_SKIPPED))
+        tolerated = tl.load(state_ptr + _STATE.TOLERATED)
+        most_tolerated = tl.load(state_ptr + _STATE.MOST_TOLERATED)
+        min_scale = _float_at(state_ptr + _STATE.MIN_SCALE)
+        max_scale = _float_at(state_ptr + _STATE.MAX_SCALE)
+        refills_each = tl.load(state_ptr + _STATE.REFILLS_ON_FINITE_STEPS) != 0
         refills = grows | (refills_each & ~spiked)
         tolerated = tl.where(found, tolerated + 1, tl.where(refills, 0, tolerated))
         scale = tl.where(found & (tolerated <= most_tolerated), before, scale)
@@ -356,32 +323,36 @@ def _update(
         scale = tl.where(too_high, highest, tl.where(too_low, lowest, scale))
         is_stuck = found & (min_scale > 0) & (before <= min_scale)
 
-        counted = tl.where(word == _STEPS, steps + 1, counters)
-        counted = tl.where(word == _SKIPPED, counters + one, counted)
-        counted = tl.where(word == _GROWTHS, counters + (scale > before).to(tl.int64), counted)
-        counted = tl.where(word == _BACKOFFS, counters + (scale < before).to(tl.int64), counted)
-        counted = tl.where(word == _CONSECUTIVE_SKIPS, (counters + 1) * one, counted)
+        counted = tl.where(word == _STATE.STEPS, steps + 1, counters)
+        counted = tl.where(word == _STATE.SKIPPED, counters + one, counted)
+        counted = tl.where(
+            word == _STATE.GROWTHS, counters + (scale > before).to(tl.int64), counted
+        )
+        counted = tl.where(
+            word == _STATE.BACKOFFS, counters + (scale < before).to(tl.int64), counted
+        )
+        counted = tl.where(word == _STATE.CONSECUTIVE_SKIPS, (counters + 1) * one, counted)
         stuck = tl.where(spiked, counters, (counters + 1) * is_stuck.to(tl.int64))
-        counted = tl.where(word == _SKIPS_AT_MINIMUM, stuck, counted)
-        counted = tl.where(word == _TOLERATED, tolerated, counted)
-        counted = tl.where(word == _LAST_SKIPPED, last_skipped, counted)
-        counted = tl.where(word == _SPIKES, counters + spiked.to(tl.int64), counted)
+        counted = tl.where(word == _STATE.SKIPS_AT_MINIMUM, stuck, counted)
+        counted = tl.where(word == _STATE.TOLERATED, tolerated, counted)
+        counted = tl.where(word == _STATE.LAST_SKIPPED, last_skipped, counted)
+        counted = tl.where(word == _STATE.SPIKES, counters + spiked.to(tl.int64), counted)
 
-        entry_ptr = state_ptr + _RING + steps % _RING_STEPS * _RING_WORDS
+        entry_ptr = state_ptr + _STATE.RING + steps % _STATE.RING_STEPS * _STATE.RING_WORDS
         status = one + 4 * spiked.to(tl.int64)
         norm = one * 0
         if norm_ptr is not None:
             status += 2
             norm = _word(tl.load(norm_ptr))
         tl.debug_barrier()
-        tl.store(state_ptr + _BEFORE + word, counters)
-        tl.store(state_ptr + _SCALE_BEFORE, _word(before))
-        tl.store(state_ptr + _TRACKER_BEFORE, tracker)
-        tl.store(entry_ptr + _RING_SCALE, _word(before))
-        tl.store(entry_ptr + _RING_STATUS, status)
-        tl.store(entry_ptr + _RING_NORM, norm)
+        tl.store(state_ptr + _STATE.BEFORE + word, counters)
+        tl.store(state_ptr + _STATE.SCALE_BEFORE, _word(before))
+        tl.store(state_ptr + _STATE.TRACKER_BEFORE, tracker)
+        tl.store(entry_ptr + _STATE.RING_SCALE, _word(before))
+        tl.store(entry_ptr + _STATE.RING_STATUS, status)
+        tl.store(entry_ptr + _STATE.RING_NORM, norm)
         tl.store(state_ptr + word, counted)
-        tl.store(state_ptr + _PROPOSAL, one * 0)
+        tl.store(state_ptr + _STATE.PROPOSAL, one * 0)
     tl.debug_barrier()
     tl.store(scale_ptr, tl.where(spiked, before, scale))
     tracked = tl.where(found | grows, 0, tracker + 1)
@@ -392,8 +363,8 @@ def _update(
 def _sum_of_partials(table_ptr):
     """Sum of the chunks' sums of all launches, in a fixed order."""
     AT_ONCE: tl.constexpr = 8
-    partials_ptr = table_ptr + tl.load(table_ptr + _PARTIALS)
-    count = tl.load(table_ptr + _CHUNKS)
+    partials_ptr = table_ptr + tl.load(table_ptr + _HEADER.PARTIALS)
+    count = tl.load(table_ptr + _HEADER.CHUNKS)
     place = count * 0 + tl.arange(0, 128)
     total = tl.zeros([128], dtype=tl.float64)
     first = count * 0
@@ -407,15 +378,7 @@ def _sum_of_partials(table_ptr):
     return tl.sum(total, axis=0)
 
 
-@triton.jit(
-    do_not_specialize=[
-        *("word", "chunks", "partials"),
-        *("factor_ptr", "coefficient_ptr", "found_inf_ptr", "sums_ptr", "divisor_ptr"),
-        *("marks_ptr", "now_ptr"),
-        *("scale_ptr", "growth_tracker_ptr", "state_ptr", "other_found_inf_ptr"),
-        *("growth_factor", "backoff_factor", "growth_interval"),
-    ]
-)
+@_kernel
 def multi_tensor(
     table_ptr,
     word: tl.int64,
@@ -444,7 +407,6 @@ def multi_tensor(
     LOADS: tl.constexpr,
     THREADS: tl.constexpr,
     VECTOR: tl.constexpr,
-    SOFT: tl.constexpr,
     PAIRED: tl.constexpr,
 ):
     """One pass over the gradients of one dtype: checks them and, with WRITE, unscales them.
@@ -452,8 +414,7 @@ def multi_tensor(
     Its chunks are at `word` of `table_ptr`, the sums of their squares at `partials`. Optional
     pointers may be None: `coefficient_ptr` to a second factor of written values, `divisor_ptr` to a
     copy of the factor, `marks_ptr` to the overflow marks of parameters. A window is what a program
-    loads at once: LOADS vectors of VECTOR bytes a thread. Of pairs float32 values are written. SOFT
-    is for the interpreter, which converts bfloat16 wrongly.
+    loads at once: LOADS vectors of VECTOR bytes a thread. Of pairs float32 values are written.
     """
     WINDOW: tl.constexpr = LOADS * THREADS
     PER_VECTOR: tl.constexpr = VECTOR // (DTYPE.primitive_bitwidth // 8)
@@ -462,7 +423,7 @@ def multi_tensor(
     chunk = tl.program_id(0)
     # In turn, so that all programs read one part of the list at a time.
     step = tl.num_programs(0)
-    address, extent, wide = _load_chunk(chunks_ptr, chunk, PAIRED)
+    fields = _load_chunk(chunks_ptr, chunk, PAIRED)
     factor = _load_factor(factor_ptr, FACTOR)
     coefficient = None
     if coefficient_ptr is not None:
@@ -473,9 +434,10 @@ def multi_tensor(
     while chunk < chunks:
         # Prefetched: many small tensors make a program wait for this.
         following = tl.minimum(chunk + step, chunks - 1)
-        next_address, next_extent, next_wide = _load_chunk(chunks_ptr, following, PAIRED)
-        head, left, edge, is_edge = _parts(address, extent, DTYPE, THREADS, VECTOR)
-        base, edge_ptr, out, edge_out = _places(address, wide, head, edge, DTYPE, PAIRED, VECTOR)
+        next_fields = _load_chunk(chunks_ptr, following, PAIRED)
+        left, is_edge, base, edge_ptr, out, edge_out = _parts(
+            fields, DTYPE, THREADS, VECTOR, PAIRED
+        )
         # Loads cannot move above stores, so this one comes first.
         edges = tl.load(edge_ptr, mask=is_edge, other=0.0)
         squares = tl.zeros([THREADS], dtype=tl.float64)
@@ -483,7 +445,7 @@ def multi_tensor(
             mask = vector < left
             values = tl.load(base + lane, mask=mask, other=0.0)
             written, peak, squares = _take(
-                values, mask, factor, coefficient, peak, squares, WRITE, NORM, PAIRED, SOFT
+                values, mask, factor, coefficient, peak, squares, WRITE, NORM, PAIRED
             )
             if WRITE:
                 tl.store(out + lane, written, mask=mask)
@@ -493,7 +455,7 @@ def multi_tensor(
         edges = edges[None, :, None]
         mask = is_edge[None, :, None]
         written, peak, squares = _take(
-            edges, mask, factor, coefficient, peak, squares, WRITE, NORM, PAIRED, SOFT
+            edges, mask, factor, coefficient, peak, squares, WRITE, NORM, PAIRED
         )
         if WRITE:
             tl.store(edge_out, tl.reshape(written, [THREADS]), mask=is_edge)
@@ -502,32 +464,31 @@ def multi_tensor(
             tl.store(table_ptr + partials + chunk, total.to(tl.int64, bitcast=True))
         if marks_ptr is not None:
             # Per thread: threads need not wait for each other.
-            used = _used_magnitude(peak, factor, FACTOR, DTYPE, SOFT, PAIRED == NO_PAIRS)
-            row_ptr = marks_ptr + (extent >> _PARAMETER_SHIFT) * _MARK_WORDS
+            used = _used_magnitude(peak, factor, FACTOR, DTYPE, not PAIRED)
+            row_ptr = marks_ptr + (fields[_CHUNK.EXTENT] >> _CHUNK.PARAMETER_SHIFT) * _MARKS.WORDS
             _mark(row_ptr, now_ptr, used)
             # Each tensor is judged separately; a finite peak may stay.
             bad = used >= _INFINITY
-            tl.atomic_max(table_ptr + _PEAK + used * 0, used, mask=bad, sem="relaxed")
+            tl.atomic_max(table_ptr + _HEADER.PEAK + used * 0, used, mask=bad, sem="relaxed")
             peak = tl.where(bad, 0, peak)
         chunk += step
-        address = next_address
-        extent = next_extent
-        if PAIRED != NO_PAIRS:
-            wide = next_wide
+        fields = next_fields
 
     largest = tl.max(peak, axis=0)
-    largest = _used_magnitude(largest, factor, FACTOR, DTYPE, SOFT, PAIRED == NO_PAIRS)
+    largest = _used_magnitude(largest, factor, FACTOR, DTYPE, not PAIRED)
     if NORM:
-        tl.atomic_max(table_ptr + _PEAK, largest, sem="relaxed")
+        tl.atomic_max(table_ptr + _HEADER.PEAK, largest, sem="relaxed")
     else:
-        tl.atomic_max(table_ptr + _PEAK, largest, mask=largest >= _INFINITY, sem="relaxed")
-    if EPILOGUE != NOTHING:
+        tl.atomic_max(table_ptr + _HEADER.PEAK, largest, mask=largest >= _INFINITY, sem="relaxed")
+    if EPILOGUE != _EPILOGUE.NOTHING:
         # Some versions of Triton put no barrier between the stores above and the atomic.
         tl.debug_barrier()
-        finished = tl.atomic_add(table_ptr + _FINISHED, 1, sem="acq_rel", scope="gpu")
+        finished = tl.atomic_add(table_ptr + _HEADER.FINISHED, 1, sem="acq_rel", scope="gpu")
         if finished == tl.num_programs(0) - 1:
             tl.debug_barrier()
-            worst = tl.atomic_max(table_ptr + _PEAK, tl.zeros([], dtype=tl.int64), sem="relaxed")
+            worst = tl.atomic_max(
+                table_ptr + _HEADER.PEAK, tl.zeros([], dtype=tl.int64), sem="relaxed"
+            )
             found = worst >= _INFINITY
             if NORM:
                 tl.store(sums_ptr, _sum_of_partials(table_ptr))
@@ -537,7 +498,7 @@ def multi_tensor(
             flag = found.to(tl.float32)
             if ACCUMULATE:
                 flag = _joint(flag, tl.load(found_inf_ptr))
-            if EPILOGUE == UPDATE:
+            if EPILOGUE == _EPILOGUE.UPDATE:
                 if other_found_inf_ptr is not None:
                     flag = _joint(flag, tl.load(other_found_inf_ptr))
                 _update(
@@ -550,8 +511,8 @@ def multi_tensor(
                 tl.store(found_inf_ptr, 1.0, mask=found)
             else:
                 tl.store(found_inf_ptr, found.to(tl.float32))
-            tl.store(table_ptr + _FINISHED, tl.zeros([], dtype=tl.int64))
-            tl.store(table_ptr + _PEAK, tl.zeros([], dtype=tl.int64))
+            tl.store(table_ptr + _HEADER.FINISHED, tl.zeros([], dtype=tl.int64))
+            tl.store(table_ptr + _HEADER.PEAK, tl.zeros([], dtype=tl.int64))
 
 
 @triton.jit
@@ -604,24 +565,30 @@ def _number(condition):
 
 
 @triton.jit
-def _add_health(row_ptr, elements, health, DTYPE: tl.constexpr, SOFT: tl.constexpr):
+def _add_health(row_ptr, elements, health, DTYPE: tl.constexpr):
     """Adds the counts of all threads of a program for a chunk."""
     largest, smallest, nonzero, vanishing, subnormal, overflowing = health
-    tl.atomic_add(row_ptr + _ELEMENTS, elements.to(tl.int64), sem="relaxed")
-    tl.atomic_add(row_ptr + _NONZERO, tl.sum(nonzero, axis=0).to(tl.int64), sem="relaxed")
-    tl.atomic_add(row_ptr + _VANISHING, tl.sum(vanishing, axis=0).to(tl.int64), sem="relaxed")
-    tl.atomic_add(row_ptr + _SUBNORMAL, tl.sum(subnormal, axis=0).to(tl.int64), sem="relaxed")
-    tl.atomic_add(row_ptr + _OVERFLOWING, tl.sum(overflowing, axis=0).to(tl.int64), sem="relaxed")
-    most = _used_magnitude(tl.max(largest, axis=0), 1.0, NONE, DTYPE, SOFT)
-    tl.atomic_max(row_ptr + _LARGEST, most, sem="relaxed")
+    tl.atomic_add(row_ptr + _HEALTH.ELEMENTS, elements.to(tl.int64), sem="relaxed")
+    tl.atomic_add(row_ptr + _HEALTH.NONZERO, tl.sum(nonzero, axis=0).to(tl.int64), sem="relaxed")
+    tl.atomic_add(
+        row_ptr + _HEALTH.VANISHING, tl.sum(vanishing, axis=0).to(tl.int64), sem="relaxed"
+    )
+    tl.atomic_add(
+        row_ptr + _HEALTH.SUBNORMAL, tl.sum(subnormal, axis=0).to(tl.int64), sem="relaxed"
+    )
+    tl.atomic_add(
+        row_ptr + _HEALTH.OVERFLOWING, tl.sum(overflowing, axis=0).to(tl.int64), sem="relaxed"
+    )
+    most = _used_magnitude(tl.max(largest, axis=0), 1.0, _FACTOR.NONE, DTYPE)
+    tl.atomic_max(row_ptr + _HEALTH.LARGEST, most, sem="relaxed")
     SIGNED: tl.constexpr = tl.int64 if DTYPE == tl.float64 else tl.int32
     # The largest number stands for none, and becomes 0.
     least = tl.min(smallest, axis=0).to(SIGNED, bitcast=True) + 1
-    least = tl.where(least > 0, _COMPLEMENT - _used_magnitude(least, 1.0, NONE, DTYPE, SOFT), 0)
-    tl.atomic_max(row_ptr + _SMALLEST, least, sem="relaxed")
+    least = tl.where(least > 0, _COMPLEMENT - _used_magnitude(least, 1.0, _FACTOR.NONE, DTYPE), 0)
+    tl.atomic_max(row_ptr + _HEALTH.SMALLEST, least, sem="relaxed")
 
 
-@triton.jit(do_not_specialize=["word", "chunks", "health_ptr"])
+@_kernel
 def measure(
     table_ptr,
     word: tl.int64,
@@ -631,7 +598,6 @@ def measure(
     LOADS: tl.constexpr,
     THREADS: tl.constexpr,
     VECTOR: tl.constexpr,
-    SOFT: tl.constexpr,
     PAIRED: tl.constexpr,
 ):
     """Health of gradients of one dtype: adds the range of values to parameters' rows."""
@@ -643,9 +609,9 @@ def measure(
     step = tl.num_programs(0)
     vector, lane = _lanes(DTYPE, LOADS, THREADS, VECTOR)
     while chunk < chunks:
-        address, extent, wide = _load_chunk(chunks_ptr, chunk, PAIRED)
-        head, left, edge, is_edge = _parts(address, extent, DTYPE, THREADS, VECTOR)
-        base, edge_ptr, _, _ = _places(address, wide, head, edge, DTYPE, NO_PAIRS, VECTOR)
+        fields = _load_chunk(chunks_ptr, chunk, PAIRED)
+        left, is_edge, base, edge_ptr, _, _ = _parts(fields, DTYPE, THREADS, VECTOR, False)
+        extent = fields[_CHUNK.EXTENT]
         health = _no_health(DTYPE, THREADS)
         edges = tl.load(edge_ptr, mask=is_edge, other=0.0)
         while left > 0:
@@ -653,12 +619,12 @@ def measure(
             base += WINDOW * PER_VECTOR
             left -= WINDOW
         health = _count(edges[None, :, None], health)
-        row_ptr = health_ptr + (extent >> _PARAMETER_SHIFT) * _HEALTH_WORDS
-        _add_health(row_ptr, extent.to(tl.int32) // SIZE, health, DTYPE, SOFT)
+        row_ptr = health_ptr + (extent >> _CHUNK.PARAMETER_SHIFT) * _HEALTH.WORDS
+        _add_health(row_ptr, extent.to(tl.int32) // SIZE, health, DTYPE)
         chunk += step
 
 
-@triton.jit(do_not_specialize=["word", "chunks", "found_inf_ptr"])
+@_kernel
 def narrow(
     table_ptr,
     word: tl.int64,
@@ -668,7 +634,6 @@ def narrow(
     LOADS: tl.constexpr,
     THREADS: tl.constexpr,
     VECTOR: tl.constexpr,
-    SOFT: tl.constexpr,
     PAIRED: tl.constexpr,
 ):
     """Rounds the float32 values of pairs to 16 bits, unless a flag is set."""
@@ -681,30 +646,23 @@ def narrow(
         end = tl.where(tl.load(found_inf_ptr) != 0.0, 0, end)
     vector, lane = _lanes(DTYPE, LOADS, THREADS, VECTOR)
     while chunk < end:
-        address, extent, wide = _load_chunk(chunks_ptr, chunk, PAIRED)
-        head, left, edge, is_edge = _parts(address, extent, DTYPE, THREADS, VECTOR)
-        base, edge_ptr, source, edge_source = _places(
-            address, wide, head, edge, DTYPE, PAIRED, VECTOR
+        fields = _load_chunk(chunks_ptr, chunk, PAIRED)
+        left, is_edge, base, edge_ptr, source, edge_source = _parts(
+            fields, DTYPE, THREADS, VECTOR, PAIRED
         )
         edges = tl.load(edge_source, mask=is_edge, other=0.0)
         while left > 0:
             mask = vector < left
             values = tl.load(source + lane, mask=mask, other=0.0)
-            tl.store(base + lane, _narrow(values, DTYPE, SOFT), mask=mask)
+            tl.store(base + lane, _narrow(values, DTYPE), mask=mask)
             base += WINDOW * PER_VECTOR
             source += WINDOW * PER_VECTOR
             left -= WINDOW
-        tl.store(edge_ptr, _narrow(edges, DTYPE, SOFT), mask=is_edge)
+        tl.store(edge_ptr, _narrow(edges, DTYPE), mask=is_edge)
         chunk += step
 
 
-@triton.jit(
-    do_not_specialize=[
-        *("scale_ptr", "growth_tracker_ptr", "state_ptr", "norm_ptr"),
-        *("found_inf_a_ptr", "found_inf_b_ptr", "found_inf_c_ptr", "found_inf_d_ptr"),
-        *("growth_factor", "backoff_factor", "growth_interval"),
-    ]
-)
+@_kernel
 def update_scale(
     scale_ptr,
     growth_tracker_ptr,
@@ -751,13 +709,7 @@ def _is_outlier(taken_ptr, window, norm, sigmas):
     return (count >= window) & ~(norm <= limit), count
 
 
-@triton.jit(
-    do_not_specialize=[
-        *("sums_ptr", "rows", "max_norm", "epsilon"),
-        *("norm_ptr", "coefficient_ptr", "scale_ptr", "divisor_ptr"),
-        *("found_inf_ptr", "skip_above", "taken_ptr", "window"),
-    ]
-)
+@_kernel
 def clip_coefficient(
     sums_ptr,
     rows: tl.int64,

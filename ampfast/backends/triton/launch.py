@@ -59,7 +59,9 @@ _launched: dict[tuple[object, ...], tuple[int, Callable[[int, _Arguments], objec
 @cache
 def _threads(device: torch.device) -> int:
     """Threads of a program: four warps."""
-    return 4 * (getattr(torch.cuda.get_device_properties(device), "warp_size", 32))
+    if INTERPRETED:
+        return 128
+    return 4 * getattr(torch.cuda.get_device_properties(device), "warp_size", 32)
 
 
 def limit_programs(programs: int | None) -> None:
@@ -93,165 +95,129 @@ def is_capturing() -> bool:
 
 def prepare(work: Pass, table: DeviceTable, segment: Segment, epilogue: Epilogue) -> None:
     """Compiles the kernel of a launch; refuses captures of uncompiled ones."""
-    variant, arguments = _call(work, table, segment, epilogue)
-    _require_compiled(variant)
-    if variant not in _launched and not INTERPRETED:
-        options = _options(work, table, segment, epilogue)
-        kernels.multi_tensor.warmup(*arguments, **options, grid=(1,))
+    _pass(work, table, segment, epilogue, 0)
 
 
 def multi_tensor(work: Pass, table: DeviceTable, segment: Segment, epilogue: Epilogue) -> None:
     """Launches one pass over the gradients of one dtype."""
-    variant, arguments = _call(work, table, segment, epilogue)
-    options = (_options, work, table, segment, epilogue)
-    _launch(kernels.multi_tensor, variant, segment.chunks, arguments, *options)
+    _pass(work, table, segment, epilogue, segment.chunks)
 
 
-def _call(
-    work: Pass, table: DeviceTable, segment: Segment, epilogue: Epilogue
-) -> tuple[tuple[object, ...], _Arguments]:
-    """Key of the compiled code of a launch, and the kernel's arguments."""
+def _pass(
+    work: Pass, table: DeviceTable, segment: Segment, epilogue: Epilogue, chunks: int
+) -> None:
     update: Update | None = work.ending.update if epilogue is Epilogue.UPDATE else None
-    factors = (1.0, 1.0, 0) if update is None else update[3:6]
-    state = None if update is None else update.state
-    other = next(iter(update.found_infs), None) if update is not None else None
-    variant = (
-        *("multi_tensor", table.buffer.device, segment.dtype, segment.is_paired),
-        *(segment.is_aligned, work.write, work.how, work.sums is None),
-        *(epilogue, work.accumulate, work.coefficient is None, work.marks is None),
-        *(work.divisor is None, state is None, other is None),
-    )
+    scale = tracker = state = other = None
+    factors: list[Any] = [1.0, 1.0, 0]
+    if update is not None:
+        scale, tracker, flags, *factors, state, _ = update
+        other = flags[0] if flags else None
     arguments = (
-        table.buffer,
-        segment.word,
-        segment.chunks,
-        segment.partials,
-        work.factor,
-        work.coefficient,
-        work.found_inf,
-        work.sums,
-        work.divisor,
-        work.marks,
-        work.now,
-        None if update is None else update.scale,
-        None if update is None else update.growth_tracker,
-        state,
-        other,
-        *factors,
+        *(table.buffer, segment.word, segment.chunks, segment.partials),
+        *(work.factor, work.coefficient, work.found_inf, work.sums, work.divisor),
+        *(work.marks, work.now, scale, tracker, state, other, *factors),
     )
-    return variant, arguments
+    switches = (
+        *(segment.dtype, segment.is_paired, segment.is_aligned),
+        *(work.write, work.how, work.sums is not None, epilogue, work.accumulate),
+    )
+    _launch("multi_tensor", chunks, arguments, _options, *switches)
 
 
-def _options(
-    work: Pass, table: DeviceTable, segment: Segment, epilogue: Epilogue
-) -> dict[str, Any]:
-    """Switches and compiler options of a launch."""
-    options = {
-        **_geometry(table, segment),
-        "WRITE": work.write,
-        "FACTOR": int(work.how),
-        "NORM": work.sums is not None,
-        "EPILOGUE": int(epilogue),
-        "ACCUMULATE": work.accumulate,
-    }
+def _options(device: torch.device, *switches: Any) -> dict[str, Any]:
+    """Switches and compiler options of a pass."""
+    dtype, is_paired, is_aligned, write, how, norm, epilogue, accumulate = switches
+    options = _geometry(device, dtype, is_paired, is_aligned)
+    options |= {"WRITE": write, "FACTOR": int(how), "NORM": norm}
+    options |= {"EPILOGUE": int(epilogue), "ACCUMULATE": accumulate}
     if torch.version.hip is None:
         # Without a limit the compiler may assign too few registers, and with a lower one it spills.
-        has_norm = work.sums is not None
-        more = segment.is_paired or (has_norm and segment.dtype is torch.float64)
-        options["maxnreg"] = 128 if work.write and has_norm else 80 if more else 64
+        more = is_paired or (norm and dtype is torch.float64)
+        options["maxnreg"] = 128 if write and norm else 80 if more else 64
     return options
 
 
-def _geometry(table: DeviceTable, segment: Segment) -> dict[str, Any]:
-    """Switches and options of all kernels over a table."""
-    threads = 128 if INTERPRETED else _threads(table.buffer.device)
-    paired = 2 if segment.is_paired and segment.is_aligned else int(segment.is_paired)
+def _geometry(
+    device: torch.device, dtype: torch.dtype, is_paired: bool, is_aligned: bool
+) -> dict[str, Any]:
+    """Switches and compiler options of all kernels over a table."""
+    threads = _threads(device)
+    paired = 2 if is_paired and is_aligned else int(is_paired)
     # Of pairs what is one access of float32 values, or threads would exchange them in between.
-    vector = (16, segment.dtype.itemsize, 8)[paired]
-    return {
-        "DTYPE": _DTYPES[segment.dtype],
-        "LOADS": min(WINDOW_BYTES // (vector * threads), 8),
-        "THREADS": threads,
-        "VECTOR": vector,
-        "SOFT": INTERPRETED,
-        "PAIRED": paired,
-        "num_warps": 4,
-        "enable_fp_fusion": False,
-    }
+    vector = (16, dtype.itemsize, 8)[paired]
+    loads = min(WINDOW_BYTES // (vector * threads), 8)
+    shape = {"DTYPE": _DTYPES[dtype], "LOADS": loads, "THREADS": threads, "VECTOR": vector}
+    return {**shape, "PAIRED": paired, "num_warps": 4, "enable_fp_fusion": False}
 
 
 def narrow(table: DeviceTable, segment: Segment, found_inf: Tensor | None) -> None:
     """Launches the rounding of the float32 values of one dtype's pairs."""
-    kind = ("narrow", table.buffer.device, segment.dtype, segment.is_aligned)
-    arguments = (table.buffer, segment.word, segment.chunks, found_inf)
-    options = (_geometry, table, segment)
-    _launch(kernels.narrow, (*kind, found_inf is None), segment.chunks, arguments, *options)
+    _over("narrow", table, segment, found_inf)
 
 
 def measure(table: DeviceTable, segment: Segment, health: Tensor) -> None:
     """Launches the health pass over gradients of one dtype."""
-    variant = ("measure", table.buffer.device, segment.dtype, segment.is_paired, segment.is_aligned)
-    arguments = (table.buffer, segment.word, segment.chunks, health)
-    options = (_geometry, table, segment)
-    _launch(kernels.measure, variant, segment.chunks, arguments, *options)
+    _over("measure", table, segment, health)
+
+
+def _over(name: str, table: DeviceTable, segment: Segment, tensor: Tensor | None) -> None:
+    arguments = (table.buffer, segment.word, segment.chunks, tensor)
+    switches = (segment.dtype, segment.is_paired, segment.is_aligned)
+    _launch(name, segment.chunks, arguments, _geometry, *switches)
 
 
 def update_scale(update: Update) -> None:
     """Launches the update of the scale; takes one to four flags."""
     scale, growth_tracker, found_infs, *factors, state, norm = update
-    variant = ("update_scale", scale.device, state is None, norm is None)
     flags = [*found_infs, *[found_infs[0]] * (4 - len(found_infs))]
     arguments = (scale, growth_tracker, state, norm, *flags, *factors)
-    _launch(kernels.update_scale, variant, 1, arguments, _of_one_warp)
+    _launch("update_scale", 1, arguments, _of_one_warp)
 
 
 def clip_coefficient(clip: Clip) -> None:
     """Launches the clip coefficient from norms."""
-    spikes = (clip.found_inf is None, clip.taken is None)
-    kind = (clip.norm.dtype, clip.largest, clip.divisor is None, *spikes)
+    sums, max_norm, largest, norm, coefficient, scale, divisor, found_inf, skip_above, taken = clip
     arguments = (
-        clip.sums,
-        clip.sums.shape[0],
-        clip.max_norm,
-        CLIP_EPSILON,
-        clip.norm,
-        clip.coefficient,
-        None if clip.divisor is None else clip.scale,
-        clip.divisor,
-        *(clip.found_inf, clip.skip_above),
-        *(clip.taken, 1 if clip.taken is None else clip.taken.numel() - 1),
+        *(sums, sums.shape[0], float(max_norm), CLIP_EPSILON, norm, coefficient),
+        *(None if divisor is None else scale, divisor, found_inf, float(skip_above)),
+        *(taken, 1 if taken is None else taken.numel() - 1),
     )
-    options = (_of_one_warp, ("LARGEST", clip.largest))
-    variant = ("clip_coefficient", clip.sums.device, *kind)
-    _launch(kernels.clip_coefficient, variant, 1, arguments, *options)
+    _launch("clip_coefficient", 1, arguments, _of_one_warp, largest, norm.dtype)
 
 
-def _of_one_warp(*switches: tuple[str, Any]) -> dict[str, Any]:
-    return {**dict(switches), "num_warps": 1, "enable_fp_fusion": False}
+def _of_one_warp(device: torch.device, *switches: Any) -> dict[str, Any]:
+    """Switches and compiler options of kernels that are no pass."""
+    largest = {"LARGEST": switches[0]} if switches else {}
+    return {**largest, "num_warps": 1, "enable_fp_fusion": False}
 
 
 def _launch(
-    function: Any,
-    variant: tuple[object, ...],
+    name: str,
     chunks: int,
     arguments: _Arguments,
     options: Callable[..., dict[str, Any]],
-    *of: Any,
+    *switches: Any,
 ) -> None:
-    """Launches a variant: the first time as Triton does, which compiles it, then directly.
+    """Launches a kernel: the first time as Triton does, which compiles it, then directly.
 
-    Only the first time `options(*of)` is called.
+    Only the first time `options(device, *switches)` is called. Without chunks nothing is launched,
+    but the kernel is compiled.
     """
+    device = arguments[0].device
+    # A None among the arguments is compiled in.
+    variant = (name, device, switches, *map(type, arguments))
     known = _launched.get(variant)
     if known is not None:
         resident, again = known
-        again(min(chunks, resident), arguments)
+        if chunks:
+            again(min(chunks, resident), arguments)
         return
     _require_compiled(variant)
-    given = options(*of)
-    resident = _most_programs or _resident_programs(
-        function.warmup(*arguments, grid=(1,), **given), arguments[0].device
-    )
+    function, given = getattr(kernels, name), options(device, *switches)
+    compiled = None if INTERPRETED else function.warmup(*arguments, grid=(1,), **given)
+    if not chunks:
+        return
+    resident = _most_programs or _resident_programs(compiled, device)
     kernel = function[(min(chunks, resident),)](*arguments, **given)
     _launched[variant] = resident, _again(function, kernel, arguments, given)
 
