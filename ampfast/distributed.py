@@ -45,11 +45,11 @@ __all__ = [
 Value = TypeVar("Value")
 
 _replicated = WeakTensorKeyDictionary()
-# Placement classes with a warning so far.
+# Placement classes that a warning has named.
 _warned: set[type] = set()
-# Bound of a scaler's cache of layouts and agreements.
+# Number of layouts and agreements above which a scaler clears their cache.
 _MAX_CACHED = 1000
-# Above any number of ranks; its sum over all of them is exact in float64.
+# Larger than any number of ranks; a sum over all ranks is exact in float64.
 _FOUND = 2**32
 
 
@@ -60,7 +60,7 @@ class Layout:
     Attributes:
         mesh: The mesh.
         unreplicated: Mesh dimensions along which the ranks' local tensors differ.
-        sharded: Those of them along which they hold different elements.
+        sharded: Those dimensions along which the ranks hold different elements.
         is_known: False with a placement of another library: torch's own op takes the gradient.
     """
 
@@ -128,7 +128,7 @@ class LocalShards:
     def __call__(self, param: Tensor, grad: Tensor | None, number: int) -> Tensor | None:
         """Returns the local shard of a distributed gradient whose placements are known."""
         if grad is None:
-            # Another rank may have a shard of this gradient, and will share its flag.
+            # Another rank may have a shard of this gradient, whose flag all ranks reduce.
             if self.is_distributed(param) and param.requires_grad:
                 self.layouts[number] = self._ranks.layout_of(param)
             return None
@@ -326,7 +326,7 @@ class Agreement:
 def _joint_flags(
     found: list[Flags], bad: Tensor, is_known: Tensor, device: torch.device
 ) -> list[Flags]:
-    """Flags of all ranks on the devices of this rank's flags; none where no rank has any."""
+    """Returns the joint flags on the devices of this rank's flags; none where no rank has any."""
     joint: list[Flags] = []
     for local, flag, known in zip(found, bad.float(), is_known, strict=True):
         places = local or ([device] if is_capturing() or known.item() else [])

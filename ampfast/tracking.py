@@ -143,8 +143,8 @@ class ParameterHealth(TrackedParameter):
 
     Attributes:
         elements: Number of elements; real and imaginary parts count separately.
-        zeros: Number of zeros, to which a float16 layer flushes what underflows: a share that grows
-            as the scale falls is underflow.
+        zeros: Number of zeros, to which a float16 layer flushes what underflows: a fraction that
+            grows as the scale falls is underflow.
         vanishing: Number of nonzero magnitudes below 2^-24, float16's smallest subnormal; only in
             gradients computed in another dtype.
         subnormal: Number of nonzero magnitudes below 2^-14, float16's smallest normal, the
@@ -201,7 +201,7 @@ class GradientHealth:
     parameters: tuple[ParameterHealth, ...]
 
     def worst_first(self) -> list[ParameterHealth]:
-        """Returns the parameters by overflowing, then vanishing or zero, then subnormal share."""
+        """Returns the parameters by fraction: overflowing, then vanishing or 0, then subnormal."""
 
         def severity(p: ParameterHealth) -> tuple[float, float, float]:
             return p.overflowing_share, p.vanishing_share + p.zero_share, p.subnormal_share
@@ -234,7 +234,7 @@ class Tracking:
     def start(
         self, optimizer: Any, groups: Groups, scale: Tensor, steps: Tensor, *, measures: bool
     ) -> Callable[[torch.device], Track]:
-        """Tables, by device, of a pass over an optimizer's gradients.
+        """Returns a function that makes the tables of a pass over gradients on a device.
 
         `groups` are the parameters as the pass read them; the first of `steps` is the number of
         completed updates; `measures` says whether the gradients still bear `scale`.
@@ -442,8 +442,8 @@ def _health_of(location: _Location, row: list[int], scale_bits: int) -> Paramete
     return ParameterHealth(*location, *counts, high, low, scale)
 
 
-def _percent(share: float) -> str:
-    return "<0.01%" if 0 < share < 0.0001 else f"{share:.2%}" if share else "-"
+def _percent(fraction: float) -> str:
+    return "<0.01%" if 0 < fraction < 0.0001 else f"{fraction:.2%}" if fraction else "-"
 
 
 # Columns of the tables.
