@@ -15,17 +15,6 @@ def main(arguments: list[str] | None = None) -> int:
     Returns:
         The exit code; 2 for a command line without a command.
     """
-    parser = _parser()
-    options = parser.parse_args(arguments)
-    if options.command == "info":
-        from ampfast import info
-
-        return info.run(as_json=options.json)
-    parser.print_help()
-    return 2
-
-
-def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m ampfast",
         description="ampfast, a drop-in replacement for torch.amp.GradScaler",
@@ -33,14 +22,20 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"ampfast {ampfast.__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
 
-    info = commands.add_parser(
+    command = commands.add_parser(
         "info",
         help="versions, devices and available backends",
         description="Prints versions, devices, each backend with the reason where it cannot run, "
         "and which backend the gradients of each device get.",
     )
-    info.add_argument("--json", action="store_true", help="print one JSON object")
-    return parser
+    command.add_argument("--json", action="store_true", help="print one JSON object")
+    options = parser.parse_args(arguments)
+    if options.command == "info":
+        from ampfast import info
+
+        return info.run(as_json=options.json)
+    parser.print_help()
+    return 2
 
 
 if __name__ == "__main__":

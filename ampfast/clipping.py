@@ -133,7 +133,7 @@ def measure(
             together = torch.zeros((1, 2), dtype=wide, device=device)
         if agreement is not None:
             mine = together[:, 1].amax() if largest else together[:, 0].sum()
-            found, total = agreement.share_norm(
+            found, total = agreement.all_reduce_norm(
                 [term.flags for term in terms], device, mine, largest=largest
             )
             _take(terms, found)
@@ -143,7 +143,7 @@ def measure(
         norms += [moved(n, device) for term in terms for n in _p_norms(term, order, agreement)]
         total = torch.linalg.vector_norm(torch.stack(norms), order)
         if agreement is not None:
-            _take(terms, agreement.share([term.flags for term in terms], device))
+            _take(terms, agreement.all_reduce([term.flags for term in terms], device))
             total = agreement.norm(total, order)
         norm.copy_(total)
         together = total.reshape(1, 1)
@@ -303,7 +303,7 @@ class Deferred:
             found.masked_fill_(~quotient.isfinite(), 1.0)
         both = {at: joint_flag([flag, found], flag.device) for at, flag in flags.items()}
         if self.agreement is not None:
-            (both,) = self.agreement.share([both], found.device)
+            (both,) = self.agreement.all_reduce([both], found.device)
         return grad_scale, both
 
 

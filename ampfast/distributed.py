@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar
+from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -34,7 +34,6 @@ __all__ = [
     "Layout",
     "LocalShards",
     "Ranks",
-    "agreed",
     "differences",
     "mark_replicated",
     "replicated",
@@ -46,11 +45,11 @@ __all__ = [
 Value = TypeVar("Value")
 
 _replicated = WeakTensorKeyDictionary()
-# Placement classes with a warning so far.
+# Placement classes that a warning has named.
 _warned: set[type] = set()
-# Bound of a scaler's cache of layouts and agreements.
+# Number of layouts and agreements above which a scaler clears their cache.
 _MAX_CACHED = 1000
-# Above any number of ranks; its sum over all of them is exact in float64.
+# Larger than any number of ranks; a sum over all ranks is exact in float64.
 _FOUND = 2**32
 
 
@@ -61,7 +60,7 @@ class Layout:
     Attributes:
         mesh: The mesh.
         unreplicated: Mesh dimensions along which the ranks' local tensors differ.
-        sharded: Those of them along which they hold different elements.
+        sharded: Those dimensions along which the ranks hold different elements.
         is_known: False with a placement of another library: torch's own op takes the gradient.
     """
 
@@ -75,12 +74,6 @@ class Layout:
         """Whether ranks hold partial sums of the same elements."""
         return self.is_known and self.unreplicated != self.sharded
 
-    @property
-    def is_slice(self) -> bool:
-        """Whether the mesh is part of a larger one, whose other slices hold replicas."""
-        root = _root_of(self.mesh)
-        return root is None or root.size() > self.mesh.size()
-
     @cached_property
     def coordinates(self) -> dict[int, tuple[int, ...]]:
         """Mesh coordinates by rank."""
@@ -93,13 +86,15 @@ class Layout:
         Args:
             ranks: Ranks along a mesh dimension or of a group, this one among them.
             is_own_group: Whether ranks outside of the mesh hold other gradients, as in a scaler's
-                own group. Else they hold replicas if the mesh is a slice.
+                own group. Else they hold replicas if the mesh is a slice of a larger one.
         """
         mine = self.coordinates.get(dist.get_rank())
         if mine is None:
             return True
-        if not is_own_group and self.is_slice and ranks[0] not in self.coordinates:
-            return False
+        if not is_own_group and ranks[0] not in self.coordinates:
+            root = _root_of(self.mesh)
+            if root is None or root.size() > self.mesh.size():
+                return False
         others = [self.coordinates[rank] for rank in ranks if rank in self.coordinates]
         return mine == min(at for at in others if all(at[dim] == mine[dim] for dim in self.sharded))
 
@@ -133,7 +128,7 @@ class LocalShards:
     def __call__(self, param: Tensor, grad: Tensor | None, number: int) -> Tensor | None:
         """Returns the local shard of a distributed gradient whose placements are known."""
         if grad is None:
-            # Another rank may have a shard of this gradient, and will share its flag.
+            # Another rank may have a shard of this gradient, whose flag all ranks reduce.
             if self.is_distributed(param) and param.requires_grad:
                 self.layouts[number] = self._ranks.layout_of(param)
             return None
@@ -204,8 +199,8 @@ class Group:
     def __init__(self, group: ProcessGroup | None = None) -> None:
         self.process_group = dist.distributed_c10d._get_default_group() if group is None else group
         registered = dist.distributed_c10d._world.pg_group_ranks
-        # Those whose tensors its backend is known to support.
-        self._devices: set[torch.device] = set()
+        # Device types whose tensors its backend supports; empty if they are not known.
+        self._types = [each.type for each in getattr(self.process_group, "_device_types", ())]
         self.is_foreign = (
             type(group) is not dist.ProcessGroup and self.process_group not in registered
         )
@@ -228,9 +223,9 @@ class Group:
         return self.process_group.size()
 
     def all_reduce_(self, tensor: Tensor, op: Any) -> None:
-        there = tensor
-        if tensor.device not in self._devices:
-            there = tensor.to(self._device_for(tensor.device))
+        there, types = tensor, self._types
+        if types and tensor.device.type not in types:
+            there = tensor.to("cuda" if "cuda" in types else types[0])
         if not self.is_foreign:
             dist.all_reduce(there, op, group=self.process_group)
         else:
@@ -256,16 +251,6 @@ class Group:
         pickles = (row[:size].numpy().tobytes() for row, size in zip(rows, sizes, strict=True))
         return [pickle.loads(each) for each in pickles]
 
-    def _device_for(self, device: torch.device) -> torch.device:
-        """Returns the device if the backend supports its tensors, else one that it supports."""
-        types = [each.type for each in getattr(self.process_group, "_device_types", ())]
-        if device.type in types or not types:
-            self._devices.add(device)
-            return device
-        if "cuda" in types:
-            return torch.device("cuda", torch.cuda.current_device())
-        return torch.device(types[0])
-
 
 @dataclass(frozen=True, eq=False)
 class Agreement:
@@ -285,7 +270,7 @@ class Agreement:
     def counts(self, layout: Layout | None, *, is_replicated: bool = False) -> bool:
         return self.counts_replicated if is_replicated and layout is None else self.counted[layout]
 
-    def share(self, found: list[Flags], device: torch.device) -> list[Flags]:
+    def all_reduce(self, found: list[Flags], device: torch.device) -> list[Flags]:
         """Returns each optimizer's flags, 0 or 1, equal on all ranks; one collective per group.
 
         An optimizer without gradients on this rank has none in `found`, and gets one on `device`
@@ -299,17 +284,17 @@ class Agreement:
                 return found
         # -1: no gradient.
         levels = [scalars.any_found(flags.values(), device) - int(not flags) for flags in found]
-        shared = torch.stack(levels)
-        self.reduce_(shared, dist.ReduceOp.MAX)
-        return _shared_flags(found, shared > 0, shared >= 0, device)
+        reduced = torch.stack(levels)
+        self.reduce_(reduced, dist.ReduceOp.MAX)
+        return _joint_flags(found, reduced > 0, reduced >= 0, device)
 
-    def share_norm(
+    def all_reduce_norm(
         self, found: list[Flags], device: torch.device, value: Tensor, *, largest: bool
     ) -> tuple[list[Flags], Tensor]:
-        """Returns flags as `share` and, in the same collectives, the sum of every rank's `value`.
+        """Returns flags as `all_reduce` and, in the same collectives, a sum of all ranks' values.
 
         Args:
-            found: As for `share`.
+            found: As for `all_reduce`.
             device: Device of `value`.
             value: 0-dim float64, not negative.
             largest: Maximum instead of sum; NaN is above infinity.
@@ -321,11 +306,10 @@ class Agreement:
             scalars.any_found(flags.values(), device).to(first) * _FOUND + int(bool(flags))
             for flags in found
         ]
-        shared = torch.stack([first, *levels])
-        self.reduce_(shared, dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM)
-        flags = _shared_flags(found, shared[1:] >= _FOUND, shared[1:] > 0, device)
-        value = shared[0].clone()
-        return flags, value.view(torch.float64) if largest else value
+        reduced = torch.stack([first, *levels])
+        self.reduce_(reduced, dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM)
+        flags = _joint_flags(found, reduced[1:] >= _FOUND, reduced[1:] > 0, device)
+        return flags, reduced[0].clone().view(value.dtype)
 
     def norm(self, norm: Tensor, order: float) -> Tensor:
         """Returns the global norm from each rank's local norm."""
@@ -339,22 +323,15 @@ class Agreement:
             group.all_reduce_(tensor, op)
 
 
-def agreed(agreement: Agreement | None, flags: Flags, device: torch.device) -> Flags:
-    """Returns one optimizer's flags as `Agreement.share`; without an agreement as they are."""
-    return flags if agreement is None else agreement.share([flags], device)[0]
-
-
-def _shared_flags(
+def _joint_flags(
     found: list[Flags], bad: Tensor, is_known: Tensor, device: torch.device
 ) -> list[Flags]:
-    """Flags of all ranks on the devices of this rank's flags; none where no rank has any."""
-    shared = []
+    """Returns the joint flags on the devices of this rank's flags; none where no rank has any."""
+    joint: list[Flags] = []
     for local, flag, known in zip(found, bad.float(), is_known, strict=True):
-        if local or is_capturing() or known.item():
-            shared.append({at: scalars.any_found([flag], at) for at in local or [device]})
-        else:
-            shared.append({})
-    return shared
+        places = local or ([device] if is_capturing() or known.item() else [])
+        joint.append({at: scalars.any_found([flag], at) for at in places})
+    return joint
 
 
 def mark_replicated(params: Iterable[Tensor]) -> None:
@@ -406,9 +383,11 @@ class Ranks:
         self._agreements: dict[tuple[Layout, ...], Agreement | None] = {}
         self._world: ProcessGroup | None = None
         self._mesh = group if _is_mesh(group) else None
-        given: Any = group
-        self._own = None if group is None or self._mesh is not None else Group(given)
-        self.is_foreign = self._own is not None and self._own.is_foreign
+        if self._mesh is not None:
+            self._own = _groups_along(self._mesh, range(self._mesh.ndim))
+        else:
+            self._own = [] if group is None else [Group(cast(Any, group))]
+        self.is_foreign = any(own.is_foreign for own in self._own)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Ranks:
         return Ranks(self.group, is_default=self._is_default)
@@ -465,11 +444,7 @@ class Ranks:
         Raises:
             ValueError: If it is the default group and there is none.
         """
-        if self._is_default:
-            return [Group()]
-        if self._own is not None:
-            return [self._own]
-        return [] if self._mesh is None else _groups_along(self._mesh, range(self._mesh.ndim))
+        return [Group()] if self._is_default else self._own
 
     def gathered(self, value: Value) -> list[Value]:
         """Returns the values of all ranks that this scaler has agreed with, by rank."""

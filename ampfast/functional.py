@@ -131,9 +131,9 @@ def update_scale_(
     Source: torch's `_amp_update_scale_`; here a tracker beyond the interval grows, too.
     """
     state = (current_scale, growth_tracker)
-    factors = (growth_factor, backoff_factor, growth_interval)
-    _require_state(*state, found_inf, factors)
-    torch.ops.ampfast.update_scale_(*state, found_inf, *factors)
+    rule = (growth_factor, backoff_factor, growth_interval)
+    _require_state(state, found_inf, rule)
+    torch.ops.ampfast.update_scale_(*state, found_inf, *rule)
     return current_scale
 
 
@@ -165,27 +165,28 @@ def unscale_and_update_(
         RuntimeError: As `unscale_` and `update_scale_`.
     """
     state = (current_scale, growth_tracker)
-    factors = (growth_factor, backoff_factor, growth_interval)
-    _require_state(*state, found_inf, factors)
+    rule = (growth_factor, backoff_factor, growth_interval)
+    _require_state(state, found_inf, rule)
     if regular := _regular(grads, found_inf, current_scale):
         kernels, listed = regular
         ending = None
         if isinstance(kernels, DeviceKernels):
-            ending = kernels.ending(_update_of(*state, [], factors))
+            factors = (float(growth_factor), float(backoff_factor))
+            ending = kernels.ending(Update(*state, [], *factors, growth_interval))
         work = Pass(True, Factor.TIMES_RECIPROCAL, current_scale, found_inf)
         kernels.run(listed, work._replace(ending=ending))
         if ending is not None and ending.applied:
             torch.autograd.graph.increment_version(current_scale)
         else:
-            torch.ops.ampfast.update_scale_(*state, found_inf, *factors)
+            torch.ops.ampfast.update_scale_(*state, found_inf, *rule)
         return current_scale
     tensors, shards = _local(grads, found_inf)
     if shards is None:
-        torch.ops.ampfast.unscale_and_update_(tensors, found_inf, *state, *factors)
+        torch.ops.ampfast.unscale_and_update_(tensors, found_inf, *state, *rule)
     else:
         torch.ops.ampfast.unscale_(tensors, found_inf, inverse(current_scale))
         shards.agree_(found_inf)
-        torch.ops.ampfast.update_scale_(*state, found_inf, *factors)
+        torch.ops.ampfast.update_scale_(*state, found_inf, *rule)
     return current_scale
 
 
@@ -223,9 +224,9 @@ def _update_scale_op(
     backoff_factor: float,
     growth_interval: int,
 ) -> None:
-    state = (current_scale, growth_tracker)
-    factors = (growth_factor, backoff_factor, growth_interval)
-    update = _update_of(*state, [found_inf], factors)
+    update = Update(
+        current_scale, growth_tracker, [found_inf], growth_factor, backoff_factor, growth_interval
+    )
     if not backends.choose().kernels_for(current_scale.device).update(update):
         torch_ops.update(update)
 
@@ -312,30 +313,14 @@ def _local(
     return tensors, shards if shards.layouts else None
 
 
-def _update_of(
-    current_scale: Tensor,
-    growth_tracker: Tensor,
-    found_infs: list[Tensor],
-    factors: tuple[float, float, int],
-) -> Update:
-    growth, backoff, interval = factors
-    return Update(
-        current_scale, growth_tracker, found_infs, float(growth), float(backoff), interval
-    )
-
-
 def _require_state(
-    current_scale: Tensor,
-    growth_tracker: Tensor,
-    found_inf: Tensor,
-    factors: tuple[float, float, int],
+    state: tuple[Tensor, Tensor], found_inf: Tensor, rule: tuple[float, float, int]
 ) -> None:
-    tensors = {"current_scale": current_scale, "growth_tracker": growth_tracker}
-    _require_scalars(**tensors, found_inf=found_inf)
-    growth, backoff, interval = factors
-    for name, factor in (("growth_factor", growth), ("backoff_factor", backoff)):
+    _require_scalars(current_scale=state[0], growth_tracker=state[1], found_inf=found_inf)
+    for name, factor in zip(("growth_factor", "backoff_factor"), rule, strict=False):
         if not isinstance(factor, (int, float)):
             raise TypeError(f"{name} must be a float, got {type(factor).__name__}")
+    interval = rule[2]
     if not isinstance(interval, (int, torch.SymInt)) or isinstance(interval, bool):
         raise TypeError(f"growth_interval must be an int, got {type(interval).__name__}")
 

@@ -972,11 +972,11 @@ class GradScaler(TorchGradScaler):
         if entry["stage"] is not _READY:
             entry["found_inf_per_device"], entry[_AGREEMENT] = flags, agreement
         if follower is None:
-            (flags,) = agreement.share([flags], scale.device)
+            (flags,) = agreement.all_reduce([flags], scale.device)
         else:
             device = scale.device
             largest = follower.largest(observed, device)
-            (flags,), largest = agreement.share_norm([flags], device, largest, largest=True)
+            (flags,), largest = agreement.all_reduce_norm([flags], device, largest, largest=True)
             follower.observed.append(largest)
         entry["found_inf_per_device"] = flags
         entry.pop(_AGREEMENT, None)
@@ -1068,7 +1068,7 @@ class GradScaler(TorchGradScaler):
                 optimizer, entry, work, scale, allow_fp16=True, observes=False
             )
             if agreement is not None:
-                (flags,) = agreement.share([flags], scale.device)
+                (flags,) = agreement.all_reduce([flags], scale.device)
             if is_unscaled:
                 # What unscale_ found counts too; in new tensors, for its own may have been handed
                 # out.

@@ -82,14 +82,7 @@ def describe(facts: dict[str, Any]) -> str:
         "Versions": {name: version or "none" for name, version in facts["versions"].items()},
         "Compiled core": {title: facts["extension"][key] for title, key in _BUILD.items()},
         "Devices": {device["device"]: _device_text(device) for device in facts["devices"]},
-        "Backends": {
-            backend[
-                "name"
-            ]: f"available, for {', '.join(backend['device_types']) or 'every device'}"
-            if backend["available"]
-            else f"not available: {backend['reason']}"
-            for backend in facts["backends"]
-        },
+        "Backends": {backend["name"]: _backend_text(backend) for backend in facts["backends"]},
     }
     if facts["AMPFAST_BACKEND"]:
         sections["Environment"] = {"AMPFAST_BACKEND": facts["AMPFAST_BACKEND"]}
@@ -98,6 +91,12 @@ def describe(facts: dict[str, Any]) -> str:
         "\n".join([title, *(f"  {name:{width}}  {text}" for name, text in lines.items())])
         for title, lines in sections.items()
     )
+
+
+def _backend_text(backend: dict[str, Any]) -> str:
+    if not backend["available"]:
+        return f"not available: {backend['reason']}"
+    return f"available, for {', '.join(backend['device_types']) or 'every device'}"
 
 
 def _device_text(device: dict[str, Any]) -> str:

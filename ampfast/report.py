@@ -137,8 +137,8 @@ def plot(history: History, path: str | os.PathLike[str] | None = None) -> Any:
         raise TypeError(f"history must be a History, got {type(history).__name__}")
     if not len(history):
         raise ValueError("nothing to plot: no step was taken")
-    taken = history.has_norm
-    with_norm = bool(taken.any())
+    has_norm = history.has_norm
+    with_norm = bool(has_norm.any())
     figure = _figure(8, 5 if with_norm else 3)
     panels = figure.subplots(1 + with_norm, sharex=True, squeeze=False)[:, 0]
     steps, scale, spiked = history.step, history.scale, history.spiked
@@ -157,7 +157,7 @@ def plot(history: History, path: str | os.PathLike[str] | None = None) -> Any:
             panels[0].plot(steps[where].tolist(), scale[where].tolist(), label=label, **marker)
     panels[0].legend(loc="best")
     if with_norm:
-        steps, norms, spiked = steps[taken], history.grad_norm[taken], spiked[taken]
+        steps, norms, spiked = steps[has_norm], history.grad_norm[has_norm], spiked[has_norm]
         # A gap in the line and a cross above it stand for a norm that is not finite.
         nonfinite = ~norms.isfinite()
         finite = norms.masked_fill(nonfinite, math.nan).tolist()

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
-from itertools import chain
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
@@ -72,7 +71,12 @@ def sync_free_(optimizer: AnyOptimizer) -> AnyOptimizer:
         for index, group in enumerate(optimizer.param_groups):
             _check_group(optimizer, index, group)
         example = kind([torch.zeros(1, device="cpu")], fused=True)  # type: ignore[call-arg]
-        counters = list(_counters(optimizer))
+        counters = [
+            (state, torch.as_tensor(state["step"], dtype=torch.float32, device=param.device))
+            for group in optimizer.param_groups
+            for param in group["params"]
+            if "step" in (state := optimizer.state.get(param, {}))
+        ]
     for state, counter in counters:
         state["step"] = counter
     for group in optimizer.param_groups:
@@ -186,12 +190,3 @@ def _check_memory(param: Tensor, tensors: dict[str, Any], where: str) -> None:
                     f"{name} of {where} has another {what}: {get(value)}, not {get(param)}; "
                     "torch's fused kernels need the same"
                 )
-
-
-def _counters(optimizer: torch.optim.Optimizer) -> Iterator[tuple[dict[str, Any], Tensor]]:
-    """States with a step counter, each with its fused counter."""
-    for param in chain.from_iterable(group["params"] for group in optimizer.param_groups):
-        state = optimizer.state.get(param, {})
-        if "step" in state:
-            step = torch.as_tensor(state["step"], dtype=torch.float32, device=param.device)
-            yield state, step

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import astuple, dataclass, replace
 from functools import partial
 from itertools import chain, islice
-from operator import is_
 from typing import Any, Literal
 
 import torch
@@ -34,6 +33,8 @@ MOST_LINES = 40
 
 # Parameters by group.
 Groups = Sequence[Sequence[Tensor]]
+
+_CREATION = "the creation of tracking tables"
 
 # Values of a `TrackedParameter`.
 _Location = tuple[str, int, str, int, int]
@@ -142,8 +143,8 @@ class ParameterHealth(TrackedParameter):
 
     Attributes:
         elements: Number of elements; real and imaginary parts count separately.
-        zeros: Number of zeros, to which a float16 layer flushes what underflows: a share that grows
-            as the scale falls is underflow.
+        zeros: Number of zeros, to which a float16 layer flushes what underflows: a fraction that
+            grows as the scale falls is underflow.
         vanishing: Number of nonzero magnitudes below 2^-24, float16's smallest subnormal; only in
             gradients computed in another dtype.
         subnormal: Number of nonzero magnitudes below 2^-14, float16's smallest normal, the
@@ -200,7 +201,7 @@ class GradientHealth:
     parameters: tuple[ParameterHealth, ...]
 
     def worst_first(self) -> list[ParameterHealth]:
-        """Returns the parameters by overflowing, then vanishing or zero, then subnormal share."""
+        """Returns the parameters by fraction: overflowing, then vanishing or 0, then subnormal."""
 
         def severity(p: ParameterHealth) -> tuple[float, float, float]:
             return p.overflowing_share, p.vanishing_share + p.zero_share, p.subnormal_share
@@ -233,25 +234,23 @@ class Tracking:
     def start(
         self, optimizer: Any, groups: Groups, scale: Tensor, steps: Tensor, *, measures: bool
     ) -> Callable[[torch.device], Track]:
-        """Tables, by device, of a pass over an optimizer's gradients.
+        """Returns a function that makes the tables of a pass over gradients on a device.
 
         `groups` are the parameters as the pass read them; the first of `steps` is the number of
         completed updates; `measures` says whether the gradients still bear `scale`.
         """
         self.is_empty = False
         record = self._records.get(optimizer)
-        if record is None:
-            record = _Record(groups)
-        elif not record.has(groups):
-            refuse_capture("a change of an optimizer's parameters")
+        if record is None or not record.has(groups):
+            if record is not None:
+                refuse_capture("a change of an optimizer's parameters")
             record = _Record(groups, record)
         self._records.record(optimizer, record)
-        if not (self._health and measures):
-            return partial(record.tables_on, steps=steps[:1], scale=None)
+        measured = scale if self._health and measures else None
         # On every device that ever had gradients: the rows there are from an earlier pass.
-        for device in record.health:
+        for device in record.health if measured is not None else ():
             record.clear_health(device, scale)
-        return partial(record.tables_on, steps=steps[:1], scale=scale)
+        return partial(record.tables_on, steps=steps[:1], scale=measured)
 
     def before(self, optimizer: Any, work: Pass, steps: Tensor | None) -> Pass | None:
         """Returns a pass over plain gradients that marks overflows, without a walk in Python.
@@ -351,20 +350,20 @@ class _Record:
 
     def has(self, groups: Groups) -> bool:
         """Whether the rows are those of these very parameters, in these groups."""
-        params = chain.from_iterable(groups)
-        return self.sizes == tuple(map(len, groups)) and all(map(is_, self.living(), params))
+        listed = [{"params": list(group)} for group in groups]
+        return has_parameters(listed, self.references, self.sizes)
 
     def tables_on(self, device: torch.device, *, steps: Tensor, scale: Tensor | None) -> Track:
         """The tables for one pass over gradients on a device; health with the `scale` only."""
-        if device not in self.marks or (scale is not None and device not in self.health):
-            refuse_capture("the creation of tracking tables")
+        marks = self.marks_on(device)
         if scale is not None and device not in self.health:
             self.clear_health(device, scale)
         health = None if scale is None else self.health[device][:-1]
-        return Track(self.marks_on(device), scalars.moved(steps, device), health)
+        return Track(marks, scalars.moved(steps, device), health)
 
     def marks_on(self, device: torch.device) -> Tensor:
         if device not in self.marks:
+            refuse_capture(_CREATION)
             size = len(self.references), MARK_WORDS
             self.marks[device] = torch.zeros(size, dtype=torch.int64, device=device)
         return self.marks[device]
@@ -373,6 +372,7 @@ class _Record:
     def clear_health(self, device: torch.device, scale: Tensor) -> None:
         """Clears the table, made where there is none, and writes the scale, in one launch."""
         if device not in self.health:
+            refuse_capture(_CREATION)
             size = len(self.references) + 1, HEALTH_WORDS
             table = torch.zeros(size, dtype=torch.int64, device=device)
             mask = torch.zeros_like(table.view(torch.float32), dtype=torch.bool)
@@ -442,8 +442,8 @@ def _health_of(location: _Location, row: list[int], scale_bits: int) -> Paramete
     return ParameterHealth(*location, *counts, high, low, scale)
 
 
-def _percent(share: float) -> str:
-    return "<0.01%" if 0 < share < 0.0001 else f"{share:.2%}" if share else "-"
+def _percent(fraction: float) -> str:
+    return "<0.01%" if 0 < fraction < 0.0001 else f"{fraction:.2%}" if fraction else "-"
 
 
 # Columns of the tables.
