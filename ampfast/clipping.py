@@ -28,7 +28,7 @@ __all__ = [
     "NormTerm",
     "can_defer",
     "clip_",
-    "limit_of",
+    "max_norm_of",
     "measure",
     "optimizers_of",
     "order_of",
@@ -49,8 +49,8 @@ class NormTerm:
         unscaling: How and by what they are unscaled, as by `gradients.unscaling`.
         writes: Whether they will be clipped in place.
         flags: found_inf of the check, by device.
-        rows: Sums of each list, as of a `Pass`.
-        uncounted: The same for gradients whose norm another rank counts.
+        sums: Sums of each list, as of a `Pass`.
+        counted: Those of them that this rank counts; another rank counts the others.
     """
 
     optimizer: Any
@@ -58,8 +58,8 @@ class NormTerm:
     unscaling: tuple[Factor, Tensor | None]
     writes: bool
     flags: dict[torch.device, Tensor] = field(default_factory=dict)
-    rows: list[Tensor] = field(default_factory=list)
-    uncounted: list[Tensor] = field(default_factory=list)
+    sums: list[Tensor] = field(default_factory=list)
+    counted: list[Tensor] = field(default_factory=list)
 
     def inverse_on(self, device: torch.device) -> Tensor | None:
         """Returns the inverse scale on a device, if there is one."""
@@ -80,7 +80,7 @@ def order_of(norm_type: object) -> float:
     return order
 
 
-def limit_of(max_norm: object) -> float:
+def max_norm_of(max_norm: object) -> float:
     """Returns the limit of a norm as a float; raises for invalid ones."""
     limit = float_of("max_norm", max_norm)
     if not limit >= 0:
@@ -102,54 +102,42 @@ def measure(
 
     Reads only; gradients that `clip_` would refuse are refused here.
     """
-    rows: list[Tensor] = []
-    places: list[torch.device] = []
-    dtype = torch.float32
     for term in terms:
-        if agreement is None:
-            term.flags, term.rows = _sums(term, term.grads)
-        else:
-            _read_counted(term, agreement)
-        rows += term.rows
-    # As in torch, the norm is on the device of the first gradient.
-    for kind in (False, True):
-        for term in terms:
-            for _, grads in term.grads.lists:
-                if isinstance(grads, TensorList) is kind:
-                    places.append(grads.device)
-                    dtype = torch.float64 if grads.has_float64 else dtype
-    places.append(torch.device("cpu") if scale is None else scale.device)
-    device, largest = places[0], order == math.inf
-    wide = widest(device)
+        _read(term, agreement)
+    lists = [grads for term in terms for _, grads in term.grads.lists]
+    lists.sort(key=lambda grads: isinstance(grads, TensorList))
+    device = torch.device("cpu") if scale is None else scale.device
+    if lists:
+        # As in torch, the norm is on the device of the first gradient.
+        device = lists[0].device
+    dtype = torch.float64 if any(grads.has_float64 for grads in lists) else torch.float32
+    wide, largest = widest(device), order == math.inf
     norm = torch.empty((), dtype=dtype, device=device)
     coefficient = torch.empty((), dtype=wide, device=device)
-    rule = SpikeRule(math.inf) if spikes is None else spikes
+    flags = [term.flags for term in terms]
     if order in FUSED_ORDERS:
-        if len(rows) == 1 and rows[0].device == device:
-            together = rows[0].unsqueeze(0)
-        elif rows:
-            together = torch.stack([moved(row, device) for row in rows])
-        else:
-            together = torch.zeros((1, 2), dtype=wide, device=device)
+        counted = [moved(sums, device) for term in terms for sums in term.counted]
+        counted = counted or [torch.zeros(2, dtype=wide, device=device)]
+        sums = counted[0].unsqueeze(0) if len(counted) == 1 else torch.stack(counted)
         if agreement is not None:
-            mine = together[:, 1].amax() if largest else together[:, 0].sum()
-            found, total = agreement.all_reduce_norm(
-                [term.flags for term in terms], device, mine, largest=largest
-            )
-            _take(terms, found)
-            together = torch.stack([total, total]).unsqueeze(0)
+            mine = sums[:, 1].amax() if largest else sums[:, 0].sum()
+            flags, total = agreement.all_reduce_norm(flags, device, mine, largest=largest)
+            sums = torch.stack([total, total]).unsqueeze(0)
     else:
         norms = [torch.zeros((), dtype=wide, device=device)]
         norms += [moved(n, device) for term in terms for n in _p_norms(term, order, agreement)]
         total = torch.linalg.vector_norm(torch.stack(norms), order)
         if agreement is not None:
-            _take(terms, agreement.all_reduce([term.flags for term in terms], device))
+            flags = agreement.all_reduce(flags, device)
             total = agreement.norm(total, order)
         norm.copy_(total)
-        together = total.reshape(1, 1)
+        sums = total.reshape(1, 1)
+    for term, agreed in zip(terms, flags, strict=True):
+        term.flags = agreed
     flag = None if spikes is None else _joint(terms, device)
     given = None if divisor is None else scale
-    clip = Clip(together, limit, largest, norm, coefficient, given, divisor, flag, *rule)
+    rule = () if spikes is None else spikes
+    clip = Clip(sums, limit, largest, norm, coefficient, given, divisor, flag, *rule)
     if order not in FUSED_ORDERS:
         finish_clip(clip)
     elif is_scalar(coefficient, torch.float64) and (given is None or _is_float32_on(given, device)):
@@ -157,7 +145,8 @@ def measure(
     else:
         torch_ops.clip(clip)
     if flag is not None:
-        _spread(terms, flag)
+        for term in terms:
+            term.flags = _all_set_to(flag, term.flags)
     return norm, coefficient
 
 
@@ -177,24 +166,29 @@ def _sums(term: NormTerm, grads: gradients.Gradients) -> tuple[gradients.Flags, 
             if term.unscaling[0] is not Factor.NONE:
                 torch_ops.require_unscalable(each.tensors)
             torch_ops.require_writable(each.tensors)
-    rows: list[Tensor] = []
-    return gradients.run(grads, Pass(False, *term.unscaling), rows=rows), rows
+    sums: list[Tensor] = []
+    return gradients.run(grads, Pass(False, *term.unscaling), sums_of_each=sums), sums
 
 
-def _read_counted(term: NormTerm, agreement: Agreement) -> None:
-    """Computes a term, some of whose gradients another rank counts."""
+def _read(term: NormTerm, agreement: Agreement | None) -> None:
+    """Computes flags and sums of a term, some of whose gradients another rank may count."""
+    if agreement is None:
+        term.flags, term.sums = _sums(term, term.grads)
+        term.counted = term.sums
+        return
     flags: dict[torch.device, list[Tensor]] = {}
-    for grads, rows in zip(_split(term, agreement), (term.rows, term.uncounted), strict=True):
+    for grads, counts in zip(_split(term, agreement), (True, False), strict=True):
         found, sums = _sums(term, grads)
-        rows += sums
+        term.sums += sums
+        term.counted += sums if counts else []
         for device, flag in found.items():
             flags.setdefault(device, []).append(flag)
     # Partial sums are replaced by reduced ones.
     for number, reduced in term.grads.reduced():
         device = reduced.device
         row = torch_ops.norms([reduced], term.inverse_on(device))
-        counts = agreement.counts(term.grads.layouts[number])
-        (term.rows if counts else term.uncounted).append(row)
+        term.sums.append(row)
+        term.counted += [row] if agreement.counts(term.grads.layouts[number]) else []
         flags.setdefault(device, []).append((~row[1].isfinite()).float())
     for _, each in term.grads.lists:
         # A device whose shards are all empty has no flag yet.
@@ -227,26 +221,17 @@ def _is_float32_on(tensor: Tensor | None, device: torch.device) -> bool:
 def _joint(terms: list[NormTerm], device: torch.device) -> Tensor | None:
     """The flag of all gradients of a norm, on its device; None for none."""
     flags = [flag for term in terms for flag in term.flags.values()]
-    if not flags:
-        return None
     if len(flags) == 1 and _is_float32_on(flags[0], device):
         return flags[0]
-    return joint_flag(flags, device)
+    return joint_flag(flags, device) if flags else None
 
 
-def _spread(terms: list[NormTerm], found: Tensor | None) -> None:
-    """Sets the terms' flags to that of all, if there is one."""
-    if found is not None:
-        for term in terms:
-            term.flags = {
-                at: flag if flag is found else moved(found, at, copy=True)
-                for at, flag in term.flags.items()
-            }
-
-
-def _take(terms: list[NormTerm], flags: list[dict[torch.device, Tensor]]) -> None:
-    for term, agreed in zip(terms, flags, strict=True):
-        term.flags = agreed
+def _all_set_to(found: Tensor, flags: gradients.Flags) -> gradients.Flags:
+    """The joint flag in place of each flag, on its device."""
+    return {
+        at: flag if flag is found else moved(found, flag.device, copy=True)
+        for at, flag in flags.items()
+    }
 
 
 def _p_norms(term: NormTerm, order: float, agreement: Agreement | None) -> Iterator[Tensor]:
@@ -276,13 +261,13 @@ class Deferred:
     Attributes:
         divisor: 0-dim float32: the scale over the coefficient.
         coefficient: 0-dim float64.
-        rows: Sums of each list of gradients, as of a `Pass`.
+        sums: Sums of each list of gradients, as of a `Pass`.
         agreement: Agreement of ranks on the step, or None.
     """
 
     divisor: Tensor
     coefficient: Tensor
-    rows: list[Tensor]
+    sums: list[Tensor]
     agreement: Agreement | None = None
 
     def handed_over(
@@ -296,8 +281,8 @@ class Deferred:
         grad_scale = self.divisor * own
         # The product may underflow to zero, which even a zero gradient is not divided by.
         found = (~(grad_scale != 0) | grad_scale.isnan()).float()
-        for row in self.rows:
-            largest, coefficient = (moved(t, found.device) for t in (row[1], self.coefficient))
+        for sums in self.sums:
+            largest, coefficient = (moved(t, found.device) for t in (sums[1], self.coefficient))
             # In the optimizer's arithmetic: float32 for all but float64 gradients.
             quotient = (largest * coefficient / own).float()
             found.masked_fill_(~quotient.isfinite(), 1.0)
@@ -350,7 +335,4 @@ def skip_together(states: list[dict[str, Any]], device: torch.device) -> None:
     flags = [flag for state in states for flag in state["found_inf_per_device"].values()]
     found = joint_flag(flags, device)
     for state in states:
-        places = state["found_inf_per_device"]
-        state["found_inf_per_device"] = {
-            at: moved(found, flag.device, copy=True) for at, flag in places.items()
-        }
+        state["found_inf_per_device"] = _all_set_to(found, state["found_inf_per_device"])

@@ -36,7 +36,7 @@ from ampfast.optimizers import (
 )
 from ampfast.policies import LogMax, UnderflowTarget
 from ampfast.report import History, ScalerStats
-from ampfast.spikes import Sigmas, SpikeRule, SpikeRules, limit_of, require_norms
+from ampfast.spikes import Sigmas, SpikeRule, SpikeRules, require_accepted_norms, skip_limit_of
 from ampfast.tracking import GradientHealth, OverflowReport
 
 if TYPE_CHECKING:
@@ -537,8 +537,8 @@ class GradScaler(TorchGradScaler):
             ValueError: If `max_norm`, `norm_type` or `skip_above` is out of range, an optimizer is
                 given twice or cannot take `in_place=False`, or as `unscale_`.
         """
-        limit, order = clipping.limit_of(max_norm), clipping.order_of(norm_type)
-        highest = limit_of(skip_above)
+        limit, order = clipping.max_norm_of(max_norm), clipping.order_of(norm_type)
+        highest = skip_limit_of(skip_above)
         if not isinstance(in_place, bool):
             raise TypeError(f"in_place must be a bool, got {type(in_place).__name__}")
         optimizers = clipping.optimizers_of(optimizer)
@@ -787,7 +787,7 @@ class GradScaler(TorchGradScaler):
     def state_dict(self) -> dict[str, Any]:
         """Returns torch's; with a policy, `dynamic=False` or `Sigmas` one more, "ampfast"."""
         state = super().state_dict()
-        loss_scale, norms = self._loss_scale, self._spike_rules.norms()
+        loss_scale, norms = self._loss_scale, self._spike_rules.accepted_norms()
         if self._enabled and (norms or not self._dynamic or not loss_scale.limits.is_torchs):
             entry = {} if loss_scale.limits.is_torchs else loss_scale.state_dict()
             # Without norms, too: torch.distributed.checkpoint loads only what is there already.
@@ -824,7 +824,7 @@ class GradScaler(TorchGradScaler):
                 )
             loaded = loss_scale.require_loadable(state_dict)
             if state_dict:
-                norms = require_norms(entry_of(state_dict).get("norms", []))
+                norms = require_accepted_norms(entry_of(state_dict).get("norms", []))
         super().load_state_dict(state_dict)
         if self._enabled:
             self._spike_rules.load(norms)
@@ -876,7 +876,7 @@ class GradScaler(TorchGradScaler):
             passed = self._pass(optimizer, _NEW, work, scale, allow_fp16=True, observes=False)
         flags, agreement, _ = passed
         if agreement is not None:
-            (flags,) = agreement.share([flags], scale.device)
+            (flags,) = agreement.all_reduce([flags], scale.device)
         self._per_optimizer_states[id(optimizer)]["found_inf_per_device"] = flags
         return flags
 
@@ -1161,13 +1161,14 @@ class GradScaler(TorchGradScaler):
                 }
         for (entry, term), deferred in zip(checked, defers, strict=False):
             if deferred and divisor is not None:
-                rows = term.rows + term.uncounted
-                entry[clipping.DEFERRED] = clipping.Deferred(divisor, coefficient, rows, agreement)
+                entry[clipping.DEFERRED] = clipping.Deferred(
+                    divisor, coefficient, term.sums, agreement
+                )
         follower = self._loss_scale.follower
         if follower is not None:
             observed = []
             for term in terms:
-                observed += follower.seen_in_norm(term.rows + term.uncounted, term.grads)
+                observed += follower.seen(term.grads, term.sums)
             if agreement is not None:
                 observed = [agreement.norm(scalars.largest(observed, norm.device), math.inf)]
             follower.observed += observed

@@ -181,7 +181,7 @@ def run(
     work: Pass,
     *,
     before_write: Callable[[], None] | None = None,
-    rows: list[Tensor] | None = None,
+    sums_of_each: list[Tensor] | None = None,
 ) -> Flags:
     """Runs a pass; returns a new found_inf for each device that has a gradient.
 
@@ -191,9 +191,12 @@ def run(
             new flags. Its `sums`, if given, get the largest magnitude of all. Its ending is done if
             all gradients are in one list.
         before_write: Called right before the first write, after torch's refusals.
-        rows: Gets the sums of each list, on its device.
+        sums_of_each: Gets the sums of each list, on its device.
     """
-    _measure(gradients)
+    for kernels, each in gradients.lists:
+        track = gradients.track(each.device)
+        if track is not None and track.health is not None:
+            kernels.measure(each, track.health)  # before unscaling
     if work.write and work.coefficient is None:
         # First gradients that torch may refuse, before any other is written.
         for aside in gradients.for_torch():
@@ -203,17 +206,17 @@ def run(
     factors, coefficients = Copies(work.factor), Copies(work.coefficient)
     alone = len(gradients.lists) == 1 and gradients.shards is None
     flags: Flags = {}
-    found_rows: list[Tensor] = [] if rows is None else rows
+    rows: list[Tensor] = [] if sums_of_each is None else sums_of_each
 
     def run_over(kernels: Kernels, each: Batch, work: Pass) -> None:
         device, row = each.device, None
         if work.found_inf is not None and device not in flags:
             flags[device] = new_flag(device, work.found_inf)
-        if work.sums is not None or rows is not None:
+        if work.sums is not None or sums_of_each is not None:
             row = torch.empty(2, dtype=widest(device), device=device)
-            if alone and rows is None and work.sums is not None and work.sums.device == device:
+            if alone and work.sums is not None and work.sums.device == device:
                 row = work.sums  # which no op need copy
-            found_rows.append(row)
+            rows.append(row)
         track = gradients.track(device)
         flags[device] = kernels.run(
             each,
@@ -232,14 +235,14 @@ def run(
         run_over(kernels, each, work)
     if work.write and gradients.casts is not None:
         gradients.casts.finish()
-    if work.coefficient is None and rows is None:
+    if work.coefficient is None and sums_of_each is None:
         # As the optimizer uses them; torch's op writes as it checks.
         how = Factor.NONE if work.write else work.how
         for number, reduced in gradients.reduced():
             aside = TensorList(reduced.device, [reduced.clone()], [number])
             run_over(TORCH_OPS, aside, work._replace(write=False, how=how))
-    if work.sums is not None and not any(row is work.sums for row in found_rows):
-        work.sums[1] = largest([row[1] for row in found_rows], work.sums.device)
+    if work.sums is not None and not any(row is work.sums for row in rows):
+        work.sums[1] = largest([row[1] for row in rows], work.sums.device)
     return flags
 
 
@@ -267,15 +270,6 @@ def vanishing_fractions(gradients: Gradients) -> list[Tensor]:
             _, nonzero, vanishing, *_ = track.health.sum(0).to(widest(device)).unbind()
             fractions.append(vanishing / nonzero.clamp(min=1))
     return fractions
-
-
-def _measure(gradients: Gradients) -> None:
-    """Measures the gradient health of each parameter, before unscaling."""
-    if gradients.track_on is not None:
-        for kernels, each in gradients.lists:
-            health = gradients.track_on(each.device).health
-            if health is not None:
-                kernels.measure(each, health)
 
 
 def _values_of(param: Tensor, grad: Tensor, coalesce: bool) -> Tensor:

@@ -321,7 +321,8 @@ class LossScale:
         predictions = [] if self.follower is None else self.follower.predictions()
         if predictions and end > 1:
             # Each update predicts for the next step.
-            predicted[1:] = torch.tensor(predictions[-len(step) : -1], device="cpu")
+            known = predictions[-len(step) : -1]
+            predicted[1:] = torch.tensor(known, dtype=torch.float32, device="cpu")
         return History(
             step=step,
             scale=scalars.float_of(entries[:, layout.RING_SCALE]),
@@ -365,14 +366,10 @@ class LossScale:
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        if self.words is not None:
-            given, self.words = state["words"], None
-            with torch.inference_mode(False):
-                self.words = self._new_words()
-                self.words[: len(given)] = torch.tensor(given, dtype=torch.int64, device="cpu")
-            if self.follower is not None:
-                self.follower.bind(self.words)
+        self.__dict__.update(state, words=None)
+        if state["words"] is not None:
+            given = torch.tensor(state["words"], dtype=torch.int64, device="cpu")
+            self.words_on(given.device)[: len(given)] = given
 
     def _new_words(self) -> Tensor:
         words = torch.zeros(layout.STATE_WORDS, dtype=torch.int64, device="cpu")

@@ -29,7 +29,7 @@ AnyOptimizer = TypeVar("AnyOptimizer", bound=torch.optim.Optimizer)
 _KEY = "master_param"
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class _Master:
     """Master weight of a parameter.
 
@@ -40,21 +40,6 @@ class _Master:
 
     param: Tensor
     weight: Tensor
-
-    @classmethod
-    def of(cls, param: Tensor) -> _Master:
-        refuse_capture("the making of master weights")
-        with torch.inference_mode(False), torch.no_grad():
-            weight = param.detach().to(torch.float32)
-        return cls(param, weight.requires_grad_())
-
-    @torch.no_grad()
-    def catch_up(self) -> None:
-        """Takes the elements in which the parameter differs; others keep their low bits."""
-        param, weight = _local(self.param), _local(self.weight)
-        # Bits, for the sign of zero.
-        differs = weight.to(param.dtype).view(torch.int16) != param.view(torch.int16)
-        weight.copy_(torch.where(differs, param.to(torch.float32), weight))
 
 
 class _Masters(dict[int, _Master]):
@@ -83,7 +68,10 @@ class _Masters(dict[int, _Master]):
         self.casts = core.Casts()
 
     def make(self, param: Tensor) -> _Master:
-        self[id(param)] = made = _Master.of(param)
+        refuse_capture("the making of master weights")
+        with torch.inference_mode(False), torch.no_grad():
+            weight = param.detach().to(torch.float32)
+        self[id(param)] = made = _Master(param, weight.requires_grad_())
         return made
 
     def have_same_entries(self, state: Mapping[Any, Any], inner: Mapping[Any, Any]) -> bool:
@@ -309,20 +297,14 @@ def _prepare(optimizer: MasterWeights) -> None:
         masters.standing = masters.inner = None
         masters.weights = tuple(masters.weight_of(param) for param in _params(optimizer))
         masters.fingerprint = fingerprint
-    _cast(optimizer)
-    # Groups may be other containers than the core knows.
-    masters.lent = core.lend_grads([{"params": _params(optimizer)}], masters.weights, None)
-
-
-def _cast(optimizer: MasterWeights) -> None:
-    """Casts 16-bit gradients to float32, without a factor."""
-    groups, casts = optimizer.param_groups, optimizer._masters.casts
-    choice = backends.choose()
+    choice, casts = backends.choose(), masters.casts
     found = gradients.collect(groups, allow_fp16=True, writes=True, choice=choice, casts=casts)
     for kernels, grads in found.lists:
         if isinstance(grads, core.GradList):
             kernels.run(grads.pairs(), Pass(True, Factor.NONE))
     casts.finish()
+    # Groups may be other containers than the core knows.
+    masters.lent = core.lend_grads([{"params": _params(optimizer)}], masters.weights, None)
 
 
 def _follow(masters: _Masters, param: Tensor, where: str) -> None:
@@ -341,7 +323,11 @@ def _follow(masters: _Masters, param: Tensor, where: str) -> None:
         )
     if weight.device != param.device:
         master.weight = weight.detach().to(param.device).requires_grad_()
-    master.catch_up()
+    with torch.no_grad():
+        param, weight = _local(param), _local(master.weight)
+        # Elements that are equal keep their low bits. By bits, for the sign of zero.
+        differs = weight.to(param.dtype).view(torch.int16) != param.view(torch.int16)
+        weight.copy_(torch.where(differs, param.to(torch.float32), weight))
 
 
 def _write_back(optimizer: MasterWeights) -> None:
@@ -620,8 +606,10 @@ def master_weights_(optimizer: AnyOptimizer) -> AnyOptimizer:
                     "master_weights_ cannot take a flat parameter of FSDP1, which keeps float32 "
                     "weights by itself: use its MixedPrecision policy"
                 )
-    params = [param for param in _params(optimizer) if param.requires_grad and _fits(param)]
-    masters = _Masters({id(param): _Master.of(param) for param in params})
+    masters = _Masters()
+    for param in _params(optimizer):
+        if param.requires_grad and _fits(param):
+            masters.make(param)
     converted = cast(MasterWeights, optimizer)
     held = optimizer.state_dict() if optimizer.state else None
     try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import math
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -130,13 +131,9 @@ class Follower:
         """Returns a pass over gradients, still scaled, with what it is to observe."""
         return work
 
-    def seen(self, grads: Gradients) -> list[Tensor] | None:
-        """Returns what it observes of gradients after a pass, but for sums; None: nothing."""
-        return None
-
-    def seen_in_norm(self, rows: list[Tensor], grads: Gradients) -> list[Tensor]:
-        """Returns the same of a norm with these sums."""
-        return []
+    def seen(self, grads: Gradients, sums: Sequence[Tensor] = ()) -> list[Tensor]:
+        """Returns what it observes of gradients after a pass; `sums` are those of a norm."""
+        return [each[1] for each in sums]
 
     def largest(self, values: list[Tensor] | None, device: torch.device) -> Tensor:
         """Returns the largest observed value, on which ranks agree; None if it is not known."""
@@ -197,10 +194,7 @@ class _TargetFollower(Follower):
         super().__init__()
         self._fraction = policy.share
 
-    def seen(self, grads: Gradients) -> list[Tensor] | None:
-        return vanishing_fractions(grads)
-
-    def seen_in_norm(self, rows: list[Tensor], grads: Gradients) -> list[Tensor]:
+    def seen(self, grads: Gradients, sums: Sequence[Tensor] = ()) -> list[Tensor]:
         return vanishing_fractions(grads)
 
     def largest(self, values: list[Tensor] | None, device: torch.device) -> Tensor:
@@ -226,9 +220,6 @@ class _LogMaxFollower(Follower):
         wide = torch.float64 if device.type == "cpu" else scalars.widest(device)
         sums = torch.zeros(2, dtype=wide, device=device)
         return Pass(*work[:6], sums, *work[7:])
-
-    def seen_in_norm(self, rows: list[Tensor], grads: Gradients) -> list[Tensor]:
-        return [row[1] for row in rows]
 
     def bind(self, words: Tensor) -> None:
         super().bind(words)

@@ -16,7 +16,7 @@ from ampfast.capture import is_capturing, refuse_capture
 from ampfast.errors import float_of
 from ampfast.optimizers import ByOptimizer
 
-__all__ = ["Sigmas", "SpikeRule", "SpikeRules", "limit_of", "require_norms"]
+__all__ = ["Sigmas", "SpikeRule", "SpikeRules", "require_accepted_norms", "skip_limit_of"]
 
 
 @dataclass(frozen=True)
@@ -55,15 +55,15 @@ class SpikeRule(NamedTuple):
     """The arguments of a clipping that skips spikes.
 
     Attributes:
-        skip_above: As for `cpu.Clip`.
-        taken: As for `cpu.Clip`; in the widest dtype of its device.
+        skip_above: As for `core.Clip`.
+        accepted_norms: `taken` of `core.Clip`, in the widest dtype of its device.
     """
 
     skip_above: float
-    taken: Tensor | None = None
+    accepted_norms: Tensor | None = None
 
 
-def limit_of(skip_above: object) -> float | Sigmas | None:
+def skip_limit_of(skip_above: object) -> float | Sigmas | None:
     """Returns the limit of norms, checked.
 
     Raises:
@@ -82,7 +82,7 @@ class _Ring(NamedTuple):
     """The norms of the steps taken by one optimizer.
 
     Attributes:
-        words: As `SpikeRule.taken`.
+        words: As `SpikeRule.accepted_norms`.
         clip: Number of its last clip.
         wait: The most clips from one of its own to the next, 0 after its first one; infinite if a
             CUDA graph captured one, since a replay clips without a call.
@@ -106,7 +106,7 @@ class SpikeRules:
     """
 
     def __init__(self) -> None:
-        self._taken = ByOptimizer[_Ring]()
+        self._rings = ByOptimizer[_Ring]()
         # Of a checkpoint or a pickle, for optimizers yet to come, in this order.
         self._kept: list[list[float]] = []
         self._clips = 0
@@ -120,57 +120,56 @@ class SpikeRules:
         """
         if not isinstance(limit, Sigmas):
             return SpikeRule(limit)
-        ring, window = self._taken.get(optimizers[0]), limit.window
-        taken = None if ring is None else ring.words
-        if taken is None or taken.device != device or taken.numel() != 1 + window:
+        ring, window = self._rings.get(optimizers[0]), limit.window
+        words = None if ring is None else ring.words
+        if words is None or words.device != device or words.numel() != 1 + window:
             refuse_capture("the creation of the norms of Sigmas, which every replay would reset")
             kept = self._kept[0] if self._kept else []
-            norms = kept if taken is None else _norms_in(taken)
-            taken = _ring_of(norms, window, device)
-        return SpikeRule(limit.sigmas, taken)
+            words = _ring_of(kept if words is None else _norms_in(words), window, device)
+        return SpikeRule(limit.sigmas, words)
 
     def record(self, optimizers: Sequence[Any], rule: SpikeRule) -> None:
         """Keeps the norms of a rule that was used."""
-        if rule.taken is None:
+        if rule.accepted_norms is None:
             return
         self._clips += 1
-        ring, wait = self._taken.get(optimizers[0]), 0.0
+        ring, wait = self._rings.get(optimizers[0]), 0.0
         if ring is None:
             del self._kept[:1]
         else:
             wait = max(ring.wait, self._clips - ring.clip)
         if is_capturing():
             wait = math.inf
-        self._taken.record(optimizers[0], _Ring(rule.taken, self._clips, wait))
+        self._rings.record(optimizers[0], _Ring(rule.accepted_norms, self._clips, wait))
 
     def _in_order(self) -> list[tuple[Any, _Ring]]:
         def is_over(entry: tuple[Any, _Ring]) -> bool:
             _, ring = entry
             return 0 < ring.wait < self._clips - ring.clip
 
-        return sorted(self._taken, key=is_over)
+        return sorted(self._rings, key=is_over)
 
-    def norms(self) -> list[list[float]]:
+    def accepted_norms(self) -> list[list[float]]:
         """Returns the norms by optimizer, oldest first, with a host sync for each."""
         return [_norms_in(ring.words) for _, ring in self._in_order()] + self._kept
 
     def load(self, norms: list[list[float]]) -> None:
-        """Takes what `norms` returned, for captured clips and those to come."""
+        """Takes what `accepted_norms` returned, for captured clips and those to come."""
         places = dict(enumerate(norms))
-        before, self._taken = self._in_order(), ByOptimizer()
+        before, self._rings = self._in_order(), ByOptimizer()
         for place, (optimizer, ring) in enumerate(before):
             if ring.wait == math.inf:
                 words, given = ring.words, places.pop(place, [])
                 words.copy_(_ring_of(given, words.numel() - 1, words.device))
-                self._taken.record(optimizer, ring)
+                self._rings.record(optimizer, ring)
         self._kept = list(places.values())
 
     def __getstate__(self) -> dict[str, Any]:
         # An optimizer is not the same in another process.
-        return {**SpikeRules().__dict__, "_kept": self.norms()}
+        return {**SpikeRules().__dict__, "_kept": self.accepted_norms()}
 
 
-def require_norms(saved: object) -> list[list[float]]:
+def require_accepted_norms(saved: object) -> list[list[float]]:
     """Returns the norms of a checkpoint.
 
     Raises:
@@ -197,7 +196,7 @@ def _ring_of(norms: list[float], window: int, device: torch.device) -> Tensor:
         return torch.tensor(words, dtype=scalars.widest(device), device=device)
 
 
-def _norms_in(taken: Tensor) -> list[float]:
-    count, *ring = taken.tolist()
+def _norms_in(words: Tensor) -> list[float]:
+    count, *ring = words.tolist()
     start = int(count) % len(ring)
     return (ring[start:] + ring[:start])[max(0, len(ring) - int(count)) :]

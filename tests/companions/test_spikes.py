@@ -503,7 +503,7 @@ def test_the_norms_are_kept(keep: Callable[[Loop], Loop], before: int) -> None:
     other = keep(loop)
     expected = run(loop, norms[before:])
     assert run(other, norms[before:]) == expected
-    assert other.scaler._spike_rules.norms() == loop.scaler._spike_rules.norms()
+    assert other.scaler._spike_rules.accepted_norms() == loop.scaler._spike_rules.accepted_norms()
     assert "spike" in expected
 
 
@@ -511,7 +511,11 @@ def test_another_window_takes_the_last_norms() -> None:
     loop = Loop()
     run(loop, [1.0, 2.0, 3.0, 2.5, 2.6])
     loop.clip(2.0, Sigmas(2.0, 3))
-    assert [round(norm, 5) for norm in loop.scaler._spike_rules.norms()[0]] == [2.5, 2.6, 2.0]
+    assert [round(norm, 5) for norm in loop.scaler._spike_rules.accepted_norms()[0]] == [
+        2.5,
+        2.6,
+        2.0,
+    ]
     loop.scaler.step(loop.optimizer)
     loop.scaler.update()
     assert loop.step(50.0, Sigmas(2.0, 3)) == "spike"
@@ -521,7 +525,7 @@ def test_the_ring_stays_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     loop, rings = Loop(), []
     for norm in (1.0, 2.0, 3.0):
         run(loop, [norm])
-        rings += [ring.words for _, ring in loop.scaler._spike_rules._taken]
+        rings += [ring.words for _, ring in loop.scaler._spike_rules._rings]
     with monkeypatch.context() as patch:
         patch.setattr(spikes, "is_capturing", lambda: True)
         run(loop, [4.0])
@@ -530,8 +534,8 @@ def test_the_ring_stays_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     for norms in (saved["ampfast"]["norms"], [[7.0]], []):
         saved["ampfast"]["norms"] = norms
         loop.scaler.load_state_dict(saved)
-        rings += [ring.words for _, ring in loop.scaler._spike_rules._taken]
-        assert loop.scaler._spike_rules.norms() == (norms or [[]])
+        rings += [ring.words for _, ring in loop.scaler._spike_rules._rings]
+        assert loop.scaler._spike_rules.accepted_norms() == (norms or [[]])
     assert len(rings) == 6
     assert len({ring.data_ptr() for ring in rings}) == 1
 
@@ -640,14 +644,14 @@ def test_the_longest_checkpoint_and_a_norm_of_zero() -> None:
     saved["ampfast"]["norms"] = [[0.0] * 1024]
     loop.scaler.load_state_dict(saved)
     run(loop, [0.0])
-    assert loop.scaler._spike_rules.norms() == [[0.0] * WINDOW]
+    assert loop.scaler._spike_rules.accepted_norms() == [[0.0] * WINDOW]
 
 
 def test_a_checkpoint_without_norms_begins_anew() -> None:
     loop = Loop()
     run(loop, [1.0, 1.1, 1.0, 1.1, 1.0])
     loop.scaler.load_state_dict(torch.amp.GradScaler("cpu").state_dict() | {"scale": 8.0})
-    assert loop.scaler._spike_rules.norms() == []
+    assert loop.scaler._spike_rules.accepted_norms() == []
     assert run(loop, [50.0]) == [None]
 
 
@@ -712,7 +716,7 @@ def test_damaged_norms_are_refused(norms: Any) -> None:
     with pytest.raises(ValueError, match="norms of steps taken must be lists"):
         loop.scaler.load_state_dict(state)
     assert loop.scaler.get_scale() == 8.0
-    assert len(loop.scaler._spike_rules.norms()[0]) == 2
+    assert len(loop.scaler._spike_rules.accepted_norms()[0]) == 2
 
 
 # Bad input
@@ -740,10 +744,10 @@ def test_bad_sigmas(make: Callable[[], Sigmas], error: type[Exception], text: st
 def test_a_clip_that_is_refused_keeps_the_norms() -> None:
     loop = Loop()
     run(loop, [1.0, 1.1, 1.0, 1.1])
-    before = loop.scaler._spike_rules.norms()
+    before = loop.scaler._spike_rules.accepted_norms()
     with pytest.raises(ValueError, match="in_place=False needs an optimizer"):
         loop.clip(1.0, Sigmas(2.0, 2), in_place=False)
-    assert loop.scaler._spike_rules.norms() == before
+    assert loop.scaler._spike_rules.accepted_norms() == before
     other = by_checkpoint(loop)
     half = nn.Parameter(torch.zeros(2, dtype=torch.float16))
     half.grad = torch.ones_like(half)

@@ -18,8 +18,8 @@ _BY_REASON: dict[str, list[tuple[str, str, str, int]]] = {
     "Makes a difference on several devices only.": [
         (
             "SpikeRules.rule",
-            "taken is None or taken.device != device or taken.numel() != 1 + window",
-            "taken is None or taken.numel() != 1 + window",
+            "words is None or words.device != device or words.numel() != 1 + window",
+            "words is None or words.numel() != 1 + window",
             1,
         ),
     ],
