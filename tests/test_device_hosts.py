@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.kernel_calls import run_check, run_unscale
+from support.kernel_calls import grads_of, run_check, run_unscale
 from support.reference_launcher import ReferenceLauncher, spans_of
 
 from ampfast import _C, capture
@@ -21,12 +21,6 @@ from ampfast.backends.gpu import DeviceKernels, Epilogue
 
 CPU = torch.device("cpu")
 ROOT = Path(__file__).parent.parent
-
-
-def grads_of(tensors: list[torch.Tensor]) -> core.GradList:
-    grads = core.list_of(tensors, CPU)
-    assert grads is not None
-    return grads
 
 
 @pytest.fixture(autouse=True)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 from support.comparison import FLOATS
+from support.kernel_calls import grads_of
 from support.kernel_parity import flag
-from support.tracking_parity import check_passes, check_random_lists, check_times, listed, tracked
+from support.tracking_parity import check_passes, check_random_lists, check_times, tracked
 from support.tracking_reference import assert_ranges, edges_of_half, track_for
 
 from ampfast import _C
@@ -45,7 +46,7 @@ def test_a_step_counts_once(capability: str) -> None:
 def test_counts_of_many_alike(capability: str, dtype: torch.dtype, value: float) -> None:
     grads = [torch.full((count,), value, dtype=dtype) for count in (1, 31, 16_384, 70_001)]
     track = track_for(len(grads), health=True)
-    cpu.measure(listed(grads), track.health)
+    cpu.measure(grads_of(grads), track.health)
     assert_ranges(track, grads)
 
 
@@ -59,8 +60,8 @@ def test_threads_do_not_change_marks() -> None:
         for count in (1, 2, 4):
             torch.set_num_threads(count)
             track = track_for(len(grads), health=True)
-            cpu.run(listed(grads), tracked(CHECK, track))
-            cpu.measure(listed(grads), track.health)
+            cpu.run(grads_of(grads), tracked(CHECK, track))
+            cpu.measure(grads_of(grads), track.health)
             found.append((track.marks.tolist(), track.health.tolist()))
     finally:
         torch.set_num_threads(threads)
@@ -70,7 +71,7 @@ def test_threads_do_not_change_marks() -> None:
 
 
 def test_rows_that_cannot_be_written() -> None:
-    grads = listed([torch.ones(3), torch.ones(3)])
+    grads = grads_of([torch.ones(3), torch.ones(3)])
     good = track_for(2, health=True)
     for track, said in (
         (good._replace(marks=good.marks.int()), "Long"),
@@ -90,5 +91,5 @@ def test_rows_that_cannot_be_written() -> None:
     gradients = [torch.ones(3), torch.ones(3)]
     for track, said in ((good._replace(now=flag()), "Long"), (few, "1 parameters")):
         with pytest.raises(RuntimeError, match=said):
-            cpu.run(listed(gradients), tracked(Pass(True, Factor.TIMES, flag(0.5)), track))
+            cpu.run(grads_of(gradients), tracked(Pass(True, Factor.TIMES, flag(0.5)), track))
     assert all(gradient.tolist() == [1.0, 1.0, 1.0] for gradient in gradients)

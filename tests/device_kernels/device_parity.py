@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import torch
-from support.comparison import BITS, FLOATS, assert_same
-from support.kernel_calls import run_check, run_unscale
-from support.kernel_parity import exact_bits, flag, storage
+from support.comparison import FLOATS, assert_same
+from support.kernel_calls import grads_of, run_check, run_unscale
+from support.kernel_parity import exact_bits, flag, inverse_of, non_finite, storage
 from support.requested_kernels import chosen, compiled
 
 from ampfast.backends import core
@@ -23,14 +23,6 @@ GUARD = 32
 VECTOR_BYTES = 16
 
 Make = Callable[[], list[torch.Tensor]]
-
-
-def grads_of(
-    tensors: Sequence[torch.Tensor], floats: Sequence[torch.Tensor | None] | None = None
-) -> core.GradList:
-    grads = core.list_of(list(tensors), CPU, None, floats)
-    assert grads is not None
-    return grads
 
 
 def window(dtype: torch.dtype) -> int:
@@ -79,21 +71,13 @@ def mixed() -> list[torch.Tensor]:
     ]
 
 
-def inverse_of(scale: float) -> float:
-    return flag(scale).double().reciprocal().float().item()
-
-
 def torch_unscaled(make: Make, inverse: float) -> tuple[list[torch.Tensor], float]:
     """Gradients unscaled by torch's op, and whether a written value is not finite."""
     grads = make()
     for dtype in FLOATS:
         same = [g for g in grads if g.dtype == dtype]
         torch._amp_foreach_non_finite_check_and_unscale_(same, flag(), flag(inverse))
-    return grads, found_in(grads)
-
-
-def found_in(grads: Sequence[torch.Tensor]) -> float:
-    return float(any(not g.isfinite().all() for g in grads))
+    return grads, non_finite(grads)
 
 
 def quotients(grads: Sequence[torch.Tensor], divisor: float) -> list[torch.Tensor]:
@@ -114,10 +98,10 @@ def check_reads(make: Make, divisors: Sequence[float] = (), *, raw: bool = True)
     before = [exact_bits(g) for g in grads]
     table = grads_of(grads)
     if raw:
-        assert run_check(KERNELS, table).item() == found_in(grads)
+        assert run_check(KERNELS, table).item() == non_finite(grads)
     for divisor in divisors:
         found = run_check(KERNELS, table, flag(divisor)).item()
-        assert found == found_in(quotients(grads, divisor)), divisor
+        assert found == non_finite(quotients(grads, divisor)), divisor
     for gradient, bits in zip(grads, before, strict=True):
         assert torch.equal(exact_bits(gradient), bits), "a check wrote"
 
@@ -130,14 +114,3 @@ def check_unscales(make: Make, factor: float, *, is_scale: bool = False) -> None
     assert found.shape == () and found.dtype == torch.float32
     assert_same_memory(ours, theirs)
     assert found.item() == expected
-
-
-def largest_unscalable(dtype: torch.dtype, inverse: float) -> int:
-    """Bits of the largest value that torch's op unscales to a finite one."""
-    low, high = 0, int(torch.tensor([torch.finfo(dtype).max], dtype=dtype).view(BITS[dtype])) + 1
-    while high - low > 1:
-        middle = (low + high) // 2
-        value = torch.tensor([middle], dtype=BITS[dtype]).view(dtype)
-        _, overflows = torch_unscaled(lambda value=value: [value], inverse)
-        low, high = (low, middle) if overflows else (middle, high)
-    return low

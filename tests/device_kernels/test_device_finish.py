@@ -10,7 +10,6 @@ import torch
 from device_parity import (
     KERNELS,
     assert_same_memory,
-    grads_of,
     guarded,
     mixed,
     normal,
@@ -19,7 +18,7 @@ from device_parity import (
     window,
 )
 from support.comparison import FLOATS, assert_same
-from support.kernel_calls import run_check, run_sums, run_unscale
+from support.kernel_calls import grads_of, run_check, run_sums, run_unscale
 from support.kernel_parity import exact_bits, flag, random_bits, reference_norms, wide
 from support.tracking_reference import marked, track_for
 

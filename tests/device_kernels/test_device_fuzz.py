@@ -8,10 +8,10 @@ from collections.abc import Callable
 import pytest
 import torch
 from batches import KINDS, every_offset_batch, random_batch, run_batch
-from device_parity import BACKEND, CPU, KERNELS, grads_of, guarded, normal, window
+from device_parity import BACKEND, CPU, KERNELS, guarded, normal, window
 from epilogues import epilogues
 from support.comparison import FLOATS
-from support.kernel_calls import run_check, run_unscale
+from support.kernel_calls import grads_of, run_check, run_unscale
 from support.kernel_parity import flag
 
 from ampfast.backends.core import WINDOW_BYTES

@@ -17,10 +17,7 @@ from device_parity import (
     check_reads,
     check_unscales,
     every_16_bit_value,
-    found_in,
-    grads_of,
     guarded,
-    largest_unscalable,
     launch,
     mixed,
     normal,
@@ -30,8 +27,8 @@ from device_parity import (
 )
 from support.comparison import BITS, FLOATS
 from support.gradients import LAYOUTS, make_gradient
-from support.kernel_calls import run_check, run_sums, run_unscale
-from support.kernel_parity import exact_bits, flag, random_bits, wide
+from support.kernel_calls import grads_of, run_check, run_sums, run_unscale
+from support.kernel_parity import exact_bits, flag, last_finite, non_finite, random_bits, wide
 from support.tracking_reference import marked, track_for
 
 from ampfast import capture
@@ -284,10 +281,10 @@ def test_subnormals_and_signs_of_zero(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("inverse", [1.5, 3.0, 2.0**10, 2.0**100])
 def test_overflow_to_the_last_bit(dtype: torch.dtype, inverse: float) -> None:
-    last = largest_unscalable(dtype, inverse)
+    last = last_finite(dtype, inverse)
     for bits, expected in ((last, 0.0), (last + 1, 1.0)):
         value = torch.tensor([bits], dtype=BITS[dtype]).view(dtype)
-        assert found_in([value]) == 0.0
+        assert non_finite([value]) == 0.0
         for signed in (value, -value):
 
             def make(signed: torch.Tensor = signed) -> list[torch.Tensor]:

@@ -10,14 +10,13 @@ from device_parity import (
     KERNELS,
     assert_same_memory,
     every_16_bit_value,
-    grads_of,
     guarded,
     normal,
     offsets,
     window,
 )
 from support.comparison import assert_same
-from support.kernel_calls import run_sums, run_unscale
+from support.kernel_calls import grads_of, run_sums, run_unscale
 from support.kernel_parity import exact_bits, flag, random_bits, wide
 from support.tracking_reference import marked, marks_of, track_for
 

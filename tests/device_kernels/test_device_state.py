@@ -6,8 +6,8 @@ import math
 
 import pytest
 import torch
-from device_parity import KERNELS, grads_of
-from support.kernel_calls import run_check
+from device_parity import KERNELS
+from support.kernel_calls import grads_of, run_check
 from support.scale_model import (
     FACTORS,
     POLICIES,

@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from device_parity import CPU, KERNELS, grads_of, guarded, offsets, window
+from device_parity import CPU, KERNELS, guarded, offsets, window
 from support.comparison import FLOATS
-from support.kernel_calls import run_check, run_unscale
+from support.kernel_calls import grads_of, run_check, run_unscale
 from support.kernel_parity import flag
 from support.tracking_parity import check_passes, check_random_lists, check_times
 from support.tracking_reference import edges_of_half, track_for

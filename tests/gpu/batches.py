@@ -12,9 +12,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from gpu_support import flag, grads_of, inverse_of
+from gpu_support import flag
 from support.comparison import BITS, FLOATS
-from support.kernel_calls import run_check, run_unscale
+from support.kernel_calls import grads_of, run_check, run_unscale
+from support.kernel_parity import inverse_of
 
 from ampfast.backends import core
 

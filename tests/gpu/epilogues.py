@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from gpu_support import flag, grads_of
-from support.kernel_calls import run_check
+from gpu_support import flag
+from support.kernel_calls import grads_of, run_check
 
 from ampfast.backends.core import Update
 

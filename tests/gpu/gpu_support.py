@@ -13,7 +13,7 @@ from support.optimizers import OPTIMIZERS
 from support.scalers import TorchScaler
 
 from ampfast import GradScaler, backends
-from ampfast.backends import core, torch_ops
+from ampfast.backends import torch_ops
 
 BACKENDS = ("triton", "cuda")
 GIB = 2**30
@@ -38,20 +38,8 @@ def kernels_of(backend: str, device: torch.device) -> Any:
     return kernels
 
 
-def grads_of(
-    tensors: Sequence[torch.Tensor], wide: Sequence[torch.Tensor] | None = None
-) -> core.GradList:
-    grads = core.list_of(list(tensors), tensors[0].device, None, wide)
-    assert grads is not None, "a tensor is irregular"
-    return grads
-
-
 def flag(value: float, device: torch.device) -> torch.Tensor:
     return torch.full((), value, dtype=torch.float32, device=device)
-
-
-def inverse_of(scale: float) -> float:
-    return torch.tensor(scale).double().reciprocal().float().item()
 
 
 def require_memory(gibibytes: float) -> str:

@@ -16,9 +16,14 @@ TESTS = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(TESTS.parent), str(TESTS), str(TESTS / "gpu")]
 
 import torch  # noqa: E402
-from gpu_support import BACKENDS, flag, gpu, grads_of, kernels_of, unavailable_reason  # noqa: E402
+from gpu_support import BACKENDS, flag, gpu, kernels_of, unavailable_reason  # noqa: E402
 from support.comparison import FLOATS  # noqa: E402
-from support.kernel_calls import run_check, run_sums, run_unscale  # noqa: E402
+from support.kernel_calls import (  # noqa: E402
+    grads_of,
+    run_check,
+    run_sums,
+    run_unscale,
+)
 from support.kernel_parity import wide  # noqa: E402
 from support.tracking_reference import track_for  # noqa: E402
 

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 from epilogues import epilogues
-from gpu_support import Quiet, QuietFused, flag, grads_of, kernels_of, no_syncs
+from gpu_support import Quiet, QuietFused, flag, kernels_of, no_syncs
 from support.comparison import FLOATS
 from support.gradients import make_gradient
-from support.kernel_calls import run_check, run_unscale
+from support.kernel_calls import grads_of, run_check, run_unscale
 from support.optimizers import OPTIMIZERS
 from tracing import Counts, counted, why_profiler_is_blind
 

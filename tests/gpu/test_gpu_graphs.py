@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from gpu_support import flag, grads_of, kernels_of
+from gpu_support import flag, kernels_of
 from support.comparison import assert_same
 from support.compiled_training import (
     OPTIMIZERS,
@@ -16,7 +16,7 @@ from support.compiled_training import (
     Training,
     assert_no_more_breaks,
 )
-from support.kernel_calls import run_check, run_unscale
+from support.kernel_calls import grads_of, run_check, run_unscale
 from support.scalers import TorchScaler
 
 from ampfast import _C, GradScaler

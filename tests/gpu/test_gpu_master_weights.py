@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from gpu_support import flag, grads_of, kernels_of
+from gpu_support import flag, kernels_of
 from support.comparison import assert_same
-from support.kernel_calls import run_unscale
+from support.kernel_calls import grads_of, run_unscale
 
 import ampfast
 

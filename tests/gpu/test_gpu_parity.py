@@ -9,19 +9,11 @@ from typing import Any
 import pytest
 import torch
 from batches import KINDS, every_offset_batch, random_batch, run_batch, window
-from gpu_support import (
-    BACKENDS,
-    flag,
-    grads_of,
-    inverse_of,
-    kernels_of,
-    require_memory,
-    unavailable_reason,
-)
+from gpu_support import BACKENDS, flag, kernels_of, require_memory, unavailable_reason
 from support.comparison import BITS, FLOATS, assert_same, difference
 from support.gradients import make_gradient
-from support.kernel_calls import run_check, run_sums, run_unscale
-from support.kernel_parity import wide
+from support.kernel_calls import grads_of, run_check, run_sums, run_unscale
+from support.kernel_parity import inverse_of, wide
 from support.tracking_parity import check_passes, check_random_lists, check_times
 from support.tracking_reference import assert_ranges, edges_of_half, marked, marks_of, track_for
 

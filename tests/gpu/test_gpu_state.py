@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from gpu_support import flag, grads_of, kernels_of
-from support.kernel_calls import run_check
+from gpu_support import flag, kernels_of
+from support.kernel_calls import grads_of, run_check
 from support.scale_model import (
     FACTORS,
     POLICIES,

@@ -6,10 +6,10 @@ import random
 
 import pytest
 import torch
-from gpu_support import assert_twins_same, flag, grads_of, kernels_of, no_syncs, twins
+from gpu_support import assert_twins_same, flag, kernels_of, no_syncs, twins
 from support.comparison import BITS, FLOATS
 from support.gradients import make_gradient
-from support.kernel_calls import run_check, run_unscale
+from support.kernel_calls import grads_of, run_check, run_unscale
 
 from ampfast import _C, GradScaler
 

@@ -2,11 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
+from ampfast.backends import core
 from ampfast.backends.core import Factor, GradList, Pass, Track
+
+
+def grads_of(
+    tensors: Sequence[torch.Tensor], floats: Sequence[torch.Tensor | None] | None = None
+) -> GradList:
+    """The list that kernels take."""
+    device = tensors[0].device if tensors else torch.device("cpu")
+    grads = core.list_of(list(tensors), device, None, floats)
+    assert grads is not None, "a tensor is irregular"
+    return grads
 
 
 def run_check(

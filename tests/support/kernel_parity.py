@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
 from ampfast import _C, functional
-from ampfast.backends import core, cpu
+from ampfast.backends import cpu
 from ampfast.backends.core import Factor, Pass
 from support.comparison import BITS, FLOATS, assert_same
+from support.kernel_calls import grads_of
 
 CHUNK = _C.CHUNK
 
@@ -30,7 +31,11 @@ def storage(tensor: torch.Tensor) -> torch.Tensor:
     return torch.empty(0, dtype=tensor.dtype).set_(tensor.untyped_storage())
 
 
-def non_finite(grads: list[torch.Tensor]) -> float:
+def inverse_of(scale: float) -> float:
+    return flag(scale).double().reciprocal().float().item()
+
+
+def non_finite(grads: Sequence[torch.Tensor]) -> float:
     return float(any(not g.isfinite().all() for g in grads))
 
 
@@ -100,9 +105,7 @@ def reference_norms(tensors: list[torch.Tensor], inverse: float) -> tuple[float,
 
 def norms(tensors: list[torch.Tensor], inverse: float) -> tuple[float, float]:
     written = torch.full((2,), math.nan, dtype=torch.float64)
-    grads = core.list_of(tensors, torch.device("cpu"))
-    assert grads is not None
-    found = cpu.run(grads, Pass(False, Factor.TIMES, flag(inverse), sums=written))
+    found = cpu.run(grads_of(tensors), Pass(False, Factor.TIMES, flag(inverse), sums=written))
     assert found.item() == float(not math.isfinite(written[1].item()))
     return tuple(written.tolist())
 

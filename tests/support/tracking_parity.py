@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from ampfast.backends import core
 from ampfast.backends.core import Factor, Pass, Track
 from support.comparison import FLOATS
+from support.kernel_calls import grads_of
 from support.kernel_parity import flag, storage
 from support.tracking_reference import (
     assert_ranges,
@@ -20,12 +20,6 @@ from support.tracking_reference import (
 )
 
 
-def listed(grads: Sequence[torch.Tensor]) -> core.GradList:
-    found = core.list_of(list(grads), grads[0].device)
-    assert found is not None
-    return found
-
-
 def copies(grads: Sequence[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
     """Copies at the same offsets to a 16-byte boundary."""
     memories = [storage(grad).to(device, copy=True) for grad in grads]
@@ -33,7 +27,7 @@ def copies(grads: Sequence[torch.Tensor], device: torch.device) -> list[torch.Te
     return [memory.narrow(0, *place) for memory, place in zip(memories, places, strict=True)]
 
 
-def wide(grads: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+def widened(grads: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     return [g if g.dtype == torch.float64 else g.float() for g in grads]
 
 
@@ -49,10 +43,10 @@ def check_passes(kernels: Any, make: Sequence[torch.Tensor], device: torch.devic
     def run(name: str, used: Sequence[torch.Tensor], work: Pass) -> None:
         expected = marks_of(used, 4)
         plain = copies(make, device)
-        found = kernels.run(listed(plain), work).item()
+        found = kernels.run(grads_of(plain), work).item()
         grads = copies(make, device)
         track = track_for(count, step=4, device=device)
-        assert kernels.run(listed(grads), tracked(work, track)).item() == found, name
+        assert kernels.run(grads_of(grads), tracked(work, track)).item() == found, name
         assert track.marks.tolist() == expected, name
         assert_surroundings_kept(track)
         for ours, theirs in zip(grads, plain, strict=True):
@@ -61,14 +55,14 @@ def check_passes(kernels: Any, make: Sequence[torch.Tensor], device: torch.devic
 
     track = track_for(count, health=True, device=device)
     measured = copies(make, device)
-    kernels.measure(listed(measured), track.health)
+    kernels.measure(grads_of(measured), track.health)
     assert_ranges(track, measured)
     assert_surroundings_kept(track)
 
     run("raw", make, Pass(False, Factor.NONE))
-    quotients = [g / divisor for g in wide(make)]
+    quotients = [g / divisor for g in widened(make)]
     run("divided", quotients, Pass(False, Factor.DIVIDE, flag(divisor).to(device)))
-    written = [(w * inverse).to(g.dtype) for w, g in zip(wide(make), make, strict=True)]
+    written = [(w * inverse).to(g.dtype) for w, g in zip(widened(make), make, strict=True)]
     factor = flag(inverse).to(device)
     run("unscaled", written, Pass(True, Factor.TIMES, factor))
     scale = flag(4.0).to(device)
@@ -94,11 +88,11 @@ def check_times(kernels: Any, device: torch.device, elements: int = 70_000) -> N
         track.now.fill_(step)
         bad.fill_(value)
         for _ in range(3):
-            kernels.run(listed([good, bad]), check)
+            kernels.run(grads_of([good, bad]), check)
     assert track.marks.tolist() == [[0, 0, 0, 0], [6, 3, 3, 1]]
     # First infinities, then NaN in the same step, which makes it a step with NaN.
     track.now.fill_(7)
     for value in (torch.inf, torch.nan, torch.inf):
         bad.fill_(value)
-        kernels.run(listed([bad, good]), check)
+        kernels.run(grads_of([bad, good]), check)
     assert track.marks.tolist() == [[8, 8, 1, 1], [6, 3, 3, 1]]

@@ -8,6 +8,7 @@ import torch
 
 from ampfast import GradScaler
 from ampfast.tracking import OverflowReport
+from support import scalers
 
 
 def net() -> torch.nn.Module:
@@ -16,9 +17,7 @@ def net() -> torch.nn.Module:
 
 
 def started(track: str | None = "overflow", **arguments: Any) -> GradScaler:
-    scaler = GradScaler("cpu", init_scale=4.0, track=track, **arguments)
-    scaler.scale(torch.ones(()))
-    return scaler
+    return scalers.started(GradScaler, 4.0, track=track, **arguments)
 
 
 def parameters(*values: float | None, dtype: torch.dtype = torch.float32) -> list[Any]:
