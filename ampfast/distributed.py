@@ -28,20 +28,6 @@ if TYPE_CHECKING:
 
     Flags = dict[torch.device, Tensor]
 
-__all__ = [
-    "Agreement",
-    "Group",
-    "Layout",
-    "LocalShards",
-    "Ranks",
-    "differences",
-    "mark_replicated",
-    "replicated",
-    "replicated_numbers",
-    "require_group",
-    "require_same",
-]
-
 Value = TypeVar("Value")
 
 _replicated = WeakTensorKeyDictionary()
