@@ -515,8 +515,7 @@ def require_same(settings: Mapping[str, object], others: Ranks) -> None:
         return
     groups = others.groups()
     size = math.prod(group.size() for group in groups) if groups else None
-    groups = groups or [Group()]
-    found = differences({**settings, "process_group size": size}, groups)
+    found = differences({**settings, "process_group size": size}, groups or [Group()])
     if found:
         raise RuntimeError(f"the ranks' scalers differ: {found}")
 
