@@ -10,8 +10,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["WARM_UP", "is_capturing", "refuse_capture", "require_skippable", "skipped_where"]
-
 WARM_UP = "run one iteration without capturing first"
 
 

@@ -28,20 +28,6 @@ if TYPE_CHECKING:
 
     Flags = dict[torch.device, Tensor]
 
-__all__ = [
-    "Agreement",
-    "Group",
-    "Layout",
-    "LocalShards",
-    "Ranks",
-    "differences",
-    "mark_replicated",
-    "replicated",
-    "replicated_numbers",
-    "require_group",
-    "require_same",
-]
-
 Value = TypeVar("Value")
 
 _replicated = WeakTensorKeyDictionary()
@@ -529,8 +515,7 @@ def require_same(settings: Mapping[str, object], others: Ranks) -> None:
         return
     groups = others.groups()
     size = math.prod(group.size() for group in groups) if groups else None
-    groups = groups or [Group()]
-    found = differences({**settings, "process_group size": size}, groups)
+    found = differences({**settings, "process_group size": size}, groups or [Group()])
     if found:
         raise RuntimeError(f"the ranks' scalers differ: {found}")
 

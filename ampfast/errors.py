@@ -11,13 +11,6 @@ from typing import Any, TypeVar, cast
 
 import torch
 
-__all__ = [
-    "add_note",
-    "float_of",
-    "not_compiled",
-    "warn_caller",
-]
-
 # Modules skipped by `warn_caller`.
 _SCALER_MODULES = (
     *("ampfast.grad_scaler", "ampfast.step_guard", "ampfast.loss_scale"),

@@ -17,14 +17,6 @@ from torch import Tensor
 from ampfast.backends import core
 from ampfast.errors import add_note
 
-__all__ = [
-    "ByOptimizer",
-    "explain",
-    "lacks_momentum",
-    "no_inf_checks",
-    "takes_grad_scaler",
-]
-
 Value = TypeVar("Value")
 
 # By the id of a callable that lives: reading a signature takes longer than checking a thousand

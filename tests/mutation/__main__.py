@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[2]
 TESTS = tuple(
     f"tests/test_{name}.py"
     for name in (
-        *("backend_choice", "bad_input", "capture_refusals", "clipping_deferred"),
+        *("backend_choice", "bad_input", "capture_refusals", "captured_steps", "clipping_deferred"),
         *("clipping_states", "contract", "device_costs", "world_of_one"),
         *("device_hosts", "differences", "differences_fused", "differences_sgd"),
         *("clipping", "failing_collectives", "found_inf", "refusals"),
