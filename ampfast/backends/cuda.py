@@ -9,18 +9,7 @@ import torch
 
 from ampfast.backends.core import _C, Clip, DeviceTable, Pass, Segment
 from ampfast.backends.gpu import Epilogue, on_gpu
-from ampfast.errors import is_capturing
-
-__all__ = [
-    "clip_coefficient",
-    "is_capturing",
-    "limit_programs",
-    "measure",
-    "multi_tensor",
-    "narrow",
-    "on",
-    "update_scale",
-]
+from ampfast.errors import is_capturing as is_capturing
 
 if not _C.WITH_CUDA:
     raise ImportError("the compiled core was built without its CUDA kernels")
