@@ -124,10 +124,7 @@ class Choice:
 
     def __init__(self, name: str | None) -> None:
         self._name = name
-        if name == "aten":
-            self._on_cpu = "aten"
-        else:
-            self._on_cpu = "triton" if name == "triton" and _is_interpreted() else "cpu"
+        self._on_cpu = "aten" if name == "aten" else "triton" if _takes_cpu(name) else "cpu"
 
     @property
     def devices(self) -> int:
@@ -145,9 +142,14 @@ class Choice:
         """
         if device.type == "cpu":
             return self._on_cpu
-        return (
-            "aten" if device.type != "cuda" or self._name == "aten" else self._on_gpu(device.index)
-        )
+        if device.type != "cuda" or self._name == "aten":
+            return "aten"
+        index = _current_gpu() if device.index is None else device.index
+        if self._name not in _GPU_NAMES or _takes_cpu(self._name):
+            return _default_on_gpu(index)
+        if reason := _unavailable_reason(self._name) or _failure_reason(self._name, index):
+            raise RuntimeError(f"backend {self._name!r} cannot run here: {reason}")
+        return self._name
 
     def kernels_for(self, device: torch.device) -> Kernels:
         """Returns the kernels for a device, or torch's own ops.
@@ -160,15 +162,6 @@ class Choice:
         """
         # Without a call of `name_for`, since every step asks.
         return _kernels(self._on_cpu if device.type == "cpu" else self.name_for(device))
-
-    def _on_gpu(self, index: int | None) -> str:
-        if index is None:
-            index = _current_gpu()
-        if self._name in _GPU_NAMES and not (self._name == "triton" and _is_interpreted()):
-            if reason := _unavailable_reason(self._name) or _failure_reason(self._name, index):
-                raise RuntimeError(f"backend {self._name!r} cannot run here: {reason}")
-            return self._name
-        return _default_on_gpu(index)
 
 
 def report() -> list[BackendReport]:
@@ -237,8 +230,8 @@ def _report(name: str) -> BackendReport:
     if name not in _GPU_NAMES:
         return BackendReport(name, True, "", ("cpu",) if name == "cpu" else ())
     reason = _unavailable_reason(name) or _failure_reason(name, _current_gpu())
-    interpreted = name == "triton" and not reason and _is_interpreted()
-    return BackendReport(name, not reason, reason, ("cpu",) if interpreted else ("cuda",))
+    device_types = ("cpu",) if not reason and _takes_cpu(name) else ("cuda",)
+    return BackendReport(name, not reason, reason, device_types)
 
 
 @cache
@@ -259,6 +252,11 @@ def _is_interpreted() -> bool:
     return bool(_launcher("triton").INTERPRETED)
 
 
+def _takes_cpu(name: str | None) -> bool:
+    """Whether the kernels of a GPU backend are interpreted, hence on CPU tensors."""
+    return name == "triton" and _is_interpreted()
+
+
 @cache
 def _unavailable_reason(name: str) -> str:
     """Reason why a GPU backend cannot run, if known without a launch."""
@@ -266,11 +264,10 @@ def _unavailable_reason(name: str) -> str:
     if name == "cuda" and not has_gpu:
         return _NO_GPU
     try:
-        launcher = _launcher(name)
+        _launcher(name)
     except ImportError as error:
         return f"{error}; {_REMEDIES[name]}"
-    is_interpreted = name == "triton" and launcher.INTERPRETED
-    return "" if has_gpu or is_interpreted else _NO_GPU
+    return "" if has_gpu or _takes_cpu(name) else _NO_GPU
 
 
 def _current_gpu() -> int | None:
@@ -284,7 +281,7 @@ def _failure_reason(name: str, index: int | None) -> str:
     GPUs are tried separately, as they may differ; interpreted kernels on the CPU.
     """
     device = torch.device("cpu")
-    if not (name == "triton" and _is_interpreted()):
+    if not _takes_cpu(name):
         device = torch.device(f"cuda:{index}")
         refuse_capture("the first launch")
         capability = torch.cuda.get_device_capability(device)
@@ -325,7 +322,7 @@ def _default_on_gpu(index: int | None) -> str:
     for name in _GPU_NAMES:
         if reason := _unavailable_reason(name):
             missing[name] = reason
-        elif name == "triton" and _is_interpreted():
+        elif _takes_cpu(name):
             failing[name] = "TRITON_INTERPRET is set, and interpreted kernels are for CPU tensors"
         elif reason := _failure_reason(name, index):
             failing[name] = reason

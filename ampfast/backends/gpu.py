@@ -25,15 +25,6 @@ from ampfast.backends.core import (
 )
 from ampfast.backends.scalars import float_of, joint_flag
 
-__all__ = [
-    "CLIP_EPSILON",
-    "DeviceKernels",
-    "Ending",
-    "Epilogue",
-    "Launcher",
-    "on_gpu",
-]
-
 # Largest number of flags for the kernel that updates the scale.
 MOST_FLAGS = 4
 

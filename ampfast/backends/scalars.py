@@ -9,20 +9,6 @@ from torch import Tensor
 
 from ampfast.backends.core import SPIKE, SPIKE_BOUND
 
-__all__ = [
-    "Copies",
-    "any_found",
-    "copy_to_host_async",
-    "float_of",
-    "inverse",
-    "joint_flag",
-    "largest",
-    "moved",
-    "new_flag",
-    "widest",
-    "word_of",
-]
-
 
 def widest(device: torch.device, is_complex: bool = False) -> torch.dtype:
     """Widest floating point dtype of a device."""

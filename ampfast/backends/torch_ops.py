@@ -14,27 +14,6 @@ from ampfast.backends.core import _C, SPIKE, Clip, Factor, Pass, Update
 from ampfast.backends.scalars import inverse, moved, new_flag, widest
 from ampfast.capture import refuse_capture
 
-__all__ = [
-    "TensorList",
-    "check_",
-    "clip",
-    "clip_over",
-    "coefficient_of",
-    "mark_",
-    "measure",
-    "multiply_",
-    "narrow",
-    "norms",
-    "p_norm",
-    "pass_over",
-    "require_unscalable",
-    "require_writable",
-    "run",
-    "spike_",
-    "unscale_",
-    "update",
-]
-
 _MAGNITUDE = 2**63 - 1
 # As float64 bits: float16's smallest subnormal and normal, its largest.
 _RANGE = (0x3E70000000000000, 0x3F10000000000000, 0x40EFFC0000000000)

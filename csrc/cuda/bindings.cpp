@@ -37,11 +37,8 @@ std::vector<at::Tensor> flags_of(const py::tuple& update) {
   return update[kFlags].cast<std::vector<at::Tensor>>();
 }
 
-void launch_multi_tensor(const DeviceTable& table, const Segment& segment, const py::tuple& given,
-                         bool epilogue, const std::optional<py::tuple>& update) {
-  const at::Device device = table.buffer().device();
-  const c10::cuda::CUDAGuard guard(device);
-  const Pass pass(given.ptr());
+// A launch over a segment on the current stream.
+Launch launch_over(const DeviceTable& table, const Segment& segment) {
   Launch work;
   work.dtype = dtype_of(segment.dtype);
   work.table = data<int64_t>(&table.buffer());
@@ -50,6 +47,15 @@ void launch_multi_tensor(const DeviceTable& table, const Segment& segment, const
   work.partials = segment.partials;
   work.is_paired = segment.is_paired;
   work.is_aligned = segment.is_aligned;
+  work.stream = current_stream(table.buffer().device());
+  return work;
+}
+
+void launch_multi_tensor(const DeviceTable& table, const Segment& segment, const py::tuple& given,
+                         bool epilogue, const std::optional<py::tuple>& update) {
+  const c10::cuda::CUDAGuard guard(table.buffer().device());
+  const Pass pass(given.ptr());
+  Launch work = launch_over(table, segment);
   work.write = pass.write;
   work.how = pass.how;
   work.factor = data<float>(pass.factor);
@@ -66,24 +72,18 @@ void launch_multi_tensor(const DeviceTable& table, const Segment& segment, const
     const std::vector<at::Tensor> flags = flags_of(*update);
     work.other_found_inf = flags.empty() ? nullptr : data<float>(&flags.front());
   }
-  work.stream = current_stream(device);
   require(launch(work));
 }
 
 void launch_measure(const DeviceTable& table, const Segment& segment, const at::Tensor& health) {
-  const at::Device device = table.buffer().device();
-  const c10::cuda::CUDAGuard guard(device);
-  require(measure(dtype_of(segment.dtype), segment.is_paired, data<const int64_t>(&table.buffer()),
-                  segment.word, segment.chunks, data<int64_t>(&health), current_stream(device)));
+  const c10::cuda::CUDAGuard guard(table.buffer().device());
+  require(measure(launch_over(table, segment), data<int64_t>(&health)));
 }
 
 void launch_narrow(const DeviceTable& table, const Segment& segment,
                    const OptionalTensor& found_inf) {
-  const at::Device device = table.buffer().device();
-  const c10::cuda::CUDAGuard guard(device);
-  require(narrow(dtype_of(segment.dtype), data<const int64_t>(&table.buffer()), segment.word,
-                 segment.chunks, data<const float>(found_inf), segment.is_aligned,
-                 current_stream(device)));
+  const c10::cuda::CUDAGuard guard(table.buffer().device());
+  require(narrow(launch_over(table, segment), data<const float>(found_inf)));
 }
 
 void launch_update_scale(const py::tuple& given) {

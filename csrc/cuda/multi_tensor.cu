@@ -225,12 +225,14 @@ constexpr Kernels kernels() {
           narrow};
 }
 
-const Kernels& kernels_of(Dtype dtype, bool is_paired) {
-  // In the order of Dtype.
-  static const Kernels all[] = {kernels<Float32, false>(), kernels<Float64, false>(),
-                                kernels<Float16, false>(), kernels<BFloat16, false>()};
-  static const Kernels pairs[] = {kernels<Float16, true>(), kernels<BFloat16, true>()};
-  return is_paired ? pairs[dtype == Dtype::kBFloat16 ? 1 : 0] : all[static_cast<int>(dtype)];
+// In the order of Dtype; then the pairs' of 16 bits.
+constexpr int kFirstPairs = 4 - static_cast<int>(Dtype::kFloat16);
+const Kernels all_kernels[] = {kernels<Float32, false>(), kernels<Float64, false>(),
+                               kernels<Float16, false>(), kernels<BFloat16, false>(),
+                               kernels<Float16, true>(),  kernels<BFloat16, true>()};
+
+const Kernels& kernels_of(const Launch& launch) {
+  return all_kernels[static_cast<int>(launch.dtype) + (launch.is_paired ? kFirstPairs : 0)];
 }
 
 const char* text_of(cudaError_t error) {
@@ -270,6 +272,18 @@ cudaError_t grid_of(const void* kernel, int64_t chunks, unsigned int* grid) {
   return status;
 }
 
+// Queues a kernel over the chunks of a launch.
+template <class... Given>
+const char* queue(void (*kernel)(Given...), const Launch& launch, const Given&... given) {
+  unsigned int grid = 0;
+  const cudaError_t status = grid_of(reinterpret_cast<const void*>(kernel), launch.chunks, &grid);
+  if (status != cudaSuccess) {
+    return text_of(status);
+  }
+  kernel<<<grid, kThreads, 0, static_cast<cudaStream_t>(launch.stream)>>>(given...);
+  return text_of(cudaGetLastError());
+}
+
 }  // namespace
 
 void limit_programs(int64_t programs) { most_programs = programs; }
@@ -277,8 +291,7 @@ void limit_programs(int64_t programs) { most_programs = programs; }
 const char* load_kernels() {
   std::vector<const void*> all{reinterpret_cast<const void*>(update_alone),
                                reinterpret_cast<const void*>(clip_alone)};
-  const auto add = [&all](const Kernels& kernels) {
-    const auto& [pass, clip, measure, narrow] = kernels;
+  for (const auto& [pass, clip, measure, narrow] : all_kernels) {
     for (const auto kernel : {pass[0][0], pass[0][1], pass[1][0], pass[1][1], clip}) {
       all.push_back(reinterpret_cast<const void*>(kernel));
     }
@@ -286,12 +299,7 @@ const char* load_kernels() {
     if (narrow != nullptr) {
       all.push_back(reinterpret_cast<const void*>(narrow));
     }
-  };
-  for (const Dtype dtype : {Dtype::kFloat32, Dtype::kFloat64, Dtype::kFloat16, Dtype::kBFloat16}) {
-    add(kernels_of(dtype, false));
   }
-  add(kernels_of(Dtype::kFloat16, true));
-  add(kernels_of(Dtype::kBFloat16, true));
   for (const void* kernel : all) {
     unsigned int grid = 0;
     if (const cudaError_t status = grid_of(kernel, 1, &grid)) {
@@ -302,43 +310,23 @@ const char* load_kernels() {
 }
 
 const char* launch(const Launch& launch) {
-  const Kernels& kernels = kernels_of(launch.dtype, launch.is_paired);
-  const auto kernel = launch.coefficient != nullptr
+  const Kernels& kernels = kernels_of(launch);
+  const Pass kernel = launch.coefficient != nullptr
                           ? kernels.clip
                           : kernels.pass[launch.write ? 1 : 0][launch.sums != nullptr ? 1 : 0];
-  unsigned int grid = 0;
-  const cudaError_t status = grid_of(reinterpret_cast<const void*>(kernel), launch.chunks, &grid);
-  if (status != cudaSuccess) {
-    return text_of(status);
-  }
-  kernel<<<grid, kThreads, 0, static_cast<cudaStream_t>(launch.stream)>>>(launch);
-  return text_of(cudaGetLastError());
+  return queue(kernel, launch, launch);
 }
 
-const char* measure(Dtype dtype, bool is_paired, const int64_t* table, int64_t segment,
-                    int64_t chunks, int64_t* health, void* stream) {
-  const auto kernel = kernels_of(dtype, is_paired).measure;
-  unsigned int grid = 0;
-  const cudaError_t status = grid_of(reinterpret_cast<const void*>(kernel), chunks, &grid);
-  if (status != cudaSuccess) {
-    return text_of(status);
-  }
-  kernel<<<grid, kThreads, 0, static_cast<cudaStream_t>(stream)>>>(
-      table, segment, static_cast<int>(chunks), health);
-  return text_of(cudaGetLastError());
+const char* measure(const Launch& launch, int64_t* health) {
+  const int64_t* table = launch.table;
+  return queue(kernels_of(launch).measure, launch, table, launch.segment,
+               static_cast<int>(launch.chunks), health);
 }
 
-const char* narrow(Dtype dtype, const int64_t* table, int64_t segment, int64_t chunks,
-                   const float* found_inf, bool is_aligned, void* stream) {
-  const auto kernel = kernels_of(dtype, true).narrow;
-  unsigned int grid = 0;
-  const cudaError_t status = grid_of(reinterpret_cast<const void*>(kernel), chunks, &grid);
-  if (status != cudaSuccess) {
-    return text_of(status);
-  }
-  kernel<<<grid, kThreads, 0, static_cast<cudaStream_t>(stream)>>>(
-      table, segment, static_cast<int>(chunks), found_inf, is_aligned);
-  return text_of(cudaGetLastError());
+const char* narrow(const Launch& launch, const float* found_inf) {
+  const int64_t* table = launch.table;
+  return queue(kernels_of(launch).narrow, launch, table, launch.segment,
+               static_cast<int>(launch.chunks), found_inf, launch.is_aligned);
 }
 
 const char* update_scale(const Update& update, const Flags& flags, void* stream) {

@@ -46,14 +46,12 @@ struct Launch {
 const char* launch(const Launch& launch);
 
 // Queues a pass that adds the range of each gradient's values to its parameter's row of
-// kHealthWords; `stream` is a cudaStream_t of the current device. Returns null, or why it failed.
-const char* measure(Dtype dtype, bool is_paired, const int64_t* table, int64_t segment,
-                    int64_t chunks, int64_t* health, void* stream);
+// kHealthWords. Returns null, or why it failed.
+const char* measure(const Launch& launch, int64_t* health);
 
 // Queues the rounding of the float32 values of pairs to 16 bits, unless `found_inf`, which may be
-// null, is set; `stream` is a cudaStream_t of the current device. Returns null, or why it failed.
-const char* narrow(Dtype dtype, const int64_t* table, int64_t segment, int64_t chunks,
-                   const float* found_inf, bool is_aligned, void* stream);
+// null, is set. Returns null, or why it failed.
+const char* narrow(const Launch& launch, const float* found_inf);
 
 // Queues an update of the scale by itself, on a cudaStream_t of the current device. Of the flags,
 // repeated where there are fewer, any that is not 0 counts. Returns null, or why it failed.

@@ -270,20 +270,12 @@ def _joint(a, b):
 
 
 @triton.jit
-def _update(
-    scale_ptr,
-    growth_tracker_ptr,
-    state_ptr,
-    norm_ptr,
-    flag,
-    growth_factor,
-    backoff_factor,
-    growth_interval,
-):
+def _update(pointers, norm_ptr, flag, growth_factor, backoff_factor, growth_interval):
     """Writes the next scale and growth tracker, and the step into the state, if any.
 
     Equals `apply(Update)` of csrc/scale.h.
     """
+    scale_ptr, growth_tracker_ptr, state_ptr = pointers
     skipped = flag != 0.0
     found = skipped
     if state_ptr is not None:
@@ -501,10 +493,8 @@ def multi_tensor(
             if EPILOGUE == _EPILOGUE.UPDATE:
                 if other_found_inf_ptr is not None:
                     flag = _joint(flag, tl.load(other_found_inf_ptr))
-                _update(
-                    *(scale_ptr, growth_tracker_ptr, state_ptr, None, flag),
-                    *(growth_factor, backoff_factor, growth_interval),
-                )
+                pointers = (scale_ptr, growth_tracker_ptr, state_ptr)
+                _update(pointers, None, flag, growth_factor, backoff_factor, growth_interval)
             # All threads have loaded the values that the first one now replaces.
             tl.debug_barrier()
             if ACCUMULATE:
@@ -680,10 +670,8 @@ def update_scale(
     flag = _joint(tl.load(found_inf_a_ptr), tl.load(found_inf_b_ptr))
     flag = _joint(flag, tl.load(found_inf_c_ptr))
     flag = _joint(flag, tl.load(found_inf_d_ptr))
-    _update(
-        *(scale_ptr, growth_tracker_ptr, state_ptr, norm_ptr, flag),
-        *(growth_factor, backoff_factor, growth_interval),
-    )
+    pointers = (scale_ptr, growth_tracker_ptr, state_ptr)
+    _update(pointers, norm_ptr, flag, growth_factor, backoff_factor, growth_interval)
 
 
 @triton.jit

@@ -18,19 +18,6 @@ from ampfast.backends.core import WINDOW_BYTES, Clip, DeviceTable, Pass, Segment
 from ampfast.backends.gpu import CLIP_EPSILON, Epilogue, on_gpu
 from ampfast.backends.triton import kernels
 
-__all__ = [
-    "INTERPRETED",
-    "clip_coefficient",
-    "is_capturing",
-    "limit_programs",
-    "measure",
-    "multi_tensor",
-    "narrow",
-    "on",
-    "prepare",
-    "update_scale",
-]
-
 # Whether the kernels run on CPU tensors, as under TRITON_INTERPRET=1.
 INTERPRETED = not isinstance(kernels.multi_tensor, triton.JITFunction)
 
