@@ -116,9 +116,12 @@ def measure(
     coefficient = torch.empty((), dtype=wide, device=device)
     flags = [term.flags for term in terms]
     if order in FUSED_ORDERS:
-        counted = [moved(sums, device) for term in terms for sums in term.counted]
+        counted = [each for term in terms for each in term.counted]
         counted = counted or [torch.zeros(2, dtype=wide, device=device)]
-        sums = counted[0].unsqueeze(0) if len(counted) == 1 else torch.stack(counted)
+        if len(counted) == 1 and counted[0].device == device:
+            sums = counted[0].unsqueeze(0)
+        else:
+            sums = torch.stack([moved(each, device) for each in counted])
         if agreement is not None:
             mine = sums[:, 1].amax() if largest else sums[:, 0].sum()
             flags, total = agreement.all_reduce_norm(flags, device, mine, largest=largest)

@@ -511,16 +511,11 @@ class _Swap:
         """Undoes `enter`, also one that was interrupted, as a `leave` may have been."""
         if self._own is None:
             return
+        optimizer, masters = self.optimizer, self.optimizer._masters
         for params, own in self._own:
             params[:] = own
-        if self.optimizer.state is not self._state:
-            self._leave_state()
-        self._own = None
-
-    def _leave_state(self) -> None:
-        optimizer, masters = self.optimizer, self.optimizer._masters
-        is_inner = optimizer.state is self._inner
-        if not is_inner or not masters.have_same_entries(self._state, self._inner):
+        is_left, is_inner = optimizer.state is self._state, optimizer.state is self._inner
+        if not is_left and not (is_inner and masters.have_same_entries(self._state, self._inner)):
             params_of = {id(master.weight): master.param for master in masters.values()}
             entries = _rekeyed(optimizer.state, params_of)
             masters.state_keys = tuple(entries), tuple(optimizer.state)
@@ -531,6 +526,7 @@ class _Swap:
             else:
                 self._state = entries
         optimizer.state = self._state
+        self._own = None
 
 
 def _rekeyed(state: Mapping[Any, Any], by_id: dict[int, Tensor]) -> defaultdict[Any, Any]:
