@@ -69,4 +69,4 @@ def update_scale(update: Update) -> None:
 
 def clip_coefficient(clip: Clip) -> None:
     """Launches the clip coefficient from norms."""
-    _C.cuda_clip_coefficient(*clip)
+    _C.cuda_clip_coefficient(clip)
