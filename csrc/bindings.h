@@ -4,7 +4,6 @@
 #include <ATen/EmptyTensor.h>
 
 #include <optional>
-#include <tuple>
 #include <type_traits>
 
 #include "gradients.h"
@@ -23,10 +22,6 @@ void bind(py::module_& m);
 }  // namespace cuda
 
 using OptionalTensor = std::optional<at::Tensor>;
-// Sums, their limit, whether the largest magnitude is the norm; norm, coefficient, scale, divisor;
-// found_inf, its limit for spikes, norms of the steps taken.
-using ClipArguments = std::tuple<at::Tensor, double, bool, at::Tensor, at::Tensor, OptionalTensor,
-                                 OptionalTensor, OptionalTensor, double, OptionalTensor>;
 
 template <class Kernel>
 auto without_gil_if_long(const GradList& grads, const Kernel& kernel) {
@@ -46,8 +41,8 @@ at::Tensor new_scalar(T value) {
 
 // Memory of a tensor, whose dtype is checked too; null without one.
 template <class T>
-T* data_of(const OptionalTensor& tensor, const char* name, at::Device device, int64_t numel = 1) {
-  if (!tensor) {
+T* data_of(const at::Tensor* tensor, const char* name, at::Device device, int64_t numel = 1) {
+  if (tensor == nullptr) {
     return nullptr;
   }
   using Value = std::remove_const_t<T>;
@@ -57,34 +52,6 @@ T* data_of(const OptionalTensor& tensor, const char* name, at::Device device, in
               name, " must be a contiguous tensor of ", numel, " elements of ", dtype, " on ",
               device);
   return tensor->data_ptr<Value>();
-}
-
-inline TakenNorms taken_of(const at::Tensor& words, at::Device device) {
-  return {data_of<double>(words, "taken", device, words.numel()), words.numel() - 1};
-}
-
-inline Clip clip_of(const ClipArguments& arguments, at::Device device) {
-  const auto& [sums, max_norm, largest, norm, coefficient, scale, divisor, found_inf, skip_above,
-               taken] = arguments;
-  Clip clip;
-  clip.rows = sums.numel() / 2;
-  clip.sums = data_of<const double>(sums, "sums", device, 2 * clip.rows);
-  clip.max_norm = max_norm;
-  clip.largest = largest;
-  if (norm.scalar_type() == at::kDouble) {
-    clip.wide_norm = data_of<double>(norm, "norm", device);
-  } else {
-    clip.norm = data_of<float>(norm, "norm", device);
-  }
-  clip.coefficient = data_of<double>(coefficient, "coefficient", device);
-  clip.scale = data_of<const float>(scale, "scale", device);
-  clip.divisor = data_of<float>(divisor, "divisor", device);
-  clip.found_inf = data_of<float>(found_inf, "found_inf", device);
-  clip.skip_above = skip_above;
-  if (taken) {
-    clip.taken = taken_of(*taken, device);
-  }
-  return clip;
 }
 
 // One pass over gradients, as Python's `Pass`: borrowed, and null where that has None.
@@ -107,6 +74,11 @@ struct Pass {
 // A tensor, or null for None.
 const at::Tensor* tensor_of(PyObject* object);
 
+AcceptedNorms accepted_norms_of(const at::Tensor* words, at::Device device);
+
+// A clipping, as Python's `Clip`.
+Clip clip_of(PyObject* tuple, at::Device device);
+
 // The fields of Python's `Update`, in order.
 enum UpdateField { kScale, kTracker, kFlags, kGrowth, kBackoff, kInterval, kState, kNorm };
 
@@ -123,23 +95,17 @@ PyObject* call(PyObject*, PyObject* const* args, Py_ssize_t count) {
   }
   try {
     PyObject* result = kBody(args);
-    if (result != nullptr || PyErr_Occurred() != nullptr) {
-      return result;
-    }
+    return result != nullptr || PyErr_Occurred() != nullptr ? result : Py_NewRef(Py_None);
   } catch (py::error_already_set& error) {
     error.restore();
-    return nullptr;
   } catch (const py::builtin_exception& error) {
     error.set_error();
-    return nullptr;
   } catch (const c10::Error& error) {
     PyErr_SetString(PyExc_RuntimeError, error.what_without_backtrace());
-    return nullptr;
   } catch (const std::exception& error) {
     PyErr_SetString(PyExc_RuntimeError, error.what());
-    return nullptr;
   }
-  return Py_NewRef(Py_None);
+  return nullptr;
 }
 
 template <PyObject* (*kBody)(PyObject* const*), Py_ssize_t kArguments>

@@ -119,10 +119,12 @@ void require_storage(const at::Tensor& tensor) {
   }
 }
 
-void GradList::add(const at::Tensor& tensor, bool writes, int64_t parameter) {
+void GradList::add(const at::Tensor& tensor, bool writes, int64_t parameter,
+                   const at::Tensor* wide) {
   has_float64_ |= tensor.scalar_type() == at::kDouble;
   if (tensor.numel() != 0) {
-    add(tensor.scalar_type(), memory_of(tensor, writes), tensor.numel(), parameter);
+    add(tensor.scalar_type(), memory_of(tensor, writes), tensor.numel(), parameter,
+        wide != nullptr ? reinterpret_cast<float*>(memory_of(*wide, true)) : nullptr);
   }
 }
 
@@ -152,13 +154,6 @@ std::pair<GradList, GradList> GradList::split(const std::unordered_set<int64_t>&
     }
   }
   return both;
-}
-
-void GradList::add(const at::Tensor& tensor, const at::Tensor& wide, int64_t parameter) {
-  if (tensor.numel() != 0) {
-    add(tensor.scalar_type(), memory_of(tensor, true), tensor.numel(), parameter,
-        reinterpret_cast<float*>(memory_of(wide, true)));
-  }
 }
 
 void GradList::pair(at::ScalarType dtype, const std::vector<float*>& wide) {
@@ -246,9 +241,6 @@ class Walker {
 
   // Tells whether the walk goes on.
   bool take_group(PyObject* params) {
-    if (only_ && !PyList_CheckExact(params)) {
-      return false;
-    }
     py::object held;
     if (!only_) {
       // Reading a gradient may run Python, which may change a list.
@@ -409,23 +401,13 @@ Walk walk(PyObject* param_groups, const Reading& reading) {
 }
 
 std::optional<Walk> plain_walk(PyObject* param_groups, at::Device device, const Reading& reading) {
-  static PyObject* const name = PyUnicode_InternFromString("params");
-  if (!PyList_CheckExact(param_groups) || is_observed()) {
-    return std::nullopt;
-  }
   Walker walker(reading, device);
+  const auto take = [&walker](PyObject* params) { return walker.take_group(params); };
   try {
-    for (Py_ssize_t g = 0; g < PyList_GET_SIZE(param_groups); ++g) {
-      PyObject* group = PyList_GET_ITEM(param_groups, g);
-      PyObject* params = PyDict_CheckExact(group) ? PyDict_GetItemWithError(group, name) : nullptr;
-      if (params == nullptr || !walker.take_group(params)) {
-        return std::nullopt;
-      }
+    if (is_observed() || !for_each_plain_group(param_groups, take) || walker.found.grads.empty()) {
+      return std::nullopt;
     }
   } catch (const c10::Error&) {  // memory that was freed
-    return std::nullopt;
-  }
-  if (walker.found.grads.empty()) {
     return std::nullopt;
   }
   walker.finish();
@@ -463,16 +445,9 @@ bool lacks_state(const py::iterable& params, const py::dict& state, const py::st
   return lacks;
 }
 
-bool add_pair(GradList& list, const at::Tensor& tensor, PyObject* wide, int64_t number) {
-  const at::Tensor* values = regular_tensor(wide, list.device());
-  if (values == nullptr || tensor.element_size() != 2 || values->scalar_type() != at::kFloat ||
-      values->sizes() != tensor.sizes() || values->strides() != tensor.strides()) {
-    return false;
-  }
-  list.add(tensor, *values, number);
-  return true;
-}
+namespace {
 
+// The tensor, if the kernels can take it there; else null.
 const at::Tensor* regular_tensor(PyObject* object, at::Device device) {
   if (!THPVariable_CheckExact(object)) {
     return nullptr;
@@ -481,8 +456,6 @@ const at::Tensor* regular_tensor(PyObject* object, at::Device device) {
   const bool takes = tensor.device() == device && is_regular(tensor, device_bit(device.type()));
   return takes ? &tensor : nullptr;
 }
-
-namespace {
 
 // A list's own items, as torch reads them, whatever a subclass iterates over.
 py::tuple items_of(const py::sequence& tensors) {
@@ -496,6 +469,21 @@ py::tuple items_of(const py::sequence& tensors) {
 
 }  // namespace
 
+bool add_if_regular(GradList& list, PyObject* object, PyObject* wide, int64_t parameter) {
+  const at::Tensor* tensor = regular_tensor(object, list.device());
+  const at::Tensor* values = regular_tensor(wide, list.device());
+  const bool fits = values == nullptr ? wide == Py_None
+                                      : tensor != nullptr && tensor->element_size() == 2 &&
+                                            values->scalar_type() == at::kFloat &&
+                                            values->sizes() == tensor->sizes() &&
+                                            values->strides() == tensor->strides();
+  if (tensor == nullptr || !fits) {
+    return false;
+  }
+  list.add(*tensor, true, parameter, values);
+  return true;
+}
+
 std::optional<GradList> regular_list(const py::sequence& tensors, at::Device device,
                                      const std::optional<std::vector<int64_t>>& parameters,
                                      const std::optional<py::sequence>& wide) {
@@ -508,14 +496,8 @@ std::optional<GradList> regular_list(const py::sequence& tensors, at::Device dev
   GradList list(device, owner);
   for (size_t i = 0; i < owner->first.size(); ++i) {
     const int64_t number = parameters ? parameters->at(i) : static_cast<int64_t>(i);
-    const at::Tensor* tensor = regular_tensor(PyTuple_GET_ITEM(owner->first.ptr(), i), device);
     PyObject* other = wide ? PyTuple_GetItem(owner->second.ptr(), i) : Py_None;
-    if (tensor == nullptr) {
-      return std::nullopt;
-    }
-    if (other == Py_None) {
-      list.add(*tensor, true, number);
-    } else if (!add_pair(list, *tensor, other, number)) {
+    if (!add_if_regular(list, PyTuple_GET_ITEM(owner->first.ptr(), i), other, number)) {
       return std::nullopt;
     }
   }

@@ -67,10 +67,10 @@ class GradList {
 
   // `tensor` must be one that `is_regular` takes, and the gradient of the parameter of that number.
   // With `writes`, its data may be written.
-  void add(const at::Tensor& tensor, bool writes, int64_t parameter);
-
-  // The same, and the float32 tensor of its shape and strides that a pass writes in its place.
-  void add(const at::Tensor& tensor, const at::Tensor& wide, int64_t parameter);
+  // A pass writes `wide` in its place where that is given, a float32 tensor of its shape and
+  // strides.
+  void add(const at::Tensor& tensor, bool writes, int64_t parameter,
+           const at::Tensor* wide = nullptr);
 
   // Pairs the tensors of a 16-bit dtype, in order, with float32 values.
   void pair(at::ScalarType dtype, const std::vector<float*>& wide);
@@ -178,6 +178,24 @@ struct Walk {
   void bump_versions() const;
 };
 
+// Calls `body(params)` with the list of each of plain `param_groups`; false as soon as it says
+// false or a container is unusual.
+template <class Body>
+bool for_each_plain_group(PyObject* param_groups, const Body& body) {
+  static PyObject* const name = PyUnicode_InternFromString("params");
+  if (!PyList_CheckExact(param_groups)) {
+    return false;
+  }
+  for (Py_ssize_t g = 0; g < PyList_GET_SIZE(param_groups); ++g) {
+    PyObject* group = PyList_GET_ITEM(param_groups, g);
+    PyObject* params = PyDict_CheckExact(group) ? PyDict_GetItemWithError(group, name) : nullptr;
+    if (params == nullptr || !PyList_CheckExact(params) || !body(params)) {
+      return false;
+    }
+  }
+  return true;
+}
+
 // Reads `.grad` of every parameter in `param_groups`.
 Walk walk(PyObject* param_groups, const Reading& reading);
 
@@ -189,11 +207,9 @@ std::optional<Walk> plain_walk(PyObject* param_groups, at::Device device, const 
 // state, a dict by parameter. Keys are told apart as tensors are: by identity.
 bool lacks_state(const py::iterable& params, const py::dict& state, const py::str& name);
 
-// The tensor, if the kernels can take it there; else null.
-const at::Tensor* regular_tensor(PyObject* object, at::Device device);
-
-// Adds a 16-bit tensor and the float32 one of its shape and strides, and tells whether they fit.
-bool add_pair(GradList& list, const at::Tensor& tensor, PyObject* wide, int64_t number);
+// Adds a tensor, about to be written, if it is regular and on the device of the list and, unless
+// `wide` is None, pairs with that: a 16-bit tensor with a float32 one of its shape and strides.
+bool add_if_regular(GradList& list, PyObject* tensor, PyObject* wide, int64_t parameter);
 
 // The list of `tensors`, about to be written; nothing if one of them is not a regular tensor on
 // `device`. Their parameters have the numbers of their places, or those of `parameters`. Where

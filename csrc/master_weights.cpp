@@ -201,17 +201,9 @@ void fetch_ahead(PyObject* const* items, Py_ssize_t i, Py_ssize_t count) {
 // that order; false as soon as it says false or the groups are unusual.
 template <class Body>
 bool for_each_param(PyObject* param_groups, PyObject* weights, const Body& body) {
-  static PyObject* const name = PyUnicode_InternFromString("params");
-  if (!PyList_CheckExact(param_groups)) {
-    return false;
-  }
+  int64_t group = 0;
   Py_ssize_t number = 0;
-  for (Py_ssize_t g = 0; g < PyList_GET_SIZE(param_groups); ++g) {
-    PyObject* group = PyList_GET_ITEM(param_groups, g);
-    PyObject* params = PyDict_CheckExact(group) ? PyDict_GetItemWithError(group, name) : nullptr;
-    if (params == nullptr || !PyList_CheckExact(params)) {
-      return false;
-    }
+  return for_each_plain_group(param_groups, [&](PyObject* params) {
     for (Py_ssize_t i = 0; i < PyList_GET_SIZE(params); ++i, ++number) {
       PyObject* item = PyList_GET_ITEM(params, i);
       fetch_ahead(reinterpret_cast<PyListObject*>(params)->ob_item, i, PyList_GET_SIZE(params));
@@ -224,12 +216,13 @@ bool for_each_param(PyObject* param_groups, PyObject* weights, const Body& body)
                     PyTuple_GET_SIZE(weights));
         weight = PyTuple_GET_ITEM(weights, number);
       }
-      if (!THPVariable_Check(item) || !body(g, item, weight)) {
+      if (!THPVariable_Check(item) || !body(group, item, weight)) {
         return false;
       }
     }
-  }
-  return true;
+    ++group;
+    return true;
+  });
 }
 
 // What changes where autograd sees an edit of a parameter, or a group has another one.
@@ -366,8 +359,7 @@ PyObject* stepped_pairs(PyObject* const* args) {
       list.emplace(param.device(), owner);
       list->expect(count);
     }
-    const at::Tensor* narrow = regular_tensor(item, list->device());
-    if (narrow == nullptr || !add_pair(*list, *narrow, weight, static_cast<int64_t>(number))) {
+    if (!add_if_regular(*list, item, weight, static_cast<int64_t>(number))) {
       return false;
     }
     written.emplace_back(param.unsafeGetTensorImpl(), number);

@@ -3,8 +3,6 @@
 #include <torch/csrc/utils/pybind.h>
 #include <torch/version.h>
 
-#include <algorithm>
-#include <cmath>
 #include <map>
 
 #include "bindings.h"
@@ -16,23 +14,6 @@
 
 namespace ampfast {
 namespace {
-
-// Rounds pairs unless the flag is set; tells whether it did.
-bool narrow_(const GradList& pairs, const OptionalTensor& found_inf) {
-  const float* flag = data_of<const float>(found_inf, "found_inf", at::kCPU);
-  if (flag != nullptr && *flag != 0) {
-    return false;
-  }
-  without_gil_if_long(pairs, [&] { cpu::narrow(pairs); });
-  return true;
-}
-
-void measure_(const GradList& grads, const at::Tensor& health) {
-  const int64_t parameters = health.size(0);
-  const cpu::Rows rows{data_of<int64_t>(health, "health", at::kCPU, parameters * kHealthWords),
-                       parameters};
-  without_gil_if_long(grads, [&] { cpu::measure(grads, rows); });
-}
 
 // Layout of a scaler's state, by name.
 std::map<std::string, int64_t> state_layout() {
@@ -168,11 +149,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       py::arg("param_groups"), py::arg("allow_fp16"), py::arg("writes"), py::arg("devices"),
       py::arg("bumps_versions") = false, py::arg("local_shard_of") = py::none(),
       py::arg("casts") = nullptr);
-  m.def("measure_", &measure_);
-  m.def("narrow_", &narrow_);
-  m.def("clip_coefficient", [](const py::args& arguments) {
-    apply(clip_of(arguments.cast<ClipArguments>(), at::kCPU));
-  });
 }
 
 }  // namespace ampfast

@@ -73,7 +73,7 @@ AMPFAST_ELEMENT float float_in(int64_t word) { return bits_as<float>(static_cast
 // torch's `_amp_update_scale_`, except that a tracker beyond a lowered interval grows too; then the
 // policy of the state, and what it keeps. A spike, which only a state knows, leaves the scale and
 // its tracker alone.
-AMPFAST_ELEMENT void apply(const Update& update, float flag) {
+AMPFAST_ELEMENT void update_scale(const Update& update, float flag) {
   const bool skipped = flag != 0;
   const bool spiked = skipped && update.state != nullptr && std::fabs(flag) < kSpikeBound;
   const bool found_inf = skipped && !spiked;
@@ -151,7 +151,7 @@ AMPFAST_ELEMENT void apply(const Update& update, float flag) {
 }
 
 // The norms of the last steps that were taken: how many there were, then a ring of float64.
-struct TakenNorms {
+struct AcceptedNorms {
   double* words = nullptr;
   int64_t window = 0;  // of the ring
 };
@@ -159,21 +159,21 @@ struct TakenNorms {
 // Whether a norm is above the mean of the ring by more than `sigmas` standard deviations; a norm
 // that is not joins it. False until the ring is full. Sums go from the oldest norm on, so that they
 // are the same where a checkpoint was loaded.
-AMPFAST_ELEMENT bool is_outlier(const TakenNorms& taken, double norm, double sigmas) {
-  double* ring = taken.words + 1;
-  const auto count = static_cast<int64_t>(taken.words[0]);
-  const int64_t oldest = count % taken.window;
-  if (count >= taken.window) {
-    const auto number = static_cast<double>(taken.window);
+AMPFAST_ELEMENT bool is_outlier(const AcceptedNorms& accepted, double norm, double sigmas) {
+  double* ring = accepted.words + 1;
+  const auto count = static_cast<int64_t>(accepted.words[0]);
+  const int64_t oldest = count % accepted.window;
+  if (count >= accepted.window) {
+    const auto number = static_cast<double>(accepted.window);
     double sum = 0;
-    for (int64_t i = 0; i < taken.window; ++i) {
-      sum += ring[oldest + i < taken.window ? oldest + i : oldest + i - taken.window];
+    for (int64_t i = 0; i < accepted.window; ++i) {
+      sum += ring[oldest + i < accepted.window ? oldest + i : oldest + i - accepted.window];
     }
     const double mean = sum / number;
     double squares = 0;
-    for (int64_t i = 0; i < taken.window; ++i) {
+    for (int64_t i = 0; i < accepted.window; ++i) {
       const double deviation =
-          ring[oldest + i < taken.window ? oldest + i : oldest + i - taken.window] - mean;
+          ring[oldest + i < accepted.window ? oldest + i : oldest + i - accepted.window] - mean;
       squares += deviation * deviation;
     }
     if (!(norm <= mean + sigmas * std::sqrt(squares / (number - 1)))) {
@@ -182,7 +182,7 @@ AMPFAST_ELEMENT bool is_outlier(const TakenNorms& taken, double norm, double sig
   }
   if (std::isfinite(norm)) {
     ring[oldest] = norm;
-    taken.words[0] = static_cast<double>(count + 1);
+    accepted.words[0] = static_cast<double>(count + 1);
   }
   return false;
 }
@@ -203,10 +203,10 @@ struct Clip {
   // `skip_above` or, with a ring, an outlier by as many sigmas; null: no spikes.
   float* found_inf = nullptr;
   double skip_above = 0;
-  TakenNorms taken;
+  AcceptedNorms accepted_norms;
 };
 
-AMPFAST_ELEMENT void apply(const Clip& clip) {
+AMPFAST_ELEMENT void clip_coefficient(const Clip& clip) {
   double squares = 0;
   double peak = 0;
   for (int64_t row = 0; row < clip.rows; ++row) {
@@ -230,8 +230,8 @@ AMPFAST_ELEMENT void apply(const Clip& clip) {
     *clip.divisor = static_cast<float>(*clip.scale / coefficient);
   }
   if (clip.found_inf != nullptr && *clip.found_inf == 0) {
-    const bool spiked = clip.taken.words != nullptr
-                            ? is_outlier(clip.taken, rounded, clip.skip_above)
+    const bool spiked = clip.accepted_norms.words != nullptr
+                            ? is_outlier(clip.accepted_norms, rounded, clip.skip_above)
                             : !(rounded <= clip.skip_above);
     if (spiked) {
       *clip.found_inf = kSpike;

@@ -17,10 +17,6 @@ namespace ampfast {
 
 namespace {
 
-OptionalTensor optional_of(const at::Tensor* tensor) {
-  return tensor != nullptr ? OptionalTensor(*tensor) : std::nullopt;
-}
-
 // A 0-dim tensor on the CPU that kernels read or write, or null.
 const at::Tensor* scalar_of(PyObject* object, at::ScalarType dtype) {
   if (!THPVariable_CheckExact(object)) {
@@ -37,71 +33,76 @@ constexpr bool kHasLock = true;
 #endif
 
 // A pass of the CPU's kernels.
-class HostPass {
- public:
-  explicit HostPass(const Pass& pass) {
-    const char* name = pass.how == Factor::kDivide ? "grad_scale" : "inv_scale";
-    const float* factor = data_of<const float>(optional_of(pass.factor), name, at::kCPU);
-    const double* coefficient =
-        data_of<const double>(optional_of(pass.coefficient), "coefficient", at::kCPU);
-    work_.write = pass.write;
-    work_.how = pass.how;
-    work_.factor = factor != nullptr ? *factor : 1;
-    work_.coefficient = coefficient != nullptr ? *coefficient : 1;
-    if (pass.how == Factor::kTimesReciprocal) {
-      work_.how = Factor::kTimes;
-      work_.factor = inverse_scale(work_.factor);
-    }
-    sums_ = data_of<double>(optional_of(pass.sums), "sums", at::kCPU, 2);
-    work_.squares = sums_ != nullptr && !pass.write && pass.how != Factor::kDivide;
-    if (pass.marks != nullptr) {
-      const int64_t parameters = pass.marks->size(0);
-      const auto* now = data_of<const int64_t>(optional_of(pass.now), "steps", at::kCPU,
-                                               std::max<int64_t>(pass.now->numel(), 1));
-      marks_ = cpu::Rows{data_of<int64_t>(*pass.marks, "marks", at::kCPU, parameters * kMarkWords),
-                         parameters, *now + 1};
-    }
+cpu::Work work_of(const Pass& pass) {
+  const char* name = pass.how == Factor::kDivide ? "grad_scale" : "inv_scale";
+  const float* factor = data_of<const float>(pass.factor, name, at::kCPU);
+  const double* coefficient = data_of<const double>(pass.coefficient, "coefficient", at::kCPU);
+  cpu::Work work;
+  work.write = pass.write;
+  work.how = pass.how;
+  work.factor = factor != nullptr ? *factor : 1;
+  work.coefficient = coefficient != nullptr ? *coefficient : 1;
+  if (pass.how == Factor::kTimesReciprocal) {
+    work.how = Factor::kTimes;
+    work.factor = inverse_scale(work.factor);
   }
-
-  const cpu::Work& work() const { return work_; }
-
-  // Tells whether a value is not finite as it is used.
-  bool run(const GradList& list) {
-    work_.marks = marks_ ? &*marks_ : nullptr;
-    const cpu::Norms norms = cpu::run(list, work_);
-    if (sums_ != nullptr) {
-      sums_[0] = norms.sum_of_squares;
-      sums_[1] = norms.absolute_maximum;
-    }
-    return !std::isfinite(norms.absolute_maximum);
+  work.sums = data_of<double>(pass.sums, "sums", at::kCPU, 2);
+  if (pass.marks != nullptr) {
+    const int64_t parameters = pass.marks->size(0);
+    const auto* now = data_of<const int64_t>(pass.now, "steps", at::kCPU,
+                                             std::max<int64_t>(pass.now->numel(), 1));
+    work.marks = cpu::Rows{data_of<int64_t>(pass.marks, "marks", at::kCPU, parameters * kMarkWords),
+                           parameters, *now + 1};
   }
-
-  // Takes norms, too, whoever asked for sums.
-  void sum_into(double* sums) {
-    work_.squares = true;
-    sums_ = sums_ != nullptr ? sums_ : sums;
-  }
-  const double* sums() const { return sums_; }
-
- private:
-  cpu::Work work_;
-  std::optional<cpu::Rows> marks_;
-  double* sums_ = nullptr;
-};
+  return work;
+}
 
 // run(list, pass) -> found_inf, of the pass or a new one
 PyObject* run(PyObject* const* args) {
   const auto& list = py::cast<const GradList&>(py::handle(args[0]));
   const Pass pass(args[1]);
-  HostPass host(pass);
+  const cpu::Work work = work_of(pass);
   const at::Tensor flag = pass.found_inf != nullptr ? *pass.found_inf : new_scalar<float>(0);
-  float* written = data_of<float>(flag, "found_inf", at::kCPU);
-  const bool found = without_gil_if_long(list, [&] { return host.run(list); });
+  float* written = data_of<float>(&flag, "found_inf", at::kCPU);
+  const bool found = without_gil_if_long(list, [&] { return cpu::run(list, work); });
   if (found || !pass.accumulate) {
     *written = found ? 1 : 0;
   }
   return THPVariable_Wrap(flag);
 }
+
+// measure(list, health)
+PyObject* measure(PyObject* const* args) {
+  const auto& list = py::cast<const GradList&>(py::handle(args[0]));
+  const auto health = py::cast<at::Tensor>(py::handle(args[1]));
+  const int64_t parameters = health.size(0);
+  const cpu::Rows rows{data_of<int64_t>(&health, "health", at::kCPU, parameters * kHealthWords),
+                       parameters};
+  without_gil_if_long(list, [&] { cpu::measure(list, rows); });
+  return nullptr;
+}
+
+// narrow(pairs, found_inf) -> whether they were rounded, as the flag was not set
+PyObject* narrow(PyObject* const* args) {
+  const auto& pairs = py::cast<const GradList&>(py::handle(args[0]));
+  const float* flag = data_of<const float>(tensor_of(args[1]), "found_inf", at::kCPU);
+  const bool narrows = flag == nullptr || *flag == 0;
+  if (narrows) {
+    without_gil_if_long(pairs, [&] { cpu::narrow(pairs); });
+  }
+  return PyBool_FromLong(narrows);
+}
+
+// clip(clip)
+PyObject* clip(PyObject* const* args) {
+  clip_coefficient(clip_of(args[0], at::kCPU));
+  return nullptr;
+}
+
+// Made as Python imports the core.
+PyObject* const kFlagsName = PyUnicode_InternFromString("found_inf_per_device");
+PyObject* const kGroupsName = PyUnicode_InternFromString("param_groups");
+PyObject* const kStageName = PyUnicode_InternFromString("stage");
 
 // The mark of an optimizer as unscaled, with a flag that says "skip" until its pass is over:
 // whatever ends that one early, nobody steps on gradients that are half written. Made before the
@@ -112,29 +113,20 @@ class Mark {
   explicit Mark(PyObject* entry) : entry_(entry), flag_(new_scalar<float>(1)) {
     static PyObject* const device = THPDevice_New(at::Device(at::kCPU));
     flags_[device] = flag_;
-    before_[0] = py::reinterpret_borrow<py::object>(PyDict_GetItemWithError(entry, flags_name()));
-    before_[1] = py::reinterpret_borrow<py::object>(PyDict_GetItemWithError(entry, stage_name()));
+    before_[0] = py::reinterpret_borrow<py::object>(PyDict_GetItemWithError(entry, kFlagsName));
+    before_[1] = py::reinterpret_borrow<py::object>(PyDict_GetItemWithError(entry, kStageName));
   }
 
   void put(PyObject* unscaled) {
     const py::dict entry = py::reinterpret_borrow<py::dict>(entry_);
-    entry[flags_name()] = flags_;
-    entry[stage_name()] = unscaled;
+    entry[kFlagsName] = flags_;
+    entry[kStageName] = unscaled;
   }
 
   const at::Tensor& flag() const { return flag_; }
-  void set(bool found) const { *flag_.mutable_data_ptr<float>() = found ? 1 : 0; }
+  void set(float found) const { *flag_.mutable_data_ptr<float>() = found; }
 
  private:
-  static PyObject* flags_name() {
-    static PyObject* const name = PyUnicode_InternFromString("found_inf_per_device");
-    return name;
-  }
-  static PyObject* stage_name() {
-    static PyObject* const name = PyUnicode_InternFromString("stage");
-    return name;
-  }
-
   PyObject* entry_;
   at::Tensor flag_;
   py::dict flags_;
@@ -157,12 +149,11 @@ struct Gradients {
   std::optional<Walk> walk;
 
   Gradients(PyObject* optimizer, PyObject* pass, bool writes, bool allow_fp16) {
-    static PyObject* const name = PyUnicode_InternFromString("param_groups");
     PyObject* factor = PyTuple_GET_ITEM(pass, 2);
     if (!kHasLock || (factor != Py_None && scalar_of(factor, at::kFloat) == nullptr)) {
       return;
     }
-    groups = py::reinterpret_steal<py::object>(PyObject_GetAttr(optimizer, name));
+    groups = py::reinterpret_steal<py::object>(PyObject_GetAttr(optimizer, kGroupsName));
     if (!groups) {
       throw py::error_already_set();
     }
@@ -201,17 +192,17 @@ PyObject* pass_over(PyObject* const* args) {
   if (!gradients.walk) {
     return nullptr;
   }
-  HostPass host(pass);
+  const cpu::Work work = work_of(pass);
   const GradList& list = gradients.list();
   if (mark) {
     mark->put(args[2]);
   }
-  const bool found = without_gil_if_long(list, [&] { return host.run(list); });
+  const bool found = without_gil_if_long(list, [&] { return cpu::run(list, work); });
   gradients.finish();
   if (!mark) {
     return THPVariable_Wrap(new_scalar<float>(found ? 1 : 0));
   }
-  mark->set(found);
+  mark->set(found ? 1 : 0);
   return THPVariable_Wrap(mark->flag());
 }
 
@@ -228,14 +219,14 @@ PyObject* clip_over(PyObject* const* args) {
   if (!gradients.walk) {
     return nullptr;
   }
-  HostPass host(pass);
+  cpu::Work work = work_of(pass);
   const GradList& list = gradients.list();
   const at::Tensor norm = list.has_float64() ? new_scalar<double>(0) : new_scalar<float>(0);
   double row[2] = {};
-  host.sum_into(row);
+  work.sums = work.sums != nullptr ? work.sums : row;
   double coefficient = 1;
   Clip clip;
-  clip.sums = host.sums();
+  clip.sums = work.sums;
   clip.rows = 1;
   clip.max_norm = PyFloat_AsDouble(args[5]);
   clip.largest = args[6] == Py_True;
@@ -249,24 +240,21 @@ PyObject* clip_over(PyObject* const* args) {
   if (args[7] != Py_None) {
     clip.found_inf = &found;
     clip.skip_above = PyFloat_AsDouble(args[7]);
-    if (args[8] != Py_None) {
-      clip.taken = taken_of(THPVariable_Unpack(args[8]), at::kCPU);
-    }
+    clip.accepted_norms = accepted_norms_of(tensor_of(args[8]), at::kCPU);
   }
   mark.put(args[2]);
   gradients.walk->bump_versions();
   without_gil_if_long(list, [&] {
-    found = host.run(list) ? 1 : 0;
-    apply(clip);
-    cpu::Work rest = host.work();
-    rest.write = true;
-    rest.squares = false;
-    rest.coefficient = coefficient;
-    rest.marks = nullptr;
-    return cpu::run(list, rest);
+    found = cpu::run(list, work) ? 1 : 0;
+    clip_coefficient(clip);
+    work.write = true;
+    work.coefficient = coefficient;
+    work.sums = nullptr;
+    work.marks = std::nullopt;
+    cpu::run(list, work);
   });
   gradients.finish();
-  *mark.flag().mutable_data_ptr<float>() = found;
+  mark.set(found);
   return THPVariable_Wrap(norm);
 }
 
@@ -284,7 +272,7 @@ PyObject* any_found(PyObject* const* args) {
     }
     sum += *tensor->const_data_ptr<float>();
   }
-  return Py_NewRef(sum != 0 ? Py_True : Py_False);
+  return PyBool_FromLong(sum != 0);
 }
 
 // copy_of(scalar) -> a new 0-dim float32 tensor on the CPU
@@ -317,7 +305,7 @@ PyObject* update(PyObject* const* args) {
   if (!scale.is_cpu()) {
     return nullptr;
   }
-  apply(*update, sum);
+  update_scale(*update, sum);
   scale.unsafeGetTensorImpl()->bump_version();  // as torch's op
   return Py_NewRef(Py_True);
 }
@@ -345,28 +333,26 @@ PyObject* overrides(PyObject* const* args) {
 // has_parameters(param_groups, references, sizes) -> whether these plain lists have the parameters
 // of a tuple of weak references, in groups of these sizes
 PyObject* has_parameters(PyObject* const* args) {
-  static PyObject* const name = PyUnicode_InternFromString("params");
-  const auto differ = [] { return Py_NewRef(Py_False); };
-  if (!PyList_CheckExact(args[0]) || PyList_GET_SIZE(args[0]) != PyTuple_GET_SIZE(args[2])) {
-    return differ();
-  }
-  Py_ssize_t number = 0;
-  for (Py_ssize_t g = 0; g < PyList_GET_SIZE(args[0]); ++g) {
-    PyObject* group = PyList_GET_ITEM(args[0], g);
-    PyObject* params = PyDict_CheckExact(group) ? PyDict_GetItemWithError(group, name) : nullptr;
-    if (params == nullptr || !PyList_CheckExact(params) ||
-        PyList_GET_SIZE(params) != PyLong_AsSsize_t(PyTuple_GET_ITEM(args[2], g))) {
-      return differ();
+  PyObject *references = args[1], *sizes = args[2];
+  Py_ssize_t groups = 0, number = 0;
+  const auto are_same = [&](PyObject* params) {
+    const Py_ssize_t size = PyList_GET_SIZE(params);
+    if (groups == PyTuple_GET_SIZE(sizes) ||
+        size != PyLong_AsSsize_t(PyTuple_GET_ITEM(sizes, groups++))) {
+      return false;
     }
-    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(params); ++i, ++number) {
-      const py::object held =
-          py::reinterpret_steal<py::object>(PyObject_CallNoArgs(PyTuple_GET_ITEM(args[1], number)));
+    // A reference calls nothing, so the list stays.
+    for (Py_ssize_t i = 0; i < size; ++i, ++number) {
+      const py::object held = py::reinterpret_steal<py::object>(
+          PyObject_CallNoArgs(PyTuple_GET_ITEM(references, number)));
       if (held.ptr() != PyList_GET_ITEM(params, i)) {
-        return differ();
+        return false;
       }
     }
-  }
-  return Py_NewRef(Py_True);
+    return true;
+  };
+  return PyBool_FromLong(for_each_plain_group(args[0], are_same) &&
+                         groups == PyTuple_GET_SIZE(sizes));
 }
 
 }  // namespace
@@ -374,6 +360,9 @@ PyObject* has_parameters(PyObject* const* args) {
 void bind_steps(py::module_& m) {
   static PyMethodDef methods[] = {method<watch_casts, 1>("watch_casts"),
                                   method<run, 2>("run"),
+                                  method<measure, 2>("measure"),
+                                  method<narrow, 2>("narrow"),
+                                  method<clip, 1>("clip"),
                                   method<pass_over, 5>("pass_over"),
                                   method<clip_over, 9>("clip_over"),
                                   method<any_found, 1>("any_found"),

@@ -25,7 +25,7 @@ def measure(grads: GradList, health: Tensor) -> None:
         grads: Gradients before they are unscaled.
         health: Zeroed int64 of shape (P, HEALTH_WORDS), for P parameters on that device.
     """
-    _C.measure_(grads, health)
+    _C.measure(grads, health)
 
 
 def narrow(pairs: GradList, found_inf: Tensor | None = None) -> None:
@@ -35,7 +35,7 @@ def narrow(pairs: GradList, found_inf: Tensor | None = None) -> None:
         pairs: A list of nothing but pairs (`GradList.of`).
         found_inf: One-element float32; where it is not 0, nothing is written.
     """
-    _C.narrow_(pairs, found_inf)
+    _C.narrow(pairs, found_inf)
 
 
 def clip(clip: Clip) -> None:
@@ -43,4 +43,4 @@ def clip(clip: Clip) -> None:
 
     Formula: torch.nn.utils.clip_grad_norm_, here in float64.
     """
-    _C.clip_coefficient(*clip)
+    _C.clip(clip)

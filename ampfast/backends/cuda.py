@@ -47,4 +47,4 @@ def multi_tensor(work: Pass, table: DeviceTable, segment: Segment, epilogue: Epi
 
 def clip_coefficient(clip: Clip) -> None:
     """Launches the clip coefficient from norms."""
-    _C.cuda_clip_coefficient(*clip)
+    _C.cuda_clip_coefficient(clip)

@@ -124,13 +124,10 @@ void raise(std::atomic<int64_t>& peak, int64_t bits) {
   }
 }
 
-void require_rows(const GradList& grads, const Rows* rows) {
-  if (rows == nullptr) {
-    return;
-  }
+void require_rows(const GradList& grads, const Rows& rows) {
   for (const DtypeList& list : grads.lists()) {
     for (const Span& span : list.spans) {
-      TORCH_CHECK(span.parameter < rows->parameters, "tracking is of ", rows->parameters,
+      TORCH_CHECK(span.parameter < rows.parameters, "tracking is of ", rows.parameters,
                   " parameters, and a gradient is that of number ", span.parameter);
     }
   }
@@ -146,18 +143,18 @@ void mark(int64_t step, int64_t& last, int64_t& times) {
 // the largest, and marks the parameters whose values are not finite then.
 template <class Body>
 double largest_used(const DtypeList& list, Writes writes, Factor how, float factor,
-                    const Rows* marks, const Body& body) {
-  std::vector<int64_t> peaks(marks != nullptr ? list.chunks : 0);
+                    const std::optional<Rows>& marks, const Body& body) {
+  std::vector<int64_t> peaks(marks ? list.chunks : 0);
   std::atomic<int64_t> peak{0};
   for_each_chunk(list, writes, [&](char* address, int64_t numel, int64_t chunk, float* wide) {
     const int64_t bits = body(address, numel, chunk, wide);
     raise(peak, bits);
-    if (marks != nullptr) {
+    if (marks) {
       peaks[chunk] = bits;
     }
   });
   const double largest = std::fabs(used_peak(list, peak, how, factor));
-  if (marks != nullptr && !std::isfinite(largest)) {
+  if (marks && !std::isfinite(largest)) {
     for (const Span& span : list.spans) {
       const auto first = peaks.begin() + span.first_chunk;
       const int64_t bits = *std::max_element(first, first + chunk_count(span.numel));
@@ -178,17 +175,20 @@ double largest_used(const DtypeList& list, Writes writes, Factor how, float fact
 
 int64_t set_grain(int64_t bytes) { return grain.exchange(bytes); }
 
-Norms run(const GradList& grads, const Work& work) {
-  require_rows(grads, work.marks);
+bool run(const GradList& grads, const Work& work) {
+  if (work.marks) {
+    require_rows(grads, *work.marks);
+  }
+  const bool squares = work.sums != nullptr && !work.write && work.how != Factor::kDivide;
   // As torch: where nothing changes, not even a subnormal is flushed.
   const bool changes = work.write && (work.factor != 1 || work.coefficient != 1);
   const Factor how = work.write && !changes ? Factor::kNone : work.how;
-  Norms total;
+  double sum_of_squares = 0, peak = 0;
   for (const DtypeList& list : grads.lists()) {
     const Loops& loops = loops_for(dtype_of(list.dtype));
-    std::vector<double> partials(work.squares ? list.chunks : 0);
+    std::vector<double> partials(squares ? list.chunks : 0);
     const auto body = [&](char* address, int64_t numel, int64_t chunk, float* wide) {
-      if (work.squares) {
+      if (squares) {
         int64_t bits = 0;
         partials[chunk] = loops.squares(address, numel, work.factor, &bits);
         return bits;
@@ -203,12 +203,16 @@ Norms run(const GradList& grads, const Work& work) {
                           : changes                    ? Writes::kTensors
                                                        : Writes::kNothing;
     const double largest = largest_used(list, writes, how, work.factor, work.marks, body);
-    total.absolute_maximum = larger_or_nan(total.absolute_maximum, largest);
-    for (const double squares : partials) {
-      total.sum_of_squares += squares;
+    peak = larger_or_nan(peak, largest);
+    for (const double partial : partials) {
+      sum_of_squares += partial;
     }
   }
-  return total;
+  if (work.sums != nullptr) {
+    work.sums[0] = sum_of_squares;
+    work.sums[1] = peak;
+  }
+  return !std::isfinite(peak);
 }
 
 void narrow(const GradList& pairs) {
@@ -224,7 +228,7 @@ void narrow(const GradList& pairs) {
 
 void measure(const GradList& grads, const Rows& health) {
   static_assert(kChunk <= 0xffff, "the loops count in 16 bits");
-  require_rows(grads, &health);
+  require_rows(grads, health);
   for (const DtypeList& list : grads.lists()) {
     const Loops& loops = loops_for(dtype_of(list.dtype));
     std::vector<Counts> counts(list.chunks);

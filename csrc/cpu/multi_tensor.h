@@ -15,24 +15,20 @@ struct Rows {
 
 // One pass over a list, whose factor is on the host; `how` is no reciprocal.
 struct Work {
-  bool write = false;    // multiplies in place, or writes the float32 values of pairs; else reads
-  bool squares = false;  // sums the squares of the values times the factor
+  bool write = false;  // multiplies in place, or writes the float32 values of pairs; else reads
   Factor how = Factor::kNone;
   float factor = 1;
   double coefficient = 1;  // by which the rounded products are multiplied; decides nothing
-  const Rows* marks =
-      nullptr;  // rows of kMarkWords for the parameters of values not finite as used
+  // Gets the sum of squares of the values times the factor, 0 where they are written or divided,
+  // and the largest magnitude as it is used, rounded to the dtype that is written; NaN if there is
+  // one.
+  double* sums = nullptr;
+  std::optional<Rows> marks;  // rows of kMarkWords for the parameters of values not finite as used
 };
 
-struct Norms {
-  double sum_of_squares = 0;
-  double absolute_maximum = 0;
-};
-
-// The largest magnitude as it is used, rounded to the dtype that is written; NaN if there is one.
-// The sum of squares is in float64, over chunks in order: the same bits every run, however many
-// threads there are.
-Norms run(const GradList& grads, const Work& work);
+// Tells whether a value is not finite as it is used. The sum of squares is in float64, over chunks
+// in order: the same bits every run, however many threads there are.
+bool run(const GradList& grads, const Work& work);
 
 // Adds the range of each gradient's values to its parameter's row of kHealthWords.
 void measure(const GradList& grads, const Rows& health);

@@ -100,11 +100,10 @@ void launch_update_scale(const py::tuple& given) {
   require(update_scale(update, flags, current_stream(device)));
 }
 
-void launch_clip_coefficient(const py::args& arguments) {
-  const auto given = arguments.cast<ClipArguments>();
-  const at::Device device = std::get<0>(given).device();
+void launch_clip_coefficient(const py::tuple& given) {
+  const at::Device device = given[0].cast<at::Tensor>().device();
   const c10::cuda::CUDAGuard guard(device);
-  require(clip_coefficient(clip_of(given, device), current_stream(device)));
+  require(clip_coefficient(clip_of(given.ptr(), device), current_stream(device)));
 }
 
 }  // namespace

@@ -86,7 +86,7 @@ __device__ void finish(const Launch& launch) {
   }
   if (launch.update.scale != nullptr) {
     const float other = launch.other_found_inf != nullptr ? *launch.other_found_inf : 0;
-    apply(launch.update, joint(flag, other));
+    ampfast::update_scale(launch.update, joint(flag, other));
   }
   header[kPeak] = 0;
 }
@@ -195,10 +195,10 @@ __global__ void update_alone(const Update update, const Flags flags) {
   for (const float* flag : flags.found_infs) {
     found_inf = joint(found_inf, *flag);
   }
-  apply(update, found_inf);
+  ampfast::update_scale(update, found_inf);
 }
 
-__global__ void clip_alone(const Clip clip) { apply(clip); }
+__global__ void clip_alone(const Clip clip) { ampfast::clip_coefficient(clip); }
 
 using Pass = void (*)(Launch);
 using Measure = void (*)(const int64_t*, int64_t, int, int64_t*);
