@@ -5,9 +5,11 @@ from __future__ import annotations
 import runpy
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
+from typing import Any
 
 import pytest
 import torch
+from support.one_step import host_reads
 from trajectories import EXAMPLES
 
 import ampfast
@@ -46,6 +48,19 @@ def patched() -> Iterator[ampfast.Patch]:
     """Runs the test under `ampfast.patch()`."""
     with ampfast.patch() as patch:
         yield patch
+
+
+@pytest.fixture
+def step_reads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Host reads in each step of an optimizer that Accelerate has prepared."""
+    prepared = pytest.importorskip("accelerate.optimizer", reason="needs accelerate")
+    step, reads = prepared.AcceleratedOptimizer.step, []
+
+    def counted(*args: Any) -> None:
+        reads.append(host_reads(lambda: step(*args)))
+
+    monkeypatch.setattr(prepared.AcceleratedOptimizer, "step", counted)
+    return reads
 
 
 @pytest.fixture

@@ -23,9 +23,11 @@ from trajectories import (
     SETTINGS,
     STEPS,
     HalfNet,
+    Late,
     Run,
     assert_same_run,
     batches,
+    late_by_hand,
     planted,
 )
 
@@ -48,7 +50,11 @@ class Classifier(nn.Module):
 
 
 def trainer_with(
-    scaler: TorchScaler, folder: Path, model: Classifier | None = None, **arguments: Any
+    scaler: TorchScaler,
+    folder: Path,
+    model: Classifier | None = None,
+    kind: type[Any] = transformers.Trainer,
+    **arguments: Any,
 ) -> Any:
     rows = [
         {"data": row, "labels": label}
@@ -68,7 +74,7 @@ def trainer_with(
         **{"save_strategy": "no", **arguments},
     )
     model = Classifier() if model is None else model
-    trainer = transformers.Trainer(model, settings, train_dataset=rows)
+    trainer = kind(model, settings, train_dataset=rows)
     trainer.accelerator.native_amp = True
     trainer.accelerator.scaler = model.scaler = scaler
     return trainer
@@ -91,32 +97,90 @@ def train(scaler_type: Scaler, folder: Path, **arguments: Any) -> Run:
 
 @pytest.mark.parametrize("max_grad_norm", [0.0, 0.5], ids=["", "clip"])
 @pytest.mark.parametrize("optim", ["adamw_torch", "adamw_torch_fused"])
-def test_attribute(optim: str, max_grad_norm: float, tmp_path: Path) -> None:
+def test_attribute(optim: str, max_grad_norm: float, tmp_path: Path, step_reads: list[int]) -> None:
     arguments = {"optim": optim, "max_grad_norm": max_grad_norm}
-    if optim == "adamw_torch_fused":
-        arguments["lr_scheduler_type"] = "constant"  # which torch's scaler lets run ahead
     ours = train(ampfast.GradScaler, tmp_path / "ours", **arguments)
+    reads = step_reads.copy()
     assert_same_run(ours, train(TorchScaler, tmp_path / "torch", **arguments))
+    if optim == "adamw_torch_fused":
+        assert reads == step_reads[STEPS:] == [0] * STEPS
 
 
-@pytest.mark.parametrize(
-    "begin, optim",
-    [(TorchScaler, "adamw_torch"), (ampfast.GradScaler, "adamw_torch_fused")],
-    ids=["torch", "ours_fused"],
-)
+def test_the_default_is_fused(tmp_path: Path) -> None:
+    ours = train(ampfast.GradScaler, tmp_path / "ours")
+    theirs = train(TorchScaler, tmp_path / "torch")
+    assert_same_run(ours, theirs)
+    assert ours.state["optimizer"]["param_groups"][0]["fused"]
+
+
+@pytest.mark.parametrize("begin", [TorchScaler, ampfast.GradScaler], ids=["torch", "ours"])
+@pytest.mark.parametrize("optim", ["adamw_torch", "adamw_torch_fused"])
 def test_checkpoints_are_resumed(begin: Scaler, optim: str, tmp_path: Path) -> None:
     saving = {"save_strategy": "steps", "save_steps": STEPS // 2}
     begun = train(begin, tmp_path / "begun", optim=optim, **saving)
-    resumed = []
-    for scaler_type in {ampfast.GradScaler, begin}:
+    for scaler_type in (TorchScaler, ampfast.GradScaler):
         scaler = scaler_type("cpu", **SETTINGS)
         trainer = trainer_with(scaler, tmp_path / "resumed", optim=optim)
         trainer.train(resume_from_checkpoint=str(tmp_path / f"begun/checkpoint-{STEPS // 2}"))
-        resumed.append(finished(trainer))
-    for run in resumed:
+        run = finished(trainer)
         assert_same(run.losses, begun.losses[STEPS // 2 :])
         assert_same(run.scales, begun.scales[STEPS // 2 :])
         assert_same(run.state, begun.state)
+
+
+class LateTrainer(Late, transformers.Trainer):
+    """Makes a `LateScheduler`."""
+
+
+class GivenLate(transformers.Trainer):
+    """Gets a `LateScheduler` as argument."""
+
+    def __init__(self, model: Classifier, settings: Any, **more: Any) -> None:
+        made = made_by_trainer(model, settings)
+        late = ampfast.LateScheduler(made.lr_scheduler, model.scaler, made.optimizer)
+        super().__init__(model, settings, optimizers=(made.optimizer, late), **more)
+
+
+def made_by_trainer(model: Classifier, settings: Any) -> Any:
+    """A Trainer with optimizer and scheduler, as `train` makes them."""
+    trainer = transformers.Trainer(model, settings)
+    trainer.create_optimizer_and_scheduler(STEPS)
+    return trainer
+
+
+@pytest.mark.parametrize("max_grad_norm", [0.0, 0.5], ids=["", "clip"])
+@pytest.mark.parametrize("kind", [LateTrainer, GivenLate])
+def test_a_late_schedule(
+    kind: type[Any], max_grad_norm: float, tmp_path: Path, step_reads: list[int]
+) -> None:
+    arguments = {
+        "max_grad_norm": max_grad_norm,
+        "train_sampling_strategy": "sequential",
+        "save_strategy": "steps",
+        "save_steps": STEPS // 2,
+    }
+
+    def trained(**more: Any) -> Run:
+        model, scaler = Classifier(), ampfast.GradScaler("cpu", **SETTINGS)
+        model.scaler = scaler  # before the Trainer is made
+        trainer = trainer_with(scaler, tmp_path, model, kind, **arguments)
+        trainer.train(**more)
+        return finished(trainer)
+
+    ours = trained()
+    assert step_reads == [0] * STEPS
+    resumed = trained(resume_from_checkpoint=str(tmp_path / f"checkpoint-{STEPS // 2}"))
+    assert_same(resumed.losses, ours.losses[STEPS // 2 :])
+    assert_same(resumed.state, ours.state)
+
+    model = Classifier()
+    made = made_by_trainer(model, trainer_with(TorchScaler("cpu"), tmp_path, **arguments).args)
+    theirs = late_by_hand(model.net, made.optimizer, made.lr_scheduler, max_grad_norm or None)
+    rates = [rate for _, _, rate in ours.state.pop("logs")[:STEPS]]
+    assert_same(rates, theirs.state.pop("rates"))
+    assert_same((ours.losses, ours.scales), (theirs.losses, theirs.scales))
+    assert_same(ours.state, theirs.state)
+    assert len(set(rates)) < STEPS - 2
 
 
 class Overflowing(Classifier):
@@ -133,28 +197,26 @@ class Overflowing(Classifier):
 def test_schedules_and_norms_with_overflows(
     given: bool, max_grad_norm: float, tmp_path: Path
 ) -> None:
-    def logs(optim: str, scaler: TorchScaler) -> list[dict[str, float]]:
+    def logs(optim: str, scaler: TorchScaler) -> list[list[float]]:
+        """Learning rates and norms."""
         arguments = {"optim": optim, "max_grad_norm": max_grad_norm}
         trainer = trainer_with(scaler, tmp_path, Overflowing(), **arguments)
         trainer.train()
-        return trainer.state.log_history[:STEPS]
+        history = trainer.state.log_history[:STEPS]
+        return [[log[name] for log in history] for name in ("learning_rate", "grad_norm")]
 
-    def rates(logs: list[dict[str, float]]) -> list[float]:
-        return [log["learning_rate"] for log in logs]
-
-    plain = logs("adamw_torch", TorchScaler("cpu", init_scale=64.0))
-    with contextlib.nullcontext() if given else ampfast.patch():
-        make = partial(ampfast.GradScaler, "cpu") if given else modeling.get_grad_scaler
-        fused = logs("adamw_torch_fused", make(init_scale=64.0))
-    assert rates(fused) == rates(plain)
-    # The rate after a step is logged with the next one.
-    held = [step for step, (a, b) in enumerate(pairwise(rates(fused))) if a == b]
-    assert held == list(PLANTED)
-    for step, log in enumerate(fused):
-        assert log["grad_norm"] == float("inf") if step in PLANTED else 0 < log["grad_norm"] < 1e3
-    # With torch's scaler Transformers is as ever.
-    theirs = logs("adamw_torch_fused", TorchScaler("cpu", init_scale=64.0))
-    assert len(set(rates(theirs))) == STEPS
+    for optim in ("adamw_torch", "adamw_torch_fused"):
+        theirs = logs(optim, TorchScaler("cpu", init_scale=64.0))
+        with contextlib.nullcontext() if given else ampfast.patch():
+            make = partial(ampfast.GradScaler, "cpu") if given else modeling.get_grad_scaler
+            ours = logs(optim, make(init_scale=64.0))
+        assert_same(ours, theirs)
+        rates, norms = ours
+        # The rate after a step is logged with the next one.
+        held = [step for step, (a, b) in enumerate(pairwise(rates)) if a == b]
+        assert held == (list(PLANTED) if optim == "adamw_torch" else [])
+        for step, norm in enumerate(norms):
+            assert norm == float("inf") if step in PLANTED else 0 < norm < 1e3
 
 
 @pytest.mark.usefixtures("cuda_on_cpu", "patched")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import pytest
 import torch
 import trajectories
 from support.scalers import TorchScaler
-from trajectories import STEPS, Run, assert_same_run
+from trajectories import STEPS, Late, Run, assert_same_run
 
 import ampfast
 
@@ -43,13 +44,21 @@ def language_model(dtype: torch.dtype = torch.float32) -> Any:
     return transformers.LlamaForCausalLM(config).to(dtype)
 
 
-def sft(folder: Path, model: Any, arguments: dict[str, Any], **more: Any) -> Any:
+class LateTrainer(Late, trl.SFTTrainer):
+    """Makes a `LateScheduler`."""
+
+
+def sft(
+    folder: Path,
+    model: Any,
+    arguments: dict[str, Any],
+    kind: type[Any] = trl.SFTTrainer,
+    **more: Any,
+) -> Any:
     settings = trl.SFTConfig(str(folder), per_device_train_batch_size=1, **arguments)
     rows = torch.randint(1, 32, (STEPS, 8), generator=torch.Generator().manual_seed(5))
     dataset = datasets.Dataset.from_dict({"input_ids": rows.tolist()})
-    return trl.SFTTrainer(
-        model, settings, train_dataset=dataset, processing_class=tokenizer(), **more
-    )
+    return kind(model, settings, train_dataset=dataset, processing_class=tokenizer(), **more)
 
 
 def grpo(folder: Path, model: Any, arguments: dict[str, Any]) -> Any:
@@ -83,8 +92,6 @@ def train(
         "use_cpu": True,
         "fp16": True,
         "optim": optim,
-        # Others run ahead with torch's scaler where the optimizer is fused.
-        "lr_scheduler_type": "constant" if optim.endswith("fused") else "linear",
         "learning_rate": 0.02,
         "num_train_epochs": 1,
         "gradient_checkpointing": False,
@@ -116,10 +123,30 @@ def assert_norms_tell_of_overflows(run: Run) -> None:
 
 @pytest.mark.parametrize("optim", ["adamw_torch", "adamw_torch_fused"])
 @pytest.mark.parametrize("make", [sft, grpo])
-def test_trainers(make: Callable[..., Any], optim: str, tmp_path: Path) -> None:
+def test_trainers(
+    make: Callable[..., Any], optim: str, tmp_path: Path, step_reads: list[int]
+) -> None:
     ours = train(make, ampfast.GradScaler("cpu", **SETTINGS), tmp_path, optim)
+    reads = step_reads.copy()
     assert_same_run(ours, train(make, TorchScaler("cpu", **SETTINGS), tmp_path, optim))
     assert_norms_tell_of_overflows(ours)
+    rates = {rate for _, rate, _ in ours.state["logs"]}
+    if optim == "adamw_torch_fused":
+        assert reads == step_reads[STEPS:] == [0] * STEPS
+        assert len(rates) == STEPS
+    else:
+        assert len(rates) < STEPS
+
+
+def test_a_late_schedule(tmp_path: Path, step_reads: list[int]) -> None:
+    scaler = ampfast.GradScaler("cpu", **SETTINGS)
+    run = train(sft, scaler, tmp_path, "adamw_torch_fused", kind=LateTrainer)
+    skipped = [not math.isfinite(norm) for norm, *_ in run.state["logs"]]
+    rates = [rate for _, rate, _ in run.state["logs"]]
+    # The step after a skipped one has the same rate, one step later.
+    assert [a == b for a, b in pairwise(rates)] == [True, *skipped[:-2]]
+    assert 2 <= sum(skipped) < STEPS - 2
+    assert step_reads == [0] * STEPS
 
 
 def test_a_float16_model(tmp_path: Path) -> None:

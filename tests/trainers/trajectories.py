@@ -103,6 +103,38 @@ class Run:
         return sum(b < a for a, b in pairwise(scales))
 
 
+def late_by_hand(
+    model: nn.Module, optimizer: torch.optim.Optimizer, scheduler: Any, clip: float | None = None
+) -> Run:
+    """A run with torch's scaler and no trainer, with the exact schedule one iteration late."""
+    run, scaler, rates, ran = Run(), TorchScaler("cpu", **SETTINGS), [], False
+    for data, target in batches():
+        optimizer.zero_grad()
+        scaler.scale(run.loss(model(data), target, scaler)).backward()
+        if clip is not None:
+            scaler.unscale_(optimizer)
+            nn.utils.clip_grad_norm_(model.parameters(), clip)
+        rates.append(scheduler.get_last_lr()[0])
+        scaler.step(optimizer)
+        before = scaler.get_scale()
+        scaler.update()
+        if ran:
+            scheduler.step()
+        ran = scaler.get_scale() >= before
+    return run.finish(model, rates=rates, optimizer=optimizer.state_dict())
+
+
+class Late:
+    """Gives a Trainer of Transformers a `LateScheduler`, as docs/trainers.md does."""
+
+    def create_scheduler(self, *args: Any, **kwargs: Any) -> ampfast.LateScheduler:
+        scheduler = super().create_scheduler(*args, **kwargs)
+        self.lr_scheduler = ampfast.LateScheduler(
+            scheduler, self.accelerator.scaler, self.optimizer.optimizer
+        )
+        return self.lr_scheduler
+
+
 def assert_same_run(ours: Run, theirs: Run) -> None:
     """Asserts bitwise equal runs, with overflows and growth in ours."""
     assert isinstance(ours.scaler, ampfast.GradScaler)
