@@ -52,7 +52,7 @@ def test_patch() -> None:
 def callback_of_the_docs() -> Any:
     """The class that `docs/trainers.md` gives to those who train float16 models."""
     page = (EXAMPLES.parents[1] / "docs" / "trainers.md").read_text(encoding="utf-8")
-    code = re.search(r"^    class .*\n(?:    .*\n|\n)+", page, re.MULTILINE)
+    code = re.search(r"^    class MixedPrecision16.*\n(?:    .*\n|\n)+", page, re.MULTILINE)
     names = {
         "MixedPrecision": fp16.MixedPrecision,
         "CancelStepException": basics.CancelStepException,
