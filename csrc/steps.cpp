@@ -295,11 +295,15 @@ PyObject* update(PyObject* const* args) {
   }
   float sum = 0;  // as torch adds them
   for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(flags.ptr()); ++i) {
-    const at::Tensor* flag = tensor_of(PySequence_Fast_GET_ITEM(flags.ptr(), i));
-    if (flag == nullptr || !is_scalar(*flag, at::kFloat, device_bit(at::kCPU))) {
+    PyObject* item = PySequence_Fast_GET_ITEM(flags.ptr(), i);
+    if (!THPVariable_Check(item)) {
       return nullptr;
     }
-    sum += *flag->const_data_ptr<float>();
+    const at::Tensor& flag = THPVariable_Unpack(item);
+    if (!is_scalar(flag, at::kFloat, device_bit(at::kCPU))) {
+      return nullptr;
+    }
+    sum += *flag.const_data_ptr<float>();
   }
   const at::Tensor& scale = *tensor_of(PyTuple_GET_ITEM(args[0], kScale));
   if (!scale.is_cpu()) {
