@@ -62,6 +62,16 @@ def assert_equal(optimizer: Any, params: list[nn.Parameter], hand: ByHand) -> No
     assert_same(state, [hand.optimizer.state.get(w, {}) for w in hand.weights], "state")
 
 
+def assert_steps_equal(optimizer: Any, params: list[nn.Parameter], hand: ByHand) -> None:
+    for seed in range(3):
+        grads = gradients(params, seed)
+        for param, grad in zip(params, grads, strict=True):
+            param.grad = grad
+        optimizer.step()
+        hand.step([*grads])
+        assert_equal(optimizer, params, hand)
+
+
 class Dropping(torch.optim.SGD):
     way = "none"
 
@@ -223,13 +233,7 @@ def test_parameters_that_share_a_version_are_no_edits() -> None:
     assert params[0]._version == params[2]._version != 0
     optimizer = ampfast.master_weights_(torch.optim.SGD(params, lr=0.01))
     hand = ByHand(parameters(), lambda weights: torch.optim.SGD(weights, lr=0.01))
-    for seed in range(3):
-        grads = gradients(params, seed)
-        for param, grad in zip(params, grads, strict=True):
-            param.grad = grad
-        optimizer.step()
-        hand.step([*grads])
-        assert_equal(optimizer, params, hand)
+    assert_steps_equal(optimizer, params, hand)
 
 
 class Abstract(ABC, torch.optim.Optimizer):
@@ -435,10 +439,4 @@ def test_state_that_a_constructor_made_is_refilled_in_float32() -> None:
         assert entry["sum"].dtype is torch.float32
         entry["sum"].fill_(0.1)
     hand = ByHand(parameters(), make)
-    for seed in range(3):
-        grads = gradients(params, seed)
-        for param, grad in zip(params, grads, strict=True):
-            param.grad = grad
-        optimizer.step()
-        hand.step([*grads])
-        assert_equal(optimizer, params, hand)
+    assert_steps_equal(optimizer, params, hand)
