@@ -398,7 +398,7 @@ def _fingerprint_of(param_groups: list[dict[str, Any]]) -> Any:
 
     It differs after any edit that bumps a version, and after any change of the groups.
     """
-    fingerprint = core.stamp_of(param_groups)
+    fingerprint = core.fingerprint_of(param_groups)
     if fingerprint is not None:
         return fingerprint
     parts = []

@@ -226,11 +226,11 @@ bool for_each_param(PyObject* param_groups, PyObject* weights, const Body& body)
 }
 
 // What changes where autograd sees an edit of a parameter, or a group has another one.
-struct Stamp {
+struct Fingerprint {
   static constexpr size_t kVersion = 3;
   int64_t words[5];
 
-  Stamp(int64_t group, PyObject* item) {
+  Fingerprint(int64_t group, PyObject* item) {
     const at::Tensor& param = THPVariable_Unpack(item);
     const auto* meta = meta_of(param);
     const bool needs = meta != nullptr && (meta->requires_grad_ || meta->grad_.defined());
@@ -247,21 +247,22 @@ struct Stamp {
   }
 };
 
-PyObject* bytes_of(const std::vector<Stamp>& stamps) {
-  return PyBytes_FromStringAndSize(reinterpret_cast<const char*>(stamps.data()),
-                                   static_cast<Py_ssize_t>(stamps.size() * sizeof(Stamp)));
+PyObject* bytes_of(const std::vector<Fingerprint>& fingerprints) {
+  return PyBytes_FromStringAndSize(
+      reinterpret_cast<const char*>(fingerprints.data()),
+      static_cast<Py_ssize_t>(fingerprints.size() * sizeof(Fingerprint)));
 }
 
-// stamp_of(param_groups) -> the stamps of plain parameters
-PyObject* stamp_of(PyObject* const* args) {
-  std::vector<Stamp> stamps;
+// fingerprint_of(param_groups) -> the fingerprints of plain parameters
+PyObject* fingerprint_of(PyObject* const* args) {
+  std::vector<Fingerprint> fingerprints;
   const bool are_plain = for_each_param(args[0], nullptr, [&](auto group, auto* item, auto*) {
     if (THPVariable_CheckExact(item)) {
-      stamps.emplace_back(group, item);
+      fingerprints.emplace_back(group, item);
     }
     return THPVariable_CheckExact(item);
   });
-  return are_plain ? bytes_of(stamps) : nullptr;
+  return are_plain ? bytes_of(fingerprints) : nullptr;
 }
 
 // Takes the gradients of a tuple of tensors and Nones away.
@@ -280,25 +281,25 @@ PyObject* take_grads(PyObject* const* args) {
   return Py_NewRef(Py_True);
 }
 
-// lend_grads(param_groups, weights, stamp) -> a byte for each parameter, 1 if its gradient was
-// lent; None, with nothing lent, if a gradient is 16 bit or a stamp has changed, unless None was
-// given
+// lend_grads(param_groups, weights, fingerprint) -> a byte for each parameter, 1 if its gradient
+// was lent; None, with nothing lent, if a gradient is 16 bit or a fingerprint has changed, unless
+// None was given
 PyObject* lend_grads(PyObject* const* args) {
   const bool compares = PyBytes_Check(args[2]) != 0;
-  const char* stamp = compares ? PyBytes_AS_STRING(args[2]) : nullptr;
-  const char* const end = compares ? stamp + PyBytes_GET_SIZE(args[2]) : nullptr;
+  const char* fingerprint = compares ? PyBytes_AS_STRING(args[2]) : nullptr;
+  const char* const end = compares ? fingerprint + PyBytes_GET_SIZE(args[2]) : nullptr;
   std::string lent;
   lent.reserve(static_cast<size_t>(PyTuple_GET_SIZE(args[1])));
   const bool are_lent = for_each_param(args[0], args[1], [&](auto group, auto* item, auto* weight) {
     if (compares) {
-      if (!THPVariable_CheckExact(item) || stamp == end) {
+      if (!THPVariable_CheckExact(item) || fingerprint == end) {
         return false;
       }
-      const Stamp now(group, item);
-      if (std::memcmp(&now, stamp, sizeof(now)) != 0) {
+      const Fingerprint now(group, item);
+      if (std::memcmp(&now, fingerprint, sizeof(now)) != 0) {
         return false;
       }
-      stamp += sizeof(now);
+      fingerprint += sizeof(now);
     }
     const at::Tensor* grad = weight != Py_None ? grad_of(THPVariable_Unpack(item)) : nullptr;
     if (grad != nullptr && is_16_bit(*grad)) {
@@ -310,45 +311,45 @@ PyObject* lend_grads(PyObject* const* args) {
     lent.push_back(grad != nullptr ? 1 : 0);
     return true;
   });
-  if (!are_lent || stamp != end) {
+  if (!are_lent || fingerprint != end) {
     take_all(args[1]);
     return nullptr;
   }
   return PyBytes_FromStringAndSize(lent.data(), static_cast<Py_ssize_t>(lent.size()));
 }
 
-// stepped_pairs(param_groups, weights, lent, stamp) -> (pairs, stamps afterwards), of parameters
-// whose master weight was lent a gradient, to write the parameters. Gradients that the step dropped
-// are dropped there, too. None, with nothing done, where the kernels cannot take a parameter or one
-// with a master weight has changed since the stamp.
+// stepped_pairs(param_groups, weights, lent, fingerprint) -> (pairs, fingerprints afterwards), of
+// parameters whose master weight was lent a gradient, to write the parameters. Gradients that the
+// step dropped are dropped there, too. None, with nothing done, where the kernels cannot take a
+// parameter or one with a master weight has changed since the fingerprint.
 PyObject* stepped_pairs(PyObject* const* args) {
   const auto count = static_cast<size_t>(PyTuple_GET_SIZE(args[1]));
   if (is_observed() || !PyBytes_Check(args[2]) ||
       static_cast<size_t>(PyBytes_GET_SIZE(args[2])) != count || !PyBytes_Check(args[3]) ||
-      static_cast<size_t>(PyBytes_GET_SIZE(args[3])) != count * sizeof(Stamp)) {
+      static_cast<size_t>(PyBytes_GET_SIZE(args[3])) != count * sizeof(Fingerprint)) {
     return nullptr;
   }
   const char* const lent = PyBytes_AS_STRING(args[2]);
-  const char* const stamp = PyBytes_AS_STRING(args[3]);
+  const char* const fingerprint = PyBytes_AS_STRING(args[3]);
   // Who has the weights has their parameters, too.
   const auto owner =
       std::make_shared<const py::object>(py::reinterpret_borrow<py::object>(args[1]));
   std::optional<GradList> list;
-  std::vector<Stamp> stamps;
+  std::vector<Fingerprint> fingerprints;
   std::vector<std::pair<c10::TensorImpl*, size_t>> written;
   std::vector<const at::Tensor*> losing;
-  stamps.reserve(count);
+  fingerprints.reserve(count);
   written.reserve(count);
   const bool takes = for_each_param(args[0], args[1], [&](auto group, auto* item, auto* weight) {
     if (!THPVariable_CheckExact(item)) {
       return false;
     }
-    const size_t number = stamps.size();
-    const Stamp& now = stamps.emplace_back(group, item);
+    const size_t number = fingerprints.size();
+    const Fingerprint& now = fingerprints.emplace_back(group, item);
     if (weight == Py_None) {
       return true;
     }
-    if (std::memcmp(&now, stamp + number * sizeof(now), sizeof(now)) != 0) {
+    if (std::memcmp(&now, fingerprint + number * sizeof(now), sizeof(now)) != 0) {
       return false;
     }
     if (lent[number] == 0) {
@@ -376,14 +377,14 @@ PyObject* stepped_pairs(PyObject* const* args) {
     impl->bump_version();
   }
   for (const auto& [impl, number] : written) {
-    stamps[number].words[Stamp::kVersion] =
+    fingerprints[number].words[Fingerprint::kVersion] =
         static_cast<int64_t>(impl->version_counter().current_version());
   }
   if (!list) {
     list.emplace(at::Device(at::kCPU), owner);
   }
   py::object made =
-      py::make_tuple(std::move(*list), py::reinterpret_steal<py::bytes>(bytes_of(stamps)));
+      py::make_tuple(std::move(*list), py::reinterpret_steal<py::bytes>(bytes_of(fingerprints)));
   // Dropping tensors may run Python, which comes last.
   std::vector<at::Tensor> dropped;
   for (const at::Tensor* param : losing) {
@@ -430,7 +431,7 @@ std::vector<py::object> irregular_casts(const py::handle& param_groups, uint64_t
 void bind_master_weights(py::module_& m) {
   py::class_<Casts>(m, "Casts").def(py::init<>()).def("finish", &Casts::finish);
   m.def("irregular_casts", &irregular_casts);
-  static PyMethodDef methods[] = {method<stamp_of, 1>("stamp_of"),
+  static PyMethodDef methods[] = {method<fingerprint_of, 1>("fingerprint_of"),
                                   method<lend_grads, 3>("lend_grads"),
                                   method<take_grads, 1>("take_grads"),
                                   method<stepped_pairs, 4>("stepped_pairs"),

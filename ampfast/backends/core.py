@@ -61,6 +61,7 @@ __all__ = [
     "clear_tables",
     "copy_of",
     "cpu_capability",
+    "fingerprint_of",
     "has_parameters",
     "have_same_entries",
     "irregular_casts",
@@ -70,7 +71,6 @@ __all__ = [
     "list_of",
     "overrides",
     "require_storage",
-    "stamp_of",
     "state_layout",
     "stepped_pairs",
     "take_grads",
@@ -98,12 +98,13 @@ require_storage = _C.require_storage
 # Parameters whose 16-bit gradients the kernels on these devices cannot cast.
 irregular_casts = _C.irregular_casts
 # Bytes that change where autograd sees an edit of plain parameters or groups have others; or None.
-stamp_of = _C.stamp_of
+fingerprint_of = _C.fingerprint_of
 # Gives the gradients of parameters to a tuple of their master weights, None where there is none.
-# None, with nothing done, if a gradient is 16 bit, or a stamp, where one is given, has changed.
+# None, with nothing done, if a gradient is 16 bit, or the fingerprint, where one is given, has
+# changed.
 lend_grads = _C.lend_grads
 # Pairs of the parameters and master weights of which the latter have a gradient, to write the
-# former, and the stamp afterwards; None where the kernels cannot take one.
+# former, and the fingerprint afterwards; None where the kernels cannot take one.
 stepped_pairs = _C.stepped_pairs
 # Takes the gradients of such a tuple away.
 take_grads = _C.take_grads
