@@ -68,6 +68,13 @@ char* memory_of(const at::Tensor& tensor, bool writes) {
 
 }  // namespace
 
+std::pmr::memory_resource* kept_memory() {
+  // Never destroyed: lists may outlive whatever static.
+  static auto* memory =
+      new std::pmr::synchronized_pool_resource(std::pmr::pool_options{4, size_t{1} << 20});
+  return memory;
+}
+
 Dtype dtype_of(at::ScalarType type) {
   switch (type) {
     case at::kFloat:
@@ -135,7 +142,8 @@ void GradList::add(at::ScalarType dtype, char* address, int64_t numel, int64_t p
     return each.dtype == dtype && each.is_paired == is_paired;
   });
   if (list == lists_.end()) {
-    list = lists_.insert(list, DtypeList{dtype, {}, 0, 0, is_paired});
+    list = lists_.insert(list, DtypeList{dtype});
+    list->is_paired = is_paired;
     list->spans.reserve(expected_);
   }
   list->spans.push_back({address, numel, list->chunks, parameter, wide});

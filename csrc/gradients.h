@@ -6,6 +6,7 @@
 
 #include <deque>
 #include <memory>
+#include <memory_resource>
 #include <optional>
 #include <tuple>
 #include <unordered_set>
@@ -41,9 +42,13 @@ struct Span {
   }
 };
 
+// Memory that is kept from pass to pass. After a backward, malloc first sorts all that autograd has
+// freed when it is asked for more than a kilobyte, which takes several times as long as a walk.
+std::pmr::memory_resource* kept_memory();
+
 struct DtypeList {
   at::ScalarType dtype;
-  std::vector<Span> spans;
+  std::pmr::vector<Span> spans{kept_memory()};
   int64_t chunks = 0;
   int64_t elements = 0;
   bool is_paired = false;  // with float32 values, which a pass writes in place of 16-bit ones
@@ -165,8 +170,8 @@ struct Reading {
 
 // What a walk over an optimizer's parameters has found, in order.
 struct Walk {
-  std::vector<GradList> lists;  // one for each device
-  std::vector<GradRef> grads;   // those of all lists
+  std::vector<GradList> lists;                     // one for each device
+  std::pmr::vector<GradRef> grads{kept_memory()};  // those of all lists
   std::vector<SetAside> set_aside;
   // The first parameter that torch refuses, where the walk ends: one that is not a tensor or,
   // unless float16 is allowed, whose gradient is float16.

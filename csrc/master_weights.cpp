@@ -93,7 +93,7 @@ void Casts::reset() {
   elsewhere_.clear();
 }
 
-void Casts::start(GradList& list, const std::vector<GradRef>& grads) {
+void Casts::start(GradList& list, const std::pmr::vector<GradRef>& grads) {
   const at::Device device = list.device();
   int64_t length = 0;
   size_t count = 0;

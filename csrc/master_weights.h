@@ -18,7 +18,7 @@ class Casts {
   // Pairs all 16-bit gradients of a list with float32 memory: on the CPU that of the last pass, if
   // nobody else holds one of its gradients or a view. `grads` has those of the list, in its order,
   // and perhaps others.
-  void start(GradList& list, const std::vector<GradRef>& grads);
+  void start(GradList& list, const std::pmr::vector<GradRef>& grads);
 
   // Sets the gradients.
   void finish();
