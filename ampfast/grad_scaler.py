@@ -13,13 +13,21 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.amp.grad_scaler import OptState, _refresh_per_optimizer_state
+from torch.amp.grad_scaler import OptState
 from torch.cuda.amp.common import amp_definitely_not_available
 
 from ampfast import backends, capture, clipping, distributed, gradients, tracking
 from ampfast._version import __version__
 from ampfast.backends import scalars
-from ampfast.backends.core import Factor, Pass, any_found, copy_of, overrides, watch_casts
+from ampfast.backends.core import (
+    Factor,
+    Pass,
+    any_found,
+    copy_of,
+    new_entry,
+    overrides,
+    watch_casts,
+)
 from ampfast.backends.gpu import DeviceKernels, Ending
 from ampfast.backends.scalars import inverse, joint_flag, moved
 from ampfast.capture import is_capturing, refuse_capture
@@ -50,22 +58,31 @@ else:
 __all__ = ["GradScaler", "OptState"]
 
 Flags = dict[Any, Tensor]
-# Of a pass over gradients: flags, the agreement of ranks that they need, what the policy observed.
-_Passed = tuple[Flags, distributed.Agreement | None, list[Tensor] | None]
 
 # Key of an optimizer's entry in `_per_optimizer_states` besides torch's: the agreement of ranks on
 # its flags that is still to come.
 _AGREEMENT = "agreement"
 
+# Attributes of this process and this iteration; weak references among them.
+_OF_THIS_PROCESS = (
+    *("_choice", "_ending", "_has_observers", "_kernels", "_last_checks", "_tracking"),
+    *("_unscaled_by", "_unscaling", "_dividing"),
+)
+
+# A pass that only casts.
+_CASTING = Pass(True, Factor.NONE)
+
 _ONCE = "An iteration ends with update(), after the steps of all optimizers: is the call missing?"
 
-# An optimizer's entry before anything is done, as torch makes it.
-_NEW: dict[str, Any] = _refresh_per_optimizer_state()
 
 _FLOAT32 = torch.float32
 
 # Cold, reading an enum's member from its class would cost as much as all other lines of `step`.
 _READY, _UNSCALED, _STEPPED = OptState
+
+# Makes an optimizer's entry as torch's factory does, without a cold Python frame.
+_new_entry = partial(new_entry, _READY)
+_NEW = _new_entry()
 
 
 class GradScaler(TorchGradScaler):
@@ -139,7 +156,8 @@ class GradScaler(TorchGradScaler):
     # The update of the scale that rides in the next check.
     _ending: Ending | None = None
     # The passes by the scale, while it is the same tensor.
-    _passes = (Pass(True, Factor.NONE), Pass(False, Factor.NONE))
+    _unscaled_by: Tensor | None = None
+    _unscaling = _dividing = Pass(False, Factor.NONE)
     # The kernels for the device of the scale, once chosen.
     _kernels: backends.Kernels | None = None
     _track: str | None = None
@@ -154,6 +172,13 @@ class GradScaler(TorchGradScaler):
     _loss_scale = cached_property(lambda self: LossScale(Limits()))
     _ranks = cached_property(lambda self: distributed.Ranks(is_default=self._is_for_all))
     _spike_rules = cached_property(lambda self: SpikeRules())
+    _has_observers = cached_property(
+        lambda self: (
+            self._track is not None
+            or self._loss_scale.follower is not None
+            or not self._ranks.is_alone
+        )
+    )
     _tracking = cached_property(lambda self: tracking.Tracking(health=self._track == "health"))
 
     def __init__(
@@ -236,6 +261,7 @@ class GradScaler(TorchGradScaler):
     def process_group(self, group: ProcessGroup | DeviceMesh | None) -> None:
         distributed.require_group(group, self._device)
         self._ranks = distributed.Ranks(group, is_default=self._is_for_all)
+        self.__dict__.pop("_has_observers", None)
 
     def scale(self, outputs: Any) -> Any:
         """Returns a tensor, or the tensors of an iterable, times the scale; as torch's.
@@ -308,7 +334,10 @@ class GradScaler(TorchGradScaler):
         scale = self._scale
         if scale is None or self._growth_tracker is None or overrides(self, _CHECK_SCALE):
             scale = self._checked_scale("unscale_")
-        entry = self._per_optimizer_states[id(optimizer)]
+        key, checks = id(optimizer), self._last_checks.values
+        if key not in checks:
+            self._last_checks.record(optimizer, {})
+        entry = self._per_optimizer_states[key]
         if entry["stage"] is _UNSCALED or entry["stage"] is _STEPPED:
             raise _not_ready(entry, "clip_grad_norm_() unscales, too.")
         if overrides(self, _UNSCALE_GRADS):
@@ -316,34 +345,31 @@ class GradScaler(TorchGradScaler):
             agreement = self._ranks.agreement_on(optimizer.param_groups)
             try:
                 flags = self._unscale_grads_(optimizer, inverse(scale), found_inf, self._allow_fp16)
-                entry["stage"] = _UNSCALED
+                entry["found_inf_per_device"], entry["stage"] = flags, _UNSCALED
             except Exception:
                 raise
             except BaseException:  # an interrupt, which may have left gradients half written
                 _mark_unscaled(entry, agreement=agreement)
                 raise
-            passed: _Passed = flags, agreement, None
+            if agreement is not None:
+                self._agree(entry, scale, flags, agreement)
         else:
-            if self._is_guard:
-                work = Pass(casts_of(optimizer) is not None, Factor.NONE)
-            elif self._passes[0].factor is scale:
-                work = self._passes[0]
-            else:
-                work, _ = self._passes_by(scale)
+            work = self._unscaling if self._unscaled_by is scale else self._unscaling_by(scale)
+            if self._is_guard and isinstance(optimizer, MasterWeights):
+                work = _CASTING
             if self._ending is not None:
                 work, self._ending = work._replace(ending=self._ending), None
             try:
-                passed = self._pass(optimizer, entry, work, scale, allow_fp16=self._allow_fp16)
+                flag = None
+                if not self._has_observers:
+                    kernels = self._kernels or self._choose_kernels(scale.device)
+                    flag = kernels.pass_over(optimizer, entry, _UNSCALED, work, self._allow_fp16)
+                if flag is None:
+                    self._pass(optimizer, entry, work, scale, allow_fp16=self._allow_fp16)
             except AttributeError as error:
                 explain(error, optimizer, "param_groups")
                 raise
-        flags, agreement, observed = passed
-        entry["found_inf_per_device"], entry["stage"] = flags, _UNSCALED
-        if agreement is not None:
-            self._agree(entry, scale, flags, agreement, observed)
-            flags = entry["found_inf_per_device"]
-        if flags:
-            self._last_checks.record(optimizer, flags)
+        checks[key] = entry["found_inf_per_device"] or checks[key]
 
     @not_compiled
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
@@ -377,7 +403,10 @@ class GradScaler(TorchGradScaler):
         scale = self._scale
         if scale is None or self._growth_tracker is None or overrides(self, _CHECK_SCALE):
             scale = self._checked_scale("step")
-        entry = self._per_optimizer_states[id(optimizer)]
+        key, checks = id(optimizer), self._last_checks.values
+        if key not in checks:
+            self._last_checks.record(optimizer, {})
+        entry = self._per_optimizer_states[key]
         if entry["stage"] is _STEPPED:
             raise add_note(
                 RuntimeError("step() has already been called since the last update()."), _ONCE
@@ -395,13 +424,10 @@ class GradScaler(TorchGradScaler):
             flags = entry["found_inf_per_device"]
             if not flags:
                 raise no_inf_checks(optimizer)
-            if flags is not self._last_checks.latest:
-                self._last_checks.record(optimizer, flags)
+            checks[key] = flags
             result = self._maybe_opt_step(optimizer, entry, *args, **kwargs)
         entry["stage"] = _STEPPED
-        flags = entry.get("found_inf_per_device")
-        if flags is not None and flags is not self._last_checks.latest:
-            self._last_checks.record(optimizer, flags)
+        checks[key] = entry.get("found_inf_per_device") or checks[key]
         return result
 
     @not_compiled
@@ -833,8 +859,16 @@ class GradScaler(TorchGradScaler):
 
     def __getstate__(self) -> dict[str, Any]:
         state = super().__getstate__()
-        # Of this process and this iteration; weak references among them.
-        for name in ("_choice", "_ending", "_kernels", "_last_checks", "_passes", "_tracking"):
+        for name in (
+            "_choice",
+            "_ending",
+            "_kernels",
+            "_last_checks",
+            "_tracking",
+            "_unscaled_by",
+            "_unscaling",
+            "_dividing",
+        ):
             state.pop(name, None)
         if self._ranks.is_alone:
             state.pop("_ranks", None)
@@ -870,13 +904,12 @@ class GradScaler(TorchGradScaler):
             one = torch.full((), 1.0, dtype=torch.float32, device=scale.device)
             zero = torch.full((), 0.0, dtype=torch.float32, device=scale.device)
             flags = self._unscale_grads_(optimizer, one, zero, True)
-            passed: _Passed = flags, self._ranks.agreement_on(optimizer.param_groups), None
+            agreement = self._ranks.agreement_on(optimizer.param_groups)
+            if agreement is not None:
+                (flags,) = agreement.all_reduce([flags], scale.device)
         else:
             work = Pass(False, Factor.NONE)
-            passed = self._pass(optimizer, _NEW, work, scale, allow_fp16=True, observes=False)
-        flags, agreement, _ = passed
-        if agreement is not None:
-            (flags,) = agreement.all_reduce([flags], scale.device)
+            flags = self._pass(optimizer, None, work, scale, allow_fp16=True, observes=False)
         self._per_optimizer_states[id(optimizer)]["found_inf_per_device"] = flags
         return flags
 
@@ -909,20 +942,20 @@ class GradScaler(TorchGradScaler):
     def _pass(
         self,
         optimizer: torch.optim.Optimizer,
-        entry: dict[str, Any],
+        entry: dict[str, Any] | None,
         work: Pass,
         scale: Tensor,
         *,
         allow_fp16: bool,
         observes: bool = True,
-    ) -> _Passed:
-        """Runs a pass over an optimizer's gradients.
+    ) -> Flags:
+        """Runs a pass over an optimizer's gradients, which unscales them if an entry is given.
 
         One that writes marks the entry as unscaled first: whatever ends it early, neither a retry
         nor a step takes gradients that are half written.
 
         Returns:
-            Flags by device, the agreement of ranks that they need, what the policy observed.
+            Flags by device, on which all ranks agree; the entry gets them, too.
         """
         follower, grads, agreement = self._loss_scale.follower, None, None
         if follower is not None and observes:
@@ -932,45 +965,52 @@ class GradScaler(TorchGradScaler):
             plain = self._tracking.before(optimizer, work, self._loss_scale.words)
         if not self._ranks.is_alone:
             agreement = self._ranks.agreement(())
-            if work.write:
+            if work.write and entry is not None:
                 entry[_AGREEMENT] = agreement
         flag = None
-        if plain is not None:
+        if plain is not None and self._has_observers:
             kernels = self._kernels or self._choose_kernels(scale.device)
-            marked = entry if work.write else None
-            flag = kernels.pass_over(optimizer, marked, _UNSCALED, plain, allow_fp16)
+            flag = kernels.pass_over(optimizer, entry, _UNSCALED, plain, allow_fp16)
         if flag is not None:
-            flags = entry["found_inf_per_device"] if work.write else {flag.device: flag}
+            flags = {flag.device: flag}
         else:
             grads = self._collect(optimizer, allow_fp16=allow_fp16, writes=work.write)
             agreement = self._agreement(grads)
             if agreement is not None:
                 work = work._replace(ending=None)
-            mark = partial(_mark_unscaled, entry, agreement=agreement) if work.write else None
+            mark = None
+            if work.write and entry is not None:
+                mark = partial(_mark_unscaled, entry, agreement=agreement)
             flags = gradients.run(grads, work, before_write=mark)
         observed = None if work.sums is None else [work.sums[1]]
         if follower is not None and grads is not None and observed is None:
             observed = follower.seen(grads)
         if follower is not None and agreement is None:
             follower.observed += observed or []
-            observed = None
-        return flags, agreement, observed
+        if entry is not None:
+            entry["found_inf_per_device"], entry["stage"] = flags, _UNSCALED
+        if agreement is None:
+            return flags
+        if observes:
+            return self._agree(entry, scale, flags, agreement, observed)
+        return agreement.all_reduce([flags], scale.device)[0]
 
     def _agree(
         self,
-        entry: dict[str, Any],
+        entry: dict[str, Any] | None,
         scale: Tensor,
         flags: Flags,
         agreement: distributed.Agreement,
         observed: list[Tensor] | None = None,
-    ) -> None:
-        """Gives an entry the flags of all ranks, and the policy what they observed.
+    ) -> Flags:
+        """Returns the flags of all ranks, and gives the policy what they observed.
 
-        Of an optimizer that was unscaled, `step` or `update` takes a collective again that fails.
+        The entry of an optimizer that was unscaled gets them, and `step` or `update` takes a
+        collective again that fails.
         """
         follower = self._loss_scale.follower
-        if entry["stage"] is not _READY:
-            entry["found_inf_per_device"], entry[_AGREEMENT] = flags, agreement
+        if entry is not None:
+            entry[_AGREEMENT] = agreement
         if follower is None:
             (flags,) = agreement.all_reduce([flags], scale.device)
         else:
@@ -978,8 +1018,10 @@ class GradScaler(TorchGradScaler):
             largest = follower.largest(observed, device)
             (flags,), largest = agreement.all_reduce_norm([flags], device, largest, largest=True)
             follower.observed.append(largest)
-        entry["found_inf_per_device"] = flags
-        entry.pop(_AGREEMENT, None)
+        if entry is not None:
+            entry["found_inf_per_device"] = flags
+            del entry[_AGREEMENT]
+        return flags
 
     def _legacy_step(
         self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -1006,8 +1048,7 @@ class GradScaler(TorchGradScaler):
             return self._legacy_step(optimizer, args, kwargs)
         found_inf, grad_scale = self._found_by_division(optimizer, entry)
         flags = entry["found_inf_per_device"]
-        if flags is not self._last_checks.latest:
-            self._last_checks.record(optimizer, flags)
+        self._last_checks.values[id(optimizer)] = flags
         try:
             optimizer.grad_scale = grad_scale  # type: ignore[attr-defined]
             optimizer.found_inf = found_inf  # type: ignore[attr-defined]
@@ -1064,11 +1105,7 @@ class GradScaler(TorchGradScaler):
         elif isinstance(grad_scale, Tensor) and not overridden:
             # With a scale of the optimizer's own it sees other values than the policy.
             work = Pass(False, Factor.DIVIDE, grad_scale.detach().float())
-            flags, agreement, _ = self._pass(
-                optimizer, entry, work, scale, allow_fp16=True, observes=False
-            )
-            if agreement is not None:
-                (flags,) = agreement.all_reduce([flags], scale.device)
+            flags = self._pass(optimizer, None, work, scale, allow_fp16=True, observes=False)
             if is_unscaled:
                 # What unscale_ found counts too; in new tensors, for its own may have been handed
                 # out.
@@ -1084,18 +1121,20 @@ class GradScaler(TorchGradScaler):
         self, optimizer: torch.optim.Optimizer, entry: dict[str, Any], scale: Tensor
     ) -> tuple[Any, Any]:
         """Checks still scaled gradients for an optimizer that divides by the scale alone."""
-        _, work = self._passes if self._passes[0].factor is scale else self._passes_by(scale)
-        ending = None
+        if self._unscaled_by is not scale:
+            self._unscaling_by(scale)
+        work, ending, flag = self._dividing, None, None
         kernels = self._kernels or self._choose_kernels(scale.device)
         if scale.dtype is torch.float32 and isinstance(kernels, DeviceKernels):
             ending, self._ending = self._ending or Ending(None, scale), None
             work = work._replace(factor=scale.detach(), ending=ending)
-        flags, agreement, observed = self._pass(optimizer, entry, work, scale, allow_fp16=True)
-        if agreement is None:
-            entry["found_inf_per_device"] = flags
+        if not self._has_observers:
+            flag = kernels.pass_over(optimizer, None, None, work, True)
+        if flag is not None:
+            entry["found_inf_per_device"] = flags = {flag.device: flag}
         else:
-            self._agree(entry, scale, flags, agreement, observed)
-            flags = entry["found_inf_per_device"]
+            flags = self._pass(optimizer, None, work, scale, allow_fp16=True)
+            entry["found_inf_per_device"] = flags
         if ending is not None and ending.applied:
             grad_scale = ending.divisor
         else:
@@ -1225,19 +1264,22 @@ class GradScaler(TorchGradScaler):
         if not self._enabled:
             return {}
         flags = self._last_checks.get(optimizer)
-        if flags is None:
+        if not flags:
             raise LookupError(
                 f"this optimizer ({type(optimizer).__name__}) was never checked: "
                 "call step() or unscale_() first"
             )
         return flags
 
-    def _passes_by(self, scale: Tensor) -> tuple[Pass, Pass]:
+    def _unscaling_by(self, scale: Tensor) -> Pass:
         """Makes the pass that unscales, and the one that checks for a division by the scale."""
         divisor = scale if scale.dtype is torch.float32 else scale.float()
-        unscaling = Pass(True, *gradients.unscaling(scale))
-        self._passes = unscaling, Pass(False, Factor.DIVIDE, divisor)
-        return self._passes
+        self._unscaling = Pass(True, *gradients.unscaling(scale))
+        if self._is_guard:
+            self._unscaling = Pass(False, Factor.NONE)
+        self._dividing = Pass(False, Factor.DIVIDE, divisor)
+        self._unscaled_by = scale
+        return self._unscaling
 
     def _choose_kernels(self, device: torch.device) -> backends.Kernels:
         """Chooses the kernels for the device of the scale."""
@@ -1335,7 +1377,7 @@ class GradScaler(TorchGradScaler):
         return self._tracking
 
     def _end_iteration(self) -> None:
-        self._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
+        self._per_optimizer_states = defaultdict(_new_entry)
         loss_scale = self._loss_scale
         loss_scale.norms = {}
         if loss_scale.follower is not None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ampfast.backends import Kernels, scalars, torch_ops
-from ampfast.backends.core import Update
+from ampfast.backends.core import Update, new_update
 from ampfast.backends.core import state_layout as layout
 from ampfast.backends.gpu import DeviceKernels, Ending
 from ampfast.capture import is_capturing, refuse_capture
@@ -222,7 +222,7 @@ class LossScale:
         follower = self.follower
         norm = self.joint_norm(scale.device) if self.norms else None
         words = self.words_on(scale.device) if self.words is None else self.words
-        update = Update(scale, growth_tracker, found_infs, *factors, words, norm)
+        update = new_update((scale, growth_tracker, found_infs, *factors, words, norm))
         if follower is not None and follows:
             follower.before_update(update)
         if not kernels.update(update):

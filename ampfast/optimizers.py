@@ -85,40 +85,39 @@ class ByOptimizer(Generic[Value]):
     Optimizers are held by weak reference; those that take none, as long as this.
 
     Attributes:
-        latest: The value that was recorded last.
+        values: By the id of an optimizer that lives.
     """
 
     def __init__(self) -> None:
-        self.latest: Value | None = None
-        self._entries: dict[int, tuple[Callable[[], object], Value]] = {}
+        self.values: dict[int, Value] = {}
+        self._references: dict[int, Callable[[], object]] = {}
 
     def __iter__(self) -> Iterator[tuple[Any, Value]]:
         """Iterates over living optimizers and their values, in order of their first record."""
-        for reference, value in list(self._entries.values()):
+        for key, reference in list(self._references.items()):
             optimizer = reference()
             if optimizer is not None:
-                yield optimizer, value
+                yield optimizer, self.values[key]
 
     def record(self, optimizer: object, value: Value) -> None:
         """Sets the value of an optimizer."""
-        key, entries = id(optimizer), self._entries
-        self.latest = value
-        reference, _ = entries.get(key, _NONE)
-        if reference() is not optimizer:
-            try:
-                reference = weakref.ref(optimizer, lambda _: entries.pop(key, None))
-            except TypeError:
-                reference = partial(_same, optimizer)
-        entries[key] = reference, value
+        key, values, references = id(optimizer), self.values, self._references
+        values[key] = value
+        if key in references:
+            return
+
+        def forget(_: object) -> None:
+            del values[key], references[key]
+
+        try:
+            references[key] = weakref.ref(optimizer, forget)
+        except TypeError:
+            references[key] = partial(_same, optimizer)
 
     def get(self, optimizer: object) -> Value | None:
         """Returns the value of this very object, or None."""
-        entry = self._entries.get(id(optimizer))
-        return entry[1] if entry is not None and entry[0]() is optimizer else None
+        return self.values.get(id(optimizer))
 
 
 def _same(optimizer: object) -> object:
     return optimizer
-
-
-_NONE: tuple[Callable[[], object], Any] = type(None), None

@@ -314,6 +314,14 @@ PyObject* update(PyObject* const* args) {
   return Py_NewRef(Py_True);
 }
 
+// new_entry(stage) -> an optimizer's entry, as torch makes it
+PyObject* new_entry(PyObject* const* args) {
+  py::dict entry;
+  entry[kStageName] = py::handle(args[0]);
+  entry[kFlagsName] = py::dict();
+  return entry.release().ptr();
+}
+
 // overrides(scaler, hooks) -> whether its class or the scaler itself has another method than the
 // one given for one of the names
 PyObject* overrides(PyObject* const* args) {
@@ -372,6 +380,7 @@ void bind_steps(py::module_& m) {
                                   method<any_found, 1>("any_found"),
                                   method<copy_of, 1>("copy_of"),
                                   method<has_parameters, 3>("has_parameters"),
+                                  method<new_entry, 1>("new_entry"),
                                   method<overrides, 2>("overrides"),
                                   method<update, 1>("update"),
                                   {nullptr, nullptr, 0, nullptr}};

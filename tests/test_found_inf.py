@@ -290,12 +290,20 @@ def test_flags_of_dropped_gradients_count() -> None:
 
 
 def test_an_id_that_comes_back_is_another_optimizer() -> None:
-    checks, first, second = ByOptimizer[Any](), optimizer_of("sgd"), optimizer_of("sgd")
-    checks.record(first, {"flag": torch.zeros(())})
-    checks._entries[id(second)] = checks._entries[id(first)]
-    assert checks.get(second) is None
-    checks.record(second, {})
-    assert checks.get(second) == {}
+    class Bare:
+        pass
+
+    checks, ids = ByOptimizer[int](), set()
+    for number in range(10):
+        optimizer = Bare()
+        ids.add(id(optimizer))
+        assert checks.get(optimizer) is None
+        checks.record(optimizer, number)
+        assert checks.get(optimizer) == number
+        assert list(checks) == [(optimizer, number)]
+        del optimizer
+        assert list(checks) == []
+    assert len(ids) < 10
 
 
 def test_objects_without_weak_references_are_held() -> None:

@@ -43,12 +43,12 @@ def heard(monkeypatch: pytest.MonkeyPatch) -> list[list[float]]:
     """Values sent to other ranks; `["bad"]` as the first makes them find an overflow."""
     sent: list[list[float]] = []
 
-    def all_reduce(tensor: torch.Tensor, op: Any, group: Any) -> None:
+    def all_reduce(_: distributed.Group, tensor: torch.Tensor, op: Any) -> None:
         sent.append(tensor.reshape(-1).tolist())
         if sent[0] == ["bad"]:
             tensor.fill_(1.0)
 
-    monkeypatch.setattr(dist, "all_reduce", all_reduce)
+    monkeypatch.setattr(distributed.Group, "all_reduce_", all_reduce)
     return sent
 
 
@@ -118,7 +118,7 @@ def test_a_replay_skips_for_another_rank(
     world: dist.ProcessGroup, launcher: ReferenceLauncher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     says = torch.zeros(())
-    monkeypatch.setattr(dist, "all_reduce", lambda tensor, op, group: tensor.add_(says))
+    monkeypatch.setattr(distributed.Group, "all_reduce_", lambda _, tensor, op: tensor.add_(says))
     capturing = Capturing(launcher, monkeypatch)
     training = Training(started(process_group=world), "sgd", torch.device("cpu"))
     training.iterate(0)
@@ -207,8 +207,10 @@ def test_disabled_scalers_agree_in_a_world(
     world: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sent: list[Any] = []
-    reduce = dist.all_reduce
-    monkeypatch.setattr(dist, "all_reduce", lambda *a, **k: (sent.append(a), reduce(*a, **k)))
+    reduce = distributed.Group.all_reduce_
+    monkeypatch.setattr(
+        distributed.Group, "all_reduce_", lambda *given: (sent.append(given), reduce(*given))
+    )
     for group, times in ((None, 0), (world, 1)):
         sent.clear()
         scaler = GradScaler("cpu", enabled=False, process_group=group)

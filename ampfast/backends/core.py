@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from enum import IntEnum
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -69,6 +70,8 @@ __all__ = [
     "lacks_state",
     "lend_grads",
     "list_of",
+    "new_entry",
+    "new_update",
     "overrides",
     "require_storage",
     "state_layout",
@@ -103,6 +106,8 @@ fingerprint_of = _C.fingerprint_of
 # None, with nothing done, if a gradient is 16 bit, or the fingerprint, where one is given, has
 # changed.
 lend_grads = _C.lend_grads
+# The entry of an optimizer at a stage, without flags.
+new_entry = _C.new_entry
 # Pairs of the parameters and master weights of which the latter have a gradient, to write the
 # former, and the fingerprint afterwards; None where the kernels cannot take one.
 stepped_pairs = _C.stepped_pairs
@@ -162,6 +167,10 @@ class Update(NamedTuple):
     growth_interval: int
     state: Tensor | None = None
     norm: Tensor | None = None
+
+
+# Makes an `Update` of a tuple; the constructor of a named tuple is a cold Python frame.
+new_update = partial(tuple.__new__, Update)
 
 
 class Pass(NamedTuple):

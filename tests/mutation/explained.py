@@ -137,20 +137,6 @@ _BY_REASON: dict[str, list[tuple[str, str, str, int]]] = {
         ("GradScaler._maybe_opt_step", "len(on_gpu) > 1", "len(on_gpu) >= 1", 1),
         ("GradScaler._maybe_opt_step", "0", "1", 1),
     ],
-    "An entry has flags, unless a caller takes them away; recording them again changes nothing.": [
-        (
-            "GradScaler.step",
-            "flags is not None and flags is not self._last_checks.latest",
-            "flags is not self._last_checks.latest",
-            1,
-        ),
-        (
-            "GradScaler.step",
-            "flags is not None and flags is not self._last_checks.latest",
-            "flags is not None",
-            1,
-        ),
-    ],
     "Only the type checker needs what is left out: without a scale there are no states.": [
         ("GradScaler._clip", "deferred and divisor is not None", "deferred", 1),
         ("GradScaler._clip", "scale is not None and len(entries) > 1", "len(entries) > 1", 1),
