@@ -6,12 +6,11 @@ import copy
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from functools import cached_property, partial
+from functools import cached_property
 from numbers import Number
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.amp.grad_scaler import OptState
 from torch.cuda.amp.common import amp_definitely_not_available
@@ -19,49 +18,43 @@ from torch.cuda.amp.common import amp_definitely_not_available
 from ampfast import backends, capture, clipping, distributed, gradients, tracking
 from ampfast._version import __version__
 from ampfast.backends import scalars
-from ampfast.backends.core import (
-    Factor,
-    Pass,
-    any_found,
-    copy_of,
-    new_entry,
-    overrides,
-    watch_casts,
-)
-from ampfast.backends.gpu import DeviceKernels, Ending
+from ampfast.backends.core import Factor, Pass, any_found, overrides, watch_casts
+from ampfast.backends.gpu import DeviceKernels
 from ampfast.backends.scalars import inverse, joint_flag, moved
 from ampfast.capture import is_capturing, refuse_capture
 from ampfast.errors import add_note, not_compiled, warn_caller
 from ampfast.hooks import original_methods
-from ampfast.loss_scale import Limits, LossScale, entry_of, is_static
-from ampfast.master_weights import MasterWeights, casts_of
+from ampfast.loss_scale import Limits, LossScale, entry_of, require_static
+from ampfast.master_weights import MasterWeights
 from ampfast.optimizers import (
     ByOptimizer,
     explain,
     lacks_momentum,
+    legacy_step,
     no_inf_checks,
     takes_grad_scaler,
 )
+from ampfast.passes import (
+    AGREEMENT,
+    NEW,
+    READY,
+    STEPPED,
+    UNSCALED,
+    Flags,
+    Passes,
+    fresh_entry,
+    mark_unscaled,
+)
 from ampfast.policies import LogMax, UnderflowTarget
 from ampfast.report import History, ScalerStats
-from ampfast.spikes import Sigmas, SpikeRule, SpikeRules, require_accepted_norms, skip_limit_of
+from ampfast.spikes import Sigmas, SpikeRules, require_accepted_norms, skip_limit_of
 from ampfast.tracking import GradientHealth, OverflowReport
 
 if TYPE_CHECKING:
-    from torch.amp.grad_scaler import GradScaler as TorchGradScaler
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
-else:
-    # torch's own class, also where an earlier import of ampfast has patched its name.
-    TorchGradScaler = getattr(torch.amp.GradScaler, "_stands_for", torch.amp.GradScaler)
 
 __all__ = ["GradScaler", "OptState"]
-
-Flags = dict[Any, Tensor]
-
-# Key of an optimizer's entry in `_per_optimizer_states` besides torch's: the agreement of ranks on
-# its flags that is still to come.
-_AGREEMENT = "agreement"
 
 # Attributes of this process and this iteration; weak references among them.
 _OF_THIS_PROCESS = (
@@ -74,18 +67,10 @@ _CASTING = Pass(True, Factor.NONE)
 
 _ONCE = "An iteration ends with update(), after the steps of all optimizers: is the call missing?"
 
-
 _FLOAT32 = torch.float32
 
-# Cold, reading an enum's member from its class would cost as much as all other lines of `step`.
-_READY, _UNSCALED, _STEPPED = OptState
 
-# Makes an optimizer's entry as torch's factory does, without a cold Python frame.
-_new_entry = partial(new_entry, _READY)
-_NEW = _new_entry()
-
-
-class GradScaler(TorchGradScaler):
+class GradScaler(Passes):
     """A `torch.amp.GradScaler` that reads the gradients once and never corrupts a model.
 
     One iteration, for gradients g, scale s and optimizer o::
@@ -144,42 +129,11 @@ class GradScaler(TorchGradScaler):
 
     # What the class behind this one gets besides.
     _base_arguments: ClassVar[dict[str, Any]] = {}
-    # Whether it agrees with all ranks where no group is given.
-    _is_for_all = False
-
-    # On the class for instances that torch pickled or whose __init__ was not called.
-    _allow_fp16 = False
-    _backend: str | None = None
+    # As in `Passes`: the flags of each living optimizer's last check, the norms of steps taken.
     _dynamic = True
-    # Whether the scale is 1 forever, so that nothing is multiplied or divided by it.
-    _is_guard = False
-    # The update of the scale that rides in the next check.
-    _ending: Ending | None = None
-    # The passes by the scale, while it is the same tensor.
-    _unscaled_by: Tensor | None = None
-    _unscaling = _dividing = Pass(False, Factor.NONE)
-    # The kernels for the device of the scale, once chosen.
-    _kernels: backends.Kernels | None = None
-    _track: str | None = None
     _warned_of_zero = False
-
-    # Made when first asked for, also for instances that torch pickled or whose __init__ was not
-    # called: the kernels by device, the flags of each living optimizer's last check, the state of
-    # the scale besides torch's two tensors, the ranks to agree with, the norms of steps taken, the
-    # per-parameter tables.
-    _choice = cached_property(lambda self: backends.choose(self._backend))
     _last_checks = cached_property(lambda self: ByOptimizer[Flags]())
-    _loss_scale = cached_property(lambda self: LossScale(Limits()))
-    _ranks = cached_property(lambda self: distributed.Ranks(is_default=self._is_for_all))
     _spike_rules = cached_property(lambda self: SpikeRules())
-    _has_observers = cached_property(
-        lambda self: (
-            self._track is not None
-            or self._loss_scale.follower is not None
-            or not self._ranks.is_alone
-        )
-    )
-    _tracking = cached_property(lambda self: tracking.Tracking(health=self._track == "health"))
 
     def __init__(
         self,
@@ -251,17 +205,6 @@ class GradScaler(TorchGradScaler):
             self._growth_interval, self._backoff_factor = 0, 1.0
             self._is_guard = init_scale == 1
         self._track = track
-
-    @property
-    def process_group(self) -> ProcessGroup | DeviceMesh | None:
-        """The ranks with which the scaler agrees, besides those of DTensors."""
-        return self._ranks.group
-
-    @process_group.setter
-    def process_group(self, group: ProcessGroup | DeviceMesh | None) -> None:
-        distributed.require_group(group, self._device)
-        self._ranks = distributed.Ranks(group, is_default=self._is_for_all)
-        self.__dict__.pop("_has_observers", None)
 
     def scale(self, outputs: Any) -> Any:
         """Returns a tensor, or the tensors of an iterable, times the scale; as torch's.
@@ -338,18 +281,18 @@ class GradScaler(TorchGradScaler):
         if key not in checks:
             self._last_checks.record(optimizer, {})
         entry = self._per_optimizer_states[key]
-        if entry["stage"] is _UNSCALED or entry["stage"] is _STEPPED:
+        if entry["stage"] is UNSCALED or entry["stage"] is STEPPED:
             raise _not_ready(entry, "clip_grad_norm_() unscales, too.")
         if overrides(self, _UNSCALE_GRADS):
             found_inf = torch.full((), 0.0, dtype=torch.float32, device=scale.device)
             agreement = self._ranks.agreement_on(optimizer.param_groups)
             try:
                 flags = self._unscale_grads_(optimizer, inverse(scale), found_inf, self._allow_fp16)
-                entry["found_inf_per_device"], entry["stage"] = flags, _UNSCALED
+                entry["found_inf_per_device"], entry["stage"] = flags, UNSCALED
             except Exception:
                 raise
             except BaseException:  # an interrupt, which may have left gradients half written
-                _mark_unscaled(entry, agreement=agreement)
+                mark_unscaled(entry, agreement=agreement)
                 raise
             if agreement is not None:
                 self._agree(entry, scale, flags, agreement)
@@ -363,7 +306,7 @@ class GradScaler(TorchGradScaler):
                 flag = None
                 if not self._has_observers:
                     kernels = self._kernels or self._choose_kernels(scale.device)
-                    flag = kernels.pass_over(optimizer, entry, _UNSCALED, work, self._allow_fp16)
+                    flag = kernels.pass_over(optimizer, entry, UNSCALED, work, self._allow_fp16)
                 if flag is None:
                     self._pass(optimizer, entry, work, scale, allow_fp16=self._allow_fp16)
             except AttributeError as error:
@@ -407,26 +350,26 @@ class GradScaler(TorchGradScaler):
         if key not in checks:
             self._last_checks.record(optimizer, {})
         entry = self._per_optimizer_states[key]
-        if entry["stage"] is _STEPPED:
+        if entry["stage"] is STEPPED:
             raise add_note(
                 RuntimeError("step() has already been called since the last update()."), _ONCE
             )
-        if _AGREEMENT in entry and entry["stage"] is not _READY:
-            self._agree(entry, scale, entry["found_inf_per_device"], entry[_AGREEMENT])
+        if AGREEMENT in entry and entry["stage"] is not READY:
+            self._agree(entry, scale, entry["found_inf_per_device"], entry[AGREEMENT])
         if getattr(optimizer, "_step_supports_amp_scaling", False):
             result = self._step_fused(optimizer, entry, args, kwargs)
         else:
             if scale.is_cuda and is_capturing() and not overrides(self, _MAYBE_STEP):
                 # Here, or the gradients would count as unscaled.
                 capture.require_skippable(optimizer)
-            if entry["stage"] is _READY:
+            if entry["stage"] is READY:
                 self.unscale_(optimizer)
             flags = entry["found_inf_per_device"]
             if not flags:
                 raise no_inf_checks(optimizer)
             checks[key] = flags
             result = self._maybe_opt_step(optimizer, entry, *args, **kwargs)
-        entry["stage"] = _STEPPED
+        entry["stage"] = STEPPED
         checks[key] = entry.get("found_inf_per_device") or checks[key]
         return result
 
@@ -454,8 +397,8 @@ class GradScaler(TorchGradScaler):
             scale, growth_tracker = self._check_scale_growth_tracker("update")
         flags: list[Tensor] = []
         for entry in self._per_optimizer_states.values():
-            if _AGREEMENT in entry and entry["stage"] is not _READY:
-                self._agree(entry, scale, entry["found_inf_per_device"], entry[_AGREEMENT])
+            if AGREEMENT in entry and entry["stage"] is not READY:
+                self._agree(entry, scale, entry["found_inf_per_device"], entry[AGREEMENT])
             flags += entry["found_inf_per_device"].values()
         if not flags:
             raise add_note(
@@ -573,8 +516,8 @@ class GradScaler(TorchGradScaler):
             return self._clip(optimizers, None, limit, order, None, defers, overridden=False)
         scale = self._checked_scale("clip_grad_norm_")
         for each in optimizers:
-            state = self._per_optimizer_states.get(id(each), _NEW)
-            if state["stage"] is not _READY:
+            state = self._per_optimizer_states.get(id(each), NEW)
+            if state["stage"] is not READY:
                 raise _not_ready(
                     state,
                     "clip_grad_norm_() unscales by itself: call it once, in place of unscale_(), "
@@ -627,23 +570,23 @@ class GradScaler(TorchGradScaler):
         """
         optimizers, order = clipping.optimizers_of(optimizer), clipping.order_of(norm_type)
         entries: dict[int, dict[str, Any]] = self._per_optimizer_states if self._enabled else {}
-        states = [entries.get(id(each), _NEW) for each in optimizers]
+        states = [entries.get(id(each), NEW) for each in optimizers]
         scale: Tensor | None = None
         if self._enabled:
             scale = self._checked_scale("grad_norm")
-            if any(state["stage"] is _STEPPED for state in states):
+            if any(state["stage"] is STEPPED for state in states):
                 raise add_note(RuntimeError("grad_norm() is being called after step()."), _ONCE)
         terms = [
             self._norm_term(
                 each,
-                None if state["stage"] is _UNSCALED and clipping.DEFERRED not in state else scale,
+                None if state["stage"] is UNSCALED and clipping.DEFERRED not in state else scale,
                 writes=False,
             )
             for each, state in zip(optimizers, states, strict=True)
         ]
         agreement = self._agreement(*(term.grads for term in terms))
         norm = clipping.measure(self._choice, terms, order, math.inf, scale, None, agreement)[0]
-        if self._enabled and all(state["stage"] is _READY for state in states):
+        if self._enabled and all(state["stage"] is READY for state in states):
             # Else it may be of gradients that were clipped.
             self._loss_scale.record_norm(optimizers, norm, order)
         return norm
@@ -837,17 +780,8 @@ class GradScaler(TorchGradScaler):
         loaded: Any = ()
         norms: list[list[float]] = []
         if self._enabled:
-            if not self._dynamic and not is_static(state_dict):
-                raise ValueError(
-                    "this scaler was made with dynamic=False, but the checkpoint's scale changes: "
-                    f"growth_interval {state_dict.get('growth_interval')}, backoff_factor "
-                    f"{state_dict.get('backoff_factor')}"
-                )
-            if self._is_guard and state_dict and state_dict.get("scale") != 1:
-                raise ValueError(
-                    "this scaler's scale is always 1, but the checkpoint's is "
-                    f"{state_dict.get('scale')}: it was made with dynamic=False and init_scale=1"
-                )
+            if not self._dynamic:
+                require_static(state_dict, is_guard=self._is_guard)
             loaded = loss_scale.require_loadable(state_dict)
             if state_dict:
                 norms = require_accepted_norms(entry_of(state_dict).get("norms", []))
@@ -939,103 +873,6 @@ class GradScaler(TorchGradScaler):
 
     # The steps of the state machine.
 
-    def _pass(
-        self,
-        optimizer: torch.optim.Optimizer,
-        entry: dict[str, Any] | None,
-        work: Pass,
-        scale: Tensor,
-        *,
-        allow_fp16: bool,
-        observes: bool = True,
-    ) -> Flags:
-        """Runs a pass over an optimizer's gradients, which unscales them if an entry is given.
-
-        One that writes marks the entry as unscaled first: whatever ends it early, neither a retry
-        nor a step takes gradients that are half written.
-
-        Returns:
-            Flags by device, on which all ranks agree; the entry gets them, too.
-        """
-        follower, grads, agreement = self._loss_scale.follower, None, None
-        if follower is not None and observes:
-            work = follower.before(work, scale.device)
-        plain: Pass | None = work
-        if self._track is not None:
-            plain = self._tracking.before(optimizer, work, self._loss_scale.words)
-        if not self._ranks.is_alone:
-            agreement = self._ranks.agreement(())
-            if work.write and entry is not None:
-                entry[_AGREEMENT] = agreement
-        flag = None
-        if plain is not None and self._has_observers:
-            kernels = self._kernels or self._choose_kernels(scale.device)
-            flag = kernels.pass_over(optimizer, entry, _UNSCALED, plain, allow_fp16)
-        if flag is not None:
-            flags = {flag.device: flag}
-        else:
-            grads = self._collect(optimizer, allow_fp16=allow_fp16, writes=work.write)
-            agreement = self._agreement(grads)
-            if agreement is not None:
-                work = work._replace(ending=None)
-            mark = None
-            if work.write and entry is not None:
-                mark = partial(_mark_unscaled, entry, agreement=agreement)
-            flags = gradients.run(grads, work, before_write=mark)
-        observed = None if work.sums is None else [work.sums[1]]
-        if follower is not None and grads is not None and observed is None:
-            observed = follower.seen(grads)
-        if follower is not None and agreement is None:
-            follower.observed += observed or []
-        if entry is not None:
-            entry["found_inf_per_device"], entry["stage"] = flags, _UNSCALED
-        if agreement is None:
-            return flags
-        if observes:
-            return self._agree(entry, scale, flags, agreement, observed)
-        return agreement.all_reduce([flags], scale.device)[0]
-
-    def _agree(
-        self,
-        entry: dict[str, Any] | None,
-        scale: Tensor,
-        flags: Flags,
-        agreement: distributed.Agreement,
-        observed: list[Tensor] | None = None,
-    ) -> Flags:
-        """Returns the flags of all ranks, and gives the policy what they observed.
-
-        The entry of an optimizer that was unscaled gets them, and `step` or `update` takes a
-        collective again that fails.
-        """
-        follower = self._loss_scale.follower
-        if entry is not None:
-            entry[_AGREEMENT] = agreement
-        if follower is None:
-            (flags,) = agreement.all_reduce([flags], scale.device)
-        else:
-            device = scale.device
-            largest = follower.largest(observed, device)
-            (flags,), largest = agreement.all_reduce_norm([flags], device, largest, largest=True)
-            follower.observed.append(largest)
-        if entry is not None:
-            entry["found_inf_per_device"] = flags
-            del entry[_AGREEMENT]
-        return flags
-
-    def _legacy_step(
-        self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> float | None:
-        """Steps an optimizer of torch's older contract, which unscales by the given scaler."""
-        warn_caller(
-            "GradScaler is going to stop passing itself as a keyword argument to the passed "
-            "optimizer. In the near future GradScaler registers `grad_scale: Tensor` and "
-            "`found_inf: Tensor` to the passed optimizer and let the optimizer use them directly.",
-            FutureWarning,
-        )
-        result: float | None = optimizer.step(*args, **{**kwargs, "grad_scaler": self})
-        return result
-
     def _step_fused(
         self,
         optimizer: torch.optim.Optimizer,
@@ -1045,7 +882,7 @@ class GradScaler(TorchGradScaler):
     ) -> float | None:
         """Steps an optimizer that divides by `grad_scale` and skips by `found_inf` itself."""
         if takes_grad_scaler(optimizer.step):
-            return self._legacy_step(optimizer, args, kwargs)
+            return legacy_step(optimizer, self, args, kwargs)
         found_inf, grad_scale = self._found_by_division(optimizer, entry)
         flags = entry["found_inf_per_device"]
         self._last_checks.values[id(optimizer)] = flags
@@ -1077,20 +914,20 @@ class GradScaler(TorchGradScaler):
         """Returns the `found_inf` and the `grad_scale` for an optimizer that divides by it."""
         overridden = overrides(self, _CHECKS)
         divides = not isinstance(optimizer, MasterWeights) and (overridden or not self._is_guard)
-        if entry["stage"] is _READY and not divides:
+        if entry["stage"] is READY and not divides:
             self.unscale_(optimizer)  # which casts, or only reads
         scale = self._scale
         if scale is None or overrides(self, _SCALE_HOOKS):
-            if entry["stage"] is _READY and not overridden:
+            if entry["stage"] is READY and not overridden:
                 self._check_scale_growth_tracker("_check_inf_per_device")
             scale = None
-        if entry["stage"] is _READY and overridden:
+        if entry["stage"] is READY and overridden:
             self._check_inf_per_device(optimizer)
         if scale is None:
             scale = self._get_scale_async()
         if scale is None:
             raise AssertionError("_get_scale_async returned None")
-        is_unscaled = entry["stage"] is _UNSCALED
+        is_unscaled = entry["stage"] is UNSCALED
         has_own = hasattr(optimizer, "grad_scale")
         deferred: clipping.Deferred | None = entry.get(clipping.DEFERRED)
         if is_unscaled:
@@ -1117,146 +954,6 @@ class GradScaler(TorchGradScaler):
         # Nothing checked is 0, as torch's sum over nothing.
         return scalars.any_found(flags, scale.device) if flags else 0, grad_scale
 
-    def _checked_by_scale(
-        self, optimizer: torch.optim.Optimizer, entry: dict[str, Any], scale: Tensor
-    ) -> tuple[Any, Any]:
-        """Checks still scaled gradients for an optimizer that divides by the scale alone."""
-        if self._unscaled_by is not scale:
-            self._unscaling_by(scale)
-        work, ending, flag = self._dividing, None, None
-        kernels = self._kernels or self._choose_kernels(scale.device)
-        if scale.dtype is torch.float32 and isinstance(kernels, DeviceKernels):
-            ending, self._ending = self._ending or Ending(None, scale), None
-            work = work._replace(factor=scale.detach(), ending=ending)
-        if not self._has_observers:
-            flag = kernels.pass_over(optimizer, None, None, work, True)
-        if flag is not None:
-            entry["found_inf_per_device"] = flags = {flag.device: flag}
-        else:
-            flags = self._pass(optimizer, None, work, scale, allow_fp16=True)
-            entry["found_inf_per_device"] = flags
-        if ending is not None and ending.applied:
-            grad_scale = ending.divisor
-        else:
-            copied = copy_of(scale)
-            grad_scale = scale * 1 if copied is None else copied
-        if len(flags) != 1 or scale.device not in flags:
-            # Nothing checked is 0, as torch's sum over nothing.
-            found = scalars.any_found(flags.values(), scale.device) if flags else 0
-            return found, grad_scale
-        # Exactly 0 or 1, and new; only another's optimizer may write it.
-        flag = flags[scale.device]
-        is_torchs = type(optimizer).__module__.startswith("torch.optim.")
-        return flag if is_torchs else flag.clone(), grad_scale
-
-    def _clip(
-        self,
-        optimizers: list[Any],
-        scale: Tensor | None,
-        limit: float,
-        order: float,
-        spikes: SpikeRule | None,
-        defers: list[bool],
-        *,
-        overridden: bool,
-    ) -> Tensor:
-        """Clips gradients, scaled by `scale`, or lets the step of those that defer clip.
-
-        `overridden`: a hook decides on infinities.
-        """
-        if overridden:
-            # What the hook finds counts, and what it writes is clipped.
-            for each in optimizers:
-                self.unscale_(each)
-        keeps = self._is_guard and limit == math.inf  # values times 1 are not written
-        terms = [
-            self._norm_term(
-                each,
-                None if overridden else scale,
-                writes=not deferred and not (keeps and casts_of(each) is None),
-            )
-            for each, deferred in zip(optimizers, defers, strict=True)
-        ]
-        divisor = None
-        entries: list[dict[str, Any]] = []
-        if scale is not None:
-            entries = [self._per_optimizer_states[id(each)] for each in optimizers]
-            if any(defers):
-                divisor = torch.empty((), dtype=torch.float32, device=scale.device)
-        if overridden:
-            for term in terms:
-                term.grads.track_on = None
-        checked = [] if overridden else list(zip(entries, terms, strict=False))
-        agreement = self._agreement(*(term.grads for term in terms))
-        norm, coefficient = clipping.measure(
-            self._choice, terms, order, limit, scale, divisor, agreement, spikes
-        )
-        if overridden and spikes is not None:
-            for entry, term in zip(entries, terms, strict=True):
-                flags = entry["found_inf_per_device"]
-                entry["found_inf_per_device"] = {
-                    at: joint_flag([flag, *term.flags.values()], flag.device)
-                    for at, flag in flags.items()
-                }
-        for (entry, term), deferred in zip(checked, defers, strict=False):
-            if deferred and divisor is not None:
-                entry[clipping.DEFERRED] = clipping.Deferred(
-                    divisor, coefficient, term.sums, agreement
-                )
-        follower = self._loss_scale.follower
-        if follower is not None:
-            observed = []
-            for term in terms:
-                observed += follower.seen(term.grads, term.sums)
-            if agreement is not None:
-                observed = [agreement.norm(scalars.largest(observed, norm.device), math.inf)]
-            follower.observed += observed
-        _mark_unscaled(*(entry for entry, _ in checked))
-        clipping.clip_(terms, coefficient)
-        for entry, term in checked:
-            entry["found_inf_per_device"] = term.flags
-        if scale is not None and len(entries) > 1:
-            clipping.skip_together(entries, scale.device)
-        return norm
-
-    def _clip_over(
-        self,
-        optimizer: torch.optim.Optimizer,
-        scale: Tensor,
-        limit: float,
-        order: float,
-        spikes: SpikeRule | None,
-    ) -> Tensor | None:
-        """Clips an optimizer's gradients by one call, or returns None where that cannot."""
-        keeps = self._is_guard and limit == math.inf
-        if keeps or order not in clipping.FUSED_ORDERS or not self._ranks.is_alone:
-            return None
-        entry, follower = self._per_optimizer_states[id(optimizer)], self._loss_scale.follower
-        work = Pass(False, Factor.TIMES_RECIPROCAL, scale)
-        if follower is not None:
-            work = follower.before(work, scale.device)
-        seen = None if work.sums is None else [work.sums[1]]
-        plain: Pass | None = work
-        if self._track is not None:
-            plain = self._tracking.before(optimizer, work, self._loss_scale.words)
-        if plain is None:
-            return None
-        kernels = self._kernels or self._choose_kernels(scale.device)
-        rule = (None, None) if spikes is None else spikes
-        given = (optimizer, entry, _UNSCALED, plain, self._allow_fp16)
-        norm = kernels.clip_over(*given, limit, order == math.inf, *rule)
-        if norm is not None and follower is not None and seen is not None:
-            follower.observed += seen
-        return norm
-
-    def _norm_term(
-        self, optimizer: Any, scale: Tensor | None, *, writes: bool
-    ) -> clipping.NormTerm:
-        """The gradients of an optimizer in a norm; `scale` is None where they are not scaled."""
-        allow_fp16 = scale is None or self._allow_fp16 or not writes
-        grads = self._collect(optimizer, allow_fp16=allow_fp16, writes=writes, clips=True)
-        return clipping.NormTerm(optimizer, grads, gradients.unscaling(scale), writes)
-
     # What the steps above ask for.
 
     def _last_flags(self, optimizer: torch.optim.Optimizer) -> Flags:
@@ -1270,50 +967,6 @@ class GradScaler(TorchGradScaler):
                 "call step() or unscale_() first"
             )
         return flags
-
-    def _unscaling_by(self, scale: Tensor) -> Pass:
-        """Makes the pass that unscales, and the one that checks for a division by the scale."""
-        divisor = scale if scale.dtype is torch.float32 else scale.float()
-        self._unscaling = Pass(True, *gradients.unscaling(scale))
-        if self._is_guard:
-            self._unscaling = Pass(False, Factor.NONE)
-        self._dividing = Pass(False, Factor.DIVIDE, divisor)
-        self._unscaled_by = scale
-        return self._unscaling
-
-    def _choose_kernels(self, device: torch.device) -> backends.Kernels:
-        """Chooses the kernels for the device of the scale."""
-        self._kernels = self._choice.kernels_for(device)
-        return self._kernels
-
-    def _collect(
-        self,
-        optimizer: torch.optim.Optimizer,
-        *,
-        allow_fp16: bool,
-        writes: bool,
-        clips: bool = False,
-    ) -> gradients.Gradients:
-        """Walks over an optimizer's gradients, which are tracked."""
-        grads = gradients.collect(
-            optimizer.param_groups,
-            allow_fp16=allow_fp16,
-            writes=writes,
-            choice=self._choice,
-            clips=clips,
-            shards=self._ranks.local_shards(),
-            tracked=self._track is not None,
-            casts=casts_of(optimizer),
-        )
-        scale = None if self._track is None else self._get_scale_async()
-        if scale is not None:
-            entry = self._per_optimizer_states.get(id(optimizer), _NEW)
-            is_scaled = entry["stage"] is _READY
-            steps = self._loss_scale.words_on(scale.device)
-            grads.track_on = self._tracking.start(
-                optimizer, grads.groups, scale, steps, measures=is_scaled
-            )
-        return grads
 
     def _set_scale(self, new_scale: float | Tensor) -> None:
         """Takes a scale from the caller; the flags of this iteration count as a step."""
@@ -1355,17 +1008,6 @@ class GradScaler(TorchGradScaler):
             if key != id(optimizer)
         ]
 
-    def _agreement(self, *passes: gradients.Gradients) -> distributed.Agreement | None:
-        """The agreement of the ranks that hold other shards of these gradients, if there are any.
-
-        A disabled scaler needs no process group.
-        """
-        layouts = [layout for grads in passes for layout in grads.layouts.values()]
-        ranks = self._ranks
-        if not layouts and (ranks.is_alone or not (self._enabled or dist.is_initialized())):
-            return None
-        return ranks.agreement(layouts)
-
     def _tracking_for(self, method: str, *kinds: str) -> tracking.Tracking:
         """The tables that a report is made of; raises RuntimeError where there are none."""
         tracking.require_tracked(self._track, method, kinds)
@@ -1377,31 +1019,17 @@ class GradScaler(TorchGradScaler):
         return self._tracking
 
     def _end_iteration(self) -> None:
-        self._per_optimizer_states = defaultdict(_new_entry)
+        self._per_optimizer_states = defaultdict(fresh_entry)
         loss_scale = self._loss_scale
         loss_scale.norms = {}
         if loss_scale.follower is not None:
             loss_scale.follower.observed = []
 
 
-def _mark_unscaled(*states: dict[str, Any], agreement: distributed.Agreement | None = None) -> None:
-    """Marks optimizers as unscaled before their gradients are written.
-
-    Until the pass is over their flag says "skip", on all ranks if there is an `agreement`: whatever
-    ends that pass early, neither a retry nor a step takes gradients that are half written.
-    """
-    flags = [torch.ones((), dtype=torch.float32, device="cpu") for _ in states]
-    for state, flag in zip(states, flags, strict=True):
-        if agreement is not None:
-            state[_AGREEMENT] = agreement
-        state["found_inf_per_device"] = {flag.device: flag}
-        state["stage"] = _UNSCALED
-
-
 def _not_ready(state: dict[str, Any], note: str) -> RuntimeError:
     """The error of torch's `unscale_` for an optimizer that is past its turn."""
     text = "unscale_() is being called after step()."
-    if state["stage"] is _UNSCALED:
+    if state["stage"] is UNSCALED:
         text = "unscale_() has already been called on this optimizer since the last update()."
     return add_note(RuntimeError(text), f"{note} {_ONCE}")
 

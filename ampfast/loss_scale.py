@@ -449,6 +449,25 @@ def is_static(state_dict: dict[str, Any]) -> bool:
     return state_dict.get("growth_interval") == 0 and state_dict.get("backoff_factor") == 1.0
 
 
+def require_static(state_dict: dict[str, Any], *, is_guard: bool) -> None:
+    """Checks a checkpoint for a scaler with `dynamic=False`; that of a guard is always 1.
+
+    Raises:
+        ValueError: If its scale changes, or is another one.
+    """
+    if not is_static(state_dict):
+        raise ValueError(
+            "this scaler was made with dynamic=False, but the checkpoint's scale changes: "
+            f"growth_interval {state_dict.get('growth_interval')}, backoff_factor "
+            f"{state_dict.get('backoff_factor')}"
+        )
+    if is_guard and state_dict and state_dict.get("scale") != 1:
+        raise ValueError(
+            "this scaler's scale is always 1, but the checkpoint's is "
+            f"{state_dict.get('scale')}: it was made with dynamic=False and init_scale=1"
+        )
+
+
 def _factors(given: tuple[Any, Any, Any]) -> tuple[float, float, int] | None:
     """Factors for the kernels, or None for torch's op, which accepts or refuses them."""
     growth_factor, backoff_factor, interval = given

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ampfast.backends import core
-from ampfast.errors import add_note
+from ampfast.errors import add_note, warn_caller
 
 Value = TypeVar("Value")
 
@@ -36,6 +36,20 @@ def takes_grad_scaler(step: Callable[..., Any]) -> bool:
     with suppress(TypeError):  # Some callables take no weak reference.
         _signatures[key] = weakref.ref(function, lambda _: _signatures.pop(key, None)), takes
     return takes
+
+
+def legacy_step(
+    optimizer: Any, scaler: object, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> float | None:
+    """Steps an optimizer of torch's older contract, which unscales by the given scaler."""
+    warn_caller(
+        "GradScaler is going to stop passing itself as a keyword argument to the passed "
+        "optimizer. In the near future GradScaler registers `grad_scale: Tensor` and "
+        "`found_inf: Tensor` to the passed optimizer and let the optimizer use them directly.",
+        FutureWarning,
+    )
+    result: float | None = optimizer.step(*args, **{**kwargs, "grad_scaler": scaler})
+    return result
 
 
 def lacks_momentum(optimizer: torch.optim.SGD) -> bool:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import threading
 from collections import OrderedDict
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +15,7 @@ from support.outcomes import agree
 from support.scalers import Scaler, TorchScaler, started
 from support.twins import Side, side
 
-from ampfast import GradScaler, errors
+from ampfast import GradScaler
 
 OptState = torch.amp.grad_scaler.OptState
 
@@ -312,16 +311,3 @@ def test_two_scalers_in_two_threads() -> None:
         worker.join()
     for theirs, ours in zip(serial, parallel, strict=True):
         assert_same(ours.observe(), theirs.observe())
-
-
-def test_warnings_pass_by_every_module_that_gives_one() -> None:
-    """Warnings point at the caller's line, so `errors` lists the scaler's modules."""
-    package = Path(errors.__file__).parent
-    files = {
-        ".".join(path.relative_to(package.parent).with_suffix("").parts): path
-        for path in package.rglob("*.py")
-    }
-    listed = {name for name in errors._SCALER_MODULES if name.startswith("ampfast")}
-    assert listed <= files.keys()
-    giving = {name for name, path in files.items() if "warn_caller(" in path.read_text("utf-8")}
-    assert giving - {"ampfast.errors"} <= listed

@@ -107,19 +107,19 @@ _BY_REASON: dict[str, list[tuple[str, str, str, int]]] = {
     ],
     "A way round that comes to the same where there are no ranks; tests/distributed has them.": [
         (
-            "GradScaler._agreement",
+            "Passes._agreement",
             "ranks.is_alone or not (self._enabled or dist.is_initialized())",
             "not (self._enabled or dist.is_initialized())",
             1,
         ),
         (
-            "GradScaler._agreement",
+            "Passes._agreement",
             "ranks.is_alone or not (self._enabled or dist.is_initialized())",
             "ranks.is_alone",
             1,
         ),
         (
-            "GradScaler._agreement",
+            "Passes._agreement",
             "self._enabled or dist.is_initialized()",
             "dist.is_initialized()",
             1,
@@ -138,14 +138,14 @@ _BY_REASON: dict[str, list[tuple[str, str, str, int]]] = {
         ("GradScaler._maybe_opt_step", "0", "1", 1),
     ],
     "Only the type checker needs what is left out: without a scale there are no states.": [
-        ("GradScaler._clip", "deferred and divisor is not None", "deferred", 1),
-        ("GradScaler._clip", "scale is not None and len(entries) > 1", "len(entries) > 1", 1),
+        ("Passes._clip", "deferred and divisor is not None", "deferred", 1),
+        ("Passes._clip", "scale is not None and len(entries) > 1", "len(entries) > 1", 1),
     ],
     "A disabled scaler has no history.": [
         (
             "GradScaler.grad_norm",
-            "self._enabled and all((state['stage'] is _READY for state in states))",
-            "all((state['stage'] is _READY for state in states))",
+            "self._enabled and all((state['stage'] is READY for state in states))",
+            "all((state['stage'] is READY for state in states))",
             1,
         ),
     ],
@@ -153,9 +153,9 @@ _BY_REASON: dict[str, list[tuple[str, str, str, int]]] = {
         ("GradScaler.clip_grad_norm_", "False", "True", 1),
     ],
     "Both lists are made for the same optimizers.": [
-        ("GradScaler._clip", "True", "False", 1),
+        ("Passes._clip", "True", "False", 1),
         ("GradScaler.grad_norm", "True", "False", 1),
-        ("_mark_unscaled", "True", "False", 1),
+        ("mark_unscaled", "True", "False", 1),
     ],
     "All norms are of the order of the first.": [
         ("LossScale.joint_norm", "0", "1", 3),

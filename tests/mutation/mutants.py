@@ -13,6 +13,7 @@ from types import CodeType
 FILES = (
     "ampfast/capture.py",
     "ampfast/grad_scaler.py",
+    "ampfast/passes.py",
     "ampfast/loss_scale.py",
     "ampfast/master_weights.py",
     "ampfast/optimizers.py",

@@ -1,0 +1,395 @@
+"""The passes of a scaler: from an optimizer to flags, with what observes gradients on the way."""
+
+from __future__ import annotations
+
+import math
+from functools import cached_property, partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.amp.grad_scaler import OptState
+
+from ampfast import backends, clipping, distributed, gradients, tracking
+from ampfast.backends import scalars
+from ampfast.backends.core import Factor, Pass, copy_of, new_entry
+from ampfast.backends.gpu import DeviceKernels, Ending
+from ampfast.backends.scalars import joint_flag
+from ampfast.loss_scale import Limits, LossScale
+from ampfast.master_weights import casts_of
+from ampfast.spikes import SpikeRule
+
+if TYPE_CHECKING:
+    from torch.amp.grad_scaler import GradScaler as TorchGradScaler
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
+else:
+    # torch's own class, also where an earlier import of ampfast has patched its name.
+    TorchGradScaler = getattr(torch.amp.GradScaler, "_stands_for", torch.amp.GradScaler)
+
+__all__ = [
+    "AGREEMENT",
+    "NEW",
+    "READY",
+    "STEPPED",
+    "UNSCALED",
+    "Flags",
+    "Passes",
+    "fresh_entry",
+    "mark_unscaled",
+]
+
+Flags = dict[Any, Tensor]
+
+# Key of an optimizer's entry in `_per_optimizer_states` besides torch's: the agreement of ranks on
+# its flags that is still to come.
+AGREEMENT = "agreement"
+
+# Cold, reading an enum's member from its class would cost as much as all other lines of `step`.
+READY, UNSCALED, STEPPED = OptState
+
+# Makes an optimizer's entry as torch's factory does, without a cold Python frame.
+fresh_entry = partial(new_entry, READY)
+NEW = fresh_entry()
+
+
+class Passes(TorchGradScaler):
+    """Passes over the gradients of optimizers; `GradScaler` is the state machine over them."""
+
+    # Whether the scaler agrees with all ranks where no group is given.
+    _is_for_all = False
+
+    # On the class for instances that torch pickled or whose __init__ was not called.
+    _allow_fp16 = False
+    _backend: str | None = None
+    # Whether the scale is 1 forever, so that nothing is multiplied or divided by it.
+    _is_guard = False
+    # The update of the scale that rides in the next check.
+    _ending: Ending | None = None
+    # The passes by the scale, while it is the same tensor.
+    _unscaled_by: Tensor | None = None
+    _unscaling = _dividing = Pass(False, Factor.NONE)
+    # The kernels for the device of the scale, once chosen.
+    _kernels: backends.Kernels | None = None
+    _track: str | None = None
+
+    # Made when first asked for, also for instances that torch pickled or whose __init__ was not
+    # called: the kernels by device, the state of the scale besides torch's two tensors, the ranks
+    # to agree with, the per-parameter tables, and whether a policy, tables or ranks take part in
+    # passes.
+    _choice = cached_property(lambda self: backends.choose(self._backend))
+    _loss_scale = cached_property(lambda self: LossScale(Limits()))
+    _ranks = cached_property(lambda self: distributed.Ranks(is_default=self._is_for_all))
+    _tracking = cached_property(lambda self: tracking.Tracking(health=self._track == "health"))
+    _has_observers = cached_property(
+        lambda self: (
+            self._track is not None
+            or self._loss_scale.follower is not None
+            or not self._ranks.is_alone
+        )
+    )
+
+    @property
+    def process_group(self) -> ProcessGroup | DeviceMesh | None:
+        """The ranks with which the scaler agrees, besides those of DTensors."""
+        return self._ranks.group
+
+    @process_group.setter
+    def process_group(self, group: ProcessGroup | DeviceMesh | None) -> None:
+        distributed.require_group(group, self._device)
+        self._ranks = distributed.Ranks(group, is_default=self._is_for_all)
+        self.__dict__.pop("_has_observers", None)
+
+    def _unscaling_by(self, scale: Tensor) -> Pass:
+        """Makes the pass that unscales, and the one that checks for a division by the scale."""
+        divisor = scale if scale.dtype is torch.float32 else scale.float()
+        self._unscaling = Pass(True, *gradients.unscaling(scale))
+        if self._is_guard:
+            self._unscaling = Pass(False, Factor.NONE)
+        self._dividing = Pass(False, Factor.DIVIDE, divisor)
+        self._unscaled_by = scale
+        return self._unscaling
+
+    def _choose_kernels(self, device: torch.device) -> backends.Kernels:
+        """Chooses the kernels for the device of the scale."""
+        self._kernels = self._choice.kernels_for(device)
+        return self._kernels
+
+    def _pass(
+        self,
+        optimizer: torch.optim.Optimizer,
+        entry: dict[str, Any] | None,
+        work: Pass,
+        scale: Tensor,
+        *,
+        allow_fp16: bool,
+        observes: bool = True,
+    ) -> Flags:
+        """Runs a pass over an optimizer's gradients, which unscales them if an entry is given.
+
+        One that writes marks the entry as unscaled first: whatever ends it early, neither a retry
+        nor a step takes gradients that are half written.
+
+        Returns:
+            Flags by device, on which all ranks agree; the entry gets them, too.
+        """
+        follower, grads, agreement = self._loss_scale.follower, None, None
+        if follower is not None and observes:
+            work = follower.before(work, scale.device)
+        plain: Pass | None = work
+        if self._track is not None:
+            plain = self._tracking.before(optimizer, work, self._loss_scale.words)
+        if not self._ranks.is_alone:
+            agreement = self._ranks.agreement(())
+            if work.write and entry is not None:
+                entry[AGREEMENT] = agreement
+        flag = None
+        if plain is not None and self._has_observers:
+            kernels = self._kernels or self._choose_kernels(scale.device)
+            flag = kernels.pass_over(optimizer, entry, UNSCALED, plain, allow_fp16)
+        if flag is not None:
+            flags = {flag.device: flag}
+        else:
+            grads = self._collect(optimizer, allow_fp16=allow_fp16, writes=work.write)
+            agreement = self._agreement(grads)
+            if agreement is not None:
+                work = work._replace(ending=None)
+            mark = None
+            if work.write and entry is not None:
+                mark = partial(mark_unscaled, entry, agreement=agreement)
+            flags = gradients.run(grads, work, before_write=mark)
+        observed = None if work.sums is None else [work.sums[1]]
+        if follower is not None and grads is not None and observed is None:
+            observed = follower.seen(grads)
+        if follower is not None and agreement is None:
+            follower.observed += observed or []
+        if entry is not None:
+            entry["found_inf_per_device"], entry["stage"] = flags, UNSCALED
+        if agreement is None:
+            return flags
+        if observes:
+            return self._agree(entry, scale, flags, agreement, observed)
+        return agreement.all_reduce([flags], scale.device)[0]
+
+    def _agree(
+        self,
+        entry: dict[str, Any] | None,
+        scale: Tensor,
+        flags: Flags,
+        agreement: distributed.Agreement,
+        observed: list[Tensor] | None = None,
+    ) -> Flags:
+        """Returns the flags of all ranks, and gives the policy what they observed.
+
+        The entry of an optimizer that was unscaled gets them, and `step` or `update` takes a
+        collective again that fails.
+        """
+        follower = self._loss_scale.follower
+        if entry is not None:
+            entry[AGREEMENT] = agreement
+        if follower is None:
+            (flags,) = agreement.all_reduce([flags], scale.device)
+        else:
+            device = scale.device
+            largest = follower.largest(observed, device)
+            (flags,), largest = agreement.all_reduce_norm([flags], device, largest, largest=True)
+            follower.observed.append(largest)
+        if entry is not None:
+            entry["found_inf_per_device"] = flags
+            del entry[AGREEMENT]
+        return flags
+
+    def _checked_by_scale(
+        self, optimizer: torch.optim.Optimizer, entry: dict[str, Any], scale: Tensor
+    ) -> tuple[Any, Any]:
+        """Checks still scaled gradients for an optimizer that divides by the scale alone."""
+        if self._unscaled_by is not scale:
+            self._unscaling_by(scale)
+        work, ending, flag = self._dividing, None, None
+        kernels = self._kernels or self._choose_kernels(scale.device)
+        if scale.dtype is torch.float32 and isinstance(kernels, DeviceKernels):
+            ending, self._ending = self._ending or Ending(None, scale), None
+            work = work._replace(factor=scale.detach(), ending=ending)
+        if not self._has_observers:
+            flag = kernels.pass_over(optimizer, None, None, work, True)
+        if flag is not None:
+            entry["found_inf_per_device"] = flags = {flag.device: flag}
+        else:
+            flags = self._pass(optimizer, None, work, scale, allow_fp16=True)
+            entry["found_inf_per_device"] = flags
+        if ending is not None and ending.applied:
+            grad_scale = ending.divisor
+        else:
+            copied = copy_of(scale)
+            grad_scale = scale * 1 if copied is None else copied
+        if len(flags) != 1 or scale.device not in flags:
+            # Nothing checked is 0, as torch's sum over nothing.
+            found = scalars.any_found(flags.values(), scale.device) if flags else 0
+            return found, grad_scale
+        # Exactly 0 or 1, and new; only another's optimizer may write it.
+        flag = flags[scale.device]
+        is_torchs = type(optimizer).__module__.startswith("torch.optim.")
+        return flag if is_torchs else flag.clone(), grad_scale
+
+    def _clip(
+        self,
+        optimizers: list[Any],
+        scale: Tensor | None,
+        limit: float,
+        order: float,
+        spikes: SpikeRule | None,
+        defers: list[bool],
+        *,
+        overridden: bool,
+    ) -> Tensor:
+        """Clips gradients, scaled by `scale`, or lets the step of those that defer clip.
+
+        `overridden`: a hook decides on infinities.
+        """
+        if overridden:
+            # What the hook finds counts, and what it writes is clipped.
+            for each in optimizers:
+                self.unscale_(each)
+        keeps = self._is_guard and limit == math.inf  # values times 1 are not written
+        terms = [
+            self._norm_term(
+                each,
+                None if overridden else scale,
+                writes=not deferred and not (keeps and casts_of(each) is None),
+            )
+            for each, deferred in zip(optimizers, defers, strict=True)
+        ]
+        divisor = None
+        entries: list[dict[str, Any]] = []
+        if scale is not None:
+            entries = [self._per_optimizer_states[id(each)] for each in optimizers]
+            if any(defers):
+                divisor = torch.empty((), dtype=torch.float32, device=scale.device)
+        if overridden:
+            for term in terms:
+                term.grads.track_on = None
+        checked = [] if overridden else list(zip(entries, terms, strict=False))
+        agreement = self._agreement(*(term.grads for term in terms))
+        norm, coefficient = clipping.measure(
+            self._choice, terms, order, limit, scale, divisor, agreement, spikes
+        )
+        if overridden and spikes is not None:
+            for entry, term in zip(entries, terms, strict=True):
+                flags = entry["found_inf_per_device"]
+                entry["found_inf_per_device"] = {
+                    at: joint_flag([flag, *term.flags.values()], flag.device)
+                    for at, flag in flags.items()
+                }
+        for (entry, term), deferred in zip(checked, defers, strict=False):
+            if deferred and divisor is not None:
+                entry[clipping.DEFERRED] = clipping.Deferred(
+                    divisor, coefficient, term.sums, agreement
+                )
+        follower = self._loss_scale.follower
+        if follower is not None:
+            observed = []
+            for term in terms:
+                observed += follower.seen(term.grads, term.sums)
+            if agreement is not None:
+                observed = [agreement.norm(scalars.largest(observed, norm.device), math.inf)]
+            follower.observed += observed
+        mark_unscaled(*(entry for entry, _ in checked))
+        clipping.clip_(terms, coefficient)
+        for entry, term in checked:
+            entry["found_inf_per_device"] = term.flags
+        if scale is not None and len(entries) > 1:
+            clipping.skip_together(entries, scale.device)
+        return norm
+
+    def _clip_over(
+        self,
+        optimizer: torch.optim.Optimizer,
+        scale: Tensor,
+        limit: float,
+        order: float,
+        spikes: SpikeRule | None,
+    ) -> Tensor | None:
+        """Clips an optimizer's gradients by one call, or returns None where that cannot."""
+        keeps = self._is_guard and limit == math.inf
+        if keeps or order not in clipping.FUSED_ORDERS or not self._ranks.is_alone:
+            return None
+        entry, follower = self._per_optimizer_states[id(optimizer)], self._loss_scale.follower
+        work = Pass(False, Factor.TIMES_RECIPROCAL, scale)
+        if follower is not None:
+            work = follower.before(work, scale.device)
+        seen = None if work.sums is None else [work.sums[1]]
+        plain: Pass | None = work
+        if self._track is not None:
+            plain = self._tracking.before(optimizer, work, self._loss_scale.words)
+        if plain is None:
+            return None
+        kernels = self._kernels or self._choose_kernels(scale.device)
+        rule = (None, None) if spikes is None else spikes
+        given = (optimizer, entry, UNSCALED, plain, self._allow_fp16)
+        norm = kernels.clip_over(*given, limit, order == math.inf, *rule)
+        if norm is not None and follower is not None and seen is not None:
+            follower.observed += seen
+        return norm
+
+    def _norm_term(
+        self, optimizer: Any, scale: Tensor | None, *, writes: bool
+    ) -> clipping.NormTerm:
+        """The gradients of an optimizer in a norm; `scale` is None where they are not scaled."""
+        allow_fp16 = scale is None or self._allow_fp16 or not writes
+        grads = self._collect(optimizer, allow_fp16=allow_fp16, writes=writes, clips=True)
+        return clipping.NormTerm(optimizer, grads, gradients.unscaling(scale), writes)
+
+    def _collect(
+        self,
+        optimizer: torch.optim.Optimizer,
+        *,
+        allow_fp16: bool,
+        writes: bool,
+        clips: bool = False,
+    ) -> gradients.Gradients:
+        """Walks over an optimizer's gradients, which are tracked."""
+        grads = gradients.collect(
+            optimizer.param_groups,
+            allow_fp16=allow_fp16,
+            writes=writes,
+            choice=self._choice,
+            clips=clips,
+            shards=self._ranks.local_shards(),
+            tracked=self._track is not None,
+            casts=casts_of(optimizer),
+        )
+        scale = None if self._track is None else self._get_scale_async()
+        if scale is not None:
+            entry = self._per_optimizer_states.get(id(optimizer), NEW)
+            is_scaled = entry["stage"] is READY
+            steps = self._loss_scale.words_on(scale.device)
+            grads.track_on = self._tracking.start(
+                optimizer, grads.groups, scale, steps, measures=is_scaled
+            )
+        return grads
+
+    def _agreement(self, *passes: gradients.Gradients) -> distributed.Agreement | None:
+        """The agreement of the ranks that hold other shards of these gradients, if there are any.
+
+        A disabled scaler needs no process group.
+        """
+        layouts = [layout for grads in passes for layout in grads.layouts.values()]
+        ranks = self._ranks
+        if not layouts and (ranks.is_alone or not (self._enabled or dist.is_initialized())):
+            return None
+        return ranks.agreement(layouts)
+
+
+def mark_unscaled(*states: dict[str, Any], agreement: distributed.Agreement | None = None) -> None:
+    """Marks optimizers as unscaled before their gradients are written.
+
+    Until the pass is over their flag says "skip", on all ranks if there is an `agreement`: whatever
+    ends that pass early, neither a retry nor a step takes gradients that are half written.
+    """
+    flags = [torch.ones((), dtype=torch.float32, device="cpu") for _ in states]
+    for state, flag in zip(states, flags, strict=True):
+        if agreement is not None:
+            state[AGREEMENT] = agreement
+        state["found_inf_per_device"] = {flag.device: flag}
+        state["stage"] = UNSCALED
