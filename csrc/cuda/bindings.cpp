@@ -20,8 +20,6 @@ T* data(const OptionalTensor& tensor) {
   return data<T>(tensor ? &*tensor : nullptr);
 }
 
-void require(const char* error) { TORCH_CHECK(error == nullptr, "ampfast: ", error); }
-
 void* current_stream(at::Device device) {
   return c10::cuda::getCurrentCUDAStream(device.index()).stream();
 }
@@ -72,18 +70,18 @@ void launch_multi_tensor(const DeviceTable& table, const Segment& segment, const
     const std::vector<at::Tensor> flags = flags_of(*update);
     work.other_found_inf = flags.empty() ? nullptr : data<float>(&flags.front());
   }
-  require(launch(work));
+  launch(work);
 }
 
 void launch_measure(const DeviceTable& table, const Segment& segment, const at::Tensor& health) {
   const c10::cuda::CUDAGuard guard(table.buffer().device());
-  require(measure(launch_over(table, segment), data<int64_t>(&health)));
+  measure(launch_over(table, segment), data<int64_t>(&health));
 }
 
 void launch_narrow(const DeviceTable& table, const Segment& segment,
                    const OptionalTensor& found_inf) {
   const c10::cuda::CUDAGuard guard(table.buffer().device());
-  require(narrow(launch_over(table, segment), data<const float>(found_inf)));
+  narrow(launch_over(table, segment), data<const float>(found_inf));
 }
 
 void launch_update_scale(const py::tuple& given) {
@@ -97,13 +95,13 @@ void launch_update_scale(const py::tuple& given) {
   for (size_t i = 0; i < std::size(flags.found_infs); ++i) {
     flags.found_infs[i] = data<const float>(&found_infs[i < found_infs.size() ? i : 0]);
   }
-  require(update_scale(update, flags, current_stream(device)));
+  update_scale(update, flags, current_stream(device));
 }
 
 void launch_clip_coefficient(const py::tuple& given) {
   const at::Device device = given[0].cast<at::Tensor>().device();
   const c10::cuda::CUDAGuard guard(device);
-  require(clip_coefficient(clip_of(given.ptr(), device), current_stream(device)));
+  clip_coefficient(clip_of(given.ptr(), device), current_stream(device));
 }
 
 }  // namespace
@@ -111,7 +109,7 @@ void launch_clip_coefficient(const py::tuple& given) {
 void bind(py::module_& m) {
   m.def("cuda_load_kernels", [](int device) {
     const c10::cuda::CUDAGuard guard(at::Device(at::kCUDA, static_cast<c10::DeviceIndex>(device)));
-    require(load_kernels());
+    load_kernels();
   });
   m.def("cuda_limit_programs", &limit_programs);
   m.def("cuda_multi_tensor", &launch_multi_tensor);
