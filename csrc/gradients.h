@@ -34,11 +34,6 @@ struct Span {
   int64_t first_chunk;
   int64_t parameter;      // its number among all of the optimizer, without gradient too
   float* wide = nullptr;  // as many float32 values, of a list that has them
-
-  bool operator==(const Span& other) const {
-    return address == other.address && numel == other.numel && parameter == other.parameter &&
-           wide == other.wide;
-  }
 };
 
 struct DtypeList {
@@ -49,9 +44,6 @@ struct DtypeList {
   bool is_paired = false;  // with float32 values, which a pass writes in place of 16-bit ones
 
   int64_t element_size() const { return static_cast<int64_t>(c10::elementSize(dtype)); }
-  bool operator==(const DtypeList& other) const {
-    return dtype == other.dtype && spans == other.spans;
-  }
 };
 
 // Keeps the gradients alive, so it lives for one pass only.
