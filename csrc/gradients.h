@@ -50,12 +50,9 @@ struct DtypeList {
 class GradList {
  public:
   // `owner` holds references to all tensors that are added. One for all of them, since counting
-  // references one by one takes as long as all the rest.
-  GradList(at::Device device, std::shared_ptr<const void> owner)
-      : device_(device), owner_(std::move(owner)) {}
-
-  // Room for so many tensors of a dtype, taken with the first of them.
-  void expect(size_t tensors) { expected_ = tensors; }
+  // references one by one takes as long as all the rest. There is room for `expected` of a dtype.
+  GradList(at::Device device, std::shared_ptr<const void> owner, size_t expected = 0)
+      : device_(device), owner_(std::move(owner)), expected_(expected) {}
 
   // `tensor` must be one that `is_regular` takes, and the gradient of the parameter of that number.
   // With `writes`, its data may be written.
@@ -63,9 +60,6 @@ class GradList {
   // strides.
   void add(const at::Tensor& tensor, bool writes, int64_t parameter,
            const at::Tensor* wide = nullptr);
-
-  // Pairs the tensors of a 16-bit dtype, in order, with float32 values.
-  void pair(at::ScalarType dtype, const std::vector<float*>& wide);
 
   // Only the pairs.
   GradList pairs() const;
@@ -86,8 +80,8 @@ class GradList {
 
   at::Device device_;
   std::shared_ptr<const void> owner_;
+  size_t expected_;
   std::vector<DtypeList> lists_;
-  size_t expected_ = 0;
   bool has_float64_ = false;
   int64_t chunks_ = 0;
   int64_t elements_ = 0;
@@ -137,11 +131,13 @@ using SetAside = std::tuple<py::object, at::Tensor, int64_t>;
 // Number of a group, place in it, and the parameter there.
 using Place = std::tuple<int64_t, int64_t, py::object>;
 
-// A gradient that the kernels can take, its parameter, and the number of that; both borrowed.
+// A gradient that the kernels can take, its parameter, the number of that, and the float32 tensor
+// to which it is cast, or null; all borrowed.
 struct GradRef {
   const at::Tensor* grad;
   PyObject* param;
   int64_t number;
+  const at::Tensor* wide = nullptr;
 };
 
 // How a walk reads gradients.
