@@ -15,11 +15,6 @@ T* data(const at::Tensor* tensor) {
   return tensor != nullptr ? static_cast<T*>(tensor->data_ptr()) : nullptr;
 }
 
-template <class T>
-T* data(const OptionalTensor& tensor) {
-  return data<T>(tensor ? &*tensor : nullptr);
-}
-
 void* current_stream(at::Device device) {
   return c10::cuda::getCurrentCUDAStream(device.index()).stream();
 }
@@ -56,15 +51,15 @@ void launch_multi_tensor(const DeviceTable& table, const Segment& segment, const
   Launch work = launch_over(table, segment);
   work.write = pass.write;
   work.how = pass.how;
-  work.factor = data<float>(pass.factor);
-  work.coefficient = data<double>(pass.coefficient);
-  work.sums = data<double>(pass.sums);
-  work.marks = data<int64_t>(pass.marks);
-  work.now = data<int64_t>(pass.now);
+  work.factor = data<float>(pass.tensor(Pass::kFactor));
+  work.coefficient = data<double>(pass.tensor(Pass::kCoefficient));
+  work.sums = data<double>(pass.tensor(Pass::kSums));
+  work.marks = data<int64_t>(pass.tensor(Pass::kMarks));
+  work.now = data<int64_t>(pass.tensor(Pass::kNow));
   work.epilogue = epilogue;
-  work.found_inf = data<float>(pass.found_inf);
+  work.found_inf = data<float>(pass.tensor(Pass::kFoundInf));
   work.accumulate = pass.accumulate;
-  work.divisor = data<float>(pass.divisor);
+  work.divisor = data<float>(pass.tensor(Pass::kDivisor));
   if (update) {
     work.update = checked_update(*update);
     const std::vector<at::Tensor> flags = flags_of(*update);
@@ -78,10 +73,9 @@ void launch_measure(const DeviceTable& table, const Segment& segment, const at::
   measure(launch_over(table, segment), data<int64_t>(&health));
 }
 
-void launch_narrow(const DeviceTable& table, const Segment& segment,
-                   const OptionalTensor& found_inf) {
+void launch_narrow(const DeviceTable& table, const Segment& segment, const py::object& found_inf) {
   const c10::cuda::CUDAGuard guard(table.buffer.device());
-  narrow(launch_over(table, segment), data<const float>(found_inf));
+  narrow(launch_over(table, segment), data<const float>(tensor_of(found_inf.ptr())));
 }
 
 void launch_update_scale(const py::tuple& given) {
