@@ -400,23 +400,8 @@ PyObject* have_same_entries(PyObject* const* args) {
 
 }  // namespace
 
-std::vector<py::object> irregular_casts(const py::handle& param_groups, uint64_t devices) {
-  std::vector<py::object> found;
-  devices = is_observed() ? 0 : devices;
-  for (const py::handle group : param_groups) {
-    for (const py::handle item : py::reinterpret_borrow<py::object>(group)["params"]) {
-      const at::Tensor& grad = THPVariable_Unpack(item.ptr()).grad();
-      if (grad.defined() && is_16_bit(grad) && !is_regular(grad, devices)) {
-        found.push_back(py::reinterpret_borrow<py::object>(item));
-      }
-    }
-  }
-  return found;
-}
-
 void bind_master_weights(py::module_& m) {
   py::class_<Casts>(m, "Casts").def(py::init<>()).def("finish", &Casts::finish);
-  m.def("irregular_casts", &irregular_casts);
   static PyMethodDef methods[] = {method<fingerprint_of, 1>("fingerprint_of"),
                                   method<lend_grads, 3>("lend_grads"),
                                   method<take_grads, 1>("take_grads"),

@@ -39,7 +39,4 @@ class Casts {
 // Casts of an argument, or null.
 Casts* casts_of(PyObject* object);
 
-// Gradients that the kernels on these devices cannot cast: their parameters. Takes param_groups.
-std::vector<py::object> irregular_casts(const py::handle& param_groups, uint64_t devices);
-
 }  // namespace ampfast
