@@ -20,6 +20,8 @@ from ampfast.errors import add_note
 Flags = dict[torch.device, Tensor]
 Batch = core.GradList | TensorList
 
+_HALVES = torch.float16, torch.bfloat16
+
 __all__ = [
     "Gradients",
     "collect",
@@ -121,7 +123,8 @@ def collect(
 
     def walk(devices: int, bumps_versions: bool) -> tuple[list[core.GradList], list[Any], Any]:
         if casts is not None:
-            _cast_by_torch(core.irregular_casts(param_groups, devices))
+            _, aside, _ = core.walk(param_groups, True, False, devices)
+            _cast_by_torch([param for param, grad, _ in aside if grad.dtype in _HALVES])
         return core.walk(param_groups, allow_fp16, writes, devices, bumps_versions, shards, casts)
 
     regular, irregular, refused = walk(choice.devices, clips and writes)

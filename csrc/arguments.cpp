@@ -15,43 +15,6 @@ const at::Tensor* tensor_of(PyObject* object) {
   return &THPVariable_Unpack(object);
 }
 
-namespace {
-
-// A named tuple's fields by their place.
-class Fields {
- public:
-  Fields(PyObject* tuple, Py_ssize_t count, const char* name) : tuple_(tuple) {
-    if (!PyTuple_Check(tuple) || PyTuple_GET_SIZE(tuple) != count) {
-      throw py::type_error(name);
-    }
-  }
-  PyObject* operator[](int place) const { return PyTuple_GET_ITEM(tuple_, place); }
-  const at::Tensor* tensor(int place) const { return tensor_of((*this)[place]); }
-  bool is_true(int place) const { return (*this)[place] == Py_True; }
-
- private:
-  PyObject* tuple_;
-};
-
-}  // namespace
-
-Pass::Pass(PyObject* tuple) {
-  enum { kWrite, kHow, kFactor, kFoundInf, kAccumulate, kCoefficient, kSums, kMarks, kNow };
-  enum { kDivisor = kNow + 1, kUpdate, kFields };
-  const Fields fields(tuple, kFields, "expected a Pass");
-  write = fields.is_true(kWrite);
-  how = static_cast<Factor>(PyLong_AsLong(fields[kHow]));
-  factor = fields.tensor(kFactor);
-  found_inf = fields.tensor(kFoundInf);
-  accumulate = fields.is_true(kAccumulate);
-  coefficient = fields.tensor(kCoefficient);
-  sums = fields.tensor(kSums);
-  marks = fields.tensor(kMarks);
-  now = fields.tensor(kNow);
-  divisor = fields.tensor(kDivisor);
-  update = fields[kUpdate];
-}
-
 AcceptedNorms accepted_norms_of(const at::Tensor* words, at::Device device) {
   return words == nullptr ? AcceptedNorms{}
                           : AcceptedNorms{data_of<double>(words, "taken", device, words->numel()),

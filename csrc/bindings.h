@@ -21,8 +21,6 @@ namespace cuda {
 void bind(py::module_& m);
 }  // namespace cuda
 
-using OptionalTensor = std::optional<at::Tensor>;
-
 template <class Kernel>
 auto without_gil_if_long(const GradList& grads, const Kernel& kernel) {
   std::optional<py::gil_scoped_release> release;
@@ -54,25 +52,35 @@ T* data_of(const at::Tensor* tensor, const char* name, at::Device device, int64_
   return tensor->data_ptr<Value>();
 }
 
-// One pass over gradients, as Python's `Pass`: borrowed, and null where that has None.
-struct Pass {
-  bool write;
-  Factor how;
-  const at::Tensor* factor;
-  const at::Tensor* found_inf;
-  bool accumulate;
-  const at::Tensor* coefficient;
-  const at::Tensor* sums;
-  const at::Tensor* marks;
-  const at::Tensor* now;
-  const at::Tensor* divisor;
-  PyObject* update;
-
-  explicit Pass(PyObject* tuple);
-};
-
 // A tensor, or null for None.
 const at::Tensor* tensor_of(PyObject* object);
+
+// A named tuple's fields by their place, borrowed.
+class Fields {
+ public:
+  Fields(PyObject* tuple, Py_ssize_t count, const char* name) : tuple_(tuple) {
+    if (!PyTuple_Check(tuple) || PyTuple_GET_SIZE(tuple) != count) {
+      throw py::type_error(name);
+    }
+  }
+  PyObject* operator[](int place) const { return PyTuple_GET_ITEM(tuple_, place); }
+  const at::Tensor* tensor(int place) const { return tensor_of((*this)[place]); }
+  bool is_true(int place) const { return (*this)[place] == Py_True; }
+
+ private:
+  PyObject* tuple_;
+};
+
+// One pass over gradients: Python's `Pass`.
+struct Pass : Fields {
+  enum { kWrite, kHow, kFactor, kFoundInf, kAccumulate, kCoefficient, kSums, kMarks, kNow };
+  enum { kDivisor = kNow + 1, kEnding, kFields };
+  explicit Pass(PyObject* tuple) : Fields(tuple, kFields, "expected a Pass") {}
+
+  const bool write = is_true(kWrite);
+  const bool accumulate = is_true(kAccumulate);
+  const Factor how = static_cast<Factor>(PyLong_AsLong((*this)[kHow]));
+};
 
 AcceptedNorms accepted_norms_of(const at::Tensor* words, at::Device device);
 

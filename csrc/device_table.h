@@ -23,36 +23,16 @@ struct Segment {
 };
 
 // One table, for launches on the stream on which it was uploaded.
-class DeviceTable {
- public:
-  DeviceTable(const GradList& grads, c10::StreamId stream);
-
-  // Copies the table to its device, on the current stream.
-  void upload();
-
-  // Tells whether this is the table of `grads`.
-  bool holds(const GradList& grads, c10::StreamId stream) const;
-
-  int64_t bytes() const { return static_cast<int64_t>(buffer_.nbytes()); }
-  const at::Tensor& buffer() const { return buffer_; }
-  const std::vector<Segment>& segments() const { return segments_; }
-
- private:
-  void add(const DtypeList& list);
-
-  at::Device device_;
-  std::vector<DtypeList> lists_;
-  c10::StreamId stream_;
-  std::vector<Segment> segments_;
-  std::vector<int64_t> words_;  // until they are copied
-  at::Tensor buffer_;
+struct DeviceTable {
+  at::Tensor buffer;
+  std::vector<Segment> segments;
 };
 
 // The table of `grads` for the current stream: one that is there already, if it has the same
 // addresses, lengths, dtypes and parameters, else a new one. While the stream is `capturing` it is
 // always new, in the memory of the graph, and every replay copies it again. Python's lock must be
 // held.
-std::shared_ptr<const DeviceTable> table_of(const GradList& grads, bool capturing);
+std::shared_ptr<DeviceTable> table_of(const GradList& grads, bool capturing);
 
 // Number of copies of tables to devices so far, by this process.
 int64_t& uploads();

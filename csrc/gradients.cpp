@@ -164,17 +164,6 @@ std::pair<GradList, GradList> GradList::split(const std::unordered_set<int64_t>&
   return both;
 }
 
-void GradList::pair(at::ScalarType dtype, const std::vector<float*>& wide) {
-  for (DtypeList& list : lists_) {
-    if (list.dtype == dtype) {
-      list.is_paired = true;
-      for (size_t i = 0; i < list.spans.size(); ++i) {
-        list.spans[i].wide = wide.at(i);
-      }
-    }
-  }
-}
-
 GradList GradList::pairs() const {
   GradList found(device_, owner_);
   for (const DtypeList& list : lists_) {
@@ -239,10 +228,11 @@ class Walker {
  public:
   // With `only`, a walk that ends where a gradient is irregular or elsewhere than on that device.
   Walker(const Reading& reading, std::optional<at::Device> only)
-      : reading_(reading), only_(only), devices_(is_observed() ? 0 : reading.devices) {
-    if (only) {
-      found.lists.emplace_back(*only, nullptr);
-    } else {
+      : reading_(reading),
+        only_(only),
+        sorts_at_once_(only && reading.casts == nullptr),
+        devices_(is_observed() ? 0 : reading.devices) {
+    if (!only) {
       found.owners = std::make_shared<std::deque<at::Tensor>>();
     }
   }
@@ -262,8 +252,8 @@ class Walker {
     PyObject* const* items = PySequence_Fast_ITEMS(params);
     const Py_ssize_t size = PySequence_Fast_GET_SIZE(params);
     found.grads.reserve(found.grads.size() + size);
-    if (only_) {
-      found.lists.front().expect(found.grads.capacity());
+    if (sorts_at_once_ && found.lists.empty()) {
+      found.lists.emplace_back(*only_, nullptr, size);
     }
     for (Py_ssize_t i = 0; i < size;) {
       const Py_ssize_t taken = take_some(items + i, std::min(kTogether, size - i), i);
@@ -277,25 +267,14 @@ class Walker {
     return true;
   }
 
-  // Sorts the gradients into lists, and begins to cast them.
+  // Sorts the gradients into their lists, and begins to cast them.
   void finish() {
-    for (size_t i = 0; i < found.grads.size() && !only_; ++i) {
-      const GradRef& ref = found.grads[i];
-      GradList* list = nullptr;
-      for (GradList& each : found.lists) {
-        list = each.device() == ref.grad->device() ? &each : list;
-      }
-      if (list == nullptr) {
-        list = &found.lists.emplace_back(ref.grad->device(), found.owners);
-        list->expect(found.grads.size());
-      }
-      list->add(*ref.grad, reading_.writes, ref.number);
-    }
     if (reading_.casts != nullptr) {
       reading_.casts->reset();
-      for (GradList& list : found.lists) {
-        reading_.casts->start(list, found.grads);
-      }
+    }
+    for (size_t i = 0; i < found.grads.size() && !sorts_at_once_; ++i) {
+      const GradRef& ref = found.grads[i];
+      list_on(ref.grad->device()).add(*ref.grad, reading_.writes, ref.number, ref.wide);
     }
   }
 
@@ -335,10 +314,7 @@ class Walker {
     for (Py_ssize_t i = 0; i < count; ++i) {
       const int64_t number = parameters_ + index + i;
       if (has_grad(i) && is_accepted(metas[i]->grad_)) {
-        found.grads.push_back({own(metas[i]->grad_), items[i], number});
-        if (only_) {
-          found.lists.front().add(metas[i]->grad_, reading_.writes, number);
-        }
+        accept(metas[i]->grad_, items[i], number);
       } else if (has_grad(i) || params[i] == nullptr || (metas[i] && metas[i]->grad_fn_)) {
         // It runs Python, after which the others must be read again.
         return !only_ && take_irregular(items[i], index + i, number) ? i + 1 : 0;
@@ -366,7 +342,7 @@ class Walker {
       grad = local_shard(reading_.local_shard_of, item, std::move(grad), number);
     }
     if (grad.defined() && is_accepted(grad)) {
-      found.grads.push_back({own(grad), item, number});
+      accept(grad, item, number);
     } else if (grad.defined()) {
       require_storage(grad);
       found.set_aside.emplace_back(py::reinterpret_borrow<py::object>(item), std::move(grad),
@@ -375,13 +351,29 @@ class Walker {
     return true;
   }
 
-  // A walk that ends at anything irregular runs no Python, and may borrow.
-  const at::Tensor* own(const at::Tensor& grad) {
-    return only_ ? &grad : &found.owners->emplace_back(grad);
+  GradList& list_on(at::Device device) {
+    for (GradList& list : found.lists) {
+      if (list.device() == device) {
+        return list;
+      }
+    }
+    if (reading_.casts != nullptr) {
+      reading_.casts->start(device, found.grads);
+    }
+    return found.lists.emplace_back(device, found.owners, found.grads.size());
+  }
+
+  void accept(const at::Tensor& grad, PyObject* item, int64_t number) {
+    found.grads.push_back({only_ ? &grad : &found.owners->emplace_back(grad), item, number});
+    if (sorts_at_once_) {
+      found.lists.front().add(grad, reading_.writes, number);
+    }
   }
 
   const Reading& reading_;
   std::optional<at::Device> only_;
+  // A walk that ends at anything irregular runs no Python: it borrows, and may sort at once.
+  bool sorts_at_once_;
   uint64_t devices_;
   int64_t group_ = 0;
   int64_t parameters_ = 0;
@@ -415,10 +407,10 @@ std::optional<Walk> plain_walk(PyObject* param_groups, at::Device device, const 
     if (is_observed() || !for_each_plain_group(param_groups, take) || walker.found.grads.empty()) {
       return std::nullopt;
     }
+    walker.finish();
   } catch (const c10::Error&) {  // memory that was freed
     return std::nullopt;
   }
-  walker.finish();
   Walk& found = walker.found;
   if (found.lists.front().elements() >= kElementsWorthReleasing) {
     found.owners = std::make_shared<std::deque<at::Tensor>>();

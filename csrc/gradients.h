@@ -35,11 +35,6 @@ struct Span {
   int64_t first_chunk;
   int64_t parameter;      // its number among all of the optimizer, without gradient too
   float* wide = nullptr;  // as many float32 values, of a list that has them
-
-  bool operator==(const Span& other) const {
-    return address == other.address && numel == other.numel && parameter == other.parameter &&
-           wide == other.wide;
-  }
 };
 
 // Memory that is kept from pass to pass. After a backward, malloc first sorts all that autograd has
@@ -54,21 +49,15 @@ struct DtypeList {
   bool is_paired = false;  // with float32 values, which a pass writes in place of 16-bit ones
 
   int64_t element_size() const { return static_cast<int64_t>(c10::elementSize(dtype)); }
-  bool operator==(const DtypeList& other) const {
-    return dtype == other.dtype && spans == other.spans;
-  }
 };
 
 // Keeps the gradients alive, so it lives for one pass only.
 class GradList {
  public:
   // `owner` holds references to all tensors that are added. One for all of them, since counting
-  // references one by one takes as long as all the rest.
-  GradList(at::Device device, std::shared_ptr<const void> owner)
-      : device_(device), owner_(std::move(owner)) {}
-
-  // Room for so many tensors of a dtype, taken with the first of them.
-  void expect(size_t tensors) { expected_ = tensors; }
+  // references one by one takes as long as all the rest. There is room for `expected` of a dtype.
+  GradList(at::Device device, std::shared_ptr<const void> owner, size_t expected = 0)
+      : device_(device), owner_(std::move(owner)), expected_(expected) {}
 
   // `tensor` must be one that `is_regular` takes, and the gradient of the parameter of that number.
   // With `writes`, its data may be written.
@@ -76,9 +65,6 @@ class GradList {
   // strides.
   void add(const at::Tensor& tensor, bool writes, int64_t parameter,
            const at::Tensor* wide = nullptr);
-
-  // Pairs the tensors of a 16-bit dtype, in order, with float32 values.
-  void pair(at::ScalarType dtype, const std::vector<float*>& wide);
 
   // Only the pairs.
   GradList pairs() const;
@@ -99,8 +85,8 @@ class GradList {
 
   at::Device device_;
   std::shared_ptr<const void> owner_;
+  size_t expected_;
   std::vector<DtypeList> lists_;
-  size_t expected_ = 0;
   bool has_float64_ = false;
   int64_t chunks_ = 0;
   int64_t elements_ = 0;
@@ -150,11 +136,13 @@ using SetAside = std::tuple<py::object, at::Tensor, int64_t>;
 // Number of a group, place in it, and the parameter there.
 using Place = std::tuple<int64_t, int64_t, py::object>;
 
-// A gradient that the kernels can take, its parameter, and the number of that; both borrowed.
+// A gradient that the kernels can take, its parameter, the number of that, and the float32 tensor
+// to which it is cast, or null; all borrowed.
 struct GradRef {
   const at::Tensor* grad;
   PyObject* param;
   int64_t number;
+  const at::Tensor* wide = nullptr;
 };
 
 // How a walk reads gradients.

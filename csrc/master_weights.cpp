@@ -93,13 +93,15 @@ void Casts::reset() {
   elsewhere_.clear();
 }
 
-void Casts::start(GradList& list, const std::pmr::vector<GradRef>& grads) {
-  const at::Device device = list.device();
+void Casts::start(at::Device device, std::pmr::vector<GradRef>& grads) {
+  const auto is_cast = [device](const GradRef& ref) {
+    return is_16_bit(*ref.grad) && ref.grad->device() == device;
+  };
   int64_t length = 0;
   size_t count = 0;
-  for (const GradRef& each : grads) {
-    if (is_16_bit(*each.grad) && each.grad->device() == device) {
-      length += room_of(*each.grad);
+  for (const GradRef& ref : grads) {
+    if (is_cast(ref)) {
+      length += room_of(*ref.grad);
       ++count;
     }
   }
@@ -115,37 +117,27 @@ void Casts::start(GradList& list, const std::pmr::vector<GradRef>& grads) {
   }
   wide.grads.resize(count);
   wide.params.reserve(count);
-  std::vector<float*> values[2];
   int64_t offset = 0;
-  size_t place = 0;
-  for (const GradRef& each : grads) {
-    const at::Tensor& grad = *each.grad;
-    if (!is_16_bit(grad) || grad.device() != device) {
-      continue;
+  for (GradRef& ref : grads) {
+    if (is_cast(ref)) {
+      at::Tensor& cast = wide.grads[wide.params.size()];
+      const int64_t first = offset + phase_of(*ref.grad);
+      if (!cast.defined() || !is_like(cast, *ref.grad, first)) {
+        cast = tensor_in(wide.memory, *ref.grad, first);
+      }
+      ref.wide = &cast;
+      wide.params.push_back(py::reinterpret_borrow<py::object>(ref.param));
+      offset += room_of(*ref.grad);
     }
-    at::Tensor& cast = wide.grads[place++];
-    const int64_t first = offset + phase_of(grad);
-    if (!cast.defined() || !is_like(cast, grad, first)) {
-      cast = tensor_in(wide.memory, grad, first);
-    }
-    if (grad.numel() != 0) {
-      values[grad.scalar_type() == at::kHalf].push_back(wide.memory.mutable_data_ptr<float>() +
-                                                        first);
-    }
-    wide.params.push_back(py::reinterpret_borrow<py::object>(each.param));
-    offset += room_of(grad);
   }
-  list.pair(at::kBFloat16, values[0]);
-  list.pair(at::kHalf, values[1]);
 }
 
 void Casts::finish() {
   // Dropping tensors may run Python, which comes last.
   std::vector<at::Tensor> dropped;
-  std::vector<Wide> wide = std::move(elsewhere_);
-  elsewhere_.clear();
-  const auto set = [&dropped](const std::vector<py::object>& params,
-                              const std::vector<at::Tensor>& grads) {
+  std::vector<Wide> all = std::exchange(elsewhere_, {});
+  Wide& here = all.emplace_back(std::exchange(on_cpu_, {}));
+  for (const auto& [memory, grads, params] : all) {
     for (size_t i = 0; i < params.size(); ++i) {
       const at::Tensor& param = THPVariable_Unpack(params[i].ptr());
       const auto dtype = param.grad_dtype();
@@ -154,13 +146,8 @@ void Casts::finish() {
       }
       dropped.push_back(std::exchange(param.mutable_grad(), grads.at(i)));
     }
-  };
-  dropped.reserve(on_cpu_.params.size());
-  const std::vector<py::object> params = std::exchange(on_cpu_.params, {});
-  set(params, on_cpu_.grads);
-  for (const Wide& each : wide) {
-    set(each.params, each.grads);
   }
+  on_cpu_ = {here.memory, std::move(here.grads), {}};
 }
 
 Casts* casts_of(PyObject* object) {
@@ -357,8 +344,7 @@ PyObject* stepped_pairs(PyObject* const* args) {
     }
     const at::Tensor& param = THPVariable_Unpack(item);
     if (!list) {
-      list.emplace(param.device(), owner);
-      list->expect(count);
+      list.emplace(param.device(), owner, count);
     }
     if (!add_if_regular(*list, item, weight, static_cast<int64_t>(number))) {
       return false;
@@ -414,23 +400,8 @@ PyObject* have_same_entries(PyObject* const* args) {
 
 }  // namespace
 
-std::vector<py::object> irregular_casts(const py::handle& param_groups, uint64_t devices) {
-  std::vector<py::object> found;
-  devices = is_observed() ? 0 : devices;
-  for (const py::handle group : param_groups) {
-    for (const py::handle item : py::reinterpret_borrow<py::object>(group)["params"]) {
-      const at::Tensor& grad = THPVariable_Unpack(item.ptr()).grad();
-      if (grad.defined() && is_16_bit(grad) && !is_regular(grad, devices)) {
-        found.push_back(py::reinterpret_borrow<py::object>(item));
-      }
-    }
-  }
-  return found;
-}
-
 void bind_master_weights(py::module_& m) {
   py::class_<Casts>(m, "Casts").def(py::init<>()).def("finish", &Casts::finish);
-  m.def("irregular_casts", &irregular_casts);
   static PyMethodDef methods[] = {method<fingerprint_of, 1>("fingerprint_of"),
                                   method<lend_grads, 3>("lend_grads"),
                                   method<take_grads, 1>("take_grads"),

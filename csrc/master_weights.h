@@ -15,10 +15,9 @@ class Casts {
   // Forgets a pass that did not come to its end.
   void reset();
 
-  // Pairs all 16-bit gradients of a list with float32 memory: on the CPU that of the last pass, if
-  // nobody else holds one of its gradients or a view. `grads` has those of the list, in its order,
-  // and perhaps others.
-  void start(GradList& list, const std::pmr::vector<GradRef>& grads);
+  // Pairs all 16-bit gradients on a device with float32 tensors: on the CPU those of the last pass,
+  // if nobody else holds one of them or a view.
+  void start(at::Device device, std::pmr::vector<GradRef>& grads);
 
   // Sets the gradients.
   void finish();
@@ -39,8 +38,5 @@ class Casts {
 
 // Casts of an argument, or null.
 Casts* casts_of(PyObject* object);
-
-// Gradients that the kernels on these devices cannot cast: their parameters. Takes param_groups.
-std::vector<py::object> irregular_casts(const py::handle& param_groups, uint64_t devices);
 
 }  // namespace ampfast

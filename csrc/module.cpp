@@ -113,12 +113,9 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def_readonly("is_paired", &Segment::is_paired)
       .def_readonly("is_aligned", &Segment::is_aligned);
   py::class_<DeviceTable, std::shared_ptr<DeviceTable>>(m, "DeviceTable")
-      .def_static("of",
-                  [](const GradList& grads, bool capturing) {
-                    return std::const_pointer_cast<DeviceTable>(table_of(grads, capturing));
-                  })
-      .def_property_readonly("buffer", &DeviceTable::buffer)
-      .def_property_readonly("segments", &DeviceTable::segments);
+      .def_static("of", &table_of)
+      .def_readonly("buffer", &DeviceTable::buffer)
+      .def_readonly("segments", &DeviceTable::segments);
   m.def("uploads", [] { return uploads(); });
   m.def("clear_tables", &clear_tables);
   m.def("set_enough_chunks", &set_enough_chunks);

@@ -35,8 +35,9 @@ constexpr bool kHasLock = true;
 // A pass of the CPU's kernels.
 cpu::Work work_of(const Pass& pass) {
   const char* name = pass.how == Factor::kDivide ? "grad_scale" : "inv_scale";
-  const float* factor = data_of<const float>(pass.factor, name, at::kCPU);
-  const double* coefficient = data_of<const double>(pass.coefficient, "coefficient", at::kCPU);
+  const auto* factor = data_of<const float>(pass.tensor(Pass::kFactor), name, at::kCPU);
+  const auto* coefficient =
+      data_of<const double>(pass.tensor(Pass::kCoefficient), "coefficient", at::kCPU);
   cpu::Work work;
   work.write = pass.write;
   work.how = pass.how;
@@ -46,12 +47,13 @@ cpu::Work work_of(const Pass& pass) {
     work.how = Factor::kTimes;
     work.factor = inverse_scale(work.factor);
   }
-  work.sums = data_of<double>(pass.sums, "sums", at::kCPU, 2);
-  if (pass.marks != nullptr) {
-    const int64_t parameters = pass.marks->size(0);
-    const auto* now = data_of<const int64_t>(pass.now, "steps", at::kCPU,
-                                             std::max<int64_t>(pass.now->numel(), 1));
-    work.marks = cpu::Rows{data_of<int64_t>(pass.marks, "marks", at::kCPU, parameters * kMarkWords),
+  work.sums = data_of<double>(pass.tensor(Pass::kSums), "sums", at::kCPU, 2);
+  if (const at::Tensor* marks = pass.tensor(Pass::kMarks)) {
+    const int64_t parameters = marks->size(0);
+    const at::Tensor* steps = pass.tensor(Pass::kNow);
+    const auto* now =
+        data_of<const int64_t>(steps, "steps", at::kCPU, std::max<int64_t>(steps->numel(), 1));
+    work.marks = cpu::Rows{data_of<int64_t>(marks, "marks", at::kCPU, parameters * kMarkWords),
                            parameters, *now + 1};
   }
   return work;
@@ -62,7 +64,8 @@ PyObject* run(PyObject* const* args) {
   const auto& list = py::cast<const GradList&>(py::handle(args[0]));
   const Pass pass(args[1]);
   const cpu::Work work = work_of(pass);
-  const at::Tensor flag = pass.found_inf != nullptr ? *pass.found_inf : new_scalar<float>(0);
+  const at::Tensor* found_inf = pass.tensor(Pass::kFoundInf);
+  const at::Tensor flag = found_inf != nullptr ? *found_inf : new_scalar<float>(0);
   float* written = data_of<float>(&flag, "found_inf", at::kCPU);
   const bool found = without_gil_if_long(list, [&] { return cpu::run(list, work); });
   if (found || !pass.accumulate) {

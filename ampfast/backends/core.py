@@ -65,7 +65,6 @@ __all__ = [
     "fingerprint_of",
     "has_parameters",
     "have_same_entries",
-    "irregular_casts",
     "is_scalar",
     "lacks_state",
     "lend_grads",
@@ -98,8 +97,6 @@ list_of = _C.GradList.of
 is_scalar = _C.is_scalar
 # Raises RuntimeError if the memory of a tensor was freed or is too small for it.
 require_storage = _C.require_storage
-# Parameters whose 16-bit gradients the kernels on these devices cannot cast.
-irregular_casts = _C.irregular_casts
 # Bytes that change where autograd sees an edit of plain parameters or groups have others; or None.
 fingerprint_of = _C.fingerprint_of
 # Gives the gradients of parameters to a tuple of their master weights, None where there is none.

@@ -15,13 +15,6 @@ T* data(const at::Tensor* tensor) {
   return tensor != nullptr ? static_cast<T*>(tensor->data_ptr()) : nullptr;
 }
 
-template <class T>
-T* data(const OptionalTensor& tensor) {
-  return data<T>(tensor ? &*tensor : nullptr);
-}
-
-void require(const char* error) { TORCH_CHECK(error == nullptr, "ampfast: ", error); }
-
 void* current_stream(at::Device device) {
   return c10::cuda::getCurrentCUDAStream(device.index()).stream();
 }
@@ -41,49 +34,48 @@ std::vector<at::Tensor> flags_of(const py::tuple& update) {
 Launch launch_over(const DeviceTable& table, const Segment& segment) {
   Launch work;
   work.dtype = dtype_of(segment.dtype);
-  work.table = data<int64_t>(&table.buffer());
+  work.table = data<int64_t>(&table.buffer);
   work.segment = segment.word;
   work.chunks = segment.chunks;
   work.partials = segment.partials;
   work.is_paired = segment.is_paired;
   work.is_aligned = segment.is_aligned;
-  work.stream = current_stream(table.buffer().device());
+  work.stream = current_stream(table.buffer.device());
   return work;
 }
 
 void launch_multi_tensor(const DeviceTable& table, const Segment& segment, const py::tuple& given,
                          bool epilogue, const std::optional<py::tuple>& update) {
-  const c10::cuda::CUDAGuard guard(table.buffer().device());
+  const c10::cuda::CUDAGuard guard(table.buffer.device());
   const Pass pass(given.ptr());
   Launch work = launch_over(table, segment);
   work.write = pass.write;
   work.how = pass.how;
-  work.factor = data<float>(pass.factor);
-  work.coefficient = data<double>(pass.coefficient);
-  work.sums = data<double>(pass.sums);
-  work.marks = data<int64_t>(pass.marks);
-  work.now = data<int64_t>(pass.now);
+  work.factor = data<float>(pass.tensor(Pass::kFactor));
+  work.coefficient = data<double>(pass.tensor(Pass::kCoefficient));
+  work.sums = data<double>(pass.tensor(Pass::kSums));
+  work.marks = data<int64_t>(pass.tensor(Pass::kMarks));
+  work.now = data<int64_t>(pass.tensor(Pass::kNow));
   work.epilogue = epilogue;
-  work.found_inf = data<float>(pass.found_inf);
+  work.found_inf = data<float>(pass.tensor(Pass::kFoundInf));
   work.accumulate = pass.accumulate;
-  work.divisor = data<float>(pass.divisor);
+  work.divisor = data<float>(pass.tensor(Pass::kDivisor));
   if (update) {
     work.update = checked_update(*update);
     const std::vector<at::Tensor> flags = flags_of(*update);
     work.other_found_inf = flags.empty() ? nullptr : data<float>(&flags.front());
   }
-  require(launch(work));
+  launch(work);
 }
 
 void launch_measure(const DeviceTable& table, const Segment& segment, const at::Tensor& health) {
-  const c10::cuda::CUDAGuard guard(table.buffer().device());
-  require(measure(launch_over(table, segment), data<int64_t>(&health)));
+  const c10::cuda::CUDAGuard guard(table.buffer.device());
+  measure(launch_over(table, segment), data<int64_t>(&health));
 }
 
-void launch_narrow(const DeviceTable& table, const Segment& segment,
-                   const OptionalTensor& found_inf) {
-  const c10::cuda::CUDAGuard guard(table.buffer().device());
-  require(narrow(launch_over(table, segment), data<const float>(found_inf)));
+void launch_narrow(const DeviceTable& table, const Segment& segment, const py::object& found_inf) {
+  const c10::cuda::CUDAGuard guard(table.buffer.device());
+  narrow(launch_over(table, segment), data<const float>(tensor_of(found_inf.ptr())));
 }
 
 void launch_update_scale(const py::tuple& given) {
@@ -97,13 +89,13 @@ void launch_update_scale(const py::tuple& given) {
   for (size_t i = 0; i < std::size(flags.found_infs); ++i) {
     flags.found_infs[i] = data<const float>(&found_infs[i < found_infs.size() ? i : 0]);
   }
-  require(update_scale(update, flags, current_stream(device)));
+  update_scale(update, flags, current_stream(device));
 }
 
 void launch_clip_coefficient(const py::tuple& given) {
   const at::Device device = given[0].cast<at::Tensor>().device();
   const c10::cuda::CUDAGuard guard(device);
-  require(clip_coefficient(clip_of(given.ptr(), device), current_stream(device)));
+  clip_coefficient(clip_of(given.ptr(), device), current_stream(device));
 }
 
 }  // namespace
@@ -111,7 +103,7 @@ void launch_clip_coefficient(const py::tuple& given) {
 void bind(py::module_& m) {
   m.def("cuda_load_kernels", [](int device) {
     const c10::cuda::CUDAGuard guard(at::Device(at::kCUDA, static_cast<c10::DeviceIndex>(device)));
-    require(load_kernels());
+    load_kernels();
   });
   m.def("cuda_limit_programs", &limit_programs);
   m.def("cuda_multi_tensor", &launch_multi_tensor);

@@ -74,40 +74,6 @@ struct BFloat16 : Pair16 {
   }
 };
 
-// The products of the first `kCount` elements of a word, and their squares, added to `squares`.
-// Other elements are 0, which an infinite factor would turn into NaN.
-template <class Format, bool kNorm, int kCount>
-AMPFAST_ELEMENT void multiply(typename Format::Word word, typename Format::Opmath inverse,
-                              typename Format::Opmath* values, typename Format::Opmath& squares) {
-  Format::widen(word, values);
-#pragma unroll
-  for (int i = 0; i < kCount; ++i) {
-    values[i] = values[i] * inverse;
-    if (kNorm) {
-      squares += values[i] * values[i];
-    }
-  }
-}
-
-// Returns what is written for these elements.
-template <class Format, bool kNorm, bool kCoefficient, int kCount = Format::kPerWord>
-AMPFAST_ELEMENT typename Format::Word unscaled(typename Format::Word word,
-                                               typename Format::Opmath inverse,
-                                               typename Format::Opmath coefficient,
-                                               typename Format::Opmath& squares) {
-  typename Format::Opmath values[Format::kPerWord];
-  multiply<Format, kNorm, kCount>(word, inverse, values, squares);
-  if (kCoefficient) {
-    // Rounded twice, as by an unscaling and then a multiplication.
-    Format::widen(Format::narrow(values), values);
-#pragma unroll
-    for (int i = 0; i < kCount; ++i) {
-      values[i] = values[i] * coefficient;
-    }
-  }
-  return Format::narrow(values);
-}
-
 // The largest magnitude as it is used: with kRounds rounded to its dtype where that is written, as
 // fused optimizers see it otherwise. Rounding is monotone, so the largest magnitude tells of all.
 template <class Format, bool kRounds = true>

@@ -194,21 +194,31 @@ struct Gatherer {
   }
 
  private:
-  // Of pairs the products are in `values`, else rounded in the word.
+  // Takes the first `kCount` elements of a word: others are 0, which an infinite factor would turn
+  // into NaN. Of pairs the products are in `values` then, else rounded in the word.
   template <int kCount>
   __device__ void take(Word& word, Opmath* values) {
     peak = larger(peak, Format::peak(word));
-    if (kPairs) {
-      multiply<Format, kNorm, kCount>(word, factor, values, vector_squares);
-      if (kCoefficient) {
+    Format::widen(word, values);
 #pragma unroll
-        for (int i = 0; i < kCount; ++i) {
-          values[i] = values[i] * coefficient;
-        }
+    for (int i = 0; i < kCount; ++i) {
+      values[i] = values[i] * factor;
+      if (kNorm) {
+        vector_squares += values[i] * values[i];
       }
-    } else {
-      word =
-          unscaled<Format, kNorm, kCoefficient, kCount>(word, factor, coefficient, vector_squares);
+    }
+    if (kCoefficient) {
+      if (!kPairs) {
+        // Rounded twice, as by an unscaling and then a multiplication.
+        Format::widen(Format::narrow(values), values);
+      }
+#pragma unroll
+      for (int i = 0; i < kCount; ++i) {
+        values[i] = values[i] * coefficient;
+      }
+    }
+    if (!kPairs) {
+      word = Format::narrow(values);
     }
   }
 

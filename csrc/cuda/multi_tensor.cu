@@ -2,9 +2,11 @@
 // finish decides, sums up and updates the scale.
 #include <cuda_runtime.h>
 
+#include <algorithm>
 #include <map>
+#include <stdexcept>
+#include <string>
 #include <utility>
-#include <vector>
 
 #include "gatherer.cuh"
 #include "multi_tensor.h"
@@ -235,108 +237,87 @@ const Kernels& kernels_of(const Launch& launch) {
   return all_kernels[static_cast<int>(launch.dtype) + (launch.is_paired ? kFirstPairs : 0)];
 }
 
-const char* text_of(cudaError_t error) {
-  return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
+void require(cudaError_t status) {
+  if (status != cudaSuccess) {
+    throw std::runtime_error(std::string("ampfast: ") + cudaGetErrorString(status));
+  }
 }
 
 int64_t most_programs = 0;
 
 // Programs of a kernel that the current device holds at once; asking loads it, which must not
 // happen amid a capture.
-cudaError_t ask_resident(int device, const void* kernel, int64_t* programs) {
-  int multiprocessors = 0;
-  int of_each = 0;
-  cudaError_t status =
-      cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device);
-  if (status == cudaSuccess) {
-    status = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&of_each, kernel, kThreads, 0);
-  }
-  *programs = static_cast<int64_t>(multiprocessors) * of_each;
-  return status;
-}
-
-// The grid of a kernel over so many chunks: no more than the device holds at once.
-cudaError_t grid_of(const void* kernel, int64_t chunks, unsigned int* grid) {
+int64_t resident(const void* kernel) {
   static std::map<std::pair<int, const void*>, int64_t> known;
   int device = 0;
-  cudaError_t status = cudaGetDevice(&device);
-  if (status != cudaSuccess) {
-    return status;
-  }
+  require(cudaGetDevice(&device));
   int64_t& programs = known[{device, kernel}];
   if (programs == 0) {
-    status = ask_resident(device, kernel, &programs);
+    int multiprocessors = 0;
+    int of_each = 0;
+    require(cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device));
+    require(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&of_each, kernel, kThreads, 0));
+    programs = static_cast<int64_t>(multiprocessors) * of_each;
   }
-  const int64_t most = most_programs > 0 ? most_programs : programs;
-  *grid = static_cast<unsigned int>(chunks < most ? chunks : most);
-  return status;
+  return programs;
 }
 
 // Queues a kernel over the chunks of a launch.
 template <class... Given>
-const char* queue(void (*kernel)(Given...), const Launch& launch, const Given&... given) {
-  unsigned int grid = 0;
-  const cudaError_t status = grid_of(reinterpret_cast<const void*>(kernel), launch.chunks, &grid);
-  if (status != cudaSuccess) {
-    return text_of(status);
-  }
+void queue(void (*kernel)(Given...), const Launch& launch, const Given&... given) {
+  const int64_t programs = resident(reinterpret_cast<const void*>(kernel));
+  const int64_t most = most_programs > 0 ? most_programs : programs;
+  const auto grid = static_cast<unsigned int>(std::min(launch.chunks, most));
   kernel<<<grid, kThreads, 0, static_cast<cudaStream_t>(launch.stream)>>>(given...);
-  return text_of(cudaGetLastError());
+  require(cudaGetLastError());
 }
 
 }  // namespace
 
 void limit_programs(int64_t programs) { most_programs = programs; }
 
-const char* load_kernels() {
-  std::vector<const void*> all{reinterpret_cast<const void*>(update_alone),
-                               reinterpret_cast<const void*>(clip_alone)};
+void load_kernels() {
+  resident(reinterpret_cast<const void*>(update_alone));
+  resident(reinterpret_cast<const void*>(clip_alone));
   for (const auto& [pass, clip, measure, narrow] : all_kernels) {
     for (const auto kernel : {pass[0][0], pass[0][1], pass[1][0], pass[1][1], clip}) {
-      all.push_back(reinterpret_cast<const void*>(kernel));
+      resident(reinterpret_cast<const void*>(kernel));
     }
-    all.push_back(reinterpret_cast<const void*>(measure));
+    resident(reinterpret_cast<const void*>(measure));
     if (narrow != nullptr) {
-      all.push_back(reinterpret_cast<const void*>(narrow));
+      resident(reinterpret_cast<const void*>(narrow));
     }
   }
-  for (const void* kernel : all) {
-    unsigned int grid = 0;
-    if (const cudaError_t status = grid_of(kernel, 1, &grid)) {
-      return text_of(status);
-    }
-  }
-  return nullptr;
 }
 
-const char* launch(const Launch& launch) {
+void launch(const Launch& launch) {
   const Kernels& kernels = kernels_of(launch);
   const Pass kernel = launch.coefficient != nullptr
                           ? kernels.clip
                           : kernels.pass[launch.write ? 1 : 0][launch.sums != nullptr ? 1 : 0];
-  return queue(kernel, launch, launch);
+  queue(kernel, launch, launch);
 }
 
-const char* measure(const Launch& launch, int64_t* health) {
+void measure(const Launch& launch, int64_t* health) {
   const int64_t* table = launch.table;
-  return queue(kernels_of(launch).measure, launch, table, launch.segment,
-               static_cast<int>(launch.chunks), health);
+  queue(kernels_of(launch).measure, launch, table, launch.segment, static_cast<int>(launch.chunks),
+        health);
 }
 
-const char* narrow(const Launch& launch, const float* found_inf) {
+void narrow(const Launch& launch, const float* found_inf) {
   const int64_t* table = launch.table;
-  return queue(kernels_of(launch).narrow, launch, table, launch.segment,
-               static_cast<int>(launch.chunks), found_inf, launch.is_aligned);
+  queue(kernels_of(launch).narrow, launch, table, launch.segment, static_cast<int>(launch.chunks),
+        found_inf, launch.is_aligned);
 }
 
-const char* update_scale(const Update& update, const Flags& flags, void* stream) {
+void update_scale(const Update& update, const Flags& flags, void* stream) {
   update_alone<<<1, 1, 0, static_cast<cudaStream_t>(stream)>>>(update, flags);
-  return text_of(cudaGetLastError());
+  require(cudaGetLastError());
 }
 
-const char* clip_coefficient(const Clip& clip, void* stream) {
+void clip_coefficient(const Clip& clip, void* stream) {
   clip_alone<<<1, 1, 0, static_cast<cudaStream_t>(stream)>>>(clip);
-  return text_of(cudaGetLastError());
+  require(cudaGetLastError());
 }
 
 }  // namespace ampfast::cuda

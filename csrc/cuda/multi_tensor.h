@@ -42,31 +42,32 @@ struct Launch {
   void* stream = nullptr;  // a cudaStream_t of the current device
 };
 
-// Queues the pass. Returns null, or why it failed.
-const char* launch(const Launch& launch);
+// Each of these throws if CUDA refuses it.
+
+// Queues the pass.
+void launch(const Launch& launch);
 
 // Queues a pass that adds the range of each gradient's values to its parameter's row of
-// kHealthWords. Returns null, or why it failed.
-const char* measure(const Launch& launch, int64_t* health);
+// kHealthWords.
+void measure(const Launch& launch, int64_t* health);
 
 // Queues the rounding of the float32 values of pairs to 16 bits, unless `found_inf`, which may be
-// null, is set. Returns null, or why it failed.
-const char* narrow(const Launch& launch, const float* found_inf);
+// null, is set.
+void narrow(const Launch& launch, const float* found_inf);
 
 // Queues an update of the scale by itself, on a cudaStream_t of the current device. Of the flags,
-// repeated where there are fewer, any that is not 0 counts. Returns null, or why it failed.
+// repeated where there are fewer, any that is not 0 counts.
 struct Flags {
   const float* found_infs[4];
 };
-const char* update_scale(const Update& update, const Flags& flags, void* stream);
+void update_scale(const Update& update, const Flags& flags, void* stream);
 
 // Queues the coefficient of a clipping, on a cudaStream_t of the current device; all pointers
-// are to its memory. Returns null, or why it failed.
-const char* clip_coefficient(const Clip& clip, void* stream);
+// are to its memory.
+void clip_coefficient(const Clip& clip, void* stream);
 
-// Loads all kernels on the current device, so that launches may be captured from then on. Returns
-// null, or why it failed.
-const char* load_kernels();
+// Loads all kernels on the current device, so that launches may be captured from then on.
+void load_kernels();
 
 // Limits the grid to so many programs, for tests and measurements; 0: to those that a device holds
 // at once.
