@@ -21,20 +21,6 @@ from ampfast.master_weights import MasterWeights
 from ampfast.optimizers import takes_grad_scaler
 from ampfast.spikes import SpikeRule
 
-__all__ = [
-    "DEFERRED",
-    "FUSED_ORDERS",
-    "Deferred",
-    "NormTerm",
-    "can_defer",
-    "clip_",
-    "max_norm_of",
-    "measure",
-    "optimizers_of",
-    "order_of",
-    "skip_together",
-]
-
 # Orders whose norm is computed in the pass of the check.
 FUSED_ORDERS = (2.0, math.inf)
 

@@ -20,15 +20,6 @@ from ampfast.errors import add_note
 Flags = dict[torch.device, Tensor]
 Batch = core.GradList | TensorList
 
-__all__ = [
-    "Gradients",
-    "collect",
-    "of_list",
-    "run",
-    "unscaling",
-    "vanishing_fractions",
-]
-
 
 def _is_dense(grad: Tensor) -> bool:
     return type(grad) is Tensor and grad.layout is torch.strided

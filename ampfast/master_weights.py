@@ -21,8 +21,6 @@ from ampfast.backends.scalars import Copies, moved
 from ampfast.capture import refuse_capture
 from ampfast.errors import not_compiled
 
-__all__ = ["MasterWeights", "casts_of", "master_weights_"]
-
 AnyOptimizer = TypeVar("AnyOptimizer", bound=torch.optim.Optimizer)
 
 # Key of a master weight in a checkpoint, as in Transformer Engine's.

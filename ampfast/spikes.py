@@ -16,8 +16,6 @@ from ampfast.capture import is_capturing, refuse_capture
 from ampfast.errors import float_of
 from ampfast.optimizers import ByOptimizer
 
-__all__ = ["Sigmas", "SpikeRule", "SpikeRules", "require_accepted_norms", "skip_limit_of"]
-
 
 @dataclass(frozen=True)
 class Sigmas:

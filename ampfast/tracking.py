@@ -20,14 +20,6 @@ from ampfast.backends.core import HEALTH_WORDS, MARK_WORDS, Pass, Track, has_par
 from ampfast.capture import refuse_capture
 from ampfast.optimizers import ByOptimizer
 
-__all__ = [
-    "GradientHealth",
-    "OverflowReport",
-    "ParameterHealth",
-    "ParameterOverflows",
-    "TrackedParameter",
-]
-
 # Longest table that is printed, in lines.
 MOST_LINES = 40
 

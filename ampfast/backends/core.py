@@ -32,53 +32,16 @@ def _require_torch(built_for: str, here: str) -> None:
 try:
     # `from ampfast import _C` would report a circular import if there is no core.
     import ampfast._C as _C
-    from ampfast._C import Casts, DeviceTable, GradList, Segment
+    from ampfast._C import Casts as Casts
+    from ampfast._C import DeviceTable as DeviceTable
+    from ampfast._C import GradList as GradList
+    from ampfast._C import Segment as Segment
 except ImportError as error:
     raise ImportError(f"ampfast's compiled core cannot be loaded ({error}); {_REMEDY}") from error
 _require_torch(_C.build_info()["torch"], torch.__version__)
 
-__all__ = [
-    "CPU",
-    "CUDA",
-    "HEALTH_WORDS",
-    "MARK_WORDS",
-    "SPIKE",
-    "SPIKE_BOUND",
-    "WINDOW_BYTES",
-    "WITH_CUDA",
-    "_C",
-    "Casts",
-    "Clip",
-    "DeviceTable",
-    "Factor",
-    "GradList",
-    "Pass",
-    "Segment",
-    "Track",
-    "Update",
-    "any_found",
-    "build_info",
-    "clear_tables",
-    "copy_of",
-    "cpu_capability",
-    "fingerprint_of",
-    "has_parameters",
-    "have_same_entries",
-    "irregular_casts",
-    "is_scalar",
-    "lacks_state",
-    "lend_grads",
-    "list_of",
-    "overrides",
-    "require_storage",
-    "state_layout",
-    "stepped_pairs",
-    "take_grads",
-    "walk",
-    "watch_casts",
-]
-
 # As in _C.pyi.
+compiled = _C
 any_found = _C.any_found
 build_info = _C.build_info
 clear_tables = _C.clear_tables

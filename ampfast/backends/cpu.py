@@ -4,18 +4,16 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from ampfast.backends.core import _C, Clip, GradList
-
-__all__ = ["clip", "clip_over", "measure", "narrow", "pass_over", "run", "update"]
+from ampfast.backends.core import Clip, GradList, compiled
 
 # Over the gradients of an optimizer at once, as in _C.pyi.
-pass_over = _C.pass_over
-clip_over = _C.clip_over
+pass_over = compiled.pass_over
+clip_over = compiled.clip_over
 # Runs a pass over a list; returns its found_inf.
-run = _C.run
+run = compiled.run
 # Writes the next scale and growth tracker in place, and records the step in the state. None, with
 # nothing written, if the kernels do not know the tensors or numbers exactly.
-update = _C.update
+update = compiled.update
 
 
 def measure(grads: GradList, health: Tensor) -> None:
@@ -25,7 +23,7 @@ def measure(grads: GradList, health: Tensor) -> None:
         grads: Gradients before they are unscaled.
         health: Zeroed int64 of shape (P, HEALTH_WORDS), for P parameters on that device.
     """
-    _C.measure(grads, health)
+    compiled.measure(grads, health)
 
 
 def narrow(pairs: GradList, found_inf: Tensor | None = None) -> None:
@@ -35,7 +33,7 @@ def narrow(pairs: GradList, found_inf: Tensor | None = None) -> None:
         pairs: A list of nothing but pairs (`GradList.of`).
         found_inf: One-element float32; where it is not 0, nothing is written.
     """
-    _C.narrow(pairs, found_inf)
+    compiled.narrow(pairs, found_inf)
 
 
 def clip(clip: Clip) -> None:
@@ -43,4 +41,4 @@ def clip(clip: Clip) -> None:
 
     Formula: torch.nn.utils.clip_grad_norm_, here in float64.
     """
-    _C.clip(clip)
+    compiled.clip(clip)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from ampfast.backends.core import _C, SPIKE, Clip, Factor, Pass, Update
+from ampfast.backends.core import SPIKE, Clip, Factor, Pass, Update, compiled
 from ampfast.backends.scalars import inverse, moved, new_flag, widest
 from ampfast.capture import refuse_capture
 
@@ -122,7 +122,7 @@ def update(update: Update) -> bool:
         on_host = Update(
             after, tracker, [flag], float(growth_factor), float(backoff_factor), int(interval)
         )
-        if _C.update(on_host._replace(state=words, norm=told)):
+        if compiled.update(on_host._replace(state=words, norm=told)):
             scale.data.copy_(after)
             growth_tracker.data.copy_(tracker)
             state.copy_(words)
