@@ -11,15 +11,10 @@ from typing import Any, TypeVar, cast
 
 import torch
 
-# Modules skipped by `warn_caller`.
-_SCALER_MODULES = (
-    *("ampfast.grad_scaler", "ampfast.step_guard", "ampfast.loss_scale"),
-    *("ampfast.gradients", "ampfast.tracking"),
-    *("ampfast.clipping", "ampfast.functional", "ampfast.distributed", "ampfast.fsdp"),
-    "ampfast.patch",
-    *("torch.amp.grad_scaler", "torch._compile"),
-    # Around torch's deprecated classes.
-    *("typing_extensions", "warnings"),
+# Modules and packages skipped by `warn_caller`; the last two are around torch's deprecated classes.
+_SKIPPED = (
+    *("ampfast.", "torch.amp.grad_scaler.", "torch._compile.", "torch._dynamo."),
+    *("typing_extensions.", "warnings."),
 )
 
 AnyError = TypeVar("AnyError", bound=BaseException)
@@ -51,11 +46,10 @@ def float_of(name: str, value: object, others: str = "") -> float:
 
 
 def warn_caller(message: str, category: type[Warning] = UserWarning) -> None:
-    """Warns at the first line outside of ampfast's and torch's scaler modules."""
+    """Warns at the first line outside of ampfast and of torch's scaler modules."""
     level, frame = 2, sys._getframe(1)
     while frame.f_back is not None:
-        module = frame.f_globals.get("__name__", "")
-        if module not in _SCALER_MODULES and not module.startswith("torch._dynamo."):
+        if not f"{frame.f_globals.get('__name__')}.".startswith(_SKIPPED):
             break
         level, frame = level + 1, frame.f_back
     warnings.warn(message, category, stacklevel=level)
