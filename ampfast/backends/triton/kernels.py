@@ -146,13 +146,12 @@ def _larger_or_nan(a, b):
 @triton.jit
 def _load_chunk(chunks_ptr, chunk, PAIRED: tl.constexpr):
     """Address, extent and, of pairs, address of the float32 values."""
+    chunk_ptr = chunks_ptr + chunk.to(tl.int64) * (_CHUNK.PAIR_WORDS if PAIRED else _CHUNK.WORDS)
+    address, extent = tl.load(chunk_ptr + _CHUNK.ADDRESS), tl.load(chunk_ptr + _CHUNK.EXTENT)
     if PAIRED:
-        chunk_ptr = chunks_ptr + chunk.to(tl.int64) * _CHUNK.PAIR_WORDS
-        wide = tl.load(chunk_ptr + _CHUNK.WIDE)
-        return tl.load(chunk_ptr + _CHUNK.ADDRESS), tl.load(chunk_ptr + _CHUNK.EXTENT), wide
+        return address, extent, tl.load(chunk_ptr + _CHUNK.WIDE)
     else:
-        chunk_ptr = chunks_ptr + chunk.to(tl.int64) * _CHUNK.WORDS
-        return tl.load(chunk_ptr + _CHUNK.ADDRESS), tl.load(chunk_ptr + _CHUNK.EXTENT)
+        return address, extent
 
 
 @triton.jit
@@ -408,9 +407,6 @@ def multi_tensor(
     copy of the factor, `marks_ptr` to the overflow marks of parameters. A window is what a program
     loads at once: LOADS vectors of VECTOR bytes a thread. Of pairs float32 values are written.
     """
-    WINDOW: tl.constexpr = LOADS * THREADS
-    PER_VECTOR: tl.constexpr = VECTOR // (DTYPE.primitive_bitwidth // 8)
-
     chunks_ptr = table_ptr + word
     chunk = tl.program_id(0)
     # In turn, so that all programs read one part of the list at a time.
@@ -441,9 +437,9 @@ def multi_tensor(
             )
             if WRITE:
                 tl.store(out + lane, written, mask=mask)
-            base += WINDOW * PER_VECTOR
-            out += WINDOW * PER_VECTOR
-            left -= WINDOW
+            base += lane.numel
+            out += lane.numel
+            left -= vector.numel
         edges = edges[None, :, None]
         mask = is_edge[None, :, None]
         written, peak, squares = _take(
@@ -555,20 +551,20 @@ def _number(condition):
 
 
 @triton.jit
+def _add(word_ptr, counts):
+    """Adds the counts of all threads of a program to a word."""
+    tl.atomic_add(word_ptr, tl.sum(counts, axis=0).to(tl.int64), sem="relaxed")
+
+
+@triton.jit
 def _add_health(row_ptr, elements, health, DTYPE: tl.constexpr):
-    """Adds the counts of all threads of a program for a chunk."""
+    """Adds the health of all threads of a program for a chunk."""
     largest, smallest, nonzero, vanishing, subnormal, overflowing = health
     tl.atomic_add(row_ptr + _HEALTH.ELEMENTS, elements.to(tl.int64), sem="relaxed")
-    tl.atomic_add(row_ptr + _HEALTH.NONZERO, tl.sum(nonzero, axis=0).to(tl.int64), sem="relaxed")
-    tl.atomic_add(
-        row_ptr + _HEALTH.VANISHING, tl.sum(vanishing, axis=0).to(tl.int64), sem="relaxed"
-    )
-    tl.atomic_add(
-        row_ptr + _HEALTH.SUBNORMAL, tl.sum(subnormal, axis=0).to(tl.int64), sem="relaxed"
-    )
-    tl.atomic_add(
-        row_ptr + _HEALTH.OVERFLOWING, tl.sum(overflowing, axis=0).to(tl.int64), sem="relaxed"
-    )
+    _add(row_ptr + _HEALTH.NONZERO, nonzero)
+    _add(row_ptr + _HEALTH.VANISHING, vanishing)
+    _add(row_ptr + _HEALTH.SUBNORMAL, subnormal)
+    _add(row_ptr + _HEALTH.OVERFLOWING, overflowing)
     most = _used_magnitude(tl.max(largest, axis=0), 1.0, _FACTOR.NONE, DTYPE)
     tl.atomic_max(row_ptr + _HEALTH.LARGEST, most, sem="relaxed")
     SIGNED: tl.constexpr = tl.int64 if DTYPE == tl.float64 else tl.int32
@@ -591,9 +587,7 @@ def measure(
     PAIRED: tl.constexpr,
 ):
     """Health of gradients of one dtype: adds the range of values to parameters' rows."""
-    WINDOW: tl.constexpr = LOADS * THREADS
     SIZE: tl.constexpr = DTYPE.primitive_bitwidth // 8
-    PER_VECTOR: tl.constexpr = VECTOR // SIZE
     chunks_ptr = table_ptr + word
     chunk = tl.program_id(0)
     step = tl.num_programs(0)
@@ -606,8 +600,8 @@ def measure(
         edges = tl.load(edge_ptr, mask=is_edge, other=0.0)
         while left > 0:
             health = _count(tl.load(base + lane, mask=vector < left, other=0.0), health)
-            base += WINDOW * PER_VECTOR
-            left -= WINDOW
+            base += lane.numel
+            left -= vector.numel
         health = _count(edges[None, :, None], health)
         row_ptr = health_ptr + (extent >> _CHUNK.PARAMETER_SHIFT) * _HEALTH.WORDS
         _add_health(row_ptr, extent.to(tl.int32) // SIZE, health, DTYPE)
@@ -627,8 +621,6 @@ def narrow(
     PAIRED: tl.constexpr,
 ):
     """Rounds the float32 values of pairs to 16 bits, unless a flag is set."""
-    WINDOW: tl.constexpr = LOADS * THREADS
-    PER_VECTOR: tl.constexpr = VECTOR // (DTYPE.primitive_bitwidth // 8)
     chunks_ptr = table_ptr + word
     chunk = tl.program_id(0)
     end, step = chunks, tl.num_programs(0)
@@ -645,9 +637,9 @@ def narrow(
             mask = vector < left
             values = tl.load(source + lane, mask=mask, other=0.0)
             tl.store(base + lane, _narrow(values, DTYPE), mask=mask)
-            base += WINDOW * PER_VECTOR
-            source += WINDOW * PER_VECTOR
-            left -= WINDOW
+            base += lane.numel
+            source += lane.numel
+            left -= vector.numel
         tl.store(edge_ptr, _narrow(edges, DTYPE), mask=is_edge)
         chunk += step
 
