@@ -12,7 +12,7 @@ from torch import Tensor
 from ampfast import backends
 from ampfast.backends import TORCH_OPS, Choice, Kernels, core, torch_ops
 from ampfast.backends.core import Factor, Pass, Track
-from ampfast.backends.scalars import Copies, inverse, largest, new_flag, widest
+from ampfast.backends.scalars import copies_of, inverse, largest, new_flag, widest
 from ampfast.backends.torch_ops import TensorList
 from ampfast.distributed import Layout, LocalShards
 from ampfast.errors import add_note
@@ -129,9 +129,7 @@ def collect(
             for param, grad, number in irregular:
                 values = _values_of(param, grad, clips)
                 device = values.device
-                each = aside.setdefault(device, TensorList(device, [], []))
-                each.tensors.append(values)
-                each.numbers.append(number)
+                aside.setdefault(device, TensorList(device, [], [])).add(number, values)
     if shards is not None and not shards.layouts:
         shards = None
     by_torch = [(TORCH_OPS, each) for each in aside.values()]
@@ -141,19 +139,14 @@ def collect(
 def of_list(tensors: list[Tensor], device: torch.device) -> Gradients:
     """Returns the gradients of a caller's list, all on one device."""
     kernels = backends.choose().kernels_for(device)
-    by_torch = kernels is TORCH_OPS
-    regular: list[int] = []
-    irregular: list[int] = []
+    regular, aside = TensorList(device, [], []), TensorList(device, [], [])
     for number, tensor in enumerate(tensors):
         core.require_storage(tensor)
-        known = not by_torch and core.list_of([tensor], device) is not None
-        (regular if known else irregular).append(number)
-    lists: list[tuple[Kernels, Batch]] = []
-    if irregular:
-        aside = TensorList(device, [tensors[number] for number in irregular], irregular)
-        lists.append((TORCH_OPS, aside))
-    listed = core.list_of([tensors[number] for number in regular], device, regular)
-    if listed is not None and regular:
+        known = kernels is not TORCH_OPS and core.list_of([tensor], device) is not None
+        (regular if known else aside).add(number, tensor)
+    lists: list[tuple[Kernels, Batch]] = [(TORCH_OPS, aside)] if aside.chunks else []
+    listed = core.list_of(regular.tensors, device, regular.numbers)
+    if listed is not None and regular.chunks:
         lists.append((kernels, listed))
     return Gradients(lists)
 
@@ -194,7 +187,7 @@ def run(
             torch_ops.require_unscalable(aside.tensors)
     if before_write is not None and gradients.lists:
         before_write()
-    factors, coefficients = Copies(work.factor), Copies(work.coefficient)
+    factor_on, coefficient_on = copies_of(work.factor), copies_of(work.coefficient)
     alone = len(gradients.lists) == 1 and gradients.shards is None
     flags: Flags = {}
     rows: list[Tensor] = [] if sums_of_each is None else sums_of_each
@@ -212,9 +205,9 @@ def run(
         flags[device] = kernels.run(
             each,
             work._replace(
-                factor=factors.on(device) if work.how else None,
+                factor=factor_on(device) if work.how else None,
                 found_inf=flags.get(device),
-                coefficient=coefficients.on(device),
+                coefficient=coefficient_on(device),
                 sums=row,
                 marks=None if track is None else track.marks,
                 now=None if track is None else track.now,

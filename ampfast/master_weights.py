@@ -17,7 +17,7 @@ from torch import Tensor
 from ampfast import backends, gradients
 from ampfast.backends import TORCH_OPS, core, torch_ops
 from ampfast.backends.core import Factor, Pass
-from ampfast.backends.scalars import Copies, moved
+from ampfast.backends.scalars import copies_of, moved
 from ampfast.capture import refuse_capture
 from ampfast.errors import not_compiled
 
@@ -371,7 +371,7 @@ def narrow_on_devices(
         weights: float32 tensors of their shapes and devices.
         found_inf: One-element float32, or None.
     """
-    flags = Copies(None if found_inf is None else found_inf.detach())
+    flag_on = copies_of(None if found_inf is None else found_inf.detach())
     by_device: dict[torch.device, tuple[list[Tensor], list[Tensor]]] = {}
     for param, weight in zip(params, weights, strict=True):
         narrow, wide = by_device.setdefault(param.device, ([], []))
@@ -379,10 +379,10 @@ def narrow_on_devices(
         wide.append(_local(weight))
     for device, (narrow, wide) in by_device.items():
         pairs = core.list_of(narrow, device, None, wide)
-        if pairs is not None and _narrow_pairs(pairs, flags.on(device)):
+        if pairs is not None and _narrow_pairs(pairs, flag_on(device)):
             torch.autograd.graph.increment_version(narrow)
         else:
-            torch_ops.narrow(narrow, wide, flags.on(device))
+            torch_ops.narrow(narrow, wide, flag_on(device))
 
 
 def _local(tensor: Tensor) -> Tensor:

@@ -230,8 +230,18 @@ def _require_pass(work: Pass, device: torch.device) -> None:
             _require_scalar(name, scalar, device, torch.float32)
     if work.coefficient is not None:
         _require_scalar("coefficient", work.coefficient, device, torch.float64)
-    if work.sums is not None:
-        _require_sums(work.sums, device, work.coefficient)
+    sums = work.sums
+    if sums is None:
+        return
+    if sums.dtype is not torch.float64 or sums.shape != (2,) or not sums.is_contiguous():
+        raise RuntimeError(
+            f"sums must be a contiguous float64 tensor of 2 elements, got {sums.dtype} of "
+            f"shape {tuple(sums.shape)}"
+        )
+    if sums.device != device:
+        raise RuntimeError(f"sums must be on {device}, got {sums.device}")
+    if work.coefficient is not None:
+        raise RuntimeError("sums are taken in the pass before the one with a coefficient")
 
 
 def _require_scalar(name: str, tensor: Tensor, device: torch.device, dtype: torch.dtype) -> None:
@@ -241,15 +251,3 @@ def _require_scalar(name: str, tensor: Tensor, device: torch.device, dtype: torc
             f"{name} must be a one-element {wanted} tensor on {device}, got {tensor.dtype} of "
             f"shape {tuple(tensor.shape)} on {tensor.device}"
         )
-
-
-def _require_sums(sums: Tensor, device: torch.device, coefficient: Tensor | None) -> None:
-    if sums.dtype is not torch.float64 or sums.shape != (2,) or not sums.is_contiguous():
-        raise RuntimeError(
-            f"sums must be a contiguous float64 tensor of 2 elements, got {sums.dtype} of "
-            f"shape {tuple(sums.shape)}"
-        )
-    if sums.device != device:
-        raise RuntimeError(f"sums must be on {device}, got {sums.device}")
-    if coefficient is not None:
-        raise RuntimeError("sums are taken in the pass before the one with a coefficient")

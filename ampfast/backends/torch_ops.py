@@ -44,17 +44,16 @@ class TensorList:
     def chunks(self) -> int:
         return len(self.tensors)
 
+    def add(self, number: int, tensor: Tensor) -> None:
+        self.numbers.append(number)
+        self.tensors.append(tensor)
+
     def split(self, numbers: set[int]) -> tuple[TensorList, TensorList]:
         """Splits the list into the gradients of the parameters of these numbers, and the others."""
-        parts: tuple[TensorList, TensorList] = (
-            TensorList(self.device, [], []),
-            TensorList(self.device, [], []),
-        )
+        inside, outside = TensorList(self.device, [], []), TensorList(self.device, [], [])
         for number, tensor in zip(self.numbers, self.tensors, strict=True):
-            part = parts[number not in numbers]
-            part.tensors.append(tensor)
-            part.numbers.append(number)
-        return parts
+            (inside if number in numbers else outside).add(number, tensor)
+        return inside, outside
 
 
 def pass_over(*given: Any) -> None:
@@ -134,12 +133,6 @@ def clip(clip: Clip) -> None:
     """Writes norm, clip coefficient and divisor, and the flag of a spike."""
     squares, peaks = clip.sums.unbind(1)
     clip.norm.copy_(peaks.amax() if clip.largest else squares.sum().sqrt())
-    finish_clip(clip)
-
-
-@torch.no_grad()
-def finish_clip(clip: Clip) -> None:
-    """As `clip`, from a norm that is there already."""
     if clip.found_inf is not None:
         spike_(clip.found_inf, clip.norm, clip.skip_above, clip.taken)
     clip.coefficient.copy_(coefficient_of(clip.norm, clip.max_norm))

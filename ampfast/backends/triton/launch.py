@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterator
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -137,20 +137,15 @@ def _geometry(
     return {**shape, "PAIRED": paired, "num_warps": 4, "enable_fp_fusion": False}
 
 
-def narrow(table: DeviceTable, segment: Segment, found_inf: Tensor | None) -> None:
-    """Launches the rounding of the float32 values of one dtype's pairs."""
-    _over("narrow", table, segment, found_inf)
-
-
-def measure(table: DeviceTable, segment: Segment, health: Tensor) -> None:
-    """Launches the health pass over gradients of one dtype."""
-    _over("measure", table, segment, health)
-
-
 def _over(name: str, table: DeviceTable, segment: Segment, tensor: Tensor | None) -> None:
     arguments = (table.buffer, segment.word, segment.chunks, tensor)
     switches = (segment.dtype, segment.is_paired, segment.is_aligned)
     _launch(name, segment.chunks, arguments, _geometry, *switches)
+
+
+# Launch the rounding of the float32 values of one dtype's pairs, and the health pass over gradients
+# of one dtype.
+narrow, measure = partial(_over, "narrow"), partial(_over, "measure")
 
 
 def update_scale(update: Update) -> None:
