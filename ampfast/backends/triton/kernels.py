@@ -200,21 +200,15 @@ def _lanes(DTYPE: tl.constexpr, LOADS: tl.constexpr, THREADS: tl.constexpr, VECT
 
 @triton.jit
 def _take(
-    values,
-    mask,
-    factor,
-    coefficient,
-    peak,
-    squares,
-    WRITE: tl.constexpr,
-    NORM: tl.constexpr,
-    PAIRED: tl.constexpr,
+    values, mask, factors, seen, WRITE: tl.constexpr, NORM: tl.constexpr, PAIRED: tl.constexpr
 ):
-    """Takes values of shape [loads, threads, elements]: what is written, the peak, the squares.
+    """Takes values of shape [loads, threads, elements]: what is written, the peak and the squares.
 
     Reductions are per thread: threads exchange nothing here.
     """
     DTYPE: tl.constexpr = values.dtype
+    factor, coefficient = factors
+    peak, squares = seen
     peak = tl.maximum(peak, tl.max(tl.max(_magnitude(values), axis=2), axis=0))
     written = values
     if WRITE or NORM:
@@ -232,7 +226,7 @@ def _take(
             if coefficient is not None:
                 # Multiplies unscaled values.
                 written = _narrow(_times(_widen(written), coefficient), DTYPE)
-    return written, peak, squares
+    return written, (peak, squares)
 
 
 @triton.jit
@@ -413,9 +407,7 @@ def multi_tensor(
     step = tl.num_programs(0)
     fields = _load_chunk(chunks_ptr, chunk, PAIRED)
     factor = _load_factor(factor_ptr, FACTOR)
-    coefficient = None
-    if coefficient_ptr is not None:
-        coefficient = tl.load(coefficient_ptr)
+    factors = factor, tl.load(coefficient_ptr) if coefficient_ptr is not None else None
     vector, lane = _lanes(DTYPE, LOADS, THREADS, VECTOR)
 
     peak = tl.zeros([THREADS], dtype=tl.int64 if DTYPE == tl.float64 else tl.int32)
@@ -428,13 +420,11 @@ def multi_tensor(
         )
         # Loads cannot move above stores, so this one comes first.
         edges = tl.load(edge_ptr, mask=is_edge, other=0.0)
-        squares = tl.zeros([THREADS], dtype=tl.float64)
+        seen = peak, tl.zeros([THREADS], dtype=tl.float64)
         while left > 0:
             mask = vector < left
             values = tl.load(base + lane, mask=mask, other=0.0)
-            written, peak, squares = _take(
-                values, mask, factor, coefficient, peak, squares, WRITE, NORM, PAIRED
-            )
+            written, seen = _take(values, mask, factors, seen, WRITE, NORM, PAIRED)
             if WRITE:
                 tl.store(out + lane, written, mask=mask)
             base += lane.numel
@@ -442,9 +432,8 @@ def multi_tensor(
             left -= vector.numel
         edges = edges[None, :, None]
         mask = is_edge[None, :, None]
-        written, peak, squares = _take(
-            edges, mask, factor, coefficient, peak, squares, WRITE, NORM, PAIRED
-        )
+        written, seen = _take(edges, mask, factors, seen, WRITE, NORM, PAIRED)
+        peak, squares = seen
         if WRITE:
             tl.store(edge_out, tl.reshape(written, [THREADS]), mask=is_edge)
         if NORM:
