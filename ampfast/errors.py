@@ -1,4 +1,4 @@
-"""Notes on torch's errors, warnings at the caller's line, checks of numbers."""
+"""Notes on torch's errors, warnings at the caller's line, checks of arguments."""
 
 from __future__ import annotations
 
@@ -43,6 +43,12 @@ def float_of(name: str, value: object, others: str = "") -> float:
         return float(value)
     except OverflowError:
         return math.inf if cast(Any, value) > 0 else -math.inf
+
+
+def refuse_differentiable(group: dict[str, Any], where: str, what_does: str) -> None:
+    """Raises ValueError for a differentiable group, which what is named does not support."""
+    if group.get("differentiable"):
+        raise ValueError(f"{where} has differentiable=True, which {what_does} not support")
 
 
 def warn_caller(message: str, category: type[Warning] = UserWarning) -> None:

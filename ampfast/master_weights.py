@@ -7,7 +7,7 @@ from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from itertools import compress
 from typing import Any, TypeVar, cast
 
@@ -19,7 +19,7 @@ from ampfast.backends import TORCH_OPS, core, torch_ops
 from ampfast.backends.core import Factor, Pass
 from ampfast.backends.scalars import copies_of, moved
 from ampfast.capture import refuse_capture
-from ampfast.errors import not_compiled
+from ampfast.errors import not_compiled, refuse_differentiable
 
 AnyOptimizer = TypeVar("AnyOptimizer", bound=torch.optim.Optimizer)
 
@@ -144,7 +144,7 @@ class MasterWeights(torch.optim.Optimizer):
             step = step.__wrapped__  # the hooks of this step run around it
         swap = _Swap(self)
         if callable(closure):
-            closure = _seeing_parameters(closure, swap)
+            closure = partial(swap.evaluate, closure)
             args = (closure, *args[1:]) if args else ()
             kwargs = kwargs if args else {**kwargs, "closure": closure}
         try:
@@ -277,7 +277,7 @@ def _prepare(optimizer: MasterWeights) -> None:
     """Makes master weights equal to the parameters, and gradients float32."""
     masters, groups = optimizer._masters, optimizer.param_groups
     for index, group in enumerate(groups):
-        _refuse_differentiable(index, group)
+        refuse_differentiable(group, f"group {index}", "master weights do")
         if not isinstance(group["params"], list):
             group["params"] = list(group["params"])
     if isinstance(masters.fingerprint, bytes):
@@ -460,24 +460,6 @@ def _refuse_unlike(weight: object, param: Tensor, index: Any) -> None:
     )
 
 
-def _seeing_parameters(closure: Callable[[], Any], swap: _Swap) -> Callable[[], Any]:
-    """The closure as a step calls it, while master weights stand in."""
-
-    def evaluate() -> Any:
-        swap.leave()
-        try:
-            with torch.no_grad():
-                _write_back(swap.optimizer)
-            loss = closure()
-            with torch.no_grad():
-                _prepare(swap.optimizer)
-        finally:
-            swap.enter()
-        return loss
-
-    return evaluate
-
-
 class _Swap:
     """Groups and state of an optimizer, by parameter or by master weight."""
 
@@ -526,6 +508,19 @@ class _Swap:
         optimizer.state = self._state
         self._own = None
 
+    def evaluate(self, closure: Callable[[], Any]) -> Any:
+        """Calls a step's closure, which sees the parameters, while master weights stand in."""
+        self.leave()
+        try:
+            with torch.no_grad():
+                _write_back(self.optimizer)
+            loss = closure()
+            with torch.no_grad():
+                _prepare(self.optimizer)
+        finally:
+            self.enter()
+        return loss
+
 
 def _rekeyed(state: Mapping[Any, Any], by_id: dict[int, Tensor]) -> defaultdict[Any, Any]:
     """The state with other tensors as keys, in the same order."""
@@ -560,8 +555,7 @@ def master_weights_(optimizer: AnyOptimizer) -> AnyOptimizer:
         TypeError: If it is none, wraps another one, has a flat parameter of FSDP1, or an attribute
             `master_weights` of its own.
         ValueError: If a group is differentiable.
-        RuntimeError: If its `step` was replaced on the instance, under CUDA graph capture, or in a
-            torch without `Tensor.grad_dtype`.
+        RuntimeError: If its `step` was replaced on the instance, or under CUDA graph capture.
 
     The optimizer is unchanged where an error is raised.
     """
@@ -574,11 +568,6 @@ def master_weights_(optimizer: AnyOptimizer) -> AnyOptimizer:
         raise TypeError(
             f"master_weights_ takes a torch.optim.Optimizer, got {kind.__module__}."
             f"{kind.__qualname__}; if it wraps one, pass the inner one, before it is wrapped"
-        )
-    if not hasattr(torch.Tensor, "grad_dtype"):
-        raise RuntimeError(
-            "master_weights_ needs Tensor.grad_dtype, which torch has from 2.10 on; this is torch "
-            f"{torch.__version__}"
         )
     if "step" in vars(optimizer):
         raise RuntimeError(
@@ -593,7 +582,7 @@ def master_weights_(optimizer: AnyOptimizer) -> AnyOptimizer:
             )
     refuse_capture("master_weights_, which makes float32 weights", "call it before")
     for index, group in enumerate(optimizer.param_groups):
-        _refuse_differentiable(index, group)
+        refuse_differentiable(group, f"group {index}", "master weights do")
         for param in group["params"]:
             if getattr(param, "_is_flat_param", False):
                 raise TypeError(
@@ -622,13 +611,6 @@ def master_weights_(optimizer: AnyOptimizer) -> AnyOptimizer:
 
 def _fits(param: Tensor) -> bool:
     return param.dtype in (torch.float16, torch.bfloat16)
-
-
-def _refuse_differentiable(index: int, group: dict[str, Any]) -> None:
-    if group.get("differentiable"):
-        raise ValueError(
-            f"group {index} has differentiable=True, which master weights do not support"
-        )
 
 
 @cache

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ampfast.capture import refuse_capture
 from ampfast.distributed import replicated
+from ampfast.errors import refuse_differentiable
 
 __all__ = ["sync_free_"]
 
@@ -18,6 +19,7 @@ AnyOptimizer = TypeVar("AnyOptimizer", bound=torch.optim.Optimizer)
 
 _KINDS = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
 _FUSED = {"fused": True, "foreach": False}
+_FUSED_DOES = "torch's fused implementation does"
 # Attributes that constructors set for a fused optimizer, depending on the torch version.
 _FUSED_ATTRIBUTES = {"_step_supports_amp_scaling", "_need_device_dtype_check_for_fused"}
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
@@ -104,19 +106,12 @@ def _stay_fused(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) ->
     """State dict as saved by a fused optimizer, whose counters torch moves when loading."""
     saved = state_dict["param_groups"]
     for index, group in enumerate(saved):
-        _refuse_differentiable(group, f"group {index} of the state dict")
+        refuse_differentiable(group, f"group {index} of the state dict", _FUSED_DOES)
     return {**state_dict, "param_groups": [{**group, **_FUSED} for group in saved]}
 
 
-def _refuse_differentiable(group: dict[str, Any], where: str) -> None:
-    if group.get("differentiable"):
-        raise ValueError(
-            f"{where} has differentiable=True, which torch's fused implementation does not support"
-        )
-
-
 def _check_group(optimizer: torch.optim.Optimizer, index: int, group: dict[str, Any]) -> None:
-    _refuse_differentiable(group, f"group {index}")
+    refuse_differentiable(group, f"group {index}", _FUSED_DOES)
     tried = set()
     for number, param in enumerate(group["params"]):
         state = optimizer.state.get(param)

@@ -7,7 +7,7 @@ from functools import cache
 
 import torch
 
-from ampfast.backends.core import Clip, DeviceTable, Pass, Segment, compiled
+from ampfast.backends.core import DeviceTable, Pass, Segment, compiled
 from ampfast.backends.gpu import Epilogue, on_gpu
 from ampfast.capture import is_capturing as is_capturing
 
@@ -18,17 +18,14 @@ if not compiled.WITH_CUDA:
 measure = compiled.cuda_measure
 narrow = compiled.cuda_narrow
 update_scale = compiled.cuda_update_scale
+clip_coefficient = compiled.cuda_clip_coefficient
+_load_kernels = cache(compiled.cuda_load_kernels)
 
 
 def on(device: torch.device) -> AbstractContextManager[object]:
     """Makes a device current, with all kernels loaded."""
     _load_kernels(device.index)
     return on_gpu(device)
-
-
-@cache
-def _load_kernels(index: int | None) -> None:
-    compiled.cuda_load_kernels(index)
 
 
 def limit_programs(programs: int | None) -> None:
@@ -43,8 +40,3 @@ def multi_tensor(work: Pass, table: DeviceTable, segment: Segment, epilogue: Epi
     """Launches one pass over the gradients of one dtype."""
     update = work.ending.update if epilogue is Epilogue.UPDATE else None
     compiled.cuda_multi_tensor(table, segment, work, epilogue is not Epilogue.NOTHING, update)
-
-
-def clip_coefficient(clip: Clip) -> None:
-    """Launches the clip coefficient from norms."""
-    compiled.cuda_clip_coefficient(clip)

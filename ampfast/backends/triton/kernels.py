@@ -310,12 +310,9 @@ def _update(pointers, norm_ptr, flag, growth_factor, backoff_factor, growth_inte
 
         counted = tl.where(word == _STATE.STEPS, steps + 1, counters)
         counted = tl.where(word == _STATE.SKIPPED, counters + one, counted)
-        counted = tl.where(
-            word == _STATE.GROWTHS, counters + (scale > before).to(tl.int64), counted
-        )
-        counted = tl.where(
-            word == _STATE.BACKOFFS, counters + (scale < before).to(tl.int64), counted
-        )
+        rose, fell = (scale > before).to(tl.int64), (scale < before).to(tl.int64)
+        counted = tl.where(word == _STATE.GROWTHS, counters + rose, counted)
+        counted = tl.where(word == _STATE.BACKOFFS, counters + fell, counted)
         counted = tl.where(word == _STATE.CONSECUTIVE_SKIPS, (counters + 1) * one, counted)
         stuck = tl.where(spiked, counters, (counters + 1) * is_stuck.to(tl.int64))
         counted = tl.where(word == _STATE.SKIPS_AT_MINIMUM, stuck, counted)

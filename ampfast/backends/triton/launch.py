@@ -29,13 +29,6 @@ REGISTERS_PER_SM = 65_536
 INTERPRETED_PROGRAMS = 3
 _most_programs = INTERPRETED_PROGRAMS if INTERPRETED else None
 
-_DTYPES = {
-    torch.float32: tl.float32,
-    torch.float64: tl.float64,
-    torch.float16: tl.float16,
-    torch.bfloat16: tl.bfloat16,
-}
-
 _Arguments = tuple[Any, ...]
 
 # Of variants that were launched, hence compiled and loaded, their most programs and how they are
@@ -133,7 +126,8 @@ def _geometry(
     # Of pairs what is one access of float32 values, or threads would exchange them in between.
     vector = (16, dtype.itemsize, 8)[paired]
     loads = min(WINDOW_BYTES // (vector * threads), 8)
-    shape = {"DTYPE": _DTYPES[dtype], "LOADS": loads, "THREADS": threads, "VECTOR": vector}
+    triton_dtype = getattr(tl, str(dtype).removeprefix("torch."))
+    shape = {"DTYPE": triton_dtype, "LOADS": loads, "THREADS": threads, "VECTOR": vector}
     return {**shape, "PAIRED": paired, "num_warps": 4, "enable_fp_fusion": False}
 
 
