@@ -18,6 +18,7 @@ from torch import Tensor
 from ampfast.backends import core, cpu, torch_ops
 from ampfast.backends.core import Clip, Factor, Pass, Update
 from ampfast.backends.gpu import DeviceKernels
+from ampfast.backends.scalars import copy_to_host_async
 from ampfast.capture import refuse_capture
 
 __all__ = [
@@ -303,14 +304,10 @@ def _try_out(name: str, device: torch.device) -> str:
     if grads is None:
         raise RuntimeError("tensors are not plain here")
     found_inf = _kernels(name).run(grads, Pass(True, Factor.TIMES_RECIPROCAL, scale))
-    seen = torch.cat([gradient, found_inf.reshape(1)])
-    if device.type == "cuda":
-        held = torch.cuda.get_sync_debug_mode()
-        torch.cuda.set_sync_debug_mode("default")
-        try:
-            seen = seen.cpu()
-        finally:
-            torch.cuda.set_sync_debug_mode(held)
+    # A copy that the sync debug mode of torch allows.
+    seen, arrival = copy_to_host_async(torch.cat([gradient, found_inf.reshape(1)]))
+    if arrival is not None:
+        arrival.synchronize()
     if seen.tolist() != [2.0, 2.0, 2.0, 0.0]:
         return f"its kernel unscaled 8 by 4 to {seen[:3].tolist()} with found_inf {seen[3].item()}"
     return ""

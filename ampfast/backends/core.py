@@ -137,7 +137,8 @@ class Pass(NamedTuple):
         factor: One-element float32; None with `Factor.NONE`.
         found_inf: One-element float32 that is set to 1 if a value as it is used is inf or NaN; by
             default a new 0-dim tensor.
-        accumulate: Whether a `found_inf` that is set stays; else it is assigned, 0 or 1.
+        accumulate: Whether a `found_inf` that is set stays; else, as for the new one of
+            `DeviceKernels`, it is assigned, 0 or 1.
         coefficient: One-element float64 by which the checked and rounded products are multiplied,
             or None.
         sums: float64 of shape (2,) that gets the sum of squares of the products, not rounded to 16

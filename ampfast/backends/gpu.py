@@ -118,16 +118,14 @@ class DeviceKernels:
                 work.sums.zero_()
             if found_inf is None:
                 return torch.zeros((), dtype=torch.float32, device=device)
-            return found_inf if work.accumulate else found_inf.zero_()
+            return found_inf
         if found_inf is None:
             found_inf = torch.empty((), dtype=torch.float32, device=device)
         ending: Ending | None = work.ending
         divisor = work.divisor
         if ending is not None and work.how is Factor.DIVIDE:
             divisor = ending.divisor
-        work = work._replace(
-            found_inf=found_inf, accumulate=given and work.accumulate, divisor=divisor
-        )
+        work = work._replace(found_inf=found_inf, accumulate=given, divisor=divisor)
         if work.how is Factor.NONE and (work.write or work.sums is not None):
             one = torch.ones((), dtype=torch.float32, device=device)
             work = work._replace(how=Factor.TIMES, factor=one)

@@ -68,8 +68,6 @@ def run(grads: TensorList, work: Pass) -> Tensor:
     """Runs a pass over a list; returns its found_inf. No update rides in it."""
     tensors, divisor = grads.tensors, work.factor if work.how is Factor.DIVIDE else None
     found_inf = new_flag(grads.device) if work.found_inf is None else work.found_inf
-    if not work.accumulate:
-        found_inf.zero_()
     inv_scale = None if divisor is not None else work.factor
     if inv_scale is not None and work.how is Factor.TIMES_RECIPROCAL:
         inv_scale = inverse(inv_scale)

@@ -491,12 +491,8 @@ def multi_tensor(
 def _no_health(DTYPE: tl.constexpr, THREADS: tl.constexpr):
     """Health of no values, per thread: largest, smallest less one, counts."""
     count = tl.zeros([THREADS], dtype=tl.int32)
-    if DTYPE == tl.float64:
-        largest = tl.zeros([THREADS], dtype=tl.int64)
-        smallest = tl.full([THREADS], 0xFFFFFFFFFFFFFFFF, dtype=tl.uint64)
-    else:
-        largest = count
-        smallest = tl.full([THREADS], 0xFFFFFFFF, dtype=tl.uint32)
+    largest = tl.zeros([THREADS], dtype=tl.int64 if DTYPE == tl.float64 else tl.int32)
+    smallest = (largest - 1).to(tl.uint64 if DTYPE == tl.float64 else tl.uint32, bitcast=True)
     return largest, smallest, count, count, count, count
 
 

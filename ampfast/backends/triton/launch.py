@@ -188,7 +188,7 @@ def _launch(
         if chunks:
             again(min(chunks, resident), arguments)
         return
-    _require_compiled(variant)
+    capture.refuse_capture("this", f"its kernel is not compiled yet; {capture.WARM_UP}")
     function, given = getattr(kernels, name), options(device, *switches)
     compiled = None if INTERPRETED else function.warmup(*arguments, grid=(1,), **given)
     if not chunks:
@@ -280,9 +280,3 @@ def _is_known(kind: Any) -> bool:
     except Exception:  # of whatever is missing
         return False
     return calls == [expected]
-
-
-def _require_compiled(variant: tuple[object, ...]) -> None:
-    if variant not in _launched:
-        remedy = f"its kernel is not compiled yet; {capture.WARM_UP}"
-        capture.refuse_capture("this", remedy)
