@@ -246,7 +246,7 @@ def _kernels(name: str) -> Kernels:
         return TORCH_OPS
     if name == "cpu":
         return cast(Kernels, cpu)
-    return DeviceKernels(cast(Any, _launcher(name)))
+    return DeviceKernels(_launcher(name))
 
 
 def _is_interpreted() -> bool:
