@@ -15,8 +15,8 @@ from typing import Any, Protocol, cast
 import torch
 from torch import Tensor
 
-from ampfast.backends import core, cpu, torch_ops
-from ampfast.backends.core import Clip, Factor, Pass, Update
+from ampfast.backends import core, torch_ops
+from ampfast.backends.core import Clip, Factor, Pass, Update, compiled
 from ampfast.backends.gpu import DeviceKernels
 from ampfast.backends.scalars import copy_to_host_async
 from ampfast.capture import refuse_capture
@@ -61,13 +61,29 @@ class Kernels(Protocol):
         """
 
     def measure(self, grads: Any, health: Tensor, /) -> None:
-        """As `cpu.measure`."""
+        """Adds the range of each gradient's values to the row of its parameter; reads only.
+
+        Args:
+            grads: The list, before it is unscaled.
+            health: Zeroed int64 of shape (P, HEALTH_WORDS), for P parameters on that device.
+        """
 
     def narrow(self, pairs: Any, found_inf: Tensor | None, /) -> None:
-        """As `cpu.narrow`."""
+        """Rounds float32 values to the 16-bit tensors that they are paired with, to nearest even.
+
+        Args:
+            pairs: A list of nothing but pairs (`core.list_of`).
+            found_inf: One-element float32, or None; where it is not 0, nothing is written.
+        """
 
     def clip(self, clip: Clip, /) -> None:
-        """As `cpu.clip`."""
+        """Writes norm, clip coefficient and divisor, and the flag of a spike.
+
+        Formula: torch.nn.utils.clip_grad_norm_, here in float64.
+
+        Args:
+            clip: The clipping.
+        """
 
     def update(self, update: Update, /) -> bool | None:
         """Writes the next scale and growth tracker in place, and records the step in the state.
@@ -91,8 +107,9 @@ class Kernels(Protocol):
         """Clips an optimizer's gradients at once, under the same condition."""
 
 
-# Those of every device.
+# Those of every device, and those of CPUs, which are the compiled core's own.
 TORCH_OPS = cast(Kernels, torch_ops)
+cpu = cast(Kernels, compiled)
 
 
 @dataclass(frozen=True)
@@ -245,7 +262,7 @@ def _kernels(name: str) -> Kernels:
     if name == "aten":
         return TORCH_OPS
     if name == "cpu":
-        return cast(Kernels, cpu)
+        return cpu
     return DeviceKernels(_launcher(name))
 
 

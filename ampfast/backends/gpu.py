@@ -68,7 +68,7 @@ def on_gpu(device: torch.device) -> AbstractContextManager[object]:
 
 
 class DeviceKernels:
-    """Kernels over a table of gradients on their device; arguments are those of `backends.cpu`.
+    """Kernels over a table of gradients on their device; arguments are those of `backends.Kernels`.
 
     Args:
         launcher: Launches of one kind of kernels, as the modules `backends.cuda` and
@@ -111,11 +111,11 @@ class DeviceKernels:
         return found_inf
 
     def measure(self, grads: GradList, health: Tensor) -> None:
-        """As `cpu.measure`."""
+        """As `Kernels.measure`."""
         self._over(grads, lambda table, each: self._launcher.measure(table, each, health))
 
     def narrow(self, pairs: GradList, found_inf: Tensor | None = None) -> None:
-        """As `cpu.narrow`."""
+        """As `Kernels.narrow`."""
         if found_inf is not None:
             _require_scalar("found_inf", found_inf, pairs.device, torch.float32)
 
@@ -127,12 +127,12 @@ class DeviceKernels:
         self._over(pairs, launch)
 
     def clip(self, clip: Clip) -> None:
-        """As `cpu.clip`."""
+        """As `Kernels.clip`."""
         with self._launcher.on(clip.sums.device):
             self._launcher.clip_coefficient(clip)
 
     def update(self, update: Update) -> bool:
-        """As `cpu.update`."""
+        """As `Kernels.update`."""
         device, flags = update.scale.device, update.found_infs
         if not can_update(update):
             return False
