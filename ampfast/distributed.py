@@ -152,13 +152,6 @@ class LocalShards:
             agreement.reduce_(found_inf, dist.ReduceOp.MAX)
 
 
-def replicated(tensor: Tensor, mesh: DeviceMesh) -> DTensor:
-    """Returns a DTensor replicated over a mesh, without communication."""
-    from torch.distributed.tensor import DTensor, Replicate
-
-    return DTensor.from_local(tensor, mesh, [Replicate()] * mesh.ndim, run_check=False)
-
-
 def _new_layout(mesh: DeviceMesh, placements: tuple[Placement, ...]) -> Layout:
     from torch.distributed.tensor import Partial, Replicate, Shard
     from torch.distributed.tensor.placement_types import _StridedShard

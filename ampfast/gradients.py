@@ -62,13 +62,10 @@ class Gradients:
 
     def split(self, numbers: set[int]) -> tuple[Gradients, Gradients]:
         """Splits the gradients into those of the parameters of these numbers, and the others."""
-        parts: tuple[list[tuple[Kernels, Batch]], ...] = ([], [])
-        for kernels, each in self.lists:
-            both: tuple[Batch, Batch] = each.split(numbers)
-            for some, lists in zip(both, parts, strict=True):
-                if some.chunks:
-                    lists.append((kernels, some))
-        return replace(self, lists=parts[0]), replace(self, lists=parts[1])
+        halves = [(kernels, each.split(numbers)) for kernels, each in self.lists]
+        inside = [(kernels, here) for kernels, (here, _) in halves if here.chunks]
+        outside = [(kernels, there) for kernels, (_, there) in halves if there.chunks]
+        return replace(self, lists=inside), replace(self, lists=outside)
 
 
 def collect(

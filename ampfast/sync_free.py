@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from itertools import product
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from ampfast.capture import refuse_capture
-from ampfast.distributed import replicated
 from ampfast.errors import refuse_differentiable
 
 __all__ = ["sync_free_"]
@@ -148,7 +148,10 @@ def _try_step(
     """Steps a one-element parameter like `param`, since kernels differ between torch versions."""
     trial = torch.zeros(1, dtype=param.dtype, device=param.device)
     if hasattr(param, "device_mesh"):
-        trial = replicated(trial, param.device_mesh)
+        from torch.distributed.tensor import DTensor, Replicate
+
+        placements = [Replicate()] * param.device_mesh.ndim
+        trial = DTensor.from_local(trial, param.device_mesh, placements, run_check=False)
     trial.grad = torch.zeros_like(trial)
     optimizer = kind([trial], fused=True)  # type: ignore[call-arg]
     options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
@@ -176,12 +179,9 @@ def _check_memory(param: Tensor, tensors: dict[str, Any], where: str) -> None:
             f"{where} has strides {param.stride()} for shape {tuple(param.shape)}: its elements "
             "overlap or leave gaps, and torch's fused kernels need dense tensors"
         )
-    for name, value in tensors.items():
-        if not isinstance(value, Tensor):
-            continue
-        for what, get in _ATTRIBUTES.items():
-            if get(value) != get(param):
-                raise ValueError(
-                    f"{name} of {where} has another {what}: {get(value)}, not {get(param)}; "
-                    "torch's fused kernels need the same"
-                )
+    for (name, value), (what, get) in product(tensors.items(), _ATTRIBUTES.items()):
+        if isinstance(value, Tensor) and get(value) != get(param):
+            raise ValueError(
+                f"{name} of {where} has another {what}: {get(value)}, not {get(param)}; torch's "
+                "fused kernels need the same"
+            )

@@ -266,8 +266,7 @@ def require_writable(grads: list[Tensor]) -> None:
 def multiply_(grads: list[Tensor], coefficient: Tensor) -> None:
     """Multiplies tensors in place by a one-element tensor, 16-bit ones in float32."""
     for grad in grads:
-        opmath = torch.promote_types(grad.dtype, torch.float32)
-        grad.copy_(grad.to(opmath) * coefficient.reshape(()).to(opmath))
+        grad.copy_(_product(grad, coefficient))
 
 
 @torch.no_grad()
