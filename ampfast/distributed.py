@@ -261,7 +261,7 @@ class Agreement:
                 for group in self.groups:
                     group.all_reduce_(flag, dist.ReduceOp.MAX)
                 return found
-        # -1: no gradient.
+        # -1: no gradient. Other ranks may reduce a flag of theirs, as above.
         levels = [scalars.any_found(flags.values(), device) - int(not flags) for flags in found]
         reduced = torch.stack(levels)
         self.reduce_(reduced, dist.ReduceOp.MAX)

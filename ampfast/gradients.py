@@ -121,12 +121,9 @@ def collect(
         regular, irregular, _ = walk(choice.devices & core.CPU, False)
         lists = [(choice.kernels_for(grads.device), grads) for grads in regular]
     aside: dict[torch.device, TensorList] = {}
-    if irregular:
-        with torch.no_grad():
-            for param, grad, number in irregular:
-                values = _values_of(param, grad, clips)
-                device = values.device
-                aside.setdefault(device, TensorList(device, [], [])).add(number, values)
+    for param, grad, number in irregular:
+        values = _values_of(param, grad, clips)
+        aside.setdefault(values.device, TensorList(values.device, [], [])).add(number, values)
     if shards is not None and not shards.layouts:
         shards = None
     by_torch = [(TORCH_OPS, each) for each in aside.values()]
@@ -253,6 +250,7 @@ def vanishing_fractions(gradients: Gradients) -> list[Tensor]:
     return fractions
 
 
+@torch.no_grad()
 def _values_of(param: Tensor, grad: Tensor, coalesce: bool) -> Tensor:
     """Tensor for torch's op: the values of a sparse gradient, else the gradient."""
     if not grad.is_sparse:

@@ -47,7 +47,16 @@ _REMEDIES = {
 
 
 class Kernels(Protocol):
-    """Kernels of a backend over lists of gradients of a device."""
+    """Kernels of a backend over lists of gradients of a device.
+
+    Attributes:
+        pass_over: Runs a pass over an optimizer's gradients at once, as in _C.pyi; None, with
+            nothing done, where these must be sorted first.
+        clip_over: Clips an optimizer's gradients at once, under the same condition.
+    """
+
+    pass_over: Callable[..., Tensor | None]
+    clip_over: Callable[..., Tensor | None]
 
     def run(self, grads: Any, work: Pass, /) -> Tensor:
         """Runs a pass over a list.
@@ -94,17 +103,6 @@ class Kernels(Protocol):
         Returns:
             Whether it was done; else nothing was written, and torch's op does it.
         """
-
-    @property
-    def pass_over(self) -> Callable[..., Tensor | None]:
-        """Runs a pass over an optimizer's gradients at once, as in _C.pyi.
-
-        None, with nothing done, where these must be sorted first.
-        """
-
-    @property
-    def clip_over(self) -> Callable[..., Tensor | None]:
-        """Clips an optimizer's gradients at once, under the same condition."""
 
 
 # Those of every device, and those of CPUs, which are the compiled core's own.
@@ -263,7 +261,7 @@ def _kernels(name: str) -> Kernels:
         return TORCH_OPS
     if name == "cpu":
         return cpu
-    return DeviceKernels(_launcher(name))
+    return cast(Kernels, DeviceKernels(_launcher(name)))
 
 
 def _is_interpreted() -> bool:
