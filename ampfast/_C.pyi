@@ -10,10 +10,13 @@ from ampfast.backends.core import Clip, Pass, Update
 
 CHUNK: int
 FACTORS: dict[str, int]
+# The found_inf of a spike, and the bound of such flags after reductions; csrc/scale.h.
 SPIKE: float
 SPIKE_BOUND: float
+# Device types with kernels, as bits.
 CPU: int
 CUDA: int
+# Columns of a `Track`.
 HEALTH_WORDS: int
 MARK_WORDS: int
 WINDOW_BYTES: int
@@ -21,18 +24,23 @@ MOST_CHUNK_BYTES: int
 ENOUGH_CHUNKS: int
 
 def build_info() -> dict[str, str]: ...
-def state_layout() -> dict[str, int]: ...
+
+# Returns the words of a scaler's state by name; in `core` they are attributes of this name.
+state_layout: Any
+
 def cpu_capability() -> str: ...
 def cpu_capabilities() -> list[str]: ...
 def set_cpu_capability(name: str) -> None: ...
 def set_grain(bytes: int) -> int: ...
+
+# Whether a tensor is a plain one-element tensor of a dtype, as kernels take for a scalar.
 def is_scalar(tensor: Tensor, dtype: torch.dtype) -> bool: ...
 def uploads() -> int: ...
 def clear_tables() -> None: ...
 def set_enough_chunks(count: int, /) -> None: ...
 
-# None, with nothing done, where tensors or numbers are not known exactly, or gradients must be
-# sorted first.
+# The kernels of CPUs, as `backends.Kernels`; None, with nothing done, where tensors or numbers are
+# not known exactly, or gradients must be sorted first.
 def run(grads: GradList, work: Pass, /) -> Tensor: ...
 def measure(grads: GradList, health: Tensor, /) -> None: ...
 def narrow(pairs: GradList, found_inf: Tensor | None, /) -> bool: ...
@@ -55,6 +63,8 @@ def clip_over(
 def any_found(flags: dict[Any, Tensor], /) -> bool | None: ...
 def copy_of(scalar: Tensor, /) -> Tensor | None: ...
 def update(update: Update, /) -> bool | None: ...
+
+# The entry of an optimizer at a stage, without flags.
 def new_entry(stage: Any, /) -> dict[str, Any]: ...
 def overrides(scaler: Any, hooks: dict[str, Any], /) -> bool: ...
 def has_parameters(
@@ -109,7 +119,10 @@ class DeviceTable:
     @property
     def segments(self) -> list[Segment]: ...
 
+# Raises RuntimeError if the memory of a tensor was freed or is too small for it.
 def require_storage(tensor: Tensor) -> None: ...
+
+# Whether a parameter with a gradient lacks an entry of its state.
 def lacks_state(params: Iterable[Tensor], state: dict[Any, Any], name: str, /) -> bool: ...
 def walk(
     param_groups: Iterable[dict[str, Any]],
@@ -120,14 +133,27 @@ def walk(
     local_shard_of: Callable[[Tensor, Tensor | None, int], Tensor | None] | None = ...,
     casts: Casts | None = ...,
 ) -> tuple[list[GradList], list[tuple[Tensor, Tensor, int]], tuple[int, int, object] | None]: ...
+
+# Bytes that change where autograd sees an edit of plain parameters or groups have others; or None.
 def fingerprint_of(param_groups: Any, /) -> bytes | None: ...
+
+# Gives the gradients of parameters to a tuple of their master weights, None where there is none.
+# None, with nothing done, if a gradient is 16 bit, or the fingerprint, where one is given, has
+# changed.
 def lend_grads(
     param_groups: Any, weights: tuple[Tensor | None, ...], fingerprint: object, /
 ) -> bytes | None: ...
+
+# Pairs of the parameters and master weights of which the latter have a gradient, to write the
+# former, and the fingerprint afterwards; None where the kernels cannot take one.
 def stepped_pairs(
     param_groups: Any, weights: tuple[Tensor | None, ...], lent: bytes, fingerprint: object, /
 ) -> tuple[GradList, bytes] | None: ...
+
+# Takes the gradients of such a tuple away.
 def take_grads(weights: tuple[Tensor | None, ...], /) -> bool: ...
+
+# Whether two dicts have the keys given after each, and the same objects as values, in order.
 def have_same_entries(
     a: Mapping[Any, Any],
     keys: tuple[Any, ...],

@@ -14,26 +14,12 @@ from ampfast import gradients
 from ampfast.backends import Choice, torch_ops
 from ampfast.backends.core import Clip, Factor, Pass, is_scalar
 from ampfast.backends.scalars import any_found, inverse, joint_flag, moved, new_flag, widest
-from ampfast.backends.torch_ops import TensorList, finish_clip, p_norm
+from ampfast.backends.torch_ops import TensorList, p_norm
 from ampfast.distributed import Agreement, replicated_numbers
 from ampfast.errors import float_of
 from ampfast.master_weights import MasterWeights
 from ampfast.optimizers import takes_grad_scaler
 from ampfast.spikes import SpikeRule
-
-__all__ = [
-    "DEFERRED",
-    "FUSED_ORDERS",
-    "Deferred",
-    "NormTerm",
-    "can_defer",
-    "clip_",
-    "max_norm_of",
-    "measure",
-    "optimizers_of",
-    "order_of",
-    "skip_together",
-]
 
 # Orders whose norm is computed in the pass of the check.
 FUSED_ORDERS = (2.0, math.inf)
@@ -111,7 +97,7 @@ def measure(
         # As in torch, the norm is on the device of the first gradient.
         device = lists[0].device
     dtype = torch.float64 if any(grads.has_float64 for grads in lists) else torch.float32
-    wide, largest = widest(device), order == math.inf
+    wide, largest = widest(device), order != 2.0
     norm = torch.empty((), dtype=dtype, device=device)
     coefficient = torch.empty((), dtype=wide, device=device)
     flags = [term.flags for term in terms]
@@ -125,7 +111,6 @@ def measure(
         if agreement is not None:
             mine = sums[:, 1].amax() if largest else sums[:, 0].sum()
             flags, total = agreement.all_reduce_norm(flags, device, mine, largest=largest)
-            sums = torch.stack([total, total]).unsqueeze(0)
     else:
         norms = [torch.zeros((), dtype=wide, device=device)]
         norms += [moved(n, device) for term in terms for n in _p_norms(term, order, agreement)]
@@ -133,17 +118,15 @@ def measure(
         if agreement is not None:
             flags = agreement.all_reduce(flags, device)
             total = agreement.norm(total, order)
-        norm.copy_(total)
-        sums = total.reshape(1, 1)
+    if agreement is not None or order not in FUSED_ORDERS:
+        sums = torch.stack([total, total]).unsqueeze(0)
     for term, agreed in zip(terms, flags, strict=True):
         term.flags = agreed
     flag = None if spikes is None else _joint(terms, device)
     given = None if divisor is None else scale
     rule = () if spikes is None else spikes
     clip = Clip(sums, limit, largest, norm, coefficient, given, divisor, flag, *rule)
-    if order not in FUSED_ORDERS:
-        finish_clip(clip)
-    elif is_scalar(coefficient, torch.float64) and (given is None or _is_float32_on(given, device)):
+    if is_scalar(coefficient, torch.float64) and (given is None or _is_float32_on(given, device)):
         choice.kernels_for(device).clip(clip)
     else:
         torch_ops.clip(clip)

@@ -152,13 +152,6 @@ class LocalShards:
             agreement.reduce_(found_inf, dist.ReduceOp.MAX)
 
 
-def replicated(tensor: Tensor, mesh: DeviceMesh) -> DTensor:
-    """Returns a DTensor replicated over a mesh, without communication."""
-    from torch.distributed.tensor import DTensor, Replicate
-
-    return DTensor.from_local(tensor, mesh, [Replicate()] * mesh.ndim, run_check=False)
-
-
 def _new_layout(mesh: DeviceMesh, placements: tuple[Placement, ...]) -> Layout:
     from torch.distributed.tensor import Partial, Replicate, Shard
     from torch.distributed.tensor.placement_types import _StridedShard
@@ -267,7 +260,7 @@ class Agreement:
                 for group in self.groups:
                     group.all_reduce_(flag, dist.ReduceOp.MAX)
                 return found
-        # -1: no gradient.
+        # -1: no gradient. Other ranks may reduce a flag of theirs, as above.
         levels = [scalars.any_found(flags.values(), device) - int(not flags) for flags in found]
         reduced = torch.stack(levels)
         self.reduce_(reduced, dist.ReduceOp.MAX)

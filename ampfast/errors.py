@@ -1,4 +1,4 @@
-"""Notes on torch's errors, warnings at the caller's line, checks of numbers."""
+"""Notes on torch's errors, warnings at the caller's line, checks of arguments."""
 
 from __future__ import annotations
 
@@ -11,9 +11,11 @@ from typing import Any, TypeVar, cast
 
 import torch
 
-# Modules that `warn_caller` passes by, the last two around torch's deprecated classes.
-_PASSED_BY = ("ampfast.", "torch.amp.grad_scaler.", "torch._compile.", "torch._dynamo.")
-_PASSED_BY += ("typing_extensions.", "warnings.")
+# Modules and packages skipped by `warn_caller`; the last two are around torch's deprecated classes.
+_SKIPPED = (
+    *("ampfast.", "torch.amp.grad_scaler.", "torch._compile.", "torch._dynamo."),
+    *("typing_extensions.", "warnings."),
+)
 
 AnyError = TypeVar("AnyError", bound=BaseException)
 Method = TypeVar("Method", bound=Callable[..., Any])
@@ -21,10 +23,7 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 
 def add_note(error: AnyError, note: str) -> AnyError:
     """Adds `note` to `error` and returns it; Python 3.10 keeps it but does not print it."""
-    if hasattr(error, "add_note"):
-        error.add_note(note)
-    else:
-        error.__notes__ = [*getattr(error, "__notes__", []), note]
+    error.__notes__ = [*getattr(error, "__notes__", []), note]
     return error
 
 
@@ -43,11 +42,17 @@ def float_of(name: str, value: object, others: str = "") -> float:
         return math.inf if cast(Any, value) > 0 else -math.inf
 
 
+def refuse_differentiable(group: dict[str, Any], where: str, what_does: str) -> None:
+    """Raises ValueError for a differentiable group, which what is named does not support."""
+    if group.get("differentiable"):
+        raise ValueError(f"{where} has differentiable=True, which {what_does} not support")
+
+
 def warn_caller(message: str, category: type[Warning] = UserWarning) -> None:
-    """Warns at the first line outside of ampfast's and torch's scaler modules."""
+    """Warns at the first line outside of ampfast and of torch's scaler modules."""
     level, frame = 2, sys._getframe(1)
     while frame.f_back is not None:
-        if not f"{frame.f_globals.get('__name__', '')}.".startswith(_PASSED_BY):
+        if not f"{frame.f_globals.get('__name__')}.".startswith(_SKIPPED):
             break
         level, frame = level + 1, frame.f_back
     warnings.warn(message, category, stacklevel=level)

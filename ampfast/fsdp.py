@@ -56,13 +56,5 @@ class ShardedGradScaler(GradScaler, TorchShardedGradScaler):  # type: ignore[mis
         process_group: ProcessGroup | DeviceMesh | None = None,
         **ours: Any,
     ) -> None:
-        super().__init__(
-            device,
-            init_scale=init_scale,
-            growth_factor=growth_factor,
-            backoff_factor=backoff_factor,
-            growth_interval=growth_interval,
-            enabled=enabled,
-            process_group=process_group,
-            **{"allow_fp16": True, **ours},
-        )
+        torchs = (device, init_scale, growth_factor, backoff_factor, growth_interval, enabled)
+        super().__init__(*torchs, process_group=process_group, **{"allow_fp16": True, **ours})

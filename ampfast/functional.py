@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -40,14 +41,8 @@ def unscale_(grads: list[Tensor], found_inf: Tensor, inv_scale: Tensor) -> None:
     Source: torch's `_amp_foreach_non_finite_check_and_unscale_`.
     """
     _require_scalars(found_inf=found_inf, inv_scale=inv_scale)
-    if regular := _regular(grads, found_inf, inv_scale):
-        kernels, listed = regular
-        kernels.run(listed, Pass(True, Factor.TIMES, inv_scale, found_inf))
-        return
-    tensors, shards = _local(grads, found_inf)
-    torch.ops.ampfast.unscale_(tensors, found_inf, inv_scale)
-    if shards is not None:
-        shards.agree_(found_inf)
+    if _run(grads, Pass(True, Factor.TIMES, inv_scale, found_inf)) is None:
+        _run_op(torch.ops.ampfast.unscale_, grads, found_inf, inv_scale)
 
 
 def check_(grads: list[Tensor], found_inf: Tensor) -> None:
@@ -62,15 +57,10 @@ def check_(grads: list[Tensor], found_inf: Tensor) -> None:
         RuntimeError: As `unscale_`.
     """
     _require_scalars(found_inf=found_inf)
-    if regular := _regular(grads, found_inf):
-        kernels, listed = regular
-        kernels.run(listed, Pass(False, Factor.NONE, None, found_inf))
+    if _run(grads, Pass(False, Factor.NONE, found_inf=found_inf)) is not None:
         torch.autograd.graph.increment_version(found_inf)
-        return
-    tensors, shards = _local(grads, found_inf)
-    torch.ops.ampfast.check_(tensors, found_inf)
-    if shards is not None:
-        shards.agree_(found_inf)
+    else:
+        _run_op(torch.ops.ampfast.check_, grads, found_inf)
 
 
 def grad_norm(
@@ -167,25 +157,12 @@ def unscale_and_update_(
     state = (current_scale, growth_tracker)
     rule = (growth_factor, backoff_factor, growth_interval)
     _require_state(state, found_inf, rule)
-    if regular := _regular(grads, found_inf, current_scale):
-        kernels, listed = regular
-        ending = None
-        if isinstance(kernels, DeviceKernels):
-            factors = (float(growth_factor), float(backoff_factor))
-            ending = kernels.ending(Update(*state, [], *factors, growth_interval))
-        work = Pass(True, Factor.TIMES_RECIPROCAL, current_scale, found_inf)
-        kernels.run(listed, work._replace(ending=ending))
-        if ending is not None and ending.applied:
-            torch.autograd.graph.increment_version(current_scale)
-        else:
-            torch.ops.ampfast.update_scale_(*state, found_inf, *rule)
-        return current_scale
-    tensors, shards = _local(grads, found_inf)
-    if shards is None:
-        torch.ops.ampfast.unscale_and_update_(tensors, found_inf, *state, *rule)
+    work = _run(grads, Pass(True, Factor.TIMES_RECIPROCAL, current_scale, found_inf), state, rule)
+    if work is None:
+        _run_op(torch.ops.ampfast.unscale_, grads, found_inf, inverse(current_scale))
+    if work is not None and work.ending is not None and work.ending.applied:
+        torch.autograd.graph.increment_version(current_scale)
     else:
-        torch.ops.ampfast.unscale_(tensors, found_inf, inverse(current_scale))
-        shards.agree_(found_inf)
         torch.ops.ampfast.update_scale_(*state, found_inf, *rule)
     return current_scale
 
@@ -205,7 +182,7 @@ def _check_op(grads: list[Tensor], found_inf: Tensor) -> None:
 
 @torch.library.custom_op("ampfast::grad_norm", mutates_args=())
 def _grad_norm_op(grads: list[Tensor], norm_type: float, inv_scale: Tensor | None) -> Tensor:
-    return _grad_norm(grads, norm_type, inv_scale)
+    return _grad_norm(grads, norm_type, inv_scale, grads, None)
 
 
 @_grad_norm_op.register_fake
@@ -231,26 +208,7 @@ def _update_scale_op(
         torch_ops.update(update)
 
 
-@torch.library.custom_op(
-    "ampfast::unscale_and_update_",
-    mutates_args=("grads", "found_inf", "current_scale", "growth_tracker"),
-)
-def _unscale_and_update_op(
-    grads: list[Tensor],
-    found_inf: Tensor,
-    current_scale: Tensor,
-    growth_tracker: Tensor,
-    growth_factor: float,
-    backoff_factor: float,
-    growth_interval: int,
-) -> None:
-    _unscale_op(grads, found_inf, inverse(current_scale))
-    _update_scale_op(
-        current_scale, growth_tracker, found_inf, growth_factor, backoff_factor, growth_interval
-    )
-
-
-for _op in (_unscale_op, _check_op, _update_scale_op, _unscale_and_update_op):
+for _op in (_unscale_op, _check_op, _update_scale_op):
     _op.register_fake(lambda *args: None)
 
 
@@ -258,12 +216,12 @@ def _grad_norm(
     grads: list[Tensor],
     order: float,
     inv_scale: Tensor | None,
-    local: list[Tensor] | None = None,
-    shards: LocalShards | None = None,
+    local: list[Tensor],
+    shards: LocalShards | None,
 ) -> Tensor:
     first = grads[0] if grads else inv_scale
     device = torch.device("cpu") if first is None else first.device
-    listed = replace(gradients.of_list(grads if local is None else local, device), shards=shards)
+    listed = replace(gradients.of_list(local, device), shards=shards)
     how = Factor.NONE if inv_scale is None else Factor.TIMES
     term = clipping.NormTerm(grads, listed, (how, inv_scale), writes=False)
     agreement = None if shards is None else shards.agreement()
@@ -271,14 +229,19 @@ def _grad_norm(
     return clipping.measure(choice, [term], order, math.inf, inv_scale, agreement=agreement)[0]
 
 
-def _regular(
-    grads: list[Tensor], found_inf: Tensor, factor: Tensor | None = None
-) -> tuple[backends.Kernels, core.GradList] | None:
-    """Kernels and a list that they take directly, or None for the custom op.
+def _run(
+    grads: list[Tensor],
+    work: Pass,
+    state: tuple[Tensor, Tensor] | None = None,
+    rule: tuple[float, float, int] = (1.0, 1.0, 0),
+) -> Pass | None:
+    """Runs a pass by kernels that take the list directly; None, with nothing done, for the op.
 
-    Converting a list for an op takes longer than the kernel for a thousand small tensors.
+    Converting a list for an op takes longer than the kernel for a thousand small tensors. On a GPU
+    the update of a `state` by a `rule` rides in the pass.
     """
-    if torch.compiler.is_compiling() or not isinstance(grads, (list, tuple)):
+    found_inf, factor = work.found_inf, work.factor
+    if torch.compiler.is_compiling() or not isinstance(grads, (list, tuple)) or found_inf is None:
         return None
     kernels = backends.choose().kernels_for(found_inf.device)
     if kernels is backends.TORCH_OPS or not core.is_scalar(found_inf, torch.float32):
@@ -286,7 +249,22 @@ def _regular(
     if factor is not None and not core.is_scalar(factor, torch.float32):
         return None
     listed = core.list_of(grads, found_inf.device)
-    return None if listed is None else (kernels, listed)
+    if listed is None:
+        return None
+    if state is not None and isinstance(kernels, DeviceKernels):
+        growth_factor, backoff_factor, interval = rule
+        update = Update(*state, [], float(growth_factor), float(backoff_factor), interval)
+        work = work._replace(ending=kernels.ending(update))
+    kernels.run(listed, work)
+    return work
+
+
+def _run_op(op: Any, grads: list[Tensor], found_inf: Tensor, *factor: Tensor) -> None:
+    """Calls a custom op; ranks agree on the flag if a gradient is distributed."""
+    tensors, shards = _local(grads, found_inf)
+    op(tensors, found_inf, *factor)
+    if shards is not None:
+        shards.agree_(found_inf)
 
 
 def _local(

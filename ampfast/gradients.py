@@ -12,7 +12,7 @@ from torch import Tensor
 from ampfast import backends
 from ampfast.backends import TORCH_OPS, Choice, Kernels, core, torch_ops
 from ampfast.backends.core import Factor, Pass, Track
-from ampfast.backends.scalars import Copies, inverse, largest, new_flag, widest
+from ampfast.backends.scalars import copies_of, inverse, largest, new_flag, widest
 from ampfast.backends.torch_ops import TensorList
 from ampfast.distributed import Layout, LocalShards
 from ampfast.errors import add_note
@@ -21,15 +21,6 @@ Flags = dict[torch.device, Tensor]
 Batch = core.GradList | TensorList
 
 _HALVES = torch.float16, torch.bfloat16
-
-__all__ = [
-    "Gradients",
-    "collect",
-    "of_list",
-    "run",
-    "unscaling",
-    "vanishing_fractions",
-]
 
 
 def _is_dense(grad: Tensor) -> bool:
@@ -73,13 +64,10 @@ class Gradients:
 
     def split(self, numbers: set[int]) -> tuple[Gradients, Gradients]:
         """Splits the gradients into those of the parameters of these numbers, and the others."""
-        parts: tuple[list[tuple[Kernels, Batch]], ...] = ([], [])
-        for kernels, each in self.lists:
-            both: tuple[Batch, Batch] = each.split(numbers)
-            for some, lists in zip(both, parts, strict=True):
-                if some.chunks:
-                    lists.append((kernels, some))
-        return replace(self, lists=parts[0]), replace(self, lists=parts[1])
+        halves = [(kernels, each.split(numbers)) for kernels, each in self.lists]
+        inside = [(kernels, here) for kernels, (here, _) in halves if here.chunks]
+        outside = [(kernels, there) for kernels, (_, there) in halves if there.chunks]
+        return replace(self, lists=inside), replace(self, lists=outside)
 
 
 def collect(
@@ -136,14 +124,9 @@ def collect(
         regular, irregular, _ = walk(choice.devices & core.CPU, False)
         lists = [(choice.kernels_for(grads.device), grads) for grads in regular]
     aside: dict[torch.device, TensorList] = {}
-    if irregular:
-        with torch.no_grad():
-            for param, grad, number in irregular:
-                values = _values_of(param, grad, clips)
-                device = values.device
-                each = aside.setdefault(device, TensorList(device, [], []))
-                each.tensors.append(values)
-                each.numbers.append(number)
+    for param, grad, number in irregular:
+        values = _values_of(param, grad, clips)
+        aside.setdefault(values.device, TensorList(values.device, [], [])).add(number, values)
     if shards is not None and not shards.layouts:
         shards = None
     by_torch = [(TORCH_OPS, each) for each in aside.values()]
@@ -153,19 +136,14 @@ def collect(
 def of_list(tensors: list[Tensor], device: torch.device) -> Gradients:
     """Returns the gradients of a caller's list, all on one device."""
     kernels = backends.choose().kernels_for(device)
-    by_torch = kernels is TORCH_OPS
-    regular: list[int] = []
-    irregular: list[int] = []
+    regular, aside = TensorList(device, [], []), TensorList(device, [], [])
     for number, tensor in enumerate(tensors):
         core.require_storage(tensor)
-        known = not by_torch and core.list_of([tensor], device) is not None
-        (regular if known else irregular).append(number)
-    lists: list[tuple[Kernels, Batch]] = []
-    if irregular:
-        aside = TensorList(device, [tensors[number] for number in irregular], irregular)
-        lists.append((TORCH_OPS, aside))
-    listed = core.list_of([tensors[number] for number in regular], device, regular)
-    if listed is not None and regular:
+        known = kernels is not TORCH_OPS and core.list_of([tensor], device) is not None
+        (regular if known else aside).add(number, tensor)
+    lists: list[tuple[Kernels, Batch]] = [(TORCH_OPS, aside)] if aside.chunks else []
+    listed = core.list_of(regular.tensors, device, regular.numbers)
+    if listed is not None and regular.chunks:
         lists.append((kernels, listed))
     return Gradients(lists)
 
@@ -206,7 +184,7 @@ def run(
             torch_ops.require_unscalable(aside.tensors)
     if before_write is not None and gradients.lists:
         before_write()
-    factors, coefficients = Copies(work.factor), Copies(work.coefficient)
+    factor_on, coefficient_on = copies_of(work.factor), copies_of(work.coefficient)
     alone = len(gradients.lists) == 1 and gradients.shards is None
     flags: Flags = {}
     rows: list[Tensor] = [] if sums_of_each is None else sums_of_each
@@ -224,9 +202,9 @@ def run(
         flags[device] = kernels.run(
             each,
             work._replace(
-                factor=factors.on(device) if work.how else None,
+                factor=factor_on(device) if work.how else None,
                 found_inf=flags.get(device),
-                coefficient=coefficients.on(device),
+                coefficient=coefficient_on(device),
                 sums=row,
                 marks=None if track is None else track.marks,
                 now=None if track is None else track.now,
@@ -275,6 +253,7 @@ def vanishing_fractions(gradients: Gradients) -> list[Tensor]:
     return fractions
 
 
+@torch.no_grad()
 def _values_of(param: Tensor, grad: Tensor, coalesce: bool) -> Tensor:
     """Tensor for torch's op: the values of a sparse gradient, else the gradient."""
     if not grad.is_sparse:

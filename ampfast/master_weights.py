@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import inspect
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from itertools import compress
 from typing import Any, TypeVar, cast
 
@@ -17,11 +16,9 @@ from torch import Tensor
 from ampfast import backends, gradients
 from ampfast.backends import TORCH_OPS, core, torch_ops
 from ampfast.backends.core import Factor, Pass
-from ampfast.backends.scalars import Copies, moved
+from ampfast.backends.scalars import copies_of, moved
 from ampfast.capture import refuse_capture
-from ampfast.errors import not_compiled
-
-__all__ = ["MasterWeights", "casts_of", "master_weights_"]
+from ampfast.errors import not_compiled, refuse_differentiable
 
 AnyOptimizer = TypeVar("AnyOptimizer", bound=torch.optim.Optimizer)
 
@@ -29,21 +26,8 @@ AnyOptimizer = TypeVar("AnyOptimizer", bound=torch.optim.Optimizer)
 _KEY = "master_param"
 
 
-@dataclass(eq=False, slots=True)
-class _Master:
-    """Master weight of a parameter.
-
-    Attributes:
-        param: The parameter.
-        weight: Its float32 weight, which an optimizer steps in its place.
-    """
-
-    param: Tensor
-    weight: Tensor
-
-
-class _Masters(dict[int, _Master]):
-    """Master weights of an optimizer, by the id of their parameters.
+class _Masters(dict[Tensor, Tensor]):
+    """Master weights by parameter: float32 weights, which an optimizer steps in its place.
 
     Attributes:
         casts: Casts of the optimizer's gradients.
@@ -63,24 +47,20 @@ class _Masters(dict[int, _Master]):
     inner: defaultdict[Any, Any] | None = None
     state_keys: tuple[tuple[Any, ...], tuple[Any, ...]] = ((), ())
 
-    def __init__(self, masters: Mapping[int, _Master] | None = None) -> None:
-        super().__init__(masters or {})
+    def __init__(self, masters: Any = ()) -> None:
+        super().__init__(masters)
         self.casts = core.Casts()
 
-    def make(self, param: Tensor) -> _Master:
+    def make(self, param: Tensor) -> Tensor:
         refuse_capture("the making of master weights")
         with torch.inference_mode(False), torch.no_grad():
             weight = param.detach().to(torch.float32)
-        self[id(param)] = made = _Master(param, weight.requires_grad_())
+        self[param] = made = weight.requires_grad_()
         return made
 
     def have_same_entries(self, state: Mapping[Any, Any], inner: Mapping[Any, Any]) -> bool:
         """Whether both have the entries of the last step, under the keys of then."""
         return core.have_same_entries(state, self.state_keys[0], inner, self.state_keys[1])
-
-    def weight_of(self, param: Tensor, default: Any = None) -> Any:
-        master = self.get(id(param))
-        return default if master is None else master.weight
 
 
 class _View(Mapping[Tensor, Tensor]):
@@ -91,15 +71,14 @@ class _View(Mapping[Tensor, Tensor]):
 
     def __getitem__(self, param: Tensor) -> Tensor:
         masters = self._optimizer._masters
-        master = masters.get(id(param))
-        if master is None:
+        if not isinstance(param, Tensor) or param not in masters:
             if not any(param is each for each in _params(self._optimizer)) or not _fits(param):
                 raise KeyError("no 16-bit parameter of this optimizer")
-            master = masters.make(param)
-        return master.weight.detach()
+            masters.make(param)
+        return masters[param].detach()
 
     def __iter__(self) -> Iterator[Tensor]:
-        return (master.param for master in self._optimizer._masters.values())
+        return iter(self._optimizer._masters)
 
     def __len__(self) -> int:
         return len(self._optimizer._masters)
@@ -146,7 +125,7 @@ class MasterWeights(torch.optim.Optimizer):
             step = step.__wrapped__  # the hooks of this step run around it
         swap = _Swap(self)
         if callable(closure):
-            closure = _seeing_parameters(closure, swap)
+            closure = partial(swap.evaluate, closure)
             args = (closure, *args[1:]) if args else ()
             kwargs = kwargs if args else {**kwargs, "closure": closure}
         try:
@@ -170,8 +149,7 @@ class MasterWeights(torch.optim.Optimizer):
             set_to_none: Whether to set gradients to None.
         """
         if not set_to_none:
-            for master in self._masters.values():
-                param = master.param
+            for param in self._masters:
                 dtype = param.grad_dtype or param.dtype
                 if param.grad is not None and param.grad.dtype is not dtype:
                     param.grad = torch.zeros_like(param, dtype=dtype)
@@ -183,9 +161,8 @@ class MasterWeights(torch.optim.Optimizer):
             saved: dict[str, Any] = super().state_dict()
         state = dict(saved["state"])
         for index, param in _numbered(self, saved):
-            master = self._masters.get(id(param))
-            if master is not None:
-                state[index] = {**state.get(index, {}), _KEY: master.weight.detach()}
+            if param in self._masters:
+                state[index] = {**state.get(index, {}), _KEY: self._masters[param].detach()}
         return _run_hooks(self, hooks, {**saved, "state": state})
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -219,14 +196,14 @@ class MasterWeights(torch.optim.Optimizer):
                     del state[index]
                 _refuse_unlike(entry[_KEY], param, index)
                 if _fits(param):
-                    weights[id(param)] = entry[_KEY]
+                    weights[param] = entry[_KEY]
             elif isinstance(index, str) and index in state and _fits(param):
                 raise ValueError(
                     f"the checkpoint has no master weight of {index}: torch drops it on loading "
                     "with flatten_optimizer_state_dict=True. Save and load without that, or add "
                     f'state["{index}"]["{_KEY}"] in a pre-hook of load_state_dict'
                 )
-            if _fits(param) and id(param) not in masters:
+            if _fits(param) and param not in masters:
                 masters.make(param)  # or torch would load its state in 16 bit
         swap = _Swap(self)
         try:
@@ -238,22 +215,20 @@ class MasterWeights(torch.optim.Optimizer):
             swap.leave()
             self._masters = held
             raise
-        self._masters = _Masters({key: masters[key] for key in weights})
+        self._masters = _Masters({param: masters[param] for param in weights})
         with torch.no_grad():
-            for key, weight in weights.items():
-                masters[key].weight.copy_(weight)
+            for param, weight in weights.items():
+                masters[param].copy_(weight)
 
     def __getstate__(self) -> dict[str, Any]:
-        masters = [(master.param, master.weight) for master in self._masters.values()]
-        return {**super().__getstate__(), "master_weights": masters}
+        return {**super().__getstate__(), "master_weights": list(self._masters.items())}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         state = dict(state)
         masters = state.pop("master_weights", None)
         super().__setstate__(state)
         if masters is not None:
-            pairs = {id(param): _Master(param, weight) for param, weight in masters}
-            self._masters = _Masters(pairs)
+            self._masters = _Masters(masters)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         # Its class is made when it is needed.
@@ -279,7 +254,7 @@ def _prepare(optimizer: MasterWeights) -> None:
     """Makes master weights equal to the parameters, and gradients float32."""
     masters, groups = optimizer._masters, optimizer.param_groups
     for index, group in enumerate(groups):
-        _refuse_differentiable(index, group)
+        refuse_differentiable(group, f"group {index}", "master weights do")
         if not isinstance(group["params"], list):
             group["params"] = list(group["params"])
     if isinstance(masters.fingerprint, bytes):
@@ -291,11 +266,10 @@ def _prepare(optimizer: MasterWeights) -> None:
         for index, group in enumerate(groups):
             for number, param in enumerate(group["params"]):
                 _follow(masters, param, f"parameter {number} of group {index}")
-        present = {id(param) for param in _params(optimizer)}
-        for key in masters.keys() - present:
-            del masters[key]
+        for param in masters.keys() - set(_params(optimizer)):
+            del masters[param]
         masters.standing = masters.inner = None
-        masters.weights = tuple(masters.weight_of(param) for param in _params(optimizer))
+        masters.weights = tuple(masters.get(param) for param in _params(optimizer))
         masters.fingerprint = fingerprint
     choice, casts = backends.choose(), masters.casts
     found = gradients.collect(groups, allow_fp16=True, writes=True, choice=choice, casts=casts)
@@ -309,12 +283,11 @@ def _prepare(optimizer: MasterWeights) -> None:
 
 def _follow(masters: _Masters, param: Tensor, where: str) -> None:
     """Makes the master weight of a parameter, or makes it equal to it."""
-    master = masters.get(id(param))
-    if master is None:
+    weight = masters.get(param)
+    if weight is None:
         if _fits(param) and (param.requires_grad or param.grad is not None):
             masters.make(param)
         return
-    weight = master.weight
     if not _fits(param) or param.shape != weight.shape:
         raise RuntimeError(
             f"{where} is {param.dtype} of shape {tuple(param.shape)}, and its master weight was "
@@ -322,9 +295,9 @@ def _follow(masters: _Masters, param: Tensor, where: str) -> None:
             "conversion"
         )
     if weight.device != param.device:
-        master.weight = weight.detach().to(param.device).requires_grad_()
+        masters[param] = weight = weight.detach().to(param.device).requires_grad_()
     with torch.no_grad():
-        param, weight = _local(param), _local(master.weight)
+        param, weight = _local(param), _local(weight)
         # Elements that are equal keep their low bits. By bits, for the sign of zero.
         differs = weight.to(param.dtype).view(torch.int16) != param.view(torch.int16)
         weight.copy_(torch.where(differs, param.to(torch.float32), weight))
@@ -343,11 +316,11 @@ def _write_back(optimizer: MasterWeights) -> None:
     if pairs is not None and _narrow_pairs(pairs[0], found_inf):
         masters.fingerprint = pairs[1]
     else:
-        stepped = [masters[id(param)] for param in compress(_params(optimizer), masters.lent)]
-        for each in stepped:
-            if each.weight.grad is None:
-                each.param.grad = None
-        narrow_on_devices([s.param for s in stepped], [s.weight for s in stepped], found_inf)
+        stepped = list(compress(_params(optimizer), masters.lent))
+        for param in stepped:
+            if masters[param].grad is None:
+                param.grad = None
+        narrow_on_devices(stepped, [masters[param] for param in stepped], found_inf)
         masters.fingerprint = _fingerprint_of(groups)
     core.take_grads(masters.weights)
 
@@ -373,7 +346,7 @@ def narrow_on_devices(
         weights: float32 tensors of their shapes and devices.
         found_inf: One-element float32, or None.
     """
-    flags = Copies(None if found_inf is None else found_inf.detach())
+    flag_on = copies_of(None if found_inf is None else found_inf.detach())
     by_device: dict[torch.device, tuple[list[Tensor], list[Tensor]]] = {}
     for param, weight in zip(params, weights, strict=True):
         narrow, wide = by_device.setdefault(param.device, ([], []))
@@ -381,10 +354,10 @@ def narrow_on_devices(
         wide.append(_local(weight))
     for device, (narrow, wide) in by_device.items():
         pairs = core.list_of(narrow, device, None, wide)
-        if pairs is not None and _narrow_pairs(pairs, flags.on(device)):
+        if pairs is not None and _narrow_pairs(pairs, flag_on(device)):
             torch.autograd.graph.increment_version(narrow)
         else:
-            torch_ops.narrow(narrow, wide, flags.on(device))
+            torch_ops.narrow(narrow, wide, flag_on(device))
 
 
 def _local(tensor: Tensor) -> Tensor:
@@ -462,24 +435,6 @@ def _refuse_unlike(weight: object, param: Tensor, index: Any) -> None:
     )
 
 
-def _seeing_parameters(closure: Callable[[], Any], swap: _Swap) -> Callable[[], Any]:
-    """The closure as a step calls it, while master weights stand in."""
-
-    def evaluate() -> Any:
-        swap.leave()
-        try:
-            with torch.no_grad():
-                _write_back(swap.optimizer)
-            loss = closure()
-            with torch.no_grad():
-                _prepare(swap.optimizer)
-        finally:
-            swap.enter()
-        return loss
-
-    return evaluate
-
-
 class _Swap:
     """Groups and state of an optimizer, by parameter or by master weight."""
 
@@ -495,11 +450,11 @@ class _Swap:
         own = [(group["params"], list(group["params"])) for group in optimizer.param_groups]
         state, inner = optimizer.state, masters.inner
         if inner is None or not masters.have_same_entries(state, inner):
-            inner = _rekeyed(state, {key: each.weight for key, each in masters.items()})
+            inner = _rekeyed(state, masters.items())
             masters.state_keys = tuple(state), tuple(inner)
         if masters.standing is None:
             masters.standing = [
-                [masters.weight_of(param, param) for param in params] for _, params in own
+                [masters.get(param, param) for param in params] for _, params in own
             ]
         # What `leave` restores is noted before anything is written.
         self._own, self._state, self._inner = own, state, inner
@@ -516,8 +471,8 @@ class _Swap:
             params[:] = own
         is_left, is_inner = optimizer.state is self._state, optimizer.state is self._inner
         if not is_left and not (is_inner and masters.have_same_entries(self._state, self._inner)):
-            params_of = {id(master.weight): master.param for master in masters.values()}
-            entries = _rekeyed(optimizer.state, params_of)
+            back = [(weight, param) for param, weight in masters.items()]
+            entries = _rekeyed(optimizer.state, back)
             masters.state_keys = tuple(entries), tuple(optimizer.state)
             if is_inner:
                 # The same object, which others may hold.
@@ -528,9 +483,25 @@ class _Swap:
         optimizer.state = self._state
         self._own = None
 
+    def evaluate(self, closure: Callable[[], Any]) -> Any:
+        """Calls a step's closure, which sees the parameters, while master weights stand in."""
+        self.leave()
+        try:
+            with torch.no_grad():
+                _write_back(self.optimizer)
+            loss = closure()
+            with torch.no_grad():
+                _prepare(self.optimizer)
+        finally:
+            self.enter()
+        return loss
 
-def _rekeyed(state: Mapping[Any, Any], by_id: dict[int, Tensor]) -> defaultdict[Any, Any]:
-    """The state with other tensors as keys, in the same order."""
+
+def _rekeyed(
+    state: Mapping[Any, Any], pairs: Iterable[tuple[Tensor, Tensor]]
+) -> defaultdict[Any, Any]:
+    """The state with the second tensor of a pair as key for the first, in the same order."""
+    by_id = {id(key): other for key, other in pairs}  # keys may be numbers
     return defaultdict(dict, {by_id.get(id(key), key): entry for key, entry in state.items()})
 
 
@@ -562,8 +533,7 @@ def master_weights_(optimizer: AnyOptimizer) -> AnyOptimizer:
         TypeError: If it is none, wraps another one, has a flat parameter of FSDP1, or an attribute
             `master_weights` of its own.
         ValueError: If a group is differentiable.
-        RuntimeError: If its `step` was replaced on the instance, under CUDA graph capture, or in a
-            torch without `Tensor.grad_dtype`.
+        RuntimeError: If its `step` was replaced on the instance, or under CUDA graph capture.
 
     The optimizer is unchanged where an error is raised.
     """
@@ -576,11 +546,6 @@ def master_weights_(optimizer: AnyOptimizer) -> AnyOptimizer:
         raise TypeError(
             f"master_weights_ takes a torch.optim.Optimizer, got {kind.__module__}."
             f"{kind.__qualname__}; if it wraps one, pass the inner one, before it is wrapped"
-        )
-    if not hasattr(torch.Tensor, "grad_dtype"):
-        raise RuntimeError(
-            "master_weights_ needs Tensor.grad_dtype, which torch has from 2.10 on; this is torch "
-            f"{torch.__version__}"
         )
     if "step" in vars(optimizer):
         raise RuntimeError(
@@ -595,7 +560,7 @@ def master_weights_(optimizer: AnyOptimizer) -> AnyOptimizer:
             )
     refuse_capture("master_weights_, which makes float32 weights", "call it before")
     for index, group in enumerate(optimizer.param_groups):
-        _refuse_differentiable(index, group)
+        refuse_differentiable(group, f"group {index}", "master weights do")
         for param in group["params"]:
             if getattr(param, "_is_flat_param", False):
                 raise TypeError(
@@ -624,13 +589,6 @@ def master_weights_(optimizer: AnyOptimizer) -> AnyOptimizer:
 
 def _fits(param: Tensor) -> bool:
     return param.dtype in (torch.float16, torch.bfloat16)
-
-
-def _refuse_differentiable(index: int, group: dict[str, Any]) -> None:
-    if group.get("differentiable"):
-        raise ValueError(
-            f"group {index} has differentiable=True, which master weights do not support"
-        )
 
 
 @cache

@@ -253,13 +253,11 @@ def _names_of(classes: Iterable[type], namespace: dict[str, Any]) -> list[tuple[
 def _derived_before(torch_classes: Iterable[type]) -> Iterator[type]:
     """Subclasses of torch's classes, each once, without those that derive from ampfast's."""
     bases = list(torch_classes)
-    seen = set(bases)
     for base in bases:
         subclasses: list[type] = type.__subclasses__(base)
         for cls in subclasses:
             is_ours = any(_is_ampfast(base.__module__) for base in cls.__mro__)
-            if not (cls in seen or is_ours):
-                seen.add(cls)
+            if not (cls in bases or is_ours):
                 bases.append(cls)
                 yield cls
 

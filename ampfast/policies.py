@@ -16,16 +16,6 @@ from ampfast.backends.core import Pass, Update
 from ampfast.errors import float_of
 from ampfast.gradients import Gradients, vanishing_fractions
 
-__all__ = [
-    "NO_AVERAGES",
-    "Follower",
-    "LogMax",
-    "UnderflowTarget",
-    "float32",
-    "follower",
-    "require_averages",
-]
-
 # Of the moving averages of LogMax: the logarithm and its weight so far; slower ones of the
 # logarithm, its square and their weight.
 _FRACTION, _SLOW_FRACTION = 1 / 128, 1 / 1024

@@ -16,8 +16,6 @@ from ampfast.capture import is_capturing, refuse_capture
 from ampfast.errors import float_of
 from ampfast.optimizers import ByOptimizer
 
-__all__ = ["Sigmas", "SpikeRule", "SpikeRules", "require_accepted_norms", "skip_limit_of"]
-
 
 @dataclass(frozen=True)
 class Sigmas:
@@ -143,11 +141,10 @@ class SpikeRules:
         self._rings.record(optimizers[0], _Ring(rule.accepted_norms, self._clips, wait))
 
     def _in_order(self) -> list[tuple[Any, _Ring]]:
-        def is_over(entry: tuple[Any, _Ring]) -> bool:
-            _, ring = entry
-            return 0 < ring.wait < self._clips - ring.clip
-
-        return sorted(self._rings, key=is_over)
+        # Last those of a stage that is over.
+        return sorted(
+            self._rings, key=lambda entry: 0 < entry[1].wait < self._clips - entry[1].clip
+        )
 
     def accepted_norms(self) -> list[list[float]]:
         """Returns the norms by optimizer, oldest first, with a host sync for each."""

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from itertools import product
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from ampfast.capture import refuse_capture
-from ampfast.distributed import replicated
+from ampfast.errors import refuse_differentiable
 
 __all__ = ["sync_free_"]
 
@@ -18,6 +19,7 @@ AnyOptimizer = TypeVar("AnyOptimizer", bound=torch.optim.Optimizer)
 
 _KINDS = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
 _FUSED = {"fused": True, "foreach": False}
+_FUSED_DOES = "torch's fused implementation does"
 # Attributes that constructors set for a fused optimizer, depending on the torch version.
 _FUSED_ATTRIBUTES = {"_step_supports_amp_scaling", "_need_device_dtype_check_for_fused"}
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
@@ -104,19 +106,12 @@ def _stay_fused(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) ->
     """State dict as saved by a fused optimizer, whose counters torch moves when loading."""
     saved = state_dict["param_groups"]
     for index, group in enumerate(saved):
-        _refuse_differentiable(group, f"group {index} of the state dict")
+        refuse_differentiable(group, f"group {index} of the state dict", _FUSED_DOES)
     return {**state_dict, "param_groups": [{**group, **_FUSED} for group in saved]}
 
 
-def _refuse_differentiable(group: dict[str, Any], where: str) -> None:
-    if group.get("differentiable"):
-        raise ValueError(
-            f"{where} has differentiable=True, which torch's fused implementation does not support"
-        )
-
-
 def _check_group(optimizer: torch.optim.Optimizer, index: int, group: dict[str, Any]) -> None:
-    _refuse_differentiable(group, f"group {index}")
+    refuse_differentiable(group, f"group {index}", _FUSED_DOES)
     tried = set()
     for number, param in enumerate(group["params"]):
         state = optimizer.state.get(param)
@@ -153,7 +148,10 @@ def _try_step(
     """Steps a one-element parameter like `param`, since kernels differ between torch versions."""
     trial = torch.zeros(1, dtype=param.dtype, device=param.device)
     if hasattr(param, "device_mesh"):
-        trial = replicated(trial, param.device_mesh)
+        from torch.distributed.tensor import DTensor, Replicate
+
+        placements = [Replicate()] * param.device_mesh.ndim
+        trial = DTensor.from_local(trial, param.device_mesh, placements, run_check=False)
     trial.grad = torch.zeros_like(trial)
     optimizer = kind([trial], fused=True)  # type: ignore[call-arg]
     options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
@@ -181,12 +179,9 @@ def _check_memory(param: Tensor, tensors: dict[str, Any], where: str) -> None:
             f"{where} has strides {param.stride()} for shape {tuple(param.shape)}: its elements "
             "overlap or leave gaps, and torch's fused kernels need dense tensors"
         )
-    for name, value in tensors.items():
-        if not isinstance(value, Tensor):
-            continue
-        for what, get in _ATTRIBUTES.items():
-            if get(value) != get(param):
-                raise ValueError(
-                    f"{name} of {where} has another {what}: {get(value)}, not {get(param)}; "
-                    "torch's fused kernels need the same"
-                )
+    for (name, value), (what, get) in product(tensors.items(), _ATTRIBUTES.items()):
+        if isinstance(value, Tensor) and get(value) != get(param):
+            raise ValueError(
+                f"{name} of {where} has another {what}: {get(value)}, not {get(param)}; torch's "
+                "fused kernels need the same"
+            )

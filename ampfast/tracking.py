@@ -20,14 +20,6 @@ from ampfast.backends.core import HEALTH_WORDS, MARK_WORDS, Pass, Track, has_par
 from ampfast.capture import refuse_capture
 from ampfast.optimizers import ByOptimizer
 
-__all__ = [
-    "GradientHealth",
-    "OverflowReport",
-    "ParameterHealth",
-    "ParameterOverflows",
-    "TrackedParameter",
-]
-
 # Longest table that is printed, in lines.
 MOST_LINES = 40
 
@@ -296,10 +288,9 @@ class Tracking:
         """Yields each parameter's location, its row on each device, and the tables' last rows."""
         records = list(self._records)
         self._require_names([record for _, record in records])
-        tables = [list(tables_of(record).values()) for _, record in records]
-        on_host = iter(_to_host([table for some in tables for table in some]))
-        for number, ((optimizer, record), some) in enumerate(zip(records, tables, strict=True)):
-            read = list(islice(on_host, len(some)))
+        on_host = _on_host([table for _, record in records for table in tables_of(record).values()])
+        for number, (optimizer, record) in enumerate(records):
+            read = [list(islice(on_host, len(table))) for table in tables_of(record).values()]
             locations = self._locations(number, type(optimizer).__name__, record)
             for location, rows in zip(locations, zip(*read, strict=True), strict=False):
                 yield location, rows, [table[-1] for table in read]
@@ -408,10 +399,10 @@ def named(model: torch.nn.Module | Iterable[tuple[str, Tensor]]) -> list[tuple[s
     found: dict[str, Tensor] = {}
     for pair in pairs if isinstance(pairs, Iterable) else [pairs]:
         match pair:
-            case (str() as name, Tensor() as parameter) if name not in found:
+            case (str() as name, Tensor() as parameter):
+                if name in found:
+                    raise ValueError(f"two parameters have the name {name!r}")
                 found[name] = parameter
-            case (str() as name, Tensor()):
-                raise ValueError(f"two parameters have the name {name!r}")
             case _:
                 items = pair if isinstance(pair, (tuple, list)) else [pair]
                 raise TypeError(
@@ -422,14 +413,11 @@ def named(model: torch.nn.Module | Iterable[tuple[str, Tensor]]) -> list[tuple[s
     return list(found.items())
 
 
-def _to_host(tables: list[Tensor]) -> list[list[list[int]]]:
-    """Tables as lists of rows; one host sync."""
-    if not tables:
-        return []
-    device = next((t.device for t in tables if t.device.type != "cpu"), tables[0].device)
-    joined = torch.cat([scalars.moved(table, device).reshape(-1) for table in tables]).cpu()
-    pieces = joined.split([table.numel() for table in tables])
-    return [piece.view(t.shape).tolist() for piece, t in zip(pieces, tables, strict=True)]
+def _on_host(tables: list[Tensor]) -> Iterator[list[int]]:
+    """Rows of tables of one width, read with one host sync."""
+    device = next((each.device for each in tables if each.device.type != "cpu"), None)
+    here = [table if device is None else scalars.moved(table, device) for table in tables]
+    return iter(torch.cat(here).tolist() if here else [])
 
 
 def _health_of(location: _Location, row: list[int], scale_bits: int) -> ParameterHealth:

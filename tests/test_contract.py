@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import threading
+import warnings
 from collections import OrderedDict
 from typing import Any
 
@@ -15,7 +16,7 @@ from support.outcomes import agree
 from support.scalers import Scaler, TorchScaler, started
 from support.twins import Side, side
 
-from ampfast import GradScaler
+from ampfast import GradScaler, errors
 
 OptState = torch.amp.grad_scaler.OptState
 
@@ -311,3 +312,15 @@ def test_two_scalers_in_two_threads() -> None:
         worker.join()
     for theirs, ours in zip(serial, parallel, strict=True):
         assert_same(ours.observe(), theirs.observe())
+
+
+@pytest.mark.parametrize("module", ["ampfast", "ampfast.other", "ampfaster", "warnings_of_mine"])
+def test_warnings_pass_by_ampfast_alone(module: str) -> None:
+    """Warnings point at the caller's line: the first one that is in no module of ours."""
+    inside: dict[str, Any] = {"__name__": module, "warn": errors.warn_caller}
+    exec(compile("def call():\n    warn('seen')\n", module, "exec"), inside)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        inside["call"]()
+    is_ours = module.partition(".")[0] == "ampfast"
+    assert [each.filename for each in caught] == [__file__ if is_ours else module]

@@ -262,10 +262,13 @@ def test_the_device_of_a_launch_is_current(monkeypatch: pytest.MonkeyPatch) -> N
 def test_uncompiled_kernels_are_not_captured(monkeypatch: pytest.MonkeyPatch) -> None:
     launch = pytest.importorskip("ampfast.backends.triton.launch")
     monkeypatch.setattr(capture, "is_capturing", lambda: True)
-    monkeypatch.setattr(launch, "_launched", {("known",): None})
-    launch._require_compiled(("known",))
+    known, programs = ("known", CPU, (), torch.Tensor), []
+    again = 2, lambda number, arguments: programs.append(number)
+    monkeypatch.setattr(launch, "_launched", {known: again})
+    launch._launch("known", 3, (torch.ones(()),), dict)
+    assert programs == [2]
     with pytest.raises(RuntimeError, match="not compiled yet; run one iteration without"):
-        launch._require_compiled(("unknown",))
+        launch._launch("unknown", 3, (torch.ones(()),), dict)
 
 
 def test_a_launch_that_cannot_begin_holds_earlier_ones_back() -> None:

@@ -203,21 +203,17 @@ def op_cases(dtype: torch.dtype) -> dict[str, tuple[Any, tuple[Any, ...]]]:
         "unscale_": (OPS.unscale_.default, (grads, f32(0), f32(0.5))),
         "check_": (OPS.check_.default, (grads, f32(0))),
         "update_scale_": (OPS.update_scale_.default, (*state, f32(0), 2.0, 0.5, 3)),
-        "unscale_and_update_": (
-            OPS.unscale_and_update_.default,
-            (grads, f32(0), *state, 2.0, 0.5, 3),
-        ),
     }
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
-@pytest.mark.parametrize("name", ["unscale_", "check_", "update_scale_", "unscale_and_update_"])
+@pytest.mark.parametrize("name", ["unscale_", "check_", "update_scale_"])
 def test_opcheck(name: str, dtype: torch.dtype) -> None:
     op, arguments = op_cases(dtype)[name]
     torch.library.opcheck(op, arguments)
 
 
-@pytest.mark.parametrize("name", ["unscale_", "check_", "unscale_and_update_"])
+@pytest.mark.parametrize("name", ["unscale_", "check_"])
 def test_opcheck_of_an_empty_list(name: str) -> None:
     op, (_, *rest) = op_cases(torch.float32)[name]
     torch.library.opcheck(op, ([], *rest))

@@ -56,7 +56,7 @@ def widen_(out: list[torch.Tensor], grads: list[torch.Tensor], found: torch.Tens
 
 
 def narrow_(params: list[torch.Tensor], masters: list[torch.Tensor]) -> None:
-    cpu.narrow(pairs_of(params, masters))
+    cpu.narrow(pairs_of(params, masters), None)
 
 
 def narrow_on_devices(params: list[torch.Tensor], masters: list[torch.Tensor]) -> None:

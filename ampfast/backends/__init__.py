@@ -15,9 +15,10 @@ from typing import Any, Protocol, cast
 import torch
 from torch import Tensor
 
-from ampfast.backends import core, cpu, torch_ops
-from ampfast.backends.core import Clip, Factor, Pass, Update
+from ampfast.backends import core, torch_ops
+from ampfast.backends.core import Clip, Factor, Pass, Update, compiled
 from ampfast.backends.gpu import DeviceKernels
+from ampfast.backends.scalars import copy_to_host_async
 from ampfast.capture import refuse_capture
 
 __all__ = [
@@ -46,7 +47,16 @@ _REMEDIES = {
 
 
 class Kernels(Protocol):
-    """Kernels of a backend over lists of gradients of a device."""
+    """Kernels of a backend over lists of gradients of a device.
+
+    Attributes:
+        pass_over: Runs a pass over an optimizer's gradients at once, as in _C.pyi; None, with
+            nothing done, where these must be sorted first.
+        clip_over: Clips an optimizer's gradients at once, under the same condition.
+    """
+
+    pass_over: Callable[..., Tensor | None]
+    clip_over: Callable[..., Tensor | None]
 
     def run(self, grads: Any, work: Pass, /) -> Tensor:
         """Runs a pass over a list.
@@ -60,13 +70,29 @@ class Kernels(Protocol):
         """
 
     def measure(self, grads: Any, health: Tensor, /) -> None:
-        """As `cpu.measure`."""
+        """Adds the range of each gradient's values to the row of its parameter; reads only.
+
+        Args:
+            grads: The list, before it is unscaled.
+            health: Zeroed int64 of shape (P, HEALTH_WORDS), for P parameters on that device.
+        """
 
     def narrow(self, pairs: Any, found_inf: Tensor | None, /) -> None:
-        """As `cpu.narrow`."""
+        """Rounds float32 values to the 16-bit tensors that they are paired with, to nearest even.
+
+        Args:
+            pairs: A list of nothing but pairs (`core.list_of`).
+            found_inf: One-element float32, or None; where it is not 0, nothing is written.
+        """
 
     def clip(self, clip: Clip, /) -> None:
-        """As `cpu.clip`."""
+        """Writes norm, clip coefficient and divisor, and the flag of a spike.
+
+        Formula: torch.nn.utils.clip_grad_norm_, here in float64.
+
+        Args:
+            clip: The clipping.
+        """
 
     def update(self, update: Update, /) -> bool | None:
         """Writes the next scale and growth tracker in place, and records the step in the state.
@@ -78,20 +104,10 @@ class Kernels(Protocol):
             Whether it was done; else nothing was written, and torch's op does it.
         """
 
-    @property
-    def pass_over(self) -> Callable[..., Tensor | None]:
-        """Runs a pass over an optimizer's gradients at once, as in _C.pyi.
 
-        None, with nothing done, where these must be sorted first.
-        """
-
-    @property
-    def clip_over(self) -> Callable[..., Tensor | None]:
-        """Clips an optimizer's gradients at once, under the same condition."""
-
-
-# Those of every device.
+# Those of every device, and those of CPUs, which are the compiled core's own.
 TORCH_OPS = cast(Kernels, torch_ops)
+cpu = cast(Kernels, compiled)
 
 
 @dataclass(frozen=True)
@@ -244,8 +260,8 @@ def _kernels(name: str) -> Kernels:
     if name == "aten":
         return TORCH_OPS
     if name == "cpu":
-        return cast(Kernels, cpu)
-    return DeviceKernels(cast(Any, _launcher(name)))
+        return cpu
+    return cast(Kernels, DeviceKernels(_launcher(name)))
 
 
 def _is_interpreted() -> bool:
@@ -303,14 +319,10 @@ def _try_out(name: str, device: torch.device) -> str:
     if grads is None:
         raise RuntimeError("tensors are not plain here")
     found_inf = _kernels(name).run(grads, Pass(True, Factor.TIMES_RECIPROCAL, scale))
-    seen = torch.cat([gradient, found_inf.reshape(1)])
-    if device.type == "cuda":
-        held = torch.cuda.get_sync_debug_mode()
-        torch.cuda.set_sync_debug_mode("default")
-        try:
-            seen = seen.cpu()
-        finally:
-            torch.cuda.set_sync_debug_mode(held)
+    # A copy that the sync debug mode of torch allows.
+    seen, arrival = copy_to_host_async(torch.cat([gradient, found_inf.reshape(1)]))
+    if arrival is not None:
+        arrival.synchronize()
     if seen.tolist() != [2.0, 2.0, 2.0, 0.0]:
         return f"its kernel unscaled 8 by 4 to {seen[:3].tolist()} with found_inf {seen[3].item()}"
     return ""

@@ -1,4 +1,4 @@
-"""The compiled core: gradient lists, tables on devices, layouts, and what kernels are given."""
+"""The compiled core, whose names are listed in _C.pyi, and what its kernels are given."""
 
 from __future__ import annotations
 
@@ -33,103 +33,19 @@ def _require_torch(built_for: str, here: str) -> None:
 try:
     # `from ampfast import _C` would report a circular import if there is no core.
     import ampfast._C as _C
-    from ampfast._C import Casts, DeviceTable, GradList, Segment
+    from ampfast._C import *  # noqa: F403
 except ImportError as error:
     raise ImportError(f"ampfast's compiled core cannot be loaded ({error}); {_REMEDY}") from error
 _require_torch(_C.build_info()["torch"], torch.__version__)
 
-__all__ = [
-    "CPU",
-    "CUDA",
-    "HEALTH_WORDS",
-    "MARK_WORDS",
-    "SPIKE",
-    "SPIKE_BOUND",
-    "WINDOW_BYTES",
-    "WITH_CUDA",
-    "_C",
-    "Casts",
-    "Clip",
-    "DeviceTable",
-    "Factor",
-    "GradList",
-    "Pass",
-    "Segment",
-    "Track",
-    "Update",
-    "any_found",
-    "build_info",
-    "clear_tables",
-    "copy_of",
-    "cpu_capability",
-    "fingerprint_of",
-    "has_parameters",
-    "have_same_entries",
-    "is_scalar",
-    "lacks_state",
-    "lend_grads",
-    "list_of",
-    "new_entry",
-    "new_update",
-    "overrides",
-    "require_storage",
-    "state_layout",
-    "stepped_pairs",
-    "take_grads",
-    "walk",
-    "watch_casts",
-]
+compiled = _C
 
-# As in _C.pyi.
-any_found = _C.any_found
-build_info = _C.build_info
-clear_tables = _C.clear_tables
-copy_of = _C.copy_of
-cpu_capability = _C.cpu_capability
-has_parameters = _C.has_parameters
-overrides = _C.overrides
-walk = _C.walk
-watch_casts = _C.watch_casts
 # The list of tensors on a device, or of pairs of 16-bit and float32 tensors; None if one of them is
 # irregular or of another type, or the tensors of a pair differ in strides.
 list_of = _C.GradList.of
-# Whether a tensor is a plain one-element tensor of a dtype, as kernels take for a scalar.
-is_scalar = _C.is_scalar
-# Raises RuntimeError if the memory of a tensor was freed or is too small for it.
-require_storage = _C.require_storage
-# Bytes that change where autograd sees an edit of plain parameters or groups have others; or None.
-fingerprint_of = _C.fingerprint_of
-# Gives the gradients of parameters to a tuple of their master weights, None where there is none.
-# None, with nothing done, if a gradient is 16 bit, or the fingerprint, where one is given, has
-# changed.
-lend_grads = _C.lend_grads
-# The entry of an optimizer at a stage, without flags.
-new_entry = _C.new_entry
-# Pairs of the parameters and master weights of which the latter have a gradient, to write the
-# former, and the fingerprint afterwards; None where the kernels cannot take one.
-stepped_pairs = _C.stepped_pairs
-# Takes the gradients of such a tuple away.
-take_grads = _C.take_grads
-# Whether two dicts have the keys given after each, and the same objects as values, in order.
-have_same_entries = _C.have_same_entries
-# Whether a parameter with a gradient lacks an entry of its state.
-lacks_state = _C.lacks_state
-WINDOW_BYTES: int = _C.WINDOW_BYTES
-WITH_CUDA: bool = _C.WITH_CUDA
-# Columns of a `Track`.
-MARK_WORDS: int = _C.MARK_WORDS
-HEALTH_WORDS: int = _C.HEALTH_WORDS
 
 # Words of a scaler's state by name, as in csrc/scale.h.
 state_layout = SimpleNamespace(**_C.state_layout())
-
-# The found_inf of a spike, and the bound of such flags after reductions; csrc/scale.h.
-SPIKE: float = _C.SPIKE
-SPIKE_BOUND: float = _C.SPIKE_BOUND
-
-# Device types with kernels, as bits.
-CPU: int = _C.CPU
-CUDA: int = _C.CUDA
 
 
 class Factor(IntEnum):
@@ -180,7 +96,8 @@ class Pass(NamedTuple):
         factor: One-element float32; None with `Factor.NONE`.
         found_inf: One-element float32 that is set to 1 if a value as it is used is inf or NaN; by
             default a new 0-dim tensor.
-        accumulate: Whether a `found_inf` that is set stays; else it is assigned, 0 or 1.
+        accumulate: Whether a `found_inf` that is set stays; else, as for the new one of
+            `DeviceKernels`, it is assigned, 0 or 1.
         coefficient: One-element float64 by which the checked and rounded products are multiplied,
             or None.
         sums: float64 of shape (2,) that gets the sum of squares of the products, not rounded to 16

@@ -7,17 +7,19 @@ from functools import cache
 
 import torch
 
-from ampfast.backends.core import _C, Clip, DeviceTable, Pass, Segment
+from ampfast.backends.core import DeviceTable, Pass, Segment, compiled
 from ampfast.backends.gpu import Epilogue, on_gpu
 from ampfast.capture import is_capturing as is_capturing
 
-if not _C.WITH_CUDA:
+if not compiled.WITH_CUDA:
     raise ImportError("the compiled core was built without its CUDA kernels")
 
 # As in _C.pyi.
-measure = _C.cuda_measure
-narrow = _C.cuda_narrow
-update_scale = _C.cuda_update_scale
+measure = compiled.cuda_measure
+narrow = compiled.cuda_narrow
+update_scale = compiled.cuda_update_scale
+clip_coefficient = compiled.cuda_clip_coefficient
+_load_kernels = cache(compiled.cuda_load_kernels)
 
 
 def on(device: torch.device) -> AbstractContextManager[object]:
@@ -26,25 +28,15 @@ def on(device: torch.device) -> AbstractContextManager[object]:
     return on_gpu(device)
 
 
-@cache
-def _load_kernels(index: int | None) -> None:
-    _C.cuda_load_kernels(index)
-
-
 def limit_programs(programs: int | None) -> None:
     """Limits the grid, for tests and measurements; None restores the default.
 
     That is as many programs as a device holds at once.
     """
-    _C.cuda_limit_programs(programs or 0)
+    compiled.cuda_limit_programs(programs or 0)
 
 
 def multi_tensor(work: Pass, table: DeviceTable, segment: Segment, epilogue: Epilogue) -> None:
     """Launches one pass over the gradients of one dtype."""
     update = work.ending.update if epilogue is Epilogue.UPDATE else None
-    _C.cuda_multi_tensor(table, segment, work, epilogue is not Epilogue.NOTHING, update)
-
-
-def clip_coefficient(clip: Clip) -> None:
-    """Launches the clip coefficient from norms."""
-    _C.cuda_clip_coefficient(clip)
+    compiled.cuda_multi_tensor(table, segment, work, epilogue is not Epilogue.NOTHING, update)

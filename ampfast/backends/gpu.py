@@ -6,23 +6,13 @@ import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from enum import IntEnum
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ampfast.backends.core import (
-    Clip,
-    DeviceTable,
-    Factor,
-    GradList,
-    Pass,
-    Segment,
-    Update,
-    clear_tables,
-    is_scalar,
-    state_layout,
-)
+from ampfast.backends import core
+from ampfast.backends.core import Clip, DeviceTable, Factor, GradList, Pass, Segment, Update
 from ampfast.backends.scalars import float_of, joint_flag
 
 # Largest number of flags for the kernel that updates the scale.
@@ -41,26 +31,6 @@ class Epilogue(IntEnum):
     NOTHING = 0
     FINISH = 1
     UPDATE = 2
-
-
-class Launcher(Protocol):
-    """Launches of one kind of kernels."""
-
-    def on(self, device: torch.device) -> AbstractContextManager[object]: ...
-
-    def is_capturing(self) -> bool: ...
-
-    def multi_tensor(
-        self, work: Pass, table: DeviceTable, segment: Segment, epilogue: Epilogue
-    ) -> None: ...
-
-    def measure(self, table: DeviceTable, segment: Segment, health: Tensor) -> None: ...
-
-    def narrow(self, table: DeviceTable, segment: Segment, found_inf: Tensor | None) -> None: ...
-
-    def update_scale(self, update: Update) -> None: ...
-
-    def clip_coefficient(self, clip: Clip) -> None: ...
 
 
 class Ending:
@@ -84,10 +54,10 @@ class Ending:
         scale, tracker, state = self.update.scale, self.update.growth_tracker, self.update.state
         if state is None:
             raise RuntimeError("an update without a state cannot be undone")
-        before = state[state_layout.BEFORE :]
-        state[: state_layout.COUNTERS] = before[: state_layout.COUNTERS]
-        scale.data.copy_(float_of(state[state_layout.SCALE_BEFORE]).reshape_as(scale))
-        tracker.data.copy_(state[state_layout.TRACKER_BEFORE].reshape_as(tracker))
+        before = state[core.state_layout.BEFORE :]
+        state[: core.state_layout.COUNTERS] = before[: core.state_layout.COUNTERS]
+        scale.data.copy_(float_of(state[core.state_layout.SCALE_BEFORE]).reshape_as(scale))
+        tracker.data.copy_(state[core.state_layout.TRACKER_BEFORE].reshape_as(tracker))
 
 
 def on_gpu(device: torch.device) -> AbstractContextManager[object]:
@@ -98,9 +68,14 @@ def on_gpu(device: torch.device) -> AbstractContextManager[object]:
 
 
 class DeviceKernels:
-    """Kernels over a table of gradients on their device; arguments are those of `backends.cpu`."""
+    """Kernels over a table of gradients on their device; arguments are those of `backends.Kernels`.
 
-    def __init__(self, launcher: Launcher) -> None:
+    Args:
+        launcher: Launches of one kind of kernels, as the modules `backends.cuda` and
+            `backends.triton.launch`.
+    """
+
+    def __init__(self, launcher: Any) -> None:
         self._launcher = launcher
 
     def pass_over(self, *given: Any) -> None:
@@ -118,16 +93,14 @@ class DeviceKernels:
                 work.sums.zero_()
             if found_inf is None:
                 return torch.zeros((), dtype=torch.float32, device=device)
-            return found_inf if work.accumulate else found_inf.zero_()
+            return found_inf
         if found_inf is None:
             found_inf = torch.empty((), dtype=torch.float32, device=device)
         ending: Ending | None = work.ending
         divisor = work.divisor
         if ending is not None and work.how is Factor.DIVIDE:
             divisor = ending.divisor
-        work = work._replace(
-            found_inf=found_inf, accumulate=given and work.accumulate, divisor=divisor
-        )
+        work = work._replace(found_inf=found_inf, accumulate=given, divisor=divisor)
         if work.how is Factor.NONE and (work.write or work.sums is not None):
             one = torch.ones((), dtype=torch.float32, device=device)
             work = work._replace(how=Factor.TIMES, factor=one)
@@ -138,11 +111,11 @@ class DeviceKernels:
         return found_inf
 
     def measure(self, grads: GradList, health: Tensor) -> None:
-        """As `cpu.measure`."""
+        """As `Kernels.measure`."""
         self._over(grads, lambda table, each: self._launcher.measure(table, each, health))
 
     def narrow(self, pairs: GradList, found_inf: Tensor | None = None) -> None:
-        """As `cpu.narrow`."""
+        """As `Kernels.narrow`."""
         if found_inf is not None:
             _require_scalar("found_inf", found_inf, pairs.device, torch.float32)
 
@@ -154,12 +127,12 @@ class DeviceKernels:
         self._over(pairs, launch)
 
     def clip(self, clip: Clip) -> None:
-        """As `cpu.clip`."""
+        """As `Kernels.clip`."""
         with self._launcher.on(clip.sums.device):
             self._launcher.clip_coefficient(clip)
 
     def update(self, update: Update) -> bool:
-        """As `cpu.update`."""
+        """As `Kernels.update`."""
         device, flags = update.scale.device, update.found_infs
         if not can_update(update):
             return False
@@ -205,14 +178,14 @@ class DeviceKernels:
                     launcher.multi_tensor(work, table, segment, epilogue)
             except BaseException:
                 # Intermediate launches leave results in it.
-                clear_tables()
+                core.clear_tables()
                 raise
 
 
 def can_update(update: Update) -> bool:
     """Whether the kernels know the tensors and numbers of an update exactly."""
     scale, tracker, interval = update.scale, update.growth_tracker, update.growth_interval
-    if not is_scalar(scale, torch.float32) or not is_scalar(tracker, torch.int32):
+    if not core.is_scalar(scale, torch.float32) or not core.is_scalar(tracker, torch.int32):
         return False
     if type(interval) is not int or not -(2**63) <= interval < 2**63:
         return False
@@ -221,7 +194,9 @@ def can_update(update: Update) -> bool:
     if scale.is_inference() or scale.requires_grad or tracker.device != scale.device:
         return False
     flags = [*update.found_infs, *([] if update.norm is None else [update.norm])]
-    return all(is_scalar(each, torch.float32) and each.device == scale.device for each in flags)
+    return all(
+        core.is_scalar(each, torch.float32) and each.device == scale.device for each in flags
+    )
 
 
 def _require_pass(work: Pass, device: torch.device) -> None:
@@ -230,20 +205,9 @@ def _require_pass(work: Pass, device: torch.device) -> None:
             _require_scalar(name, scalar, device, torch.float32)
     if work.coefficient is not None:
         _require_scalar("coefficient", work.coefficient, device, torch.float64)
-    if work.sums is not None:
-        _require_sums(work.sums, device, work.coefficient)
-
-
-def _require_scalar(name: str, tensor: Tensor, device: torch.device, dtype: torch.dtype) -> None:
-    if not is_scalar(tensor, dtype) or tensor.device != device:
-        wanted = str(dtype).removeprefix("torch.")
-        raise RuntimeError(
-            f"{name} must be a one-element {wanted} tensor on {device}, got {tensor.dtype} of "
-            f"shape {tuple(tensor.shape)} on {tensor.device}"
-        )
-
-
-def _require_sums(sums: Tensor, device: torch.device, coefficient: Tensor | None) -> None:
+    sums = work.sums
+    if sums is None:
+        return
     if sums.dtype is not torch.float64 or sums.shape != (2,) or not sums.is_contiguous():
         raise RuntimeError(
             f"sums must be a contiguous float64 tensor of 2 elements, got {sums.dtype} of "
@@ -251,5 +215,14 @@ def _require_sums(sums: Tensor, device: torch.device, coefficient: Tensor | None
         )
     if sums.device != device:
         raise RuntimeError(f"sums must be on {device}, got {sums.device}")
-    if coefficient is not None:
+    if work.coefficient is not None:
         raise RuntimeError("sums are taken in the pass before the one with a coefficient")
+
+
+def _require_scalar(name: str, tensor: Tensor, device: torch.device, dtype: torch.dtype) -> None:
+    if not core.is_scalar(tensor, dtype) or tensor.device != device:
+        wanted = str(dtype).removeprefix("torch.")
+        raise RuntimeError(
+            f"{name} must be a one-element {wanted} tensor on {device}, got {tensor.dtype} of "
+            f"shape {tuple(tensor.shape)} on {tensor.device}"
+        )

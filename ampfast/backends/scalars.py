@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -59,19 +60,9 @@ def new_flag(device: torch.device, found_inf: Tensor | None = None) -> Tensor:
     return moved(found_inf, device, copy=True)
 
 
-class Copies:
-    """Copies of a scalar by device, made on demand; None of None."""
-
-    def __init__(self, scalar: Tensor | None) -> None:
-        self._scalar = scalar
-        self._copies: dict[torch.device, Tensor] = {}
-
-    def on(self, device: torch.device) -> Tensor | None:
-        if self._scalar is None or self._scalar.device == device:
-            return self._scalar
-        if device not in self._copies:
-            self._copies[device] = moved(self._scalar, device)
-        return self._copies[device]
+def copies_of(scalar: Tensor | None) -> Callable[[torch.device], Tensor | None]:
+    """Returns a function that copies a scalar to a device, once to each; None of None."""
+    return cache(lambda device: None if scalar is None else moved(scalar, device))
 
 
 def moved(tensor: Tensor, device: torch.device, copy: bool = False) -> Tensor:

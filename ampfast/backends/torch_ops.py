@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from ampfast.backends.core import _C, SPIKE, Clip, Factor, Pass, Update
+from ampfast.backends.core import SPIKE, Clip, Factor, Pass, Update, compiled
 from ampfast.backends.scalars import inverse, moved, new_flag, widest
 from ampfast.capture import refuse_capture
 
@@ -44,17 +44,16 @@ class TensorList:
     def chunks(self) -> int:
         return len(self.tensors)
 
+    def add(self, number: int, tensor: Tensor) -> None:
+        self.numbers.append(number)
+        self.tensors.append(tensor)
+
     def split(self, numbers: set[int]) -> tuple[TensorList, TensorList]:
         """Splits the list into the gradients of the parameters of these numbers, and the others."""
-        parts: tuple[TensorList, TensorList] = (
-            TensorList(self.device, [], []),
-            TensorList(self.device, [], []),
-        )
+        inside, outside = TensorList(self.device, [], []), TensorList(self.device, [], [])
         for number, tensor in zip(self.numbers, self.tensors, strict=True):
-            part = parts[number not in numbers]
-            part.tensors.append(tensor)
-            part.numbers.append(number)
-        return parts
+            (inside if number in numbers else outside).add(number, tensor)
+        return inside, outside
 
 
 def pass_over(*given: Any) -> None:
@@ -69,8 +68,6 @@ def run(grads: TensorList, work: Pass) -> Tensor:
     """Runs a pass over a list; returns its found_inf. No update rides in it."""
     tensors, divisor = grads.tensors, work.factor if work.how is Factor.DIVIDE else None
     found_inf = new_flag(grads.device) if work.found_inf is None else work.found_inf
-    if not work.accumulate:
-        found_inf.zero_()
     inv_scale = None if divisor is not None else work.factor
     if inv_scale is not None and work.how is Factor.TIMES_RECIPROCAL:
         inv_scale = inverse(inv_scale)
@@ -122,7 +119,7 @@ def update(update: Update) -> bool:
         on_host = Update(
             after, tracker, [flag], float(growth_factor), float(backoff_factor), int(interval)
         )
-        if _C.update(on_host._replace(state=words, norm=told)):
+        if compiled.update(on_host._replace(state=words, norm=told)):
             scale.data.copy_(after)
             growth_tracker.data.copy_(tracker)
             state.copy_(words)
@@ -134,12 +131,6 @@ def clip(clip: Clip) -> None:
     """Writes norm, clip coefficient and divisor, and the flag of a spike."""
     squares, peaks = clip.sums.unbind(1)
     clip.norm.copy_(peaks.amax() if clip.largest else squares.sum().sqrt())
-    finish_clip(clip)
-
-
-@torch.no_grad()
-def finish_clip(clip: Clip) -> None:
-    """As `clip`, from a norm that is there already."""
     if clip.found_inf is not None:
         spike_(clip.found_inf, clip.norm, clip.skip_above, clip.taken)
     clip.coefficient.copy_(coefficient_of(clip.norm, clip.max_norm))
@@ -275,8 +266,7 @@ def require_writable(grads: list[Tensor]) -> None:
 def multiply_(grads: list[Tensor], coefficient: Tensor) -> None:
     """Multiplies tensors in place by a one-element tensor, 16-bit ones in float32."""
     for grad in grads:
-        opmath = torch.promote_types(grad.dtype, torch.float32)
-        grad.copy_(grad.to(opmath) * coefficient.reshape(()).to(opmath))
+        grad.copy_(_product(grad, coefficient))
 
 
 @torch.no_grad()

@@ -15,7 +15,6 @@ import pytest
 
 import ampfast
 from ampfast import backends, functional, report
-from ampfast.backends import cpu
 
 MODULES = (ampfast, backends, functional, report)
 
@@ -106,9 +105,6 @@ def test_functions(name: str) -> None:
     function = inspect.unwrap(function.fget if is_property else function)
     said = sections(function.__doc__)
     assert said[""].strip()
-    if re.match(r"As `cpu\.\w+`\.", said[""]):
-        assert hasattr(cpu, function.__name__)
-        return
     if not is_property:
         assert listed(said.get("Args", "")) == parameters(function)
     returns = inspect.signature(function).return_annotation

@@ -146,13 +146,12 @@ def _larger_or_nan(a, b):
 @triton.jit
 def _load_chunk(chunks_ptr, chunk, PAIRED: tl.constexpr):
     """Address, extent and, of pairs, address of the float32 values."""
+    chunk_ptr = chunks_ptr + chunk.to(tl.int64) * (_CHUNK.PAIR_WORDS if PAIRED else _CHUNK.WORDS)
+    address, extent = tl.load(chunk_ptr + _CHUNK.ADDRESS), tl.load(chunk_ptr + _CHUNK.EXTENT)
     if PAIRED:
-        chunk_ptr = chunks_ptr + chunk.to(tl.int64) * _CHUNK.PAIR_WORDS
-        wide = tl.load(chunk_ptr + _CHUNK.WIDE)
-        return tl.load(chunk_ptr + _CHUNK.ADDRESS), tl.load(chunk_ptr + _CHUNK.EXTENT), wide
+        return address, extent, tl.load(chunk_ptr + _CHUNK.WIDE)
     else:
-        chunk_ptr = chunks_ptr + chunk.to(tl.int64) * _CHUNK.WORDS
-        return tl.load(chunk_ptr + _CHUNK.ADDRESS), tl.load(chunk_ptr + _CHUNK.EXTENT)
+        return address, extent
 
 
 @triton.jit
@@ -201,21 +200,15 @@ def _lanes(DTYPE: tl.constexpr, LOADS: tl.constexpr, THREADS: tl.constexpr, VECT
 
 @triton.jit
 def _take(
-    values,
-    mask,
-    factor,
-    coefficient,
-    peak,
-    squares,
-    WRITE: tl.constexpr,
-    NORM: tl.constexpr,
-    PAIRED: tl.constexpr,
+    values, mask, factors, seen, WRITE: tl.constexpr, NORM: tl.constexpr, PAIRED: tl.constexpr
 ):
-    """Takes values of shape [loads, threads, elements]: what is written, the peak, the squares.
+    """Takes values of shape [loads, threads, elements]: what is written, the peak and the squares.
 
     Reductions are per thread: threads exchange nothing here.
     """
     DTYPE: tl.constexpr = values.dtype
+    factor, coefficient = factors
+    peak, squares = seen
     peak = tl.maximum(peak, tl.max(tl.max(_magnitude(values), axis=2), axis=0))
     written = values
     if WRITE or NORM:
@@ -233,7 +226,7 @@ def _take(
             if coefficient is not None:
                 # Multiplies unscaled values.
                 written = _narrow(_times(_widen(written), coefficient), DTYPE)
-    return written, peak, squares
+    return written, (peak, squares)
 
 
 @triton.jit
@@ -317,12 +310,9 @@ def _update(pointers, norm_ptr, flag, growth_factor, backoff_factor, growth_inte
 
         counted = tl.where(word == _STATE.STEPS, steps + 1, counters)
         counted = tl.where(word == _STATE.SKIPPED, counters + one, counted)
-        counted = tl.where(
-            word == _STATE.GROWTHS, counters + (scale > before).to(tl.int64), counted
-        )
-        counted = tl.where(
-            word == _STATE.BACKOFFS, counters + (scale < before).to(tl.int64), counted
-        )
+        rose, fell = (scale > before).to(tl.int64), (scale < before).to(tl.int64)
+        counted = tl.where(word == _STATE.GROWTHS, counters + rose, counted)
+        counted = tl.where(word == _STATE.BACKOFFS, counters + fell, counted)
         counted = tl.where(word == _STATE.CONSECUTIVE_SKIPS, (counters + 1) * one, counted)
         stuck = tl.where(spiked, counters, (counters + 1) * is_stuck.to(tl.int64))
         counted = tl.where(word == _STATE.SKIPS_AT_MINIMUM, stuck, counted)
@@ -408,18 +398,13 @@ def multi_tensor(
     copy of the factor, `marks_ptr` to the overflow marks of parameters. A window is what a program
     loads at once: LOADS vectors of VECTOR bytes a thread. Of pairs float32 values are written.
     """
-    WINDOW: tl.constexpr = LOADS * THREADS
-    PER_VECTOR: tl.constexpr = VECTOR // (DTYPE.primitive_bitwidth // 8)
-
     chunks_ptr = table_ptr + word
     chunk = tl.program_id(0)
     # In turn, so that all programs read one part of the list at a time.
     step = tl.num_programs(0)
     fields = _load_chunk(chunks_ptr, chunk, PAIRED)
     factor = _load_factor(factor_ptr, FACTOR)
-    coefficient = None
-    if coefficient_ptr is not None:
-        coefficient = tl.load(coefficient_ptr)
+    factors = factor, tl.load(coefficient_ptr) if coefficient_ptr is not None else None
     vector, lane = _lanes(DTYPE, LOADS, THREADS, VECTOR)
 
     peak = tl.zeros([THREADS], dtype=tl.int64 if DTYPE == tl.float64 else tl.int32)
@@ -432,23 +417,20 @@ def multi_tensor(
         )
         # Loads cannot move above stores, so this one comes first.
         edges = tl.load(edge_ptr, mask=is_edge, other=0.0)
-        squares = tl.zeros([THREADS], dtype=tl.float64)
+        seen = peak, tl.zeros([THREADS], dtype=tl.float64)
         while left > 0:
             mask = vector < left
             values = tl.load(base + lane, mask=mask, other=0.0)
-            written, peak, squares = _take(
-                values, mask, factor, coefficient, peak, squares, WRITE, NORM, PAIRED
-            )
+            written, seen = _take(values, mask, factors, seen, WRITE, NORM, PAIRED)
             if WRITE:
                 tl.store(out + lane, written, mask=mask)
-            base += WINDOW * PER_VECTOR
-            out += WINDOW * PER_VECTOR
-            left -= WINDOW
+            base += lane.numel
+            out += lane.numel
+            left -= vector.numel
         edges = edges[None, :, None]
         mask = is_edge[None, :, None]
-        written, peak, squares = _take(
-            edges, mask, factor, coefficient, peak, squares, WRITE, NORM, PAIRED
-        )
+        written, seen = _take(edges, mask, factors, seen, WRITE, NORM, PAIRED)
+        peak, squares = seen
         if WRITE:
             tl.store(edge_out, tl.reshape(written, [THREADS]), mask=is_edge)
         if NORM:
@@ -509,12 +491,8 @@ def multi_tensor(
 def _no_health(DTYPE: tl.constexpr, THREADS: tl.constexpr):
     """Health of no values, per thread: largest, smallest less one, counts."""
     count = tl.zeros([THREADS], dtype=tl.int32)
-    if DTYPE == tl.float64:
-        largest = tl.zeros([THREADS], dtype=tl.int64)
-        smallest = tl.full([THREADS], 0xFFFFFFFFFFFFFFFF, dtype=tl.uint64)
-    else:
-        largest = count
-        smallest = tl.full([THREADS], 0xFFFFFFFF, dtype=tl.uint32)
+    largest = tl.zeros([THREADS], dtype=tl.int64 if DTYPE == tl.float64 else tl.int32)
+    smallest = (largest - 1).to(tl.uint64 if DTYPE == tl.float64 else tl.uint32, bitcast=True)
     return largest, smallest, count, count, count, count
 
 
@@ -555,20 +533,20 @@ def _number(condition):
 
 
 @triton.jit
+def _add(word_ptr, counts):
+    """Adds the counts of all threads of a program to a word."""
+    tl.atomic_add(word_ptr, tl.sum(counts, axis=0).to(tl.int64), sem="relaxed")
+
+
+@triton.jit
 def _add_health(row_ptr, elements, health, DTYPE: tl.constexpr):
-    """Adds the counts of all threads of a program for a chunk."""
+    """Adds the health of all threads of a program for a chunk."""
     largest, smallest, nonzero, vanishing, subnormal, overflowing = health
     tl.atomic_add(row_ptr + _HEALTH.ELEMENTS, elements.to(tl.int64), sem="relaxed")
-    tl.atomic_add(row_ptr + _HEALTH.NONZERO, tl.sum(nonzero, axis=0).to(tl.int64), sem="relaxed")
-    tl.atomic_add(
-        row_ptr + _HEALTH.VANISHING, tl.sum(vanishing, axis=0).to(tl.int64), sem="relaxed"
-    )
-    tl.atomic_add(
-        row_ptr + _HEALTH.SUBNORMAL, tl.sum(subnormal, axis=0).to(tl.int64), sem="relaxed"
-    )
-    tl.atomic_add(
-        row_ptr + _HEALTH.OVERFLOWING, tl.sum(overflowing, axis=0).to(tl.int64), sem="relaxed"
-    )
+    _add(row_ptr + _HEALTH.NONZERO, nonzero)
+    _add(row_ptr + _HEALTH.VANISHING, vanishing)
+    _add(row_ptr + _HEALTH.SUBNORMAL, subnormal)
+    _add(row_ptr + _HEALTH.OVERFLOWING, overflowing)
     most = _used_magnitude(tl.max(largest, axis=0), 1.0, _FACTOR.NONE, DTYPE)
     tl.atomic_max(row_ptr + _HEALTH.LARGEST, most, sem="relaxed")
     SIGNED: tl.constexpr = tl.int64 if DTYPE == tl.float64 else tl.int32
@@ -591,9 +569,7 @@ def measure(
     PAIRED: tl.constexpr,
 ):
     """Health of gradients of one dtype: adds the range of values to parameters' rows."""
-    WINDOW: tl.constexpr = LOADS * THREADS
     SIZE: tl.constexpr = DTYPE.primitive_bitwidth // 8
-    PER_VECTOR: tl.constexpr = VECTOR // SIZE
     chunks_ptr = table_ptr + word
     chunk = tl.program_id(0)
     step = tl.num_programs(0)
@@ -606,8 +582,8 @@ def measure(
         edges = tl.load(edge_ptr, mask=is_edge, other=0.0)
         while left > 0:
             health = _count(tl.load(base + lane, mask=vector < left, other=0.0), health)
-            base += WINDOW * PER_VECTOR
-            left -= WINDOW
+            base += lane.numel
+            left -= vector.numel
         health = _count(edges[None, :, None], health)
         row_ptr = health_ptr + (extent >> _CHUNK.PARAMETER_SHIFT) * _HEALTH.WORDS
         _add_health(row_ptr, extent.to(tl.int32) // SIZE, health, DTYPE)
@@ -627,8 +603,6 @@ def narrow(
     PAIRED: tl.constexpr,
 ):
     """Rounds the float32 values of pairs to 16 bits, unless a flag is set."""
-    WINDOW: tl.constexpr = LOADS * THREADS
-    PER_VECTOR: tl.constexpr = VECTOR // (DTYPE.primitive_bitwidth // 8)
     chunks_ptr = table_ptr + word
     chunk = tl.program_id(0)
     end, step = chunks, tl.num_programs(0)
@@ -645,9 +619,9 @@ def narrow(
             mask = vector < left
             values = tl.load(source + lane, mask=mask, other=0.0)
             tl.store(base + lane, _narrow(values, DTYPE), mask=mask)
-            base += WINDOW * PER_VECTOR
-            source += WINDOW * PER_VECTOR
-            left -= WINDOW
+            base += lane.numel
+            source += lane.numel
+            left -= vector.numel
         tl.store(edge_ptr, _narrow(edges, DTYPE), mask=is_edge)
         chunk += step
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterator
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -28,13 +28,6 @@ REGISTERS_PER_SM = 65_536
 # Few, so that test lists take several programs with several chunks each.
 INTERPRETED_PROGRAMS = 3
 _most_programs = INTERPRETED_PROGRAMS if INTERPRETED else None
-
-_DTYPES = {
-    torch.float32: tl.float32,
-    torch.float64: tl.float64,
-    torch.float16: tl.float16,
-    torch.bfloat16: tl.bfloat16,
-}
 
 _Arguments = tuple[Any, ...]
 
@@ -133,24 +126,20 @@ def _geometry(
     # Of pairs what is one access of float32 values, or threads would exchange them in between.
     vector = (16, dtype.itemsize, 8)[paired]
     loads = min(WINDOW_BYTES // (vector * threads), 8)
-    shape = {"DTYPE": _DTYPES[dtype], "LOADS": loads, "THREADS": threads, "VECTOR": vector}
+    triton_dtype = getattr(tl, str(dtype).removeprefix("torch."))
+    shape = {"DTYPE": triton_dtype, "LOADS": loads, "THREADS": threads, "VECTOR": vector}
     return {**shape, "PAIRED": paired, "num_warps": 4, "enable_fp_fusion": False}
-
-
-def narrow(table: DeviceTable, segment: Segment, found_inf: Tensor | None) -> None:
-    """Launches the rounding of the float32 values of one dtype's pairs."""
-    _over("narrow", table, segment, found_inf)
-
-
-def measure(table: DeviceTable, segment: Segment, health: Tensor) -> None:
-    """Launches the health pass over gradients of one dtype."""
-    _over("measure", table, segment, health)
 
 
 def _over(name: str, table: DeviceTable, segment: Segment, tensor: Tensor | None) -> None:
     arguments = (table.buffer, segment.word, segment.chunks, tensor)
     switches = (segment.dtype, segment.is_paired, segment.is_aligned)
     _launch(name, segment.chunks, arguments, _geometry, *switches)
+
+
+# Launch the rounding of the float32 values of one dtype's pairs, and the health pass over gradients
+# of one dtype.
+narrow, measure = partial(_over, "narrow"), partial(_over, "measure")
 
 
 def update_scale(update: Update) -> None:
@@ -199,7 +188,7 @@ def _launch(
         if chunks:
             again(min(chunks, resident), arguments)
         return
-    _require_compiled(variant)
+    capture.refuse_capture("this", f"its kernel is not compiled yet; {capture.WARM_UP}")
     function, given = getattr(kernels, name), options(device, *switches)
     compiled = None if INTERPRETED else function.warmup(*arguments, grid=(1,), **given)
     if not chunks:
@@ -291,9 +280,3 @@ def _is_known(kind: Any) -> bool:
     except Exception:  # of whatever is missing
         return False
     return calls == [expected]
-
-
-def _require_compiled(variant: tuple[object, ...]) -> None:
-    if variant not in _launched:
-        remedy = f"its kernel is not compiled yet; {capture.WARM_UP}"
-        capture.refuse_capture("this", remedy)
