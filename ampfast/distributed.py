@@ -202,6 +202,8 @@ class Group:
         return self.process_group.size()
 
     def all_reduce_(self, tensor: Tensor, op: Any) -> None:
+        if self.size() == 1:
+            return
         there, types = tensor, self._types
         if types and tensor.device.type not in types:
             there = tensor.to("cuda" if "cuda" in types else types[0])

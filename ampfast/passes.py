@@ -116,6 +116,20 @@ class Passes(TorchGradScaler):
         self._kernels = self._choice.kernels_for(device)
         return self._kernels
 
+    def _observed(
+        self, optimizer: torch.optim.Optimizer, work: Pass, scale: Tensor, observes: bool = True
+    ) -> tuple[Pass, Pass | None]:
+        """Returns a pass with what the policy observes, and the same that marks overflows.
+
+        The latter is None where gradients must be sorted first.
+        """
+        follower = self._loss_scale.follower
+        if follower is not None and observes:
+            work = follower.before(work, scale.device)
+        if self._track is None:
+            return work, work
+        return work, self._tracking.before(optimizer, work, self._loss_scale.words)
+
     def _pass(
         self,
         optimizer: torch.optim.Optimizer,
@@ -135,11 +149,7 @@ class Passes(TorchGradScaler):
             Flags by device, on which all ranks agree; the entry gets them, too.
         """
         follower, grads, agreement = self._loss_scale.follower, None, None
-        if follower is not None and observes:
-            work = follower.before(work, scale.device)
-        plain: Pass | None = work
-        if self._track is not None:
-            plain = self._tracking.before(optimizer, work, self._loss_scale.words)
+        work, plain = self._observed(optimizer, work, scale, observes)
         if not self._ranks.is_alone:
             agreement = self._ranks.agreement(())
             if work.write and entry is not None:
@@ -316,12 +326,8 @@ class Passes(TorchGradScaler):
             return None
         entry, follower = self._per_optimizer_states[id(optimizer)], self._loss_scale.follower
         work = Pass(False, Factor.TIMES_RECIPROCAL, scale)
-        if follower is not None:
-            work = follower.before(work, scale.device)
+        work, plain = self._observed(optimizer, work, scale)
         seen = None if work.sums is None else [work.sums[1]]
-        plain: Pass | None = work
-        if self._track is not None:
-            plain = self._tracking.before(optimizer, work, self._loss_scale.words)
         if plain is None:
             return None
         kernels = self._kernels or self._choose_kernels(scale.device)

@@ -54,7 +54,7 @@ READING: dict[str, tuple[str, Call]] = {
 
 
 class Failing:
-    """Group of one rank whose next collective may fail."""
+    """Group of two equal ranks whose next collective may fail."""
 
     def __init__(self) -> None:
         self.fails = False
@@ -63,7 +63,7 @@ class Failing:
         return 0
 
     def size(self) -> int:
-        return 1
+        return 2
 
     def allreduce(self, tensors: list[torch.Tensor], options: object) -> Any:
         if self.fails:

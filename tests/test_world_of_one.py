@@ -203,6 +203,18 @@ def test_distributed_gradients_are_agreed_on(
     assert scaler.get_scale() == (4.0 if says == "bad" else 16.0)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_one_rank_agrees_with_itself_without_a_collective(
+    kind: str, world: dist.ProcessGroup
+) -> None:
+    scaler, optimizer = started(process_group=world), KINDS[kind]([parameter_with(torch.ones(4))])
+    with torch.profiler.profile() as profile:
+        assert scaler.grad_norm(optimizer).item() == 2.0 / 8
+        scaler.step_and_update(optimizer)
+    assert not [event.name for event in profile.events() if "all_reduce" in event.name]
+    assert scaler.get_scale() == 16.0
+
+
 def test_disabled_scalers_agree_in_a_world(
     world: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
