@@ -263,10 +263,10 @@ class Agreement:
                     group.all_reduce_(flag, dist.ReduceOp.MAX)
                 return found
         # -1: no gradient. Other ranks may reduce a flag of theirs, as above.
-        levels = [scalars.any_found(flags.values(), device) - int(not flags) for flags in found]
+        levels = [scalars.joint_flag(flags.values(), device) - int(not flags) for flags in found]
         reduced = torch.stack(levels)
         self.reduce_(reduced, dist.ReduceOp.MAX)
-        return _joint_flags(found, reduced > 0, reduced >= 0, device)
+        return _joint_flags(found, reduced, reduced >= 0, device)
 
     def all_reduce_norm(
         self, found: list[Flags], device: torch.device, value: Tensor, *, largest: bool
@@ -304,13 +304,13 @@ class Agreement:
 
 
 def _joint_flags(
-    found: list[Flags], bad: Tensor, is_known: Tensor, device: torch.device
+    found: list[Flags], reduced: Tensor, is_known: Tensor, device: torch.device
 ) -> list[Flags]:
     """Returns the joint flags on the devices of this rank's flags; none where no rank has any."""
     joint: list[Flags] = []
-    for local, flag, known in zip(found, bad.float(), is_known, strict=True):
+    for local, flag, known in zip(found, reduced.float().clamp(min=0), is_known, strict=True):
         places = local or ([device] if is_capturing() or known.item() else [])
-        joint.append({at: scalars.any_found([flag], at) for at in places})
+        joint.append({at: scalars.joint_flag([flag], at) for at in places})
     return joint
 
 

@@ -129,9 +129,9 @@ class GradScaler(Passes):
 
     # What the class behind this one gets besides.
     _base_arguments: ClassVar[dict[str, Any]] = {}
-    # As in `Passes`: the flags of each living optimizer's last check, the norms of steps taken.
     _dynamic = True
     _warned_of_zero = False
+    # As in `Passes`: the flags of each living optimizer's last check, the norms of steps taken.
     _last_checks = cached_property(lambda self: ByOptimizer[Flags]())
     _spike_rules = cached_property(lambda self: SpikeRules())
 
@@ -395,11 +395,7 @@ class GradScaler(Passes):
         scale, growth_tracker = self._scale, self._growth_tracker
         if scale is None or growth_tracker is None or overrides(self, _CHECK_SCALE):
             scale, growth_tracker = self._check_scale_growth_tracker("update")
-        flags: list[Tensor] = []
-        for entry in self._per_optimizer_states.values():
-            if AGREEMENT in entry and entry["stage"] is not READY:
-                self._agree(entry, scale, entry["found_inf_per_device"], entry[AGREEMENT])
-            flags += entry["found_inf_per_device"].values()
+        flags = self._flags(scale)
         if not flags:
             raise add_note(
                 AssertionError("No inf checks were recorded prior to update."),
@@ -441,7 +437,8 @@ class GradScaler(Passes):
             scale, growth_tracker = self._check_scale_growth_tracker("step")
             kernels = self._choice.kernels_for(scale.device)
             if isinstance(kernels, DeviceKernels):
-                flags = self._flags_besides(optimizers[-1], scale.device)
+                flags = self._flags(scale, but=optimizers[-1])
+                flags = [moved(flag, scale.device) for flag in flags]
                 factors = self._growth_factor, self._backoff_factor, self._growth_interval
                 given = (scale, growth_tracker, flags, factors)
                 ending = self._loss_scale.ending(*given, kernels)
@@ -793,16 +790,7 @@ class GradScaler(Passes):
 
     def __getstate__(self) -> dict[str, Any]:
         state = super().__getstate__()
-        for name in (
-            "_choice",
-            "_ending",
-            "_kernels",
-            "_last_checks",
-            "_tracking",
-            "_unscaled_by",
-            "_unscaling",
-            "_dividing",
-        ):
+        for name in _OF_THIS_PROCESS:
             state.pop(name, None)
         if self._ranks.is_alone:
             state.pop("_ranks", None)
@@ -977,7 +965,7 @@ class GradScaler(Passes):
             )
         scale, tracker = self._scale, self._growth_tracker
         before = None if scale is None else scale.detach().clone()
-        flags = [] if scale is None else self._flags_besides(None, scale.device)
+        flags = [] if scale is None else self._flags(scale)
         super().update(new_scale)
         if before is not None and tracker is not None and flags:
             given = (before, tracker.detach().clone(), flags, (1.0, 1.0, 0))
@@ -999,14 +987,16 @@ class GradScaler(Passes):
             raise AssertionError(f"_scale is None in {method}")
         return self._scale
 
-    def _flags_besides(self, optimizer: object, device: torch.device) -> list[Tensor]:
-        """The found_inf tensors of this iteration, without those of one optimizer."""
-        return [
-            moved(flag, device)
-            for key, entry in self._per_optimizer_states.items()
-            for flag in entry["found_inf_per_device"].values()
-            if key != id(optimizer)
-        ]
+    def _flags(self, scale: Tensor, but: object = None) -> list[Tensor]:
+        """The found_inf tensors of this iteration, on which ranks agree; `but` one optimizer's."""
+        flags: list[Tensor] = []
+        for key, entry in self._per_optimizer_states.items():
+            if key == id(but):
+                continue
+            if AGREEMENT in entry and entry["stage"] is not READY:
+                self._agree(entry, scale, entry["found_inf_per_device"], entry[AGREEMENT])
+            flags += entry["found_inf_per_device"].values()
+        return flags
 
     def _tracking_for(self, method: str, *kinds: str) -> tracking.Tracking:
         """The tables that a report is made of; raises RuntimeError where there are none."""

@@ -27,7 +27,7 @@ from ampfast.policies import (
 )
 from ampfast.report import History, ScalerStats, empty_history
 
-__all__ = ["Limits", "LossScale", "entry_of", "is_static"]
+__all__ = ["Limits", "LossScale", "entry_of", "require_static"]
 
 _ON_MIN_SCALE = ("ignore", "warn", "raise")
 _REFILLS = ("growth", "finite_step")

@@ -108,7 +108,8 @@ class Passes(TorchGradScaler):
         if self._is_guard:
             self._unscaling = Pass(False, Factor.NONE)
         self._dividing = Pass(False, Factor.DIVIDE, divisor)
-        self._unscaled_by = scale
+        # The factors of another scale are copies.
+        self._unscaled_by = scale if divisor is scale else None
         return self._unscaling
 
     def _choose_kernels(self, device: torch.device) -> backends.Kernels:
@@ -119,9 +120,9 @@ class Passes(TorchGradScaler):
     def _observed(
         self, optimizer: torch.optim.Optimizer, work: Pass, scale: Tensor, observes: bool = True
     ) -> tuple[Pass, Pass | None]:
-        """Returns a pass with what the policy observes, and the same that marks overflows.
+        """Returns a pass with what the policy observes, and the same with marks of overflows.
 
-        The latter is None where gradients must be sorted first.
+        The latter, for a raw call, is None where gradients must be sorted first.
         """
         follower = self._loss_scale.follower
         if follower is not None and observes:
@@ -140,7 +141,7 @@ class Passes(TorchGradScaler):
         allow_fp16: bool,
         observes: bool = True,
     ) -> Flags:
-        """Runs a pass over an optimizer's gradients, which unscales them if an entry is given.
+        """Runs a pass over an optimizer's gradients, and marks its entry, if given, as unscaled.
 
         One that writes marks the entry as unscaled first: whatever ends it early, neither a retry
         nor a step takes gradients that are half written.
@@ -149,15 +150,16 @@ class Passes(TorchGradScaler):
             Flags by device, on which all ranks agree; the entry gets them, too.
         """
         follower, grads, agreement = self._loss_scale.follower, None, None
-        work, plain = self._observed(optimizer, work, scale, observes)
+        work, marked = self._observed(optimizer, work, scale, observes)
         if not self._ranks.is_alone:
             agreement = self._ranks.agreement(())
             if work.write and entry is not None:
                 entry[AGREEMENT] = agreement
         flag = None
-        if plain is not None and self._has_observers:
+        # Without observers the caller has tried.
+        if marked is not None and self._has_observers:
             kernels = self._kernels or self._choose_kernels(scale.device)
-            flag = kernels.pass_over(optimizer, entry, UNSCALED, plain, allow_fp16)
+            flag = kernels.pass_over(optimizer, entry, UNSCALED, marked, allow_fp16)
         if flag is not None:
             flags = {flag.device: flag}
         else:
@@ -297,7 +299,7 @@ class Passes(TorchGradScaler):
                     divisor, coefficient, term.sums, agreement
                 )
         follower = self._loss_scale.follower
-        if follower is not None:
+        if follower is not None and scale is not None:
             observed = []
             for term in terms:
                 observed += follower.seen(term.grads, term.sums)
@@ -326,13 +328,13 @@ class Passes(TorchGradScaler):
             return None
         entry, follower = self._per_optimizer_states[id(optimizer)], self._loss_scale.follower
         work = Pass(False, Factor.TIMES_RECIPROCAL, scale)
-        work, plain = self._observed(optimizer, work, scale)
+        work, marked = self._observed(optimizer, work, scale)
         seen = None if work.sums is None else [work.sums[1]]
-        if plain is None:
+        if marked is None:
             return None
         kernels = self._kernels or self._choose_kernels(scale.device)
         rule = (None, None) if spikes is None else spikes
-        given = (optimizer, entry, UNSCALED, plain, self._allow_fp16)
+        given = (optimizer, entry, UNSCALED, marked, self._allow_fp16)
         norm = kernels.clip_over(*given, limit, order == math.inf, *rule)
         if norm is not None and follower is not None and seen is not None:
             follower.observed += seen
@@ -390,8 +392,9 @@ class Passes(TorchGradScaler):
 def mark_unscaled(*states: dict[str, Any], agreement: distributed.Agreement | None = None) -> None:
     """Marks optimizers as unscaled before their gradients are written.
 
-    Until the pass is over their flag says "skip", on all ranks if there is an `agreement`: whatever
-    ends that pass early, neither a retry nor a step takes gradients that are half written.
+    Until the pass is over their flag says "skip", on all ranks if there is an `agreement` yet to
+    come: whatever ends that pass early, neither a retry nor a step takes gradients that are half
+    written. A clip agrees before, so its interrupt is this rank's alone.
     """
     flags = [torch.ones((), dtype=torch.float32, device="cpu") for _ in states]
     for state, flag in zip(states, flags, strict=True):

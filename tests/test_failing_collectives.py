@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from support.gradients import parameter_with
 
-from ampfast import GradScaler
+from ampfast import GradScaler, distributed
 from ampfast.backends import cpu
 
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="needs torch.distributed")
@@ -148,6 +148,20 @@ def test_a_new_scale_begins_a_new_iteration(path: str) -> None:
     scaler.update()
     assert_equal(param, STEPPED)
     assert scaler.stats().skipped == 0
+
+
+@pytest.mark.parametrize("path", DIVIDING)
+def test_a_new_scale_agrees_again(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other ranks, whose collective was the same, wait for it."""
+    kind, call = DIVIDING[path]
+    scaler, _, _ = failed(call, kind)
+    agreed = []
+    monkeypatch.setattr(
+        distributed.Group, "all_reduce_", lambda _, tensor, op: agreed.append(tensor.fill_(1.0))
+    )
+    scaler.update(32.0)
+    assert len(agreed) == 1
+    assert (scaler.stats().skipped, scaler.get_scale()) == (1, 32.0)
 
 
 @pytest.mark.parametrize("path", READING)

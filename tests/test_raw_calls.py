@@ -257,3 +257,15 @@ def test_a_property_of_a_subclass_counts() -> None:
     scaler.paused = True  # type: ignore[attr-defined]
     scaler.step(optimizer)
     assert param.grad is not None and param.grad.eq(8).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_scale_that_is_written_in_place_counts(dtype: torch.dtype) -> None:
+    scaler, optimizer, param = scaled_alone()
+    scaler._scale = torch.tensor(4.0, dtype=dtype)
+    for scale in (4.0, 8.0):
+        scaler._scale.fill_(scale)
+        param.grad = torch.full_like(param, 8.0)
+        scaler.unscale_(optimizer)
+        assert param.grad.eq(8 / scale).all()
+        scaler._per_optimizer_states.clear()

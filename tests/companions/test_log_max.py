@@ -395,3 +395,13 @@ def test_numbers_are_kept_as_floats() -> None:
     kept = [entry["min_scale"], entry["max_scale"], policy["sigmas"], policy["headroom"]]
     assert [str(each) for each in kept] == ["2.0", "1048576.0", "3.0", "1.0"]
     assert str(ampfast.UnderflowTarget(Fraction(1, 4)).share) == "0.25"
+
+
+def test_a_disabled_scaler_keeps_nothing_of_its_clips() -> None:
+    scaler = ampfast.GradScaler("cpu", policy=LogMax(), enabled=False)
+    parameter = torch.nn.Parameter(torch.ones(3))
+    parameter.grad = torch.ones(3)
+    optimizer = torch.optim.SGD([parameter])
+    for _ in range(3):
+        scaler.clip_grad_norm_(optimizer, 1.0)
+    assert scaler._loss_scale.follower.observed == []
