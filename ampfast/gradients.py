@@ -12,7 +12,7 @@ from torch import Tensor
 from ampfast import backends
 from ampfast.backends import TORCH_OPS, Choice, Kernels, core, torch_ops
 from ampfast.backends.core import Factor, Pass, Track
-from ampfast.backends.scalars import copies_of, inverse, largest, new_flag, widest
+from ampfast.backends.scalars import copies_of, inverse, largest, moved, widest
 from ampfast.backends.torch_ops import TensorList
 from ampfast.distributed import Layout, LocalShards
 from ampfast.errors import add_note
@@ -189,7 +189,7 @@ def run(
     def run_over(kernels: Kernels, each: Batch, work: Pass) -> None:
         device, row = each.device, None
         if work.found_inf is not None and device not in flags:
-            flags[device] = new_flag(device, work.found_inf)
+            flags[device] = moved(work.found_inf, device, copy=True)
         if work.sums is not None or sums_of_each is not None:
             row = torch.empty(2, dtype=widest(device), device=device)
             if alone and work.sums is not None and work.sums.device == device:

@@ -257,11 +257,8 @@ def _launcher(name: str) -> ModuleType:
 
 @cache
 def _kernels(name: str) -> Kernels:
-    if name == "aten":
-        return TORCH_OPS
-    if name == "cpu":
-        return cpu
-    return cast(Kernels, DeviceKernels(_launcher(name)))
+    others = {"aten": TORCH_OPS, "cpu": cpu}
+    return others.get(name) or cast(Kernels, DeviceKernels(_launcher(name)))
 
 
 def _is_interpreted() -> bool:
