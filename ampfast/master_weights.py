@@ -51,12 +51,11 @@ class _Masters(dict[Tensor, Tensor]):
         super().__init__(masters)
         self.casts = core.Casts()
 
-    def make(self, param: Tensor) -> Tensor:
+    def make(self, param: Tensor) -> None:
         refuse_capture("the making of master weights")
         with torch.inference_mode(False), torch.no_grad():
             weight = param.detach().to(torch.float32)
-        self[param] = made = weight.requires_grad_()
-        return made
+        self[param] = weight.requires_grad_()
 
     def have_same_entries(self, state: Mapping[Any, Any], inner: Mapping[Any, Any]) -> bool:
         """Whether both have the entries of the last step, under the keys of then."""

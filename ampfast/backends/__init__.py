@@ -261,13 +261,9 @@ def _kernels(name: str) -> Kernels:
     return others.get(name) or cast(Kernels, DeviceKernels(_launcher(name)))
 
 
-def _is_interpreted() -> bool:
-    return bool(_launcher("triton").INTERPRETED)
-
-
 def _takes_cpu(name: str | None) -> bool:
     """Whether the kernels of a GPU backend are interpreted, hence on CPU tensors."""
-    return name == "triton" and _is_interpreted()
+    return name == "triton" and bool(_launcher("triton").INTERPRETED)
 
 
 @cache
