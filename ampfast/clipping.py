@@ -167,7 +167,7 @@ def _read(term: NormTerm, agreement: Agreement | None) -> None:
         for device, flag in found.items():
             flags.setdefault(device, []).append(flag)
     # Partial sums are replaced by reduced ones.
-    for number, reduced in term.grads.reduced():
+    for number, reduced in term.grads.shards.reduced():
         device = reduced.device
         row = torch_ops.norms([reduced], term.inverse_on(device))
         term.sums.append(row)

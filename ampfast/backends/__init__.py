@@ -136,16 +136,15 @@ class Choice:
 
     Args:
         name: Requested backend, or None.
+
+    Attributes:
+        devices: Device types whose gradients go through kernels, as a bit set for the core.
     """
 
     def __init__(self, name: str | None) -> None:
         self._name = name
+        self.devices = 0 if name == "aten" else core.CPU | core.CUDA
         self._on_cpu = "aten" if name == "aten" else "triton" if _takes_cpu(name) else "cpu"
-
-    @property
-    def devices(self) -> int:
-        """Device types whose gradients go through kernels, as a bit set for the core."""
-        return 0 if self._name == "aten" else core.CPU | core.CUDA
 
     def name_for(self, device: torch.device) -> str:
         """Returns the name of the backend for a device; "aten" if no kernel supports it.
