@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -223,7 +222,7 @@ def _grad_norm(
     device = torch.device("cpu") if first is None else first.device
     listed, agreement = gradients.of_list(local, device), None
     if shards is not None:
-        listed, agreement = replace(listed, shards=shards), shards.agreement()
+        listed.shards, agreement = shards, shards.agreement()
     how = Factor.NONE if inv_scale is None else Factor.TIMES
     term = clipping.NormTerm(grads, listed, (how, inv_scale), writes=False)
     choice = backends.choose()
