@@ -294,9 +294,9 @@ def _follow(masters: _Masters, param: Tensor, where: str) -> None:
             "conversion"
         )
     if weight.device != param.device:
-        masters[param] = weight = weight.detach().to(param.device).requires_grad_()
+        masters[param] = weight.detach().to(param.device).requires_grad_()
     with torch.no_grad():
-        param, weight = _local(param), _local(weight)
+        param, weight = _local(param), _local(masters[param])
         # Elements that are equal keep their low bits. By bits, for the sign of zero.
         differs = weight.to(param.dtype).view(torch.int16) != param.view(torch.int16)
         weight.copy_(torch.where(differs, param.to(torch.float32), weight))
