@@ -68,10 +68,7 @@ def order_of(norm_type: object) -> float:
 
 def max_norm_of(max_norm: object) -> float:
     """Returns the limit of a norm as a float; raises for invalid ones."""
-    limit = float_of("max_norm", max_norm)
-    if not limit >= 0:
-        raise ValueError(f"max_norm must be at least 0, got {limit}")
-    return limit
+    return float_of("max_norm", max_norm, least=0)
 
 
 def measure(
@@ -170,7 +167,7 @@ def _read(term: NormTerm, agreement: Agreement | None) -> None:
         for device, flag in found.items():
             flags.setdefault(device, []).append(flag)
     # Partial sums are replaced by reduced ones.
-    for number, reduced in term.grads.reduced():
+    for number, reduced in term.grads.shards.reduced():
         device = reduced.device
         row = torch_ops.norms([reduced], term.inverse_on(device))
         term.sums.append(row)

@@ -432,7 +432,10 @@ class Ranks:
         return list(_gather(value, _without_subsets(groups)).values()) if groups else [value]
 
     def _new_agreement(self, layouts: tuple[Layout, ...]) -> Agreement | None:
-        own = self._own_lines()
+        if self._mesh is None:
+            own = [group.ranks for group in self.groups()]
+        else:
+            own = [_ranks_along(self._mesh, dim) for dim in range(self._mesh.ndim)]
         groups: list[Group] = []
         lines: list[list[int]] = []
         # Sorted, as ranks may order parameters differently.
@@ -456,12 +459,6 @@ class Ranks:
         rank = groups[-1].rank()
         counted[None] = all(line[0] == rank for line in replicas)
         return Agreement(groups, counted, all(line[0] == rank for line in (*lines, *own)))
-
-    def _own_lines(self) -> list[list[int]]:
-        """Ranks of the scaler's own group, or along each dimension of its mesh."""
-        if self._mesh is None:
-            return [group.ranks for group in self.groups()]
-        return [_ranks_along(self._mesh, dim) for dim in range(self._mesh.ndim)]
 
 
 def require_group(group: object, device: Any) -> None:

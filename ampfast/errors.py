@@ -27,19 +27,23 @@ def add_note(error: AnyError, note: str) -> AnyError:
     return error
 
 
-def float_of(name: str, value: object, others: str = "") -> float:
+def float_of(name: str, value: object, others: str = "", least: int | None = None) -> float:
     """Returns a real number as a float, infinite where it is too large for one.
 
     Raises:
         TypeError: If it is no real Python number, naming it and what `others` are allowed.
+        ValueError: If it is NaN or below the `least` that is allowed.
     """
     # isinstance with the abstract class runs Python code.
     if type(value) is not float and (isinstance(value, bool) or not isinstance(value, Real)):
         raise TypeError(f"{name} must be a Python number{others}, got {type(value).__name__}")
     try:
-        return float(value)
+        number = float(value)
     except OverflowError:
-        return math.inf if cast(Any, value) > 0 else -math.inf
+        number = math.inf if cast(Any, value) > 0 else -math.inf
+    if least is not None and not number >= least:
+        raise ValueError(f"{name} must be at least {least}, got {number}")
+    return number
 
 
 def refuse_differentiable(group: dict[str, Any], where: str, what_does: str) -> None:

@@ -12,8 +12,6 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["ShardedGradScaler"]
-
 _named: Any = sharded_grad_scaler.ShardedGradScaler
 # torch's own class, even if its name was patched before.
 TorchShardedGradScaler: Any = getattr(_named, "_stands_for", _named)

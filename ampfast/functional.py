@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -221,10 +220,11 @@ def _grad_norm(
 ) -> Tensor:
     first = grads[0] if grads else inv_scale
     device = torch.device("cpu") if first is None else first.device
-    listed = replace(gradients.of_list(local, device), shards=shards)
+    listed, agreement = gradients.of_list(local, device), None
+    if shards is not None:
+        listed.shards, agreement = shards, shards.agreement()
     how = Factor.NONE if inv_scale is None else Factor.TIMES
     term = clipping.NormTerm(grads, listed, (how, inv_scale), writes=False)
-    agreement = None if shards is None else shards.agreement()
     choice = backends.choose()
     return clipping.measure(choice, [term], order, math.inf, inv_scale, agreement=agreement)[0]
 

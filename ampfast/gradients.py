@@ -12,13 +12,14 @@ from torch import Tensor
 from ampfast import backends
 from ampfast.backends import TORCH_OPS, Choice, Kernels, core, torch_ops
 from ampfast.backends.core import Factor, Pass, Track
-from ampfast.backends.scalars import copies_of, inverse, largest, new_flag, widest
+from ampfast.backends.scalars import copies_of, inverse, largest, moved, widest
 from ampfast.backends.torch_ops import TensorList
-from ampfast.distributed import Layout, LocalShards
+from ampfast.distributed import Layout, LocalShards, Ranks
 from ampfast.errors import add_note
 
 Flags = dict[torch.device, Tensor]
 Batch = core.GradList | TensorList
+_NO_SHARDS = LocalShards(cast(Any, ()), Ranks())
 
 _HALVES = torch.float16, torch.bfloat16
 
@@ -34,25 +35,21 @@ class Gradients:
     Attributes:
         lists: Those for torch's ops first, each with the kernels that take it.
         groups: All parameters by group, with or without gradient, for tracking and norms.
-        shards: Local shards of the distributed gradients, or None if none is distributed.
+        shards: Local shards of the distributed gradients.
         track_on: Tracking tables by device, or None.
         casts: Casts by a pass that writes, which are to be finished, or None.
     """
 
     lists: list[tuple[Kernels, Batch]]
     groups: list[list[Tensor]] = field(default_factory=list)
-    shards: LocalShards | None = None
+    shards: LocalShards = _NO_SHARDS
     track_on: Callable[[torch.device], Track] | None = None
     casts: core.Casts | None = None
 
     @property
     def layouts(self) -> dict[int, Layout]:
         """Layouts of distributed gradients, by parameter number."""
-        return {} if self.shards is None else self.shards.layouts
-
-    def reduced(self) -> Iterator[tuple[int, Tensor]]:
-        """Yields parameter number and reduced local tensor of gradients that are partial sums."""
-        return iter(()) if self.shards is None else self.shards.reduced()
+        return self.shards.layouts
 
     def track(self, device: torch.device) -> Track | None:
         """Returns the tracking tables on a device, or None."""
@@ -127,10 +124,8 @@ def collect(
     for param, grad, number in irregular:
         values = _values_of(param, grad, clips)
         aside.setdefault(values.device, TensorList(values.device, [], [])).add(number, values)
-    if shards is not None and not shards.layouts:
-        shards = None
     by_torch = [(TORCH_OPS, each) for each in aside.values()]
-    return Gradients([*by_torch, *lists], groups, shards, casts=casts)
+    return Gradients([*by_torch, *lists], groups, shards or _NO_SHARDS, casts=casts)
 
 
 def of_list(tensors: list[Tensor], device: torch.device) -> Gradients:
@@ -185,14 +180,14 @@ def run(
     if before_write is not None and gradients.lists:
         before_write()
     factor_on, coefficient_on = copies_of(work.factor), copies_of(work.coefficient)
-    alone = len(gradients.lists) == 1 and gradients.shards is None
+    alone = len(gradients.lists) == 1 and not gradients.layouts
     flags: Flags = {}
     rows: list[Tensor] = [] if sums_of_each is None else sums_of_each
 
     def run_over(kernels: Kernels, each: Batch, work: Pass) -> None:
         device, row = each.device, None
         if work.found_inf is not None and device not in flags:
-            flags[device] = new_flag(device, work.found_inf)
+            flags[device] = moved(work.found_inf, device, copy=True)
         if work.sums is not None or sums_of_each is not None:
             row = torch.empty(2, dtype=widest(device), device=device)
             if alone and work.sums is not None and work.sums.device == device:
@@ -219,7 +214,7 @@ def run(
     if work.coefficient is None and sums_of_each is None:
         # As the optimizer uses them; torch's op writes as it checks.
         how = Factor.NONE if work.write else work.how
-        for number, reduced in gradients.reduced():
+        for number, reduced in gradients.shards.reduced():
             aside = TensorList(reduced.device, [reduced.clone()], [number])
             run_over(TORCH_OPS, aside, work._replace(write=False, how=how))
     if work.sums is not None and not any(row is work.sums for row in rows):

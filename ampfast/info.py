@@ -4,6 +4,7 @@ import importlib.metadata
 import json
 import os
 import platform
+from contextlib import suppress
 from dataclasses import asdict
 from typing import Any
 
@@ -148,11 +149,9 @@ def _device(device: str, **details: str | int | None) -> dict[str, Any]:
 
 def _cpu_name() -> str:
     # platform.processor() is empty on many Linux systems, and /proc/cpuinfo has no name on arm64.
-    try:
-        with open("/proc/cpuinfo") as lines:
-            names = [line.partition(":")[2] for line in lines if line.startswith("model name")]
-    except OSError:
-        names = []
+    names = []
+    with suppress(OSError), open("/proc/cpuinfo") as lines:
+        names = [line.partition(":")[2] for line in lines if line.startswith("model name")]
     return names[0].strip() if names else platform.processor() or platform.machine()
 
 

@@ -11,8 +11,6 @@ from torch import Tensor
 from ampfast.backends import scalars
 from ampfast.capture import refuse_capture
 
-__all__ = ["LateScheduler"]
-
 
 class LateScheduler:
     """Learning rate scheduler that omits skipped steps, one iteration late.

@@ -51,12 +51,11 @@ class _Masters(dict[Tensor, Tensor]):
         super().__init__(masters)
         self.casts = core.Casts()
 
-    def make(self, param: Tensor) -> Tensor:
+    def make(self, param: Tensor) -> None:
         refuse_capture("the making of master weights")
         with torch.inference_mode(False), torch.no_grad():
             weight = param.detach().to(torch.float32)
-        self[param] = made = weight.requires_grad_()
-        return made
+        self[param] = weight.requires_grad_()
 
     def have_same_entries(self, state: Mapping[Any, Any], inner: Mapping[Any, Any]) -> bool:
         """Whether both have the entries of the last step, under the keys of then."""
@@ -295,9 +294,9 @@ def _follow(masters: _Masters, param: Tensor, where: str) -> None:
             "conversion"
         )
     if weight.device != param.device:
-        masters[param] = weight = weight.detach().to(param.device).requires_grad_()
+        masters[param] = weight.detach().to(param.device).requires_grad_()
     with torch.no_grad():
-        param, weight = _local(param), _local(weight)
+        param, weight = _local(param), _local(masters[param])
         # Elements that are equal keep their low bits. By bits, for the sign of zero.
         differs = weight.to(param.dtype).view(torch.int16) != param.view(torch.int16)
         weight.copy_(torch.where(differs, param.to(torch.float32), weight))

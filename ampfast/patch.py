@@ -16,8 +16,6 @@ from typing_extensions import Protocol, deprecated
 
 from ampfast import grad_scaler
 
-__all__ = ["Patch", "patch", "unpatch"]
-
 # torch's modules with a scaler class.
 _MODULES = [f"torch.{package}.grad_scaler" for package in ("amp", "cuda.amp", "cpu.amp")]
 if torch.distributed.is_available():

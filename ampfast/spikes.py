@@ -70,10 +70,7 @@ def skip_limit_of(skip_above: object) -> float | Sigmas | None:
     """
     if skip_above is None or isinstance(skip_above, Sigmas):
         return skip_above
-    limit = float_of("skip_above", skip_above, " or ampfast.Sigmas")
-    if not limit >= 0:
-        raise ValueError(f"skip_above must be at least 0, got {limit}")
-    return limit
+    return float_of("skip_above", skip_above, " or ampfast.Sigmas", least=0)
 
 
 class _Ring(NamedTuple):

@@ -10,8 +10,6 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["StepGuard"]
-
 
 class StepGuard(GradScaler):
     """Skips steps whose gradients have inf or NaN, and scales nothing; for bfloat16 and float32.

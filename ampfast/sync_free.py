@@ -13,8 +13,6 @@ from torch import Tensor
 from ampfast.capture import refuse_capture
 from ampfast.errors import refuse_differentiable
 
-__all__ = ["sync_free_"]
-
 AnyOptimizer = TypeVar("AnyOptimizer", bound=torch.optim.Optimizer)
 
 _KINDS = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)

@@ -233,7 +233,8 @@ class Tracking:
         """
         self.is_empty = False
         record = self._records.get(optimizer)
-        if record is None or not record.has(groups):
+        listed = [{"params": list(group)} for group in groups]
+        if record is None or not has_parameters(listed, record.references, record.sizes):
             if record is not None:
                 refuse_capture("a change of an optimizer's parameters")
             record = _Record(groups, record)
@@ -338,11 +339,6 @@ class _Record:
     def living(self) -> list[Tensor | None]:
         """The parameters, in order; None for one that is gone."""
         return [reference() for reference in self.references]
-
-    def has(self, groups: Groups) -> bool:
-        """Whether the rows are those of these very parameters, in these groups."""
-        listed = [{"params": list(group)} for group in groups]
-        return has_parameters(listed, self.references, self.sizes)
 
     def tables_on(self, device: torch.device, *, steps: Tensor, scale: Tensor | None) -> Track:
         """The tables for one pass over gradients on a device; health with the `scale` only."""

@@ -40,7 +40,7 @@ def machine(
     monkeypatch: pytest.MonkeyPatch, missing: dict[str, str], failing: dict[str, str]
 ) -> None:
     """Simulated machine with a GPU, whose backends are missing or fail for these reasons."""
-    monkeypatch.setattr(backends, "_is_interpreted", lambda: False)
+    monkeypatch.setattr(backends, "_takes_cpu", lambda name: False)
     monkeypatch.setattr(backends, "_unavailable_reason", lambda name: missing.get(name, ""))
     monkeypatch.setattr(backends, "_failure_reason", lambda name, index: failing.get(name, ""))
     kernels = {"aten": backends.TORCH_OPS, "cpu": cpu}
@@ -110,14 +110,14 @@ def test_interpreted_kernels_are_for_cpu_tensors(
     monkeypatch: pytest.MonkeyPatch, name: str | None
 ) -> None:
     machine(monkeypatch, {}, {})
-    monkeypatch.setattr(backends, "_is_interpreted", lambda: True)
+    monkeypatch.setattr(backends, "_takes_cpu", lambda name: name == "triton")
     assert backends.choose(name).name_for(GPU) == "cuda"
     assert backends.choose(name).name_for(CPU) == ("triton" if name else "cpu")
 
 
 def test_interpreted_kernels_leave_a_gpu_without(monkeypatch: pytest.MonkeyPatch) -> None:
     machine(monkeypatch, {"cuda": "not there"}, {})
-    monkeypatch.setattr(backends, "_is_interpreted", lambda: True)
+    monkeypatch.setattr(backends, "_takes_cpu", lambda name: name == "triton")
     with pytest.warns(UserWarning) as caught:
         assert backends.choose("triton").name_for(GPU) == "aten"
     missing, interpreted = (str(w.message) for w in caught)
@@ -126,7 +126,7 @@ def test_interpreted_kernels_leave_a_gpu_without(monkeypatch: pytest.MonkeyPatch
 
 
 def test_an_old_card_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(backends, "_is_interpreted", lambda: False)
+    monkeypatch.setattr(backends, "_takes_cpu", lambda name: False)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 0))
     reason = backends._failure_reason("cuda", 0)
     assert reason == "cuda:0 has compute capability below 7.5"
@@ -140,7 +140,7 @@ def unlike_gpus(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
         tried.append((name, str(device)))
         return ""
 
-    monkeypatch.setattr(backends, "_is_interpreted", lambda: False)
+    monkeypatch.setattr(backends, "_takes_cpu", lambda name: False)
     monkeypatch.setattr(backends, "_unavailable_reason", lambda name: "")
     monkeypatch.setattr(backends, "_try_out", try_out)
     monkeypatch.setattr(backends, "_kernels", lambda name: f"{name}'s")
@@ -211,7 +211,7 @@ def test_common_reasons_of_gpus_warn_once(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_a_trial_without_plain_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(backends, "_is_interpreted", lambda: True)
+    monkeypatch.setattr(backends, "_takes_cpu", lambda name: name == "triton")
     monkeypatch.setattr(core, "list_of", lambda tensors, device: None)
     reason = backends._failure_reason("triton", None)
     assert reason == "its kernel does not run: RuntimeError: tensors are not plain here"

@@ -136,16 +136,15 @@ class Choice:
 
     Args:
         name: Requested backend, or None.
+
+    Attributes:
+        devices: Device types whose gradients go through kernels, as a bit set for the core.
     """
 
     def __init__(self, name: str | None) -> None:
         self._name = name
+        self.devices = 0 if name == "aten" else core.CPU | core.CUDA
         self._on_cpu = "aten" if name == "aten" else "triton" if _takes_cpu(name) else "cpu"
-
-    @property
-    def devices(self) -> int:
-        """Device types whose gradients go through kernels, as a bit set for the core."""
-        return 0 if self._name == "aten" else core.CPU | core.CUDA
 
     def name_for(self, device: torch.device) -> str:
         """Returns the name of the backend for a device; "aten" if no kernel supports it.
@@ -257,20 +256,13 @@ def _launcher(name: str) -> ModuleType:
 
 @cache
 def _kernels(name: str) -> Kernels:
-    if name == "aten":
-        return TORCH_OPS
-    if name == "cpu":
-        return cpu
-    return cast(Kernels, DeviceKernels(_launcher(name)))
-
-
-def _is_interpreted() -> bool:
-    return bool(_launcher("triton").INTERPRETED)
+    others = {"aten": TORCH_OPS, "cpu": cpu}
+    return others.get(name) or cast(Kernels, DeviceKernels(_launcher(name)))
 
 
 def _takes_cpu(name: str | None) -> bool:
     """Whether the kernels of a GPU backend are interpreted, hence on CPU tensors."""
-    return name == "triton" and _is_interpreted()
+    return name == "triton" and bool(_launcher("triton").INTERPRETED)
 
 
 @cache

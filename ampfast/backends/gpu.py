@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from enum import IntEnum
 from typing import Any
@@ -12,8 +11,8 @@ import torch
 from torch import Tensor
 
 from ampfast.backends import core
-from ampfast.backends.core import Clip, DeviceTable, Factor, GradList, Pass, Segment, Update
-from ampfast.backends.scalars import float_of, joint_flag
+from ampfast.backends.core import Clip, DeviceTable, Factor, GradList, Pass, Update
+from ampfast.backends.scalars import float_of, joint_flag, new_flag
 
 # Largest number of flags for the kernel that updates the scale.
 MOST_FLAGS = 4
@@ -91,9 +90,7 @@ class DeviceKernels:
         if grads.chunks == 0:
             if work.sums is not None:
                 work.sums.zero_()
-            if found_inf is None:
-                return torch.zeros((), dtype=torch.float32, device=device)
-            return found_inf
+            return new_flag(device) if found_inf is None else found_inf
         if found_inf is None:
             found_inf = torch.empty((), dtype=torch.float32, device=device)
         ending: Ending | None = work.ending
@@ -112,19 +109,13 @@ class DeviceKernels:
 
     def measure(self, grads: GradList, health: Tensor) -> None:
         """As `Kernels.measure`."""
-        self._over(grads, lambda table, each: self._launcher.measure(table, each, health))
+        self._over(grads, "measure", health)
 
     def narrow(self, pairs: GradList, found_inf: Tensor | None = None) -> None:
         """As `Kernels.narrow`."""
         if found_inf is not None:
             _require_scalar("found_inf", found_inf, pairs.device, torch.float32)
-
-        def launch(table: DeviceTable, segment: Segment) -> None:
-            if not all(each.is_paired for each in table.segments):
-                raise RuntimeError("a tensor has no float32 values")
-            self._launcher.narrow(table, segment, found_inf)
-
-        self._over(pairs, launch)
+        self._over(pairs, "narrow", found_inf)
 
     def clip(self, clip: Clip) -> None:
         """As `Kernels.clip`."""
@@ -148,13 +139,16 @@ class DeviceKernels:
         fits = len(update.found_infs) <= 1 and update.norm is None and can_update(update)
         return Ending(update, update.scale) if fits else None
 
-    def _over(self, grads: GradList, launch: Callable[[DeviceTable, Segment], None]) -> None:
+    def _over(self, grads: GradList, kernel: str, tensor: Tensor | None) -> None:
+        """Runs a kernel over a list, which for `narrow` has pairs alone."""
         if grads.chunks == 0:
             return
         with self._launcher.on(grads.device):
             table = DeviceTable.of(grads, self._launcher.is_capturing())
+            if kernel == "narrow" and not all(each.is_paired for each in table.segments):
+                raise RuntimeError("a tensor has no float32 values")
             for segment in table.segments:
-                launch(table, segment)
+                getattr(self._launcher, kernel)(table, segment, tensor)
 
     def _launch(self, table: DeviceTable, work: Pass) -> None:
         """Launches a pass, whose device is current."""

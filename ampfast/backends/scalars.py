@@ -53,11 +53,9 @@ def inverse(scale: Tensor) -> Tensor:
     return scale.double().reciprocal().float()
 
 
-def new_flag(device: torch.device, found_inf: Tensor | None = None) -> Tensor:
-    """Returns a new 0-dim float32 flag: 0, or a copy of another one."""
-    if found_inf is None:
-        return torch.zeros((), dtype=torch.float32, device=device)
-    return moved(found_inf, device, copy=True)
+def new_flag(device: torch.device) -> Tensor:
+    """Returns a new 0-dim float32 flag that is 0."""
+    return torch.zeros((), dtype=torch.float32, device=device)
 
 
 def copies_of(scalar: Tensor | None) -> Callable[[torch.device], Tensor | None]:

@@ -27,7 +27,7 @@ _BY_REASON: dict[str, list[tuple[str, str, str, int]]] = {
     "Makes a difference on a GPU only: tests/gpu/test_gpu_master_weights.py.": [
         (
             "_follow",
-            "masters[param] = weight = weight.detach().to(param.device).requires_grad_()",
+            "masters[param] = weight.detach().to(param.device).requires_grad_()",
             "nothing",
             1,
         ),

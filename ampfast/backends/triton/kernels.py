@@ -570,12 +570,11 @@ def measure(
 ):
     """Health of gradients of one dtype: adds the range of values to parameters' rows."""
     SIZE: tl.constexpr = DTYPE.primitive_bitwidth // 8
-    chunks_ptr = table_ptr + word
     chunk = tl.program_id(0)
     step = tl.num_programs(0)
     vector, lane = _lanes(DTYPE, LOADS, THREADS, VECTOR)
     while chunk < chunks:
-        fields = _load_chunk(chunks_ptr, chunk, PAIRED)
+        fields = _load_chunk(table_ptr + word, chunk, PAIRED)
         left, is_edge, base, edge_ptr, _, _ = _parts(fields, DTYPE, THREADS, VECTOR, False)
         extent = fields[_CHUNK.EXTENT]
         health = _no_health(DTYPE, THREADS)
@@ -603,14 +602,13 @@ def narrow(
     PAIRED: tl.constexpr,
 ):
     """Rounds the float32 values of pairs to 16 bits, unless a flag is set."""
-    chunks_ptr = table_ptr + word
     chunk = tl.program_id(0)
     end, step = chunks, tl.num_programs(0)
     if found_inf_ptr is not None:
         end = tl.where(tl.load(found_inf_ptr) != 0.0, 0, end)
     vector, lane = _lanes(DTYPE, LOADS, THREADS, VECTOR)
     while chunk < end:
-        fields = _load_chunk(chunks_ptr, chunk, PAIRED)
+        fields = _load_chunk(table_ptr + word, chunk, PAIRED)
         left, is_edge, base, edge_ptr, source, edge_source = _parts(
             fields, DTYPE, THREADS, VECTOR, PAIRED
         )

@@ -73,19 +73,10 @@ def is_capturing() -> bool:
     return not INTERPRETED and capture.is_capturing()
 
 
-def prepare(work: Pass, table: DeviceTable, segment: Segment, epilogue: Epilogue) -> None:
-    """Compiles the kernel of a launch; refuses captures of uncompiled ones."""
-    _pass(work, table, segment, epilogue, 0)
-
-
-def multi_tensor(work: Pass, table: DeviceTable, segment: Segment, epilogue: Epilogue) -> None:
-    """Launches one pass over the gradients of one dtype."""
-    _pass(work, table, segment, epilogue, segment.chunks)
-
-
-def _pass(
-    work: Pass, table: DeviceTable, segment: Segment, epilogue: Epilogue, chunks: int
+def multi_tensor(
+    work: Pass, table: DeviceTable, segment: Segment, epilogue: Epilogue, *, launches: bool = True
 ) -> None:
+    """Launches one pass over the gradients of one dtype, or only compiles its kernel."""
     update: Update | None = work.ending.update if epilogue is Epilogue.UPDATE else None
     scale = tracker = state = other = None
     factors: list[Any] = [1.0, 1.0, 0]
@@ -101,7 +92,12 @@ def _pass(
         *(segment.dtype, segment.is_paired, segment.is_aligned),
         *(work.write, work.how, work.sums is not None, epilogue, work.accumulate),
     )
+    chunks = segment.chunks if launches else 0
     _launch("multi_tensor", chunks, arguments, _options, *switches)
+
+
+# Compiles the kernel of a launch; refuses captures of uncompiled ones.
+prepare = partial(multi_tensor, launches=False)
 
 
 def _options(device: torch.device, *switches: Any) -> dict[str, Any]:
