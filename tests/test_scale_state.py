@@ -355,3 +355,13 @@ def test_a_static_scale() -> None:
 def test_bad_arguments(arguments: dict, error: type, message: str, enabled: bool) -> None:
     with pytest.raises(error, match=message):
         GradScaler("cpu", enabled=enabled, **arguments)
+
+
+def test_torch_takes_flags_of_other_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    elsewhere: Any = object()
+    monkeypatch.setattr(
+        torch_ops, "moved", lambda flag, _: torch.ones(()) if flag is elsewhere else flag
+    )
+    scale, tracker = torch.tensor(8.0), torch.zeros((), dtype=torch.int32)
+    torch_ops.update(Update(scale, tracker, [torch.zeros(()), elsewhere], 2.0, 0.5, 1))
+    assert scale.item() == 4.0

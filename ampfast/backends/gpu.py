@@ -188,6 +188,8 @@ def can_update(update: Update) -> bool:
     if scale.is_inference() or scale.requires_grad or tracker.device != scale.device:
         return False
     flags = [*update.found_infs, *([] if update.norm is None else [update.norm])]
+    if update.state is not None and update.state.device != scale.device:
+        return False
     return all(
         core.is_scalar(each, torch.float32) and each.device == scale.device for each in flags
     )

@@ -101,7 +101,7 @@ def update(update: Update) -> bool:
     growth_tracker = growth_tracker.detach()
     if state is not None and state.is_cuda:
         refuse_capture("an update without kernels, whose steps the host counts")
-    first, *others = flags
+    first, *others = [moved(flag, scale.device) for flag in flags]
     # Out of place, since callers may hold the flags.
     found_inf = sum(others, start=first)
     before = scale.detach().clone(), growth_tracker.clone()
