@@ -97,8 +97,7 @@ require_storage = _C.require_storage
 # Bytes that change where autograd sees an edit of plain parameters or groups have others; or None.
 fingerprint_of = _C.fingerprint_of
 # Gives the gradients of parameters to a tuple of their master weights, None where there is none.
-# None, with nothing done, if a gradient is 16 bit, or the fingerprint, where one is given, has
-# changed.
+# None, with nothing done, if a gradient is 16 bit.
 lend_grads = _C.lend_grads
 # Pairs of the parameters and master weights of which the latter have a gradient, to write the
 # former, and the fingerprint afterwards; None where the kernels cannot take one.
