@@ -9,7 +9,6 @@
 #include <c10/util/flat_hash_map.h>
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/autograd/python_variable.h>
-#include <torch/csrc/autograd/variable.h>
 
 #include <algorithm>
 
@@ -196,11 +195,6 @@ void with_python_warnings(const Body& body) {
     warnings.set_in_exception();
     throw;
   }
-}
-
-const torch::autograd::AutogradMeta* meta_of(const at::Tensor& tensor) {
-  return static_cast<const torch::autograd::AutogradMeta*>(
-      tensor.unsafeGetTensorImpl()->autograd_meta());
 }
 
 // A walk that is under way.

@@ -3,7 +3,6 @@
 #include <ATen/EmptyTensor.h>
 #include <ATen/ops/empty.h>
 #include <torch/csrc/autograd/python_variable.h>
-#include <torch/csrc/autograd/variable.h>
 
 #include <algorithm>
 #include <cstring>
@@ -40,26 +39,22 @@ at::Tensor tensor_in(const at::Tensor& memory, const at::Tensor& grad, int64_t o
   return made;
 }
 
-// Whether a reference in C++ to a tensor is one of its Python object's, too, so that the object
-// lives as long as the tensor; in older torch the tensor's owner changes instead.
-bool objects_are_shared() {
-  static const bool shared = [] {
-    const at::Tensor tensor = at::detail::empty_cpu({}, at::kFloat);
-    return Py_REFCNT(py::cast(tensor).ptr()) == 2;
-  }();
-  return shared;
-}
-
 // Tells whether nobody holds a tensor besides the caller.
 bool is_held_once(const at::Tensor& tensor) {
 #ifdef Py_GIL_DISABLED
   return false;  // counts of references are approximate
 #endif
+  // Whether a reference in C++ to a tensor is one of its Python object's, too, so that the object
+  // lives as long as the tensor; in older torch the tensor's owner changes instead.
+  static const bool objects_are_shared = [] {
+    const at::Tensor made = at::detail::empty_cpu({}, at::kFloat);
+    return Py_REFCNT(py::cast(made).ptr()) == 2;
+  }();
   PyObject* object = tensor.unsafeGetTensorImpl()->pyobj_slot()->load_pyobj();
   if (object == nullptr) {
     return tensor.use_count() == 1;
   }
-  return Py_REFCNT(object) == 1 && tensor.use_count() == (objects_are_shared() ? 2 : 1);
+  return Py_REFCNT(object) == 1 && tensor.use_count() == (objects_are_shared ? 2 : 1);
 }
 
 }  // namespace
@@ -151,10 +146,6 @@ Casts* casts_of(PyObject* object) {
 }
 
 namespace {
-
-torch::autograd::AutogradMeta* meta_of(const at::Tensor& tensor) {
-  return static_cast<torch::autograd::AutogradMeta*>(tensor.unsafeGetTensorImpl()->autograd_meta());
-}
 
 // The gradient of a leaf; null without one.
 const at::Tensor* grad_of(const at::Tensor& tensor) {
