@@ -138,11 +138,8 @@ def walk(
 def fingerprint_of(param_groups: Any, /) -> bytes | None: ...
 
 # Gives the gradients of parameters to a tuple of their master weights, None where there is none.
-# None, with nothing done, if a gradient is 16 bit, or the fingerprint, where one is given, has
-# changed.
-def lend_grads(
-    param_groups: Any, weights: tuple[Tensor | None, ...], fingerprint: object, /
-) -> bytes | None: ...
+# None, with nothing done, if a gradient is 16 bit.
+def lend_grads(param_groups: Any, weights: tuple[Tensor | None, ...], /) -> bytes | None: ...
 
 # Pairs of the parameters and master weights of which the latter have a gradient, to write the
 # former, and the fingerprint afterwards; None where the kernels cannot take one.
@@ -151,7 +148,7 @@ def stepped_pairs(
 ) -> tuple[GradList, bytes] | None: ...
 
 # Takes the gradients of such a tuple away.
-def take_grads(weights: tuple[Tensor | None, ...], /) -> bool: ...
+def take_grads(weights: tuple[Tensor | None, ...], /) -> None: ...
 
 # Whether two dicts have the keys given after each, and the same objects as values, in order.
 def have_same_entries(

@@ -256,12 +256,12 @@ def _prepare(optimizer: MasterWeights) -> None:
         refuse_differentiable(group, f"group {index}", "master weights do")
         if not isinstance(group["params"], list):
             group["params"] = list(group["params"])
-    if isinstance(masters.fingerprint, bytes):
-        masters.lent = core.lend_grads(groups, masters.weights, masters.fingerprint)
+    fingerprint = _fingerprint_of(groups)
+    if fingerprint == masters.fingerprint:
+        masters.lent = core.lend_grads(groups, masters.weights)
         if masters.lent is not None:
             return
-    fingerprint = _fingerprint_of(groups)
-    if fingerprint != masters.fingerprint:
+    else:
         for index, group in enumerate(groups):
             for number, param in enumerate(group["params"]):
                 _follow(masters, param, f"parameter {number} of group {index}")
@@ -277,7 +277,7 @@ def _prepare(optimizer: MasterWeights) -> None:
             kernels.run(grads.pairs(), Pass(True, Factor.NONE))
     casts.finish()
     # Groups may be other containers than the core knows.
-    masters.lent = core.lend_grads([{"params": _params(optimizer)}], masters.weights, None)
+    masters.lent = core.lend_grads([{"params": _params(optimizer)}], masters.weights)
 
 
 def _follow(masters: _Masters, param: Tensor, where: str) -> None:

@@ -10,6 +10,8 @@
 
 namespace ampfast {
 
+int64_t uploads = 0;
+
 namespace {
 
 // Tables kept for reuse: this many of those that were used last, or as many as take so much memory
@@ -17,10 +19,6 @@ namespace {
 // another.
 constexpr size_t kLeastTables = 32;
 constexpr size_t kTableBytes = size_t{1} << 23;
-
-at::Tensor empty_words(int64_t words, at::TensorOptions options) {
-  return at::empty({words}, options.dtype(at::kLong));
-}
 
 int64_t number_of(const void* address) {
   return static_cast<int64_t>(reinterpret_cast<uintptr_t>(address));
@@ -76,12 +74,12 @@ std::shared_ptr<DeviceTable> uploaded(const GradList& grads) {
   }
   // torch's allocator does not hand pinned memory out again before the copy from it is over, nor
   // ever what a graph copies from, since each replay reads it again.
-  const at::Tensor source =
-      empty_words(count, at::TensorOptions().pinned_memory(!grads.device().is_cpu()));
+  const at::TensorOptions options(at::kLong);
+  const at::Tensor source = at::empty({count}, options.pinned_memory(!grads.device().is_cpu()));
   std::memcpy(source.mutable_data_ptr(), words.data(), words.size() * sizeof(int64_t));
-  table->buffer = empty_words(count + words[kChunks], at::TensorOptions().device(grads.device()));
+  table->buffer = at::empty({count + words[kChunks]}, options.device(grads.device()));
   table->buffer.narrow(0, 0, count).copy_(source, /*non_blocking=*/true);
-  ++uploads();
+  ++uploads;
   return table;
 }
 
@@ -161,11 +159,6 @@ std::shared_ptr<DeviceTable> table_of(const GradList& grads, bool capturing) {
     dropped.push_back(recent().take(tables.begin()));
   }
   return table;
-}
-
-int64_t& uploads() {
-  static int64_t count = 0;
-  return count;
 }
 
 void clear_tables() { const Recent dropped = std::exchange(recent(), {}); }

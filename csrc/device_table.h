@@ -35,7 +35,7 @@ struct DeviceTable {
 std::shared_ptr<DeviceTable> table_of(const GradList& grads, bool capturing);
 
 // Number of copies of tables to devices so far, by this process.
-int64_t& uploads();
+extern int64_t uploads;
 
 // Forgets the tables that are not captured.
 void clear_tables();

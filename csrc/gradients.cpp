@@ -9,7 +9,6 @@
 #include <c10/util/flat_hash_map.h>
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/autograd/python_variable.h>
-#include <torch/csrc/autograd/variable.h>
 
 #include <algorithm>
 
@@ -206,23 +205,6 @@ void with_python_warnings(const Body& body) {
   }
 }
 
-// The local shard of a distributed gradient, else the gradient. A parameter that may be distributed
-// is passed on without gradient, too.
-at::Tensor local_shard(const py::object& local_shard_of, PyObject* param, at::Tensor grad,
-                       int64_t number) {
-  if (local_shard_of.is_none() || (!grad.defined() && THPVariable_CheckExact(param))) {
-    return grad;
-  }
-  const py::object shard =
-      local_shard_of(py::handle(param), grad.defined() ? py::cast(grad) : py::none(), number);
-  return shard.is_none() ? grad : py::cast<at::Tensor>(shard);
-}
-
-const torch::autograd::AutogradMeta* meta_of(const at::Tensor& tensor) {
-  return static_cast<const torch::autograd::AutogradMeta*>(
-      tensor.unsafeGetTensorImpl()->autograd_meta());
-}
-
 // A walk that is under way.
 class Walker {
  public:
@@ -338,8 +320,13 @@ class Walker {
       found.refused = {group_, index, py::reinterpret_borrow<py::object>(item)};
       return false;
     }
-    if (!grad.defined() || !is_accepted(grad)) {
-      grad = local_shard(reading_.local_shard_of, item, std::move(grad), number);
+    // A parameter that may be distributed is passed on without gradient, too.
+    const bool may_be_distributed =
+        grad.defined() ? !is_accepted(grad) : !THPVariable_CheckExact(item);
+    if (may_be_distributed && !reading_.local_shard_of.is_none()) {
+      const py::object shard = reading_.local_shard_of(
+          py::handle(item), grad.defined() ? py::cast(grad) : py::none(), number);
+      grad = shard.is_none() ? grad : py::cast<at::Tensor>(shard);
     }
     if (grad.defined() && is_accepted(grad)) {
       accept(grad, item, number);

@@ -2,6 +2,7 @@
 // the walk over an optimizer's parameters that fills it.
 #pragma once
 
+#include <torch/csrc/autograd/variable.h>
 #include <torch/csrc/utils/pybind.h>
 
 #include <deque>
@@ -114,6 +115,11 @@ void require_storage(const at::Tensor& tensor);
 // Tells whether a dispatch mode or a function transform watches this thread's ops: then all
 // gradients take torch's own op, so that it sees them.
 bool is_observed();
+
+// What autograd keeps of a tensor; null where that is nothing.
+inline torch::autograd::AutogradMeta* meta_of(const at::Tensor& tensor) {
+  return static_cast<torch::autograd::AutogradMeta*>(tensor.unsafeGetTensorImpl()->autograd_meta());
+}
 
 // Asks for memory that is read soon.
 inline void prefetch(const void* address, int cache_lines) {

@@ -3,7 +3,6 @@
 #include <ATen/EmptyTensor.h>
 #include <ATen/ops/empty.h>
 #include <torch/csrc/autograd/python_variable.h>
-#include <torch/csrc/autograd/variable.h>
 
 #include <algorithm>
 #include <cstring>
@@ -40,31 +39,22 @@ at::Tensor tensor_in(const at::Tensor& memory, const at::Tensor& grad, int64_t o
   return made;
 }
 
-bool is_like(const at::Tensor& tensor, const at::Tensor& grad, int64_t offset) {
-  return tensor.storage_offset() == offset && tensor.sizes() == grad.sizes() &&
-         tensor.strides() == grad.strides();
-}
-
-// Whether a reference in C++ to a tensor is one of its Python object's, too, so that the object
-// lives as long as the tensor; in older torch the tensor's owner changes instead.
-bool objects_are_shared() {
-  static const bool shared = [] {
-    const at::Tensor tensor = at::detail::empty_cpu({}, at::kFloat);
-    return Py_REFCNT(py::cast(tensor).ptr()) == 2;
-  }();
-  return shared;
-}
-
 // Tells whether nobody holds a tensor besides the caller.
 bool is_held_once(const at::Tensor& tensor) {
 #ifdef Py_GIL_DISABLED
   return false;  // counts of references are approximate
 #endif
+  // Whether a reference in C++ to a tensor is one of its Python object's, too, so that the object
+  // lives as long as the tensor; in older torch the tensor's owner changes instead.
+  static const bool objects_are_shared = [] {
+    const at::Tensor made = at::detail::empty_cpu({}, at::kFloat);
+    return Py_REFCNT(py::cast(made).ptr()) == 2;
+  }();
   PyObject* object = tensor.unsafeGetTensorImpl()->pyobj_slot()->load_pyobj();
   if (object == nullptr) {
     return tensor.use_count() == 1;
   }
-  return Py_REFCNT(object) == 1 && tensor.use_count() == (objects_are_shared() ? 2 : 1);
+  return Py_REFCNT(object) == 1 && tensor.use_count() == (objects_are_shared ? 2 : 1);
 }
 
 }  // namespace
@@ -122,7 +112,8 @@ void Casts::start(at::Device device, std::pmr::vector<GradRef>& grads) {
     if (is_cast(ref)) {
       at::Tensor& cast = wide.grads[wide.params.size()];
       const int64_t first = offset + phase_of(*ref.grad);
-      if (!cast.defined() || !is_like(cast, *ref.grad, first)) {
+      if (!cast.defined() || cast.storage_offset() != first || cast.sizes() != ref.grad->sizes() ||
+          cast.strides() != ref.grad->strides()) {
         cast = tensor_in(wide.memory, *ref.grad, first);
       }
       ref.wide = &cast;
@@ -155,10 +146,6 @@ Casts* casts_of(PyObject* object) {
 }
 
 namespace {
-
-torch::autograd::AutogradMeta* meta_of(const at::Tensor& tensor) {
-  return static_cast<torch::autograd::AutogradMeta*>(tensor.unsafeGetTensorImpl()->autograd_meta());
-}
 
 // The gradient of a leaf; null without one.
 const at::Tensor* grad_of(const at::Tensor& tensor) {
@@ -252,42 +239,23 @@ PyObject* fingerprint_of(PyObject* const* args) {
   return are_plain ? bytes_of(fingerprints) : nullptr;
 }
 
-// Takes the gradients of a tuple of tensors and Nones away.
-void take_all(PyObject* weights) {
-  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(weights); ++i) {
-    PyObject* weight = PyTuple_GET_ITEM(weights, i);
+// take_grads(weights), which may be None
+PyObject* take_grads(PyObject* const* args) {
+  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(args[0]); ++i) {
+    PyObject* weight = PyTuple_GET_ITEM(args[0], i);
     if (weight != Py_None) {
       meta_of(THPVariable_Unpack(weight))->grad_.reset();
     }
   }
+  return nullptr;
 }
 
-// take_grads(weights) -> True
-PyObject* take_grads(PyObject* const* args) {
-  take_all(args[0]);
-  return Py_NewRef(Py_True);
-}
-
-// lend_grads(param_groups, weights, fingerprint) -> a byte for each parameter, 1 if its gradient
-// was lent; None, with nothing lent, if a gradient is 16 bit or a fingerprint has changed, unless
-// None was given
+// lend_grads(param_groups, weights) -> a byte for each parameter, 1 if its gradient was lent; None,
+// with nothing lent, if a gradient is 16 bit
 PyObject* lend_grads(PyObject* const* args) {
-  const bool compares = PyBytes_Check(args[2]) != 0;
-  const char* fingerprint = compares ? PyBytes_AS_STRING(args[2]) : nullptr;
-  const char* const end = compares ? fingerprint + PyBytes_GET_SIZE(args[2]) : nullptr;
   std::string lent;
   lent.reserve(static_cast<size_t>(PyTuple_GET_SIZE(args[1])));
-  const bool are_lent = for_each_param(args[0], args[1], [&](auto group, auto* item, auto* weight) {
-    if (compares) {
-      if (!THPVariable_CheckExact(item) || fingerprint == end) {
-        return false;
-      }
-      const Fingerprint now(group, item);
-      if (std::memcmp(&now, fingerprint, sizeof(now)) != 0) {
-        return false;
-      }
-      fingerprint += sizeof(now);
-    }
+  const bool are_lent = for_each_param(args[0], args[1], [&](auto, auto* item, auto* weight) {
     const at::Tensor* grad = weight != Py_None ? grad_of(THPVariable_Unpack(item)) : nullptr;
     if (grad != nullptr && is_16_bit(*grad)) {
       return false;
@@ -298,11 +266,8 @@ PyObject* lend_grads(PyObject* const* args) {
     lent.push_back(grad != nullptr ? 1 : 0);
     return true;
   });
-  if (!are_lent || fingerprint != end) {
-    take_all(args[1]);
-    return nullptr;
-  }
-  return PyBytes_FromStringAndSize(lent.data(), static_cast<Py_ssize_t>(lent.size()));
+  return are_lent ? PyBytes_FromStringAndSize(lent.data(), static_cast<Py_ssize_t>(lent.size()))
+                  : take_grads(args + 1);
 }
 
 // stepped_pairs(param_groups, weights, lent, fingerprint) -> (pairs, fingerprints afterwards), of
@@ -403,7 +368,7 @@ PyObject* have_same_entries(PyObject* const* args) {
 void bind_master_weights(py::module_& m) {
   py::class_<Casts>(m, "Casts").def(py::init<>()).def("finish", &Casts::finish);
   static PyMethodDef methods[] = {method<fingerprint_of, 1>("fingerprint_of"),
-                                  method<lend_grads, 3>("lend_grads"),
+                                  method<lend_grads, 2>("lend_grads"),
                                   method<take_grads, 1>("take_grads"),
                                   method<stepped_pairs, 4>("stepped_pairs"),
                                   method<have_same_entries, 4>("have_same_entries"),

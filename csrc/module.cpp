@@ -116,7 +116,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def_static("of", &table_of)
       .def_readonly("buffer", &DeviceTable::buffer)
       .def_readonly("segments", &DeviceTable::segments);
-  m.def("uploads", [] { return uploads(); });
+  m.def("uploads", [] { return uploads; });
   m.def("clear_tables", &clear_tables);
   m.def("set_enough_chunks", &set_enough_chunks);
 

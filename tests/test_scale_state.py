@@ -28,7 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import ampfast
 from ampfast import GradScaler, loss_scale
 from ampfast.backends import cpu, torch_ops
-from ampfast.backends.core import state_layout
+from ampfast.backends.core import Update, state_layout
 from ampfast.loss_scale import Limits, LossScale
 
 
@@ -358,7 +358,7 @@ def test_bad_arguments(arguments: dict, error: type, message: str, enabled: bool
 
 
 def test_torch_takes_flags_of_other_devices(monkeypatch: pytest.MonkeyPatch) -> None:
-    elsewhere: Any = object()
+    elsewhere = object()
     monkeypatch.setattr(
         torch_ops, "moved", lambda flag, _: torch.ones(()) if flag is elsewhere else flag
     )

@@ -19,15 +19,11 @@ void* current_stream(at::Device device) {
   return c10::cuda::getCurrentCUDAStream(device.index()).stream();
 }
 
-// An update of Python's, whose tensors were checked, and its flags.
+// An update of Python's, whose tensors were checked.
 Update checked_update(const py::tuple& update) {
   const std::optional<Update> found = update_of(update.ptr());
   TORCH_CHECK(found, "the kernels do not know the tensors of an update");
   return *found;
-}
-
-std::vector<at::Tensor> flags_of(const py::tuple& update) {
-  return update[kFlags].cast<std::vector<at::Tensor>>();
 }
 
 // A launch over a segment on the current stream.
@@ -62,7 +58,7 @@ void launch_multi_tensor(const DeviceTable& table, const Segment& segment, const
   work.divisor = data<float>(pass.tensor(Pass::kDivisor));
   if (update) {
     work.update = checked_update(*update);
-    const std::vector<at::Tensor> flags = flags_of(*update);
+    const auto flags = (*update)[kFlags].cast<std::vector<at::Tensor>>();
     work.other_found_inf = flags.empty() ? nullptr : data<float>(&flags.front());
   }
   launch(work);
@@ -80,7 +76,7 @@ void launch_narrow(const DeviceTable& table, const Segment& segment, const py::o
 
 void launch_update_scale(const py::tuple& given) {
   const Update update = checked_update(given);
-  const std::vector<at::Tensor> found_infs = flags_of(given);
+  const auto found_infs = given[kFlags].cast<std::vector<at::Tensor>>();
   Flags flags;
   TORCH_CHECK(!found_infs.empty() && found_infs.size() <= std::size(flags.found_infs),
               "one to four flags at once, got ", found_infs.size());

@@ -19,23 +19,11 @@ namespace {
 // As many as sm_75 has threads for, and it leaves 64 registers to a thread.
 constexpr int kLeastProgramsPerSm = 8;
 
-struct Max {
-  template <class T>
-  __device__ T operator()(T a, T b) const {
-    return larger(a, b);
-  }
-};
-
-struct Sum {
-  template <class T>
-  __device__ T operator()(T a, T b) const {
-    return a + b;
-  }
-};
+__device__ double sum(double a, double b) { return a + b; }
 
 // Combines the values of all threads, always in the same order.
-template <class T, class Combine>
-__device__ T reduced(T value, Combine combine) {
+template <class T>
+__device__ T reduced(T value, T (*combine)(T, T)) {
   __shared__ T of_warps[kThreads / kWarp];
 #pragma unroll
   for (int distance = kWarp / 2; distance > 0; distance /= 2) {
@@ -66,7 +54,7 @@ __device__ void finish(const Launch& launch) {
     for (int64_t i = threadIdx.x; i < count; i += kThreads) {
       squares += __ldcg(partials + i);
     }
-    squares = reduced(squares, Sum{});
+    squares = reduced(squares, sum);
   }
   if (threadIdx.x != 0) {
     return;
@@ -93,11 +81,6 @@ __device__ void finish(const Launch& launch) {
   header[kPeak] = 0;
 }
 
-__device__ void raise_peak(int64_t* header, double used) {
-  atomicMax(reinterpret_cast<unsigned long long*>(header + kPeak),
-            static_cast<unsigned long long>(magnitude(used)));
-}
-
 template <class Format, bool kWrite, bool kNorm, bool kCoefficient, bool kPairs>
 __global__ void __launch_bounds__(kThreads, kLeastProgramsPerSm) pass(const Launch launch) {
   __shared__ bool is_last;
@@ -117,7 +100,7 @@ __global__ void __launch_bounds__(kThreads, kLeastProgramsPerSm) pass(const Laun
     gatherer.wide = wide;
     take_chunk<Format>(gatherer, address, bytes);
     if (kNorm) {
-      const double squares = reduced(gatherer.squares, Sum{});
+      const double squares = reduced(gatherer.squares, sum);
       gatherer.squares = 0;
       if (threadIdx.x == 0) {
         reinterpret_cast<double*>(header + launch.partials)[chunk] = squares;
@@ -130,17 +113,17 @@ __global__ void __launch_bounds__(kThreads, kLeastProgramsPerSm) pass(const Laun
     if (!std::isfinite(used)) {
       mark(launch.marks + parameter * kMarkWords, *launch.now + 1, std::isnan(used));
       // So that the next tensor is judged by itself; a peak that passes may stay.
-      raise_peak(header, used);
+      raise(header + kPeak, magnitude(static_cast<double>(used)));
       gatherer.peak = 0;
     }
   };
   for_chunks<kPairs>(header + launch.segment, static_cast<int>(launch.chunks), visit);
 
-  const auto peak = reduced(gatherer.peak, Max{});
+  const auto peak = reduced(gatherer.peak, larger);
   if (threadIdx.x == 0) {
     const auto used = used_peak<Format, !kPairs>(peak, launch.how, gatherer.factor);
     if (kNorm || !std::isfinite(used)) {
-      raise_peak(header, used);
+      raise(header + kPeak, magnitude(static_cast<double>(used)));
     }
     is_last = false;
     if (launch.epilogue) {
