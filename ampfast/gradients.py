@@ -197,7 +197,7 @@ def run(
         flags[device] = kernels.run(
             each,
             work._replace(
-                factor=factor_on(device) if work.how else None,
+                factor=factor_on(device) if work.how is not Factor.NONE else None,
                 found_inf=flags.get(device),
                 coefficient=coefficient_on(device),
                 sums=row,

@@ -7,8 +7,6 @@ from typing import Any
 
 from torch.amp.grad_scaler import _refresh_per_optimizer_state
 
-__all__ = ["original_methods"]
-
 
 def original_methods(kind: type, *names: str) -> dict[str, Callable[..., Any] | None]:
     """Returns methods as they are now: what replaces one later, on the class too, is a hook.

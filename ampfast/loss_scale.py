@@ -27,8 +27,6 @@ from ampfast.policies import (
 )
 from ampfast.report import History, ScalerStats, empty_history
 
-__all__ = ["Limits", "LossScale", "entry_of", "require_static"]
-
 _ON_MIN_SCALE = ("ignore", "warn", "raise")
 _REFILLS = ("growth", "finite_step")
 

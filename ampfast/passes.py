@@ -28,17 +28,6 @@ else:
     # torch's own class, also where an earlier import of ampfast has patched its name.
     TorchGradScaler = getattr(torch.amp.GradScaler, "_stands_for", torch.amp.GradScaler)
 
-__all__ = [
-    "AGREEMENT",
-    "NEW",
-    "READY",
-    "STEPPED",
-    "UNSCALED",
-    "Flags",
-    "Passes",
-    "fresh_entry",
-    "mark_unscaled",
-]
 
 Flags = dict[Any, Tensor]
 

@@ -152,7 +152,7 @@ struct Gradients {
   std::optional<Walk> walk;
 
   Gradients(PyObject* optimizer, PyObject* pass, bool writes, bool allow_fp16) {
-    PyObject* factor = PyTuple_GET_ITEM(pass, 2);
+    PyObject* factor = PyTuple_GET_ITEM(pass, Pass::kFactor);
     if (!kHasLock || (factor != Py_None && scalar_of(factor, at::kFloat) == nullptr)) {
       return;
     }
