@@ -2,41 +2,74 @@
 #include "instruction_set.h"
 
 #include <atomic>
+#include <cstdlib>
+#include <cstring>
+#include <limits>
 #include <stdexcept>
 #include <type_traits>
 
 #include "../element.h"
 #include "../track.h"
-#include "half.h"
 
-#if (defined(__x86_64__) || defined(__i386__)) && (defined(__GNUC__) || defined(__clang__))
-#define AMPFAST_HAS_AVX2
+#if defined(__x86_64__) && defined(__GNUC__)
+#define AMPFAST_X86
 #include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
 #endif
 
 namespace ampfast::cpu {
 
+struct BFloat16 {
+  uint16_t bits;
+};
+
+struct Half {
+  uint16_t bits;
+};
+
+#ifdef __GNUC__
+#define AMPFAST_REGISTER 16
+#else
+#define AMPFAST_REGISTER 0
+#endif
 namespace baseline {
+// clang-format off: the order
+#include "vectors.h"
 #include "loops.h"
 }  // namespace baseline
 
-#ifdef AMPFAST_HAS_AVX2
-#if defined(__clang__)
-#pragma clang attribute push(__attribute__((target("avx2,f16c"))), apply_to = function)
+#ifdef AMPFAST_X86
+
+#define AMPFAST_PRAGMA(text) _Pragma(#text)
+#ifdef __clang__
+#define AMPFAST_BEGIN(set) \
+  AMPFAST_PRAGMA(clang attribute push(__attribute__((target(set))), apply_to = function))
+#define AMPFAST_END AMPFAST_PRAGMA(clang attribute pop)
 #else
-#pragma GCC push_options
-#pragma GCC target("avx2,f16c")
+#define AMPFAST_BEGIN(set) AMPFAST_PRAGMA(GCC push_options) AMPFAST_PRAGMA(GCC target(set))
+#define AMPFAST_END AMPFAST_PRAGMA(GCC pop_options)
 #endif
-#define AMPFAST_AVX2
+
+#undef AMPFAST_REGISTER
+#define AMPFAST_REGISTER 32
+AMPFAST_BEGIN("avx2,f16c")
 namespace avx2 {
+#include "vectors.h"
 #include "loops.h"
 }  // namespace avx2
-#undef AMPFAST_AVX2
-#if defined(__clang__)
-#pragma clang attribute pop
-#else
-#pragma GCC pop_options
-#endif
+AMPFAST_END
+
+#undef AMPFAST_REGISTER
+#define AMPFAST_REGISTER 64
+AMPFAST_BEGIN("avx512f,avx512bw,avx512dq,avx512vl,bmi2")
+namespace avx512 {
+#include "vectors.h"
+#include "loops.h"
+}  // namespace avx512
+AMPFAST_END
+// clang-format on
+
 #endif
 
 namespace {
@@ -50,9 +83,13 @@ struct InstructionSet {
 const std::vector<InstructionSet>& instruction_sets() {
   static const std::vector<InstructionSet> found = [] {
     std::vector<InstructionSet> sets{{"baseline", baseline::kLoops}};
-#ifdef AMPFAST_HAS_AVX2
+#ifdef AMPFAST_X86
     if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c")) {
       sets.insert(sets.begin(), {"avx2", avx2::kLoops});
+    }
+    if (__builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
+        __builtin_cpu_supports("avx512vl")) {
+      sets.insert(sets.begin(), {"avx512", avx512::kLoops});
     }
 #endif
     return sets;
