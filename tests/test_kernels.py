@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import math
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -48,6 +51,19 @@ def test_every_named_capability_can_be_chosen() -> None:
     with pytest.raises(ValueError, match="pentium"):
         _C.set_cpu_capability("pentium")
     assert _C.cpu_capability() == before
+
+
+@pytest.mark.parametrize("name", [*CAPABILITIES, "pentium"])
+def test_the_environment_chooses_a_capability(name: str) -> None:
+    script = "from ampfast.backends import core; print(core.cpu_capability())"
+    environment = {**os.environ, "AMPFAST_CPU_CAPABILITY": name}
+    command = [sys.executable, "-c", script]
+    said = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    if name in CAPABILITIES:
+        assert said.stdout == f"{name}\n"
+    else:
+        assert "ImportError: " in said.stderr
+        assert "this machine has no CPU capability 'pentium'" in said.stderr
 
 
 @pytest.mark.parametrize("inverse", [0.5, 1.0, 1 / 3])

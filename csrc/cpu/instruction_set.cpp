@@ -11,10 +11,12 @@
 #include "../element.h"
 #include "../track.h"
 
-#if defined(__x86_64__) && defined(__GNUC__)
+// AMPFAST_SCALAR is for tests of what other compilers get.
+#if defined(__x86_64__) && defined(__GNUC__) && !defined(AMPFAST_SCALAR)
 #define AMPFAST_X86
 #include <immintrin.h>
-#elif defined(__aarch64__)
+#elif defined(__aarch64__) && defined(__GNUC__) && !defined(AMPFAST_SCALAR)
+#define AMPFAST_NEON
 #include <arm_neon.h>
 #endif
 
@@ -28,7 +30,7 @@ struct Half {
   uint16_t bits;
 };
 
-#ifdef __GNUC__
+#if defined(__GNUC__) && !defined(AMPFAST_SCALAR)
 #define AMPFAST_REGISTER 16
 #else
 #define AMPFAST_REGISTER 0
@@ -79,16 +81,22 @@ struct InstructionSet {
   const Loops* loops;
 };
 
+#ifdef AMPFAST_NEON
+constexpr const char* kBaseline = "neon";  // which every aarch64 has
+#else
+constexpr const char* kBaseline = "baseline";
+#endif
+
 // What this machine can run, best first.
 const std::vector<InstructionSet>& instruction_sets() {
   static const std::vector<InstructionSet> found = [] {
-    std::vector<InstructionSet> sets{{"baseline", baseline::kLoops}};
+    std::vector<InstructionSet> sets{{kBaseline, baseline::kLoops}};
 #ifdef AMPFAST_X86
     if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c")) {
       sets.insert(sets.begin(), {"avx2", avx2::kLoops});
     }
     if (__builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
-        __builtin_cpu_supports("avx512vl")) {
+        __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("bmi2")) {
       sets.insert(sets.begin(), {"avx512", avx512::kLoops});
     }
 #endif
@@ -97,8 +105,20 @@ const std::vector<InstructionSet>& instruction_sets() {
   return found;
 }
 
+const InstructionSet* set_of(const std::string& name) {
+  for (const InstructionSet& set : instruction_sets()) {
+    if (name == set.name) {
+      return &set;
+    }
+  }
+  throw std::invalid_argument("this machine has no CPU capability '" + name + "'");
+}
+
 std::atomic<const InstructionSet*>& chosen() {
-  static std::atomic<const InstructionSet*> set{&instruction_sets().front()};
+  static std::atomic<const InstructionSet*> set = [] {
+    const char* name = std::getenv("AMPFAST_CPU_CAPABILITY");
+    return name != nullptr ? set_of(name) : &instruction_sets().front();
+  }();
   return set;
 }
 
@@ -116,14 +136,6 @@ std::vector<std::string> capabilities() {
   return names;
 }
 
-void set_capability(const std::string& name) {
-  for (const InstructionSet& set : instruction_sets()) {
-    if (name == set.name) {
-      chosen() = &set;
-      return;
-    }
-  }
-  throw std::invalid_argument("this machine has no CPU capability '" + name + "'");
-}
+void set_capability(const std::string& name) { chosen() = set_of(name); }
 
 }  // namespace ampfast::cpu

@@ -122,7 +122,7 @@ AMPFAST_INLINE Floats widen(Halves bits, Half /*tag*/) {
   return as<Floats>(_mm512_maskz_cvtph_ps(kAll, as<__m256i>(bits)));
 #elif AMPFAST_REGISTER == 32
   return as<Floats>(_mm256_cvtph_ps(as<__m128i>(bits)));
-#elif defined(__aarch64__)
+#elif defined(AMPFAST_NEON)
   return as<Floats>(vcvt_f32_f16(as<float16x4_t>(bits)));
 #else
   const Words all = widen_bits(bits);
@@ -142,7 +142,7 @@ AMPFAST_INLINE Halves narrow(Floats value, Half /*tag*/) {
   return as<Halves>(_mm512_maskz_cvtps_ph(kAll, as<__m512>(value), _MM_FROUND_TO_NEAREST_INT));
 #elif AMPFAST_REGISTER == 32
   return as<Halves>(_mm256_cvtps_ph(as<__m256>(value), _MM_FROUND_TO_NEAREST_INT));
-#elif defined(__aarch64__)
+#elif defined(AMPFAST_NEON)
   return as<Halves>(vcvt_f16_f32(as<float32x4_t>(value)));
 #else
   const Words bits = as<Words>(value);
