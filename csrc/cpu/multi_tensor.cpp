@@ -25,6 +25,9 @@ std::atomic<int64_t> grain{1024 * 1024};
 // late, as where every core is busy, delays nobody.
 constexpr int64_t kTicket = 4;
 
+// Between small tensors processors foresee no address.
+constexpr int64_t kSpansAhead = 8;
+
 // In a forked child the threads of OpenMP are gone, and waiting for them would not end.
 std::atomic<bool> forked{false};
 #ifndef _WIN32
@@ -72,6 +75,10 @@ void for_each_chunk(const DtypeList& list, Writes writes, const Body& body) {
     };
     auto span = std::upper_bound(list.spans.begin(), list.spans.end(), chunk, is_before) - 1;
     for (; chunk < end; ++span) {
+      if (list.spans.end() - span > kSpansAhead) {
+        prefetch(span[kSpansAhead].address, 1);
+        prefetch(span[kSpansAhead].wide, 1);
+      }
       int64_t offset = (chunk - span->first_chunk) * kChunk;
       for (; offset < span->numel && chunk < end; offset += kChunk) {
         const int64_t numel = std::min(kChunk, span->numel - offset);
