@@ -31,9 +31,10 @@ HALF_COPY = "copy of half"
 # The largest value of memory in one piece.
 READ = "read"
 PATHS = (CHECK, UNSCALE, UPDATE)
-# Of `torch_calls` and `launches` alone: a check with the 2-norm; that and a multiplication by the
-# clip coefficient, which is 1.
+# A check with the 2-norm.
 NORM = "norm"
+# Of `torch_calls` and `launches` alone: that and a multiplication by the clip coefficient, which is
+# 1.
 CLIP = "norm and clip"
 # Comma-separated backends to leave out, such as those whose results were wrong before.
 WITHOUT = "AMPFAST_BENCH_WITHOUT"
@@ -169,6 +170,7 @@ def public_calls(name: str, device: torch.device, scalars: Scalars) -> Calls:
         UPDATE: lambda gradients, turn: functional.unscale_and_update_(
             gradients, s.found_inf, s.scales[turn], s.trackers[turn], *FACTORS
         ),
+        NORM: lambda gradients, turn: functional.grad_norm(gradients, inv_scale=s.inverses[turn]),
     }
     return Calls(name, lambda gradients: gradients, paths)
 
