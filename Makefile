@@ -36,7 +36,7 @@ DOCS := $(PYTHON)
 endif
 
 CSRC := $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
-OTHER_CPP := $(wildcard tests/aarch64/*.cpp tools/ptx_emulator/ptx_emulator/src/* tests/support/*.cpp tests/support/include/c10/cuda/*)
+OTHER_CPP := $(wildcard tests/loops/*.cpp tools/ptx_emulator/ptx_emulator/src/* tests/support/*.cpp tests/support/include/c10/cuda/*)
 # In parallel, where pytest-xdist is installed.
 PARALLEL = $(if $(shell $(RUN) -c 'import xdist' 2>/dev/null && echo yes),\
 	-n auto --dist loadgroup --no-loadscope-reorder)
@@ -119,7 +119,7 @@ format: | $(READY)  ## format every file
 build: build/built  ## build the extension in place
 
 test-aarch64: build/built  ## compile the core for aarch64 and run its loops under qemu, where these are installed
-	$(RUN) -m pytest -rs tests/aarch64 $(ARGS)
+	$(RUN) -m pytest -rs tests/loops $(ARGS)
 
 test-triton36: build/built build/triton36/.installed  ## test the kernels under the oldest Triton
 	@$(MAKE) --no-print-directory --keep-going --jobs=2 --output-sync \

@@ -11,6 +11,7 @@ import pytest
 import torch
 from support.comparison import BITS, FLOATS, assert_same
 from support.gradients import LAYOUTS, WRITABLE_LAYOUTS, make_gradient
+from support.kernel_calls import grads_of
 from support.kernel_parity import (
     CHUNK,
     available_gibibytes,
@@ -23,9 +24,12 @@ from support.kernel_parity import (
     reference_norms,
     storage,
     torch_unscale_,
+    wide,
 )
 
 from ampfast import _C, functional
+from ampfast.backends import cpu
+from ampfast.backends.core import Factor, Pass
 
 CAPABILITIES = tuple(_C.cpu_capabilities())
 CHUNK_SIZES = (CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK + 3)
@@ -299,6 +303,21 @@ def test_inverse_that_is_not_finite(capability: str, dtype: torch.dtype, inverse
         check_parity(lambda values=values: [torch.tensor(values, dtype=dtype)], inverse)
 
 
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_no_nan_of_a_factor_is_rounded_away(capability: str, dtype: torch.dtype) -> None:
+    # A sum of all bits and of what rounds them overflows.
+    every = torch.tensor([2**31 - 1, -1], dtype=torch.int32).view(torch.float32)
+    factors = [(nan, wide(1.0)) for nan in every]
+    factors += [
+        (flag(0.5), torch.tensor(nan, dtype=torch.int64).view(torch.float64))
+        for nan in (-1, 2**63 - 1)
+    ]
+    for factor, coefficient in factors:
+        grad = torch.full((70,), 2.0, dtype=dtype)
+        cpu.run(grads_of([grad]), Pass(True, Factor.TIMES, factor, coefficient=coefficient))
+        assert grad.isnan().all()
+
+
 def test_found_inf_is_accumulated_never_reset(capability: str) -> None:
     for start in (0.0, 1.0, 2.0, 0.5):
         for bad in (1.0, math.inf):
@@ -362,9 +381,9 @@ def test_norms_of_every_magnitude(
     capability: str, dtype: torch.dtype, inverse: float, flushes: bool
 ) -> None:
     for grad in magnitudes(dtype):
-        wide = grad.to(torch.promote_types(dtype, torch.float32))
-        both = torch.cat([wide, wide * flag(inverse)]).abs()
-        if flushes and ((both > 0) & (both < torch.finfo(wide.dtype).smallest_normal)).any():
+        values = grad.to(torch.promote_types(dtype, torch.float32))
+        both = torch.cat([values, values * flag(inverse)]).abs()
+        if flushes and ((both > 0) & (both < torch.finfo(values.dtype).smallest_normal)).any():
             continue  # may be zeros, as in torch
         want, _ = reference_norms([grad], inverse)
         torch.set_flush_denormal(flushes)

@@ -1,4 +1,4 @@
-"""The core on aarch64: compiled against torch's headers, and its loops run under qemu."""
+"""The loops of the CPU kernels alone: sanitized, scalar, and on aarch64, for which all compiles."""
 
 from __future__ import annotations
 
@@ -63,6 +63,13 @@ def ours(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 def test_scalar_loops_have_the_same_bits(ours: dict[str, str], tmp_path: Path) -> None:
     """Those of a compiler without vectors."""
     assert digests(tmp_path, HERE, "-DAMPFAST_SCALAR") == {"baseline": ours}
+
+
+def test_sanitized_loops_have_the_same_bits(ours: dict[str, str], tmp_path: Path) -> None:
+    """Under AddressSanitizer and UBSan, over blocks with nothing behind them."""
+    sanitized = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-O1")
+    found = digests(tmp_path, HERE, *sanitized)
+    assert found == dict.fromkeys(_C.cpu_capabilities(), ours)
 
 
 @needs_cross
