@@ -11,30 +11,32 @@
 #include "../element.h"
 #include "../track.h"
 
-// AMPFAST_SCALAR is for tests of what other compilers get.
-#if defined(__x86_64__) && defined(__GNUC__) && !defined(AMPFAST_SCALAR)
+// AMPFAST_SCALAR is for tests of what compilers without vectors get.
+#if defined(__GNUC__) && !defined(AMPFAST_SCALAR)
+#define AMPFAST_REGISTER 16
+#if defined(__x86_64__)
 #define AMPFAST_X86
 #include <immintrin.h>
-#elif defined(__aarch64__) && defined(__GNUC__) && !defined(AMPFAST_SCALAR)
+#elif defined(__aarch64__)
 #define AMPFAST_NEON
 #include <arm_neon.h>
+#endif
+#define AMPFAST_INLINE __attribute__((always_inline)) inline
+#define AMPFAST_VECTOR(bytes) __attribute__((vector_size(bytes)))
+#define AMPFAST_CONVERT(value, type) __builtin_convertvector(value, type)
+#else
+#define AMPFAST_REGISTER 0
+#define AMPFAST_INLINE inline
+#define AMPFAST_VECTOR(bytes)
+#define AMPFAST_CONVERT(value, type) static_cast<type>(value)
 #endif
 
 namespace ampfast::cpu {
 
-struct BFloat16 {
-  uint16_t bits;
-};
+// Elements as bits.
+enum class Half : uint16_t {};
+enum class BFloat16 : uint16_t {};
 
-struct Half {
-  uint16_t bits;
-};
-
-#if defined(__GNUC__) && !defined(AMPFAST_SCALAR)
-#define AMPFAST_REGISTER 16
-#else
-#define AMPFAST_REGISTER 0
-#endif
 namespace baseline {
 // clang-format off: the order
 #include "vectors.h"
@@ -81,16 +83,14 @@ struct InstructionSet {
   const Loops* loops;
 };
 
-#ifdef AMPFAST_NEON
-constexpr const char* kBaseline = "neon";  // which every aarch64 has
-#else
-constexpr const char* kBaseline = "baseline";
-#endif
-
 // What this machine can run, best first.
 const std::vector<InstructionSet>& instruction_sets() {
   static const std::vector<InstructionSet> found = [] {
-    std::vector<InstructionSet> sets{{kBaseline, baseline::kLoops}};
+#ifdef AMPFAST_NEON
+    std::vector<InstructionSet> sets{{"neon", baseline::kLoops}};  // which every aarch64 has
+#else
+    std::vector<InstructionSet> sets{{"baseline", baseline::kLoops}};
+#endif
 #ifdef AMPFAST_X86
     if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c")) {
       sets.insert(sets.begin(), {"avx2", avx2::kLoops});

@@ -1,17 +1,7 @@
 // Registers of one instruction set, and the 16-bit types in them; included once per set, in a
 // namespace of its own and under the matching target, so there is no include guard.
-// AMPFAST_REGISTER is the size of a register in bytes; 0, as for a compiler without vectors, makes
-// registers of one element, for which the same expressions are scalar.
-
-#if AMPFAST_REGISTER
-#define AMPFAST_INLINE __attribute__((always_inline)) inline
-#define AMPFAST_VECTOR(bytes) __attribute__((vector_size(bytes)))
-#define AMPFAST_CONVERT(value, type) __builtin_convertvector(value, type)
-#else
-#define AMPFAST_INLINE inline
-#define AMPFAST_VECTOR(bytes)
-#define AMPFAST_CONVERT(value, type) static_cast<type>(value)
-#endif
+// AMPFAST_REGISTER is the size of a register in bytes; 0 makes registers of one element, for which
+// the same expressions are scalar.
 
 template <class T>
 struct VectorOf {
@@ -84,15 +74,11 @@ AMPFAST_INLINE void copy_part(void* to, const void* from, size_t bytes) {
 #endif
 }
 
-// GCC takes several instructions for a conversion of vectors, and warns of the registers that
-// unmasked intrinsics leave undefined.
-#if AMPFAST_REGISTER == 64
-constexpr __mmask16 kAll = 0xffff;
-#endif
-
+// GCC takes several instructions for a conversion of vectors, and warns of registers that
+// intrinsics without a mask leave undefined.
 AMPFAST_INLINE Words widen_bits(Halves bits) {
 #if AMPFAST_REGISTER == 64
-  return as<Words>(_mm512_maskz_cvtepu16_epi32(kAll, as<__m256i>(bits)));
+  return as<Words>(_mm512_maskz_cvtepu16_epi32(0xffff, as<__m256i>(bits)));
 #elif AMPFAST_REGISTER == 32
   return as<Words>(_mm256_cvtepu16_epi32(as<__m128i>(bits)));
 #else
@@ -119,7 +105,7 @@ AMPFAST_INLINE Halves narrow(Floats value, BFloat16 /*tag*/) {
 
 AMPFAST_INLINE Floats widen(Halves bits, Half /*tag*/) {
 #if AMPFAST_REGISTER == 64
-  return as<Floats>(_mm512_maskz_cvtph_ps(kAll, as<__m256i>(bits)));
+  return as<Floats>(_mm512_maskz_cvtph_ps(0xffff, as<__m256i>(bits)));
 #elif AMPFAST_REGISTER == 32
   return as<Floats>(_mm256_cvtph_ps(as<__m128i>(bits)));
 #elif defined(AMPFAST_NEON)
@@ -139,7 +125,7 @@ AMPFAST_INLINE Floats widen(Halves bits, Half /*tag*/) {
 // Rounds to nearest, ties to even.
 AMPFAST_INLINE Halves narrow(Floats value, Half /*tag*/) {
 #if AMPFAST_REGISTER == 64
-  return as<Halves>(_mm512_maskz_cvtps_ph(kAll, as<__m512>(value), _MM_FROUND_TO_NEAREST_INT));
+  return as<Halves>(_mm512_maskz_cvtps_ph(0xffff, as<__m512>(value), _MM_FROUND_TO_NEAREST_INT));
 #elif AMPFAST_REGISTER == 32
   return as<Halves>(_mm256_cvtps_ph(as<__m256>(value), _MM_FROUND_TO_NEAREST_INT));
 #elif defined(AMPFAST_NEON)

@@ -112,13 +112,16 @@ void print(const Format& format, const Loops& loops, const std::string& set) {
         if (loops.widen == nullptr) {
           continue;
         }
+        // Also to places that are no multiple of a register.
+        const size_t shift = numel % 3;
         for (const bool streams : {false, true}) {
-          std::vector<char> floats(numel * sizeof(float));
-          auto* values = reinterpret_cast<float*>(floats.data());
+          std::vector<char> floats((numel + shift) * sizeof(float));
+          auto* values = reinterpret_cast<float*>(floats.data()) + shift;
           wide.add(loops.widen(data.data(), values, numel, factor, coefficient, streams));
           kFormats[0].add(wide, floats);
-          loops.narrow(copy.data(), values, numel, streams);
-          format.add(narrow, copy);
+          std::vector<char> halves(data.size() + shift * format.size);
+          loops.narrow(halves.data() + shift * format.size, values, numel, streams);
+          format.add(narrow, halves);
         }
       }
     }
