@@ -36,7 +36,7 @@ DOCS := $(PYTHON)
 endif
 
 CSRC := $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
-PTX_EMULATOR := $(wildcard tools/ptx_emulator/ptx_emulator/src/* tests/support/*.cpp tests/support/include/c10/cuda/*)
+OTHER_CPP := $(wildcard tests/loops/*.cpp tools/ptx_emulator/ptx_emulator/src/* tests/support/*.cpp tests/support/include/c10/cuda/*)
 # In parallel, where pytest-xdist is installed.
 PARALLEL = $(if $(shell $(RUN) -c 'import xdist' 2>/dev/null && echo yes),\
 	-n auto --dist loadgroup --no-loadscope-reorder)
@@ -54,8 +54,8 @@ endef
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .PHONY: FORCE bench bench-compare build build-cuda check clean coverage demo distclean docs format \
-	gpu help hostile lint mutants notebook python quick smoke test test-all test-sweeps test-trainers \
-	test-triton36 triton36-compiled triton36-interpreted triton36-run types wheels
+	gpu help hostile lint mutants notebook python quick smoke test test-aarch64 test-all test-sweeps \
+	test-trainers test-triton36 triton36-compiled triton36-interpreted triton36-run types wheels
 
 help:  ## show this list
 	@sed -n 's/^\([a-z0-9-]*\):.*## /  make \1: /p' $(MAKEFILE_LIST)
@@ -106,7 +106,7 @@ lint: | $(READY)  ## the part of check that needs no torch
 	$(RUN) -m ruff check .
 	$(RUN) -m ruff format --check .
 	$(RUN) -c 'from importlinter.cli import lint_imports_command; lint_imports_command()' --no-cache
-	$(CLANG_FORMAT) --dry-run -Werror $(CSRC) $(PTX_EMULATOR)
+	$(CLANG_FORMAT) --dry-run -Werror $(CSRC) $(OTHER_CPP)
 
 types: | $(READY)  ## the other part
 	$(RUN) -m mypy
@@ -114,9 +114,12 @@ types: | $(READY)  ## the other part
 format: | $(READY)  ## format every file
 	$(RUN) -m ruff check --fix-only .
 	$(RUN) -m ruff format .
-	$(CLANG_FORMAT) -i $(CSRC) $(PTX_EMULATOR)
+	$(CLANG_FORMAT) -i $(CSRC) $(OTHER_CPP)
 
 build: build/built  ## build the extension in place
+
+test-aarch64: build/built  ## compile the core for aarch64 and run its loops under qemu, where these are installed
+	$(RUN) -m pytest -rs tests/loops $(ARGS)
 
 test-triton36: build/built build/triton36/.installed  ## test the kernels under the oldest Triton
 	@$(MAKE) --no-print-directory --keep-going --jobs=2 --output-sync \

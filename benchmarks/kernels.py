@@ -16,7 +16,7 @@ from .cases import CASES, GradCase, make_gradients
 from .device_time import GRAPH_BELOW_BYTES
 from .harness import Contender, Job, Measured, Setting
 from .machine import cache_bytes, require_memory
-from .providers import COPY, HALF_COPY, Calls, Scalars, moved_bytes
+from .providers import COPY, HALF_COPY, NORM, PATHS, Calls, Scalars, moved_bytes
 from .timing import dtype_name, time_contenders
 
 # float64 gradients are rare, and would take a third of the time of all.
@@ -30,6 +30,8 @@ GPU_CASES = (
 )
 GPU_QUICK_CASES = ("1000x1k", "10000x256", "bert_large", "gpt2_124m")
 
+# Relative tolerance of a norm, as docs/kernels.md has it.
+NORM_TOLERANCE = 3e-7
 MAX_LISTS = 64
 # Gradients, both ends of a copy, and a copy to look for drift; or three lists to compare.
 MEMORY_OF_LISTS = 4
@@ -71,6 +73,10 @@ def measure(case: GradCase, dtype: torch.dtype, on: Setting) -> Measured:
     for name in names:
         providers.assert_parity(case, dtype, device, name)
 
+    # The part "decisive" has norms on a GPU.
+    paths = PATHS if queue else (*PATHS, NORM)
+    if queue is None:
+        assert_norm(case, dtype, names[0])
     scalars = Scalars.make(device)
     torchs = [providers.torch_calls(scalars)] if takes else []
     calls = torchs + [providers.public_calls(name, device, scalars) for name in names]
@@ -84,7 +90,7 @@ def measure(case: GradCase, dtype: torch.dtype, on: Setting) -> Measured:
     # a small one has left the cache.
     for lists in dict.fromkeys(rotations):
         gradients = Lists(case, dtype, device, lists)
-        contenders = gradients.contenders(repeated) + gradients.copies()
+        contenders = gradients.contenders(repeated, paths) + gradients.copies()
         timed = time_contenders(
             *("kernels", case, dtype, contenders, on),
             lists=lists,
@@ -101,6 +107,20 @@ def measure(case: GradCase, dtype: torch.dtype, on: Setting) -> Measured:
         for name in names:
             measured.goals += goals.of_kernels(timed, name)
     return measured
+
+
+def assert_norm(case: GradCase, dtype: torch.dtype, name: str) -> None:
+    """Compares the norm of unscaled gradients on the CPU with that in float64."""
+    device = torch.device("cpu")
+    gradients = make_gradients(case, dtype, device)
+    norms = [torch.linalg.vector_norm(tensor, dtype=torch.float64) for tensor in gradients]
+    exact = torch.linalg.vector_norm(torch.stack(norms)).item() / 2
+    calls = providers.public_calls(name, device, Scalars.make(device))
+    norm = math.sqrt(calls.paths[NORM](gradients, 0)[0])
+    if abs(norm - exact) > NORM_TOLERANCE * exact:
+        raise AssertionError(
+            f"{case.name} {dtype_name(dtype)}: the norm by {name} is {norm}, not {exact}"
+        )
 
 
 def lists_beyond_cache(list_bytes: int, device: torch.device, most: int = MAX_LISTS) -> int:

@@ -2,41 +2,78 @@
 #include "instruction_set.h"
 
 #include <atomic>
+#include <cstdlib>
+#include <cstring>
+#include <limits>
 #include <stdexcept>
 #include <type_traits>
 
 #include "../element.h"
 #include "../track.h"
-#include "half.h"
 
-#if (defined(__x86_64__) || defined(__i386__)) && (defined(__GNUC__) || defined(__clang__))
-#define AMPFAST_HAS_AVX2
+// AMPFAST_SCALAR is for tests of what compilers without vectors get.
+#if defined(__GNUC__) && !defined(AMPFAST_SCALAR)
+#define AMPFAST_REGISTER 16
+#if defined(__x86_64__)
+#define AMPFAST_X86
 #include <immintrin.h>
+#elif defined(__aarch64__)
+#define AMPFAST_NEON
+#include <arm_neon.h>
+#endif
+#define AMPFAST_INLINE __attribute__((always_inline)) inline
+#define AMPFAST_VECTOR(bytes) __attribute__((vector_size(bytes)))
+#define AMPFAST_CONVERT(value, type) __builtin_convertvector(value, type)
+#else
+#define AMPFAST_REGISTER 0
+#define AMPFAST_INLINE inline
+#define AMPFAST_VECTOR(bytes)
+#define AMPFAST_CONVERT(value, type) static_cast<type>(value)
 #endif
 
 namespace ampfast::cpu {
 
+// Elements as bits.
+enum class Half : uint16_t {};
+enum class BFloat16 : uint16_t {};
+
 namespace baseline {
+// clang-format off: the order
+#include "vectors.h"
 #include "loops.h"
 }  // namespace baseline
 
-#ifdef AMPFAST_HAS_AVX2
-#if defined(__clang__)
-#pragma clang attribute push(__attribute__((target("avx2,f16c"))), apply_to = function)
+#ifdef AMPFAST_X86
+
+#define AMPFAST_PRAGMA(text) _Pragma(#text)
+#ifdef __clang__
+#define AMPFAST_BEGIN(set) \
+  AMPFAST_PRAGMA(clang attribute push(__attribute__((target(set))), apply_to = function))
+#define AMPFAST_END AMPFAST_PRAGMA(clang attribute pop)
 #else
-#pragma GCC push_options
-#pragma GCC target("avx2,f16c")
+#define AMPFAST_BEGIN(set) AMPFAST_PRAGMA(GCC push_options) AMPFAST_PRAGMA(GCC target(set))
+#define AMPFAST_END AMPFAST_PRAGMA(GCC pop_options)
 #endif
-#define AMPFAST_AVX2
+
+#undef AMPFAST_REGISTER
+#define AMPFAST_REGISTER 32
+AMPFAST_BEGIN("avx2,f16c")
 namespace avx2 {
+#include "vectors.h"
 #include "loops.h"
 }  // namespace avx2
-#undef AMPFAST_AVX2
-#if defined(__clang__)
-#pragma clang attribute pop
-#else
-#pragma GCC pop_options
-#endif
+AMPFAST_END
+
+#undef AMPFAST_REGISTER
+#define AMPFAST_REGISTER 64
+AMPFAST_BEGIN("avx512f,avx512bw,avx512dq,avx512vl,bmi2")
+namespace avx512 {
+#include "vectors.h"
+#include "loops.h"
+}  // namespace avx512
+AMPFAST_END
+// clang-format on
+
 #endif
 
 namespace {
@@ -49,10 +86,18 @@ struct InstructionSet {
 // What this machine can run, best first.
 const std::vector<InstructionSet>& instruction_sets() {
   static const std::vector<InstructionSet> found = [] {
+#ifdef AMPFAST_NEON
+    std::vector<InstructionSet> sets{{"neon", baseline::kLoops}};  // which every aarch64 has
+#else
     std::vector<InstructionSet> sets{{"baseline", baseline::kLoops}};
-#ifdef AMPFAST_HAS_AVX2
+#endif
+#ifdef AMPFAST_X86
     if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c")) {
       sets.insert(sets.begin(), {"avx2", avx2::kLoops});
+    }
+    if (__builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
+        __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("bmi2")) {
+      sets.insert(sets.begin(), {"avx512", avx512::kLoops});
     }
 #endif
     return sets;
@@ -60,8 +105,20 @@ const std::vector<InstructionSet>& instruction_sets() {
   return found;
 }
 
+const InstructionSet* set_of(const std::string& name) {
+  for (const InstructionSet& set : instruction_sets()) {
+    if (name == set.name) {
+      return &set;
+    }
+  }
+  throw std::invalid_argument("this machine has no CPU capability '" + name + "'");
+}
+
 std::atomic<const InstructionSet*>& chosen() {
-  static std::atomic<const InstructionSet*> set{&instruction_sets().front()};
+  static std::atomic<const InstructionSet*> set = [] {
+    const char* name = std::getenv("AMPFAST_CPU_CAPABILITY");
+    return name != nullptr ? set_of(name) : &instruction_sets().front();
+  }();
   return set;
 }
 
@@ -79,14 +136,6 @@ std::vector<std::string> capabilities() {
   return names;
 }
 
-void set_capability(const std::string& name) {
-  for (const InstructionSet& set : instruction_sets()) {
-    if (name == set.name) {
-      chosen() = &set;
-      return;
-    }
-  }
-  throw std::invalid_argument("this machine has no CPU capability '" + name + "'");
-}
+void set_capability(const std::string& name) { chosen() = set_of(name); }
 
 }  // namespace ampfast::cpu

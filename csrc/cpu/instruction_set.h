@@ -38,8 +38,8 @@ struct Loops {
 
 const Loops& loops_for(Dtype dtype);
 
-// "avx2" or "baseline": what runs, what could, and a switch for tests. An unknown name throws
-// std::invalid_argument.
+// "avx512", "avx2" and "baseline", or "neon": what runs, what could, and a switch for tests.
+// Unknown names, also in AMPFAST_CPU_CAPABILITY, which is read first, throw std::invalid_argument.
 std::string capability();
 std::vector<std::string> capabilities();
 void set_capability(const std::string& name);

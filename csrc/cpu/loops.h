@@ -1,267 +1,266 @@
-// The loops over one contiguous block; included once per instruction set, in a namespace of its own
-// and under the matching target, so there is no include guard. AMPFAST_AVX2 tells whether AVX2
-// and F16C are that target.
+// The loops over one contiguous block; included once per instruction set, behind vectors.h.
 
-inline int32_t bits_of_magnitude(float value) { return magnitude(value); }
-inline int64_t bits_of_magnitude(double value) { return magnitude(value); }
-// Integers of that width, twice as many to a register as their floats.
-inline int16_t bits_of_magnitude(Half value) { return magnitude16(value.bits); }
-inline int16_t bits_of_magnitude(BFloat16 value) { return magnitude16(value.bits); }
+// Elements that a loop takes at a time, on every instruction set.
+constexpr int kRow = 32;
 
-// Several lanes, since every maximum waits for the one before it.
-template <class T>
-int64_t peak_bits(const void* data, int64_t numel) {
-  constexpr int kLanes = 128 / sizeof(T);
-  const T* values = static_cast<const T*>(data);
-  decltype(bits_of_magnitude(*values)) peak = 0;
+// Calls `row(from, to, count)` for every row of a block, which is only read where `to` is constant,
+// and `from`. The last row is filled up with zeros behind its `count` elements. With `streams` rows
+// are written past the caches, where that is possible.
+template <class From, class To, class Row>
+AMPFAST_INLINE void for_each_row(const From* from, To* to, int64_t numel, Row& row,
+                                 [[maybe_unused]] bool streams = false) {
+  alignas(64) From last[kRow];
+  alignas(64) std::remove_const_t<To> written[kRow];
   int64_t i = 0;
-  if (numel >= kLanes) {
-    decltype(peak) lanes[kLanes] = {};
-    for (; i + kLanes <= numel; i += kLanes) {
-      for (int lane = 0; lane < kLanes; ++lane) {
-        lanes[lane] = larger(lanes[lane], bits_of_magnitude(values[i + lane]));
+#ifdef AMPFAST_X86
+  if constexpr (!std::is_const_v<To>) {
+    if (streams && reinterpret_cast<uintptr_t>(to) % sizeof(__m128i) == 0) {
+      for (; i + kRow <= numel; i += kRow) {
+        row(from + i, written, kRow);
+        for (size_t k = 0; k < kRow; k += sizeof(__m128i) / sizeof(To)) {
+          _mm_stream_si128(reinterpret_cast<__m128i*>(to + i + k), load<__m128i>(written + k));
+        }
+      }
+      _mm_sfence();
+    }
+  }
+#endif
+  for (; i + kRow <= numel; i += kRow) {
+    row(from + i, to + i, kRow);
+  }
+  if (i < numel) {
+    const auto count = static_cast<int>(numel - i);
+    copy_part<sizeof(last), true>(last, from + i, count * sizeof(From));
+    row(last, written, count);
+    if constexpr (!std::is_const_v<To>) {
+      copy_part<sizeof(written), false>(to + i, written, count * sizeof(To));
+    }
+  }
+}
+
+// Bits of magnitudes, which are compared as signed integers of their size.
+template <class T>
+using Bits = std::conditional_t<sizeof(T) == 8, int64_t,
+                                std::conditional_t<sizeof(T) == 4, int32_t, int16_t>>;
+
+// The largest magnitude of rows.
+template <class T>
+struct Peak {
+  using Register = typename VectorOf<Bits<T>>::type;
+  static constexpr int kLanes = sizeof(Register) / sizeof(T);
+  // Two, since every maximum waits for the one before it.
+  Register even = {}, odd = {};
+
+  AMPFAST_INLINE static Register larger_at(Register most, const T* values) {
+    const Register bits = load<Register>(values) & std::numeric_limits<Bits<T>>::max();
+    return most < bits ? bits : most;
+  }
+
+  AMPFAST_INLINE void raise(const T* row) {
+    for (int k = 0; k < kRow; k += 2 * kLanes) {
+      even = larger_at(even, row + k);
+      if constexpr (kLanes < kRow) {
+        odd = larger_at(odd, row + k + kLanes);
       }
     }
-    for (const auto bits : lanes) {
-      peak = larger(peak, bits);
+  }
+
+  AMPFAST_INLINE Bits<T> bits() const {
+    Bits<T> lanes[kLanes];
+    store(lanes, even < odd ? odd : even);
+    Bits<T> largest = 0;
+    for (const Bits<T> lane : lanes) {
+      largest = larger(largest, lane);
+    }
+    return largest;
+  }
+};
+
+template <class T>
+struct Check {
+  Peak<T> peak;
+
+  AMPFAST_INLINE void operator()(const T* row, const T* /*to*/, int /*count*/) { peak.raise(row); }
+};
+
+template <class T>
+int64_t peak_bits(const void* data, int64_t numel) {
+  const T* values = static_cast<const T*>(data);
+  Check<T> check;
+  for_each_row(values, values, numel, check);
+  return check.peak.bits();
+}
+
+// In which a type is computed, and a register of it.
+template <class T>
+using Opmath = std::conditional_t<sizeof(T) == sizeof(double), double, float>;
+template <class T>
+using Wide = std::conditional_t<sizeof(T) == sizeof(double), Doubles, Floats>;
+
+template <class T>
+AMPFAST_INLINE Wide<T> widened(const T* values) {
+  if constexpr (sizeof(T) == sizeof(uint16_t)) {
+    return widen(load<Halves>(values), T{});
+  } else {
+    return load<Wide<T>>(values);
+  }
+}
+
+// Multiplies a row, by the second factor, too, if `kTwice`, and rounds each time.
+template <bool kTwice, class T>
+AMPFAST_INLINE void multiply(const T* from, T* to, Opmath<T> factor, Opmath<T> second) {
+  constexpr int kLanes = sizeof(Wide<T>) / sizeof(Opmath<T>);
+  for (int k = 0; k < kRow; k += kLanes) {
+    const Wide<T> product = widened(from + k) * factor;
+    if constexpr (sizeof(T) == sizeof(uint16_t)) {
+      const Halves rounded = narrow(product, T{});
+      store(to + k, kTwice ? narrow(widen(rounded, T{}) * second, T{}) : rounded);
+    } else {
+      store<Wide<T>>(to + k, kTwice ? product * second : product);
     }
   }
-  for (; i < numel; ++i) {
-    peak = larger(peak, bits_of_magnitude(values[i]));
-  }
-  return peak;
 }
 
-template <class T, bool kTwice>
-int64_t multiply(void* data, int64_t numel, T factor, T second) {
-  T* values = static_cast<T*>(data);
-  decltype(magnitude(*values)) peak = 0;
-  for (int64_t i = 0; i < numel; ++i) {
-    peak = larger(peak, magnitude(values[i]));
-    values[i] = kTwice ? values[i] * factor * second : values[i] * factor;
-  }
-  return peak;
-}
+constexpr uint32_t kUpper = 0xffff0000;
 
-#ifdef AMPFAST_AVX2
-
-// Multiplies 16 elements, by a second factor too if `kTwice`, rounding each time.
+// No factor may be a NaN with bits in its lower half; then no product is.
 template <bool kTwice>
-void multiply_some(Half* values, __m256 factor, __m256 second) {
-  for (int i = 0; i < 16; i += 8) {
-    __m128i* place = reinterpret_cast<__m128i*>(values + i);
-    const __m256 product = _mm256_mul_ps(_mm256_cvtph_ps(_mm_loadu_si128(place)), factor);
-    __m128i rounded = _mm256_cvtps_ph(product, _MM_FROUND_TO_NEAREST_INT);
-    if (kTwice) {
-      const __m256 again = _mm256_mul_ps(_mm256_cvtph_ps(rounded), second);
-      rounded = _mm256_cvtps_ph(again, _MM_FROUND_TO_NEAREST_INT);
-    }
-    _mm_storeu_si128(place, rounded);
-  }
-}
-
-// The upper half of each float's bits is the result, except of a NaN.
-inline __m256i rounded_to_bfloat16(__m256 value) {
-  const __m256i bits = _mm256_castps_si256(value);
-  const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
-  return _mm256_add_epi32(bits, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff)));
-}
-
-template <bool kTwice>
-__m256i bfloat16_product(__m256 value, __m256 factor, __m256 second) {
-  const __m256 product = _mm256_mul_ps(value, factor);
-  __m256 last = product;
-  if (kTwice) {
-    const __m256i upper = _mm256_set1_epi32(static_cast<int>(0xffff0000));
-    const __m256i rounded = _mm256_and_si256(rounded_to_bfloat16(product), upper);
-    last = _mm256_mul_ps(_mm256_castsi256_ps(rounded), second);
-  }
-  const __m256i is_nan = _mm256_castps_si256(_mm256_cmp_ps(product, last, _CMP_UNORD_Q));
-  return _mm256_blendv_epi8(rounded_to_bfloat16(last), _mm256_set1_epi32(0x7fc00000), is_nan);
+AMPFAST_INLINE Words bfloat16_product(Words upper, float factor, float second) {
+  const Words product = round_to_bfloat16(as<Floats>(upper) * factor);
+  return kTwice ? round_to_bfloat16(as<Floats>(product & kUpper) * second) : product;
 }
 
 // Elements of even and of odd index stay in their place: nothing has to be packed.
 template <bool kTwice>
-void multiply_some(BFloat16* values, __m256 factor, __m256 second) {
-  __m256i* place = reinterpret_cast<__m256i*>(values);
-  const __m256i bits = _mm256_loadu_si256(place);
-  const __m256i upper = _mm256_set1_epi32(static_cast<int>(0xffff0000));
-  const __m256 even = _mm256_castsi256_ps(_mm256_slli_epi32(bits, 16));
-  const __m256 odd = _mm256_castsi256_ps(_mm256_and_si256(bits, upper));
-  const __m256i even_product = bfloat16_product<kTwice>(even, factor, second);
-  const __m256i odd_product = bfloat16_product<kTwice>(odd, factor, second);
-  _mm256_storeu_si256(place,
-                      _mm256_blend_epi16(_mm256_srli_epi32(even_product, 16), odd_product, 0xaa));
-}
-
-template <class Lane>
-Lane largest_of(__m256i values) {
-  Lane lanes[sizeof(values) / sizeof(Lane)];
-  _mm256_storeu_si256(reinterpret_cast<__m256i*>(lanes), values);
-  Lane largest = 0;
-  for (const Lane lane : lanes) {
-    largest = larger(largest, lane);
+AMPFAST_INLINE void multiply(const BFloat16* from, BFloat16* to, float factor, float second) {
+  for (int k = 0; k < kRow; k += 2 * kFloats) {
+    const Words bits = load<Words>(from + k);
+    const Words even = bfloat16_product<kTwice>(bits << 16, factor, second);
+    const Words odd = bfloat16_product<kTwice>(bits & kUpper, factor, second);
+    store<Words>(to + k, (even >> 16) | (odd & kUpper));
   }
-  return largest;
 }
-
-#endif
 
 template <class T, bool kTwice>
-int64_t multiply16(void* data, int64_t numel, float inv_scale, float coefficient) {
-  T* values = static_cast<T*>(data);
-  int16_t peak = 0;
-  int64_t i = 0;
-#ifdef AMPFAST_AVX2
-  const __m256 factor = _mm256_set1_ps(inv_scale);
-  const __m256 second = _mm256_set1_ps(coefficient);
-  const __m256i mask = _mm256_set1_epi16(0x7fff);
-  __m256i peaks = _mm256_setzero_si256();
-  for (; i + 16 <= numel; i += 16) {
-    const __m256i bits = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(values + i));
-    peaks = _mm256_max_epi16(peaks, _mm256_and_si256(bits, mask));
-    multiply_some<kTwice>(values + i, factor, second);
+struct Multiply {
+  Opmath<T> factor, second;
+  Peak<T> peak;
+
+  AMPFAST_INLINE void operator()(const T* from, T* to, int /*count*/) {
+    peak.raise(from);
+    multiply<kTwice>(from, to, factor, second);
   }
-  peak = largest_of<int16_t>(peaks);
-#endif
-  for (; i < numel; ++i) {
-    peak = larger(peak, magnitude16(values[i].bits));
-    values[i] = narrow(widen(values[i]) * inv_scale, T{});
-    if (kTwice) {
-      values[i] = narrow(widen(values[i]) * coefficient, T{});
-    }
-  }
-  return peak;
+};
+
+template <class T, bool kTwice>
+int64_t unscale_times(T* values, int64_t numel, Opmath<T> factor, Opmath<T> second) {
+  constexpr Opmath<T> kNan = std::numeric_limits<Opmath<T>>::quiet_NaN();
+  Multiply<T, kTwice> times{factor == factor ? factor : kNan, second == second ? second : kNan, {}};
+  for_each_row(values, values, numel, times);
+  return times.peak.bits();
 }
 
 template <class T>
 int64_t unscale(void* data, int64_t numel, float inv_scale, double coefficient) {
-  const bool once = coefficient == 1;
-  if constexpr (sizeof(T) == 2) {
-    const float second = static_cast<float>(coefficient);
-    return once ? multiply16<T, false>(data, numel, inv_scale, second)
-                : multiply16<T, true>(data, numel, inv_scale, second);
-  } else {
-    const T second = static_cast<T>(coefficient);
-    return once ? multiply<T, false>(data, numel, inv_scale, second)
-                : multiply<T, true>(data, numel, inv_scale, second);
-  }
+  T* values = static_cast<T*>(data);
+  const auto second = static_cast<Opmath<T>>(coefficient);
+  return coefficient == 1 ? unscale_times<T, false>(values, numel, inv_scale, second)
+                          : unscale_times<T, true>(values, numel, inv_scale, second);
 }
 
-// The sum of squares of the unscaled values is taken in float64, in which those of all other types
-// are exact and cannot overflow. A fixed number of lanes gives the same bits on every instruction
-// set, and keeps the additions from waiting for one another.
-constexpr int kSumLanes = 16;
-
-inline float as_opmath(float value) { return value; }
-inline double as_opmath(double value) { return value; }
-inline float as_opmath(Half value) { return widen(value); }
-inline float as_opmath(BFloat16 value) { return widen(value); }
-
-// Adds the squares of what follows a multiple of kSumLanes elements.
+// Adds squares of unscaled values, each place of a row to a sum of its own: the same bits on every
+// instruction set.
 template <class T>
-void add_squares(const T* values, int64_t numel, float inv_scale, double* lanes) {
-  int64_t i = 0;
-  for (; i + kSumLanes <= numel; i += kSumLanes) {
-    for (int lane = 0; lane < kSumLanes; ++lane) {
-      const double value = as_opmath(values[i + lane]) * inv_scale;
-      lanes[lane] += value * value;
+struct Squares {
+  float factor;
+  Peak<T> peak;
+  Floats sums[kRow / kFloats];
+
+  AMPFAST_INLINE void operator()(const T* row, const T* /*to*/, int /*count*/) {
+    peak.raise(row);
+    for (int k = 0; k < kRow / kFloats; ++k) {
+      const Floats value = widened(row + k * kFloats) * factor;
+      sums[k] = sums[k] + value * value;
     }
   }
-  for (int lane = 0; i < numel; ++i, ++lane) {
-    const double value = as_opmath(values[i]) * inv_scale;
-    lanes[lane] += value * value;
-  }
-}
+};
 
-inline double sum_of(const double* lanes) {
-  double sum = 0;
-  for (int lane = 0; lane < kSumLanes; ++lane) {
-    sum += lanes[lane];
-  }
-  return sum;
-}
-
-#ifdef AMPFAST_AVX2
-
-inline __m256 widen8(const float* values) { return _mm256_loadu_ps(values); }
-
-inline __m256 widen8(const Half* values) {
-  return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(values)));
-}
-
-inline __m256 widen8(const BFloat16* values) {
-  const __m128i bits = _mm_loadu_si128(reinterpret_cast<const __m128i*>(values));
-  return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(bits), 16));
-}
-
-// Adds the squares of 8 unscaled values to two registers of lanes.
-inline void add_squares8(__m256 values, __m256 factor, __m256d* lanes) {
-  const __m256 product = _mm256_mul_ps(values, factor);
-  const __m256d low = _mm256_cvtps_pd(_mm256_castps256_ps128(product));
-  const __m256d high = _mm256_cvtps_pd(_mm256_extractf128_ps(product, 1));
-  lanes[0] = _mm256_add_pd(lanes[0], _mm256_mul_pd(low, low));
-  lanes[1] = _mm256_add_pd(lanes[1], _mm256_mul_pd(high, high));
-}
-
-// The largest magnitudes with those of 16 more elements, as integers of their width.
-inline __m256i raised(__m256i peaks, const float* values) {
-  const __m256i mask = _mm256_set1_epi32(0x7fffffff);
-  const __m256i* place = reinterpret_cast<const __m256i*>(values);
-  const __m256i first = _mm256_and_si256(_mm256_loadu_si256(place), mask);
-  const __m256i second = _mm256_and_si256(_mm256_loadu_si256(place + 1), mask);
-  return _mm256_max_epi32(peaks, _mm256_max_epi32(first, second));
-}
-
+// The same in float64, where squares of all other types are exact and cannot overflow.
 template <class T>
-__m256i raised(__m256i peaks, const T* values) {
-  const __m256i mask = _mm256_set1_epi16(0x7fff);
-  const __m256i bits = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(values));
-  return _mm256_max_epi16(peaks, _mm256_and_si256(bits, mask));
+struct WideSquares {
+  float factor;
+  double sums[kRow];
+
+  AMPFAST_INLINE void operator()(const T* row, const T* /*to*/, int count) {
+    Opmath<T> products[kRow];
+    constexpr int kLanes = sizeof(Wide<T>) / sizeof(Opmath<T>);
+    for (int k = 0; k < kRow; k += kLanes) {
+      store<Wide<T>>(products + k, widened(row + k) * static_cast<Opmath<T>>(factor));
+    }
+    for (int lane = 0; lane < count; ++lane) {
+      const double value = products[lane];
+      sums[lane] += value * value;
+    }
+  }
+};
+
+// In a fixed order.
+inline double sum_of(double* lanes) {
+  for (int half = kRow / 2; half > 0; half /= 2) {
+    for (int lane = 0; lane < half; ++lane) {
+      lanes[lane] += lanes[lane + half];
+    }
+  }
+  return lanes[0];
 }
 
+// Blocks of so many rows are summed in float32, hence with as many roundings at most, and added in
+// float64.
+constexpr int kRowsOfBlock = 8;
+
+// Tells whether the sums are as exact as that. They are not where squares overflow, or where more
+// than 2^-30 of them vanishes or, of at most 2^16 elements, is lost in subnormal numbers.
 template <class T>
-double squares_by_registers(const void* data, int64_t numel, float inv_scale, int64_t* peak) {
-  const T* values = static_cast<const T*>(data);
-  const __m256 factor = _mm256_set1_ps(inv_scale);
-  __m256d sums[kSumLanes / 4] = {_mm256_setzero_pd(), _mm256_setzero_pd(), _mm256_setzero_pd(),
-                                 _mm256_setzero_pd()};
-  __m256i peaks = _mm256_setzero_si256();
-  int64_t i = 0;
-  for (; i + kSumLanes <= numel; i += kSumLanes) {
-    peaks = raised(peaks, values + i);
-    add_squares8(widen8(values + i), factor, sums);
-    add_squares8(widen8(values + i + 8), factor, sums + 2);
+bool sum_in_float32(const T* values, int64_t numel, float factor, double* lanes, int64_t* peak) {
+  constexpr int64_t kBlock = kRowsOfBlock * kRow;
+  Squares<T> squares{factor, {}, {}};
+  for (int64_t i = 0; i < numel; i += kBlock) {
+    for (Floats& sum : squares.sums) {
+      sum = Floats{};
+    }
+    for_each_row(values + i, values + i, numel - i < kBlock ? numel - i : kBlock, squares);
+    float sums[kRow];
+    for (int k = 0; k < kRow; k += kFloats) {
+      store(sums + k, squares.sums[k / kFloats]);
+    }
+    for (int lane = 0; lane < kRow; ++lane) {
+      lanes[lane] += sums[lane];
+    }
   }
-  double lanes[kSumLanes];
-  for (int k = 0; k < kSumLanes / 4; ++k) {
-    _mm256_storeu_pd(lanes + 4 * k, sums[k]);
-  }
-  *peak = larger<int64_t>(*peak, largest_of<decltype(bits_of_magnitude(T{}))>(peaks));
-  *peak = larger(*peak, peak_bits<T>(values + i, numel - i));
-  add_squares(values + i, numel - i, inv_scale, lanes);
-  return sum_of(lanes);
+  const Bits<T> bits = squares.peak.bits();
+  T row[kRow] = {};
+  float products[kFloats];
+  std::memcpy(row, &bits, sizeof(bits));
+  store<Floats>(products, widened(row) * factor);
+  const float most = std::fabs(products[0]);
+  *peak = bits;
+  return most == 0 || (most >= 0x1p-40f && most < 0x1p62f);
 }
 
-#endif
-
-// In general block by block, so that the second loop over a block finds it in the cache.
 template <class T>
 double squares(const void* data, int64_t numel, float inv_scale, int64_t* peak) {
-#ifdef AMPFAST_AVX2
-  if constexpr (!std::is_same_v<T, double>) {
-    return squares_by_registers<T>(data, numel, inv_scale, peak);
-  }
-#endif
-  constexpr int64_t kBlock = 1024;
   const T* values = static_cast<const T*>(data);
-  double lanes[kSumLanes] = {};
-  for (int64_t i = 0; i < numel; i += kBlock) {
-    const int64_t count = numel - i < kBlock ? numel - i : kBlock;
-    *peak = larger(*peak, peak_bits<T>(values + i, count));
-    add_squares(values + i, count, inv_scale, lanes);
+  if constexpr (sizeof(T) < sizeof(double)) {
+    double lanes[kRow] = {};
+    if (sum_in_float32(values, numel, inv_scale, lanes, peak)) {
+      return sum_of(lanes);
+    }
+  } else {
+    *peak = peak_bits<T>(data, numel);
   }
-  return sum_of(lanes);
+  WideSquares<T> squares{inv_scale, {}};
+  for_each_row(values, values, numel, squares);
+  return sum_of(squares.sums);
 }
 
 // Of at most 2^16 - 1 elements, which 16 bits can count. Magnitudes less one, as unsigned numbers,
@@ -288,104 +287,52 @@ Counts counts(const void* data, int64_t numel) {
           number(overflowing),  number(largest),   number(static_cast<Bits>(smallest + 1))};
 }
 
-#ifdef AMPFAST_AVX2
-
-// Tells whether 32 or 16 bytes at a time may be stored past the caches.
-template <class Vector>
-bool may_stream(bool streams, const void* to) {
-  return streams && reinterpret_cast<uintptr_t>(to) % sizeof(Vector) == 0;
-}
-
-#endif
-
-// Times as many factors: where there is none, not even a subnormal is flushed.
+// Multiplies by as many factors: where there is none, not even a subnormal is flushed.
 template <class T, int kFactors>
-int64_t widen_times(const void* data, float* wide, int64_t numel, float first, float second,
-                    [[maybe_unused]] bool streams) {
-  const T* values = static_cast<const T*>(data);
-  int16_t peak = 0;
-  int64_t i = 0;
-#ifdef AMPFAST_AVX2
-  const __m256 factor = _mm256_set1_ps(first);
-  const __m256 coefficient = _mm256_set1_ps(second);
-  __m256i peaks = _mm256_setzero_si256();
-  streams = may_stream<__m256>(streams, wide);
-  for (; i + 16 <= numel; i += 16) {
-    peaks = raised(peaks, values + i);
-    for (int64_t k = i; k < i + 16; k += 8) {
-      __m256 value = widen8(values + k);
-      value = kFactors > 0 ? _mm256_mul_ps(value, factor) : value;
-      value = kFactors > 1 ? _mm256_mul_ps(value, coefficient) : value;
-      if (streams) {
-        _mm256_stream_ps(wide + k, value);
-      } else {
-        _mm256_storeu_ps(wide + k, value);
-      }
+struct Widen {
+  float factor, second;
+  Peak<T> peak;
+
+  AMPFAST_INLINE void operator()(const T* from, float* to, int /*count*/) {
+    peak.raise(from);
+    for (int k = 0; k < kRow; k += kFloats) {
+      Floats value = widened(from + k);
+      value = kFactors > 0 ? value * factor : value;
+      store<Floats>(to + k, kFactors > 1 ? value * second : value);
     }
   }
-  if (streams) {
-    _mm_sfence();
-  }
-  peak = largest_of<int16_t>(peaks);
-#endif
-  for (; i < numel; ++i) {
-    peak = larger(peak, magnitude16(values[i].bits));
-    float value = widen(values[i]);
-    value = kFactors > 0 ? value * first : value;
-    wide[i] = kFactors > 1 ? value * second : value;
-  }
-  return peak;
+};
+
+template <class T, int kFactors>
+int64_t widen_times(const void* data, float* wide, int64_t numel, float factor, double second,
+                    bool streams) {
+  Widen<T, kFactors> widen{factor, static_cast<float>(second), {}};
+  for_each_row(static_cast<const T*>(data), wide, numel, widen, streams);
+  return widen.peak.bits();
 }
 
 template <class T>
 int64_t widen_all(const void* data, float* wide, int64_t numel, float inv_scale, double coefficient,
                   bool streams) {
-  const float second = static_cast<float>(coefficient);
-  if (coefficient != 1) {
-    return widen_times<T, 2>(data, wide, numel, inv_scale, second, streams);
-  }
-  return inv_scale != 1 ? widen_times<T, 1>(data, wide, numel, inv_scale, second, streams)
-                        : widen_times<T, 0>(data, wide, numel, inv_scale, second, streams);
+  const auto times = coefficient != 1 ? widen_times<T, 2>
+                     : inv_scale != 1 ? widen_times<T, 1>
+                                      : widen_times<T, 0>;
+  return times(data, wide, numel, inv_scale, coefficient, streams);
 }
-
-#ifdef AMPFAST_AVX2
-
-inline __m128i narrow8(const float* wide, Half /*tag*/) {
-  return _mm256_cvtps_ph(_mm256_loadu_ps(wide), _MM_FROUND_TO_NEAREST_INT);
-}
-
-inline __m128i narrow8(const float* wide, BFloat16 /*tag*/) {
-  const __m256 value = _mm256_loadu_ps(wide);
-  const __m256i is_nan = _mm256_castps_si256(_mm256_cmp_ps(value, value, _CMP_UNORD_Q));
-  const __m256i bits =
-      _mm256_blendv_epi8(rounded_to_bfloat16(value), _mm256_set1_epi32(0x7fc00000), is_nan);
-  const __m256i upper = _mm256_srli_epi32(bits, 16);
-  return _mm_packus_epi32(_mm256_castsi256_si128(upper), _mm256_extracti128_si256(upper, 1));
-}
-
-#endif
 
 template <class T>
-void narrow_all(void* data, const float* wide, int64_t numel, [[maybe_unused]] bool streams) {
-  T* values = static_cast<T*>(data);
-  int64_t i = 0;
-#ifdef AMPFAST_AVX2
-  streams = may_stream<__m128i>(streams, data);
-  for (; i + 8 <= numel; i += 8) {
-    auto* to = reinterpret_cast<__m128i*>(values + i);
-    if (streams) {
-      _mm_stream_si128(to, narrow8(wide + i, T{}));
-    } else {
-      _mm_storeu_si128(to, narrow8(wide + i, T{}));
+struct Narrow {
+  AMPFAST_INLINE void operator()(const float* from, T* to, int /*count*/) {
+    for (int k = 0; k < kRow; k += kFloats) {
+      store(to + k, narrow(load<Floats>(from + k), T{}));
     }
   }
-  if (streams) {
-    _mm_sfence();
-  }
-#endif
-  for (; i < numel; ++i) {
-    values[i] = narrow(wide[i], T{});
-  }
+};
+
+template <class T>
+void narrow_all(void* data, const float* wide, int64_t numel, bool streams) {
+  Narrow<T> narrow;
+  for_each_row(wide, static_cast<T*>(data), numel, narrow, streams);
 }
 
 inline constexpr Loops kLoops[] = {

@@ -12,7 +12,6 @@
 #endif
 
 #include "../track.h"
-#include "half.h"
 #include "instruction_set.h"
 
 namespace ampfast::cpu {
@@ -25,6 +24,9 @@ std::atomic<int64_t> grain{1024 * 1024};
 // Chunks that a thread takes at a time. Whoever is free takes the next, so that a thread that wakes
 // late, as where every core is busy, delays nobody.
 constexpr int64_t kTicket = 4;
+
+// Between small tensors processors foresee no address.
+constexpr int64_t kSpansAhead = 8;
 
 // In a forked child the threads of OpenMP are gone, and waiting for them would not end.
 std::atomic<bool> forked{false};
@@ -73,6 +75,10 @@ void for_each_chunk(const DtypeList& list, Writes writes, const Body& body) {
     };
     auto span = std::upper_bound(list.spans.begin(), list.spans.end(), chunk, is_before) - 1;
     for (; chunk < end; ++span) {
+      if (list.spans.end() - span > kSpansAhead) {
+        prefetch(span[kSpansAhead].address, 1);
+        prefetch(span[kSpansAhead].wide, 1);
+      }
       int64_t offset = (chunk - span->first_chunk) * kChunk;
       for (; offset < span->numel && chunk < end; offset += kChunk) {
         const int64_t numel = std::min(kChunk, span->numel - offset);
@@ -96,25 +102,26 @@ void for_each_chunk(const DtypeList& list, Writes writes, const Body& body) {
   });
 }
 
-template <class T>
-float used_peak16(T value, Factor how, float factor, bool rounds) {
-  const float used = used_value(widen(value), how, factor);
-  return rounds && how == Factor::kTimes ? widen(narrow(used, T{})) : used;
-}
-
 // The magnitude `bits` as it is used: rounded to the dtype that is written, as fused optimizers see
 // it otherwise. Rounding is monotone, so the largest magnitude tells of all.
 double used_peak(const DtypeList& list, int64_t bits, Factor how, float factor) {
-  switch (dtype_of(list.dtype)) {
-    case Dtype::kFloat64:
-      return used_value(bits_as<double>(bits), how, factor);
-    case Dtype::kFloat32:
-      return used_value(bits_as<float>(static_cast<uint32_t>(bits)), how, factor);
-    case Dtype::kFloat16:
-      return used_peak16(Half{static_cast<uint16_t>(bits)}, how, factor, !list.is_paired);
-    default:
-      return used_peak16(BFloat16{static_cast<uint16_t>(bits)}, how, factor, !list.is_paired);
+  const Dtype dtype = dtype_of(list.dtype);
+  if (dtype == Dtype::kFloat64) {
+    return used_value(bits_as<double>(bits), how, factor);
   }
+  if (dtype == Dtype::kFloat32) {
+    return used_value(bits_as<float>(static_cast<uint32_t>(bits)), how, factor);
+  }
+  const Loops& loops = loops_for(dtype);
+  auto narrow = static_cast<uint16_t>(bits);
+  float value = 0;
+  loops.widen(&narrow, &value, 1, 1, 1, false);
+  value = used_value(value, how, factor);
+  if (how == Factor::kTimes && !list.is_paired) {
+    loops.narrow(&narrow, &value, 1, false);
+    loops.widen(&narrow, &value, 1, 1, 1, false);
+  }
+  return value;
 }
 
 // Rarely writes: most chunks do not raise it.

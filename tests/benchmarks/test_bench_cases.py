@@ -142,15 +142,28 @@ def test_a_whole_step_costs_half_on_the_device_and_a_fifth_on_the_host(case, few
 
 
 def test_a_cpu_has_goals_of_its_own():
-    seconds = {"unscale_torch": 3.0, "unscale_cpu": 1.0, "check_cpu": 0.5}
-    alone = _found(goals.of_kernels(_timed("1000x1k", few=None, **seconds), "cpu"))
-    check = ("check", "ampfast", "unscale, ampfast")
-    assert alone == {
-        ("1000x1k", "unscale", "ampfast", "unscale, torch"): (0.4, 1 / 3),
-        ("1000x1k", *check): (1.0, 0.5),
-    }
-    cold = goals.of_kernels(_timed("1000x1k", few=None, lists=2, **seconds), "cpu")
-    assert list(_found(cold)) == [("1000x1k, cold", *check)]
+    seconds = {"check_torch": 2.0, "unscale_torch": 3.0, "unscale_cpu": 1.0, "check_cpu": 0.5}
+    seconds["norm_cpu"] = 0.6
+    ours, order = (("check", 0.25), ("unscale", 1 / 3)), ("check", "ampfast", "unscale, ampfast")
+    for case, lists, limits in (
+        ("1000x1k", 1, (1 / 4, 1 / 2.5)),
+        ("1000x1k, cold", 2, (1.0, 1.0)),
+        ("resnet50", 1, (1.0, 1.0)),
+    ):
+        name = case.removesuffix(", cold")
+        found = goals.of_kernels(_timed(name, few=None, lists=lists, **seconds), "cpu")
+        wanted = {
+            (case, call, "ampfast", f"{call}, torch"): (limit, ratio)
+            for (call, ratio), limit in zip(ours, limits, strict=True)
+        }
+        assert _found(found) == {**wanted, (case, *order): (1.0, 0.5)}
+    for dtype, limits in (
+        (torch.float32, (1 / 0.85, 2 / 1.4)),
+        (torch.float16, (1 / 0.75, 2 / 1.3)),
+    ):
+        found = _found(goals.of_kernels(_timed("bert_base", dtype, None, **seconds), "cpu"))
+        assert found["bert_base", "norm", "ampfast", "check, ampfast"] == (limits[0], 1.2)
+        assert found["bert_base", "unscale", "ampfast", "check, ampfast"] == (limits[1], 2.0)
     assert goals.of_steps(_timed(few=None, **seconds), "cpu") == []
 
 
@@ -158,7 +171,7 @@ def test_a_cpu_has_goals_of_its_own():
     ("case", "dtype", "few", "limits"),
     [
         ("1000x1k", torch.float32, None, [1 / 5, 1 / 5]),
-        ("bert_base", torch.float32, None, [1 / 1.3, 0.5]),
+        ("bert_base", torch.float32, None, [1 / 1.5, 1 / 3.5]),
         ("bert_base", torch.bfloat16, None, []),
         ("one_64m", torch.float32, None, []),
         ("gpt2_xl", torch.bfloat16, 110, [1 / 1.6, 1 / 4]),

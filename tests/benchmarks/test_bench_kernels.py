@@ -9,6 +9,7 @@ import torch
 from simulated import CPU, SMALL, HostQueue, TableLauncher, kernels_over_tables, on
 
 import ampfast
+from ampfast.backends import cpu
 from benchmarks import counts, host_time, kernels, machine, providers, steps, timing
 from benchmarks.cases import CASES
 from benchmarks.counts import Counts
@@ -34,7 +35,7 @@ def tables(monkeypatch, small_cache):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_kernels_yield_a_row_for_each_contender(dtype):
     measured = kernels.measure(SMALL, dtype, on())
-    paths = [*("check", "check", "unscale", "unscale", "unscale+update", "unscale+update")]
+    paths = [path for path in (*providers.PATHS, "norm") for _ in range(2)]
     paths += ["copy", "copy of half"]
     assert [row.call for row in measured.rows] == paths + paths
     assert len({row.side for row in measured.rows}) == 2
@@ -42,8 +43,8 @@ def test_kernels_yield_a_row_for_each_contender(dtype):
     # One list alone, and enough lists in turn to overflow the cache.
     rotation = math.ceil(2 * CACHE_BYTES / list_bytes)
     assert rotation > 1
-    assert [row.case for row in measured.rows] == 8 * ["small"] + 8 * ["small, cold"]
-    moved = [factor * list_bytes for factor in (1, 1, 2, 2, 2, 2, 2, 1)]
+    assert [row.case for row in measured.rows] == 10 * ["small"] + 10 * ["small, cold"]
+    moved = [factor * list_bytes for factor in (1, 1, 2, 2, 2, 2, 1, 1, 2, 1)]
     assert [row.bytes for row in measured.rows] == moved + moved
     for row in measured.rows:
         assert row.ms.p20 <= row.ms.p50 <= row.ms.p80
@@ -51,13 +52,28 @@ def test_kernels_yield_a_row_for_each_contender(dtype):
         assert row.timer == "wall"
         # Not measured on a CPU.
         assert row.launches is row.copies is row.syncs is row.host_us is None
-    for row in measured.rows[6:8]:
+    for row in measured.rows[8:10]:
         assert row.percent_of_copy == pytest.approx(100)
     # A check is compared with a copy that moves as many bytes as it reads.
-    assert measured.rows[1].copy_gb_s == measured.rows[7].gb_s
-    assert measured.rows[3].copy_gb_s == measured.rows[6].gb_s
-    assert [goal.case for goal in measured.goals] == ["small", "small, cold"]
+    assert measured.rows[1].copy_gb_s == measured.rows[9].gb_s
+    assert measured.rows[3].copy_gb_s == measured.rows[8].gb_s
+    assert [goal.case for goal in measured.goals] == 3 * ["small"] + 3 * ["small, cold"]
     assert measured.notes == []
+
+
+@pytest.mark.usefixtures("small_cache")
+def test_a_wrong_norm_is_not_timed(monkeypatch):
+    right = cpu.run
+
+    def wrong(grads, work):
+        found = right(grads, work)
+        if work.sums is not None:
+            work.sums[0] *= 1 + 1e-6
+        return found
+
+    monkeypatch.setattr(cpu, "run", wrong)
+    with pytest.raises(AssertionError, match="small float32: the norm by cpu is"):
+        kernels.measure(SMALL, torch.float32, on())
 
 
 @pytest.mark.usefixtures("tables")
