@@ -407,13 +407,13 @@ class Ranks:
             self._agreements[key] = self._new_agreement(key)
         return self._agreements[key]
 
-    def agreement_on(self, param_groups: Iterable[dict[str, Any]]) -> Agreement | None:
+    def agreement_on(self, optimizer: object) -> Agreement | None:
         """Returns the agreement on gradients that a subclass's override reads."""
         shards = self.local_shards()
         if shards is None:
             return self.agreement([])
-        params = (param for group in param_groups for param in group["params"])
-        for number, param in enumerate(params):
+        groups = getattr(optimizer, "param_groups", ())
+        for number, param in enumerate(param for group in groups for param in group["params"]):
             if shards.is_distributed(param):
                 shards(param, param.grad, number)
         return shards.agreement()

@@ -285,7 +285,7 @@ class GradScaler(Passes):
             raise _not_ready(entry, "clip_grad_norm_() unscales, too.")
         if overrides(self, _UNSCALE_GRADS):
             found_inf = torch.full((), 0.0, dtype=torch.float32, device=scale.device)
-            agreement = self._ranks.agreement_on(optimizer.param_groups)
+            agreement = self._ranks.agreement_on(optimizer)
             try:
                 flags = self._unscale_grads_(optimizer, inverse(scale), found_inf, self._allow_fp16)
                 entry["found_inf_per_device"], entry["stage"] = flags, UNSCALED
@@ -826,7 +826,7 @@ class GradScaler(Passes):
             one = torch.full((), 1.0, dtype=torch.float32, device=scale.device)
             zero = torch.full((), 0.0, dtype=torch.float32, device=scale.device)
             flags = self._unscale_grads_(optimizer, one, zero, True)
-            agreement = self._ranks.agreement_on(optimizer.param_groups)
+            agreement = self._ranks.agreement_on(optimizer)
             if agreement is not None:
                 (flags,) = agreement.all_reduce([flags], scale.device)
         else:
@@ -964,7 +964,7 @@ class GradScaler(Passes):
                 "and init_scale=1"
             )
         scale, tracker = self._scale, self._growth_tracker
-        before = None if scale is None else scale.detach().clone()
+        before = None if scale is None else scale.detach().to(torch.float32, copy=True)
         flags = [] if scale is None else self._flags(scale)
         super().update(new_scale)
         if before is not None and tracker is not None and flags:

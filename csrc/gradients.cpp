@@ -67,13 +67,6 @@ char* memory_of(const at::Tensor& tensor, bool writes) {
 
 }  // namespace
 
-std::pmr::memory_resource* kept_memory() {
-  // Never destroyed: lists may outlive whatever static.
-  static auto* memory =
-      new std::pmr::synchronized_pool_resource(std::pmr::pool_options{4, size_t{1} << 20});
-  return memory;
-}
-
 Dtype dtype_of(at::ScalarType type) {
   switch (type) {
     case at::kFloat:

@@ -7,7 +7,6 @@
 
 #include <deque>
 #include <memory>
-#include <memory_resource>
 #include <optional>
 #include <tuple>
 #include <unordered_set>
@@ -38,13 +37,41 @@ struct Span {
   float* wide = nullptr;  // as many float32 values, of a list that has them
 };
 
-// Memory that is kept from pass to pass. After a backward, malloc first sorts all that autograd has
-// freed when it is asked for more than a kilobyte, which takes several times as long as a walk.
-std::pmr::memory_resource* kept_memory();
+// A vector in memory of an earlier one of its thread. After a backward, malloc first sorts all that
+// autograd has freed when it is asked for more than a kilobyte, which takes several times as long
+// as a walk. A pool with a lock might leave it locked in a forked child.
+template <class T>
+class Reused : public std::vector<T> {
+ public:
+  Reused() {
+    if (!spares().empty()) {
+      this->swap(spares().back());
+      spares().pop_back();
+    }
+  }
+  Reused(const Reused&) = default;
+  Reused(Reused&&) = default;
+  Reused& operator=(const Reused&) = default;
+  Reused& operator=(Reused&&) = default;
+  ~Reused() {
+    if (this->capacity() != 0 && spares().size() < kSpares) {
+      this->clear();
+      spares().push_back(std::move(*this));
+    }
+  }
+
+ private:
+  static constexpr size_t kSpares = 4;
+
+  static std::vector<std::vector<T>>& spares() {
+    static thread_local std::vector<std::vector<T>> vectors;
+    return vectors;
+  }
+};
 
 struct DtypeList {
   at::ScalarType dtype;
-  std::pmr::vector<Span> spans{kept_memory()};
+  Reused<Span> spans;
   int64_t chunks = 0;
   int64_t elements = 0;
   bool is_paired = false;  // with float32 values, which a pass writes in place of 16-bit ones
@@ -164,8 +191,8 @@ struct Reading {
 
 // What a walk over an optimizer's parameters has found, in order.
 struct Walk {
-  std::vector<GradList> lists;                     // one for each device
-  std::pmr::vector<GradRef> grads{kept_memory()};  // those of all lists
+  std::vector<GradList> lists;  // one for each device
+  Reused<GradRef> grads;        // those of all lists
   std::vector<SetAside> set_aside;
   // The first parameter that torch refuses, where the walk ends: one that is not a tensor or,
   // unless float16 is allowed, whose gradient is float16.

@@ -83,7 +83,7 @@ void Casts::reset() {
   elsewhere_.clear();
 }
 
-void Casts::start(at::Device device, std::pmr::vector<GradRef>& grads) {
+void Casts::start(at::Device device, Reused<GradRef>& grads) {
   const auto is_cast = [device](const GradRef& ref) {
     return is_16_bit(*ref.grad) && ref.grad->device() == device;
   };

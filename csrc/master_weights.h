@@ -17,7 +17,7 @@ class Casts {
 
   // Pairs all 16-bit gradients on a device with float32 tensors: on the CPU those of the last pass,
   // if nobody else holds one of them or a view.
-  void start(at::Device device, std::pmr::vector<GradRef>& grads);
+  void start(at::Device device, Reused<GradRef>& grads);
 
   // Sets the gradients.
   void finish();

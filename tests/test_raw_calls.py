@@ -269,3 +269,40 @@ def test_a_scale_that_is_written_in_place_counts(dtype: torch.dtype) -> None:
         scaler.unscale_(optimizer)
         assert param.grad.eq(8 / scale).all()
         scaler._per_optimizer_states.clear()
+
+
+def test_a_hook_takes_an_optimizer_without_groups() -> None:
+    class Several:
+        def __init__(self, *optimizers: torch.optim.Optimizer) -> None:
+            self.optimizers = optimizers
+
+        def step(self) -> None:
+            for each in self.optimizers:
+                each.step()
+
+    class Each(GradScaler):
+        def _unscale_grads_(self, optimizer: Any, *given: Any) -> Any:
+            found = {}
+            for each in optimizer.optimizers:
+                found |= super()._unscale_grads_(each, *given)
+            return found
+
+    params = [torch.nn.Parameter(torch.zeros(3)) for _ in range(2)]
+    scaler, several = (
+        Each("cpu", init_scale=4.0),
+        Several(*(torch.optim.SGD([p], 1.0) for p in params)),
+    )
+    scaler.scale(torch.ones(()))
+    for param in params:
+        param.grad = torch.full((3,), 4.0)
+    scaler.step(several)  # type: ignore[arg-type]
+    scaler.update()
+    assert all(param.eq(-1).all() for param in params)
+
+
+def test_a_new_scale_in_place_of_one_of_another_dtype() -> None:
+    scaler, optimizer, _ = scaled_alone()
+    scaler._scale = torch.tensor(4.0, dtype=torch.float64)
+    scaler.unscale_(optimizer)
+    scaler.update(16.0)
+    assert scaler._scale.item() == 16.0

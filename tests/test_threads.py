@@ -103,3 +103,43 @@ assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system cannot fork")
 def test_a_forked_child_does_not_wait_for_threads_that_it_lacks() -> None:
     subprocess.run([sys.executable, "-c", FORK], check=True, timeout=600)
+
+
+FORKS = """
+import os, threading
+import torch
+from ampfast import GradScaler
+torch.set_num_threads(1)
+def train():
+    params = [torch.nn.Parameter(torch.zeros(2)) for _ in range(50)]
+    optimizer, scaler = torch.optim.SGD(params), GradScaler("cpu")
+    scaler.scale(torch.ones(()))
+    for param in params:
+        param.grad = torch.ones(2)
+    scaler.step(optimizer)
+    scaler.update()
+def begin_and_end():
+    while True:
+        threads = [threading.Thread(target=train) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+train()
+for _ in range(2):
+    threading.Thread(target=begin_and_end, daemon=True).start()
+for _ in range(400):
+    child = os.fork()
+    if child == 0:
+        train()
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+os._exit(0)
+"""
+
+
+@pytest.mark.sweep
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system cannot fork")
+def test_a_forked_child_does_not_wait_for_a_lock_of_the_lists_memory() -> None:
+    """A lock that a thread takes as it ends would hang about one fork in 400."""
+    subprocess.run([sys.executable, "-W", "ignore", "-c", FORKS], check=True, timeout=300)

@@ -42,8 +42,8 @@ bool shares_memory(const DtypeList& list, bool of_pairs) {
   };
   const int64_t size = of_pairs ? sizeof(float) : list.element_size();
   const auto by_address = [=](const Span& a, const Span& b) { return begin(a) < begin(b); };
-  std::pmr::vector<Span> sorted(kept_memory());
-  const std::pmr::vector<Span>* spans = &list.spans;
+  Reused<Span> sorted;
+  const Reused<Span>* spans = &list.spans;
   if (!std::is_sorted(spans->begin(), spans->end(), by_address)) {
     sorted = list.spans;
     std::sort(sorted.begin(), sorted.end(), by_address);
