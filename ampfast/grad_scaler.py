@@ -395,7 +395,11 @@ class GradScaler(Passes):
         scale, growth_tracker = self._scale, self._growth_tracker
         if scale is None or growth_tracker is None or overrides(self, _CHECK_SCALE):
             scale, growth_tracker = self._check_scale_growth_tracker("update")
-        flags = self._flags(scale)
+        flags: list[Tensor] = []
+        for entry in self._per_optimizer_states.values():
+            if AGREEMENT in entry and entry["stage"] is not READY:
+                self._agree(entry, scale, entry["found_inf_per_device"], entry[AGREEMENT])
+            flags += entry["found_inf_per_device"].values()
         if not flags:
             raise add_note(
                 AssertionError("No inf checks were recorded prior to update."),
@@ -991,11 +995,9 @@ class GradScaler(Passes):
         """The found_inf tensors of this iteration, on which ranks agree; `but` one optimizer's."""
         flags: list[Tensor] = []
         for key, entry in self._per_optimizer_states.items():
-            if key == id(but):
-                continue
             if AGREEMENT in entry and entry["stage"] is not READY:
                 self._agree(entry, scale, entry["found_inf_per_device"], entry[AGREEMENT])
-            flags += entry["found_inf_per_device"].values()
+            flags += entry["found_inf_per_device"].values() if key != id(but) else ()
         return flags
 
     def _tracking_for(self, method: str, *kinds: str) -> tracking.Tracking:
