@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ampfast.backends import Kernels, scalars, torch_ops
-from ampfast.backends.core import Update, new_update
+from ampfast.backends.core import Update
 from ampfast.backends.core import state_layout as layout
 from ampfast.backends.gpu import DeviceKernels, Ending
 from ampfast.capture import is_capturing, refuse_capture
@@ -220,12 +220,13 @@ class LossScale:
         follower = self.follower
         norm = self.joint_norm(scale.device) if self.norms else None
         words = self.words_on(scale.device) if self.words is None else self.words
-        update = new_update((scale, growth_tracker, found_infs, *factors, words, norm))
+        growth, backoff, interval = factors
+        fields = (scale, growth_tracker, found_infs, growth, backoff, interval, words, norm)
         if follower is not None and follows:
-            follower.before_update(update)
-        if not kernels.update(update):
+            follower.before_update(Update(*fields))
+        if not kernels.update(fields):
             there = [scalars.moved(flag, scale.device) for flag in found_infs]
-            update = update._replace(found_infs=there, state=self.words_on(scale.device))
+            update = Update(*fields)._replace(found_infs=there, state=self.words_on(scale.device))
             numbers = _factors(factors)
             if numbers is None or not kernels.update(Update(*update[:3], *numbers, *update[6:])):
                 torch_ops.update(update)

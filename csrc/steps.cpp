@@ -319,9 +319,11 @@ PyObject* update(PyObject* const* args) {
 
 // new_entry(stage) -> an optimizer's entry, as torch makes it
 PyObject* new_entry(PyObject* const* args) {
-  py::dict entry;
-  entry[kStageName] = py::handle(args[0]);
-  entry[kFlagsName] = py::dict();
+  py::dict entry, flags;
+  if (PyDict_SetItem(entry.ptr(), kStageName, args[0]) != 0 ||
+      PyDict_SetItem(entry.ptr(), kFlagsName, flags.ptr()) != 0) {
+    throw py::error_already_set();
+  }
   return entry.release().ptr();
 }
 
@@ -330,15 +332,13 @@ PyObject* new_entry(PyObject* const* args) {
 PyObject* overrides(PyObject* const* args) {
   const py::object own =
       py::reinterpret_steal<py::object>(PyObject_GenericGetDict(args[0], nullptr));
-  PyObject* const kind = reinterpret_cast<PyObject*>(Py_TYPE(args[0]));
   if (!own) {
     throw py::error_already_set();
   }
   PyObject *name = nullptr, *original = nullptr;
   for (Py_ssize_t place = 0; PyDict_Next(args[1], &place, &name, &original) != 0;) {
-    const py::object method = py::reinterpret_steal<py::object>(PyObject_GetAttr(kind, name));
-    if (method.ptr() != original || PyDict_GetItemWithError(own.ptr(), name) != nullptr) {
-      PyErr_Clear();
+    if (_PyType_Lookup(Py_TYPE(args[0]), name) != original ||
+        PyDict_GetItemWithError(own.ptr(), name) != nullptr) {
       return Py_NewRef(Py_True);
     }
   }

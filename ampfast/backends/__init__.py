@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ampfast.backends import core, torch_ops
-from ampfast.backends.core import Clip, Factor, Pass, Update, compiled
+from ampfast.backends.core import Clip, Factor, Pass, compiled
 from ampfast.backends.gpu import DeviceKernels
 from ampfast.backends.scalars import copy_to_host_async
 from ampfast.capture import refuse_capture
@@ -94,11 +94,11 @@ class Kernels(Protocol):
             clip: The clipping.
         """
 
-    def update(self, update: Update, /) -> bool | None:
+    def update(self, fields: tuple[Any, ...], /) -> bool | None:
         """Writes the next scale and growth tracker in place, and records the step in the state.
 
         Args:
-            update: The update.
+            fields: Those of an `Update`, whose constructor would be a cold Python frame.
 
         Returns:
             Whether it was done; else nothing was written, and torch's op does it.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from enum import IntEnum
-from functools import partial
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -80,10 +79,6 @@ class Update(NamedTuple):
     growth_interval: int
     state: Tensor | None = None
     norm: Tensor | None = None
-
-
-# Makes an `Update` of a tuple; the constructor of a named tuple is a cold Python frame.
-new_update = partial(tuple.__new__, Update)
 
 
 class Pass(NamedTuple):

@@ -122,8 +122,9 @@ class DeviceKernels:
         with self._launcher.on(clip.sums.device):
             self._launcher.clip_coefficient(clip)
 
-    def update(self, update: Update) -> bool:
+    def update(self, fields: tuple[Any, ...]) -> bool:
         """As `Kernels.update`."""
+        update = Update(*fields)
         device, flags = update.scale.device, update.found_infs
         if not can_update(update):
             return False

@@ -91,12 +91,12 @@ def run(grads: TensorList, work: Pass) -> Tensor:
     return found_inf
 
 
-def update(update: Update) -> bool:
+def update(fields: tuple[Any, ...]) -> bool:
     """torch's `_amp_update_scale_`, except that a tracker beyond a lowered interval grows, too.
 
     The core writes a state from copies on the host: with a sync, unless it is on the CPU.
     """
-    scale, growth_tracker, flags, growth_factor, backoff_factor, interval, state, norm = update
+    scale, growth_tracker, flags, growth_factor, backoff_factor, interval, state, norm = fields
     # It requires a gradient if a checkpoint's tensor that does was loaded into it.
     growth_tracker = growth_tracker.detach()
     if state is not None and state.is_cuda:
