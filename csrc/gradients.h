@@ -71,7 +71,7 @@ class Reused : public std::vector<T> {
 
 struct DtypeList {
   at::ScalarType dtype;
-  Reused<Span> spans;
+  Reused<Span> spans{};
   int64_t chunks = 0;
   int64_t elements = 0;
   bool is_paired = false;  // with float32 values, which a pass writes in place of 16-bit ones
