@@ -178,6 +178,7 @@ class Group:
     def __init__(self, group: ProcessGroup | None = None) -> None:
         self.process_group = dist.distributed_c10d._get_default_group() if group is None else group
         registered = dist.distributed_c10d._world.pg_group_ranks
+        self._is_alone = self.size() == 1
         # Device types whose tensors its backend supports; empty if they are not known.
         self._types = [each.type for each in getattr(self.process_group, "_device_types", ())]
         self.is_foreign = (
@@ -202,7 +203,7 @@ class Group:
         return self.process_group.size()
 
     def all_reduce_(self, tensor: Tensor, op: Any) -> None:
-        if self.size() == 1:
+        if self._is_alone:
             return
         there, types = tensor, self._types
         if types and tensor.device.type not in types:

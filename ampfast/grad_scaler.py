@@ -132,7 +132,7 @@ class GradScaler(Passes):
     _dynamic = True
     _warned_of_zero = False
     # As in `Passes`: the flags of each living optimizer's last check, the norms of steps taken.
-    _last_checks = cached_property(lambda self: ByOptimizer[Flags]())
+    _last_checks = cached_property(lambda self: ByOptimizer[Flags | None]())
     _spike_rules = cached_property(lambda self: SpikeRules())
 
     def __init__(
@@ -279,7 +279,7 @@ class GradScaler(Passes):
             scale = self._checked_scale("unscale_")
         key, checks = id(optimizer), self._last_checks.values
         if key not in checks:
-            self._last_checks.record(optimizer, {})
+            self._last_checks.record(optimizer, None)
         entry = self._per_optimizer_states[key]
         if entry["stage"] is UNSCALED or entry["stage"] is STEPPED:
             raise _not_ready(entry, "clip_grad_norm_() unscales, too.")
@@ -348,7 +348,7 @@ class GradScaler(Passes):
             scale = self._checked_scale("step")
         key, checks = id(optimizer), self._last_checks.values
         if key not in checks:
-            self._last_checks.record(optimizer, {})
+            self._last_checks.record(optimizer, None)
         entry = self._per_optimizer_states[key]
         if entry["stage"] is STEPPED:
             raise add_note(
@@ -395,11 +395,7 @@ class GradScaler(Passes):
         scale, growth_tracker = self._scale, self._growth_tracker
         if scale is None or growth_tracker is None or overrides(self, _CHECK_SCALE):
             scale, growth_tracker = self._check_scale_growth_tracker("update")
-        flags: list[Tensor] = []
-        for entry in self._per_optimizer_states.values():
-            if AGREEMENT in entry and entry["stage"] is not READY:
-                self._agree(entry, scale, entry["found_inf_per_device"], entry[AGREEMENT])
-            flags += entry["found_inf_per_device"].values()
+        flags = self._flags(scale)
         if not flags:
             raise add_note(
                 AssertionError("No inf checks were recorded prior to update."),
@@ -953,7 +949,7 @@ class GradScaler(Passes):
         if not self._enabled:
             return {}
         flags = self._last_checks.get(optimizer)
-        if not flags:
+        if flags is None:
             raise LookupError(
                 f"this optimizer ({type(optimizer).__name__}) was never checked: "
                 "call step() or unscale_() first"

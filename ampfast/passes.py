@@ -215,10 +215,10 @@ class Passes(TorchGradScaler):
         if not self._has_observers:
             flag = kernels.pass_over(optimizer, None, None, work, True)
         if flag is not None:
-            entry["found_inf_per_device"] = flags = {flag.device: flag}
+            flags = {flag.device: flag}
         else:
             flags = self._pass(optimizer, None, work, scale, allow_fp16=True)
-            entry["found_inf_per_device"] = flags
+        entry["found_inf_per_device"] = flags
         if ending is not None and ending.applied:
             grad_scale = ending.divisor
         else:

@@ -273,6 +273,15 @@ def test_unscale_alone_tells_whether_the_step_will_be_taken(value: float, genera
     assert scaler.step_skipped(other) == math.isinf(value)
 
 
+def test_a_fused_step_without_gradients_found_nothing() -> None:
+    scaler, optimizer = started(), optimizer_of("fused_adam")
+    optimizer.zero_grad()
+    scaler.step(optimizer)
+    assert scaler.found_inf(optimizer).item() == 0
+    assert not scaler.step_skipped(optimizer)
+    assert scaler.skip_reason(optimizer) is None
+
+
 def test_without_gradients_there_is_no_check() -> None:
     scaler, optimizer = started(), torch.optim.SGD([torch.nn.Parameter(torch.ones(2))])
     scaler.unscale_(optimizer)

@@ -62,14 +62,18 @@ def assert_equal(optimizer: Any, params: list[nn.Parameter], hand: ByHand) -> No
     assert_same(state, [hand.optimizer.state.get(w, {}) for w in hand.weights], "state")
 
 
+def assert_step_equal(optimizer: Any, params: list[nn.Parameter], hand: ByHand, seed: int) -> None:
+    grads = gradients(params, seed)
+    for param, grad in zip(params, grads, strict=True):
+        param.grad = grad
+    optimizer.step()
+    hand.step([*grads])
+    assert_equal(optimizer, params, hand)
+
+
 def assert_steps_equal(optimizer: Any, params: list[nn.Parameter], hand: ByHand) -> None:
     for seed in range(3):
-        grads = gradients(params, seed)
-        for param, grad in zip(params, grads, strict=True):
-            param.grad = grad
-        optimizer.step()
-        hand.step([*grads])
-        assert_equal(optimizer, params, hand)
+        assert_step_equal(optimizer, params, hand, seed)
 
 
 class Dropping(torch.optim.SGD):
@@ -314,12 +318,7 @@ def test_classes_whose_first_base_is_no_optimizer(name: str) -> None:
             params, optimizer = pickle.loads(pickle.dumps((params, optimizer)))
         optimizer.zero_grad(set_to_none=False)
         assert all(p.grad is None or p.grad.dtype is torch.bfloat16 for p in params)
-        grads = gradients(params, seed)
-        for param, grad in zip(params, grads, strict=True):
-            param.grad = grad
-        optimizer.step()
-        hand.step([*grads])
-        assert_equal(optimizer, params, hand)
+        assert_step_equal(optimizer, params, hand, seed)
     assert calls == ["step"] * 2
     if name == "abstract":
         assert (optimizer.loaded, optimizer.zeroed) == (1, 2), "its own methods run, too"
