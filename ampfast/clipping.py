@@ -233,46 +233,9 @@ def _p_norms(term: NormTerm, order: float, agreement: Agreement | None) -> Itera
             yield p_norm(values, order, term.inverse_on(values.device))
 
 
-# Key, in an optimizer's entry of `_per_optimizer_states`, of a clipping deferred to its step.
+# Key, in an optimizer's entry of `_per_optimizer_states`, of the `grad_scale` that clips in step:
+# 0-dim float32, the scale over the coefficient.
 DEFERRED = "deferred_clip"
-
-
-@dataclass(frozen=True)
-class Deferred:
-    """Clipping by an optimizer that divides by `grad_scale`.
-
-    Attributes:
-        divisor: 0-dim float32: the scale over the coefficient.
-        coefficient: 0-dim float64.
-        sums: Sums of each list of gradients, as of a `Pass`.
-        agreement: Agreement of ranks on the step, or None.
-    """
-
-    divisor: Tensor
-    coefficient: Tensor
-    sums: list[Tensor]
-    agreement: Agreement | None = None
-
-    def handed_over(
-        self, own: Tensor | float | None, flags: dict[Any, Tensor]
-    ) -> tuple[Tensor, dict[Any, Tensor]]:
-        """Returns the step's `grad_scale`, and its flags with those of the user's `own`."""
-        if own is None:
-            return self.divisor.clone(), flags
-        if isinstance(own, Tensor):
-            own = own.detach().reshape(())
-        grad_scale = self.divisor * own
-        # The product may underflow to zero, which even a zero gradient is not divided by.
-        found = (~(grad_scale != 0) | grad_scale.isnan()).float()
-        for sums in self.sums:
-            largest, coefficient = (moved(t, found.device) for t in (sums[1], self.coefficient))
-            # In the optimizer's arithmetic: float32 for all but float64 gradients.
-            quotient = (largest * coefficient / own).float()
-            found.masked_fill_(~quotient.isfinite(), 1.0)
-        both = {at: joint_flag([flag, found], flag.device) for at, flag in flags.items()}
-        if self.agreement is not None:
-            (both,) = self.agreement.all_reduce([both], found.device)
-        return grad_scale, both
 
 
 def optimizers_of(optimizer: object) -> list[Any]:
@@ -305,12 +268,22 @@ def can_defer(optimizer: Any, overridden: bool) -> bool:
         )
     if takes_grad_scaler(optimizer.step) or isinstance(optimizer, MasterWeights):
         return False
+    refuse_own_grad_scale(optimizer)
     if overridden:
         raise ValueError(
             "in_place=False would bypass this scaler's override of unscale_, _unscale_grads_ or "
             "_check_inf_per_device: use in_place=True"
         )
     return True
+
+
+def refuse_own_grad_scale(optimizer: object) -> None:
+    """Raises ValueError if the user set the `grad_scale` by which the optimizer is to clip."""
+    if hasattr(optimizer, "grad_scale"):
+        raise ValueError(
+            f"in_place=False sets the grad_scale of {type(optimizer).__name__}, which has one "
+            "already: delete it, or use in_place=True"
+        )
 
 
 def skip_together(states: list[dict[str, Any]], device: torch.device) -> None:

@@ -484,7 +484,7 @@ class GradScaler(Passes):
             norm_type: Above 0; "inf" for the largest magnitude. torch's ops take orders other than
                 2 and infinity.
             in_place: If False, gradients are only read: an optimizer that takes `grad_scale` gets
-                scale / coefficient for it, times its own; they count as 0 where that overflows
+                scale / coefficient for it; they count as 0 where that overflows
                 float32. One with the older `grad_scaler` keyword is clipped in place all the same.
             skip_above: Norm before clipping above which the step is skipped as after an overflow,
                 but the scale and its growth tracker stay: a number, at least 0, or `Sigmas` for a
@@ -916,18 +916,17 @@ class GradScaler(Passes):
         if scale is None:
             raise AssertionError("_get_scale_async returned None")
         is_unscaled = entry["stage"] is UNSCALED
-        has_own = hasattr(optimizer, "grad_scale")
-        deferred: clipping.Deferred | None = entry.get(clipping.DEFERRED)
-        if is_unscaled:
+        deferred: Tensor | None = entry.get(clipping.DEFERRED)
+        if deferred is not None:
+            clipping.refuse_own_grad_scale(optimizer)
+            grad_scale: Any = deferred.clone()
+        elif is_unscaled:
             grad_scale = getattr(optimizer, "grad_scale", None)
-        elif has_own or overridden or deferred is not None:
+        elif overridden or hasattr(optimizer, "grad_scale"):
             grad_scale = scale * getattr(optimizer, "grad_scale", 1)
         else:
             return self._checked_by_scale(optimizer, entry, scale)
-        if deferred is not None:
-            flags = entry["found_inf_per_device"]
-            grad_scale, entry["found_inf_per_device"] = deferred.handed_over(grad_scale, flags)
-        elif isinstance(grad_scale, Tensor) and not overridden:
+        if deferred is None and isinstance(grad_scale, Tensor) and not overridden:
             # With a scale of the optimizer's own it sees other values than the policy.
             work = Pass(False, Factor.DIVIDE, grad_scale.detach().float())
             flags = self._pass(optimizer, None, work, scale, allow_fp16=True, observes=False)

@@ -282,11 +282,9 @@ class Passes(TorchGradScaler):
                     at: joint_flag([flag, *term.flags.values()], flag.device)
                     for at, flag in flags.items()
                 }
-        for (entry, term), deferred in zip(checked, defers, strict=False):
-            if deferred and divisor is not None:
-                entry[clipping.DEFERRED] = clipping.Deferred(
-                    divisor, coefficient, term.sums, agreement
-                )
+        for entry, deferred in zip(entries, defers, strict=False):
+            if deferred:
+                entry[clipping.DEFERRED] = divisor
         follower = self._loss_scale.follower
         if follower is not None and scale is not None:
             observed = []

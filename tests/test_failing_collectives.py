@@ -185,8 +185,7 @@ def test_flags_on_which_ranks_could_not_agree_update_nothing() -> None:
     assert_equal(param, 1.0)
 
 
-@pytest.mark.parametrize("path", ["unscale_", "defer"])
-def test_the_users_own_grad_scale(path: str) -> None:
+def test_the_users_own_grad_scale() -> None:
     """`step` agrees on the quotients and may be repeated."""
     param = parameter_with(torch.full((3,), SCALE * GRADIENT))
     param.data.fill_(1.0)
@@ -194,7 +193,7 @@ def test_the_users_own_grad_scale(path: str) -> None:
     scaler = GradScaler("cpu", init_scale=SCALE, process_group=group)
     optimizer: Any = KINDS["fused"]([param])
     scaler.scale(torch.ones(()))
-    (clip(2.0, in_place=False) if path == "defer" else GradScaler.unscale_)(scaler, optimizer)
+    scaler.unscale_(optimizer)
     optimizer.grad_scale = torch.tensor(0.5)
     group.fails = True
     with pytest.raises(ConnectionError):
