@@ -78,6 +78,12 @@ std::optional<Update> update_of(PyObject* tuple) {
                             !is_plain(*state, devices) || state->device() != device))) {
     return std::nullopt;
   }
+  for (const py::handle flag : py::handle(fields[kFlags])) {
+    if (!THPVariable_Check(flag.ptr()) ||
+        !is_scalar_there(THPVariable_Unpack(flag.ptr()), at::kFloat)) {
+      return std::nullopt;
+    }
+  }
   update.scale = scale->mutable_data_ptr<float>();
   update.growth_tracker = tracker->mutable_data_ptr<int32_t>();
   update.state = state != nullptr ? state->mutable_data_ptr<int64_t>() : nullptr;

@@ -90,8 +90,8 @@ Clip clip_of(PyObject* tuple, at::Device device);
 // The fields of Python's `Update`, in order.
 enum UpdateField { kScale, kTracker, kFlags, kGrowth, kBackoff, kInterval, kState, kNorm };
 
-// An update of Python's, without its flags; nothing where the kernels do not know its tensors and
-// numbers exactly.
+// An update of Python's, without its flags; nothing where the kernels do not know its tensors, the
+// flags among them, and its numbers exactly.
 std::optional<Update> update_of(PyObject* tuple);
 
 // Functions with CPython's own convention, since a cold call through pybind costs as much as all

@@ -285,35 +285,24 @@ PyObject* copy_of(PyObject* const* args) {
                            : THPVariable_Wrap(new_scalar(*tensor->const_data_ptr<float>()));
 }
 
+// can_update(update) -> whether kernels know its tensors and numbers exactly
+PyObject* can_update(PyObject* const* args) {
+  return PyBool_FromLong(update_of(args[0]).has_value());
+}
+
 // update(update) -> True, with the scale and its tracker written
 PyObject* update(PyObject* const* args) {
   const std::optional<Update> update = update_of(args[0]);
-  if (!update) {
+  const at::Tensor* scale = update ? tensor_of(PyTuple_GET_ITEM(args[0], kScale)) : nullptr;
+  if (scale == nullptr || !scale->is_cpu()) {
     return nullptr;
-  }
-  const py::object flags = py::reinterpret_steal<py::object>(
-      PySequence_Fast(PyTuple_GET_ITEM(args[0], kFlags), "expected flags"));
-  if (!flags) {
-    throw py::error_already_set();
   }
   float sum = 0;  // as torch adds them
-  for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(flags.ptr()); ++i) {
-    PyObject* item = PySequence_Fast_GET_ITEM(flags.ptr(), i);
-    if (!THPVariable_Check(item)) {
-      return nullptr;
-    }
-    const at::Tensor& flag = THPVariable_Unpack(item);
-    if (!is_scalar(flag, at::kFloat, device_bit(at::kCPU))) {
-      return nullptr;
-    }
-    sum += *flag.const_data_ptr<float>();
-  }
-  const at::Tensor& scale = *tensor_of(PyTuple_GET_ITEM(args[0], kScale));
-  if (!scale.is_cpu()) {
-    return nullptr;
+  for (const py::handle flag : py::handle(PyTuple_GET_ITEM(args[0], kFlags))) {
+    sum += *THPVariable_Unpack(flag.ptr()).const_data_ptr<float>();
   }
   update_scale(*update, sum);
-  scale.unsafeGetTensorImpl()->bump_version();  // as torch's op
+  scale->unsafeGetTensorImpl()->bump_version();  // as torch's op
   return Py_NewRef(Py_True);
 }
 
@@ -385,6 +374,7 @@ void bind_steps(py::module_& m) {
                                   method<has_parameters, 3>("has_parameters"),
                                   method<new_entry, 1>("new_entry"),
                                   method<overrides, 2>("overrides"),
+                                  method<can_update, 1>("can_update"),
                                   method<update, 1>("update"),
                                   {nullptr, nullptr, 0, nullptr}};
   add_methods(m, methods);

@@ -126,7 +126,7 @@ class DeviceKernels:
         """As `Kernels.update`."""
         update = Update(*fields)
         device, flags = update.scale.device, update.found_infs
-        if not can_update(update):
+        if not core.can_update(update):
             return False
         if len(flags) > MOST_FLAGS:
             update = update._replace(found_infs=[joint_flag(flags, device)])
@@ -137,7 +137,7 @@ class DeviceKernels:
 
     def ending(self, update: Update) -> Ending | None:
         """Returns an update for the last program of a check, or None if it cannot be there."""
-        fits = len(update.found_infs) <= 1 and update.norm is None and can_update(update)
+        fits = len(update.found_infs) <= 1 and update.norm is None and core.can_update(update)
         return Ending(update, update.scale) if fits else None
 
     def _over(self, grads: GradList, kernel: str, tensor: Tensor | None) -> None:
@@ -175,25 +175,6 @@ class DeviceKernels:
                 # Intermediate launches leave results in it.
                 core.clear_tables()
                 raise
-
-
-def can_update(update: Update) -> bool:
-    """Whether the kernels know the tensors and numbers of an update exactly."""
-    scale, tracker, interval = update.scale, update.growth_tracker, update.growth_interval
-    if not core.is_scalar(scale, torch.float32) or not core.is_scalar(tracker, torch.int32):
-        return False
-    if type(interval) is not int or not -(2**63) <= interval < 2**63:
-        return False
-    if type(update.growth_factor) is not float or type(update.backoff_factor) is not float:
-        return False
-    if scale.is_inference() or scale.requires_grad or tracker.device != scale.device:
-        return False
-    flags = [*update.found_infs, *([] if update.norm is None else [update.norm])]
-    if update.state is not None and update.state.device != scale.device:
-        return False
-    return all(
-        core.is_scalar(each, torch.float32) and each.device == scale.device for each in flags
-    )
 
 
 def _require_pass(work: Pass, device: torch.device) -> None:
