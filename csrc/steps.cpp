@@ -74,6 +74,18 @@ PyObject* run(PyObject* const* args) {
   return THPVariable_Wrap(flag);
 }
 
+// require_pass(list, pass): raises unless kernels can read and write what the pass is given
+PyObject* require_pass(PyObject* const* args) {
+  const at::Device device = py::cast<const GradList&>(py::handle(args[0])).device();
+  const Pass pass(args[1]);
+  data_of<const float>(pass.tensor(Pass::kFactor), "the factor", device);
+  data_of<float>(pass.tensor(Pass::kFoundInf), "found_inf", device);
+  const bool scales = data_of<double>(pass.tensor(Pass::kCoefficient), "coefficient", device);
+  const bool sums = data_of<double>(pass.tensor(Pass::kSums), "sums", device, 2);
+  TORCH_CHECK(!(scales && sums), "sums are taken in the pass before the one with a coefficient");
+  return nullptr;
+}
+
 // measure(list, health)
 PyObject* measure(PyObject* const* args) {
   const auto& list = py::cast<const GradList&>(py::handle(args[0]));
@@ -364,6 +376,7 @@ PyObject* has_parameters(PyObject* const* args) {
 void bind_steps(py::module_& m) {
   static PyMethodDef methods[] = {method<watch_casts, 1>("watch_casts"),
                                   method<run, 2>("run"),
+                                  method<require_pass, 2>("require_pass"),
                                   method<measure, 2>("measure"),
                                   method<narrow, 2>("narrow"),
                                   method<clip, 1>("clip"),

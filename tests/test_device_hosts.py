@@ -227,11 +227,17 @@ def test_an_update_of_other_tensors_is_left_to_torch(other: dict[str, Any]) -> N
 @pytest.mark.parametrize(
     ("wrong", "said"),
     [
-        ({"found_inf": torch.zeros(2)}, "found_inf must be a one-element float32 tensor on cpu"),
-        ({"found_inf": torch.zeros((), device="meta")}, "of shape () on meta"),
-        ({"coefficient": torch.ones(())}, "coefficient must be a one-element float64 tensor"),
-        ({"sums": torch.zeros(2)}, "sums must be a contiguous float64 tensor of 2 elements"),
-        ({"sums": torch.zeros(2, device="meta").double()}, "sums must be on cpu, got meta"),
+        (
+            {"found_inf": torch.zeros(2)},
+            "found_inf must be a contiguous tensor of 1 elements of Float on cpu",
+        ),
+        ({"found_inf": torch.zeros((), device="meta")}, "of 1 elements of Float on cpu"),
+        (
+            {"coefficient": torch.ones(())},
+            "coefficient must be a contiguous tensor of 1 elements of Double",
+        ),
+        ({"sums": torch.zeros(2)}, "sums must be a contiguous tensor of 2 elements of Double"),
+        ({"sums": torch.zeros(2, device="meta").double()}, "2 elements of Double on cpu"),
         (
             {"sums": torch.zeros(2).double(), "coefficient": torch.ones(()).double()},
             "sums are taken in the pass before the one with a coefficient",

@@ -85,7 +85,7 @@ class DeviceKernels:
     def run(self, grads: GradList, work: Pass) -> Tensor:
         """Runs a pass over a list; returns its found_inf. Without a launch no update rides."""
         device = grads.device
-        _require_pass(work, device)
+        core.require_pass(grads, work)
         found_inf, given = work.found_inf, work.found_inf is not None
         if grads.chunks == 0:
             if work.sums is not None:
@@ -113,8 +113,7 @@ class DeviceKernels:
 
     def narrow(self, pairs: GradList, found_inf: Tensor | None = None) -> None:
         """As `Kernels.narrow`."""
-        if found_inf is not None:
-            _require_scalar("found_inf", found_inf, pairs.device, torch.float32)
+        core.require_pass(pairs, Pass(False, Factor.NONE, found_inf=found_inf))
         self._over(pairs, "narrow", found_inf)
 
     def clip(self, clip: Clip) -> None:
@@ -175,32 +174,3 @@ class DeviceKernels:
                 # Intermediate launches leave results in it.
                 core.clear_tables()
                 raise
-
-
-def _require_pass(work: Pass, device: torch.device) -> None:
-    for name, scalar in (("the factor", work.factor), ("found_inf", work.found_inf)):
-        if scalar is not None:
-            _require_scalar(name, scalar, device, torch.float32)
-    if work.coefficient is not None:
-        _require_scalar("coefficient", work.coefficient, device, torch.float64)
-    sums = work.sums
-    if sums is None:
-        return
-    if sums.dtype is not torch.float64 or sums.shape != (2,) or not sums.is_contiguous():
-        raise RuntimeError(
-            f"sums must be a contiguous float64 tensor of 2 elements, got {sums.dtype} of "
-            f"shape {tuple(sums.shape)}"
-        )
-    if sums.device != device:
-        raise RuntimeError(f"sums must be on {device}, got {sums.device}")
-    if work.coefficient is not None:
-        raise RuntimeError("sums are taken in the pass before the one with a coefficient")
-
-
-def _require_scalar(name: str, tensor: Tensor, device: torch.device, dtype: torch.dtype) -> None:
-    if not core.is_scalar(tensor, dtype) or tensor.device != device:
-        wanted = str(dtype).removeprefix("torch.")
-        raise RuntimeError(
-            f"{name} must be a one-element {wanted} tensor on {device}, got {tensor.dtype} of "
-            f"shape {tuple(tensor.shape)} on {tensor.device}"
-        )

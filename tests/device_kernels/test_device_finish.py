@@ -357,12 +357,18 @@ def test_norms_and_marks_ride_with_the_update() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"sums": torch.empty(2)}, "sums must be a contiguous float64 tensor of 2 elements"),
-        ({"sums": torch.empty(3, dtype=torch.float64)}, r"got torch\.float64 of shape \(3,\)"),
-        ({"sums": torch.empty(2, dtype=torch.float64, device="meta")}, "must be on cpu, got meta"),
+        ({"sums": torch.empty(2)}, "sums must be a contiguous tensor of 2 elements of Double"),
+        ({"sums": torch.empty(3, dtype=torch.float64)}, "2 elements of Double"),
+        (
+            {"sums": torch.empty(2, dtype=torch.float64, device="meta")},
+            "2 elements of Double on cpu",
+        ),
         ({"sums": torch.empty(2, dtype=torch.float64), "coefficient": wide(0.5)}, "pass before"),
-        ({"coefficient": flag(0.5)}, "coefficient must be a one-element"),
-        ({"found_inf": wide(0.0)}, "found_inf must be a one-element"),
+        (
+            {"coefficient": flag(0.5)},
+            "coefficient must be a contiguous tensor of 1 elements of Double",
+        ),
+        ({"found_inf": wide(0.0)}, "found_inf must be a contiguous tensor of 1 elements of Float"),
     ],
 )
 def test_arguments_that_kernels_would_misread(arguments: dict, message: str) -> None:
