@@ -57,30 +57,20 @@ class _Masters(dict[Tensor, Tensor]):
             weight = param.detach().to(torch.float32)
         self[param] = weight.requires_grad_()
 
+    def make_if_trained(self, param: Tensor) -> None:
+        if param not in self and _fits(param) and (param.requires_grad or param.grad is not None):
+            self.make(param)
+
     def have_same_entries(self, state: Mapping[Any, Any], inner: Mapping[Any, Any]) -> bool:
         """Whether both have the entries of the last step, under the keys of then."""
         return core.have_same_entries(state, self.state_keys[0], inner, self.state_keys[1])
 
 
-class _View(Mapping[Tensor, Tensor]):
-    """Master weights by parameter."""
+class _View(dict[Tensor, Tensor]):
+    """Master weights by parameter, for the user."""
 
-    def __init__(self, optimizer: MasterWeights) -> None:
-        self._optimizer = optimizer
-
-    def __getitem__(self, param: Tensor) -> Tensor:
-        masters = self._optimizer._masters
-        if not isinstance(param, Tensor) or param not in masters:
-            if not any(param is each for each in _params(self._optimizer)) or not _fits(param):
-                raise KeyError("no 16-bit parameter of this optimizer")
-            masters.make(param)
-        return masters[param].detach()
-
-    def __iter__(self) -> Iterator[Tensor]:
-        return iter(self._optimizer._masters)
-
-    def __len__(self) -> int:
-        return len(self._optimizer._masters)
+    def __missing__(self, param: object) -> Tensor:
+        raise KeyError("no 16-bit parameter that this optimizer trains")
 
 
 class MasterWeights(torch.optim.Optimizer):
@@ -96,8 +86,13 @@ class MasterWeights(torch.optim.Optimizer):
 
     @property
     def master_weights(self) -> Mapping[Tensor, Tensor]:
-        """Float32 weights by parameter, sharing memory with those that `step` uses."""
-        return _View(self)
+        """Float32 weights by parameter, sharing memory with those that `step` uses.
+
+        Of every 16-bit parameter that requires a gradient or has one.
+        """
+        for param in _params(self):
+            self._masters.make_if_trained(param)
+        return _View({param: weight.detach() for param, weight in self._masters.items()})
 
     @not_compiled
     def step(self, *args: Any, **kwargs: Any) -> Any:
@@ -284,8 +279,7 @@ def _follow(masters: _Masters, param: Tensor, where: str) -> None:
     """Makes the master weight of a parameter, or makes it equal to it."""
     weight = masters.get(param)
     if weight is None:
-        if _fits(param) and (param.requires_grad or param.grad is not None):
-            masters.make(param)
+        masters.make_if_trained(param)
         return
     if not _fits(param) or param.shape != weight.shape:
         raise RuntimeError(
@@ -568,8 +562,7 @@ def master_weights_(optimizer: AnyOptimizer) -> AnyOptimizer:
                 )
     masters = _Masters()
     for param in _params(optimizer):
-        if param.requires_grad and _fits(param):
-            masters.make(param)
+        masters.make_if_trained(param)
     converted = cast(MasterWeights, optimizer)
     held = optimizer.state_dict() if optimizer.state else None
     try:

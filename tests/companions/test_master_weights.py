@@ -984,7 +984,7 @@ def test_the_view_of_masters() -> None:
     assert masters[param].shape == param.shape
     assert not masters[param].requires_grad
     assert masters[param].data_ptr() == masters[param].data_ptr()
-    with pytest.raises(KeyError, match="no 16-bit parameter of this optimizer"):
+    with pytest.raises(KeyError, match="no 16-bit parameter that this optimizer trains"):
         masters[nn.Parameter(torch.ones(1).half())]
 
 
