@@ -155,27 +155,24 @@ def _sums(term: NormTerm, grads: gradients.Gradients) -> tuple[gradients.Flags, 
 
 def _read(term: NormTerm, agreement: Agreement | None) -> None:
     """Computes flags and sums of a term, some of whose gradients another rank may count."""
-    if agreement is None:
-        term.flags, term.sums = _sums(term, term.grads)
-        term.counted = term.sums
-        return
     flags: dict[torch.device, list[Tensor]] = {}
-    for grads, counts in zip(_split(term, agreement), (True, False), strict=True):
+    split = [term.grads] if agreement is None else _split(term, agreement)
+    for grads, counts in zip(split, (True, False), strict=False):
         found, sums = _sums(term, grads)
         term.sums += sums
         term.counted += sums if counts else []
         for device, flag in found.items():
             flags.setdefault(device, []).append(flag)
-    # Partial sums are replaced by reduced ones.
-    for number, reduced in term.grads.shards.reduced():
-        device = reduced.device
-        row = torch_ops.norms([reduced], term.inverse_on(device))
-        term.sums.append(row)
-        term.counted += [row] if agreement.counts(term.grads.layouts[number]) else []
-        flags.setdefault(device, []).append((~row[1].isfinite()).float())
-    for _, each in term.grads.lists:
-        # A device whose shards are all empty has no flag yet.
-        flags.setdefault(each.device, [new_flag(each.device)])
+    if agreement is not None:
+        # Partial sums are replaced by reduced ones.
+        for number, reduced in term.grads.shards.reduced():
+            row = torch_ops.norms([reduced], term.inverse_on(reduced.device))
+            term.sums.append(row)
+            term.counted += [row] if agreement.counts(term.grads.layouts[number]) else []
+            flags.setdefault(row.device, []).append((~row[1].isfinite()).float())
+        for _, each in term.grads.lists:
+            # A device whose shards are all empty has no flag yet.
+            flags.setdefault(each.device, [new_flag(each.device)])
     term.flags = {
         device: found[0] if len(found) == 1 else any_found(found, device)
         for device, found in flags.items()

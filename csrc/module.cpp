@@ -24,7 +24,6 @@ std::map<std::string, int64_t> state_layout() {
           {"CONSECUTIVE_SKIPS", kConsecutiveSkips},
           {"SKIPS_AT_MINIMUM", kSkipsAtMinimum},
           {"TOLERATED", kTolerated},
-          {"LAST_SKIPPED", kLastSkipped},
           {"SPIKES", kSpikes},
           {"COUNTERS", kCounters},
           {"BEFORE", kBefore},

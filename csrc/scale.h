@@ -17,7 +17,6 @@ enum StateWord : int64_t {
   kConsecutiveSkips,
   kSkipsAtMinimum,  // in a row, with a scale that was at its minimum already
   kTolerated,       // overflows since the hysteresis was refilled
-  kLastSkipped,     // the number of the last skipped step, counted from 1; 0: none
   kSpikes,          // steps skipped for their norm alone
   kCounters = 16,   // a power of two, for Triton
   // Counters, scale and growth tracker before the last update.
@@ -132,7 +131,6 @@ AMPFAST_ELEMENT void update_scale(const Update& update, float flag) {
     if (skipped) {
       state[kSkipped] += 1;
       state[kConsecutiveSkips] += 1;
-      state[kLastSkipped] = state[kSteps];
     } else {
       state[kConsecutiveSkips] = 0;
     }

@@ -1299,6 +1299,7 @@ def test_an_interrupt_at_any_line_restores(way: str, name: str, edited: bool) ->
 @contextmanager
 def little_memory(more: int) -> Iterator[None]:
     """Lets the process have so many bytes more than it has."""
+    gc.collect()  # or what is freed meanwhile would be there, too
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     before = resource.getrlimit(resource.RLIMIT_AS)
     resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + more, before[1]))

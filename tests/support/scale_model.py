@@ -76,7 +76,6 @@ class ScaleModel:
     consecutive_skips: int = 0
     skips_at_minimum: int = 0
     tolerated: int = 0
-    last_skipped: int = 0
     spikes: int = 0
     history: list[tuple[float, float, float | None, float]] = field(default_factory=list)
     prediction: Prediction = field(default_factory=Prediction)
@@ -88,8 +87,6 @@ class ScaleModel:
         self.steps += 1
         self.skipped += flag != 0
         self.consecutive_skips = self.consecutive_skips + 1 if flag else 0
-        if flag:
-            self.last_skipped = self.steps
         if flag == SPIKE:
             self.spikes += 1
         else:
@@ -144,7 +141,7 @@ class ScaleModel:
     def counters(self) -> list[int]:
         known = [
             *(self.steps, self.skipped, self.growths, self.backoffs, self.consecutive_skips),
-            *(self.skips_at_minimum, self.tolerated, self.last_skipped, self.spikes),
+            *(self.skips_at_minimum, self.tolerated, self.spikes),
         ]
         return known + [0] * (layout.COUNTERS - len(known))
 

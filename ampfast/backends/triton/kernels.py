@@ -290,7 +290,6 @@ def _update(pointers, norm_ptr, flag, growth_factor, backoff_factor, growth_inte
         word = tl.arange(0, _STATE.COUNTERS)
         counters = tl.load(state_ptr + word)
         steps = tl.load(state_ptr + _STATE.STEPS)
-        last_skipped = tl.where(skipped, steps + 1, tl.load(state_ptr + _STATE.LAST_SKIPPED))
         tolerated = tl.load(state_ptr + _STATE.TOLERATED)
         most_tolerated = tl.load(state_ptr + _STATE.MOST_TOLERATED)
         min_scale = _float_at(state_ptr + _STATE.MIN_SCALE)
@@ -317,7 +316,6 @@ def _update(pointers, norm_ptr, flag, growth_factor, backoff_factor, growth_inte
         stuck = tl.where(spiked, counters, (counters + 1) * is_stuck.to(tl.int64))
         counted = tl.where(word == _STATE.SKIPS_AT_MINIMUM, stuck, counted)
         counted = tl.where(word == _STATE.TOLERATED, tolerated, counted)
-        counted = tl.where(word == _STATE.LAST_SKIPPED, last_skipped, counted)
         counted = tl.where(word == _STATE.SPIKES, counters + spiked.to(tl.int64), counted)
 
         entry_ptr = state_ptr + _STATE.RING + steps % _STATE.RING_STEPS * _STATE.RING_WORDS
