@@ -138,7 +138,6 @@ _BY_REASON: dict[str, list[tuple[str, str, str, int]]] = {
         ("GradScaler._maybe_opt_step", "0", "1", 1),
     ],
     "Only the type checker needs what is left out: without a scale there are no states.": [
-        ("Passes._clip", "deferred and divisor is not None", "deferred", 1),
         ("Passes._clip", "scale is not None and len(entries) > 1", "len(entries) > 1", 1),
     ],
     "A disabled scaler has no history.": [
