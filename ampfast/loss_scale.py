@@ -25,7 +25,7 @@ from ampfast.policies import (
     follower,
     require_averages,
 )
-from ampfast.report import History, ScalerStats, empty_history
+from ampfast.report import History, ScalerStats
 
 _ON_MIN_SCALE = ("ignore", "warn", "raise")
 _REFILLS = ("growth", "finite_step")
@@ -306,9 +306,7 @@ class LossScale:
 
     def history(self) -> History:
         """Reads the ring with one host sync."""
-        if self.words is None:
-            return empty_history()
-        words = self.words.cpu()
+        words = self._new_words() if self.words is None else self.words.cpu()
         end = int(words[layout.STEPS])
         step = torch.arange(max(0, end - layout.RING_STEPS), end, device="cpu")
         ring = words[layout.RING :].view(layout.RING_STEPS, layout.RING_WORDS)

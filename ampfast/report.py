@@ -7,7 +7,6 @@ import os
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
-import torch
 from torch import Tensor
 
 from ampfast.tracking import GradientHealth, OverflowReport, ParameterHealth
@@ -255,12 +254,6 @@ def _exponents(row: ParameterHealth) -> tuple[float, float] | None:
     if not low or not math.isfinite(low):
         return None
     return math.log2(low), math.log2(high) if math.isfinite(high) else _HALF_END
-
-
-def empty_history() -> History:
-    """Returns a history without steps."""
-    none = torch.empty(0, dtype=torch.float32, device="cpu")
-    return History(none.long(), none, none.bool(), none, none.bool(), none.bool(), none)
 
 
 def _figure(width: float, height: float) -> Any:
