@@ -13,6 +13,8 @@ FACTORS: dict[str, int]
 # The found_inf of a spike, and the bound of such flags after reductions; csrc/scale.h.
 SPIKE: float
 SPIKE_BOUND: float
+# Added to the norm in the clip coefficient.
+CLIP_EPSILON: float
 # Device types with kernels, as bits.
 CPU: int
 CUDA: int

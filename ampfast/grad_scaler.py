@@ -18,7 +18,7 @@ from torch.cuda.amp.common import amp_definitely_not_available
 from ampfast import backends, capture, clipping, distributed, gradients, tracking
 from ampfast._version import __version__
 from ampfast.backends import scalars
-from ampfast.backends.core import Factor, Pass, any_found, overrides, watch_casts
+from ampfast.backends.core import Factor, Pass, any_found, overrides
 from ampfast.backends.gpu import DeviceKernels
 from ampfast.backends.scalars import inverse, joint_flag, moved
 from ampfast.capture import is_capturing, refuse_capture
@@ -1033,4 +1033,3 @@ _ALL_HOOKS = original_methods(
     *("_check_scale_growth_tracker", "_get_scale_async", "_found_inf_per_device"),
     *("step", "update"),
 )
-watch_casts(MasterWeights)

@@ -185,6 +185,9 @@ AMPFAST_ELEMENT bool is_outlier(const AcceptedNorms& accepted, double norm, doub
   return false;
 }
 
+// Added to the norm in the clip coefficient, as in torch.
+constexpr double kClipEpsilon = 1e-6;
+
 // The coefficient of a clipping, from sums that passes left.
 struct Clip {
   const double* sums = nullptr;  // a row for each pass: its sum of squares, its largest magnitude
@@ -221,7 +224,7 @@ AMPFAST_ELEMENT void clip_coefficient(const Clip& clip) {
     total = rounded;
   }
   // torch's formula, in float64. An infinite limit clips nothing: inf / inf would be NaN.
-  const double quotient = clip.max_norm / (total + 1e-6);
+  const double quotient = clip.max_norm / (total + kClipEpsilon);
   const double coefficient = quotient > 1 || std::isinf(clip.max_norm) ? 1 : quotient;
   *clip.coefficient = coefficient;
   if (clip.scale != nullptr && clip.divisor != nullptr) {

@@ -20,9 +20,6 @@ MOST_FLAGS = 4
 _one_pass = threading.Lock()
 _HERE = nullcontext()
 
-# Added to the norm in the clip coefficient, as in torch.
-CLIP_EPSILON = 1e-6
-
 
 class Epilogue(IntEnum):
     """Work of the last program of a launch."""

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from ampfast.backends.core import SPIKE, Clip, Factor, Pass, Update, compiled
+from ampfast.backends.core import CLIP_EPSILON, SPIKE, Clip, Factor, Pass, Update, compiled
 from ampfast.backends.scalars import inverse, moved, new_flag, widest
 from ampfast.capture import refuse_capture
 
@@ -276,7 +276,7 @@ def coefficient_of(norm: Tensor, max_norm: float) -> Tensor:
     if max_norm > torch.finfo(wide.dtype).max:
         return torch.ones_like(wide)  # inf / inf would be NaN
     # A number over a tensor would be a reciprocal and a product, rounded twice.
-    return (torch.full_like(wide, max_norm) / (wide + 1e-6)).clamp(max=1.0)
+    return (torch.full_like(wide, max_norm) / (wide + CLIP_EPSILON)).clamp(max=1.0)
 
 
 @torch.no_grad()

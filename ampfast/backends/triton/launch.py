@@ -14,8 +14,9 @@ import triton.language as tl
 from torch import Tensor
 
 from ampfast import capture
+from ampfast.backends import core
 from ampfast.backends.core import WINDOW_BYTES, Clip, DeviceTable, Pass, Segment, Update
-from ampfast.backends.gpu import CLIP_EPSILON, Epilogue, on_gpu
+from ampfast.backends.gpu import Epilogue, on_gpu
 from ampfast.backends.triton import kernels
 
 # Whether the kernels run on CPU tensors, as under TRITON_INTERPRET=1.
@@ -150,7 +151,7 @@ def clip_coefficient(clip: Clip) -> None:
     """Launches the clip coefficient from norms."""
     sums, max_norm, largest, norm, coefficient, scale, divisor, found_inf, skip_above, taken = clip
     arguments = (
-        *(sums, sums.shape[0], float(max_norm), CLIP_EPSILON, norm, coefficient),
+        *(sums, sums.shape[0], float(max_norm), core.CLIP_EPSILON, norm, coefficient),
         *(None if divisor is None else scale, divisor, found_inf, float(skip_above)),
         *(taken, 1 if taken is None else taken.numel() - 1),
     )
