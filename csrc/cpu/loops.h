@@ -3,20 +3,25 @@
 // Elements that a loop takes at a time, on every instruction set.
 constexpr int kRow = 32;
 
-// Calls `row(from, to, count)` for every row of a block, which is only read where `to` is constant,
-// and `from`. The last row is filled up with zeros behind its `count` elements. With `streams` rows
-// are written past the caches, where that is possible.
-template <class From, class To, class Row>
+// Those of a register.
+template <class T>
+constexpr int kStep = sizeof(Doubles) / sizeof(T);
+
+// Calls `row.take<kRow>(from, to)` for every row of a block, which is only read where `to` is
+// constant, and `from`. What is left is taken by `kLast` elements; the last are filled up with
+// zeros behind the first `count`. With `streams` rows are written past the caches, where that is
+// possible.
+template <int kLast, class From, class To, class Row>
 AMPFAST_INLINE void for_each_row(const From* from, To* to, int64_t numel, Row& row,
                                  [[maybe_unused]] bool streams = false) {
-  alignas(64) From last[kRow];
-  alignas(64) std::remove_const_t<To> written[kRow];
+  constexpr bool kWrites = !std::is_const_v<To>;
   int64_t i = 0;
 #ifdef AMPFAST_X86
-  if constexpr (!std::is_const_v<To>) {
+  if constexpr (kWrites) {
     if (streams && reinterpret_cast<uintptr_t>(to) % sizeof(__m128i) == 0) {
+      alignas(64) To written[kRow];
       for (; i + kRow <= numel; i += kRow) {
-        row(from + i, written, kRow);
+        row.template take<kRow>(from + i, written);
         for (size_t k = 0; k < kRow; k += sizeof(__m128i) / sizeof(To)) {
           _mm_stream_si128(reinterpret_cast<__m128i*>(to + i + k), load<__m128i>(written + k));
         }
@@ -26,14 +31,22 @@ AMPFAST_INLINE void for_each_row(const From* from, To* to, int64_t numel, Row& r
   }
 #endif
   for (; i + kRow <= numel; i += kRow) {
-    row(from + i, to + i, kRow);
+    row.template take<kRow>(from + i, to + i);
+  }
+  if constexpr (kLast < kRow) {
+    for (; i + kLast <= numel; i += kLast) {
+      row.template take<kLast>(from + i, to + i);
+    }
   }
   if (i < numel) {
+    alignas(64) From last[kLast];
+    alignas(64) std::remove_const_t<To> written[kLast];
     const auto count = static_cast<int>(numel - i);
     copy_part<sizeof(last), true>(last, from + i, count * sizeof(From));
-    row(last, written, count);
-    if constexpr (!std::is_const_v<To>) {
-      copy_part<sizeof(written), false>(to + i, written, count * sizeof(To));
+    row.template take<kLast>(last, written, count);
+    if constexpr (kWrites) {
+      constexpr size_t kStored = sizeof(To) == sizeof(uint16_t) ? 32 : 64;
+      copy_part<sizeof(written), false, kStored>(to + i, written, count * sizeof(To));
     }
   }
 }
@@ -42,6 +55,17 @@ AMPFAST_INLINE void for_each_row(const From* from, To* to, int64_t numel, Row& r
 template <class T>
 using Bits = std::conditional_t<sizeof(T) == 8, int64_t,
                                 std::conditional_t<sizeof(T) == 4, int32_t, int16_t>>;
+
+// Joins so many lanes, which it overwrites, each half with the other.
+template <int kLanes, class Lane, class Join>
+AMPFAST_INLINE Lane joined(Lane* lanes, const Join& join) {
+  if constexpr (kLanes > 1) {
+    typedef Lane Half AMPFAST_VECTOR(kLanes / 2 * sizeof(Lane));
+    store(lanes, join(load<Half>(lanes), load<Half>(lanes + kLanes / 2)));
+    return joined<kLanes / 2>(lanes, join);
+  }
+  return lanes[0];
+}
 
 // The largest magnitude of rows.
 template <class T>
@@ -56,10 +80,11 @@ struct Peak {
     return most < bits ? bits : most;
   }
 
+  template <int kCount>
   AMPFAST_INLINE void raise(const T* row) {
-    for (int k = 0; k < kRow; k += 2 * kLanes) {
+    for (int k = 0; k < kCount; k += 2 * kLanes) {
       even = larger_at(even, row + k);
-      if constexpr (kLanes < kRow) {
+      if constexpr (kLanes < kCount) {
         odd = larger_at(odd, row + k + kLanes);
       }
     }
@@ -68,11 +93,7 @@ struct Peak {
   AMPFAST_INLINE Bits<T> bits() const {
     Bits<T> lanes[kLanes];
     store(lanes, even < odd ? odd : even);
-    Bits<T> largest = 0;
-    for (const Bits<T> lane : lanes) {
-      largest = larger(largest, lane);
-    }
-    return largest;
+    return joined<kLanes>(lanes, [](auto a, auto b) { return a < b ? b : a; });
   }
 };
 
@@ -80,14 +101,17 @@ template <class T>
 struct Check {
   Peak<T> peak;
 
-  AMPFAST_INLINE void operator()(const T* row, const T* /*to*/, int /*count*/) { peak.raise(row); }
+  template <int kCount>
+  AMPFAST_INLINE void take(const T* row, const T* /*to*/, int /*count*/ = 0) {
+    peak.template raise<kCount>(row);
+  }
 };
 
 template <class T>
 int64_t peak_bits(const void* data, int64_t numel) {
   const T* values = static_cast<const T*>(data);
   Check<T> check;
-  for_each_row(values, values, numel, check);
+  for_each_row<kStep<T>>(values, values, numel, check);
   return check.peak.bits();
 }
 
@@ -107,10 +131,10 @@ AMPFAST_INLINE Wide<T> widened(const T* values) {
 }
 
 // Multiplies a row, by the second factor, too, if `kTwice`, and rounds each time.
-template <bool kTwice, class T>
+template <bool kTwice, int kCount, class T>
 AMPFAST_INLINE void multiply(const T* from, T* to, Opmath<T> factor, Opmath<T> second) {
   constexpr int kLanes = sizeof(Wide<T>) / sizeof(Opmath<T>);
-  for (int k = 0; k < kRow; k += kLanes) {
+  for (int k = 0; k < kCount; k += kLanes) {
     const Wide<T> product = widened(from + k) * factor;
     if constexpr (sizeof(T) == sizeof(uint16_t)) {
       const Halves rounded = narrow(product, T{});
@@ -131,9 +155,9 @@ AMPFAST_INLINE Words bfloat16_product(Words upper, float factor, float second) {
 }
 
 // Elements of even and of odd index stay in their place: nothing has to be packed.
-template <bool kTwice>
+template <bool kTwice, int kCount>
 AMPFAST_INLINE void multiply(const BFloat16* from, BFloat16* to, float factor, float second) {
-  for (int k = 0; k < kRow; k += 2 * kFloats) {
+  for (int k = 0; k < kCount; k += 2 * kFloats) {
     const Words bits = load<Words>(from + k);
     const Words even = bfloat16_product<kTwice>(bits << 16, factor, second);
     const Words odd = bfloat16_product<kTwice>(bits & kUpper, factor, second);
@@ -146,9 +170,10 @@ struct Multiply {
   Opmath<T> factor, second;
   Peak<T> peak;
 
-  AMPFAST_INLINE void operator()(const T* from, T* to, int /*count*/) {
-    peak.raise(from);
-    multiply<kTwice>(from, to, factor, second);
+  template <int kCount>
+  AMPFAST_INLINE void take(const T* from, T* to, int /*count*/ = 0) {
+    peak.template raise<kCount>(from);
+    multiply<kTwice, kCount>(from, to, factor, second);
   }
 };
 
@@ -156,7 +181,7 @@ template <class T, bool kTwice>
 int64_t unscale_times(T* values, int64_t numel, Opmath<T> factor, Opmath<T> second) {
   constexpr Opmath<T> kNan = std::numeric_limits<Opmath<T>>::quiet_NaN();
   Multiply<T, kTwice> times{factor == factor ? factor : kNan, second == second ? second : kNan, {}};
-  for_each_row(values, values, numel, times);
+  for_each_row<kStep<T>>(values, values, numel, times);
   return times.peak.bits();
 }
 
@@ -168,19 +193,66 @@ int64_t unscale(void* data, int64_t numel, float inv_scale, double coefficient) 
                           : unscale_times<T, true>(values, numel, inv_scale, second);
 }
 
+constexpr int kDoubles = kStep<double>;
+
+// Sums of the places of a row, from zero on.
+template <class Register, class Number>
+struct Sums {
+  static constexpr int kLanes = sizeof(Register) / sizeof(Number);
+  Register registers[kRow / kLanes];
+
+  AMPFAST_INLINE Sums() {
+#ifndef __clang__
+#pragma GCC unroll 32  // else GCC makes a memset of it
+#endif
+    for (int k = 0; k < kRow / kLanes; ++k) {
+      registers[k] = Register{};
+    }
+  }
+
+  AMPFAST_INLINE Register& at(int place) { return registers[place / kLanes]; }
+
+  // Adds those of so many places, in a fixed order.
+  template <int kCount>
+  AMPFAST_INLINE Number total() {
+    for (int half = kCount / 2; half >= kLanes; half /= 2) {
+      for (int place = 0; place < half; place += kLanes) {
+        at(place) = at(place) + at(place + half);
+      }
+    }
+    Number lanes[kLanes];
+    store(lanes, registers[0]);
+    return joined<kLanes>(lanes, [](auto a, auto b) { return a + b; });
+  }
+};
+
 // Adds squares of unscaled values, each place of a row to a sum of its own: the same bits on every
 // instruction set.
 template <class T>
 struct Squares {
   float factor;
-  Peak<T> peak;
-  Floats sums[kRow / kFloats];
+  Peak<T> peak{};
+  Sums<Floats, float> sums{};
 
-  AMPFAST_INLINE void operator()(const T* row, const T* /*to*/, int /*count*/) {
-    peak.raise(row);
-    for (int k = 0; k < kRow / kFloats; ++k) {
-      const Floats value = widened(row + k * kFloats) * factor;
-      sums[k] = sums[k] + value * value;
+  template <int kCount>
+  AMPFAST_INLINE void take(const T* row, const T* /*to*/, int /*count*/ = 0) {
+    peak.template raise<kCount>(row);
+    for (int k = 0; k < kCount; k += kFloats) {
+      const Floats value = widened(row + k) * factor;
+      sums.at(k) = sums.at(k) + value * value;
+    }
+  }
+
+  // Moves the sums of so many places to float64.
+  template <int kCount>
+  AMPFAST_INLINE void move_to(Sums<Doubles, double>& wide) {
+    float lanes[kCount];
+    for (int k = 0; k < kCount; k += kFloats) {
+      store(lanes + k, sums.at(k));
+      sums.at(k) = Floats{};
+    }
+    for (int k = 0; k < kCount; k += kDoubles) {
+      wide.at(k) = wide.at(k) + doubles(lanes + k);
     }
   }
 };
@@ -189,78 +261,74 @@ struct Squares {
 template <class T>
 struct WideSquares {
   float factor;
-  double sums[kRow];
+  Sums<Doubles, double> sums{};
 
-  AMPFAST_INLINE void operator()(const T* row, const T* /*to*/, int count) {
-    Opmath<T> products[kRow];
+  template <int kCount>
+  AMPFAST_INLINE void take(const T* row, const T* /*to*/, int count = kCount) {
+    Opmath<T> products[kCount];
     constexpr int kLanes = sizeof(Wide<T>) / sizeof(Opmath<T>);
-    for (int k = 0; k < kRow; k += kLanes) {
+    for (int k = 0; k < kCount; k += kLanes) {
       store<Wide<T>>(products + k, widened(row + k) * static_cast<Opmath<T>>(factor));
     }
-    for (int lane = 0; lane < count; ++lane) {
-      const double value = products[lane];
-      sums[lane] += value * value;
+    for (int lane = 0; lane < kCount; ++lane) {
+      products[lane] = lane < count ? products[lane] : 0;  // also where the factor is infinite
+    }
+    for (int k = 0; k < kCount; k += kDoubles) {
+      const Doubles value = doubles(products + k);
+      sums.at(k) = sums.at(k) + value * value;
     }
   }
 };
-
-// In a fixed order.
-inline double sum_of(double* lanes) {
-  for (int half = kRow / 2; half > 0; half /= 2) {
-    for (int lane = 0; lane < half; ++lane) {
-      lanes[lane] += lanes[lane + half];
-    }
-  }
-  return lanes[0];
-}
 
 // Blocks of so many rows are summed in float32, hence with as many roundings at most, and added in
 // float64.
 constexpr int kRowsOfBlock = 8;
 
-// Tells whether the sums are as exact as that. They are not where squares overflow, or where more
-// than 2^-30 of them vanishes or, of at most 2^16 elements, is lost in subnormal numbers.
 template <class T>
-bool sum_in_float32(const T* values, int64_t numel, float factor, double* lanes, int64_t* peak) {
-  constexpr int64_t kBlock = kRowsOfBlock * kRow;
-  Squares<T> squares{factor, {}, {}};
-  for (int64_t i = 0; i < numel; i += kBlock) {
-    for (Floats& sum : squares.sums) {
-      sum = Floats{};
-    }
-    for_each_row(values + i, values + i, numel - i < kBlock ? numel - i : kBlock, squares);
-    float sums[kRow];
-    for (int k = 0; k < kRow; k += kFloats) {
-      store(sums + k, squares.sums[k / kFloats]);
-    }
-    for (int lane = 0; lane < kRow; ++lane) {
-      lanes[lane] += sums[lane];
-    }
+AMPFAST_INLINE double sum_in_float32(const T* values, int64_t numel, Squares<T>& squares) {
+  Sums<Doubles, double> sums;
+  if (numel <= kStep<T>) {
+    for_each_row<kStep<T>>(values, values, numel, squares);
+    squares.template move_to<kStep<T>>(sums);
+    return sums.template total<kStep<T>>();
   }
-  const Bits<T> bits = squares.peak.bits();
-  T row[kRow] = {};
-  float products[kFloats];
-  std::memcpy(row, &bits, sizeof(bits));
-  store<Floats>(products, widened(row) * factor);
-  const float most = std::fabs(products[0]);
-  *peak = bits;
-  return most == 0 || (most >= 0x1p-40f && most < 0x1p62f);
+  constexpr int64_t kBlock = kRowsOfBlock * kRow;
+  for (; numel >= kBlock; values += kBlock, numel -= kBlock) {
+    for (int k = 0; k < kBlock; k += kRow) {
+      squares.template take<kRow>(values + k, values);
+    }
+    squares.template move_to<kRow>(sums);
+  }
+  for_each_row<kRow>(values, values, numel, squares);
+  squares.template move_to<kRow>(sums);
+  return sums.template total<kRow>();
 }
 
 template <class T>
 double squares(const void* data, int64_t numel, float inv_scale, int64_t* peak) {
   const T* values = static_cast<const T*>(data);
   if constexpr (sizeof(T) < sizeof(double)) {
-    double lanes[kRow] = {};
-    if (sum_in_float32(values, numel, inv_scale, lanes, peak)) {
-      return sum_of(lanes);
+    Squares<T> squares{inv_scale};
+    const double sum = sum_in_float32(values, numel, squares);
+    *peak = squares.peak.bits();
+    // Where squares overflow, or more than 2^-30 of them vanishes or, of at most 2^16 elements, is
+    // lost in subnormal numbers, the sum is not as exact as that.
+    alignas(64) T largest[kFloats];
+    for (T& each : largest) {
+      each = bits_as<T>(static_cast<Bits<T>>(*peak));
+    }
+    float products[kFloats];
+    store<Floats>(products, widened(largest) * inv_scale);
+    const float most = std::fabs(products[0]);
+    if (most == 0 || (most >= 0x1p-40f && most < 0x1p62f)) {
+      return sum;
     }
   } else {
     *peak = peak_bits<T>(data, numel);
   }
-  WideSquares<T> squares{inv_scale, {}};
-  for_each_row(values, values, numel, squares);
-  return sum_of(squares.sums);
+  WideSquares<T> squares{inv_scale};
+  for_each_row<kRow>(values, values, numel, squares);
+  return squares.sums.template total<kRow>();
 }
 
 // Of at most 2^16 - 1 elements, which 16 bits can count. Magnitudes less one, as unsigned numbers,
@@ -293,9 +361,10 @@ struct Widen {
   float factor, second;
   Peak<T> peak;
 
-  AMPFAST_INLINE void operator()(const T* from, float* to, int /*count*/) {
-    peak.raise(from);
-    for (int k = 0; k < kRow; k += kFloats) {
+  template <int kCount>
+  AMPFAST_INLINE void take(const T* from, float* to, int /*count*/ = 0) {
+    peak.template raise<kCount>(from);
+    for (int k = 0; k < kCount; k += kFloats) {
       Floats value = widened(from + k);
       value = kFactors > 0 ? value * factor : value;
       store<Floats>(to + k, kFactors > 1 ? value * second : value);
@@ -307,7 +376,7 @@ template <class T, int kFactors>
 int64_t widen_times(const void* data, float* wide, int64_t numel, float factor, double second,
                     bool streams) {
   Widen<T, kFactors> widen{factor, static_cast<float>(second), {}};
-  for_each_row(static_cast<const T*>(data), wide, numel, widen, streams);
+  for_each_row<kStep<T>>(static_cast<const T*>(data), wide, numel, widen, streams);
   return widen.peak.bits();
 }
 
@@ -322,8 +391,9 @@ int64_t widen_all(const void* data, float* wide, int64_t numel, float inv_scale,
 
 template <class T>
 struct Narrow {
-  AMPFAST_INLINE void operator()(const float* from, T* to, int /*count*/) {
-    for (int k = 0; k < kRow; k += kFloats) {
+  template <int kCount>
+  AMPFAST_INLINE void take(const float* from, T* to, int /*count*/ = 0) {
+    for (int k = 0; k < kCount; k += kFloats) {
       store(to + k, narrow(load<Floats>(from + k), T{}));
     }
   }
@@ -332,7 +402,7 @@ struct Narrow {
 template <class T>
 void narrow_all(void* data, const float* wide, int64_t numel, bool streams) {
   Narrow<T> narrow;
-  for_each_row(wide, static_cast<T*>(data), numel, narrow, streams);
+  for_each_row<kStep<T>>(wide, static_cast<T*>(data), numel, narrow, streams);
 }
 
 inline constexpr Loops kLoops[] = {

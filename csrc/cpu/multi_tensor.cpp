@@ -77,7 +77,7 @@ void for_each_chunk(const DtypeList& list, Writes writes, const Body& body) {
     for (; chunk < end; ++span) {
       if (list.spans.end() - span > kSpansAhead) {
         prefetch(span[kSpansAhead].address, 1);
-        prefetch(span[kSpansAhead].wide, 1);
+        prefetch(span[kSpansAhead].wide, list.is_paired ? 1 : 0);
       }
       int64_t offset = (chunk - span->first_chunk) * kChunk;
       for (; offset < span->numel && chunk < end; offset += kChunk) {

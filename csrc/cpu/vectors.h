@@ -40,31 +40,41 @@ AMPFAST_INLINE void store(void* to, Register value) {
 }
 
 // Copies the first bytes of a row, and zeros behind them if `kWhole`. Masks save calls, and the
-// wait of a load for several stores.
-template <size_t kSize, bool kWhole>
+// wait of a load for several stores: of `kStored` bytes each, where that is less than the row.
+template <size_t kSize, bool kWhole, size_t kStored = 64>
 AMPFAST_INLINE void copy_part(void* to, const void* from, size_t bytes) {
 #if AMPFAST_REGISTER == 64
-  for (size_t i = 0; i < kSize; i += 64) {
-    const __mmask64 mask = _bzhi_u64(~uint64_t{0}, bytes > i ? bytes - i : 0);
-    const __m512i values = _mm512_maskz_loadu_epi8(mask, static_cast<const char*>(from) + i);
-    _mm512_mask_storeu_epi8(static_cast<char*>(to) + i, kWhole ? ~__mmask64{0} : mask, values);
+  for (size_t i = 0; i < kSize; i += kStored) {
+    const uint64_t mask = _bzhi_u64(~uint64_t{0}, bytes > i ? bytes - i : 0);
+    const char* place = static_cast<const char*>(from) + i;
+    if constexpr (kWhole) {
+      store(static_cast<char*>(to) + i, _mm512_maskz_loadu_epi8(mask, place));
+    } else if constexpr (kStored == 64) {
+      _mm512_mask_storeu_epi8(static_cast<char*>(to) + i, mask, load<__m512i>(place));
+    } else {
+      _mm256_mask_storeu_epi8(static_cast<char*>(to) + i, mask, load<__m256i>(place));
+    }
   }
 #elif AMPFAST_REGISTER == 32
   const __m256i words = _mm256_set1_epi32(static_cast<int>(bytes / sizeof(int)));
+  const size_t odd = bytes % sizeof(int) != 0 ? bytes - sizeof(uint16_t) : 0;
+  uint16_t last = 0;
+  if (bytes % sizeof(int) != 0) {
+    last = load<uint16_t>(static_cast<const char*>(from) + odd);
+  }
   for (int i = 0; i < static_cast<int>(kSize / sizeof(int)); i += 8) {
     const __m256i places = _mm256_setr_epi32(i, i + 1, i + 2, i + 3, i + 4, i + 5, i + 6, i + 7);
     const __m256i mask = _mm256_cmpgt_epi32(words, places);
     const __m256i values = _mm256_maskload_epi32(static_cast<const int*>(from) + i, mask);
     if (kWhole) {
-      store(static_cast<int*>(to) + i, values);
+      const __m256i there = _mm256_cmpeq_epi32(words, places);
+      store(static_cast<int*>(to) + i, values | (there & _mm256_set1_epi32(last)));
     } else {
       _mm256_maskstore_epi32(static_cast<int*>(to) + i, mask, values);
     }
   }
-  if (bytes % sizeof(int) != 0) {
-    const size_t last = bytes - sizeof(uint16_t);
-    std::memcpy(static_cast<char*>(to) + last, static_cast<const char*>(from) + last,
-                sizeof(uint16_t));
+  if (!kWhole && bytes % sizeof(int) != 0) {
+    store(static_cast<char*>(to) + odd, last);
   }
 #else
   if (kWhole) {
@@ -85,6 +95,19 @@ AMPFAST_INLINE Words widen_bits(Halves bits) {
   return AMPFAST_CONVERT(bits, Words);
 #endif
 }
+
+AMPFAST_INLINE Doubles doubles(const float* values) {
+#if AMPFAST_REGISTER == 64
+  return as<Doubles>(_mm512_maskz_cvtps_pd(0xff, load<__m256>(values)));
+#elif AMPFAST_REGISTER == 32
+  return as<Doubles>(_mm256_cvtps_pd(load<__m128>(values)));
+#else
+  typedef float Few AMPFAST_VECTOR(AMPFAST_REGISTER / 2);
+  return AMPFAST_CONVERT(load<Few>(values), Doubles);
+#endif
+}
+
+AMPFAST_INLINE Doubles doubles(const double* values) { return load<Doubles>(values); }
 
 AMPFAST_INLINE Halves narrow_bits(Words bits) { return AMPFAST_CONVERT(bits, Halves); }
 
