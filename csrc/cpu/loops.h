@@ -81,7 +81,7 @@ struct Peak {
   }
 
   template <int kCount>
-  AMPFAST_INLINE void raise(const T* row) {
+  AMPFAST_INLINE void take(const T* row, const T* /*to*/ = nullptr, int /*count*/ = 0) {
     for (int k = 0; k < kCount; k += 2 * kLanes) {
       even = larger_at(even, row + k);
       if constexpr (kLanes < kCount) {
@@ -98,21 +98,11 @@ struct Peak {
 };
 
 template <class T>
-struct Check {
-  Peak<T> peak;
-
-  template <int kCount>
-  AMPFAST_INLINE void take(const T* row, const T* /*to*/, int /*count*/ = 0) {
-    peak.template raise<kCount>(row);
-  }
-};
-
-template <class T>
 int64_t peak_bits(const void* data, int64_t numel) {
   const T* values = static_cast<const T*>(data);
-  Check<T> check;
-  for_each_row<kStep<T>>(values, values, numel, check);
-  return check.peak.bits();
+  Peak<T> peak;
+  for_each_row<kStep<T>>(values, values, numel, peak);
+  return peak.bits();
 }
 
 // In which a type is computed, and a register of it.
@@ -130,17 +120,19 @@ AMPFAST_INLINE Wide<T> widened(const T* values) {
   }
 }
 
-// Multiplies a row, by the second factor, too, if `kTwice`, and rounds each time.
-template <bool kTwice, int kCount, class T>
-AMPFAST_INLINE void multiply(const T* from, T* to, Opmath<T> factor, Opmath<T> second) {
+// Multiplies a row by as many factors, and rounds each time to what is written: without factors,
+// not even a subnormal is flushed.
+template <int kFactors, int kCount, class T, class To>
+AMPFAST_INLINE void multiply(const T* from, To* to, Opmath<T> factor, Opmath<T> second) {
   constexpr int kLanes = sizeof(Wide<T>) / sizeof(Opmath<T>);
   for (int k = 0; k < kCount; k += kLanes) {
-    const Wide<T> product = widened(from + k) * factor;
-    if constexpr (sizeof(T) == sizeof(uint16_t)) {
-      const Halves rounded = narrow(product, T{});
-      store(to + k, kTwice ? narrow(widen(rounded, T{}) * second, T{}) : rounded);
+    const Wide<T> value = widened(from + k);
+    const Wide<T> product = kFactors > 0 ? value * factor : value;
+    if constexpr (sizeof(To) == sizeof(uint16_t)) {
+      const Halves rounded = narrow(product, To{});
+      store(to + k, kFactors > 1 ? narrow(widen(rounded, To{}) * second, To{}) : rounded);
     } else {
-      store<Wide<T>>(to + k, kTwice ? product * second : product);
+      store<Wide<T>>(to + k, kFactors > 1 ? product * second : product);
     }
   }
 }
@@ -148,49 +140,59 @@ AMPFAST_INLINE void multiply(const T* from, T* to, Opmath<T> factor, Opmath<T> s
 constexpr uint32_t kUpper = 0xffff0000;
 
 // No factor may be a NaN with bits in its lower half; then no product is.
-template <bool kTwice>
+template <int kFactors>
 AMPFAST_INLINE Words bfloat16_product(Words upper, float factor, float second) {
   const Words product = round_to_bfloat16(as<Floats>(upper) * factor);
-  return kTwice ? round_to_bfloat16(as<Floats>(product & kUpper) * second) : product;
+  return kFactors > 1 ? round_to_bfloat16(as<Floats>(product & kUpper) * second) : product;
 }
 
 // Elements of even and of odd index stay in their place: nothing has to be packed.
-template <bool kTwice, int kCount>
+template <int kFactors, int kCount>
 AMPFAST_INLINE void multiply(const BFloat16* from, BFloat16* to, float factor, float second) {
   for (int k = 0; k < kCount; k += 2 * kFloats) {
     const Words bits = load<Words>(from + k);
-    const Words even = bfloat16_product<kTwice>(bits << 16, factor, second);
-    const Words odd = bfloat16_product<kTwice>(bits & kUpper, factor, second);
+    const Words even = bfloat16_product<kFactors>(bits << 16, factor, second);
+    const Words odd = bfloat16_product<kFactors>(bits & kUpper, factor, second);
     store<Words>(to + k, (even >> 16) | (odd & kUpper));
   }
 }
 
-template <class T, bool kTwice>
+template <class T, class To, int kFactors>
 struct Multiply {
   Opmath<T> factor, second;
-  Peak<T> peak;
+  Peak<T> peak{};
 
   template <int kCount>
-  AMPFAST_INLINE void take(const T* from, T* to, int /*count*/ = 0) {
-    peak.template raise<kCount>(from);
-    multiply<kTwice, kCount>(from, to, factor, second);
+  AMPFAST_INLINE void take(const T* from, To* to, int /*count*/ = 0) {
+    peak.template take<kCount>(from);
+    multiply<kFactors, kCount>(from, to, factor, second);
   }
 };
 
-template <class T, bool kTwice>
-int64_t unscale_times(T* values, int64_t numel, Opmath<T> factor, Opmath<T> second) {
+template <class T, class To, int kFactors>
+int64_t times(const T* from, To* to, int64_t numel, Opmath<T> factor, Opmath<T> second,
+              bool streams) {
   constexpr Opmath<T> kNan = std::numeric_limits<Opmath<T>>::quiet_NaN();
-  Multiply<T, kTwice> times{factor == factor ? factor : kNan, second == second ? second : kNan, {}};
-  for_each_row<kStep<T>>(values, values, numel, times);
-  return times.peak.bits();
+  Multiply<T, To, kFactors> row{factor == factor ? factor : kNan, second == second ? second : kNan};
+  for_each_row<kStep<T>>(from, to, numel, row, streams);
+  return row.peak.bits();
 }
 
 template <class T>
 int64_t unscale(void* data, int64_t numel, float inv_scale, double coefficient) {
   T* values = static_cast<T*>(data);
-  const auto second = static_cast<Opmath<T>>(coefficient);
-  return coefficient == 1 ? unscale_times<T, false>(values, numel, inv_scale, second)
-                          : unscale_times<T, true>(values, numel, inv_scale, second);
+  const auto all = coefficient == 1 ? times<T, T, 1> : times<T, T, 2>;
+  return all(values, values, numel, inv_scale, static_cast<Opmath<T>>(coefficient), false);
+}
+
+template <class T>
+int64_t widen_all(const void* data, float* wide, int64_t numel, float inv_scale, double coefficient,
+                  bool streams) {
+  const auto all = coefficient != 1 ? times<T, float, 2>
+                   : inv_scale != 1 ? times<T, float, 1>
+                                    : times<T, float, 0>;
+  return all(static_cast<const T*>(data), wide, numel, inv_scale, static_cast<float>(coefficient),
+             streams);
 }
 
 constexpr int kDoubles = kStep<double>;
@@ -236,7 +238,7 @@ struct Squares {
 
   template <int kCount>
   AMPFAST_INLINE void take(const T* row, const T* /*to*/, int /*count*/ = 0) {
-    peak.template raise<kCount>(row);
+    peak.template take<kCount>(row);
     for (int k = 0; k < kCount; k += kFloats) {
       const Floats value = widened(row + k) * factor;
       sums.at(k) = sums.at(k) + value * value;
@@ -353,40 +355,6 @@ Counts counts(const void* data, int64_t numel) {
   const auto number = [](Bits bits) { return static_cast<int64_t>(bits); };
   return {numel - number(zero), number(vanishing), number(subnormal),
           number(overflowing),  number(largest),   number(static_cast<Bits>(smallest + 1))};
-}
-
-// Multiplies by as many factors: where there is none, not even a subnormal is flushed.
-template <class T, int kFactors>
-struct Widen {
-  float factor, second;
-  Peak<T> peak;
-
-  template <int kCount>
-  AMPFAST_INLINE void take(const T* from, float* to, int /*count*/ = 0) {
-    peak.template raise<kCount>(from);
-    for (int k = 0; k < kCount; k += kFloats) {
-      Floats value = widened(from + k);
-      value = kFactors > 0 ? value * factor : value;
-      store<Floats>(to + k, kFactors > 1 ? value * second : value);
-    }
-  }
-};
-
-template <class T, int kFactors>
-int64_t widen_times(const void* data, float* wide, int64_t numel, float factor, double second,
-                    bool streams) {
-  Widen<T, kFactors> widen{factor, static_cast<float>(second), {}};
-  for_each_row<kStep<T>>(static_cast<const T*>(data), wide, numel, widen, streams);
-  return widen.peak.bits();
-}
-
-template <class T>
-int64_t widen_all(const void* data, float* wide, int64_t numel, float inv_scale, double coefficient,
-                  bool streams) {
-  const auto times = coefficient != 1 ? widen_times<T, 2>
-                     : inv_scale != 1 ? widen_times<T, 1>
-                                      : widen_times<T, 0>;
-  return times(data, wide, numel, inv_scale, coefficient, streams);
 }
 
 template <class T>
