@@ -195,90 +195,69 @@ int64_t widen_all(const void* data, float* wide, int64_t numel, float inv_scale,
              streams);
 }
 
-constexpr int kDoubles = kStep<double>;
+// Sums of the squares of unscaled values, one for each place of a row: the same bits on every
+// instruction set. In float64 squares of all other types are exact and cannot overflow.
+template <class T, class Number>
+struct Squares {
+  using Register = typename VectorOf<Number>::type;
+  static constexpr int kLanes = kStep<Number>;
+  float factor;
+  Peak<T> peak{};
+  Register sums[kRow / kLanes];
 
-// Sums of the places of a row, from zero on.
-template <class Register, class Number>
-struct Sums {
-  static constexpr int kLanes = sizeof(Register) / sizeof(Number);
-  Register registers[kRow / kLanes];
-
-  AMPFAST_INLINE Sums() {
+  AMPFAST_INLINE explicit Squares(float factor_) : factor(factor_) {
 #ifndef __clang__
 #pragma GCC unroll 32  // else GCC makes a memset of it
 #endif
     for (int k = 0; k < kRow / kLanes; ++k) {
-      registers[k] = Register{};
+      sums[k] = Register{};
     }
   }
-
-  AMPFAST_INLINE Register& at(int place) { return registers[place / kLanes]; }
-
-  // Adds those of so many places, in a fixed order.
-  template <int kCount>
-  AMPFAST_INLINE Number total() {
-    for (int half = kCount / 2; half >= kLanes; half /= 2) {
-      for (int place = 0; place < half; place += kLanes) {
-        at(place) = at(place) + at(place + half);
-      }
-    }
-    Number lanes[kLanes];
-    store(lanes, registers[0]);
-    return joined<kLanes>(lanes, [](auto a, auto b) { return a + b; });
-  }
-};
-
-// Adds squares of unscaled values, each place of a row to a sum of its own: the same bits on every
-// instruction set.
-template <class T>
-struct Squares {
-  float factor;
-  Peak<T> peak{};
-  Sums<Floats, float> sums{};
-
-  template <int kCount>
-  AMPFAST_INLINE void take(const T* row, const T* /*to*/, int /*count*/ = 0) {
-    peak.template take<kCount>(row);
-    for (int k = 0; k < kCount; k += kFloats) {
-      const Floats value = widened(row + k) * factor;
-      sums.at(k) = sums.at(k) + value * value;
-    }
-  }
-
-  // Moves the sums of so many places to float64.
-  template <int kCount>
-  AMPFAST_INLINE void move_to(Sums<Doubles, double>& wide) {
-    float lanes[kCount];
-    for (int k = 0; k < kCount; k += kFloats) {
-      store(lanes + k, sums.at(k));
-      sums.at(k) = Floats{};
-    }
-    for (int k = 0; k < kCount; k += kDoubles) {
-      wide.at(k) = wide.at(k) + doubles(lanes + k);
-    }
-  }
-};
-
-// The same in float64, where squares of all other types are exact and cannot overflow.
-template <class T>
-struct WideSquares {
-  float factor;
-  Sums<Doubles, double> sums{};
 
   template <int kCount>
   AMPFAST_INLINE void take(const T* row, const T* /*to*/, int count = kCount) {
+    peak.template take<kCount>(row);
     Opmath<T> products[kCount];
-    constexpr int kLanes = sizeof(Wide<T>) / sizeof(Opmath<T>);
+    multiply<1, kCount>(row, products, static_cast<Opmath<T>>(factor), 1);
+    if (sizeof(Number) == sizeof(double)) {
+      for (int lane = 0; lane < kCount; ++lane) {
+        products[lane] = lane < count ? products[lane] : 0;  // also where the factor is infinite
+      }
+    }
+    add<kCount>(products, true);
+  }
+
+  // Adds so many values, or their squares.
+  template <int kCount, class Value>
+  AMPFAST_INLINE void add(const Value* values, bool squared) {
     for (int k = 0; k < kCount; k += kLanes) {
-      store<Wide<T>>(products + k, widened(row + k) * static_cast<Opmath<T>>(factor));
+      const Register value = loaded<Register>(values + k);
+      sums[k / kLanes] = sums[k / kLanes] + (squared ? value * value : value);
     }
-    for (int lane = 0; lane < kCount; ++lane) {
-      products[lane] = lane < count ? products[lane] : 0;  // also where the factor is infinite
+  }
+
+  // Moves the first sums to those in float64.
+  template <int kCount>
+  AMPFAST_INLINE void move_to(Squares<T, double>& wide) {
+    float lanes[kCount];
+    for (int k = 0; k < kCount; k += kLanes) {
+      store(lanes + k, sums[k / kLanes]);
+      sums[k / kLanes] = Register{};
     }
-    for (int k = 0; k < kCount; k += kDoubles) {
-      const Doubles value = doubles(products + k);
-      sums.at(k) = sums.at(k) + value * value;
+    wide.template add<kCount>(lanes, false);
+  }
+
+  // Adds the first sums, in a fixed order.
+  template <int kCount>
+  AMPFAST_INLINE Number total() {
+    for (int half = kCount / kLanes / 2; half > 0; half /= 2) {
+      for (int k = 0; k < half; ++k) {
+        sums[k] = sums[k] + sums[k + half];
+      }
     }
+    Number lanes[kLanes];
+    store(lanes, sums[0]);
+    return joined<kLanes>(lanes, [](auto a, auto b) { return a + b; });
   }
 };
 
@@ -287,8 +266,8 @@ struct WideSquares {
 constexpr int kRowsOfBlock = 8;
 
 template <class T>
-AMPFAST_INLINE double sum_in_float32(const T* values, int64_t numel, Squares<T>& squares) {
-  Sums<Doubles, double> sums;
+AMPFAST_INLINE double sum_in_float32(const T* values, int64_t numel, Squares<T, float>& squares) {
+  Squares<T, double> sums(1);
   if (numel <= kStep<T>) {
     for_each_row<kStep<T>>(values, values, numel, squares);
     squares.template move_to<kStep<T>>(sums);
@@ -310,7 +289,7 @@ template <class T>
 double squares(const void* data, int64_t numel, float inv_scale, int64_t* peak) {
   const T* values = static_cast<const T*>(data);
   if constexpr (sizeof(T) < sizeof(double)) {
-    Squares<T> squares{inv_scale};
+    Squares<T, float> squares(inv_scale);
     const double sum = sum_in_float32(values, numel, squares);
     *peak = squares.peak.bits();
     // Where squares overflow, or more than 2^-30 of them vanishes or, of at most 2^16 elements, is
@@ -325,12 +304,11 @@ double squares(const void* data, int64_t numel, float inv_scale, int64_t* peak) 
     if (most == 0 || (most >= 0x1p-40f && most < 0x1p62f)) {
       return sum;
     }
-  } else {
-    *peak = peak_bits<T>(data, numel);
   }
-  WideSquares<T> squares{inv_scale};
+  Squares<T, double> squares(inv_scale);
   for_each_row<kRow>(values, values, numel, squares);
-  return squares.sums.template total<kRow>();
+  *peak = squares.peak.bits();
+  return squares.template total<kRow>();
 }
 
 // Of at most 2^16 - 1 elements, which 16 bits can count. Magnitudes less one, as unsigned numbers,

@@ -96,18 +96,22 @@ AMPFAST_INLINE Words widen_bits(Halves bits) {
 #endif
 }
 
-AMPFAST_INLINE Doubles doubles(const float* values) {
+// Values as a register of doubles, or of their own type.
+template <class Register, class Value>
+AMPFAST_INLINE Register loaded(const Value* values) {
+  if constexpr (std::is_same_v<Register, Doubles> && sizeof(Value) == sizeof(float)) {
 #if AMPFAST_REGISTER == 64
-  return as<Doubles>(_mm512_maskz_cvtps_pd(0xff, load<__m256>(values)));
+    return as<Doubles>(_mm512_maskz_cvtps_pd(0xff, load<__m256>(values)));
 #elif AMPFAST_REGISTER == 32
-  return as<Doubles>(_mm256_cvtps_pd(load<__m128>(values)));
+    return as<Doubles>(_mm256_cvtps_pd(load<__m128>(values)));
 #else
-  typedef float Few AMPFAST_VECTOR(AMPFAST_REGISTER / 2);
-  return AMPFAST_CONVERT(load<Few>(values), Doubles);
+    typedef float Few AMPFAST_VECTOR(AMPFAST_REGISTER / 2);
+    return AMPFAST_CONVERT(load<Few>(values), Doubles);
 #endif
+  } else {
+    return load<Register>(values);
+  }
 }
-
-AMPFAST_INLINE Doubles doubles(const double* values) { return load<Doubles>(values); }
 
 AMPFAST_INLINE Halves narrow_bits(Words bits) { return AMPFAST_CONVERT(bits, Halves); }
 
