@@ -200,7 +200,7 @@ int64_t widen_all(const void* data, float* wide, int64_t numel, float inv_scale,
 template <class T, class Number>
 struct Squares {
   using Register = typename VectorOf<Number>::type;
-  static constexpr int kLanes = kStep<Number>;
+  static constexpr int kLanes = sizeof(Register) / sizeof(Number);
   float factor;
   Peak<T> peak{};
   Register sums[kRow / kLanes];
