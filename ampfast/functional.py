@@ -1,4 +1,4 @@
-"""Kernels as custom ops: unscale, check, norm and scale update."""
+"""Kernels as functions: custom ops for unscale, check, norm and scale update; torch's clipping."""
 
 from __future__ import annotations
 
@@ -13,10 +13,14 @@ from ampfast.backends import core, torch_ops
 from ampfast.backends.core import Factor, Pass, Update
 from ampfast.backends.gpu import DeviceKernels
 from ampfast.backends.scalars import inverse
+from ampfast.clip_grad import clip_grad_norm_, clip_grads_with_norm_, get_total_norm
 from ampfast.distributed import LocalShards, Ranks
 
 __all__ = [
     "check_",
+    "clip_grad_norm_",
+    "clip_grads_with_norm_",
+    "get_total_norm",
     "grad_norm",
     "unscale_",
     "unscale_and_update_",

@@ -74,11 +74,12 @@ class Fields {
 // One pass over gradients: Python's `Pass`.
 struct Pass : Fields {
   enum { kWrite, kHow, kFactor, kFoundInf, kAccumulate, kCoefficient, kSums, kMarks, kNow };
-  enum { kDivisor = kNow + 1, kEnding, kFields };
+  enum { kDivisor = kNow + 1, kEnding, kSquares, kFields };
   explicit Pass(PyObject* tuple) : Fields(tuple, kFields, "expected a Pass") {}
 
   const bool write = is_true(kWrite);
   const bool accumulate = is_true(kAccumulate);
+  const bool squares = is_true(kSquares);
   const Factor how = static_cast<Factor>(PyLong_AsLong((*this)[kHow]));
 };
 

@@ -120,9 +120,10 @@ void require_storage(const at::Tensor& tensor) {
 
 void GradList::add(const at::Tensor& tensor, bool writes, int64_t parameter,
                    const at::Tensor* wide) {
-  has_float64_ |= tensor.scalar_type() == at::kDouble;
+  const at::ScalarType dtype = tensor.scalar_type();
+  dtype_ = dtype_ == at::ScalarType::Undefined ? dtype : c10::promoteTypes(dtype_, dtype);
   if (tensor.numel() != 0) {
-    add(tensor.scalar_type(), memory_of(tensor, writes), tensor.numel(), parameter,
+    add(dtype, memory_of(tensor, writes), tensor.numel(), parameter,
         wide != nullptr ? reinterpret_cast<float*>(memory_of(*wide, true)) : nullptr);
   }
 }

@@ -102,8 +102,9 @@ class GradList {
 
   at::Device device() const { return device_; }
   const std::vector<DtypeList>& lists() const { return lists_; }
-  // Whether a float64 tensor was added, also one without elements.
-  bool has_float64() const { return has_float64_; }
+  // To which the dtypes of all tensors promote, also of those without elements.
+  at::ScalarType dtype() const { return dtype_; }
+  bool has_float64() const { return dtype_ == at::kDouble; }
   int64_t chunks() const { return chunks_; }
   int64_t elements() const { return elements_; }
 
@@ -115,7 +116,7 @@ class GradList {
   std::shared_ptr<const void> owner_;
   size_t expected_;
   std::vector<DtypeList> lists_;
-  bool has_float64_ = false;
+  at::ScalarType dtype_ = at::ScalarType::Undefined;
   int64_t chunks_ = 0;
   int64_t elements_ = 0;
 };

@@ -103,6 +103,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def("split", &GradList::split, py::arg("parameters"))
       .def("pairs", &GradList::pairs)
       .def_property_readonly("device", &GradList::device)
+      .def_property_readonly("dtype", &GradList::dtype)
       .def_property_readonly("has_float64", &GradList::has_float64)
       .def_property_readonly("chunks", &GradList::chunks);
 

@@ -3,8 +3,10 @@
 #include <torch/csrc/Device.h>
 #include <torch/csrc/autograd/python_variable.h>
 
+#include <algorithm>
 #include <cmath>
 #include <optional>
+#include <string>
 #include <utility>
 #include <vector>
 
@@ -42,12 +44,15 @@ cpu::Work work_of(const Pass& pass) {
   work.write = pass.write;
   work.how = pass.how;
   work.factor = factor != nullptr ? *factor : 1;
-  work.coefficient = coefficient != nullptr ? *coefficient : 1;
+  if (coefficient != nullptr) {
+    work.coefficient = *coefficient;
+  }
   if (pass.how == Factor::kTimesReciprocal) {
     work.how = Factor::kTimes;
     work.factor = inverse_scale(work.factor);
   }
   work.sums = data_of<double>(pass.tensor(Pass::kSums), "sums", at::kCPU, 2);
+  work.squares = pass.squares;
   if (const at::Tensor* marks = pass.tensor(Pass::kMarks)) {
     const int64_t parameters = marks->size(0);
     const at::Tensor* steps = pass.tensor(Pass::kNow);
@@ -273,6 +278,41 @@ PyObject* clip_over(PyObject* const* args) {
   return THPVariable_Wrap(norm);
 }
 
+// stamped(param_groups, written) -> (list, places, versions) of the gradients, in the order of their
+// places in memory. The versions are those after a write that was done without them, or before one
+// that is to come; they rise by it. None, with nothing done, unless all are regular, on one device.
+PyObject* stamped(PyObject* const* args) {
+  Reading reading;
+  reading.allow_fp16 = reading.writes = true;
+  Walk found = walk(args[0], reading);
+  if (found.lists.size() != 1 || !found.set_aside.empty() || found.refused) {
+    return nullptr;
+  }
+  const bool written = args[1] == Py_True;
+  if (written) {
+    found.bump_versions();
+  }
+  std::sort(found.grads.begin(), found.grads.end(), [](const GradRef& a, const GradRef& b) {
+    return a.grad->unsafeGetTensorImpl() < b.grad->unsafeGetTensorImpl();
+  });
+  std::string places, versions;
+  const auto append = [](std::string& to, auto value) {
+    to.append(reinterpret_cast<const char*>(&value), sizeof(value));
+  };
+  for (const GradRef& ref : found.grads) {
+    const c10::TensorImpl* impl = ref.grad->unsafeGetTensorImpl();
+    append(places, impl);
+    append(places, ref.grad->const_data_ptr());
+    append(versions, impl->version_counter().current_version());
+  }
+  if (!written) {
+    found.bump_versions();
+  }
+  return py::make_tuple(std::move(found.lists.front()), py::bytes(places), py::bytes(versions))
+      .release()
+      .ptr();
+}
+
 // any_found(flags) -> bool, as torch adds flags on the CPU
 PyObject* any_found(PyObject* const* args) {
   if (!kHasLock || !PyDict_CheckExact(args[0])) {
@@ -382,6 +422,7 @@ void bind_steps(py::module_& m) {
                                   method<clip, 1>("clip"),
                                   method<pass_over, 5>("pass_over"),
                                   method<clip_over, 9>("clip_over"),
+                                  method<stamped, 2>("stamped"),
                                   method<any_found, 1>("any_found"),
                                   method<copy_of, 1>("copy_of"),
                                   method<has_parameters, 3>("has_parameters"),

@@ -96,13 +96,14 @@ class Pass(NamedTuple):
         coefficient: One-element float64 by which the checked and rounded products are multiplied,
             or None.
         sums: float64 of shape (2,) that gets the sum of squares of the products, not rounded to 16
-            bits, and the largest magnitude as it is used; NaN wins. Where values are written or
-            divided, the first is undefined. Or None.
+            bits, and the largest magnitude as it is used; NaN wins. Where values are divided or,
+            without `squares`, written, the first is undefined. Or None.
         marks: int64 of shape (P, MARK_WORDS), for P parameters: the last step with an inf or NaN
             value as it is used, and the number of such steps. Or None.
         now: int64 whose first element is the number of completed steps; None without marks.
         divisor: 0-dim float32 that gets the factor, or None.
         ending: What the last program of the pass does besides (`gpu.Ending`), or None.
+        squares: Whether sums are of values that are written, too.
     """
 
     write: bool
@@ -116,6 +117,7 @@ class Pass(NamedTuple):
     now: Tensor | None = None
     divisor: Tensor | None = None
     ending: Any = None
+    squares: bool = False
 
 
 class Track(NamedTuple):

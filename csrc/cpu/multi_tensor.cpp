@@ -189,24 +189,31 @@ bool run(const GradList& grads, const Work& work) {
   if (work.marks) {
     require_rows(grads, *work.marks);
   }
-  const bool squares = work.sums != nullptr && !work.write && work.how != Factor::kDivide;
+  const bool squares = work.sums != nullptr && (work.squares || !work.write) &&
+                       work.how != Factor::kDivide;
+  const double coefficient = work.coefficient.value_or(1);
   // As torch: where nothing changes, not even a subnormal is flushed.
-  const bool changes = work.write && (work.factor != 1 || work.coefficient != 1);
+  const bool changes = work.write && (work.factor != 1 || coefficient != 1);
   const Factor how = work.write && !changes ? Factor::kNone : work.how;
   double sum_of_squares = 0, peak = 0;
   for (const DtypeList& list : grads.lists()) {
+    if (work.coefficient && !changes && !list.is_paired) {
+      continue;
+    }
     const Loops& loops = loops_for(dtype_of(list.dtype));
     std::vector<double> partials(squares ? list.chunks : 0);
     const auto body = [&](char* address, int64_t numel, int64_t chunk, float* wide) {
       if (squares) {
         int64_t bits = 0;
         partials[chunk] = loops.squares(address, numel, work.factor, &bits);
-        return bits;
+        if (!work.write) {
+          return bits;
+        }
       }
       if (work.write && wide != nullptr) {
-        return loops.widen(address, wide, numel, work.factor, work.coefficient, streams(list));
+        return loops.widen(address, wide, numel, work.factor, coefficient, streams(list));
       }
-      return changes ? loops.unscale(address, numel, work.factor, work.coefficient)
+      return changes ? loops.unscale(address, numel, work.factor, coefficient)
                      : loops.peak_bits(address, numel);
     };
     const Writes writes = work.write && list.is_paired ? Writes::kPairs

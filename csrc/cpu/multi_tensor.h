@@ -18,11 +18,13 @@ struct Work {
   bool write = false;  // multiplies in place, or writes the float32 values of pairs; else reads
   Factor how = Factor::kNone;
   float factor = 1;
-  double coefficient = 1;  // by which the rounded products are multiplied; decides nothing
-  // Gets the sum of squares of the values times the factor, 0 where they are written or divided,
-  // and the largest magnitude as it is used, rounded to the dtype that is written; NaN if there is
-  // one.
+  // By which the rounded products are multiplied. Such a pass decides nothing, and reads nothing
+  // that it does not change.
+  std::optional<double> coefficient;
+  // Gets the sum of squares of the values times the factor, 0 where they are divided, and the
+  // largest magnitude as it is used, rounded to the dtype that is written; NaN if there is one.
   double* sums = nullptr;
+  bool squares = false;  // also of values that are written; else their sum is 0
   std::optional<Rows> marks;  // rows of kMarkWords for the parameters of values not finite as used
 };
 

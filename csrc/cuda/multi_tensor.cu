@@ -117,7 +117,10 @@ __global__ void __launch_bounds__(kThreads, kLeastProgramsPerSm) pass(const Laun
       gatherer.peak = 0;
     }
   };
-  for_chunks<kPairs>(header + launch.segment, static_cast<int>(launch.chunks), visit);
+  // Where nothing changes, nothing is read.
+  if (!kCoefficient || kPairs || factor != 1 || *launch.coefficient != 1) {
+    for_chunks<kPairs>(header + launch.segment, static_cast<int>(launch.chunks), visit);
+  }
 
   const auto peak = reduced(gatherer.peak, larger);
   if (threadIdx.x == 0) {

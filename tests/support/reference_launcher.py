@@ -44,7 +44,10 @@ class ReferenceLauncher:
         factor = torch.tensor(1.0) if work.factor is None else work.factor.reshape(())
         if work.how is Factor.TIMES_RECIPROCAL:
             factor = factor.double().reciprocal().float()
-        for chunk in spans_of(words.tolist(), segment):
+        chunks = spans_of(words.tolist(), segment)
+        if work.coefficient is not None and not segment.is_paired:
+            chunks = chunks if factor * work.coefficient != 1 else []
+        for chunk in chunks:
             number, gradient = chunk.parameter, chunk.values(segment.dtype)
             self.read += gradient.nbytes
             wide = gradient.to(torch.promote_types(gradient.dtype, torch.float32))

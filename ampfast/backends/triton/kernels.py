@@ -403,6 +403,9 @@ def multi_tensor(
     fields = _load_chunk(chunks_ptr, chunk, PAIRED)
     factor = _load_factor(factor_ptr, FACTOR)
     factors = factor, tl.load(coefficient_ptr) if coefficient_ptr is not None else None
+    if coefficient_ptr is not None and not PAIRED:
+        if (factor == 1.0) & (factors[1] == 1.0):
+            return  # nothing changes
     vector, lane = _lanes(DTYPE, LOADS, THREADS, VECTOR)
 
     peak = tl.zeros([THREADS], dtype=tl.int64 if DTYPE == tl.float64 else tl.int32)

@@ -1,0 +1,269 @@
+"""`torch.nn.utils.clip_grad_norm_` and its parts, by ampfast's kernels."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from types import GeneratorType, SimpleNamespace
+from typing import Any
+from weakref import WeakValueDictionary
+
+import torch
+from torch import Tensor
+
+from ampfast import backends
+from ampfast.backends import TORCH_OPS, Kernels, core, torch_ops
+from ampfast.backends.core import Clip, Factor, Pass
+from ampfast.backends.scalars import moved
+from ampfast.capture import is_capturing
+from ampfast.clipping import FUSED_ORDERS
+from ampfast.errors import warn_caller
+from ampfast.spikes import Sigmas, SpikeRules
+
+# torch's own, also where an earlier import of ampfast has patched the name.
+_named: Any = torch.nn.utils.clip_grad_norm_
+torch_clip_grad_norm_: Any = getattr(_named, "_stands_for", _named)
+
+_READS = Pass(False, Factor.NONE)
+_WIDE = torch.float32, torch.float64
+
+# Key of an optimizer's entry in a scaler's `_per_optimizer_states`: its `Kept`.
+KEPT = "kept_norm"
+
+
+@dataclass(eq=False)
+class Kept:
+    """What an unscaling measured of its gradients, until the scaler's update.
+
+    Attributes:
+        sums: As of a `Pass`, of what was written.
+        grads: The gradients, held so that no others take their place in memory.
+        versions: Their versions.
+        optimizer: Their optimizer.
+        flag: Its found_inf.
+        skip_above: The scaler's default limit of norms.
+        spike_rules: The scaler's.
+    """
+
+    sums: Tensor
+    grads: core.GradList
+    versions: bytes
+    optimizer: Any
+    flag: Tensor
+    skip_above: float | Sigmas | None
+    spike_rules: SpikeRules
+
+
+# By the places of the gradients in memory.
+_kept: WeakValueDictionary[bytes, Kept] = WeakValueDictionary()
+
+
+def keep(entry: dict[str, Any], optimizer: Any, sums: Tensor, *rules: Any) -> None:
+    """Keeps the sums of gradients that were just unscaled, in the entry of their optimizer."""
+    stamp = core.stamped(optimizer.param_groups, True)
+    flag = entry["found_inf_per_device"].get(sums.device)
+    if stamp is not None and stamp[0].device == sums.device and flag is not None:
+        grads, places, versions = stamp
+        entry[KEPT] = _kept[places] = Kept(sums, grads, versions, optimizer, flag, *rules)
+
+
+def clip_grad_norm_(
+    parameters: Tensor | Iterable[Tensor],
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
+) -> Tensor:
+    """Multiplies gradients in place by min(1, max_norm / (norm + 1e-6)); no host sync.
+
+    `torch.nn.utils.clip_grad_norm_` in two reads and one write; where the coefficient is 1, in one
+    read. Where a scaler with `keep_norm` has just unscaled exactly these gradients, their norm is
+    known, and the first read goes; the scaler's `skip_above` applies then. Writes since are
+    noticed by the versions of the gradients, hence not if made through `.data`.
+
+    torch's function itself takes gradients on several devices, sparse, complex or overlapping ones,
+    DTensors, other subclasses and other orders, and compiled code.
+
+    Args:
+        parameters: A tensor or an iterable of them; those without gradient are left out.
+        max_norm: Limit of the norm; infinity leaves the gradients.
+        norm_type: Order of the norm; the kernels know 2 and infinity.
+        error_if_nonfinite: Whether to raise if the norm is inf or NaN, with a host sync.
+        foreach: As for torch's function; the kernels need no choice.
+
+    Returns:
+        The norm before clipping: a new 0-dim tensor of the dtype to which those of the gradients
+        promote, on their device. On GPUs squares are summed as by `GradScaler.clip_grad_norm_`.
+
+    Raises:
+        RuntimeError: If the norm is not finite and `error_if_nonfinite` is set; else as torch's.
+
+    Source: torch.nn.utils.clip_grad_norm_, whose coefficient is here computed in float64.
+    """
+    if torch.compiler.is_compiling():
+        norm: Tensor = torch_clip_grad_norm_(
+            parameters, max_norm, norm_type, error_if_nonfinite, foreach
+        )
+        return norm
+    listed = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    if not listed and isinstance(parameters, GeneratorType):
+        warn_caller("`parameters` is an empty generator, no gradient clipping will occur.")
+    first = next((param.grad for param in listed if param.grad is not None), None)
+    given = _numbers(norm_type, max_norm)
+    clipped = None
+    if first is not None and given is not None:
+        try:
+            clipped = _clipped(listed, first, *given, error_if_nonfinite)
+        except RuntimeError:
+            if error_if_nonfinite or not is_capturing():
+                raise
+    if clipped is None:
+        clipped = torch_clip_grad_norm_(listed, max_norm, norm_type, error_if_nonfinite, foreach)
+    return clipped
+
+
+def get_total_norm(
+    tensors: Tensor | Iterable[Tensor],
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
+) -> Tensor:
+    """Returns the norm of tensors, as of one vector; they are only read; no host sync.
+
+    `torch.nn.utils.get_total_norm`, which takes what the kernels do not.
+
+    Args:
+        tensors: A tensor or an iterable of them.
+        norm_type: As for `clip_grad_norm_`.
+        error_if_nonfinite: As for `clip_grad_norm_`.
+        foreach: As for `clip_grad_norm_`.
+
+    Returns:
+        As `clip_grad_norm_`.
+
+    Raises:
+        RuntimeError: As `clip_grad_norm_`.
+    """
+    torchs = torch.nn.utils.get_total_norm
+    if torch.compiler.is_compiling():
+        return torchs(tensors, norm_type, error_if_nonfinite, foreach)
+    listed = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+    given, grads = _numbers(norm_type), None
+    kernels = _kernels_for(listed[0]) if listed else None
+    if given is not None and kernels is not None and not _refuses(listed, given[0]):
+        grads = core.list_of(listed, listed[0].device)
+    if kernels is None or given is None or grads is None:
+        return torchs(listed, norm_type, error_if_nonfinite, foreach)
+    norm, _ = _measured(kernels, grads, None, math.inf, given[0])
+    return torchs([norm], norm_type, True) if error_if_nonfinite else norm
+
+
+def clip_grads_with_norm_(
+    parameters: Tensor | Iterable[Tensor],
+    max_norm: float,
+    total_norm: Tensor,
+    foreach: bool | None = None,
+) -> None:
+    """Multiplies gradients in place by min(1, max_norm / (total_norm + 1e-6)); no host sync.
+
+    `torch.nn.utils.clip_grads_with_norm_`, which takes what the kernels do not. Where the
+    coefficient is 1, nothing is read or written.
+
+    Args:
+        parameters: As for `clip_grad_norm_`.
+        max_norm: As for `clip_grad_norm_`.
+        total_norm: 0-dim, the norm of the gradients.
+        foreach: As for `clip_grad_norm_`.
+
+    Raises:
+        RuntimeError: As torch's.
+    """
+    listed = parameters
+    if not torch.compiler.is_compiling():
+        listed = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        first = next((param.grad for param in listed if param.grad is not None), None)
+        given = _numbers(2.0, max_norm)
+        kernels = None if first is None else _kernels_for(first)
+        is_plain = type(total_norm) is Tensor and total_norm.numel() == 1
+        if kernels is not None and given is not None and is_plain:
+            stamp = core.stamped([{"params": listed}], False)
+            if stamp is not None:
+                norm = moved(total_norm.detach().reshape(()), stamp[0].device)
+                coefficient = torch_ops.coefficient_of(norm, given[1])
+                kernels.run(stamp[0], Pass(True, Factor.NONE, coefficient=coefficient))
+                return
+    torch.nn.utils.clip_grads_with_norm_(listed, max_norm, total_norm, foreach)
+
+
+def _numbers(norm_type: Any, max_norm: Any = math.inf) -> tuple[float, float] | None:
+    """Order and limit, if the kernels know them; torch raises for others, in its order."""
+    try:
+        order, limit = float(norm_type), float(max_norm)
+    except Exception:  # whatever a value raises
+        return None
+    return (order, limit) if order in FUSED_ORDERS else None
+
+
+def _kernels_for(grad: Tensor) -> Kernels | None:
+    kernels = backends.choose().kernels_for(grad.device)
+    return None if kernels is TORCH_OPS else kernels
+
+
+def _refuses(grads: Iterable[Tensor | None], order: float) -> bool:
+    """Whether torch has no such norm: of no values there is no largest."""
+    return order == math.inf and any(grad is not None and grad.numel() == 0 for grad in grads)
+
+
+def _clipped(
+    params: list[Tensor], first: Tensor, order: float, limit: float, raises: bool
+) -> Tensor | None:
+    """Norm of gradients, which are clipped; None, with nothing written, for torch's function."""
+    kernels, groups = _kernels_for(first), [{"params": params}]
+    if kernels is None or _refuses((param.grad for param in params), order):
+        return None
+    if not _kept and not raises and first.dtype in _WIDE:
+        optimizer, largest = SimpleNamespace(param_groups=groups), order == math.inf
+        norm = kernels.clip_over(optimizer, {}, None, _READS, True, limit, largest, None, None)
+        if norm is not None:
+            return norm
+    stamp = core.stamped(groups, False)
+    if stamp is None:
+        return None
+    grads, places, versions = stamp
+    # Once: a second clip is of other values.
+    kept = _kept.pop(places, None)
+    is_unwritten = kept is not None and kept.versions == versions
+    norm, coefficient = _measured(kernels, grads, kept, limit, order, is_unwritten)
+    if raises:
+        torch.nn.utils.get_total_norm([norm], order, error_if_nonfinite=True)
+    if limit != math.inf:
+        kernels.run(grads, Pass(True, Factor.NONE, coefficient=coefficient))
+    return norm
+
+
+def _measured(
+    kernels: Kernels,
+    grads: core.GradList,
+    kept: Kept | None,
+    limit: float,
+    order: float,
+    is_unwritten: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Norm and clip coefficient; a kept flag becomes that of a spike if the norm is too large."""
+    device, rule = grads.device, None
+    if kept is not None and is_unwritten:
+        sums = kept.sums
+    else:
+        sums = torch.empty(2, dtype=torch.float64, device=device)
+        kernels.run(grads, _READS._replace(sums=sums))
+    norm = torch.empty((), dtype=_WIDE[grads.has_float64], device=device)
+    coefficient = torch.empty((), dtype=torch.float64, device=device)
+    clip = Clip(sums.unsqueeze(0), limit, order == math.inf, norm, coefficient)
+    if kept is not None and kept.skip_above is not None:
+        rule = kept.spike_rules.rule([kept.optimizer], kept.skip_above, device)
+        clip = Clip(*clip[:7], kept.flag, *rule)
+    kernels.clip(clip)
+    if kept is not None and rule is not None:
+        kept.spike_rules.record([kept.optimizer], rule)
+    return norm.to(grads.dtype), coefficient

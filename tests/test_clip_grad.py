@@ -1,0 +1,327 @@
+"""`functional.clip_grad_norm_` and its parts beside torch's: the tests of test_nn, anew."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from support.clipping_reference import clip_by_hand, exact_norm
+from support.comparison import FLOATS, assert_same
+from support.gradients import filled, make_gradient, parameter_with
+from support.one_step import host_reads
+from support.outcomes import outcome
+from support.reference_launcher import ReferenceLauncher
+from torch import Tensor
+from torch.nn import utils
+
+from ampfast import functional
+
+INF = math.inf
+SIDES = pytest.mark.parametrize("side", [utils, functional], ids=["torch", "ours"])
+ORDERS = pytest.mark.parametrize("order", [0.5, 1.5, 2, 4, "inf"])
+FOREACH = pytest.mark.parametrize("foreach", [None, False, True])
+
+
+def with_grads(*grads: Tensor) -> list[torch.nn.Parameter]:
+    return [parameter_with(grad.clone()) for grad in grads]
+
+
+def layer() -> list[torch.nn.Parameter]:
+    """Ten times ten weights and as many biases, whose gradients rise from 1."""
+    params = list(torch.nn.Linear(10, 10).parameters())
+    for param, first in zip(params, (1.0, 3.0), strict=True):
+        steps = torch.arange(first, first + param.numel())
+        param.grad = steps.view_as(param).div(3 if param.dim() == 1 else 1)
+    return params
+
+
+def norm_of(params: list[torch.nn.Parameter], order: float) -> float:
+    values = torch.cat([p.grad.double().flatten() for p in params])
+    return torch.linalg.vector_norm(values, order).item()
+
+
+@SIDES
+@ORDERS
+@FOREACH
+def test_a_large_norm_becomes_the_limit(side: Any, order: Any, foreach: bool | None) -> None:
+    params = layer()
+    before = [p.grad.clone() for p in params]
+    exact = norm_of(params, float(order))
+    norm = side.clip_grad_norm_(params, 2.0, order, foreach=foreach)
+    assert norm.item() == pytest.approx(exact, rel=1e-6)
+    assert norm_of(params, float(order)) == pytest.approx(2.0, rel=1e-5)
+    ratios = torch.cat([(p.grad / b).flatten() for p, b in zip(params, before, strict=True)])
+    assert ratios.std() < 1e-7
+
+
+@SIDES
+@ORDERS
+@FOREACH
+def test_a_small_norm_leaves_the_gradients(side: Any, order: Any, foreach: bool | None) -> None:
+    params = with_grads(torch.rand(10, 10) / 10000, torch.ones(10) / 500)
+    before = [p.grad.clone() for p in params]
+    norm = side.clip_grad_norm_(params, 1e4, order, foreach=foreach)
+    assert norm.item() == pytest.approx(norm_of(params, float(order)), rel=1e-6)
+    assert_same([p.grad for p in params], before)
+
+
+@SIDES
+@FOREACH
+def test_one_tensor_and_a_list_of_one(side: Any, foreach: bool | None) -> None:
+    one, other = torch.randn(10, 10, requires_grad=True), torch.randn(10, 10, requires_grad=True)
+    one.grad = torch.arange(1.0, 101).view(10, 10)
+    other.grad = one.grad.clone()
+    norms = [side.clip_grad_norm_(given, 2.0, 0.5, foreach=foreach) for given in (one, [other])]
+    assert_same(norms[0], norms[1])
+    assert_same(one.grad, other.grad)
+
+
+@SIDES
+@FOREACH
+@pytest.mark.parametrize("order", [0.5, 1.5, 2.0, 4.0, "inf"])
+@pytest.mark.parametrize("bad", [INF, math.nan, -INF, None])
+def test_an_error_if_the_norm_is_not_finite(
+    side: Any, order: Any, foreach: bool | None, bad: float | None
+) -> None:
+    grad = torch.ones(4, 3)
+    if bad is not None:
+        grad[2, 1] = bad
+    params = with_grads(torch.ones(5), grad)
+    before = [p.grad.clone() for p in params]
+    if bad is None:
+        assert side.clip_grad_norm_(params, 1.0, order, True, foreach=foreach).isfinite()
+        return
+    texts = []
+    for each in (utils, side):
+        with pytest.raises(RuntimeError, match="is non-finite, so it cannot be clipped") as error:
+            each.clip_grad_norm_(params, 1.0, order, error_if_nonfinite=True, foreach=foreach)
+        texts.append(str(error.value))
+    assert texts[0] == texts[1]
+    assert_same([p.grad for p in params], before)
+    norm = side.clip_grad_norm_(params, 1.0, order, error_if_nonfinite=False, foreach=foreach)
+    assert not norm.isfinite()
+
+
+@SIDES
+@FOREACH
+def test_gradients_that_are_all_zero(side: Any, foreach: bool | None) -> None:
+    params = with_grads(torch.zeros(3, 4), torch.zeros(2))
+    for order in (0.5, 2.0, "inf"):
+        assert side.clip_grad_norm_(params, 1.0, order, True, foreach=foreach).item() == 0.0
+    assert_same([p.grad for p in params], [torch.zeros(3, 4), torch.zeros(2)])
+
+
+@SIDES
+def test_no_parameters(side: Any) -> None:
+    assert_same(side.clip_grad_norm_([], 1.0), torch.tensor(0.0))
+    assert_same(side.clip_grad_norm_(torch.nn.Linear(2, 2).parameters(), 1.0), torch.tensor(0.0))
+    assert_same(side.get_total_norm([]), torch.tensor(0.0))
+    side.clip_grads_with_norm_([], 1.0, torch.tensor(1.0))
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        side.clip_grad_norm_((p for p in ()), 1.0)
+    [warning] = seen
+    assert "empty generator" in str(warning.message) and warning.filename == __file__
+
+
+@SIDES
+@ORDERS
+@FOREACH
+def test_the_two_parts_are_the_whole(side: Any, order: Any, foreach: bool | None) -> None:
+    params, others = layer(), layer()
+    norm = side.clip_grad_norm_(params, 2.0, order, foreach=foreach)
+    total = side.get_total_norm([p.grad for p in others], order, foreach=foreach)
+    side.clip_grads_with_norm_(others, 2.0, total, foreach=foreach)
+    assert_same(total, norm)
+    for ours, theirs in zip(params, others, strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad, rtol=3e-7, atol=0)
+    assert_same(
+        side.get_total_norm(params[0].grad, order), side.get_total_norm([params[0].grad], order)
+    )
+
+
+DTYPES = [(d,) for d in FLOATS] + [(d, e) for d in FLOATS for e in FLOATS if d is not e]
+
+
+@pytest.mark.parametrize("dtypes", DTYPES, ids=str)
+@pytest.mark.parametrize("order", [2.0, INF])
+def test_norms_have_torchs_dtype_and_the_rules_values(dtypes: Any, order: float) -> None:
+    """Equal bit for bit to torch's rule in float64, from a norm that is within half an ulp."""
+    grads = [filled((61, 7), dtype, seed) for seed, dtype in enumerate(dtypes)]
+    for limit in (0.5, 1e4, INF):
+        ours, theirs = with_grads(*grads), with_grads(*grads)
+        norm, torchs = (
+            s.clip_grad_norm_(p, limit, order) for s, p in ((functional, ours), (utils, theirs))
+        )
+        assert (norm.dtype, norm.shape, norm.device) == (torchs.dtype, torchs.shape, torchs.device)
+        exact = exact_norm(grads, 1.0, order)
+        wide = torch.tensor(exact, dtype=norm.dtype)
+        # Of float64, sums in another order; of mixed ones, 8 squares are added in float32.
+        rounding = max(torch.finfo(norm.dtype).eps, 3e-7 if len(dtypes) == 2 else 1e-15)
+        torch.testing.assert_close(norm, wide, rtol=rounding, atol=0)
+        by_hand = with_grads(*grads)
+        told = functional.grad_norm(grads, order)
+        clip_by_hand(by_hand, told, limit)
+        assert_same([p.grad for p in ours], [p.grad for p in by_hand])
+        assert [p.grad._version for p in ours] == [p.grad._version for p in theirs]
+
+
+@pytest.mark.parametrize("layout", ["overlapping", "every_other", "empty", "transposed", "scalar"])
+@pytest.mark.parametrize("order", [1.0, 2.0, INF])
+def test_layouts(layout: str, order: float) -> None:
+    def sides(call: Callable[[Any, Any], Any]) -> list[Any]:
+        results = []
+        for side in (functional, utils):
+            grads = [make_gradient(layout, seed=seed) for seed in (1, 2)] + [torch.ones(3)]
+            params = [parameter_with(grad) for grad in grads]
+            results.append((outcome(lambda s=side, p=params: call(s, p)), [p.grad for p in params]))
+        return results
+
+    (ours, our_grads), (theirs, their_grads) = sides(lambda s, p: s.clip_grad_norm_(p, 0.5, order))
+    assert repr(ours.error) == repr(theirs.error)
+    if theirs.error is None:
+        torch.testing.assert_close(ours.value, theirs.value, rtol=1e-6, atol=0)
+    torch.testing.assert_close(our_grads, their_grads, rtol=1e-6, atol=0)
+
+
+class Logged(Tensor):
+    """A subclass."""
+
+
+IRREGULAR: dict[str, Callable[[], Tensor]] = {
+    "sparse": lambda: torch.eye(3).to_sparse(),
+    "complex": lambda: torch.ones(3, dtype=torch.complex64),
+    "subclass": lambda: torch.ones(3).as_subclass(Logged),
+    "negative": lambda: torch._neg_view(torch.ones(3)),
+    "meta": lambda: torch.ones(3, device="meta"),
+}
+
+
+@pytest.mark.parametrize("kind", IRREGULAR)
+def test_irregular_gradients_take_torchs_function(kind: str) -> None:
+    results = []
+    for side in (functional, utils):
+        params = with_grads(torch.full((2,), 3.0))
+        params.append(torch.nn.Parameter(torch.empty_like(IRREGULAR[kind]().to_dense())))
+        params[-1].grad = IRREGULAR[kind]()
+        results.append((outcome(lambda s=side, p=params: s.clip_grad_norm_(p, 1.0)), params))
+    (ours, our_params), (theirs, their_params) = results
+    assert_same(ours.comparable(), theirs.comparable())
+    if kind not in ("sparse", "meta"):
+        assert_same([p.grad for p in our_params], [p.grad for p in their_params])
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        (3, 1.0),
+        ([3], 1.0),
+        ([None], 1.0),
+        ("params", "one"),
+        ("params", 1.0, "two"),
+        ("params", "one", "two"),
+        ("params", None),
+        ("params", 1.0, None),
+        ("params", "1.0", "2.0"),
+        ("params", torch.tensor(1.0)),
+        ("params", torch.ones(2)),
+        ("params", -1.0),
+        ("params", math.nan),
+        ("params", 1.0, -INF),
+    ],
+    ids=str,
+)
+def test_arguments_are_refused_as_by_torch(arguments: tuple[Any, ...]) -> None:
+    found = []
+    for side in (functional, utils):
+        params = with_grads(torch.tensor([3.0, 4.0]))
+        given = [params if each == "params" else each for each in arguments]
+        found.append((outcome(lambda s=side, g=given: s.clip_grad_norm_(*g)), params[0].grad))
+    (ours, our_grad), (theirs, their_grad) = found
+    assert repr(ours.error) == repr(theirs.error)
+    if theirs.error is None:
+        torch.testing.assert_close(ours.value, theirs.value)
+    torch.testing.assert_close(our_grad, their_grad, equal_nan=True)
+
+
+def test_a_mode_sees_torchs_ops() -> None:
+    class Seen(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            names.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    names: list[str] = []
+    with Seen():
+        functional.clip_grad_norm_(with_grads(torch.ones(3)), 1.0)
+    assert "aten._foreach_mul_.Tensor" in names
+
+
+def test_compiled_code_takes_torchs_function() -> None:
+    def clip(side: Any) -> tuple[Tensor, Tensor]:
+        [param] = with_grads(torch.tensor([3.0, 4.0]))
+
+        @torch.compile(backend="eager", fullgraph=True)
+        def scaled(param: Tensor) -> Tensor:
+            return side.clip_grad_norm_([param], 1.0) * 2
+
+        return scaled(param), param.grad
+
+    assert_same(clip(functional), clip(utils))
+
+
+def test_the_host_reads_nothing() -> None:
+    params = with_grads(torch.ones(5), torch.ones(7, dtype=torch.bfloat16))
+    assert host_reads(lambda: functional.clip_grad_norm_(params, 1.0)) == 0
+    assert host_reads(lambda: functional.clip_grad_norm_(params[1:], 1.0)) == 0
+    norm = functional.get_total_norm([p.grad for p in params])
+    assert host_reads(lambda: functional.clip_grads_with_norm_(params, 1.0, norm)) == 0
+
+
+@pytest.mark.parametrize("clips", [True, False])
+def test_launches_and_bytes(launcher: ReferenceLauncher, clips: bool) -> None:
+    params = with_grads(*(torch.full((n,), 8.0) for n in (5, 5000, 1)))
+    before, size = [p.grad.clone() for p in params], 4 * 5006
+    norm = functional.clip_grad_norm_(params, 1.0 if clips else 1e4)
+    assert launcher.launches == ["check", "clip", "unscale"]
+    assert (launcher.read, launcher.written) == ((2 * size, size) if clips else (size, 0))
+    clip_by_hand(expected := with_grads(*before), norm, 1.0 if clips else 1e4)
+    assert_same([p.grad for p in params], [p.grad for p in expected])
+    launcher.launches.clear()
+    functional.clip_grad_norm_(params, INF)
+    assert launcher.launches == ["check", "clip"]
+    launcher.launches.clear()
+    functional.clip_grads_with_norm_(
+        params, 1.0, functional.get_total_norm([p.grad for p in params])
+    )
+    assert launcher.launches == ["check", "clip", "unscale"]
+
+
+def test_a_capture_that_cannot_takes_torchs_function(
+    launcher: ReferenceLauncher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: Any) -> None:
+        raise RuntimeError("a CUDA graph cannot capture this")
+
+    monkeypatch.setattr(launcher, "multi_tensor", fails)
+    params, theirs = layer(), layer()
+    with pytest.raises(RuntimeError, match="cannot capture"):
+        functional.clip_grad_norm_(params, 1.0)
+    monkeypatch.setattr("ampfast.clip_grad.is_capturing", lambda: True)
+    assert_same(functional.clip_grad_norm_(params, 1.0), utils.clip_grad_norm_(theirs, 1.0))
+    assert_same([p.grad for p in params], [p.grad for p in theirs])
+
+
+def test_a_coefficient_of_1_reads_and_writes_nothing() -> None:
+    """Not even a signalling NaN in memory that nobody may write, nor a subnormal, changes."""
+    params = with_grads(torch.tensor([1e-40, 1.0]))
+    params[0].grad.numpy().flags.writeable = False
+    for limit in (10.0, INF):
+        functional.clip_grad_norm_(params, limit)
+        functional.clip_grads_with_norm_(params, limit, torch.tensor(1.0))
+    assert_same(params[0].grad, torch.tensor([1e-40, 1.0]))
