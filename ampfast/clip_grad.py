@@ -55,6 +55,11 @@ class Kept:
     spike_rules: SpikeRules
 
 
+def is_patched() -> bool:
+    """Whether torch's name is ours."""
+    return torch.nn.utils.clip_grad_norm_ is clip_grad_norm_
+
+
 # By the places of the gradients in memory.
 _kept: WeakValueDictionary[bytes, Kept] = WeakValueDictionary()
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.amp.grad_scaler import OptState
 from torch.cuda.amp.common import amp_definitely_not_available
 
-from ampfast import backends, capture, clipping, distributed, gradients, tracking
+from ampfast import backends, capture, clip_grad, clipping, distributed, gradients, tracking
 from ampfast._version import __version__
 from ampfast.backends import scalars
 from ampfast.backends.core import Factor, Pass, any_found, overrides
@@ -47,7 +47,7 @@ from ampfast.passes import (
 )
 from ampfast.policies import LogMax, UnderflowTarget
 from ampfast.report import History, ScalerStats
-from ampfast.spikes import Sigmas, SpikeRules, require_accepted_norms, skip_limit_of
+from ampfast.spikes import Sigmas, require_accepted_norms, skip_limit_of
 from ampfast.tracking import GradientHealth, OverflowReport
 
 if TYPE_CHECKING:
@@ -118,6 +118,9 @@ class GradScaler(Passes):
             or None.
         policy: `LogMax` for a scale that follows the largest gradients, `UnderflowTarget` for one
             that grows only while values vanish; None for torch's rule.
+        keep_norm: Whether `unscale_` also measures the norm, which `functional.clip_grad_norm_`, or
+            torch's under `patch(clip_grad_norm=True)`, then takes for these gradients; None for
+            whether that patch is in place.
 
     Raises:
         AssertionError: If a factor is on the wrong side of 1.
@@ -131,9 +134,8 @@ class GradScaler(Passes):
     _base_arguments: ClassVar[dict[str, Any]] = {}
     _dynamic = True
     _warned_of_zero = False
-    # As in `Passes`: the flags of each living optimizer's last check, the norms of steps taken.
+    # As in `Passes`: the flags of each living optimizer's last check.
     _last_checks = cached_property(lambda self: ByOptimizer[Flags | None]())
-    _spike_rules = cached_property(lambda self: SpikeRules())
 
     def __init__(
         self,
@@ -155,6 +157,7 @@ class GradScaler(Passes):
         process_group: ProcessGroup | DeviceMesh | None = None,
         track: str | None = None,
         policy: LogMax | UnderflowTarget | None = None,
+        keep_norm: bool | None = None,
     ) -> None:
         if isinstance(device, Number):
             raise TypeError(
@@ -162,7 +165,9 @@ class GradScaler(Passes):
                 f"init_scale={device!r}, or use ampfast.patch(), under which "
                 "torch.cuda.amp.GradScaler takes it first"
             )
-        for name, value in (("allow_fp16", allow_fp16), ("dynamic", dynamic)):
+        keep_norm = clip_grad.is_patched() if keep_norm is None else keep_norm
+        named = {"allow_fp16": allow_fp16, "dynamic": dynamic, "keep_norm": keep_norm}
+        for name, value in named.items():
             if not isinstance(value, bool):
                 raise TypeError(f"{name} must be a bool, got {type(value).__name__}")
         rules = Limits(min_scale, max_scale, hysteresis, hysteresis_refill, policy)
@@ -205,6 +210,7 @@ class GradScaler(Passes):
             self._growth_interval, self._backoff_factor = 0, 1.0
             self._is_guard = init_scale == 1
         self._track = track
+        self._keep_norm = keep_norm
 
     def scale(self, outputs: Any) -> Any:
         """Returns a tensor, or the tensors of an iterable, times the scale; as torch's.
@@ -489,7 +495,8 @@ class GradScaler(Passes):
             skip_above: Norm before clipping above which the step is skipped as after an overflow,
                 but the scale and its growth tracker stay: a number, at least 0, or `Sigmas` for a
                 limit that follows the norms of the steps taken by these optimizers, which are known
-                by the first one. Decided on the device. Ignored if the scaler is disabled.
+                by the first one. Decided on the device. Ignored if the scaler is disabled. None for
+                the scaler's attribute of this name.
 
         Returns:
             The norm before clipping: a new 0-dim tensor on the device of the first gradients,
@@ -504,7 +511,7 @@ class GradScaler(Passes):
                 given twice or cannot take `in_place=False`, or as `unscale_`.
         """
         limit, order = clipping.max_norm_of(max_norm), clipping.order_of(norm_type)
-        highest = skip_limit_of(skip_above)
+        highest = skip_limit_of(self._skip_above if skip_above is None else skip_above)
         if not isinstance(in_place, bool):
             raise TypeError(f"in_place must be a bool, got {type(in_place).__name__}")
         optimizers = clipping.optimizers_of(optimizer)
@@ -745,6 +752,7 @@ class GradScaler(Passes):
             "dynamic": self._dynamic,
             "allow_fp16": self._allow_fp16,
             "track": self._track,
+            "keep_norm": self._keep_norm,
             "torch": str(torch.__version__),
             "ampfast": __version__,
         }

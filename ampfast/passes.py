@@ -11,14 +11,14 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.amp.grad_scaler import OptState
 
-from ampfast import backends, clipping, distributed, gradients, tracking
+from ampfast import backends, clip_grad, clipping, distributed, gradients, tracking
 from ampfast.backends import scalars
 from ampfast.backends.core import Factor, Pass, copy_of, new_entry
 from ampfast.backends.gpu import DeviceKernels, Ending
 from ampfast.backends.scalars import joint_flag
 from ampfast.loss_scale import Limits, LossScale
 from ampfast.master_weights import casts_of
-from ampfast.spikes import SpikeRule
+from ampfast.spikes import Sigmas, SpikeRule, SpikeRules, skip_limit_of
 
 if TYPE_CHECKING:
     from torch.amp.grad_scaler import GradScaler as TorchGradScaler
@@ -62,6 +62,9 @@ class Passes(TorchGradScaler):
     # The kernels for the device of the scale, once chosen.
     _kernels: backends.Kernels | None = None
     _track: str | None = None
+    # Whether unscaling measures the norm for a clipping by torch's name, and its limit.
+    _keep_norm = False
+    _skip_above: float | Sigmas | None = None
 
     # Made when first asked for, also for instances that torch pickled or whose __init__ was not
     # called: the kernels by device, the state of the scale besides torch's two tensors, the ranks
@@ -71,9 +74,12 @@ class Passes(TorchGradScaler):
     _loss_scale = cached_property(lambda self: LossScale(Limits()))
     _ranks = cached_property(lambda self: distributed.Ranks(is_default=self._is_for_all))
     _tracking = cached_property(lambda self: tracking.Tracking(health=self._track == "health"))
+    # The norms of steps taken.
+    _spike_rules = cached_property(lambda self: SpikeRules())
     _has_observers = cached_property(
         lambda self: (
             self._track is not None
+            or self._keep_norm
             or self._loss_scale.follower is not None
             or not self._ranks.is_alone
         )
@@ -88,6 +94,22 @@ class Passes(TorchGradScaler):
     def process_group(self, group: ProcessGroup | DeviceMesh | None) -> None:
         distributed.require_group(group, self._device)
         self._ranks = distributed.Ranks(group, is_default=self._is_for_all)
+        self.__dict__.pop("_has_observers", None)
+
+    @property
+    def skip_above(self) -> float | Sigmas | None:
+        """The default of `clip_grad_norm_`'s `skip_above`.
+
+        Also for `torch.nn.utils.clip_grad_norm_` under `patch(clip_grad_norm=True)`, over exactly
+        the gradients of one optimizer that `unscale_` has unscaled, without a `process_group`.
+        Setting it makes the scaler keep their norms.
+        """
+        return self._skip_above
+
+    @skip_above.setter
+    def skip_above(self, limit: float | Sigmas | None) -> None:
+        self._skip_above = skip_limit_of(limit)
+        self._keep_norm |= limit is not None
         self.__dict__.pop("_has_observers", None)
 
     def _unscaling_by(self, scale: Tensor) -> Pass:
@@ -139,6 +161,10 @@ class Passes(TorchGradScaler):
             Flags by device, on which all ranks agree; the entry gets them, too.
         """
         follower, grads, agreement = self._loss_scale.follower, None, None
+        keeps = self._keep_norm and entry is not None and self._ranks.is_alone
+        if keeps:
+            sums = torch.empty(2, dtype=scalars.widest(scale.device), device=scale.device)
+            work = work._replace(sums=sums, squares=True)
         work, marked = self._observed(optimizer, work, scale, observes)
         if not self._ranks.is_alone:
             agreement = self._ranks.agreement(())
@@ -160,7 +186,7 @@ class Passes(TorchGradScaler):
             if work.write and entry is not None:
                 mark = partial(mark_unscaled, entry, agreement=agreement)
             flags = gradients.run(grads, work, before_write=mark)
-        observed = None if work.sums is None else [work.sums[1]]
+        observed = None if follower is None or work.sums is None else [work.sums[1]]
         if follower is not None and grads is not None and observed is None:
             observed = follower.seen(grads)
         if follower is not None and agreement is None:
@@ -168,6 +194,9 @@ class Passes(TorchGradScaler):
         if entry is not None:
             entry["found_inf_per_device"], entry["stage"] = flags, UNSCALED
         if agreement is None:
+            if keeps and entry is not None and work.sums is not None:
+                rules = self._skip_above, self._spike_rules
+                clip_grad.keep(entry, optimizer, work.sums, *rules)
             return flags
         if observes:
             return self._agree(entry, scale, flags, agreement, observed)

@@ -10,7 +10,7 @@ import torch
 from batches import KINDS, every_offset_batch, random_batch, run_batch
 from device_parity import BACKEND, CPU, KERNELS, guarded, normal, window
 from epilogues import epilogues
-from support.comparison import FLOATS
+from support.comparison import FLOATS, assert_same
 from support.kernel_calls import grads_of, run_check, run_unscale
 from support.kernel_parity import flag
 
@@ -89,3 +89,34 @@ def test_a_check_reads_each_gradient_once_and_unscaling_writes_it_once(dtype: to
     threads, programs = 128, 3
     words = 16 + 2 * 2 * len(sizes) * programs
     assert total <= reads <= total + threads * words * 8
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_a_coefficient_of_1_reads_no_gradient(
+    dtype: torch.dtype, limit_programs: Callable[[int], None]
+) -> None:
+    limit_programs(2)
+    bits = guarded(normal(3 * window(dtype) + 5, dtype), 1)
+    bits[7], bits[9] = torch.nan, torch.inf
+    before = bits.clone()
+
+    def clip(factor: float, coefficient: float) -> tuple[int, int]:
+        given = {"coefficient": torch.tensor(coefficient, dtype=torch.float64)}
+        if not IS_COMPILED:
+            run_unscale(KERNELS, grads_of([bits]), flag(factor), is_scale=False, **given)
+            return 0, 0
+        from ptx_emulator import emulation
+
+        with emulation() as record:
+            run_unscale(KERNELS, grads_of([bits]), flag(factor), is_scale=False, **given)
+        return record.read, record.written
+
+    read, written = clip(1.0, 1.0)
+    assert_same(bits, before)
+    if IS_COMPILED:
+        assert read < bits.nbytes / 4 and written <= 4 + 2 * 8
+    for factor, coefficient in ((0.5, 1.0), (1.0, 0.5), (2.0, 0.5)):
+        expected = (bits * factor) * coefficient
+        read, written = clip(factor, coefficient)
+        assert_same(bits, expected)
+        assert not IS_COMPILED or min(read, written) >= bits.nbytes

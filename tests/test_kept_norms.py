@@ -1,0 +1,352 @@
+"""Norms that unscaling measures for a clipping by torch's name, and the default limit."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import math
+import pickle
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from support.clipping_reference import clip_by_hand, exact_norm, grads_of
+from support.comparison import FLOATS, assert_same
+from support.gradients import filled, parameter_with, sgd_with
+from support.one_step import host_reads
+from support.reference_launcher import ReferenceLauncher
+from support.scalers import started
+from torch import Tensor
+
+from ampfast import _C, GradScaler, LogMax, Sigmas, StepGuard, clip_grad, functional
+from ampfast.backends import core
+
+INF = math.inf
+
+
+@pytest.fixture
+def measured(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Whether each clip took a kept norm."""
+    taken: list[str] = []
+    plain = clip_grad._measured
+
+    def spied(kernels: Any, grads: Any, kept: Any, *rest: Any) -> Any:
+        is_unwritten = len(rest) == 3 and rest[2]
+        taken.append("kept" if is_unwritten else "stale" if kept is not None else "read")
+        return plain(kernels, grads, kept, *rest)
+
+    monkeypatch.setattr(clip_grad, "_measured", spied)
+    return taken
+
+
+def keeping(scale: float = 8.0, **arguments: Any) -> Any:
+    return started(GradScaler, scale, keep_norm=True, **arguments)
+
+
+def params_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    return [param for group in optimizer.param_groups for param in group["params"]]
+
+
+def three() -> list[Tensor]:
+    return [filled((n,), torch.float32, n) for n in (5, 40_000, 1)]
+
+
+@pytest.mark.parametrize("order", [2.0, INF])
+@pytest.mark.parametrize("limit", [0.5, 1e6, INF])
+def test_the_norm_is_that_of_our_own_clipping(order: float, limit: float) -> None:
+    ours, own = sgd_with(*three()), sgd_with(*three())
+    scaler, other = keeping(), started(GradScaler)
+    scaler.unscale_(ours)
+    norm = functional.clip_grad_norm_(iter(reversed(params_of(ours))), limit, order)
+    assert_same(norm, other.clip_grad_norm_(own, limit, order))
+    assert_same(grads_of(ours), grads_of(own))
+    for each, optimizer in ((scaler, ours), (other, own)):
+        each.step(optimizer)
+        each.update()
+    assert_same(params_of(ours), params_of(own))
+
+
+@pytest.mark.parametrize("clips", [True, False])
+def test_launches_and_bytes(launcher: ReferenceLauncher, clips: bool) -> None:
+    optimizer, scaler = sgd_with(*three()), keeping()
+    size, limit = sum(grad.nbytes for grad in grads_of(optimizer)), 0.5 if clips else 1e6
+    scaler.unscale_(optimizer)
+    functional.clip_grad_norm_(params_of(optimizer), limit)
+    assert launcher.launches == ["unscale", "clip", "unscale"]
+    assert launcher.read + launcher.written == (4 if clips else 2) * size
+    own = sgd_with(*three())
+    own_scaler = started(GradScaler)
+    own_scaler.clip_grad_norm_(own, limit)
+    assert_same(grads_of(optimizer), grads_of(own))
+
+
+def test_the_host_reads_nothing() -> None:
+    optimizer, scaler = sgd_with(*three()), keeping()
+
+    def step() -> None:
+        scaler.unscale_(optimizer)
+        functional.clip_grad_norm_(params_of(optimizer), 1.0)
+
+    assert host_reads(step) == 0
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.usefixtures("small_grain")
+def test_unscaling_with_sums_is_unscaling(dtype: torch.dtype) -> None:
+    for scale in (8.0, 1.0, 3.0, 2.0**-30):
+        grads = [filled((n,), dtype, n) for n in (7, 50_000, 1)]
+        ours, own = sgd_with(*grads), sgd_with(*(grad.clone() for grad in grads))
+        exact = exact_norm(grads, scale)
+        scaler, other = (
+            started(GradScaler, scale, allow_fp16=True, keep_norm=k) for k in (True, False)
+        )
+        scaler.unscale_(ours)
+        other.unscale_(own)
+        assert_same(grads_of(ours), grads_of(own))
+        assert_same(scaler.found_inf(ours), other.found_inf(own))
+        norm = functional.clip_grad_norm_(params_of(ours), INF)
+        wide = torch.tensor(exact, dtype=torch.float64).to(norm.dtype)
+        torch.testing.assert_close(norm, wide, rtol=max(torch.finfo(dtype).eps, 1e-13), atol=0)
+
+
+CHANGES: dict[str, Callable[[list[Any]], Any]] = {
+    "in place": lambda params: params[1].grad.mul_(2),
+    "a view": lambda params: params[1].grad[:3].zero_(),
+    "another tensor": lambda params: setattr(params[0], "grad", params[0].grad * 3),
+    "dropped": lambda params: setattr(params[0], "grad", None),
+    "added": lambda params: params.append(parameter_with(torch.ones(3))),
+    "a part": lambda params: params.pop(),
+    "other data": lambda params: setattr(params[2].grad, "data", torch.full((1,), 9.0)),
+    "set to none and made again": lambda params: anew(params),
+    "unscaled again": lambda params: keeping().unscale_(torch.optim.SGD(params[1:], lr=1.0)),
+    "a clip before": lambda params: functional.clip_grad_norm_(params, 0.1),
+    "accumulated": lambda params: (params[0].sum() * 2).backward(),
+}
+
+
+def anew(params: list[Any]) -> None:
+    shapes = [param.grad.shape for param in params]
+    for param in params:
+        param.grad = None
+    for param, shape in zip(params, shapes, strict=True):
+        param.grad = torch.full(shape, 0.5)
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("order", [2.0, INF])
+def test_changes_are_noticed(change: str, order: float, measured: list[str]) -> None:
+    optimizer, scaler = sgd_with(*three()), keeping()
+    scaler.unscale_(optimizer)
+    params = params_of(optimizer)
+    CHANGES[change](params)
+    measured.clear()
+    before = [parameter_with(p.grad.clone()) for p in params if p.grad is not None]
+    norm = functional.clip_grad_norm_(params, 0.25, order)
+    assert "kept" not in measured
+    by_hand = functional.get_total_norm([p.grad for p in before], order)
+    torch.testing.assert_close(norm, by_hand, rtol=1e-6, atol=0)
+    clip_by_hand(before, norm, 0.25)
+    assert_same([p.grad for p in params if p.grad is not None], [p.grad for p in before])
+
+
+def test_a_norm_is_kept_until_the_update_at_most(measured: list[str]) -> None:
+    optimizer, scaler = sgd_with(*three()), keeping()
+    for steps in (False, True):
+        scaler.scale(torch.ones(()))
+        scaler.unscale_(optimizer)
+        assert len(clip_grad._kept) == 1
+        if steps:
+            scaler.step(optimizer)
+        scaler.update()
+        assert len(clip_grad._kept) == 0
+        functional.clip_grad_norm_(params_of(optimizer), 1.0)
+    assert "kept" not in measured
+    scaler.scale(torch.ones(()))
+    scaler.unscale_(optimizer)
+    del scaler
+    gc.collect()
+    assert len(clip_grad._kept) == 0
+
+
+def test_optimizers_are_told_apart(measured: list[str]) -> None:
+    first, second, scaler = sgd_with(*three()), sgd_with(torch.ones(4)), keeping()
+    scaler.unscale_(first)
+    scaler.unscale_(second)
+    assert functional.clip_grad_norm_(params_of(second), 1.0).item() == 0.25
+    functional.clip_grad_norm_(params_of(first), 1.0)
+    assert measured == ["kept", "kept"]
+    scaler.update()
+    scaler.unscale_(first)
+    scaler.unscale_(second)
+    functional.clip_grad_norm_(params_of(first) + params_of(second), 1.0)
+    assert measured == ["kept", "kept", "read"]
+
+
+@pytest.mark.parametrize("bad", [INF, math.nan])
+def test_the_norm_of_a_skipped_step(bad: float, measured: list[str]) -> None:
+    optimizer, scaler = sgd_with(*three()), keeping()
+    grads_of(optimizer)[1][77] = bad
+    before = [param.detach().clone() for param in params_of(optimizer)]
+    scaler.unscale_(optimizer)
+    norm = functional.clip_grad_norm_(params_of(optimizer), 1.0)
+    assert_same(norm, torch.tensor(bad))
+    assert measured == ["kept"]
+    scaler.step(optimizer)
+    scaler.update()
+    assert_same([param.detach() for param in params_of(optimizer)], before)
+    assert scaler.skip_reason(optimizer) == "overflow" and scaler.get_scale() == 4.0
+
+
+@pytest.mark.parametrize("bad", [INF, math.nan])
+def test_an_error_leaves_the_gradients(bad: float) -> None:
+    optimizer, scaler = sgd_with(*three()), keeping()
+    grads_of(optimizer)[0][0] = bad
+    scaler.unscale_(optimizer)
+    before = [grad.clone() for grad in grads_of(optimizer)]
+    with pytest.raises(RuntimeError, match="non-finite"):
+        functional.clip_grad_norm_(params_of(optimizer), 1.0, error_if_nonfinite=True)
+    assert_same(grads_of(optimizer), before)
+
+
+@pytest.mark.parametrize("kind", ["policy", "track", "guard", "masters", "aten"])
+def test_beside_other_features(kind: str, measured: list[str]) -> None:
+    from ampfast import master_weights_
+
+    grads = [grad / 4 for grad in three()]
+    arguments: dict[str, Any] = {
+        "policy": {"policy": LogMax()},
+        "track": {"track": "health"},
+        "aten": {"backend": "aten"},
+    }.get(kind, {})
+    scaler = keeping(**arguments) if kind != "guard" else StepGuard("cpu")
+    if kind == "guard":
+        scaler.skip_above = 1e9
+        scaler.scale(torch.ones(()))
+    optimizer = sgd_with(*(grad.bfloat16() if kind == "masters" else grad for grad in grads))
+    if kind == "masters":
+        optimizer = master_weights_(optimizer)
+    scaler.unscale_(optimizer)
+    params = params_of(optimizer)
+    exact = exact_norm([param.grad for param in params], 1.0)
+    norm = functional.clip_grad_norm_(params, 0.5)
+    torch.testing.assert_close(norm, torch.tensor(exact, dtype=torch.float32), rtol=3e-7, atol=0)
+    assert measured == ["kept"]
+    scaler.step(optimizer)
+    scaler.update()
+
+
+def test_irregular_gradients_are_not_kept() -> None:
+    optimizer, scaler = sgd_with(torch.ones(3), torch.ones(8)[::2]), keeping()
+    scaler.unscale_(optimizer)
+    assert len(clip_grad._kept) == 0
+    assert functional.clip_grad_norm_(params_of(optimizer), 1.0).item() == pytest.approx(7**0.5 / 8)
+
+
+def test_versions_and_places() -> None:
+    params = [parameter_with(torch.ones(n)) for n in (3, 4)]
+    groups = [{"params": params}]
+    _, places, versions = _C.stamped(groups, False)
+    _, same, risen = _C.stamped([{"params": params[1:]}, {"params": iter(params[:1])}], True)
+    assert places == same and versions != risen
+    assert [param.grad._version for param in params] == [2, 2]
+    assert _C.stamped(groups, False)[2] == risen
+    for irregular in ([], [torch.ones(3)], [3], [parameter_with(torch.ones(8)[::2]), *params]):
+        assert _C.stamped([{"params": irregular}], True) is None
+    assert [param.grad._version for param in params] == [3, 3]
+
+
+# The default limit.
+
+
+def spiky(seed: int) -> Iterator[float]:
+    """Norms of which a few are large, one is infinite."""
+    chance = random.Random(seed)
+    for step in range(40):
+        yield INF if step == 17 else 50.0 if step in (12, 25, 26) else chance.uniform(0.9, 1.1)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("limit", [10.0, Sigmas(6, window=8)], ids=str)
+def test_spikes_are_skipped_as_by_our_own_clipping(limit: Any, fused: bool) -> None:
+    def trained(own: bool) -> list[Any]:
+        param = torch.nn.Parameter(torch.ones(2))
+        optimizer = torch.optim.AdamW([param], lr=0.1, fused=fused)
+        scaler, seen = GradScaler("cpu", init_scale=8.0), []
+        if not own:
+            scaler.skip_above = limit
+        for norm in spiky(1):
+            scaler.scale(torch.ones(()))
+            param.grad = torch.tensor([norm * scaler.get_scale(), 0.0])
+            if own:
+                told = scaler.clip_grad_norm_(optimizer, 1.0, skip_above=limit)
+            else:
+                scaler.unscale_(optimizer)
+                told = functional.clip_grad_norm_([param], 1.0)
+            scaler.step(optimizer)
+            seen += [told, param.detach().clone(), scaler.skip_reason(optimizer)]
+            scaler.update()
+            seen.append(scaler.get_scale())
+        stats = scaler.stats()
+        return [seen, stats.spikes, stats.skipped, scaler.state_dict()["_growth_tracker"]]
+
+    ours, own = trained(False), trained(True)
+    assert_same(ours, own)
+    assert ours[1] == 3 and ours[2] == 4
+
+
+def test_a_changed_gradient_obeys_the_limit() -> None:
+    optimizer, scaler = sgd_with(torch.full((4,), 8.0)), started(GradScaler)
+    scaler.skip_above = 3.0
+    scaler.unscale_(optimizer)
+    grads_of(optimizer)[0].mul_(2)
+    assert functional.clip_grad_norm_(params_of(optimizer), 1.0).item() == 4.0
+    scaler.step(optimizer)
+    assert scaler.skip_reason(optimizer) == "spike"
+    scaler.update()
+    assert scaler.get_scale() == 8.0
+
+
+def test_the_limit_is_also_that_of_our_own_clipping() -> None:
+    optimizer, scaler = sgd_with(torch.full((4,), 8.0)), started(GradScaler)
+    assert scaler.skip_above is None
+    scaler.skip_above = 1.0
+    scaler.clip_grad_norm_(optimizer, 1.0)
+    scaler.step(optimizer)
+    assert scaler.skip_reason(optimizer) == "spike"
+    scaler.update()
+    for grad in grads_of(optimizer):
+        grad.fill_(8.0)
+    scaler.clip_grad_norm_(optimizer, 1.0, skip_above=3.0)
+    scaler.step(optimizer)
+    assert scaler.skip_reason(optimizer) is None
+
+
+@pytest.mark.parametrize(
+    ("limit", "error"), [("6", TypeError), (-1.0, ValueError), (math.nan, ValueError)]
+)
+def test_limits_are_checked(limit: Any, error: type[Exception]) -> None:
+    scaler = started(GradScaler)
+    with pytest.raises(error):
+        scaler.skip_above = limit
+    assert scaler.skip_above is None
+    with pytest.raises(TypeError, match="keep_norm must be a bool"):
+        GradScaler("cpu", keep_norm=1)
+
+
+def test_copies_keep_the_limit() -> None:
+    scaler = GradScaler("cpu")
+    scaler.skip_above = Sigmas(4)
+    for again in (copy.deepcopy(scaler), pickle.loads(pickle.dumps(scaler))):
+        assert again.skip_above == Sigmas(4)
+        assert again._has_observers
+
+
+def test_a_flag_that_is_set_stays_that_of_an_overflow() -> None:
+    optimizer, scaler = sgd_with(torch.tensor([INF, 1.0])), started(GradScaler)
+    scaler.skip_above = 0.5
+    scaler.unscale_(optimizer)
+    functional.clip_grad_norm_(params_of(optimizer), 1.0)
+    flags = scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values()
+    assert [flag.item() for flag in flags] == [1.0] != [core.SPIKE]
