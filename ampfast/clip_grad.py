@@ -128,6 +128,10 @@ def clip_grad_norm_(
     return clipped
 
 
+# Where a reloaded or newly imported ampfast finds torch's.
+clip_grad_norm_._stands_for = torch_clip_grad_norm_  # type: ignore[attr-defined]
+
+
 def get_total_norm(
     tensors: Tensor | Iterable[Tensor],
     norm_type: float = 2.0,

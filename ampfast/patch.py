@@ -1,4 +1,4 @@
-"""Replacement of torch's scaler classes by name: `patch()` and `unpatch()`."""
+"""Replacement of torch's scaler classes, and clipping, by name: `patch()` and `unpatch()`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from typing_extensions import Protocol, deprecated
 
-from ampfast import grad_scaler
+from ampfast import clip_grad, grad_scaler
 
 # torch's modules with a scaler class.
 _MODULES = [f"torch.{package}.grad_scaler" for package in ("amp", "cuda.amp", "cpu.amp")]
@@ -34,13 +34,15 @@ _shared: Any = vars(torch.amp.grad_scaler).setdefault(
 class _Swap:
     """State of one `patch()`, for `unpatch()`."""
 
-    torch_classes: dict[type, type]  # by stand-in
+    torchs: dict[Any, Any]  # by stand-in
     reducer: Any
     derived_before: list[type]
     replaced: list[str] = field(default_factory=list)
     kept: list[str] = field(default_factory=list)
     # Held, since a module may leave sys.modules before `unpatch()`.
     namespaces: list[dict[str, Any]] = field(default_factory=list)
+    # Names that methods of subclasses in `derived_before` use.
+    needed: set[tuple[int, str]] = field(default_factory=set)
     open_blocks: int = 0
     ends_with_block: bool = False
 
@@ -57,15 +59,15 @@ class Patch:
         derived_before: Subclasses defined before the patch, which still run torch's code.
     """
 
-    def __init__(self, swap: _Swap, began: bool) -> None:
+    def __init__(self, swap: _Swap, began: bool, clip_grad_norm: bool = False) -> None:
         self.replaced, self.kept = swap.replaced, swap.kept
         self.derived_before = swap.derived_before
-        self._swap, self._began = swap, began
+        self._swap, self._began, self._clips = swap, began, clip_grad_norm
 
     def __enter__(self) -> Patch:
         with _shared.lock:
             if self._swap is not _shared.swap:
-                vars(self).update(vars(patch()))
+                vars(self).update(vars(patch(clip_grad_norm=self._clips)))
             self._swap.open_blocks += 1
             self._swap.ends_with_block |= self._began
         return self
@@ -82,7 +84,7 @@ class Patch:
         return f"<ampfast.patch(): {', '.join(f'{name}={getattr(self, name)}' for name in lists)}>"
 
 
-def patch() -> Patch:
+def patch(*, clip_grad_norm: bool = False) -> Patch:
     """Replaces torch's gradient scaler with ampfast's under every name, until `unpatch()`.
 
     The names are `torch.GradScaler`, `torch.amp.GradScaler`, `torch.cuda.amp.GradScaler`,
@@ -98,7 +100,13 @@ def patch() -> Patch:
     FutureWarning. All take ampfast's keyword arguments.
 
     A second call has no effect, unless ampfast was reloaded or imported anew in between: then the
-    new classes take the names. Thread-safe.
+    new classes take the names; or it is the first one with `clip_grad_norm`. Thread-safe.
+
+    Args:
+        clip_grad_norm: Whether to replace `torch.nn.utils.clip_grad_norm_`, too, by
+            `functional.clip_grad_norm_`, under every name that modules have for it. Scalers made
+            from then on measure the norm as they unscale. Norms are rounded differently from
+            torch's.
 
     Returns:
         Replaced and kept names; in `with ampfast.patch(): ...`, the end of the block restores them,
@@ -108,27 +116,34 @@ def patch() -> Patch:
     # import of a module that calls patch() holds that module's lock.
     stand_ins = {ours._stands_for: ours for ours in map(_stand_in, _MODULES)}
     with _shared.lock:
-        if isinstance(_shared.swap, _Swap):
-            return Patch(_shared.swap, began=False)
-        unpatch()  # the patch of an earlier import of ampfast
-        torch_classes = {ours: torchs for torchs, ours in stand_ins.items()}
-        swap = _Swap(torch_classes, _reduce_torch_scaler, list(_derived_before(stand_ins)))
-        # Set first, so that unpatch() can undo an interrupted walk.
-        _shared.swap = swap
-        needed = set().union(*map(_globals_of_methods, swap.derived_before))
-        for module, namespace in _namespaces():
-            held = _names_of(stand_ins, namespace)
-            for name, torchs in held:
-                if (id(namespace), name) in needed:
-                    swap.kept.append(f"{module}.{name}")
-                else:
-                    namespace[name] = stand_ins[torchs]
-                    swap.replaced.append(f"{module}.{name}")
-            if held:
-                swap.namespaces.append(namespace)
-        for torchs in stand_ins:
-            copyreg.dispatch_table.setdefault(torchs, swap.reducer)
-        return Patch(swap, began=True)
+        began = not isinstance(_shared.swap, _Swap)
+        if began:
+            unpatch()  # the patch of an earlier import of ampfast
+            swap = _Swap({}, _reduce_torch_scaler, list(_derived_before(stand_ins)))
+            # Set first, so that unpatch() can undo an interrupted walk.
+            _shared.swap = swap
+            swap.needed.update(*map(_globals_of_methods, swap.derived_before))
+            _replace(swap, stand_ins)
+            for torchs in stand_ins:
+                copyreg.dispatch_table.setdefault(torchs, swap.reducer)
+        if clip_grad_norm and clip_grad.clip_grad_norm_ not in _shared.swap.torchs:
+            _replace(_shared.swap, {clip_grad.torch_clip_grad_norm_: clip_grad.clip_grad_norm_})
+        return Patch(_shared.swap, began, clip_grad_norm)
+
+
+def _replace(swap: _Swap, stand_ins: dict[Any, Any]) -> None:
+    """Puts stand-ins in place of torch's classes or functions."""
+    swap.torchs.update((ours, torchs) for torchs, ours in stand_ins.items())
+    for module, namespace in _namespaces():
+        held = _names_of(stand_ins, namespace)
+        for name, torchs in held:
+            if (id(namespace), name) in swap.needed:
+                swap.kept.append(f"{module}.{name}")
+            else:
+                namespace[name] = stand_ins[torchs]
+                swap.replaced.append(f"{module}.{name}")
+        if held:
+            swap.namespaces.append(namespace)
 
 
 def unpatch() -> None:
@@ -142,9 +157,9 @@ def unpatch() -> None:
         if swap is None:
             return
         for namespace in [*dict(_namespaces()).values(), *swap.namespaces]:
-            for name, ours in _names_of(swap.torch_classes, namespace):
-                namespace[name] = swap.torch_classes[ours]
-        for torchs in swap.torch_classes.values():
+            for name, ours in _names_of(swap.torchs, namespace):
+                namespace[name] = swap.torchs[ours]
+        for torchs in swap.torchs.values():
             if copyreg.dispatch_table.get(torchs) is swap.reducer:
                 del copyreg.dispatch_table[torchs]
         _shared.swap = None
@@ -242,9 +257,9 @@ def _namespaces() -> Iterator[tuple[str, dict[str, Any]]]:
             yield name, vars(ModuleType)["__dict__"].__get__(module)
 
 
-def _names_of(classes: Iterable[type], namespace: dict[str, Any]) -> list[tuple[str, type]]:
+def _names_of(named: Iterable[Any], namespace: dict[str, Any]) -> list[tuple[str, Any]]:
     # By identity, since a module may hold values that refuse to be compared or hashed.
-    wanted = set(map(id, classes))
+    wanted = set(map(id, named))
     return [(name, value) for name, value in namespace.copy().items() if id(value) in wanted]
 
 
