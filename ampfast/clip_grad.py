@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass
 from types import GeneratorType, SimpleNamespace
 from typing import Any
-from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
+from torch.amp.grad_scaler import OptState
 
 from ampfast import backends
 from ampfast.backends import TORCH_OPS, Kernels, core, torch_ops
@@ -19,7 +20,7 @@ from ampfast.backends.scalars import moved
 from ampfast.capture import is_capturing
 from ampfast.clipping import FUSED_ORDERS
 from ampfast.errors import warn_caller
-from ampfast.spikes import Sigmas, SpikeRules
+from ampfast.spikes import SpikeRule, SpikeRules
 
 # torch's own, also where an earlier import of ampfast has patched the name.
 _named: Any = torch.nn.utils.clip_grad_norm_
@@ -41,18 +42,26 @@ class Kept:
         grads: The gradients, held so that no others take their place in memory.
         versions: Their versions.
         optimizer: Their optimizer.
-        flag: Its found_inf.
-        skip_above: The scaler's default limit of norms.
-        spike_rules: The scaler's.
+        scaler: The scaler, whose `skip_above` applies.
     """
 
     sums: Tensor
     grads: core.GradList
     versions: bytes
     optimizer: Any
-    flag: Tensor
-    skip_above: float | Sigmas | None
-    spike_rules: SpikeRules
+    scaler: weakref.ref[Any]
+
+    def rule(self, device: torch.device) -> tuple[SpikeRules, Tensor, SpikeRule] | None:
+        """The scaler's rules, the flag that one may turn into a spike's, and that one; or None."""
+        scaler = self.scaler()
+        if scaler is None or scaler.skip_above is None:
+            return None
+        entry = scaler._per_optimizer_states.get(id(self.optimizer))
+        if entry is None or entry["stage"] is not OptState.UNSCALED:
+            return None  # it has decided
+        rules: SpikeRules = scaler._spike_rules
+        rule = rules.rule([self.optimizer], scaler.skip_above, device)
+        return rules, entry["found_inf_per_device"][device], rule
 
 
 def is_patched() -> bool:
@@ -61,16 +70,16 @@ def is_patched() -> bool:
 
 
 # By the places of the gradients in memory.
-_kept: WeakValueDictionary[bytes, Kept] = WeakValueDictionary()
+_kept: weakref.WeakValueDictionary[bytes, Kept] = weakref.WeakValueDictionary()
 
 
-def keep(entry: dict[str, Any], optimizer: Any, sums: Tensor, *rules: Any) -> None:
+def keep(entry: dict[str, Any], optimizer: Any, sums: Tensor, scaler: Any) -> None:
     """Keeps the sums of gradients that were just unscaled, in the entry of their optimizer."""
     stamp = core.stamped(optimizer.param_groups, True)
-    flag = entry["found_inf_per_device"].get(sums.device)
-    if stamp is not None and stamp[0].device == sums.device and flag is not None:
+    if stamp is not None and stamp[0].device == sums.device:
         grads, places, versions = stamp
-        entry[KEPT] = _kept[places] = Kept(sums, grads, versions, optimizer, flag, *rules)
+        kept = Kept(sums, grads, versions, optimizer, weakref.ref(scaler))
+        entry[KEPT] = _kept[places] = kept
 
 
 def clip_grad_norm_(
@@ -260,7 +269,7 @@ def _measured(
     is_unwritten: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Norm and clip coefficient; a kept flag becomes that of a spike if the norm is too large."""
-    device, rule = grads.device, None
+    device = grads.device
     if kept is not None and is_unwritten:
         sums = kept.sums
     else:
@@ -269,10 +278,10 @@ def _measured(
     norm = torch.empty((), dtype=_WIDE[grads.has_float64], device=device)
     coefficient = torch.empty((), dtype=torch.float64, device=device)
     clip = Clip(sums.unsqueeze(0), limit, order == math.inf, norm, coefficient)
-    if kept is not None and kept.skip_above is not None:
-        rule = kept.spike_rules.rule([kept.optimizer], kept.skip_above, device)
-        clip = Clip(*clip[:7], kept.flag, *rule)
+    spikes = None if kept is None else kept.rule(device)
+    if spikes is not None:
+        clip = Clip(*clip[:7], spikes[1], *spikes[2])
     kernels.clip(clip)
-    if kept is not None and rule is not None:
-        kept.spike_rules.record([kept.optimizer], rule)
+    if kept is not None and spikes is not None:
+        spikes[0].record([kept.optimizer], spikes[2])
     return norm.to(grads.dtype), coefficient

@@ -47,7 +47,7 @@ from ampfast.passes import (
 )
 from ampfast.policies import LogMax, UnderflowTarget
 from ampfast.report import History, ScalerStats
-from ampfast.spikes import Sigmas, require_accepted_norms, skip_limit_of
+from ampfast.spikes import Sigmas, SpikeRules, require_accepted_norms, skip_limit_of
 from ampfast.tracking import GradientHealth, OverflowReport
 
 if TYPE_CHECKING:
@@ -134,8 +134,9 @@ class GradScaler(Passes):
     _base_arguments: ClassVar[dict[str, Any]] = {}
     _dynamic = True
     _warned_of_zero = False
-    # As in `Passes`: the flags of each living optimizer's last check.
+    # As in `Passes`: the flags of each living optimizer's last check, the norms of steps taken.
     _last_checks = cached_property(lambda self: ByOptimizer[Flags | None]())
+    _spike_rules = cached_property(lambda self: SpikeRules())
 
     def __init__(
         self,

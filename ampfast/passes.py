@@ -18,7 +18,7 @@ from ampfast.backends.gpu import DeviceKernels, Ending
 from ampfast.backends.scalars import joint_flag
 from ampfast.loss_scale import Limits, LossScale
 from ampfast.master_weights import casts_of
-from ampfast.spikes import Sigmas, SpikeRule, SpikeRules, skip_limit_of
+from ampfast.spikes import Sigmas, SpikeRule, skip_limit_of
 
 if TYPE_CHECKING:
     from torch.amp.grad_scaler import GradScaler as TorchGradScaler
@@ -74,8 +74,6 @@ class Passes(TorchGradScaler):
     _loss_scale = cached_property(lambda self: LossScale(Limits()))
     _ranks = cached_property(lambda self: distributed.Ranks(is_default=self._is_for_all))
     _tracking = cached_property(lambda self: tracking.Tracking(health=self._track == "health"))
-    # The norms of steps taken.
-    _spike_rules = cached_property(lambda self: SpikeRules())
     _has_observers = cached_property(
         lambda self: (
             self._track is not None
@@ -195,8 +193,7 @@ class Passes(TorchGradScaler):
             entry["found_inf_per_device"], entry["stage"] = flags, UNSCALED
         if agreement is None:
             if keeps and entry is not None and work.sums is not None:
-                rules = self._skip_above, self._spike_rules
-                clip_grad.keep(entry, optimizer, work.sums, *rules)
+                clip_grad.keep(entry, optimizer, work.sums, self)
             return flags
         if observes:
             return self._agree(entry, scale, flags, agreement, observed)

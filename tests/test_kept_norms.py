@@ -350,3 +350,15 @@ def test_a_flag_that_is_set_stays_that_of_an_overflow() -> None:
     functional.clip_grad_norm_(params_of(optimizer), 1.0)
     flags = scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values()
     assert [flag.item() for flag in flags] == [1.0] != [core.SPIKE]
+
+
+def test_a_clip_after_the_step_decides_nothing() -> None:
+    """As fastai's, whose scaler steps a stand-in."""
+    optimizer, scaler = sgd_with(torch.full((4,), 8.0)), started(GradScaler)
+    scaler.skip_above = 1.0
+    scaler.unscale_(optimizer)
+    scaler.step(optimizer)
+    assert functional.clip_grad_norm_(params_of(optimizer), 1.0).item() == 2.0
+    assert scaler.skip_reason(optimizer) is None
+    scaler.update()
+    assert scaler.stats().skipped == 0
