@@ -362,3 +362,22 @@ def test_a_clip_after_the_step_decides_nothing() -> None:
     assert scaler.skip_reason(optimizer) is None
     scaler.update()
     assert scaler.stats().skipped == 0
+
+
+def test_a_second_clip_is_no_second_step() -> None:
+    optimizer, scaler = sgd_with(torch.full((4,), 8.0)), started(GradScaler)
+    scaler.skip_above = Sigmas(6, window=4)
+    scaler.unscale_(optimizer)
+    assert functional.clip_grad_norm_(params_of(optimizer), 1.0).item() == 2.0
+    assert functional.clip_grad_norm_(params_of(optimizer), 1.0).item() < 1.01
+    assert scaler.state_dict()["ampfast"]["norms"] == [[2.0]]
+
+
+def test_a_limit_may_come_late() -> None:
+    optimizer, scaler = sgd_with(torch.full((4,), 8.0)), started(GradScaler)
+    scaler.unscale_(optimizer)
+    scaler.update()
+    scaler.skip_above = 0.1
+    scaler.unscale_(optimizer)
+    functional.clip_grad_norm_(params_of(optimizer), 1.0)
+    assert scaler.skip_reason(optimizer) == "spike"
