@@ -10,6 +10,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
+from ampfast import functional
+
 from . import goals, providers
 from .cases import GradCase
 from .harness import Contender, Job, Measured, Setting, assert_same
@@ -56,9 +58,14 @@ class Plan:
         """
         return f"{self.path} by the scaler"
 
+    @property
+    def by_name(self) -> str:
+        """Loop of ampfast's scaler that calls torch's `clip_grad_norm_`, patched."""
+        return f"{self.path} by torch's name"
+
     def paths(self, provider: str) -> list[str]:
         ours = provider not in (WITHOUT, "torch")
-        return [self.path, *([self.at_once] if ours and self.clip else [])]
+        return [self.path, *([self.at_once, self.by_name] if ours and self.clip else [])]
 
     def optimizer(self, parameters: Sequence[Tensor]) -> torch.optim.Optimizer:
         return self.net.optimizer(parameters, fused=self.fused or None, **self.net.options)
@@ -106,9 +113,12 @@ class Student:
         if self.path == self.plan.at_once:
             scaler.clip_grad_norm_(optimizer, MAX_NORM, in_place=not self.plan.fused)
         elif self.plan.clip:
+            clip = torch.nn.utils.clip_grad_norm_
+            if self.path == self.plan.by_name:
+                scaler._keep_norm, clip = True, functional.clip_grad_norm_
             if scaler is not None:
                 scaler.unscale_(optimizer)
-            torch.nn.utils.clip_grad_norm_(self.parameters, MAX_NORM)
+            clip(self.parameters, MAX_NORM)
         if scaler is None:
             optimizer.step()
         else:
@@ -172,7 +182,7 @@ def measure(plan: Plan, on: Setting) -> Measured:
     timed = time_contenders(
         *(plan.subject, case, dtype, contenders, replace(on, effort=longer)),
         cycle=STEPS_IN_TURN,
-        replaces={plan.at_once: plan.path},
+        replaces=dict.fromkeys((plan.at_once, plan.by_name), plan.path),
     )
     if on.queue is not None:
         timed = replace(timed, timer="loop")
@@ -206,7 +216,7 @@ def assert_parity(plan: Plan, lesson: Lesson, names: Sequence[str]) -> None:
 
     All use the gradients of one backward pass, which is not deterministic on a GPU. The scale grows
     and backs off; scale, tracker and parameters are compared after each step: bit for bit, but for
-    clipping by the scaler, whose norm is more exact.
+    clipping by the scaler or patched, whose norm is more exact.
     """
     device = lesson.inputs[0].device
     torchs = list(lesson.module.parameters())
