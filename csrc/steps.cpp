@@ -278,9 +278,10 @@ PyObject* clip_over(PyObject* const* args) {
   return THPVariable_Wrap(norm);
 }
 
-// stamped(param_groups, written) -> (list, places, versions) of the gradients, in the order of their
-// places in memory. The versions are those after a write that was done without them, or before one
-// that is to come; they rise by it. None, with nothing done, unless all are regular, on one device.
+// stamped(param_groups, written) -> (list, places, versions) of the gradients, in the order of
+// their places in memory. The versions are those after a write that was done without them, or
+// before one that is to come; they rise by it. None, with nothing done, unless all are regular, on
+// one device.
 PyObject* stamped(PyObject* const* args) {
   Reading reading;
   reading.allow_fp16 = reading.writes = true;

@@ -189,8 +189,8 @@ bool run(const GradList& grads, const Work& work) {
   if (work.marks) {
     require_rows(grads, *work.marks);
   }
-  const bool squares = work.sums != nullptr && (work.squares || !work.write) &&
-                       work.how != Factor::kDivide;
+  const bool squares =
+      work.sums != nullptr && (work.squares || !work.write) && work.how != Factor::kDivide;
   const double coefficient = work.coefficient.value_or(1);
   // As torch: where nothing changes, not even a subnormal is flushed.
   const bool changes = work.write && (work.factor != 1 || coefficient != 1);
