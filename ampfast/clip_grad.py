@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass
-from types import GeneratorType, SimpleNamespace
+from types import FunctionType, GeneratorType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -66,7 +67,7 @@ class Kept:
 
 def is_patched() -> bool:
     """Whether torch's name is ours."""
-    return torch.nn.utils.clip_grad_norm_ is clip_grad_norm_
+    return torch.nn.utils.clip_grad_norm_ is stand_in
 
 
 # By the places of the gradients in memory.
@@ -137,8 +138,13 @@ def clip_grad_norm_(
     return clipped
 
 
+# The same for torch's name: `unpatch()` must tell that from a name for ampfast's own.
+stand_in: Any = FunctionType(
+    clip_grad_norm_.__code__, globals(), "clip_grad_norm_", clip_grad_norm_.__defaults__
+)
+functools.update_wrapper(stand_in, clip_grad_norm_)
 # Where a reloaded or newly imported ampfast finds torch's.
-clip_grad_norm_._stands_for = torch_clip_grad_norm_  # type: ignore[attr-defined]
+stand_in._stands_for = torch_clip_grad_norm_
 
 
 def get_total_norm(

@@ -126,8 +126,8 @@ def patch(*, clip_grad_norm: bool = False) -> Patch:
             _replace(swap, stand_ins)
             for torchs in stand_ins:
                 copyreg.dispatch_table.setdefault(torchs, swap.reducer)
-        if clip_grad_norm and clip_grad.clip_grad_norm_ not in _shared.swap.torchs:
-            _replace(_shared.swap, {clip_grad.torch_clip_grad_norm_: clip_grad.clip_grad_norm_})
+        if clip_grad_norm and clip_grad.stand_in not in _shared.swap.torchs:
+            _replace(_shared.swap, {clip_grad.torch_clip_grad_norm_: clip_grad.stand_in})
         return Patch(_shared.swap, began, clip_grad_norm)
 
 
