@@ -54,7 +54,7 @@ class Patch:
     restores the names.
 
     Attributes:
-        replaced: Names of ampfast's class now, as "module.name".
+        replaced: Names of ampfast's class or function now, as "module.name".
         kept: Names of torch's class still, used by methods of subclasses in `derived_before`.
         derived_before: Subclasses defined before the patch, which still run torch's code.
     """
@@ -147,7 +147,7 @@ def _replace(swap: _Swap, stand_ins: dict[Any, Any]) -> None:
 
 
 def unpatch() -> None:
-    """Restores torch's own classes, also in modules imported while patched.
+    """Restores torch's own classes and function, also in modules imported while patched.
 
     Names bound to something else since, and scalers constructed while patched, are unchanged. No
     effect without a patch.

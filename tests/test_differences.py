@@ -15,7 +15,7 @@ from support.one_step import F32_MAX, TAKE_GRAD_SCALE, TINY, both, flags, floats
 from support.outcomes import outcome
 from support.scalers import TorchScaler
 
-from ampfast import GradScaler
+from ampfast import GradScaler, functional
 
 pytest_plugins = ["support.torch_failures"]
 OptState = torch.amp.grad_scaler.OptState
@@ -262,3 +262,29 @@ def test_a_hook_that_calls_ours_is_protected_too() -> None:
         run = setup(Delegating, "sgd", [gradient], scale)
         run.step()
         assert not run.calls
+
+
+def test_clipping_by_torchs_name_rounds_less() -> None:
+    """torch rounds norm and coefficient to the 16 bits of the gradients."""
+    errors = {}
+    for side in (torch.nn.utils, functional):
+        param = torch.nn.Parameter(torch.zeros(1000, dtype=torch.bfloat16))
+        param.grad = torch.full((1000,), 1.0, dtype=torch.bfloat16)
+        norm = side.clip_grad_norm_([param], 7.0)
+        assert norm.dtype is torch.bfloat16
+        errors[side] = (param.grad.double().norm() - 7.0).abs().item()
+        param.grad = torch.tensor([2e38, 3e38]).repeat(500).bfloat16()
+        assert side.clip_grad_norm_([param], math.inf).isinf()
+        assert bool(param.grad.isnan().all()) is (side is torch.nn.utils)
+    assert errors[functional] < errors[torch.nn.utils]
+
+
+def test_a_scaler_that_keeps_norms_raises_versions() -> None:
+    versions = []
+    for scaler in (TorchScaler("cpu"), GradScaler("cpu"), GradScaler("cpu", keep_norm=True)):
+        param = torch.nn.Parameter(torch.zeros(3))
+        param.grad = torch.ones(3)
+        scaler.scale(torch.ones(()))
+        scaler.unscale_(torch.optim.SGD([param], lr=0.1))
+        versions.append(param.grad._version)
+    assert versions == [0, 0, 1]
