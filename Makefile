@@ -216,4 +216,5 @@ build/built: build/key $(CSRC) setup.py pyproject.toml
 	@echo "building the extension, which takes a minute or two; log: build/log"
 	@MAKEFLAGS= $(RUN) setup.py --quiet build_ext --inplace --force > build/log 2>&1 || \
 		{ cat build/log; exit 1; }
+	@sed -n '/^ampfast is built/p' build/log
 	@mv $@.new $@

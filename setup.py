@@ -40,14 +40,14 @@ def installed_torch() -> metadata.Distribution:
     return torch
 
 
-def fits(torch_version: str, *, with_cuda: bool) -> tuple[str, str]:
+def fits(torch_version: str) -> tuple[str, str]:
     """Returns version label and requirement of the torch that a build is for.
 
     torch keeps its binary interface within a minor version, so that a build is for one of these:
-    "+torch2.13" or, with CUDA kernels, "+torch2.13.cuda", and "torch==2.13.*".
+    "+torch2.13" and "torch==2.13.*".
     """
     minor = ".".join(torch_version.split(".")[:2])
-    return f"+torch{minor}" + (".cuda" if with_cuda else ""), f"torch=={minor}.*"
+    return f"+torch{minor}", f"torch=={minor}.*"
 
 
 def served_by(cores: list[str]) -> str:
@@ -93,7 +93,7 @@ def build_key() -> str:
 def wants_cuda(
     override: str | None, sources: list[str], torch_cuda: str | None, nvcc: str | None
 ) -> bool:
-    """Decides whether to build the CUDA kernels, without looking for a GPU.
+    """Decides whether to build the CUDA kernels, without looking for a GPU; says why not.
 
     Args:
         override: Value of AMPFAST_CUDA: "0" never, "1" always, None or "" if possible.
@@ -114,11 +114,44 @@ def wants_cuda(
         why_not = "the installed torch is built without CUDA"
     elif nvcc is None:
         why_not = "nvcc was not found: set CUDA_HOME or put it on the PATH"
-    else:
+    elif not (why_not := mismatch(nvcc, torch_cuda)):
         return True
     if override == "1":
         raise SystemExit(f"AMPFAST_CUDA=1, but {why_not}")
+    if torch_cuda is not None:
+        say_what_is_left_out(why_not)
     return False
+
+
+def mismatch(nvcc: str, torch_cuda: str) -> str:
+    """Returns why `nvcc` cannot build for a torch of that CUDA version; empty if it can."""
+    said = subprocess.run([nvcc, "--version"], capture_output=True, text=True).stdout
+    release = re.search(r"release (\d+)(\.\d+)", said)
+    # torch's build refuses another major version.
+    if release and release[1] != torch_cuda.split(".")[0]:
+        return f"nvcc is of CUDA {release[1]}{release[2]}, torch of {torch_cuda}"
+    # An empty file includes nvcc's own headers, which refuse compilers that they do not know; torch
+    # hands over $CC, too.
+    host = ["-ccbin", os.environ["CC"]] if os.environ.get("CC") else []
+    tried = subprocess.run(
+        [nvcc, *host, "-E", "-x", "cu", os.devnull, "-o", os.devnull],
+        capture_output=True,
+        text=True,
+    )
+    if tried.returncode == 0:
+        return ""
+    lines = tried.stderr.splitlines() or [f"exit code {tried.returncode}"]
+    errors = [line for line in lines if re.search("error|fatal", line)]
+    return f"nvcc does not compile here: {(errors or lines)[0].strip()}"
+
+
+def say_what_is_left_out(why: str) -> None:
+    """Prints one line about a build that goes on without CUDA kernels; the Makefile shows it."""
+    print(
+        f"ampfast is built without CUDA kernels, as {why}. Nothing is lost: Triton's kernels serve "
+        "GPUs. AMPFAST_CUDA=1 makes this an error.",
+        file=sys.stderr,
+    )
 
 
 def find_nvcc() -> str | None:
@@ -181,38 +214,53 @@ def extension(torch: metadata.Distribution) -> dict[str, Any]:
 
     cuda_sources = found("cuda/*.cu")
     nvcc = find_nvcc() if cuda_sources and torch_cuda else None
-    with_cuda = wants_cuda(os.environ.get("AMPFAST_CUDA"), cuda_sources, torch_cuda, nvcc)
+    override = os.environ.get("AMPFAST_CUDA")
+    with_cuda = wants_cuda(override, cuda_sources, torch_cuda, nvcc)
     if with_cuda and nvcc:
         # torch reads the first at import; without the second it would query this machine's GPU.
         os.environ["CUDA_HOME"] = str(Path(nvcc).parent.parent)
-        os.environ.setdefault("TORCH_CUDA_ARCH_LIST", cuda_architectures(nvcc))
+        if "TORCH_CUDA_ARCH_LIST" not in os.environ:
+            os.environ["TORCH_CUDA_ARCH_LIST"] = cuda_architectures(nvcc)
 
     from torch.utils import cpp_extension
 
+    compiling, linking = compile_flags(
+        [*cpp_extension.include_paths(), sysconfig.get_path("include")]
+    )
+
+    def core(with_cuda: bool) -> Any:
+        kind = cpp_extension.CUDAExtension if with_cuda else cpp_extension.CppExtension
+        return kind(
+            "ampfast._C",
+            found("*.cpp", "cpu/*.cpp", *(["cuda/*.cpp", "cuda/*.cu"] if with_cuda else [])),
+            depends=found("**/*.h", "**/*.cuh"),
+            define_macros=[("AMPFAST_WITH_CUDA", "1")] if with_cuda else [],
+            extra_compile_args={"cxx": compiling, "nvcc": nvcc_flags()},
+            extra_link_args=linking,
+        )
+
     class BuildExtension(cpp_extension.BuildExtension):
-        """torch's build, with one line instead of a traceback if there is no compiler."""
+        """torch's build, with one line instead of a traceback where a compiler is unfit."""
 
         def run(self) -> None:
             require_toolchain()
             super().run()
 
-    compiling, linking = compile_flags(
-        [*cpp_extension.include_paths(), sysconfig.get_path("include")]
-    )
-    kind = cpp_extension.CUDAExtension if with_cuda else cpp_extension.CppExtension
-    core = kind(
-        "ampfast._C",
-        found("*.cpp", "cpu/*.cpp", *(["cuda/*.cpp", "cuda/*.cu"] if with_cuda else [])),
-        depends=found("**/*.h", "**/*.cuh"),
-        define_macros=[("AMPFAST_WITH_CUDA", "1")] if with_cuda else [],
-        extra_compile_args={"cxx": compiling, "nvcc": nvcc_flags()},
-        extra_link_args=linking,
-    )
-    label, requirement = fits(torch.version, with_cuda=with_cuda)
+        def build_extensions(self) -> None:
+            try:
+                super().build_extensions()
+            except Exception as error:  # of torch's checks, ninja or setuptools
+                if not with_cuda or override == "1":
+                    raise
+                say_what_is_left_out(f"they do not compile ({' '.join(str(error).split())[:200]})")
+                vars(self.extensions[0]).update(vars(core(with_cuda=False)))
+                super().build_extensions()
+
+    label, requirement = fits(torch.version)
     return {
         "label": label,
         "install_requires": [requirement],
-        "ext_modules": [core],
+        "ext_modules": [core(with_cuda)],
         "cmdclass": {"build_ext": BuildExtension},
     }
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sysconfig
 import warnings
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,7 +14,7 @@ import torch
 from support.reference_launcher import ReferenceLauncher
 from torch.utils.flop_counter import FlopCounterMode
 
-from ampfast import GradScaler, backends, gradients
+from ampfast import GradScaler, backends, gradients, info
 from ampfast.backends import core, cpu
 from ampfast.backends.torch_ops import TensorList
 
@@ -328,6 +330,23 @@ def test_kernels_are_tried(
     if triton.available:
         assert triton.device_types == ("cpu",), "an interpreter has no GPU"
         assert backends.choose("triton").name_for(CPU) == "triton"
+
+
+@pytest.mark.parametrize("missing", ["gcc", "my-cc", "Python.h"])
+def test_info_says_what_triton_lacks_at_run_time(
+    missing: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(backends, "_launcher", lambda name: Broken())
+    monkeypatch.delenv("CC", raising=False)
+    if missing == "Python.h":
+        monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path))
+    else:
+        monkeypatch.setenv("PATH", str(tmp_path))
+        if missing == "my-cc":
+            monkeypatch.setenv("CC", missing)
+    lines = info.describe(info.collect()).splitlines()
+    [line] = [line for line in lines if "cannot be compiled" in line]
+    assert "cannot be compiled; at run time Triton needs" in line and missing in line
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the backend can run here")

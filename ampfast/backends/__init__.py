@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib
 import os
+import shutil
+import sysconfig
 import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -301,7 +303,18 @@ def _failure_reason(name: str, index: int | None) -> str:
         with ThreadPoolExecutor(1) as aside:
             return aside.submit(_try_out, name, device).result()
     except Exception as error:  # compilers raise errors of many types
-        return f"its kernel does not run: {type(error).__name__}: {error}".splitlines()[0]
+        reason = f"its kernel does not run: {type(error).__name__}: {error}".splitlines()[0]
+        return reason + (_what_triton_lacks() if name == "triton" else "")
+
+
+def _what_triton_lacks() -> str:
+    """What Triton compiles launches with, when they first run, and is not here."""
+    compiler, headers = os.environ.get("CC"), sysconfig.get_path("include")
+    if not any(map(shutil.which, [compiler] if compiler else ["gcc", "clang"])):
+        return f"; at run time Triton needs a C compiler: install {compiler or 'gcc'}, or set CC"
+    if not os.path.exists(os.path.join(headers, "Python.h")):
+        return f"; at run time Triton needs Python's headers (python3-dev): no {headers}/Python.h"
+    return ""
 
 
 def _try_out(name: str, device: torch.device) -> str:

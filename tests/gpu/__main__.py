@@ -51,7 +51,8 @@ def stages(results: Path, out: Path, capability: str = "") -> list[list[Part]]:
     # With this interpreter, and none of the variables of a make that runs this.
     make = ["make", "--no-print-directory", "VENV=", f"PYTHON={sys.executable}", "build"]
     told = "WRONG the CUDA kernels could not be built: Triton alone"
-    build = ["sh", "-c", f'"$@" || {{ echo "{told}"; AMPFAST_CUDA=0 "$@"; }}', "build", *make]
+    script = f'AMPFAST_CUDA=1 "$@" || {{ echo "{told}"; AMPFAST_CUDA=0 "$@"; }}'
+    build = ["sh", "-c", script, "build", *make]
     building = {"MAKEFLAGS": ""}
     if capability and not os.environ.get("TORCH_CUDA_ARCH_LIST"):
         building["TORCH_CUDA_ARCH_LIST"] = capability

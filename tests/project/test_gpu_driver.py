@@ -370,7 +370,7 @@ def test_a_cuda_build_that_fails_leaves_triton(
     fake.write_text(f'#!/bin/sh\necho built with "$AMPFAST_CUDA"\nif {fails}; then exit 2; fi\n')
     fake.chmod(0o755)
     [[build], *_] = driver.stages(tmp_path / "a.json", tmp_path)
-    path = {"PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}", "AMPFAST_CUDA": "1"}
+    path = {"PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}", "AMPFAST_CUDA": ""}
     commands = [build.commands[0], python("print('then')")]
     build = replace(build, commands=commands, environment=path)
     tests = runner.Part("tests", [python("pass")], 300)

@@ -23,35 +23,10 @@ pytestmark = pytest.mark.sweep
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = ["csrc/cuda/kernels.cu"]
-NVCC = "/cuda/bin/nvcc"
 SOABI = sysconfig.get_config_var("SOABI")
 _SPEC = util.spec_from_file_location("wheels", ROOT / "tools/wheels.py")
 WHEELS = util.module_from_spec(_SPEC)
 _SPEC.loader.exec_module(WHEELS)
-
-
-@pytest.mark.parametrize(
-    ("override", "sources", "torch_cuda", "nvcc", "reason"),
-    [
-        (None, SOURCES, "13.0", NVCC, None),
-        ("1", SOURCES, "13.0", NVCC, None),
-        ("0", SOURCES, "13.0", NVCC, "unasked"),
-        ("", [], "13.0", NVCC, "no CUDA sources"),
-        (None, SOURCES, None, NVCC, "torch is built without CUDA"),
-        (None, SOURCES, "13.0", None, "nvcc was not found"),
-    ],
-)
-def test_cuda_is_built_where_it_can_be(override, sources, torch_cuda, nvcc, reason):
-    assert SETUP.wants_cuda(override, sources, torch_cuda, nvcc) is (reason is None)
-    if override != "0" and reason:
-        with pytest.raises(SystemExit, match=f"AMPFAST_CUDA=1, but .*{reason}"):
-            SETUP.wants_cuda("1", sources, torch_cuda, nvcc)
-
-
-@pytest.mark.parametrize("override", ["2", "yes", " 1"])
-def test_other_values_of_the_override_are_refused(override):
-    with pytest.raises(SystemExit, match=re.escape(repr(override))):
-        SETUP.wants_cuda(override, SOURCES, "13.0", NVCC)
 
 
 def script(path: Path, text: str) -> Path:
@@ -60,6 +35,97 @@ def script(path: Path, text: str) -> Path:
     path.write_text(f"#!/bin/sh\n{text}\n")
     path.chmod(0o755)
     return path
+
+
+def nvcc_of(path: Path, release: str, then: str = "exit 0") -> str:
+    """A compiler of that CUDA version, which runs `then` on a source."""
+    says = f"echo 'Cuda compilation tools, release {release}, V{release}.88'"
+    return str(script(path, f'case "$*" in *--version*) {says}; exit 0;; esac\n{then}'))
+
+
+UNKNOWN = "error: #error -- unsupported GNU version! gcc versions later than 15 are not supported!"
+
+
+@pytest.mark.parametrize(
+    ("override", "sources", "torch_cuda", "nvcc", "reason"),
+    [
+        (None, SOURCES, "13.0", ("13.0",), None),
+        ("1", SOURCES, "13.0", ("13.1",), None),
+        ("0", SOURCES, "13.0", ("13.0",), "unasked"),
+        ("", [], "13.0", ("13.0",), "no CUDA sources"),
+        (None, SOURCES, None, ("13.0",), "torch is built without CUDA"),
+        (None, SOURCES, "13.0", None, "nvcc was not found"),
+        (None, SOURCES, "13.0", ("12.4",), "nvcc is of CUDA 12.4, torch of 13.0"),
+        (None, SOURCES, "13.0", ("13.0", f"echo '{UNKNOWN}' >&2; exit 1"), "unsupported GNU"),
+        (None, SOURCES, "13.0", ("13.0", "exit 3"), "nvcc does not compile here: exit code 3"),
+        (None, SOURCES, "13.0", ("13.0", '[ -z "$CC" ] || exit 4'), None),
+    ],
+)
+def test_cuda_is_built_where_it_can_be(
+    override, sources, torch_cuda, nvcc, reason, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.delenv("CC", raising=False)
+    path = nvcc and nvcc_of(tmp_path / "nvcc", *nvcc)
+    assert SETUP.wants_cuda(override, sources, torch_cuda, path) is (reason is None)
+    said = capsys.readouterr().err
+    is_told = override != "0" and torch_cuda is not None and reason is not None
+    assert said.count("\n") == is_told
+    if is_told:
+        assert reason in said and "Triton's kernels serve GPUs" in said
+    if override != "0" and reason:
+        with pytest.raises(SystemExit, match=f"AMPFAST_CUDA=1, but .*{reason}"):
+            SETUP.wants_cuda("1", sources, torch_cuda, path)
+        assert capsys.readouterr().err == ""
+
+
+def test_nvcc_is_tried_with_the_compiler_of_the_build(tmp_path, monkeypatch):
+    nvcc = nvcc_of(tmp_path / "nvcc", "13.0", 'case "$*" in *"-ccbin old-gcc "*) exit 5;; esac')
+    monkeypatch.delenv("CC", raising=False)
+    assert SETUP.mismatch(nvcc, "13.0") == ""
+    monkeypatch.setenv("CC", "old-gcc")
+    assert SETUP.mismatch(nvcc, "13.0") == "nvcc does not compile here: exit code 5"
+
+
+@pytest.mark.parametrize("ninja", [True, False], ids=["ninja", "no ninja"])
+@pytest.mark.parametrize("override", ["", "1"])
+def test_a_build_goes_on_without_kernels_that_do_not_compile(tmp_path, override, ninja):
+    """A core of one line, with a torch that says that it is built with CUDA."""
+    shutil.copy(ROOT / "setup.py", tmp_path)
+    (tmp_path / "ampfast").mkdir()
+    (tmp_path / "csrc/cuda").mkdir(parents=True)
+    (tmp_path / "csrc/cuda/kernels.cu").write_text("")
+    init = '#include <Python.h>\nextern "C" PyObject* PyInit__C() { return 0; }\n'
+    (tmp_path / "csrc/module.cpp").write_text(init)
+    preprocesses = """case " $* " in *" -E "*) exit 0;; *) exit 6;; esac"""
+    nvcc_of(tmp_path / "toolkit/bin/nvcc", "13.0", preprocesses)
+    code = (
+        "import runpy, sys, torch.version; torch.version.cuda = '13.0'\n"
+        "from torch.utils import cpp_extension\n"
+        f"cpp_extension.is_ninja_available = lambda: {ninja}\n"
+        f"cpp_extension.CUDA_HOME = {str(tmp_path / 'toolkit')!r}\n"
+        "sys.argv = ['setup.py', '--quiet', 'build_ext', '--inplace']\n"
+        "runpy.run_path('setup.py', run_name='__main__')"
+    )
+    variables = {"CUDA_HOME": str(tmp_path / "toolkit"), "AMPFAST_CUDA": override}
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=tmp_path,
+        env={**os.environ, **variables, "TORCH_CUDA_ARCH_LIST": "9.0"},
+        capture_output=True,
+        text=True,
+    )
+    told = [line for line in done.stderr.splitlines() if line.startswith("ampfast is built")]
+    assert (done.returncode == 0) is (len(told) == 1) is (override == ""), done.stderr
+    built = [*tmp_path.glob("ampfast/_C.*.so")]
+    assert len(built) == len(told)
+    if built:
+        assert b"libcudart" not in built[0].read_bytes()
+
+
+@pytest.mark.parametrize("override", ["2", "yes", " 1"])
+def test_other_values_of_the_override_are_refused(override):
+    with pytest.raises(SystemExit, match=re.escape(repr(override))):
+        SETUP.wants_cuda(override, SOURCES, "13.0", None)
 
 
 def test_architectures_are_supported_by_nvcc(tmp_path):
@@ -197,14 +263,14 @@ def test_wheels_for_no_or_the_same_torch_are_refused(monkeypatch, versions, text
 
 
 @pytest.mark.parametrize(
-    ("torch_version", "with_cuda", "expected"),
+    ("torch_version", "expected"),
     [
-        ("2.13.0+cpu", False, ("+torch2.13", "torch==2.13.*")),
-        ("2.14.1", True, ("+torch2.14.cuda", "torch==2.14.*")),
+        ("2.13.0+cpu", ("+torch2.13", "torch==2.13.*")),
+        ("2.14.1", ("+torch2.14", "torch==2.14.*")),
     ],
 )
-def test_a_build_names_its_torch(torch_version, with_cuda, expected):
-    assert SETUP.fits(torch_version, with_cuda=with_cuda) == expected
+def test_a_build_names_its_torch(torch_version, expected):
+    assert SETUP.fits(torch_version) == expected
 
 
 def test_the_changelog_knows_this_version():
