@@ -110,6 +110,7 @@ lint: | $(READY)  ## the part of check that needs no torch
 
 types: | $(READY)  ## the other part
 	$(RUN) -m mypy
+	$(RUN) -m mypy --config-file tests/gpu/mypy.ini
 
 format: | $(READY)  ## format every file
 	$(RUN) -m ruff check --fix-only .

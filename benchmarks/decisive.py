@@ -121,9 +121,8 @@ def measure(case: GradCase, dtype: torch.dtype, paths: Sequence[str], on: Settin
     gradients.assert_steady(scalars.found_inf)
     measured = Measured(rows_of(timed), notes=notes + timed.notes)
     for path in [path for path in paths if path not in torchs]:
-        name = timed.name((path, "torch"))
         why = f"torch {torch.__version__} has no kernel for {dtype_name(dtype)} here"
-        measured.rows.append(Row(*name, missing=why))
+        measured.rows.append(Row(*timed.name((path, "torch")), missing=why))
     for name in names:
         measured.goals += goals.of_kernels(timed, name)
     return measured

@@ -119,10 +119,11 @@ class GraphTimer:
     def __init__(self, queue: Queue, contenders: Sequence[Contender], cycle: int) -> None:
         self._queue = queue
         self._cycle = cycle
-        self._replays = {
-            contender.key: queue.capture(lambda call=contender.call: list(map(call, range(cycle))))
-            for contender in contenders
-        }
+
+        def recorded(call: Callable[[int], object]) -> Callable[[], object]:
+            return queue.capture(lambda: list(map(call, range(cycle))))
+
+        self._replays = {contender.key: recorded(contender.call) for contender in contenders}
 
     def __call__(self, contender: Contender, calls: range) -> float:
         """Times whole cycles; `calls` is a multiple of them."""

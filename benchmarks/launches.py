@@ -62,7 +62,7 @@ def give_kernels(kind: str) -> str:
     here = contextlib.nullcontext()
     launcher.on = lambda device: here  # type: ignore[attr-defined]
     kernels = DeviceKernels(launcher)  # type: ignore[arg-type]
-    backends.Choice.kernels_for = lambda choice, device: kernels  # type: ignore[assignment,method-assign]
+    backends.Choice.kernels_for = lambda choice, device: kernels  # type: ignore
     return name
 
 
@@ -73,7 +73,7 @@ def prepare_triton() -> tuple[str, ModuleType]:
     from ampfast.backends.triton import launch
 
     triton_driver.activate(ARCHITECTURE, runs=False)
-    launch._threads = lambda device: 128
+    launch._threads = lambda device: 128  # type: ignore[assignment]
     launch.limit_programs(PROGRAMS)
     return f"Triton {triton.__version__}", launch
 

@@ -8,6 +8,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -49,7 +50,7 @@ class Ours:
     def __init__(self, weights: Sequence[Tensor], optimizer: Optimizer, limit: float | None):
         self.parameters = [weight.clone().requires_grad_() for weight in weights]
         self._limit = limit
-        self._optimizer = ampfast.master_weights_(optimizer(self.parameters))
+        self._optimizer: Any = ampfast.master_weights_(optimizer(self.parameters))
         self.zero_grad = self._optimizer.zero_grad
         self._scaler = make_scaler(backend(), torch.device("cpu"), SCALE)
 
@@ -128,7 +129,7 @@ def sides_over(
     weights: Sequence[Tensor], optimizer: Optimizer, limit: float | None
 ) -> dict[str, Ours | Foreach]:
     """Sides by provider, with parameters of their own."""
-    kinds = {"torch": Foreach, LOOP: Loop, backend(): Ours}
+    kinds: dict[str, Any] = {"torch": Foreach, LOOP: Loop, backend(): Ours}
     return {name: kind(weights, optimizer, limit) for name, kind in kinds.items()}
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .providers import UNSCALE
 from .results import Results, Row, write_whole
@@ -206,6 +206,6 @@ def _bars(chart: Chart, results: Results) -> Figure | None:
     axes.set_xlabel(f"{chart.axis}; {chart.better} is better")
     if chart.line is not None:
         axes.axvline(chart.line, color="k", ls="--", lw=1)
-    handles = [axes.barh(0, 0, color=colour) for colour in colours.values()]
+    handles: list[Any] = [axes.barh(0, 0, color=colour) for colour in colours.values()]
     figure.legend(handles, list(colours), loc="outside lower center", ncols=4, frameon=False)
     return figure

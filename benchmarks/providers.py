@@ -93,7 +93,7 @@ class Calls:
 
     provider: str
     prepare: Callable[[Gradients], Any]
-    paths: dict[str, Callable[[Any, int], object]]
+    paths: dict[str, Callable[[Any, int], Any]]
 
 
 def available(device: torch.device) -> tuple[list[str], list[str]]:

@@ -130,16 +130,14 @@ def optimizer_over(gradients: Sequence[Tensor], fused: bool) -> NoOptimizer:
     return (NoFusedOptimizer if fused else NoOptimizer)(parameters)
 
 
-def make_scaler(
-    name: str, device: torch.device, scale: float, **features: Any
-) -> torch.amp.GradScaler:
+def make_scaler(name: str, device: torch.device, scale: float, **features: Any) -> Any:
     """Started scaler of torch, or with one of ampfast's backends; its scale never grows.
 
     `features` are for ampfast's alone.
     """
-    settings = {"init_scale": scale, "growth_interval": NEVER}
+    settings: dict[str, Any] = {"init_scale": scale, "growth_interval": NEVER}
     if name == "torch":
-        scaler = torch.amp.GradScaler(device.type, **settings)
+        scaler: Any = torch.amp.GradScaler(device.type, **settings)
     else:
         scaler = ampfast.GradScaler(device.type, **settings, backend=name, **features)
     scaler.scale(torch.zeros((), device=device))
@@ -151,9 +149,7 @@ def scaler_state(scaler: torch.amp.GradScaler) -> list[Tensor]:
     return [scaler._scale, scaler._growth_tracker]
 
 
-def iteration(
-    path: str, scaler: torch.amp.GradScaler, loss: Tensor
-) -> Callable[[NoOptimizer], object]:
+def iteration(path: str, scaler: Any, loss: Tensor) -> Callable[[NoOptimizer], object]:
     """Calls of a path, as in a training loop."""
 
     def unscale_and_update(optimizer: NoOptimizer) -> None:

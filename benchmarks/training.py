@@ -6,6 +6,7 @@ import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -68,7 +69,8 @@ class Plan:
         return [self.path, *([self.at_once, self.by_name] if ours and self.clip else [])]
 
     def optimizer(self, parameters: Sequence[Tensor]) -> torch.optim.Optimizer:
-        return self.net.optimizer(parameters, fused=self.fused or None, **self.net.options)
+        kind: Any = self.net.optimizer
+        return kind(parameters, fused=self.fused or None, **self.net.options)
 
 
 @dataclass(frozen=True)
@@ -109,7 +111,8 @@ class Student:
 
     def finish(self) -> None:
         """Calls after the backward pass."""
-        scaler, optimizer = self.scaler, self.optimizer
+        scaler: Any = self.scaler
+        optimizer = self.optimizer
         if self.path == self.plan.at_once:
             scaler.clip_grad_norm_(optimizer, MAX_NORM, in_place=not self.plan.fused)
         elif self.plan.clip:
@@ -249,7 +252,7 @@ def assert_parity(plan: Plan, lesson: Lesson, names: Sequence[str]) -> None:
             each.finish()
         for each in ours:
             what = f"{plan.net.name}, {each.path} by {each.provider}, step {step}"
-            states = [scaler_state(of.scaler) for of in (each, theirs)]
+            states = scaler_state(each.scaler), scaler_state(theirs.scaler)
             assert_same(*states, f"scale and tracker of {what}")
             if each.path == plan.path:
                 assert_same(each.parameters, torchs, f"parameters of {what}")

@@ -18,7 +18,7 @@ def epilogues(
     launches: int,
     chunk: int,
     factors: tuple[float, float, int],
-) -> tuple[int, tuple[float, int], tuple[float, int]]:
+) -> tuple[int, tuple[float, ...], tuple[float, ...]]:
     """Checks with a scale update in the same launch, compared on the device.
 
     Returns the number of wrong flags, scale and tracker of torch's op, and ours.

@@ -101,11 +101,11 @@ class Twin:
     ) -> None:
         make = OPTIMIZERS[kind] if isinstance(kind, str) else kind
         self.places = places or (device,)
-        self.scaler = scaler_type((loss_on or device).type, **arguments)
+        self.scaler: Any = scaler_type((loss_on or device).type, **arguments)
         self.loss = torch.ones((), device=loss_on or device)
         self.scaler.scale(self.loss)
         self.params = []
-        self.optimizers = []
+        self.optimizers: list[Any] = []
         for o in range(optimizers):
             params = []
             for i, layout in enumerate(LAYOUTS):

@@ -89,7 +89,7 @@ def test_norm_and_gradients(
 @pytest.mark.parametrize("above", [None, 1e6, Sigmas(1e6, 2)], ids=str)
 @pytest.mark.parametrize("in_place", [True, False])
 def test_nothing_waits(backend: str, device: torch.device, in_place: bool, above: Any) -> None:
-    run = side(GradScaler, "fused_adam", device="cuda", init_scale=64.0, backend=backend)
+    run: Any = side(GradScaler, "fused_adam", device="cuda", init_scale=64.0, backend=backend)
     run.model.to(device)
     inputs = torch.randn(5, 8, device=device)
     for turn in range(3):

@@ -102,9 +102,11 @@ def test_one_launch_for_any_number_of_tensors_of_a_dtype(
         grads = [torch.ones(3, device=device) for _ in range(count)]
         found = flag(0.0, device)
         run_check(kernels, grads_of(grads), found_inf=found)
-        assert_counts(
-            counted(lambda g=grads, f=found: run_check(kernels, grads_of(g), found_inf=f)), 1, 0
-        )
+
+        def check(grads: Any = grads, found: Any = found) -> None:
+            run_check(kernels, grads_of(grads), found_inf=found)
+
+        assert_counts(counted(check), kernels=1, syncs=0)
     mixed = [make_gradient("long", dtype).to(device) for dtype in FLOATS]
     inverse = flag(0.5, device)
     run_unscale(kernels, grads_of(mixed), inverse, is_scale=False)

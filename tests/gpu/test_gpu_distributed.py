@@ -124,7 +124,7 @@ def test_distributed_gradients_as_plain_ones(
 
 @pytest.mark.parametrize("offloads", [False, True], ids=["on_the_gpu", "offloaded"])
 def test_fully_shard(backend: str, device: torch.device, mesh: DeviceMesh, offloads: bool) -> None:
-    policy = {"offload_policy": CPUOffloadPolicy()} if offloads else {}
+    policy: dict[str, Any] = {"offload_policy": CPUOffloadPolicy()} if offloads else {}
     sharded: Any = fully_shard(small_model().to(device), mesh=mesh, **policy)
     sides: list[tuple[Any, Any, Any]] = [
         (model, torch.optim.AdamW(model.parameters(), lr=0.1), scaler)

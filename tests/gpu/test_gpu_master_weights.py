@@ -50,7 +50,7 @@ def test_steps_are_those_of_masters_by_hand(
 ) -> None:
     ours, theirs = parameters(dtype, device), parameters(dtype, device)
     masters = [torch.nn.Parameter(each.detach().float()) for each in theirs]
-    optimizer = ampfast.master_weights_(OPTIMIZERS[name](ours))
+    optimizer: Any = ampfast.master_weights_(OPTIMIZERS[name](ours))
     by_hand = OPTIMIZERS[name](masters)
     scaler = ampfast.GradScaler(device.type, init_scale=16.0, backend=backend)
     for step in range(STEPS):
@@ -100,7 +100,7 @@ def test_every_value_is_widened_and_rounded_back(
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 def test_master_weights_follow_a_model_that_moves(device: torch.device, dtype: torch.dtype) -> None:
     model = torch.nn.Linear(5, 3).to(dtype)
-    optimizer = ampfast.master_weights_(torch.optim.SGD(model.parameters(), lr=0.5))
+    optimizer: Any = ampfast.master_weights_(torch.optim.SGD(model.parameters(), lr=0.5))
     low = optimizer.master_weights[model.weight].add_(2.0**-20).clone()
     for place in (device, torch.device("cpu"), device):
         model.to(place)

@@ -257,7 +257,8 @@ def test_bfloat16_gradients(backend: str, device: torch.device, kind: str) -> No
         scaler.update()
         if bad is None:
             theirs.step()
-        assert_same(*([p.detach() for p in params] for params in sides), f"at {iteration}")
+        mine, torchs = ([p.detach() for p in params] for params in sides)
+        assert_same(mine, torchs, f"at {iteration}")
     assert scaler.get_scale() == 4.0
 
 

@@ -82,7 +82,7 @@ class Loop:
 @pytest.mark.parametrize("together", [False, True])
 def test_counters_of_a_captured_step(backend: str, device: torch.device, together: bool) -> None:
     loop = Loop(backend, device, init_scale=8.0, growth_interval=3, min_scale=0.5, hysteresis=2)
-    model = ScaleModel(8.0, 0, FACTORS._replace(growth_factor=2.0, backoff_factor=0.5), POLICY)
+    model = ScaleModel(8.0, 0, FACTORS._replace(growth=2.0, backoff=0.5), POLICY)
     for _ in range(2):
         loop.step(1.0, together)
         model.update(False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 import torch
@@ -150,7 +151,7 @@ def test_a_table_belongs_to_a_stream(backend: str, device: torch.device) -> None
 def test_two_streams_at_once(backend: str, device: torch.device) -> None:
     """Each stream's table has its own scratch, so launches may overlap."""
     kernels = kernels_of(backend, device)
-    sides = []
+    sides: list[Any] = []
     for side in range(2):
         grad = torch.full((2_000_003,), 1.0, device=device)
         if side:

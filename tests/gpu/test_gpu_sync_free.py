@@ -17,7 +17,10 @@ from ampfast import GradScaler
 
 pytestmark = pytest.mark.gpu
 
-CASES = {**KINDS, "capturable": (torch.optim.Adam, {"lr": 0.1, "capturable": True})}
+CASES: dict[str, tuple[Any, dict[str, Any]]] = {
+    **KINDS,
+    "capturable": (torch.optim.Adam, {"lr": 0.1, "capturable": True}),
+}
 
 
 def plain(kind: str, device: torch.device, steps: int, **options: Any) -> Loop:
