@@ -16,8 +16,10 @@ from pathlib import Path
 import torch
 
 from ampfast import backends
+from ampfast.backends.gpu import DeviceKernels
 
 from . import (
+    ceilings,
     clipping,
     decisive,
     growth,
@@ -146,8 +148,8 @@ def _bench(arguments: Sequence[str]) -> int:
         f"folder {EARLIER}",
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there alone")
-    told = "run the GPU's code on the CPU, over small lists; with TRITON_INTERPRET=1 and "
-    told += "AMPFAST_BACKEND=triton its kernels, too"
+    told = "run the GPU's code on the CPU, over small lists, with torch's ops for its kernels; "
+    told += "TRITON_INTERPRET=1 and AMPFAST_BACKEND=triton interpret them"
     parser.add_argument("--rehearse", action="store_true", help=told)
     options = parser.parse_args(arguments)
     file = options.json or (options.folder and options.folder / JSON)
@@ -174,6 +176,8 @@ def _bench(arguments: Sequence[str]) -> int:
     try:
         if options.rehearse:
             on = Setting(torch.device("cpu"), REHEARSAL, HostQueue())
+            if backends.default_for(on.device) == "cpu":
+                stand_in()
         elif device.type == "cuda":
             on = Setting(device, GPU_QUICK if options.quick else GPU_FULL, CudaQueue(device))
         else:
@@ -187,6 +191,16 @@ def _bench(arguments: Sequence[str]) -> int:
         results.complete = False
         print("stopped; results so far follow", flush=True)
     return max(exit_code, _finish(results, file, options.folder))
+
+
+def stand_in() -> None:
+    """Replaces the kernels of this process by torch's ops over tables, as of a GPU."""
+    sys.path.append(str(REPOSITORY / "tests"))
+    from support.reference_launcher import ReferenceLauncher
+
+    kernels = DeviceKernels(ReferenceLauncher())
+    ceilings.triton = None  # its read needs a GPU, too
+    backends.Choice.kernels_for = lambda choice, device: kernels  # type: ignore
 
 
 def jobs_of(subjects: Sequence[str], on: Setting) -> list[tuple[str, Job]]:

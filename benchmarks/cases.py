@@ -75,6 +75,7 @@ def _llama(layers: int, width: int, inner: int, vocabulary: int = 32000) -> list
 CASES: dict[str, GradCase] = {
     name: GradCase(name, tuple(shapes))
     for name, shapes in {
+        "10x1k": 10 * [(1024,)],
         "1000x1k": 1000 * [(1024,)],
         "10000x256": 10000 * [(256,)],
         "resnet50": _resnet50(),

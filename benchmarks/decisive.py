@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
 
+from ampfast.backends import core
+
 from . import ceilings, goals, host_time, providers, steps, training
 from .cases import CASES, GradCase
-from .device_time import GRAPH_BELOW_BYTES, EventTimer, GraphTimer
+from .device_time import GRAPH_BELOW_BYTES, EventTimer, GraphTimer, host_timer
 from .harness import Contender, Job, Measured, Setting, assert_same, interleave
 from .kernels import Lists, lists_beyond_cache
 from .machine import require_memory, tensors_per_launch
@@ -21,16 +24,24 @@ from .timing import Timed, dtype_name
 
 SUBJECT = "decisive"
 PASSES = (CHECK, UNSCALE, NORM)
-# The last three are those of NVIDIA-NeMo/Automodel#3685.
 LISTS = (
+    ("10x1k", torch.float32, PASSES),
     ("1000x1k", torch.float32, PASSES),
     ("bert_large", torch.float32, PASSES),
+    ("bert_large", torch.bfloat16, PASSES),
     ("one_1g", torch.float32, PASSES),
     ("llama_7b", torch.bfloat16, PASSES),
+)
+# Those of NVIDIA-NeMo/Automodel#3685, when all else is done.
+LAST_LISTS = (
     ("500_matrices", torch.float32, (NORM, CLIP)),
     ("500_matrices", torch.bfloat16, (NORM, CLIP)),
     ("one_1540m", torch.bfloat16, (NORM, CLIP)),
 )
+# Largest chunks of a list that is measured with each.
+CHUNKS_KIB = (32, 64, 128, 256)
+# A check behind the upload of its table, queued as after a move of the gradients, and in a replay.
+MOVED, REPLAYED = f"{CHECK}, moved", f"{CHECK}, replayed"
 # Of torch's paths, those that need its op for unscaling.
 BY_OP = (CHECK, UNSCALE)
 COMPARISON_S = 0.5
@@ -55,14 +66,19 @@ def jobs(on: Setting) -> list[Job]:
     plan = training.Plan(net, fused=True, clip=False)
     counts = (3,) if on_cpu else tuple(host_time.GOALS)
     kinds = ((steps.UNSCALE,), (steps.STEP,), (steps.FUSED_STEP,))
+
+    def over(name: str, dtype: torch.dtype, what: str, run: Callable[..., Measured]) -> Job:
+        label = f"{name} {dtype_name(dtype)}{what}"
+        return Job(label, functools.partial(run, case_for(name, on.device), dtype, on))
+
+    def lists(named: Sequence[tuple[str, torch.dtype, Sequence[str]]]) -> list[Job]:
+        return [over(n, dtype, "", functools.partial(measure, paths=p)) for n, dtype, p in named]
+
     return [
-        *(
-            Job(
-                f"{name} {dtype_name(dtype)}",
-                functools.partial(measure, case_for(name, on.device), dtype, p, on),
-            )
-            for name, dtype, p in LISTS
-        ),
+        *lists(LISTS),
+        over("bert_large", torch.float32, ", chunk sizes", measure_chunks),
+        over("bert_large", torch.bfloat16, ", chunk sizes", measure_chunks),
+        over("1000x1k", torch.float32, ", new tables", measure_tables),
         *(
             Job(
                 f"{kind[0]}, {count} parameters",
@@ -72,6 +88,7 @@ def jobs(on: Setting) -> list[Job]:
             for kind in kinds
         ),
         Job(f"{net.name}, {plan.path}", functools.partial(training.measure, plan, on)),
+        *lists(LAST_LISTS),
     ]
 
 
@@ -92,7 +109,7 @@ def lists_in_turn(case: GradCase, dtype: torch.dtype, device: torch.device) -> i
     return lists
 
 
-def measure(case: GradCase, dtype: torch.dtype, paths: Sequence[str], on: Setting) -> Measured:
+def measure(case: GradCase, dtype: torch.dtype, on: Setting, paths: Sequence[str]) -> Measured:
     """Times each provider's passes over existing tables, beside a copy and a read.
 
     A backend with wrong results is left out, with a note.
@@ -125,6 +142,63 @@ def measure(case: GradCase, dtype: torch.dtype, paths: Sequence[str], on: Settin
         measured.rows.append(Row(*timed.name((path, "torch")), missing=why))
     for name in names:
         measured.goals += goals.of_kernels(timed, name)
+    return measured
+
+
+def measure_chunks(case: GradCase, dtype: torch.dtype, on: Setting) -> Measured:
+    """Times each backend's passes with chunks of several sizes."""
+    device = on.device
+    lists = lists_in_turn(case, dtype, device)
+    gradients, scalars = Lists(case, dtype, device, lists), Scalars.make(device)
+    names, notes = providers.available(device)
+    contenders = _ceilings(gradients)
+    for kib, name in itertools.product(CHUNKS_KIB, names):
+        core.set_chunks(most_bytes=kib << 10)
+        try:
+            calls = providers.launches(name, device, scalars)
+            paths = {f"{path}, {kib} KiB": calls.paths[path] for path in (CHECK, UNSCALE)}
+            contenders += gradients.contenders([replace(calls, paths=paths)], list(paths))
+        finally:
+            core.set_chunks()
+    timed = time_on_device(SUBJECT, case, dtype, contenders, lists, on)
+    gradients.assert_steady(scalars.found_inf)
+    return Measured(rows_of(timed), notes=notes + timed.notes)
+
+
+def measure_tables(case: GradCase, dtype: torch.dtype, on: Setting) -> Measured:
+    """Times checks with a new table: queued and on the host, and replayed from a graph."""
+    device, queue = on.device, on.queue
+    assert queue is not None
+    gradients, scalars = Lists(case, dtype, device, 1), Scalars.make(device)
+    names, notes = providers.available(device)
+    grads = providers.listed(gradients.lists[0])
+
+    def checks(path: str, is_captured: bool) -> list[Contender]:
+        def check_by(name: str) -> Callable[[int], object]:
+            calls = providers.launches(name, device, scalars)
+
+            def call(number: int) -> None:
+                core.clear_tables()
+                calls.paths[CHECK](core.DeviceTable.of(grads, is_captured), 0)
+
+            return call
+
+        return [Contender(path, name, check_by(name)) for name in names]
+
+    measured = Measured(notes=notes)
+    moved, replayed = checks(MOVED, False), checks(REPLAYED, device.type == "cuda")
+    events = EventTimer(queue, {})
+    samples = interleave(moved, on.effort, timer=events)
+    host = interleave(moved, on.effort, timer=host_timer(queue))
+    timed = Timed(SUBJECT, case, dtype, moved, samples, events.name, host=host)
+    measured.rows += timed.rows()
+    try:
+        graphs = GraphTimer(queue, replayed, 2)
+    except RuntimeError as error:
+        notes.append(f"{case.name}: no replays, since no graph could be captured: {error}")
+        return measured
+    samples = interleave(replayed, on.effort, timer=graphs)
+    measured.rows += Timed(SUBJECT, case, dtype, replayed, samples, graphs.name).rows()
     return measured
 
 

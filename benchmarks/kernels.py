@@ -14,7 +14,7 @@ from torch import Tensor
 from . import goals, providers
 from .cases import CASES, GradCase, make_gradients
 from .device_time import GRAPH_BELOW_BYTES
-from .harness import Contender, Job, Measured, Setting
+from .harness import REHEARSAL, Contender, Job, Measured, Setting
 from .machine import cache_bytes, require_memory
 from .providers import COPY, HALF_COPY, NORM, PATHS, Calls, Scalars, moved_bytes
 from .timing import dtype_name, time_contenders
@@ -38,7 +38,9 @@ MEMORY_OF_LISTS = 4
 
 
 def chosen(on: Setting) -> list[tuple[GradCase, torch.dtype]]:
-    """Lists to measure on a device."""
+    """Lists to measure on a device; to rehearse, a small one."""
+    if on.effort is REHEARSAL:
+        return [(GradCase("1000x1k", 3 * ((25,),)), torch.float32)]
     full, quick = (GPU_CASES, GPU_QUICK_CASES) if on.queue else (CPU_CASES, CPU_QUICK_CASES)
     names, dtypes = (quick, QUICK_DTYPES) if on.effort.quick else (full, DTYPES)
     return [(CASES[name], dtype) for name in names for dtype in dtypes]

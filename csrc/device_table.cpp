@@ -24,13 +24,14 @@ int64_t number_of(const void* address) {
   return static_cast<int64_t>(reinterpret_cast<uintptr_t>(address));
 }
 
+int64_t most_chunk_bytes = kMostChunkBytes;
 int64_t enough_chunks = kEnoughChunks;
 
 // Depends on the list alone, and so does the order in which a norm is summed.
 int64_t chunk_bytes(const DtypeList& list) {
   const int64_t bytes = list.elements * list.element_size();
   const int64_t share = (bytes / enough_chunks + kWindowBytes) & -kWindowBytes;
-  return std::min(share, kMostChunkBytes);
+  return std::min(share, most_chunk_bytes);
 }
 
 // Adds the chunks of a list to a table.
@@ -163,9 +164,10 @@ std::shared_ptr<DeviceTable> table_of(const GradList& grads, bool capturing) {
 
 void clear_tables() { const Recent dropped = std::exchange(recent(), {}); }
 
-void set_enough_chunks(int64_t count) {
-  TORCH_CHECK(count > 0, "the number of chunks must be positive, got ", count);
-  enough_chunks = count;
+void set_chunks(int64_t most_bytes, int64_t enough) {
+  TORCH_CHECK(enough > 0, "the number of chunks must be positive, got ", enough);
+  most_chunk_bytes = most_bytes;
+  enough_chunks = enough;
   clear_tables();
 }
 

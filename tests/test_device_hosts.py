@@ -116,9 +116,9 @@ def test_a_table_has_room_for_the_sum_of_each_chunk() -> None:
 @pytest.fixture
 def few_chunks() -> Iterator[None]:
     """Chunks of several windows also in short lists."""
-    _C.set_enough_chunks(4)
+    _C.set_chunks(enough=4)
     yield
-    _C.set_enough_chunks(_C.ENOUGH_CHUNKS)
+    _C.set_chunks()
 
 
 def chunks_of(tensors: list[torch.Tensor]) -> list[tuple[int, int, int]]:
@@ -166,7 +166,7 @@ def test_chunks_of_100_000_tensors() -> None:
 
 def test_enough_chunks_are_at_least_one() -> None:
     with pytest.raises(RuntimeError, match="the number of chunks must be positive, got 0"):
-        _C.set_enough_chunks(0)
+        _C.set_chunks(enough=0)
 
 
 @pytest.mark.parametrize("kernels", [DeviceKernels(ReferenceLauncher()), cpu])

@@ -81,6 +81,6 @@ def limit_programs() -> Iterator[Callable[[int], None]]:
 @pytest.fixture
 def few_chunks() -> Iterator[None]:
     """Chunks of several windows also in short lists."""
-    _C.set_enough_chunks(2)
+    _C.set_chunks(enough=2)
     yield
-    _C.set_enough_chunks(_C.ENOUGH_CHUNKS)
+    _C.set_chunks()

@@ -25,6 +25,9 @@ LOGS = ROOT / "build" / "gpu-logs"
 COMMIT = "AMPFAST_COMMIT"
 WITHOUT = "AMPFAST_BENCH_WITHOUT"
 BACKENDS = ("triton", "cuda")
+SANITIZERS = ("memcheck", "racecheck")
+# By what they prove.
+FIRST_TESTS = ("streams", "graphs", "costs", "parity", "scaler")
 PYTEST_SUMMARY = r"\d+ (passed|failed|skipped|error|deselected).* in [\d.]+s|no tests ran"
 FACTS = """
 import json, torch
@@ -35,45 +38,62 @@ print(json.dumps([name, torch.__version__, capability]))
 """
 
 
-def stages(results: Path, out: Path, capability: str = "") -> list[list[Part]]:
+def stages(
+    results: Path, out: Path, capability: str = "", rehearses: bool = False
+) -> list[list[Part]]:
     """Returns all parts by stage; those of one stage run side by side.
 
-    What decides comes first, in case the time is up. Each file of GPU tests has its own process, as
-    everything in a process fails after an illegal access; so has the smoke test of each backend,
-    and what fails there is not measured. Every mode runs once before the tests, so that the
-    sanitizer does not watch compilations.
+    Triton compiles first, all variants at once. What decides comes next, in case the time is up.
+    Each file of GPU tests has its own process, as everything in a process fails after an illegal
+    access; so has the smoke test of each backend, and what is wrong there is not measured.
 
     Args:
         results: Committed copy of the benchmarks' results.
         out: Folder of the results.
         capability: Compute capability to build for, unless TORCH_CUDA_ARCH_LIST is set.
+        rehearses: Whether this is without a GPU, with torch's ops on the CPU for its kernels,
+            without a build and a profiler, and with tests that are only collected.
     """
+    environment = {"AMPFAST_REHEARSE": "1" if rehearses else ""}
     # With this interpreter, and none of the variables of a make that runs this.
     make = ["make", "--no-print-directory", "VENV=", f"PYTHON={sys.executable}", "build"]
     told = "WRONG the CUDA kernels could not be built: Triton alone"
     script = f'AMPFAST_CUDA=1 "$@" || {{ echo "{told}"; AMPFAST_CUDA=0 "$@"; }}'
     build = ["sh", "-c", script, "build", *make]
-    building = {"MAKEFLAGS": ""}
+    if rehearses:
+        build.append("--dry-run")
+    building = {**environment, "MAKEFLAGS": ""}
     if capability and not os.environ.get("TORCH_CUDA_ARCH_LIST"):
         building["TORCH_CUDA_ARCH_LIST"] = capability
     pytest = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--durations=5"]
+    if rehearses:
+        pytest += ["--collect-only", "--quiet"]
     # NCCL hangs rather than fails, so its file comes last.
-    paths = sorted(HERE.glob("test_*.py"), key=lambda p: (p.stem == "test_gpu_distributed", p))
+    order = [HERE / f"test_gpu_{name}.py" for name in FIRST_TESTS]
+    last = HERE / "test_gpu_distributed.py"
+    order += [path for path in sorted(HERE.glob("test_*.py")) if path not in (*order, last)]
+    tests = [path.relative_to(ROOT).as_posix() for path in (*order, last)]
     modes = [sys.executable, "tests/gpu/modes.py"]
-    sanitizer = [compute_sanitizer(), "--target-processes", "application-only"]
+    sanitizer = [tool("compute-sanitizer"), "--target-processes", "application-only"]
     sanitizer += ["--report-api-errors", "no", "--error-exitcode", "9", "--print-limit", "20"]
-    unavailable = "Device not supported|is not installed"
-    sound: dict[str, str] = {}
+    profiler = [tool("ncu"), "--kernel-name", r"regex:pass|multi_tensor"]
+    for section in ("SpeedOfLight", "Occupancy", "MemoryWorkloadAnalysis", "WarpStateStats"):
+        profiler += ["--section", section]
+    checked = {tool: [] if rehearses else [*sanitizer, "--tool", tool] for tool in SANITIZERS}
+    unavailable = "Device not supported|is not installed|ERR_NVGPUCTRPERM"
+    sound = dict(environment)
 
     def leave_out(codes: list[int | None]) -> None:
-        wrong = [name for name, code in zip(BACKENDS, codes, strict=False) if code != 0]
-        sound[WITHOUT] = ",".join(wrong)
+        # One that was cut off may only be slow.
+        smoked = zip(BACKENDS, codes, strict=False)
+        sound[WITHOUT] = ",".join(name for name, code in smoked if code not in (0, None))
 
     def measuring(name: str, subjects: str, seconds: float, least: float = 0.0) -> Part:
         """Benchmarks whose results are written to `name`.json after each of their jobs."""
         written = out / f"{name}.json"
         before = written.stat().st_mtime_ns if written.exists() else 0
         command = [sys.executable, "-m", "benchmarks", "--only", subjects, "--limit", LEFT]
+        command += ["--rehearse"] if rehearses else []
 
         def keep(codes: list[int | None]) -> None:
             # Not the results of an earlier run.
@@ -100,10 +120,19 @@ def stages(results: Path, out: Path, capability: str = "") -> list[list[Part]]:
         ],
         [
             Part(
+                "compile",
+                [[sys.executable, "tests/gpu/precompile.py"]],
+                90,
+                environment,
+            )
+        ],
+        [
+            Part(
                 "smoke",
                 [[sys.executable, "tests/gpu/smoke.py", name] for name in BACKENDS],
-                80,
-                each=40,
+                90,
+                environment,
+                at_once=len(BACKENDS),
                 after=leave_out,
             )
         ],
@@ -111,44 +140,56 @@ def stages(results: Path, out: Path, capability: str = "") -> list[list[Part]]:
         [
             Part(
                 "gpu",
-                [modes, *([*pytest, path.relative_to(ROOT).as_posix()] for path in paths)],
-                240,
+                [[*pytest, *names] for names in ([tests] if rehearses else [[n] for n in tests])],
+                200,
+                environment,
                 summary=PYTEST_SUMMARY,
                 each=120,
+                at_once=4,
             ),
         ],
         [
             Part(
                 "memcheck",
-                [[*sanitizer, "--tool", "memcheck", *modes]],
+                [[*checked["memcheck"], *modes]],
                 100,
-                {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"},
+                {**environment, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"},
                 summary="ERROR SUMMARY|wrong",
                 unavailable=unavailable,
                 least=50,
             ),
             Part(
                 "racecheck",
-                [[*sanitizer, "--tool", "racecheck", *modes]],
+                [[*checked["racecheck"], *modes]],
                 80,
+                environment,
                 summary="RACECHECK SUMMARY|ERROR SUMMARY",
                 unavailable=unavailable,
             ),
+        ],
+        [
+            Part(
+                "ncu",
+                [[*([] if rehearses else profiler), sys.executable, "tests/gpu/profiled.py"]],
+                40,
+                environment,
+                unavailable=unavailable,
+            )
         ],
         [measuring("bench", "kernels,steps", 300, least=90)],
     ]
 
 
-def compute_sanitizer() -> str:
-    """Path of compute-sanitizer, on the PATH or beside the compiler."""
+def tool(name: str) -> str:
+    """Path of a tool of CUDA, on the PATH or beside the compiler."""
     homes = [os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), "/usr/local/cuda"]
     compiler = shutil.which("nvcc")
     if compiler is not None:
         homes.append(str(Path(compiler).resolve().parents[1]))
     folders = [f"{home}/bin" for home in homes if home]
-    folders += [f"{home}/compute-sanitizer" for home in homes if home]
+    folders += [f"{home}/{name}" for home in homes if home]
     path = os.pathsep.join([os.environ.get("PATH", ""), *folders])
-    return shutil.which("compute-sanitizer", path=path) or "compute-sanitizer"
+    return shutil.which(name, path=path) or name
 
 
 def facts() -> tuple[str | None, str, str]:
@@ -194,6 +235,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seconds", type=float, default=SECONDS, help="limit of the whole run")
     known = os.environ.get(COMMIT) or commit()
     parser.add_argument("--commit", default=known, help="where git does not know it")
+    told = "run every part without a GPU, with torch's ops on the CPU for its kernels"
+    parser.add_argument("--rehearse", action="store_true", help=told)
     options = parser.parse_args(arguments)
     wanted = options.parts.split(",")
     if unknown := [name for name in wanted if name not in names]:
@@ -201,7 +244,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # Nothing goes without the first, which takes no time where it was done.
     wanted.append(names[0])
 
-    gpu, torch_version, capability = facts()
+    gpu, torch_version, capability = ("rehearsal", "", "") if options.rehearse else facts()
     if gpu is None:
         print(f"this needs a GPU, and torch {torch_version} sees none", file=sys.stderr)
         return 1
@@ -209,10 +252,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     out = options.out.resolve()
     today = datetime.datetime.now(datetime.timezone.utc).date()
     name = results_name(gpu, torch_version, today)
-    results = ROOT / "benchmarks" / "results" / name
+    results = (out if options.rehearse else ROOT / "benchmarks" / "results") / name
     chosen = [
         [part for part in stage if part.name in wanted]
-        for stage in stages(results, out, capability)
+        for stage in stages(results, out, capability, options.rehearse)
     ]
     about = {"commit": options.commit or "unknown", "GPU": gpu, "torch": torch_version}
     print(f"{gpu}, torch {torch_version}; results in {out}, logs in {LOGS}", flush=True)

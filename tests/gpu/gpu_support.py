@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -10,22 +11,28 @@ import torch
 from support.comparison import assert_same
 from support.gradients import make_gradient
 from support.optimizers import OPTIMIZERS
+from support.reference_launcher import ReferenceLauncher
 from support.scalers import TorchScaler
 
 from ampfast import GradScaler, backends
 from ampfast.backends import torch_ops
+from ampfast.backends.gpu import DeviceKernels
 
 BACKENDS = ("triton", "cuda")
 GIB = 2**30
+# By `python tests/gpu --rehearse`: torch's ops on the CPU stand in for the kernels of a GPU.
+REHEARSES = bool(os.environ.get("AMPFAST_REHEARSE"))
 
 
 def gpu() -> torch.device:
+    if REHEARSES:
+        return torch.device("cpu")
     return torch.device("cuda", torch.cuda.current_device())
 
 
 def unavailable_reason(name: str) -> str:
     """Reason why a backend is missing; one that is present but fails must fail its tests."""
-    reason = backends._unavailable_reason(name)
+    reason = "" if REHEARSES else backends._unavailable_reason(name)
     if name == "triton" and not reason and backends._takes_cpu("triton"):
         return "Triton's kernels are interpreted here"
     return f"backend {name!r} is missing: {reason}" if reason else ""
@@ -33,6 +40,8 @@ def unavailable_reason(name: str) -> str:
 
 def kernels_of(backend: str, device: torch.device) -> Any:
     """Kernels of a backend; `cpu` for the CPU."""
+    if REHEARSES:
+        return DeviceKernels(ReferenceLauncher())
     kernels = backends.choose(backend).kernels_for(device)
     assert kernels is not torch_ops
     return kernels

@@ -16,6 +16,7 @@ import tarfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -42,10 +43,11 @@ class Part:
 
     Attributes:
         name: Name for `--parts` and the log.
-        commands: Commands, run in order whether or not earlier ones failed. `LEFT` stands for the
+        commands: Commands, begun in order whether or not earlier ones failed. `LEFT` stands for the
             seconds in which a command should end.
         seconds: Time limit of all commands together.
         each: Time limit of each command; later ones run in any case.
+        at_once: Number of commands that run side by side, each with a log of its own.
         least: Seconds of the run that earlier parts must leave, as far as it has as many.
         vital: Whether a failure of the first command ends the run.
         shown: Whether its output is printed, too.
@@ -65,6 +67,7 @@ class Part:
     unavailable: str = ""
     after: Callable[[list[int | None]], None] | None = None
     each: float = math.inf
+    at_once: int = 1
     least: float = 0.0
     vital: bool = False
     shown: bool = False
@@ -165,27 +168,29 @@ class Run:
         part = outcome.part
         begin = time.monotonic()
         end = min(begin + part.seconds, end)
-        path = self._logs / f"{part.name}.log"
         codes: list[int | None] = []
-        summaries: list[str] = []
-        cut_off: list[str] = []
         outcome.clocks.append(clocks())
         try:
-            with open(path, "wb") as log:
-                for command in part.commands:
-                    if self._stopped.is_set() or time.monotonic() >= end:
-                        codes += [None] if codes else []
-                        cut_off += [f"not begun: {command[-1]}"] if codes else []
-                        continue
-                    start = log.tell()
-                    codes.append(self._run_command(part, command, log.fileno(), end))
-                    log.seek(0, os.SEEK_END)
-                    summaries.append(_last_line(path, start, part.summary))
-                    if codes[-1] is None and len(part.commands) > 1:
-                        cut_off.append(f"cut off: {command[-1]}")
-                    if part.vital and codes[0] != 0:
-                        break
-            text = path.read_text(errors="replace")
+            with ThreadPoolExecutor(part.at_once) as pool:
+                begun = list(
+                    pool.map(lambda n: self._run_nth(part, n, end), range(len(part.commands)))
+                )
+            told = list(zip(part.commands, begun, strict=True))
+            if part.vital and begun[0] is not None and begun[0][0] != 0:
+                told = told[:1]
+            elif not any(begun):
+                told = []
+            codes += [each and each[0] for _, each in told]
+            summaries = [each[1] for each in begun if each]
+            cut_off = [
+                f"{'cut off' if each else 'not begun'}: {command[-1]}"
+                for (command, each), code in zip(told, codes, strict=True)
+                if code is None and len(part.commands) > 1
+            ]
+            logs = [self._log(part, number) for number in range(len(part.commands))]
+            text = "".join(
+                log.read_text(errors="replace") for log in dict.fromkeys(logs) if log.exists()
+            )
             # A part that was cut off has no summary, so its last line is shown.
             ended = [s for s, code in zip(summaries, codes, strict=False) if code is not None]
             outcome.line = combined(ended or summaries)
@@ -212,7 +217,25 @@ class Run:
             self._write()
         print(f"{part.name}: {outcome.verdict}, {outcome.seconds:.0f} s", flush=True)
 
-    def _run_command(self, part: Part, command: Sequence[str], log: int, end: float) -> int | None:
+    def _log(self, part: Part, number: int) -> Path:
+        """Log of a part, or of each of its commands that run side by side."""
+        return self._logs / f"{part.name}{f'-{number}' if part.at_once > 1 else ''}.log"
+
+    def _run_nth(self, part: Part, number: int, end: float) -> tuple[int | None, str] | None:
+        """Exit code and summary of a command; None if it was not begun."""
+        begins = not self._stopped.is_set() and time.monotonic() < end
+        if self._broken or not begins:
+            return None
+        with open(self._log(part, number), "ab") as log:
+            start = log.tell()
+            code = self._run_command(part, part.commands[number], log, end)
+        if part.vital and number == 0 and code != 0:
+            self._broken = part.name
+        return code, _last_line(self._log(part, number), start, part.summary)
+
+    def _run_command(
+        self, part: Part, command: Sequence[str], log: io.BufferedWriter, end: float
+    ) -> int | None:
         """Returns the exit code, or None if the command was terminated."""
         begin = time.monotonic()
         end = min(end, begin + part.each)
@@ -223,14 +246,14 @@ class Run:
                 cwd=self._root,
                 env={**os.environ, "PYTHONUNBUFFERED": "1", **part.environment},
                 stdin=subprocess.DEVNULL,
-                stdout=log,
+                stdout=log.fileno(),
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
         except FileNotFoundError:
-            os.write(log, f"{command[0]} is not installed\n".encode())
+            os.write(log.fileno(), f"{command[0]} is not installed\n".encode())
             return MISSING
-        with open(self._logs / f"{part.name}.log", "rb") as written:
+        with open(log.name, "rb") as written:
             written.seek(0, os.SEEK_END)
             try:
                 while not self._stopped.is_set() and time.monotonic() < end:

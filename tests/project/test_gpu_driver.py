@@ -134,6 +134,42 @@ while not other.exists():
     assert run(runner, tmp_path / "out", parts)[0] == 0
 
 
+def test_commands_of_a_part_may_run_side_by_side(runner: ModuleType, tmp_path: Path) -> None:
+    signs = [tmp_path / name for name in "ab"]
+    code = """
+import pathlib, sys, time
+mine, other = map(pathlib.Path, sys.argv[1:])
+mine.touch()
+while not other.exists():
+    time.sleep(0.01)
+print("WRONG" if mine.name == "b" else "right", mine.name)
+print("1 passed in 1s")
+sys.exit(mine.name == "b")
+"""
+    both = [[*python(code), str(a), str(b)] for a, b in (signs, signs[::-1])]
+    part = runner.Part("two", both, 300, summary="passed", at_once=2)
+    code, outcomes = run(runner, tmp_path / "out", [part])
+    assert code == 1 and outcomes["two"].verdict == "failed"
+    assert outcomes["two"].line == "2 passed" and outcomes["two"].details == ["WRONG b"]
+    logs = sorted(path.name for path in logs_of(tmp_path / "out").iterdir())
+    assert logs == ["two-0.log", "two-1.log"]
+
+
+@pytest.mark.slow
+@pytest.mark.sweep
+def test_the_rehearsal_runs_every_part(tmp_path: Path) -> None:
+    pytest.importorskip("triton")
+    command = [sys.executable, str(FOLDER), "--rehearse", "--out", str(tmp_path / "out")]
+    variables = {"TRITON_CACHE_DIR": str(tmp_path / "triton"), "TRITON_INTERPRET": "0"}
+    done = subprocess.run(
+        command, cwd=ROOT, env={**os.environ, **variables}, capture_output=True, text=True
+    )
+    content = json.loads((tmp_path / "out" / "run.json").read_text())
+    assert done.returncode == 0, done.stdout
+    parts = [(part["name"], part["verdict"]) for part in content["parts"]]
+    assert len(parts) == 9 and {verdict for _, verdict in parts} == {"ok"}
+
+
 def test_a_part_that_hangs_is_cut_off_with_its_children(runner: ModuleType, tmp_path: Path) -> None:
     code = """
 import pathlib, signal, subprocess, sys, time
@@ -329,16 +365,17 @@ def test_parts_of_the_real_run(driver: ModuleType, tmp_path: Path) -> None:
     parts = [part for stage in driver.stages(results, out) for part in stage]
     names = [part.name for part in parts]
     # Numbers first.
-    assert names[:4] == ["build", "smoke", "decisive", "gpu"]
+    assert names[:5] == ["build", "compile", "smoke", "decisive", "gpu"]
     assert len(set(names)) == len(names)
     for part in parts:
         for command in part.commands:
             for word in command[1:]:
                 assert not word.endswith(".py") or (ROOT / word).is_file(), word
     assert parts[0].vital
-    gpu = parts[3]
-    assert gpu.commands[-1][-1] == "tests/gpu/test_gpu_distributed.py"
-    assert len(gpu.commands) == 1 + len(list(FOLDER.glob("test_*.py")))
+    files = [command[-1] for command in parts[4].commands]
+    assert files[:3] == [f"tests/gpu/test_gpu_{name}.py" for name in ("streams", "graphs", "costs")]
+    assert files[-1] == "tests/gpu/test_gpu_distributed.py"
+    assert sorted(files) == sorted(f"tests/gpu/{file.name}" for file in FOLDER.glob("test_*.py"))
     # Verdict, run and logs are written by the runner, all else to files that are named here.
     written = [c[c.index("--json") + 1] for p in parts for c in p.commands if "--json" in c]
     assert written == [str(out / f"{name}.json") for name in ("decisive", "bench")]
@@ -354,10 +391,11 @@ def test_parts_of_the_real_run(driver: ModuleType, tmp_path: Path) -> None:
 
 def test_a_backend_with_wrong_results_is_not_measured(driver: ModuleType, tmp_path: Path) -> None:
     parts = [part for stage in driver.stages(tmp_path / "a.json", tmp_path) for part in stage]
-    smoke, decisive = parts[1:3]
-    for codes, left_out in (([0, 0], ""), ([0, 1], "cuda"), ([None], "triton"), ([0], "")):
+    smoke, decisive = parts[2:4]
+    # One that was cut off may only be slow.
+    for codes, left_out in (([0, 0], ""), ([0, 1], "cuda"), ([None, -11], "cuda"), ([0], "")):
         smoke.after(codes)
-        assert decisive.environment == {driver.WITHOUT: left_out}
+        assert decisive.environment[driver.WITHOUT] == left_out
     assert driver.WITHOUT == providers.WITHOUT
 
 
@@ -488,7 +526,7 @@ def test_unknown_parts_are_refused(driver: ModuleType, capsys: pytest.CaptureFix
     with pytest.raises(SystemExit) as refused:
         driver.main(["--parts", "gpu,fast"])
     assert refused.value.code == 2
-    assert "fast: not among build, smoke, decisive, gpu" in capsys.readouterr().err
+    assert "fast: not among build, compile, smoke, decisive, gpu" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("by_make", [False, True])

@@ -146,39 +146,48 @@ class _Recorder:
         raise _Recorded(args, switches)
 
 
-def table_of(dtype: torch.dtype, paired: bool = False) -> core.DeviceTable:
-    wide = [torch.ones(3)] if paired else None
-    grads = core.list_of([torch.ones(3, dtype=dtype)], torch.device("cpu"), None, wide)
+CPU = torch.device("cpu")
+
+
+def table_of(
+    dtype: torch.dtype, paired: bool = False, device: torch.device = CPU
+) -> core.DeviceTable:
+    wide = [torch.ones(3, device=device)] if paired else None
+    grads = core.list_of([torch.ones(3, dtype=dtype, device=device)], device, None, wide)
     assert grads is not None
     return core.DeviceTable.of(grads, False)
 
 
-def track() -> core.Track:
+def track(device: torch.device = CPU) -> core.Track:
     """Tables of one parameter."""
-    marks = torch.zeros(1, core.MARK_WORDS, dtype=torch.int64)
-    health = torch.zeros(1, core.HEALTH_WORDS, dtype=torch.int64)
-    return core.Track(marks, torch.zeros((), dtype=torch.int64), health)
+    marks = torch.zeros(1, core.MARK_WORDS, dtype=torch.int64, device=device)
+    health = torch.zeros(1, core.HEALTH_WORDS, dtype=torch.int64, device=device)
+    return core.Track(marks, torch.zeros((), dtype=torch.int64, device=device), health)
 
 
-def recorded(variant: Variant, target: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Arguments of `launch` for a variant on a device like `target`."""
-    one = torch.ones(())
-    table = table_of(variant.dtype, variant.paired)
-    tracker = torch.zeros((), dtype=torch.int32)
+def work_of(variant: Variant, device: torch.device = CPU) -> Pass:
+    """The pass of a variant."""
+    one = torch.ones((), device=device)
+    tracker = torch.zeros((), dtype=torch.int32, device=device)
     flags = [one] if variant.other else []
-    tables = track() if variant.marks else None
-    work = Pass(
+    tables = track(device) if variant.marks else None
+    return Pass(
         variant.write,
         variant.how,
         None if variant.how is Factor.NONE else one,
         one,
         variant.accumulate,
         coefficient=one.double() if variant.coefficient else None,
-        sums=torch.ones(2, dtype=torch.float64) if variant.norm else None,
+        sums=torch.ones(2, dtype=torch.float64, device=device) if variant.norm else None,
         marks=None if tables is None else tables.marks,
         now=None if tables is None else tables.now,
-        ending=Ending(Update(one, tracker, flags, 2.0, 0.5, 2000, STATE), one),
+        ending=Ending(Update(one, tracker, flags, 2.0, 0.5, 2000, STATE.to(device)), one),
     )
+
+
+def recorded(variant: Variant, target: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Arguments of `launch` for a variant on a device like `target`."""
+    work, table = work_of(variant), table_of(variant.dtype, variant.paired)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(launch, "_threads", lambda device: 4 * target.warp_size)
         patch.setattr(launch, "is_capturing", lambda: False)
@@ -223,15 +232,22 @@ def recorded_update() -> tuple[tuple[Any, ...], dict[str, Any]]:
     return launched.value.args
 
 
-def recorded_clip(norm: torch.dtype, largest: bool, divisor: bool, sigmas: bool) -> Any:
-    """As `recorded`, for the clip coefficient; with a flag where there is a divisor."""
-    one = torch.ones(())
-    clip = core.Clip(
-        *(torch.ones(3, 2, dtype=torch.float64), 1.0, largest),
+def clip_of(
+    norm: torch.dtype, largest: bool, divisor: bool, sigmas: bool, device: torch.device = CPU
+) -> core.Clip:
+    """A clipping, with a flag where there is a divisor."""
+    one = torch.ones((), device=device)
+    return core.Clip(
+        *(torch.ones(3, 2, dtype=torch.float64, device=device), 1.0, largest),
         *(one.to(norm), one.double(), one, one if divisor else None),
         *(one if divisor or sigmas else None, 6.0),
-        torch.ones(129, dtype=torch.float64) if sigmas else None,
+        torch.ones(129, dtype=torch.float64, device=device) if sigmas else None,
     )
+
+
+def recorded_clip(norm: torch.dtype, largest: bool, divisor: bool, sigmas: bool) -> Any:
+    """As `recorded`, for the clip coefficient."""
+    clip = clip_of(norm, largest, divisor, sigmas)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(launch, "is_capturing", lambda: False)
         patch.setattr(kernels, "clip_coefficient", _Recorder())
