@@ -26,6 +26,14 @@ PAGE = "docs/kernels.md"
 PARTIALS = 2
 # What CUB's reduction reaches on an H200, by NVIDIA/cccl#9722.
 BYTES_PER_SECOND = 4.3e12
+# Of a launch, until the first gradient is read and after the last: estimated from the machine code,
+# not measured. A program of torch's op takes its part of the list from the launch's arguments, and
+# nobody waits for the last one.
+FIXED_SECONDS = 4.5e-6
+TORCH_FIXED_SECONDS = 2.5e-6
+# Tensors and blocks of a launch of torch's op, and elements of a block.
+TORCH_LAUNCHES = {"torch 2.11": (110, 320), "torch 2.12, CUDA 13": (770, 2240)}
+TORCH_BLOCK = 1 << 16
 PASSES = {
     CHECK: Pass(False, Factor.NONE),
     UNSCALE: Pass(True, Factor.TIMES_RECIPROCAL, torch.ones(())),
@@ -43,8 +51,9 @@ class Cost:
 
     @property
     def seconds(self) -> float:
-        """Least time to move it all."""
-        return (self.bytes + self.table_bytes) / BYTES_PER_SECOND
+        """Least time to launch and to move it all."""
+        moved = (self.bytes + self.table_bytes) / BYTES_PER_SECOND
+        return self.launches * FIXED_SECONDS + moved
 
     def on(self, device: torch.device) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
@@ -75,6 +84,31 @@ def cost(case: GradCase, dtype: torch.dtype, call: str) -> Cost:
     return counted
 
 
+def torch_launches(case: GradCase, tensors: int, blocks: int) -> int:
+    """Launches of torch's op over a list, of at most so many tensors and blocks each."""
+    launches, of_launch, blocks_left = 0, 0, blocks
+    for shape in case.shapes:
+        left = -(-torch.Size(shape).numel() // TORCH_BLOCK)
+        of_launch += 1
+        while left >= blocks_left:
+            # What is left of a tensor begins the next launch.
+            left -= blocks_left
+            launches, of_launch, blocks_left = launches + 1, int(left > 0), blocks
+        blocks_left -= left
+        if of_launch == tensors:
+            launches, of_launch, blocks_left = launches + 1, 0, blocks
+    return launches + (of_launch > 0)
+
+
+def _torch(case: GradCase, dtype: torch.dtype, tensors: int, blocks: int) -> str:
+    """Launches and time of torch's op, which always writes; up to 2.15 it lacks bfloat16."""
+    if dtype is torch.bfloat16:
+        return "none"
+    launches = torch_launches(case, tensors, blocks)
+    moved = 2 * case.list_bytes(dtype) / BYTES_PER_SECOND
+    return f"{launches:,}: {(launches * TORCH_FIXED_SECONDS + moved) * 1e6:,.1f} us"
+
+
 def block(results: Sequence[Results]) -> str:
     """Table of the model, with the measurements of the newest results from a GPU, if any."""
     of_gpus = [each for each in results if each.machine.get("gpu") and _rows(each)]
@@ -91,11 +125,13 @@ def block(results: Sequence[Results]) -> str:
                     f"{counted.bytes / 1e6:,.1f} MB",
                     f"{counted.table_bytes / 1e3:,.1f} kB",
                     f"{counted.seconds * 1e6:,.1f} us",
+                    *(_torch(case, dtype, *most) for most in TORCH_LAUNCHES.values()),
                     _measured(_rows(newest), name, dtype_name(dtype), call),
                 )
             )
     header = ("list", "dtype", "pass", "tensors", "launches", "bytes", "table", "expected")
-    table = tables.Table("", "", "", (*header, "measured"), lines, 3).markdown()
+    names = (*header, *TORCH_LAUNCHES, "measured")
+    table = tables.Table("", "", "", names, lines, 3).markdown()
     if newest is None:
         return table
     return f"{table}\n\nMeasured on {newest.place} with {newest.versions}, {newest.date[:10]}."

@@ -14,11 +14,12 @@ int64_t uploads = 0;
 
 namespace {
 
-// Tables kept for reuse: this many of those that were used last, or as many as take so much memory
-// on devices, whichever is more. Optimizers that step in turn each have one, and for every stream
-// another.
-constexpr size_t kLeastTables = 32;
-constexpr size_t kTableBytes = size_t{1} << 23;
+// Tables kept for reuse, of those that were used last: two, 32 in so much memory of devices, and
+// more in less. Optimizers that step in turn each have one, and for every stream another.
+constexpr size_t kLeastTables = 2;
+constexpr size_t kUsualTables = 32;
+constexpr size_t kUsualBytes = size_t{1} << 26;
+constexpr size_t kMoreBytes = size_t{1} << 23;
 
 int64_t number_of(const void* address) {
   return static_cast<int64_t>(reinterpret_cast<uintptr_t>(address));
@@ -156,7 +157,8 @@ std::shared_ptr<DeviceTable> table_of(const GradList& grads, bool capturing) {
   }
   tables.insert({fingerprint, {std::move(content), table}});
   bytes += table->buffer.nbytes();
-  while (tables.size() > kLeastTables && bytes > kTableBytes) {
+  while (tables.size() > kLeastTables &&
+         bytes > (tables.size() > kUsualTables ? kMoreBytes : kUsualBytes)) {
     dropped.push_back(recent().take(tables.begin()));
   }
   return table;

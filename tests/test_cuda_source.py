@@ -6,6 +6,7 @@ import importlib.util
 import re
 import shutil
 import subprocess
+import sys
 from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
@@ -253,3 +254,26 @@ def test_machine_code_of_windows(sass, variant):
     assert "L" * READ_AHEAD in accesses, "a load waits for a store: " + accesses
     assert ("S" in accesses) == variant.write, accesses
     assert re.findall(r"\b(?:LDL|STL|LD\.E|ST\.E)\b.*", sass[variant]) == []
+
+
+ERRORS = """
+import sys
+sys.path += ["tests", "tools/ptx_emulator"]
+import os, torch
+os.environ.setdefault("PTX_EMULATOR_CACHE", "build/ptx")
+from support import emulated_cuda
+from ampfast import _C
+emulated_cuda.install(_C, "90", runs=False)
+one = torch.ones(1)
+update = (one, torch.zeros(1, dtype=torch.int32), [one], 2.0, 0.5, 3, None, None)
+_C.cuda_fail_elsewhere()
+_C.cuda_update_scale(update)
+print(_C.cuda_last_error() != 0, _C.cuda_last_error())
+"""
+
+
+def test_the_last_error_of_another_is_not_taken_for_a_launchs() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", ERRORS], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.stdout == "True 0\n", done.stderr

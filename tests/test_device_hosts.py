@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import re
 import threading
 import weakref
@@ -101,6 +102,22 @@ def test_a_table_that_dies_may_ask_for_others(drops: str) -> None:
         assert not any(watch() is not None for watch in watches)
     # Else there were more than are kept.
     assert deaths
+
+
+def test_large_tables_are_not_all_kept() -> None:
+    """64 MB in all, so that a sixth of 12 MB goes."""
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0x4000)
+    memory = torch.frombuffer(mmap.mmap(-1, 1 << 32, flags=flags), dtype=torch.float32)
+    _C.set_chunks(enough=1 << 40)
+    watches = []
+    for i in range(7):
+        buffer = core.DeviceTable.of(grads_of([memory[i:]]), False).buffer
+        assert 5 * buffer.nbytes < 1 << 26 < 6 * buffer.nbytes
+        watches.append(weakref.ref(buffer))
+    del buffer
+    kept = [watch() is not None for watch in watches]
+    _C.set_chunks()
+    assert kept == [False] * 2 + [True] * 5
 
 
 def test_a_table_has_room_for_the_sum_of_each_chunk() -> None:

@@ -225,6 +225,7 @@ const Kernels& kernels_of(const Launch& launch) {
 
 void require(cudaError_t status) {
   if (status != cudaSuccess) {
+    cudaGetLastError();  // the next to ask would take it for theirs
     throw std::runtime_error(std::string("ampfast: ") + cudaGetErrorString(status));
   }
 }
@@ -248,14 +249,21 @@ int64_t resident(const void* kernel) {
   return programs;
 }
 
+// Queues a kernel. Its own status counts: the last error of a thread may be another's.
+template <class... Given>
+void queue_programs(void (*kernel)(Given...), int64_t programs, int threads, void* stream,
+                    Given... given) {
+  void* arguments[] = {&given...};
+  require(cudaLaunchKernel(reinterpret_cast<const void*>(kernel), static_cast<unsigned>(programs),
+                           threads, arguments, 0, static_cast<cudaStream_t>(stream)));
+}
+
 // Queues a kernel over the chunks of a launch.
 template <class... Given>
 void queue(void (*kernel)(Given...), const Launch& launch, const Given&... given) {
   const int64_t programs = resident(reinterpret_cast<const void*>(kernel));
   const int64_t most = most_programs > 0 ? most_programs : programs;
-  const auto grid = static_cast<unsigned int>(std::min(launch.chunks, most));
-  kernel<<<grid, kThreads, 0, static_cast<cudaStream_t>(launch.stream)>>>(given...);
-  require(cudaGetLastError());
+  queue_programs(kernel, std::min(launch.chunks, most), kThreads, launch.stream, given...);
 }
 
 }  // namespace
@@ -297,13 +305,11 @@ void narrow(const Launch& launch, const float* found_inf) {
 }
 
 void update_scale(const Update& update, const Flags& flags, void* stream) {
-  update_alone<<<1, 1, 0, static_cast<cudaStream_t>(stream)>>>(update, flags);
-  require(cudaGetLastError());
+  queue_programs(update_alone, 1, 1, stream, update, flags);
 }
 
 void clip_coefficient(const Clip& clip, void* stream) {
-  clip_alone<<<1, 1, 0, static_cast<cudaStream_t>(stream)>>>(clip);
-  require(cudaGetLastError());
+  queue_programs(clip_alone, 1, 1, stream, clip);
 }
 
 }  // namespace ampfast::cuda

@@ -35,7 +35,28 @@ def test_the_model_counts_what_a_launcher_reads_and_writes(call, dtype):
     # Of every tensor at least an address and an extent.
     assert counted.table_bytes >= 16 * len(case.shapes)
     moved = counted.bytes + counted.table_bytes
-    assert counted.seconds == pytest.approx(moved / model.BYTES_PER_SECOND)
+    fixed = model.FIXED_SECONDS
+    assert counted.seconds == pytest.approx(fixed + moved / model.BYTES_PER_SECOND)
+
+
+@pytest.mark.parametrize(
+    ("shapes", "launches"),
+    [
+        ([(3,)], (1, 1)),
+        (110 * [(3,)], (1, 1)),
+        (111 * [(3,)], (2, 1)),
+        (1000 * [(1024,)], (10, 2)),
+        ([(320 << 16,)], (1, 1)),
+        ([(320 << 16, 2)], (2, 1)),
+        ([((320 << 16) + 1,)], (2, 1)),
+        ([((319 << 16) + 1,), (1,)], (2, 1)),
+        ([(1 << 30,)], (52, 8)),
+    ],
+)
+def test_launches_of_torchs_op(shapes, launches):
+    case = GradCase("some", tuple(shapes))
+    found = tuple(model.torch_launches(case, *most) for most in model.TORCH_LAUNCHES.values())
+    assert found == launches
 
 
 def _results(gpu, date, ms, side="ampfast, cuda", case="1000x1k, cold"):

@@ -423,6 +423,14 @@ def test_a_cuda_build_that_fails_leaves_triton(
     )
 
 
+def test_make_may_be_missing(
+    driver: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    [[build], *_] = driver.stages(tmp_path / "a.json", tmp_path)
+    assert build.commands[0][-4:] == [sys.executable, "setup.py", "build_ext", "--inplace"]
+
+
 def test_output_is_shown_as_it_comes(
     runner: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

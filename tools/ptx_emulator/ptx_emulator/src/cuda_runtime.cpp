@@ -4,6 +4,7 @@
 
 #include <map>
 #include <string>
+#include <utility>
 
 namespace {
 
@@ -12,7 +13,10 @@ using Launcher = const char* (*)(const char* kernel, const unsigned int* sizes, 
                                  void** arguments);
 
 Launcher launcher = nullptr;  // without one launches do nothing
-std::string last_error;
+std::string message;  // of the last failed launch
+cudaError_t last_error = cudaSuccess;
+
+cudaError_t failed(cudaError_t error) { return last_error = error; }
 
 struct Configuration {
   dim3 grid;
@@ -70,8 +74,11 @@ cudaError_t cudaLaunchKernel(const void* function, dim3 grid, dim3 block, void**
   }
   const unsigned int sizes[] = {grid.x, grid.y, grid.z, block.x, block.y, block.z};
   const char* error = launcher(names().at(function).c_str(), sizes, shared_bytes, arguments);
-  last_error = error == nullptr ? "" : error;
-  return error == nullptr ? cudaSuccess : cudaErrorLaunchFailure;
+  if (error == nullptr) {
+    return cudaSuccess;
+  }
+  message = error;
+  return failed(cudaErrorLaunchFailure);
 }
 
 // Launch API of newer compilers.
@@ -85,13 +92,13 @@ cudaError_t __cudaLaunchKernel(cudaKernel_t kernel, dim3 grid, dim3 block, void*
   return cudaLaunchKernel(kernel, grid, block, arguments, shared_bytes, stream);
 }
 
-cudaError_t cudaGetLastError() { return last_error.empty() ? cudaSuccess : cudaErrorLaunchFailure; }
+cudaError_t cudaGetLastError() { return std::exchange(last_error, cudaSuccess); }
 
-const char* cudaGetErrorString(cudaError_t) { return last_error.c_str(); }
+const char* cudaGetErrorString(cudaError_t) { return message.c_str(); }
 
 cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, const void* function) {
   *attributes = {};
-  return names().count(function) == 1 ? cudaSuccess : cudaErrorInvalidDeviceFunction;
+  return names().count(function) == 1 ? cudaSuccess : failed(cudaErrorInvalidDeviceFunction);
 }
 
 cudaError_t cudaGetDevice(int* device) {
@@ -118,7 +125,7 @@ cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
       *value = 1024;
       return cudaSuccess;
     default:
-      last_error = "the emulator does not know this attribute of a device";
+      message = "the emulator does not know this attribute of a device";
       return cudaErrorNotSupported;
   }
 }
