@@ -29,7 +29,7 @@ BYTES_PER_SECOND = 4.3e12
 # Of a launch, until the first gradient is read and after the last: estimated from the machine code,
 # not measured. A program of torch's op takes its part of the list from the launch's arguments, and
 # nobody waits for the last one.
-FIXED_SECONDS = 4.5e-6
+FIXED_SECONDS = 3.2e-6
 TORCH_FIXED_SECONDS = 2.5e-6
 # Tensors and blocks of a launch of torch's op, and elements of a block.
 TORCH_LAUNCHES = {"torch 2.11": (110, 320), "torch 2.12, CUDA 13": (770, 2240)}

@@ -25,14 +25,19 @@ int64_t number_of(const void* address) {
   return static_cast<int64_t>(reinterpret_cast<uintptr_t>(address));
 }
 
-int64_t most_chunk_bytes = kMostChunkBytes;
+int64_t most_chunk_bytes = 0;
 int64_t enough_chunks = kEnoughChunks;
 
 // Depends on the list alone, and so does the order in which a norm is summed.
 int64_t chunk_bytes(const DtypeList& list) {
   const int64_t bytes = list.elements * list.element_size();
-  const int64_t share = (bytes / enough_chunks + kWindowBytes) & -kWindowBytes;
-  return std::min(share, most_chunk_bytes);
+  const auto share = [&](int64_t chunks) {
+    return (bytes / chunks + kWindowBytes) & -kWindowBytes;
+  };
+  const int64_t most = most_chunk_bytes > 0 ? most_chunk_bytes
+                                            : std::clamp(share(4 * enough_chunks), kUsualChunkBytes,
+                                                         kMostChunkBytes);
+  return std::min(share(enough_chunks), most);
 }
 
 // Adds the chunks of a list to a table.
@@ -90,22 +95,22 @@ std::shared_ptr<DeviceTable> uploaded(const GradList& grads) {
 std::vector<int64_t> content_of(const GradList& grads, c10::StreamId stream) {
   std::vector<int64_t> content(1);
   uint64_t hash = 0;
-  const auto add = [&](int64_t word) {
-    content.push_back(word);
-    hash = (hash ^ static_cast<uint64_t>(word)) * 0x9e3779b97f4a7c15;
+  // Four words at once: only one multiplication of them waits for those before.
+  const auto add = [&](int64_t a, int64_t b = 0, int64_t c = 0, int64_t d = 0) {
+    content.insert(content.end(), {a, b, c, d});
+    const uint64_t mixed = static_cast<uint64_t>(a) * 0xff51afd7ed558ccd ^
+                           static_cast<uint64_t>(b) * 0xc4ceb9fe1a85ec53 ^
+                           static_cast<uint64_t>(c) * 0x87c37b91114253d5 ^
+                           static_cast<uint64_t>(d) * 0x4cf5ad432745937f;
+    hash = (hash ^ mixed ^ mixed >> 32) * 0x9e3779b97f4a7c15;
     hash ^= hash >> 32;
   };
-  add(static_cast<int64_t>(grads.device().type()));
-  add(grads.device().index());
-  add(stream);
+  add(static_cast<int64_t>(grads.device().type()), grads.device().index(), stream);
   for (const DtypeList& list : grads.lists()) {
-    content.reserve(content.size() + 1 + 4 * list.spans.size());
+    content.reserve(content.size() + 4 + 4 * list.spans.size());
     add(static_cast<int64_t>(list.dtype));
     for (const Span& span : list.spans) {
-      add(number_of(span.address));
-      add(span.numel);
-      add(span.parameter);
-      add(number_of(span.wide));
+      add(number_of(span.address), span.numel, span.parameter, number_of(span.wide));
     }
   }
   content.front() = static_cast<int64_t>(hash);

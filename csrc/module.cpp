@@ -120,8 +120,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def_readonly("segments", &DeviceTable::segments);
   m.def("uploads", [] { return uploads; });
   m.def("clear_tables", &clear_tables);
-  m.def("set_chunks", &set_chunks, py::arg("most_bytes") = kMostChunkBytes,
-        py::arg("enough") = kEnoughChunks);
+  m.def("set_chunks", &set_chunks, py::arg("most_bytes") = 0, py::arg("enough") = kEnoughChunks);
 
   m.def("is_scalar", [](const at::Tensor& tensor, at::ScalarType dtype) {
     return is_scalar(tensor, dtype, kKernelDevices);

@@ -11,19 +11,24 @@ constexpr int64_t kAddressAlignment = 16;
 // What a program loads at once.
 constexpr int64_t kWindowBytes = 8192;
 
-// Programs take chunks in turn: parts of one tensor, of at most so many bytes, smaller in lists
-// that have too few of them. A chunk begins at an aligned address unless its tensor begins with it.
+// Programs take chunks in turn: parts of one tensor, usually of so many bytes; smaller in lists
+// that have too few of them, else some programs would have a third more to do than others, and
+// larger in those with four times enough, whose sums of squares take time. A chunk begins at an
+// aligned address unless its tensor begins with it.
+constexpr int64_t kUsualChunkBytes = 8 * kWindowBytes;
 constexpr int64_t kMostChunkBytes = 32 * kWindowBytes;
 constexpr int64_t kEnoughChunks = 4096;
 
 // The table begins with this; the first two are zero between launches.
 enum HeaderWord : int64_t {
-  kFinished,  // how many programs are done
+  kFinished,  // how many programs are done, plus kNotFinite for each that saw an inf or NaN
   kPeak,      // float64 bits of the largest magnitude that the optimizer would use
   kPartials,  // the word at which the chunks' sums of squares begin
   kChunks,    // of all dtypes
   kHeaderWords = 8,
 };
+
+constexpr int64_t kNotFinite = int64_t{1} << 32;
 
 // Then come the chunks of each dtype: where one begins, and its bytes with the number of its
 // parameter in the upper half; of pairs also where its float32 values begin.

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import pytest
 from support.nvcc import FLAGS, NVCC, SETUP
-from support.registers_table import DOCUMENTED, cells, registers_table
+from support.registers_table import DOCUMENTED, PAGE, cells, registers_table
 
 ROOT = Path(__file__).resolve().parents[1]
 SOURCE = ROOT / "csrc" / "cuda" / "multi_tensor.cu"
@@ -230,21 +230,55 @@ def test_windows_are_vectors_in_ptx(build):
             assert generic == [], (architecture, variant)
 
 
-def test_last_program_is_fenced(build):
+def test_last_program_is_ordered(build):
     for variant, body in by_variant(build.ptx(SM), r"\.entry (\w+)\(").items():
         if variant.kernel != "pass":
-            assert "atom.global.inc" not in body
+            assert "atom.acq_rel" not in body
             continue
         # Publish, count, read the others' results: the order shows that it runs last.
-        order = r"fence\.(?:sc|acq_rel)|membar\.gl|atom\.\S*inc\.u32|bar(?:rier)?\.(?:cta\.)?sync"
-        steps = [step.split(".")[0] for step in re.findall(order, body)]
-        steps = ["fence" if step == "membar" else step[:3] for step in steps]
+        order = (
+            r"fence\.|membar\.|atom\.acq_rel\.gpu\.global\.add\.u64|bar(?:rier)?\.(?:cta\.)?sync"
+        )
+        steps = [step[:3] for step in re.findall(order, body)]
         at = steps.index("ato")
-        assert steps[at - 1] == "fence", (variant, steps)
-        assert steps[at + 1] == "fence", (variant, steps)
+        assert steps[at - 1] == steps[at + 1] == "bar", (variant, steps)
+        # It orders all, once, in place of fences.
+        assert {"fen", "mem"}.isdisjoint(steps) and steps.count("ato") == 1, (variant, steps)
         # There the peak is an integer, the partial sums are not.
         assert re.search(r"\bld\.global\.cg\.[sub]64 %rd", body), variant
         assert re.search(r"\bld\.global\.cg\.f64 %fd", body), variant
+
+
+def instructions(listing: str) -> list[str]:
+    """Machine code without predicates and padding."""
+    found = re.findall(r"^\s*/\*\w{4}\*/\s+(?:@!?\w+ )?\s*(.*?);", listing, re.MULTILINE)
+    return [each for each in found if not each.startswith("NOP")]
+
+
+@is_documented
+def test_fixed_instructions_in_the_docs(sass):
+    """Before the first load of a gradient, and after the last access of one."""
+    expected = []
+    for kind, (kernel, *switches) in KINDS.items():
+        counts = []
+        for name in (*FORMATS[:1], *FORMATS[2:], *FORMATS[1:2]):
+            code = instructions(sass[Variant(kernel, name, *switches)])
+            at = [i for i, each in enumerate(code) if re.match(r"(LDG|STG)\.E\.128\b", each)]
+            counts.append(f"{at[0]}, {len(code) - 1 - at[-1]}")
+        expected.append(f"| {kind} | {' | '.join(counts)} |")
+    table = (
+        PAGE.read_text().partition("<!-- fixed:start -->\n")[2].partition("<!-- fixed:end -->")[0]
+    )
+    assert table.splitlines()[2:] == expected, "\n".join(expected)
+
+
+def test_the_way_through_the_table_begins_before_the_factor_is_there(sass):
+    for variant, listing in sass.items():
+        if variant.kernel == "pass":
+            code = instructions(listing)
+            loads = [i for i, each in enumerate(code) if each.startswith("LDG")]
+            assert any(code[i].startswith("LDG.E.64") for i in loads[:2]), variant
+            assert not [each for each in code[: loads[1]] if each.startswith(("BRA", "CALL"))]
 
 
 @pytest.mark.parametrize("variant", VARIANTS, ids=lambda v: "-".join(map(str, v)))

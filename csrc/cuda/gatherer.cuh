@@ -17,9 +17,10 @@ constexpr int kVectors = kWindowBytes / (kThreads * kVectorBytes);
 constexpr int kStride = kThreads * kVectorBytes;
 
 // Gives `visit` the chunks of this program: their number, first byte, length in bytes, parameter,
-// and the float32 values of pairs, else null.
-template <bool kPairs, class Visit>
-__device__ void for_chunks(const int64_t* chunks, int count, const Visit& visit) {
+// and the float32 values of pairs, else null. `begin` is called while the first words are loaded.
+template <bool kPairs, class Visit, class Begin>
+__device__ void for_chunks(const int64_t* chunks, int count, const Visit& visit,
+                           const Begin& begin) {
   // In turn, so that all programs read one part of the list at a time.
   int chunk = static_cast<int>(blockIdx.x);
   const int step = static_cast<int>(gridDim.x);
@@ -28,6 +29,7 @@ __device__ void for_chunks(const int64_t* chunks, int count, const Visit& visit)
   constexpr int kWords = kPairs ? kPairWords : kChunkWords;
   const int64_t* fields = chunks + threadIdx.x % kWarp % kWords;
   int64_t field = fields[int64_t{chunk} * kWords];
+  begin();
   while (chunk < count) {
     const int64_t address = __shfl_sync(kAllLanes, field, kAddress);
     const int64_t extent = __shfl_sync(kAllLanes, field, kExtent);

@@ -42,9 +42,9 @@ __device__ T reduced(T value, T (*combine)(T, T)) {
   return value;
 }
 
-// Epilogue of the last program, by all its threads. Other programs' results are read from where all
-// multiprocessors see them.
-__device__ void finish(const Launch& launch) {
+// Epilogue of the last program, by all its threads, the first of which knows what was `found`.
+// Other programs' results are read from where all multiprocessors see them.
+__device__ void finish(const Launch& launch, bool found) {
   int64_t* header = launch.table;
   double squares = 0;
   if (launch.sums != nullptr) {
@@ -59,12 +59,11 @@ __device__ void finish(const Launch& launch) {
   if (threadIdx.x != 0) {
     return;
   }
-  const int64_t peak = __ldcg(header + kPeak);
   if (launch.sums != nullptr) {
     launch.sums[0] = squares;
-    launch.sums[1] = bits_as<double>(peak);
+    launch.sums[1] = bits_as<double>(__ldcg(header + kPeak));
+    header[kPeak] = 0;
   }
-  const bool found = peak >= kInfinityBits;
   float flag = found ? 1.0f : 0.0f;
   if (launch.accumulate && !found) {
     flag = *launch.found_inf;
@@ -78,23 +77,23 @@ __device__ void finish(const Launch& launch) {
     const float other = launch.other_found_inf != nullptr ? *launch.other_found_inf : 0;
     ampfast::update_scale(launch.update, joint(flag, other));
   }
-  header[kPeak] = 0;
+  header[kFinished] = 0;
 }
 
 template <class Format, bool kWrite, bool kNorm, bool kCoefficient, bool kPairs>
 __global__ void __launch_bounds__(kThreads, kLeastProgramsPerSm) pass(const Launch launch) {
   __shared__ bool is_last;
-  // Loaded first, to be there when the way through the table is known.
-  float factor = launch.how == Factor::kNone ? 1.0f : *launch.factor;
-  if (launch.how == Factor::kTimesReciprocal) {
-    factor = inverse_scale(factor);
-  }
-
   using Opmath = typename Format::Opmath;
   int64_t* header = launch.table;
-  Gatherer<Format, kWrite, kNorm, kCoefficient, kPairs> gatherer{
-      factor, kCoefficient ? static_cast<Opmath>(*launch.coefficient) : 1};
+  Gatherer<Format, kWrite, kNorm, kCoefficient, kPairs> gatherer{1, 1};
   gatherer.is_aligned = launch.is_aligned;
+  const auto begin = [&] {
+    if (kCoefficient) {
+      gatherer.coefficient = static_cast<Opmath>(*launch.coefficient);
+    }
+    const float factor = launch.how == Factor::kNone ? 1.0f : *launch.factor;
+    gatherer.factor = launch.how == Factor::kTimesReciprocal ? inverse_scale(factor) : factor;
+  };
   const auto visit = [&](int chunk, char* address, int bytes, int64_t parameter, float* wide) {
     gatherer.chunk = address;
     gatherer.wide = wide;
@@ -113,37 +112,47 @@ __global__ void __launch_bounds__(kThreads, kLeastProgramsPerSm) pass(const Laun
     if (!std::isfinite(used)) {
       mark(launch.marks + parameter * kMarkWords, *launch.now + 1, std::isnan(used));
       // So that the next tensor is judged by itself; a peak that passes may stay.
-      raise(header + kPeak, magnitude(static_cast<double>(used)));
+      add(header + kFinished, kNotFinite);
+      if (kNorm) {
+        raise(header + kPeak, magnitude(static_cast<double>(used)));
+      }
       gatherer.peak = 0;
     }
   };
-  // Where nothing changes, nothing is read.
-  if (!kCoefficient || kPairs || factor != 1 || *launch.coefficient != 1) {
-    for_chunks<kPairs>(header + launch.segment, static_cast<int>(launch.chunks), visit);
+  const int64_t* chunks = header + launch.segment;
+  const int count = static_cast<int>(launch.chunks);
+  if (!kCoefficient || kPairs) {
+    for_chunks<kPairs>(chunks, count, visit, begin);
+  } else {
+    begin();
+    // Where nothing changes, nothing is read.
+    if (gatherer.factor != 1 || gatherer.coefficient != 1) {
+      for_chunks<kPairs>(chunks, count, visit, [] {});
+    }
   }
 
+  bool found = false;
   const auto peak = reduced(gatherer.peak, larger);
   if (threadIdx.x == 0) {
     const auto used = used_peak<Format, !kPairs>(peak, launch.how, gatherer.factor);
-    if (kNorm || !std::isfinite(used)) {
+    if (kNorm) {
       raise(header + kPeak, magnitude(static_cast<double>(used)));
     }
+    const int64_t seen = std::isfinite(used) ? 0 : kNotFinite;
     is_last = false;
     if (launch.epilogue) {
-      // Covers what other threads wrote too, which the barriers of `reduced` put before it. The
-      // count starts anew by itself.
-      __threadfence();
-      auto* finished = reinterpret_cast<unsigned int*>(header + kFinished);
-      is_last = atomicInc(finished, gridDim.x - 1) == gridDim.x - 1;
-      if (is_last) {
-        // The thread that saw the count fences; the barrier passes on to the others what it sees.
-        __threadfence();
-      }
+      // Covers what other threads wrote, too, which the barriers of `reduced` put before it, and
+      // the barrier below passes on to them what it sees.
+      const int64_t before = add_in_order(header + kFinished, seen + 1);
+      is_last = static_cast<unsigned int>(before) == gridDim.x - 1;
+      found = before + seen >= kNotFinite;
+    } else if (seen != 0) {
+      add(header + kFinished, seen);
     }
   }
   __syncthreads();
   if (is_last) {
-    finish(launch);
+    finish(launch, found);
   }
 }
 
@@ -160,7 +169,7 @@ __global__ void __launch_bounds__(kThreads, kLeastProgramsPerSm)
       add(row + kElements, bytes / static_cast<int>(sizeof(typename Format::Element)));
     }
   };
-  for_chunks<kPairs>(table + segment, chunks, visit);
+  for_chunks<kPairs>(table + segment, chunks, visit, [] {});
 }
 
 // Rounds the float32 values of pairs to 16 bits, unless the flag is set; `flag` may be null.
@@ -175,7 +184,7 @@ __global__ void __launch_bounds__(kThreads, kLeastProgramsPerSm)
                          const float* wide) {
     narrow_chunk<Format>(address, bytes, wide, is_aligned);
   };
-  for_chunks<true>(table + segment, chunks, visit);
+  for_chunks<true>(table + segment, chunks, visit, [] {});
 }
 
 __global__ void update_alone(const Update update, const Flags flags) {

@@ -14,6 +14,16 @@ __device__ inline void add(int64_t* place, int64_t value) {
   atomicAdd(reinterpret_cast<unsigned long long*>(place), static_cast<unsigned long long>(value));
 }
 
+// Orders what this thread knows before it, and what others told with it behind it.
+__device__ inline int64_t add_in_order(int64_t* place, int64_t value) {
+  int64_t before;
+  asm volatile("atom.acq_rel.gpu.global.add.u64 %0, [%1], %2;"
+               : "=l"(before)
+               : "l"(__cvta_generic_to_global(place)), "l"(value)
+               : "memory");
+  return before;
+}
+
 // Counts `step` for a parameter; the first thread that raises the last step counts, so it is
 // counted once.
 __device__ inline void mark(int64_t* row, int64_t step, bool is_nan) {

@@ -58,7 +58,7 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> None:
         if work.sums is None:
             assert torch.equal(buffer[partials:], before[0][partials:])
         if epilogue is Epilogue.NOTHING:
-            assert int(buffer[0]) == 0, "counted without an epilogue"
+            assert int(buffer[0]) % 2**32 == 0, "counted without an epilogue"
             for tensor, value in zip(assigned, unassigned, strict=True):
                 assert bits(tensor) == bits(value), "assigned before the last launch"
         else:

@@ -45,6 +45,7 @@ _COMPLEMENT = tl.constexpr(0x7FFFFFFFFFFFFFFF)
 
 # Words of a table, of its header and of a chunk, as in csrc/table_layout.h.
 _HEADER = _enumerated("FINISHED PEAK PARTIALS CHUNKS")
+_NOT_FINITE = tl.constexpr(1 << 32)
 _CHUNK = _constants(ADDRESS=0, EXTENT=1, WIDE=2, WORDS=2, PAIR_WORDS=3, PARAMETER_SHIFT=32)
 # Words of a parameter's marks and health, as in csrc/track.h.
 _MARKS = _enumerated("LAST_NON_FINITE LAST_NAN TIMES_NON_FINITE TIMES_NAN WORDS")
@@ -444,7 +445,11 @@ def multi_tensor(
             _mark(row_ptr, now_ptr, used)
             # Each tensor is judged separately; a finite peak may stay.
             bad = used >= _INFINITY
-            tl.atomic_max(table_ptr + _HEADER.PEAK + used * 0, used, mask=bad, sem="relaxed")
+            none = used * 0
+            told = none + _NOT_FINITE
+            tl.atomic_add(table_ptr + _HEADER.FINISHED + none, told, mask=bad, sem="relaxed")
+            if NORM:
+                tl.atomic_max(table_ptr + _HEADER.PEAK + none, used, mask=bad, sem="relaxed")
             peak = tl.where(bad, 0, peak)
         chunk += step
         fields = next_fields
@@ -453,19 +458,21 @@ def multi_tensor(
     largest = _used_magnitude(largest, factor, FACTOR, DTYPE, not PAIRED)
     if NORM:
         tl.atomic_max(table_ptr + _HEADER.PEAK, largest, sem="relaxed")
+    bad = largest >= _INFINITY
+    seen = tl.where(bad, _NOT_FINITE, tl.zeros([], dtype=tl.int64))
+    if EPILOGUE == _EPILOGUE.NOTHING:
+        tl.atomic_add(table_ptr + _HEADER.FINISHED, seen, mask=bad, sem="relaxed")
     else:
-        tl.atomic_max(table_ptr + _HEADER.PEAK, largest, mask=largest >= _INFINITY, sem="relaxed")
-    if EPILOGUE != _EPILOGUE.NOTHING:
         # Some versions of Triton put no barrier between the stores above and the atomic.
         tl.debug_barrier()
-        finished = tl.atomic_add(table_ptr + _HEADER.FINISHED, 1, sem="acq_rel", scope="gpu")
-        if finished == tl.num_programs(0) - 1:
+        before = tl.atomic_add(table_ptr + _HEADER.FINISHED, seen + 1, sem="acq_rel", scope="gpu")
+        if before.to(tl.int32) == tl.num_programs(0) - 1:
             tl.debug_barrier()
-            worst = tl.atomic_max(
-                table_ptr + _HEADER.PEAK, tl.zeros([], dtype=tl.int64), sem="relaxed"
-            )
-            found = worst >= _INFINITY
+            found = before + seen >= _NOT_FINITE
             if NORM:
+                worst = tl.atomic_max(
+                    table_ptr + _HEADER.PEAK, tl.zeros([], dtype=tl.int64), sem="relaxed"
+                )
                 tl.store(sums_ptr, _sum_of_partials(table_ptr))
                 tl.store(sums_ptr + 1, worst.to(tl.float64, bitcast=True))
             if divisor_ptr is not None:
@@ -485,7 +492,8 @@ def multi_tensor(
             else:
                 tl.store(found_inf_ptr, found.to(tl.float32))
             tl.store(table_ptr + _HEADER.FINISHED, tl.zeros([], dtype=tl.int64))
-            tl.store(table_ptr + _HEADER.PEAK, tl.zeros([], dtype=tl.int64))
+            if NORM:
+                tl.store(table_ptr + _HEADER.PEAK, tl.zeros([], dtype=tl.int64))
 
 
 @triton.jit

@@ -13,7 +13,7 @@ using Launcher = const char* (*)(const char* kernel, const unsigned int* sizes, 
                                  void** arguments);
 
 Launcher launcher = nullptr;  // without one launches do nothing
-std::string message;  // of the last failed launch
+std::string message;          // of the last failed launch
 cudaError_t last_error = cudaSuccess;
 
 cudaError_t failed(cudaError_t error) { return last_error = error; }
