@@ -1,6 +1,7 @@
-"""Command line: `python -m ampfast info`."""
+"""Command line: `python -m ampfast info | run | compare`."""
 
 import argparse
+import importlib
 import sys
 
 import ampfast
@@ -28,14 +29,83 @@ def main(arguments: list[str] | None = None) -> int:
         description="Prints versions, devices, each backend with the reason where it cannot run, "
         "and which backend the gradients of each device get.",
     )
-    command.add_argument("--json", action="store_true", help="print one JSON object")
-    options = parser.parse_args(arguments)
-    if options.command == "info":
-        from ampfast import info
+    _add_json(command)
 
-        return info.run(as_json=options.json)
-    parser.print_help()
-    return 2
+    command = commands.add_parser(
+        "run",
+        help="your training script with ampfast's scaler in place of torch's",
+        usage="python -m ampfast run [-m] SCRIPT ARGS...",
+        description="Runs a script as python does, unedited, with ampfast.patch() in force. At the "
+        "end it prints a line: steps, skipped ones, final scale, the scaler's own time and its "
+        "share of a step. With several ranks: torchrun ... -m ampfast run SCRIPT ARGS...",
+    )
+    command.add_argument("--record", help=argparse.SUPPRESS)
+    command.add_argument("--stop", type=int, help=argparse.SUPPRESS)
+    command.add_argument("--keep-torch", action="store_true", help=argparse.SUPPRESS)
+    _add_program(command)
+
+    command = commands.add_parser(
+        "compare",
+        help="your training script with torch's scaler and with ampfast's, side by side",
+        usage="python -m ampfast compare [--steps N] [--json] [--plot FILE] [-m] SCRIPT ARGS...",
+        description="Runs a script three times, unedited, each time in a process of its own: with "
+        "torch's scaler, with ampfast's, and with torch's again, which tells whether the script "
+        "repeats itself. Prints the times of the scalers, and whether losses, scales and skipped "
+        "steps are equal bit for bit. The runs share the folder: a script that resumes from its "
+        "checkpoints does not repeat itself. With several ranks: torchrun ... -m ampfast compare.",
+        epilog="The options may follow ARGS, too; what follows a -- is all the script's. Exit "
+        "code: 0 if equal, or if the script does not repeat itself; 1 if different; 2 if there was "
+        "nothing to compare.",
+    )
+    _add_compared(command)
+    _add_program(command)
+
+    options = parser.parse_args(arguments)
+    if options.command is None:
+        parser.print_help()
+        return 2
+    if options.command == "compare":
+        behind = argparse.ArgumentParser(usage=command.usage, add_help=False, allow_abbrev=False)
+        _add_compared(behind)
+        words = [*options.arguments, "--"]
+        end = words.index("--")
+        _, rest = behind.parse_known_args(words[:end], options)
+        options.arguments = [*rest, *words[end + 1 : -1]]
+    given = vars(options)
+    code: int = importlib.import_module(f"ampfast.{given.pop('command')}").run(**given)
+    return code
+
+
+def _add_json(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--json", dest="as_json", action="store_true", help="print one JSON object"
+    )
+
+
+def _add_compared(command: argparse.ArgumentParser) -> None:
+    _add_json(command)
+    command.add_argument(
+        "--steps", type=_positive, metavar="N", help="end each run after N updates of the scale"
+    )
+    command.add_argument(
+        "--plot", metavar="FILE", help="draw losses, scales and times, with matplotlib"
+    )
+
+
+def _add_program(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "-m", dest="is_module", action="store_true", help="SCRIPT is the name of a module"
+    )
+    command.add_argument("program", metavar="SCRIPT", help="path of your script")
+    command.add_argument(
+        "arguments", metavar="ARGS", nargs=argparse.REMAINDER, help="its own arguments"
+    )
+
+
+def _positive(text: str) -> int:
+    if int(text) < 1:
+        raise ValueError
+    return int(text)
 
 
 if __name__ == "__main__":

@@ -138,7 +138,7 @@ def plot(history: History, path: str | os.PathLike[str] | None = None) -> Any:
         raise ValueError("nothing to plot: no step was taken")
     has_norm = history.has_norm
     with_norm = bool(has_norm.any())
-    figure = _figure(8, 5 if with_norm else 3)
+    figure = figure_of(8, 5 if with_norm else 3)
     panels = figure.subplots(1 + with_norm, sharex=True, squeeze=False)[:, 0]
     steps, scale, spiked = history.step, history.scale, history.spiked
     line = {"color": "tab:blue", "label": "scale", **_POINTS}
@@ -203,7 +203,7 @@ def plot_health(health: GradientHealth, path: str | os.PathLike[str] | None = No
     left = min([_HALF_SUBNORMAL, *(bar[0] for bar in bars if bar)]) - 2
     right = max([_HALF_END, *(bar[1] for bar in bars if bar)]) + 2
     height = min(1.6 + 0.2 * len(rows), 24)
-    figure = _figure(9, height)
+    figure = figure_of(9, height)
     panel = figure.subplots()
     panel.axvspan(_HALF_SUBNORMAL, _HALF_NORMAL, color="tab:green", alpha=0.1, lw=0)
     panel.axvspan(_HALF_NORMAL, _HALF_END, color="tab:green", alpha=0.25, lw=0)
@@ -256,7 +256,8 @@ def _exponents(row: ParameterHealth) -> tuple[float, float] | None:
     return math.log2(low), math.log2(high) if math.isfinite(high) else _HALF_END
 
 
-def _figure(width: float, height: float) -> Any:
+def figure_of(width: float, height: float) -> Any:
+    """Returns an empty figure of this size in inches; an ImportError names matplotlib."""
     try:
         from matplotlib.figure import Figure
     except ImportError as error:

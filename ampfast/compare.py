@@ -1,0 +1,245 @@
+"""A program of the user's with torch's scaler and with ampfast's, side by side."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+
+SCHEMA = 1
+# Updates of the third run, which tells whether torch's repeats itself.
+_SHORT = 20
+# Share of a step below which a scaler does not matter.
+_SMALL = 0.02
+
+_NO_SCALER = (
+    "used no gradient scaler: there is nothing to compare (processes that it starts are not seen)"
+)
+_DISABLED = "has a gradient scaler that is disabled, by enabled=False or for want of CUDA"
+_NO_UPDATE = "never calls update() of its gradient scaler: there is no step to compare"
+_IS_OURS = "uses ampfast's scaler by itself: compare wants a program with torch's"
+_VERDICTS = {
+    "equal": "The training is equal bit for bit.",
+    "different": "The training DIFFERS, and torch's scaler repeats itself at that step.",
+    "not repeatable": "So a difference from ampfast says nothing.",
+}
+
+
+class _CannotCompareError(Exception):
+    """What the program lacks, as the end of a sentence."""
+
+
+def run(
+    program: str,
+    arguments: list[str],
+    is_module: bool,
+    steps: int | None,
+    as_json: bool,
+    plot: str | None,
+) -> int:
+    """Runs a script or module with each scaler, and prints what differs.
+
+    Args:
+        program: Path of a script, or name of a module.
+        arguments: The program's own arguments.
+        is_module: Whether it is a module, as after ``python -m``.
+        steps: Number of updates of a scaler after which a run ends; None for the program's end.
+        as_json: Whether one JSON object is printed, in place of text.
+        plot: File for a picture of losses, scales and times.
+
+    Returns:
+        The exit code: 0 if both are equal or torch's does not repeat itself, 1 if they differ, 2
+        if they cannot be compared.
+    """
+    called = [*(["-m"] if is_module else []), program, *arguments]
+    is_first, ranks = os.environ.get("RANK", "0") == "0", int(os.environ.get("WORLD_SIZE", "1"))
+
+    def records(number: int, stop: int | None) -> list[dict[str, Any]]:
+        if is_first:
+            name = ("torch's", "ampfast's", "torch's (again, shortly)")[number - 1]
+            print(f"ampfast compare: run {number} of 3, {name}", file=sys.stderr)
+        return _records(called, number, stop)
+
+    try:
+        theirs, ours = records(1, steps), records(2, steps)
+        first = [_first_differences(a, b) for a, b in zip(theirs, ours, strict=False)]
+        longest = max(one["steps"] for one in theirs)
+        found = [step for differences in first for step, *_ in differences.values()]
+        # All ranks must end at the same step.
+        short = longest if ranks > 1 else min(longest, max([_SHORT, *found]))
+        again = records(3, short)
+    except _CannotCompareError as error:
+        print(f"ampfast compare: {program} {error}", file=sys.stderr)
+        return 2
+    repeats = [_first_differences(a, b) for a, b in zip(theirs, again, strict=False)]
+    broken = [step for differences in repeats for step, *_ in differences.values()]
+    verdict = "equal"
+    if found or [one["steps"] for one in theirs] != [one["steps"] for one in ours]:
+        is_torchs = broken and min(broken) <= min(found, default=longest)
+        verdict = "not repeatable" if is_torchs else "different"
+    facts = {
+        "schema": SCHEMA,
+        "program": called,
+        "verdict": verdict,
+        "torch_again": {"steps": short, "first_difference": min(broken, default=None)},
+        "scalers": [
+            {"torch": _short(a), "ampfast": _short(b), "first_differences": differences}
+            for a, b, differences in zip(theirs, ours, first, strict=False)
+        ],
+    }
+    if plot is not None and is_first:
+        _draw(theirs, ours, plot)
+    if is_first:
+        print(json.dumps(facts, indent=2) if as_json else describe(facts))
+    return int(verdict == "different")
+
+
+def _records(called: list[str], number: int, stop: int | None) -> list[dict[str, Any]]:
+    """Runs the program in a process of its own; returns what its scalers did."""
+    flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
+    command = [sys.executable, *flags, "-m", "ampfast", "run"]
+    command += [] if number == 2 else ["--keep-torch"]
+    command += [] if stop is None else ["--stop", str(stop)]
+    environment = dict(os.environ)
+    if environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        environment |= _own_store(number)
+    with tempfile.TemporaryDirectory() as folder:
+        file, log = Path(folder, "records.json"), Path(folder, "log")
+        with log.open("wb") as output:
+            code = subprocess.run(
+                [*command, "--record", str(file), *called],
+                env=environment,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+            ).returncode
+        if code != 0:
+            name = "ampfast's" if number == 2 else "torch's"
+            tail = log.read_text(errors="replace").splitlines()[-30:]
+            start = f"failed with {name} scaler, with exit code {code}; the end of its output:"
+            raise _CannotCompareError("\n".join([start, *tail]))
+        records: list[dict[str, Any]] = json.loads(file.read_text()) if file.exists() else []
+    updated = [record for record in records if record["steps"]]
+    if number != 2 and any(record["is_ampfast"] for record in records):
+        raise _CannotCompareError(_IS_OURS)
+    if not updated:
+        is_enabled = any(record["is_enabled"] for record in records)
+        raise _CannotCompareError(
+            _NO_SCALER if not records else _NO_UPDATE if is_enabled else _DISABLED
+        )
+    return updated
+
+
+def _own_store(number: int) -> dict[str, str]:
+    """Where the ranks of one run meet: torchrun's own store has the keys of the run before."""
+    key, port = f"ampfast/{number}", int(os.environ["MASTER_PORT"])
+    connect: Any = torch.distributed.TCPStore  # type: ignore[attr-defined]
+    store = connect(os.environ["MASTER_ADDR"], port, is_master=False)
+    if os.environ["RANK"] == "0":
+        with socket.socket() as unused:
+            unused.bind(("", 0))
+            store.set(key, str(unused.getsockname()[1]))
+    return {"TORCHELASTIC_USE_AGENT_STORE": "False", "MASTER_PORT": store.get(key).decode()}
+
+
+def _first_differences(theirs: dict[str, Any], ours: dict[str, Any]) -> dict[str, tuple[Any, ...]]:
+    """By kind of value: the first step, from 1, at which they differ, and both values."""
+    found: dict[str, tuple[Any, ...]] = {}
+    for name, values in theirs["values"].items():
+        for (step, a), (_, b) in zip(values, ours["values"][name], strict=False):
+            # By their digits, since -0.0 == 0.0 and NaN != NaN.
+            if name not in found and repr(a) != repr(b):
+                found[name] = (step + 1, repr(a), repr(b))
+    return found
+
+
+def _short(record: dict[str, Any]) -> dict[str, Any]:
+    names = ("device", "steps", "skipped", "final_scale", "waits", "medians")
+    return {name: record[name] for name in names}
+
+
+def describe(facts: dict[str, Any]) -> str:
+    """Formats the comparison as text."""
+    lines, share = [], 0.0
+    for number, scaler in enumerate(facts["scalers"], start=1):
+        lines += [f"scaler {number}"] if len(facts["scalers"]) > 1 else []
+        lines += _table(scaler["torch"], scaler["ampfast"])
+        for name in ("losses", "scales", "skips"):
+            text = f"{name}: equal bit for bit"
+            if name in scaler["first_differences"]:
+                step, a, b = scaler["first_differences"][name]
+                gap = abs(float(a) - float(b))
+                text = f"{name}: differ from step {step} on: torch {a}, ampfast {b} ({gap:.3g})"
+            lines.append(text)
+        lines.append("")
+        share += scaler["torch"]["medians"].get("share", 1.0)
+    steps, step = facts["torch_again"].values()
+    lines.append(f"A second run with torch's scaler, of {steps} steps, equals the first.")
+    if step is not None:
+        lines[-1] = (
+            f"A second run with torch's scaler differs from the first at step {step}: the program "
+            "does not repeat itself (does it set its seeds?)."
+        )
+    lines.append(_VERDICTS[facts["verdict"]])
+    if share < _SMALL:
+        lines.append(
+            f"With torch's scaler {share:.2%} of a step are the scaler's: for the speed of this "
+            "program it does not matter which one it has."
+        )
+    lines.append("Times are medians of one run each, one after the other.")
+    return "\n".join(lines)
+
+
+def _table(theirs: dict[str, Any], ours: dict[str, Any]) -> list[str]:
+    rows: list[tuple[str, ...]] = [("", "torch", "ampfast", "")]
+    both = (theirs, ours)
+    for name, title, unit in (
+        ("own", "scaler's own time a step, us", "{:.1f}"),
+        ("gpu", "the same on the GPU, us", "{:.1f}"),
+        ("share", "its share of a step", "{:.2%}"),
+        ("step", "a whole step, us", "{:.0f}"),
+    ):
+        values = [side["medians"][name] for side in both if name in side["medians"]]
+        if len(values) == 2:
+            times = values[0] / max(values[1], 1e-9)
+            word = f"{times:.2f}x faster" if times >= 1 else f"{1 / times:.2f}x slower"
+            note = word if name in ("own", "gpu") else ""
+            rows.append((title, *map(unit.format, values), note))
+    if theirs["waits"] is not None:
+        rows.append(("waits of the host a step", *(str(side["waits"]) for side in both), ""))
+    rows.append(("skipped steps", *(f"{side['skipped']} of {side['steps']}" for side in both), ""))
+    rows.append(("final scale", *(f"{side['final_scale']:g}" for side in both), ""))
+    wide = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [f"{a:{wide[0]}}  {b:>{wide[1]}}  {c:>{wide[2]}}  {d}".rstrip() for a, b, c, d in rows]
+
+
+def _draw(theirs: list[dict[str, Any]], ours: list[dict[str, Any]], path: str) -> None:
+    """Draws losses, scales and times of both runs, with a column for each scaler."""
+    from ampfast.report import figure_of
+
+    count = min(len(theirs), len(ours))
+    figure = figure_of(6 * count, 8)
+    panels = figure.subplots(3, count, sharex="col", squeeze=False)
+    for column, sides in enumerate(zip(theirs, ours, strict=False)):
+        for name, record, color, width in zip(
+            ("torch", "ampfast"), sides, ("#9ecae1", "#b30000"), (4, 1), strict=True
+        ):
+            own = list(enumerate(record["times"]["own"]))
+            lines = (record["values"]["losses"], record["values"]["scales"], own)
+            for panel, line in zip(panels[:, column], lines, strict=True):
+                steps, values = [step + 1 for step, _ in line], [value for _, value in line]
+                panel.plot(steps, values, color=color, linewidth=width, label=name)
+        for panel, title in zip(
+            panels[:, column], ("loss", "scale", "scaler's own time, us"), strict=True
+        ):
+            panel.set_ylabel(title)
+            panel.set_yscale("linear" if title == "loss" else "log")
+            panel.legend()
+        panels[-1, column].set_xlabel("step")
+    figure.savefig(path)

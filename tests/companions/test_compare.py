@@ -1,0 +1,287 @@
+"""`python -m ampfast compare`: three runs of a program, and what is said about them."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ampfast import compare
+from ampfast.__main__ import main
+
+ROOT = Path(__file__).resolve().parents[2]
+SETUP = """
+import sys, torch
+torch.manual_seed(int(sys.argv[1]))
+torch.set_num_threads(1)
+def optimizer(model):
+    return torch.optim.SGD(model.parameters(), lr=0.05)
+"""
+# Two scalers, one of them with two optimizers, and two backward passes for each step.
+GAN = (
+    SETUP
+    + """
+left, right, judge = (torch.nn.Linear(4, 4) for _ in range(3))
+optimizers = [optimizer(model) for model in (left, right, judge)]
+generating, judging = (torch.amp.GradScaler("cpu", init_scale=2.0**b) for b in (126, 16))
+for step in range(9):
+    made = right(left(torch.randn(3, 4)))
+    generating.scale(64 * judge(made).square().mean()).backward()
+    for part in optimizers[:2]:
+        generating.unscale_(part)
+        generating.step(part)
+    generating.update()
+    optimizers[2].zero_grad()
+    losses = [judge(torch.randn(3, 4)).abs().mean() / 2 for _ in range(2)]
+    for loss in judging.scale(losses):
+        loss.backward()
+    judging.step(optimizers[2])
+    judging.update()
+    for part in optimizers:
+        part.zero_grad()
+print("sentinel" * 3)
+"""
+)
+ONE = (
+    SETUP
+    + """
+model = torch.nn.Linear(4, 4)
+one = optimizer(model)
+scaler = torch.amp.GradScaler("cpu")
+for step in range(30):
+    one.zero_grad()
+    scaler.scale(model(torch.randn(3, 4)).square().mean()).backward()
+    scaler.step(one)
+    scaler.update()
+"""
+)
+# By program, what is said of it.
+WRONG = {
+    "print('nothing')": "used no gradient scaler: there is nothing to compare",
+    ONE.replace('"cpu"', '"cpu", enabled=False'): "has a gradient scaler that is disabled",
+    ONE.replace("scaler.update()", "").replace("30", "1"): "never calls update()",
+    "import ampfast, torch\n" + ONE.replace("torch.amp.", "ampfast."): "uses ampfast's scaler",
+    ONE + "print('its output'); 1 / 0": "failed with torch's scaler, with exit code 1; ",
+    ONE + "if 'ampfast' in type(scaler).__module__: 1 / 0": "failed with ampfast's scaler, ",
+}
+
+
+@pytest.fixture
+def compared(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
+    """Compares a program, as train.py, from the shell."""
+
+    def run(program: str, *arguments: str, launcher: tuple[str, ...] = ()) -> Any:
+        (tmp_path / "train.py").write_text(program)
+        return subprocess.run(
+            [sys.executable, *launcher, "-m", "ampfast", "compare", *arguments],
+            cwd=tmp_path,
+            env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+            capture_output=True,
+            text=True,
+            timeout=300,
+        )
+
+    return run
+
+
+def test_several_scalers_and_optimizers_with_accumulation(compared: Any) -> None:
+    done = compared(GAN, "train.py", "3", "--steps", "7", "--json")
+    assert done.returncode == 0, done.stderr
+    facts = json.loads(done.stdout)
+    assert facts["schema"] == compare.SCHEMA
+    assert facts["program"] == ["train.py", "3"]
+    assert facts["verdict"] == "equal"
+    # The program goes no further than asked.
+    assert facts["torch_again"] == {"steps": 7, "first_difference": None}
+    generating, judging = facts["scalers"]
+    assert generating["first_differences"] == judging["first_differences"] == {}
+    for side in ("torch", "ampfast"):
+        assert [one[side]["steps"] for one in (generating, judging)] == [7, 6]
+        assert 0 < generating[side]["skipped"] < 7
+        assert judging[side]["skipped"] == 0
+        assert generating[side]["final_scale"] < 2.0**126
+        assert 0 < judging[side]["medians"]["share"] < 1
+    assert "sentinel" not in done.stdout + done.stderr
+
+
+@pytest.mark.sweep
+@pytest.mark.slow
+@pytest.mark.parametrize("program", WRONG)
+def test_what_cannot_be_compared(compared: Any, program: str) -> None:
+    done = compared(program, "train.py", "0")
+    assert done.returncode == 2
+    assert done.stdout == ""
+    last = next(line for line in done.stderr.splitlines() if "train.py " in line)
+    assert last.startswith(f"ampfast compare: train.py {WRONG[program]}")
+    if "1 / 0" in program:
+        assert done.stderr.endswith("ZeroDivisionError: division by zero\n")
+        assert ("its output\n" in done.stderr) is ("its output" in program)
+
+
+@pytest.mark.sweep
+@pytest.mark.slow
+def test_program_without_a_seed_is_not_blamed_on_ampfast(compared: Any) -> None:
+    done = compared(ONE.replace("torch.manual_seed(int(sys.argv[1]))", ""), "train.py")
+    assert done.returncode == 0
+    assert "differs from the first at step 1: the program does not repeat itself" in done.stdout
+    assert "So a difference from ampfast says nothing." in done.stdout
+
+
+@pytest.mark.sweep
+@pytest.mark.slow
+def test_difference_with_its_step_and_picture(compared: Any, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="draws")
+    change = "\n    if step == 25 and 'ampfast' in type(scaler).__module__: model.bias.data += 1"
+    done = compared(ONE + change, "--plot", "picture.png", "train.py", "0")
+    assert done.returncode == 1, done.stderr
+    assert "losses: differ from step 27 on: torch " in done.stdout
+    assert "scales: equal bit for bit\nskips: equal bit for bit" in done.stdout
+    assert "of 27 steps, equals the first.\nThe training DIFFERS" in done.stdout
+    assert (tmp_path / "picture.png").stat().st_size > 10_000
+
+
+@pytest.mark.sweep
+@pytest.mark.slow
+def test_two_ranks(compared: Any) -> None:
+    rank = "import torch; torch.distributed.init_process_group('gloo')\n"
+    ddp = "model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 4))"
+    program = rank + ONE.replace("model = torch.nn.Linear(4, 4)", ddp)
+    launcher = ("-m", "torch.distributed.run", "--nproc-per-node", "2")
+    done = compared(program, "train.py", "1", "--steps", "9", launcher=launcher)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("The training is equal bit for bit.") == 1
+    assert "0 of 9" in done.stdout
+
+
+# What is said, from records as `run` writes them.
+
+
+def record(losses: list[float], own: float = 50.0, **changed: Any) -> dict[str, Any]:
+    steps = len(losses)
+    return {
+        "is_ampfast": False,
+        "is_enabled": True,
+        "device": "cpu",
+        "final_scale": 65536.0,
+        "steps": steps,
+        "skipped": 0,
+        "waits": None,
+        "medians": {"own": own, "step": 1000.0, "share": own / 1000},
+        "times": {"own": [own] * steps, "step": [], "gpu": []},
+        "values": {
+            "losses": [[step, loss] for step, loss in enumerate(losses)],
+            "scales": [[step, 65536.0] for step in range(steps)],
+            "skips": [[step, 0.0] for step in range(steps)],
+        },
+        **changed,
+    }
+
+
+@pytest.fixture
+def say(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Callable[..., tuple[int, str, list[int | None]]]:
+    """Exit code and text for the records of three runs, with the steps that were asked for."""
+
+    def run(*records: list[dict[str, Any]], arguments: tuple[str, ...] = ()) -> Any:
+        asked = []
+
+        def recorded(called: list[str], number: int, stop: int | None) -> list[dict[str, Any]]:
+            asked.append(stop)
+            return records[number - 1]
+
+        monkeypatch.setattr(compare, "_records", recorded)
+        code = main(["compare", "train.py", *arguments])
+        return code, capsys.readouterr().out, asked
+
+    return run
+
+
+NAN = float("nan")
+
+
+def test_equal_with_nan(say: Any) -> None:
+    losses = [1.0, NAN, 0.0]
+    code, text, asked = say(*[[record(losses)] for _ in range(3)])
+    assert code == 0
+    assert text.count("equal bit for bit") == 4
+    assert asked == [None, None, 3]
+
+
+def test_zeros_of_either_sign_differ(say: Any) -> None:
+    ours, theirs = record([1.0, -0.0]), record([1.0, 0.0])
+    code, text, _ = say([theirs], [ours], [theirs])
+    assert code == 1
+    assert "losses: differ from step 2 on: torch 0.0, ampfast -0.0 (0)" in text
+
+
+def test_torch_that_breaks_later_does_not_excuse_a_difference(say: Any) -> None:
+    torchs, again = [1.0] * 40, [*([1.0] * 30), *([2.0] * 10)]
+    code, _, asked = say([record(torchs)], [record([*torchs[:24], *([3.0] * 16)])], [record(again)])
+    assert code == 1
+    assert asked[2] == 25
+    code, text, _ = say([record(torchs)], [record([*torchs[:35], *([3.0] * 5)])], [record(again)])
+    assert code == 0
+    assert "differs from the first at step 31" in text
+
+
+def test_one_that_ends_earlier_differs(say: Any) -> None:
+    code, text, _ = say([record([1.0] * 4)], [record([1.0] * 3)], [record([1.0] * 4)])
+    assert code == 1
+    assert "DIFFERS" in text
+
+
+def test_speed_is_said_as_it_is(say: Any) -> None:
+    quick, slow = record([1.0] * 9, own=15.0), record([1.0] * 9, own=60.0)
+    _, text, _ = say([quick], [slow], [quick])
+    assert "4.00x slower" in text
+    assert "1.50% of a step are the scaler's: for the speed of this program it does not" in text
+    _, text, _ = say([slow], [quick], [slow])
+    assert "4.00x faster" in text
+    assert "does not matter" not in text
+
+
+def test_gpu_has_times_and_waits_of_its_own(say: Any) -> None:
+    medians = {"own": 50.0, "gpu": 20.0, "step": 1000.0, "share": 0.05}
+    theirs = record([1.0] * 9, medians=medians, waits=1, device="cuda:0")
+    ours = record([1.0] * 9, medians={**medians, "gpu": 10.0}, waits=0, device="cuda:0")
+    _, text, _ = say([theirs], [ours], [theirs])
+    lines = {line[:24].strip(): line[24:].split() for line in text.splitlines()}
+    assert lines["the same on the GPU, us"] == ["20.0", "10.0", "2.00x", "faster"]
+    assert lines["waits of the host a step"] == ["1", "0"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "rest", "steps"),
+    [
+        (["--lr", "1", "--steps", "5"], ["--lr", "1"], 5),
+        (["--steps=5", "--ste", "4", "x"], ["--ste", "4", "x"], 5),
+        (["--lr", "--", "--steps", "5", "--", "y"], ["--lr", "--steps", "5", "--", "y"], None),
+    ],
+)
+def test_options_behind_the_script(
+    arguments: list[str], rest: list[str], steps: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: dict[str, Any] = {}
+    monkeypatch.setattr(compare, "run", lambda **options: given.update(options) or 0)
+    assert main(["compare", "--json", "-m", "train", *arguments]) == 0
+    assert given == {
+        "program": "train",
+        "arguments": rest,
+        "is_module": True,
+        "steps": steps,
+        "as_json": True,
+        "plot": None,
+    }
+
+
+def test_no_steps_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["compare", "--steps", "0", "train.py"])
+    assert "--steps" in capsys.readouterr().err

@@ -1,0 +1,241 @@
+"""`python -m ampfast run`: a program runs as without it, and a line about its scaler follows."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+
+from ampfast import watch
+from ampfast.watch import Record, Watch
+
+ROOT = Path(__file__).resolve().parents[2]
+TRAIN = """
+import torch
+from torch.amp import GradScaler
+
+torch.set_num_threads(1)
+weight = torch.ones(3, requires_grad=True)
+optimizer = torch.optim.SGD([weight], lr=0.1)
+scaler = GradScaler("cpu", init_scale=2.0**127)
+for step in range(6):
+    optimizer.zero_grad()
+    scaler.scale((weight * 4 - step).square().mean()).backward()
+    scaler.step(optimizer)
+    scaler.update()
+"""
+LINE = r"ampfast: 6 steps, [1-5] skipped, final scale \S+; "
+LINE += r"the scaler's own time \d+\.\d us a step, \d+\.\d\d% of a whole step\n"
+
+Call = Callable[..., subprocess.CompletedProcess[str]]
+
+
+@pytest.fixture
+def python(tmp_path: Path) -> Call:
+    """Runs this Python in a folder that has the given program as train.py."""
+
+    def run(program: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+        (tmp_path / "train.py").write_text(program)
+        return subprocess.run(
+            [sys.executable, *arguments],
+            cwd=tmp_path,
+            env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
+            capture_output=True,
+            text=True,
+            timeout=300,
+        )
+
+    return run
+
+
+SURROUNDINGS = """
+import atexit, sys
+print(sys.argv, sys.path[0], __name__, __file__, __spec__ and __spec__.name, __doc__)
+print(sys.modules["__main__"].__dict__ is globals(), sorted(globals()))
+atexit.register(lambda: print("at exit", sys.modules["__main__"].__dict__ is globals()))
+
+def fail():
+    raise ValueError("the program's own")
+"""
+
+
+@pytest.mark.sweep
+@pytest.mark.slow
+def test_program_that_fails_is_as_without(python: Call) -> None:
+    program = f'"""Its docstring."""\n{SURROUNDINGS}{TRAIN}\nfail()\n'
+    plain = python(program, "train.py", "--lr", "1", "-h")
+    ours = python(program, "-m", "ampfast", "run", "train.py", "--lr", "1", "-h")
+    assert plain.returncode == ours.returncode == 1
+    assert "ValueError" in plain.stderr
+    assert ours.stderr.startswith(plain.stderr)
+    assert re.fullmatch(LINE, ours.stderr.removeprefix(plain.stderr))
+    # Python's loader and its empty annotations are not there.
+    for name in ("'__annotations__', ", "'__loader__', ", "'__package__', "):
+        plain.stdout, ours.stdout = (out.stdout.replace(name, "") for out in (plain, ours))
+    assert ours.stdout == plain.stdout
+
+
+@pytest.mark.sweep
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("end", "code"),
+    [
+        ("raise SystemExit(7)", 7),
+        ("raise SystemExit('a text')", 1),
+        ("import os, signal; os.kill(os.getpid(), signal.SIGINT)", -signal.SIGINT),
+        ("this is no Python", 1),
+        ("import sys; sys.excepthook = lambda *error: print('my hook', error[1]); 1 / 0", 1),
+        ("import os; pid = os.fork(); (pid or os._exit(0)); os.wait()", 0),
+        ("import os, sys; pid = os.fork(); (pid or sys.exit(3)); print(os.wait()[1])", 0),
+    ],
+)
+def test_every_end_is_as_without(python: Call, end: str, code: int) -> None:
+    plain = python(TRAIN + end, "train.py")
+    ours = python(TRAIN + end, "-m", "ampfast", "run", "train.py")
+    assert plain.returncode == ours.returncode == code
+    assert ours.stdout == plain.stdout
+    assert ours.stderr.startswith(plain.stderr)
+    if "no Python" not in end:
+        assert re.fullmatch(LINE, ours.stderr.removeprefix(plain.stderr))
+
+
+@pytest.mark.sweep
+@pytest.mark.slow
+def test_module(python: Call) -> None:
+    plain = python(SURROUNDINGS + TRAIN, "-m", "train", "some", "words")
+    ours = python(SURROUNDINGS + TRAIN, "-m", "ampfast", "run", "-m", "train", "some", "words")
+    assert ours.stdout.splitlines()[0] == plain.stdout.splitlines()[0]
+    assert ours.returncode == 0
+    assert re.fullmatch(LINE, ours.stderr)
+
+
+WRONG = {
+    "print('nothing')": "the program used no gradient scaler",
+    TRAIN.replace('"cpu"', '"cpu", enabled=False'): "the gradient scaler is disabled, ",
+    TRAIN.replace("scaler.update()", "").replace("6", "1"): "the gradient scaler was never updated",
+}
+
+
+@pytest.mark.sweep
+@pytest.mark.slow
+@pytest.mark.parametrize("program", WRONG)
+def test_what_is_missing_is_said(python: Call, program: str) -> None:
+    done = python(program, "-m", "ampfast", "run", "train.py")
+    assert done.returncode == 0, done.stderr
+    assert f"ampfast: {WRONG[program]}" in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.sweep
+@pytest.mark.slow
+def test_ranks(python: Call) -> None:
+    launcher = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "ampfast", "run")
+    rank = "import torch; torch.distributed.init_process_group('gloo')\n"
+    end = "\nprint('rank', torch.distributed.get_rank(), type(scaler).__module__)\n"
+    end += "torch.distributed.destroy_process_group()\n"
+    done = python(rank + TRAIN + end, *launcher, "train.py", OMP_NUM_THREADS="1")
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == ["rank 0 ampfast.patch", "rank 1 ampfast.patch"]
+    assert len(re.findall(LINE, done.stderr)) == 1
+
+
+def test_script_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
+    from ampfast.__main__ import main
+
+    assert main(["run", "nowhere.py", "--help"]) == 2
+    assert capsys.readouterr().err == "ampfast: there is no script 'nowhere.py'\n"
+
+
+class Clock:
+    """Host and GPU of one clock, in milliseconds."""
+
+    def __init__(self) -> None:
+        self.now = 0
+
+    def perf_counter_ns(self) -> int:
+        return self.now * 1_000_000
+
+    def Event(self, enable_timing: bool) -> SimpleNamespace:  # noqa: N802
+        event = SimpleNamespace(at=None, synchronize=lambda: None)
+        event.record = lambda: setattr(event, "at", self.now)
+        event.elapsed_time = lambda end: end.at - event.at
+        return event
+
+
+class Slow:
+    """Scaler whose methods take 10 ms each, on something like a GPU."""
+
+    _enabled = True
+    _scale = SimpleNamespace(is_cuda=True, device="cuda:0")
+
+    def __init__(self, clock: Clock) -> None:
+        self.clock = clock
+
+    def scale(self, loss: object) -> None:
+        self.clock.now += 10
+
+    def unscale_(self, optimizer: object) -> None:
+        self.clock.now += 10
+
+    def step(self, optimizer: torch.optim.Optimizer) -> None:
+        self.unscale_(optimizer)
+        optimizer.step()
+        self.clock.now += 10
+
+    def update(self) -> None:
+        self.clock.now += 10
+
+
+def test_own_time_is_without_the_optimizer(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock()
+
+    class Optimizer(torch.optim.SGD):
+        def step(self, closure: None = None) -> None:
+            clock.now += 1000
+
+    profiled = torch.optim.Optimizer.profile_hook_step
+    monkeypatch.setattr(torch.optim.Optimizer, "profile_hook_step", staticmethod(profiled))
+    monkeypatch.setattr(watch, "time", clock)
+    monkeypatch.setattr(torch.cuda, "Event", clock.Event)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    ended: list[Record] = []
+    watching = Watch(Slow, keeps_values=False, ended=ended.append)
+    optimizer = Optimizer([torch.zeros(1, requires_grad=True)])
+    scaler = Slow(clock)
+    for _ in range(7):
+        clock.now += 100
+        scaler.scale(None)
+        scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+    optimizer.step()
+    [record] = watching.records.values()
+    record.flush()
+    assert ended == [record] * 7
+    assert record.times["own"] == record.times["gpu"] == [50_000] * 7
+    assert record.times["step"] == [1_150_000] * 6
+    assert record.medians()["share"] == 50 / 1150
+    assert record.waits == 0
+
+
+def test_reads_of_the_host_are_counted() -> None:
+    record = Record(None)
+    watching = SimpleNamespace(inside=record)
+    with FakeTensorMode():
+        flag = torch.zeros((), device="cuda")
+        with watch._Reads(watching):
+            for inside in (record, None):
+                watching.inside = inside
+                with pytest.raises(DataDependentOutputException):
+                    flag.item()
+            torch.add(flag, flag)
+    assert record.reads == 1
