@@ -12,7 +12,15 @@ ifneq ($(filter gpu,$(MAKECMDGOALS)),)
 # Uses the builds that are installed on a machine with a GPU.
 VENV ?=
 endif
+ifneq ($(filter demo,$(MAKECMDGOALS)),)
+ifeq ($(wildcard .venv/.installed),)
+# With little more than torch.
+VENV ?= .venv-demo
+NEEDS ?= requirements/demo.txt
+endif
+endif
 VENV ?= .venv
+NEEDS ?= requirements/dev.txt requirements/lint.txt
 
 # 3.14 is the newest Python with builds of the pinned torch.
 ifndef PYTHON
@@ -61,7 +69,7 @@ help:  ## show this list
 	@sed -n 's/^\([a-z0-9-]*\):.*## /  make \1: /p' $(MAKEFILE_LIST)
 	@sed -n '/^# /!d; s/^#   /  /p' $(MAKEFILE_LIST)
 
-demo: build/built  ## train a small net with torch's scaler and with ours, and compare them
+demo: build/built  ## train with torch's scaler and with ours: what is equal, what only ours survives
 	PYTHONPATH=. $(RUN) examples/demo.py $(ARGS)
 
 quick: build/built  ## run the product's own tests, in a minute
@@ -200,7 +208,8 @@ $(VENV)/.torch: requirements/torch.txt $(VENV)/pyvenv.cfg
 	$(RUN) -m pip install -r $<
 	@touch $@
 
-$(VENV)/.installed: requirements/dev.txt requirements/lint.txt $(VENV)/.torch
+# The first file includes the others.
+$(VENV)/.installed: $(NEEDS) $(VENV)/.torch
 	$(RUN) -m pip install -r $< -r requirements/torch.txt
 	@touch $@
 

@@ -1,6 +1,7 @@
 """The demo: equal runs, different runs, and every reason not to start."""
 
 import importlib.util
+import math
 import re
 import sys
 import weakref
@@ -16,7 +17,6 @@ import torch
 import ampfast
 
 pytest.importorskip("sklearn", reason="the demo needs scikit-learn")
-pytest.importorskip("tqdm", reason="the demo needs tqdm")
 image = pytest.importorskip("matplotlib.image", reason="the demo needs matplotlib")
 colors = pytest.importorskip("matplotlib.colors", reason="the demo needs matplotlib")
 
@@ -33,9 +33,11 @@ COMPARED = ["losses", "scale traces", "skipped steps", "final parameters"]
 
 @pytest.fixture(autouse=True, scope="module")
 def _short_interval() -> Iterator[None]:
-    """Lets the scale grow within a few steps."""
+    """Lets the scale grow within a few steps; shortens the other two trainings."""
+    short = {"GROWTH_INTERVAL": 4, "SEEDS": 1, "SGD_STEPS": 3, "BAD_STEPS": 4}
     with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr(demo, "GROWTH_INTERVAL", 4)
+        for name, value in short.items():
+            monkeypatch.setattr(demo, name, value)
         yield
 
 
@@ -93,7 +95,9 @@ def test_equal_runs(finished: Finished) -> None:
     assert int(table["times the scale grew"][0]) > 1
     for what in COMPARED:
         assert table[f"{what} equal bit for bit"] == ["-", "yes", "yes"]
-    assert all(float(cell) > 0 for cell in table["scaler microseconds per step"])
+    own, whole = (table[name] for name in ("scaler microseconds per step", "of a whole step of"))
+    assert all(0 < float(part) < float(all_) for part, all_ in zip(own, whole, strict=True))
+    assert "ampfast's 0." in finished.output
     assert "All runs are equal bit for bit" in finished.output
     assert "less the optimizer's own step" in finished.output
     assert str(finished.picture) in finished.output
@@ -104,7 +108,7 @@ def test_columns_are_aligned(finished: Finished) -> None:
     lines = finished.output.splitlines()
     header = next(index for index, line in enumerate(lines) if LABELS[0] in line)
     table = lines[header : lines.index("", header)]
-    assert len(table) == 10
+    assert len(table) == 11
     assert {len(line) for line in table} == {len(table[0])}
 
 
@@ -125,6 +129,28 @@ def test_nothing_is_left_to_chance() -> None:
     assert first.runs[0].losses == second.runs[0].losses
     assert first.accuracies == second.accuracies
     assert first.runs[0].losses != other.runs[0].losses
+
+
+def test_fused_sgd_is_ruined_with_torchs_scaler_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(demo, "SEEDS", 4)
+    monkeypatch.setattr(demo, "SGD_STEPS", 4)
+    losses = demo._fused_sgd(torch.device("cpu"), 0)
+    ours, theirs = losses["ampfast.GradScaler"], losses["torch.amp.GradScaler"]
+    assert all(math.isfinite(curve[-1]) for curve in ours)
+    if all(math.isfinite(curve[-1]) for curve in theirs):
+        print(f"torch {torch.__version__} survives it, too")
+    assert [curve[:2] for curve in ours] == [curve[:2] for curve in theirs]
+
+
+def test_bad_batches_are_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"BAD_STEPS": 100, "INFINITE": 98}.items():
+        monkeypatch.setattr(demo, name, value)
+    curves, skipped = demo._bad_batches(torch.device("cpu"), 0)
+    clean, clipped, guarded = curves.values()
+    assert skipped == [80, 81, 82, 83, 84, 98]
+    assert clean[:20] == clipped[:20]
+    assert math.isnan(clipped[-1])
+    assert guarded[-1] < 1.5 * clean[-1]
 
 
 def test_settings_of_torch_are_given_back(tmp_path: Path) -> None:
@@ -316,7 +342,7 @@ def test_torch_adds_nothing_to_the_step_that_is_timed() -> None:
 @pytest.mark.usefixtures("no_training")
 @pytest.mark.parametrize(
     ("module", "package"),
-    [("sklearn", "scikit-learn"), ("matplotlib", "matplotlib"), ("tqdm", "tqdm")],
+    [("sklearn", "scikit-learn"), ("matplotlib", "matplotlib")],
 )
 def test_missing_package(
     module: str,
