@@ -61,7 +61,7 @@ endef
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: FORCE bench bench-compare build build-cuda check clean coverage demo distclean docs format \
+.PHONY: FORCE bench bench-compare build build-cuda check clean coverage demo distclean docs docstrings format \
 	gpu help hostile lint mutants notebook python quick smoke test test-aarch64 test-all test-sweeps \
 	test-trainers test-triton36 triton36-compiled triton36-interpreted triton36-run types wheels
 
@@ -108,7 +108,7 @@ mutants: build/built  ## mutation tests of the state machine and master weights
 gpu: | $(READY)  ## on a GPU, with PYTHON unchanged: measure what decides, test, sanitize, benchmark
 	$(RUN) tests/gpu $(ARGS)
 
-check: lint types  ## lint, formatting and types; edits nothing
+check: lint types docstrings  ## lint, formatting, types and docstrings; edits no source
 
 lint: | $(READY)  ## the part of check that needs no torch
 	$(RUN) -m ruff check .
@@ -116,9 +116,12 @@ lint: | $(READY)  ## the part of check that needs no torch
 	$(RUN) -c 'from importlinter.cli import lint_imports_command; lint_imports_command()' --no-cache
 	$(CLANG_FORMAT) --dry-run -Werror $(CSRC) $(OTHER_CPP)
 
-types: | $(READY)  ## the other part
+types: | $(READY)  ## the part that needs torch
 	$(RUN) -m mypy
 	$(RUN) -m mypy --config-file tests/gpu/mypy.ini
+
+docstrings: build/built  ## the part that needs the extension: arguments and errors of public functions
+	$(RUN) -m pytest -q -p no:cacheprovider tests/project/test_docstrings.py
 
 format: | $(READY)  ## format every file
 	$(RUN) -m ruff check --fix-only .

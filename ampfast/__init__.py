@@ -47,6 +47,10 @@ if torch.distributed.is_available():
     __all__ += ["ShardedGradScaler"]
 
 
+def __dir__() -> list[str]:
+    return __all__
+
+
 def __getattr__(name: str) -> Any:
     # Imported on first use, since torch.distributed.fsdp takes a while.
     if name == "ShardedGradScaler" and torch.distributed.is_available():

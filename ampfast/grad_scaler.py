@@ -19,6 +19,7 @@ from ampfast import backends, capture, clip_grad, clipping, distributed, gradien
 from ampfast._version import __version__
 from ampfast.backends import scalars
 from ampfast.backends.core import Factor, Pass, any_found, overrides
+from ampfast.backends.core import state_layout as layout
 from ampfast.backends.gpu import DeviceKernels
 from ampfast.backends.scalars import inverse, joint_flag, moved
 from ampfast.capture import is_capturing, refuse_capture
@@ -212,6 +213,21 @@ class GradScaler(Passes):
             self._is_guard = init_scale == 1
         self._track = track
         self._keep_norm = keep_norm
+
+    def __repr__(self) -> str:
+        name, scale = type(self).__name__, self._scale if self._enabled else None
+        if scale is None:
+            state = f"scale {self._init_scale:g}, on no device yet" if self._enabled else "disabled"
+            return f"<{name}: {state}>"
+        if not scale.is_cpu:  # reading it would wait
+            backend = f", backend {self._choice.name_for(scale.device)}" if self._kernels else ""
+            return f"<{name}: scale, steps and skipped on {scale.device}: see stats(){backend}>"
+        words, backend = (
+            self._loss_scale.words_on(scale.device),
+            self._choice.name_for(scale.device),
+        )
+        steps, skipped = words[layout.STEPS].item(), words[layout.SKIPPED].item()
+        return f"<{name}: scale {scale:g}, {steps} steps, {skipped} skipped, backend {backend}>"
 
     def scale(self, outputs: Any) -> Any:
         """Returns a tensor, or the tensors of an iterable, times the scale; as torch's.

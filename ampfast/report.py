@@ -93,14 +93,26 @@ class SummaryWriter(Protocol):
         """
 
 
-def log(writer: SummaryWriter, step: int, stats: ScalerStats, prefix: str = "scaler/") -> None:
-    """Writes every field of `stats` as a scalar.
+def log(
+    writer: SummaryWriter,
+    step: int,
+    stats: ScalerStats,
+    prefix: str = "scaler/",
+    *,
+    grad_norm: float | Tensor | None = None,
+    skip_reason: str | None = None,
+) -> None:
+    """Writes every field of `stats` as a scalar, and the norm of the step and why it was skipped.
 
     Args:
         writer: Object with `add_scalar(tag, value, step)`, such as TensorBoard's `SummaryWriter`.
         step: Global step of the scalars.
         stats: Result of `GradScaler.stats()`.
         prefix: Prefix of the tags.
+        grad_norm: Result of `clip_grad_norm_` or `grad_norm`, written as "grad_norm"; a tensor on a
+            GPU makes the host wait.
+        skip_reason: Result of `GradScaler.skip_reason()`, written as a 1 for "skipped_overflow" or
+            "skipped_spike".
 
     Raises:
         TypeError: If `writer` has no `add_scalar`, or `stats` is not a `ScalerStats`.
@@ -110,7 +122,12 @@ def log(writer: SummaryWriter, step: int, stats: ScalerStats, prefix: str = "sca
         raise TypeError(f"writer must have add_scalar(tag, value, step), got {kind}")
     if not isinstance(stats, ScalerStats):
         raise TypeError(f"stats must be a ScalerStats, got {type(stats).__name__}")
-    for name, value in asdict(stats).items():
+    scalars = asdict(stats)
+    if grad_norm is not None:
+        scalars["grad_norm"] = float(grad_norm)
+    if skip_reason is not None:
+        scalars[f"skipped_{skip_reason}"] = 1
+    for name, value in scalars.items():
         writer.add_scalar(prefix + name, value, step)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import math
 import pickle
 from types import NoneType
 from typing import Any
@@ -16,7 +17,9 @@ from support.gradients import parameter_with
 from support.outcomes import agree
 from support.scalers import Scaler, TorchScaler, started
 from support.twins import paired, side
+from torch._subclasses.fake_tensor import FakeTensorMode
 
+import ampfast
 from ampfast import GradScaler
 
 KEYS = ["scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker"]
@@ -317,3 +320,29 @@ def test_enabled_later() -> None:
 
     assert agree(off_and_on).error is None
     assert isinstance(agree(on_without_state).error, AttributeError)
+
+
+def test_repr_without_a_wait_of_the_host() -> None:
+    weight = torch.ones(2, requires_grad=True)
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    scaler = GradScaler("cpu", init_scale=1024.0)
+    assert repr(scaler) == "<GradScaler: scale 1024, on no device yet>"
+    assert repr(GradScaler("cpu", enabled=False)) == "<GradScaler: disabled>"
+    for value in (1.0, math.inf, 1.0):
+        weight.grad = torch.full((2,), value)
+        scaler.scale(torch.ones(()))
+        scaler.step(optimizer)
+        scaler.update()
+    backend = scaler._choice.name_for(torch.device("cpu"))
+    assert repr(scaler) == f"<GradScaler: scale 512, 3 steps, 1 skipped, backend {backend}>"
+    assert repr(copy.deepcopy(scaler)) == "<GradScaler: scale 512, on no device yet>"
+    with FakeTensorMode():
+        scaler._scale = torch.ones((), device="cuda")
+    scaler._kernels = None
+    # A number of this tensor cannot be read.
+    text = "<GradScaler: scale, steps and skipped on cuda:0: see stats()>"
+    assert repr(scaler) == text
+
+
+def test_the_package_lists_its_public_names_alone() -> None:
+    assert set(dir(ampfast)) == set(ampfast.__all__)

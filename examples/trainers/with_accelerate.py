@@ -14,6 +14,10 @@ import ampfast
 
 def main() -> None:
     accelerator = Accelerator(mixed_precision="fp16")
+    if not accelerator.native_amp:
+        raise SystemExit(
+            "on a CPU Accelerate neither casts to float16 nor unscales: this needs a GPU"
+        )
     accelerator.scaler = ampfast.GradScaler(accelerator.device.type)
     model = nn.Linear(64, 10)
     model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-3))

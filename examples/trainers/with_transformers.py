@@ -36,6 +36,10 @@ def main() -> None:
         )
         trainer = Trainer(Classifier(), arguments, train_dataset=rows)
         accelerator = trainer.accelerator
+        if not accelerator.native_amp:
+            raise SystemExit(
+                "on a CPU Accelerate neither casts to float16 nor unscales: this needs a GPU"
+            )
         accelerator.scaler = ampfast.GradScaler(accelerator.device.type)
         trainer.train()
     print(accelerator.scaler.stats())

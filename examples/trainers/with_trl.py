@@ -43,6 +43,10 @@ def main() -> None:
         )
         trainer = SFTTrainer(model, arguments, train_dataset=rows, processing_class=tokenizer)
         accelerator = trainer.accelerator
+        if not accelerator.native_amp:
+            raise SystemExit(
+                "on a CPU Accelerate neither casts to float16 nor unscales: this needs a GPU"
+            )
         accelerator.scaler = ampfast.GradScaler(accelerator.device.type)
         trainer.train()
     print(accelerator.scaler.stats())

@@ -44,6 +44,14 @@ def cuda_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
+def float16_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets Accelerate take the path of a GPU."""
+    accelerate = pytest.importorskip("accelerate", reason="needs accelerate")
+    always = property(lambda _: True, lambda *_: None)
+    monkeypatch.setattr(accelerate.Accelerator, "native_amp", always, raising=False)
+
+
+@pytest.fixture
 def patched() -> Iterator[ampfast.Patch]:
     """Runs the test under `ampfast.patch()`."""
     with ampfast.patch() as patch:

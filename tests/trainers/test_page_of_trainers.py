@@ -21,6 +21,7 @@ PROGRAMS = [
 ]
 
 
+@pytest.mark.usefixtures("float16_on_cpu")
 @pytest.mark.parametrize("program", PROGRAMS, ids=["accelerate", "transformers"])
 def test_a_program_with_overflows(program: str, monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[ampfast.GradScaler] = []
@@ -31,9 +32,6 @@ def test_a_program_with_overflows(program: str, monkeypatch: pytest.MonkeyPatch)
             made.append(self)
 
     monkeypatch.setattr(ampfast, "GradScaler", Overflowing)
-    # float16 as on a GPU.
-    float16 = property(lambda _: True, lambda *_: None)
-    monkeypatch.setattr(accelerate.Accelerator, "native_amp", float16, raising=False)
     try:
         exec(compile(program, PAGE, "exec"), {"__name__": "__main__"})
     finally:

@@ -286,5 +286,11 @@ def test_16_bit_models(case: Case, tmp_path: Path) -> None:
     assert_as_by_hand(train_16_bit, case, tmp_path)
 
 
+@pytest.mark.usefixtures("float16_on_cpu")
 def test_example(run_example: Callable[[str], str]) -> None:
     assert "steps=4" in run_example("with_transformers.py")
+
+
+def test_example_refuses_a_cpu(run_example: Callable[[str], str]) -> None:
+    with pytest.raises(SystemExit, match="neither casts to float16 nor unscales"):
+        run_example("with_transformers.py")

@@ -167,5 +167,11 @@ def test_a_float16_model(tmp_path: Path) -> None:
         assert not torch.equal(param, old)
 
 
+@pytest.mark.usefixtures("float16_on_cpu")
 def test_example(run_example: Callable[[str], str]) -> None:
     assert "steps=4" in run_example("with_trl.py")
+
+
+def test_example_refuses_a_cpu(run_example: Callable[[str], str]) -> None:
+    with pytest.raises(SystemExit, match="neither casts to float16 nor unscales"):
+        run_example("with_trl.py")
