@@ -38,7 +38,7 @@ from . import (
 from .compare import Comparison
 from .device_time import CudaQueue, HostQueue
 from .harness import FULL, GPU_FULL, GPU_QUICK, QUICK, REHEARSAL, Job, Setting
-from .machine import REPOSITORY, default_device, new_results
+from .machine import REPOSITORY, OtherPrograms, default_device, new_results
 from .results import Results
 
 try:
@@ -237,6 +237,7 @@ def _run(
         print(text, flush=True)
 
     failed = left_out = False
+    others = OtherPrograms()
     # Incomplete until the last job is done, so a run that is cut off leaves a file that says so.
     results.complete = False
     for number, (name, job) in enumerate(jobs, 1):
@@ -269,6 +270,7 @@ def _run(
                     note(told)
                 failed |= told.startswith("FAILED")
         results.seconds = round(time.monotonic() - started, 1)
+        results.machine["cores_of_others"] = others.cores()
         _save(results, file)
     results.complete = not (failed or left_out)
     return 1 if failed else 0
@@ -313,7 +315,8 @@ def _finish(results: Results, file: Path | None, folder: Path | None) -> int:
         show(table)
     if results.goals:
         show(tables.of_goals(results.goals))
-    print(*results.notes, *results.caveats, *tables.sentences(results), sep="\n")
+    told = [tables.score(results), *filter(None, [results.during]), *results.caveats]
+    print(*results.notes, *told, *tables.sentences(results), sep="\n")
     if folder is None or not results.rows or not saved:
         return 0 if saved else 1
     try:

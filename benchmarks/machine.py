@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import gc
 import importlib.metadata
@@ -10,6 +11,7 @@ import platform
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,30 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 DEFAULT_CACHE_BYTES = 32 << 20
 DEFAULT_GPU_CACHE_BYTES = 64 << 20
 CONTROL_GROUP = Path("/sys/fs/cgroup")
+
+
+class OtherPrograms:
+    """Cores that other programs take, from now on."""
+
+    def __init__(self) -> None:
+        self._start = self._seconds()
+
+    def cores(self) -> float | None:
+        """Their mean since the start, or None where it cannot be read."""
+        (busy, own, now), (busy_then, own_then, then) = self._seconds(), self._start
+        if busy is None or busy_then is None or now <= then:
+            return None
+        return max(0.0, round((busy - busy_then - (own - own_then)) / (now - then), 2))
+
+    @staticmethod
+    def _seconds() -> tuple[float | None, float, float]:
+        """CPU seconds of all programs and of this one with its ended children; the time."""
+        own, busy = sum(os.times()[:4]), None
+        with contextlib.suppress(OSError, ValueError):
+            # user, nice, system; irq, softirq, steal
+            ticks = [int(word) for word in Path("/proc/stat").read_text().split()[1:9]]
+            busy = (sum(ticks[:3]) + sum(ticks[5:])) / os.sysconf("SC_CLK_TCK")
+        return busy, own, time.monotonic()
 
 
 def default_device() -> torch.device:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .providers import UNSCALE
 from .results import Results, Row, write_whole
-from .tables import NO_SCALER, percent, usual_loops
+from .tables import NO_SCALER, faster, percent, usual_loops
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -31,12 +31,13 @@ STYLE = {
 
 
 class Bar(NamedTuple):
-    """Bar of a group; `mark` is a length to compare with."""
+    """Bar of a group; `spread` is its 20th and 80th percentile, `mark` a length to compare with."""
 
     group: str
     series: str
     value: float
     label: str
+    spread: tuple[float, float] | None = None
     mark: float | None = None
 
 
@@ -62,26 +63,38 @@ def _warm_time(row: Row) -> Bar | None:
 
 def _timed(row: Row, group: str) -> Bar:
     microseconds = row.host_us.p50 if row.host_us else 0.0
-    faster = "" if row.vs_torch is None else f" ({row.vs_torch:.1f}x faster)"
-    return Bar(group, row.side, microseconds, f"{microseconds:,.0f}{faster}")
+    speed = "" if row.vs_torch is None else f" ({faster(row.vs_torch)})"
+    ends = (row.host_us.p20, row.host_us.p80) if row.host_us else None
+    return Bar(group, row.side, microseconds, f"{microseconds:,.0f}{speed}", ends)
 
 
 def _throughput(row: Row) -> Bar | None:
     if row.call != UNSCALE or row.dtype != "float32" or not row.gb_s:
         return None
-    return Bar(row.case, row.side, row.gb_s, percent(row.percent_of_copy), row.copy_gb_s)
+    label, ends = percent(row.percent_of_copy), _ends(row, row.gb_s, inverted=True)
+    return Bar(row.case, row.side, row.gb_s, label, ends, row.copy_gb_s)
 
 
 def _over_none(row: Row) -> Bar | None:
     if not row.over_none or row.side == NO_SCALER:
         return None
-    return Bar(f"{row.case}\n{row.call}", row.side, row.over_none, f"{row.over_none:.3f}")
+    label, ends = f"{row.over_none:.3f}", _ends(row, row.over_none)
+    return Bar(f"{row.case}\n{row.call}", row.side, row.over_none, label, ends)
 
 
 def _speedup(row: Row) -> Bar | None:
     if not row.vs_torch or row.dtype != "float32":
         return None
-    return Bar(f"{row.case}\n{row.call}", row.side, row.vs_torch, f"{row.vs_torch:.2f}x")
+    label, ends = faster(row.vs_torch), _ends(row, row.vs_torch, inverted=True)
+    return Bar(f"{row.case}\n{row.call}", row.side, row.vs_torch, label, ends)
+
+
+def _ends(row: Row, value: float, inverted: bool = False) -> tuple[float, float] | None:
+    """A figure's spread by that of the row's own time, as which it grows or, inverted, falls."""
+    if row.ms is None:
+        return None
+    low, high = row.ms.p20 / row.ms.p50, row.ms.p80 / row.ms.p50
+    return (value / high, value / low) if inverted else (value * low, value * high)
 
 
 OVER_NONE = "time over that without a scaler (the line)"
@@ -186,8 +199,11 @@ def _bars(chart: Chart, results: Results) -> Figure | None:
         centres.append(position + (len(here) - 1) / 2)
         for bar in here:
             axes.barh(position, bar.value, 0.9, color=colours[bar.series])
+            if bar.spread is not None:
+                ends = [[bar.value - bar.spread[0]], [bar.spread[1] - bar.value]]
+                axes.errorbar(bar.value, position, xerr=ends, fmt="none", ecolor="k", elinewidth=1)
             axes.annotate(
-                *(bar.label, (bar.value, position), (4, 0)),
+                *(bar.label, (bar.spread[1] if bar.spread else bar.value, position), (4, 0)),
                 textcoords="offset points",
                 va="center",
                 fontsize=8,

@@ -39,14 +39,13 @@ def write(results: Results, folder: Path) -> Path:
     )
     text = environment.get_template("report.html.jinja").render(
         results=results,
+        score=tables.score(results),
         sentences=[*tables.sentences(results), tables.gain_of_a_step(results)],
         pictures=list(zip(figures, drawn, strict=True)),
         verdicts=Counter(goal.verdict for goal in results.goals),
         all_verdicts=VERDICTS,
-        tables=[
-            *([tables.of_goals(results.goals)] if results.goals else []),
-            *tables.of(results),
-        ],
+        goals=[tables.of_goals(results.goals)] if results.goals else [],
+        tables=tables.of(results),
         method=METHOD,
     )
     folder.mkdir(parents=True, exist_ok=True)

@@ -17,6 +17,8 @@ FORMAT = 3
 DROPPED = ("memory", "ranks")
 # Load average of the last minute, per core, beyond which others take the cores from a run.
 BUSY = 1.5
+# Cores that other programs took during the run, as a fraction of all, likewise.
+TAKEN = 0.1
 # Fraction of the limit. Identical contenders differ by up to 2% on a quiet machine.
 CLOSE = 0.05
 MET, NEAR, MISSED = VERDICTS = ("met", "met within spread", "not met")
@@ -192,6 +194,9 @@ class Results:
         """Sentences on what limits these figures."""
         load = self.machine.get("load") or 0.0
         is_busy = load > BUSY * (self.machine.get("cores") or 1)
+        taken = (self.machine.get("cores_of_others") or 0.0) > TAKEN * (
+            self.machine.get("cores") or 1
+        )
         failed = sum(note.startswith("FAILED") for note in self.notes)
         missed = sum(goal.verdict == MISSED for goal in self.goals)
         return [
@@ -199,7 +204,15 @@ class Results:
             *([f"{failed} of its parts failed."] if failed else []),
             *([f"{missed} of {len(self.goals)} goals were not met."] if missed else []),
             *([f"The load average was {load:.1f} when it began."] if is_busy else []),
+            *([f"{self.during} The machine was BUSY: do not trust the times."] if taken else []),
         ]
+
+    @property
+    def during(self) -> str:
+        """Sentence on what other programs took during the run; empty where it is not known."""
+        others = self.machine.get("cores_of_others")
+        cores = self.machine.get("cores") or 1
+        return "" if others is None else f"Other programs took {others:.2f} of {cores} cores."
 
     def write(self, path: Path) -> None:
         """Writes the file atomically, a line for each row."""
@@ -230,7 +243,7 @@ class Results:
             )
         try:
             _check(cls, content)
-            for key in ("load", "cores"):
+            for key in ("load", "cores", "cores_of_others"):
                 if not _is_figure(content["machine"].get(key) or 0):
                     raise ValueError(f"machine.{key} is {content['machine'][key]!r}")
             for key, kind in (("rows", Row), ("goals", Goal)):

@@ -14,6 +14,8 @@ NOT_MEASURED = "not measured"
 NO_SCALER = "no scaler"
 LOOP = "a loop"
 OTHERS = (NO_SCALER, LOOP, "torch")
+# Identical contenders differ by up to 2% on a quiet machine.
+TIE = 0.05
 
 # Title and method of each subject, in the order of a run.
 SUBJECTS = {
@@ -25,6 +27,11 @@ SUBJECTS = {
     "host": (
         "Host time of the scaler, warm calls",
         "Parameters of four elements, so that only overhead remains: time until the call returns.",
+    ),
+    "clip": (
+        "Unscaling and clipping by the norm",
+        "torch's unscale_ and clip_grad_norm_ against one call; in_place=False leaves the "
+        "gradients to the optimizer. By torch's name: the same two calls, patched.",
     ),
     "mlp": (
         "A perceptron in mixed precision",
@@ -49,11 +56,6 @@ SUBJECTS = {
         "Whole steps of the scaler, scale(loss) to update()",
         "With optimizers without work, so that only the scaler is timed; a fused optimizer takes "
         "scale and flag itself.",
-    ),
-    "clip": (
-        "Unscaling and clipping by the norm",
-        "torch's unscale_ and clip_grad_norm_ against one call; in_place=False leaves the "
-        "gradients to the optimizer. By torch's name: the same two calls, patched.",
     ),
     "tracking": (
         "Cost of tracking each parameter",
@@ -100,7 +102,14 @@ def number(value: float | None) -> str:
 
 
 def times(value: float | None) -> str:
-    return "-" if value is None else f"{value:.2f}x"
+    """How many times as fast, in a column "faster"; of less than once, how much slower."""
+    if value is None:
+        return "-"
+    return f"{value:.2f}x" if round(value, 2) >= 1 else f"{1 / value:.2f}x slower"
+
+
+def faster(value: float) -> str:
+    return times(value) if round(value, 2) < 1 else f"{times(value)} faster"
 
 
 def percent(value: float | None) -> str:
@@ -147,7 +156,7 @@ def line(row: Row) -> str:
         row.host_us and f"{number(row.host_us.p50)} us on the host {_relative(row.host_us)}",
         row.gb_s and f"{number(row.gb_s)} GB/s",
         row.percent_of_copy and f"{percent(row.percent_of_copy)} of a copy",
-        row.vs_torch and f"{times(row.vs_torch)} as fast as torch",
+        row.vs_torch and f"{faster(row.vs_torch)} than torch",
         row.over_none and f"{row.over_none:.3f} of no scaler",
     ]
     return f"{', '.join(row.name)}: {', '.join(filter(None, figures))}"
@@ -214,6 +223,18 @@ def of_goals(goals: Sequence[Goal]) -> Table:
     return Table("goals", "Goals", how, (*names, "at most", "measured", "p20 to p80"), lines, 7)
 
 
+def score(results: Results) -> str:
+    """Sentence on how many measurements are won, tied and lost against torch."""
+    ratios = [r.vs_torch for r in results.rows if r.vs_torch and r.side not in OTHERS]
+    if not ratios:
+        return f"Against torch: {NOT_MEASURED}."
+    won, lost = sum(ratio > 1 + TIE for ratio in ratios), sum(ratio < 1 - TIE for ratio in ratios)
+    return (
+        f"Against torch, of {len(ratios)} measurements: {won} faster, "
+        f"{len(ratios) - won - lost} as fast within {TIE:.0%}, {lost} slower."
+    )
+
+
 def sentences(results: Results) -> list[str]:
     """Real loops, host time and throughput: both sides and their ratio."""
     loops = usual_loops(results.rows)
@@ -246,8 +267,8 @@ def _compared(rows: Iterable[Row], subject: str, call: str, unit: str) -> str:
     ratios = [row.vs_torch for _, row in both if row.vs_torch]
     return (
         f"{figures[0]} {unit} with torch, {figures[1]} {unit} with {ours.side}, "
-        f"{times(ours.vs_torch)} ({ours.case}{parameters}, {ours.dtype}, {ours.call}); over all "
-        f"{len(ratios)} rows {times(min(ratios))} to {times(max(ratios))}"
+        f"{faster(ours.vs_torch or 1.0)} ({ours.case}{parameters}, {ours.dtype}, {ours.call}); "
+        f"over all {len(ratios)} rows {times(min(ratios))} to {times(max(ratios))}"
     )
 
 

@@ -244,7 +244,10 @@ def test_a_terminated_run_writes_its_results(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--only", "host,gpu"], "'gpu' is not among loops, host, mlp, training, growth, kernels"),
+        (
+            ["--only", "host,gpu"],
+            "'gpu' is not among loops, host, clip, mlp, training, growth, ",
+        ),
         (["--limit", "soon"], "invalid float value: 'soon'"),
         (["--cases", "1000x1k"], "unrecognized arguments: --cases 1000x1k"),
         (["--folder", __file__], "File exists"),

@@ -8,7 +8,7 @@ import re
 import pytest
 from sample_results import both, cpu_results, gpu_results, results
 
-from benchmarks import pictures, report, tables
+from benchmarks import machine, pictures, report, tables
 from benchmarks.results import Row, Spread
 
 
@@ -18,7 +18,7 @@ def _tables(made):
 
 def test_both_sides_of_a_call_stand_on_one_line():
     found = _tables(cpu_results())
-    assert list(found) == ["loops", "host", "training", "growth", "kernels", "clip", "masters"]
+    assert list(found) == ["loops", "host", "clip", "training", "growth", "kernels", "masters"]
     clip = found["clip"]
     assert clip.header == ("case", "dtype", "call", "torch, ms", "ampfast, ms", "faster", "spread")
     assert clip.lines == [
@@ -60,15 +60,66 @@ def test_numbers_have_three_digits_and_no_exponent(value, text):
 def test_three_sentences_name_both_sides_and_their_ratio():
     assert tables.sentences(cpu_results()) == [
         "Scaler's own time in a real training loop: 130 us with torch, 50 us with ampfast, 2.60x "
-        "(conv net, 10 parameters, bfloat16, AdamW); over all 3 rows 1.25x to 2.60x.",
-        "Host time of warm calls: 800 us with torch, 80 us with ampfast, 10.00x (1000x4, float32, "
-        "unscale_ + update); over all 1 rows 10.00x to 10.00x.",
-        "Throughput: 4 GB/s with torch, 8 GB/s with ampfast, 2.00x (bert_base, float32, unscale); "
-        "over all 1 rows 2.00x to 2.00x.",
+        "faster (conv net, 10 parameters, bfloat16, AdamW); over all 3 rows 1.25x to 2.60x.",
+        "Host time of warm calls: 800 us with torch, 80 us with ampfast, 10.00x faster (1000x4, "
+        "float32, unscale_ + update); over all 1 rows 10.00x to 10.00x.",
+        "Throughput: 4 GB/s with torch, 8 GB/s with ampfast, 2.00x faster (bert_base, float32, "
+        "unscale); over all 1 rows 2.00x to 2.00x.",
     ]
     assert all(sentence.endswith(": not measured.") for sentence in tables.sentences(results([])))
     bare = [dataclasses.replace(row, vs_torch=None) for row in cpu_results().rows]
     assert all(each.endswith(": not measured.") for each in tables.sentences(results(bare)))
+
+
+def test_what_is_slower_is_called_so():
+    assert [tables.times(value) for value in (2.0, 0.998, 0.5)] == [
+        "2.00x",
+        "1.00x",
+        "2.00x slower",
+    ]
+    assert tables.faster(1.5) == "1.50x faster"
+    slow = [row for row in both("host", "a", "float32", "unscale", 10.0, 25.0) if row.vs_torch]
+    assert pictures._timed(slow[0], "").label.endswith(" (2.50x slower)")
+
+
+def test_score_counts_what_is_won_tied_and_lost():
+    rows = [
+        row
+        for ours in (5.0, 9.6, 10.0, 10.4, 12.0, 20.0)
+        for row in both("host", f"{ours}", "float32", "unscale", 10.0, ours)
+    ]
+    assert tables.score(results(rows)) == (
+        "Against torch, of 6 measurements: 1 faster, 3 as fast within 5%, 2 slower."
+    )
+    assert tables.score(results([])) == "Against torch: not measured."
+
+
+def test_bars_have_their_spread(tmp_path):
+    [_, ours] = [row for row in cpu_results().rows if row.subject == "loops"][:2]
+    bar = pictures._own_time(ours)
+    assert bar.spread == (ours.host_us.p20, ours.host_us.p80)
+    [clip] = [row for row in cpu_results().rows if row.subject == "clip" and row.vs_torch][:1]
+    low, high = pictures._speedup(clip).spread
+    assert low < clip.vs_torch < high
+    assert low == clip.vs_torch * clip.ms.p50 / clip.ms.p80
+
+
+def test_busy_machine_is_told(tmp_path):
+    made = cpu_results()
+    made.machine = {**made.machine, "cores": 2, "cores_of_others": 0.1}
+    assert made.during == "Other programs took 0.10 of 2 cores."
+    assert not any("BUSY" in caveat for caveat in made.caveats)
+    assert made.during in report.write(made, tmp_path).read_text()
+    made.machine["cores_of_others"] = 0.9
+    assert any("BUSY: do not trust the times" in caveat for caveat in made.caveats)
+
+
+def test_cores_of_others_are_without_our_own(monkeypatch):
+    seconds = iter([(100.0, 10.0, 0.0), (160.0, 50.0, 40.0), (None, 0.0, 99.0)])
+    monkeypatch.setattr(machine.OtherPrograms, "_seconds", staticmethod(lambda: next(seconds)))
+    others = machine.OtherPrograms()
+    assert others.cores() == 0.5
+    assert others.cores() is None
 
 
 def test_a_step_gains_what_torchs_takes_longer():
@@ -123,12 +174,13 @@ def test_pictures_are_written_in_both_forms_and_earlier_ones_go_away(tmp_path):
 def test_the_page_opens_with_sentences_and_pictures_and_folds_tables(tmp_path):
     made = cpu_results(complete=False, notes=["FAILED <b>: torch's bits"])
     text = report.write(made, tmp_path).read_text()
-    places = [text.index(part) for part in ("2.60x (conv net", "data:image", "<details", "<table>")]
+    parts = ("Against torch, of ", "2.60x faster (conv net", "data:image", "<details", "<table>")
+    places = [text.index(part) for part in (*parts, "<h2>Goals", 'id="goals"')]
     assert places == sorted(places)
     assert "The run was not complete; its notes say why." in text
     assert "1 of its parts failed." in text
     assert "FAILED &lt;b&gt;: torch&#39;s bits" in text
-    assert "Goals: 1 met, 0 met within spread, 0 not met." in text
+    assert ": 1 met, 0 met within spread, 0 not met." in text
     assert not re.search(r"https?://", text), "nothing is fetched"
     for table in tables.of(made):
         assert f'<details id="{table.subject}">' in text
