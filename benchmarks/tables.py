@@ -300,7 +300,22 @@ def gain_of_a_step(results: Results) -> str:
     return (
         f"On the nets measured ({nets}), a whole training step is {_shorter(median(gains))} than "
         f"with torch's scaler, the median of {len(gains)} kinds of step between "
-        f"{_shorter(gains[0])} and {_shorter(gains[-1])}."
+        f"{_shorter(gains[0])} and {_shorter(gains[-1])}.{_clipped_by_the_scaler(results)}"
+    )
+
+
+def _clipped_by_the_scaler(results: Results) -> str:
+    over = sorted(
+        row.over_none
+        for row in results.rows
+        if row.subject == "training" and row.replaces and row.over_none
+    )
+    if not over:
+        return ""
+    return (
+        " Scaling, checking and clipping with ampfast's scaler takes "
+        f"{over[0]:.2f} to {over[-1]:.2f} times as long as the same step that torch clips without "
+        f"any scaler (median {median(over):.2f})."
     )
 
 
