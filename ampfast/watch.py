@@ -142,11 +142,13 @@ class Watch:
             if torch.compiler.is_compiling() or self.inside is not None:
                 return method(scaler, *args, **kwargs)
             record = self.records.setdefault(id(scaler), Record(scaler))
-            if not scaler._enabled:
+            scale = scaler._scale if scaler._enabled else None
+            on_gpu = scale is not None and scale.is_cuda
+            if not scaler._enabled or (on_gpu and torch.cuda.is_current_stream_capturing()):
                 return method(scaler, *args, **kwargs)
             if self._keeps_values:
                 record.keep(name, args[0] if args else None)
-            counts = 0 < record.steps < _WARM_UP and scaler._scale.is_cuda
+            counts = on_gpu and 0 < record.steps < _WARM_UP
             self.inside = record
             try:
                 with _Reads(self) if counts else nullcontext():
@@ -180,8 +182,8 @@ def _clocked(
 ) -> Any:
     """Calls; adds the time to the record's, or takes it away with that of its own events."""
     scale = record.scaler._scale
-    events = scale is not None and scale.is_cuda and not torch.cuda.is_current_stream_capturing()
-    begin, end = (torch.cuda.Event(enable_timing=True) if events else None for _ in range(2))
+    on_gpu = scale is not None and scale.is_cuda
+    begin, end = (torch.cuda.Event(enable_timing=True) if on_gpu else None for _ in range(2))
     outer = time.perf_counter_ns()
     if begin is not None:
         begin.record()
