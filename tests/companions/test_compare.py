@@ -112,7 +112,7 @@ def test_several_scalers_and_optimizers_with_accumulation(compared: Any) -> None
 
 @pytest.mark.sweep
 @pytest.mark.slow
-@pytest.mark.parametrize("program", WRONG)
+@pytest.mark.parametrize("program", WRONG, ids=WRONG.get)
 def test_what_cannot_be_compared(compared: Any, program: str) -> None:
     done = compared(program, "train.py", "0")
     assert done.returncode == 2

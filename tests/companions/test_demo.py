@@ -142,6 +142,8 @@ def test_fused_sgd_is_ruined_with_torchs_scaler_alone(monkeypatch: pytest.Monkey
     assert [curve[:2] for curve in ours] == [curve[:2] for curve in theirs]
 
 
+@pytest.mark.sweep
+@pytest.mark.slow
 def test_bad_batches_are_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"BAD_STEPS": 100, "INFINITE": 98}.items():
         monkeypatch.setattr(demo, name, value)

@@ -127,7 +127,7 @@ WRONG = {
 
 @pytest.mark.sweep
 @pytest.mark.slow
-@pytest.mark.parametrize("program", WRONG)
+@pytest.mark.parametrize("program", WRONG, ids=WRONG.get)
 def test_what_is_missing_is_said(python: Call, program: str) -> None:
     done = python(program, "-m", "ampfast", "run", "train.py")
     assert done.returncode == 0, done.stderr
