@@ -34,10 +34,15 @@ def main(arguments: list[str] | None = None) -> int:
     command = commands.add_parser(
         "run",
         help="your training script with ampfast's scaler in place of torch's",
-        usage="python -m ampfast run [-m] SCRIPT ARGS...",
+        usage="python -m ampfast run [--clip] [-m] SCRIPT ARGS...",
         description="Runs a script as python does, unedited, with ampfast.patch() in force. At the "
         "end it prints a line: steps, skipped ones, final scale, the scaler's own time and its "
         "share of a step. With several ranks: torchrun ... -m ampfast run SCRIPT ARGS...",
+    )
+    command.add_argument(
+        "--clip",
+        action="store_true",
+        help="replace torch.nn.utils.clip_grad_norm_, too: faster, and rounded differently",
     )
     command.add_argument("--record", help=argparse.SUPPRESS)
     command.add_argument("--stop", type=int, help=argparse.SUPPRESS)

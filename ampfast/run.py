@@ -27,6 +27,7 @@ def run(
     record: str | None,
     stop: int | None,
     keep_torch: bool,
+    clip: bool = False,
 ) -> int:
     """Runs a script or module as Python would, and prints a line about its scaler at the end.
 
@@ -37,6 +38,7 @@ def run(
         record: File for the records of all scalers, as JSON, in place of the line.
         stop: Number of updates of a scaler after which the process ends.
         keep_torch: Whether torch's scaler stays, and is watched.
+        clip: Whether torch's `clip_grad_norm_` is replaced, too.
 
     Returns:
         The exit code 0; 2 without such a script. Exceptions are the program's own.
@@ -50,7 +52,7 @@ def run(
 
         kinds += [ShardedGradScaler, ampfast.ShardedGradScaler]
     if not keep_torch:
-        ampfast.patch()
+        ampfast.patch(clip_grad_norm=clip)
     process = os.getpid()
 
     def finish() -> None:

@@ -110,6 +110,20 @@ def test_every_end_is_as_without(python: Call, end: str, code: int) -> None:
 
 @pytest.mark.sweep
 @pytest.mark.slow
+def test_clipping_is_replaced_where_asked_for(python: Call) -> None:
+    program = TRAIN.replace(
+        "    scaler.step(", "    torch.nn.utils.clip_grad_norm_([weight], 1.0)\n    scaler.step("
+    )
+    program += "print(torch.nn.utils.clip_grad_norm_.__module__)"
+    plain = python(program, "-m", "ampfast", "run", "train.py")
+    ours = python(program, "-m", "ampfast", "run", "--clip", "train.py")
+    assert plain.stdout == "torch.nn.utils.clip_grad\n"
+    assert ours.stdout.startswith("ampfast.")
+    assert re.fullmatch(LINE, ours.stderr)
+
+
+@pytest.mark.sweep
+@pytest.mark.slow
 def test_module(python: Call) -> None:
     plain = python(SURROUNDINGS + TRAIN, "-m", "train", "some", "words")
     ours = python(SURROUNDINGS + TRAIN, "-m", "ampfast", "run", "-m", "train", "some", "words")
