@@ -117,6 +117,7 @@ def of_tracking(timed: Timed, provider: str) -> list[Goal]:
 
 def of_clipping(timed: Timed, provider: str) -> list[Goal]:
     """Goals for clipping; those on a CPU are for float32."""
+    limits: tuple[float, ...]
     if timed.tensors_per_launch is None:
         limits = CPU_CLIP.get(timed.case.name, ()) if timed.dtype.itemsize == 4 else ()
     else:
