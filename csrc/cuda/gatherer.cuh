@@ -17,7 +17,8 @@ constexpr int kVectors = kWindowBytes / (kThreads * kVectorBytes);
 constexpr int kStride = kThreads * kVectorBytes;
 
 // Gives `visit` the chunks of this program: their number, first byte, length in bytes, parameter,
-// and the float32 values of pairs, else null. `begin` is called while the first words are loaded.
+// and the float32 values of pairs, else null. `begin`, called while the first words are loaded,
+// says whether to go on.
 template <bool kPairs, class Visit, class Begin>
 __device__ void for_chunks(const int64_t* chunks, int count, const Visit& visit,
                            const Begin& begin) {
@@ -29,7 +30,9 @@ __device__ void for_chunks(const int64_t* chunks, int count, const Visit& visit,
   constexpr int kWords = kPairs ? kPairWords : kChunkWords;
   const int64_t* fields = chunks + threadIdx.x % kWarp % kWords;
   int64_t field = fields[int64_t{chunk} * kWords];
-  begin();
+  if (!begin()) {
+    return;
+  }
   while (chunk < count) {
     const int64_t address = __shfl_sync(kAllLanes, field, kAddress);
     const int64_t extent = __shfl_sync(kAllLanes, field, kExtent);

@@ -93,6 +93,8 @@ __global__ void __launch_bounds__(kThreads, kLeastProgramsPerSm) pass(const Laun
     }
     const float factor = launch.how == Factor::kNone ? 1.0f : *launch.factor;
     gatherer.factor = launch.how == Factor::kTimesReciprocal ? inverse_scale(factor) : factor;
+    // Where nothing changes, nothing is read.
+    return !kCoefficient || kPairs || gatherer.factor != 1 || gatherer.coefficient != 1;
   };
   const auto visit = [&](int chunk, char* address, int bytes, int64_t parameter, float* wide) {
     gatherer.chunk = address;
@@ -119,17 +121,7 @@ __global__ void __launch_bounds__(kThreads, kLeastProgramsPerSm) pass(const Laun
       gatherer.peak = 0;
     }
   };
-  const int64_t* chunks = header + launch.segment;
-  const int count = static_cast<int>(launch.chunks);
-  if (!kCoefficient || kPairs) {
-    for_chunks<kPairs>(chunks, count, visit, begin);
-  } else {
-    begin();
-    // Where nothing changes, nothing is read.
-    if (gatherer.factor != 1 || gatherer.coefficient != 1) {
-      for_chunks<kPairs>(chunks, count, visit, [] {});
-    }
-  }
+  for_chunks<kPairs>(header + launch.segment, static_cast<int>(launch.chunks), visit, begin);
 
   bool found = false;
   const auto peak = reduced(gatherer.peak, larger);
@@ -169,7 +161,7 @@ __global__ void __launch_bounds__(kThreads, kLeastProgramsPerSm)
       add(row + kElements, bytes / static_cast<int>(sizeof(typename Format::Element)));
     }
   };
-  for_chunks<kPairs>(table + segment, chunks, visit, [] {});
+  for_chunks<kPairs>(table + segment, chunks, visit, [] { return true; });
 }
 
 // Rounds the float32 values of pairs to 16 bits, unless the flag is set; `flag` may be null.
@@ -184,7 +176,7 @@ __global__ void __launch_bounds__(kThreads, kLeastProgramsPerSm)
                          const float* wide) {
     narrow_chunk<Format>(address, bytes, wide, is_aligned);
   };
-  for_chunks<true>(table + segment, chunks, visit, [] {});
+  for_chunks<true>(table + segment, chunks, visit, [] { return true; });
 }
 
 __global__ void update_alone(const Update update, const Flags flags) {

@@ -96,7 +96,7 @@ def test_a_coefficient_of_1_reads_no_gradient(
     dtype: torch.dtype, limit_programs: Callable[[int], None]
 ) -> None:
     limit_programs(2)
-    bits = guarded(normal(3 * window(dtype) + 5, dtype), 1)
+    bits = guarded(normal(12 * window(dtype) + 5, dtype), 1)
     bits[7], bits[9] = torch.nan, torch.inf
     before = bits.clone()
 
