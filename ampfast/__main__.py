@@ -34,7 +34,7 @@ def main(arguments: list[str] | None = None) -> int:
     command = commands.add_parser(
         "run",
         help="your training script with ampfast's scaler in place of torch's",
-        usage="python -m ampfast run [--clip] [-m] SCRIPT ARGS...",
+        usage="python -m ampfast run [--clip] [-m] SCRIPT [ARGS...]",
         description="Runs a script as python does, unedited, with ampfast.patch() in force. At the "
         "end it prints a line: steps, skipped ones, final scale, the scaler's own time and its "
         "share of a step. With several ranks: torchrun ... -m ampfast run SCRIPT ARGS...",
@@ -52,7 +52,7 @@ def main(arguments: list[str] | None = None) -> int:
     command = commands.add_parser(
         "compare",
         help="your training script with torch's scaler and with ampfast's, side by side",
-        usage="python -m ampfast compare [--steps N] [--json] [--plot FILE] [-m] SCRIPT ARGS...",
+        usage="python -m ampfast compare [--steps N] [--json] [--plot FILE] [-m] SCRIPT [ARGS...]",
         description="Runs a script three times, unedited, each time in a process of its own: with "
         "torch's scaler, with ampfast's, and with torch's again, which tells whether the script "
         "repeats itself. Prints the times of the scalers, and whether losses, scales and skipped "
@@ -76,6 +76,12 @@ def main(arguments: list[str] | None = None) -> int:
         end = words.index("--")
         _, rest = behind.parse_known_args(words[:end], options)
         options.arguments = [*rest, *words[end + 1 : -1]]
+        if len(rest) < end:
+            print(
+                "ampfast compare: takes its own options behind SCRIPT, too; what is the script's "
+                "goes behind a --",
+                file=sys.stderr,
+            )
     given = vars(options)
     code: int = importlib.import_module(f"ampfast.{given.pop('command')}").run(**given)
     return code
@@ -108,8 +114,8 @@ def _add_program(command: argparse.ArgumentParser) -> None:
 
 
 def _positive(text: str) -> int:
-    if int(text) < 1:
-        raise ValueError
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"must be 1 or more, got {text}")
     return int(text)
 
 

@@ -11,6 +11,7 @@ from types import FunctionType, GeneratorType, SimpleNamespace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.amp.grad_scaler import OptState
 
@@ -83,6 +84,11 @@ def keep(entry: dict[str, Any], optimizer: Any, sums: Tensor, scaler: Any) -> No
         entry[KEPT] = _kept[places] = kept
 
 
+def forget() -> None:
+    """Forgets what is kept, before a write that raises no versions."""
+    _kept.clear()
+
+
 def clip_grad_norm_(
     parameters: Tensor | Iterable[Tensor],
     max_norm: float,
@@ -94,8 +100,9 @@ def clip_grad_norm_(
 
     `torch.nn.utils.clip_grad_norm_` in two reads and one write; where the coefficient is 1, in one
     read. Where a scaler with `keep_norm` has just unscaled exactly these gradients, their norm is
-    known, and the first read goes; the scaler's `skip_above` applies then. Writes since are
-    noticed by the versions of the gradients, hence not if made through `.data`.
+    known, and the first read goes, unless there are several ranks, whose collectives may write
+    unnoticed; the scaler's `skip_above` applies then. Writes since are noticed by the versions of
+    the gradients, hence not if made through `.data`, numpy or torch's own unscaling op.
 
     torch's function itself takes gradients on several devices, sparse, complex or overlapping ones,
     DTensors, other subclasses and other orders, and compiled code.
@@ -143,6 +150,7 @@ stand_in: Any = FunctionType(
     clip_grad_norm_.__code__, globals(), "clip_grad_norm_", clip_grad_norm_.__defaults__
 )
 functools.update_wrapper(stand_in, clip_grad_norm_)
+stand_in.__qualname__ = "stand_in"  # where pickle finds it
 # Where a reloaded or newly imported ampfast finds torch's.
 stand_in._stands_for = torch_clip_grad_norm_
 
@@ -209,7 +217,8 @@ def clip_grads_with_norm_(
         first = next((param.grad for param in listed if param.grad is not None), None)
         given = _numbers(2.0, max_norm)
         kernels = None if first is None else _kernels_for(first)
-        is_plain = type(total_norm) is Tensor and total_norm.numel() == 1
+        is_plain = type(total_norm) is Tensor and total_norm.dim() == 0
+        is_plain = is_plain and total_norm.is_floating_point()
         if kernels is not None and given is not None and is_plain:
             stamp = core.stamped([{"params": listed}], False)
             if stamp is not None:
@@ -226,7 +235,7 @@ def _numbers(norm_type: Any, max_norm: Any = math.inf) -> tuple[float, float] | 
         order, limit = float(norm_type), float(max_norm)
     except Exception:  # whatever a value raises
         return None
-    return (order, limit) if order in FUSED_ORDERS else None
+    return (order, limit) if order in FUSED_ORDERS and limit >= 0 else None
 
 
 def _kernels_for(grad: Tensor) -> Kernels | None:
@@ -237,6 +246,11 @@ def _kernels_for(grad: Tensor) -> Kernels | None:
 def _refuses(grads: Iterable[Tensor | None], order: float) -> bool:
     """Whether torch has no such norm: of no values there is no largest."""
     return order == math.inf and any(grad is not None and grad.numel() == 0 for grad in grads)
+
+
+def _has_ranks() -> bool:
+    """Whether collectives, which raise no versions, may have written gradients."""
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
 def _clipped(
@@ -257,7 +271,7 @@ def _clipped(
     grads, places, versions = stamp
     # Once: a second clip is of other values.
     kept = _kept.pop(places, None)
-    is_unwritten = kept is not None and kept.versions == versions
+    is_unwritten = kept is not None and kept.versions == versions and not _has_ranks()
     norm, coefficient = _measured(kernels, grads, kept, limit, order, is_unwritten)
     if raises:
         torch.nn.utils.get_total_norm([norm], order, error_if_nonfinite=True)
@@ -290,4 +304,7 @@ def _measured(
     kernels.clip(clip)
     if kept is not None and spikes is not None:
         spikes[0].record([kept.optimizer], spikes[2])
+    if kept is not None and (scaler := kept.scaler()) is not None:
+        # Which would hold the gradients until the update.
+        scaler._per_optimizer_states.get(id(kept.optimizer), {}).pop(KEPT, None)
     return norm.to(grads.dtype), coefficient

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import socket
@@ -12,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+from ampfast.run import scale_text
 
 SCHEMA = 1
 # Updates of the third run, which tells whether torch's repeats itself.
@@ -58,12 +61,15 @@ def run(
         The exit code: 0 if both are equal or torch's does not repeat itself, 1 if they differ, 2
         if they cannot be compared.
     """
+    if plot is not None and importlib.util.find_spec("matplotlib") is None:
+        print("ampfast compare: --plot needs matplotlib: pip install matplotlib", file=sys.stderr)
+        return 2
     called = [*(["-m"] if is_module else []), program, *arguments]
     is_first, ranks = os.environ.get("RANK", "0") == "0", int(os.environ.get("WORLD_SIZE", "1"))
 
     def records(number: int, stop: int | None) -> list[dict[str, Any]]:
         if is_first:
-            name = ("torch's", "ampfast's", "torch's (again, shortly)")[number - 1]
+            name = ("torch's", "ampfast's", "torch's (again, fewer steps)")[number - 1]
             print(f"ampfast compare: run {number} of 3, {name}", file=sys.stderr)
         return _records(called, number, stop)
 
@@ -174,8 +180,14 @@ def describe(facts: dict[str, Any]) -> str:
             text = f"{name}: equal bit for bit"
             if name in scaler["first_differences"]:
                 step, a, b = scaler["first_differences"][name]
-                gap = abs(float(a) - float(b))
-                text = f"{name}: differ from step {step} on: torch {a}, ampfast {b} ({gap:.3g})"
+                text = f"{name}: differ from step {step} on: torch {a}, ampfast {b}"
+                if name == "skips":
+                    a, b = ("skips" if float(flag) else "does not" for flag in (a, b))
+                    text = f"{name}: differ at step {step}: torch {a}, ampfast {b}"
+                elif a == "nan":
+                    text += ": torch's became NaN, ampfast's did not (docs/differences.md)"
+                elif b != "nan":
+                    text += f", apart by {abs(float(a) - float(b)):.3g}"
             lines.append(text)
         lines.append("")
         share += scaler["torch"]["medians"].get("share", 1.0)
@@ -214,7 +226,7 @@ def _table(theirs: dict[str, Any], ours: dict[str, Any]) -> list[str]:
     if theirs["waits"] is not None:
         rows.append(("waits of the host a step", *(str(side["waits"]) for side in both), ""))
     rows.append(("skipped steps", *(f"{side['skipped']} of {side['steps']}" for side in both), ""))
-    rows.append(("final scale", *(f"{side['final_scale']:g}" for side in both), ""))
+    rows.append(("final scale", *(scale_text(side["final_scale"]) for side in both), ""))
     wide = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [f"{a:{wide[0]}}  {b:>{wide[1]}}  {c:>{wide[2]}}  {d}".rstrip() for a, b, c, d in rows]
 

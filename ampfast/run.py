@@ -53,7 +53,7 @@ def run(
         kinds += [ShardedGradScaler, ampfast.ShardedGradScaler]
     if not keep_torch:
         ampfast.patch(clip_grad_norm=clip)
-    process = os.getpid()
+    process, failed = os.getpid(), False
 
     def finish() -> None:
         records = list(watch.records.values())
@@ -65,7 +65,7 @@ def run(
             for number, text in enumerate(map(describe, records), start=1):
                 which = f" scaler {number}:" if len(records) > 1 else ""
                 print(f"ampfast:{which} {text}", file=sys.stderr)
-            if not records:
+            if not records and not failed:
                 print("ampfast: the program used no gradient scaler", file=sys.stderr)
 
     def ended(one: Record) -> None:
@@ -93,6 +93,7 @@ def run(
             code = compile(source.read(), path, "exec")
         exec(code, vars(main))
     except BaseException as error:
+        failed = not isinstance(error, SystemExit) or bool(error.code)
         trace = error.__traceback__
         while trace is not None and trace.tb_frame.f_code.co_filename in _OUTER:
             trace = trace.tb_next
@@ -100,6 +101,11 @@ def run(
         sys.excepthook = lambda kind, value, _: hook(kind, value.with_traceback(trace), trace)
         raise
     return 0
+
+
+def scale_text(scale: float) -> str:
+    """A scale in digits: all of them, unless there are very many."""
+    return f"{scale:.0f}" if scale.is_integer() and scale < 1e15 else f"{scale:g}"
 
 
 def describe(record: Record) -> str:
@@ -111,9 +117,9 @@ def describe(record: Record) -> str:
         return "the gradient scaler was never updated: the program does not call its update()"
     is_ours = isinstance(scaler, ampfast.GradScaler)
     skipped = f"{scaler.stats().skipped} skipped" if is_ours else "of torch's class, not ampfast's"
-    text = f"{record.steps} steps, {skipped}, final scale {scaler.get_scale():g}; the scaler's own "
+    text = f"{record.steps} steps, {skipped}, final scale {scale_text(scaler.get_scale())}; "
     share = f", {found['share']:.2%} of a whole step" if "share" in found else ""
-    return f"{text}time {found['own']:.1f} us a step{share}"
+    return f"{text}the scaler's own time {found['own']:.1f} us a step{share}"
 
 
 def _facts(record: Record) -> dict[str, Any]:

@@ -281,7 +281,7 @@ PyObject* clip_over(PyObject* const* args) {
 // stamped(param_groups, written) -> (list, places, versions) of the gradients, in the order of
 // their places in memory. The versions are those after a write that was done without them, or
 // before one that is to come; they rise by it. None, with nothing done, unless all are regular, on
-// one device.
+// one device, and none that was written shares memory with another, whose sums would count twice.
 PyObject* stamped(PyObject* const* args) {
   Reading reading;
   reading.allow_fp16 = reading.writes = true;
@@ -290,12 +290,21 @@ PyObject* stamped(PyObject* const* args) {
     return nullptr;
   }
   const bool written = args[1] == Py_True;
+  const auto place_of = [](const GradRef& ref) {
+    return std::make_pair(static_cast<const char*>(ref.grad->const_data_ptr()),
+                          ref.grad->unsafeGetTensorImpl());
+  };
+  std::sort(found.grads.begin(), found.grads.end(),
+            [&](const GradRef& a, const GradRef& b) { return place_of(a) < place_of(b); });
+  for (size_t i = 1; written && i < found.grads.size(); ++i) {
+    const GradRef& last = found.grads[i - 1];
+    if (place_of(last).first + last.grad->nbytes() > place_of(found.grads[i]).first) {
+      return nullptr;
+    }
+  }
   if (written) {
     found.bump_versions();
   }
-  std::sort(found.grads.begin(), found.grads.end(), [](const GradRef& a, const GradRef& b) {
-    return a.grad->unsafeGetTensorImpl() < b.grad->unsafeGetTensorImpl();
-  });
   std::string places, versions;
   const auto append = [](std::string& to, auto value) {
     to.append(reinterpret_cast<const char*>(&value), sizeof(value));

@@ -325,3 +325,25 @@ def test_a_coefficient_of_1_reads_and_writes_nothing() -> None:
         functional.clip_grad_norm_(params, limit)
         functional.clip_grads_with_norm_(params, limit, torch.tensor(1.0))
     assert_same(params[0].grad, torch.tensor([1e-40, 1.0]))
+
+
+def test_a_limit_below_0_is_torchs() -> None:
+    ours, theirs = (parameter_with(torch.tensor([3.0, 4.0])) for _ in range(2))
+    norm = functional.clip_grad_norm_(ours, -math.inf)
+    assert_same(norm, torch.nn.utils.clip_grad_norm_(theirs, -math.inf))
+    assert_same(ours.grad, theirs.grad)
+
+
+@pytest.mark.parametrize("norm", [torch.tensor([2.0]), torch.tensor(2.0 + 1.0j)], ids=str)
+def test_a_total_norm_that_is_no_real_scalar_is_torchs(norm: torch.Tensor) -> None:
+    ours, theirs = (parameter_with(torch.tensor([3.0, 4.0])) for _ in range(2))
+    told = []
+    for param, clip in (
+        (ours, functional.clip_grads_with_norm_),
+        (theirs, torch.nn.utils.clip_grads_with_norm_),
+    ):
+        with pytest.raises((RuntimeError, NotImplementedError)) as error:
+            clip(param, 1.0, norm)
+        told.append((type(error.value), str(error.value)))
+    assert told[0] == told[1]
+    assert_same(ours.grad, theirs.grad)

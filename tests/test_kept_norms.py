@@ -381,3 +381,49 @@ def test_a_limit_may_come_late() -> None:
     scaler.unscale_(optimizer)
     functional.clip_grad_norm_(params_of(optimizer), 1.0)
     assert scaler.skip_reason(optimizer) == "spike"
+
+
+@pytest.mark.parametrize("shared", ["whole", "overlapping"])
+def test_gradients_that_share_memory_are_measured_anew(shared: str, measured: list[str]) -> None:
+    """Unscaling writes the shared values twice, so what it sums is not what it leaves."""
+    memory = filled((5,), torch.float32, 5)
+    params = [torch.nn.Parameter(torch.ones(3)) for _ in range(2)]
+    params[0].grad = memory[:3]
+    params[1].grad = memory[:3] if shared == "whole" else memory[2:]
+    optimizer, scaler = torch.optim.SGD(params, lr=1.0), keeping()
+    scaler.unscale_(optimizer)
+    expected = exact_norm(grads_of(optimizer), 1.0)
+    norm = functional.clip_grad_norm_(params, 1e6)
+    assert norm.item() == pytest.approx(expected, rel=1e-6)
+    assert "kept" not in measured
+
+
+def test_ranks_measure_anew(measured: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A collective between unscaling and clipping raises no version."""
+    monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)
+    monkeypatch.setattr("torch.distributed.get_world_size", lambda: 2)
+    optimizer, scaler = sgd_with(*three()), keeping()
+    scaler.skip_above = 1e-6
+    scaler.unscale_(optimizer)
+    functional.clip_grad_norm_(params_of(optimizer), 1.0)
+    assert measured == ["stale"]
+    assert scaler.skip_reason(optimizer) == "spike"
+
+
+def test_unscaling_by_hand_is_noticed(measured: list[str]) -> None:
+    for unscale_ in (functional.unscale_, torch.ops.ampfast.unscale_):
+        optimizer, scaler = sgd_with(*three()), keeping()
+        scaler.unscale_(optimizer)
+        unscale_(grads_of(optimizer), torch.tensor(0.0), torch.tensor(0.25))
+        norm = functional.clip_grad_norm_(params_of(optimizer), 1e6)
+        assert norm.item() == pytest.approx(exact_norm(grads_of(optimizer), 1.0), rel=1e-6)
+    assert "kept" not in measured
+
+
+def test_gradients_are_let_go_by_the_clip() -> None:
+    optimizer, scaler = sgd_with(*three()), keeping()
+    scaler.unscale_(optimizer)
+    entry = scaler._per_optimizer_states[id(optimizer)]
+    assert clip_grad.KEPT in entry
+    functional.clip_grad_norm_(params_of(optimizer), 1.0)
+    assert clip_grad.KEPT not in entry

@@ -218,7 +218,21 @@ def test_zeros_of_either_sign_differ(say: Any) -> None:
     ours, theirs = record([1.0, -0.0]), record([1.0, 0.0])
     code, text, _ = say([theirs], [ours], [theirs])
     assert code == 1
-    assert "losses: differ from step 2 on: torch 0.0, ampfast -0.0 (0)" in text
+    assert "losses: differ from step 2 on: torch 0.0, ampfast -0.0, apart by 0" in text
+
+
+def test_nan_that_only_torch_has_is_said(say: Any) -> None:
+    theirs = record([1.0, NAN])
+    _, text, _ = say([theirs], [record([1.0, 2.0])], [theirs])
+    assert "torch nan, ampfast 2.0: torch's became NaN, ampfast's did not" in text
+
+
+def test_options_are_refused_or_named(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["compare", "--steps", "0", "train.py"])
+    assert "must be 1 or more, got 0" in capsys.readouterr().err
+    assert main(["compare", "no-such-file.py", "--steps", "3"]) == 2
+    assert "takes its own options behind SCRIPT, too" in capsys.readouterr().err
 
 
 def test_torch_that_breaks_later_does_not_excuse_a_difference(say: Any) -> None:

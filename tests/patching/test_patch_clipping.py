@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import pickle
 from collections.abc import Callable, Iterator
 from types import ModuleType
 
@@ -149,3 +150,9 @@ def test_an_ampfast_imported_anew_finds_torchs() -> None:
         assert torch.nn.utils.clip_grad_norm_ is theirs[0]
         """
     )
+
+
+def test_the_patched_function_can_be_pickled() -> None:
+    with ampfast.patch(clip_grad_norm=True):
+        patched = torch.nn.utils.clip_grad_norm_
+        assert pickle.loads(pickle.dumps(patched)) is patched
