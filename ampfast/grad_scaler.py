@@ -222,10 +222,8 @@ class GradScaler(Passes):
         if not scale.is_cpu:  # reading it would wait
             backend = f", backend {self._choice.name_for(scale.device)}" if self._kernels else ""
             return f"<{name}: scale, steps and skipped on {scale.device}: see stats(){backend}>"
-        words, backend = (
-            self._loss_scale.words_on(scale.device),
-            self._choice.name_for(scale.device),
-        )
+        words = self._loss_scale.words_on(scale.device)
+        backend = self._choice.name_for(scale.device)
         steps, skipped = words[layout.STEPS].item(), words[layout.SKIPPED].item()
         return f"<{name}: scale {scale:g}, {steps} steps, {skipped} skipped, backend {backend}>"
 
@@ -507,8 +505,8 @@ class GradScaler(Passes):
             norm_type: Above 0; "inf" for the largest magnitude. torch's ops take orders other than
                 2 and infinity.
             in_place: If False, gradients are only read: an optimizer that takes `grad_scale` gets
-                scale / coefficient for it; they count as 0 where that overflows
-                float32. One with the older `grad_scaler` keyword is clipped in place all the same.
+                scale / coefficient for it; they count as 0 where that overflows float32. One with
+                the older `grad_scaler` keyword is clipped in place all the same.
             skip_above: Norm before clipping above which the step is skipped as after an overflow,
                 but the scale and its growth tracker stay: a number, at least 0, or `Sigmas` for a
                 limit that follows the norms of the steps taken by these optimizers, which are known

@@ -121,7 +121,9 @@ void require_storage(const at::Tensor& tensor) {
 void GradList::add(const at::Tensor& tensor, bool writes, int64_t parameter,
                    const at::Tensor* wide) {
   const at::ScalarType dtype = tensor.scalar_type();
-  dtype_ = dtype_ == at::ScalarType::Undefined ? dtype : c10::promoteTypes(dtype_, dtype);
+  if (dtype != dtype_) {
+    dtype_ = dtype_ == at::ScalarType::Undefined ? dtype : c10::promoteTypes(dtype_, dtype);
+  }
   if (tensor.numel() != 0) {
     add(dtype, memory_of(tensor, writes), tensor.numel(), parameter,
         wide != nullptr ? reinterpret_cast<float*>(memory_of(*wide, true)) : nullptr);

@@ -119,34 +119,34 @@ def test_success_is_zero(runner: ModuleType, tmp_path: Path) -> None:
     assert all(o.verdict == "ok" and o.line == "" for o in outcomes.values())
 
 
-def test_parts_of_a_stage_run_side_by_side(runner: ModuleType, tmp_path: Path) -> None:
-    files = [tmp_path / name for name in "ab"]
-    code = """
+WAITS_FOR_THE_OTHER = """
 import pathlib, sys, time
 mine, other = map(pathlib.Path, sys.argv[1:])
 mine.touch()
 while not other.exists():
     time.sleep(0.01)
 """
+
+
+def test_parts_of_a_stage_run_side_by_side(runner: ModuleType, tmp_path: Path) -> None:
+    files = [tmp_path / name for name in "ab"]
     parts = [
-        runner.Part(a.name, [[*python(code), str(a), str(b)]], 300) for a, b in (files, files[::-1])
+        runner.Part(a.name, [[*python(WAITS_FOR_THE_OTHER), str(a), str(b)]], 300)
+        for a, b in (files, files[::-1])
     ]
     assert run(runner, tmp_path / "out", parts)[0] == 0
 
 
 def test_commands_of_a_part_may_run_side_by_side(runner: ModuleType, tmp_path: Path) -> None:
     signs = [tmp_path / name for name in "ab"]
-    code = """
-import pathlib, sys, time
-mine, other = map(pathlib.Path, sys.argv[1:])
-mine.touch()
-while not other.exists():
-    time.sleep(0.01)
+    verdict = """
 print("WRONG" if mine.name == "b" else "right", mine.name)
 print("1 passed in 1s")
 sys.exit(mine.name == "b")
 """
-    both = [[*python(code), str(a), str(b)] for a, b in (signs, signs[::-1])]
+    both = [
+        [*python(WAITS_FOR_THE_OTHER + verdict), str(a), str(b)] for a, b in (signs, signs[::-1])
+    ]
     part = runner.Part("two", both, 300, summary="passed", at_once=2)
     code, outcomes = run(runner, tmp_path / "out", [part])
     assert code == 1 and outcomes["two"].verdict == "failed"
