@@ -18,7 +18,7 @@ from torch.cuda.amp.common import amp_definitely_not_available
 from ampfast import backends, capture, clip_grad, clipping, distributed, gradients, tracking
 from ampfast._version import __version__
 from ampfast.backends import scalars
-from ampfast.backends.core import Factor, Pass, any_found, overrides
+from ampfast.backends.core import Factor, Pass, is_found, overrides
 from ampfast.backends.core import state_layout as layout
 from ampfast.backends.gpu import DeviceKernels
 from ampfast.backends.scalars import inverse, joint_flag, moved
@@ -866,7 +866,7 @@ class GradScaler(Passes):
         **kwargs: Any,
     ) -> float | None:
         flags = optimizer_state["found_inf_per_device"]
-        found = any_found(flags)
+        found = is_found(flags)
         if found is None:
             on_gpu = [flag for flag in flags.values() if isinstance(flag, Tensor) and flag.is_cuda]
             if on_gpu and is_capturing():

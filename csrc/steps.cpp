@@ -323,8 +323,8 @@ PyObject* stamped(PyObject* const* args) {
       .ptr();
 }
 
-// any_found(flags) -> bool, as torch adds flags on the CPU
-PyObject* any_found(PyObject* const* args) {
+// is_found(flags) -> bool, as torch adds flags on the CPU
+PyObject* is_found(PyObject* const* args) {
   if (!kHasLock || !PyDict_CheckExact(args[0])) {
     return nullptr;
   }
@@ -433,7 +433,7 @@ void bind_steps(py::module_& m) {
                                   method<pass_over, 5>("pass_over"),
                                   method<clip_over, 9>("clip_over"),
                                   method<stamped, 2>("stamped"),
-                                  method<any_found, 1>("any_found"),
+                                  method<is_found, 1>("is_found"),
                                   method<copy_of, 1>("copy_of"),
                                   method<has_parameters, 3>("has_parameters"),
                                   method<new_entry, 1>("new_entry"),

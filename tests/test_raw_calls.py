@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ampfast import GradScaler
 from ampfast.backends import cpu
-from ampfast.backends.core import Factor, Pass, Update, any_found, copy_of, state_layout
+from ampfast.backends.core import Factor, Pass, Update, copy_of, is_found, state_layout
 
 CPU = torch.device("cpu")
 
@@ -108,7 +108,7 @@ def test_a_dispatch_mode_sees_all() -> None:
     flag = torch.zeros(())
     with Watching():
         assert calls_over(Groups(params), entry, scale) == [None] * 3
-        assert any_found({CPU: flag}) is None
+        assert is_found({CPU: flag}) is None
         assert cpu.update(Update(scale, tracker, [flag], 2.0, 0.5, 1)) is None
     assert entry == {"stage": "ready"} and scale == 4
 
@@ -139,13 +139,13 @@ def test_what_is_no_dict_is_no_entry() -> None:
     ids=["a number", "float64", "one dimension", "none", "elsewhere"],
 )
 def test_unusual_flags_are_not_read(flag: Any) -> None:
-    assert any_found({CPU: torch.ones(()), "x": flag}) is None
+    assert is_found({CPU: torch.ones(()), "x": flag}) is None
     assert copy_of(flag) is None
 
 
 def test_flags_are_read() -> None:
-    assert any_found({}) is False
-    assert any_found({CPU: torch.zeros(()), "x": torch.tensor(float("nan"))}) is True
+    assert is_found({}) is False
+    assert is_found({CPU: torch.zeros(()), "x": torch.tensor(float("nan"))}) is True
     flag = torch.tensor(2.0)
     copy = copy_of(flag)
     assert copy is not None and copy.data_ptr() != flag.data_ptr() and copy == 2

@@ -111,7 +111,7 @@ def host_reads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     for name in ("item", "tolist", "numpy", "__bool__", "__float__", "__int__", "__index__"):
         monkeypatch.setattr(torch.Tensor, name, watching(name))
-    monkeypatch.setattr(_C, "any_found", lambda *_: found.append("any_found"))
+    monkeypatch.setattr(_C, "is_found", lambda *_: found.append("is_found"))
     return found
 
 
