@@ -799,12 +799,11 @@ class GradScaler(Passes):
         loss_scale = self._loss_scale
         loaded: Any = ()
         norms: list[list[float]] = []
-        if self._enabled:
+        if self._enabled and len(state_dict) != 0:  # else torch raises
             if not self._dynamic:
                 require_static(state_dict, is_guard=self._is_guard)
             loaded = loss_scale.require_loadable(state_dict)
-            if state_dict:
-                norms = require_accepted_norms(entry_of(state_dict).get("norms", []))
+            norms = require_accepted_norms(entry_of(state_dict).get("norms", []))
         super().load_state_dict(state_dict)
         if self._enabled:
             self._spike_rules.load(norms)

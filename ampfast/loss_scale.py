@@ -176,7 +176,7 @@ class LossScale:
             ValueError: If the checkpoint is damaged, has other limits or another policy or, unless
                 the rule is torch's, a static scale.
         """
-        if state_dict and not self.limits.is_torchs and is_static(state_dict):
+        if not self.limits.is_torchs and is_static(state_dict):
             raise ValueError(
                 "the checkpoint's scale is static, but this scaler has limits, hysteresis or a "
                 "policy, which need a dynamic one"
@@ -441,8 +441,6 @@ def entry_of(state_dict: dict[str, Any]) -> Any:
 
 def is_static(state_dict: dict[str, Any]) -> bool:
     """Whether a scaler's checkpoint has a static scale."""
-    if not state_dict:
-        return True  # a disabled scaler's; torch refuses it
     return state_dict.get("growth_interval") == 0 and state_dict.get("backoff_factor") == 1.0
 
 
@@ -458,7 +456,7 @@ def require_static(state_dict: dict[str, Any], *, is_guard: bool) -> None:
             f"growth_interval {state_dict.get('growth_interval')}, backoff_factor "
             f"{state_dict.get('backoff_factor')}"
         )
-    if is_guard and state_dict and state_dict.get("scale") != 1:
+    if is_guard and state_dict.get("scale") != 1:
         raise ValueError(
             "this scaler's scale is always 1, but the checkpoint's is "
             f"{state_dict.get('scale')}: it was made with dynamic=False and init_scale=1"

@@ -100,6 +100,17 @@ def test_an_empty_state() -> None:
     assert isinstance(agree(use).error, RuntimeError)
 
 
+@pytest.mark.parametrize("state", [None, 5])
+def test_what_is_no_state(state: Any) -> None:
+    def use(scaler_type: Scaler) -> Any:
+        try:
+            scaler_type("cpu").load_state_dict(state)
+        except TypeError as error:
+            return str(error)
+
+    assert "has no len()" in agree(use).value
+
+
 def test_loading_writes_in_place() -> None:
     def use(scaler_type: Scaler) -> Any:
         scaler = started(scaler_type)
