@@ -140,6 +140,10 @@ os._exit(0)
 
 @pytest.mark.sweep
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system cannot fork")
+@pytest.mark.skipif(
+    "libasan" in os.environ.get("LD_PRELOAD", ""),
+    reason="a child forked beside threads may wait for a lock of AddressSanitizer's own",
+)
 def test_a_forked_child_does_not_wait_for_a_lock_of_the_lists_memory() -> None:
     """A lock that a thread takes as it ends would hang about one fork in 400."""
     subprocess.run([sys.executable, "-W", "ignore", "-c", FORKS], check=True, timeout=300)
