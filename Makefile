@@ -14,9 +14,10 @@ VENV ?=
 endif
 ifneq ($(filter demo,$(MAKECMDGOALS)),)
 ifeq ($(wildcard .venv/.installed),)
-# With little more than torch.
+# With little more than torch, whose default build for Linux brings CUDA, several GB.
 VENV ?= .venv-demo
 NEEDS ?= requirements/demo.txt
+SMALL_TORCH ?= --extra-index-url https://download.pytorch.org/whl/cpu
 endif
 endif
 VENV ?= .venv
@@ -208,6 +209,7 @@ $(VENV)/pyvenv.cfg:
 		>&2; exit 1; }
 
 $(VENV)/.torch: requirements/torch.txt $(VENV)/pyvenv.cfg
+	$(if $(SMALL_TORCH),$(RUN) -m pip install --no-deps $(SMALL_TORCH) -r $<)
 	$(RUN) -m pip install -r $<
 	@touch $@
 
