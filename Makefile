@@ -14,14 +14,18 @@ VENV ?=
 endif
 ifneq ($(filter demo,$(MAKECMDGOALS)),)
 ifeq ($(wildcard .venv/.installed),)
-# With little more than torch, whose default build for Linux brings CUDA, several GB.
+# With little more than torch, whose default build for Linux brings CUDA, several GB. What torch
+# needs comes with the rest.
 VENV ?= .venv-demo
 NEEDS ?= requirements/demo.txt
-SMALL_TORCH ?= --extra-index-url https://download.pytorch.org/whl/cpu
+SMALL_TORCH ?= --no-deps --extra-index-url https://download.pytorch.org/whl/cpu
 endif
 endif
 VENV ?= .venv
 NEEDS ?= requirements/dev.txt requirements/lint.txt
+
+# Most installed files are never imported.
+export PIP_NO_COMPILE := 1
 
 # 3.14 is the newest Python with builds of the pinned torch.
 ifndef PYTHON
@@ -209,8 +213,7 @@ $(VENV)/pyvenv.cfg:
 		>&2; exit 1; }
 
 $(VENV)/.torch: requirements/torch.txt $(VENV)/pyvenv.cfg
-	$(if $(SMALL_TORCH),$(RUN) -m pip install --no-deps $(SMALL_TORCH) -r $<)
-	$(RUN) -m pip install -r $<
+	$(RUN) -m pip install $(SMALL_TORCH) -r $<
 	@touch $@
 
 # The first file includes the others.

@@ -14,8 +14,6 @@ from typing import Any
 
 import torch
 
-from ampfast.run import scale_text
-
 SCHEMA = 1
 # Updates of the third run, which tells whether torch's repeats itself.
 _SHORT = 20
@@ -28,6 +26,9 @@ _NO_SCALER = (
 _DISABLED = "has a gradient scaler that is disabled, by enabled=False or for want of CUDA"
 _NO_UPDATE = "never calls update() of its gradient scaler: there is no step to compare"
 _IS_OURS = "uses ampfast's scaler by itself: compare wants a program with torch's"
+_RUNS = ("torch's", "ampfast's", "torch's again")
+# What is kept of a scaler's record.
+_SHOWN = ("device", "steps", "skipped", "final_scale", "waits", "medians")
 _VERDICTS = {
     "equal": "The training is equal bit for bit.",
     "different": "The training DIFFERS, and torch's scaler repeats itself at that step.",
@@ -65,27 +66,20 @@ def run(
         print("ampfast compare: --plot needs matplotlib: pip install matplotlib", file=sys.stderr)
         return 2
     called = [*(["-m"] if is_module else []), program, *arguments]
-    is_first, ranks = os.environ.get("RANK", "0") == "0", int(os.environ.get("WORLD_SIZE", "1"))
-
-    def records(number: int, stop: int | None) -> list[dict[str, Any]]:
-        if is_first:
-            name = ("torch's", "ampfast's", "torch's (again, fewer steps)")[number - 1]
-            print(f"ampfast compare: run {number} of 3, {name}", file=sys.stderr)
-        return _records(called, number, stop)
-
     try:
-        theirs, ours = records(1, steps), records(2, steps)
-        first = [_first_differences(a, b) for a, b in zip(theirs, ours, strict=False)]
+        theirs, ours = _records(called, 1, steps), _records(called, 2, steps)
+        differences = [_first_differences(a, b) for a, b in zip(theirs, ours, strict=False)]
+        found = [step for each in differences for step, *_ in each.values()]
         longest = max(one["steps"] for one in theirs)
-        found = [step for differences in first for step, *_ in differences.values()]
         # All ranks must end at the same step.
-        short = longest if ranks > 1 else min(longest, max([_SHORT, *found]))
-        again = records(3, short)
+        is_alone = os.environ.get("WORLD_SIZE", "1") == "1"
+        short = min(longest, max([_SHORT, *found])) if is_alone else longest
+        again = _records(called, 3, short)
     except _CannotCompareError as error:
         print(f"ampfast compare: {program} {error}", file=sys.stderr)
         return 2
     repeats = [_first_differences(a, b) for a, b in zip(theirs, again, strict=False)]
-    broken = [step for differences in repeats for step, *_ in differences.values()]
+    broken = [step for each in repeats for step, *_ in each.values()]
     verdict = "equal"
     if found or [one["steps"] for one in theirs] != [one["steps"] for one in ours]:
         is_torchs = broken and min(broken) <= min(found, default=longest)
@@ -96,22 +90,33 @@ def run(
         "verdict": verdict,
         "torch_again": {"steps": short, "first_difference": min(broken, default=None)},
         "scalers": [
-            {"torch": _short(a), "ampfast": _short(b), "first_differences": differences}
-            for a, b, differences in zip(theirs, ours, first, strict=False)
+            {
+                "torch": {name: a[name] for name in _SHOWN},
+                "ampfast": {name: b[name] for name in _SHOWN},
+                "first_differences": each,
+            }
+            for a, b, each in zip(theirs, ours, differences, strict=False)
         ],
     }
-    if plot is not None and is_first:
-        _draw(theirs, ours, plot)
-    if is_first:
+    if _is_first():
+        if plot is not None:
+            _draw(theirs, ours, plot)
         print(json.dumps(facts, indent=2) if as_json else describe(facts))
     return int(verdict == "different")
 
 
+def _is_first() -> bool:
+    return os.environ.get("RANK", "0") == "0"
+
+
 def _records(called: list[str], number: int, stop: int | None) -> list[dict[str, Any]]:
     """Runs the program in a process of its own; returns what its scalers did."""
+    name, is_ours = _RUNS[number - 1], number == 2
+    if _is_first():
+        print(f"ampfast compare: run {number} of 3, {name}", file=sys.stderr)
     flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
     command = [sys.executable, *flags, "-m", "ampfast", "run"]
-    command += [] if number == 2 else ["--keep-torch"]
+    command += [] if is_ours else ["--keep-torch"]
     command += [] if stop is None else ["--stop", str(stop)]
     environment = dict(os.environ)
     if environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
@@ -126,13 +131,12 @@ def _records(called: list[str], number: int, stop: int | None) -> list[dict[str,
                 stderr=subprocess.STDOUT,
             ).returncode
         if code != 0:
-            name = "ampfast's" if number == 2 else "torch's"
             tail = log.read_text(errors="replace").splitlines()[-30:]
             start = f"failed with {name} scaler, with exit code {code}; the end of its output:"
             raise _CannotCompareError("\n".join([start, *tail]))
         records: list[dict[str, Any]] = json.loads(file.read_text()) if file.exists() else []
     updated = [record for record in records if record["steps"]]
-    if number != 2 and any(record["is_ampfast"] for record in records):
+    if not is_ours and any(record["is_ampfast"] for record in records):
         raise _CannotCompareError(_IS_OURS)
     if not updated:
         is_enabled = any(record["is_enabled"] for record in records)
@@ -165,11 +169,6 @@ def _first_differences(theirs: dict[str, Any], ours: dict[str, Any]) -> dict[str
     return found
 
 
-def _short(record: dict[str, Any]) -> dict[str, Any]:
-    names = ("device", "steps", "skipped", "final_scale", "waits", "medians")
-    return {name: record[name] for name in names}
-
-
 def describe(facts: dict[str, Any]) -> str:
     """Formats the comparison as text."""
     lines, share = [], 0.0
@@ -177,56 +176,52 @@ def describe(facts: dict[str, Any]) -> str:
         lines += [f"scaler {number}"] if len(facts["scalers"]) > 1 else []
         lines += _table(scaler["torch"], scaler["ampfast"])
         for name in ("losses", "scales", "skips"):
-            text = f"{name}: equal bit for bit"
-            if name in scaler["first_differences"]:
-                step, a, b = scaler["first_differences"][name]
-                text = f"{name}: differ from step {step} on: torch {a}, ampfast {b}"
-                if name == "skips":
-                    a, b = ("skips" if float(flag) else "does not" for flag in (a, b))
-                    text = f"{name}: differ at step {step}: torch {a}, ampfast {b}"
-                elif a == "nan":
-                    text += ": torch's became NaN, ampfast's did not (docs/differences.md)"
-                elif b != "nan":
-                    text += f", apart by {abs(float(a) - float(b)):.3g}"
-            lines.append(text)
+            found = scaler["first_differences"].get(name)
+            lines.append(f"{name}: {_apart(name, *found) if found else 'equal bit for bit'}")
         lines.append("")
         share += scaler["torch"]["medians"].get("share", 1.0)
     steps, step = facts["torch_again"].values()
-    lines.append(f"A second run with torch's scaler, of {steps} steps, equals the first.")
+    told = "equals the first."
     if step is not None:
-        lines[-1] = (
-            f"A second run with torch's scaler differs from the first at step {step}: the program "
-            "does not repeat itself (does it set its seeds?)."
-        )
+        told = f"differs from the first at step {step}: the program does not repeat itself "
+        told += "(does it set its seeds?)."
+    lines.append(f"A second run with torch's scaler, of {steps} steps, {told}")
     lines.append(_VERDICTS[facts["verdict"]])
     if share < _SMALL:
         lines.append(
             f"With torch's scaler {share:.2%} of a step are the scaler's: for the speed of this "
             "program it does not matter which one it has."
         )
-    lines.append("Times are medians of one run each, one after the other.")
     return "\n".join(lines)
 
 
+def _apart(name: str, step: int, a: str, b: str) -> str:
+    if name == "skips":
+        return f"differ at step {step}: {'torch' if float(a) else 'ampfast'} alone skips it"
+    text = f"differ from step {step} on: torch {a}, ampfast {b}"
+    if a == "nan":
+        return f"{text}: torch's became NaN, ampfast's did not (docs/differences.md)"
+    return text if b == "nan" else f"{text}, apart by {abs(float(a) - float(b)):.3g}"
+
+
 def _table(theirs: dict[str, Any], ours: dict[str, Any]) -> list[str]:
-    rows: list[tuple[str, ...]] = [("", "torch", "ampfast", "")]
-    both = (theirs, ours)
-    for name, title, unit in (
-        ("own", "scaler's own time a step, us", "{:.1f}"),
-        ("gpu", "the same on the GPU, us", "{:.1f}"),
-        ("share", "its share of a step", "{:.2%}"),
-        ("step", "a whole step, us", "{:.0f}"),
+    rows: list[tuple[str, ...]] = [("medians of one run each", "torch", "ampfast", "")]
+    times, others = theirs["medians"], ours["medians"]
+    for name, title, unit, note in (
+        ("own", "scaler's own time a step, us", ".1f", ""),
+        ("gpu", "the same on the GPU, us", ".1f", ""),
+        ("share", "its share of a step", ".2%", " "),
+        ("step", "a whole step, us", ".0f", "(a few percent are noise)"),
     ):
-        values = [side["medians"][name] for side in both if name in side["medians"]]
-        if len(values) == 2:
-            times = values[0] / max(values[1], 1e-9)
-            word = f"{times:.2f}x faster" if times >= 1 else f"{1 / times:.2f}x slower"
-            note = word if name in ("own", "gpu") else ""
-            rows.append((title, *map(unit.format, values), note))
+        if name in times and name in others:
+            a, b = times[name], max(others[name], 1e-9)
+            word = f"{a / b:.2f}x faster" if a >= b else f"{b / a:.2f}x slower"
+            rows.append((title, f"{a:{unit}}", f"{b:{unit}}", note or word))
     if theirs["waits"] is not None:
-        rows.append(("waits of the host a step", *(str(side["waits"]) for side in both), ""))
+        rows.append(("waits of the host a step", str(theirs["waits"]), str(ours["waits"]), ""))
+    both = (theirs, ours)
     rows.append(("skipped steps", *(f"{side['skipped']} of {side['steps']}" for side in both), ""))
-    rows.append(("final scale", *(scale_text(side["final_scale"]) for side in both), ""))
+    rows.append(("final scale", *(f"{side['final_scale']:.15g}" for side in both), ""))
     wide = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [f"{a:{wide[0]}}  {b:>{wide[1]}}  {c:>{wide[2]}}  {d}".rstrip() for a, b, c, d in rows]
 

@@ -103,11 +103,6 @@ def run(
     return 0
 
 
-def scale_text(scale: float) -> str:
-    """A scale in digits: all of them, unless there are very many."""
-    return f"{scale:.0f}" if scale.is_integer() and scale < 1e15 else f"{scale:g}"
-
-
 def describe(record: Record) -> str:
     """Returns a sentence about a scaler."""
     scaler, found = record.scaler, record.medians()
@@ -117,7 +112,7 @@ def describe(record: Record) -> str:
         return "the gradient scaler was never updated: the program does not call its update()"
     is_ours = isinstance(scaler, ampfast.GradScaler)
     skipped = f"{scaler.stats().skipped} skipped" if is_ours else "of torch's class, not ampfast's"
-    text = f"{record.steps} steps, {skipped}, final scale {scale_text(scaler.get_scale())}; "
+    text = f"{record.steps} steps, {skipped}, final scale {scaler.get_scale():.15g}; "
     share = f", {found['share']:.2%} of a whole step" if "share" in found else ""
     return f"{text}the scaler's own time {found['own']:.1f} us a step{share}"
 
