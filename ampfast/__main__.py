@@ -38,7 +38,7 @@ def main(arguments: list[str] | None = None) -> int:
         description="Runs a script as python does, unedited, with ampfast.patch() in force. At the "
         "end it prints a line: steps, skipped ones, final scale, the scaler's own time and its "
         "share of a step. For several ranks torchrun starts it, and rank 0 prints the line: "
-        "torchrun --nproc-per-node 2 -m ampfast run SCRIPT ARGS...",
+        "torchrun --nproc_per_node 2 -m ampfast run SCRIPT ARGS...",
     )
     command.add_argument(
         "--clip",
@@ -60,7 +60,7 @@ def main(arguments: list[str] | None = None) -> int:
         "steps are equal bit for bit. What the script prints is not shown, unless it fails: its "
         "last lines. The runs share the folder: a script that resumes from its checkpoints does "
         "not repeat itself. For several ranks torchrun starts it, and the report is of rank 0: "
-        "torchrun --nproc-per-node 2 -m ampfast compare SCRIPT ARGS...",
+        "torchrun --nproc_per_node 2 -m ampfast compare SCRIPT ARGS...",
         epilog="The options may follow ARGS, too; what follows a -- is all the script's. Exit "
         "code: 0 if equal, or if the script does not repeat itself; 1 if different; 2 if there was "
         "nothing to compare.",
