@@ -93,9 +93,12 @@ def run(
             {
                 "torch": {name: a[name] for name in _SHOWN},
                 "ampfast": {name: b[name] for name in _SHOWN},
+                "torch_again": {name: c[name] for name in _SHOWN},
                 "first_differences": each,
             }
-            for a, b, each in zip(theirs, ours, differences, strict=False)
+            for a, b, c, each in zip(
+                theirs, ours, again + theirs[len(again) :], differences, strict=False
+            )
         ],
     }
     if _is_first():
@@ -174,7 +177,8 @@ def describe(facts: dict[str, Any]) -> str:
     lines, share = [], 0.0
     for number, scaler in enumerate(facts["scalers"], start=1):
         lines += [f"scaler {number}"] if len(facts["scalers"]) > 1 else []
-        lines += _table(scaler["torch"], scaler["ampfast"])
+        step = scaler["torch_again"]["medians"].get("step", 0.0)
+        lines += _table(scaler["torch"], scaler["ampfast"], f"(torch's again: {step:.0f})")
         for name in ("losses", "scales", "skips"):
             found = scaler["first_differences"].get(name)
             lines.append(f"{name}: {_apart(name, *found) if found else 'equal bit for bit'}")
@@ -186,7 +190,14 @@ def describe(facts: dict[str, Any]) -> str:
         told = f"differs from the first at step {step}: the program does not repeat itself "
         told += "(does it set its seeds?)."
     lines.append(f"A second run with torch's scaler, of {steps} steps, {told}")
-    lines.append(_VERDICTS[facts["verdict"]])
+    verdict = _VERDICTS[facts["verdict"]]
+    firsts = [each for scaler in facts["scalers"] for each in scaler["first_differences"].values()]
+    if facts["verdict"] == "not repeatable" and any(a == "nan" for _, a, _ in firsts):
+        verdict = (
+            f"{verdict[:-1]}, but for torch's NaN: a fused SGD whose first step overflows, for"
+        )
+        verdict += " one, goes on with uninitialised memory (docs/differences.md)."
+    lines.append(verdict)
     if share < _SMALL:
         lines.append(
             f"With torch's scaler {share:.2%} of a step are the scaler's: for the speed of this "
@@ -204,14 +215,14 @@ def _apart(name: str, step: int, a: str, b: str) -> str:
     return text if b == "nan" else f"{text}, apart by {abs(float(a) - float(b)):.3g}"
 
 
-def _table(theirs: dict[str, Any], ours: dict[str, Any]) -> list[str]:
+def _table(theirs: dict[str, Any], ours: dict[str, Any], noise: str) -> list[str]:
     rows: list[tuple[str, ...]] = [("medians of one run each", "torch", "ampfast", "")]
     times, others = theirs["medians"], ours["medians"]
     for name, title, unit, note in (
         ("own", "scaler's own time a step, us", ".1f", ""),
         ("gpu", "the same on the GPU, us", ".1f", ""),
         ("share", "its share of a step", ".2%", " "),
-        ("step", "a whole step, us", ".0f", "(a few percent are noise)"),
+        ("step", "a whole step, us", ".0f", noise),
     ):
         if name in times and name in others:
             a, b = times[name], max(others[name], 1e-9)

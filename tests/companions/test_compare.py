@@ -227,6 +227,15 @@ def test_nan_that_only_torch_has_is_said(say: Any) -> None:
     assert "torch nan, ampfast 2.0: torch's became NaN, ampfast's did not" in text
 
 
+def test_nan_of_torch_is_said_even_if_it_does_not_repeat_itself(say: Any) -> None:
+    ours, theirs, again = record([1.0, 2.0]), record([1.0, NAN]), record([1.0, 5.0])
+    code, text, _ = say([theirs], [ours], [again])
+    assert code == 0
+    assert "says nothing, but for torch's NaN: a fused SGD whose first step overflows" in text
+    _, text, _ = say([again], [ours], [theirs])
+    assert text.endswith("So a difference from ampfast says nothing.\n")
+
+
 def test_options_are_refused_or_named(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["compare", "--steps", "0", "train.py"])
@@ -243,6 +252,13 @@ def test_torch_that_breaks_later_does_not_excuse_a_difference(say: Any) -> None:
     code, text, _ = say([record(torchs)], [record([*torchs[:35], *([3.0] * 5)])], [record(again)])
     assert code == 0
     assert "differs from the first at step 31" in text
+
+
+def test_noise_of_a_step_is_that_of_a_second_run(say: Any) -> None:
+    again = record([1.0], medians={"own": 9.0, "step": 1234.4, "share": 0.01})
+    _, text, _ = say([record([1.0] * 9)], [record([1.0] * 9)], [again])
+    [row] = [line.split() for line in text.splitlines() if line.startswith("a whole step, us")]
+    assert row[4:] == ["1000", "1000", "(torch's", "again:", "1234)"]
 
 
 def test_one_that_ends_earlier_differs(say: Any) -> None:
