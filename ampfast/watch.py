@@ -65,12 +65,13 @@ class Record:
             found = [("losses", loss.detach().sum()) for loss in local if isinstance(loss, Tensor)]
         elif name in _ENDS and self.scaler._scale is not None:
             entries = self.scaler._per_optimizer_states.values()
-            found = [("scales", self.scaler._scale.detach().clone())]
+            found = [("scales", self.scaler._scale)]
             for entry in entries:
                 found += [("skips", flag) for flag in entry["found_inf_per_device"].values()]
         else:
             return
-        self.tensors += [(kind, self.steps, value) for kind, value in found]
+        # torch's update writes the scale, and sums the flags into the first.
+        self.tensors += [(kind, self.steps, value.detach().clone()) for kind, value in found]
 
     def end(self) -> None:
         """Ends the iteration."""

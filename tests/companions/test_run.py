@@ -241,6 +241,20 @@ def test_own_time_is_without_the_optimizer(monkeypatch: pytest.MonkeyPatch) -> N
     assert record.waits == 0
 
 
+def test_flags_are_those_before_the_update() -> None:
+    """torch's update sums them into the first."""
+    scaler = torch.amp.GradScaler("cpu")
+    optimizers = [torch.optim.SGD([torch.zeros(1, requires_grad=True)]) for _ in range(2)]
+    for optimizer, value in zip(optimizers, (1.0, float("inf")), strict=True):
+        optimizer.param_groups[0]["params"][0].grad = scaler.scale(torch.tensor([value]))
+        scaler.step(optimizer)
+    record = Record(scaler)
+    record.keep("update", None)
+    scaler.update()
+    record.flush()
+    assert record.values["skips"] == [(0, 0.0), (0, 1.0)]
+
+
 def test_reads_of_the_host_are_counted() -> None:
     record = Record(None)
     watching = SimpleNamespace(inside=record)
