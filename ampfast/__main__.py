@@ -2,6 +2,7 @@
 
 import argparse
 import importlib
+import os
 import sys
 
 import ampfast
@@ -79,7 +80,7 @@ def main(arguments: list[str] | None = None) -> int:
         end = words.index("--")
         _, rest = behind.parse_known_args(words[:end], options)
         options.arguments = [*rest, *words[end + 1 : -1]]
-        if len(rest) < end:
+        if len(rest) < end and os.environ.get("RANK", "0") == "0":
             print(
                 "ampfast compare: takes its own options behind SCRIPT, too; what is the script's "
                 "goes behind a --",

@@ -26,9 +26,9 @@ _NO_SCALER = (
 _DISABLED = "has a gradient scaler that is disabled, by enabled=False or for want of CUDA"
 _NO_UPDATE = "never calls update() of its gradient scaler: there is no step to compare"
 _IS_OURS = "uses ampfast's scaler by itself: compare wants a program with torch's"
+_UNSEEDED = "the program does not repeat itself (does it set its seeds?)."
+_NAN = "torch's became NaN, ampfast's did not"
 _RUNS = ("torch's", "ampfast's", "torch's again")
-# What is kept of a scaler's record.
-_SHOWN = ("device", "steps", "skipped", "final_scale", "waits", "medians")
 _VERDICTS = {
     "equal": "The training is equal bit for bit.",
     "different": "The training DIFFERS, and torch's scaler repeats itself at that step.",
@@ -68,8 +68,7 @@ def run(
     called = [*(["-m"] if is_module else []), program, *arguments]
     try:
         theirs, ours = _records(called, 1, steps), _records(called, 2, steps)
-        differences = [_first_differences(a, b) for a, b in zip(theirs, ours, strict=False)]
-        found = [step for each in differences for step, *_ in each.values()]
+        differences, found = _differences(theirs, ours)
         longest = max(one["steps"] for one in theirs)
         # All ranks must end at the same step.
         is_alone = os.environ.get("WORLD_SIZE", "1") == "1"
@@ -78,8 +77,8 @@ def run(
     except _CannotCompareError as error:
         print(f"ampfast compare: {program} {error}", file=sys.stderr)
         return 2
-    repeats = [_first_differences(a, b) for a, b in zip(theirs, again, strict=False)]
-    broken = [step for each in repeats for step, *_ in each.values()]
+    _, broken = _differences(theirs, again)
+    repeated = again + theirs[len(again) :]  # a scaler may begin after the end of that run
     verdict = "equal"
     if found or [one["steps"] for one in theirs] != [one["steps"] for one in ours]:
         is_torchs = broken and min(broken) <= min(found, default=longest)
@@ -91,14 +90,12 @@ def run(
         "torch_again": {"steps": short, "first_difference": min(broken, default=None)},
         "scalers": [
             {
-                "torch": {name: a[name] for name in _SHOWN},
-                "ampfast": {name: b[name] for name in _SHOWN},
-                "torch_again": {name: c[name] for name in _SHOWN},
+                "torch": _short(a),
+                "ampfast": _short(b),
+                "again": _short(c),
                 "first_differences": each,
             }
-            for a, b, c, each in zip(
-                theirs, ours, again + theirs[len(again) :], differences, strict=False
-            )
+            for a, b, c, each in zip(theirs, ours, repeated, differences, strict=False)
         ],
     }
     if _is_first():
@@ -106,6 +103,10 @@ def run(
             _draw(theirs, ours, plot)
         print(json.dumps(facts, indent=2) if as_json else describe(facts))
     return int(verdict == "different")
+
+
+def _short(record: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in record.items() if name not in ("times", "values")}
 
 
 def _is_first() -> bool:
@@ -161,15 +162,18 @@ def _own_store(number: int) -> dict[str, str]:
     return {"TORCHELASTIC_USE_AGENT_STORE": "False", "MASTER_PORT": store.get(key).decode()}
 
 
-def _first_differences(theirs: dict[str, Any], ours: dict[str, Any]) -> dict[str, tuple[Any, ...]]:
-    """By kind of value: the first step, from 1, at which they differ, and both values."""
-    found: dict[str, tuple[Any, ...]] = {}
-    for name, values in theirs["values"].items():
-        for (step, a), (_, b) in zip(values, ours["values"][name], strict=False):
-            # By their digits, since -0.0 == 0.0 and NaN != NaN.
-            if name not in found and repr(a) != repr(b):
-                found[name] = (step + 1, repr(a), repr(b))
-    return found
+def _differences(
+    theirs: list[dict[str, Any]], ours: list[dict[str, Any]]
+) -> tuple[list[dict[str, tuple[int, str, str]]], list[int]]:
+    """By scaler and kind of value: the first step that differs, and both values; all such steps."""
+    found: list[dict[str, tuple[int, str, str]]] = [{} for _ in theirs]
+    for first, a, b in zip(found, theirs, ours, strict=False):
+        for name, values in a["values"].items():
+            for (step, x), (_, y) in zip(values, b["values"][name], strict=False):
+                # By their digits, since -0.0 == 0.0 and NaN != NaN.
+                if repr(x) != repr(y):
+                    first.setdefault(name, (step + 1, repr(x), repr(y)))
+    return found, [step for first in found for step, *_ in first.values()]
 
 
 def describe(facts: dict[str, Any]) -> str:
@@ -177,7 +181,7 @@ def describe(facts: dict[str, Any]) -> str:
     lines, share = [], 0.0
     for number, scaler in enumerate(facts["scalers"], start=1):
         lines += [f"scaler {number}"] if len(facts["scalers"]) > 1 else []
-        step = scaler["torch_again"]["medians"].get("step", 0.0)
+        step = scaler["again"]["medians"].get("step", 0.0)
         lines += _table(scaler["torch"], scaler["ampfast"], f"(torch's again: {step:.0f})")
         for name in ("losses", "scales", "skips"):
             found = scaler["first_differences"].get(name)
@@ -185,19 +189,15 @@ def describe(facts: dict[str, Any]) -> str:
         lines.append("")
         share += scaler["torch"]["medians"].get("share", 1.0)
     steps, step = facts["torch_again"].values()
-    told = "equals the first."
-    if step is not None:
-        told = f"differs from the first at step {step}: the program does not repeat itself "
-        told += "(does it set its seeds?)."
+    told = (
+        "equals the first."
+        if step is None
+        else f"differs from the first at step {step}: {_UNSEEDED}"
+    )
     lines.append(f"A second run with torch's scaler, of {steps} steps, {told}")
-    verdict = _VERDICTS[facts["verdict"]]
-    firsts = [each for scaler in facts["scalers"] for each in scaler["first_differences"].values()]
-    if facts["verdict"] == "not repeatable" and any(a == "nan" for _, a, _ in firsts):
-        verdict = (
-            f"{verdict[:-1]}, but for torch's NaN: a fused SGD whose first step overflows, for"
-        )
-        verdict += " one, goes on with uninitialised memory (docs/differences.md)."
-    lines.append(verdict)
+    lines.append(_VERDICTS[facts["verdict"]])
+    if facts["verdict"] == "not repeatable" and any(_NAN in line for line in lines):
+        lines.append("Only the NaN does: fused SGD reads uninitialised memory after an overflow.")
     if share < _SMALL:
         lines.append(
             f"With torch's scaler {share:.2%} of a step are the scaler's: for the speed of this "
@@ -211,7 +211,7 @@ def _apart(name: str, step: int, a: str, b: str) -> str:
         return f"differ at step {step}: {'torch' if float(a) else 'ampfast'} alone skips it"
     text = f"differ from step {step} on: torch {a}, ampfast {b}"
     if a == "nan":
-        return f"{text}: torch's became NaN, ampfast's did not (docs/differences.md)"
+        return f"{text}: {_NAN} (docs/differences.md)"
     return text if b == "nan" else f"{text}, apart by {abs(float(a) - float(b)):.3g}"
 
 
@@ -244,20 +244,19 @@ def _draw(theirs: list[dict[str, Any]], ours: list[dict[str, Any]], path: str) -
     count = min(len(theirs), len(ours))
     figure = figure_of(6 * count, 8)
     panels = figure.subplots(3, count, sharex="col", squeeze=False)
-    for column, sides in enumerate(zip(theirs, ours, strict=False)):
+    for column, sides in zip(panels.T, zip(theirs, ours, strict=False), strict=True):
         for name, record, color, width in zip(
             ("torch", "ampfast"), sides, ("#9ecae1", "#b30000"), (4, 1), strict=True
         ):
             own = list(enumerate(record["times"]["own"]))
             lines = (record["values"]["losses"], record["values"]["scales"], own)
-            for panel, line in zip(panels[:, column], lines, strict=True):
+            for panel, line in zip(column, lines, strict=True):
                 steps, values = [step + 1 for step, _ in line], [value for _, value in line]
-                panel.plot(steps, values, color=color, linewidth=width, label=name)
-        for panel, title in zip(
-            panels[:, column], ("loss", "scale", "scaler's own time, us"), strict=True
-        ):
-            panel.set_ylabel(title)
-            panel.set_yscale("linear" if title == "loss" else "log")
-            panel.legend()
-        panels[-1, column].set_xlabel("step")
+                # Several losses of a step are no line.
+                mark = "-" if len(set(steps)) == len(steps) else "."
+                panel.plot(steps, values, mark, color=color, lw=width, ms=2 * width, label=name)
+        column[0].set(ylabel="loss")
+        column[1].set(ylabel="scale", yscale="log")
+        column[2].set(ylabel="scaler's own time, us", yscale="log", xlabel="step")
+        column[0].legend()
     figure.savefig(path)
