@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import functools
 import math
-import weakref
 from collections.abc import Iterable
-from dataclasses import dataclass
 from types import FunctionType, GeneratorType, SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
+from weakref import WeakValueDictionary
 
 import torch
 import torch.distributed as dist
@@ -16,13 +15,13 @@ from torch import Tensor
 from torch.amp.grad_scaler import OptState
 
 from ampfast import backends
-from ampfast.backends import TORCH_OPS, Kernels, core, torch_ops
+from ampfast.backends import TORCH_OPS, Kernels, core
 from ampfast.backends.core import Clip, Factor, Pass
-from ampfast.backends.scalars import moved
+from ampfast.backends.scalars import joint_flag, moved, widest
 from ampfast.capture import is_capturing
 from ampfast.clipping import FUSED_ORDERS
 from ampfast.errors import warn_caller
-from ampfast.spikes import SpikeRule, SpikeRules
+from ampfast.spikes import Sigmas
 
 # torch's own, also where an earlier import of ampfast has patched the name.
 _named: Any = torch.nn.utils.clip_grad_norm_
@@ -31,39 +30,29 @@ torch_clip_grad_norm_: Any = getattr(_named, "_stands_for", _named)
 _READS = Pass(False, Factor.NONE)
 _WIDE = torch.float32, torch.float64
 
-# Key of an optimizer's entry in a scaler's `_per_optimizer_states`: its `Kept`.
-KEPT = "kept_norm"
+# Keys of an optimizer's entry in a scaler's `_per_optimizer_states`: its `Kept`, and the optimizer,
+# whose gradients' norm the scaler limits.
+KEPT, LIMITED = "kept_norm", "limited"
 
 
-@dataclass(eq=False)
-class Kept:
-    """What an unscaling measured of its gradients, until the scaler's update.
+class Kept(NamedTuple):
+    """What an unscaling measured of its gradients, for the first clip before the scaler's update.
 
     Attributes:
         sums: As of a `Pass`, of what was written.
         grads: The gradients, held so that no others take their place in memory.
+        places: Their places in memory.
         versions: Their versions.
-        optimizer: Their optimizer.
-        scaler: The scaler, whose `skip_above` applies.
     """
 
     sums: Tensor
     grads: core.GradList
+    places: bytes
     versions: bytes
-    optimizer: Any
-    scaler: weakref.ref[Any]
 
-    def rule(self, device: torch.device) -> tuple[SpikeRules, Tensor, SpikeRule] | None:
-        """The scaler's rules, the flag that one may turn into a spike's, and that one; or None."""
-        scaler = self.scaler()
-        if scaler is None or scaler.skip_above is None:
-            return None
-        entry = scaler._per_optimizer_states.get(id(self.optimizer))
-        if entry is None or entry["stage"] is not OptState.UNSCALED:
-            return None  # it has decided
-        rules: SpikeRules = scaler._spike_rules
-        rule = rules.rule([self.optimizer], scaler.skip_above, device)
-        return rules, entry["found_inf_per_device"][device], rule
+
+# Those that have kept norms or limit them, by their ids.
+_scalers: WeakValueDictionary[int, Any] = WeakValueDictionary()
 
 
 def is_patched() -> bool:
@@ -71,22 +60,21 @@ def is_patched() -> bool:
     return torch.nn.utils.clip_grad_norm_ is stand_in
 
 
-# By the places of the gradients in memory.
-_kept: weakref.WeakValueDictionary[bytes, Kept] = weakref.WeakValueDictionary()
-
-
 def keep(entry: dict[str, Any], optimizer: Any, sums: Tensor, scaler: Any) -> None:
     """Keeps the sums of gradients that were just unscaled, in the entry of their optimizer."""
+    _scalers[id(scaler)] = scaler
+    if scaler.skip_above is not None:
+        entry[LIMITED] = optimizer
     stamp = core.stamped(optimizer.param_groups, True)
     if stamp is not None and stamp[0].device == sums.device:
-        grads, places, versions = stamp
-        kept = Kept(sums, grads, versions, optimizer, weakref.ref(scaler))
-        entry[KEPT] = _kept[places] = kept
+        entry[KEPT] = Kept(sums, *stamp)
 
 
 def forget() -> None:
     """Forgets what is kept, before a write that raises no versions."""
-    _kept.clear()
+    for scaler in _living():
+        for entry in _entries_of(scaler):
+            entry.pop(KEPT, None)
 
 
 def clip_grad_norm_(
@@ -101,8 +89,8 @@ def clip_grad_norm_(
     `torch.nn.utils.clip_grad_norm_` in two reads and one write; where the coefficient is 1, in one
     read. Where a scaler with `keep_norm` has just unscaled exactly these gradients, their norm is
     known, and the first read goes, unless there are several ranks, whose collectives may write
-    unnoticed; the scaler's `skip_above` applies then. Writes since are noticed by the versions of
-    the gradients, hence not if made through `.data`, numpy or torch's own unscaling op.
+    unnoticed. Writes since are noticed by the versions of the gradients, hence not if made through
+    `.data`, numpy or torch's own unscaling op. A scaler's `skip_above` applies to the norm.
 
     torch's function itself takes gradients on several devices, sparse, complex or overlapping ones,
     DTensors, other subclasses and other orders, and compiled code.
@@ -128,11 +116,10 @@ def clip_grad_norm_(
             parameters, max_norm, norm_type, error_if_nonfinite, foreach
         )
         return norm
-    listed = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    listed = _listed(parameters)
     if not listed and isinstance(parameters, GeneratorType):
         warn_caller("`parameters` is an empty generator, no gradient clipping will occur.")
-    first = next((param.grad for param in listed if param.grad is not None), None)
-    given = _numbers(norm_type, max_norm)
+    first, given = _first_grad(listed), _numbers(norm_type, max_norm)
     clipped = None
     if first is not None and given is not None:
         try:
@@ -142,6 +129,9 @@ def clip_grad_norm_(
                 raise
     if clipped is None:
         clipped = torch_clip_grad_norm_(listed, max_norm, norm_type, error_if_nonfinite, foreach)
+        if type(clipped) is Tensor and clipped.is_floating_point():
+            clip = _clip_by(clipped.detach(), math.inf)
+            _compare(backends.choose().kernels_for(clipped.device), clip, listed)
     return clipped
 
 
@@ -180,14 +170,15 @@ def get_total_norm(
     torchs = torch.nn.utils.get_total_norm
     if torch.compiler.is_compiling():
         return torchs(tensors, norm_type, error_if_nonfinite, foreach)
-    listed = [tensors] if isinstance(tensors, Tensor) else list(tensors)
-    given, grads = _numbers(norm_type), None
+    listed, given, grads = _listed(tensors), _numbers(norm_type), None
     kernels = _kernels_for(listed[0]) if listed else None
     if given is not None and kernels is not None and not _refuses(listed, given[0]):
         grads = core.list_of(listed, listed[0].device)
     if kernels is None or given is None or grads is None:
         return torchs(listed, norm_type, error_if_nonfinite, foreach)
-    norm, _ = _measured(kernels, grads, None, math.inf, given[0])
+    clip = _clip_of(grads, _sums_of(kernels, grads), *given)
+    kernels.clip(clip)
+    norm = clip.norm.to(grads.dtype)
     return torchs([norm], norm_type, True) if error_if_nonfinite else norm
 
 
@@ -211,22 +202,27 @@ def clip_grads_with_norm_(
     Raises:
         RuntimeError: As torch's.
     """
-    listed = parameters
     if not torch.compiler.is_compiling():
-        listed = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-        first = next((param.grad for param in listed if param.grad is not None), None)
-        given = _numbers(2.0, max_norm)
+        parameters = listed = _listed(parameters)
+        first, given = _first_grad(listed), _numbers(2.0, max_norm)
         kernels = None if first is None else _kernels_for(first)
         is_plain = type(total_norm) is Tensor and total_norm.dim() == 0
         is_plain = is_plain and total_norm.is_floating_point()
         if kernels is not None and given is not None and is_plain:
             stamp = core.stamped([{"params": listed}], False)
             if stamp is not None:
-                norm = moved(total_norm.detach().reshape(()), stamp[0].device)
-                coefficient = torch_ops.coefficient_of(norm, given[1])
-                kernels.run(stamp[0], Pass(True, Factor.NONE, coefficient=coefficient))
+                clip = _clip_by(moved(total_norm.detach(), stamp[0].device), given[1])
+                kernels.run(stamp[0], Pass(True, Factor.NONE, clip=clip))
                 return
-    torch.nn.utils.clip_grads_with_norm_(listed, max_norm, total_norm, foreach)
+    torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, total_norm, foreach)
+
+
+def _listed(tensors: Tensor | Iterable[Tensor]) -> list[Tensor]:
+    return [tensors] if isinstance(tensors, Tensor) else list(tensors)
+
+
+def _first_grad(params: list[Tensor]) -> Tensor | None:
+    return next((param.grad for param in params if param.grad is not None), None)
 
 
 def _numbers(norm_type: Any, max_norm: Any = math.inf) -> tuple[float, float] | None:
@@ -253,6 +249,14 @@ def _has_ranks() -> bool:
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
+def _living() -> list[Any]:
+    return [scaler for each in _scalers.valuerefs() if (scaler := each()) is not None]
+
+
+def _entries_of(scaler: Any) -> list[dict[str, Any]]:
+    return list(scaler._per_optimizer_states.values())
+
+
 def _clipped(
     params: list[Tensor], first: Tensor, order: float, limit: float, raises: bool
 ) -> Tensor | None:
@@ -260,7 +264,9 @@ def _clipped(
     kernels, groups = _kernels_for(first), [{"params": params}]
     if kernels is None or _refuses((param.grad for param in params), order):
         return None
-    if not _kept and not raises and first.dtype in _WIDE:
+    entries = [entry for scaler in _living() for entry in _entries_of(scaler)]
+    is_watched = any(KEPT in entry or LIMITED in entry for entry in entries)
+    if not is_watched and not raises and first.dtype in _WIDE:
         optimizer, largest = SimpleNamespace(param_groups=groups), order == math.inf
         norm = kernels.clip_over(optimizer, {}, None, _READS, True, limit, largest, None, None)
         if norm is not None:
@@ -268,43 +274,84 @@ def _clipped(
     stamp = core.stamped(groups, False)
     if stamp is None:
         return None
-    grads, places, versions = stamp
-    # Once: a second clip is of other values.
-    kept = _kept.pop(places, None)
-    is_unwritten = kept is not None and kept.versions == versions and not _has_ranks()
-    norm, coefficient = _measured(kernels, grads, kept, limit, order, is_unwritten)
+    grads, sums = stamp[0], _known_sums(entries, *stamp[1:])
+    clip = _clip_of(grads, _sums_of(kernels, grads) if sums is None else sums, order, limit)
+    is_compared = _compare(kernels, clip, params)
+    if (raises or limit == math.inf) and not is_compared:
+        kernels.clip(clip)
+    norm = clip.norm
     if raises:
-        torch.nn.utils.get_total_norm([norm], order, error_if_nonfinite=True)
+        torch.nn.utils.get_total_norm([norm.to(grads.dtype)], order, error_if_nonfinite=True)
     if limit != math.inf:
-        kernels.run(grads, Pass(True, Factor.NONE, coefficient=coefficient))
-    return norm
+        kernels.run(grads, Pass(True, Factor.NONE, clip=clip))
+    return norm.to(grads.dtype)
 
 
-def _measured(
-    kernels: Kernels,
-    grads: core.GradList,
-    kept: Kept | None,
-    limit: float,
-    order: float,
-    is_unwritten: bool = False,
-) -> tuple[Tensor, Tensor]:
-    """Norm and clip coefficient; a kept flag becomes that of a spike if the norm is too large."""
-    device = grads.device
-    if kept is not None and is_unwritten:
-        sums = kept.sums
-    else:
-        sums = torch.empty(2, dtype=torch.float64, device=device)
-        kernels.run(grads, _READS._replace(sums=sums))
-    norm = torch.empty((), dtype=_WIDE[grads.has_float64], device=device)
-    coefficient = torch.empty((), dtype=torch.float64, device=device)
-    clip = Clip(sums.unsqueeze(0), limit, order == math.inf, norm, coefficient)
-    spikes = None if kept is None else kept.rule(device)
-    if spikes is not None:
-        clip = Clip(*clip[:7], spikes[1], *spikes[2])
-    kernels.clip(clip)
-    if kept is not None and spikes is not None:
-        spikes[0].record([kept.optimizer], spikes[2])
-    if kept is not None and (scaler := kept.scaler()) is not None:
-        # Which would hold the gradients until the update.
-        scaler._per_optimizer_states.get(id(kept.optimizer), {}).pop(KEPT, None)
-    return norm.to(grads.dtype), coefficient
+def _known_sums(entries: list[dict[str, Any]], places: bytes, versions: bytes) -> Tensor | None:
+    """The sums of the gradients there, if they were kept and nobody has written since."""
+    for entry in entries:
+        kept: Kept | None = entry.get(KEPT)
+        if kept is not None and kept.places == places:
+            # Once: a second clip is of other values.
+            entry.pop(KEPT, None)
+            if kept.versions == versions and not _has_ranks():
+                return kept.sums
+    return None
+
+
+def _sums_of(kernels: Kernels, grads: core.GradList) -> Tensor:
+    sums = torch.empty(2, dtype=torch.float64, device=grads.device)
+    kernels.run(grads, _READS._replace(sums=sums))
+    return sums
+
+
+def _clip_of(grads: core.GradList, sums: Tensor, order: float, limit: float) -> Clip:
+    norm = torch.empty((), dtype=_WIDE[grads.has_float64], device=grads.device)
+    return Clip(sums.unsqueeze(0), limit, order == math.inf, norm)
+
+
+def _clip_by(norm: Tensor, limit: float) -> Clip:
+    """A clipping by a norm that is known."""
+    norm = norm.to(widest(norm.device))
+    return Clip(norm.repeat(1, 2), limit, True, torch.empty_like(norm))
+
+
+def _compare(kernels: Kernels, clip: Clip, params: list[Tensor]) -> bool:
+    """Skips the steps of optimizers with these gradients if their norm is above a scaler's limit.
+
+    Returns:
+        Whether a norm was compared, and hence written.
+    """
+    scalers = [scaler for scaler in _living() if scaler.skip_above is not None]
+    clipped = {id(param) for param in params if param.grad is not None} if scalers else set()
+    is_compared = False
+    for scaler in scalers:
+        entries = [
+            entry
+            for entry in _entries_of(scaler)
+            if LIMITED in entry
+            and entry["stage"] is OptState.UNSCALED
+            and any(
+                id(param) in clipped
+                for group in entry[LIMITED].param_groups
+                for param in group["params"]
+            )
+        ]
+        flags = [flag for entry in entries for flag in entry["found_inf_per_device"].values()]
+        if not flags:
+            continue
+        device, rules, limit = clip.sums.device, scaler._spike_rules, scaler.skip_above
+        is_one = len(flags) == 1 and flags[0].device == device
+        found_inf = flags[0] if is_one else joint_flag(flags, device)
+        optimizers = [entry[LIMITED] for entry in entries]
+        rule = rules.rule(optimizers, limit, device)
+        kernels.clip(Clip(*clip[:7], found_inf, *rule))
+        for flag in flags:
+            if flag is not found_inf:
+                flag.copy_(found_inf)
+        rules.record(optimizers, rule)
+        is_compared = True
+        for entry in entries if isinstance(limit, Sigmas) else ():
+            # Norms of parts, or of what was clipped, are not of the series.
+            entry.pop(LIMITED, None)
+    return is_compared

@@ -426,6 +426,8 @@ class GradScaler(Passes):
         kernels = self._kernels or self._choose_kernels(scale.device)
         self._loss_scale.update_(scale, growth_tracker, flags, factors, kernels)
         self._end_iteration()
+        if self._skip_above is not None:
+            self._spike_rules.end_iteration()
         if self._loss_scale.watches_minimum:
             self._loss_scale.check_min_scale()
 
@@ -475,6 +477,8 @@ class GradScaler(Passes):
         if ending is not None and ending.applied:
             torch.autograd.graph.increment_version(scale)
             self._end_iteration()
+            if self._skip_above is not None:
+                self._spike_rules.end_iteration()
             self._loss_scale.check_min_scale()
         else:
             self.update()

@@ -13,7 +13,7 @@ from torch import Tensor
 from ampfast.backends import scalars
 from ampfast.backends.core import state_layout
 from ampfast.capture import is_capturing, refuse_capture
-from ampfast.errors import float_of
+from ampfast.errors import float_of, warn_caller
 from ampfast.optimizers import ByOptimizer
 
 
@@ -105,6 +105,8 @@ class SpikeRules:
         # Of a checkpoint or a pickle, for optimizers yet to come, in this order.
         self._kept: list[list[float]] = []
         self._clips = 0
+        # Whether a norm was compared in this iteration, and whether to warn if none was.
+        self._is_compared, self._warns = False, True
 
     def rule(
         self, optimizers: Sequence[Any], limit: float | Sigmas, device: torch.device
@@ -125,6 +127,7 @@ class SpikeRules:
 
     def record(self, optimizers: Sequence[Any], rule: SpikeRule) -> None:
         """Keeps the norms of a rule that was used."""
+        self._is_compared = True
         if rule.accepted_norms is None:
             return
         self._clips += 1
@@ -136,6 +139,18 @@ class SpikeRules:
         if is_capturing():
             wait = math.inf
         self._rings.record(optimizers[0], _Ring(rule.accepted_norms, self._clips, wait))
+
+    def end_iteration(self) -> None:
+        """Ends an iteration with a default limit; warns once if no norm was compared with it."""
+        if self._warns and not self._is_compared:
+            self._warns = False
+            warn_caller(
+                "skip_above had no effect: since the last update() no gradient norm was compared "
+                "with it. Clip between unscale_() and step() by scaler.clip_grad_norm_, or by "
+                "torch's function under ampfast.patch(clip_grad_norm=True), which compares only "
+                "without DTensors and process_group."
+            )
+        self._is_compared = False
 
     def _in_order(self) -> list[tuple[Any, _Ring]]:
         # Last those of a stage that is over.

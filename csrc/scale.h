@@ -196,7 +196,7 @@ struct Clip {
   bool largest = false;         // takes the largest magnitude for the norm, else the 2-norm
   float* norm = nullptr;        // the norm, in float32 or
   double* wide_norm = nullptr;  // in float64; one of the two is given
-  double* coefficient = nullptr;
+  double* coefficient = nullptr;  // or null
   // Scale over coefficient, where both are given.
   const float* scale = nullptr;
   float* divisor = nullptr;
@@ -207,30 +207,42 @@ struct Clip {
   AcceptedNorms accepted_norms;
 };
 
-AMPFAST_ELEMENT void clip_coefficient(const Clip& clip) {
+// The norm, rounded to the dtype in which it is written.
+AMPFAST_ELEMENT double norm_of(const Clip& clip) {
   double squares = 0;
   double peak = 0;
   for (int64_t row = 0; row < clip.rows; ++row) {
     squares += clip.sums[2 * row];
     peak = larger_or_nan(peak, clip.sums[2 * row + 1]);
   }
-  double total = clip.largest ? peak : std::sqrt(squares);
-  // Decides on spikes: ranks whose own gradients are of other dtypes decide alike.
-  const float rounded = static_cast<float>(total);
-  if (clip.wide_norm != nullptr) {
-    *clip.wide_norm = total;
-  } else {
-    *clip.norm = rounded;
-    total = rounded;
+  const double total = clip.largest ? peak : std::sqrt(squares);
+  return clip.wide_norm != nullptr ? total : static_cast<float>(total);
+}
+
+// Writes a norm, if this thread `writes`, and returns torch's coefficient, in float64. An infinite
+// limit clips nothing: inf / inf would be NaN.
+AMPFAST_ELEMENT double coefficient_of(const Clip& clip, double norm, bool writes) {
+  if (writes && clip.wide_norm != nullptr) {
+    *clip.wide_norm = norm;
+  } else if (writes) {
+    *clip.norm = static_cast<float>(norm);
   }
-  // torch's formula, in float64. An infinite limit clips nothing: inf / inf would be NaN.
-  const double quotient = clip.max_norm / (total + kClipEpsilon);
-  const double coefficient = quotient > 1 || std::isinf(clip.max_norm) ? 1 : quotient;
-  *clip.coefficient = coefficient;
+  const double quotient = clip.max_norm / (norm + kClipEpsilon);
+  return quotient > 1 || std::isinf(clip.max_norm) ? 1 : quotient;
+}
+
+AMPFAST_ELEMENT void clip_coefficient(const Clip& clip) {
+  const double norm = norm_of(clip);
+  const double coefficient = coefficient_of(clip, norm, true);
+  if (clip.coefficient != nullptr) {
+    *clip.coefficient = coefficient;
+  }
   if (clip.scale != nullptr && clip.divisor != nullptr) {
     *clip.divisor = static_cast<float>(*clip.scale / coefficient);
   }
   if (clip.found_inf != nullptr && *clip.found_inf == 0) {
+    // Ranks whose own gradients are of other dtypes decide alike.
+    const auto rounded = static_cast<float>(norm);
     const bool spiked = clip.accepted_norms.words != nullptr
                             ? is_outlier(clip.accepted_norms, rounded, clip.skip_above)
                             : !(rounded <= clip.skip_above);

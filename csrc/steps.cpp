@@ -47,6 +47,10 @@ cpu::Work work_of(const Pass& pass) {
   if (coefficient != nullptr) {
     work.coefficient = *coefficient;
   }
+  if (pass[Pass::kClip] != Py_None) {
+    const Clip clip = clip_of(pass[Pass::kClip], at::kCPU);
+    work.coefficient = coefficient_of(clip, norm_of(clip), true);
+  }
   if (pass.how == Factor::kTimesReciprocal) {
     work.how = Factor::kTimes;
     work.factor = inverse_scale(work.factor);
@@ -85,7 +89,10 @@ PyObject* require_pass(PyObject* const* args) {
   const Pass pass(args[1]);
   data_of<const float>(pass.tensor(Pass::kFactor), "the factor", device);
   data_of<float>(pass.tensor(Pass::kFoundInf), "found_inf", device);
-  const bool scales = data_of<double>(pass.tensor(Pass::kCoefficient), "coefficient", device);
+  bool scales = data_of<double>(pass.tensor(Pass::kCoefficient), "coefficient", device);
+  if (pass[Pass::kClip] != Py_None) {
+    scales = clip_of(pass[Pass::kClip], device).sums;
+  }
   const bool sums = data_of<double>(pass.tensor(Pass::kSums), "sums", device, 2);
   TORCH_CHECK(!(scales && sums), "sums are taken in the pass before the one with a coefficient");
   return nullptr;

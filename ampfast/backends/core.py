@@ -104,6 +104,8 @@ class Pass(NamedTuple):
         divisor: 0-dim float32 that gets the factor, or None.
         ending: What the last program of the pass does besides (`gpu.Ending`), or None.
         squares: Whether sums are of values that are written, too.
+        clip: A clipping, from one row of sums, whose coefficient takes the place of `coefficient`;
+            its norm is written, and nothing else. Or None; kernels know it, torch's ops do not.
     """
 
     write: bool
@@ -118,6 +120,7 @@ class Pass(NamedTuple):
     divisor: Tensor | None = None
     ending: Any = None
     squares: bool = False
+    clip: Clip | None = None
 
 
 class Track(NamedTuple):
@@ -142,7 +145,7 @@ class Clip(NamedTuple):
         max_norm: Limit of the norm.
         largest: Whether the norm is the largest magnitude, else the 2-norm.
         norm: One-element float32 or float64 that gets the norm.
-        coefficient: One-element float64 that gets the clip coefficient, at most 1.
+        coefficient: One-element float64 that gets the clip coefficient, at most 1; or None.
         scale: One-element float32, or None.
         divisor: One-element float32 that gets the scale over the coefficient, or None.
         found_inf: One-element float32, the flag of these gradients, or None: where it is 0 and the
@@ -157,7 +160,7 @@ class Clip(NamedTuple):
     max_norm: float
     largest: bool
     norm: Tensor
-    coefficient: Tensor
+    coefficient: Tensor | None = None
     scale: Tensor | None = None
     divisor: Tensor | None = None
     found_inf: Tensor | None = None

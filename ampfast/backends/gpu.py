@@ -87,6 +87,8 @@ class DeviceKernels:
         if grads.chunks == 0:
             if work.sums is not None:
                 work.sums.zero_()
+            if work.clip is not None:
+                self.clip(work.clip)
             return new_flag(device) if found_inf is None else found_inf
         if found_inf is None:
             found_inf = torch.empty((), dtype=torch.float32, device=device)
@@ -95,9 +97,6 @@ class DeviceKernels:
         if ending is not None and work.how is Factor.DIVIDE:
             divisor = ending.divisor
         work = work._replace(found_inf=found_inf, accumulate=given, divisor=divisor)
-        if work.how is Factor.NONE and (work.write or work.sums is not None):
-            one = torch.ones((), dtype=torch.float32, device=device)
-            work = work._replace(how=Factor.TIMES, factor=one)
         with self._launcher.on(device):
             self._launch(DeviceTable.of(grads, self._launcher.is_capturing()), work)
         if ending is not None:

@@ -133,10 +133,12 @@ def clip(clip: Clip) -> None:
     clip.norm.copy_(peaks.amax() if clip.largest else squares.sum().sqrt())
     if clip.found_inf is not None:
         spike_(clip.found_inf, clip.norm, clip.skip_above, clip.taken)
-    clip.coefficient.copy_(coefficient_of(clip.norm, clip.max_norm))
+    coefficient = coefficient_of(clip.norm, clip.max_norm)
+    if clip.coefficient is not None:
+        clip.coefficient.copy_(coefficient)
     if clip.divisor is not None and clip.scale is not None:
         scale = clip.scale.detach().reshape(())
-        clip.divisor.copy_(scale / moved(clip.coefficient, scale.device))
+        clip.divisor.copy_(scale / moved(coefficient, scale.device))
 
 
 @torch.no_grad()

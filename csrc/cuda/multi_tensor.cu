@@ -89,7 +89,10 @@ __global__ void __launch_bounds__(kThreads, kLeastProgramsPerSm) pass(const Laun
   gatherer.is_aligned = launch.is_aligned;
   const auto begin = [&] {
     if (kCoefficient) {
-      gatherer.coefficient = static_cast<Opmath>(*launch.coefficient);
+      const Clip& clip = launch.clip;
+      const bool writes = blockIdx.x == 0 && threadIdx.x == 0;
+      gatherer.coefficient = static_cast<Opmath>(
+          clip.sums != nullptr ? coefficient_of(clip, norm_of(clip), writes) : *launch.coefficient);
     }
     const float factor = launch.how == Factor::kNone ? 1.0f : *launch.factor;
     gatherer.factor = launch.how == Factor::kTimesReciprocal ? inverse_scale(factor) : factor;
@@ -287,7 +290,7 @@ void load_kernels() {
 
 void launch(const Launch& launch) {
   const Kernels& kernels = kernels_of(launch);
-  const Pass kernel = launch.coefficient != nullptr
+  const Pass kernel = launch.coefficient != nullptr || launch.clip.sums != nullptr
                           ? kernels.clip
                           : kernels.pass[launch.write ? 1 : 0][launch.sums != nullptr ? 1 : 0];
   queue(kernel, launch, launch);

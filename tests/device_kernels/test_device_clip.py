@@ -9,15 +9,16 @@ from typing import Any
 
 import pytest
 import torch
-from device_parity import BACKEND, KERNELS, guarded, normal, window
+from device_parity import BACKEND, KERNELS, guarded, mixed, normal, window
 from support.clipping_reference import assert_clipped, assert_norm, exact_norm, grads_of, ready
 from support.comparison import FLOATS, assert_same
 from support.gradients import sgd_with
-from support.kernel_parity import flag
+from support.kernel_calls import grads_of as grads_of_list
+from support.kernel_parity import flag, storage
 
 from ampfast import functional
 from ampfast.backends import core, cpu
-from ampfast.backends.core import Clip
+from ampfast.backends.core import Clip, Factor, Pass
 
 pytestmark = pytest.mark.usefixtures("watched")
 
@@ -118,6 +119,40 @@ def test_clips_of_a_scaler(dtype: torch.dtype, order: float) -> None:
     else:
         assert norm.item() == pytest.approx(exact, rel=torch.finfo(dtype).eps)
     assert_clipped(grads_of(optimizer), before, 3.0, norm, 0.5)
+
+
+@pytest.mark.parametrize("largest", [False, True])
+@pytest.mark.parametrize("dtype", [*FLOATS, None], ids=str)
+def test_one_launch_clips_by_sums(dtype: torch.dtype | None, largest: bool) -> None:
+    """Norm, coefficient and products; where the coefficient is 1, no gradient is read."""
+    sums = torch.tensor([[7.0, 2.5]], dtype=torch.float64)
+    for limit, wide in itertools.product((0.7, 0.0, 1e4), (torch.float32, torch.float64)):
+        sides = []
+        for kernels in (KERNELS, cpu):
+            grads = mixed()
+            if dtype is not None:
+                grads = [guarded(normal(window(dtype) + 9, dtype), 1), guarded(normal(5, dtype))]
+            norm = torch.full((), NAN, dtype=wide)
+            clip = Clip(sums, limit, largest, norm)
+            kernels.run(grads_of_list(grads), Pass(True, Factor.NONE, clip=clip))
+            sides.append([norm, [storage(grad) for grad in grads]])
+        assert_same(sides[0], sides[1], f"{limit} {wide}")
+
+
+def test_sums_without_gradients_have_a_norm() -> None:
+    norm = torch.full((), NAN)
+    clip = Clip(torch.tensor([[9.0, 2.0]], dtype=torch.float64), 1.0, False, norm)
+    KERNELS.run(grads_of_list([torch.empty(0)]), Pass(True, Factor.NONE, clip=clip))
+    assert norm.item() == 3.0
+
+
+@pytest.mark.parametrize("bad", [INF, NAN])
+def test_a_norm_that_is_not_finite_spoils_all(bad: float) -> None:
+    grads, norm = [guarded(torch.ones(7))], torch.zeros(())
+    sums = torch.tensor([[bad, bad]], dtype=torch.float64)
+    KERNELS.run(grads_of_list(grads), Pass(True, Factor.NONE, clip=Clip(sums, 1.0, False, norm)))
+    assert_same(norm, torch.tensor(bad))
+    assert_same(grads, [torch.full((7,), 0.0 if bad == INF else NAN)])
 
 
 @pytest.mark.parametrize("value", [1 / 3, 1.1, 0.7])

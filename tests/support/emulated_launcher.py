@@ -45,11 +45,12 @@ class EmulatedLauncher:
         self, work: Pass, table: DeviceTable, segment: Segment, epilogue: Epilogue
     ) -> None:
         update = None if work.ending is None else work.ending.update
+        sums, norm = (None, None) if work.clip is None else (work.clip.sums, work.clip.norm)
         with self._restricted(
             [
                 *_table(table, segment, work.write),
-                *_read(work.factor, work.coefficient),
-                *_written(work.found_inf, work.sums, work.divisor, work.marks, work.now),
+                *_read(work.factor, work.coefficient, sums),
+                *_written(work.found_inf, work.sums, work.divisor, work.marks, work.now, norm),
                 *(() if update is None else _of_update(update)),
             ]
         ):

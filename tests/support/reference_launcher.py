@@ -44,6 +44,10 @@ class ReferenceLauncher:
         factor = torch.tensor(1.0) if work.factor is None else work.factor.reshape(())
         if work.how is Factor.TIMES_RECIPROCAL:
             factor = factor.double().reciprocal().float()
+        if work.clip is not None:
+            coefficient = torch.empty((), dtype=torch.float64)
+            cpu.clip(work.clip._replace(coefficient=coefficient))
+            work = work._replace(coefficient=coefficient)
         chunks = spans_of(words.tolist(), segment)
         if work.coefficient is not None and not segment.is_paired:
             chunks = chunks if factor * work.coefficient != 1 else []

@@ -63,6 +63,7 @@ class Variant:
     how: Factor
     norm: bool = False
     coefficient: bool = False
+    clip: bool = False
     marks: bool = False
     epilogue: Epilogue = Epilogue.FINISH
     accumulate: bool = False
@@ -73,10 +74,18 @@ class Variant:
         """A readable test id."""
         words = [str(self.dtype).removeprefix("torch."), "unscale" if self.write else "check"]
         words += [self.how.name.lower()]
-        words += [n for n in ("norm", "coefficient", "marks") if getattr(self, n)]
+        words += [n for n in ("norm", "coefficient", "clip", "marks") if getattr(self, n)]
         words += [self.epilogue.name.lower()]
         words += [n for n in ("accumulate", "other", "paired") if getattr(self, n)]
         return " ".join(words)
+
+
+def of_clips(dtype: torch.dtype) -> list[Variant]:
+    """The passes of a clipping of unscaled gradients."""
+    return [
+        Variant(dtype, False, Factor.NONE, norm=True),
+        Variant(dtype, True, Factor.NONE, clip=True),
+    ]
 
 
 def modes(dtype: torch.dtype) -> list[Variant]:
@@ -93,6 +102,7 @@ def modes(dtype: torch.dtype) -> list[Variant]:
         *writes,
         replace(scale, norm=True),
         *(replace(mode, coefficient=True) for mode in writes),
+        *(of_clips(dtype) if dtype is torch.float32 else ()),
         *(replace(mode, marks=True) for mode in (*norms, *writes)),
         replace(scale, norm=True, marks=True),
     ]
@@ -121,7 +131,7 @@ def variants(dtype: torch.dtype) -> list[Variant]:
     """
     if IS_OLDEST:
         return [*modes(dtype), updating(dtype)]
-    found = []
+    found = [] if dtype is torch.float32 else of_clips(dtype)
     for mode in modes(dtype):
         found.append(mode)
         if mode.marks:
@@ -178,6 +188,7 @@ def work_of(variant: Variant, device: torch.device = CPU) -> Pass:
         one,
         variant.accumulate,
         coefficient=one.double() if variant.coefficient else None,
+        clip=clip_of(torch.float32, False, False, False, device) if variant.clip else None,
         sums=torch.ones(2, dtype=torch.float64, device=device) if variant.norm else None,
         marks=None if tables is None else tables.marks,
         now=None if tables is None else tables.now,

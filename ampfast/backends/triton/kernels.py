@@ -91,11 +91,33 @@ def _narrow(value, DTYPE: tl.constexpr):
 @triton.jit
 def _load_factor(factor_ptr, FACTOR: tl.constexpr):
     if FACTOR == _FACTOR.NONE:
-        return 1.0
+        return tl.full([], 1.0, tl.float32)
     elif FACTOR == _FACTOR.TIMES_RECIPROCAL:
         return (1.0 / tl.load(factor_ptr).to(tl.float64)).to(tl.float32)
     else:
         return tl.load(factor_ptr)
+
+
+@triton.jit
+def _norm_and_coefficient(total, norm_ptr, max_norm, epsilon):
+    """A norm as it is written, and torch's clip coefficient in float64."""
+    norm = total.to(norm_ptr.dtype.element_ty)
+    quotient = max_norm / (norm.to(tl.float64) + epsilon)
+    # An infinite limit clips nothing: inf / inf would be NaN.
+    return norm, tl.where((quotient > 1.0) | (max_norm == float("inf")), 1.0, quotient)
+
+
+@triton.jit
+def _load_coefficient(coefficient_ptr, norm_ptr, max_norm, epsilon, largest):
+    """The second factor of what is written; of a clipping it is computed, and the norm written."""
+    if norm_ptr is None:
+        return tl.load(coefficient_ptr)
+    else:
+        root, peak = tl.sqrt(tl.load(coefficient_ptr)), tl.load(coefficient_ptr + 1)
+        total = tl.where(largest != 0, peak, root)
+        norm, coefficient = _norm_and_coefficient(total, norm_ptr, max_norm, epsilon)
+        tl.store(norm_ptr, norm, mask=tl.program_id(0) == 0)
+        return coefficient
 
 
 @triton.jit
@@ -379,6 +401,10 @@ def multi_tensor(
     growth_factor: tl.float64,
     backoff_factor: tl.float64,
     growth_interval: tl.int64,
+    norm_ptr,
+    max_norm: tl.float64,
+    epsilon: tl.float64,
+    largest: tl.int32,
     DTYPE: tl.constexpr,
     WRITE: tl.constexpr,
     FACTOR: tl.constexpr,
@@ -394,8 +420,10 @@ def multi_tensor(
 
     Its chunks are at `word` of `table_ptr`, the sums of their squares at `partials`. Optional
     pointers may be None: `coefficient_ptr` to a second factor of written values, `divisor_ptr` to a
-    copy of the factor, `marks_ptr` to the overflow marks of parameters. A window is what a program
-    loads at once: LOADS vectors of VECTOR bytes a thread. Of pairs float32 values are written.
+    copy of the factor, `marks_ptr` to the overflow marks of parameters. With `norm_ptr`, which gets
+    the norm, the second factor is that of a clipping by the sums at `coefficient_ptr`. A window is
+    what a program loads at once: LOADS vectors of VECTOR bytes a thread. Of pairs float32 values
+    are written.
     """
     chunks_ptr = table_ptr + word
     chunk = tl.program_id(0)
@@ -403,7 +431,12 @@ def multi_tensor(
     step = tl.num_programs(0)
     fields = _load_chunk(chunks_ptr, chunk, PAIRED)
     factor = _load_factor(factor_ptr, FACTOR)
-    factors = factor, tl.load(coefficient_ptr) if coefficient_ptr is not None else None
+    factors = (
+        factor,
+        _load_coefficient(coefficient_ptr, norm_ptr, max_norm, epsilon, largest)
+        if coefficient_ptr is not None
+        else None,
+    )
     if coefficient_ptr is not None and not PAIRED:
         if (factor == 1.0) & (factors[1] == 1.0):
             return  # nothing changes
@@ -708,12 +741,10 @@ def clip_coefficient(
         peak = _larger_or_nan(peak, tl.load(sums_ptr + 2 * row + 1))
         row += 1
     total = peak if LARGEST else tl.sqrt(squares)
-    norm = total.to(norm_ptr.dtype.element_ty)
-    quotient = max_norm / (norm.to(tl.float64) + epsilon)
-    # An infinite limit clips nothing: inf / inf would be NaN.
-    coefficient = tl.where((quotient > 1.0) | (max_norm == float("inf")), 1.0, quotient)
+    norm, coefficient = _norm_and_coefficient(total, norm_ptr, max_norm, epsilon)
     tl.store(norm_ptr, norm)
-    tl.store(coefficient_ptr, coefficient)
+    if coefficient_ptr is not None:
+        tl.store(coefficient_ptr, coefficient)
     if divisor_ptr is not None:
         tl.store(divisor_ptr, (tl.load(scale_ptr).to(tl.float64) / coefficient).to(tl.float32))
     if found_inf_ptr is not None:

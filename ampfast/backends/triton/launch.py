@@ -84,14 +84,19 @@ def multi_tensor(
     if update is not None:
         scale, tracker, flags, *factors, state, _ = update
         other = flags[0] if flags else None
+    coefficient, norm, clipping = work.coefficient, None, (0.0, 0.0, 0)
+    if (clip := work.clip) is not None:
+        coefficient, norm = clip.sums, clip.norm
+        clipping = float(clip.max_norm), core.CLIP_EPSILON, int(clip.largest)
     arguments = (
         *(table.buffer, segment.word, segment.chunks, segment.partials),
-        *(work.factor, work.coefficient, work.found_inf, work.sums, work.divisor),
-        *(work.marks, work.now, scale, tracker, state, other, *factors),
+        *(work.factor, coefficient, work.found_inf, work.sums, work.divisor),
+        *(work.marks, work.now, scale, tracker, state, other, *factors, norm, *clipping),
     )
     switches = (
         *(segment.dtype, segment.is_paired, segment.is_aligned),
         *(work.write, work.how, work.sums is not None, epilogue, work.accumulate),
+        None if norm is None else norm.dtype,
     )
     chunks = segment.chunks if launches else 0
     _launch("multi_tensor", chunks, arguments, _options, *switches)
@@ -103,7 +108,7 @@ prepare = partial(multi_tensor, launches=False)
 
 def _options(device: torch.device, *switches: Any) -> dict[str, Any]:
     """Switches and compiler options of a pass."""
-    dtype, is_paired, is_aligned, write, how, norm, epilogue, accumulate = switches
+    dtype, is_paired, is_aligned, write, how, norm, epilogue, accumulate, _ = switches
     options = _geometry(device, dtype, is_paired, is_aligned)
     options |= {"WRITE": write, "FACTOR": int(how), "NORM": norm}
     options |= {"EPILOGUE": int(epilogue), "ACCUMULATE": accumulate}
