@@ -98,9 +98,11 @@ class Passes(TorchGradScaler):
     def skip_above(self) -> float | Sigmas | None:
         """The default of `clip_grad_norm_`'s `skip_above`.
 
-        Also for `torch.nn.utils.clip_grad_norm_` under `patch(clip_grad_norm=True)`, over exactly
-        the gradients of one optimizer that `unscale_` has unscaled, without a `process_group`.
-        Setting it makes the scaler keep their norms.
+        Also for `torch.nn.utils.clip_grad_norm_` under `patch(clip_grad_norm=True)`, where
+        gradients neither are DTensors nor belong to a `process_group`: the norm is that of its
+        clip, for all optimizers of which this has gradients that `unscale_` has unscaled since the
+        limit was set; with `Sigmas` that of the first clip. `update` warns once if no norm was
+        compared. Setting it makes the scaler keep norms.
         """
         return self._skip_above
 

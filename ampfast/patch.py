@@ -21,6 +21,9 @@ _MODULES = [f"torch.{package}.grad_scaler" for package in ("amp", "cuda.amp", "c
 if torch.distributed.is_available():
     _MODULES.append("torch.distributed.fsdp.sharded_grad_scaler")
 
+# torch's module with the clipping function.
+_CLIP_MODULE = "torch.nn.utils.clip_grad"
+
 _stand_ins: dict[str, Any] = {}
 
 # In torch's module, where a reloaded or newly imported ampfast finds them. The lock is re-entrant,
@@ -127,7 +130,10 @@ def patch(*, clip_grad_norm: bool = False) -> Patch:
             for torchs in stand_ins:
                 copyreg.dispatch_table.setdefault(torchs, swap.reducer)
         if clip_grad_norm and clip_grad.stand_in not in _shared.swap.torchs:
-            _replace(_shared.swap, {clip_grad.torch_clip_grad_norm_: clip_grad.stand_in})
+            torchs = clip_grad.torch_clip_grad_norm_
+            _replace(_shared.swap, {torchs: clip_grad.stand_in})
+            # Where pickle finds it, whose own name is the stand-in's while patched.
+            torchs.__module__, torchs.__qualname__ = clip_grad.__name__, "torch_clip_grad_norm_"
         return Patch(_shared.swap, began, clip_grad_norm)
 
 
@@ -162,6 +168,8 @@ def unpatch() -> None:
         for torchs in swap.torchs.values():
             if copyreg.dispatch_table.get(torchs) is swap.reducer:
                 del copyreg.dispatch_table[torchs]
+            if isinstance(torchs, FunctionType):
+                torchs.__module__, torchs.__qualname__ = _CLIP_MODULE, torchs.__name__
         _shared.swap = None
 
 

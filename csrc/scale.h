@@ -193,9 +193,9 @@ struct Clip {
   const double* sums = nullptr;  // a row for each pass: its sum of squares, its largest magnitude
   int64_t rows = 0;
   double max_norm = 0;
-  bool largest = false;         // takes the largest magnitude for the norm, else the 2-norm
-  float* norm = nullptr;        // the norm, in float32 or
-  double* wide_norm = nullptr;  // in float64; one of the two is given
+  bool largest = false;           // takes the largest magnitude for the norm, else the 2-norm
+  float* norm = nullptr;          // the norm, in float32 or
+  double* wide_norm = nullptr;    // in float64; one of the two is given
   double* coefficient = nullptr;  // or null
   // Scale over coefficient, where both are given.
   const float* scale = nullptr;

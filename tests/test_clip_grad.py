@@ -327,6 +327,25 @@ def test_a_coefficient_of_1_reads_and_writes_nothing() -> None:
     assert_same(params[0].grad, torch.tensor([1e-40, 1.0]))
 
 
+def test_a_norm_beyond_float16_clips_by_its_value() -> None:
+    """torch divides by the infinite norm, which makes all gradients 0."""
+    large = torch.full((16,), 2.0**15, dtype=torch.float16)
+    ours, theirs = with_grads(large), with_grads(large)
+    norm = functional.clip_grad_norm_(ours, 4.0)
+    assert_same(norm, utils.clip_grad_norm_(theirs, 4.0))
+    assert norm.isinf() and norm.dtype is torch.float16
+    assert not theirs[0].grad.any()
+    assert_same(ours[0].grad, torch.ones_like(large))
+    with pytest.raises(RuntimeError, match="is non-finite"):
+        functional.clip_grad_norm_(with_grads(large), 4.0, error_if_nonfinite=True)
+
+
+def test_an_error_takes_one_launch_more(launcher: ReferenceLauncher) -> None:
+    params = with_grads(torch.full((4,), 8.0))
+    functional.clip_grad_norm_(params, 1.0, error_if_nonfinite=True)
+    assert launcher.launches == ["check", "clip", "unscale"]
+
+
 def test_a_limit_below_0_is_torchs() -> None:
     ours, theirs = (parameter_with(torch.tensor([3.0, 4.0])) for _ in range(2))
     norm = functional.clip_grad_norm_(ours, -math.inf)

@@ -8,6 +8,7 @@ import math
 import pickle
 import random
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -350,6 +351,152 @@ def test_copies_keep_the_limit() -> None:
         assert again._has_observers
 
 
+# What a limit is compared with.
+
+LIMITS = pytest.mark.parametrize("limit", [3.5, Sigmas(6, window=2)], ids=str)
+
+
+def limited(limit: Any) -> Any:
+    scaler = started(GradScaler)
+    scaler.skip_above = limit
+    return scaler
+
+
+def spikes_of(
+    scaler: Any,
+    clip: Callable[[], Any],
+    *optimizers: torch.optim.Optimizer,
+    unscales: bool = True,
+) -> list[list[str | None]]:
+    """Why steps were skipped of norms 3, 3, 3 and 6 times as large."""
+    reasons = []
+    for factor in (1.0, 1.1, 1.05, 6.0):
+        scaler.scale(torch.ones(()))
+        for optimizer in optimizers:
+            for grad in grads_of(optimizer):
+                grad.fill_(8.0 * factor)
+            if unscales:
+                scaler.unscale_(optimizer)
+        clip()
+        for optimizer in optimizers:
+            scaler.step(optimizer)
+        reasons.append([scaler.skip_reason(optimizer) for optimizer in optimizers])
+        scaler.update()
+    return reasons
+
+
+@LIMITS
+def test_a_joint_clip_is_that_of_our_own(limit: Any) -> None:
+    results = []
+    for by_name in (True, False):
+        scaler = limited(limit)
+        first, second = sgd_with(torch.ones(4)), sgd_with(torch.ones(3), torch.ones(2))
+        params = params_of(second) + params_of(first)
+        if by_name:
+            clip = partial(functional.clip_grad_norm_, params, 1.0)
+            reasons = spikes_of(scaler, clip, second, first)
+        else:
+            both = [first, second]
+            clip = partial(scaler.clip_grad_norm_, both[::-1], 1.0)
+            reasons = spikes_of(scaler, clip, *both, unscales=False)
+        results.append([reasons, params, grads_of(first, second), scaler.stats().spikes])
+        if isinstance(limit, Sigmas):
+            results[-1].append(scaler.state_dict()["ampfast"]["norms"])
+    assert_same(results[0], results[1])
+    assert results[0][0] == [[None, None]] * 3 + [["spike", "spike"]]
+
+
+@LIMITS
+@pytest.mark.parametrize("order", [1.0, 2.0, INF])
+def test_a_part_of_the_gradients_skips_their_optimizer(limit: Any, order: float) -> None:
+    scaler, part = limited(limit), torch.ones(9)
+    optimizer, other = sgd_with(part, torch.ones(3)), sgd_with(torch.ones(100))
+    if order != 2.0 and not isinstance(limit, Sigmas):
+        scaler.skip_above = 10.0 if order == 1.0 else 1.5
+
+    def clip() -> None:
+        functional.clip_grad_norm_(params_of(optimizer)[:1], 1.0, order)
+
+    reasons = spikes_of(scaler, clip, optimizer, other)
+    assert reasons == [[None, None]] * 3 + [["spike", None]]
+
+
+def test_a_number_limits_each_part_and_sigmas_the_first() -> None:
+    for limit, expected in ((3.5, "spike"), (Sigmas(6, window=2), None)):
+        scaler, optimizer = limited(limit), sgd_with(torch.ones(1), torch.ones(9))
+        first, second = params_of(optimizer)
+        for factor in (1.0, 1.0, 1.0, 6.0):
+            scaler.scale(torch.ones(()))
+            first.grad.fill_(8.0)
+            second.grad.fill_(8.0 * factor)
+            scaler.unscale_(optimizer)
+            functional.clip_grad_norm_(first, 1e3)
+            functional.clip_grad_norm_(second, 1e3)
+            scaler.step(optimizer)
+            scaler.update()
+        assert scaler.skip_reason(optimizer) == expected
+
+
+@pytest.mark.parametrize("change", ["replaced", "strided", "dropped"])
+def test_a_limit_holds_for_gradients_that_are_not_known(change: str) -> None:
+    scaler, optimizer = limited(2.0), sgd_with(torch.full((2, 2), 8.0), torch.full((4,), 8.0))
+    first, second = params_of(optimizer)
+    if change == "strided":
+        first.grad = torch.full((4, 4), 8.0)[::2, ::2]
+    scaler.unscale_(optimizer)
+    if change == "replaced":
+        second.grad = second.grad * 1
+    if change == "dropped":
+        first.grad = None
+        second.grad.mul_(2)
+    functional.clip_grad_norm_(params_of(optimizer), 100.0)
+    assert scaler.skip_reason(optimizer) == "spike"
+
+
+def test_each_scaler_has_its_own_limit() -> None:
+    loose, tight = limited(50.0), limited(1.0)
+    first, second = sgd_with(torch.full((4,), 8.0)), sgd_with(torch.full((4,), 8.0))
+    loose.unscale_(first)
+    tight.unscale_(second)
+    functional.clip_grad_norm_(params_of(first) + params_of(second), 1.0)
+    assert (loose.skip_reason(first), tight.skip_reason(second)) == (None, "spike")
+
+
+def test_a_limit_takes_one_launch_more(launcher: ReferenceLauncher) -> None:
+    optimizer, scaler = sgd_with(*three()), limited(1e6)
+    scaler.unscale_(optimizer)
+    functional.clip_grad_norm_(params_of(optimizer), 0.5)
+    assert launcher.launches == ["unscale", "clip", "unscale"]
+
+
+@pytest.mark.parametrize("together", [False, True])
+def test_a_limit_that_is_not_compared_warns_once(together: bool, recwarn: Any) -> None:
+    optimizer, scaler = sgd_with(torch.ones(4)), started(GradScaler)
+
+    def step(clips: bool) -> int:
+        scaler.scale(torch.ones(()))
+        scaler.unscale_(optimizer)
+        if clips:
+            functional.clip_grad_norm_(params_of(optimizer), 1.0)
+        if together:
+            scaler.step_and_update(optimizer)
+        else:
+            scaler.step(optimizer)
+            scaler.update()
+        told = [str(each.message) for each in recwarn if each.filename == __file__]
+        return sum("skip_above had no effect" in text for text in told)
+
+    assert step(False) == 0
+    scaler.skip_above = 100.0
+    assert step(True) == 0
+    scaler.update(4.0)
+    assert [step(False), step(False), step(True)] == [1, 1, 1]
+    assert [pickle.loads(pickle.dumps(scaler))._spike_rules._warns, scaler._spike_rules._warns] == [
+        True,
+        False,
+    ]
+
+
 def test_a_flag_that_is_set_stays_that_of_an_overflow() -> None:
     optimizer, scaler = sgd_with(torch.tensor([INF, 1.0])), started(GradScaler)
     scaler.skip_above = 0.5
@@ -367,7 +514,8 @@ def test_a_clip_after_the_step_decides_nothing() -> None:
     scaler.step(optimizer)
     assert functional.clip_grad_norm_(params_of(optimizer), 1.0).item() == 2.0
     assert scaler.skip_reason(optimizer) is None
-    scaler.update()
+    with pytest.warns(UserWarning, match="skip_above had no effect"):
+        scaler.update()
     assert scaler.stats().skipped == 0
 
 

@@ -80,7 +80,7 @@ __device__ void finish(const Launch& launch, bool found) {
   header[kFinished] = 0;
 }
 
-template <class Format, bool kWrite, bool kNorm, bool kCoefficient, bool kPairs>
+template <class Format, bool kWrite, bool kNorm, bool kCoefficient, bool kClips, bool kPairs>
 __global__ void __launch_bounds__(kThreads, kLeastProgramsPerSm) pass(const Launch launch) {
   __shared__ bool is_last;
   using Opmath = typename Format::Opmath;
@@ -88,11 +88,12 @@ __global__ void __launch_bounds__(kThreads, kLeastProgramsPerSm) pass(const Laun
   Gatherer<Format, kWrite, kNorm, kCoefficient, kPairs> gatherer{1, 1};
   gatherer.is_aligned = launch.is_aligned;
   const auto begin = [&] {
-    if (kCoefficient) {
-      const Clip& clip = launch.clip;
+    if (kClips) {
       const bool writes = blockIdx.x == 0 && threadIdx.x == 0;
-      gatherer.coefficient = static_cast<Opmath>(
-          clip.sums != nullptr ? coefficient_of(clip, norm_of(clip), writes) : *launch.coefficient);
+      gatherer.coefficient =
+          static_cast<Opmath>(coefficient_of(launch.clip, norm_of(launch.clip), writes));
+    } else if (kCoefficient) {
+      gatherer.coefficient = static_cast<Opmath>(*launch.coefficient);
     }
     const float factor = launch.how == Factor::kNone ? 1.0f : *launch.factor;
     gatherer.factor = launch.how == Factor::kTimesReciprocal ? inverse_scale(factor) : factor;
@@ -200,6 +201,7 @@ using Narrow = void (*)(const int64_t*, int64_t, int, const float*, bool);
 struct Kernels {
   Pass pass[2][2];  // by whether it writes, and whether it sums squares
   Pass clip;        // writes with a coefficient
+  Pass clip_by;     // which it computes from sums; not of pairs
   Measure measure;
   Narrow narrow;  // of pairs alone
 };
@@ -207,12 +209,18 @@ struct Kernels {
 template <class Format, bool kPairs>
 constexpr Kernels kernels() {
   Narrow narrow = nullptr;
+  Pass clip_by = nullptr;
   if constexpr (kPairs) {
     narrow = narrow_alone<Format>;
+  } else {
+    clip_by = pass<Format, true, false, true, true, false>;
   }
-  return {{{pass<Format, false, false, false, kPairs>, pass<Format, false, true, false, kPairs>},
-           {pass<Format, true, false, false, kPairs>, pass<Format, true, true, false, kPairs>}},
-          pass<Format, true, false, true, kPairs>,
+  return {{{pass<Format, false, false, false, false, kPairs>,
+            pass<Format, false, true, false, false, kPairs>},
+           {pass<Format, true, false, false, false, kPairs>,
+            pass<Format, true, true, false, false, kPairs>}},
+          pass<Format, true, false, true, false, kPairs>,
+          clip_by,
           measure_alone<Format, kPairs>,
           narrow};
 }
@@ -277,20 +285,20 @@ void limit_programs(int64_t programs) { most_programs = programs; }
 void load_kernels() {
   resident(reinterpret_cast<const void*>(update_alone));
   resident(reinterpret_cast<const void*>(clip_alone));
-  for (const auto& [pass, clip, measure, narrow] : all_kernels) {
+  for (const auto& [pass, clip, clip_by, measure, narrow] : all_kernels) {
     for (const auto kernel : {pass[0][0], pass[0][1], pass[1][0], pass[1][1], clip}) {
       resident(reinterpret_cast<const void*>(kernel));
     }
     resident(reinterpret_cast<const void*>(measure));
-    if (narrow != nullptr) {
-      resident(reinterpret_cast<const void*>(narrow));
-    }
+    resident(clip_by != nullptr ? reinterpret_cast<const void*>(clip_by)
+                                : reinterpret_cast<const void*>(narrow));
   }
 }
 
 void launch(const Launch& launch) {
   const Kernels& kernels = kernels_of(launch);
-  const Pass kernel = launch.coefficient != nullptr || launch.clip.sums != nullptr
+  const Pass kernel = launch.clip.sums != nullptr ? kernels.clip_by
+                      : launch.coefficient != nullptr
                           ? kernels.clip
                           : kernels.pass[launch.write ? 1 : 0][launch.sums != nullptr ? 1 : 0];
   queue(kernel, launch, launch);

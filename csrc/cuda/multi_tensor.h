@@ -24,7 +24,7 @@ struct Launch {
   Factor how = Factor::kNone;     // of a division neither products nor squares are defined
   const float* factor = nullptr;  // null with kNone alone
   const double* coefficient = nullptr;  // multiplies what is written, without sums; null: nothing
-  Clip clip;  // in place of it, if there are sums: the coefficient that they give; gets the norm
+  Clip clip;  // without pairs, in place of it if there are sums: what they give; gets the norm
   // The sum of squares and the largest magnitude of the used values of all segments; null: no sum.
   // Given for all segments, written by the one with the epilogue.
   double* sums = nullptr;

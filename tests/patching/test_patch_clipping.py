@@ -152,6 +152,19 @@ def test_an_ampfast_imported_anew_finds_torchs() -> None:
     )
 
 
+def test_torchs_function_can_be_pickled_while_patched() -> None:
+    names = TORCHS[0].__module__, TORCHS[0].__qualname__, TORCHS[0].__name__
+    with ampfast.patch(clip_grad_norm=True):
+        saved = pickle.dumps(TORCHS[0])
+        assert pickle.loads(saved) is TORCHS[0]
+        assert TORCHS[0].__name__ == names[2]
+    assert (TORCHS[0].__module__, TORCHS[0].__qualname__, TORCHS[0].__name__) == names
+    for each in (saved, pickle.dumps(TORCHS[0])):
+        assert pickle.loads(each) is TORCHS[0]
+    with ampfast.patch(), ampfast.patch(clip_grad_norm=True):
+        assert pickle.loads(pickle.dumps(TORCHS[0])) is TORCHS[0]
+
+
 def test_the_patched_function_can_be_pickled() -> None:
     with ampfast.patch(clip_grad_norm=True):
         patched = torch.nn.utils.clip_grad_norm_

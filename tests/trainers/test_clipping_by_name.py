@@ -12,7 +12,16 @@ import torch
 from support.comparison import assert_same
 from support.one_step import host_reads
 from torch import Tensor, nn
-from trajectories import SETTINGS, STEPS, HalfNet, Run, batches, loader, optimizer_for
+from trajectories import (
+    SETTINGS,
+    STEPS,
+    HalfNet,
+    Run,
+    assert_same_run,
+    batches,
+    loader,
+    optimizer_for,
+)
 
 import ampfast
 from ampfast import clip_grad
@@ -25,23 +34,26 @@ GAMMA = 0.99  # of Accelerate's test
 def clips(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Tensor]]:
     """Runs the test under the patch; norms, each taken from the unscaling, without a host read."""
     norms: list[Tensor] = []
-    plain, measured = clip_grad._clipped, clip_grad._measured
+    taken: list[Tensor | None] = []
+    plain, known = clip_grad._clipped, clip_grad._known_sums
 
     def spied(params: list[Tensor], *rest: Any) -> Tensor:
         theirs = torch.nn.utils.get_total_norm([p.grad for p in params if p.grad is not None])
         found = []
         assert host_reads(lambda: found.append(plain(params, *rest))) == 0
         [norm] = found
+        assert isinstance(norm, Tensor)
+        assert len(taken) == len(norms) + 1 and taken[-1] is not None, "it was measured anew"
         torch.testing.assert_close(norm, theirs, rtol=1e-6, atol=0, equal_nan=True)
         norms.append(norm)
         return norm
 
-    def taken(kernels: Any, grads: Any, kept: Any, *rest: Any) -> Any:
-        assert kept is not None and rest[2], "the norm was measured anew"
-        return measured(kernels, grads, kept, *rest)
+    def recorded(*given: Any) -> Tensor | None:
+        taken.append(known(*given))
+        return taken[-1]
 
     monkeypatch.setattr(clip_grad, "_clipped", spied)
-    monkeypatch.setattr(clip_grad, "_measured", taken)
+    monkeypatch.setattr(clip_grad, "_known_sums", recorded)
     with ampfast.patch(clip_grad_norm=True):
         yield norms
 
@@ -206,3 +218,16 @@ def test_trl(clips: list[Tensor], tmp_path: Path, step_reads: list[int]) -> None
     tests.assert_norms_tell_of_overflows(run)
     assert len(clips) == STEPS == len(step_reads) and not any(step_reads)
     assert_same([norm for norm, *_ in run.state["logs"]], [norm.item() for norm in clips])
+
+    own = ampfast.GradScaler("cpu", **tests.SETTINGS, keep_norm=False)
+
+    def clipping_by_ours(*given: Any) -> Any:
+        trainer = tests.sft(*given)
+        trainer.accelerator.clip_grad_norm_ = lambda params, limit: own.clip_grad_norm_(
+            trainer.optimizer.optimizer, limit
+        )
+        return trainer
+
+    by_ours = tests.train(clipping_by_ours, own, tmp_path, "adamw_torch_fused")
+    assert_same_run(run, by_ours)
+    assert len(clips) == STEPS
