@@ -31,8 +31,8 @@ _READS = Pass(False, Factor.NONE)
 _WIDE = torch.float32, torch.float64
 
 # Keys of an optimizer's entry in a scaler's `_per_optimizer_states`: its `Kept`, and the optimizer,
-# whose gradients' norm the scaler limits.
-KEPT, LIMITED = "kept_norm", "limited"
+# whose gradients' norm the scaler limits. And what a raw call leaves there for the first one.
+KEPT, LIMITED, STAMP = "kept_norm", "limited", "stamp"
 
 
 class Kept(NamedTuple):
@@ -40,13 +40,13 @@ class Kept(NamedTuple):
 
     Attributes:
         sums: As of a `Pass`, of what was written.
-        grads: The gradients, held so that no others take their place in memory.
+        owner: Of the gradients, held so that no others take their place in memory.
         places: Their places in memory.
         versions: Their versions.
     """
 
     sums: Tensor
-    grads: core.GradList
+    owner: object
     places: bytes
     versions: bytes
 
@@ -65,9 +65,12 @@ def keep(entry: dict[str, Any], optimizer: Any, sums: Tensor, scaler: Any) -> No
     _scalers[id(scaler)] = scaler
     if scaler.skip_above is not None:
         entry[LIMITED] = optimizer
-    stamp = core.stamped(optimizer.param_groups, True)
-    if stamp is not None and stamp[0].device == sums.device:
-        entry[KEPT] = Kept(sums, *stamp)
+    stamp = entry.pop(STAMP, None)
+    if stamp is None:
+        stamp = core.stamped(optimizer.param_groups, True)
+        if stamp is None or stamp[0].device != sums.device:
+            return
+    entry[KEPT] = Kept(sums, *stamp)
 
 
 def forget() -> None:

@@ -204,8 +204,49 @@ struct Gradients {
   }
 };
 
+// The places of gradients in memory, in their order, and the versions that a write leaves, which is
+// done now. Nothing, with nothing done, where they are kept for later, as they were `written`, and
+// share memory: what was summed of it would count twice.
+std::optional<std::pair<py::bytes, py::bytes>> stamp_of(const Walk& found, bool written) {
+  struct Place {
+    const char* begin;
+    c10::TensorImpl* grad;
+    size_t bytes;
+  };
+  Reused<Place> sorted;
+  for (const GradRef& ref : found.grads) {
+    sorted.push_back({static_cast<const char*>(ref.grad->const_data_ptr()),
+                      ref.grad->unsafeGetTensorImpl(), ref.grad->nbytes()});
+  }
+  std::sort(sorted.begin(), sorted.end(), [](const Place& a, const Place& b) {
+    return std::make_pair(a.begin, a.grad) < std::make_pair(b.begin, b.grad);
+  });
+  const auto overlaps = [](const Place& a, const Place& b) { return a.begin + a.bytes > b.begin; };
+  if (written && std::adjacent_find(sorted.begin(), sorted.end(), overlaps) != sorted.end()) {
+    return std::nullopt;
+  }
+  if (written) {
+    found.bump_versions();
+  }
+  std::string places, versions;
+  const auto append = [](std::string& to, auto value) {
+    to.append(reinterpret_cast<const char*>(&value), sizeof(value));
+  };
+  for (const Place& place : sorted) {
+    append(places, place.grad);
+    append(places, place.begin);
+    append(versions, place.grad->version_counter().current_version());
+  }
+  if (!written) {
+    found.bump_versions();
+  }
+  return std::make_pair(py::bytes(places), py::bytes(versions));
+}
+
 // pass_over(optimizer, entry, unscaled, pass, allow_fp16) -> a new found_inf. An `entry` is marked
-// with the stage `unscaled` and gets the flag; without one, None, gradients are only read.
+// with the stage `unscaled` and gets the flag and, where sums are of what is written, what
+// `stamped` returns, but an owner of the gradients for the list; without one, None, gradients are
+// only read.
 PyObject* pass_over(PyObject* const* args) {
   std::optional<Mark> mark;
   if (args[1] != Py_None) {
@@ -221,6 +262,16 @@ PyObject* pass_over(PyObject* const* args) {
   }
   const cpu::Work work = work_of(pass);
   const GradList& list = gradients.list();
+  py::object stamp;
+  if (mark && pass.squares && gradients.casts.is_none()) {
+    if (const auto found = stamp_of(*gradients.walk, true)) {
+      py::list owner;
+      for (const GradRef& ref : gradients.walk->grads) {
+        owner.append(*ref.grad);
+      }
+      stamp = py::make_tuple(owner, found->first, found->second);
+    }
+  }
   if (mark) {
     mark->put(args[2]);
   }
@@ -230,6 +281,9 @@ PyObject* pass_over(PyObject* const* args) {
     return THPVariable_Wrap(new_scalar<float>(found ? 1 : 0));
   }
   mark->set(found ? 1 : 0);
+  if (stamp) {
+    py::reinterpret_borrow<py::dict>(args[1])["stamp"] = stamp;
+  }
   return THPVariable_Wrap(mark->flag());
 }
 
@@ -285,10 +339,7 @@ PyObject* clip_over(PyObject* const* args) {
   return THPVariable_Wrap(norm);
 }
 
-// stamped(param_groups, written) -> (list, places, versions) of the gradients, in the order of
-// their places in memory. The versions are those after a write that was done without them, or
-// before one that is to come; they rise by it. None, with nothing done, unless all are regular, on
-// one device, and none that was written shares memory with another, whose sums would count twice.
+// stamped(param_groups, written) -> (list, places, versions), as in _C.pyi
 PyObject* stamped(PyObject* const* args) {
   Reading reading;
   reading.allow_fp16 = reading.writes = true;
@@ -297,35 +348,11 @@ PyObject* stamped(PyObject* const* args) {
     return nullptr;
   }
   const bool written = args[1] == Py_True;
-  const auto place_of = [](const GradRef& ref) {
-    return std::make_pair(static_cast<const char*>(ref.grad->const_data_ptr()),
-                          ref.grad->unsafeGetTensorImpl());
-  };
-  std::sort(found.grads.begin(), found.grads.end(),
-            [&](const GradRef& a, const GradRef& b) { return place_of(a) < place_of(b); });
-  for (size_t i = 1; written && i < found.grads.size(); ++i) {
-    const GradRef& last = found.grads[i - 1];
-    if (place_of(last).first + last.grad->nbytes() > place_of(found.grads[i]).first) {
-      return nullptr;
-    }
+  const auto stamp = stamp_of(found, written);
+  if (!stamp) {
+    return nullptr;
   }
-  if (written) {
-    found.bump_versions();
-  }
-  std::string places, versions;
-  const auto append = [](std::string& to, auto value) {
-    to.append(reinterpret_cast<const char*>(&value), sizeof(value));
-  };
-  for (const GradRef& ref : found.grads) {
-    const c10::TensorImpl* impl = ref.grad->unsafeGetTensorImpl();
-    append(places, impl);
-    append(places, ref.grad->const_data_ptr());
-    append(versions, impl->version_counter().current_version());
-  }
-  if (!written) {
-    found.bump_versions();
-  }
-  return py::make_tuple(std::move(found.lists.front()), py::bytes(places), py::bytes(versions))
+  return py::make_tuple(std::move(found.lists.front()), stamp->first, stamp->second)
       .release()
       .ptr();
 }

@@ -12,16 +12,7 @@ import torch
 from support.comparison import assert_same
 from support.one_step import host_reads
 from torch import Tensor, nn
-from trajectories import (
-    SETTINGS,
-    STEPS,
-    HalfNet,
-    Run,
-    assert_same_run,
-    batches,
-    loader,
-    optimizer_for,
-)
+from trajectories import SETTINGS, STEPS, HalfNet, Run, batches, loader, optimizer_for
 
 import ampfast
 from ampfast import clip_grad
@@ -229,5 +220,6 @@ def test_trl(clips: list[Tensor], tmp_path: Path, step_reads: list[int]) -> None
         return trainer
 
     by_ours = tests.train(clipping_by_ours, own, tmp_path, "adamw_torch_fused")
-    assert_same_run(run, by_ours)
+    for part in ("losses", "scales", "state"):
+        assert_same(getattr(run, part), getattr(by_ours, part), part)
     assert len(clips) == STEPS
