@@ -181,6 +181,7 @@ def work_of(variant: Variant, device: torch.device = CPU) -> Pass:
     tracker = torch.zeros((), dtype=torch.int32, device=device)
     flags = [one] if variant.other else []
     tables = track(device) if variant.marks else None
+    wide = torch.promote_types(variant.dtype, torch.float32)
     return Pass(
         variant.write,
         variant.how,
@@ -188,7 +189,7 @@ def work_of(variant: Variant, device: torch.device = CPU) -> Pass:
         one,
         variant.accumulate,
         coefficient=one.double() if variant.coefficient else None,
-        clip=clip_of(torch.float32, False, False, False, device) if variant.clip else None,
+        clip=clip_of(wide, False, False, False, device) if variant.clip else None,
         sums=torch.ones(2, dtype=torch.float64, device=device) if variant.norm else None,
         marks=None if tables is None else tables.marks,
         now=None if tables is None else tables.now,
