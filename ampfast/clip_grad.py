@@ -75,9 +75,8 @@ def keep(entry: dict[str, Any], optimizer: Any, sums: Tensor, scaler: Any) -> No
 
 def forget() -> None:
     """Forgets what is kept, before a write that raises no versions."""
-    for scaler in _living():
-        for entry in _entries_of(scaler):
-            entry.pop(KEPT, None)
+    for entry in _entries(_living()):
+        entry.pop(KEPT, None)
 
 
 def clip_grad_norm_(
@@ -179,7 +178,7 @@ def get_total_norm(
         grads = core.list_of(listed, listed[0].device)
     if kernels is None or given is None or grads is None:
         return torchs(listed, norm_type, error_if_nonfinite, foreach)
-    clip = _clip_of(grads, _sums_of(kernels, grads), *given)
+    clip = _clip_of(kernels, grads, *given)
     kernels.clip(clip)
     norm = clip.norm.to(grads.dtype)
     return torchs([norm], norm_type, True) if error_if_nonfinite else norm
@@ -256,8 +255,8 @@ def _living() -> list[Any]:
     return [scaler for each in _scalers.valuerefs() if (scaler := each()) is not None]
 
 
-def _entries_of(scaler: Any) -> list[dict[str, Any]]:
-    return list(scaler._per_optimizer_states.values())
+def _entries(scalers: list[Any]) -> list[dict[str, Any]]:
+    return [entry for each in scalers for entry in list(each._per_optimizer_states.values())]
 
 
 def _clipped(
@@ -267,7 +266,7 @@ def _clipped(
     kernels, groups = _kernels_for(first), [{"params": params}]
     if kernels is None or _refuses((param.grad for param in params), order):
         return None
-    entries = [entry for scaler in _living() for entry in _entries_of(scaler)]
+    entries = _entries(_living())
     is_watched = any(KEPT in entry or LIMITED in entry for entry in entries)
     if not is_watched and not raises and first.dtype in _WIDE:
         optimizer, largest = SimpleNamespace(param_groups=groups), order == math.inf
@@ -277,17 +276,16 @@ def _clipped(
     stamp = core.stamped(groups, False)
     if stamp is None:
         return None
-    grads, sums = stamp[0], _known_sums(entries, *stamp[1:])
-    clip = _clip_of(grads, _sums_of(kernels, grads) if sums is None else sums, order, limit)
+    grads, *known = stamp
+    clip = _clip_of(kernels, grads, order, limit, _known_sums(entries, *known))
     is_compared = _compare(kernels, clip, params)
     if (raises or limit == math.inf) and not is_compared:
         kernels.clip(clip)
-    norm = clip.norm
     if raises:
-        torch.nn.utils.get_total_norm([norm.to(grads.dtype)], order, error_if_nonfinite=True)
+        torch.nn.utils.get_total_norm([clip.norm.to(grads.dtype)], order, error_if_nonfinite=True)
     if limit != math.inf:
         kernels.run(grads, Pass(True, Factor.NONE, clip=clip))
-    return norm.to(grads.dtype)
+    return clip.norm.to(grads.dtype)
 
 
 def _known_sums(entries: list[dict[str, Any]], places: bytes, versions: bytes) -> Tensor | None:
@@ -302,13 +300,13 @@ def _known_sums(entries: list[dict[str, Any]], places: bytes, versions: bytes) -
     return None
 
 
-def _sums_of(kernels: Kernels, grads: core.GradList) -> Tensor:
-    sums = torch.empty(2, dtype=torch.float64, device=grads.device)
-    kernels.run(grads, _READS._replace(sums=sums))
-    return sums
-
-
-def _clip_of(grads: core.GradList, sums: Tensor, order: float, limit: float) -> Clip:
+def _clip_of(
+    kernels: Kernels, grads: core.GradList, order: float, limit: float, sums: Tensor | None = None
+) -> Clip:
+    """A clipping of gradients, which are measured unless their sums are known."""
+    if sums is None:
+        sums = torch.empty(2, dtype=torch.float64, device=grads.device)
+        kernels.run(grads, _READS._replace(sums=sums))
     norm = torch.empty((), dtype=_WIDE[grads.has_float64], device=grads.device)
     return Clip(sums.unsqueeze(0), limit, order == math.inf, norm)
 
@@ -327,34 +325,29 @@ def _compare(kernels: Kernels, clip: Clip, params: list[Tensor]) -> bool:
     """
     scalers = [scaler for scaler in _living() if scaler.skip_above is not None]
     clipped = {id(param) for param in params if param.grad is not None} if scalers else set()
-    is_compared = False
+
+    def is_limited(entry: dict[str, Any]) -> bool:
+        if LIMITED not in entry or entry["stage"] is not OptState.UNSCALED:
+            return False
+        groups = entry[LIMITED].param_groups
+        return any(id(param) in clipped for group in groups for param in group["params"])
+
+    is_compared, device = False, clip.sums.device
     for scaler in scalers:
-        entries = [
-            entry
-            for entry in _entries_of(scaler)
-            if LIMITED in entry
-            and entry["stage"] is OptState.UNSCALED
-            and any(
-                id(param) in clipped
-                for group in entry[LIMITED].param_groups
-                for param in group["params"]
-            )
-        ]
+        entries = list(filter(is_limited, _entries([scaler])))
         flags = [flag for entry in entries for flag in entry["found_inf_per_device"].values()]
         if not flags:
             continue
-        device, rules, limit = clip.sums.device, scaler._spike_rules, scaler.skip_above
         is_one = len(flags) == 1 and flags[0].device == device
         found_inf = flags[0] if is_one else joint_flag(flags, device)
         optimizers = [entry[LIMITED] for entry in entries]
-        rule = rules.rule(optimizers, limit, device)
+        rule = scaler._spike_rules.rule(optimizers, scaler.skip_above, device)
         kernels.clip(Clip(*clip[:7], found_inf, *rule))
-        for flag in flags:
-            if flag is not found_inf:
-                flag.copy_(found_inf)
-        rules.record(optimizers, rule)
+        for flag in flags if not is_one else ():
+            flag.copy_(found_inf)
+        scaler._spike_rules.record(optimizers, rule)
         is_compared = True
-        for entry in entries if isinstance(limit, Sigmas) else ():
+        for entry in entries if isinstance(scaler.skip_above, Sigmas) else ():
             # Norms of parts, or of what was clipped, are not of the series.
             entry.pop(LIMITED, None)
     return is_compared
