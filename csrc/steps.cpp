@@ -207,7 +207,7 @@ struct Gradients {
 // The places of gradients in memory, in their order, and the versions that a write leaves, which is
 // done now. Nothing, with nothing done, where they are kept for later, as they were `written`, and
 // share memory: what was summed of it would count twice.
-std::optional<std::pair<py::bytes, py::bytes>> stamp_of(const Walk& found, bool written) {
+std::optional<std::pair<std::string, std::string>> stamp_of(const Walk& found, bool written) {
   struct Place {
     const char* begin;
     c10::TensorImpl* grad;
@@ -240,7 +240,7 @@ std::optional<std::pair<py::bytes, py::bytes>> stamp_of(const Walk& found, bool 
   if (!written) {
     found.bump_versions();
   }
-  return std::make_pair(py::bytes(places), py::bytes(versions));
+  return std::make_pair(std::move(places), std::move(versions));
 }
 
 // pass_over(optimizer, entry, unscaled, pass, allow_fp16) -> a new found_inf. An `entry` is marked
@@ -262,14 +262,13 @@ PyObject* pass_over(PyObject* const* args) {
   }
   const cpu::Work work = work_of(pass);
   const GradList& list = gradients.list();
-  py::object stamp;
+  // No objects of Python yet: what makes them may take gradients away.
+  std::optional<std::pair<std::string, std::string>> stamp;
+  std::vector<at::Tensor> owners;
   if (mark && pass.squares && gradients.casts.is_none()) {
-    if (const auto found = stamp_of(*gradients.walk, true)) {
-      py::list owner;
-      for (const GradRef& ref : gradients.walk->grads) {
-        owner.append(*ref.grad);
-      }
-      stamp = py::make_tuple(owner, found->first, found->second);
+    stamp = stamp_of(*gradients.walk, true);
+    for (const GradRef& ref : gradients.walk->grads) {
+      owners.push_back(*ref.grad);
     }
   }
   if (mark) {
@@ -282,7 +281,8 @@ PyObject* pass_over(PyObject* const* args) {
   }
   mark->set(found ? 1 : 0);
   if (stamp) {
-    py::reinterpret_borrow<py::dict>(args[1])["stamp"] = stamp;
+    py::reinterpret_borrow<py::dict>(args[1])["stamp"] =
+        py::make_tuple(owners, py::bytes(stamp->first), py::bytes(stamp->second));
   }
   return THPVariable_Wrap(mark->flag());
 }
@@ -352,7 +352,8 @@ PyObject* stamped(PyObject* const* args) {
   if (!stamp) {
     return nullptr;
   }
-  return py::make_tuple(std::move(found.lists.front()), stamp->first, stamp->second)
+  return py::make_tuple(std::move(found.lists.front()), py::bytes(stamp->first),
+                        py::bytes(stamp->second))
       .release()
       .ptr();
 }
