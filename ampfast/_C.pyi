@@ -65,7 +65,8 @@ def clip_over(
 
 # A list of the gradients of parameters, their places in memory, in order, and their versions: those
 # after a write that was done, else before one to come. None unless all are regular, on one device,
-# and none that is written shares memory with another.
+# and none that is written shares memory with another. `pass_over` leaves the same in its
+# entry as "stamp", but the gradients for the list, where sums are of what is written.
 def stamped(param_groups: Any, written: bool, /) -> tuple[GradList, bytes, bytes] | None: ...
 def is_found(flags: dict[Any, Tensor], /) -> bool | None: ...
 def copy_of(scalar: Tensor, /) -> Tensor | None: ...
