@@ -21,11 +21,12 @@ namespace {
 // The least work for a thread, in bytes: waking one pays no sooner.
 std::atomic<int64_t> grain{1024 * 1024};
 
-// The least chunks that a thread takes at a time. Whoever is free takes the next, so that a thread
-// that wakes late, as where every core is busy, delays nobody. Of long lists it takes more, since
-// processors fetch ahead only where they see a stream; as many times as this, at least.
-constexpr int64_t kTicket = 4;
-constexpr int64_t kTickets = 64;
+// Pieces of a list for each thread: one that wakes late, as where every core is busy, delays the
+// others by no more than one.
+constexpr int64_t kPieces = 64;
+
+// The least elements that torch's ops give to a thread.
+constexpr int64_t kTorchGrain = 32 * 1024;
 
 // Between small tensors processors foresee no address.
 constexpr int64_t kSpansAhead = 8;
@@ -66,16 +67,27 @@ bool streams(const DtypeList& list) {
   return list.elements >= kElements;
 }
 
+Reused<Span>::const_iterator span_of(const DtypeList& list, int64_t chunk) {
+  const auto is_before = [](int64_t number, const Span& span) { return number < span.first_chunk; };
+  return std::upper_bound(list.spans.begin(), list.spans.end(), chunk, is_before) - 1;
+}
+
+// The thread whose cache may hold a chunk: torch's ops, which wrote it, give each an equal part of
+// a tensor.
+int64_t writer_of(const DtypeList& list, int64_t chunk) {
+  const Span& span = *span_of(list, chunk);
+  const int64_t parts =
+      std::min<int64_t>(at::get_num_threads(), at::divup(span.numel, kTorchGrain));
+  return (chunk - span.first_chunk) * kChunk / at::divup(span.numel, parts);
+}
+
 // Calls `body(address, numel, chunk, wide)` for every chunk, whose float32 values are `wide`, null
 // in a list without pairs, from several threads if that pays.
 template <class Body>
 void for_each_chunk(const DtypeList& list, Writes writes, const Body& body) {
   const int64_t size = list.element_size();
   const auto take = [&](int64_t chunk, int64_t end) {
-    const auto is_before = [](int64_t number, const Span& span) {
-      return number < span.first_chunk;
-    };
-    auto span = std::upper_bound(list.spans.begin(), list.spans.end(), chunk, is_before) - 1;
+    auto span = span_of(list, chunk);
     for (; chunk < end; ++span) {
       if (list.spans.end() - span > kSpansAhead) {
         prefetch(span[kSpansAhead].address, 1);
@@ -96,11 +108,22 @@ void for_each_chunk(const DtypeList& list, Writes writes, const Body& body) {
     return;
   }
   const int64_t threads = std::min<int64_t>(at::get_num_threads(), shares);
-  const int64_t ticket = std::max(kTicket, list.chunks / (threads * kTickets));
-  std::atomic<int64_t> next{0};
-  at::parallel_for(0, threads, 1, [&](int64_t /*first*/, int64_t /*last*/) {
-    for (int64_t chunk = 0; (chunk = next.fetch_add(ticket)) < list.chunks;) {
-      take(chunk, std::min(chunk + ticket, list.chunks));
+  const int64_t piece = at::divup(list.chunks, threads * kPieces);
+  const int64_t pieces = at::divup(list.chunks, piece);
+  std::vector<std::atomic<bool>> taken(pieces);
+  const auto take_once = [&](int64_t i) {
+    if (!taken[i].exchange(true)) {
+      take(i * piece, std::min((i + 1) * piece, list.chunks));
+    }
+  };
+  at::parallel_for(0, threads, 1, [&](int64_t thread, int64_t /*last*/) {
+    for (int64_t i = 0; i < pieces; ++i) {
+      if (writer_of(list, i * piece) == thread) {
+        take_once(i);
+      }
+    }
+    for (int64_t i = pieces; i-- > 0;) {
+      take_once(i);
     }
   });
 }

@@ -1,7 +1,9 @@
 // Walks chunks of lists whose spans lie between redzones of AddressSanitizer; fails where a chunk
-// is missed, taken twice or at another place. Includes the file that it tests, for what is local
-// there.
+// is missed, taken twice or at another place, or by another thread than the one to begin with it.
+// Includes the file that it tests, for what is local there.
+#include <chrono>
 #include <cstdio>
+#include <thread>
 
 #include "cpu/multi_tensor.cpp"
 
@@ -42,6 +44,33 @@ bool are_all_taken(int64_t spans, int64_t numel, bool is_paired) {
   return true;
 }
 
+// Tells whether two threads begin with a half of a tensor each, and one of them takes all that the
+// other, which is held up, has not begun.
+bool are_shared() {
+  constexpr int64_t kChunks = 64;
+  std::vector<char> data(kChunks * kChunk * 2);
+  DtypeList list{at::kHalf};
+  list.spans.push_back({data.data(), kChunks * kChunk, 0, 0});
+  list.chunks = kChunks;
+  list.elements = kChunks * kChunk;
+  const auto deadline = std::chrono::steady_clock::now() + std::chrono::seconds(20);
+  const auto is_over = [=] { return std::chrono::steady_clock::now() > deadline; };
+  std::atomic<int64_t> first[2] = {-1, -1};
+  std::atomic<int64_t> count{0};
+  at::set_num_threads(2);
+  for_each_chunk(list, Writes::kNothing, [&](char*, int64_t, int64_t chunk, const float*) {
+    const int thread = at::get_thread_num();
+    if (first[thread] < 0) {
+      first[thread] = chunk;
+      while (!is_over() && (first[0] < 0 || first[1] < 0 || (thread == 1 && count < kChunks - 1))) {
+        std::this_thread::yield();
+      }
+    }
+    ++count;
+  });
+  return first[0] == 0 && first[1] == kChunks / 2 && !is_over();
+}
+
 }  // namespace
 }  // namespace cpu
 }  // namespace ampfast
@@ -58,5 +87,8 @@ int main() {
         }
       }
     }
+  }
+  if (!ampfast::cpu::are_shared()) {
+    std::printf("a tensor is not shared by its halves\n");
   }
 }
