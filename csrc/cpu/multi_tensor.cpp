@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <utility>
 
 #ifndef _WIN32
 #include <pthread.h>
@@ -23,7 +24,7 @@ std::atomic<int64_t> grain{1024 * 1024};
 
 // Pieces of a list for each thread: one that wakes late, as where every core is busy, delays the
 // others by no more than one.
-constexpr int64_t kPieces = 64;
+constexpr int64_t kPieces = 32;
 
 // The least elements that torch's ops give to a thread.
 constexpr int64_t kTorchGrain = 32 * 1024;
@@ -40,22 +41,17 @@ std::atomic<bool> forked{false};
 // torch takes tensors one after another. Where they share memory the order shows, and threads would
 // race.
 bool shares_memory(const DtypeList& list, bool of_pairs) {
-  const auto begin = [=](const Span& span) {
-    return of_pairs ? reinterpret_cast<const char*>(span.wide) : span.address;
-  };
-  const int64_t size = of_pairs ? sizeof(float) : list.element_size();
-  const auto by_address = [=](const Span& a, const Span& b) { return begin(a) < begin(b); };
-  Reused<Span> sorted;
-  const Reused<Span>* spans = &list.spans;
-  if (!std::is_sorted(spans->begin(), spans->end(), by_address)) {
-    sorted = list.spans;
-    std::sort(sorted.begin(), sorted.end(), by_address);
-    spans = &sorted;
+  Reused<std::pair<const char*, const char*>> ranges;
+  for (const Span& span : list.spans) {
+    const char* begin = of_pairs ? reinterpret_cast<const char*>(span.wide) : span.address;
+    const int64_t size = of_pairs ? sizeof(float) : list.element_size();
+    ranges.emplace_back(begin, begin + span.numel * size);
   }
-  const auto overlaps = [=](const Span& a, const Span& b) {
-    return begin(a) + a.numel * size > begin(b);
-  };
-  return std::adjacent_find(spans->begin(), spans->end(), overlaps) != spans->end();
+  if (!std::is_sorted(ranges.begin(), ranges.end())) {
+    std::sort(ranges.begin(), ranges.end());
+  }
+  const auto overlaps = [](const auto& a, const auto& b) { return a.second > b.first; };
+  return std::adjacent_find(ranges.begin(), ranges.end(), overlaps) != ranges.end();
 }
 
 // The memory that a pass writes.
@@ -172,36 +168,21 @@ void mark(int64_t step, int64_t& last, int64_t& times) {
   last = step;
 }
 
-// As `for_each_chunk`, where `body` returns the peak of a chunk as bits. Returns what becomes of
-// the largest, and marks the parameters whose values are not finite then.
-template <class Body>
-double largest_used(const DtypeList& list, Writes writes, Factor how, float factor,
-                    const std::optional<Rows>& marks, const Body& body) {
-  std::vector<int64_t> peaks(marks ? list.chunks : 0);
-  std::atomic<int64_t> peak{0};
-  for_each_chunk(list, writes, [&](char* address, int64_t numel, int64_t chunk, float* wide) {
-    const int64_t bits = body(address, numel, chunk, wide);
-    raise(peak, bits);
-    if (marks) {
-      peaks[chunk] = bits;
+// Marks the parameters of which a value is not finite as it is used, given the peaks of chunks.
+void mark_non_finite(const DtypeList& list, const std::vector<int64_t>& peaks, Factor how,
+                     float factor, const Rows& marks) {
+  for (const Span& span : list.spans) {
+    const auto first = peaks.begin() + span.first_chunk;
+    const int64_t bits = *std::max_element(first, first + chunk_count(span.numel));
+    const double used = used_peak(list, bits, how, factor);
+    int64_t* row = marks.words + span.parameter * kMarkWords;
+    if (!std::isfinite(used)) {
+      mark(marks.step, row[kLastNonFinite], row[kTimesNonFinite]);
     }
-  });
-  const double largest = std::fabs(used_peak(list, peak, how, factor));
-  if (marks && !std::isfinite(largest)) {
-    for (const Span& span : list.spans) {
-      const auto first = peaks.begin() + span.first_chunk;
-      const int64_t bits = *std::max_element(first, first + chunk_count(span.numel));
-      const double used = used_peak(list, bits, how, factor);
-      int64_t* row = marks->words + span.parameter * kMarkWords;
-      if (!std::isfinite(used)) {
-        mark(marks->step, row[kLastNonFinite], row[kTimesNonFinite]);
-      }
-      if (std::isnan(used)) {
-        mark(marks->step, row[kLastNan], row[kTimesNan]);
-      }
+    if (std::isnan(used)) {
+      mark(marks.step, row[kLastNan], row[kTimesNan]);
     }
   }
-  return largest;
 }
 
 }  // namespace
@@ -224,25 +205,33 @@ bool run(const GradList& grads, const Work& work) {
       continue;
     }
     const Loops& loops = loops_for(dtype_of(list.dtype));
-    std::vector<double> partials(squares ? list.chunks : 0);
-    const auto body = [&](char* address, int64_t numel, int64_t chunk, float* wide) {
-      if (squares) {
-        int64_t bits = 0;
-        partials[chunk] = loops.squares(address, numel, work.factor, &bits);
-        if (!work.write) {
-          return bits;
-        }
-      }
-      if (work.write && wide != nullptr) {
-        return loops.widen(address, wide, numel, work.factor, coefficient, streams(list));
-      }
-      return changes ? loops.unscale(address, numel, work.factor, coefficient)
-                     : loops.peak_bits(address, numel);
-    };
     const Writes writes = work.write && list.is_paired ? Writes::kPairs
                           : changes                    ? Writes::kTensors
                                                        : Writes::kNothing;
-    const double largest = largest_used(list, writes, how, work.factor, work.marks, body);
+    std::vector<double> partials(squares ? list.chunks : 0);
+    std::vector<int64_t> peaks(work.marks ? list.chunks : 0);
+    std::atomic<int64_t> highest{0};
+    for_each_chunk(list, writes, [&](char* address, int64_t numel, int64_t chunk, float* wide) {
+      int64_t bits = 0;
+      if (squares) {
+        partials[chunk] = loops.squares(address, numel, work.factor, &bits);
+      }
+      if (writes == Writes::kPairs) {
+        bits = loops.widen(address, wide, numel, work.factor, coefficient, streams(list));
+      } else if (changes) {
+        bits = loops.unscale(address, numel, work.factor, coefficient);
+      } else if (!squares) {
+        bits = loops.peak_bits(address, numel);
+      }
+      raise(highest, bits);
+      if (work.marks) {
+        peaks[chunk] = bits;
+      }
+    });
+    const double largest = std::fabs(used_peak(list, highest, how, work.factor));
+    if (work.marks && !std::isfinite(largest)) {
+      mark_non_finite(list, peaks, how, work.factor, *work.marks);
+    }
     peak = larger_or_nan(peak, largest);
     for (const double partial : partials) {
       sum_of_squares += partial;
