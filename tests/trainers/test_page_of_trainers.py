@@ -17,7 +17,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "trainers.md"
 PROGRAMS = [
     dedent(block)
     for block in re.findall(r"(?:^(?: {4}.*)?\n)+", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
-    if block.lstrip().startswith("import ")
+    if block.lstrip().startswith("import ") and "LateScheduler" in block
 ]
 
 
