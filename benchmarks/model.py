@@ -22,8 +22,6 @@ from .results import Results, Row, write_whole
 from .timing import dtype_name
 
 PAGE = "docs/kernels.md"
-# Word of a table with its length, behind which the sums of chunks are.
-PARTIALS = 2
 # What CUB's reduction reaches on an H200, by NVIDIA/cccl#9722.
 BYTES_PER_SECOND = 4.3e12
 # Of a launch, until the first gradient is read and after the last: estimated from the machine code,
@@ -65,10 +63,10 @@ class Cost:
         self, work: Pass, table: core.DeviceTable, segment: Any, epilogue: gpu.Epilogue
     ) -> None:
         self.launches += 1
-        words = table.buffer[segment.word :][: 2 * segment.chunks]
+        words = table.words[segment.word :][: 2 * segment.chunks]
         covered = int((words[1::2] & 0xFFFFFFFF).sum())
         self.bytes += (2 if work.write else 1) * covered
-        self.table_bytes = 8 * int(table.buffer[PARTIALS])
+        self.table_bytes = table.words.nbytes
 
 
 def cost(case: GradCase, dtype: torch.dtype, call: str) -> Cost:

@@ -202,7 +202,9 @@ def launches(name: str, device: torch.device, scalars: Scalars) -> Calls:
     ]
 
     def table(gradients: Gradients) -> core.DeviceTable:
-        return core.DeviceTable.of(listed(gradients), False)
+        grads = listed(gradients)
+        # As often as it takes until it is uploaded.
+        return [core.DeviceTable.of(grads, False) for _ in range(8)][-1]
 
     sums = torch.zeros(1, 2, dtype=torch.float64, device=device)
     limits = core.Clip(sums, math.inf, False, torch.zeros((), device=device), sums.new_zeros(()))

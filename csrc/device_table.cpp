@@ -1,15 +1,19 @@
 #include "device_table.h"
 
+#include <ATen/core/CachingHostAllocator.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/zeros.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <c10/util/order_preserving_flat_hash_map.h>
 
 #include <algorithm>
 #include <cstring>
+#include <unordered_map>
 #include <utility>
 
 namespace ampfast {
 
+int64_t tables_made = 0;
 int64_t uploads = 0;
 
 namespace {
@@ -20,6 +24,14 @@ constexpr size_t kLeastTables = 2;
 constexpr size_t kUsualTables = 32;
 constexpr size_t kUsualBytes = size_t{1} << 26;
 constexpr size_t kMoreBytes = size_t{1} << 23;
+
+// A table of so many words is not uploaded before it was asked for so often: by health, norm and
+// unscaling of one step.
+constexpr int64_t kSmallWords = 4096;
+constexpr int kUsesOfStep = 3;
+
+// Headers made at once.
+constexpr int64_t kHeaders = 1024;
 
 int64_t number_of(const void* address) {
   return static_cast<int64_t>(reinterpret_cast<uintptr_t>(address));
@@ -40,12 +52,12 @@ int64_t chunk_bytes(const DtypeList& list) {
   return std::min(share(enough_chunks), most);
 }
 
-// Adds the chunks of a list to a table.
-Segment add(const DtypeList& list, std::vector<int64_t>& words) {
+// Adds the chunks of a list to a table, behind the `first` ones of others.
+Segment add(const DtypeList& list, int64_t first, std::vector<int64_t>& words) {
   const int64_t most = chunk_bytes(list);
   const int64_t size = list.element_size();
-  const auto first = static_cast<int64_t>(words.size());
-  Segment segment{list.dtype, first, 0, words[kChunks], list.is_paired, true};
+  const auto word = static_cast<int64_t>(words.size());
+  Segment segment{list.dtype, word, 0, first, list.is_paired, true};
   for (const Span& span : list.spans) {
     int64_t address = number_of(span.address);
     const int64_t end = address + span.numel * size;
@@ -63,31 +75,69 @@ Segment add(const DtypeList& list, std::vector<int64_t>& words) {
       ++segment.chunks;
     }
   }
-  words[kChunks] += segment.chunks;
   return segment;
 }
 
-// A new table, copied to its device on the current stream.
-std::shared_ptr<DeviceTable> uploaded(const GradList& grads) {
+// Headers of a device: one for each stream, whose launches follow each other, and one for each
+// captured pass, which may be replayed beside any other.
+struct Headers {
+  at::Tensor unused;  // rows
+  std::unordered_map<c10::StreamId, at::Tensor> of_streams;
+};
+
+// Nobody tells when a graph ends.
+void keep_for_graphs(const at::Tensor& memory) {
+  static auto& kept = *new std::vector<at::Tensor>;
+  kept.push_back(memory);
+}
+
+at::Tensor header_of(const c10::Stream& stream, bool capturing) {
+  static auto& headers = *new std::unordered_map<at::Device, Headers>;  // as `recent()`
+  auto& [unused, of_streams] = headers[stream.device()];
+  if (!capturing && (!unused.defined() || unused.size(0) < kHeaders / 2)) {
+    const at::TensorOptions options(at::kLong);
+    unused = at::zeros({kHeaders, kHeaderWords}, options.device(stream.device()));
+    keep_for_graphs(unused);
+    // Any stream may be the first to take one.
+    c10::impl::VirtualGuardImpl(stream.device_type()).synchronizeStream(stream);
+  }
+  TORCH_CHECK(unused.defined() && unused.size(0) > 0,
+              "a CUDA graph cannot capture the first pass over gradients on ", stream.device(),
+              ", nor many more than before: run one iteration without capturing first");
+  at::Tensor captured;
+  at::Tensor& header = capturing ? captured : of_streams[stream.id()];
+  if (!header.defined()) {
+    header = unused[0];
+    unused = unused.narrow(0, 1, unused.size(0) - 1);
+  }
+  return header;
+}
+
+// A new table in pinned memory.
+std::shared_ptr<DeviceTable> made(const GradList& grads, const at::Tensor& header) {
   auto table = std::make_shared<DeviceTable>();
-  std::vector<int64_t> words(kHeaderWords);
+  std::vector<int64_t> words;
+  int64_t chunks = 0;
   for (const DtypeList& list : grads.lists()) {
-    table->segments.push_back(add(list, words));
+    table->segments.push_back(add(list, chunks, words));
+    chunks += table->segments.back().chunks;
   }
-  const auto count = static_cast<int64_t>(words.size());
-  words[kPartials] = count;
-  for (Segment& segment : table->segments) {
-    segment.partials += count;
-  }
-  // torch's allocator does not hand pinned memory out again before the copy from it is over, nor
-  // ever what a graph copies from, since each replay reads it again.
+  const at::Device device = grads.device();
+  table->header = header;
   const at::TensorOptions options(at::kLong);
-  const at::Tensor source = at::empty({count}, options.pinned_memory(!grads.device().is_cpu()));
-  std::memcpy(source.mutable_data_ptr(), words.data(), words.size() * sizeof(int64_t));
-  table->buffer = at::empty({count + words[kChunks]}, options.device(grads.device()));
-  table->buffer.narrow(0, 0, count).copy_(source, /*non_blocking=*/true);
-  ++uploads;
+  table->words =
+      at::empty({static_cast<int64_t>(words.size())}, options.pinned_memory(!device.is_cpu()));
+  std::memcpy(table->words.mutable_data_ptr(), words.data(), words.size() * sizeof(int64_t));
+  table->partials = at::empty({chunks}, options.dtype(at::kDouble).device(device));
+  ++tables_made;
   return table;
+}
+
+// Uploads a table in the order of its stream, which is the current one.
+void upload(DeviceTable& table) {
+  // torch's allocator does not hand pinned memory out again before the copy from it is over.
+  table.words = table.words.to(table.header.device(), /*non_blocking=*/true, /*copy=*/true);
+  ++uploads;
 }
 
 // All that the table of a list depends on, behind a fingerprint of it. Lists that share that would
@@ -131,7 +181,7 @@ struct Recent {
   // Freeing a table may run Python, which may ask for tables: whoever drops it comes first.
   Kept take(decltype(tables)::iterator place) {
     Kept kept = std::move(place->second);
-    bytes -= kept.table->buffer.nbytes();
+    bytes -= kept.table->nbytes();
     tables.erase(place);
     return kept;
   }
@@ -146,22 +196,35 @@ Recent& recent() {
 }  // namespace
 
 std::shared_ptr<DeviceTable> table_of(const GradList& grads, bool capturing) {
-  if (capturing) {
-    return uploaded(grads);
-  }
   const c10::impl::VirtualGuardImpl guard(grads.device().type());
-  auto content = content_of(grads, guard.getStream(grads.device()).id());
+  const c10::Stream stream = guard.getStream(grads.device());
+  const at::Tensor header = header_of(stream, capturing);
+  if (capturing) {
+    const std::shared_ptr<DeviceTable> table = made(grads, header);
+    keep_for_graphs(table->words);
+    return table;
+  }
+  auto content = content_of(grads, stream.id());
   const int64_t fingerprint = content.front();
   auto& [tables, bytes] = recent();
   auto known = tables.find(fingerprint);
   const bool holds = known != tables.end() && known->second.content == content;
-  const std::shared_ptr<DeviceTable> table = holds ? known->second.table : uploaded(grads);
+  const std::shared_ptr<DeviceTable> table = holds ? known->second.table : made(grads, header);
+  const bool is_small = table->words.numel() <= kSmallWords;
+  if (++table->uses == (is_small ? kUsesOfStep + 1 : 1)) {
+    upload(*table);
+  } else if (!holds && !stream.device().is_cpu()) {
+    // Else torch's allocator would hand the memory out again while launches read it.
+    const at::DataPtr& memory = table->words.storage().data_ptr();
+    at::getHostAllocator(stream.device_type())
+        ->record_event(memory.get(), memory.get_context(), stream);
+  }
   std::vector<Kept> dropped;
   if ((known = tables.find(fingerprint)) != tables.end()) {
     dropped.push_back(recent().take(known));
   }
   tables.insert({fingerprint, {std::move(content), table}});
-  bytes += table->buffer.nbytes();
+  bytes += table->nbytes();
   while (tables.size() > kLeastTables &&
          bytes > (tables.size() > kUsualTables ? kMoreBytes : kUsualBytes)) {
     dropped.push_back(recent().take(tables.begin()));

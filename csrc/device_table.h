@@ -1,5 +1,5 @@
-// Gradient lists as tables in the memory of their device, kept for as long as nothing in them
-// changes.
+// Gradient lists as tables that the kernels of their device read, kept for as long as nothing in
+// them changes.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -17,24 +17,31 @@ struct Segment {
   at::ScalarType dtype;
   int64_t word;  // at which its chunks begin
   int64_t chunks;
-  int64_t partials;  // the word at which their sums of squares begin
-  bool is_paired;    // with float32 values
-  bool is_aligned;   // those of each chunk's first whole vector are, too
+  int64_t first;    // of its chunks among those of all dtypes
+  bool is_paired;   // with float32 values
+  bool is_aligned;  // those of each chunk's first whole vector are, too
 };
 
-// One table, for launches on the stream on which it was uploaded.
+// One table, for launches on the stream for which it was made.
 struct DeviceTable {
-  at::Tensor buffer;
+  at::Tensor words;     // pinned memory until it is uploaded, which devices read over the bus
+  at::Tensor partials;  // float64: the sum of squares of each chunk
+  at::Tensor header;
   std::vector<Segment> segments;
+  int64_t uses = 0;
+
+  size_t nbytes() const { return words.nbytes() + partials.nbytes(); }
 };
 
 // The table of `grads` for the current stream: one that is there already, if it has the same
-// addresses, lengths, dtypes and parameters, else a new one. While the stream is `capturing` it is
-// always new, in the memory of the graph, and every replay copies it again. Python's lock must be
-// held.
+// addresses, lengths, dtypes and parameters, else a new one. A small one is uploaded where it is
+// asked for more often than a step does, since many lists move at every step. While the stream is
+// `capturing` it is always new and never uploaded: replays read what the host has written, and copy
+// nothing. Python's lock must be held.
 std::shared_ptr<DeviceTable> table_of(const GradList& grads, bool capturing);
 
-// Number of copies of tables to devices so far, by this process.
+// Numbers of tables made and of copies of them to devices so far, by this process.
+extern int64_t tables_made;
 extern int64_t uploads;
 
 // Forgets the tables that are not captured.

@@ -111,13 +111,16 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def_readonly("dtype", &Segment::dtype)
       .def_readonly("word", &Segment::word)
       .def_readonly("chunks", &Segment::chunks)
-      .def_readonly("partials", &Segment::partials)
+      .def_readonly("first", &Segment::first)
       .def_readonly("is_paired", &Segment::is_paired)
       .def_readonly("is_aligned", &Segment::is_aligned);
   py::class_<DeviceTable, std::shared_ptr<DeviceTable>>(m, "DeviceTable")
       .def_static("of", &table_of)
-      .def_readonly("buffer", &DeviceTable::buffer)
+      .def_readonly("words", &DeviceTable::words)
+      .def_readonly("partials", &DeviceTable::partials)
+      .def_readonly("header", &DeviceTable::header)
       .def_readonly("segments", &DeviceTable::segments);
+  m.def("tables_made", [] { return tables_made; });
   m.def("uploads", [] { return uploads; });
   m.def("clear_tables", &clear_tables);
   m.def("set_chunks", &set_chunks, py::arg("most_bytes") = 0, py::arg("enough") = kEnoughChunks);

@@ -19,18 +19,16 @@ constexpr int64_t kUsualChunkBytes = 8 * kWindowBytes;
 constexpr int64_t kMostChunkBytes = 32 * kWindowBytes;
 constexpr int64_t kEnoughChunks = 4096;
 
-// The table begins with this; the first two are zero between launches.
+// What the programs of a launch tell each other; zero between launches.
 enum HeaderWord : int64_t {
   kFinished,  // how many programs are done, plus kNotFinite for each that saw an inf or NaN
   kPeak,      // float64 bits of the largest magnitude that the optimizer would use
-  kPartials,  // the word at which the chunks' sums of squares begin
-  kChunks,    // of all dtypes
   kHeaderWords = 8,
 };
 
 constexpr int64_t kNotFinite = int64_t{1} << 32;
 
-// Then come the chunks of each dtype: where one begins, and its bytes with the number of its
+// The table has the chunks of each dtype: where one begins, and its bytes with the number of its
 // parameter in the upper half; of pairs also where its float32 values begin.
 enum ChunkWord : int64_t {
   kAddress,

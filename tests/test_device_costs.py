@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import Counter
 from typing import Any
@@ -211,10 +212,10 @@ def test_every_dtype_is_a_launch_and_all_share_a_table(
     launcher: ReferenceLauncher, kind: str
 ) -> None:
     grads = [torch.full((n,), 8.0, dtype=dtype) for n in (1, 5000) for dtype in FLOATS]
-    before = _C.uploads()
+    before = _C.tables_made()
     functional.unscale_(grads, found := torch.zeros(()), torch.tensor(0.5))
     assert launcher.launches == ["unscale"] * len(FLOATS)
-    assert _C.uploads() == before + 1
+    assert _C.tables_made() == before + 1
     assert found.item() == 0.0
     for gradient in grads:
         assert_same(gradient, torch.full_like(gradient, 4.0))
@@ -325,19 +326,19 @@ def test_the_same_memory_of_another_parameter_is_another_table(
 
 
 def unscale(grads: list[torch.Tensor]) -> int:
-    """Unscales by 1/2; returns the number of uploaded tables."""
-    before = _C.uploads()
+    """Unscales by 1/2; returns the number of new tables."""
+    before = _C.tables_made()
     functional.unscale_(grads, torch.zeros(()), torch.tensor(0.5))
-    return _C.uploads() - before
+    return _C.tables_made() - before
 
 
-def test_a_table_is_uploaded_once(launcher: ReferenceLauncher) -> None:
+def test_a_table_is_made_once(launcher: ReferenceLauncher) -> None:
     grads = [torch.ones(n) for n in (3, 5000, 1)]
     assert [unscale(grads) for _ in range(4)] == [1, 0, 0, 0]
     assert_same(grads[1], torch.full((5000,), 0.5**4))
 
 
-def test_any_change_uploads_again(launcher: ReferenceLauncher) -> None:
+def test_any_change_makes_another(launcher: ReferenceLauncher) -> None:
     memory = torch.ones(64)
     grads = [memory[:8], memory[16:24]]
     assert unscale(grads) == 1
@@ -377,17 +378,17 @@ def test_tables_do_not_pile_up(launcher: ReferenceLauncher) -> None:
     tensors = [torch.ones(1) for _ in range(20_000)]
 
     def looked_up(first: int) -> tuple[int, int]:
-        """Uploads, and bytes of the table of the tensors in that order."""
-        before = _C.uploads()
+        """Tables made, and bytes of that of the tensors in that order."""
+        before = _C.tables_made()
         grads = _C.GradList.of(tensors[first:] + tensors[:first], torch.device("cpu"))
         assert grads is not None
         table = _C.DeviceTable.of(grads, False)
-        return _C.uploads() - before, table.buffer.nbytes
+        return _C.tables_made() - before, table.words.nbytes + table.partials.nbytes
 
     assert unscale(tensors[:1]) == 1
     new = [looked_up(first) for first in range(32)]
     assert sum(table_bytes for _, table_bytes in new) > 2**23
-    assert [uploads for uploads, _ in new] == [1] * 32
+    assert [tables for tables, _ in new] == [1] * 32
     assert [looked_up(first)[0] for first in range(32)] == [0] * 32
     assert unscale(tensors[:1]) == 1, "long unused tables are forgotten"
     assert looked_up(1)[0] == 0
@@ -401,6 +402,62 @@ def test_a_captured_table_is_never_one_that_eager_steps_use(launcher: ReferenceL
     assert [unscale(grads), unscale(grads)] == [1, 1]
     launcher.capturing = False
     assert unscale(grads) == 0
+
+
+def uploads(grads: list[torch.Tensor], calls: int) -> list[int]:
+    """Unscales by 1/2 so often; returns the number of tables that each call uploaded."""
+    counts = [_C.uploads()]
+    for _ in range(calls):
+        unscale(grads)
+        counts.append(_C.uploads())
+    return [after - before for before, after in itertools.pairwise(counts)]
+
+
+def test_a_small_table_is_uploaded_where_it_stays(launcher: ReferenceLauncher) -> None:
+    """By the fourth pass: one step makes up to three."""
+    grads = [torch.full((n,), 8.0, dtype=d) for n in (1, 5000) for d in FLOATS]
+    assert uploads(grads, 6) == [0, 0, 0, 1, 0, 0]
+    for gradient in grads:
+        assert_same(gradient, torch.full_like(gradient, 0.125))
+    moving = [torch.ones(n) for n in range(1, 9)]
+    assert [uploads([moved], 3) for moved in moving] == [[0] * 3] * 8
+    most = 2048  # chunks
+    many = list(torch.ones(most + 1).split(1))
+    assert uploads(many[:most], 5) == [0, 0, 0, 1, 0]
+    assert uploads(many, 2) == [1, 0], "a long one at once"
+
+
+def test_no_captured_table_is_uploaded(launcher: ReferenceLauncher) -> None:
+    """Replays read it where the host wrote it, each with a header of its own."""
+    lists = [[torch.ones(4)], list(torch.ones(5000).split(1))]
+    for grads in lists:
+        unscale(grads)
+    before = _C.uploads()
+    launcher.capturing = True
+    assert [unscale(grads) for grads in lists * 3] == [1] * 6
+    tables = [_C.DeviceTable.of(_C.GradList.of(grads, CPU), True) for grads in lists * 3]
+    launcher.capturing = False
+    assert _C.uploads() == before
+    assert not any(table.header.any() for table in tables)
+    eager = [_C.DeviceTable.of(_C.GradList.of(grads, CPU), False) for grads in lists]
+    assert len({table.header.data_ptr() for table in tables}) == 6
+    [of_stream] = {table.header.data_ptr() for table in eager}
+    assert of_stream not in {table.header.data_ptr() for table in tables}
+    assert {*eager[0].header.tolist()} == {0}
+
+
+def test_captures_take_headers_that_eager_passes_made(launcher: ReferenceLauncher) -> None:
+    grads = _C.GradList.of([torch.ones(4)], CPU)
+    _C.DeviceTable.of(grads, False)
+    headers = {_C.DeviceTable.of(grads, True).header.data_ptr() for _ in range(500)}
+    with pytest.raises(RuntimeError, match=r"cannot capture .*: run one iteration without"):
+        for _ in range(1100):
+            headers.add(_C.DeviceTable.of(grads, True).header.data_ptr())
+    assert len(headers) >= 500
+    last = len(headers)
+    _C.DeviceTable.of(grads, False)  # of a known list, too
+    headers.add(_C.DeviceTable.of(grads, True).header.data_ptr())
+    assert len(headers) == last + 1
 
 
 # Updates that ride in a check

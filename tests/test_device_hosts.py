@@ -73,11 +73,11 @@ def test_lists_that_differ_at_their_end_are_distinguished() -> None:
     kernels = DeviceKernels(ReferenceLauncher())
     common = [torch.ones(2) for _ in range(20)]
     last = [torch.ones(3) for _ in range(20)]
-    before = _C.uploads()
+    before = _C.tables_made()
     for _ in range(2):
         for tensor in last:
             run_check(kernels, grads_of([*common, tensor]))
-    assert _C.uploads() - before == len(last)
+    assert _C.tables_made() - before == len(last)
 
 
 @pytest.mark.parametrize("drops", ["cleared", "evicted"])
@@ -88,7 +88,7 @@ def test_a_table_that_dies_may_ask_for_others(drops: str) -> None:
     deaths: list[int] = []
 
     def died(_: object) -> None:
-        deaths.append(_C.uploads())
+        deaths.append(_C.tables_made())
         if len(deaths) < len(lists):
             _C.clear_tables()
             table_of(lists[len(deaths)])
@@ -96,7 +96,7 @@ def test_a_table_that_dies_may_ask_for_others(drops: str) -> None:
     def table_of(tensors: list[torch.Tensor]) -> core.DeviceTable:
         return core.DeviceTable.of(grads_of(tensors), False)
 
-    watches = [weakref.ref(table_of(tensors).buffer, died) for tensors in lists]
+    watches = [weakref.ref(table_of(tensors).partials, died) for tensors in lists]
     if drops == "cleared":
         _C.clear_tables()
         assert not any(watch() is not None for watch in watches)
@@ -111,10 +111,11 @@ def test_large_tables_are_not_all_kept() -> None:
     _C.set_chunks(enough=1 << 40)
     watches = []
     for i in range(7):
-        buffer = core.DeviceTable.of(grads_of([memory[i:]]), False).buffer
-        assert 5 * buffer.nbytes < 1 << 26 < 6 * buffer.nbytes
-        watches.append(weakref.ref(buffer))
-    del buffer
+        table = core.DeviceTable.of(grads_of([memory[i:]]), False)
+        nbytes = table.words.nbytes + table.partials.nbytes
+        assert 5 * nbytes < 1 << 26 < 6 * nbytes
+        watches.append(weakref.ref(table.words))
+    del table
     kept = [watch() is not None for watch in watches]
     _C.set_chunks()
     assert kept == [False] * 2 + [True] * 5
@@ -125,9 +126,9 @@ def test_a_table_has_room_for_the_sum_of_each_chunk() -> None:
     table = core.DeviceTable.of(grads_of(tensors), False)
     first, second = table.segments
     assert (first.chunks, second.chunks) == (3, 7)
-    assert (first.partials, second.partials) == (table.buffer[2], table.buffer[2] + 3)
-    assert table.buffer[3] == 10
-    assert table.buffer.numel() == table.buffer[2] + 10
+    assert (first.first, second.first) == (0, 3)
+    assert table.partials.shape == (10,)
+    assert table.words.numel() == 2 * 10
 
 
 @pytest.fixture
@@ -141,7 +142,7 @@ def few_chunks() -> Iterator[None]:
 def chunks_of(tensors: list[torch.Tensor]) -> list[tuple[int, int, int]]:
     table = core.DeviceTable.of(grads_of(tensors), False)
     [segment] = table.segments
-    chunks = spans_of(table.buffer.tolist(), segment)
+    chunks = spans_of(table.words.tolist(), segment)
     return [(chunk.address, chunk.size, chunk.parameter) for chunk in chunks]
 
 
@@ -295,10 +296,10 @@ def test_uncompiled_kernels_are_not_captured(monkeypatch: pytest.MonkeyPatch) ->
     known, programs = ("known", CPU, (), torch.Tensor), []
     again = 2, lambda number, arguments: programs.append(number)
     monkeypatch.setattr(launch, "_launched", {known: again})
-    launch._launch("known", 3, (torch.ones(()),), dict)
+    launch._launch("known", CPU, 3, (torch.ones(()),), dict)
     assert programs == [2]
     with pytest.raises(RuntimeError, match="not compiled yet; run one iteration without"):
-        launch._launch("unknown", 3, (torch.ones(()),), dict)
+        launch._launch("unknown", CPU, 3, (torch.ones(()),), dict)
 
 
 def test_a_launch_that_cannot_begin_holds_earlier_ones_back() -> None:

@@ -153,20 +153,16 @@ class DeviceKernels:
         ending: Ending | None = work.ending
         has_update = ending is not None and ending.update is not None
         final = Epilogue.UPDATE if has_update else Epilogue.FINISH
-        if not first:
-            launcher.multi_tensor(work, table, last, final)
-            return
         launches = [*((segment, Epilogue.NOTHING) for segment in first), (last, final)]
         # If a later launch failed, half of the gradients would be written.
-        if (prepare := getattr(launcher, "prepare", None)) is not None:
+        if first and (prepare := getattr(launcher, "prepare", None)) is not None:
             for segment, epilogue in launches:
                 prepare(work, table, segment, epilogue)
-        # No other thread's pass over the same table may come between.
+        # No other pass with the same header, that of the stream, may come between.
         with _one_pass:
             try:
                 for segment, epilogue in launches:
                     launcher.multi_tensor(work, table, segment, epilogue)
             except BaseException:
-                # Intermediate launches leave results in it.
-                core.clear_tables()
+                table.header.zero_()  # where intermediate launches leave results
                 raise

@@ -30,19 +30,21 @@ Update checked_update(const py::tuple& update) {
 Launch launch_over(const DeviceTable& table, const Segment& segment) {
   Launch work;
   work.dtype = dtype_of(segment.dtype);
-  work.table = data<int64_t>(&table.buffer);
-  work.segment = segment.word;
-  work.chunks = segment.chunks;
-  work.partials = segment.partials;
+  work.table = data<const int64_t>(&table.words) + segment.word;
+  work.chunks = static_cast<int>(segment.chunks);
+  work.first = static_cast<int>(segment.first);
+  work.all_chunks = static_cast<int>(table.partials.numel());
+  work.header = data<int64_t>(&table.header);
+  work.partials = data<double>(&table.partials);
   work.is_paired = segment.is_paired;
   work.is_aligned = segment.is_aligned;
-  work.stream = current_stream(table.buffer.device());
+  work.stream = current_stream(table.header.device());
   return work;
 }
 
 void launch_multi_tensor(const DeviceTable& table, const Segment& segment, const py::tuple& given,
                          bool epilogue, const std::optional<py::tuple>& update) {
-  const c10::cuda::CUDAGuard guard(table.buffer.device());
+  const c10::cuda::CUDAGuard guard(table.header.device());
   const Pass pass(given.ptr());
   Launch work = launch_over(table, segment);
   work.write = pass.write;
@@ -68,12 +70,12 @@ void launch_multi_tensor(const DeviceTable& table, const Segment& segment, const
 }
 
 void launch_measure(const DeviceTable& table, const Segment& segment, const at::Tensor& health) {
-  const c10::cuda::CUDAGuard guard(table.buffer.device());
+  const c10::cuda::CUDAGuard guard(table.header.device());
   measure(launch_over(table, segment), data<int64_t>(&health));
 }
 
 void launch_narrow(const DeviceTable& table, const Segment& segment, const py::object& found_inf) {
-  const c10::cuda::CUDAGuard guard(table.buffer.device());
+  const c10::cuda::CUDAGuard guard(table.header.device());
   narrow(launch_over(table, segment), data<const float>(tensor_of(found_inf.ptr())));
 }
 

@@ -45,14 +45,12 @@ __device__ T reduced(T value, T (*combine)(T, T)) {
 // Epilogue of the last program, by all its threads, the first of which knows what was `found`.
 // Other programs' results are read from where all multiprocessors see them.
 __device__ void finish(const Launch& launch, bool found) {
-  int64_t* header = launch.table;
+  int64_t* header = launch.header;
   double squares = 0;
   if (launch.sums != nullptr) {
-    const auto* partials = reinterpret_cast<const double*>(header + header[kPartials]);
-    const int64_t count = header[kChunks];
 #pragma unroll 8
-    for (int64_t i = threadIdx.x; i < count; i += kThreads) {
-      squares += __ldcg(partials + i);
+    for (int i = static_cast<int>(threadIdx.x); i < launch.all_chunks; i += kThreads) {
+      squares += __ldcg(launch.partials + i);
     }
     squares = reduced(squares, sum);
   }
@@ -84,7 +82,7 @@ template <class Format, bool kWrite, bool kNorm, bool kCoefficient, bool kClips,
 __global__ void __launch_bounds__(kThreads, kLeastProgramsPerSm) pass(const Launch launch) {
   __shared__ bool is_last;
   using Opmath = typename Format::Opmath;
-  int64_t* header = launch.table;
+  int64_t* header = launch.header;
   Gatherer<Format, kWrite, kNorm, kCoefficient, kPairs> gatherer{1, 1};
   gatherer.is_aligned = launch.is_aligned;
   const auto begin = [&] {
@@ -108,7 +106,7 @@ __global__ void __launch_bounds__(kThreads, kLeastProgramsPerSm) pass(const Laun
       const double squares = reduced(gatherer.squares, sum);
       gatherer.squares = 0;
       if (threadIdx.x == 0) {
-        reinterpret_cast<double*>(header + launch.partials)[chunk] = squares;
+        launch.partials[launch.first + chunk] = squares;
       }
     }
     if (launch.marks == nullptr) {
@@ -125,7 +123,7 @@ __global__ void __launch_bounds__(kThreads, kLeastProgramsPerSm) pass(const Laun
       gatherer.peak = 0;
     }
   };
-  for_chunks<kPairs>(header + launch.segment, static_cast<int>(launch.chunks), visit, begin);
+  for_chunks<kPairs>(launch.table, launch.chunks, visit, begin);
 
   bool found = false;
   const auto peak = reduced(gatherer.peak, larger);
@@ -154,7 +152,7 @@ __global__ void __launch_bounds__(kThreads, kLeastProgramsPerSm) pass(const Laun
 
 template <class Format, bool kPairs>
 __global__ void __launch_bounds__(kThreads, kLeastProgramsPerSm)
-    measure_alone(const int64_t* table, int64_t segment, int chunks, int64_t* rows) {
+    measure_alone(const int64_t* table, int chunks, int64_t* rows) {
   Health<Format> health;
   const auto visit = [&](int /*chunk*/, char* address, int bytes, int64_t parameter,
                          const float* /*wide*/) {
@@ -165,14 +163,13 @@ __global__ void __launch_bounds__(kThreads, kLeastProgramsPerSm)
       add(row + kElements, bytes / static_cast<int>(sizeof(typename Format::Element)));
     }
   };
-  for_chunks<kPairs>(table + segment, chunks, visit, [] { return true; });
+  for_chunks<kPairs>(table, chunks, visit, [] { return true; });
 }
 
 // Rounds the float32 values of pairs to 16 bits, unless the flag is set; `flag` may be null.
 template <class Format>
 __global__ void __launch_bounds__(kThreads, kLeastProgramsPerSm)
-    narrow_alone(const int64_t* table, int64_t segment, int chunks, const float* flag,
-                 bool is_aligned) {
+    narrow_alone(const int64_t* table, int chunks, const float* flag, bool is_aligned) {
   if (flag != nullptr && *flag != 0) {
     return;
   }
@@ -180,7 +177,7 @@ __global__ void __launch_bounds__(kThreads, kLeastProgramsPerSm)
                          const float* wide) {
     narrow_chunk<Format>(address, bytes, wide, is_aligned);
   };
-  for_chunks<true>(table + segment, chunks, visit, [] { return true; });
+  for_chunks<true>(table, chunks, visit, [] { return true; });
 }
 
 __global__ void update_alone(const Update update, const Flags flags) {
@@ -194,8 +191,8 @@ __global__ void update_alone(const Update update, const Flags flags) {
 __global__ void clip_alone(const Clip clip) { ampfast::clip_coefficient(clip); }
 
 using Pass = void (*)(Launch);
-using Measure = void (*)(const int64_t*, int64_t, int, int64_t*);
-using Narrow = void (*)(const int64_t*, int64_t, int, const float*, bool);
+using Measure = void (*)(const int64_t*, int, int64_t*);
+using Narrow = void (*)(const int64_t*, int, const float*, bool);
 
 // All kernels over a table for one dtype, or for its pairs.
 struct Kernels {
@@ -275,7 +272,7 @@ template <class... Given>
 void queue(void (*kernel)(Given...), const Launch& launch, const Given&... given) {
   const int64_t programs = resident(reinterpret_cast<const void*>(kernel));
   const int64_t most = most_programs > 0 ? most_programs : programs;
-  queue_programs(kernel, std::min(launch.chunks, most), kThreads, launch.stream, given...);
+  queue_programs(kernel, std::min<int64_t>(launch.chunks, most), kThreads, launch.stream, given...);
 }
 
 }  // namespace
@@ -305,15 +302,12 @@ void launch(const Launch& launch) {
 }
 
 void measure(const Launch& launch, int64_t* health) {
-  const int64_t* table = launch.table;
-  queue(kernels_of(launch).measure, launch, table, launch.segment, static_cast<int>(launch.chunks),
-        health);
+  queue(kernels_of(launch).measure, launch, launch.table, launch.chunks, health);
 }
 
 void narrow(const Launch& launch, const float* found_inf) {
-  const int64_t* table = launch.table;
-  queue(kernels_of(launch).narrow, launch, table, launch.segment, static_cast<int>(launch.chunks),
-        found_inf, launch.is_aligned);
+  queue(kernels_of(launch).narrow, launch, launch.table, launch.chunks, found_inf,
+        launch.is_aligned);
 }
 
 void update_scale(const Update& update, const Flags& flags, void* stream) {

@@ -14,10 +14,12 @@ namespace ampfast::cuda {
 // null say what that means.
 struct Launch {
   Dtype dtype = Dtype::kFloat32;
-  int64_t* table = nullptr;
-  int64_t segment = 0;  // the word at which its chunks begin
-  int64_t chunks = 0;
-  int64_t partials = 0;           // the word at which the sums of their squares begin
+  const int64_t* table = nullptr;  // the chunks' words
+  int chunks = 0;
+  int first = 0;       // of these chunks among those of all segments
+  int all_chunks = 0;  // of all segments
+  int64_t* header = nullptr;
+  double* partials = nullptr;     // the sum of squares of each chunk of all segments
   bool is_paired = false;         // with float32 values, which are written in place of 16-bit ones
   bool is_aligned = false;        // those of each chunk's first whole vector are
   bool write = false;             // else the gradients are only read

@@ -54,7 +54,7 @@ class TableLauncher:
         return False
 
     def multi_tensor(self, work, table, segment, epilogue: Epilogue) -> None:
-        tensors = [chunk for _, chunk in chunks_of(table.buffer, segment)]
+        tensors = [chunk for _, chunk in chunks_of(table.words, segment)]
         if work.how is Factor.NONE:
             inverse = torch.ones(())
         elif work.how is Factor.TIMES_RECIPROCAL:

@@ -29,14 +29,14 @@ if kind == "triton":
     assert compiled and all(type(kernel.run) is CudaLauncher for kernel in compiled)
     assert len(launch._launched) == 2
 from ampfast import GradScaler, _C
-uploads = _C.uploads()
+uploads = _C.tables_made()
 param = torch.nn.Parameter(torch.zeros(4))
 param.grad = torch.full((4,), 8.0)
 scaler = GradScaler("cpu", init_scale=4.0)
 scaler.scale(torch.ones(()))
 scaler.unscale_(NoOptimizer([param]))
 scaler.update()
-print(param.grad.tolist(), _C.uploads() - uploads)
+print(param.grad.tolist(), _C.tables_made() - uploads)
 """
 
 

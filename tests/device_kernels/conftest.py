@@ -15,9 +15,6 @@ from ampfast import _C
 # Fewer cases than on a GPU.
 sys.path.append(str(Path(__file__).parents[1] / "gpu"))
 
-NAN_BITS = 0x7FF8_0000_0000_0000
-HEADER_WORDS = 8
-
 
 def bits(tensor: torch.Tensor) -> list[int]:
     return tensor.reshape(-1).view(torch.uint8).tolist()
@@ -33,11 +30,10 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> None:
     plain = launch.multi_tensor
 
     def multi_tensor(work: Any, table: Any, segment: Any, epilogue: Epilogue) -> None:
-        buffer = table.buffer
-        partials = int(buffer[2])
-        if segment.word == HEADER_WORDS:  # the first launch of a pass
-            assert buffer[:2].tolist() == [0, 0], "scratch left by an earlier launch"
-            buffer[partials:] = NAN_BITS
+        header, partials = table.header, table.partials
+        if segment.first == 0:  # the first launch of a pass
+            assert header.tolist() == [0] * 8, "scratch left by an earlier launch"
+            partials.fill_(torch.nan)
             if not work.accumulate:
                 work.found_inf.fill_(torch.nan)
             if work.sums is not None:
@@ -47,23 +43,23 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> None:
         if work.ending is not None and work.ending.update is not None:
             inputs = [t for t in inputs if t is not work.ending.update.scale]
         assigned = [t for t in (work.found_inf, work.sums) if t is not None]
-        before = [t.clone() for t in (buffer, *inputs)]
+        before = [t.clone() for t in (table.words, partials, *inputs)]
         unassigned = [t.clone() for t in assigned]
 
         plain(work, table, segment, epilogue)
 
-        assert torch.equal(buffer[HEADER_WORDS:partials], before[0][HEADER_WORDS:partials])
-        assert torch.equal(buffer[2:HEADER_WORDS], before[0][2:HEADER_WORDS])
-        for tensor, value in zip(inputs, before[1:], strict=True):
+        assert torch.equal(table.words, before[0])
+        assert header[2:].tolist() == [0] * 6
+        for tensor, value in zip(inputs, before[2:], strict=True):
             assert bits(tensor) == bits(value), "wrote a factor"
         if work.sums is None:
-            assert torch.equal(buffer[partials:], before[0][partials:])
+            assert bits(partials) == bits(before[1])
         if epilogue is Epilogue.NOTHING:
-            assert int(buffer[0]) % 2**32 == 0, "counted without an epilogue"
+            assert int(header[0]) % 2**32 == 0, "counted without an epilogue"
             for tensor, value in zip(assigned, unassigned, strict=True):
                 assert bits(tensor) == bits(value), "assigned before the last launch"
         else:
-            assert buffer[:2].tolist() == [0, 0], "scratch not reset"
+            assert header.tolist() == [0] * 8, "scratch not reset"
             if not work.accumulate and work.clip is None:  # which decides nothing
                 assert work.found_inf.item() in (0.0, 1.0)
 

@@ -141,15 +141,42 @@ def test_clipping_by_torchs_name_takes_two_kernels_or_one(
 
 
 @pytest.mark.usefixtures("profiler")
-def test_a_new_table_is_one_copy_without_waiting(backend: str, device: torch.device) -> None:
+def test_a_new_small_table_is_not_copied(backend: str, device: torch.device) -> None:
     kernels = kernels_of(backend, device)
     first = [torch.ones(300, device=device) for _ in range(50)]
     second = [torch.ones(301, device=device) for _ in range(50)]
     run_check(kernels, grads_of(first))
     counts = counted(lambda: run_check(kernels, grads_of(second)))
+    assert_counts(counts, kernels=1, syncs=0)
+
+
+@pytest.mark.usefixtures("profiler")
+def test_a_new_long_table_is_one_copy_without_waiting(backend: str, device: torch.device) -> None:
+    kernels = kernels_of(backend, device)
+    memory = torch.ones(20_000, device=device)
+    run_check(kernels, grads_of(list(memory[10_000:].split(2))))
+    second = list(memory[:10_000].split(2))
+    counts = counted(lambda: run_check(kernels, grads_of(second)))
     assert len(counts.kernels) == 1 and len(counts.copies) == 1, counts
     assert "HtoD" in counts.copies[0] and "Pinned" in counts.copies[0], counts
     assert not counts.syncs, counts
+
+
+@pytest.mark.usefixtures("profiler")
+@pytest.mark.parametrize("tensors", [3, 5_000])
+def test_replays_copy_nothing(backend: str, device: torch.device, tensors: int) -> None:
+    kernels = kernels_of(backend, device)
+    memory = torch.full((2 * tensors,), 8.0, device=device)
+    grads = grads_of(list(memory.split(2)))
+    inverse, found = flag(0.5, device), flag(0.0, device)
+    run_unscale(kernels, grads, inverse, is_scale=False, found_inf=found)
+    graph, before = torch.cuda.CUDAGraph(), _C.uploads()
+    with torch.cuda.graph(graph):
+        run_unscale(kernels, grads, inverse, is_scale=False, found_inf=found)
+    assert _C.uploads() == before
+    counts = counted(graph.replay)
+    assert_counts(counts, kernels=1, syncs=0)
+    assert len({*memory.tolist()}) == 1 and found.item() == 0.0
 
 
 @pytest.mark.parametrize("kind", [*FUSED, "quiet"])
@@ -178,13 +205,15 @@ def test_nothing_is_uploaded_while_nothing_changes(
         loop.iteration()
         loop.iteration_together()
     assert _C.uploads() == before
+    tables = _C.tables_made()
     kept = loop.params[0].grad  # else the new tensor may take its address
     loop.params[0].grad = torch.full((5,), 64.0, device=device)
     loop.iteration()
     assert kept.data_ptr() != loop.params[0].grad.data_ptr()
-    assert _C.uploads() == before + 1
-    loop.iteration()
-    assert _C.uploads() == before + 1
+    assert (_C.tables_made(), _C.uploads()) == (tables + 1, before)
+    for _ in range(6):
+        loop.iteration()
+    assert (_C.tables_made(), _C.uploads()) == (tables + 1, before + 1)
 
 
 def allocations(call: Callable[[], object], device: torch.device) -> int:

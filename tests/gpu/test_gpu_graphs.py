@@ -16,7 +16,7 @@ from support.compiled_training import (
     Training,
     assert_no_more_breaks,
 )
-from support.kernel_calls import grads_of, run_check, run_unscale
+from support.kernel_calls import grads_of, run_check, run_sums, run_unscale
 from support.scalers import TorchScaler
 
 from ampfast import _C, GradScaler
@@ -159,7 +159,7 @@ def test_two_graphs_of_one_scaler(backend: str, device: torch.device) -> None:
         assert_same(ours.observe(), theirs.observe(), f"iteration {iteration}")
 
 
-def test_a_captured_list_is_uploaded_by_every_replay(backend: str, device: torch.device) -> None:
+def test_every_replay_reads_its_own_list(backend: str, device: torch.device) -> None:
     kernels = kernels_of(backend, device)
     grads = [torch.full((n,), 8.0, device=device) for n in (5, 70_003)]
     inverse = flag(0.5, device)
@@ -169,7 +169,7 @@ def test_a_captured_list_is_uploaded_by_every_replay(backend: str, device: torch
     with torch.cuda.graph(graph):
         found = run_unscale(kernels, grads_of(grads), inverse, is_scale=False)
     for replay in range(5):
-        # Freed pinned memory is reused at once; that of the graph is never freed.
+        # Freed pinned memory is reused at once; that which a graph reads is never freed.
         for _ in range(50):
             run_check(kernels, grads_of([torch.ones(replay + 1, device=device) for _ in range(20)]))
             _C.clear_tables()
@@ -179,6 +179,39 @@ def test_a_captured_list_is_uploaded_by_every_replay(backend: str, device: torch
     grads[1][-1] = torch.inf
     graph.replay()
     assert found.item() == 1.0
+
+
+def test_graphs_replayed_at_the_same_time(backend: str, device: torch.device) -> None:
+    """On three streams, beside eager passes: each has a header of its own."""
+    kernels, factor = kernels_of(backend, device), flag(1.0, device)
+    lists = [torch.ones(1 << 22, device=device) for _ in range(4)]
+    norms = [torch.zeros(2, dtype=torch.float64, device=device) for _ in lists]
+    streams, graphs, founds = [torch.cuda.Stream() for _ in lists], [], []
+    lists[1][-1] = torch.inf
+
+    def check(number: int) -> torch.Tensor:
+        grads = grads_of([lists[number]])
+        return run_sums(kernels, grads, factor, is_scale=False, sums=norms[number])
+
+    for number in range(4):
+        check(number)
+    torch.cuda.synchronize()
+    for number in range(3):
+        graphs.append(torch.cuda.CUDAGraph())
+        with torch.cuda.graph(graphs[-1]):
+            founds.append(check(number))
+    for _ in range(50):
+        for stream, graph in zip(streams, graphs, strict=False):
+            with torch.cuda.stream(stream):
+                for _ in range(5):
+                    graph.replay()
+        with torch.cuda.stream(streams[-1]):
+            eager = [check(3) for _ in range(5)]
+        torch.cuda.synchronize()
+        assert [found.item() for found in founds] == [0.0, 1.0, 0.0]
+        assert not torch.stack(eager).any()
+        squares = [norm[0].item() for norm in norms]
+        assert squares == [2.0**22, torch.inf, 2.0**22, 2.0**22]
 
 
 def refused(call: Callable[[], object], remedy: str, device: torch.device) -> None:

@@ -86,13 +86,13 @@ def test_many_steps_in_flight(backend: str, device: torch.device) -> None:
     run_unscale(kernels, grads_of([g.clone() for g in lists[0]]), inverse, is_scale=False)
     torch.cuda.synchronize()
     found = []
-    before = _C.uploads()
+    before = _C.tables_made()
     with no_syncs():
         torch.cuda._sleep(A_WHILE)
         for _ in range(2):
             for grads in lists:
                 found.append(run_unscale(kernels, grads_of(grads), inverse, is_scale=False))
-    assert _C.uploads() - before >= len(lists), "there was nothing to upload"
+    assert _C.tables_made() - before >= len(lists), "there were no new tables"
     for grads, reference in zip(lists, expected, strict=True):
         assert all(map(same_bits, grads, reference))
     assert not torch.stack(found).any()
@@ -136,16 +136,18 @@ def test_a_table_belongs_to_a_stream(backend: str, device: torch.device) -> None
     inverse = flag(0.5, device)
     streams = [torch.cuda.Stream() for _ in range(3)]
     torch.cuda.synchronize()
-    uploads = []
-    for _ in range(2):
+    made, uploads = [], []
+    for _ in range(4):
         for stream in streams:
             with torch.cuda.stream(stream):
-                before = _C.uploads()
+                before = _C.tables_made(), _C.uploads()
                 run_unscale(kernels, grads_of(grads), inverse, is_scale=False)
-                uploads.append(_C.uploads() - before)
+                made.append(_C.tables_made() - before[0])
+                uploads.append(_C.uploads() - before[1])
             torch.cuda.synchronize()
-    assert uploads == [1, 1, 1, 0, 0, 0]
-    assert bool((grads[0] == 24.0 / 2**6).all())
+    assert made == [1] * 3 + [0] * 9
+    assert uploads == [0] * 9 + [1] * 3
+    assert bool((grads[0] == 24.0 / 2**12).all())
 
 
 def test_two_streams_at_once(backend: str, device: torch.device) -> None:

@@ -15,7 +15,6 @@ from ampfast.backends.core import Clip, DeviceTable, Pass, Segment, Update
 from ampfast.backends.gpu import Epilogue
 from support.reference_launcher import spans_of
 
-PARTIALS = 2  # word of a table with the offset of the sums of its chunks
 # Few, so that test lists take several programs with several chunks each.
 PROGRAMS = 3
 
@@ -100,10 +99,9 @@ def _table(
 
     Read as raw memory, since tests count reads of tensors.
     """
-    buffer = table.buffer
-    words = (ctypes.c_int64 * buffer.numel()).from_address(buffer.data_ptr())
-    yield from _written(buffer[:PARTIALS], buffer[words[PARTIALS] :])
-    yield from _read(buffer[PARTIALS : words[PARTIALS]])
+    yield from _written(table.header[:2], table.partials)
+    yield from _read(table.words)
+    words = (ctypes.c_int64 * table.words.numel()).from_address(table.words.data_ptr())
     for chunk in spans_of(words, segment):
         if chunk.wide is None:
             yield Range(chunk.address, chunk.size, write)

@@ -15,7 +15,6 @@ from ampfast.backends.core import Clip, DeviceTable, Factor, Pass, Segment, Upda
 from ampfast.backends.gpu import Epilogue
 from ampfast.backends.torch_ops import TensorList
 
-HEADER = 8
 _INFINITE = 0x7FF0000000000000
 
 
@@ -39,7 +38,7 @@ class ReferenceLauncher:
         self, work: Pass, table: DeviceTable, segment: Segment, epilogue: Epilogue
     ) -> None:
         self.launches.append("unscale" if work.write else "check")
-        words = table.buffer
+        header = table.header
         used_peak = torch.tensor(0.0, dtype=torch.float64)
         factor = torch.tensor(1.0) if work.factor is None else work.factor.reshape(())
         if work.how is Factor.TIMES_RECIPROCAL:
@@ -48,7 +47,7 @@ class ReferenceLauncher:
             coefficient = torch.empty((), dtype=torch.float64)
             cpu.clip(work.clip._replace(coefficient=coefficient))
             work = work._replace(coefficient=coefficient)
-        chunks = spans_of(words.tolist(), segment)
+        chunks = spans_of(table.words.tolist(), segment)
         if work.coefficient is not None and not segment.is_paired:
             chunks = chunks if factor * work.coefficient != 1 else []
         for chunk in chunks:
@@ -77,14 +76,14 @@ class ReferenceLauncher:
             peak = used.double().abs().max()
             used_peak = torch.maximum(used_peak, peak)  # a NaN wins
         bits = used_peak.view(torch.int64) & 0x7FFFFFFFFFFFFFFF
-        words[1] = torch.maximum(words[1], bits)
+        header[1] = torch.maximum(header[1], bits)
         if epilogue is Epilogue.NOTHING:
             return
         if work.sums is not None:
             work.sums[0] = self._squares
-            work.sums[1] = words[1:2].view(torch.float64)[0]
+            work.sums[1] = header[1:2].view(torch.float64)[0]
             self._squares = 0.0
-        found = bool(words[1] >= _INFINITE)
+        found = bool(header[1] >= _INFINITE)
         if found or not work.accumulate:
             work.found_inf.fill_(float(found))
         if work.divisor is not None:
@@ -92,11 +91,11 @@ class ReferenceLauncher:
         if epilogue is Epilogue.UPDATE:
             update = work.ending.update
             self._update(update._replace(found_infs=[work.found_inf, *update.found_infs]))
-        words[:2] = 0
+        header.zero_()
 
     def measure(self, table: DeviceTable, segment: Segment, health: Tensor) -> None:
         self.launches.append("measure")
-        chunks = list(chunks_of(table.buffer, segment))
+        chunks = list(chunks_of(table.words, segment))
         self.read += sum(chunk.nbytes for _, chunk in chunks)
         for number in dict(chunks):
             parts = [chunk for other, chunk in chunks if other == number]
@@ -105,7 +104,7 @@ class ReferenceLauncher:
     def narrow(self, table: DeviceTable, segment: Segment, found_inf: Tensor | None) -> None:
         self.launches.append("narrow")
         if found_inf is None or not found_inf:
-            for chunk in spans_of(table.buffer.tolist(), segment):
+            for chunk in spans_of(table.words.tolist(), segment):
                 values = chunk.values(segment.dtype)
                 values.copy_(chunk.floats(segment.dtype))
                 self.read += 4 * values.numel()

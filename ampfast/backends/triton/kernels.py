@@ -43,8 +43,8 @@ _SPIKE_BOUND = tl.constexpr(core.SPIKE_BOUND)
 _INFINITY = tl.constexpr(0x7FF0000000000000)
 _COMPLEMENT = tl.constexpr(0x7FFFFFFFFFFFFFFF)
 
-# Words of a table, of its header and of a chunk, as in csrc/table_layout.h.
-_HEADER = _enumerated("FINISHED PEAK PARTIALS CHUNKS")
+# Words of a header and of a chunk, as in csrc/table_layout.h.
+_HEADER = _enumerated("FINISHED PEAK")
 _NOT_FINITE = tl.constexpr(1 << 32)
 _CHUNK = _constants(ADDRESS=0, EXTENT=1, WIDE=2, WORDS=2, PAIR_WORDS=3, PARAMETER_SHIFT=32)
 # Words of a parameter's marks and health, as in csrc/track.h.
@@ -363,19 +363,17 @@ def _update(pointers, norm_ptr, flag, growth_factor, backoff_factor, growth_inte
 
 
 @triton.jit
-def _sum_of_partials(table_ptr):
+def _sum_of_partials(partials_ptr, count):
     """Sum of the chunks' sums of all launches, in a fixed order."""
     AT_ONCE: tl.constexpr = 8
-    partials_ptr = table_ptr + tl.load(table_ptr + _HEADER.PARTIALS)
-    count = tl.load(table_ptr + _HEADER.CHUNKS)
     place = count * 0 + tl.arange(0, 128)
     total = tl.zeros([128], dtype=tl.float64)
     first = count * 0
     while first < count:
         for _ in tl.static_range(AT_ONCE):
             # Bypasses the first-level cache, which may hold values of the last launch.
-            bits = tl.load(partials_ptr + place, mask=place < count, other=0, cache_modifier=".cg")
-            total += bits.to(tl.float64, bitcast=True)
+            mask = place < count
+            total += tl.load(partials_ptr + place, mask=mask, other=0.0, cache_modifier=".cg")
             place += 128
         first += 128 * AT_ONCE
     return tl.sum(total, axis=0)
@@ -386,7 +384,10 @@ def multi_tensor(
     table_ptr,
     word: tl.int64,
     chunks: tl.int32,
-    partials: tl.int64,
+    first: tl.int32,
+    all_chunks: tl.int32,
+    header_ptr,
+    partials_ptr,
     factor_ptr,
     coefficient_ptr,
     found_inf_ptr,
@@ -418,12 +419,12 @@ def multi_tensor(
 ):
     """One pass over the gradients of one dtype: checks them and, with WRITE, unscales them.
 
-    Its chunks are at `word` of `table_ptr`, the sums of their squares at `partials`. Optional
-    pointers may be None: `coefficient_ptr` to a second factor of written values, `divisor_ptr` to a
-    copy of the factor, `marks_ptr` to the overflow marks of parameters. With `norm_ptr`, which gets
-    the norm, the second factor is that of a clipping by the sums at `coefficient_ptr`. A window is
-    what a program loads at once: LOADS vectors of VECTOR bytes a thread. Of pairs float32 values
-    are written.
+    Its chunks are at `word` of `table_ptr`, the sums of their squares at `partials_ptr` behind
+    `first` others. Optional pointers may be None: `coefficient_ptr` to a second factor of written
+    values, `divisor_ptr` to a copy of the factor, `marks_ptr` to the overflow marks of parameters.
+    With `norm_ptr`, which gets the norm, the second factor is that of a clipping by the sums at
+    `coefficient_ptr`. A window is what a program loads at once: LOADS vectors of VECTOR bytes a
+    thread. Of pairs float32 values are written.
     """
     chunks_ptr = table_ptr + word
     chunk = tl.program_id(0)
@@ -470,7 +471,7 @@ def multi_tensor(
             tl.store(edge_out, tl.reshape(written, [THREADS]), mask=is_edge)
         if NORM:
             total = tl.sum(squares, axis=0)
-            tl.store(table_ptr + partials + chunk, total.to(tl.int64, bitcast=True))
+            tl.store(partials_ptr + first + chunk, total)
         if marks_ptr is not None:
             # Per thread: threads need not wait for each other.
             used = _used_magnitude(peak, factor, FACTOR, DTYPE, not PAIRED)
@@ -480,9 +481,9 @@ def multi_tensor(
             bad = used >= _INFINITY
             none = used * 0
             told = none + _NOT_FINITE
-            tl.atomic_add(table_ptr + _HEADER.FINISHED + none, told, mask=bad, sem="relaxed")
+            tl.atomic_add(header_ptr + _HEADER.FINISHED + none, told, mask=bad, sem="relaxed")
             if NORM:
-                tl.atomic_max(table_ptr + _HEADER.PEAK + none, used, mask=bad, sem="relaxed")
+                tl.atomic_max(header_ptr + _HEADER.PEAK + none, used, mask=bad, sem="relaxed")
             peak = tl.where(bad, 0, peak)
         chunk += step
         fields = next_fields
@@ -490,23 +491,23 @@ def multi_tensor(
     largest = tl.max(peak, axis=0)
     largest = _used_magnitude(largest, factor, FACTOR, DTYPE, not PAIRED)
     if NORM:
-        tl.atomic_max(table_ptr + _HEADER.PEAK, largest, sem="relaxed")
+        tl.atomic_max(header_ptr + _HEADER.PEAK, largest, sem="relaxed")
     bad = largest >= _INFINITY
     seen = tl.where(bad, _NOT_FINITE, tl.zeros([], dtype=tl.int64))
     if EPILOGUE == _EPILOGUE.NOTHING:
-        tl.atomic_add(table_ptr + _HEADER.FINISHED, seen, mask=bad, sem="relaxed")
+        tl.atomic_add(header_ptr + _HEADER.FINISHED, seen, mask=bad, sem="relaxed")
     else:
         # Some versions of Triton put no barrier between the stores above and the atomic.
         tl.debug_barrier()
-        before = tl.atomic_add(table_ptr + _HEADER.FINISHED, seen + 1, sem="acq_rel", scope="gpu")
+        before = tl.atomic_add(header_ptr + _HEADER.FINISHED, seen + 1, sem="acq_rel", scope="gpu")
         if before.to(tl.int32) == tl.num_programs(0) - 1:
             tl.debug_barrier()
             found = before + seen >= _NOT_FINITE
             if NORM:
                 worst = tl.atomic_max(
-                    table_ptr + _HEADER.PEAK, tl.zeros([], dtype=tl.int64), sem="relaxed"
+                    header_ptr + _HEADER.PEAK, tl.zeros([], dtype=tl.int64), sem="relaxed"
                 )
-                tl.store(sums_ptr, _sum_of_partials(table_ptr))
+                tl.store(sums_ptr, _sum_of_partials(partials_ptr, all_chunks))
                 tl.store(sums_ptr + 1, worst.to(tl.float64, bitcast=True))
             if divisor_ptr is not None:
                 tl.store(divisor_ptr, tl.load(factor_ptr))
@@ -524,9 +525,9 @@ def multi_tensor(
                 tl.store(found_inf_ptr, 1.0, mask=found)
             else:
                 tl.store(found_inf_ptr, found.to(tl.float32))
-            tl.store(table_ptr + _HEADER.FINISHED, tl.zeros([], dtype=tl.int64))
+            tl.store(header_ptr + _HEADER.FINISHED, tl.zeros([], dtype=tl.int64))
             if NORM:
-                tl.store(table_ptr + _HEADER.PEAK, tl.zeros([], dtype=tl.int64))
+                tl.store(header_ptr + _HEADER.PEAK, tl.zeros([], dtype=tl.int64))
 
 
 @triton.jit

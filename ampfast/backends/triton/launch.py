@@ -89,7 +89,8 @@ def multi_tensor(
         coefficient, norm = clip.sums, clip.norm
         clipping = float(clip.max_norm), core.CLIP_EPSILON, int(clip.largest)
     arguments = (
-        *(table.buffer, segment.word, segment.chunks, segment.partials),
+        *(table.words, segment.word, segment.chunks, segment.first, table.partials.numel()),
+        *(table.header, table.partials),
         *(work.factor, coefficient, work.found_inf, work.sums, work.divisor),
         *(work.marks, work.now, scale, tracker, state, other, *factors, norm, *clipping),
     )
@@ -99,7 +100,7 @@ def multi_tensor(
         None if norm is None else norm.dtype,
     )
     chunks = segment.chunks if launches else 0
-    _launch("multi_tensor", chunks, arguments, _options, *switches)
+    _launch("multi_tensor", table.header.device, chunks, arguments, _options, *switches)
 
 
 # Compiles the kernel of a launch; refuses captures of uncompiled ones.
@@ -134,9 +135,9 @@ def _geometry(
 
 
 def _over(name: str, table: DeviceTable, segment: Segment, tensor: Tensor | None) -> None:
-    arguments = (table.buffer, segment.word, segment.chunks, tensor)
+    arguments = (table.words, segment.word, segment.chunks, tensor)
     switches = (segment.dtype, segment.is_paired, segment.is_aligned)
-    _launch(name, segment.chunks, arguments, _geometry, *switches)
+    _launch(name, table.header.device, segment.chunks, arguments, _geometry, *switches)
 
 
 # Launch the rounding of the float32 values of one dtype's pairs, and the health pass over gradients
@@ -149,7 +150,7 @@ def update_scale(update: Update) -> None:
     scale, growth_tracker, found_infs, *factors, state, norm = update
     flags = [*found_infs, *[found_infs[0]] * (4 - len(found_infs))]
     arguments = (scale, growth_tracker, state, norm, *flags, *factors)
-    _launch("update_scale", 1, arguments, _of_one_warp)
+    _launch("update_scale", scale.device, 1, arguments, _of_one_warp)
 
 
 def clip_coefficient(clip: Clip) -> None:
@@ -160,7 +161,7 @@ def clip_coefficient(clip: Clip) -> None:
         *(None if divisor is None else scale, divisor, found_inf, float(skip_above)),
         *(taken, 1 if taken is None else taken.numel() - 1),
     )
-    _launch("clip_coefficient", 1, arguments, _of_one_warp, largest, norm.dtype)
+    _launch("clip_coefficient", sums.device, 1, arguments, _of_one_warp, largest, norm.dtype)
 
 
 def _of_one_warp(device: torch.device, *switches: Any) -> dict[str, Any]:
@@ -171,6 +172,7 @@ def _of_one_warp(device: torch.device, *switches: Any) -> dict[str, Any]:
 
 def _launch(
     name: str,
+    device: torch.device,
     chunks: int,
     arguments: _Arguments,
     options: Callable[..., dict[str, Any]],
@@ -181,7 +183,6 @@ def _launch(
     Only the first time `options(device, *switches)` is called. Without chunks nothing is launched,
     but the kernel is compiled.
     """
-    device = arguments[0].device
     # A None among the arguments is compiled in.
     variant = (name, device, switches, *map(type, arguments))
     known = _launched.get(variant)
