@@ -125,7 +125,7 @@ std::shared_ptr<DeviceTable> made(const GradList& grads, const at::Tensor& heade
   const at::Device device = grads.device();
   table->header = header;
   const at::TensorOptions options(at::kLong);
-  table->words =
+  table->source = table->words =
       at::empty({static_cast<int64_t>(words.size())}, options.pinned_memory(!device.is_cpu()));
   std::memcpy(table->words.mutable_data_ptr(), words.data(), words.size() * sizeof(int64_t));
   table->partials = at::empty({chunks}, options.dtype(at::kDouble).device(device));
@@ -137,6 +137,9 @@ std::shared_ptr<DeviceTable> made(const GradList& grads, const at::Tensor& heade
 void upload(DeviceTable& table) {
   // torch's allocator does not hand pinned memory out again before the copy from it is over.
   table.words = table.words.to(table.header.device(), /*non_blocking=*/true, /*copy=*/true);
+  if (table.source.numel() > kWordsOfLaunch) {
+    table.source.reset();
+  }
   ++uploads;
 }
 

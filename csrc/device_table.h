@@ -24,7 +24,8 @@ struct Segment {
 
 // One table, for launches on the stream for which it was made.
 struct DeviceTable {
-  at::Tensor words;     // pinned memory until it is uploaded, which devices read over the bus
+  at::Tensor source;    // pinned memory, kept until it is uploaded or if a launch has room for it
+  at::Tensor words;     // the source until it is uploaded, which devices read over the bus
   at::Tensor partials;  // float64: the sum of squares of each chunk
   at::Tensor header;
   std::vector<Segment> segments;

@@ -39,4 +39,7 @@ enum ChunkWord : int64_t {
 };
 constexpr int kParameterShift = 32;
 
+// Words of a table that the arguments of a launch have room for, of 4 KB in all.
+constexpr int64_t kWordsOfLaunch = 448;
+
 }  // namespace ampfast

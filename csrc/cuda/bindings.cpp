@@ -3,6 +3,8 @@
 #include <c10/cuda/CUDAGuard.h>
 #include <c10/cuda/CUDAStream.h>
 
+#include <algorithm>
+
 #include "../device_table.h"
 #include "multi_tensor.h"
 
@@ -47,6 +49,11 @@ void launch_multi_tensor(const DeviceTable& table, const Segment& segment, const
   const c10::cuda::CUDAGuard guard(table.header.device());
   const Pass pass(given.ptr());
   Launch work = launch_over(table, segment);
+  if (table.source.defined() && table.source.numel() <= kWordsOfLaunch) {
+    const auto* words = table.source.const_data_ptr<int64_t>() + segment.word;
+    std::copy_n(words, segment.chunks * (segment.is_paired ? kPairWords : kChunkWords), work.words);
+    work.table = nullptr;
+  }
   work.write = pass.write;
   work.how = pass.how;
   work.factor = data<float>(pass.tensor(Pass::kFactor));

@@ -16,11 +16,11 @@ constexpr int kVectorBytes = 16;
 constexpr int kVectors = kWindowBytes / (kThreads * kVectorBytes);
 constexpr int kStride = kThreads * kVectorBytes;
 
-// Gives `visit` the chunks of this program: their number, first byte, length in bytes, parameter,
-// and the float32 values of pairs, else null. `begin`, called while the first words are loaded,
-// says whether to go on.
-template <bool kPairs, class Visit, class Begin>
-__device__ void for_chunks(const int64_t* chunks, int count, const Visit& visit,
+// Gives `visit` the chunks of this program, from the words of a table: their number, first byte,
+// length in bytes, parameter, and the float32 values of pairs, else null. `begin`, called while the
+// first words are loaded, says whether to go on.
+template <bool kPairs, class WordAt, class Visit, class Begin>
+__device__ void for_chunks(const WordAt& word_at, int count, const Visit& visit,
                            const Begin& begin) {
   // In turn, so that all programs read one part of the list at a time.
   int chunk = static_cast<int>(blockIdx.x);
@@ -28,8 +28,8 @@ __device__ void for_chunks(const int64_t* chunks, int count, const Visit& visit,
   // Each thread loads one word. Were all to load the same, the compiler would want it in a register
   // for all, and wait for it.
   constexpr int kWords = kPairs ? kPairWords : kChunkWords;
-  const int64_t* fields = chunks + threadIdx.x % kWarp % kWords;
-  int64_t field = fields[int64_t{chunk} * kWords];
+  const int word = static_cast<int>(threadIdx.x % kWarp % kWords);
+  int64_t field = word_at(int64_t{chunk} * kWords, word);
   if (!begin()) {
     return;
   }
@@ -39,7 +39,7 @@ __device__ void for_chunks(const int64_t* chunks, int count, const Visit& visit,
     const int64_t wide = kPairs ? __shfl_sync(kAllLanes, field, kWide) : 0;
     // Needed when this chunk is done, and by then it is there.
     const int next = chunk + step < count ? chunk + step : chunk;
-    field = fields[int64_t{next} * kWords];
+    field = word_at(int64_t{next} * kWords, word);
     visit(chunk, reinterpret_cast<char*>(address), static_cast<int>(extent),
           extent >> kParameterShift, reinterpret_cast<float*>(wide));
     chunk += step;

@@ -79,7 +79,8 @@ __device__ void finish(const Launch& launch, bool found) {
 }
 
 template <class Format, bool kWrite, bool kNorm, bool kCoefficient, bool kClips, bool kPairs>
-__global__ void __launch_bounds__(kThreads, kLeastProgramsPerSm) pass(const Launch launch) {
+__global__ void __launch_bounds__(kThreads, kLeastProgramsPerSm)
+    pass(const __grid_constant__ Launch launch) {
   __shared__ bool is_last;
   using Opmath = typename Format::Opmath;
   int64_t* header = launch.header;
@@ -123,7 +124,10 @@ __global__ void __launch_bounds__(kThreads, kLeastProgramsPerSm) pass(const Laun
       gatherer.peak = 0;
     }
   };
-  for_chunks<kPairs>(launch.table, launch.chunks, visit, begin);
+  const auto word_at = [&](int64_t first, int word) {
+    return launch.table == nullptr ? (launch.words + word)[first] : (launch.table + word)[first];
+  };
+  for_chunks<kPairs>(word_at, launch.chunks, visit, begin);
 
   bool found = false;
   const auto peak = reduced(gatherer.peak, larger);
@@ -163,7 +167,8 @@ __global__ void __launch_bounds__(kThreads, kLeastProgramsPerSm)
       add(row + kElements, bytes / static_cast<int>(sizeof(typename Format::Element)));
     }
   };
-  for_chunks<kPairs>(table, chunks, visit, [] { return true; });
+  for_chunks<kPairs>([=](int64_t first, int word) { return (table + word)[first]; }, chunks, visit,
+                     [] { return true; });
 }
 
 // Rounds the float32 values of pairs to 16 bits, unless the flag is set; `flag` may be null.
@@ -177,7 +182,8 @@ __global__ void __launch_bounds__(kThreads, kLeastProgramsPerSm)
                          const float* wide) {
     narrow_chunk<Format>(address, bytes, wide, is_aligned);
   };
-  for_chunks<true>(table, chunks, visit, [] { return true; });
+  for_chunks<true>([=](int64_t first, int word) { return (table + word)[first]; }, chunks, visit,
+                   [] { return true; });
 }
 
 __global__ void update_alone(const Update update, const Flags flags) {
@@ -261,8 +267,8 @@ int64_t resident(const void* kernel) {
 // Queues a kernel. Its own status counts: the last error of a thread may be another's.
 template <class... Given>
 void queue_programs(void (*kernel)(Given...), int64_t programs, int threads, void* stream,
-                    Given... given) {
-  void* arguments[] = {&given...};
+                    const Given&... given) {
+  void* arguments[] = {const_cast<Given*>(&given)...};
   require(cudaLaunchKernel(reinterpret_cast<const void*>(kernel), static_cast<unsigned>(programs),
                            threads, arguments, 0, static_cast<cudaStream_t>(stream)));
 }

@@ -14,7 +14,7 @@ namespace ampfast::cuda {
 // null say what that means.
 struct Launch {
   Dtype dtype = Dtype::kFloat32;
-  const int64_t* table = nullptr;  // the chunks' words
+  const int64_t* table = nullptr;  // the chunks' words; null: they are in `words`
   int chunks = 0;
   int first = 0;       // of these chunks among those of all segments
   int all_chunks = 0;  // of all segments
@@ -43,7 +43,10 @@ struct Launch {
   const float* other_found_inf = nullptr;  // one more flag that the update heeds; null: none
 
   void* stream = nullptr;  // a cudaStream_t of the current device
+  int64_t words[kWordsOfLaunch];
 };
+
+static_assert(sizeof(Launch) <= 4096, "more than the arguments of a kernel");
 
 // Each of these throws if CUDA refuses it.
 

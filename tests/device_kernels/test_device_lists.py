@@ -25,7 +25,7 @@ from device_parity import (
     torch_unscaled,
     window,
 )
-from support.comparison import BITS, FLOATS
+from support.comparison import BITS, FLOATS, assert_same
 from support.gradients import LAYOUTS, make_gradient
 from support.kernel_calls import grads_of, run_check, run_sums, run_unscale
 from support.kernel_parity import exact_bits, flag, last_finite, non_finite, random_bits, wide
@@ -349,3 +349,19 @@ def test_the_same_table_serves_again() -> None:
     assert run_check(KERNELS, grads_of(grads)).item() == 1.0
     grads[0][0] = 1.0
     assert run_check(KERNELS, grads_of(grads)).item() == 0.0
+
+
+@pytest.mark.parametrize("tensors", [224, 225])
+def test_lists_in_the_arguments_of_a_launch_and_beyond(tensors: int) -> None:
+    """Before their table is uploaded and after."""
+    grads = [torch.full((3,), 64.0 + i) for i in range(tensors)]
+    expected = [grad / 64 for grad in grads]
+    grads[-1][2] = torch.inf
+    table = grads_of(grads)
+    assert table.chunks == tensors
+    for _ in range(6):
+        assert run_unscale(KERNELS, table, flag(0.5), is_scale=False).item() == 1.0
+    assert grads[-1][2] == torch.inf
+    grads[-1][2] = expected[-1][2]
+    assert_same(grads, expected)
+    assert run_check(KERNELS, table).item() == 0.0
