@@ -101,7 +101,7 @@ def counted(launcher: ReferenceLauncher, monkeypatch: pytest.MonkeyPatch) -> Ref
         monkeypatch.setattr(launcher, name, record_function(OURS)(getattr(launcher, name)))
     marks = record_function(HOST)(passes.mark_unscaled)
     monkeypatch.setattr(passes, "mark_unscaled", marks)
-    monkeypatch.setattr(grad_scaler, "any_found", lambda flags: None)
+    monkeypatch.setattr(grad_scaler, "is_found", lambda flags: None)
     return launcher
 
 

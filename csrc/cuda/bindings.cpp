@@ -59,7 +59,7 @@ void launch_multi_tensor(const DeviceTable& table, const Segment& segment, const
   work.factor = data<float>(pass.tensor(Pass::kFactor));
   work.coefficient = data<double>(pass.tensor(Pass::kCoefficient));
   if (pass[Pass::kClip] != Py_None) {
-    work.clip = clip_of(pass[Pass::kClip], table.buffer.device());
+    work.clip = clip_of(pass[Pass::kClip], table.header.device());
   }
   work.sums = data<double>(pass.tensor(Pass::kSums));
   work.marks = data<int64_t>(pass.tensor(Pass::kMarks));

@@ -108,9 +108,11 @@ def test_all_ten_steps_name_functions() -> None:
 
 @pytest.mark.parametrize(("path", "name"), NAMED, ids=lambda part: part)
 def test_a_function_is_where_internals_say(path: str, name: str) -> None:
-    # A definition begins a line; methods are indented, in Python alone.
+    # A definition begins a line, or follows attributes; methods are indented, in Python alone.
     is_python = path.endswith(".py")
-    definition = rf"^ *(?:def|class) {name}\b" if is_python else rf"^\w.*\b{name}(?:\(| \{{| : )"
+    definition = (
+        rf"^ *(?:def|class) {name}\b" if is_python else rf"^\w.*(?:\)\n +)?\b{name}(?:\(| \{{| : )"
+    )
     assert re.search(definition, (ROOT / path).read_text(encoding="utf-8"), re.MULTILINE)
 
 
