@@ -21,6 +21,11 @@ PROGRAMS = [
 ]
 
 
+def forget() -> None:
+    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
+    accelerate.state.GradientState._reset_state()
+
+
 @pytest.mark.usefixtures("float16_on_cpu")
 @pytest.mark.parametrize("program", PROGRAMS, ids=["accelerate", "transformers"])
 def test_a_program_with_overflows(program: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -32,10 +37,10 @@ def test_a_program_with_overflows(program: str, monkeypatch: pytest.MonkeyPatch)
             made.append(self)
 
     monkeypatch.setattr(ampfast, "GradScaler", Overflowing)
+    forget()  # what the trainer of another test left
     try:
         exec(compile(program, PAGE, "exec"), {"__name__": "__main__"})
     finally:
-        accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
-        accelerate.state.GradientState._reset_state()
+        forget()
     assert [scaler.stats().steps for scaler in made] == [16]
     assert 2 <= made[0].stats().skipped < 14
