@@ -388,7 +388,6 @@ class GradScaler(Passes):
             flags = entry["found_inf_per_device"]
             if not flags:
                 raise no_inf_checks(optimizer)
-            checks[key] = flags
             result = self._maybe_opt_step(optimizer, entry, *args, **kwargs)
         entry["stage"] = STEPPED
         checks[key] = entry.get("found_inf_per_device") or checks[key]

@@ -440,6 +440,17 @@ def test_a_norm_of_clipped_and_other_gradients_is_not_in_the_history() -> None:
     assert history_of(scaler) == [5.0]
 
 
+def test_a_norm_is_not_of_the_iteration_after_a_scale_was_set() -> None:
+    scaler, optimizer = started(GradScaler, 8.0), six()
+    scaler.clip_grad_norm_(optimizer, 1.0)
+    scaler.step(optimizer)
+    scaler.update(8.0)
+    scaler.step(optimizer)
+    scaler.update()
+    history = scaler.history()
+    assert history.has_norm.tolist() == [True, False]
+
+
 def test_norms_after_a_step_are_refused() -> None:
     scaler, stepped, other = started(GradScaler, 8.0), six(), six()
     scaler.step(stepped)

@@ -29,7 +29,14 @@ TESTS = tuple(
     )
 ) + tuple(
     f"tests/companions/test_{name}.py"
-    for name in ("log_max", "master_weights", "master_weights_costs", "spikes", "underflow_target")
+    for name in (
+        "log_max",
+        "master_weights",
+        "master_weights_costs",
+        "spikes",
+        "step_guard",
+        "underflow_target",
+    )
 )
 
 
