@@ -19,6 +19,8 @@ SCHEMA = 1
 _SHORT = 20
 # Share of a step below which a scaler does not matter.
 _SMALL = 0.02
+# From which ratio of torch's own two runs on times tell nothing.
+_NOISY = 1.5
 
 _NO_SCALER = (
     "used no gradient scaler: there is nothing to compare (processes that it starts are not seen)"
@@ -178,7 +180,7 @@ def _differences(
 
 def describe(facts: dict[str, Any]) -> str:
     """Formats the comparison as text."""
-    lines, share = [], 0.0
+    lines, share, noise = [], 0.0, 1.0
     for number, scaler in enumerate(facts["scalers"], start=1):
         lines += [f"scaler {number}"] if len(facts["scalers"]) > 1 else []
         step = scaler["again"]["medians"].get("step", 0.0)
@@ -188,6 +190,8 @@ def describe(facts: dict[str, Any]) -> str:
             lines.append(f"{name}: {_apart(name, *found) if found else 'equal bit for bit'}")
         lines.append("")
         share += scaler["torch"]["medians"].get("share", 1.0)
+        pair = sorted((scaler["torch"]["medians"].get("step", step), step))
+        noise = max(noise, pair[1] / max(pair[0], 1e-9))
     steps, step = facts["torch_again"].values()
     told = (
         "equals the first."
@@ -196,9 +200,16 @@ def describe(facts: dict[str, Any]) -> str:
     )
     lines.append(f"A second run with torch's scaler, of {steps} steps, {told}")
     lines.append(_VERDICTS[facts["verdict"]])
+    if facts["verdict"] == "different" and any(_NAN in line for line in lines):
+        lines.append(f"They differ because {_NAN}.")
     if facts["verdict"] == "not repeatable" and any(_NAN in line for line in lines):
         lines.append("Only the NaN does: fused SGD reads uninitialised memory after an overflow.")
-    if share < _SMALL:
+    if noise > _NOISY:
+        lines.append(
+            f"The times tell nothing: torch's own two runs differ {noise:.1f} times (is the "
+            "machine busy?)."
+        )
+    elif share < _SMALL:
         lines.append(
             f"With torch's scaler {share:.2%} of a step are the scaler's: for the speed of this "
             "program it does not matter which one it has."
@@ -211,7 +222,7 @@ def _apart(name: str, step: int, a: str, b: str) -> str:
         return f"differ at step {step}: {'torch' if float(a) else 'ampfast'} alone skips it"
     text = f"differ from step {step} on: torch {a}, ampfast {b}"
     if a == "nan":
-        return f"{text}: {_NAN} (docs/differences.md)"
+        return f"{text}: {_NAN}"
     return text if b == "nan" else f"{text}, apart by {abs(float(a) - float(b)):.3g}"
 
 

@@ -16,6 +16,9 @@ import torch
 import ampfast
 from ampfast.watch import Record, Watch
 
+# Scalers that are described.
+_MOST = 4
+
 # Files whose frames come before the program's own in a traceback.
 _OUTER = (__file__, runpy.run_module.__code__.co_filename)
 
@@ -62,9 +65,12 @@ def run(
         if record is not None:
             Path(record).write_text(json.dumps([_facts(one) for one in records]))
         elif os.environ.get("RANK", "0") == "0":
-            for number, text in enumerate(map(describe, records), start=1):
+            for number, one in enumerate(records[:_MOST], start=1):
                 which = f" scaler {number}:" if len(records) > 1 else ""
-                print(f"ampfast:{which} {text}", file=sys.stderr)
+                print(f"ampfast:{which} {describe(one)}", file=sys.stderr)
+            if len(records) > _MOST:
+                more = f"{len(records) - _MOST} more scalers: is one made in every step?"
+                print(f"ampfast: {more}", file=sys.stderr)
             if not records and not failed:
                 print("ampfast: the program used no gradient scaler", file=sys.stderr)
 
@@ -109,7 +115,7 @@ def describe(record: Record) -> str:
     if not scaler._enabled:
         return "the gradient scaler is disabled, by enabled=False or for want of CUDA"
     if not record.steps:
-        return "the gradient scaler was never updated: the program does not call its update()"
+        return "the gradient scaler was never updated: its update() was not called"
     is_ours = isinstance(scaler, ampfast.GradScaler)
     skipped = f"{scaler.stats().skipped} skipped" if is_ours else "of torch's class, not ampfast's"
     text = f"{record.steps} steps, {skipped}, final scale {scaler.get_scale():.15g}; "

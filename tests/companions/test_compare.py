@@ -261,6 +261,21 @@ def test_noise_of_a_step_is_that_of_a_second_run(say: Any) -> None:
     assert row[4:] == ["1000", "1000", "(torch's", "again:", "1234)"]
 
 
+def test_times_of_a_busy_machine_tell_nothing(say: Any) -> None:
+    busy = record([1.0], medians={"own": 9.0, "step": 4500.0, "share": 0.01})
+    quick = record([1.0] * 9, own=15.0)
+    _, text, _ = say([quick], [quick], [busy])
+    assert "The times tell nothing: torch's own two runs differ 4.5 times" in text
+    assert "does not matter" not in text
+
+
+def test_a_difference_by_a_nan_of_torch_says_so(say: Any) -> None:
+    theirs = record([1.0, NAN])
+    code, text, _ = say([theirs], [record([1.0, 2.0])], [theirs])
+    assert code == 1
+    assert "They differ because torch's became NaN, ampfast's did not." in text
+
+
 def test_one_that_ends_earlier_differs(say: Any) -> None:
     code, text, _ = say([record([1.0] * 4)], [record([1.0] * 3)], [record([1.0] * 4)])
     assert code == 1
