@@ -69,12 +69,16 @@ def keep(entry: dict[str, Any], optimizer: Any, sums: Tensor, scaler: Any) -> No
     if stamp is None:
         stamp = core.stamped(optimizer.param_groups, True)
         if stamp is None or stamp[0].device != sums.device:
+            # Written without versions that tell: another's norm may be of some of them.
+            forget()
             return
     entry[KEPT] = Kept(sums, *stamp)
 
 
 def forget() -> None:
-    """Forgets what is kept, before a write that raises no versions."""
+    """Forgets what is kept, beside a write that raises no versions."""
+    if not _scalers:
+        return
     for entry in _entries(_living()):
         entry.pop(KEPT, None)
 

@@ -304,6 +304,8 @@ class GradScaler(Passes):
         entry = self._per_optimizer_states[key]
         if entry["stage"] is UNSCALED or entry["stage"] is STEPPED:
             raise _not_ready(entry, "clip_grad_norm_() unscales, too.")
+        if not self._keep_norm:
+            clip_grad.forget()  # another scaler may have kept the norm of these gradients
         if overrides(self, _UNSCALE_GRADS):
             found_inf = torch.full((), 0.0, dtype=torch.float32, device=scale.device)
             agreement = self._ranks.agreement_on(optimizer)
@@ -842,6 +844,7 @@ class GradScaler(Passes):
     ) -> dict[torch.device, Tensor]:
         if allow_fp16 is None:
             allow_fp16 = self._allow_fp16  # FSDP's scaler need not be told
+        clip_grad.forget()
         grads = self._collect(optimizer, allow_fp16=allow_fp16, writes=True)
         return gradients.run(grads, Pass(True, Factor.TIMES, inv_scale, found_inf))
 

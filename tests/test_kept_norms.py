@@ -574,6 +574,43 @@ def test_unscaling_by_hand_is_noticed(measured: list[str]) -> None:
     assert "kept" not in measured
 
 
+class Hooked(GradScaler):
+    """Unscales by a hook, which makes the list of gradients by itself."""
+
+    def _unscale_grads_(self, *given: Any) -> Any:
+        return super()._unscale_grads_(*given)
+
+
+OTHERS: dict[str, Callable[[], Any]] = {
+    "plain": partial(started, GradScaler),
+    "policy": partial(started, GradScaler, policy=LogMax()),
+    "aten": partial(started, GradScaler, backend="aten"),
+    "hook": partial(started, Hooked),
+    "hook that keeps": partial(started, Hooked, keep_norm=True),
+}
+
+
+@pytest.mark.parametrize("other", OTHERS)
+@pytest.mark.parametrize("act", ["unscale_", "step"])
+def test_another_scaler_that_unscales_is_noticed(other: str, act: str, measured: list[str]) -> None:
+    optimizer, scaler = sgd_with(*three()), keeping()
+    scaler.unscale_(optimizer)
+    getattr(OTHERS[other](), act)(optimizer)
+    norm = functional.clip_grad_norm_(params_of(optimizer), 1e6)
+    assert norm.item() == pytest.approx(exact_norm(grads_of(optimizer), 1.0), rel=1e-6)
+    assert "kept" not in measured
+
+
+def test_unscaling_beside_an_irregular_gradient_is_noticed(measured: list[str]) -> None:
+    shared, strided = parameter_with(torch.ones(4)), parameter_with(torch.ones(8)[::2])
+    first, second = (torch.optim.SGD(given, lr=1.0) for given in ([shared], [shared, strided]))
+    scaler = keeping()
+    scaler.unscale_(first)
+    scaler.unscale_(second)
+    assert functional.clip_grad_norm_(shared, 1e6).item() == 2 / 64
+    assert "kept" not in measured
+
+
 def test_gradients_are_let_go_by_the_clip() -> None:
     optimizer, scaler = sgd_with(*three()), keeping()
     scaler.unscale_(optimizer)
