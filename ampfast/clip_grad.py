@@ -17,7 +17,7 @@ from torch.amp.grad_scaler import OptState
 from ampfast import backends
 from ampfast.backends import TORCH_OPS, Kernels, core
 from ampfast.backends.core import Clip, Factor, Pass
-from ampfast.backends.scalars import joint_flag, moved, widest
+from ampfast.backends.scalars import joint_flag, moved, new_flag, widest
 from ampfast.capture import is_capturing
 from ampfast.clipping import FUSED_ORDERS
 from ampfast.errors import warn_caller
@@ -343,12 +343,14 @@ def _compare(kernels: Kernels, clip: Clip, params: list[Tensor]) -> bool:
         if not flags:
             continue
         is_one = len(flags) == 1 and flags[0].device == device
-        found_inf = flags[0] if is_one else joint_flag(flags, device)
+        # What one of several skips for is not the others' reason: this norm is.
+        found_inf = flags[0] if is_one else new_flag(device)
         optimizers = [entry[LIMITED] for entry in entries]
         rule = scaler._spike_rules.rule(optimizers, scaler.skip_above, device)
         kernels.clip(Clip(*clip[:7], found_inf, *rule))
         for flag in flags if not is_one else ():
-            flag.copy_(found_inf)
+            found = torch.where(clip.norm.isfinite(), found_inf, 1.0)
+            flag.copy_(joint_flag([flag, found], flag.device))
         scaler._spike_rules.record(optimizers, rule)
         is_compared = True
         for entry in entries if isinstance(scaler.skip_above, Sigmas) else ():

@@ -405,6 +405,24 @@ def test_a_joint_clip_is_that_of_our_own(limit: Any) -> None:
     assert results[0][0] == [[None, None]] * 3 + [["spike", "spike"]]
 
 
+def test_one_that_overflows_is_no_reason_for_others() -> None:
+    """A finite norm says nothing of an infinity among gradients that it leaves out."""
+    scaler = limited(1e9)
+    first, second = sgd_with(torch.ones(4), torch.full((2,), INF)), sgd_with(torch.ones(3))
+    scaler.scale(torch.ones(()))
+    for optimizer in (first, second):
+        scaler.unscale_(optimizer)
+    functional.clip_grad_norm_([params_of(first)[0], *params_of(second)], 1.0)
+    for optimizer in (first, second):
+        scaler.step(optimizer)
+    assert [scaler.skip_reason(each) for each in (first, second)] == ["overflow", None]
+    scaler.update()
+    for optimizer in (first, second):
+        scaler.unscale_(optimizer)
+    functional.clip_grad_norm_(params_of(first) + params_of(second), 1.0)
+    assert [scaler.skip_reason(each) for each in (first, second)] == ["overflow"] * 2
+
+
 @LIMITS
 @pytest.mark.parametrize("order", [1.0, 2.0, INF])
 def test_a_part_of_the_gradients_skips_their_optimizer(limit: Any, order: float) -> None:

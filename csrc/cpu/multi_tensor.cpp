@@ -187,7 +187,7 @@ void mark_non_finite(const DtypeList& list, const std::vector<int64_t>& peaks, F
 
 }  // namespace
 
-int64_t set_grain(int64_t bytes) { return grain.exchange(bytes); }
+int64_t set_grain(int64_t bytes) { return grain.exchange(std::max<int64_t>(bytes, 1)); }
 
 bool run(const GradList& grads, const Work& work) {
   if (work.marks) {

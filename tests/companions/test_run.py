@@ -153,6 +153,7 @@ def test_what_is_missing_is_said(python: Call, program: str) -> None:
 @pytest.mark.slow
 def test_a_scaler_for_every_step(python: Call) -> None:
     program = "import torch\nfor _ in range(9):\n    scaler = torch.amp.GradScaler('cpu')\n"
+    program += "    scaler.scale(torch.ones(()))\n"
     done = python(program, "-m", "ampfast", "run", "train.py")
     assert done.stderr.count("was never updated") == 4
     assert done.stderr.endswith("ampfast: 5 more scalers: is one made in every step?\n")
