@@ -34,7 +34,7 @@ def test_the_readme_has_three_loops_the_gain_of_a_step_and_one_picture():
         "Medians, both sides in one run; all of it: "
         f"[`{NAME}`](benchmarks/results/{NAME}). On GPUs: not measured.\n"
         "\n"
-        "| scaler's own time in a step of | torch, us | ampfast, us | faster |\n"
+        "| scaler's own time in a step, under bfloat16, of | torch, us | ampfast, us | faster |\n"
         "| --- | --: | --: | --: |\n"
         "| conv net, 10 parameters | 130 | 50 | 2.60x |\n"
         "| perceptron 31x32, batch 64, 62 parameters | 200 | 80 | 2.50x |\n"
