@@ -42,7 +42,8 @@ def readme_block(results: Results) -> str:
             for r in (theirs, ours)
         ]
         lines.append((told, *times, tables.times(ours and ours.vs_torch)))
-    header = ("scaler's own time in a step, under bfloat16, of", "torch, us", "ampfast, us", "faster")
+    first = "scaler's own time in a step, under bfloat16, of"
+    header = (first, "torch, us", "ampfast, us", "faster")
     table = tables.Table("", "", "", header, lines, 1).markdown()
     measured = {row.subject for row in results.rows}
     drawn = [name for name in ("loops", "training") if name in measured][:1]
