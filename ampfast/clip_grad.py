@@ -7,7 +7,6 @@ import math
 from collections.abc import Iterable
 from types import FunctionType, GeneratorType, SimpleNamespace
 from typing import Any, NamedTuple
-from weakref import WeakValueDictionary
 
 import torch
 import torch.distributed as dist
@@ -21,6 +20,7 @@ from ampfast.backends.scalars import joint_flag, moved, new_flag, widest
 from ampfast.capture import is_capturing
 from ampfast.clipping import FUSED_ORDERS
 from ampfast.errors import warn_caller
+from ampfast.optimizers import ByOptimizer
 from ampfast.spikes import Sigmas
 
 # torch's own, also where an earlier import of ampfast has patched the name.
@@ -51,8 +51,8 @@ class Kept(NamedTuple):
     versions: bytes
 
 
-# Those that have kept norms or limit them, by their ids.
-_scalers: WeakValueDictionary[int, Any] = WeakValueDictionary()
+# The living scalers that have kept norms or limit them.
+keepers = ByOptimizer[None]()
 
 
 def is_patched() -> bool:
@@ -62,7 +62,7 @@ def is_patched() -> bool:
 
 def keep(entry: dict[str, Any], optimizer: Any, sums: Tensor, scaler: Any) -> None:
     """Keeps the sums of gradients that were just unscaled, in the entry of their optimizer."""
-    _scalers[id(scaler)] = scaler
+    keepers.record(scaler, None)
     if scaler.skip_above is not None:
         entry[LIMITED] = optimizer
     stamp = entry.pop(STAMP, None)
@@ -77,8 +77,6 @@ def keep(entry: dict[str, Any], optimizer: Any, sums: Tensor, scaler: Any) -> No
 
 def forget() -> None:
     """Forgets what is kept, beside a write that raises no versions."""
-    if not _scalers:
-        return
     for entry in _entries(_living()):
         entry.pop(KEPT, None)
 
@@ -256,7 +254,7 @@ def _has_ranks() -> bool:
 
 
 def _living() -> list[Any]:
-    return [scaler for each in _scalers.valuerefs() if (scaler := each()) is not None]
+    return [scaler for scaler, _ in keepers]
 
 
 def _entries(scalers: list[Any]) -> list[dict[str, Any]]:

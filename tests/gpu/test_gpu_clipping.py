@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from typing import Any
 
 import pytest
 import torch
-from gpu_support import flag, kernels_of
+from gpu_support import flag, kernels_of, no_syncs
 from support.clipping_reference import assert_clipped, assert_norm, exact_norm, grads_of
 from support.comparison import FLOATS, assert_same
 from support.gradients import make_gradient, sgd_with
@@ -97,14 +98,10 @@ def test_nothing_waits(backend: str, device: torch.device, in_place: bool, above
         run.optimizer.zero_grad()
         run.scaler.scale(run.model(inputs).square().mean()).backward()
         torch.cuda.synchronize()
-        if turn == 2:
-            torch.cuda.set_sync_debug_mode("error")
-        try:
+        with no_syncs() if turn == 2 else contextlib.nullcontext():
             run.scaler.clip_grad_norm_(run.optimizer, 0.1, in_place=in_place, skip_above=above)
             run.scaler.step(run.optimizer)
             run.scaler.update()
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
     assert not run.scaler.step_skipped(run.optimizer)
 
 
@@ -158,16 +155,12 @@ def test_nothing_waits_by_torchs_name(
             run.optimizer.zero_grad()
             run.scaler.scale(run.model(inputs).square().mean()).backward()
             torch.cuda.synchronize()
-            if turn == 2:
-                torch.cuda.set_sync_debug_mode("error")
-            try:
+            with no_syncs() if turn == 2 else contextlib.nullcontext():
                 run.scaler.unscale_(run.optimizer)
                 torch.nn.utils.clip_grad_norm_(run.model.parameters(), 0.1)
                 torch.nn.utils.clip_grad_norm_(list(run.model.parameters())[:1], 0.1)
                 run.scaler.step(run.optimizer)
                 run.scaler.update()
-            finally:
-                torch.cuda.set_sync_debug_mode("default")
     assert not run.scaler.step_skipped(run.optimizer)
 
 

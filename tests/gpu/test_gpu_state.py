@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from gpu_support import flag, kernels_of
+from gpu_support import flag, kernels_of, no_syncs
 from support.kernel_calls import grads_of, run_check
 from support.scale_model import (
     FACTORS,
@@ -108,17 +108,12 @@ def test_the_minimum_is_checked_without_waiting(
     loop = Loop(backend, device, init_scale=1.0, min_scale=1.0, on_min_scale="raise")
     loop.step(1.0, together)
     torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        # Its outcome is pending after the update, and known before the next.
+    # Its outcome is pending after the update, and known before the next.
+    with no_syncs():
         loop.step(math.inf, together)
-        torch.cuda.set_sync_debug_mode("default")
-        torch.cuda.synchronize()
-        torch.cuda.set_sync_debug_mode("error")
-        with pytest.raises(FloatingPointError, match="1 step was skipped"):
-            loop.step(math.inf, together)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
+    torch.cuda.synchronize()
+    with no_syncs(), pytest.raises(FloatingPointError, match="1 step was skipped"):
+        loop.step(math.inf, together)
     with pytest.raises(FloatingPointError, match="2 steps in a row were skipped"):
         loop.scaler.stats()
 
