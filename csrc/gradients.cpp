@@ -401,11 +401,14 @@ std::optional<Walk> plain_walk(PyObject* param_groups, at::Device device, const 
     return std::nullopt;
   }
   Walk& found = walker.found;
-  if (found.lists.front().elements() >= kElementsWorthReleasing) {
+  if (reading.holds || found.lists.front().elements() >= kElementsWorthReleasing) {
     found.owners = std::make_shared<std::deque<at::Tensor>>();
     for (const GradRef& ref : found.grads) {
       found.owners->push_back(*ref.grad);
     }
+  }
+  if (reading.holds) {
+    found.lists.front().hold(found.owners);
   }
   return std::move(walker.found);
 }

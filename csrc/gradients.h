@@ -94,6 +94,8 @@ class GradList {
   void add(const at::Tensor& tensor, bool writes, int64_t parameter,
            const at::Tensor* wide = nullptr);
 
+  void hold(std::shared_ptr<const void> owner) { owner_ = std::move(owner); }
+
   // Only the pairs.
   GradList pairs() const;
 
@@ -188,6 +190,7 @@ struct Reading {
   // plain tensor; returns the local shard of a distributed gradient, which is read in its place.
   py::object local_shard_of = py::none();
   Casts* casts = nullptr;  // unless null, begin
+  bool holds = false;      // a plain walk's list outlives it
 };
 
 // What a walk over an optimizer's parameters has found, in order.

@@ -175,7 +175,7 @@ struct Gradients {
   py::object groups;
   std::optional<Walk> walk;
 
-  Gradients(PyObject* optimizer, PyObject* pass, bool writes, bool allow_fp16) {
+  Gradients(PyObject* optimizer, PyObject* pass, bool writes, bool allow_fp16, bool holds = false) {
     PyObject* factor = PyTuple_GET_ITEM(pass, Pass::kFactor);
     if (!kHasLock || (factor != Py_None && scalar_of(factor, at::kFloat) == nullptr)) {
       return;
@@ -191,6 +191,7 @@ struct Gradients {
     Reading reading;
     reading.allow_fp16 = allow_fp16 || !casts.is_none();
     reading.writes = writes;
+    reading.holds = holds;
     reading.casts = casts_of(casts.ptr());
     walk = plain_walk(groups.ptr(), at::kCPU, reading);
   }
@@ -204,49 +205,66 @@ struct Gradients {
   }
 };
 
-// The places of gradients in memory, in their order, and the versions that a write leaves, which is
-// done now. Nothing, with nothing done, where they are kept for later, as they were `written`, and
-// share memory: what was summed of it would count twice.
-std::optional<std::pair<std::string, std::string>> stamp_of(const Walk& found, bool written) {
+// The places of gradients in memory, in their order, and the versions that a write leaves.
+struct Stamp {
+  py::bytes places, versions;
+
+  py::tuple with(GradList&& list) const {
+    return py::make_tuple(std::move(list), places, versions);
+  }
+};
+
+// Bytes to be filled; making them runs no Python.
+py::bytes new_bytes(size_t size) {
+  PyObject* bytes = PyBytes_FromStringAndSize(nullptr, static_cast<Py_ssize_t>(size));
+  if (bytes == nullptr) {
+    throw py::error_already_set();
+  }
+  return py::reinterpret_steal<py::bytes>(bytes);
+}
+
+// The stamp of a write that is done now. Nothing, with nothing done, where it is kept for later, as
+// gradients were `written`, and they share memory: what was summed of it would count twice.
+std::optional<Stamp> stamp_of(const Walk& found, bool written) {
   struct Place {
     const char* begin;
     c10::TensorImpl* grad;
     size_t bytes;
   };
+  const size_t count = found.grads.size();
   Reused<Place> sorted;
+  sorted.reserve(count);
   for (const GradRef& ref : found.grads) {
     sorted.push_back({static_cast<const char*>(ref.grad->const_data_ptr()),
                       ref.grad->unsafeGetTensorImpl(), ref.grad->nbytes()});
   }
   std::sort(sorted.begin(), sorted.end(), [](const Place& a, const Place& b) {
-    return std::make_pair(a.begin, a.grad) < std::make_pair(b.begin, b.grad);
+    return a.begin != b.begin ? a.begin < b.begin : a.grad < b.grad;
   });
   const auto overlaps = [](const Place& a, const Place& b) { return a.begin + a.bytes > b.begin; };
   if (written && std::adjacent_find(sorted.begin(), sorted.end(), overlaps) != sorted.end()) {
     return std::nullopt;
   }
+  Stamp stamp{new_bytes(count * 2 * sizeof(void*)), new_bytes(count * sizeof(uint32_t))};
+  auto* places = reinterpret_cast<const void**>(PyBytes_AS_STRING(stamp.places.ptr()));
+  auto* versions = reinterpret_cast<uint32_t*>(PyBytes_AS_STRING(stamp.versions.ptr()));
   if (written) {
     found.bump_versions();
   }
-  std::string places, versions;
-  const auto append = [](std::string& to, auto value) {
-    to.append(reinterpret_cast<const char*>(&value), sizeof(value));
-  };
   for (const Place& place : sorted) {
-    append(places, place.grad);
-    append(places, place.begin);
-    append(versions, place.grad->version_counter().current_version());
+    *places++ = place.grad;
+    *places++ = place.begin;
+    *versions++ = place.grad->version_counter().current_version();
   }
   if (!written) {
     found.bump_versions();
   }
-  return std::make_pair(std::move(places), std::move(versions));
+  return stamp;
 }
 
 // pass_over(optimizer, entry, unscaled, pass, allow_fp16) -> a new found_inf. An `entry` is marked
 // with the stage `unscaled` and gets the flag and, where sums are of what is written, what
-// `stamped` returns, but an owner of the gradients for the list; without one, None, gradients are
-// only read.
+// `stamped` returns; without one, None, gradients are only read.
 PyObject* pass_over(PyObject* const* args) {
   std::optional<Mark> mark;
   if (args[1] != Py_None) {
@@ -256,20 +274,15 @@ PyObject* pass_over(PyObject* const* args) {
     mark.emplace(args[1]);
   }
   const Pass pass(args[3]);
-  const Gradients gradients(args[0], args[3], pass.write, args[4] == Py_True);
+  Gradients gradients(args[0], args[3], pass.write, args[4] == Py_True, mark && pass.squares);
   if (!gradients.walk) {
     return nullptr;
   }
   const cpu::Work work = work_of(pass);
-  const GradList& list = gradients.list();
-  // No objects of Python yet: what makes them may take gradients away.
-  std::optional<std::pair<std::string, std::string>> stamp;
-  std::vector<at::Tensor> owners;
+  GradList& list = gradients.walk->lists.front();
+  std::optional<Stamp> stamp;
   if (mark && pass.squares && gradients.casts.is_none()) {
     stamp = stamp_of(*gradients.walk, true);
-    for (const GradRef& ref : gradients.walk->grads) {
-      owners.push_back(*ref.grad);
-    }
   }
   if (mark) {
     mark->put(args[2]);
@@ -281,8 +294,7 @@ PyObject* pass_over(PyObject* const* args) {
   }
   mark->set(found ? 1 : 0);
   if (stamp) {
-    py::reinterpret_borrow<py::dict>(args[1])["stamp"] =
-        py::make_tuple(owners, py::bytes(stamp->first), py::bytes(stamp->second));
+    py::reinterpret_borrow<py::dict>(args[1])["stamp"] = stamp->with(std::move(list));
   }
   return THPVariable_Wrap(mark->flag());
 }
@@ -342,20 +354,16 @@ PyObject* clip_over(PyObject* const* args) {
 // stamped(param_groups, written) -> (list, places, versions), as in _C.pyi
 PyObject* stamped(PyObject* const* args) {
   Reading reading;
-  reading.allow_fp16 = reading.writes = true;
-  Walk found = walk(args[0], reading);
-  if (found.lists.size() != 1 || !found.set_aside.empty() || found.refused) {
+  reading.allow_fp16 = reading.writes = reading.holds = true;
+  std::optional<Walk> found = plain_walk(args[0], at::kCPU, reading);
+  if (!found) {
+    found = walk(args[0], reading);
+  }
+  if (found->lists.size() != 1 || !found->set_aside.empty() || found->refused) {
     return nullptr;
   }
-  const bool written = args[1] == Py_True;
-  const auto stamp = stamp_of(found, written);
-  if (!stamp) {
-    return nullptr;
-  }
-  return py::make_tuple(std::move(found.lists.front()), py::bytes(stamp->first),
-                        py::bytes(stamp->second))
-      .release()
-      .ptr();
+  const std::optional<Stamp> stamp = stamp_of(*found, args[1] == Py_True);
+  return stamp ? stamp->with(std::move(found->lists.front())).release().ptr() : nullptr;
 }
 
 // is_found(flags) -> bool, as torch adds flags on the CPU
