@@ -220,7 +220,8 @@ class GradScaler(Passes):
             state = f"scale {self._init_scale:g}, on no device yet" if self._enabled else "disabled"
             return f"<{name}: {state}>"
         if not scale.is_cpu:  # reading it would wait
-            backend = f", backend {self._choice.name_for(scale.device)}" if self._kernels else ""
+            is_known = vars(self).get("_kernels")
+            backend = f", backend {self._choice.name_for(scale.device)}" if is_known else ""
             return f"<{name}: scale, steps and skipped on {scale.device}: see stats(){backend}>"
         words = self._loss_scale.words_on(scale.device)
         backend = self._choice.name_for(scale.device)
@@ -328,10 +329,10 @@ class GradScaler(Passes):
             try:
                 flag = None
                 if not self._has_observers:
-                    kernels = self._kernels or self._choose_kernels(scale.device)
-                    flag = kernels.pass_over(optimizer, entry, UNSCALED, work, self._allow_fp16)
+                    given = (optimizer, entry, UNSCALED, work, self._allow_fp16)
+                    flag = self._kernels.pass_over(*given)
                 if flag is None:
-                    self._pass(optimizer, entry, work, scale, allow_fp16=self._allow_fp16)
+                    self._pass(optimizer, entry, work, scale)
             except AttributeError as error:
                 explain(error, optimizer, "param_groups")
                 raise
@@ -424,8 +425,7 @@ class GradScaler(Passes):
                 "Neither step() nor unscale_() found a gradient since the last update().",
             )
         factors = self._growth_factor, self._backoff_factor, self._growth_interval
-        kernels = self._kernels or self._choose_kernels(scale.device)
-        self._loss_scale.update_(scale, growth_tracker, flags, factors, kernels)
+        self._loss_scale.update_(scale, growth_tracker, flags, factors, self._kernels)
         self._end_iteration()
         if self._skip_above is not None:
             self._spike_rules.end_iteration()
@@ -826,6 +826,11 @@ class GradScaler(Passes):
         state["_spike_rules"] = copy.deepcopy(self._spike_rules)
         return state
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        for name in _OF_THIS_PROCESS:
+            self.__dict__.pop(name, None)
+        super().__setstate__(state)
+
     # torch's private methods, which subclasses override and other projects call.
 
     def _lazy_init_scale_growth_tracker(self, dev: torch.device) -> None:
@@ -858,8 +863,7 @@ class GradScaler(Passes):
             if agreement is not None:
                 (flags,) = agreement.all_reduce([flags], scale.device)
         else:
-            work = Pass(False, Factor.NONE)
-            flags = self._pass(optimizer, None, work, scale, allow_fp16=True, observes=False)
+            flags = self._pass(optimizer, None, Pass(False, Factor.NONE), scale, observes=False)
         self._per_optimizer_states[id(optimizer)]["found_inf_per_device"] = flags
         return flags
 
@@ -957,7 +961,7 @@ class GradScaler(Passes):
         if deferred is None and isinstance(grad_scale, Tensor) and not overridden:
             # With a scale of the optimizer's own it sees other values than the policy.
             work = Pass(False, Factor.DIVIDE, grad_scale.detach().float())
-            flags = self._pass(optimizer, None, work, scale, allow_fp16=True, observes=False)
+            flags = self._pass(optimizer, None, work, scale, observes=False)
             if is_unscaled:
                 # What unscale_ found counts too; in new tensors, for its own may have been handed
                 # out.

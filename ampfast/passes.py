@@ -59,18 +59,17 @@ class Passes(TorchGradScaler):
     # The passes by the scale, while it is the same tensor.
     _unscaled_by: Tensor | None = None
     _unscaling = _dividing = Pass(False, Factor.NONE)
-    # The kernels for the device of the scale, once chosen.
-    _kernels: backends.Kernels | None = None
     _track: str | None = None
     # Whether unscaling measures the norm for a clipping by torch's name, and its limit.
     _keep_norm = False
     _skip_above: float | Sigmas | None = None
 
     # Made when first asked for, also for instances that torch pickled or whose __init__ was not
-    # called: the kernels by device, the state of the scale besides torch's two tensors, the ranks
-    # to agree with, the per-parameter tables, and whether a policy, tables or ranks take part in
-    # passes.
+    # called: the kernels by device, those for the device of the scale, the state of the scale
+    # besides torch's two tensors, the ranks to agree with, the per-parameter tables, and whether a
+    # policy, tables or ranks take part in passes.
     _choice = cached_property(lambda self: backends.choose(self._backend))
+    _kernels = cached_property(lambda self: self._choice.kernels_for(self._scale.device))
     _loss_scale = cached_property(lambda self: LossScale(Limits()))
     _ranks = cached_property(lambda self: distributed.Ranks(is_default=self._is_for_all))
     _tracking = cached_property(lambda self: tracking.Tracking(health=self._track == "health"))
@@ -123,11 +122,6 @@ class Passes(TorchGradScaler):
         self._unscaled_by = scale if divisor is scale else None
         return self._unscaling
 
-    def _choose_kernels(self, device: torch.device) -> backends.Kernels:
-        """Chooses the kernels for the device of the scale."""
-        self._kernels = self._choice.kernels_for(device)
-        return self._kernels
-
     def _observed(
         self, optimizer: torch.optim.Optimizer, work: Pass, scale: Tensor, observes: bool = True
     ) -> tuple[Pass, Pass | None]:
@@ -148,18 +142,18 @@ class Passes(TorchGradScaler):
         entry: dict[str, Any] | None,
         work: Pass,
         scale: Tensor,
-        *,
-        allow_fp16: bool,
         observes: bool = True,
     ) -> Flags:
         """Runs a pass over an optimizer's gradients, and marks its entry, if given, as unscaled.
 
-        One that writes marks the entry as unscaled first: whatever ends it early, neither a retry
-        nor a step takes gradients that are half written.
+        Without an entry it only checks, float16 gradients too. One that writes marks the entry as
+        unscaled first: whatever ends it early, neither a retry nor a step takes gradients that are
+        half written.
 
         Returns:
             Flags by device, on which all ranks agree; the entry gets them, too.
         """
+        allow_fp16 = entry is None or self._allow_fp16
         follower, grads, agreement = self._loss_scale.follower, None, None
         keeps = self._keep_norm and entry is not None and self._ranks.is_alone
         if keeps:
@@ -173,8 +167,7 @@ class Passes(TorchGradScaler):
         flag = None
         # Without observers the caller has tried.
         if marked is not None and self._has_observers:
-            kernels = self._kernels or self._choose_kernels(scale.device)
-            flag = kernels.pass_over(optimizer, entry, UNSCALED, marked, allow_fp16)
+            flag = self._kernels.pass_over(optimizer, entry, UNSCALED, marked, allow_fp16)
         if flag is not None:
             flags = {flag.device: flag}
         else:
@@ -186,11 +179,13 @@ class Passes(TorchGradScaler):
             if work.write and entry is not None:
                 mark = partial(mark_unscaled, entry, agreement=agreement)
             flags = gradients.run(grads, work, before_write=mark)
-        observed = None if follower is None or work.sums is None else [work.sums[1]]
-        if follower is not None and grads is not None and observed is None:
-            observed = follower.seen(grads)
+        observed: list[Tensor] = []
+        if follower is not None and grads is not None:
+            observed = follower.seen(grads, [] if work.sums is None else [work.sums])
+        elif follower is not None and work.sums is not None:
+            observed = [work.sums[1]]
         if follower is not None and agreement is None:
-            follower.observed += observed or []
+            follower.observed += observed
         if entry is not None:
             entry["found_inf_per_device"], entry["stage"] = flags, UNSCALED
         if agreement is None:
@@ -236,16 +231,15 @@ class Passes(TorchGradScaler):
         if self._unscaled_by is not scale:
             self._unscaling_by(scale)
         work, ending, flag = self._dividing, None, None
-        kernels = self._kernels or self._choose_kernels(scale.device)
-        if scale.dtype is torch.float32 and isinstance(kernels, DeviceKernels):
+        if scale.dtype is torch.float32 and isinstance(self._kernels, DeviceKernels):
             ending, self._ending = self._ending or Ending(None, scale), None
             work = work._replace(factor=scale.detach(), ending=ending)
         if not self._has_observers:
-            flag = kernels.pass_over(optimizer, None, None, work, True)
+            flag = self._kernels.pass_over(optimizer, None, None, work, True)
         if flag is not None:
             flags = {flag.device: flag}
         else:
-            flags = self._pass(optimizer, None, work, scale, allow_fp16=True)
+            flags = self._pass(optimizer, None, work, scale)
         entry["found_inf_per_device"] = flags
         if ending is not None and ending.applied:
             grad_scale = ending.divisor
@@ -344,15 +338,13 @@ class Passes(TorchGradScaler):
         entry, follower = self._per_optimizer_states[id(optimizer)], self._loss_scale.follower
         work = Pass(False, Factor.TIMES_RECIPROCAL, scale)
         work, marked = self._observed(optimizer, work, scale)
-        seen = None if work.sums is None else [work.sums[1]]
         if marked is None:
             return None
-        kernels = self._kernels or self._choose_kernels(scale.device)
         rule = (None, None) if spikes is None else spikes
         given = (optimizer, entry, UNSCALED, marked, self._allow_fp16)
-        norm = kernels.clip_over(*given, limit, order == math.inf, *rule)
-        if norm is not None and follower is not None and seen is not None:
-            follower.observed += seen
+        norm: Tensor | None = self._kernels.clip_over(*given, limit, order == math.inf, *rule)
+        if norm is not None and follower is not None and work.sums is not None:
+            follower.observed.append(work.sums[1])
         return norm
 
     def _norm_term(

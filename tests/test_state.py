@@ -242,6 +242,22 @@ def test_a_torch_pickle_loads() -> None:
     assert not loaded.step_skipped(ours.optimizer)
 
 
+def test_a_used_scaler_takes_over_what_a_state_observes() -> None:
+    used = started(GradScaler)
+    parameter = torch.nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([parameter], lr=1.0)
+    for _ in range(2):
+        used.scale(torch.ones(()))
+        parameter.grad = torch.tensor([1.0, INF])
+        used.unscale_(optimizer)
+        used.update()
+        report = used.overflow_report() if used._track else None
+        used.__setstate__(GradScaler("cpu", track="overflow").__getstate__())
+    assert report is not None and len(report.parameters) == 1
+    with pytest.raises(LookupError):
+        used.step_skipped(optimizer)
+
+
 def test_our_pickle_fills_a_torch_scaler() -> None:
     ours, theirs = paired("adam", init_scale=64.0, growth_interval=2)
     ours.train(0)
