@@ -183,9 +183,9 @@ class GradScaler(Passes):
         tracking.require_known(track)
         if isinstance(policy, UnderflowTarget) and track != "health":
             raise ValueError(f"UnderflowTarget needs track='health', got track={track!r}")
-        distributed.require_group(process_group, device)
         backends.require_known(backend)
-        choice = backends.choose(backend) if enabled else None
+        if enabled:
+            self._choice = backends.choose(backend)
         # torch would do so too, but its warning would point here instead of at the caller.
         if enabled and device == "cuda" and amp_definitely_not_available():
             warn_caller(
@@ -203,8 +203,6 @@ class GradScaler(Passes):
         )
         self.process_group = process_group
         self._backend = backend
-        if choice is not None:
-            self._choice = choice
         self._allow_fp16 = allow_fp16
         self._loss_scale = loss_scale
         self._dynamic = dynamic
@@ -413,7 +411,7 @@ class GradScaler(Passes):
             return
         if new_scale is not None:
             self._set_scale(new_scale)
-            self._end_iteration()
+            self._end_iteration(was_set=True)
             return
         scale, growth_tracker = self._scale, self._growth_tracker
         if scale is None or growth_tracker is None or overrides(self, _CHECK_SCALE):
@@ -427,10 +425,6 @@ class GradScaler(Passes):
         factors = self._growth_factor, self._backoff_factor, self._growth_interval
         self._loss_scale.update_(scale, growth_tracker, flags, factors, self._kernels)
         self._end_iteration()
-        if self._skip_above is not None:
-            self._spike_rules.end_iteration()
-        if self._loss_scale.watches_minimum:
-            self._loss_scale.check_min_scale()
 
     @not_compiled
     def step_and_update(self, *optimizers: torch.optim.Optimizer) -> list[float | None]:
@@ -459,13 +453,12 @@ class GradScaler(Passes):
         results = [self.step(optimizer) for optimizer in optimizers[:-1]]
         if optimizers and self._enabled and not overrides(self, _ALL_HOOKS):
             scale, growth_tracker = self._check_scale_growth_tracker("step")
-            kernels = self._choice.kernels_for(scale.device)
-            if isinstance(kernels, DeviceKernels):
-                flags = self._flags(scale, but=optimizers[-1])
-                flags = [moved(flag, scale.device) for flag in flags]
+            if isinstance(self._kernels, DeviceKernels):
+                others = self._flags(scale, but=optimizers[-1])
+                flags = [moved(flag, scale.device) for flag in others]
                 factors = self._growth_factor, self._backoff_factor, self._growth_interval
                 given = (scale, growth_tracker, flags, factors)
-                ending = self._loss_scale.ending(*given, kernels)
+                ending = self._loss_scale.ending(*given, self._kernels)
         self._ending = ending
         try:
             results += [self.step(optimizer) for optimizer in optimizers[-1:]]
@@ -478,9 +471,6 @@ class GradScaler(Passes):
         if ending is not None and ending.applied:
             torch.autograd.graph.increment_version(scale)
             self._end_iteration()
-            if self._skip_above is not None:
-                self._spike_rules.end_iteration()
-            self._loss_scale.check_min_scale()
         else:
             self.update()
         return results
@@ -645,8 +635,7 @@ class GradScaler(Passes):
         Raises:
             LookupError: If this optimizer was never checked.
         """
-        refuse_capture("a question that the host asks", "ask after the replay")
-        return bool(self.found_inf(optimizer).item())
+        return self.skip_reason(optimizer) is not None
 
     def skip_reason(self, optimizer: torch.optim.Optimizer) -> str | None:
         """Returns why the optimizer's last step was skipped, with one host sync.
@@ -801,19 +790,17 @@ class GradScaler(Passes):
                 one of the two is static. As with torch, a scaler without limits, hysteresis and
                 policy becomes static. Nothing is loaded then.
         """
-        loss_scale = self._loss_scale
-        loaded: Any = ()
-        norms: list[list[float]] = []
-        if self._enabled and len(state_dict) != 0:  # else torch raises
-            if not self._dynamic:
-                require_static(state_dict, is_guard=self._is_guard)
-            loaded = loss_scale.require_loadable(state_dict)
-            norms = require_accepted_norms(entry_of(state_dict).get("norms", []))
+        if not self._enabled or len(state_dict) == 0:
+            super().load_state_dict(state_dict)  # which does nothing, or raises
+            return
+        if not self._dynamic:
+            require_static(state_dict, is_guard=self._is_guard)
+        loaded = self._loss_scale.require_loadable(state_dict)
+        norms = require_accepted_norms(entry_of(state_dict).get("norms", []))
         super().load_state_dict(state_dict)
-        if self._enabled:
-            self._spike_rules.load(norms)
-            loss_scale.load(*loaded)
-            loss_scale.reset_minimum()
+        self._spike_rules.load(norms)
+        self._loss_scale.load(*loaded)
+        self._loss_scale.reset_minimum()
 
     def __getstate__(self) -> dict[str, Any]:
         state = super().__getstate__()
@@ -932,22 +919,18 @@ class GradScaler(Passes):
         self, optimizer: torch.optim.Optimizer, entry: dict[str, Any]
     ) -> tuple[Any, Any]:
         """Returns the `found_inf` and the `grad_scale` for an optimizer that divides by it."""
-        overridden = overrides(self, _CHECKS)
-        divides = not isinstance(optimizer, MasterWeights) and (overridden or not self._is_guard)
-        if entry["stage"] is READY and not divides:
-            self.unscale_(optimizer)  # which casts, or only reads
-        scale = self._scale
-        if scale is None or overrides(self, _SCALE_HOOKS):
-            if entry["stage"] is READY and not overridden:
+        overridden, hooked = overrides(self, _CHECKS), overrides(self, _SCALE_HOOKS)
+        if entry["stage"] is READY:
+            if isinstance(optimizer, MasterWeights) or (self._is_guard and not overridden):
+                self.unscale_(optimizer)  # which casts, or only reads
+            elif overridden:
+                self._check_inf_per_device(optimizer)
+            elif hooked:
                 self._check_scale_growth_tracker("_check_inf_per_device")
-            scale = None
-        if entry["stage"] is READY and overridden:
-            self._check_inf_per_device(optimizer)
-        if scale is None:
-            scale = self._get_scale_async()
+        scale = self._get_scale_async() if hooked else self._scale
         if scale is None:
             raise AssertionError("_get_scale_async returned None")
-        is_unscaled = entry["stage"] is UNSCALED
+        is_unscaled, is_new = entry["stage"] is UNSCALED, False
         deferred: Tensor | None = entry.get(clipping.DEFERRED)
         if deferred is not None:
             clipping.refuse_own_grad_scale(optimizer)
@@ -957,8 +940,8 @@ class GradScaler(Passes):
         elif overridden or hasattr(optimizer, "grad_scale"):
             grad_scale = scale * getattr(optimizer, "grad_scale", 1)
         else:
-            return self._checked_by_scale(optimizer, entry, scale)
-        if deferred is None and isinstance(grad_scale, Tensor) and not overridden:
+            grad_scale, is_new = self._checked_by_scale(optimizer, entry, scale), True
+        if not (is_new or overridden) and deferred is None and isinstance(grad_scale, Tensor):
             # With a scale of the optimizer's own it sees other values than the policy.
             work = Pass(False, Factor.DIVIDE, grad_scale.detach().float())
             flags = self._pass(optimizer, None, work, scale, observes=False)
@@ -966,12 +949,16 @@ class GradScaler(Passes):
                 # What unscale_ found counts too; in new tensors, for its own may have been handed
                 # out.
                 for device, flag in entry["found_inf_per_device"].items():
-                    both = [flag, flags[device]] if device in flags else [flag]
-                    flags[device] = joint_flag(both, flag.device)
+                    flags[device] = joint_flag([flag, flags.get(device, flag)], flag.device)
             entry["found_inf_per_device"] = flags
-        flags = entry["found_inf_per_device"].values()
+        flags = entry["found_inf_per_device"]
+        if is_new and len(flags) == 1 and scale.device in flags:
+            # Exactly 0 or 1; only another's optimizer may write it.
+            flag = flags[scale.device]
+            is_torchs = type(optimizer).__module__.startswith("torch.optim.")
+            return flag if is_torchs else flag.clone(), grad_scale
         # Nothing checked is 0, as torch's sum over nothing.
-        return scalars.any_found(flags, scale.device) if flags else 0, grad_scale
+        return scalars.any_found(flags.values(), scale.device) if flags else 0, grad_scale
 
     # What the steps above ask for.
 
@@ -1037,12 +1024,17 @@ class GradScaler(Passes):
             )
         return self._tracking
 
-    def _end_iteration(self) -> None:
+    def _end_iteration(self, *, was_set: bool = False) -> None:
+        """Ends an iteration: after an update, or as the caller set the scale."""
         self._per_optimizer_states = defaultdict(fresh_entry)
         loss_scale = self._loss_scale
         loss_scale.norms = {}
         if loss_scale.follower is not None:
             loss_scale.follower.observed = []
+        if self._skip_above is not None and not was_set:
+            self._spike_rules.end_iteration()
+        if loss_scale.watches_minimum and not was_set:
+            loss_scale.check_min_scale()
 
 
 def _not_ready(state: dict[str, Any], note: str) -> RuntimeError:

@@ -226,8 +226,8 @@ class Passes(TorchGradScaler):
 
     def _checked_by_scale(
         self, optimizer: torch.optim.Optimizer, entry: dict[str, Any], scale: Tensor
-    ) -> tuple[Any, Any]:
-        """Checks still scaled gradients for an optimizer that divides by the scale alone."""
+    ) -> Tensor:
+        """Checks still scaled gradients; returns the scale by which the optimizer divides them."""
         if self._unscaled_by is not scale:
             self._unscaling_by(scale)
         work, ending, flag = self._dividing, None, None
@@ -242,18 +242,9 @@ class Passes(TorchGradScaler):
             flags = self._pass(optimizer, None, work, scale)
         entry["found_inf_per_device"] = flags
         if ending is not None and ending.applied:
-            grad_scale = ending.divisor
-        else:
-            copied = copy_of(scale)
-            grad_scale = scale * 1 if copied is None else copied
-        if len(flags) != 1 or scale.device not in flags:
-            # Nothing checked is 0, as torch's sum over nothing.
-            found = scalars.any_found(flags.values(), scale.device) if flags else 0
-            return found, grad_scale
-        # Exactly 0 or 1, and new; only another's optimizer may write it.
-        flag = flags[scale.device]
-        is_torchs = type(optimizer).__module__.startswith("torch.optim.")
-        return flag if is_torchs else flag.clone(), grad_scale
+            return ending.divisor
+        copied = copy_of(scale)
+        return scale * 1 if copied is None else copied
 
     def _clip(
         self,
@@ -283,41 +274,41 @@ class Passes(TorchGradScaler):
             )
             for each, deferred in zip(optimizers, defers, strict=True)
         ]
+        entries = [
+            fresh_entry() if scale is None else self._per_optimizer_states[id(each)]
+            for each in optimizers
+        ]
         divisor = None
-        entries: list[dict[str, Any]] = []
-        if scale is not None:
-            entries = [self._per_optimizer_states[id(each)] for each in optimizers]
-            if any(defers):
-                divisor = torch.empty((), dtype=torch.float32, device=scale.device)
+        if scale is not None and any(defers):
+            divisor = torch.empty((), dtype=torch.float32, device=scale.device)
         if overridden:
             for term in terms:
                 term.grads.track_on = None
-        checked = [] if overridden else list(zip(entries, terms, strict=False))
         agreement = self._agreement(*(term.grads for term in terms))
         norm, coefficient = clipping.measure(
             self._choice, terms, order, limit, scale, divisor, agreement, spikes
         )
-        if overridden and spikes is not None:
-            for entry, term in zip(entries, terms, strict=True):
-                flags = entry["found_inf_per_device"]
-                entry["found_inf_per_device"] = {
+        for entry, term, deferred in zip(entries, terms, defers, strict=True):
+            if deferred:
+                entry[clipping.DEFERRED] = divisor
+            flags = entry["found_inf_per_device"]
+            if overridden and spikes is not None:
+                flags = {
                     at: joint_flag([flag, *term.flags.values()], flag.device)
                     for at, flag in flags.items()
                 }
-        for entry, deferred in zip(entries, defers, strict=False):
-            if deferred:
-                entry[clipping.DEFERRED] = divisor
+            if overridden:
+                entry["found_inf_per_device"] = term.flags = flags
         follower = self._loss_scale.follower
         if follower is not None and scale is not None:
-            observed = []
-            for term in terms:
-                observed += follower.seen(term.grads, term.sums)
+            observed = [seen for term in terms for seen in follower.seen(term.grads, term.sums)]
             if agreement is not None:
                 observed = [agreement.norm(scalars.largest(observed, norm.device), math.inf)]
             follower.observed += observed
-        mark_unscaled(*(entry for entry, _ in checked))
+        if not overridden:
+            mark_unscaled(*entries)
         clipping.clip_(terms, coefficient)
-        for entry, term in checked:
+        for entry, term in zip(entries, terms, strict=True):
             entry["found_inf_per_device"] = term.flags
         if scale is not None and len(entries) > 1:
             clipping.skip_together(entries, scale.device)

@@ -40,9 +40,6 @@ _BY_REASON: dict[str, list[tuple[str, str, str, int]]] = {
         ("_class_of", "True", "False", 1),
         ("_class_of", "step.__signature__ = inspect.signature(kind.step)", "nothing", 1),
     ],
-    "What is left out is done again where the group is kept.": [
-        ("GradScaler.__init__", "distributed.require_group(process_group, device)", "nothing", 1),
-    ],
     "Both are None, or neither, unless a caller sets one of them.": [
         (
             "GradScaler._set_scale",
