@@ -175,7 +175,7 @@ def get_total_norm(
     if torch.compiler.is_compiling():
         return torchs(tensors, norm_type, error_if_nonfinite, foreach)
     listed, given, grads = _listed(tensors), _numbers(norm_type), None
-    kernels = _kernels_for(listed[0]) if listed else None
+    kernels = _kernels_for(listed[0] if listed else None)
     if given is not None and kernels is not None and not _refuses(listed, given[0]):
         grads = core.list_of(listed, listed[0].device)
     if kernels is None or given is None or grads is None:
@@ -208,8 +208,7 @@ def clip_grads_with_norm_(
     """
     if not torch.compiler.is_compiling():
         parameters = listed = _listed(parameters)
-        first, given = _first_grad(listed), _numbers(2.0, max_norm)
-        kernels = None if first is None else _kernels_for(first)
+        given, kernels = _numbers(2.0, max_norm), _kernels_for(_first_grad(listed))
         is_plain = type(total_norm) is Tensor and total_norm.dim() == 0
         is_plain = is_plain and total_norm.is_floating_point()
         if kernels is not None and given is not None and is_plain:
@@ -238,8 +237,8 @@ def _numbers(norm_type: Any, max_norm: Any = math.inf) -> tuple[float, float] | 
     return (order, limit) if order in FUSED_ORDERS and limit >= 0 else None
 
 
-def _kernels_for(grad: Tensor) -> Kernels | None:
-    kernels = backends.choose().kernels_for(grad.device)
+def _kernels_for(grad: Tensor | None) -> Kernels | None:
+    kernels = TORCH_OPS if grad is None else backends.choose().kernels_for(grad.device)
     return None if kernels is TORCH_OPS else kernels
 
 

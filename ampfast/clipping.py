@@ -66,11 +66,6 @@ def order_of(norm_type: object) -> float:
     return order
 
 
-def max_norm_of(max_norm: object) -> float:
-    """Returns the limit of a norm as a float; raises for invalid ones."""
-    return float_of("max_norm", max_norm, least=0)
-
-
 def measure(
     choice: Choice,
     terms: list[NormTerm],
@@ -128,8 +123,7 @@ def measure(
     else:
         torch_ops.clip(clip)
     if flag is not None:
-        for term in terms:
-            term.flags = _all_set_to(flag, term.flags)
+        _set_all(terms, flag)
     return norm, coefficient
 
 
@@ -142,23 +136,20 @@ def clip_(terms: list[NormTerm], coefficient: Tensor) -> None:
             gradients.run(grads, Pass(True, *term.unscaling, coefficient=coefficient))
 
 
-def _sums(term: NormTerm, grads: gradients.Gradients) -> tuple[gradients.Flags, list[Tensor]]:
-    """Flags and sums of the unscaled values, in a single read; refuses what cannot be clipped."""
-    if term.writes:
-        for each in grads.for_torch():
-            if term.unscaling[0] is not Factor.NONE:
-                torch_ops.require_unscalable(each.tensors)
-            torch_ops.require_writable(each.tensors)
-    sums: list[Tensor] = []
-    return gradients.run(grads, Pass(False, *term.unscaling), sums_of_each=sums), sums
-
-
 def _read(term: NormTerm, agreement: Agreement | None) -> None:
-    """Computes flags and sums of a term, some of whose gradients another rank may count."""
+    """Computes flags and sums of a term, some of whose gradients another rank may count.
+
+    Refuses what cannot be clipped.
+    """
+    for aside in term.grads.for_torch() if term.writes else ():
+        if term.unscaling[0] is not Factor.NONE:
+            torch_ops.require_unscalable(aside.tensors)
+        torch_ops.require_writable(aside.tensors)
     flags: dict[torch.device, list[Tensor]] = {}
     split = [term.grads] if agreement is None else _split(term, agreement)
     for grads, counts in zip(split, (True, False), strict=False):
-        found, sums = _sums(term, grads)
+        sums: list[Tensor] = []
+        found = gradients.run(grads, Pass(False, *term.unscaling), sums_of_each=sums)
         term.sums += sums
         term.counted += sums if counts else []
         for device, flag in found.items():
@@ -206,12 +197,13 @@ def _joint(terms: list[NormTerm], device: torch.device) -> Tensor | None:
     return joint_flag(flags, device) if flags else None
 
 
-def _all_set_to(found: Tensor, flags: gradients.Flags) -> gradients.Flags:
-    """The joint flag in place of each flag, on its device."""
-    return {
-        at: flag if flag is found else moved(found, flag.device, copy=True)
-        for at, flag in flags.items()
-    }
+def _set_all(terms: list[NormTerm], found: Tensor) -> None:
+    """Puts the joint flag in place of each flag, on its device."""
+    for term in terms:
+        term.flags = {
+            at: flag if flag is found else moved(found, flag.device, copy=True)
+            for at, flag in term.flags.items()
+        }
 
 
 def _p_norms(term: NormTerm, order: float, agreement: Agreement | None) -> Iterator[Tensor]:
@@ -283,9 +275,6 @@ def refuse_own_grad_scale(optimizer: object) -> None:
         )
 
 
-def skip_together(states: list[dict[str, Any]], device: torch.device) -> None:
+def skip_together(terms: list[NormTerm], device: torch.device) -> None:
     """Skips all optimizers if one must skip: its overflow is in the coefficient of all."""
-    flags = [flag for state in states for flag in state["found_inf_per_device"].values()]
-    found = joint_flag(flags, device)
-    for state in states:
-        state["found_inf_per_device"] = _all_set_to(found, state["found_inf_per_device"])
+    _set_all(terms, joint_flag([flag for each in terms for flag in each.flags.values()], device))

@@ -23,12 +23,11 @@ from ampfast.backends.core import state_layout as layout
 from ampfast.backends.gpu import DeviceKernels
 from ampfast.backends.scalars import inverse, joint_flag, moved
 from ampfast.capture import is_capturing, refuse_capture
-from ampfast.errors import add_note, not_compiled, warn_caller
+from ampfast.errors import add_note, float_of, not_compiled, warn_caller
 from ampfast.hooks import original_methods
 from ampfast.loss_scale import Limits, LossScale, entry_of, require_static
 from ampfast.master_weights import MasterWeights
 from ampfast.optimizers import (
-    ByOptimizer,
     explain,
     lacks_momentum,
     legacy_step,
@@ -135,8 +134,7 @@ class GradScaler(Passes):
     _base_arguments: ClassVar[dict[str, Any]] = {}
     _dynamic = True
     _warned_of_zero = False
-    # As in `Passes`: the flags of each living optimizer's last check, the norms of steps taken.
-    _last_checks = cached_property(lambda self: ByOptimizer[Flags | None]())
+    # As in `Passes`: the norms of steps taken.
     _spike_rules = cached_property(lambda self: SpikeRules())
 
     def __init__(
@@ -317,7 +315,8 @@ class GradScaler(Passes):
                 mark_unscaled(entry, agreement=agreement)
                 raise
             if agreement is not None:
-                self._agree(entry, scale, flags, agreement)
+                entry[AGREEMENT] = agreement
+                self._agree(entry, scale.device)
         else:
             work = self._unscaling if self._unscaled_by is scale else self._unscaling_by(scale)
             if self._is_guard and isinstance(optimizer, MasterWeights):
@@ -377,7 +376,7 @@ class GradScaler(Passes):
                 RuntimeError("step() has already been called since the last update()."), _ONCE
             )
         if AGREEMENT in entry and entry["stage"] is not READY:
-            self._agree(entry, scale, entry["found_inf_per_device"], entry[AGREEMENT])
+            self._agree(entry, scale.device)
         if getattr(optimizer, "_step_supports_amp_scaling", False):
             result = self._step_fused(optimizer, entry, args, kwargs)
         else:
@@ -520,7 +519,7 @@ class GradScaler(Passes):
             ValueError: If `max_norm`, `norm_type` or `skip_above` is out of range, an optimizer is
                 given twice or cannot take `in_place=False`, or as `unscale_`.
         """
-        limit, order = clipping.max_norm_of(max_norm), clipping.order_of(norm_type)
+        limit, order = float_of("max_norm", max_norm, least=0), clipping.order_of(norm_type)
         highest = skip_limit_of(self._skip_above if skip_above is None else skip_above)
         if not isinstance(in_place, bool):
             raise TypeError(f"in_place must be a bool, got {type(in_place).__name__}")
@@ -962,18 +961,6 @@ class GradScaler(Passes):
 
     # What the steps above ask for.
 
-    def _last_flags(self, optimizer: torch.optim.Optimizer) -> Flags:
-        """The flags of the optimizer's last check, by device; none if disabled."""
-        if not self._enabled:
-            return {}
-        flags = self._last_checks.get(optimizer)
-        if flags is None:
-            raise LookupError(
-                f"this optimizer ({type(optimizer).__name__}) was never checked: "
-                "call step() or unscale_() first"
-            )
-        return flags
-
     def _set_scale(self, new_scale: float | Tensor) -> None:
         """Takes a scale from the caller; the flags of this iteration count as a step."""
         if self._is_guard:
@@ -987,8 +974,7 @@ class GradScaler(Passes):
         super().update(new_scale)
         if before is not None and tracker is not None and flags:
             given = (before, tracker.detach().clone(), flags, (1.0, 1.0, 0))
-            kernels = self._choice.kernels_for(before.device)
-            self._loss_scale.update_(*given, kernels, follows=False)
+            self._loss_scale.update_(*given, self._kernels, follows=False)
         self._loss_scale.reset_minimum()
 
     def _checked_scale(self, method: str) -> Tensor:
@@ -1004,15 +990,6 @@ class GradScaler(Passes):
         if self._scale is None:
             raise AssertionError(f"_scale is None in {method}")
         return self._scale
-
-    def _flags(self, scale: Tensor, but: object = None) -> list[Tensor]:
-        """The found_inf tensors of this iteration, on which ranks agree; `but` one optimizer's."""
-        flags: list[Tensor] = []
-        for key, entry in self._per_optimizer_states.items():
-            if AGREEMENT in entry and entry["stage"] is not READY:
-                self._agree(entry, scale, entry["found_inf_per_device"], entry[AGREEMENT])
-            flags += entry["found_inf_per_device"].values() if key != id(but) else ()
-        return flags
 
     def _tracking_for(self, method: str, *kinds: str) -> tracking.Tracking:
         """The tables that a report is made of; raises RuntimeError where there are none."""
@@ -1033,7 +1010,7 @@ class GradScaler(Passes):
             loss_scale.follower.observed = []
         if self._skip_above is not None and not was_set:
             self._spike_rules.end_iteration()
-        if loss_scale.watches_minimum and not was_set:
+        if loss_scale.watch is not None and not was_set:
             loss_scale.check_min_scale()
 
 

@@ -24,10 +24,6 @@ _NO_SHARDS = LocalShards(cast(Any, ()), Ranks())
 _HALVES = torch.float16, torch.bfloat16
 
 
-def _is_dense(grad: Tensor) -> bool:
-    return type(grad) is Tensor and grad.layout is torch.strided
-
-
 @dataclass
 class Gradients:
     """Gradients of one pass, in lists of one device.
@@ -109,7 +105,10 @@ def collect(
     def walk(devices: int, bumps_versions: bool) -> tuple[list[core.GradList], list[Any], Any]:
         if casts is not None:
             _, aside, _ = core.walk(param_groups, True, False, devices)
-            _cast_by_torch([param for param, grad, _ in aside if grad.dtype in _HALVES])
+            for param, grad in [each[:2] for each in aside if each[1].dtype in _HALVES]:
+                if param.grad_dtype not in (None, torch.float32):
+                    param.grad_dtype = None
+                param.grad = grad.detach().to(torch.float32)
         return core.walk(param_groups, allow_fp16, writes, devices, bumps_versions, shards, casts)
 
     regular, irregular, refused = walk(choice.devices, clips and writes)
@@ -220,21 +219,6 @@ def run(
     if work.sums is not None and not any(row is work.sums for row in rows):
         work.sums[1] = largest([row[1] for row in rows], work.sums.device)
     return flags
-
-
-@torch.no_grad()
-def _cast_by_torch(params: list[Tensor]) -> None:
-    grads = [cast(Tensor, param.grad) for param in params]
-    dense = [grad for grad in grads if _is_dense(grad)]
-    wide = [torch.empty_like(grad, dtype=torch.float32) for grad in dense]
-    if wide:
-        torch._foreach_copy_(wide, dense)
-    done = iter(wide)
-    for param, grad in zip(params, grads, strict=True):
-        cast_grad = next(done) if _is_dense(grad) else grad.to(torch.float32)
-        if param.grad_dtype not in (None, torch.float32):
-            param.grad_dtype = None
-        param.grad = cast_grad
 
 
 def vanishing_fractions(gradients: Gradients) -> list[Tensor]:

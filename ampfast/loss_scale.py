@@ -29,6 +29,7 @@ from ampfast.report import History, ScalerStats
 
 _ON_MIN_SCALE = ("ignore", "warn", "raise")
 _REFILLS = ("growth", "finite_step")
+_COUNTS = ("steps", "skipped", "growths", "backoffs", "consecutive_skips", "spikes")
 
 
 @dataclass(frozen=True)
@@ -134,7 +135,7 @@ class LossScale:
     Attributes:
         limits: Limits, hysteresis and policy.
         on_min_scale: "ignore", "warn" or "raise".
-        watches_minimum: Whether it is "warn" or "raise".
+        watch: Watches the scale at its minimum; None for "ignore".
         words: Device state, laid out as `backends.core.state_layout`; None before the first update.
         norms: Norm and order by the ids of the optimizers that were measured, in this iteration.
         follower: Carries out the policy; None for torch's rule.
@@ -149,13 +150,12 @@ class LossScale:
             raise ValueError(f"on_min_scale={on_min_scale!r} needs a min_scale")
         self.limits = limits
         self.on_min_scale = on_min_scale
-        self.watches_minimum = on_min_scale != "ignore"
         self.words: Tensor | None = None
         self.norms: dict[frozenset[int], tuple[Tensor, float]] = {}
         self.follower = follower(limits.policy)
         # What was loaded before there are words.
         self._tolerated = 0
-        self._watch = _MinimumWatch(on_min_scale == "raise") if self.watches_minimum else None
+        self.watch = None if on_min_scale == "ignore" else _MinimumWatch(on_min_scale == "raise")
 
     def settings(self) -> dict[str, object]:
         """Returns the settings that must be equal on all ranks, with a host sync."""
@@ -220,8 +220,7 @@ class LossScale:
         follower = self.follower
         norm = self.joint_norm(scale.device) if self.norms else None
         words = self.words_on(scale.device) if self.words is None else self.words
-        growth, backoff, interval = factors
-        fields = (scale, growth_tracker, found_infs, growth, backoff, interval, words, norm)
+        fields = (scale, growth_tracker, found_infs, *factors, words, norm)
         if follower is not None and follows:
             follower.before_update(Update(*fields))
         if not kernels.update(fields):
@@ -291,18 +290,11 @@ class LossScale:
             growth_tracker.detach().reshape(1).long(),
         ]
         *counters, scale_word, tracker = torch.cat([words[: layout.COUNTERS], *now]).tolist()
-        if self._watch is not None:
-            self._watch.report(counters, self.limits)
-        return ScalerStats(
-            steps=counters[layout.STEPS],
-            skipped=counters[layout.SKIPPED],
-            growths=counters[layout.GROWTHS],
-            backoffs=counters[layout.BACKOFFS],
-            consecutive_skips=counters[layout.CONSECUTIVE_SKIPS],
-            scale=scalars.float_of(torch.tensor(scale_word, device="cpu")).item(),
-            growth_tracker=tracker,
-            spikes=counters[layout.SPIKES],
-        )
+        if self.watch is not None:
+            self.watch.report(counters, self.limits)
+        read = scalars.float_of(torch.tensor(scale_word, device="cpu")).item()
+        counts = {name: counters[getattr(layout, name.upper())] for name in _COUNTS}
+        return ScalerStats(**counts, scale=read, growth_tracker=tracker)
 
     def history(self) -> History:
         """Reads the ring with one host sync."""
@@ -338,8 +330,8 @@ class LossScale:
 
     def reset_minimum(self) -> None:
         """Restarts the count of steps skipped at the minimum, since the scale was set."""
-        if self._watch is not None:
-            self._watch = _MinimumWatch(self._watch.raises)
+        if self.watch is not None:
+            self.watch = _MinimumWatch(self.watch.raises)
             if self.words is not None:
                 self.words[layout.SKIPS_AT_MINIMUM] = 0
 
@@ -348,10 +340,10 @@ class LossScale:
 
         On a GPU it sees the counters of the last update that has arrived on the host.
         """
-        if self._watch is not None and self.words is not None and not is_capturing():
-            counters = self._watch.arrived(self.words[: layout.COUNTERS])
+        if self.watch is not None and self.words is not None and not is_capturing():
+            counters = self.watch.arrived(self.words[: layout.COUNTERS])
             if counters is not None:
-                self._watch.report(counters, self.limits)
+                self.watch.report(counters, self.limits)
 
     def __getstate__(self) -> dict[str, Any]:
         state = {**self.__dict__, "norms": {}}
@@ -372,10 +364,8 @@ class LossScale:
         words = torch.zeros(layout.STATE_WORDS, dtype=torch.int64, device="cpu")
         limits = {layout.MIN_SCALE: self.limits.min_scale, layout.MAX_SCALE: self.limits.max_scale}
         for word, limit in limits.items():
-            if limit is not None:
-                words[word] = scalars.word_of(
-                    torch.tensor(limit, dtype=torch.float32, device="cpu")
-                )
+            given = torch.tensor(limit or 0.0, dtype=torch.float32, device="cpu")
+            words[word] = scalars.word_of(given)
         words[layout.MOST_TOLERATED] = self.limits.hysteresis - 1
         words[layout.REFILLS_ON_FINITE_STEPS] = int(self.limits.hysteresis_refill == "finite_step")
         words[layout.TOLERATED] = self._tolerated

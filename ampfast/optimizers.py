@@ -6,7 +6,6 @@ import inspect
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from functools import partial
 from itertools import chain
 from types import MethodType
 from typing import Any, Generic, TypeVar
@@ -126,12 +125,8 @@ class ByOptimizer(Generic[Value]):
         try:
             references[key] = weakref.ref(optimizer, forget)
         except TypeError:
-            references[key] = partial(_same, optimizer)
+            references[key] = lambda: optimizer
 
     def get(self, optimizer: object) -> Value | None:
         """Returns the value of this very object, or None."""
         return self.values.get(id(optimizer))
-
-
-def _same(optimizer: object) -> object:
-    return optimizer

@@ -18,6 +18,7 @@ from ampfast.backends.gpu import DeviceKernels, Ending
 from ampfast.backends.scalars import joint_flag
 from ampfast.loss_scale import Limits, LossScale
 from ampfast.master_weights import casts_of
+from ampfast.optimizers import ByOptimizer
 from ampfast.spikes import Sigmas, SpikeRule, skip_limit_of
 
 if TYPE_CHECKING:
@@ -66,13 +67,14 @@ class Passes(TorchGradScaler):
 
     # Made when first asked for, also for instances that torch pickled or whose __init__ was not
     # called: the kernels by device, those for the device of the scale, the state of the scale
-    # besides torch's two tensors, the ranks to agree with, the per-parameter tables, and whether a
-    # policy, tables or ranks take part in passes.
+    # besides torch's two tensors, the ranks to agree with, the per-parameter tables, the flags of
+    # each living optimizer's last check, and whether a policy, tables or ranks take part in passes.
     _choice = cached_property(lambda self: backends.choose(self._backend))
     _kernels = cached_property(lambda self: self._choice.kernels_for(self._scale.device))
     _loss_scale = cached_property(lambda self: LossScale(Limits()))
     _ranks = cached_property(lambda self: distributed.Ranks(is_default=self._is_for_all))
     _tracking = cached_property(lambda self: tracking.Tracking(health=self._track == "health"))
+    _last_checks = cached_property(lambda self: ByOptimizer[Flags | None]())
     _has_observers = cached_property(
         lambda self: (
             self._track is not None
@@ -192,36 +194,51 @@ class Passes(TorchGradScaler):
             if keeps and entry is not None and work.sums is not None:
                 clip_grad.keep(entry, optimizer, work.sums, self)
             return flags
-        if observes:
-            return self._agree(entry, scale, flags, agreement, observed)
-        return agreement.all_reduce([flags], scale.device)[0]
+        if not observes:
+            return agreement.all_reduce([flags], scale.device)[0]
+        entry = {"found_inf_per_device": flags} if entry is None else entry
+        entry[AGREEMENT] = agreement
+        return self._agree(entry, scale.device, observed)
 
     def _agree(
-        self,
-        entry: dict[str, Any] | None,
-        scale: Tensor,
-        flags: Flags,
-        agreement: distributed.Agreement,
-        observed: list[Tensor] | None = None,
+        self, entry: dict[str, Any], device: torch.device, observed: list[Tensor] | None = None
     ) -> Flags:
-        """Returns the flags of all ranks, and gives the policy what they observed.
+        """Gives an entry the flags of all ranks, and the policy what they observed.
 
-        The entry of an optimizer that was unscaled gets them, and `step` or `update` takes a
-        collective again that fails.
+        Until then the entry has the agreement: `step` or `update` takes a collective again that
+        fails.
         """
         follower = self._loss_scale.follower
-        if entry is not None:
-            entry[AGREEMENT] = agreement
+        flags: list[Flags] = [entry["found_inf_per_device"]]
         if follower is None:
-            (flags,) = agreement.all_reduce([flags], scale.device)
+            flags = entry[AGREEMENT].all_reduce(flags, device)
         else:
-            device = scale.device
             largest = follower.largest(observed, device)
-            (flags,), largest = agreement.all_reduce_norm([flags], device, largest, largest=True)
+            flags, largest = entry[AGREEMENT].all_reduce_norm(flags, device, largest, largest=True)
             follower.observed.append(largest)
-        if entry is not None:
-            entry["found_inf_per_device"] = flags
-            del entry[AGREEMENT]
+        entry["found_inf_per_device"] = flags[0]
+        del entry[AGREEMENT]
+        return flags[0]
+
+    def _flags(self, scale: Tensor, but: object = None) -> list[Tensor]:
+        """The found_inf tensors of this iteration, on which ranks agree; `but` one optimizer's."""
+        flags: list[Tensor] = []
+        for key, entry in self._per_optimizer_states.items():
+            if AGREEMENT in entry and entry["stage"] is not READY:
+                self._agree(entry, scale.device)
+            flags += entry["found_inf_per_device"].values() if key != id(but) else ()
+        return flags
+
+    def _last_flags(self, optimizer: torch.optim.Optimizer) -> Flags:
+        """The flags of the optimizer's last check, by device; none if disabled."""
+        if not self._enabled:
+            return {}
+        flags = self._last_checks.get(optimizer)
+        if flags is None:
+            raise LookupError(
+                f"this optimizer ({type(optimizer).__name__}) was never checked: "
+                "call step() or unscale_() first"
+            )
         return flags
 
     def _checked_by_scale(
@@ -308,10 +325,10 @@ class Passes(TorchGradScaler):
         if not overridden:
             mark_unscaled(*entries)
         clipping.clip_(terms, coefficient)
+        if scale is not None and len(terms) > 1:
+            clipping.skip_together(terms, scale.device)
         for entry, term in zip(entries, terms, strict=True):
             entry["found_inf_per_device"] = term.flags
-        if scale is not None and len(entries) > 1:
-            clipping.skip_together(entries, scale.device)
         return norm
 
     def _clip_over(
@@ -368,11 +385,8 @@ class Passes(TorchGradScaler):
         scale = None if self._track is None else self._get_scale_async()
         if scale is not None:
             entry = self._per_optimizer_states.get(id(optimizer), NEW)
-            is_scaled = entry["stage"] is READY
-            steps = self._loss_scale.words_on(scale.device)
-            grads.track_on = self._tracking.start(
-                optimizer, grads.groups, scale, steps, measures=is_scaled
-            )
+            given = (optimizer, grads.groups, scale, self._loss_scale.words_on(scale.device))
+            grads.track_on = self._tracking.start(*given, measures=entry["stage"] is READY)
         return grads
 
     def _agreement(self, *passes: gradients.Gradients) -> distributed.Agreement | None:
