@@ -60,7 +60,7 @@ def clip_over(
     max_norm: float,
     largest: bool,
     skip_above: float | None,
-    taken: Tensor | None,
+    accepted_norms: Tensor | None,
     /,
 ) -> Tensor | None: ...
 

@@ -385,8 +385,7 @@ class GradScaler(Passes):
                 capture.require_skippable(optimizer)
             if entry["stage"] is READY:
                 self.unscale_(optimizer)
-            flags = entry["found_inf_per_device"]
-            if not flags:
+            if not entry["found_inf_per_device"]:
                 raise no_inf_checks(optimizer)
             result = self._maybe_opt_step(optimizer, entry, *args, **kwargs)
         entry["stage"] = STEPPED
@@ -650,9 +649,8 @@ class GradScaler(Passes):
             LookupError: If this optimizer was never checked.
         """
         refuse_capture("a question that the host asks", "ask after the replay")
-        flags = self._last_flags(optimizer)
-        device = next(iter(flags.values())).device if flags else torch.device("cpu")
-        flag = joint_flag(flags.values(), device).item()
+        flags = list(self._last_flags(optimizer).values())
+        flag = joint_flag(flags, flags[0].device).item() if flags else 0
         return None if flag == 0 else "overflow" if flag == 1 else "spike"
 
     def get_scale(self) -> float:

@@ -324,9 +324,8 @@ class LossScale:
 
     def hysteresis_tracker(self) -> int:
         """Returns the number of overflows until the scale backs off, with a host sync."""
-        if self.words is not None:
-            return self.limits.hysteresis - int(self.words[layout.TOLERATED])
-        return self.limits.hysteresis - self._tolerated
+        tolerated = self._tolerated if self.words is None else int(self.words[layout.TOLERATED])
+        return self.limits.hysteresis - tolerated
 
     def reset_minimum(self) -> None:
         """Restarts the count of steps skipped at the minimum, since the scale was set."""

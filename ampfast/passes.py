@@ -115,13 +115,13 @@ class Passes(TorchGradScaler):
 
     def _unscaling_by(self, scale: Tensor) -> Pass:
         """Makes the pass that unscales, and the one that checks for a division by the scale."""
-        divisor = scale if scale.dtype is torch.float32 else scale.float()
+        factor = scale if scale.dtype is torch.float32 else scale.float()
         self._unscaling = Pass(True, *gradients.unscaling(scale))
         if self._is_guard:
             self._unscaling = Pass(False, Factor.NONE)
-        self._dividing = Pass(False, Factor.DIVIDE, divisor)
+        self._dividing = Pass(False, Factor.DIVIDE, factor)
         # The factors of another scale are copies.
-        self._unscaled_by = scale if divisor is scale else None
+        self._unscaled_by = scale if factor is scale else None
         return self._unscaling
 
     def _observed(

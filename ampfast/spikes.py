@@ -54,7 +54,7 @@ class SpikeRule(NamedTuple):
 
     Attributes:
         skip_above: As for `core.Clip`.
-        accepted_norms: `taken` of `core.Clip`, in the widest dtype of its device.
+        accepted_norms: As for `core.Clip`, in the widest dtype of its device.
     """
 
     skip_above: float

@@ -16,14 +16,16 @@ const at::Tensor* tensor_of(PyObject* object) {
 }
 
 AcceptedNorms accepted_norms_of(const at::Tensor* words, at::Device device) {
-  return words == nullptr ? AcceptedNorms{}
-                          : AcceptedNorms{data_of<double>(words, "taken", device, words->numel()),
-                                          words->numel() - 1};
+  if (words == nullptr) {
+    return {};
+  }
+  const int64_t size = words->numel();
+  return {data_of<double>(words, "accepted_norms", device, size), size - 1};
 }
 
 Clip clip_of(PyObject* tuple, at::Device device) {
   enum { kSums, kMaxNorm, kLargest, kNorm, kCoefficient, kScale, kDivisor, kFoundInf, kSkipAbove };
-  enum { kTaken = kSkipAbove + 1, kFields };
+  enum { kAcceptedNorms = kSkipAbove + 1, kFields };
   const Fields fields(tuple, kFields, "expected a Clip");
   const at::Tensor* sums = fields.tensor(kSums);
   const at::Tensor* norm = fields.tensor(kNorm);
@@ -45,7 +47,7 @@ Clip clip_of(PyObject* tuple, at::Device device) {
   clip.divisor = data_of<float>(fields.tensor(kDivisor), "divisor", device);
   clip.found_inf = data_of<float>(fields.tensor(kFoundInf), "found_inf", device);
   clip.skip_above = PyFloat_AsDouble(fields[kSkipAbove]);
-  clip.accepted_norms = accepted_norms_of(fields.tensor(kTaken), device);
+  clip.accepted_norms = accepted_norms_of(fields.tensor(kAcceptedNorms), device);
   if (PyErr_Occurred() != nullptr) {
     throw py::error_already_set();
   }

@@ -74,7 +74,7 @@ class Fields {
 // One pass over gradients: Python's `Pass`.
 struct Pass : Fields {
   enum { kWrite, kHow, kFactor, kFoundInf, kAccumulate, kCoefficient, kSums, kMarks, kNow };
-  enum { kDivisor = kNow + 1, kEnding, kSquares, kClip, kFields };
+  enum { kFactorCopy = kNow + 1, kEnding, kSquares, kClip, kFields };
   explicit Pass(PyObject* tuple) : Fields(tuple, kFields, "expected a Pass") {}
 
   const bool write = is_true(kWrite);

@@ -299,9 +299,9 @@ PyObject* pass_over(PyObject* const* args) {
   return THPVariable_Wrap(mark->flag());
 }
 
-// clip_over(optimizer, entry, unscaled, pass, allow_fp16, max_norm, largest, skip_above, taken) ->
-// norm. The pass reads; then gradients are unscaled and clipped, and the entry is marked. Without
-// spikes `skip_above` is None, and `taken` may be.
+// clip_over(optimizer, entry, unscaled, pass, allow_fp16, max_norm, largest, skip_above,
+// accepted_norms) -> norm. The pass reads; then gradients are unscaled and clipped, and the entry
+// is marked. Without spikes `skip_above` is None, and `accepted_norms` may be.
 PyObject* clip_over(PyObject* const* args) {
   if (!PyDict_CheckExact(args[1])) {
     return nullptr;

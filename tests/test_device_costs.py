@@ -71,7 +71,7 @@ def test_the_check_writes_the_grad_scale(
         step()
 
     def spied_launch(work: Any, *more: Any) -> None:
-        written.append(work.divisor)
+        written.append(work.factor_copy)
         plain(work, *more)
 
     monkeypatch.setattr(run.optimizer, "step", spied_step)

@@ -101,7 +101,7 @@ class Pass(NamedTuple):
         marks: int64 of shape (P, MARK_WORDS), for P parameters: the last step with an inf or NaN
             value as it is used, and the number of such steps. Or None.
         now: int64 whose first element is the number of completed steps; None without marks.
-        divisor: 0-dim float32 that gets the factor, or None.
+        factor_copy: 0-dim float32 that gets the factor, or None.
         ending: What the last program of the pass does besides (`gpu.Ending`), or None.
         squares: Whether sums are of values that are written, too.
         clip: A clipping, from one row of sums, whose coefficient takes the place of `coefficient`;
@@ -117,7 +117,7 @@ class Pass(NamedTuple):
     sums: Tensor | None = None
     marks: Tensor | None = None
     now: Tensor | None = None
-    divisor: Tensor | None = None
+    factor_copy: Tensor | None = None
     ending: Any = None
     squares: bool = False
     clip: Clip | None = None
@@ -150,10 +150,10 @@ class Clip(NamedTuple):
         divisor: One-element float32 that gets the scale over the coefficient, or None.
         found_inf: One-element float32, the flag of these gradients, or None: where it is 0 and the
             norm too large, it becomes `SPIKE`.
-        skip_above: Largest norm of a step that is taken or, with `taken`, its distance from their
-            mean in standard deviations.
-        taken: float64 of shape (1 + window,): number of norms of steps that were taken, and ring of
-            the last ones; a step that is taken joins it.
+        skip_above: Largest norm of a step that is taken or, with `accepted_norms`, its distance
+            from their mean in standard deviations.
+        accepted_norms: float64 of shape (1 + window,): number of norms of steps that were taken,
+            and ring of the last ones; a step that is taken joins it.
     """
 
     sums: Tensor
@@ -165,4 +165,4 @@ class Clip(NamedTuple):
     divisor: Tensor | None = None
     found_inf: Tensor | None = None
     skip_above: float = math.inf
-    taken: Tensor | None = None
+    accepted_norms: Tensor | None = None

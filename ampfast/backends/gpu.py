@@ -93,10 +93,10 @@ class DeviceKernels:
         if found_inf is None:
             found_inf = torch.empty((), dtype=torch.float32, device=device)
         ending: Ending | None = work.ending
-        divisor = work.divisor
+        factor_copy = work.factor_copy
         if ending is not None and work.how is Factor.DIVIDE:
-            divisor = ending.divisor
-        work = work._replace(found_inf=found_inf, accumulate=given, divisor=divisor)
+            factor_copy = ending.divisor
+        work = work._replace(found_inf=found_inf, accumulate=given, factor_copy=factor_copy)
         with self._launcher.on(device):
             self._launch(DeviceTable.of(grads, self._launcher.is_capturing()), work)
         if ending is not None:

@@ -132,7 +132,7 @@ def clip(clip: Clip) -> None:
     squares, peaks = clip.sums.unbind(1)
     clip.norm.copy_(peaks.amax() if clip.largest else squares.sum().sqrt())
     if clip.found_inf is not None:
-        spike_(clip.found_inf, clip.norm, clip.skip_above, clip.taken)
+        spike_(clip.found_inf, clip.norm, clip.skip_above, clip.accepted_norms)
     coefficient = coefficient_of(clip.norm, clip.max_norm)
     if clip.coefficient is not None:
         clip.coefficient.copy_(coefficient)
@@ -282,20 +282,22 @@ def coefficient_of(norm: Tensor, max_norm: float) -> Tensor:
 
 
 @torch.no_grad()
-def spike_(found_inf: Tensor, norm: Tensor, skip_above: float, taken: Tensor | None) -> None:
+def spike_(
+    found_inf: Tensor, norm: Tensor, skip_above: float, accepted_norms: Tensor | None
+) -> None:
     """Turns a flag of 0 into that of a spike if the norm is too large; no host sync.
 
     Args:
         found_inf: 0-dim float32 on the device of the norm.
         norm: 0-dim.
         skip_above: As for `Clip`.
-        taken: As for `Clip`, but of any floating-point dtype.
+        accepted_norms: As for `Clip`, but of any floating-point dtype.
     """
     is_finite, norm = found_inf == 0, norm.float()
-    if taken is None:
+    if accepted_norms is None:
         spiked = ~(norm <= skip_above)
     else:
-        count, ring = taken[0], taken[1:]
+        count, ring = accepted_norms[0], accepted_norms[1:]
         std, mean = torch.std_mean(ring)
         spiked = (count >= ring.numel()) & ~(norm <= mean + skip_above * std)
         is_taken = is_finite & ~spiked & norm.isfinite()

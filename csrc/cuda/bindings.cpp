@@ -67,7 +67,7 @@ void launch_multi_tensor(const DeviceTable& table, const Segment& segment, const
   work.epilogue = epilogue;
   work.found_inf = data<float>(pass.tensor(Pass::kFoundInf));
   work.accumulate = pass.accumulate;
-  work.divisor = data<float>(pass.tensor(Pass::kDivisor));
+  work.divisor = data<float>(pass.tensor(Pass::kFactorCopy));
   if (update) {
     work.update = checked_update(*update);
     const auto flags = (*update)[kFlags].cast<std::vector<at::Tensor>>();

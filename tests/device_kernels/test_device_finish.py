@@ -297,7 +297,7 @@ def test_the_divisor_is_the_scale_before_the_update(
             ending = KERNELS.ending(Update(scale, tracker, NO_FLAG, *factors))
             ending.divisor.fill_(math.nan)
             if write:
-                more = {"divisor": ending.divisor, "ending": ending}
+                more = {"factor_copy": ending.divisor, "ending": ending}
                 run_unscale(KERNELS, grads_of(grads), scale, is_scale=True, **more)
             else:
                 run_check(KERNELS, grads_of(grads), scale, ending=ending)

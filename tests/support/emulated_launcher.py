@@ -51,7 +51,7 @@ class EmulatedLauncher:
             [
                 *_table(table, segment, work.write, in_memory=not self._has_room(table)),
                 *_read(work.factor, work.coefficient, sums),
-                *_written(work.found_inf, work.sums, work.divisor, work.marks, work.now, norm),
+                *_written(work.found_inf, work.sums, work.factor_copy, work.marks, work.now, norm),
                 *(() if update is None else _of_update(update)),
             ]
         ):
@@ -75,7 +75,7 @@ class EmulatedLauncher:
 
     def clip_coefficient(self, clip: Clip) -> None:
         reads = _read(clip.sums, clip.scale)
-        writes = (clip.norm, clip.coefficient, clip.divisor, clip.found_inf, clip.taken)
+        writes = (clip.norm, clip.coefficient, clip.divisor, clip.found_inf, clip.accepted_norms)
         with self._restricted([*reads, *_written(*writes)]):
             self._module.clip_coefficient(clip)
 

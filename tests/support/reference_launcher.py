@@ -86,8 +86,8 @@ class ReferenceLauncher:
         found = bool(header[1] >= _INFINITE)
         if found or not work.accumulate:
             work.found_inf.fill_(float(found))
-        if work.divisor is not None:
-            work.divisor.copy_(work.factor)
+        if work.factor_copy is not None:
+            work.factor_copy.copy_(work.factor)
         if epilogue is Epilogue.UPDATE:
             update = work.ending.update
             self._update(update._replace(found_infs=[work.found_inf, *update.found_infs]))

@@ -91,7 +91,7 @@ def multi_tensor(
     arguments = (
         *(table.words, segment.word, segment.chunks, segment.first, table.partials.numel()),
         *(table.header, table.partials),
-        *(work.factor, coefficient, work.found_inf, work.sums, work.divisor),
+        *(work.factor, coefficient, work.found_inf, work.sums, work.factor_copy),
         *(work.marks, work.now, scale, tracker, state, other, *factors, norm, *clipping),
     )
     switches = (
@@ -155,11 +155,11 @@ def update_scale(update: Update) -> None:
 
 def clip_coefficient(clip: Clip) -> None:
     """Launches the clip coefficient from norms."""
-    sums, max_norm, largest, norm, coefficient, scale, divisor, found_inf, skip_above, taken = clip
+    sums, max_norm, largest, norm, coefficient, scale, divisor, found_inf, skip_above, ring = clip
     arguments = (
         *(sums, sums.shape[0], float(max_norm), core.CLIP_EPSILON, norm, coefficient),
         *(None if divisor is None else scale, divisor, found_inf, float(skip_above)),
-        *(taken, 1 if taken is None else taken.numel() - 1),
+        *(ring, 1 if ring is None else ring.numel() - 1),
     )
     _launch("clip_coefficient", sums.device, 1, arguments, _of_one_warp, largest, norm.dtype)
 
