@@ -59,10 +59,9 @@ def _lacks_state(optimizer: object, group: dict[str, Any], state: dict[str, Any]
 
     Known of torch's optimizers, and of others that have `capturable`: all but SGD keep state.
     """
-    is_sgd = isinstance(optimizer, torch.optim.SGD)
-    if is_sgd and group["momentum"] != 0 and state.get("momentum_buffer") is None:
-        return True
-    is_torchs = type(optimizer).__module__.startswith("torch.optim") and not is_sgd
+    if isinstance(optimizer, torch.optim.SGD):
+        return group["momentum"] != 0 and state.get("momentum_buffer") is None
+    is_torchs = type(optimizer).__module__.startswith("torch.optim")
     return not state and (is_torchs or "capturable" in group)
 
 

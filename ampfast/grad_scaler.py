@@ -309,10 +309,9 @@ class GradScaler(Passes):
             try:
                 flags = self._unscale_grads_(optimizer, inverse(scale), found_inf, self._allow_fp16)
                 entry["found_inf_per_device"], entry["stage"] = flags, UNSCALED
-            except Exception:
-                raise
-            except BaseException:  # an interrupt, which may have left gradients half written
-                mark_unscaled(entry, agreement=agreement)
+            except BaseException as error:
+                if not isinstance(error, Exception):  # gradients may be half written
+                    mark_unscaled(entry, agreement=agreement)
                 raise
             if agreement is not None:
                 entry[AGREEMENT] = agreement
