@@ -524,7 +524,7 @@ class GradScaler(Passes):
         optimizers = clipping.optimizers_of(optimizer)
         if not self._enabled:
             defers = [False] * len(optimizers)
-            return self._clip(optimizers, None, limit, order, None, defers, overridden=False)
+            return self._clip(optimizers, None, limit, order, None, defers)
         scale = self._checked_scale("clip_grad_norm_")
         for each in optimizers:
             state = self._per_optimizer_states.get(id(each), NEW)
@@ -543,9 +543,7 @@ class GradScaler(Passes):
         if len(optimizers) == 1 and not overridden and not defers[0]:
             norm = self._clip_over(optimizers[0], scale, limit, order, spikes)
         if norm is None:
-            norm = self._clip(
-                optimizers, scale, limit, order, spikes, defers, overridden=overridden
-            )
+            norm = self._clip(optimizers, scale, limit, order, spikes, defers, overridden)
         for each in optimizers:
             flags = self._per_optimizer_states[id(each)]["found_inf_per_device"]
             if flags:

@@ -176,7 +176,7 @@ def run(
         # First gradients that torch may refuse, before any other is written.
         for aside in gradients.for_torch():
             torch_ops.require_unscalable(aside.tensors)
-    if before_write is not None and gradients.lists:
+    if before_write is not None and work.write and gradients.lists:
         before_write()
     factor_on, coefficient_on = copies_of(work.factor), copies_of(work.coefficient)
     alone = len(gradients.lists) == 1 and not gradients.layouts

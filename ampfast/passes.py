@@ -177,9 +177,7 @@ class Passes(TorchGradScaler):
             agreement = self._agreement(grads)
             if agreement is not None:
                 work = work._replace(ending=None)
-            mark = None
-            if work.write and entry is not None:
-                mark = partial(mark_unscaled, entry, agreement=agreement)
+            mark = None if entry is None else partial(mark_unscaled, entry, agreement=agreement)
             flags = gradients.run(grads, work, before_write=mark)
         observed: list[Tensor] = []
         if follower is not None and grads is not None:
@@ -271,8 +269,7 @@ class Passes(TorchGradScaler):
         order: float,
         spikes: SpikeRule | None,
         defers: list[bool],
-        *,
-        overridden: bool,
+        overridden: bool = False,
     ) -> Tensor:
         """Clips gradients, scaled by `scale`, or lets the step of those that defer clip.
 

@@ -142,9 +142,6 @@ _BY_REASON: dict[str, list[tuple[str, str, str, int]]] = {
             1,
         ),
     ],
-    "A disabled scaler's unscale_ does nothing.": [
-        ("GradScaler.clip_grad_norm_", "False", "True", 1),
-    ],
     "Both lists are made for the same optimizers.": [
         ("Passes._clip", "True", "False", 1),
         ("Passes._clip", "True", "False", 2),
