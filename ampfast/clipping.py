@@ -85,9 +85,8 @@ def measure(
     lists = [grads for term in terms for _, grads in term.grads.lists]
     lists.sort(key=lambda grads: isinstance(grads, TensorList))
     device = torch.device("cpu") if scale is None else scale.device
-    if lists:
-        # As in torch, the norm is on the device of the first gradient.
-        device = lists[0].device
+    # As in torch, the norm is on the device of the first gradient.
+    device = lists[0].device if lists else device
     dtype = torch.float64 if any(grads.has_float64 for grads in lists) else torch.float32
     wide, largest = widest(device), order != 2.0
     norm = torch.empty((), dtype=dtype, device=device)
