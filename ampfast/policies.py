@@ -6,6 +6,7 @@ import ctypes
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -108,8 +109,7 @@ class Follower:
 
     def __init__(self) -> None:
         self.observed: list[Tensor] = []
-        self._proposal: Any = None
-        self._memory: ctypes.c_float | None = None  # of the proposal, on a CPU
+        self._propose: Any = None  # writes the proposal
         # Predictions, the oldest first, and averages, if any: floats beside a scale that the host
         # reads without waiting, else one float64 tensor.
         self._state: Any = []
@@ -131,13 +131,14 @@ class Follower:
 
     def bind(self, words: Tensor) -> None:
         """Moves to the device of the scaler's state, into which proposals go."""
-        self._memory = None
         with torch.inference_mode(False):
             # The lower half of a word.
-            self._proposal = words.view(torch.float32)[2 * core.state_layout.PROPOSAL]
+            proposal = words.view(torch.float32)[2 * core.state_layout.PROPOSAL]
+        self._propose = proposal.fill_
         if words.device.type == "cpu":
             # An op would take microseconds.
-            self._memory = ctypes.c_float.from_address(self._proposal.data_ptr())
+            memory = ctypes.c_float.from_address(proposal.data_ptr())
+            self._propose = partial(setattr, memory, "value")
 
     def before_update(self, update: Update) -> None:
         """Proposes a scale, without a host sync."""
@@ -173,7 +174,7 @@ class Follower:
         return self._state if isinstance(self._state, list) else self._state.tolist()
 
     def __getstate__(self) -> dict[str, Any]:
-        nothing = dict.fromkeys(("_proposal", "_memory", "_fractions", "_next"))
+        nothing = dict.fromkeys(("_propose", "_fractions", "_next"))
         return {**self.__dict__, **nothing, "observed": [], "_state": self._floats()}
 
 
@@ -195,7 +196,7 @@ class _TargetFollower(Follower):
     def before_update(self, update: Update) -> None:
         if self.observed:
             waits = self.largest(self.observed, update.scale.device) <= self._fraction
-            self._proposal.fill_(-waits.float())
+            self._propose(-waits.float())
 
 
 class _LogMaxFollower(Follower):
@@ -259,10 +260,7 @@ class _LogMaxFollower(Follower):
             prediction = math.ldexp(1.0, biased - 127)
         wanted = prediction or following
         proposal = ceiling if 0 < ceiling < wanted else prediction
-        if self._memory is not None:
-            self._memory.value = proposal
-        else:
-            self._proposal.fill_(proposal)
+        self._propose(proposal)
         averages = mean, weight, slow_mean, slow_square, slow_weight
         self._next = [prediction, *averages, ceiling]
 
@@ -290,17 +288,16 @@ class _LogMaxFollower(Follower):
         is_known = finite & (peak > 0) & (peak < math.inf)
         averages = torch.where(is_known, averages.lerp(targets, self._fractions), averages)
         mean, weight, slow_mean, slow_square, slow_weight = averages
-        is_new = weight == 0
-        far = slow_mean / (slow_weight + is_new)
-        variance = slow_square / (slow_weight + is_new) - far * far
-        deviation = torch.sqrt(variance * (variance > 0))
-        highest = mean / (weight + is_new) + self._policy.sigmas * deviation
+        far = slow_mean / slow_weight
+        variance = slow_square / slow_weight - far * far
+        highest = mean / weight + self._policy.sigmas * variance.clamp(min=0.0).sqrt()
         power = (16 - self._policy.headroom - highest).clamp(-126.0, 127.0)
         predicted = ((power + 127).to(torch.int32) << 23).view(torch.float32).double()
+        # Of no weight all of this is NaN.
         predicts = (weight > 0) & (finite == kept)
         prediction = torch.where(predicts, predicted, 0.0)
         wanted = torch.where(predicts, predicted, times(before))
-        self._proposal.fill_(torch.where((ceiling > 0) & (wanted > ceiling), ceiling, prediction))
+        self._propose(torch.where((ceiling > 0) & (wanted > ceiling), ceiling, prediction))
         self._next = torch.cat([prediction.reshape(1), averages, ceiling.reshape(1)])
 
 
