@@ -33,8 +33,6 @@ Value = TypeVar("Value")
 _replicated = WeakTensorKeyDictionary()
 # Placement classes that a warning has named.
 _warned: set[type] = set()
-# Number of layouts and agreements above which a scaler clears their cache.
-_MAX_CACHED = 1000
 # Larger than any number of ranks; a sum over all ranks is exact in float64.
 _FOUND = 2**32
 
@@ -77,10 +75,9 @@ class Layout:
         mine = self.coordinates.get(dist.get_rank())
         if mine is None:
             return True
-        if not is_own_group and ranks[0] not in self.coordinates:
-            root = _root_of(self.mesh)
-            if root is None or root.size() > self.mesh.size():
-                return False
+        is_slice = self.mesh._get_root_mesh().size() > self.mesh.size()
+        if is_slice and not is_own_group and ranks[0] not in self.coordinates:
+            return False
         others = [self.coordinates[rank] for rank in ranks if rank in self.coordinates]
         return mine == min(at for at in others if all(at[dim] == mine[dim] for dim in self.sharded))
 
@@ -332,8 +329,7 @@ def mark_replicated(params: Iterable[Tensor]) -> None:
         if not isinstance(param, Tensor):
             hint = ": write module.parameters()" if isinstance(param, torch.nn.Module) else ""
             raise TypeError(f"mark_replicated takes parameters, got {type(param).__name__}{hint}")
-    for param in given:
-        _replicated[param] = True
+    _replicated.update((param, True) for param in given)
 
 
 def replicated_numbers(groups: Iterable[Iterable[Tensor]]) -> set[int]:
@@ -402,9 +398,6 @@ class Ranks:
             self._agreements.clear()
         key = tuple(dict.fromkeys(layouts))
         if key not in self._agreements:
-            if len(self._layouts) + len(self._agreements) > _MAX_CACHED:
-                self._layouts.clear()
-                self._agreements.clear()
             self._agreements[key] = self._new_agreement(key)
         return self._agreements[key]
 
@@ -577,13 +570,7 @@ def _without_subsets(groups: list[Group]) -> list[Group]:
 
 def _sort_key(mesh: DeviceMesh) -> tuple[list[int], list[int], list[int]]:
     """Order of meshes: slices of one mesh together, by its dimensions."""
-    root = _root_of(mesh) or mesh
+    root = mesh._get_root_mesh()
     names = list(root.mesh_dim_names or ())
     dims = [names.index(n) if n in names else len(names) for n in mesh.mesh_dim_names or ()]
     return root.mesh.flatten().tolist(), dims, mesh.mesh.flatten().tolist()
-
-
-def _root_of(mesh: DeviceMesh) -> DeviceMesh | None:
-    """Root of a mesh slice, or the mesh itself; None if torch keeps no root."""
-    root: DeviceMesh | None = getattr(mesh, "_get_root_mesh", lambda: None)()
-    return root
