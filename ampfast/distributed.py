@@ -174,13 +174,10 @@ class Group:
 
     def __init__(self, group: ProcessGroup | None = None) -> None:
         self.process_group = dist.distributed_c10d._get_default_group() if group is None else group
-        registered = dist.distributed_c10d._world.pg_group_ranks
         self._is_alone = self.size() == 1
         # Device types whose tensors its backend supports; empty if they are not known.
         self._types = [each.type for each in getattr(self.process_group, "_device_types", ())]
-        self.is_foreign = (
-            type(group) is not dist.ProcessGroup and self.process_group not in registered
-        )
+        self.is_foreign = self.process_group not in dist.distributed_c10d._world.pg_group_ranks
 
     @cached_property
     def ranks(self) -> list[int]:

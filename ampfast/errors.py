@@ -46,10 +46,13 @@ def float_of(name: str, value: object, others: str = "", least: int | None = Non
     return number
 
 
-def refuse_differentiable(group: dict[str, Any], where: str, what_does: str) -> None:
-    """Raises ValueError for a differentiable group, which what is named does not support."""
-    if group.get("differentiable"):
-        raise ValueError(f"{where} has differentiable=True, which {what_does} not support")
+def refuse_differentiable(groups: list[dict[str, Any]], what_does: str, where: str = "") -> None:
+    """Raises ValueError for differentiable groups, which what is named does not support."""
+    for index, group in enumerate(groups):
+        if group.get("differentiable"):
+            raise ValueError(
+                f"group {index}{where} has differentiable=True, which {what_does} not support"
+            )
 
 
 def warn_caller(message: str, category: type[Warning] = UserWarning) -> None:

@@ -75,17 +75,14 @@ class LateScheduler:
         """
         refuse_capture("a scheduler step on the host", "call it after the replay")
         found_inf = self._scaler.found_inf(self._optimizer)
-        outstanding = _Outstanding(*scalars.copy_to_host_async(found_inf), args, kwargs)
-        last, self._outstanding = self._outstanding, outstanding
-        self._advance(last)
+        self._advance(_Outstanding(*scalars.copy_to_host_async(found_inf), args, kwargs))
 
     def flush(self) -> None:
         """Advances the scheduler for the last iteration, unless its step was skipped; waits for it.
 
         The schedule is then the exact one. Not needed before `state_dict`.
         """
-        last, self._outstanding = self._outstanding, None
-        self._advance(last)
+        self._advance(None)
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the wrapped scheduler's state and the outstanding call; waits for the last step.
@@ -113,7 +110,8 @@ class LateScheduler:
             # Its step ran before the checkpoint; torch's schedulers look here before they warn.
             self._optimizer.__dict__["_opt_called"] = True
 
-    def _advance(self, last: _Outstanding | None) -> None:
+    def _advance(self, following: _Outstanding | None) -> None:
+        last, self._outstanding = self._outstanding, following
         if last is not None and last.ran():
             self.scheduler.step(*last.args, **last.kwargs)
 

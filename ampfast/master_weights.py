@@ -251,10 +251,7 @@ def _numbered(optimizer: MasterWeights, state_dict: dict[str, Any]) -> list[tupl
 def _prepare(optimizer: MasterWeights) -> None:
     """Makes master weights equal to the parameters, and gradients float32."""
     masters, groups = optimizer._masters, optimizer.param_groups
-    for index, group in enumerate(groups):
-        refuse_differentiable(group, f"group {index}", "master weights do")
-        if not isinstance(group["params"], list):
-            group["params"] = list(group["params"])
+    refuse_differentiable(groups, "master weights do")
     fingerprint = _fingerprint_of(groups)
     if fingerprint == masters.fingerprint:
         masters.lent = core.lend_grads(groups, masters.weights)
@@ -438,12 +435,12 @@ class _Swap:
     def __init__(self, optimizer: MasterWeights) -> None:
         self.optimizer = optimizer
         self._own: list[tuple[list[Tensor], list[Tensor]]] | None = None
-
-    def enter(self) -> None:
-        optimizer, masters = self.optimizer, self.optimizer._masters
         for group in optimizer.param_groups:
             if not isinstance(group["params"], list):
                 group["params"] = list(group["params"])
+
+    def enter(self) -> None:
+        optimizer, masters = self.optimizer, self.optimizer._masters
         own = [(group["params"], list(group["params"])) for group in optimizer.param_groups]
         state, inner = optimizer.state, masters.inner
         if inner is None or not masters.have_same_entries(state, inner):
@@ -556,14 +553,12 @@ def master_weights_(optimizer: AnyOptimizer) -> AnyOptimizer:
                 "needs"
             )
     refuse_capture("master_weights_, which makes float32 weights", "call it before")
-    for index, group in enumerate(optimizer.param_groups):
-        refuse_differentiable(group, f"group {index}", "master weights do")
-        for param in group["params"]:
-            if getattr(param, "_is_flat_param", False):
-                raise TypeError(
-                    "master_weights_ cannot take a flat parameter of FSDP1, which keeps float32 "
-                    "weights by itself: use its MixedPrecision policy"
-                )
+    refuse_differentiable(optimizer.param_groups, "master weights do")
+    if any(getattr(param, "_is_flat_param", False) for param in _params(optimizer)):
+        raise TypeError(
+            "master_weights_ cannot take a flat parameter of FSDP1, which keeps float32 weights by "
+            "itself: use its MixedPrecision policy"
+        )
     masters = _Masters()
     for param in _params(optimizer):
         masters.make_if_trained(param)

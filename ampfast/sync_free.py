@@ -66,6 +66,7 @@ def sync_free_(optimizer: AnyOptimizer) -> AnyOptimizer:
     if kind not in _KINDS:
         raise TypeError(_wrong_type(optimizer))
     refuse_capture("sync_free_, which moves step counters", "call it before")
+    refuse_differentiable(optimizer.param_groups, _FUSED_DOES)
     # Counters created in inference mode could not be written outside of it.
     with torch.inference_mode(False), torch.no_grad():
         for index, group in enumerate(optimizer.param_groups):
@@ -103,13 +104,11 @@ def _wrong_type(optimizer: object) -> str:
 def _stay_fused(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
     """State dict as saved by a fused optimizer, whose counters torch moves when loading."""
     saved = state_dict["param_groups"]
-    for index, group in enumerate(saved):
-        refuse_differentiable(group, f"group {index} of the state dict", _FUSED_DOES)
+    refuse_differentiable(saved, _FUSED_DOES, " of the state dict")
     return {**state_dict, "param_groups": [{**group, **_FUSED} for group in saved]}
 
 
 def _check_group(optimizer: torch.optim.Optimizer, index: int, group: dict[str, Any]) -> None:
-    refuse_differentiable(group, f"group {index}", _FUSED_DOES)
     tried = set()
     for number, param in enumerate(group["params"]):
         state = optimizer.state.get(param)
