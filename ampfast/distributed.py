@@ -452,7 +452,7 @@ class Ranks:
         return Agreement(groups, counted, all(line[0] == rank for line in (*lines, *own)))
 
 
-def require_group(group: object, device: Any) -> None:
+def require_group(group: Any, device: Any) -> None:
     """Checks a `process_group` for a scaler of a device.
 
     Raises:
@@ -471,8 +471,7 @@ def require_group(group: object, device: Any) -> None:
                 f"{str(device)!r}"
             )
     elif all(callable(getattr(group, name, None)) for name in ("rank", "size", "allreduce")):
-        given: Any = group
-        is_member = given.rank() >= 0
+        is_member = group.rank() >= 0
     elif group is dist.GroupMember.NON_GROUP_MEMBER:
         is_member = False
     else:

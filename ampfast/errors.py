@@ -58,9 +58,7 @@ def refuse_differentiable(groups: list[dict[str, Any]], what_does: str, where: s
 def warn_caller(message: str, category: type[Warning] = UserWarning) -> None:
     """Warns at the first line outside of ampfast and of torch's scaler modules."""
     level, frame = 2, sys._getframe(1)
-    while frame.f_back is not None:
-        if not f"{frame.f_globals.get('__name__')}.".startswith(_SKIPPED):
-            break
+    while frame.f_back and f"{frame.f_globals.get('__name__')}.".startswith(_SKIPPED):
         level, frame = level + 1, frame.f_back
     warnings.warn(message, category, stacklevel=level)
 

@@ -7,7 +7,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -107,12 +107,16 @@ class Follower:
         observed: What was observed in this iteration, one-element tensors.
     """
 
-    def __init__(self) -> None:
+    # The state before the first update.
+    _start: ClassVar[list[float]] = []
+
+    def __init__(self, policy: Any) -> None:
+        self._policy = policy
         self.observed: list[Tensor] = []
         self._propose: Any = None  # writes the proposal
         # Predictions, the oldest first, and averages, if any: floats beside a scale that the host
         # reads without waiting, else one float64 tensor.
-        self._state: Any = []
+        self._state: Any = list(self._start)
         self._fractions: Tensor | None = None
         # The last prediction and the averages of the update under way.
         self._next: Any = None
@@ -181,10 +185,6 @@ class Follower:
 class _TargetFollower(Follower):
     """Lets growth wait; where no fraction is known, torch's rule applies."""
 
-    def __init__(self, policy: UnderflowTarget) -> None:
-        super().__init__()
-        self._fraction = policy.share
-
     def seen(self, grads: Gradients, sums: Sequence[Tensor] = ()) -> list[Tensor]:
         return vanishing_fractions(grads)
 
@@ -195,17 +195,14 @@ class _TargetFollower(Follower):
 
     def before_update(self, update: Update) -> None:
         if self.observed:
-            waits = self.largest(self.observed, update.scale.device) <= self._fraction
+            waits = self.largest(self.observed, update.scale.device) <= self._policy.share
             self._propose(-waits.float())
 
 
 class _LogMaxFollower(Follower):
     """Predicts scales, and keeps them at or below a ceiling once one has overflowed."""
 
-    def __init__(self, policy: LogMax) -> None:
-        super().__init__()
-        self._policy = policy
-        self._state = [0.0] * _STEPS + NO_AVERAGES
+    _start = [0.0] * _STEPS + NO_AVERAGES
 
     def before(self, work: Pass, device: torch.device) -> Pass:
         wide = torch.float64 if device.type == "cpu" else scalars.widest(device)

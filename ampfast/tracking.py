@@ -217,11 +217,10 @@ class Tracking:
         # The names themselves die with their parameters.
         self._has_names = False
 
-    def name(self, pairs: Iterable[tuple[str, Tensor]]) -> None:
+    def name(self, pairs: list[tuple[str, Tensor]]) -> None:
         """Names parameters."""
-        for name, parameter in pairs:
-            self._names[parameter] = name
-            self._has_names = True
+        self._names.update((parameter, name) for name, parameter in pairs)
+        self._has_names |= bool(pairs)
 
     def start(
         self, optimizer: Any, groups: Groups, scale: Tensor, steps: Tensor, *, measures: bool
@@ -252,14 +251,11 @@ class Tracking:
         for those of other groups than last.
         """
         record = None if self._health else self._records.get(optimizer)
-        marks = None if record is None or steps is None else record.marks.get(steps.device)
-        if (
-            record is None
-            or marks is None
-            or not has_parameters(optimizer.param_groups, record.references, record.sizes)
-        ):
+        if record is None or steps is None or steps.device not in record.marks:
             return None
-        return Pass(*work[:7], marks, steps, *work[9:])
+        if not has_parameters(optimizer.param_groups, record.references, record.sizes):
+            return None
+        return Pass(*work[:7], record.marks[steps.device], steps, *work[9:])
 
     def overflow_report(self) -> OverflowReport:
         """Overflows of all optimizers' parameters; one host sync."""
@@ -274,14 +270,13 @@ class Tracking:
 
     def health(self) -> GradientHealth:
         """Health of all optimizers' gradients; one host sync."""
-        return GradientHealth(
-            tuple(
-                _health_of(location, row, scale[0])
-                for location, rows, scales in self._rows(lambda record: record.health)
-                for row, scale in zip(rows, scales, strict=True)
-                if row[0]
-            )
+        parameters = (
+            _health_of(location, row, scale[0])
+            for location, rows, scales in self._rows(lambda record: record.health)
+            for row, scale in zip(rows, scales, strict=True)
+            if row[0]
         )
+        return GradientHealth(tuple(parameters))
 
     def _rows(
         self, tables_of: Callable[[_Record], dict[torch.device, Tensor]]

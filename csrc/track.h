@@ -39,7 +39,6 @@ constexpr HalfRange kRangeInFloat64{0x3e70000000000000, 0x3f10000000000000, 0x40
 constexpr HalfRange kRangeInFloat16{0x0001, 0x0400, 0x7bff};
 constexpr HalfRange kRangeInBFloat16{0x3380, 0x3880, 0x477f};
 
-constexpr int64_t kInfinityBits = 0x7ff0000000000000;  // of float64
 constexpr int64_t kComplement = 0x7fffffffffffffff;
 
 }  // namespace ampfast
