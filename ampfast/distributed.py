@@ -75,9 +75,10 @@ class Layout:
         mine = self.coordinates.get(dist.get_rank())
         if mine is None:
             return True
-        is_slice = self.mesh._get_root_mesh().size() > self.mesh.size()
-        if is_slice and not is_own_group and ranks[0] not in self.coordinates:
-            return False
+        if not is_own_group and ranks[0] not in self.coordinates:
+            root = _root_of(self.mesh)
+            if root is None or root.size() > self.mesh.size():
+                return False
         others = [self.coordinates[rank] for rank in ranks if rank in self.coordinates]
         return mine == min(at for at in others if all(at[dim] == mine[dim] for dim in self.sharded))
 
@@ -566,7 +567,13 @@ def _without_subsets(groups: list[Group]) -> list[Group]:
 
 def _sort_key(mesh: DeviceMesh) -> tuple[list[int], list[int], list[int]]:
     """Order of meshes: slices of one mesh together, by its dimensions."""
-    root = mesh._get_root_mesh()
+    root = _root_of(mesh) or mesh
     names = list(root.mesh_dim_names or ())
     dims = [names.index(n) if n in names else len(names) for n in mesh.mesh_dim_names or ()]
     return root.mesh.flatten().tolist(), dims, mesh.mesh.flatten().tolist()
+
+
+def _root_of(mesh: DeviceMesh) -> DeviceMesh | None:
+    """Root of a mesh slice, or the mesh itself; None if torch keeps no root."""
+    root: DeviceMesh | None = getattr(mesh, "_get_root_mesh", lambda: None)()
+    return root
