@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -121,8 +120,7 @@ class LateScheduler:
         return getattr(self.scheduler, name)
 
 
-@dataclass
-class _Outstanding:
+class _Outstanding(NamedTuple):
     """Call of the scheduler's `step`, made unless its flag is set."""
 
     flag: Tensor | None
