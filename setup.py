@@ -20,6 +20,8 @@ OLDEST_TORCH = (2, 11)
 CUDA_ARCHITECTURES = ("7.5", "8.0", "8.6", "8.9", "9.0", "10.0", "11.0", "12.0")
 # nvcc threads per file: one for each architecture.
 MOST_NVCC_THREADS = 8
+# The default scheme of Debian's and Ubuntu's Python 3.10 names a folder under /usr/local.
+HEADERS = sysconfig.get_path("include", "posix_prefix")
 # Settings besides the sources that change the build.
 BUILD_VARIABLES = (
     *("AMPFAST_CUDA", "CUDA_HOME", "CUDA_PATH", "TORCH_CUDA_ARCH_LIST"),
@@ -73,10 +75,9 @@ def require_toolchain() -> None:
             f"no C++ compiler: `{' '.join(compiler)}` was not found; install one "
             "(apt install g++ | dnf install gcc-c++ | xcode-select --install) or set CXX"
         )
-    headers = sysconfig.get_path("include")
-    if not Path(headers, "Python.h").exists():
+    if not Path(HEADERS, "Python.h").exists():
         raise SystemExit(
-            f"no Python headers: {headers}/Python.h is missing; install them "
+            f"no Python headers: {HEADERS}/Python.h is missing; install them "
             "(apt install python3-dev | dnf install python3-devel)"
         )
 
@@ -123,21 +124,24 @@ def wants_cuda(
     return False
 
 
+def run(command: list[str]) -> subprocess.CompletedProcess[str]:
+    """Runs a command; one that does not start, as of another processor, fails like any other."""
+    try:
+        return subprocess.run(command, capture_output=True, text=True)
+    except OSError as error:
+        return subprocess.CompletedProcess(command, 127, "", str(error))
+
+
 def mismatch(nvcc: str, torch_cuda: str) -> str:
     """Returns why `nvcc` cannot build for a torch of that CUDA version; empty if it can."""
-    said = subprocess.run([nvcc, "--version"], capture_output=True, text=True).stdout
-    release = re.search(r"release (\d+)(\.\d+)", said)
+    release = re.search(r"release (\d+)(\.\d+)", run([nvcc, "--version"]).stdout)
     # torch's build refuses another major version.
     if release and release[1] != torch_cuda.split(".")[0]:
         return f"nvcc is of CUDA {release[1]}{release[2]}, torch of {torch_cuda}"
     # An empty file includes nvcc's own headers, which refuse compilers that they do not know; torch
     # hands over $CC, too.
     host = ["-ccbin", os.environ["CC"]] if os.environ.get("CC") else []
-    tried = subprocess.run(
-        [nvcc, *host, "-E", "-x", "cu", os.devnull, "-o", os.devnull],
-        capture_output=True,
-        text=True,
-    )
+    tried = run([nvcc, *host, "-E", "-x", "cu", os.devnull, "-o", os.devnull])
     if tried.returncode == 0:
         return ""
     lines = tried.stderr.splitlines() or [f"exit code {tried.returncode}"]
@@ -159,8 +163,7 @@ def find_nvcc() -> str | None:
     home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
     if not home and (on_path := shutil.which("nvcc")):
         dry_run = [on_path, "--dryrun", "-x", "cu", "-c", os.devnull, "-o", os.devnull]
-        said = subprocess.run(dry_run, capture_output=True, text=True).stderr
-        top = re.search(r"^#\$ TOP=(.+)$", said, re.MULTILINE)
+        top = re.search(r"^#\$ TOP=(.+)$", run(dry_run).stderr, re.MULTILINE)
         home = top[1].strip() if top else os.path.join(os.path.dirname(on_path), os.pardir)
     home = os.path.realpath(home or "/usr/local/cuda")
     return shutil.which("nvcc", path=os.path.join(home, "bin"))
@@ -168,9 +171,7 @@ def find_nvcc() -> str | None:
 
 def cuda_architectures(nvcc: str) -> str:
     """Returns a TORCH_CUDA_ARCH_LIST of what `nvcc` supports, with PTX for newer architectures."""
-    known = subprocess.run(
-        [nvcc, "--list-gpu-code"], check=True, capture_output=True, text=True
-    ).stdout.split()
+    known = run([nvcc, "--list-gpu-code"]).stdout.split()
     chosen = [arch for arch in CUDA_ARCHITECTURES if "sm_" + arch.replace(".", "") in known]
     return ";".join(chosen) + "+PTX"
 
@@ -224,9 +225,7 @@ def extension(torch: metadata.Distribution) -> dict[str, Any]:
 
     from torch.utils import cpp_extension
 
-    compiling, linking = compile_flags(
-        [*cpp_extension.include_paths(), sysconfig.get_path("include")]
-    )
+    compiling, linking = compile_flags([*cpp_extension.include_paths(), HEADERS])
 
     def core(with_cuda: bool) -> Any:
         kind = cpp_extension.CUDAExtension if with_cuda else cpp_extension.CppExtension

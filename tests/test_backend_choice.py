@@ -339,7 +339,7 @@ def test_info_says_what_triton_lacks_at_run_time(
     monkeypatch.setattr(backends, "_launcher", lambda name: Broken())
     monkeypatch.delenv("CC", raising=False)
     if missing == "Python.h":
-        monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path))
+        monkeypatch.setattr(sysconfig, "get_path", lambda *names: str(tmp_path))
     else:
         monkeypatch.setenv("PATH", str(tmp_path))
         if missing == "my-cc":
@@ -347,6 +347,16 @@ def test_info_says_what_triton_lacks_at_run_time(
     lines = info.describe(info.collect()).splitlines()
     [line] = [line for line in lines if "cannot be compiled" in line]
     assert "cannot be compiled; at run time Triton needs" in line and missing in line
+
+
+def test_headers_are_where_triton_looks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The default scheme of Debian's and Ubuntu's Python 3.10 names another folder."""
+    (tmp_path / "Python.h").touch()
+    schemes = {"posix_prefix": str(tmp_path)}
+    get_path = lambda name, scheme="posix_local": schemes.get(scheme, "/nowhere")  # noqa: E731
+    monkeypatch.setattr(sysconfig, "get_path", get_path)
+    monkeypatch.setenv("CC", "sh")
+    assert backends._what_triton_lacks() == ""
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the backend can run here")

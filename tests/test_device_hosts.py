@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import re
 import threading
@@ -288,6 +289,28 @@ def test_the_device_of_a_launch_is_current(monkeypatch: pytest.MonkeyPatch) -> N
     assert switched == []
     gpu.on_gpu(torch.device("cuda", 0))
     assert switched == [torch.device("cuda", 0)]
+
+
+def test_a_capture_is_asked_of_the_lists_device() -> None:
+    class OnAnother(ReferenceLauncher):
+        is_there = False
+
+        @contextlib.contextmanager
+        def on(self, device: torch.device) -> Iterator[None]:
+            self.is_there = True
+            yield
+            self.is_there = False
+
+        def is_capturing(self) -> bool:
+            asked.append(self.is_there)
+            return False
+
+    asked: list[bool] = []
+    kernels, halves = DeviceKernels(OnAnother()), [torch.ones(3, dtype=torch.float16)]
+    run_check(kernels, grads_of(halves))
+    kernels.measure(grads_of(halves), torch.zeros(1, _C.HEALTH_WORDS, dtype=torch.int64))
+    kernels.narrow(grads_of(halves, [torch.ones(3)]))
+    assert asked == [True] * 3
 
 
 def test_uncompiled_kernels_are_not_captured(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -309,7 +309,7 @@ def _failure_reason(name: str, index: int | None) -> str:
 
 def _what_triton_lacks() -> str:
     """What Triton compiles launches with, when they first run, and is not here."""
-    compiler, headers = os.environ.get("CC"), sysconfig.get_path("include")
+    compiler, headers = os.environ.get("CC"), sysconfig.get_path("include", "posix_prefix")
     if not any(map(shutil.which, [compiler] if compiler else ["gcc", "clang"])):
         return f"; at run time Triton needs a C compiler: install {compiler or 'gcc'}, or set CC"
     if not os.path.exists(os.path.join(headers, "Python.h")):

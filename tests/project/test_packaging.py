@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import runpy
 import shutil
 import subprocess
 import sys
@@ -86,6 +87,27 @@ def test_nvcc_is_tried_with_the_compiler_of_the_build(tmp_path, monkeypatch):
     assert SETUP.mismatch(nvcc, "13.0") == "nvcc does not compile here: exit code 5"
 
 
+@pytest.mark.parametrize("content", ["no program", "#!/no/such/shell"])
+def test_an_nvcc_that_does_not_start_is_none(content, tmp_path, monkeypatch):
+    nvcc = tmp_path / "nvcc"
+    nvcc.write_text(content)
+    nvcc.chmod(0o755)
+    assert re.match("nvcc does not compile here: .Errno ", SETUP.mismatch(str(nvcc), "13.0"))
+    monkeypatch.delenv("CUDA_HOME", raising=False)
+    monkeypatch.delenv("CUDA_PATH", raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert SETUP.find_nvcc() is None
+
+
+def test_headers_are_not_where_debian_installs_others(monkeypatch):
+    def get_path(name, scheme="posix_local"):
+        return "/nowhere" if scheme == "posix_local" else actual(name, scheme)
+
+    actual = sysconfig.get_path
+    monkeypatch.setattr(sysconfig, "get_path", get_path)
+    runpy.run_path(str(ROOT / "setup.py"))["require_toolchain"]()
+
+
 @pytest.mark.parametrize("ninja", [True, False], ids=["ninja", "no ninja"])
 @pytest.mark.parametrize("override", ["", "1"])
 def test_a_build_goes_on_without_kernels_that_do_not_compile(tmp_path, override, ninja):
@@ -131,6 +153,8 @@ def test_other_values_of_the_override_are_refused(override):
 def test_architectures_are_supported_by_nvcc(tmp_path):
     nvcc = script(tmp_path / "nvcc", "echo sm_75; echo sm_80; echo sm_90; echo sm_999")
     assert SETUP.cuda_architectures(str(nvcc)) == "7.5;8.0;9.0+PTX"
+    # Which torch's build refuses.
+    assert SETUP.cuda_architectures(str(script(tmp_path / "nvcc", "exit 9"))) == "+PTX"
 
 
 def test_nvcc_is_found_behind_a_wrapper_and_by_its_variable(tmp_path, monkeypatch):
