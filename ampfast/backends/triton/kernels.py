@@ -289,7 +289,7 @@ def _joint(a, b):
 def _update(pointers, norm_ptr, flag, growth_factor, backoff_factor, growth_interval):
     """Writes the next scale and growth tracker, and the step into the state, if any.
 
-    Equals `apply(Update)` of csrc/scale.h.
+    Equals `update_scale` of csrc/scale.h.
     """
     scale_ptr, growth_tracker_ptr, state_ptr = pointers
     skipped = flag != 0.0
@@ -732,7 +732,7 @@ def clip_coefficient(
 
     `sums_ptr` has a row for each pass. With LARGEST the norm is the largest magnitude, else the
     2-norm. Where `divisor_ptr` is given, the scale over the coefficient is written there; where
-    `found_inf_ptr` is, a flag of 0 becomes that of a spike as in `apply(Clip)` of csrc/scale.h.
+    `found_inf_ptr` is, a flag of 0 becomes that of a spike as in csrc/scale.h.
     """
     squares = tl.zeros([], dtype=tl.float64)
     peak = tl.zeros([], dtype=tl.float64)
