@@ -23,23 +23,10 @@ from ampfast.backends.gpu import DeviceKernels
 from ampfast.backends.scalars import copy_to_host_async
 from ampfast.capture import refuse_capture
 
-__all__ = [
-    "NAMES",
-    "TORCH_OPS",
-    "BackendReport",
-    "Choice",
-    "Kernels",
-    "choose",
-    "default_for",
-    "report",
-    "require_known",
-]
-
 # In order of preference: a launch of the CUDA kernels takes the host less time, and no compilation.
 NAMES = ("cuda", "triton", "cpu", "aten")
 
-_GPU_NAMES = NAMES[:2]
-_LAUNCHERS = {"triton": "ampfast.backends.triton.launch", "cuda": "ampfast.backends.cuda"}
+_LAUNCHERS = {"cuda": "ampfast.backends.cuda", "triton": "ampfast.backends.triton.launch"}
 _LEAST_CAPABILITY = (7, 5)
 _NO_GPU = "torch sees no GPU"
 _REMEDIES = {
@@ -162,7 +149,7 @@ class Choice:
         if device.type != "cuda" or self._name == "aten":
             return "aten"
         index = _current_gpu() if device.index is None else device.index
-        if self._name not in _GPU_NAMES or _takes_cpu(self._name):
+        if self._name not in _LAUNCHERS or _takes_cpu(self._name):
             return _default_on_gpu(index)
         if reason := _unavailable_reason(self._name) or _failure_reason(self._name, index):
             raise RuntimeError(f"backend {self._name!r} cannot run here: {reason}")
@@ -212,10 +199,11 @@ def choose(name: str | None = None) -> Choice:
         ValueError: If `name` or `AMPFAST_BACKEND` is not in `NAMES`.
         RuntimeError: If that backend cannot run here.
     """
+    source = "backend"
     if name is None:
-        return _choice("AMPFAST_BACKEND", os.environ.get("AMPFAST_BACKEND") or None)
-    require_known(name)  # before hashing: a name that is no string may be unhashable
-    return _choice("backend", name)
+        source, name = "AMPFAST_BACKEND", os.environ.get("AMPFAST_BACKEND") or None
+    require_known(name, source)  # before hashing: a name that is no string may be unhashable
+    return _choice(source, name)
 
 
 def require_known(name: str | None, source: str = "backend") -> None:
@@ -237,14 +225,13 @@ def require_known(name: str | None, source: str = "backend") -> None:
 
 @cache
 def _choice(source: str, name: str | None) -> Choice:
-    require_known(name, source)
-    if name in _GPU_NAMES and (reason := _unavailable_reason(name)):
+    if name in _LAUNCHERS and (reason := _unavailable_reason(name)):
         raise RuntimeError(f"{source} {name!r} cannot run here: {reason}")
     return Choice(name)
 
 
 def _report(name: str) -> BackendReport:
-    if name not in _GPU_NAMES:
+    if name not in _LAUNCHERS:
         return BackendReport(name, True, "", ("cpu",) if name == "cpu" else ())
     reason = _unavailable_reason(name) or _failure_reason(name, _current_gpu())
     device_types = ("cpu",) if not reason and _takes_cpu(name) else ("cuda",)
@@ -335,20 +322,21 @@ def _try_out(name: str, device: torch.device) -> str:
 
 @cache
 def _default_on_gpu(index: int | None) -> str:
-    chosen, missing, failing = "aten", {}, {}
-    for name in _GPU_NAMES:
-        if reason := _unavailable_reason(name):
-            missing[name] = reason
-        elif _takes_cpu(name):
-            failing[name] = "TRITON_INTERPRET is set, and interpreted kernels are for CPU tensors"
-        elif reason := _failure_reason(name, index):
-            failing[name] = reason
-        else:
-            chosen = name
+    reasons = {}
+    for chosen in _LAUNCHERS:
+        reason = _unavailable_reason(chosen)
+        if not reason and _takes_cpu(chosen):
+            reason = "TRITON_INTERPRET is set, and interpreted kernels are for CPU tensors"
+        reason = reason or _failure_reason(chosen, index)
+        if not reason:
             break
-    # One kind of kernels is enough.
-    for name, reason in (failing if chosen != "aten" else {**missing, **failing}).items():
-        if reason != _NO_GPU:
+        reasons[chosen] = reason
+    else:
+        chosen = "aten"
+    for name, reason in reasons.items():
+        # One kind of kernels is enough.
+        is_missed = chosen == "aten" or not _unavailable_reason(name)
+        if is_missed and reason != _NO_GPU:
             _warn_once(f"ampfast does not use its backend {name!r}: {reason}")
     return chosen
 

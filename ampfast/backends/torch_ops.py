@@ -17,7 +17,6 @@ from ampfast.capture import refuse_capture
 _MAGNITUDE = 2**63 - 1
 # As float64 bits: float16's smallest subnormal and normal, its largest.
 _RANGE = (0x3E70000000000000, 0x3F10000000000000, 0x40EFFC0000000000)
-_LARGEST_INT32 = 2**31 - 1
 # Elements measured at a time, a bound on temporaries.
 _PART = 2**22
 
@@ -74,7 +73,8 @@ def run(grads: TensorList, work: Pass) -> Tensor:
     if work.coefficient is not None:
         if inv_scale is not None:
             unscale_(tensors, inv_scale, new_flag(grads.device))
-        multiply_(tensors, work.coefficient)
+        for grad in tensors:
+            grad.copy_(_product(grad, work.coefficient))
         return found_inf
     if work.write and inv_scale is not None:
         unscale_(tensors, inv_scale, found_inf)
@@ -107,7 +107,7 @@ def update(fields: tuple[Any, ...]) -> bool:
     before = scale.detach().clone(), growth_tracker.clone()
     lowered = growth_tracker
     if isinstance(interval, int) and interval >= 1:
-        lowered = growth_tracker.clamp(max=min(interval - 1, _LARGEST_INT32))
+        lowered = growth_tracker.clamp(max=min(interval - 1, 2**31 - 1))
     torch._amp_update_scale_(scale, lowered, found_inf, growth_factor, backoff_factor, interval)
     growth_tracker.data.copy_(lowered)
     if state is None:
@@ -133,7 +133,12 @@ def clip(clip: Clip) -> None:
     clip.norm.copy_(peaks.amax() if clip.largest else squares.sum().sqrt())
     if clip.found_inf is not None:
         spike_(clip.found_inf, clip.norm, clip.skip_above, clip.accepted_norms)
-    coefficient = coefficient_of(clip.norm, clip.max_norm)
+    wide = clip.norm.to(widest(clip.norm.device))
+    if clip.max_norm > torch.finfo(wide.dtype).max:
+        coefficient = torch.ones_like(wide)  # inf / inf would be NaN
+    else:
+        # A number over a tensor would be a reciprocal and a product, rounded twice.
+        coefficient = (torch.full_like(wide, clip.max_norm) / (wide + CLIP_EPSILON)).clamp(max=1.0)
     if clip.coefficient is not None:
         clip.coefficient.copy_(coefficient)
     if clip.divisor is not None and clip.scale is not None:
@@ -141,7 +146,6 @@ def clip(clip: Clip) -> None:
         clip.divisor.copy_(scale / moved(coefficient, scale.device))
 
 
-@torch.no_grad()
 def unscale_(grads: list[Tensor], inv_scale: Tensor, found_inf: Tensor) -> None:
     """Unscales gradients in place; sets `found_inf` if a value was or becomes inf or NaN.
 
@@ -259,29 +263,11 @@ def p_norm(grad: Tensor, order: float, inv_scale: Tensor | None = None) -> Tenso
 
 @torch.no_grad()
 def require_writable(grads: list[Tensor]) -> None:
-    """Raises `multiply_`'s error for tensors made in inference mode, before any write."""
+    """Raises the error of clipping for tensors made in inference mode, before any write."""
     for grad in grads:
         grad.copy_(grad)  # writes nothing
 
 
-@torch.no_grad()
-def multiply_(grads: list[Tensor], coefficient: Tensor) -> None:
-    """Multiplies tensors in place by a one-element tensor, 16-bit ones in float32."""
-    for grad in grads:
-        grad.copy_(_product(grad, coefficient))
-
-
-@torch.no_grad()
-def coefficient_of(norm: Tensor, max_norm: float) -> Tensor:
-    """Returns the clip coefficient of a norm, at most 1."""
-    wide = norm.to(widest(norm.device))
-    if max_norm > torch.finfo(wide.dtype).max:
-        return torch.ones_like(wide)  # inf / inf would be NaN
-    # A number over a tensor would be a reciprocal and a product, rounded twice.
-    return (torch.full_like(wide, max_norm) / (wide + CLIP_EPSILON)).clamp(max=1.0)
-
-
-@torch.no_grad()
 def spike_(
     found_inf: Tensor, norm: Tensor, skip_above: float, accepted_norms: Tensor | None
 ) -> None:
@@ -307,7 +293,6 @@ def spike_(
     found_inf.masked_fill_(is_finite & spiked, SPIKE)
 
 
-@torch.no_grad()
 def mark_(marks: Tensor, now: Tensor, grads: TensorList, grad_scale: Tensor | None = None) -> None:
     """Marks the parameters with inf/NaN gradients; no host sync.
 

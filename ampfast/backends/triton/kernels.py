@@ -121,12 +121,6 @@ def _load_coefficient(coefficient_ptr, norm_ptr, max_norm, epsilon, largest):
 
 
 @triton.jit
-def _times(value, factor):
-    """The product in opmath."""
-    return value * factor.to(value.dtype)
-
-
-@triton.jit
 def _used_magnitude(
     peak,
     factor,
@@ -150,7 +144,7 @@ def _used_magnitude(
         else:
             value = tl.div_rn(value, factor)
     elif FACTOR != _FACTOR.NONE:
-        value = _times(value, factor)
+        value = value * factor.to(value.dtype)
         if ROUNDS:
             value = _widen(_narrow(value, DTYPE))
     if FACTOR != _FACTOR.NONE:
@@ -171,10 +165,7 @@ def _load_chunk(chunks_ptr, chunk, PAIRED: tl.constexpr):
     """Address, extent and, of pairs, address of the float32 values."""
     chunk_ptr = chunks_ptr + chunk.to(tl.int64) * (_CHUNK.PAIR_WORDS if PAIRED else _CHUNK.WORDS)
     address, extent = tl.load(chunk_ptr + _CHUNK.ADDRESS), tl.load(chunk_ptr + _CHUNK.EXTENT)
-    if PAIRED:
-        return address, extent, tl.load(chunk_ptr + _CHUNK.WIDE)
-    else:
-        return address, extent
+    return address, extent, tl.load(chunk_ptr + _CHUNK.WIDE) if PAIRED else address
 
 
 @triton.jit
@@ -203,14 +194,13 @@ def _parts(
     chunk_ptr = address.to(tl.pointer_type(DTYPE))
     base = tl.multiple_of(chunk_ptr + first, VECTOR)
     edge_ptr = chunk_ptr + edge
-    if not PAIRED:
-        return vectors, is_edge, base, edge_ptr, base, edge_ptr
-    else:
+    out, edge_out = base, edge_ptr
+    if PAIRED:
         wide_ptr = fields[_CHUNK.WIDE].to(tl.pointer_type(tl.float32))
-        wide_base = wide_ptr + first
+        out, edge_out = wide_ptr + first, wide_ptr + edge
         if PAIRED == ALIGNED_PAIRS:
-            wide_base = tl.multiple_of(wide_base, 16)
-        return vectors, is_edge, base, edge_ptr, wide_base, wide_ptr + edge
+            out = tl.multiple_of(out, 16)
+    return vectors, is_edge, base, edge_ptr, out, edge_out
 
 
 @triton.jit
@@ -235,7 +225,8 @@ def _take(
     peak = tl.maximum(peak, tl.max(tl.max(_magnitude(values), axis=2), axis=0))
     written = values
     if WRITE or NORM:
-        used = _times(_widen(values), factor)
+        used = _widen(values)
+        used = used * factor.to(used.dtype)
         if NORM:
             # Beside the values there are zeros, which an infinite factor makes NaN.
             counted = tl.where(mask, used, 0.0)
@@ -243,12 +234,12 @@ def _take(
         if WRITE and PAIRED:
             written = used
             if coefficient is not None:
-                written = _times(used, coefficient)
+                written = used * coefficient.to(used.dtype)
         elif WRITE:
             written = _narrow(used, DTYPE)
             if coefficient is not None:
                 # Multiplies unscaled values.
-                written = _narrow(_times(_widen(written), coefficient), DTYPE)
+                written = _narrow(_widen(written) * coefficient.to(used.dtype), DTYPE)
     return written, (peak, squares)
 
 
