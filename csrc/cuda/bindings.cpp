@@ -17,16 +17,8 @@ T* data(const at::Tensor* tensor) {
   return tensor != nullptr ? static_cast<T*>(tensor->data_ptr()) : nullptr;
 }
 
-void* current_stream(at::Device device) {
-  return c10::cuda::getCurrentCUDAStream(device.index()).stream();
-}
-
-// An update of Python's, whose tensors were checked.
-Update checked_update(const py::tuple& update) {
-  const std::optional<Update> found = update_of(update.ptr());
-  TORCH_CHECK(found, "the kernels do not know the tensors of an update");
-  return *found;
-}
+// Python has made the device of each launch current.
+void* current_stream() { return c10::cuda::getCurrentCUDAStream().stream(); }
 
 // A launch over a segment on the current stream.
 Launch launch_over(const DeviceTable& table, const Segment& segment) {
@@ -40,13 +32,12 @@ Launch launch_over(const DeviceTable& table, const Segment& segment) {
   work.partials = data<double>(&table.partials);
   work.is_paired = segment.is_paired;
   work.is_aligned = segment.is_aligned;
-  work.stream = current_stream(table.header.device());
+  work.stream = current_stream();
   return work;
 }
 
 void launch_multi_tensor(const DeviceTable& table, const Segment& segment, const py::tuple& given,
                          bool epilogue, const std::optional<py::tuple>& update) {
-  const c10::cuda::CUDAGuard guard(table.header.device());
   const Pass pass(given.ptr());
   Launch work = launch_over(table, segment);
   if (table.source.defined() && table.source.numel() <= kWordsOfLaunch) {
@@ -69,7 +60,7 @@ void launch_multi_tensor(const DeviceTable& table, const Segment& segment, const
   work.accumulate = pass.accumulate;
   work.divisor = data<float>(pass.tensor(Pass::kFactorCopy));
   if (update) {
-    work.update = checked_update(*update);
+    work.update = update_of(update->ptr()).value();
     const auto flags = (*update)[kFlags].cast<std::vector<at::Tensor>>();
     work.other_found_inf = flags.empty() ? nullptr : data<float>(&flags.front());
   }
@@ -77,33 +68,26 @@ void launch_multi_tensor(const DeviceTable& table, const Segment& segment, const
 }
 
 void launch_measure(const DeviceTable& table, const Segment& segment, const at::Tensor& health) {
-  const c10::cuda::CUDAGuard guard(table.header.device());
   measure(launch_over(table, segment), data<int64_t>(&health));
 }
 
 void launch_narrow(const DeviceTable& table, const Segment& segment, const py::object& found_inf) {
-  const c10::cuda::CUDAGuard guard(table.header.device());
   narrow(launch_over(table, segment), data<const float>(tensor_of(found_inf.ptr())));
 }
 
 void launch_update_scale(const py::tuple& given) {
-  const Update update = checked_update(given);
   const auto found_infs = given[kFlags].cast<std::vector<at::Tensor>>();
   Flags flags;
   TORCH_CHECK(!found_infs.empty() && found_infs.size() <= std::size(flags.found_infs),
               "one to four flags at once, got ", found_infs.size());
-  const at::Device device = found_infs.front().device();
-  const c10::cuda::CUDAGuard guard(device);
   for (size_t i = 0; i < std::size(flags.found_infs); ++i) {
     flags.found_infs[i] = data<const float>(&found_infs[i < found_infs.size() ? i : 0]);
   }
-  update_scale(update, flags, current_stream(device));
+  update_scale(update_of(given.ptr()).value(), flags, current_stream());
 }
 
 void launch_clip_coefficient(const py::tuple& given) {
-  const at::Device device = given[0].cast<at::Tensor>().device();
-  const c10::cuda::CUDAGuard guard(device);
-  clip_coefficient(clip_of(given.ptr(), device), current_stream(device));
+  clip_coefficient(clip_of(given.ptr(), given[0].cast<at::Tensor>().device()), current_stream());
 }
 
 }  // namespace

@@ -9,6 +9,6 @@ struct CUDAStream {
   void* stream() const { return nullptr; }
 };
 
-inline CUDAStream getCurrentCUDAStream(DeviceIndex /*device*/) { return {}; }
+inline CUDAStream getCurrentCUDAStream(DeviceIndex /*device*/ = -1) { return {}; }
 
 }  // namespace c10::cuda
