@@ -39,6 +39,8 @@ ALIGNED_PAIRS = tl.constexpr(2)
 _SPIKE = tl.constexpr(core.SPIKE)
 _SPIKE_BOUND = tl.constexpr(core.SPIKE_BOUND)
 
+_WINDOW_BYTES = tl.constexpr(core.WINDOW_BYTES)
+
 # Float64 bits of infinity, from which magnitudes are not finite.
 _INFINITY = tl.constexpr(0x7FF0000000000000)
 _COMPLEMENT = tl.constexpr(0x7FFFFFFFFFFFFFFF)
@@ -168,10 +170,14 @@ def _load_chunk(chunks_ptr, chunk, PAIRED: tl.constexpr):
     return address, extent, tl.load(chunk_ptr + _CHUNK.WIDE) if PAIRED else address
 
 
+@triton.constexpr_function
+def _vector_bytes(DTYPE, PAIRED):
+    """Of pairs what is one access of float32 values, or threads would exchange them in between."""
+    return (16, DTYPE.primitive_bitwidth // 8, 8)[PAIRED]
+
+
 @triton.jit
-def _parts(
-    fields, DTYPE: tl.constexpr, THREADS: tl.constexpr, VECTOR: tl.constexpr, PAIRED: tl.constexpr
-):
+def _parts(fields, DTYPE: tl.constexpr, THREADS: tl.constexpr, PAIRED: tl.constexpr):
     """Parts of a chunk: the number of its whole vectors, a mask of edges, and pointers.
 
     These are to whole vectors and to an edge of each thread, then to their float32 values, if
@@ -180,6 +186,7 @@ def _parts(
     """
     address = fields[_CHUNK.ADDRESS]
     SIZE: tl.constexpr = DTYPE.primitive_bitwidth // 8
+    VECTOR: tl.constexpr = _vector_bytes(DTYPE, PAIRED)
     PER_VECTOR: tl.constexpr = VECTOR // SIZE
     thread = tl.arange(0, THREADS)
     size = fields[_CHUNK.EXTENT].to(tl.int32)
@@ -204,8 +211,10 @@ def _parts(
 
 
 @triton.jit
-def _lanes(DTYPE: tl.constexpr, LOADS: tl.constexpr, THREADS: tl.constexpr, VECTOR: tl.constexpr):
-    """Vectors and elements of a window, by load, thread and place in the vector."""
+def _lanes(DTYPE: tl.constexpr, THREADS: tl.constexpr, PAIRED: tl.constexpr):
+    """Vectors and elements that a program loads at once, by load, thread, place in the vector."""
+    VECTOR: tl.constexpr = _vector_bytes(DTYPE, PAIRED)
+    LOADS: tl.constexpr = min(_WINDOW_BYTES // (VECTOR * THREADS), 8)
     PER_VECTOR: tl.constexpr = VECTOR // (DTYPE.primitive_bitwidth // 8)
     vector = tl.arange(0, LOADS)[:, None, None] * THREADS + tl.arange(0, THREADS)[None, :, None]
     return vector, vector * PER_VECTOR + tl.arange(0, PER_VECTOR)[None, None, :]
@@ -403,9 +412,7 @@ def multi_tensor(
     NORM: tl.constexpr,
     EPILOGUE: tl.constexpr,
     ACCUMULATE: tl.constexpr,
-    LOADS: tl.constexpr,
     THREADS: tl.constexpr,
-    VECTOR: tl.constexpr,
     PAIRED: tl.constexpr,
 ):
     """One pass over the gradients of one dtype: checks them and, with WRITE, unscales them.
@@ -414,8 +421,7 @@ def multi_tensor(
     `first` others. Optional pointers may be None: `coefficient_ptr` to a second factor of written
     values, `divisor_ptr` to a copy of the factor, `marks_ptr` to the overflow marks of parameters.
     With `norm_ptr`, which gets the norm, the second factor is that of a clipping by the sums at
-    `coefficient_ptr`. A window is what a program loads at once: LOADS vectors of VECTOR bytes a
-    thread. Of pairs float32 values are written.
+    `coefficient_ptr`. Of pairs float32 values are written.
     """
     chunks_ptr = table_ptr + word
     chunk = tl.program_id(0)
@@ -432,16 +438,14 @@ def multi_tensor(
     if coefficient_ptr is not None and not PAIRED:
         if (factor == 1.0) & (factors[1] == 1.0):
             return  # nothing changes
-    vector, lane = _lanes(DTYPE, LOADS, THREADS, VECTOR)
+    vector, lane = _lanes(DTYPE, THREADS, PAIRED)
 
     peak = tl.zeros([THREADS], dtype=tl.int64 if DTYPE == tl.float64 else tl.int32)
     while chunk < chunks:
         # Prefetched: many small tensors make a program wait for this.
         following = tl.minimum(chunk + step, chunks - 1)
         next_fields = _load_chunk(chunks_ptr, following, PAIRED)
-        left, is_edge, base, edge_ptr, out, edge_out = _parts(
-            fields, DTYPE, THREADS, VECTOR, PAIRED
-        )
+        left, is_edge, base, edge_ptr, out, edge_out = _parts(fields, DTYPE, THREADS, PAIRED)
         # Loads cannot move above stores, so this one comes first.
         edges = tl.load(edge_ptr, mask=is_edge, other=0.0)
         seen = peak, tl.zeros([THREADS], dtype=tl.float64)
@@ -597,19 +601,17 @@ def measure(
     chunks: tl.int32,
     health_ptr,
     DTYPE: tl.constexpr,
-    LOADS: tl.constexpr,
     THREADS: tl.constexpr,
-    VECTOR: tl.constexpr,
     PAIRED: tl.constexpr,
 ):
     """Health of gradients of one dtype: adds the range of values to parameters' rows."""
     SIZE: tl.constexpr = DTYPE.primitive_bitwidth // 8
     chunk = tl.program_id(0)
     step = tl.num_programs(0)
-    vector, lane = _lanes(DTYPE, LOADS, THREADS, VECTOR)
+    vector, lane = _lanes(DTYPE, THREADS, PAIRED)
     while chunk < chunks:
         fields = _load_chunk(table_ptr + word, chunk, PAIRED)
-        left, is_edge, base, edge_ptr, _, _ = _parts(fields, DTYPE, THREADS, VECTOR, False)
+        left, is_edge, base, edge_ptr, _, _ = _parts(fields, DTYPE, THREADS, PAIRED)
         extent = fields[_CHUNK.EXTENT]
         health = _no_health(DTYPE, THREADS)
         edges = tl.load(edge_ptr, mask=is_edge, other=0.0)
@@ -630,9 +632,7 @@ def narrow(
     chunks: tl.int32,
     found_inf_ptr,
     DTYPE: tl.constexpr,
-    LOADS: tl.constexpr,
     THREADS: tl.constexpr,
-    VECTOR: tl.constexpr,
     PAIRED: tl.constexpr,
 ):
     """Rounds the float32 values of pairs to 16 bits, unless a flag is set."""
@@ -640,12 +640,10 @@ def narrow(
     end, step = chunks, tl.num_programs(0)
     if found_inf_ptr is not None:
         end = tl.where(tl.load(found_inf_ptr) != 0.0, 0, end)
-    vector, lane = _lanes(DTYPE, LOADS, THREADS, VECTOR)
+    vector, lane = _lanes(DTYPE, THREADS, PAIRED)
     while chunk < end:
         fields = _load_chunk(table_ptr + word, chunk, PAIRED)
-        left, is_edge, base, edge_ptr, source, edge_source = _parts(
-            fields, DTYPE, THREADS, VECTOR, PAIRED
-        )
+        left, is_edge, base, edge_ptr, source, edge_source = _parts(fields, DTYPE, THREADS, PAIRED)
         edges = tl.load(edge_source, mask=is_edge, other=0.0)
         while left > 0:
             mask = vector < left

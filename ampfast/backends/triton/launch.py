@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ampfast import capture
 from ampfast.backends import core
-from ampfast.backends.core import WINDOW_BYTES, Clip, DeviceTable, Pass, Segment, Update
+from ampfast.backends.core import Clip, DeviceTable, Pass, Segment, Update
 from ampfast.backends.gpu import Epilogue, on_gpu
 from ampfast.backends.triton import kernels
 
@@ -124,14 +124,10 @@ def _geometry(
     device: torch.device, dtype: torch.dtype, is_paired: bool, is_aligned: bool
 ) -> dict[str, Any]:
     """Switches and compiler options of all kernels over a table."""
-    threads = _threads(device)
     paired = 2 if is_paired and is_aligned else int(is_paired)
-    # Of pairs what is one access of float32 values, or threads would exchange them in between.
-    vector = (16, dtype.itemsize, 8)[paired]
-    loads = min(WINDOW_BYTES // (vector * threads), 8)
     triton_dtype = getattr(tl, str(dtype).removeprefix("torch."))
-    shape = {"DTYPE": triton_dtype, "LOADS": loads, "THREADS": threads, "VECTOR": vector}
-    return {**shape, "PAIRED": paired, "num_warps": 4, "enable_fp_fusion": False}
+    shape = {"DTYPE": triton_dtype, "THREADS": _threads(device), "PAIRED": paired}
+    return {**shape, "num_warps": 4, "enable_fp_fusion": False}
 
 
 def _over(name: str, table: DeviceTable, segment: Segment, tensor: Tensor | None) -> None:
