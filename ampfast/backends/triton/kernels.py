@@ -134,12 +134,8 @@ def _used_magnitude(
 
     With ROUNDS products are rounded to DTYPE.
     """
-    if DTYPE == tl.float64:
-        value = peak.to(tl.float64, bitcast=True)
-    elif DTYPE == tl.float32:
-        value = peak.to(tl.float32, bitcast=True)
-    else:
-        value = _widen(peak.to(tl.int16).to(DTYPE, bitcast=True))
+    bits = peak.to(tl.int16) if DTYPE.primitive_bitwidth == 16 else peak
+    value = _widen(bits.to(DTYPE, bitcast=True))
     if FACTOR == _FACTOR.DIVIDE:
         if DTYPE == tl.float64:
             value = value / factor.to(tl.float64)
@@ -543,7 +539,6 @@ def _count(values, health):
     """
     largest, smallest, nonzero, vanishing, subnormal, overflowing = health
     DTYPE: tl.constexpr = values.dtype
-    UNSIGNED: tl.constexpr = tl.uint64 if DTYPE == tl.float64 else tl.uint32
     # Bounds 2^-24, 2^-14, and 65504 or the next value below.
     if DTYPE == tl.float64:
         RANGE: tl.constexpr = (0x3E70000000000000, 0x3F10000000000000, 0x40EFFC0000000000)
@@ -554,7 +549,7 @@ def _count(values, health):
     else:
         RANGE: tl.constexpr = (0x0001, 0x0400, 0x7BFF)
     bits = _magnitude(values)
-    less_one = (bits - 1).to(UNSIGNED, bitcast=True)
+    less_one = (bits - 1).to(smallest.dtype, bitcast=True)
     largest = tl.maximum(largest, tl.max(tl.max(bits, axis=2), axis=0))
     smallest = tl.minimum(smallest, tl.min(tl.min(less_one, axis=2), axis=0))
     nonzero += _number(bits != 0)
@@ -587,9 +582,8 @@ def _add_health(row_ptr, elements, health, DTYPE: tl.constexpr):
     _add(row_ptr + _HEALTH.OVERFLOWING, overflowing)
     most = _used_magnitude(tl.max(largest, axis=0), 1.0, _FACTOR.NONE, DTYPE)
     tl.atomic_max(row_ptr + _HEALTH.LARGEST, most, sem="relaxed")
-    SIGNED: tl.constexpr = tl.int64 if DTYPE == tl.float64 else tl.int32
     # The largest number stands for none, and becomes 0.
-    least = tl.min(smallest, axis=0).to(SIGNED, bitcast=True) + 1
+    least = tl.min(smallest, axis=0).to(largest.dtype, bitcast=True) + 1
     least = tl.where(least > 0, _COMPLEMENT - _used_magnitude(least, 1.0, _FACTOR.NONE, DTYPE), 0)
     tl.atomic_max(row_ptr + _HEALTH.SMALLEST, least, sem="relaxed")
 
