@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from ampfast.backends.core import CLIP_EPSILON, SPIKE, Clip, Factor, Pass, Update, compiled
+from ampfast.backends.core import CLIP_EPSILON, SPIKE, Clip, Factor, Pass, compiled
 from ampfast.backends.scalars import inverse, moved, new_flag, widest
 from ampfast.capture import refuse_capture
 
@@ -116,10 +116,8 @@ def update(fields: tuple[Any, ...]) -> bool:
     with _disable_current_modes():
         after, tracker, flag, words = (t.to("cpu") for t in (*before, found_inf, state))
         told = None if norm is None else norm.to("cpu")
-        on_host = Update(
-            after, tracker, [flag], float(growth_factor), float(backoff_factor), int(interval)
-        )
-        if compiled.update(on_host._replace(state=words, norm=told)):
+        numbers = float(growth_factor), float(backoff_factor), int(interval)
+        if compiled.update((after, tracker, [flag], *numbers, words, told)):
             scale.data.copy_(after)
             growth_tracker.data.copy_(tracker)
             state.copy_(words)
