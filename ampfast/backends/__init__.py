@@ -23,6 +23,18 @@ from ampfast.backends.gpu import DeviceKernels
 from ampfast.backends.scalars import copy_to_host_async
 from ampfast.capture import refuse_capture
 
+__all__ = [
+    "NAMES",
+    "TORCH_OPS",
+    "BackendReport",
+    "Choice",
+    "Kernels",
+    "choose",
+    "default_for",
+    "report",
+    "require_known",
+]
+
 # In order of preference: a launch of the CUDA kernels takes the host less time, and no compilation.
 NAMES = ("cuda", "triton", "cpu", "aten")
 
@@ -199,11 +211,10 @@ def choose(name: str | None = None) -> Choice:
         ValueError: If `name` or `AMPFAST_BACKEND` is not in `NAMES`.
         RuntimeError: If that backend cannot run here.
     """
-    source = "backend"
     if name is None:
-        source, name = "AMPFAST_BACKEND", os.environ.get("AMPFAST_BACKEND") or None
-    require_known(name, source)  # before hashing: a name that is no string may be unhashable
-    return _choice(source, name)
+        return _choice("AMPFAST_BACKEND", os.environ.get("AMPFAST_BACKEND") or None)
+    require_known(name)  # before hashing: a name that is no string may be unhashable
+    return _choice("backend", name)
 
 
 def require_known(name: str | None, source: str = "backend") -> None:
@@ -225,6 +236,7 @@ def require_known(name: str | None, source: str = "backend") -> None:
 
 @cache
 def _choice(source: str, name: str | None) -> Choice:
+    require_known(name, source)
     if name in _LAUNCHERS and (reason := _unavailable_reason(name)):
         raise RuntimeError(f"{source} {name!r} cannot run here: {reason}")
     return Choice(name)
@@ -322,21 +334,20 @@ def _try_out(name: str, device: torch.device) -> str:
 
 @cache
 def _default_on_gpu(index: int | None) -> str:
-    reasons = {}
-    for chosen in _LAUNCHERS:
-        reason = _unavailable_reason(chosen)
-        if not reason and _takes_cpu(chosen):
-            reason = "TRITON_INTERPRET is set, and interpreted kernels are for CPU tensors"
-        reason = reason or _failure_reason(chosen, index)
-        if not reason:
+    chosen, missing, failing = "aten", {}, {}
+    for name in _LAUNCHERS:
+        if reason := _unavailable_reason(name):
+            missing[name] = reason
+        elif _takes_cpu(name):
+            failing[name] = "TRITON_INTERPRET is set, and interpreted kernels are for CPU tensors"
+        elif reason := _failure_reason(name, index):
+            failing[name] = reason
+        else:
+            chosen = name
             break
-        reasons[chosen] = reason
-    else:
-        chosen = "aten"
-    for name, reason in reasons.items():
-        # One kind of kernels is enough.
-        is_missed = chosen == "aten" or not _unavailable_reason(name)
-        if is_missed and reason != _NO_GPU:
+    # One kind of kernels is enough.
+    for name, reason in (failing if chosen != "aten" else {**missing, **failing}).items():
+        if reason != _NO_GPU:
             _warn_once(f"ampfast does not use its backend {name!r}: {reason}")
     return chosen
 

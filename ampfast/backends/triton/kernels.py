@@ -289,10 +289,8 @@ def _update(pointers, norm_ptr, flag, growth_factor, backoff_factor, growth_inte
     """
     scale_ptr, growth_tracker_ptr, state_ptr = pointers
     skipped = flag != 0.0
-    found = skipped
-    if state_ptr is not None:
-        # Only a state knows of spikes.
-        found = skipped & ~(tl.abs(flag) < _SPIKE_BOUND)
+    # Only a state knows of spikes.
+    found = skipped if state_ptr is None else skipped & ~(tl.abs(flag) < _SPIKE_BOUND)
     spiked = skipped & ~found
     before = tl.load(scale_ptr)
     tracker = tl.load(growth_tracker_ptr).to(tl.int64)
@@ -420,9 +418,8 @@ def multi_tensor(
     `coefficient_ptr`. Of pairs float32 values are written.
     """
     chunks_ptr = table_ptr + word
-    chunk = tl.program_id(0)
     # In turn, so that all programs read one part of the list at a time.
-    step = tl.num_programs(0)
+    chunk, step = tl.program_id(0), tl.num_programs(0)
     fields = _load_chunk(chunks_ptr, chunk, PAIRED)
     factor = _load_factor(factor_ptr, FACTOR)
     factors = (
@@ -600,8 +597,7 @@ def measure(
 ):
     """Health of gradients of one dtype: adds the range of values to parameters' rows."""
     SIZE: tl.constexpr = DTYPE.primitive_bitwidth // 8
-    chunk = tl.program_id(0)
-    step = tl.num_programs(0)
+    chunk, step = tl.program_id(0), tl.num_programs(0)
     vector, lane = _lanes(DTYPE, THREADS, PAIRED)
     while chunk < chunks:
         fields = _load_chunk(table_ptr + word, chunk, PAIRED)
@@ -630,12 +626,11 @@ def narrow(
     PAIRED: tl.constexpr,
 ):
     """Rounds the float32 values of pairs to 16 bits, unless a flag is set."""
-    chunk = tl.program_id(0)
-    end, step = chunks, tl.num_programs(0)
+    chunk, step = tl.program_id(0), tl.num_programs(0)
     if found_inf_ptr is not None:
-        end = tl.where(tl.load(found_inf_ptr) != 0.0, 0, end)
+        chunks = tl.where(tl.load(found_inf_ptr) != 0.0, 0, chunks)
     vector, lane = _lanes(DTYPE, THREADS, PAIRED)
-    while chunk < end:
+    while chunk < chunks:
         fields = _load_chunk(table_ptr + word, chunk, PAIRED)
         left, is_edge, base, edge_ptr, source, edge_source = _parts(fields, DTYPE, THREADS, PAIRED)
         edges = tl.load(edge_source, mask=is_edge, other=0.0)
