@@ -15,9 +15,11 @@ endif
 ifneq ($(filter demo,$(MAKECMDGOALS)),)
 ifeq ($(wildcard .venv/.installed),)
 # With little more than torch, whose default build for Linux brings CUDA, several GB. What torch
-# needs comes with the rest.
+# needs comes with the rest. What draws is installed beside it.
 VENV ?= .venv-demo
-NEEDS ?= requirements/demo.txt
+NEEDS ?= requirements/build.txt
+DRAWS := $(VENV:=/.draws)
+MAKEFLAGS += --jobs=2
 SMALL_TORCH ?= --no-deps --extra-index-url https://download.pytorch.org/whl/cpu
 endif
 endif
@@ -216,8 +218,12 @@ $(VENV)/.torch: requirements/torch.txt $(VENV)/pyvenv.cfg
 	$(RUN) -m pip install $(SMALL_TORCH) -r $<
 	@touch $@
 
+$(VENV)/.draws: requirements/demo.txt $(VENV)/pyvenv.cfg
+	@$(RUN) -m pip install --quiet -r $<
+	@touch $@
+
 # The first file includes the others.
-$(VENV)/.installed: $(NEEDS) $(VENV)/.torch
+$(VENV)/.installed: $(NEEDS) $(VENV)/.torch $(DRAWS)
 	$(RUN) -m pip install -r $< -r requirements/torch.txt
 	@touch $@
 

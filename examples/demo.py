@@ -400,6 +400,8 @@ def _fused_sgd(device: torch.device, seed: int) -> dict[str, list[list[float]]]:
                 scaler.step(optimizer)
                 scaler.update()
                 curve.append(loss.item())
+                if not math.isfinite(curve[-1]):
+                    break  # and stays so
         losses[name].append(curve)
     return losses
 
