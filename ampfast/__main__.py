@@ -24,15 +24,14 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--version", action="version", version=f"ampfast {ampfast.__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
 
-    command = commands.add_parser(
+    info = commands.add_parser(
         "info",
         help="versions, devices and available backends",
         description="Prints versions, devices, each backend with the reason where it cannot run, "
         "and which backend the gradients of each device get.",
     )
-    _add_json(command)
 
-    command = commands.add_parser(
+    run = commands.add_parser(
         "run",
         help="your training script with ampfast's scaler in place of torch's",
         usage="python -m ampfast run [--clip] [-m] SCRIPT [ARGS...]",
@@ -41,17 +40,16 @@ def main(arguments: list[str] | None = None) -> int:
         "share of a step. For several ranks torchrun starts it, and rank 0 prints the line: "
         "torchrun --nproc_per_node 2 -m ampfast run SCRIPT ARGS...",
     )
-    command.add_argument(
+    run.add_argument(
         "--clip",
         action="store_true",
         help="replace torch.nn.utils.clip_grad_norm_, too: faster, and rounded differently",
     )
-    command.add_argument("--record", help=argparse.SUPPRESS)
-    command.add_argument("--stop", type=int, help=argparse.SUPPRESS)
-    command.add_argument("--keep-torch", action="store_true", help=argparse.SUPPRESS)
-    _add_program(command)
+    run.add_argument("--record", help=argparse.SUPPRESS)
+    run.add_argument("--stop", type=int, help=argparse.SUPPRESS)
+    run.add_argument("--keep-torch", action="store_true", help=argparse.SUPPRESS)
 
-    command = commands.add_parser(
+    compare = commands.add_parser(
         "compare",
         help="your training script with torch's scaler and with ampfast's, side by side",
         usage="python -m ampfast compare [--steps N] [--json] [--plot FILE] [-m] SCRIPT [ARGS...]",
@@ -66,16 +64,37 @@ def main(arguments: list[str] | None = None) -> int:
         "code: 0 if equal, or if the script does not repeat itself; 1 if different; 2 if there was "
         "nothing to compare.",
     )
-    _add_compared(command)
-    _add_program(command)
+    behind = argparse.ArgumentParser(
+        prog=compare.prog, usage=compare.usage, add_help=False, allow_abbrev=False
+    )
+    for command in (info, compare, behind):
+        command.add_argument(
+            "--json", dest="as_json", action="store_true", help="print one JSON object"
+        )
+    for command in (compare, behind):
+        command.add_argument(
+            "--steps", type=_positive, metavar="N", help="end each run after N updates of the scale"
+        )
+        command.add_argument(
+            "--plot", metavar="FILE", help="draw losses, scales and times, with matplotlib"
+        )
+    for command in (run, compare):
+        command.add_argument(
+            "-m", dest="is_module", action="store_true", help="SCRIPT is the name of a module"
+        )
+        command.add_argument("program", metavar="SCRIPT", help="path of your script")
+        command.add_argument(
+            "arguments", metavar="ARGS", nargs=argparse.REMAINDER, help="its own arguments"
+        )
 
-    options = parser.parse_args(arguments)
+    options, unknown = parser.parse_known_args(arguments)
+    if unknown:
+        named = commands.choices.get(options.command, parser)
+        named.error(f"unrecognized arguments: {' '.join(unknown)}")
     if options.command is None:
         parser.print_help()
         return 2
     if options.command == "compare":
-        behind = argparse.ArgumentParser(usage=command.usage, add_help=False, allow_abbrev=False)
-        _add_compared(behind)
         words = [*options.arguments, "--"]
         end = words.index("--")
         _, rest = behind.parse_known_args(words[:end], options)
@@ -89,32 +108,6 @@ def main(arguments: list[str] | None = None) -> int:
     given = vars(options)
     code: int = importlib.import_module(f"ampfast.{given.pop('command')}").run(**given)
     return code
-
-
-def _add_json(command: argparse.ArgumentParser) -> None:
-    command.add_argument(
-        "--json", dest="as_json", action="store_true", help="print one JSON object"
-    )
-
-
-def _add_compared(command: argparse.ArgumentParser) -> None:
-    _add_json(command)
-    command.add_argument(
-        "--steps", type=_positive, metavar="N", help="end each run after N updates of the scale"
-    )
-    command.add_argument(
-        "--plot", metavar="FILE", help="draw losses, scales and times, with matplotlib"
-    )
-
-
-def _add_program(command: argparse.ArgumentParser) -> None:
-    command.add_argument(
-        "-m", dest="is_module", action="store_true", help="SCRIPT is the name of a module"
-    )
-    command.add_argument("program", metavar="SCRIPT", help="path of your script")
-    command.add_argument(
-        "arguments", metavar="ARGS", nargs=argparse.REMAINDER, help="its own arguments"
-    )
 
 
 def _positive(text: str) -> int:

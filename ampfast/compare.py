@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 
+from ampfast.run import NEVER_UPDATED
+
 SCHEMA = 1
 # Updates of the third run, which tells whether torch's repeats itself.
 _SHORT = 20
@@ -35,6 +37,10 @@ _VERDICTS = {
     "equal": "The training is equal bit for bit.",
     "different": "The training DIFFERS, and torch's scaler repeats itself at that step.",
     "not repeatable": "So a difference from ampfast says nothing.",
+}
+_NAN_VERDICTS = {
+    "different": f"They differ because {_NAN}.",
+    "not repeatable": "Only the NaN does: fused SGD reads uninitialised memory after an overflow.",
 }
 
 
@@ -136,16 +142,17 @@ def _records(called: list[str], number: int, stop: int | None) -> list[dict[str,
                 stdout=output,
                 stderr=subprocess.STDOUT,
             ).returncode
-        if code != 0:
-            tail = log.read_text(errors="replace").splitlines()[-30:]
-            start = f"failed with {name} scaler, with exit code {code}; the end of its output:"
-            raise _CannotCompareError("\n".join([start, *tail]))
         records: list[dict[str, Any]] = json.loads(file.read_text()) if file.exists() else []
+        tail = log.read_text(errors="replace").splitlines()[-30:]
     updated = [record for record in records if record["steps"]]
+    is_enabled = any(record["is_enabled"] for record in records)
+    if code != 0:
+        start = f"failed with {name} scaler, with exit code {code}; the end of its output:"
+        tail += [f"ampfast: {NEVER_UPDATED}"] if is_enabled and not updated else []
+        raise _CannotCompareError("\n".join([start, *tail]))
     if not is_ours and any(record["is_ampfast"] for record in records):
         raise _CannotCompareError(_IS_OURS)
     if not updated:
-        is_enabled = any(record["is_enabled"] for record in records)
         raise _CannotCompareError(
             _NO_SCALER if not records else _NO_UPDATE if is_enabled else _DISABLED
         )
@@ -200,10 +207,8 @@ def describe(facts: dict[str, Any]) -> str:
     )
     lines.append(f"A second run with torch's scaler, of {steps} steps, {told}")
     lines.append(_VERDICTS[facts["verdict"]])
-    if facts["verdict"] == "different" and any(_NAN in line for line in lines):
-        lines.append(f"They differ because {_NAN}.")
-    if facts["verdict"] == "not repeatable" and any(_NAN in line for line in lines):
-        lines.append("Only the NaN does: fused SGD reads uninitialised memory after an overflow.")
+    if any(_NAN in line for line in lines):
+        lines.append(_NAN_VERDICTS[facts["verdict"]])
     if noise > _NOISY:
         lines.append(
             f"The times tell nothing: torch's own two runs differ {noise:.1f} times (is the "

@@ -16,6 +16,7 @@ import torch
 import ampfast
 from ampfast.watch import Record, Watch
 
+NEVER_UPDATED = "the gradient scaler was never updated: its update() was not called"
 # Scalers that are described.
 _MOST = 4
 
@@ -115,7 +116,7 @@ def describe(record: Record) -> str:
     if not scaler._enabled:
         return "the gradient scaler is disabled, by enabled=False or for want of CUDA"
     if not record.steps:
-        return "the gradient scaler was never updated: its update() was not called"
+        return NEVER_UPDATED
     is_ours = isinstance(scaler, ampfast.GradScaler)
     skipped = f"{scaler.stats().skipped} skipped" if is_ours else "of torch's class, not ampfast's"
     text = f"{record.steps} steps, {skipped}, final scale {scaler.get_scale():.15g}; "

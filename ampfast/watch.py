@@ -51,6 +51,12 @@ class Record:
         """Number of iterations."""
         return len(self.times["own"])
 
+    @property
+    def on_gpu(self) -> bool:
+        """Whether the scale is on a GPU, as far as it is known."""
+        # A disabled scaler has none, an enabled one from its first call on.
+        return getattr(getattr(self.scaler, "_scale", None), "is_cuda", False)
+
     def medians(self) -> dict[str, float]:
         """Returns the medians of the times, less those of a warm-up, and the scaler's share."""
         after = {name: times[_WARM_UP:] or times for name, times in self.times.items()}
@@ -143,19 +149,14 @@ class Watch:
             if torch.compiler.is_compiling() or self.inside is not None:
                 return method(scaler, *args, **kwargs)
             record = self.records.setdefault(id(scaler), Record(scaler))
-            scale = scaler._scale if scaler._enabled else None
-            on_gpu = scale is not None and scale.is_cuda
+            on_gpu = record.on_gpu
             if not scaler._enabled or (on_gpu and torch.cuda.is_current_stream_capturing()):
                 return method(scaler, *args, **kwargs)
             if self._keeps_values:
                 record.keep(name, args[0] if args else None)
             counts = on_gpu and 0 < record.steps < _WARM_UP
-            self.inside = record
-            try:
-                with _Reads(self) if counts else nullcontext():
-                    result = _clocked(record, 1, method, scaler, *args, **kwargs)
-            finally:
-                self.inside = None
+            with _Reads(self) if counts else nullcontext():
+                result = self._clocked(record, 1, method, scaler, *args, **kwargs)
             if name in _ENDS:
                 record.end()
                 self._ended(record)
@@ -169,31 +170,27 @@ class Watch:
             record = self.inside
             if torch.compiler.is_compiling() or record is None:
                 return step(*args, **kwargs)
-            self.inside = None
-            try:
-                return _clocked(record, -1, step, *args, **kwargs)
-            finally:
-                self.inside = record
+            return self._clocked(record, -1, step, *args, **kwargs)
 
         return call
 
-
-def _clocked(
-    record: Record, sign: int, call: Callable[..., Any], /, *args: Any, **kwargs: Any
-) -> Any:
-    """Calls; adds the time to the record's, or takes it away with that of its own events."""
-    scale = record.scaler._scale
-    on_gpu = scale is not None and scale.is_cuda
-    begin, end = (torch.cuda.Event(enable_timing=True) if on_gpu else None for _ in range(2))
-    outer = time.perf_counter_ns()
-    if begin is not None:
-        begin.record()
-    inner = time.perf_counter_ns()
-    try:
-        return call(*args, **kwargs)
-    finally:
-        inner = time.perf_counter_ns() - inner
-        if end is not None:
-            end.record()
-            record.events.append((sign * (record.steps + 1), begin, end))
-        record.spent_ns += inner if sign > 0 else outer - time.perf_counter_ns()
+    def _clocked(
+        self, record: Record, sign: int, call: Callable[..., Any], /, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Calls; adds the time to the record's, or takes it away with that of its own events."""
+        on_gpu = record.on_gpu
+        begin, end = (torch.cuda.Event(enable_timing=True) if on_gpu else None for _ in range(2))
+        outer = time.perf_counter_ns()
+        if begin is not None:
+            begin.record()
+        inner = time.perf_counter_ns()
+        self.inside = record if sign > 0 else None
+        try:
+            return call(*args, **kwargs)
+        finally:
+            self.inside = None if sign > 0 else record
+            inner = time.perf_counter_ns() - inner
+            if end is not None:
+                end.record()
+                record.events.append((sign * (record.steps + 1), begin, end))
+            record.spent_ns += inner if sign > 0 else outer - time.perf_counter_ns()

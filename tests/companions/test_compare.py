@@ -126,6 +126,16 @@ def test_what_cannot_be_compared(compared: Any, program: str) -> None:
 
 @pytest.mark.sweep
 @pytest.mark.slow
+def test_a_failure_for_want_of_an_update_says_so(compared: Any) -> None:
+    done = compared(ONE.replace("scaler.update()", ""), "train.py", "0")
+    assert done.returncode == 2
+    *_, error, hint = done.stderr.splitlines()
+    assert error == "RuntimeError: step() has already been called since the last update()."
+    assert hint == "ampfast: the gradient scaler was never updated: its update() was not called"
+
+
+@pytest.mark.sweep
+@pytest.mark.slow
 def test_program_without_a_seed_is_not_blamed_on_ampfast(compared: Any) -> None:
     done = compared(ONE.replace("torch.manual_seed(int(sys.argv[1]))", ""), "train.py")
     assert done.returncode == 0
@@ -330,3 +340,15 @@ def test_no_steps_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["compare", "--steps", "0", "train.py"])
     assert "--steps" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["run", "compare", "info"])
+def test_unknown_option_shows_the_usage_of_its_command(
+    command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as refused:
+        main([command, "--no-such-option", "train.py"][: 2 + (command != "info")])
+    assert refused.value.code == 2
+    errors = capsys.readouterr().err
+    assert errors.startswith(f"usage: python -m ampfast {command} ")
+    assert "unrecognized arguments: --no-such-option\n" in errors
