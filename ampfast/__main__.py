@@ -82,9 +82,12 @@ def main(arguments: list[str] | None = None) -> int:
         command.add_argument(
             "-m", dest="is_module", action="store_true", help="SCRIPT is the name of a module"
         )
-        command.add_argument("program", metavar="SCRIPT", help="path of your script")
+        # As one, since argparse would drop a -- behind SCRIPT.
         command.add_argument(
-            "arguments", metavar="ARGS", nargs=argparse.REMAINDER, help="its own arguments"
+            "program",
+            metavar="SCRIPT [ARGS...]",
+            nargs=argparse.PARSER,
+            help="path of your script, and its own arguments",
         )
 
     options, unknown = parser.parse_known_args(arguments)
@@ -94,6 +97,8 @@ def main(arguments: list[str] | None = None) -> int:
     if options.command is None:
         parser.print_help()
         return 2
+    if options.command in ("run", "compare"):
+        options.program, *options.arguments = options.program
     if options.command == "compare":
         words = [*options.arguments, "--"]
         end = words.index("--")

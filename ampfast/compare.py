@@ -21,7 +21,7 @@ SCHEMA = 1
 _SHORT = 20
 # Share of a step below which a scaler does not matter.
 _SMALL = 0.02
-# From which ratio of torch's own two runs on times tell nothing.
+# From which ratio of the runs' steps, without the scalers, on times tell nothing.
 _NOISY = 1.5
 
 _NO_SCALER = (
@@ -73,6 +73,9 @@ def run(
     if plot is not None and importlib.util.find_spec("matplotlib") is None:
         print("ampfast compare: --plot needs matplotlib: pip install matplotlib", file=sys.stderr)
         return 2
+    if plot is not None and not os.access(Path(plot).parent, os.W_OK):
+        print(f"ampfast compare: --plot cannot write {plot}", file=sys.stderr)
+        return 2
     called = [*(["-m"] if is_module else []), program, *arguments]
     try:
         theirs, ours = _records(called, 1, steps), _records(called, 2, steps)
@@ -107,9 +110,9 @@ def run(
         ],
     }
     if _is_first():
+        print(json.dumps(facts, indent=2) if as_json else describe(facts))
         if plot is not None:
             _draw(theirs, ours, plot)
-        print(json.dumps(facts, indent=2) if as_json else describe(facts))
     return int(verdict == "different")
 
 
@@ -197,8 +200,9 @@ def describe(facts: dict[str, Any]) -> str:
             lines.append(f"{name}: {_apart(name, *found) if found else 'equal bit for bit'}")
         lines.append("")
         share += scaler["torch"]["medians"].get("share", 1.0)
-        pair = sorted((scaler["torch"]["medians"].get("step", step), step))
-        noise = max(noise, pair[1] / max(pair[0], 1e-9))
+        medians = [scaler[run]["medians"] for run in ("torch", "ampfast", "again")]
+        rests = sorted(one["step"] - one["own"] for one in medians if "step" in one)
+        noise = max([noise, *(rests[-1] / max(rest, 1e-9) for rest in rests)])
     steps, step = facts["torch_again"].values()
     told = (
         "equals the first."
@@ -211,8 +215,8 @@ def describe(facts: dict[str, Any]) -> str:
         lines.append(_NAN_VERDICTS[facts["verdict"]])
     if noise > _NOISY:
         lines.append(
-            f"The times tell nothing: torch's own two runs differ {noise:.1f} times (is the "
-            "machine busy?)."
+            f"The times tell nothing: without the scaler, the steps of the runs differ {noise:.1f} "
+            "times (is the machine busy?)."
         )
     elif share < _SMALL:
         lines.append(

@@ -254,6 +254,12 @@ def test_options_are_refused_or_named(capsys: pytest.CaptureFixture[str]) -> Non
     assert "takes its own options behind SCRIPT, too" in capsys.readouterr().err
 
 
+def test_picture_that_cannot_be_written(say: Any, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="draws")
+    code, _, asked = say(arguments=("--plot", str(tmp_path / "missing" / "p.png")))
+    assert (code, asked) == (2, [])
+
+
 def test_torch_that_breaks_later_does_not_excuse_a_difference(say: Any) -> None:
     torchs, again = [1.0] * 40, [*([1.0] * 30), *([2.0] * 10)]
     code, _, asked = say([record(torchs)], [record([*torchs[:24], *([3.0] * 16)])], [record(again)])
@@ -275,8 +281,12 @@ def test_times_of_a_busy_machine_tell_nothing(say: Any) -> None:
     busy = record([1.0], medians={"own": 9.0, "step": 4500.0, "share": 0.01})
     quick = record([1.0] * 9, own=15.0)
     _, text, _ = say([quick], [quick], [busy])
-    assert "The times tell nothing: torch's own two runs differ 4.5 times" in text
+    told = "The times tell nothing: without the scaler, the steps of the runs differ 4.6 times"
+    assert told in text
     assert "does not matter" not in text
+    ours = record([1.0] * 9, medians={"own": 9.0, "step": 4500.0, "share": 0.01})
+    _, text, _ = say([quick], [ours], [quick])
+    assert told in text
 
 
 def test_a_difference_by_a_nan_of_torch_says_so(say: Any) -> None:
@@ -318,6 +328,7 @@ def test_gpu_has_times_and_waits_of_its_own(say: Any) -> None:
         (["--lr", "1", "--steps", "5"], ["--lr", "1"], 5),
         (["--steps=5", "--ste", "4", "x"], ["--ste", "4", "x"], 5),
         (["--lr", "--", "--steps", "5", "--", "y"], ["--lr", "--steps", "5", "--", "y"], None),
+        (["--", "--steps", "5"], ["--steps", "5"], None),
     ],
 )
 def test_options_behind_the_script(
