@@ -214,9 +214,10 @@ def describe(facts: dict[str, Any]) -> str:
     if any(_NAN in line for line in lines):
         lines.append(_NAN_VERDICTS[facts["verdict"]])
     if noise > _NOISY:
-        lines.append(
+        lines.insert(
+            0,
             f"The times tell nothing: without the scaler, the steps of the runs differ {noise:.1f} "
-            "times (is the machine busy?)."
+            "times (is the machine busy?).",
         )
     elif share < _SMALL:
         lines.append(

@@ -282,7 +282,7 @@ def test_times_of_a_busy_machine_tell_nothing(say: Any) -> None:
     quick = record([1.0] * 9, own=15.0)
     _, text, _ = say([quick], [quick], [busy])
     told = "The times tell nothing: without the scaler, the steps of the runs differ 4.6 times"
-    assert told in text
+    assert text.startswith(told)
     assert "does not matter" not in text
     ours = record([1.0] * 9, medians={"own": 9.0, "step": 4500.0, "share": 0.01})
     _, text, _ = say([quick], [ours], [quick])
