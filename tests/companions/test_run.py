@@ -124,8 +124,6 @@ def test_clipping_is_replaced_where_asked_for(python: Call) -> None:
     assert re.fullmatch(LINE, ours.stderr)
 
 
-@pytest.mark.sweep
-@pytest.mark.slow
 def test_module(python: Call) -> None:
     plain = python(SURROUNDINGS + TRAIN, "-m", "train", "some", "words")
     ours = python(SURROUNDINGS + TRAIN, "-m", "ampfast", "run", "-m", "train", "some", "words")
