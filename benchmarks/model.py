@@ -129,7 +129,13 @@ def block(results: Sequence[Results]) -> str:
             )
     header = ("list", "dtype", "pass", "tensors", "launches", "bytes", "table", "expected")
     names = (*header, *TORCH_LAUNCHES, "measured")
-    table = tables.Table("", "", "", names, lines, 3).markdown()
+    of = dict(zip(names, lines[0], strict=True))
+    example = (
+        f"For example, a {of['pass']} of {of['list']}, {of['tensors']} tensors: {of['launches']} "
+        f"launch of ours, which should take {of['expected']}; a cell of torch's reads launches: "
+        "time."
+    )
+    table = f"{example}\n\n{tables.Table('', '', '', names, lines, 3).markdown()}"
     if newest is None:
         return table
     return f"{table}\n\nMeasured on {newest.place} with {newest.versions}, {newest.date[:10]}."

@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
-from . import pictures, tables
+from . import goals, pictures, tables
 from .real_loops import ADAMW, SCHEDULED_ADAMW
 from .results import MISSED, Results, Row, write_whole
 
@@ -29,7 +29,7 @@ def loops_of(results: Results) -> dict[str, tuple[Row, Row]]:
 
 
 def readme_block(results: Results) -> str:
-    """Three real loops, what a whole step gains, and a picture."""
+    """Real loops, steps that clip, what a whole step gains, and how it was measured."""
     rows = loops_of(results)
     lines = []
     for case in LOOPS:
@@ -38,19 +38,39 @@ def readme_block(results: Results) -> str:
         if ours is not None:
             told += f", {ours.tensors} parameters{ours.call.removeprefix(ADAMW)}"
         times = [
-            tables.number(r.host_us.p50) if r and r.host_us else tables.NOT_MEASURED
+            f"{tables.number(r.host_us.p50)} us" if r and r.host_us else tables.NOT_MEASURED
             for r in (theirs, ours)
         ]
-        lines.append((told, *times, tables.times(ours and ours.vs_torch)))
-    first = "scaler's own time in a step, under bfloat16, of"
-    header = (first, "torch, us", "ampfast, us", "faster")
-    table = tables.Table("", "", "", header, lines, 1).markdown()
-    measured = {row.subject for row in results.rows}
-    drawn = [name for name in ("loops", "training") if name in measured][:1]
-    picture = [f"![{name}]({PICTURES}/{name}.svg)" for name in drawn]
-    return "\n\n".join(
-        (_heading(results, f"{RESULTS}/"), table, tables.gain_of_a_step(results), *picture)
-    )
+        lines.append((f"scaler alone: {told}", "-", *times, tables.times(ours and ours.vs_torch)))
+    clipped = clipped_steps(results)
+    first = "time under bfloat16 of"
+    header = (first, "no scaler", "torch's scaler", "ampfast", "faster than torch's")
+    table = tables.Table("", "", "", header, lines + clipped, 1).markdown()
+    told = tables.gain_of_a_step(results)
+    if clipped:
+        step, none, theirs, ours, _ = clipped[0]
+        told = (
+            f"For example, a {step}: torch clips it in {none} without a scaler and in {theirs} "
+            f"with its scaler; ampfast's scaler, which clips, too, takes {ours}. {told}"
+        )
+    return "\n\n".join((told, table, _heading(results, f"{RESULTS}/")))
+
+
+def clipped_steps(results: Results) -> list[tuple[str, ...]]:
+    """Lines of whole steps that torch clips, without a scaler and with its own, or ampfast's."""
+    at = {row.name: row for row in results.rows if row.subject == "training" and row.ms}
+    lines = []
+    for ours in at.values():
+        if ours.call == f"{ours.replaces} by the scaler" and "fused" not in ours.call:
+            place = ("training", ours.case, ours.dtype, ours.replaces)
+            sides = (at.get((*place, tables.NO_SCALER)), at.get((*place, "torch")), ours)
+            times = [
+                f"{tables.number(r.ms.p50)} ms" if r and r.ms else tables.NOT_MEASURED
+                for r in sides
+            ]
+            told = f"whole step, clipped: {ours.case}, {ours.replaces.removesuffix(', clip')}"
+            lines.append((told, *times, tables.times(ours.vs_torch)))
+    return lines
 
 
 def docs_block(results: Results) -> str:
@@ -61,11 +81,16 @@ def docs_block(results: Results) -> str:
     for table in tables.of(results):
         name = names.get(table.subject, table.subject)
         image = [f"![{table.title}](measured/{name}.svg)"] if name in drawn else []
-        parts += [f"### {table.title}", table.how, *image, table.markdown()]
-    missed = tables.of_goals([goal for goal in results.goals if goal.verdict == MISSED])
+        told = " ".join(filter(None, (table.how, table.example)))
+        parts += [f"### {table.title}", told, *image, table.markdown()]
+    missed = [goal for goal in results.goals if goal.verdict == MISSED]
+    table = tables.of_goals(missed)
+    kinds = dict.fromkeys(goal.subject for goal in results.goals)
     parts += [
-        "### Goals that were not met",
-        *([missed.how, missed.markdown()] if missed.lines else ["None."]),
+        "### Goals of our own",
+        f"{goals.WHAT} {len(missed)} of {len(results.goals)} were not met. By part of the run:",
+        "\n".join(f"- `{kind}`: {goals.KINDS.get(kind, '')}" for kind in kinds),
+        *([f"{table.how} {table.example}", table.markdown()] if missed else []),
     ]
     return "\n\n".join(parts)
 
@@ -123,6 +148,7 @@ def _heading(results: Results, folder: str) -> str:
             f"Measured on {results.place} with {results.versions}, {results.date[:10]}.",
             f"Medians, both sides in one run; all of it: [`{name}`]({folder}{name}).",
             *gpu,
+            tables.score(results),
             *results.caveats,
         )
     )

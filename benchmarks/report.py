@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import base64
-from collections import Counter
+from collections import Counter, defaultdict
 from pathlib import Path
 
 from jinja2 import Environment, FileSystemLoader
 
-from . import pictures, tables
+from . import goals, pictures, tables
 from .results import VERDICTS, Results, write_whole
 
 PAGE = "report.html"
@@ -31,6 +31,9 @@ def write(results: Results, folder: Path) -> Path:
     """Writes the page and its pictures, and returns the page's path."""
     figures = pictures.draw(results)
     drawn = [base64.b64encode(pictures.svg(each).encode()).decode() for each in figures.values()]
+    kinds: dict[str, Counter[str]] = defaultdict(Counter)
+    for goal in results.goals:
+        kinds[goal.subject][goal.verdict] += 1
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent),
         autoescape=True,
@@ -42,7 +45,10 @@ def write(results: Results, folder: Path) -> Path:
         score=tables.score(results),
         sentences=[*tables.sentences(results), tables.gain_of_a_step(results)],
         pictures=list(zip(figures, drawn, strict=True)),
-        verdicts=Counter(goal.verdict for goal in results.goals),
+        verdicts=sum(kinds.values(), Counter()),
+        kinds=kinds,
+        explained=goals.KINDS,
+        what_goals_are=goals.WHAT,
         all_verdicts=VERDICTS,
         goals=[tables.of_goals(results.goals)] if results.goals else [],
         tables=tables.of(results),

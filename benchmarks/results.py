@@ -198,11 +198,9 @@ class Results:
             self.machine.get("cores") or 1
         )
         failed = sum(note.startswith("FAILED") for note in self.notes)
-        missed = sum(goal.verdict == MISSED for goal in self.goals)
         return [
             *([] if self.complete else ["The run was not complete; its notes say why."]),
             *([f"{failed} of its parts failed."] if failed else []),
-            *([f"{missed} of {len(self.goals)} goals of our own were not met."] if missed else []),
             *([f"The load average was {load:.1f} when it began."] if is_busy else []),
             *([f"{self.during} The machine was BUSY: do not trust the times."] if taken else []),
         ]

@@ -90,6 +90,31 @@ class Table:
         rule = ["---"] * self.names + ["--:"] * (len(self.header) - self.names)
         return "\n".join(f"| {' | '.join(line)} |" for line in (self.header, rule, *self.lines))
 
+    @property
+    def example(self) -> str:
+        """Sentence that reads a row aloud: the first one with the most figures; or nothing."""
+        if not self.lines:
+            return ""
+        line = min(self.lines, key=lambda line: line.count("-"))
+        cells = dict(zip(reversed(self.header), reversed(line), strict=True))
+        row = ", ".join(line[: self.names])
+        if "at most" in cells:
+            told = f"was to take at most {cells['at most']} times as long as {cells['over']}"
+            return f"For example, {', '.join(line[1:6])}: it {told}, and took {cells['measured']}."
+        units = [unit for unit in ("us", "ms") if cells.get(f"ampfast, {unit}", "-") != "-"]
+        sides = (*OTHERS, "ampfast")
+        found = [
+            f"{side} {cells[head]} {unit}"
+            for unit in units[:1]
+            for side in sides
+            if cells.get(head := f"{side}, {unit}", "-") != "-"
+        ]
+        if (ratio := cells.get("faster", "-")) != "-":
+            found.append(f"so ampfast is {ratio if 'slower' in ratio else f'{ratio} faster'}")
+        elif (over := cells.get("ampfast, over none", "-")) != "-":
+            found.append(f"that is {over} of the time without")
+        return f"For example, {row}: {', '.join(found)}." if found else ""
+
 
 def number(value: float | None) -> str:
     """Three significant digits without an exponent, or a dash for a missing value."""
@@ -187,7 +212,7 @@ def of_subject(subject: str, rows: Sequence[Row]) -> Table:
             continue
         for row in [row for row in found if row] or [None]:
             if row and row.replaces:
-                theirs = at.get((*place, row.replaces, "torch"))
+                none, theirs = (at.get((*place, row.replaces, s)) for s in (NO_SCALER, "torch"))
             lines.append((row or theirs or none, none, loop, theirs, row))
     names = ("case", "dtype", "call", "side")[: 3 + (len(ours) > 1)]
     columns = [(head, *(getattr(line[0], head) for line in lines)) for head in names]
@@ -219,7 +244,7 @@ def of_goals(goals: Sequence[Goal]) -> Table:
         for goal in sorted(goals, key=lambda goal: -VERDICTS.index(goal.verdict))
     ]
     names = ("verdict", "subject", "case", "dtype", "call", "side", "over")
-    how = "Time of the row over that of another call, round by round, and its limit."
+    how = "Time of a call over that of another one, the median over the rounds, and its limit."
     return Table("goals", "Goals", how, (*names, "at most", "measured", "p20 to p80"), lines, 7)
 
 

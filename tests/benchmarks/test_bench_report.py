@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import html
 import re
 
 import pytest
-from sample_results import both, cpu_results, gpu_results, results
+from sample_results import both, cpu_results, gpu_results, results, spread
 
-from benchmarks import machine, pictures, report, tables
-from benchmarks.results import Row, Spread
+from benchmarks import goals, machine, pictures, report, tables
+from benchmarks.results import Results, Row, Spread
 
 
 def _tables(made):
@@ -149,6 +150,62 @@ def test_goals_that_were_not_met_come_first():
     )
 
 
+def test_goals_are_no_caveat_and_each_kind_is_explained(tmp_path):
+    made = cpu_results()
+    made.goals = [dataclasses.replace(made.goals[0], ratio=Spread(0.6, 0.7, 0.8))]
+    assert made.caveats == []
+    text = report.write(made, tmp_path).read_text()
+    explained = text.index(
+        f"<dd>{html.escape(goals.KINDS['loops']).replace('&#x27;', '&#39;')}</dd>"
+    )
+    assert text.index("<h2>Goals") < explained < text.index('id="goals"')
+    assert "not met" not in text[: text.index("<h2>Goals")]
+    (name,) = (machine.REPOSITORY / "benchmarks/results").glob("*.json")
+    assert (
+        {goal.subject for goal in Results.read(name).goals}
+        <= set(goals.KINDS)
+        <= set(tables.SUBJECTS)
+    )
+
+
+def test_a_row_is_read_aloud():
+    found = {subject: table.example for subject, table in _tables(cpu_results()).items()}
+    assert found["loops"] == (
+        "For example, conv net, bfloat16, AdamW: torch 130 us, ampfast 50 us, so ampfast is 2.60x "
+        "faster."
+    )
+    assert found["training"] == (
+        "For example, gpt2, bfloat16, AdamW: no scaler 10 ms, torch 12.5 ms, ampfast 10 ms, so "
+        "ampfast is 1.25x faster."
+    )
+    slow = both("host", "a", "float32", "unscale", 10.0, 25.0)
+    assert tables.of(results(slow))[0].example.endswith(", so ampfast is 2.50x slower.")
+    track = Row("tracking", "a", "b", "check, overflow", "ampfast", ms=spread(2.0), over_none=1.1)
+    alone = dataclasses.replace(track, call="check", over_none=None)
+    (table,) = tables.of(results([alone, track]))
+    assert table.example == (
+        "For example, a, b, check, overflow: ampfast 2 ms, that is 1.100 of the time without."
+    )
+    assert tables.of_goals(cpu_results().goals).example == (
+        "For example, loops, conv net, bfloat16, AdamW, ampfast: it was to take at most 0.5 times "
+        "as long as AdamW, torch, and took 0.4."
+    )
+    assert tables.of_goals([]).example == ""
+
+
+def test_clipping_by_the_scaler_stands_beside_the_step_without_one():
+    rows = [
+        Row("training", "a", "b", "SGD, clip", "no scaler", ms=spread(10.0)),
+        *both("training", "a", "b", "SGD, clip", 12.0, 11.0),
+    ]
+    call = {"call": "SGD, clip by the scaler", "replaces": "SGD, clip"}
+    (table,) = tables.of(results([*rows, dataclasses.replace(rows[-1], **call)]))
+    assert [line[2:6] for line in table.lines] == [
+        ("SGD, clip", "10", "12", "11"),
+        ("SGD, clip by the scaler", "10", "12", "11"),
+    ]
+
+
 def test_pictures_show_what_was_measured():
     drawn = pictures.draw(cpu_results())
     assert list(drawn) == ["loops", "host", "throughput", "training", "clip", "growth"]
@@ -180,7 +237,8 @@ def test_the_page_opens_with_sentences_and_pictures_and_folds_tables(tmp_path):
     assert "The run was not complete; its notes say why." in text
     assert "1 of its parts failed." in text
     assert "FAILED &lt;b&gt;: torch&#39;s bits" in text
-    assert ": 1 met, 0 met within spread, 0 not met." in text
+    assert "All of them: 1 met, 0 met within spread, 0 not met." in text
+    assert "<dt>loops: 1 met, 0 met within spread, 0 not met</dt>" in text
     assert not re.search(r"https?://", text), "nothing is fetched"
     for table in tables.of(made):
         assert f'<details id="{table.subject}">' in text
