@@ -60,6 +60,22 @@ def test_no_code_hides_behind_another_fence() -> None:
     assert sum(block[0] == README for block in BLOCKS) >= 3
 
 
+def test_quoted_output_is_that_of_the_committed_runs() -> None:
+    printed = (ROOT / "benchmarks/results/printed.txt").read_text(encoding="utf-8")
+    readme, migration = (page.read_text("utf-8") for page in (README, DOCS / "migration.md"))
+    command = "python -m ampfast compare --steps 100 examples/digits.py --scaler torch\n"
+    assert readme.count(command) == migration.count(command) == printed.count(command) == 1
+    for page in (readme, migration):
+        quoted = page.split(command)[1].split("```")[0].strip()
+        lines = printed.split(command)[1].split("\n\n$ ")[0].splitlines()
+        assert [line for line in lines if line in quoted.splitlines()] == quoted.splitlines()
+    losses = re.findall(r"^cl.+?  +(\d\.\d+)  ", printed, re.MULTILINE)
+    assert len(losses) == 3
+    assert all(f" {float(loss):.2f}" in readme for loss in losses)
+    assert "in 10 seeds torch's scaler ruined 10 models" in printed
+    assert "NaN in 10 of 10 seeds" in readme
+
+
 def test_every_page_is_in_the_menu() -> None:
     settings = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
     nav = settings.split("\nnav:\n")[1].split("\n\n")[0]
