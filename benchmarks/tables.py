@@ -21,12 +21,13 @@ TIE = 0.05
 SUBJECTS = {
     "loops": (
         "Scaler's own time in training loops",
-        "scale, step less the optimizer's own time, and update, in microseconds an iteration under "
-        "autocast to bfloat16; forward and backward cool the caches before each.",
+        "Time of scale, of step without the optimizer's own, and of update, in microseconds an "
+        "iteration under autocast to bfloat16. Forward and backward leave the caches cold.",
     ),
     "host": (
         "Host time of the scaler, warm calls",
-        "Parameters of four elements, so that only overhead remains: time until the call returns.",
+        "Time until a call returns, with parameters of four elements, so that overhead alone "
+        "remains.",
     ),
     "clip": (
         "Unscaling and clipping by the norm",
@@ -44,8 +45,8 @@ SUBJECTS = {
     ),
     "growth": (
         "Growth of unscale_ and update",
-        "Lists of ever more tensors of one size, and one tensor of ever more elements. A slope is "
-        "that of the line through the larger points, per tensor or element.",
+        "Lists of ever more tensors of one size, and one tensor of ever more elements. ns each is "
+        "the slope of a line through the larger points: the time of one more tensor or element.",
     ),
     "kernels": (
         "Kernels over gradient lists",
@@ -64,13 +65,14 @@ SUBJECTS = {
     "masters": (
         "Steps with float32 master weights",
         "Check, unscaling, cast, clipping, rounding back and scale update, of float16 parameters "
-        "with new gradients in each step; the optimizer's own step does nothing. torch is by "
-        "hand, by its foreach calls, and a loop takes one parameter after the other.",
+        "with new gradients in each step; the optimizer's own step does nothing. The column torch "
+        "is by hand with torch's foreach calls, a loop by hand with one parameter after the other.",
     ),
     "decisive": (
         "What a GPU is asked first",
-        "Cold lists, by graph replay where they are small; the norm comes with a check. A read is "
-        "the maximum of as much memory in one piece, a copy that of one piece, too.",
+        "Lists that no cache holds; small ones are replayed from a CUDA graph. A norm is computed "
+        "with a check. For comparison, a read takes the maximum of as many bytes in one piece, and "
+        "a copy copies them.",
     ),
 }
 
