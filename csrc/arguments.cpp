@@ -6,13 +6,8 @@
 namespace ampfast {
 
 const at::Tensor* tensor_of(PyObject* object) {
-  if (object == Py_None) {
-    return nullptr;
-  }
-  if (!THPVariable_Check(object)) {
-    throw py::type_error("expected a tensor or None");
-  }
-  return &THPVariable_Unpack(object);
+  TORCH_CHECK_TYPE(object == Py_None || THPVariable_Check(object), "expected a tensor or None");
+  return object == Py_None ? nullptr : &THPVariable_Unpack(object);
 }
 
 AcceptedNorms accepted_norms_of(const at::Tensor* words, at::Device device) {
@@ -29,9 +24,7 @@ Clip clip_of(PyObject* tuple, at::Device device) {
   const Fields fields(tuple, kFields, "expected a Clip");
   const at::Tensor* sums = fields.tensor(kSums);
   const at::Tensor* norm = fields.tensor(kNorm);
-  if (sums == nullptr || norm == nullptr) {
-    throw py::type_error("a Clip has sums and a norm");
-  }
+  TORCH_CHECK_TYPE(sums != nullptr && norm != nullptr, "a Clip has sums and a norm");
   Clip clip;
   clip.rows = sums->numel() / 2;
   clip.sums = data_of<const double>(sums, "sums", device, 2 * clip.rows);

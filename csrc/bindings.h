@@ -2,6 +2,7 @@
 #pragma once
 
 #include <ATen/EmptyTensor.h>
+#include <torch/csrc/Exceptions.h>
 
 #include <optional>
 #include <type_traits>
@@ -59,9 +60,7 @@ const at::Tensor* tensor_of(PyObject* object);
 class Fields {
  public:
   Fields(PyObject* tuple, Py_ssize_t count, const char* name) : tuple_(tuple) {
-    if (!PyTuple_Check(tuple) || PyTuple_GET_SIZE(tuple) != count) {
-      throw py::type_error(name);
-    }
+    TORCH_CHECK_TYPE(PyTuple_Check(tuple) && PyTuple_GET_SIZE(tuple) == count, name);
   }
   PyObject* operator[](int place) const { return PyTuple_GET_ITEM(tuple_, place); }
   const at::Tensor* tensor(int place) const { return tensor_of((*this)[place]); }
@@ -105,16 +104,10 @@ PyObject* call(PyObject*, PyObject* const* args, Py_ssize_t count) {
   try {
     PyObject* result = kBody(args);
     return result != nullptr || PyErr_Occurred() != nullptr ? result : Py_NewRef(Py_None);
-  } catch (py::error_already_set& error) {
-    error.restore();
-  } catch (const py::builtin_exception& error) {
-    error.set_error();
-  } catch (const c10::Error& error) {
-    PyErr_SetString(PyExc_RuntimeError, error.what_without_backtrace());
-  } catch (const std::exception& error) {
-    PyErr_SetString(PyExc_RuntimeError, error.what());
+  } catch (const std::exception&) {
+    torch::translate_exception_to_python(std::current_exception());
+    return nullptr;
   }
-  return nullptr;
 }
 
 template <PyObject* (*kBody)(PyObject* const*), Py_ssize_t kArguments>
