@@ -111,14 +111,12 @@ PyObject* call(PyObject*, PyObject* const* args, Py_ssize_t count) {
 }
 
 template <PyObject* (*kBody)(PyObject* const*), Py_ssize_t kArguments>
-PyMethodDef method(const char* name) {
+void add_call(py::module_& m, const char* name) {
   // Through void, as CPython's own casts go: the flag tells the true type.
   void* function = reinterpret_cast<void*>(&call<kBody, kArguments>);
-  return {name, reinterpret_cast<PyCFunction>(function), METH_FASTCALL, nullptr};
-}
-
-inline void add_methods(py::module_& m, PyMethodDef* methods) {
-  if (PyModule_AddFunctions(m.ptr(), methods) != 0) {
+  static PyMethodDef method[] = {
+      {name, reinterpret_cast<PyCFunction>(function), METH_FASTCALL, nullptr}, {}};
+  if (PyModule_AddFunctions(m.ptr(), method) != 0) {
     throw py::error_already_set();
   }
 }

@@ -367,13 +367,11 @@ PyObject* have_same_entries(PyObject* const* args) {
 
 void bind_master_weights(py::module_& m) {
   py::class_<Casts>(m, "Casts").def(py::init<>()).def("finish", &Casts::finish);
-  static PyMethodDef methods[] = {method<fingerprint_of, 1>("fingerprint_of"),
-                                  method<lend_grads, 2>("lend_grads"),
-                                  method<take_grads, 1>("take_grads"),
-                                  method<stepped_pairs, 4>("stepped_pairs"),
-                                  method<have_same_entries, 4>("have_same_entries"),
-                                  {nullptr, nullptr, 0, nullptr}};
-  add_methods(m, methods);
+  add_call<fingerprint_of, 1>(m, "fingerprint_of");
+  add_call<lend_grads, 2>(m, "lend_grads");
+  add_call<take_grads, 1>(m, "take_grads");
+  add_call<stepped_pairs, 4>(m, "stepped_pairs");
+  add_call<have_same_entries, 4>(m, "have_same_entries");
 }
 
 }  // namespace ampfast

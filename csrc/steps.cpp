@@ -467,24 +467,22 @@ PyObject* has_parameters(PyObject* const* args) {
 }  // namespace
 
 void bind_steps(py::module_& m) {
-  static PyMethodDef methods[] = {method<watch_casts, 1>("watch_casts"),
-                                  method<run, 2>("run"),
-                                  method<require_pass, 2>("require_pass"),
-                                  method<measure, 2>("measure"),
-                                  method<narrow, 2>("narrow"),
-                                  method<clip, 1>("clip"),
-                                  method<pass_over, 5>("pass_over"),
-                                  method<clip_over, 9>("clip_over"),
-                                  method<stamped, 2>("stamped"),
-                                  method<is_found, 1>("is_found"),
-                                  method<copy_of, 1>("copy_of"),
-                                  method<has_parameters, 3>("has_parameters"),
-                                  method<new_entry, 1>("new_entry"),
-                                  method<overrides, 2>("overrides"),
-                                  method<can_update, 1>("can_update"),
-                                  method<update, 1>("update"),
-                                  {nullptr, nullptr, 0, nullptr}};
-  add_methods(m, methods);
+  add_call<watch_casts, 1>(m, "watch_casts");
+  add_call<run, 2>(m, "run");
+  add_call<require_pass, 2>(m, "require_pass");
+  add_call<measure, 2>(m, "measure");
+  add_call<narrow, 2>(m, "narrow");
+  add_call<clip, 1>(m, "clip");
+  add_call<pass_over, 5>(m, "pass_over");
+  add_call<clip_over, 9>(m, "clip_over");
+  add_call<stamped, 2>(m, "stamped");
+  add_call<is_found, 1>(m, "is_found");
+  add_call<copy_of, 1>(m, "copy_of");
+  add_call<has_parameters, 3>(m, "has_parameters");
+  add_call<new_entry, 1>(m, "new_entry");
+  add_call<overrides, 2>(m, "overrides");
+  add_call<can_update, 1>(m, "can_update");
+  add_call<update, 1>(m, "update");
 }
 
 }  // namespace ampfast
