@@ -229,10 +229,6 @@ class MasterWeights(torch.optim.Optimizer):
         return _restored, (self._master_weights_of,), self.__getstate__()
 
 
-# The core casts the gradients of these in its own pass.
-core.watch_casts(MasterWeights)
-
-
 def casts_of(optimizer: torch.optim.Optimizer) -> core.Casts | None:
     """Returns the casts of an optimizer's gradients; None without master weights."""
     return optimizer._masters.casts if isinstance(optimizer, MasterWeights) else None

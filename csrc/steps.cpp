@@ -130,6 +130,8 @@ PyObject* clip(PyObject* const* args) {
 PyObject* const kFlagsName = PyUnicode_InternFromString("found_inf_per_device");
 PyObject* const kGroupsName = PyUnicode_InternFromString("param_groups");
 PyObject* const kStageName = PyUnicode_InternFromString("stage");
+// Of classes of optimizers whose gradients are cast.
+PyObject* const kCastingName = PyUnicode_InternFromString("_master_weights_of");
 
 // The mark of an optimizer as unscaled, with a flag that says "skip" until its pass is over:
 // whatever ends that one early, nobody steps on gradients that are half written. Made before the
@@ -160,15 +162,6 @@ class Mark {
   py::object before_[2];
 };
 
-// The class of optimizers whose gradients are cast; null without one.
-PyObject* casting = nullptr;
-
-// watch_casts(casting)
-PyObject* watch_casts(PyObject* const* args) {
-  Py_XDECREF(std::exchange(casting, Py_NewRef(args[0])));
-  return nullptr;
-}
-
 // An optimizer's gradients, if a plain walk takes them and the factor of a pass over them is plain.
 struct Gradients {
   py::object casts = py::none();
@@ -184,8 +177,7 @@ struct Gradients {
     if (!groups) {
       throw py::error_already_set();
     }
-    if (writes && casting != nullptr &&
-        PyType_IsSubtype(Py_TYPE(optimizer), reinterpret_cast<PyTypeObject*>(casting)) != 0) {
+    if (writes && _PyType_Lookup(Py_TYPE(optimizer), kCastingName) != nullptr) {
       casts = py::reinterpret_borrow<py::object>(optimizer).attr("_masters").attr("casts");
     }
     Reading reading;
@@ -467,7 +459,6 @@ PyObject* has_parameters(PyObject* const* args) {
 }  // namespace
 
 void bind_steps(py::module_& m) {
-  add_call<watch_casts, 1>(m, "watch_casts");
   add_call<run, 2>(m, "run");
   add_call<require_pass, 2>(m, "require_pass");
   add_call<measure, 2>(m, "measure");
