@@ -173,10 +173,7 @@ struct Gradients {
     if (!kHasLock || (factor != Py_None && scalar_of(factor, at::kFloat) == nullptr)) {
       return;
     }
-    groups = py::reinterpret_steal<py::object>(PyObject_GetAttr(optimizer, kGroupsName));
-    if (!groups) {
-      throw py::error_already_set();
-    }
+    groups = py::getattr(optimizer, kGroupsName);
     if (writes && _PyType_Lookup(Py_TYPE(optimizer), kCastingName) != nullptr) {
       casts = py::reinterpret_borrow<py::object>(optimizer).attr("_masters").attr("casts");
     }
@@ -405,12 +402,7 @@ PyObject* update(PyObject* const* args) {
 
 // new_entry(stage) -> an optimizer's entry, as torch makes it
 PyObject* new_entry(PyObject* const* args) {
-  py::dict entry, flags;
-  if (PyDict_SetItem(entry.ptr(), kStageName, args[0]) != 0 ||
-      PyDict_SetItem(entry.ptr(), kFlagsName, flags.ptr()) != 0) {
-    throw py::error_already_set();
-  }
-  return entry.release().ptr();
+  return Py_BuildValue("{OOO{}}", kStageName, args[0], kFlagsName);
 }
 
 // overrides(scaler, hooks) -> whether its class or the scaler itself has another method than the
