@@ -11,6 +11,7 @@
 #include <torch/csrc/autograd/python_variable.h>
 
 #include <algorithm>
+#include <array>
 
 #include "master_weights.h"
 
@@ -20,6 +21,9 @@ namespace {
 
 // Parameters looked at together.
 constexpr Py_ssize_t kTogether = 16;
+
+// In the order of `Dtype`.
+constexpr std::array kDtypes{at::kFloat, at::kDouble, at::kHalf, at::kBFloat16};
 
 // A plain tensor has the keys of its backend and of what every tensor has, and no others: no
 // conjugate, no negative, no functorch wrapper, no Python subclass, no sparse or quantized layout.
@@ -45,8 +49,7 @@ bool is_aligned(const at::Tensor& tensor) {
 }
 
 bool has_known_dtype(const at::Tensor& tensor) {
-  const at::ScalarType type = tensor.scalar_type();
-  return type == at::kFloat || type == at::kHalf || type == at::kBFloat16 || type == at::kDouble;
+  return std::find(kDtypes.begin(), kDtypes.end(), tensor.scalar_type()) != kDtypes.end();
 }
 
 [[noreturn]] C10_NOINLINE void refuse_storage(size_t needed, size_t there) {
@@ -73,18 +76,9 @@ C10_ALWAYS_INLINE char* memory_of(const at::Tensor& tensor, bool writes) {
 }  // namespace
 
 Dtype dtype_of(at::ScalarType type) {
-  switch (type) {
-    case at::kFloat:
-      return Dtype::kFloat32;
-    case at::kDouble:
-      return Dtype::kFloat64;
-    case at::kHalf:
-      return Dtype::kFloat16;
-    case at::kBFloat16:
-      return Dtype::kBFloat16;
-    default:
-      TORCH_CHECK(false, "ampfast has no kernel for ", type);
-  }
+  const auto* known = std::find(kDtypes.begin(), kDtypes.end(), type);
+  TORCH_CHECK(known != kDtypes.end(), "ampfast has no kernel for ", type);
+  return static_cast<Dtype>(known - kDtypes.begin());
 }
 
 bool is_observed() {
