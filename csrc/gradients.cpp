@@ -188,18 +188,6 @@ at::Tensor gradient_of(const py::handle& param) {
   return THPVariable_Unpack(grad.ptr());
 }
 
-// Turns a warning of `.grad` on a non-leaf tensor into a Python warning.
-template <class Body>
-void with_python_warnings(const Body& body) {
-  torch::PyWarningHandler warnings;
-  try {
-    body();
-  } catch (...) {
-    warnings.set_in_exception();
-    throw;
-  }
-}
-
 // A walk that is under way.
 class Walker {
  public:
@@ -308,10 +296,7 @@ class Walker {
 
   bool take_irregular(PyObject* item, Py_ssize_t index, int64_t number) {
     const bool is_tensor = THPVariable_Check(item);
-    at::Tensor grad;
-    if (is_tensor) {
-      with_python_warnings([&] { grad = gradient_of(item); });
-    }
+    at::Tensor grad = is_tensor ? gradient_of(item) : at::Tensor();
     if (!is_tensor || (grad.defined() && !reading_.allow_fp16 && grad.scalar_type() == at::kHalf)) {
       found.refused = {group_, index, py::reinterpret_borrow<py::object>(item)};
       return false;
@@ -411,24 +396,16 @@ bool lacks_state(const py::iterable& params, const py::dict& state, const py::st
   // Reading the dict from end to end: looking one tensor up calls its hash in Python.
   ska::flat_hash_set<PyObject*> have;
   have.reserve(state.size());
-  PyObject* key = nullptr;
-  PyObject* entries = nullptr;
-  for (Py_ssize_t place = 0; PyDict_Next(state.ptr(), &place, &key, &entries) != 0;) {
-    if (!PyDict_Check(entries)) {
-      continue;
-    }
-    PyObject* entry = PyDict_GetItemWithError(entries, name.ptr());
+  for (const auto& [param, entries] : state) {
+    PyObject* entry =
+        PyDict_Check(entries.ptr()) ? PyDict_GetItemWithError(entries.ptr(), name.ptr()) : nullptr;
     if (entry != nullptr && entry != Py_None) {
-      have.insert(key);
+      have.insert(param.ptr());
     }
   }
-  bool lacks = false;
-  with_python_warnings([&] {
-    for (const py::handle param : params) {
-      lacks = lacks || (have.count(param.ptr()) == 0 && gradient_of(param).defined());
-    }
+  return std::any_of(params.begin(), params.end(), [&have](py::handle param) {
+    return have.count(param.ptr()) == 0 && gradient_of(param).defined();
   });
-  return lacks;
 }
 
 namespace {

@@ -226,7 +226,8 @@ bool for_each_plain_group(PyObject* param_groups, const Body& body) {
   return true;
 }
 
-// Reads `.grad` of every parameter in `param_groups`.
+// Reads `.grad` of every parameter in `param_groups`; the caller turns what torch warns of, as of
+// non-leaf tensors, into Python's warnings.
 Walk walk(PyObject* param_groups, const Reading& reading);
 
 // The same for plain lists of plain parameters, with all gradients in one list on `device`. Nothing

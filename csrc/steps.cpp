@@ -346,7 +346,7 @@ PyObject* stamped(PyObject* const* args) {
   reading.allow_fp16 = reading.writes = reading.holds = true;
   std::optional<Walk> found = plain_walk(args[0], at::kCPU, reading);
   if (!found) {
-    found = walk(args[0], reading);
+    found = torch::wrap_pybind_function(walk)(args[0], reading);
   }
   if (found->lists.size() != 1 || !found->set_aside.empty() || found->refused) {
     return nullptr;
