@@ -170,23 +170,18 @@ std::vector<int64_t> content_of(const GradList& grads, c10::StreamId stream) {
   return content;
 }
 
-struct Kept {
-  std::vector<int64_t> content;
-  std::shared_ptr<DeviceTable> table;
-};
-
 // Tables that may be used again, by fingerprint; the last used comes last. Adding one to many takes
 // no longer than to few: where gradients move at every step, each step does.
 struct Recent {
-  ska_ordered::order_preserving_flat_hash_map<int64_t, Kept> tables;
+  ska_ordered::order_preserving_flat_hash_map<int64_t, std::shared_ptr<DeviceTable>> tables;
   size_t bytes = 0;
 
   // Freeing a table may run Python, which may ask for tables: whoever drops it comes first.
-  Kept take(decltype(tables)::iterator place) {
-    Kept kept = std::move(place->second);
-    bytes -= kept.table->nbytes();
+  std::shared_ptr<DeviceTable> take(decltype(tables)::iterator place) {
+    std::shared_ptr<DeviceTable> table = std::move(place->second);
+    bytes -= table->nbytes();
     tables.erase(place);
-    return kept;
+    return table;
   }
 };
 
@@ -211,8 +206,9 @@ std::shared_ptr<DeviceTable> table_of(const GradList& grads, bool capturing) {
   const int64_t fingerprint = content.front();
   auto& [tables, bytes] = recent();
   auto known = tables.find(fingerprint);
-  const bool holds = known != tables.end() && known->second.content == content;
-  const std::shared_ptr<DeviceTable> table = holds ? known->second.table : made(grads, header);
+  const bool holds = known != tables.end() && known->second->content == content;
+  const std::shared_ptr<DeviceTable> table = holds ? known->second : made(grads, header);
+  table->content = std::move(content);
   const bool is_small = table->words.numel() <= kSmallWords;
   if (++table->uses == (is_small ? kUsesOfStep + 1 : 1)) {
     upload(*table);
@@ -222,11 +218,11 @@ std::shared_ptr<DeviceTable> table_of(const GradList& grads, bool capturing) {
     at::getHostAllocator(stream.device_type())
         ->record_event(memory.get(), memory.get_context(), stream);
   }
-  std::vector<Kept> dropped;
+  std::vector<std::shared_ptr<DeviceTable>> dropped;
   if ((known = tables.find(fingerprint)) != tables.end()) {
     dropped.push_back(recent().take(known));
   }
-  tables.insert({fingerprint, {std::move(content), table}});
+  tables.insert({fingerprint, table});
   bytes += table->nbytes();
   while (tables.size() > kLeastTables &&
          bytes > (tables.size() > kUsualTables ? kMoreBytes : kUsualBytes)) {

@@ -29,6 +29,7 @@ struct DeviceTable {
   at::Tensor partials;  // float64: the sum of squares of each chunk
   at::Tensor header;
   std::vector<Segment> segments;
+  std::vector<int64_t> content;  // of the list, as a fingerprint and what it is of
   int64_t uses = 0;
 
   size_t nbytes() const { return words.nbytes() + partials.nbytes(); }
