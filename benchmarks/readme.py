@@ -48,11 +48,11 @@ def readme_block(results: Results) -> str:
     table = tables.Table("", "", "", header, lines + clipped, 1).markdown()
     told = tables.gain_of_a_step(results)
     if clipped:
-        step, none, theirs, ours, _ = clipped[0]
+        step, *shown, _ = clipped[0]
         told = (
-            f"For example, a {step}: torch clips it in {none} without a scaler and in {theirs} "
-            f"with its scaler; ampfast's scaler, which clips, too, takes {ours}. {told}"
-        )
+            "For example, a {}: torch clips it in {} without a scaler and in {} with its scaler; "
+            "ampfast's scaler, which clips, too, takes {}. ".format(step, *shown)
+        ) + told
     return "\n\n".join((told, table, _heading(results, f"{RESULTS}/")))
 
 
