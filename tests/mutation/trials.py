@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import gc
 import importlib
+import math
 import os
 import pickle
 import signal
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -48,13 +48,11 @@ def outcomes(
         items: All tests; `with_collected` has them.
         jobs: Number of concurrent processes.
         budget: Seconds of tests for each mutant, the fastest first.
-
-    Raises:
-        SystemExit: If a test fails without any change.
     """
     paths = {str(mutant.path) for mutant in mutants}
     seconds, runs = _baseline(items, paths)
-    print(f"{len(items)} tests take {sum(seconds):.0f} s", flush=True)
+    passing = [each for each in seconds if math.isfinite(each)]
+    print(f"{len(passing)} tests take {sum(passing):.0f} s", flush=True)
     functions = [
         thing
         for thing in gc.get_objects()
@@ -103,7 +101,7 @@ def with_collected(tests: Sequence[str], work: Callable[[list[pytest.Item]], int
 def _baseline(
     items: list[pytest.Item], paths: set[str]
 ) -> tuple[list[float], dict[str, dict[int, set[int]]]]:
-    """Seconds of each test, and the tests that run each line of a file."""
+    """Seconds of each test, infinite if it fails, and the tests that run each line of a file."""
     with tempfile.NamedTemporaryFile() as results:
 
         def measure() -> int:
@@ -114,8 +112,10 @@ def _baseline(
                 tracer.switch_context(str(number))
                 start = time.process_time()
                 if _fails(item):
-                    print(f"{item.nodeid} fails without any change", file=sys.stderr)
-                    return _ONE_FAILED
+                    reporter = item.config.pluginmanager.get_plugin("terminalreporter")
+                    why = reporter.stats["failed"][-1].longreprtext
+                    print(f"{item.nodeid} is left out, since it fails as it is:\n{why}", flush=True)
+                    start = -math.inf
                 seconds.append(time.process_time() - start)
             tracer.stop()
             data = tracer.get_data()
@@ -141,8 +141,9 @@ def _chosen(
 ) -> list[int]:
     by_line = runs.get(str(mutant.path), {})
     numbers = {number for line in mutant.lines for number in by_line.get(line, ())}
+    passing = (number for number in numbers if math.isfinite(seconds[number]))
     chosen, spent = [], 0.0
-    for number in sorted(numbers, key=seconds.__getitem__):
+    for number in sorted(passing, key=seconds.__getitem__):
         spent += seconds[number]
         if chosen and spent > budget:
             break
