@@ -40,15 +40,11 @@ class Kept(NamedTuple):
 
     Attributes:
         sums: As of a `Pass`, of what was written.
-        owner: Of the gradients, held so that no others take their place in memory.
-        places: Their places in memory.
-        versions: Their versions.
+        stamp: The gradients.
     """
 
     sums: Tensor
-    owner: object
-    places: bytes
-    versions: bytes
+    stamp: core.Stamp
 
 
 # The living scalers that have kept norms or limit them.
@@ -67,12 +63,12 @@ def keep(entry: dict[str, Any], optimizer: Any, sums: Tensor, scaler: Any) -> No
         entry[LIMITED] = optimizer
     stamp = entry.pop(STAMP, None)
     if stamp is None:
-        stamp = core.stamped(optimizer.param_groups, True)
-        if stamp is None or stamp[0].device != sums.device:
-            # Written without versions that tell: another's norm may be of some of them.
-            forget()
-            return
-    entry[KEPT] = Kept(sums, *stamp)
+        stamp = core.stamped(optimizer.param_groups)
+    if stamp is None or stamp.device != sums.device or stamp.overlaps():
+        # Written without versions that tell: another's norm may be of some of them.
+        forget()
+        return
+    entry[KEPT] = Kept(sums, stamp)
 
 
 def forget() -> None:
@@ -212,10 +208,10 @@ def clip_grads_with_norm_(
         is_plain = type(total_norm) is Tensor and total_norm.dim() == 0
         is_plain = is_plain and total_norm.is_floating_point()
         if kernels is not None and given is not None and is_plain:
-            stamp = core.stamped([{"params": listed}], False)
-            if stamp is not None:
-                clip = _clip_by(moved(total_norm.detach(), stamp[0].device), given[1])
-                kernels.run(stamp[0], Pass(True, Factor.NONE, clip=clip))
+            grads = core.stamped([{"params": listed}])
+            if grads is not None:
+                clip = _clip_by(moved(total_norm.detach(), grads.device), given[1])
+                kernels.run(grads, Pass(True, Factor.NONE, clip=clip))
                 return
     torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, total_norm, foreach)
 
@@ -274,11 +270,10 @@ def _clipped(
         norm = kernels.clip_over(optimizer, {}, None, _READS, True, limit, largest, None, None)
         if norm is not None:
             return norm
-    stamp = core.stamped(groups, False)
-    if stamp is None:
+    sums, grads = _known(entries, groups) or (None, core.stamped(groups))
+    if grads is None:
         return None
-    grads, *known = stamp
-    clip = _clip_of(kernels, grads, order, limit, _known_sums(entries, *known))
+    clip = _clip_of(kernels, grads, order, limit, sums)
     is_compared = _compare(kernels, clip, params)
     if (raises or limit == math.inf) and not is_compared:
         kernels.clip(clip)
@@ -289,15 +284,12 @@ def _clipped(
     return clip.norm.to(grads.dtype)
 
 
-def _known_sums(entries: list[dict[str, Any]], places: bytes, versions: bytes) -> Tensor | None:
-    """The sums of the gradients there, if they were kept and nobody has written since."""
-    for entry in entries:
-        kept: Kept | None = entry.get(KEPT)
-        if kept is not None and kept.places == places:
-            # Once: a second clip is of other values.
-            entry.pop(KEPT, None)
-            if kept.versions == versions and not _has_ranks():
-                return kept.sums
+def _known(entries: list[dict[str, Any]], groups: list[dict[str, Any]]) -> Kept | None:
+    """What was kept of exactly these gradients, if nobody has written since; once."""
+    for entry in entries if not _has_ranks() else ():
+        if KEPT in entry and core.take(entry[KEPT].stamp, groups):
+            kept: Kept = entry.pop(KEPT)
+            return kept
     return None
 
 

@@ -356,6 +356,16 @@ void Walk::bump_versions() const {
   }
 }
 
+void Walk::hold() {
+  if (owners == nullptr) {
+    owners = std::make_shared<std::deque<at::Tensor>>();
+    for (const GradRef& ref : grads) {
+      owners->push_back(*ref.grad);
+    }
+    lists.front().hold(owners);
+  }
+}
+
 Walk walk(PyObject* param_groups, const Reading& reading) {
   Walker walker(reading, std::nullopt);
   for (const py::handle group : py::handle(param_groups)) {
@@ -378,16 +388,6 @@ std::optional<Walk> plain_walk(PyObject* param_groups, at::Device device, const 
     walker.finish();
   } catch (const c10::Error&) {  // memory that was freed
     return std::nullopt;
-  }
-  Walk& found = walker.found;
-  if (reading.holds || found.lists.front().elements() >= kElementsWorthReleasing) {
-    found.owners = std::make_shared<std::deque<at::Tensor>>();
-    for (const GradRef& ref : found.grads) {
-      found.owners->push_back(*ref.grad);
-    }
-  }
-  if (reading.holds) {
-    found.lists.front().hold(found.owners);
   }
   return std::move(walker.found);
 }

@@ -190,7 +190,6 @@ struct Reading {
   // plain tensor; returns the local shard of a distributed gradient, which is read in its place.
   py::object local_shard_of = py::none();
   Casts* casts = nullptr;  // unless null, begin
-  bool holds = false;      // a plain walk's list outlives it
 };
 
 // What a walk over an optimizer's parameters has found, in order.
@@ -203,6 +202,9 @@ struct Walk {
   std::optional<Place> refused;
   // Keeps the gradients alive; null while nobody can touch them, as Python's lock is held.
   std::shared_ptr<std::deque<at::Tensor>> owners;
+
+  // Makes a plain walk keep them alive, with its list.
+  void hold();
 
   // Tells autograd that the gradients are written.
   void bump_versions() const;

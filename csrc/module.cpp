@@ -68,7 +68,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
 #else
   m.attr("WITH_CUDA") = false;
 #endif
-  bind_steps(m);
   bind_master_weights(m);
   m.attr("CHUNK") = kChunk;
   m.attr("CPU") = device_bit(at::kCPU);
@@ -106,6 +105,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def_property_readonly("dtype", &GradList::dtype)
       .def_property_readonly("has_float64", &GradList::has_float64)
       .def_property_readonly("chunks", &GradList::chunks);
+  bind_steps(m);
 
   py::class_<Segment>(m, "Segment")
       .def_readonly("dtype", &Segment::dtype)

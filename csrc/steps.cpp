@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <functional>
 #include <optional>
 #include <string>
 #include <utility>
@@ -168,7 +169,7 @@ struct Gradients {
   py::object groups;
   std::optional<Walk> walk;
 
-  Gradients(PyObject* optimizer, PyObject* pass, bool writes, bool allow_fp16, bool holds = false) {
+  Gradients(PyObject* optimizer, PyObject* pass, bool writes, bool allow_fp16) {
     PyObject* factor = PyTuple_GET_ITEM(pass, Pass::kFactor);
     if (!kHasLock || (factor != Py_None && scalar_of(factor, at::kFloat) == nullptr)) {
       return;
@@ -180,9 +181,11 @@ struct Gradients {
     Reading reading;
     reading.allow_fp16 = allow_fp16 || !casts.is_none();
     reading.writes = writes;
-    reading.holds = holds;
     reading.casts = casts_of(casts.ptr());
     walk = plain_walk(groups.ptr(), at::kCPU, reading);
+    if (walk && list().elements() >= kElementsWorthReleasing) {
+      walk->hold();
+    }
   }
 
   const GradList& list() const { return walk->lists.front(); }
@@ -194,66 +197,104 @@ struct Gradients {
   }
 };
 
-// The places of gradients in memory, in their order, and the versions that a write leaves.
-struct Stamp {
-  py::bytes places, versions;
-
-  py::tuple with(GradList&& list) const {
-    return py::make_tuple(std::move(list), places, versions);
+// Gradients as a write left them, held so that no others take their place in memory.
+class Stamp : public GradList {
+ public:
+  // Of a write that is done now.
+  explicit Stamp(Walk& found) : GradList(std::move(found.lists.front())) {
+    found.hold();
+    hold(found.owners);
+    places_.reserve(found.grads.size());
+    for (const GradRef& ref : found.grads) {
+      ref.grad->unsafeGetTensorImpl()->bump_version();
+      places_.emplace_back(ref.grad->unsafeGetTensorImpl());
+    }
   }
+
+  // Whether some share memory: what was summed of that would count twice.
+  bool overlaps() const {
+    if (std::all_of(places_.begin(), places_.end(), std::mem_fn(&Place::is_alone))) {
+      return false;
+    }
+    Reused<Place> sorted = places_;
+    std::sort(sorted.begin(), sorted.end(),
+              [](const Place& a, const Place& b) { return std::less<>()(a.begin, b.begin); });
+    const auto meet = [](const Place& a, const Place& b) { return a.begin + a.bytes > b.begin; };
+    return std::adjacent_find(sorted.begin(), sorted.end(), meet) != sorted.end();
+  }
+
+  // Whether plain parameters have these gradients, unwritten since. Then their versions rise, for a
+  // write to come.
+  bool take(PyObject* param_groups) {
+    Reused<c10::TensorImpl*> theirs, ours;
+    const auto add_grads = [&theirs](PyObject* params) {
+      for (Py_ssize_t i = 0; i < PyList_GET_SIZE(params); ++i) {
+        if (!THPVariable_CheckExact(PyList_GET_ITEM(params, i))) {
+          return false;
+        }
+        const auto* meta = meta_of(THPVariable_Unpack(PyList_GET_ITEM(params, i)));
+        if (meta != nullptr && meta->grad_.defined()) {
+          theirs.push_back(meta->grad_.unsafeGetTensorImpl());
+        }
+      }
+      return true;
+    };
+    const auto is_unwritten = [](const Place& place) { return place == Place(place.grad); };
+    for (const Place& place : places_) {
+      ours.push_back(place.grad);
+    }
+    if (is_observed() || !for_each_plain_group(param_groups, add_grads) ||
+        theirs.size() != ours.size() ||
+        !std::all_of(places_.begin(), places_.end(), is_unwritten)) {
+      return false;
+    }
+    if (theirs != ours) {
+      std::sort(theirs.begin(), theirs.end());
+      std::sort(ours.begin(), ours.end());
+    }
+    if (theirs != ours) {
+      return false;
+    }
+    for (c10::TensorImpl* grad : ours) {
+      grad->bump_version();
+    }
+    return true;
+  }
+
+ private:
+  struct Place {
+    c10::TensorImpl* grad;
+    const char* begin;
+    size_t bytes, storage_bytes;
+    uint32_t version;
+
+    explicit Place(c10::TensorImpl* of)
+        : grad(of),
+          begin(static_cast<const char*>(of->data())),
+          bytes(of->numel() * of->itemsize()),
+          storage_bytes(of->unsafe_storage().nbytes()),
+          version(of->version_counter().current_version()) {}
+
+    bool operator==(const Place& other) const {
+      return begin == other.begin && bytes == other.bytes && storage_bytes == other.storage_bytes &&
+             version == other.version;
+    }
+
+    // A storage of torch's own with one owner has its memory for itself.
+    bool is_alone() const {
+      const c10::Storage& storage = grad->unsafe_storage();
+      return storage.use_count() == 1 &&
+             storage.data_ptr().get_deleter() ==
+                 c10::GetAllocator(storage.device_type())->raw_deleter();
+    }
+  };
+
+  Reused<Place> places_;
 };
 
-// Bytes to be filled; making them runs no Python.
-py::bytes new_bytes(size_t size) {
-  PyObject* bytes = PyBytes_FromStringAndSize(nullptr, static_cast<Py_ssize_t>(size));
-  if (bytes == nullptr) {
-    throw py::error_already_set();
-  }
-  return py::reinterpret_steal<py::bytes>(bytes);
-}
-
-// The stamp of a write that is done now. Nothing, with nothing done, where it is kept for later, as
-// gradients were `written`, and they share memory: what was summed of it would count twice.
-std::optional<Stamp> stamp_of(const Walk& found, bool written) {
-  struct Place {
-    const char* begin;
-    c10::TensorImpl* grad;
-    size_t bytes;
-  };
-  const size_t count = found.grads.size();
-  Reused<Place> sorted;
-  sorted.reserve(count);
-  for (const GradRef& ref : found.grads) {
-    sorted.push_back({static_cast<const char*>(ref.grad->const_data_ptr()),
-                      ref.grad->unsafeGetTensorImpl(), ref.grad->nbytes()});
-  }
-  std::sort(sorted.begin(), sorted.end(), [](const Place& a, const Place& b) {
-    return a.begin != b.begin ? a.begin < b.begin : a.grad < b.grad;
-  });
-  const auto overlaps = [](const Place& a, const Place& b) { return a.begin + a.bytes > b.begin; };
-  if (written && std::adjacent_find(sorted.begin(), sorted.end(), overlaps) != sorted.end()) {
-    return std::nullopt;
-  }
-  Stamp stamp{new_bytes(count * 2 * sizeof(void*)), new_bytes(count * sizeof(uint32_t))};
-  auto* places = reinterpret_cast<const void**>(PyBytes_AS_STRING(stamp.places.ptr()));
-  auto* versions = reinterpret_cast<uint32_t*>(PyBytes_AS_STRING(stamp.versions.ptr()));
-  if (written) {
-    found.bump_versions();
-  }
-  for (const Place& place : sorted) {
-    *places++ = place.grad;
-    *places++ = place.begin;
-    *versions++ = place.grad->version_counter().current_version();
-  }
-  if (!written) {
-    found.bump_versions();
-  }
-  return stamp;
-}
-
 // pass_over(optimizer, entry, unscaled, pass, allow_fp16) -> a new found_inf. An `entry` is marked
-// with the stage `unscaled` and gets the flag and, where sums are of what is written, what
-// `stamped` returns; without one, None, gradients are only read.
+// with the stage `unscaled` and gets the flag and, where sums are of what is written, a stamp;
+// without one, None, gradients are only read.
 PyObject* pass_over(PyObject* const* args) {
   std::optional<Mark> mark;
   if (args[1] != Py_None) {
@@ -263,19 +304,19 @@ PyObject* pass_over(PyObject* const* args) {
     mark.emplace(args[1]);
   }
   const Pass pass(args[3]);
-  Gradients gradients(args[0], args[3], pass.write, args[4] == Py_True, mark && pass.squares);
+  Gradients gradients(args[0], args[3], pass.write, args[4] == Py_True);
   if (!gradients.walk) {
     return nullptr;
   }
   const cpu::Work work = work_of(pass);
-  GradList& list = gradients.walk->lists.front();
   std::optional<Stamp> stamp;
   if (mark && pass.squares && gradients.casts.is_none()) {
-    stamp = stamp_of(*gradients.walk, true);
+    stamp.emplace(*gradients.walk);
   }
   if (mark) {
     mark->put(args[2]);
   }
+  const GradList& list = stamp ? *stamp : gradients.list();
   const bool found = without_gil_if_long(list, [&] { return cpu::run(list, work); });
   gradients.finish();
   if (!mark) {
@@ -283,7 +324,7 @@ PyObject* pass_over(PyObject* const* args) {
   }
   mark->set(found ? 1 : 0);
   if (stamp) {
-    py::reinterpret_borrow<py::dict>(args[1])["stamp"] = stamp->with(std::move(list));
+    py::reinterpret_borrow<py::dict>(args[1])["stamp"] = std::move(*stamp);
   }
   return THPVariable_Wrap(mark->flag());
 }
@@ -340,10 +381,10 @@ PyObject* clip_over(PyObject* const* args) {
   return THPVariable_Wrap(norm);
 }
 
-// stamped(param_groups, written) -> (list, places, versions), as in _C.pyi
+// stamped(param_groups) -> Stamp
 PyObject* stamped(PyObject* const* args) {
   Reading reading;
-  reading.allow_fp16 = reading.writes = reading.holds = true;
+  reading.allow_fp16 = reading.writes = true;
   std::optional<Walk> found = plain_walk(args[0], at::kCPU, reading);
   if (!found) {
     found = torch::wrap_pybind_function(walk)(args[0], reading);
@@ -351,8 +392,12 @@ PyObject* stamped(PyObject* const* args) {
   if (found->lists.size() != 1 || !found->set_aside.empty() || found->refused) {
     return nullptr;
   }
-  const std::optional<Stamp> stamp = stamp_of(*found, args[1] == Py_True);
-  return stamp ? stamp->with(std::move(found->lists.front())).release().ptr() : nullptr;
+  return py::cast(Stamp(*found)).release().ptr();
+}
+
+// take(stamp, param_groups) -> bool
+PyObject* take(PyObject* const* args) {
+  return PyBool_FromLong(py::cast<Stamp&>(py::handle(args[0])).take(args[1]));
 }
 
 // is_found(flags) -> bool, as torch adds flags on the CPU
@@ -458,7 +503,8 @@ void bind_steps(py::module_& m) {
   add_call<clip, 1>(m, "clip");
   add_call<pass_over, 5>(m, "pass_over");
   add_call<clip_over, 9>(m, "clip_over");
-  add_call<stamped, 2>(m, "stamped");
+  add_call<stamped, 1>(m, "stamped");
+  add_call<take, 2>(m, "take");
   add_call<is_found, 1>(m, "is_found");
   add_call<copy_of, 1>(m, "copy_of");
   add_call<has_parameters, 3>(m, "has_parameters");
@@ -466,6 +512,7 @@ void bind_steps(py::module_& m) {
   add_call<overrides, 2>(m, "overrides");
   add_call<can_update, 1>(m, "can_update");
   add_call<update, 1>(m, "update");
+  py::class_<Stamp, GradList>(m, "Stamp").def("overlaps", &Stamp::overlaps);
 }
 
 }  // namespace ampfast

@@ -158,14 +158,14 @@ class World:
 
 def test_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     kinds: list[str] = []
-    plain = clip_grad._known_sums
+    plain = clip_grad._known
 
     def spied(*given: Any) -> Any:
-        sums = plain(*given)
-        kinds.append("read" if sums is None else "kept")
-        return sums
+        kept = plain(*given)
+        kinds.append("read" if kept is None else "kept")
+        return kept
 
-    monkeypatch.setattr(clip_grad, "_known_sums", spied)
+    monkeypatch.setattr(clip_grad, "_known", spied)
     clips = 0
     for seed in range(FIRST, FIRST + PROGRAMS):
         sides = [World(seed, ours) for ours in (True, False)]

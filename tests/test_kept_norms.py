@@ -31,16 +31,14 @@ INF = math.inf
 def measured(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Whether each clip took a kept norm."""
     taken: list[str] = []
-    plain = clip_grad._known_sums
+    plain = clip_grad._known
 
-    def spied(entries: Any, places: bytes, versions: bytes) -> Any:
-        kept = [entry[clip_grad.KEPT] for entry in entries if clip_grad.KEPT in entry]
-        sums = plain(entries, places, versions)
-        is_stale = any(each.places == places for each in kept)
-        taken.append("kept" if sums is not None else "stale" if is_stale else "read")
-        return sums
+    def spied(*given: Any) -> Any:
+        kept = plain(*given)
+        taken.append("read" if kept is None else "kept")
+        return kept
 
-    monkeypatch.setattr(clip_grad, "_known_sums", spied)
+    monkeypatch.setattr(clip_grad, "_known", spied)
     return taken
 
 
@@ -126,6 +124,7 @@ CHANGES: dict[str, Callable[[list[Any]], Any]] = {
     "added": lambda params: params.append(parameter_with(torch.ones(3))),
     "a part": lambda params: params.pop(),
     "other data": lambda params: setattr(params[2].grad, "data", torch.full((1,), 9.0)),
+    "fewer values": lambda params: setattr(params[1].grad, "data", params[1].grad.data[:9]),
     "set to none and made again": lambda params: anew(params),
     "unscaled again": lambda params: keeping().unscale_(torch.optim.SGD(params[1:], lr=1.0)),
     "a clip before": lambda params: functional.clip_grad_norm_(params, 0.1),
@@ -251,17 +250,21 @@ def test_irregular_gradients_are_not_kept() -> None:
     assert functional.clip_grad_norm_(params_of(optimizer), 1.0).item() == pytest.approx(7**0.5 / 8)
 
 
-def test_versions_and_places() -> None:
+def test_stamps() -> None:
     params = [parameter_with(torch.ones(n)) for n in (3, 4)]
-    groups = [{"params": params}]
-    _, places, versions = _C.stamped(groups, False)
-    _, same, risen = _C.stamped([{"params": params[1:]}, {"params": iter(params[:1])}], True)
-    assert places == same and versions != risen
-    assert [param.grad._version for param in params] == [2, 2]
-    assert _C.stamped(groups, False)[2] == risen
+    groups, reverse = [{"params": params}], [{"params": params[1:]}, {"params": params[:1]}]
+    other, part = _C.stamped(groups), _C.stamped([{"params": params[:1]}])
+    stamp = _C.stamped([{"params": iter(params[::-1])}])
+    assert not stamp.overlaps()
+    for given in ([], groups[:0], [{"params": params[:1]}], [{"params": tuple(params)}]):
+        assert not _C.take(stamp, given)
+    assert [param.grad._version for param in params] == [3, 2]
+    assert [_C.take(each, groups) for each in (other, part, stamp, stamp)] == [0, 0, 1, 0]
+    assert _C.take(_C.stamped(groups), reverse)
+    assert [param.grad._version for param in params] == [6, 5]
     for irregular in ([], [torch.ones(3)], [3], [parameter_with(torch.ones(8)[::2]), *params]):
-        assert _C.stamped([{"params": irregular}], True) is None
-    assert [param.grad._version for param in params] == [3, 3]
+        assert _C.stamped([{"params": irregular}]) is None
+    assert [param.grad._version for param in params] == [6, 5]
 
 
 # The default limit.
@@ -555,13 +558,15 @@ def test_a_limit_may_come_late() -> None:
     assert scaler.skip_reason(optimizer) == "spike"
 
 
-@pytest.mark.parametrize("shared", ["whole", "overlapping"])
+@pytest.mark.parametrize("shared", ["whole", "overlapping", "numpy"])
 def test_gradients_that_share_memory_are_measured_anew(shared: str, measured: list[str]) -> None:
     """Unscaling writes the shared values twice, so what it sums is not what it leaves."""
     memory = filled((5,), torch.float32, 5)
     params = [torch.nn.Parameter(torch.ones(3)) for _ in range(2)]
     params[0].grad = memory[:3]
     params[1].grad = memory[:3] if shared == "whole" else memory[2:]
+    if shared == "numpy":  # each with a storage of its own
+        params[1].grad = torch.from_numpy(memory.numpy()[1:4])
     optimizer, scaler = torch.optim.SGD(params, lr=1.0), keeping()
     scaler.unscale_(optimizer)
     expected = exact_norm(grads_of(optimizer), 1.0)
@@ -570,15 +575,18 @@ def test_gradients_that_share_memory_are_measured_anew(shared: str, measured: li
     assert "kept" not in measured
 
 
-def test_ranks_measure_anew(measured: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_ranks_measure_anew(
+    ranks: int, measured: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A collective between unscaling and clipping raises no version."""
     monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)
-    monkeypatch.setattr("torch.distributed.get_world_size", lambda: 2)
+    monkeypatch.setattr("torch.distributed.get_world_size", lambda: ranks)
     optimizer, scaler = sgd_with(*three()), keeping()
     scaler.skip_above = 1e-6
     scaler.unscale_(optimizer)
     functional.clip_grad_norm_(params_of(optimizer), 1.0)
-    assert measured == ["stale"]
+    assert measured == ["kept" if ranks == 1 else "read"]
     assert scaler.skip_reason(optimizer) == "spike"
 
 

@@ -25,8 +25,8 @@ GAMMA = 0.99  # of Accelerate's test
 def clips(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Tensor]]:
     """Runs the test under the patch; norms, each taken from the unscaling, without a host read."""
     norms: list[Tensor] = []
-    taken: list[Tensor | None] = []
-    plain, known = clip_grad._clipped, clip_grad._known_sums
+    taken: list[clip_grad.Kept | None] = []
+    plain, known = clip_grad._clipped, clip_grad._known
 
     def spied(params: list[Tensor], *rest: Any) -> Tensor:
         theirs = torch.nn.utils.get_total_norm([p.grad for p in params if p.grad is not None])
@@ -39,12 +39,12 @@ def clips(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Tensor]]:
         norms.append(norm)
         return norm
 
-    def recorded(*given: Any) -> Tensor | None:
+    def recorded(*given: Any) -> clip_grad.Kept | None:
         taken.append(known(*given))
         return taken[-1]
 
     monkeypatch.setattr(clip_grad, "_clipped", spied)
-    monkeypatch.setattr(clip_grad, "_known_sums", recorded)
+    monkeypatch.setattr(clip_grad, "_known", recorded)
     with ampfast.patch(clip_grad_norm=True):
         yield norms
 
