@@ -91,12 +91,12 @@ def caller(
     path: str, name: str, optimizers: Sequence[NoOptimizer], device: torch.device
 ) -> Callable[[int], Any]:
     """Calls for optimizers in turn, dropping the previous record, as there is no update."""
-    scaler = make_scaler(name, device, LITTLE if path == NAMED_NORM else SCALE)
+    is_named = path in (NAMED_CLIP, NAMED_NORM)
+    scale = LITTLE if path == NAMED_NORM else SCALE
+    scaler = make_scaler(name, device, scale, keep_norm=is_named)
     parameters = [optimizer.param_groups[0]["params"] for optimizer in optimizers]
     limits = [exact_norm([p.grad for p in of]) for of in parameters]
-    clip = torch.nn.utils.clip_grad_norm_
-    if path in (NAMED_CLIP, NAMED_NORM):
-        scaler._keep_norm, clip = True, functional.clip_grad_norm_
+    clip = functional.clip_grad_norm_ if is_named else torch.nn.utils.clip_grad_norm_
     if path == NAMED_NORM:
         limits = [2 * limit for limit in limits]
 
@@ -129,11 +129,10 @@ def assert_parity(case: GradCase, dtype: torch.dtype, device: torch.device, name
     for path in PASSES:
         ours = [gradient.clone() for gradient in gradients]
         optimizer = optimizer_over(ours, fused=True)
-        scaler = make_scaler(name, device, SCALE)
+        scaler = make_scaler(name, device, SCALE, keep_norm=path not in (CLIP, DEFERRED_CLIP))
         if path in (CLIP, DEFERRED_CLIP):
             norm = scaler.clip_grad_norm_(optimizer, limit, in_place=path == CLIP)
         else:
-            scaler._keep_norm = True
             scaler.unscale_(optimizer)
             norm = functional.clip_grad_norm_(optimizer.param_groups[0]["params"], limit)
         # Of the named ones in the dtype of the gradients.

@@ -68,6 +68,9 @@ class Plan:
         ours = provider not in (WITHOUT, "torch")
         return [self.path, *([self.at_once, self.by_name] if ours and self.clip else [])]
 
+    def scaler(self, provider: str, path: str, device: torch.device) -> Any:
+        return make_scaler(provider, device, SCALE, keep_norm=path == self.by_name)
+
     def optimizer(self, parameters: Sequence[Tensor]) -> torch.optim.Optimizer:
         kind: Any = self.net.optimizer
         return kind(parameters, fused=self.fused or None, **self.net.options)
@@ -118,7 +121,7 @@ class Student:
         elif self.plan.clip:
             clip = torch.nn.utils.clip_grad_norm_
             if self.path == self.plan.by_name:
-                scaler._keep_norm, clip = True, functional.clip_grad_norm_
+                clip = functional.clip_grad_norm_
             if scaler is not None:
                 scaler.unscale_(optimizer)
             clip(self.parameters, MAX_NORM)
@@ -168,7 +171,7 @@ def measure(plan: Plan, on: Setting) -> Measured:
     students = [
         Student(
             *(plan, path, name, lesson, parameters, optimizer),
-            None if name == WITHOUT else make_scaler(name, device, SCALE),
+            None if name == WITHOUT else plan.scaler(name, path, device),
         )
         for name in (WITHOUT, "torch", *names)
         for path in plan.paths(name)
@@ -225,7 +228,7 @@ def assert_parity(plan: Plan, lesson: Lesson, names: Sequence[str]) -> None:
     torchs = list(lesson.module.parameters())
 
     def student(path: str, provider: str, parameters: Sequence[Tensor]) -> Student:
-        scaler = make_scaler(provider, device, SCALE)
+        scaler = plan.scaler(provider, path, device)
         scaler.set_growth_interval(2)
         optimizer = plan.optimizer(parameters)
         return Student(plan, path, provider, lesson, parameters, optimizer, scaler)
