@@ -128,10 +128,17 @@ def clip_grad_norm_(
             if error_if_nonfinite or not is_capturing():
                 raise
     if clipped is None:
-        clipped = torch_clip_grad_norm_(listed, max_norm, norm_type, error_if_nonfinite, foreach)
-        if type(clipped) is Tensor and clipped.is_floating_point():
-            clip = _clip_by(clipped.detach(), math.inf)
-            _compare(backends.choose().kernels_for(clipped.device), clip, listed)
+        try:
+            clipped = torch_clip_grad_norm_(
+                listed, max_norm, norm_type, error_if_nonfinite, foreach
+            )
+        except RuntimeError:
+            if error_if_nonfinite:
+                grads = [param.grad for param in listed if param.grad is not None]
+                norm = torch.nn.utils.get_total_norm(grads, norm_type, foreach=foreach)
+                _compare_norm(norm, listed)
+            raise
+        _compare_norm(clipped, listed)
     return clipped
 
 
@@ -308,6 +315,13 @@ def _clip_by(norm: Tensor, limit: float) -> Clip:
     """A clipping by a norm that is known."""
     norm = norm.to(widest(norm.device))
     return Clip(norm.repeat(1, 2), limit, True, torch.empty_like(norm))
+
+
+def _compare_norm(norm: Tensor, params: list[Tensor]) -> None:
+    """`_compare` for a norm that torch's function measured."""
+    if type(norm) is Tensor and norm.is_floating_point():
+        kernels = backends.choose().kernels_for(norm.device)
+        _compare(kernels, _clip_by(norm.detach(), math.inf), params)
 
 
 def _compare(kernels: Kernels, clip: Clip, params: list[Tensor]) -> bool:

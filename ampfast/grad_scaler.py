@@ -301,9 +301,10 @@ class GradScaler(Passes):
         entry = self._per_optimizer_states[key]
         if entry["stage"] is UNSCALED or entry["stage"] is STEPPED:
             raise _not_ready(entry, "clip_grad_norm_() unscales, too.")
-        if clip_grad.keepers.values and not self._keep_norm:
+        is_hooked = overrides(self, _UNSCALE_GRADS)
+        if clip_grad.keepers.values and (is_hooked or not self._keep_norm):
             clip_grad.forget()  # another scaler may have kept the norm of these gradients
-        if overrides(self, _UNSCALE_GRADS):
+        if is_hooked:
             found_inf = torch.full((), 0.0, dtype=torch.float32, device=scale.device)
             agreement = self._ranks.agreement_on(optimizer)
             try:

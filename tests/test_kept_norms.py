@@ -318,6 +318,19 @@ def test_a_changed_gradient_obeys_the_limit() -> None:
     assert scaler.get_scale() == 8.0
 
 
+@pytest.mark.parametrize("order", [1.0, 2.0])
+def test_a_norm_that_raises_is_compared_first(order: float) -> None:
+    """Finite gradients of an infinite norm, which torch's function measures or the kernels."""
+    optimizer, scaler = sgd_with(torch.full((4,), 3e38)), started(GradScaler, 1.0)
+    scaler.skip_above = 1e6
+    scaler.unscale_(optimizer)
+    with pytest.raises(RuntimeError, match="non-finite"):
+        functional.clip_grad_norm_(params_of(optimizer), 1.0, order, error_if_nonfinite=True)
+    assert_same(grads_of(optimizer), [torch.full((4,), 3e38)])
+    scaler.step(optimizer)
+    assert scaler.skip_reason(optimizer) == "spike"
+
+
 def test_the_limit_is_also_that_of_our_own_clipping() -> None:
     optimizer, scaler = sgd_with(torch.full((4,), 8.0)), started(GradScaler)
     assert scaler.skip_above is None
@@ -607,12 +620,21 @@ class Hooked(GradScaler):
         return super()._unscale_grads_(*given)
 
 
+class HookedByTorch(GradScaler):
+    """Unscales by a hook, with torch's op."""
+
+    def _unscale_grads_(self, optimizer: Any, inv_scale: Tensor, found: Tensor, _: Any) -> Any:
+        torch._amp_foreach_non_finite_check_and_unscale_(grads_of(optimizer), found, inv_scale)
+        return {found.device: found}
+
+
 OTHERS: dict[str, Callable[[], Any]] = {
     "plain": partial(started, GradScaler),
     "policy": partial(started, GradScaler, policy=LogMax()),
     "aten": partial(started, GradScaler, backend="aten"),
     "hook": partial(started, Hooked),
     "hook that keeps": partial(started, Hooked, keep_norm=True),
+    "hook of torch's op": partial(started, HookedByTorch, keep_norm=True),
 }
 
 
