@@ -32,6 +32,8 @@ CLIP_TOLERANCE = 1e-3
 # of the same step varies by a third.
 STEPS_IN_TURN = 3
 LONGER = {"cpu": 5.0, "cuda": 2.0}
+# Three ways to clip differ by a hundredth of a step.
+CLIP_LONGER = 3.0
 # Parameter, gradient and two optimizer states, in float32.
 BYTES_PER_ELEMENT = 16
 
@@ -184,7 +186,8 @@ def measure(plan: Plan, on: Setting) -> Measured:
         Contender(student.path, student.provider, student.step, waits=True)
         for student in students
     ]
-    longer = replace(on.effort, comparison_s=LONGER[device.type] * on.effort.comparison_s)
+    times = LONGER[device.type] * (CLIP_LONGER if plan.clip else 1.0)
+    longer = replace(on.effort, comparison_s=times * on.effort.comparison_s)
     timed = time_contenders(
         *(plan.subject, case, dtype, contenders, replace(on, effort=longer)),
         cycle=STEPS_IN_TURN,
