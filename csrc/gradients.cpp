@@ -12,6 +12,7 @@
 
 #include <algorithm>
 #include <array>
+#include <deque>
 
 #include "master_weights.h"
 
@@ -52,15 +53,10 @@ bool has_known_dtype(const at::Tensor& tensor) {
   return std::find(kDtypes.begin(), kDtypes.end(), tensor.scalar_type()) != kDtypes.end();
 }
 
-[[noreturn]] C10_NOINLINE void refuse_storage(size_t needed, size_t there) {
-  TORCH_CHECK(false, "the storage of a gradient was freed or resized: ", there,
-              " bytes are left of ", needed);
-}
-
 C10_ALWAYS_INLINE void require_bytes(size_t needed, const c10::Storage& storage) {
-  if (const size_t there = storage.nbytes(); C10_UNLIKELY(needed > there)) {
-    refuse_storage(needed, there);
-  }
+  TORCH_CHECK(needed <= storage.nbytes(),
+              "the storage of a gradient was freed or resized: ", storage.nbytes(),
+              " bytes are left of ", needed);
 }
 
 // Where a dense tensor that is not empty begins.
@@ -138,7 +134,6 @@ void GradList::add(at::ScalarType dtype, char* address, int64_t numel, int64_t p
   if (list == lists_.end()) {
     list = lists_.insert(list, DtypeList{dtype});
     list->is_paired = is_paired;
-    list->spans.reserve(expected_);
   }
   list->spans.push_back({address, numel, list->chunks, parameter, wide});
   list->chunks += chunk_count(numel);
@@ -196,29 +191,24 @@ class Walker {
       : reading_(reading),
         only_(only),
         sorts_at_once_(only && reading.casts == nullptr),
-        devices_(is_observed() ? 0 : reading.devices) {
-    if (!only) {
-      found.owners = std::make_shared<std::deque<at::Tensor>>();
-    }
-  }
+        devices_(is_observed() ? 0 : reading.devices),
+        owners_(only ? nullptr : std::make_shared<std::deque<at::Tensor>>()) {}
 
   // Tells whether the walk goes on.
   bool take_group(PyObject* params) {
-    py::object held;
     if (!only_) {
       // Reading a gradient may run Python, which may change a list.
-      held = py::reinterpret_steal<py::object>(PySequence_Tuple(params));
-      if (!held) {
+      params = PySequence_Tuple(params);
+      if (params == nullptr) {
         throw py::error_already_set();
       }
-      params = held.ptr();
-      kept_.push_back(held);
+      kept_.push_back(py::reinterpret_steal<py::object>(params));
     }
     PyObject* const* items = PySequence_Fast_ITEMS(params);
     const Py_ssize_t size = PySequence_Fast_GET_SIZE(params);
     found.grads.reserve(found.grads.size() + size);
     if (sorts_at_once_ && found.lists.empty()) {
-      found.lists.emplace_back(*only_, nullptr, size);
+      found.lists.emplace_back(*only_, nullptr);
     }
     for (Py_ssize_t i = 0; i < size;) {
       const Py_ssize_t taken = take_some(items + i, std::min(kTogether, size - i), i);
@@ -328,11 +318,11 @@ class Walker {
     if (reading_.casts != nullptr) {
       reading_.casts->start(device, found.grads);
     }
-    return found.lists.emplace_back(device, found.owners, found.grads.size());
+    return found.lists.emplace_back(device, owners_);
   }
 
   void accept(const at::Tensor& grad, PyObject* item, int64_t number) {
-    found.grads.push_back({only_ ? &grad : &found.owners->emplace_back(grad), item, number});
+    found.grads.push_back({only_ ? &grad : &owners_->emplace_back(grad), item, number});
     if (sorts_at_once_) {
       found.lists.front().add(grad, reading_.writes, number);
     }
@@ -343,6 +333,7 @@ class Walker {
   // A walk that ends at anything irregular runs no Python: it borrows, and may sort at once.
   bool sorts_at_once_;
   uint64_t devices_;
+  std::shared_ptr<std::deque<at::Tensor>> owners_;  // keeps the gradients that it does not borrow
   int64_t group_ = 0;
   int64_t parameters_ = 0;
   std::vector<py::object> kept_;  // the parameters of borrowed references
@@ -357,12 +348,13 @@ void Walk::bump_versions() const {
 }
 
 void Walk::hold() {
-  if (owners == nullptr) {
-    owners = std::make_shared<std::deque<at::Tensor>>();
+  GradList& list = lists.front();
+  if (!list.is_held()) {
+    auto owners = std::make_shared<std::deque<at::Tensor>>();
     for (const GradRef& ref : grads) {
       owners->push_back(*ref.grad);
     }
-    lists.front().hold(owners);
+    list.hold(std::move(owners));
   }
 }
 

@@ -5,7 +5,6 @@
 #include <torch/csrc/autograd/variable.h>
 #include <torch/csrc/utils/pybind.h>
 
-#include <deque>
 #include <memory>
 #include <optional>
 #include <tuple>
@@ -83,9 +82,9 @@ struct DtypeList {
 class GradList {
  public:
   // `owner` holds references to all tensors that are added. One for all of them, since counting
-  // references one by one takes as long as all the rest. There is room for `expected` of a dtype.
-  GradList(at::Device device, std::shared_ptr<const void> owner, size_t expected = 0)
-      : device_(device), owner_(std::move(owner)), expected_(expected) {}
+  // references one by one takes as long as all the rest.
+  GradList(at::Device device, std::shared_ptr<const void> owner)
+      : device_(device), owner_(std::move(owner)) {}
 
   // `tensor` must be one that `is_regular` takes, and the gradient of the parameter of that number.
   // With `writes`, its data may be written.
@@ -95,6 +94,7 @@ class GradList {
            const at::Tensor* wide = nullptr);
 
   void hold(std::shared_ptr<const void> owner) { owner_ = std::move(owner); }
+  bool is_held() const { return owner_ != nullptr; }
 
   // Only the pairs.
   GradList pairs() const;
@@ -116,7 +116,6 @@ class GradList {
 
   at::Device device_;
   std::shared_ptr<const void> owner_;
-  size_t expected_;
   std::vector<DtypeList> lists_;
   at::ScalarType dtype_ = at::ScalarType::Undefined;
   int64_t chunks_ = 0;
@@ -200,8 +199,6 @@ struct Walk {
   // The first parameter that torch refuses, where the walk ends: one that is not a tensor or,
   // unless float16 is allowed, whose gradient is float16.
   std::optional<Place> refused;
-  // Keeps the gradients alive; null while nobody can touch them, as Python's lock is held.
-  std::shared_ptr<std::deque<at::Tensor>> owners;
 
   // Makes a plain walk keep them alive, with its list.
   void hold();

@@ -309,7 +309,7 @@ PyObject* stepped_pairs(PyObject* const* args) {
     }
     const at::Tensor& param = THPVariable_Unpack(item);
     if (!list) {
-      list.emplace(param.device(), owner, count);
+      list.emplace(param.device(), owner);
     }
     if (!add_if_regular(*list, item, weight, static_cast<int64_t>(number))) {
       return false;

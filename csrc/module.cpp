@@ -63,11 +63,9 @@ std::map<std::string, std::string> build_info() {
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
 #if defined(AMPFAST_WITH_CUDA)
-  m.attr("WITH_CUDA") = true;
   cuda::bind(m);
-#else
-  m.attr("WITH_CUDA") = false;
 #endif
+  m.attr("WITH_CUDA") = py::hasattr(m, "cuda_load_kernels");
   bind_master_weights(m);
   m.attr("CHUNK") = kChunk;
   m.attr("CPU") = device_bit(at::kCPU);

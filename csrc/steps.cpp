@@ -201,9 +201,7 @@ struct Gradients {
 class Stamp : public GradList {
  public:
   // Of a write that is done now.
-  explicit Stamp(Walk& found) : GradList(std::move(found.lists.front())) {
-    found.hold();
-    hold(found.owners);
+  explicit Stamp(Walk& found) : GradList((found.hold(), std::move(found.lists.front()))) {
     places_.reserve(found.grads.size());
     for (const GradRef& ref : found.grads) {
       ref.grad->unsafeGetTensorImpl()->bump_version();
