@@ -125,8 +125,8 @@ void GradList::add(const at::Tensor& tensor, bool writes, int64_t parameter,
   }
 }
 
-void GradList::add(at::ScalarType dtype, char* address, int64_t numel, int64_t parameter,
-                   float* wide) {
+C10_ALWAYS_INLINE void GradList::add(at::ScalarType dtype, char* address, int64_t numel,
+                                     int64_t parameter, float* wide) {
   const bool is_paired = wide != nullptr;
   auto list = std::find_if(lists_.begin(), lists_.end(), [=](const DtypeList& each) {
     return each.dtype == dtype && each.is_paired == is_paired;

@@ -445,7 +445,10 @@ PyObject* update(PyObject* const* args) {
 
 // new_entry(stage) -> an optimizer's entry, as torch makes it
 PyObject* new_entry(PyObject* const* args) {
-  return Py_BuildValue("{OOO{}}", kStageName, args[0], kFlagsName);
+  py::dict entry;
+  entry[kStageName] = py::handle(args[0]);
+  entry[kFlagsName] = py::dict();
+  return entry.release().ptr();
 }
 
 // overrides(scaler, hooks) -> whether its class or the scaler itself has another method than the
