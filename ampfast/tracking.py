@@ -233,7 +233,7 @@ class Tracking:
         self.is_empty = False
         record = self._records.get(optimizer)
         listed = [{"params": list(group)} for group in groups]
-        if record is None or not has_parameters(listed, record.references, record.sizes):
+        if record is None or not has_parameters(listed, record.groups):
             if record is not None:
                 refuse_capture("a change of an optimizer's parameters")
             record = _Record(groups, record)
@@ -253,7 +253,7 @@ class Tracking:
         record = None if self._health else self._records.get(optimizer)
         if record is None or steps is None or steps.device not in record.marks:
             return None
-        if not has_parameters(optimizer.param_groups, record.references, record.sizes):
+        if not has_parameters(optimizer.param_groups, record.groups):
             return None
         return Pass(*work[:7], record.marks[steps.device], steps, *work[9:])
 
@@ -302,10 +302,9 @@ class Tracking:
             )
 
     def _locations(self, number: int, kind: str, record: _Record) -> Iterator[_Location]:
-        params = iter(record.living())
-        for group, size in enumerate(record.sizes):
-            for index, param in enumerate(islice(params, size)):
-                place = f"group {group}, parameter {index}"
+        for group, references in enumerate(record.groups):
+            for index, reference in enumerate(references):
+                place, param = f"group {group}, parameter {index}", reference()
                 name = place if param is None else self._names.get(param, place)
                 yield name, number, kind, group, index
 
@@ -316,8 +315,8 @@ class _Record:
     def __init__(self, groups: Groups, last: _Record | None = None) -> None:
         params = list(chain.from_iterable(groups))
         # An address may be that of a new parameter; a weak reference dies with the old one.
-        self.references = tuple(weakref.ref(param) for param in params)
-        self.sizes = tuple(len(group) for group in groups)
+        self.groups = tuple(tuple(weakref.ref(param) for param in group) for group in groups)
+        self._parameters = len(params)
         self.marks: dict[torch.device, Tensor] = {}
         # One more row begins with the scale as float32 bits.
         self.health: dict[torch.device, Tensor] = {}
@@ -333,7 +332,7 @@ class _Record:
 
     def living(self) -> list[Tensor | None]:
         """The parameters, in order; None for one that is gone."""
-        return [reference() for reference in self.references]
+        return [reference() for reference in chain.from_iterable(self.groups)]
 
     def tables_on(self, device: torch.device, *, steps: Tensor, scale: Tensor | None) -> Track:
         """The tables for one pass over gradients on a device; health with the `scale` only."""
@@ -346,7 +345,7 @@ class _Record:
     def marks_on(self, device: torch.device) -> Tensor:
         if device not in self.marks:
             refuse_capture(_CREATION)
-            size = len(self.references), MARK_WORDS
+            size = self._parameters, MARK_WORDS
             self.marks[device] = torch.zeros(size, dtype=torch.int64, device=device)
         return self.marks[device]
 
@@ -355,7 +354,7 @@ class _Record:
         """Clears the table, made where there is none, and writes the scale, in one launch."""
         if device not in self.health:
             refuse_capture(_CREATION)
-            size = len(self.references) + 1, HEALTH_WORDS
+            size = self._parameters + 1, HEALTH_WORDS
             table = torch.zeros(size, dtype=torch.int64, device=device)
             mask = torch.zeros_like(table.view(torch.float32), dtype=torch.bool)
             mask[-1, 0] = True

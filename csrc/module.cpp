@@ -123,9 +123,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("clear_tables", &clear_tables);
   m.def("set_chunks", &set_chunks, py::arg("most_bytes") = 0, py::arg("enough") = kEnoughChunks);
 
-  m.def("is_scalar", [](const at::Tensor& tensor, at::ScalarType dtype) {
-    return is_scalar(tensor, dtype, kKernelDevices);
-  });
+  m.def("is_scalar", &is_scalar, py::arg("tensor"), py::arg("dtype"),
+        py::arg("devices") = kKernelDevices);
   m.attr("FACTORS") =
       std::map<std::string, int>{{"NONE", static_cast<int>(Factor::kNone)},
                                  {"TIMES", static_cast<int>(Factor::kTimes)},

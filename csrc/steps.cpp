@@ -469,29 +469,24 @@ PyObject* overrides(PyObject* const* args) {
   return Py_NewRef(Py_False);
 }
 
-// has_parameters(param_groups, references, sizes) -> whether these plain lists have the parameters
-// of a tuple of weak references, in groups of these sizes
+// has_parameters(param_groups, references) -> whether these plain lists have the parameters of the
+// weak references, a tuple for each group
 PyObject* has_parameters(PyObject* const* args) {
-  PyObject *references = args[1], *sizes = args[2];
-  Py_ssize_t groups = 0, number = 0;
+  Py_ssize_t group = 0;
   const auto are_same = [&](PyObject* params) {
-    const Py_ssize_t size = PyList_GET_SIZE(params);
-    if (groups == PyTuple_GET_SIZE(sizes) ||
-        size != PyLong_AsSsize_t(PyTuple_GET_ITEM(sizes, groups++))) {
-      return false;
-    }
+    PyObject* references = PyTuple_GET_ITEM(args[1], group++);
+    bool same = PyTuple_GET_SIZE(references) == PyList_GET_SIZE(params);
     // A reference calls nothing, so the list stays.
-    for (Py_ssize_t i = 0; i < size; ++i, ++number) {
-      const py::object held = py::reinterpret_steal<py::object>(
-          PyObject_CallNoArgs(PyTuple_GET_ITEM(references, number)));
-      if (held.ptr() != PyList_GET_ITEM(params, i)) {
-        return false;
-      }
+    for (Py_ssize_t i = 0; same && i < PyList_GET_SIZE(params); ++i) {
+      const auto param =
+          py::reinterpret_steal<py::object>(PyObject_CallNoArgs(PyTuple_GET_ITEM(references, i)));
+      same = param.ptr() == PyList_GET_ITEM(params, i);
     }
-    return true;
+    return same;
   };
-  return PyBool_FromLong(for_each_plain_group(args[0], are_same) &&
-                         groups == PyTuple_GET_SIZE(sizes));
+  return PyBool_FromLong(PyList_CheckExact(args[0]) &&
+                         PyList_GET_SIZE(args[0]) == PyTuple_GET_SIZE(args[1]) &&
+                         for_each_plain_group(args[0], are_same));
 }
 
 }  // namespace
@@ -508,7 +503,7 @@ void bind_steps(py::module_& m) {
   add_call<take, 2>(m, "take");
   add_call<is_found, 1>(m, "is_found");
   add_call<copy_of, 1>(m, "copy_of");
-  add_call<has_parameters, 3>(m, "has_parameters");
+  add_call<has_parameters, 2>(m, "has_parameters");
   add_call<new_entry, 1>(m, "new_entry");
   add_call<overrides, 2>(m, "overrides");
   add_call<can_update, 1>(m, "can_update");
