@@ -2,6 +2,7 @@
 // the walk over an optimizer's parameters that fills it.
 #pragma once
 
+#include <c10/util/SmallVector.h>
 #include <torch/csrc/autograd/variable.h>
 #include <torch/csrc/utils/pybind.h>
 
@@ -103,7 +104,7 @@ class GradList {
   std::pair<GradList, GradList> split(const std::unordered_set<int64_t>& parameters) const;
 
   at::Device device() const { return device_; }
-  const std::vector<DtypeList>& lists() const { return lists_; }
+  const c10::SmallVectorImpl<DtypeList>& lists() const { return lists_; }
   // To which the dtypes of all tensors promote, also of those without elements.
   at::ScalarType dtype() const { return dtype_; }
   bool has_float64() const { return dtype_ == at::kDouble; }
@@ -116,7 +117,7 @@ class GradList {
 
   at::Device device_;
   std::shared_ptr<const void> owner_;
-  std::vector<DtypeList> lists_;
+  c10::SmallVector<DtypeList, 1> lists_;
   at::ScalarType dtype_ = at::ScalarType::Undefined;
   int64_t chunks_ = 0;
   int64_t elements_ = 0;
