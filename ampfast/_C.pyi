@@ -59,7 +59,7 @@ def clip_over(
     allow_fp16: bool,
     max_norm: float,
     largest: bool,
-    skip_above: float | None,
+    skip_above: float,
     accepted_norms: Tensor | None,
     /,
 ) -> Tensor | None: ...
@@ -155,9 +155,10 @@ def walk(
     allow_fp16: bool,
     writes: bool,
     devices: int,
-    bumps_versions: bool = ...,
-    local_shard_of: Callable[[Tensor, Tensor | None, int], Tensor | None] | None = ...,
-    casts: Casts | None = ...,
+    bumps_versions: bool,
+    local_shard_of: Callable[[Tensor, Tensor | None, int], Tensor | None] | None,
+    casts: Casts | None,
+    /,
 ) -> tuple[list[GradList], list[tuple[Tensor, Tensor, int]], tuple[int, int, object] | None]: ...
 
 # Bytes that change where autograd sees an edit of plain parameters or groups have others; or None.

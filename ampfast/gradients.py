@@ -104,7 +104,7 @@ def collect(
 
     def walk(devices: int, bumps_versions: bool) -> tuple[list[core.GradList], list[Any], Any]:
         if casts is not None:
-            _, aside, _ = core.walk(param_groups, True, False, devices)
+            _, aside, _ = core.walk(param_groups, True, False, devices, False, None, None)
             for param, grad in [each[:2] for each in aside if each[1].dtype in _HALVES]:
                 if param.grad_dtype not in (None, torch.float32):
                     param.grad_dtype = None

@@ -345,7 +345,7 @@ class Passes(TorchGradScaler):
         work, marked = self._observed(optimizer, work, scale)
         if marked is None:
             return None
-        rule = (None, None) if spikes is None else spikes
+        rule = (math.inf, None) if spikes is None else spikes
         given = (optimizer, entry, UNSCALED, marked, self._allow_fp16)
         norm: Tensor | None = self._kernels.clip_over(*given, limit, order == math.inf, *rule)
         if norm is not None and follower is not None and work.sums is not None:

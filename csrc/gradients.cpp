@@ -49,10 +49,6 @@ bool is_aligned(const at::Tensor& tensor) {
   return (reinterpret_cast<uintptr_t>(impl->unsafe_storage().data()) & (size - 1)) == 0;
 }
 
-bool has_known_dtype(const at::Tensor& tensor) {
-  return std::find(kDtypes.begin(), kDtypes.end(), tensor.scalar_type()) != kDtypes.end();
-}
-
 C10_ALWAYS_INLINE void require_bytes(size_t needed, const c10::Storage& storage) {
   TORCH_CHECK(needed <= storage.nbytes(),
               "the storage of a gradient was freed or resized: ", storage.nbytes(),
@@ -93,8 +89,8 @@ bool is_scalar(const at::Tensor& tensor, at::ScalarType dtype, uint64_t devices)
 }
 
 bool is_regular(const at::Tensor& tensor, uint64_t devices) {
-  return has_known_dtype(tensor) && !tensor.is_inference() && is_plain(tensor, devices) &&
-         is_aligned(tensor);
+  return std::find(kDtypes.begin(), kDtypes.end(), tensor.scalar_type()) != kDtypes.end() &&
+         !tensor.is_inference() && is_plain(tensor, devices) && is_aligned(tensor);
 }
 
 void require_storage(const at::Tensor& tensor) {

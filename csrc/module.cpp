@@ -134,10 +134,9 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.attr("SPIKE_BOUND") = kSpikeBound;
   m.def("require_storage", &require_storage);
   m.def("lacks_state", torch::wrap_pybind_function(lacks_state));
-  m.def("walk",
-        torch::wrap_pybind_function([](const py::object& param_groups, bool allow_fp16, bool writes,
-                                       uint64_t devices, bool bumps_versions,
-                                       const py::object& local_shard_of, Casts* casts) {
+  m.def("walk", torch::wrap_pybind_function([](const py::object& param_groups, bool allow_fp16,
+                                               bool writes, uint64_t devices, bool bumps_versions,
+                                               const py::object& local_shard_of, Casts* casts) {
           Walk found =
               walk(param_groups.ptr(), {allow_fp16, writes, devices, local_shard_of, casts});
           if (bumps_versions && !found.refused) {
@@ -145,10 +144,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
           }
           return std::make_tuple(std::move(found.lists), std::move(found.set_aside),
                                  std::move(found.refused));
-        }),
-        py::arg("param_groups"), py::arg("allow_fp16"), py::arg("writes"), py::arg("devices"),
-        py::arg("bumps_versions") = false, py::arg("local_shard_of") = py::none(),
-        py::arg("casts") = nullptr);
+        }));
 }
 
 }  // namespace ampfast

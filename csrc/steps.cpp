@@ -329,7 +329,7 @@ PyObject* pass_over(PyObject* const* args) {
 
 // clip_over(optimizer, entry, unscaled, pass, allow_fp16, max_norm, largest, skip_above,
 // accepted_norms) -> norm. The pass reads; then gradients are unscaled and clipped, and the entry
-// is marked. Without spikes `skip_above` is None, and `accepted_norms` may be.
+// is marked. Without spikes `skip_above` is infinite; `accepted_norms` may be None.
 PyObject* clip_over(PyObject* const* args) {
   if (!PyDict_CheckExact(args[1])) {
     return nullptr;
@@ -358,11 +358,9 @@ PyObject* clip_over(PyObject* const* args) {
     clip.norm = norm.mutable_data_ptr<float>();
   }
   float found = 0;
-  if (args[7] != Py_None) {
-    clip.found_inf = &found;
-    clip.skip_above = PyFloat_AsDouble(args[7]);
-    clip.accepted_norms = accepted_norms_of(tensor_of(args[8]), at::kCPU);
-  }
+  clip.found_inf = &found;
+  clip.skip_above = PyFloat_AsDouble(args[7]);
+  clip.accepted_norms = accepted_norms_of(tensor_of(args[8]), at::kCPU);
   mark.put(args[2]);
   gradients.walk->bump_versions();
   without_gil_if_long(list, [&] {

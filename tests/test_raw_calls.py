@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -73,7 +74,7 @@ def calls_over(optimizer: Any, entry: dict[str, Any], scale: torch.Tensor) -> li
     check = Pass(False, Factor.DIVIDE, scale)
     return [
         cpu.pass_over(*given, unscaling, False),
-        cpu.clip_over(*given, unscaling._replace(write=False), False, 1.0, False, None, None),
+        cpu.clip_over(*given, unscaling._replace(write=False), False, 1.0, False, math.inf, None),
         cpu.pass_over(optimizer, None, None, check, False),
     ]
 
