@@ -201,7 +201,7 @@ struct Walk {
   // unless float16 is allowed, whose gradient is float16.
   std::optional<Place> refused;
 
-  // Makes a plain walk keep them alive, with its list.
+  // Makes the list of a plain walk keep its gradients alive.
   void hold();
 
   // Tells autograd that the gradients are written.
