@@ -426,7 +426,7 @@ class GradScaler(Passes):
 
     @not_compiled
     def step_and_update(self, *optimizers: torch.optim.Optimizer) -> list[float | None]:
-        """`step` for each optimizer, then `update`, which on a GPU rides in the last check.
+        """`step` for each optimizer, then `update`; on a GPU one launch does it and the last check.
 
         While the last optimizer steps, `get_scale()` may be the next scale already, and changes to
         the scaler may come too late for the update. If it raises, the scale is restored.

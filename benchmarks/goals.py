@@ -13,11 +13,12 @@ WHAT = (
 # By subject, what its goals are and why their limits are those.
 KINDS = {
     "loops": "The scaler's own time in a training loop, over torch's. torch's time grows with each "
-    "parameter, ours hardly, so that the limit falls from 0.60 for 6 large ones to 0.36 for 148; "
-    "features that torch's scaler has not may cost more, at most 1.3 times torch's time without.",
+    "parameter, ours hardly: hence 0.35 to 0.5 for 10 parameters, 0.4 for 62 and 0.36 for 148, but "
+    "0.6 for 6 large ones, where the memory limits both. A loop with a feature that torch's scaler "
+    "lacks may take up to 1.3 times torch's plain loop.",
     "host": "Warm calls over tiny gradients, over torch's. torch takes most of a microsecond of "
     "Python for each parameter, a walk in C++ a twentieth of that: hence 0.04 for 1,000. Fixed "
-    "costs weigh more in a short list: hence 0.15 for 10.",
+    "costs weigh more in a short list: hence 0.06 for 160 and 0.15 for 10.",
     "clip": "Clipping over torch's two calls, which move the gradients five times. Ours move them "
     "three times, or once with in_place=False, hence at most 1/1.5 and 1/3.5 for long lists; by "
     "torch's name four times, or twice below the limit, hence 1/1.3 and 1/2. In short lists calls "
@@ -26,10 +27,11 @@ KINDS = {
     "scaler, hence 1.05 on a CPU and 1.02 on a GPU, little more than the noise of a "
     "run.",
     "kernels": "One pass over a list. No pass may be slower than torch's op, nor a check than "
-    "unscaling, hence 1; many short tensors, where torch pays for each, are to take much less. For "
-    "lists beyond every cache the yardstick is a check, which only reads: a norm reads as much, at "
-    "85% of its bandwidth or 75% in 16 bits; unscaling moves twice as much, at 1.4 or 1.3 times "
-    "its bandwidth. On a GPU the yardstick is a copy, at 85% to 95% of its bandwidth.",
+    "unscaling, hence 1; many short tensors, where torch pays for each, are to take 1/2.5 "
+    "of its time, and a check 1/4. For lists beyond every cache the yardstick is a check, "
+    "which only reads: a norm reads as much, at 85% of its bandwidth or 75% in 16 bits; "
+    "unscaling moves twice as much, at 1.4 or 1.3 times its bandwidth. On a GPU the "
+    "yardstick is a copy, at 85% to 95% of its bandwidth.",
     "steps": "Whole steps on a GPU, over torch's. For a fused optimizer ours reads the gradients "
     "where torch's reads and writes them, hence half of the time; with 1,000 parameters or more "
     "the host's part is to be a fifth.",

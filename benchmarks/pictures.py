@@ -165,11 +165,18 @@ def _growth(results: Results) -> Figure | None:
         colours = _colours([row.side for row in here])
         for side, colour in colours.items():
             points = [
-                (row.elements if row.tensors == 1 else row.tensors, row.ms.p50)
+                (
+                    row.elements if row.tensors == 1 else row.tensors,
+                    row.ms.p50,
+                    row.ms.p20,
+                    row.ms.p80,
+                )
                 for row in here
                 if row.side == side and row.ms
             ]
-            axes.plot(*zip(*points, strict=True), color=colour, label=side, marker="o", ms=3)
+            sizes, times, least, most = zip(*points, strict=True)
+            axes.plot(sizes, times, color=colour, label=side, marker="o", ms=3)
+            axes.vlines(sizes, least, most, color=colour)
         axes.set(xscale="log", yscale="log", xlabel=call.removeprefix("by "), ylabel="milliseconds")
         axes.legend(frameon=False)
         axes.grid(alpha=0.3)

@@ -340,8 +340,8 @@ def _clipped_by_the_scaler(results: Results) -> str:
     if not over:
         return ""
     return (
-        " Scaling, checking and clipping with ampfast's scaler takes "
-        f"{over[0]:.2f} to {over[-1]:.2f} times as long as the same step that torch clips without "
+        " A whole step that ampfast's scaler scales, checks and clips takes "
+        f"{over[0]:.2f} to {over[-1]:.2f} of the time of the same step that torch clips without "
         f"any scaler (median {median(over):.2f})."
     )
 

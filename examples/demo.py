@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from itertools import compress
+from itertools import compress, takewhile
 from pathlib import Path
 from textwrap import fill
 from typing import Any
@@ -501,17 +501,12 @@ def _draw(
 
     for (name, runs), color in zip(sgd.items(), ("#b30000", "#3182bd"), strict=True):
         for number, curve in enumerate(runs):
-            finite = [value for value in curve if math.isfinite(value)]
-            style = {"color": color, "label": "_" if number else name}
-            sgd_axes.plot(range(1, len(finite) + 1), finite, lw=1, alpha=0.7, **style)
-            if len(finite) < len(curve):
-                style["label"] = "_" if number else "NaN from here on"
-                sgd_axes.plot([len(finite)], finite[-1:], marker="x", ms=9, ls="", **style)
+            style = {"color": color, "lw": 1, "alpha": 0.7}
+            _plot_finite(sgd_axes, 1, curve, "_" if number else name, style)
     sgd_axes.set(title=f"fused SGD, first step overflows, {SEEDS} seeds", ylabel="training loss")
     for (way, curve), color in zip(curves.items(), ("#c8ccd1", "#b30000", "#3182bd"), strict=True):
         width = 5 if way == "no bad batches" else 1.5
-        at = [4 * (place + 1) for place in range(len(curve))]
-        bad_axes.plot(at, curve, color=color, lw=width, label=way)
+        _plot_finite(bad_axes, 4, curve, way, {"color": color, "lw": width})
     ticks = {"marker": "^", "ls": "", "color": "tab:orange", "clip_on": False}
     bottom = {"transform": bad_axes.get_xaxis_transform(), "label": "skipped step"}
     bad_axes.plot([step + 1 for step in bad_skipped], [0.0] * len(bad_skipped), **ticks, **bottom)
@@ -529,6 +524,19 @@ def _draw(
     figure.supxlabel(fill(caption, width=185), x=0.02, ha="left", fontsize=9)
     with _writing(path):
         figure.savefig(path, format="png")
+
+
+def _plot_finite(
+    axes: Any, every: int, curve: Sequence[float], label: str, style: dict[str, Any]
+) -> None:
+    """Plots a curve, with a point for `every` steps, up to its first NaN, which gets a cross."""
+    finite = list(takewhile(math.isfinite, curve))
+    steps = [every * (place + 1) for place in range(len(finite))]
+    axes.plot(steps, finite, label=label, **style)
+    if len(finite) < len(curve):
+        told = label if label == "_" else "NaN from here on"
+        cross = {**style, "label": told, "marker": "x", "ms": 9, "ls": ""}
+        axes.plot(steps[-1:], finite[-1:], **cross)
 
 
 def _integer_from(minimum: int) -> Callable[[str], int]:

@@ -3,8 +3,9 @@
 A transformer with float16 parameters and float32 master weights is trained. The gradients of a
 float32 copy know no limits: their magnitudes are counted by power of two, step by step. Then each
 policy scales those steps: a step overflows if its largest gradient does in float16, and a value
-vanishes if it is rounded to 0. Below each interval of torch's rule comes the LogMax
-of the most sigmas with which no more values vanish:
+vanishes if it is rounded to 0. The output has a line for each interval of
+torch's rule. The line below it is a LogMax, of the most sigmas with which no more values vanish
+than with that interval:
 
     python examples/policies.py
 """

@@ -128,12 +128,12 @@ def test_docs(make: Make, tree: Path) -> None:
     stand_in = tree / "stand-in"
     stand_in.write_text(STAND_IN)
     stand_in.chmod(0o755)
-    assert make("docs", "VENV=.venv", f"PYTHON={stand_in}", "ARGS=--quiet") == (
+    assert make("docs", "VENV=.venv", f"PYTHON={stand_in}", "ARGS=--clean") == (
         0,
         [
             "-m venv .venv-docs",
             "-m pip install -r requirements/docs.txt",
-            "-m mkdocs build --strict --quiet",
+            "-m mkdocs build --strict --clean",
         ],
     )
 
