@@ -132,3 +132,11 @@ def test_the_pages_agree_with_the_results_that_they_name():
         assert section == f"\n{block(Results.read(root / readme.RESULTS / name))}\n"
         for picture in re.findall(r"!\[.+?\]\((.+?)\)", section):
             assert ((root / page).parent / picture).is_file()
+
+
+def test_the_first_screen_tells_what_a_clipped_step_gains():
+    """Its rounded figure is that of the measurements below it."""
+    before, section, _ = readme.split(machine.REPOSITORY / readme.README)
+    (told,) = re.findall(r"scales, checks and clips takes about (\d+)% less time than", before)
+    (measured,) = re.findall(r"without any scaler \(median (\d\.\d\d)\)", section)
+    assert int(told) == round(100 * (1 - float(measured)))
