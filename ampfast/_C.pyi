@@ -162,17 +162,21 @@ def walk(
 ) -> tuple[list[GradList], list[tuple[Tensor, Tensor, int]], tuple[int, int, object] | None]: ...
 
 # Bytes that change where autograd sees an edit of plain parameters or groups have others; or None.
-def fingerprint_of(param_groups: Any, /) -> bytes | None: ...
+# `known` if it has the same.
+def fingerprint_of(param_groups: Any, known: object, /) -> bytearray | None: ...
 
 # Gives the gradients of parameters to a tuple of their master weights, None where there is none.
-# None, with nothing done, if a gradient is 16 bit.
-def lend_grads(param_groups: Any, weights: tuple[Tensor | None, ...], /) -> bytes | None: ...
+# None, with nothing done, if a gradient is 16 bit; else a byte for each parameter, `known` if that
+# has the same.
+def lend_grads(
+    param_groups: Any, weights: tuple[Tensor | None, ...], known: object, /
+) -> bytearray | None: ...
 
 # Pairs of the parameters and master weights of which the latter have a gradient, to write the
-# former, and the fingerprint afterwards; None where the kernels cannot take one.
+# former; the fingerprint becomes that of afterwards. None where the kernels cannot take one.
 def stepped_pairs(
-    param_groups: Any, weights: tuple[Tensor | None, ...], lent: bytes, fingerprint: object, /
-) -> tuple[GradList, bytes] | None: ...
+    param_groups: Any, weights: tuple[Tensor | None, ...], lent: object, fingerprint: object, /
+) -> GradList | None: ...
 
 # Takes the gradients of such a tuple away.
 def take_grads(weights: tuple[Tensor | None, ...], /) -> None: ...

@@ -248,9 +248,9 @@ def _prepare(optimizer: MasterWeights) -> None:
     """Makes master weights equal to the parameters, and gradients float32."""
     masters, groups = optimizer._masters, optimizer.param_groups
     refuse_differentiable(groups, "master weights do")
-    fingerprint = _fingerprint_of(groups)
+    fingerprint = _fingerprint_of(groups, masters.fingerprint)
     if fingerprint == masters.fingerprint:
-        masters.lent = core.lend_grads(groups, masters.weights)
+        masters.lent = core.lend_grads(groups, masters.weights, masters.lent)
         if masters.lent is not None:
             return
     else:
@@ -269,7 +269,7 @@ def _prepare(optimizer: MasterWeights) -> None:
             kernels.run(grads.pairs(), Pass(True, Factor.NONE))
     casts.finish()
     # Groups may be other containers than the core knows.
-    masters.lent = core.lend_grads([{"params": _params(optimizer)}], masters.weights)
+    masters.lent = core.lend_grads([{"params": _params(optimizer)}], masters.weights, masters.lent)
 
 
 def _follow(masters: _Masters, param: Tensor, where: str) -> None:
@@ -303,9 +303,7 @@ def _write_back(optimizer: MasterWeights) -> None:
     pairs = core.stepped_pairs(groups, masters.weights, masters.lent, masters.fingerprint)
     if pairs is None:
         _refuse_changes(masters, _fingerprint_of(groups))
-    if pairs is not None and _narrow_pairs(pairs[0], found_inf):
-        masters.fingerprint = pairs[1]
-    else:
+    if pairs is None or not _narrow_pairs(pairs, found_inf):
         stepped = list(compress(_params(optimizer), masters.lent))
         for param in stepped:
             if masters[param].grad is None:
@@ -356,12 +354,12 @@ def _local(tensor: Tensor) -> Tensor:
     return tensor if is_plain else getattr(tensor, "_local_tensor", tensor)
 
 
-def _fingerprint_of(param_groups: list[dict[str, Any]]) -> Any:
+def _fingerprint_of(param_groups: list[dict[str, Any]], known: Any = None) -> Any:
     """A fingerprint of the parameters, of a part for each.
 
     It differs after any edit that bumps a version, and after any change of the groups.
     """
-    fingerprint = core.fingerprint_of(param_groups)
+    fingerprint = core.fingerprint_of(param_groups, known)
     if fingerprint is not None:
         return fingerprint
     parts = []

@@ -6,7 +6,6 @@
 
 #include <algorithm>
 #include <cstring>
-#include <string>
 #include <utility>
 
 #include "bindings.h"
@@ -125,7 +124,7 @@ void Casts::start(at::Device device, Reused<GradRef>& grads) {
 
 void Casts::finish() {
   // Dropping tensors may run Python, which comes last.
-  std::vector<at::Tensor> dropped;
+  Reused<at::Tensor> dropped;
   std::vector<Wide> all = std::exchange(elsewhere_, {});
   Wide& here = all.emplace_back(std::exchange(on_cpu_, {}));
   for (const auto& [memory, grads, params] : all) {
@@ -221,22 +220,27 @@ struct Fingerprint {
   }
 };
 
-PyObject* bytes_of(const std::vector<Fingerprint>& fingerprints) {
-  return PyBytes_FromStringAndSize(
-      reinterpret_cast<const char*>(fingerprints.data()),
-      static_cast<Py_ssize_t>(fingerprints.size() * sizeof(Fingerprint)));
+// `known` if it has the bytes of these values, else a new bytearray.
+template <class T>
+PyObject* bytes_of(const Reused<T>& values, PyObject* known) {
+  const auto* bytes = reinterpret_cast<const char*>(values.data());
+  const auto size = static_cast<Py_ssize_t>(values.size() * sizeof(T));
+  const bool is_same = PyByteArray_Check(known) && PyByteArray_GET_SIZE(known) == size &&
+                       std::equal(bytes, bytes + size, PyByteArray_AS_STRING(known));
+  return is_same ? Py_NewRef(known) : PyByteArray_FromStringAndSize(bytes, size);
 }
 
-// fingerprint_of(param_groups) -> the fingerprints of plain parameters
+// fingerprint_of(param_groups, known) -> the fingerprints of plain parameters; `known` if it has
+// the same
 PyObject* fingerprint_of(PyObject* const* args) {
-  std::vector<Fingerprint> fingerprints;
+  Reused<Fingerprint> fingerprints;
   const bool are_plain = for_each_param(args[0], nullptr, [&](auto group, auto* item, auto*) {
     if (THPVariable_CheckExact(item)) {
       fingerprints.emplace_back(group, item);
     }
     return THPVariable_CheckExact(item);
   });
-  return are_plain ? bytes_of(fingerprints) : nullptr;
+  return are_plain ? bytes_of(fingerprints, args[1]) : nullptr;
 }
 
 // take_grads(weights), which may be None
@@ -250,11 +254,10 @@ PyObject* take_grads(PyObject* const* args) {
   return nullptr;
 }
 
-// lend_grads(param_groups, weights) -> a byte for each parameter, 1 if its gradient was lent; None,
-// with nothing lent, if a gradient is 16 bit
+// lend_grads(param_groups, weights, known) -> a byte for each parameter, 1 if its gradient was
+// lent; `known` if it has the same; None, with nothing lent, if a gradient is 16 bit
 PyObject* lend_grads(PyObject* const* args) {
-  std::string lent;
-  lent.reserve(static_cast<size_t>(PyTuple_GET_SIZE(args[1])));
+  Reused<char> lent;
   const bool are_lent = for_each_param(args[0], args[1], [&](auto, auto* item, auto* weight) {
     const at::Tensor* grad = weight != Py_None ? grad_of(THPVariable_Unpack(item)) : nullptr;
     if (grad != nullptr && is_16_bit(*grad)) {
@@ -266,32 +269,31 @@ PyObject* lend_grads(PyObject* const* args) {
     lent.push_back(grad != nullptr ? 1 : 0);
     return true;
   });
-  return are_lent ? PyBytes_FromStringAndSize(lent.data(), static_cast<Py_ssize_t>(lent.size()))
-                  : take_grads(args + 1);
+  return are_lent ? bytes_of(lent, args[2]) : take_grads(args + 1);
 }
 
-// stepped_pairs(param_groups, weights, lent, fingerprint) -> (pairs, fingerprints afterwards), of
-// parameters whose master weight was lent a gradient, to write the parameters. Gradients that the
-// step dropped are dropped there, too. None, with nothing done, where the kernels cannot take a
-// parameter or one with a master weight has changed since the fingerprint.
+// stepped_pairs(param_groups, weights, lent, fingerprint) -> pairs of parameters whose master
+// weight was lent a gradient, to write the parameters; the fingerprint becomes that of afterwards.
+// Gradients that the step dropped are dropped there, too. None, with nothing done, where the
+// kernels cannot take a parameter or one with a master weight has changed since the fingerprint.
 PyObject* stepped_pairs(PyObject* const* args) {
   const auto count = static_cast<size_t>(PyTuple_GET_SIZE(args[1]));
-  if (is_observed() || !PyBytes_Check(args[2]) ||
-      static_cast<size_t>(PyBytes_GET_SIZE(args[2])) != count || !PyBytes_Check(args[3]) ||
-      static_cast<size_t>(PyBytes_GET_SIZE(args[3])) != count * sizeof(Fingerprint)) {
+  const auto has_bytes = [](PyObject* object, size_t size) {
+    return PyByteArray_Check(object) && static_cast<size_t>(PyByteArray_GET_SIZE(object)) == size;
+  };
+  if (is_observed() || !has_bytes(args[2], count) ||
+      !has_bytes(args[3], count * sizeof(Fingerprint))) {
     return nullptr;
   }
-  const char* const lent = PyBytes_AS_STRING(args[2]);
-  const char* const fingerprint = PyBytes_AS_STRING(args[3]);
+  const char* const lent = PyByteArray_AS_STRING(args[2]);
+  char* const fingerprint = PyByteArray_AS_STRING(args[3]);
   // Who has the weights has their parameters, too.
   const auto owner =
       std::make_shared<const py::object>(py::reinterpret_borrow<py::object>(args[1]));
   std::optional<GradList> list;
-  std::vector<Fingerprint> fingerprints;
-  std::vector<std::pair<c10::TensorImpl*, size_t>> written;
-  std::vector<const at::Tensor*> losing;
-  fingerprints.reserve(count);
-  written.reserve(count);
+  Reused<Fingerprint> fingerprints;
+  Reused<std::pair<c10::TensorImpl*, size_t>> written;
+  Reused<const at::Tensor*> losing;
   const bool takes = for_each_param(args[0], args[1], [&](auto group, auto* item, auto* weight) {
     if (!THPVariable_CheckExact(item)) {
       return false;
@@ -334,10 +336,11 @@ PyObject* stepped_pairs(PyObject* const* args) {
   if (!list) {
     list.emplace(at::Device(at::kCPU), owner);
   }
-  py::object made =
-      py::make_tuple(std::move(*list), py::reinterpret_steal<py::bytes>(bytes_of(fingerprints)));
+  py::object made = py::cast(std::move(*list));
+  std::copy_n(reinterpret_cast<const char*>(fingerprints.data()),
+              fingerprints.size() * sizeof(Fingerprint), fingerprint);
   // Dropping tensors may run Python, which comes last.
-  std::vector<at::Tensor> dropped;
+  Reused<at::Tensor> dropped;
   for (const at::Tensor* param : losing) {
     dropped.push_back(std::move(param->mutable_grad()));
   }
@@ -367,8 +370,8 @@ PyObject* have_same_entries(PyObject* const* args) {
 
 void bind_master_weights(py::module_& m) {
   py::class_<Casts>(m, "Casts").def(py::init<>()).def("finish", &Casts::finish);
-  add_call<fingerprint_of, 1>(m, "fingerprint_of");
-  add_call<lend_grads, 2>(m, "lend_grads");
+  add_call<fingerprint_of, 2>(m, "fingerprint_of");
+  add_call<lend_grads, 3>(m, "lend_grads");
   add_call<take_grads, 1>(m, "take_grads");
   add_call<stepped_pairs, 4>(m, "stepped_pairs");
   add_call<have_same_entries, 4>(m, "have_same_entries");

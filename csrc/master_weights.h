@@ -25,8 +25,8 @@ class Casts {
  private:
   struct Wide {
     at::Tensor memory;
-    std::vector<at::Tensor> grads;   // in it
-    std::vector<py::object> params;  // to which they are to be set
+    Reused<at::Tensor> grads;   // in it
+    Reused<py::object> params;  // to which they are to be set
 
     // Whether nobody else holds any of it.
     bool is_free() const;

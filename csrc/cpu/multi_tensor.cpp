@@ -208,7 +208,8 @@ bool run(const GradList& grads, const Work& work) {
     const Writes writes = work.write && list.is_paired ? Writes::kPairs
                           : changes                    ? Writes::kTensors
                                                        : Writes::kNothing;
-    std::vector<double> partials(squares ? list.chunks : 0);
+    Reused<double> partials;
+    partials.resize(squares ? list.chunks : 0);
     std::vector<int64_t> peaks(work.marks ? list.chunks : 0);
     std::atomic<int64_t> highest{0};
     for_each_chunk(list, writes, [&](char* address, int64_t numel, int64_t chunk, float* wide) {
