@@ -92,13 +92,14 @@ def main(arguments: list[str] | None = None) -> int:
 
     options, unknown = parser.parse_known_args(arguments)
     if unknown:
-        named = commands.choices.get(options.command, parser)
-        named.error(f"unrecognized arguments: {' '.join(unknown)}")
+        command = commands.choices.get(options.command, parser)
+        command.error(f"unrecognized arguments: {' '.join(unknown)}")
     if options.command is None:
         parser.print_help()
         return 2
     if options.command in ("run", "compare"):
-        options.program, *options.arguments = options.program
+        given = options.program
+        options.program, *options.arguments = given[given[0] == "--" :]
     if options.command == "compare":
         words = [*options.arguments, "--"]
         end = words.index("--")
@@ -110,8 +111,8 @@ def main(arguments: list[str] | None = None) -> int:
                 "goes behind a --",
                 file=sys.stderr,
             )
-    given = vars(options)
-    code: int = importlib.import_module(f"ampfast.{given.pop('command')}").run(**given)
+    named = vars(options)
+    code: int = importlib.import_module(f"ampfast.{named.pop('command')}").run(**named)
     return code
 
 

@@ -94,7 +94,7 @@ def run(
     if found or [one["steps"] for one in theirs] != [one["steps"] for one in ours]:
         is_torchs = broken and min(broken) <= min(found, default=longest)
         verdict = "not repeatable" if is_torchs else "different"
-    facts = {
+    facts: dict[str, Any] = {
         "schema": SCHEMA,
         "program": called,
         "verdict": verdict,
@@ -109,6 +109,7 @@ def run(
             for a, b, c, each in zip(theirs, ours, repeated, differences, strict=False)
         ],
     }
+    facts["noise"] = _noise(facts["scalers"])
     if _is_first():
         print(json.dumps(facts, indent=2) if as_json else describe(facts))
         if plot is not None:
@@ -188,21 +189,34 @@ def _differences(
     return found, [step for first in found for step, *_ in first.values()]
 
 
+def _noise(scalers: list[dict[str, Any]]) -> float:
+    """How many times as long the steps of one run take as those of another, without the scaler."""
+    noise = 1.0
+    for scaler in scalers:
+        medians = [scaler[run]["medians"] for run in ("torch", "ampfast", "again")]
+        rests = sorted(one["step"] - one["own"] for one in medians if "step" in one)
+        noise = max([noise, *(rests[-1] / max(rest, 1e-9) for rest in rests)])
+    return noise
+
+
 def describe(facts: dict[str, Any]) -> str:
     """Formats the comparison as text."""
-    lines, share, noise = [], 0.0, 1.0
+    lines, share, noise = [], 0.0, facts["noise"]
+    if noise > _NOISY:
+        lines.append(
+            f"The times tell nothing: without the scaler, the steps of the runs differ {noise:.1f} "
+            "times (is the machine busy?)."
+        )
     for number, scaler in enumerate(facts["scalers"], start=1):
         lines += [f"scaler {number}"] if len(facts["scalers"]) > 1 else []
         step = scaler["again"]["medians"].get("step", 0.0)
-        lines += _table(scaler["torch"], scaler["ampfast"], f"(torch's again: {step:.0f})")
+        tells = noise <= _NOISY
+        lines += _table(scaler["torch"], scaler["ampfast"], f"(torch's again: {step:.0f})", tells)
         for name in ("losses", "scales", "skips"):
             found = scaler["first_differences"].get(name)
             lines.append(f"{name}: {_apart(name, *found) if found else 'equal bit for bit'}")
         lines.append("")
         share += scaler["torch"]["medians"].get("share", 1.0)
-        medians = [scaler[run]["medians"] for run in ("torch", "ampfast", "again")]
-        rests = sorted(one["step"] - one["own"] for one in medians if "step" in one)
-        noise = max([noise, *(rests[-1] / max(rest, 1e-9) for rest in rests)])
     steps, step = facts["torch_again"].values()
     told = (
         "equals the first."
@@ -213,13 +227,7 @@ def describe(facts: dict[str, Any]) -> str:
     lines.append(_VERDICTS[facts["verdict"]])
     if any(_NAN in line for line in lines):
         lines.append(_NAN_VERDICTS[facts["verdict"]])
-    if noise > _NOISY:
-        lines.insert(
-            0,
-            f"The times tell nothing: without the scaler, the steps of the runs differ {noise:.1f} "
-            "times (is the machine busy?).",
-        )
-    elif share < _SMALL:
+    if noise <= _NOISY and share < _SMALL:
         lines.append(
             f"With torch's scaler {share:.2%} of a step are the scaler's: for the speed of this "
             "program it does not matter which one it has."
@@ -236,19 +244,19 @@ def _apart(name: str, step: int, a: str, b: str) -> str:
     return text if b == "nan" else f"{text}, apart by {abs(float(a) - float(b)):.3g}"
 
 
-def _table(theirs: dict[str, Any], ours: dict[str, Any], noise: str) -> list[str]:
+def _table(theirs: dict[str, Any], ours: dict[str, Any], again: str, tells: bool) -> list[str]:
     rows: list[tuple[str, ...]] = [("medians of one run each", "torch", "ampfast", "")]
     times, others = theirs["medians"], ours["medians"]
     for name, title, unit, note in (
         ("own", "scaler's own time a step, us", ".1f", ""),
         ("gpu", "the same on the GPU, us", ".1f", ""),
         ("share", "its share of a step", ".2%", " "),
-        ("step", "a whole step, us", ".0f", noise),
+        ("step", "a whole step, us", ".0f", again),
     ):
         if name in times and name in others:
             a, b = times[name], max(others[name], 1e-9)
             word = f"{a / b:.2f}x faster" if a >= b else f"{b / a:.2f}x slower"
-            rows.append((title, f"{a:{unit}}", f"{b:{unit}}", note or word))
+            rows.append((title, f"{a:{unit}}", f"{b:{unit}}", note or (word if tells else "")))
     if theirs["waits"] is not None:
         rows.append(("waits of the host a step", str(theirs["waits"]), str(ours["waits"]), ""))
     both = (theirs, ours)

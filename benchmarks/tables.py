@@ -325,9 +325,10 @@ def gain_of_a_step(results: Results) -> str:
         return f"What a whole training step gains: {NOT_MEASURED}."
     nets = "; ".join(dict.fromkeys(row.case for _, row in both))
     return (
-        f"On the nets measured ({nets}), a whole training step is {_shorter(median(gains))} than "
-        f"with torch's scaler, the median of {len(gains)} kinds of step between "
-        f"{_shorter(gains[0])} and {_shorter(gains[-1])}.{_clipped_by_the_scaler(results)}"
+        f"On the nets measured ({nets}), the import alone makes a whole training step "
+        f"{_shorter(median(gains))} than with torch's scaler: the median of {len(gains)} kinds of "
+        f"step, between {_shorter(gains[0])} and {_shorter(gains[-1])}."
+        f"{_clipped_by_the_scaler(results)}"
     )
 
 

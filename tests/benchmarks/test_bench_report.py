@@ -130,8 +130,9 @@ def test_a_step_gains_what_torchs_takes_longer():
     ]
     told = tables.gain_of_a_step(results(rows))
     assert told == (
-        "On the nets measured (a; b), a whole training step is 2.0% shorter than with "
-        "torch's scaler, the median of 2 kinds of step between 1.0% longer and 5.0% shorter."
+        "On the nets measured (a; b), the import alone makes a whole training step 2.0% shorter "
+        "than with torch's scaler: the median of 2 kinds of step, between 1.0% longer and 5.0% "
+        "shorter."
     )
     # Clipping by the scaler is another call than torch's.
     other = dataclasses.replace(rows[1], call="SGD, clip by the scaler", vs_torch=2.0)
