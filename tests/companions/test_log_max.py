@@ -168,6 +168,20 @@ def test_the_largest_of_several_optimizers_counts() -> None:
         assert loop.scaler.get_scale() == loop.model.scale
 
 
+@pytest.mark.parametrize("overflowing", [0, 1])
+def test_an_overflow_of_one_of_several_optimizers_counts(overflowing: int) -> None:
+    loops = Loop(), Loop()
+    scaler = loops[1].scaler = loops[0].scaler
+    for turn in range(3):
+        before = scaler.get_scale()
+        for number, loop in enumerate(loops):
+            loop.backward(math.inf if turn == 2 and number == overflowing else 1.0)
+        for loop in loops:
+            scaler.step(loop.optimizer)
+        scaler.update()
+    assert scaler.get_scale() == before / 2
+
+
 def test_limits_hold() -> None:
     loop = Loop(min_scale=2.0, max_scale=64.0)
     for peak in random_peaks(120, seed=3):

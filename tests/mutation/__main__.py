@@ -33,6 +33,7 @@ TESTS = tuple(
         "log_max",
         "master_weights",
         "master_weights_costs",
+        "policies_by_rule",
         "spikes",
         "step_guard",
         "underflow_target",
