@@ -216,7 +216,7 @@ def measure(plan: Plan, on: Setting) -> Measured:
     for student in students if plan.subject == "training" else ():
         if student.provider in names:
             key = (student.path, student.provider)
-            measured.goals += goals.of_training(timed, key, plan.path)
+            measured.goals += goals.of_training(timed, key, plan.path, plan.at_once)
     return measured
 
 
