@@ -216,6 +216,37 @@ def test_refused_a_count_of_steps_on_the_host(capturing: Capturing, count: Any) 
     refused(training, capturing, "a step of Adagrad, which counts steps on the host")
 
 
+def test_refused_one_count_of_steps_on_the_host_among_others(capturing: Capturing) -> None:
+    training = trained()
+    training.optimizer = torch.optim.Adagrad(training.params)
+    counts = [torch.ones(()) for _ in training.params]
+    counts[-1] = torch.ones((), device="meta")
+    for param, count in zip(training.params, counts, strict=True):
+        training.optimizer.state[param]["step"] = count
+    refused(training, capturing, "a step of Adagrad, which counts steps on the host")
+
+
+def test_refused_one_parameter_without_state_among_others(capturing: Capturing) -> None:
+    training = trained("adam")
+    training.optimizer.add_param_group({"params": [torch.zeros(1, requires_grad=True)]})
+    training.optimizer.param_groups[-1]["params"][0].grad = torch.ones(1)
+    refused(training, capturing, "the first step of Adam, .*: run one iteration")
+
+
+@pytest.mark.parametrize("is_capturable", [False, True])
+def test_another_projects_optimizer_is_known_by_capturable(is_capturable: bool) -> None:
+    param = torch.nn.Parameter(torch.ones(1))
+    group = {"params": [param], **({"capturable": True} if is_capturable else {})}
+    assert capture._lacks_state(object(), group, {}) is is_capturable
+    assert not capture._lacks_state(object(), group, {"exp_avg": param})
+
+
+def test_compiled_code_refuses_when_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(capture, "is_capturing", lambda: True)
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    capture.refuse_capture("what is traced")
+
+
 def test_an_eager_step_is_not_asked(capturing: Capturing) -> None:
     training = trained("adam", 0)
     training.scaler.unscale_(training.optimizer)

@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 import torch.distributed as dist
 from support.gradients import parameter_with
 
-from ampfast import GradScaler, distributed
+from ampfast import GradScaler, LogMax, distributed
 from ampfast.backends import cpu
 
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="needs torch.distributed")
@@ -243,11 +243,45 @@ def test_a_pass_that_ends_early_is_agreed_on(path: str, monkeypatch: pytest.Monk
     assert (group.collectives, scaler.get_scale()) == (1, SCALE if is_whole else SCALE / 2)
 
 
-def test_a_group_that_is_set_later_agrees() -> None:
+@pytest.mark.parametrize("is_used", [False, True])
+def test_a_group_that_is_set_later_agrees(is_used: bool) -> None:
     param = parameter_with(torch.full((3,), SCALE * GRADIENT))
     scaler, optimizer = GradScaler("cpu", init_scale=SCALE), KINDS["plain"]([param])
     scaler.scale(torch.ones(()))
+    if is_used:
+        scaler.step_and_update(optimizer)
     group: Any = Counting()
     scaler.process_group = group
     scaler.step(optimizer)
     assert group.collectives == 1
+
+
+def test_what_was_refused_is_not_agreed_on() -> None:
+    param, group = parameter_with(torch.ones(3, dtype=torch.float16)), cast(Any, Counting())
+    scaler, optimizer = GradScaler("cpu", process_group=group), KINDS["plain"]([param])
+    scaler.scale(torch.ones(()))
+    with pytest.raises(ValueError, match="unscale FP16"):
+        scaler.unscale_(optimizer)
+    with pytest.raises(AssertionError, match="No inf checks"):
+        scaler.update()
+    assert group.collectives == 0
+    param.data, param.grad = torch.zeros(3), None
+    param.grad = torch.ones(3)
+    scaler.step(optimizer)
+    assert group.collectives == 1
+
+
+def test_a_policy_observes_what_ranks_agree_on() -> None:
+    class Larger(Failing):
+        def allreduce(self, tensors: list[torch.Tensor], options: object) -> Any:
+            assert cast(Any, options).reduceOp == dist.ReduceOp.MAX
+            tensors[0].view(torch.float64)[0] = 7.0
+            return super().allreduce(tensors, options)
+
+    param, given = parameter_with(torch.tensor([2.0, -3.0])), cast(Any, Larger())
+    scaler = GradScaler("cpu", init_scale=SCALE, process_group=given, policy=LogMax())
+    scaler.scale(torch.ones(()))
+    optimizer, follower = KINDS["plain"]([param]), scaler._loss_scale.follower
+    assert follower is not None
+    scaler.unscale_(optimizer)
+    assert [each.item() for each in follower.observed] == [7.0]

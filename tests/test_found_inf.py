@@ -188,12 +188,13 @@ def test_optimizers_and_gradients_are_not_kept_alive(kind: str, update: bool) ->
     assert [ref() for ref in dying] == [None] * 3
 
 
-def test_records_of_the_dead_do_not_pile_up() -> None:
+@pytest.mark.parametrize("kind", ["sgd", "fused_adam"])
+def test_records_of_the_dead_do_not_pile_up(kind: str) -> None:
     scaler = started()
 
     def objects_after(times: int) -> int:
         for _ in range(times):
-            scaler.step(optimizer_of("sgd"))
+            scaler.step(optimizer_of(kind))
             scaler.update()
         gc.collect()
         return len(gc.get_objects())
@@ -356,6 +357,17 @@ def test_the_check_of_a_legacy_optimizer_counts() -> None:
     with pytest.warns(FutureWarning):
         scaler.step(optimizer)
     assert scaler.step_skipped(optimizer)
+
+
+def test_a_legacy_optimizer_that_checks_nothing_is_unknown() -> None:
+    class Blind(Legacy):
+        def step(self, closure: Any = None, *, grad_scaler: Any = None) -> str:
+            return "stepped"
+
+    scaler, optimizer = started(), Blind([parameter_with(torch.ones(2))])
+    with pytest.warns(FutureWarning):
+        scaler.step(optimizer)
+    assert_unknown(scaler, optimizer)
 
 
 class Slotted:

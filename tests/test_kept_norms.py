@@ -530,6 +530,14 @@ def test_a_limit_that_is_not_compared_warns_once(together: bool, recwarn: Any) -
     ]
 
 
+@pytest.mark.filterwarnings("error")
+def test_a_scale_that_is_set_ends_no_step_to_compare() -> None:
+    scaler = started(GradScaler)
+    scaler.skip_above = 100.0
+    scaler.unscale_(sgd_with(torch.ones(4)))
+    scaler.update(4.0)
+
+
 def test_a_flag_that_is_set_stays_that_of_an_overflow() -> None:
     optimizer, scaler = sgd_with(torch.tensor([INF, 1.0])), started(GradScaler)
     scaler.skip_above = 0.5
@@ -611,6 +619,22 @@ def test_unscaling_by_hand_is_noticed(measured: list[str]) -> None:
         norm = functional.clip_grad_norm_(params_of(optimizer), 1e6)
         assert norm.item() == pytest.approx(exact_norm(grads_of(optimizer), 1.0), rel=1e-6)
     assert "kept" not in measured
+
+
+def test_a_call_of_the_private_method_is_noticed(measured: list[str]) -> None:
+    optimizer, scaler, other = sgd_with(*three()), keeping(), started(GradScaler)
+    scaler.unscale_(optimizer)
+    other._unscale_grads_(optimizer, torch.tensor(0.25), torch.tensor(0.0), False)
+    norm = functional.clip_grad_norm_(params_of(optimizer), 1e6)
+    assert norm.item() == pytest.approx(exact_norm(grads_of(optimizer), 1.0), rel=1e-6)
+    assert "kept" not in measured
+
+
+@pytest.mark.parametrize("keeps", [False, True])
+def test_a_check_of_scaled_gradients_is_not_observed(keeps: bool) -> None:
+    scaler: Any = started(GradScaler, keep_norm=keeps, policy=LogMax())
+    scaler._check_inf_per_device(sgd_with(*three()))
+    assert scaler._loss_scale.follower.observed == []
 
 
 class Hooked(GradScaler):

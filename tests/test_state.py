@@ -373,3 +373,13 @@ def test_repr_without_a_wait_of_the_host() -> None:
 
 def test_the_package_lists_its_public_names_alone() -> None:
     assert set(dir(ampfast)) == set(ampfast.__all__)
+
+
+def test_a_disabled_scaler_ignores_any_checkpoint() -> None:
+    saved = GradScaler("cpu", max_scale=2.0**20).state_dict()
+    for scaler in (
+        GradScaler("cpu", enabled=False),
+        GradScaler("cpu", enabled=False, dynamic=False),
+    ):
+        scaler.load_state_dict(saved)
+        assert scaler.state_dict() == {}

@@ -11,6 +11,7 @@ import torch
 from support.comparison import assert_same
 from support.optimizers import FUSED, OPTIMIZERS
 from support.outcomes import outcome
+from support.reference_launcher import ReferenceLauncher
 from support.scalers import TorchScaler
 from support.twins import assert_sides_same, side
 
@@ -260,6 +261,44 @@ def test_without_optimizers_it_is_update() -> None:
     ours.same_as(theirs)
     with pytest.raises(AssertionError, match="No inf checks were recorded prior to update"):
         ours.scaler.step_and_update()
+
+
+def test_without_optimizers_no_update_rides(launcher: ReferenceLauncher) -> None:
+    trial = Trial(GradScaler, ("sgd",))
+    trial.backward(0, (0,))
+    trial.scaler.step(trial.optimizers[0])
+    assert trial.scaler.step_and_update() == []
+    assert trial.scaler.get_scale() == 2.0**9
+
+
+@pytest.mark.parametrize("kind", ["sgd", "fused_adam"])
+def test_an_update_that_could_not_ride_rides_in_no_later_check(
+    kind: str, launcher: ReferenceLauncher
+) -> None:
+    ours, theirs = trials((kind,))
+    for trial in (ours, theirs):
+        trial.backward(0)
+        trial.scaler.unscale_(trial.optimizers[0])
+    ours.at_once()
+    theirs.apart()
+    for trial in (ours, theirs):
+        trial.backward(1)
+        trial.apart()
+    assert ours.scaler.state_dict() == theirs.scaler.state_dict()
+
+
+@pytest.mark.parametrize("kind", ["sgd", "fused_adam"])
+def test_an_earlier_check_of_the_same_optimizer_does_not_count(
+    kind: str, launcher: ReferenceLauncher
+) -> None:
+    ours, theirs = trials((kind,))
+    for trial in (ours, theirs):
+        trial.backward(0, (0,))
+        trial.scaler._check_inf_per_device(trial.optimizers[0])
+        trial.backward(0)
+    ours.at_once()
+    theirs.apart()
+    assert ours.scaler.state_dict() == theirs.scaler.state_dict()
 
 
 def test_an_optimizer_stepped_before_counts_too() -> None:

@@ -309,3 +309,14 @@ def test_tracking_and_refusals() -> None:
     guard.scale(sparse(torch.tensor([1, 1])).sum()).backward()
     stepped(guard, optimizer)
     assert sparse.weight.grad.coalesce().values().tolist() == [[2.0, 2.0]]
+
+
+def test_a_clip_without_limit_still_casts_for_master_weights() -> None:
+    param = nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
+    optimizer = ampfast.master_weights_(torch.optim.SGD([param], lr=0.5))
+    guard = ampfast.StepGuard("cpu")
+    guard.scale(param.sum()).backward()
+    guard.clip_grad_norm_([optimizer], math.inf)
+    assert param.grad is not None and param.grad.dtype is torch.float32
+    stepped(guard, optimizer)
+    assert param.tolist() == [0.5] * 3
