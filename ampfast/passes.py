@@ -115,7 +115,7 @@ class Passes(TorchGradScaler):
 
     def _unscaling_by(self, scale: Tensor) -> Pass:
         """Makes the pass that unscales, and the one that checks for a division by the scale."""
-        factor = scale if scale.dtype is torch.float32 else scale.float()
+        factor = scale.float()
         self._unscaling = Pass(True, *gradients.unscaling(scale))
         if self._is_guard:
             self._unscaling = Pass(False, Factor.NONE)
@@ -164,7 +164,7 @@ class Passes(TorchGradScaler):
         work, marked = self._observed(optimizer, work, scale, observes)
         if not self._ranks.is_alone:
             agreement = self._ranks.agreement(())
-            if work.write and entry is not None:
+            if entry is not None:
                 entry[AGREEMENT] = agreement
         flag = None
         # Without observers the caller has tried.
@@ -305,13 +305,13 @@ class Passes(TorchGradScaler):
         for entry, term, deferred in zip(entries, terms, defers, strict=True):
             if deferred:
                 entry[clipping.DEFERRED] = divisor
-            flags = entry["found_inf_per_device"]
-            if overridden and spikes is not None:
-                flags = {
-                    at: joint_flag([flag, *term.flags.values()], flag.device)
-                    for at, flag in flags.items()
-                }
             if overridden:
+                flags = entry["found_inf_per_device"]
+                if spikes is not None:
+                    flags = {
+                        at: joint_flag([flag, *term.flags.values()], flag.device)
+                        for at, flag in flags.items()
+                    }
                 entry["found_inf_per_device"] = term.flags = flags
         follower = self._loss_scale.follower
         if follower is not None and scale is not None:
