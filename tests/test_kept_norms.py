@@ -630,10 +630,14 @@ def test_a_call_of_the_private_method_is_noticed(measured: list[str]) -> None:
     assert "kept" not in measured
 
 
+@pytest.mark.parametrize("is_sparse", [False, True])
 @pytest.mark.parametrize("keeps", [False, True])
-def test_a_check_of_scaled_gradients_is_not_observed(keeps: bool) -> None:
+def test_a_check_of_scaled_gradients_is_not_observed(keeps: bool, is_sparse: bool) -> None:
     scaler: Any = started(GradScaler, keep_norm=keeps, policy=LogMax())
-    scaler._check_inf_per_device(sgd_with(*three()))
+    param = parameter_with(torch.ones(3))
+    if is_sparse:
+        param.grad = torch.ones(3).to_sparse()
+    scaler._check_inf_per_device(torch.optim.SGD([param], lr=0.1))
     assert scaler._loss_scale.follower.observed == []
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from support.frames import Loop
+from support.optimizers import Reader
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ampfast import GradScaler
@@ -307,3 +308,21 @@ def test_a_new_scale_in_place_of_one_of_another_dtype() -> None:
     scaler.unscale_(optimizer)
     scaler.update(16.0)
     assert scaler._scale.item() == 16.0
+
+
+@pytest.mark.parametrize("is_sparse", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("kernels", ["cpu", "launcher"])
+def test_an_optimizer_gets_a_copy_of_any_scale(
+    kernels: str, dtype: torch.dtype, is_sparse: bool, request: pytest.FixtureRequest
+) -> None:
+    if kernels == "launcher":
+        request.getfixturevalue("launcher")
+    scaler, (_, _, param) = GradScaler("cpu"), scaled_alone(3)
+    scaler.scale(torch.ones(()))
+    scaler._scale = torch.tensor(4.0, dtype=dtype)
+    other = torch.nn.Parameter(torch.ones(3))
+    other.grad = torch.ones(3).to_sparse() if is_sparse else torch.ones(3)
+    flag, divisor = scaler.step(Reader([param, other], lr=0.1))  # type: ignore[misc]
+    assert (flag, divisor.item(), divisor.dtype) == (0.0, 4.0, dtype)
+    assert divisor.data_ptr() != scaler._scale.data_ptr()

@@ -17,6 +17,24 @@ _BY_REASON: dict[str, list[tuple[str, str, str, int]]] = {
     ],
     "Makes a difference on several devices only.": [
         (
+            "GradScaler.scale",
+            "scale is not None and scale.device == outputs.device",
+            "scale is not None",
+            1,
+        ),
+        (
+            "GradScaler._found_by_division",
+            "is_new and len(flags) == 1 and (scale.device in flags)",
+            "is_new and scale.device in flags",
+            1,
+        ),
+        (
+            "GradScaler._found_by_division",
+            "is_new and len(flags) == 1 and (scale.device in flags)",
+            "is_new and len(flags) == 1",
+            1,
+        ),
+        (
             "SpikeRules.rule",
             "words is None or words.device != device or words.numel() != 1 + window",
             "words is None or words.numel() != 1 + window",
@@ -84,6 +102,12 @@ _BY_REASON: dict[str, list[tuple[str, str, str, int]]] = {
         ),
     ],
     "A checked optimizer means that there is a scale.": [
+        (
+            "GradScaler._set_scale",
+            "[] if scale is None else self._flags(scale)",
+            "self._flags(scale)",
+            1,
+        ),
         (
             "GradScaler.found_inf",
             "torch.device('cpu') if scale is None else scale.device",
@@ -175,6 +199,110 @@ _BY_REASON: dict[str, list[tuple[str, str, str, int]]] = {
             "nothing",
             1,
         ),
+    ],
+    "Makes a difference under a capture on a GPU only: tests/gpu.": [
+        (
+            "is_capturing",
+            "return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()",
+            "return None",
+            1,
+        ),
+        (
+            "is_capturing",
+            "torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()",
+            "torch.cuda.is_initialized()",
+            1,
+        ),
+        (
+            "_current_device",
+            "return torch.device('cuda', torch.cuda.current_device())",
+            "return None",
+            1,
+        ),
+    ],
+    "A faster way to what torch's method returns.": [
+        ("GradScaler.scale", "outputs.dtype is _FLOAT32", "outputs.dtype is not _FLOAT32", 1),
+        (
+            "GradScaler.scale",
+            "type(outputs) is Tensor and outputs.dtype is _FLOAT32 and self._enabled",
+            "type(outputs) is Tensor and self._enabled",
+            1,
+        ),
+        ("GradScaler.scale", "self._scale if is_usual else None", "None", 1),
+        ("GradScaler.scale", "scale.device == outputs.device", "scale.device != outputs.device", 1),
+    ],
+    "A scale that is set restarts the count at the minimum, of which nothing is told.": [
+        (
+            "GradScaler._end_iteration",
+            "loss_scale.watch is not None and (not was_set)",
+            "loss_scale.watch is not None",
+            1,
+        ),
+    ],
+    "Measures or tries what is then not taken.": [
+        (
+            "Passes._pass",
+            "self._keep_norm and entry is not None and self._ranks.is_alone",
+            "self._keep_norm and entry is not None",
+            1,
+        ),
+        ("Passes._pass", "marked is not None and self._has_observers", "marked is not None", 1),
+        (
+            "Passes._pass",
+            "follower is not None and work.sums is not None",
+            "work.sums is not None",
+            1,
+        ),
+        ("Passes._checked_by_scale", "True", "False", 1),
+        ("Passes._clip", "scale is not None and any(defers)", "scale is not None", 1),
+    ],
+    "Is implied by the others, which a type checker cannot know.": [
+        (
+            "Passes._clip_over",
+            "norm is not None and follower is not None and (work.sums is not None)",
+            "norm is not None and follower is not None",
+            1,
+        ),
+        (
+            "Passes._pass",
+            "None if entry is None else partial(mark_unscaled, entry, agreement=agreement)",
+            "partial(mark_unscaled, entry, agreement=agreement)",
+            1,
+        ),
+        (
+            "Passes._pass",
+            "keeps and entry is not None and (work.sums is not None)",
+            "keeps and work.sums is not None",
+            1,
+        ),
+        (
+            "Passes._pass",
+            "keeps and entry is not None and (work.sums is not None)",
+            "keeps and entry is not None",
+            1,
+        ),
+        (
+            "Passes._clip_over",
+            "norm is not None and follower is not None and (work.sums is not None)",
+            "norm is not None and work.sums is not None",
+            1,
+        ),
+        ("Passes._clip", "scale is not None and any(defers)", "any(defers)", 1),
+    ],
+    "A 0 beside what is observed of the same gradients changes no maximum.": [
+        (
+            "Passes._clip_over",
+            "norm is not None and follower is not None and (work.sums is not None)",
+            "follower is not None and work.sums is not None",
+            1,
+        ),
+    ],
+    "Divided by 1 a scale is the same.": [
+        ("Passes._checked_by_scale", "scale * 1", "scale / 1", 1),
+    ],
+    "A slower way to the same.": [
+        ("Passes._clip_over", "self._is_guard and limit == math.inf", "limit == math.inf", 1),
+        ("Passes._clip_over", "self._is_guard and limit == math.inf", "self._is_guard", 1),
     ],
 }
 
