@@ -369,6 +369,9 @@ def test_repr_without_a_wait_of_the_host() -> None:
     # A number of this tensor cannot be read.
     text = "<GradScaler: scale, steps and skipped on cuda:0: see stats()>"
     assert repr(scaler) == text
+    backend = scaler._choice.name_for(torch.device("cuda", 0))
+    scaler._kernels = "known"  # type: ignore[assignment]
+    assert repr(scaler) == f"{text[:-1]}, backend {backend}>"
 
 
 def test_the_package_lists_its_public_names_alone() -> None:
