@@ -88,7 +88,7 @@ def test_each_scaler_and_none_are_timed(fused, clip, queue):
         assert (row.host_us is None) is (queue is None)
         assert row.timer == ("wall" if queue is None else "loop")
     limit = 1.05 if queue is None else 1.02
-    assert [goal.limit for goal in measured.goals] == [limit] * len(timed[2:])
+    assert [goal.limit for goal in measured.goals] == [limit] * len(timed[2:]) + [1.01] * clip
     assert measured.notes == []
 
 
@@ -167,7 +167,7 @@ def test_ratios_are_to_the_same_step_without_a_scaler_and_with_torchs(monkeypatc
     measured = training.measure(Plan(tiny(), False, True), on())
     assert [row.over_none for row in measured.rows] == [None, 1.5, 1.25, 2.25, 2.25]
     assert [row.vs_torch for row in measured.rows] == [None, None, 1.5 / 1.25, *[1.5 / 2.25] * 2]
-    assert [goal.ratio.p50 for goal in measured.goals] == [1.25, 2.25, 2.25]
+    assert [goal.ratio.p50 for goal in measured.goals] == [1.25, 2.25, 2.25, 1.0]
 
 
 @pytest.mark.parametrize(
