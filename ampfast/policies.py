@@ -227,7 +227,7 @@ class _LogMaxFollower(Follower):
             return
         _, _, flags, growth, backoff, interval, *_ = update
         before, tracker, largest = update.scale.item(), update.growth_tracker.item(), peak.item()
-        flag = sum(each.item() for each in flags)
+        flag = sum(map(Tensor.item, flags))
         finite, kept = flag == 0, abs(flag) < core.SPIKE_BOUND
         grows = finite and 1 <= interval <= tracker + 1
         factor = growth if grows else 1.0 if kept else backoff
