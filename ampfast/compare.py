@@ -201,16 +201,15 @@ def _noise(scalers: list[dict[str, Any]]) -> float:
 
 def describe(facts: dict[str, Any]) -> str:
     """Formats the comparison as text."""
-    lines, share, noise = [], 0.0, facts["noise"]
-    if noise > _NOISY:
+    lines, share, tells = [], 0.0, facts["noise"] <= _NOISY
+    if not tells:
         lines.append(
-            f"The times tell nothing: without the scaler, the steps of the runs differ {noise:.1f} "
-            "times (is the machine busy?)."
+            "The times tell nothing: without the scaler, the steps of the runs differ "
+            f"{facts['noise']:.1f} times (is the machine busy?)."
         )
     for number, scaler in enumerate(facts["scalers"], start=1):
         lines += [f"scaler {number}"] if len(facts["scalers"]) > 1 else []
         step = scaler["again"]["medians"].get("step", 0.0)
-        tells = noise <= _NOISY
         lines += _table(scaler["torch"], scaler["ampfast"], f"(torch's again: {step:.0f})", tells)
         for name in ("losses", "scales", "skips"):
             found = scaler["first_differences"].get(name)
@@ -227,7 +226,7 @@ def describe(facts: dict[str, Any]) -> str:
     lines.append(_VERDICTS[facts["verdict"]])
     if any(_NAN in line for line in lines):
         lines.append(_NAN_VERDICTS[facts["verdict"]])
-    if noise <= _NOISY and share < _SMALL:
+    if tells and share < _SMALL:
         lines.append(
             f"With torch's scaler {share:.2%} of a step are the scaler's: for the speed of this "
             "program it does not matter which one it has."

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.clipping_reference import clip_by_hand, exact_norm, grads_of
+from support.clipping_reference import clip_by_hand, clips_by_name, exact_norm, grads_of
 from support.comparison import FLOATS, assert_same
 from support.gradients import filled, parameter_with, sgd_with
 from support.one_step import host_reads
@@ -30,16 +30,7 @@ INF = math.inf
 @pytest.fixture
 def measured(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Whether each clip took a kept norm."""
-    taken: list[str] = []
-    plain = clip_grad._known
-
-    def spied(*given: Any) -> Any:
-        kept = plain(*given)
-        taken.append("read" if kept is None else "kept")
-        return kept
-
-    monkeypatch.setattr(clip_grad, "_known", spied)
-    return taken
+    return clips_by_name(monkeypatch)
 
 
 def kept_norms() -> int:
