@@ -301,38 +301,7 @@ class GradScaler(Passes):
         entry = self._per_optimizer_states[key]
         if entry["stage"] is UNSCALED or entry["stage"] is STEPPED:
             raise _not_ready(entry, "clip_grad_norm_() unscales, too.")
-        is_hooked = overrides(self, _UNSCALE_GRADS)
-        if clip_grad.keepers.values and (is_hooked or not self._keep_norm):
-            clip_grad.forget()  # another scaler may have kept the norm of these gradients
-        if is_hooked:
-            found_inf = torch.full((), 0.0, dtype=torch.float32, device=scale.device)
-            agreement = self._ranks.agreement_on(optimizer)
-            try:
-                flags = self._unscale_grads_(optimizer, inverse(scale), found_inf, self._allow_fp16)
-                entry["found_inf_per_device"], entry["stage"] = flags, UNSCALED
-            except BaseException as error:
-                if not isinstance(error, Exception):  # gradients may be half written
-                    mark_unscaled(entry, agreement=agreement)
-                raise
-            if agreement is not None:
-                entry[AGREEMENT] = agreement
-                self._agree(entry, scale.device)
-        else:
-            work = self._unscaling if self._unscaled_by is scale else self._unscaling_by(scale)
-            if self._is_guard and isinstance(optimizer, MasterWeights):
-                work = _CASTING
-            if self._ending is not None:
-                work, self._ending = work._replace(ending=self._ending), None
-            try:
-                flag = None
-                if not self._has_observers:
-                    given = (optimizer, entry, UNSCALED, work, self._allow_fp16)
-                    flag = self._kernels.pass_over(*given)
-                if flag is None:
-                    self._pass(optimizer, entry, work, scale)
-            except AttributeError as error:
-                explain(error, optimizer, "param_groups")
-                raise
+        self._unscale(optimizer, entry, scale)
         checks[key] = entry["found_inf_per_device"] or checks[key]
 
     @not_compiled
@@ -384,7 +353,11 @@ class GradScaler(Passes):
                 # Here, or the gradients would count as unscaled.
                 capture.require_skippable(optimizer)
             if entry["stage"] is READY:
-                self.unscale_(optimizer)
+                if overrides(self, _UNSCALE_CALLS):
+                    self.unscale_(optimizer)
+                else:
+                    self._unscale(optimizer, entry, scale)
+                checks[key] = entry["found_inf_per_device"] or checks[key]
             if not entry["found_inf_per_device"]:
                 raise no_inf_checks(optimizer)
             result = self._maybe_opt_step(optimizer, entry, *args, **kwargs)
@@ -452,7 +425,7 @@ class GradScaler(Passes):
         if optimizers and self._enabled and not overrides(self, _ALL_HOOKS):
             scale, growth_tracker = self._check_scale_growth_tracker("step")
             if isinstance(self._kernels, DeviceKernels):
-                others = self._flags(scale, but=optimizers[-1])
+                others = self._flags(scale, but=id(optimizers[-1]))
                 flags = [moved(flag, scale.device) for flag in others]
                 factors = self._growth_factor, self._backoff_factor, self._growth_interval
                 given = (scale, growth_tracker, flags, factors)
@@ -875,6 +848,41 @@ class GradScaler(Passes):
 
     # The steps of the state machine.
 
+    def _unscale(self, optimizer: Any, entry: dict[str, Any], scale: Tensor) -> None:
+        """`unscale_` for an optimizer whose turn it is."""
+        is_hooked = overrides(self, _UNSCALE_GRADS)
+        if clip_grad.keepers.values and (is_hooked or not self._keep_norm):
+            clip_grad.forget()  # another scaler may have kept the norm of these gradients
+        if is_hooked:
+            found_inf = torch.full((), 0.0, dtype=torch.float32, device=scale.device)
+            agreement = self._ranks.agreement_on(optimizer)
+            try:
+                flags = self._unscale_grads_(optimizer, inverse(scale), found_inf, self._allow_fp16)
+                entry["found_inf_per_device"], entry["stage"] = flags, UNSCALED
+            except BaseException as error:
+                if not isinstance(error, Exception):  # gradients may be half written
+                    mark_unscaled(entry, agreement=agreement)
+                raise
+            if agreement is not None:
+                entry[AGREEMENT] = agreement
+                self._agree(entry, scale.device)
+        else:
+            work = self._unscaling if self._unscaled_by is scale else self._unscaling_by(scale)
+            if self._is_guard and isinstance(optimizer, MasterWeights):
+                work = _CASTING
+            if self._ending is not None:
+                work, self._ending = work._replace(ending=self._ending), None
+            try:
+                flag = None
+                if not self._has_observers:
+                    given = (optimizer, entry, UNSCALED, work, self._allow_fp16)
+                    flag = self._kernels.pass_over(*given)
+                if flag is None:
+                    self._pass(optimizer, entry, work, scale)
+            except AttributeError as error:
+                explain(error, optimizer, "param_groups")
+                raise
+
     def _step_fused(
         self,
         optimizer: torch.optim.Optimizer,
@@ -1019,6 +1027,7 @@ def _not_ready(state: dict[str, Any], note: str) -> RuntimeError:
 
 
 _UNSCALE_GRADS = original_methods(GradScaler, "_unscale_grads_")
+_UNSCALE_CALLS = original_methods(GradScaler, "unscale_", "_check_scale_growth_tracker")
 _MAYBE_STEP = original_methods(GradScaler, "_maybe_opt_step")
 _CHECK_SCALE = original_methods(GradScaler, "_check_scale_growth_tracker")
 _SCALE_HOOKS = original_methods(GradScaler, "_check_scale_growth_tracker", "_get_scale_async")

@@ -218,13 +218,13 @@ class Passes(TorchGradScaler):
         del entry[AGREEMENT]
         return flags[0]
 
-    def _flags(self, scale: Tensor, but: object = None) -> list[Tensor]:
-        """The found_inf tensors of this iteration, on which ranks agree; `but` one optimizer's."""
+    def _flags(self, scale: Tensor, but: int = 0) -> list[Tensor]:
+        """The found_inf tensors of this iteration, on which ranks agree, but one optimizer's."""
         flags: list[Tensor] = []
         for key, entry in self._per_optimizer_states.items():
             if AGREEMENT in entry and entry["stage"] is not READY:
                 self._agree(entry, scale.device)
-            flags += entry["found_inf_per_device"].values() if key != id(but) else ()
+            flags += entry["found_inf_per_device"].values() if key != but else ()
         return flags
 
     def _last_flags(self, optimizer: torch.optim.Optimizer) -> Flags:
