@@ -218,7 +218,7 @@ class Passes(TorchGradScaler):
         del entry[AGREEMENT]
         return flags[0]
 
-    def _flags(self, scale: Tensor, but: int = 0) -> list[Tensor]:
+    def _flags(self, scale: Tensor, but: int | None = None) -> list[Tensor]:
         """The found_inf tensors of this iteration, on which ranks agree, but one optimizer's."""
         flags: list[Tensor] = []
         for key, entry in self._per_optimizer_states.items():
