@@ -45,7 +45,6 @@ void launch_multi_tensor(const DeviceTable& table, const Segment& segment, const
     std::copy_n(words, segment.chunks * (segment.is_paired ? kPairWords : kChunkWords), work.words);
     work.table = nullptr;
   }
-  work.write = pass.write;
   work.how = pass.how;
   work.factor = data<float>(pass.tensor(Pass::kFactor));
   work.coefficient = data<double>(pass.tensor(Pass::kCoefficient));
@@ -64,15 +63,26 @@ void launch_multi_tensor(const DeviceTable& table, const Segment& segment, const
     const auto flags = (*update)[kFlags].cast<std::vector<at::Tensor>>();
     work.other_found_inf = flags.empty() ? nullptr : data<float>(&flags.front());
   }
-  launch(work);
+  Kind kind = pass.write ? (work.sums != nullptr ? kUnscaleNorm : kUnscale)
+                         : (work.sums != nullptr ? kCheckNorm : kCheck);
+  if (work.clip.sums != nullptr) {
+    kind = kClipBy;
+  } else if (work.coefficient != nullptr) {
+    kind = kClip;
+  }
+  launch(kind, work);
 }
 
 void launch_measure(const DeviceTable& table, const Segment& segment, const at::Tensor& health) {
-  measure(launch_over(table, segment), data<int64_t>(&health));
+  Launch work = launch_over(table, segment);
+  work.health = data<int64_t>(&health);
+  launch(kMeasure, work);
 }
 
 void launch_narrow(const DeviceTable& table, const Segment& segment, const py::object& found_inf) {
-  narrow(launch_over(table, segment), data<const float>(tensor_of(found_inf.ptr())));
+  Launch work = launch_over(table, segment);
+  work.found_inf = data<float>(tensor_of(found_inf.ptr()));
+  launch(kNarrow, work);
 }
 
 void launch_update_scale(const py::tuple& given) {

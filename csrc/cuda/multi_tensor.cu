@@ -3,6 +3,7 @@
 #include <cuda_runtime.h>
 
 #include <algorithm>
+#include <array>
 #include <map>
 #include <stdexcept>
 #include <string>
@@ -156,34 +157,31 @@ __global__ void __launch_bounds__(kThreads, kLeastProgramsPerSm)
 
 template <class Format, bool kPairs>
 __global__ void __launch_bounds__(kThreads, kLeastProgramsPerSm)
-    measure_alone(const int64_t* table, int chunks, int64_t* rows) {
+    measure_alone(const __grid_constant__ Launch launch) {
   Health<Format> health;
   const auto visit = [&](int /*chunk*/, char* address, int bytes, int64_t parameter,
                          const float* /*wide*/) {
-    int64_t* row = rows + parameter * kHealthWords;
+    int64_t* row = launch.health + parameter * kHealthWords;
     take_chunk<Format>(health, address, bytes);
     health.add_to(row);
     if (threadIdx.x == 0) {
       add(row + kElements, bytes / static_cast<int>(sizeof(typename Format::Element)));
     }
   };
-  for_chunks<kPairs>([=](int64_t first, int word) { return (table + word)[first]; }, chunks, visit,
-                     [] { return true; });
+  const auto word_at = [&](int64_t first, int word) { return (launch.table + word)[first]; };
+  for_chunks<kPairs>(word_at, launch.chunks, visit, [] { return true; });
 }
 
-// Rounds the float32 values of pairs to 16 bits, unless the flag is set; `flag` may be null.
 template <class Format>
 __global__ void __launch_bounds__(kThreads, kLeastProgramsPerSm)
-    narrow_alone(const int64_t* table, int chunks, const float* flag, bool is_aligned) {
-  if (flag != nullptr && *flag != 0) {
-    return;
-  }
+    narrow_alone(const __grid_constant__ Launch launch) {
+  const auto begin = [&] { return launch.found_inf == nullptr || *launch.found_inf == 0; };
   const auto visit = [&](int /*chunk*/, char* address, int bytes, int64_t /*parameter*/,
                          const float* wide) {
-    narrow_chunk<Format>(address, bytes, wide, is_aligned);
+    narrow_chunk<Format>(address, bytes, wide, launch.is_aligned);
   };
-  for_chunks<true>([=](int64_t first, int word) { return (table + word)[first]; }, chunks, visit,
-                   [] { return true; });
+  const auto word_at = [&](int64_t first, int word) { return (launch.table + word)[first]; };
+  for_chunks<true>(word_at, launch.chunks, visit, begin);
 }
 
 __global__ void update_alone(const Update update, const Flags flags) {
@@ -196,47 +194,30 @@ __global__ void update_alone(const Update update, const Flags flags) {
 
 __global__ void clip_alone(const Clip clip) { ampfast::clip_coefficient(clip); }
 
-using Pass = void (*)(Launch);
-using Measure = void (*)(const int64_t*, int, int64_t*);
-using Narrow = void (*)(const int64_t*, int, const float*, bool);
+using Kernel = void (*)(Launch);
 
-// All kernels over a table for one dtype, or for its pairs.
-struct Kernels {
-  Pass pass[2][2];  // by whether it writes, and whether it sums squares
-  Pass clip;        // writes with a coefficient
-  Pass clip_by;     // which it computes from sums; not of pairs
-  Measure measure;
-  Narrow narrow;  // of pairs alone
-};
-
+// The kernels over a table of one dtype, or of its pairs.
 template <class Format, bool kPairs>
-constexpr Kernels kernels() {
-  Narrow narrow = nullptr;
-  Pass clip_by = nullptr;
+constexpr std::array<Kernel, kKinds> kernels() {
+  std::array<Kernel, kKinds> found{pass<Format, false, false, false, false, kPairs>,
+                                   pass<Format, false, true, false, false, kPairs>,
+                                   pass<Format, true, false, false, false, kPairs>,
+                                   pass<Format, true, true, false, false, kPairs>,
+                                   pass<Format, true, false, true, false, kPairs>};
   if constexpr (kPairs) {
-    narrow = narrow_alone<Format>;
+    found[kNarrow] = narrow_alone<Format>;
   } else {
-    clip_by = pass<Format, true, false, true, true, false>;
+    found[kClipBy] = pass<Format, true, false, true, true, false>;
   }
-  return {{{pass<Format, false, false, false, false, kPairs>,
-            pass<Format, false, true, false, false, kPairs>},
-           {pass<Format, true, false, false, false, kPairs>,
-            pass<Format, true, true, false, false, kPairs>}},
-          pass<Format, true, false, true, false, kPairs>,
-          clip_by,
-          measure_alone<Format, kPairs>,
-          narrow};
+  found[kMeasure] = measure_alone<Format, kPairs>;
+  return found;
 }
 
 // In the order of Dtype; then the pairs' of 16 bits.
 constexpr int kFirstPairs = 4 - static_cast<int>(Dtype::kFloat16);
-const Kernels all_kernels[] = {kernels<Float32, false>(), kernels<Float64, false>(),
-                               kernels<Float16, false>(), kernels<BFloat16, false>(),
-                               kernels<Float16, true>(),  kernels<BFloat16, true>()};
-
-const Kernels& kernels_of(const Launch& launch) {
-  return all_kernels[static_cast<int>(launch.dtype) + (launch.is_paired ? kFirstPairs : 0)];
-}
+const std::array<Kernel, kKinds> all_kernels[] = {
+    kernels<Float32, false>(),  kernels<Float64, false>(), kernels<Float16, false>(),
+    kernels<BFloat16, false>(), kernels<Float16, true>(),  kernels<BFloat16, true>()};
 
 void require(cudaError_t status) {
   if (status != cudaSuccess) {
@@ -266,19 +247,11 @@ int64_t resident(const void* kernel) {
 
 // Queues a kernel. Its own status counts: the last error of a thread may be another's.
 template <class... Given>
-void queue_programs(void (*kernel)(Given...), int64_t programs, int threads, void* stream,
-                    const Given&... given) {
+void queue(void (*kernel)(Given...), int64_t programs, int threads, void* stream,
+           const Given&... given) {
   void* arguments[] = {const_cast<Given*>(&given)...};
   require(cudaLaunchKernel(reinterpret_cast<const void*>(kernel), static_cast<unsigned>(programs),
                            threads, arguments, 0, static_cast<cudaStream_t>(stream)));
-}
-
-// Queues a kernel over the chunks of a launch.
-template <class... Given>
-void queue(void (*kernel)(Given...), const Launch& launch, const Given&... given) {
-  const int64_t programs = resident(reinterpret_cast<const void*>(kernel));
-  const int64_t most = most_programs > 0 ? most_programs : programs;
-  queue_programs(kernel, std::min<int64_t>(launch.chunks, most), kThreads, launch.stream, given...);
 }
 
 }  // namespace
@@ -288,40 +261,27 @@ void limit_programs(int64_t programs) { most_programs = programs; }
 void load_kernels() {
   resident(reinterpret_cast<const void*>(update_alone));
   resident(reinterpret_cast<const void*>(clip_alone));
-  for (const auto& [pass, clip, clip_by, measure, narrow] : all_kernels) {
-    for (const auto kernel : {pass[0][0], pass[0][1], pass[1][0], pass[1][1], clip}) {
-      resident(reinterpret_cast<const void*>(kernel));
+  for (const auto& kernels : all_kernels) {
+    for (const Kernel kernel : kernels) {
+      if (kernel != nullptr) {
+        resident(reinterpret_cast<const void*>(kernel));
+      }
     }
-    resident(reinterpret_cast<const void*>(measure));
-    resident(clip_by != nullptr ? reinterpret_cast<const void*>(clip_by)
-                                : reinterpret_cast<const void*>(narrow));
   }
 }
 
-void launch(const Launch& launch) {
-  const Kernels& kernels = kernels_of(launch);
-  const Pass kernel = launch.clip.sums != nullptr ? kernels.clip_by
-                      : launch.coefficient != nullptr
-                          ? kernels.clip
-                          : kernels.pass[launch.write ? 1 : 0][launch.sums != nullptr ? 1 : 0];
-  queue(kernel, launch, launch);
-}
-
-void measure(const Launch& launch, int64_t* health) {
-  queue(kernels_of(launch).measure, launch, launch.table, launch.chunks, health);
-}
-
-void narrow(const Launch& launch, const float* found_inf) {
-  queue(kernels_of(launch).narrow, launch, launch.table, launch.chunks, found_inf,
-        launch.is_aligned);
+void launch(Kind kind, const Launch& launch) {
+  const int of_pairs = launch.is_paired ? kFirstPairs : 0;
+  const Kernel kernel = all_kernels[static_cast<int>(launch.dtype) + of_pairs][kind];
+  const int64_t programs = resident(reinterpret_cast<const void*>(kernel));
+  const int64_t most = most_programs > 0 ? most_programs : programs;
+  queue(kernel, std::min<int64_t>(launch.chunks, most), kThreads, launch.stream, launch);
 }
 
 void update_scale(const Update& update, const Flags& flags, void* stream) {
-  queue_programs(update_alone, 1, 1, stream, update, flags);
+  queue(update_alone, 1, 1, stream, update, flags);
 }
 
-void clip_coefficient(const Clip& clip, void* stream) {
-  queue_programs(clip_alone, 1, 1, stream, clip);
-}
+void clip_coefficient(const Clip& clip, void* stream) { queue(clip_alone, 1, 1, stream, clip); }
 
 }  // namespace ampfast::cuda

@@ -10,7 +10,20 @@
 
 namespace ampfast::cuda {
 
-// One pass over a segment of a table. All pointers are to memory of the device; those that may be
+// Kernels over a table. The first six are passes.
+enum Kind {
+  kCheck,
+  kCheckNorm,
+  kUnscale,
+  kUnscaleNorm,
+  kClip,     // unscales and multiplies by the coefficient
+  kClipBy,   // by that of a clipping, which it computes from sums; not of pairs
+  kMeasure,  // adds the range of each gradient's values to its parameter's row of kHealthWords
+  kNarrow,   // rounds the float32 values of pairs to 16 bits, unless their flag is set
+  kKinds,
+};
+
+// One launch over a segment of a table. All pointers are to memory of the device; those that may be
 // null say what that means.
 struct Launch {
   Dtype dtype = Dtype::kFloat32;
@@ -22,13 +35,12 @@ struct Launch {
   double* partials = nullptr;     // the sum of squares of each chunk of all segments
   bool is_paired = false;         // with float32 values, which are written in place of 16-bit ones
   bool is_aligned = false;        // those of each chunk's first whole vector are
-  bool write = false;             // else the gradients are only read
   Factor how = Factor::kNone;     // of a division neither products nor squares are defined
   const float* factor = nullptr;  // null with kNone alone
-  const double* coefficient = nullptr;  // multiplies what is written, without sums; null: nothing
-  Clip clip;  // without pairs, in place of it if there are sums: what they give; gets the norm
-  // The sum of squares and the largest magnitude of the used values of all segments; null: no sum.
-  // Given for all segments, written by the one with the epilogue.
+  const double* coefficient = nullptr;  // for kClip
+  Clip clip;                            // for kClipBy, which writes its norm
+  // The sum of squares and the largest magnitude of the used values of all segments, for kinds with
+  // a norm. Given for all segments, written by the one with the epilogue.
   double* sums = nullptr;
   // Rows of kMarkWords by parameter, of the steps in which a used value is not finite; null: none.
   int64_t* marks = nullptr;
@@ -36,13 +48,14 @@ struct Launch {
 
   // Only the last segment has an epilogue; without it all that follows is ignored.
   bool epilogue = false;
-  float* found_inf = nullptr;
-  bool accumulate = false;   // leaves a flag that is set already, else 0 or 1 is written
-  float* divisor = nullptr;  // gets the factor as it is before the update; null: none
-  Update update;             // without a scale: none
+  float* found_inf = nullptr;  // null for kNarrow alone, which heeds it without epilogue
+  bool accumulate = false;     // leaves a flag that is set already, else 0 or 1 is written
+  float* divisor = nullptr;    // gets the factor as it is before the update; null: none
+  Update update;               // without a scale: none
   const float* other_found_inf = nullptr;  // one more flag that the update heeds; null: none
 
-  void* stream = nullptr;  // a cudaStream_t of the current device
+  int64_t* health = nullptr;  // rows of kHealthWords by parameter, for kMeasure
+  void* stream = nullptr;     // a cudaStream_t of the current device
   int64_t words[kWordsOfLaunch];
 };
 
@@ -50,16 +63,8 @@ static_assert(sizeof(Launch) <= 4096, "more than the arguments of a kernel");
 
 // Each of these throws if CUDA refuses it.
 
-// Queues the pass.
-void launch(const Launch& launch);
-
-// Queues a pass that adds the range of each gradient's values to its parameter's row of
-// kHealthWords.
-void measure(const Launch& launch, int64_t* health);
-
-// Queues the rounding of the float32 values of pairs to 16 bits, unless `found_inf`, which may be
-// null, is set.
-void narrow(const Launch& launch, const float* found_inf);
+// Queues a kernel over the chunks of a launch.
+void launch(Kind kind, const Launch& launch);
 
 // Queues an update of the scale by itself, on a cudaStream_t of the current device. Of the flags,
 // repeated where there are fewer, any that is not 0 counts.
