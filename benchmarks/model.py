@@ -60,7 +60,7 @@ class Cost:
         return False
 
     def multi_tensor(
-        self, work: Pass, table: core.DeviceTable, segment: Any, epilogue: gpu.Epilogue
+        self, work: Pass, table: core.DeviceTable, segment: Any, is_last: bool
     ) -> None:
         self.launches += 1
         words = table.words[segment.word :][: 2 * segment.chunks]

@@ -16,7 +16,7 @@ from torch import Tensor
 from ampfast import backends, functional
 from ampfast.backends import core
 from ampfast.backends.core import Factor, Pass, Update
-from ampfast.backends.gpu import DeviceKernels, Epilogue
+from ampfast.backends.gpu import DeviceKernels
 
 from .cases import GradCase, make_gradients
 from .harness import assert_same
@@ -215,9 +215,8 @@ def launches(name: str, device: torch.device, scalars: Scalars) -> Calls:
         # As `DeviceKernels` does it; a list of one dtype is one segment.
         (segment,) = table.segments
         work = Pass(write, how, factor, s.found_inf, **more)
-        epilogue = Epilogue.UPDATE if work.ending else Epilogue.FINISH
         with launcher.on(device):
-            launcher.multi_tensor(work, table, segment, epilogue)
+            launcher.multi_tensor(work, table, segment, True)
 
     def norm(table: core.DeviceTable, turn: int) -> Tensor:
         launch(table, False, Factor.TIMES_RECIPROCAL, s.scales[turn], sums=sums[0])

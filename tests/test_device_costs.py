@@ -165,10 +165,10 @@ def test_a_launch_that_fails_leaves_no_flag_behind(
     grads = [torch.full((3,), math.inf), torch.ones(3, dtype=torch.float16)]
     plain = launcher.multi_tensor
 
-    def fails(work: Any, table: Any, segment: Any, epilogue: Any) -> None:
+    def fails(work: Any, table: Any, segment: Any, is_last: bool) -> None:
         if segment.dtype is torch.float16:
             raise RuntimeError("no compiler")
-        plain(work, table, segment, epilogue)
+        plain(work, table, segment, is_last)
 
     with monkeypatch.context() as broken:
         broken.setattr(launcher, "multi_tensor", fails)

@@ -19,7 +19,7 @@ from support.reference_launcher import ReferenceLauncher, spans_of
 from ampfast import _C, capture
 from ampfast.backends import core, cpu, gpu
 from ampfast.backends.core import Update
-from ampfast.backends.gpu import DeviceKernels, Epilogue
+from ampfast.backends.gpu import DeviceKernels
 
 CPU = torch.device("cpu")
 ROOT = Path(__file__).parent.parent
@@ -36,9 +36,9 @@ def test_another_thread_does_not_come_between_two_launches() -> None:
     between, found = threading.Event(), {}
 
     class Interrupted(ReferenceLauncher):
-        def multi_tensor(self, work: Any, table: Any, segment: Any, epilogue: Epilogue) -> None:
-            super().multi_tensor(work, table, segment, epilogue)
-            if epilogue is Epilogue.NOTHING and threading.current_thread().name == "first":
+        def multi_tensor(self, work: Any, table: Any, segment: Any, is_last: bool) -> None:
+            super().multi_tensor(work, table, segment, is_last)
+            if not is_last and threading.current_thread().name == "first":
                 between.set()
                 second.join(0.2)
 
@@ -327,12 +327,12 @@ def test_uncompiled_kernels_are_not_captured(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_a_launch_that_cannot_begin_holds_earlier_ones_back() -> None:
     class NoBfloat16(ReferenceLauncher):
-        def prepare(self, work: Any, table: Any, segment: Any, epilogue: Epilogue) -> None:
-            prepared.append((segment.dtype, epilogue))
+        def prepare(self, work: Any, table: Any, segment: Any, is_last: bool) -> None:
+            prepared.append((segment.dtype, is_last))
             if segment.dtype is torch.bfloat16:
                 raise RuntimeError("no compiler for bfloat16")
 
-    prepared: list[tuple[torch.dtype, Epilogue]] = []
+    prepared: list[tuple[torch.dtype, bool]] = []
     launcher = NoBfloat16()
     kernels = DeviceKernels(launcher)
     grads = [torch.full((3,), 8.0), torch.full((3,), 8.0, dtype=torch.bfloat16)]
@@ -342,10 +342,7 @@ def test_a_launch_that_cannot_begin_holds_earlier_ones_back() -> None:
             run_unscale(kernels, grads_of(grads), scale, is_scale=True, found_inf=found)
     assert launcher.launches == []
     assert [grad.tolist() for grad in grads] == [[8.0] * 3] * 2
-    assert set(prepared) == {
-        (torch.float32, Epilogue.NOTHING),
-        (torch.bfloat16, Epilogue.FINISH),
-    }
+    assert set(prepared) == {(torch.float32, False), (torch.bfloat16, True)}
     prepared.clear()
     run_unscale(kernels, grads_of(grads[:1]), scale, is_scale=True, found_inf=found)
     assert grads[0].tolist() == [2.0] * 3

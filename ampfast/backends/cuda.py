@@ -8,7 +8,7 @@ from functools import cache
 import torch
 
 from ampfast.backends.core import DeviceTable, Pass, Segment, compiled
-from ampfast.backends.gpu import Epilogue, on_gpu
+from ampfast.backends.gpu import on_gpu
 from ampfast.capture import is_capturing as is_capturing
 
 if not compiled.WITH_CUDA:
@@ -36,7 +36,7 @@ def limit_programs(programs: int | None) -> None:
     compiled.cuda_limit_programs(programs or 0)
 
 
-def multi_tensor(work: Pass, table: DeviceTable, segment: Segment, epilogue: Epilogue) -> None:
+def multi_tensor(work: Pass, table: DeviceTable, segment: Segment, is_last: bool) -> None:
     """Launches one pass over the gradients of one dtype."""
-    update = work.ending.update if epilogue is Epilogue.UPDATE else None
-    compiled.cuda_multi_tensor(table, segment, work, epilogue is not Epilogue.NOTHING, update)
+    update = work.ending.update if is_last and work.ending is not None else None
+    compiled.cuda_multi_tensor(table, segment, work, is_last, update)

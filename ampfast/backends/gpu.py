@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from contextlib import AbstractContextManager, nullcontext
-from enum import IntEnum
 from typing import Any
 
 import torch
@@ -19,14 +18,6 @@ MOST_FLAGS = 4
 
 _one_pass = threading.Lock()
 _HERE = nullcontext()
-
-
-class Epilogue(IntEnum):
-    """Work of the last program of a launch."""
-
-    NOTHING = 0
-    FINISH = 1
-    UPDATE = 2
 
 
 class Ending:
@@ -150,19 +141,16 @@ class DeviceKernels:
         """Launches a pass, whose device is current."""
         launcher = self._launcher
         *first, last = table.segments
-        ending: Ending | None = work.ending
-        has_update = ending is not None and ending.update is not None
-        final = Epilogue.UPDATE if has_update else Epilogue.FINISH
-        launches = [*((segment, Epilogue.NOTHING) for segment in first), (last, final)]
+        launches = [*((segment, False) for segment in first), (last, True)]
         # If a later launch failed, half of the gradients would be written.
         if first and (prepare := getattr(launcher, "prepare", None)) is not None:
-            for segment, epilogue in launches:
-                prepare(work, table, segment, epilogue)
+            for segment, is_last in launches:
+                prepare(work, table, segment, is_last)
         # No other pass with the same header, that of the stream, may come between.
         with _one_pass:
             try:
-                for segment, epilogue in launches:
-                    launcher.multi_tensor(work, table, segment, epilogue)
+                for segment, is_last in launches:
+                    launcher.multi_tensor(work, table, segment, is_last)
             except BaseException:
                 table.header.zero_()  # where intermediate launches leave results
                 raise

@@ -9,7 +9,7 @@ from support.reference_launcher import chunks_of
 
 from ampfast.backends import cpu
 from ampfast.backends.core import Factor
-from ampfast.backends.gpu import DeviceKernels, Epilogue
+from ampfast.backends.gpu import DeviceKernels
 from benchmarks import device_time
 from benchmarks.cases import GradCase
 from benchmarks.harness import Effort, Setting
@@ -53,7 +53,7 @@ class TableLauncher:
     def is_capturing(self) -> bool:
         return False
 
-    def multi_tensor(self, work, table, segment, epilogue: Epilogue) -> None:
+    def multi_tensor(self, work, table, segment, is_last) -> None:
         tensors = [chunk for _, chunk in chunks_of(table.words, segment)]
         if work.how is Factor.NONE:
             inverse = torch.ones(())
@@ -68,7 +68,7 @@ class TableLauncher:
         torch._amp_foreach_non_finite_check_and_unscale_(targets, work.found_inf, inverse)
         if work.coefficient is not None:
             torch._foreach_mul_(targets, work.coefficient.to(targets[0].dtype))
-        if epilogue is Epilogue.UPDATE:
+        if work.ending is not None:
             scale, growth_tracker, _, *factors = work.ending.update[:6]
             torch._amp_update_scale_(scale, growth_tracker, work.found_inf, *factors)
 

@@ -41,7 +41,7 @@ def kernels() -> list[Callable[[], object]]:
     def prepare(variant: known.Variant) -> None:
         table = known.table_of(variant.dtype, variant.paired, device)
         work, segment = known.work_of(variant, device), table.segments[0]
-        launch.prepare(work, table, segment, variant.epilogue)
+        launch.prepare(work, table, segment, variant.is_last)
 
     def over(name: str, dtype: torch.dtype, paired: bool, tensor: torch.Tensor | None) -> None:
         table = known.table_of(dtype, paired, device)

@@ -12,7 +12,6 @@ from ptx_emulator import Range, emulation
 from torch import Tensor
 
 from ampfast.backends.core import Clip, DeviceTable, Pass, Segment, Update
-from ampfast.backends.gpu import Epilogue
 from support.reference_launcher import spans_of
 
 # Few, so that test lists take several programs with several chunks each.
@@ -38,13 +37,11 @@ class EmulatedLauncher:
     def is_capturing(self) -> bool:
         return False
 
-    def prepare(self, work: Pass, table: DeviceTable, segment: Segment, epilogue: Epilogue) -> None:
+    def prepare(self, work: Pass, table: DeviceTable, segment: Segment, is_last: bool) -> None:
         if prepare := getattr(self._module, "prepare", None):
-            prepare(work, table, segment, epilogue)
+            prepare(work, table, segment, is_last)
 
-    def multi_tensor(
-        self, work: Pass, table: DeviceTable, segment: Segment, epilogue: Epilogue
-    ) -> None:
+    def multi_tensor(self, work: Pass, table: DeviceTable, segment: Segment, is_last: bool) -> None:
         update = None if work.ending is None else work.ending.update
         sums, norm = (None, None) if work.clip is None else (work.clip.sums, work.clip.norm)
         with self._restricted(
@@ -55,7 +52,7 @@ class EmulatedLauncher:
                 *(() if update is None else _of_update(update)),
             ]
         ):
-            self._module.multi_tensor(work, table, segment, epilogue)
+            self._module.multi_tensor(work, table, segment, is_last)
 
     def _has_room(self, table: DeviceTable) -> bool:
         """Whether a table is among the arguments of a launch."""

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from ampfast.backends import cpu, torch_ops
 from ampfast.backends.core import Clip, DeviceTable, Factor, Pass, Segment, Update
-from ampfast.backends.gpu import Epilogue
 from ampfast.backends.torch_ops import TensorList
 
 _INFINITE = 0x7FF0000000000000
@@ -34,9 +33,7 @@ class ReferenceLauncher:
     def is_capturing(self) -> bool:
         return self.capturing
 
-    def multi_tensor(
-        self, work: Pass, table: DeviceTable, segment: Segment, epilogue: Epilogue
-    ) -> None:
+    def multi_tensor(self, work: Pass, table: DeviceTable, segment: Segment, is_last: bool) -> None:
         self.launches.append("unscale" if work.write else "check")
         header = table.header
         used_peak = torch.tensor(0.0, dtype=torch.float64)
@@ -77,7 +74,7 @@ class ReferenceLauncher:
             used_peak = torch.maximum(used_peak, peak)  # a NaN wins
         bits = used_peak.view(torch.int64) & 0x7FFFFFFFFFFFFFFF
         header[1] = torch.maximum(header[1], bits)
-        if epilogue is Epilogue.NOTHING:
+        if not is_last:
             return
         if work.sums is not None:
             work.sums[0] = self._squares
@@ -88,8 +85,7 @@ class ReferenceLauncher:
             work.found_inf.fill_(float(found))
         if work.factor_copy is not None:
             work.factor_copy.copy_(work.factor)
-        if epilogue is Epilogue.UPDATE:
-            update = work.ending.update
+        if work.ending is not None and (update := work.ending.update) is not None:
             self._update(update._replace(found_infs=[work.found_inf, *update.found_infs]))
         header.zero_()
 

@@ -29,7 +29,6 @@ from variants import (
 )
 
 from ampfast.backends.core import Factor
-from ampfast.backends.gpu import Epilogue
 
 IS_DOCUMENTED = triton.__version__.startswith("3.9.")
 # Registers per thread left by eight programs of 128 threads on a multiprocessor.
@@ -117,7 +116,7 @@ def check_arithmetic(target: str, variant: Variant) -> None:
 
 def check_last_program(target: str, variant: Variant) -> None:
     code = ptx(target, variant)
-    if variant.epilogue is Epilogue.NOTHING:
+    if not variant.is_last:
         assert not re.search(FINISHED, code)
         return
     [finished] = re.finditer(FINISHED, code)
@@ -141,7 +140,7 @@ def check_last_program(target: str, variant: Variant) -> None:
     # All reads precede the stores of the flag, the reset of the scratch and the new scale.
     stores = 3 if variant.norm else 2  # the peak's reset is the norm's
     assert "barrier" in counted[-1 - stores]
-    assert variant.epilogue is not Epilogue.UPDATE or "barrier" in counted[-4 - stores]
+    assert not variant.updates or "barrier" in counted[-4 - stores]
 
 
 @pytest.mark.parametrize("how", [Factor.NONE, Factor.DIVIDE, Factor.TIMES_RECIPROCAL])
@@ -221,7 +220,7 @@ def test_measure_on_amd(target: str) -> None:
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_factors_are_float64(dtype: torch.dtype) -> None:
-    update = Variant(dtype, True, Factor.TIMES_RECIPROCAL, epilogue=Epilogue.UPDATE)
+    update = Variant(dtype, True, Factor.TIMES_RECIPROCAL, updates=True)
     # Two of the update, two of a clipping.
     assert len(re.findall(r"\.param \.f64", ptx("sm_90", update))) == 4
     assert ".param .f32" not in ptx("sm_90", update)

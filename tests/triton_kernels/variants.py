@@ -20,7 +20,7 @@ import torch
 from ampfast.backends import core
 from ampfast.backends.core import Factor, Pass, Update
 from ampfast.backends.core import state_layout as layout
-from ampfast.backends.gpu import Ending, Epilogue
+from ampfast.backends.gpu import Ending
 
 try:
     import triton
@@ -65,7 +65,8 @@ class Variant:
     coefficient: bool = False
     clip: bool = False
     marks: bool = False
-    epilogue: Epilogue = Epilogue.FINISH
+    is_last: bool = True
+    updates: bool = False
     accumulate: bool = False
     other: bool = False
     paired: bool = False
@@ -75,7 +76,7 @@ class Variant:
         words = [str(self.dtype).removeprefix("torch."), "unscale" if self.write else "check"]
         words += [self.how.name.lower()]
         words += [n for n in ("norm", "coefficient", "clip", "marks") if getattr(self, n)]
-        words += [self.epilogue.name.lower()]
+        words += ["update" if self.updates else "finish" if self.is_last else "nothing"]
         words += [n for n in ("accumulate", "other", "paired") if getattr(self, n)]
         return " ".join(words)
 
@@ -109,7 +110,7 @@ def modes(dtype: torch.dtype) -> list[Variant]:
 
 
 def updating(dtype: torch.dtype) -> Variant:
-    return Variant(dtype, False, Factor.DIVIDE, epilogue=Epilogue.UPDATE)
+    return Variant(dtype, False, Factor.DIVIDE, updates=True)
 
 
 def everywhere(dtype: torch.dtype) -> list[Variant]:
@@ -136,10 +137,10 @@ def variants(dtype: torch.dtype) -> list[Variant]:
         found.append(mode)
         if mode.marks:
             continue
-        found.append(replace(mode, epilogue=Epilogue.NOTHING))
+        found.append(replace(mode, is_last=False))
         if mode.norm and not mode.write:
             continue  # returns a flag of its own and takes no update
-        update = replace(mode, epilogue=Epilogue.UPDATE)
+        update = replace(mode, updates=True)
         found.append(replace(update, accumulate=True, other=True))
         if dtype == torch.float32:
             found += [replace(mode, accumulate=True), update]
@@ -180,6 +181,7 @@ def work_of(variant: Variant, device: torch.device = CPU) -> Pass:
     one = torch.ones((), device=device)
     tracker = torch.zeros((), dtype=torch.int32, device=device)
     flags = [one] if variant.other else []
+    update = Update(one, tracker, flags, 2.0, 0.5, 2000, STATE.to(device))
     tables = track(device) if variant.marks else None
     wide = torch.promote_types(variant.dtype, torch.float32)
     return Pass(
@@ -193,7 +195,7 @@ def work_of(variant: Variant, device: torch.device = CPU) -> Pass:
         sums=torch.ones(2, dtype=torch.float64, device=device) if variant.norm else None,
         marks=None if tables is None else tables.marks,
         now=None if tables is None else tables.now,
-        ending=Ending(Update(one, tracker, flags, 2.0, 0.5, 2000, STATE.to(device)), one),
+        ending=Ending(update, one) if variant.updates else None,
     )
 
 
@@ -205,7 +207,7 @@ def recorded(variant: Variant, target: Any) -> tuple[tuple[Any, ...], dict[str, 
         patch.setattr(launch, "is_capturing", lambda: False)
         patch.setattr(kernels, "multi_tensor", _Recorder())
         with pytest.raises(_Recorded) as launched:
-            launch.multi_tensor(work, table, table.segments[0], variant.epilogue)
+            launch.multi_tensor(work, table, table.segments[0], variant.is_last)
     return launched.value.args
 
 

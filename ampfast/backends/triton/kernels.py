@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import triton
 import triton.language as tl
 
-from ampfast.backends import core, gpu
+from ampfast.backends import core
 
 
 def _constants(**values):
@@ -31,7 +31,6 @@ def _kernel(function):
 _SOFT = tl.constexpr(triton.knobs.runtime.interpret)
 
 _FACTOR = _constants(**core.Factor.__members__)
-_EPILOGUE = _constants(**gpu.Epilogue.__members__)
 
 # PAIRED of pairs whose float32 values are aligned where the 16-bit ones are.
 ALIGNED_PAIRS = tl.constexpr(2)
@@ -404,7 +403,7 @@ def multi_tensor(
     WRITE: tl.constexpr,
     FACTOR: tl.constexpr,
     NORM: tl.constexpr,
-    EPILOGUE: tl.constexpr,
+    IS_LAST: tl.constexpr,
     ACCUMULATE: tl.constexpr,
     THREADS: tl.constexpr,
     PAIRED: tl.constexpr,
@@ -415,7 +414,8 @@ def multi_tensor(
     `first` others. Optional pointers may be None: `coefficient_ptr` to a second factor of written
     values, `divisor_ptr` to a copy of the factor, `marks_ptr` to the overflow marks of parameters.
     With `norm_ptr`, which gets the norm, the second factor is that of a clipping by the sums at
-    `coefficient_ptr`. Of pairs float32 values are written.
+    `coefficient_ptr`. Of pairs float32 values are written. With IS_LAST the last program writes the
+    results and, with `scale_ptr`, updates the scale.
     """
     chunks_ptr = table_ptr + word
     # In turn, so that all programs read one part of the list at a time.
@@ -482,7 +482,7 @@ def multi_tensor(
         tl.atomic_max(header_ptr + _HEADER.PEAK, largest, sem="relaxed")
     bad = largest >= _INFINITY
     seen = tl.where(bad, _NOT_FINITE, tl.zeros([], dtype=tl.int64))
-    if EPILOGUE == _EPILOGUE.NOTHING:
+    if not IS_LAST:
         tl.atomic_add(header_ptr + _HEADER.FINISHED, seen, mask=bad, sem="relaxed")
     else:
         # Some versions of Triton put no barrier between the stores above and the atomic.
@@ -502,7 +502,7 @@ def multi_tensor(
             flag = found.to(tl.float32)
             if ACCUMULATE:
                 flag = _joint(flag, tl.load(found_inf_ptr))
-            if EPILOGUE == _EPILOGUE.UPDATE:
+            if scale_ptr is not None:
                 if other_found_inf_ptr is not None:
                     flag = _joint(flag, tl.load(other_found_inf_ptr))
                 pointers = (scale_ptr, growth_tracker_ptr, state_ptr)

@@ -16,7 +16,7 @@ from torch import Tensor
 from ampfast import capture
 from ampfast.backends import core
 from ampfast.backends.core import Clip, DeviceTable, Pass, Segment, Update
-from ampfast.backends.gpu import Epilogue, on_gpu
+from ampfast.backends.gpu import on_gpu
 from ampfast.backends.triton import kernels
 
 # Whether the kernels run on CPU tensors, as under TRITON_INTERPRET=1.
@@ -75,10 +75,10 @@ def is_capturing() -> bool:
 
 
 def multi_tensor(
-    work: Pass, table: DeviceTable, segment: Segment, epilogue: Epilogue, *, launches: bool = True
+    work: Pass, table: DeviceTable, segment: Segment, is_last: bool, *, launches: bool = True
 ) -> None:
     """Launches one pass over the gradients of one dtype, or only compiles its kernel."""
-    update: Update | None = work.ending.update if epilogue is Epilogue.UPDATE else None
+    update: Update | None = work.ending.update if is_last and work.ending is not None else None
     scale = tracker = state = other = None
     factors: list[Any] = [1.0, 1.0, 0]
     if update is not None:
@@ -96,7 +96,7 @@ def multi_tensor(
     )
     switches = (
         *(segment.dtype, segment.is_paired, segment.is_aligned),
-        *(work.write, work.how, work.sums is not None, epilogue, work.accumulate),
+        *(work.write, work.how, work.sums is not None, is_last, work.accumulate),
         None if norm is None else norm.dtype,
     )
     chunks = segment.chunks if launches else 0
@@ -109,10 +109,10 @@ prepare = partial(multi_tensor, launches=False)
 
 def _options(device: torch.device, *switches: Any) -> dict[str, Any]:
     """Switches and compiler options of a pass."""
-    dtype, is_paired, is_aligned, write, how, norm, epilogue, accumulate, _ = switches
+    dtype, is_paired, is_aligned, write, how, norm, is_last, accumulate, _ = switches
     options = _geometry(device, dtype, is_paired, is_aligned)
     options |= {"WRITE": write, "FACTOR": int(how), "NORM": norm}
-    options |= {"EPILOGUE": int(epilogue), "ACCUMULATE": accumulate}
+    options |= {"IS_LAST": is_last, "ACCUMULATE": accumulate}
     if torch.version.hip is None:
         # Without a limit the compiler may assign too few registers, and with a lower one it spills.
         more = is_paired or (norm and dtype is torch.float64)
