@@ -37,6 +37,7 @@ ALIGNED_PAIRS = tl.constexpr(2)
 
 _SPIKE = tl.constexpr(core.SPIKE)
 _SPIKE_BOUND = tl.constexpr(core.SPIKE_BOUND)
+_CLIP_EPSILON = tl.constexpr(core.CLIP_EPSILON)
 
 _WINDOW_BYTES = tl.constexpr(core.WINDOW_BYTES)
 
@@ -100,23 +101,23 @@ def _load_factor(factor_ptr, FACTOR: tl.constexpr):
 
 
 @triton.jit
-def _norm_and_coefficient(total, norm_ptr, max_norm, epsilon):
+def _norm_and_coefficient(total, norm_ptr, max_norm):
     """A norm as it is written, and torch's clip coefficient in float64."""
     norm = total.to(norm_ptr.dtype.element_ty)
-    quotient = max_norm / (norm.to(tl.float64) + epsilon)
+    quotient = max_norm / (norm.to(tl.float64) + _CLIP_EPSILON)
     # An infinite limit clips nothing: inf / inf would be NaN.
     return norm, tl.where((quotient > 1.0) | (max_norm == float("inf")), 1.0, quotient)
 
 
 @triton.jit
-def _load_coefficient(coefficient_ptr, norm_ptr, max_norm, epsilon, largest):
+def _load_coefficient(coefficient_ptr, norm_ptr, max_norm, largest):
     """The second factor of what is written; of a clipping it is computed, and the norm written."""
     if norm_ptr is None:
         return tl.load(coefficient_ptr)
     else:
         root, peak = tl.sqrt(tl.load(coefficient_ptr)), tl.load(coefficient_ptr + 1)
         total = tl.where(largest != 0, peak, root)
-        norm, coefficient = _norm_and_coefficient(total, norm_ptr, max_norm, epsilon)
+        norm, coefficient = _norm_and_coefficient(total, norm_ptr, max_norm)
         tl.store(norm_ptr, norm, mask=tl.program_id(0) == 0)
         return coefficient
 
@@ -397,7 +398,6 @@ def multi_tensor(
     growth_interval: tl.int64,
     norm_ptr,
     max_norm: tl.float64,
-    epsilon: tl.float64,
     largest: tl.int32,
     DTYPE: tl.constexpr,
     WRITE: tl.constexpr,
@@ -424,7 +424,7 @@ def multi_tensor(
     factor = _load_factor(factor_ptr, FACTOR)
     factors = (
         factor,
-        _load_coefficient(coefficient_ptr, norm_ptr, max_norm, epsilon, largest)
+        _load_coefficient(coefficient_ptr, norm_ptr, max_norm, largest)
         if coefficient_ptr is not None
         else None,
     )
@@ -695,7 +695,6 @@ def clip_coefficient(
     sums_ptr,
     rows: tl.int64,
     max_norm: tl.float64,
-    epsilon: tl.float64,
     norm_ptr,
     coefficient_ptr,
     scale_ptr,
@@ -720,7 +719,7 @@ def clip_coefficient(
         peak = _larger_or_nan(peak, tl.load(sums_ptr + 2 * row + 1))
         row += 1
     total = peak if LARGEST else tl.sqrt(squares)
-    norm, coefficient = _norm_and_coefficient(total, norm_ptr, max_norm, epsilon)
+    norm, coefficient = _norm_and_coefficient(total, norm_ptr, max_norm)
     tl.store(norm_ptr, norm)
     if coefficient_ptr is not None:
         tl.store(coefficient_ptr, coefficient)

@@ -14,7 +14,6 @@ import triton.language as tl
 from torch import Tensor
 
 from ampfast import capture
-from ampfast.backends import core
 from ampfast.backends.core import Clip, DeviceTable, Pass, Segment, Update
 from ampfast.backends.gpu import on_gpu
 from ampfast.backends.triton import kernels
@@ -84,10 +83,10 @@ def multi_tensor(
     if update is not None:
         scale, tracker, flags, *factors, state, _ = update
         other = flags[0] if flags else None
-    coefficient, norm, clipping = work.coefficient, None, (0.0, 0.0, 0)
+    coefficient, norm, clipping = work.coefficient, None, (0.0, 0)
     if (clip := work.clip) is not None:
         coefficient, norm = clip.sums, clip.norm
-        clipping = float(clip.max_norm), core.CLIP_EPSILON, int(clip.largest)
+        clipping = float(clip.max_norm), int(clip.largest)
     arguments = (
         *(table.words, segment.word, segment.chunks, segment.first, table.partials.numel()),
         *(table.header, table.partials),
@@ -153,7 +152,7 @@ def clip_coefficient(clip: Clip) -> None:
     """Launches the clip coefficient from norms."""
     sums, max_norm, largest, norm, coefficient, scale, divisor, found_inf, skip_above, ring = clip
     arguments = (
-        *(sums, sums.shape[0], float(max_norm), core.CLIP_EPSILON, norm, coefficient),
+        *(sums, sums.shape[0], float(max_norm), norm, coefficient),
         *(None if divisor is None else scale, divisor, found_inf, float(skip_above)),
         *(ring, 1 if ring is None else ring.numel() - 1),
     )
