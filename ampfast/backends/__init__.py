@@ -163,7 +163,7 @@ class Choice:
         index = _current_gpu() if device.index is None else device.index
         if self._name not in _LAUNCHERS or _takes_cpu(self._name):
             return _default_on_gpu(index)
-        if reason := _unavailable_reason(self._name) or _failure_reason(self._name, index):
+        if reason := _failure_reason(self._name, index):
             raise RuntimeError(f"backend {self._name!r} cannot run here: {reason}")
         return self._name
 
@@ -182,7 +182,14 @@ class Choice:
 
 def report() -> list[BackendReport]:
     """Returns a report on every backend, in the order of `NAMES`."""
-    return [_report(name) for name in NAMES]
+    found = []
+    for name in NAMES:
+        reason, device_types = "", ("cpu",) if name == "cpu" else ()
+        if name in _LAUNCHERS:
+            reason = _unavailable_reason(name) or _failure_reason(name, _current_gpu())
+            device_types = ("cpu",) if not reason and _takes_cpu(name) else ("cuda",)
+        found.append(BackendReport(name, not reason, reason, device_types))
+    return found
 
 
 def default_for(device: torch.device) -> str:
@@ -240,14 +247,6 @@ def _choice(source: str, name: str | None) -> Choice:
     if name in _LAUNCHERS and (reason := _unavailable_reason(name)):
         raise RuntimeError(f"{source} {name!r} cannot run here: {reason}")
     return Choice(name)
-
-
-def _report(name: str) -> BackendReport:
-    if name not in _LAUNCHERS:
-        return BackendReport(name, True, "", ("cpu",) if name == "cpu" else ())
-    reason = _unavailable_reason(name) or _failure_reason(name, _current_gpu())
-    device_types = ("cpu",) if not reason and _takes_cpu(name) else ("cuda",)
-    return BackendReport(name, not reason, reason, device_types)
 
 
 @cache

@@ -19,6 +19,7 @@ measure = compiled.cuda_measure
 narrow = compiled.cuda_narrow
 update_scale = compiled.cuda_update_scale
 clip_coefficient = compiled.cuda_clip_coefficient
+limit_programs = compiled.cuda_limit_programs
 _load_kernels = cache(compiled.cuda_load_kernels)
 
 
@@ -26,14 +27,6 @@ def on(device: torch.device) -> AbstractContextManager[object]:
     """Makes a device current, with all kernels loaded."""
     _load_kernels(device.index)
     return on_gpu(device)
-
-
-def limit_programs(programs: int | None) -> None:
-    """Limits the grid, for tests and measurements; None restores the default.
-
-    That is as many programs as a device holds at once.
-    """
-    compiled.cuda_limit_programs(programs or 0)
 
 
 def multi_tensor(work: Pass, table: DeviceTable, segment: Segment, is_last: bool) -> None:

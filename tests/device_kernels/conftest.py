@@ -70,7 +70,7 @@ def limit_programs() -> Iterator[Callable[[int], None]]:
     from device_parity import launch
 
     yield launch.limit_programs
-    launch.limit_programs(None)
+    launch.limit_programs(0)
 
 
 @pytest.fixture

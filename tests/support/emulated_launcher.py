@@ -26,9 +26,9 @@ class EmulatedLauncher:
     def __init__(self, module: ModuleType, *, races: bool) -> None:
         self._module = module
         self._races = races
-        self.limit_programs(None)
+        self.limit_programs(0)
 
-    def limit_programs(self, programs: int | None) -> None:
+    def limit_programs(self, programs: int) -> None:
         self._module.limit_programs(programs or PROGRAMS)
 
     def on(self, device: torch.device) -> contextlib.AbstractContextManager[None]:

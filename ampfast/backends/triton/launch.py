@@ -27,7 +27,7 @@ _interpreter_lock = threading.Lock()
 REGISTERS_PER_SM = 65_536
 # Few, so that test lists take several programs with several chunks each.
 INTERPRETED_PROGRAMS = 3
-_most_programs = INTERPRETED_PROGRAMS if INTERPRETED else None
+_most_programs = 0
 
 _Arguments = tuple[Any, ...]
 
@@ -44,13 +44,13 @@ def _threads(device: torch.device) -> int:
     return 4 * getattr(torch.cuda.get_device_properties(device), "warp_size", 32)
 
 
-def limit_programs(programs: int | None) -> None:
-    """Limits the grid, for tests and measurements; None restores the default.
+def limit_programs(programs: int) -> None:
+    """Limits the grid, for tests and measurements; 0 restores the default.
 
     That is as many programs as a device holds at once.
     """
     global _most_programs
-    _most_programs = programs or (INTERPRETED_PROGRAMS if INTERPRETED else None)
+    _most_programs = programs
     _launched.clear()
 
 
@@ -198,6 +198,8 @@ def _launch(
 
 def _resident_programs(kernel: Any, device: torch.device) -> int:
     """Programs of a compiled kernel that a device holds at once."""
+    if INTERPRETED:
+        return INTERPRETED_PROGRAMS
     properties = torch.cuda.get_device_properties(device)
     threads = _threads(device)
     of_each = properties.max_threads_per_multi_processor // threads
