@@ -37,7 +37,7 @@ Launch launch_over(const DeviceTable& table, const Segment& segment) {
 }
 
 void launch_multi_tensor(const DeviceTable& table, const Segment& segment, const py::tuple& given,
-                         bool epilogue, const std::optional<py::tuple>& update) {
+                         bool is_last, const std::optional<py::tuple>& update) {
   const Pass pass(given.ptr());
   Launch work = launch_over(table, segment);
   if (table.source.defined() && table.source.numel() <= kWordsOfLaunch) {
@@ -54,7 +54,7 @@ void launch_multi_tensor(const DeviceTable& table, const Segment& segment, const
   work.sums = data<double>(pass.tensor(Pass::kSums));
   work.marks = data<int64_t>(pass.tensor(Pass::kMarks));
   work.now = data<int64_t>(pass.tensor(Pass::kNow));
-  work.epilogue = epilogue;
+  work.is_last = is_last;
   work.found_inf = data<float>(pass.tensor(Pass::kFoundInf));
   work.accumulate = pass.accumulate;
   work.divisor = data<float>(pass.tensor(Pass::kFactorCopy));

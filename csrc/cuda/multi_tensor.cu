@@ -139,7 +139,7 @@ __global__ void __launch_bounds__(kThreads, kLeastProgramsPerSm)
     }
     const int64_t seen = std::isfinite(used) ? 0 : kNotFinite;
     is_last = false;
-    if (launch.epilogue) {
+    if (launch.is_last) {
       // Covers what other threads wrote, too, which the barriers of `reduced` put before it, and
       // the barrier below passes on to them what it sees.
       const int64_t before = add_in_order(header + kFinished, seen + 1);

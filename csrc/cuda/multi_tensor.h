@@ -40,15 +40,15 @@ struct Launch {
   const double* coefficient = nullptr;  // for kClip
   Clip clip;                            // for kClipBy, which writes its norm
   // The sum of squares and the largest magnitude of the used values of all segments, for kinds with
-  // a norm. Given for all segments, written by the one with the epilogue.
+  // a norm. Given for all segments, written with the last.
   double* sums = nullptr;
   // Rows of kMarkWords by parameter, of the steps in which a used value is not finite; null: none.
   int64_t* marks = nullptr;
   const int64_t* now = nullptr;  // how many steps are complete; null without marks alone
 
-  // Only the last segment has an epilogue; without it all that follows is ignored.
-  bool epilogue = false;
-  float* found_inf = nullptr;  // null for kNarrow alone, which heeds it without epilogue
+  // Only with the last segment passes heed what follows.
+  bool is_last = false;
+  float* found_inf = nullptr;  // null for kNarrow alone
   bool accumulate = false;     // leaves a flag that is set already, else 0 or 1 is written
   float* divisor = nullptr;    // gets the factor as it is before the update; null: none
   Update update;               // without a scale: none
