@@ -1296,13 +1296,22 @@ def test_an_interrupt_at_any_line_restores(way: str, name: str, edited: bool) ->
     assert lines[0] == at - 1 > 50
 
 
+def size_of_process() -> int:
+    """Bytes of address space."""
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    return pages * resource.getpagesize()
+
+
 @contextmanager
 def little_memory(more: int) -> Iterator[None]:
     """Lets the process have so many bytes more than it has."""
     gc.collect()  # or what is freed meanwhile would be there, too
-    pages = int(Path("/proc/self/statm").read_text().split()[0])
     before = resource.getrlimit(resource.RLIMIT_AS)
-    resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + more, before[1]))
+    resource.setrlimit(resource.RLIMIT_AS, (size_of_process() + more // 2, before[1]))
+    held = []  # what earlier tests have freed, which malloc keeps for the next to ask
+    while (block := outcome(lambda: torch.empty(more, dtype=torch.uint8))).error is None:
+        held.append(block.value)
+    resource.setrlimit(resource.RLIMIT_AS, (size_of_process() + more, before[1]))
     try:
         yield
     finally:
