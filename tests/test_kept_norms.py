@@ -7,6 +7,7 @@ import gc
 import math
 import pickle
 import random
+import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -495,6 +496,7 @@ def test_a_limit_takes_one_launch_more(launcher: ReferenceLauncher) -> None:
 
 @pytest.mark.parametrize("together", [False, True])
 def test_a_limit_that_is_not_compared_warns_once(together: bool, recwarn: Any) -> None:
+    warnings.simplefilter("always")
     optimizer, scaler = sgd_with(torch.ones(4)), started(GradScaler)
 
     def step(clips: bool) -> int:

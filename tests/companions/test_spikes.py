@@ -766,7 +766,7 @@ def test_limits_at_their_bounds() -> None:
     assert Loop().step(1.0, Sigmas(Fraction(13, 2)), 3.0) is None
     assert loop.step(1.0, 0) == loop.step(0.7, 0.6) == "spike"
     assert loop.step(1.0, Sigmas(0.0, 1024)) is None
-    assert Sigmas(0.5).sigmas == 0.5
+    assert repr(Sigmas(Fraction(1, 2))) == "Sigmas(sigmas=0.5, window=128)"
 
 
 @pytest.mark.parametrize(

@@ -42,6 +42,10 @@ _BY_REASON: dict[str, list[tuple[str, str, str, int]]] = {
         ),
     ],
     "Is replaced before it is read.": [("_ring_of", "0.0", "1.0", 1)],
+    "Of the numbers of clips only the order of differences is read.": [
+        ("SpikeRules.__init__", "0", "1", 1),
+        ("SpikeRules.record", "1", "2", 1),
+    ],
     "Makes a difference on a GPU only: tests/gpu/test_gpu_master_weights.py.": [
         (
             "_follow",
