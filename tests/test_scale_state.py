@@ -86,6 +86,15 @@ def test_the_scaler_follows_the_model(backend: str, riding: bool, fused: bool) -
     assert_state(loop.scaler._loss_scale, model)
 
 
+def test_a_growth_factor_may_be_an_int() -> None:
+    loops = Loop(growth_factor=2.0), Loop(growth_factor=2)
+    for loop in loops:
+        for value in (1.0, 1.0, 1.0, math.inf):
+            loop.step(value)
+    assert loops[0].scaler.stats() == loops[1].scaler.stats()
+    assert loops[1].scaler.stats().growths == 1
+
+
 def test_steps_under_a_dispatch_mode_are_counted() -> None:
     class Watching(TorchDispatchMode):
         def __torch_dispatch__(self, op, types, args=(), kwargs=None):

@@ -182,6 +182,18 @@ def test_an_overflow_of_one_of_several_optimizers_counts(overflowing: int) -> No
     assert scaler.get_scale() == before / 2
 
 
+def test_a_subclass_may_make_the_scale_itself() -> None:
+    class Own(ampfast.GradScaler):
+        def _lazy_init_scale_growth_tracker(self, dev: torch.device) -> None:
+            self._scale = torch.full((), self._init_scale, device=dev)
+            self._growth_tracker = torch.zeros((), dtype=torch.int32, device=dev)
+
+    loop = Loop()
+    loop.scaler = Own("cpu", init_scale=8.0, growth_interval=7, policy=loop.policy)
+    for peak in random_peaks(20, seed=5):
+        loop.step(peak)
+
+
 def test_limits_hold() -> None:
     loop = Loop(min_scale=2.0, max_scale=64.0)
     for peak in random_peaks(120, seed=3):

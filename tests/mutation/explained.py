@@ -177,6 +177,17 @@ _BY_REASON: dict[str, list[tuple[str, str, str, int]]] = {
         ("GradScaler.grad_norm", "True", "False", 1),
         ("mark_unscaled", "True", "False", 1),
     ],
+    "A single step was predicted by none: the row and the list are empty.": [
+        ("LossScale.history", "end > 1", "end >= 1", 1),
+    ],
+    "Its one caller has asked that, which a type checker cannot know.": [
+        (
+            "LossScale.check_min_scale",
+            "self.watch is not None and self.words is not None and (not is_capturing())",
+            "self.words is not None and (not is_capturing())",
+            1,
+        ),
+    ],
     "All norms are of the order of the first.": [
         ("LossScale.joint_norm", "0", "1", 3),
     ],
