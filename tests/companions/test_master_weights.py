@@ -642,6 +642,16 @@ def test_a_checkpoint_of_a_thawed_parameter() -> None:
     assert_same(optimizer.state_dict()["state"], state["state"])
 
 
+def test_a_checkpoint_that_does_not_fit_makes_no_master_weight() -> None:
+    frozen = nn.Parameter(torch.ones(3).half(), requires_grad=False)
+    optimizer: Any = ampfast.master_weights_(torch.optim.SGD([frozen], lr=0.5))
+    state = optimizer.state_dict()
+    state["param_groups"] *= 2
+    with pytest.raises(ValueError, match="different number of parameter groups"):
+        optimizer.load_state_dict(state)
+    assert len(optimizer.master_weights) == 0
+
+
 def test_state_is_the_users() -> None:
     ours, hand = both("momentum-foreach", torch.float16)
     for seed in range(6):
@@ -703,8 +713,11 @@ def test_an_optimizer_in_use_is_converted_with_its_state() -> None:
     optimizer.step()
     before = {k: dict(v) for k, v in optimizer.state_dict()["state"].items()}
     ampfast.master_weights_(optimizer)
-    for index, entry in optimizer.state_dict()["state"].items():
+    for (index, entry), param in zip(
+        optimizer.state_dict()["state"].items(), model.parameters(), strict=True
+    ):
         assert_same(entry["exp_avg"], before[index]["exp_avg"].float())
+        assert_same(entry["master_param"], param.detach().float())
     assert len(optimizer.master_weights) == 4
     loss_of(model, 1).backward()
     optimizer.step()
@@ -934,6 +947,29 @@ def test_groups_that_are_no_plain_dicts_of_lists(kind: Any, params_in: Any) -> N
         assert param.tolist() == [moved] * 3
     (key,) = optimizer.state
     assert key is param
+
+
+@pytest.mark.parametrize("kind", [dict, Group])
+def test_parameters_that_are_trained_later_get_master_weights(kind: Any) -> None:
+    trained, thawed, frozen = (nn.Parameter(torch.ones(3).half()) for _ in range(3))
+    for param in (thawed, frozen):
+        param.requires_grad_(False)
+    optimizer: Any = ampfast.master_weights_(torch.optim.SGD([trained, thawed, frozen], lr=0.5))
+    (group,) = optimizer.param_groups
+    optimizer.param_groups[0] = kind(group)
+
+    def saved_after_a_step() -> list[int]:
+        trained.grad = torch.ones(3).half()
+        optimizer.step()
+        state = optimizer.state_dict()["state"]
+        return [index for index, entry in state.items() if "master_param" in entry]
+
+    assert saved_after_a_step() == [0]
+    thawed.requires_grad_(True)
+    assert saved_after_a_step() == [0, 1]
+    frozen.grad = torch.ones(3).half()
+    assert saved_after_a_step() == [0, 1, 2]
+    assert [param[0].item() for param in (trained, thawed, frozen)] == [-0.5, 1.0, 0.5]
 
 
 def test_entries_of_the_state_that_change_places() -> None:
@@ -1215,6 +1251,20 @@ def test_an_error_inside_step_restores() -> None:
     hand.train(2)
     ours.train(2)
     assert_same(weights_of(ours), weights_of(hand), "masters")
+
+
+def test_a_gradient_of_a_failed_step_is_not_stepped_later() -> None:
+    first, second = (nn.Parameter(torch.ones(3).half()) for _ in range(2))
+    optimizer: Any = ampfast.master_weights_(Failing([first, second], lr=0.5))
+    first.grad = torch.ones(3).half()
+    optimizer.fails = True
+    with pytest.raises(MemoryError):
+        optimizer.step()
+    optimizer.fails = False
+    optimizer.zero_grad()
+    second.grad = torch.ones(3).half()
+    optimizer.step()
+    assert [optimizer.master_weights[p].tolist() for p in (first, second)] == [[1.0] * 3, [0.5] * 3]
 
 
 @contextmanager

@@ -226,6 +226,15 @@ def test_an_optimizer_that_steps_a_list_of_its_own_is_refused(
     assert [each.tolist() for each in masters] == before, "parameters win"
 
 
+@pytest.mark.parametrize("kind", [nn.Parameter, Subclassed])
+def test_an_only_parameter_that_a_step_changes_itself_is_refused(kind: Any) -> None:
+    param = parameters(kind)[0]
+    optimizer: Any = ampfast.master_weights_(OwnList([param], lr=0.1))
+    param.grad = torch.ones_like(param)
+    with pytest.raises(RuntimeError, match="step changed parameter 0 while a master weight"):
+        optimizer.step()
+
+
 def test_parameters_that_share_a_version_are_no_edits() -> None:
     def pieces() -> list[nn.Parameter]:
         flat = torch.cat([p.detach() for p in parameters()])
@@ -403,6 +412,19 @@ def test_a_named_checkpoint_of_frozen_parameters_has_no_master_weights() -> None
     saved = api.get_optimizer_state_dict(model, optimizer)
     api.set_optimizer_state_dict(model, optimizer, saved)
     assert len(optimizer.master_weights) == 0
+
+
+def test_a_named_checkpoint_of_float32_parameters_has_no_master_weights() -> None:
+    api = pytest.importorskip("torch.distributed.checkpoint.state_dict")
+    options = api.StateDictOptions(flatten_optimizer_state_dict=True)
+    model = small_model().float()
+    sgd = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    optimizer = ampfast.master_weights_(sgd)
+    trained(model, optimizer, range(1))
+    saved = copy.deepcopy(api.get_optimizer_state_dict(model, optimizer, options=options))
+    trained(model, optimizer, range(1, 2))
+    api.set_optimizer_state_dict(model, optimizer, saved, options=options)
+    assert_same(api.get_optimizer_state_dict(model, optimizer, options=options), saved)
 
 
 @pytest.mark.parametrize("scale", [3000.0, 4096.0])

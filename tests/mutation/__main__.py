@@ -25,7 +25,13 @@ TESTS = tuple(
         *("clipping", "failing_collectives", "found_inf", "refusals"),
         *("health", "hooks", "kept_norms", "lazy_copies", "overflow_report", "projects", "report"),
         *("scale_state", "state", "parameter_names", "scale_state_saved", "raw_calls", "frames"),
-        *("step_and_update", "torch_suite_gaps", "unusual_objects", "written_values"),
+        *(
+            "step_and_update",
+            "torch_suite_gaps",
+            "unusual_objects",
+            "widen_narrow",
+            "written_values",
+        ),
     )
 ) + tuple(
     f"tests/companions/test_{name}.py"
@@ -33,6 +39,7 @@ TESTS = tuple(
         "log_max",
         "master_weights",
         "master_weights_costs",
+        "master_weights_optimizers",
         "policies_by_rule",
         "spikes",
         "step_guard",

@@ -170,6 +170,11 @@ _BY_REASON: dict[str, list[tuple[str, str, str, int]]] = {
             1,
         ),
     ],
+    "Both lists are made from the same one.": [
+        ("narrow_on_devices", "True", "False", 1),
+        ("_hooks_aside", "True", "False", 1),
+    ],
+    "None is false, too.": [("_narrow_pairs", "return False", "return None", 1)],
     "Both lists are made for the same optimizers.": [
         ("Passes._clip", "True", "False", 1),
         ("Passes._clip", "True", "False", 2),
