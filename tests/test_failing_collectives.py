@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -12,7 +13,7 @@ import torch
 import torch.distributed as dist
 from support.gradients import parameter_with
 
-from ampfast import GradScaler, LogMax, distributed
+from ampfast import GradScaler, LogMax, UnderflowTarget, distributed
 from ampfast.backends import cpu
 
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="needs torch.distributed")
@@ -285,3 +286,16 @@ def test_a_policy_observes_what_ranks_agree_on() -> None:
     assert follower is not None
     scaler.unscale_(optimizer)
     assert [each.item() for each in follower.observed] == [7.0]
+
+
+@pytest.mark.parametrize(
+    ("policy", "track"), [(LogMax(), None), (UnderflowTarget(), "health")], ids=str
+)
+def test_a_policy_knows_nothing_of_gradients_that_are_agreed_on_again(
+    policy: Any, track: str | None
+) -> None:
+    make: Any = partial(GradScaler, growth_interval=1, policy=policy, track=track)
+    scaler, optimizer, _ = failed(GradScaler.unscale_, "plain", make)
+    scaler.step(optimizer)
+    scaler.update()
+    assert scaler.get_scale() == 2 * SCALE, "torch's rule"

@@ -26,9 +26,9 @@ from support.scaler_loop import Loop
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import ampfast
-from ampfast import GradScaler, loss_scale
+from ampfast import GradScaler, LogMax, loss_scale, policies
 from ampfast.backends import cpu, torch_ops
-from ampfast.backends.core import Update, state_layout
+from ampfast.backends.core import SPIKE_BOUND, Update, state_layout
 from ampfast.loss_scale import Limits, LossScale
 
 
@@ -42,16 +42,27 @@ def test_the_layout_has_no_overlap() -> None:
 
 
 @pytest.mark.parametrize("start", [3.0, 0.01, 1e5])
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize(
+    ("policy", "reads"),
+    [
+        *((name, True) for name in POLICIES),
+        *((name, False) for name, each in POLICIES.items() if isinstance(each.policy, LogMax)),
+    ],
+)
 @pytest.mark.parametrize("backend", ["cpu", "aten"])
-def test_random_steps(backend: str, policy: str, start: float) -> None:
+def test_random_steps(
+    backend: str, policy: str, reads: bool, start: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Flags that are no spike count as overflows; `reads`: whether the host computes LogMax."""
+    monkeypatch.setattr(policies, "_host_reads", lambda device: reads)
     model = ScaleModel(float32(start), 1, FACTORS, POLICIES[policy])
     kept = LossScale(model.limits)
     scale = torch.tensor(model.scale)
     tracker = torch.tensor(model.tracker, dtype=torch.int32)
     peaks = random_peaks(1100, model.limits)
     steps = random_steps(1100, seed=len(policy), spikes=True)
-    for (found, norm), peak in zip(steps, peaks, strict=True):
+    for (flag, norm), peak in zip(steps, peaks, strict=True):
+        found = SPIKE_BOUND if flag == 1 and model.steps % 2 else flag
         update = update_of(kept, scale, tracker, found, norm)
         propose(kept, update, peak)
         assert (cpu if backend == "cpu" else torch_ops).update(update)

@@ -18,7 +18,7 @@ from support.scale_model import Factors, ScaleModel
 from torch import Tensor, nn
 
 import ampfast
-from ampfast import LogMax
+from ampfast import LogMax, policies
 from ampfast.loss_scale import Limits
 
 FACTORS = Factors(2.0, 0.5, 7)
@@ -218,6 +218,33 @@ def test_a_scale_that_overflowed_is_probed_as_torch_probes() -> None:
     assert [b - a for a, b in itertools.pairwise(late)] == [8, 8, 8]
 
 
+@pytest.mark.parametrize("reads", [True, False])
+def test_neither_scale_nor_ceiling_exceeds_float32(
+    reads: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(policies, "_host_reads", lambda device: reads)
+    loop = Loop()
+    for peak in (2.0**-130, math.inf, *[2.0**-130] * 15):
+        loop.step(peak)
+        averages = loop.scaler.state_dict()["ampfast"]["averages"]
+        assert averages == loop.model.prediction.averages()
+    assert averages[-1] == loop.scaler.get_scale() == 2.0**127
+
+
+@pytest.mark.parametrize("reads", [True, False])
+def test_a_scale_that_is_set_falls_below_one_that_overflowed(
+    reads: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where nothing is predicted."""
+    monkeypatch.setattr(policies, "_host_reads", lambda device: reads)
+    loop = Loop()
+    loop.step(math.inf)
+    loop.scaler.update(64.0)
+    loop.model.scale = 64.0
+    loop.step(0.0)
+    assert loop.scaler.get_scale() == 4.0
+
+
 def test_instead_of_0_the_scale_is_the_prediction_again() -> None:
     loop = Loop()
     loop.step(1.0)
@@ -359,7 +386,7 @@ def test_another_policys_checkpoint_is_refused(policy: Any) -> None:
         *([0.0, 0.5, 0.0, 0.0, 0.0, 0.0], [0.0, -1.0, 0.0, 0.0, 0.5, 0.0]),
         *([1e308, 0.5, 0.0, 0.0, 0.5, 0.0], [0.0, 0.5, 0.0, -1.0, 0.5, 0.0]),
         *([0.0, 0.5, 0.0, 0.0, 0.5, -1.0], [0.0, 0.5, 0.0, 0.0, 1.5, 0.0]),
-        [0.0, 0.5, 0.0, 0.0, 0.5, 1e300],
+        *([0.0, 1.5, 0.0, 0.0, 0.5, 0.0], [0.0] * 5 + [0], [0.0, 0.5, 0.0, 0.0, 0.5, 1e300]),
     ],
     ids=str,
 )
@@ -371,6 +398,15 @@ def test_damaged_averages_are_refused(averages: Any) -> None:
     with pytest.raises(ValueError, match="averages must be a list of 6 finite floats"):
         loop.scaler.load_state_dict(state)
     assert loop.scaler.state_dict() == before
+
+
+def test_the_largest_averages_are_loaded() -> None:
+    scaler = Loop().scaler
+    state = scaler.state_dict()
+    averages = [-(1100.0**2), 1.0, 1100.0**2, 1100.0**2, 1.0, torch.finfo(torch.float32).max]
+    state["ampfast"]["averages"] = averages
+    scaler.load_state_dict(state)
+    assert scaler.state_dict()["ampfast"]["averages"] == averages
 
 
 # Bad input

@@ -46,6 +46,23 @@ _BY_REASON: dict[str, list[tuple[str, str, str, int]]] = {
         ("SpikeRules.__init__", "0", "1", 1),
         ("SpikeRules.record", "1", "2", 1),
     ],
+    "Makes a difference on a device without float64 only.": [
+        (
+            "_LogMaxFollower.before",
+            "torch.float64 if device.type == 'cpu' else scalars.widest(device)",
+            "torch.float64",
+            1,
+        ),
+        (
+            "_host_reads",
+            "device.type == 'cpu' or scalars.widest(device) is not torch.float64",
+            "device.type == 'cpu'",
+            1,
+        ),
+    ],
+    "Makes a difference only where a scale moves from a GPU to the CPU.": [
+        ("_LogMaxFollower.bind", "self._state = self._floats()", "nothing", 1),
+    ],
     "Makes a difference on a GPU only: tests/gpu/test_gpu_master_weights.py.": [
         (
             "_follow",
@@ -320,7 +337,17 @@ _BY_REASON: dict[str, list[tuple[str, str, str, int]]] = {
     "Divided by 1 a scale is the same.": [
         ("Passes._checked_by_scale", "scale * 1", "scale / 1", 1),
     ],
+    "Proposes the number that the rule has without a proposal.": [
+        (
+            "_LogMaxFollower.before_update",
+            "0 < ceiling < wanted",
+            "0 < ceiling <= wanted",
+            1,
+        ),
+        ("_LogMaxFollower._propose_on_device", "wanted > ceiling", "wanted >= ceiling", 1),
+    ],
     "A slower way to the same.": [
+        ("Follower.bind", "self._propose = partial(setattr, memory, 'value')", "nothing", 1),
         ("Passes._clip_over", "self._is_guard and limit == math.inf", "limit == math.inf", 1),
         ("Passes._clip_over", "self._is_guard and limit == math.inf", "self._is_guard", 1),
     ],
