@@ -48,6 +48,9 @@ def run(grads: GradList, work: Pass, /) -> Tensor: ...
 def measure(grads: GradList, health: Tensor, /) -> None: ...
 def narrow(pairs: GradList, found_inf: Tensor | None, /) -> bool: ...
 def clip(clip: Clip, /) -> None: ...
+
+# An entry is marked with the stage `unscaled`, and gets the flag and, where sums are of what is
+# written, a stamp. Without one gradients are only read.
 def pass_over(
     optimizer: Any, entry: dict[str, Any] | None, unscaled: Any, work: Pass, allow_fp16: bool, /
 ) -> Tensor | None: ...
@@ -166,14 +169,16 @@ def walk(
 def fingerprint_of(param_groups: Any, known: object, /) -> bytearray | None: ...
 
 # Gives the gradients of parameters to a tuple of their master weights, None where there is none.
-# None, with nothing done, if a gradient is 16 bit; else a byte for each parameter, `known` if that
-# has the same.
+# None, with nothing done, if a gradient is 16 bit; else a byte for each parameter, 1 if it was
+# lent; `known` if that has the same.
 def lend_grads(
     param_groups: Any, weights: tuple[Tensor | None, ...], known: object, /
 ) -> bytearray | None: ...
 
-# Pairs of the parameters and master weights of which the latter have a gradient, to write the
-# former; the fingerprint becomes that of afterwards. None where the kernels cannot take one.
+# Pairs of the parameters whose master weight was lent a gradient, and those weights, to write the
+# parameters; the fingerprint becomes that of afterwards. Gradients that the step dropped are
+# dropped there, too. None, with nothing done, where the kernels cannot take a parameter or one with
+# a master weight has changed since the fingerprint.
 def stepped_pairs(
     param_groups: Any, weights: tuple[Tensor | None, ...], lent: object, fingerprint: object, /
 ) -> GradList | None: ...

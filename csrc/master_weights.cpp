@@ -140,10 +140,6 @@ void Casts::finish() {
   on_cpu_ = {here.memory, std::move(here.grads), {}};
 }
 
-Casts* casts_of(PyObject* object) {
-  return object == Py_None ? nullptr : py::cast<Casts*>(py::handle(object));
-}
-
 namespace {
 
 // The gradient of a leaf; null without one.
@@ -230,8 +226,7 @@ PyObject* bytes_of(const Reused<T>& values, PyObject* known) {
   return is_same ? Py_NewRef(known) : PyByteArray_FromStringAndSize(bytes, size);
 }
 
-// fingerprint_of(param_groups, known) -> the fingerprints of plain parameters; `known` if it has
-// the same
+// fingerprint_of(param_groups, known) -> the fingerprints of plain parameters
 PyObject* fingerprint_of(PyObject* const* args) {
   Reused<Fingerprint> fingerprints;
   const bool are_plain = for_each_param(args[0], nullptr, [&](auto group, auto* item, auto*) {
@@ -254,8 +249,7 @@ PyObject* take_grads(PyObject* const* args) {
   return nullptr;
 }
 
-// lend_grads(param_groups, weights, known) -> a byte for each parameter, 1 if its gradient was
-// lent; `known` if it has the same; None, with nothing lent, if a gradient is 16 bit
+// lend_grads(param_groups, weights, known) -> a byte for each parameter, 1 if it was lent
 PyObject* lend_grads(PyObject* const* args) {
   Reused<char> lent;
   const bool are_lent = for_each_param(args[0], args[1], [&](auto, auto* item, auto* weight) {
@@ -272,10 +266,7 @@ PyObject* lend_grads(PyObject* const* args) {
   return are_lent ? bytes_of(lent, args[2]) : take_grads(args + 1);
 }
 
-// stepped_pairs(param_groups, weights, lent, fingerprint) -> pairs of parameters whose master
-// weight was lent a gradient, to write the parameters; the fingerprint becomes that of afterwards.
-// Gradients that the step dropped are dropped there, too. None, with nothing done, where the
-// kernels cannot take a parameter or one with a master weight has changed since the fingerprint.
+// stepped_pairs(param_groups, weights, lent, fingerprint) -> pairs to write the parameters
 PyObject* stepped_pairs(PyObject* const* args) {
   const auto count = static_cast<size_t>(PyTuple_GET_SIZE(args[1]));
   const auto has_bytes = [](PyObject* object, size_t size) {
@@ -347,8 +338,7 @@ PyObject* stepped_pairs(PyObject* const* args) {
   return made.release().ptr();
 }
 
-// have_same_entries(a, keys, b, other_keys) -> whether two dicts have these keys, and the same
-// objects as values, in order
+// have_same_entries(a, keys, b, other_keys) -> bool
 PyObject* have_same_entries(PyObject* const* args) {
   const Py_ssize_t count = PyTuple_GET_SIZE(args[1]);
   if (!PyDict_Check(args[0]) || !PyDict_Check(args[2]) || PyDict_GET_SIZE(args[0]) != count ||

@@ -36,7 +36,4 @@ class Casts {
   std::vector<Wide> elsewhere_;
 };
 
-// Casts of an argument, or null.
-Casts* casts_of(PyObject* object);
-
 }  // namespace ampfast

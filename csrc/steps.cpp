@@ -165,8 +165,8 @@ class Mark {
 
 // An optimizer's gradients, if a plain walk takes them and the factor of a pass over them is plain.
 struct Gradients {
-  py::object casts = py::none();
-  py::object groups;
+  py::object holder, groups;  // of the casts, and of the parameters
+  Casts* casts = nullptr;
   std::optional<Walk> walk;
 
   Gradients(PyObject* optimizer, PyObject* pass, bool writes, bool allow_fp16) {
@@ -176,12 +176,13 @@ struct Gradients {
     }
     groups = py::getattr(optimizer, kGroupsName);
     if (writes && _PyType_Lookup(Py_TYPE(optimizer), kCastingName) != nullptr) {
-      casts = py::reinterpret_borrow<py::object>(optimizer).attr("_masters").attr("casts");
+      holder = py::handle(optimizer).attr("_masters").attr("casts");
+      casts = py::cast<Casts*>(holder);
     }
     Reading reading;
-    reading.allow_fp16 = allow_fp16 || !casts.is_none();
+    reading.allow_fp16 = allow_fp16 || casts != nullptr;
     reading.writes = writes;
-    reading.casts = casts_of(casts.ptr());
+    reading.casts = casts;
     walk = plain_walk(groups.ptr(), at::kCPU, reading);
     if (walk && list().elements() >= kElementsWorthReleasing) {
       walk->hold();
@@ -191,8 +192,8 @@ struct Gradients {
   const GradList& list() const { return walk->lists.front(); }
 
   void finish() const {
-    if (Casts* begun = casts_of(casts.ptr())) {
-      begun->finish();
+    if (casts != nullptr) {
+      casts->finish();
     }
   }
 };
@@ -290,9 +291,7 @@ class Stamp : public GradList {
   Reused<Place> places_;
 };
 
-// pass_over(optimizer, entry, unscaled, pass, allow_fp16) -> a new found_inf. An `entry` is marked
-// with the stage `unscaled` and gets the flag and, where sums are of what is written, a stamp;
-// without one, None, gradients are only read.
+// pass_over(optimizer, entry, unscaled, pass, allow_fp16) -> a new found_inf
 PyObject* pass_over(PyObject* const* args) {
   std::optional<Mark> mark;
   if (args[1] != Py_None) {
@@ -308,7 +307,7 @@ PyObject* pass_over(PyObject* const* args) {
   }
   const cpu::Work work = work_of(pass);
   std::optional<Stamp> stamp;
-  if (mark && pass.squares && gradients.casts.is_none()) {
+  if (mark && pass.squares && gradients.casts == nullptr) {
     stamp.emplace(*gradients.walk);
   }
   if (mark) {
