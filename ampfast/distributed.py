@@ -58,12 +58,6 @@ class Layout:
         """Whether ranks hold partial sums of the same elements."""
         return self.is_known and self.unreplicated != self.sharded
 
-    @cached_property
-    def coordinates(self) -> dict[int, tuple[int, ...]]:
-        """Mesh coordinates by rank."""
-        coordinates = itertools.product(*map(range, self.mesh.mesh.shape))
-        return dict(zip(self.mesh.mesh.flatten().tolist(), coordinates, strict=True))
-
     def counts_among(self, ranks: Sequence[int], *, is_own_group: bool) -> bool:
         """Whether this rank, of all `ranks` with the same elements, contributes their norm.
 
@@ -72,15 +66,15 @@ class Layout:
             is_own_group: Whether ranks outside of the mesh hold other gradients, as in a scaler's
                 own group. Else they hold replicas if the mesh is a slice of a larger one.
         """
-        mine = self.coordinates.get(dist.get_rank())
-        if mine is None:
+        if self.mesh.get_coordinate() is None:
             return True
-        if not is_own_group and ranks[0] not in self.coordinates:
+        if not is_own_group and ranks[0] not in self.mesh.mesh:
             root = _root_of(self.mesh)
             if root is None or root.size() > self.mesh.size():
                 return False
-        others = [self.coordinates[rank] for rank in ranks if rank in self.coordinates]
-        return mine == min(at for at in others if all(at[dim] == mine[dim] for dim in self.sharded))
+        unsharded = [dim for dim in range(self.mesh.ndim) if dim not in self.sharded]
+        alike = _ranks_along(self.mesh, unsharded)
+        return dist.get_rank() == next(rank for rank in alike if rank in ranks)
 
     @torch.no_grad()
     def local_tensor(self, grad: DTensor) -> Tensor:
@@ -344,7 +338,6 @@ class Ranks:
     Attributes:
         group: The scaler's process group or mesh, or None.
         is_alone: Whether there is no group: only distributed gradients need agreement.
-        is_foreign: Whether the group is unknown to torch.distributed.
     """
 
     def __init__(
@@ -362,7 +355,6 @@ class Ranks:
             self._own = _groups_along(self._mesh, range(self._mesh.ndim))
         else:
             self._own = [] if group is None else [Group(cast(Any, group))]
-        self.is_foreign = any(own.is_foreign for own in self._own)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Ranks:
         return Ranks(self.group, is_default=self._is_default)
@@ -424,10 +416,9 @@ class Ranks:
         return list(_gather(value, _without_subsets(groups)).values()) if groups else [value]
 
     def _new_agreement(self, layouts: tuple[Layout, ...]) -> Agreement | None:
-        if self._mesh is None:
-            own = [group.ranks for group in self.groups()]
-        else:
-            own = [_ranks_along(self._mesh, dim) for dim in range(self._mesh.ndim)]
+        own = [group.ranks for group in self.groups()]
+        if self._mesh is not None:
+            own = [_ranks_along(self._mesh, range(self._mesh.ndim))]
         groups: list[Group] = []
         lines: list[list[int]] = []
         # Sorted, as ranks may order parameters differently.
@@ -436,7 +427,7 @@ class Ranks:
             if mesh.get_coordinate() is not None:
                 dims = sorted({d for at in layouts if at.mesh is mesh for d in at.unreplicated})
                 groups += _groups_along(mesh, dims)
-                lines += [_ranks_along(mesh, dim) for dim in dims]
+                lines += [_ranks_along(mesh, [dim]) for dim in dims]
         # The scaler's own last: some of its ranks may not be in these meshes.
         groups = _without_subsets([*groups, *self.groups()])
         if not groups:
@@ -493,7 +484,8 @@ def require_same(settings: Mapping[str, object], others: Ranks) -> None:
     Values are compared by `repr`, among the ranks that have the name. A scaler without a group is
     compared over the default group, or not at all where there is none.
     """
-    if not (others.is_foreign or (dist.is_available() and dist.is_initialized())):
+    is_foreign = any(group.is_foreign for group in others._own)
+    if not (is_foreign or (dist.is_available() and dist.is_initialized())):
         return
     groups = others.groups()
     size = math.prod(group.size() for group in groups) if groups else None
@@ -548,11 +540,13 @@ def _is_mesh(group: object) -> TypeGuard[DeviceMesh]:
     return group is not None and isinstance(group, dist.DeviceMesh)  # type: ignore[attr-defined]
 
 
-def _ranks_along(mesh: DeviceMesh, dim: int) -> list[int]:
-    """Ranks along a mesh dimension through this rank's coordinates."""
+def _ranks_along(mesh: DeviceMesh, dims: Iterable[int]) -> list[int]:
+    """Ranks along mesh dimensions through this rank's coordinates, in the order of the mesh."""
     index: list[Any] = list(mesh.get_coordinate() or ())
-    index[dim] = slice(None)
-    return mesh.mesh[tuple(index)].tolist()
+    for dim in dims:
+        index[dim] = slice(None)
+    ranks: list[int] = mesh.mesh[tuple(index)].flatten().tolist()
+    return ranks
 
 
 def _without_subsets(groups: list[Group]) -> list[Group]:
