@@ -249,11 +249,7 @@ def _prepare(optimizer: MasterWeights) -> None:
     masters, groups = optimizer._masters, optimizer.param_groups
     refuse_differentiable(groups, "master weights do")
     fingerprint = _fingerprint_of(groups, masters.fingerprint)
-    if fingerprint == masters.fingerprint:
-        masters.lent = core.lend_grads(groups, masters.weights, masters.lent)
-        if masters.lent is not None:
-            return
-    else:
+    if fingerprint != masters.fingerprint:
         for index, group in enumerate(groups):
             for number, param in enumerate(group["params"]):
                 _follow(masters, param, f"parameter {number} of group {index}")
@@ -262,14 +258,17 @@ def _prepare(optimizer: MasterWeights) -> None:
         masters.standing = masters.inner = None
         masters.weights = tuple(masters.get(param) for param in _params(optimizer))
         masters.fingerprint = fingerprint
-    choice, casts = backends.choose(), masters.casts
-    found = gradients.collect(groups, allow_fp16=True, writes=True, choice=choice, casts=casts)
-    for kernels, grads in found.lists:
-        if isinstance(grads, core.GradList):
-            kernels.run(grads.pairs(), Pass(True, Factor.NONE))
-    casts.finish()
-    # Groups may be other containers than the core knows.
-    masters.lent = core.lend_grads([{"params": _params(optimizer)}], masters.weights, masters.lent)
+    masters.lent = core.lend_grads(groups, masters.weights, masters.lent)
+    if masters.lent is None:
+        choice, casts = backends.choose(), masters.casts
+        found = gradients.collect(groups, allow_fp16=True, writes=True, choice=choice, casts=casts)
+        for kernels, grads in found.lists:
+            if isinstance(grads, core.GradList):
+                kernels.run(grads.pairs(), Pass(True, Factor.NONE))
+        casts.finish()
+        # Groups may be other containers than the core knows.
+        params = [{"params": _params(optimizer)}]
+        masters.lent = core.lend_grads(params, masters.weights, masters.lent)
 
 
 def _follow(masters: _Masters, param: Tensor, where: str) -> None:
@@ -457,18 +456,16 @@ class _Swap:
         optimizer, masters = self.optimizer, self.optimizer._masters
         for params, own in self._own:
             params[:] = own
-        is_left, is_inner = optimizer.state is self._state, optimizer.state is self._inner
-        if not is_left and not (is_inner and masters.have_same_entries(self._state, self._inner)):
+        state, inner = self._state, optimizer.state
+        is_same = inner is self._inner and masters.have_same_entries(state, inner)
+        if inner is not state and not is_same:
             back = [(weight, param) for param, weight in masters.items()]
-            entries = _rekeyed(optimizer.state, back)
-            masters.state_keys = tuple(entries), tuple(optimizer.state)
-            if is_inner:
-                # The same object, which others may hold.
-                self._state.clear()
-                self._state.update(entries)
-            else:
-                self._state = entries
-        optimizer.state = self._state
+            entries = _rekeyed(inner, back)
+            masters.state_keys = tuple(entries), tuple(inner)
+            # The same object, which others may hold.
+            state.clear()
+            state.update(entries)
+        optimizer.state = state
         self._own = None
 
     def evaluate(self, closure: Callable[[], Any]) -> Any:
@@ -557,14 +554,12 @@ def master_weights_(optimizer: AnyOptimizer) -> AnyOptimizer:
     for param in _params(optimizer):
         masters.make_if_trained(param)
     converted = cast(MasterWeights, optimizer)
-    held = optimizer.state_dict() if optimizer.state else None
     try:
         converted.__class__ = _class_of(cast(Any, kind))
         converted._masters = masters
-        if held is not None:
+        if optimizer.state:
             # State of 16 bit becomes float32, as torch loads it.
-            converted.load_state_dict(held)
-            converted._masters = masters
+            converted.load_state_dict(converted.state_dict())
     except BaseException:
         converted.__class__ = cast(Any, kind)
         vars(converted).pop("_masters", None)
