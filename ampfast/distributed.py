@@ -97,7 +97,7 @@ class LocalShards:
         partial: Gradients that are partial sums, by parameter number.
     """
 
-    def __init__(self, dtensor: type[DTensor], ranks: Ranks) -> None:
+    def __init__(self, dtensor: type[DTensor] | tuple[()], ranks: Ranks) -> None:
         self.layouts: dict[int, Layout] = {}
         self.partial: dict[int, DTensor] = {}
         self._dtensor = dtensor
@@ -367,11 +367,11 @@ class Ranks:
             )
         return Ranks, (None, self._is_default)
 
-    def local_shards(self) -> LocalShards | None:
-        """Returns a collector of local shards, or None while no DTensor can exist."""
-        # A partially imported module lacks the name.
-        dtensor = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
-        return None if dtensor is None else LocalShards(dtensor, self)
+    def local_shards(self) -> LocalShards:
+        """Returns a collector of local shards."""
+        # No DTensor can exist before the import; a partially imported module lacks the name.
+        dtensor = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", ())
+        return LocalShards(dtensor, self)
 
     def layout_of(self, tensor: DTensor) -> Layout:
         mesh, placements = tensor.device_mesh, tensor.placements
@@ -394,8 +394,6 @@ class Ranks:
     def agreement_on(self, optimizer: object) -> Agreement | None:
         """Returns the agreement on gradients that a subclass's override reads."""
         shards = self.local_shards()
-        if shards is None:
-            return self.agreement([])
         groups = getattr(optimizer, "param_groups", ())
         for number, param in enumerate(param for group in groups for param in group["params"]):
             if shards.is_distributed(param):

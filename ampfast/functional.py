@@ -160,7 +160,9 @@ def unscale_and_update_(
     state = (current_scale, growth_tracker)
     rule = (growth_factor, backoff_factor, growth_interval)
     _require_state(state, found_inf, rule)
-    work = _run(grads, Pass(True, Factor.TIMES_RECIPROCAL, current_scale, found_inf), state, rule)
+    growth, backoff = float(growth_factor), float(backoff_factor)
+    update = Update(*state, [], growth, backoff, growth_interval)
+    work = _run(grads, Pass(True, Factor.TIMES_RECIPROCAL, current_scale, found_inf), update)
     if work is None:
         _run_op(torch.ops.ampfast.unscale_, grads, found_inf, inverse(current_scale))
     if work is not None and work.ending is not None and work.ending.applied:
@@ -186,7 +188,7 @@ def _check_op(grads: list[Tensor], found_inf: Tensor) -> None:
 
 @torch.library.custom_op("ampfast::grad_norm", mutates_args=())
 def _grad_norm_op(grads: list[Tensor], norm_type: float, inv_scale: Tensor | None) -> Tensor:
-    return _grad_norm(grads, norm_type, inv_scale, grads, None)
+    return _grad_norm(grads, norm_type, inv_scale, grads, Ranks().local_shards())
 
 
 @_grad_norm_op.register_fake
@@ -221,29 +223,23 @@ def _grad_norm(
     order: float,
     inv_scale: Tensor | None,
     local: list[Tensor],
-    shards: LocalShards | None,
+    shards: LocalShards,
 ) -> Tensor:
     first = grads[0] if grads else inv_scale
     device = torch.device("cpu") if first is None else first.device
-    listed, agreement = gradients.of_list(local, device), None
-    if shards is not None:
-        listed.shards, agreement = shards, shards.agreement()
+    listed, agreement = gradients.of_list(local, device), shards.agreement()
+    listed.shards = shards
     how = Factor.NONE if inv_scale is None else Factor.TIMES
     term = clipping.NormTerm(grads, listed, (how, inv_scale), writes=False)
     choice = backends.choose()
     return clipping.measure(choice, [term], order, math.inf, inv_scale, agreement=agreement)[0]
 
 
-def _run(
-    grads: list[Tensor],
-    work: Pass,
-    state: tuple[Tensor, Tensor] | None = None,
-    rule: tuple[float, float, int] = (1.0, 1.0, 0),
-) -> Pass | None:
+def _run(grads: list[Tensor], work: Pass, update: Update | None = None) -> Pass | None:
     """Runs a pass by kernels that take the list directly; None, with nothing done, for the op.
 
     Converting a list for an op takes longer than the kernel for a thousand small tensors. On a GPU
-    the update of a `state` by a `rule` rides in the pass.
+    an `update` rides in the pass.
     """
     found_inf, factor = work.found_inf, work.factor
     if torch.compiler.is_compiling() or not isinstance(grads, (list, tuple)) or found_inf is None:
@@ -256,9 +252,7 @@ def _run(
     listed = core.list_of(grads, found_inf.device)
     if listed is None:
         return None
-    if state is not None and isinstance(kernels, DeviceKernels):
-        growth_factor, backoff_factor, interval = rule
-        update = Update(*state, [], float(growth_factor), float(backoff_factor), interval)
+    if update is not None and isinstance(kernels, DeviceKernels):
         work = work._replace(ending=kernels.ending(update))
     if work.write:
         clip_grad.forget()
@@ -290,9 +284,9 @@ def _local(
             )
         if not torch.compiler.is_compiling():  # the compiled op checks when it runs
             core.require_storage(grad)
-    shards = None if torch.compiler.is_compiling() else Ranks().local_shards()
-    if shards is None:
+    if torch.compiler.is_compiling():
         return list(grads), None
+    shards = Ranks().local_shards()
     local = [shards(grad, grad, number) for number, grad in enumerate(grads)]
     tensors = [grad if shard is None else shard for grad, shard in zip(grads, local, strict=True)]
     return tensors, shards if shards.layouts else None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ from ampfast.errors import add_note
 
 Flags = dict[torch.device, Tensor]
 Batch = core.GradList | TensorList
-_NO_SHARDS = LocalShards(cast(Any, ()), Ranks())
+_NO_SHARDS = LocalShards((), Ranks())
 
 _HALVES = torch.float16, torch.bfloat16
 
@@ -70,7 +70,7 @@ def collect(
     writes: bool,
     choice: Choice,
     clips: bool = False,
-    shards: LocalShards | None = None,
+    shards: LocalShards = _NO_SHARDS,
     tracked: bool = False,
     casts: core.Casts | None = None,
 ) -> Gradients:
@@ -124,7 +124,7 @@ def collect(
         values = _values_of(param, grad, clips)
         aside.setdefault(values.device, TensorList(values.device, [], [])).add(number, values)
     by_torch = [(TORCH_OPS, each) for each in aside.values()]
-    return Gradients([*by_torch, *lists], groups, shards or _NO_SHARDS, casts=casts)
+    return Gradients([*by_torch, *lists], groups, shards, casts=casts)
 
 
 def of_list(tensors: list[Tensor], device: torch.device) -> Gradients:
