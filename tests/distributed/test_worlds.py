@@ -79,6 +79,20 @@ def test_a_mesh_of_a_part_of_the_ranks(layout: str) -> None:
     assert ranks.run(half, layout, ranks=4) == [pytest.approx(norms)] * 4
 
 
+def other_order() -> list[float]:
+    """Norms of a replicated gradient on a mesh that orders ranks otherwise than the scaler's."""
+    group = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+    mesh = DeviceMesh("cpu", [0, 3, 2, 1])
+    grad = DTensor.from_local(torch.full((4,), 2.0), mesh, [Replicate()])
+    optimizer, scaler = SGD([parameter(grad)], lr=1.0), begun(process_group=group)
+    return [scaler.grad_norm(optimizer, order).item() for order in (2.0, 3.0)]
+
+
+def test_a_mesh_in_another_order_of_ranks_counts_once() -> None:
+    norms = [torch.linalg.vector_norm(torch.full((4,), 2.0), order).item() for order in (2.0, 3.0)]
+    assert ranks.run(other_order, ranks=4) == [pytest.approx(norms)] * 4
+
+
 class Own(GradScaler):
     """Optimizer that reads local tensors itself."""
 
