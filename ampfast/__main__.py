@@ -23,9 +23,20 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("--version", action="version", version=f"ampfast {ampfast.__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
+    common = argparse.ArgumentParser(add_help=False)
+    common.add_argument("--json", dest="as_json", action="store_true", help="print one JSON object")
+    # Options of compare, before SCRIPT and behind it.
+    behind = argparse.ArgumentParser(add_help=False, allow_abbrev=False, parents=[common])
+    behind.add_argument(
+        "--steps", type=_positive, metavar="N", help="end each run after N updates of the scale"
+    )
+    behind.add_argument(
+        "--plot", metavar="FILE", help="draw losses, scales and times, with matplotlib"
+    )
 
-    info = commands.add_parser(
+    commands.add_parser(
         "info",
+        parents=[common],
         help="versions, devices and available backends",
         description="Prints versions, devices, each backend with the reason where it cannot run, "
         "and which backend the gradients of each device get.",
@@ -51,6 +62,7 @@ def main(arguments: list[str] | None = None) -> int:
 
     compare = commands.add_parser(
         "compare",
+        parents=[behind],
         help="your training script with torch's scaler and with ampfast's, side by side",
         usage="python -m ampfast compare [--steps N] [--json] [--plot FILE] [-m] SCRIPT [ARGS...]",
         description="Runs a script three times, unedited, each time in a process of its own: with "
@@ -64,20 +76,7 @@ def main(arguments: list[str] | None = None) -> int:
         "code: 0 if equal, or if the script does not repeat itself; 1 if different; 2 if there was "
         "nothing to compare.",
     )
-    behind = argparse.ArgumentParser(
-        prog=compare.prog, usage=compare.usage, add_help=False, allow_abbrev=False
-    )
-    for command in (info, compare, behind):
-        command.add_argument(
-            "--json", dest="as_json", action="store_true", help="print one JSON object"
-        )
-    for command in (compare, behind):
-        command.add_argument(
-            "--steps", type=_positive, metavar="N", help="end each run after N updates of the scale"
-        )
-        command.add_argument(
-            "--plot", metavar="FILE", help="draw losses, scales and times, with matplotlib"
-        )
+    behind.prog, behind.usage = compare.prog, compare.usage
     for command in (run, compare):
         command.add_argument(
             "-m", dest="is_module", action="store_true", help="SCRIPT is the name of a module"

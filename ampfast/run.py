@@ -11,8 +11,6 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import torch
-
 import ampfast
 from ampfast.watch import Record, Watch
 
@@ -31,7 +29,7 @@ def run(
     record: str | None,
     stop: int | None,
     keep_torch: bool,
-    clip: bool = False,
+    clip: bool,
 ) -> int:
     """Runs a script or module as Python would, and prints a line about its scaler at the end.
 
@@ -50,11 +48,8 @@ def run(
     if not (is_module or os.path.isfile(program)):
         print(f"ampfast: there is no script {program!r}", file=sys.stderr)
         return 2
-    kinds: list[type] = [torch.amp.GradScaler, ampfast.GradScaler]
-    if torch.distributed.is_available():
-        from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
-
-        kinds += [ShardedGradScaler, ampfast.ShardedGradScaler]
+    # ampfast's classes, and torch's, from which they derive.
+    kinds = getattr(ampfast, "ShardedGradScaler", ampfast.GradScaler).__mro__
     if not keep_torch:
         ampfast.patch(clip_grad_norm=clip)
     process, failed = os.getpid(), False
