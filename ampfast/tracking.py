@@ -26,8 +26,6 @@ MOST_LINES = 40
 # Parameters by group.
 Groups = Sequence[Sequence[Tensor]]
 
-_CREATION = "the creation of tracking tables"
-
 # Values of a `TrackedParameter`.
 _Location = tuple[str, int, str, int, int]
 
@@ -234,9 +232,10 @@ class Tracking:
         record = self._records.get(optimizer)
         listed = [{"params": list(group)} for group in groups]
         if record is None or not has_parameters(listed, record.groups):
-            if record is not None:
+            last, record = record, _Record(groups)
+            if last is not None:
                 refuse_capture("a change of an optimizer's parameters")
-            record = _Record(groups, record)
+                record.take_marks(last)
         self._records.record(optimizer, record)
         measured = scale if self._health and measures else None
         # On every device that ever had gradients: the rows there are from an earlier pass.
@@ -284,12 +283,19 @@ class Tracking:
         """Yields each parameter's location, its row on each device, and the tables' last rows."""
         records = list(self._records)
         self._require_names([record for _, record in records])
-        on_host = _on_host([table for _, record in records for table in tables_of(record).values()])
+        tables = [table for _, record in records for table in tables_of(record).values()]
+        device = next((each.device for each in tables if each.device.type != "cpu"), None)
+        here = [table if device is None else scalars.moved(table, device) for table in tables]
+        on_host = iter(torch.cat(here).tolist() if here else [])
         for number, (optimizer, record) in enumerate(records):
+            kind = type(optimizer).__name__
             read = [list(islice(on_host, len(table))) for table in tables_of(record).values()]
-            locations = self._locations(number, type(optimizer).__name__, record)
-            for location, rows in zip(locations, zip(*read, strict=True), strict=False):
-                yield location, rows, [table[-1] for table in read]
+            rows_of = zip(*read, strict=True)
+            # A table may have one row more.
+            for param, at, rows in zip(record.living(), record.places, rows_of, strict=False):
+                place = "group {}, parameter {}".format(*at)
+                name = place if param is None else self._names.get(param, place)
+                yield (name, number, kind, *at), rows, [table[-1] for table in read]
 
     def _require_names(self, records: list[_Record]) -> None:
         """Refuses names of which none fits; a single parameter without one is listed by place."""
@@ -301,34 +307,29 @@ class Tracking:
                 "replaced"
             )
 
-    def _locations(self, number: int, kind: str, record: _Record) -> Iterator[_Location]:
-        for group, references in enumerate(record.groups):
-            for index, reference in enumerate(references):
-                place, param = f"group {group}, parameter {index}", reference()
-                name = place if param is None else self._names.get(param, place)
-                yield name, number, kind, group, index
-
 
 class _Record:
-    """Tables of one optimizer, by device; a parameter keeps its marks of the `last` record."""
+    """Tables of one optimizer, by device."""
 
-    def __init__(self, groups: Groups, last: _Record | None = None) -> None:
-        params = list(chain.from_iterable(groups))
+    def __init__(self, groups: Groups) -> None:
         # An address may be that of a new parameter; a weak reference dies with the old one.
         self.groups = tuple(tuple(weakref.ref(param) for param in group) for group in groups)
-        self._parameters = len(params)
+        # Group and index in it of each parameter.
+        self.places = [(g, index) for g, group in enumerate(groups) for index in range(len(group))]
         self.marks: dict[torch.device, Tensor] = {}
         # One more row begins with the scale as float32 bits.
         self.health: dict[torch.device, Tensor] = {}
         # The mask of that scale, and a zero for the rest.
         self._scale_mask: dict[torch.device, tuple[Tensor, Tensor]] = {}
-        living = [] if last is None else last.living()
-        rows = {id(param): row for row, param in enumerate(living) if param is not None}
-        moves = [(rows[id(param)], row) for row, param in enumerate(params) if id(param) in rows]
-        if last is not None and moves:
-            for device, marks in last.marks.items():
-                old, new = torch.tensor(moves, device=device).unbind(1)
-                self.marks_on(device).index_copy_(0, new, marks[old])
+
+    def take_marks(self, last: _Record) -> None:
+        """Copies the marks of the parameters that another record has, too."""
+        rows = {id(param): row for row, param in enumerate(last.living()) if param is not None}
+        living = [id(param) for param in self.living()]
+        moves = [(rows[param], row) for row, param in enumerate(living) if param in rows]
+        for device, marks in last.marks.items() if moves else ():
+            old, new = torch.tensor(moves, device=device).unbind(1)
+            self.marks_on(device).index_copy_(0, new, marks[old])
 
     def living(self) -> list[Tensor | None]:
         """The parameters, in order; None for one that is gone."""
@@ -344,18 +345,14 @@ class _Record:
 
     def marks_on(self, device: torch.device) -> Tensor:
         if device not in self.marks:
-            refuse_capture(_CREATION)
-            size = self._parameters, MARK_WORDS
-            self.marks[device] = torch.zeros(size, dtype=torch.int64, device=device)
+            self.marks[device] = _new_table(len(self.places), MARK_WORDS, device)
         return self.marks[device]
 
     @torch.no_grad()
     def clear_health(self, device: torch.device, scale: Tensor) -> None:
         """Clears the table, made where there is none, and writes the scale, in one launch."""
         if device not in self.health:
-            refuse_capture(_CREATION)
-            size = self._parameters + 1, HEALTH_WORDS
-            table = torch.zeros(size, dtype=torch.int64, device=device)
+            table = _new_table(len(self.places) + 1, HEALTH_WORDS, device)
             mask = torch.zeros_like(table.view(torch.float32), dtype=torch.bool)
             mask[-1, 0] = True
             zero = torch.zeros((), dtype=torch.float32, device=device)
@@ -403,11 +400,9 @@ def named(model: torch.nn.Module | Iterable[tuple[str, Tensor]]) -> list[tuple[s
     return list(found.items())
 
 
-def _on_host(tables: list[Tensor]) -> Iterator[list[int]]:
-    """Rows of tables of one width, read with one host sync."""
-    device = next((each.device for each in tables if each.device.type != "cpu"), None)
-    here = [table if device is None else scalars.moved(table, device) for table in tables]
-    return iter(torch.cat(here).tolist() if here else [])
+def _new_table(rows: int, words: int, device: torch.device) -> Tensor:
+    refuse_capture("the creation of tracking tables")
+    return torch.zeros((rows, words), dtype=torch.int64, device=device)
 
 
 def _health_of(location: _Location, row: list[int], scale_bits: int) -> ParameterHealth:
