@@ -130,7 +130,7 @@ class GradScaler(Passes):
         RuntimeError: If `backend` cannot run here.
     """
 
-    # What the class behind this one gets besides.
+    # Extra arguments of the torch base class (FSDP's takes a process_group).
     _base_arguments: ClassVar[dict[str, Any]] = {}
     _dynamic = True
     _warned_of_zero = False
@@ -301,7 +301,11 @@ class GradScaler(Passes):
         entry = self._per_optimizer_states[key]
         if entry["stage"] is UNSCALED or entry["stage"] is STEPPED:
             raise _not_ready(entry, "clip_grad_norm_() unscales, too.")
-        self._unscale(optimizer, entry, scale)
+        try:
+            self._unscale(optimizer, entry, scale)
+        except AttributeError as error:
+            explain(error, optimizer, "param_groups")
+            raise
         checks[key] = entry["found_inf_per_device"] or checks[key]
 
     @not_compiled
@@ -346,21 +350,25 @@ class GradScaler(Passes):
             )
         if AGREEMENT in entry and entry["stage"] is not READY:
             self._agree(entry, scale.device)
-        if getattr(optimizer, "_step_supports_amp_scaling", False):
-            result = self._step_fused(optimizer, entry, args, kwargs)
-        else:
-            if scale.is_cuda and is_capturing() and not overrides(self, _MAYBE_STEP):
-                # Here, or the gradients would count as unscaled.
-                capture.require_skippable(optimizer)
-            if entry["stage"] is READY:
-                if overrides(self, _UNSCALE_CALLS):
-                    self.unscale_(optimizer)
-                else:
-                    self._unscale(optimizer, entry, scale)
-                checks[key] = entry["found_inf_per_device"] or checks[key]
-            if not entry["found_inf_per_device"]:
-                raise no_inf_checks(optimizer)
-            result = self._maybe_opt_step(optimizer, entry, *args, **kwargs)
+        try:
+            if getattr(optimizer, "_step_supports_amp_scaling", False):
+                result = self._step_fused(optimizer, entry, args, kwargs)
+            else:
+                if scale.is_cuda and is_capturing() and not overrides(self, _MAYBE_STEP):
+                    # Here, or the gradients would count as unscaled.
+                    capture.require_skippable(optimizer)
+                if entry["stage"] is READY:
+                    if overrides(self, _UNSCALE_CALLS):
+                        self.unscale_(optimizer)
+                    else:
+                        self._unscale(optimizer, entry, scale)
+                    checks[key] = entry["found_inf_per_device"] or checks[key]
+                if not entry["found_inf_per_device"]:
+                    raise no_inf_checks(optimizer)
+                result = self._maybe_opt_step(optimizer, entry, *args, **kwargs)
+        except AttributeError as error:
+            explain(error, optimizer, "param_groups", "step")
+            raise
         entry["stage"] = STEPPED
         checks[key] = entry.get("found_inf_per_device") or checks[key]
         return result
@@ -872,16 +880,12 @@ class GradScaler(Passes):
                 work = _CASTING
             if self._ending is not None:
                 work, self._ending = work._replace(ending=self._ending), None
-            try:
-                flag = None
-                if not self._has_observers:
-                    given = (optimizer, entry, UNSCALED, work, self._allow_fp16)
-                    flag = self._kernels.pass_over(*given)
-                if flag is None:
-                    self._pass(optimizer, entry, work, scale)
-            except AttributeError as error:
-                explain(error, optimizer, "param_groups")
-                raise
+            flag = None
+            if not self._has_observers:
+                given = (optimizer, entry, UNSCALED, work, self._allow_fp16)
+                flag = self._kernels.pass_over(*given)
+            if flag is None:
+                self._pass(optimizer, entry, work, scale)
 
     def _step_fused(
         self,

@@ -85,9 +85,10 @@ def no_inf_checks(optimizer: torch.optim.Optimizer) -> AssertionError:
     return add_note(AssertionError("No inf checks were recorded for this optimizer."), why)
 
 
-def explain(error: AttributeError, given: object, needed: str) -> None:
-    """Adds a note to the error if the object is no optimizer, as it lacks the attribute needed."""
-    if not hasattr(given, needed):
+def explain(error: AttributeError, given: object, *needed: str) -> None:
+    """Adds a note, once, to the error if the object lacks an attribute that is needed of it."""
+    lacks = not all(hasattr(given, name) for name in needed)
+    if lacks and not getattr(error, "__notes__", None):
         kind = f"{type(given).__module__}.{type(given).__qualname__}"
         add_note(error, f"expected an optimizer, an object with param_groups and step, got {kind}")
 

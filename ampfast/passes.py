@@ -295,9 +295,6 @@ class Passes(TorchGradScaler):
         divisor = None
         if scale is not None and any(defers):
             divisor = torch.empty((), dtype=torch.float32, device=scale.device)
-        if overridden:
-            for term in terms:
-                term.grads.track_on = None
         agreement = self._agreement(*(term.grads for term in terms))
         norm, coefficient = clipping.measure(
             self._choice, terms, order, limit, scale, divisor, agreement, spikes

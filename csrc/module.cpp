@@ -78,7 +78,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.attr("HEALTH_WORDS") = static_cast<int64_t>(kHealthWords);
   m.def("build_info", &build_info);
   m.def("state_layout", &state_layout);
-  cpu::capability();  // throws if the environment names an unknown one
   m.def("cpu_capability", &cpu::capability);
   m.def("cpu_capabilities", &cpu::capabilities);
   m.def("set_cpu_capability", &cpu::set_capability);

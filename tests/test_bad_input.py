@@ -377,6 +377,39 @@ def test_what_is_no_optimizer_is_named(
     assert note.endswith(f".{type(given).__name__}")
 
 
+class Hooked(GradScaler):
+    def _unscale_grads_(self, *args: Any) -> Any:
+        return super()._unscale_grads_(*args)
+
+
+class CallsUnscale(GradScaler):
+    def unscale_(self, optimizer: Any) -> None:
+        super().unscale_(optimizer)
+
+
+@pytest.mark.parametrize("kind", [Hooked, CallsUnscale])
+@pytest.mark.parametrize("given", [torch.nn.Linear(1, 1), None], ids=type)
+def test_subclasses_name_what_is_no_optimizer(kind: type[GradScaler], given: Any) -> None:
+    for method in ("step", "unscale_"):
+        scaler = kind("cpu")
+        scaler.scale(torch.ones(()))
+        with pytest.raises(AttributeError, match="param_groups") as caught:
+            getattr(scaler, method)(given)
+        assert notes(caught.value).count("expected an optimizer, an object with param_groups") == 1
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_an_optimizer_without_step_is_named(fused: bool) -> None:
+    param = parameter_with(torch.ones(1))
+    given = types.SimpleNamespace(
+        param_groups=[{"params": [param]}], _step_supports_amp_scaling=fused
+    )
+    with pytest.raises(AttributeError, match="step") as caught:
+        started().step(given)
+    note = "expected an optimizer, an object with param_groups and step, got types.SimpleNamespace"
+    assert notes(caught.value) == note
+
+
 @pytest.mark.parametrize("enabled", [True, False])
 def test_an_error_of_an_optimizer_is_its_own(enabled: bool) -> None:
     class Own:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import platform
 import subprocess
 import sys
 
@@ -57,17 +58,26 @@ def test_every_named_capability_can_be_chosen() -> None:
     assert _C.cpu_capability() == before
 
 
-@pytest.mark.parametrize("name", [*CAPABILITIES, "pentium"])
+@pytest.mark.parametrize("name", [*CAPABILITIES, "", "pentium"])
 def test_the_environment_chooses_a_capability(name: str) -> None:
     script = "from ampfast.backends import core; print(core.cpu_capability())"
     environment = {**os.environ, "AMPFAST_CPU_CAPABILITY": name}
     command = [sys.executable, "-c", script]
     said = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
-    if name in CAPABILITIES:
-        assert said.stdout == f"{name}\n"
+    if name in ("", *CAPABILITIES):
+        assert said.stdout == f"{name or CAPABILITIES[0]}\n"
     else:
-        assert "ImportError: " in said.stderr
-        assert "this machine has no CPU capability 'pentium'" in said.stderr
+        known = f"AMPFAST_CPU_CAPABILITY may be {', '.join(CAPABILITIES)}"
+        assert f"ValueError: this machine has no CPU capability 'pentium': {known}" in said.stderr
+
+
+@pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="not x86")
+def test_the_widest_instructions_are_the_default() -> None:
+    best_first = ("avx512", "avx2", "baseline")
+    assert tuple(name for name in best_first if name in CAPABILITIES) == CAPABILITIES
+    widest = torch.backends.cpu.get_cpu_capability().lower()
+    if "ATEN_CPU_CAPABILITY" not in os.environ and widest in best_first:
+        assert CAPABILITIES[0] == widest
 
 
 @pytest.mark.parametrize("inverse", [0.5, 1.0, 1 / 3])
@@ -403,6 +413,15 @@ def test_norms_beside_the_limits_of_float32_sums(capability: str, limit: float) 
             grad[5] = value
             (squares, _), (want, _) = norms([grad], 1.0), reference_norms([grad], 1.0)
             assert squares == pytest.approx(want, rel=SQUARES_TOLERANCE[torch.float32], abs=0)
+
+
+@pytest.mark.parametrize("exponent", [-40.5, -50, -59.9])
+def test_squares_below_float32_are_added_in_float64(capability: str, exponent: float) -> None:
+    """Each is half of the smallest float32; together they are most of the sum's error."""
+    grad = torch.full((CHUNK,), 2.0**-75.01)
+    grad[0] = 2.0**exponent
+    (squares, _), (want, _) = norms([grad], 1.0), reference_norms([grad], 1.0)
+    assert squares == pytest.approx(want, rel=SQUARES_TOLERANCE[torch.float32], abs=0)
 
 
 def test_norms_of_values_that_vanish_or_become_infinite(capability: str) -> None:

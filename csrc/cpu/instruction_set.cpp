@@ -106,18 +106,21 @@ const std::vector<InstructionSet>& instruction_sets() {
 }
 
 const InstructionSet* set_of(const std::string& name) {
+  std::string known;
   for (const InstructionSet& set : instruction_sets()) {
     if (name == set.name) {
       return &set;
     }
+    known += std::string(known.empty() ? "" : ", ") + set.name;
   }
-  throw std::invalid_argument("this machine has no CPU capability '" + name + "'");
+  throw std::invalid_argument("this machine has no CPU capability '" + name +
+                              "': AMPFAST_CPU_CAPABILITY may be " + known);
 }
 
 std::atomic<const InstructionSet*>& chosen() {
   static std::atomic<const InstructionSet*> set = [] {
     const char* name = std::getenv("AMPFAST_CPU_CAPABILITY");
-    return name != nullptr ? set_of(name) : &instruction_sets().front();
+    return name != nullptr && *name != 0 ? set_of(name) : &instruction_sets().front();
   }();
   return set;
 }
