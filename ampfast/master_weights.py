@@ -308,7 +308,9 @@ def _write_back(optimizer: MasterWeights) -> None:
             if masters[param].grad is None:
                 param.grad = None
         narrow_on_devices(stepped, [masters[param] for param in stepped], found_inf)
-        masters.fingerprint = _fingerprint_of(groups)
+        # Parameters that were added in the step are followed in the next one.
+        is_known = len(masters.weights) == len(_params(optimizer))
+        masters.fingerprint = _fingerprint_of(groups) if is_known else None
     core.take_grads(masters.weights)
 
 

@@ -142,6 +142,34 @@ def test_gradients_that_a_step_under_a_scaler_drops(kind: Any) -> None:
         assert_equal(optimizer, params, hand)
 
 
+class Adding(torch.optim.SGD):
+    """Adds a group at the end of its first step, as what thaws layers one after another."""
+
+    def __init__(self, params: Any, added: Any, **settings: Any) -> None:
+        super().__init__(params, **settings)
+        self.added = added
+
+    def step(self, closure: Any = None) -> Any:
+        loss = super().step(closure)
+        if len(self.param_groups) == 1:
+            self.add_param_group({"params": [self.added]})
+        return loss
+
+
+def test_a_group_that_a_step_adds_has_master_weights_from_the_next_on() -> None:
+    params, by_hand = parameters(), [each.detach().float() for each in parameters()]
+    optimizer = ampfast.master_weights_(Adding(params[:2], params[2], lr=0.01, momentum=0.9))
+    hand = torch.optim.SGD(by_hand, lr=0.01, momentum=0.9)
+    for seed in range(4):
+        grads = gradients(params, seed)
+        for number, (each, grad) in enumerate(zip(params, grads, strict=True)):
+            each.grad = grad.clone()
+            by_hand[number].grad = None if number == 2 and seed == 0 else grad.float()
+        optimizer.step()
+        hand.step()
+        assert_same([each.detach() for each in params], [each.bfloat16() for each in by_hand])
+
+
 class Twice(torch.optim.Optimizer):
     """Steps once for each of two calls of its closure."""
 
