@@ -43,13 +43,13 @@ int64_t enough_chunks = kEnoughChunks;
 // Depends on the list alone, and so does the order in which a norm is summed.
 int64_t chunk_bytes(const DtypeList& list) {
   const int64_t bytes = list.elements * list.element_size();
-  const auto share = [&](int64_t chunks) {
+  const auto bytes_for = [&](int64_t chunks) {
     return (bytes / chunks + kWindowBytes) & -kWindowBytes;
   };
   const int64_t most = most_chunk_bytes > 0 ? most_chunk_bytes
-                                            : std::clamp(share(4 * enough_chunks), kUsualChunkBytes,
-                                                         kMostChunkBytes);
-  return std::min(share(enough_chunks), most);
+                                            : std::clamp(bytes_for(4 * enough_chunks),
+                                                         kUsualChunkBytes, kMostChunkBytes);
+  return std::min(bytes_for(enough_chunks), most);
 }
 
 // Adds the chunks of a list to a table, behind the `first` ones of others.
