@@ -72,7 +72,13 @@ _BY_REASON: dict[str, list[tuple[str, str, str, int]]] = {
         ),
     ],
     "Saves the next step a comparison of equal tensors.": [
-        ("_write_back", "masters.fingerprint = _fingerprint_of(groups)", "nothing", 1),
+        (
+            "_write_back",
+            "masters.fingerprint = _fingerprint_of(groups) if is_known else None",
+            "nothing",
+            1,
+        ),
+        ("_write_back", "_fingerprint_of(groups) if is_known else None", "None", 1),
     ],
     "Changes no class that was made before, as in the process that tries mutants.": [
         ("_class_of", "step.hooked = True", "nothing", 1),
