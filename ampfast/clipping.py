@@ -110,6 +110,7 @@ def measure(
             flags = agreement.all_reduce(flags, device)
             total = agreement.norm(total, order)
     if agreement is not None or order not in FUSED_ORDERS:
+        # A total that is known stands in both columns.
         sums = torch.stack([total, total]).unsqueeze(0)
     for term, agreed in zip(terms, flags, strict=True):
         term.flags = agreed

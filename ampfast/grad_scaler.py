@@ -59,7 +59,7 @@ __all__ = ["GradScaler", "OptState"]
 # Attributes of this process and this iteration; weak references among them.
 _OF_THIS_PROCESS = (
     *("_choice", "_ending", "_has_observers", "_kernels", "_last_checks", "_tracking"),
-    *("_unscaled_by", "_unscaling", "_dividing"),
+    *("_passes_scale", "_unscale_pass", "_check_pass"),
 )
 
 # A pass that only casts.
@@ -349,7 +349,7 @@ class GradScaler(Passes):
                 RuntimeError("step() has already been called since the last update()."), _ONCE
             )
         if AGREEMENT in entry and entry["stage"] is not READY:
-            self._agree(entry, scale.device)
+            self._agree(entry, scale.device)  # retries a collective that failed
         try:
             if getattr(optimizer, "_step_supports_amp_scaling", False):
                 result = self._step_fused(optimizer, entry, args, kwargs)
@@ -875,7 +875,7 @@ class GradScaler(Passes):
                 entry[AGREEMENT] = agreement
                 self._agree(entry, scale.device)
         else:
-            work = self._unscaling if self._unscaled_by is scale else self._unscaling_by(scale)
+            work = self._unscale_pass if self._passes_scale is scale else self._make_passes(scale)
             if self._is_guard and isinstance(optimizer, MasterWeights):
                 work = _CASTING
             if self._ending is not None:
@@ -964,7 +964,8 @@ class GradScaler(Passes):
             flag = flags[scale.device]
             is_torchs = type(optimizer).__module__.startswith("torch.optim.")
             return flag if is_torchs else flag.clone(), grad_scale
-        # Nothing checked is 0, as torch's sum over nothing.
+        # A spike's flag is 1 for torch's fused optimizers, too. Nothing checked is 0, as torch's sum
+        # over nothing.
         return scalars.any_found(flags.values(), scale.device) if flags else 0, grad_scale
 
     # What the steps above ask for.

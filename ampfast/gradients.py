@@ -193,6 +193,8 @@ def run(
                 row = work.sums  # which no op need copy
             rows.append(row)
         track = gradients.track(device)
+        # The scale may be on another GPU.
+        rides = alone and work.ending is not None and work.ending.divisor.device == device
         flags[device] = kernels.run(
             each,
             work._replace(
@@ -202,7 +204,7 @@ def run(
                 sums=row,
                 marks=None if track is None else track.marks,
                 now=None if track is None else track.now,
-                ending=work.ending if alone else None,
+                ending=work.ending if rides else None,
             ),
         )
 
@@ -211,9 +213,10 @@ def run(
     if work.write and gradients.casts is not None:
         gradients.casts.finish()
     if work.coefficient is None and sums_of_each is None:
-        # As the optimizer uses them; torch's op writes as it checks.
+        # All ranks reduce partial gradients here, and check the sums as the optimizer uses them.
         how = Factor.NONE if work.write else work.how
         for number, reduced in gradients.shards.reduced():
+            # torch's op writes as it checks.
             aside = TensorList(reduced.device, [reduced.clone()], [number])
             run_over(TORCH_OPS, aside, work._replace(write=False, how=how))
     if work.sums is not None and not any(row is work.sums for row in rows):

@@ -136,7 +136,7 @@ class LossScale:
         limits: Limits, hysteresis and policy.
         on_min_scale: "ignore", "warn" or "raise".
         watch: Watches the scale at its minimum; None for "ignore".
-        words: Device state, laid out as `backends.core.state_layout`; None before the first update.
+        words: Device state, laid out as `backends.core.state_layout`; None before there is a scale.
         norms: Norm and order by the ids of the optimizers that were measured, in this iteration.
         follower: Carries out the policy; None for torch's rule.
     """
@@ -223,6 +223,7 @@ class LossScale:
         fields = (scale, growth_tracker, found_infs, *factors, words, norm)
         if follower is not None and follows:
             follower.before_update(Update(*fields))
+        # The first try is declined where a flag is on another device or a factor is no float.
         if not kernels.update(fields):
             there = [scalars.moved(flag, scale.device) for flag in found_infs]
             update = Update(*fields)._replace(found_infs=there, state=self.words_on(scale.device))

@@ -57,9 +57,9 @@ class Passes(TorchGradScaler):
     _is_guard = False
     # The update of the scale that rides in the next check.
     _ending: Ending | None = None
-    # The passes by the scale, while it is the same tensor.
-    _unscaled_by: Tensor | None = None
-    _unscaling = _dividing = Pass(False, Factor.NONE)
+    # The passes that unscale and check by the scale, made again for another tensor.
+    _passes_scale: Tensor | None = None
+    _unscale_pass = _check_pass = Pass(False, Factor.NONE)
     _track: str | None = None
     # Whether unscaling measures the norm for a clipping by torch's name, and its limit.
     _keep_norm = False
@@ -68,7 +68,8 @@ class Passes(TorchGradScaler):
     # Made when first asked for, also for instances that torch pickled or whose __init__ was not
     # called: the kernels by device, those for the device of the scale, the state of the scale
     # besides torch's two tensors, the ranks to agree with, the per-parameter tables, the flags of
-    # each living optimizer's last check, and whether a policy, tables or ranks take part in passes.
+    # each living optimizer's last check, and whether a policy, tables, kept norms or ranks take
+    # part in passes.
     _choice = cached_property(lambda self: backends.choose(self._backend))
     _kernels = cached_property(lambda self: self._choice.kernels_for(self._scale.device))
     _loss_scale = cached_property(lambda self: LossScale(Limits()))
@@ -113,16 +114,16 @@ class Passes(TorchGradScaler):
         self._keep_norm |= limit is not None
         self.__dict__.pop("_has_observers", None)
 
-    def _unscaling_by(self, scale: Tensor) -> Pass:
+    def _make_passes(self, scale: Tensor) -> Pass:
         """Makes the pass that unscales, and the one that checks for a division by the scale."""
         factor = scale.float()
-        self._unscaling = Pass(True, *gradients.unscaling(scale))
+        self._unscale_pass = Pass(True, *gradients.unscaling(scale))
         if self._is_guard:
-            self._unscaling = Pass(False, Factor.NONE)
-        self._dividing = Pass(False, Factor.DIVIDE, factor)
+            self._unscale_pass = Pass(False, Factor.NONE)
+        self._check_pass = Pass(False, Factor.DIVIDE, factor)
         # The factors of another scale are copies.
-        self._unscaled_by = scale if factor is scale else None
-        return self._unscaling
+        self._passes_scale = scale if factor is scale else None
+        return self._unscale_pass
 
     def _observed(
         self, optimizer: torch.optim.Optimizer, work: Pass, scale: Tensor, observes: bool = True
@@ -157,8 +158,8 @@ class Passes(TorchGradScaler):
         """
         allow_fp16 = entry is None or self._allow_fp16
         follower, grads, agreement = self._loss_scale.follower, None, None
-        keeps = self._keep_norm and entry is not None and self._ranks.is_alone
-        if keeps:
+        keeps_norm = self._keep_norm and entry is not None and self._ranks.is_alone
+        if keeps_norm:
             sums = torch.empty(2, dtype=scalars.widest(scale.device), device=scale.device)
             work = work._replace(sums=sums, squares=True)
         work, marked = self._observed(optimizer, work, scale, observes)
@@ -167,7 +168,7 @@ class Passes(TorchGradScaler):
             if entry is not None:
                 entry[AGREEMENT] = agreement
         flag = None
-        # Without observers the caller has tried.
+        # Without observers `_unscale` and `_checked_by_scale` have tried.
         if marked is not None and self._has_observers:
             flag = self._kernels.pass_over(optimizer, entry, UNSCALED, marked, allow_fp16)
         if flag is not None:
@@ -189,7 +190,7 @@ class Passes(TorchGradScaler):
         if entry is not None:
             entry["found_inf_per_device"], entry["stage"] = flags, UNSCALED
         if agreement is None:
-            if keeps and entry is not None and work.sums is not None:
+            if keeps_norm and entry is not None and work.sums is not None:
                 clip_grad.keep(entry, optimizer, work.sums, self)
             return flags
         if not observes:
@@ -203,8 +204,7 @@ class Passes(TorchGradScaler):
     ) -> Flags:
         """Gives an entry the flags of all ranks, and the policy what they observed.
 
-        Until then the entry has the agreement: `step` or `update` takes a collective again that
-        fails.
+        Until then the entry has the agreement: `step` or `update` retries a collective that failed.
         """
         follower = self._loss_scale.follower
         flags: list[Flags] = [entry["found_inf_per_device"]]
@@ -243,9 +243,9 @@ class Passes(TorchGradScaler):
         self, optimizer: torch.optim.Optimizer, entry: dict[str, Any], scale: Tensor
     ) -> Tensor:
         """Checks still scaled gradients; returns the scale by which the optimizer divides them."""
-        if self._unscaled_by is not scale:
-            self._unscaling_by(scale)
-        work, ending, flag = self._dividing, None, None
+        if self._passes_scale is not scale:
+            self._make_passes(scale)
+        work, ending, flag = self._check_pass, None, None
         if scale.dtype is torch.float32 and isinstance(self._kernels, DeviceKernels):
             ending, self._ending = self._ending or Ending(None, scale), None
             work = work._replace(factor=scale.detach(), ending=ending)
@@ -279,12 +279,12 @@ class Passes(TorchGradScaler):
             # What the hook finds counts, and what it writes is clipped.
             for each in optimizers:
                 self.unscale_(each)
-        keeps = self._is_guard and limit == math.inf  # values times 1 are not written
+        writes_nothing = self._is_guard and limit == math.inf  # as values times 1
         terms = [
             self._norm_term(
                 each,
                 None if overridden else scale,
-                writes=not deferred and not (keeps and casts_of(each) is None),
+                writes=not deferred and not (writes_nothing and casts_of(each) is None),
             )
             for each, deferred in zip(optimizers, defers, strict=True)
         ]
@@ -299,17 +299,14 @@ class Passes(TorchGradScaler):
         norm, coefficient = clipping.measure(
             self._choice, terms, order, limit, scale, divisor, agreement, spikes
         )
-        for entry, term, deferred in zip(entries, terms, defers, strict=True):
-            if deferred:
-                entry[clipping.DEFERRED] = divisor
-            if overridden:
-                flags = entry["found_inf_per_device"]
-                if spikes is not None:
-                    flags = {
-                        at: joint_flag([flag, *term.flags.values()], flag.device)
-                        for at, flag in flags.items()
-                    }
-                entry["found_inf_per_device"] = term.flags = flags
+        for entry, term in zip(entries, terms, strict=True) if overridden else ():
+            flags = entry["found_inf_per_device"]
+            if spikes is not None:
+                flags = {
+                    at: joint_flag([flag, *term.flags.values()], flag.device)
+                    for at, flag in flags.items()
+                }
+            entry["found_inf_per_device"] = term.flags = flags
         follower = self._loss_scale.follower
         if follower is not None and scale is not None:
             observed = [seen for term in terms for seen in follower.seen(term.grads, term.sums)]
@@ -321,7 +318,10 @@ class Passes(TorchGradScaler):
         clipping.clip_(terms, coefficient)
         if scale is not None and len(terms) > 1:
             clipping.skip_together(terms, scale.device)
-        for entry, term in zip(entries, terms, strict=True):
+        for entry, term, deferred in zip(entries, terms, defers, strict=True):
+            if deferred:
+                entry[clipping.DEFERRED] = divisor
+            # Last: until now they say "skip".
             entry["found_inf_per_device"] = term.flags
         return norm
 
@@ -334,8 +334,10 @@ class Passes(TorchGradScaler):
         spikes: SpikeRule | None,
     ) -> Tensor | None:
         """Clips an optimizer's gradients by one call, or returns None where that cannot."""
-        keeps = self._is_guard and limit == math.inf
-        if keeps or order not in clipping.FUSED_ORDERS or not self._ranks.is_alone:
+        writes_nothing = self._is_guard and limit == math.inf
+        if writes_nothing or order not in clipping.FUSED_ORDERS or not self._ranks.is_alone:
+            return None
+        if isinstance(self._kernels, DeviceKernels):  # which have no such call
             return None
         entry, follower = self._per_optimizer_states[id(optimizer)], self._loss_scale.follower
         work = Pass(False, Factor.TIMES_RECIPROCAL, scale)

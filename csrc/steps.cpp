@@ -78,8 +78,8 @@ PyObject* run(PyObject* const* args) {
   const at::Tensor flag = found_inf != nullptr ? *found_inf : new_scalar<float>(0);
   float* written = data_of<float>(&flag, "found_inf", at::kCPU);
   const bool found = without_gil_if_long(list, [&] { return cpu::run(list, work); });
-  if (found || !pass.accumulate) {
-    *written = found ? 1 : 0;
+  if (found) {
+    *written = 1;
   }
   return THPVariable_Wrap(flag);
 }

@@ -15,7 +15,11 @@ from support.reference_launcher import ReferenceLauncher
 from support.scalers import TorchScaler
 from support.twins import assert_sides_same, side
 
-from ampfast import GradScaler
+from ampfast import GradScaler, gradients
+from ampfast.backends.core import Factor, Pass
+from ampfast.backends.gpu import Ending
+from ampfast.backends.torch_ops import TensorList
+from ampfast.gradients import Gradients
 
 GROUPS = [
     ("sgd",),
@@ -408,3 +412,19 @@ def test_scale_written_by_others_between_steps_is_used() -> None:
 
 def test_every_kind_of_optimizer_was_tried() -> None:
     assert {kind for kinds in GROUPS for kind in kinds} == set(OPTIMIZERS)
+
+
+@pytest.mark.parametrize("place", ["cpu", "meta"])
+def test_no_update_rides_to_the_scale_of_another_device(place: str) -> None:
+    scale, rode = torch.tensor(4.0), []
+
+    class Recording:
+        def run(self, grads: TensorList, work: Pass) -> torch.Tensor:
+            rode.append(work.ending)
+            return torch.zeros((), device=grads.device)
+
+    device = torch.device(place)
+    grads: Any = [(Recording(), TensorList(device, [torch.ones(3, device=device)], [0]))]
+    ending = Ending(None, scale)
+    gradients.run(Gradients(grads), Pass(False, Factor.DIVIDE, scale, ending=ending))
+    assert rode == [ending if place == "cpu" else None]

@@ -20,6 +20,8 @@ from support.kernel_calls import grads_of, run_sums, run_unscale
 from support.kernel_parity import exact_bits, flag, random_bits, wide
 from support.tracking_reference import marked, marks_of, track_for
 
+from ampfast.backends.core import Factor, Pass
+
 pytestmark = pytest.mark.usefixtures("watched")
 
 HALVES = (torch.float16, torch.bfloat16)
@@ -155,3 +157,16 @@ def test_narrow_needs_pairs() -> None:
         KERNELS.narrow(grads)
     assert half.tolist() == [0.0] * 3
     KERNELS.narrow(grads_of([torch.zeros(0, dtype=torch.float16)]))
+
+
+@dtypes
+def test_an_infinity_beside_unchanged_gradients_is_not_found_again(dtype: torch.dtype) -> None:
+    """Pairs are written where nothing changes, too, before gradients that are then not read."""
+    half, other = guarded(normal(5, dtype, 1), 1), guarded(normal(5, torch.float32, 2), 1)
+    half[2] = math.inf
+    grads = grads_of([half, other], [phased(half), None])
+    one = torch.ones((), dtype=torch.float64)
+    found = run_unscale(KERNELS, grads, flag(1.0), is_scale=False, coefficient=one)
+    assert found.item() == 1
+    finite = grads_of([guarded(normal(5, torch.float32, 3), 1)])
+    assert KERNELS.run(finite, Pass(False, Factor.NONE)).item() == 0

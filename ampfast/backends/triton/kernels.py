@@ -429,8 +429,9 @@ def multi_tensor(
         else None,
     )
     if coefficient_ptr is not None and not PAIRED:
-        if (factor == 1.0) & (factors[1] == 1.0):
-            return  # nothing changes
+        # Where nothing changes nothing is read, but the last program still clears the header, where
+        # another segment may have left what it found.
+        chunks = tl.where((factor == 1.0) & (factors[1] == 1.0), 0, chunks)
     vector, lane = _lanes(DTYPE, THREADS, PAIRED)
 
     peak = tl.zeros([THREADS], dtype=tl.int64 if DTYPE == tl.float64 else tl.int32)
