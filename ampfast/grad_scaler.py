@@ -964,7 +964,7 @@ class GradScaler(Passes):
             flag = flags[scale.device]
             is_torchs = type(optimizer).__module__.startswith("torch.optim.")
             return flag if is_torchs else flag.clone(), grad_scale
-        # A spike's flag is 1 for torch's fused optimizers, too. Nothing checked is 0, as torch's sum
+        # A spike's flag is 1 for torch's fused optimizers. Nothing checked is 0, as torch's sum
         # over nothing.
         return scalars.any_found(flags.values(), scale.device) if flags else 0, grad_scale
 

@@ -314,14 +314,14 @@ _BY_REASON: dict[str, list[tuple[str, str, str, int]]] = {
         ),
         (
             "Passes._pass",
-            "keeps and entry is not None and (work.sums is not None)",
-            "keeps and work.sums is not None",
+            "keeps_norm and entry is not None and (work.sums is not None)",
+            "keeps_norm and work.sums is not None",
             1,
         ),
         (
             "Passes._pass",
-            "keeps and entry is not None and (work.sums is not None)",
-            "keeps and entry is not None",
+            "keeps_norm and entry is not None and (work.sums is not None)",
+            "keeps_norm and entry is not None",
             1,
         ),
         (

@@ -429,9 +429,18 @@ def multi_tensor(
         else None,
     )
     if coefficient_ptr is not None and not PAIRED:
-        # Where nothing changes nothing is read, but the last program still clears the header, where
-        # another segment may have left what it found.
-        chunks = tl.where((factor == 1.0) & (factors[1] == 1.0), 0, chunks)
+        if (factor == 1.0) & (factors[1] == 1.0):
+            # Nothing changes. The first program alone takes what other segments have found.
+            if IS_LAST:
+                finished_ptr, takes = header_ptr + _HEADER.FINISHED, tl.program_id(0) == 0
+                found = tl.load(finished_ptr, mask=takes, other=0) >= _NOT_FINITE
+                tl.debug_barrier()
+                if ACCUMULATE:
+                    tl.store(found_inf_ptr, 1.0, mask=takes & found)
+                else:
+                    tl.store(found_inf_ptr, found.to(tl.float32), mask=takes)
+                tl.store(finished_ptr, 0, mask=takes)
+            return
     vector, lane = _lanes(DTYPE, THREADS, PAIRED)
 
     peak = tl.zeros([THREADS], dtype=tl.int64 if DTYPE == tl.float64 else tl.int32)
