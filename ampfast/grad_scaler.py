@@ -362,9 +362,9 @@ class GradScaler(Passes):
                         self.unscale_(optimizer)
                     else:
                         self._unscale(optimizer, entry, scale)
-                    checks[key] = entry["found_inf_per_device"] or checks[key]
                 if not entry["found_inf_per_device"]:
                     raise no_inf_checks(optimizer)
+                checks[key] = entry["found_inf_per_device"]
                 result = self._maybe_opt_step(optimizer, entry, *args, **kwargs)
         except AttributeError as error:
             explain(error, optimizer, "param_groups", "step")

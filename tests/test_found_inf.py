@@ -42,6 +42,22 @@ def assert_unknown(scaler: GradScaler, optimizer: Any) -> None:
             ask(optimizer)
 
 
+@pytest.mark.parametrize("was_checked", [False, True])
+def test_a_step_without_gradients_leaves_the_last_check(was_checked: bool) -> None:
+    scaler, optimizer = started(), optimizer_of("sgd")
+    if was_checked:
+        plant(optimizer, math.inf)
+        scaler.step(optimizer)
+        scaler.update()
+    optimizer.param_groups[0]["params"][0].grad = None
+    with pytest.raises(AssertionError, match="No inf checks were recorded"):
+        scaler.step(optimizer)
+    if was_checked:
+        assert scaler.step_skipped(optimizer)
+    else:
+        assert_unknown(scaler, optimizer)
+
+
 @pytest.mark.parametrize("explicit", [False, True])
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 def test_tells_about_the_last_step(kind: str, explicit: bool) -> None:
