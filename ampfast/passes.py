@@ -22,9 +22,10 @@ from ampfast.optimizers import ByOptimizer
 from ampfast.spikes import Sigmas, SpikeRule, skip_limit_of
 
 if TYPE_CHECKING:
-    from torch.amp.grad_scaler import GradScaler as TorchGradScaler
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
+
+    TorchGradScaler = torch.amp.GradScaler
 else:
     # torch's own class, also where an earlier import of ampfast has patched its name.
     TorchGradScaler = getattr(torch.amp.GradScaler, "_stands_for", torch.amp.GradScaler)
