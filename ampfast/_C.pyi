@@ -50,22 +50,49 @@ def narrow(pairs: GradList, found_inf: Tensor | None, /) -> bool: ...
 def clip(clip: Clip, /) -> None: ...
 
 # An entry is marked with the stage `unscaled`, and gets the flag and, where sums are of what is
-# written, a stamp. Without one gradients are only read.
+# written, a stamp. Without one gradients are only read. All gradients are on the device of the
+# scale.
 def pass_over(
-    optimizer: Any, entry: dict[str, Any] | None, unscaled: Any, work: Pass, allow_fp16: bool, /
+    optimizer: Any,
+    entry: dict[str, Any] | None,
+    unscaled: Any,
+    work: Pass,
+    allow_fp16: bool,
+    scale: Tensor,
+    /,
 ) -> Tensor | None: ...
+
+# The clip has the limits and `accepted_norms`; its other tensors are made, and the norm is returned.
 def clip_over(
     optimizer: Any,
     entry: dict[str, Any],
     unscaled: Any,
     work: Pass,
     allow_fp16: bool,
-    max_norm: float,
-    largest: bool,
-    skip_above: float,
-    accepted_norms: Tensor | None,
+    scale: Tensor,
+    clip: Clip,
     /,
 ) -> Tensor | None: ...
+
+# The same for kernels that a launcher launches, as the modules `backends.cuda` and
+# `backends.triton.launch`.
+def pass_over_on(launcher: Any, /, *given: Any) -> Tensor | None: ...
+def clip_over_on(launcher: Any, /, *given: Any) -> Tensor | None: ...
+def run_on(launcher: Any, grads: GradList, work: Pass, /) -> Tensor: ...
+def clip_on(launcher: Any, clip: Clip, /) -> None: ...
+def update_on(launcher: Any, update: Update, /) -> bool | None: ...
+
+# Launches of Triton's kernels by the module `backends.triton.launch`.
+def triton_multi_tensor(
+    module: Any,
+    launches: bool,
+    work: Pass,
+    table: DeviceTable,
+    segment: Segment,
+    is_last: bool,
+    /,
+) -> None: ...
+def triton_update_scale(module: Any, update: Update, /) -> None: ...
 
 # Gradients as a write left them that is done now; None unless all are regular, on one device.
 # `pass_over` leaves the same in its entry as "stamp", where sums are of what is written.
@@ -121,7 +148,7 @@ WITH_CUDA: bool
 def cuda_load_kernels(device: int | None) -> None: ...
 def cuda_limit_programs(programs: int) -> None: ...
 def cuda_multi_tensor(
-    table: DeviceTable, segment: Segment, work: Pass, is_last: bool, update: Update | None, /
+    work: Pass, table: DeviceTable, segment: Segment, is_last: bool, /
 ) -> None: ...
 def cuda_measure(table: DeviceTable, segment: Segment, health: Tensor, /) -> None: ...
 def cuda_narrow(table: DeviceTable, segment: Segment, found_inf: Tensor | None, /) -> None: ...

@@ -274,7 +274,8 @@ def _clipped(
     is_watched = any(KEPT in entry or LIMITED in entry for entry in entries)
     if not is_watched and not raises and first.dtype in _WIDE:
         optimizer, largest = SimpleNamespace(param_groups=groups), order == math.inf
-        norm = kernels.clip_over(optimizer, {}, None, _READS, True, limit, largest, math.inf, None)
+        clip = core.clip_to(limit, largest)
+        norm = kernels.clip_over(optimizer, {}, None, _READS, True, first, clip)
         if norm is not None:
             return norm
     sums, grads = _known(entries, groups) or (None, core.stamped(groups))

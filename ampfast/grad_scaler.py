@@ -899,7 +899,9 @@ class GradScaler(Passes):
             work, self._ending = work._replace(ending=self._ending), None
         flag = None
         if not self._has_observers:
-            flag = self._kernels.pass_over(optimizer, entry, UNSCALED, work, self._allow_fp16)
+            flag = self._kernels.pass_over(
+                optimizer, entry, UNSCALED, work, self._allow_fp16, scale
+            )
         if flag is None:
             self._pass(optimizer, entry, work, scale)
 

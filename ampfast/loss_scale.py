@@ -221,12 +221,15 @@ class LossScale:
         norm = self.joint_norm(scale.device) if self.norms else None
         words = self.words_on(scale.device) if self.words is None else self.words
         fields = (scale, growth_tracker, found_infs, *factors, words, norm)
+        update = tuple.__new__(Update, fields)  # without a Python frame
         if follower is not None and follows:
-            follower.before_update(Update(*fields))
-        # The first try is declined where a flag is on another device or a factor is no float.
-        if not kernels.update(fields):
+            follower.before_update(update)
+        # The first try is declined where a flag is on another device, there are too many of them
+        # for a launch, or a factor is no float.
+        if not kernels.update(update):
             there = [scalars.moved(flag, scale.device) for flag in found_infs]
-            update = Update(*fields)._replace(found_infs=there, state=self.words_on(scale.device))
+            there = there if len(there) == 1 else [scalars.joint_flag(there, scale.device)]
+            update = update._replace(found_infs=there, state=self.words_on(scale.device))
             numbers = _factors(factors)
             if numbers is None or not kernels.update(Update(*update[:3], *numbers, *update[6:])):
                 torch_ops.update(update)

@@ -13,7 +13,7 @@ from torch.amp.grad_scaler import OptState
 
 from ampfast import backends, clip_grad, clipping, distributed, gradients, tracking
 from ampfast.backends import scalars
-from ampfast.backends.core import Factor, Pass, copy_of, new_entry
+from ampfast.backends.core import Factor, Pass, clip_to, copy_of, new_entry
 from ampfast.backends.gpu import DeviceKernels, Ending
 from ampfast.backends.scalars import joint_flag
 from ampfast.loss_scale import Limits, LossScale
@@ -171,7 +171,7 @@ class Passes(TorchGradScaler):
         flag = None
         # Without observers `_unscale` and `_checked_by_scale` have tried.
         if marked is not None and self._has_observers:
-            flag = self._kernels.pass_over(optimizer, entry, UNSCALED, marked, allow_fp16)
+            flag = self._kernels.pass_over(optimizer, entry, UNSCALED, marked, allow_fp16, scale)
         if flag is not None:
             flags = {flag.device: flag}
         else:
@@ -251,7 +251,7 @@ class Passes(TorchGradScaler):
             ending, self._ending = self._ending or Ending(None, scale), None
             work = work._replace(factor=scale.detach(), ending=ending)
         if not self._has_observers:
-            flag = self._kernels.pass_over(optimizer, None, None, work, True)
+            flag = self._kernels.pass_over(optimizer, None, None, work, True, scale)
         if flag is not None:
             flags = {flag.device: flag}
         else:
@@ -338,16 +338,15 @@ class Passes(TorchGradScaler):
         writes_nothing = self._is_guard and limit == math.inf
         if writes_nothing or order not in clipping.FUSED_ORDERS or not self._ranks.is_alone:
             return None
-        if isinstance(self._kernels, DeviceKernels):  # which have no such call
-            return None
         entry, follower = self._per_optimizer_states[id(optimizer)], self._loss_scale.follower
         work = Pass(False, Factor.TIMES_RECIPROCAL, scale)
         work, marked = self._observed(optimizer, work, scale)
         if marked is None:
             return None
         rule = (math.inf, None) if spikes is None else spikes
-        given = (optimizer, entry, UNSCALED, marked, self._allow_fp16)
-        norm: Tensor | None = self._kernels.clip_over(*given, limit, order == math.inf, *rule)
+        clip = clip_to(limit, order == math.inf, *rule)
+        given = (optimizer, entry, UNSCALED, marked, self._allow_fp16, scale)
+        norm: Tensor | None = self._kernels.clip_over(*given, clip)
         if norm is not None and follower is not None and work.sums is not None:
             follower.observed.append(work.sums[1])
         return norm

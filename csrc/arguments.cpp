@@ -19,28 +19,26 @@ AcceptedNorms accepted_norms_of(const at::Tensor* words, at::Device device) {
 }
 
 Clip clip_of(PyObject* tuple, at::Device device) {
-  enum { kSums, kMaxNorm, kLargest, kNorm, kCoefficient, kScale, kDivisor, kFoundInf, kSkipAbove };
-  enum { kAcceptedNorms = kSkipAbove + 1, kFields };
-  const Fields fields(tuple, kFields, "expected a Clip");
-  const at::Tensor* sums = fields.tensor(kSums);
-  const at::Tensor* norm = fields.tensor(kNorm);
+  const ClipTuple fields(tuple);
+  const at::Tensor* sums = fields.tensor(ClipTuple::kSums);
+  const at::Tensor* norm = fields.tensor(ClipTuple::kNorm);
   TORCH_CHECK_TYPE(sums != nullptr && norm != nullptr, "a Clip has sums and a norm");
   Clip clip;
   clip.rows = sums->numel() / 2;
   clip.sums = data_of<const double>(sums, "sums", device, 2 * clip.rows);
-  clip.max_norm = PyFloat_AsDouble(fields[kMaxNorm]);
-  clip.largest = fields.is_true(kLargest);
+  clip.max_norm = PyFloat_AsDouble(fields[ClipTuple::kMaxNorm]);
+  clip.largest = fields.is_true(ClipTuple::kLargest);
   if (norm->scalar_type() == at::kDouble) {
     clip.wide_norm = data_of<double>(norm, "norm", device);
   } else {
     clip.norm = data_of<float>(norm, "norm", device);
   }
-  clip.coefficient = data_of<double>(fields.tensor(kCoefficient), "coefficient", device);
-  clip.scale = data_of<const float>(fields.tensor(kScale), "scale", device);
-  clip.divisor = data_of<float>(fields.tensor(kDivisor), "divisor", device);
-  clip.found_inf = data_of<float>(fields.tensor(kFoundInf), "found_inf", device);
-  clip.skip_above = PyFloat_AsDouble(fields[kSkipAbove]);
-  clip.accepted_norms = accepted_norms_of(fields.tensor(kAcceptedNorms), device);
+  clip.coefficient = data_of<double>(fields.tensor(ClipTuple::kCoefficient), "coefficient", device);
+  clip.scale = data_of<const float>(fields.tensor(ClipTuple::kScale), "scale", device);
+  clip.divisor = data_of<float>(fields.tensor(ClipTuple::kDivisor), "divisor", device);
+  clip.found_inf = data_of<float>(fields.tensor(ClipTuple::kFoundInf), "found_inf", device);
+  clip.skip_above = PyFloat_AsDouble(fields[ClipTuple::kSkipAbove]);
+  clip.accepted_norms = accepted_norms_of(fields.tensor(ClipTuple::kAcceptedNorms), device);
   if (PyErr_Occurred() != nullptr) {
     throw py::error_already_set();
   }

@@ -14,6 +14,8 @@ namespace ampfast {
 
 // Calls over gradients and the update of a scale; the stub _C.pyi describes them.
 void bind_steps(py::module_& m);
+// Calls over kernels that are launched.
+void bind_device_kernels(py::module_& m);
 // What a step with master weights does for all parameters.
 void bind_master_weights(py::module_& m);
 
@@ -62,6 +64,7 @@ class Fields {
   Fields(PyObject* tuple, Py_ssize_t count, const char* name) : tuple_(tuple) {
     TORCH_CHECK_TYPE(PyTuple_Check(tuple) && PyTuple_GET_SIZE(tuple) == count, name);
   }
+  PyObject* tuple() const { return tuple_; }
   PyObject* operator[](int place) const { return PyTuple_GET_ITEM(tuple_, place); }
   const at::Tensor* tensor(int place) const { return tensor_of((*this)[place]); }
   bool is_true(int place) const { return (*this)[place] == Py_True; }
@@ -80,6 +83,13 @@ struct Pass : Fields {
   const bool accumulate = is_true(kAccumulate);
   const bool squares = is_true(kSquares);
   const Factor how = static_cast<Factor>(PyLong_AsLong((*this)[kHow]));
+};
+
+// A clipping's fields: Python's `Clip`.
+struct ClipTuple : Fields {
+  enum { kSums, kMaxNorm, kLargest, kNorm, kCoefficient, kScale, kDivisor, kFoundInf, kSkipAbove };
+  enum { kAcceptedNorms = kSkipAbove + 1, kFields };
+  explicit ClipTuple(PyObject* tuple) : Fields(tuple, kFields, "expected a Clip") {}
 };
 
 AcceptedNorms accepted_norms_of(const at::Tensor* words, at::Device device);

@@ -103,6 +103,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def_property_readonly("has_float64", &GradList::has_float64)
       .def_property_readonly("chunks", &GradList::chunks);
   bind_steps(m);
+  bind_device_kernels(m);
 
   py::class_<Segment>(m, "Segment")
       .def_readonly("dtype", &Segment::dtype)

@@ -1,5 +1,6 @@
 // Calls over gradients and the update of a scale, for Python's steps. One that returns None has
 // done nothing: Python goes on with a walk that takes everything.
+#include <ATen/ops/empty.h>
 #include <torch/csrc/Device.h>
 #include <torch/csrc/autograd/python_variable.h>
 
@@ -13,6 +14,7 @@
 
 #include "bindings.h"
 #include "cpu/multi_tensor.h"
+#include "device_kernels.h"
 #include "master_weights.h"
 #include "track.h"
 
@@ -20,13 +22,15 @@ namespace ampfast {
 
 namespace {
 
-// A 0-dim tensor on the CPU that kernels read or write, or null.
-const at::Tensor* scalar_of(PyObject* object, at::ScalarType dtype) {
+// A 0-dim tensor on a device that kernels read or write, or null.
+const at::Tensor* scalar_of(PyObject* object, at::ScalarType dtype, at::Device device = at::kCPU) {
   if (!THPVariable_CheckExact(object)) {
     return nullptr;
   }
   const at::Tensor& tensor = THPVariable_Unpack(object);
-  return tensor.dim() == 0 && is_scalar(tensor, dtype, device_bit(at::kCPU)) ? &tensor : nullptr;
+  const bool is_known = tensor.dim() == 0 && tensor.device() == device &&
+                        is_scalar(tensor, dtype, device_bit(device.type()));
+  return is_known ? &tensor : nullptr;
 }
 
 #ifdef Py_GIL_DISABLED
@@ -84,21 +88,6 @@ PyObject* run(PyObject* const* args) {
   return THPVariable_Wrap(flag);
 }
 
-// require_pass(list, pass): raises unless kernels can read and write what the pass is given
-PyObject* require_pass(PyObject* const* args) {
-  const at::Device device = py::cast<const GradList&>(py::handle(args[0])).device();
-  const Pass pass(args[1]);
-  data_of<const float>(pass.tensor(Pass::kFactor), "the factor", device);
-  data_of<float>(pass.tensor(Pass::kFoundInf), "found_inf", device);
-  bool scales = data_of<double>(pass.tensor(Pass::kCoefficient), "coefficient", device);
-  if (pass[Pass::kClip] != Py_None) {
-    scales = clip_of(pass[Pass::kClip], device).sums;
-  }
-  const bool sums = data_of<double>(pass.tensor(Pass::kSums), "sums", device, 2);
-  TORCH_CHECK(!(scales && sums), "sums are taken in the pass before the one with a coefficient");
-  return nullptr;
-}
-
 // measure(list, health)
 PyObject* measure(PyObject* const* args) {
   const auto& list = py::cast<const GradList&>(py::handle(args[0]));
@@ -147,7 +136,7 @@ class Mark {
     before_[1] = py::reinterpret_borrow<py::object>(PyDict_GetItemWithError(entry, kStageName));
   }
 
-  void put(PyObject* unscaled) {
+  void put(PyObject* unscaled) const {
     const py::dict entry = py::reinterpret_borrow<py::dict>(entry_);
     entry[kFlagsName] = flags_;
     entry[kStageName] = unscaled;
@@ -155,6 +144,13 @@ class Mark {
 
   const at::Tensor& flag() const { return flag_; }
   void set(float found) const { *flag_.mutable_data_ptr<float>() = found; }
+
+  // The flag of a pass that a device runs.
+  void set(const at::Tensor& found) const {
+    py::dict flags;
+    flags[py::reinterpret_steal<py::object>(THPDevice_New(found.device()))] = found;
+    py::reinterpret_borrow<py::dict>(entry_)[kFlagsName] = flags;
+  }
 
  private:
   PyObject* entry_;
@@ -169,9 +165,10 @@ struct Gradients {
   Casts* casts = nullptr;
   std::optional<Walk> walk;
 
-  Gradients(PyObject* optimizer, PyObject* pass, bool writes, bool allow_fp16) {
+  Gradients(PyObject* optimizer, PyObject* pass, bool writes, bool allow_fp16, at::Device device,
+            bool is_launched) {
     PyObject* factor = PyTuple_GET_ITEM(pass, Pass::kFactor);
-    if (!kHasLock || (factor != Py_None && scalar_of(factor, at::kFloat) == nullptr)) {
+    if (!kHasLock || (factor != Py_None && scalar_of(factor, at::kFloat, device) == nullptr)) {
       return;
     }
     groups = py::getattr(optimizer, kGroupsName);
@@ -183,8 +180,8 @@ struct Gradients {
     reading.allow_fp16 = allow_fp16 || casts != nullptr;
     reading.writes = writes;
     reading.casts = casts;
-    walk = plain_walk(groups.ptr(), at::kCPU, reading);
-    if (walk && list().elements() >= kElementsWorthReleasing) {
+    walk = plain_walk(groups.ptr(), device, reading);
+    if (walk && (is_launched || list().elements() >= kElementsWorthReleasing)) {
       walk->hold();
     }
   }
@@ -291,54 +288,80 @@ class Stamp : public GradList {
   Reused<Place> places_;
 };
 
-// pass_over(optimizer, entry, unscaled, pass, allow_fp16) -> a new found_inf
-PyObject* pass_over(PyObject* const* args) {
+// The arguments of a pass or a clip over an optimizer's gradients, for what a launcher launches or,
+// where that is null, for the kernels of the CPU.
+struct Over {
+  PyObject* launcher;
+  PyObject *optimizer, *entry, *unscaled, *pass;
+  bool allow_fp16;
+  at::Device device;
+
+  Over(PyObject* by, PyObject* const* args)
+      : launcher(by),
+        optimizer(args[0]),
+        entry(args[1]),
+        unscaled(args[2]),
+        pass(args[3]),
+        allow_fp16(args[4] == Py_True),
+        device(tensor_of(args[5])->device()) {}
+
+  Gradients gradients(bool writes) const {
+    return {optimizer, pass, writes, allow_fp16, device, launcher != nullptr};
+  }
+};
+
+PyObject* pass_over(const Over& over) {
   std::optional<Mark> mark;
-  if (args[1] != Py_None) {
-    if (!PyDict_CheckExact(args[1])) {
+  if (over.entry != Py_None) {
+    if (!PyDict_CheckExact(over.entry)) {
       return nullptr;
     }
-    mark.emplace(args[1]);
+    mark.emplace(over.entry);
   }
-  const Pass pass(args[3]);
-  Gradients gradients(args[0], args[3], pass.write, args[4] == Py_True);
+  const Pass pass(over.pass);
+  Gradients gradients = over.gradients(pass.write);
   if (!gradients.walk) {
     return nullptr;
   }
-  const cpu::Work work = work_of(pass);
+  std::optional<cpu::Work> work;
+  if (over.launcher == nullptr) {
+    work = work_of(pass);
+  }
   std::optional<Stamp> stamp;
   if (mark && pass.squares && gradients.casts == nullptr) {
     stamp.emplace(*gradients.walk);
   }
   if (mark) {
-    mark->put(args[2]);
+    mark->put(over.unscaled);
   }
   const GradList& list = stamp ? *stamp : gradients.list();
-  const bool found = without_gil_if_long(list, [&] { return cpu::run(list, work); });
+  at::Tensor flag;
+  if (work) {
+    const bool found = without_gil_if_long(list, [&] { return cpu::run(list, *work); });
+    flag = mark ? mark->flag() : new_scalar<float>(0);
+    *flag.mutable_data_ptr<float>() = found ? 1 : 0;
+  } else {
+    flag = run_on(over.launcher, list, over.pass);
+  }
   gradients.finish();
-  if (!mark) {
-    return THPVariable_Wrap(new_scalar<float>(found ? 1 : 0));
+  if (mark && !work) {
+    mark->set(flag);
   }
-  mark->set(found ? 1 : 0);
   if (stamp) {
-    py::reinterpret_borrow<py::dict>(args[1])["stamp"] = std::move(*stamp);
+    py::reinterpret_borrow<py::dict>(over.entry)["stamp"] = std::move(*stamp);
   }
-  return THPVariable_Wrap(mark->flag());
+  return THPVariable_Wrap(flag);
 }
 
-// clip_over(optimizer, entry, unscaled, pass, allow_fp16, max_norm, largest, skip_above,
-// accepted_norms) -> norm. The pass reads; then gradients are unscaled and clipped, and the entry
-// is marked. Without spikes `skip_above` is infinite; `accepted_norms` may be None.
-PyObject* clip_over(PyObject* const* args) {
-  if (!PyDict_CheckExact(args[1])) {
-    return nullptr;
-  }
-  Mark mark(args[1]);
-  const Pass pass(args[3]);
-  const Gradients gradients(args[0], args[3], true, args[4] == Py_True);
-  if (!gradients.walk) {
-    return nullptr;
-  }
+// pass_over(optimizer, entry, unscaled, pass, allow_fp16, scale) -> a new found_inf
+PyObject* pass_over(PyObject* const* args) { return pass_over(Over(nullptr, args)); }
+
+// pass_over_on(launcher, ...)
+PyObject* pass_over_on(PyObject* const* args) { return pass_over(Over(args[0], args + 1)); }
+
+// The norm of a clip on the CPU, which is done.
+at::Tensor clipped(const Gradients& gradients, const Pass& pass, const ClipTuple& fields,
+                   const Mark& mark, PyObject* unscaled) {
   cpu::Work work = work_of(pass);
   const GradList& list = gradients.list();
   const at::Tensor norm = list.has_float64() ? new_scalar<double>(0) : new_scalar<float>(0);
@@ -348,8 +371,8 @@ PyObject* clip_over(PyObject* const* args) {
   Clip clip;
   clip.sums = work.sums;
   clip.rows = 1;
-  clip.max_norm = PyFloat_AsDouble(args[5]);
-  clip.largest = args[6] == Py_True;
+  clip.max_norm = PyFloat_AsDouble(fields[ClipTuple::kMaxNorm]);
+  clip.largest = fields.is_true(ClipTuple::kLargest);
   clip.coefficient = &coefficient;
   if (list.has_float64()) {
     clip.wide_norm = norm.mutable_data_ptr<double>();
@@ -358,9 +381,9 @@ PyObject* clip_over(PyObject* const* args) {
   }
   float found = 0;
   clip.found_inf = &found;
-  clip.skip_above = PyFloat_AsDouble(args[7]);
-  clip.accepted_norms = accepted_norms_of(tensor_of(args[8]), at::kCPU);
-  mark.put(args[2]);
+  clip.skip_above = PyFloat_AsDouble(fields[ClipTuple::kSkipAbove]);
+  clip.accepted_norms = accepted_norms_of(fields.tensor(ClipTuple::kAcceptedNorms), at::kCPU);
+  mark.put(unscaled);
   gradients.walk->bump_versions();
   without_gil_if_long(list, [&] {
     found = cpu::run(list, work) ? 1 : 0;
@@ -373,8 +396,75 @@ PyObject* clip_over(PyObject* const* args) {
   });
   gradients.finish();
   mark.set(found);
-  return THPVariable_Wrap(norm);
+  return norm;
 }
+
+// The norm of a clip that is launched.
+at::Tensor clipped_on(const Over& over, const Gradients& gradients, const Pass& pass,
+                      const ClipTuple& fields, const Mark& mark) {
+  const GradList& list = gradients.list();
+  const at::TensorOptions wide = at::TensorOptions(at::kDouble).device(over.device);
+  const at::Tensor* given = pass.tensor(Pass::kSums);
+  const at::Tensor sums = given != nullptr ? *given : at::empty({2}, wide);
+  const at::Tensor norm = at::empty({}, list.has_float64() ? wide : wide.dtype(at::kFloat));
+  const py::object coefficient = py::cast(at::empty({}, wide));
+  mark.put(over.unscaled);
+  gradients.walk->bump_versions();
+  const py::object measures = with_fields(over.pass, {{Pass::kSums, py::cast(sums).ptr()}});
+  const at::Tensor flag = run_on(over.launcher, list, measures.ptr());
+  const double max_norm = PyFloat_AsDouble(fields[ClipTuple::kMaxNorm]);
+  const bool finds_spikes = fields[ClipTuple::kAcceptedNorms] != Py_None ||
+                            PyFloat_AsDouble(fields[ClipTuple::kSkipAbove]) != INFINITY;
+  // Kernels that write gradients in place compute the coefficient themselves.
+  const bool writes_nothing = pass.how == Factor::kNone && max_norm == INFINITY;
+  const bool is_one_launch = !finds_spikes && !writes_nothing && gradients.casts == nullptr;
+  const py::object rows = py::cast(sums.unsqueeze(0)), found = py::cast(flag);
+  const py::object clip = with_fields(
+      fields.tuple(), {{ClipTuple::kSums, rows.ptr()},
+                       {ClipTuple::kNorm, py::cast(norm).ptr()},
+                       {ClipTuple::kCoefficient, is_one_launch ? Py_None : coefficient.ptr()},
+                       {ClipTuple::kFoundInf, finds_spikes ? found.ptr() : Py_None}});
+  if (!is_one_launch) {
+    clip_on(over.launcher, clip.ptr());
+  }
+  if (!writes_nothing) {
+    const py::object writes =
+        with_fields(over.pass, {{Pass::kWrite, Py_True},
+                                {Pass::kMarks, Py_None},
+                                {Pass::kNow, Py_None},
+                                {Pass::kSums, Py_None},
+                                {Pass::kCoefficient, is_one_launch ? Py_None : coefficient.ptr()},
+                                {Pass::kClip, is_one_launch ? clip.ptr() : Py_None}});
+    run_on(over.launcher, list, writes.ptr());
+  }
+  gradients.finish();
+  mark.set(flag);
+  return norm;
+}
+
+PyObject* clip_over(const Over& over, PyObject* clip) {
+  if (!PyDict_CheckExact(over.entry)) {
+    return nullptr;
+  }
+  const Mark mark(over.entry);
+  const Pass pass(over.pass);
+  const ClipTuple fields(clip);
+  const Gradients gradients = over.gradients(true);
+  if (!gradients.walk) {
+    return nullptr;
+  }
+  return THPVariable_Wrap(over.launcher == nullptr
+                              ? clipped(gradients, pass, fields, mark, over.unscaled)
+                              : clipped_on(over, gradients, pass, fields, mark));
+}
+
+// clip_over(optimizer, entry, unscaled, pass, allow_fp16, scale, clip) -> norm. The pass reads; then
+// gradients are unscaled and clipped, and the entry is marked. Of the clip the limits count, its
+// tensors but for `accepted_norms` are made.
+PyObject* clip_over(PyObject* const* args) { return clip_over(Over(nullptr, args), args[6]); }
+
+// clip_over_on(launcher, ...)
+PyObject* clip_over_on(PyObject* const* args) { return clip_over(Over(args[0], args + 1), args[7]); }
 
 // stamped(param_groups) -> Stamp
 PyObject* stamped(PyObject* const* args) {
@@ -490,12 +580,13 @@ PyObject* has_parameters(PyObject* const* args) {
 
 void bind_steps(py::module_& m) {
   add_call<run, 2>(m, "run");
-  add_call<require_pass, 2>(m, "require_pass");
   add_call<measure, 2>(m, "measure");
   add_call<narrow, 2>(m, "narrow");
   add_call<clip, 1>(m, "clip");
-  add_call<pass_over, 5>(m, "pass_over");
-  add_call<clip_over, 9>(m, "clip_over");
+  add_call<pass_over, 6>(m, "pass_over");
+  add_call<pass_over_on, 7>(m, "pass_over_on");
+  add_call<clip_over, 7>(m, "clip_over");
+  add_call<clip_over_on, 8>(m, "clip_over_on");
   add_call<stamped, 1>(m, "stamped");
   add_call<take, 2>(m, "take");
   add_call<is_found, 1>(m, "is_found");

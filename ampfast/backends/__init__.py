@@ -297,6 +297,8 @@ def _failure_reason(name: str, index: int | None) -> str:
             least = ".".join(map(str, _LEAST_CAPABILITY))
             return f"{device} has compute capability below {least}"
     try:
+        if hasattr(_launcher(name), "load") and not _takes_cpu(name):
+            _launcher(name).load(device)
         # In a thread of its own, without the caller's modes.
         with ThreadPoolExecutor(1) as aside:
             return aside.submit(_try_out, name, device).result()

@@ -167,3 +167,15 @@ class Clip(NamedTuple):
     found_inf: Tensor | None = None
     skip_above: float = math.inf
     accepted_norms: Tensor | None = None
+
+
+def clip_to(
+    max_norm: float,
+    largest: bool,
+    skip_above: float = math.inf,
+    accepted_norms: Tensor | None = None,
+) -> Clip:
+    """Limits of a clipping for `clip_over`, which makes the other tensors."""
+    tensors = (None,) * 4
+    fields = (None, max_norm, largest, None, *tensors, skip_above, accepted_norms)
+    return tuple.__new__(Clip, fields)  # without a Python frame

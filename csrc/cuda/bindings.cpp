@@ -36,9 +36,12 @@ Launch launch_over(const DeviceTable& table, const Segment& segment) {
   return work;
 }
 
-void launch_multi_tensor(const DeviceTable& table, const Segment& segment, const py::tuple& given,
-                         bool is_last, const std::optional<py::tuple>& update) {
-  const Pass pass(given.ptr());
+// cuda_multi_tensor(pass, table, segment, is_last)
+PyObject* launch_multi_tensor(PyObject* const* args) {
+  const Pass pass(args[0]);
+  const auto& table = py::cast<const DeviceTable&>(py::handle(args[1]));
+  const auto& segment = py::cast<const Segment&>(py::handle(args[2]));
+  const bool is_last = args[3] == Py_True;
   Launch work = launch_over(table, segment);
   if (table.source.defined() && table.source.numel() <= kWordsOfLaunch) {
     const auto* words = table.source.const_data_ptr<int64_t>() + segment.word;
@@ -58,10 +61,15 @@ void launch_multi_tensor(const DeviceTable& table, const Segment& segment, const
   work.found_inf = data<float>(pass.tensor(Pass::kFoundInf));
   work.accumulate = pass.accumulate;
   work.divisor = data<float>(pass.tensor(Pass::kFactorCopy));
-  if (update) {
-    work.update = update_of(update->ptr()).value();
-    const auto flags = (*update)[kFlags].cast<std::vector<at::Tensor>>();
-    work.other_found_inf = flags.empty() ? nullptr : data<float>(&flags.front());
+  py::object update = py::none();
+  if (is_last && pass[Pass::kEnding] != Py_None) {
+    update = py::handle(pass[Pass::kEnding]).attr("update");
+  }
+  if (!update.is_none()) {
+    work.update = update_of(update.ptr()).value();
+    const py::sequence flags = py::handle(update)[py::int_(static_cast<int>(kFlags))];
+    work.other_found_inf =
+        flags.size() == 0 ? nullptr : data<float>(tensor_of(py::object(flags[0]).ptr()));
   }
   Kind kind = pass.write ? (work.sums != nullptr ? kUnscaleNorm : kUnscale)
                          : (work.sums != nullptr ? kCheckNorm : kCheck);
@@ -71,6 +79,7 @@ void launch_multi_tensor(const DeviceTable& table, const Segment& segment, const
     kind = kClip;
   }
   launch(kind, work);
+  return nullptr;
 }
 
 void launch_measure(const DeviceTable& table, const Segment& segment, const at::Tensor& health) {
@@ -85,15 +94,18 @@ void launch_narrow(const DeviceTable& table, const Segment& segment, const py::o
   launch(kNarrow, work);
 }
 
-void launch_update_scale(const py::tuple& given) {
-  const auto found_infs = given[kFlags].cast<std::vector<at::Tensor>>();
+// cuda_update_scale(update)
+PyObject* launch_update_scale(PyObject* const* args) {
+  const auto found_infs =
+      py::cast<std::vector<at::Tensor>>(py::handle(PyTuple_GET_ITEM(args[0], kFlags)));
   Flags flags;
   TORCH_CHECK(!found_infs.empty() && found_infs.size() <= std::size(flags.found_infs),
               "one to four flags at once, got ", found_infs.size());
   for (size_t i = 0; i < std::size(flags.found_infs); ++i) {
     flags.found_infs[i] = data<const float>(&found_infs[i < found_infs.size() ? i : 0]);
   }
-  update_scale(update_of(given.ptr()).value(), flags, current_stream());
+  update_scale(update_of(args[0]).value(), flags, current_stream());
+  return nullptr;
 }
 
 void launch_clip_coefficient(const py::tuple& given) {
@@ -108,11 +120,11 @@ void bind(py::module_& m) {
     load_kernels();
   });
   m.def("cuda_limit_programs", &limit_programs);
-  m.def("cuda_multi_tensor", &launch_multi_tensor);
+  add_call<launch_multi_tensor, 4>(m, "cuda_multi_tensor");
   m.def("cuda_measure", &launch_measure);
   m.def("cuda_narrow", &launch_narrow);
   m.def("cuda_clip_coefficient", &launch_clip_coefficient);
-  m.def("cuda_update_scale", &launch_update_scale);
+  add_call<launch_update_scale, 1>(m, "cuda_update_scale");
 }
 
 }  // namespace ampfast::cuda

@@ -31,9 +31,6 @@ class EmulatedLauncher:
     def limit_programs(self, programs: int) -> None:
         self._module.limit_programs(programs or PROGRAMS)
 
-    def on(self, device: torch.device) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext()
-
     def is_capturing(self) -> bool:
         return False
 

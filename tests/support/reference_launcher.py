@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -26,9 +25,6 @@ class ReferenceLauncher:
     written: int = 0
     capturing: bool = False
     _squares: float = 0.0
-
-    def on(self, device: torch.device) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext()
 
     def is_capturing(self) -> bool:
         return self.capturing

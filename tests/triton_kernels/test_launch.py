@@ -58,7 +58,8 @@ class Recording:
             for hook in (enter, leave):
                 if hook is not None:
                     hook(given[6])
-            self.launches.append(given)
+            if given[0] > 0:  # as Triton's own
+                self.launches.append(given)
 
         return run
 
@@ -72,14 +73,11 @@ def recording(monkeypatch: pytest.MonkeyPatch) -> Iterator[Recording]:
     monkeypatch.setattr(launch, "_threads", lambda device: 128)
     monkeypatch.setattr(launch, "_most_programs", 4)
     monkeypatch.setattr(launch, "is_capturing", lambda: False)
-    monkeypatch.setattr(launch, "on", lambda device: threading.Lock())
     for name in ("multi_tensor", "measure", "narrow", "update_scale", "clip_coefficient"):
         getattr(kernels, name).device_caches.clear()
-    launch._is_known.cache_clear()
     yield recording
     for name in ("multi_tensor", "measure", "narrow", "update_scale", "clip_coefficient"):
         getattr(kernels, name).device_caches.clear()
-    launch._is_known.cache_clear()
 
 
 @pytest.fixture
@@ -147,48 +145,47 @@ def test_later_launches_are_direct_and_alike(
     assert not any(isinstance(argument, torch.Tensor) for argument in second)
 
 
-@pytest.mark.parametrize("make", CALLS.values(), ids=CALLS)
-def test_without_the_known_internals_all_launches_are_ordinary(
-    make: Callable[[], Callable[[], object]],
-    recording: Recording,
-    ordinary: list[Any],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def with_one_more(kernel: Any, grid: tuple[int, ...]) -> Callable[..., None]:
-        def runner(*args: Any, stream: int) -> None:
-            kernel.run(*grid, stream, kernel.function, kernel.packed_metadata, None, *args)
+def with_one_more(patch: pytest.MonkeyPatch) -> None:
+    make = Recording.launcher_cls
 
-        return runner
+    def launcher_cls(self: Recording, *given: Any) -> Callable[..., None]:
+        run = make(self, *given)
+        return lambda *all_of_them, **others: run(*all_of_them) if others else fail()
 
-    monkeypatch.setattr(CompiledKernel, "__getitem__", with_one_more)
-    call = make()
-    for _ in range(3):
-        call()
-    assert ordinary == [getattr(kernels, make.__name__)] * 3
-    assert len({tuple(alike(given)) for given in recording.launches}) == 1
+    def fail() -> None:
+        raise TypeError("a launch takes more in this version")
 
+    def launched(kernel: Any, grid: tuple[int, ...]) -> Callable[..., None]:
+        return lambda *given, stream: kernel.run(
+            *grid, stream, kernel.function, kernel.packed_metadata, *[None] * 3, *given, more=1
+        )
 
-def without_launch(patch: pytest.MonkeyPatch) -> None:
-    patch.delattr(CompiledKernel, "__getitem__")
+    patch.setattr(Recording, "launcher_cls", launcher_cls)
+    run = JITFunction.run
+
+    def usual(function: Any, *given: Any, grid: Any, warmup: bool, **options: Any) -> Any:
+        kernel = run(function, *given, grid=grid, warmup=True, **options)
+        if not warmup:
+            launched(kernel._init_handles() or kernel, (*grid, 1, 1)[:3])(*given, stream=7)
+        return kernel
+
+    patch.setattr(JITFunction, "run", usual)
 
 
 def without_hooks(patch: pytest.MonkeyPatch) -> None:
     patch.delattr(type(knobs.runtime), "launch_enter_hook")
 
 
-def without_streams(patch: pytest.MonkeyPatch) -> None:
-    patch.delattr(Recording, "get_current_stream")
-
-
-@pytest.mark.parametrize("take", [without_launch, without_hooks, without_streams])
-@pytest.mark.usefixtures("recording")
-def test_missing_internals_are_noticed(
-    take: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("make", CALLS.values(), ids=CALLS)
+def test_with_another_launch_all_are_usual(
+    make: Callable[[], Callable[[], object]], recording: Recording, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert launch._is_known(CompiledKernel)
-    launch._is_known.cache_clear()
-    take(monkeypatch)
-    assert not launch._is_known(CompiledKernel)
+    with_one_more(monkeypatch)
+    call = make()
+    for _ in range(3):
+        call()
+    assert len(recording.launches) == 3
+    assert [takes_addresses for *_, takes_addresses in launch._launched.values()] == [False]
 
 
 @pytest.mark.parametrize("make", CALLS.values(), ids=CALLS)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from functools import cache, partial
@@ -14,8 +15,8 @@ import triton.language as tl
 from torch import Tensor
 
 from ampfast import capture
-from ampfast.backends.core import Clip, DeviceTable, Pass, Segment, Update
-from ampfast.backends.gpu import on_gpu
+from ampfast.backends import core
+from ampfast.backends.core import Clip, DeviceTable, Segment
 from ampfast.backends.triton import kernels
 
 # Whether the kernels run on CPU tensors, as under TRITON_INTERPRET=1.
@@ -31,9 +32,10 @@ _most_programs = 0
 
 _Arguments = tuple[Any, ...]
 
-# Of variants that were launched, hence compiled and loaded, their most programs and how they are
-# launched again: with a number of programs and the kernel's arguments.
-_launched: dict[tuple[object, ...], tuple[int, Callable[[int, _Arguments], object]]] = {}
+# Of variants that were launched, hence compiled and loaded, their most programs, how they are
+# launched again, with a number of programs and the kernel's arguments, and whether these are
+# addresses in place of tensors.
+_launched: dict[object, tuple[int, Callable[[int, _Arguments], object], bool]] = {}
 
 
 @cache
@@ -54,11 +56,6 @@ def limit_programs(programs: int) -> None:
     _launched.clear()
 
 
-def on(device: torch.device) -> contextlib.AbstractContextManager[object]:
-    """Makes a device current."""
-    return _interpreter() if INTERPRETED else on_gpu(device)
-
-
 @contextlib.contextmanager
 def _interpreter() -> Iterator[None]:
     """Runs one thread at a time, since all share the interpreter's state."""
@@ -73,37 +70,12 @@ def is_capturing() -> bool:
     return not INTERPRETED and capture.is_capturing()
 
 
-def multi_tensor(
-    work: Pass, table: DeviceTable, segment: Segment, is_last: bool, *, launches: bool = True
-) -> None:
-    """Launches one pass over the gradients of one dtype, or only compiles its kernel."""
-    update: Update | None = work.ending.update if is_last and work.ending is not None else None
-    scale = tracker = state = other = None
-    factors: list[Any] = [1.0, 1.0, 0]
-    if update is not None:
-        scale, tracker, flags, *factors, state, _ = update
-        other = flags[0] if flags else None
-    coefficient, norm, clipping = work.coefficient, None, (0.0, 0)
-    if (clip := work.clip) is not None:
-        coefficient, norm = clip.sums, clip.norm
-        clipping = float(clip.max_norm), int(clip.largest)
-    arguments = (
-        *(table.words, segment.word, segment.chunks, segment.first, table.partials.numel()),
-        *(table.header, table.partials),
-        *(work.factor, coefficient, work.found_inf, work.sums, work.factor_copy),
-        *(work.marks, work.now, scale, tracker, state, other, *factors, norm, *clipping),
-    )
-    switches = (
-        *(segment.dtype, segment.is_paired, segment.is_aligned),
-        *(work.write, work.how, work.sums is not None, is_last, work.accumulate),
-        None if norm is None else norm.dtype,
-    )
-    chunks = segment.chunks if launches else 0
-    _launch("multi_tensor", table.header.device, chunks, arguments, _options, *switches)
-
-
-# Compiles the kernel of a launch; refuses captures of uncompiled ones.
-prepare = partial(multi_tensor, launches=False)
+# As in _C.pyi: the core makes the arguments, and looks in `_launched`. `prepare` compiles the kernel
+# of a launch, and refuses captures of uncompiled ones.
+_HERE = sys.modules[__name__]
+multi_tensor = partial(core.triton_multi_tensor, _HERE, True)
+prepare = partial(core.triton_multi_tensor, _HERE, False)
+update_scale = partial(core.triton_update_scale, _HERE)
 
 
 def _options(device: torch.device, *switches: Any) -> dict[str, Any]:
@@ -132,20 +104,12 @@ def _geometry(
 def _over(name: str, table: DeviceTable, segment: Segment, tensor: Tensor | None) -> None:
     arguments = (table.words, segment.word, segment.chunks, tensor)
     switches = (segment.dtype, segment.is_paired, segment.is_aligned)
-    _launch(name, table.header.device, segment.chunks, arguments, _geometry, *switches)
+    _launch(name, table.header.device, segment.chunks, arguments, *switches)
 
 
 # Launch the rounding of the float32 values of one dtype's pairs, and the health pass over gradients
 # of one dtype.
 narrow, measure = partial(_over, "narrow"), partial(_over, "measure")
-
-
-def update_scale(update: Update) -> None:
-    """Launches the update of the scale; takes one to four flags."""
-    scale, growth_tracker, found_infs, *factors, state, norm = update
-    flags = [*found_infs, *[found_infs[0]] * (4 - len(found_infs))]
-    arguments = (scale, growth_tracker, state, norm, *flags, *factors)
-    _launch("update_scale", scale.device, 1, arguments, _of_one_warp)
 
 
 def clip_coefficient(clip: Clip) -> None:
@@ -156,7 +120,7 @@ def clip_coefficient(clip: Clip) -> None:
         *(None if divisor is None else scale, divisor, found_inf, float(skip_above)),
         *(ring, 1 if ring is None else ring.numel() - 1),
     )
-    _launch("clip_coefficient", sums.device, 1, arguments, _of_one_warp, largest, norm.dtype)
+    _launch("clip_coefficient", sums.device, 1, arguments, largest, norm.dtype)
 
 
 def _of_one_warp(device: torch.device, *switches: Any) -> dict[str, Any]:
@@ -166,34 +130,54 @@ def _of_one_warp(device: torch.device, *switches: Any) -> dict[str, Any]:
 
 
 def _launch(
+    name: str, device: torch.device, chunks: int, arguments: _Arguments, *switches: Any
+) -> None:
+    """Launches a kernel whose arguments are made here."""
+    # A None among the arguments is compiled in.
+    variant = (name, device, switches, *map(type, arguments))
+    known = _launched.get(variant)
+    if known is None:
+        _first(variant, name, device, chunks, arguments, switches)
+        return
+    resident, again, takes_addresses = known
+    again(min(chunks, resident), _addresses(arguments) if takes_addresses else arguments)
+
+
+def _first(
+    variant: object,
     name: str,
     device: torch.device,
     chunks: int,
     arguments: _Arguments,
-    options: Callable[..., dict[str, Any]],
-    *switches: Any,
+    switches: tuple[Any, ...],
 ) -> None:
-    """Launches a kernel: the first time as Triton does, which compiles it, then directly.
+    """Launches a variant for the first time, as Triton does, which compiles it.
 
-    Only the first time `options(device, *switches)` is called. Without chunks nothing is launched,
-    but the kernel is compiled.
+    Without chunks nothing is launched, but the kernel is compiled.
     """
-    # A None among the arguments is compiled in.
-    variant = (name, device, switches, *map(type, arguments))
-    known = _launched.get(variant)
-    if known is not None:
-        resident, again = known
-        if chunks:
-            again(min(chunks, resident), arguments)
-        return
     capture.refuse_capture("this", f"its kernel is not compiled yet; {capture.WARM_UP}")
-    function, given = getattr(kernels, name), options(device, *switches)
-    compiled = None if INTERPRETED else function.warmup(*arguments, grid=(1,), **given)
+    function, options = getattr(kernels, name), _OPTIONS[name](device, *switches)
+    compiled = None if INTERPRETED else function.warmup(*arguments, grid=(1,), **options)
     if not chunks:
         return
     resident = _most_programs or _resident_programs(compiled, device)
-    kernel = function[(min(chunks, resident),)](*arguments, **given)
-    _launched[variant] = resident, _again(function, kernel, arguments, given)
+    usual = partial(_as_usual, function, options)
+    kernel = usual(min(chunks, resident), arguments)
+    constants = tuple(options[name] for name in function.arg_names[len(arguments) :])
+    again = None if INTERPRETED else _direct(kernel, constants, arguments)
+    _launched[variant] = resident, again or usual, again is not None
+
+
+def _as_usual(
+    function: Any, options: dict[str, Any], programs: int, arguments: _Arguments
+) -> object:
+    with _interpreter() if INTERPRETED else contextlib.nullcontext():
+        return function[(programs,)](*arguments, **options)
+
+
+def _addresses(arguments: _Arguments) -> _Arguments:
+    # Of a tensor Triton would ask the driver, too, whether the device can access it.
+    return tuple(each.data_ptr() if isinstance(each, Tensor) else each for each in arguments)
 
 
 def _resident_programs(kernel: Any, device: torch.device) -> int:
@@ -212,71 +196,43 @@ def _resident_programs(kernel: Any, device: torch.device) -> int:
     return of_each * int(properties.multi_processor_count)
 
 
-def _again(
-    function: Any, kernel: Any, arguments: _Arguments, options: dict[str, Any]
-) -> Callable[[int, _Arguments], object]:
-    """How a compiled kernel is launched from its second time on.
+def _direct(
+    kernel: Any, constants: _Arguments, arguments: _Arguments
+) -> Callable[[int, _Arguments], object] | None:
+    """How a compiled kernel is launched from its second time on, with addresses for tensors.
 
-    Directly, where this Triton does it in a known way. `JITFunction.run` takes ten times as long:
-    it specializes the arguments, of which the variant tells all (tables, which alone are
-    specialized by alignment, are aligned as torch's allocator does), and looks for changes of the
-    kernel's source, of globals and of Triton's settings. These apply only to variants that are
-    launched later.
+    `JITFunction.run` takes ten times as long: it specializes the arguments, of which the variant
+    tells all (tables, which alone are specialized by alignment, are aligned as torch's allocator
+    does), and looks for changes of the kernel's source, of globals and of Triton's settings. These
+    apply only to variants that are launched later. None, for the usual way, with a Triton that
+    does not take such a launch: one without programs is tried, which launches nothing.
     """
-    kind: Any = type(kernel)
-    if not _is_known(kind):
-        return lambda programs, arguments: function[(programs,)](*arguments, **options)
-    constants = [options[name] for name in function.arg_names[len(arguments) :]]
-    tensors = [place for place, each in enumerate(arguments) if isinstance(each, Tensor)]
-    run, code, metadata = kernel.run, kernel.function, kernel.packed_metadata
-    active, hooks = triton.runtime.driver.active, triton.knobs.runtime
-    stream_on, device = active.get_current_stream, active.get_current_device()
+    try:
+        run, code, metadata = kernel.run, kernel.function, kernel.packed_metadata
+        active, hooks = triton.runtime.driver.active, triton.knobs.runtime
+        stream_on, device = active.get_current_stream, active.get_current_device()
 
-    def launch(programs: int, arguments: _Arguments) -> None:
-        given = [*arguments, *constants]
-        for place in tensors:
-            # Of a tensor Triton would ask the driver, too, whether the device can access it.
-            given[place] = given[place].data_ptr()
-        stream, told = stream_on(device), None
-        enter, leave = hooks.launch_enter_hook, hooks.launch_exit_hook
-        if getattr(enter, "calls", enter) or getattr(leave, "calls", leave):
-            told = kernel.launch_metadata((programs, 1, 1), stream, *given)
-        else:
-            enter = leave = None  # chains without a link
-        run(programs, 1, 1, stream, code, metadata, told, enter, leave, *given)
+        def launch(programs: int, arguments: _Arguments) -> None:
+            stream, told = stream_on(device), None
+            enter, leave = hooks.launch_enter_hook, hooks.launch_exit_hook
+            if programs and (getattr(enter, "calls", enter) or getattr(leave, "calls", leave)):
+                grid = programs, 1, 1
+                told = kernel.launch_metadata(grid, stream, *arguments, *constants)
+            else:
+                enter = leave = None  # chains without a link
+            given = *arguments, *constants
+            run(programs, 1, 1, stream, code, metadata, told, enter, leave, *given)
 
+        launch(0, _addresses(arguments))
+    except Exception:  # of whatever is missing
+        return None
     return launch
 
 
-@cache
-def _is_known(kind: Any) -> bool:
-    """Whether Triton launches compiled kernels of this type as `_again` does.
-
-    Its own launch of them is asked, with a stand-in for a kernel that records the call.
-    """
-    calls = []
-
-    class Recorder:
-        function, packed_metadata = object(), object()
-
-        def _init_handles(self) -> None:
-            pass
-
-        def launch_metadata(self, *arguments: Any) -> Any:
-            return arguments
-
-        def run(self, *arguments: Any) -> None:
-            calls.append(arguments)
-
-    try:
-        kind.__getitem__(Recorder(), (2, 3, 4))("argument", stream=5)
-        active, hooks = triton.runtime.driver.active, triton.knobs.runtime
-        active.get_current_stream(active.get_current_device())
-        expected = (
-            *(2, 3, 4, 5, Recorder.function, Recorder.packed_metadata),
-            ((2, 3, 4), 5, "argument"),
-            *(hooks.launch_enter_hook, hooks.launch_exit_hook, "argument"),
-        )
-    except Exception:  # of whatever is missing
-        return False
-    return calls == [expected]
+_OPTIONS = {
+    "multi_tensor": _options,
+    "narrow": _geometry,
+    "measure": _geometry,
+    "update_scale": _of_one_warp,
+    "clip_coefficient": _of_one_warp,
+}
