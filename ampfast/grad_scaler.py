@@ -681,7 +681,7 @@ class GradScaler(Passes):
         """
         pairs = tracking.named(model)
         if self._track is not None:
-            self._tracking.name(pairs)
+            self._tracking.name(pairs, model)
 
     def overflow_report(self, *, local: bool = False) -> OverflowReport:
         """Returns the parameters with inf/NaN gradients in the last skipped step.
