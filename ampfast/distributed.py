@@ -310,7 +310,8 @@ def mark_replicated(params: Iterable[Tensor]) -> None:
     """Marks parameters whose gradients are the same on every rank of a `process_group`.
 
     Their gradients count once in a norm over the group; all others are taken for shards, whose
-    norms add up. DTensor parameters need no mark. Copies of the parameters are not marked.
+    norms add up. DTensor parameters need no mark. Marks outlive conversions of the model. Copies of
+    the parameters are not marked.
 
     Args:
         params: Parameters, of any scaler's optimizers.

@@ -72,8 +72,8 @@ void Casts::start(at::Device device, Reused<GradRef>& grads) {
   int64_t offset = 0;
   for (GradRef& ref : grads) {
     if (is_cast(ref)) {
-      ref.wide = &wide.grads.emplace_back(
-          tensor_in(wide.memory, *ref.grad, offset + phase_of(*ref.grad)));
+      ref.wide =
+          &wide.grads.emplace_back(tensor_in(wide.memory, *ref.grad, offset + phase_of(*ref.grad)));
       wide.params.push_back(py::reinterpret_borrow<py::object>(ref.param));
       offset += room_of(*ref.grad);
     }

@@ -125,6 +125,19 @@ def test_the_last_name_counts() -> None:
     assert names() == ["0.weight", "0.bias"]
 
 
+def test_a_parameter_that_replaces_another_in_its_module_has_the_name() -> None:
+    model, scaler = net(), started()
+    scaler.name_parameters(model)
+    model[2].bias = torch.nn.Parameter(torch.zeros(2))
+    model[2].bias.grad = torch.full((2,), math.inf)
+    scaler.step(torch.optim.SGD([model[2].bias], lr=1.0))
+    assert scaler.overflow_report().parameters == ()  # of an optimizer that is gone
+    optimizer = torch.optim.SGD([model[2].bias], lr=1.0)
+    scaler.update()
+    scaler.step(optimizer)
+    assert [p.name for p in scaler.overflow_report().parameters] == ["2.bias"]
+
+
 def test_pairs_are_forgotten_with_their_parameters() -> None:
     scaler = started()
     model = net()

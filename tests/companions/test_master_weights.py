@@ -745,23 +745,24 @@ UNUSUAL: dict[str, Callable[[torch.dtype], Any]] = {
     "jagged": lambda dtype: torch.nested.nested_tensor(
         [torch.ones(2, dtype=dtype), torch.ones(3, dtype=dtype)], layout=torch.jagged
     ),
-    "uninitialized": lambda dtype: nn.UninitializedParameter(dtype=dtype),
-    "wrapper": lambda dtype: Quantized(torch.ones(2, dtype=dtype)),
+    "quantized": lambda dtype: Quantized(torch.ones(2, dtype=dtype)),
 }
 
 
 @pytest.mark.filterwarnings("ignore:Sparse CSR:UserWarning", "ignore:.*nested tensors:UserWarning")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("requires_grad", [False, True])
-@pytest.mark.parametrize("kind", UNUSUAL)
+@pytest.mark.parametrize("kind", [*UNUSUAL, "uninitialized"])
 def test_a_parameter_that_is_never_stepped(
     kind: str, requires_grad: bool, dtype: torch.dtype
 ) -> None:
-    unusual = UNUSUAL[kind](dtype)
-    if not isinstance(unusual, nn.Parameter):
+    if kind == "quantized" and requires_grad and dtype is torch.bfloat16:
+        pytest.skip("is stepped, for all that its optimizer knows")
+    unusual: Any
+    if kind == "uninitialized":
+        unusual = nn.UninitializedParameter(requires_grad, dtype=dtype)
+    elif not isinstance(unusual := UNUSUAL[kind](dtype), nn.Parameter):
         unusual = nn.Parameter(unusual, requires_grad=requires_grad)
-    elif kind == "uninitialized":
-        unusual.requires_grad_(requires_grad)
     param = nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
 
     def step(optimizer: Any) -> None:
@@ -787,8 +788,7 @@ def test_a_parameter_that_is_never_stepped(
     expected -= 1.875 * 2**-10
     assert optimizer.master_weights[param].tolist() == [expected] * 2
     optimizer.zero_grad(set_to_none=False)
-    if kind != "wrapper" or dtype is torch.float32:
-        assert list(optimizer.master_weights) == [param]
+    assert [id(key) for key in optimizer.master_weights] == [id(param)]
 
 
 def test_a_parameter_that_is_initialized_later_gets_a_master_weight() -> None:
