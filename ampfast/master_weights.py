@@ -268,8 +268,8 @@ def _warn_of_rounded(
         (index, dtype), more = rounded[0], len(rounded) - 1
         warn_caller(
             f"the checkpoint has the master weight of parameter {index}"
-            f"{f' and {more} more' if more else ''} in {dtype}: what saved it has dropped the low "
-            "bits, and training does not go on as it would have. Save them in float32"
+            f"{f' and {more} more' if more else ''} in {dtype}: the low bits were lost when it was "
+            "saved, and training does not go on as it would have. Save master weights in float32"
         )
 
 
