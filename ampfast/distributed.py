@@ -14,9 +14,8 @@ from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils.weak import WeakTensorKeyDictionary
 
-from ampfast.backends import scalars, torch_ops
+from ampfast.backends import core, scalars, torch_ops
 from ampfast.capture import is_capturing
 from ampfast.errors import warn_caller
 
@@ -30,7 +29,10 @@ if TYPE_CHECKING:
 
 Value = TypeVar("Value")
 
-_replicated = WeakTensorKeyDictionary()
+# Parameters marked as replicated. torch cannot convert parameters that have weak references
+# (`torch.utils.swap_tensors` refuses), so these are held; those that nothing else holds are dropped
+# at the next call.
+_replicated: dict[Tensor, None] = {}
 # Placement classes that a warning has named.
 _warned: set[type] = set()
 # Larger than any number of ranks; a sum over all ranks is exact in float64.
@@ -308,7 +310,8 @@ def mark_replicated(params: Iterable[Tensor]) -> None:
     """Marks parameters whose gradients are the same on every rank of a `process_group`.
 
     Their gradients count once in a norm over the group; all others are taken for shards, whose
-    norms add up. DTensor parameters need no mark. Copies of the parameters are not marked.
+    norms add up. DTensor parameters need no mark. Marks outlive conversions of the model. Copies of
+    the parameters are not marked.
 
     Args:
         params: Parameters, of any scaler's optimizers.
@@ -321,12 +324,14 @@ def mark_replicated(params: Iterable[Tensor]) -> None:
         if not isinstance(param, Tensor):
             hint = ": write module.parameters()" if isinstance(param, torch.nn.Module) else ""
             raise TypeError(f"mark_replicated takes parameters, got {type(param).__name__}{hint}")
-    _replicated.update((param, True) for param in given)
+    _replicated.update(dict.fromkeys(given))
+    core.drop_unheld(_replicated)
 
 
 def replicated_numbers(groups: Iterable[Iterable[Tensor]]) -> set[int]:
     """Returns the numbers of the parameters that are marked as replicated."""
-    if not len(_replicated):
+    core.drop_unheld(_replicated)
+    if not _replicated:
         return set()
     params = itertools.chain.from_iterable(groups)
     return {number for number, param in enumerate(params) if param in _replicated}

@@ -662,8 +662,9 @@ class GradScaler(Passes):
     def name_parameters(self, model: torch.nn.Module | Iterable[tuple[str, Tensor]]) -> None:
         """Gives parameters the names under which `overflow_report` and `health` list them.
 
-        May be called at any time, and once more for another model. The names belong to these
-        parameters, not to copies of them, and are not part of a pickle.
+        May be called at any time, and once more for another model. Reports look names up in the
+        modules that have the parameters, which are not kept alive; a parameter of another pair
+        keeps its name while something else holds it. Names are not part of a pickle.
 
         Args:
             model: A module, or pairs as from its `named_parameters()`.
@@ -674,7 +675,7 @@ class GradScaler(Passes):
         """
         pairs = tracking.named(model)
         if self._track is not None:
-            self._tracking.name(pairs)
+            self._tracking.name(pairs, model)
 
     def overflow_report(self, *, local: bool = False) -> OverflowReport:
         """Returns the parameters with inf/NaN gradients in the last skipped step.

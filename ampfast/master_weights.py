@@ -12,13 +12,14 @@ from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 
 from ampfast import backends, gradients
 from ampfast.backends import TORCH_OPS, core, torch_ops
 from ampfast.backends.core import Factor, Pass
 from ampfast.backends.scalars import copies_of, moved
 from ampfast.capture import refuse_capture
-from ampfast.errors import not_compiled, refuse_differentiable
+from ampfast.errors import not_compiled, refuse_differentiable, warn_caller
 
 AnyOptimizer = TypeVar("AnyOptimizer", bound=torch.optim.Optimizer)
 
@@ -163,7 +164,8 @@ class MasterWeights(torch.optim.Optimizer):
         """Goes on where a checkpoint was taken, before or after the model's is loaded.
 
         Where it has no master weights, as one of a plain optimizer, they are made from the
-        parameters at the next step. State stays float32.
+        parameters at the next step. State stays float32. Warns if a master weight was saved in
+        less than float32.
 
         Args:
             state_dict: What `state_dict` returned.
@@ -198,9 +200,14 @@ class MasterWeights(torch.optim.Optimizer):
                     f'state["{index}"]["{_KEY}"] in a pre-hook of load_state_dict'
                 )
             if _fits(param) and param not in masters:
-                masters.make(param)  # or torch would load its state in 16 bit
+                # torch loads state in the dtype of what it belongs to; this takes no memory.
+                one = torch.empty((), dtype=torch.float32, device=param.device)
+                masters[param] = one.expand(param.shape)
+        _warn_of_rounded(self, saved, weights)
         swap = _Swap(self)
         try:
+            # Tensors of their own: state dicts that were returned share memory with those held.
+            loaded = {param: _loaded(weight, param) for param, weight in weights.items()}
             self._masters = masters
             swap.enter()
             load({**saved, "state": state})
@@ -209,10 +216,7 @@ class MasterWeights(torch.optim.Optimizer):
             swap.leave()
             self._masters = held
             raise
-        self._masters = _Masters({param: masters[param] for param in weights})
-        with torch.no_grad():
-            for param, weight in weights.items():
-                masters[param].copy_(weight)
+        self._masters = _Masters(loaded)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "master_weights": list(self._masters.items())}
@@ -242,6 +246,31 @@ def _numbered(optimizer: MasterWeights, state_dict: dict[str, Any]) -> list[tupl
     """Parameters and the keys of their state in a state dict; torch checks how many."""
     keys = (key for group in state_dict["param_groups"] for key in group["params"])
     return list(zip(keys, _params(optimizer), strict=False))
+
+
+def _loaded(weight: Tensor, param: Tensor) -> Tensor:
+    """A master weight of a parameter with the values of a checkpoint's."""
+    with torch.inference_mode(False), torch.no_grad():
+        made = torch.empty_like(param.detach(), dtype=torch.float32).copy_(weight)
+    return made.requires_grad_()
+
+
+def _warn_of_rounded(
+    optimizer: MasterWeights, saved: dict[str, Any], weights: Mapping[Tensor, Tensor]
+) -> None:
+    names = [name for group in saved["param_groups"] for name in group.get("param_names", ())]
+    rounded = [
+        (names[number] if number < len(names) else index, weights[param].dtype)
+        for number, (index, param) in enumerate(_numbered(optimizer, saved))
+        if param in weights and torch.finfo(weights[param].dtype).bits < 32
+    ]
+    if rounded:
+        (index, dtype), more = rounded[0], len(rounded) - 1
+        warn_caller(
+            f"the checkpoint has the master weight of parameter {index}"
+            f"{f' and {more} more' if more else ''} in {dtype}: the low bits were lost when it was "
+            "saved, and training does not go on as it would have. Save master weights in float32"
+        )
 
 
 def _prepare(optimizer: MasterWeights) -> None:
@@ -367,8 +396,13 @@ def _fingerprint_of(param_groups: list[dict[str, Any]], known: Any = None) -> An
     for place, group in enumerate(param_groups):
         for param in group["params"]:
             each, needs = _local(param), param.requires_grad or param.grad is not None
-            seen = (each.data_ptr(), each._version, each.dtype, each.shape, each.stride())
-            parts.append((id(param), place, needs, seen))
+            try:
+                seen = (each.data_ptr(), each._version, each.shape, each.stride())
+            except (RuntimeError, ValueError):
+                # Sparse or nested, made in inference mode, without values as yet: steps of master
+                # weights leave it alone.
+                seen = None
+            parts.append((id(param), place, needs, each.dtype, seen))
     return parts
 
 
@@ -464,9 +498,12 @@ class _Swap:
             back = [(weight, param) for param, weight in masters.items()]
             entries = _rekeyed(inner, back)
             masters.state_keys = tuple(entries), tuple(inner)
-            # The same object, which others may hold.
-            state.clear()
-            state.update(entries)
+            if inner is self._inner:
+                # The same object, which others may hold.
+                state.clear()
+                state.update(entries)
+            else:
+                state = entries
         optimizer.state = state
         self._own = None
 
@@ -570,7 +607,14 @@ def master_weights_(optimizer: AnyOptimizer) -> AnyOptimizer:
 
 
 def _fits(param: Tensor) -> bool:
-    return param.dtype in (torch.float16, torch.bfloat16)
+    """Whether a parameter may have a master weight: 16 bit and dense, and with values by now."""
+    return (
+        param.dtype in (torch.float16, torch.bfloat16)
+        and not is_lazy(param)
+        and param.layout is torch.strided
+        and not param.is_nested
+        and not param.is_inference()
+    )
 
 
 @cache

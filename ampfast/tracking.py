@@ -13,10 +13,16 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from ampfast.backends import scalars
-from ampfast.backends.core import HEALTH_WORDS, MARK_WORDS, Pass, Track, has_parameters
+from ampfast.backends.core import (
+    HEALTH_WORDS,
+    MARK_WORDS,
+    Pass,
+    Track,
+    drop_unheld,
+    has_parameters,
+)
 from ampfast.capture import refuse_capture
 from ampfast.optimizers import ByOptimizer
 
@@ -211,13 +217,13 @@ class Tracking:
         self.is_empty = True  # before the first pass
         self._health = health
         self._records: ByOptimizer[_Record] = ByOptimizer()
-        self._names = WeakTensorKeyDictionary()
+        self._names = _Names()
         # The names themselves die with their parameters.
         self._has_names = False
 
-    def name(self, pairs: list[tuple[str, Tensor]]) -> None:
-        """Names parameters."""
-        self._names.update((parameter, name) for name, parameter in pairs)
+    def name(self, pairs: list[tuple[str, Tensor]], model: object) -> None:
+        """Names the parameters of pairs, which are those of `model` if it is a module."""
+        self._names.give(pairs, model)
         self._has_names |= bool(pairs)
 
     def start(
@@ -281,8 +287,8 @@ class Tracking:
         self, tables_of: Callable[[_Record], dict[torch.device, Tensor]]
     ) -> Iterator[tuple[_Location, Sequence[list[int]], Sequence[list[int]]]]:
         """Yields each parameter's location, its row on each device, and the tables' last rows."""
-        records = list(self._records)
-        self._require_names([record for _, record in records])
+        records, names = list(self._records), self._names.by_parameter()
+        self._require_names(names, [record for _, record in records])
         tables = [table for _, record in records for table in tables_of(record).values()]
         device = next((each.device for each in tables if each.device.type != "cpu"), None)
         here = [table if device is None else scalars.moved(table, device) for table in tables]
@@ -292,15 +298,14 @@ class Tracking:
             read = [list(islice(on_host, len(table))) for table in tables_of(record).values()]
             rows_of = zip(*read, strict=True)
             # A table may have one row more.
-            for param, at, rows in zip(record.living(), record.places, rows_of, strict=False):
-                place = "group {}, parameter {}".format(*at)
-                name = place if param is None else self._names.get(param, place)
+            for param, at, rows in zip(record.params(), record.places, rows_of, strict=False):
+                name = names.get(param, "group {}, parameter {}".format(*at))
                 yield (name, number, kind, *at), rows, [table[-1] for table in read]
 
-    def _require_names(self, records: list[_Record]) -> None:
+    def _require_names(self, names: dict[Tensor, str], records: list[_Record]) -> None:
         """Refuses names of which none fits; a single parameter without one is listed by place."""
-        params = [param for record in records for param in record.living() if param is not None]
-        if self._has_names and params and not any(param in self._names for param in params):
+        params = [param for record in records for param in record.params()]
+        if self._has_names and params and not any(param in names for param in params):
             raise ValueError(
                 f"none of the optimizers' {len(params)} parameters has a name: call "
                 "name_parameters() with the model that they train, again if its parameters were "
@@ -308,12 +313,57 @@ class Tracking:
             )
 
 
+class _Names:
+    """Names of parameters.
+
+    There are no weak references to the parameters, which torch then could not convert:
+    `torch.utils.swap_tensors` refuses.
+    """
+
+    def __init__(self) -> None:
+        # By the module that has the parameter, and its name there.
+        self._of_modules: dict[tuple[weakref.ref[torch.nn.Module], str], str] = {}
+        # Those of parameters without a known module.
+        self._given: dict[Tensor, str] = {}
+
+    def give(self, pairs: list[tuple[str, Tensor]], model: object) -> None:
+        """Names the parameters of pairs, which are those of `model` if it is a module."""
+        modules = list(model.modules()) if isinstance(model, torch.nn.Module) else []
+        places = {
+            id(param): (weakref.ref(module), key)
+            for module in modules
+            for key, param in module._parameters.items()
+        }
+        kept = {place: name for place, name in self._of_modules.items() if place[0]() is not None}
+        for name, param in pairs:
+            place = places.get(id(param))
+            if place is None:
+                self._given[param] = name
+            else:
+                self._given.pop(param, None)
+                kept.pop(place, None)  # the last one counts, as a shared parameter has several
+                kept[place] = name
+        self._of_modules = kept
+        drop_unheld(self._given)
+
+    def by_parameter(self) -> dict[Tensor, str]:
+        drop_unheld(self._given)
+        names: dict[Tensor, str] = {}
+        for (reference, key), name in self._of_modules.items():
+            module = reference()
+            param = None if module is None else dict(module._parameters.items()).get(key)
+            if param is not None:
+                names[param] = name
+        return {**names, **self._given}
+
+
 class _Record:
     """Tables of one optimizer, by device."""
 
     def __init__(self, groups: Groups) -> None:
-        # An address may be that of a new parameter; a weak reference dies with the old one.
-        self.groups = tuple(tuple(weakref.ref(param) for param in group) for group in groups)
+        # Held as long as the optimizer has them: an address may be that of a new parameter, and
+        # torch cannot convert parameters that have weak references.
+        self.groups = tuple(map(tuple, groups))
         # Group and index in it of each parameter.
         self.places = [(g, index) for g, group in enumerate(groups) for index in range(len(group))]
         self.marks: dict[torch.device, Tensor] = {}
@@ -324,16 +374,15 @@ class _Record:
 
     def take_marks(self, last: _Record) -> None:
         """Copies the marks of the parameters that another record has, too."""
-        rows = {id(param): row for row, param in enumerate(last.living()) if param is not None}
-        living = [id(param) for param in self.living()]
-        moves = [(rows[param], row) for row, param in enumerate(living) if param in rows]
+        rows = {param: row for row, param in enumerate(last.params())}
+        moves = [(rows[param], row) for row, param in enumerate(self.params()) if param in rows]
         for device, marks in last.marks.items() if moves else ():
             old, new = torch.tensor(moves, device=device).unbind(1)
             self.marks_on(device).index_copy_(0, new, marks[old])
 
-    def living(self) -> list[Tensor | None]:
-        """The parameters, in order; None for one that is gone."""
-        return [reference() for reference in chain.from_iterable(self.groups)]
+    def params(self) -> list[Tensor]:
+        """The parameters, in order."""
+        return list(chain.from_iterable(self.groups))
 
     def tables_on(self, device: torch.device, *, steps: Tensor, scale: Tensor | None) -> Track:
         """The tables for one pass over gradients on a device; health with the `scale` only."""

@@ -1,6 +1,5 @@
 #include "master_weights.h"
 
-#include <ATen/EmptyTensor.h>
 #include <ATen/ops/empty.h>
 #include <torch/csrc/autograd/python_variable.h>
 
@@ -38,47 +37,10 @@ at::Tensor tensor_in(const at::Tensor& memory, const at::Tensor& grad, int64_t o
   return made;
 }
 
-// Tells whether nobody holds a tensor besides the caller.
-bool is_held_once(const at::Tensor& tensor) {
-#ifdef Py_GIL_DISABLED
-  return false;  // counts of references are approximate
-#endif
-  // Whether a reference in C++ to a tensor is one of its Python object's, too, so that the object
-  // lives as long as the tensor; in older torch the tensor's owner changes instead.
-  static const bool objects_are_shared = [] {
-    const at::Tensor made = at::detail::empty_cpu({}, at::kFloat);
-    return Py_REFCNT(py::cast(made).ptr()) == 2;
-  }();
-  PyObject* object = tensor.unsafeGetTensorImpl()->pyobj_slot()->load_pyobj();
-  if (object == nullptr) {
-    return tensor.use_count() == 1;
-  }
-  return Py_REFCNT(object) == 1 && tensor.use_count() == (objects_are_shared ? 2 : 1);
-}
-
 }  // namespace
 
-bool Casts::Wide::is_free() const {
-  if (!memory.defined() || memory.storage().use_count() != grads.size() + 1) {
-    return false;  // views hold the memory
-  }
-  const c10::StorageImpl* storage = memory.storage().unsafeGetStorageImpl();
-  for (size_t i = 0; i < grads.size(); ++i) {
-    const at::Tensor& grad = grads[i];
-    prefetch(grads[std::min(i + 8, grads.size() - 1)].unsafeGetTensorImpl(), 4);
-    const c10::TensorImpl* impl = grad.unsafeGetTensorImpl();
-    // Someone may have set its data.
-    if (!is_held_once(grad) || impl->autograd_meta() != nullptr ||
-        impl->unsafe_storage().unsafeGetStorageImpl() != storage ||
-        grad.scalar_type() != at::kFloat) {
-      return false;
-    }
-  }
-  return true;
-}
-
 void Casts::reset() {
-  on_cpu_.params.clear();
+  on_cpu_ = {on_cpu_.memory, {}, {}};
   elsewhere_.clear();
 }
 
@@ -100,22 +62,18 @@ void Casts::start(at::Device device, Reused<GradRef>& grads) {
   const c10::InferenceMode usual(false);
   // The allocator of a GPU hands the memory of the last pass out again.
   Wide& wide = device.is_cpu() ? on_cpu_ : elsewhere_.emplace_back();
-  if (!wide.memory.defined() || wide.memory.numel() != length || !wide.is_free()) {
-    const at::Tensor memory = at::empty({length}, at::TensorOptions(at::kFloat).device(device));
-    wide = {memory, {}, {}};
+  // A gradient, a view of one or its storage in Python holds the memory, too.
+  if (!wide.memory.defined() || wide.memory.numel() != length ||
+      wide.memory.storage().use_count() != 1) {
+    wide.memory = at::empty({length}, at::TensorOptions(at::kFloat).device(device));
   }
-  wide.grads.resize(count);
+  wide.grads.reserve(count);
   wide.params.reserve(count);
   int64_t offset = 0;
   for (GradRef& ref : grads) {
     if (is_cast(ref)) {
-      at::Tensor& cast = wide.grads[wide.params.size()];
-      const int64_t first = offset + phase_of(*ref.grad);
-      if (!cast.defined() || cast.storage_offset() != first || cast.sizes() != ref.grad->sizes() ||
-          cast.strides() != ref.grad->strides()) {
-        cast = tensor_in(wide.memory, *ref.grad, first);
-      }
-      ref.wide = &cast;
+      ref.wide =
+          &wide.grads.emplace_back(tensor_in(wide.memory, *ref.grad, offset + phase_of(*ref.grad)));
       wide.params.push_back(py::reinterpret_borrow<py::object>(ref.param));
       offset += room_of(*ref.grad);
     }
@@ -126,18 +84,17 @@ void Casts::finish() {
   // Dropping tensors may run Python, which comes last.
   Reused<at::Tensor> dropped;
   std::vector<Wide> all = std::exchange(elsewhere_, {});
-  Wide& here = all.emplace_back(std::exchange(on_cpu_, {}));
-  for (const auto& [memory, grads, params] : all) {
+  all.push_back(std::exchange(on_cpu_, {on_cpu_.memory, {}, {}}));
+  for (auto& [memory, grads, params] : all) {
     for (size_t i = 0; i < params.size(); ++i) {
       const at::Tensor& param = THPVariable_Unpack(params[i].ptr());
       const auto dtype = param.grad_dtype();
       if (dtype.has_value() && *dtype != at::kFloat) {
         param.set_grad_dtype(std::nullopt);
       }
-      dropped.push_back(std::exchange(param.mutable_grad(), grads.at(i)));
+      dropped.push_back(std::exchange(param.mutable_grad(), std::move(grads.at(i))));
     }
   }
-  on_cpu_ = {here.memory, std::move(here.grads), {}};
 }
 
 namespace {
@@ -194,6 +151,11 @@ bool for_each_param(PyObject* param_groups, PyObject* weights, const Body& body)
   });
 }
 
+// Tells whether a parameter may have a master weight, were it 16 bit.
+bool can_have_master(const at::Tensor& param) {
+  return param.layout() == at::kStrided && !param.is_nested() && !param.is_inference();
+}
+
 // What changes where autograd sees an edit of a parameter, or a group has another one.
 struct Fingerprint {
   static constexpr size_t kVersion = 3;
@@ -205,9 +167,13 @@ struct Fingerprint {
     const bool needs = meta != nullptr && (meta->requires_grad_ || meta->grad_.defined());
     words[0] = group * 2 + (needs ? 1 : 0);
     words[1] = reinterpret_cast<int64_t>(item);
+    words[2] = words[kVersion] = 0;
+    words[4] = static_cast<int64_t>(param.scalar_type());
+    if (!can_have_master(param)) {
+      return;  // it may have no address, version or sizes
+    }
     words[2] = reinterpret_cast<int64_t>(param.const_data_ptr());
     words[kVersion] = static_cast<int64_t>(param._version());
-    words[4] = static_cast<int64_t>(param.scalar_type());
     for (const c10::IntArrayRef extents : {param.sizes(), param.strides()}) {
       for (const int64_t extent : extents) {
         words[4] = words[4] * 1'000'003 + extent;

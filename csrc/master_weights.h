@@ -15,8 +15,8 @@ class Casts {
   // Forgets a pass that did not come to its end.
   void reset();
 
-  // Pairs all 16-bit gradients on a device with float32 tensors: on the CPU those of the last pass,
-  // if nobody else holds one of them or a view.
+  // Pairs all 16-bit gradients on a device with float32 tensors: on the CPU in the memory of the
+  // last pass, if nobody holds that any more.
   void start(at::Device device, Reused<GradRef>& grads);
 
   // Sets the gradients.
@@ -27,9 +27,6 @@ class Casts {
     at::Tensor memory;
     Reused<at::Tensor> grads;   // in it
     Reused<py::object> params;  // to which they are to be set
-
-    // Whether nobody else holds any of it.
-    bool is_free() const;
   };
 
   Wide on_cpu_;

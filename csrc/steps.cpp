@@ -556,24 +556,39 @@ PyObject* overrides(PyObject* const* args) {
   return Py_NewRef(Py_False);
 }
 
-// has_parameters(param_groups, references) -> whether these plain lists have the parameters of the
-// weak references, a tuple for each group
+// has_parameters(param_groups, params) -> whether these plain lists have the same parameters as the
+// tuples of each group
 PyObject* has_parameters(PyObject* const* args) {
   Py_ssize_t group = 0;
   const auto are_same = [&](PyObject* params) {
-    PyObject* references = PyTuple_GET_ITEM(args[1], group++);
-    bool same = PyTuple_GET_SIZE(references) == PyList_GET_SIZE(params);
-    // A reference calls nothing, so the list stays.
-    for (Py_ssize_t i = 0; same && i < PyList_GET_SIZE(params); ++i) {
-      const auto param =
-          py::reinterpret_steal<py::object>(PyObject_CallNoArgs(PyTuple_GET_ITEM(references, i)));
-      same = param.ptr() == PyList_GET_ITEM(params, i);
-    }
-    return same;
+    PyObject* known = PyTuple_GET_ITEM(args[1], group++);
+    PyObject** items = reinterpret_cast<PyListObject*>(params)->ob_item;
+    return PyTuple_GET_SIZE(known) == PyList_GET_SIZE(params) &&
+           std::equal(items, items + PyList_GET_SIZE(params),
+                      reinterpret_cast<PyTupleObject*>(known)->ob_item);
   };
   return PyBool_FromLong(PyList_CheckExact(args[0]) &&
                          PyList_GET_SIZE(args[0]) == PyTuple_GET_SIZE(args[1]) &&
                          for_each_plain_group(args[0], are_same));
+}
+
+// drop_unheld(values) drops the tensors of a dict that are held by nothing else.
+PyObject* drop_unheld(PyObject* const* args) {
+#ifndef Py_GIL_DISABLED  // counts of references are approximate there
+  std::vector<py::object> unheld;
+  PyObject *key = nullptr, *value = nullptr;
+  for (Py_ssize_t place = 0; PyDict_Next(args[0], &place, &key, &value) != 0;) {
+    if (Py_REFCNT(key) == 1 && THPVariable_Unpack(key).use_count() == 1) {
+      unheld.push_back(py::reinterpret_borrow<py::object>(key));
+    }
+  }
+  for (const py::object& tensor : unheld) {
+    if (PyDict_DelItem(args[0], tensor.ptr()) != 0) {
+      throw py::error_already_set();
+    }
+  }
+#endif
+  return nullptr;
 }
 
 }  // namespace
@@ -592,6 +607,7 @@ void bind_steps(py::module_& m) {
   add_call<is_found, 1>(m, "is_found");
   add_call<copy_of, 1>(m, "copy_of");
   add_call<has_parameters, 2>(m, "has_parameters");
+  add_call<drop_unheld, 1>(m, "drop_unheld");
   add_call<new_entry, 1>(m, "new_entry");
   add_call<overrides, 2>(m, "overrides");
   add_call<can_update, 1>(m, "can_update");

@@ -310,33 +310,27 @@ def test_parameters_that_are_added_and_removed() -> None:
     assert [(p.name, p.index) for p in scaler.overflow_report().totals] == [("bad", 1)]
 
 
-def put_at_old_address(params: list[Any]) -> torch.nn.Parameter:
-    """Replaces the first parameter, which dies, by one with its id."""
-    alive, address = weakref.ref(params[0]), id(params[0])
-    values = torch.zeros(1000, 3).unbind()  # created earlier, so that they do not take the address
-    others = []
-    params[0] = None
-    for value in values:
-        others.append(torch.nn.Parameter(value))
-        if id(others[-1]) == address:
-            break
-    assert alive() is None and id(others[-1]) == address
-    params[0] = others[-1]
-    return others[-1]
-
-
-def test_a_new_parameter_at_an_old_address() -> None:
+def test_counts_are_not_those_of_a_parameter_that_died() -> None:
+    """Whose address a new one would take soon if nothing held the old one."""
     scaler = started()
     optimizer: Any = Bare(parameters(math.inf, math.inf))
     scaler.name_parameters(zip("ab", optimizer.params, strict=True))
     scaler.step(optimizer)
     scaler.update()
-    scaler.name_parameters([("c", put_at_old_address(optimizer.params))])
+    died = weakref.ref(optimizer.params[0])
+    optimizer.params[0] = None
+    values = torch.zeros(1000, 3).unbind()
+    others = [torch.nn.Parameter(value) for value in values]
+    others.sort(key=lambda param: id(param) != id(died()))
+    optimizer.params[0] = others[0]
+    scaler.name_parameters([("c", others[0])])
     for first, expected in ((1.0, []), (math.nan, [("c", "nan", 2, 0, 1)])):
         set_values(optimizer.params, first, 1.0)
         scaler.step(optimizer)
         scaler.update()
         assert summary(scaler.overflow_report()) == [*expected, ("b", "inf", 0, 1, 0)]
+    gc.collect()
+    assert died() is None, "it is held until the next step at most"
 
 
 def test_parameters_that_change_groups() -> None:

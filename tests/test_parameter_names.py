@@ -70,6 +70,85 @@ def test_bad_names(track: str | None, given: Any, error: type, text: str) -> Non
         started(track).name_parameters(given)
 
 
+@pytest.mark.parametrize("way", ["module", "pairs", "another module"])
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_names_and_counts_outlive_a_conversion_by_swapping(when: str, way: str) -> None:
+    model = net()
+    scaler = started()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        if way == "module":
+            scaler.name_parameters(model)
+        elif way == "pairs":
+            scaler.name_parameters(model.named_parameters())
+        else:
+            scaler.name_parameters(torch.nn.Sequential(*model))  # which is gone at once
+        if when == "before":
+            model.double()
+        for param in model.parameters():
+            param.grad = torch.ones_like(param)
+        model[2].bias.grad[0] = math.nan
+        scaler.step(optimizer)
+        scaler.update()
+        del param
+        model.to(torch.float32 if when == "before" else torch.float64)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        model.to(torch.float32)
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
+    (row,) = scaler.overflow_report().parameters
+    assert (row.name, row.nans) == ("2.bias", 2)
+
+
+def test_the_last_name_counts() -> None:
+    model, scaler = net(), started()
+    model[2].weight = torch.nn.Parameter(torch.ones(4, 3))
+    model[0].weight = model[2].weight  # one parameter in two modules
+    optimizer = torch.optim.SGD(model[0].parameters(), lr=1.0)
+    for param in model[0].parameters():
+        param.grad = torch.full_like(param, math.inf)
+    scaler.step(optimizer)
+
+    def names() -> list[str]:
+        return [p.name for p in scaler.overflow_report().parameters]
+
+    scaler.name_parameters(model)
+    assert names() == ["0.weight", "0.bias"]
+    scaler.name_parameters(torch.nn.ModuleDict({"own": model[0]}))
+    assert names() == ["own.weight", "own.bias"]
+    scaler.name_parameters([("given", model[0].weight)])
+    assert names() == ["given", "own.bias"]
+    scaler.name_parameters(model)
+    assert names() == ["0.weight", "0.bias"]
+
+
+def test_a_parameter_that_replaces_another_in_its_module_has_the_name() -> None:
+    model, scaler = net(), started()
+    scaler.name_parameters(model)
+    model[2].bias = torch.nn.Parameter(torch.zeros(2))
+    model[2].bias.grad = torch.full((2,), math.inf)
+    scaler.step(torch.optim.SGD([model[2].bias], lr=1.0))
+    assert scaler.overflow_report().parameters == ()  # of an optimizer that is gone
+    optimizer = torch.optim.SGD([model[2].bias], lr=1.0)
+    scaler.update()
+    scaler.step(optimizer)
+    assert [p.name for p in scaler.overflow_report().parameters] == ["2.bias"]
+
+
+def test_pairs_are_forgotten_with_their_parameters() -> None:
+    scaler = started()
+    model = net()
+    alive = weakref.ref(model[0].weight)
+    scaler.name_parameters(model.named_parameters())
+    del model
+    gc.collect()
+    scaler.name_parameters(net())  # the next call
+    assert alive() is None
+
+
 def test_names_do_not_keep_parameters() -> None:
     scaler = started()
     model = net()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import os
 import sys
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -15,7 +16,11 @@ from support.captures import Capturing
 from support.compiled_training import Training
 from support.gradients import parameter_with
 from support.reference_launcher import ReferenceLauncher
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard, distribute_module, distribute_tensor
 
+import ampfast
 from ampfast import GradScaler, distributed
 
 pytestmark = pytest.mark.skipif(
@@ -269,3 +274,58 @@ def test_an_interrupt_anywhere_loses_no_agreement(
         assert heard, f"interrupted at line {point}"
         point += 1
     assert point > 20
+
+
+@pytest.mark.parametrize("is_left", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("kind", ["fully_shard", "by hand"])
+def test_a_tracked_model_of_dtensors_can_be_converted(
+    world: dist.ProcessGroup, kind: str, dtype: torch.dtype, is_left: bool
+) -> None:
+    """torch swaps DTensors for others, which it refuses if something refers to them weakly."""
+    mesh = init_device_mesh("cpu", (1,))
+    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 2)).to(dtype)
+    if kind == "fully_shard":
+        fully_shard(model, mesh=mesh)
+    else:
+        distribute_module(model, mesh, partition_fn=shard_first)
+    values = torch.ones(5, 3, dtype=dtype)
+    inputs = values if kind == "fully_shard" else distribute_tensor(values, mesh, [Shard(0)])
+    optimizer = ampfast.master_weights_(torch.optim.SGD(model.parameters(), lr=0.1))
+    scaler = started(track="overflow")
+    scaler.name_parameters(model)
+    for _ in range(2):
+        optimizer.zero_grad()
+        scaler.scale(model(inputs).float().square().sum()).backward()
+        model[1].bias.grad.fill_(torch.inf)
+        scaler.step(optimizer)
+        scaler.update()
+    if not is_left:
+        optimizer.zero_grad()
+        if kind == "by hand":
+            model.to("cpu")
+    model.to(torch.float16)
+    (row,) = scaler.overflow_report().parameters
+    assert (row.name, row.infinities) == ("1.bias", 2)
+
+
+def shard_first(_: str, module: torch.nn.Module, mesh: Any) -> None:
+    for name, param in list(module.named_parameters(recurse=False)):
+        sharded = distribute_tensor(param.detach(), mesh, [Shard(0)])
+        module.register_parameter(name, torch.nn.Parameter(sharded))
+
+
+def test_a_replicated_parameter_can_be_converted() -> None:
+    model, other = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
+    distributed.mark_replicated(model.parameters())
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        model.double()
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
+    params = [other.weight, model.weight, other.bias, model.bias]
+    assert distributed.replicated_numbers([params[:2], params[2:]]) == {1, 3}
+    alive = weakref.ref(model.weight)
+    del params, model
+    distributed.mark_replicated([])  # the next call drops what nothing else holds
+    assert alive() is None

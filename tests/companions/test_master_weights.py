@@ -10,6 +10,7 @@ import math
 import os
 import pickle
 import resource
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,6 +22,7 @@ from support.comparison import assert_same
 from support.outcomes import outcome
 from support.requested_kernels import VARIABLE
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import ampfast
 
@@ -598,17 +600,246 @@ def test_a_checkpoint_has_no_entries_without_state() -> None:
     assert list(optimizer.state) == params[:1]
 
 
-def test_loading_writes_master_weights_that_are_held() -> None:
+@pytest.mark.parametrize("way", ["others", "own", "copied", "pickled"])
+def test_loading_writes_no_tensor_of_before(way: str) -> None:
     ours, _ = both("adamw-foreach", torch.float16)
     ours.train(0)
     param = next(ours.model.parameters())
-    held = ours.optimizer.master_weights[param]
-    state = saved(ours.optimizer.state_dict())
-    before = held.clone()
-    ours.train(1)
-    assert not torch.equal(held, before)
-    ours.optimizer.load_state_dict(state)
-    assert_same(held, before)
+    optimizer: Any = ours.optimizer
+    first, held = optimizer.state_dict(), optimizer.master_weights[param]
+    before, held_before = copy.deepcopy(first), held.clone()
+    state, entries = optimizer.state, dict(optimizer.state)
+    loaded = first if way == "own" else copy.deepcopy(first)
+    if way == "others":
+        for value in saved_tensors(loaded):
+            value.fill_(5)
+    if way in ("copied", "pickled"):
+        # The loads of another optimizer that began as this one.
+        optimizer = copy.copy(optimizer) if way == "copied" else pickled(optimizer)
+    given = copy.deepcopy(loaded)
+    optimizer.load_state_dict(loaded)
+    assert_same(saved_tensors(first), saved_tensors(before))
+    assert_same(held, held_before)
+    assert state is not optimizer.state
+    assert list(map(id, state)) == list(map(id, entries))
+    assert all(state[key] is entry for key, entry in entries.items())
+    with torch.no_grad():
+        for own in ours.model.parameters():
+            own.fill_(0.25)  # wins in the next step, which writes the master weight
+    for own in optimizer.param_groups[0]["params"]:
+        own.grad = torch.zeros_like(own)
+    optimizer.step()
+    for weights, expected in ((first, before), (loaded, given)):
+        for index, entry in weights["state"].items():
+            assert_same(entry["master_param"], expected["state"][index]["master_param"])
+
+
+def pickled(value: Any) -> Any:
+    return pickle.loads(pickle.dumps(value))
+
+
+class LargestFloat32(TorchDispatchMode):
+    """Notes the bytes of the largest float32 tensor that an operation makes."""
+
+    bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        if isinstance(made, Tensor) and made.dtype is torch.float32:
+            self.bytes = max(self.bytes, made.untyped_storage().nbytes())
+        return made
+
+
+@pytest.mark.parametrize("way", ["load", "load state", "convert"])
+def test_no_float32_copy_of_a_frozen_parameter_is_made(way: str) -> None:
+    def build() -> list[nn.Parameter]:
+        large = nn.Parameter(torch.ones(2**16, dtype=torch.bfloat16), requires_grad=False)
+        return [large, nn.Parameter(torch.ones(8, dtype=torch.bfloat16))]
+
+    params = build()
+    plain: Any = torch.optim.SGD(params, lr=2**-10, momentum=0.5)
+    params[1].grad = torch.ones_like(params[1])
+    if way == "load state":  # as of a parameter that was trained before
+        params[0].grad = torch.ones_like(params[0])
+    plain.step()
+    params[0].grad = None
+    if way == "convert":
+        with LargestFloat32() as largest:
+            optimizer: Any = ampfast.master_weights_(plain)
+    else:
+        trained, params = plain, build()
+        optimizer = ampfast.master_weights_(torch.optim.SGD(params, lr=2**-10, momentum=0.5))
+        with LargestFloat32() as largest:
+            optimizer.load_state_dict(trained.state_dict())
+    if way == "load state":
+        state = optimizer.state[params[0]]["momentum_buffer"]
+        assert (state.dtype, state.shape) == (torch.float32, params[0].shape)
+        assert largest.bytes == 4 * 2**16, "the state"
+    else:
+        assert largest.bytes == 4 * 8
+    assert list(optimizer.master_weights) == params[1:]
+    params[0].requires_grad_()
+    for param in params:
+        param.grad = torch.ones_like(param)
+    optimizer.step()
+    assert list(optimizer.master_weights) == [params[1], params[0]]
+
+
+@pytest.mark.parametrize("names", [True, False])
+def test_a_master_weight_that_was_rounded_warns(names: bool) -> None:
+    params = [nn.Parameter(torch.ones(3, dtype=torch.bfloat16)) for _ in range(3)]
+    given: Any = zip("abc", params, strict=True) if names else params
+    optimizer: Any = ampfast.master_weights_(torch.optim.SGD(given, lr=0.5))
+    exact = copy.deepcopy(optimizer.state_dict())
+    rounded = copy.deepcopy(exact)
+    for index, dtype in ((1, torch.bfloat16), (2, torch.float16)):
+        entry = rounded["state"][index]
+        entry["master_param"] = entry["master_param"].to(dtype)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        optimizer.load_state_dict(exact)
+        with pytest.raises(UserWarning):
+            optimizer.load_state_dict({**rounded, "param_groups": _with_rate(rounded, 7.0)})
+    assert optimizer.param_groups[0]["lr"] == 0.5, "refused before anything is loaded"
+    with pytest.warns(UserWarning) as told:
+        optimizer.load_state_dict(rounded)
+    (warning,) = told
+    name = "b" if names else "1"
+    assert f"parameter {name} and 1 more in torch.bfloat16" in str(warning.message)
+    assert warning.filename == __file__
+    assert optimizer.master_weights[params[1]].dtype is torch.float32
+
+
+def _with_rate(saved: dict[str, Any], rate: float) -> list[dict[str, Any]]:
+    return [{**group, "lr": rate} for group in saved["param_groups"]]
+
+
+class Quantized(Tensor):
+    """A tensor without memory of its own, as of quantized weights."""
+
+    @staticmethod
+    def __new__(cls, held: Tensor) -> Any:
+        return Tensor._make_wrapper_subclass(cls, held.shape, dtype=held.dtype)
+
+    def __init__(self, held: Tensor) -> None:
+        self.held = held
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.detach.default:
+            return cls(args[0].held)
+        raise NotImplementedError(func)
+
+
+def inference_made(dtype: torch.dtype) -> Tensor:
+    with torch.inference_mode():
+        return nn.Parameter(torch.ones(2, dtype=dtype), requires_grad=False)
+
+
+UNUSUAL: dict[str, Callable[[torch.dtype], Any]] = {
+    "inference": inference_made,
+    "sparse": lambda dtype: torch.eye(2, dtype=dtype).to_sparse(),
+    "csr": lambda dtype: torch.eye(2, dtype=dtype).to_sparse_csr(),
+    "mkldnn": lambda dtype: torch.eye(2, dtype=dtype).to_mkldnn(),
+    "nested": lambda dtype: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]).to(dtype),
+    "jagged": lambda dtype: torch.nested.nested_tensor(
+        [torch.ones(2, dtype=dtype), torch.ones(3, dtype=dtype)], layout=torch.jagged
+    ),
+    "quantized": lambda dtype: Quantized(torch.ones(2, dtype=dtype)),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR:UserWarning", "ignore:.*nested tensors:UserWarning")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("requires_grad", [False, True])
+@pytest.mark.parametrize("kind", [*UNUSUAL, "uninitialized"])
+def test_a_parameter_that_is_never_stepped(
+    kind: str, requires_grad: bool, dtype: torch.dtype
+) -> None:
+    if kind == "quantized" and requires_grad and dtype is torch.bfloat16:
+        pytest.skip("is stepped, for all that its optimizer knows")
+    unusual: Any
+    if kind == "uninitialized":
+        unusual = nn.UninitializedParameter(requires_grad, dtype=dtype)
+    elif not isinstance(unusual := UNUSUAL[kind](dtype), nn.Parameter):
+        unusual = nn.Parameter(unusual, requires_grad=requires_grad)
+    param = nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
+
+    def step(optimizer: Any) -> None:
+        param.grad = torch.ones_like(param)
+        optimizer.step()
+
+    optimizer: Any = torch.optim.SGD([unusual, param], lr=2**-10, momentum=0.5)
+    step(optimizer)  # has state when it is converted
+    param.data.fill_(1)
+    optimizer = ampfast.master_weights_(optimizer)
+    step(optimizer)
+    expected = 1 - 1.5 * 2**-10
+    assert optimizer.master_weights[param].tolist() == [expected] * 2
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    step(optimizer)
+    expected -= 1.75 * 2**-10
+    assert optimizer.master_weights[param].tolist() == [expected] * 2
+    scaler = ampfast.GradScaler("cpu", init_scale=1.0, track="overflow")
+    scaler.scale(torch.ones(()))
+    param.grad = torch.ones_like(param)
+    scaler.clip_grad_norm_(optimizer, 10.0)
+    scaler.step(optimizer)
+    expected -= 1.875 * 2**-10
+    assert optimizer.master_weights[param].tolist() == [expected] * 2
+    optimizer.zero_grad(set_to_none=False)
+    assert [id(key) for key in optimizer.master_weights] == [id(param)]
+
+
+def test_a_parameter_that_is_initialized_later_gets_a_master_weight() -> None:
+    param = nn.UninitializedParameter(dtype=torch.bfloat16)
+    optimizer: Any = ampfast.master_weights_(torch.optim.SGD([param], lr=2**-10))
+    optimizer.step()
+    assert len(optimizer.master_weights) == 0
+    with pytest.raises(RuntimeError, match="uninitialized"):
+        optimizer.load_state_dict(
+            {**optimizer.state_dict(), "state": {0: {"master_param": torch.ones(3)}}}
+        )
+    param.materialize((3,))
+    with torch.no_grad():
+        param.fill_(1)
+    param.grad = torch.ones_like(param)
+    optimizer.step()
+    assert optimizer.master_weights[param].tolist() == [1 - 2**-10] * 3
+
+
+@pytest.fixture
+def swapping() -> Iterator[None]:
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    yield
+    torch.__future__.set_swap_module_params_on_conversion(False)
+
+
+@pytest.mark.parametrize("left", [True, False])
+@pytest.mark.parametrize("scaled", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16], ids=str)
+def test_a_model_can_be_converted_by_swapping(
+    swapping: None, dtype: torch.dtype, scaled: bool, left: bool
+) -> None:
+    sides = []
+    for swaps in (True, False):
+        torch.__future__.set_swap_module_params_on_conversion(swaps)
+        ours, _ = both("adamw-foreach", torch.bfloat16, enabled=scaled, track="overflow")
+        ours.train(0)
+        ours.train(1)
+        if not left:
+            ours.optimizer.zero_grad()
+        params = list(ours.model.parameters())
+        ours.model.to(dtype)
+        assert all(a is b for a, b in zip(ours.model.parameters(), params, strict=True))
+        if dtype is torch.float64:
+            with pytest.raises(RuntimeError, match=r"parameter 0 of group 0 is torch\.float64"):
+                ours.train(2)
+            continue
+        ours.train(2)
+        sides.append([*(p.detach() for p in params), *weights_of(ours)])
+    if sides:
+        assert_same(*sides)
 
 
 def test_state_of_other_parameters_keeps_its_dtype() -> None:
