@@ -62,7 +62,7 @@ def pass_over(
     /,
 ) -> Tensor | None: ...
 
-# The clip has the limits and `accepted_norms`; its other tensors are made, and the norm is returned.
+# The clip has limits and `accepted_norms`; its other tensors are made, and the norm is returned.
 def clip_over(
     optimizer: Any,
     entry: dict[str, Any],

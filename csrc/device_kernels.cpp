@@ -78,7 +78,8 @@ std::unique_lock<std::mutex> one_pass() {
 
 void launch(PyObject* launcher, const GradList& list, const py::object& pass) {
   const std::shared_ptr<DeviceTable> table = table_of(list, is_capturing(launcher));
-  const py::object given = py::cast(table), multi_tensor = py::handle(launcher).attr("multi_tensor");
+  const py::object given = py::cast(table),
+                   multi_tensor = py::handle(launcher).attr("multi_tensor");
   const size_t last = table->segments.size() - 1;
   const auto for_each_segment = [&](const py::object& call) {
     for (size_t i = 0; i <= last; ++i) {
@@ -292,7 +293,8 @@ PyObject* triton_multi_tensor(PyObject* const* args) {
   arguments.add(table.partials);
   arguments.add(pass.tensor(Pass::kFactor));
   arguments.add(coefficient);
-  for (const int place : {int{Pass::kFoundInf}, int{Pass::kSums}, int{Pass::kFactorCopy}, int{Pass::kMarks}, int{Pass::kNow}}) {
+  for (const int place : {int{Pass::kFoundInf}, int{Pass::kSums}, int{Pass::kFactorCopy},
+                          int{Pass::kMarks}, int{Pass::kNow}}) {
     arguments.add(pass.tensor(place));
   }
   if (update.is_none()) {
@@ -323,13 +325,13 @@ PyObject* triton_multi_tensor(PyObject* const* args) {
   key.add(segment.is_paired, 1).add(segment.is_aligned, 1).add(pass.write, 1).add(pass.how, 2);
   key.add(is_last, 1).add(pass.accumulate, 1);
   key.add(norm != nullptr && norm->scalar_type() == at::kDouble, 1);
-  launch_variant(args[0], "multi_tensor", key.bits(), table.header.device(),
-                 args[1] == Py_True ? segment.chunks : 0, arguments, [&] {
-                   const py::object wide = norm != nullptr ? py::cast(norm->scalar_type()) : py::none();
-                   return py::make_tuple(segment.dtype, segment.is_paired, segment.is_aligned,
-                                         pass.write, static_cast<int>(pass.how), has_sums, is_last,
-                                         pass.accumulate, wide);
-                 });
+  launch_variant(
+      args[0], "multi_tensor", key.bits(), table.header.device(),
+      args[1] == Py_True ? segment.chunks : 0, arguments, [&] {
+        const py::object wide = norm != nullptr ? py::cast(norm->scalar_type()) : py::none();
+        return py::make_tuple(segment.dtype, segment.is_paired, segment.is_aligned, pass.write,
+                              static_cast<int>(pass.how), has_sums, is_last, pass.accumulate, wide);
+      });
   return nullptr;
 }
 

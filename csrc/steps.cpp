@@ -458,13 +458,15 @@ PyObject* clip_over(const Over& over, PyObject* clip) {
                               : clipped_on(over, gradients, pass, fields, mark));
 }
 
-// clip_over(optimizer, entry, unscaled, pass, allow_fp16, scale, clip) -> norm. The pass reads; then
-// gradients are unscaled and clipped, and the entry is marked. Of the clip the limits count, its
-// tensors but for `accepted_norms` are made.
+// clip_over(optimizer, entry, unscaled, pass, allow_fp16, scale, clip) -> norm. The pass reads;
+// then gradients are unscaled and clipped, and the entry is marked. Of the clip the limits count,
+// its tensors but for `accepted_norms` are made.
 PyObject* clip_over(PyObject* const* args) { return clip_over(Over(nullptr, args), args[6]); }
 
 // clip_over_on(launcher, ...)
-PyObject* clip_over_on(PyObject* const* args) { return clip_over(Over(args[0], args + 1), args[7]); }
+PyObject* clip_over_on(PyObject* const* args) {
+  return clip_over(Over(args[0], args + 1), args[7]);
+}
 
 // stamped(param_groups) -> Stamp
 PyObject* stamped(PyObject* const* args) {

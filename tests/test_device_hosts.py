@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import mmap
 import re
 import threading
@@ -17,7 +16,7 @@ from support.kernel_calls import grads_of, run_check, run_unscale
 from support.reference_launcher import ReferenceLauncher, spans_of
 
 from ampfast import _C, capture
-from ampfast.backends import core, cpu, gpu
+from ampfast.backends import core, cpu
 from ampfast.backends.core import Update
 from ampfast.backends.gpu import DeviceKernels
 

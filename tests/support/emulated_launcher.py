@@ -7,7 +7,6 @@ import ctypes
 from collections.abc import Iterator, Sequence
 from types import ModuleType
 
-import torch
 from ptx_emulator import Range, emulation
 from torch import Tensor
 

@@ -12,7 +12,6 @@ import torch
 from support.frames import frames_of
 from support.kernel_calls import run_check, run_unscale
 from triton import knobs
-from triton.compiler import CompiledKernel
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 from variants import TARGETS, kernels, launch, table_of, track

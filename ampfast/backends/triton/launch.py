@@ -70,8 +70,8 @@ def is_capturing() -> bool:
     return not INTERPRETED and capture.is_capturing()
 
 
-# As in _C.pyi: the core makes the arguments, and looks in `_launched`. `prepare` compiles the kernel
-# of a launch, and refuses captures of uncompiled ones.
+# As in _C.pyi: the core makes the arguments, and looks in `_launched`. `prepare` compiles the
+# kernel of a launch, and refuses captures of uncompiled ones.
 _HERE = sys.modules[__name__]
 multi_tensor = partial(core.triton_multi_tensor, _HERE, True)
 prepare = partial(core.triton_multi_tensor, _HERE, False)
