@@ -1,21 +1,24 @@
-"""Host time of the GPU path without a GPU: real launchers over a driver that does nothing.
+"""Host time and Python frames of the GPU path without a GPU: launchers over an idle driver.
 
-`python -m benchmarks.launches triton` prints a row of docs/benchmarks.md; `cuda` takes nvcc. Each
-needs a process of its own.
+`python -m benchmarks.launches triton` prints rows of docs/benchmarks.md; `cuda` takes nvcc. Each
+needs a process of its own. `frames` prints Python's frames of a step on each kind of kernels.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
+import json
 import os
+import subprocess
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from ampfast import _C, GradScaler, backends
 from ampfast.backends.gpu import DeviceKernels
@@ -31,26 +34,34 @@ ARCHITECTURE = "90"
 PROGRAMS = 8 * 132
 
 HEADER = f"""\
-`unscale_` + `update` over a driver that does nothing: host time only, in microseconds, minima.
+Over a driver that does nothing: host time only, in microseconds, minima.
 
-| kernels | {" | ".join(f"{count:,} parameters" for count in PARAMETERS)} |
-| --- |{" --: |" * len(PARAMETERS)}"""
+| kernels | calls | {" | ".join(f"{count:,} parameters" for count in PARAMETERS)} |
+| --- | --- |{" --: |" * len(PARAMETERS)}"""
 
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.launches")
-    parser.add_argument("kernels", choices=(*PREPARE, "torch"))
+    parser.add_argument("kernels", choices=(*PREPARE, "torch", "frames", "count"))
+    parser.add_argument("kind", nargs="?", choices=("cpu", *PREPARE), help="for `count`")
     parser.add_argument("--rounds", type=int, default=40, help="of which the fastest counts")
     parser.add_argument("--calls", type=int, default=200, help="in a round")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
+    if options.kernels == "frames":
+        print(frames_table())
+        return
+    if options.kernels == "count":
+        print(json.dumps(count_frames(options.kind or "cpu")))
+        return
     kind, name = torch.amp.GradScaler, f"torch {torch.__version__} on the CPU, its work included"
     if options.kernels != "torch":
         name = give_kernels(options.kernels)
         kind = GradScaler
-    times = [best(loop(kind, count), options.rounds, options.calls) for count in PARAMETERS]
     print(HEADER)
-    print(f"| {name} | {' | '.join(f'{us:.1f}' for us in times)} |")
+    for title, make in CALLS.items():
+        times = [best(make(kind, count), options.rounds, options.calls) for count in PARAMETERS]
+        print(f"| {name} | {title} | {' | '.join(f'{us:.1f}' for us in times)} |")
 
 
 def give_kernels(kind: str) -> str:
@@ -58,9 +69,6 @@ def give_kernels(kind: str) -> str:
     sys.path += [str(ROOT / "tests"), str(ROOT / "tools" / "ptx_emulator")]
     os.environ.setdefault("PTX_EMULATOR_CACHE", str(ROOT / "build" / "ptx"))
     name, launcher = PREPARE[kind]()
-    # Of the device, which is the CPU, CUDA is not asked.
-    here = contextlib.nullcontext()
-    launcher.on = lambda device: here  # type: ignore[attr-defined]
     kernels = DeviceKernels(launcher)  # type: ignore[arg-type]
     backends.Choice.kernels_for = lambda choice, device: kernels  # type: ignore
     return name
@@ -90,24 +98,70 @@ def prepare_cuda() -> tuple[str, ModuleType]:
 PREPARE = {"triton": prepare_triton, "cuda": prepare_cuda}
 
 
-def loop(kind: Callable[[str], torch.amp.GradScaler], count: int) -> Callable[[], None]:
-    """`unscale_` and `update` of a scaler with so many parameters."""
+class Fused(NoOptimizer):
+    """An optimizer that divides by `grad_scale` and does nothing."""
+
+    _step_supports_amp_scaling = True
+
+
+def started(
+    kind: Callable[[str], torch.amp.GradScaler], count: int, optimizer: type[NoOptimizer]
+) -> tuple[Any, NoOptimizer]:
+    """A scaler, and an optimizer of so many parameters with gradients."""
     params = [torch.nn.Parameter(torch.zeros(ELEMENTS)) for _ in range(count)]
     for param in params:
         param.grad = torch.ones(ELEMENTS)
-    optimizer, scaler = NoOptimizer(params), kind("cpu")
+    scaler = kind("cpu")
     scaler.scale(torch.ones(()))
+    return scaler, optimizer(params)
+
+
+def unscale(kind: Callable[[str], torch.amp.GradScaler], count: int) -> Callable[[], None]:
+    scaler, optimizer = started(kind, count, NoOptimizer)
 
     def call() -> None:
         scaler.unscale_(optimizer)
         scaler.update()
 
-    call()
     return call
+
+
+def fused_step(kind: Callable[[str], torch.amp.GradScaler], count: int) -> Callable[[], None]:
+    scaler, optimizer = started(kind, count, Fused)
+
+    def both() -> None:
+        scaler.step(optimizer)
+        scaler.update()
+
+    return (lambda: scaler.step_and_update(optimizer)) if isinstance(scaler, GradScaler) else both
+
+
+def clipped(kind: Callable[[str], torch.amp.GradScaler], count: int) -> Callable[[], None]:
+    scaler, optimizer = started(kind, count, NoOptimizer)
+    params = optimizer.param_groups[0]["params"]
+
+    def call() -> None:
+        if isinstance(scaler, GradScaler):
+            scaler.clip_grad_norm_(optimizer, 1.0)
+        else:
+            scaler.unscale_(optimizer)
+            torch.nn.utils.clip_grad_norm_(params, 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+
+    return call
+
+
+CALLS = {
+    "`unscale_` + `update`": unscale,
+    "fused `step_and_update`": fused_step,
+    "clip + `step` + `update`": clipped,
+}
 
 
 def best(call: Callable[[], object], rounds: int, calls: int) -> float:
     """Microseconds of a call in the fastest round."""
+    call()
     found = []
     for _ in range(rounds):
         start = time.perf_counter_ns()
@@ -115,6 +169,73 @@ def best(call: Callable[[], object], rounds: int, calls: int) -> float:
             call()
         found.append(time.perf_counter_ns() - start)
     return min(found) / calls / 1e3
+
+
+# Optimizer of each row of frames, what is called and with which arguments of the scaler.
+FRAMES: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "plain `step` + `update`": ("plain", "both", {}),
+    "fused `step` + `update`": ("fused", "both", {}),
+    "fused `step_and_update`": ("fused", "at once", {}),
+    "`track`, plain": ("plain", "both", {"track": "overflow"}),
+    "group of one, plain": ("plain", "both", {"process_group": None}),
+    "clip + `step` + `update`": ("plain", "clip", {}),
+}
+
+
+def count_frames(kind: str) -> dict[str, list[int]]:
+    """Python frames of each row: all but those of the optimizer and Triton, and Triton's."""
+    sys.path.append(str(ROOT / "tests"))
+    from support.frames import Loop, frames_of
+
+    if kind != "cpu":
+        give_kernels(kind)
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    found = {}
+    for row, (optimizer, call, arguments) in FRAMES.items():
+        arguments = {name: value or dist.group.WORLD for name, value in arguments.items()}
+        loop = Loop(GradScaler("cpu", **arguments), optimizer)
+
+        def step(loop: Loop = loop, call: str = call) -> None:
+            if call == "at once":
+                loop.scaler.step_and_update(loop.optimizer)
+                return
+            if call == "clip":
+                loop.scaler.clip_grad_norm_(loop.optimizer, 1.0)
+            loop.scaler.step(loop.optimizer)
+            loop.scaler.update()
+
+        loop.backward()
+        step()  # what is launched first is compiled
+        loop.backward()
+        frames = frames_of(step, but=loop.optimizer.step, of_triton="Triton")
+        tritons = frames.count("Triton")
+        found[row] = [len(frames) - tritons, tritons]
+    dist.destroy_process_group()
+    return found
+
+
+def frames_table() -> str:
+    """Markdown table of frames by kind of kernels, each counted in a process of its own."""
+    counts = {}
+    for kind in ("cpu", *PREPARE):
+        command = [sys.executable, "-m", "benchmarks.launches", "count", kind]
+        environment = {**os.environ, "TRITON_INTERPRET": "0"}
+        done = subprocess.run(
+            command, cwd=ROOT, env=environment, check=True, capture_output=True, text=True
+        )
+        counts[kind] = json.loads(done.stdout.splitlines()[-1])
+    lines = [
+        "Python frames, without the optimizer's own; behind a plus those of Triton's launcher.",
+        "",
+        f"| calls | {' | '.join(counts)} |",
+        f"| --- |{' --: |' * len(counts)}",
+    ]
+    for row in FRAMES:
+        cells = (counts[kind][row] for kind in counts)
+        shown = (f"{ours} + {tritons}" if tritons else f"{ours}" for ours, tritons in cells)
+        lines.append(f"| {row} | {' | '.join(shown)} |")
+    return "\n".join(lines)
 
 
 if __name__ == "__main__":

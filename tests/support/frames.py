@@ -36,8 +36,13 @@ class Loop:
             param.grad = torch.randn(4)
 
 
-def frames_of(call: Callable[[], object], *, but: Callable[..., Any]) -> list[str]:
-    """Python functions entered by a call, without one of them, torch.distributed's, and callees."""
+def frames_of(
+    call: Callable[[], object], *, but: Callable[..., Any], of_triton: str | None = None
+) -> list[str]:
+    """Python functions entered by a call, without one of them, torch.distributed's, and callees.
+
+    `of_triton` takes the place of the names of Triton's.
+    """
     names: list[str] = []
     left_out: list[Any] = []
     code = getattr(but, "__func__", but).__code__
@@ -47,7 +52,9 @@ def frames_of(call: Callable[[], object], *, but: Callable[..., Any]) -> list[st
             if left_out or frame.f_code is code or frame.f_code.co_filename.startswith(RANKS):
                 left_out.append(frame)
             else:
-                names.append(frame.f_code.co_qualname)
+                is_tritons = of_triton and "/triton/" in frame.f_code.co_filename
+                is_tritons = is_tritons and "/ampfast/" not in frame.f_code.co_filename
+                names.append(of_triton or "" if is_tritons else frame.f_code.co_qualname)
         elif event == "return" and left_out:
             left_out.pop()
 
