@@ -58,20 +58,15 @@ cpu::Work work_of(const Pass& pass) {
   }
   work.sums = data_of<double>(pass.tensor(Pass::kSums), "sums", at::kCPU, 2);
   work.squares = pass.squares;
-  if (const at::Tensor* marks = pass.tensor(Pass::kMarks)) {
-    const int64_t parameters = marks->size(0);
-    const at::Tensor* steps = pass.tensor(Pass::kNow);
-    const auto* now =
-        data_of<const int64_t>(steps, "steps", at::kCPU, std::max<int64_t>(steps->numel(), 1));
-    work.marks = cpu::Rows{data_of<int64_t>(marks, "marks", at::kCPU, parameters * kMarkWords),
-                           parameters, *now + 1};
+  if (const Marks marks = marks_of(pass, at::kCPU); marks.now != nullptr) {
+    work.marks = cpu::Rows{marks.words, marks.parameters, *marks.now + 1};
   }
   return work;
 }
 
 // run(list, pass) -> found_inf, of the pass or a new one
 PyObject* run(PyObject* const* args) {
-  const auto& list = py::cast<const GradList&>(py::handle(args[0]));
+  const GradList& list = list_of(args[0], at::kCPU);
   const Pass pass(args[1]);
   const cpu::Work work = work_of(pass);
   const at::Tensor* found_inf = pass.tensor(Pass::kFoundInf);
@@ -86,7 +81,7 @@ PyObject* run(PyObject* const* args) {
 
 // require_pass(list, pass): raises unless kernels can read and write what the pass is given
 PyObject* require_pass(PyObject* const* args) {
-  const at::Device device = py::cast<const GradList&>(py::handle(args[0])).device();
+  const at::Device device = list_of(args[0]).device();
   const Pass pass(args[1]);
   data_of<const float>(pass.tensor(Pass::kFactor), "the factor", device);
   data_of<float>(pass.tensor(Pass::kFoundInf), "found_inf", device);
@@ -95,13 +90,14 @@ PyObject* require_pass(PyObject* const* args) {
     scales = clip_of(pass[Pass::kClip], device).sums;
   }
   const bool sums = data_of<double>(pass.tensor(Pass::kSums), "sums", device, 2);
+  marks_of(pass, device);
   TORCH_CHECK(!(scales && sums), "sums are taken in the pass before the one with a coefficient");
   return nullptr;
 }
 
 // measure(list, health)
 PyObject* measure(PyObject* const* args) {
-  const auto& list = py::cast<const GradList&>(py::handle(args[0]));
+  const GradList& list = list_of(args[0], at::kCPU);
   const auto health = py::cast<at::Tensor>(py::handle(args[1]));
   const int64_t parameters = health.size(0);
   const cpu::Rows rows{data_of<int64_t>(&health, "health", at::kCPU, parameters * kHealthWords),
@@ -112,7 +108,7 @@ PyObject* measure(PyObject* const* args) {
 
 // narrow(pairs, found_inf) -> whether they were rounded, as the flag was not set
 PyObject* narrow(PyObject* const* args) {
-  const auto& pairs = py::cast<const GradList&>(py::handle(args[0]));
+  const GradList& pairs = list_of(args[0], at::kCPU);
   const float* flag = data_of<const float>(tensor_of(args[1]), "found_inf", at::kCPU);
   const bool narrows = flag == nullptr || *flag == 0;
   if (narrows) {
@@ -348,7 +344,7 @@ PyObject* clip_over(PyObject* const* args) {
   Clip clip;
   clip.sums = work.sums;
   clip.rows = 1;
-  clip.max_norm = PyFloat_AsDouble(args[5]);
+  clip.max_norm = float_of(args[5]);
   clip.largest = args[6] == Py_True;
   clip.coefficient = &coefficient;
   if (list.has_float64()) {
@@ -358,7 +354,7 @@ PyObject* clip_over(PyObject* const* args) {
   }
   float found = 0;
   clip.found_inf = &found;
-  clip.skip_above = PyFloat_AsDouble(args[7]);
+  clip.skip_above = float_of(args[7]);
   clip.accepted_norms = accepted_norms_of(tensor_of(args[8]), at::kCPU);
   mark.put(args[2]);
   gradients.walk->bump_versions();
@@ -432,8 +428,9 @@ PyObject* update(PyObject* const* args) {
     return nullptr;
   }
   float sum = 0;  // as torch adds them
-  for (const py::handle flag : py::handle(PyTuple_GET_ITEM(args[0], kFlags))) {
-    sum += *THPVariable_Unpack(flag.ptr()).const_data_ptr<float>();
+  PyObject* flags = PyTuple_GET_ITEM(args[0], kFlags);
+  for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(flags); ++i) {
+    sum += *THPVariable_Unpack(PySequence_Fast_GET_ITEM(flags, i)).const_data_ptr<float>();
   }
   update_scale(*update, sum);
   scale->unsafeGetTensorImpl()->bump_version();  // as torch's op
@@ -472,15 +469,18 @@ PyObject* has_parameters(PyObject* const* args) {
   Py_ssize_t group = 0;
   const auto are_same = [&](PyObject* params) {
     PyObject* references = PyTuple_GET_ITEM(args[1], group++);
+    require_tuple(references, "the references of a group");
     bool same = PyTuple_GET_SIZE(references) == PyList_GET_SIZE(params);
-    // A reference calls nothing, so the list stays.
+    // A weak reference calls nothing, so the list stays.
     for (Py_ssize_t i = 0; same && i < PyList_GET_SIZE(params); ++i) {
-      const auto param =
-          py::reinterpret_steal<py::object>(PyObject_CallNoArgs(PyTuple_GET_ITEM(references, i)));
+      PyObject* reference = PyTuple_GET_ITEM(references, i);
+      TORCH_CHECK_TYPE(PyWeakref_CheckRefExact(reference), "expected a weak reference");
+      const auto param = py::reinterpret_steal<py::object>(PyObject_CallNoArgs(reference));
       same = param.ptr() == PyList_GET_ITEM(params, i);
     }
     return same;
   };
+  require_tuple(args[1], "references");
   return PyBool_FromLong(PyList_CheckExact(args[0]) &&
                          PyList_GET_SIZE(args[0]) == PyTuple_GET_SIZE(args[1]) &&
                          for_each_plain_group(args[0], are_same));
