@@ -15,13 +15,13 @@ from torch import Tensor
 from torch.amp.grad_scaler import OptState
 from torch.cuda.amp.common import amp_definitely_not_available
 
-from ampfast import backends, capture, clip_grad, clipping, distributed, gradients, tracking
+from ampfast import backends, capture, clipping, distributed, gradients, tracking
 from ampfast._version import __version__
 from ampfast.backends import scalars
 from ampfast.backends.core import Factor, Pass, is_found, overrides
 from ampfast.backends.core import state_layout as layout
 from ampfast.backends.gpu import DeviceKernels
-from ampfast.backends.scalars import inverse, joint_flag, moved
+from ampfast.backends.scalars import joint_flag, moved
 from ampfast.capture import is_capturing, refuse_capture
 from ampfast.errors import add_note, float_of, not_compiled, warn_caller
 from ampfast.hooks import original_methods
@@ -42,8 +42,8 @@ from ampfast.passes import (
     UNSCALED,
     Flags,
     Passes,
+    TorchGradScaler,
     fresh_entry,
-    mark_unscaled,
 )
 from ampfast.policies import LogMax, UnderflowTarget
 from ampfast.report import History, ScalerStats
@@ -118,9 +118,6 @@ class GradScaler(Passes):
             or None.
         policy: `LogMax` for a scale that follows the largest gradients, `UnderflowTarget` for one
             that grows only while values vanish; None for torch's rule.
-        keep_norm: Whether `unscale_` also measures the norm, which `functional.clip_grad_norm_`, or
-            torch's under `patch(clip_grad_norm=True)`, then takes for these gradients; None for
-            whether that patch is in place.
 
     Raises:
         AssertionError: If a factor is on the wrong side of 1.
@@ -157,7 +154,6 @@ class GradScaler(Passes):
         process_group: ProcessGroup | DeviceMesh | None = None,
         track: str | None = None,
         policy: LogMax | UnderflowTarget | None = None,
-        keep_norm: bool | None = None,
     ) -> None:
         if isinstance(device, Number):
             raise TypeError(
@@ -165,8 +161,7 @@ class GradScaler(Passes):
                 f"init_scale={device!r}, or use ampfast.patch(), under which "
                 "torch.cuda.amp.GradScaler takes it first"
             )
-        keep_norm = clip_grad.is_patched() if keep_norm is None else keep_norm
-        named = {"allow_fp16": allow_fp16, "dynamic": dynamic, "keep_norm": keep_norm}
+        named = {"allow_fp16": allow_fp16, "dynamic": dynamic}
         for name, value in named.items():
             if not isinstance(value, bool):
                 raise TypeError(f"{name} must be a bool, got {type(value).__name__}")
@@ -208,7 +203,6 @@ class GradScaler(Passes):
             self._growth_interval, self._backoff_factor = 0, 1.0
             self._is_guard = init_scale == 1
         self._track = track
-        self._keep_norm = keep_norm
 
     def __repr__(self) -> str:
         name, scale = type(self).__name__, self._scale if self._enabled else None
@@ -292,8 +286,11 @@ class GradScaler(Passes):
         """
         if not self._enabled:
             return
+        if overrides(self, _HOOKS):
+            self._unscale_by_torch(optimizer)
+            return
         scale = self._scale
-        if scale is None or self._growth_tracker is None or overrides(self, _CHECK_SCALE):
+        if scale is None or self._growth_tracker is None:
             scale = self._checked_scale("unscale_")
         key, checks = id(optimizer), self._last_checks.values
         if key not in checks:
@@ -327,18 +324,11 @@ class GradScaler(Passes):
                 capture that cannot skip the step; its text names what can.
             ValueError: As `unscale_`.
         """
+        if not self._enabled or overrides(self, _HOOKS) or "closure" in kwargs:
+            return self._step_by_torch(optimizer, args, kwargs)
         result: float | None
-        if "closure" in kwargs and self._enabled:
-            raise RuntimeError("Closure use is not currently supported if GradScaler is enabled.")
-        if not self._enabled:
-            try:
-                result = optimizer.step(*args, **kwargs)
-            except AttributeError as error:
-                explain(error, optimizer, "step")
-                raise
-            return result
         scale = self._scale
-        if scale is None or self._growth_tracker is None or overrides(self, _CHECK_SCALE):
+        if scale is None or self._growth_tracker is None:
             scale = self._checked_scale("step")
         key, checks = id(optimizer), self._last_checks.values
         if key not in checks:
@@ -358,10 +348,7 @@ class GradScaler(Passes):
                     # Here, or the gradients would count as unscaled.
                     capture.require_skippable(optimizer)
                 if entry["stage"] is READY:
-                    if overrides(self, _UNSCALE_CALLS):
-                        self.unscale_(optimizer)
-                    else:
-                        self._unscale(optimizer, entry, scale)
+                    self._unscale(optimizer, entry, scale)
                 if not entry["found_inf_per_device"]:
                     raise no_inf_checks(optimizer)
                 checks[key] = entry["found_inf_per_device"]
@@ -393,7 +380,7 @@ class GradScaler(Passes):
             self._end_iteration(was_set=True)
             return
         scale, growth_tracker = self._scale, self._growth_tracker
-        if scale is None or growth_tracker is None or overrides(self, _CHECK_SCALE):
+        if scale is None or growth_tracker is None or overrides(self, _HOOKS):
             scale, growth_tracker = self._check_scale_growth_tracker("update")
         flags = self._flags(scale)
         if not flags:
@@ -516,7 +503,7 @@ class GradScaler(Passes):
                     "clip_grad_norm_() unscales by itself: call it once, in place of unscale_(), "
                     f"before step(). The optimizer: {type(each).__name__}.",
                 )
-        overridden = overrides(self, _UNSCALES)
+        overridden = overrides(self, _HOOKS)
         defers = [not in_place and clipping.can_defer(each, overridden) for each in optimizers]
         spikes = None
         if highest is not None:
@@ -737,7 +724,6 @@ class GradScaler(Passes):
             "dynamic": self._dynamic,
             "allow_fp16": self._allow_fp16,
             "track": self._track,
-            "keep_norm": self._keep_norm,
             "torch": str(torch.__version__),
             "ampfast": __version__,
         }
@@ -812,21 +798,15 @@ class GradScaler(Passes):
     ) -> dict[torch.device, Tensor]:
         if allow_fp16 is None:
             allow_fp16 = self._allow_fp16  # FSDP's scaler need not be told
-        clip_grad.forget()
         grads = self._collect(optimizer, allow_fp16=allow_fp16, writes=True)
         return gradients.run(grads, Pass(True, Factor.TIMES, inv_scale, found_inf))
 
     def _check_inf_per_device(self, optimizer: torch.optim.Optimizer) -> Flags:
+        if overrides(self, _HOOKS):
+            TorchGradScaler._check_inf_per_device(self, optimizer)
+            return self._agree_beside_hooks(optimizer)
         scale, _ = self._check_scale_growth_tracker("_check_inf_per_device")
-        if overrides(self, _UNSCALE_GRADS):
-            one = torch.full((), 1.0, dtype=torch.float32, device=scale.device)
-            zero = torch.full((), 0.0, dtype=torch.float32, device=scale.device)
-            flags = self._unscale_grads_(optimizer, one, zero, True)
-            agreement = self._ranks.agreement_on(optimizer)
-            if agreement is not None:
-                (flags,) = agreement.all_reduce([flags], scale.device)
-        else:
-            flags = self._pass(optimizer, None, Pass(False, Factor.NONE), scale, observes=False)
+        flags = self._pass(optimizer, None, Pass(False, Factor.NONE), scale, observes=False)
         self._per_optimizer_states[id(optimizer)]["found_inf_per_device"] = flags
         return flags
 
@@ -854,38 +834,64 @@ class GradScaler(Passes):
             found = bool(sum(flag.item() for flag in flags.values()))
         return None if found else optimizer.step(*args, **kwargs)
 
+    # torch's own methods, which run where a subclass or an instance overrides one of the hooks.
+
+    def _unscale_by_torch(self, optimizer: torch.optim.Optimizer) -> None:
+        try:
+            TorchGradScaler.unscale_(self, optimizer)
+        except AttributeError as error:
+            explain(error, optimizer, "param_groups")
+            raise
+        flags = self._agree_beside_hooks(optimizer)
+        self._last_checks.record(optimizer, flags)
+
+    def _step_by_torch(
+        self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> float | None:
+        entry, needed = NEW, ["step"]
+        if self._enabled and self._scale is not None:
+            entry, needed = self._per_optimizer_states[id(optimizer)], ["param_groups", "step"]
+        try:
+            if (
+                isinstance(optimizer, MasterWeights)
+                and entry is not NEW
+                and entry["stage"] is READY
+            ):
+                self.unscale_(optimizer)  # which casts
+            if AGREEMENT in entry and entry["stage"] is UNSCALED and self._scale is not None:
+                self._agree(entry, self._scale.device)  # retries a collective that failed
+            result = TorchGradScaler.step(self, optimizer, *args, **kwargs)
+        except AttributeError as error:
+            explain(error, optimizer, *needed)
+            raise
+        if entry is not NEW:
+            self._last_checks.record(optimizer, entry["found_inf_per_device"])
+        return result
+
+    def _agree_beside_hooks(self, optimizer: torch.optim.Optimizer) -> Flags:
+        """Returns the flags of all ranks, after a hook has decided on this one's."""
+        entry = self._per_optimizer_states[id(optimizer)]
+        agreement = self._ranks.agreement_on(optimizer)
+        flags: Flags = entry["found_inf_per_device"]
+        if agreement is not None and self._scale is not None:
+            entry[AGREEMENT] = agreement
+            flags = self._agree(entry, self._scale.device)
+        return flags
+
     # The steps of the state machine.
 
     def _unscale(self, optimizer: Any, entry: dict[str, Any], scale: Tensor) -> None:
         """`unscale_` for an optimizer whose turn it is."""
-        is_hooked = overrides(self, _UNSCALE_GRADS)
-        if clip_grad.keepers.values and (is_hooked or not self._keep_norm):
-            clip_grad.forget()  # another scaler may have kept the norm of these gradients
-        if is_hooked:
-            found_inf = torch.full((), 0.0, dtype=torch.float32, device=scale.device)
-            agreement = self._ranks.agreement_on(optimizer)
-            try:
-                flags = self._unscale_grads_(optimizer, inverse(scale), found_inf, self._allow_fp16)
-                entry["found_inf_per_device"], entry["stage"] = flags, UNSCALED
-            except BaseException as error:
-                if not isinstance(error, Exception):  # gradients may be half written
-                    mark_unscaled(entry, agreement=agreement)
-                raise
-            if agreement is not None:
-                entry[AGREEMENT] = agreement
-                self._agree(entry, scale.device)
-        else:
-            work = self._unscale_pass if self._passes_scale is scale else self._make_passes(scale)
-            if self._is_guard and isinstance(optimizer, MasterWeights):
-                work = _CASTING
-            if self._ending is not None:
-                work, self._ending = work._replace(ending=self._ending), None
-            flag = None
-            if not self._has_observers:
-                given = (optimizer, entry, UNSCALED, work, self._allow_fp16)
-                flag = self._kernels.pass_over(*given)
-            if flag is None:
-                self._pass(optimizer, entry, work, scale)
+        work = self._unscale_pass if self._passes_scale is scale else self._make_passes(scale)
+        if self._is_guard and isinstance(optimizer, MasterWeights):
+            work = _CASTING
+        if self._ending is not None:
+            work, self._ending = work._replace(ending=self._ending), None
+        flag = None
+        if not self._has_observers:
+            flag = self._kernels.pass_over(optimizer, entry, UNSCALED, work, self._allow_fp16)
+        if flag is None:
+            self._pass(optimizer, entry, work, scale)
 
     def _step_fused(
         self,
@@ -926,17 +932,12 @@ class GradScaler(Passes):
         self, optimizer: torch.optim.Optimizer, entry: dict[str, Any]
     ) -> tuple[Any, Any]:
         """Returns the `found_inf` and the `grad_scale` for an optimizer that divides by it."""
-        overridden, hooked = overrides(self, _CHECKS), overrides(self, _SCALE_HOOKS)
-        if entry["stage"] is READY:
-            if isinstance(optimizer, MasterWeights) or (self._is_guard and not overridden):
-                self.unscale_(optimizer)  # which casts, or only reads
-            elif overridden:
-                self._check_inf_per_device(optimizer)
-            elif hooked:
-                self._check_scale_growth_tracker("_check_inf_per_device")
-        scale = self._get_scale_async() if hooked else self._scale
+        scale = self._scale
         if scale is None:
-            raise AssertionError("_get_scale_async returned None")
+            raise AssertionError("_scale is None in step")
+        casts_or_reads = isinstance(optimizer, MasterWeights) or self._is_guard
+        if casts_or_reads and entry["stage"] is READY:
+            self.unscale_(optimizer)
         is_unscaled, is_new = entry["stage"] is UNSCALED, False
         deferred: Tensor | None = entry.get(clipping.DEFERRED)
         if deferred is not None:
@@ -944,11 +945,11 @@ class GradScaler(Passes):
             grad_scale: Any = deferred.clone()
         elif is_unscaled:
             grad_scale = getattr(optimizer, "grad_scale", None)
-        elif overridden or hasattr(optimizer, "grad_scale"):
-            grad_scale = scale * getattr(optimizer, "grad_scale", 1)
+        elif hasattr(optimizer, "grad_scale"):
+            grad_scale = scale * optimizer.grad_scale
         else:
             grad_scale, is_new = self._checked_by_scale(optimizer, entry, scale), True
-        if not (is_new or overridden) and deferred is None and isinstance(grad_scale, Tensor):
+        if not is_new and deferred is None and isinstance(grad_scale, Tensor):
             # With a scale of the optimizer's own it sees other values than the policy.
             work = Pass(False, Factor.DIVIDE, grad_scale.detach().float())
             flags = self._pass(optimizer, None, work, scale, observes=False)
@@ -1003,9 +1004,9 @@ class GradScaler(Passes):
     def _tracking_for(self, method: str, *kinds: str) -> tracking.Tracking:
         """The tables that a report is made of; raises RuntimeError where there are none."""
         tracking.require_tracked(self._track, method, kinds)
-        if self._enabled and self._tracking.is_empty and overrides(self, _UNSCALE_GRADS):
+        if self._enabled and self._tracking.is_empty and overrides(self, _HOOKS):
             raise RuntimeError(
-                f"{method}() knows nothing: {type(self).__name__} overrides _unscale_grads_, and "
+                f"{method}() knows nothing: {type(self).__name__} overrides a hook, and "
                 "only gradients that ampfast's own method reads are tracked"
             )
         return self._tracking
@@ -1031,13 +1032,13 @@ def _not_ready(state: dict[str, Any], note: str) -> RuntimeError:
     return add_note(RuntimeError(text), f"{note} {_ONCE}")
 
 
-_UNSCALE_GRADS = original_methods(GradScaler, "_unscale_grads_")
-_UNSCALE_CALLS = original_methods(GradScaler, "unscale_", "_check_scale_growth_tracker")
+# Those that torch's `unscale_` and `step` call: where one is overridden, torch's own methods run.
+_HOOKS = original_methods(
+    GradScaler,
+    *("_unscale_grads_", "_check_inf_per_device", "unscale_"),
+    *("_check_scale_growth_tracker", "_get_scale_async"),
+)
 _MAYBE_STEP = original_methods(GradScaler, "_maybe_opt_step")
-_CHECK_SCALE = original_methods(GradScaler, "_check_scale_growth_tracker")
-_SCALE_HOOKS = original_methods(GradScaler, "_check_scale_growth_tracker", "_get_scale_async")
-_CHECKS = original_methods(GradScaler, "_unscale_grads_", "_check_inf_per_device")
-_UNSCALES = original_methods(GradScaler, "_unscale_grads_", "_check_inf_per_device", "unscale_")
 _ALL_HOOKS = original_methods(
     GradScaler,
     *("_unscale_grads_", "_check_inf_per_device", "_maybe_opt_step", "unscale_"),

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.amp.grad_scaler import OptState
 
-from ampfast import backends, clip_grad, clipping, distributed, gradients, tracking
+from ampfast import backends, clipping, distributed, gradients, tracking
 from ampfast.backends import scalars
 from ampfast.backends.core import Factor, Pass, copy_of, new_entry
 from ampfast.backends.gpu import DeviceKernels, Ending
@@ -22,9 +22,10 @@ from ampfast.optimizers import ByOptimizer
 from ampfast.spikes import Sigmas, SpikeRule, skip_limit_of
 
 if TYPE_CHECKING:
-    from torch.amp.grad_scaler import GradScaler as TorchGradScaler
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
+
+    TorchGradScaler = torch.amp.GradScaler
 else:
     # torch's own class, also where an earlier import of ampfast has patched its name.
     TorchGradScaler = getattr(torch.amp.GradScaler, "_stands_for", torch.amp.GradScaler)
@@ -61,15 +62,12 @@ class Passes(TorchGradScaler):
     _passes_scale: Tensor | None = None
     _unscale_pass = _check_pass = Pass(False, Factor.NONE)
     _track: str | None = None
-    # Whether unscaling measures the norm for a clipping by torch's name, and its limit.
-    _keep_norm = False
     _skip_above: float | Sigmas | None = None
 
     # Made when first asked for, also for instances that torch pickled or whose __init__ was not
     # called: the kernels by device, those for the device of the scale, the state of the scale
     # besides torch's two tensors, the ranks to agree with, the per-parameter tables, the flags of
-    # each living optimizer's last check, and whether a policy, tables, kept norms or ranks take
-    # part in passes.
+    # each living optimizer's last check, and whether a policy, tables or ranks take part in passes.
     _choice = cached_property(lambda self: backends.choose(self._backend))
     _kernels = cached_property(lambda self: self._choice.kernels_for(self._scale.device))
     _loss_scale = cached_property(lambda self: LossScale(Limits()))
@@ -79,7 +77,6 @@ class Passes(TorchGradScaler):
     _has_observers = cached_property(
         lambda self: (
             self._track is not None
-            or self._keep_norm
             or self._loss_scale.follower is not None
             or not self._ranks.is_alone
         )
@@ -100,19 +97,13 @@ class Passes(TorchGradScaler):
     def skip_above(self) -> float | Sigmas | None:
         """The default of `clip_grad_norm_`'s `skip_above`.
 
-        Also for `torch.nn.utils.clip_grad_norm_` under `patch(clip_grad_norm=True)`, where
-        gradients neither are DTensors nor belong to a `process_group`: the norm is that of its
-        clip, for all optimizers of which this has gradients that `unscale_` has unscaled since the
-        limit was set; with `Sigmas` that of the first clip. `update` warns once if no norm was
-        compared. Setting it makes the scaler keep norms.
+        `update` warns once if no norm was compared.
         """
         return self._skip_above
 
     @skip_above.setter
     def skip_above(self, limit: float | Sigmas | None) -> None:
         self._skip_above = skip_limit_of(limit)
-        self._keep_norm |= limit is not None
-        self.__dict__.pop("_has_observers", None)
 
     def _make_passes(self, scale: Tensor) -> Pass:
         """Makes the pass that unscales, and the one that checks for a division by the scale."""
@@ -158,10 +149,6 @@ class Passes(TorchGradScaler):
         """
         allow_fp16 = entry is None or self._allow_fp16
         follower, grads, agreement = self._loss_scale.follower, None, None
-        keeps_norm = self._keep_norm and entry is not None and self._ranks.is_alone
-        if keeps_norm:
-            sums = torch.empty(2, dtype=scalars.widest(scale.device), device=scale.device)
-            work = work._replace(sums=sums, squares=True)
         work, marked = self._observed(optimizer, work, scale, observes)
         if not self._ranks.is_alone:
             agreement = self._ranks.agreement(())
@@ -190,8 +177,6 @@ class Passes(TorchGradScaler):
         if entry is not None:
             entry["found_inf_per_device"], entry["stage"] = flags, UNSCALED
         if agreement is None:
-            if keeps_norm and entry is not None and work.sums is not None:
-                clip_grad.keep(entry, optimizer, work.sums, self)
             return flags
         if not observes:
             return agreement.all_reduce([flags], scale.device)[0]

@@ -5,7 +5,6 @@
 
 #include <algorithm>
 #include <cmath>
-#include <functional>
 #include <optional>
 #include <string>
 #include <utility>
@@ -194,99 +193,6 @@ struct Gradients {
   }
 };
 
-// Gradients as a write left them, held so that no others take their place in memory.
-class Stamp : public GradList {
- public:
-  // Of a write that is done now.
-  explicit Stamp(Walk& found) : GradList((found.hold(), std::move(found.lists.front()))) {
-    places_.reserve(found.grads.size());
-    for (const GradRef& ref : found.grads) {
-      ref.grad->unsafeGetTensorImpl()->bump_version();
-      places_.emplace_back(ref.grad->unsafeGetTensorImpl());
-    }
-  }
-
-  // Whether some share memory: what was summed of that would count twice.
-  bool overlaps() const {
-    if (std::all_of(places_.begin(), places_.end(), std::mem_fn(&Place::is_alone))) {
-      return false;
-    }
-    Reused<Place> sorted = places_;
-    std::sort(sorted.begin(), sorted.end(),
-              [](const Place& a, const Place& b) { return std::less<>()(a.begin, b.begin); });
-    const auto meet = [](const Place& a, const Place& b) { return a.begin + a.bytes > b.begin; };
-    return std::adjacent_find(sorted.begin(), sorted.end(), meet) != sorted.end();
-  }
-
-  // Whether plain parameters have these gradients, unwritten since. Then their versions rise, for a
-  // write to come.
-  bool take(PyObject* param_groups) {
-    Reused<c10::TensorImpl*> theirs, ours;
-    const auto add_grads = [&theirs](PyObject* params) {
-      for (Py_ssize_t i = 0; i < PyList_GET_SIZE(params); ++i) {
-        if (!THPVariable_CheckExact(PyList_GET_ITEM(params, i))) {
-          return false;
-        }
-        const auto* meta = meta_of(THPVariable_Unpack(PyList_GET_ITEM(params, i)));
-        if (meta != nullptr && meta->grad_.defined()) {
-          theirs.push_back(meta->grad_.unsafeGetTensorImpl());
-        }
-      }
-      return true;
-    };
-    const auto is_unwritten = [](const Place& place) { return place == Place(place.grad); };
-    for (const Place& place : places_) {
-      ours.push_back(place.grad);
-    }
-    if (is_observed() || !for_each_plain_group(param_groups, add_grads) ||
-        theirs.size() != ours.size() ||
-        !std::all_of(places_.begin(), places_.end(), is_unwritten)) {
-      return false;
-    }
-    if (theirs != ours) {
-      std::sort(theirs.begin(), theirs.end());
-      std::sort(ours.begin(), ours.end());
-    }
-    if (theirs != ours) {
-      return false;
-    }
-    for (c10::TensorImpl* grad : ours) {
-      grad->bump_version();
-    }
-    return true;
-  }
-
- private:
-  struct Place {
-    c10::TensorImpl* grad;
-    const char* begin;
-    size_t bytes, storage_bytes;
-    uint32_t version;
-
-    explicit Place(c10::TensorImpl* of)
-        : grad(of),
-          begin(static_cast<const char*>(of->data())),
-          bytes(of->numel() * of->itemsize()),
-          storage_bytes(of->unsafe_storage().nbytes()),
-          version(of->version_counter().current_version()) {}
-
-    bool operator==(const Place& other) const {
-      return begin == other.begin && bytes == other.bytes && storage_bytes == other.storage_bytes &&
-             version == other.version;
-    }
-
-    // A storage of torch's own with one owner has its memory for itself.
-    bool is_alone() const {
-      const c10::Storage& storage = grad->unsafe_storage();
-      return storage.use_count() == 1 &&
-             storage.data_ptr().get_deleter() ==
-                 c10::GetAllocator(storage.device_type())->raw_deleter();
-    }
-  };
-
-  Reused<Place> places_;
-};
-
 // pass_over(optimizer, entry, unscaled, pass, allow_fp16) -> a new found_inf
 PyObject* pass_over(PyObject* const* args) {
   std::optional<Mark> mark;
@@ -302,23 +208,16 @@ PyObject* pass_over(PyObject* const* args) {
     return nullptr;
   }
   const cpu::Work work = work_of(pass);
-  std::optional<Stamp> stamp;
-  if (mark && pass.squares && gradients.casts == nullptr) {
-    stamp.emplace(*gradients.walk);
-  }
   if (mark) {
     mark->put(args[2]);
   }
-  const GradList& list = stamp ? *stamp : gradients.list();
+  const GradList& list = gradients.list();
   const bool found = without_gil_if_long(list, [&] { return cpu::run(list, work); });
   gradients.finish();
   if (!mark) {
     return THPVariable_Wrap(new_scalar<float>(found ? 1 : 0));
   }
   mark->set(found ? 1 : 0);
-  if (stamp) {
-    py::reinterpret_borrow<py::dict>(args[1])["stamp"] = std::move(*stamp);
-  }
   return THPVariable_Wrap(mark->flag());
 }
 
@@ -370,25 +269,6 @@ PyObject* clip_over(PyObject* const* args) {
   gradients.finish();
   mark.set(found);
   return THPVariable_Wrap(norm);
-}
-
-// stamped(param_groups) -> Stamp
-PyObject* stamped(PyObject* const* args) {
-  Reading reading;
-  reading.allow_fp16 = reading.writes = true;
-  std::optional<Walk> found = plain_walk(args[0], at::kCPU, reading);
-  if (!found) {
-    found = torch::wrap_pybind_function(walk)(args[0], reading);
-  }
-  if (found->lists.size() != 1 || !found->set_aside.empty() || found->refused) {
-    return nullptr;
-  }
-  return py::cast(Stamp(*found)).release().ptr();
-}
-
-// take(stamp, param_groups) -> bool
-PyObject* take(PyObject* const* args) {
-  return PyBool_FromLong(py::cast<Stamp&>(py::handle(args[0])).take(args[1]));
 }
 
 // is_found(flags) -> bool, as torch adds flags on the CPU
@@ -496,8 +376,6 @@ void bind_steps(py::module_& m) {
   add_call<clip, 1>(m, "clip");
   add_call<pass_over, 5>(m, "pass_over");
   add_call<clip_over, 9>(m, "clip_over");
-  add_call<stamped, 1>(m, "stamped");
-  add_call<take, 2>(m, "take");
   add_call<is_found, 1>(m, "is_found");
   add_call<copy_of, 1>(m, "copy_of");
   add_call<has_parameters, 2>(m, "has_parameters");
@@ -505,7 +383,6 @@ void bind_steps(py::module_& m) {
   add_call<overrides, 2>(m, "overrides");
   add_call<can_update, 1>(m, "can_update");
   add_call<update, 1>(m, "update");
-  py::class_<Stamp, GradList>(m, "Stamp").def("overlaps", &Stamp::overlaps);
 }
 
 }  // namespace ampfast

@@ -186,26 +186,6 @@ def test_flags_are_normalised(optimizer: str, value: float, torch_fails: Any) ->
         assert_same(ours.values(), theirs.values())
 
 
-class SummingFlags(GradScaler):
-    """Sums two ranks' flags, without clamping them to 1."""
-
-    def _check_inf_per_device(self, optimizer: Any) -> dict[torch.device, torch.Tensor]:
-        found = super()._check_inf_per_device(optimizer)
-        for flag in found.values():
-            flag.mul_(2)
-        return found
-
-
-@pytest.mark.parametrize("optimizer", TAKE_GRAD_SCALE)
-def test_flags_summed_in_a_hook(optimizer: str) -> None:
-    run = setup(SummingFlags, optimizer, [floats(math.inf)])
-    run.step()
-    assert run.calls[0][1].item() == 1.0
-    assert run.untouched()
-    run.scaler.update()
-    assert run.scaler.get_scale() == 2.0**15
-
-
 @pytest.mark.parametrize("optimizer", TAKE_GRAD_SCALE)
 def test_flags_of_two_entries(optimizer: str, torch_fails: Any) -> None:
     ours, theirs = both(optimizer, [floats(math.inf)])
