@@ -151,6 +151,7 @@ def clip_grads_with_norm_(
         given, kernels = _numbers(2.0, max_norm), _kernels_for(_first_grad(listed))
         is_plain = type(total_norm) is Tensor and total_norm.dim() == 0
         is_plain = is_plain and total_norm.is_floating_point()
+        is_plain = is_plain and not core.share_memory([listed])
         if kernels is not None and given is not None and is_plain:
             grads = _grads_of(listed)
             if grads is not None:
@@ -207,7 +208,7 @@ def _clipped(
         norm = kernels.clip_over(optimizer, {}, None, _READS, True, limit, largest, math.inf, None)
         if norm is not None:
             return norm
-    grads = _grads_of(params)
+    grads = None if core.share_memory([params]) else _grads_of(params)
     if grads is None:
         return None
     clip = _clip_of(kernels, grads, order, limit)

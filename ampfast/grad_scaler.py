@@ -562,6 +562,8 @@ class GradScaler(Passes):
             )
             for each, state in zip(optimizers, states, strict=True)
         ]
+        if scale is not None and clipping.share_memory(terms):
+            terms = self._unscaled_copies(terms)
         agreement = self._agreement(*(term.grads for term in terms))
         norm = clipping.measure(self._choice, terms, order, math.inf, scale, None, agreement)[0]
         if self._enabled and all(state["stage"] is READY for state in states):

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import math
+from dataclasses import replace
 from functools import cached_property, partial
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,6 +19,7 @@ from ampfast.backends import scalars
 from ampfast.backends.core import Factor, Pass, copy_of, new_entry
 from ampfast.backends.gpu import DeviceKernels, Ending
 from ampfast.backends.scalars import joint_flag
+from ampfast.errors import warn_caller
 from ampfast.loss_scale import Limits, LossScale
 from ampfast.master_weights import casts_of
 from ampfast.optimizers import ByOptimizer
@@ -63,6 +67,7 @@ class Passes(TorchGradScaler):
     _unscale_pass = _check_pass = Pass(False, Factor.NONE)
     _track: str | None = None
     _skip_above: float | Sigmas | None = None
+    _warned_of_shared_memory = False
 
     # Made when first asked for, also for instances that torch pickled or whose __init__ was not
     # called: the kernels by device, those for the device of the scale, the state of the scale
@@ -277,6 +282,8 @@ class Passes(TorchGradScaler):
             fresh_entry() if scale is None else self._per_optimizer_states[id(each)]
             for each in optimizers
         ]
+        if scale is not None and not overridden and clipping.share_memory(terms):
+            terms, defers = self._unscaled_first(optimizers, entries, scale), [False] * len(terms)
         divisor = None
         if scale is not None and any(defers):
             divisor = torch.empty((), dtype=torch.float32, device=scale.device)
@@ -309,6 +316,59 @@ class Passes(TorchGradScaler):
             # Last: until now they say "skip".
             entry["found_inf_per_device"] = term.flags
         return norm
+
+    def _unscaled_first(
+        self, optimizers: list[Any], entries: list[dict[str, Any]], scale: Tensor
+    ) -> list[clipping.NormTerm]:
+        """Unscales gradients that share memory, each as often as it is listed, as torch does."""
+        self._warn_of_shared_memory()
+        terms = [self._norm_term(each, scale, writes=True) for each in optimizers]
+        for term in terms:
+            clipping.require_clippable(term)
+        mark_unscaled(*entries)
+        for term in terms:
+            gradients.run(term.grads, Pass(True, *term.unscaling))
+        return [self._norm_term(each, None, writes=True) for each in optimizers]
+
+    @torch.no_grad()
+    def _unscaled_copies(self, terms: list[clipping.NormTerm]) -> list[clipping.NormTerm]:
+        """As `_unscaled_first`, with copies of the gradients."""
+        self._warn_of_shared_memory()
+        # Copies share storages as the gradients do.
+        memo: dict[int, Any] = {}
+        detached: dict[int, Tensor] = {}
+        copies = []
+        for term in terms:
+            if casts_of(term.optimizer) is not None:
+                copies.append(term)  # whose casts share nothing
+                continue
+            params = []
+            for param in chain.from_iterable(term.grads.groups):
+                if param.grad is not None:
+                    grad = detached.setdefault(id(param.grad), param.grad.detach())
+                    grad = copy.deepcopy(grad, memo)
+                    params.append(grad.detach())
+                    params[-1].grad = grad
+            grads = gradients.collect(
+                [{"params": params}],
+                allow_fp16=True,
+                writes=True,
+                choice=self._choice,
+                clips=True,
+                shards=self._ranks.local_shards(),
+            )
+            gradients.run(grads, Pass(True, *term.unscaling))
+            copies.append(replace(term, grads=grads, unscaling=gradients.unscaling(None)))
+        return copies
+
+    def _warn_of_shared_memory(self) -> None:
+        if not self._warned_of_shared_memory:
+            self._warned_of_shared_memory = True
+            warn_caller(
+                "Some gradients share memory, as those of a parameter that is listed twice: as by "
+                "torch, what they share is unscaled, counted in the norm and clipped once for "
+                "each of them. List each parameter once."
+            )
 
     def _clip_over(
         self,

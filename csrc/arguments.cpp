@@ -66,6 +66,7 @@ AcceptedNorms accepted_norms_of(const at::Tensor* words, at::Device device) {
     return {};
   }
   const int64_t size = words->numel();
+  TORCH_CHECK_VALUE(size >= 3, "accepted_norms has no window of 2 or more norms");
   return {data_of<double>(words, "accepted_norms", device, size), size - 1};
 }
 

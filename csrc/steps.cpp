@@ -1,10 +1,12 @@
 // Calls over gradients and the update of a scale, for Python's steps. One that returns None has
 // done nothing: Python goes on with a walk that takes everything.
+#include <ATen/EmptyTensor.h>
 #include <torch/csrc/Device.h>
 #include <torch/csrc/autograd/python_variable.h>
 
 #include <algorithm>
 #include <cmath>
+#include <deque>
 #include <optional>
 #include <string>
 #include <utility>
@@ -193,6 +195,87 @@ struct Gradients {
   }
 };
 
+// Where a tensor's memory begins and ends; of one that is empty or not dense, the tensor itself.
+std::pair<const char*, const char*> extent_of(const at::Tensor& tensor) {
+  const c10::TensorImpl* impl = tensor.unsafeGetTensorImpl();
+  if (tensor.numel() == 0 || !is_dense(tensor)) {
+    const char* begin = reinterpret_cast<const char*>(impl);
+    return {begin, begin + 1};
+  }
+  const char* begin = static_cast<const char*>(impl->unsafe_storage().data()) +
+                      impl->storage_offset() * impl->itemsize();
+  return {begin, begin + at::detail::computeStorageNbytes(impl->sizes(), impl->strides(),
+                                                          impl->itemsize())};
+}
+
+// Tells whether a tensor's memory is that of no other, unless the tensor itself is listed twice: it
+// is torch's own, with one owner.
+bool is_alone(const at::Tensor& tensor) {
+  const c10::TensorImpl* impl = tensor.unsafeGetTensorImpl();
+  if (!impl->has_storage() || impl->unsafe_storage().unsafeGetStorageImpl() == nullptr) {
+    return true;
+  }
+  static const c10::DeleterFnPtr deleter = c10::GetAllocator(at::kCPU)->raw_deleter();
+  const c10::Storage& storage = impl->unsafe_storage();
+  return storage.use_count() == 1 &&
+         storage.data_ptr().get_deleter() ==
+             (storage.device_type() == at::kCPU
+                  ? deleter
+                  : c10::GetAllocator(storage.device_type())->raw_deleter());
+}
+
+// Tells whether some of these tensors share memory; one that is listed twice does.
+bool have_shared_memory(const Reused<const at::Tensor*>& tensors) {
+  size_t slots = 16;
+  while (slots < 2 * tensors.size()) {
+    slots *= 2;
+  }
+  Reused<const void*> seen;  // a hash table
+  seen.assign(slots, nullptr);
+  bool are_alone = true;
+  for (const at::Tensor* tensor : tensors) {
+    const void* impl = tensor->unsafeGetTensorImpl();
+    are_alone = are_alone && is_alone(*tensor);
+    size_t slot = reinterpret_cast<uintptr_t>(impl) * uint64_t{0x9e3779b97f4a7c15} >> 32;
+    while (seen[slot &= slots - 1] != nullptr) {
+      if (seen[slot++] == impl) {
+        return true;
+      }
+    }
+    seen[slot] = impl;
+  }
+  if (are_alone) {
+    return false;
+  }
+  Reused<std::pair<const char*, const char*>> extents;
+  for (const at::Tensor* tensor : tensors) {
+    extents.push_back(extent_of(*tensor));
+  }
+  std::sort(extents.begin(), extents.end());
+  const auto meet = [](const auto& a, const auto& b) { return a.second > b.first; };
+  return std::adjacent_find(extents.begin(), extents.end(), meet) != extents.end();
+}
+
+// share_memory(groups) -> whether gradients of these lists of parameters share memory
+PyObject* share_memory(PyObject* const* args) {
+  std::deque<at::Tensor> made;  // by subclasses
+  Reused<const at::Tensor*> grads;
+  for (const py::handle group : py::handle(args[0])) {
+    for (const py::handle param : group) {
+      if (THPVariable_CheckExact(param.ptr())) {
+        const auto* meta = meta_of(THPVariable_Unpack(param.ptr()));
+        if (meta != nullptr && meta->grad_.defined()) {
+          grads.push_back(&meta->grad_);
+        }
+      } else if (const py::object grad = py::getattr(param, "grad", py::none());
+                 THPVariable_Check(grad.ptr())) {
+        grads.push_back(&made.emplace_back(THPVariable_Unpack(grad.ptr())));
+      }
+    }
+  }
+  return PyBool_FromLong(have_shared_memory(grads));
+}
+
 // pass_over(optimizer, entry, unscaled, pass, allow_fp16) -> a new found_inf
 PyObject* pass_over(PyObject* const* args) {
   std::optional<Mark> mark;
@@ -223,7 +306,8 @@ PyObject* pass_over(PyObject* const* args) {
 
 // clip_over(optimizer, entry, unscaled, pass, allow_fp16, max_norm, largest, skip_above,
 // accepted_norms) -> norm. The pass reads; then gradients are unscaled and clipped, and the entry
-// is marked. Without spikes `skip_above` is infinite; `accepted_norms` may be None.
+// is marked. Without spikes `skip_above` is infinite; `accepted_norms` may be None. Gradients that
+// share memory are left to Python.
 PyObject* clip_over(PyObject* const* args) {
   if (!PyDict_CheckExact(args[1])) {
     return nullptr;
@@ -232,6 +316,13 @@ PyObject* clip_over(PyObject* const* args) {
   const Pass pass(args[3]);
   const Gradients gradients(args[0], args[3], true, args[4] == Py_True);
   if (!gradients.walk) {
+    return nullptr;
+  }
+  Reused<const at::Tensor*> grads;
+  for (const GradRef& ref : gradients.walk->grads) {
+    grads.push_back(ref.grad);
+  }
+  if (have_shared_memory(grads)) {
     return nullptr;
   }
   cpu::Work work = work_of(pass);
@@ -376,6 +467,7 @@ void bind_steps(py::module_& m) {
   add_call<clip, 1>(m, "clip");
   add_call<pass_over, 5>(m, "pass_over");
   add_call<clip_over, 9>(m, "clip_over");
+  add_call<share_memory, 1>(m, "share_memory");
   add_call<is_found, 1>(m, "is_found");
   add_call<copy_of, 1>(m, "copy_of");
   add_call<has_parameters, 2>(m, "has_parameters");
