@@ -26,7 +26,7 @@ from ampfast.capture import is_capturing, refuse_capture
 from ampfast.errors import add_note, float_of, not_compiled, warn_caller
 from ampfast.hooks import original_methods
 from ampfast.loss_scale import Limits, LossScale, entry_of, require_static
-from ampfast.master_weights import MasterWeights
+from ampfast.master_weights import MasterWeights, casts_of
 from ampfast.optimizers import (
     explain,
     lacks_momentum,
@@ -562,10 +562,21 @@ class GradScaler(Passes):
             )
             for each, state in zip(optimizers, states, strict=True)
         ]
-        if scale is not None and clipping.share_memory(terms):
-            terms = self._unscaled_copies(terms)
-        agreement = self._agreement(*(term.grads for term in terms))
-        norm = clipping.measure(self._choice, terms, order, math.inf, scale, None, agreement)[0]
+        saved: list[tuple[Tensor, Tensor]] = []
+        try:
+            if scale is not None and clipping.share_memory(terms):
+                for place, term in enumerate(terms):
+                    # Casts share nothing.
+                    if term.unscaling[0] is not Factor.NONE and casts_of(term.optimizer) is None:
+                        params = (param for group in term.grads.groups for param in group)
+                        grads = [param.grad.detach() for param in params if param.grad is not None]
+                        saved += [(grad, grad.clone()) for grad in grads]
+                        terms[place] = self._unscaled_first([term.optimizer], [], scale)[0]
+            agreement = self._agreement(*(term.grads for term in terms))
+            norm = clipping.measure(self._choice, terms, order, math.inf, scale, None, agreement)[0]
+        finally:
+            for grad, values in reversed(saved):
+                grad.copy_(values)
         if self._enabled and all(state["stage"] is READY for state in states):
             # Else it may be of gradients that were clipped.
             self._loss_scale.record_norm(optimizers, norm, order)

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 import math
-from dataclasses import replace
 from functools import cached_property, partial
-from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -329,37 +326,6 @@ class Passes(TorchGradScaler):
         for term in terms:
             gradients.run(term.grads, Pass(True, *term.unscaling))
         return [self._norm_term(each, None, writes=True) for each in optimizers]
-
-    @torch.no_grad()
-    def _unscaled_copies(self, terms: list[clipping.NormTerm]) -> list[clipping.NormTerm]:
-        """As `_unscaled_first`, with copies of the gradients."""
-        self._warn_of_shared_memory()
-        # Copies share storages as the gradients do.
-        memo: dict[int, Any] = {}
-        detached: dict[int, Tensor] = {}
-        copies = []
-        for term in terms:
-            if casts_of(term.optimizer) is not None:
-                copies.append(term)  # whose casts share nothing
-                continue
-            params = []
-            for param in chain.from_iterable(term.grads.groups):
-                if param.grad is not None:
-                    grad = detached.setdefault(id(param.grad), param.grad.detach())
-                    grad = copy.deepcopy(grad, memo)
-                    params.append(grad.detach())
-                    params[-1].grad = grad
-            grads = gradients.collect(
-                [{"params": params}],
-                allow_fp16=True,
-                writes=True,
-                choice=self._choice,
-                clips=True,
-                shards=self._ranks.local_shards(),
-            )
-            gradients.run(grads, Pass(True, *term.unscaling))
-            copies.append(replace(term, grads=grads, unscaling=gradients.unscaling(None)))
-        return copies
 
     def _warn_of_shared_memory(self) -> None:
         if not self._warned_of_shared_memory:
