@@ -26,7 +26,7 @@ MOST_LINES = 40
 # Where all parameters overflowed.
 _EVERYWHERE = (
     "These are all trainable parameters: the loss or a forward activation was not finite. Forward "
-    'hooks find the first layer: see "Every gradient is infinite or NaN" in docs/troubleshooting.md.'
+    'hooks find the layer: see "Every gradient is infinite or NaN" in docs/troubleshooting.md.'
 )
 
 # Parameters by group.

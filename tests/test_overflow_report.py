@@ -106,7 +106,8 @@ def test_the_loss_is_named_where_all_parameters_overflow(backend: str) -> None:
     scaler = started(backend=backend)
     params, others = parameters(math.inf, math.nan, None), parameters(1.0)
     params[2].requires_grad_(False)
-    for optimizer in (torch.optim.SGD(params, lr=1.0), torch.optim.SGD(others, lr=1.0)):
+    optimizers = [torch.optim.SGD(params, lr=1.0), torch.optim.SGD(others, lr=1.0)]
+    for optimizer in optimizers:
         scaler.step(optimizer)
     scaler.update()
     report = scaler.overflow_report()
@@ -115,7 +116,7 @@ def test_the_loss_is_named_where_all_parameters_overflow(backend: str) -> None:
     assert OverflowReport.of_all([report, report]).is_everywhere
     assert not OverflowReport.of_all([report, OverflowReport(None, (), ())]).is_everywhere
     set_values(params, math.inf, 1.0, None)
-    scaler.step(torch.optim.SGD(params, lr=1.0))
+    scaler.step(optimizers[0])
     scaler.update()
     report = scaler.overflow_report()
     assert not report.is_everywhere and "forward activation" not in str(report)

@@ -172,8 +172,8 @@ def _check_and_unscale_(grads: list[Tensor], found_inf: Tensor, inv_scale: Tenso
         if grads[0].is_complex():
             add_note(
                 error,
-                f"A gradient is complex, of dtype {grads[0].dtype}, which torch cannot unscale. Train "
-                "a real parameter and use its torch.view_as_complex, or step the complex ones by "
+                f"A gradient is complex, of dtype {grads[0].dtype}, and torch cannot unscale it. "
+                "Train a real parameter and use its torch.view_as_complex, or step the complex ones by "
                 "an optimizer of their own, without the scaler.",
             )
         raise
