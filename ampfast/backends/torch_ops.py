@@ -173,8 +173,8 @@ def _check_and_unscale_(grads: list[Tensor], found_inf: Tensor, inv_scale: Tenso
             add_note(
                 error,
                 f"A gradient is complex, of dtype {grads[0].dtype}, and torch cannot unscale it. "
-                "Train a real parameter and use its torch.view_as_complex, or step the complex ones by "
-                "an optimizer of their own, without the scaler.",
+                "Train a real parameter and use its torch.view_as_complex, or step the complex "
+                "ones by an optimizer of their own, without the scaler.",
             )
         raise
 
