@@ -13,6 +13,7 @@ from torch import Tensor
 from ampfast import gradients
 from ampfast.backends import Choice, torch_ops
 from ampfast.backends.core import Clip, Factor, Pass, is_scalar
+from ampfast.backends.core import share_memory as lists_share_memory
 from ampfast.backends.scalars import any_found, inverse, joint_flag, moved, new_flag, widest
 from ampfast.backends.torch_ops import TensorList, p_norm
 from ampfast.distributed import Agreement, replicated_numbers
@@ -127,6 +128,11 @@ def measure(
     return norm, coefficient
 
 
+def share_memory(terms: list[NormTerm]) -> bool:
+    """Whether gradients of these terms share memory; those of one parameter, listed twice, do."""
+    return lists_share_memory([group for term in terms for group in term.grads.groups])
+
+
 def clip_(terms: list[NormTerm], coefficient: Tensor) -> None:
     """Multiplies gradients in place by the inverse scale, then by the coefficient."""
     for term in terms:
@@ -136,15 +142,20 @@ def clip_(terms: list[NormTerm], coefficient: Tensor) -> None:
             gradients.run(grads, Pass(True, *term.unscaling, coefficient=coefficient))
 
 
+def require_clippable(term: NormTerm) -> None:
+    """Raises torch's errors for gradients that will be clipped in place and cannot be."""
+    for aside in term.grads.for_torch() if term.writes else ():
+        if term.unscaling[0] is not Factor.NONE:
+            torch_ops.require_unscalable(aside.tensors)
+        torch_ops.require_writable(aside.tensors)
+
+
 def _read(term: NormTerm, agreement: Agreement | None) -> None:
     """Computes flags and sums of a term, some of whose gradients another rank may count.
 
     Refuses what cannot be clipped.
     """
-    for aside in term.grads.for_torch() if term.writes else ():
-        if term.unscaling[0] is not Factor.NONE:
-            torch_ops.require_unscalable(aside.tensors)
-        torch_ops.require_writable(aside.tensors)
+    require_clippable(term)
     flags: dict[torch.device, list[Tensor]] = {}
     split = [term.grads] if agreement is None else _split(term, agreement)
     for grads, counts in zip(split, (True, False), strict=False):

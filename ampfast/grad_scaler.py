@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.amp.grad_scaler import OptState
 from torch.cuda.amp.common import amp_definitely_not_available
 
-from ampfast import backends, capture, clip_grad, clipping, distributed, gradients, tracking
+from ampfast import backends, capture, clipping, distributed, gradients, tracking
 from ampfast._version import __version__
 from ampfast.backends import scalars
 from ampfast.backends.core import Factor, Pass, is_found, overrides
@@ -26,7 +26,7 @@ from ampfast.capture import is_capturing, refuse_capture
 from ampfast.errors import add_note, float_of, not_compiled, warn_caller
 from ampfast.hooks import original_methods
 from ampfast.loss_scale import Limits, LossScale, entry_of, require_static
-from ampfast.master_weights import MasterWeights
+from ampfast.master_weights import MasterWeights, casts_of
 from ampfast.optimizers import (
     explain,
     lacks_momentum,
@@ -118,9 +118,6 @@ class GradScaler(Passes):
             or None.
         policy: `LogMax` for a scale that follows the largest gradients, `UnderflowTarget` for one
             that grows only while values vanish; None for torch's rule.
-        keep_norm: Whether `unscale_` also measures the norm, which `functional.clip_grad_norm_`, or
-            torch's under `patch(clip_grad_norm=True)`, then takes for these gradients; None for
-            whether that patch is in place.
 
     Raises:
         AssertionError: If a factor is on the wrong side of 1.
@@ -157,7 +154,6 @@ class GradScaler(Passes):
         process_group: ProcessGroup | DeviceMesh | None = None,
         track: str | None = None,
         policy: LogMax | UnderflowTarget | None = None,
-        keep_norm: bool | None = None,
     ) -> None:
         if isinstance(device, Number):
             raise TypeError(
@@ -165,8 +161,7 @@ class GradScaler(Passes):
                 f"init_scale={device!r}, or use ampfast.patch(), under which "
                 "torch.cuda.amp.GradScaler takes it first"
             )
-        keep_norm = clip_grad.is_patched() if keep_norm is None else keep_norm
-        named = {"allow_fp16": allow_fp16, "dynamic": dynamic, "keep_norm": keep_norm}
+        named = {"allow_fp16": allow_fp16, "dynamic": dynamic}
         for name, value in named.items():
             if not isinstance(value, bool):
                 raise TypeError(f"{name} must be a bool, got {type(value).__name__}")
@@ -208,7 +203,6 @@ class GradScaler(Passes):
             self._growth_interval, self._backoff_factor = 0, 1.0
             self._is_guard = init_scale == 1
         self._track = track
-        self._keep_norm = keep_norm
 
     def __repr__(self) -> str:
         name, scale = type(self).__name__, self._scale if self._enabled else None
@@ -568,8 +562,21 @@ class GradScaler(Passes):
             )
             for each, state in zip(optimizers, states, strict=True)
         ]
-        agreement = self._agreement(*(term.grads for term in terms))
-        norm = clipping.measure(self._choice, terms, order, math.inf, scale, None, agreement)[0]
+        saved: list[tuple[Tensor, Tensor]] = []
+        try:
+            if scale is not None and clipping.share_memory(terms):
+                for place, term in enumerate(terms):
+                    # Casts share nothing.
+                    if term.unscaling[0] is not Factor.NONE and casts_of(term.optimizer) is None:
+                        params = (param for group in term.grads.groups for param in group)
+                        grads = [param.grad.detach() for param in params if param.grad is not None]
+                        saved += [(grad, grad.clone()) for grad in grads]
+                        terms[place] = self._unscaled_first([term.optimizer], [], scale)[0]
+            agreement = self._agreement(*(term.grads for term in terms))
+            norm = clipping.measure(self._choice, terms, order, math.inf, scale, None, agreement)[0]
+        finally:
+            for grad, values in reversed(saved):
+                grad.copy_(values)
         if self._enabled and all(state["stage"] is READY for state in states):
             # Else it may be of gradients that were clipped.
             self._loss_scale.record_norm(optimizers, norm, order)
@@ -731,7 +738,6 @@ class GradScaler(Passes):
             "dynamic": self._dynamic,
             "allow_fp16": self._allow_fp16,
             "track": self._track,
-            "keep_norm": self._keep_norm,
             "torch": str(torch.__version__),
             "ampfast": __version__,
         }
@@ -806,7 +812,6 @@ class GradScaler(Passes):
     ) -> dict[torch.device, Tensor]:
         if allow_fp16 is None:
             allow_fp16 = self._allow_fp16  # FSDP's scaler need not be told
-        clip_grad.forget()
         grads = self._collect(optimizer, allow_fp16=allow_fp16, writes=True)
         return gradients.run(grads, Pass(True, Factor.TIMES, inv_scale, found_inf))
 
@@ -891,8 +896,6 @@ class GradScaler(Passes):
 
     def _unscale(self, optimizer: Any, entry: dict[str, Any], scale: Tensor) -> None:
         """`unscale_` for an optimizer whose turn it is."""
-        if clip_grad.keepers.values and not self._keep_norm:
-            clip_grad.forget()  # another scaler may have kept the norm of these gradients
         work = self._unscale_pass if self._passes_scale is scale else self._make_passes(scale)
         if self._is_guard and isinstance(optimizer, MasterWeights):
             work = _CASTING

@@ -11,11 +11,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.amp.grad_scaler import OptState
 
-from ampfast import backends, clip_grad, clipping, distributed, gradients, tracking
+from ampfast import backends, clipping, distributed, gradients, tracking
 from ampfast.backends import scalars
 from ampfast.backends.core import Factor, Pass, copy_of, new_entry
 from ampfast.backends.gpu import DeviceKernels, Ending
 from ampfast.backends.scalars import joint_flag
+from ampfast.errors import warn_caller
 from ampfast.loss_scale import Limits, LossScale
 from ampfast.master_weights import casts_of
 from ampfast.optimizers import ByOptimizer
@@ -62,15 +63,13 @@ class Passes(TorchGradScaler):
     _passes_scale: Tensor | None = None
     _unscale_pass = _check_pass = Pass(False, Factor.NONE)
     _track: str | None = None
-    # Whether unscaling measures the norm for a clipping by torch's name, and its limit.
-    _keep_norm = False
     _skip_above: float | Sigmas | None = None
+    _warned_of_shared_memory = False
 
     # Made when first asked for, also for instances that torch pickled or whose __init__ was not
     # called: the kernels by device, those for the device of the scale, the state of the scale
     # besides torch's two tensors, the ranks to agree with, the per-parameter tables, the flags of
-    # each living optimizer's last check, and whether a policy, tables, kept norms or ranks take
-    # part in passes.
+    # each living optimizer's last check, and whether a policy, tables or ranks take part in passes.
     _choice = cached_property(lambda self: backends.choose(self._backend))
     _kernels = cached_property(lambda self: self._choice.kernels_for(self._scale.device))
     _loss_scale = cached_property(lambda self: LossScale(Limits()))
@@ -80,7 +79,6 @@ class Passes(TorchGradScaler):
     _has_observers = cached_property(
         lambda self: (
             self._track is not None
-            or self._keep_norm
             or self._loss_scale.follower is not None
             or not self._ranks.is_alone
         )
@@ -101,19 +99,13 @@ class Passes(TorchGradScaler):
     def skip_above(self) -> float | Sigmas | None:
         """The default of `clip_grad_norm_`'s `skip_above`.
 
-        Also for `torch.nn.utils.clip_grad_norm_` under `patch(clip_grad_norm=True)`, where
-        gradients neither are DTensors nor belong to a `process_group`: the norm is that of its
-        clip, for all optimizers of which this has gradients that `unscale_` has unscaled since the
-        limit was set; with `Sigmas` that of the first clip. `update` warns once if no norm was
-        compared. Setting it makes the scaler keep norms.
+        `update` warns once if no norm was compared.
         """
         return self._skip_above
 
     @skip_above.setter
     def skip_above(self, limit: float | Sigmas | None) -> None:
         self._skip_above = skip_limit_of(limit)
-        self._keep_norm |= limit is not None
-        self.__dict__.pop("_has_observers", None)
 
     def _make_passes(self, scale: Tensor) -> Pass:
         """Makes the pass that unscales, and the one that checks for a division by the scale."""
@@ -159,10 +151,6 @@ class Passes(TorchGradScaler):
         """
         allow_fp16 = entry is None or self._allow_fp16
         follower, grads, agreement = self._loss_scale.follower, None, None
-        keeps_norm = self._keep_norm and entry is not None and self._ranks.is_alone
-        if keeps_norm:
-            sums = torch.empty(2, dtype=scalars.widest(scale.device), device=scale.device)
-            work = work._replace(sums=sums, squares=True)
         work, marked = self._observed(optimizer, work, scale, observes)
         if not self._ranks.is_alone:
             agreement = self._ranks.agreement(())
@@ -191,8 +179,6 @@ class Passes(TorchGradScaler):
         if entry is not None:
             entry["found_inf_per_device"], entry["stage"] = flags, UNSCALED
         if agreement is None:
-            if keeps_norm and entry is not None and work.sums is not None:
-                clip_grad.keep(entry, optimizer, work.sums, self)
             return flags
         if not observes:
             return agreement.all_reduce([flags], scale.device)[0]
@@ -293,6 +279,8 @@ class Passes(TorchGradScaler):
             fresh_entry() if scale is None else self._per_optimizer_states[id(each)]
             for each in optimizers
         ]
+        if scale is not None and not overridden and clipping.share_memory(terms):
+            terms, defers = self._unscaled_first(optimizers, entries, scale), [False] * len(terms)
         divisor = None
         if scale is not None and any(defers):
             divisor = torch.empty((), dtype=torch.float32, device=scale.device)
@@ -325,6 +313,28 @@ class Passes(TorchGradScaler):
             # Last: until now they say "skip".
             entry["found_inf_per_device"] = term.flags
         return norm
+
+    def _unscaled_first(
+        self, optimizers: list[Any], entries: list[dict[str, Any]], scale: Tensor
+    ) -> list[clipping.NormTerm]:
+        """Unscales gradients that share memory, each as often as it is listed, as torch does."""
+        self._warn_of_shared_memory()
+        terms = [self._norm_term(each, scale, writes=True) for each in optimizers]
+        for term in terms:
+            clipping.require_clippable(term)
+        mark_unscaled(*entries)
+        for term in terms:
+            gradients.run(term.grads, Pass(True, *term.unscaling))
+        return [self._norm_term(each, None, writes=True) for each in optimizers]
+
+    def _warn_of_shared_memory(self) -> None:
+        if not self._warned_of_shared_memory:
+            self._warned_of_shared_memory = True
+            warn_caller(
+                "Some gradients share memory, as those of a parameter that is listed twice: as by "
+                "torch, what they share is unscaled, counted in the norm and clipped once for "
+                "each of them. List each parameter once."
+            )
 
     def _clip_over(
         self,

@@ -146,9 +146,7 @@ class SpikeRules:
             self._warns = False
             warn_caller(
                 "skip_above had no effect: since the last update() no gradient norm was compared "
-                "with it. Clip between unscale_() and step() by scaler.clip_grad_norm_, or by "
-                "torch's function under ampfast.patch(clip_grad_norm=True), which compares only "
-                "without DTensors and process_group."
+                "with it. Clip by scaler.clip_grad_norm_ in place of unscale_()."
             )
         self._is_compared = False
 

@@ -83,8 +83,9 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("set_cpu_capability", &cpu::set_capability);
   m.def("set_grain", &cpu::set_grain);
 
-  // pybind11 takes it for granted that an object gets memory.
-  const py::custom_type_setup checked_alloc([](PyHeapTypeObject* type) {
+  // pybind11 takes it for granted that an object gets memory, and that none is without its value.
+  const py::custom_type_setup made_here([](PyHeapTypeObject* type) {
+    type->ht_type.tp_flags |= Py_TPFLAGS_DISALLOW_INSTANTIATION;
     type->ht_type.tp_alloc = [](PyTypeObject* kind, Py_ssize_t count) {
       PyObject* made = PyType_GenericAlloc(kind, count);
       if (made == nullptr) {
@@ -93,7 +94,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       return made;
     };
   });
-  py::class_<GradList>(m, "GradList", checked_alloc)
+  py::class_<GradList>(m, "GradList", made_here, py::is_final())
       .def_static("of", &regular_list, py::arg("tensors"), py::arg("device"),
                   py::arg("parameters") = std::nullopt, py::arg("wide") = std::nullopt)
       .def("split", &GradList::split, py::arg("parameters"))
@@ -104,14 +105,14 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def_property_readonly("chunks", &GradList::chunks);
   bind_steps(m);
 
-  py::class_<Segment>(m, "Segment")
+  py::class_<Segment>(m, "Segment", made_here, py::is_final())
       .def_readonly("dtype", &Segment::dtype)
       .def_readonly("word", &Segment::word)
       .def_readonly("chunks", &Segment::chunks)
       .def_readonly("first", &Segment::first)
       .def_readonly("is_paired", &Segment::is_paired)
       .def_readonly("is_aligned", &Segment::is_aligned);
-  py::class_<DeviceTable, std::shared_ptr<DeviceTable>>(m, "DeviceTable")
+  py::class_<DeviceTable, std::shared_ptr<DeviceTable>>(m, "DeviceTable", made_here, py::is_final())
       .def_static("of", &table_of)
       .def_readonly("words", &DeviceTable::words)
       .def_readonly("partials", &DeviceTable::partials)

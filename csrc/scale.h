@@ -35,7 +35,7 @@ enum StateWord : int64_t {
 };
 
 // Behind it, the last steps: step i at i % kRingSteps.
-constexpr int64_t kRingSteps = 1024;
+constexpr int64_t kRingSteps = 1024;  // a power of 2, so that no count leads out of it
 enum RingWord : int64_t {
   kRingScale,   // with which the step was taken
   kRingStatus,  // 1 if it was skipped, plus 2 if there is a norm, plus 4 if it was a spike
@@ -120,7 +120,7 @@ AMPFAST_ELEMENT void update_scale(const Update& update, float flag) {
       next = before < min_scale ? before : min_scale;
     }
 
-    int64_t* entry = state + kRing + state[kSteps] % kRingSteps * kRingWords;
+    int64_t* entry = state + kRing + (state[kSteps] & (kRingSteps - 1)) * kRingWords;
     entry[kRingScale] = word_of(before);
     entry[kRingStatus] = (skipped ? 1 : 0) + (update.norm != nullptr ? 2 : 0) + (spiked ? 4 : 0);
     entry[kRingNorm] = update.norm != nullptr ? word_of(*update.norm) : 0;

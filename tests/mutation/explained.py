@@ -283,12 +283,6 @@ _BY_REASON: dict[str, list[tuple[str, str, str, int]]] = {
         ),
     ],
     "Measures or tries what is then not taken.": [
-        (
-            "Passes._pass",
-            "self._keep_norm and entry is not None and self._ranks.is_alone",
-            "self._keep_norm and entry is not None",
-            1,
-        ),
         ("Passes._pass", "marked is not None and self._has_observers", "marked is not None", 1),
         (
             "Passes._pass",

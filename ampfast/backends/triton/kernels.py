@@ -335,7 +335,7 @@ def _update(pointers, norm_ptr, flag, growth_factor, backoff_factor, growth_inte
         counted = tl.where(word == _STATE.TOLERATED, tolerated, counted)
         counted = tl.where(word == _STATE.SPIKES, counters + spiked.to(tl.int64), counted)
 
-        entry_ptr = state_ptr + _STATE.RING + steps % _STATE.RING_STEPS * _STATE.RING_WORDS
+        entry_ptr = state_ptr + _STATE.RING + (steps & (_STATE.RING_STEPS - 1)) * _STATE.RING_WORDS
         status = one + 4 * spiked.to(tl.int64)
         norm = one * 0
         if norm_ptr is not None:
