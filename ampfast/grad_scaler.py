@@ -28,6 +28,7 @@ from ampfast.hooks import original_methods
 from ampfast.loss_scale import Limits, LossScale, entry_of, require_static
 from ampfast.master_weights import MasterWeights
 from ampfast.optimizers import (
+    divides_by_itself,
     explain,
     lacks_momentum,
     legacy_step,
@@ -347,7 +348,8 @@ class GradScaler(Passes):
         if AGREEMENT in entry and entry["stage"] is not READY:
             self._agree(entry, scale.device)  # retries a collective that failed
         try:
-            if getattr(optimizer, "_step_supports_amp_scaling", False):
+            # One that was to divide still has scaled gradients.
+            if divides_by_itself(optimizer) or clipping.DEFERRED in entry:
                 result = self._step_fused(optimizer, entry, args, kwargs)
             else:
                 if scale.is_cuda and is_capturing() and not overrides(self, _MAYBE_STEP):
