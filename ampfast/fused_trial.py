@@ -62,7 +62,8 @@ def fault_of(
 def _unseen() -> Iterator[None]:
     """Keeps the caller's modes, such as one that counts operators, from what runs inside."""
     functions = torch._C.DisableTorchFunction()
-    with torch.inference_mode(False), torch.no_grad(), _disable_current_modes(), functions:
+    # First, since the others are functions that a mode sees.
+    with functions, _disable_current_modes(), torch.inference_mode(False), torch.no_grad():
         yield
 
 

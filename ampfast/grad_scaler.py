@@ -15,7 +15,16 @@ from torch import Tensor
 from torch.amp.grad_scaler import OptState
 from torch.cuda.amp.common import amp_definitely_not_available
 
-from ampfast import backends, capture, clip_grad, clipping, distributed, gradients, tracking
+from ampfast import (
+    backends,
+    capture,
+    clip_grad,
+    clipping,
+    distributed,
+    gradients,
+    late_backward,
+    tracking,
+)
 from ampfast._version import __version__
 from ampfast.backends import scalars
 from ampfast.backends.core import Factor, Pass, is_found, overrides
@@ -134,7 +143,7 @@ class GradScaler(Passes):
     # Extra arguments of the torch base class (FSDP's takes a process_group).
     _base_arguments: ClassVar[dict[str, Any]] = {}
     _dynamic = True
-    _warned_of_zero = False
+    _warned_of_backward = _warned_of_zero = False
     # As in `Passes`: the norms of steps taken.
     _spike_rules = cached_property(lambda self: SpikeRules())
 
@@ -235,9 +244,13 @@ class GradScaler(Passes):
             return self._scaled_by_1(outputs)
         is_usual = type(outputs) is Tensor and outputs.dtype is _FLOAT32 and self._enabled
         scale = self._scale if is_usual else None
-        if scale is not None and scale.device == outputs.device:
-            return outputs * scale
-        return super().scale(outputs)
+        is_here = scale is not None and scale.device == outputs.device
+        scaled = outputs * scale if is_here else super().scale(outputs)
+        if self._per_optimizer_states and not torch.compiler.is_compiling():
+            get = self._per_optimizer_states.get
+            entries = [(each, get(id(each), NEW)) for each, _ in self._last_checks]
+            late_backward.watch(scaled, [each for each in entries if each[1]["stage"] is UNSCALED])
+        return scaled
 
     def _scaled_by_1(self, outputs: Any) -> Any:
         """What torch's `scale` returns, without a multiplication; makes the scale as it does."""
@@ -347,6 +360,9 @@ class GradScaler(Passes):
             )
         if AGREEMENT in entry and entry["stage"] is not READY:
             self._agree(entry, scale.device)  # retries a collective that failed
+        if late_backward.LATE in entry and not self._warned_of_backward:
+            self._warned_of_backward = True
+            warn_caller(late_backward.WARNING.format(type(optimizer).__name__))
         try:
             # One that was to divide still has scaled gradients.
             if divides_by_itself(optimizer) or clipping.DEFERRED in entry:

@@ -136,7 +136,7 @@ class ByOptimizer(Generic[Value]):
         return self.values.get(id(optimizer))
 
 
-_STATEMENT = "_step_supports_amp_scaling"
+_STATEMENT, _HOOKS = "_step_supports_amp_scaling", "_optimizer_step_pre_hooks"
 _UNSAID = object()
 
 # By optimizer: its class and parameters when it was last judged, and the answer.
@@ -160,13 +160,14 @@ def divides_by_itself(optimizer: Any) -> bool:
     if stated is _UNSAID:
         stated = getattr(type(optimizer), _STATEMENT, False)
         if hasattr(type(stated), "__get__"):
-            if isinstance(stated, property) and not _is_made_by_torch(optimizer, own):
+            is_own = _HOOKS in own and _is_alone(optimizer, own)
+            if isinstance(stated, property) and not is_own:
                 return False
             stated = getattr(optimizer, _STATEMENT, False)
     if not stated:
         return False
     if not isinstance(optimizer, torch.optim.Optimizer):
-        return not _held_optimizers(optimizer, own)
+        return _is_alone(optimizer, own)
     seen: list[Any] = [type(optimizer), fused_trial.operators(torch)]
     for group in optimizer.param_groups:
         params = group["params"]
@@ -180,12 +181,25 @@ def divides_by_itself(optimizer: Any) -> bool:
     known = _judged.values.get(id(optimizer))
     if known is not None and known[0] == seen:
         return known[1]
-    divides = not _held_optimizers(optimizer, own) or _is_made_by_torch(optimizer, own)
+    divides = _is_alone(optimizer, own) or _has_own_hooks(optimizer, own)
     if divides and is_capturing():
         return True  # nothing can be tried here
     divides = divides and _has_right_kernels(optimizer)
     _judged.record(optimizer, (seen, divides))
     return divides
+
+
+def _is_alone(optimizer: object, own: dict[str, Any]) -> bool:
+    """Whether an object has neither another optimizer nor the attributes of one."""
+    if _HOOKS in own and not isinstance(optimizer, torch.optim.Optimizer):
+        return False
+    return not _held_optimizers(optimizer, own)
+
+
+def _has_own_hooks(optimizer: object, own: dict[str, Any]) -> bool:
+    """Whether an optimizer has hooks that torch made for it, and not for one that it holds."""
+    hooks, held = own.get(_HOOKS), _held_optimizers(optimizer, own)
+    return hooks is not None and all(getattr(each, _HOOKS, None) is not hooks for each in held)
 
 
 def _held_optimizers(optimizer: object, own: dict[str, Any]) -> list[Any]:
@@ -199,14 +213,6 @@ def _held_optimizers(optimizer: object, own: dict[str, Any]) -> list[Any]:
         and hasattr(value, "param_groups")
         and getattr(value, "__dict__", None) is not own
     ]
-
-
-def _is_made_by_torch(optimizer: object, own: dict[str, Any]) -> bool:
-    """Whether an optimizer has hooks of its own, as torch's constructor makes them."""
-    hooks = own.get("_optimizer_step_pre_hooks")
-    held = _held_optimizers(optimizer, own)
-    is_copy = any(getattr(each, "_optimizer_step_pre_hooks", None) is hooks for each in held)
-    return isinstance(optimizer, torch.optim.Optimizer) and hooks is not None and not is_copy
 
 
 def _has_right_kernels(optimizer: torch.optim.Optimizer) -> bool:
