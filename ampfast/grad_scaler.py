@@ -246,7 +246,7 @@ class GradScaler(Passes):
         scale = self._scale if is_usual else None
         is_here = scale is not None and scale.device == outputs.device
         scaled = outputs * scale if is_here else super().scale(outputs)
-        if self._per_optimizer_states and not torch.compiler.is_compiling():
+        if self._enabled and self._per_optimizer_states and not torch.compiler.is_compiling():
             get = self._per_optimizer_states.get
             entries = [(each, get(id(each), NEW)) for each, _ in self._last_checks]
             late_backward.watch(scaled, [each for each in entries if each[1]["stage"] is UNSCALED])

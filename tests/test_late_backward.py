@@ -133,8 +133,8 @@ def test_a_guard_has_no_scale_to_warn_of() -> None:
     def program() -> None:
         for _ in range(2):
             guard.scale(model.loss()).backward()
-            guard.scale(model.loss()).backward()
             guard.unscale_(model.optimizer)
+            guard.scale(model.loss()).backward()
             guard.step(model.optimizer)
             guard.update()
 
