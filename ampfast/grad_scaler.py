@@ -360,9 +360,8 @@ class GradScaler(Passes):
             )
         if AGREEMENT in entry and entry["stage"] is not READY:
             self._agree(entry, scale.device)  # retries a collective that failed
-        if late_backward.LATE in entry and not self._warned_of_backward:
-            self._warned_of_backward = True
-            warn_caller(late_backward.WARNING.format(type(optimizer).__name__))
+        if late_backward.LATE in entry:
+            self._warn_of_late_backward(optimizer)
         try:
             # One that was to divide still has scaled gradients.
             if divides_by_itself(optimizer) or clipping.DEFERRED in entry:
@@ -886,13 +885,32 @@ class GradScaler(Passes):
                 self.unscale_(optimizer)  # which casts
             if AGREEMENT in entry and entry["stage"] is UNSCALED and self._scale is not None:
                 self._agree(entry, self._scale.device)  # retries a collective that failed
-            result = TorchGradScaler.step(self, optimizer, *args, **kwargs)
+            if late_backward.LATE in entry:
+                self._warn_of_late_backward(optimizer)
+            is_refused = entry is NEW or entry["stage"] is STEPPED or "closure" in kwargs
+            asks = not is_refused and getattr(optimizer, "_step_supports_amp_scaling", False)
+            if not asks or divides_by_itself(optimizer):
+                result = TorchGradScaler.step(self, optimizer, *args, **kwargs)
+            else:
+                # As torch steps a plain optimizer, for which torch would not take this one.
+                self._check_scale_growth_tracker("step")
+                if entry["stage"] is READY:
+                    self.unscale_(optimizer)
+                if not entry["found_inf_per_device"]:
+                    raise no_inf_checks(optimizer)
+                result = self._maybe_opt_step(optimizer, entry, *args, **kwargs)
+                entry["stage"] = STEPPED
         except AttributeError as error:
             explain(error, optimizer, *needed)
             raise
         if entry is not NEW:
             self._last_checks.record(optimizer, entry["found_inf_per_device"])
         return result
+
+    def _warn_of_late_backward(self, optimizer: object) -> None:
+        if not self._warned_of_backward:
+            self._warned_of_backward = True
+            warn_caller(late_backward.WARNING.format(type(optimizer).__name__))
 
     def _agree_beside_hooks(self, optimizer: torch.optim.Optimizer) -> Flags:
         """Returns the flags of all ranks, after a hook has decided on this one's."""
