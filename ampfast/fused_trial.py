@@ -23,11 +23,12 @@ _faults: dict[tuple[Any, ...], str | None] = {}
 
 
 def torchs_class(kind: type[torch.optim.Optimizer]) -> type[torch.optim.Optimizer] | None:
-    """The optimizer of torch whose `step` a class has, or None."""
+    """The optimizer of torch whose `step`, as torch wrote it, a class has; or None."""
+    step = inspect.unwrap(kind.step)
     for base in kind.__mro__:
         if getattr(torch.optim, base.__name__, None) is base:
-            is_same = inspect.unwrap(base.step) is inspect.unwrap(kind.step)
-            return base if is_same else None
+            is_torchs = f"{step.__module__}.".startswith("torch.optim.")
+            return base if is_torchs and step is inspect.unwrap(base.step) else None
     return None
 
 
@@ -37,7 +38,7 @@ def fault_of(
     """Tries the fused implementation of an optimizer of torch, once for a dtype and device type.
 
     With `grad_scale` 2 it must do what the unfused one does with halved gradients, up to rounding,
-    and with `found_inf` 1 nothing. No hook or mode of the caller sees it, and the host waits once.
+    and with `found_inf` 1 nothing. No hook or mode of the caller sees it; the host waits for it.
 
     Args:
         kind: A class of `torch.optim`.

@@ -209,6 +209,13 @@ def test_nobody_sees_a_trial() -> None:
     assert torch.equal(torch.get_rng_state(), before)
 
 
+def test_a_step_that_was_replaced_is_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Any] = []
+    monkeypatch.setattr(torch.optim.SGD, "step", lambda self: seen.append(self))
+    assert divides_by_itself(torch.optim.SGD([ones()], fused=True))
+    assert seen == []
+
+
 def test_a_capture_tries_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     optimizer = torch.optim.SGD([ones()], fused=True)
     monkeypatch.setattr(optimizers, "is_capturing", lambda: True)
