@@ -68,7 +68,8 @@ __all__ = ["GradScaler", "OptState"]
 
 # Attributes of this process and this iteration; weak references among them.
 _OF_THIS_PROCESS = (
-    *("_choice", "_ending", "_has_observers", "_kernels", "_last_checks", "_tracking"),
+    *("_choice", "_ending", "_has_observers", "_kernels", "_last_checks", "_late_entries"),
+    *("_tracking",),
     *("_passes_scale", "_unscale_pass", "_check_pass"),
 )
 
@@ -144,6 +145,8 @@ class GradScaler(Passes):
     _base_arguments: ClassVar[dict[str, Any]] = {}
     _dynamic = True
     _warned_of_backward = _warned_of_zero = False
+    # Entries of this iteration whose gradients a backward has written since they were unscaled.
+    _late_entries: list[dict[str, Any]] | None = None
     # As in `Passes`: the norms of steps taken.
     _spike_rules = cached_property(lambda self: SpikeRules())
 
@@ -249,7 +252,10 @@ class GradScaler(Passes):
         if self._enabled and self._per_optimizer_states and not torch.compiler.is_compiling():
             get = self._per_optimizer_states.get
             entries = [(each, get(id(each), NEW)) for each, _ in self._last_checks]
-            late_backward.watch(scaled, [each for each in entries if each[1]["stage"] is UNSCALED])
+            unscaled = [each for each in entries if each[1]["stage"] is UNSCALED]
+            if self._late_entries is None:
+                self._late_entries = []
+            late_backward.watch(scaled, unscaled, self._late_entries)
         return scaled
 
     def _scaled_by_1(self, outputs: Any) -> Any:
@@ -360,8 +366,8 @@ class GradScaler(Passes):
             )
         if AGREEMENT in entry and entry["stage"] is not READY:
             self._agree(entry, scale.device)  # retries a collective that failed
-        if late_backward.LATE in entry:
-            self._warn_of_late_backward(optimizer)
+        if self._late_entries:
+            self._warn_of_late_backward(optimizer, entry)
         try:
             # One that was to divide still has scaled gradients.
             if divides_by_itself(optimizer) or clipping.DEFERRED in entry:
@@ -885,8 +891,8 @@ class GradScaler(Passes):
                 self.unscale_(optimizer)  # which casts
             if AGREEMENT in entry and entry["stage"] is UNSCALED and self._scale is not None:
                 self._agree(entry, self._scale.device)  # retries a collective that failed
-            if late_backward.LATE in entry:
-                self._warn_of_late_backward(optimizer)
+            if self._late_entries:
+                self._warn_of_late_backward(optimizer, entry)
             is_refused = entry is NEW or entry["stage"] is STEPPED or "closure" in kwargs
             asks = not is_refused and getattr(optimizer, "_step_supports_amp_scaling", False)
             if not asks or divides_by_itself(optimizer):
@@ -907,8 +913,9 @@ class GradScaler(Passes):
             self._last_checks.record(optimizer, entry["found_inf_per_device"])
         return result
 
-    def _warn_of_late_backward(self, optimizer: object) -> None:
-        if not self._warned_of_backward:
+    def _warn_of_late_backward(self, optimizer: object, entry: dict[str, Any]) -> None:
+        is_late = any(each is entry for each in self._late_entries or ())
+        if is_late and not self._warned_of_backward:
             self._warned_of_backward = True
             warn_caller(late_backward.WARNING.format(type(optimizer).__name__))
 
@@ -1060,6 +1067,7 @@ class GradScaler(Passes):
     def _end_iteration(self, *, was_set: bool = False) -> None:
         """Ends an iteration: after an update, or as the caller set the scale."""
         self._per_optimizer_states = defaultdict(fresh_entry)
+        self._late_entries = None
         loss_scale = self._loss_scale
         loss_scale.norms = {}
         if loss_scale.follower is not None:

@@ -8,10 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# Key of an optimizer's entry in `_per_optimizer_states`: a backward has written its gradients since
-# they were unscaled.
-LATE = "late_backward"
-
 WARNING = (
     "a backward() has written gradients of this {} since unscale_() or clip_grad_norm_(), which "
     "neither unscaled nor checked them: this step takes them as they are, perhaps too large by the "
@@ -20,14 +16,17 @@ WARNING = (
 )
 
 
-def watch(scaled: Any, unscaled: list[tuple[Any, dict[str, Any]]]) -> None:
-    """Marks the entries of optimizers whose gradients a backward through `scaled` will write.
+def watch(
+    scaled: Any, unscaled: list[tuple[Any, dict[str, Any]]], late: list[dict[str, Any]]
+) -> None:
+    """Adds to `late` the entries of optimizers whose gradients a backward of `scaled` will write.
 
     Comparing gradients before and after the backward tells it from a clip, which writes them, too.
 
     Args:
         scaled: What `scale` returns.
-        unscaled: Optimizers and their entries.
+        unscaled: Optimizers and their entries in `_per_optimizer_states`.
+        late: Entries; appended to at the end of the backward.
     """
 
     def compare_after(_: Tensor) -> None:
@@ -36,7 +35,7 @@ def watch(scaled: Any, unscaled: list[tuple[Any, dict[str, Any]]]) -> None:
         def compare() -> None:
             for (optimizer, entry), versions in zip(unscaled, before, strict=True):
                 if _versions(optimizer) != versions:
-                    entry[LATE] = True
+                    late.append(entry)
 
         torch.autograd.Variable._execution_engine.queue_callback(compare)
 
