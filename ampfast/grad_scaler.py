@@ -880,7 +880,7 @@ class GradScaler(Passes):
         self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> float | None:
         entry, needed = NEW, ["step"]
-        if self._enabled and self._scale is not None:
+        if self._enabled and self._scale is not None and "closure" not in kwargs:
             entry, needed = self._per_optimizer_states[id(optimizer)], ["param_groups", "step"]
         try:
             if (
@@ -893,7 +893,7 @@ class GradScaler(Passes):
                 self._agree(entry, self._scale.device)  # retries a collective that failed
             if self._late_entries:
                 self._warn_of_late_backward(optimizer, entry)
-            is_refused = entry is NEW or entry["stage"] is STEPPED or "closure" in kwargs
+            is_refused = entry is NEW or entry["stage"] is STEPPED
             asks = not is_refused and getattr(optimizer, "_step_supports_amp_scaling", False)
             if not asks or divides_by_itself(optimizer):
                 result = TorchGradScaler.step(self, optimizer, *args, **kwargs)
