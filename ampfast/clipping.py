@@ -19,7 +19,7 @@ from ampfast.backends.torch_ops import TensorList, p_norm
 from ampfast.distributed import Agreement, replicated_numbers
 from ampfast.errors import float_of
 from ampfast.master_weights import MasterWeights
-from ampfast.optimizers import takes_grad_scaler
+from ampfast.optimizers import divides_by_itself, takes_grad_scaler
 from ampfast.spikes import SpikeRule
 
 # Orders whose norm is computed in the pass of the check.
@@ -266,6 +266,8 @@ def can_defer(optimizer: Any, overridden: bool) -> bool:
             f"{type(optimizer).__name__} does not: create it with fused=True, or use "
             "in_place=True"
         )
+    if not divides_by_itself(optimizer):
+        return False
     if takes_grad_scaler(optimizer.step) or isinstance(optimizer, MasterWeights):
         return False
     refuse_own_grad_scale(optimizer)

@@ -15,7 +15,15 @@ from torch import Tensor
 from torch.amp.grad_scaler import OptState
 from torch.cuda.amp.common import amp_definitely_not_available
 
-from ampfast import backends, capture, clipping, distributed, gradients, tracking
+from ampfast import (
+    backends,
+    capture,
+    clipping,
+    distributed,
+    gradients,
+    late_backward,
+    tracking,
+)
 from ampfast._version import __version__
 from ampfast.backends import scalars
 from ampfast.backends.core import Factor, Pass, is_found, overrides
@@ -28,6 +36,7 @@ from ampfast.hooks import original_methods
 from ampfast.loss_scale import Limits, LossScale, entry_of, require_static
 from ampfast.master_weights import MasterWeights, casts_of
 from ampfast.optimizers import (
+    divides_by_itself,
     explain,
     lacks_momentum,
     legacy_step,
@@ -58,7 +67,8 @@ __all__ = ["GradScaler", "OptState"]
 
 # Attributes of this process and this iteration; weak references among them.
 _OF_THIS_PROCESS = (
-    *("_choice", "_ending", "_has_observers", "_kernels", "_last_checks", "_tracking"),
+    *("_choice", "_ending", "_has_observers", "_kernels", "_last_checks", "_late_entries"),
+    *("_tracking",),
     *("_passes_scale", "_unscale_pass", "_check_pass"),
 )
 
@@ -130,7 +140,9 @@ class GradScaler(Passes):
     # Extra arguments of the torch base class (FSDP's takes a process_group).
     _base_arguments: ClassVar[dict[str, Any]] = {}
     _dynamic = True
-    _warned_of_zero = False
+    _warned_of_backward = _warned_of_zero = False
+    # Entries of this iteration whose gradients a backward has written since they were unscaled.
+    _late_entries: list[dict[str, Any]] | None = None
     # As in `Passes`: the norms of steps taken.
     _spike_rules = cached_property(lambda self: SpikeRules())
 
@@ -228,9 +240,16 @@ class GradScaler(Passes):
             return self._scaled_by_1(outputs)
         is_usual = type(outputs) is Tensor and outputs.dtype is _FLOAT32 and self._enabled
         scale = self._scale if is_usual else None
-        if scale is not None and scale.device == outputs.device:
-            return outputs * scale
-        return super().scale(outputs)
+        is_here = scale is not None and scale.device == outputs.device
+        scaled = outputs * scale if is_here else super().scale(outputs)
+        if self._enabled and self._per_optimizer_states and not torch.compiler.is_compiling():
+            get = self._per_optimizer_states.get
+            entries = [(each, get(id(each), NEW)) for each, _ in self._last_checks]
+            unscaled = [each for each in entries if each[1]["stage"] is UNSCALED]
+            if self._late_entries is None:
+                self._late_entries = []
+            late_backward.watch(scaled, unscaled, self._late_entries)
+        return scaled
 
     def _scaled_by_1(self, outputs: Any) -> Any:
         """What torch's `scale` returns, without a multiplication; makes the scale as it does."""
@@ -340,8 +359,11 @@ class GradScaler(Passes):
             )
         if AGREEMENT in entry and entry["stage"] is not READY:
             self._agree(entry, scale.device)  # retries a collective that failed
+        if self._late_entries:
+            self._warn_of_late_backward(optimizer, entry)
         try:
-            if getattr(optimizer, "_step_supports_amp_scaling", False):
+            # One that was to divide still has scaled gradients.
+            if divides_by_itself(optimizer) or clipping.DEFERRED in entry:
                 result = self._step_fused(optimizer, entry, args, kwargs)
             else:
                 if scale.is_cuda and is_capturing() and not overrides(self, _MAYBE_STEP):
@@ -863,7 +885,7 @@ class GradScaler(Passes):
         self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> float | None:
         entry, needed = NEW, ["step"]
-        if self._enabled and self._scale is not None:
+        if self._enabled and self._scale is not None and "closure" not in kwargs:
             entry, needed = self._per_optimizer_states[id(optimizer)], ["param_groups", "step"]
         try:
             if (
@@ -874,13 +896,33 @@ class GradScaler(Passes):
                 self.unscale_(optimizer)  # which casts
             if AGREEMENT in entry and entry["stage"] is UNSCALED and self._scale is not None:
                 self._agree(entry, self._scale.device)  # retries a collective that failed
-            result = TorchGradScaler.step(self, optimizer, *args, **kwargs)
+            if self._late_entries:
+                self._warn_of_late_backward(optimizer, entry)
+            is_refused = entry is NEW or entry["stage"] is STEPPED
+            asks = not is_refused and getattr(optimizer, "_step_supports_amp_scaling", False)
+            if not asks or divides_by_itself(optimizer):
+                result = TorchGradScaler.step(self, optimizer, *args, **kwargs)
+            else:
+                # As torch steps a plain optimizer, for which torch would not take this one.
+                self._check_scale_growth_tracker("step")
+                if entry["stage"] is READY:
+                    self.unscale_(optimizer)
+                if not entry["found_inf_per_device"]:
+                    raise no_inf_checks(optimizer)
+                result = self._maybe_opt_step(optimizer, entry, *args, **kwargs)
+                entry["stage"] = STEPPED
         except AttributeError as error:
             explain(error, optimizer, *needed)
             raise
         if entry is not NEW:
             self._last_checks.record(optimizer, entry["found_inf_per_device"])
         return result
+
+    def _warn_of_late_backward(self, optimizer: object, entry: dict[str, Any]) -> None:
+        is_late = any(each is entry for each in self._late_entries or ())
+        if is_late and not self._warned_of_backward:
+            self._warned_of_backward = True
+            warn_caller(late_backward.WARNING.format(type(optimizer).__name__))
 
     def _agree_beside_hooks(self, optimizer: torch.optim.Optimizer) -> Flags:
         """Returns the flags of all ranks, after a hook has decided on this one's."""
@@ -1028,6 +1070,7 @@ class GradScaler(Passes):
     def _end_iteration(self, *, was_set: bool = False) -> None:
         """Ends an iteration: after an update, or as the caller set the scale."""
         self._per_optimizer_states = defaultdict(fresh_entry)
+        self._late_entries = None
         loss_scale = self._loss_scale
         loss_scale.norms = {}
         if loss_scale.follower is not None:
