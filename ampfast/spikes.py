@@ -132,11 +132,12 @@ class _Window:
     def _warn(self, numbers: list[float]) -> None:
         if numbers and numbers[norm_layout.RESTARTS] > self.restarts:
             self.restarts = int(numbers[norm_layout.RESTARTS])
+            skips = "step was" if self.patience == 1 else "steps in a row were"
             warn_caller(
                 f"The gradient norm stayed above the limit of ampfast.Sigmas: {self.patience} "
-                "steps in a row were skipped. The next one was taken as the new usual, and the "
-                "window of norms starts anew. If the norm should not have changed, look at the "
-                "data and at the learning rate; Sigmas(patience=...) skips more or fewer."
+                f"{skips} skipped. The next one was taken as the new usual, and the window of "
+                "norms starts anew. If the norm should not have changed, look at the data and at "
+                "the learning rate; Sigmas(patience=...) skips more or fewer."
             )
 
 
