@@ -13,6 +13,8 @@ FACTORS: dict[str, int]
 # The found_inf of a spike, and the bound of such flags after reductions; csrc/scale.h.
 SPIKE: float
 SPIKE_BOUND: float
+# The least deviation of norms, relative to their mean.
+LEAST_DEVIATION: float
 # Added to the norm in the clip coefficient.
 CLIP_EPSILON: float
 # Device types with kernels, as bits.
@@ -27,8 +29,10 @@ ENOUGH_CHUNKS: int
 
 def build_info() -> dict[str, str]: ...
 
-# Returns the words of a scaler's state by name; in `core` they are attributes of this name.
+# Return words by name, of a scaler's state and of the norms of the steps taken; in `core` they are
+# attributes of these names.
 state_layout: Any
+norm_layout: Any
 
 def cpu_capability() -> str: ...
 def cpu_capabilities() -> list[str]: ...

@@ -66,8 +66,11 @@ AcceptedNorms accepted_norms_of(const at::Tensor* words, at::Device device) {
     return {};
   }
   const int64_t size = words->numel();
-  TORCH_CHECK_VALUE(size >= 3, "accepted_norms has no window of 2 or more norms");
-  return {data_of<double>(words, "accepted_norms", device, size), size - 1};
+  auto* data = data_of<double>(words, "accepted_norms", device, size);
+  TORCH_CHECK_VALUE(size >= kNormRing + 2, "accepted_norms has no window of 2 or more norms");
+  TORCH_CHECK_VALUE(!device.is_cpu() || (data[kNormCount] >= 0 && data[kNormCount] < 0x1p53),
+                    "accepted_norms has no count of norms");
+  return {data, size - kNormRing};
 }
 
 Clip clip_of(PyObject* tuple, at::Device device) {

@@ -43,6 +43,15 @@ std::map<std::string, int64_t> state_layout() {
           {"STATE_WORDS", kStateWords}};
 }
 
+// Layout of the norms of the steps taken, by name.
+std::map<std::string, int64_t> norm_layout() {
+  return {{"COUNT", kNormCount},
+          {"SPIKES", kNormSpikes},
+          {"PATIENCE", kNormPatience},
+          {"RESTARTS", kNormRestarts},
+          {"RING", kNormRing}};
+}
+
 std::map<std::string, std::string> build_info() {
 #if defined(_OPENMP)
   const char* openmp = "yes";
@@ -78,6 +87,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.attr("HEALTH_WORDS") = static_cast<int64_t>(kHealthWords);
   m.def("build_info", &build_info);
   m.def("state_layout", &state_layout);
+  m.def("norm_layout", &norm_layout);
   m.def("cpu_capability", &cpu::capability);
   m.def("cpu_capabilities", &cpu::capabilities);
   m.def("set_cpu_capability", &cpu::set_capability);
@@ -132,6 +142,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
                                  {"DIVIDE", static_cast<int>(Factor::kDivide)}};
   m.attr("SPIKE") = kSpike;
   m.attr("SPIKE_BOUND") = kSpikeBound;
+  m.attr("LEAST_DEVIATION") = kLeastDeviation;
   m.def("require_storage", &require_storage);
   m.def("lacks_state", torch::wrap_pybind_function(lacks_state));
   m.def("walk", torch::wrap_pybind_function([](const py::object& param_groups, bool allow_fp16,

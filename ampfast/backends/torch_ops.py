@@ -10,7 +10,16 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from ampfast.backends.core import CLIP_EPSILON, SPIKE, Clip, Factor, Pass, compiled
+from ampfast.backends.core import (
+    CLIP_EPSILON,
+    LEAST_DEVIATION,
+    SPIKE,
+    Clip,
+    Factor,
+    Pass,
+    compiled,
+    norm_layout,
+)
 from ampfast.backends.scalars import inverse, moved, new_flag, widest
 from ampfast.capture import refuse_capture
 from ampfast.errors import add_note
@@ -285,7 +294,9 @@ def require_writable(grads: list[Tensor]) -> None:
 def spike_(
     found_inf: Tensor, norm: Tensor, skip_above: float, accepted_norms: Tensor | None
 ) -> None:
-    """Turns a flag of 0 into that of a spike if the norm is too large; no host sync.
+    """Turns a flag of 0 into that of a spike if the norm is one; no host sync.
+
+    The rule is that of csrc/scale.h.
 
     Args:
         found_inf: 0-dim float32 on the device of the norm.
@@ -297,13 +308,21 @@ def spike_(
     if accepted_norms is None:
         spiked = ~(norm <= skip_above)
     else:
-        count, ring = accepted_norms[0], accepted_norms[1:]
+        count, spikes, patience, restarts = accepted_norms[: norm_layout.RING].unbind()
+        ring = accepted_norms[norm_layout.RING :]
+        is_usable = is_finite & (norm > 0) & norm.isfinite()
         std, mean = torch.std_mean(ring)
-        spiked = (count >= ring.numel()) & ~(norm <= mean + skip_above * std)
-        is_taken = is_finite & ~spiked & norm.isfinite()
+        limit = mean + skip_above * torch.maximum(std, LEAST_DEVIATION * mean)
+        is_above = (count >= ring.numel()) & ~(norm <= limit)
+        restarted = is_above & is_usable & (spikes >= patience)
+        spiked = is_above & ~restarted
+        is_taken = is_usable & ~spiked
+        count.masked_fill_(restarted, 0)
         place = torch.arange(ring.numel(), device=ring.device) == count % ring.numel()
         ring.copy_(torch.where(place & is_taken, norm.to(ring.dtype), ring))
         count.add_(is_taken)
+        spikes.add_(is_usable & spiked).masked_fill_(is_taken, 0)
+        restarts.add_(restarted)
     found_inf.masked_fill_(is_finite & spiked, SPIKE)
 
 

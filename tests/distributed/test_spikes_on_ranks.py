@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from typing import Any
 
 import pytest
@@ -52,6 +53,35 @@ def test_ranks_skip_alike(layout: str, fused: bool, above: Any) -> None:
     assert first == second
     reasons, scale, spikes, _ = first
     assert (reasons, scale, spikes) == (REASONS, 4.0, 1)
+
+
+def through_a_change(saves: bool) -> Any:
+    """Every rank's own norm is 0 in every second step, the joint one in the fifth."""
+    guard = ampfast.StepGuard("cpu", process_group=dist.group.WORLD)
+    param = nn.Parameter(torch.zeros(1))
+    optimizer = torch.optim.SGD([param], lr=0.1)
+    limit, reasons, told = ampfast.Sigmas(6.0, 2, patience=2), [], 0
+    for turn, norm in enumerate((3.0, 3.3, 9.0, 9.0, 0.0, 9.0, 9.1, 3.0, 40.0)):
+        guard.scale(torch.zeros(()))
+        param.grad = torch.full_like(param, 0.0 if turn % 2 == dist.get_rank() else norm)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            guard.clip_grad_norm_(optimizer, 1.0, skip_above=limit)
+        told += len(caught)
+        guard.step(optimizer)
+        guard.update()
+        reasons.append(guard.skip_reason(optimizer))
+        if saves:
+            guard.load_state_dict(guard.state_dict())
+    return reasons, told, guard._spike_rules.accepted_norms()
+
+
+@pytest.mark.parametrize("saves", [False, True])
+def test_ranks_take_a_lasting_change_as_usual(saves: bool) -> None:
+    first, second = ranks.run(through_a_change, saves)
+    assert first == second
+    reasons = [None, None, "spike", "spike", None, None, None, None, "spike"]
+    assert first[:2] == (reasons, 1)
 
 
 def just_above(order: float, above: Any) -> tuple[list[str | None], list[list[float]]]:

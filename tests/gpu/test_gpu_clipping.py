@@ -12,6 +12,7 @@ from gpu_support import flag, kernels_of, no_syncs
 from support.clipping_reference import assert_clipped, assert_norm, exact_norm, grads_of
 from support.comparison import FLOATS, assert_same
 from support.gradients import make_gradient, sgd_with
+from support.spike_model import Rule, random_norms
 from support.twins import side
 
 import ampfast
@@ -68,6 +69,35 @@ def test_spikes(backend: str, device: torch.device, above: Any, fused: bool) -> 
         assert torch.equal(before, param) == (reasons[-1] is not None)
     assert reasons == [None, None, "spike", "overflow", None]
     assert (scaler.stats().spikes, scaler.get_scale()) == (1, 4.0)
+
+
+def test_spikes_follow_the_rule(backend: str, device: torch.device) -> None:
+    rule, kernels = Rule(Sigmas(2.0, 5)), kernels_of(backend, device)
+    words = rule.words().to(device)
+    for norm in random_norms(300, seed=2):
+        rows = torch.tensor([[norm * norm, norm]], dtype=torch.float64, device=device)
+        outputs = [torch.zeros((), device=device), torch.zeros_like(rows[0, 0])]
+        found = torch.zeros((), device=device)
+        kernels.clip(Clip(rows, 1.0, True, *outputs, None, None, found, 2.0, words))
+        assert found.item() == rule.flag(norm)
+    rule.assert_are(words.cpu())
+    assert rule.restarts
+
+
+def test_a_lasting_change_is_told_without_a_wait(backend: str, device: torch.device) -> None:
+    param = torch.nn.Parameter(torch.zeros(4, device=device))
+    optimizer = torch.optim.Adam([param], fused=True)
+    scaler = scaler_on(device, backend, 8.0)
+    with pytest.warns(UserWarning, match="Sigmas: 1 step was skipped") as told:
+        for turn in range(200):
+            param.grad = torch.full_like(param, 8.0 if turn < 2 else 80.0)
+            with no_syncs() if turn >= 2 else contextlib.nullcontext():
+                scaler.clip_grad_norm_(optimizer, 1.0, skip_above=Sigmas(6.0, 2))
+                scaler.step(optimizer)
+                scaler.update()
+            torch.cuda.synchronize()
+    assert len(told) == 1
+    assert scaler.stats().spikes == 1
 
 
 @pytest.mark.parametrize("order", [2.0, math.inf, 3.0])

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ampfast import capture
-from ampfast.backends.core import Clip, DeviceTable, Pass, Segment, Update
+from ampfast.backends.core import Clip, DeviceTable, Pass, Segment, Update, norm_layout
 from ampfast.backends.gpu import on_gpu
 from ampfast.backends.triton import kernels
 
@@ -150,11 +150,11 @@ def update_scale(update: Update) -> None:
 
 def clip_coefficient(clip: Clip) -> None:
     """Launches the clip coefficient from norms."""
-    sums, max_norm, largest, norm, coefficient, scale, divisor, found_inf, skip_above, ring = clip
+    sums, max_norm, largest, norm, coefficient, scale, divisor, found_inf, skip_above, norms = clip
     arguments = (
         *(sums, sums.shape[0], float(max_norm), norm, coefficient),
         *(None if divisor is None else scale, divisor, found_inf, float(skip_above)),
-        *(ring, 1 if ring is None else ring.numel() - 1),
+        *(norms, 1 if norms is None else norms.numel() - norm_layout.RING),
     )
     _launch("clip_coefficient", sums.device, 1, arguments, _of_one_warp, largest, norm.dtype)
 
