@@ -95,9 +95,11 @@ class Passes(TorchGradScaler):
 
     @property
     def skip_above(self) -> float | Sigmas | None:
-        """The default of `clip_grad_norm_`'s `skip_above`.
+        """Norm above which a step is skipped, as for `clip_grad_norm_`; None for no limit.
 
-        `update` warns once if no norm was compared.
+        The norm is the 2-norm of each optimizer's gradients, measured as `unscale_`, or else
+        `step`, reads them; or that of `clip_grad_norm_`, whose `skip_above` it is by default. Where
+        a hook is overridden, only the latter compares: `update` warns once if no norm was.
         """
         return self._skip_above
 
@@ -230,6 +232,12 @@ class Passes(TorchGradScaler):
         """Checks still scaled gradients; returns the scale by which the optimizer divides them."""
         if self._passes_scale is not scale:
             self._make_passes(scale)
+        if self._skip_above is not None:
+            self._unscale_below_limit(optimizer, scale, defers=True)
+            # Nothing was written: a step that raises is as one that was not tried.
+            entry["stage"] = READY
+            divisor: Tensor = entry.pop(clipping.DEFERRED)
+            return divisor
         work, ending, flag = self._check_pass, None, None
         if scale.dtype is torch.float32 and isinstance(self._kernels, DeviceKernels):
             ending, self._ending = self._ending or Ending(None, scale), None
@@ -246,6 +254,22 @@ class Passes(TorchGradScaler):
         copied = copy_of(scale)
         return scale * 1 if copied is None else copied
 
+    def _unscale_below_limit(self, optimizer: Any, scale: Tensor, *, defers: bool) -> None:
+        """Unscales, or lets the step unscale, unless the norm is above the scaler's limit."""
+        if self._skip_above is None:
+            raise AssertionError("there is no limit")
+        spikes = self._spike_rules.rule([optimizer], self._skip_above, scale.device)
+        norm = self._clip([optimizer], scale, math.inf, 2.0, spikes, [defers])
+        self._record([optimizer], norm, 2.0, spikes)
+
+    def _record(
+        self, optimizers: list[Any], norm: Tensor, order: float, spikes: SpikeRule | None
+    ) -> None:
+        """Records the norm of a clip, and that it was compared."""
+        self._loss_scale.record_norm(optimizers, norm, order)
+        if spikes is not None:
+            self._spike_rules.record(optimizers, spikes)
+
     def _clip(
         self,
         optimizers: list[Any],
@@ -258,7 +282,8 @@ class Passes(TorchGradScaler):
     ) -> Tensor:
         """Clips gradients, scaled by `scale`, or lets the step of those that defer clip.
 
-        `overridden`: a hook decides on infinities.
+        Without a limit they are unscaled as they are measured. `overridden`: a hook decides on
+        infinities.
         """
         if overridden:
             # What the hook finds counts, and what it writes is clipped.
@@ -281,9 +306,18 @@ class Passes(TorchGradScaler):
         if scale is not None and any(defers):
             divisor = torch.empty((), dtype=torch.float32, device=scale.device)
         agreement = self._agreement(*(term.grads for term in terms))
+        clipping.require_writable(terms)
+        is_usual = scale is not None and not overridden
+        if is_usual and limit == math.inf and order in clipping.FUSED_ORDERS:
+            for term in terms:
+                term.unscales = term.writes
+            if any(term.writes for term in terms):
+                mark_unscaled(*entries, agreement=agreement)
         norm, coefficient = clipping.measure(
             self._choice, terms, order, limit, scale, divisor, agreement, spikes
         )
+        for entry in entries:
+            entry.pop(AGREEMENT, None)  # as all ranks have agreed
         for entry, term in zip(entries, terms, strict=True) if overridden else ():
             flags = entry["found_inf_per_device"]
             if spikes is not None:
@@ -319,8 +353,7 @@ class Passes(TorchGradScaler):
         spikes: SpikeRule | None,
     ) -> Tensor | None:
         """Clips an optimizer's gradients by one call, or returns None where that cannot."""
-        writes_nothing = self._is_guard and limit == math.inf
-        if writes_nothing or order not in clipping.FUSED_ORDERS or not self._ranks.is_alone:
+        if limit == math.inf or order not in clipping.FUSED_ORDERS or not self._ranks.is_alone:
             return None
         if isinstance(self._kernels, DeviceKernels):  # which have no such call
             return None

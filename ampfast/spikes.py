@@ -146,7 +146,8 @@ class SpikeRules:
             self._warns = False
             warn_caller(
                 "skip_above had no effect: since the last update() no gradient norm was compared "
-                "with it. Clip by scaler.clip_grad_norm_ in place of unscale_()."
+                "with it, since a method of the scaler is overridden. Clip by "
+                "scaler.clip_grad_norm_, which compares all the same."
             )
         self._is_compared = False
 
