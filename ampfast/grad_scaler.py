@@ -6,7 +6,6 @@ import copy
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from functools import cached_property
 from numbers import Number
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -47,7 +46,7 @@ from ampfast.passes import (
 )
 from ampfast.policies import LogMax, UnderflowTarget
 from ampfast.report import History, ScalerStats
-from ampfast.spikes import Sigmas, SpikeRules, require_accepted_norms, skip_limit_of
+from ampfast.spikes import Sigmas, require_accepted_norms, skip_limit_of
 from ampfast.tracking import GradientHealth, OverflowReport
 
 if TYPE_CHECKING:
@@ -132,8 +131,6 @@ class GradScaler(Passes):
     _base_arguments: ClassVar[dict[str, Any]] = {}
     _dynamic = True
     _warned_of_zero = False
-    # As in `Passes`: the norms of steps taken.
-    _spike_rules = cached_property(lambda self: SpikeRules())
 
     def __init__(
         self,
@@ -886,7 +883,7 @@ class GradScaler(Passes):
     def _unscale(self, optimizer: Any, entry: dict[str, Any], scale: Tensor) -> None:
         """`unscale_` for an optimizer whose turn it is."""
         if self._skip_above is not None:
-            self._unscale_below_limit(optimizer, scale, defers=False)
+            self._unscale_below_limit(optimizer, entry, scale, defers=False)
             return
         work = self._unscale_pass if self._passes_scale is scale else self._make_passes(scale)
         if self._is_guard and isinstance(optimizer, MasterWeights):

@@ -19,7 +19,7 @@ from ampfast.backends.scalars import joint_flag
 from ampfast.loss_scale import Limits, LossScale
 from ampfast.master_weights import casts_of
 from ampfast.optimizers import ByOptimizer
-from ampfast.spikes import Sigmas, SpikeRule, skip_limit_of
+from ampfast.spikes import Sigmas, SpikeRule, SpikeRules, skip_limit_of
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -67,13 +67,15 @@ class Passes(TorchGradScaler):
     # Made when first asked for, also for instances that torch pickled or whose __init__ was not
     # called: the kernels by device, those for the device of the scale, the state of the scale
     # besides torch's two tensors, the ranks to agree with, the per-parameter tables, the flags of
-    # each living optimizer's last check, and whether a policy, tables or ranks take part in passes.
+    # each living optimizer's last check, the norms of steps taken, and whether a policy, tables or
+    # ranks take part in passes.
     _choice = cached_property(lambda self: backends.choose(self._backend))
     _kernels = cached_property(lambda self: self._choice.kernels_for(self._scale.device))
     _loss_scale = cached_property(lambda self: LossScale(Limits()))
     _ranks = cached_property(lambda self: distributed.Ranks(is_default=self._is_for_all))
     _tracking = cached_property(lambda self: tracking.Tracking(health=self._track == "health"))
     _last_checks = cached_property(lambda self: ByOptimizer[Flags | None]())
+    _spike_rules = cached_property(lambda self: SpikeRules())
     _has_observers = cached_property(
         lambda self: (
             self._track is not None
@@ -233,10 +235,11 @@ class Passes(TorchGradScaler):
         if self._passes_scale is not scale:
             self._make_passes(scale)
         if self._skip_above is not None:
-            self._unscale_below_limit(optimizer, scale, defers=True)
-            # Nothing was written: a step that raises is as one that was not tried.
-            entry["stage"] = READY
-            divisor: Tensor = entry.pop(clipping.DEFERRED)
+            # Not in its entry, since nothing is written: a step that raises may be repeated.
+            found = fresh_entry()
+            self._unscale_below_limit(optimizer, found, scale, defers=True)
+            entry["found_inf_per_device"] = found["found_inf_per_device"]
+            divisor: Tensor = found[clipping.DEFERRED]
             return divisor
         work, ending, flag = self._check_pass, None, None
         if scale.dtype is torch.float32 and isinstance(self._kernels, DeviceKernels):
@@ -254,12 +257,14 @@ class Passes(TorchGradScaler):
         copied = copy_of(scale)
         return scale * 1 if copied is None else copied
 
-    def _unscale_below_limit(self, optimizer: Any, scale: Tensor, *, defers: bool) -> None:
-        """Unscales, or lets the step unscale, unless the norm is above the scaler's limit."""
+    def _unscale_below_limit(
+        self, optimizer: Any, entry: dict[str, Any], scale: Tensor, *, defers: bool
+    ) -> None:
+        """Unscales, or lets the step unscale, and skips a step of a norm above the limit."""
         if self._skip_above is None:
             raise AssertionError("there is no limit")
         spikes = self._spike_rules.rule([optimizer], self._skip_above, scale.device)
-        norm = self._clip([optimizer], scale, math.inf, 2.0, spikes, [defers])
+        norm = self._clip([optimizer], scale, math.inf, 2.0, spikes, [defers], entries=[entry])
         self._record([optimizer], norm, 2.0, spikes)
 
     def _record(
@@ -279,6 +284,7 @@ class Passes(TorchGradScaler):
         spikes: SpikeRule | None,
         defers: list[bool],
         overridden: bool = False,
+        entries: list[dict[str, Any]] | None = None,
     ) -> Tensor:
         """Clips gradients, scaled by `scale`, or lets the step of those that defer clip.
 
@@ -298,10 +304,11 @@ class Passes(TorchGradScaler):
             )
             for each, deferred in zip(optimizers, defers, strict=True)
         ]
-        entries = [
-            fresh_entry() if scale is None else self._per_optimizer_states[id(each)]
-            for each in optimizers
-        ]
+        if entries is None:
+            entries = [
+                fresh_entry() if scale is None else self._per_optimizer_states[id(each)]
+                for each in optimizers
+            ]
         divisor = None
         if scale is not None and any(defers):
             divisor = torch.empty((), dtype=torch.float32, device=scale.device)
