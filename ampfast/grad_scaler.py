@@ -6,7 +6,6 @@ import copy
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from functools import cached_property
 from numbers import Number
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -56,7 +55,7 @@ from ampfast.passes import (
 )
 from ampfast.policies import LogMax, UnderflowTarget
 from ampfast.report import History, ScalerStats
-from ampfast.spikes import Sigmas, SpikeRules, require_accepted_norms, skip_limit_of
+from ampfast.spikes import Sigmas, require_accepted_norms, skip_limit_of
 from ampfast.tracking import GradientHealth, OverflowReport
 
 if TYPE_CHECKING:
@@ -128,6 +127,7 @@ class GradScaler(Passes):
             or None.
         policy: `LogMax` for a scale that follows the largest gradients, `UnderflowTarget` for one
             that grows only while values vanish; None for torch's rule.
+        skip_above: Norm above which a step is skipped, as the attribute of this name.
 
     Raises:
         AssertionError: If a factor is on the wrong side of 1.
@@ -143,8 +143,6 @@ class GradScaler(Passes):
     _warned_of_backward = _warned_of_zero = False
     # Entries of this iteration whose gradients a backward has written since they were unscaled.
     _late_entries: list[dict[str, Any]] | None = None
-    # As in `Passes`: the norms of steps taken.
-    _spike_rules = cached_property(lambda self: SpikeRules())
 
     def __init__(
         self,
@@ -166,6 +164,7 @@ class GradScaler(Passes):
         process_group: ProcessGroup | DeviceMesh | None = None,
         track: str | None = None,
         policy: LogMax | UnderflowTarget | None = None,
+        skip_above: float | Sigmas | None = None,
     ) -> None:
         if isinstance(device, Number):
             raise TypeError(
@@ -185,6 +184,7 @@ class GradScaler(Passes):
                 "a scale with dynamic=False never changes: it takes no min_scale, max_scale, "
                 "hysteresis or policy"
             )
+        skip_above = skip_limit_of(skip_above)
         tracking.require_known(track)
         if isinstance(policy, UnderflowTarget) and track != "health":
             raise ValueError(f"UnderflowTarget needs track='health', got track={track!r}")
@@ -215,6 +215,7 @@ class GradScaler(Passes):
             self._growth_interval, self._backoff_factor = 0, 1.0
             self._is_guard = init_scale == 1
         self._track = track
+        self._skip_above = skip_above
 
     def __repr__(self) -> str:
         name, scale = type(self).__name__, self._scale if self._enabled else None
@@ -539,9 +540,7 @@ class GradScaler(Passes):
             flags = self._per_optimizer_states[id(each)]["found_inf_per_device"]
             if flags:
                 self._last_checks.record(each, flags)
-        self._loss_scale.record_norm(optimizers, norm, order)
-        if spikes is not None:
-            self._spike_rules.record(optimizers, spikes)
+        self._record(optimizers, norm, order, spikes)
         return norm
 
     @not_compiled
@@ -643,8 +642,8 @@ class GradScaler(Passes):
             optimizer: As for `found_inf`.
 
         Returns:
-            "overflow" for inf or NaN, "spike" for a norm above `clip_grad_norm_`'s `skip_above`, or
-            None if it was not skipped.
+            "overflow" for inf or NaN, "spike" for a norm above `skip_above`, or None if it was not
+            skipped.
 
         Raises:
             LookupError: If this optimizer was never checked.
@@ -760,6 +759,7 @@ class GradScaler(Passes):
             "dynamic": self._dynamic,
             "allow_fp16": self._allow_fp16,
             "track": self._track,
+            "skip_above": self._skip_above,
             "torch": str(torch.__version__),
             "ampfast": __version__,
         }
@@ -900,16 +900,22 @@ class GradScaler(Passes):
                 self._warn_of_late_backward(optimizer, entry)
             is_refused = entry is NEW or entry["stage"] is STEPPED
             asks = not is_refused and getattr(optimizer, "_step_supports_amp_scaling", False)
-            if not asks or divides_by_itself(optimizer):
+            divides = asks and divides_by_itself(optimizer)
+            is_legacy = divides and takes_grad_scaler(optimizer.step)
+            if not asks or (divides and not is_legacy):
                 result = TorchGradScaler.step(self, optimizer, *args, **kwargs)
             else:
-                # As torch steps a plain optimizer, for which torch would not take this one.
                 self._check_scale_growth_tracker("step")
-                if entry["stage"] is READY:
-                    self.unscale_(optimizer)
-                if not entry["found_inf_per_device"]:
-                    raise no_inf_checks(optimizer)
-                result = self._maybe_opt_step(optimizer, entry, *args, **kwargs)
+                if is_legacy:
+                    # Else torch's warning would point here.
+                    result = legacy_step(optimizer, self, args, kwargs)
+                else:
+                    # As torch steps a plain optimizer, for which torch would not take this one.
+                    if entry["stage"] is READY:
+                        self.unscale_(optimizer)
+                    if not entry["found_inf_per_device"]:
+                        raise no_inf_checks(optimizer)
+                    result = self._maybe_opt_step(optimizer, entry, *args, **kwargs)
                 entry["stage"] = STEPPED
         except AttributeError as error:
             explain(error, optimizer, *needed)
@@ -938,6 +944,9 @@ class GradScaler(Passes):
 
     def _unscale(self, optimizer: Any, entry: dict[str, Any], scale: Tensor) -> None:
         """`unscale_` for an optimizer whose turn it is."""
+        if self._skip_above is not None:
+            self._unscale_below_limit(optimizer, entry, scale, defers=False)
+            return
         work = self._unscale_pass if self._passes_scale is scale else self._make_passes(scale)
         if self._is_guard and isinstance(optimizer, MasterWeights):
             work = _CASTING
@@ -1003,6 +1012,8 @@ class GradScaler(Passes):
             grad_scale = getattr(optimizer, "grad_scale", None)
         elif hasattr(optimizer, "grad_scale"):
             grad_scale = scale * optimizer.grad_scale
+            if self._skip_above is not None:
+                grad_scale, is_new = self._checked_by_scale(optimizer, entry, grad_scale), True
         else:
             grad_scale, is_new = self._checked_by_scale(optimizer, entry, scale), True
         if not is_new and deferred is None and isinstance(grad_scale, Tensor):
@@ -1016,7 +1027,7 @@ class GradScaler(Passes):
                     flags[device] = joint_flag([flag, flags.get(device, flag)], flag.device)
             entry["found_inf_per_device"] = flags
         flags = entry["found_inf_per_device"]
-        if is_new and len(flags) == 1 and scale.device in flags:
+        if is_new and len(flags) == 1 and scale.device in flags and self._skip_above is None:
             # Exactly 0 or 1; only another's optimizer may write it.
             flag = flags[scale.device]
             is_torchs = type(optimizer).__module__.startswith("torch.optim.")

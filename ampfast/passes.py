@@ -20,7 +20,7 @@ from ampfast.errors import warn_caller
 from ampfast.loss_scale import Limits, LossScale
 from ampfast.master_weights import casts_of
 from ampfast.optimizers import ByOptimizer
-from ampfast.spikes import Sigmas, SpikeRule, skip_limit_of
+from ampfast.spikes import Sigmas, SpikeRule, SpikeRules, skip_limit_of
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -69,13 +69,15 @@ class Passes(TorchGradScaler):
     # Made when first asked for, also for instances that torch pickled or whose __init__ was not
     # called: the kernels by device, those for the device of the scale, the state of the scale
     # besides torch's two tensors, the ranks to agree with, the per-parameter tables, the flags of
-    # each living optimizer's last check, and whether a policy, tables or ranks take part in passes.
+    # each living optimizer's last check, the norms of steps taken, and whether a policy, tables or
+    # ranks take part in passes.
     _choice = cached_property(lambda self: backends.choose(self._backend))
     _kernels = cached_property(lambda self: self._choice.kernels_for(self._scale.device))
     _loss_scale = cached_property(lambda self: LossScale(Limits()))
     _ranks = cached_property(lambda self: distributed.Ranks(is_default=self._is_for_all))
     _tracking = cached_property(lambda self: tracking.Tracking(health=self._track == "health"))
     _last_checks = cached_property(lambda self: ByOptimizer[Flags | None]())
+    _spike_rules = cached_property(lambda self: SpikeRules())
     _has_observers = cached_property(
         lambda self: (
             self._track is not None
@@ -97,9 +99,11 @@ class Passes(TorchGradScaler):
 
     @property
     def skip_above(self) -> float | Sigmas | None:
-        """The default of `clip_grad_norm_`'s `skip_above`.
+        """Norm above which a step is skipped, as for `clip_grad_norm_`; None for no limit.
 
-        `update` warns once if no norm was compared.
+        The norm is the 2-norm of each optimizer's gradients, measured as `unscale_`, or else
+        `step`, reads them; or that of `clip_grad_norm_`, whose `skip_above` it is by default. Where
+        a hook is overridden, only the latter compares: `update` warns once if no norm was.
         """
         return self._skip_above
 
@@ -232,6 +236,13 @@ class Passes(TorchGradScaler):
         """Checks still scaled gradients; returns the scale by which the optimizer divides them."""
         if self._passes_scale is not scale:
             self._make_passes(scale)
+        if self._skip_above is not None:
+            # Not in its entry, since nothing is written: a step that raises may be repeated.
+            found = fresh_entry()
+            self._unscale_below_limit(optimizer, found, scale, defers=True)
+            entry["found_inf_per_device"] = found["found_inf_per_device"]
+            divisor: Tensor = found[clipping.DEFERRED]
+            return divisor
         work, ending, flag = self._check_pass, None, None
         if scale.dtype is torch.float32 and isinstance(self._kernels, DeviceKernels):
             ending, self._ending = self._ending or Ending(None, scale), None
@@ -248,6 +259,24 @@ class Passes(TorchGradScaler):
         copied = copy_of(scale)
         return scale * 1 if copied is None else copied
 
+    def _unscale_below_limit(
+        self, optimizer: Any, entry: dict[str, Any], scale: Tensor, *, defers: bool
+    ) -> None:
+        """Unscales, or lets the step unscale, and skips a step of a norm above the limit."""
+        if self._skip_above is None:
+            raise AssertionError("there is no limit")
+        spikes = self._spike_rules.rule([optimizer], self._skip_above, scale.device)
+        norm = self._clip([optimizer], scale, math.inf, 2.0, spikes, [defers], entries=[entry])
+        self._record([optimizer], norm, 2.0, spikes)
+
+    def _record(
+        self, optimizers: list[Any], norm: Tensor, order: float, spikes: SpikeRule | None
+    ) -> None:
+        """Records the norm of a clip, and that it was compared."""
+        self._loss_scale.record_norm(optimizers, norm, order)
+        if spikes is not None:
+            self._spike_rules.record(optimizers, spikes)
+
     def _clip(
         self,
         optimizers: list[Any],
@@ -257,10 +286,12 @@ class Passes(TorchGradScaler):
         spikes: SpikeRule | None,
         defers: list[bool],
         overridden: bool = False,
+        entries: list[dict[str, Any]] | None = None,
     ) -> Tensor:
         """Clips gradients, scaled by `scale`, or lets the step of those that defer clip.
 
-        `overridden`: a hook decides on infinities.
+        Without a limit they are unscaled as they are measured. `overridden`: a hook decides on
+        infinities.
         """
         if overridden:
             # What the hook finds counts, and what it writes is clipped.
@@ -275,19 +306,29 @@ class Passes(TorchGradScaler):
             )
             for each, deferred in zip(optimizers, defers, strict=True)
         ]
-        entries = [
-            fresh_entry() if scale is None else self._per_optimizer_states[id(each)]
-            for each in optimizers
-        ]
+        if entries is None:
+            entries = [
+                fresh_entry() if scale is None else self._per_optimizer_states[id(each)]
+                for each in optimizers
+            ]
         if scale is not None and not overridden and clipping.share_memory(terms):
             terms, defers = self._unscaled_first(optimizers, entries, scale), [False] * len(terms)
         divisor = None
         if scale is not None and any(defers):
             divisor = torch.empty((), dtype=torch.float32, device=scale.device)
         agreement = self._agreement(*(term.grads for term in terms))
+        clipping.require_writable(terms)
+        is_usual = scale is not None and not overridden
+        if is_usual and limit == math.inf and order in clipping.FUSED_ORDERS:
+            for term in terms:
+                term.unscales = term.writes
+            if any(term.writes for term in terms):
+                mark_unscaled(*entries, agreement=agreement)
         norm, coefficient = clipping.measure(
             self._choice, terms, order, limit, scale, divisor, agreement, spikes
         )
+        for entry in entries:
+            entry.pop(AGREEMENT, None)  # as all ranks have agreed
         for entry, term in zip(entries, terms, strict=True) if overridden else ():
             flags = entry["found_inf_per_device"]
             if spikes is not None:
@@ -320,8 +361,7 @@ class Passes(TorchGradScaler):
         """Unscales gradients that share memory, each as often as it is listed, as torch does."""
         self._warn_of_shared_memory()
         terms = [self._norm_term(each, scale, writes=True) for each in optimizers]
-        for term in terms:
-            clipping.require_clippable(term)
+        clipping.require_writable(terms)
         mark_unscaled(*entries)
         for term in terms:
             gradients.run(term.grads, Pass(True, *term.unscaling))
@@ -345,8 +385,7 @@ class Passes(TorchGradScaler):
         spikes: SpikeRule | None,
     ) -> Tensor | None:
         """Clips an optimizer's gradients by one call, or returns None where that cannot."""
-        writes_nothing = self._is_guard and limit == math.inf
-        if writes_nothing or order not in clipping.FUSED_ORDERS or not self._ranks.is_alone:
+        if limit == math.inf or order not in clipping.FUSED_ORDERS or not self._ranks.is_alone:
             return None
         if isinstance(self._kernels, DeviceKernels):  # which have no such call
             return None

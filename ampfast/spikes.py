@@ -206,7 +206,8 @@ class SpikeRules:
             self._warns = False
             warn_caller(
                 "skip_above had no effect: since the last update() no gradient norm was compared "
-                "with it. Clip by scaler.clip_grad_norm_ in place of unscale_()."
+                "with it. Where a method of the scaler is overridden, or an optimizer's step takes "
+                "grad_scaler, only scaler.clip_grad_norm_ compares."
             )
         self._is_compared = False
 
