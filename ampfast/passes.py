@@ -232,8 +232,11 @@ class Passes(TorchGradScaler):
 
     def _checked_by_scale(
         self, optimizer: torch.optim.Optimizer, entry: dict[str, Any], scale: Tensor
-    ) -> Tensor:
-        """Checks still scaled gradients; returns the scale by which the optimizer divides them."""
+    ) -> Tensor | None:
+        """Checks still scaled gradients; returns the scale by which the optimizer divides them.
+
+        None if they had to be unscaled, as those that share memory below a limit.
+        """
         if self._passes_scale is not scale:
             self._make_passes(scale)
         if self._skip_above is not None:
@@ -241,8 +244,9 @@ class Passes(TorchGradScaler):
             found = fresh_entry()
             self._unscale_below_limit(optimizer, found, scale, defers=True)
             entry["found_inf_per_device"] = found["found_inf_per_device"]
-            divisor: Tensor = found[clipping.DEFERRED]
-            return divisor
+            if clipping.DEFERRED not in found:
+                entry["stage"] = UNSCALED
+            return found.get(clipping.DEFERRED)
         work, ending, flag = self._check_pass, None, None
         if scale.dtype is torch.float32 and isinstance(self._kernels, DeviceKernels):
             ending, self._ending = self._ending or Ending(None, scale), None
