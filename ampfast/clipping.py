@@ -130,7 +130,7 @@ def measure(
         torch_ops.clip(clip)
     if flag is not None:
         _set_all(terms, flag)
-    return moved(norm, place), coefficient
+    return norm if place == device else moved(norm, place), coefficient
 
 
 def require_writable(terms: list[NormTerm]) -> None:
