@@ -287,9 +287,9 @@ class Tracking:
         report = OverflowReport.of(totals)
         hit = {row.optimizer for row in report.parameters}
         trainable = sum(
-            param is not None and param.requires_grad
+            param.requires_grad
             for number, (_, record) in enumerate(self._records)
-            for param in (record.living() if number in hit else ())
+            for param in (record.params() if number in hit else ())
         )
         return replace(report, is_everywhere=1 < trainable <= len(report.parameters))
 
