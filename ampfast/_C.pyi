@@ -13,6 +13,8 @@ FACTORS: dict[str, int]
 # The found_inf of a spike, and the bound of such flags after reductions; csrc/scale.h.
 SPIKE: float
 SPIKE_BOUND: float
+# The least deviation of norms, relative to their mean.
+LEAST_DEVIATION: float
 # Added to the norm in the clip coefficient.
 CLIP_EPSILON: float
 # Device types with kernels, as bits.
@@ -27,8 +29,10 @@ ENOUGH_CHUNKS: int
 
 def build_info() -> dict[str, str]: ...
 
-# Returns the words of a scaler's state by name; in `core` they are attributes of this name.
+# Return words by name, of a scaler's state and of the norms of the steps taken; in `core` they are
+# attributes of these names.
 state_layout: Any
+norm_layout: Any
 
 def cpu_capability() -> str: ...
 def cpu_capabilities() -> list[str]: ...
@@ -49,9 +53,8 @@ def measure(grads: GradList, health: Tensor, /) -> None: ...
 def narrow(pairs: GradList, found_inf: Tensor | None, /) -> bool: ...
 def clip(clip: Clip, /) -> None: ...
 
-# An entry is marked with the stage `unscaled`, and gets the flag and, where sums are of what is
-# written, a stamp. Without one gradients are only read. All gradients are on the device of the
-# scale.
+# An entry is marked with the stage `unscaled`, and gets the flag. Without one gradients are only
+# read. All gradients are on the device of the scale.
 def pass_over(
     optimizer: Any,
     entry: dict[str, Any] | None,
@@ -94,13 +97,8 @@ def triton_multi_tensor(
 ) -> None: ...
 def triton_update_scale(module: Any, update: Update, /) -> None: ...
 
-# Gradients as a write left them that is done now; None unless all are regular, on one device.
-# `pass_over` leaves the same in its entry as "stamp", where sums are of what is written.
-def stamped(param_groups: Any, /) -> Stamp | None: ...
-
-# Whether plain parameters have the gradients of a stamp, unwritten since. Then their versions rise,
-# for a write to come.
-def take(stamp: Stamp, param_groups: Any, /) -> bool: ...
+# Whether gradients of these lists of parameters share memory; one that is listed twice does.
+def share_memory(groups: Iterable[Iterable[Tensor]], /) -> bool: ...
 def is_found(flags: dict[Any, Tensor], /) -> bool | None: ...
 def copy_of(scalar: Tensor, /) -> Tensor | None: ...
 def update(fields: tuple[Any, ...], /) -> bool | None: ...
@@ -138,9 +136,6 @@ class GradList:
     def has_float64(self) -> bool: ...
     @property
     def chunks(self) -> int: ...
-
-class Stamp(GradList):
-    def overlaps(self) -> bool: ...
 
 WITH_CUDA: bool
 

@@ -13,12 +13,13 @@ from torch import Tensor
 from ampfast import gradients
 from ampfast.backends import Choice, torch_ops
 from ampfast.backends.core import Clip, Factor, Pass, is_scalar
+from ampfast.backends.core import share_memory as lists_share_memory
 from ampfast.backends.scalars import any_found, inverse, joint_flag, moved, new_flag, widest
 from ampfast.backends.torch_ops import TensorList, p_norm
 from ampfast.distributed import Agreement, replicated_numbers
 from ampfast.errors import float_of
 from ampfast.master_weights import MasterWeights
-from ampfast.optimizers import takes_grad_scaler
+from ampfast.optimizers import divides_by_itself, takes_grad_scaler
 from ampfast.spikes import SpikeRule
 
 # Orders whose norm is computed in the pass of the check.
@@ -34,6 +35,7 @@ class NormTerm:
         grads: The gradients, as kernels take them.
         unscaling: How and by what they are unscaled, as by `gradients.unscaling`.
         writes: Whether they will be clipped in place.
+        unscales: Whether they are unscaled in place as they are measured, and not clipped.
         flags: found_inf of the check, by device.
         sums: Sums of each list, as of a `Pass`.
         counted: Those of them that this rank counts; another rank counts the others.
@@ -43,14 +45,15 @@ class NormTerm:
     grads: gradients.Gradients
     unscaling: tuple[Factor, Tensor | None]
     writes: bool
+    unscales: bool = False
     flags: dict[torch.device, Tensor] = field(default_factory=dict)
     sums: list[Tensor] = field(default_factory=list)
     counted: list[Tensor] = field(default_factory=list)
 
     def inverse_on(self, device: torch.device) -> Tensor | None:
-        """Returns the inverse scale on a device, if there is one."""
+        """Returns the inverse scale on a device, if the gradients are still scaled by one."""
         how, factor = self.unscaling
-        if factor is None:
+        if factor is None or self.unscales:
             return None
         return moved(inverse(factor) if how is Factor.TIMES_RECIPROCAL else factor, device)
 
@@ -78,15 +81,18 @@ def measure(
 ) -> tuple[Tensor, Tensor]:
     """Global norm and clip coefficient; sets the terms' flags, also of a spike, and `divisor`.
 
-    Reads only; gradients that `clip_` would refuse are refused here.
+    Writes only the gradients of terms that unscale, of which none may be one that
+    `require_writable` refuses.
     """
     for term in terms:
         _read(term, agreement)
     lists = [grads for term in terms for _, grads in term.grads.lists]
     lists.sort(key=lambda grads: isinstance(grads, TensorList))
     device = torch.device("cpu") if scale is None else scale.device
-    # As in torch, the norm is on the device of the first gradient.
-    device = lists[0].device if lists else device
+    # As in torch, the norm is on the device of the first gradient; it is compared where the norms
+    # of earlier steps are.
+    place = lists[0].device if lists else device
+    device = place if spikes is None else device
     dtype = torch.float64 if any(grads.has_float64 for grads in lists) else torch.float32
     wide, largest = widest(device), order != 2.0
     norm = torch.empty((), dtype=dtype, device=device)
@@ -124,32 +130,40 @@ def measure(
         torch_ops.clip(clip)
     if flag is not None:
         _set_all(terms, flag)
-    return norm, coefficient
+    return norm if place == device else moved(norm, place), coefficient
+
+
+def require_writable(terms: list[NormTerm]) -> None:
+    """Raises the error of torch's ops for the first gradient that they refuse to write."""
+    for term in terms:
+        for aside in term.grads.for_torch() if term.writes else ():
+            if term.unscaling[0] is not Factor.NONE:
+                torch_ops.require_unscalable(aside.tensors)
+            torch_ops.require_writable(aside.tensors)
+
+
+def share_memory(terms: list[NormTerm]) -> bool:
+    """Whether gradients of these terms share memory; those of one parameter, listed twice, do."""
+    return lists_share_memory([group for term in terms for group in term.grads.groups])
 
 
 def clip_(terms: list[NormTerm], coefficient: Tensor) -> None:
     """Multiplies gradients in place by the inverse scale, then by the coefficient."""
     for term in terms:
-        if term.writes:
+        if term.writes and not term.unscales:
             # Their overflows were marked as they were read.
             grads = replace(term.grads, track_on=None)
             gradients.run(grads, Pass(True, *term.unscaling, coefficient=coefficient))
 
 
 def _read(term: NormTerm, agreement: Agreement | None) -> None:
-    """Computes flags and sums of a term, some of whose gradients another rank may count.
-
-    Refuses what cannot be clipped.
-    """
-    for aside in term.grads.for_torch() if term.writes else ():
-        if term.unscaling[0] is not Factor.NONE:
-            torch_ops.require_unscalable(aside.tensors)
-        torch_ops.require_writable(aside.tensors)
+    """Computes flags and sums of a term, some of whose gradients another rank may count."""
+    work = Pass(term.unscales, *term.unscaling, squares=term.unscales)
     flags: dict[torch.device, list[Tensor]] = {}
     split = [term.grads] if agreement is None else _split(term, agreement)
     for grads, counts in zip(split, (True, False), strict=False):
         sums: list[Tensor] = []
-        found = gradients.run(grads, Pass(False, *term.unscaling), sums_of_each=sums)
+        found = gradients.run(grads, work, sums_of_each=sums)
         term.sums += sums
         term.counted += sums if counts else []
         for device, flag in found.items():
@@ -255,6 +269,8 @@ def can_defer(optimizer: Any, overridden: bool) -> bool:
             f"{type(optimizer).__name__} does not: create it with fused=True, or use "
             "in_place=True"
         )
+    if not divides_by_itself(optimizer):
+        return False
     if takes_grad_scaler(optimizer.step) or isinstance(optimizer, MasterWeights):
         return False
     refuse_own_grad_scale(optimizer)

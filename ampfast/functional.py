@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ampfast import backends, clip_grad, clipping, gradients
+from ampfast import backends, clipping, gradients
 from ampfast.backends import core, torch_ops
 from ampfast.backends.core import Factor, Pass, Update
 from ampfast.backends.gpu import DeviceKernels
@@ -175,7 +175,6 @@ def unscale_and_update_(
 @torch.library.custom_op("ampfast::unscale_", mutates_args=("grads", "found_inf"))
 def _unscale_op(grads: list[Tensor], found_inf: Tensor, inv_scale: Tensor) -> None:
     _require_scalars(found_inf=found_inf, inv_scale=inv_scale)
-    clip_grad.forget()
     for kernels, each in gradients.of_list(grads, found_inf.device).lists:
         kernels.run(each, Pass(True, Factor.TIMES, inv_scale, found_inf))
 
@@ -254,8 +253,6 @@ def _run(grads: list[Tensor], work: Pass, update: Update | None = None) -> Pass 
         return None
     if update is not None and isinstance(kernels, DeviceKernels):
         work = work._replace(ending=kernels.ending(update))
-    if work.write:
-        clip_grad.forget()
     kernels.run(listed, work)
     return work
 

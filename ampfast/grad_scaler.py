@@ -6,7 +6,6 @@ import copy
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from functools import cached_property
 from numbers import Number
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -15,7 +14,15 @@ from torch import Tensor
 from torch.amp.grad_scaler import OptState
 from torch.cuda.amp.common import amp_definitely_not_available
 
-from ampfast import backends, capture, clip_grad, clipping, distributed, gradients, tracking
+from ampfast import (
+    backends,
+    capture,
+    clipping,
+    distributed,
+    gradients,
+    late_backward,
+    tracking,
+)
 from ampfast._version import __version__
 from ampfast.backends import scalars
 from ampfast.backends.core import Factor, Pass, is_found, overrides
@@ -26,8 +33,9 @@ from ampfast.capture import is_capturing, refuse_capture
 from ampfast.errors import add_note, float_of, not_compiled, warn_caller
 from ampfast.hooks import original_methods
 from ampfast.loss_scale import Limits, LossScale, entry_of, require_static
-from ampfast.master_weights import MasterWeights
+from ampfast.master_weights import MasterWeights, casts_of
 from ampfast.optimizers import (
+    divides_by_itself,
     explain,
     lacks_momentum,
     legacy_step,
@@ -47,7 +55,7 @@ from ampfast.passes import (
 )
 from ampfast.policies import LogMax, UnderflowTarget
 from ampfast.report import History, ScalerStats
-from ampfast.spikes import Sigmas, SpikeRules, require_accepted_norms, skip_limit_of
+from ampfast.spikes import Sigmas, require_accepted_norms, skip_limit_of
 from ampfast.tracking import GradientHealth, OverflowReport
 
 if TYPE_CHECKING:
@@ -58,7 +66,8 @@ __all__ = ["GradScaler", "OptState"]
 
 # Attributes of this process and this iteration; weak references among them.
 _OF_THIS_PROCESS = (
-    *("_choice", "_ending", "_has_observers", "_kernels", "_last_checks", "_tracking"),
+    *("_choice", "_ending", "_has_observers", "_kernels", "_last_checks", "_late_entries"),
+    *("_tracking",),
     *("_passes_scale", "_unscale_pass", "_check_pass"),
 )
 
@@ -118,9 +127,7 @@ class GradScaler(Passes):
             or None.
         policy: `LogMax` for a scale that follows the largest gradients, `UnderflowTarget` for one
             that grows only while values vanish; None for torch's rule.
-        keep_norm: Whether `unscale_` also measures the norm, which `functional.clip_grad_norm_`, or
-            torch's under `patch(clip_grad_norm=True)`, then takes for these gradients; None for
-            whether that patch is in place.
+        skip_above: Norm above which a step is skipped, as the attribute of this name.
 
     Raises:
         AssertionError: If a factor is on the wrong side of 1.
@@ -133,9 +140,9 @@ class GradScaler(Passes):
     # Extra arguments of the torch base class (FSDP's takes a process_group).
     _base_arguments: ClassVar[dict[str, Any]] = {}
     _dynamic = True
-    _warned_of_zero = False
-    # As in `Passes`: the norms of steps taken.
-    _spike_rules = cached_property(lambda self: SpikeRules())
+    _warned_of_backward = _warned_of_zero = False
+    # Entries of this iteration whose gradients a backward has written since they were unscaled.
+    _late_entries: list[dict[str, Any]] | None = None
 
     def __init__(
         self,
@@ -157,7 +164,7 @@ class GradScaler(Passes):
         process_group: ProcessGroup | DeviceMesh | None = None,
         track: str | None = None,
         policy: LogMax | UnderflowTarget | None = None,
-        keep_norm: bool | None = None,
+        skip_above: float | Sigmas | None = None,
     ) -> None:
         if isinstance(device, Number):
             raise TypeError(
@@ -165,8 +172,7 @@ class GradScaler(Passes):
                 f"init_scale={device!r}, or use ampfast.patch(), under which "
                 "torch.cuda.amp.GradScaler takes it first"
             )
-        keep_norm = clip_grad.is_patched() if keep_norm is None else keep_norm
-        named = {"allow_fp16": allow_fp16, "dynamic": dynamic, "keep_norm": keep_norm}
+        named = {"allow_fp16": allow_fp16, "dynamic": dynamic}
         for name, value in named.items():
             if not isinstance(value, bool):
                 raise TypeError(f"{name} must be a bool, got {type(value).__name__}")
@@ -178,6 +184,7 @@ class GradScaler(Passes):
                 "a scale with dynamic=False never changes: it takes no min_scale, max_scale, "
                 "hysteresis or policy"
             )
+        skip_above = skip_limit_of(skip_above)
         tracking.require_known(track)
         if isinstance(policy, UnderflowTarget) and track != "health":
             raise ValueError(f"UnderflowTarget needs track='health', got track={track!r}")
@@ -208,7 +215,7 @@ class GradScaler(Passes):
             self._growth_interval, self._backoff_factor = 0, 1.0
             self._is_guard = init_scale == 1
         self._track = track
-        self._keep_norm = keep_norm
+        self._skip_above = skip_above
 
     def __repr__(self) -> str:
         name, scale = type(self).__name__, self._scale if self._enabled else None
@@ -234,9 +241,16 @@ class GradScaler(Passes):
             return self._scaled_by_1(outputs)
         is_usual = type(outputs) is Tensor and outputs.dtype is _FLOAT32 and self._enabled
         scale = self._scale if is_usual else None
-        if scale is not None and scale.device == outputs.device:
-            return outputs * scale
-        return super().scale(outputs)
+        is_here = scale is not None and scale.device == outputs.device
+        scaled = outputs * scale if is_here else super().scale(outputs)
+        if self._enabled and self._per_optimizer_states and not torch.compiler.is_compiling():
+            get = self._per_optimizer_states.get
+            entries = [(each, get(id(each), NEW)) for each, _ in self._last_checks]
+            unscaled = [each for each in entries if each[1]["stage"] is UNSCALED]
+            if self._late_entries is None:
+                self._late_entries = []
+            late_backward.watch(scaled, unscaled, self._late_entries)
+        return scaled
 
     def _scaled_by_1(self, outputs: Any) -> Any:
         """What torch's `scale` returns, without a multiplication; makes the scale as it does."""
@@ -346,8 +360,11 @@ class GradScaler(Passes):
             )
         if AGREEMENT in entry and entry["stage"] is not READY:
             self._agree(entry, scale.device)  # retries a collective that failed
+        if self._late_entries:
+            self._warn_of_late_backward(optimizer, entry)
         try:
-            if getattr(optimizer, "_step_supports_amp_scaling", False):
+            # One that was to divide still has scaled gradients.
+            if divides_by_itself(optimizer) or clipping.DEFERRED in entry:
                 result = self._step_fused(optimizer, entry, args, kwargs)
             else:
                 if scale.is_cuda and is_capturing() and not overrides(self, _MAYBE_STEP):
@@ -523,9 +540,7 @@ class GradScaler(Passes):
             flags = self._per_optimizer_states[id(each)]["found_inf_per_device"]
             if flags:
                 self._last_checks.record(each, flags)
-        self._loss_scale.record_norm(optimizers, norm, order)
-        if spikes is not None:
-            self._spike_rules.record(optimizers, spikes)
+        self._record(optimizers, norm, order, spikes)
         return norm
 
     @not_compiled
@@ -568,8 +583,21 @@ class GradScaler(Passes):
             )
             for each, state in zip(optimizers, states, strict=True)
         ]
-        agreement = self._agreement(*(term.grads for term in terms))
-        norm = clipping.measure(self._choice, terms, order, math.inf, scale, None, agreement)[0]
+        saved: list[tuple[Tensor, Tensor]] = []
+        try:
+            if scale is not None and clipping.share_memory(terms):
+                for place, term in enumerate(terms):
+                    # Casts share nothing.
+                    if term.unscaling[0] is not Factor.NONE and casts_of(term.optimizer) is None:
+                        params = (param for group in term.grads.groups for param in group)
+                        grads = [param.grad.detach() for param in params if param.grad is not None]
+                        saved += [(grad, grad.clone()) for grad in grads]
+                        terms[place] = self._unscaled_first([term.optimizer], [], scale)[0]
+            agreement = self._agreement(*(term.grads for term in terms))
+            norm = clipping.measure(self._choice, terms, order, math.inf, scale, None, agreement)[0]
+        finally:
+            for grad, values in reversed(saved):
+                grad.copy_(values)
         if self._enabled and all(state["stage"] is READY for state in states):
             # Else it may be of gradients that were clipped.
             self._loss_scale.record_norm(optimizers, norm, order)
@@ -614,8 +642,8 @@ class GradScaler(Passes):
             optimizer: As for `found_inf`.
 
         Returns:
-            "overflow" for inf or NaN, "spike" for a norm above `clip_grad_norm_`'s `skip_above`, or
-            None if it was not skipped.
+            "overflow" for inf or NaN, "spike" for a norm above `skip_above`, or None if it was not
+            skipped.
 
         Raises:
             LookupError: If this optimizer was never checked.
@@ -731,7 +759,7 @@ class GradScaler(Passes):
             "dynamic": self._dynamic,
             "allow_fp16": self._allow_fp16,
             "track": self._track,
-            "keep_norm": self._keep_norm,
+            "skip_above": self._skip_above,
             "torch": str(torch.__version__),
             "ampfast": __version__,
         }
@@ -806,7 +834,6 @@ class GradScaler(Passes):
     ) -> dict[torch.device, Tensor]:
         if allow_fp16 is None:
             allow_fp16 = self._allow_fp16  # FSDP's scaler need not be told
-        clip_grad.forget()
         grads = self._collect(optimizer, allow_fp16=allow_fp16, writes=True)
         return gradients.run(grads, Pass(True, Factor.TIMES, inv_scale, found_inf))
 
@@ -858,7 +885,7 @@ class GradScaler(Passes):
         self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> float | None:
         entry, needed = NEW, ["step"]
-        if self._enabled and self._scale is not None:
+        if self._enabled and self._scale is not None and "closure" not in kwargs:
             entry, needed = self._per_optimizer_states[id(optimizer)], ["param_groups", "step"]
         try:
             if (
@@ -869,13 +896,39 @@ class GradScaler(Passes):
                 self.unscale_(optimizer)  # which casts
             if AGREEMENT in entry and entry["stage"] is UNSCALED and self._scale is not None:
                 self._agree(entry, self._scale.device)  # retries a collective that failed
-            result = TorchGradScaler.step(self, optimizer, *args, **kwargs)
+            if self._late_entries:
+                self._warn_of_late_backward(optimizer, entry)
+            is_refused = entry is NEW or entry["stage"] is STEPPED
+            asks = not is_refused and getattr(optimizer, "_step_supports_amp_scaling", False)
+            divides = asks and divides_by_itself(optimizer)
+            is_legacy = divides and takes_grad_scaler(optimizer.step)
+            if not asks or (divides and not is_legacy):
+                result = TorchGradScaler.step(self, optimizer, *args, **kwargs)
+            else:
+                self._check_scale_growth_tracker("step")
+                if is_legacy:
+                    # Else torch's warning would point here.
+                    result = legacy_step(optimizer, self, args, kwargs)
+                else:
+                    # As torch steps a plain optimizer, for which torch would not take this one.
+                    if entry["stage"] is READY:
+                        self.unscale_(optimizer)
+                    if not entry["found_inf_per_device"]:
+                        raise no_inf_checks(optimizer)
+                    result = self._maybe_opt_step(optimizer, entry, *args, **kwargs)
+                entry["stage"] = STEPPED
         except AttributeError as error:
             explain(error, optimizer, *needed)
             raise
         if entry is not NEW:
             self._last_checks.record(optimizer, entry["found_inf_per_device"])
         return result
+
+    def _warn_of_late_backward(self, optimizer: object, entry: dict[str, Any]) -> None:
+        is_late = any(each is entry for each in self._late_entries or ())
+        if is_late and not self._warned_of_backward:
+            self._warned_of_backward = True
+            warn_caller(late_backward.WARNING.format(type(optimizer).__name__))
 
     def _agree_beside_hooks(self, optimizer: torch.optim.Optimizer) -> Flags:
         """Returns the flags of all ranks, after a hook has decided on this one's."""
@@ -891,8 +944,9 @@ class GradScaler(Passes):
 
     def _unscale(self, optimizer: Any, entry: dict[str, Any], scale: Tensor) -> None:
         """`unscale_` for an optimizer whose turn it is."""
-        if clip_grad.keepers.values and not self._keep_norm:
-            clip_grad.forget()  # another scaler may have kept the norm of these gradients
+        if self._skip_above is not None:
+            self._unscale_below_limit(optimizer, entry, scale, defers=False)
+            return
         work = self._unscale_pass if self._passes_scale is scale else self._make_passes(scale)
         if self._is_guard and isinstance(optimizer, MasterWeights):
             work = _CASTING
@@ -960,6 +1014,8 @@ class GradScaler(Passes):
             grad_scale = getattr(optimizer, "grad_scale", None)
         elif hasattr(optimizer, "grad_scale"):
             grad_scale = scale * optimizer.grad_scale
+            if self._skip_above is not None:
+                grad_scale, is_new = self._checked_by_scale(optimizer, entry, grad_scale), True
         else:
             grad_scale, is_new = self._checked_by_scale(optimizer, entry, scale), True
         if not is_new and deferred is None and isinstance(grad_scale, Tensor):
@@ -973,7 +1029,7 @@ class GradScaler(Passes):
                     flags[device] = joint_flag([flag, flags.get(device, flag)], flag.device)
             entry["found_inf_per_device"] = flags
         flags = entry["found_inf_per_device"]
-        if is_new and len(flags) == 1 and scale.device in flags:
+        if is_new and len(flags) == 1 and scale.device in flags and self._skip_above is None:
             # Exactly 0 or 1; only another's optimizer may write it.
             flag = flags[scale.device]
             is_torchs = type(optimizer).__module__.startswith("torch.optim.")
@@ -1027,6 +1083,7 @@ class GradScaler(Passes):
     def _end_iteration(self, *, was_set: bool = False) -> None:
         """Ends an iteration: after an update, or as the caller set the scale."""
         self._per_optimizer_states = defaultdict(fresh_entry)
+        self._late_entries = None
         loss_scale = self._loss_scale
         loss_scale.norms = {}
         if loss_scale.follower is not None:

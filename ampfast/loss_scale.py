@@ -344,7 +344,7 @@ class LossScale:
         On a GPU it sees the counters of the last update that has arrived on the host.
         """
         if self.watch is not None and self.words is not None and not is_capturing():
-            counters = self.watch.arrived(self.words[: layout.COUNTERS])
+            counters = self.watch.copies.latest(self.words[: layout.COUNTERS])
             if counters is not None:
                 self.watch.report(counters, self.limits)
 
@@ -382,23 +382,7 @@ class _MinimumWatch:
         self.raises = raises
         self._warned_at = 0
         self._reported: int | None = None
-        self._pending: tuple[Tensor, torch.cuda.Event | None] | None = None
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_pending": None}
-
-    def arrived(self, counters: Tensor) -> list[int] | None:
-        """Returns the counters of an arrived copy, if any, and starts the next copy."""
-        if not counters.is_cuda:
-            return counters.tolist()
-        arrived = None
-        if self._pending is not None:
-            buffer, arrival = self._pending
-            if arrival is None or arrival.query():
-                arrived, self._pending = buffer.tolist(), None
-        if self._pending is None:
-            self._pending = scalars.copy_to_host_async(counters)
-        return arrived
+        self.copies = scalars.HostCopies()
 
     def report(self, counters: list[int], limits: Limits) -> None:
         if counters[layout.SKIPS_AT_MINIMUM] == 0:

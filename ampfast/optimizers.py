@@ -1,4 +1,4 @@
-"""Optimizers: step signatures, missing momentum buffers, values keyed by optimizer."""
+"""Optimizers: who divides by itself, step signatures, momentum buffers, values by optimizer."""
 
 from __future__ import annotations
 
@@ -13,8 +13,11 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor
 
+from ampfast import fused_trial
 from ampfast.backends import core
+from ampfast.capture import is_capturing
 from ampfast.errors import add_note, warn_caller
+from ampfast.master_weights import MasterWeights
 
 Value = TypeVar("Value")
 
@@ -131,3 +134,113 @@ class ByOptimizer(Generic[Value]):
     def get(self, optimizer: object) -> Value | None:
         """Returns the value of this very object, or None."""
         return self.values.get(id(optimizer))
+
+
+_STATEMENT, _HOOKS = "_step_supports_amp_scaling", "_optimizer_step_pre_hooks"
+_UNSAID = object()
+
+# By optimizer: its class and parameters when it was last judged, and the answer.
+_judged = ByOptimizer[tuple[list[Any], bool]]()
+_warned: set[tuple[Any, ...]] = set()
+
+
+def divides_by_itself(optimizer: Any) -> bool:
+    """Whether an optimizer's own step divides by `grad_scale` and skips by `found_inf`.
+
+    The object that gets these two attributes must say so itself: not another one, to which its
+    `__getattr__` or a property leads, or from which it has its attributes. And torch's kernels must
+    do it. Any other optimizer gets unscaled gradients, and the host skips its step.
+    """
+    try:
+        # vars() would ask __getattr__ where there is no __dict__.
+        own: dict[str, Any] = object.__getattribute__(optimizer, "__dict__")
+    except AttributeError:
+        own = {}
+    stated = own.get(_STATEMENT, _UNSAID)
+    if stated is _UNSAID:
+        stated = getattr(type(optimizer), _STATEMENT, False)
+        if hasattr(type(stated), "__get__"):
+            is_own = _HOOKS in own and _is_alone(optimizer, own)
+            if isinstance(stated, property) and not is_own:
+                return False
+            stated = getattr(optimizer, _STATEMENT, False)
+    if not stated:
+        return False
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        return _is_alone(optimizer, own)
+    seen: list[Any] = [type(optimizer), fused_trial.operators(torch)]
+    for group in optimizer.param_groups:
+        params = group["params"]
+        first = next(iter(params), None)
+        seen += (
+            id(params),
+            len(params),
+            getattr(first, "dtype", None),
+            getattr(first, "device", None),
+        )
+    known = _judged.values.get(id(optimizer))
+    if known is not None and known[0] == seen:
+        return known[1]
+    divides = _is_alone(optimizer, own) or _has_own_hooks(optimizer, own)
+    if divides and is_capturing():
+        return True  # nothing can be tried here
+    divides = divides and _has_right_kernels(optimizer)
+    _judged.record(optimizer, (seen, divides))
+    return divides
+
+
+def _is_alone(optimizer: object, own: dict[str, Any]) -> bool:
+    """Whether an object has neither another optimizer nor the attributes of one."""
+    if _HOOKS in own and not isinstance(optimizer, torch.optim.Optimizer):
+        return False
+    return not _held_optimizers(optimizer, own)
+
+
+def _has_own_hooks(optimizer: object, own: dict[str, Any]) -> bool:
+    """Whether an optimizer has hooks that torch made for it, and not for one that it holds."""
+    hooks, held = own.get(_HOOKS), _held_optimizers(optimizer, own)
+    return hooks is not None and all(getattr(each, _HOOKS, None) is not hooks for each in held)
+
+
+def _held_optimizers(optimizer: object, own: dict[str, Any]) -> list[Any]:
+    """Other optimizers among an object's attributes, also by a method of theirs."""
+    values = [each.__self__ if type(each) is MethodType else each for each in own.values()]
+    return [
+        value
+        for value in values
+        if hasattr(type(value), "step")
+        and value is not optimizer
+        and hasattr(value, "param_groups")
+        and getattr(value, "__dict__", None) is not own
+    ]
+
+
+def _has_right_kernels(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether torch's fused kernels, if the optimizer has these, are right for its parameters."""
+    has_masters, kind = False, type(optimizer)
+    if isinstance(optimizer, MasterWeights):
+        has_masters, kind = True, optimizer._master_weights_of
+    torchs = fused_trial.torchs_class(kind)
+    if torchs is None:
+        return True
+    devices: dict[tuple[torch.dtype, str], torch.device] = {}
+    for param in chain.from_iterable(group["params"] for group in optimizer.param_groups):
+        dtype = torch.float32 if has_masters and param.dtype.itemsize == 2 else param.dtype
+        if dtype.is_floating_point:
+            devices[dtype, param.device.type] = param.device
+    is_right = True
+    for (dtype, device_type), device in devices.items():
+        try:
+            fault = fused_trial.fault_of(torchs, dtype, device)
+        except Exception:
+            continue  # so does the optimizer's step
+        if fault is not None:
+            is_right = False
+            if (torchs, dtype, device_type) not in _warned:
+                _warned.add((torchs, dtype, device_type))
+                warn_caller(
+                    f"torch's fused {torchs.__name__} {fault}, for {dtype} on {device_type}, as a "
+                    "trial has found: the scaler unscales and skips by itself, as for an "
+                    "optimizer that is not fused. Make the optimizer with fused=False"
+                )
+    return is_right

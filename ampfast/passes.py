@@ -11,15 +11,16 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.amp.grad_scaler import OptState
 
-from ampfast import backends, clip_grad, clipping, distributed, gradients, tracking
+from ampfast import backends, clipping, distributed, gradients, tracking
 from ampfast.backends import scalars
 from ampfast.backends.core import Factor, Pass, clip_to, copy_of, new_entry
 from ampfast.backends.gpu import DeviceKernels, Ending
 from ampfast.backends.scalars import joint_flag
+from ampfast.errors import warn_caller
 from ampfast.loss_scale import Limits, LossScale
 from ampfast.master_weights import casts_of
 from ampfast.optimizers import ByOptimizer
-from ampfast.spikes import Sigmas, SpikeRule, skip_limit_of
+from ampfast.spikes import Sigmas, SpikeRule, SpikeRules, skip_limit_of
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -62,25 +63,24 @@ class Passes(TorchGradScaler):
     _passes_scale: Tensor | None = None
     _unscale_pass = _check_pass = Pass(False, Factor.NONE)
     _track: str | None = None
-    # Whether unscaling measures the norm for a clipping by torch's name, and its limit.
-    _keep_norm = False
     _skip_above: float | Sigmas | None = None
+    _warned_of_shared_memory = False
 
     # Made when first asked for, also for instances that torch pickled or whose __init__ was not
     # called: the kernels by device, those for the device of the scale, the state of the scale
     # besides torch's two tensors, the ranks to agree with, the per-parameter tables, the flags of
-    # each living optimizer's last check, and whether a policy, tables, kept norms or ranks take
-    # part in passes.
+    # each living optimizer's last check, the norms of steps taken, and whether a policy, tables or
+    # ranks take part in passes.
     _choice = cached_property(lambda self: backends.choose(self._backend))
     _kernels = cached_property(lambda self: self._choice.kernels_for(self._scale.device))
     _loss_scale = cached_property(lambda self: LossScale(Limits()))
     _ranks = cached_property(lambda self: distributed.Ranks(is_default=self._is_for_all))
     _tracking = cached_property(lambda self: tracking.Tracking(health=self._track == "health"))
     _last_checks = cached_property(lambda self: ByOptimizer[Flags | None]())
+    _spike_rules = cached_property(lambda self: SpikeRules())
     _has_observers = cached_property(
         lambda self: (
             self._track is not None
-            or self._keep_norm
             or self._loss_scale.follower is not None
             or not self._ranks.is_alone
         )
@@ -99,21 +99,17 @@ class Passes(TorchGradScaler):
 
     @property
     def skip_above(self) -> float | Sigmas | None:
-        """The default of `clip_grad_norm_`'s `skip_above`.
+        """Norm above which a step is skipped, as for `clip_grad_norm_`; None for no limit.
 
-        Also for `torch.nn.utils.clip_grad_norm_` under `patch(clip_grad_norm=True)`, where
-        gradients neither are DTensors nor belong to a `process_group`: the norm is that of its
-        clip, for all optimizers of which this has gradients that `unscale_` has unscaled since the
-        limit was set; with `Sigmas` that of the first clip. `update` warns once if no norm was
-        compared. Setting it makes the scaler keep norms.
+        The norm is the 2-norm of each optimizer's gradients, measured as `unscale_`, or else
+        `step`, reads them; or that of `clip_grad_norm_`, whose `skip_above` it is by default. Where
+        a hook is overridden, only the latter compares: `update` warns once if no norm was.
         """
         return self._skip_above
 
     @skip_above.setter
     def skip_above(self, limit: float | Sigmas | None) -> None:
         self._skip_above = skip_limit_of(limit)
-        self._keep_norm |= limit is not None
-        self.__dict__.pop("_has_observers", None)
 
     def _make_passes(self, scale: Tensor) -> Pass:
         """Makes the pass that unscales, and the one that checks for a division by the scale."""
@@ -159,10 +155,6 @@ class Passes(TorchGradScaler):
         """
         allow_fp16 = entry is None or self._allow_fp16
         follower, grads, agreement = self._loss_scale.follower, None, None
-        keeps_norm = self._keep_norm and entry is not None and self._ranks.is_alone
-        if keeps_norm:
-            sums = torch.empty(2, dtype=scalars.widest(scale.device), device=scale.device)
-            work = work._replace(sums=sums, squares=True)
         work, marked = self._observed(optimizer, work, scale, observes)
         if not self._ranks.is_alone:
             agreement = self._ranks.agreement(())
@@ -191,8 +183,6 @@ class Passes(TorchGradScaler):
         if entry is not None:
             entry["found_inf_per_device"], entry["stage"] = flags, UNSCALED
         if agreement is None:
-            if keeps_norm and entry is not None and work.sums is not None:
-                clip_grad.keep(entry, optimizer, work.sums, self)
             return flags
         if not observes:
             return agreement.all_reduce([flags], scale.device)[0]
@@ -242,10 +232,21 @@ class Passes(TorchGradScaler):
 
     def _checked_by_scale(
         self, optimizer: torch.optim.Optimizer, entry: dict[str, Any], scale: Tensor
-    ) -> Tensor:
-        """Checks still scaled gradients; returns the scale by which the optimizer divides them."""
+    ) -> Tensor | None:
+        """Checks still scaled gradients; returns the scale by which the optimizer divides them.
+
+        None if they had to be unscaled, as those that share memory below a limit.
+        """
         if self._passes_scale is not scale:
             self._make_passes(scale)
+        if self._skip_above is not None:
+            # Not in its entry, since nothing is written: a step that raises may be repeated.
+            found = fresh_entry()
+            self._unscale_below_limit(optimizer, found, scale, defers=True)
+            entry["found_inf_per_device"] = found["found_inf_per_device"]
+            if clipping.DEFERRED not in found:
+                entry["stage"] = UNSCALED
+            return found.get(clipping.DEFERRED)
         work, ending, flag = self._check_pass, None, None
         if scale.dtype is torch.float32 and isinstance(self._kernels, DeviceKernels):
             ending, self._ending = self._ending or Ending(None, scale), None
@@ -262,6 +263,24 @@ class Passes(TorchGradScaler):
         copied = copy_of(scale)
         return scale * 1 if copied is None else copied
 
+    def _unscale_below_limit(
+        self, optimizer: Any, entry: dict[str, Any], scale: Tensor, *, defers: bool
+    ) -> None:
+        """Unscales, or lets the step unscale, and skips a step of a norm above the limit."""
+        if self._skip_above is None:
+            raise AssertionError("there is no limit")
+        spikes = self._spike_rules.rule([optimizer], self._skip_above, scale.device)
+        norm = self._clip([optimizer], scale, math.inf, 2.0, spikes, [defers], entries=[entry])
+        self._record([optimizer], norm, 2.0, spikes)
+
+    def _record(
+        self, optimizers: list[Any], norm: Tensor, order: float, spikes: SpikeRule | None
+    ) -> None:
+        """Records the norm of a clip, and that it was compared."""
+        self._loss_scale.record_norm(optimizers, norm, order)
+        if spikes is not None:
+            self._spike_rules.record(optimizers, spikes)
+
     def _clip(
         self,
         optimizers: list[Any],
@@ -271,10 +290,12 @@ class Passes(TorchGradScaler):
         spikes: SpikeRule | None,
         defers: list[bool],
         overridden: bool = False,
+        entries: list[dict[str, Any]] | None = None,
     ) -> Tensor:
         """Clips gradients, scaled by `scale`, or lets the step of those that defer clip.
 
-        `overridden`: a hook decides on infinities.
+        Without a limit they are unscaled as they are measured. `overridden`: a hook decides on
+        infinities.
         """
         if overridden:
             # What the hook finds counts, and what it writes is clipped.
@@ -289,17 +310,29 @@ class Passes(TorchGradScaler):
             )
             for each, deferred in zip(optimizers, defers, strict=True)
         ]
-        entries = [
-            fresh_entry() if scale is None else self._per_optimizer_states[id(each)]
-            for each in optimizers
-        ]
+        if entries is None:
+            entries = [
+                fresh_entry() if scale is None else self._per_optimizer_states[id(each)]
+                for each in optimizers
+            ]
+        if scale is not None and not overridden and clipping.share_memory(terms):
+            terms, defers = self._unscaled_first(optimizers, entries, scale), [False] * len(terms)
         divisor = None
         if scale is not None and any(defers):
             divisor = torch.empty((), dtype=torch.float32, device=scale.device)
         agreement = self._agreement(*(term.grads for term in terms))
+        clipping.require_writable(terms)
+        is_usual = scale is not None and not overridden
+        if is_usual and limit == math.inf and order in clipping.FUSED_ORDERS:
+            for term in terms:
+                term.unscales = term.writes
+            if any(term.writes for term in terms):
+                mark_unscaled(*entries, agreement=agreement)
         norm, coefficient = clipping.measure(
             self._choice, terms, order, limit, scale, divisor, agreement, spikes
         )
+        for entry in entries:
+            entry.pop(AGREEMENT, None)  # as all ranks have agreed
         for entry, term in zip(entries, terms, strict=True) if overridden else ():
             flags = entry["found_inf_per_device"]
             if spikes is not None:
@@ -326,6 +359,27 @@ class Passes(TorchGradScaler):
             entry["found_inf_per_device"] = term.flags
         return norm
 
+    def _unscaled_first(
+        self, optimizers: list[Any], entries: list[dict[str, Any]], scale: Tensor
+    ) -> list[clipping.NormTerm]:
+        """Unscales gradients that share memory, each as often as it is listed, as torch does."""
+        self._warn_of_shared_memory()
+        terms = [self._norm_term(each, scale, writes=True) for each in optimizers]
+        clipping.require_writable(terms)
+        mark_unscaled(*entries)
+        for term in terms:
+            gradients.run(term.grads, Pass(True, *term.unscaling))
+        return [self._norm_term(each, None, writes=True) for each in optimizers]
+
+    def _warn_of_shared_memory(self) -> None:
+        if not self._warned_of_shared_memory:
+            self._warned_of_shared_memory = True
+            warn_caller(
+                "Some gradients share memory, as those of a parameter that is listed twice: as by "
+                "torch, what they share is unscaled, counted in the norm and clipped once for "
+                "each of them. List each parameter once."
+            )
+
     def _clip_over(
         self,
         optimizer: torch.optim.Optimizer,
@@ -335,8 +389,7 @@ class Passes(TorchGradScaler):
         spikes: SpikeRule | None,
     ) -> Tensor | None:
         """Clips an optimizer's gradients by one call, or returns None where that cannot."""
-        writes_nothing = self._is_guard and limit == math.inf
-        if writes_nothing or order not in clipping.FUSED_ORDERS or not self._ranks.is_alone:
+        if limit == math.inf or order not in clipping.FUSED_ORDERS or not self._ranks.is_alone:
             return None
         entry, follower = self._per_optimizer_states[id(optimizer)], self._loss_scale.follower
         work = Pass(False, Factor.TIMES_RECIPROCAL, scale)

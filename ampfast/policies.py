@@ -228,7 +228,7 @@ class _LogMaxFollower(Follower):
         _, _, flags, growth, backoff, interval, *_ = update
         before, tracker, largest = update.scale.item(), update.growth_tracker.item(), peak.item()
         flag = sum(map(Tensor.item, flags))
-        finite, kept = flag == 0, abs(flag) < core.SPIKE_BOUND
+        finite, kept = flag == 0, scalars.leaves_scale(flag)
         grows = finite and 1 <= interval <= tracker + 1
         factor = growth if grows else 1.0 if kept else backoff
         mean, weight, slow_mean, slow_square, slow_weight, ceiling = state[_STEPS:]
@@ -269,7 +269,7 @@ class _LogMaxFollower(Follower):
             for tensor in (scale, growth_tracker, peak, *flags)
         )
         flag = torch.stack(rest).sum()
-        finite, kept = flag == 0, flag.abs() < core.SPIKE_BOUND
+        finite, kept = flag == 0, scalars.leaves_scale(flag)
         grows = finite & (interval >= 1) & (tracker + 1 >= interval)
         one = torch.ones_like(before)
         factor = torch.where(grows, one * growth, torch.where(kept, one, one * backoff))

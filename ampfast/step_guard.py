@@ -10,6 +10,8 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
+    from ampfast.spikes import Sigmas
+
 
 class StepGuard(GradScaler):
     """Skips steps whose gradients have inf or NaN, and scales nothing; for bfloat16 and float32.
@@ -24,6 +26,7 @@ class StepGuard(GradScaler):
         allow_fp16: As for `GradScaler`.
         process_group: As for `GradScaler`.
         track: As for `GradScaler`.
+        skip_above: As for `GradScaler`.
 
     Raises:
         TypeError: As `GradScaler`.
@@ -40,6 +43,7 @@ class StepGuard(GradScaler):
         allow_fp16: bool = False,
         process_group: ProcessGroup | DeviceMesh | None = None,
         track: str | None = None,
+        skip_above: float | Sigmas | None = None,
     ) -> None:
         super().__init__(
             *(device, 1.0),
@@ -49,4 +53,5 @@ class StepGuard(GradScaler):
             dynamic=False,
             process_group=process_group,
             track=track,
+            skip_above=skip_above,
         )

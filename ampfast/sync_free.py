@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from ampfast import fused_trial
 from ampfast.capture import refuse_capture
 from ampfast.errors import refuse_differentiable
 
@@ -55,9 +56,9 @@ def sync_free_(optimizer: AnyOptimizer) -> AnyOptimizer:
     Raises:
         TypeError: If it is of another class.
         ValueError: If a group is differentiable, if torch's fused implementation does not support
-            the device or dtype of a parameter, if a parameter, its gradient and its state
-            differ in dtype, device or strides or are not dense, or if a hyperparameter is a
-            tensor on a device from which it cannot be read without a sync.
+            the device or dtype of a parameter or fails a trial with them, if a parameter, its
+            gradient and its state differ in dtype, device or strides or are not dense, or if a
+            hyperparameter is a tensor on a device from which it cannot be read without a sync.
         RuntimeError: Under CUDA graph capture.
 
     The optimizer is unchanged where an error is raised.
@@ -123,6 +124,13 @@ def _check_group(optimizer: torch.optim.Optimizer, index: int, group: dict[str, 
             tried.add(like)
             _check_hyperparameters(group, index, param.device)
             _try_step(type(optimizer), group, param, where)
+            fault = fused_trial.fault_of(type(optimizer), param.dtype, param.device)
+            if fault is not None:
+                raise ValueError(
+                    f"torch's fused {type(optimizer).__name__} {fault}, for {where}, a "
+                    f"{param.dtype} on {param.device}, as a trial has found: keep the optimizer, "
+                    "which GradScaler steps with one host sync"
+                )
         tensors = {f"the {key!r}": (state or {}).get(key) for key in _ELEMENTWISE_STATE}
         _check_memory(param, {"the gradient": param.grad, **tensors}, where)
 

@@ -29,6 +29,12 @@ from ampfast.optimizers import ByOptimizer
 # Longest table that is printed, in lines.
 MOST_LINES = 40
 
+# Where all parameters overflowed.
+_EVERYWHERE = (
+    "These are all trainable parameters: the loss or a forward activation was not finite. Forward "
+    'hooks find the layer: see "Every gradient is infinite or NaN" in docs/troubleshooting.md.'
+)
+
 # Parameters by group.
 Groups = Sequence[Sequence[Tensor]]
 
@@ -83,11 +89,14 @@ class OverflowReport:
             there was none.
         parameters: The parameters that overflowed in that step.
         totals: All parameters that ever overflowed.
+        is_everywhere: Whether these are all trainable parameters, two or more, of the optimizers
+            that overflowed in that step: their common cause is the loss or an activation.
     """
 
     step: int | None
     parameters: tuple[ParameterOverflows, ...]
     totals: tuple[ParameterOverflows, ...]
+    is_everywhere: bool = False
 
     @classmethod
     def of(cls, totals: Iterable[ParameterOverflows]) -> OverflowReport:
@@ -116,7 +125,9 @@ class OverflowReport:
                 infinities=max(known.infinities, row.infinities),
                 nans=max(known.nans, row.nans),
             )
-        return cls.of(rows.values())
+        joint = cls.of(rows.values())
+        everywhere = all(each.is_everywhere and each.step == joint.step for each in reports)
+        return replace(joint, is_everywhere=everywhere)
 
     def __str__(self) -> str:
         if self.step is None:
@@ -124,6 +135,8 @@ class OverflowReport:
         count = len(self.parameters)
         what = "1 parameter's gradient was" if count == 1 else f"{count} parameters' gradients were"
         lines = [f"In step {self.step}, {what} not finite.", *_table(_OVERFLOWS, self.parameters)]
+        if self.is_everywhere:
+            lines.insert(1, _EVERYWHERE)
         earlier = [row for row in self.totals if row.step != self.step]
         if earlier:
             earlier.sort(key=lambda row: -row.infinities - row.nans)
@@ -271,7 +284,14 @@ class Tracking:
             if last:
                 kind: Any = "nan" if last_nan == last else "inf"
                 totals.append(ParameterOverflows(*location, kind, last - 1, times - nans, nans))
-        return OverflowReport.of(totals)
+        report = OverflowReport.of(totals)
+        hit = {row.optimizer for row in report.parameters}
+        trainable = sum(
+            param.requires_grad
+            for number, (_, record) in enumerate(self._records)
+            for param in (record.params() if number in hit else ())
+        )
+        return replace(report, is_everywhere=1 < trainable <= len(report.parameters))
 
     def health(self) -> GradientHealth:
         """Health of all optimizers' gradients; one host sync."""

@@ -10,29 +10,25 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ampfast import functional
 from ampfast.clipping import DEFERRED
 
 from . import goals, providers
 from .cases import GradCase, make_gradients
-from .goals import CLIP, DEFERRED_CLIP, NAMED_CLIP, NAMED_NORM
+from .goals import CLIP, DEFERRED_CLIP
 from .harness import Contender, Measured, Setting, assert_same
 from .machine import require_memory
 from .steps import MOST_LISTS, NoOptimizer, lists_in_turn, make_scaler, optimizer_over
 from .timing import dtype_name, time_contenders
 
-REPLACES = dict.fromkeys((DEFERRED_CLIP, NAMED_CLIP, NAMED_NORM), CLIP)
-# Multiples of a list's bytes: read for the norm, then read and written; or read once; or read and
-# written to unscale, and again to clip.
-PASSES = {CLIP: 3, DEFERRED_CLIP: 1, NAMED_CLIP: 4, NAMED_NORM: 2}
+REPLACES = {DEFERRED_CLIP: CLIP}
+# Multiples of a list's bytes: read for the norm, then read and written; or read once.
+PASSES = {CLIP: 3, DEFERRED_CLIP: 1}
 
 # Relative tolerance of float64 sums of the same 1e8 squares in different orders.
 ORDER_OF_SUMS = 1e-12
 
 # Gradients are scaled by this and clipped to their own norm, so that they do not drift.
 SCALE = 0.5
-# Below the limit nothing else counteracts the scale.
-LITTLE = 1 + 2.0**-20
 # Relative tolerance of drift: each call rounds some values again. In 16 bit that adds up, so every
 # sample starts from the initial values.
 DRIFT = 0.02
@@ -91,22 +87,17 @@ def caller(
     path: str, name: str, optimizers: Sequence[NoOptimizer], device: torch.device
 ) -> Callable[[int], Any]:
     """Calls for optimizers in turn, dropping the previous record, as there is no update."""
-    is_named = path in (NAMED_CLIP, NAMED_NORM)
-    scale = LITTLE if path == NAMED_NORM else SCALE
-    scaler = make_scaler(name, device, scale, keep_norm=is_named)
+    scaler = make_scaler(name, device, SCALE)
     parameters = [optimizer.param_groups[0]["params"] for optimizer in optimizers]
     limits = [exact_norm([p.grad for p in of]) for of in parameters]
-    clip = functional.clip_grad_norm_ if is_named else torch.nn.utils.clip_grad_norm_
-    if path == NAMED_NORM:
-        limits = [2 * limit for limit in limits]
 
     def call(number: int) -> Tensor:
         scaler._per_optimizer_states.clear()
         turn = number % len(optimizers)
-        if path in (CLIP, DEFERRED_CLIP) and name != "torch":
+        if name != "torch":
             return scaler.clip_grad_norm_(optimizers[turn], limits[turn], in_place=path == CLIP)
         scaler.unscale_(optimizers[turn])
-        return clip(parameters[turn], limits[turn])
+        return torch.nn.utils.clip_grad_norm_(parameters[turn], limits[turn])
 
     return call
 
@@ -129,14 +120,9 @@ def assert_parity(case: GradCase, dtype: torch.dtype, device: torch.device, name
     for path in PASSES:
         ours = [gradient.clone() for gradient in gradients]
         optimizer = optimizer_over(ours, fused=True)
-        scaler = make_scaler(name, device, SCALE, keep_norm=path not in (CLIP, DEFERRED_CLIP))
-        if path in (CLIP, DEFERRED_CLIP):
-            norm = scaler.clip_grad_norm_(optimizer, limit, in_place=path == CLIP)
-        else:
-            scaler.unscale_(optimizer)
-            norm = functional.clip_grad_norm_(optimizer.param_groups[0]["params"], limit)
-        # Of the named ones in the dtype of the gradients.
-        if abs(norm.item() - exact) > max(1e-6, torch.finfo(norm.dtype).eps) * exact:
+        scaler = make_scaler(name, device, SCALE)
+        norm = scaler.clip_grad_norm_(optimizer, limit, in_place=path == CLIP)
+        if abs(norm.item() - exact) > 1e-6 * exact:
             raise AssertionError(f"{what}: the norm is {norm.item()}, not {exact}")
         if path == DEFERRED_CLIP:
             assert_same(ours, gradients, f"gradients of {what}, which are only read")

@@ -20,13 +20,10 @@ KINDS = {
     "Python for each parameter, a walk in C++ a twentieth of that: hence 0.04 for 1,000. Fixed "
     "costs weigh more in a short list: hence 0.06 for 160 and 0.15 for 10.",
     "clip": "Clipping over torch's two calls, which move the gradients five times. Ours move them "
-    "three times, or once with in_place=False, hence at most 1/1.5 and 1/3.5 for long lists; by "
-    "torch's name four times, or twice below the limit, hence 1/1.3 and 1/2. In short lists calls "
-    "cost more than bytes, hence 1/5 and 1/8.",
+    "three times, or once with in_place=False, hence at most 1/1.5 and 1/3.5 for long lists. In "
+    "short lists calls cost more than bytes, hence 1/5.",
     "training": "A whole step over the same step without a scaler. A user should not feel a "
-    "scaler, hence 1.05 on a CPU and 1.02 on a GPU, little more than the noise of a "
-    "run; and that a trainer clips by torch's name should cost little more than a clip by the "
-    "scaler, hence 1.01.",
+    "scaler, hence 1.05 on a CPU and 1.02 on a GPU, little more than the noise of a run.",
     "kernels": "One pass over a list. No pass may be slower than torch's op, nor a check than "
     "unscaling, hence 1; many short tensors, where torch pays for each, are to take 1/2.5 "
     "of its time, and a check 1/4. For lists beyond every cache the yardstick is a check, "
@@ -70,12 +67,11 @@ LARGE = 256_000_000
 TRACKING = {"float32": 1.10, "float16": 1.5, "bfloat16": 1.5}
 TRACKED_CHECKS = (CHECK, "check, overflow", "check, health")
 TRACKED_UNSCALES = (UNSCALE, "unscale, overflow", "unscale, health")
-# Over torch's two calls, in float32 on a CPU: one call, in place and deferred; two, by torch's
-# name, that clip and that do not.
+# Over torch's two calls, in float32 on a CPU: one call, in place and deferred.
 CPU_CLIP = {
-    "1000x1k": (1 / 5, 1 / 5, 1 / 8, 1 / 8),
-    "bert_base": (1 / 1.5, 1 / 3.5, 1 / 1.3, 1 / 2),
-    "bert_large": (1 / 1.5, 1 / 3.5, 1 / 1.3, 1 / 2),
+    "1000x1k": (1 / 5, 1 / 5),
+    "bert_base": (1 / 1.5, 1 / 3.5),
+    "bert_large": (1 / 1.5, 1 / 3.5),
 }
 GPU_CLIP = (1 / 1.6, 1 / 4)
 # A step with master weights, without the optimizer's own, over torch's foreach copies and scaler;
@@ -86,15 +82,12 @@ MASTER_WEIGHTS = {
     "resnet50": (1 / 1.3, None),
     "bert_base": (1 / 1.3, 1 / 1.8),
 }
-# A training step over the same without a scaler; clipped by torch's name, over by the scaler.
+# A training step over the same without a scaler.
 TRAINING = {"cpu": 1.05, "cuda": 1.02}
-TRAINING_BY_NAME = 1.01
 
 CLIP = "clip"
 DEFERRED_CLIP = "clip, in_place=False"
-NAMED_CLIP = "clip by torch's name"
-NAMED_NORM = "clip by torch's name, below the limit"
-CLIPS = (CLIP, DEFERRED_CLIP, NAMED_CLIP, NAMED_NORM)
+CLIPS = (CLIP, DEFERRED_CLIP)
 MASTERS = "master weights"
 CLIPPED_MASTERS = "master weights, clip"
 STEP = "full step"
@@ -175,13 +168,10 @@ def of_masters(timed: Timed, provider: str) -> list[Goal]:
     ]
 
 
-def of_training(timed: Timed, ours: tuple[str, str], call: str, at_once: str) -> list[Goal]:
-    """Goals for whole training steps, over the same call without a scaler, and over `at_once`."""
+def of_training(timed: Timed, ours: tuple[str, str], call: str) -> list[Goal]:
+    """Goals for whole training steps, over the same call without a scaler."""
     limit = TRAINING["cpu" if timed.tensors_per_launch is None else "cuda"]
-    made = timed.goal(ours, (call, WITHOUT), limit)
-    if ours[0] not in (call, at_once):
-        made += timed.goal(ours, (at_once, ours[1]), TRAINING_BY_NAME)
-    return made
+    return timed.goal(ours, (call, WITHOUT), limit)
 
 
 def _many_launches(limits: dict[str, float], timed: Timed) -> float | None:

@@ -13,8 +13,9 @@ from typing import Any, NamedTuple
 
 # Version of the files.
 FORMAT = 3
-# Subjects that only earlier files have; their rows are not read.
+# Subjects and a kind of calls that only earlier files have; their rows are not read.
 DROPPED = ("memory", "ranks")
+DROPPED_CALLS = "by torch's name"
 # Load average of the last minute, per core, beyond which others take the cores from a run.
 BUSY = 1.5
 # Cores that other programs took during the run, as a fraction of all, likewise.
@@ -245,14 +246,17 @@ class Results:
                 if not _is_figure(content["machine"].get(key) or 0):
                     raise ValueError(f"machine.{key} is {content['machine'][key]!r}")
             for key, kind in (("rows", Row), ("goals", Goal)):
-                kept = [each for each in content[key] if each.get("subject") not in DROPPED]
-                content[key] = [_made(kind, each) for each in kept]
+                content[key] = [_made(kind, each) for each in content[key] if not _is_gone(each)]
             return cls(**content)
         except (KeyError, TypeError, ValueError) as error:
             missing = "it has no " if isinstance(error, KeyError) else ""
             raise ValueError(
                 f"{path} is not a result of `python -m benchmarks`: {missing}{error}"
             ) from error
+
+
+def _is_gone(row: dict[str, Any]) -> bool:
+    return row.get("subject") in DROPPED or DROPPED_CALLS in str(row.get("call"))
 
 
 def _small(item: Name) -> dict[str, Any]:

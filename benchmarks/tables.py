@@ -32,7 +32,7 @@ SUBJECTS = {
     "clip": (
         "Unscaling and clipping by the norm",
         "torch's unscale_ and clip_grad_norm_ against one call; in_place=False leaves the "
-        "gradients to the optimizer. By torch's name: the same two calls, patched.",
+        "gradients to the optimizer.",
     ),
     "mlp": (
         "A perceptron in mixed precision",

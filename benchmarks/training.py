@@ -11,8 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ampfast import functional
-
 from . import goals, providers
 from .cases import GradCase
 from .harness import Contender, Job, Measured, Setting, assert_same
@@ -61,17 +59,9 @@ class Plan:
         """
         return f"{self.path} by the scaler"
 
-    @property
-    def by_name(self) -> str:
-        """Loop of ampfast's scaler that calls torch's `clip_grad_norm_`, patched."""
-        return f"{self.path} by torch's name"
-
     def paths(self, provider: str) -> list[str]:
         ours = provider not in (WITHOUT, "torch")
-        return [self.path, *([self.at_once, self.by_name] if ours and self.clip else [])]
-
-    def scaler(self, provider: str, path: str, device: torch.device) -> Any:
-        return make_scaler(provider, device, SCALE, keep_norm=path == self.by_name)
+        return [self.path, *([self.at_once] if ours and self.clip else [])]
 
     def optimizer(self, parameters: Sequence[Tensor]) -> torch.optim.Optimizer:
         kind: Any = self.net.optimizer
@@ -121,12 +111,9 @@ class Student:
         if self.path == self.plan.at_once:
             scaler.clip_grad_norm_(optimizer, MAX_NORM, in_place=not self.plan.fused)
         elif self.plan.clip:
-            clip = torch.nn.utils.clip_grad_norm_
-            if self.path == self.plan.by_name:
-                clip = functional.clip_grad_norm_
             if scaler is not None:
                 scaler.unscale_(optimizer)
-            clip(self.parameters, MAX_NORM)
+            torch.nn.utils.clip_grad_norm_(self.parameters, MAX_NORM)
         if scaler is None:
             optimizer.step()
         else:
@@ -173,7 +160,7 @@ def measure(plan: Plan, on: Setting) -> Measured:
     students = [
         Student(
             *(plan, path, name, lesson, parameters, optimizer),
-            None if name == WITHOUT else plan.scaler(name, path, device),
+            None if name == WITHOUT else make_scaler(name, device, SCALE),
         )
         for name in (WITHOUT, "torch", *names)
         for path in plan.paths(name)
@@ -191,7 +178,7 @@ def measure(plan: Plan, on: Setting) -> Measured:
     timed = time_contenders(
         *(plan.subject, case, dtype, contenders, replace(on, effort=longer)),
         cycle=STEPS_IN_TURN,
-        replaces=dict.fromkeys((plan.at_once, plan.by_name), plan.path),
+        replaces={plan.at_once: plan.path},
     )
     if on.queue is not None:
         timed = replace(timed, timer="loop")
@@ -216,7 +203,7 @@ def measure(plan: Plan, on: Setting) -> Measured:
     for student in students if plan.subject == "training" else ():
         if student.provider in names:
             key = (student.path, student.provider)
-            measured.goals += goals.of_training(timed, key, plan.path, plan.at_once)
+            measured.goals += goals.of_training(timed, key, plan.path)
     return measured
 
 
@@ -225,13 +212,13 @@ def assert_parity(plan: Plan, lesson: Lesson, names: Sequence[str]) -> None:
 
     All use the gradients of one backward pass, which is not deterministic on a GPU. The scale grows
     and backs off; scale, tracker and parameters are compared after each step: bit for bit, but for
-    clipping by the scaler or patched, whose norm is more exact.
+    clipping by the scaler, whose norm is more exact.
     """
     device = lesson.inputs[0].device
     torchs = list(lesson.module.parameters())
 
     def student(path: str, provider: str, parameters: Sequence[Tensor]) -> Student:
-        scaler = plan.scaler(provider, path, device)
+        scaler = make_scaler(provider, device, SCALE)
         scaler.set_growth_interval(2)
         optimizer = plan.optimizer(parameters)
         return Student(plan, path, provider, lesson, parameters, optimizer, scaler)

@@ -48,15 +48,26 @@ T* data_of(const at::Tensor* tensor, const char* name, at::Device device, int64_
   }
   using Value = std::remove_const_t<T>;
   constexpr at::ScalarType dtype = c10::CppTypeToScalarType<Value>::value;
-  TORCH_CHECK(tensor->scalar_type() == dtype && tensor->device() == device &&
+  TORCH_CHECK(tensor->scalar_type() == dtype && tensor->device() == device && is_dense(*tensor) &&
                   tensor->numel() == numel && tensor->is_contiguous(),
               name, " must be a contiguous tensor of ", numel, " elements of ", dtype, " on ",
               device);
+  TORCH_CHECK(has_memory(*tensor), "the memory of ", name, " was freed or resized");
   return tensor->data_ptr<Value>();
 }
 
 // A tensor, or null for None.
 const at::Tensor* tensor_of(PyObject* object);
+
+// Python's numbers.
+double float_of(PyObject* object);
+int64_t int_of(PyObject* object);
+
+// A gradient list, on that device where one is given.
+const GradList& list_of(PyObject* object, std::optional<at::Device> device = std::nullopt);
+
+// Throws unless `object` is a tuple.
+void require_tuple(PyObject* object, const char* name);
 
 // A named tuple's fields by their place, borrowed.
 class Fields {
@@ -82,7 +93,10 @@ struct Pass : Fields {
   const bool write = is_true(kWrite);
   const bool accumulate = is_true(kAccumulate);
   const bool squares = is_true(kSquares);
-  const Factor how = static_cast<Factor>(PyLong_AsLong((*this)[kHow]));
+  const Factor how = factor_of((*this)[kHow]);
+
+ private:
+  static Factor factor_of(PyObject* object);
 };
 
 // A clipping's fields: Python's `Clip`.
@@ -93,6 +107,14 @@ struct ClipTuple : Fields {
 };
 
 AcceptedNorms accepted_norms_of(const at::Tensor* words, at::Device device);
+
+// The rows of marks, each of kMarkWords, and the completed steps of a pass; null without marks.
+struct Marks {
+  int64_t* words = nullptr;
+  int64_t parameters = 0;
+  const int64_t* now = nullptr;
+};
+Marks marks_of(const Pass& pass, at::Device device);
 
 // A clipping, as Python's `Clip`.
 Clip clip_of(PyObject* tuple, at::Device device);

@@ -21,6 +21,7 @@ void require_pass(const GradList& list, const Pass& pass) {
     scales = clip_of(pass[Pass::kClip], device).sums;
   }
   const bool sums = data_of<double>(pass.tensor(Pass::kSums), "sums", device, 2);
+  marks_of(pass, device);
   TORCH_CHECK(!(scales && sums), "sums are taken in the pass before the one with a coefficient");
 }
 
@@ -143,19 +144,20 @@ namespace {
 
 // require_pass(list, pass)
 PyObject* require_pass(PyObject* const* args) {
-  ampfast::require_pass(py::cast<const GradList&>(py::handle(args[0])), Pass(args[1]));
+  ampfast::require_pass(list_of(args[0]), Pass(args[1]));
   return nullptr;
 }
 
 // run_on(launcher, list, pass) -> found_inf, of the pass or a new one
 PyObject* run_on(PyObject* const* args) {
-  const auto& list = py::cast<const GradList&>(py::handle(args[1]));
-  return THPVariable_Wrap(ampfast::run_on(args[0], list, args[2]));
+  return THPVariable_Wrap(ampfast::run_on(args[0], list_of(args[1]), args[2]));
 }
 
 // clip_on(launcher, clip)
 PyObject* clip_on(PyObject* const* args) {
-  clip_of(args[1], tensor_of(PyTuple_GET_ITEM(args[1], 0))->device());
+  const at::Tensor* sums = ClipTuple(args[1]).tensor(ClipTuple::kSums);
+  TORCH_CHECK_TYPE(sums != nullptr, "a Clip has sums and a norm");
+  clip_of(args[1], sums->device());
   ampfast::clip_on(args[0], args[1]);
   return nullptr;
 }

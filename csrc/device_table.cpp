@@ -37,6 +37,9 @@ int64_t number_of(const void* address) {
   return static_cast<int64_t>(reinterpret_cast<uintptr_t>(address));
 }
 
+// Four times as many are counted, too.
+constexpr int64_t kMostEnough = int64_t{1} << 48;
+
 int64_t most_chunk_bytes = 0;
 int64_t enough_chunks = kEnoughChunks;
 
@@ -59,6 +62,7 @@ Segment add(const DtypeList& list, int64_t first, std::vector<int64_t>& words) {
   const auto word = static_cast<int64_t>(words.size());
   Segment segment{list.dtype, word, 0, first, list.is_paired, true};
   for (const Span& span : list.spans) {
+    segment.last_parameter = std::max(segment.last_parameter, span.parameter);
     int64_t address = number_of(span.address);
     const int64_t end = address + span.numel * size;
     while (address < end) {
@@ -235,6 +239,9 @@ void clear_tables() { const Recent dropped = std::exchange(recent(), {}); }
 
 void set_chunks(int64_t most_bytes, int64_t enough) {
   TORCH_CHECK(enough > 0, "the number of chunks must be positive, got ", enough);
+  TORCH_CHECK(enough <= kMostEnough, "at most ", kMostEnough, " chunks, got ", enough);
+  TORCH_CHECK(most_bytes >= 0 && most_bytes % kWindowBytes == 0, "a chunk has windows of ",
+              kWindowBytes, " bytes, got ", most_bytes);
   most_chunk_bytes = most_bytes;
   enough_chunks = enough;
   clear_tables();

@@ -26,16 +26,6 @@ constexpr Py_ssize_t kTogether = 16;
 // In the order of `Dtype`.
 constexpr std::array kDtypes{at::kFloat, at::kDouble, at::kHalf, at::kBFloat16};
 
-// A plain tensor has the keys of its backend and of what every tensor has, and no others: no
-// conjugate, no negative, no functorch wrapper, no Python subclass, no sparse or quantized layout.
-bool has_only_dense_keys(const at::Tensor& tensor) {
-  constexpr c10::DispatchKeySet common =
-      c10::autograd_dispatch_keyset_with_ADInplaceOrView | c10::autocast_dispatch_keyset;
-  const c10::DispatchKeySet keys = tensor.key_set() - common;
-  const c10::DispatchKeySet dense(c10::DispatchKey::Dense);
-  return keys == (dense | (keys & c10::backend_bitset_mask));
-}
-
 // A subclass may do without a dispatch key of its own; then only its Python type tells.
 bool has_plain_type(const at::Tensor& tensor) {
   PyObject* object = tensor.unsafeGetTensorImpl()->pyobj_slot()->load_pyobj();
@@ -55,17 +45,36 @@ C10_ALWAYS_INLINE void require_bytes(size_t needed, const c10::Storage& storage)
               " bytes are left of ", needed);
 }
 
+// To the end of a dense tensor without gaps, from the beginning of its storage.
+C10_ALWAYS_INLINE size_t bytes_of(const c10::TensorImpl* impl) {
+  return (impl->storage_offset() + impl->numel()) * impl->itemsize();
+}
+
 // Where a dense tensor that is not empty begins.
 C10_ALWAYS_INLINE char* memory_of(const at::Tensor& tensor, bool writes) {
   const c10::TensorImpl* impl = tensor.unsafeGetTensorImpl();
   const c10::Storage& storage = impl->unsafe_storage();
-  const size_t size = impl->itemsize();
-  require_bytes((impl->storage_offset() + impl->numel()) * size, storage);
+  require_bytes(bytes_of(impl), storage);
   void* base = writes ? storage.mutable_data() : const_cast<void*>(storage.data());
-  return static_cast<char*>(base) + impl->storage_offset() * size;
+  return static_cast<char*>(base) + impl->storage_offset() * impl->itemsize();
 }
 
 }  // namespace
+
+// Such a tensor has the keys of its backend and of what every tensor has, and no others: no
+// conjugate, no negative, no functorch wrapper, no Python subclass, no sparse or quantized layout.
+bool is_dense(const at::Tensor& tensor) {
+  constexpr c10::DispatchKeySet common =
+      c10::autograd_dispatch_keyset_with_ADInplaceOrView | c10::autocast_dispatch_keyset;
+  const c10::DispatchKeySet keys = tensor.key_set() - common;
+  const c10::DispatchKeySet dense(c10::DispatchKey::Dense);
+  return keys == (dense | (keys & c10::backend_bitset_mask));
+}
+
+bool has_memory(const at::Tensor& tensor) {
+  const c10::TensorImpl* impl = tensor.unsafeGetTensorImpl();
+  return tensor.numel() == 0 || bytes_of(impl) <= impl->unsafe_storage().nbytes();
+}
 
 Dtype dtype_of(at::ScalarType type) {
   const auto* known = std::find(kDtypes.begin(), kDtypes.end(), type);
@@ -79,13 +88,17 @@ bool is_observed() {
 }
 
 bool is_plain(const at::Tensor& tensor, uint64_t devices) {
-  return (devices & device_bit(tensor.device().type())) != 0 && has_only_dense_keys(tensor) &&
+  return (devices & device_bit(tensor.device().type())) != 0 && is_dense(tensor) &&
          has_plain_type(tensor) && tensor.is_non_overlapping_and_dense();
 }
 
 bool is_scalar(const at::Tensor& tensor, at::ScalarType dtype, uint64_t devices) {
-  return tensor.numel() == 1 && tensor.scalar_type() == dtype && is_plain(tensor, devices) &&
-         !is_observed();
+  if (tensor.numel() != 1 || tensor.scalar_type() != dtype || !is_plain(tensor, devices) ||
+      is_observed()) {
+    return false;
+  }
+  TORCH_CHECK(has_memory(tensor), "the memory of a scalar was freed or resized");
+  return true;
 }
 
 bool is_regular(const at::Tensor& tensor, uint64_t devices) {
@@ -444,10 +457,13 @@ std::optional<GradList> regular_list(const py::sequence& tensors, at::Device dev
   // References to Python's objects: taking one from C++ to a tensor that only Python holds is slow.
   const auto owner = std::make_shared<const std::pair<py::tuple, py::tuple>>(
       items_of(tensors), wide ? items_of(*wide) : py::tuple());
+  TORCH_CHECK_VALUE(!wide || owner->first.size() == owner->second.size(), owner->first.size(),
+                    " tensors and ", owner->second.size(), " wide ones");
   GradList list(device, owner);
   for (size_t i = 0; i < owner->first.size(); ++i) {
     const int64_t number = parameters ? parameters->at(i) : static_cast<int64_t>(i);
-    PyObject* other = wide ? PyTuple_GetItem(owner->second.ptr(), i) : Py_None;
+    TORCH_CHECK_VALUE(number >= 0, "the number of a parameter must be at least 0, got ", number);
+    PyObject* other = wide ? PyTuple_GET_ITEM(owner->second.ptr(), i) : Py_None;
     if (!add_if_regular(list, PyTuple_GET_ITEM(owner->first.ptr(), i), other, number)) {
       return std::nullopt;
     }

@@ -123,12 +123,18 @@ class GradList {
   int64_t elements_ = 0;
 };
 
+// Tells whether `tensor` is nothing but memory with strides.
+bool is_dense(const at::Tensor& tensor);
+
+// Tells whether the memory of a dense tensor without gaps is still there.
+bool has_memory(const at::Tensor& tensor);
+
 // Tells whether `tensor` is nothing but dense memory without overlap, on a device whose type is in
 // the bit set `devices`.
 bool is_plain(const at::Tensor& tensor, uint64_t devices);
 
 // Tells whether `tensor` is a scalar to the kernels: plain, of `dtype`, with one element, on a
-// device of the bit set `devices`, where no mode watches.
+// device of the bit set `devices`, where no mode watches. Throws if its memory was freed.
 bool is_scalar(const at::Tensor& tensor, at::ScalarType dtype, uint64_t devices);
 
 // The kernels' name of a dtype; throws if they do not know it.

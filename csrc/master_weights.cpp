@@ -129,6 +129,9 @@ template <class Body>
 bool for_each_param(PyObject* param_groups, PyObject* weights, const Body& body) {
   int64_t group = 0;
   Py_ssize_t number = 0;
+  if (weights != nullptr) {
+    require_tuple(weights, "the master weights");
+  }
   return for_each_plain_group(param_groups, [&](PyObject* params) {
     for (Py_ssize_t i = 0; i < PyList_GET_SIZE(params); ++i, ++number) {
       PyObject* item = PyList_GET_ITEM(params, i);
@@ -142,7 +145,8 @@ bool for_each_param(PyObject* param_groups, PyObject* weights, const Body& body)
                     PyTuple_GET_SIZE(weights));
         weight = PyTuple_GET_ITEM(weights, number);
       }
-      if (!THPVariable_Check(item) || !body(group, item, weight)) {
+      if (!THPVariable_Check(item) || !(weight == Py_None || THPVariable_Check(weight)) ||
+          !body(group, item, weight)) {
         return false;
       }
     }
@@ -206,10 +210,11 @@ PyObject* fingerprint_of(PyObject* const* args) {
 
 // take_grads(weights), which may be None
 PyObject* take_grads(PyObject* const* args) {
+  require_tuple(args[0], "the master weights");
   for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(args[0]); ++i) {
-    PyObject* weight = PyTuple_GET_ITEM(args[0], i);
-    if (weight != Py_None) {
-      meta_of(THPVariable_Unpack(weight))->grad_.reset();
+    const at::Tensor* weight = tensor_of(PyTuple_GET_ITEM(args[0], i));
+    if (weight != nullptr && grad_of(*weight) != nullptr) {
+      meta_of(*weight)->grad_.reset();
     }
   }
   return nullptr;
@@ -224,7 +229,7 @@ PyObject* lend_grads(PyObject* const* args) {
       return false;
     }
     if (grad != nullptr) {
-      meta_of(THPVariable_Unpack(weight))->grad_ = *grad;
+      THPVariable_Unpack(weight).mutable_grad() = *grad;
     }
     lent.push_back(grad != nullptr ? 1 : 0);
     return true;
@@ -234,6 +239,7 @@ PyObject* lend_grads(PyObject* const* args) {
 
 // stepped_pairs(param_groups, weights, lent, fingerprint) -> pairs to write the parameters
 PyObject* stepped_pairs(PyObject* const* args) {
+  require_tuple(args[1], "the master weights");
   const auto count = static_cast<size_t>(PyTuple_GET_SIZE(args[1]));
   const auto has_bytes = [](PyObject* object, size_t size) {
     return PyByteArray_Check(object) && static_cast<size_t>(PyByteArray_GET_SIZE(object)) == size;
@@ -306,6 +312,8 @@ PyObject* stepped_pairs(PyObject* const* args) {
 
 // have_same_entries(a, keys, b, other_keys) -> bool
 PyObject* have_same_entries(PyObject* const* args) {
+  require_tuple(args[1], "keys");
+  require_tuple(args[3], "keys");
   const Py_ssize_t count = PyTuple_GET_SIZE(args[1]);
   if (!PyDict_Check(args[0]) || !PyDict_Check(args[2]) || PyDict_GET_SIZE(args[0]) != count ||
       PyDict_GET_SIZE(args[2]) != count || PyTuple_GET_SIZE(args[3]) != count) {

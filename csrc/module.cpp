@@ -43,6 +43,15 @@ std::map<std::string, int64_t> state_layout() {
           {"STATE_WORDS", kStateWords}};
 }
 
+// Layout of the norms of the steps taken, by name.
+std::map<std::string, int64_t> norm_layout() {
+  return {{"COUNT", kNormCount},
+          {"SPIKES", kNormSpikes},
+          {"PATIENCE", kNormPatience},
+          {"RESTARTS", kNormRestarts},
+          {"RING", kNormRing}};
+}
+
 std::map<std::string, std::string> build_info() {
 #if defined(_OPENMP)
   const char* openmp = "yes";
@@ -78,13 +87,15 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.attr("HEALTH_WORDS") = static_cast<int64_t>(kHealthWords);
   m.def("build_info", &build_info);
   m.def("state_layout", &state_layout);
+  m.def("norm_layout", &norm_layout);
   m.def("cpu_capability", &cpu::capability);
   m.def("cpu_capabilities", &cpu::capabilities);
   m.def("set_cpu_capability", &cpu::set_capability);
   m.def("set_grain", &cpu::set_grain);
 
-  // pybind11 takes it for granted that an object gets memory.
-  const py::custom_type_setup checked_alloc([](PyHeapTypeObject* type) {
+  // pybind11 takes it for granted that an object gets memory, and that none is without its value.
+  const py::custom_type_setup made_here([](PyHeapTypeObject* type) {
+    type->ht_type.tp_flags |= Py_TPFLAGS_DISALLOW_INSTANTIATION;
     type->ht_type.tp_alloc = [](PyTypeObject* kind, Py_ssize_t count) {
       PyObject* made = PyType_GenericAlloc(kind, count);
       if (made == nullptr) {
@@ -93,7 +104,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       return made;
     };
   });
-  py::class_<GradList>(m, "GradList", checked_alloc)
+  py::class_<GradList>(m, "GradList", made_here, py::is_final())
       .def_static("of", &regular_list, py::arg("tensors"), py::arg("device"),
                   py::arg("parameters") = std::nullopt, py::arg("wide") = std::nullopt)
       .def("split", &GradList::split, py::arg("parameters"))
@@ -105,14 +116,14 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   bind_steps(m);
   bind_device_kernels(m);
 
-  py::class_<Segment>(m, "Segment")
+  py::class_<Segment>(m, "Segment", made_here, py::is_final())
       .def_readonly("dtype", &Segment::dtype)
       .def_readonly("word", &Segment::word)
       .def_readonly("chunks", &Segment::chunks)
       .def_readonly("first", &Segment::first)
       .def_readonly("is_paired", &Segment::is_paired)
       .def_readonly("is_aligned", &Segment::is_aligned);
-  py::class_<DeviceTable, std::shared_ptr<DeviceTable>>(m, "DeviceTable")
+  py::class_<DeviceTable, std::shared_ptr<DeviceTable>>(m, "DeviceTable", made_here, py::is_final())
       .def_static("of", &table_of)
       .def_readonly("words", &DeviceTable::words)
       .def_readonly("partials", &DeviceTable::partials)
@@ -132,6 +143,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
                                  {"DIVIDE", static_cast<int>(Factor::kDivide)}};
   m.attr("SPIKE") = kSpike;
   m.attr("SPIKE_BOUND") = kSpikeBound;
+  m.attr("LEAST_DEVIATION") = kLeastDeviation;
   m.def("require_storage", &require_storage);
   m.def("lacks_state", torch::wrap_pybind_function(lacks_state));
   m.def("walk", torch::wrap_pybind_function([](const py::object& param_groups, bool allow_fp16,

@@ -35,7 +35,7 @@ enum StateWord : int64_t {
 };
 
 // Behind it, the last steps: step i at i % kRingSteps.
-constexpr int64_t kRingSteps = 1024;
+constexpr int64_t kRingSteps = 1024;  // a power of 2, so that no count leads out of it
 enum RingWord : int64_t {
   kRingScale,   // with which the step was taken
   kRingStatus,  // 1 if it was skipped, plus 2 if there is a norm, plus 4 if it was a spike
@@ -120,7 +120,7 @@ AMPFAST_ELEMENT void update_scale(const Update& update, float flag) {
       next = before < min_scale ? before : min_scale;
     }
 
-    int64_t* entry = state + kRing + state[kSteps] % kRingSteps * kRingWords;
+    int64_t* entry = state + kRing + (state[kSteps] & (kRingSteps - 1)) * kRingWords;
     entry[kRingScale] = word_of(before);
     entry[kRingStatus] = (skipped ? 1 : 0) + (update.norm != nullptr ? 2 : 0) + (spiked ? 4 : 0);
     entry[kRingNorm] = update.norm != nullptr ? word_of(*update.norm) : 0;
@@ -148,42 +148,23 @@ AMPFAST_ELEMENT void update_scale(const Update& update, float flag) {
   }
 }
 
-// The norms of the last steps that were taken: how many there were, then a ring of float64.
-struct AcceptedNorms {
-  double* words = nullptr;
-  int64_t window = 0;  // of the ring
+// Layout of the norms of the last steps that were taken, float64 words.
+enum NormWord : int64_t {
+  kNormCount,     // of norms, since the window began
+  kNormSpikes,    // in a row
+  kNormPatience,  // the most of them
+  kNormRestarts,  // of the window
+  kNormRing,      // of as many norms as the window has
 };
 
-// Whether a norm is above the mean of the ring by more than `sigmas` standard deviations; a norm
-// that is not joins it. False until the ring is full. Sums go from the oldest norm on, so that they
-// are the same where a checkpoint was loaded.
-AMPFAST_ELEMENT bool is_outlier(const AcceptedNorms& accepted, double norm, double sigmas) {
-  double* ring = accepted.words + 1;
-  const auto count = static_cast<int64_t>(accepted.words[0]);
-  const int64_t oldest = count % accepted.window;
-  if (count >= accepted.window) {
-    const auto number = static_cast<double>(accepted.window);
-    double sum = 0;
-    for (int64_t i = 0; i < accepted.window; ++i) {
-      sum += ring[oldest + i < accepted.window ? oldest + i : oldest + i - accepted.window];
-    }
-    const double mean = sum / number;
-    double squares = 0;
-    for (int64_t i = 0; i < accepted.window; ++i) {
-      const double deviation =
-          ring[oldest + i < accepted.window ? oldest + i : oldest + i - accepted.window] - mean;
-      squares += deviation * deviation;
-    }
-    if (!(norm <= mean + sigmas * std::sqrt(squares / (number - 1)))) {
-      return true;
-    }
-  }
-  if (std::isfinite(norm)) {
-    ring[oldest] = norm;
-    accepted.words[0] = static_cast<double>(count + 1);
-  }
-  return false;
-}
+struct AcceptedNorms {
+  double* words = nullptr;
+  int64_t window = 0;
+};
+
+// The least standard deviation of norms, relative to their mean. Batches of a training differ by
+// more; a window of more equal norms, such as of one batch again and again, does not tell how much.
+constexpr double kLeastDeviation = 0.01;
 
 // Added to the norm in the clip coefficient, as in torch.
 constexpr double kClipEpsilon = 1e-6;
@@ -200,8 +181,8 @@ struct Clip {
   // Scale over coefficient, where both are given.
   const float* scale = nullptr;
   float* divisor = nullptr;
-  // The flag of the gradients, which becomes that of a spike if it is 0 and the norm is above
-  // `skip_above` or, with a ring, an outlier by as many sigmas; null: no spikes.
+  // The flag of the gradients, which becomes that of a spike if it is 0 and the norm is one; null:
+  // no spikes. The limit is a norm or, with accepted norms, deviations above their mean.
   float* found_inf = nullptr;
   double skip_above = 0;
   AcceptedNorms accepted_norms;
@@ -231,6 +212,50 @@ AMPFAST_ELEMENT double coefficient_of(const Clip& clip, double norm, bool writes
   return quotient > 1 || std::isinf(clip.max_norm) ? 1 : quotient;
 }
 
+// Whether a norm is too large; one that is not joins the norms. While they do not fill the window
+// none is. Norms of 0 and infinite ones tell nothing of what is usual: they neither join nor count.
+// After as many spikes in a row as there is patience for, the norm is the new usual. Sums go from
+// the oldest norm on, so that they are the same where a checkpoint was loaded.
+AMPFAST_ELEMENT bool is_spike(const Clip& clip, double norm) {
+  double* words = clip.accepted_norms.words;
+  if (words == nullptr) {
+    return !(norm <= clip.skip_above);
+  }
+  double* ring = words + kNormRing;
+  const int64_t window = clip.accepted_norms.window;
+  const bool is_usable = norm > 0 && std::isfinite(norm);
+  auto count = static_cast<int64_t>(words[kNormCount]);
+  if (count >= window) {
+    const int64_t oldest = count % window;
+    double sum = 0;
+    for (int64_t i = oldest; i < oldest + window; ++i) {
+      sum += ring[i < window ? i : i - window];
+    }
+    const double mean = sum / static_cast<double>(window);
+    double squares = 0;
+    for (int64_t i = oldest; i < oldest + window; ++i) {
+      const double distance = ring[i < window ? i : i - window] - mean;
+      squares += distance * distance;
+    }
+    const double deviation = std::sqrt(squares / static_cast<double>(window - 1));
+    const double least = kLeastDeviation * mean;
+    if (!(norm <= mean + clip.skip_above * (deviation > least ? deviation : least))) {
+      if (!is_usable || words[kNormSpikes] < words[kNormPatience]) {
+        words[kNormSpikes] += is_usable ? 1 : 0;
+        return true;
+      }
+      count = 0;
+      words[kNormRestarts] += 1;
+    }
+  }
+  if (is_usable) {
+    ring[count % window] = norm;
+    words[kNormCount] = static_cast<double>(count + 1);
+    words[kNormSpikes] = 0;
+  }
+  return false;
+}
+
 AMPFAST_ELEMENT void clip_coefficient(const Clip& clip) {
   const double norm = norm_of(clip);
   const double coefficient = coefficient_of(clip, norm, true);
@@ -240,15 +265,10 @@ AMPFAST_ELEMENT void clip_coefficient(const Clip& clip) {
   if (clip.scale != nullptr && clip.divisor != nullptr) {
     *clip.divisor = static_cast<float>(*clip.scale / coefficient);
   }
-  if (clip.found_inf != nullptr && *clip.found_inf == 0) {
-    // Ranks whose own gradients are of other dtypes decide alike.
-    const auto rounded = static_cast<float>(norm);
-    const bool spiked = clip.accepted_norms.words != nullptr
-                            ? is_outlier(clip.accepted_norms, rounded, clip.skip_above)
-                            : !(rounded <= clip.skip_above);
-    if (spiked) {
-      *clip.found_inf = kSpike;
-    }
+  // Rounded, so that ranks whose own gradients are of other dtypes decide alike.
+  if (clip.found_inf != nullptr && *clip.found_inf == 0 &&
+      is_spike(clip, static_cast<float>(norm))) {
+    *clip.found_inf = kSpike;
   }
 }
 

@@ -1,12 +1,13 @@
 // Calls over gradients and the update of a scale, for Python's steps. One that returns None has
 // done nothing: Python goes on with a walk that takes everything.
+#include <ATen/EmptyTensor.h>
 #include <ATen/ops/empty.h>
 #include <torch/csrc/Device.h>
 #include <torch/csrc/autograd/python_variable.h>
 
 #include <algorithm>
 #include <cmath>
-#include <functional>
+#include <deque>
 #include <optional>
 #include <string>
 #include <utility>
@@ -62,20 +63,15 @@ cpu::Work work_of(const Pass& pass) {
   }
   work.sums = data_of<double>(pass.tensor(Pass::kSums), "sums", at::kCPU, 2);
   work.squares = pass.squares;
-  if (const at::Tensor* marks = pass.tensor(Pass::kMarks)) {
-    const int64_t parameters = marks->size(0);
-    const at::Tensor* steps = pass.tensor(Pass::kNow);
-    const auto* now =
-        data_of<const int64_t>(steps, "steps", at::kCPU, std::max<int64_t>(steps->numel(), 1));
-    work.marks = cpu::Rows{data_of<int64_t>(marks, "marks", at::kCPU, parameters * kMarkWords),
-                           parameters, *now + 1};
+  if (const Marks marks = marks_of(pass, at::kCPU); marks.now != nullptr) {
+    work.marks = cpu::Rows{marks.words, marks.parameters, *marks.now + 1};
   }
   return work;
 }
 
 // run(list, pass) -> found_inf, of the pass or a new one
 PyObject* run(PyObject* const* args) {
-  const auto& list = py::cast<const GradList&>(py::handle(args[0]));
+  const GradList& list = list_of(args[0], at::kCPU);
   const Pass pass(args[1]);
   const cpu::Work work = work_of(pass);
   const at::Tensor* found_inf = pass.tensor(Pass::kFoundInf);
@@ -90,7 +86,7 @@ PyObject* run(PyObject* const* args) {
 
 // measure(list, health)
 PyObject* measure(PyObject* const* args) {
-  const auto& list = py::cast<const GradList&>(py::handle(args[0]));
+  const GradList& list = list_of(args[0], at::kCPU);
   const auto health = py::cast<at::Tensor>(py::handle(args[1]));
   const int64_t parameters = health.size(0);
   const cpu::Rows rows{data_of<int64_t>(&health, "health", at::kCPU, parameters * kHealthWords),
@@ -101,7 +97,7 @@ PyObject* measure(PyObject* const* args) {
 
 // narrow(pairs, found_inf) -> whether they were rounded, as the flag was not set
 PyObject* narrow(PyObject* const* args) {
-  const auto& pairs = py::cast<const GradList&>(py::handle(args[0]));
+  const GradList& pairs = list_of(args[0], at::kCPU);
   const float* flag = data_of<const float>(tensor_of(args[1]), "found_inf", at::kCPU);
   const bool narrows = flag == nullptr || *flag == 0;
   if (narrows) {
@@ -195,98 +191,86 @@ struct Gradients {
   }
 };
 
-// Gradients as a write left them, held so that no others take their place in memory.
-class Stamp : public GradList {
- public:
-  // Of a write that is done now.
-  explicit Stamp(Walk& found) : GradList((found.hold(), std::move(found.lists.front()))) {
-    places_.reserve(found.grads.size());
-    for (const GradRef& ref : found.grads) {
-      ref.grad->unsafeGetTensorImpl()->bump_version();
-      places_.emplace_back(ref.grad->unsafeGetTensorImpl());
-    }
+// Where a tensor's memory begins and ends; of one that is empty or not dense, the tensor itself.
+std::pair<const char*, const char*> extent_of(const at::Tensor& tensor) {
+  const c10::TensorImpl* impl = tensor.unsafeGetTensorImpl();
+  if (tensor.numel() == 0 || !is_dense(tensor)) {
+    const char* begin = reinterpret_cast<const char*>(impl);
+    return {begin, begin + 1};
   }
+  const char* begin = static_cast<const char*>(impl->unsafe_storage().data()) +
+                      impl->storage_offset() * impl->itemsize();
+  return {begin, begin + at::detail::computeStorageNbytes(impl->sizes(), impl->strides(),
+                                                          impl->itemsize())};
+}
 
-  // Whether some share memory: what was summed of that would count twice.
-  bool overlaps() const {
-    if (std::all_of(places_.begin(), places_.end(), std::mem_fn(&Place::is_alone))) {
-      return false;
-    }
-    Reused<Place> sorted = places_;
-    std::sort(sorted.begin(), sorted.end(),
-              [](const Place& a, const Place& b) { return std::less<>()(a.begin, b.begin); });
-    const auto meet = [](const Place& a, const Place& b) { return a.begin + a.bytes > b.begin; };
-    return std::adjacent_find(sorted.begin(), sorted.end(), meet) != sorted.end();
-  }
-
-  // Whether plain parameters have these gradients, unwritten since. Then their versions rise, for a
-  // write to come.
-  bool take(PyObject* param_groups) {
-    Reused<c10::TensorImpl*> theirs, ours;
-    const auto add_grads = [&theirs](PyObject* params) {
-      for (Py_ssize_t i = 0; i < PyList_GET_SIZE(params); ++i) {
-        if (!THPVariable_CheckExact(PyList_GET_ITEM(params, i))) {
-          return false;
-        }
-        const auto* meta = meta_of(THPVariable_Unpack(PyList_GET_ITEM(params, i)));
-        if (meta != nullptr && meta->grad_.defined()) {
-          theirs.push_back(meta->grad_.unsafeGetTensorImpl());
-        }
-      }
-      return true;
-    };
-    const auto is_unwritten = [](const Place& place) { return place == Place(place.grad); };
-    for (const Place& place : places_) {
-      ours.push_back(place.grad);
-    }
-    if (is_observed() || !for_each_plain_group(param_groups, add_grads) ||
-        theirs.size() != ours.size() ||
-        !std::all_of(places_.begin(), places_.end(), is_unwritten)) {
-      return false;
-    }
-    if (theirs != ours) {
-      std::sort(theirs.begin(), theirs.end());
-      std::sort(ours.begin(), ours.end());
-    }
-    if (theirs != ours) {
-      return false;
-    }
-    for (c10::TensorImpl* grad : ours) {
-      grad->bump_version();
-    }
+// Tells whether a tensor's memory is that of no other, unless the tensor itself is listed twice: it
+// is torch's own, with one owner.
+bool is_alone(const at::Tensor& tensor) {
+  const c10::TensorImpl* impl = tensor.unsafeGetTensorImpl();
+  if (!impl->has_storage() || impl->unsafe_storage().unsafeGetStorageImpl() == nullptr) {
     return true;
   }
+  static const c10::DeleterFnPtr deleter = c10::GetAllocator(at::kCPU)->raw_deleter();
+  const c10::Storage& storage = impl->unsafe_storage();
+  return storage.use_count() == 1 &&
+         storage.data_ptr().get_deleter() ==
+             (storage.device_type() == at::kCPU
+                  ? deleter
+                  : c10::GetAllocator(storage.device_type())->raw_deleter());
+}
 
- private:
-  struct Place {
-    c10::TensorImpl* grad;
-    const char* begin;
-    size_t bytes, storage_bytes;
-    uint32_t version;
-
-    explicit Place(c10::TensorImpl* of)
-        : grad(of),
-          begin(static_cast<const char*>(of->data())),
-          bytes(of->numel() * of->itemsize()),
-          storage_bytes(of->unsafe_storage().nbytes()),
-          version(of->version_counter().current_version()) {}
-
-    bool operator==(const Place& other) const {
-      return begin == other.begin && bytes == other.bytes && storage_bytes == other.storage_bytes &&
-             version == other.version;
+// Tells whether some of these tensors share memory; one that is listed twice does.
+bool have_shared_memory(const Reused<const at::Tensor*>& tensors) {
+  size_t slots = 16;
+  while (slots < 2 * tensors.size()) {
+    slots *= 2;
+  }
+  Reused<const void*> seen;  // a hash table
+  seen.assign(slots, nullptr);
+  bool are_alone = true;
+  for (const at::Tensor* tensor : tensors) {
+    const void* impl = tensor->unsafeGetTensorImpl();
+    are_alone = are_alone && is_alone(*tensor);
+    size_t slot = reinterpret_cast<uintptr_t>(impl) * uint64_t{0x9e3779b97f4a7c15} >> 32;
+    while (seen[slot &= slots - 1] != nullptr) {
+      if (seen[slot++] == impl) {
+        return true;
+      }
     }
+    seen[slot] = impl;
+  }
+  if (are_alone) {
+    return false;
+  }
+  Reused<std::pair<const char*, const char*>> extents;
+  for (const at::Tensor* tensor : tensors) {
+    extents.push_back(extent_of(*tensor));
+  }
+  std::sort(extents.begin(), extents.end());
+  const auto meet = [](const auto& a, const auto& b) { return a.second > b.first; };
+  return std::adjacent_find(extents.begin(), extents.end(), meet) != extents.end();
+}
 
-    // A storage of torch's own with one owner has its memory for itself.
-    bool is_alone() const {
-      const c10::Storage& storage = grad->unsafe_storage();
-      return storage.use_count() == 1 &&
-             storage.data_ptr().get_deleter() ==
-                 c10::GetAllocator(storage.device_type())->raw_deleter();
+// share_memory(groups) -> whether gradients of these lists of parameters share memory
+PyObject* share_memory(PyObject* const* args) {
+  std::deque<at::Tensor> made;  // by subclasses
+  Reused<const at::Tensor*> grads;
+  for (const py::handle group : py::handle(args[0])) {
+    for (const py::handle param : group) {
+      if (THPVariable_CheckExact(param.ptr())) {
+        const auto* meta = meta_of(THPVariable_Unpack(param.ptr()));
+        if (meta != nullptr && meta->grad_.defined()) {
+          grads.push_back(&meta->grad_);
+        }
+      } else if (const py::object grad = py::getattr(param, "grad", py::none());
+                 THPVariable_Check(grad.ptr())) {
+        grads.push_back(&made.emplace_back(THPVariable_Unpack(grad.ptr())));
+      }
     }
-  };
-
-  Reused<Place> places_;
-};
+  }
+  return PyBool_FromLong(have_shared_memory(grads));
+}
 
 // The arguments of a pass or a clip over an optimizer's gradients, for what a launcher launches or,
 // where that is null, for the kernels of the CPU.
@@ -303,7 +287,11 @@ struct Over {
         unscaled(args[2]),
         pass(args[3]),
         allow_fp16(args[4] == Py_True),
-        device(tensor_of(args[5])->device()) {}
+        device(at::kCPU) {
+    const at::Tensor* scale = tensor_of(args[5]);
+    TORCH_CHECK_TYPE(scale != nullptr, "expected the scale");
+    device = scale->device();
+  }
 
   Gradients gradients(bool writes) const {
     return {optimizer, pass, writes, allow_fp16, device, launcher != nullptr};
@@ -327,14 +315,10 @@ PyObject* pass_over(const Over& over) {
   if (over.launcher == nullptr) {
     work = work_of(pass);
   }
-  std::optional<Stamp> stamp;
-  if (mark && pass.squares && gradients.casts == nullptr) {
-    stamp.emplace(*gradients.walk);
-  }
   if (mark) {
     mark->put(over.unscaled);
   }
-  const GradList& list = stamp ? *stamp : gradients.list();
+  const GradList& list = gradients.list();
   at::Tensor flag;
   if (work) {
     const bool found = without_gil_if_long(list, [&] { return cpu::run(list, *work); });
@@ -346,9 +330,6 @@ PyObject* pass_over(const Over& over) {
   gradients.finish();
   if (mark && !work) {
     mark->set(flag);
-  }
-  if (stamp) {
-    py::reinterpret_borrow<py::dict>(over.entry)["stamp"] = std::move(*stamp);
   }
   return THPVariable_Wrap(flag);
 }
@@ -371,7 +352,7 @@ at::Tensor clipped(const Gradients& gradients, const Pass& pass, const ClipTuple
   Clip clip;
   clip.sums = work.sums;
   clip.rows = 1;
-  clip.max_norm = PyFloat_AsDouble(fields[ClipTuple::kMaxNorm]);
+  clip.max_norm = float_of(fields[ClipTuple::kMaxNorm]);
   clip.largest = fields.is_true(ClipTuple::kLargest);
   clip.coefficient = &coefficient;
   if (list.has_float64()) {
@@ -381,7 +362,7 @@ at::Tensor clipped(const Gradients& gradients, const Pass& pass, const ClipTuple
   }
   float found = 0;
   clip.found_inf = &found;
-  clip.skip_above = PyFloat_AsDouble(fields[ClipTuple::kSkipAbove]);
+  clip.skip_above = float_of(fields[ClipTuple::kSkipAbove]);
   clip.accepted_norms = accepted_norms_of(fields.tensor(ClipTuple::kAcceptedNorms), at::kCPU);
   mark.put(unscaled);
   gradients.walk->bump_versions();
@@ -412,9 +393,9 @@ at::Tensor clipped_on(const Over& over, const Gradients& gradients, const Pass& 
   gradients.walk->bump_versions();
   const py::object measures = with_fields(over.pass, {{Pass::kSums, py::cast(sums).ptr()}});
   const at::Tensor flag = run_on(over.launcher, list, measures.ptr());
-  const double max_norm = PyFloat_AsDouble(fields[ClipTuple::kMaxNorm]);
+  const double max_norm = float_of(fields[ClipTuple::kMaxNorm]);
   const bool finds_spikes = fields[ClipTuple::kAcceptedNorms] != Py_None ||
-                            PyFloat_AsDouble(fields[ClipTuple::kSkipAbove]) != INFINITY;
+                            float_of(fields[ClipTuple::kSkipAbove]) != INFINITY;
   // Kernels that write gradients in place compute the coefficient themselves.
   const bool writes_nothing = pass.how == Factor::kNone && max_norm == INFINITY;
   const bool is_one_launch = !finds_spikes && !writes_nothing && gradients.casts == nullptr;
@@ -453,6 +434,13 @@ PyObject* clip_over(const Over& over, PyObject* clip) {
   if (!gradients.walk) {
     return nullptr;
   }
+  Reused<const at::Tensor*> grads;
+  for (const GradRef& ref : gradients.walk->grads) {
+    grads.push_back(ref.grad);
+  }
+  if (have_shared_memory(grads)) {
+    return nullptr;
+  }
   return THPVariable_Wrap(over.launcher == nullptr
                               ? clipped(gradients, pass, fields, mark, over.unscaled)
                               : clipped_on(over, gradients, pass, fields, mark));
@@ -460,31 +448,12 @@ PyObject* clip_over(const Over& over, PyObject* clip) {
 
 // clip_over(optimizer, entry, unscaled, pass, allow_fp16, scale, clip) -> norm. The pass reads;
 // then gradients are unscaled and clipped, and the entry is marked. Of the clip the limits count,
-// its tensors but for `accepted_norms` are made.
+// its tensors but for `accepted_norms` are made. Gradients that share memory are left to Python.
 PyObject* clip_over(PyObject* const* args) { return clip_over(Over(nullptr, args), args[6]); }
 
 // clip_over_on(launcher, ...)
 PyObject* clip_over_on(PyObject* const* args) {
   return clip_over(Over(args[0], args + 1), args[7]);
-}
-
-// stamped(param_groups) -> Stamp
-PyObject* stamped(PyObject* const* args) {
-  Reading reading;
-  reading.allow_fp16 = reading.writes = true;
-  std::optional<Walk> found = plain_walk(args[0], at::kCPU, reading);
-  if (!found) {
-    found = torch::wrap_pybind_function(walk)(args[0], reading);
-  }
-  if (found->lists.size() != 1 || !found->set_aside.empty() || found->refused) {
-    return nullptr;
-  }
-  return py::cast(Stamp(*found)).release().ptr();
-}
-
-// take(stamp, param_groups) -> bool
-PyObject* take(PyObject* const* args) {
-  return PyBool_FromLong(py::cast<Stamp&>(py::handle(args[0])).take(args[1]));
 }
 
 // is_found(flags) -> bool, as torch adds flags on the CPU
@@ -524,8 +493,9 @@ PyObject* update(PyObject* const* args) {
     return nullptr;
   }
   float sum = 0;  // as torch adds them
-  for (const py::handle flag : py::handle(PyTuple_GET_ITEM(args[0], kFlags))) {
-    sum += *THPVariable_Unpack(flag.ptr()).const_data_ptr<float>();
+  PyObject* flags = PyTuple_GET_ITEM(args[0], kFlags);
+  for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(flags); ++i) {
+    sum += *THPVariable_Unpack(PySequence_Fast_GET_ITEM(flags, i)).const_data_ptr<float>();
   }
   update_scale(*update, sum);
   scale->unsafeGetTensorImpl()->bump_version();  // as torch's op
@@ -564,11 +534,13 @@ PyObject* has_parameters(PyObject* const* args) {
   Py_ssize_t group = 0;
   const auto are_same = [&](PyObject* params) {
     PyObject* known = PyTuple_GET_ITEM(args[1], group++);
+    require_tuple(known, "the parameters of a group");
     PyObject** items = reinterpret_cast<PyListObject*>(params)->ob_item;
     return PyTuple_GET_SIZE(known) == PyList_GET_SIZE(params) &&
            std::equal(items, items + PyList_GET_SIZE(params),
                       reinterpret_cast<PyTupleObject*>(known)->ob_item);
   };
+  require_tuple(args[1], "parameters");
   return PyBool_FromLong(PyList_CheckExact(args[0]) &&
                          PyList_GET_SIZE(args[0]) == PyTuple_GET_SIZE(args[1]) &&
                          for_each_plain_group(args[0], are_same));
@@ -604,8 +576,7 @@ void bind_steps(py::module_& m) {
   add_call<pass_over_on, 7>(m, "pass_over_on");
   add_call<clip_over, 7>(m, "clip_over");
   add_call<clip_over_on, 8>(m, "clip_over_on");
-  add_call<stamped, 1>(m, "stamped");
-  add_call<take, 2>(m, "take");
+  add_call<share_memory, 1>(m, "share_memory");
   add_call<is_found, 1>(m, "is_found");
   add_call<copy_of, 1>(m, "copy_of");
   add_call<has_parameters, 2>(m, "has_parameters");
@@ -614,7 +585,6 @@ void bind_steps(py::module_& m) {
   add_call<overrides, 2>(m, "overrides");
   add_call<can_update, 1>(m, "can_update");
   add_call<update, 1>(m, "update");
-  py::class_<Stamp, GradList>(m, "Stamp").def("overlaps", &Stamp::overlaps);
 }
 
 }  // namespace ampfast

@@ -423,3 +423,16 @@ def test_an_error_of_an_optimizer_is_its_own(enabled: bool) -> None:
     with pytest.raises(AttributeError, match="mine") as caught:
         started(enabled=enabled).step(Own())
     assert not notes(caught.value)
+
+
+@pytest.mark.parametrize("call", ["unscale_", "step", "clip_grad_norm_"])
+@pytest.mark.parametrize("fused", [False, True])
+def test_complex_gradients_are_explained(call: str, fused: bool) -> None:
+    param = torch.nn.Parameter(torch.zeros(2, dtype=torch.complex64))
+    param.grad = torch.ones(2, dtype=torch.complex64)
+    optimizer: Any = torch.optim.SGD([param], lr=1.0)
+    optimizer._step_supports_amp_scaling = fused
+    with pytest.raises(NotImplementedError, match="not implemented for 'ComplexFloat'") as caught:
+        getattr(started(), call)(optimizer, *((1.0,) if call == "clip_grad_norm_" else ()))
+    assert "torch.complex64" in notes(caught.value) and "view_as_complex" in notes(caught.value)
+    assert param.grad.eq(1).all()

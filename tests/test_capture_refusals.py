@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import pickle
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 import torch
 from support.gradients import parameter_with
 
-from ampfast import GradScaler, capture, grad_scaler, loss_scale
+from ampfast import GradScaler, capture, grad_scaler
 from ampfast.backends import scalars
 from ampfast.loss_scale import Limits, LossScale
 
@@ -184,7 +185,7 @@ def test_found_inf_is_on_the_device_of_the_scale() -> None:
     assert scaler.found_inf(optimizer).device.type == "meta"
 
 
-def test_the_minimum_is_checked_when_the_counters_arrive(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_numbers_are_read_when_a_copy_has_arrived(monkeypatch: pytest.MonkeyPatch) -> None:
     class Arrival:
         has_come = False
 
@@ -198,10 +199,10 @@ def test_the_minimum_is_checked_when_the_counters_arrive(monkeypatch: pytest.Mon
         return ways[-1]
 
     monkeypatch.setattr(scalars, "copy_to_host_async", copy)
-    watch = loss_scale._MinimumWatch(True)
+    copies = scalars.HostCopies()
 
     def arrived(value: int) -> list[int] | None:
-        return watch.arrived(torch.tensor([value]).as_subclass(OnGpu))
+        return copies.latest(torch.tensor([value]).as_subclass(OnGpu))
 
     assert arrived(1) is None and len(ways) == 1
     assert arrived(2) is None and len(ways) == 1
@@ -211,5 +212,5 @@ def test_the_minimum_is_checked_when_the_counters_arrive(monkeypatch: pytest.Mon
     ways[1][1].has_come = True
     assert arrived(5) == [3] and len(ways) == 3
     assert arrived(6) == [5] and len(ways) == 4
-    assert watch.__getstate__()["_pending"] is None
-    assert loss_scale._MinimumWatch(True).arrived(torch.tensor([7])) == [7]
+    assert pickle.loads(pickle.dumps(copies))._pending is None
+    assert scalars.HostCopies().latest(torch.tensor([7])) == [7]

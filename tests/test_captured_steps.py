@@ -63,7 +63,7 @@ def test_replays_follow_norms_that_were_loaded(capturing: Capturing) -> None:
     with capturing.of(scaler) as graph:
         clip_and_step()
     for last, reason in ((1.0, "spike"), (1e6, None)):
-        saved, norms = scaler.state_dict(), [0.0, last, 0.0, last]
+        saved, norms = scaler.state_dict(), [1e-3, last, 1e-3, last]
         saved["ampfast"]["norms"] = [norms]
         scaler.load_state_dict(saved)
         training.feed(1)
@@ -72,8 +72,35 @@ def test_replays_follow_norms_that_were_loaded(capturing: Capturing) -> None:
         graph.replay()
         assert scaler.skip_reason(optimizer) == reason
         (kept,) = scaler.state_dict()["ampfast"]["norms"]
-        expected = norms if reason else [*norms[1:], kept[-1]]
-        assert kept == expected and kept[-1] != 0.0
+        if reason:
+            assert kept == {"norms": norms, "spikes": 1}
+        else:
+            assert kept[:3] == norms[1:] and kept[-1] not in (1e-3, last)
+
+
+def test_replays_take_a_lasting_change_as_usual(capturing: Capturing) -> None:
+    training = trained()
+    scaler, optimizer = training.scaler, training.optimizer
+
+    def clip_and_step() -> None:
+        scaler.clip_grad_norm_(optimizer, 0.5, skip_above=Sigmas(2.0, 4, patience=3))
+        training.step()
+
+    clip_and_step()
+    with capturing.of(scaler) as graph:
+        clip_and_step()
+    saved, reasons = scaler.state_dict(), []
+    saved["ampfast"]["norms"] = [{"norms": [1e-3] * 4, "spikes": 1}]
+    scaler.load_state_dict(saved)
+    for _ in range(4):
+        training.feed(1)
+        optimizer.zero_grad(set_to_none=False)
+        training.backward()
+        graph.replay()
+        reasons.append(scaler.skip_reason(optimizer))
+    assert reasons == ["spike", "spike", None, None]
+    with pytest.warns(UserWarning, match="Sigmas: 3 steps in a row"):
+        assert len(scaler.state_dict()["ampfast"]["norms"][0]) == 2
 
 
 # Calls that capture a step, each of which fails in turn

@@ -277,14 +277,3 @@ def test_clipping_by_torchs_name_rounds_less() -> None:
         assert side.clip_grad_norm_([param], math.inf).isinf()
         assert bool(param.grad.isnan().all()) is (side is torch.nn.utils)
     assert errors[functional] < errors[torch.nn.utils]
-
-
-def test_a_scaler_that_keeps_norms_raises_versions() -> None:
-    versions = []
-    for scaler in (TorchScaler("cpu"), GradScaler("cpu"), GradScaler("cpu", keep_norm=True)):
-        param = torch.nn.Parameter(torch.zeros(3))
-        param.grad = torch.ones(3)
-        scaler.scale(torch.ones(()))
-        scaler.unscale_(torch.optim.SGD([param], lr=0.1))
-        versions.append(param.grad._version)
-    assert versions == [0, 0, 1]

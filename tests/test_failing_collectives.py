@@ -80,7 +80,9 @@ class Overriding(GradScaler):
         return super()._unscale_grads_(*args, **kwargs)
 
 
-def failed(call: Call, kind: str, make: type[GradScaler] = GradScaler) -> tuple[Any, Any, Any]:
+def failed(
+    call: Call, kind: str, make: Callable[..., GradScaler] = GradScaler
+) -> tuple[Any, Any, Any]:
     """Scaler, optimizer and parameter after a call whose collective failed."""
     param = parameter_with(torch.full((3,), SCALE * GRADIENT))
     param.data.fill_(1.0)
@@ -174,6 +176,29 @@ def test_a_call_that_wrote_nothing_may_be_repeated(path: str) -> None:
     call(scaler, optimizer)
     if "step" not in path:
         scaler.step(optimizer)
+    assert_equal(param, STEPPED)
+
+
+@pytest.mark.filterwarnings("ignore:skip_above had no effect")
+@pytest.mark.parametrize("path", DIVIDING)
+def test_a_norm_that_ranks_do_not_know_skips_the_step(path: str) -> None:
+    """With a limit the step is lost, since only the collective that failed could decide."""
+    kind, call = DIVIDING[path]
+    scaler, optimizer, param = failed(call, kind, partial(GradScaler, skip_above=1e6))
+    with pytest.raises(RuntimeError, match=r"unscale_\(\) has already been called"):
+        scaler.unscale_(optimizer)
+    scaler.step(optimizer)
+    scaler.update()
+    assert_equal(param, 1.0)
+    assert_equal(param.grad, GRADIENT)
+    assert (scaler.stats().skipped, scaler.stats().spikes) == (1, 0)
+
+
+@pytest.mark.parametrize("call", [GradScaler.step, GradScaler.step_and_update])
+def test_a_check_below_a_limit_may_be_repeated(call: Call) -> None:
+    scaler, optimizer, param = failed(call, "fused", partial(GradScaler, skip_above=1e6))
+    assert_equal(param.grad, SCALE * GRADIENT)
+    call(scaler, optimizer)
     assert_equal(param, STEPPED)
 
 

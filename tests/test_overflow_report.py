@@ -102,6 +102,27 @@ def test_names_kinds_and_counts(backend: str, fused: bool) -> None:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+def test_the_loss_is_named_where_all_parameters_overflow(backend: str) -> None:
+    scaler = started(backend=backend)
+    params, others = parameters(math.inf, math.nan, None), parameters(1.0)
+    params[2].requires_grad_(False)
+    optimizers = [torch.optim.SGD(params, lr=1.0), torch.optim.SGD(others, lr=1.0)]
+    for optimizer in optimizers:
+        scaler.step(optimizer)
+    scaler.update()
+    report = scaler.overflow_report()
+    assert report.is_everywhere
+    assert "the loss or a forward activation was not finite" in str(report).splitlines()[1]
+    assert OverflowReport.of_all([report, report]).is_everywhere
+    assert not OverflowReport.of_all([report, OverflowReport(None, (), ())]).is_everywhere
+    set_values(params, math.inf, 1.0, None)
+    scaler.step(optimizers[0])
+    scaler.update()
+    report = scaler.overflow_report()
+    assert not report.is_everywhere and "forward activation" not in str(report)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_the_used_value_counts(backend: str) -> None:
     # Divided by 2^-120, a large value overflows, as found_inf reports.
     scaler = GradScaler("cpu", init_scale=2.0**-120, track="overflow", backend=backend)

@@ -44,8 +44,9 @@ compiled = _C
 # irregular or of another type, or the tensors of a pair differ in strides.
 list_of = _C.GradList.of
 
-# Words of a scaler's state by name, as in csrc/scale.h.
+# Words of a scaler's state, and of the norms of the steps taken, by name, as in csrc/scale.h.
 state_layout = SimpleNamespace(**_C.state_layout())
+norm_layout = SimpleNamespace(**_C.norm_layout())
 
 
 class Factor(IntEnum):
@@ -153,8 +154,8 @@ class Clip(NamedTuple):
             norm too large, it becomes `SPIKE`.
         skip_above: Largest norm of a step that is taken or, with `accepted_norms`, its distance
             from their mean in standard deviations.
-        accepted_norms: float64 of shape (1 + window,): number of norms of steps that were taken,
-            and ring of the last ones; a step that is taken joins it.
+        accepted_norms: Norms of the steps that were taken: float64 words, laid out as
+            `norm_layout`. A step that is taken joins them.
     """
 
     sums: Tensor

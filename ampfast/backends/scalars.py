@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,10 +32,14 @@ def joint_flag(flags: Iterable[Tensor], device: torch.device) -> Tensor:
     joint = torch.zeros((), dtype=torch.float32, device=device)
     for flag in flags:
         here = moved(flag, device).reshape(()).abs()
-        # The comparison is false for NaN.
-        here = torch.where(here < SPIKE_BOUND, here.clamp(max=SPIKE), 1.0)
+        here = torch.where(leaves_scale(here), here.clamp(max=SPIKE), 1.0)
         joint = torch.maximum(joint, here)
     return joint
+
+
+def leaves_scale(flag: Any) -> Any:
+    """Whether a flag, a number or a tensor, is 0 or a spike's; false for NaN."""
+    return abs(flag) < SPIKE_BOUND
 
 
 def largest(values: list[Tensor], device: torch.device) -> Tensor:
@@ -85,6 +90,29 @@ def copy_to_host_async(tensor: Tensor) -> tuple[Tensor, torch.cuda.Event | None]
         arrival = torch.cuda.Event()
         arrival.record()
     return buffer, arrival
+
+
+class HostCopies:
+    """Copies of a tensor's numbers to the host, one at a time, without a sync."""
+
+    def __init__(self) -> None:
+        self._pending: tuple[Tensor, torch.cuda.Event | None] | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"_pending": None}
+
+    def latest(self, tensor: Tensor) -> list[Any] | None:
+        """Returns the numbers of a copy that has arrived, if any, and starts the next copy."""
+        if not tensor.is_cuda:
+            return tensor.tolist()
+        arrived = None
+        if self._pending is not None:
+            buffer, arrival = self._pending
+            if arrival is None or arrival.query():
+                arrived, self._pending = buffer.tolist(), None
+        if self._pending is None:
+            self._pending = copy_to_host_async(tensor)
+        return arrived
 
 
 def float_of(word: Tensor) -> Tensor:

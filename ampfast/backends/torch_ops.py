@@ -10,9 +10,19 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from ampfast.backends.core import CLIP_EPSILON, SPIKE, Clip, Factor, Pass, compiled
+from ampfast.backends.core import (
+    CLIP_EPSILON,
+    LEAST_DEVIATION,
+    SPIKE,
+    Clip,
+    Factor,
+    Pass,
+    compiled,
+    norm_layout,
+)
 from ampfast.backends.scalars import inverse, moved, new_flag, widest
 from ampfast.capture import refuse_capture
+from ampfast.errors import add_note
 
 _MAGNITUDE = 2**63 - 1
 # As float64 bits: float16's smallest subnormal and normal, its largest.
@@ -158,9 +168,24 @@ def unscale_(grads: list[Tensor], inv_scale: Tensor, found_inf: Tensor) -> None:
     if len(grads) > 1:  # torch's op refuses a tensor before it writes it
         require_unscalable(grads)
     for same_dtype in _by_dtype(grads):
-        torch._amp_foreach_non_finite_check_and_unscale_(same_dtype, found_inf, inv_scale)
+        _check_and_unscale_(same_dtype, found_inf, inv_scale)
     # torch's op checks values before it multiplies them: a product may have overflowed.
     check_(grads, found_inf)
+
+
+def _check_and_unscale_(grads: list[Tensor], found_inf: Tensor, inv_scale: Tensor) -> None:
+    """torch's op over tensors of one dtype, whose error of complex ones gets a note."""
+    try:
+        torch._amp_foreach_non_finite_check_and_unscale_(grads, found_inf, inv_scale)
+    except RuntimeError as error:
+        if grads[0].is_complex():
+            add_note(
+                error,
+                f"A gradient is complex, of dtype {grads[0].dtype}, and torch cannot unscale it. "
+                "Train a real parameter and use its torch.view_as_complex, or step the complex "
+                "ones by an optimizer of their own, without the scaler.",
+            )
+        raise
 
 
 @torch.no_grad()
@@ -192,7 +217,7 @@ def require_unscalable(grads: list[Tensor]) -> None:
         if type(same_dtype[0]) is Tensor and not _is_refused(same_dtype[0]):
             # For plain tensors it depends on the dtype alone.
             same_dtype = [same_dtype[0].new_empty(0)]
-        torch._amp_foreach_non_finite_check_and_unscale_(same_dtype, torch.zeros_like(one), one)
+        _check_and_unscale_(same_dtype, torch.zeros_like(one), one)
 
 
 @torch.no_grad()
@@ -203,7 +228,7 @@ def check_(grads: list[Tensor], found_inf: Tensor, grad_scale: Tensor | None = N
     """
     one = torch.ones((), dtype=torch.float32, device=found_inf.device)
     for same_dtype in _by_dtype(grads):
-        torch._amp_foreach_non_finite_check_and_unscale_(same_dtype, found_inf, one)
+        _check_and_unscale_(same_dtype, found_inf, one)
     if grad_scale is None:
         return
     for grad in grads:
@@ -269,7 +294,9 @@ def require_writable(grads: list[Tensor]) -> None:
 def spike_(
     found_inf: Tensor, norm: Tensor, skip_above: float, accepted_norms: Tensor | None
 ) -> None:
-    """Turns a flag of 0 into that of a spike if the norm is too large; no host sync.
+    """Turns a flag of 0 into that of a spike if the norm is one; no host sync.
+
+    The rule is that of csrc/scale.h.
 
     Args:
         found_inf: 0-dim float32 on the device of the norm.
@@ -281,13 +308,21 @@ def spike_(
     if accepted_norms is None:
         spiked = ~(norm <= skip_above)
     else:
-        count, ring = accepted_norms[0], accepted_norms[1:]
+        count, spikes, patience, restarts = accepted_norms[: norm_layout.RING].unbind()
+        ring = accepted_norms[norm_layout.RING :]
+        is_usable = is_finite & (norm > 0) & norm.isfinite()
         std, mean = torch.std_mean(ring)
-        spiked = (count >= ring.numel()) & ~(norm <= mean + skip_above * std)
-        is_taken = is_finite & ~spiked & norm.isfinite()
+        limit = mean + skip_above * torch.maximum(std, LEAST_DEVIATION * mean)
+        is_above = (count >= ring.numel()) & ~(norm <= limit)
+        restarted = is_above & is_usable & (spikes >= patience)
+        spiked = is_above & ~restarted
+        is_taken = is_usable & ~spiked
+        count.masked_fill_(restarted, 0)
         place = torch.arange(ring.numel(), device=ring.device) == count % ring.numel()
         ring.copy_(torch.where(place & is_taken, norm.to(ring.dtype), ring))
         count.add_(is_taken)
+        spikes.add_(is_usable & spiked).masked_fill_(is_taken, 0)
+        restarts.add_(restarted)
     found_inf.masked_fill_(is_finite & spiked, SPIKE)
 
 

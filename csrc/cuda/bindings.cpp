@@ -6,30 +6,45 @@
 #include <algorithm>
 
 #include "../device_table.h"
+#include "../track.h"
 #include "multi_tensor.h"
 
 namespace ampfast::cuda {
 
 namespace {
 
-template <class T>
-T* data(const at::Tensor* tensor) {
-  return tensor != nullptr ? static_cast<T*>(tensor->data_ptr()) : nullptr;
-}
-
 // Python has made the device of each launch current.
 void* current_stream() { return c10::cuda::getCurrentCUDAStream().stream(); }
 
+at::Device current_device() { return c10::cuda::getCurrentCUDAStream().device(); }
+
+// An update of Python's on a device, and its flags.
+Update update_on(at::Device device, PyObject* tuple, std::vector<const float*>& flags) {
+  const std::optional<Update> update = update_of(tuple);
+  TORCH_CHECK(update, "the kernels do not know a tensor or number of this update");
+  TORCH_CHECK(tensor_of(PyTuple_GET_ITEM(tuple, kScale))->device() == device,
+              "the scale is not on ", device);
+  PyObject* given = PyTuple_GET_ITEM(tuple, kFlags);
+  for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(given); ++i) {
+    flags.push_back(tensor_of(PySequence_Fast_GET_ITEM(given, i))->const_data_ptr<float>());
+  }
+  return *update;
+}
+
 // A launch over a segment on the current stream.
 Launch launch_over(const DeviceTable& table, const Segment& segment) {
+  const int64_t words = segment.is_paired ? kPairWords : kChunkWords;
+  TORCH_CHECK(segment.word + segment.chunks * words <= table.words.numel() &&
+                  segment.first + segment.chunks <= table.partials.numel(),
+              "the segment is of another table");
   Launch work;
   work.dtype = dtype_of(segment.dtype);
-  work.table = data<const int64_t>(&table.words) + segment.word;
+  work.table = table.words.const_data_ptr<int64_t>() + segment.word;
   work.chunks = static_cast<int>(segment.chunks);
   work.first = static_cast<int>(segment.first);
   work.all_chunks = static_cast<int>(table.partials.numel());
-  work.header = data<int64_t>(&table.header);
-  work.partials = data<double>(&table.partials);
+  work.header = table.header.mutable_data_ptr<int64_t>();
+  work.partials = table.partials.mutable_data_ptr<double>();
   work.is_paired = segment.is_paired;
   work.is_aligned = segment.is_aligned;
   work.stream = current_stream();
@@ -42,6 +57,7 @@ PyObject* launch_multi_tensor(PyObject* const* args) {
   const auto& table = py::cast<const DeviceTable&>(py::handle(args[1]));
   const auto& segment = py::cast<const Segment&>(py::handle(args[2]));
   const bool is_last = args[3] == Py_True;
+  const at::Device device = table.header.device();
   Launch work = launch_over(table, segment);
   if (table.source.defined() && table.source.numel() <= kWordsOfLaunch) {
     const auto* words = table.source.const_data_ptr<int64_t>() + segment.word;
@@ -49,27 +65,32 @@ PyObject* launch_multi_tensor(PyObject* const* args) {
     work.table = nullptr;
   }
   work.how = pass.how;
-  work.factor = data<float>(pass.tensor(Pass::kFactor));
-  work.coefficient = data<double>(pass.tensor(Pass::kCoefficient));
+  work.factor = data_of<float>(pass.tensor(Pass::kFactor), "the factor", device);
+  work.coefficient = data_of<double>(pass.tensor(Pass::kCoefficient), "coefficient", device);
   if (pass[Pass::kClip] != Py_None) {
-    work.clip = clip_of(pass[Pass::kClip], table.header.device());
+    work.clip = clip_of(pass[Pass::kClip], device);
   }
-  work.sums = data<double>(pass.tensor(Pass::kSums));
-  work.marks = data<int64_t>(pass.tensor(Pass::kMarks));
-  work.now = data<int64_t>(pass.tensor(Pass::kNow));
+  work.sums = data_of<double>(pass.tensor(Pass::kSums), "sums", device, 2);
+  const Marks marks = marks_of(pass, device);
+  TORCH_CHECK(marks.now == nullptr || segment.last_parameter < marks.parameters, "marks are of ",
+              marks.parameters, " parameters, and a gradient is that of number ",
+              segment.last_parameter);
+  work.marks = marks.words;
+  work.now = marks.now;
   work.is_last = is_last;
-  work.found_inf = data<float>(pass.tensor(Pass::kFoundInf));
+  work.found_inf = data_of<float>(pass.tensor(Pass::kFoundInf), "found_inf", device);
+  TORCH_CHECK(work.found_inf != nullptr, "a launch needs a found_inf");
+  TORCH_CHECK(work.how == Factor::kNone || work.factor != nullptr, "a launch needs its factor");
   work.accumulate = pass.accumulate;
-  work.divisor = data<float>(pass.tensor(Pass::kFactorCopy));
+  work.divisor = data_of<float>(pass.tensor(Pass::kFactorCopy), "factor_copy", device);
   py::object update = py::none();
   if (is_last && pass[Pass::kEnding] != Py_None) {
     update = py::handle(pass[Pass::kEnding]).attr("update");
   }
   if (!update.is_none()) {
-    work.update = update_of(update.ptr()).value();
-    const py::sequence flags = py::handle(update)[py::int_(static_cast<int>(kFlags))];
-    work.other_found_inf =
-        flags.size() == 0 ? nullptr : data<float>(tensor_of(py::object(flags[0]).ptr()));
+    std::vector<const float*> flags;
+    work.update = update_on(device, update.ptr(), flags);
+    work.other_found_inf = flags.empty() ? nullptr : flags.front();
   }
   Kind kind = pass.write ? (work.sums != nullptr ? kUnscaleNorm : kUnscale)
                          : (work.sums != nullptr ? kCheckNorm : kCheck);
@@ -84,32 +105,36 @@ PyObject* launch_multi_tensor(PyObject* const* args) {
 
 void launch_measure(const DeviceTable& table, const Segment& segment, const at::Tensor& health) {
   Launch work = launch_over(table, segment);
-  work.health = data<int64_t>(&health);
+  const int64_t parameters = health.dim() == 2 ? health.size(0) : 0;
+  TORCH_CHECK(segment.last_parameter < parameters, "health is of ", parameters, " parameters");
+  work.health =
+      data_of<int64_t>(&health, "health", table.header.device(), parameters * kHealthWords);
   launch(kMeasure, work);
 }
 
 void launch_narrow(const DeviceTable& table, const Segment& segment, const py::object& found_inf) {
   Launch work = launch_over(table, segment);
-  work.found_inf = data<float>(tensor_of(found_inf.ptr()));
+  TORCH_CHECK(segment.is_paired, "a tensor has no float32 values");
+  work.found_inf = data_of<float>(tensor_of(found_inf.ptr()), "found_inf", table.header.device());
   launch(kNarrow, work);
 }
 
 // cuda_update_scale(update)
 PyObject* launch_update_scale(PyObject* const* args) {
-  const auto found_infs =
-      py::cast<std::vector<at::Tensor>>(py::handle(PyTuple_GET_ITEM(args[0], kFlags)));
+  std::vector<const float*> found_infs;
+  const Update update = update_on(current_device(), args[0], found_infs);
   Flags flags;
   TORCH_CHECK(!found_infs.empty() && found_infs.size() <= std::size(flags.found_infs),
               "one to four flags at once, got ", found_infs.size());
   for (size_t i = 0; i < std::size(flags.found_infs); ++i) {
-    flags.found_infs[i] = data<const float>(&found_infs[i < found_infs.size() ? i : 0]);
+    flags.found_infs[i] = found_infs[i < found_infs.size() ? i : 0];
   }
-  update_scale(update_of(args[0]).value(), flags, current_stream());
+  update_scale(update, flags, current_stream());
   return nullptr;
 }
 
 void launch_clip_coefficient(const py::tuple& given) {
-  clip_coefficient(clip_of(given.ptr(), given[0].cast<at::Tensor>().device()), current_stream());
+  clip_coefficient(clip_of(given.ptr(), current_device()), current_stream());
 }
 
 }  // namespace

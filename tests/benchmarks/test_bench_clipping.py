@@ -10,8 +10,7 @@ import ampfast
 from benchmarks import clipping, harness, kernels, timing
 from benchmarks.cases import make_gradients
 
-NAMED = ["clip by torch's name", "clip by torch's name, below the limit"]
-PATHS = ["clip", "clip", "clip, in_place=False", *NAMED]
+PATHS = ["clip", "clip", "clip, in_place=False"]
 
 
 @pytest.fixture(autouse=True)
@@ -25,9 +24,9 @@ def small_cache(monkeypatch):
 def test_both_calls_are_compared_with_torchs_two(dtype, queue):
     measured = clipping.measure(SMALL, dtype, on(queue))
     assert [row.call for row in measured.rows] == PATHS
-    assert [row.side for row in measured.rows] == ["torch", *["ampfast"] * 4]
+    assert [row.side for row in measured.rows] == ["torch", "ampfast", "ampfast"]
     list_bytes = SMALL.elements * dtype.itemsize
-    assert [row.bytes // list_bytes for row in measured.rows] == [3, 3, 1, 4, 2]
+    assert [row.bytes // list_bytes for row in measured.rows] == [3, 3, 1]
     for row in measured.rows:
         assert row.subject == "clip"
         assert (row.vs_torch is None) is (row.side == "torch")
@@ -54,7 +53,7 @@ def test_samples_in_16_bit_begin_with_the_same_gradients(monkeypatch):
     monkeypatch.setattr(clipping, "make_gradients", make)
     monkeypatch.setattr(timing, "interleave", interleaved)
     clipping.measure(SMALL, torch.bfloat16, on())
-    assert seen == [True] * 5
+    assert seen == [True] * 3
 
 
 def test_float16_is_left_out_as_torch_refuses_it():

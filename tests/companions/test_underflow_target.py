@@ -69,11 +69,6 @@ def test_growth_waits_for_values_that_vanish(backend: str, make: Any, way: str) 
     assert loop.scaler.get_scale() == 16.0
 
 
-def test_a_kept_norm_is_nothing_that_the_policy_observes() -> None:
-    loop = Loop(keep_norm=True)
-    assert [loop.step(1, "unscale") for _ in range(4)] == [8.0] * 4
-
-
 def test_the_largest_share_of_several_optimizers_counts() -> None:
     loop, other = Loop(), Loop(fused)
     other.scaler = loop.scaler

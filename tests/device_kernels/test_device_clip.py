@@ -15,8 +15,9 @@ from support.comparison import FLOATS, assert_same
 from support.gradients import sgd_with
 from support.kernel_calls import grads_of as grads_of_list
 from support.kernel_parity import flag, storage
+from support.spike_model import Rule, random_norms
 
-from ampfast import functional
+from ampfast import Sigmas, functional
 from ampfast.backends import core, cpu
 from ampfast.backends.core import Clip, Factor, Pass
 
@@ -58,26 +59,26 @@ def test_the_coefficient_is_that_of_the_cpu(rows: list, largest: bool) -> None:
         assert_same(ours, results(cpu, rows, limit, largest, scale), f"{limit} {scale}")
 
 
-@pytest.mark.parametrize("window", [None, 2, 5, 19])
-def test_spikes_are_those_of_the_cpu(window: int | None) -> None:
-    chance = random.Random(8)
-    count = 20 if window is None else 3 * window + 20
-    sides = []
-    for kernels in (KERNELS, cpu):
-        chance.seed(8)
-        words = None if window is None else torch.zeros(1 + window, dtype=torch.float64)
-        flags = []
-        for _ in range(count):
-            norm = chance.uniform(1.0, 2.0) * chance.choice([1.0, 1.0, 1.0, 3.0, INF, NAN])
-            found = flag(chance.choice([0.0, 0.0, 0.0, 1.0]))
-            rows = torch.tensor([[norm * norm, norm]], dtype=torch.float64)
-            outputs = [torch.zeros(()), torch.zeros((), dtype=torch.float64)]
-            rule = (1.8 if window is None else 1.0, words)
-            kernels.clip(Clip(rows, 1.0, False, *outputs, None, None, found, *rule))
-            flags.append(found.item())
-        sides.append((flags, words))
-    assert_same(sides[0], sides[1])
-    assert {0.0, 1.0, core.SPIKE} == set(sides[0][0])
+@pytest.mark.parametrize(
+    "limit", [1.8, Sigmas(1.0, 2), Sigmas(2.0, 5), Sigmas(1.0, 19, 3)], ids=str
+)
+def test_spikes_are_those_of_the_rule(limit: float | Sigmas) -> None:
+    rule, chance, flags = Rule(limit), random.Random(8), []
+    words, number = None, limit
+    if isinstance(limit, Sigmas):
+        words, number = rule.words(), limit.sigmas
+    for norm in random_norms(20 if words is None else 8 * words.numel(), seed=2):
+        found = flag(chance.choice([0.0, 0.0, 0.0, 1.0]))
+        expected = found.item() or rule.flag(norm)
+        rows = torch.tensor([[norm * norm, norm]], dtype=torch.float64)
+        outputs = [torch.zeros(()), torch.zeros((), dtype=torch.float64)]
+        KERNELS.clip(Clip(rows, 1.0, True, *outputs, None, None, found, number, words))
+        assert found.item() == expected
+        flags.append(expected)
+    assert {0.0, 1.0, core.SPIKE} == set(flags)
+    if words is not None:
+        rule.assert_are(words)
+        assert rule.restarts
 
 
 @pytest.mark.parametrize("largest", [False, True])
@@ -119,6 +120,30 @@ def test_clips_of_a_scaler(dtype: torch.dtype, order: float) -> None:
     else:
         assert norm.item() == pytest.approx(exact, rel=torch.finfo(dtype).eps)
     assert_clipped(grads_of(optimizer), before, 3.0, norm, 0.5)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("limit", [20.0, Sigmas(6, window=2)], ids=str)
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_the_limit_of_a_scaler(dtype: torch.dtype, limit: Any, fused: bool) -> None:
+    """Decided in the pass that unscales or checks, of values that are not multiples of it."""
+    optimizer = sgd_with(torch.ones(2 * window(dtype) + 3, dtype=dtype), torch.ones(5, dtype=dtype))
+    optimizer = torch.optim.SGD(optimizer.param_groups[0]["params"], lr=0.1, fused=fused)
+    scaler = ready(optimizer, 3.0, backend=BACKEND, allow_fp16=True, skip_above=limit)
+    reasons, norms, exact = [], [], []
+    for size in (1.0, 1.25, 1.0, 50.0, INF):
+        scaler.scale(torch.ones(()))
+        for grad in grads_of(optimizer):
+            grad.zero_()
+            grad[-2:] = 6.0 * size
+        exact.append(4.0 * size * (1.0 if scaler.get_scale() == 3.0 else 2.0))
+        scaler.step(optimizer)
+        scaler.update()
+        reasons.append(scaler.skip_reason(optimizer))
+        norms.append(scaler.history().grad_norm[-1].item())
+    assert reasons == [None, None, None, "spike", "overflow"]
+    assert (scaler.stats().spikes, scaler.get_scale()) == (1, 1.5)
+    assert norms == pytest.approx(exact, rel=max(torch.finfo(dtype).eps, 1e-6))
 
 
 @pytest.mark.parametrize("largest", [False, True])

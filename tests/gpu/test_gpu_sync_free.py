@@ -14,6 +14,7 @@ from support.sync_free_loops import BAD, KINDS, Loop, fused_twin, in_groups, par
 
 import ampfast
 from ampfast import GradScaler
+from ampfast.fused_trial import fault_of
 
 pytestmark = pytest.mark.gpu
 
@@ -46,6 +47,13 @@ def kind(request: pytest.FixtureRequest, device: torch.device) -> str:
     if reason := unavailable_reason(request.param, device):
         pytest.skip(reason)
     return request.param
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_torchs_kernels_pass_their_trial(
+    kind: str, dtype: torch.dtype, device: torch.device
+) -> None:
+    assert fault_of(CASES[kind][0], dtype, device) is None
 
 
 @pytest.mark.parametrize("kind", CASES)

@@ -23,7 +23,7 @@ TESTS = tuple(
         *("clipping_states", "contract", "device_costs", "world_of_one"),
         *("device_hosts", "differences", "differences_fused", "differences_sgd"),
         *("clipping", "failing_collectives", "found_inf", "refusals"),
-        *("health", "hooks", "kept_norms", "lazy_copies", "overflow_report", "projects", "report"),
+        *("health", "hooks", "lazy_copies", "overflow_report", "projects", "report", "skip_above"),
         *("scale_state", "state", "parameter_names", "scale_state_saved", "raw_calls", "frames"),
         *(
             "step_and_update",

@@ -36,15 +36,14 @@ _BY_REASON: dict[str, list[tuple[str, str, str, int]]] = {
         ),
         (
             "SpikeRules.rule",
-            "words is None or words.device != device or words.numel() != 1 + window",
-            "words is None or words.numel() != 1 + window",
+            "window is None or window.words.device != device or window.words.numel() != size",
+            "window is None or window.words.numel() != size",
             1,
         ),
     ],
-    "Is replaced before it is read.": [("_ring_of", "0.0", "1.0", 1)],
-    "Of the numbers of clips only the order of differences is read.": [
-        ("SpikeRules.__init__", "0", "1", 1),
-        ("SpikeRules.record", "1", "2", 1),
+    "Is replaced before it is read.": [
+        ("_words_of", "0.0", "1.0", 1),
+        ("_words_of", "0.0", "1.0", 2),
     ],
     "Makes a difference on a device without float64 only.": [
         (
@@ -283,12 +282,6 @@ _BY_REASON: dict[str, list[tuple[str, str, str, int]]] = {
         ),
     ],
     "Measures or tries what is then not taken.": [
-        (
-            "Passes._pass",
-            "self._keep_norm and entry is not None and self._ranks.is_alone",
-            "self._keep_norm and entry is not None",
-            1,
-        ),
         ("Passes._pass", "marked is not None and self._has_observers", "marked is not None", 1),
         (
             "Passes._pass",

@@ -55,7 +55,6 @@ def test_it_is_off_by_default() -> None:
     with ampfast.patch() as patch:
         assert held() == [TORCHS[0]] * 2
         assert not set(NAMES) & set(patch.replaced)
-        assert not torch.amp.GradScaler("cpu")._keep_norm
 
 
 def test_a_second_patch_adds_it() -> None:
@@ -84,21 +83,6 @@ def test_our_own_names_stay() -> None:
     assert functional.clip_grad_norm_ is clip_grad.clip_grad_norm_ is not clip_grad.stand_in
     names = [list(inspect.signature(each).parameters) for each in (clip_grad.stand_in, TORCHS[0])]
     assert names[0] == names[1]
-
-
-def test_scalers_made_under_it_keep_norms() -> None:
-    before = ampfast.GradScaler("cpu")
-    with ampfast.patch(clip_grad_norm=True):
-        for scaler in (
-            torch.amp.GradScaler("cpu"),
-            ampfast.GradScaler("cpu"),
-            ampfast.StepGuard("cpu"),
-        ):
-            assert scaler._keep_norm
-        assert not ampfast.GradScaler("cpu", keep_norm=False)._keep_norm
-        assert not before._keep_norm
-    assert not ampfast.GradScaler("cpu")._keep_norm
-    assert ampfast.GradScaler("cpu", keep_norm=True)._keep_norm
 
 
 def test_a_loop_equals_our_own_clipping() -> None:

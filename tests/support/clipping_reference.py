@@ -7,10 +7,9 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
-import pytest
 import torch
 
-from ampfast import GradScaler, clip_grad
+from ampfast import GradScaler
 from support.comparison import BITS, assert_same
 from support.scalers import started
 
@@ -122,17 +121,3 @@ def grads_of(*optimizers: Any) -> list[torch.Tensor]:
         for parameter in group["params"]
         if parameter.grad is not None
     ]
-
-
-def clips_by_name(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Returns a list that gets "kept" or "read" at each clip that may take a kept norm."""
-    taken: list[str] = []
-    plain = clip_grad._known
-
-    def spied(*given: Any) -> Any:
-        kept = plain(*given)
-        taken.append("read" if kept is None else "kept")
-        return kept
-
-    monkeypatch.setattr(clip_grad, "_known", spied)
-    return taken

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ampfast.fused_trial import fault_of
 from support.gradients import make_gradient
 
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
@@ -20,6 +21,15 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "fused_adagrad": lambda params: torch.optim.Adagrad(params, lr=0.1, fused=True),
 }
 FUSED = tuple(name for name in OPTIMIZERS if name.startswith("fused"))
+
+
+def takes_scaled(kind: str, dtype: torch.dtype) -> bool:
+    """Whether a fused optimizer gets scaled gradients: its kernel is right for them on a CPU.
+
+    That of torch 2.13's SGD leaves 16-bit parameters where they are.
+    """
+    made = OPTIMIZERS[kind]([torch.nn.Parameter(torch.ones(1))])
+    return fault_of(type(made), dtype, torch.device("cpu")) is None
 
 
 class RigPlan(NamedTuple):

@@ -16,7 +16,7 @@ import torch
 from ampfast import GradScaler
 from support.comparison import difference
 from support.gradients import WRITABLE_LAYOUTS
-from support.optimizers import FUSED, KINDS, RigPlan
+from support.optimizers import FUSED, KINDS, RigPlan, takes_scaled
 from support.outcomes import outcome
 from support.program_world import Op, Plan, World
 from support.scalers import TorchScaler
@@ -49,6 +49,8 @@ def draw_plan(rng: random.Random) -> Plan:
         dtypes = rng.choice(DTYPES)
         if kind in ("fused_adam", "fused_sgd", "legacy", "reader") and rng.random() < 0.2:
             dtypes = (torch.float16,)
+        if kind in FUSED:  # else a deliberate difference
+            dtypes = tuple(x if takes_scaled(kind, x) else torch.float32 for x in dtypes)
         # torch's fused kernels walk raw memory: an overlapping gradient is read beyond its end.
         choice = [x for x in WRITABLE_LAYOUTS if kind not in FUSED or x != "overlapping"]
         layouts = tuple(rng.choices(choice, k=rng.randint(1, 4)))

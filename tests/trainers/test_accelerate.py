@@ -234,3 +234,35 @@ def test_example(run_example: Callable[[str], str]) -> None:
 def test_example_refuses_a_cpu(run_example: Callable[[str], str]) -> None:
     with pytest.raises(SystemExit, match="neither casts to float16 nor unscales"):
         run_example("with_accelerate.py")
+
+
+@pytest.mark.parametrize("clip", [None, 0.05], ids=["", "clip"])
+@pytest.mark.parametrize("name", ["adam", "fused_adamw"])
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_spikes(precision: str, name: str, clip: float | None) -> None:
+    """The recipe of docs/trainers.md: a clip of Accelerate's comes before the step in bf16."""
+    accelerator = accelerate.Accelerator(cpu=True, mixed_precision=precision)
+    if precision == "fp16":
+        accelerator.native_amp = True
+        scaler = ampfast.GradScaler("cpu", init_scale=4.0, skip_above=ampfast.Sigmas(6, window=8))
+        accelerator.scaler = scaler
+    else:
+        scaler = ampfast.StepGuard("cpu", skip_above=ampfast.Sigmas(6, window=8))
+        accelerator.scaler = scaler
+        accelerator.clip_grad_norm_ = lambda params, limit, order=2.0: scaler.clip_grad_norm_(
+            optimizer.optimizer, limit, order
+        )
+    plain = nn.Linear(8, 3)
+    model, optimizer = accelerator.prepare(plain, optimizer_for(plain, name))
+    reasons = []
+    for step, (data, target) in enumerate(batches()):
+        optimizer.zero_grad()
+        loss = nn.functional.cross_entropy(model(data), target)
+        accelerator.backward(loss * (500 if step == 12 else 1))
+        before = plain.weight.detach().clone()
+        if clip is not None:
+            accelerator.clip_grad_norm_(model.parameters(), clip)
+        optimizer.step()
+        reasons.append(scaler.skip_reason(optimizer.optimizer))
+        assert torch.equal(before, plain.weight) is (reasons[-1] is not None)
+    assert reasons == [None] * 12 + ["spike"] + [None] * (STEPS - 13)

@@ -64,14 +64,13 @@ def trainer_with(
     settings = transformers.TrainingArguments(
         output_dir=str(folder),
         use_cpu=True,
-        fp16=True,
         learning_rate=0.02,
         num_train_epochs=1,
         per_device_train_batch_size=len(rows) // STEPS,
         logging_steps=1,
         report_to="none",
         disable_tqdm=True,
-        **{"save_strategy": "no", **arguments},
+        **{"save_strategy": "no", "fp16": True, **arguments},
     )
     model = Classifier() if model is None else model
     trainer = kind(model, settings, train_dataset=rows)
@@ -294,3 +293,48 @@ def test_example(run_example: Callable[[str], str]) -> None:
 def test_example_refuses_a_cpu(run_example: Callable[[str], str]) -> None:
     with pytest.raises(SystemExit, match="neither casts to float16 nor unscales"):
         run_example("with_transformers.py")
+
+
+class Spiky(nn.Module):
+    """A classifier whose loss is 500 times too large in one step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net, self.steps = nn.Linear(8, 3), 0
+
+    def forward(self, data: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        self.steps += 1
+        loss = nn.functional.cross_entropy(self.net(data), labels)
+        return {"loss": loss * (500 if self.steps == 13 else 1)}
+
+
+class Reasons(transformers.TrainerCallback):
+    """Records why each step was skipped."""
+
+    def __init__(self, scaler: Any) -> None:
+        self.scaler, self.found = scaler, []
+
+    def on_step_end(self, *given: Any, optimizer: Any, **more: Any) -> None:
+        self.found.append(self.scaler.skip_reason(optimizer.optimizer))
+
+
+@pytest.mark.parametrize("max_grad_norm", [0.0, 0.05], ids=["", "clip"])
+@pytest.mark.parametrize("optim", ["adamw_torch", "adamw_torch_fused"])
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_spikes(precision: str, optim: str, max_grad_norm: float, tmp_path: Path) -> None:
+    """The recipe of docs/trainers.md: the Trainer's clip comes before the step in bf16."""
+    limit = ampfast.Sigmas(6, window=8)
+    scaler: Any = ampfast.StepGuard("cpu", skip_above=limit)
+    if precision == "fp16":
+        scaler = ampfast.GradScaler("cpu", init_scale=4.0, skip_above=limit)
+    arguments = {"optim": optim, "max_grad_norm": max_grad_norm, "lr_scheduler_type": "constant"}
+    arguments |= {"fp16": precision == "fp16", "bf16": precision == "bf16"}
+    trainer = trainer_with(scaler, tmp_path, Spiky(), **arguments)
+    if precision == "bf16":
+        trainer.accelerator.clip_grad_norm_ = lambda params, limit, order=2.0: (
+            scaler.clip_grad_norm_(trainer.optimizer.optimizer, limit, order)
+        )
+    trainer.add_callback(reasons := Reasons(scaler))
+    trainer.train()
+    assert reasons.found == [None] * 12 + ["spike"] + [None] * (STEPS - 13)
+    assert scaler.stats().spikes == 1

@@ -255,7 +255,9 @@ def clip_of(
         *(torch.ones(3, 2, dtype=torch.float64, device=device), 1.0, largest),
         *(one.to(norm), one.double(), one, one if divisor else None),
         *(one if divisor or sigmas else None, 6.0),
-        torch.ones(129, dtype=torch.float64, device=device) if sigmas else None,
+        torch.ones(128 + core.norm_layout.RING, dtype=torch.float64, device=device)
+        if sigmas
+        else None,
     )
 
 

@@ -38,6 +38,7 @@ ALIGNED_PAIRS = tl.constexpr(2)
 _SPIKE = tl.constexpr(core.SPIKE)
 _SPIKE_BOUND = tl.constexpr(core.SPIKE_BOUND)
 _CLIP_EPSILON = tl.constexpr(core.CLIP_EPSILON)
+_LEAST_DEVIATION = tl.constexpr(core.LEAST_DEVIATION)
 
 _WINDOW_BYTES = tl.constexpr(core.WINDOW_BYTES)
 
@@ -52,8 +53,9 @@ _CHUNK = _constants(ADDRESS=0, EXTENT=1, WIDE=2, WORDS=2, PAIR_WORDS=3, PARAMETE
 # Words of a parameter's marks and health, as in csrc/track.h.
 _MARKS = _enumerated("LAST_NON_FINITE LAST_NAN TIMES_NON_FINITE TIMES_NAN WORDS")
 _HEALTH = _enumerated("ELEMENTS NONZERO VANISHING SUBNORMAL OVERFLOWING LARGEST SMALLEST WORDS")
-# Words of a scaler's state, as in csrc/scale.h.
+# Words of a scaler's state and of the norms of the steps taken, as in csrc/scale.h.
 _STATE = _constants(**vars(core.state_layout))
+_NORM = _constants(**vars(core.norm_layout))
 
 
 @triton.jit
@@ -335,7 +337,7 @@ def _update(pointers, norm_ptr, flag, growth_factor, backoff_factor, growth_inte
         counted = tl.where(word == _STATE.TOLERATED, tolerated, counted)
         counted = tl.where(word == _STATE.SPIKES, counters + spiked.to(tl.int64), counted)
 
-        entry_ptr = state_ptr + _STATE.RING + steps % _STATE.RING_STEPS * _STATE.RING_WORDS
+        entry_ptr = state_ptr + _STATE.RING + (steps & (_STATE.RING_STEPS - 1)) * _STATE.RING_WORDS
         status = one + 4 * spiked.to(tl.int64)
         norm = one * 0
         if norm_ptr is not None:
@@ -678,26 +680,47 @@ def update_scale(
 
 
 @triton.jit
-def _is_outlier(taken_ptr, window, norm, sigmas):
-    """As `is_outlier` of csrc/scale.h: one norm after the other, for the same sums."""
-    ring_ptr = taken_ptr + 1
-    count = tl.load(taken_ptr).to(tl.int64)
-    oldest = count % window
-    number = window.to(tl.float64)
-    total = tl.zeros([], dtype=tl.float64)
-    place = oldest
-    while place < oldest + window:
-        total += tl.load(ring_ptr + tl.where(place < window, place, place - window))
-        place += 1
-    mean = total / number
-    squares = tl.zeros([], dtype=tl.float64)
-    place = oldest
-    while place < oldest + window:
-        norm_then = tl.load(ring_ptr + tl.where(place < window, place, place - window))
-        squares += (norm_then - mean) * (norm_then - mean)
-        place += 1
-    limit = mean + sigmas * tl.sqrt(squares / (number - 1.0))
-    return (count >= window) & ~(norm <= limit), count
+def _is_spike(norms_ptr, window, norm, limit, is_finite):
+    """Whether a norm is too large, as `is_spike` of csrc/scale.h, in the same order of sums.
+
+    Norms of gradients that are not finite change nothing.
+    """
+    if norms_ptr is None:
+        return ~(norm <= limit)
+    else:
+        ring_ptr = norms_ptr + _NORM.RING
+        count = tl.load(norms_ptr + _NORM.COUNT).to(tl.int64)
+        spikes = tl.load(norms_ptr + _NORM.SPIKES)
+        patience = tl.load(norms_ptr + _NORM.PATIENCE)
+        restarts = tl.load(norms_ptr + _NORM.RESTARTS)
+        oldest = count % window
+        total = tl.zeros([], dtype=tl.float64)
+        place = oldest
+        while place < oldest + window:
+            total += tl.load(ring_ptr + tl.where(place < window, place, place - window))
+            place += 1
+        mean = total / window.to(tl.float64)
+        squares = tl.zeros([], dtype=tl.float64)
+        place = oldest
+        while place < oldest + window:
+            norm_then = tl.load(ring_ptr + tl.where(place < window, place, place - window))
+            squares += (norm_then - mean) * (norm_then - mean)
+            place += 1
+        deviation, least = tl.sqrt(squares / (window - 1).to(tl.float64)), mean * _LEAST_DEVIATION
+        most = mean + limit * tl.where(deviation > least, deviation, least)
+        is_usable = is_finite & (norm > 0.0) & (_magnitude(norm) < _INFINITY)
+        is_above = (count >= window) & ~(norm <= most)
+        restarted = is_above & is_usable & (spikes >= patience)
+        spiked = is_above & ~restarted
+        is_taken = is_usable & ~spiked
+        count = tl.where(restarted, 0, count)
+        # All threads have loaded the words that the first one now replaces.
+        tl.debug_barrier()
+        tl.store(ring_ptr + count % window, norm, mask=is_taken)
+        tl.store(norms_ptr + _NORM.COUNT, (count + 1).to(tl.float64), mask=is_taken)
+        tl.store(norms_ptr + _NORM.SPIKES, tl.where(spiked, spikes + 1.0, 0.0), mask=is_usable)
+        tl.store(norms_ptr + _NORM.RESTARTS, restarts + 1.0, mask=restarted)
+        return spiked
 
 
 @_kernel
@@ -711,7 +734,7 @@ def clip_coefficient(
     divisor_ptr,
     found_inf_ptr,
     skip_above: tl.float64,
-    taken_ptr,
+    norms_ptr,
     window: tl.int64,
     LARGEST: tl.constexpr,
 ):
@@ -738,14 +761,6 @@ def clip_coefficient(
     if found_inf_ptr is not None:
         total = norm.to(tl.float32).to(tl.float64)
         is_finite = tl.load(found_inf_ptr) == 0.0
-        if taken_ptr is not None:
-            spiked, count = _is_outlier(taken_ptr, window, total, skip_above)
-            is_taken = is_finite & ~spiked & (_magnitude(total) < _INFINITY)
-            # All threads have loaded the norms, one of which the first one now replaces.
-            tl.debug_barrier()
-            tl.store(taken_ptr + 1 + count % window, total, mask=is_taken)
-            tl.store(taken_ptr, (count + 1).to(tl.float64), mask=is_taken)
-        else:
-            spiked = ~(total <= skip_above)
+        spiked = _is_spike(norms_ptr, window, total, skip_above, is_finite)
         tl.debug_barrier()
         tl.store(found_inf_ptr, _SPIKE, mask=is_finite & spiked)

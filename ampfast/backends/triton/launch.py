@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ampfast import capture
 from ampfast.backends import core
-from ampfast.backends.core import Clip, DeviceTable, Segment
+from ampfast.backends.core import Clip, DeviceTable, Segment, norm_layout
 from ampfast.backends.triton import kernels
 
 # Whether the kernels run on CPU tensors, as under TRITON_INTERPRET=1.
@@ -114,11 +114,11 @@ narrow, measure = partial(_over, "narrow"), partial(_over, "measure")
 
 def clip_coefficient(clip: Clip) -> None:
     """Launches the clip coefficient from norms."""
-    sums, max_norm, largest, norm, coefficient, scale, divisor, found_inf, skip_above, ring = clip
+    sums, max_norm, largest, norm, coefficient, scale, divisor, found_inf, skip_above, norms = clip
     arguments = (
         *(sums, sums.shape[0], float(max_norm), norm, coefficient),
         *(None if divisor is None else scale, divisor, found_inf, float(skip_above)),
-        *(ring, 1 if ring is None else ring.numel() - 1),
+        *(norms, 1 if norms is None else norms.numel() - norm_layout.RING),
     )
     _launch("clip_coefficient", sums.device, 1, arguments, largest, norm.dtype)
 

@@ -7,6 +7,7 @@ namespace c10::cuda {
 
 struct CUDAStream {
   void* stream() const { return nullptr; }
+  Device device() const { return kCPU; }
 };
 
 inline CUDAStream getCurrentCUDAStream(DeviceIndex /*device*/ = -1) { return {}; }

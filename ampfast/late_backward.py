@@ -1,0 +1,61 @@
+"""Backwards that write gradients which are unscaled already, as in a notebook."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+WARNING = (
+    "a backward() has written gradients of this {} since unscale_() or clip_grad_norm_(), which "
+    "neither unscaled nor checked them: this step takes them as they are, perhaps too large by the "
+    "factor of the scale. Call unscale_() after the last backward(), and update() at the end of "
+    "every iteration, as of a notebook's cell that was stopped before it"
+)
+
+
+def watch(
+    scaled: Any, unscaled: list[tuple[Any, dict[str, Any]]], late: list[dict[str, Any]]
+) -> None:
+    """Adds to `late` the entries of optimizers whose gradients a backward of `scaled` will write.
+
+    Comparing gradients before and after the backward tells it from a clip, which writes them, too.
+
+    Args:
+        scaled: What `scale` returns.
+        unscaled: Optimizers and their entries in `_per_optimizer_states`.
+        late: Entries; appended to at the end of the backward.
+    """
+
+    def compare_after(_: Tensor) -> None:
+        before = [_versions(optimizer) for optimizer, _ in unscaled]
+
+        def compare() -> None:
+            for (optimizer, entry), versions in zip(unscaled, before, strict=True):
+                if _versions(optimizer) != versions:
+                    late.append(entry)
+
+        torch.autograd.Variable._execution_engine.queue_callback(compare)
+
+    for tensor in _tensors(scaled) if unscaled else ():
+        if tensor.requires_grad:
+            tensor.register_hook(compare_after)
+
+
+def _tensors(scaled: Any) -> Iterator[Tensor]:
+    if isinstance(scaled, Tensor):
+        yield scaled
+    elif isinstance(scaled, (list, tuple)):  # an iterator would be used up
+        for each in scaled:
+            yield from _tensors(each)
+
+
+def _versions(optimizer: Any) -> list[tuple[int, int]]:
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    # Reading the gradient of a non-leaf tensor warns.
+    grads = [param.grad for param in params if param.is_leaf or param.retains_grad]
+    return [
+        (id(grad), 0 if grad is None or grad.is_inference() else grad._version) for grad in grads
+    ]

@@ -1,0 +1,203 @@
+"""Objects that say of another optimizer that it divides by `grad_scale` itself."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import ampfast
+from ampfast.optimizers import divides_by_itself
+
+
+class Wrapper:
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        self.inner = inner
+
+    def step(self) -> object:
+        return self.inner.step()
+
+
+class Delegating(Wrapper):
+    """As Lightning's wrappers do."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+
+class Slotted:
+    __slots__ = ("found_inf", "grad_scale", "inner")
+    __init__, step, __getattr__ = Wrapper.__init__, Wrapper.step, Delegating.__getattr__
+
+
+class Property(Wrapper):
+    param_groups = property(lambda self: self.inner.param_groups)
+    _step_supports_amp_scaling = property(lambda self: self.inner._step_supports_amp_scaling)
+
+
+class SlottedProperty:
+    __slots__ = ("found_inf", "grad_scale", "inner")
+    __init__, step, param_groups = Wrapper.__init__, Wrapper.step, Property.param_groups
+    _step_supports_amp_scaling = Property._step_supports_amp_scaling
+
+
+class PropertyOfOptimizer(torch.optim.Optimizer):
+    _step_supports_amp_scaling = Property._step_supports_amp_scaling
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        super().__init__(inner.param_groups, {})
+        self.inner = inner
+
+    step = Wrapper.step  # type: ignore[assignment]
+
+
+class Copying(Wrapper):
+    """Has the attributes of the other one, as Lightning's wrapper once did."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        vars(self).update(vars(inner), inner=inner)
+
+
+class CopyingOne(Property):
+    """States what the other one does as an attribute."""
+
+    _step_supports_amp_scaling = None
+
+    def __init__(self, inner: Any) -> None:
+        super().__init__(inner)
+        self._step_supports_amp_scaling = inner._step_supports_amp_scaling
+
+
+class Imitating(Copying):
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        super().__init__(inner)
+        bases = type(self), type(inner)
+        self.__class__ = type(f"Imitating{type(inner).__name__}", bases, {})  # type: ignore[assignment]
+
+
+class Sharing(Wrapper):
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        self.__dict__ = vars(inner)
+        self.inner = inner
+
+
+def hiding(inner: torch.optim.Optimizer) -> Any:
+    """A copy of the attributes beside a step that only a closure leads to."""
+    return types.SimpleNamespace(**{**vars(inner), "step": lambda: inner.step()})
+
+
+def bound(inner: Any) -> Any:
+    return types.SimpleNamespace(
+        param_groups=inner.param_groups, step=inner.step, _step_supports_amp_scaling=True
+    )
+
+
+WRAPPERS: list[Callable[[Any], Any]] = [
+    *(Delegating, Slotted, Property, SlottedProperty, PropertyOfOptimizer, Copying, CopyingOne),
+    *(Imitating, Sharing, hiding, bound),
+]
+
+
+class Forwarding(torch.optim.Optimizer):
+    """Gives the optimizer that it holds what it gets."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        super().__init__(inner.param_groups, {})
+        self.inner, self._step_supports_amp_scaling = inner, True
+
+    def step(self) -> None:  # type: ignore[override]
+        inner: Any = self.inner
+        inner.grad_scale, inner.found_inf = self.grad_scale, self.found_inf
+        inner.step()
+        del inner.grad_scale, inner.found_inf
+
+
+class OfClass(torch.optim.Optimizer):
+    """Divides and skips on its own."""
+
+    _step_supports_amp_scaling = True
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        super().__init__(inner.param_groups, {})
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for param in group["params"]:
+                if not self.found_inf:
+                    param -= 0.125 * param.grad / (self.grad_scale or 1)
+
+
+class OfSlot:
+    __slots__ = ("_step_supports_amp_scaling", "found_inf", "grad_scale", "param_groups")
+    step = OfClass.step
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        self.param_groups, self._step_supports_amp_scaling = inner.param_groups, True
+
+
+class OfProperty(OfClass):
+    _step_supports_amp_scaling = property(lambda self: True)  # type: ignore[assignment]
+
+
+class Subclass(torch.optim.SGD):
+    pass
+
+
+def subclass(inner: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    return Subclass(inner.param_groups, fused=True)
+
+
+DIVIDING: list[Callable[[Any], Any]] = [
+    *(
+        lambda inner: inner,
+        subclass,
+        Forwarding,
+        OfClass,
+        OfSlot,
+        OfProperty,
+        ampfast.master_weights_,
+    )
+]
+
+
+class Hooked(ampfast.GradScaler):
+    """Gets torch's own methods."""
+
+    def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
+        super().unscale_(optimizer)
+
+
+@pytest.mark.parametrize("factor", [2.0, torch.inf], ids=["finite", "overflow"])
+@pytest.mark.parametrize("kind", [ampfast.GradScaler, Hooked], ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("way", ["step", "unscale_", "clip", "deferred clip"])
+@pytest.mark.parametrize("make", [*WRAPPERS, *DIVIDING], ids=lambda make: make.__name__)
+def test_a_step_is_right_or_skipped(
+    make: Callable[[Any], Any], kind: Any, way: str, factor: float
+) -> None:
+    if kind is Hooked and way == "deferred clip":
+        way = "clip"
+    param = torch.nn.Parameter(torch.ones(2))
+    optimizer = make(torch.optim.SGD([param], lr=0.125, fused=True))
+    scaler = kind("cpu", 1024.0)
+    scaler.scale((param * torch.tensor([1.0, factor])).sum()).backward()
+    if way == "unscale_":
+        scaler.unscale_(optimizer)
+    elif way != "step":
+        scaler.clip_grad_norm_(optimizer, 100.0, in_place=way == "clip")
+    scaler.step(optimizer)
+    scaler.update()
+    assert param.tolist() == ([0.875, 0.75] if factor == 2 else [1.0, 1.0])
+    assert scaler.step_skipped(optimizer) == (factor != 2)
+    assert divides_by_itself(optimizer) == (make in DIVIDING)
+
+
+def test_what_an_optimizer_says_later_counts() -> None:
+    optimizer: Any = torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=0.1)
+    assert not divides_by_itself(optimizer)
+    assert divides_by_itself(ampfast.sync_free_(optimizer))
+    optimizer._step_supports_amp_scaling = False
+    assert not divides_by_itself(optimizer)
