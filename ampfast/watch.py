@@ -239,10 +239,11 @@ class Watch:
     def _excluded(self, step: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(step)
         def call(*args: Any, **kwargs: Any) -> Any:
+            if torch.compiler.is_compiling():
+                return step(*args, **kwargs)
+            self._hold(*args[:1])
             record = self._inside.record
-            if not torch.compiler.is_compiling():
-                self._hold(*args[:1])
-            if torch.compiler.is_compiling() or record is None:
+            if record is None:
                 return step(*args, **kwargs)
             return self._clocked(record, -1, step, *args, **kwargs)
 

@@ -195,6 +195,8 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.sweep
+@pytest.mark.slow
 @pytest.mark.parametrize("start", [("train.py",), ("-m", "train")])
 def test_spawned_processes_are_patched(python: Call, start: tuple[str, ...]) -> None:
     done = python(SPAWN, "-m", "ampfast", "run", *start)
@@ -203,6 +205,8 @@ def test_spawned_processes_are_patched(python: Call, start: tuple[str, ...]) -> 
     assert done.stderr.count("\n") == 1
 
 
+@pytest.mark.sweep
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["folder", "program.zip"])
 def test_folders_and_archives(python: Call, tmp_path: Path, name: str) -> None:
     source = "import sys, other\nprint(sys.argv, __name__, __file__, sys.path[0], sys.path[1:2])"
@@ -242,6 +246,8 @@ def test_a_run_that_is_ended_cleans_up(python: Call, tmp_path: Path) -> None:
     assert record["steps"] == 3
 
 
+@pytest.mark.sweep
+@pytest.mark.slow
 def test_a_program_that_catches_everything_ends_after_a_while(python: Call) -> None:
     update = "try:\n        scaler.update()\n    except BaseException as error:\n        "
     program = TRAIN.replace("scaler.update()", f"{update}print('caught')")
@@ -252,19 +258,16 @@ def test_a_program_that_catches_everything_ends_after_a_while(python: Call) -> N
     assert (done.returncode, done.stdout) == (0, "caught\ncaught\n")
 
 
-@pytest.mark.parametrize(
-    ("name", "told"),
-    [("train.ipynb", "is a notebook, which Python does not run: call ampfast.patch() in its")],
-)
-def test_notebooks(name: str, told: str, tmp_path: Path, capsys: Any) -> None:
+def test_notebooks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from ampfast.__main__ import main
 
-    (tmp_path / name).write_text('{"cells": [null]}')
-    assert main(["run", str(tmp_path / name)]) == 2
+    (tmp_path / "train.ipynb").write_text('{"cells": [null]}')
+    assert main(["run", str(tmp_path / "train.ipynb")]) == 2
+    told = "is a notebook, which Python does not run: call ampfast.patch() in its first cell"
     assert told in capsys.readouterr().err
 
 
-def test_a_folder_without_a_program(tmp_path: Path, capsys: Any) -> None:
+def test_a_folder_without_a_program(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from ampfast.__main__ import main
 
     assert main(["run", str(tmp_path)]) == 2
