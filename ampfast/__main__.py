@@ -46,10 +46,11 @@ def main(arguments: list[str] | None = None) -> int:
         "run",
         help="your training script with ampfast's scaler in place of torch's",
         usage="python -m ampfast run [--clip] [-m] SCRIPT [ARGS...]",
-        description="Runs a script as python does, unedited, with ampfast.patch() in force. At the "
-        "end it prints a line: steps, skipped ones, final scale, the scaler's own time and its "
-        "share of a step. For several ranks torchrun starts it, and rank 0 prints the line: "
-        "torchrun --nproc_per_node 2 -m ampfast run SCRIPT ARGS...",
+        description="Runs a script, or a folder or zip file, as python does, unedited, with "
+        "ampfast.patch() in force. At the end it prints a line: steps, skipped ones, "
+        "final scale, the scaler's own time and its share of a step. For several "
+        "ranks torchrun starts it, and rank 0 prints the line: torchrun "
+        "--nproc_per_node 2 -m ampfast run SCRIPT ARGS...",
     )
     run.add_argument(
         "--clip",
@@ -66,12 +67,13 @@ def main(arguments: list[str] | None = None) -> int:
         help="your training script with torch's scaler and with ampfast's, side by side",
         usage="python -m ampfast compare [--steps N] [--json] [--plot FILE] [-m] SCRIPT [ARGS...]",
         description="Runs a script three times, unedited, each time in a process of its own: with "
-        "torch's scaler, with ampfast's, and with torch's again, which tells whether the script "
-        "repeats itself. Prints the times of the scalers, and whether losses, scales and skipped "
-        "steps are equal bit for bit. What the script prints is not shown, unless it fails: its "
-        "last lines. The runs share the folder: a script that resumes from its checkpoints does "
-        "not repeat itself. For several ranks torchrun starts it, and the report is of rank 0: "
-        "torchrun --nproc_per_node 2 -m ampfast compare SCRIPT ARGS...",
+        "torch's scaler, with ampfast's, and with torch's again, which tells whether "
+        "the script repeats itself. Prints the times of the scalers, and whether "
+        "losses, scales, skipped steps and the final weights are equal bit for bit. "
+        "What the script prints is not shown, unless it fails: its last lines. The "
+        "runs share the folder: a script that resumes from its checkpoints does not "
+        "repeat itself. For several ranks torchrun starts it, and the report is of "
+        "rank 0: torchrun --nproc_per_node 2 -m ampfast compare SCRIPT ARGS...",
         epilog="The options may follow ARGS, too; what follows a -- is all the script's. Exit "
         "code: 0 if equal, or if the script does not repeat itself; 1 if different; 2 if there was "
         "nothing to compare.",

@@ -5,24 +5,28 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import select
 import socket
 import subprocess
 import sys
 import tempfile
+from itertools import zip_longest
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 
 from ampfast.run import NEVER_UPDATED
 
-SCHEMA = 1
-# Updates of the third run, which tells whether torch's repeats itself.
+SCHEMA = 2
+# Updates of the second run with torch's scaler, which tells whether torch's repeats itself.
 _SHORT = 20
 # Share of a step below which a scaler does not matter.
 _SMALL = 0.02
 # From which ratio of the runs' steps, without the scalers, on times tell nothing.
 _NOISY = 1.5
+# Bytes of standard input for a run, and the seconds until its first one.
+_MOST_INPUT, _INPUT_WAIT = 2**26, 1.0
 
 _NO_SCALER = (
     "used no gradient scaler: there is nothing to compare (processes that it starts are not seen)"
@@ -32,10 +36,9 @@ _NO_UPDATE = "never calls update() of its gradient scaler: there is no step to c
 _IS_OURS = "uses ampfast's scaler by itself: compare wants a program with torch's"
 _UNSEEDED = "the program does not repeat itself (does it set its seeds?)."
 _NAN = "torch's became NaN, ampfast's did not"
-_RUNS = ("torch's", "ampfast's", "torch's again")
 _VERDICTS = {
     "equal": "The training is equal bit for bit.",
-    "different": "The training DIFFERS, and torch's scaler repeats itself at that step.",
+    "different": "The training DIFFERS, and each scaler repeats itself at that step.",
     "not repeatable": "So a difference from ampfast says nothing.",
 }
 _NAN_VERDICTS = {
@@ -78,27 +81,38 @@ def run(
         return 2
     called = [*(["-m"] if is_module else []), program, *arguments]
     try:
-        theirs, ours = _records(called, 1, steps), _records(called, 2, steps)
-        differences, found = _differences(theirs, ours)
-        longest = max(one["steps"] for one in theirs)
-        # All ranks must end at the same step.
-        is_alone = os.environ.get("WORLD_SIZE", "1") == "1"
-        short = min(longest, max([_SHORT, *found])) if is_alone else longest
-        again = _records(called, 3, short)
+        with tempfile.TemporaryFile() as given:
+            _keep_input(given)
+            theirs, ours = (_records(called, number, steps, given) for number in (1, 2))
+            differences, found = _differences(theirs, ours)
+            is_equal = not found and _steps(theirs) == _steps(ours)
+            longest = max(_steps(theirs))
+            # All ranks must end at the same step.
+            is_alone = os.environ.get("WORLD_SIZE", "1") == "1"
+            short = min(longest, max([_SHORT, *found])) if is_alone else longest
+            is_short = short < longest
+            stop = short if is_short else steps
+            # Before torch's, so that each has had an even and an odd place among the runs. What
+            # one rank finds, the other ones do not know.
+            is_enough = is_equal and is_alone
+            ours_again = ours if is_enough else _records(called, 4, stop, given)
+            again = _records(called, 3, stop, given)
     except _CannotCompareError as error:
         print(f"ampfast compare: {program} {error}", file=sys.stderr)
         return 2
-    _, broken = _differences(theirs, again)
+    (_, broken), (_, ours_broken) = (
+        _differences(one, other, is_short) for one, other in ((theirs, again), (ours, ours_again))
+    )
     repeated = again + theirs[len(again) :]  # a scaler may begin after the end of that run
-    verdict = "equal"
-    if found or [one["steps"] for one in theirs] != [one["steps"] for one in ours]:
-        is_torchs = broken and min(broken) <= min(found, default=longest)
-        verdict = "not repeatable" if is_torchs else "different"
+    first = min(found, default=longest)
+    is_broken = min([*broken, *ours_broken], default=longest + 1) <= first
+    verdict = "equal" if is_equal else "not repeatable" if is_broken else "different"
     facts: dict[str, Any] = {
         "schema": SCHEMA,
         "program": called,
         "verdict": verdict,
         "torch_again": {"steps": short, "first_difference": min(broken, default=None)},
+        "ampfast_again": None if is_equal else min(ours_broken, default=None),
         "scalers": [
             {
                 "torch": _short(a),
@@ -118,18 +132,41 @@ def run(
 
 
 def _short(record: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in record.items() if name not in ("times", "values")}
+    facts = {name: value for name, value in record.items() if name not in ("times", "values")}
+    return {**facts, "losses": len(record["values"]["losses"])}
+
+
+def _steps(records: list[dict[str, Any]]) -> list[int]:
+    return [record["steps"] for record in records]
+
+
+def _keep_input(file: IO[bytes]) -> None:
+    """Copies standard input, for every run to read from its start; nothing of a terminal."""
+    size = 0
+    if sys.stdin is not None and not sys.stdin.isatty():
+        # A pipe may stay open, without a byte, for as long as this process lives.
+        while size < _MOST_INPUT and (size or select.select([0], [], [], _INPUT_WAIT)[0]):
+            part = os.read(0, 2**16)
+            if not part:
+                break
+            size += file.write(part)
 
 
 def _is_first() -> bool:
     return os.environ.get("RANK", "0") == "0"
 
 
-def _records(called: list[str], number: int, stop: int | None) -> list[dict[str, Any]]:
-    """Runs the program in a process of its own; returns what its scalers did."""
-    name, is_ours = _RUNS[number - 1], number == 2
+def _records(
+    called: list[str], number: int, stop: int | None, given: IO[bytes]
+) -> list[dict[str, Any]]:
+    """Runs the program in a process of its own; returns what its scalers did.
+
+    Even numbers are runs with ampfast's scaler, odd ones with torch's.
+    """
+    is_ours = number % 2 == 0
+    name, again = "ampfast's" if is_ours else "torch's", ", again" if number > 2 else ""
     if _is_first():
-        print(f"ampfast compare: run {number} of 3, {name}", file=sys.stderr)
+        print(f"ampfast compare: runs with {name} scaler{again}", file=sys.stderr)
     flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
     command = [sys.executable, *flags, "-m", "ampfast", "run"]
     command += [] if is_ours else ["--keep-torch"]
@@ -139,10 +176,12 @@ def _records(called: list[str], number: int, stop: int | None) -> list[dict[str,
         environment |= _own_store(number)
     with tempfile.TemporaryDirectory() as folder:
         file, log = Path(folder, "records.json"), Path(folder, "log")
+        given.seek(0)
         with log.open("wb") as output:
             code = subprocess.run(
                 [*command, "--record", str(file), *called],
                 env=environment,
+                stdin=given,
                 stdout=output,
                 stderr=subprocess.STDOUT,
             ).returncode
@@ -176,16 +215,25 @@ def _own_store(number: int) -> dict[str, str]:
 
 
 def _differences(
-    theirs: list[dict[str, Any]], ours: list[dict[str, Any]]
+    theirs: list[dict[str, Any]], ours: list[dict[str, Any]], is_short: bool = False
 ) -> tuple[list[dict[str, tuple[int, str, str]]], list[int]]:
-    """By scaler and kind of value: the first step that differs, and both values; all such steps."""
+    """By scaler and kind of value: the first step that differs, and both values; all such steps.
+
+    Of a short second run, whatever it has is compared, but not the weights at its end.
+    """
     found: list[dict[str, tuple[int, str, str]]] = [{} for _ in theirs]
     for first, a, b in zip(found, theirs, ours, strict=False):
         for name, values in a["values"].items():
-            for (step, x), (_, y) in zip(values, b["values"][name], strict=False):
+            if is_short and name == "weights":
+                continue
+            others = b["values"][name]
+            for pairs in (zip if is_short else zip_longest)(values, others):
                 # By their digits, since -0.0 == 0.0 and NaN != NaN.
-                if repr(x) != repr(y):
-                    first.setdefault(name, (step + 1, repr(x), repr(y)))
+                if repr(pairs[0]) != repr(pairs[1]):
+                    step = min(pair[0] for pair in pairs if pair is not None)
+                    told = [repr(p[1]) if p is not None and p[0] == step else "none" for p in pairs]
+                    first[name] = (step + 1, *told)
+                    break
     return found, [step for first in found for step, *_ in first.values()]
 
 
@@ -211,9 +259,14 @@ def describe(facts: dict[str, Any]) -> str:
         lines += [f"scaler {number}"] if len(facts["scalers"]) > 1 else []
         step = scaler["again"]["medians"].get("step", 0.0)
         lines += _table(scaler["torch"], scaler["ampfast"], f"(torch's again: {step:.0f})", tells)
-        for name in ("losses", "scales", "skips"):
-            found = scaler["first_differences"].get(name)
-            lines.append(f"{name}: {_apart(name, *found) if found else 'equal bit for bit'}")
+        found = scaler["first_differences"]
+        for name in ("losses", "elements", "scales", "skips", "weights"):
+            if name in found:
+                lines.append(f"{name}: {_apart(name, *found[name])}")
+            elif name == "losses" and not scaler["torch"]["losses"]:
+                lines.append("losses: no losses seen: scale() was given none")
+            elif name != "elements":
+                lines.append(f"{name}: equal bit for bit")
         lines.append("")
         share += scaler["torch"]["medians"].get("share", 1.0)
     steps, step = facts["torch_again"].values()
@@ -223,6 +276,8 @@ def describe(facts: dict[str, Any]) -> str:
         else f"differs from the first at step {step}: {_UNSEEDED}"
     )
     lines.append(f"A second run with torch's scaler, of {steps} steps, {told}")
+    if facts["ampfast_again"] is not None:
+        lines.append(f"One with ampfast's differs from its first at step {facts['ampfast_again']}.")
     lines.append(_VERDICTS[facts["verdict"]])
     if any(_NAN in line for line in lines):
         lines.append(_NAN_VERDICTS[facts["verdict"]])
@@ -235,6 +290,11 @@ def describe(facts: dict[str, Any]) -> str:
 
 
 def _apart(name: str, step: int, a: str, b: str) -> str:
+    if "none" in (a, b):
+        return f"differ in number at step {step}: torch {a}, ampfast {b}"
+    place = {"elements": "in a loss of several", "weights": "at the end"}
+    if name in place:
+        return f"differ {place[name]}, step {step}"
     if name == "skips":
         return f"differ at step {step}: {'torch' if float(a) else 'ampfast'} alone skips it"
     text = f"differ from step {step} on: torch {a}, ampfast {b}"

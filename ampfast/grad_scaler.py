@@ -814,7 +814,8 @@ class GradScaler(Passes):
     def __setstate__(self, state: dict[str, Any]) -> None:
         for name in _OF_THIS_PROCESS:
             self.__dict__.pop(name, None)
-        super().__setstate__(state)
+        # A pickle of torch before 2.3 has no device.
+        super().__setstate__({"_device": "cuda", **state})
 
     # torch's private methods, which subclasses override and other projects call.
 

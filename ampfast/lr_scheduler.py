@@ -31,8 +31,8 @@ class LateScheduler:
     any timing, also if the scaler is disabled. The host waits for the previous step at most, never
     for the one just queued.
 
-    Other attributes are those of the wrapped scheduler. A scheduler stepped once per epoch does not
-    need this class.
+    Other attributes are those of the wrapped scheduler, also where they are set or deleted. A
+    scheduler stepped once per epoch does not need this class.
 
     Args:
         scheduler: Scheduler with `step`, `state_dict` and `load_state_dict`.
@@ -46,6 +46,11 @@ class LateScheduler:
         TypeError: If the scheduler has no `step`, or the scaler no `found_inf`, as torch's.
     """
 
+    scheduler: Any
+    _scaler: Any
+    _optimizer: Any
+    _outstanding: _Outstanding | None
+
     def __init__(self, scheduler: Any, scaler: Any, optimizer: Any) -> None:
         for given, method, expected in (
             (scheduler, "step", "a scheduler with step"),
@@ -54,10 +59,8 @@ class LateScheduler:
             if not hasattr(given, method):
                 kind = f"{type(given).__module__}.{type(given).__qualname__}"
                 raise TypeError(f"LateScheduler needs {expected}, got {kind}")
-        self.scheduler = scheduler
-        self._scaler = scaler
-        self._optimizer = optimizer
-        self._outstanding: _Outstanding | None = None
+        own = {"scheduler": scheduler, "_scaler": scaler, "_optimizer": optimizer}
+        vars(self).update(own, _outstanding=None)
 
     def step(self, *args: Any, **kwargs: Any) -> None:
         """Advances the scheduler for the previous iteration, unless its step was skipped.
@@ -115,9 +118,29 @@ class LateScheduler:
             self.scheduler.step(*last.args, **last.kwargs)
 
     def __getattr__(self, name: str) -> Any:
-        if name == "scheduler":  # not set yet while a copy is made
-            raise AttributeError(name)
+        # `scheduler` is not set yet while a copy is made; Python's protocols, such as __deepcopy__,
+        # of the wrapped scheduler would copy or pickle it in place of this object.
+        if name == "scheduler" or name.startswith("__"):
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         return getattr(self.scheduler, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if self._is_own(name):
+            super().__setattr__(name, value)
+        else:
+            setattr(self.scheduler, name, value)
+
+    def __delattr__(self, name: str) -> None:
+        if self._is_own(name):
+            super().__delattr__(name)
+        else:
+            delattr(self.scheduler, name)
+
+    def __dir__(self) -> list[str]:
+        return sorted({*super().__dir__(), *dir(self.scheduler)})
+
+    def _is_own(self, name: str) -> bool:
+        return name in vars(self) or hasattr(type(self), name)
 
 
 class _Outstanding(NamedTuple):

@@ -204,8 +204,8 @@ def _stand_in(module: str) -> Any:
     else:
         ours = importlib.import_module("ampfast.fsdp") if kind == "distributed" else grad_scaler
         made = _StandIn(name, (getattr(ours, name),), {})
-    # Pickle finds it by `_reduce_stand_in`, checkpoints are looked up by its name.
-    made.__module__, made.__qualname__, made._stands_for = __name__, name, torch_class
+    # Pickle finds it by `_reduce_stand_in`; checkpoints, and torch's safe globals, by torch's name.
+    made.__module__, made.__qualname__, made._stands_for = module, name, torch_class
     return _stand_ins.setdefault(module, made)  # another thread may have been faster
 
 

@@ -5,8 +5,11 @@ import builtins
 import io
 import json
 import os
+import pkgutil
 import runpy
 import sys
+import threading
+from multiprocessing import spawn
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -17,9 +20,46 @@ from ampfast.watch import Record, Watch
 NEVER_UPDATED = "the gradient scaler was never updated: its update() was not called"
 # Scalers that are described.
 _MOST = 4
+# Seconds that a program has for its end, after the asked number of steps.
+_PATIENCE = 10.0
+_NO_SCALER = (
+    "the program used no gradient scaler in this process (one that it started by multiprocessing "
+    "has ampfast's, and no line; other ones have torch's)"
+)
+_NOTEBOOK = (
+    "is a notebook, which Python does not run: call ampfast.patch() in its first cell, or run "
+    "what `jupyter nbconvert --to script` makes of it"
+)
 
 # Files whose frames come before the program's own in a traceback.
 _OUTER = (__file__, runpy.run_module.__code__.co_filename)
+
+
+class _Ended(SystemExit):
+    """Ends a program after the asked number of steps, as sys.exit() does: no Exception."""
+
+
+class _Patched:
+    """Patches the process that unpickles it, before that imports the program."""
+
+    def __init__(self, clip: bool) -> None:
+        self.clip = clip
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # The other process cannot find ampfast yet: its path comes in the same pickle.
+        code = f"import sys; sys.path[:] = {sys.path!r}; import ampfast.run as _run; "
+        return exec, (f"{code}_run.patch_with_children({self.clip})", {})
+
+
+def patch_with_children(clip: bool) -> None:
+    """Calls `patch()` here, and in the processes that multiprocessing spawns from here.
+
+    Args:
+        clip: Whether torch's `clip_grad_norm_` is replaced, too.
+    """
+    ampfast.patch(clip_grad_norm=clip)
+    prepared = spawn.get_preparation_data
+    spawn.get_preparation_data = lambda name: {**prepared(name), "ampfast": _Patched(clip)}
 
 
 def run(
@@ -34,7 +74,8 @@ def run(
     """Runs a script or module as Python would, and prints a line about its scaler at the end.
 
     Args:
-        program: Path of a script, or name of a module.
+        program: Path of a script, or of a folder or zip file with a ``__main__.py``, or name of a
+            module.
         arguments: The program's own arguments.
         is_module: Whether it is a module, as after ``python -m``.
         record: File for the records of all scalers, as JSON, in place of the line.
@@ -45,21 +86,28 @@ def run(
     Returns:
         The exit code 0; 2 without such a script. Exceptions are the program's own.
     """
-    if not (is_module or os.path.isfile(program)):
-        print(f"ampfast: there is no script {program!r}", file=sys.stderr)
+    path = os.path.abspath(program)
+    # None for a plain script.
+    importer: Any = None if is_module else pkgutil.get_importer(path)
+    spec = None if importer is None else importer.find_spec("__main__")
+    is_there = is_module or spec is not None or (importer is None and os.path.isfile(path))
+    if not is_there or (program.endswith(".ipynb") and not is_module):
+        told = f"{program!r} {_NOTEBOOK}" if is_there else f"there is no script {program!r}"
+        print(f"ampfast: {told}", file=sys.stderr)
         return 2
     # ampfast's classes, and torch's, from which they derive.
     kinds = getattr(ampfast, "ShardedGradScaler", ampfast.GradScaler).__mro__
     if not keep_torch:
-        ampfast.patch(clip_grad_norm=clip)
-    process, failed = os.getpid(), False
+        patch_with_children(clip)
+    process, failed, is_over = os.getpid(), False, False
 
     def finish() -> None:
         records = list(watch.records.values())
-        if os.getpid() != process:
-            return  # a fork of the program's
+        if os.getpid() != process or is_over:
+            return  # in a fork of the program's; or a second time
         if record is not None:
-            Path(record).write_text(json.dumps([_facts(one) for one in records]))
+            weights = watch.weights()
+            Path(record).write_text(json.dumps([_facts(one, weights) for one in records]))
         elif os.environ.get("RANK", "0") == "0":
             for number, one in enumerate(records[:_MOST], start=1):
                 which = f" scaler {number}:" if len(records) > 1 else ""
@@ -68,14 +116,19 @@ def run(
                 more = f"{len(records) - _MOST} more scalers: is one made in every step?"
                 print(f"ampfast: {more}", file=sys.stderr)
             if not records and not failed:
-                print("ampfast: the program used no gradient scaler", file=sys.stderr)
+                print(f"ampfast: {_NO_SCALER}", file=sys.stderr)
 
     def ended(one: Record) -> None:
-        if one.steps == stop:
+        nonlocal is_over
+        if one.steps == stop and not is_over:
             finish()
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(0)  # nothing that the program does after an exception may follow
+            is_over = True
+            # Where the exception is caught, or a thread or an exit function lasts.
+            last = threading.Timer(_PATIENCE, os._exit, [0])
+            last.daemon = True
+            last.start()
+        if is_over:
+            raise _Ended(0)
 
     watch = Watch(*kinds, keeps_values=record is not None, ended=ended)
     # The first one registered runs last, behind a traceback.
@@ -85,16 +138,24 @@ def run(
         if is_module:
             runpy.run_module(program, run_name="__main__", alter_sys=True)
             return 0
-        if not getattr(sys.flags, "safe_path", False):
-            sys.path[0] = os.path.dirname(os.path.realpath(program))
         # Not runpy.run_path, which takes __main__ away again before exit functions run.
         main = sys.modules["__main__"] = ModuleType("__main__")
-        path = os.path.abspath(program)
         vars(main).update(__file__=path, __builtins__=builtins, __cached__=None)
-        with io.open_code(path) as source:
-            code = compile(source.read(), path, "exec")
+        folder = os.path.dirname(os.path.realpath(program))
+        if spec is None:
+            with io.open_code(path) as source:
+                code = compile(source.read(), path, "exec")
+        else:
+            code, folder = spec.loader.get_code("__main__"), path
+            vars(main).update(__file__=spec.origin, __spec__=spec, __package__="")
+        if not getattr(sys.flags, "safe_path", False):
+            sys.path[0] = folder
+        elif spec is not None:
+            sys.path.insert(0, folder)
         exec(code, vars(main))
     except BaseException as error:
+        if is_over:
+            return 0
         failed = not isinstance(error, SystemExit) or bool(error.code)
         trace = error.__traceback__
         while trace is not None and trace.tb_frame.f_code.co_filename in _OUTER:
@@ -119,8 +180,9 @@ def describe(record: Record) -> str:
     return f"{text}the scaler's own time {found['own']:.1f} us a step{share}"
 
 
-def _facts(record: Record) -> dict[str, Any]:
+def _facts(record: Record, weights: int) -> dict[str, Any]:
     record.flush()
+    record.values["weights"] = [(record.steps - 1, weights)]
     scaler = record.scaler
     scale = getattr(scaler, "_scale", None)  # a disabled one has none
     return {

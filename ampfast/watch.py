@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
+import threading
 import time
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext, suppress
 from functools import wraps
 from statistics import median
 from typing import Any
@@ -21,6 +23,33 @@ _ENDS = ("update", "step_and_update")
 _WARM_UP = 4
 # Number of values and events that may wait on a device.
 _PENDING = 1000
+# Optimizers that are held for their parameters, in the order of their last steps.
+_MOST_OPTIMIZERS = 64
+# Elements that are hashed at once.
+_CHUNK = 2**20
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def checksum(tensor: Tensor) -> Tensor:
+    """Returns the sum, modulo 2**64, of a hash of each element's bits and place.
+
+    The bits of all NaNs count as equal, as torch's kernels write several kinds.
+    """
+    flat = getattr(tensor, "to_local", lambda: tensor)().detach()
+    flat = (flat if flat.layout is torch.strided else flat.to_dense()).reshape(-1)
+    flat = torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat
+    if flat.is_floating_point() and flat.element_size() > 1:
+        flat = flat.where(flat == flat, math.nan)
+    total = torch.full((), len(flat), device=flat.device)
+    bits = flat.contiguous().view(_INTEGERS[flat.element_size()])
+    for number, part in enumerate(bits.split(_CHUNK)):
+        places = torch.arange(len(part), device=part.device) + (number * _CHUNK + 1)
+        # The finalizer of SplitMix64, by factors that fit a signed number.
+        mixed = part.long() + places * -0x61C8864680B583EB
+        for shift, factor in ((30, -0x40A7B892E31B1A47), (27, -0x6B2FB644ECCEEE15), (31, 1)):
+            mixed = (mixed ^ (mixed >> shift)) * factor
+        total += mixed.sum()
+    return total
 
 
 class Record:
@@ -32,14 +61,16 @@ class Record:
             without the optimizer's step), "gpu" (likewise, none on a CPU), "step" (since the end of
             the iteration before).
         values: By name, pairs of iteration and number: "losses" (arguments of `scale`, one of many
-            elements as their sum), "scales" (before `update`), "skips" (1 for a flag that is set).
+            elements as their sum), "elements" (checksum of such a loss), "scales" (before
+            `update`), "skips" (1 for a flag that is set).
         waits: Numbers that the host read from the GPU in one iteration; None on a CPU.
     """
 
     def __init__(self, scaler: Any) -> None:
         self.scaler = scaler
         self.times: dict[str, list[float]] = {"own": [], "gpu": [], "step": []}
-        self.values: dict[str, list[tuple[int, float]]] = {"losses": [], "scales": [], "skips": []}
+        names = ("losses", "elements", "scales", "skips")
+        self.values: dict[str, list[tuple[int, float]]] = {name: [] for name in names}
         self.waits: int | None = None
         # Of this iteration; then what is still on a device, of earlier ones, too.
         self.spent_ns, self.reads, self.end_ns = 0, 0, 0
@@ -63,21 +94,31 @@ class Record:
         found = {name: median(times) for name, times in after.items() if times}
         return {**found, "share": found["own"] / found["step"]} if "step" in found else found
 
-    def keep(self, name: str, argument: Any) -> None:
-        """Keeps what a method is about to use: losses, or the scale and the flags."""
-        if name == "scale":
-            losses = argument if isinstance(argument, (list, tuple)) else [argument]
-            local = [getattr(loss, "to_local", lambda loss=loss: loss)() for loss in losses]
-            found = [("losses", loss.detach().sum()) for loss in local if isinstance(loss, Tensor)]
-        elif name in _ENDS and self.scaler._scale is not None:
-            entries = self.scaler._per_optimizer_states.values()
-            found = [("scales", self.scaler._scale)]
-            for entry in entries:
-                found += [("skips", flag) for flag in entry["found_inf_per_device"].values()]
-        else:
-            return
+    def see(self, outputs: Any) -> Any:
+        """Keeps the losses in an argument of `scale`; returns what takes the argument's place."""
+        if isinstance(outputs, Tensor):
+            loss = getattr(outputs, "to_local", lambda: outputs)().detach()
+            self._keep("losses", loss.sum())
+            if loss.numel() != 1:
+                self._keep("elements", checksum(loss))
+        elif isinstance(outputs, (list, tuple)):
+            for each in outputs:
+                self.see(each)
+        elif isinstance(outputs, Iterable):
+            return map(self.see, outputs)  # `scale` takes them later, too
+        return outputs
+
+    def see_state(self) -> None:
+        """Keeps the scale and the flags that `update` is about to use."""
+        if self.scaler._scale is not None:
+            self._keep("scales", self.scaler._scale)
+            for entry in self.scaler._per_optimizer_states.values():
+                for flag in entry["found_inf_per_device"].values():
+                    self._keep("skips", flag)
+
+    def _keep(self, kind: str, value: Tensor) -> None:
         # torch's update writes the scale, and sums the flags into the first.
-        self.tensors += [(kind, self.steps, value.detach().clone()) for kind, value in found]
+        self.tensors.append((kind, self.steps, value.detach().clone()))
 
     def end(self) -> None:
         """Ends the iteration."""
@@ -104,15 +145,21 @@ class Record:
         self.tensors, self.events = [], []
 
 
+class _Inside(threading.local):
+    """The record of the scaler whose method this thread runs, unless its optimizer steps."""
+
+    record: Record | None = None
+
+
 class _Reads(TorchDispatchMode):
     """Counts the numbers that the host reads from a GPU in a scaler's methods."""
 
-    def __init__(self, watch: Watch) -> None:
+    def __init__(self, inside: _Inside) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._watch = watch
+        self._inside = inside
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        record = self._watch.inside
+        record = self._inside.record
         if record is not None and op is torch.ops.aten._local_scalar_dense.default:
             record.reads += args[0].is_cuda
         return op(*args, **(kwargs or {}))
@@ -123,17 +170,17 @@ class Watch:
 
     Args:
         kinds: Classes, whose methods are replaced by timed ones.
-        keeps_values: Whether losses, scales and skips are recorded, too.
+        keeps_values: Whether losses, scales and skips are recorded, too, and optimizers held.
         ended: Called with the record at the end of each iteration.
 
     Attributes:
         records: The record of each scaler, by its id.
-        inside: The record of the scaler whose method runs, unless its optimizer steps.
     """
 
     def __init__(self, *kinds: type, keeps_values: bool, ended: Callable[[Record], object]) -> None:
         self.records: dict[int, Record] = {}
-        self.inside: Record | None = None
+        self._inside = _Inside()
+        self._optimizers: dict[int, Any] = {}
         self._keeps_values, self._ended = keeps_values, ended
         for kind in kinds:
             for name in set(_METHODS) & vars(kind).keys():
@@ -143,19 +190,44 @@ class Watch:
         profiled = optimizer.profile_hook_step
         optimizer.profile_hook_step = staticmethod(lambda step: self._excluded(profiled(step)))
 
+    def weights(self) -> int:
+        """Returns a checksum of the parameters of all optimizers that stepped."""
+        totals = []
+        for optimizer in self._optimizers.values():
+            found = []
+            for group in optimizer.param_groups:
+                for parameter in group["params"]:
+                    # Other layouts have no bits, such as a nested tensor's.
+                    with suppress(RuntimeError, TypeError, ValueError):
+                        found.append(int(checksum(parameter)))
+            totals.append(hash(tuple(found)))
+        return hash(tuple(sorted(totals)))  # threads may step in any order
+
+    def _hold(self, *arguments: Any) -> None:
+        for optimizer in arguments:
+            if self._keeps_values and hasattr(optimizer, "param_groups"):
+                self._optimizers.pop(id(optimizer), None)
+                self._optimizers[id(optimizer)] = optimizer
+                if len(self._optimizers) > _MOST_OPTIMIZERS:
+                    del self._optimizers[next(iter(self._optimizers))]
+
     def _timed(self, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(method)
         def call(scaler: Any, *args: Any, **kwargs: Any) -> Any:
-            if torch.compiler.is_compiling() or self.inside is not None:
+            if torch.compiler.is_compiling() or self._inside.record is not None:
                 return method(scaler, *args, **kwargs)
             record = self.records.setdefault(id(scaler), Record(scaler))
             on_gpu = record.on_gpu
             if not scaler._enabled or (on_gpu and torch.cuda.is_current_stream_capturing()):
                 return method(scaler, *args, **kwargs)
-            if self._keeps_values:
-                record.keep(name, args[0] if args else None)
+            self._hold(*args, *kwargs.values())
+            if self._keeps_values and name == "scale":
+                args = tuple(map(record.see, args))
+                kwargs = {key: record.see(value) for key, value in kwargs.items()}
+            elif self._keeps_values and name in _ENDS:
+                record.see_state()
             counts = on_gpu and 0 < record.steps < _WARM_UP
-            with _Reads(self) if counts else nullcontext():
+            with _Reads(self._inside) if counts else nullcontext():
                 result = self._clocked(record, 1, method, scaler, *args, **kwargs)
             if name in _ENDS:
                 record.end()
@@ -167,8 +239,11 @@ class Watch:
     def _excluded(self, step: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(step)
         def call(*args: Any, **kwargs: Any) -> Any:
-            record = self.inside
-            if torch.compiler.is_compiling() or record is None:
+            if torch.compiler.is_compiling():
+                return step(*args, **kwargs)
+            self._hold(*args[:1])
+            record = self._inside.record
+            if record is None:
                 return step(*args, **kwargs)
             return self._clocked(record, -1, step, *args, **kwargs)
 
@@ -184,11 +259,11 @@ class Watch:
         if begin is not None:
             begin.record()
         inner = time.perf_counter_ns()
-        self.inside = record if sign > 0 else None
+        self._inside.record = record if sign > 0 else None
         try:
             return call(*args, **kwargs)
         finally:
-            self.inside = None if sign > 0 else record
+            self._inside.record = None if sign > 0 else record
             inner = time.perf_counter_ns() - inner
             if end is not None:
                 end.record()

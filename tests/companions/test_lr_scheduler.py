@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -256,6 +257,84 @@ def test_attributes_are_the_schedulers() -> None:
     with pytest.raises(AttributeError, match="ExponentialLR"):
         _ = scheduler.missing
     assert copy.copy(scheduler).scheduler is scheduler.scheduler
+
+
+@pytest.mark.parametrize("kind", SCHEDULERS)
+def test_a_write_reaches_the_scheduler(kind: str) -> None:
+    _, scheduler = late_one("adam", kind)
+    wrapped = scheduler.scheduler
+    scheduler.last_epoch = 9
+    scheduler.note = "a"
+    assert (wrapped.last_epoch, wrapped.note) == (9, "a")
+    assert {"last_epoch", "note", "flush", "state_dict"} <= set(dir(scheduler))
+    del scheduler.note
+    assert not hasattr(wrapped, "note")
+    assert not hasattr(scheduler, "note")
+    with pytest.raises(AttributeError, match="note"):
+        del scheduler.note
+    assert vars(scheduler).keys() == {"scheduler", "_scaler", "_optimizer", "_outstanding"}
+
+
+def test_a_write_of_its_own_stays() -> None:
+    one, scheduler = late_one("adam", "ExponentialLR")
+    calls = []
+    scheduler.step = lambda: calls.append("step")
+    scheduler.step()
+    assert calls == ["step"]
+    del scheduler.step
+    another = SCHEDULERS["StepLR"](one.optimizer)
+    scheduler.scheduler = another
+    one.train(1)
+    scheduler.step()
+    scheduler.flush()
+    assert another.last_epoch == 1
+
+
+def test_a_write_reaches_the_schedule_that_steps_on() -> None:
+    one, scheduler = late_one("adam", "LambdaLR")
+    scheduler.last_epoch = 9
+    one.train(1)
+    scheduler.step()
+    scheduler.flush()
+    assert one.optimizer.param_groups[0]["lr"] == pytest.approx(0.1 * 0.9**10)
+
+
+def test_within_sequential() -> None:
+    """Its constructor writes `last_epoch` of the schedulers that it is given."""
+    one, scheduler = late_one("adam", "ConstantLR")
+    optimizer = side(GradScaler, KINDS["adam"], **SETTINGS).optimizer
+    inner = SCHEDULERS["ConstantLR"](optimizer)
+    for first, its in ((scheduler, one.optimizer), (inner, optimizer)):
+        lr_scheduler.SequentialLR(its, [first, SCHEDULERS["ExponentialLR"](its)], [2])
+    assert scheduler.scheduler.last_epoch == inner.last_epoch
+
+
+@pytest.mark.parametrize("kind", SCHEDULERS)
+def test_copied_and_pickled_after_a_write(kind: str) -> None:
+    _, scheduler = late_one("adam", kind)
+    scheduler.last_epoch = 9
+    copied = copy.deepcopy(scheduler)
+    copied.last_epoch = 4
+    assert (scheduler.last_epoch, copied.scheduler.last_epoch) == (9, 4)
+    assert type(copied) is LateScheduler
+
+
+class Copied(lr_scheduler.ExponentialLR):
+    """Scheduler with protocols of its own, which are not those of its wrapper."""
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        return "another"
+
+    def __getstate__(self) -> Any:
+        return {"gamma": self.gamma, "last_epoch": self.last_epoch}
+
+
+def test_protocols_of_the_scheduler_are_not_its_wrappers() -> None:
+    one = side(GradScaler, KINDS["adam"], **SETTINGS)
+    scheduler = LateScheduler(Copied(one.optimizer, 0.5), one.scaler, one.optimizer)
+    assert copy.deepcopy(scheduler).scheduler == "another"
+    scheduler = LateScheduler(Copied(one.optimizer, 0.5), one.scaler, one.optimizer)
+    assert pickle.loads(pickle.dumps(scheduler)).last_epoch == 0
 
 
 def test_torchs_scaler_is_refused() -> None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
 import subprocess
 import sys
+import threading
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -164,11 +167,11 @@ def test_a_scaler_for_every_step(python: Call) -> None:
 def test_ranks(python: Call) -> None:
     launcher = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "ampfast", "run")
     rank = "import torch; torch.distributed.init_process_group('gloo')\n"
-    end = "\nprint('rank', torch.distributed.get_rank(), type(scaler).__module__)\n"
+    end = "\nprint('rank', torch.distributed.get_rank(), hasattr(scaler, 'stats'))\n"
     end += "torch.distributed.destroy_process_group()\n"
     done = python(rank + TRAIN + end, *launcher, "train.py", OMP_NUM_THREADS="1")
     assert done.returncode == 0, done.stderr
-    assert sorted(done.stdout.splitlines()) == ["rank 0 ampfast.patch", "rank 1 ampfast.patch"]
+    assert sorted(done.stdout.splitlines()) == ["rank 0 True", "rank 1 True"]
     assert len(re.findall(LINE, done.stderr)) == 1
 
 
@@ -177,6 +180,97 @@ def test_script_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
 
     assert main(["run", "nowhere.py", "--help"]) == 2
     assert capsys.readouterr().err == "ampfast: there is no script 'nowhere.py'\n"
+
+
+SPAWN = """
+import torch, torch.multiprocessing
+from torch.amp import GradScaler
+def child(rank, depth):
+    print(depth, hasattr(GradScaler("cpu"), "stats"), torch.nn.utils.clip_grad_norm_.__module__)
+    if depth:
+        torch.multiprocessing.spawn(child, (depth - 1,))
+if __name__ == "__main__":
+    torch.multiprocessing.spawn(child, (1,))
+"""
+
+
+@pytest.mark.sweep
+@pytest.mark.slow
+@pytest.mark.parametrize("start", [("train.py",), ("-m", "train")])
+def test_spawned_processes_are_patched(python: Call, start: tuple[str, ...]) -> None:
+    done = python(SPAWN, "-m", "ampfast", "run", *start)
+    assert done.stdout == "1 True torch.nn.utils.clip_grad\n0 True torch.nn.utils.clip_grad\n"
+    assert "no gradient scaler in this process (one that it started by multiproc" in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.sweep
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["folder", "program.zip"])
+def test_folders_and_archives(python: Call, tmp_path: Path, name: str) -> None:
+    source = "import sys, other\nprint(sys.argv, __name__, __file__, sys.path[0], sys.path[1:2])"
+    files = {"__main__.py": f"{source}\n{TRAIN}", "other.py": ""}
+    (tmp_path / "folder").mkdir()
+    with zipfile.ZipFile(tmp_path / "program.zip", "w") as archive:
+        for file, text in files.items():
+            archive.writestr(file, text)
+            (tmp_path / "folder" / file).write_text(text)
+    plain = python("", name, "--lr", "1")
+    ours = python("", "-m", "ampfast", "run", name, "--lr", "1")
+    assert ours.returncode == plain.returncode == 0, ours.stderr
+    assert ours.stdout == plain.stdout
+    assert re.fullmatch(LINE, ours.stderr)
+
+
+ENDED = """
+import atexit, tempfile
+log = open("log", "w")
+atexit.register(print, "at exit")
+with tempfile.TemporaryDirectory(dir=".", prefix="made"):
+    try:
+"""
+
+
+def test_a_run_that_is_ended_cleans_up(python: Call, tmp_path: Path) -> None:
+    body = TRAIN.replace("scaler.update()", "scaler.update(); log.write(f'{step} ')")
+    body = "".join(f"        {line}\n" for line in body.splitlines())
+    program = f"{ENDED}{body}    except Exception:\n        print('no')\n"
+    program += "    finally:\n        print('finally')\n"
+    stop = ("--stop", "3", "--record", "record.json", "train.py")
+    done = python(program, "-m", "ampfast", "run", *stop)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "finally\nat exit\n", "")
+    assert (tmp_path / "log").read_text() == "0 1 "
+    assert not list(tmp_path.glob("made*"))
+    [record] = json.loads((tmp_path / "record.json").read_text())
+    assert record["steps"] == 3
+
+
+@pytest.mark.sweep
+@pytest.mark.slow
+def test_a_program_that_catches_everything_ends_after_a_while(python: Call) -> None:
+    update = "try:\n        scaler.update()\n    except BaseException as error:\n        "
+    program = TRAIN.replace("scaler.update()", f"{update}print('caught')")
+    program += "import time\nwhile True: time.sleep(1)"
+    call = "import ampfast.run as r, sys; r._PATIENCE = 0.5; "
+    call += "r.run('train.py', [], False, 'record.json', 5, False, False)"
+    done = python(program, "-u", "-c", call)
+    assert (done.returncode, done.stdout) == (0, "caught\ncaught\n")
+
+
+def test_notebooks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from ampfast.__main__ import main
+
+    (tmp_path / "train.ipynb").write_text('{"cells": [null]}')
+    assert main(["run", str(tmp_path / "train.ipynb")]) == 2
+    told = "is a notebook, which Python does not run: call ampfast.patch() in its first cell"
+    assert told in capsys.readouterr().err
+
+
+def test_a_folder_without_a_program(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from ampfast.__main__ import main
+
+    assert main(["run", str(tmp_path)]) == 2
+    assert capsys.readouterr().err == f"ampfast: there is no script {str(tmp_path)!r}\n"
 
 
 class Clock:
@@ -251,6 +345,72 @@ def test_own_time_is_without_the_optimizer(monkeypatch: pytest.MonkeyPatch) -> N
     assert record.waits == 0
 
 
+class Scaler:
+    """Scaler whose threads meet in each of its methods."""
+
+    _enabled, _scale = True, None
+
+    def __init__(self, meeting: threading.Barrier) -> None:
+        self.meeting = meeting
+
+    def scale(self, outputs: object) -> object:
+        self.meeting.wait(60)
+        return outputs
+
+    def update(self) -> None:
+        self.meeting.wait(60)
+
+
+def test_each_thread_is_watched() -> None:
+    watching = Watch(Scaler, keeps_values=True, ended=lambda record: None)
+    meeting = threading.Barrier(2)
+
+    def train(value: float) -> None:
+        scaler = Scaler(meeting)
+        for _ in range(5):
+            scaler.scale(torch.tensor(value))
+            scaler.update()
+
+    threads = [threading.Thread(target=train, args=[value]) for value in (1.0, 2.0)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for record in watching.records.values():
+        record.flush()
+    values = sorted([value for _, value in r.values["losses"]] for r in watching.records.values())
+    assert values == [[1.0] * 5, [2.0] * 5]
+
+
+def test_every_loss_and_element_is_seen() -> None:
+    record = Record(None)
+    one, many = torch.tensor(3.0), torch.tensor([1.0, 2.0])
+    assert record.see([one, (one,)]) == [one, (one,)]
+    assert list(record.see(each for each in [one, many])) == [one, many]
+    record.see(many.flip(0))
+    record.flush()
+    assert [value for _, value in record.values["losses"]] == [3.0] * 5
+    first, second = (value for _, value in record.values["elements"])
+    assert first != second
+
+
+def test_checksums() -> None:
+    value = torch.randn(3_000_000, generator=torch.Generator().manual_seed(0))
+    expected = int(watch.checksum(value))
+    for place in (0, 2**20 - 1, 2**20, 2_999_999):
+        other = value.clone()
+        other[place] = torch.nextafter(other[place], torch.tensor(9.0))
+        assert int(watch.checksum(other)) != expected
+    few = [torch.tensor(row) for row in ([0.0, 1.0], [-0.0, 1.0], [1.0, 0.0], [0.0, 1.0, 0.0])]
+    few += [row.to(kind) for row in few for kind in (torch.float16, torch.float64)]
+    assert len({int(watch.checksum(row)) for row in few}) == len(few)
+    nans = torch.tensor([0x7FC00000, -1], dtype=torch.int32).view(torch.float32)
+    assert watch.checksum(nans[:1]) == watch.checksum(nans[1:])
+    sparse, wide = torch.eye(2).to_sparse(), torch.ones(2, 2, dtype=torch.complex64)
+    assert watch.checksum(sparse) == watch.checksum(torch.eye(2))
+    assert watch.checksum(wide) != watch.checksum(wide * 1j)
+
+
 def test_flags_are_those_before_the_update() -> None:
     """torch's update sums them into the first."""
     scaler = torch.amp.GradScaler("cpu")
@@ -259,7 +419,7 @@ def test_flags_are_those_before_the_update() -> None:
         optimizer.param_groups[0]["params"][0].grad = scaler.scale(torch.tensor([value]))
         scaler.step(optimizer)
     record = Record(scaler)
-    record.keep("update", None)
+    record.see_state()
     scaler.update()
     record.flush()
     assert record.values["skips"] == [(0, 0.0), (0, 1.0)]
@@ -267,12 +427,12 @@ def test_flags_are_those_before_the_update() -> None:
 
 def test_reads_of_the_host_are_counted() -> None:
     record = Record(None)
-    watching = SimpleNamespace(inside=record)
+    inside = SimpleNamespace(record=record)
     with FakeTensorMode():
         flag = torch.zeros((), device="cuda")
-        with watch._Reads(watching):
-            for inside in (record, None):
-                watching.inside = inside
+        with watch._Reads(inside):
+            for current in (record, None):
+                inside.record = current
                 with pytest.raises(DataDependentOutputException):
                     flag.item()
             torch.add(flag, flag)
