@@ -16,6 +16,7 @@ void require_pass(const GradList& list, const Pass& pass) {
   const at::Device device = list.device();
   data_of<const float>(pass.tensor(Pass::kFactor), "the factor", device);
   data_of<float>(pass.tensor(Pass::kFoundInf), "found_inf", device);
+  data_of<float>(pass.tensor(Pass::kFactorCopy), "factor_copy", device);
   bool scales = data_of<double>(pass.tensor(Pass::kCoefficient), "coefficient", device);
   if (pass[Pass::kClip] != Py_None) {
     scales = clip_of(pass[Pass::kClip], device).sums;

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ampfast import GradScaler
 from ampfast.backends import cpu
-from ampfast.backends.core import Factor, Pass, Update, copy_of, is_found, state_layout
+from ampfast.backends.core import Factor, Pass, Update, clip_to, copy_of, is_found, state_layout
 
 CPU = torch.device("cpu")
 
@@ -74,9 +73,9 @@ def calls_over(optimizer: Any, entry: dict[str, Any], scale: torch.Tensor) -> li
     unscaling, given = Pass(True, Factor.TIMES_RECIPROCAL, scale), (optimizer, entry, "unscaled")
     check = Pass(False, Factor.DIVIDE, scale)
     return [
-        cpu.pass_over(*given, unscaling, False),
-        cpu.clip_over(*given, unscaling._replace(write=False), False, 1.0, False, math.inf, None),
-        cpu.pass_over(optimizer, None, None, check, False),
+        cpu.pass_over(*given, unscaling, False, scale),
+        cpu.clip_over(*given, unscaling._replace(write=False), False, scale, clip_to(1.0, False)),
+        cpu.pass_over(optimizer, None, None, check, False, scale),
     ]
 
 

@@ -186,7 +186,8 @@ def test_each_optimizer_has_its_own_norms() -> None:
         reasons = [scaler.skip_reason(optimizer) for optimizer in optimizers]
         scaler.update()
     assert reasons == ["spike", "spike"]
-    assert scaler.state_dict()["ampfast"]["norms"][0] == [1.25, 1.0]
+    saved = scaler.state_dict()["ampfast"]["norms"][0]
+    assert saved == {"norms": [1.25, 1.0], "spikes": 1}
 
 
 def test_a_clip_decides_by_its_joint_norm_once() -> None:
@@ -202,8 +203,9 @@ def test_a_clip_decides_by_its_joint_norm_once() -> None:
         reasons = [scaler.skip_reason(optimizer) for optimizer in both]
         scaler.update()
     assert reasons == ["spike", "spike"]
-    [norms] = scaler.state_dict()["ampfast"]["norms"]
-    assert norms == pytest.approx([3.3, 3.15])
+    [saved] = scaler.state_dict()["ampfast"]["norms"]
+    assert saved["spikes"] == 1
+    assert saved["norms"] == pytest.approx([3.3, 3.15])
 
 
 def test_an_argument_takes_the_place_of_the_limit() -> None:
