@@ -10,6 +10,11 @@ from typing import Any
 
 import torch
 
+# Where a GPU is in use, whether its current stream is being captured; without a Python frame.
+is_stream_capturing: Any = (
+    torch._C._cuda_isCurrentStreamCapturing if torch.backends.cuda.is_built() else bool
+)
+
 WARM_UP = "run one iteration without capturing first"
 
 

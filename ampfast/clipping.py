@@ -60,6 +60,8 @@ class NormTerm:
 
 def order_of(norm_type: object) -> float:
     """Returns the order of a norm as a float; raises for invalid ones."""
+    if type(norm_type) is float and norm_type > 0:
+        return norm_type
     if isinstance(norm_type, str):
         order = math.inf if norm_type == "inf" else math.nan
     else:
@@ -252,9 +254,9 @@ def optimizers_of(optimizer: object) -> list[Any]:
                 "expected an optimizer or a list of optimizers, not parameters; got "
                 f"{type(each).__name__}, which has no param_groups"
             )
-    if len({id(each) for each in given}) < len(given):
-        raise ValueError("the same optimizer is given twice")
     if len(given) > 1:
+        if len({id(each) for each in given}) < len(given):
+            raise ValueError("the same optimizer is given twice")
         params = [p for each in given for group in each.param_groups for p in group["params"]]
         if len({id(param) for param in params}) < len(params):
             raise ValueError("two optimizers share a parameter, which would be unscaled twice")

@@ -25,7 +25,7 @@ from ampfast import (
 )
 from ampfast._version import __version__
 from ampfast.backends import scalars
-from ampfast.backends.core import Factor, Pass, is_found, overrides
+from ampfast.backends.core import Factor, Pass, is_found, overrides, riding
 from ampfast.backends.core import state_layout as layout
 from ampfast.backends.gpu import DeviceKernels
 from ampfast.backends.scalars import joint_flag, moved
@@ -68,7 +68,7 @@ __all__ = ["GradScaler", "OptState"]
 _OF_THIS_PROCESS = (
     *("_choice", "_ending", "_has_observers", "_kernels", "_last_checks", "_late_entries"),
     *("_tracking",),
-    *("_passes_scale", "_unscale_pass", "_check_pass"),
+    *("_passes_scale", "_unscale_pass", "_check_pass", "_clip_pass"),
 )
 
 # A pass that only casts.
@@ -438,19 +438,23 @@ class GradScaler(Passes):
                     "step_and_update takes optimizers one by one, as in step_and_update(a, b), "
                     f"got a {type(optimizer).__name__}"
                 )
-        ending = None
-        results = [self.step(optimizer) for optimizer in optimizers[:-1]]
+        ending, results = None, []
+        for optimizer in optimizers[:-1]:
+            results.append(self.step(optimizer))
         if optimizers and self._enabled and not overrides(self, _ALL_HOOKS):
-            scale, growth_tracker = self._check_scale_growth_tracker("step")
+            scale, growth_tracker = self._scale, self._growth_tracker
+            if scale is None or growth_tracker is None:
+                scale, growth_tracker = self._check_scale_growth_tracker("step")
             if isinstance(self._kernels, DeviceKernels):
                 others = self._flags(scale, but=id(optimizers[-1]))
-                flags = [moved(flag, scale.device) for flag in others]
+                flags = [moved(flag, scale.device) for flag in others] if others else []
                 factors = self._growth_factor, self._backoff_factor, self._growth_interval
                 given = (scale, growth_tracker, flags, factors)
                 ending = self._loss_scale.ending(*given, self._kernels)
         self._ending = ending
         try:
-            results += [self.step(optimizer) for optimizer in optimizers[-1:]]
+            for optimizer in optimizers[-1:]:
+                results.append(self.step(optimizer))
         except BaseException:
             if ending is not None:
                 ending.undo()
@@ -458,7 +462,6 @@ class GradScaler(Passes):
         finally:
             self._ending = None
         if ending is not None and ending.applied:
-            torch.autograd.graph.increment_version(scale)
             self._end_iteration()
         else:
             self.update()
@@ -517,7 +520,9 @@ class GradScaler(Passes):
         if not self._enabled:
             defers = [False] * len(optimizers)
             return self._clip(optimizers, None, limit, order, None, defers)
-        scale = self._checked_scale("clip_grad_norm_")
+        scale = self._scale
+        if scale is None or self._growth_tracker is None or overrides(self, _HOOKS):
+            scale = self._checked_scale("clip_grad_norm_")
         for each in optimizers:
             state = self._per_optimizer_states.get(id(each), NEW)
             if state["stage"] is not READY:
@@ -527,7 +532,9 @@ class GradScaler(Passes):
                     f"before step(). The optimizer: {type(each).__name__}.",
                 )
         overridden = overrides(self, _HOOKS)
-        defers = [not in_place and clipping.can_defer(each, overridden) for each in optimizers]
+        defers = [False] * len(optimizers)
+        for number, each in enumerate(optimizers if not in_place else ()):
+            defers[number] = clipping.can_defer(each, overridden)
         spikes = None
         if highest is not None:
             spikes = self._spike_rules.rule(optimizers, highest, scale.device)
@@ -952,7 +959,7 @@ class GradScaler(Passes):
         if self._is_guard and isinstance(optimizer, MasterWeights):
             work = _CASTING
         if self._ending is not None:
-            work, self._ending = work._replace(ending=self._ending), None
+            work, self._ending = riding(work, self._ending), None
         flag = None
         if not self._has_observers:
             flag = self._kernels.pass_over(

@@ -245,11 +245,15 @@ class LossScale:
         kernels: DeviceKernels,
     ) -> Ending | None:
         """Returns an update for the last program of a check, or None if it cannot be there."""
-        numbers = _factors(factors)
+        is_known = list(map(type, factors)) == [float, float, int]
+        numbers = factors if is_known else _factors(factors)
         if numbers is None or self.follower is not None:
             return None
-        words, norm = self.words_on(scale.device), self.joint_norm(scale.device)
-        return kernels.ending(Update(scale, growth_tracker, found_infs, *numbers, words, norm))
+        words, norm = self.words, self.joint_norm(scale.device) if self.norms else None
+        if words is None or words.device != scale.device:
+            words = self.words_on(scale.device)
+        fields = (scale, growth_tracker, found_infs, *numbers, words, norm)
+        return kernels.ending(tuple.__new__(Update, fields))
 
     def record_norm(self, optimizers: Sequence[object], norm: Tensor, order: float) -> None:
         """Records the joint norm of these optimizers' gradients for the history.
@@ -257,6 +261,9 @@ class LossScale:
         It replaces norms of subsets, unless one of a superset is recorded.
         """
         ids = frozenset(map(id, optimizers))
+        if not self.norms:
+            self.norms = {ids: (norm, order)}
+            return
         if not any(ids < others for others in self.norms):
             kept = {others: entry for others, entry in self.norms.items() if not ids & others}
             self.norms = {**kept, ids: (norm, order)}
@@ -264,11 +271,11 @@ class LossScale:
     def joint_norm(self, device: torch.device) -> Tensor | None:
         """Returns the joint norm of this iteration's norms, or None if their orders differ."""
         norms = list(self.norms.values())
+        if len(norms) == 1:
+            return scalars.moved(norms[0][0].detach(), device).float().reshape(())
         if not norms or any(order != norms[0][1] for _, order in norms):
             return None
         parts = [scalars.moved(norm.detach(), device).float().reshape(()) for norm, _ in norms]
-        if len(parts) == 1:
-            return parts[0]
         # In float64, since the squares of float32 overflow.
         order, wide = norms[0][1], scalars.widest(device)
         joint: Tensor = torch.linalg.vector_norm(torch.stack(parts), order, dtype=wide)

@@ -13,7 +13,7 @@ from torch.amp.grad_scaler import OptState
 
 from ampfast import backends, clipping, distributed, gradients, tracking
 from ampfast.backends import scalars
-from ampfast.backends.core import Factor, Pass, clip_to, copy_of, new_entry
+from ampfast.backends.core import Factor, Pass, clip_to, copy_of, new_entry, riding
 from ampfast.backends.gpu import DeviceKernels, Ending
 from ampfast.backends.scalars import joint_flag
 from ampfast.errors import warn_caller
@@ -59,9 +59,9 @@ class Passes(TorchGradScaler):
     _is_guard = False
     # The update of the scale that rides in the next check.
     _ending: Ending | None = None
-    # The passes that unscale and check by the scale, made again for another tensor.
+    # The passes that unscale, check and clip by the scale, made again for another tensor.
     _passes_scale: Tensor | None = None
-    _unscale_pass = _check_pass = Pass(False, Factor.NONE)
+    _unscale_pass = _check_pass = _clip_pass = Pass(False, Factor.NONE)
     _track: str | None = None
     _skip_above: float | Sigmas | None = None
     _warned_of_shared_memory = False
@@ -118,6 +118,7 @@ class Passes(TorchGradScaler):
         if self._is_guard:
             self._unscale_pass = Pass(False, Factor.NONE)
         self._check_pass = Pass(False, Factor.DIVIDE, factor)
+        self._clip_pass = Pass(False, Factor.TIMES_RECIPROCAL, scale)
         # The factors of another scale are copies.
         self._passes_scale = scale if factor is scale else None
         return self._unscale_pass
@@ -250,7 +251,7 @@ class Passes(TorchGradScaler):
         work, ending, flag = self._check_pass, None, None
         if scale.dtype is torch.float32 and isinstance(self._kernels, DeviceKernels):
             ending, self._ending = self._ending or Ending(None, scale), None
-            work = work._replace(factor=scale.detach(), ending=ending)
+            work = riding(work, ending)
         if not self._has_observers:
             flag = self._kernels.pass_over(optimizer, None, None, work, True, scale)
         if flag is not None:
@@ -392,7 +393,9 @@ class Passes(TorchGradScaler):
         if limit == math.inf or order not in clipping.FUSED_ORDERS or not self._ranks.is_alone:
             return None
         entry, follower = self._per_optimizer_states[id(optimizer)], self._loss_scale.follower
-        work = Pass(False, Factor.TIMES_RECIPROCAL, scale)
+        if self._passes_scale is not scale:
+            self._make_passes(scale)
+        work = self._clip_pass
         work, marked = self._observed(optimizer, work, scale)
         if marked is None:
             return None

@@ -131,6 +131,10 @@ at::Tensor run_on(PyObject* launcher, const GradList& list, PyObject* tuple) {
                              {Pass::kFactorCopy, copy.ptr()}}));
   if (!ending.is_none()) {
     ending.attr("applied") = true;
+    if (const py::object update = ending.attr("update"); !update.is_none()) {
+      const at::Tensor* scale = tensor_of(PyTuple_GET_ITEM(update.ptr(), kScale));
+      scale->unsafeGetTensorImpl()->bump_version();  // as torch's op
+    }
   }
   return flag;
 }
@@ -161,6 +165,12 @@ PyObject* clip_on(PyObject* const* args) {
   clip_of(args[1], sums->device());
   ampfast::clip_on(args[0], args[1]);
   return nullptr;
+}
+
+// riding(pass, ending) -> the pass with that ending
+PyObject* riding(PyObject* const* args) {
+  const Pass pass(args[0]);
+  return with_fields(args[0], {{Pass::kEnding, args[1]}}).release().ptr();
 }
 
 // update_on(launcher, update) -> True, with the scale and its tracker written
@@ -365,6 +375,7 @@ void bind_device_kernels(py::module_& m) {
   add_call<run_on, 3>(m, "run_on");
   add_call<clip_on, 2>(m, "clip_on");
   add_call<update_on, 2>(m, "update_on");
+  add_call<riding, 2>(m, "riding");
   add_call<triton_multi_tensor, 6>(m, "triton_multi_tensor");
   add_call<triton_update_scale, 2>(m, "triton_update_scale");
 }

@@ -5,12 +5,14 @@ from __future__ import annotations
 import torch
 
 from ampfast.backends.core import compiled
-from ampfast.capture import is_capturing as is_capturing
+from ampfast.capture import is_stream_capturing as is_capturing
 
 if not compiled.WITH_CUDA:
     raise ImportError("the compiled core was built without its CUDA kernels")
 
 # As in _C.pyi.
+__all__ = ["is_capturing"]
+
 multi_tensor = compiled.cuda_multi_tensor
 measure = compiled.cuda_measure
 narrow = compiled.cuda_narrow

@@ -65,10 +65,8 @@ def _interpreter() -> Iterator[None]:
         yield
 
 
-def is_capturing() -> bool:
-    """Whether the current stream is being captured into a CUDA graph."""
-    return not INTERPRETED and capture.is_capturing()
-
+# Whether the current stream is being captured into a CUDA graph.
+is_capturing = bool if INTERPRETED else capture.is_stream_capturing
 
 # As in _C.pyi: the core makes the arguments, and looks in `_launched`. `prepare` compiles the
 # kernel of a launch, and refuses captures of uncompiled ones.
