@@ -134,27 +134,22 @@ class _Recorded:
         return self._capture.is_active
 
 
-def _unobserved(call: Callable[..., Any]) -> Callable[..., Any]:
-    def over(kernels: _Kernels, *args: Any) -> Any:
-        if not kernels.capture.is_active:
-            return call(kernels, *args)
-        with _disable_current_modes():
-            return _as(OnGpu, call(kernels, *_as(torch.Tensor, args)))
-
-    return over
-
-
 class _Kernels(DeviceKernels):
     """Kernels that take and return tensors that claim to be on a GPU under a capture."""
 
     def __init__(self, launcher: Any, capture: Capture) -> None:
         super().__init__(_Recorded(launcher, capture))
-        self.capture = capture
+        for name in ("run", "clip", "update", "ending"):
+            setattr(self, name, self._unobserved(getattr(self, name), capture))
 
-    run = _unobserved(DeviceKernels.run)
-    clip = _unobserved(DeviceKernels.clip)
-    update = _unobserved(DeviceKernels.update)
-    ending = _unobserved(DeviceKernels.ending)
+    def _unobserved(self, call: Callable[..., Any], capture: Capture) -> Callable[..., Any]:
+        def over(*args: Any) -> Any:
+            if not capture.is_active:
+                return call(*args)
+            with _disable_current_modes():
+                return _as(OnGpu, call(*_as(torch.Tensor, args)))
+
+        return over
 
 
 def _as(kind: type[torch.Tensor], values: Any) -> Any:
