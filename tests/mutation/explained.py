@@ -23,18 +23,6 @@ _BY_REASON: dict[str, list[tuple[str, str, str, int]]] = {
             1,
         ),
         (
-            "GradScaler._found_by_division",
-            "is_new and len(flags) == 1 and (scale.device in flags)",
-            "is_new and scale.device in flags",
-            1,
-        ),
-        (
-            "GradScaler._found_by_division",
-            "is_new and len(flags) == 1 and (scale.device in flags)",
-            "is_new and len(flags) == 1",
-            1,
-        ),
-        (
             "SpikeRules.rule",
             "window is None or window.words.device != device or window.words.numel() != size",
             "window is None or window.words.numel() != size",
@@ -306,18 +294,6 @@ _BY_REASON: dict[str, list[tuple[str, str, str, int]]] = {
             1,
         ),
         (
-            "Passes._pass",
-            "keeps_norm and entry is not None and (work.sums is not None)",
-            "keeps_norm and work.sums is not None",
-            1,
-        ),
-        (
-            "Passes._pass",
-            "keeps_norm and entry is not None and (work.sums is not None)",
-            "keeps_norm and entry is not None",
-            1,
-        ),
-        (
             "Passes._clip_over",
             "norm is not None and follower is not None and (work.sums is not None)",
             "norm is not None and work.sums is not None",
@@ -347,8 +323,6 @@ _BY_REASON: dict[str, list[tuple[str, str, str, int]]] = {
     ],
     "A slower way to the same.": [
         ("Follower.bind", "self._propose = partial(setattr, memory, 'value')", "nothing", 1),
-        ("Passes._clip_over", "self._is_guard and limit == math.inf", "limit == math.inf", 1),
-        ("Passes._clip_over", "self._is_guard and limit == math.inf", "self._is_guard", 1),
     ],
 }
 
