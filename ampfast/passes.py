@@ -161,6 +161,8 @@ class Passes(TorchGradScaler):
             agreement = self._ranks.agreement(())
             if entry is not None:
                 entry[AGREEMENT] = agreement
+            if marked is not None and marked.ending is not None:
+                marked = riding(marked, None)  # the ranks agree first
         flag = None
         # Without observers `_unscale` and `_checked_by_scale` have tried.
         if marked is not None and self._has_observers:

@@ -297,8 +297,6 @@ def _failure_reason(name: str, index: int | None) -> str:
             least = ".".join(map(str, _LEAST_CAPABILITY))
             return f"{device} has compute capability below {least}"
     try:
-        if hasattr(_launcher(name), "load") and not _takes_cpu(name):
-            _launcher(name).load(device)
         # In a thread of its own, without the caller's modes.
         with ThreadPoolExecutor(1) as aside:
             return aside.submit(_try_out, name, device).result()
@@ -318,6 +316,8 @@ def _what_triton_lacks() -> str:
 
 
 def _try_out(name: str, device: torch.device) -> str:
+    if hasattr(_launcher(name), "load") and device.type == "cuda":
+        _launcher(name).load(device)
     gradient = torch.full((3,), 8.0, dtype=torch.float32, device=device)
     scale = torch.full((), 4.0, dtype=torch.float32, device=device)
     grads = core.list_of([gradient], device)
