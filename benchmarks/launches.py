@@ -133,7 +133,10 @@ def fused_step(kind: Callable[[str], torch.amp.GradScaler], count: int) -> Calla
         scaler.step(optimizer)
         scaler.update()
 
-    return (lambda: scaler.step_and_update(optimizer)) if isinstance(scaler, GradScaler) else both
+    def at_once() -> None:
+        scaler.step_and_update(optimizer)
+
+    return at_once if isinstance(scaler, GradScaler) else both
 
 
 def clipped(kind: Callable[[str], torch.amp.GradScaler], count: int) -> Callable[[], None]:

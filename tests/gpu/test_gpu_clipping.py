@@ -79,9 +79,9 @@ def test_spikes_follow_the_rule(backend: str, device: torch.device) -> None:
     words = rule.words().to(device)
     for norm in random_norms(300, seed=2):
         rows = torch.tensor([[norm * norm, norm]], dtype=torch.float64, device=device)
-        outputs = [torch.zeros((), device=device), torch.zeros_like(rows[0, 0])]
+        written, coefficient = torch.zeros((), device=device), torch.zeros_like(rows[0, 0])
         found = torch.zeros((), device=device)
-        kernels.clip(Clip(rows, 1.0, True, *outputs, None, None, found, 2.0, words))
+        kernels.clip(Clip(rows, 1.0, True, written, coefficient, None, None, found, 2.0, words))
         assert found.item() == rule.flag(norm)
     rule.assert_are(words.cpu())
     assert rule.restarts
