@@ -203,8 +203,18 @@ def _has_own_hooks(optimizer: object, own: dict[str, Any]) -> bool:
 
 
 def _held_optimizers(optimizer: object, own: dict[str, Any]) -> list[Any]:
-    """Other optimizers among an object's attributes, also by a method of theirs."""
-    values = [each.__self__ if type(each) is MethodType else each for each in own.values()]
+    """Other optimizers among an object's attributes, also by a method of theirs or in a container.
+
+    Torch's own attributes are containers without optimizers, some with an entry per parameter.
+    """
+    values: list[Any] = []
+    for name, each in own.items():
+        if isinstance(each, (list, tuple)) and name != "param_groups":
+            values += each
+        elif isinstance(each, dict) and name not in ("state", "defaults"):
+            values += each.values()
+        else:
+            values.append(each.__self__ if type(each) is MethodType else each)
     return [
         value
         for value in values

@@ -78,6 +78,24 @@ class Imitating(Copying):
         self.__class__ = type(f"Imitating{type(inner).__name__}", bases, {})  # type: ignore[assignment]
 
 
+class CopyingBeside(torch.optim.SGD):
+    """Has the attributes of the other one, which it holds in a container."""
+
+    def __init__(self, inner: torch.optim.Optimizer, container: type = tuple) -> None:
+        vars(self).update(vars(inner), held={0: inner} if container is dict else container([inner]))
+
+    def step(self) -> object:  # type: ignore[override]
+        return self.held[0].step()
+
+
+def copying_beside_list(inner: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    return CopyingBeside(inner, list)
+
+
+def copying_beside_dict(inner: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    return CopyingBeside(inner, dict)
+
+
 class Sharing(Wrapper):
     def __init__(self, inner: torch.optim.Optimizer) -> None:
         self.__dict__ = vars(inner)
@@ -98,6 +116,7 @@ def bound(inner: Any) -> Any:
 WRAPPERS: list[Callable[[Any], Any]] = [
     *(Delegating, Slotted, Property, SlottedProperty, PropertyOfOptimizer, Copying, CopyingOne),
     *(Imitating, Sharing, hiding, bound),
+    *(CopyingBeside, copying_beside_list, copying_beside_dict),
 ]
 
 
