@@ -332,7 +332,7 @@ class GradScaler(Passes):
         Args:
             optimizer: Any object with `param_groups` and `step`.
             *args: Passed on.
-            **kwargs: Passed on; a closure is refused.
+            **kwargs: Passed on; `closure` is refused. One among `args` that calls `backward` warns.
 
         Returns:
             What `optimizer.step` returned, or None if the step was skipped. In a CUDA graph what it
@@ -361,7 +361,7 @@ class GradScaler(Passes):
         if AGREEMENT in entry and entry["stage"] is not READY:
             self._agree(entry, scale.device)  # retries a collective that failed
         if self._late_entries:
-            self._warn_of_late_backward(optimizer, entry)
+            self._warn_of_late_backward(optimizer, entry, late_backward.WARNING)
         try:
             # One that was to divide still has scaled gradients.
             if divides_by_itself(optimizer) or clipping.DEFERRED in entry:
@@ -381,6 +381,8 @@ class GradScaler(Passes):
             raise
         entry["stage"] = STEPPED
         checks[key] = entry.get("found_inf_per_device") or checks[key]
+        if self._late_entries:
+            self._warn_of_late_backward(optimizer, entry, late_backward.OF_A_CLOSURE)
         return result
 
     @not_compiled
@@ -905,7 +907,7 @@ class GradScaler(Passes):
             if AGREEMENT in entry and entry["stage"] is UNSCALED and self._scale is not None:
                 self._agree(entry, self._scale.device)  # retries a collective that failed
             if self._late_entries:
-                self._warn_of_late_backward(optimizer, entry)
+                self._warn_of_late_backward(optimizer, entry, late_backward.WARNING)
             is_refused = entry is NEW or entry["stage"] is STEPPED
             asks = not is_refused and getattr(optimizer, "_step_supports_amp_scaling", False)
             divides = asks and divides_by_itself(optimizer)
@@ -930,13 +932,15 @@ class GradScaler(Passes):
             raise
         if entry is not NEW:
             self._last_checks.record(optimizer, entry["found_inf_per_device"])
+        if self._late_entries:
+            self._warn_of_late_backward(optimizer, entry, late_backward.OF_A_CLOSURE)
         return result
 
-    def _warn_of_late_backward(self, optimizer: object, entry: dict[str, Any]) -> None:
+    def _warn_of_late_backward(self, optimizer: object, entry: dict[str, Any], text: str) -> None:
         is_late = any(each is entry for each in self._late_entries or ())
         if is_late and not self._warned_of_backward:
             self._warned_of_backward = True
-            warn_caller(late_backward.WARNING.format(type(optimizer).__name__))
+            warn_caller(text.format(type(optimizer).__name__))
 
     def _agree_beside_hooks(self, optimizer: torch.optim.Optimizer) -> Flags:
         """Returns the flags of all ranks, after a hook has decided on this one's."""

@@ -14,6 +14,11 @@ WARNING = (
     "factor of the scale. Call unscale_() after the last backward(), and update() at the end of "
     "every iteration, as of a notebook's cell that was stopped before it"
 )
+OF_A_CLOSURE = (
+    "a backward() within the step() of this {} has written gradients, as of a closure: they were "
+    "neither unscaled nor checked, and the parameters may be wrong by the factor of the scale. "
+    "Give each backward() its own unscale_() and update(), and step() no closure"
+)
 
 
 def watch(

@@ -127,6 +127,59 @@ def test_two_networks_that_take_turns_warn_of_nothing(kind: str) -> None:
     assert warned(program) == []
 
 
+class ByTorch(GradScaler):
+    """Overrides a hook, so torch's own methods run."""
+
+    def _unscale_grads_(self, *args: Any, **kwargs: Any) -> Any:
+        return super()._unscale_grads_(*args, **kwargs)
+
+
+CLOSURES: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "SGD": lambda params: torch.optim.SGD(params, lr=0.1),
+    "L-BFGS": lambda params: torch.optim.LBFGS(params, max_iter=2),
+}
+
+
+@pytest.mark.parametrize("clears", [True, False], ids=["cleared", "accumulated"])
+@pytest.mark.parametrize("scaler", [GradScaler, ByTorch])
+@pytest.mark.parametrize("name", CLOSURES)
+def test_a_closure_that_scales_its_loss_warns_once(
+    name: str, scaler: type[GradScaler], clears: bool
+) -> None:
+    of, model = scaler("cpu"), Model()
+    optimizer = CLOSURES[name](model.params)
+
+    def closure() -> torch.Tensor:
+        if clears:
+            optimizer.zero_grad()
+        loss = model.loss()
+        of.scale(loss).backward()
+        return loss.detach()
+
+    def train() -> None:
+        for _ in range(2):
+            of.scale(model.loss()).backward()
+            of.step(optimizer, closure)
+            of.update()
+
+    with pytest.warns(UserWarning, match="within the step") as caught:
+        train()
+    assert [each.filename for each in caught] == [__file__]
+
+
+def test_a_closure_that_only_evaluates_warns_of_nothing() -> None:
+    scaler, model = GradScaler("cpu"), Model()
+
+    def train() -> None:
+        for _ in range(2):
+            model.optimizer.zero_grad()
+            scaler.scale(model.loss()).backward()
+            scaler.step(model.optimizer, lambda: scaler.scale(model.loss()).detach())
+            scaler.update()
+
+    assert warned(train) == []
+
+
 def test_a_guard_has_no_scale_to_warn_of() -> None:
     guard, model = StepGuard("cpu"), Model()
 
