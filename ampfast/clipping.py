@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -135,10 +135,13 @@ def measure(
     return norm if place == device else moved(norm, place), coefficient
 
 
-def require_writable(terms: list[NormTerm]) -> None:
-    """Raises the error of torch's ops for the first gradient that they refuse to write."""
-    for term in terms:
-        for aside in term.grads.for_torch() if term.writes else ():
+def require_writable(terms: list[NormTerm], defers: Sequence[bool] = ()) -> None:
+    """Raises the error of torch's ops for the first gradient that they refuse to write.
+
+    Those of optimizers that clip by themselves are written in their step, without a check.
+    """
+    for term, deferred in zip(terms, defers or [False] * len(terms), strict=True):
+        for aside in term.grads.for_torch() if term.writes or deferred else ():
             if term.unscaling[0] is not Factor.NONE:
                 torch_ops.require_unscalable(aside.tensors)
             torch_ops.require_writable(aside.tensors)

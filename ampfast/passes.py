@@ -324,7 +324,7 @@ class Passes(TorchGradScaler):
         if scale is not None and any(defers):
             divisor = torch.empty((), dtype=torch.float32, device=scale.device)
         agreement = self._agreement(*(term.grads for term in terms))
-        clipping.require_writable(terms)
+        clipping.require_writable(terms, defers)
         is_usual = scale is not None and not overridden
         if is_usual and limit == math.inf and order in clipping.FUSED_ORDERS:
             for term in terms:

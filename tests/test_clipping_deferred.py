@@ -12,7 +12,7 @@ from support.clipping_reference import coefficient_of, exact_norm, grads_of
 from support.comparison import FLOATS, assert_same
 from support.gradients import make_gradient, parameter_with, plant, sgd_with
 from support.one_step import TAKE_GRAD_SCALE
-from support.optimizers import Legacy
+from support.optimizers import OPTIMIZERS, Legacy
 from support.scalers import started
 from support.twins import assert_sides_same, paired, side
 
@@ -290,3 +290,17 @@ def test_one_that_defers_beside_one_that_cannot() -> None:
     assert norm.item() == 8.0
     scaler.step(optimizers[0])
     torch.testing.assert_close(before - params[0], torch.ones(2))
+
+
+@pytest.mark.parametrize("kind", TAKE_GRAD_SCALE)
+@pytest.mark.parametrize("above", [None, 100.0])
+def test_a_gradient_that_overlaps_itself_is_refused(kind: str, above: float | None) -> None:
+    """A fused kernel would write behind its memory."""
+    optimizer = OPTIMIZERS[kind]([torch.nn.Parameter(torch.zeros(3, 4))])
+    [param] = optimizer.param_groups[0]["params"]
+    param.grad = torch.arange(1.0, 5.0).expand(3, 4)
+    scaler = started(GradScaler, skip_above=above)
+    with pytest.raises(RuntimeError, match="unsupported operation"):
+        scaler.clip_grad_norm_(optimizer, 1.0, in_place=False)
+    assert scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"] == {}
+    assert param.grad.eq(torch.arange(1.0, 5.0)).all()
