@@ -224,11 +224,9 @@ class LossScale:
         update = tuple.__new__(Update, fields)  # without a Python frame
         if follower is not None and follows:
             follower.before_update(update)
-        # The first try is declined where a flag is on another device, there are too many of them
-        # for a launch, or a factor is no float.
+        # The first try is declined where a flag is on another device or a factor is no float.
         if not kernels.update(update):
             there = [scalars.moved(flag, scale.device) for flag in found_infs]
-            there = there if len(there) == 1 else [scalars.joint_flag(there, scale.device)]
             update = update._replace(found_infs=there, state=self.words_on(scale.device))
             numbers = _factors(factors)
             if numbers is None or not kernels.update(Update(*update[:3], *numbers, *update[6:])):

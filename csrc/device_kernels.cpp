@@ -176,12 +176,19 @@ PyObject* riding(PyObject* const* args) {
 // update_on(launcher, update) -> True, with the scale and its tracker written
 PyObject* update_on(PyObject* const* args) {
   constexpr Py_ssize_t kMostFlags = 4;  // of one launch
-  if (!update_of(args[1]) || PyObject_Length(PyTuple_GET_ITEM(args[1], kFlags)) > kMostFlags) {
+  if (!update_of(args[1])) {
     return nullptr;
   }
   const at::Tensor& scale = THPVariable_Unpack(PyTuple_GET_ITEM(args[1], kScale));
+  py::object update = py::reinterpret_borrow<py::object>(args[1]);
+  if (PyObject* flags = PyTuple_GET_ITEM(args[1], kFlags); PyObject_Length(flags) > kMostFlags) {
+    const py::object join = py::module_::import("ampfast.backends.scalars").attr("joint_flag");
+    py::list joint;
+    joint.append(join(py::handle(flags), scale.device()));
+    update = with_fields(args[1], {{kFlags, joint.ptr()}});
+  }
   const OnDevice here(scale.device());
-  py::handle(args[0]).attr("update_scale")(py::handle(args[1]));
+  py::handle(args[0]).attr("update_scale")(update);
   scale.unsafeGetTensorImpl()->bump_version();  // as torch's op
   return Py_NewRef(Py_True);
 }
