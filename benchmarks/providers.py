@@ -215,7 +215,7 @@ def launches(name: str, device: torch.device, scalars: Scalars) -> Calls:
         # As `DeviceKernels` does it; a list of one dtype is one segment.
         (segment,) = table.segments
         work = Pass(write, how, factor, s.found_inf, **more)
-        with launcher.on(device):
+        with on_device(device):
             launcher.multi_tensor(work, table, segment, True)
 
     def norm(table: core.DeviceTable, turn: int) -> Tensor:
@@ -224,7 +224,7 @@ def launches(name: str, device: torch.device, scalars: Scalars) -> Calls:
 
     def clip(table: core.DeviceTable, turn: int) -> None:
         norm(table, turn)
-        with launcher.on(device):
+        with on_device(device):
             launcher.clip_coefficient(limits)
         more = {"coefficient": limits.coefficient}
         launch(table, True, Factor.TIMES_RECIPROCAL, s.scales[turn], **more)
@@ -240,6 +240,11 @@ def launches(name: str, device: torch.device, scalars: Scalars) -> Calls:
         CLIP: clip,
     }
     return Calls(name, table, paths)
+
+
+def on_device(device: torch.device) -> AbstractContextManager[object]:
+    """Context in which launches go to a GPU; of none on a CPU."""
+    return torch.cuda.device(device if device.type == "cuda" else -1)
 
 
 def device_kernels(name: str, device: torch.device) -> DeviceKernels | None:
