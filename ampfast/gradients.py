@@ -194,7 +194,7 @@ def run(
             rows.append(row)
         track = gradients.track(device)
         # The scale may be on another GPU.
-        rides = alone and work.ending is not None and work.ending.divisor.device == device
+        rides = alone and work.ending is not None and work.ending.scale.device == device
         flags[device] = kernels.run(
             each,
             work._replace(

@@ -123,7 +123,8 @@ at::Tensor run_on(PyObject* launcher, const GradList& list, PyObject* tuple) {
   const py::object ending = py::reinterpret_borrow<py::object>(pass[Pass::kEnding]);
   py::object copy = py::reinterpret_borrow<py::object>(pass[Pass::kFactorCopy]);
   if (!ending.is_none() && pass.how == Factor::kDivide) {
-    copy = ending.attr("divisor");
+    copy = wrapped(at::empty({}, options));
+    ending.attr("divisor") = copy;
   }
   launch(launcher, list,
          with_fields(tuple, {{Pass::kFoundInf, wrapped(flag).ptr()},

@@ -18,13 +18,15 @@ class Ending:
 
     Attributes:
         update: The update, with at most one flag besides that of the check, or None.
-        divisor: 0-dim float32 that gets the scale as it was before.
+        scale: The scale.
+        divisor: 0-dim float32 that got the scale as it was before, of a check that divides.
         applied: Whether it was done.
     """
 
     def __init__(self, update: Update | None, scale: Tensor) -> None:
         self.update = update
-        self.divisor = torch.empty_like(scale)
+        self.scale = scale
+        self.divisor: Tensor | None = None
         self.applied = False
 
     def undo(self) -> None:

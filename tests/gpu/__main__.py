@@ -146,7 +146,7 @@ def stages(
                 200,
                 environment,
                 summary=PYTEST_SUMMARY,
-                each=120,
+                each=180,
                 at_once=4,
             ),
         ],

@@ -9,6 +9,8 @@ import pytest
 import torch
 from gpu_support import BACKENDS, gpu, unavailable_reason
 
+from ampfast.backends import core
+
 HERE = Path(__file__).parent
 
 
@@ -23,7 +25,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(autouse=True)
 def _alone() -> Iterator[None]:
-    """Synchronizes and frees memory after each test.
+    """Synchronizes after each test and frees memory, with the tables of gradients that were there.
 
     Ends the session after an illegal access, which makes every later call of the process fail.
     """
@@ -34,6 +36,7 @@ def _alone() -> Iterator[None]:
         torch.cuda.synchronize()
     except RuntimeError as error:
         pytest.exit(f"the device was lost in the test above: {error}", returncode=1)
+    core.clear_tables()
     torch.cuda.empty_cache()
 
 

@@ -85,6 +85,8 @@ class QuietFused(Quiet):
     """The same with `grad_scale` and `found_inf`."""
 
     _step_supports_amp_scaling = True
+    # To optimizers of torch the flag itself is handed, to others a copy, which they may write.
+    __module__ = "torch.optim.quiet"
 
 
 LAYOUTS = ("long", "contiguous", "transposed", "channels_last", "scalar", "short", "empty")

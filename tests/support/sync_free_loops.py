@@ -60,7 +60,8 @@ class Loop:
             scaled = self.scaler.scale(torch.ones((), device=self.device))
             factor = scaled.to(torch.float64)
         for i, p in enumerate(self.params):
-            p.grad = torch.empty_like(p).copy_(_drawn(100 * seed + i, tuple(p.shape)) * factor)
+            drawn = _drawn(100 * seed + i, tuple(p.shape)).to(self.device)
+            p.grad = torch.empty_like(p).copy_(drawn * factor)
         if bad is not None:
             plant(self.params[1].grad, "middle", bad)
         if self.scaler is None:
