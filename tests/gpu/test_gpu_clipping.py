@@ -99,7 +99,8 @@ def test_a_lasting_change_is_told_without_a_wait(backend: str, device: torch.dev
                 scaler.step(optimizer)
                 scaler.update()
             torch.cuda.synchronize()
-    assert len(told) == 1
+    # torch tells of its sync debug mode, too.
+    assert [str(each.message)[:7] for each in told].count("Sigmas:") == 1
     assert scaler.stats().spikes == 1
 
 

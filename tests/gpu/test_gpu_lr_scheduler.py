@@ -100,7 +100,7 @@ def test_after_a_replay(device: torch.device, backend: str) -> None:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         step()
-        with pytest.raises(RuntimeError, match="advance it after the replay"):
+        with pytest.raises(RuntimeError, match="call it after the replay"):
             scheduler.step()
     for iteration in range(STEPS):
         parameter.grad.fill_(math.inf if iteration in SKIPPED else 1.0)

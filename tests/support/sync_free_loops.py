@@ -54,6 +54,11 @@ class Loop:
         self.device = self.params[0].device
 
     def step(self, seed: int, bad: float | None = None) -> None:
+        self.draw(seed, bad)
+        self.finish()
+
+    def draw(self, seed: int, bad: float | None = None) -> None:
+        """Scaled gradients."""
         self.optimizer.zero_grad()
         factor = 1.0
         if self.scaler is not None:
@@ -64,6 +69,8 @@ class Loop:
             p.grad = torch.empty_like(p).copy_(drawn * factor)
         if bad is not None:
             plant(self.params[1].grad, "middle", bad)
+
+    def finish(self) -> None:
         if self.scaler is None:
             self.optimizer.step()
         else:
