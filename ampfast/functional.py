@@ -11,8 +11,6 @@ from torch import Tensor
 from ampfast import backends, clipping, gradients
 from ampfast.backends import core, torch_ops
 from ampfast.backends.core import Factor, Pass, Update
-from ampfast.backends.gpu import DeviceKernels
-from ampfast.backends.scalars import inverse
 from ampfast.clip_grad import clip_grad_norm_, clip_grads_with_norm_, get_total_norm
 from ampfast.distributed import LocalShards, Ranks
 
@@ -23,7 +21,6 @@ __all__ = [
     "get_total_norm",
     "grad_norm",
     "unscale_",
-    "unscale_and_update_",
     "update_scale_",
 ]
 
@@ -44,7 +41,7 @@ def unscale_(grads: list[Tensor], found_inf: Tensor, inv_scale: Tensor) -> None:
     Source: torch's `_amp_foreach_non_finite_check_and_unscale_`.
     """
     _require_scalars(found_inf=found_inf, inv_scale=inv_scale)
-    if _run(grads, Pass(True, Factor.TIMES, inv_scale, found_inf)) is None:
+    if not _run(grads, Pass(True, Factor.TIMES, inv_scale, found_inf)):
         _run_op(torch.ops.ampfast.unscale_, grads, found_inf, inv_scale)
 
 
@@ -60,7 +57,7 @@ def check_(grads: list[Tensor], found_inf: Tensor) -> None:
         RuntimeError: As `unscale_`.
     """
     _require_scalars(found_inf=found_inf)
-    if _run(grads, Pass(False, Factor.NONE, found_inf=found_inf)) is not None:
+    if _run(grads, Pass(False, Factor.NONE, found_inf=found_inf)):
         torch.autograd.graph.increment_version(found_inf)
     else:
         _run_op(torch.ops.ampfast.check_, grads, found_inf)
@@ -130,48 +127,6 @@ def update_scale_(
     return current_scale
 
 
-def unscale_and_update_(
-    grads: list[Tensor],
-    found_inf: Tensor,
-    current_scale: Tensor,
-    growth_tracker: Tensor,
-    growth_factor: float,
-    backoff_factor: float,
-    growth_interval: int,
-) -> Tensor:
-    """`unscale_` by the reciprocal of the scale, then `update_scale_`; one kernel on a GPU.
-
-    Args:
-        grads: As for `unscale_`; may be empty.
-        found_inf: As for `unscale_`; the update also counts a flag set before.
-        current_scale: As for `update_scale_`.
-        growth_tracker: As for `update_scale_`.
-        growth_factor: As for `update_scale_`.
-        backoff_factor: As for `update_scale_`.
-        growth_interval: As for `update_scale_`.
-
-    Returns:
-        `current_scale`.
-
-    Raises:
-        TypeError: As `unscale_` and `update_scale_`.
-        RuntimeError: As `unscale_` and `update_scale_`.
-    """
-    state = (current_scale, growth_tracker)
-    rule = (growth_factor, backoff_factor, growth_interval)
-    _require_state(state, found_inf, rule)
-    growth, backoff = float(growth_factor), float(backoff_factor)
-    update = Update(*state, [], growth, backoff, growth_interval)
-    work = _run(grads, Pass(True, Factor.TIMES_RECIPROCAL, current_scale, found_inf), update)
-    if work is None:
-        _run_op(torch.ops.ampfast.unscale_, grads, found_inf, inverse(current_scale))
-    if work is not None and work.ending is not None and work.ending.applied:
-        torch.autograd.graph.increment_version(current_scale)
-    else:
-        torch.ops.ampfast.update_scale_(*state, found_inf, *rule)
-    return current_scale
-
-
 @torch.library.custom_op("ampfast::unscale_", mutates_args=("grads", "found_inf"))
 def _unscale_op(grads: list[Tensor], found_inf: Tensor, inv_scale: Tensor) -> None:
     _require_scalars(found_inf=found_inf, inv_scale=inv_scale)
@@ -234,27 +189,24 @@ def _grad_norm(
     return clipping.measure(choice, [term], order, math.inf, inv_scale, agreement=agreement)[0]
 
 
-def _run(grads: list[Tensor], work: Pass, update: Update | None = None) -> Pass | None:
-    """Runs a pass by kernels that take the list directly; None, with nothing done, for the op.
+def _run(grads: list[Tensor], work: Pass) -> bool:
+    """Runs a pass by kernels that take the list directly; False, with nothing done, for the op.
 
-    Converting a list for an op takes longer than the kernel for a thousand small tensors. On a GPU
-    an `update` rides in the pass.
+    Converting a list for an op takes longer than the kernel for a thousand small tensors.
     """
     found_inf, factor = work.found_inf, work.factor
     if torch.compiler.is_compiling() or not isinstance(grads, (list, tuple)) or found_inf is None:
-        return None
+        return False
     kernels = backends.choose().kernels_for(found_inf.device)
     if kernels is backends.TORCH_OPS or not core.is_scalar(found_inf, torch.float32):
-        return None
+        return False
     if factor is not None and not core.is_scalar(factor, torch.float32):
-        return None
+        return False
     listed = core.list_of(grads, found_inf.device)
     if listed is None:
-        return None
-    if update is not None and isinstance(kernels, DeviceKernels):
-        work = work._replace(ending=kernels.ending(update))
+        return False
     kernels.run(listed, work)
-    return work
+    return True
 
 
 def _run_op(op: Any, grads: list[Tensor], found_inf: Tensor, *factor: Tensor) -> None:

@@ -169,6 +169,10 @@ def public_calls(name: str, device: torch.device, scalars: Scalars) -> Calls:
     kernels = backends.choose(name).kernels_for(device)
     sums = torch.zeros(2, dtype=torch.float64, device=device)
 
+    def unscale_and_update(gradients: Gradients, turn: int) -> None:
+        functional.unscale_(gradients, s.found_inf, s.inverses[turn])
+        functional.update_scale_(s.scales[turn], s.trackers[turn], s.found_inf, *FACTORS)
+
     def norm(gradients: Gradients, turn: int) -> Tensor:
         work = Pass(False, Factor.TIMES, s.inverses[turn], s.found_inf, sums=sums)
         kernels.run(listed(gradients), work)
@@ -179,9 +183,7 @@ def public_calls(name: str, device: torch.device, scalars: Scalars) -> Calls:
         UNSCALE: lambda gradients, turn: functional.unscale_(
             gradients, s.found_inf, s.inverses[turn]
         ),
-        UPDATE: lambda gradients, turn: functional.unscale_and_update_(
-            gradients, s.found_inf, s.scales[turn], s.trackers[turn], *FACTORS
-        ),
+        UPDATE: unscale_and_update,
         NORM: norm,
     }
     return Calls(name, lambda gradients: gradients, paths)

@@ -91,7 +91,6 @@ def test_the_functions_refuse_it(kind: str, size: int) -> None:
         lambda grads: functional.unscale_(grads, found, scale),
         lambda grads: functional.check_(grads, found),
         lambda grads: functional.grad_norm(grads),
-        lambda grads: functional.unscale_and_update_(grads, found, scale, tracker, 2.0, 0.5, 2),
     ]
     if kind in ("dense", "strided", "behind", "overlapping", "complex"):
         calls.append(lambda grads: ops.unscale_(grads, found, scale))

@@ -9,7 +9,6 @@ import pytest
 import torch
 from support.comparison import FLOATS, assert_same
 from support.gradients import WRITABLE_LAYOUTS, make_gradient
-from support.reference_launcher import ReferenceLauncher
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -60,7 +59,7 @@ def test_torchs_own_ops_give_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
         functional.check_(grads, found)
         functional.unscale_(grads, found, f32(0.5))
         norms = [functional.grad_norm(grads, order).float() for order in (2.0, math.inf)]
-        functional.unscale_and_update_(grads, found, *state, 2.0, 0.5, 2)
+        functional.update_scale_(*state, found, 2.0, 0.5, 2)
         functional.update_scale_(*state, f32(1), 2.0, 0.5, 2)
         results.append((grads, found, *state, *norms))
     assert_same(*(result[:-2] for result in results))
@@ -128,30 +127,9 @@ def test_update_scale_as_torch() -> None:
 @pytest.mark.parametrize(("tracker", "interval"), [(5, 3), (1, 1), (INT32_MAX, 7)])
 def test_an_interval_lowered_below_the_tracker_grows(tracker: int, interval: int) -> None:
     for found, expected in ((0.0, 8.0), (1.0, 2.0)):
-        apart, at_once = ((f32(4.0), i32(tracker)) for _ in range(2))
-        functional.update_scale_(*apart, f32(found), 2.0, 0.5, interval)
-        functional.unscale_and_update_([torch.ones(2)], f32(found), *at_once, 2.0, 0.5, interval)
-        for scale, growth_tracker in (apart, at_once):
-            assert (scale.item(), growth_tracker.item()) == (expected, 0)
-
-
-@pytest.mark.parametrize("layout", [*WRITABLE_LAYOUTS, None])
-def test_unscale_and_update_is_both(layout: str | None) -> None:
-    # All scales for one layout, a subset for each of the others that covers all scales.
-    for scale, tracker, found, *rest in UPDATES[:: 1 if layout == "odd_offset" else 401]:
-        ours, theirs = ([make_gradient(layout, torch.float32)] if layout else [] for _ in range(2))
-        state = (f32(found), f32(scale), i32(tracker))
-        torch_state = (f32(found), f32(scale), i32(tracker))
-        assert functional.unscale_and_update_(ours, *state, *rest) is state[1]
-
-        inverse = torch_state[1].double().reciprocal().float()
-        torch_unscale_(theirs, torch_state[0], inverse)
-        if any(not g.isfinite().all() for g in theirs):
-            torch_state[0].fill_(1)  # torch does not check the values that it wrote, ours does
-        torch._amp_update_scale_(torch_state[1], torch_state[2], torch_state[0], *rest)
-        where = f"unscale_and_update_{(scale, tracker, found, *rest)}"
-        assert_same(ours, theirs, where)
-        assert_same(state, torch_state, where)
+        scale, growth_tracker = f32(4.0), i32(tracker)
+        functional.update_scale_(scale, growth_tracker, f32(found), 2.0, 0.5, interval)
+        assert (scale.item(), growth_tracker.item()) == (expected, 0)
 
 
 def test_a_factor_that_is_a_negative_view() -> None:
@@ -161,39 +139,6 @@ def test_a_factor_that_is_a_negative_view() -> None:
     torch_unscale_([theirs], f32(0), inverse)
     assert_same(ours, theirs)
     assert found.item() == 0.0
-
-
-def test_without_gradients_a_device_updates_the_scale_too(launcher: ReferenceLauncher) -> None:
-    scale = f32(8.0)
-    functional.unscale_and_update_([], f32(1), scale, i32(0), 2.0, 0.5, 2)
-    assert scale.item() == 4.0
-    assert launcher.launches == ["update"]
-
-
-def test_unscale_and_update_sees_bad_gradients() -> None:
-    for grads in ([torch.tensor([1.0, math.inf])], [torch.ones(3), torch.tensor(math.nan)]):
-        state = (f32(0), f32(8.0), i32(1))
-        functional.unscale_and_update_(grads, *state, 2.0, 0.5, 2)
-        assert [t.item() for t in state] == [1.0, 4.0, 0]
-    state = (f32(0), f32(8.0), i32(1))
-    functional.unscale_and_update_([gradient := torch.ones(3)], *state, 2.0, 0.5, 2)
-    assert [t.item() for t in state] == [0.0, 16.0, 0]
-    # The pass divides by the scale before the update.
-    assert gradient.tolist() == [0.125] * 3
-
-
-def test_a_loop_of_the_fused_op_follows_torch() -> None:
-    ours, theirs = (f32(2.0**16), i32(0)), (f32(2.0**16), i32(0))
-    generator = torch.Generator().manual_seed(1)
-    for step in range(60):
-        grads = [torch.randn(9, generator=generator) for _ in range(4)]
-        if step % 7 == 3:
-            grads[step % 4][step % 9] = math.inf
-        twins = [g.clone() for g in grads]
-        functional.unscale_and_update_(grads, found := f32(0), *ours, 1.1, 0.7, 4)
-        torch_unscale_(twins, torch_found := f32(0), theirs[0].double().reciprocal().float())
-        torch._amp_update_scale_(*theirs, torch_found, 1.1, 0.7, 4)
-        assert_same((grads, found, ours), (twins, torch_found, theirs), f"step {step}")
 
 
 def op_cases(dtype: torch.dtype) -> dict[str, tuple[Any, tuple[Any, ...]]]:
@@ -228,7 +173,6 @@ def whole_step(
     functional.unscale_(scaled, found, scale.reciprocal())
     result = [g + found.to(g.dtype) for g in scaled]
     updated = functional.update_scale_(scale, tracker, found, 2.0, 0.5, 2)
-    functional.unscale_and_update_(scaled, found, scale, tracker, 2.0, 0.5, 2)
     return result, scaled, updated * 3
 
 
@@ -298,8 +242,6 @@ def test_version_counters(layout: str) -> None:
     functional.update_scale_(scale, tracker, found, 2.0, 0.5, 1)
     assert found._version == 0
     assert scale._version > 0
-    functional.unscale_and_update_(grads, found, scale, tracker, 2.0, 0.5, 1)
-    assert scale._version > 1
 
 
 def test_autograd_sees_the_same_writes_as_with_torch() -> None:

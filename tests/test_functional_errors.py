@@ -30,7 +30,6 @@ def good(name: str) -> Arguments:
         "unscale_": {**grads, **found, "inv_scale": f32(0.5)},
         "check_": {**grads, **found},
         "update_scale_": {**state, **found, **rule},
-        "unscale_and_update_": {**grads, **found, **state, **rule},
     }[name]
 
 
@@ -56,11 +55,11 @@ def refused(name: str, error: Any, **changes: Any) -> str:
 
 TENSOR_ARGUMENTS = [
     (name, argument)
-    for name in ("unscale_", "check_", "update_scale_", "unscale_and_update_")
+    for name in ("unscale_", "check_", "update_scale_")
     for argument in ("found_inf", "inv_scale", "current_scale", "growth_tracker")
     if argument in good(name)
 ]
-GRADIENT_OPS = ("unscale_", "check_", "unscale_and_update_")
+GRADIENT_OPS = ("unscale_", "check_")
 
 
 @pytest.mark.parametrize(("name", "argument"), TENSOR_ARGUMENTS)
@@ -156,7 +155,7 @@ def test_expanded_gradients_are_refused_before_anything_is_written(name: str) ->
     assert "more than one element of the written-to tensor" in text
 
 
-@pytest.mark.parametrize("name", ["update_scale_", "unscale_and_update_"])
+@pytest.mark.parametrize("name", ["update_scale_"])
 @pytest.mark.parametrize(
     ("argument", "value"),
     [("growth_interval", 1.5), ("growth_interval", "2"), ("growth_factor", "2")],

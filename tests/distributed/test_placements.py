@@ -63,11 +63,6 @@ def called(bad: int | None) -> None:
     functional.unscale_(grads, flag, torch.tensor(0.5))
     assert flag.item() == found
     assert torch.equal(values(grads), elements / 2)
-    flag, scale, tracker = torch.zeros(()), torch.tensor(4.0), torch.tensor(0, dtype=torch.int32)
-    functional.unscale_and_update_(grads, flag, scale, tracker, 2.0, 0.5, 1)
-    assert flag.item() == found
-    assert scale.item() == (2.0 if found else 8.0)
-    assert torch.equal(values(grads), elements / 8)
 
 
 @pytest.mark.parametrize("world", [1, 2, 4])

@@ -322,7 +322,8 @@ def test_functional_ops_take_the_backend(
         found = flag(0.0, device)
         functional.check_(ours, found)
         assert found.item() == float(bad is not None)
-        functional.unscale_and_update_(ours, found, *state, 2.0, 0.5, 1)
+        functional.unscale_(ours, found, flag(inverse_of(3.0), device))
+        functional.update_scale_(*state, found, 2.0, 0.5, 1)
         for grad in theirs:
             torch._amp_foreach_non_finite_check_and_unscale_(
                 [grad], torch.zeros(()), torch.tensor(inverse_of(3.0))
