@@ -498,28 +498,15 @@ def require_same(settings: Mapping[str, object], others: Ranks) -> None:
 
 
 def differences(settings: Mapping[str, object], groups: Sequence[Group]) -> str:
-    """Returns, on every rank, the settings that differ and where; empty if none."""
+    """Returns, on every rank, the settings that differ, each by two ranks; empty if none."""
     seen = _gather({name: repr(value) for name, value in settings.items()}, groups)
     found = []
     for name in dict.fromkeys(itertools.chain.from_iterable(seen.values())):
-        ranks: dict[str, list[int]] = {}
-        for rank, values in seen.items():
-            if name in values:
-                ranks.setdefault(values[name], []).append(rank)
-        if len(ranks) > 1:
-            where = [f"{value} on {_in_words(held_by)}" for value, held_by in ranks.items()]
-            found.append(f"{name}: {', '.join(where)}")
+        values = {rank: each[name] for rank, each in seen.items() if name in each}
+        (first, value), *others = values.items()
+        if other := next((each for each in others if each[1] != value), None):
+            found.append(f"{name}: {value} on rank {first}, {other[1]} on rank {other[0]}")
     return "; ".join(found)
-
-
-def _in_words(ranks: list[int]) -> str:
-    """Ascending ranks as in "ranks 0-2, 5"."""
-    runs = [
-        [rank for _, rank in run]
-        for _, run in itertools.groupby(enumerate(ranks), lambda pair: pair[1] - pair[0])
-    ]
-    words = [str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs]
-    return f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(words)}"
 
 
 def _gather(value: Value, groups: Sequence[Group]) -> dict[int, Value]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
-
 import torch
 from support.reference_launcher import chunks_of
 
@@ -46,9 +44,6 @@ class HostQueue(device_time.HostQueue):
 
 class TableLauncher:
     """Launcher that reads tables and calls torch's ops."""
-
-    def on(self, device: torch.device) -> nullcontext[None]:
-        return nullcontext()
 
     def is_capturing(self) -> bool:
         return False
