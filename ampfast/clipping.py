@@ -241,11 +241,6 @@ def _p_norms(term: NormTerm, order: float, agreement: Agreement | None) -> Itera
             yield p_norm(values, order, term.inverse_on(values.device))
 
 
-# Key, in an optimizer's entry of `_per_optimizer_states`, of the `grad_scale` that clips in step:
-# 0-dim float32, the scale over the coefficient.
-DEFERRED = "deferred_clip"
-
-
 def optimizers_of(optimizer: object) -> list[Any]:
     """Returns the optimizers of a call: one, or a list or tuple of them."""
     given: Any = optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]

@@ -42,21 +42,12 @@ from ampfast.optimizers import (
     no_inf_checks,
     takes_grad_scaler,
 )
-from ampfast.passes import (
-    AGREEMENT,
-    NEW,
-    READY,
-    STEPPED,
-    UNSCALED,
-    Flags,
-    Passes,
-    TorchGradScaler,
-    fresh_entry,
-)
+from ampfast.passes import Passes, TorchGradScaler
 from ampfast.policies import LogMax, UnderflowTarget
 from ampfast.report import History, ScalerStats
 from ampfast.spikes import Sigmas, require_accepted_norms, skip_limit_of
 from ampfast.tracking import GradientHealth, OverflowReport
+from ampfast.turn import NO_TURN, READY, STEPPED, UNSCALED, Flags, Turn, new_turn
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -66,8 +57,7 @@ __all__ = ["GradScaler", "OptState"]
 
 # Attributes of this process and this iteration; weak references among them.
 _OF_THIS_PROCESS = (
-    *("_choice", "_ending", "_has_observers", "_kernels", "_last_checks", "_late_entries"),
-    *("_tracking",),
+    *("_choice", "_has_observers", "_kernels", "_last_turns", "_tracking"),
     *("_passes_scale", "_unscale_pass", "_check_pass", "_clip_pass"),
 )
 
@@ -141,8 +131,6 @@ class GradScaler(Passes):
     _base_arguments: ClassVar[dict[str, Any]] = {}
     _dynamic = True
     _warned_of_backward = _warned_of_zero = False
-    # Entries of this iteration whose gradients a backward has written since they were unscaled.
-    _late_entries: list[dict[str, Any]] | None = None
 
     def __init__(
         self,
@@ -206,6 +194,8 @@ class GradScaler(Passes):
             enabled=enabled,
             **self._base_arguments,
         )
+        if self._enabled:
+            self._per_optimizer_states = defaultdict(new_turn)
         self.process_group = process_group
         self._backend = backend
         self._allow_fp16 = allow_fp16
@@ -244,12 +234,13 @@ class GradScaler(Passes):
         is_here = scale is not None and scale.device == outputs.device
         scaled = outputs * scale if is_here else super().scale(outputs)
         if self._enabled and self._per_optimizer_states and not torch.compiler.is_compiling():
-            get = self._per_optimizer_states.get
-            entries = [(each, get(id(each), NEW)) for each, _ in self._last_checks]
-            unscaled = [each for each in entries if each[1]["stage"] is UNSCALED]
-            if self._late_entries is None:
-                self._late_entries = []
-            late_backward.watch(scaled, unscaled, self._late_entries)
+            turns = self._per_optimizer_states
+            unscaled = [
+                (optimizer, turn)
+                for optimizer, turn in self._last_turns
+                if turn["stage"] is UNSCALED and turns.get(id(optimizer)) is turn
+            ]
+            late_backward.watch(scaled, unscaled)
         return scaled
 
     def _scaled_by_1(self, outputs: Any) -> Any:
@@ -312,18 +303,14 @@ class GradScaler(Passes):
         scale = self._scale
         if scale is None or self._growth_tracker is None:
             scale = self._checked_scale("unscale_")
-        key, checks = id(optimizer), self._last_checks.values
-        if key not in checks:
-            self._last_checks.record(optimizer, None)
-        entry = self._per_optimizer_states[key]
-        if entry["stage"] is UNSCALED or entry["stage"] is STEPPED:
-            raise _not_ready(entry, "clip_grad_norm_() unscales, too.")
+        turn = self._turn(optimizer)
+        if turn["stage"] is UNSCALED or turn["stage"] is STEPPED:
+            raise _not_ready(turn, "clip_grad_norm_() unscales, too.")
         try:
-            self._unscale(optimizer, entry, scale)
+            self._unscale(optimizer, turn, scale)
         except AttributeError as error:
             explain(error, optimizer, "param_groups")
             raise
-        checks[key] = entry["found_inf_per_device"] or checks[key]
 
     @not_compiled
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
@@ -350,39 +337,34 @@ class GradScaler(Passes):
         scale = self._scale
         if scale is None or self._growth_tracker is None:
             scale = self._checked_scale("step")
-        key, checks = id(optimizer), self._last_checks.values
-        if key not in checks:
-            self._last_checks.record(optimizer, None)
-        entry = self._per_optimizer_states[key]
-        if entry["stage"] is STEPPED:
+        turn = self._turn(optimizer)
+        if turn["stage"] is STEPPED:
             raise add_note(
                 RuntimeError("step() has already been called since the last update()."), _ONCE
             )
-        if AGREEMENT in entry and entry["stage"] is not READY:
-            self._agree(entry, scale.device)  # retries a collective that failed
-        if self._late_entries:
-            self._warn_of_late_backward(optimizer, entry, late_backward.WARNING)
+        if turn.agreement is not None and turn["stage"] is not READY:
+            self._agree(turn, turn.agreement, scale.device)  # retries a collective that failed
+        if turn.is_late:
+            self._warn_of_late_backward(optimizer, late_backward.WARNING)
         try:
             # One that was to divide still has scaled gradients.
-            if divides_by_itself(optimizer) or clipping.DEFERRED in entry:
-                result = self._step_fused(optimizer, entry, args, kwargs)
+            if divides_by_itself(optimizer) or turn.divisor is not None:
+                result = self._step_fused(optimizer, turn, args, kwargs)
             else:
                 if scale.is_cuda and is_capturing() and not overrides(self, _MAYBE_STEP):
                     # Here, or the gradients would count as unscaled.
                     capture.require_skippable(optimizer)
-                if entry["stage"] is READY:
-                    self._unscale(optimizer, entry, scale)
-                if not entry["found_inf_per_device"]:
+                if turn["stage"] is READY:
+                    self._unscale(optimizer, turn, scale)
+                if not turn["found_inf_per_device"]:
                     raise no_inf_checks(optimizer)
-                checks[key] = entry["found_inf_per_device"]
-                result = self._maybe_opt_step(optimizer, entry, *args, **kwargs)
+                result = self._maybe_opt_step(optimizer, turn, *args, **kwargs)
         except AttributeError as error:
             explain(error, optimizer, "param_groups", "step")
             raise
-        entry["stage"] = STEPPED
-        checks[key] = entry.get("found_inf_per_device") or checks[key]
-        if self._late_entries:
-            self._warn_of_late_backward(optimizer, entry, late_backward.OF_A_CLOSURE)
+        turn["stage"] = STEPPED
+        if turn.is_late:
+            self._warn_of_late_backward(optimizer, late_backward.OF_A_CLOSURE)
         return result
 
     @not_compiled
@@ -453,16 +435,16 @@ class GradScaler(Passes):
                 factors = self._growth_factor, self._backoff_factor, self._growth_interval
                 given = (scale, growth_tracker, flags, factors)
                 ending = self._loss_scale.ending(*given, self._kernels)
-        self._ending = ending
         try:
             for optimizer in optimizers[-1:]:
+                if ending is not None:
+                    self._turn(optimizer).ending = ending
                 results.append(self.step(optimizer))
         except BaseException:
             if ending is not None:
+                self._turn(optimizers[-1]).ending = None
                 ending.undo()
             raise
-        finally:
-            self._ending = None
         if ending is not None and ending.applied:
             self._end_iteration()
         else:
@@ -526,7 +508,7 @@ class GradScaler(Passes):
         if scale is None or self._growth_tracker is None or overrides(self, _HOOKS):
             scale = self._checked_scale("clip_grad_norm_")
         for each in optimizers:
-            state = self._per_optimizer_states.get(id(each), NEW)
+            state = self._per_optimizer_states.get(id(each), NO_TURN)
             if state["stage"] is not READY:
                 raise _not_ready(
                     state,
@@ -542,13 +524,10 @@ class GradScaler(Passes):
             spikes = self._spike_rules.rule(optimizers, highest, scale.device)
         norm: Tensor | None = None
         if len(optimizers) == 1 and not overridden and not defers[0]:
-            norm = self._clip_over(optimizers[0], scale, limit, order, spikes)
+            turn = self._turn(optimizers[0])
+            norm = self._clip_over(optimizers[0], turn, scale, limit, order, spikes)
         if norm is None:
             norm = self._clip(optimizers, scale, limit, order, spikes, defers, overridden)
-        for each in optimizers:
-            flags = self._per_optimizer_states[id(each)]["found_inf_per_device"]
-            if flags:
-                self._last_checks.record(each, flags)
         self._record(optimizers, norm, order, spikes)
         return norm
 
@@ -577,20 +556,22 @@ class GradScaler(Passes):
             ValueError: If `norm_type` is out of range or an optimizer is given twice.
         """
         optimizers, order = clipping.optimizers_of(optimizer), clipping.order_of(norm_type)
-        entries: dict[int, dict[str, Any]] = self._per_optimizer_states if self._enabled else {}
-        states = [entries.get(id(each), NEW) for each in optimizers]
+        known: dict[int, dict[str, Any]] = self._per_optimizer_states if self._enabled else {}
+        turns = [known.get(id(each), NO_TURN) for each in optimizers]
         scale: Tensor | None = None
         if self._enabled:
             scale = self._checked_scale("grad_norm")
-            if any(state["stage"] is STEPPED for state in states):
+            if any(turn["stage"] is STEPPED for turn in turns):
                 raise add_note(RuntimeError("grad_norm() is being called after step()."), _ONCE)
         terms = [
             self._norm_term(
                 each,
-                None if state["stage"] is UNSCALED and clipping.DEFERRED not in state else scale,
+                None
+                if turn["stage"] is UNSCALED and getattr(turn, "divisor", None) is None
+                else scale,
                 writes=False,
             )
-            for each, state in zip(optimizers, states, strict=True)
+            for each, turn in zip(optimizers, turns, strict=True)
         ]
         saved: list[tuple[Tensor, Tensor]] = []
         try:
@@ -607,7 +588,7 @@ class GradScaler(Passes):
         finally:
             for grad, values in reversed(saved):
                 grad.copy_(values)
-        if self._enabled and all(state["stage"] is READY for state in states):
+        if self._enabled and all(turn["stage"] is READY for turn in turns):
             # Else it may be of gradients that were clipped.
             self._loss_scale.record_norm(optimizers, norm, order)
         return norm
@@ -853,7 +834,7 @@ class GradScaler(Passes):
             return self._agree_beside_hooks(optimizer)
         scale, _ = self._check_scale_growth_tracker("_check_inf_per_device")
         flags = self._pass(optimizer, None, Pass(False, Factor.NONE), scale, observes=False)
-        self._per_optimizer_states[id(optimizer)]["found_inf_per_device"] = flags
+        self._turn(optimizer)["found_inf_per_device"] = flags
         return flags
 
     def _maybe_opt_step(
@@ -888,27 +869,27 @@ class GradScaler(Passes):
         except AttributeError as error:
             explain(error, optimizer, "param_groups")
             raise
-        flags = self._agree_beside_hooks(optimizer)
-        self._last_checks.record(optimizer, flags)
+        self._agree_beside_hooks(optimizer)
 
     def _step_by_torch(
         self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> float | None:
-        entry, needed = NEW, ["step"]
+        turn, needed = NO_TURN, ["step"]
         if self._enabled and self._scale is not None and "closure" not in kwargs:
-            entry, needed = self._per_optimizer_states[id(optimizer)], ["param_groups", "step"]
+            turn, needed = self._turn(optimizer), ["param_groups", "step"]
         try:
             if (
                 isinstance(optimizer, MasterWeights)
-                and entry is not NEW
-                and entry["stage"] is READY
+                and turn is not NO_TURN
+                and turn["stage"] is READY
             ):
                 self.unscale_(optimizer)  # which casts
-            if AGREEMENT in entry and entry["stage"] is UNSCALED and self._scale is not None:
-                self._agree(entry, self._scale.device)  # retries a collective that failed
-            if self._late_entries:
-                self._warn_of_late_backward(optimizer, entry, late_backward.WARNING)
-            is_refused = entry is NEW or entry["stage"] is STEPPED
+            if turn.agreement is not None and turn["stage"] is UNSCALED and self._scale is not None:
+                # Retries a collective that failed.
+                self._agree(turn, turn.agreement, self._scale.device)
+            if turn.is_late:
+                self._warn_of_late_backward(optimizer, late_backward.WARNING)
+            is_refused = turn is NO_TURN or turn["stage"] is STEPPED
             asks = not is_refused and getattr(optimizer, "_step_supports_amp_scaling", False)
             divides = asks and divides_by_itself(optimizer)
             is_legacy = divides and takes_grad_scaler(optimizer.step)
@@ -921,70 +902,65 @@ class GradScaler(Passes):
                     result = legacy_step(optimizer, self, args, kwargs)
                 else:
                     # As torch steps a plain optimizer, for which torch would not take this one.
-                    if entry["stage"] is READY:
+                    if turn["stage"] is READY:
                         self.unscale_(optimizer)
-                    if not entry["found_inf_per_device"]:
+                    if not turn["found_inf_per_device"]:
                         raise no_inf_checks(optimizer)
-                    result = self._maybe_opt_step(optimizer, entry, *args, **kwargs)
-                entry["stage"] = STEPPED
+                    result = self._maybe_opt_step(optimizer, turn, *args, **kwargs)
+                turn["stage"] = STEPPED
         except AttributeError as error:
             explain(error, optimizer, *needed)
             raise
-        if entry is not NEW:
-            self._last_checks.record(optimizer, entry["found_inf_per_device"])
-        if self._late_entries:
-            self._warn_of_late_backward(optimizer, entry, late_backward.OF_A_CLOSURE)
+        if turn.is_late:
+            self._warn_of_late_backward(optimizer, late_backward.OF_A_CLOSURE)
         return result
 
-    def _warn_of_late_backward(self, optimizer: object, entry: dict[str, Any], text: str) -> None:
-        is_late = any(each is entry for each in self._late_entries or ())
-        if is_late and not self._warned_of_backward:
+    def _warn_of_late_backward(self, optimizer: object, text: str) -> None:
+        if not self._warned_of_backward:
             self._warned_of_backward = True
             warn_caller(text.format(type(optimizer).__name__))
 
     def _agree_beside_hooks(self, optimizer: torch.optim.Optimizer) -> Flags:
         """Returns the flags of all ranks, after a hook has decided on this one's."""
-        entry = self._per_optimizer_states[id(optimizer)]
+        turn = self._turn(optimizer)
         agreement = self._ranks.agreement_on(optimizer)
-        flags: Flags = entry["found_inf_per_device"]
+        flags: Flags = turn["found_inf_per_device"]
         if agreement is not None and self._scale is not None:
-            entry[AGREEMENT] = agreement
-            flags = self._agree(entry, self._scale.device)
+            turn.agreement = agreement
+            flags = self._agree(turn, agreement, self._scale.device)
         return flags
 
     # The steps of the state machine.
 
-    def _unscale(self, optimizer: Any, entry: dict[str, Any], scale: Tensor) -> None:
+    def _unscale(self, optimizer: Any, turn: Turn, scale: Tensor) -> None:
         """`unscale_` for an optimizer whose turn it is."""
         if self._skip_above is not None:
-            self._unscale_below_limit(optimizer, entry, scale, defers=False)
+            self._unscale_below_limit(optimizer, turn, scale, defers=False)
             return
         work = self._unscale_pass if self._passes_scale is scale else self._make_passes(scale)
         if self._is_guard and isinstance(optimizer, MasterWeights):
             work = _CASTING
-        if self._ending is not None:
-            work, self._ending = riding(work, self._ending), None
+        if turn.ending is not None:
+            work, turn.ending = riding(work, turn.ending), None
         flag = None
         if not self._has_observers:
-            flag = self._kernels.pass_over(
-                optimizer, entry, UNSCALED, work, self._allow_fp16, scale
-            )
+            flag = self._kernels.pass_over(optimizer, turn, UNSCALED, work, self._allow_fp16, scale)
         if flag is None:
-            self._pass(optimizer, entry, work, scale)
+            self._pass(optimizer, turn, work, scale)
 
     def _step_fused(
         self,
         optimizer: torch.optim.Optimizer,
-        entry: dict[str, Any],
+        turn: Turn,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> float | None:
         """Steps an optimizer that divides by `grad_scale` and skips by `found_inf` itself."""
         if takes_grad_scaler(optimizer.step):
             return legacy_step(optimizer, self, args, kwargs)
-        found_inf, grad_scale = self._found_by_division(optimizer, entry)
-        flags = entry["found_inf_per_device"]
-        self._last_checks.values[id(optimizer)] = flags
+        found_inf, grad_scale = self._found_by_division(optimizer, turn)
+        flags = turn["found_inf_per_device"]
+        turn.last_flags = flags  # there may be none
         try:
             optimizer.grad_scale = grad_scale  # type: ignore[attr-defined]
             optimizer.found_inf = found_inf  # type: ignore[attr-defined]
@@ -1007,18 +983,16 @@ class GradScaler(Passes):
             except AttributeError:
                 pass
 
-    def _found_by_division(
-        self, optimizer: torch.optim.Optimizer, entry: dict[str, Any]
-    ) -> tuple[Any, Any]:
+    def _found_by_division(self, optimizer: torch.optim.Optimizer, turn: Turn) -> tuple[Any, Any]:
         """Returns the `found_inf` and the `grad_scale` for an optimizer that divides by it."""
         scale = self._scale
         if scale is None:
             raise AssertionError("_scale is None in step")
         casts_or_reads = isinstance(optimizer, MasterWeights) or self._is_guard
-        if casts_or_reads and entry["stage"] is READY:
+        if casts_or_reads and turn["stage"] is READY:
             self.unscale_(optimizer)
-        is_unscaled, is_new = entry["stage"] is UNSCALED, False
-        deferred: Tensor | None = entry.get(clipping.DEFERRED)
+        is_unscaled, is_new = turn["stage"] is UNSCALED, False
+        deferred = turn.divisor
         if deferred is not None:
             clipping.refuse_own_grad_scale(optimizer)
             grad_scale: Any = deferred.clone()
@@ -1027,9 +1001,9 @@ class GradScaler(Passes):
         elif hasattr(optimizer, "grad_scale"):
             grad_scale = scale * optimizer.grad_scale
             if self._skip_above is not None:
-                grad_scale, is_new = self._checked_by_scale(optimizer, entry, grad_scale), True
+                grad_scale, is_new = self._checked_by_scale(optimizer, turn, grad_scale), True
         else:
-            grad_scale, is_new = self._checked_by_scale(optimizer, entry, scale), True
+            grad_scale, is_new = self._checked_by_scale(optimizer, turn, scale), True
         if not is_new and deferred is None and isinstance(grad_scale, Tensor):
             # With a scale of the optimizer's own it sees other values than the policy.
             work = Pass(False, Factor.DIVIDE, grad_scale.detach().float())
@@ -1037,10 +1011,10 @@ class GradScaler(Passes):
             if is_unscaled:
                 # What unscale_ found counts too; in new tensors, for its own may have been handed
                 # out.
-                for device, flag in entry["found_inf_per_device"].items():
+                for device, flag in turn["found_inf_per_device"].items():
                     flags[device] = joint_flag([flag, flags.get(device, flag)], flag.device)
-            entry["found_inf_per_device"] = flags
-        flags = entry["found_inf_per_device"]
+            turn["found_inf_per_device"] = flags
+        flags = turn["found_inf_per_device"]
         if is_new and len(flags) == 1 and scale.device in flags and self._skip_above is None:
             # Exactly 0 or 1; only another's optimizer may write it.
             flag = flags[scale.device]
@@ -1094,8 +1068,7 @@ class GradScaler(Passes):
 
     def _end_iteration(self, *, was_set: bool = False) -> None:
         """Ends an iteration: after an update, or as the caller set the scale."""
-        self._per_optimizer_states = defaultdict(fresh_entry)
-        self._late_entries = None
+        self._per_optimizer_states = defaultdict(new_turn)
         loss_scale = self._loss_scale
         loss_scale.norms = {}
         if loss_scale.follower is not None:

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ampfast.turn import Turn
+
 WARNING = (
     "a backward() has written gradients of this {} since unscale_() or clip_grad_norm_(), which "
     "neither unscaled nor checked them: this step takes them as they are, perhaps too large by the "
@@ -21,26 +23,23 @@ OF_A_CLOSURE = (
 )
 
 
-def watch(
-    scaled: Any, unscaled: list[tuple[Any, dict[str, Any]]], late: list[dict[str, Any]]
-) -> None:
-    """Adds to `late` the entries of optimizers whose gradients a backward of `scaled` will write.
+def watch(scaled: Any, unscaled: list[tuple[Any, Turn]]) -> None:
+    """Marks the turns of optimizers whose gradients a backward of `scaled` will write as late.
 
     Comparing gradients before and after the backward tells it from a clip, which writes them, too.
 
     Args:
         scaled: What `scale` returns.
-        unscaled: Optimizers and their entries in `_per_optimizer_states`.
-        late: Entries; appended to at the end of the backward.
+        unscaled: Optimizers and their turns, which are marked at the end of the backward.
     """
 
     def compare_after(_: Tensor) -> None:
         before = [_versions(optimizer) for optimizer, _ in unscaled]
 
         def compare() -> None:
-            for (optimizer, entry), versions in zip(unscaled, before, strict=True):
+            for (optimizer, turn), versions in zip(unscaled, before, strict=True):
                 if _versions(optimizer) != versions:
-                    late.append(entry)
+                    turn.is_late = True
 
         torch.autograd.Variable._execution_engine.queue_callback(compare)
 

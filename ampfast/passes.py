@@ -9,11 +9,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.amp.grad_scaler import OptState
 
 from ampfast import backends, clipping, distributed, gradients, tracking
 from ampfast.backends import scalars
-from ampfast.backends.core import Factor, Pass, clip_to, copy_of, new_entry, riding
+from ampfast.backends.core import Factor, Pass, clip_to, riding
 from ampfast.backends.gpu import DeviceKernels, Ending
 from ampfast.backends.scalars import joint_flag
 from ampfast.errors import warn_caller
@@ -21,6 +20,7 @@ from ampfast.loss_scale import Limits, LossScale
 from ampfast.master_weights import casts_of
 from ampfast.optimizers import ByOptimizer
 from ampfast.spikes import Sigmas, SpikeRule, SpikeRules, skip_limit_of
+from ampfast.turn import NO_TURN, READY, UNSCALED, Flags, Turn, begin, new_turn
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -30,20 +30,6 @@ if TYPE_CHECKING:
 else:
     # torch's own class, also where an earlier import of ampfast has patched its name.
     TorchGradScaler = getattr(torch.amp.GradScaler, "_stands_for", torch.amp.GradScaler)
-
-
-Flags = dict[Any, Tensor]
-
-# Key of an optimizer's entry in `_per_optimizer_states` besides torch's: the agreement of ranks on
-# its flags that is still to come.
-AGREEMENT = "agreement"
-
-# Cold, reading an enum's member from its class would cost as much as all other lines of `step`.
-READY, UNSCALED, STEPPED = OptState
-
-# Makes an optimizer's entry as torch's factory does, without a cold Python frame.
-fresh_entry = partial(new_entry, READY)
-NEW = fresh_entry()
 
 
 class Passes(TorchGradScaler):
@@ -57,8 +43,6 @@ class Passes(TorchGradScaler):
     _backend: str | None = None
     # Whether the scale is 1 forever, so that nothing is multiplied or divided by it.
     _is_guard = False
-    # The update of the scale that rides in the next check.
-    _ending: Ending | None = None
     # The passes that unscale, check and clip by the scale, made again for another tensor.
     _passes_scale: Tensor | None = None
     _unscale_pass = _check_pass = _clip_pass = Pass(False, Factor.NONE)
@@ -68,15 +52,15 @@ class Passes(TorchGradScaler):
 
     # Made when first asked for, also for instances that torch pickled or whose __init__ was not
     # called: the kernels by device, those for the device of the scale, the state of the scale
-    # besides torch's two tensors, the ranks to agree with, the per-parameter tables, the flags of
-    # each living optimizer's last check, the norms of steps taken, and whether a policy, tables or
-    # ranks take part in passes.
+    # besides torch's two tensors, the ranks to agree with, the per-parameter tables, the last turn
+    # of each living optimizer, the norms of steps taken, and whether a policy, tables or ranks take
+    # part in passes.
     _choice = cached_property(lambda self: backends.choose(self._backend))
     _kernels = cached_property(lambda self: self._choice.kernels_for(self._scale.device))
     _loss_scale = cached_property(lambda self: LossScale(Limits()))
     _ranks = cached_property(lambda self: distributed.Ranks(is_default=self._is_for_all))
     _tracking = cached_property(lambda self: tracking.Tracking(health=self._track == "health"))
-    _last_checks = cached_property(lambda self: ByOptimizer[Flags | None]())
+    _last_turns = cached_property(lambda self: ByOptimizer[Turn]())
     _spike_rules = cached_property(lambda self: SpikeRules())
     _has_observers = cached_property(
         lambda self: (
@@ -123,50 +107,56 @@ class Passes(TorchGradScaler):
         self._passes_scale = scale if factor is scale else None
         return self._unscale_pass
 
-    def _observed(
-        self, optimizer: torch.optim.Optimizer, work: Pass, scale: Tensor, observes: bool = True
-    ) -> tuple[Pass, Pass | None]:
-        """Returns a pass with what the policy observes, and the same with marks of overflows.
-
-        The latter, for a raw call, is None where gradients must be sorted first.
-        """
-        follower = self._loss_scale.follower
-        if follower is not None and observes:
-            work = follower.before(work, scale.device)
-        if self._track is None:
-            return work, work
-        return work, self._tracking.before(optimizer, work, self._loss_scale.words)
+    def _turn(self, optimizer: torch.optim.Optimizer) -> Turn:
+        """The optimizer's turn in this iteration."""
+        key, turns, last_turns = id(optimizer), self._per_optimizer_states, self._last_turns.values
+        turn: Any = turns.get(key)
+        if type(turn) is not Turn:
+            # Others put torch's plain dicts there.
+            turn = turns[key] = Turn(turn or {"stage": READY, "found_inf_per_device": {}})
+        last = last_turns.get(key)
+        if last is None:
+            self._last_turns.record(optimizer, turn)
+        elif last is not turn:
+            turn.last_flags = last.get("found_inf_per_device") or last.last_flags
+            last_turns[key] = turn
+        taken: Turn = turn
+        return taken
 
     def _pass(
         self,
         optimizer: torch.optim.Optimizer,
-        entry: dict[str, Any] | None,
+        turn: Turn | None,
         work: Pass,
         scale: Tensor,
         observes: bool = True,
     ) -> Flags:
-        """Runs a pass over an optimizer's gradients, and marks its entry, if given, as unscaled.
+        """Runs a pass over an optimizer's gradients; its turn, if given, is unscaled then.
 
-        Without an entry it only checks, float16 gradients too. One that writes marks the entry as
+        Without a turn it only checks, float16 gradients too. One that writes marks the turn as
         unscaled first: whatever ends it early, neither a retry nor a step takes gradients that are
         half written.
 
         Returns:
-            Flags by device, on which all ranks agree; the entry gets them, too.
+            Flags by device, on which all ranks agree; the turn gets them, too.
         """
-        allow_fp16 = entry is None or self._allow_fp16
+        allow_fp16 = turn is None or self._allow_fp16
         follower, grads, agreement = self._loss_scale.follower, None, None
-        work, marked = self._observed(optimizer, work, scale, observes)
+        if follower is not None and observes:
+            work = follower.before(work, scale.device)
+        marked: Pass | None = work
+        if self._track is not None:
+            marked = self._tracking.before(optimizer, work, self._loss_scale.words)
         if not self._ranks.is_alone:
             agreement = self._ranks.agreement(())
-            if entry is not None:
-                entry[AGREEMENT] = agreement
+            if turn is not None:
+                turn.agreement = agreement
             if marked is not None and marked.ending is not None:
                 marked = riding(marked, None)  # the ranks agree first
         flag = None
         # Without observers `_unscale` and `_checked_by_scale` have tried.
         if marked is not None and self._has_observers:
-            flag = self._kernels.pass_over(optimizer, entry, UNSCALED, marked, allow_fp16, scale)
+            flag = self._kernels.pass_over(optimizer, turn, UNSCALED, marked, allow_fp16, scale)
         if flag is not None:
             flags = {flag.device: flag}
         else:
@@ -174,7 +164,7 @@ class Passes(TorchGradScaler):
             agreement = self._agreement(grads)
             if agreement is not None:
                 work = work._replace(ending=None)
-            mark = None if entry is None else partial(mark_unscaled, entry, agreement=agreement)
+            mark = None if turn is None else partial(begin, [turn], agreement)
             flags = gradients.run(grads, work, before_write=mark)
         observed: list[Tensor] = []
         if follower is not None and grads is not None:
@@ -183,49 +173,54 @@ class Passes(TorchGradScaler):
             observed = [work.sums[1]]
         if follower is not None and agreement is None:
             follower.observed += observed
-        if entry is not None:
-            entry["found_inf_per_device"], entry["stage"] = flags, UNSCALED
+        if turn is not None:
+            turn["found_inf_per_device"], turn["stage"] = flags, UNSCALED
         if agreement is None:
             return flags
         if not observes:
             return agreement.all_reduce([flags], scale.device)[0]
-        entry = {"found_inf_per_device": flags} if entry is None else entry
-        entry[AGREEMENT] = agreement
-        return self._agree(entry, scale.device, observed)
+        turn = Turn(found_inf_per_device=flags) if turn is None else turn
+        turn.agreement = agreement
+        return self._agree(turn, agreement, scale.device, observed)
 
     def _agree(
-        self, entry: dict[str, Any], device: torch.device, observed: list[Tensor] | None = None
+        self,
+        turn: Turn,
+        agreement: distributed.Agreement,
+        device: torch.device,
+        observed: list[Tensor] | None = None,
     ) -> Flags:
-        """Gives an entry the flags of all ranks, and the policy what they observed.
+        """Gives a turn the flags of all ranks, and the policy what they observed.
 
-        Until then the entry has the agreement: `step` or `update` retries a collective that failed.
+        Until then it has the agreement: `step` or `update` retries a collective that failed.
         """
         follower = self._loss_scale.follower
-        flags: list[Flags] = [entry["found_inf_per_device"]]
+        flags: list[Flags] = [turn["found_inf_per_device"]]
         if follower is None:
-            flags = entry[AGREEMENT].all_reduce(flags, device)
+            flags = agreement.all_reduce(flags, device)
         else:
             largest = follower.largest(observed, device)
-            flags, largest = entry[AGREEMENT].all_reduce_norm(flags, device, largest, largest=True)
+            flags, largest = agreement.all_reduce_norm(flags, device, largest, largest=True)
             follower.observed.append(largest)
-        entry["found_inf_per_device"] = flags[0]
-        del entry[AGREEMENT]
+        turn["found_inf_per_device"] = flags[0]
+        turn.agreement = None
         return flags[0]
 
     def _flags(self, scale: Tensor, but: int | None = None) -> list[Tensor]:
         """The found_inf tensors of this iteration, on which ranks agree, but one optimizer's."""
         flags: list[Tensor] = []
-        for key, entry in self._per_optimizer_states.items():
-            if AGREEMENT in entry and entry["stage"] is not READY:
-                self._agree(entry, scale.device)
-            flags += entry["found_inf_per_device"].values() if key != but else ()
+        for key, turn in self._per_optimizer_states.items():
+            if type(turn) is Turn and turn.agreement is not None and turn["stage"] is not READY:
+                self._agree(turn, turn.agreement, scale.device)
+            flags += turn["found_inf_per_device"].values() if key != but else ()
         return flags
 
     def _last_flags(self, optimizer: torch.optim.Optimizer) -> Flags:
         """The flags of the optimizer's last check, by device; none if disabled."""
         if not self._enabled:
             return {}
-        flags = self._last_checks.get(optimizer)
+        turn = self._last_turns.get(optimizer)
+        flags = None if turn is None else turn.flags
         if flags is None:
             raise LookupError(
                 f"this optimizer ({type(optimizer).__name__}) was never checked: "
@@ -234,7 +229,7 @@ class Passes(TorchGradScaler):
         return flags
 
     def _checked_by_scale(
-        self, optimizer: torch.optim.Optimizer, entry: dict[str, Any], scale: Tensor
+        self, optimizer: torch.optim.Optimizer, turn: Turn, scale: Tensor
     ) -> Tensor | None:
         """Checks still scaled gradients; returns the scale by which the optimizer divides them.
 
@@ -243,16 +238,16 @@ class Passes(TorchGradScaler):
         if self._passes_scale is not scale:
             self._make_passes(scale)
         if self._skip_above is not None:
-            # Not in its entry, since nothing is written: a step that raises may be repeated.
-            found = fresh_entry()
+            # Not in its own, since nothing is written: a step that raises may be repeated.
+            found = new_turn()
             self._unscale_below_limit(optimizer, found, scale, defers=True)
-            entry["found_inf_per_device"] = found["found_inf_per_device"]
-            if clipping.DEFERRED not in found:
-                entry["stage"] = UNSCALED
-            return found.get(clipping.DEFERRED)
+            turn["found_inf_per_device"] = found["found_inf_per_device"]
+            if found.divisor is None:
+                turn["stage"] = UNSCALED
+            return found.divisor
         work, ending, flag = self._check_pass, None, None
         if scale.dtype is torch.float32 and isinstance(self._kernels, DeviceKernels):
-            ending, self._ending = self._ending or Ending(None, scale), None
+            ending, turn.ending = turn.ending or Ending(None, scale), None
             work = riding(work, ending)
         if not self._has_observers:
             flag = self._kernels.pass_over(optimizer, None, None, work, True, scale)
@@ -260,20 +255,17 @@ class Passes(TorchGradScaler):
             flags = {flag.device: flag}
         else:
             flags = self._pass(optimizer, None, work, scale)
-        entry["found_inf_per_device"] = flags
-        if ending is not None and ending.applied:
-            return ending.divisor
-        copied = copy_of(scale)
-        return scale * 1 if copied is None else copied
+        turn["found_inf_per_device"] = flags
+        return ending.divisor if ending is not None and ending.applied else scale.clone()
 
     def _unscale_below_limit(
-        self, optimizer: Any, entry: dict[str, Any], scale: Tensor, *, defers: bool
+        self, optimizer: Any, turn: Turn, scale: Tensor, *, defers: bool
     ) -> None:
         """Unscales, or lets the step unscale, and skips a step of a norm above the limit."""
         if self._skip_above is None:
             raise AssertionError("there is no limit")
         spikes = self._spike_rules.rule([optimizer], self._skip_above, scale.device)
-        norm = self._clip([optimizer], scale, math.inf, 2.0, spikes, [defers], entries=[entry])
+        norm = self._clip([optimizer], scale, math.inf, 2.0, spikes, [defers], turns=[turn])
         self._record([optimizer], norm, 2.0, spikes)
 
     def _record(
@@ -293,7 +285,7 @@ class Passes(TorchGradScaler):
         spikes: SpikeRule | None,
         defers: list[bool],
         overridden: bool = False,
-        entries: list[dict[str, Any]] | None = None,
+        turns: list[Turn] | None = None,
     ) -> Tensor:
         """Clips gradients, scaled by `scale`, or lets the step of those that defer clip.
 
@@ -313,13 +305,10 @@ class Passes(TorchGradScaler):
             )
             for each, deferred in zip(optimizers, defers, strict=True)
         ]
-        if entries is None:
-            entries = [
-                fresh_entry() if scale is None else self._per_optimizer_states[id(each)]
-                for each in optimizers
-            ]
+        if turns is None:
+            turns = [new_turn() if scale is None else self._turn(each) for each in optimizers]
         if scale is not None and not overridden and clipping.share_memory(terms):
-            terms, defers = self._unscaled_first(optimizers, entries, scale), [False] * len(terms)
+            terms, defers = self._unscaled_first(optimizers, turns, scale), [False] * len(terms)
         divisor = None
         if scale is not None and any(defers):
             divisor = torch.empty((), dtype=torch.float32, device=scale.device)
@@ -330,20 +319,20 @@ class Passes(TorchGradScaler):
             for term in terms:
                 term.unscales = term.writes
             if any(term.writes for term in terms):
-                mark_unscaled(*entries, agreement=agreement)
+                begin(turns, agreement)
         norm, coefficient = clipping.measure(
             self._choice, terms, order, limit, scale, divisor, agreement, spikes
         )
-        for entry in entries:
-            entry.pop(AGREEMENT, None)  # as all ranks have agreed
-        for entry, term in zip(entries, terms, strict=True) if overridden else ():
-            flags = entry["found_inf_per_device"]
+        for turn in turns:
+            turn.agreement = None  # as all ranks have agreed
+        for turn, term in zip(turns, terms, strict=True) if overridden else ():
+            flags = turn["found_inf_per_device"]
             if spikes is not None:
                 flags = {
                     at: joint_flag([flag, *term.flags.values()], flag.device)
                     for at, flag in flags.items()
                 }
-            entry["found_inf_per_device"] = term.flags = flags
+            turn["found_inf_per_device"] = term.flags = flags
         follower = self._loss_scale.follower
         if follower is not None and scale is not None:
             observed = [seen for term in terms for seen in follower.seen(term.grads, term.sums)]
@@ -351,25 +340,25 @@ class Passes(TorchGradScaler):
                 observed = [agreement.norm(scalars.largest(observed, norm.device), math.inf)]
             follower.observed += observed
         if not overridden:
-            mark_unscaled(*entries)
+            begin(turns)
         clipping.clip_(terms, coefficient)
         if scale is not None and len(terms) > 1:
             clipping.skip_together(terms, scale.device)
-        for entry, term, deferred in zip(entries, terms, defers, strict=True):
+        for turn, term, deferred in zip(turns, terms, defers, strict=True):
             if deferred:
-                entry[clipping.DEFERRED] = divisor
+                turn.divisor = divisor
             # Last: until now they say "skip".
-            entry["found_inf_per_device"] = term.flags
+            turn["found_inf_per_device"] = term.flags
         return norm
 
     def _unscaled_first(
-        self, optimizers: list[Any], entries: list[dict[str, Any]], scale: Tensor
+        self, optimizers: list[Any], turns: list[Turn], scale: Tensor
     ) -> list[clipping.NormTerm]:
         """Unscales gradients that share memory, each as often as it is listed, as torch does."""
         self._warn_of_shared_memory()
         terms = [self._norm_term(each, scale, writes=True) for each in optimizers]
         clipping.require_writable(terms)
-        mark_unscaled(*entries)
+        begin(turns)
         for term in terms:
             gradients.run(term.grads, Pass(True, *term.unscaling))
         return [self._norm_term(each, None, writes=True) for each in optimizers]
@@ -386,6 +375,7 @@ class Passes(TorchGradScaler):
     def _clip_over(
         self,
         optimizer: torch.optim.Optimizer,
+        turn: Turn,
         scale: Tensor,
         limit: float,
         order: float,
@@ -394,16 +384,20 @@ class Passes(TorchGradScaler):
         """Clips an optimizer's gradients by one call, or returns None where that cannot."""
         if limit == math.inf or order not in clipping.FUSED_ORDERS or not self._ranks.is_alone:
             return None
-        entry, follower = self._per_optimizer_states[id(optimizer)], self._loss_scale.follower
+        follower = self._loss_scale.follower
         if self._passes_scale is not scale:
             self._make_passes(scale)
         work = self._clip_pass
-        work, marked = self._observed(optimizer, work, scale)
+        if follower is not None:
+            work = follower.before(work, scale.device)
+        marked: Pass | None = work
+        if self._track is not None:
+            marked = self._tracking.before(optimizer, work, self._loss_scale.words)
         if marked is None:
             return None
         rule = (math.inf, None) if spikes is None else spikes
         clip = clip_to(limit, order == math.inf, *rule)
-        given = (optimizer, entry, UNSCALED, marked, self._allow_fp16, scale)
+        given = (optimizer, turn, UNSCALED, marked, self._allow_fp16, scale)
         norm: Tensor | None = self._kernels.clip_over(*given, clip)
         if norm is not None and follower is not None and work.sums is not None:
             follower.observed.append(work.sums[1])
@@ -438,9 +432,9 @@ class Passes(TorchGradScaler):
         )
         scale = None if self._track is None else self._get_scale_async()
         if scale is not None:
-            entry = self._per_optimizer_states.get(id(optimizer), NEW)
+            turn = self._per_optimizer_states.get(id(optimizer), NO_TURN)
             given = (optimizer, grads.groups, scale, self._loss_scale.words_on(scale.device))
-            grads.track_on = self._tracking.start(*given, measures=entry["stage"] is READY)
+            grads.track_on = self._tracking.start(*given, measures=turn["stage"] is READY)
         return grads
 
     def _agreement(self, *passes: gradients.Gradients) -> distributed.Agreement | None:
@@ -453,18 +447,3 @@ class Passes(TorchGradScaler):
         if not layouts and (ranks.is_alone or not (self._enabled or dist.is_initialized())):
             return None
         return ranks.agreement(layouts)
-
-
-def mark_unscaled(*states: dict[str, Any], agreement: distributed.Agreement | None = None) -> None:
-    """Marks optimizers as unscaled before their gradients are written.
-
-    Until the pass is over their flag says "skip", on all ranks if there is an `agreement` yet to
-    come: whatever ends that pass early, neither a retry nor a step takes gradients that are half
-    written. A clip agrees before, so its interrupt is this rank's alone.
-    """
-    flags = [torch.ones((), dtype=torch.float32, device="cpu") for _ in states]
-    for state, flag in zip(states, flags, strict=True):
-        if agreement is not None:
-            state[AGREEMENT] = agreement
-        state["found_inf_per_device"] = {flag.device: flag}
-        state["stage"] = UNSCALED

@@ -10,8 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ampfast.clipping import DEFERRED
-
 from . import goals, providers
 from .cases import GradCase, make_gradients
 from .goals import CLIP, DEFERRED_CLIP
@@ -126,7 +124,7 @@ def assert_parity(case: GradCase, dtype: torch.dtype, device: torch.device, name
             raise AssertionError(f"{what}: the norm is {norm.item()}, not {exact}")
         if path == DEFERRED_CLIP:
             assert_same(ours, gradients, f"gradients of {what}, which are only read")
-            divisor = scaler._per_optimizer_states[id(optimizer)][DEFERRED].item()
+            divisor = scaler._per_optimizer_states[id(optimizer)].divisor.item()
             if abs(divisor - 3 * SCALE) > 1e-5:
                 raise AssertionError(f"{what}: the divisor is {divisor}, not {3 * SCALE}")
             continue

@@ -301,9 +301,7 @@ struct Over {
 PyObject* pass_over(const Over& over) {
   std::optional<Mark> mark;
   if (over.entry != Py_None) {
-    if (!PyDict_CheckExact(over.entry)) {
-      return nullptr;
-    }
+    TORCH_CHECK_TYPE(PyDict_Check(over.entry), "expected the turn of an optimizer");
     mark.emplace(over.entry);
   }
   const Pass pass(over.pass);
@@ -424,9 +422,7 @@ at::Tensor clipped_on(const Over& over, const Gradients& gradients, const Pass& 
 }
 
 PyObject* clip_over(const Over& over, PyObject* clip) {
-  if (!PyDict_CheckExact(over.entry)) {
-    return nullptr;
-  }
+  TORCH_CHECK_TYPE(PyDict_Check(over.entry), "expected the turn of an optimizer");
   const Mark mark(over.entry);
   const Pass pass(over.pass);
   const ClipTuple fields(clip);
@@ -473,13 +469,6 @@ PyObject* is_found(PyObject* const* args) {
   return PyBool_FromLong(sum != 0);
 }
 
-// copy_of(scalar) -> a new 0-dim float32 tensor on the CPU
-PyObject* copy_of(PyObject* const* args) {
-  const at::Tensor* tensor = scalar_of(args[0], at::kFloat);
-  return tensor == nullptr ? nullptr
-                           : THPVariable_Wrap(new_scalar(*tensor->const_data_ptr<float>()));
-}
-
 // can_update(update) -> whether kernels know its tensors and numbers exactly
 PyObject* can_update(PyObject* const* args) {
   return PyBool_FromLong(update_of(args[0]).has_value());
@@ -500,14 +489,6 @@ PyObject* update(PyObject* const* args) {
   update_scale(*update, sum);
   scale->unsafeGetTensorImpl()->bump_version();  // as torch's op
   return Py_NewRef(Py_True);
-}
-
-// new_entry(stage) -> an optimizer's entry, as torch makes it
-PyObject* new_entry(PyObject* const* args) {
-  py::dict entry;
-  entry[kStageName] = py::handle(args[0]);
-  entry[kFlagsName] = py::dict();
-  return entry.release().ptr();
 }
 
 // overrides(scaler, hooks) -> whether its class or the scaler itself has another method than the
@@ -578,10 +559,8 @@ void bind_steps(py::module_& m) {
   add_call<clip_over_on, 8>(m, "clip_over_on");
   add_call<share_memory, 1>(m, "share_memory");
   add_call<is_found, 1>(m, "is_found");
-  add_call<copy_of, 1>(m, "copy_of");
   add_call<has_parameters, 2>(m, "has_parameters");
   add_call<drop_unheld, 1>(m, "drop_unheld");
-  add_call<new_entry, 1>(m, "new_entry");
   add_call<overrides, 2>(m, "overrides");
   add_call<can_update, 1>(m, "can_update");
   add_call<update, 1>(m, "update");

@@ -468,7 +468,7 @@ def test_an_error_before_the_check_leaves_no_update(launcher: ReferenceLauncher)
     run.optimizer.param_groups.append({"params": [None]})
     with pytest.raises(AssertionError, match=r"expected param to be torch\.Tensor"):
         run.scaler.step_and_update(run.optimizer)
-    assert run.scaler._ending is None
+    assert run.scaler._turn(run.optimizer).ending is None
 
 
 def test_an_update_that_rides_bumps_the_version(launcher: ReferenceLauncher) -> None:

@@ -93,5 +93,5 @@ def test_no_more_aten_calls_than_torch(kind: str) -> None:
         aten_calls(GradScaler("cpu"), kind),
         aten_calls(torch.amp.GradScaler("cpu"), kind),
     )
-    # Four calls are of `ones`, one is the product with the scale.
-    assert ours <= 5 < theirs
+    # Three calls are of `ones`, one is the product with the scale; three copy the scale.
+    assert ours <= (4 if kind == "plain" else 7) < theirs

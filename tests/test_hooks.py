@@ -74,7 +74,14 @@ def test_a_hook_is_called_as_often_as_torch_calls_it(hook: str, where: str, opti
         def make(original: Any) -> Any:
             @functools.wraps(original)
             def recording(self: Any, *args: Any, **kwargs: Any) -> Any:
-                shown = [a if isinstance(a, (bool, str)) else type(a).__name__ for a in args]
+                shown = [
+                    a
+                    if isinstance(a, (bool, str))
+                    else "dict"
+                    if isinstance(a, dict)
+                    else type(a).__name__
+                    for a in args
+                ]
                 tensors = [a.detach().clone() for a in args if isinstance(a, torch.Tensor)]
                 # The bits identify a loss; other calls are shown with inv_scale and found_inf.
                 calls.append([shown, sorted(kwargs), tensors])

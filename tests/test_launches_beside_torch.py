@@ -99,8 +99,7 @@ def counted(launcher: ReferenceLauncher, monkeypatch: pytest.MonkeyPatch) -> Ref
     """Launches without the ops that stand for them, and flags that are read as on a GPU."""
     for name in ("multi_tensor", "clip_coefficient", "update_scale"):
         monkeypatch.setattr(launcher, name, record_function(OURS)(getattr(launcher, name)))
-    marks = record_function(HOST)(passes.mark_unscaled)
-    monkeypatch.setattr(passes, "mark_unscaled", marks)
+    monkeypatch.setattr(passes, "begin", record_function(HOST)(passes.begin))
     monkeypatch.setattr(grad_scaler, "is_found", lambda flags: None)
     return launcher
 

@@ -169,7 +169,7 @@ def test_a_flag_on_the_host_is_not_changed_later() -> None:
     one, scheduler = late_one("fused_adamw", "ExponentialLR")
     one.train(0)
     scheduler.step()
-    for flag in one.scaler._last_checks.get(one.optimizer).values():
+    for flag in one.scaler._last_flags(one.optimizer).values():
         flag.fill_(1.0)
     scheduler.flush()
     assert scheduler.last_epoch == 1

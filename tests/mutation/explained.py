@@ -175,8 +175,8 @@ _BY_REASON: dict[str, list[tuple[str, str, str, int]]] = {
     "A disabled scaler has no history.": [
         (
             "GradScaler.grad_norm",
-            "self._enabled and all((state['stage'] is READY for state in states))",
-            "all((state['stage'] is READY for state in states))",
+            "self._enabled and all((turn['stage'] is READY for turn in turns))",
+            "all((turn['stage'] is READY for turn in turns))",
             1,
         ),
     ],
@@ -190,7 +190,7 @@ _BY_REASON: dict[str, list[tuple[str, str, str, int]]] = {
         ("Passes._clip", "True", "False", 2),
         ("Passes._clip", "True", "False", 3),
         ("GradScaler.grad_norm", "True", "False", 1),
-        ("mark_unscaled", "True", "False", 1),
+        ("begin", "True", "False", 1),
     ],
     "A single step was predicted by none: the row and the list are empty.": [
         ("LossScale.history", "end > 1", "end >= 1", 1),
@@ -289,8 +289,8 @@ _BY_REASON: dict[str, list[tuple[str, str, str, int]]] = {
         ),
         (
             "Passes._pass",
-            "None if entry is None else partial(mark_unscaled, entry, agreement=agreement)",
-            "partial(mark_unscaled, entry, agreement=agreement)",
+            "None if turn is None else partial(begin, [turn], agreement)",
+            "partial(begin, [turn], agreement)",
             1,
         ),
         (
@@ -308,9 +308,6 @@ _BY_REASON: dict[str, list[tuple[str, str, str, int]]] = {
             "follower is not None and work.sums is not None",
             1,
         ),
-    ],
-    "Divided by 1 a scale is the same.": [
-        ("Passes._checked_by_scale", "scale * 1", "scale / 1", 1),
     ],
     "Proposes the number that the rule has without a proposal.": [
         (

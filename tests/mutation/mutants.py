@@ -19,6 +19,7 @@ FILES = (
     "ampfast/optimizers.py",
     "ampfast/policies.py",
     "ampfast/spikes.py",
+    "ampfast/turn.py",
 )
 
 _OTHER_OPERATOR: dict[type[ast.AST], type[ast.AST]] = {

@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from ampfast.turn import Turn
+
 BITS = {
     torch.float64: torch.int64,
     torch.float32: torch.int32,
@@ -57,7 +59,8 @@ def difference(ours: Any, theirs: Any, where: str = "value") -> str | None:
     """
     if isinstance(ours, torch.Tensor) and isinstance(theirs, torch.Tensor):
         return _tensor_difference(ours, theirs, where)
-    if type(ours) is not type(theirs):
+    # A turn is torch's dict with attributes.
+    if (dict if type(ours) is Turn else type(ours)) is not type(theirs):
         return f"{where}: ours {ours!r}, torch {theirs!r}"
     if isinstance(ours, float):
         if ours != ours and theirs != theirs:
