@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+
 import pytest
 import torch
 from simulated import CPU
@@ -84,6 +86,7 @@ def test_the_command_prints_or_writes_the_table(monkeypatch, tmp_path, capsys):
     printed = capsys.readouterr().out
     assert f"| {CASES['1000x1k'].list_bytes(torch.float32) / 1e6:.1f} MB |" in printed
     (tmp_path / "docs").mkdir()
+    shutil.copytree(machine.REPOSITORY / "benchmarks/results", tmp_path / "benchmarks/results")
     page = tmp_path / model.PAGE
     page.write_text(f"a\n{readme.START}\nold\n{readme.END}\nb\n")
     assert command.main(["model", "--write", str(tmp_path)]) == 0

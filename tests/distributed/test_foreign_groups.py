@@ -216,7 +216,7 @@ def compared(odd: int | None) -> list[str | None]:
 def test_ranks_are_compared() -> None:
     assert ranks.run(compared, None, ranks=4) == [[None, None]] * 4
     text = "the ranks' scalers differ: scale: 2.0 on {}, 4.0 on rank 3"
-    world, pair = text.format("ranks 0-2"), text.format("rank 1")
+    world, pair = text.format("rank 0"), text.format("rank 1")
     assert ranks.run(compared, 3, ranks=4) == [[world, None], [world, pair]] * 2
 
 
