@@ -142,12 +142,10 @@ def split(page: Path) -> tuple[str, str, str]:
 
 def _heading(results: Results, folder: str) -> str:
     name = file_name(results)
-    gpu = "" if results.machine.get("gpu") else [f"On GPUs: {tables.NOT_MEASURED}."]
     return " ".join(
         (
             f"Measured on {results.place} with {results.versions}, {results.date[:10]}.",
             f"Medians, both sides in one run; all of it: [`{name}`]({folder}{name}).",
-            *gpu,
             tables.score(results),
             *results.caveats,
         )
