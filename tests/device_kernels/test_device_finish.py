@@ -295,14 +295,15 @@ def test_the_divisor_is_the_scale_before_the_update(
         for write in (False, True):
             scale, tracker, _ = state(case)
             ending = KERNELS.ending(Update(scale, tracker, NO_FLAG, *factors))
-            ending.divisor.fill_(math.nan)
             if write:
-                more = {"factor_copy": ending.divisor, "ending": ending}
+                divisor = torch.full_like(scale, math.nan)
+                more = {"factor_copy": divisor, "ending": ending}
                 run_unscale(KERNELS, grads_of(grads), scale, is_scale=True, **more)
             else:
                 run_check(KERNELS, grads_of(grads), scale, ending=ending)
+                divisor = ending.divisor
             assert_same([scale, tracker], list(torch_updated(case, float(bad))))
-            assert_same(ending.divisor, before)
+            assert_same(divisor, before)
 
 
 @pytest.mark.parametrize("given", [None, 0.0, -0.0, 1.0, math.nan])
