@@ -16,7 +16,7 @@ from ampfast.grad_scaler import GradScaler
 from ampfast.lr_scheduler import LateScheduler
 from ampfast.master_weights import MasterWeights, master_weights_
 from ampfast.patch import Patch, patch, unpatch
-from ampfast.policies import LogMax, UnderflowTarget
+from ampfast.policies import LogMax
 from ampfast.spikes import Sigmas
 from ampfast.step_guard import StepGuard
 from ampfast.sync_free import sync_free_
@@ -32,7 +32,6 @@ __all__ = [
     "Patch",
     "Sigmas",
     "StepGuard",
-    "UnderflowTarget",
     "__version__",
     "backends",
     "functional",

@@ -31,6 +31,7 @@ from ampfast.backends.gpu import DeviceKernels
 from ampfast.backends.scalars import joint_flag, moved
 from ampfast.capture import is_capturing, refuse_capture
 from ampfast.errors import add_note, float_of, not_compiled, warn_caller
+from ampfast.health import GradientHealth, health_of
 from ampfast.hooks import original_methods
 from ampfast.loss_scale import Limits, LossScale, entry_of, require_static
 from ampfast.master_weights import MasterWeights, casts_of
@@ -43,10 +44,10 @@ from ampfast.optimizers import (
     takes_grad_scaler,
 )
 from ampfast.passes import Passes, TorchGradScaler
-from ampfast.policies import LogMax, UnderflowTarget
+from ampfast.policies import LogMax
 from ampfast.report import History, ScalerStats
 from ampfast.spikes import Sigmas, require_accepted_norms, skip_limit_of
-from ampfast.tracking import GradientHealth, OverflowReport
+from ampfast.tracking import OverflowReport
 from ampfast.turn import NO_TURN, READY, STEPPED, UNSCALED, Flags, Turn, new_turn
 
 if TYPE_CHECKING:
@@ -57,7 +58,7 @@ __all__ = ["GradScaler", "OptState"]
 
 # Attributes of this process and this iteration; weak references among them.
 _OF_THIS_PROCESS = (
-    *("_choice", "_has_observers", "_kernels", "_last_turns", "_tracking"),
+    *("_choice", "_has_observers", "_kernels", "_last_turns", "_names", "_tracking"),
     *("_passes_scale", "_unscale_pass", "_check_pass", "_clip_pass"),
 )
 
@@ -113,10 +114,9 @@ class GradScaler(Passes):
             tensor-parallel parts: a group, or a mesh with all its dimensions. They skip together,
             with one small collective per optimizer, and norms are global; `mark_replicated` names
             the parameters that are alike on all ranks. DTensor gradients need no group.
-        track: Per-parameter record: "overflow" for `overflow_report`, "health" for `health`, too,
-            or None.
-        policy: `LogMax` for a scale that follows the largest gradients, `UnderflowTarget` for one
-            that grows only while values vanish; None for torch's rule.
+        track: "overflow" for a record of each parameter's overflows, for `overflow_report`; or
+            None.
+        policy: `LogMax` for a scale that follows the largest gradients; None for torch's rule.
         skip_above: Norm above which a step is skipped, as the attribute of this name.
 
     Raises:
@@ -151,7 +151,7 @@ class GradScaler(Passes):
         dynamic: bool = True,
         process_group: ProcessGroup | DeviceMesh | None = None,
         track: str | None = None,
-        policy: LogMax | UnderflowTarget | None = None,
+        policy: LogMax | None = None,
         skip_above: float | Sigmas | None = None,
     ) -> None:
         if isinstance(device, Number):
@@ -174,8 +174,6 @@ class GradScaler(Passes):
             )
         skip_above = skip_limit_of(skip_above)
         tracking.require_known(track)
-        if isinstance(policy, UnderflowTarget) and track != "health":
-            raise ValueError(f"UnderflowTarget needs track='health', got track={track!r}")
         backends.require_known(backend)
         if enabled:
             self._choice = backends.choose(backend)
@@ -691,9 +689,7 @@ class GradScaler(Passes):
             TypeError: If it is something else.
             ValueError: If a name is given twice.
         """
-        pairs = tracking.named(model)
-        if self._track is not None:
-            self._tracking.name(pairs, model)
+        self._names.give(tracking.named(model), model)
 
     def overflow_report(self, *, local: bool = False) -> OverflowReport:
         """Returns the parameters with inf/NaN gradients in the last skipped step.
@@ -712,22 +708,48 @@ class GradScaler(Passes):
                 keeps the gradients from the kernels.
             ValueError: If `name_parameters` named no parameter of one of the optimizers.
         """
-        report = self._tracking_for("overflow_report", "overflow", "health").overflow_report()
+        if self._track is None:
+            raise RuntimeError("overflow_report() needs a scaler made with track='overflow'")
+        refuse_capture("a report that the host reads", "ask after the replay")
+        if self._enabled and self._tracking.is_empty and overrides(self, _HOOKS):
+            raise RuntimeError(
+                f"overflow_report() knows nothing: {type(self).__name__} overrides a hook, and "
+                "only gradients that ampfast's own method reads are tracked"
+            )
+        report = self._tracking.overflow_report(self._names)
         if local or not self._enabled:
             return report
         return OverflowReport.of_all(self._ranks.gathered(report))
 
-    def health(self) -> GradientHealth:
-        """Returns how the values of the last gradients, still scaled, fit the range of float16.
+    def health(self, optimizer: torch.optim.Optimizer) -> GradientHealth:
+        """Returns how an optimizer's gradients fit the range of float16 at the current scale.
 
-        Of each optimizer those of its last iteration, of distributed gradients this rank's shards.
-        One host sync.
+        To be asked between `backward` and the optimizer's step. What `unscale_` has divided by the
+        scale counts as if it were not, and what was clipped as it is now. Gradients are only read,
+        by torch's ops, and the host waits for them. Of distributed ones this rank's shards count.
+        A disabled scaler's scale is 1.
+
+        Args:
+            optimizer: Any object with `param_groups`.
 
         Raises:
-            RuntimeError: Without `track="health"`; else as `overflow_report`.
-            ValueError: As `overflow_report`.
+            AssertionError: If nothing was scaled yet.
+            RuntimeError: After `step`, or under capture.
+            ValueError: If `name_parameters` named no parameter of the optimizer.
         """
-        return self._tracking_for("health", "health").health()
+        refuse_capture("a report that the host reads", "ask outside of the graph")
+        turn, scale = NO_TURN, 1.0
+        if self._enabled:
+            scale = self._checked_scale("health").item()
+            turn = self._per_optimizer_states.get(id(optimizer), NO_TURN)
+        if turn["stage"] is STEPPED:
+            raise add_note(RuntimeError("health() is being called after step()."), _ONCE)
+        is_scaled = turn["stage"] is READY or getattr(turn, "divisor", None) is not None
+        try:
+            return health_of(optimizer, self._names, scale, 1.0 if is_scaled else scale)
+        except AttributeError as error:
+            explain(error, optimizer, "param_groups")
+            raise
 
     def check_ranks(self) -> None:
         """Raises the same error on every rank if their scalers' settings or states differ.
@@ -1055,16 +1077,6 @@ class GradScaler(Passes):
         if self._scale is None:
             raise AssertionError(f"_scale is None in {method}")
         return self._scale
-
-    def _tracking_for(self, method: str, *kinds: str) -> tracking.Tracking:
-        """The tables that a report is made of; raises RuntimeError where there are none."""
-        tracking.require_tracked(self._track, method, kinds)
-        if self._enabled and self._tracking.is_empty and overrides(self, _HOOKS):
-            raise RuntimeError(
-                f"{method}() knows nothing: {type(self).__name__} overrides a hook, and "
-                "only gradients that ampfast's own method reads are tracked"
-            )
-        return self._tracking
 
     def _end_iteration(self, *, was_set: bool = False) -> None:
         """Ends an iteration: after an update, or as the caller set the scale."""

@@ -168,10 +168,6 @@ def run(
         before_write: Called right before the first write, after torch's refusals.
         sums_of_each: Gets the sums of each list, on its device.
     """
-    for kernels, each in gradients.lists:
-        track = gradients.track(each.device)
-        if track is not None and track.health is not None:
-            kernels.measure(each, track.health)  # before unscaling
     if work.write and work.coefficient is None:
         # First gradients that torch may refuse, before any other is written.
         for aside in gradients.for_torch():
@@ -222,17 +218,6 @@ def run(
     if work.sums is not None and not any(row is work.sums for row in rows):
         work.sums[1] = largest([row[1] for row in rows], work.sums.device)
     return flags
-
-
-def vanishing_fractions(gradients: Gradients) -> list[Tensor]:
-    """Returns, by device, the fraction of measured nonzero values that float16 rounds away."""
-    fractions = []
-    for device in {each.device for _, each in gradients.lists}:
-        track = gradients.track(device)
-        if track is not None and track.health is not None:
-            _, nonzero, vanishing, *_ = track.health.sum(0).to(widest(device)).unbind()
-            fractions.append(vanishing / nonzero.clamp(min=1))
-    return fractions
 
 
 @torch.no_grad()

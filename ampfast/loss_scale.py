@@ -19,10 +19,9 @@ from ampfast.capture import is_capturing, refuse_capture
 from ampfast.errors import float_of, warn_caller
 from ampfast.policies import (
     NO_AVERAGES,
+    Follower,
     LogMax,
-    UnderflowTarget,
     float32,
-    follower,
     require_averages,
 )
 from ampfast.report import History, ScalerStats
@@ -40,15 +39,12 @@ class Limits:
     max_scale: float | None = None
     hysteresis: int = 1
     hysteresis_refill: str = "growth"
-    policy: LogMax | UnderflowTarget | None = None
+    policy: LogMax | None = None
 
     def __post_init__(self) -> None:
         given: object = self.policy
-        if given is not None and not isinstance(given, (LogMax, UnderflowTarget)):
-            raise TypeError(
-                "policy must be ampfast.LogMax, ampfast.UnderflowTarget or None, got "
-                f"{type(given).__name__}"
-            )
+        if given is not None and not isinstance(given, LogMax):
+            raise TypeError(f"policy must be ampfast.LogMax or None, got {type(given).__name__}")
         for name in ("min_scale", "max_scale"):
             limit = getattr(self, name)
             if limit is None:
@@ -152,7 +148,7 @@ class LossScale:
         self.on_min_scale = on_min_scale
         self.words: Tensor | None = None
         self.norms: dict[frozenset[int], tuple[Tensor, float]] = {}
-        self.follower = follower(limits.policy)
+        self.follower = None if limits.policy is None else Follower(limits.policy)
         # What was loaded before there are words.
         self._tolerated = 0
         self.watch = None if on_min_scale == "ignore" else _MinimumWatch(on_min_scale == "raise")
@@ -166,8 +162,9 @@ class LossScale:
         """Returns the checkpoint's entry, with a host sync."""
         # The tracker counts down, as Megatron-LM's.
         tracker = {"hysteresis_tracker": self.hysteresis_tracker()}
-        averages = [] if self.follower is None else self.follower.averages()
-        return {**self.limits.settings(), **tracker, **({"averages": averages} if averages else {})}
+        if self.follower is None:
+            return {**self.limits.settings(), **tracker}
+        return {**self.limits.settings(), **tracker, "averages": self.follower.averages()}
 
     def require_loadable(self, state_dict: dict[str, Any]) -> tuple[int, list[float]]:
         """Returns the arguments of `load` for a scaler's checkpoint.
@@ -185,7 +182,7 @@ class LossScale:
         is_ours = not isinstance(entry, dict) or list(entry) != ["norms"]
         if is_ours:
             tolerated = self.limits.hysteresis - self.limits.require_loadable(entry)
-        if not isinstance(self.limits.policy, LogMax):
+        if self.limits.policy is None:
             return tolerated, []
         return tolerated, require_averages(entry.get("averages") if is_ours else NO_AVERAGES)
 

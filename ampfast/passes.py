@@ -20,7 +20,7 @@ from ampfast.loss_scale import Limits, LossScale
 from ampfast.master_weights import casts_of
 from ampfast.optimizers import ByOptimizer
 from ampfast.spikes import Sigmas, SpikeRule, SpikeRules, skip_limit_of
-from ampfast.turn import NO_TURN, READY, UNSCALED, Flags, Turn, begin, new_turn
+from ampfast.turn import READY, UNSCALED, Flags, Turn, begin, new_turn
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -52,14 +52,15 @@ class Passes(TorchGradScaler):
 
     # Made when first asked for, also for instances that torch pickled or whose __init__ was not
     # called: the kernels by device, those for the device of the scale, the state of the scale
-    # besides torch's two tensors, the ranks to agree with, the per-parameter tables, the last turn
-    # of each living optimizer, the norms of steps taken, and whether a policy, tables or ranks take
-    # part in passes.
+    # besides torch's two tensors, the ranks to agree with, the per-parameter tables, the names of
+    # parameters, the last turn of each living optimizer, the norms of steps taken, and whether a
+    # policy, tables or ranks take part in passes.
     _choice = cached_property(lambda self: backends.choose(self._backend))
     _kernels = cached_property(lambda self: self._choice.kernels_for(self._scale.device))
     _loss_scale = cached_property(lambda self: LossScale(Limits()))
     _ranks = cached_property(lambda self: distributed.Ranks(is_default=self._is_for_all))
-    _tracking = cached_property(lambda self: tracking.Tracking(health=self._track == "health"))
+    _tracking = cached_property(lambda self: tracking.Tracking())
+    _names = cached_property(lambda self: tracking.Names())
     _last_turns = cached_property(lambda self: ByOptimizer[Turn]())
     _spike_rules = cached_property(lambda self: SpikeRules())
     _has_observers = cached_property(
@@ -167,9 +168,7 @@ class Passes(TorchGradScaler):
             mark = None if turn is None else partial(begin, [turn], agreement)
             flags = gradients.run(grads, work, before_write=mark)
         observed: list[Tensor] = []
-        if follower is not None and grads is not None:
-            observed = follower.seen(grads, [] if work.sums is None else [work.sums])
-        elif follower is not None and work.sums is not None:
+        if follower is not None and work.sums is not None:
             observed = [work.sums[1]]
         if follower is not None and agreement is None:
             follower.observed += observed
@@ -199,7 +198,7 @@ class Passes(TorchGradScaler):
         if follower is None:
             flags = agreement.all_reduce(flags, device)
         else:
-            largest = follower.largest(observed, device)
+            largest = scalars.largest(observed or [], device)
             flags, largest = agreement.all_reduce_norm(flags, device, largest, largest=True)
             follower.observed.append(largest)
         turn["found_inf_per_device"] = flags[0]
@@ -335,7 +334,7 @@ class Passes(TorchGradScaler):
             turn["found_inf_per_device"] = term.flags = flags
         follower = self._loss_scale.follower
         if follower is not None and scale is not None:
-            observed = [seen for term in terms for seen in follower.seen(term.grads, term.sums)]
+            observed = [sums[1] for term in terms for sums in term.sums]
             if agreement is not None:
                 observed = [agreement.norm(scalars.largest(observed, norm.device), math.inf)]
             follower.observed += observed
@@ -432,9 +431,8 @@ class Passes(TorchGradScaler):
         )
         scale = None if self._track is None else self._get_scale_async()
         if scale is not None:
-            turn = self._per_optimizer_states.get(id(optimizer), NO_TURN)
-            given = (optimizer, grads.groups, scale, self._loss_scale.words_on(scale.device))
-            grads.track_on = self._tracking.start(*given, measures=turn["stage"] is READY)
+            words = self._loss_scale.words_on(scale.device)
+            grads.track_on = self._tracking.start(optimizer, grads.groups, words)
         return grads
 
     def _agreement(self, *passes: gradients.Gradients) -> distributed.Agreement | None:

@@ -1,13 +1,12 @@
-"""Policies that move a scale by what is observed of its gradients: `LogMax`, `UnderflowTarget`."""
+"""Policies that move a scale by what is observed of its gradients: `LogMax`."""
 
 from __future__ import annotations
 
 import ctypes
 import math
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,7 +14,6 @@ from torch import Tensor
 from ampfast.backends import core, scalars
 from ampfast.backends.core import Pass, Update
 from ampfast.errors import float_of
-from ampfast.gradients import Gradients, vanishing_fractions
 
 # Of the moving averages of LogMax: the logarithm and its weight so far; slower ones of the
 # logarithm, its square and their weight.
@@ -60,78 +58,38 @@ class LogMax:
             object.__setattr__(self, name, value)
 
 
-@dataclass(frozen=True)
-class UnderflowTarget:
-    """torch's rule, but the scale grows only while too many values vanish.
-
-    Growth that is due waits until more than a fraction of an optimizer's nonzero gradient values,
-    as they are scaled, lie below the smallest number of float16. It needs `track="health"`, which
-    counts them. Values that have been rounded to zero do not count, as in float16 gradients.
-
-    Attributes:
-        share: Above 0 and below 1.
-
-    Raises:
-        TypeError: If it is no number.
-        ValueError: If it is out of range.
-    """
-
-    share: float = 1e-3
-
-    def __post_init__(self) -> None:
-        share = float_of("share", self.share)
-        if not 0 < share < 1:
-            raise ValueError(f"share must be above 0 and below 1, got {share}")
-        object.__setattr__(self, "share", share)
-
-
 def float32(value: float) -> float:
     """Returns the nearest float32, infinite where a number is too large for one."""
     return ctypes.c_float(value).value
 
 
-def follower(policy: LogMax | UnderflowTarget | None) -> Follower | None:
-    """Returns what carries out a policy; None for torch's rule."""
-    if policy is None:
-        return None
-    return _LogMaxFollower(policy) if isinstance(policy, LogMax) else _TargetFollower(policy)
-
-
 class Follower:
-    """Observer of a scale's updates that may propose the next scale; this one keeps torch's rule.
+    """Observer of a scale's updates that proposes the next scale, as `LogMax` describes it.
 
-    A proposal is a word of the scaler's state, which the kernels read and reset: the next scale,
-    before the limits; below 0: torch's scale, but no growth; 0: torch's scale.
+    Once a scale has overflowed, proposals stay at or below a ceiling. A proposal is a word of the
+    scaler's state, which the kernels read and reset: the next scale, before the limits, or 0 for
+    torch's scale.
 
     Attributes:
         observed: What was observed in this iteration, one-element tensors.
     """
 
-    # The state before the first update.
-    _start: ClassVar[list[float]] = []
-
-    def __init__(self, policy: Any) -> None:
+    def __init__(self, policy: LogMax) -> None:
         self._policy = policy
         self.observed: list[Tensor] = []
         self._propose: Any = None  # writes the proposal
-        # Predictions, the oldest first, and averages, if any: floats beside a scale that the host
-        # reads without waiting, else one float64 tensor.
-        self._state: Any = list(self._start)
+        # Predictions, the oldest first, and averages: floats beside a scale that the host reads
+        # without waiting, else one float64 tensor.
+        self._state: Any = [0.0] * _STEPS + NO_AVERAGES
         self._fractions: Tensor | None = None
         # The last prediction and the averages of the update under way.
         self._next: Any = None
 
     def before(self, work: Pass, device: torch.device) -> Pass:
-        """Returns a pass over gradients, still scaled, with what it is to observe."""
-        return work
-
-    def seen(self, grads: Gradients, sums: Sequence[Tensor] = ()) -> list[Tensor]:
-        """Returns what it observes of gradients after a pass; `sums` are those of a norm."""
-        return [each[1] for each in sums]
-
-    def largest(self, values: list[Tensor] | None, device: torch.device) -> Tensor:
-        """Returns the largest observed value, on which ranks agree; None if it is not known."""
-        return scalars.largest(values or [], device)
+        """Returns a pass over gradients, still scaled, with the sums that it is to observe."""
+        wide = torch.float64 if device.type == "cpu" else scalars.widest(device)
+        sums = torch.zeros(2, dtype=wide, device=device)
+        return Pass(*work[:6], sums, *work[7:])
 
     def bind(self, words: Tensor) -> None:
         """Moves to the device of the scaler's state, into which proposals go."""
@@ -143,74 +101,6 @@ class Follower:
             # An op would take microseconds.
             memory = ctypes.c_float.from_address(proposal.data_ptr())
             self._propose = partial(setattr, memory, "value")
-
-    def before_update(self, update: Update) -> None:
-        """Proposes a scale, without a host sync."""
-
-    def after_update(self) -> None:
-        """Concludes an update, also one without a call of `before_update`; no host sync."""
-        state, following = self._state, self._next
-        self._next = None
-        if isinstance(state, list):
-            state[_STEPS:] = following or (0.0, *state[_STEPS:])
-            del state[:1]
-        else:
-            if following is None:
-                following = torch.nn.functional.pad(state[_STEPS:], (1, 0))
-            state.copy_(torch.cat([state[1:_STEPS], following]))
-
-    def predictions(self) -> list[float]:
-        """Returns the predictions of the last 1,024 updates, 0 for none; a host sync."""
-        return self._floats()[:_STEPS]
-
-    def averages(self) -> list[float]:
-        """Returns what a checkpoint keeps, with a host sync."""
-        return self._floats()[_STEPS:]
-
-    def load(self, averages: list[float]) -> None:
-        """Sets what a checkpoint kept, in place."""
-        given: Any = averages
-        if isinstance(self._state, Tensor):
-            given = torch.tensor(averages, dtype=torch.float64, device="cpu")
-        self._state[_STEPS:] = given
-
-    def _floats(self) -> list[float]:
-        return self._state if isinstance(self._state, list) else self._state.tolist()
-
-    def __getstate__(self) -> dict[str, Any]:
-        nothing = dict.fromkeys(("_propose", "_fractions", "_next"))
-        return {**self.__dict__, **nothing, "observed": [], "_state": self._floats()}
-
-
-class _TargetFollower(Follower):
-    """Lets growth wait; where no fraction is known, torch's rule applies."""
-
-    def seen(self, grads: Gradients, sums: Sequence[Tensor] = ()) -> list[Tensor]:
-        return vanishing_fractions(grads)
-
-    def largest(self, values: list[Tensor] | None, device: torch.device) -> Tensor:
-        if values is None:  # above every target
-            return torch.ones((), dtype=scalars.widest(device), device=device)
-        return super().largest(values, device)
-
-    def before_update(self, update: Update) -> None:
-        if self.observed:
-            waits = self.largest(self.observed, update.scale.device) <= self._policy.share
-            self._propose(-waits.float())
-
-
-class _LogMaxFollower(Follower):
-    """Predicts scales, and keeps them at or below a ceiling once one has overflowed."""
-
-    _start = [0.0] * _STEPS + NO_AVERAGES
-
-    def before(self, work: Pass, device: torch.device) -> Pass:
-        wide = torch.float64 if device.type == "cpu" else scalars.widest(device)
-        sums = torch.zeros(2, dtype=wide, device=device)
-        return Pass(*work[:6], sums, *work[7:])
-
-    def bind(self, words: Tensor) -> None:
-        super().bind(words)
         if _host_reads(words.device):
             self._state = self._floats()
         else:
@@ -220,8 +110,10 @@ class _LogMaxFollower(Follower):
                 self._fractions = torch.tensor(_FRACTIONS, **settings)
 
     def before_update(self, update: Update) -> None:
+        """Proposes a scale, without a host sync."""
         observed, state = self.observed, self._state
-        peak = observed[0] if len(observed) == 1 else self.largest(observed, update.scale.device)
+        device = update.scale.device
+        peak = observed[0] if len(observed) == 1 else scalars.largest(observed, device)
         if not isinstance(state, list):
             self._propose_on_device(update, peak)
             return
@@ -296,6 +188,40 @@ class _LogMaxFollower(Follower):
         wanted = torch.where(predicts, predicted, times(before))
         self._propose(torch.where((ceiling > 0) & (wanted > ceiling), ceiling, prediction))
         self._next = torch.cat([prediction.reshape(1), averages, ceiling.reshape(1)])
+
+    def after_update(self) -> None:
+        """Concludes an update, also one without a call of `before_update`; no host sync."""
+        state, following = self._state, self._next
+        self._next = None
+        if isinstance(state, list):
+            state[_STEPS:] = following or (0.0, *state[_STEPS:])
+            del state[:1]
+        else:
+            if following is None:
+                following = torch.nn.functional.pad(state[_STEPS:], (1, 0))
+            state.copy_(torch.cat([state[1:_STEPS], following]))
+
+    def predictions(self) -> list[float]:
+        """Returns the predictions of the last 1,024 updates, 0 for none; a host sync."""
+        return self._floats()[:_STEPS]
+
+    def averages(self) -> list[float]:
+        """Returns what a checkpoint keeps, with a host sync."""
+        return self._floats()[_STEPS:]
+
+    def load(self, averages: list[float]) -> None:
+        """Sets what a checkpoint kept, in place."""
+        given: Any = averages
+        if isinstance(self._state, Tensor):
+            given = torch.tensor(averages, dtype=torch.float64, device="cpu")
+        self._state[_STEPS:] = given
+
+    def _floats(self) -> list[float]:
+        return self._state if isinstance(self._state, list) else self._state.tolist()
+
+    def __getstate__(self) -> dict[str, Any]:
+        nothing = dict.fromkeys(("_propose", "_fractions", "_next"))
+        return {**self.__dict__, **nothing, "observed": [], "_state": self._floats()}
 
 
 def require_averages(saved: object) -> list[float]:

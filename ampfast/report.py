@@ -9,17 +9,12 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from ampfast.tracking import GradientHealth, OverflowReport, ParameterHealth
-
 __all__ = [
-    "GradientHealth",
     "History",
-    "OverflowReport",
     "ScalerStats",
     "SummaryWriter",
     "log",
     "plot",
-    "plot_health",
 ]
 
 
@@ -192,85 +187,10 @@ def plot(history: History, path: str | os.PathLike[str] | None = None) -> Any:
     return figure
 
 
-def plot_health(health: GradientHealth, path: str | os.PathLike[str] | None = None) -> Any:
-    """Plots the range of each parameter's scaled gradient against the range of float16.
-
-    Bars span the nonzero magnitudes, as exponents of 2, over float16's normal range (shaded) and
-    subnormal range (lighter). A cross at the right edge stands for infinities or NaN, a circle at
-    the left edge for a gradient that is all zero.
-
-    Args:
-        health: Result of `GradScaler.health()`.
-        path: File to save the plot to, in the format of its suffix; None saves nothing.
-
-    Returns:
-        The `matplotlib.figure.Figure`.
-
-    Raises:
-        ImportError: If matplotlib is missing.
-        TypeError: If `health` is not a `GradientHealth`.
-        ValueError: If no gradients were measured.
-    """
-    if not isinstance(health, GradientHealth):
-        raise TypeError(f"health must be a GradientHealth, got {type(health).__name__}")
-    if not health.parameters:
-        raise ValueError("nothing to plot: no gradients were measured")
-    rows = health.parameters
-    bars = [_exponents(row) for row in rows]
-    left = min([_HALF_SUBNORMAL, *(bar[0] for bar in bars if bar)]) - 2
-    right = max([_HALF_END, *(bar[1] for bar in bars if bar)]) + 2
-    height = min(1.6 + 0.2 * len(rows), 24)
-    figure = figure_of(9, height)
-    panel = figure.subplots()
-    panel.axvspan(_HALF_SUBNORMAL, _HALF_NORMAL, color="tab:green", alpha=0.1, lw=0)
-    panel.axvspan(_HALF_NORMAL, _HALF_END, color="tab:green", alpha=0.25, lw=0)
-    for place, (row, bar) in enumerate(zip(rows, bars, strict=True)):
-        fits = not (row.vanishing or row.overflowing or row.zero_share >= 0.5)
-        color = "tab:blue" if fits else "tab:red" if row.overflowing else "tab:orange"
-        if bar:
-            # A bar of some width even for a single magnitude.
-            low, high = bar
-            panel.barh(place, max(high - low, 0.3), left=low, height=0.7, color=color)
-        if row.zeros == row.elements:
-            panel.plot([left + 0.5], [place], "o", mfc="none", color="tab:orange", clip_on=False)
-        if not math.isfinite(row.scaled_maximum):
-            panel.plot([right - 0.5], [place], clip_on=False, **_CROSSES)
-    panel.set_xlim(left, right)
-    panel.set_ylim(len(rows) - 0.4, -0.6)
-    # As many names as fit.
-    step = math.ceil(len(rows) / (5 * height - 8))
-    shown = range(0, len(rows), step)
-    names = [rows[place].name for place in shown]
-    names = [name if len(name) <= 48 else f"...{name[-45:]}" for name in names]
-    panel.set_yticks(list(shown), names, fontsize=7)
-    panel.set_xlabel("exponent of 2 of the scaled gradients (float16: shaded; subnormal: lighter)")
-    panel.set_title(
-        "gradient range by parameter (orange: partly vanishing or half zero, red: overflowing)",
-        fontsize=9,
-    )
-    panel.grid(axis="x", alpha=0.3)
-    if path is not None:
-        figure.savefig(path)
-    return figure
-
-
 # Markers, so that a single point is visible.
 _POINTS = {"marker": ".", "markersize": 4}
 _CROSSES = {"marker": "x", "linestyle": "none", "color": "tab:red"}
 _SPIKES = {"marker": "^", "linestyle": "none", "color": "tab:orange"}
-
-# Exponents of float16's smallest subnormal, its smallest normal and the first overflow.
-_HALF_SUBNORMAL = -24
-_HALF_NORMAL = -14
-_HALF_END = 16
-
-
-def _exponents(row: ParameterHealth) -> tuple[float, float] | None:
-    """Ends of a bar as exponents of 2, or None without a finite nonzero magnitude."""
-    low, high = row.scaled_minimum, row.scaled_maximum
-    if not low or not math.isfinite(low):
-        return None
-    return math.log2(low), math.log2(high) if math.isfinite(high) else _HALF_END
 
 
 def figure_of(width: float, height: float) -> Any:

@@ -1,9 +1,7 @@
-"""Per-parameter tracking of overflows and gradient health, and the reports on it."""
+"""Per-parameter tracking of overflows, and the report on it."""
 
 from __future__ import annotations
 
-import math
-import struct
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import astuple, dataclass, replace
@@ -16,7 +14,6 @@ from torch import Tensor
 
 from ampfast.backends import scalars
 from ampfast.backends.core import (
-    HEALTH_WORDS,
     MARK_WORDS,
     Pass,
     Track,
@@ -38,13 +35,13 @@ _EVERYWHERE = (
 # Parameters by group.
 Groups = Sequence[Sequence[Tensor]]
 
-# Values of a `TrackedParameter`.
+# Name, optimizer, its type, group and index of a parameter.
 _Location = tuple[str, int, str, int, int]
 
 
 @dataclass(frozen=True)
-class TrackedParameter:
-    """Name and place of a parameter.
+class ParameterOverflows:
+    """Overflows of one parameter's gradient: steps in which a value that is used was inf or NaN.
 
     Attributes:
         name: Name from `name_parameters`, else "group 0, parameter 3".
@@ -52,6 +49,10 @@ class TrackedParameter:
         optimizer_type: Class name of the optimizer.
         group: Index of the parameter group.
         index: Index of the parameter in its group.
+        kind: Kind of the last overflow: "nan" if the gradient held a NaN, else "inf".
+        step: Step of the last overflow, as the number of updates completed before it.
+        infinities: Number of steps with infinities and no NaN.
+        nans: Number of steps with a NaN.
     """
 
     name: str
@@ -59,21 +60,6 @@ class TrackedParameter:
     optimizer_type: str
     group: int
     index: int
-
-
-@dataclass(frozen=True)
-class ParameterOverflows(TrackedParameter):
-    """Overflows of one parameter's gradient: steps in which a value that is used was inf or NaN.
-
-    Name and place are as in `TrackedParameter`.
-
-    Attributes:
-        kind: Kind of the last overflow: "nan" if the gradient held a NaN, else "inf".
-        step: Step of the last overflow, as the number of updates completed before it.
-        infinities: Number of steps with infinities and no NaN.
-        nans: Number of steps with a NaN.
-    """
-
     kind: Literal["inf", "nan"]
     step: int
     infinities: int
@@ -134,118 +120,30 @@ class OverflowReport:
             return "No infinite or NaN gradients so far."
         count = len(self.parameters)
         what = "1 parameter's gradient was" if count == 1 else f"{count} parameters' gradients were"
-        lines = [f"In step {self.step}, {what} not finite.", *_table(_OVERFLOWS, self.parameters)]
+        lines = [f"In step {self.step}, {what} not finite.", *table(_OVERFLOWS, self.parameters)]
         if self.is_everywhere:
             lines.insert(1, _EVERYWHERE)
         earlier = [row for row in self.totals if row.step != self.step]
         if earlier:
             earlier.sort(key=lambda row: -row.infinities - row.nans)
-            lines += ["", "In earlier steps only:", *_table(_OVERFLOWS, earlier)]
+            lines += ["", "In earlier steps only:", *table(_OVERFLOWS, earlier)]
         return "\n".join(lines)
 
 
-@dataclass(frozen=True)
-class ParameterHealth(TrackedParameter):
-    """Range of one parameter's gradient, still scaled, against the range of float16.
-
-    Name and place are as in `TrackedParameter`.
-
-    Attributes:
-        elements: Number of elements; real and imaginary parts count separately.
-        zeros: Number of zeros, to which a float16 layer flushes what underflows: a fraction that
-            grows as the scale falls is underflow.
-        vanishing: Number of nonzero magnitudes below 2^-24, float16's smallest subnormal; only in
-            gradients computed in another dtype.
-        subnormal: Number of nonzero magnitudes below 2^-14, float16's smallest normal, the
-            vanishing ones included; float16 loses digits there.
-        overflowing: Number of magnitudes above 65504, float16's largest; infinities and NaN count.
-        scaled_maximum: Largest magnitude; NaN if there is a NaN.
-        scaled_minimum: Smallest nonzero magnitude; 0.0 if there is none.
-        scale: Loss scale of the gradient.
-    """
-
-    elements: int
-    zeros: int
-    vanishing: int
-    subnormal: int
-    overflowing: int
-    scaled_maximum: float
-    scaled_minimum: float
-    scale: float
-
-    @property
-    def absolute_maximum(self) -> float:
-        """Largest magnitude of the unscaled gradient."""
-        return self.scaled_maximum / self.scale if self.scale else math.nan
-
-    @property
-    def zero_share(self) -> float:
-        """Fraction of zeros."""
-        return self.zeros / self.elements
-
-    @property
-    def vanishing_share(self) -> float:
-        """Fraction that float16 flushes to zero, but for rounding."""
-        return self.vanishing / self.elements
-
-    @property
-    def subnormal_share(self) -> float:
-        """Fraction below float16's smallest normal number, the vanishing included."""
-        return self.subnormal / self.elements
-
-    @property
-    def overflowing_share(self) -> float:
-        """Fraction above float16's largest number."""
-        return self.overflowing / self.elements
-
-
-@dataclass(frozen=True)
-class GradientHealth:
-    """Ranges of the gradients in each optimizer's last iteration.
-
-    Attributes:
-        parameters: The parameters that had a gradient with elements, in optimizer order.
-    """
-
-    parameters: tuple[ParameterHealth, ...]
-
-    def worst_first(self) -> list[ParameterHealth]:
-        """Returns the parameters by fraction: overflowing, then vanishing or 0, then subnormal."""
-
-        def severity(p: ParameterHealth) -> tuple[float, float, float]:
-            return p.overflowing_share, p.vanishing_share + p.zero_share, p.subnormal_share
-
-        return sorted(self.parameters, key=severity, reverse=True)
-
-    def __str__(self) -> str:
-        if not self.parameters:
-            return "No gradients measured so far."
-        return "\n".join(_table(_HEALTH, self.worst_first()))
-
-
 class Tracking:
-    """Tables of a scaler with a row for each parameter of its optimizers, and their names."""
+    """Tables of a scaler with a row for each parameter of its optimizers."""
 
-    def __init__(self, *, health: bool) -> None:
+    def __init__(self) -> None:
         self.is_empty = True  # before the first pass
-        self._health = health
         self._records: ByOptimizer[_Record] = ByOptimizer()
-        self._names = _Names()
-        # The names themselves die with their parameters.
-        self._has_names = False
-
-    def name(self, pairs: list[tuple[str, Tensor]], model: object) -> None:
-        """Names the parameters of pairs, which are those of `model` if it is a module."""
-        self._names.give(pairs, model)
-        self._has_names |= bool(pairs)
 
     def start(
-        self, optimizer: Any, groups: Groups, scale: Tensor, steps: Tensor, *, measures: bool
+        self, optimizer: Any, groups: Groups, steps: Tensor
     ) -> Callable[[torch.device], Track]:
         """Returns a function that makes the tables of a pass over gradients on a device.
 
         `groups` are the parameters as the pass read them; the first of `steps` is the number of
-        completed updates; `measures` says whether the gradients still bear `scale`.
+        completed updates.
         """
         self.is_empty = False
         record = self._records.get(optimizer)
@@ -256,29 +154,25 @@ class Tracking:
                 refuse_capture("a change of an optimizer's parameters")
                 record.take_marks(last)
         self._records.record(optimizer, record)
-        measured = scale if self._health and measures else None
-        # On every device that ever had gradients: the rows there are from an earlier pass.
-        for device in record.health if measured is not None else ():
-            record.clear_health(device, scale)
-        return partial(record.tables_on, steps=steps[:1], scale=measured)
+        return partial(record.tables_on, steps=steps[:1])
 
     def before(self, optimizer: Any, work: Pass, steps: Tensor | None) -> Pass | None:
         """Returns a pass over plain gradients that marks overflows, without a walk in Python.
 
-        None if the gradients must be sorted first: for health, for parameters without table, and
-        for those of other groups than last.
+        None if the gradients must be sorted first: for parameters without table, and for those of
+        other groups than last.
         """
-        record = None if self._health else self._records.get(optimizer)
+        record = self._records.get(optimizer)
         if record is None or steps is None or steps.device not in record.marks:
             return None
         if not has_parameters(optimizer.param_groups, record.groups):
             return None
         return Pass(*work[:7], record.marks[steps.device], steps, *work[9:])
 
-    def overflow_report(self) -> OverflowReport:
+    def overflow_report(self, names: Names) -> OverflowReport:
         """Overflows of all optimizers' parameters; one host sync."""
         totals = []
-        for location, rows, _ in self._rows(lambda record: record.marks):
+        for location, rows in self._rows(names):
             last, last_nan = (max(row[i] for row in rows) for i in (0, 1))
             times, nans = (sum(row[i] for row in rows) for i in (2, 3))
             if last:
@@ -293,48 +187,24 @@ class Tracking:
         )
         return replace(report, is_everywhere=1 < trainable <= len(report.parameters))
 
-    def health(self) -> GradientHealth:
-        """Health of all optimizers' gradients; one host sync."""
-        parameters = (
-            _health_of(location, row, scale[0])
-            for location, rows, scales in self._rows(lambda record: record.health)
-            for row, scale in zip(rows, scales, strict=True)
-            if row[0]
-        )
-        return GradientHealth(tuple(parameters))
-
-    def _rows(
-        self, tables_of: Callable[[_Record], dict[torch.device, Tensor]]
-    ) -> Iterator[tuple[_Location, Sequence[list[int]], Sequence[list[int]]]]:
-        """Yields each parameter's location, its row on each device, and the tables' last rows."""
-        records, names = list(self._records), self._names.by_parameter()
-        self._require_names(names, [record for _, record in records])
-        tables = [table for _, record in records for table in tables_of(record).values()]
+    def _rows(self, names: Names) -> Iterator[tuple[_Location, Sequence[list[int]]]]:
+        """Yields each parameter's location and its row on each device."""
+        records = list(self._records)
+        known = names.of([param for _, record in records for param in record.params()])
+        tables = [table for _, record in records for table in record.marks.values()]
         device = next((each.device for each in tables if each.device.type != "cpu"), None)
         here = [table if device is None else scalars.moved(table, device) for table in tables]
         on_host = iter(torch.cat(here).tolist() if here else [])
         for number, (optimizer, record) in enumerate(records):
             kind = type(optimizer).__name__
-            read = [list(islice(on_host, len(table))) for table in tables_of(record).values()]
-            rows_of = zip(*read, strict=True)
-            # A table may have one row more.
-            for param, at, rows in zip(record.params(), record.places, rows_of, strict=False):
-                name = names.get(param, "group {}, parameter {}".format(*at))
-                yield (name, number, kind, *at), rows, [table[-1] for table in read]
-
-    def _require_names(self, names: dict[Tensor, str], records: list[_Record]) -> None:
-        """Refuses names of which none fits; a single parameter without one is listed by place."""
-        params = [param for record in records for param in record.params()]
-        if self._has_names and params and not any(param in names for param in params):
-            raise ValueError(
-                f"none of the optimizers' {len(params)} parameters has a name: call "
-                "name_parameters() with the model that they train, again if its parameters were "
-                "replaced"
-            )
+            read = [list(islice(on_host, len(table))) for table in record.marks.values()]
+            for param, at, *rows in zip(record.params(), record.places, *read, strict=True):
+                name = known.get(param, "group {}, parameter {}".format(*at))
+                yield (name, number, kind, *at), rows
 
 
-class _Names:
-    """Names of parameters.
+class Names:
+    """Names of parameters, for reports.
 
     There are no weak references to the parameters, which torch then could not convert:
     `torch.utils.swap_tensors` refuses.
@@ -345,9 +215,12 @@ class _Names:
         self._of_modules: dict[tuple[weakref.ref[torch.nn.Module], str], str] = {}
         # Those of parameters without a known module.
         self._given: dict[Tensor, str] = {}
+        # The names themselves die with their parameters.
+        self._were_given = False
 
     def give(self, pairs: list[tuple[str, Tensor]], model: object) -> None:
         """Names the parameters of pairs, which are those of `model` if it is a module."""
+        self._were_given |= bool(pairs)
         modules = list(model.modules()) if isinstance(model, torch.nn.Module) else []
         places = {
             id(param): (weakref.ref(module), key)
@@ -366,7 +239,8 @@ class _Names:
         self._of_modules = kept
         drop_unheld(self._given)
 
-    def by_parameter(self) -> dict[Tensor, str]:
+    def of(self, params: Sequence[Tensor]) -> dict[Tensor, str]:
+        """Returns names by parameter; refuses those of which none is of one of these."""
         drop_unheld(self._given)
         names: dict[Tensor, str] = {}
         for (reference, key), name in self._of_modules.items():
@@ -374,7 +248,15 @@ class _Names:
             param = None if module is None else dict(module._parameters.items()).get(key)
             if param is not None:
                 names[param] = name
-        return {**names, **self._given}
+        names.update(self._given)
+        # A single parameter without a name is listed by its place.
+        if self._were_given and params and not any(param in names for param in params):
+            raise ValueError(
+                f"none of the optimizers' {len(params)} parameters has a name: call "
+                "name_parameters() with the model that they train, again if its parameters were "
+                "replaced"
+            )
+        return names
 
 
 class _Record:
@@ -387,10 +269,6 @@ class _Record:
         # Group and index in it of each parameter.
         self.places = [(g, index) for g, group in enumerate(groups) for index in range(len(group))]
         self.marks: dict[torch.device, Tensor] = {}
-        # One more row begins with the scale as float32 bits.
-        self.health: dict[torch.device, Tensor] = {}
-        # The mask of that scale, and a zero for the rest.
-        self._scale_mask: dict[torch.device, tuple[Tensor, Tensor]] = {}
 
     def take_marks(self, last: _Record) -> None:
         """Copies the marks of the parameters that another record has, too."""
@@ -404,49 +282,22 @@ class _Record:
         """The parameters, in order."""
         return list(chain.from_iterable(self.groups))
 
-    def tables_on(self, device: torch.device, *, steps: Tensor, scale: Tensor | None) -> Track:
-        """The tables for one pass over gradients on a device; health with the `scale` only."""
-        marks = self.marks_on(device)
-        if scale is not None and device not in self.health:
-            self.clear_health(device, scale)
-        health = None if scale is None else self.health[device][:-1]
-        return Track(marks, scalars.moved(steps, device), health)
+    def tables_on(self, device: torch.device, *, steps: Tensor) -> Track:
+        """The tables for one pass over gradients on a device."""
+        return Track(self.marks_on(device), scalars.moved(steps, device))
 
     def marks_on(self, device: torch.device) -> Tensor:
         if device not in self.marks:
             self.marks[device] = _new_table(len(self.places), MARK_WORDS, device)
         return self.marks[device]
 
-    @torch.no_grad()
-    def clear_health(self, device: torch.device, scale: Tensor) -> None:
-        """Clears the table, made where there is none, and writes the scale, in one launch."""
-        if device not in self.health:
-            table = _new_table(len(self.places) + 1, HEALTH_WORDS, device)
-            mask = torch.zeros_like(table.view(torch.float32), dtype=torch.bool)
-            mask[-1, 0] = True
-            zero = torch.zeros((), dtype=torch.float32, device=device)
-            self.health[device], self._scale_mask[device] = table, (mask, zero)
-        scale = scalars.moved(scale.detach().float(), device).reshape(())
-        mask, zero = self._scale_mask[device]
-        torch.where(mask, scale, zero, out=self.health[device].view(torch.float32))
-
 
 def require_known(track: str | None) -> None:
     """Raises TypeError or ValueError unless `track` is a value of the scaler's keyword."""
     if track is not None and not isinstance(track, str):
         raise TypeError(f"track must be a string or None, got {type(track).__name__}")
-    if track is not None and track not in ("overflow", "health"):
-        raise ValueError(f"track must be 'overflow', 'health' or None, got {track!r}")
-
-
-def require_tracked(track: str | None, method: str, kinds: Sequence[str]) -> None:
-    """Raises RuntimeError unless `track` is one of the kinds that a method reports on."""
-    if track not in kinds:
-        raise RuntimeError(
-            f"{method}() needs a scaler that was made with track="
-            f"{' or '.join(map(repr, kinds))}; this one has track={track!r}"
-        )
-    refuse_capture("a report that the host reads", "ask after the replay")
+    if track is not None and track != "overflow":
+        raise ValueError(f"track must be 'overflow' or None, got {track!r}")
 
 
 def named(model: torch.nn.Module | Iterable[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
@@ -474,21 +325,7 @@ def _new_table(rows: int, words: int, device: torch.device) -> Tensor:
     return torch.zeros((rows, words), dtype=torch.int64, device=device)
 
 
-def _health_of(location: _Location, row: list[int], scale_bits: int) -> ParameterHealth:
-    elements, nonzero, vanishing, subnormal, overflowing, largest, smallest = row
-    (scale,) = struct.unpack("=f4x", struct.pack("=q", scale_bits))
-    # The smallest is kept as the complement of its bits, so that kernels take a maximum.
-    smallest = 2**63 - 1 - smallest if smallest else 0
-    high, low = struct.unpack("=dd", struct.pack("=qq", largest, smallest))
-    counts = elements, elements - nonzero, vanishing, subnormal, overflowing
-    return ParameterHealth(*location, *counts, high, low, scale)
-
-
-def _percent(fraction: float) -> str:
-    return "<0.01%" if 0 < fraction < 0.0001 else f"{fraction:.2%}" if fraction else "-"
-
-
-# Columns of the tables.
+# Columns of the table.
 _OVERFLOWS: dict[str, Callable[[ParameterOverflows], str]] = {
     "parameter": lambda p: p.name,
     "optimizer": lambda p: f"{p.optimizer}: {p.optimizer_type}",
@@ -496,21 +333,9 @@ _OVERFLOWS: dict[str, Callable[[ParameterOverflows], str]] = {
     "steps with inf": lambda p: str(p.infinities),
     "with NaN": lambda p: str(p.nans),
 }
-_HEALTH: dict[str, Callable[[ParameterHealth], str]] = {
-    "parameter": lambda p: p.name,
-    "elements": lambda p: f"{p.elements:,}",
-    "max": lambda p: f"{p.absolute_maximum:.3g}",
-    "scaled max": lambda p: f"{p.scaled_maximum:.3g}",
-    "scaled min": lambda p: f"{p.scaled_minimum:.3g}",
-    "zero": lambda p: _percent(p.zero_share),
-    "vanishing": lambda p: _percent(p.vanishing_share),
-    "subnormal": lambda p: _percent(p.subnormal_share),
-    "overflowing": lambda p: _percent(p.overflowing_share),
-    "scale": lambda p: f"{p.scale:g}",
-}
 
 
-def _table(columns: dict[str, Callable[[Any], str]], rows: Sequence[Any]) -> list[str]:
+def table(columns: dict[str, Callable[[Any], str]], rows: Sequence[Any]) -> list[str]:
     """Aligned columns: the first to the left, the others to the right."""
     shown = rows[:MOST_LINES]
     aligned: list[list[str]] = []

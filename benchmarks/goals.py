@@ -65,8 +65,8 @@ FUSED_SHARE = 0.5
 LARGE = 256_000_000
 # A pass with tracking over the same without.
 TRACKING = {"float32": 1.10, "float16": 1.5, "bfloat16": 1.5}
-TRACKED_CHECKS = (CHECK, "check, overflow", "check, health")
-TRACKED_UNSCALES = (UNSCALE, "unscale, overflow", "unscale, health")
+TRACKED_CHECKS = (CHECK, "check, overflow")
+TRACKED_UNSCALES = (UNSCALE, "unscale, overflow")
 # Over torch's two calls, in float32 on a CPU: one call, in place and deferred.
 CPU_CLIP = {
     "1000x1k": (1 / 5, 1 / 5),
@@ -137,7 +137,7 @@ def of_steps(timed: Timed, provider: str) -> list[Goal]:
 
 
 def of_tracking(timed: Timed, provider: str) -> list[Goal]:
-    """Goals for passes that mark overflows; none on a CPU. Health is a pass of its own."""
+    """Goals for passes that mark overflows; none on a CPU."""
     limit = TRACKING.get(dtype_name(timed.dtype))
     on_cpu = timed.tensors_per_launch is None
     if on_cpu or limit is None or timed.list_bytes < LARGE:

@@ -35,7 +35,7 @@ def jobs(on: Setting) -> list[Job]:
 
 
 def measure(case: GradCase, dtype: torch.dtype, on: Setting) -> Measured:
-    """Times check and unscaling alone, with marks, and with marks and health."""
+    """Times check and unscaling alone and with marks."""
     lists, device = lists_in_turn(case, dtype, on), on.device
     names, notes = providers.available(device)
     for name in names:
@@ -63,16 +63,12 @@ def track_for(path: str, parameters: int, device: torch.device) -> Track | None:
     if path in (CHECK, UNSCALE):
         return None
     marks = torch.zeros(parameters, core.MARK_WORDS, dtype=torch.int64, device=device)
-    health = torch.zeros(parameters, core.HEALTH_WORDS, dtype=torch.int64, device=device)
     now = torch.zeros(1, dtype=torch.int64, device=device)
-    return Track(marks, now, health if "health" in path else None)
+    return Track(marks, now)
 
 
 def run(path: str, passes: Any, grads: Any, inverse: Tensor, track: Track | None) -> Tensor:
-    """One pass, after the measuring pass, if any, into cleared rows."""
-    if track is not None and track.health is not None:
-        track.health.zero_()
-        passes.measure(grads, track.health)
+    """One pass."""
     work = Pass(True, Factor.TIMES, inverse)
     if path in TRACKED_CHECKS:
         work = Pass(False, Factor.NONE)
@@ -97,7 +93,7 @@ def _caller(
 
 
 def assert_parity(case: GradCase, dtype: torch.dtype, device: torch.device, name: str) -> None:
-    """Compares results with those without tracking, and tracked values with torch's counts."""
+    """Compares results with those without tracking, and marks with torch's op."""
     passes = _passes(name, device)
     half = torch.full((), 0.5, device=device)
     for bad in (False, True):
@@ -123,20 +119,3 @@ def _assert_noted(track: Track, gradients: Sequence[Tensor], what: str) -> None:
     wanted = [not bool(gradient.isfinite().all()) for gradient in gradients]
     if marked != wanted:
         raise AssertionError(f"marks of {what}")
-    if track.health is None:
-        return
-    counts = torch.stack([torch.stack(_counts(g)) for g in gradients if g.numel()])
-    rows = track.health[[i for i, g in enumerate(gradients) if g.numel()]]
-    if not torch.equal(rows[:, 1:5].cpu(), counts.cpu()):
-        raise AssertionError(f"health of {what}")
-
-
-def _counts(gradient: Tensor) -> list[Tensor]:
-    sizes = gradient.double().abs()
-    nonzero = sizes != 0
-    return [
-        nonzero.sum(),
-        (nonzero & (sizes < 2.0**-24)).sum(),
-        (nonzero & (sizes < 2.0**-14)).sum(),
-        (~(sizes <= 65504)).sum(),
-    ]

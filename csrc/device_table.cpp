@@ -25,8 +25,8 @@ constexpr size_t kUsualTables = 32;
 constexpr size_t kUsualBytes = size_t{1} << 26;
 constexpr size_t kMoreBytes = size_t{1} << 23;
 
-// A table of so many words is not uploaded before it was asked for so often: by health, norm and
-// unscaling of one step.
+// A table of so many words is not uploaded before it was asked for so often: by a norm that
+// is asked for, and by norm and unscaling of a clip, in one step.
 constexpr int64_t kSmallWords = 4096;
 constexpr int kUsesOfStep = 3;
 

@@ -84,7 +84,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.attr("ENOUGH_CHUNKS") = kEnoughChunks;
   m.attr("MARK_WORDS") = static_cast<int64_t>(kMarkWords);
   m.attr("CLIP_EPSILON") = kClipEpsilon;
-  m.attr("HEALTH_WORDS") = static_cast<int64_t>(kHealthWords);
   m.def("build_info", &build_info);
   m.def("state_layout", &state_layout);
   m.def("norm_layout", &norm_layout);

@@ -28,8 +28,8 @@ enum StateWord : int64_t {
   kMaxScale,              // 0: none
   kMostTolerated,         // overflows without a backoff
   kRefillsOnFiniteSteps,  // 1: after every finite step, as apex; 0: when the scale grows
-  // What a policy wants of the next update, which resets it: the scale before the limits; below 0:
-  // torch's scale, but no growth; 0: torch's scale.
+  // What a policy wants of the next update, which resets it: the scale before the limits, or 0 for
+  // torch's scale.
   kProposal,
   kRing = 40,
 };
@@ -78,9 +78,8 @@ AMPFAST_ELEMENT void update_scale(const Update& update, float flag) {
   const bool found_inf = skipped && !spiked;
   const float before = *update.scale;
   const int64_t tracker = *update.growth_tracker;
-  const float proposal = update.state != nullptr ? float_in(update.state[kProposal]) : 0;
-  const bool grows = !skipped && !(proposal < 0) && update.growth_interval >= 1 &&
-                     tracker + 1 >= update.growth_interval;
+  const bool grows =
+      !skipped && update.growth_interval >= 1 && tracker + 1 >= update.growth_interval;
   float next = before;
   if (found_inf) {
     next = static_cast<float>(before * update.backoff_factor);
@@ -106,7 +105,7 @@ AMPFAST_ELEMENT void update_scale(const Update& update, float flag) {
     if (found_inf && state[kTolerated] <= state[kMostTolerated]) {
       next = before;
     }
-    if (proposal > 0 && !spiked) {
+    if (const float proposal = float_in(state[kProposal]); proposal > 0 && !spiked) {
       next = proposal;
     }
     state[kProposal] = 0;

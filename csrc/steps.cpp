@@ -84,17 +84,6 @@ PyObject* run(PyObject* const* args) {
   return THPVariable_Wrap(flag);
 }
 
-// measure(list, health)
-PyObject* measure(PyObject* const* args) {
-  const GradList& list = list_of(args[0], at::kCPU);
-  const auto health = py::cast<at::Tensor>(py::handle(args[1]));
-  const int64_t parameters = health.size(0);
-  const cpu::Rows rows{data_of<int64_t>(&health, "health", at::kCPU, parameters * kHealthWords),
-                       parameters};
-  without_gil_if_long(list, [&] { cpu::measure(list, rows); });
-  return nullptr;
-}
-
 // narrow(pairs, found_inf) -> whether they were rounded, as the flag was not set
 PyObject* narrow(PyObject* const* args) {
   const GradList& pairs = list_of(args[0], at::kCPU);
@@ -550,7 +539,6 @@ PyObject* drop_unheld(PyObject* const* args) {
 
 void bind_steps(py::module_& m) {
   add_call<run, 2>(m, "run");
-  add_call<measure, 2>(m, "measure");
   add_call<narrow, 2>(m, "narrow");
   add_call<clip, 1>(m, "clip");
   add_call<pass_over, 6>(m, "pass_over");

@@ -80,9 +80,10 @@ READS = {
 
 @pytest.mark.parametrize(("name", "what"), READS.items(), ids=READS)
 def test_refuses_reads_by_the_host(name: str, what: str, pretend: Callable[[], None]) -> None:
-    scaler, optimizer = started(track="health"), sgd(1.0)
+    scaler, optimizer = started(track="overflow"), sgd(1.0)
     scaler.step(optimizer)
-    arguments = (optimizer,) if name == "step_skipped" else ()
+    scaler.update()
+    arguments = (optimizer,) if name in ("step_skipped", "health") else ()
     getattr(scaler, name)(*arguments)
     pretend()
     with pytest.raises(RuntimeError, match=f"a CUDA graph cannot capture {what}"):

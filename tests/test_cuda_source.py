@@ -58,8 +58,6 @@ VARIANTS = [
     *(Variant("pass", name, *mode) for name in FORMATS for mode in MODES),
     *(Variant("pass", name, *mode, pairs=True) for name in FORMATS[2:] for mode in MODES),
     *(Variant("pass", name, True, False, True, True) for name in FORMATS),
-    *(Variant("measure_alone", name) for name in FORMATS),
-    *(Variant("measure_alone", name, pairs=True) for name in FORMATS[2:]),
 ]
 
 
@@ -178,7 +176,6 @@ KINDS = {
     "check and norm": ("pass", False, True, False),
     "unscale": ("pass", True, False, False),
     "unscale and clip": ("pass", True, False, True),
-    "health": ("measure_alone", False, False, False),
 }
 
 

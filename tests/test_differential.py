@@ -24,7 +24,7 @@ FIRST = int(os.environ.get("AMPFAST_FUZZ_FROM", "0"))
 BATCH = 25
 # Programs for each of what watches the passes of a scaler.
 OBSERVED = PROGRAMS // 15
-OBSERVERS = [{"track": "overflow"}, {"track": "health"}]
+OBSERVERS = [{"track": "overflow"}]
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -70,7 +70,7 @@ def test_the_scaler_refuses_it(
     optimizer = torch.optim.SGD([good, bad], lr=1.0)
     # torch's fused optimizers have this attribute, and this one becomes fused.
     optimizer._step_supports_amp_scaling = fused
-    scaler = GradScaler("cpu", init_scale=4.0, backend=backend, track="health")
+    scaler = GradScaler("cpu", init_scale=4.0, backend=backend, track="overflow")
     scaler.scale(torch.ones(()))
     with REFUSED:
         CALLS[call](scaler, optimizer)

@@ -115,12 +115,13 @@ def test_under_another_default_device() -> None:
 
 def test_reports_under_another_default_device() -> None:
     scaler, p = started(GradScaler, 8.0), six(3)
-    scaler._track = "health"
+    scaler._track = "overflow"
     optimizer = torch.optim.SGD([p], lr=0.1)
     torch.set_default_dtype(torch.float64)
     try:
         with torch.device("meta"):
             assert len(scaler.history()) == 0
+            assert scaler.health(optimizer).parameters[0].elements == p.numel()
             norm = scaler.clip_grad_norm_(optimizer, 1.0)
             scaler.step(optimizer)
             scaler.update()
@@ -128,7 +129,6 @@ def test_reports_under_another_default_device() -> None:
             history = scaler.history()
             assert history.grad_norm.dtype == torch.float32
             assert history.grad_norm.item() == norm.item()
-            assert scaler.health().parameters[0].elements == p.numel()
             assert scaler.overflow_report().step is None
             copied = copy.deepcopy(scaler)
         assert copied.stats() == scaler.stats()

@@ -194,7 +194,7 @@ def test_irregular_gradients() -> None:
 
 
 def test_results_equal_those_without_tracking() -> None:
-    for track in (None, "overflow", "health"):
+    for track in (None, "overflow"):
         model, twin = net(), net()
         ours = GradScaler("cpu", init_scale=4.0, growth_interval=2, track=track)
         theirs = TorchScaler("cpu", init_scale=4.0, growth_interval=2)
@@ -221,20 +221,15 @@ def test_bad_track(track: Any) -> None:
 def test_without_track() -> None:
     scaler = started(None)
     scaler.name_parameters(net())
-    with pytest.raises(RuntimeError, match="made with track='overflow' or 'health'"):
+    with pytest.raises(RuntimeError, match="made with track='overflow'"):
         scaler.overflow_report()
-    with pytest.raises(RuntimeError, match="made with track='health'; this one has track=None"):
-        scaler.health()
-    with pytest.raises(RuntimeError, match="this one has track='overflow'"):
-        started("overflow").health()
     assert "_tracking" not in vars(scaler)
 
 
 def test_disabled() -> None:
-    scaler = GradScaler("cpu", enabled=False, track="health")
+    scaler = GradScaler("cpu", enabled=False, track="overflow")
     scaler.name_parameters(net())
     assert scaler.overflow_report().step is None
-    assert scaler.health().parameters == ()
 
 
 class Own(GradScaler):
@@ -258,18 +253,16 @@ class Calls(GradScaler):
 @pytest.mark.parametrize("fused", [False, True])
 def test_overridden_hooks(fused: bool) -> None:
     for kind in (Own, Calls):
-        scaler = kind("cpu", init_scale=4.0, track="health")
+        scaler = kind("cpu", init_scale=4.0, track="overflow")
         scaler.scale(torch.ones(()))
         params = parameters(math.inf)
         optimizer = torch.optim.Adam(params, fused=fused)
         scaler.step(optimizer)
         if kind is Own:
-            for ask in (scaler.overflow_report, scaler.health):
-                with pytest.raises(RuntimeError, match="Own overrides a hook"):
-                    ask()
+            with pytest.raises(RuntimeError, match="Own overrides a hook"):
+                scaler.overflow_report()
         else:
             assert summary(scaler.overflow_report()) == [("group 0, parameter 0", "inf", 0, 1, 0)]
-            assert [p.elements for p in scaler.health().parameters] == [3]
 
 
 class Bare:
@@ -380,12 +373,11 @@ class OneShot:
             param.data -= param.grad
 
 
-@pytest.mark.parametrize("track", ["overflow", "health"])
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("bad", [2.0, math.inf])
-def test_groups_of_iterators(bad: float, fused: bool, track: str) -> None:
+def test_groups_of_iterators(bad: float, fused: bool) -> None:
     sides = []
-    for scaler in (started(track), TorchScaler("cpu", init_scale=4.0)):
+    for scaler in (started(), TorchScaler("cpu", init_scale=4.0)):
         scaler.scale(torch.ones(()))
         params = parameters(1.0, bad)
         optimizer: Any = OneShot(params, fused)

@@ -208,6 +208,16 @@ def test_distributed_gradients_are_agreed_on(
     assert scaler.get_scale() == (4.0 if says == "bad" else 16.0)
 
 
+@pytest.mark.usefixtures("world")
+def test_health_is_that_of_local_shards() -> None:
+    mesh = init_device_mesh("cpu", (1,))
+    param = torch.nn.Parameter(distribute_tensor(torch.zeros(4, 3), mesh, [Shard(0)]))
+    values = torch.tensor([[2.0**-20, 1e6, 0.0]]).expand(4, 3).contiguous()
+    param.grad = distribute_tensor(values, mesh, [Shard(0)])
+    [row] = started().health(KINDS["plain"]([param])).parameters
+    assert (row.elements, row.zeros, row.subnormal, row.overflowing) == (12, 4, 4, 4)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_one_rank_agrees_with_itself_without_a_collective(
     kind: str, world: dist.ProcessGroup

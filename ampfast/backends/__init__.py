@@ -70,14 +70,6 @@ class Kernels(Protocol):
             Its found_inf.
         """
 
-    def measure(self, grads: Any, health: Tensor, /) -> None:
-        """Adds the range of each gradient's values to the row of its parameter; reads only.
-
-        Args:
-            grads: The list, before it is unscaled.
-            health: Zeroed int64 of shape (P, HEALTH_WORDS), for P parameters on that device.
-        """
-
     def narrow(self, pairs: Any, found_inf: Tensor | None, /) -> None:
         """Rounds float32 values to the 16-bit tensors that they are paired with, to nearest even.
 

@@ -131,12 +131,10 @@ class Track(NamedTuple):
     Attributes:
         marks: As for `Pass`.
         now: As for `Pass`.
-        health: int64 of shape (P, HEALTH_WORDS) for the range of values, or None.
     """
 
     marks: Tensor
     now: Tensor
-    health: Tensor | None
 
 
 class Clip(NamedTuple):

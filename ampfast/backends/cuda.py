@@ -14,7 +14,6 @@ if not compiled.WITH_CUDA:
 __all__ = ["is_capturing"]
 
 multi_tensor = compiled.cuda_multi_tensor
-measure = compiled.cuda_measure
 narrow = compiled.cuda_narrow
 update_scale = compiled.cuda_update_scale
 clip_coefficient = compiled.cuda_clip_coefficient

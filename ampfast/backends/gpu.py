@@ -59,27 +59,19 @@ class DeviceKernels:
         self.clip: Any = partial(core.clip_on, launcher)
         self.update: Any = partial(core.update_on, launcher)
 
-    def measure(self, grads: GradList, health: Tensor) -> None:
-        """As `Kernels.measure`."""
-        self._over(grads, "measure", health)
-
     def narrow(self, pairs: GradList, found_inf: Tensor | None = None) -> None:
         """As `Kernels.narrow`."""
         core.require_pass(pairs, Pass(False, Factor.NONE, found_inf=found_inf))
-        self._over(pairs, "narrow", found_inf)
+        if pairs.chunks == 0:
+            return
+        with torch.cuda.device(pairs.device.index if pairs.device.type == "cuda" else -1):
+            table = DeviceTable.of(pairs, self._launcher.is_capturing())
+            if not all(each.is_paired for each in table.segments):
+                raise RuntimeError("a tensor has no float32 values")
+            for segment in table.segments:
+                self._launcher.narrow(table, segment, found_inf)
 
     def ending(self, update: Update) -> Ending | None:
         """Returns an update for the last program of a check, or None if it cannot be there."""
         fits = len(update.found_infs) <= 1 and update.norm is None and core.can_update(update)
         return Ending(update, update.scale) if fits else None
-
-    def _over(self, grads: GradList, kernel: str, tensor: Tensor | None) -> None:
-        """Runs a kernel over a list, which for `narrow` has pairs alone."""
-        if grads.chunks == 0:
-            return
-        with torch.cuda.device(grads.device.index if grads.device.type == "cuda" else -1):
-            table = DeviceTable.of(grads, self._launcher.is_capturing())
-            if kernel == "narrow" and not all(each.is_paired for each in table.segments):
-                raise RuntimeError("a tensor has no float32 values")
-            for segment in table.segments:
-                getattr(self._launcher, kernel)(table, segment, tensor)

@@ -24,12 +24,6 @@ from ampfast.backends.scalars import inverse, moved, new_flag, widest
 from ampfast.capture import refuse_capture
 from ampfast.errors import add_note
 
-_MAGNITUDE = 2**63 - 1
-# As float64 bits: float16's smallest subnormal and normal, its largest.
-_RANGE = (0x3E70000000000000, 0x3F10000000000000, 0x40EFFC0000000000)
-# Elements measured at a time, a bound on temporaries.
-_PART = 2**22
-
 
 @dataclass(frozen=True)
 class TensorList:
@@ -347,35 +341,6 @@ def mark_(marks: Tensor, now: Tensor, grads: TensorList, grad_scale: Tensor | No
     # Counts once per step, in any number of passes.
     marked = [torch.where(found, step, last), times + (found & (last < step))]
     torch._foreach_copy_(rows, list(torch.cat(marked, dim=1).unbind()))
-
-
-@torch.no_grad()
-def measure(grads: TensorList, health: Tensor) -> None:
-    """Adds the range of each gradient's values to the row of its parameter; no host sync."""
-    for number, grad in zip(grads.numbers, grads.tensors, strict=True):
-        values = _local(grad)
-        if not values.numel():
-            continue
-        parts = [_range_of(part) for part in values.reshape(-1).split(_PART)]
-        counts, peaks = torch.stack([torch.stack(part) for part in parts]).split((4, 2), dim=1)
-        row = health[number]
-        row[0].fill_(values.numel())
-        row[1:].copy_(torch.cat([counts.sum(0), peaks.amax(0)]))
-
-
-def _range_of(values: Tensor) -> list[Tensor]:
-    """Row of health (csrc/track.h) of some values, except their number."""
-    bits = values.double().view(torch.int64) & _MAGNITUDE
-    smallest_subnormal, smallest_normal, largest = _RANGE
-    nonzero = bits != 0
-    return [
-        nonzero.sum(),
-        (nonzero & (bits < smallest_subnormal)).sum(),
-        (nonzero & (bits < smallest_normal)).sum(),
-        (bits > largest).sum(),
-        bits.amax(),
-        torch.where(nonzero, _MAGNITUDE - bits, 0).amax(),
-    ]
 
 
 def _local(grad: Tensor) -> Tensor:

@@ -9,7 +9,6 @@
 #include <type_traits>
 
 #include "../element.h"
-#include "../track.h"
 
 // AMPFAST_SCALAR is for tests of what compilers without vectors get.
 #if defined(__GNUC__) && !defined(AMPFAST_SCALAR)

@@ -9,16 +9,6 @@
 
 namespace ampfast::cpu {
 
-// Of the magnitudes in a block. All are of bits as they are, in the format of the gradient.
-struct Counts {
-  int64_t nonzero = 0;
-  int64_t vanishing = 0;    // below the first of the bounds, and not zero
-  int64_t subnormal = 0;    // below the second
-  int64_t overflowing = 0;  // above the third
-  int64_t largest = 0;
-  int64_t smallest = 0;  // that is not zero; 0 if there is none
-};
-
 struct Loops {
   // The largest magnitude, as bits.
   int64_t (*peak_bits)(const void* data, int64_t numel);
@@ -27,7 +17,6 @@ struct Loops {
   int64_t (*unscale)(void* data, int64_t numel, float inv_scale, double coefficient);
   // The sum of squares of the unscaled values; raises `peak` to the largest magnitude, as bits.
   double (*squares)(const void* data, int64_t numel, float inv_scale, int64_t* peak);
-  Counts (*counts)(const void* data, int64_t numel);
   // As `unscale`, of 16-bit data, which is only read: the products are written as float32, past the
   // caches if that is asked for and possible.
   int64_t (*widen)(const void* data, float* wide, int64_t numel, float inv_scale,

@@ -337,30 +337,6 @@ double squares(const void* data, int64_t numel, float inv_scale, int64_t* peak) 
   return squares.template total<kRow>();
 }
 
-// Of at most 2^16 - 1 elements, which 16 bits can count. Magnitudes less one, as unsigned numbers,
-// put zero behind all others: a single comparison tells whether one is below a bound and not zero.
-template <class Bits, const HalfRange& kRange>
-Counts counts(const void* data, int64_t numel) {
-  constexpr Bits kNone = static_cast<Bits>(~Bits{0});
-  constexpr Bits kVanishing = static_cast<Bits>(kRange.smallest_subnormal - 1);
-  constexpr Bits kSubnormal = static_cast<Bits>(kRange.smallest_normal - 1);
-  const Bits* values = static_cast<const Bits*>(data);
-  Bits zero = 0, vanishing = 0, subnormal = 0, overflowing = 0, largest = 0, smallest = kNone;
-  for (int64_t i = 0; i < numel; ++i) {
-    const Bits magnitude = values[i] & (kNone >> 1);
-    const Bits less_one = static_cast<Bits>(magnitude - 1);
-    zero += magnitude == 0;
-    vanishing += less_one < kVanishing;
-    subnormal += less_one < kSubnormal;
-    overflowing += magnitude > static_cast<Bits>(kRange.largest);
-    largest = larger(largest, magnitude);
-    smallest = less_one < smallest ? less_one : smallest;
-  }
-  const auto number = [](Bits bits) { return static_cast<int64_t>(bits); };
-  return {numel - number(zero), number(vanishing), number(subnormal),
-          number(overflowing),  number(largest),   number(static_cast<Bits>(smallest + 1))};
-}
-
 template <class T>
 struct Narrow {
   template <int kCount>
@@ -378,12 +354,9 @@ void narrow_all(void* data, const float* wide, int64_t numel, bool streams) {
 }
 
 inline constexpr Loops kLoops[] = {
-    {peak_bits<float>, unscale<float>, squares<float>, counts<uint32_t, kRangeInFloat32>, nullptr,
-     nullptr},
-    {peak_bits<double>, unscale<double>, squares<double>, counts<uint64_t, kRangeInFloat64>,
-     nullptr, nullptr},
-    {peak_bits<Half>, unscale<Half>, squares<Half>, counts<uint16_t, kRangeInFloat16>,
-     widen_all<Half>, narrow_all<Half>},
-    {peak_bits<BFloat16>, unscale<BFloat16>, squares<BFloat16>, counts<uint16_t, kRangeInBFloat16>,
-     widen_all<BFloat16>, narrow_all<BFloat16>},
+    {peak_bits<float>, unscale<float>, squares<float>, nullptr, nullptr},
+    {peak_bits<double>, unscale<double>, squares<double>, nullptr, nullptr},
+    {peak_bits<Half>, unscale<Half>, squares<Half>, widen_all<Half>, narrow_all<Half>},
+    {peak_bits<BFloat16>, unscale<BFloat16>, squares<BFloat16>, widen_all<BFloat16>,
+     narrow_all<BFloat16>},
 };

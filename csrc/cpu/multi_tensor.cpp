@@ -256,35 +256,4 @@ void narrow(const GradList& pairs) {
   }
 }
 
-void measure(const GradList& grads, const Rows& health) {
-  static_assert(kChunk <= 0xffff, "the loops count in 16 bits");
-  require_rows(grads, health);
-  for (const DtypeList& list : grads.lists()) {
-    const Loops& loops = loops_for(dtype_of(list.dtype));
-    std::vector<Counts> counts(list.chunks);
-    for_each_chunk(list, Writes::kNothing,
-                   [&](const char* address, int64_t numel, int64_t chunk, const float* /*wide*/) {
-                     counts[chunk] = loops.counts(address, numel);
-                   });
-    const auto as_double = [&list](int64_t bits) {
-      return magnitude(used_peak(list, bits, Factor::kNone, 1));
-    };
-    for (const Span& span : list.spans) {
-      int64_t* row = health.words + span.parameter * kHealthWords;
-      row[kElements] = span.numel;
-      for (int64_t i = 0; i < chunk_count(span.numel); ++i) {
-        const Counts& chunk = counts[span.first_chunk + i];
-        row[kNonzero] += chunk.nonzero;
-        row[kVanishing] += chunk.vanishing;
-        row[kSubnormal] += chunk.subnormal;
-        row[kOverflowing] += chunk.overflowing;
-        row[kLargest] = std::max(row[kLargest], as_double(chunk.largest));
-        if (chunk.smallest != 0) {
-          row[kSmallest] = std::max(row[kSmallest], kComplement - as_double(chunk.smallest));
-        }
-      }
-    }
-  }
-}
-
 }  // namespace ampfast::cpu

@@ -6,11 +6,11 @@
 
 namespace ampfast::cpu {
 
-// A table of tracking, a row for each parameter.
+// The overflow marks of parameters, a row of kMarkWords for each.
 struct Rows {
   int64_t* words;
   int64_t parameters;
-  int64_t step = 0;  // of marks: the number of this step, counted from 1
+  int64_t step;  // the number of this step, counted from 1
 };
 
 // One pass over a list, whose factor is on the host; `how` is no reciprocal.
@@ -25,15 +25,12 @@ struct Work {
   // largest magnitude as it is used, rounded to the dtype that is written; NaN if there is one.
   double* sums = nullptr;
   bool squares = false;       // also of values that are written; else their sum is 0
-  std::optional<Rows> marks;  // rows of kMarkWords for the parameters of values not finite as used
+  std::optional<Rows> marks;  // of the parameters of values not finite as used
 };
 
 // Tells whether a value is not finite as it is used. The sum of squares is in float64, over chunks
 // in order: the same bits every run, however many threads there are.
 bool run(const GradList& grads, const Work& work);
-
-// Adds the range of each gradient's values to its parameter's row of kHealthWords.
-void measure(const GradList& grads, const Rows& health);
 
 // Rounds the float32 values of pairs to their 16-bit tensors.
 void narrow(const GradList& pairs);

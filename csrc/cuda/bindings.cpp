@@ -103,15 +103,6 @@ PyObject* launch_multi_tensor(PyObject* const* args) {
   return nullptr;
 }
 
-void launch_measure(const DeviceTable& table, const Segment& segment, const at::Tensor& health) {
-  Launch work = launch_over(table, segment);
-  const int64_t parameters = health.dim() == 2 ? health.size(0) : 0;
-  TORCH_CHECK(segment.last_parameter < parameters, "health is of ", parameters, " parameters");
-  work.health =
-      data_of<int64_t>(&health, "health", table.header.device(), parameters * kHealthWords);
-  launch(kMeasure, work);
-}
-
 void launch_narrow(const DeviceTable& table, const Segment& segment, const py::object& found_inf) {
   Launch work = launch_over(table, segment);
   TORCH_CHECK(segment.is_paired, "a tensor has no float32 values");
@@ -146,7 +137,6 @@ void bind(py::module_& m) {
   });
   m.def("cuda_limit_programs", &limit_programs);
   add_call<launch_multi_tensor, 4>(m, "cuda_multi_tensor");
-  m.def("cuda_measure", &launch_measure);
   m.def("cuda_narrow", &launch_narrow);
   m.def("cuda_clip_coefficient", &launch_clip_coefficient);
   add_call<launch_update_scale, 1>(m, "cuda_update_scale");

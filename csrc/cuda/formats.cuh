@@ -9,8 +9,7 @@
 
 namespace ampfast::cuda {
 
-// Formats of gradients, read in words of one or two elements. `magnitudes` are the bits of each
-// without their sign.
+// Formats of gradients, read in words of one or two elements.
 
 template <class T, class Bits>
 struct Single {
@@ -22,16 +21,11 @@ struct Single {
   AMPFAST_ELEMENT static void widen(Word word, T* values) { values[0] = bits_as<T>(word); }
   AMPFAST_ELEMENT static Word narrow(const T* values) { return bits_as<Word>(values[0]); }
   AMPFAST_ELEMENT static Peak peak(Word word) { return magnitude(bits_as<T>(word)); }
-  AMPFAST_ELEMENT static void magnitudes(Word word, Word* bits) { bits[0] = peak(word); }
 };
 
-struct Float32 : Single<float, uint32_t> {
-  static constexpr HalfRange kRange = kRangeInFloat32;
-};
+struct Float32 : Single<float, uint32_t> {};
 
-struct Float64 : Single<double, uint64_t> {
-  static constexpr HalfRange kRange = kRangeInFloat64;
-};
+struct Float64 : Single<double, uint64_t> {};
 
 struct Pair16 {
   using Opmath = float;
@@ -43,15 +37,10 @@ struct Pair16 {
     return larger<Peak>(magnitude16(static_cast<uint16_t>(word)),
                         magnitude16(static_cast<uint16_t>(word >> 16)));
   }
-  AMPFAST_ELEMENT static void magnitudes(Word word, Word* bits) {
-    bits[0] = word & 0x7fff;
-    bits[1] = word >> 16 & 0x7fff;
-  }
 };
 
 // By intrinsics, since torch compiles extensions without the operators of these types.
 struct Float16 : Pair16 {
-  static constexpr HalfRange kRange = kRangeInFloat16;
   AMPFAST_ELEMENT static void widen(Word word, float* values) {
     const float2 pair = __half22float2(bits_as<__half2>(word));
     values[0] = pair.x;
@@ -63,7 +52,6 @@ struct Float16 : Pair16 {
 };
 
 struct BFloat16 : Pair16 {
-  static constexpr HalfRange kRange = kRangeInBFloat16;
   AMPFAST_ELEMENT static void widen(Word word, float* values) {
     const float2 pair = __bfloat1622float2(bits_as<__nv_bfloat162>(word));
     values[0] = pair.x;

@@ -155,23 +155,6 @@ __global__ void __launch_bounds__(kThreads, kLeastProgramsPerSm)
   }
 }
 
-template <class Format, bool kPairs>
-__global__ void __launch_bounds__(kThreads, kLeastProgramsPerSm)
-    measure_alone(const __grid_constant__ Launch launch) {
-  Health<Format> health;
-  const auto visit = [&](int /*chunk*/, char* address, int bytes, int64_t parameter,
-                         const float* /*wide*/) {
-    int64_t* row = launch.health + parameter * kHealthWords;
-    take_chunk<Format>(health, address, bytes);
-    health.add_to(row);
-    if (threadIdx.x == 0) {
-      add(row + kElements, bytes / static_cast<int>(sizeof(typename Format::Element)));
-    }
-  };
-  const auto word_at = [&](int64_t first, int word) { return (launch.table + word)[first]; };
-  for_chunks<kPairs>(word_at, launch.chunks, visit, [] { return true; });
-}
-
 template <class Format>
 __global__ void __launch_bounds__(kThreads, kLeastProgramsPerSm)
     narrow_alone(const __grid_constant__ Launch launch) {
@@ -209,7 +192,6 @@ constexpr std::array<Kernel, kKinds> kernels() {
   } else {
     found[kClipBy] = pass<Format, true, false, true, true, false>;
   }
-  found[kMeasure] = measure_alone<Format, kPairs>;
   return found;
 }
 

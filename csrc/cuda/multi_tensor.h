@@ -16,10 +16,9 @@ enum Kind {
   kCheckNorm,
   kUnscale,
   kUnscaleNorm,
-  kClip,     // unscales and multiplies by the coefficient
-  kClipBy,   // by that of a clipping, which it computes from sums; not of pairs
-  kMeasure,  // adds the range of each gradient's values to its parameter's row of kHealthWords
-  kNarrow,   // rounds the float32 values of pairs to 16 bits, unless their flag is set
+  kClip,    // unscales and multiplies by the coefficient
+  kClipBy,  // by that of a clipping, which it computes from sums; not of pairs
+  kNarrow,  // rounds the float32 values of pairs to 16 bits, unless their flag is set
   kKinds,
 };
 
@@ -54,8 +53,7 @@ struct Launch {
   Update update;               // without a scale: none
   const float* other_found_inf = nullptr;  // one more flag that the update heeds; null: none
 
-  int64_t* health = nullptr;  // rows of kHealthWords by parameter, for kMeasure
-  void* stream = nullptr;     // a cudaStream_t of the current device
+  void* stream = nullptr;  // a cudaStream_t of the current device
   int64_t words[kWordsOfLaunch];
 };
 

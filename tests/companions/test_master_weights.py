@@ -201,7 +201,7 @@ def test_backends_and_step_and_update(
     monkeypatch: pytest.MonkeyPatch, name: str, backend: str
 ) -> None:
     monkeypatch.setenv("AMPFAST_BACKEND", backend)
-    ours, hand = both(name, torch.float16, track="health")
+    ours, hand = both(name, torch.float16, track="overflow")
     ours.scaler.name_parameters(ours.model)
     for seed in range(STEPS):
         ours.backward(seed, BAD.get(seed))

@@ -15,7 +15,7 @@ from support.scale_model import Factors, ScaleModel, float32
 from torch import nn
 
 import ampfast
-from ampfast import LogMax, UnderflowTarget, policies
+from ampfast import LogMax, policies
 from ampfast.backends import core
 from ampfast.backends.core import SPIKE, Update
 from ampfast.loss_scale import Limits
@@ -38,22 +38,15 @@ class Life:
         trace: Everything observable, as text, after each event.
     """
 
-    def __init__(self, kind: str, seed: int, backend: str = "cpu") -> None:
-        self.chance = chance = random.Random(f"{kind} {seed}")
+    def __init__(self, seed: int, backend: str = "cpu") -> None:
+        self.chance = chance = random.Random(f"LogMax {seed}")
         least, most = chance.choice(LIMITS)
-        if kind == "LogMax":
-            policy: Any = LogMax(chance.choice([0.0, 0.5, 2.0, 3.09]), chance.choice([0, 1, 2.5]))
-            hysteresis, track = 1, None
-        else:
-            policy = UnderflowTarget(chance.choice([1e-3, 0.15, 1.0 / 3.0, 0.5]))
-            hysteresis, track = chance.choice([1, 2, 3]), "health"
+        policy = LogMax(chance.choice([0.0, 0.5, 2.0, 3.09]), chance.choice([0, 1, 2.5]))
         refill = chance.choice(["growth", "finite_step"])
         self.settings: dict[str, Any] = {
             "min_scale": least,
             "max_scale": most,
             "policy": policy,
-            "track": track,
-            "hysteresis": hysteresis,
             "hysteresis_refill": refill,
             "backend": backend,
         }
@@ -61,7 +54,7 @@ class Life:
         growth, backoff = chance.choice([(2.0, 0.5), (1.9, 0.3), (1.001, 0.99), (4.0, 0.125)])
         self.model = ScaleModel(
             *(scale, 0, Factors(growth, backoff, chance.choice([0, 1, 2, 5]))),
-            Limits(least, most, hysteresis, refill, policy),
+            Limits(least, most, 1, refill, policy),
         )
         self.scaler = self.made()
         self.param = nn.Parameter(torch.zeros(SIZE))
@@ -77,16 +70,10 @@ class Life:
         """Sets gradients, and returns what the policy sees of them."""
         self.scaler.scale(torch.zeros(()))
         scale = torch.tensor(self.model.scale)
-        if isinstance(self.model.limits.policy, LogMax):
-            scaled = torch.tensor(peak) * scale
-            self.param.grad = torch.full((SIZE,), scaled.item() / 4)
-            self.param.grad[3] = -scaled
-            return (scaled * scale.double().reciprocal().float()).abs().item()
-        values = torch.ones(SIZE)
-        vanishing = self.chance.randint(0, SIZE)
-        values[:vanishing] = 2.0**-34
-        self.param.grad = values if math.isfinite(peak) else values * peak
-        return vanishing / SIZE
+        scaled = torch.tensor(peak) * scale
+        self.param.grad = torch.full((SIZE,), scaled.item() / 4)
+        self.param.grad[3] = -scaled
+        return (scaled * scale.double().reciprocal().float()).abs().item()
 
     def happen(self, event: str) -> None:
         """One event of `EVENTS`, to both; then both are compared."""
@@ -117,7 +104,7 @@ class Life:
             scaler._unscale_grads_ = lambda optimizer, inv_scale, found_inf, allow: {
                 inv_scale.device: found_inf
             }
-            seen = 0.0 if isinstance(model.limits.policy, LogMax) else 1.0
+            seen = 0.0
         norm, flag = None, 0.0
         if event == "spike" or (event == "step" and self.chance.random() < 0.2):
             limit = 0.0 if event == "spike" else math.inf
@@ -170,11 +157,7 @@ class Life:
         assert [getattr(stats, name) for name in KEPT] == [getattr(model, name) for name in KEPT]
         entry = state["ampfast"]
         assert entry["hysteresis_tracker"] == model.limits.hysteresis - model.tolerated
-        if isinstance(model.limits.policy, LogMax):
-            prediction = model.prediction
-            averages = [*(prediction.mean, prediction.weight, prediction.slow_mean)]
-            averages += [prediction.slow_square, prediction.slow_weight, prediction.ceiling]
-            assert repr(entry["averages"]) == repr(averages)
+        assert repr(entry["averages"]) == repr(model.prediction.averages())
         rows = zip(history.scale.tolist(), history.predicted.tolist(), strict=True)
         known = [(scale, predicted) for scale, _, _, predicted in model.history]
         assert repr(list(rows)) == repr(known)
@@ -188,11 +171,10 @@ class Life:
 
 
 @pytest.mark.parametrize("backend", ["cpu", "aten"])
-@pytest.mark.parametrize("kind", ["LogMax", "UnderflowTarget"])
-def test_random_lives(kind: str, backend: str) -> None:
+def test_random_lives(backend: str) -> None:
     moved = 0
     for seed in range(12):
-        life = Life(kind, seed, backend).live(60)
+        life = Life(seed, backend).live(60)
         moved += life.model.growths + life.model.backoffs
     assert moved > 50
 
@@ -208,13 +190,12 @@ def on_device(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("on_device")
 def test_random_lives_in_torchs_ops() -> None:
     for seed in range(12):
-        life = Life("LogMax", seed).live(60)
+        life = Life(seed).live(60)
         assert isinstance(life.scaler._loss_scale.follower._state, torch.Tensor)
 
 
-@pytest.mark.parametrize("policy", [LogMax(), UnderflowTarget()], ids=str)
-def test_nothing_is_read(policy: Any) -> None:
-    follower = policies.follower(policy)
+def test_nothing_is_read() -> None:
+    follower = policies.Follower(LogMax())
     with torch.device("meta"):  # whose tensors have no values
         scale, tracker = torch.zeros(()), torch.zeros((), dtype=torch.int32)
         follower.bind(torch.zeros(core.state_layout.STATE_WORDS, dtype=torch.int64))
@@ -227,7 +208,7 @@ def test_nothing_is_read(policy: Any) -> None:
 @pytest.mark.usefixtures("on_device")
 def test_a_graph_finds_the_state_where_it_was() -> None:
     """Replays read and write the memory of the capture."""
-    life = Life("LogMax", 0).live(20)
+    life = Life(0).live(20)
     follower = life.scaler._loss_scale.follower
     tensors, propose = (follower._state, follower._fractions), follower._propose
     places = [each.data_ptr() for each in tensors]

@@ -40,7 +40,7 @@ DIFFERENT: list[tuple[dict[str, Any], dict[str, Any], list[str]]] = [
     ({}, {"backoff_factor": 0.25}, ["backoff_factor: 0.5 on {}, 0.25 on {}"]),
     ({}, {"init_scale": 4.0}, ["scale: 65536.0 on {}, 4.0 on {}"]),
     ({}, {"allow_fp16": True}, ["allow_fp16: False on {}, True on {}"]),
-    ({}, {"track": "health"}, ["track: None on {}, 'health' on {}"]),
+    ({}, {"track": "overflow"}, ["track: None on {}, 'overflow' on {}"]),
     (
         {"growth_interval": 1, "backoff_factor": 0.5},
         {"dynamic": False},

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import pytest
 import ranks
@@ -90,54 +89,3 @@ def test_traffic(way: str) -> None:
     both = ("gloo:all_reduce", 16)
     # The norm's collective adds up, so that the peak needs one of its own.
     assert ranks.run(traffic_of, way) == [[both] * (2 if way == "clip" else 1)] * 2
-
-
-def grown_on_rank(fused: bool) -> list[float]:
-    scaler = ampfast.GradScaler(
-        "cpu",
-        init_scale=8.0,
-        growth_interval=1,
-        process_group=dist.group.WORLD,
-        track="health",
-        policy=ampfast.UnderflowTarget(0.4),
-    )
-    param = nn.Parameter(torch.zeros(4))
-    optimizer = torch.optim.AdamW([param], lr=0.1, fused=fused)
-    result = []
-    for vanishing in ((0, 1), (3, 0), (0, 2), (1, 1)):
-        scaler.scale(torch.zeros(()))
-        values = torch.ones(4)
-        values[: vanishing[dist.get_rank()]] = 2.0**-40
-        param.grad = values * scaler.get_scale()
-        iterate(scaler, optimizer, "step")
-        result.append(scaler.get_scale())
-    return result
-
-
-@pytest.mark.parametrize("fused", [False, True])
-def test_the_largest_share_of_a_rank_decides(fused: bool) -> None:
-    assert ranks.run(grown_on_rank, fused) == [[8.0, 16.0, 32.0, 32.0]] * 2
-
-
-class Overriding(ampfast.GradScaler):
-    def _unscale_grads_(self, *args: Any, **kwargs: Any) -> Any:
-        return super()._unscale_grads_(*args, **kwargs)
-
-
-def scales_of_unknown_shares() -> list[float]:
-    settings = {"init_scale": 8.0, "growth_interval": 2, "track": "health"}
-    scaler = Overriding(
-        "cpu", policy=ampfast.UnderflowTarget(), process_group=dist.group.WORLD, **settings
-    )
-    param, result = parameter("parts"), []
-    optimizer = torch.optim.SGD([param], lr=0.1)
-    for _ in range(4):
-        scaler.scale(torch.zeros(()))
-        param.grad = torch.ones_like(param)
-        iterate(scaler, optimizer, "step")
-        result.append(scaler.get_scale())
-    return result
-
-
-def test_where_no_rank_knows_the_share_the_rule_is_torchs() -> None:
-    assert ranks.run(scales_of_unknown_shares) == [[8.0, 16.0, 16.0, 32.0]] * 2

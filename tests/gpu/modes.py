@@ -70,10 +70,6 @@ def modes(kernels: Any, device: torch.device) -> list[tuple[str, Callable[..., A
     def marks() -> Track:
         return track_for(1_000, device=device)
 
-    def measured(g: Any) -> torch.Tensor:
-        kernels.measure(g, track_for(1_000, health=True, device=device).health)
-        return run_check(kernels, g)
-
     def ending(others: int = 0) -> Any:
         state = (flag(4.0, device), torch.zeros((), dtype=torch.int32, device=device))
         words = LossScale(Limits()).words_on(device)
@@ -84,7 +80,6 @@ def modes(kernels: Any, device: torch.device) -> list[tuple[str, Callable[..., A
         ("check of quotients", lambda g: run_check(kernels, g, scale), 8.0),
         ("check, accumulated", lambda g: run_check(kernels, g, found_inf=zero()), 8.0),
         ("check with marks", lambda g: run_check(kernels, g, track=marks()), 8.0),
-        ("check of what was measured", measured, 8.0),
         ("check and update", lambda g: run_check(kernels, g, scale, ending=ending(1)), 8.0),
         ("norms", lambda g: run_sums(kernels, g, scale, is_scale=True, sums=sums()), 8.0),
         ("unscale", unscale(), 2.0),

@@ -36,16 +36,16 @@ def kernels() -> list[Callable[[], object]]:
     from ampfast.backends.triton import launch
 
     device = gpu()
-    one, tables = torch.ones((), device=device), known.track(device)
+    one = torch.ones((), device=device)
 
     def prepare(variant: known.Variant) -> None:
         table = known.table_of(variant.dtype, variant.paired, device)
         work, segment = known.work_of(variant, device), table.segments[0]
         launch.prepare(work, table, segment, variant.is_last)
 
-    def over(name: str, dtype: torch.dtype, paired: bool, tensor: torch.Tensor | None) -> None:
-        table = known.table_of(dtype, paired, device)
-        getattr(launch, name)(table, table.segments[0], tensor)
+    def narrow(dtype: torch.dtype, flag: torch.Tensor | None) -> None:
+        table = known.table_of(dtype, True, device)
+        launch.narrow(table, table.segments[0], flag)
 
     halves = (torch.float16, torch.bfloat16)
     updating = known.replace(known.updating(torch.float32), other=True)
@@ -53,9 +53,8 @@ def kernels() -> list[Callable[[], object]]:
     calls: list[Callable[[], object]] = [partial(launch.update_scale, scales)]
     for dtype in FLOATS:
         calls += [partial(prepare, variant) for variant in known.variants(dtype)]
-        calls.append(partial(over, "measure", dtype, False, tables.health))
     for dtype, flag in itertools.product(halves, (None, one)):
-        calls.append(partial(over, "narrow", dtype, True, flag))
+        calls.append(partial(narrow, dtype, flag))
     for dtype, coefficient in itertools.product(halves, (False, True)):
         plain = known.Variant(dtype, True, known.Factor.TIMES_RECIPROCAL, paired=True)
         calls.append(partial(prepare, known.replace(plain, coefficient=coefficient)))

@@ -14,8 +14,8 @@ from support.comparison import BITS, FLOATS, assert_same, difference
 from support.gradients import make_gradient
 from support.kernel_calls import grads_of, run_check, run_sums, run_unscale
 from support.kernel_parity import inverse_of, wide
-from support.tracking_parity import check_passes, check_random_lists, check_times
-from support.tracking_reference import assert_ranges, edges_of_half, marked, marks_of, track_for
+from support.tracking_parity import check_random_lists, check_times
+from support.tracking_reference import marked, marks_of, track_for
 
 from ampfast import functional
 from ampfast.backends.core import Update
@@ -199,24 +199,16 @@ def test_random_lists_are_tracked(backend: str, device: torch.device) -> None:
     check_random_lists(kernels_of(backend, device), device, range(60))
 
 
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
-def test_every_range_is_counted(backend: str, device: torch.device, dtype: torch.dtype) -> None:
-    edges = edges_of_half(dtype)
-    check_passes(kernels_of(backend, device), [edges, *edges.split(1)], device)
-
-
 def test_a_step_is_marked_once(backend: str, device: torch.device) -> None:
     check_times(kernels_of(backend, device), device)
 
 
 def test_many_windows_of_one_bad_tensor(backend: str, device: torch.device) -> None:
-    for value in (math.nan, math.inf, 2.0**-20):
+    for value in (math.nan, math.inf):
         grads = [torch.ones(5, device=device), torch.full((3_000_001,), value, device=device)]
-        track = track_for(2, health=True, device=device)
+        track = track_for(2, device=device)
         run_check(kernels_of(backend, device), grads_of(grads), track=track)
-        kernels_of(backend, device).measure(grads_of(grads), track.health)
         assert track.marks.tolist() == marks_of(grads)
-        assert_ranges(track, grads)
 
 
 def test_found_inf_is_accumulated_as_torch_does(backend: str, device: torch.device) -> None:

@@ -43,7 +43,6 @@ TESTS = tuple(
         "policies_by_rule",
         "spikes",
         "step_guard",
-        "underflow_target",
     )
 )
 

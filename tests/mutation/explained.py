@@ -35,7 +35,7 @@ _BY_REASON: dict[str, list[tuple[str, str, str, int]]] = {
     ],
     "Makes a difference on a device without float64 only.": [
         (
-            "_LogMaxFollower.before",
+            "Follower.before",
             "torch.float64 if device.type == 'cpu' else scalars.widest(device)",
             "torch.float64",
             1,
@@ -48,7 +48,7 @@ _BY_REASON: dict[str, list[tuple[str, str, str, int]]] = {
         ),
     ],
     "Makes a difference only where a scale moves from a GPU to the CPU.": [
-        ("_LogMaxFollower.bind", "self._state = self._floats()", "nothing", 1),
+        ("Follower.bind", "self._state = self._floats()", "nothing", 1),
     ],
     "Makes a difference on a GPU only: tests/gpu/test_gpu_master_weights.py.": [
         (
@@ -311,12 +311,12 @@ _BY_REASON: dict[str, list[tuple[str, str, str, int]]] = {
     ],
     "Proposes the number that the rule has without a proposal.": [
         (
-            "_LogMaxFollower.before_update",
+            "Follower.before_update",
             "0 < ceiling < wanted",
             "0 < ceiling <= wanted",
             1,
         ),
-        ("_LogMaxFollower._propose_on_device", "wanted > ceiling", "wanted >= ceiling", 1),
+        ("Follower._propose_on_device", "wanted > ceiling", "wanted >= ceiling", 1),
     ],
     "A slower way to the same.": [
         ("Follower.bind", "self._propose = partial(setattr, memory, 'value')", "nothing", 1),

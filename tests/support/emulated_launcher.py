@@ -54,10 +54,6 @@ class EmulatedLauncher:
         """Whether a table is among the arguments of a launch."""
         return self._module.__name__.endswith("cuda") and table.words.numel() <= WORDS_OF_LAUNCH
 
-    def measure(self, table: DeviceTable, segment: Segment, health: Tensor) -> None:
-        with self._restricted([*_table(table, segment, False), *_written(health)]):
-            self._module.measure(table, segment, health)
-
     def narrow(self, table: DeviceTable, segment: Segment, found_inf: Tensor | None) -> None:
         with self._restricted([*_table(table, segment, False, True), *_read(found_inf)]):
             self._module.narrow(table, segment, found_inf)

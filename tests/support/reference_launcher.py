@@ -85,14 +85,6 @@ class ReferenceLauncher:
             self._update(update._replace(found_infs=[work.found_inf, *update.found_infs]))
         header.zero_()
 
-    def measure(self, table: DeviceTable, segment: Segment, health: Tensor) -> None:
-        self.launches.append("measure")
-        chunks = list(chunks_of(table.words, segment))
-        self.read += sum(chunk.nbytes for _, chunk in chunks)
-        for number in dict(chunks):
-            parts = [chunk for other, chunk in chunks if other == number]
-            torch_ops.measure(_one(number, torch.cat(parts)), health)
-
     def narrow(self, table: DeviceTable, segment: Segment, found_inf: Tensor | None) -> None:
         self.launches.append("narrow")
         if found_inf is None or not found_inf:

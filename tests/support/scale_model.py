@@ -12,7 +12,7 @@ import torch
 from ampfast.backends.core import SPIKE, Update
 from ampfast.backends.core import state_layout as layout
 from ampfast.loss_scale import Limits, LossScale
-from ampfast.policies import LogMax, UnderflowTarget
+from ampfast.policies import LogMax
 
 
 class Factors(NamedTuple):
@@ -103,10 +103,9 @@ class ScaleModel:
                 after = float32(before * backoff)
         else:
             self.tracker += 1
-            waits = isinstance(policy, UnderflowTarget) and not peak > policy.share
             if limits.hysteresis_refill == "finite_step":
                 self.tolerated = 0
-            if 1 <= interval <= self.tracker and not waits:
+            if 1 <= interval <= self.tracker:
                 self.tracker = 0
                 self.tolerated = 0
                 grown = float32(before * growth)
@@ -155,7 +154,6 @@ POLICIES = {
     "hysteresis refilled": Limits(hysteresis=2, hysteresis_refill="finite_step"),
     "all": Limits(0.5, 30.0, 2, "growth"),
     "log max": Limits(policy=LogMax()),
-    "underflow target": Limits(policy=UnderflowTarget(1.0 / 3.0)),
     "log max, limits": Limits(2.0**-20, 2.0**20, policy=LogMax(0.5, 2.5)),
 }
 FACTORS = Factors(1.9, 0.3, 3)

@@ -1,4 +1,4 @@
-"""Reference for per-parameter tracking: marks and ranges by plain float64 comparisons."""
+"""Reference for per-parameter reports: marks and ranges by plain float64 comparisons."""
 
 from __future__ import annotations
 
@@ -6,29 +6,23 @@ from collections.abc import Sequence
 
 import torch
 
-from ampfast.backends.core import HEALTH_WORDS, MARK_WORDS, Track
-from support.comparison import assert_same
+from ampfast.backends.core import MARK_WORDS, Track
 
 NEVER = [0, 0, 0, 0]
 
 
-def track_for(
-    parameters: int, *, health: bool = False, step: int = 0, device: str | torch.device = "cpu"
-) -> Track:
-    """Empty tables, between rows that no pass may write."""
+def track_for(parameters: int, *, step: int = 0, device: str | torch.device = "cpu") -> Track:
+    """An empty table, between rows that no pass may write."""
     marks = torch.full((parameters + 2, MARK_WORDS), -7, dtype=torch.int64, device=device)
-    ranges = torch.full((parameters + 2, HEALTH_WORDS), -7, dtype=torch.int64, device=device)
     marks[1:-1] = 0
-    ranges[1:-1] = 0
     now = torch.tensor(step, dtype=torch.int64, device=device)
-    return Track(marks[1:-1], now, ranges[1:-1] if health else None)
+    return Track(marks[1:-1], now)
 
 
 def assert_surroundings_kept(track: Track) -> None:
-    for rows in (track.marks, track.health):
-        if rows is not None:
-            whole = rows.new_empty(0).set_(rows.untyped_storage()).view(-1, rows.shape[1])
-            assert (whole[[0, -1]] == -7).all(), "wrote outside the table"
+    rows = track.marks
+    whole = rows.new_empty(0).set_(rows.untyped_storage()).view(-1, rows.shape[1])
+    assert (whole[[0, -1]] == -7).all(), "wrote outside the table"
 
 
 def marked(track: Track) -> list[bool]:
@@ -60,21 +54,6 @@ def range_of(values: torch.Tensor) -> list[float]:
         float((~(nonzero <= 65504)).sum()),
         *(float(sizes.max()) if len(sizes) else 0.0, smallest),
     ]
-
-
-def read_range(row: torch.Tensor) -> list[float]:
-    """The same numbers from a kernel's row."""
-    *counts, largest, smallest = row.tolist()
-    bits = torch.tensor([largest, 2**63 - 1 - smallest if smallest else 0])
-    return [*map(float, counts), *bits.view(torch.float64).tolist()]
-
-
-def assert_ranges(track: Track, grads: Sequence[torch.Tensor]) -> None:
-    """Compares the rows with the ranges of `grads`, exactly."""
-    assert track.health is not None
-    for i, (row, grad) in enumerate(zip(track.health.cpu(), grads, strict=True)):
-        expected = range_of(grad.cpu()) if grad.numel() else [0.0] * HEALTH_WORDS
-        assert_same(read_range(row), expected, f"range of gradient {i}, {grad.dtype}")
 
 
 def edges_of_half(dtype: torch.dtype) -> torch.Tensor:

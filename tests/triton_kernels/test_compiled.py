@@ -18,7 +18,6 @@ from variants import (
     Variant,
     compiled,
     compiled_clip,
-    compiled_measure,
     compiled_narrow,
     compiled_update,
     everywhere,
@@ -157,19 +156,6 @@ def test_marks_make_nobody_wait(dtype: torch.dtype, how: Factor) -> None:
     assert all(line.lstrip().startswith("@") for line in added)
 
 
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
-@pytest.mark.parametrize("target", CUDA)
-def test_measure(target: str, dtype: torch.dtype) -> None:
-    kernel = compiled_measure(target, dtype)
-    used = usage(kernel)
-    assert (used.stack, used.local) == (0, 0)
-    assert used.registers <= (96 if dtype in SIXTEEN_BIT or IS_OLDEST else REGISTERS)
-    code = kernel.asm["ptx"]
-    assert len(re.findall(VECTOR_LOAD, code)) == 4
-    # Counted in integers.
-    assert not re.search(r"\b(setp|min|max)\.\S*f(16|32|64)\b", code)
-
-
 @pytest.mark.parametrize("dtype", SIXTEEN_BIT, ids=str)
 @pytest.mark.parametrize("target", ["sm_75", "sm_90"])
 def test_pairs(target: str, dtype: torch.dtype) -> None:
@@ -207,15 +193,6 @@ def test_registers_in_the_docs() -> None:
     for kind, variant in KINDS.items():
         used = [usage(compiled(replace(variant, dtype=d), "sm_90")).registers for d in DOCUMENTED]
         assert registers_table()["Triton", kind] == cells(used), kind
-    used = [usage(compiled_measure("sm_90", dtype)).registers for dtype in DOCUMENTED]
-    assert registers_table()["Triton", "health"] == cells(used)
-
-
-@pytest.mark.parametrize("target", HIP)
-def test_measure_on_amd(target: str) -> None:
-    for dtype in FLOATS:
-        code = compiled_measure(target, dtype).asm["amdgcn"]
-        assert re.findall(r"\.amdhsa_private_segment_fixed_size (\d+)", code) == ["0"]
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
@@ -231,7 +208,6 @@ def test_factors_are_float64(dtype: torch.dtype) -> None:
     ("name", "wide", "count"),
     [
         ("multi_tensor", ("growth_factor", "backoff_factor"), "growth_interval"),
-        ("measure", (), "word"),
         ("narrow", (), "word"),
         ("update_scale", ("growth_factor", "backoff_factor"), "growth_interval"),
         ("clip_coefficient", ("max_norm",), "rows"),
@@ -244,9 +220,7 @@ def test_arguments_are_not_specialized(name: str, wide: tuple[str, ...], count: 
     # Else a count of 1, or an unaligned address, would compile in mid-training.
     specialized = {p.name for p in parameters.values() if not p.is_constexpr}
     specialized -= {p.name for p in parameters.values() if p.do_not_specialize}
-    assert specialized == (
-        {"table_ptr"} if name in ("multi_tensor", "measure", "narrow") else set()
-    )
+    assert specialized == ({"table_ptr"} if name in ("multi_tensor", "narrow") else set())
 
 
 @pytest.mark.parametrize("target", CUDA)

@@ -14,7 +14,7 @@ from support.kernel_calls import run_check, run_unscale
 from triton import knobs
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
-from variants import TARGETS, kernels, launch, table_of, track
+from variants import TARGETS, kernels, launch, table_of
 
 from ampfast import _C
 from ampfast.backends import core
@@ -72,10 +72,10 @@ def recording(monkeypatch: pytest.MonkeyPatch) -> Iterator[Recording]:
     monkeypatch.setattr(launch, "_threads", lambda device: 128)
     monkeypatch.setattr(launch, "_most_programs", 4)
     monkeypatch.setattr(launch, "is_capturing", lambda: False)
-    for name in ("multi_tensor", "measure", "narrow", "update_scale", "clip_coefficient"):
+    for name in ("multi_tensor", "narrow", "update_scale", "clip_coefficient"):
         getattr(kernels, name).device_caches.clear()
     yield recording
-    for name in ("multi_tensor", "measure", "narrow", "update_scale", "clip_coefficient"):
+    for name in ("multi_tensor", "narrow", "update_scale", "clip_coefficient"):
         getattr(kernels, name).device_caches.clear()
 
 
@@ -100,9 +100,9 @@ def multi_tensor() -> Callable[[], object]:
     return lambda: run_unscale(KERNELS, grads, scale, is_scale=True, found_inf=found_inf)
 
 
-def measure() -> Callable[[], object]:
-    table, health = table_of(torch.float16), track().health
-    return lambda: launch.measure(table, table.segments[0], health)
+def narrow() -> Callable[[], object]:
+    table, flag = table_of(torch.float16, True), torch.zeros(())
+    return lambda: launch.narrow(table, table.segments[0], flag)
 
 
 def update_scale() -> Callable[[], object]:
@@ -117,7 +117,7 @@ def clip_coefficient() -> Callable[[], object]:
     return lambda: launch.clip_coefficient(clip)
 
 
-CALLS = {each.__name__: each for each in (multi_tensor, measure, update_scale, clip_coefficient)}
+CALLS = {each.__name__: each for each in (multi_tensor, narrow, update_scale, clip_coefficient)}
 
 
 def alike(given: tuple[Any, ...]) -> list[Any]:

@@ -172,8 +172,7 @@ def table_of(
 def track(device: torch.device = CPU) -> core.Track:
     """Tables of one parameter."""
     marks = torch.zeros(1, core.MARK_WORDS, dtype=torch.int64, device=device)
-    health = torch.zeros(1, core.HEALTH_WORDS, dtype=torch.int64, device=device)
-    return core.Track(marks, torch.zeros((), dtype=torch.int64, device=device), health)
+    return core.Track(marks, torch.zeros((), dtype=torch.int64, device=device))
 
 
 def work_of(variant: Variant, device: torch.device = CPU) -> Pass:
@@ -208,18 +207,6 @@ def recorded(variant: Variant, target: Any) -> tuple[tuple[Any, ...], dict[str, 
         patch.setattr(kernels, "multi_tensor", _Recorder())
         with pytest.raises(_Recorded) as launched:
             launch.multi_tensor(work, table, table.segments[0], variant.is_last)
-    return launched.value.args
-
-
-def recorded_measure(dtype: torch.dtype, target: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """As `recorded`, for the measuring pass."""
-    table = table_of(dtype)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(launch, "_threads", lambda device: 4 * target.warp_size)
-        patch.setattr(launch, "is_capturing", lambda: False)
-        patch.setattr(kernels, "measure", _Recorder())
-        with pytest.raises(_Recorded) as launched:
-            launch.measure(table, table.segments[0], track().health)
     return launched.value.args
 
 
@@ -306,12 +293,6 @@ def compiled(variant: Variant, target_name: str) -> Any:
     """Compiles a variant; the result has the texts of all stages."""
     target = TARGETS[target_name]
     return _compiled(kernels.multi_tensor, *recorded(variant, target), target)
-
-
-@cache
-def compiled_measure(target_name: str, dtype: torch.dtype) -> Any:
-    target = TARGETS[target_name]
-    return _compiled(kernels.measure, *recorded_measure(dtype, target), target)
 
 
 @cache

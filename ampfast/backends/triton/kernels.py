@@ -44,15 +44,13 @@ _WINDOW_BYTES = tl.constexpr(core.WINDOW_BYTES)
 
 # Float64 bits of infinity, from which magnitudes are not finite.
 _INFINITY = tl.constexpr(0x7FF0000000000000)
-_COMPLEMENT = tl.constexpr(0x7FFFFFFFFFFFFFFF)
 
 # Words of a header and of a chunk, as in csrc/table_layout.h.
 _HEADER = _enumerated("FINISHED PEAK")
 _NOT_FINITE = tl.constexpr(1 << 32)
 _CHUNK = _constants(ADDRESS=0, EXTENT=1, WIDE=2, WORDS=2, PAIR_WORDS=3, PARAMETER_SHIFT=32)
-# Words of a parameter's marks and health, as in csrc/track.h.
+# Words of a parameter's marks, as in csrc/track.h.
 _MARKS = _enumerated("LAST_NON_FINITE LAST_NAN TIMES_NON_FINITE TIMES_NAN WORDS")
-_HEALTH = _enumerated("ELEMENTS NONZERO VANISHING SUBNORMAL OVERFLOWING LARGEST SMALLEST WORDS")
 # Words of a scaler's state and of the norms of the steps taken, as in csrc/scale.h.
 _STATE = _constants(**vars(core.state_layout))
 _NORM = _constants(**vars(core.norm_layout))
@@ -302,7 +300,6 @@ def _update(pointers, norm_ptr, flag, growth_factor, backoff_factor, growth_inte
     grows = (growth_interval >= 1) & (tracker + 1 >= growth_interval) & ~skipped
     if state_ptr is not None:
         proposal = _float_at(state_ptr + _STATE.PROPOSAL)
-        grows = grows & ~(proposal < 0.0)
     scale = tl.where(found, (wide * backoff_factor).to(tl.float32), tl.where(grows, grown, before))
     if state_ptr is not None:
         one = skipped.to(tl.int64)
@@ -528,103 +525,6 @@ def multi_tensor(
             tl.store(header_ptr + _HEADER.FINISHED, tl.zeros([], dtype=tl.int64))
             if NORM:
                 tl.store(header_ptr + _HEADER.PEAK, tl.zeros([], dtype=tl.int64))
-
-
-@triton.jit
-def _no_health(DTYPE: tl.constexpr, THREADS: tl.constexpr):
-    """Health of no values, per thread: largest, smallest less one, counts."""
-    count = tl.zeros([THREADS], dtype=tl.int32)
-    largest = tl.zeros([THREADS], dtype=tl.int64 if DTYPE == tl.float64 else tl.int32)
-    smallest = (largest - 1).to(tl.uint64 if DTYPE == tl.float64 else tl.uint32, bitcast=True)
-    return largest, smallest, count, count, count, count
-
-
-@triton.jit
-def _count(values, health):
-    """Counts values of shape [loads, threads, elements] by magnitude; zeros change nothing.
-
-    Magnitudes less one, unsigned, put zero last: a single comparison tests for nonzero below a
-    bound.
-    """
-    largest, smallest, nonzero, vanishing, subnormal, overflowing = health
-    DTYPE: tl.constexpr = values.dtype
-    # Bounds 2^-24, 2^-14, and 65504 or the next value below.
-    if DTYPE == tl.float64:
-        RANGE: tl.constexpr = (0x3E70000000000000, 0x3F10000000000000, 0x40EFFC0000000000)
-    elif DTYPE == tl.float32:
-        RANGE: tl.constexpr = (0x33800000, 0x38800000, 0x477FE000)
-    elif DTYPE == tl.bfloat16:
-        RANGE: tl.constexpr = (0x3380, 0x3880, 0x477F)
-    else:
-        RANGE: tl.constexpr = (0x0001, 0x0400, 0x7BFF)
-    bits = _magnitude(values)
-    less_one = (bits - 1).to(smallest.dtype, bitcast=True)
-    largest = tl.maximum(largest, tl.max(tl.max(bits, axis=2), axis=0))
-    smallest = tl.minimum(smallest, tl.min(tl.min(less_one, axis=2), axis=0))
-    nonzero += _number(bits != 0)
-    if RANGE[0] > 1:  # else no value is
-        vanishing += _number(less_one < RANGE[0] - 1)
-    subnormal += _number(less_one < RANGE[1] - 1)
-    overflowing += _number(bits > RANGE[2])
-    return largest, smallest, nonzero, vanishing, subnormal, overflowing
-
-
-@triton.jit
-def _number(condition):
-    return tl.sum(tl.sum(condition.to(tl.int32), axis=2), axis=0)
-
-
-@triton.jit
-def _add(word_ptr, counts):
-    """Adds the counts of all threads of a program to a word."""
-    tl.atomic_add(word_ptr, tl.sum(counts, axis=0).to(tl.int64), sem="relaxed")
-
-
-@triton.jit
-def _add_health(row_ptr, elements, health, DTYPE: tl.constexpr):
-    """Adds the health of all threads of a program for a chunk."""
-    largest, smallest, nonzero, vanishing, subnormal, overflowing = health
-    tl.atomic_add(row_ptr + _HEALTH.ELEMENTS, elements.to(tl.int64), sem="relaxed")
-    _add(row_ptr + _HEALTH.NONZERO, nonzero)
-    _add(row_ptr + _HEALTH.VANISHING, vanishing)
-    _add(row_ptr + _HEALTH.SUBNORMAL, subnormal)
-    _add(row_ptr + _HEALTH.OVERFLOWING, overflowing)
-    most = _used_magnitude(tl.max(largest, axis=0), 1.0, _FACTOR.NONE, DTYPE)
-    tl.atomic_max(row_ptr + _HEALTH.LARGEST, most, sem="relaxed")
-    # The largest number stands for none, and becomes 0.
-    least = tl.min(smallest, axis=0).to(largest.dtype, bitcast=True) + 1
-    least = tl.where(least > 0, _COMPLEMENT - _used_magnitude(least, 1.0, _FACTOR.NONE, DTYPE), 0)
-    tl.atomic_max(row_ptr + _HEALTH.SMALLEST, least, sem="relaxed")
-
-
-@_kernel
-def measure(
-    table_ptr,
-    word: tl.int64,
-    chunks: tl.int32,
-    health_ptr,
-    DTYPE: tl.constexpr,
-    THREADS: tl.constexpr,
-    PAIRED: tl.constexpr,
-):
-    """Health of gradients of one dtype: adds the range of values to parameters' rows."""
-    SIZE: tl.constexpr = DTYPE.primitive_bitwidth // 8
-    chunk, step = tl.program_id(0), tl.num_programs(0)
-    vector, lane = _lanes(DTYPE, THREADS, PAIRED)
-    while chunk < chunks:
-        fields = _load_chunk(table_ptr + word, chunk, PAIRED)
-        left, is_edge, base, edge_ptr, _, _ = _parts(fields, DTYPE, THREADS, PAIRED)
-        extent = fields[_CHUNK.EXTENT]
-        health = _no_health(DTYPE, THREADS)
-        edges = tl.load(edge_ptr, mask=is_edge, other=0.0)
-        while left > 0:
-            health = _count(tl.load(base + lane, mask=vector < left, other=0.0), health)
-            base += lane.numel
-            left -= vector.numel
-        health = _count(edges[None, :, None], health)
-        row_ptr = health_ptr + (extent >> _CHUNK.PARAMETER_SHIFT) * _HEALTH.WORDS
-        _add_health(row_ptr, extent.to(tl.int32) // SIZE, health, DTYPE)
-        chunk += step
 
 
 @_kernel

@@ -99,15 +99,11 @@ def _geometry(
     return {**shape, "num_warps": 4, "enable_fp_fusion": False}
 
 
-def _over(name: str, table: DeviceTable, segment: Segment, tensor: Tensor | None) -> None:
-    arguments = (table.words, segment.word, segment.chunks, tensor)
+def narrow(table: DeviceTable, segment: Segment, found_inf: Tensor | None) -> None:
+    """Launches the rounding of the float32 values of one dtype's pairs."""
+    arguments = (table.words, segment.word, segment.chunks, found_inf)
     switches = (segment.dtype, segment.is_paired, segment.is_aligned)
-    _launch(name, table.header.device, segment.chunks, arguments, *switches)
-
-
-# Launch the rounding of the float32 values of one dtype's pairs, and the health pass over gradients
-# of one dtype.
-narrow, measure = partial(_over, "narrow"), partial(_over, "measure")
+    _launch("narrow", table.header.device, segment.chunks, arguments, *switches)
 
 
 def clip_coefficient(clip: Clip) -> None:
@@ -230,7 +226,6 @@ def _direct(
 _OPTIONS = {
     "multi_tensor": _options,
     "narrow": _geometry,
-    "measure": _geometry,
     "update_scale": _of_one_warp,
     "clip_coefficient": _of_one_warp,
 }
