@@ -249,7 +249,7 @@ class GradScaler(Passes):
             unscaled = [each for each in entries if each[1]["stage"] is UNSCALED]
             if self._late_entries is None:
                 self._late_entries = []
-            late_backward.watch(scaled, unscaled, self._late_entries)
+            scaled = late_backward.watch(scaled, unscaled, self._late_entries)
         return scaled
 
     def _scaled_by_1(self, outputs: Any) -> Any:
@@ -937,7 +937,10 @@ class GradScaler(Passes):
         return result
 
     def _warn_of_late_backward(self, optimizer: object, entry: dict[str, Any], text: str) -> None:
-        is_late = any(each is entry for each in self._late_entries or ())
+        # Without flags the step of a plain optimizer raises.
+        is_late = any(each is entry for each in self._late_entries or ()) and (
+            bool(entry["found_inf_per_device"]) or divides_by_itself(optimizer)
+        )
         if is_late and not self._warned_of_backward:
             self._warned_of_backward = True
             warn_caller(text.format(type(optimizer).__name__))

@@ -236,10 +236,7 @@ class Passes(TorchGradScaler):
     def _checked_by_scale(
         self, optimizer: torch.optim.Optimizer, entry: dict[str, Any], scale: Tensor
     ) -> Tensor | None:
-        """Checks still scaled gradients; returns the scale by which the optimizer divides them.
-
-        None if they had to be unscaled, as those that share memory below a limit.
-        """
+        """Checks still scaled gradients; returns the scale by which the optimizer divides them."""
         if self._passes_scale is not scale:
             self._make_passes(scale)
         if self._skip_above is not None:
@@ -247,9 +244,8 @@ class Passes(TorchGradScaler):
             found = fresh_entry()
             self._unscale_below_limit(optimizer, found, scale, defers=True)
             entry["found_inf_per_device"] = found["found_inf_per_device"]
-            if clipping.DEFERRED not in found:
-                entry["stage"] = UNSCALED
-            return found.get(clipping.DEFERRED)
+            divisor: Tensor = found[clipping.DEFERRED]
+            return divisor
         work, ending, flag = self._check_pass, None, None
         if scale.dtype is torch.float32 and isinstance(self._kernels, DeviceKernels):
             ending, self._ending = self._ending or Ending(None, scale), None
@@ -313,12 +309,15 @@ class Passes(TorchGradScaler):
             )
             for each, deferred in zip(optimizers, defers, strict=True)
         ]
+        is_given = entries is not None
         if entries is None:
             entries = [
                 fresh_entry() if scale is None else self._per_optimizer_states[id(each)]
                 for each in optimizers
             ]
-        if scale is not None and not overridden and clipping.share_memory(terms):
+        # A step below a limit that divides by itself does so as often as torch's.
+        is_only_read = is_given and not any(term.writes for term in terms)
+        if scale is not None and not (overridden or is_only_read) and clipping.share_memory(terms):
             terms, defers = self._unscaled_first(optimizers, entries, scale), [False] * len(terms)
         divisor = None
         if scale is not None and any(defers):
