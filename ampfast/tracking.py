@@ -32,9 +32,9 @@ MOST_LINES = 40
 
 # Where all parameters overflowed.
 _EVERYWHERE = (
-    "These are all trainable parameters of {}: the loss or a forward activation was not finite. "
-    'Forward hooks find the layer: see "Every gradient is infinite or NaN" in '
-    "docs/troubleshooting.md."
+    "These are all trainable parameters of {}: the loss or a forward activation was not finite, or "
+    "the loss times the scale was not. Forward hooks find the layer: see "
+    '"Every gradient is infinite or NaN" in docs/troubleshooting.md.'
 )
 
 # Parameters by group.
