@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import math
 import os
 import select
 import socket
@@ -30,6 +31,10 @@ _MOST_INPUT, _INPUT_WAIT = 2**26, 1.0
 
 _NO_SCALER = (
     "used no gradient scaler: there is nothing to compare (processes that it starts are not seen)"
+)
+_UNSEEN_END = (
+    "ended without Python's exit, as by os._exit() or os.execv(): its scalers were not recorded "
+    "(--steps N ends it before)"
 )
 _DISABLED = "has a gradient scaler that is disabled, by enabled=False or for want of CUDA"
 _NO_UPDATE = "never calls update() of its gradient scaler: there is no step to compare"
@@ -84,8 +89,11 @@ def run(
         with tempfile.TemporaryFile() as given:
             _keep_input(given)
             theirs, ours = (_records(called, number, steps, given) for number in (1, 2))
-            differences, found = _differences(theirs, ours)
-            is_equal = not found and _steps(theirs) == _steps(ours)
+            # Where one of several threads ends the run, the other ones are somewhere.
+            is_cut = steps is not None and _has_threads(theirs, ours)
+            ours = _matched(theirs, ours, is_cut)
+            differences, found = _differences(theirs, ours, is_cut)
+            is_equal = not found and (is_cut or _steps(theirs) == _steps(ours))
             longest = max(_steps(theirs))
             # All ranks must end at the same step.
             is_alone = os.environ.get("WORLD_SIZE", "1") == "1"
@@ -97,13 +105,16 @@ def run(
             is_enough = is_equal and is_alone
             ours_again = ours if is_enough else _records(called, 4, stop, given)
             again = _records(called, 3, stop, given)
+        is_short = is_short or is_cut
+        again, ours_again = (
+            _matched(one, other, is_short) for one, other in ((theirs, again), (ours, ours_again))
+        )
     except _CannotCompareError as error:
         print(f"ampfast compare: {program} {error}", file=sys.stderr)
         return 2
     (_, broken), (_, ours_broken) = (
         _differences(one, other, is_short) for one, other in ((theirs, again), (ours, ours_again))
     )
-    repeated = again + theirs[len(again) :]  # a scaler may begin after the end of that run
     first = min(found, default=longest)
     is_broken = min([*broken, *ours_broken], default=longest + 1) <= first
     verdict = "equal" if is_equal else "not repeatable" if is_broken else "different"
@@ -111,6 +122,7 @@ def run(
         "schema": SCHEMA,
         "program": called,
         "verdict": verdict,
+        "are_weights_compared": not is_cut,
         "torch_again": {"steps": short, "first_difference": min(broken, default=None)},
         "ampfast_again": None if is_equal else min(ours_broken, default=None),
         "scalers": [
@@ -120,7 +132,7 @@ def run(
                 "again": _short(c),
                 "first_differences": each,
             }
-            for a, b, c, each in zip(theirs, ours, repeated, differences, strict=False)
+            for a, b, c, each in zip(theirs, ours, again, differences, strict=False)
         ],
     }
     facts["noise"] = _noise(facts["scalers"])
@@ -138,6 +150,37 @@ def _short(record: dict[str, Any]) -> dict[str, Any]:
 
 def _steps(records: list[dict[str, Any]]) -> list[int]:
     return [record["steps"] for record in records]
+
+
+def _has_threads(*runs: list[dict[str, Any]]) -> bool:
+    return any(len({thread for one in run for thread in one["threads"]}) > 1 for run in runs)
+
+
+def _matched(
+    theirs: list[dict[str, Any]], others: list[dict[str, Any]], is_short: bool
+) -> list[dict[str, Any]]:
+    """Puts the scalers of another run in the order of these, as threads may start in any order.
+
+    Each comes to the place of the one with which it agrees longest. In a short run a scaler may
+    not have begun: its place gets the record that is there.
+    """
+    found_at = dict(enumerate(others))
+    is_whole = is_short or len(others) == len(theirs)
+    if is_whole and _has_threads(theirs, others) and _differences(theirs, others, is_short)[1]:
+        pairs = []
+        for i, one in enumerate(theirs):
+            for j, other in enumerate(others):
+                [found], _ = _differences([one], [other], is_short)
+                steps = [step for name, (step, *_) in found.items() if name != "weights"]
+                pairs.append((-min(steps, default=math.inf), abs(i - j), i, j))
+        left = found_at
+        found_at = {}
+        for _, _, i, j in sorted(pairs):
+            if i not in found_at and j in left:
+                found_at[i] = left.pop(j)
+    if is_short:
+        return [found_at.get(i, one) for i, one in enumerate(theirs)]
+    return [found_at[i] for i in sorted(found_at)]
 
 
 def _keep_input(file: IO[bytes]) -> None:
@@ -185,7 +228,8 @@ def _records(
                 stdout=output,
                 stderr=subprocess.STDOUT,
             ).returncode
-        records: list[dict[str, Any]] = json.loads(file.read_text()) if file.exists() else []
+        is_recorded = file.exists()
+        records: list[dict[str, Any]] = json.loads(file.read_text()) if is_recorded else []
         tail = log.read_text(errors="replace").splitlines()[-30:]
     updated = [record for record in records if record["steps"]]
     is_enabled = any(record["is_enabled"] for record in records)
@@ -193,6 +237,8 @@ def _records(
         start = f"failed with {name} scaler, with exit code {code}; the end of its output:"
         tail += [f"ampfast: {NEVER_UPDATED}"] if is_enabled and not updated else []
         raise _CannotCompareError("\n".join([start, *tail]))
+    if not is_recorded:
+        raise _CannotCompareError(_UNSEEN_END)
     if not is_ours and any(record["is_ampfast"] for record in records):
         raise _CannotCompareError(_IS_OURS)
     if not updated:
@@ -261,7 +307,9 @@ def describe(facts: dict[str, Any]) -> str:
         lines += _table(scaler["torch"], scaler["ampfast"], f"(torch's again: {step:.0f})", tells)
         found = scaler["first_differences"]
         for name in ("losses", "elements", "scales", "skips", "weights"):
-            if name in found:
+            if name == "weights" and not facts["are_weights_compared"]:
+                lines.append("weights: not compared: one thread's last step is not the others'")
+            elif name in found:
                 lines.append(f"{name}: {_apart(name, *found[name])}")
             elif name == "losses" and not scaler["torch"]["losses"]:
                 lines.append("losses: no losses seen: scale() was given none")

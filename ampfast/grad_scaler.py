@@ -238,7 +238,7 @@ class GradScaler(Passes):
                 for optimizer, turn in self._last_turns
                 if turn["stage"] is UNSCALED and turns.get(id(optimizer)) is turn
             ]
-            late_backward.watch(scaled, unscaled)
+            scaled = late_backward.watch(scaled, unscaled)
         return scaled
 
     def _scaled_by_1(self, outputs: Any) -> Any:
@@ -343,7 +343,7 @@ class GradScaler(Passes):
         if turn.agreement is not None and turn["stage"] is not READY:
             self._agree(turn, turn.agreement, scale.device)  # retries a collective that failed
         if turn.is_late:
-            self._warn_of_late_backward(optimizer, late_backward.WARNING)
+            self._warn_of_late_backward(optimizer, turn, late_backward.WARNING)
         try:
             # One that was to divide still has scaled gradients.
             if divides_by_itself(optimizer) or turn.divisor is not None:
@@ -362,7 +362,7 @@ class GradScaler(Passes):
             raise
         turn["stage"] = STEPPED
         if turn.is_late:
-            self._warn_of_late_backward(optimizer, late_backward.OF_A_CLOSURE)
+            self._warn_of_late_backward(optimizer, turn, late_backward.OF_A_CLOSURE)
         return result
 
     @not_compiled
@@ -738,7 +738,8 @@ class GradScaler(Passes):
             ValueError: If `name_parameters` named no parameter of the optimizer.
         """
         refuse_capture("a report that the host reads", "ask outside of the graph")
-        turn, scale = NO_TURN, 1.0
+        turn: dict[str, Any] = NO_TURN
+        scale = 1.0
         if self._enabled:
             scale = self._checked_scale("health").item()
             turn = self._per_optimizer_states.get(id(optimizer), NO_TURN)
@@ -910,7 +911,7 @@ class GradScaler(Passes):
                 # Retries a collective that failed.
                 self._agree(turn, turn.agreement, self._scale.device)
             if turn.is_late:
-                self._warn_of_late_backward(optimizer, late_backward.WARNING)
+                self._warn_of_late_backward(optimizer, turn, late_backward.WARNING)
             is_refused = turn is NO_TURN or turn["stage"] is STEPPED
             asks = not is_refused and getattr(optimizer, "_step_supports_amp_scaling", False)
             divides = asks and divides_by_itself(optimizer)
@@ -934,11 +935,13 @@ class GradScaler(Passes):
             explain(error, optimizer, *needed)
             raise
         if turn.is_late:
-            self._warn_of_late_backward(optimizer, late_backward.OF_A_CLOSURE)
+            self._warn_of_late_backward(optimizer, turn, late_backward.OF_A_CLOSURE)
         return result
 
-    def _warn_of_late_backward(self, optimizer: object, text: str) -> None:
-        if not self._warned_of_backward:
+    def _warn_of_late_backward(self, optimizer: object, turn: Turn, text: str) -> None:
+        # Without flags the step of a plain optimizer raises.
+        steps = bool(turn["found_inf_per_device"]) or divides_by_itself(optimizer)
+        if steps and not self._warned_of_backward:
             self._warned_of_backward = True
             warn_caller(text.format(type(optimizer).__name__))
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ OF_A_CLOSURE = (
 )
 
 
-def watch(scaled: Any, unscaled: list[tuple[Any, Turn]]) -> None:
+def watch(scaled: Any, unscaled: list[tuple[Any, Turn]]) -> Any:
     """Marks the turns of optimizers whose gradients a backward of `scaled` will write as late.
 
     Comparing gradients before and after the backward tells it from a clip, which writes them, too.
@@ -31,6 +31,9 @@ def watch(scaled: Any, unscaled: list[tuple[Any, Turn]]) -> None:
     Args:
         scaled: What `scale` returns.
         unscaled: Optimizers and their turns, which are marked at the end of the backward.
+
+    Returns:
+        `scaled`, or what takes the place of an iterator.
     """
 
     def compare_after(_: Tensor) -> None:
@@ -43,17 +46,18 @@ def watch(scaled: Any, unscaled: list[tuple[Any, Turn]]) -> None:
 
         torch.autograd.Variable._execution_engine.queue_callback(compare)
 
-    for tensor in _tensors(scaled) if unscaled else ():
-        if tensor.requires_grad:
-            tensor.register_hook(compare_after)
+    def hook(each: Any) -> Any:
+        if isinstance(each, Tensor):
+            if each.requires_grad:
+                each.register_hook(compare_after)
+        elif isinstance(each, (list, tuple)):
+            for part in each:
+                hook(part)
+        elif isinstance(each, Iterable):
+            return map(hook, each)  # an iterator would be used up
+        return each
 
-
-def _tensors(scaled: Any) -> Iterator[Tensor]:
-    if isinstance(scaled, Tensor):
-        yield scaled
-    elif isinstance(scaled, (list, tuple)):  # an iterator would be used up
-        for each in scaled:
-            yield from _tensors(each)
+    return hook(scaled) if unscaled else scaled
 
 
 def _versions(optimizer: Any) -> list[tuple[int, int]]:

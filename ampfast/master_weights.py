@@ -448,7 +448,11 @@ def _refuse_unlike(weight: object, param: Tensor, index: Any) -> None:
         found = f"no shape: {weight!r}"
     elif weight.shape != param.shape:
         found = f"shape {tuple(weight.shape)}"
-    elif weight.is_meta or weight.layout is not torch.strided or not weight.is_floating_point():
+    elif (
+        (weight.is_meta and not param.is_meta)
+        or weight.layout is not torch.strided
+        or not weight.is_floating_point()
+    ):
         found = f"dtype {weight.dtype} and layout {weight.layout} on {weight.device}"
     else:
         return

@@ -230,10 +230,7 @@ class Passes(TorchGradScaler):
     def _checked_by_scale(
         self, optimizer: torch.optim.Optimizer, turn: Turn, scale: Tensor
     ) -> Tensor | None:
-        """Checks still scaled gradients; returns the scale by which the optimizer divides them.
-
-        None if they had to be unscaled, as those that share memory below a limit.
-        """
+        """Checks still scaled gradients; returns the scale by which the optimizer divides them."""
         if self._passes_scale is not scale:
             self._make_passes(scale)
         if self._skip_above is not None:
@@ -241,8 +238,6 @@ class Passes(TorchGradScaler):
             found = new_turn()
             self._unscale_below_limit(optimizer, found, scale, defers=True)
             turn["found_inf_per_device"] = found["found_inf_per_device"]
-            if found.divisor is None:
-                turn["stage"] = UNSCALED
             return found.divisor
         work, ending, flag = self._check_pass, None, None
         if scale.dtype is torch.float32 and isinstance(self._kernels, DeviceKernels):
@@ -304,9 +299,12 @@ class Passes(TorchGradScaler):
             )
             for each, deferred in zip(optimizers, defers, strict=True)
         ]
+        is_given = turns is not None
         if turns is None:
             turns = [new_turn() if scale is None else self._turn(each) for each in optimizers]
-        if scale is not None and not overridden and clipping.share_memory(terms):
+        # A step below a limit that divides by itself does so as often as torch's.
+        is_only_read = is_given and not any(term.writes for term in terms)
+        if scale is not None and not (overridden or is_only_read) and clipping.share_memory(terms):
             terms, defers = self._unscaled_first(optimizers, turns, scale), [False] * len(terms)
         divisor = None
         if scale is not None and any(defers):

@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 
 from ampfast.backends import scalars
 from ampfast.backends.core import (
@@ -28,8 +29,9 @@ MOST_LINES = 40
 
 # Where all parameters overflowed.
 _EVERYWHERE = (
-    "These are all trainable parameters: the loss or a forward activation was not finite. Forward "
-    'hooks find the layer: see "Every gradient is infinite or NaN" in docs/troubleshooting.md.'
+    "These are all trainable parameters of {}: the loss or a forward activation was not finite, or "
+    "the loss times the scale was not. Forward hooks find the layer: see "
+    '"Every gradient is infinite or NaN" in docs/troubleshooting.md.'
 )
 
 # Parameters by group.
@@ -122,7 +124,9 @@ class OverflowReport:
         what = "1 parameter's gradient was" if count == 1 else f"{count} parameters' gradients were"
         lines = [f"In step {self.step}, {what} not finite.", *table(_OVERFLOWS, self.parameters)]
         if self.is_everywhere:
-            lines.insert(1, _EVERYWHERE)
+            is_one = len({row.optimizer for row in self.parameters}) == 1
+            whose = "their optimizer" if is_one else "their optimizers"
+            lines.insert(1, _EVERYWHERE.format(whose))
         earlier = [row for row in self.totals if row.step != self.step]
         if earlier:
             earlier.sort(key=lambda row: -row.infinities - row.nans)
@@ -179,13 +183,17 @@ class Tracking:
                 kind: Any = "nan" if last_nan == last else "inf"
                 totals.append(ParameterOverflows(*location, kind, last - 1, times - nans, nans))
         report = OverflowReport.of(totals)
-        hit = {row.optimizer for row in report.parameters}
-        trainable = sum(
-            param.requires_grad
+        hit = {(row.optimizer, row.group, row.index) for row in report.parameters}
+        optimizers = {row.optimizer for row in report.parameters}
+        # Of what is empty there is no value that could be infinite.
+        trainable = {
+            (number, *place)
             for number, (_, record) in enumerate(self._records)
-            for param in (record.params() if number in hit else ())
-        )
-        return replace(report, is_everywhere=1 < trainable <= len(report.parameters))
+            if number in optimizers
+            for param, place in zip(record.params(), record.places, strict=True)
+            if param.requires_grad and (is_lazy(param) or param.numel())
+        }
+        return replace(report, is_everywhere=len(trainable) > 1 and trainable <= hit)
 
     def _rows(self, names: Names) -> Iterator[tuple[_Location, Sequence[list[int]]]]:
         """Yields each parameter's location and its row on each device."""

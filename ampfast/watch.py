@@ -64,6 +64,7 @@ class Record:
             elements as their sum), "elements" (checksum of such a loss), "scales" (before
             `update`), "skips" (1 for a flag that is set).
         waits: Numbers that the host read from the GPU in one iteration; None on a CPU.
+        threads: The threads that ended its iterations.
     """
 
     def __init__(self, scaler: Any) -> None:
@@ -72,6 +73,7 @@ class Record:
         names = ("losses", "elements", "scales", "skips")
         self.values: dict[str, list[tuple[int, float]]] = {name: [] for name in names}
         self.waits: int | None = None
+        self.threads: set[int] = set()
         # Of this iteration; then what is still on a device, of earlier ones, too.
         self.spent_ns, self.reads, self.end_ns = 0, 0, 0
         self.events: list[tuple[int, Any, Any]] = []
@@ -127,6 +129,7 @@ class Record:
         if self.events and 0 < self.steps < _WARM_UP:
             self.waits = self.reads
         self.times["own"].append(self.spent_ns / 1e3)
+        self.threads.add(threading.get_ident())
         self.spent_ns = self.reads = 0
         if len(self.tensors) + len(self.events) > _PENDING:
             self.flush()

@@ -42,7 +42,7 @@ def warned(program: Callable[[], object]) -> list[str]:
 
 @KINDS
 @pytest.mark.parametrize("clears", [True, False], ids=["cleared", "accumulated"])
-@pytest.mark.parametrize("way", ["unscale_", "clip_grad_norm_", "list of losses"])
+@pytest.mark.parametrize("way", ["unscale_", "clip_grad_norm_", "list of losses", "generator"])
 def test_a_cell_without_update_warns_once(kind: str, clears: bool, way: str) -> None:
     scaler, model = GradScaler("cpu"), Model(kind)
 
@@ -59,6 +59,8 @@ def test_a_cell_without_update_warns_once(kind: str, clears: bool, way: str) -> 
                 model.optimizer.zero_grad()
             if way == "list of losses":
                 sum(scaler.scale([model.loss(), model.loss()])).backward()
+            elif way == "generator":
+                sum(scaler.scale(model.loss() for _ in range(2))).backward()
             else:
                 scaler.scale(model.loss()).backward()
             scaler.step(model.optimizer)
@@ -77,6 +79,20 @@ def test_a_warning_that_is_an_error_comes_before_the_step() -> None:
         with pytest.raises(UserWarning, match="perhaps too large by the factor of the scale"):
             scaler.step(model.optimizer)
     assert model.params[0].tolist() == [1.0, 1.0, 1.0]
+
+
+@pytest.mark.parametrize("overrides", [False, True])
+def test_a_step_that_raises_for_want_of_checks_does_not_warn(overrides: bool) -> None:
+    scaler, model = (ByTorch if overrides else GradScaler)("cpu"), Model()
+
+    def program() -> None:
+        scaler.scale(model.loss())
+        for _ in range(2):
+            with pytest.raises(AssertionError, match="No inf checks"):
+                scaler.step(model.optimizer)
+            scaler.scale(model.loss()).backward()
+
+    assert warned(program) == []
 
 
 @KINDS

@@ -112,7 +112,9 @@ def test_the_loss_is_named_where_all_parameters_overflow(backend: str) -> None:
     scaler.update()
     report = scaler.overflow_report()
     assert report.is_everywhere
-    assert "the loss or a forward activation was not finite" in str(report).splitlines()[1]
+    told = "These are all trainable parameters of their optimizer: the loss or a forward activation"
+    line = str(report).splitlines()[1]
+    assert line.startswith(f"{told} was not finite, or the loss times the scale was not.")
     assert OverflowReport.of_all([report, report]).is_everywhere
     assert not OverflowReport.of_all([report, OverflowReport(None, (), ())]).is_everywhere
     set_values(params, math.inf, 1.0, None)
@@ -120,6 +122,27 @@ def test_the_loss_is_named_where_all_parameters_overflow(backend: str) -> None:
     scaler.update()
     report = scaler.overflow_report()
     assert not report.is_everywhere and "forward activation" not in str(report)
+
+
+def test_all_parameters_are_those_that_can_overflow() -> None:
+    scaler = started()
+    params = [*parameters(math.inf, math.inf), torch.nn.Parameter(torch.ones(0))]
+    params[2].grad = torch.ones(0)
+    optimizer = torch.optim.SGD(params, lr=1.0)
+    scaler.step(optimizer)
+    scaler.update()
+    assert scaler.overflow_report().is_everywhere
+    # A frozen one with a gradient left, in the place of one that is finite.
+    params[0].requires_grad_(False)
+    params[2].requires_grad_(False)
+    assert scaler.overflow_report().is_everywhere is False  # one alone
+    frozen, *others = parameters(math.inf, math.inf, 1.0)
+    frozen.requires_grad_(False)
+    scaler.step(other := torch.optim.SGD([frozen, *others], lr=1.0))
+    scaler.update()
+    report = scaler.overflow_report()
+    assert [row.optimizer_type for row in report.parameters] == [type(other).__name__] * 2
+    assert not report.is_everywhere
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

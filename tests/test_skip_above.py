@@ -346,6 +346,25 @@ def test_no_gradient_is_torchs_error() -> None:
         scaler.step(optimizer)
 
 
+@pytest.mark.filterwarnings("ignore:optimizer contains")
+def test_a_fused_step_of_shared_gradients_is_torchs() -> None:
+    """The optimizer divides them by the scale, without a limit and below it."""
+
+    def step(make: Any, **more: Any) -> torch.Tensor:
+        param = torch.nn.Parameter(torch.ones(3))
+        optimizer = fused_momentum([param, param])
+        param.grad = torch.arange(3.0)
+        scaler = started(make, **more)
+        scaler.step(optimizer)
+        scaler.update()
+        return param.detach()
+
+    expected = step(torch.amp.GradScaler)
+    assert_same(step(GradScaler), expected)
+    assert_same(step(GradScaler, skip_above=1e9), expected)
+    assert_same(step(GradScaler, skip_above=1e-9), torch.ones(3))
+
+
 class Hooked(GradScaler):
     def _unscale_grads_(self, *given: Any) -> Any:
         return super()._unscale_grads_(*given)

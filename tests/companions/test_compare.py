@@ -66,6 +66,7 @@ WRONG = {
     "print('nothing')": "used no gradient scaler: there is nothing to compare",
     ONE.replace('"cpu"', '"cpu", enabled=False'): "has a gradient scaler that is disabled",
     ONE.replace("scaler.update()", "").replace("30", "1"): "never calls update()",
+    ONE + "import os\nos._exit(0)": "ended without Python's exit, as by os._exit()",
     "import ampfast, torch\n" + ONE.replace("torch.amp.", "ampfast."): "uses ampfast's scaler",
     ONE + "print('its output'); 1 / 0": "failed with torch's scaler, with exit code 1; ",
     ONE + "if hasattr(scaler, 'stats'): 1 / 0": "failed with ampfast's scaler, ",
@@ -183,6 +184,7 @@ def record(losses: list[float], own: float = 50.0, **changed: Any) -> dict[str, 
         "steps": steps,
         "skipped": 0,
         "waits": None,
+        "threads": [1],
         "medians": {"own": own, "step": 1000.0, "share": own / 1000},
         "times": {"own": [own] * steps, "step": [], "gpu": []},
         "values": {
@@ -367,6 +369,44 @@ def test_ampfasts_that_does_not_repeat_itself_is_not_blamed(say: Any) -> None:
     assert code == 0
     assert "One with ampfast's differs from its first at step 2." in text
     assert text.endswith("So a difference from ampfast says nothing.\n")
+
+
+def in_threads(*losses: list[float]) -> list[dict[str, Any]]:
+    """Records of as many threads, in the order in which they met their scalers."""
+    return [record(each, threads=[number]) for number, each in enumerate(losses)]
+
+
+@pytest.mark.parametrize("steps", [3, 30])
+def test_threads_meet_their_scalers_in_any_order(say: Any, steps: int) -> None:
+    one, two, three = [1.0] * steps, [1.0] * (steps - 1), [2.0] * steps
+    theirs, again = in_threads(one, two, three), in_threads(two, three, one)
+    ours = in_threads(three, one, two)
+    code, text, _ = say(theirs, ours, again)
+    assert code == 0
+    assert text.count("equal bit for bit") == 13
+    assert "equals the first." in text
+    # What differs is beside what it is nearest to.
+    changed = in_threads([*three[:-1], 5.0], one, two)
+    code, text, _ = say(theirs, changed, again)
+    assert code == 1
+    [_, table] = text.split("scaler 3")
+    assert f"losses: differ from step {steps} on: torch 2.0, ampfast 5.0" in table
+    assert text.count("differ from") == 1
+
+
+def test_threads_that_another_one_ends_are_compared_as_far_as_they_got(say: Any) -> None:
+    theirs = in_threads([1.0, 2.0, 3.0, 4.0], [5.0, 6.0])
+    ours, again = in_threads([5.0], [1.0, 2.0, 3.0, 4.0]), in_threads([1.0, 2.0, 3.0])
+    ours[0]["values"]["weights"] = [[0, 7]]
+    code, text, _ = say(theirs, ours, again, arguments=("--steps", "4"))
+    assert code == 0
+    assert "The training is equal bit for bit." in text
+    assert text.count("weights: not compared: one thread's last step is not the others'\n") == 2
+    assert "equals the first." in text
+    ours[0]["values"]["losses"] = [[0, 7.0]]
+    code, text, _ = say(theirs, ours, again, arguments=("--steps", "4"))
+    assert code == 1
+    assert "not compared" not in say(theirs, ours, again)[1]
 
 
 # Losses in ways that are seen only as the program takes them, two threads, and what a run leaves.

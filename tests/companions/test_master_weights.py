@@ -685,6 +685,19 @@ def test_no_float32_copy_of_a_frozen_parameter_is_made(way: str) -> None:
     assert list(optimizer.master_weights) == [params[1], params[0]]
 
 
+def test_a_model_without_values_yet_loads_its_own_state() -> None:
+    param = nn.Parameter(torch.empty(2, dtype=torch.bfloat16, device="meta"))
+    optimizer = ampfast.master_weights_(torch.optim.SGD([param], lr=0.1))
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert optimizer.master_weights[param].is_meta
+    with_values = nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
+    other = ampfast.master_weights_(torch.optim.SGD([with_values], lr=0.1))
+    with pytest.raises(ValueError, match="on meta"):
+        other.load_state_dict(optimizer.state_dict())
+    optimizer.load_state_dict(other.state_dict())
+    assert optimizer.master_weights[param].is_meta
+
+
 @pytest.mark.parametrize("names", [True, False])
 def test_a_master_weight_that_was_rounded_warns(names: bool) -> None:
     params = [nn.Parameter(torch.ones(3, dtype=torch.bfloat16)) for _ in range(3)]
