@@ -14,7 +14,7 @@ from support.gradients import make_gradient, parameter_with, sgd_with
 from support.scalers import started
 from torch.testing._internal.two_tensor import TwoTensor
 
-from ampfast import GradScaler, LogMax, functional
+from ampfast import GradScaler, clipping, functional
 
 INF = math.inf
 Scaler = torch.amp.GradScaler
@@ -32,14 +32,14 @@ def test_a_deferred_clip_that_fails_is_none(monkeypatch: pytest.MonkeyPatch) -> 
     """Such as where ranks do not agree: then the optimizer steps by its whole gradients."""
     params = [parameter_with(torch.tensor([24.0, 32.0])) for _ in range(2)]
     ours, plain = (torch.optim.SGD([param], lr=1.0, fused=True) for param in params)
-    scaler = GradScaler("cpu", init_scale=8.0, policy=LogMax())
+    scaler = GradScaler("cpu", init_scale=8.0)
     scaler.scale(torch.ones(()))
 
     def fails(*_: Any) -> Any:
         raise RuntimeError("no answer")
 
     with monkeypatch.context() as broken:
-        broken.setattr(scaler._loss_scale.follower, "seen", fails)
+        broken.setattr(clipping, "measure", fails)
         with pytest.raises(RuntimeError, match="no answer"):
             scaler.clip_grad_norm_(ours, 1.0, in_place=False)
     scaler.step(ours)

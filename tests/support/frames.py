@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -58,9 +59,11 @@ def frames_of(
         elif event == "return" and left_out:
             left_out.pop()
 
+    gc.disable()  # what it ends may run Python
     sys.setprofile(profile)
     try:
         call()
     finally:
         sys.setprofile(None)
+        gc.enable()
     return names[1:]  # `call` itself
