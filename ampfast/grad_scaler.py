@@ -32,7 +32,7 @@ from ampfast.backends.scalars import joint_flag, moved
 from ampfast.capture import is_capturing, refuse_capture
 from ampfast.errors import add_note, float_of, not_compiled, warn_caller
 from ampfast.health import GradientHealth, health_of
-from ampfast.hooks import original_methods
+from ampfast.hooks import Methods, original_methods
 from ampfast.loss_scale import Limits, LossScale, entry_of, require_static
 from ampfast.master_weights import MasterWeights, casts_of
 from ampfast.optimizers import (
@@ -129,6 +129,8 @@ class GradScaler(Passes):
 
     # Extra arguments of the torch base class (FSDP's takes a process_group).
     _base_arguments: ClassVar[dict[str, Any]] = {}
+    # Methods as they were, for `hooks.replace_method`.
+    _originals: ClassVar[tuple[Methods, ...]] = ()
     _dynamic = True
     _warned_of_backward = _warned_of_zero = False
 
@@ -1115,3 +1117,4 @@ _ALL_HOOKS = original_methods(
     *("_check_scale_growth_tracker", "_get_scale_async", "_found_inf_per_device"),
     *("step", "update"),
 )
+GradScaler._originals = (_HOOKS, _MAYBE_STEP, _ALL_HOOKS)

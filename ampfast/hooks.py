@@ -7,23 +7,21 @@ from typing import Any
 
 from torch.amp.grad_scaler import _refresh_per_optimizer_state
 
-# What `original_methods` returned.
-_recorded: list[dict[str, Callable[..., Any] | None]] = []
+Methods = dict[str, Callable[..., Any] | None]
 
 
-def original_methods(kind: type, *names: str) -> dict[str, Callable[..., Any] | None]:
+def original_methods(kind: type, *names: str) -> Methods:
     """Returns methods as they are now: what replaces one later, on the class too, is a hook.
 
     None for one of torch's that something has replaced before.
     """
     source = _refresh_per_optimizer_state.__code__.co_filename
-    found: dict[str, Callable[..., Any] | None] = {}
+    found: Methods = {}
     for name in names:
         method = getattr(kind, name)
         code = getattr(method, "__code__", None)
         is_original = name in kind.__dict__ or (code and code.co_filename == source)
         found[name] = method if is_original else None
-    _recorded.append(found)
     return found
 
 
@@ -31,6 +29,7 @@ def replace_method(kind: type, name: str, method: Callable[..., Any]) -> None:
     """Replaces a method of a class by one that only watches it, which is then no hook."""
     original = vars(kind)[name]
     setattr(kind, name, method)
-    for found in _recorded:
+    originals: tuple[Methods, ...] = vars(kind).get("_originals", ())
+    for found in originals:
         if found.get(name) is original:
             found[name] = method

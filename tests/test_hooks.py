@@ -17,6 +17,8 @@ from support.scalers import Scaler, TorchScaler
 from support.twins import side
 
 from ampfast import GradScaler
+from ampfast.backends.core import overrides
+from ampfast.hooks import replace_method
 
 CPU = torch.device("cpu")
 HOOKS = [
@@ -528,3 +530,15 @@ def test_an_entry_has_torchs_keys_alone() -> None:
         scaler.scale(param.sum()).backward()
         scaler.unscale_(optimizer)
         assert set(scaler._per_optimizer_states[id(optimizer)]) == {"stage", "found_inf_per_device"}
+
+
+@pytest.mark.parametrize("name", ["unscale_", "step", "update", "_maybe_opt_step"])
+def test_a_method_that_is_watched_is_no_hook(name: str) -> None:
+    original = vars(GradScaler)[name]
+    replace_method(GradScaler, name, functools.wraps(original)(lambda *args: original(*args)))
+    try:
+        scaler = GradScaler("cpu")
+        assert not any(overrides(scaler, methods) for methods in GradScaler._originals)
+    finally:
+        replace_method(GradScaler, name, original)
+    assert not any(overrides(scaler, methods) for methods in GradScaler._originals)
