@@ -58,7 +58,7 @@ __all__ = ["GradScaler", "OptState"]
 
 # Attributes of this process and this iteration; weak references among them.
 _OF_THIS_PROCESS = (
-    *("_choice", "_has_observers", "_kernels", "_last_turns", "_names", "_tracking"),
+    *("_choice", "_kernels", "_last_turns", "_names", "_tracking"),
     *("_passes_scale", "_unscale_pass", "_check_pass", "_clip_pass"),
 )
 
@@ -969,11 +969,7 @@ class GradScaler(Passes):
             work = _CASTING
         if turn.ending is not None:
             work, turn.ending = riding(work, turn.ending), None
-        flag = None
-        if not self._has_observers:
-            flag = self._kernels.pass_over(optimizer, turn, UNSCALED, work, self._allow_fp16, scale)
-        if flag is None:
-            self._pass(optimizer, turn, work, scale)
+        self._pass(optimizer, turn, work, scale)
 
     def _step_fused(
         self,

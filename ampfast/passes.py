@@ -53,8 +53,7 @@ class Passes(TorchGradScaler):
     # Made when first asked for, also for instances that torch pickled or whose __init__ was not
     # called: the kernels by device, those for the device of the scale, the state of the scale
     # besides torch's two tensors, the ranks to agree with, the per-parameter tables, the names of
-    # parameters, the last turn of each living optimizer, the norms of steps taken, and whether a
-    # policy, tables or ranks take part in passes.
+    # parameters, the last turn of each living optimizer, and the norms of steps taken.
     _choice = cached_property(lambda self: backends.choose(self._backend))
     _kernels = cached_property(lambda self: self._choice.kernels_for(self._scale.device))
     _loss_scale = cached_property(lambda self: LossScale(Limits()))
@@ -63,13 +62,6 @@ class Passes(TorchGradScaler):
     _names = cached_property(lambda self: tracking.Names())
     _last_turns = cached_property(lambda self: ByOptimizer[Turn]())
     _spike_rules = cached_property(lambda self: SpikeRules())
-    _has_observers = cached_property(
-        lambda self: (
-            self._track is not None
-            or self._loss_scale.follower is not None
-            or not self._ranks.is_alone
-        )
-    )
 
     @property
     def process_group(self) -> ProcessGroup | DeviceMesh | None:
@@ -80,7 +72,6 @@ class Passes(TorchGradScaler):
     def process_group(self, group: ProcessGroup | DeviceMesh | None) -> None:
         distributed.require_group(group, self._device)
         self._ranks = distributed.Ranks(group, is_default=self._is_for_all)
-        self.__dict__.pop("_has_observers", None)
 
     @property
     def skip_above(self) -> float | Sigmas | None:
@@ -142,7 +133,7 @@ class Passes(TorchGradScaler):
             Flags by device, on which all ranks agree; the turn gets them, too.
         """
         allow_fp16 = turn is None or self._allow_fp16
-        follower, grads, agreement = self._loss_scale.follower, None, None
+        follower, agreement, flag = self._loss_scale.follower, None, None
         if follower is not None and observes:
             work = follower.before(work, scale.device)
         marked: Pass | None = work
@@ -154,9 +145,7 @@ class Passes(TorchGradScaler):
                 turn.agreement = agreement
             if marked is not None and marked.ending is not None:
                 marked = riding(marked, None)  # the ranks agree first
-        flag = None
-        # Without observers `_unscale` and `_checked_by_scale` have tried.
-        if marked is not None and self._has_observers:
+        if marked is not None:
             flag = self._kernels.pass_over(optimizer, turn, UNSCALED, marked, allow_fp16, scale)
         if flag is not None:
             flags = {flag.device: flag}
@@ -239,17 +228,11 @@ class Passes(TorchGradScaler):
             self._unscale_below_limit(optimizer, found, scale, defers=True)
             turn["found_inf_per_device"] = found["found_inf_per_device"]
             return found.divisor
-        work, ending, flag = self._check_pass, None, None
+        work, ending = self._check_pass, None
         if scale.dtype is torch.float32 and isinstance(self._kernels, DeviceKernels):
             ending, turn.ending = turn.ending or Ending(None, scale), None
             work = riding(work, ending)
-        if not self._has_observers:
-            flag = self._kernels.pass_over(optimizer, None, None, work, True, scale)
-        if flag is not None:
-            flags = {flag.device: flag}
-        else:
-            flags = self._pass(optimizer, None, work, scale)
-        turn["found_inf_per_device"] = flags
+        turn["found_inf_per_device"] = self._pass(optimizer, None, work, scale)
         return ending.divisor if ending is not None and ending.applied else scale.clone()
 
     def _unscale_below_limit(

@@ -270,7 +270,6 @@ _BY_REASON: dict[str, list[tuple[str, str, str, int]]] = {
         ),
     ],
     "Measures or tries what is then not taken.": [
-        ("Passes._pass", "marked is not None and self._has_observers", "marked is not None", 1),
         (
             "Passes._pass",
             "follower is not None and work.sums is not None",
