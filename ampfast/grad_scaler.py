@@ -344,7 +344,8 @@ class GradScaler(Passes):
             )
         if turn.agreement is not None and turn["stage"] is not READY:
             self._agree(turn, turn.agreement, scale.device)  # retries a collective that failed
-        if turn.is_late:
+        was_late = turn.is_late
+        if was_late:
             self._warn_of_late_backward(optimizer, turn, late_backward.WARNING)
         try:
             # One that was to divide still has scaled gradients.
@@ -363,7 +364,7 @@ class GradScaler(Passes):
             explain(error, optimizer, "param_groups", "step")
             raise
         turn["stage"] = STEPPED
-        if turn.is_late:
+        if turn.is_late and not was_late:
             self._warn_of_late_backward(optimizer, turn, late_backward.OF_A_CLOSURE)
         return result
 
@@ -902,6 +903,7 @@ class GradScaler(Passes):
         turn, needed = NO_TURN, ["step"]
         if self._enabled and self._scale is not None and "closure" not in kwargs:
             turn, needed = self._turn(optimizer), ["param_groups", "step"]
+        was_late = turn.is_late
         try:
             if (
                 isinstance(optimizer, MasterWeights)
@@ -912,7 +914,7 @@ class GradScaler(Passes):
             if turn.agreement is not None and turn["stage"] is UNSCALED and self._scale is not None:
                 # Retries a collective that failed.
                 self._agree(turn, turn.agreement, self._scale.device)
-            if turn.is_late:
+            if was_late:
                 self._warn_of_late_backward(optimizer, turn, late_backward.WARNING)
             is_refused = turn is NO_TURN or turn["stage"] is STEPPED
             asks = not is_refused and getattr(optimizer, "_step_supports_amp_scaling", False)
@@ -936,14 +938,15 @@ class GradScaler(Passes):
         except AttributeError as error:
             explain(error, optimizer, *needed)
             raise
-        if turn.is_late:
+        if turn.is_late and not was_late:
             self._warn_of_late_backward(optimizer, turn, late_backward.OF_A_CLOSURE)
         return result
 
     def _warn_of_late_backward(self, optimizer: object, turn: Turn, text: str) -> None:
-        # Without flags the step of a plain optimizer raises.
+        # Without flags the step of a plain optimizer raises; one whose stage a caller has set back
+        # unscales again.
         steps = bool(turn["found_inf_per_device"]) or divides_by_itself(optimizer)
-        if steps and not self._warned_of_backward:
+        if steps and turn["stage"] is not READY and not self._warned_of_backward:
             self._warned_of_backward = True
             warn_caller(text.format(type(optimizer).__name__))
 

@@ -367,3 +367,14 @@ def test_groups_of_parameters_that_can_be_read_once(order: float) -> None:
         norm = scaler.clip_grad_norm_(optimizer, 1.0, order)
         clipped.append((norm, [param.grad for param in params]))
     torch.testing.assert_close(clipped[1], clipped[0], rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("backend", ["cpu", "aten"])
+def test_the_norm_without_a_limit_is_of_values_before_rounding(backend: str) -> None:
+    """Of gradients that torch's ops take, too: all of these vanish as they are written."""
+    values = torch.tensor([3.0, 9.0, 4.0, 9.0], dtype=torch.float16)
+    optimizer = sgd_with(values[::2], torch.tensor([12.0], dtype=torch.float16))
+    scaler = started(GradScaler, 2.0**60, allow_fp16=True, backend=backend)
+    norm = scaler.clip_grad_norm_(optimizer, math.inf)
+    assert norm.item() == pytest.approx(13.0 / 2.0**60, rel=1e-6, abs=0)
+    assert values[::2].eq(0).all()

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from ampfast import GradScaler, StepGuard
+from ampfast.grad_scaler import OptState
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "plain": lambda params: torch.optim.SGD(params, lr=0.1),
@@ -220,3 +221,28 @@ def test_ordinary_losses_get_no_hook() -> None:
         scaler.step(model.optimizer)
         assert scaler.scale(model.loss())._backward_hooks is None
         scaler.update()
+
+
+@pytest.mark.parametrize("flags", [True, False])
+@pytest.mark.parametrize("is_hooked", [False, True])
+def test_a_stage_that_was_set_back_unscales_again(is_hooked: bool, flags: bool) -> None:
+    class Hooked(GradScaler):
+        def _unscale_grads_(self, *args: Any, **kwargs: Any) -> Any:
+            return super()._unscale_grads_(*args, **kwargs)
+
+    scaler, model = (Hooked if is_hooked else GradScaler)("cpu"), Model()
+
+    def program() -> None:
+        scaler.scale(model.loss()).backward()
+        scaler.unscale_(model.optimizer)
+        model.optimizer.zero_grad()
+        scaler.scale(model.loss()).backward()
+        entry = scaler._per_optimizer_states[id(model.optimizer)]
+        entry["stage"] = OptState.READY
+        if not flags:
+            entry["found_inf_per_device"] = {}
+        scaler.step(model.optimizer)
+        scaler.update()
+
+    assert warned(program) == []
+    assert all(param.grad.eq(2).all() for param in model.params)

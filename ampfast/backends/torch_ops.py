@@ -80,14 +80,16 @@ def run(grads: TensorList, work: Pass) -> Tensor:
         for grad in tensors:
             grad.copy_(_product(grad, work.coefficient))
         return found_inf
+    if work.sums is not None:
+        # Before they are written, for products that are not rounded to 16 bits.
+        row = norms(tensors, inv_scale)
+        work.sums.copy_(row if divisor is None else row / divisor.detach().reshape(()))
     if work.write and inv_scale is not None:
         unscale_(tensors, inv_scale, found_inf)
         inv_scale = None
     elif work.sums is None or divisor is not None:
         check_(tensors, found_inf, divisor)
     if work.sums is not None:
-        row = norms(tensors, inv_scale)
-        work.sums.copy_(row if divisor is None else row / divisor.detach().reshape(()))
         found_inf.masked_fill_(~work.sums[1].isfinite(), 1.0)
     if work.marks is not None and work.now is not None:
         used = divisor if inv_scale is None else inv_scale.reciprocal()
