@@ -51,7 +51,7 @@ DOCS := $(PYTHON)
 endif
 
 CSRC := $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
-OTHER_CPP := $(wildcard tests/loops/*.cpp tools/ptx_emulator/ptx_emulator/src/* tests/support/*.cpp tests/support/include/c10/cuda/*)
+OTHER_CPP := $(wildcard tests/loops/*.cpp tools/ptx_emulator/ptx_emulator/src/* tests/support/host_cuda/*.cpp tests/support/host_cuda/*.h)
 # In parallel, where pytest-xdist is installed.
 PARALLEL = $(if $(shell $(RUN) -c 'import xdist' 2>/dev/null && echo yes),\
 	-n auto --dist loadgroup --no-loadscope-reorder)
@@ -135,7 +135,7 @@ format: | $(READY)  ## format every file
 	$(RUN) -m ruff format .
 	$(CLANG_FORMAT) -i $(CSRC) $(OTHER_CPP)
 
-build: build/built  ## build the extension in place
+build: build/built  ## build the extension in place, and the CUDA kernels where nvcc is
 
 test-aarch64: build/built  ## compile the core for aarch64 and run its loops under qemu, where these are installed
 	$(RUN) -m pytest -rs tests/loops $(ARGS)
@@ -190,7 +190,7 @@ smoke:  ## test that wheel with the oldest and the newest torch, or with TORCHES
 	@$(PYTHON) tools/wheels.py try $(TORCHES)
 
 build-cuda: .venv-cuda/.installed  ## build against a CUDA build of torch (several GB), in .venv-cuda
-	AMPFAST_CUDA=1 $(MAKE) build VENV= PYTHON=.venv-cuda/bin/python
+	$(MAKE) build VENV= PYTHON=.venv-cuda/bin/python
 
 .venv-cuda/.installed: requirements/cuda.txt requirements/dev.txt
 	$(PYTHON) -m venv .venv-cuda
@@ -199,7 +199,7 @@ build-cuda: .venv-cuda/.installed  ## build against a CUDA build of torch (sever
 	@touch $@
 
 clean:  ## remove build results
-	rm -rf build dist *.egg-info ampfast/_C.*.so .mypy_cache .pytest_cache .ruff_cache ampfast-demo.png
+	rm -rf build dist *.egg-info ampfast/_C.*.so ampfast/kernels.fatbin .mypy_cache .pytest_cache .ruff_cache ampfast-demo.png
 	find . -path './.venv*' -prune -o -name __pycache__ -prune -exec rm -rf {} +
 
 distclean: clean  ## remove the environments too

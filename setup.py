@@ -1,4 +1,4 @@
-"""Builds the extension `ampfast._C`; other metadata is in pyproject.toml."""
+"""Builds the extension `ampfast._C` and the CUDA kernels; other metadata is in pyproject.toml."""
 
 from __future__ import annotations
 
@@ -10,22 +10,27 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+from concurrent.futures import ThreadPoolExecutor
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 OLDEST_TORCH = (2, 11)
-# Default architectures of the CUDA kernels, unless TORCH_CUDA_ARCH_LIST is set; those that nvcc
-# does not support are left out.
-CUDA_ARCHITECTURES = ("7.5", "8.0", "8.6", "8.9", "9.0", "10.0", "11.0", "12.0")
-# nvcc threads per file: one for each architecture.
-MOST_NVCC_THREADS = 8
+# Architectures of the CUDA kernels; those that nvcc does not know are left out. Others run the PTX
+# of the lowest.
+CUDA_ARCHITECTURES = ("70", "75", "80", "86", "89", "90", "100", "120")
+# The compiled CUDA kernels, which the core loads, and what they are compiled from.
+KERNELS = Path(__file__).parent / "ampfast/kernels.fatbin"
+KERNEL_SOURCES = (
+    *("cuda/multi_tensor.cu", "cuda/*.cuh", "cuda/multi_tensor.h"),
+    *("element.h", "scale.h", "table_layout.h", "track.h"),
+)
 # The default scheme of Debian's and Ubuntu's Python 3.10 names a folder under /usr/local.
 HEADERS = sysconfig.get_path("include", "posix_prefix")
 # Settings besides the sources that change the build.
 BUILD_VARIABLES = (
-    *("AMPFAST_CUDA", "CUDA_HOME", "CUDA_PATH", "TORCH_CUDA_ARCH_LIST"),
-    *("CC", "CXX", "CFLAGS", "CXXFLAGS", "CPPFLAGS", "LDFLAGS"),
+    *("CUDA_HOME", "CUDA_PATH", "CC", "CXX"),
+    *("CFLAGS", "CXXFLAGS", "CPPFLAGS", "LDFLAGS"),
 )
 
 
@@ -91,71 +96,12 @@ def build_key() -> str:
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
 
-def wants_cuda(
-    override: str | None, sources: list[str], torch_cuda: str | None, nvcc: str | None
-) -> bool:
-    """Decides whether to build the CUDA kernels, without looking for a GPU; says why not.
-
-    Args:
-        override: Value of AMPFAST_CUDA: "0" never, "1" always, None or "" if possible.
-        sources: The CUDA sources of this version.
-        torch_cuda: The CUDA version that torch is built with, or None.
-        nvcc: The path of the CUDA compiler, or None.
-
-    Raises:
-        SystemExit: If `override` is "1" and cannot be followed, or is something else.
-    """
-    if override not in (None, "", "0", "1"):
-        raise SystemExit(f"AMPFAST_CUDA must be 0 or 1 or not set, got {override!r}")
-    if override == "0":
-        return False
-    if not sources:
-        why_not = "this version of ampfast has no CUDA sources"
-    elif torch_cuda is None:
-        why_not = "the installed torch is built without CUDA"
-    elif nvcc is None:
-        why_not = "nvcc was not found: set CUDA_HOME or put it on the PATH"
-    elif not (why_not := mismatch(nvcc, torch_cuda)):
-        return True
-    if override == "1":
-        raise SystemExit(f"AMPFAST_CUDA=1, but {why_not}")
-    if torch_cuda is not None:
-        say_what_is_left_out(why_not)
-    return False
-
-
 def run(command: list[str]) -> subprocess.CompletedProcess[str]:
     """Runs a command; one that does not start, as of another processor, fails like any other."""
     try:
         return subprocess.run(command, capture_output=True, text=True)
     except OSError as error:
         return subprocess.CompletedProcess(command, 127, "", str(error))
-
-
-def mismatch(nvcc: str, torch_cuda: str) -> str:
-    """Returns why `nvcc` cannot build for a torch of that CUDA version; empty if it can."""
-    release = re.search(r"release (\d+)(\.\d+)", run([nvcc, "--version"]).stdout)
-    # torch's build refuses another major version.
-    if release and release[1] != torch_cuda.split(".")[0]:
-        return f"nvcc is of CUDA {release[1]}{release[2]}, torch of {torch_cuda}"
-    # An empty file includes nvcc's own headers, which refuse compilers that they do not know; torch
-    # hands over $CC, too.
-    host = ["-ccbin", os.environ["CC"]] if os.environ.get("CC") else []
-    tried = run([nvcc, *host, "-E", "-x", "cu", os.devnull, "-o", os.devnull])
-    if tried.returncode == 0:
-        return ""
-    lines = tried.stderr.splitlines() or [f"exit code {tried.returncode}"]
-    errors = [line for line in lines if re.search("error|fatal", line)]
-    return f"nvcc does not compile here: {(errors or lines)[0].strip()}"
-
-
-def say_what_is_left_out(why: str) -> None:
-    """Prints one line about a build that goes on without CUDA kernels; the Makefile shows it."""
-    print(
-        f"ampfast is built without CUDA kernels, as {why}. Nothing is lost: Triton's kernels serve "
-        "GPUs. AMPFAST_CUDA=1 makes this an error.",
-        file=sys.stderr,
-    )
 
 
 def find_nvcc() -> str | None:
@@ -169,11 +115,50 @@ def find_nvcc() -> str | None:
     return shutil.which("nvcc", path=os.path.join(home, "bin"))
 
 
-def cuda_architectures(nvcc: str) -> str:
-    """Returns a TORCH_CUDA_ARCH_LIST of what `nvcc` supports, with PTX for newer architectures."""
+def targets(nvcc: str) -> list[str]:
+    """Returns flags for the architectures that `nvcc` knows, with PTX for newer ones."""
     known = run([nvcc, "--list-gpu-code"]).stdout.split()
-    chosen = [arch for arch in CUDA_ARCHITECTURES if "sm_" + arch.replace(".", "") in known]
-    return ";".join(chosen) + "+PTX"
+    chosen = [number for number in CUDA_ARCHITECTURES if f"sm_{number}" in known]
+    codes = [(number, f"sm_{number}") for number in chosen]
+    codes += [(number, f"compute_{number}") for number in chosen[:1]]
+    return [f"-gencode=arch=compute_{number},code={code}" for number, code in codes]
+
+
+def nvcc_flags() -> list[str]:
+    """Returns the CUDA compiler's flags; architectures are compiled in parallel."""
+    return ["-O3", "--fmad=false", "-std=c++17", "--threads", str(os.cpu_count() or 1)]
+
+
+def build_kernels() -> str:
+    """Compiles the CUDA kernels where nvcc is; returns why there are none, or an empty text."""
+    sources = [Path(__file__).parent / name for name in found(*KERNEL_SOURCES)]
+    if KERNELS.exists() and KERNELS.stat().st_mtime >= max(s.stat().st_mtime for s in sources):
+        return ""
+    KERNELS.unlink(missing_ok=True)
+    nvcc = find_nvcc()
+    if nvcc is None:
+        return "nvcc was not found: set CUDA_HOME or put it on the PATH"
+    unfinished = KERNELS.with_suffix(f".{os.getpid()}")
+    source = next(str(source) for source in sources if source.suffix == ".cu")
+    compiling = [*nvcc_flags(), *targets(nvcc), "-fatbin", "-o", str(unfinished), source]
+    tried = run([nvcc, *compiling])
+    if tried.returncode == 0:
+        unfinished.replace(KERNELS)
+        return ""
+    unfinished.unlink(missing_ok=True)
+    lines = tried.stderr.splitlines() or [f"exit code {tried.returncode}"]
+    errors = [line for line in lines if re.search("error|fatal", line)]
+    return f"nvcc does not compile them: {(errors or lines)[0].strip()}"
+
+
+def say_what_is_left_out(why: str) -> None:
+    """Prints one line about a build without CUDA kernels, if so; the Makefile shows it."""
+    if why:
+        print(
+            f"ampfast is built without CUDA kernels, as {why}. Nothing is lost: Triton's kernels "
+            "serve GPUs.",
+            file=sys.stderr,
+        )
 
 
 def compile_flags(include_dirs: list[str]) -> tuple[list[str], list[str]]:
@@ -190,13 +175,8 @@ def compile_flags(include_dirs: list[str]) -> tuple[list[str], list[str]]:
     # at::parallel_for is a header that is serial without OpenMP. libgomp resolves to torch's own
     # copy, which is loaded first and has the same name.
     openmp = ["-fopenmp"] if sys.platform == "linux" else []
-    return compiling + openmp, openmp
-
-
-def nvcc_flags() -> list[str]:
-    """Returns the CUDA compiler's flags; architectures are compiled in parallel."""
-    threads = min(os.cpu_count() or 1, MOST_NVCC_THREADS)
-    return ["-O3", "--fmad=false", "--threads", str(threads)]
+    # CUDA's driver is looked for at run time; an older C library has that in a library of its own.
+    return compiling + openmp, [*openmp, "-ldl"] if sys.platform == "linux" else []
 
 
 def found(*patterns: str) -> list[str]:
@@ -211,56 +191,41 @@ def extension(torch: metadata.Distribution) -> dict[str, Any]:
     # torch looks for ninja on the PATH, which lacks the folder of an inactive virtual environment.
     os.environ["PATH"] = os.pathsep.join([sysconfig.get_path("scripts"), os.environ["PATH"]])
 
-    from torch.version import cuda as torch_cuda
-
-    cuda_sources = found("cuda/*.cu")
-    nvcc = find_nvcc() if cuda_sources and torch_cuda else None
-    override = os.environ.get("AMPFAST_CUDA")
-    with_cuda = wants_cuda(override, cuda_sources, torch_cuda, nvcc)
-    if with_cuda and nvcc:
-        # torch reads the first at import; without the second it would query this machine's GPU.
-        os.environ["CUDA_HOME"] = str(Path(nvcc).parent.parent)
-        if "TORCH_CUDA_ARCH_LIST" not in os.environ:
-            os.environ["TORCH_CUDA_ARCH_LIST"] = cuda_architectures(nvcc)
-
+    from setuptools.command.build_py import build_py
     from torch.utils import cpp_extension
 
     compiling, linking = compile_flags([*cpp_extension.include_paths(), HEADERS])
-
-    def core(with_cuda: bool) -> Any:
-        kind = cpp_extension.CUDAExtension if with_cuda else cpp_extension.CppExtension
-        return kind(
-            "ampfast._C",
-            found("*.cpp", "cpu/*.cpp", *(["cuda/*.cpp", "cuda/*.cu"] if with_cuda else [])),
-            depends=found("**/*.h", "**/*.cuh"),
-            define_macros=[("AMPFAST_WITH_CUDA", "1")] if with_cuda else [],
-            extra_compile_args={"cxx": compiling, "nvcc": nvcc_flags()},
-            extra_link_args=linking,
-        )
+    core = cpp_extension.CppExtension(
+        "ampfast._C",
+        found("*.cpp", "cpu/*.cpp", "cuda/*.cpp"),
+        depends=found("**/*.h"),
+        extra_compile_args={"cxx": compiling},
+        extra_link_args=linking,
+    )
 
     class BuildExtension(cpp_extension.BuildExtension):
         """torch's build, with one line instead of a traceback where a compiler is unfit."""
 
         def run(self) -> None:
             require_toolchain()
-            super().run()
+            with ThreadPoolExecutor(1) as aside:
+                kernels = aside.submit(build_kernels)
+                super().run()
+            say_what_is_left_out(kernels.result())
 
-        def build_extensions(self) -> None:
-            try:
-                super().build_extensions()
-            except Exception as error:  # of torch's checks, ninja or setuptools
-                if not with_cuda or override == "1":
-                    raise
-                say_what_is_left_out(f"they do not compile ({' '.join(str(error).split())[:200]})")
-                vars(self.extensions[0]).update(vars(core(with_cuda=False)))
-                super().build_extensions()
+    class BuildPython(build_py):
+        """setuptools' copies of the package, with the kernels among its data."""
+
+        def run(self) -> None:
+            build_kernels()
+            super().run()
 
     label, requirement = fits(torch.version)
     return {
         "label": label,
         "install_requires": [requirement],
-        "ext_modules": [core(with_cuda)],
-        "cmdclass": {"build_ext": BuildExtension},
+        "ext_modules": [core],
+        "cmdclass": {"build_ext": BuildExtension, "build_py": BuildPython},
     }
 
 

@@ -136,11 +136,8 @@ class GradList:
     @property
     def chunks(self) -> int: ...
 
-WITH_CUDA: bool
-
-# Only in a build that has the CUDA kernels:
-
-def cuda_load_kernels(device: int | None) -> None: ...
+# Launches of the CUDA kernels through CUDA's driver. An image is a fatbin or PTX.
+def cuda_load_kernels(device: int, image: bytes, /) -> None: ...
 def cuda_limit_programs(programs: int) -> None: ...
 def cuda_multi_tensor(
     work: Pass, table: DeviceTable, segment: Segment, is_last: bool, /

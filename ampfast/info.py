@@ -12,7 +12,7 @@ import torch
 
 import ampfast
 from ampfast import backends
-from ampfast.backends import core
+from ampfast.backends import core, cuda
 
 SCHEMA = 1
 
@@ -57,7 +57,7 @@ def collect() -> dict[str, Any]:
         "extension": {
             **core.build_info(),
             "cpu_capability": core.cpu_capability(),
-            "cuda_kernels": "built" if core.WITH_CUDA else "not built",
+            "cuda_kernels": "not built" if cuda.missing() else "built",
         },
         "devices": _devices(),
         "backends": [

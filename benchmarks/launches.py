@@ -1,6 +1,6 @@
 """Host time and Python frames of the GPU path without a GPU: launchers over an idle driver.
 
-`python -m benchmarks.launches triton` prints rows of docs/benchmarks.md; `cuda` takes nvcc. Each
+`python -m benchmarks.launches triton` prints rows of docs/benchmarks.md; each
 needs a process of its own. `frames` prints Python's frames of a step on each kind of kernels.
 """
 
@@ -89,7 +89,8 @@ def prepare_triton() -> tuple[str, ModuleType]:
 def prepare_cuda() -> tuple[str, ModuleType]:
     from support import emulated_cuda
 
-    emulated_cuda.install(_C, ARCHITECTURE, runs=False)
+    emulated_cuda.install_idle(_C)
+    _C.cuda_limit_programs(PROGRAMS)
     from ampfast.backends import cuda
 
     return "CUDA", cuda

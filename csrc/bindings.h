@@ -20,7 +20,7 @@ void bind_device_kernels(py::module_& m);
 void bind_master_weights(py::module_& m);
 
 namespace cuda {
-// Calls of the CUDA kernels; only in builds that have them.
+// Launches of the CUDA kernels.
 void bind(py::module_& m);
 }  // namespace cuda
 

@@ -71,10 +71,7 @@ std::map<std::string, std::string> build_info() {
 }  // namespace
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
-#if defined(AMPFAST_WITH_CUDA)
   cuda::bind(m);
-#endif
-  m.attr("WITH_CUDA") = py::hasattr(m, "cuda_load_kernels");
   bind_master_weights(m);
   m.attr("CHUNK") = kChunk;
   m.attr("CPU") = device_bit(at::kCPU);

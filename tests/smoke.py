@@ -1,7 +1,11 @@
-"""Smoke test of an installed wheel with torch alone: `python -I tests/smoke.py`."""
+"""Smoke test of an installed wheel with torch alone: `python -I tests/smoke.py libcuda.so.1`.
+
+The argument is a stand-in for CUDA's driver, tools/ptx_emulator.
+"""
 
 from __future__ import annotations
 
+import ctypes
 import json
 import subprocess
 import sys
@@ -11,6 +15,7 @@ from pathlib import Path
 import torch
 
 import ampfast
+from ampfast.backends import cuda
 
 
 def demand(what: str, is_so: bool) -> None:
@@ -56,6 +61,12 @@ def main() -> None:
     demand(f"the core in {core} is for torch {torch.__version__}", core == f"torch{minor}")
     on_cpu = ampfast.backends.default_for(torch.device("cpu"))
     demand(f"gradients on the CPU get the backend {on_cpu!r}", on_cpu == "cpu")
+
+    demand(f"its CUDA kernels are there: {cuda.KERNELS}", not cuda.missing())
+    driver = ctypes.CDLL(sys.argv[1], mode=ctypes.RTLD_GLOBAL)
+    cuda.load(torch.device("cpu"))
+    found = driver.ptx_emulator_calls(b"cuModuleGetFunction")
+    demand(f"a driver is asked for {found} kernels of that image", found == 38)
 
     for fused in (False, True):
         ours = trained(ampfast.GradScaler("cpu", growth_interval=2), fused)

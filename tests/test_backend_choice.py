@@ -127,11 +127,18 @@ def test_interpreted_kernels_leave_a_gpu_without(monkeypatch: pytest.MonkeyPatch
     assert "'triton': TRITON_INTERPRET is set" in interpreted
 
 
-def test_an_old_card_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("name", "least"), [("cuda", (7, 0)), ("triton", (7, 5))])
+def test_an_old_card_is_named(
+    monkeypatch: pytest.MonkeyPatch, name: str, least: tuple[int, int]
+) -> None:
+    capability = [(least[0], least[1] - 1)]
     monkeypatch.setattr(backends, "_takes_cpu", lambda name: False)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 0))
-    reason = backends._failure_reason("cuda", 0)
-    assert reason == "cuda:0 has compute capability below 7.5"
+    monkeypatch.setattr(backends, "_try_out", lambda name, device: "tried")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability[0])
+    reason = backends._failure_reason(name, 0)
+    assert reason == f"cuda:0 has compute capability below {least[0]}.{least[1]}"
+    capability[0] = least
+    assert backends._failure_reason(name, 1) == "tried"
 
 
 def unlike_gpus(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
@@ -148,7 +155,7 @@ def unlike_gpus(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
     monkeypatch.setattr(backends, "_kernels", lambda name: f"{name}'s")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    capabilities = {"cuda:0": (9, 0), "cuda:1": (7, 0), "cuda:2": (8, 0)}
+    capabilities = {"cuda:0": (9, 0), "cuda:1": (6, 1), "cuda:2": (8, 0)}
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda d: capabilities[str(d)])
     return tried
 
@@ -175,9 +182,10 @@ def test_the_default_is_that_of_each_gpu(monkeypatch: pytest.MonkeyPatch) -> Non
             assert choice.name_for(GPU) == choice.name_for(torch.device("cuda")) == "cuda"
             assert choice.name_for(torch.device("cuda", 1)) == "aten"
             assert choice.kernels_for(torch.device("cuda", 1)) == "aten's"
-    old = "cuda:1 has compute capability below 7.5"
+    old = "cuda:1 has compute capability below"
     assert [str(w.message) for w in caught] == [
-        f"ampfast does not use its backend {name!r}: {old}" for name in ("cuda", "triton")
+        f"ampfast does not use its backend 'cuda': {old} 7.0",
+        f"ampfast does not use its backend 'triton': {old} 7.5",
     ]
     assert tried == [("cuda", "cuda:0")]
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
@@ -227,7 +235,7 @@ def test_missing_requirements_have_a_remedy(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert backends._unavailable_reason("triton") == "no triton; pip install 'triton>=3.6'"
     reason = backends._unavailable_reason("cuda")
-    assert reason.startswith("no cuda; install ampfast again where nvcc")
+    assert reason.startswith("no cuda; install a wheel of ampfast, or from source where nvcc")
 
 
 @pytest.mark.parametrize("name", ["triton", "cuda"])

@@ -6,7 +6,6 @@ import importlib.util
 import re
 import shutil
 import subprocess
-import sys
 from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
@@ -39,7 +38,7 @@ is_documented = pytest.mark.skipif(
 
 
 class Variant(NamedTuple):
-    """Compile-time switches of a kernel over a table, but for the measuring kernel."""
+    """Compile-time switches of a pass."""
 
     kernel: str
     format: str
@@ -61,13 +60,23 @@ VARIANTS = [
 ]
 
 
+SWITCHES = {
+    "check": (False, False),
+    "check_norm": (False, True),
+    "unscale": (True, False),
+    "unscale_norm": (True, True),
+    "clip": (True, False, True),
+    "clip_by": (True, False, True, True),
+}
+
+
 def variant_of(symbol: str) -> Variant | None:
-    """Switches in a mangled name, or None for a kernel that is not over a table."""
-    found = re.search(r"\d(pass|measure_alone)I.*?\d(B?Float\d\d)E((?:Lb[01]E)*)", symbol)
-    if found is None:
+    """Switches of a kernel by its name, or None for one that is no pass over a table."""
+    found = re.fullmatch(r"ampfast_(\w+?)_(b?float\d\d)(_pairs)?", symbol)
+    if found is None or found[1] not in SWITCHES:
         return None
-    *switches, pairs = (switch == "1" for switch in re.findall("[01]", found[3]))
-    return Variant(*found.groups()[:2], *switches, pairs=pairs)
+    name = found[2].capitalize().replace("Bf", "BF")
+    return Variant("pass", name, *SWITCHES[found[1]], pairs=found[3] is not None)
 
 
 class Usage(NamedTuple):
@@ -110,7 +119,7 @@ def by_variant(text: str, start: str) -> dict[Variant, str]:
 
 def project_architectures() -> list[str]:
     """Architectures of setup.py that this nvcc supports, as digits."""
-    return re.sub(r"[.]|\+PTX", "", SETUP.cuda_architectures(NVCC)).split(";")
+    return [flag.partition("sm_")[2] for flag in SETUP.targets(NVCC) if "code=sm_" in flag]
 
 
 @pytest.fixture(scope="module")
@@ -131,12 +140,18 @@ def build(tmp_path_factory: pytest.TempPathFactory) -> Build:
 
 
 @pytest.fixture(scope="module")
-def sass(build: Build) -> dict[Variant, str]:
-    """Machine code of each variant for one architecture."""
+def tool() -> str:
+    """Path of cuobjdump."""
     beside = Path(str(NVCC)).resolve().parent / "cuobjdump"
-    tool = shutil.which("cuobjdump") or shutil.which(beside) or packaged_cuobjdump()
-    if tool is None:
+    found = shutil.which("cuobjdump") or shutil.which(beside) or packaged_cuobjdump()
+    if found is None:
         pytest.skip("cuobjdump is neither on the PATH nor in the toolkit or Triton")
+    return found
+
+
+@pytest.fixture(scope="module")
+def sass(build: Build, tool: str) -> dict[Variant, str]:
+    """Machine code of each variant for one architecture."""
     cubin = next(build.folder.glob(f"*_{SM}.cubin"))
     listing = subprocess.run([tool, "-sass", cubin], capture_output=True, text=True, check=True)
     return by_variant(listing.stdout, r"^\s*Function : (\w+)$")
@@ -148,6 +163,17 @@ def packaged_cuobjdump() -> str | None:
     if triton is None or triton.origin is None:
         return None
     return shutil.which(Path(triton.origin).parent / "backends" / "nvidia" / "bin" / "cuobjdump")
+
+
+def test_the_kernels_of_the_package(tool):
+    """Made by the build of the core, where nvcc is."""
+    listed = []
+    for option in ("--list-elf", "--list-ptx"):
+        command = [tool, option, SETUP.KERNELS]
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+        listed += re.findall(r"\bsm_(\d+)\.(?:cubin|ptx)$", done.stdout, re.MULTILINE)
+    assert listed == [*project_architectures(), project_architectures()[0]]
+    assert SETUP.KERNELS.stat().st_size <= 10 * 2**20
 
 
 def test_compiles_without_a_warning(build):
@@ -290,26 +316,3 @@ def test_machine_code_of_windows(sass, variant):
     assert "L" * READ_AHEAD in accesses, "a load waits for a store: " + accesses
     assert ("S" in accesses) == variant.write, accesses
     assert re.findall(r"\b(?:LDL|STL|LD\.E|ST\.E)\b.*", sass[variant]) == []
-
-
-ERRORS = """
-import sys
-sys.path += ["tests", "tools/ptx_emulator"]
-import os, torch
-os.environ.setdefault("PTX_EMULATOR_CACHE", "build/ptx")
-from support import emulated_cuda
-from ampfast import _C
-emulated_cuda.install(_C, "90", runs=False)
-one = torch.ones(1)
-update = (one, torch.zeros(1, dtype=torch.int32), [one], 2.0, 0.5, 3, None, None)
-_C.cuda_fail_elsewhere()
-_C.cuda_update_scale(update)
-print(_C.cuda_last_error() != 0, _C.cuda_last_error())
-"""
-
-
-def test_the_last_error_of_another_is_not_taken_for_a_launchs() -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", ERRORS], cwd=ROOT, capture_output=True, text=True, check=False
-    )
-    assert done.stdout == "True 0\n", done.stderr

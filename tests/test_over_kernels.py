@@ -1,6 +1,7 @@
 """GPU kernels without a GPU, one process per kind, and the scaler over them.
 
-Triton's kernels run in its interpreter and, compiled like CUDA's, in tools/ptx_emulator.
+Triton's kernels run in its interpreter and, compiled like CUDA's, in tools/ptx_emulator. CUDA's also
+run as C++ of this machine, whose sanitizers see what the emulator checks of PTX.
 """
 
 from __future__ import annotations
@@ -65,8 +66,12 @@ OF_TRITON = (
 )
 OF_CUDA = (
     Run("cuda-sm_90-races", (ALL,), compiled("cuda-sm_90-races")),
-    Run("cuda-sm_75", (VALUES,), compiled("cuda-sm_75"), in_every_test=True),
+    Run("cuda-sm_75", (VALUES,), compiled("cuda-sm_75")),
     Run("scaler-cuda-sm_90", scaler(*OVER_COMPILED), compiled("cuda-sm_90")),
+)
+OF_HOST = (
+    Run("cuda-host", (ALL,), compiled("cuda-host"), in_every_test=True),
+    Run("scaler-cuda-host", scaler(*OVER_COMPILED), compiled("cuda-host")),
 )
 
 
@@ -85,7 +90,9 @@ NO_NVCC = None if NVCC else "nvcc is not on the PATH"
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("run", [*cases(OF_TRITON, NO_TRITON), *cases(OF_CUDA, NO_NVCC)])
+@pytest.mark.parametrize(
+    "run", [*cases(OF_TRITON, NO_TRITON), *cases(OF_CUDA, NO_NVCC), *cases(OF_HOST, None)]
+)
 def test_in_a_process(run: Run) -> None:
     paths = [str(TESTS / path) for path in run.paths]
     done = subprocess.run(

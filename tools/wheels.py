@@ -1,11 +1,12 @@
-"""Wheel with a compiled core for each of several versions of torch, and a trial of it.
+"""Wheel with the CUDA kernels and a compiled core for each of several versions of torch; its trial.
 
     python tools/wheels.py make 2.13.0 2.14.1    # into dist/, with the source distribution
     python tools/wheels.py try 2.13.0 2.14.1     # installs it beside each torch, without a compiler
 
 Without versions, `make` takes those of requirements/torches.txt, `try` the oldest and the newest.
-Every torch gets an environment of its own, deleted before the next is made. Cores are kept in
-build/wheels, so that an interrupted run continues with those that are missing.
+Every torch gets an environment of its own, deleted before the next is made. Cores and kernels are
+kept in build/wheels, so that an interrupted run continues with what is missing. The kernels need
+nvcc, whose major version should be the oldest that drivers are to be served of.
 """
 
 from __future__ import annotations
@@ -28,6 +29,8 @@ DIST = ROOT / "dist"
 WORK = ROOT / "build/wheels"
 LOG = WORK / "log"
 TOOLS = ("-r", str(ROOT / "requirements/wheels.txt"))
+KERNELS = "kernels.fatbin"
+EMULATOR = ROOT / "tools/ptx_emulator"
 # What torch brings.
 EXCLUDED = ("libc10*.so", "libgomp.so.1", "libtorch*.so")
 # Hides compilers and all other programs.
@@ -97,9 +100,8 @@ def build_core(torch: str, sources: Path, kept: Path) -> None:
     """Builds the core for one torch, imports it once, and keeps it."""
     with environment("environment", *TOOLS, f"torch=={torch}") as python:
         tree = unpacked(sources)
-        without_cuda = {**os.environ, "AMPFAST_CUDA": "0"}
-        build = ("setup.py", "--quiet", "build_ext", "--inplace")
-        run(python, *build, cwd=tree, env=without_cuda)
+        shutil.copyfile(kept.parent / KERNELS, tree / "ampfast" / KERNELS)
+        run(python, "setup.py", "--quiet", "build_ext", "--inplace", cwd=tree)
         run(python, "-m", "ampfast", "info", cwd=tree)
         (core,) = tree.glob("ampfast/_C.*.so")
         unfinished = cleared(kept.with_name(f"{kept.name}.part"))
@@ -107,9 +109,19 @@ def build_core(torch: str, sources: Path, kept: Path) -> None:
         unfinished.rename(kept)
 
 
-def require_cores_alone(wheel: Path, count: int) -> None:
-    """Exits if the wheel holds a library besides the cores, as of torch."""
+def build_kernels(sources: Path, kept: Path) -> None:
+    """Compiles the CUDA kernels and keeps them."""
+    tree = unpacked(sources)
+    run(sys.executable, "-c", "import setup, sys; sys.exit(setup.build_kernels())", cwd=tree)
+    shutil.copyfile(tree / "ampfast" / KERNELS, kept.with_suffix(".part"))
+    kept.with_suffix(".part").rename(kept)
+
+
+def require_cores_and_kernels(wheel: Path, count: int) -> None:
+    """Exits unless the wheel holds the kernels, and no library besides the cores, as of torch."""
     names = zipfile.ZipFile(wheel).namelist()
+    if f"ampfast/{KERNELS}" not in names:
+        raise SystemExit(f"{wheel.name} has no ampfast/{KERNELS}")
     libraries = [name for name in names if re.search(r"\.so\b", name)]
     cores = [name for name in libraries if re.match(r"ampfast/cores/torch[\d.]+/_C\.", name)]
     if libraries != cores or len(cores) != count:
@@ -125,6 +137,9 @@ def make(torches: list[str]) -> None:
         (sources,) = out.glob("*.tar.gz")
         kept = cores_folder(sources)
         kept.mkdir(exist_ok=True)
+        if not (kept / KERNELS).exists():
+            print("compiling the CUDA kernels", flush=True)
+            build_kernels(sources, kept / KERNELS)
         for torch in torches:
             if not (kept / minor(torch)).exists():
                 print(f"building the core for torch {torch}", flush=True)
@@ -132,6 +147,7 @@ def make(torches: list[str]) -> None:
         tree = unpacked(sources)
         for torch in torches:
             shutil.copytree(kept / minor(torch), tree / "ampfast/cores" / minor(torch))
+        shutil.copyfile(kept / KERNELS, tree / "ampfast" / KERNELS)
         pip = (python, "-m", "pip", "wheel", "--no-build-isolation", "--no-deps")
         run(*pip, "--wheel-dir", out, tree)
         (plain,) = out.glob("*.whl")
@@ -140,7 +156,7 @@ def make(torches: list[str]) -> None:
         tagged = out / "tagged"
         run(python, "-m", "auditwheel", "repair", *exclude, "-w", tagged, plain, env=environ)
         (wheel,) = tagged.glob("*.whl")
-        require_cores_alone(wheel, len(torches))
+        require_cores_and_kernels(wheel, len(torches))
         DIST.mkdir(exist_ok=True)
         # Those that an installer might prefer, such as with a label.
         for old in DIST.glob(f"ampfast-*-{wheel.name.split('-')[2]}-*.whl"):
@@ -155,12 +171,16 @@ def try_wheel(torches: list[str]) -> None:
     """Tries the wheel beside each torch alone, with its core and without."""
     if not list(DIST.glob(f"*-cp{sys.version_info[0]}{sys.version_info[1]}-*.whl")):
         raise SystemExit("dist/ has no wheel for this Python: run `make wheels` first")
+    command = [sys.executable, "-c", "from ptx_emulator import driver; print(driver.path())"]
+    cache = {**os.environ, "PTX_EMULATOR_CACHE": str(WORK)}
+    made = subprocess.run(command, cwd=EMULATOR, env=cache, check=True, stdout=subprocess.PIPE)
+    driver = made.stdout.decode().strip()
     for torch in torches:
         print(f"trying the wheel with torch {torch}", flush=True)
         with environment("environment", f"torch=={torch}") as python:
             pip = (python, "-I", "-m", "pip", "install", "--no-index", "--only-binary=:all:")
             run(*pip, f"--find-links={DIST}", "ampfast", env=BARE)
-            if subprocess.call([python, "-I", ROOT / "tests/smoke.py"], env=BARE):
+            if subprocess.call([python, "-I", ROOT / "tests/smoke.py", driver], env=BARE):
                 raise SystemExit(f"the wheel fails with torch {torch}")
             (cores,) = python.parents[1].glob("lib/python*/site-packages/ampfast/cores")
             # Also a wheel of one core then has another.

@@ -39,11 +39,12 @@ __all__ = [
 NAMES = ("cuda", "triton", "cpu", "aten")
 
 _LAUNCHERS = {"cuda": "ampfast.backends.cuda", "triton": "ampfast.backends.triton.launch"}
-_LEAST_CAPABILITY = (7, 5)
+# Triton has dropped older GPUs.
+_LEAST_CAPABILITY = {"cuda": (7, 0), "triton": (7, 5)}
 _NO_GPU = "torch sees no GPU"
 _REMEDIES = {
     "triton": "pip install 'triton>=3.6'",
-    "cuda": "install ampfast again where nvcc and a CUDA build of torch are",
+    "cuda": "install a wheel of ampfast, or from source where nvcc is",
 }
 
 
@@ -264,9 +265,11 @@ def _unavailable_reason(name: str) -> str:
     if name == "cuda" and not has_gpu:
         return _NO_GPU
     try:
-        _launcher(name)
+        missing = getattr(_launcher(name), "missing", str)()
     except ImportError as error:
-        return f"{error}; {_REMEDIES[name]}"
+        missing = str(error)
+    if missing:
+        return f"{missing}; {_REMEDIES[name]}"
     return "" if has_gpu or _takes_cpu(name) else _NO_GPU
 
 
@@ -285,8 +288,8 @@ def _failure_reason(name: str, index: int | None) -> str:
         device = torch.device(f"cuda:{index}")
         refuse_capture("the first launch")
         capability = torch.cuda.get_device_capability(device)
-        if torch.version.hip is None and capability < _LEAST_CAPABILITY:
-            least = ".".join(map(str, _LEAST_CAPABILITY))
+        if torch.version.hip is None and capability < _LEAST_CAPABILITY[name]:
+            least = ".".join(map(str, _LEAST_CAPABILITY[name]))
             return f"{device} has compute capability below {least}"
     try:
         # In a thread of its own, without the caller's modes.

@@ -1,17 +1,19 @@
-"""Launches of the CUDA kernels in the compiled core."""
+"""Launches of the CUDA kernels by the compiled core, through CUDA's driver."""
 
 from __future__ import annotations
+
+from pathlib import Path
 
 import torch
 
 from ampfast.backends.core import compiled
 from ampfast.capture import is_stream_capturing as is_capturing
 
-if not compiled.WITH_CUDA:
-    raise ImportError("the compiled core was built without its CUDA kernels")
-
 # As in _C.pyi.
 __all__ = ["is_capturing"]
+
+# For every architecture in one file, which setup.py makes where nvcc is.
+KERNELS = Path(__file__).parents[1] / "kernels.fatbin"
 
 multi_tensor = compiled.cuda_multi_tensor
 narrow = compiled.cuda_narrow
@@ -20,6 +22,13 @@ clip_coefficient = compiled.cuda_clip_coefficient
 limit_programs = compiled.cuda_limit_programs
 
 
+def missing() -> str:
+    """What the kernels lack here besides a GPU; else an empty text."""
+    if torch.version.hip is not None:
+        return "the CUDA kernels are for NVIDIA's GPUs, and this torch is for AMD's"
+    return "" if KERNELS.exists() else "ampfast was built without its CUDA kernels"
+
+
 def load(device: torch.device) -> None:
     """Loads all kernels onto a device, which a capture could not."""
-    compiled.cuda_load_kernels(device.index)
+    compiled.cuda_load_kernels(device.index or 0, KERNELS.read_bytes())

@@ -1,7 +1,6 @@
 #include "../bindings.h"
 
-#include <c10/cuda/CUDAGuard.h>
-#include <c10/cuda/CUDAStream.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <algorithm>
 
@@ -13,10 +12,15 @@ namespace ampfast::cuda {
 
 namespace {
 
-// Python has made the device of each launch current.
-void* current_stream() { return c10::cuda::getCurrentCUDAStream().stream(); }
-
-at::Device current_device() { return c10::cuda::getCurrentCUDAStream().device(); }
+// A device, which is the current one, and its current stream. That of the CPU, which an emulated
+// driver has, is the first.
+Place place_on(at::Device device) {
+  if (device.is_cpu()) {
+    return {0, nullptr};
+  }
+  const c10::Stream stream = c10::impl::VirtualGuardImpl(device.type()).getStream(device);
+  return {stream.device_index(), stream.native_handle()};
+}
 
 // An update of Python's on a device, and its flags.
 Update update_on(at::Device device, PyObject* tuple, std::vector<const float*>& flags) {
@@ -31,7 +35,7 @@ Update update_on(at::Device device, PyObject* tuple, std::vector<const float*>& 
   return *update;
 }
 
-// A launch over a segment on the current stream.
+// A launch over a segment.
 Launch launch_over(const DeviceTable& table, const Segment& segment) {
   const int64_t words = segment.is_paired ? kPairWords : kChunkWords;
   TORCH_CHECK(segment.word + segment.chunks * words <= table.words.numel() &&
@@ -47,7 +51,6 @@ Launch launch_over(const DeviceTable& table, const Segment& segment) {
   work.partials = table.partials.mutable_data_ptr<double>();
   work.is_paired = segment.is_paired;
   work.is_aligned = segment.is_aligned;
-  work.stream = current_stream();
   return work;
 }
 
@@ -99,7 +102,7 @@ PyObject* launch_multi_tensor(PyObject* const* args) {
   } else if (work.coefficient != nullptr) {
     kind = kClip;
   }
-  launch(kind, work);
+  launch(kind, work, place_on(device));
   return nullptr;
 }
 
@@ -107,33 +110,35 @@ void launch_narrow(const DeviceTable& table, const Segment& segment, const py::o
   Launch work = launch_over(table, segment);
   TORCH_CHECK(segment.is_paired, "a tensor has no float32 values");
   work.found_inf = data_of<float>(tensor_of(found_inf.ptr()), "found_inf", table.header.device());
-  launch(kNarrow, work);
+  launch(kNarrow, work, place_on(table.header.device()));
 }
 
 // cuda_update_scale(update)
 PyObject* launch_update_scale(PyObject* const* args) {
   std::vector<const float*> found_infs;
-  const Update update = update_on(current_device(), args[0], found_infs);
-  Flags flags;
-  TORCH_CHECK(!found_infs.empty() && found_infs.size() <= std::size(flags.found_infs),
+  const at::Tensor* scale = Fields(args[0], kNorm + 1, "expected an Update").tensor(kScale);
+  TORCH_CHECK(scale != nullptr, "an update needs a scale");
+  UpdateAlone alone{update_on(scale->device(), args[0], found_infs), {}};
+  TORCH_CHECK(!found_infs.empty() && found_infs.size() <= std::size(alone.found_infs),
               "one to four flags at once, got ", found_infs.size());
-  for (size_t i = 0; i < std::size(flags.found_infs); ++i) {
-    flags.found_infs[i] = found_infs[i < found_infs.size() ? i : 0];
+  for (size_t i = 0; i < std::size(alone.found_infs); ++i) {
+    alone.found_infs[i] = found_infs[i < found_infs.size() ? i : 0];
   }
-  update_scale(update, flags, current_stream());
+  update_scale(alone, place_on(scale->device()));
   return nullptr;
 }
 
 void launch_clip_coefficient(const py::tuple& given) {
-  clip_coefficient(clip_of(given.ptr(), current_device()), current_stream());
+  const at::Tensor* sums = ClipTuple(given.ptr()).tensor(ClipTuple::kSums);
+  TORCH_CHECK(sums != nullptr, "a clipping needs sums");
+  clip_coefficient(clip_of(given.ptr(), sums->device()), place_on(sums->device()));
 }
 
 }  // namespace
 
 void bind(py::module_& m) {
-  m.def("cuda_load_kernels", [](int device) {
-    const c10::cuda::CUDAGuard guard(at::Device(at::kCUDA, static_cast<c10::DeviceIndex>(device)));
-    load_kernels();
+  m.def("cuda_load_kernels", [](int device, const py::bytes& image) {
+    load_kernels(device, PyBytes_AS_STRING(image.ptr()));
   });
   m.def("cuda_limit_programs", &limit_programs);
   add_call<launch_multi_tensor, 4>(m, "cuda_multi_tensor");

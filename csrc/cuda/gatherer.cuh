@@ -8,7 +8,6 @@
 
 namespace ampfast::cuda {
 
-constexpr int kThreads = 128;
 constexpr int kWarp = 32;
 constexpr unsigned int kAllLanes = 0xffffffff;
 constexpr int kVectorBytes = 16;

@@ -1,14 +1,6 @@
 // CUDA kernels over a table of gradients. Programs take its chunks in turn, and the last one to
-// finish decides, sums up and updates the scale.
-#include <cuda_runtime.h>
-
-#include <algorithm>
-#include <array>
-#include <map>
-#include <stdexcept>
-#include <string>
-#include <utility>
-
+// finish decides, sums up and updates the scale. Compiled by itself to what kernels.cpp loads,
+// which knows these names.
 #include "gatherer.cuh"
 #include "multi_tensor.h"
 #include "track.cuh"
@@ -74,14 +66,13 @@ __device__ void finish(const Launch& launch, bool found) {
   }
   if (launch.update.scale != nullptr) {
     const float other = launch.other_found_inf != nullptr ? *launch.other_found_inf : 0;
-    ampfast::update_scale(launch.update, joint(flag, other));
+    update_scale(launch.update, joint(flag, other));
   }
   header[kFinished] = 0;
 }
 
 template <class Format, bool kWrite, bool kNorm, bool kCoefficient, bool kClips, bool kPairs>
-__global__ void __launch_bounds__(kThreads, kLeastProgramsPerSm)
-    pass(const __grid_constant__ Launch launch) {
+__device__ void pass(const Launch& launch) {
   __shared__ bool is_last;
   using Opmath = typename Format::Opmath;
   int64_t* header = launch.header;
@@ -156,8 +147,7 @@ __global__ void __launch_bounds__(kThreads, kLeastProgramsPerSm)
 }
 
 template <class Format>
-__global__ void __launch_bounds__(kThreads, kLeastProgramsPerSm)
-    narrow_alone(const __grid_constant__ Launch launch) {
+__device__ void narrow(const Launch& launch) {
   const auto begin = [&] { return launch.found_inf == nullptr || *launch.found_inf == 0; };
   const auto visit = [&](int /*chunk*/, char* address, int bytes, int64_t /*parameter*/,
                          const float* wide) {
@@ -167,103 +157,45 @@ __global__ void __launch_bounds__(kThreads, kLeastProgramsPerSm)
   for_chunks<true>(word_at, launch.chunks, visit, begin);
 }
 
-__global__ void update_alone(const Update update, const Flags flags) {
-  float found_inf = 0;
-  for (const float* flag : flags.found_infs) {
-    found_inf = joint(found_inf, *flag);
-  }
-  ampfast::update_scale(update, found_inf);
-}
-
-__global__ void clip_alone(const Clip clip) { ampfast::clip_coefficient(clip); }
-
-using Kernel = void (*)(Launch);
-
-// The kernels over a table of one dtype, or of its pairs.
-template <class Format, bool kPairs>
-constexpr std::array<Kernel, kKinds> kernels() {
-  std::array<Kernel, kKinds> found{pass<Format, false, false, false, false, kPairs>,
-                                   pass<Format, false, true, false, false, kPairs>,
-                                   pass<Format, true, false, false, false, kPairs>,
-                                   pass<Format, true, true, false, false, kPairs>,
-                                   pass<Format, true, false, true, false, kPairs>};
-  if constexpr (kPairs) {
-    found[kNarrow] = narrow_alone<Format>;
-  } else {
-    found[kClipBy] = pass<Format, true, false, true, true, false>;
-  }
-  return found;
-}
-
-// In the order of Dtype; then the pairs' of 16 bits.
-constexpr int kFirstPairs = 4 - static_cast<int>(Dtype::kFloat16);
-const std::array<Kernel, kKinds> all_kernels[] = {
-    kernels<Float32, false>(),  kernels<Float64, false>(), kernels<Float16, false>(),
-    kernels<BFloat16, false>(), kernels<Float16, true>(),  kernels<BFloat16, true>()};
-
-void require(cudaError_t status) {
-  if (status != cudaSuccess) {
-    cudaGetLastError();  // the next to ask would take it for theirs
-    throw std::runtime_error(std::string("ampfast: ") + cudaGetErrorString(status));
-  }
-}
-
-int64_t most_programs = 0;
-
-// Programs of a kernel that the current device holds at once; asking loads it, which must not
-// happen amid a capture.
-int64_t resident(const void* kernel) {
-  static std::map<std::pair<int, const void*>, int64_t> known;
-  int device = 0;
-  require(cudaGetDevice(&device));
-  int64_t& programs = known[{device, kernel}];
-  if (programs == 0) {
-    int multiprocessors = 0;
-    int of_each = 0;
-    require(cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device));
-    require(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&of_each, kernel, kThreads, 0));
-    programs = static_cast<int64_t>(multiprocessors) * of_each;
-  }
-  return programs;
-}
-
-// Queues a kernel. Its own status counts: the last error of a thread may be another's.
-template <class... Given>
-void queue(void (*kernel)(Given...), int64_t programs, int threads, void* stream,
-           const Given&... given) {
-  void* arguments[] = {const_cast<Given*>(&given)...};
-  require(cudaLaunchKernel(reinterpret_cast<const void*>(kernel), static_cast<unsigned>(programs),
-                           threads, arguments, 0, static_cast<cudaStream_t>(stream)));
-}
-
 }  // namespace
 
-void limit_programs(int64_t programs) { most_programs = programs; }
-
-void load_kernels() {
-  resident(reinterpret_cast<const void*>(update_alone));
-  resident(reinterpret_cast<const void*>(clip_alone));
-  for (const auto& kernels : all_kernels) {
-    for (const Kernel kernel : kernels) {
-      if (kernel != nullptr) {
-        resident(reinterpret_cast<const void*>(kernel));
-      }
-    }
+#define AMPFAST_KERNEL(NAME, ...)                                             \
+  extern "C" __global__ void __launch_bounds__(kThreads, kLeastProgramsPerSm) \
+      ampfast_##NAME(const __grid_constant__ Launch launch) {                 \
+    __VA_ARGS__(launch);                                                      \
   }
+
+// The kernels over a table of one dtype, or of its pairs.
+#define AMPFAST_PASSES(TABLE, FORMAT, PAIRS)                                          \
+  AMPFAST_KERNEL(check_##TABLE, pass<FORMAT, false, false, false, false, PAIRS>)      \
+  AMPFAST_KERNEL(check_norm_##TABLE, pass<FORMAT, false, true, false, false, PAIRS>)  \
+  AMPFAST_KERNEL(unscale_##TABLE, pass<FORMAT, true, false, false, false, PAIRS>)     \
+  AMPFAST_KERNEL(unscale_norm_##TABLE, pass<FORMAT, true, true, false, false, PAIRS>) \
+  AMPFAST_KERNEL(clip_##TABLE, pass<FORMAT, true, false, true, false, PAIRS>)
+
+#define AMPFAST_KERNELS(TABLE, FORMAT) \
+  AMPFAST_PASSES(TABLE, FORMAT, false) \
+  AMPFAST_KERNEL(clip_by_##TABLE, pass<FORMAT, true, false, true, true, false>)
+
+#define AMPFAST_KERNELS_OF_PAIRS(TABLE, FORMAT) \
+  AMPFAST_PASSES(TABLE, FORMAT, true)           \
+  AMPFAST_KERNEL(narrow_##TABLE, narrow<FORMAT>)
+
+AMPFAST_KERNELS(float32, Float32)
+AMPFAST_KERNELS(float64, Float64)
+AMPFAST_KERNELS(float16, Float16)
+AMPFAST_KERNELS(bfloat16, BFloat16)
+AMPFAST_KERNELS_OF_PAIRS(float16_pairs, Float16)
+AMPFAST_KERNELS_OF_PAIRS(bfloat16_pairs, BFloat16)
+
+extern "C" __global__ void ampfast_update_scale(const UpdateAlone alone) {
+  float found_inf = 0;
+  for (const float* flag : alone.found_infs) {
+    found_inf = joint(found_inf, *flag);
+  }
+  update_scale(alone.update, found_inf);
 }
 
-void launch(Kind kind, const Launch& launch) {
-  const int of_pairs = launch.is_paired ? kFirstPairs : 0;
-  const Kernel kernel = all_kernels[static_cast<int>(launch.dtype) + of_pairs][kind];
-  const int64_t programs = resident(reinterpret_cast<const void*>(kernel));
-  const int64_t most = most_programs > 0 ? most_programs : programs;
-  queue(kernel, std::min<int64_t>(launch.chunks, most), kThreads, launch.stream, launch);
-}
-
-void update_scale(const Update& update, const Flags& flags, void* stream) {
-  queue(update_alone, 1, 1, stream, update, flags);
-}
-
-void clip_coefficient(const Clip& clip, void* stream) { queue(clip_alone, 1, 1, stream, clip); }
+extern "C" __global__ void ampfast_clip_coefficient(const Clip clip) { clip_coefficient(clip); }
 
 }  // namespace ampfast::cuda

@@ -1,5 +1,4 @@
-// CUDA kernels over a table of gradients on the device. Plain C++, so that host code needs no CUDA
-// headers.
+// CUDA kernels over a table of gradients on the device, and their launches.
 #pragma once
 
 #include <cstdint>
@@ -9,6 +8,9 @@
 #include "../track.h"
 
 namespace ampfast::cuda {
+
+// Of a program of the kernels over a table.
+constexpr int kThreads = 128;
 
 // Kernels over a table. The first six are passes.
 enum Kind {
@@ -53,30 +55,36 @@ struct Launch {
   Update update;               // without a scale: none
   const float* other_found_inf = nullptr;  // one more flag that the update heeds; null: none
 
-  void* stream = nullptr;  // a cudaStream_t of the current device
   int64_t words[kWordsOfLaunch];
 };
 
 static_assert(sizeof(Launch) <= 4096, "more than the arguments of a kernel");
 
-// Each of these throws if CUDA refuses it.
-
-// Queues a kernel over the chunks of a launch.
-void launch(Kind kind, const Launch& launch);
-
-// Queues an update of the scale by itself, on a cudaStream_t of the current device. Of the flags,
-// repeated where there are fewer, any that is not 0 counts.
-struct Flags {
+// An update of the scale by itself. Of the flags, repeated where there are fewer, any that is not 0
+// counts.
+struct UpdateAlone {
+  Update update;
   const float* found_infs[4];
 };
-void update_scale(const Update& update, const Flags& flags, void* stream);
 
-// Queues the coefficient of a clipping, on a cudaStream_t of the current device; all pointers
-// are to its memory.
-void clip_coefficient(const Clip& clip, void* stream);
+// A device and a stream of it, a CUstream. All pointers of a launch are to the device's memory.
+struct Place {
+  int device;
+  void* stream;
+};
 
-// Loads all kernels on the current device, so that launches may be captured from then on.
-void load_kernels();
+// Loads all kernels on a device from an image that its driver knows, a fatbin or PTX, so that
+// launches may be captured from then on. As the launches, this throws if the driver refuses it, and
+// Python's lock must be held.
+void load_kernels(int device, const char* image);
+
+// Queues a kernel over the chunks of a launch.
+void launch(Kind kind, const Launch& launch, const Place& place);
+
+void update_scale(const UpdateAlone& alone, const Place& place);
+
+// Queues the coefficient of a clipping.
+void clip_coefficient(const Clip& clip, const Place& place);
 
 // Limits the grid to so many programs, for tests and measurements; 0: to those that a device holds
 // at once.

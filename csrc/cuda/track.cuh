@@ -16,12 +16,16 @@ __device__ inline void add(int64_t* place, int64_t value) {
 
 // Orders what this thread knows before it, and what others told with it behind it.
 __device__ inline int64_t add_in_order(int64_t* place, int64_t value) {
+#if defined(__CUDACC__)
   int64_t before;
   asm volatile("atom.acq_rel.gpu.global.add.u64 %0, [%1], %2;"
                : "=l"(before)
                : "l"(__cvta_generic_to_global(place)), "l"(value)
                : "memory");
   return before;
+#else  // of tests, which compile the kernels for a CPU
+  return __atomic_fetch_add(place, value, __ATOMIC_ACQ_REL);
+#endif
 }
 
 // Counts `step` for a parameter; the first thread that raises the last step counts, so it is

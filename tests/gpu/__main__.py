@@ -31,16 +31,12 @@ FIRST_TESTS = ("streams", "graphs", "costs", "parity", "scaler")
 PYTEST_SUMMARY = r"\d+ (passed|failed|skipped|error|deselected).* in [\d.]+s|no tests ran"
 FACTS = """
 import json, torch
-there = torch.cuda.is_available()
-name = torch.cuda.get_device_name() if there else None
-capability = "{}.{}".format(*torch.cuda.get_device_capability()) if there else ""
-print(json.dumps([name, torch.__version__, capability]))
+name = torch.cuda.get_device_name() if torch.cuda.is_available() else None
+print(json.dumps([name, torch.__version__]))
 """
 
 
-def stages(
-    results: Path, out: Path, capability: str = "", rehearses: bool = False
-) -> list[list[Part]]:
+def stages(results: Path, out: Path, rehearses: bool = False) -> list[list[Part]]:
     """Returns all parts by stage; those of one stage run side by side.
 
     Triton compiles first, all variants at once. What decides comes next, in case the time is up.
@@ -50,23 +46,17 @@ def stages(
     Args:
         results: Committed copy of the benchmarks' results.
         out: Folder of the results.
-        capability: Compute capability to build for, unless TORCH_CUDA_ARCH_LIST is set.
         rehearses: Whether this is without a GPU, with torch's ops on the CPU for its kernels,
             without a build and a profiler, and with tests that are only collected.
     """
     environment = {"AMPFAST_REHEARSE": "1" if rehearses else ""}
     # With this interpreter, and none of the variables of a make that runs this.
-    make = ["make", "--no-print-directory", "VENV=", f"PYTHON={sys.executable}", "build"]
+    build = ["make", "--no-print-directory", "VENV=", f"PYTHON={sys.executable}", "build"]
     if shutil.which("make") is None:
-        make = [sys.executable, "setup.py", "build_ext", "--inplace"]
-    told = "WRONG the CUDA kernels could not be built: Triton alone"
-    script = f'AMPFAST_CUDA=1 "$@" || {{ echo "{told}"; AMPFAST_CUDA=0 "$@"; }}'
-    build = ["sh", "-c", script, "build", *make]
+        build = [sys.executable, "setup.py", "build_ext", "--inplace"]
     if rehearses:
         build.append("--dry-run")
     building = {**environment, "MAKEFLAGS": ""}
-    if capability and not os.environ.get("TORCH_CUDA_ARCH_LIST"):
-        building["TORCH_CUDA_ARCH_LIST"] = capability
     pytest = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--durations=5"]
     if rehearses:
         pytest += ["--collect-only", "--quiet"]
@@ -78,7 +68,7 @@ def stages(
     modes = [sys.executable, "tests/gpu/modes.py"]
     sanitizer = [tool("compute-sanitizer"), "--target-processes", "application-only"]
     sanitizer += ["--report-api-errors", "no", "--error-exitcode", "9", "--print-limit", "20"]
-    profiler = [tool("ncu"), "--kernel-name", r"regex:pass|multi_tensor"]
+    profiler = [tool("ncu"), "--kernel-name", r"regex:ampfast_|multi_tensor"]
     for section in ("SpeedOfLight", "Occupancy", "MemoryWorkloadAnalysis", "WarpStateStats"):
         profiler += ["--section", section]
     checked = {tool: [] if rehearses else [*sanitizer, "--tool", tool] for tool in SANITIZERS}
@@ -116,7 +106,7 @@ def stages(
                 [build, [sys.executable, "tests/gpu/built.py"]],
                 200,
                 building,
-                details=r"^(WRONG|make)\b|\berror\b",
+                details=r"^(WRONG|make|ampfast is built without)\b|\berror\b",
                 vital=True,
             )
         ],
@@ -194,8 +184,8 @@ def tool(name: str) -> str:
     return shutil.which(name, path=path) or name
 
 
-def facts() -> tuple[str | None, str, str]:
-    """GPU name or None, torch version and compute capability, as in "9.0".
+def facts() -> tuple[str | None, str]:
+    """GPU name or None, and torch version.
 
     Asked in a process of its own, which releases the device.
     """
@@ -207,8 +197,8 @@ def facts() -> tuple[str | None, str, str]:
         own = ROOT / ".venv" / "bin" / "python"
         path = own.relative_to(ROOT) if own.exists() else "path"
         raise SystemExit(f"{sys.executable} cannot look for a GPU: {why}; say PYTHON={path}")
-    name, version, capability = json.loads(done.stdout.splitlines()[-1])
-    return name, version, capability
+    name, version = json.loads(done.stdout.splitlines()[-1])
+    return name, version
 
 
 def results_name(gpu: str, torch_version: str, date: datetime.date) -> str:
@@ -246,7 +236,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # Nothing goes without the first, which takes no time where it was done.
     wanted.append(names[0])
 
-    gpu, torch_version, capability = ("rehearsal", "", "") if options.rehearse else facts()
+    gpu, torch_version = ("rehearsal", "") if options.rehearse else facts()
     if gpu is None:
         print(f"this needs a GPU, and torch {torch_version} sees none", file=sys.stderr)
         return 1
@@ -257,7 +247,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     results = (out if options.rehearse else ROOT / "benchmarks" / "results") / name
     chosen = [
         [part for part in stage if part.name in wanted]
-        for stage in stages(results, out, capability, options.rehearse)
+        for stage in stages(results, out, options.rehearse)
     ]
     about = {"commit": options.commit or "unknown", "GPU": gpu, "torch": torch_version}
     print(f"{gpu}, torch {torch_version}; results in {out}, logs in {LOGS}", flush=True)

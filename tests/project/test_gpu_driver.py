@@ -399,28 +399,16 @@ def test_a_backend_with_wrong_results_is_not_measured(driver: ModuleType, tmp_pa
     assert driver.WITHOUT == providers.WITHOUT
 
 
-@pytest.mark.parametrize("breaks", ["nothing", "CUDA", "everything"])
-def test_a_cuda_build_that_fails_leaves_triton(
-    runner: ModuleType, driver: ModuleType, tmp_path: Path, breaks: str
+def test_a_build_without_cuda_kernels_is_told_and_goes_on(
+    runner: ModuleType, driver: ModuleType, tmp_path: Path
 ) -> None:
-    fake = tmp_path / "make"
-    fails = {"nothing": "false", "CUDA": '[ "$AMPFAST_CUDA" != 0 ]', "everything": "true"}[breaks]
-    fake.write_text(f'#!/bin/sh\necho built with "$AMPFAST_CUDA"\nif {fails}; then exit 2; fi\n')
-    fake.chmod(0o755)
     [[build], *_] = driver.stages(tmp_path / "a.json", tmp_path)
-    path = {"PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}", "AMPFAST_CUDA": ""}
-    commands = [build.commands[0], python("print('then')")]
-    build = replace(build, commands=commands, environment=path)
+    says = "print('ampfast is built without CUDA kernels, as nvcc was not found. Nothing is lost')"
+    build = replace(build, commands=[python(says)])
     tests = runner.Part("tests", [python("pass")], 300)
     _, outcomes = run(runner, tmp_path / "out", [build], [tests])
-    told = outcomes["build"].details
-    assert any("Triton alone" in line for line in told) is (breaks != "nothing")
-    assert outcomes["build"].verdict == ("failed" if breaks == "everything" else "ok")
-    assert outcomes["tests"].verdict == ("not run" if breaks == "everything" else "ok")
-    log = (logs_of(tmp_path / "out") / "build.log").read_text().splitlines()
-    assert [line for line in log if line.startswith("built with")] == (
-        ["built with 1"] if breaks == "nothing" else ["built with 1", "built with 0"]
-    )
+    assert any("nvcc was not found" in line for line in outcomes["build"].details)
+    assert [outcomes[name].verdict for name in ("build", "tests")] == ["ok", "ok"]
 
 
 def test_make_may_be_missing(
@@ -492,7 +480,7 @@ def test_the_commit_reaches_every_part(
     driver: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(driver.COMMIT, "")  # restored afterwards
-    monkeypatch.setattr(driver, "facts", lambda: ("a card", "2.11.0", "9.0"))
+    monkeypatch.setattr(driver, "facts", lambda: ("a card", "2.11.0"))
     monkeypatch.setattr(driver, "LOGS", tmp_path / "logs")
     says = python("import os; print('commit', os.environ['AMPFAST_COMMIT'])")
     part = driver.Part("says", [says], 300)
@@ -505,16 +493,14 @@ def test_the_commit_reaches_every_part(
     assert (tmp_path / "logs" / "says.log").read_text() == "commit abc\n"
 
 
-def test_it_builds_for_its_card_with_its_interpreter(
+def test_it_builds_with_its_interpreter(
     driver: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if shutil.which("make") is None:
         pytest.skip("needs make")
     # As from `make -k gpu VENV=.venv`, whose settings must not be inherited.
     monkeypatch.setenv("MAKEFLAGS", "k -- VENV=.venv PYTHON=no-such-python")
-    monkeypatch.delenv("TORCH_CUDA_ARCH_LIST", raising=False)
-    [build] = driver.stages(tmp_path / "a.json", tmp_path / "b.json", "9.0")[0]
-    assert build.environment["TORCH_CUDA_ARCH_LIST"] == "9.0"
+    [build] = driver.stages(tmp_path / "a.json", tmp_path / "b.json")[0]
     said = subprocess.run(
         [*build.commands[0], "--dry-run"],
         cwd=ROOT,
@@ -525,9 +511,6 @@ def test_it_builds_for_its_card_with_its_interpreter(
     assert said.returncode == 0, said.stderr
     assert f"{sys.executable} setup.py" in said.stdout
     assert ".venv/" not in said.stdout.replace(sys.executable, "")
-    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "8.0;9.0")
-    [build] = driver.stages(tmp_path / "a.json", tmp_path / "b.json", "9.0")[0]
-    assert "TORCH_CUDA_ARCH_LIST" not in build.environment
 
 
 def test_unknown_parts_are_refused(driver: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:

@@ -23,7 +23,6 @@ from ampfast._version import __version__
 pytestmark = pytest.mark.sweep
 
 ROOT = Path(__file__).resolve().parents[2]
-SOURCES = ["csrc/cuda/kernels.cu"]
 SOABI = sysconfig.get_config_var("SOABI")
 _SPEC = util.spec_from_file_location("wheels", ROOT / "tools/wheels.py")
 WHEELS = util.module_from_spec(_SPEC)
@@ -38,65 +37,76 @@ def script(path: Path, text: str) -> Path:
     return path
 
 
-def nvcc_of(path: Path, release: str, then: str = "exit 0") -> str:
-    """A compiler of that CUDA version, which runs `then` on a source."""
-    says = f"echo 'Cuda compilation tools, release {release}, V{release}.88'"
-    return str(script(path, f'case "$*" in *--version*) {says}; exit 0;; esac\n{then}'))
+ERROR = "/usr/bin/cc: error: unsupported GNU version! gcc later than 15 are not supported!"
 
 
-UNKNOWN = "error: #error -- unsupported GNU version! gcc versions later than 15 are not supported!"
+@pytest.fixture
+def kernels(tmp_path, monkeypatch):
+    """Path of kernels that are yet to be compiled, by an nvcc that writes its arguments there."""
+    monkeypatch.setattr(SETUP, "KERNELS", tmp_path / "kernels.fatbin")
+    for name in ("CUDA_HOME", "CUDA_PATH"):
+        monkeypatch.delenv(name, raising=False)
+    knows = 'case "$*" in *--list-gpu-code*) echo sm_75; echo sm_90; echo sm_999; exit 0;; esac\n'
+    writes = 'for a; do [ "$last" = -o ] && out=$a; last=$a; done; echo "$@" > "$out"'
+    script(tmp_path / "toolkit/bin/nvcc", knows + writes)
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path / "toolkit"))
+    return SETUP.KERNELS
 
 
-@pytest.mark.parametrize(
-    ("override", "sources", "torch_cuda", "nvcc", "reason"),
-    [
-        (None, SOURCES, "13.0", ("13.0",), None),
-        ("1", SOURCES, "13.0", ("13.1",), None),
-        ("0", SOURCES, "13.0", ("13.0",), "unasked"),
-        ("", [], "13.0", ("13.0",), "no CUDA sources"),
-        (None, SOURCES, None, ("13.0",), "torch is built without CUDA"),
-        (None, SOURCES, "13.0", None, "nvcc was not found"),
-        (None, SOURCES, "13.0", ("12.4",), "nvcc is of CUDA 12.4, torch of 13.0"),
-        (None, SOURCES, "13.0", ("13.0", f"echo '{UNKNOWN}' >&2; exit 1"), "unsupported GNU"),
-        (None, SOURCES, "13.0", ("13.0", "exit 3"), "nvcc does not compile here: exit code 3"),
-        (None, SOURCES, "13.0", ("13.0", '[ -z "$CC" ] || exit 4'), None),
-    ],
-)
-def test_cuda_is_built_where_it_can_be(
-    override, sources, torch_cuda, nvcc, reason, tmp_path, monkeypatch, capsys
-):
-    monkeypatch.delenv("CC", raising=False)
-    path = nvcc and nvcc_of(tmp_path / "nvcc", *nvcc)
-    assert SETUP.wants_cuda(override, sources, torch_cuda, path) is (reason is None)
+def test_kernels_are_compiled_once_for_what_nvcc_knows(kernels, monkeypatch):
+    assert SETUP.build_kernels() == ""
+    arguments = kernels.read_text().split()
+    targets = [each.rpartition("code=")[2] for each in arguments if each.startswith("-gencode")]
+    assert targets == ["sm_75", "sm_90", "compute_75"]
+    assert {"-fatbin", "--fmad=false"} < {*arguments}
+    kernels.write_text("as it was")
+    assert SETUP.build_kernels() == ""
+    assert kernels.read_text() == "as it was"
+    os.utime(kernels, (0, 0))  # older than a source
+    assert SETUP.build_kernels() == ""
+    assert kernels.read_text() != "as it was"
+    monkeypatch.setenv("CUDA_HOME", "/nowhere")
+    assert SETUP.build_kernels() == "", "compiled elsewhere, as those of a wheel"
+
+
+def test_a_build_goes_on_without_kernels(kernels, tmp_path, monkeypatch, capsys):
+    nvcc = tmp_path / "toolkit/bin/nvcc"
+    for text, reason in (
+        (f"echo warning >&2; echo '{ERROR}' >&2; exit 1", "unsupported GNU"),
+        ("exit 3", "exit code 3"),
+    ):
+        kernels.write_text("of other sources")
+        os.utime(kernels, (0, 0))
+        script(nvcc, text)
+        why = SETUP.build_kernels()
+        assert why.startswith("nvcc does not compile them: ") and reason in why
+        assert list(tmp_path.glob("kernels.*")) == []
+    monkeypatch.setenv("CUDA_HOME", "/nowhere")
+    SETUP.say_what_is_left_out(SETUP.build_kernels())
     said = capsys.readouterr().err
-    is_told = override != "0" and torch_cuda is not None and reason is not None
-    assert said.count("\n") == is_told
-    if is_told:
-        assert reason in said and "Triton's kernels serve GPUs" in said
-    if override != "0" and reason:
-        with pytest.raises(SystemExit, match=f"AMPFAST_CUDA=1, but .*{reason}"):
-            SETUP.wants_cuda("1", sources, torch_cuda, path)
-        assert capsys.readouterr().err == ""
-
-
-def test_nvcc_is_tried_with_the_compiler_of_the_build(tmp_path, monkeypatch):
-    nvcc = nvcc_of(tmp_path / "nvcc", "13.0", 'case "$*" in *"-ccbin old-gcc "*) exit 5;; esac')
-    monkeypatch.delenv("CC", raising=False)
-    assert SETUP.mismatch(nvcc, "13.0") == ""
-    monkeypatch.setenv("CC", "old-gcc")
-    assert SETUP.mismatch(nvcc, "13.0") == "nvcc does not compile here: exit code 5"
+    assert said.count("\n") == 1
+    assert "nvcc was not found" in said and "Triton's kernels serve GPUs" in said
+    SETUP.say_what_is_left_out("")
+    assert capsys.readouterr().err == ""
 
 
 @pytest.mark.parametrize("content", ["no program", "#!/no/such/shell"])
-def test_an_nvcc_that_does_not_start_is_none(content, tmp_path, monkeypatch):
-    nvcc = tmp_path / "nvcc"
+def test_an_nvcc_that_does_not_start_is_none(content, kernels, tmp_path, monkeypatch):
+    nvcc = tmp_path / "toolkit/bin/nvcc"
     nvcc.write_text(content)
-    nvcc.chmod(0o755)
-    assert re.match("nvcc does not compile here: .Errno ", SETUP.mismatch(str(nvcc), "13.0"))
-    monkeypatch.delenv("CUDA_HOME", raising=False)
-    monkeypatch.delenv("CUDA_PATH", raising=False)
-    monkeypatch.setenv("PATH", str(tmp_path))
+    assert re.match("nvcc does not compile them: .Errno ", SETUP.build_kernels())
+    monkeypatch.delenv("CUDA_HOME")
+    monkeypatch.setenv("PATH", str(nvcc.parent))
     assert SETUP.find_nvcc() is None
+
+
+def test_kernels_are_compiled_again_for_each_of_their_sources():
+    """As a compiler finds what they include."""
+    host = ROOT / "tests/support/host_cuda"
+    command = ["c++", "-MM", "-x", "c++", f"-I{host}", str(ROOT / "csrc/cuda/multi_tensor.cu")]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    included = {Path(name).resolve() for name in re.findall(r"\S+csrc\S+", done.stdout)}
+    assert included == {ROOT / name for name in SETUP.found(*SETUP.KERNEL_SOURCES)}
 
 
 def test_headers_are_not_where_debian_installs_others(monkeypatch):
@@ -106,55 +116,6 @@ def test_headers_are_not_where_debian_installs_others(monkeypatch):
     actual = sysconfig.get_path
     monkeypatch.setattr(sysconfig, "get_path", get_path)
     runpy.run_path(str(ROOT / "setup.py"))["require_toolchain"]()
-
-
-@pytest.mark.parametrize("ninja", [True, False], ids=["ninja", "no ninja"])
-@pytest.mark.parametrize("override", ["", "1"])
-def test_a_build_goes_on_without_kernels_that_do_not_compile(tmp_path, override, ninja):
-    """A core of one line, with a torch that says that it is built with CUDA."""
-    shutil.copy(ROOT / "setup.py", tmp_path)
-    (tmp_path / "ampfast").mkdir()
-    (tmp_path / "csrc/cuda").mkdir(parents=True)
-    (tmp_path / "csrc/cuda/kernels.cu").write_text("")
-    init = '#include <Python.h>\nextern "C" PyObject* PyInit__C() { return 0; }\n'
-    (tmp_path / "csrc/module.cpp").write_text(init)
-    preprocesses = """case " $* " in *" -E "*) exit 0;; *) exit 6;; esac"""
-    nvcc_of(tmp_path / "toolkit/bin/nvcc", "13.0", preprocesses)
-    code = (
-        "import runpy, sys, torch.version; torch.version.cuda = '13.0'\n"
-        "from torch.utils import cpp_extension\n"
-        f"cpp_extension.is_ninja_available = lambda: {ninja}\n"
-        f"cpp_extension.CUDA_HOME = {str(tmp_path / 'toolkit')!r}\n"
-        "sys.argv = ['setup.py', '--quiet', 'build_ext', '--inplace']\n"
-        "runpy.run_path('setup.py', run_name='__main__')"
-    )
-    variables = {"CUDA_HOME": str(tmp_path / "toolkit"), "AMPFAST_CUDA": override}
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=tmp_path,
-        env={**os.environ, **variables, "TORCH_CUDA_ARCH_LIST": "9.0"},
-        capture_output=True,
-        text=True,
-    )
-    told = [line for line in done.stderr.splitlines() if line.startswith("ampfast is built")]
-    assert (done.returncode == 0) is (len(told) == 1) is (override == ""), done.stderr
-    built = [*tmp_path.glob("ampfast/_C.*.so")]
-    assert len(built) == len(told)
-    if built:
-        assert b"libcudart" not in built[0].read_bytes()
-
-
-@pytest.mark.parametrize("override", ["2", "yes", " 1"])
-def test_other_values_of_the_override_are_refused(override):
-    with pytest.raises(SystemExit, match=re.escape(repr(override))):
-        SETUP.wants_cuda(override, SOURCES, "13.0", None)
-
-
-def test_architectures_are_supported_by_nvcc(tmp_path):
-    nvcc = script(tmp_path / "nvcc", "echo sm_75; echo sm_80; echo sm_90; echo sm_999")
-    assert SETUP.cuda_architectures(str(nvcc)) == "7.5;8.0;9.0+PTX"
-    # Which torch's build refuses.
-    assert SETUP.cuda_architectures(str(script(tmp_path / "nvcc", "exit 9"))) == "+PTX"
 
 
 def test_nvcc_is_found_behind_a_wrapper_and_by_its_variable(tmp_path, monkeypatch):
@@ -227,7 +188,7 @@ def test_sdist_holds_what_a_build_and_a_test_run_need(sources):
     held = {file.relative_to(sources).as_posix() for file in sources.rglob("*")}
     assert "csrc/module.cpp" in wanted
     assert wanted - held == set()
-    assert [name for name in held if name.endswith((".so", ".pyc", ".o"))] == []
+    assert [name for name in held if name.endswith((".so", ".pyc", ".o", ".fatbin"))] == []
 
 
 def test_metadata_of_the_sources(sources):
@@ -247,22 +208,27 @@ def test_a_wheel_of_cores(sources, tmp_path):
     for core in cores:
         (tree / core).parent.mkdir()
         (tree / core).write_bytes(b"")
+    (tree / "ampfast/kernels.fatbin").write_bytes(b"kernels")
     wheel = tmp_path / backend("build_wheel", "..", cwd=tree, hidden="torch")
     assert re.fullmatch(rf"ampfast-{__version__}-cp3\d+-cp3\d+-linux_\w+\.whl", wheel.name)
     with zipfile.ZipFile(wheel) as archive:
         names = archive.namelist()
         info = archive.read(f"ampfast-{__version__}.dist-info/METADATA").decode()
     assert [name for name in names if name.endswith(".so")] == cores
-    assert "ampfast/grad_scaler.py" in names
+    assert {"ampfast/grad_scaler.py", "ampfast/kernels.fatbin"} < {*names}
     required = Parser().parsestr(info).get_all("Requires-Dist")
     (torch,) = [line for line in required if "extra ==" not in line]
     assert set(torch.removeprefix("torch").split(",")) == {">=2.11", "<2.14", "!=2.12.*"}
 
-    WHEELS.require_cores_alone(wheel, 2)
+    WHEELS.require_cores_and_kernels(wheel, 2)
     with zipfile.ZipFile(wheel, "a") as archive:
         archive.writestr("ampfast.libs/libtorch-1234.so.2", b"")
+    without = tmp_path / "without.whl"
+    zipfile.ZipFile(without, "w").close()
+    with pytest.raises(SystemExit, match=r"without.whl has no ampfast/kernels.fatbin"):
+        WHEELS.require_cores_and_kernels(without, 0)
     with pytest.raises(SystemExit, match=r"should hold 2 cores alone, has .*libtorch"):
-        WHEELS.require_cores_alone(wheel, 2)
+        WHEELS.require_cores_and_kernels(wheel, 2)
 
 
 def test_an_isolated_build_takes_the_installed_torch(sources):

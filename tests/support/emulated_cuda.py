@@ -1,63 +1,54 @@
-"""CUDA kernels compiled by nvcc for the PTX emulator, launched by their host code for a GPU."""
+"""CUDA kernels without a GPU: the core launches them through a stand-in of CUDA's driver."""
 
 from __future__ import annotations
 
-import importlib.machinery
-import importlib.util
-import sysconfig
 from pathlib import Path
 from types import ModuleType
 
-import torch
-from ptx_emulator import cuda
-from torch.utils.cpp_extension import include_paths
+from ptx_emulator import cuda, driver
 
-from support.nvcc import FLAGS
+from support import host_cuda
+from support.nvcc import FLAGS, SETUP
 
-__all__ = ["ARCHITECTURES", "install"]
+__all__ = ["ARCHITECTURES", "install", "install_idle", "install_on_host"]
 
-HERE = Path(__file__).parent
-CSRC = HERE.parents[1] / "csrc"
+ROOT = Path(__file__).parents[2]
 # The oldest architecture converts bfloat16 in software.
 ARCHITECTURES = ("75", "90")
-NAME = "ampfast_emulated_cuda"
+SOURCES = [ROOT / name for name in SETUP.found(*SETUP.KERNEL_SOURCES)]
+SOURCE = ROOT / "csrc" / "cuda" / "multi_tensor.cu"
+# Any PTX, since the stand-in only looks whether it may be some.
+IMAGE = b"// of kernels that are known by name"
 
 
-def install(core: ModuleType, architecture: str, *, runs: bool = True) -> None:
-    """Gives the compiled core CUDA kernels, which it was built without.
+def install(core: ModuleType, architecture: str) -> driver.Driver:
+    """Loads the kernels' PTX, which the emulator runs.
 
     Args:
         core: `ampfast._C`.
         architecture: Target of the code, of `ARCHITECTURES`.
-        runs: Whether launches run, else they return at once.
     """
-    library = _built()
-    library.load(architecture, runs=runs)
-    loader = importlib.machinery.ExtensionFileLoader(NAME, str(library.path))
-    module = importlib.util.module_from_spec(importlib.util.spec_from_loader(NAME, loader))
-    loader.exec_module(module)
-    core.WITH_CUDA = True
-    for name in dir(module):
-        if name.startswith("cuda_"):
-            setattr(core, name, getattr(module, name))
+    ptx = cuda.compiled(SOURCE, architecture=architecture, flags=FLAGS, headers=SOURCES)
+    made = driver.activate(ptx)
+    core.cuda_load_kernels(0, ptx.encode())
+    return made
 
 
-def _built() -> cuda.Library:
-    include = HERE / "include"  # torch's headers of CUDA need its CUDA build
-    system = [*include_paths(), sysconfig.get_path("include")]
-    flags = [*FLAGS, f"-I{include}", *(f"-isystem={path}" for path in system)]
-    flags += [f"-DTORCH_EXTENSION_NAME={NAME}", "-Xcompiler=-O1,-fvisibility=hidden"]
-    libraries = ["c10", "torch", "torch_cpu", "torch_python"]
-    return cuda.build(
-        [
-            *(CSRC / "cuda" / name for name in ("multi_tensor.cu", "bindings.cpp")),
-            *(CSRC / name for name in ("arguments.cpp", "gradients.cpp", "master_weights.cpp")),
-            HERE / "emulated_cuda.cpp",
-        ],
-        architectures=ARCHITECTURES,
-        flags=flags,
-        link_flags=[f"-L{Path(torch.__file__).parent / 'lib'}", *(f"-l{n}" for n in libraries)],
-        headers=sorted(
-            header for folder in (CSRC, CSRC / "cuda", include) for header in folder.rglob("*.*h")
-        ),
-    )
+def install_idle(core: ModuleType) -> driver.Driver:
+    """Loads kernels that do nothing."""
+    made = driver.stand_in()
+    core.cuda_load_kernels(0, IMAGE)
+    return made
+
+
+def install_on_host(core: ModuleType, sanitizer: str = "") -> driver.Driver:
+    """Loads the kernels as C++ for this machine, `host_cuda.h`.
+
+    Args:
+        core: `ampfast._C`.
+        sanitizer: "address" or "thread", whose library must be preloaded, or none.
+    """
+    made = driver.stand_in()
+    made.launch_by(host_cuda.launcher(SOURCES, sanitizer))
+    core.cuda_load_kernels(0, IMAGE)
+    return made

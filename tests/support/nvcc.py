@@ -21,7 +21,4 @@ def _setup() -> ModuleType:
 
 
 SETUP = _setup()
-# torch's build adds these, which disable operators of 16-bit types.
-FLAGS = [*SETUP.nvcc_flags(), "-std=c++17", "-D__CUDA_NO_HALF_OPERATORS__"]
-FLAGS += ["-D__CUDA_NO_HALF_CONVERSIONS__", "-D__CUDA_NO_HALF2_OPERATORS__"]
-FLAGS += ["-D__CUDA_NO_BFLOAT16_CONVERSIONS__"]
+FLAGS = SETUP.nvcc_flags()

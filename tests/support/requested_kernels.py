@@ -1,8 +1,9 @@
 """Kernels for CPU tensors in tests without a GPU.
 
 `AMPFAST_TEST_KERNELS` selects a backend compiled for an architecture, such as "cuda-sm_90" or
-"triton-sm_75", run by tools/ptx_emulator; with the suffix "-races", data races are errors. The
-default is Triton's interpreter, if TRITON_INTERPRET=1 is set.
+"triton-sm_75", run by tools/ptx_emulator; with the suffix "-races", data races are errors.
+"cuda-host" is the CUDA kernels as C++ for this machine, "cuda-host-address" and "cuda-host-thread"
+with a sanitizer. The default is Triton's interpreter, if TRITON_INTERPRET=1 is set.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from support.nvcc import NVCC
 os.environ.setdefault("PTX_EMULATOR_CACHE", str(Path(__file__).parents[2] / "build" / "ptx"))
 
 VARIABLE = "AMPFAST_TEST_KERNELS"
+ON_HOST = os.environ.get(VARIABLE, "").startswith("cuda-host")
 
 
 @cache
@@ -34,14 +36,17 @@ def compiled() -> Any:
     name = os.environ.get(VARIABLE)
     if not name:
         return None
+    from support.emulated_launcher import EmulatedLauncher
+
+    if found := re.fullmatch(r"cuda-host(?:-(address|thread))?", name):
+        return EmulatedLauncher(_cuda_on_host(found[1] or ""), races=False)
     found = re.fullmatch(r"(triton|cuda)-sm_(\d+)(-races)?", name)
     if found is None:
         raise pytest.UsageError(
-            f"{VARIABLE} is triton-sm_NN or cuda-sm_NN, with or without -races, not {name!r}"
+            f"{VARIABLE} is triton-sm_NN or cuda-sm_NN, with or without -races, or cuda-host, "
+            f"not {name!r}"
         )
     module = (_compiled_cuda if found[1] == "cuda" else _compiled_triton)(found[2])
-    from support.emulated_launcher import EmulatedLauncher
-
     return EmulatedLauncher(module, races=found[3] is not None)
 
 
@@ -84,6 +89,15 @@ def _compiled_cuda(architecture: str) -> ModuleType:
         known = " or ".join(f"cuda-sm_{a}" for a in emulated_cuda.ARCHITECTURES)
         raise pytest.UsageError(f"{VARIABLE} is {known} for the CUDA kernels")
     emulated_cuda.install(_C, architecture)
+    from ampfast.backends import cuda
+
+    return cuda
+
+
+def _cuda_on_host(sanitizer: str) -> ModuleType:
+    from support import emulated_cuda
+
+    emulated_cuda.install_on_host(_C, sanitizer)
     from ampfast.backends import cuda
 
     return cuda

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +12,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
 from .assembler import Kernel, load
-from .cache import COMPILER, SOURCES, built
+from .driver import path, stand_in
 from .machine import launch
 
 __all__ = ["activate"]
@@ -74,17 +72,9 @@ class _Utils:
 
 
 def _idle(driver: _Driver) -> None:
-    """Gives a driver Triton's own utilities and launcher, over one of CUDA that does nothing."""
-    source = SOURCES / "idle_driver.cpp"
-    flags = ["-shared", "-fPIC", "-O1", "-Wl,-soname,libcuda.so.1"]
-
-    def make(folder: Path) -> None:
-        output = ["-o", str(folder / "libcuda.so.1"), str(source)]
-        subprocess.run([*COMPILER, *flags, *output], check=True)
-
-    folder = built("idle_driver", [source], flags, make)
-    ctypes.CDLL(str(folder / "libcuda.so.1"), mode=ctypes.RTLD_GLOBAL)
-    knobs.nvidia.libcuda_path = str(folder)
+    """Gives a driver Triton's own utilities and launcher, over CUDA's, whose stand-in does nothing."""
+    stand_in()
+    knobs.nvidia.libcuda_path = str(path().parent)
     from triton.backends.nvidia.driver import CudaLauncher, CudaUtils
 
     driver.utils, driver.launcher_cls = CudaUtils(), CudaLauncher

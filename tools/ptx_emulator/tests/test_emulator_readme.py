@@ -1,4 +1,4 @@
-"""Programs and table of the README, builds of CUDA files."""
+"""Programs and table of the README, and what is compiled."""
 
 from __future__ import annotations
 
@@ -73,7 +73,9 @@ def test_a_triton_kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 
 CUDA_ERROR = """
 with emulation(memory=[Range.of(x[:-1])]):
-    print(library.run(ctypes.c_void_p(x.data_ptr()), ctypes.c_float(3.0), x.numel()).decode())
+    code = run(x)
+libcuda.cuGetErrorString(code, ctypes.byref(text))
+print(code, ctypes.string_at(text.value).decode())
 """
 
 
@@ -81,16 +83,14 @@ with emulation(memory=[Range.of(x[:-1])]):
 def test_a_cuda_kernel(tmp_path: Path) -> None:
     [source] = blocks("cuda")
     (tmp_path / "scale.cu").write_text(source)
-    error = run(program("cuda.build") + CUDA_ERROR, tmp_path)
-    assert "reads memory that the launch was not given" in error
+    error = run(program("cuda.compiled") + CUDA_ERROR, tmp_path)
+    assert error.startswith("719 ") and "reads memory that the launch was not given" in error
 
 
-def test_libraries_that_cannot_be() -> None:
-    with pytest.raises(ValueError, match="the library has PTX for 75 or 90, not for 80"):
-        cuda.Library(Path("library.so"), ("75", "90")).load("80")
+def test_nvcc_may_be_missing() -> None:
     with pytest.MonkeyPatch.context() as patch, pytest.raises(FileNotFoundError, match="nvcc"):
         patch.setenv("PATH", "")
-        cuda.build(["scale.cu"])
+        cuda.compiled("scale.cu")
 
 
 def test_a_build_is_kept_until_a_file_or_a_setting_changes(

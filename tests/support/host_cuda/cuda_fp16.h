@@ -1,0 +1,3 @@
+#pragma once
+
+#include "host_cuda.h"

@@ -1,0 +1,170 @@
+"""How the core finds CUDA's driver and launches through it: over a stand-in, in processes."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+START = """
+import os, sys
+sys.path += ["tests", "tools/ptx_emulator"]
+os.environ.setdefault("PTX_EMULATOR_CACHE", "build/ptx")
+import torch
+from ampfast import _C
+from ampfast.backends import cuda
+
+def failure(call, *arguments):
+    try:
+        call(*arguments)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+
+one, tracker = torch.tensor(4.0), torch.zeros(1, dtype=torch.int32)
+update = (one, tracker, [torch.zeros(())], 2.0, 0.5, 3, None, None)
+IMAGE = b"// PTX"
+"""
+STAND_IN = """
+from ptx_emulator import driver
+made = driver.stand_in()
+"""
+
+
+def said(program: str) -> list[str]:
+    """Lines that a program prints."""
+    environment = {**os.environ, "TRITON_INTERPRET": "0", "AMPFAST_TEST_KERNELS": ""}
+    command = [sys.executable, "-c", START + program]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
+
+
+def test_without_a_driver_or_a_load() -> None:
+    program = """
+try:
+    __import__("ctypes").CDLL("libcuda.so.1")
+    print("there is one")
+except OSError:
+    print(failure(_C.cuda_load_kernels, 0, IMAGE))
+print(failure(_C.cuda_update_scale, update))
+"""
+    load, launch = said(program)
+    if load == "there is one":
+        pytest.skip("this machine has a driver of CUDA")
+    assert load.startswith("RuntimeError: ampfast: no driver of CUDA: libcuda.so.1: ")
+    assert launch == "RuntimeError: ampfast: the CUDA kernels are not loaded on device 0"
+
+
+def test_a_load_is_one_module_and_a_launch_one_call() -> None:
+    program = """
+_C.cuda_load_kernels(0, IMAGE)
+_C.cuda_load_kernels(0, IMAGE)
+print(*(made.calls(name) for name in ("cuModuleLoadData", "cuModuleGetFunction", "cuInit")))
+before = made.calls("cuLaunchKernel")
+with made.recording() as record:
+    _C.cuda_update_scale(update)
+print(made.calls("cuLaunchKernel") - before)
+for each in record:
+    print(each.kernel, each.grid, each.block, each.stream)
+import threading
+thread = threading.Thread(target=_C.cuda_update_scale, args=(update,))
+contexts = made.calls("cuCtxSetCurrent")
+thread.start(); thread.join()
+print(made.calls("cuCtxSetCurrent") - contexts, made.calls("cuLaunchKernel") - before)
+"""
+    assert said(STAND_IN + program) == [
+        "1 38 1",
+        "1",
+        "ampfast_update_scale (1, 1, 1) (1, 1, 1) None",
+        # A new thread has no context.
+        "1 2",
+    ]
+
+
+def test_arguments_are_those_of_the_call() -> None:
+    program = """
+import struct
+_C.cuda_load_kernels(0, IMAGE)
+flags = [torch.zeros(()), torch.ones(())]
+made.add_kernel("ampfast_update_scale", 88)
+with made.recording() as record:
+    _C.cuda_update_scale((one, tracker, flags, *update[3:]))
+[[given]] = [each.arguments for each in record]
+words = struct.unpack("11Q", given)
+print(words[:2] == (one.data_ptr(), tracker.data_ptr()), words[2:4], words[6])
+print(struct.unpack("2d", given[32:48]))
+print([w == f.data_ptr() for w, f in zip(words[7:], [*flags, flags[0], flags[0]])])
+"""
+    assert said(STAND_IN + program) == [
+        "True (0, 0) 3",
+        "(2.0, 0.5)",
+        "[True, True, True, True]",
+    ]
+
+
+def test_kernels_that_are_missing_are_named() -> None:
+    program = """
+made.add_kernel("another")
+print(failure(_C.cuda_load_kernels, 0, IMAGE))
+"""
+    [missing] = said(STAND_IN + program)
+    assert missing.startswith("RuntimeError: ampfast: cuModuleGetFunction: CUDA_ERROR_NOT_FOUND: ")
+
+
+def test_errors_have_the_drivers_names() -> None:
+    program = """
+print(failure(_C.cuda_load_kernels, 0, b"no image"))
+made.fail("cuInit", 100)
+print(failure(_C.cuda_load_kernels, 0, IMAGE))
+_C.cuda_load_kernels(0, IMAGE)
+made.fail("cuLaunchKernel", 801)
+print(failure(_C.cuda_update_scale, update))
+print(failure(_C.cuda_update_scale, update))
+"""
+    assert said(STAND_IN + program) == [
+        "RuntimeError: ampfast: cuModuleLoadData: CUDA_ERROR_INVALID_IMAGE: as the stand-in was "
+        "told",
+        "RuntimeError: ampfast: cuInit: 100: as the stand-in was told",
+        "RuntimeError: ampfast: cuLaunchKernel: CUDA_ERROR_NOT_SUPPORTED: as the stand-in was told",
+        "None",
+    ]
+
+
+def test_kernels_of_another_layout_are_refused() -> None:
+    program = """
+for name in ("check", "check_norm", "unscale", "unscale_norm", "clip", "clip_by", "narrow"):
+    for table in ("float32", "float64", "float16", "bfloat16", "float16_pairs", "bfloat16_pairs"):
+        made.add_kernel(f"ampfast_{name}_{table}", 3)
+print(failure(_C.cuda_load_kernels, 0, IMAGE))
+print(failure(_C.cuda_update_scale, update))
+"""
+    load, launch = said(STAND_IN + program)
+    assert load.startswith(
+        "RuntimeError: ampfast: the CUDA kernels are of another build than the core: "
+        "ampfast_check_float32 takes 3 bytes, not "
+    )
+    assert "not loaded" in launch
+
+
+def test_what_is_missing_is_told() -> None:
+    program = """
+from pathlib import Path
+from unittest import mock
+from ampfast import backends
+with mock.patch.object(torch.cuda, "is_available", lambda: True):
+    with mock.patch.object(cuda, "KERNELS", Path("/nowhere")):
+        print(backends._unavailable_reason("cuda"))
+        print(failure(backends.choose, "cuda"))
+    backends._unavailable_reason.cache_clear()
+    with mock.patch.object(torch.version, "hip", "7.0"):
+        print(backends._unavailable_reason("cuda"))
+"""
+    missing, refused, other = said(program)
+    assert missing.startswith("ampfast was built without its CUDA kernels; install a wheel")
+    assert refused == f"RuntimeError: backend 'cuda' cannot run here: {missing}"
+    assert other.startswith("the CUDA kernels are for NVIDIA's GPUs, and this torch is for AMD's")
