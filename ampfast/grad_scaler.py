@@ -890,16 +890,7 @@ class GradScaler(Passes):
                 self._agree(turn, turn.agreement, self._scale.device)
             if was_late:
                 self._warn_of_late_backward(optimizer, turn, late_backward.WARNING)
-            if self._is_plain_for_us(optimizer, turn):
-                self._check_scale_growth_tracker("step")
-                if turn["stage"] is READY:
-                    self.unscale_(optimizer)
-                if not turn["found_inf_per_device"]:
-                    raise no_inf_checks(optimizer)
-                result = self._maybe_opt_step(optimizer, turn, *args, **kwargs)
-                turn["stage"] = STEPPED
-            else:
-                result = TorchGradScaler.step(self, optimizer, *args, **kwargs)
+            result = self._torchs_step(optimizer, turn, args, kwargs)
         except AttributeError as error:
             explain(error, optimizer, *needed)
             raise
@@ -907,13 +898,32 @@ class GradScaler(Passes):
             self._warn_of_late_backward(optimizer, turn, late_backward.OF_A_CLOSURE)
         return result
 
-    @staticmethod
-    def _is_plain_for_us(optimizer: Any, turn: Turn) -> bool:
-        """Whether torch's `step` would let an optimizer divide that cannot, as a wrapper's."""
-        if turn is NO_TURN or turn["stage"] is STEPPED:
-            return False  # torch's refuses
-        asks = getattr(optimizer, "_step_supports_amp_scaling", False)
-        return asks and not divides_by_itself(optimizer)
+    def _torchs_step(
+        self,
+        optimizer: torch.optim.Optimizer,
+        turn: Turn,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> float | None:
+        """torch's `step`, but for an optimizer that it would misjudge or warn of at this line."""
+        is_refused = turn is NO_TURN or turn["stage"] is STEPPED
+        asks = not is_refused and getattr(optimizer, "_step_supports_amp_scaling", False)
+        divides = asks and divides_by_itself(optimizer)
+        is_legacy = divides and takes_grad_scaler(optimizer.step)
+        if not asks or (divides and not is_legacy):
+            return TorchGradScaler.step(self, optimizer, *args, **kwargs)
+        self._check_scale_growth_tracker("step")
+        if is_legacy:
+            result = legacy_step(optimizer, self, args, kwargs)
+        else:
+            # A wrapper of one that divides is stepped as a plain optimizer.
+            if turn["stage"] is READY:
+                self.unscale_(optimizer)
+            if not turn["found_inf_per_device"]:
+                raise no_inf_checks(optimizer)
+            result = self._maybe_opt_step(optimizer, turn, *args, **kwargs)
+        turn["stage"] = STEPPED
+        return result
 
     def _warn_of_late_backward(self, optimizer: object, turn: Turn, text: str) -> None:
         # Without flags the step of a plain optimizer raises; one whose stage a caller has set back
