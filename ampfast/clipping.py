@@ -96,36 +96,13 @@ def measure(
     place = lists[0].device if lists else device
     device = place if spikes is None else device
     dtype = torch.float64 if any(grads.has_float64 for grads in lists) else torch.float32
-    wide, largest = widest(device), order != 2.0
     norm = torch.empty((), dtype=dtype, device=device)
-    coefficient = torch.empty((), dtype=wide, device=device)
-    flags = [term.flags for term in terms]
-    if order in FUSED_ORDERS:
-        counted = [each for term in terms for each in term.counted]
-        counted = counted or [torch.zeros(2, dtype=wide, device=device)]
-        if len(counted) == 1 and counted[0].device == device:
-            sums = counted[0].unsqueeze(0)
-        else:
-            sums = torch.stack([moved(each, device) for each in counted])
-        if agreement is not None:
-            mine = sums[:, 1].amax() if largest else sums[:, 0].sum()
-            flags, total = agreement.all_reduce_norm(flags, device, mine, largest=largest)
-    else:
-        norms = [torch.zeros((), dtype=wide, device=device)]
-        norms += [moved(n, device) for term in terms for n in _p_norms(term, order, agreement)]
-        total = torch.linalg.vector_norm(torch.stack(norms), order)
-        if agreement is not None:
-            flags = agreement.all_reduce(flags, device)
-            total = agreement.norm(total, order)
-    if agreement is not None or order not in FUSED_ORDERS:
-        # A total that is known stands in both columns.
-        sums = torch.stack([total, total]).unsqueeze(0)
-    for term, agreed in zip(terms, flags, strict=True):
-        term.flags = agreed
+    coefficient = torch.empty((), dtype=widest(device), device=device)
+    sums = _sums_of_all(terms, order, device, agreement)
     flag = None if spikes is None else _joint(terms, device)
     given = None if divisor is None else scale
     rule = () if spikes is None else spikes
-    clip = Clip(sums, limit, largest, norm, coefficient, given, divisor, flag, *rule)
+    clip = Clip(sums, limit, order != 2.0, norm, coefficient, given, divisor, flag, *rule)
     if is_scalar(coefficient, torch.float64) and (given is None or _is_float32_on(given, device)):
         choice.kernels_for(device).clip(clip)
     else:
@@ -133,6 +110,36 @@ def measure(
     if flag is not None:
         _set_all(terms, flag)
     return norm if place == device else moved(norm, place), coefficient
+
+
+def _sums_of_all(
+    terms: list[NormTerm], order: float, device: torch.device, agreement: Agreement | None
+) -> Tensor:
+    """The sums of a `Clip`; of all ranks if they agree, as the flags of the terms are then."""
+    wide, flags = widest(device), [term.flags for term in terms]
+    if order in FUSED_ORDERS:
+        counted = [each for term in terms for each in term.counted]
+        counted = counted or [torch.zeros(2, dtype=wide, device=device)]
+        if len(counted) == 1 and counted[0].device == device:
+            sums = counted[0].unsqueeze(0)
+        else:
+            sums = torch.stack([moved(each, device) for each in counted])
+        if agreement is None:
+            return sums
+        largest = order != 2.0
+        mine = sums[:, 1].amax() if largest else sums[:, 0].sum()
+        flags, total = agreement.all_reduce_norm(flags, device, mine, largest=largest)
+    else:
+        norms = [torch.zeros((), dtype=wide, device=device)]
+        norms += [moved(n, device) for term in terms for n in _p_norms(term, order, agreement)]
+        total = torch.linalg.vector_norm(torch.stack(norms), order)
+        if agreement is not None:
+            flags = agreement.all_reduce(flags, device)
+            total = agreement.norm(total, order)
+    for term, agreed in zip(terms, flags, strict=True):
+        term.flags = agreed
+    # A total that is known stands in both columns.
+    return torch.stack([total, total]).unsqueeze(0)
 
 
 def require_writable(terms: list[NormTerm], defers: Sequence[bool] = ()) -> None:
@@ -147,6 +154,22 @@ def require_writable(terms: list[NormTerm], defers: Sequence[bool] = ()) -> None
             torch_ops.require_writable(aside.tensors)
 
 
+def unscale_as_read(terms: list[NormTerm], order: float) -> bool:
+    """Has gradients without a limit unscaled by the pass that measures them; whether it writes."""
+    for term in terms if order in FUSED_ORDERS else ():
+        term.unscales = term.writes
+    return any(term.unscales for term in terms)
+
+
+def take_flags(terms: list[NormTerm], turns: Sequence[Any], *, and_found: bool) -> None:
+    """Gives terms the flags of their optimizers' turns; of spikes those that were found, too."""
+    for turn, term in zip(turns, terms, strict=True):
+        flags, found = turn["found_inf_per_device"], term.flags.values()
+        if and_found:
+            flags = {at: joint_flag([flag, *found], flag.device) for at, flag in flags.items()}
+        turn["found_inf_per_device"] = term.flags = flags
+
+
 def share_memory(terms: list[NormTerm]) -> bool:
     """Whether gradients of these terms share memory; those of one parameter, listed twice, do."""
     return lists_share_memory([group for term in terms for group in term.grads.groups])
@@ -158,7 +181,7 @@ def clip_(terms: list[NormTerm], coefficient: Tensor) -> None:
         if term.writes and not term.unscales:
             # Their overflows were marked as they were read.
             grads = replace(term.grads, track_on=None)
-            gradients.run(grads, Pass(True, *term.unscaling, coefficient=coefficient))
+            grads.run(Pass(True, *term.unscaling, coefficient=coefficient))
 
 
 def _read(term: NormTerm, agreement: Agreement | None) -> None:
@@ -167,8 +190,7 @@ def _read(term: NormTerm, agreement: Agreement | None) -> None:
     flags: dict[torch.device, list[Tensor]] = {}
     split = [term.grads] if agreement is None else _split(term, agreement)
     for grads, counts in zip(split, (True, False), strict=False):
-        sums: list[Tensor] = []
-        found = gradients.run(grads, work, sums_of_each=sums)
+        found, sums = grads.measure(work)
         term.sums += sums
         term.counted += sums if counts else []
         for device, flag in found.items():

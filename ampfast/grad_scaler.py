@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from numbers import Number
@@ -19,7 +18,6 @@ from ampfast import (
     capture,
     clipping,
     distributed,
-    gradients,
     late_backward,
     tracking,
 )
@@ -34,7 +32,7 @@ from ampfast.errors import add_note, float_of, not_compiled, warn_caller
 from ampfast.health import GradientHealth, health_of
 from ampfast.hooks import Methods, original_methods
 from ampfast.loss_scale import Limits, LossScale, entry_of, require_static
-from ampfast.master_weights import MasterWeights, casts_of
+from ampfast.master_weights import MasterWeights
 from ampfast.optimizers import (
     divides_by_itself,
     explain,
@@ -564,31 +562,8 @@ class GradScaler(Passes):
             scale = self._checked_scale("grad_norm")
             if any(turn["stage"] is STEPPED for turn in turns):
                 raise add_note(RuntimeError("grad_norm() is being called after step()."), _ONCE)
-        terms = [
-            self._norm_term(
-                each,
-                None
-                if turn["stage"] is UNSCALED and getattr(turn, "divisor", None) is None
-                else scale,
-                writes=False,
-            )
-            for each, turn in zip(optimizers, turns, strict=True)
-        ]
-        saved: list[tuple[Tensor, Tensor]] = []
-        try:
-            if scale is not None and clipping.share_memory(terms):
-                for place, term in enumerate(terms):
-                    # Casts share nothing.
-                    if term.unscaling[0] is not Factor.NONE and casts_of(term.optimizer) is None:
-                        params = (param for group in term.grads.groups for param in group)
-                        grads = [param.grad.detach() for param in params if param.grad is not None]
-                        saved += [(grad, grad.clone()) for grad in grads]
-                        terms[place] = self._unscaled_first([term.optimizer], [], scale)[0]
-            agreement = self._agreement(*(term.grads for term in terms))
-            norm = clipping.measure(self._choice, terms, order, math.inf, scale, None, agreement)[0]
-        finally:
-            for grad, values in reversed(saved):
-                grad.copy_(values)
+        scales = [None if _is_unscaled(turn) else scale for turn in turns]
+        norm = self._measure(optimizers, scales, order, scale)
         if self._enabled and all(turn["stage"] is READY for turn in turns):
             # Else it may be of gradients that were clipped.
             self._loss_scale.record_norm(optimizers, norm, order)
@@ -748,9 +723,8 @@ class GradScaler(Passes):
             turn = self._per_optimizer_states.get(id(optimizer), NO_TURN)
         if turn["stage"] is STEPPED:
             raise add_note(RuntimeError("health() is being called after step()."), _ONCE)
-        is_scaled = turn["stage"] is READY or getattr(turn, "divisor", None) is not None
         try:
-            return health_of(optimizer, self._names, scale, 1.0 if is_scaled else scale)
+            return health_of(optimizer, self._names, scale, scale if _is_unscaled(turn) else 1.0)
         except AttributeError as error:
             explain(error, optimizer, "param_groups")
             raise
@@ -852,7 +826,7 @@ class GradScaler(Passes):
         if allow_fp16 is None:
             allow_fp16 = self._allow_fp16  # FSDP's scaler need not be told
         grads = self._collect(optimizer, allow_fp16=allow_fp16, writes=True)
-        return gradients.run(grads, Pass(True, Factor.TIMES, inv_scale, found_inf))
+        return grads.run(Pass(True, Factor.TIMES, inv_scale, found_inf))
 
     def _check_inf_per_device(self, optimizer: torch.optim.Optimizer) -> Flags:
         if overrides(self, _HOOKS):
@@ -916,30 +890,39 @@ class GradScaler(Passes):
                 self._agree(turn, turn.agreement, self._scale.device)
             if was_late:
                 self._warn_of_late_backward(optimizer, turn, late_backward.WARNING)
-            is_refused = turn is NO_TURN or turn["stage"] is STEPPED
-            asks = not is_refused and getattr(optimizer, "_step_supports_amp_scaling", False)
-            divides = asks and divides_by_itself(optimizer)
-            is_legacy = divides and takes_grad_scaler(optimizer.step)
-            if not asks or (divides and not is_legacy):
-                result = TorchGradScaler.step(self, optimizer, *args, **kwargs)
-            else:
-                self._check_scale_growth_tracker("step")
-                if is_legacy:
-                    # Else torch's warning would point here.
-                    result = legacy_step(optimizer, self, args, kwargs)
-                else:
-                    # As torch steps a plain optimizer, for which torch would not take this one.
-                    if turn["stage"] is READY:
-                        self.unscale_(optimizer)
-                    if not turn["found_inf_per_device"]:
-                        raise no_inf_checks(optimizer)
-                    result = self._maybe_opt_step(optimizer, turn, *args, **kwargs)
-                turn["stage"] = STEPPED
+            result = self._torchs_step(optimizer, turn, args, kwargs)
         except AttributeError as error:
             explain(error, optimizer, *needed)
             raise
         if turn.is_late and not was_late:
             self._warn_of_late_backward(optimizer, turn, late_backward.OF_A_CLOSURE)
+        return result
+
+    def _torchs_step(
+        self,
+        optimizer: torch.optim.Optimizer,
+        turn: Turn,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> float | None:
+        """torch's `step`, but for an optimizer that it would misjudge or warn of at this line."""
+        is_refused = turn is NO_TURN or turn["stage"] is STEPPED
+        asks = not is_refused and getattr(optimizer, "_step_supports_amp_scaling", False)
+        divides = asks and divides_by_itself(optimizer)
+        is_legacy = divides and takes_grad_scaler(optimizer.step)
+        if not asks or (divides and not is_legacy):
+            return TorchGradScaler.step(self, optimizer, *args, **kwargs)
+        self._check_scale_growth_tracker("step")
+        if is_legacy:
+            result = legacy_step(optimizer, self, args, kwargs)
+        else:
+            # A wrapper of one that divides is stepped as a plain optimizer.
+            if turn["stage"] is READY:
+                self.unscale_(optimizer)
+            if not turn["found_inf_per_device"]:
+                raise no_inf_checks(optimizer)
+            result = self._maybe_opt_step(optimizer, turn, *args, **kwargs)
+        turn["stage"] = STEPPED
         return result
 
     def _warn_of_late_backward(self, optimizer: object, turn: Turn, text: str) -> None:
@@ -1093,6 +1076,11 @@ class GradScaler(Passes):
             self._spike_rules.end_iteration()
         if loss_scale.watch is not None and not was_set:
             loss_scale.check_min_scale()
+
+
+def _is_unscaled(turn: dict[str, Any]) -> bool:
+    """Whether a turn's gradients are no longer scaled, as those of a deferred clip are."""
+    return turn["stage"] is UNSCALED and getattr(turn, "divisor", None) is None
 
 
 def _not_ready(state: dict[str, Any], note: str) -> RuntimeError:

@@ -62,6 +62,55 @@ class Gradients:
         outside = [(kernels, there) for kernels, (_, there) in halves if there.chunks]
         return replace(self, lists=inside), replace(self, lists=outside)
 
+    def run(self, work: Pass, *, before_write: Callable[[], None] | None = None) -> Flags:
+        """Runs a pass; returns a new found_inf for each device that has a gradient.
+
+        Args:
+            work: The pass, with its scalars on any device, and its `found_inf` the initial value of
+                the new flags. Its `sums`, if given, get the largest magnitude of all. Its ending is
+                done if all gradients are in one list.
+            before_write: Called right before the first write, after torch's refusals.
+        """
+        if work.write and work.coefficient is None:
+            # First gradients that torch may refuse, before any other is written.
+            for aside in self.for_torch():
+                torch_ops.require_unscalable(aside.tensors)
+        if before_write is not None and work.write and self.lists:
+            before_write()
+        sums, own_row = work.sums, None
+        if len(self.lists) != 1 or self.layouts:
+            work = work._replace(ending=None)
+        elif sums is not None and sums.device == self.lists[0][1].device:
+            own_row = sums  # which no op need copy
+        running = _Running(self, work, sums is not None, own_row)
+        self._run_lists(running, work)
+        if work.coefficient is None:
+            # All ranks reduce partial gradients here, and check the sums as the optimizer uses
+            # them. torch's op writes as it checks.
+            work = work._replace(write=False, how=Factor.NONE if work.write else work.how)
+            for number, reduced in self.shards.reduced():
+                each = TensorList(reduced.device, [reduced.clone()], [number])
+                running.over(TORCH_OPS, each, work)
+        if sums is not None and own_row is None:
+            sums[1] = largest([row[1] for row in running.rows], sums.device)
+        return running.flags
+
+    def measure(self, work: Pass) -> tuple[Flags, list[Tensor]]:
+        """Runs a pass as `run`, but leaves partial gradients; returns the sums of each list, too.
+
+        Args:
+            work: The pass. One that writes has been refused nothing (`clipping.require_writable`).
+        """
+        running = _Running(self, work, measures=True, row=None)
+        self._run_lists(running, work)
+        return running.flags, running.rows
+
+    def _run_lists(self, running: _Running, work: Pass) -> None:
+        for kernels, each in self.lists:
+            running.over(kernels, each, work)
+        if work.write and self.casts is not None:
+            self.casts.finish()
+
 
 def collect(
     param_groups: Iterable[dict[str, Any]],
@@ -151,73 +200,52 @@ def unscaling(scale: Tensor | None) -> tuple[Factor, Tensor | None]:
     return Factor.TIMES, inverse(scale)
 
 
-def run(
-    gradients: Gradients,
-    work: Pass,
-    *,
-    before_write: Callable[[], None] | None = None,
-    sums_of_each: list[Tensor] | None = None,
-) -> Flags:
-    """Runs a pass; returns a new found_inf for each device that has a gradient.
+class _Running:
+    """A pass that runs: its scalars on each device, and what it has found there.
 
     Args:
-        gradients: The gradients.
-        work: The pass, with its scalars on any device, and its `found_inf` the initial value of the
-            new flags. Its `sums`, if given, get the largest magnitude of all. Its ending is done if
-            all gradients are in one list.
-        before_write: Called right before the first write, after torch's refusals.
-        sums_of_each: Gets the sums of each list, on its device.
-    """
-    if work.write and work.coefficient is None:
-        # First gradients that torch may refuse, before any other is written.
-        for aside in gradients.for_torch():
-            torch_ops.require_unscalable(aside.tensors)
-    if before_write is not None and work.write and gradients.lists:
-        before_write()
-    factor_on, coefficient_on = copies_of(work.factor), copies_of(work.coefficient)
-    alone = len(gradients.lists) == 1 and not gradients.layouts
-    flags: Flags = {}
-    rows: list[Tensor] = [] if sums_of_each is None else sums_of_each
+        grads: The gradients.
+        work: The pass.
+        measures: Whether each list gets sums.
+        row: Sums for the only list, or None for new ones.
 
-    def run_over(kernels: Kernels, each: Batch, work: Pass) -> None:
+    Attributes:
+        flags: found_inf by device.
+        rows: Sums of each list, on its device.
+    """
+
+    def __init__(self, grads: Gradients, work: Pass, measures: bool, row: Tensor | None) -> None:
+        self.flags: Flags = {}
+        self.rows: list[Tensor] = []
+        self._factor_on, self._coefficient_on = copies_of(work.factor), copies_of(work.coefficient)
+        self._grads, self._measures, self._row = grads, measures, row
+
+    def over(self, kernels: Kernels, each: Batch, work: Pass) -> None:
+        """Runs the pass over a list."""
         device, row = each.device, None
-        if work.found_inf is not None and device not in flags:
-            flags[device] = moved(work.found_inf, device, copy=True)
-        if work.sums is not None or sums_of_each is not None:
-            row = torch.empty(2, dtype=widest(device), device=device)
-            if alone and work.sums is not None and work.sums.device == device:
-                row = work.sums  # which no op need copy
-            rows.append(row)
-        track = gradients.track(device)
-        # The scale may be on another GPU.
-        rides = alone and work.ending is not None and work.ending.scale.device == device
-        flags[device] = kernels.run(
+        flag, ending = self.flags.get(device), work.ending
+        if flag is None and work.found_inf is not None:
+            flag = moved(work.found_inf, device, copy=True)
+        if self._measures:
+            row = self._row
+            if row is None:
+                row = torch.empty(2, dtype=widest(device), device=device)
+            self.rows.append(row)
+        if ending is not None and ending.scale.device != device:
+            ending = None  # the scale is on another GPU
+        track = self._grads.track(device)
+        self.flags[device] = kernels.run(
             each,
             work._replace(
-                factor=factor_on(device) if work.how is not Factor.NONE else None,
-                found_inf=flags.get(device),
-                coefficient=coefficient_on(device),
+                factor=None if work.how is Factor.NONE else self._factor_on(device),
+                found_inf=flag,
+                coefficient=self._coefficient_on(device),
                 sums=row,
                 marks=None if track is None else track.marks,
                 now=None if track is None else track.now,
-                ending=work.ending if rides else None,
+                ending=ending,
             ),
         )
-
-    for kernels, each in gradients.lists:
-        run_over(kernels, each, work)
-    if work.write and gradients.casts is not None:
-        gradients.casts.finish()
-    if work.coefficient is None and sums_of_each is None:
-        # All ranks reduce partial gradients here, and check the sums as the optimizer uses them.
-        how = Factor.NONE if work.write else work.how
-        for number, reduced in gradients.shards.reduced():
-            # torch's op writes as it checks.
-            aside = TensorList(reduced.device, [reduced.clone()], [number])
-            run_over(TORCH_OPS, aside, work._replace(write=False, how=how))
-    if work.sums is not None and not any(row is work.sums for row in rows):
-        work.sums[1] = largest([row[1] for row in rows], work.sums.device)
-    return flags
 
 
 @torch.no_grad()

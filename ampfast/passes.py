@@ -14,7 +14,6 @@ from ampfast import backends, clipping, distributed, gradients, tracking
 from ampfast.backends import scalars
 from ampfast.backends.core import Factor, Pass, clip_to, riding
 from ampfast.backends.gpu import DeviceKernels, Ending
-from ampfast.backends.scalars import joint_flag
 from ampfast.errors import warn_caller
 from ampfast.loss_scale import Limits, LossScale
 from ampfast.master_weights import casts_of
@@ -155,7 +154,7 @@ class Passes(TorchGradScaler):
             if agreement is not None:
                 work = work._replace(ending=None)
             mark = None if turn is None else partial(begin, [turn], agreement)
-            flags = gradients.run(grads, work, before_write=mark)
+            flags = grads.run(work, before_write=mark)
         observed: list[Tensor] = []
         if follower is not None and work.sums is not None:
             observed = [work.sums[1]]
@@ -273,52 +272,38 @@ class Passes(TorchGradScaler):
             # What the hook finds counts, and what it writes is clipped.
             for each in optimizers:
                 self.unscale_(each)
+        left = None if overridden else scale  # by which gradients are scaled still
         writes_nothing = self._is_guard and limit == math.inf  # as values times 1
         terms = [
             self._norm_term(
                 each,
-                None if overridden else scale,
+                left,
                 writes=not deferred and not (writes_nothing and casts_of(each) is None),
             )
             for each, deferred in zip(optimizers, defers, strict=True)
         ]
-        is_given = turns is not None
+        # A step below a limit that divides by itself does so as often as torch's.
+        is_only_read = turns is not None and not any(term.writes for term in terms)
         if turns is None:
             turns = [new_turn() if scale is None else self._turn(each) for each in optimizers]
-        # A step below a limit that divides by itself does so as often as torch's.
-        is_only_read = is_given and not any(term.writes for term in terms)
-        if scale is not None and not (overridden or is_only_read) and clipping.share_memory(terms):
-            terms, defers = self._unscaled_first(optimizers, turns, scale), [False] * len(terms)
+        if left is not None and not is_only_read and clipping.share_memory(terms):
+            terms, defers = self._unscaled_first(optimizers, turns, left), [False] * len(terms)
         divisor = None
-        if scale is not None and any(defers):
-            divisor = torch.empty((), dtype=torch.float32, device=scale.device)
+        if left is not None and any(defers):
+            divisor = torch.empty((), dtype=torch.float32, device=left.device)
         agreement = self._agreement(*(term.grads for term in terms))
         clipping.require_writable(terms, defers)
-        is_usual = scale is not None and not overridden
-        if is_usual and limit == math.inf and order in clipping.FUSED_ORDERS:
-            for term in terms:
-                term.unscales = term.writes
-            if any(term.writes for term in terms):
-                begin(turns, agreement)
+        if left is not None and limit == math.inf and clipping.unscale_as_read(terms, order):
+            begin(turns, agreement)
         norm, coefficient = clipping.measure(
             self._choice, terms, order, limit, scale, divisor, agreement, spikes
         )
         for turn in turns:
             turn.agreement = None  # as all ranks have agreed
-        for turn, term in zip(turns, terms, strict=True) if overridden else ():
-            flags = turn["found_inf_per_device"]
-            if spikes is not None:
-                flags = {
-                    at: joint_flag([flag, *term.flags.values()], flag.device)
-                    for at, flag in flags.items()
-                }
-            turn["found_inf_per_device"] = term.flags = flags
-        follower = self._loss_scale.follower
-        if follower is not None and scale is not None:
-            observed = [sums[1] for term in terms for sums in term.sums]
-            if agreement is not None:
-                observed = [agreement.norm(scalars.largest(observed, norm.device), math.inf)]
-            follower.observed += observed
+        if overridden:
+            clipping.take_flags(terms, turns, and_found=spikes is not None)
+        if scale is not None:
+            self._observe_clip(terms, agreement, norm.device)
         if not overridden:
             begin(turns)
         clipping.clip_(terms, coefficient)
@@ -331,6 +316,20 @@ class Passes(TorchGradScaler):
             turn["found_inf_per_device"] = term.flags
         return norm
 
+    def _observe_clip(
+        self,
+        terms: list[clipping.NormTerm],
+        agreement: distributed.Agreement | None,
+        device: torch.device,
+    ) -> None:
+        """Gives the policy the largest magnitudes that a clip has read."""
+        follower = self._loss_scale.follower
+        if follower is not None:
+            observed = [sums[1] for term in terms for sums in term.sums]
+            if agreement is not None:
+                observed = [agreement.norm(scalars.largest(observed, device), math.inf)]
+            follower.observed += observed
+
     def _unscaled_first(
         self, optimizers: list[Any], turns: list[Turn], scale: Tensor
     ) -> list[clipping.NormTerm]:
@@ -340,8 +339,36 @@ class Passes(TorchGradScaler):
         clipping.require_writable(terms)
         begin(turns)
         for term in terms:
-            gradients.run(term.grads, Pass(True, *term.unscaling))
+            term.grads.run(Pass(True, *term.unscaling))
         return [self._norm_term(each, None, writes=True) for each in optimizers]
+
+    def _measure(
+        self,
+        optimizers: list[Any],
+        scales: list[Tensor | None],
+        order: float,
+        scale: Tensor | None,
+    ) -> Tensor:
+        """The joint norm of gradients, which are scaled by `scales` and stay so."""
+        pairs = zip(optimizers, scales, strict=True)
+        terms = [self._norm_term(each, its_scale, writes=False) for each, its_scale in pairs]
+        saved: list[tuple[Tensor, Tensor]] = []
+        try:
+            if scale is not None and clipping.share_memory(terms):
+                for place, term in enumerate(terms):
+                    # Casts share nothing.
+                    if scales[place] is not None and casts_of(term.optimizer) is None:
+                        params = (param for group in term.grads.groups for param in group)
+                        grads = [param.grad.detach() for param in params if param.grad is not None]
+                        saved += [(grad, grad.clone()) for grad in grads]
+                        terms[place] = self._unscaled_first([term.optimizer], [], scale)[0]
+            agreement = self._agreement(*(term.grads for term in terms))
+            return clipping.measure(
+                self._choice, terms, order, math.inf, scale, agreement=agreement
+            )[0]
+        finally:
+            for grad, values in reversed(saved):
+                grad.copy_(values)
 
     def _warn_of_shared_memory(self) -> None:
         if not self._warned_of_shared_memory:

@@ -426,5 +426,5 @@ def test_no_update_rides_to_the_scale_of_another_device(place: str) -> None:
     device = torch.device(place)
     grads: Any = [(Recording(), TensorList(device, [torch.ones(3, device=device)], [0]))]
     ending = Ending(None, scale)
-    gradients.run(Gradients(grads), Pass(False, Factor.DIVIDE, scale, ending=ending))
+    Gradients(grads).run(Pass(False, Factor.DIVIDE, scale, ending=ending))
     assert rode == [ending if place == "cpu" else None]

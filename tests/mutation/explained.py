@@ -188,8 +188,7 @@ _BY_REASON: dict[str, list[tuple[str, str, str, int]]] = {
     "Both lists are made for the same optimizers.": [
         ("Passes._clip", "True", "False", 1),
         ("Passes._clip", "True", "False", 2),
-        ("Passes._clip", "True", "False", 3),
-        ("GradScaler.grad_norm", "True", "False", 1),
+        ("Passes._measure", "True", "False", 1),
         ("begin", "True", "False", 1),
     ],
     "A single step was predicted by none: the row and the list are empty.": [
@@ -277,7 +276,7 @@ _BY_REASON: dict[str, list[tuple[str, str, str, int]]] = {
             1,
         ),
         ("Passes._checked_by_scale", "True", "False", 1),
-        ("Passes._clip", "scale is not None and any(defers)", "scale is not None", 1),
+        ("Passes._clip", "left is not None and any(defers)", "left is not None", 1),
     ],
     "Is implied by the others, which a type checker cannot know.": [
         (
@@ -298,7 +297,7 @@ _BY_REASON: dict[str, list[tuple[str, str, str, int]]] = {
             "norm is not None and work.sums is not None",
             1,
         ),
-        ("Passes._clip", "scale is not None and any(defers)", "any(defers)", 1),
+        ("Passes._clip", "left is not None and any(defers)", "any(defers)", 1),
     ],
     "A 0 beside what is observed of the same gradients changes no maximum.": [
         (
