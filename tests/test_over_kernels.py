@@ -1,7 +1,7 @@
 """GPU kernels without a GPU, one process per kind, and the scaler over them.
 
-Triton's kernels run in its interpreter and, compiled like CUDA's, in tools/ptx_emulator. CUDA's also
-run as C++ of this machine, whose sanitizers see what the emulator checks of PTX.
+Triton's kernels run in its interpreter and, compiled like CUDA's, in tools/ptx_emulator. CUDA's
+also run as C++ of this machine, whose sanitizers see what the emulator checks of PTX.
 """
 
 from __future__ import annotations

@@ -72,7 +72,7 @@ class _Utils:
 
 
 def _idle(driver: _Driver) -> None:
-    """Gives a driver Triton's own utilities and launcher, over CUDA's, whose stand-in does nothing."""
+    """Gives a driver Triton's own utilities and launcher, over a stand-in of CUDA's driver."""
     stand_in()
     knobs.nvidia.libcuda_path = str(path().parent)
     from triton.backends.nvidia.driver import CudaLauncher, CudaUtils
