@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support import host_cuda
 from support.nvcc import NVCC
 from support.requested_kernels import VARIABLE
 
@@ -72,6 +74,8 @@ OF_CUDA = (
 OF_HOST = (
     Run("cuda-host", (ALL,), compiled("cuda-host"), in_every_test=True),
     Run("scaler-cuda-host", scaler(*OVER_COMPILED), compiled("cuda-host")),
+    Run("cuda-host-address", (ALL,), compiled("cuda-host-address")),
+    Run("cuda-host-thread", SHORT[:1], compiled("cuda-host-thread")),
 )
 
 
@@ -95,10 +99,20 @@ NO_NVCC = None if NVCC else "nvcc is not on the PATH"
 )
 def test_in_a_process(run: Run) -> None:
     paths = [str(TESTS / path) for path in run.paths]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *paths]
+    environment = {**os.environ, "TRITON_INTERPRET": "1", VARIABLE: "", **run.environment}
+    if sanitizer := run.name.partition("cuda-host-")[2]:
+        # Output of a sanitizer at exit is lost when the descriptor is captured.
+        command.append("--capture=sys")
+        environment |= host_cuda.environment(sanitizer)
+    if sanitizer == "thread":
+        if (setarch := shutil.which("setarch")) is None:
+            pytest.skip("setarch is missing, without which ThreadSanitizer does not start")
+        command = [setarch, "-R", *command]
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *paths],
+        command,
         cwd=TESTS.parent,
-        env={**os.environ, "TRITON_INTERPRET": "1", VARIABLE: "", **run.environment},
+        env=environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

@@ -35,6 +35,11 @@ struct Here {
 };
 const Here& here();
 
+// Calls a kernel with its argument, in every thread of its programs; returns whether all came to
+// their end.
+using Call = void (*)(void* kernel, void* argument);
+bool run(Call call, void* kernel, void* argument, unsigned int programs, unsigned int threads);
+
 // Waits for all threads of the program.
 void barrier();
 

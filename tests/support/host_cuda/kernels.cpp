@@ -1,247 +1,17 @@
 // The CUDA kernels for a CPU, and their launches.
 #include <dlfcn.h>
-#include <sys/mman.h>
-#include <ucontext.h>
-
-#include <algorithm>
-#include <atomic>
-#include <functional>
-#include <memory>
-#include <random>
-#include <string>
-#include <thread>
-#include <vector>
 
 #include "../../../csrc/cuda/multi_tensor.cu"
 #include "host_cuda.h"
 
-#if defined(__SANITIZE_THREAD__)
-#include <sanitizer/tsan_interface.h>
-#endif
-#if defined(__SANITIZE_ADDRESS__)
-#include <sanitizer/common_interface_defs.h>
-#endif
-
-namespace host_cuda {
 namespace {
 
-constexpr size_t kStackBytes = size_t{1} << 17;
-constexpr unsigned int kLanes = 32;
-constexpr unsigned int kMostWorkers = 4;
-
-// Those that wait for each other.
-struct Group {
-  unsigned int size = 0;
-  unsigned int arrived = 0;
-  std::vector<unsigned int> waiting;
-};
-
-struct Fiber {
-  ucontext_t context;
-  void* sanitizer = nullptr;
-  unsigned int shuffles = 0;
-  bool is_done = false;
-};
-
-// One program, or rather its thread of the host.
-struct Program {
-  Here here;
-  std::vector<Fiber> fibers;
-  std::vector<unsigned int> ready;
-  std::vector<std::atomic<uint64_t>> slots;  // of two shuffles of each lane
-  std::vector<Group> warps;
-  Group all;
-  char* stacks = nullptr;
-  ucontext_t scheduler;
-  void* scheduler_sanitizer = nullptr;
-  void* scheduler_fake = nullptr;
-  const void* scheduler_stack = nullptr;
-  size_t scheduler_bytes = 0;
-  std::mt19937 random;
-  const std::function<void()>* kernel = nullptr;
-  char order = 0;  // what orders the launch and its threads, and barriers
-};
-
-thread_local Program* running = nullptr;
-
-void released(void* place) {
-#if defined(__SANITIZE_THREAD__)
-  __tsan_release(place);
-#endif
-  (void)place;
-}
-
-void acquired(void* place) {
-#if defined(__SANITIZE_THREAD__)
-  __tsan_acquire(place);
-#endif
-  (void)place;
-}
-
-void leave(bool for_good) {
-  Program& program = *running;
-  Fiber& fiber = program.fibers[program.here.thread.x];
-#if defined(__SANITIZE_ADDRESS__)
-  void* fake = nullptr;
-  __sanitizer_start_switch_fiber(for_good ? nullptr : &fake, program.scheduler_stack,
-                                 program.scheduler_bytes);
-#endif
-#if defined(__SANITIZE_THREAD__)
-  __tsan_switch_to_fiber(program.scheduler_sanitizer, __tsan_switch_to_fiber_no_sync);
-#endif
-  if (for_good) {
-    setcontext(&program.scheduler);
-  }
-  swapcontext(&fiber.context, &program.scheduler);
-#if defined(__SANITIZE_ADDRESS__)
-  __sanitizer_finish_switch_fiber(fake, nullptr, nullptr);
-#endif
-}
-
-void begin() {
-  Program& program = *running;
-#if defined(__SANITIZE_ADDRESS__)
-  __sanitizer_finish_switch_fiber(nullptr, &program.scheduler_stack, &program.scheduler_bytes);
-#endif
-  acquired(&program.order);
-  (*program.kernel)();
-  released(&program.order);
-  program.fibers[program.here.thread.x].is_done = true;
-  leave(true);
-}
-
-void enter(unsigned int thread) {
-  Program& program = *running;
-  program.here.thread.x = thread;
-#if defined(__SANITIZE_ADDRESS__)
-  __sanitizer_start_switch_fiber(&program.scheduler_fake, program.stacks + thread * kStackBytes,
-                                 kStackBytes);
-#endif
-#if defined(__SANITIZE_THREAD__)
-  __tsan_switch_to_fiber(program.fibers[thread].sanitizer, __tsan_switch_to_fiber_no_sync);
-#endif
-  swapcontext(&program.scheduler, &program.fibers[thread].context);
-#if defined(__SANITIZE_ADDRESS__)
-  __sanitizer_finish_switch_fiber(program.scheduler_fake, nullptr, nullptr);
-#endif
-}
-
-void wait(Group& group) {
-  Program& program = *running;
-  group.waiting.push_back(program.here.thread.x);
-  if (++group.arrived == group.size) {
-    group.arrived = 0;
-    program.ready.insert(program.ready.end(), group.waiting.begin(), group.waiting.end());
-    group.waiting.clear();
-  }
-  leave(false);
-}
-
-// Returns whether all threads came to their end.
-bool run(Program& program, unsigned int threads) {
-  running = &program;
-  program.fibers = std::vector<Fiber>(threads);
-  program.slots = std::vector<std::atomic<uint64_t>>(2 * threads);
-  program.warps.assign((threads + kLanes - 1) / kLanes, {});
-  program.all.size = threads;
-  program.ready.clear();
-  released(&program.order);
-  for (unsigned int thread = 0; thread < threads; ++thread) {
-    Fiber& fiber = program.fibers[thread];
-    ++program.warps[thread / kLanes].size;
-    getcontext(&fiber.context);
-    fiber.context.uc_stack.ss_sp = program.stacks + thread * kStackBytes;
-    fiber.context.uc_stack.ss_size = kStackBytes;
-    fiber.context.uc_link = nullptr;
-    makecontext(&fiber.context, begin, 0);
-#if defined(__SANITIZE_THREAD__)
-    fiber.sanitizer = __tsan_create_fiber(0);
-#endif
-    program.ready.push_back(thread);
-  }
-  while (!program.ready.empty()) {
-    const size_t next = program.random() % program.ready.size();
-    std::swap(program.ready[next], program.ready.back());
-    const unsigned int thread = program.ready.back();
-    program.ready.pop_back();
-    enter(thread);
-  }
-  acquired(&program.order);
-  bool is_done = true;
-  for (const Fiber& fiber : program.fibers) {
-    is_done &= fiber.is_done;
-#if defined(__SANITIZE_THREAD__)
-    __tsan_destroy_fiber(fiber.sanitizer);
-#endif
-  }
-  return is_done;
-}
-
-// Runs a kernel's programs; returns whether all came to their end.
-bool run(const std::function<void()>& kernel, unsigned int programs, unsigned int threads) {
-  static unsigned int launches = 0;
-  const unsigned int seed = ++launches;
-  std::atomic<unsigned int> next = 0;
-  std::atomic<bool> is_done = true;
-  const auto work = [&](unsigned int worker) {
-    Program program;
-    program.kernel = &kernel;
-    program.random.seed(seed * kMostWorkers + worker);
-    const size_t bytes = threads * kStackBytes;
-    program.stacks = static_cast<char*>(mmap(nullptr, bytes, PROT_READ | PROT_WRITE,
-                                             MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0));
-#if defined(__SANITIZE_THREAD__)
-    program.scheduler_sanitizer = __tsan_get_current_fiber();
-#endif
-    for (unsigned int number; (number = next++) < programs;) {
-      program.here = {{0}, {number}, {programs}};
-      if (!run(program, threads)) {
-        is_done = false;
-      }
-    }
-    munmap(program.stacks, bytes);
-  };
-  std::vector<std::thread> workers;
-  for (unsigned int worker = 1; worker < std::min(programs, kMostWorkers); ++worker) {
-    workers.emplace_back(work, worker);
-  }
-  work(0);
-  for (std::thread& worker : workers) {
-    worker.join();
-  }
-  return is_done;
-}
-
 template <class Argument>
-std::function<void()> bound(void* kernel, void* argument) {
-  return [=] {
-    reinterpret_cast<void (*)(Argument)>(kernel)(*static_cast<const Argument*>(argument));
-  };
+void call(void* kernel, void* argument) {
+  reinterpret_cast<void (*)(Argument)>(kernel)(*static_cast<const Argument*>(argument));
 }
 
 }  // namespace
-
-const Here& here() { return running->here; }
-
-void barrier() {
-  Program& program = *running;
-  released(&program.order);
-  wait(program.all);
-  acquired(&program.order);
-}
-
-uint64_t shuffled(uint64_t value, unsigned int lane) {
-  Program& program = *running;
-  const unsigned int thread = program.here.thread.x;
-  // A lane is at most one shuffle ahead of those that have yet to read.
-  const size_t half = program.fibers[thread].shuffles++ % 2 * program.fibers.size();
-  program.slots[half + thread].store(value, std::memory_order_relaxed);
-  wait(program.warps[thread / kLanes]);
-  const unsigned int other = thread / kLanes * kLanes + lane % kLanes;
-  return program.slots[half + other].load(std::memory_order_relaxed);
-}
-
-}  // namespace host_cuda
 
 // As the stand-in of the driver hands launches over.
 extern "C" __global__ const char* host_cuda_launch(const char* name, const unsigned int* sizes,
@@ -256,11 +26,13 @@ extern "C" __global__ const char* host_cuda_launch(const char* name, const unsig
   if (kernel == nullptr) {
     return "there is no such kernel";
   }
-  const auto make = !std::strcmp(name, "ampfast_update_scale") ? host_cuda::bound<UpdateAlone>
-                    : !std::strcmp(name, "ampfast_clip_coefficient")
-                        ? host_cuda::bound<ampfast::Clip>
-                        : host_cuda::bound<Launch>;
-  return host_cuda::run(make(kernel, arguments[0]), sizes[0], sizes[3])
+  host_cuda::Call how = call<Launch>;
+  if (!std::strcmp(name, "ampfast_update_scale")) {
+    how = call<UpdateAlone>;
+  } else if (!std::strcmp(name, "ampfast_clip_coefficient")) {
+    how = call<ampfast::Clip>;
+  }
+  return host_cuda::run(how, kernel, arguments[0], sizes[0], sizes[3])
              ? nullptr
              : "some threads do not reach a barrier or shuffle";
 }
