@@ -96,7 +96,8 @@ def test_an_nvcc_that_does_not_start_is_none(content, kernels, tmp_path, monkeyp
     nvcc.write_text(content)
     assert re.match("nvcc does not compile them: .Errno ", SETUP.build_kernels())
     monkeypatch.delenv("CUDA_HOME")
-    monkeypatch.setenv("PATH", str(nvcc.parent))
+    shutil.copy(nvcc, tmp_path)
+    monkeypatch.setenv("PATH", str(tmp_path))
     assert SETUP.find_nvcc() is None
 
 
