@@ -1,51 +1,45 @@
 #include "driver.h"
 
-#if !defined(_WIN32)
 #include <dlfcn.h>
-#endif
 
+#include <cstring>
+#include <iterator>
 #include <stdexcept>
 #include <string>
-#include <type_traits>
 
 namespace ampfast::cuda {
 
 namespace {
-
-#if defined(_WIN32)
-constexpr int RTLD_NOW = 0;
-void* dlopen(const char*, int) { return nullptr; }
-void* dlsym(void*, const char*) { return nullptr; }
-const char* dlerror() { return "it is looked for on Linux alone"; }
-#endif
 
 Driver loaded() {
   void* library = dlopen("libcuda.so.1", RTLD_NOW);
   if (library == nullptr) {
     throw std::runtime_error(std::string("ampfast: no driver of CUDA: ") + dlerror());
   }
-  Driver driver{};
-  const auto find = [&](auto*& function, const char* name, bool is_needed = true) {
-    function = reinterpret_cast<std::remove_reference_t<decltype(function)>>(dlsym(library, name));
-    if (function == nullptr && is_needed) {
-      throw std::runtime_error(std::string("ampfast: CUDA's driver has no ") + name);
+  // The members of Driver, in order.
+  constexpr const char* kNames[] = {"cuInit",
+                                    "cuGetErrorName",
+                                    "cuGetErrorString",
+                                    "cuDeviceGet",
+                                    "cuDeviceGetAttribute",
+                                    "cuDevicePrimaryCtxRetain",
+                                    "cuCtxGetCurrent",
+                                    "cuCtxSetCurrent",
+                                    "cuModuleLoadData",
+                                    "cuModuleGetFunction",
+                                    "cuOccupancyMaxActiveBlocksPerMultiprocessor",
+                                    "cuLaunchKernel",
+                                    "cuFuncGetParamInfo"};
+  void* functions[std::size(kNames)];
+  static_assert(sizeof(functions) == sizeof(Driver), "a name for each function");
+  for (size_t i = 0; i < std::size(kNames); ++i) {
+    functions[i] = dlsym(library, kNames[i]);
+    if (functions[i] == nullptr && i + 1 < std::size(kNames)) {
+      throw std::runtime_error(std::string("ampfast: CUDA's driver has no ") + kNames[i]);
     }
-  };
-#define AMPFAST_FIND(NAME) find(driver.NAME, #NAME)
-  AMPFAST_FIND(cuInit);
-  AMPFAST_FIND(cuGetErrorName);
-  AMPFAST_FIND(cuGetErrorString);
-  AMPFAST_FIND(cuDeviceGet);
-  AMPFAST_FIND(cuDeviceGetAttribute);
-  AMPFAST_FIND(cuDevicePrimaryCtxRetain);
-  AMPFAST_FIND(cuCtxGetCurrent);
-  AMPFAST_FIND(cuCtxSetCurrent);
-  AMPFAST_FIND(cuModuleLoadData);
-  AMPFAST_FIND(cuModuleGetFunction);
-  AMPFAST_FIND(cuOccupancyMaxActiveBlocksPerMultiprocessor);
-  AMPFAST_FIND(cuLaunchKernel);
-#undef AMPFAST_FIND
-  find(driver.cuFuncGetParamInfo, "cuFuncGetParamInfo", false);
+  }
+  Driver driver;
+  std::memcpy(&driver, functions, sizeof(driver));
   return driver;
 }
 
