@@ -15,7 +15,7 @@ from support.reference_launcher import ReferenceLauncher
 from support.scalers import TorchScaler
 from support.twins import assert_sides_same, side
 
-from ampfast import GradScaler, gradients
+from ampfast import GradScaler
 from ampfast.backends.core import Factor, Pass
 from ampfast.backends.gpu import Ending
 from ampfast.backends.torch_ops import TensorList
