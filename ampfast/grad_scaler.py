@@ -784,14 +784,15 @@ class GradScaler(Passes):
             return
         if not self._dynamic:
             require_static(state_dict, is_guard=self._is_guard)
-        elif "ampfast" in state_dict and is_static(state_dict) and self._growth_interval > 0:
+        loaded = self._loss_scale.require_loadable(state_dict)
+        norms = require_accepted_norms(entry_of(state_dict).get("norms", []))
+        # A static scaler has an interval of 0.
+        if "ampfast" in state_dict and is_static(state_dict) and self._growth_interval > 0:
             warn_caller(
                 "This checkpoint is of a scaler whose scale never changes, such as a StepGuard: "
                 f"from now on this scaler's stays {state_dict.get('scale')}. To go on with a scale "
                 "that grows and backs off, do not load it."
             )
-        loaded = self._loss_scale.require_loadable(state_dict)
-        norms = require_accepted_norms(entry_of(state_dict).get("norms", []))
         super().load_state_dict(state_dict)
         self._spike_rules.load(norms)
         self._loss_scale.load(*loaded)
