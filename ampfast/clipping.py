@@ -162,7 +162,13 @@ def unscale_as_read(terms: list[NormTerm], order: float) -> bool:
 
 
 def take_flags(terms: list[NormTerm], turns: Sequence[Any], *, and_found: bool) -> None:
-    """Gives terms the flags of their optimizers' turns; of spikes those that were found, too."""
+    """Gives terms the flags of their optimizers' turns.
+
+    Args:
+        terms: The terms.
+        turns: The turns, which keep these flags.
+        and_found: Whether the flags that the clip has found, as of a spike, join them.
+    """
     for turn, term in zip(turns, terms, strict=True):
         flags, found = turn["found_inf_per_device"], term.flags.values()
         if and_found:

@@ -31,7 +31,7 @@ from ampfast.capture import is_capturing, refuse_capture
 from ampfast.errors import add_note, float_of, not_compiled, warn_caller
 from ampfast.health import GradientHealth, health_of
 from ampfast.hooks import Methods, original_methods
-from ampfast.loss_scale import Limits, LossScale, entry_of, require_static
+from ampfast.loss_scale import Limits, LossScale, entry_of, is_static, require_static
 from ampfast.master_weights import MasterWeights
 from ampfast.optimizers import (
     divides_by_itself,
@@ -775,8 +775,9 @@ class GradScaler(Passes):
             RuntimeError: If the checkpoint is of a disabled scaler.
             ValueError: If it is of a scaler with other limits, hysteresis or policy, its entry
                 "ampfast" is damaged, its scale is not the 1 that this one's always is, or only
-                one of the two is static. As with torch, a scaler without limits, hysteresis and
-                policy becomes static. Nothing is loaded then.
+                one of the two is static. Nothing is loaded then. As with torch, a scaler without
+                limits, hysteresis and policy becomes static, with a warning where the checkpoint is
+                of one with `dynamic=False`.
         """
         if not self._enabled or len(state_dict) == 0:
             super().load_state_dict(state_dict)  # which does nothing, or raises
@@ -785,6 +786,13 @@ class GradScaler(Passes):
             require_static(state_dict, is_guard=self._is_guard)
         loaded = self._loss_scale.require_loadable(state_dict)
         norms = require_accepted_norms(entry_of(state_dict).get("norms", []))
+        # A static scaler has an interval of 0.
+        if "ampfast" in state_dict and is_static(state_dict) and self._growth_interval > 0:
+            warn_caller(
+                "This checkpoint is of a scaler whose scale never changes, such as a StepGuard: "
+                f"from now on this scaler's stays {state_dict.get('scale')}. To go on with a scale "
+                "that grows and backs off, do not load it."
+            )
         super().load_state_dict(state_dict)
         self._spike_rules.load(norms)
         self._loss_scale.load(*loaded)

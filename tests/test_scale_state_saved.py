@@ -76,6 +76,24 @@ def test_a_static_checkpoint_is_not_for_limits() -> None:
     assert scaler.get_scale() == 8.0
 
 
+def test_a_static_checkpoint_warns_a_scaler_that_grows(recwarn: pytest.WarningsRecorder) -> None:
+    """As a guard's of bfloat16, loaded where a training goes on in float16."""
+    static = GradScaler("cpu", init_scale=1.0, dynamic=False)
+    torchs = torch.amp.GradScaler("cpu", growth_interval=0).state_dict()
+    GradScaler("cpu").load_state_dict({**torchs, "backoff_factor": 1.0})
+    static.load_state_dict(static.state_dict())
+    scaler = GradScaler("cpu")
+    with pytest.raises(ValueError, match="norms of steps taken must be"):
+        scaler.load_state_dict({**static.state_dict(), "ampfast": {"norms": [-1.0]}})
+    assert not recwarn
+    with pytest.warns(UserWarning, match=r"scale never changes, .* stays 1\.0") as caught:
+        scaler.load_state_dict(static.state_dict())
+    assert caught[0].filename == __file__
+    assert scaler.get_growth_interval() == 0
+    scaler.load_state_dict(static.state_dict())
+    assert not recwarn
+
+
 @pytest.mark.parametrize("backend", ["cpu", "aten"])
 def test_a_limit_does_not_move_the_scale_the_wrong_way(backend: str) -> None:
     loop = Loop(backend=backend, growth_interval=1, min_scale=4.0, max_scale=16.0)
