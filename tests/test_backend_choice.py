@@ -127,11 +127,11 @@ def test_interpreted_kernels_leave_a_gpu_without(monkeypatch: pytest.MonkeyPatch
     assert "'triton': TRITON_INTERPRET is set" in interpreted
 
 
-@pytest.mark.parametrize(("name", "least"), [("cuda", (7, 0)), ("triton", (7, 5))])
+@pytest.mark.parametrize(("name", "least"), [("cuda", (7, 0)), ("triton", (8, 0))])
 def test_an_old_card_is_named(
     monkeypatch: pytest.MonkeyPatch, name: str, least: tuple[int, int]
 ) -> None:
-    capability = [(least[0], least[1] - 1)]
+    capability = [(least[0] - 1, 9)]
     monkeypatch.setattr(backends, "_takes_cpu", lambda name: False)
     monkeypatch.setattr(backends, "_try_out", lambda name, device: "tried")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability[0])
@@ -185,7 +185,7 @@ def test_the_default_is_that_of_each_gpu(monkeypatch: pytest.MonkeyPatch) -> Non
     old = "cuda:1 has compute capability below"
     assert [str(w.message) for w in caught] == [
         f"ampfast does not use its backend 'cuda': {old} 7.0",
-        f"ampfast does not use its backend 'triton': {old} 7.5",
+        f"ampfast does not use its backend 'triton': {old} 8.0",
     ]
     assert tried == [("cuda", "cuda:0")]
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
