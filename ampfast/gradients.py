@@ -74,7 +74,7 @@ class Gradients:
         if work.write and work.coefficient is None:
             # First gradients that torch may refuse, before any other is written.
             for aside in self.for_torch():
-                torch_ops.require_unscalable(aside.tensors)
+                torch_ops.require_unscalable(aside)
         if before_write is not None and work.write and self.lists:
             before_write()
         sums, own_row = work.sums, None
@@ -170,8 +170,11 @@ def collect(
         lists = [(choice.kernels_for(grads.device), grads) for grads in regular]
     aside: dict[torch.device, TensorList] = {}
     for param, grad, number in irregular:
-        values = _values_of(param, grad, clips)
-        aside.setdefault(values.device, TensorList(values.device, [], [])).add(number, values)
+        values = _values_of(param, grad, clips) if grad.is_sparse else grad
+        listed = aside.get(values.device)
+        if listed is None:
+            listed = aside[values.device] = TensorList(values.device, [], [])
+        listed.add(number, values)
     by_torch = [(TORCH_OPS, each) for each in aside.values()]
     return Gradients([*by_torch, *lists], groups, shards, casts=casts)
 
@@ -250,9 +253,7 @@ class _Running:
 
 @torch.no_grad()
 def _values_of(param: Tensor, grad: Tensor, coalesce: bool) -> Tensor:
-    """Tensor for torch's op: the values of a sparse gradient, else the gradient."""
-    if not grad.is_sparse:
-        return grad
+    """Tensor for torch's op: the values of a sparse gradient."""
     if coalesce or grad.dtype is torch.float16:
         # Duplicates add up, which overflows easily in float16: the sums are checked.
         param.grad = grad = grad.coalesce()
