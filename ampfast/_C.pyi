@@ -182,6 +182,12 @@ def walk(
     /,
 ) -> tuple[list[GradList], list[tuple[Tensor, Tensor, int]], tuple[int, int, object] | None]: ...
 
+# Sorts what a walk has set aside: devices, numbers and gradients that torch's multi-tensor ops take
+# together, and the rest of the tuples.
+def sort_for_torch(
+    set_aside: list[tuple[Any, Tensor, int]], /
+) -> tuple[list[tuple[torch.device, list[int], list[Tensor]]], list[tuple[Any, Tensor, int]]]: ...
+
 # Bytes that change where autograd sees an edit of plain parameters or groups have others; or None.
 # `known` if it has the same.
 def fingerprint_of(param_groups: Any, known: object, /) -> bytearray | None: ...

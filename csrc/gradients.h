@@ -236,8 +236,13 @@ bool for_each_plain_group(PyObject* param_groups, const Body& body) {
 // non-leaf tensors, into Python's warnings.
 Walk walk(PyObject* param_groups, const Reading& reading);
 
-// The same for plain lists of plain parameters, with all gradients in one list on `device`. Nothing
-// for anything else, or where there is no gradient; all is as before then.
+// Sorts gradients that were set aside, tuples of `SetAside`, for torch's multi-tensor ops: returns
+// tuples of a device, numbers and gradients, which are plain, of one dtype, without overlaps, and
+// contiguous or none of them; and the tuples of all others.
+std::pair<py::list, py::list> sort_for_torch(const py::list& set_aside);
+
+// The same as `walk` for plain lists of plain parameters, with all gradients in one list on
+// `device`. Nothing for anything else, or where there is no gradient; all is as before then.
 std::optional<Walk> plain_walk(PyObject* param_groups, at::Device device, const Reading& reading);
 
 // Tells whether a parameter that has a gradient lacks an entry of that name in the optimizer's

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import cache, cached_property, partial
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from ampfast.backends import core
 from ampfast.backends.core import (
     CLIP_EPSILON,
     LEAST_DEVIATION,
@@ -27,8 +28,6 @@ from ampfast.backends.core import (
 from ampfast.backends.scalars import inverse, moved, new_flag, widest
 from ampfast.capture import refuse_capture
 from ampfast.errors import add_note
-
-_FLOATS = frozenset((torch.float32, torch.float64, torch.float16, torch.bfloat16))
 
 
 class _Group(NamedTuple):
@@ -63,52 +62,59 @@ class TensorList:
 
     Attributes:
         device: The device.
-        tensors: The gradients.
-        numbers: Number of the parameter of each.
+        groups: The gradients, first those that torch's ops may refuse.
     """
 
     device: torch.device
-    tensors: list[Tensor]
-    numbers: list[int]
+    groups: list[_Group]
+
+    @classmethod
+    def of(cls, tensors: list[Tensor], numbers: Sequence[int] = (0,)) -> TensorList:
+        """Returns a list of tensors of one device."""
+        [listed] = lists_of(list(zip(tensors, tensors, numbers, strict=True)))
+        return listed
 
     @property
     def has_float64(self) -> bool:
-        return any(tensor.dtype in (torch.float64, torch.complex128) for tensor in self.tensors)
+        wide = torch.float64, torch.complex128
+        return any(group.tensors[0].dtype in wide for group in self.groups)
 
     @property
     def chunks(self) -> int:
-        return len(self.tensors)
-
-    @cached_property
-    def groups(self) -> list[_Group]:
-        """The gradients by the ops that take them, first those that torch's ops may refuse."""
-        single: list[_Group] = []
-        usual: dict[Any, _Group] = {}
-        for number, grad in zip(self.numbers, self.tensors, strict=True):
-            # Those of other strides, or without elements, would keep the others from one launch.
-            key = grad.dtype, grad.layout, grad.is_contiguous(), not grad.numel()
-            is_plain = type(grad) is Tensor and key[0] in _FLOATS and key[1] is torch.strided
-            is_plain = is_plain and not (grad.is_neg() or grad.is_nested)
-            if not is_plain or (not key[2] and torch._debug_has_internal_overlap(grad) == 1):
-                single.append(_Group([number], [grad], False))
-            else:
-                group = usual.get(key)
-                if group is None:
-                    group = usual[key] = _Group([], [], True)
-                group.numbers.append(number)
-                group.tensors.append(grad)
-        return [*single, *usual.values()]
-
-    def add(self, number: int, tensor: Tensor) -> None:
-        self.numbers.append(number)
-        self.tensors.append(tensor)
+        return sum(len(group.tensors) for group in self.groups)
 
     def split(self, numbers: set[int]) -> tuple[TensorList, TensorList]:
         """Splits the list into the gradients of the parameters of these numbers, and the others."""
-        inside, outside = TensorList(self.device, [], []), TensorList(self.device, [], [])
-        for number, tensor in zip(self.numbers, self.tensors, strict=True):
-            (inside if number in numbers else outside).add(number, tensor)
+        inside, outside = TensorList(self.device, []), TensorList(self.device, [])
+        for group in self.groups:
+            for half, is_in in ((inside, True), (outside, False)):
+                pairs = zip(group.numbers, group.tensors, strict=True)
+                found = [pair for pair in pairs if (pair[0] in numbers) is is_in]
+                if found:
+                    there = [number for number, _ in found], [tensor for _, tensor in found]
+                    half.groups.append(_Group(*there, group.is_usual))
         return inside, outside
+
+
+def lists_of(
+    found: list[tuple[Any, Tensor, int]], values_of: Callable[[Any, Tensor], Tensor] | None = None
+) -> list[TensorList]:
+    """Returns the gradients that a walk has set aside, in a list for each device.
+
+    Args:
+        found: Parameters, gradients, and numbers of the parameters.
+        values_of: Makes a tensor for torch's ops of a parameter and its sparse gradient.
+    """
+    usual, others = core.sort_for_torch(found)
+    lists: dict[torch.device, TensorList] = {}
+    for param, grad, number in others:
+        values = values_of(param, grad) if values_of is not None and grad.is_sparse else grad
+        listed = lists.setdefault(values.device, TensorList(values.device, []))
+        listed.groups.append(_Group([number], [values], False))
+    for device, numbers, tensors in usual:
+        listed = lists.setdefault(device, TensorList(device, []))
+        listed.groups.append(_Group(numbers, tensors, True))
+    return list(lists.values())
 
 
 def pass_over(*given: Any) -> None:
@@ -136,15 +142,16 @@ def run(grads: TensorList, work: Pass) -> Tensor:
         require_unscalable(grads)
     observes = sums is not None or work.marks is not None
     measures = observes or (factor is not None and _may_overflow(factor, divides))
-    one = cache(partial(torch.ones, (), dtype=torch.float32, device=device))
     squares, peaks = [], []
     for group in grads.groups:
         # Before they are written, for products that are not rounded to 16 bits.
         norms = group.norms(2.0) if sums is not None else []
         if work.write:
-            _check_and_unscale_(group.tensors, found_inf, one() if factor is None else factor)
+            _check_and_unscale_(
+                group.tensors, found_inf, _one(device) if factor is None else factor
+            )
         elif not measures or not (group.is_usual or (sums is not None and not divides)):
-            _check_and_unscale_(group.tensors, found_inf, one())
+            _check_and_unscale_(group.tensors, found_inf, _one(device))
         elif group.is_usual and (sums is None or divides):
             _require_op(device, group.tensors[0].dtype)
         if not measures:
@@ -159,7 +166,7 @@ def run(grads: TensorList, work: Pass) -> Tensor:
         if used:
             # torch's op checks values before it multiplies them: a product may have overflowed.
             last = observes or factor is None
-            _check_and_unscale_(used, found_inf, one() if last else factor)  # type: ignore[arg-type]
+            _check_and_unscale_(used, found_inf, _one(device) if last else factor)  # type: ignore[arg-type]
         if norms:
             products = torch.stack(norms)
             if factor is not None and not divides:
@@ -194,6 +201,10 @@ def _may_overflow(factor: Tensor, divides: bool) -> bool:
         return True
     number = abs(factor.item())
     return not (number >= 1 if divides else number <= 1)
+
+
+def _one(device: torch.device) -> Tensor:
+    return torch.ones((), dtype=torch.float32, device=device)
 
 
 def _is_on_host(tensor: Tensor) -> bool:
@@ -281,7 +292,6 @@ _COUNTED = 8
 _states = WeakTensorKeyDictionary()
 
 
-@torch.no_grad()
 def update(fields: tuple[Any, ...], limits: Any = None) -> bool:
     """torch's `_amp_update_scale_`, except that a tracker beyond a lowered interval grows, too.
 
@@ -293,7 +303,7 @@ def update(fields: tuple[Any, ...], limits: Any = None) -> bool:
         limits: What the state's scale is held to (`loss_scale.Limits`); None, with a state on
             another device than a CPU, for False.
     """
-    scale, growth_tracker, flags, growth_factor, backoff_factor, interval, words, norm = fields
+    scale, words = fields[0], fields[6]
     if _is_on_host(scale):
         if compiled.update(fields):
             return True
@@ -303,13 +313,21 @@ def update(fields: tuple[Any, ...], limits: Any = None) -> bool:
                 return True
     if words is not None and limits is None:
         return False
+    _update(fields, limits)
+    return True
+
+
+@torch.no_grad()
+def _update(fields: tuple[Any, ...], limits: Any) -> None:
+    """`update` by torch's ops, of which the host reads nothing."""
+    scale, growth_tracker, flags, growth_factor, backoff_factor, interval, words, norm = fields
     first, *others = [moved(flag, scale.device) for flag in flags]
     # Out of place, since callers may hold the flags.
     found_inf = sum(others, start=first)
     rule = growth_factor, backoff_factor, interval
     if words is None:
         _update_by_torch(scale, growth_tracker, found_inf, rule, True)
-        return True
+        return
     tracker, scale, flag = (
         each.reshape(()) if each.dim() else each for each in (growth_tracker, scale, found_inf)
     )
@@ -352,7 +370,6 @@ def update(fields: tuple[Any, ...], limits: Any = None) -> bool:
     place = torch.bitwise_and(state.steps, state_layout.RING_STEPS - 1)
     state.ring.index_copy_(0, place, state.row)
     torch.addcmul(state.grows, state.counters, state.stays, out=state.counters)
-    return True
 
 
 def _update_by_torch(
@@ -439,14 +456,14 @@ def narrow(params: list[Tensor], masters: list[Tensor], found_inf: Tensor | None
     torch._foreach_copy_(params, values)
 
 
-@torch.no_grad()
 def require_unscalable(grads: TensorList) -> None:
     """Raises torch's error for the first gradient that its op refuses; no value changes."""
     for group in grads.groups:
         if group.is_usual:
             _require_op(grads.device, group.tensors[0].dtype)
-        else:
-            one = torch.ones((), dtype=torch.float32, device=grads.device)
+            continue
+        with torch.no_grad():
+            one = _one(grads.device)
             _check_and_unscale_(group.tensors, torch.zeros_like(one), one)
 
 
@@ -465,7 +482,7 @@ def check_(grads: list[Tensor], found_inf: Tensor) -> None:
 
     torch's op writes as it checks, so it refuses the same gradients as in unscaling.
     """
-    run(_listed(grads), Pass(False, Factor.NONE, found_inf=found_inf))
+    run(TensorList.of(grads), Pass(False, Factor.NONE, found_inf=found_inf))
 
 
 def norms(grads: list[Tensor], inv_scale: Tensor | None = None) -> Tensor:
@@ -480,12 +497,8 @@ def norms(grads: list[Tensor], inv_scale: Tensor | None = None) -> Tensor:
     """
     sums = torch.empty(2, dtype=widest(grads[0].device), device=grads[0].device)
     how = Factor.NONE if inv_scale is None else Factor.TIMES
-    run(_listed(grads), Pass(False, how, inv_scale, sums=sums))
+    run(TensorList.of(grads), Pass(False, how, inv_scale, sums=sums))
     return sums
-
-
-def _listed(grads: list[Tensor]) -> TensorList:
-    return TensorList(grads[0].device, grads, list(range(len(grads))))
 
 
 @torch.no_grad()
