@@ -180,13 +180,13 @@ def walk(
     local_shard_of: Callable[[Tensor, Tensor | None, int], Tensor | None] | None,
     casts: Casts | None,
     /,
-) -> tuple[list[GradList], list[tuple[Tensor, Tensor, int]], tuple[int, int, object] | None]: ...
+) -> tuple[
+    list[GradList], list[tuple[Tensor, Tensor, int, int]], tuple[int, int, object] | None
+]: ...
 
-# Sorts what a walk has set aside: devices, numbers and gradients that torch's multi-tensor ops take
-# together, and the rest of the tuples.
-def sort_for_torch(
-    set_aside: list[tuple[Any, Tensor, int]], /
-) -> tuple[list[tuple[torch.device, list[int], list[Tensor]]], list[tuple[Any, Tensor, int]]]: ...
+# A number for each device and dtype of tensors that torch's multi-tensor ops take together; -1 for
+# all others.
+def kind_of(tensor: Tensor, /) -> int: ...
 
 # Bytes that change where autograd sees an edit of plain parameters or groups have others; or None.
 # `known` if it has the same.

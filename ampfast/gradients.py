@@ -178,14 +178,16 @@ def collect(
 def of_list(tensors: list[Tensor], device: torch.device) -> Gradients:
     """Returns the gradients of a caller's list, all on one device."""
     kernels = backends.choose().kernels_for(device)
-    regular: list[tuple[Any, Tensor, int]] = []
-    aside: list[tuple[Any, Tensor, int]] = []
+    regular: list[int] = []
+    aside: list[int] = []
     for number, tensor in enumerate(tensors):
         core.require_storage(tensor)
         known = kernels is not TORCH_OPS and core.list_of([tensor], device) is not None
-        (regular if known else aside).append((tensor, tensor, number))
-    lists: list[tuple[Kernels, Batch]] = [(TORCH_OPS, each) for each in torch_ops.lists_of(aside)]
-    listed = core.list_of([each[1] for each in regular], device, [each[2] for each in regular])
+        (regular if known else aside).append(number)
+    lists: list[tuple[Kernels, Batch]] = []
+    if aside:
+        lists.append((TORCH_OPS, TensorList.of([tensors[i] for i in aside], aside)))
+    listed = core.list_of([tensors[i] for i in regular], device, regular)
     if listed is not None and regular:
         lists.append((kernels, listed))
     return Gradients(lists)

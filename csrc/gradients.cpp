@@ -106,6 +106,13 @@ bool is_regular(const at::Tensor& tensor, uint64_t devices) {
          !tensor.is_inference() && is_plain(tensor, devices) && is_aligned(tensor);
 }
 
+int64_t kind_of(const at::Tensor& tensor) {
+  const auto* known = std::find(kDtypes.begin(), kDtypes.end(), tensor.scalar_type());
+  const int64_t device = std::hash<at::Device>()(tensor.device());
+  const bool is_usual = known != kDtypes.end() && is_plain(tensor, ~uint64_t{0});
+  return is_usual && tensor.numel() != 0 ? 4 * device + (known - kDtypes.begin()) : -1;
+}
+
 void require_storage(const at::Tensor& tensor) {
   // Nested tensors have no strides; torch's op refuses them.
   if (tensor.key_set().has(c10::DispatchKey::Python) || tensor.is_nested()) {
@@ -312,8 +319,8 @@ class Walker {
       accept(grad, item, number);
     } else if (grad.defined()) {
       require_storage(grad);
-      found.set_aside.emplace_back(py::reinterpret_borrow<py::object>(item), std::move(grad),
-                                   number);
+      found.set_aside.emplace_back(py::reinterpret_borrow<py::object>(item), grad, number,
+                                   kind_of(grad));
     }
     return true;
   }
@@ -377,41 +384,6 @@ Walk walk(PyObject* param_groups, const Reading& reading) {
   }
   walker.finish();
   return std::move(walker.found);
-}
-
-std::pair<py::list, py::list> sort_for_torch(const py::list& set_aside) {
-  // What one op takes without a launch for each tensor; of empty ones there is no maximum.
-  using Kind = std::tuple<at::Device, at::ScalarType, bool, bool>;
-  std::vector<std::pair<Kind, std::pair<py::list, py::list>>> groups;
-  py::list others;
-  for (const py::handle each : set_aside) {
-    PyObject* object = PyTuple_GetItem(each.ptr(), 1);
-    if (object == nullptr || !THPVariable_Check(object)) {
-      throw py::type_error("expected a parameter, its gradient and its number");
-    }
-    const at::Tensor& grad = THPVariable_Unpack(object);
-    const bool is_known =
-        std::find(kDtypes.begin(), kDtypes.end(), grad.scalar_type()) != kDtypes.end();
-    const bool is_plain = is_known && is_dense(grad) && has_plain_type(grad);
-    const bool is_contiguous = is_plain && grad.is_contiguous();
-    if (!is_contiguous && (!is_plain || at::has_internal_overlap(grad) == at::MemOverlap::Yes)) {
-      others.append(each);
-      continue;
-    }
-    const Kind kind{grad.device(), grad.scalar_type(), is_contiguous, grad.numel() == 0};
-    auto group = std::find_if(groups.begin(), groups.end(),
-                              [&kind](const auto& other) { return other.first == kind; });
-    if (group == groups.end()) {
-      group = groups.insert(group, {kind, {py::list(), py::list()}});
-    }
-    group->second.first.append(py::handle(PyTuple_GetItem(each.ptr(), 2)));
-    group->second.second.append(py::handle(object));
-  }
-  py::list sorted;
-  for (const auto& [kind, group] : groups) {
-    sorted.append(py::make_tuple(std::get<0>(kind), group.first, group.second));
-  }
-  return {sorted, others};
 }
 
 std::optional<Walk> plain_walk(PyObject* param_groups, at::Device device, const Reading& reading) {

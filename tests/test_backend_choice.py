@@ -55,7 +55,7 @@ def walk_over(monkeypatch: pytest.MonkeyPatch, gradient: torch.Tensor, gpu: torc
     def walk(param_groups: Any, allow_fp16: bool, writes: bool, devices: int, *_: Any) -> Any:
         if devices & core.CUDA:
             return [SimpleNamespace(device=gpu)], [], None
-        return [], [(gradient, gradient, 0)], None
+        return [], [(gradient, gradient, 0, core.kind_of(gradient))], None
 
     monkeypatch.setattr(core, "walk", walk)
 

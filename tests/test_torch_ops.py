@@ -22,7 +22,7 @@ from ampfast.backends import core, scalars, torch_ops
 from ampfast.backends.core import Update, compiled, state_layout
 from ampfast.loss_scale import Limits, LossScale
 
-SIZES = (10, 62, 1000)
+SIZES = (10, 62, 160)
 MOST_MORE = 8
 
 

@@ -71,7 +71,7 @@ class TensorList:
     @classmethod
     def of(cls, tensors: list[Tensor], numbers: Sequence[int] = (0,)) -> TensorList:
         """Returns a list of tensors of one device."""
-        [listed] = lists_of(list(zip(tensors, tensors, numbers, strict=True)))
+        [listed] = lists_of(zip(tensors, tensors, numbers, map(core.kind_of, tensors), strict=True))
         return listed
 
     @property
@@ -97,23 +97,31 @@ class TensorList:
 
 
 def lists_of(
-    found: list[tuple[Any, Tensor, int]], values_of: Callable[[Any, Tensor], Tensor] | None = None
+    found: Iterable[tuple[Any, Tensor, int, int]],
+    values_of: Callable[[Any, Tensor], Tensor] | None = None,
 ) -> list[TensorList]:
     """Returns the gradients that a walk has set aside, in a list for each device.
 
     Args:
-        found: Parameters, gradients, and numbers of the parameters.
+        found: Parameters, gradients, numbers of the parameters, and kinds of the gradients.
         values_of: Makes a tensor for torch's ops of a parameter and its sparse gradient.
     """
-    usual, others = core.sort_for_torch(found)
+    others: list[_Group] = []
+    usual: dict[int, _Group] = {}
+    for param, grad, number, kind in found:
+        if kind < 0:
+            values = values_of(param, grad) if values_of is not None and grad.is_sparse else grad
+            others.append(_Group([number], [values], False))
+            continue
+        group = usual.get(kind)
+        if group is None:
+            group = usual[kind] = _Group([], [], True)
+        group.numbers.append(number)
+        group.tensors.append(grad)
     lists: dict[torch.device, TensorList] = {}
-    for param, grad, number in others:
-        values = values_of(param, grad) if values_of is not None and grad.is_sparse else grad
-        listed = lists.setdefault(values.device, TensorList(values.device, []))
-        listed.groups.append(_Group([number], [values], False))
-    for device, numbers, tensors in usual:
-        listed = lists.setdefault(device, TensorList(device, []))
-        listed.groups.append(_Group(numbers, tensors, True))
+    for group in (*others, *usual.values()):
+        device = group.tensors[0].device
+        lists.setdefault(device, TensorList(device, [])).groups.append(group)
     return list(lists.values())
 
 
@@ -140,49 +148,38 @@ def run(grads: TensorList, work: Pass) -> Tensor:
         return found_inf
     if work.write:
         require_unscalable(grads)
+    # A clip measures what it may yet write, which was refused nothing.
+    clips = sums is not None and not (divides or work.write)
     observes = sums is not None or work.marks is not None
     measures = observes or (factor is not None and _may_overflow(factor, divides))
+    by = None if work.write else factor
     squares, peaks = [], []
     for group in grads.groups:
         # Before they are written, for products that are not rounded to 16 bits.
         norms = group.norms(2.0) if sums is not None else []
-        if work.write:
-            _check_and_unscale_(
-                group.tensors, found_inf, _one(device) if factor is None else factor
-            )
-        elif not measures or not (group.is_usual or (sums is not None and not divides)):
-            _check_and_unscale_(group.tensors, found_inf, _one(device))
-        elif group.is_usual and (sums is None or divides):
+        if work.write or not (clips or (measures and group.is_usual)):
+            inv_scale = factor if work.write and factor is not None else _one(device)
+            _check_and_unscale_(group.tensors, found_inf, inv_scale)
+        elif not clips:
             _require_op(device, group.tensors[0].dtype)
-        if not measures:
-            continue
-        # Only plain tensors without sums: subclasses define their own norms.
+        # Of subclasses only for sums: they define their own norms.
         is_known = group.is_usual or sums is not None or type(group.tensors[0]) is Tensor
-        largest = group.norms(torch.inf) if is_known else []
-        used = largest
-        if largest and (observes or not work.write):
-            by = None if work.write else factor
-            used = [_used(torch.stack(largest), group.tensors[0].dtype, by, divides)]
+        used = group.norms(torch.inf) if measures and is_known else []
+        if used and (observes or not work.write):
+            used = [_used(torch.stack(used), group.tensors[0].dtype, by, divides)]
         if used:
             # torch's op checks values before it multiplies them: a product may have overflowed.
-            last = observes or factor is None
-            _check_and_unscale_(used, found_inf, _one(device) if last else factor)  # type: ignore[arg-type]
+            some = _one(device) if observes or factor is None else factor
+            _check_and_unscale_(used, found_inf, some)
         if norms:
-            products = torch.stack(norms)
-            if factor is not None and not divides:
-                # An overflowed norm times the inverse of an infinite scale would be NaN.
-                by = factor.reshape(())
-                products = torch.where(by == 0, used[0].to(products.dtype), products * by)
-            squares.append(products)
             peaks += used
+            squares.append(torch.stack(norms))
+            if factor is not None and not divides:
+                squares[-1] = _times(squares[-1], factor, used[0])
         if work.marks is not None and work.now is not None:
-            if not group.is_usual:
-                local = _local(group.tensors[0])
-                largest = [torch.linalg.vector_norm(local, torch.inf)] if local.numel() else []
-                by = None if work.write else factor
-                used = [_used(torch.stack(largest), local.dtype, by, divides)] if largest else []
-            if used:
-                mark_(work.marks, work.now, group.numbers, used[0])
+            seen = used if group.is_usual else _local_peak(group.tensors[0], by, divides)
+            if seen:
+                mark_(work.marks, work.now, group.numbers, seen[0])
     if sums is not None:
         sums.zero_()
         if squares:
@@ -223,6 +220,24 @@ def _used(peaks: Tensor, dtype: torch.dtype, factor: Tensor | None, divides: boo
         return values
     by = factor.reshape(()).to(opmath)
     return values / by if divides else (values * by).abs().to(dtype).to(opmath)
+
+
+def _times(norms: Tensor, factor: Tensor, peaks: Tensor) -> Tensor:
+    """Norms times an inverse scale; of an infinite scale, the largest magnitudes as they are used.
+
+    An overflowed norm times 0 would be NaN.
+    """
+    by = factor.reshape(())
+    return torch.where(by == 0, peaks.to(norms.dtype), norms * by)
+
+
+def _local_peak(grad: Tensor, factor: Tensor | None, divides: bool) -> list[Tensor]:
+    """Largest magnitude as it is used, of shape (1,), of a gradient's values on this rank."""
+    local = _local(grad)
+    if not local.numel():
+        return []
+    peak = torch.linalg.vector_norm(local, torch.inf).reshape(1)
+    return [_used(peak, local.dtype, factor, divides)]
 
 
 def _multiply_(grads: TensorList, factor: Tensor | None, coefficient: Tensor) -> None:

@@ -57,8 +57,8 @@ class ReferenceLauncher:
             if work.sums is not None:
                 self._squares += (wide * factor.to(wide.dtype)).double().square().sum().item()
             if work.marks is not None:
-                used_peak_of = torch.linalg.vector_norm(used.reshape(-1), torch.inf)
-                torch_ops.mark_(work.marks, work.now, [number], used_peak_of.reshape(1))
+                peak = torch.linalg.vector_norm(used.reshape(-1), torch.inf)
+                torch_ops.mark_(work.marks, work.now, [number], peak.reshape(1))
             if work.write:
                 written = used
                 if work.coefficient is not None:
