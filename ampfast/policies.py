@@ -87,7 +87,9 @@ class Follower:
 
     def before(self, work: Pass, device: torch.device) -> Pass:
         """Returns a pass over gradients, still scaled, with the sums that it is to observe."""
-        sums = torch.zeros(2, dtype=scalars.widest(device), device=device)
+        # Without a Python frame.
+        wide = torch.float64 if scalars.has_float64(device) else torch.float32
+        sums = torch.zeros(2, dtype=wide, device=device)
         return Pass(*work[:6], sums, *work[7:])
 
     def bind(self, words: Tensor) -> None:
