@@ -7,6 +7,7 @@ import math
 import pickle
 import sys
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -103,6 +104,43 @@ def test_no_op_for_each_parameter(place: str, feature: str, kind: str, group: An
         for size in SIZES
     )
     assert few == some == many
+
+
+DTYPES = torch.float32, torch.float64, torch.float16, torch.bfloat16
+
+
+@pytest.mark.parametrize("bad", DTYPES)
+@pytest.mark.parametrize("kind", ["plain", "fused"])
+def test_products_that_overflow_are_noticed(place: str, kind: str, bad: torch.dtype) -> None:
+    scaler = GradScaler("cpu", backend="aten", init_scale=0.5, allow_fp16=True)
+    params = [torch.nn.Parameter(torch.ones(3, 4, dtype=dtype)) for dtype in (*DTYPES, bad)]
+    empty = torch.nn.Parameter(torch.ones(0))
+    scaler.scale(torch.ones(()))
+    for value in (1.0, torch.finfo(bad).max / 1.5):
+        optimizer = torch.optim.Adam([*params, empty], fused=True)
+        if kind == "plain":
+            optimizer = torch.optim.SGD([*params, empty])  # type: ignore[assignment]
+        for param in params:
+            param.grad = torch.ones_like(param).t().contiguous().t()
+        empty.grad = torch.ones(0)
+        params[-1].grad = torch.ones(3, 8, dtype=bad)[:, ::2]
+        params[-1].grad[2, 1] = value
+        scaler.step(optimizer)
+        # Fused optimizers divide in float32, or in float64.
+        wide = kind == "fused" and bad is torch.float16
+        assert scaler.step_skipped(optimizer) is (value > 1 and not wide)
+        scaler.update(0.5)
+
+
+def test_devices_say_whether_they_have_float64(monkeypatch: pytest.MonkeyPatch) -> None:
+    for has in (True, False):
+        scalars.has_float64.cache_clear()
+        found = SimpleNamespace(has_fp64=has)
+        monkeypatch.setattr(torch.xpu, "get_device_properties", lambda device, found=found: found)
+        assert scalars.has_float64(torch.device("xpu", 0)) is has
+    scalars.has_float64.cache_clear()
+    assert not scalars.has_float64(torch.device("mps"))
+    assert scalars.has_float64(torch.device("cpu"))
 
 
 RULES: dict[str, Limits] = {
