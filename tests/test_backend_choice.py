@@ -55,7 +55,7 @@ def walk_over(monkeypatch: pytest.MonkeyPatch, gradient: torch.Tensor, gpu: torc
     def walk(param_groups: Any, allow_fp16: bool, writes: bool, devices: int, *_: Any) -> Any:
         if devices & core.CUDA:
             return [SimpleNamespace(device=gpu)], [], None
-        return [], [(gradient, gradient, 0)], None
+        return [], [(gradient, gradient, 0, core.kind_of(gradient))], None
 
     monkeypatch.setattr(core, "walk", walk)
 
@@ -208,7 +208,7 @@ def test_gradients_on_a_gpu_without_kernels_take_torchs_op(monkeypatch: pytest.M
     walk_over(monkeypatch, gradient, torch.device("cuda", 1))
     with pytest.warns(UserWarning, match="cuda:1 has compute capability below"):
         aside = collect()
-    assert aside.lists == [(backends.TORCH_OPS, TensorList(CPU, [gradient], [0]))]
+    assert aside.lists == [(backends.TORCH_OPS, TensorList.of([gradient]))]
 
 
 def test_common_reasons_of_gpus_warn_once(monkeypatch: pytest.MonkeyPatch) -> None:
