@@ -10,8 +10,8 @@ namespace ampfast::cuda {
 
 namespace {
 
-// A device, which is the current one, and its current stream, asked for as Triton does: in C++, torch
-// 2.10 does not tell its handle. That of the CPU, which an emulated driver has, is the first.
+// A device, which is the current one, and its current stream, asked for as Triton does: in C++,
+// torch 2.10 does not tell its handle. That of the CPU, which an emulated driver has, is the first.
 Place place_on(at::Device device) {
   if (device.is_cpu()) {
     return {0, nullptr};
