@@ -244,3 +244,19 @@ def test_the_notebook_runs_with_the_saved_outputs(monkeypatch: pytest.MonkeyPatc
     saved = nbformat.read(NOTEBOOK, as_version=4)
     again = f"run `make notebook`: the outputs in {NOTEBOOK.name} are not those of its code"
     assert kinds(notebook.executed(NOTEBOOK, NOTEBOOK_CLAIMS)) == kinds(saved), again
+
+
+@pytest.mark.sweep
+def test_the_gpu_notebook_runs_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    for needed in ("nbclient", "ipykernel", "sklearn"):
+        pytest.importorskip(needed, reason=f"running the notebook needs {needed}")
+    from support import notebook
+
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    cells = notebook.executed(FOLDER / "gpu_check.ipynb").cells
+    [block] = [output.text for output in cells[-1].outputs]
+    assert block.startswith("```\nVersions\n") and block.endswith("```\n")
+    for told in ("The training is equal bit for bit.", "GPU rehearsal", "Host time of warm calls"):
+        assert told in block
+    assert re.findall(r"^(\w+) +ok ", block, re.MULTILINE) == ["build", "smoke", "decisive"]
