@@ -5,14 +5,12 @@ from __future__ import annotations
 import copy
 import math
 import pickle
-import sys
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from support.comparison import assert_same
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -45,17 +43,6 @@ def place(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> st
     if request.param == "elsewhere":
         monkeypatch.setattr(torch_ops, "_is_on_host", lambda tensor: False)
     return str(request.param)
-
-
-@pytest.fixture
-def group(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """A process group of one rank."""
-    if not dist.is_available() or not dist.is_gloo_available():
-        pytest.skip("needs gloo")
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield dist.group.WORLD
-    dist.destroy_process_group()
 
 
 def ops_of(scaler: Any, size: int, kind: str, way: str = "step") -> list[str]:
@@ -96,8 +83,8 @@ def test_few_more_ops_than_torch(place: str, size: int, kind: str, way: str) -> 
 
 @pytest.mark.parametrize("kind", ["plain", "fused"])
 @pytest.mark.parametrize("feature", ["track", "clip", "group"])
-def test_no_op_for_each_parameter(place: str, feature: str, kind: str, group: Any) -> None:
-    options: dict[str, Any] = {"track": {"track": "overflow"}, "group": {"process_group": group}}
+def test_no_op_for_each_parameter(place: str, feature: str, kind: str, world: Any) -> None:
+    options: dict[str, Any] = {"track": {"track": "overflow"}, "group": {"process_group": world}}
     way = "clip" if feature == "clip" else "step"
     few, some, many = (
         ops_of(GradScaler("cpu", backend="aten", **options.get(feature, {})), size, kind, way)

@@ -73,16 +73,7 @@ def new_flag(device: torch.device) -> Tensor:
 
 def copies_of(scalar: Tensor | None) -> Callable[[torch.device], Tensor | None]:
     """Returns a function that copies a scalar to a device, once to each; None of None."""
-    copies: dict[torch.device, Tensor] = {}
-
-    def on(device: torch.device) -> Tensor | None:
-        if scalar is None or scalar.device == device:
-            return scalar
-        if device not in copies:
-            copies[device] = moved(scalar, device)
-        return copies[device]
-
-    return on
+    return cache(lambda device: None if scalar is None else moved(scalar, device))
 
 
 def moved(tensor: Tensor, device: torch.device, copy: bool = False) -> Tensor:
