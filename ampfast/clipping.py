@@ -154,9 +154,9 @@ def require_writable(terms: list[NormTerm], defers: Sequence[bool] = ()) -> None
             torch_ops.require_writable(aside)
 
 
-def unscale_as_read(terms: list[NormTerm], order: float) -> bool:
+def unscale_as_read(terms: list[NormTerm], order: float, limit: float) -> bool:
     """Has gradients without a limit unscaled by the pass that measures them; whether it writes."""
-    for term in terms if order in FUSED_ORDERS else ():
+    for term in terms if order in FUSED_ORDERS and limit == math.inf else ():
         term.unscales = term.writes
     return any(term.unscales for term in terms)
 
@@ -174,6 +174,16 @@ def take_flags(terms: list[NormTerm], turns: Sequence[Any], *, and_found: bool) 
         if and_found:
             flags = {at: joint_flag([flag, *found], flag.device) for at, flag in flags.items()}
         turn["found_inf_per_device"] = term.flags = flags
+
+
+def give_flags(
+    terms: list[NormTerm], turns: Sequence[Any], defers: list[bool], divisor: Tensor | None
+) -> None:
+    """Gives turns the flags of their terms, and the divisor of a clip that their step does."""
+    for turn, term, deferred in zip(turns, terms, defers, strict=True):
+        if deferred:
+            turn.divisor = divisor
+        turn["found_inf_per_device"] = term.flags
 
 
 def share_memory(terms: list[NormTerm]) -> bool:
@@ -321,4 +331,7 @@ def refuse_own_grad_scale(optimizer: object) -> None:
 
 def skip_together(terms: list[NormTerm], device: torch.device) -> None:
     """Skips all optimizers if one must skip: its overflow is in the coefficient of all."""
-    _set_all(terms, joint_flag([flag for each in terms for flag in each.flags.values()], device))
+    if len(terms) > 1:
+        _set_all(
+            terms, joint_flag([flag for each in terms for flag in each.flags.values()], device)
+        )

@@ -273,15 +273,7 @@ class Passes(TorchGradScaler):
             for each in optimizers:
                 self.unscale_(each)
         left = None if overridden else scale  # by which gradients are scaled still
-        writes_nothing = self._is_guard and limit == math.inf  # as values times 1
-        terms = [
-            self._norm_term(
-                each,
-                left,
-                writes=not deferred and not (writes_nothing and casts_of(each) is None),
-            )
-            for each, deferred in zip(optimizers, defers, strict=True)
-        ]
+        terms = self._clip_terms(optimizers, left, limit, defers)
         # A step below a limit that divides by itself does so as often as torch's.
         is_only_read = turns is not None and not any(term.writes for term in terms)
         if turns is None:
@@ -293,28 +285,39 @@ class Passes(TorchGradScaler):
             divisor = torch.empty((), dtype=torch.float32, device=left.device)
         agreement = self._agreement(*(term.grads for term in terms))
         clipping.require_writable(terms, defers)
-        if left is not None and limit == math.inf and clipping.unscale_as_read(terms, order):
+        if left is not None and clipping.unscale_as_read(terms, order, limit):
             begin(turns, agreement)
         norm, coefficient = clipping.measure(
             self._choice, terms, order, limit, scale, divisor, agreement, spikes
         )
         for turn in turns:
             turn.agreement = None  # as all ranks have agreed
-        if overridden:
-            clipping.take_flags(terms, turns, and_found=spikes is not None)
         if scale is not None:
             self._observe_clip(terms, agreement, norm.device)
-        if not overridden:
+        if overridden:
+            clipping.take_flags(terms, turns, and_found=spikes is not None)
+        else:
             begin(turns)
         clipping.clip_(terms, coefficient)
-        if scale is not None and len(terms) > 1:
+        if scale is not None:
             clipping.skip_together(terms, scale.device)
-        for turn, term, deferred in zip(turns, terms, defers, strict=True):
-            if deferred:
-                turn.divisor = divisor
-            # Last: until now they say "skip".
-            turn["found_inf_per_device"] = term.flags
+        # Last: until now the turns say "skip".
+        clipping.give_flags(terms, turns, defers, divisor)
         return norm
+
+    def _clip_terms(
+        self, optimizers: list[Any], scale: Tensor | None, limit: float, defers: list[bool]
+    ) -> list[clipping.NormTerm]:
+        """The gradients of a clip; a guard without a limit writes none but casts."""
+        writes_nothing = self._is_guard and limit == math.inf  # as values times 1
+        return [
+            self._norm_term(
+                each,
+                scale,
+                writes=not deferred and not (writes_nothing and casts_of(each) is None),
+            )
+            for each, deferred in zip(optimizers, defers, strict=True)
+        ]
 
     def _observe_clip(
         self,

@@ -138,54 +138,77 @@ def run(grads: TensorList, work: Pass) -> Tensor:
 
     Its ops are as many for a thousand gradients of a dtype as for one.
     """
-    device, sums, divides = grads.device, work.sums, work.how is Factor.DIVIDE
-    found_inf = new_flag(device) if work.found_inf is None else work.found_inf
-    factor = None if work.how is Factor.NONE else work.factor
-    if factor is not None and work.how is Factor.TIMES_RECIPROCAL:
-        factor = inverse(factor)
+    sums, divides, factor = work.sums, work.how is Factor.DIVIDE, _factor_of(work)
+    found_inf = new_flag(grads.device) if work.found_inf is None else work.found_inf
     if work.coefficient is not None:
         _multiply_(grads, factor, work.coefficient)
         return found_inf
     if work.write:
         require_unscalable(grads)
-    # A clip measures what it may yet write, which was refused nothing.
-    clips = sums is not None and not (divides or work.write)
     observes = sums is not None or work.marks is not None
     measures = observes or (factor is not None and _may_overflow(factor, divides))
-    by = None if work.write else factor
     squares, peaks = [], []
     for group in grads.groups:
         # Before they are written, for products that are not rounded to 16 bits.
         norms = group.norms(2.0) if sums is not None else []
-        if work.write or not (clips or (measures and group.is_usual)):
-            inv_scale = factor if work.write and factor is not None else _one(device)
-            _check_and_unscale_(group.tensors, found_inf, inv_scale)
-        elif not clips:
-            _require_op(device, group.tensors[0].dtype)
-        # Of subclasses only for sums: they define their own norms.
-        is_known = group.is_usual or sums is not None or type(group.tensors[0]) is Tensor
-        used = group.norms(torch.inf) if measures and is_known else []
-        if used and (observes or not work.write):
-            used = [_used(torch.stack(used), group.tensors[0].dtype, by, divides)]
+        _check_or_write_(group, work, factor, found_inf, measures)
+        used = _peaks(group, work, factor) if measures else []
         if used:
             # torch's op checks values before it multiplies them: a product may have overflowed.
-            some = _one(device) if observes or factor is None else factor
-            _check_and_unscale_(used, found_inf, some)
+            by = _one(grads.device) if observes or factor is None else factor
+            _check_and_unscale_(used, found_inf, by)
         if norms:
             peaks += used
             squares.append(torch.stack(norms))
             if factor is not None and not divides:
                 squares[-1] = _times(squares[-1], factor, used[0])
-        if work.marks is not None and work.now is not None:
-            seen = used if group.is_usual else _local_peak(group.tensors[0], by, divides)
-            if seen:
-                mark_(work.marks, work.now, group.numbers, seen[0])
+        if work.marks is not None:
+            _mark_group_(group, work, factor, used)
     if sums is not None:
         sums.zero_()
         if squares:
             sums[0] = torch.cat(squares).square().sum()
             sums[1] = torch.cat([peak.to(sums.dtype) for peak in peaks]).amax()
     return found_inf
+
+
+def _factor_of(work: Pass) -> Tensor | None:
+    """What values are multiplied or, by `Factor.DIVIDE`, divided by."""
+    if work.factor is None or work.how is Factor.NONE:
+        return None
+    return inverse(work.factor) if work.how is Factor.TIMES_RECIPROCAL else work.factor
+
+
+def _check_or_write_(
+    group: _Group, work: Pass, factor: Tensor | None, found_inf: Tensor, measures: bool
+) -> None:
+    """Unscales a group by torch's op, or checks it where its largest magnitudes do not.
+
+    A clip measures what it may yet write, which was refused nothing.
+    """
+    clips = work.sums is not None and not work.write and work.how is not Factor.DIVIDE
+    if work.write:
+        by = _one(found_inf.device) if factor is None else factor
+        _check_and_unscale_(group.tensors, found_inf, by)
+    elif measures and group.is_usual and not clips:
+        _require_op(found_inf.device, group.tensors[0].dtype)
+    elif not clips:
+        _check_and_unscale_(group.tensors, found_inf, _one(found_inf.device))
+
+
+def _peaks(group: _Group, work: Pass, factor: Tensor | None) -> list[Tensor]:
+    """Largest magnitude of each gradient as it is used, in one tensor, or as they were written.
+
+    None of empty gradients, and of subclasses only for sums: they define their own norms.
+    """
+    first, observes = group.tensors[0], work.sums is not None or work.marks is not None
+    if not (group.is_usual or work.sums is not None or type(first) is Tensor):
+        return []
+    used = group.norms(torch.inf)
+    if used and (observes or not work.write):
+        by = None if work.write else factor
+        used = [_used(torch.stack(used), first.dtype, by, work.how is Factor.DIVIDE)]
+    return used
 
 
 def _may_overflow(factor: Tensor, divides: bool) -> bool:
@@ -231,13 +254,17 @@ def _times(norms: Tensor, factor: Tensor, peaks: Tensor) -> Tensor:
     return torch.where(by == 0, peaks.to(norms.dtype), norms * by)
 
 
-def _local_peak(grad: Tensor, factor: Tensor | None, divides: bool) -> list[Tensor]:
-    """Largest magnitude as it is used, of shape (1,), of a gradient's values on this rank."""
-    local = _local(grad)
-    if not local.numel():
-        return []
-    peak = torch.linalg.vector_norm(local, torch.inf).reshape(1)
-    return [_used(peak, local.dtype, factor, divides)]
+def _mark_group_(group: _Group, work: Pass, factor: Tensor | None, peaks: list[Tensor]) -> None:
+    """Marks the parameters of a group; of a single gradient by its values on this rank."""
+    if not group.is_usual:
+        local = _local(group.tensors[0])
+        by = None if work.write else factor
+        peaks = []
+        if local.numel():
+            peak = torch.linalg.vector_norm(local, torch.inf).reshape(1)
+            peaks = [_used(peak, local.dtype, by, work.how is Factor.DIVIDE)]
+    if peaks and work.marks is not None and work.now is not None:
+        mark_(work.marks, work.now, group.numbers, peaks[0])
 
 
 def _multiply_(grads: TensorList, factor: Tensor | None, coefficient: Tensor) -> None:

@@ -186,8 +186,7 @@ _BY_REASON: dict[str, list[tuple[str, str, str, int]]] = {
     ],
     "None is false, too.": [("_narrow_pairs", "return False", "return None", 1)],
     "Both lists are made for the same optimizers.": [
-        ("Passes._clip", "True", "False", 1),
-        ("Passes._clip", "True", "False", 2),
+        ("Passes._clip_terms", "True", "False", 1),
         ("Passes._measure", "True", "False", 1),
         ("begin", "True", "False", 1),
     ],

@@ -372,6 +372,46 @@ def _sum_of_partials(partials_ptr, count):
     return tl.sum(total, axis=0)
 
 
+@triton.jit
+def _finish(
+    header_ptr,
+    found,
+    partials,
+    factor_ptr,
+    results,
+    state,
+    rule,
+    NORM: tl.constexpr,
+    ACCUMULATE: tl.constexpr,
+):
+    """The last program's part of a pass: its results, an update of the scale, a ready header."""
+    found_inf_ptr, sums_ptr, divisor_ptr, other_found_inf_ptr = results
+    if NORM:
+        worst = tl.atomic_max(
+            header_ptr + _HEADER.PEAK, tl.zeros([], dtype=tl.int64), sem="relaxed"
+        )
+        tl.store(sums_ptr, _sum_of_partials(partials[0], partials[1]))
+        tl.store(sums_ptr + 1, worst.to(tl.float64, bitcast=True))
+    if divisor_ptr is not None:
+        tl.store(divisor_ptr, tl.load(factor_ptr))
+    flag = found.to(tl.float32)
+    if ACCUMULATE:
+        flag = _joint(flag, tl.load(found_inf_ptr))
+    if state[0] is not None:
+        if other_found_inf_ptr is not None:
+            flag = _joint(flag, tl.load(other_found_inf_ptr))
+        _update(state, None, flag, rule[0], rule[1], rule[2])
+    # All threads have loaded the values that the first one now replaces.
+    tl.debug_barrier()
+    if ACCUMULATE:
+        tl.store(found_inf_ptr, 1.0, mask=found)
+    else:
+        tl.store(found_inf_ptr, found.to(tl.float32))
+    tl.store(header_ptr + _HEADER.FINISHED, tl.zeros([], dtype=tl.int64))
+    if NORM:
+        tl.store(header_ptr + _HEADER.PEAK, tl.zeros([], dtype=tl.int64))
+
+
 @_kernel
 def multi_tensor(
     table_ptr,
@@ -500,31 +540,11 @@ def multi_tensor(
         if before.to(tl.int32) == tl.num_programs(0) - 1:
             tl.debug_barrier()
             found = before + seen >= _NOT_FINITE
-            if NORM:
-                worst = tl.atomic_max(
-                    header_ptr + _HEADER.PEAK, tl.zeros([], dtype=tl.int64), sem="relaxed"
-                )
-                tl.store(sums_ptr, _sum_of_partials(partials_ptr, all_chunks))
-                tl.store(sums_ptr + 1, worst.to(tl.float64, bitcast=True))
-            if divisor_ptr is not None:
-                tl.store(divisor_ptr, tl.load(factor_ptr))
-            flag = found.to(tl.float32)
-            if ACCUMULATE:
-                flag = _joint(flag, tl.load(found_inf_ptr))
-            if scale_ptr is not None:
-                if other_found_inf_ptr is not None:
-                    flag = _joint(flag, tl.load(other_found_inf_ptr))
-                pointers = (scale_ptr, growth_tracker_ptr, state_ptr)
-                _update(pointers, None, flag, growth_factor, backoff_factor, growth_interval)
-            # All threads have loaded the values that the first one now replaces.
-            tl.debug_barrier()
-            if ACCUMULATE:
-                tl.store(found_inf_ptr, 1.0, mask=found)
-            else:
-                tl.store(found_inf_ptr, found.to(tl.float32))
-            tl.store(header_ptr + _HEADER.FINISHED, tl.zeros([], dtype=tl.int64))
-            if NORM:
-                tl.store(header_ptr + _HEADER.PEAK, tl.zeros([], dtype=tl.int64))
+            results = (found_inf_ptr, sums_ptr, divisor_ptr, other_found_inf_ptr)
+            state = (scale_ptr, growth_tracker_ptr, state_ptr)
+            rule = (growth_factor, backoff_factor, growth_interval)
+            partials = (partials_ptr, all_chunks)
+            _finish(header_ptr, found, partials, factor_ptr, results, state, rule, NORM, ACCUMULATE)
 
 
 @_kernel
